@@ -69,7 +69,7 @@ alone: build .venv/programs
 	$(PY) tools/test_alone.py --jobs $(AT_ONCE)
 
 sanitize: venv
-	$(PY) -m pytest tests/test_native.py
+	$(PY) -m pytest tests/native/test_native.py
 
 bench: build
 	$(PY) -m pycomm bench collectives

@@ -1,8 +1,8 @@
 // The seam: everything that kernels spell differently under nvcc and under the emulator.
 //
 // Under nvcc each of these is one instruction or a plain language feature. Elsewhere
-// tests/emulator/emulator.hpp stands in, which runs a kernel on the CPU with one fiber per CUDA
-// thread and counts the bytes that load() and store() move. No kernel and no policy stands here.
+// tests/emulator/emulator.hpp replaces them: it runs a kernel on the CPU with one fiber per CUDA
+// thread and counts the bytes that load() and store() move. This file has no kernel and no policy.
 // Included by csrc/cuda/*.cu and *.cuh alone.
 //
 // Rules for kernels: shared memory, launches, and accesses of hot loops go through gpu::; masks are

@@ -15,7 +15,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from pycomm import errors
-from pycomm.calls import Work
+from pycomm._core_api.calls import Work
 from pycomm.collectives import (
     algorithms,
     all_gather,
@@ -48,14 +48,14 @@ from pycomm.objects import all_gather_object, user_get, user_pop, user_set
 
 if TYPE_CHECKING:
     from pycomm import data, kernels, metrics, reference, testing
+    from pycomm._training.coalesced import bcast_list_
     from pycomm.checkpoint import load, save
-    from pycomm.coalesced import bcast_list_
     from pycomm.compress import DGC, dgc_hook
     from pycomm.functional import remote_recv, remote_send
     from pycomm.launch import launcher
     from pycomm.optim import AdaptiveLocalSGD, LocalSGD, StaticLossScaler
     from pycomm.parallel import DataParallel, make_allreduce_cb
-    from pycomm.planner import plan
+    from pycomm.tuning.planner import plan
 
 __all__ = [
     "DGC",
@@ -117,12 +117,12 @@ _TRAINING = {
     "AdaptiveLocalSGD": "pycomm.optim",
     "LocalSGD": "pycomm.optim",
     "StaticLossScaler": "pycomm.optim",
-    "bcast_list_": "pycomm.coalesced",
+    "bcast_list_": "pycomm._training.coalesced",
     "dgc_hook": "pycomm.compress",
     "launcher": "pycomm.launch",
     "load": "pycomm.checkpoint",
     "make_allreduce_cb": "pycomm.parallel",
-    "plan": "pycomm.planner",
+    "plan": "pycomm.tuning.planner",
     "print0": "pycomm.printing",
     "remote_recv": "pycomm.functional",
     "remote_send": "pycomm.functional",

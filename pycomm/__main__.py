@@ -9,7 +9,12 @@ from collections.abc import Sequence
 
 from pycomm.bench.support import packages
 
-MODULES = {"plan": "planner", "tune": "tuning", "trace": "trace", "top": "top"}  # by command
+MODULES = {  # by command
+    "plan": "tuning.planner",
+    "tune": "tuning.tune",
+    "trace": "observe.trace",
+    "top": "observe.top",
+}
 
 
 def parser() -> argparse.ArgumentParser:
@@ -60,9 +65,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _info(flight: Sequence[str] | None) -> int:
-    from pycomm import flight_report as records
-    from pycomm import info
     from pycomm.errors import InvalidArgument
+    from pycomm.observe import flight_report as records
+    from pycomm.observe import info
 
     try:
         print(records.report(flight) if flight else info.report())

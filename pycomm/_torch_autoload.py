@@ -8,6 +8,7 @@ points.
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ def register(_module: object = None) -> None:
         import torch.distributed as dist
         from torch.autograd import profiler
 
-        from pycomm import calls
+        from pycomm._core_api import calls
 
         calls.profiler = profiler
         if not dist.is_available() or NAME in dist.Backend.backend_list:
@@ -43,6 +44,6 @@ def register(_module: object = None) -> None:
 
 def _create(options: _DistributedBackendOptions, backend_options: object) -> C10dBackend:
     """Makes the backend in init_process_group and new_group, on the ranks of the new group."""
-    from pycomm import torch_backend
-
-    return torch_backend.create(options, backend_options)
+    # By name: torch_backend imports this module.
+    made: C10dBackend = import_module("pycomm.torch_backend").create(options, backend_options)
+    return made

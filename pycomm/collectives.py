@@ -17,7 +17,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from pycomm import _core, arrays, calls
+from pycomm import _core
+from pycomm._core_api import arrays, calls
 from pycomm.errors import InvalidArgument
 from pycomm.group import Group, default
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pycomm import secret as secrets
+from pycomm import _secret as secrets
 from pycomm.errors import InvalidArgument
 
 __all__ = ["TRANSPORTS", "VARIABLES", "Config", "environment", "take_secret"]

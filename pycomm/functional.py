@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pycomm import _core, arrays, collectives
+from pycomm import _core, collectives
+from pycomm._core_api import arrays
 from pycomm.errors import InvalidArgument
 from pycomm.group import Group, default
 

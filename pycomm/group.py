@@ -19,10 +19,11 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from pycomm import _core, config, launcher_watch, rendezvous, shrink, thresholds
-from pycomm import secret as secrets
+from pycomm import _core, config
+from pycomm import _secret as secrets
+from pycomm._bootstrap import launcher_watch, rendezvous, shrink
+from pycomm._bootstrap.shrink import Store
 from pycomm.errors import GroupBroken, InvalidArgument
-from pycomm.shrink import Store
 
 __all__ = [
     "Group",
@@ -198,7 +199,7 @@ class Group:
             part.abort(reason)
 
     def _key_store(self) -> tuple[Store, str, float]:
-        """For objects.py: the store of this group's keys, their prefix, and the limit in seconds.
+        """For objects/: the store of this group's keys, their prefix, and the limit in seconds.
         Raises GroupBroken if the group was closed or belongs to the parent process.
         """
         name = self._core.name  # raises in a forked child
@@ -319,8 +320,6 @@ def _form(
         reproducible=reproducible,
         heartbeat_s=heartbeat_s,
         log=here.log != "warning",
-        tuned=thresholds.thresholds(),
-        **config.flight_recorder_files(),
     )
     core.set_timeout(timeout_s)  # of its calls; forming used the remaining time
     store.settle()

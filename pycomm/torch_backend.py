@@ -16,8 +16,10 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 import torch.distributed as dist
 
-from pycomm import _core, _torch_autoload, config, device_groups, rendezvous, thresholds
+from pycomm import _core, _torch_autoload, config
 from pycomm import group as groups
+from pycomm._bootstrap import rendezvous
+from pycomm._core_api import device_groups
 from pycomm.errors import InvalidArgument, Unsupported
 
 if TYPE_CHECKING:
@@ -231,8 +233,6 @@ def _connect(
         route_hint=rendezvous.host_of(options.store) or place.master_host,
         reproducible=False,
         log=place.log != "warning",
-        tuned=thresholds.thresholds(),
-        **config.flight_recorder_files(),
     )
 
 

@@ -24,7 +24,7 @@ _skips: dict[str, str] = {}
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Adds the option --no-attack."""
-    text = "no unauthenticated clients call where the run listens, while it does: tests/attack.py"
+    text = "no unauthenticated clients connect to the listeners of the run: attack.py"
     parser.addoption("--no-attack", action="store_true", help=text)
 
 
@@ -99,7 +99,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Gives each test the marker of its tier (tiers.py)."""
     for item in items:
         name = getattr(item, "originalname", item.name)
-        item.add_marker(tier_of(item.path.stem, name))
+        item.add_marker(tier_of(item.path, name))
 
 
 @pytest.hookimpl(trylast=True)

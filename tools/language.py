@@ -61,7 +61,7 @@ BANNED = {
 BANNED_RE = {re.compile(rf"\b(?:{p})\b", re.IGNORECASE): hint for p, hint in BANNED.items()}
 
 # Accepted findings by area: the numbers may only decrease.
-ALLOWED = {"csrc": 14, "pycomm": 5, "benchmarks": 3, "tests": 23}
+ALLOWED = {"csrc": 0, "pycomm": 5, "benchmarks": 3, "tests": 8}
 # Accepted sentences above LONGEST, by page of docs.
 ALLOWED_LONG: dict[str, int] = {}
 # Commits up to this one are not checked.

@@ -20,6 +20,10 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from pycomm.bench.support import summaries  # noqa: E402 - the path of the repository comes first
+
 RESULTS = ROOT / "benchmarks" / "results"
 PAGE = ROOT / "docs" / "internals" / "performance_tables.md"
 SUMMARY = ROOT / "docs" / "performance.md"
@@ -70,12 +74,12 @@ def cell(key: str, value: Any) -> str:
         text = ""
     elif key in ("size_bytes", "bytes"):
         text = size(value)
+    elif isinstance(value, dict) and "median" in value:
+        text = cell(key, value["median"])
     elif isinstance(value, dict):
         text = ", ".join(f"{label(name)} {cell(name, one)}" for name, one in value.items())
     elif isinstance(value, list):
-        median = value and key.endswith("_s")
-        text = number(statistics.median(value)) if median else ", ".join(map(number, value))
-        text = text or "0"
+        text = ", ".join(map(number, value)) or "0"
     elif isinstance(value, bool):
         text = "yes" if value else "no"
     elif isinstance(value, int):
@@ -188,10 +192,11 @@ def convergence(data: Row, spec: Row) -> Lines:
 def failures(data: Row, spec: Row) -> Lines:
     """When survivors receive the error, and when a new group works."""
     cells = []
-    for names, rows in grouped(data["rows"], ("backend", "moment", "ranks")).items():
-        figures = [_late(rows, key, f) for key in ("noticed_ms", "works_ms") for f in FIGURES]
-        share = 100 * sum(row["named"] for row in rows) / len(rows)
-        cells.append([*map(label, names), len(rows), *figures, f"{share:.0f}"])
+    for row in data["rows"]:
+        names = [label(row[key]) for key in ("backend", "moment", "ranks")]
+        figures = [_late(row[key], f) for key in ("noticed_ms", "works_ms") for f in FIGURES]
+        share = 100 * row["named"] / row["survivors"]
+        cells.append([*names, row["survivors"], *figures, f"{share:.0f}"])
     header = ["backend", "moment", "ranks", "survivors", "error, ms", "worst, ms"]
     return table([*header, "new group, ms", "its worst, ms", "error names the rank, %"], cells)
 
@@ -199,23 +204,20 @@ def failures(data: Row, spec: Row) -> Lines:
 def faults(data: Row, spec: Row) -> Lines:
     """Cases by fault and transport, and when survivors receive the error."""
     cells = []
-    found = ({**row, **row["cell"]} for row in data["rows"])
-    for names, rows in grouped(found, ("action", "transport")).items():
-        seen = [one for row in rows for one in row["seen"] if one and one["error"]]
-        broken = sum(bool(row["broken"]) for row in rows)
-        figures = [_late(seen, "noticed_ms", figure) for figure in FIGURES]
-        cells.append([*map(label, names), len(rows), broken, *figures])
+    for row in data["rows"]:
+        figures = [_late(row["noticed_ms"], figure) for figure in FIGURES]
+        names = (label(row["action"]), label(row["transport"]))
+        cells.append([*names, row["cells"], row["violations"], *figures])
     left_out = sum(row["cells"] for row in data["left_out"])
     header = ["fault", "transport", "cases", "violations", "error, ms", "worst, ms"]
     return [*table(header, cells), f"{left_out} cases do not exist and are left out.", ""]
 
 
-FIGURES: tuple[Callable[[list[float]], float], ...] = (statistics.median, max)
+FIGURES = ("median", "worst")
 
 
-def _late(rows: Iterable[Row], key: str, figure: Callable[[list[float]], float]) -> str:
-    known = [row[key] for row in rows if row[key] is not None and row[key] >= 0]
-    return number(figure(known)) if known else ""
+def _late(summary: Row, figure: str) -> str:
+    return number(summary[figure]) if summary["count"] else ""
 
 
 LAYOUTS: dict[str, Callable[[Row, Row], Lines]] = {
@@ -227,7 +229,7 @@ def _read(names: Sequence[str]) -> tuple[Path, Row]:
     for name in names:
         path = RESULTS / f"{name}.json"
         if path.exists():
-            return path, json.loads(path.read_text())
+            return path, summaries.read(path)
     return Path(), {}
 
 

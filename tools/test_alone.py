@@ -1,6 +1,8 @@
 """Runs each test file in a separate pytest process, to find dependencies between test files.
 
-    python tools/test_alone.py [--jobs N] [tests/test_x.py ...]     `make alone` runs all (hours)
+    python tools/test_alone.py [--jobs N] [tests/unit/test_x.py ...]
+
+`make alone` runs all of them, for hours.
 
 Prints a line for each file as it ends, then the last lines of those that failed. The exit status is
 1 if any failed.
@@ -76,7 +78,7 @@ def main() -> int:
     parser.add_argument("files", nargs="*", type=Path, help="test files (all of tests/)")
     parser.add_argument("--jobs", type=int, default=1, help="number of concurrent files")
     options = parser.parse_args()
-    paths = options.files or sorted((ROOT / "tests").glob("test_*.py"))
+    paths = options.files or sorted((ROOT / "tests").rglob("test_*.py"))
     missing = [str(path) for path in paths if not path.is_file()]
     if missing:
         parser.error(f"file not found: {', '.join(missing)}")

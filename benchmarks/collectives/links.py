@@ -39,7 +39,7 @@ from pycomm.bench.collectives import table, worker
 from pycomm.bench.collectives.peers import ENCRYPTED
 from pycomm.bench.collectives.plot import COLORS
 from pycomm.bench.collectives.verbs import VERBS
-from pycomm.bench.support import machine
+from pycomm.bench.support import machine, summaries
 from pycomm.bench.support.netns import RATE, Network, missing
 from pycomm.bench.support.sizes import format_size, parse_sizes
 
@@ -62,7 +62,8 @@ class Row:
     ratio: float | None  # times faster than gloo; None without it
     cpu_s_per_gb: float
     wrong: int
-    round_medians_ms: list[list[float]]  # [rank][round]
+    worst_ms: float  # the largest median of a round, of any rank
+    rounds: int
 
 
 def main(argv: Sequence[str]) -> int:
@@ -189,10 +190,9 @@ def rows_of(rate: str, hosts: int, by_rank: Sequence[Said]) -> list[Row]:
                 ratio=None,
                 cpu_s_per_gb=cpu_s / hosts / sent * 1e9,
                 wrong=sum(one.wrong[name] for one in by_rank),
-                round_medians_ms=[
-                    [statistics.median(calls) * 1e3 for calls in one.seconds[name]]
-                    for one in by_rank
-                ],
+                worst_ms=1e3
+                * max(statistics.median(calls) for one in by_rank for calls in one.seconds[name]),
+                rounds=len(said.seconds[name]),
             )
         )
     gloo = next((row.time_ms for row in rows if row.peer == "gloo"), None)
@@ -230,7 +230,7 @@ def _store(found: Sequence[Row], options: argparse.Namespace) -> None:
             name: getattr(options, name) for name in ("hosts", "ranks_per_host", "rounds", "peers")
         }
         content = {"machine": where, "settings": settings, "rows": [asdict(row) for row in found]}
-        options.json.write_text(json.dumps(content, indent=1) + "\n")
+        summaries.write(options.json, content)
     if options.plot:
         shape = f"{options.hosts} hosts x {options.ranks_per_host} ranks"
         draw(options.plot, found, f"{shape}, {where['cpu']}, {where['cores']} cores")

@@ -54,7 +54,7 @@ def main(argv: Sequence[str]) -> int:
 
 def alone() -> int:
     """Prints the loaded NCCL, and makes a communicator."""
-    from pycomm import nccl
+    from pycomm._core_api import nccl
 
     library = nccl.load()
     print(f"NCCL {library.version} from {library.origin}")

@@ -9,7 +9,6 @@ values, headers, and every check. The comparison is a copy of the pairs (8 bytes
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import statistics
 import time
@@ -23,7 +22,7 @@ import numpy as np
 import pycomm
 from pycomm import _core, kernels
 from pycomm.bench.kernels import residuals
-from pycomm.bench.support import machine
+from pycomm.bench.support import machine, summaries
 from pycomm.kernels.compact import VALUES
 
 SPARSITIES = (0.75, 0.9375, 0.984375, 0.996, 0.999, 0.9999)
@@ -82,7 +81,7 @@ def main(argv: Sequence[str]) -> int:
             "settings": {"threads": 1, "rounds": options.rounds, "isa": _core.kernel_isa()},
             "rows": [asdict(row) for row in rows],
         }
-        options.json.write_text(json.dumps(content, indent=1) + "\n")
+        summaries.write(options.json, content)
     return 0
 
 

@@ -9,7 +9,6 @@ in-place build and its compiler. Exits with 1 if the cost exceeds the limit in d
 from __future__ import annotations
 
 import argparse
-import json
 import shlex
 import statistics
 import subprocess
@@ -24,6 +23,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from pycomm.bench.support import summaries
 from pycomm.bench.support.machine import describe
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -117,7 +117,8 @@ def build(folder: Path) -> dict[str, Path]:
         raise NotBuilt("the core is not built: run `make build`")
     compile_ = _compiler_of(built)
     main = folder / "checks.o"
-    _run([*compile_, "-c", str(ROOT / "benchmarks" / "reliability" / "check_overhead.cpp"), "-o", str(main)])
+    source = Path(__file__).with_suffix(".cpp")
+    _run([*compile_, "-c", str(source), "-o", str(main)])
     instead = {}
     for path in REMOVED:
         source = folder / path
@@ -176,7 +177,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     _show(costs)
     if args.json:
         report = {"machine": describe(), "rounds": args.rounds, "costs": [asdict(c) for c in costs]}
-        args.json.write_text(json.dumps(report, indent=1) + "\n")
+        summaries.write(args.json, report)
     return 0 if all(cost.kept for cost in costs) else 1
 
 

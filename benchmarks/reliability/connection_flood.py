@@ -18,7 +18,6 @@ less than nine tenths of the steps, or delayed a distant rank by more than 2 s.
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing as mp
 import os
 import secrets
@@ -39,7 +38,7 @@ from benchmarks.reliability import connection_flood_rank
 from benchmarks.reliability.connection_flood_rank import FORM_LIMIT_S, STANDS, Held, Place
 from benchmarks.reliability.delayed_flood import CASES, measure, missing
 from benchmarks.reliability.delayed_flood import table as distant_table
-from pycomm.bench.support import machine
+from pycomm.bench.support import machine, summaries
 
 BACKENDS = ("pycomm", "gloo")
 PER_S = 2000  # calls of the unauthenticated clients
@@ -119,10 +118,9 @@ def main(argv: Sequence[str]) -> int:
             "machine": machine.describe(),
             "flood": [asdict(one) for one in floods],
             "cycles": [asdict(one) for one in rounds],
-            "distant": [asdict(one) for one in far],
+            "distant": [one.summary() for one in far],
         }
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(content, indent=1) + "\n")
+        summaries.write(options.json, content)
     kept = all(map(_kept, floods)) and all(map(_clean, rounds))
     return 0 if kept and all(one.kept() for one in far) else 1
 

@@ -20,13 +20,13 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from rich.table import Table
 
 from benchmarks.reliability.delayed_link import TUN, DelayedLink
-from pycomm.bench.support import netns
+from pycomm.bench.support import netns, summaries
 from pycomm.bench.support.netns import Host, Network
 
 FLOODS = ((10, 8000), (50, 1500), (100, 800))
@@ -49,6 +49,11 @@ class DelayedFlood:
     quiet_s: list[float] = field(default_factory=list)
     flooded_s: list[float] = field(default_factory=list)
     error: str = ""
+
+    def summary(self) -> dict[str, Any]:
+        """The fields, with a summary in place of the samples."""
+        samples = ("reached_per_s", "quiet_s", "flooded_s")
+        return asdict(self) | {name: summaries.summarize(getattr(self, name)) for name in samples}
 
     def kept(self) -> bool:
         """Whether no rank was delayed by more than MOST_LATE_S."""

@@ -18,12 +18,11 @@ from __future__ import annotations
 import argparse
 import collections
 import itertools
-import json
 import statistics
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +32,7 @@ from rich.table import Table
 
 from benchmarks.reliability import fault_plot
 from benchmarks.reliability.fault_rank import DISAGREEMENTS, STRUCK, Call, Job, Seen, rank_sees
-from pycomm.bench.support import machine
+from pycomm.bench.support import machine, summaries
 from pycomm.testing import FaultPlan, run_ranks
 
 REDUCTIONS = ("all_reduce", "reduce", "reduce_scatter")
@@ -256,9 +255,9 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--transports", default="shm,tcp", help="(%(default)s)")
     parser.add_argument("--sizes", default=",".join(COUNTS), help="(%(default)s)")
     parser.add_argument("--ranks", default="3", help="some of 2, 3, 4 and 8 (%(default)s)")
-    parser.add_argument("--json", type=Path, help="where to store all outcomes")
+    parser.add_argument("--json", type=Path, help="where to store times and violations")
     parser.add_argument(
-        "--again", action="store_true", help="only the failed cells of --json; keeps the rest"
+        "--again", action="store_true", help="only the violated cells of --json; keeps the times"
     )
     parser.add_argument("--plot", type=Path, help="where to draw them (.png, .svg)")
     options = parser.parse_args(argv)
@@ -270,18 +269,17 @@ def main(argv: Sequence[str]) -> int:
     ranks = [int(n) for n in chosen.pop("ranks")]
     console = Console(soft_wrap=True, highlight=False)
     cells = list(matrix(**chosen, ranks=ranks))
-    stored = _stored(options.json) if options.again else {}
+    if options.again and not options.json:
+        parser.error("--again needs --json")
+    if options.again:
+        return _again(options.json, console)
     found: list[Outcome] = []
     try:
         with Progress(console=console, disable=not console.is_terminal, transient=True) as bar:
             task = bar.add_task("", total=len(cells))
             for number, cell in enumerate(cells):
                 bar.update(task, description=f"{cell.action}, {cell.moment}: {cell.verb}")
-                before = stored[cell].broken if options.again else ""
-                if options.again and not before:
-                    found.append(stored[cell])
-                else:
-                    found.append(replace(outcome(cell, number), before=before))
+                found.append(outcome(cell, number))
                 if found[-1].broken:
                     console.print(f"{cell}\n    {found[-1].broken}", markup=False)
                 bar.advance(task)
@@ -293,7 +291,7 @@ def main(argv: Sequence[str]) -> int:
     console.print(f"{len(found)} cells run, {len(missed)} not applicable")
     _store(options.json, found, missed)
     if options.plot:
-        fault_plot.save(options.plot, [_rounded(one) for one in found])
+        fault_plot.save(options.plot, [asdict(one) for one in found])
     return 1 if any(one.broken for one in found) else 0
 
 
@@ -325,48 +323,62 @@ def _table(found: Sequence[Outcome]) -> Table:
 
 
 def _store(path: Path | None, found: Sequence[Outcome], missed: Sequence[tuple[Cell, str]]) -> None:
-    """One cell a line: error, time and text of each rank; and the cells left out, with reasons."""
-    if path is None:
-        return
-    path.parent.mkdir(parents=True, exist_ok=True)
-    shown = json.dumps(machine.describe())
-    rows = ",\n".join(json.dumps(_rounded(one)) for one in found)
-    gaps = ",\n".join(json.dumps(gap) for gap in _gaps(missed))
-    path.write_text(f'{{"machine": {shown},\n"rows": [\n{rows}\n],\n"left_out": [\n{gaps}\n]}}\n')
+    """Times and violations by action and transport; violated cells; cells left out, by reason."""
+    if path is not None:
+        content = {
+            "machine": machine.describe(),
+            "rows": summary(found),
+            "violations": [_violation(one) for one in found if one.broken],
+            "left_out": _gaps(missed),
+        }
+        summaries.write(path, content)
 
 
-def _stored(path: Path) -> dict[Cell, Outcome]:
-    rows = json.loads(path.read_text())["rows"]
-    found = [
-        Outcome(
-            Cell(**row["cell"]),
-            row["broken"],
-            row["seconds"],
-            [None if seen is None else Seen(**seen) for seen in row["seen"]],
-            row["before"],
-        )
-        for row in rows
+def summary(found: Sequence[Outcome]) -> list[dict[str, Any]]:
+    """A row for each action on each transport."""
+    rows = collections.defaultdict(list)
+    for one in found:
+        rows[one.cell.action, one.cell.transport].append(one)
+    return [
+        {
+            "action": action,
+            "transport": transport,
+            "cells": len(of),
+            "violations": sum(bool(one.broken) for one in of),
+            "noticed_ms": summaries.summarize(
+                seen.noticed_ms for one in of for seen in one.seen if seen and seen.error
+            ),
+        }
+        for (action, transport), of in rows.items()
     ]
-    return {one.cell: one for one in found}
 
 
-def _rounded(one: Outcome) -> dict[str, Any]:
-    row = asdict(one)
-    row["seconds"] = round(one.seconds, 2)
-    for seen in row["seen"]:
-        if seen is not None:
-            seen["noticed_ms"] = round(seen["noticed_ms"], 2)
-            seen["text"] = seen["text"][:MOST_WORDS]
-    return row
+def _violation(one: Outcome) -> dict[str, Any]:
+    return asdict(one.cell) | {"broken": one.broken, "before": one.before}
+
+
+def _again(path: Path, console: Console) -> int:
+    """Runs the violated cells of a stored run again; its times stay as they are."""
+    content = summaries.read(path)
+    left = []
+    for number, row in enumerate(content["violations"]):
+        if not row["broken"]:  # repeated before
+            left.append(row)
+            continue
+        cell = Cell(**{field.name: row[field.name] for field in fields(Cell)})
+        one = replace(outcome(cell, number), before=row["broken"])
+        console.print(f"{cell}\n    {one.broken or 'as guaranteed'}", markup=False)
+        left.append(_violation(one))
+        if not one.broken:
+            key = (cell.action, cell.transport)
+            of = next(r for r in content["rows"] if (r["action"], r["transport"]) == key)
+            of["violations"] -= 1
+    content["violations"] = left
+    summaries.write(path, content)
+    return 1 if any(row["broken"] for row in left) else 0
 
 
 def _gaps(missed: Sequence[tuple[Cell, str]]) -> list[dict[str, Any]]:
-    """Groups cells that differ only in verb, size, transport and ranks."""
-    found: dict[tuple[str, str, str], list[Cell]] = collections.defaultdict(list)
-    for cell, why in missed:
-        found[cell.action, cell.moment, why].append(cell)
-    return [
-        {"action": action, "moment": moment, "why": why, "cells": len(cells)}
-        | {"verbs": list(dict.fromkeys(cell.verb for cell in cells))}
-        for (action, moment, why), cells in found.items()
-    ]
+    """How many cells each reason leaves out."""
+    counts = collections.Counter(why for _, why in missed)
+    return [{"why": why, "cells": cells} for why, cells in counts.items()]

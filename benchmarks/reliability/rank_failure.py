@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import multiprocessing as mp
 import os
 import random
@@ -35,6 +34,7 @@ from dataclasses import asdict, dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -49,7 +49,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import pycomm
 import pycomm.torch_backend  # registers the backend
 from benchmarks.reliability import rank_failure_plot
-from pycomm.bench.support import machine
+from pycomm.bench.support import machine, summaries
 
 BACKENDS = {"pycomm-shm": "shm", "pycomm-tcp": "tcp", "gloo": ""}
 """The transport of pycomm; gloo has tcp."""
@@ -104,7 +104,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--peers", default=",".join(BACKENDS), help="backends (%(default)s)")
     parser.add_argument("--moments", default=",".join(MOMENTS), help="(%(default)s)")
     parser.add_argument("--rounds", type=int, default=5, help="jobs of each kind (%(default)s)")
-    parser.add_argument("--json", type=Path, help="where to store what every survivor said")
+    parser.add_argument("--json", type=Path, help="where to store the times")
     parser.add_argument("--plot", type=Path, help="where to draw it (.png, .svg)")
     options = parser.parse_args(argv)
     ranks, peers = [int(n) for n in options.ranks.split(",")], options.peers.split(",")
@@ -122,14 +122,33 @@ def main(argv: Sequence[str]) -> int:
             found += job(backend, moment, n, seed)
     console.print(_table(found))
     if options.json:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        rows = ",\n".join(json.dumps(asdict(failure)) for failure in found)
-        described = json.dumps(machine.describe())
-        options.json.write_text(f'{{"machine": {described},\n"rows": [\n{rows}\n]}}\n')
+        content = {"machine": machine.describe(), "rows": summary(found)}
+        summaries.write(options.json, content)
     if options.plot:
         rank_failure_plot.save(options.plot, [asdict(failure) for failure in found])
     ours = [failure for failure in found if failure.backend != "gloo"]
     return 0 if all(failure.named and failure.works_ms >= 0 for failure in ours) else 1
+
+
+def summary(found: Sequence[RankFailure]) -> list[dict[str, Any]]:
+    """A row for each backend, moment and number of ranks, with the text of its first survivor."""
+    rows: dict[tuple[str, str, int], list[RankFailure]] = {}
+    for failure in found:
+        key = (failure.backend, failure.moment, failure.ranks)
+        rows.setdefault(key, []).append(failure)
+    return [
+        {
+            "backend": backend,
+            "moment": moment,
+            "ranks": ranks,
+            "survivors": len(of),
+            "named": sum(failure.named for failure in of),
+            "noticed_ms": summaries.summarize(f.noticed_ms for f in of if f.noticed_ms >= 0),
+            "works_ms": summaries.summarize(f.works_ms for f in of if f.works_ms >= 0),
+            "text": of[0].text,
+        }
+        for (backend, moment, ranks), of in rows.items()
+    ]
 
 
 def _table(found: Sequence[RankFailure]) -> Table:

@@ -39,6 +39,7 @@ def _panel(axes: Axes, found: Sequence[Mapping[str, Any]], times_ms: Sequence[fl
         places = np.array([place for place, _ in dots]) + scatter.uniform(-0.08, 0.08, len(dots))
         heights = [time_ms for _, time_ms in dots]
         axes.scatter(places, heights, s=9, alpha=0.7, color=COLORS[backend], label=backend)
-    axes.set_xticks(range(len(kinds)), [f"{ranks} ranks,\n{moment}" for ranks, moment in kinds])
+    names = [f"{ranks} ranks,\n{moment}" for ranks, moment in kinds]
+    axes.set_xticks(range(len(kinds)), names, fontsize=7)  # larger names overlap
     axes.set_yscale("log")
     axes.grid(axis="y", alpha=0.25)

@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import ctypes
 import gc
-import json
 import os
 import random
 import secrets
@@ -33,7 +32,7 @@ from benchmarks.reliability.fault_rank import DISAGREEMENTS, STRUCK, Seen
 from benchmarks.reliability.faults import Cell
 from benchmarks.reliability.leak_check import leaked, resources
 from benchmarks.reliability.soak_rank import REASON, Epoch, Story, live
-from pycomm.bench.support import machine
+from pycomm.bench.support import machine, summaries
 from pycomm.testing import FaultPlan, run_ranks
 
 OF_PROCESSES = ("kill", "stop", "exception")
@@ -260,8 +259,7 @@ def main(argv: Sequence[str]) -> int:
     }
     console.print(_summary(tally, minutes))
     if options.json:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(content, indent=1) + "\n")
+        summaries.write(options.json, content)
     return 1 if tally.complaints else 0
 
 

@@ -1,7 +1,7 @@
 """Unauthenticated clients: they connect to listening ranks, hold no key and send invalid bytes.
 
-Callers choose the targets and the rate: connection_flood_rank.py and tests/attack.py. Imports only
-the standard library, so that a client starts at once.
+Callers choose the targets and the rate: connection_flood_rank.py and tests/support/attack.py.
+Imports only the standard library, so that a client starts at once.
 """
 
 from __future__ import annotations

@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import gc
 import itertools
-import json
 import math
 import statistics
 import time
@@ -29,7 +28,8 @@ from torch import nn
 import pycomm
 from benchmarks.training.expected_costs import WANTED, disordered, judged
 from benchmarks.training.workloads import WORKLOADS, Workload, missing
-from pycomm.bench.support import machine
+from pycomm.bench.support import machine, summaries
+from pycomm.compress.dgc import compressor_of
 from pycomm.testing import run_ranks
 
 RAMP = (0.75, 0.9375, 0.984375, 0.996)
@@ -47,7 +47,6 @@ GENTLY = {**COMPACT, **THREE_BITS, "sparsity": [*GENTLE, 0.995]}
 SHARDED_GENTLY = {**SHARDED, **THREE_BITS, "sparsity": [*GENTLE, 0.9968]}
 # 75 times fewer bytes after the warm-up.
 SEVENTY_FIVE = {**COMPACT, **THREE_BITS, "sparsity": [*GENTLE[:3], 0.9, 0.951]}
-RECORDED = 100  # points of a curve
 MB = 2**20
 
 
@@ -120,7 +119,7 @@ class Run:
     dense_mb: float
     seconds: float
     replicas_equal: bool
-    losses: list[float]  # means of RECORDED parts of the run, of rank 0's batches
+    losses: list[float]  # means of the parts of the run (summaries.ends), of rank 0's batches
     mb: list[float]  # sent so far, at the end of each part
 
 
@@ -173,8 +172,6 @@ def train(workload: Workload, method: Method, seed: int, ranks: int, steps: int)
     gc.unfreeze()
     seconds = time.perf_counter() - start
     losses, sent, first = told[0]
-    part = max(1, steps // RECORDED)
-    ends = range(part, steps + 1, part)
     return Run(
         workload=workload.name,
         method=method.name,
@@ -186,8 +183,8 @@ def train(workload: Workload, method: Method, seed: int, ranks: int, steps: int)
         dense_mb=steps * first.nbytes / MB,
         seconds=seconds,
         replicas_equal=all(torch.equal(parameters, first) for _, _, parameters in told),
-        losses=[statistics.mean(losses[end - part : end]) for end in ends],
-        mb=[sent[end - 1] / MB for end in ends],
+        losses=summaries.curve(losses),
+        mb=[sent[end - 1] / MB for end in summaries.ends(steps)],
     )
 
 
@@ -278,7 +275,7 @@ def _parallel(
 
     def sparse_step(_: torch.Tensor) -> None:
         optimizer.step()
-        for memory in () if method.feedback else dgc.memories.values():
+        for memory in () if method.feedback else compressor_of(dgc).state.memories.values():
             if memory.v is not None:
                 memory.v.zero_()
 
@@ -369,16 +366,11 @@ def draw(path: Path, found: Sequence[Run]) -> None:
         for run in found:
             if run.workload != workload or run.seed != 0:
                 continue
-            part, window = run.steps / len(run.losses), max(1, len(run.losses) // 20)
-            losses = [
-                statistics.mean(run.losses[max(0, i - window) : i])
-                for i in range(1, len(run.losses) + 1)
-            ]
             place = list(METHODS).index(run.method)
             style: dict[str, Any] = {"lw": 1.3, "color": colors(place % 20)}
             style["ls"] = "--" if place >= 20 else "-"
-            over_steps.plot([part * (i + 1) for i in range(len(losses))], losses, **style)
-            over_mb.plot(run.mb, losses, label=run.method, **style)
+            over_steps.plot(summaries.ends(run.steps), run.losses, **style)
+            over_mb.plot(run.mb, run.losses, label=run.method, **style)
         over_steps.set(title=workload, xlabel="step", ylabel="training loss (nats)")
         over_mb.set(xlabel="MB sent by a rank", xscale="log")
         over_mb.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
@@ -388,10 +380,10 @@ def draw(path: Path, found: Sequence[Run]) -> None:
 def _stored(path: Path | None) -> list[Run]:
     if path is None or not path.exists():
         return []
-    return [Run(**row) for row in json.loads(path.read_text())["rows"]]
+    return [Run(**row) for row in summaries.read(path)["rows"]]
 
 
 def _store(path: Path | None, found: Sequence[Run]) -> None:
     if path is not None:
         content = {"machine": machine.describe(), "rows": [asdict(run) for run in found]}
-        path.write_text(json.dumps(content, indent=1) + "\n")
+        summaries.write(path, content)

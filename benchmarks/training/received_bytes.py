@@ -19,7 +19,6 @@ does not offer. Four frames of each other rank and their lengths are counted.
 from __future__ import annotations
 
 import argparse
-import json
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -36,10 +35,10 @@ from benchmarks.kernels.codec import entropy_bits
 from benchmarks.training import received_bytes_plot, received_bytes_ranks
 from pycomm import kernels
 from pycomm.bench.kernels import residuals
-from pycomm.bench.support import machine
+from pycomm.bench.support import machine, summaries
 from pycomm.bench.support.model import CharGPT, Shape
 from pycomm.compress.bucket import Pair
-from pycomm.compress.packet_exchange import decode, encode
+from pycomm.compress.packet_codec import decode, encode
 from pycomm.compress.schedule import code_at
 from pycomm.compress.sharded import Sharding
 from pycomm.kernels import PacketBatch
@@ -196,7 +195,7 @@ def main(argv: Sequence[str]) -> int:
             "ranks": [asdict(one) for one in ranks],
             "counted": [asdict(one) for one in counted],
         }
-        options.json.write_text(json.dumps(content, indent=1) + "\n")
+        summaries.write(options.json, content)
     if options.plot:
         received_bytes_plot.draw(options.plot, [asdict(one) for one in ranks], options.elements)
     return 0

@@ -4,7 +4,7 @@ The gradient has the size of FasterRCNN's, 41 M elements or 165 MB of float32, i
 forward and backward are real products of matrices, of as many rows as take `--compute-s` where no
 rank waits for another. Hosts are network namespaces behind `tc tbf` (netns.py of
 pycomm.bench.support), "none" as fast as the kernel is. Without root, or with --throttle, ranks of
-one host use token buckets in pycomm's transport instead (transport/rate_limited.h), and the table
+one host use token buckets in pycomm's transport instead (testing/rate_limited.h), and the table
 says so. The ways to train run one after another:
 
     compute   no communication: what every rank does by itself, all at the same time
@@ -16,15 +16,14 @@ says so. The ways to train run one after another:
     local     LocalSGD, models averaged every 8 steps
 
 A figure is the slowest rank's median step, of LocalSGD the mean; Paddle's ratio is what its page of
-DGC gives. The table also has the estimate of `pycomm plan` (pycomm/planner.py) for that link,
-from the step without communication and the kernels as measured here. With --json an interrupted
-run continues.
+DGC gives. The table also has the estimate of `pycomm plan` (pycomm/tuning/planner.py) for that
+link, from the step without communication and the kernels as measured here. With --json an
+interrupted run continues.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import time
@@ -42,15 +41,16 @@ from torch import nn
 from torch.multiprocessing.spawn import ProcessException
 
 import pycomm
-from pycomm import collectives, planner
+from pycomm import collectives
 from pycomm.bench.collectives.peers import OURS, Groups
 from pycomm.bench.collectives.plot import COLORS
-from pycomm.bench.support import machine, processes
+from pycomm.bench.support import machine, processes, summaries
 from pycomm.bench.support.netns import RATE, Network, missing
 from pycomm.compress.cost_model import Coding, measure_coding
 from pycomm.compress.schedule import Load, code_at, to_send
 from pycomm.errors import Error
 from pycomm.testing import run_ranks
+from pycomm.tuning import planner
 
 LAYERS = 20
 UNSHAPED = "none"
@@ -171,7 +171,7 @@ def stored(path: Path | None, settings: dict[str, object]) -> list[Row]:
     """The rows of an interrupted run with the same settings."""
     if path is None or not path.exists():
         return []
-    content = json.loads(path.read_text())
+    content = summaries.read(path)
     return [Row(**row) for row in content["rows"]] if content["settings"] == settings else []
 
 
@@ -180,7 +180,7 @@ def store(path: Path | None, settings: dict[str, object], found: Sequence[Row]) 
     if path is not None:
         rows = [asdict(row) for row in found]
         content = {"machine": machine.describe(), "settings": settings, "rows": rows}
-        path.write_text(json.dumps(content, indent=1) + "\n")
+        summaries.write(path, content)
 
 
 def measure(

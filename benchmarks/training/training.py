@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -36,7 +35,7 @@ from benchmarks.training.models import TASKS, Task
 from pycomm.bench.collectives import table
 from pycomm.bench.collectives.peers import OURS, PEERS, Groups
 from pycomm.bench.collectives.plot import COLORS
-from pycomm.bench.support import machine, netns, processes
+from pycomm.bench.support import machine, netns, processes, summaries
 
 BACKENDS = ("gloo", "pycomm", "fake")
 ALONE = "alone"
@@ -118,7 +117,7 @@ def main(argv: Sequence[str]) -> int:
     if options.json:
         settings = {name: getattr(options, name) for name in ("ranks", "rounds", "steps", "rates")}
         content = {"machine": where, "settings": settings, "rows": [asdict(row) for row in found]}
-        options.json.write_text(json.dumps(content, indent=1) + "\n")
+        summaries.write(options.json, content)
     if options.plot:
         draw(options.plot, found, f"{options.ranks} ranks, {where['cpu']}, {where['cores']} cores")
     return 0

@@ -125,7 +125,8 @@ inline DeviceSide make_device_side(const std::shared_ptr<Group>& host, c10::Devi
   const auto completion =
       c10::impl::VirtualGuardImpl(device.type()).getStreamFromGlobalPool(device);
   return in_python([&]() -> DeviceSide {
-    const py::object on_device = py::module_::import("pycomm.device_groups").attr("on_device");
+    const py::object on_device =
+        py::module_::import("pycomm._core_api.device_groups").attr("on_device");
     const py::capsule made = on_device(
         in_capsule(host), c10::DeviceTypeName(device.type(), true), int{device.index()},
         std::chrono::duration<double>(timeout).count(), options.lanes, options.between_hosts);

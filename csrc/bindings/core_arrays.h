@@ -1,6 +1,6 @@
 // Fast access to simple arrays: contiguous, writable, in host memory or on a GPU, with a supported
-// dtype. It takes a tenth of the time of pycomm.arrays, which handles all other arrays and reports
-// the errors.
+// dtype. It takes a tenth of the time of pycomm._core_api.arrays, which handles all other arrays
+// and reports the errors.
 #pragma once
 
 #include <pybind11/pybind11.h>

@@ -9,7 +9,7 @@
 #include <utility>
 
 #include "bindings/core.h"
-#include "group/device_group.h"
+#include "device_group/device_group.h"
 
 namespace pycomm::bindings {
 namespace {

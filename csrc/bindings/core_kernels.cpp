@@ -9,8 +9,9 @@
 
 #include "bindings/core.h"
 #include "bindings/kernels.h"
+#include "codec/compact.h"
+#include "cpu/isa.h"
 #include "kernels/bandwidth.h"
-#include "kernels/lean.h"
 
 namespace pycomm::bindings {
 namespace {
@@ -19,8 +20,8 @@ namespace {
 std::tuple<size_t, size_t, std::string_view, std::string_view> packet_header(uintptr_t packet,
                                                                              size_t bytes) {
   const std::span found(at<const std::byte>(packet), bytes);
-  if (is_lean(found)) {
-    const LeanHeader header = read_lean_header(found);
+  if (is_compact(found)) {
+    const CompactHeader header = read_compact_header(found);
     return {header.k, header.count, kValueCodes[static_cast<size_t>(header.value_code)],
             kIndexCodes[static_cast<size_t>(header.index_code)]};
   }
@@ -37,9 +38,9 @@ void bind_bundles(py::module_& module) {
       "most_batch_bytes",
       [](const Sizes& lengths, size_t count, std::string_view index_code,
          std::string_view value_code) {
-        const LeanEncoding encoding = lean_encoding(count, index_code, value_code);
+        const CompactEncoding encoding = compact_encoding(count, index_code, value_code);
         size_t bytes = 0;
-        for (const size_t k : lengths) bytes += k == 0 ? 0 : most_lean_bytes(k, encoding);
+        for (const size_t k : lengths) bytes += k == 0 ? 0 : most_compact_bytes(k, encoding);
         return bytes;
       },
       Free());
@@ -48,14 +49,14 @@ void bind_bundles(py::module_& module) {
       [](uintptr_t indices, uintptr_t values, const Sizes& lengths, size_t count,
          std::string_view dtype, std::string_view index_code, std::string_view value_code,
          uintptr_t out) {
-        LeanEncoding encoding = lean_encoding(count, index_code, value_code);
+        CompactEncoding encoding = compact_encoding(count, index_code, value_code);
         encoding.dtype = dtype_named(dtype);
         const auto* where = at<const int32_t>(indices);
         const auto* what = at<const std::byte>(values);
         auto* packet = at<std::byte>(out);
         Sizes sizes;
         for (const size_t k : lengths) {
-          sizes.push_back(k == 0 ? 0 : encode_lean({where, what, k}, encoding, packet));
+          sizes.push_back(k == 0 ? 0 : encode_compact({where, what, k}, encoding, packet));
           where += k;
           what += k * bytes_of(encoding.dtype);
           packet += sizes.back();
@@ -71,7 +72,7 @@ void bind_bundles(py::module_& module) {
         for (const size_t bytes : sizes) {
           lengths.push_back(0);
           if (bytes == 0) continue;
-          const LeanHeader header = read_lean_header({packet, bytes});
+          const CompactHeader header = read_compact_header({packet, bytes});
           if (header.count != count)
             throw InvalidArgument("invalid packet: it is of an array of " +
                                   std::to_string(header.count) + " elements, expected " +
@@ -90,7 +91,7 @@ void bind_bundles(py::module_& module) {
         auto* where = at<int32_t>(indices);
         auto* what = at<float>(values);
         for (size_t i = 0; i < sizes.size(); ++i) {
-          if (sizes[i] > 0) decode_lean({packet, sizes[i]}, where, what);
+          if (sizes[i] > 0) decode_compact({packet, sizes[i]}, where, what);
           packet += sizes[i];
           where += lengths[i];
           what += lengths[i];
@@ -127,14 +128,14 @@ void bind_cpu_kernels(py::module_& module) {
   module.def("read_packet_header", &packet_header);
   module.def("set_kernel_threads", &set_kernel_threads);
   module.def("kernel_threads", &kernel_threads);
-  module.def("set_kernel_isa", &set_kernel_isa);
-  module.def("kernel_isa", &kernel_isa);
+  module.def("set_kernel_isa", &cpu::set_kernel_isa);
+  module.def("kernel_isa", &cpu::kernel_isa);
   module.def("most_compact_bytes",
              [](size_t k, size_t count, std::string_view index_code, std::string_view value_code) {
-               return most_lean_bytes(k, lean_encoding(count, index_code, value_code));
+               return most_compact_bytes(k, compact_encoding(count, index_code, value_code));
              });
   module.def("read_compact_header", [](uintptr_t head, size_t bytes, size_t size) {
-    const LeanHeader header = read_lean_header({at<const std::byte>(head), bytes}, size);
+    const CompactHeader header = read_compact_header({at<const std::byte>(head), bytes}, size);
     return std::pair(header.k, header.count);
   });
   bind_bundles(module);

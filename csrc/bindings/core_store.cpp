@@ -11,6 +11,8 @@
 #include "rendezvous/local_store.h"
 #include "rendezvous/store.h"
 #include "rendezvous/tcp_store.h"
+#include "testing/faulty.h"
+#include "testing/rate_limited.h"
 
 namespace pycomm::bindings {
 namespace {
@@ -139,12 +141,14 @@ ConnectOptions options_from(const py::kwargs& named) {
   if (options.encrypt) load_pythons_openssl();
   if (named.contains("flight")) options.recorder.record = named["flight"].cast<std::string>();
   if (named.contains("trace")) options.recorder.trace = named["trace"].cast<std::string>();
-  if (named.contains("faults"))
-    for (const auto& fault : named["faults"])
-      options.faults.push_back(fault_from(fault.cast<py::tuple>()));
+  if (named.contains("faults")) {
+    std::vector<Fault> faults;
+    for (const auto& fault : named["faults"]) faults.push_back(fault_from(fault.cast<py::tuple>()));
+    if (!faults.empty()) options.inject_faults = fault_injector(faults);
+  }
   if (named.contains("link_bytes_per_s"))
     if (const auto speed = named["link_bytes_per_s"].cast<double>(); speed > 0)
-      options.rate_limited_link = std::make_shared<RateLimitedLink>(speed);
+      options.limit_rate = rate_limiter(speed);
   if (named.contains("tuned"))
     for (const auto& one : named["tuned"]) {
       const auto [transport, small_bytes, middle_bytes] =

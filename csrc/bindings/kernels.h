@@ -15,12 +15,12 @@
 #include <string>
 #include <string_view>
 
+#include "codec/compact.h"
+#include "codec/packet.h"
 #include "core/dtype.h"
 #include "core/errors.h"
 #include "core/reduce_op.h"
 #include "kernels/device_kernels.h"
-#include "kernels/lean.h"
-#include "kernels/packet.h"
 
 namespace pycomm::bindings {
 
@@ -178,8 +178,8 @@ Code code_named(const std::array<std::string_view, kCount>& names, std::string_v
   return static_cast<Code>(found - names.begin());
 }
 
-inline LeanEncoding lean_encoding(size_t count, std::string_view index_code,
-                                  std::string_view value_code) {
+inline CompactEncoding compact_encoding(size_t count, std::string_view index_code,
+                                        std::string_view value_code) {
   const bool automatic = index_code == "auto";
   return {
       .count = count,
@@ -190,7 +190,7 @@ inline LeanEncoding lean_encoding(size_t count, std::string_view index_code,
       .residual = nullptr};
 }
 
-inline void bind_lean(py::module_& module, DeviceKernels& kernels) {
+inline void bind_compact(py::module_& module, DeviceKernels& kernels) {
   using Free = py::call_guard<py::gil_scoped_release>;
   module.def(
       "encode_compact",
@@ -198,14 +198,14 @@ inline void bind_lean(py::module_& module, DeviceKernels& kernels) {
                  std::string_view dtype, std::string_view index_code, std::string_view value_code,
                  uintptr_t residual, uintptr_t out, uintptr_t bytes, Rows workspace, int device,
                  uintptr_t stream) {
-        LeanEncoding encoding = lean_encoding(count, index_code, value_code);
+        CompactEncoding encoding = compact_encoding(count, index_code, value_code);
         encoding.dtype = dtype_named(dtype);
         encoding.residual = at(residual);
-        kernels.encode_lean({at<const int32_t>(indices), at(values), k}, encoding,
-                            {.out = at<std::byte>(out),
-                             .bytes = at<uint64_t>(bytes),
-                             .workspace = {at(workspace.first), workspace.second}},
-                            queue(device, stream));
+        kernels.encode_compact({at<const int32_t>(indices), at(values), k}, encoding,
+                               {.out = at<std::byte>(out),
+                                .bytes = at<uint64_t>(bytes),
+                                .workspace = {at(workspace.first), workspace.second}},
+                               queue(device, stream));
       },
       Free());
   module.def(
@@ -213,17 +213,17 @@ inline void bind_lean(py::module_& module, DeviceKernels& kernels) {
       [&kernels](uintptr_t packet, size_t bytes, size_t k, size_t count, uintptr_t indices,
                  uintptr_t values, uintptr_t refused, Rows workspace, int device,
                  uintptr_t stream) {
-        kernels.decode_lean({{at<const std::byte>(packet), bytes}, k, count},
-                            {.indices = at<int32_t>(indices),
-                             .values = at<float>(values),
-                             .refused = at<uint32_t>(refused),
-                             .workspace = {at(workspace.first), workspace.second}},
-                            queue(device, stream));
+        kernels.decode_compact({{at<const std::byte>(packet), bytes}, k, count},
+                               {.indices = at<int32_t>(indices),
+                                .values = at<float>(values),
+                                .refused = at<uint32_t>(refused),
+                                .workspace = {at(workspace.first), workspace.second}},
+                               queue(device, stream));
       },
       Free());
   module.def(
       "codec_workspace_bytes",
-      [&kernels](size_t k, size_t bytes) { return kernels.lean_workspace_bytes(k, bytes); },
+      [&kernels](size_t k, size_t bytes) { return kernels.compact_workspace_bytes(k, bytes); },
       Free());
 }
 
@@ -280,7 +280,7 @@ inline void bind_kernels(py::module_& module, DeviceKernels& kernels) {
   bind_dgc(module, kernels);
   bind_selection(module, kernels);
   bind_packets(module, kernels);
-  bind_lean(module, kernels);
+  bind_compact(module, kernels);
   bind_dense(module, kernels);
 }
 

@@ -1,5 +1,5 @@
-// The CUDA implementation of kernels/device_kernels.h, in step.cu, topk.cu, packets.cu, lean.cu and
-// dense.cu. This header needs no CUDA header.
+// The CUDA implementation of kernels/device_kernels.h, in step.cu, topk.cu, packets.cu, compact.cu
+// and dense.cu. This header needs no CUDA header.
 #pragma once
 
 #include <string>
@@ -26,10 +26,10 @@ class CudaKernels final : public DeviceKernels {
   void decode_update(const Chain& param, std::span<const Packet> packets, Dtype value_dtype,
                      Update update, Queue queue) override;
   void encode(const Packet& packet, const Encoding& encoding, Queue queue) override;
-  void encode_lean(const Packet& packet, const LeanEncoding& encoding, const LeanRoom& room,
-                   Queue queue) override;
-  void decode_lean(const LeanPacket& packet, const LeanArrays& to, Queue queue) override;
-  size_t lean_workspace_bytes(size_t k, size_t bytes) override;
+  void encode_compact(const Packet& packet, const CompactEncoding& encoding,
+                      const CompactOutput& room, Queue queue) override;
+  void decode_compact(const CompactPacket& packet, const CompactArrays& to, Queue queue) override;
+  size_t compact_workspace_bytes(size_t k, size_t bytes) override;
   void norm(std::span<const Array> arrays, Dtype dtype, double* norms, Workspace workspace,
             Queue queue) override;
   size_t norm_workspace_bytes(std::span<const Array> arrays) override;

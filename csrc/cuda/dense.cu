@@ -1,10 +1,10 @@
 // Kernels over whole arrays: norms, clipping, casts, reductions. kernels/device_kernels.h has the
 // formulas.
+#include "codec/packet.h"
 #include "cuda/block.cuh"
 #include "cuda/cuda_kernels.h"
 #include "cuda/host.hpp"
 #include "cuda/reduce.hpp"
-#include "kernels/packet.h"
 
 namespace pycomm::cuda {
 namespace {

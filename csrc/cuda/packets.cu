@@ -1,9 +1,9 @@
 // Kernels on packets: rollback, masking, scatter, decode, encode. kernels/device_kernels.h has the
 // formulas.
+#include "codec/packet.h"
 #include "cuda/cuda_kernels.h"
 #include "cuda/decode.cuh"
 #include "cuda/host.hpp"
-#include "kernels/packet.h"
 
 namespace pycomm::cuda {
 namespace {

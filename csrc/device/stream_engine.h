@@ -11,7 +11,7 @@
 // Messages of a stage use the lane's communicator, or, for ranks outside it, the lane's staging
 // channel.
 //
-// It does no validation and no failure detection; group/device_group.cpp does.
+// It does no validation and no failure detection; device_group/device_group.cpp does.
 #pragma once
 
 #include <chrono>

@@ -1,7 +1,7 @@
 // Distinguishes a rank that is stopped, or whose host failed, from a busy one.
 //
 // A busy rank sends heartbeats: inside a call between two polls of its links, and between calls
-// from group/heartbeat_thread.h, which never needs the GIL. A link gets one if nothing else was
+// from observe/heartbeat_thread.h, which never needs the GIL. A link gets one if nothing else was
 // written for an interval, a fifth of the limit. A rank checks only the peers that it waits for,
 // and only if its own progress thread has been running. This file also detects that the process of
 // a peer on the same host ended.

@@ -1,5 +1,5 @@
-// The interface by which an engine obtains missing links; group/on_demand_connector.h implements
-// it. An engine without a connector has a link to every peer from the start.
+// The interface by which an engine obtains missing links; bootstrap/on_demand_connector.h
+// implements it. An engine without a connector has a link to every peer from the start.
 #pragma once
 
 #include <memory>

@@ -6,8 +6,8 @@
 #include <string>
 
 #include "core/deadline.h"
-#include "group/flight_recorder.h"
 #include "group/group.h"
+#include "observe/flight_recorder.h"
 #include "transport/frame.h"
 
 namespace pycomm {

@@ -301,7 +301,7 @@ std::shared_ptr<Group> form(const ConnectOptions& options, const Exchange& excha
       .towards = options.towards,
       .memory_bytes = sizeof(Segment),
       // Faults and rate limits apply to channels only, so shared memory must be off.
-      .shares = options.faults.empty() && options.rate_limited_link == nullptr,
+      .shares = !options.inject_faults && !options.limit_rate,
       .encrypt = options.encrypt,
       .open_key = options.open_key,
       .options = std::string(options.reproducible ? "reproducible=True" : "reproducible=False") +
@@ -315,15 +315,9 @@ std::shared_ptr<Group> form(const ConnectOptions& options, const Exchange& excha
       .check_aborted = check_aborted,
       .forbidden = options.forbidden};
   Mesh mesh = form_mesh(request, exchange, deadline);
-  if (options.rate_limited_link != nullptr)
-    for (auto& channel : mesh.channels)
-      if (channel) channel = make_rate_limited(std::move(channel), options.rate_limited_link);
-  if (!options.faults.empty()) {
-    const auto faults = make_faults(options.faults);
-    for (size_t i = 0; i < mesh.channels.size(); ++i)
-      if (auto& channel = mesh.channels[i])
-        channel = make_faulty(std::move(channel), static_cast<int>(i), faults);
-  }
+  for (const ChannelWrapper& wrap : {options.limit_rate, options.inject_faults})
+    for (size_t i = 0; wrap && i < mesh.channels.size(); ++i)
+      if (auto& channel = mesh.channels[i]) channel = wrap(std::move(channel), static_cast<int>(i));
   // A channel between two threads exists before the other thread arrives, if it ever does.
   const auto elsewhere = std::make_shared<CheckAborted>(check_aborted);
   ConnectOptions checking = options;

@@ -21,6 +21,7 @@
 
 #include "core/dtype.h"
 #include "core/errors.h"
+#include "core/member.h"
 #include "core/operation.h"
 #include "core/reduce_op.h"
 
@@ -115,17 +116,6 @@ struct Status {
   std::string doing;        // this rank's last call; empty before the first
   std::string broken;       // why the group broke; `peers` is then frozen
   std::vector<Peer> peers;  // by rank; default values for this rank
-};
-
-// The identity of a rank, as published while the group formed.
-struct Member {
-  std::string host;
-  int64_t pid = 0;
-  std::string transport;  // from this rank to it: "self", "local", "shm", "tcp"
-  bool visible = false;   // its process id is valid on this rank
-  // Start time of its process in clock ticks since boot (field 22 of /proc/PID/stat). With the
-  // process id it identifies a process uniquely. 0: unknown.
-  int64_t started = 0;
 };
 
 class Group {

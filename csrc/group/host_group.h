@@ -9,14 +9,14 @@
 #include <tuple>
 #include <vector>
 
+#include "bootstrap/mesh.h"
 #include "engine/engine.h"
-#include "group/connect.h"
-#include "group/flight_recorder.h"
+#include "group/connect_options.h"
 #include "group/group.h"
-#include "group/heartbeat_thread.h"
-#include "group/hierarchical_all_reduce.h"
-#include "group/mesh.h"
 #include "group/worker.h"
+#include "observe/flight_recorder.h"
+#include "observe/heartbeat_thread.h"
+#include "shared/hierarchical_all_reduce.h"
 #include "shared/shared_memory_region.h"
 
 namespace pycomm {
@@ -119,10 +119,5 @@ class HostGroup final : public Group {
   Worker worker_;  // last members: their threads end before the members they use
   HeartbeatThread heartbeat_;
 };
-
-// Forms the mesh, creates the group and returns when all ranks have. `check_aborted` is
-// MeshRequest's; an error that it throws takes precedence over a lost peer.
-std::shared_ptr<Group> make_group(const ConnectOptions& options, const Exchange& exchange,
-                                  std::vector<int> ranks, const CheckAborted& check_aborted = {});
 
 }  // namespace pycomm

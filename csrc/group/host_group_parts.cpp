@@ -3,6 +3,7 @@
 #include <utility>
 
 #include "core/sha256.h"
+#include "group/connect.h"
 #include "group/host_group.h"
 
 namespace pycomm {
@@ -34,7 +35,7 @@ std::vector<std::string> HostGroup::gather_texts(const std::string& mine) {
 ConnectOptions HostGroup::subgroup_options(const std::vector<int>& members,
                                            const std::string& name) const {
   ConnectOptions part = options_;
-  part.faults.clear();  // faults count the bytes of one group
+  part.inject_faults = nullptr;  // faults count the bytes of one group
   part.name = name;
   part.size = static_cast<int>(members.size());
   part.rank = static_cast<int>(std::ranges::find(members, options_.rank) - members.begin());

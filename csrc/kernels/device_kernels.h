@@ -1,5 +1,5 @@
 // The interface of the sparse-training kernels: formula, shapes and aliasing of each. kernels/cpu/
-// implements it for the CPU, cuda/ for CUDA, with identical bits. pycomm/reference.py defines every
+// implements it for the CPU, cuda/ for CUDA, with identical bits. pycomm/reference/ defines every
 // kernel in NumPy.
 //
 // Rules for all kernels:
@@ -24,8 +24,9 @@
 #include <cstddef>
 #include <cstdint>
 #include <span>
-#include <string_view>
 
+#include "codec/compact.h"
+#include "codec/packet.h"
 #include "core/dtype.h"
 #include "core/reduce_op.h"
 
@@ -89,13 +90,6 @@ struct DgcStep {
   Workspace workspace;
 };
 
-// A packet in memory: `count` pairs (index, value).
-struct Packet {
-  const int32_t* indices;
-  const void* values;
-  size_t count;
-};
-
 // Concatenated arrays of one dtype: an index counts through all of them.
 struct Chain {
   std::span<const Array> arrays;
@@ -108,8 +102,6 @@ struct TypedArray {
   size_t count;
   Dtype dtype;
 };
-
-struct LeanEncoding;  // lean.h
 
 class DeviceKernels {
  public:
@@ -193,36 +185,37 @@ class DeviceKernels {
   };
   virtual void encode(const Packet& packet, const Encoding& encoding, Queue queue) = 0;
 
-  // ---- compact packets, lean.h ------------------------------------------------------------------
+  // ---- compact packets, codec/compact.h ---------------------------------------------------------
 
-  // Writes a packet to out, of most_lean_bytes(), and its size to *bytes, a number on the device.
-  // If the indices do not ascend within 0..count-1, the CPU throws and a GPU writes size 0; the
-  // residual is unchanged. The workspace keeps nothing between calls.
-  struct LeanRoom {
+  // Writes a packet to out, of most_compact_bytes(), and its size to *bytes, a number on the
+  // device. If the indices do not ascend within 0..count-1, the CPU throws and a GPU writes size 0;
+  // the residual is unchanged. The workspace keeps nothing between calls.
+  struct CompactOutput {
     std::byte* out;
     uint64_t* bytes;
     Workspace workspace;
   };
-  virtual void encode_lean(const Packet& packet, const LeanEncoding& encoding, const LeanRoom& room,
-                           Queue queue) = 0;
+  virtual void encode_compact(const Packet& packet, const CompactEncoding& encoding,
+                              const CompactOutput& room, Queue queue) = 0;
 
   // Decodes a packet of k elements of an array of `count`, from arbitrary bytes. On success
   // *refused, a number on the device, is 0 and the indices ascend within 0..count-1. For invalid
   // bytes the CPU throws; a GPU sets *refused to 1, all indices to -1 and all values to 0.
-  struct LeanPacket {
+  struct CompactPacket {
     std::span<const std::byte> bytes;
     size_t k;
     size_t count;
   };
-  struct LeanArrays {
+  struct CompactArrays {
     int32_t* indices;  // [k]
     float* values;     // [k]
     uint32_t* refused;
     Workspace workspace;
   };
-  virtual void decode_lean(const LeanPacket& packet, const LeanArrays& to, Queue queue) = 0;
+  virtual void decode_compact(const CompactPacket& packet, const CompactArrays& to,
+                              Queue queue) = 0;
   // Workspace of both, for k elements; `bytes`: size of the packet to decode, or 0.
-  virtual size_t lean_workspace_bytes(size_t k, size_t bytes) = 0;
+  virtual size_t compact_workspace_bytes(size_t k, size_t bytes) = 0;
 
   // ---- dense ------------------------------------------------------------------------------------
 
@@ -262,11 +255,5 @@ class DeviceKernels {
 DeviceKernels& cpu_kernels();
 void set_kernel_threads(int threads);
 int kernel_threads();
-
-// The instruction set of the CPU loops: "baseline", "avx2" or "avx512"; by default the best one
-// available. Results do not depend on it; tests select it. Throws Unsupported for one that this
-// processor lacks.
-void set_kernel_isa(std::string_view name);
-std::string_view kernel_isa();
 
 }  // namespace pycomm

@@ -1,5 +1,5 @@
 // NCCL's C interface: its functions, found in a library opened with dlopen, and the structure that
-// it reads. Other code uses nccl.h. tests/test_nccl.py compiles this file against NCCL's header.
+// it reads. Other code uses nccl.h. tests/devices/test_nccl.py compiles it against NCCL's header.
 #pragma once
 
 #include <dlfcn.h>

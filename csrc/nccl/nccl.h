@@ -2,7 +2,7 @@
 // the types of NCCL's C interface that it needs.
 //
 // It needs no header of NCCL or CUDA: the library is opened at run time (load_nccl) and never
-// linked. Enumerators have NCCL's numbers; tests/test_nccl.py checks them against nccl.h.
+// linked. Enumerators have NCCL's numbers; tests/devices/test_nccl.py checks them against nccl.h.
 #pragma once
 
 #include <array>

@@ -42,7 +42,7 @@ Address parse_tcp_address(const std::string& text);
 Address abstract_unix_address(const std::string& name);
 
 // Linux's default limit (4096) minus three: so `ss -l` distinguishes listeners of pycomm from
-// others, and the attack of the tests finds them (tests/attack.py).
+// others, and the attack of the tests finds them (tests/support/attack.py).
 inline constexpr int kBacklog = 4093;
 
 // Throws InvalidArgument if the address is in use or not of this machine. Port 0: a free port; see

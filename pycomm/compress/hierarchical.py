@@ -17,8 +17,8 @@ from typing import Any
 import torch
 
 from pycomm import collectives
-from pycomm.calls import Work
-from pycomm.communicators import CommunicatorPool
+from pycomm._core_api.calls import Work
+from pycomm._training.communicators import CommunicatorPool
 from pycomm.group import Group
 
 __all__ = ["Hosts", "hosts_of"]

@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from pycomm import arrays, objects
+from pycomm import objects
+from pycomm._core_api import arrays
 from pycomm.errors import InvalidArgument, Unsupported
 from pycomm.group import Group, default
 

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pycomm import arrays, collectives, objects
+from pycomm import collectives, objects
+from pycomm._core_api import arrays
 from pycomm.data.nested import flattened
 from pycomm.errors import InvalidArgument
 from pycomm.group import Group, default

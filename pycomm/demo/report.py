@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -14,6 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from rich.table import Table
 
+from pycomm.bench.support import summaries
 from pycomm.bench.support.machine import describe
 from pycomm.demo.rows import Row
 from pycomm.demo.training import Outcome, Settings
@@ -82,13 +82,22 @@ def table(results: Sequence[Result], settings: Settings) -> Table:
 
 
 def save_json(path: Path, settings: Settings, processes: int, results: Sequence[Result]) -> None:
-    """Writes the data of the table and the plot, and a description of the machine."""
+    """Writes the data of the table, short curves and a description of the machine."""
     content = {
         "machine": describe(),
         "settings": asdict(settings) | {"processes": processes},
-        "rows": [asdict(r) for r in results],
+        "rows": [asdict(r) | _curves(r) for r in results],
     }
-    path.write_text(json.dumps(content, indent=1) + "\n")
+    summaries.write(path, content)
+
+
+def _curves(of: Result) -> dict[str, list[float]]:
+    at = summaries.ends(len(of.mb))
+    return {
+        "losses": summaries.curve(of.losses),
+        "seconds": summaries.curve(of.seconds),
+        "mb": [of.mb[end - 1] for end in at],
+    }
 
 
 def _title(settings: Settings) -> str:

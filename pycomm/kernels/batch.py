@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from pycomm import _core, arrays
-from pycomm.arrays import ArrayRef
+from pycomm import _core
+from pycomm._core_api import arrays
+from pycomm._core_api.arrays import ArrayRef
 from pycomm.errors import InvalidArgument, Unsupported
 from pycomm.kernels import compact, inputs
 

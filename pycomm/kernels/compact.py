@@ -1,5 +1,5 @@
-"""Compact packets: fewer bytes for the same (index, value) pairs. csrc/kernels/lean.h defines the
-layout, pycomm/reference_compact.py the meaning.
+"""Compact packets: fewer bytes for the same (index, value) pairs. csrc/codec/compact.h defines the
+layout, pycomm/reference/compact.py the meaning.
 
 packets.py validates arguments, except those of `codec_workspace`. The length and the validity of a
 packet are known on the device. The functions here wait for the device unless the caller passes a
@@ -12,10 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from pycomm import _core, arrays
-from pycomm.arrays import ArrayRef, Like
+from pycomm import _core
+from pycomm._core_api import arrays, devices
+from pycomm._core_api.arrays import ArrayRef, Like
 from pycomm.errors import InvalidArgument
-from pycomm.kernels import devices, inputs
+from pycomm.kernels import inputs
 
 CODECS = ("auto", "list", "bitmap", "rice")
 VALUES = ("float32", "bfloat16", "int8", "2bit", "1bit", "3bit")

@@ -6,9 +6,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from pycomm import _core, arrays
+from pycomm import _core
+from pycomm._core_api import arrays, devices
 from pycomm.errors import InvalidArgument
-from pycomm.kernels import devices, inputs
+from pycomm.kernels import inputs
 from pycomm.kernels.rows import Rows
 
 

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pycomm import _core, arrays
-from pycomm.arrays import ArrayRef, Device, Like
+from pycomm import _core
+from pycomm._core_api import arrays, devices
+from pycomm._core_api.arrays import ArrayRef, Device, Like
 from pycomm.errors import InvalidArgument
-from pycomm.kernels import devices
 
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 MOST_ELEMENTS = 2**31 - 1

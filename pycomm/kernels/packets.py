@@ -1,7 +1,7 @@
 """Sparse packets: encoding, decoding, and sums or updates from the packets of all ranks.
 
 A packet is a pair (indices int32 [k] ascending, values [k]) or a uint8 array that `encode` wrote,
-raw or compact. csrc/kernels/device_kernels.h has the formulas, csrc/kernels/packet.h the layout.
+raw or compact. csrc/kernels/device_kernels.h has the formulas, csrc/codec/packet.h the layout.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from pycomm import _core, arrays
-from pycomm.arrays import ArrayRef
+from pycomm import _core
+from pycomm._core_api import arrays, devices
+from pycomm._core_api.arrays import ArrayRef
 from pycomm.errors import InvalidArgument
-from pycomm.kernels import compact, devices, inputs
+from pycomm.kernels import compact, inputs
 from pycomm.kernels.batch import PacketBatch, elements_of, rows_of
 from pycomm.kernels.rows import Rows
 

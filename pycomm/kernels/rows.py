@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pycomm import _core, arrays
-from pycomm.arrays import ArrayRef, Device
+from pycomm import _core
+from pycomm._core_api import arrays
+from pycomm._core_api.arrays import ArrayRef, Device
 from pycomm.errors import InvalidArgument
 from pycomm.kernels import inputs
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from pycomm import arrays
+from pycomm._core_api import arrays, devices
 from pycomm.errors import InvalidArgument
-from pycomm.kernels import devices, inputs
+from pycomm.kernels import inputs
 
 
 def topk(

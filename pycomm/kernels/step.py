@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pycomm import arrays
-from pycomm.arrays import ArrayRef
+from pycomm._core_api import arrays, devices
+from pycomm._core_api.arrays import ArrayRef
 from pycomm.errors import InvalidArgument
-from pycomm.kernels import devices, inputs
+from pycomm.kernels import inputs
 from pycomm.kernels.inputs import Spans
 from pycomm.kernels.rows import Rows
 

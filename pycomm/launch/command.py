@@ -15,7 +15,7 @@ import uuid
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from pycomm import secret
+from pycomm import _secret as secret
 from pycomm.errors import InvalidArgument
 from pycomm.launch import failure, folder, meeting, tables, worker_setup
 

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pycomm import coalesced, collectives
+from pycomm import collectives
+from pycomm._training import coalesced
 from pycomm.errors import InvalidArgument
 from pycomm.optim.local_sgd import LocalSGD
 

@@ -17,10 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pycomm import coalesced, collectives
+from pycomm import collectives
+from pycomm._training import coalesced
+from pycomm.elastic import ShrinkResult, most_advanced_rank, shrink_result
 from pycomm.errors import InvalidArgument
 from pycomm.group import Group, default
-from pycomm.shrink_result import ShrinkResult, most_advanced_rank, shrink_result
 
 __all__ = ["LocalSGD"]
 

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pycomm import arrays, memory
+from pycomm import memory
+from pycomm._core_api import arrays
 from pycomm.errors import InvalidArgument
 from pycomm.group import Group
 

@@ -10,8 +10,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from pycomm.calls import Work
-from pycomm.communicators import CommunicatorPool
+from pycomm._core_api.calls import Work
+from pycomm._training.communicators import CommunicatorPool
 from pycomm.errors import InvalidArgument, Unsupported
 from pycomm.group import Group
 

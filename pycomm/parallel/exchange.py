@@ -10,8 +10,8 @@ from typing import Protocol
 
 from torch import Tensor
 
-from pycomm.calls import Work
-from pycomm.communicators import CommunicatorPool
+from pycomm._core_api.calls import Work
+from pycomm._training.communicators import CommunicatorPool
 from pycomm.group import Group
 
 __all__ = ["Exchange", "Mean"]

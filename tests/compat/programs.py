@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import importlib.util
-import json
 import os
 import re
 import runpy
@@ -235,10 +234,11 @@ def main(argv: Sequence[str]) -> int:
         named = f"{program}, {result['package']} {result.get('version', '')}".rstrip()
         print(f"{named} on {given.backend}: {result['status']} {result['reason']}", flush=True)
     if given.json:
+        from pycomm.bench.support import summaries
         from pycomm.bench.support.machine import describe
 
         content = {"machine": describe(), "backend": given.backend, "programs": results}
-        Path(given.json).write_text(json.dumps(content, indent=1) + "\n")
+        summaries.write(Path(given.json), content)
     return int(any(result["status"] == DIFFERS for result in results.values()))
 
 

@@ -5,7 +5,7 @@
 
 The results are in benchmarks/results/, as torch_suite.py and programs.py store them, each with its
 machine. Tests that pass with one backend only are named below the table, with the reason that the
-run reported. tests/test_torch_suite.py checks that the page contains this table.
+run reported. tests/torch_backend/test_torch_suite.py checks that the page contains this table.
 """
 
 from __future__ import annotations

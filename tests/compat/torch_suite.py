@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib
-import json
 import multiprocessing
 import os
 import re
@@ -276,9 +275,10 @@ def show(runner: Runner, names: Sequence[str]) -> Iterator[tuple[str, Outcome]]:
 
 
 def write(path: str, options: Options, outcomes: dict[str, Outcome], seconds: float) -> None:
-    """The results as JSON, with the machine."""
+    """Counts, the machine, and each test that ran and did not pass."""
     import torch
 
+    from pycomm.bench.support import summaries
     from pycomm.bench.support.machine import describe
 
     content = {
@@ -287,9 +287,16 @@ def write(path: str, options: Options, outcomes: dict[str, Outcome], seconds: fl
         "options": asdict(options),
         "totals": Counter(outcome.status for outcome in outcomes.values()),
         "seconds": round(seconds, 1),
-        "tests": {name: asdict(outcome) for name, outcome in outcomes.items()},
+        "left_out": Counter(
+            outcome.reason for outcome in outcomes.values() if outcome.status == SKIPPED
+        ),
+        "tests": {
+            name: asdict(outcome)
+            for name, outcome in outcomes.items()
+            if outcome.status not in (PASSED, SKIPPED)
+        },
     }
-    Path(path).write_text(json.dumps(content, indent=1) + "\n")
+    summaries.write(Path(path), content)
 
 
 def parser() -> argparse.ArgumentParser:

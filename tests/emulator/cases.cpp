@@ -1,7 +1,7 @@
 // Runs the CUDA kernels on the emulator and compares with a plain reference, in one order of blocks
 // and threads.
 //
-//     cases topk|step|brief|graph|infinity|packets|lean|lean_bits|lean_brief|lean_graph
+//     cases topk|step|brief|graph|infinity|packets|compact|compact_bits|compact_brief|compact_graph
 //           |dense [forward|reverse|random [seed [blocks]]]
 //
 // where `blocks` are those that make progress together.
@@ -26,10 +26,10 @@ constexpr std::pair<std::string_view, void (*)(std::mt19937&)> kCases[] = {
     {"infinity", cases::run_infinity},
     {"packets", cases::run_packets},
     {"dense", cases::run_dense},
-    {"lean", cases::run_lean},
-    {"lean_bits", cases::run_lean_bits},
-    {"lean_brief", cases::run_lean_brief},
-    {"lean_graph", cases::run_lean_graph},
+    {"compact", cases::run_compact},
+    {"compact_bits", cases::run_compact_bits},
+    {"compact_brief", cases::run_compact_brief},
+    {"compact_graph", cases::run_compact_graph},
 };
 
 }  // namespace

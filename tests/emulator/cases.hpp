@@ -120,10 +120,10 @@ void run_brief(std::mt19937& random);     // a step for the slow sanitizers
 void run_graph(std::mt19937& random);     // captured once, replayed
 void run_infinity(std::mt19937& random);  // without masking
 void run_packets(std::mt19937& random);
-void run_lean(std::mt19937& random);
-void run_lean_bits(std::mt19937& random);
-void run_lean_brief(std::mt19937& random);
-void run_lean_graph(std::mt19937& random);
+void run_compact(std::mt19937& random);
+void run_compact_bits(std::mt19937& random);
+void run_compact_brief(std::mt19937& random);
+void run_compact_graph(std::mt19937& random);
 void run_dense(std::mt19937& random);
 
 }  // namespace cases

@@ -3,8 +3,8 @@
 #include <memory>
 
 #include "cases.hpp"
+#include "codec/packet.h"
 #include "cuda/cuda_kernels.h"
-#include "kernels/packet.h"
 
 namespace cases {
 namespace {

@@ -53,15 +53,15 @@ EMULATOR = ("fiber", "grid", "lanes", "runtime", "host_calls")
 FAKE_NCCL = ("fake_nccl", "fake_wires")  # of the emulator, for programs with several ranks
 ENGINE = (  # of csrc: the stream engine and the arithmetic of the fake
     *("collectives/*.cpp", "device/*.cpp", "nccl/*.cpp", "kernels/reducers.cpp"),
-    *("kernels/cpu/reduce.cpp", "kernels/cpu/isa.cpp"),
+    *("kernels/cpu/reduce.cpp", "cpu/isa.cpp"),
 )
 # Of ENGINE, for _emulated.so: the arithmetic of the fake, and the texts of NCCL's errors.
 ARITHMETIC = ("kernels_reducers", "cpu_reduce", "cpu_isa", "nccl_library")
 MODULE = tuple(
     CSRC / "bindings" / name for name in ("cuda_device.cpp", "cuda_nccl.cpp", "cuda_bandwidth.cpp")
 )
-CASES = ("cases", "cases_step", "cases_packets", "cases_lean", "cases_dense")
-CODEC = ("lean", "index_codes", "value_codes", "isa")  # of kernels/cpu, to compare with
+CASES = ("cases", "cases_step", "cases_packets", "cases_compact", "cases_dense")
+CODEC = ("codec/cpu/*.cpp", "cpu/isa.cpp")  # of csrc, to compare with
 
 RULES = """\
 ninja_required_version = 1.5
@@ -156,9 +156,9 @@ def units() -> list[str]:
     return sorted(p.stem for p in (CSRC / "cuda").glob("*.cu"))
 
 
-def engine_sources() -> list[Path]:
-    """The files of ENGINE."""
-    return sorted(path for pattern in ENGINE for path in CSRC.glob(pattern))
+def csrc_sources(patterns: Iterable[str]) -> list[Path]:
+    """The files of csrc that match one of these patterns."""
+    return sorted(path for pattern in patterns for path in CSRC.glob(pattern))
 
 
 def ninja_binary() -> str:
@@ -183,10 +183,10 @@ def _rules(mutants: Iterable[Mutant]) -> str:
     fake = [f"emulator/{name}.o" for name in FAKE_NCCL]
     for name in (*EMULATOR, *FAKE_NCCL):
         lines += _compile(f"emulator/{name}.o", HERE / f"{name}.cpp", ["-O2", "-g1", *flags])
-    codec = [f"emulator/cpu_{name}.o" for name in CODEC]
-    for name in CODEC:
-        source = CSRC / "kernels" / "cpu" / f"{name}.cpp"
-        lines += _compile(f"emulator/cpu_{name}.o", source, ["-O2", "-g1", *flags])
+    codec = []
+    for source in csrc_sources(CODEC):
+        codec.append(f"emulator/cpu_{source.stem}.o")
+        lines += _compile(codec[-1], source, ["-O2", "-g1", *flags])
     objects: dict[str, list[str]] = {}
     for kind, special in KINDS.items():
         lines += _compile(f"{kind}/micro.o", HERE / "micro.cu", [*flags, *special])
@@ -201,7 +201,7 @@ def _rules(mutants: Iterable[Mutant]) -> str:
         streams = [*compiled, *fake]
         names = ("streams_test", "host_staging_channel_test", "host_callback_thread_test")
         suites = [HERE / f"{name}.cpp" for name in names]
-        for source in [*suites, *engine_sources(), ROOT / "tests" / "native" / "harness.cpp"]:
+        for source in [*suites, *csrc_sources(ENGINE), ROOT / "tests" / "native" / "harness.cpp"]:
             streams.append(f"{kind}/engine/{source.parent.name}_{source.stem}.o")
             lines += _compile(streams[-1], source, [*flags, *special])
         programs = {"micro": [f"{kind}/micro.o"], "cases": objects[kind], "streams": streams}

@@ -36,7 +36,7 @@ NEEDS = {
         "transport/handshake.cpp",
     ],
     "rank_info": [
-        *("core", "group/rank_info.cpp"),
+        *("core", "bootstrap/rank_info.cpp"),
         *(f"os/{name}.cpp" for name in ("fd", "random", "socket")),
     ],
     "buffer_exchange": [
@@ -44,9 +44,7 @@ NEEDS = {
         "shared",
         *(f"os/{name}.cpp" for name in ("process_memory", "random", "socket")),
     ],
-    "packets": [
-        f"kernels/cpu/{name}.cpp" for name in ("lean", "index_codes", "value_codes", "isa")
-    ],
+    "packets": ["codec/cpu", "cpu/isa.cpp"],
     "store": [],
 }
 # Files of csrc report their coverage to libFuzzer, which has its own main().

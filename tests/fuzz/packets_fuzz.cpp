@@ -5,11 +5,11 @@
 #include <memory>
 #include <vector>
 
+#include "codec/compact.h"
+#include "codec/cpu/indices.h"
+#include "codec/packet.h"
 #include "core/errors.h"
 #include "fuzz.h"
-#include "kernels/cpu/indices.h"
-#include "kernels/lean.h"
-#include "kernels/packet.h"
 
 namespace {
 
@@ -41,25 +41,25 @@ void read_raw(std::span<const std::byte> bytes) {
 
 struct Decoded {
   explicit Decoded(std::span<const std::byte> bytes)
-      : header(read_lean_header(bytes)), indices(header.k), values(header.k) {
-    decode_lean(bytes, indices.data(), values.data());
+      : header(read_compact_header(bytes)), indices(header.k), values(header.k) {
+    decode_compact(bytes, indices.data(), values.data());
   }
-  LeanHeader header;
+  CompactHeader header;
   std::vector<int32_t> indices;
   std::vector<float> values;
 };
 
-void read_lean(std::span<const std::byte> bytes) {
-  const LeanHeader header = read_lean_header(bytes);
+void read_compact(std::span<const std::byte> bytes) {
+  const CompactHeader header = read_compact_header(bytes);
   fuzz::demand(header.k <= 8 * bytes.size(), "a packet of more elements than bits");
   const Decoded first(bytes);
   demand_sound(first.indices, header.count);
   if (header.count > kMostCount) return;
-  const LeanEncoding encoding{header.count,      Dtype::float32,     false,
-                              header.index_code, ValueCode::float32, nullptr};
+  const CompactEncoding encoding{header.count,      Dtype::float32,     false,
+                                 header.index_code, ValueCode::float32, nullptr};
   const Packet packet{first.indices.data(), first.values.data(), header.k};
-  std::vector<std::byte> again(most_lean_bytes(header.k, encoding));
-  again.resize(encode_lean(packet, encoding, again.data()));
+  std::vector<std::byte> again(most_compact_bytes(header.k, encoding));
+  again.resize(encode_compact(packet, encoding, again.data()));
   const Decoded second(again);
   fuzz::demand(second.indices == first.indices, "indices come back as others");
   const auto same = [](float a, float b) { return a == b || (std::isnan(a) && std::isnan(b)); };
@@ -74,7 +74,7 @@ void fuzz::one(Input input) {
   std::copy(input.begin(), input.end(), own.get());
   const std::span<const std::byte> bytes(own.get(), input.size());
   try {
-    if (is_lean(bytes)) return read_lean(bytes);
+    if (is_compact(bytes)) return read_compact(bytes);
     read_raw(bytes);
   } catch (const InvalidArgument&) {
   }

@@ -1,9 +1,9 @@
 // The rank info that ranks publish while a group forms, and its addresses.
 #include <sys/socket.h>
 
+#include "bootstrap/rank_info.h"
 #include "core/errors.h"
 #include "fuzz.h"
-#include "group/rank_info.h"
 #include "os/socket.h"
 
 namespace {

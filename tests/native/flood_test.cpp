@@ -12,7 +12,7 @@
 #include <thread>
 #include <vector>
 
-#include "group/connector.h"
+#include "bootstrap/connector.h"
 #include "harness.h"
 #include "os/socket.h"
 #include "ranks.h"

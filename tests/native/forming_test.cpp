@@ -7,12 +7,12 @@
 #include <utility>
 #include <vector>
 
+#include "bootstrap/connector.h"
+#include "bootstrap/mesh.h"
+#include "bootstrap/rank_info.h"
 #include "engine/engine.h"
 #include "group/connect.h"
-#include "group/connector.h"
 #include "group/host_group.h"
-#include "group/mesh.h"
-#include "group/rank_info.h"
 #include "harness.h"
 #include "os/socket.h"
 #include "ranks.h"

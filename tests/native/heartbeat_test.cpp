@@ -9,8 +9,8 @@
 #include <vector>
 
 #include "engine/engine.h"
-#include "group/heartbeat_thread.h"
 #include "harness.h"
+#include "observe/heartbeat_thread.h"
 #include "ranks.h"
 
 namespace {

@@ -14,8 +14,8 @@
 #include <vector>
 
 #include "core/errors.h"
+#include "cpu/half.h"
 #include "harness.h"
-#include "kernels/cpu/half.h"
 #include "kernels/cpu/reduce.h"
 
 namespace {

@@ -55,7 +55,7 @@ ROWS = [
     ),
     (
         "any_rank_infos",
-        "group/mesh.cpp",
+        "bootstrap/mesh.cpp",
         ".agreed = digest_of(infos_),",
         ".agreed = {},",
         "forming",
@@ -114,7 +114,7 @@ ROWS = [
     ),
     (
         "rank_info_in_another_encoding",
-        "group/rank_info.cpp",
+        "bootstrap/rank_info.cpp",
         "check(encode(info) == text,",
         "check(!text.empty(),",
         "forming",
@@ -251,7 +251,7 @@ ROWS = [
     ),
     (
         "any_options",
-        "group/mesh.cpp",
+        "bootstrap/mesh.cpp",
         "if (infos_[i].options != infos_[0].options)",
         "if (infos_[i].options.empty())",
         "engine",
@@ -309,7 +309,7 @@ ROWS = [
     ),
     (
         "reason_after_its_consequence",
-        "group/mesh.cpp",
+        "bootstrap/mesh.cpp",
         """      if (request_.check_aborted) request_.check_aborted({});
       for (const ConnectResult& result : results)
         if (result.differs) throw_different(result.peer);

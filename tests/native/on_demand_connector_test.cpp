@@ -1,6 +1,6 @@
 // Ranks that connect on demand: two that connect to each other at once, unauthenticated clients at
 // the listener. Calls of such groups are in group_demand_test.cpp and engine_demand_test.cpp.
-#include "group/on_demand_connector.h"
+#include "bootstrap/on_demand_connector.h"
 
 #include <signal.h>
 #include <sys/wait.h>
@@ -13,9 +13,9 @@
 #include <thread>
 #include <vector>
 
+#include "bootstrap/connector.h"
 #include "collectives/choose.h"
 #include "engine/engine.h"
-#include "group/connector.h"
 #include "harness.h"
 #include "os/shared_memory.h"
 #include "ranks.h"

@@ -199,7 +199,7 @@ inline Ends channel_pair(const std::string& transport, size_t ring_bytes) {
   const int door = listener->listeners().at(0);
   expect((poll_one(door, POLLIN, 10s) & POLLIN) != 0, "no connection arrived");
   Fd in = accept_from(door);
-  while (in && !is_mine(in.get(), out.get())) {  // tests/attack.py connects to all listeners
+  while (in && !is_mine(in.get(), out.get())) {  // support/attack.py connects to all
     expect((poll_one(door, POLLIN, 10s) & POLLIN) != 0, "only other clients connected");
     in = accept_from(door);
   }

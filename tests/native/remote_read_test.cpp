@@ -1,6 +1,6 @@
 // Calls on private arrays in one host: the ranks read each other's processes, or use slots, as the
 // lowest rank finds faster. The ranks share one process and thread, so that a test controls the
-// order of their steps; tests/test_shared_arrays.py has real processes.
+// order of their steps; tests/ranks/test_shared_arrays.py has real processes.
 #include <sys/mman.h>
 #include <unistd.h>
 

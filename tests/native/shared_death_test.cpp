@@ -5,12 +5,12 @@
 #include <string>
 #include <vector>
 
-#include "group/hierarchical_all_reduce.h"
 #include "harness.h"
 #include "kernels/kernels.h"
 #include "mortal.h"
 #include "os/shared_heap.h"
 #include "ranks.h"
+#include "shared/hierarchical_all_reduce.h"
 #include "shared/shared_call.h"
 
 namespace {

@@ -2,7 +2,7 @@
 // runs here, with several threads and several callers, against a model of loops and sorting.
 //
 // Arrays have the exact length and are separate, so that the sanitizer sees an access outside.
-// tests/test_kernels.py and test_kernel_packets.py check the results for every dtype.
+// tests/unit/test_kernels.py and test_kernel_packets.py check the results for every dtype.
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -11,11 +11,11 @@
 #include <thread>
 #include <vector>
 
+#include "codec/packet.h"
+#include "cpu/half.h"
+#include "cpu/isa.h"
 #include "harness.h"
-#include "kernels/cpu/half.h"
-#include "kernels/cpu/isa.h"
 #include "kernels/device_kernels.h"
-#include "kernels/packet.h"
 
 namespace {
 
@@ -27,11 +27,11 @@ using Places = std::vector<int32_t>;
 // Runs `body` on every instruction set of this machine, with this many threads.
 template <typename Body>
 void on_each_isa(Body body) {
-  const std::string before(kernel_isa());
+  const std::string before(cpu::kernel_isa());
   const int threads = kernel_threads();
   for (const auto name : cpu::kIsaNames) {
     try {
-      set_kernel_isa(name);
+      cpu::set_kernel_isa(name);
     } catch (const Unsupported&) {
       continue;
     }
@@ -40,7 +40,7 @@ void on_each_isa(Body body) {
       body(std::string(name) + " with " + std::to_string(n) + " threads");
     }
   }
-  set_kernel_isa(before);
+  cpu::set_kernel_isa(before);
   set_kernel_threads(threads);
 }
 

@@ -19,10 +19,10 @@
 #include "os/shared_memory.h"
 #include "os/socket.h"
 #include "ranks.h"
+#include "testing/faulty.h"
+#include "testing/rate_limited.h"
 #include "transport/encrypted.h"
-#include "transport/faulty.h"
 #include "transport/local.h"
-#include "transport/rate_limited.h"
 #include "transport/shm.h"
 #include "transport/tcp.h"
 

@@ -1,6 +1,6 @@
 // The enqueued calls of a group on devices: complete unless they were aborted, else ended by the
 // first cause. Devices and executors are simulated.
-#include "group/watchdog.h"
+#include "device_group/watchdog.h"
 
 #include <latch>
 #include <memory>
@@ -8,7 +8,7 @@
 #include <string>
 #include <utility>
 
-#include "group/device_executor.h"
+#include "device_group/device_executor.h"
 #include "harness.h"
 #include "ranks.h"
 

@@ -9,8 +9,8 @@
 #include <xmmintrin.h>
 #endif
 
-#include "kernels/cpu/floats.h"
-#include "kernels/cpu/isa.h"
+#include "cpu/floats.h"
+#include "cpu/isa.h"
 #include "kernels/cpu/threads.h"
 
 namespace pycomm {

@@ -10,8 +10,8 @@
 #include <immintrin.h>
 #endif
 
-#include "kernels/cpu/arithmetic.h"
-#include "kernels/cpu/isa.h"
+#include "cpu/arithmetic.h"
+#include "cpu/isa.h"
 
 namespace pycomm::cpu {
 

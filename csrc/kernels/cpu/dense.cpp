@@ -5,9 +5,9 @@
 #include <cmath>
 #include <vector>
 
+#include "cpu/floats.h"
+#include "cpu/isa.h"
 #include "kernels/cpu/chunk.h"
-#include "kernels/cpu/floats.h"
-#include "kernels/cpu/isa.h"
 #include "kernels/cpu/kernels.h"
 #include "kernels/cpu/threads.h"
 #include "kernels/kernels.h"

@@ -11,8 +11,8 @@
 #include <immintrin.h>
 #endif
 
-#include "kernels/cpu/floats.h"
-#include "kernels/cpu/isa.h"
+#include "cpu/floats.h"
+#include "cpu/isa.h"
 
 namespace pycomm::cpu {
 

@@ -1,4 +1,4 @@
-// The CPU implementation of DeviceKernels, in step.cpp, topk.cpp, packets.cpp, lean.cpp and
+// The CPU implementation of DeviceKernels, in step.cpp, topk.cpp, packets.cpp, compact.cpp and
 // dense.cpp. cpu_kernels() in dense.cpp returns the only object, which is stateless.
 #pragma once
 
@@ -23,10 +23,10 @@ class CpuKernels final : public DeviceKernels {
   void decode_update(const Chain& param, std::span<const Packet> packets, Dtype value_dtype,
                      Update update, Queue queue) override;
   void encode(const Packet& packet, const Encoding& encoding, Queue queue) override;
-  void encode_lean(const Packet& packet, const LeanEncoding& encoding, const LeanRoom& room,
-                   Queue queue) override;
-  void decode_lean(const LeanPacket& packet, const LeanArrays& to, Queue queue) override;
-  size_t lean_workspace_bytes(size_t k, size_t bytes) override;
+  void encode_compact(const Packet& packet, const CompactEncoding& encoding,
+                      const CompactOutput& room, Queue queue) override;
+  void decode_compact(const CompactPacket& packet, const CompactArrays& to, Queue queue) override;
+  size_t compact_workspace_bytes(size_t k, size_t bytes) override;
   void norm(std::span<const Array> arrays, Dtype dtype, double* norms, Workspace workspace,
             Queue queue) override;
   size_t norm_workspace_bytes(std::span<const Array> arrays) override;

@@ -6,9 +6,9 @@
 #include <array>
 #include <cstddef>
 
-#include "kernels/cpu/arithmetic.h"
+#include "cpu/arithmetic.h"
+#include "cpu/isa.h"
 #include "kernels/cpu/chunk.h"
-#include "kernels/cpu/isa.h"
 
 namespace pycomm::cpu {
 

@@ -9,11 +9,11 @@
 #include <string>
 #include <vector>
 
-#include "kernels/cpu/floats.h"
-#include "kernels/cpu/indices.h"
+#include "codec/cpu/indices.h"
+#include "codec/packet.h"
+#include "cpu/floats.h"
 #include "kernels/cpu/kernels.h"
 #include "kernels/cpu/threads.h"
-#include "kernels/packet.h"
 
 namespace pycomm::cpu {
 namespace {

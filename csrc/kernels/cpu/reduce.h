@@ -2,7 +2,7 @@
 // which runs all sets. Other code uses kernels.h.
 #pragma once
 
-#include "kernels/cpu/isa.h"
+#include "cpu/isa.h"
 #include "kernels/kernels.h"
 
 namespace pycomm::cpu {

@@ -8,7 +8,7 @@
 #include <functional>
 #include <vector>
 
-#include "kernels/cpu/floats.h"
+#include "cpu/floats.h"
 
 namespace pycomm::cpu {
 

@@ -24,9 +24,9 @@
 #include <vector>
 
 #include "core/errors.h"
-#include "kernels/cpu/floats.h"
+#include "cpu/floats.h"
+#include "cpu/isa.h"
 #include "kernels/cpu/hits.h"
-#include "kernels/cpu/isa.h"
 #include "kernels/cpu/threads.h"
 
 namespace pycomm::cpu {

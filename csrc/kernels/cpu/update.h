@@ -9,10 +9,10 @@
 #include <cstddef>
 #include <limits>
 
-#include "kernels/cpu/arithmetic.h"
+#include "cpu/arithmetic.h"
+#include "cpu/floats.h"
+#include "cpu/isa.h"
 #include "kernels/cpu/chunk.h"
-#include "kernels/cpu/floats.h"
-#include "kernels/cpu/isa.h"
 #include "kernels/cpu/select.h"
 
 namespace pycomm::cpu {

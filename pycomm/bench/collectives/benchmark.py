@@ -9,7 +9,6 @@ than the limit.
 from __future__ import annotations
 
 import argparse
-import json
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
@@ -23,7 +22,7 @@ from torch.multiprocessing.spawn import ProcessException
 from pycomm.bench.collectives import deepspeed, mpi, table, worker
 from pycomm.bench.collectives.peers import OURS, PEERS, Peer
 from pycomm.bench.collectives.verbs import DTYPES, VERBS, Case
-from pycomm.bench.support import machine, packages, processes
+from pycomm.bench.support import machine, packages, processes, summaries
 from pycomm.bench.support.sizes import format_size, parse_sizes
 
 
@@ -212,7 +211,7 @@ def _store(
             "peers": [p.name for p in run.peers],
         }
         content = {"machine": where, "settings": settings, "rows": [asdict(x) for x in found]}
-        json_to.write_text(json.dumps(content, indent=1) + "\n")
+        summaries.write(json_to, content)
     if plot_to and found:
         cpu, cores, torch_version = where["cpu"], where["cores"], where["torch"]
         caption = f"{run.ranks} ranks, {cpu}, {cores} cores, torch {torch_version}, {where['date']}"

@@ -33,7 +33,8 @@ class Line:
     ratio: float | None  # times faster than the comparator; None without one
     limit_percent: float  # of the speed that memory allows
     limit_us: float
-    round_medians_us: list[list[float]]  # [rank][round]
+    worst_us: float  # the largest median of a round, of any rank
+    rounds: int
 
 
 def lines(by_rank: Sequence[Times]) -> list[Line]:
@@ -70,7 +71,8 @@ def _line(name: str, by_rank: Sequence[Times], times: dict[str, float], fastest_
         ratio=times[comparator] / time_s if comparator else None,
         limit_percent=100 * fastest_s / time_s,
         limit_us=fastest_s * 1e6,
-        round_medians_us=[[statistics.median(s) * 1e6 for s in rounds] for rounds in per_rank],
+        worst_us=_slowest([statistics.median(s) for rounds in per_rank for s in rounds]) * 1e6,
+        rounds=len(per_rank[0]),
     )
 
 

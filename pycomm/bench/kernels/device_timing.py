@@ -17,11 +17,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pycomm import _core, arrays
+from pycomm import _core
+from pycomm._core_api import arrays, devices
 from pycomm.bench.kernels.comparison import Array, Call, Traffic
 from pycomm.bench.support import machine
 from pycomm.errors import Unsupported
-from pycomm.kernels import devices
 
 STREAMS = {
     "step": Traffic(12, 8),

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from pycomm.bench.support import machine
+from pycomm.bench.support import machine, summaries
 from pycomm.bench.support.sizes import format_size
 
 HEADER = (
@@ -68,4 +67,4 @@ def store(
         "rows": [asdict(row) for row in rows],
         "missing": [asdict(one) for one in missing],
     }
-    path.write_text(json.dumps(content, indent=1) + "\n")
+    summaries.write(path, content)

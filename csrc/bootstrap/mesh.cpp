@@ -1,0 +1,427 @@
+#include "bootstrap/mesh.h"
+
+#include <algorithm>
+#include <bit>
+#include <cstring>
+#include <map>
+#include <optional>
+#include <set>
+#include <span>
+#include <utility>
+
+#include "bootstrap/connector.h"
+#include "bootstrap/on_demand_connector.h"
+#include "bootstrap/rank_info.h"
+#include "core/sha256.h"
+#include "engine/engine.h"
+#include "os/process.h"
+#include "os/random.h"
+#include "transport/local.h"
+#include "transport/shm.h"
+#include "transport/tcp.h"
+
+namespace pycomm {
+namespace {
+
+// After forming failed, how long to complete connections in progress: much longer than a handshake
+// takes.
+constexpr std::chrono::milliseconds kFinalConnectTimeout{200};
+
+// After this delay a rank dials the peers that should have dialed it: a firewall may allow
+// connections in one direction only.
+constexpr std::chrono::seconds kDialBackDelay{1};
+
+// Up to this size, all rings that a rank reads use less than 8 MiB together. In larger groups,
+// whose ranks connect on demand, rings do not shrink further.
+constexpr int kManyRanks = 64;
+
+size_t ring_bytes(int size) {
+  const size_t peers = static_cast<size_t>(std::clamp(size, 2, kManyRanks)) - 1;
+  return std::min(std::bit_floor((size_t{8} << 20) / peers), size_t{1} << 20);
+}
+
+class MeshBuilder {
+ public:
+  MeshBuilder(const MeshRequest& request, const Deadline& deadline)
+      : request_(request), deadline_(deadline), info_(own_rank_info(request.host)) {}
+
+  Mesh form(const Exchange& exchange) {
+    const auto may = [&](std::string_view name) {
+      return request_.transport.empty() || request_.transport == name;
+    };
+    std::string why;
+    const bool full = request_.size <= std::max(1, request_.full_mesh);
+    // The heaps of a very large group would not fit into the address space.
+    if (request_.size > 1 && request_.shares && full) heap_ = SharedHeap::own();
+    if (request_.size > 1 && may("shm"))
+      shm_ = make_shm(ring_bytes(request_.size), request_.memory_bytes, why, heap_);
+    if (request_.size > 1 && may("tcp")) tcp_ = make_tcp(request_.address, request_.towards);
+    info_.options = request_.options;
+    info_.tuned = request_.tuned;
+    info_.memory = request_.shares ? std::to_string(request_.memory_bytes) : "0";
+    info_.heap = std::to_string(heap_ ? heap_->view().bytes : 0);
+    if (shm_) info_.shm = shm_->address();
+    if (tcp_) info_.tcp = tcp_->address();
+    for (const uint8_t byte : random_bytes()) info_.token += static_cast<char>('a' + byte % 16);
+    for (const std::string& text : exchange(encode(info_)))
+      infos_.push_back(decode_rank_info(text));
+    check_options();
+    check_key();
+    Mesh mesh = describe();
+    pick_transports(mesh, why, full);
+    Connector::Options options{.rank = request_.rank,
+                               .key = request_.key,
+                               .context = context_of(infos_[0], request_.name),
+                               .agreed = digest_of(infos_),
+                               .transports = {},
+                               .addresses = std::move(addresses_),
+                               .forbidden_is_final = request_.forbidden != nullptr,
+                               .log = request_.log};
+    const auto own = shm_ ? shm_->memory() : nullptr;
+    if (shm_) options.transports.push_back(std::move(shm_));
+    if (tcp_) options.transports.push_back(std::move(tcp_));
+    if (full) {
+      connect_mesh(mesh, std::move(options));
+      share(mesh, own);
+    } else {
+      mesh.connector =
+          std::make_unique<OnDemandConnector>(std::move(options), ring_bytes(request_.size));
+    }
+    return mesh;
+  }
+
+ private:
+  void check_options() const {
+    for (size_t i = 0; i < infos_.size(); ++i)
+      if (infos_[i].options != infos_[0].options)
+        throw Mismatch("ranks were started with different options: rank 0 has " +
+                           infos_[0].options + ", rank " + std::to_string(i) + " has " +
+                           infos_[i].options,
+                       {.op = "init", .rank = request_.rank, .peer = static_cast<int>(i)});
+  }
+
+  // All ranks reach the same result.
+  void check_key() const {
+    if (!request_.encrypt || !request_.open_key) return;
+    for (const RankInfo& info : infos_)
+      if (info.host_id != infos_[0].host_id)
+        throw Unsupported(
+            "encrypt=True on several hosts requires a secret that is not in the store: rank 0 "
+            "stored "
+            "a random one, because PYCOMM_SECRET is not set; set it to the same value on all "
+            "hosts, for example from python -c \"import secrets; print(secrets.token_hex(32))\"",
+            {.op = "init", .rank = request_.rank});
+  }
+
+  Mesh describe() const {
+    Mesh mesh;
+    mesh.channels.resize(infos_.size());
+    mesh.tuned = infos_[0].tuned;
+    const Digest digest = sha256(context_of(infos_[0], request_.name));
+    std::memcpy(&mesh.id, digest.data(), sizeof mesh.id);
+    for (const RankInfo& info : infos_) {
+      const bool visible = on_one_machine(info, info_) && info.pid_space == info_.pid_space;
+      mesh.members.push_back(
+          {info.host, info.pid, "self", visible, visible ? start_time(info.pid) : 0});
+      mesh.hosts.push_back(info.host_id);
+    }
+    return mesh;
+  }
+
+  std::string name(int peer) const {
+    const RankInfo& info = infos_[static_cast<size_t>(peer)];
+    return name_of(peer, {.host = info.host, .pid = info.pid, .transport = {}});
+  }
+
+  void pick_transports(Mesh& mesh, const std::string& why, bool full) {
+    addresses_.resize(infos_.size());
+    for (int peer = 0; peer < request_.size; ++peer) {
+      if (peer == request_.rank) continue;
+      const RankInfo& info = infos_[static_cast<size_t>(peer)];
+      std::string& transport = mesh.members[static_cast<size_t>(peer)].transport;
+      const std::string_view by_info = between(info, info_);
+      if (by_info == "local") {
+        transport = by_info;
+        if (full) connect_thread(mesh, peer);
+        continue;
+      }
+      SocketTransport* by = by_info == "shm" ? shm_.get() : info.tcp.empty() ? nullptr : tcp_.get();
+      if (by == nullptr)
+        throw Unsupported("no transport reaches " + name(peer) +
+                              (request_.transport.empty() ? "" : " by " + request_.transport) +
+                              (why.empty() ? "" : ": " + why),
+                          {.op = "init", .rank = request_.rank, .peer = peer});
+      transport = by->name();
+      auto theirs = ways(*by, peer, request_.rank);
+      if (theirs.empty() || ways(*by, request_.rank, peer).empty())
+        throw Unsupported(name(peer) +
+                              " and this rank are on different hosts, and the address of " +
+                              (theirs.empty() ? "the former, " + info.tcp : "this, " + info_.tcp) +
+                              ", is unreachable from there; choose another with GLOO_SOCKET_IFNAME",
+                          {.op = "init", .rank = request_.rank, .peer = peer});
+      const bool leaves = info.host_id != info_.host_id;
+      addresses_[static_cast<size_t>(peer)] = {by, std::move(theirs), name(peer),
+                                               request_.encrypt && leaves};
+    }
+  }
+
+  void connect_thread(Mesh& mesh, int peer) {
+    const std::string mine = digest_of(infos_);
+    std::string agreed = mine;
+    mesh.channels[static_cast<size_t>(peer)] =
+        local_channel(context_of(infos_[0], request_.name), request_.rank, peer,
+                      ring_bytes(request_.size), &agreed);
+    if (agreed != mine) different_ = peer;
+  }
+
+  // The addresses at which `caller` may dial `listener`; one of them is this rank.
+  std::vector<std::string> ways(const SocketTransport& by, int listener, int caller) const {
+    const RankInfo& called = infos_[static_cast<size_t>(listener)];
+    const RankInfo& calling = infos_[static_cast<size_t>(caller)];
+    return by.ways(by.name() == "shm" ? called.shm : called.tcp, on_one_machine(called, calling));
+  }
+
+  // Shares memory only if, on every host, all pairs have the same kind of memory and all ranks want
+  // it. All ranks reach the same result. `own` is this rank's memory for other processes.
+  void share(Mesh& mesh, const std::shared_ptr<std::byte>& own) const {
+    for (const RankInfo& info : infos_)
+      if (info.memory == "0" || info.memory != info_.memory) return;
+    std::map<std::string, std::set<std::string_view>> by_host;
+    for (size_t a = 0; a < infos_.size(); ++a)
+      for (size_t b = 0; b < a; ++b)
+        if (infos_[a].host_id == infos_[b].host_id)
+          by_host[infos_[a].host_id].insert(between(infos_[a], infos_[b]));
+    for (const auto& [host, ways] : by_host)
+      if (ways.size() > 1 || ways.contains("tcp")) return;
+    if (by_host.empty()) return;
+    const bool local = by_host[info_.host_id].contains("local");
+    for (size_t i = 0; i < infos_.size(); ++i) {
+      const auto rank = static_cast<int>(i);
+      if (infos_[i].host_id != info_.host_id)
+        mesh.memories.push_back(nullptr);
+      else if (local)
+        mesh.memories.push_back(
+            local_memory(context_of(infos_[0], request_.name), rank, request_.memory_bytes));
+      else
+        mesh.memories.push_back(rank == request_.rank ? own : mesh.channels[i]->memory());
+    }
+    share_heaps(mesh, local);
+  }
+
+  void share_heaps(Mesh& mesh, bool local) const {
+    for (const RankInfo& info : infos_)
+      if (info.heap == "0" || info.heap != info_.heap || info.host_id != info_.host_id) return;
+    mesh.heap = heap_;
+    for (size_t i = 0; i < infos_.size(); ++i) {
+      const bool mine = local || static_cast<int>(i) == request_.rank;
+      mesh.heaps.push_back(mine ? heap_->view() : mesh.channels[i]->heap());
+      if (!mesh.heaps.back().base)
+        throw_lost(static_cast<int>(i), " announced a heap but did not send it");
+    }
+  }
+
+  // The transport between two ranks.
+  std::string_view between(const RankInfo& a, const RankInfo& b) const {
+    const bool local = request_.transport.empty() || request_.transport == "local";
+    const bool one_host = a.host_id == b.host_id;
+    if (one_host && a.process == b.process && local) return "local";
+    return one_host && !a.shm.empty() && !b.shm.empty() ? "shm" : "tcp";
+  }
+
+  // A rank that cannot form the group sends the error to its connected peers: one of them may
+  // already have a complete group.
+  void connect_mesh(Mesh& mesh, Connector::Options request) {
+    int lost = kNoRank;
+    std::optional<Error> failure;
+    try {
+      lost = connect_all(mesh, std::move(request));
+      if (lost == kNoRank) return;
+    } catch (const Error& error) {
+      failure = error;
+    }
+    EngineOptions options{.rank = request_.rank, .names = {}, .interrupted = {}};
+    for (int peer = 0; peer < request_.size; ++peer) options.names.push_back(name(peer));
+    Engine engine(std::move(mesh.channels), std::move(options));
+    try {
+      if (failure) throw Error(*failure);
+      engine.throw_peer_error(lost);
+    } catch (const Error& error) {
+      ErrorFields fields = error.fields();
+      fields.op = "init";
+      fields.rank = request_.rank;
+      const auto before = "the group \"" + request_.name + "\" did not form: ";
+      const Error reported(error.kind(), (failure ? "" : before) + error.what(), fields);
+      engine.fail(reported);
+      throw reported;
+    }
+  }
+
+  // The visible processes of the peers, by rank, and the first that ended. A rank that left in an
+  // orderly way told its connected peers why, and they forward the reason within
+  // kFinalConnectTimeout.
+  struct EndedProcesses {
+    std::vector<Process> processes;
+    int peer = kNoRank;
+    std::optional<Deadline> goodbye_deadline{};
+
+    void update(std::span<const pollfd> polled) {
+      for (size_t i = 0; i < processes.size(); ++i) {
+        if (polled[i].revents != 0) processes[i].found_ended();
+        if (!processes[i].ended() || goodbye_deadline) continue;
+        peer = static_cast<int>(i);
+        goodbye_deadline.emplace(kFinalConnectTimeout);
+      }
+    }
+  };
+
+  EndedProcesses watch_processes(const Mesh& mesh) const {
+    EndedProcesses ended;
+    for (const Member& member : mesh.members) {
+      const bool seen = member.visible && member.pid != info_.pid;
+      ended.processes.emplace_back(seen ? member.pid : 0);
+    }
+    return ended;
+  }
+
+  // Each rank dials the lower ranks and accepts the higher ones, until no rank is missing. Returns
+  // a rank that closed its connection again, or kNoRank. A rank that is one step from connecting
+  // may already have a complete group, so such connections are completed first: those ranks must
+  // receive the error.
+  int connect_all(Mesh& mesh, Connector::Options request) {
+    std::vector<int> missing;
+    for (int peer = 0; peer < request_.size; ++peer)
+      if (request.addresses[static_cast<size_t>(peer)].transport) missing.push_back(peer);
+    Connector connector(std::move(request));
+    for (const int peer : missing)
+      if (peer < request_.rank) connector.dial(peer);
+    if (different_ != kNoRank) throw_different(different_);
+    EndedProcesses ended = watch_processes(mesh);
+    int lost = kNoRank;
+    std::optional<Deadline> final_connects;
+    const Deadline awaited(kDialBackDelay);
+    bool dials_back = false;
+    while (!missing.empty()) {
+      if (!dials_back && awaited.expired()) {
+        dials_back = true;
+        for (const int peer : missing)
+          if (peer > request_.rank) connector.dial(peer, false);
+      }
+      std::vector<Channel*> met;
+      std::vector<pollfd> also;
+      for (const auto& channel : mesh.channels)
+        if (channel && !channel->is_closed()) {
+          met.push_back(channel.get());
+          also.push_back(channel->arm({}));
+        }
+      const size_t first_process = also.size();
+      for (const Process& process : ended.processes)
+        also.push_back({process.descriptor().get(), POLLIN, 0});
+      const auto limit = std::min<std::chrono::nanoseconds>(kPollInterval, deadline_.left());
+      auto results = connector.poll(limit, also);
+      ended.update(std::span(also).subspan(first_process));
+      for (size_t i = 0; i < met.size(); ++i) met[i]->disarm(also[i].revents);
+      for (ConnectResult& result : results) {
+        mesh.channels[static_cast<size_t>(result.peer)] = std::move(result.channel);
+        std::erase(missing, result.peer);
+      }
+      if (request_.check_aborted) request_.check_aborted({});
+      for (const ConnectResult& result : results)
+        if (result.differs) throw_different(result.peer);
+      for (const ConnectResult& result : results)
+        if (lost == kNoRank && !mesh.channels[static_cast<size_t>(result.peer)]) {
+          const bool inside = mesh.members[static_cast<size_t>(result.peer)].transport == "shm";
+          if (result.forbidden && inside && request_.forbidden)
+            request_.forbidden(name(result.peer) + " cannot be reached at " + result.why);
+          throw_unreachable(result.peer, result.why);
+        }
+      for (size_t i = 0; i < mesh.channels.size(); ++i)
+        if (lost == kNoRank && mesh.channels[i] && mesh.channels[i]->is_closed()) {
+          lost = static_cast<int>(i);
+          final_connects.emplace(kFinalConnectTimeout);
+        }
+      if (lost != kNoRank && final_connects->expired()) return lost;
+      if (lost == kNoRank && ended.goodbye_deadline && ended.goodbye_deadline->expired())
+        throw_lost(ended.peer, " died while the group formed: its process has ended");
+      if (lost == kNoRank && !missing.empty()) check_limits(missing, connector);
+    }
+    return lost;
+  }
+
+  void check_limits(const std::vector<int>& missing, const Connector& connector) {
+    // `interrupted` may take a contended lock, and unauthenticated clients can cause many rounds.
+    if (request_.interrupted && Clock::now() - last_interrupt_check_ >= kPollInterval) {
+      last_interrupt_check_ = Clock::now();
+      if (request_.interrupted())
+        throw GroupBroken("the group \"" + request_.name +
+                              "\" did not form: " + name(request_.rank) + " was interrupted",
+                          {.op = "init", .rank = request_.rank});
+    }
+    if (deadline_.expired()) throw_missing(missing, connector);
+  }
+
+  [[noreturn]] void throw_lost(int peer, const std::string& what) const {
+    throw PeerLost(name(peer) + what, {.op = "init", .rank = request_.rank, .peer = peer});
+  }
+
+  [[noreturn]] void throw_unreachable(int peer, const std::string& why) const {
+    throw PeerLost(name(peer) + " cannot be reached at " + why,
+                   {.op = "init", .rank = request_.rank, .peer = peer, .unreachable = peer});
+  }
+
+  [[noreturn]] void throw_different(int peer) const {
+    throw Mismatch("the group \"" + request_.name + "\" did not form: " + name(peer) + " and " +
+                       name(request_.rank) +
+                       " read different rank infos from the store (addresses, hosts, "
+                       "thresholds); the store's contents changed meanwhile, or "
+                       "another run uses it too",
+                   {.op = "init", .rank = request_.rank, .peer = peer});
+  }
+
+  [[noreturn]] void throw_missing(const std::vector<int>& missing,
+                                  const Connector& connector) const {
+    std::string text = "the group \"" + request_.name + "\" did not form in " +
+                       std::to_string(deadline_.limit_s()) + " s: no connection with ";
+    for (const int peer : missing) {
+      if (peer != missing[0]) text += ", ";
+      text += name(peer) +
+              (peer < request_.rank ? connector.failure(peer) : awaited_addresses(connector, peer));
+    }
+    throw Timeout(text, {.op = "init",
+                         .rank = request_.rank,
+                         .peer = missing.size() == 1 ? missing[0] : kNoRank,
+                         .unreachable = missing[0]});
+  }
+
+  // For a rank that should have dialed this one: the addresses to dial.
+  std::string awaited_addresses(const Connector& connector, int peer) const {
+    std::string text = ", which did not call", between = " ";
+    for (const std::string& way : ways(connector.transport(peer), request_.rank, peer)) {
+      text += between + way;
+      between = " or ";
+    }
+    return text;
+  }
+
+  const MeshRequest& request_;
+  const Deadline& deadline_;
+  RankInfo info_;
+  std::vector<RankInfo> infos_;
+  std::shared_ptr<SharedHeap> heap_;
+  std::unique_ptr<SocketTransport> shm_, tcp_;
+  std::vector<Connector::PeerAddress> addresses_;  // by rank
+  int different_ = kNoRank;                   // a rank of this process that read different infos
+  Clock::time_point last_interrupt_check_{};  // last call of request_.interrupted
+};
+
+}  // namespace
+
+Mesh form_mesh(const MeshRequest& request, const Exchange& exchange, const Deadline& deadline) {
+  return MeshBuilder(request, deadline).form(exchange);
+}
+
+std::string name_of(int rank, const Member& member) {
+  return "rank " + std::to_string(rank) + " (host " + member.host + ", pid " +
+         std::to_string(member.pid) + ")";
+}
+
+}  // namespace pycomm

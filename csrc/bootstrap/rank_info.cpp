@@ -1,0 +1,144 @@
+#include "bootstrap/rank_info.h"
+
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <charconv>
+#include <fstream>
+#include <sstream>
+
+#include "core/errors.h"
+#include "core/sha256.h"
+#include "os/random.h"
+
+namespace pycomm {
+namespace {
+
+constexpr size_t kMaxInfoBytes = 4096;
+// In a host_id, precedes the name of a simulated host.
+constexpr char kSimulatedHost = '/';
+
+std::string random_word() {
+  std::string word;
+  for (const uint8_t byte : random_bytes()) word += static_cast<char>('a' + byte % 16);
+  return word;
+}
+
+// Boot id and network namespace: two containers on one machine are two hosts unless they share
+// both.
+std::string host_identity() {
+  std::string boot;
+  std::ifstream("/proc/sys/kernel/random/boot_id") >> boot;
+  struct stat space{};
+  if (::stat("/proc/self/ns/net", &space) != 0 || boot.empty()) return "unknown-" + random_word();
+  return boot + "-" + std::to_string(space.st_ino);
+}
+
+std::string host_name() {
+  std::array<char, 256> name{};
+  return ::gethostname(name.data(), name.size() - 1) == 0 ? name.data() : "unknown";
+}
+
+std::string with_length(const std::string& text) {
+  return std::to_string(text.size()) + ":" + text;
+}
+
+// For example "tcp 16384 1048576 shm 8192 1048576".
+std::string encode(const std::vector<TunedThresholds>& tuned) {
+  std::string text;
+  for (const auto& [transport, at] : tuned)
+    text += (text.empty() ? "" : " ") + transport + " " + std::to_string(at.small_bytes) + " " +
+            std::to_string(at.middle_bytes);
+  return text;
+}
+
+// A number as std::to_string() writes it.
+uint64_t number_in(const std::string& text) {
+  uint64_t number = 0;
+  const auto parsed = std::from_chars(text.data(), text.data() + text.size(), number);
+  check(parsed.ec == std::errc{} && std::to_string(number) == text,
+        "invalid integer in a rank info");
+  return number;
+}
+
+std::vector<TunedThresholds> decode_tuned(const std::string& text) {
+  std::vector<TunedThresholds> tuned;
+  std::istringstream words(text);
+  for (TunedThresholds one; words >> one.transport;) {
+    check(static_cast<bool>(words >> one.thresholds.small_bytes >> one.thresholds.middle_bytes),
+          "invalid thresholds in a rank info");
+    check(std::ranges::find(tuned, one.transport, &TunedThresholds::transport) == tuned.end(),
+          "a rank info repeats a transport in its thresholds");
+    tuned.push_back(one);
+  }
+  return tuned;
+}
+
+}  // namespace
+
+RankInfo own_rank_info(const std::string& host) {
+  // A forked child inherits the word; the pid distinguishes it.
+  static const std::string word = random_word();
+  RankInfo info;
+  info.pid = ::getpid();
+  info.process = word + "-" + std::to_string(info.pid);
+  info.host_id = host_identity() + (host.empty() ? "" : kSimulatedHost + host);
+  info.host = host.empty() ? host_name() : host;
+  struct stat pids{};
+  info.pid_space =
+      ::stat("/proc/self/ns/pid", &pids) == 0 ? std::to_string(pids.st_ino) : info.process;
+  return info;
+}
+
+bool on_one_machine(const RankInfo& a, const RankInfo& b) {
+  const auto machine = [](const RankInfo& info) {
+    return info.host_id.substr(0, info.host_id.find(kSimulatedHost));
+  };
+  return machine(a) == machine(b);
+}
+
+std::string encode(const RankInfo& info) {
+  std::string text = "pycomm-5\n";
+  for (const std::string& field :
+       {info.process, info.host_id, info.host, std::to_string(info.pid), info.pid_space,
+        info.options, info.token, info.shm, info.tcp, info.memory, info.heap, encode(info.tuned)})
+    text += field + "\n";
+  return text;
+}
+
+std::string context_of(const RankInfo& first, const std::string& name) {
+  return with_length(first.token) + with_length(name);
+}
+
+std::string digest_of(const std::vector<RankInfo>& infos) {
+  std::string all;
+  for (const RankInfo& info : infos) all += with_length(encode(info));
+  const Digest digest = sha256(all);
+  return {digest.begin(), digest.end()};
+}
+
+RankInfo decode_rank_info(const std::string& text) {
+  check(text.size() <= kMaxInfoBytes, "a rank info is too long");
+  std::array<std::string, 13> fields;
+  size_t begin = 0;
+  for (std::string& field : fields) {
+    const size_t end = text.find('\n', begin);
+    check(end != std::string::npos, "a rank info is truncated");
+    field = text.substr(begin, end - begin);
+    begin = end + 1;
+  }
+  check(begin == text.size() && fields[0] == "pycomm-5",
+        "a rank info is from another version of pycomm");
+  RankInfo info{fields[1], fields[2], fields[3], 0,          fields[5],  fields[6],
+                fields[7], fields[8], fields[9], fields[10], fields[11], decode_tuned(fields[12])};
+  info.pid = static_cast<int64_t>(number_in(fields[4]));
+  check(info.pid > 0, "a rank info has no process id");
+  for (const std::string& bytes : {info.memory, info.heap}) (void)number_in(bytes);
+  // Some fields, such as thresholds, have several spellings.
+  check(encode(info) == text, "a rank info is not in canonical form");
+  return info;
+}
+
+}  // namespace pycomm

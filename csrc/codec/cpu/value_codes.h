@@ -1,0 +1,20 @@
+// Encodes and decodes values with the codes of compact.h, in independent blocks of 4096.
+#pragma once
+
+#include <cstddef>
+#include <span>
+
+#include "codec/format.h"
+
+namespace pycomm::cpu {
+
+// Encodes one block of at most kValueBlock values to value_bytes(). A non-finite value makes all
+// values with the same scale or level NaN.
+void write_values(ValueCode code, std::span<const float> values, std::byte* out);
+// Decodes a block. All bytes are valid.
+void read_values(ValueCode code, const std::byte* in, std::span<float> values);
+
+// Whether the bits after the last value are zero, as required.
+bool values_end_in_zeros(ValueCode code, std::span<const std::byte> bytes, size_t count);
+
+}  // namespace pycomm::cpu

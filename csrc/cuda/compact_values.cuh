@@ -1,0 +1,297 @@
+// Encodes the values of a compact packet, one thread block per 4096 that share levels, and decodes
+// them, one thread per value. Sums are computed as on the CPU: in float64, in 128 lanes that are
+// then added in pairs.
+#pragma once
+
+#include "cuda/compact_write.cuh"
+
+namespace pycomm::cuda {
+
+inline constexpr unsigned kValueThreads = 128;   // lanes of a sum
+inline constexpr unsigned kNaNLevel = 0x7fc0;    // bfloat16
+inline constexpr unsigned kMostLevel = 0x7f7f;   // the largest finite bfloat16
+inline constexpr unsigned kGridReach = 8 * 128;  // range of the levels of 3bit values
+
+// As in codec/compact.h.
+enum : unsigned { kFloat32, kBfloat16, kInt8, kTwoBit, kOneBit, kThreeBit, kValueCodeCount };
+
+// For a whole block.
+__device__ __forceinline__ unsigned levelled_bytes(unsigned code) {
+  switch (code) {
+    case kFloat32:
+      return 4 * kLevelled;
+    case kBfloat16:
+      return 2 * kLevelled;
+    case kInt8:
+      return kLevelled + kLevelled / kShared * 4;
+    case kTwoBit:
+      return 4 + kLevelled / 4;
+    case kOneBit:
+      return 2 + kLevelled / 8;
+    case kThreeBit:
+      return 4 + 3 * kLevelled / 8;
+  }
+  return 0;
+}
+
+// The bfloat16 bits of a magnitude, by its number on the grid.
+__device__ __forceinline__ unsigned grid_level(unsigned low, unsigned step, unsigned number) {
+  return low > kMostLevel ? kNaNLevel : min(low + number * step + step / 2, kMostLevel);
+}
+
+__device__ __forceinline__ float from_level(unsigned level) {
+  return canonical(__uint_as_float(level << 16));
+}
+
+// Decodes the i-th value of a block.
+__device__ __forceinline__ float read_value(unsigned code, const uint8_t* from, unsigned i) {
+  switch (code) {
+    case kFloat32:
+      return __uint_as_float(load_bytes(from + 4 * i, 4));
+    case kBfloat16:
+      return __uint_as_float(load_bytes(from + 2 * i, 2) << 16);
+    case kInt8: {
+      const uint8_t* const scaled = from + i / kShared * (kShared + 4);
+      const auto number = static_cast<int8_t>(scaled[4 + i % kShared]);
+      return canonical(
+          multiply(static_cast<float>(number), __uint_as_float(load_bytes(scaled, 4))));
+    }
+    case kTwoBit: {
+      const unsigned bits = from[4 + i / 4] >> 2 * (i % 4);
+      const float level = from_level(load_bytes(from + (bits & 2), 2));
+      return (bits & 1) != 0 ? canonical(-level) : level;
+    }
+    case kOneBit: {
+      const float level = from_level(load_bytes(from, 2));
+      return (from[2 + i / 8] >> i % 8 & 1) != 0 ? canonical(-level) : level;
+    }
+    case kThreeBit: {
+      const unsigned bits = load_bits(from + 4, uint64_t{3} * i, 3);
+      const unsigned low = load_bytes(from, 2), step = load_bytes(from + 2, 2);
+      const float level = from_level(grid_level(low, step, bits >> 1));
+      return (bits & 1) != 0 ? canonical(-level) : level;
+    }
+  }
+  return 0;
+}
+
+struct ValueSpace {
+  float value[kLevelled];
+};
+struct LaneSpace {
+  double below[kValueThreads], above[kValueThreads];
+  unsigned count[kValueThreads];
+};
+
+__device__ __forceinline__ float magnitude_at(unsigned i) {
+  return from_magnitude<float>(magnitude(gpu::shared<ValueSpace>().value[i]));
+}
+
+// Sums of the magnitudes up to a limit and above it, and the number above.
+struct Halves {
+  double below, above;
+  unsigned count;
+};
+__device__ __forceinline__ Halves split_at(unsigned n, float limit) {
+  auto& lanes = gpu::shared<LaneSpace>();
+  const unsigned lane = threadIdx.x;
+  Halves mine{0, 0, 0};
+  for (unsigned i = lane; i < n; i += kValueThreads) {
+    const float x = magnitude_at(i);
+    const bool high = x > limit;
+    mine.below = add(mine.below, high ? 0.0 : static_cast<double>(x));
+    mine.above = add(mine.above, high ? static_cast<double>(x) : 0.0);
+    mine.count += high;
+  }
+  lanes.below[lane] = mine.below;
+  lanes.above[lane] = mine.above;
+  lanes.count[lane] = mine.count;
+  __syncthreads();
+  for (unsigned half = kValueThreads / 2; half > 0; half /= 2) {
+    if (lane < half) {
+      lanes.below[lane] = add(lanes.below[lane], lanes.below[lane + half]);
+      lanes.above[lane] = add(lanes.above[lane], lanes.above[lane + half]);
+      lanes.count[lane] += lanes.count[lane + half];
+    }
+    __syncthreads();
+  }
+  const Halves all{lanes.below[0], lanes.above[0], lanes.count[0]};
+  __syncthreads();
+  return all;
+}
+
+// The largest float32 up to a limit; it separates the same float32 values.
+__device__ __forceinline__ float limit_of(double limit) {
+  const float near = static_cast<float>(limit);
+  return static_cast<double>(near) > limit ? __uint_as_float(bits_as<uint32_t>(near) - 1) : near;
+}
+
+__device__ __forceinline__ unsigned level_of(double mean) {
+  return min(unsigned{bits_as<uint16_t>(narrow<Bfloat16>(static_cast<float>(mean)))}, kMostLevel);
+}
+
+// The two levels of a block: the means of the magnitudes on either side of a limit; those above it
+// get the higher level. The limit is first the mean of all, then, twice, the midpoint of the
+// levels.
+struct Levels {
+  unsigned low, high;
+  float limit;
+};
+__device__ __forceinline__ Levels find_levels(unsigned code, unsigned n) {
+  const float everything = __uint_as_float(0x7f800000u);
+  bool finite = true;
+  for (unsigned i = threadIdx.x; i < n; i += kValueThreads) finite &= magnitude_at(i) < everything;
+  if (__syncthreads_or(!finite)) return {kNaNLevel, kNaNLevel, everything};
+  const double mean = divide(split_at(n, everything).below, static_cast<double>(n));
+  if (code == kOneBit) return {level_of(mean), 0, everything};
+  Levels levels{0, 0, limit_of(mean)};
+  for (unsigned refined = 0;; ++refined) {
+    const Halves halves = split_at(n, levels.limit);
+    const double low = divide(halves.below, static_cast<double>(n - halves.count));
+    const double high =
+        halves.count == 0 ? low : divide(halves.above, static_cast<double>(halves.count));
+    levels.low = level_of(low);
+    levels.high = level_of(high);
+    if (refined == 2) return levels;
+    levels.limit = limit_of(divide(add(low, high), 2.0));
+  }
+}
+
+// Packs a sign and, with two bits, the level: a byte at a time.
+__device__ __forceinline__ void write_levelled(unsigned code, unsigned n, uint8_t* to) {
+  const Levels levels = find_levels(code, n);
+  const unsigned width = code == kTwoBit ? 2 : 1, each = 8 / width;
+  if (threadIdx.x == 0) store_bytes(to, levels.low | levels.high << 16, code == kTwoBit ? 4 : 2);
+  for (unsigned byte = threadIdx.x; byte * each < n; byte += kValueThreads) {
+    unsigned bits = 0;
+    for (unsigned j = 0; j < each && byte * each + j < n; ++j) {
+      const unsigned i = byte * each + j;
+      const unsigned sign = bits_as<uint32_t>(gpu::shared<ValueSpace>().value[i]) >> 31;
+      const unsigned high = width == 2 && magnitude_at(i) > levels.limit ? 2 : 0;
+      bits |= (sign | high) << width * j;
+    }
+    to[2 * width + byte] = static_cast<uint8_t>(bits);
+  }
+}
+
+// The smallest and the largest upper half of the magnitudes of a block.
+struct ValueRange {
+  unsigned least, largest;
+};
+struct RangeSpace {
+  ValueRange by_warp[kValueThreads / 32];
+};
+__device__ __forceinline__ ValueRange find_range(unsigned n) {
+  auto& by_warp = gpu::shared<RangeSpace>().by_warp;
+  ValueRange range{0xffff, 0};
+  for (unsigned i = threadIdx.x; i < n; i += kValueThreads) {
+    const unsigned half = magnitude(gpu::shared<ValueSpace>().value[i]) >> 16;
+    range.least = min(range.least, half);
+    range.largest = max(range.largest, half);
+  }
+  for (int by = 16; by > 0; by /= 2) {
+    range.least = min(range.least, __shfl_xor_sync(gpu::kFullWarp, range.least, by));
+    range.largest = max(range.largest, __shfl_xor_sync(gpu::kFullWarp, range.largest, by));
+  }
+  if (gpu::lane_id() == 0) by_warp[threadIdx.x / 32] = range;
+  __syncthreads();
+  for (const ValueRange& other : by_warp) {
+    range.least = min(range.least, other.least);
+    range.largest = max(range.largest, other.largest);
+  }
+  return range;
+}
+
+// Packs a sign and a number on a grid of four: eight values at a time, which take three bytes.
+__device__ __forceinline__ void write_gridded(unsigned n, uint8_t* to) {
+  const ValueRange range = find_range(n);
+  unsigned low = kNaNLevel, step = 0;
+  if (range.largest <= kMostLevel) {
+    low = range.largest - min(range.largest - range.least, kGridReach);
+    step = (range.largest - low) / 4 + 1;
+  }
+  if (threadIdx.x == 0) store_bytes(to, low | step << 16, 4);
+  for (unsigned first = 8 * threadIdx.x; first < n; first += 8 * kValueThreads) {
+    const unsigned some = min(8u, n - first);
+    unsigned bits = 0;
+    for (unsigned j = 0; j < some; ++j) {
+      const unsigned own = bits_as<uint32_t>(gpu::shared<ValueSpace>().value[first + j]);
+      const unsigned half = (own & 0x7fffffffu) >> 16;
+      const unsigned number = step == 0 || half < low ? 0 : (half - low) / step;
+      bits |= (own >> 31 | number << 1) << 3 * j;
+    }
+    store_bytes(to + 4 + first / 8 * 3, bits, (3 * some + 7) / 8);
+  }
+}
+
+// One warp per scale: the largest magnitude / 127; NaN if a value is not finite.
+__device__ __forceinline__ void write_scaled(unsigned n, uint8_t* to) {
+  constexpr float kRound = 12582912;  // within 2^22, adding it rounds to an integer, ties to even
+  const float most = divide(__uint_as_float(0x7f7fffffu), 127.f);
+  const float most_scale = __uint_as_float(bits_as<uint32_t>(most) - 1);  // finite times 127
+  const unsigned lane = gpu::lane_id();
+  for (unsigned first = threadIdx.x / 32 * kShared; first < n;
+       first += kValueThreads / 32 * kShared) {
+    const unsigned end = min(n, first + kShared);
+    unsigned largest = 0;
+    for (unsigned i = first + lane; i < end; i += 32)
+      largest = max(largest, magnitude(gpu::shared<ValueSpace>().value[i]));
+    for (int by = 16; by > 0; by /= 2)
+      largest = max(largest, __shfl_xor_sync(gpu::kFullWarp, largest, by));
+    float scale = __uint_as_float(0x7fc00000u);
+    if (largest < 0x7f800000u) scale = min(divide(__uint_as_float(largest), 127.f), most_scale);
+    uint8_t* const numbers = to + first / kShared * (kShared + 4);
+    if (lane == 0) store_bytes(numbers, bits_as<uint32_t>(scale), 4);
+    for (unsigned i = first + lane; i < end; i += 32) {
+      float number = 0;
+      if (scale > 0) {
+        number = divide(gpu::shared<ValueSpace>().value[i], scale);
+        number = min(max(number, -127.f), 127.f);  // a subnormal scale may have been rounded down
+        number = __fsub_rn(__fadd_rn(number, kRound), kRound);
+      }
+      numbers[4 + i - first] = static_cast<uint8_t>(static_cast<int8_t>(static_cast<int>(number)));
+    }
+  }
+}
+
+// Copies the values of a block to shared memory. The caller must call __syncthreads before it reads
+// them.
+__device__ __forceinline__ void write_levels(unsigned code, unsigned n, uint8_t* to) {
+  if (code == kInt8) return write_scaled(n, to);
+  if (code == kThreeBit) return write_gridded(n, to);
+  if (code == kTwoBit || code == kOneBit) return write_levelled(code, n, to);
+  for (unsigned i = threadIdx.x; i < n; i += kValueThreads) {
+    const float value = gpu::shared<ValueSpace>().value[i];
+    if (code == kFloat32)
+      store_bytes(to + 4 * i, bits_as<uint32_t>(value), 4);
+    else
+      store_bytes(to + 2 * i, bits_as<uint16_t>(narrow<Bfloat16>(value)), 2);
+  }
+}
+
+// V: type of the input and of the residual. residual = residual + (value - encoded value).
+template <class V>
+__global__ void __launch_bounds__(kValueThreads) write_values(const __grid_constant__ Writing w) {
+  if (w.choice->all.bad) return;
+  auto& own = gpu::shared<ValueSpace>().value;
+  const V* const values = static_cast<const V*>(w.values);
+  V* const residual = static_cast<V*>(w.residual);
+  for (uint64_t first = uint64_t{blockIdx.x} * kLevelled; first < w.k;
+       first += uint64_t{gridDim.x} * kLevelled) {
+    const unsigned n = static_cast<unsigned>(min(uint64_t{kLevelled}, w.k - first));
+    uint8_t* const to = w.out + w.head_bytes + first / kLevelled * levelled_bytes(w.value_code);
+    for (unsigned i = threadIdx.x; i < n; i += kValueThreads)
+      own[i] = narrow<float>(values[first + i]);
+    __syncthreads();
+    write_levels(w.value_code, n, to);
+    __syncthreads();
+    for (unsigned i = threadIdx.x; residual != nullptr && i < n; i += kValueThreads) {
+      V& rest = residual[w.indices[first + i]];
+      const V sent = static_cast<V>(read_value(w.value_code, to, i));
+      rest = canonical(add(rest, add(values[first + i], -sent)));
+    }
+    __syncthreads();
+  }
+}
+
+}  // namespace pycomm::cuda

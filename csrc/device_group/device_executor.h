@@ -1,0 +1,69 @@
+// Executes the calls of a device group once its ranks have agreed about them: with NCCL, or staged
+// in host memory.
+#pragma once
+
+#include <chrono>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "core/deadline.h"
+#include "core/errors.h"
+#include "device/device.h"
+#include "device/stages.h"
+#include "device_group/device_options.h"
+#include "group/group.h"
+#include "nccl/nccl.h"
+
+namespace pycomm {
+
+// A call that can be enqueued.
+struct DeviceCall {
+  Call call;  // with its algorithm and its limit
+  // By channel, for a call that runs as a plan between devices.
+  std::shared_ptr<const std::vector<StreamStages>> plan{};
+};
+
+class DeviceExecutor {
+ public:
+  DeviceExecutor() = default;
+  DeviceExecutor(const DeviceExecutor&) = delete;
+  DeviceExecutor& operator=(const DeviceExecutor&) = delete;
+  virtual ~DeviceExecutor() = default;  // cancels calls in progress
+
+  // One thread at a time may call the functions from here to stats().
+
+  // The call's algorithm, or the one that all ranks choose for it. Throws Unsupported.
+  virtual Algorithm algorithm_for(const Call& call) const = 0;
+  // Allocates memory, before the ranks agree. Throws Unsupported if the call's stream is being
+  // captured and memory would have to grow.
+  virtual DeviceCall prepare(const Call& call) = 0;
+  virtual std::shared_ptr<Event> event() = 0;
+  // Enqueues the call after `before`, an event of its stream. Returns the event of its end.
+  virtual std::shared_ptr<Event> enqueue(const DeviceCall& device_call, Event& before,
+                                         const Deadline& deadline) = 0;
+  virtual Stats stats() const = 0;  // all fields but `calls`
+
+  // Any thread. The error because of which enqueued calls failed or will not finish, if any. `what`
+  // is the oldest of these calls.
+  virtual std::optional<Error> trouble(const std::string& what) = 0;
+  // Call once all enqueued calls are complete.
+  virtual void close(const Deadline& deadline) noexcept = 0;
+  // Aborts the calls in progress on the device.
+  virtual void abort(const std::string& reason) noexcept = 0;
+};
+
+// Collective over `host`. `options` must be equal on all ranks. Throws Unsupported if NCCL refuses,
+// and Timeout if a rank is missing.
+std::unique_ptr<DeviceExecutor> make_nccl_executor(std::shared_ptr<Group> host,
+                                                   std::shared_ptr<Device> device,
+                                                   std::shared_ptr<NcclApi> nccl,
+                                                   const DeviceOptions& options,
+                                                   std::chrono::nanoseconds timeout);
+
+// Collective over `host`, for ranks of which some share a device.
+std::unique_ptr<DeviceExecutor> make_host_staged_executor(const std::shared_ptr<Group>& host,
+                                                          std::shared_ptr<Device> device);
+
+}  // namespace pycomm

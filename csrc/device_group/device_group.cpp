@@ -1,0 +1,433 @@
+#include "device_group/device_group.h"
+
+#include <algorithm>
+#include <array>
+#include <condition_variable>
+#include <mutex>
+#include <set>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "device_group/device_executor.h"
+#include "device_group/watchdog.h"
+#include "engine/engine.h"
+#include "group/check.h"
+#include "observe/heartbeat_thread.h"
+
+namespace pycomm {
+namespace {
+
+// How often enqueued calls are polled. Polling does not slow them.
+constexpr std::chrono::milliseconds kLook{100};
+
+// An asynchronous call. The host group's worker runs the agreement and then enqueues the call.
+class DeviceWork final : public Work {
+ public:
+  // `is_over`: whether the device has reached the call's event and the call was not aborted.
+  explicit DeviceWork(std::function<bool(const Event&)> is_over) : is_over_(std::move(is_over)) {}
+
+  void capture() { captured_ = true; }
+  bool captured() const override { return captured_; }
+  // Sets the agreement, after which the worker calls settle().
+  void follow(std::shared_ptr<Work> agreed) { agreed_ = std::move(agreed); }
+  void settle(std::shared_ptr<Event> over, std::exception_ptr error) {
+    {
+      const std::lock_guard lock(mutex_);
+      over_ = std::move(over);
+      if (error) error_ = std::move(error);  // fail() may come first
+      settled_ = true;
+    }
+    changed_.notify_all();
+  }
+  // The call was enqueued but aborted before it completed.
+  void fail(std::exception_ptr error) {
+    const std::lock_guard lock(mutex_);
+    if (!error_) error_ = std::move(error);
+  }
+
+  // A captured call is done once it is enqueued; so is a call on a device that reports an error.
+  bool done() const override {
+    std::shared_ptr<Event> over;
+    {
+      const std::lock_guard lock(mutex_);
+      if (!settled_) return false;
+      if (error_ || captured_) return true;
+      over = over_;
+    }
+    try {
+      return is_over_(*over);         // unlocked: fail() takes the lock
+    } catch (const InternalError&) {  // the next use of the device reports it
+      return true;
+    }
+  }
+  std::exception_ptr error() const override {
+    const std::lock_guard lock(mutex_);
+    return error_;
+  }
+  void wait(std::chrono::nanoseconds limit) override {
+    if (agreed_) agreed_->wait(limit);
+    std::unique_lock lock(mutex_);
+    changed_.wait(lock, [this] { return settled_; });  // short: only enqueueing remains
+    if (error_) std::rethrow_exception(error_);
+  }
+  void make_stream_wait(void* stream) override {
+    const std::lock_guard lock(mutex_);
+    check(settled_ && over_, "wait() must return before make_stream_wait()");
+    over_->stream_wait(stream);
+  }
+
+ private:
+  std::function<bool(const Event&)> is_over_;
+  std::shared_ptr<Work> agreed_;
+  mutable std::mutex mutex_;
+  std::condition_variable changed_;
+  bool settled_ = false, captured_ = false;
+  std::shared_ptr<Event> over_;
+  std::exception_ptr error_;
+};
+
+// `source`: where a receive stores the rank that it matched.
+Call agreement_about(const Call& call, int* source) {
+  Call asked = call;
+  asked.agreement = true;
+  asked.source = source;
+  return asked;
+}
+
+// "send(float32, count 10, tag 0, nccl, on CUDA devices) to rank 1"
+std::string text_of(const Call& call) {
+  Header header = signature_of(agreement_about(call, nullptr), call.algorithm);
+  if (is_plan(call.operation)) return describe(header);
+  header.operation = static_cast<uint8_t>(call.operation);  // in signatures both ends are a send
+  const bool sends = call.operation == Operation::send;
+  return describe(header) + (sends ? " to rank " : " from rank ") + std::to_string(call.peer);
+}
+
+// For a receive, after the agreement: stores the source rank.
+void set_source(Call& call, int source) {
+  if (call.operation != Operation::recv) return;
+  call.peer = source;
+  if (call.source != nullptr) *call.source = source;
+}
+
+// One thread at a time inside a group.
+class CallLock {
+ public:
+  explicit CallLock(std::mutex& mutex) : lock_(mutex, std::try_to_lock) {
+    if (!lock_)
+      throw InvalidArgument(
+          "another thread is inside a call of this group; use group.split() for each thread");
+  }
+
+ private:
+  std::unique_lock<std::mutex> lock_;
+};
+
+class DeviceGroup final : public Group, public std::enable_shared_from_this<DeviceGroup> {
+ public:
+  DeviceGroup(std::shared_ptr<Group> host, std::shared_ptr<Device> device,
+              std::unique_ptr<DeviceExecutor> executor, std::chrono::nanoseconds timeout)
+      : host_(std::move(host)),
+        device_(std::move(device)),
+        timeout_(timeout),
+        executor_(std::move(executor)),
+        watchdog_(*host_, *executor_) {
+    watchdog_thread_.start(kLook, [this] { return look(); });
+  }
+  ~DeviceGroup() override { watchdog_thread_.join(); }
+
+  int rank() const override { return host_->rank(); }
+  int size() const override { return host_->size(); }
+  const std::string& name() const override { return host_->name(); }
+  const std::vector<Member>& members() const override { return host_->members(); }
+  const std::vector<int>& ranks() const override { return host_->ranks(); }
+  int local_rank() const override { return host_->local_rank(); }
+  int local_size() const override { return host_->local_size(); }
+  int host_count() const override { return host_->host_count(); }
+  const std::vector<int>& hosts() const override { return host_->hosts(); }
+  bool encrypted() const override { return host_->encrypted(); }
+  bool reproducible() const override { return host_->reproducible(); }
+
+  void run(const Call& given) override;
+  std::shared_ptr<Work> start(const Call& given,
+                              std::function<void(std::exception_ptr)> then) override;
+  void exchange(std::span<const Call>) override {
+    throw Unsupported("exchange() does not support CUDA arrays; use send() and recv()");
+  }
+  std::shared_ptr<Group> split(int, int) override { throw Unsupported(kUnsupported); }
+  std::shared_ptr<Group> regroup(Store&, const std::string&, const std::vector<int>&,
+                                 std::chrono::nanoseconds) override {
+    throw Unsupported(kUnsupported);
+  }
+  std::vector<int> lost() const override { return host_->lost(); }
+  std::shared_ptr<std::byte> allocate(size_t) override { return nullptr; }
+  Stats stats() const override;
+  Status status() const override { return host_->status(); }
+  void set_timeout(std::chrono::nanoseconds timeout) override {
+    if (timeout.count() <= 0) throw InvalidArgument("invalid timeout: it must be longer than 0 s");
+    timeout_ = timeout;
+  }
+  void close() noexcept override;
+  void hear(std::chrono::nanoseconds limit) override { host_->hear(limit); }
+  void abort(const std::string& reason) noexcept override {
+    fail(GroupBroken("the group was aborted: " + reason, {.rank = rank()}));
+  }
+
+ private:
+  static constexpr const char* kUnsupported =
+      "device groups do not support split() or shrink(); call it on the parent group";
+
+  DeviceCall begin(const Call& given);
+  std::shared_ptr<Event> mark(void* stream);
+  using Failed = std::function<void(std::exception_ptr)>;
+  std::shared_ptr<Event> enqueue(const DeviceCall& device_call, Event& before,
+                                 const Deadline& deadline, Failed failed);
+  bool look() noexcept;
+  void fail(const Error& error) noexcept;
+
+  std::shared_ptr<Group> host_;
+  std::shared_ptr<Device> device_;
+  std::chrono::nanoseconds timeout_;
+  std::mutex turn_;           // held inside run() and start()
+  mutable std::mutex mutex_;  // guards the executor and calls_
+  std::unique_ptr<DeviceExecutor> executor_;
+  uint64_t calls_ = 0;
+  Watchdog watchdog_;
+  std::mutex ending_;  // guards ended_
+  bool ended_ = false;
+  HeartbeatThread watchdog_thread_;  // last member: its thread ends before the members it uses
+};
+
+// Records the event on the caller's stream after which a call begins.
+std::shared_ptr<Event> DeviceGroup::mark(void* stream) {
+  auto event = executor_->event();
+  event->record(stream);
+  return event;
+}
+
+// Rejects what this rank can reject without its peers.
+DeviceCall DeviceGroup::begin(const Call& given) {
+  if (given.algorithm == Algorithm::shared_memory)
+    throw_unsupported(given, "the algorithm shared_memory is for arrays in host memory");
+  Call call = given;
+  call.algorithm = executor_->algorithm_for(given);
+  if (call.timeout.count() == 0) call.timeout = timeout_;
+  Call asked = call;
+  if (asked.algorithm == Algorithm::nccl || asked.algorithm == Algorithm::staged ||
+      !is_plan(asked.operation))
+    asked.algorithm = Algorithm::automatic;
+  check_call(asked, rank(), size());
+  const std::lock_guard lock(mutex_);
+  return executor_->prepare(call);
+}
+
+void DeviceGroup::run(const Call& given) {
+  const CallLock turn(turn_);
+  DeviceCall device_call = begin(given);
+  const Deadline deadline(device_call.call.timeout);
+  const auto before = mark(given.stream);
+  int source = given.peer;
+  host_->run(agreement_about(device_call.call, &source));
+  set_source(device_call.call, source);
+  enqueue(device_call, *before, deadline, {})->stream_wait(given.stream);
+}
+
+std::shared_ptr<Work> DeviceGroup::start(const Call& given,
+                                         std::function<void(std::exception_ptr)> then) {
+  const CallLock turn(turn_);
+  const auto work = std::make_shared<DeviceWork>([weak = weak_from_this()](const Event& over) {
+    const auto self = weak.lock();
+    return !self || self->watchdog_.is_over(over);  // a destroyed group has no calls in progress
+  });
+  DeviceCall device_call = begin(given);
+  const Deadline deadline(device_call.call.timeout);
+  const auto before = mark(given.stream);
+  const auto source = std::make_shared<int>(given.peer);
+  auto enqueued = [self = shared_from_this(), work, device_call, before, deadline, source,
+                   then = std::move(then)](std::exception_ptr error) mutable {
+    std::shared_ptr<Event> over;
+    try {
+      if (!error) {
+        set_source(device_call.call, *source);
+        over = self->enqueue(device_call, *before, deadline,
+                             [work](std::exception_ptr late) { work->fail(std::move(late)); });
+      }
+      if (over && device_call.call.follower != nullptr)
+        over->stream_wait(device_call.call.follower);
+    } catch (...) {  // reported through the work
+      error = std::current_exception();
+    }
+    work->settle(std::move(over), error);
+    if (then) then(error);
+  };
+  const Call agreement = agreement_about(device_call.call, source.get());
+  if (device_->capturing(given.stream)) {  // on this thread: a capture may belong to it
+    work->capture();
+    host_->run(agreement);
+    enqueued(nullptr);
+  } else {
+    work->follow(host_->start(agreement, enqueued));
+  }
+  return work;
+}
+
+std::shared_ptr<Event> DeviceGroup::enqueue(const DeviceCall& device_call, Event& before,
+                                            const Deadline& deadline, Failed failed) {
+  try {
+    const std::lock_guard lock(mutex_);
+    ++calls_;
+    const bool captured = device_->capturing(device_call.call.stream);
+    auto over = executor_->enqueue(device_call, before, deadline);
+    // Calls in a graph are not watched: the program that launches the graph waits for them.
+    if (!captured)
+      watchdog_.add(
+          text_of(device_call.call),
+          is_plan(device_call.call.operation) ? Watchdog::kAllPeers : device_call.call.peer,
+          deadline, over, std::move(failed));
+    return over;
+  } catch (const Error& error) {  // the peers have enqueued the call
+    fail(error);
+    throw;
+  }
+}
+
+bool DeviceGroup::look() noexcept {
+  try {
+    const auto error = watchdog_.look();
+    if (error) fail(*error);
+    const std::lock_guard lock(ending_);
+    return !ended_;
+  } catch (const std::exception& error) {  // CUDA: an earlier kernel failed
+    fail(InternalError(error.what(), {.rank = rank()}));
+    return false;
+  }
+}
+
+// Any thread. Aborts the calls in progress on this device and, through the host groups, on all
+// ranks.
+void DeviceGroup::fail(const Error& error) noexcept {
+  {
+    const std::lock_guard lock(ending_);
+    if (std::exchange(ended_, true)) return;
+  }
+  watchdog_.end(std::make_exception_ptr(Error(error)));
+  executor_->abort(error.what());
+  host_->abort(error.what());
+}
+
+// Waits for the enqueued calls first, as peers may need them.
+void DeviceGroup::close() noexcept {
+  const auto through = [this] {
+    const std::lock_guard lock(ending_);
+    return ended_ || watchdog_.idle();
+  };
+  while (!through() && look())  // polls: the device sends no notification
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  watchdog_thread_.join();
+  const std::lock_guard lock(ending_);
+  if (!std::exchange(ended_, true)) executor_->close(Deadline(timeout_));
+}
+
+Stats DeviceGroup::stats() const {
+  const std::lock_guard lock(mutex_);
+  Stats stats = executor_->stats();
+  stats.calls = calls_;
+  return stats;
+}
+
+constexpr const char* kAllRanks =
+    "the first call with device arrays, even a send or recv, needs all ranks of the group, "
+    "each with an array on its device; begin with a collective call on devices, or for torch with "
+    "init_process_group(device_id=...): ";
+
+// What a rank publishes of its DeviceResources.
+struct DeviceInfo {
+  std::array<char, 28> bus_id;  // padded with zeros
+  bool nccl_shares, has_nccl, nccl_between_hosts;
+  uint8_t lanes;
+};
+static_assert(sizeof(DeviceInfo) == 32);
+
+// Runs at the first call with device arrays, whichever call that is.
+std::vector<DeviceInfo> exchange_device_info(Group& host, const DeviceResources& resources,
+                                             std::chrono::nanoseconds limit) {
+  const auto [lanes, nccl_between_hosts] = resources.options;
+  check(lanes >= 1 && lanes <= 255, "invalid cuda_channels: it must be between 1 and 255");
+  DeviceInfo mine{{},
+                  resources.nccl_shares,
+                  resources.nccl != nullptr,
+                  nccl_between_hosts,
+                  static_cast<uint8_t>(lanes)};
+  const std::string bus_id = resources.device->bus_id();
+  std::copy_n(bus_id.begin(), std::min(bus_id.size(), mine.bus_id.size()), mine.bus_id.begin());
+  std::vector<DeviceInfo> all(static_cast<size_t>(host.size()));
+  try {
+    host.run({.operation = Operation::all_gather,
+              .input = &mine,
+              .output = all.data(),
+              .count = sizeof(DeviceInfo),
+              .timeout = limit});
+  } catch (const Error& error) {
+    if (error.kind() != ErrorKind::timeout) throw;
+    throw Timeout(kAllRanks + std::string(error.what()), error.fields());
+  }
+  return all;
+}
+
+// Whether the group stages calls in host memory: NCCL refuses two ranks on one device of a host.
+bool is_host_staged(const Group& host, const std::vector<DeviceInfo>& all) {
+  std::set<std::pair<int, decltype(DeviceInfo::bus_id)>> devices;
+  for (size_t rank = 0; rank < all.size(); ++rank)
+    devices.emplace(host.hosts()[rank], all[rank].bus_id);
+  return devices.size() < all.size() && !std::ranges::all_of(all, &DeviceInfo::nccl_shares);
+}
+
+// Throws Unsupported on all ranks if NCCL would send unencrypted data although encrypt=True.
+void check_encrypted(const Group& host, const DeviceInfo& first) {
+  if (host.encrypted() && host.host_count() > 1 && first.nccl_between_hosts)
+    throw Unsupported(
+        "encrypt=True: NCCL between hosts does not encrypt; use cuda_internode_transport=\"tcp\" "
+        "for "
+        "arrays on CUDA devices");
+}
+
+// Throws Unsupported if a rank needs NCCL and has none. If NCCL is used inside hosts only, a rank
+// that is alone on its host does not need it.
+void check_nccl(const Group& host, const std::vector<DeviceInfo>& all,
+                const DeviceResources& resources) {
+  const auto needs = [&](size_t rank) {
+    return all[0].nccl_between_hosts || std::ranges::count(host.hosts(), host.hosts()[rank]) > 1;
+  };
+  for (size_t rank = 0; rank < all.size(); ++rank) {
+    if (all[rank].has_nccl || !needs(rank)) continue;
+    if (!resources.nccl) throw Unsupported(resources.why_no_nccl);
+    throw Unsupported("rank " + std::to_string(rank) +
+                      " could not load NCCL, which calls on CUDA arrays require; see the error of "
+                      "that rank for the places it searched");
+  }
+}
+
+}  // namespace
+
+std::shared_ptr<Group> make_device_group(std::shared_ptr<Group> host, DeviceResources resources,
+                                         std::chrono::nanoseconds timeout,
+                                         std::chrono::nanoseconds limit) {
+  const auto infos = exchange_device_info(*host, resources, limit);
+  std::unique_ptr<DeviceExecutor> executor;
+  if (is_host_staged(*host, infos)) {
+    executor = make_host_staged_executor(host, resources.device);
+  } else {
+    check_encrypted(*host, infos[0]);
+    check_nccl(*host, infos, resources);
+    const DeviceOptions options{.lanes = infos[0].lanes,
+                                .nccl_between_hosts = infos[0].nccl_between_hosts};
+    executor =
+        make_nccl_executor(host, resources.device, std::move(resources.nccl), options, timeout);
+  }
+  return std::make_shared<DeviceGroup>(std::move(host), std::move(resources.device),
+                                       std::move(executor), timeout);
+}
+
+}  // namespace pycomm

@@ -1,0 +1,34 @@
+// Groups for arrays on CUDA devices. They use NCCL if each rank has its own device, and stage calls
+// in host memory if ranks share one, which NCCL refuses. NCCL can be limited to the ranks of each
+// host; messages to other hosts then use pycomm's transports.
+//
+// A device group has a host group: through it the ranks agree about every call before one enqueues
+// it, with the same checks, timeouts and errors, and detect failed peers. Then the call runs on the
+// group's own stream, between events of the caller's stream.
+//
+//   host     agree: all ranks have made the same call
+//   caller   ... x is ready | event                      event | what uses the result ...
+//   group                        wait | NCCL or a plan |
+//
+// No thread blocks on the device; a watchdog thread polls the enqueued calls. A call that exceeds
+// its timeout, an error from NCCL or a lost rank aborts the communicator and the group, and later
+// calls repeat the cause.
+#pragma once
+
+#include <chrono>
+#include <memory>
+
+#include "device_group/device_options.h"
+#include "group/group.h"
+
+namespace pycomm {
+
+// Collective over `host`; calls of both groups share one order. All ranks must call within `limit`.
+// `timeout` limits the setup of NCCL, and by default the agreement and the execution of each call.
+// Split and allocate with the host group. Throws the errors of `host`; Unsupported if a device does
+// not suit NCCL, and on every rank if one needs NCCL and has none; Timeout if a rank is missing.
+std::shared_ptr<Group> make_device_group(std::shared_ptr<Group> host, DeviceResources parts,
+                                         std::chrono::nanoseconds timeout,
+                                         std::chrono::nanoseconds limit);
+
+}  // namespace pycomm

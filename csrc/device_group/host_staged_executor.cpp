@@ -1,0 +1,149 @@
+// Host-staged calls, for ranks of which some share a GPU, which NCCL refuses: arrays are copied to
+// host memory, where a group of the same ranks runs the collective.
+//
+//   caller   ... x is ready | event                                          event | ...
+//   executor                  wait | copy to the host | wait | copy back    |
+//   callback thread                                    the collective
+//
+// That group is separate from the host group: its calls run when the device reaches them, at a
+// different point between the host group's calls on each rank.
+#include <algorithm>
+#include <mutex>
+#include <utility>
+
+#include "device/growable_buffer.h"
+#include "device/host_callback_thread.h"
+#include "device_group/device_executor.h"
+#include "group/check.h"
+
+namespace pycomm {
+namespace {
+
+constexpr size_t kAligned = 64;
+
+size_t aligned(size_t bytes) { return (bytes + kAligned - 1) / kAligned * kAligned; }
+
+class HostStagedExecutor final : public DeviceExecutor {
+ public:
+  HostStagedExecutor(std::shared_ptr<Device> device, std::shared_ptr<Group> data)
+      : device_(std::move(device)),
+        data_(std::move(data)),
+        stream_(device_),
+        events_(std::make_shared<EventPool>(device_)),
+        staging_(device_, GrowableBuffer::Where::host),
+        callbacks_(device_, stream_.raw()) {}
+  ~HostStagedExecutor() override {
+    if (callbacks_.stop()) data_->abort("the device group was destroyed during the call");
+  }
+
+  Algorithm algorithm_for(const Call& call) const override;
+  DeviceCall prepare(const Call& call) override;
+  std::shared_ptr<Event> event() override { return events_->take(); }
+  std::shared_ptr<Event> enqueue(const DeviceCall& device_call, Event& before,
+                                 const Deadline& deadline) override;
+  Stats stats() const override {
+    const Stats sent = data_->stats();
+    return {.frames_sent = sent.frames_sent,
+            .bytes_sent = sent.bytes_sent,
+            .algorithm = Algorithm::staged};
+  }
+
+  std::optional<Error> trouble(const std::string& what) override;
+  void close(const Deadline& /*deadline*/) noexcept override { data_->close(); }
+  void abort(const std::string& reason) noexcept override {
+    (void)callbacks_.stop();
+    data_->abort(reason);
+  }
+
+ private:
+  // Sizes of a call's arrays in bytes, and the offset of the output in the staging buffer.
+  struct Layout {
+    size_t input, output, output_at;
+  };
+  Layout layout_of(const Call& call) const;
+  void run(const Call& call) noexcept;
+
+  std::shared_ptr<Device> device_;
+  std::shared_ptr<Group> data_;
+  Stream stream_;
+  std::shared_ptr<EventPool> events_;
+  GrowableBuffer staging_;
+  std::mutex mutex_;              // guards error_
+  std::optional<Error> error_;    // the first error of data_
+  HostCallbackThread callbacks_;  // last member: its thread ends before the members it uses
+};
+
+Algorithm HostStagedExecutor::algorithm_for(const Call& call) const {
+  if (call.algorithm == Algorithm::nccl)
+    throw_unsupported(call,
+                      "NCCL refuses ranks that share a GPU; omit the algorithm or choose another");
+  return call.algorithm == Algorithm::automatic ? Algorithm::staged : call.algorithm;
+}
+
+HostStagedExecutor::Layout HostStagedExecutor::layout_of(const Call& call) const {
+  const Extent extent = extent_of(call, data_->rank(), data_->size());
+  const size_t each = bytes_of(call.dtype);
+  const bool in_place = call.input == call.output;
+  return {extent.input * each, extent.output * each, in_place ? 0 : aligned(extent.input * each)};
+}
+
+DeviceCall HostStagedExecutor::prepare(const Call& call) {
+  const Layout layout = layout_of(call);
+  staging_.reserve(std::max(layout.input, layout.output_at + layout.output), call.stream);
+  return {.call = call};
+}
+
+std::shared_ptr<Event> HostStagedExecutor::enqueue(const DeviceCall& device_call, Event& before,
+                                                   const Deadline& /*deadline*/) {
+  const Call& call = device_call.call;
+  const Layout layout = layout_of(call);
+  const bool gives_output = call.operation == Operation::broadcast && call.peer == data_->rank();
+  std::byte* const staging = staging_.data();
+  std::byte* const output = staging + layout.output_at;
+  Call here = call;
+  here.input = layout.input > 0 ? staging : nullptr;
+  here.output = layout.output > 0 ? output : nullptr;
+  here.source = nullptr;  // set earlier; its owner may be gone
+  if (call.algorithm == Algorithm::staged) here.algorithm = Algorithm::automatic;
+
+  auto over = event();
+  before.stream_wait(stream_.raw());
+  if (layout.input > 0) device_->copy(staging, call.input, layout.input, stream_.raw());
+  if (gives_output) device_->copy(output, call.output, layout.output, stream_.raw());
+  callbacks_.begin([this, here] { run(here); }, device_->capturing(call.stream));
+  callbacks_.stream_wait();
+  if (layout.output > 0 && !gives_output)
+    device_->copy(call.output, output, layout.output, stream_.raw());
+  over->record(stream_.raw());
+  return over;
+}
+
+// On the callback thread. Stores the error before the stream continues.
+void HostStagedExecutor::run(const Call& call) noexcept {
+  std::optional<Error> error;
+  try {
+    data_->run(call);
+  } catch (const Error& thrown) {
+    error = thrown;
+  } catch (const std::exception& thrown) {  // out of memory
+    error = InternalError(thrown.what(), {.rank = data_->rank()});
+  }
+  const std::lock_guard lock(mutex_);
+  if (!error_) error_ = std::move(error);
+}
+
+std::optional<Error> HostStagedExecutor::trouble(const std::string& what) {
+  const std::lock_guard lock(mutex_);
+  if (!error_) return std::nullopt;
+  return Error(error_->kind(), what + ", staged in host memory: " + error_->what(),
+               error_->fields());
+}
+
+}  // namespace
+
+std::unique_ptr<DeviceExecutor> make_host_staged_executor(const std::shared_ptr<Group>& host,
+                                                          std::shared_ptr<Device> device) {
+  return std::make_unique<HostStagedExecutor>(std::move(device), host->split(0, host->rank()));
+}
+
+}  // namespace pycomm

@@ -1,0 +1,267 @@
+// Calls with NCCL: NCCL's collectives, or plans whose messages are ncclSend and ncclRecv. If NCCL
+// connects only the ranks of each host, plans send messages to other hosts through a host group.
+#include <algorithm>
+#include <map>
+#include <optional>
+#include <span>
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "collectives/choose.h"
+#include "device/stream_engine.h"
+#include "device_group/device_executor.h"
+#include "group/check.h"
+
+namespace pycomm {
+namespace {
+
+constexpr size_t kMaxPlans = 256;
+// Bytes of an array per channel, below which a further channel does not pay. To be measured.
+constexpr size_t kBytesPerChannel = size_t{1} << 20;
+
+// Sends messages through a group of the same ranks. Each channel has its own group, because its
+// calls run when the device reaches them.
+class GroupTransport final : public HostTransport {
+ public:
+  explicit GroupTransport(std::shared_ptr<Group> group) : group_(std::move(group)) {}
+  void exchange(std::span<const HostMessage> messages, std::chrono::nanoseconds timeout) override {
+    std::vector<Call> calls;
+    for (const auto& [peer, sends, data, bytes] : messages)
+      calls.push_back({.operation = sends ? Operation::send : Operation::recv,
+                       .input = sends ? data : nullptr,
+                       .output = sends ? nullptr : data,
+                       .count = bytes,
+                       .peer = peer,
+                       .timeout = timeout});
+    group_->exchange(calls);
+  }
+  void abort(const std::string& reason) noexcept override { group_->abort(reason); }
+  void close() noexcept override { group_->close(); }
+
+ private:
+  std::shared_ptr<Group> group_;
+};
+
+class NcclExecutor final : public DeviceExecutor {
+ public:
+  NcclExecutor(std::shared_ptr<Group> host, std::shared_ptr<Device> device,
+               std::shared_ptr<NcclApi> nccl)
+      : host_(std::move(host)),
+        nccl_(std::move(nccl)),
+        engine_(nccl_, std::move(device), host_->rank(), host_->size()) {}
+
+  void meet(const DeviceOptions& options, std::chrono::nanoseconds timeout);
+
+  Algorithm algorithm_for(const Call& call) const override;
+  DeviceCall prepare(const Call& call) override;
+  std::shared_ptr<Event> event() override { return engine_.event(); }
+  std::shared_ptr<Event> enqueue(const DeviceCall& device_call, Event& before,
+                                 const Deadline& deadline) override {
+    return engine_.enqueue(job_of(device_call), before, deadline);
+  }
+  Stats stats() const override {
+    const StreamTraffic& traffic = engine_.traffic();
+    return {.frames_sent = traffic.groups,
+            .bytes_sent = traffic.bytes_sent,
+            .algorithm = engine_.reaches_all() ? Algorithm::nccl : Algorithm::automatic};
+  }
+
+  std::optional<Error> trouble(const std::string& what) override;
+  void close(const Deadline& deadline) noexcept override { engine_.close(deadline); }
+  void abort(const std::string& reason) noexcept override { engine_.abort(reason); }
+
+ private:
+  std::vector<int> local_ranks_of(const DeviceOptions& options) const;
+  std::vector<NcclId> create_ids(const DeviceOptions& options, const std::vector<int>& near,
+                                 std::chrono::nanoseconds timeout);
+  void exchange_failures(bool failed, std::chrono::nanoseconds timeout);
+  static StreamJob job_of(const DeviceCall& device_call);
+  int channels_of(const Call& call) const;
+  std::shared_ptr<const std::vector<StreamStages>> plan_of(const Call& call);
+
+  std::shared_ptr<Group> host_;
+  std::shared_ptr<NcclApi> nccl_;
+  StreamEngine engine_;
+  std::vector<Communicator*> communicators_;  // owned by engine_, by channel
+  std::map<std::tuple<Operation, Algorithm, size_t, int, int>,
+           std::shared_ptr<const std::vector<StreamStages>>>
+      plans_;
+};
+
+// If communicators connect only the ranks of one host: by rank, the index among this host's ranks,
+// or kNoRank. Otherwise empty.
+std::vector<int> NcclExecutor::local_ranks_of(const DeviceOptions& options) const {
+  if (options.nccl_between_hosts || host_->host_count() == 1) return {};
+  const std::vector<int>& hosts = host_->hosts();
+  const int mine = hosts[static_cast<size_t>(host_->rank())];
+  std::vector<int> near;
+  int next = 0;
+  for (const int host : hosts) near.push_back(host == mine ? next++ : kNoRank);
+  return near;
+}
+
+// The id of each channel's communicator, created by the lowest rank that shares it.
+std::vector<NcclId> NcclExecutor::create_ids(const DeviceOptions& options,
+                                             const std::vector<int>& near,
+                                             std::chrono::nanoseconds timeout) {
+  const auto first =
+      near.empty() ? size_t{0} : static_cast<size_t>(std::ranges::find(near, 0) - near.begin());
+  const auto together = near.empty() ? host_->size() : host_->local_size();
+  const auto lanes = static_cast<size_t>(options.lanes);
+  std::vector<NcclId> mine(lanes), all(lanes * static_cast<size_t>(host_->size()));
+  if (static_cast<size_t>(host_->rank()) == first && together > 1)
+    for (NcclId& id : mine)
+      if (const NcclResult made = nccl_->get_unique_id(id); made != NcclResult::success)
+        throw InternalError(nccl_error_text(*nccl_, "ncclGetUniqueId", made, nullptr));
+  host_->run({.operation = Operation::all_gather,
+              .input = mine.data(),
+              .output = all.data(),
+              .count = lanes * sizeof(NcclId),
+              .timeout = timeout});
+  const auto named = std::span(all).subspan(first * lanes, lanes);
+  return {named.begin(), named.end()};
+}
+
+// A rank that cannot create a communicator fails, and so do the ranks that wait for it and ranks of
+// other hosts whose communicators are complete.
+void NcclExecutor::meet(const DeviceOptions& options, std::chrono::nanoseconds timeout) {
+  const Deadline deadline(timeout);
+  RemoteRanks far{.local_ranks = local_ranks_of(options)};
+  const auto ids = create_ids(options, far.local_ranks, timeout);
+  for (size_t lane = 0; !far.local_ranks.empty() && lane < ids.size(); ++lane)
+    far.transports.push_back(std::make_unique<GroupTransport>(host_->split(0, host_->rank())));
+  const bool apart = !far.local_ranks.empty();
+  std::optional<Error> failure;
+  try {
+    engine_.meet(ids, std::move(far), deadline);
+    communicators_ = engine_.communicators();
+  } catch (const Error& error) {
+    failure =
+        error.kind() == ErrorKind::timeout ? error : Unsupported(error.what(), error.fields());
+  }
+  if (apart) exchange_failures(failure.has_value(), 2 * timeout);
+  if (failure) throw Error(*failure);
+}
+
+// Throws Unsupported if only other ranks failed.
+void NcclExecutor::exchange_failures(bool failed, std::chrono::nanoseconds timeout) {
+  std::vector<uint8_t> all(static_cast<size_t>(host_->size()));
+  const auto mine = static_cast<uint8_t>(failed);
+  host_->run({.operation = Operation::all_gather,
+              .input = &mine,
+              .output = all.data(),
+              .count = 1,
+              .timeout = timeout});
+  const auto found = std::ranges::find(all, uint8_t{1});
+  if (failed || found == all.end()) return;
+  throw Unsupported(
+      "rank " + std::to_string(found - all.begin()) +
+      " could not connect to the other ranks of its host with NCCL; see the error of that rank");
+}
+
+// NCCL's collective if there is one, as NCCL knows how its GPUs are connected; not for sums in rank
+// order.
+Algorithm NcclExecutor::algorithm_for(const Call& call) const {
+  const int size = host_->size();
+  if (!is_plan(call.operation)) return engine_.reaches_all() ? Algorithm::nccl : Algorithm::direct;
+  if (call.algorithm == Algorithm::nccl && !engine_.reaches_all())
+    throw_unsupported(
+        call,
+        "NCCL connects only the ranks of each host here (cuda_internode_transport); omit the "
+        "algorithm or choose another");
+  const bool own = call.counts.empty() && has_nccl(call.operation, call.dtype, call.op);
+  if (call.algorithm == Algorithm::nccl && !own)
+    throw_unsupported(
+        call,
+        "NCCL does not support this dtype, op or list of counts; omit the algorithm or "
+        "choose another");
+  if (call.algorithm == Algorithm::staged)
+    throw_unsupported(call, "the algorithm host_staged is for ranks that share a GPU");
+  if (call.algorithm == Algorithm::nccl && size == 1) return Algorithm::direct;
+  if (call.algorithm != Algorithm::automatic) return call.algorithm;
+  const bool ordered = reduces(call.operation) && host_->reproducible();
+  if (size > 1 && !ordered && own && engine_.reaches_all()) return Algorithm::nccl;
+  return choose({.operation = call.operation,
+                 .dtype = call.dtype,
+                 .op = call.op,
+                 .size = size,
+                 .count = count_to_choose_by(call),
+                 .reproducible = host_->reproducible(),
+                 .ragged = !call.counts.empty(),
+                 .hosts = host_->host_count()});
+}
+
+// The same on all ranks.
+int NcclExecutor::channels_of(const Call& call) const {
+  if (call.algorithm != Algorithm::ring) return 1;
+  const size_t worth = call.count * bytes_of(call.dtype) / kBytesPerChannel;
+  return static_cast<int>(std::clamp<size_t>(worth, 1, engine_.lanes()));
+}
+
+// Null for NCCL's collectives.
+std::shared_ptr<const std::vector<StreamStages>> NcclExecutor::plan_of(const Call& call) {
+  if (call.algorithm == Algorithm::nccl || !is_plan(call.operation)) return nullptr;
+  const CollectiveShape at{.rank = host_->rank(),
+                           .size = host_->size(),
+                           .count = call.count,
+                           .root = is_rooted(call.operation) ? call.peer : 0,
+                           .counts = call.counts,
+                           .hosts = host_->hosts()};
+  const int lanes = channels_of(call);
+  const auto made = [&] {
+    const Plan plan = make_plan(call.algorithm, call.operation, at);
+    return std::make_shared<const std::vector<StreamStages>>(make_lanes(plan, at.rank, lanes));
+  };
+  if (!call.counts.empty()) return made();  // counts change between calls
+  const auto key = std::tuple(call.operation, call.algorithm, call.count, at.root, lanes);
+  if (const auto found = plans_.find(key); found != plans_.end()) return found->second;
+  if (plans_.size() >= kMaxPlans) plans_.clear();
+  return plans_.emplace(key, made()).first->second;
+}
+
+StreamJob NcclExecutor::job_of(const DeviceCall& device_call) {
+  const Call& call = device_call.call;
+  return {.plan = device_call.plan.get(),
+          .operation = call.operation,
+          .dtype = call.dtype,
+          .op = call.op,
+          .input = static_cast<const std::byte*>(call.input),
+          .output = static_cast<std::byte*>(call.output),
+          .count = call.count,
+          .peer = call.peer,
+          .timeout = call.timeout};
+}
+
+DeviceCall NcclExecutor::prepare(const Call& call) {
+  DeviceCall device_call{.call = call, .plan = plan_of(call)};
+  engine_.prepare(job_of(device_call), call.stream);
+  return device_call;
+}
+
+std::optional<Error> NcclExecutor::trouble(const std::string& what) {
+  for (Communicator* const communicator : communicators_) {
+    const NcclResult state = communicator->state();
+    if (state != NcclResult::success && state != NcclResult::in_progress)
+      return communicator->error_of(what, state);
+  }
+  if (const auto error = engine_.trouble())
+    return Error(error->kind(), what + ", between hosts: " + error->what(), error->fields());
+  return std::nullopt;
+}
+
+}  // namespace
+
+std::unique_ptr<DeviceExecutor> make_nccl_executor(std::shared_ptr<Group> host,
+                                                   std::shared_ptr<Device> device,
+                                                   std::shared_ptr<NcclApi> nccl,
+                                                   const DeviceOptions& options,
+                                                   std::chrono::nanoseconds timeout) {
+  auto executor =
+      std::make_unique<NcclExecutor>(std::move(host), std::move(device), std::move(nccl));
+  executor->meet(options, timeout);
+  return executor;
+}
+
+}  // namespace pycomm

@@ -1,0 +1,126 @@
+#include "device_group/watchdog.h"
+
+#include <algorithm>
+#include <chrono>
+#include <utility>
+
+namespace pycomm {
+namespace {
+
+// A rank that left cleanly saw every call complete on its side. Peers may take this long to
+// complete theirs; after that the rank counts as lost.
+constexpr std::chrono::seconds kGrace{2};
+
+// A rank that aborts ends its executor first: the reason arrives on the host group within this time
+// after the executor's error.
+constexpr std::chrono::seconds kReasonTime{1};
+
+}  // namespace
+
+void Watchdog::add(std::string what, int peer, const Deadline& deadline,
+                   std::shared_ptr<Event> over, std::function<void(std::exception_ptr)> failed) {
+  const std::lock_guard lock(mutex_);
+  under_way_.push_back({std::move(what), peer, deadline, std::move(over), std::move(failed)});
+}
+
+bool Watchdog::idle() {
+  const std::lock_guard lock(mutex_);
+  return under_way_.empty();
+}
+
+bool Watchdog::is_over(const Event& over) {
+  const std::lock_guard lock(mutex_);
+  (void)forget_passed();
+  return std::ranges::none_of(under_way_,
+                              [&](const Entry& entry) { return entry.over.get() == &over; });
+}
+
+std::optional<Error> Watchdog::look() {
+  const std::lock_guard lock(mutex_);
+  const auto trouble = forget_passed();
+  if (under_way_.empty()) {
+    missed_ = {};
+    return std::nullopt;  // an error of the executor fails the next call
+  }
+  const Entry& oldest = under_way_.front();
+  if (trouble) return explained(*trouble, oldest);
+  if (auto error = lost(oldest)) return error;
+  if (!oldest.deadline.expired()) return std::nullopt;
+  return Timeout(oldest.what + " was enqueued but did not complete on the device within " +
+                     std::to_string(oldest.deadline.limit_s()) +
+                     " s: a device hangs, or earlier work on the stream of some rank does",
+                 fields(oldest, -1));
+}
+
+// An aborted call passes its event too: passed calls are complete only if the executor reports no
+// error afterwards.
+std::optional<Error> Watchdog::forget_passed() {
+  if (under_way_.empty()) return std::nullopt;
+  auto first = under_way_.begin();
+  while (first != under_way_.end() && first->over->passed()) ++first;
+  auto trouble = executor_.trouble(under_way_.front().what);
+  if (!trouble) under_way_.erase(under_way_.begin(), first);
+  return trouble;
+}
+
+void Watchdog::end(const std::exception_ptr& error) noexcept {
+  const std::lock_guard lock(mutex_);
+  try {
+    (void)forget_passed();
+  } catch (const InternalError&) {  // the device failed: no call can complete
+  }
+  for (const Entry& entry : under_way_)
+    if (entry.failed) entry.failed(error);
+  under_way_.clear();
+}
+
+std::optional<Error> Watchdog::lost(const Entry& oldest) {
+  const Status now = host_.status();
+  if (!now.broken.empty()) {
+    if (!missed_for_long()) return std::nullopt;
+    return GroupBroken(
+        oldest.what + " waits on the device for ranks of a group that is broken: " + now.broken,
+        fields(oldest, -1));
+  }
+  for (int peer = 0; peer < static_cast<int>(now.peers.size()); ++peer) {
+    const Status::Peer& seen = now.peers[static_cast<size_t>(peer)];
+    const bool never_met = seen.departed.empty() && seen.bytes_received == 0;
+    const bool needed = oldest.peer == kAllPeers || oldest.peer == peer;
+    if (peer == host_.rank() || !needed || seen.connected || never_met) continue;
+    if (!missed_for_long()) return std::nullopt;
+    const Member& who = host_.members()[static_cast<size_t>(peer)];
+    return PeerLost(
+        oldest.what + " waits on the device for rank " + std::to_string(peer) + " (" + who.host +
+            ", pid " + std::to_string(who.pid) + "), which " +
+            (seen.departed.empty() ? "closed its connection unexpectedly" : seen.departed),
+        fields(oldest, peer));
+  }
+  return std::nullopt;
+}
+
+// The executor's error, with the reason of the rank that aborted, if it sent one.
+Error Watchdog::explained(const Error& trouble, const Entry& oldest) {
+  if (trouble.kind() == ErrorKind::peer_lost) {
+    try {
+      host_.hear(kReasonTime);
+    } catch (const Error& error) {
+      return Error(error.kind(), trouble.what() + std::string("; ") + error.what(),
+                   fields(oldest, error.fields().peer));
+    }
+  }
+  return Error(trouble.kind(), trouble.what(), fields(oldest, trouble.fields().peer));
+}
+
+bool Watchdog::missed_for_long() {
+  if (missed_ == Clock::time_point{}) missed_ = Clock::now();
+  return Clock::now() - missed_ >= kGrace;
+}
+
+ErrorFields Watchdog::fields(const Entry& oldest, int peer) const {
+  return {.op = oldest.what.substr(0, oldest.what.find('(')),
+          .rank = host_.rank(),
+          .peer = peer,
+          .elapsed_s = oldest.deadline.elapsed_s()};
+}
+
+}  // namespace pycomm

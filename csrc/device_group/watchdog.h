@@ -1,0 +1,64 @@
+// Watchdog of a device group: keeps the calls that were enqueued and are not known to be complete,
+// and finds out why they cannot finish. The caller decides what to end.
+#pragma once
+
+#include <deque>
+#include <exception>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+
+#include "core/deadline.h"
+#include "core/errors.h"
+#include "device/device.h"
+#include "device_group/device_executor.h"
+#include "group/group.h"
+
+namespace pycomm {
+
+// Any thread may call.
+class Watchdog {
+ public:
+  // `host` reports lost ranks, `executor` failed calls.
+  Watchdog(Group& host, DeviceExecutor& executor) : host_(host), executor_(executor) {}
+
+  // `peer`: the only other rank that a call needs, or kAllPeers. end() calls `failed` if the call
+  // is not complete by then; it may be empty.
+  static constexpr int kAllPeers = -1;
+  void add(std::string what, int peer, const Deadline& deadline, std::shared_ptr<Event> over,
+           std::function<void(std::exception_ptr)> failed);
+  bool idle();  // whether no call is in progress, as of the last look()
+  // Whether the added call that ends with `over` is complete, or end() reported its failure.
+  bool is_over(const Event& over);
+  // Removes completed calls. Returns the error that ends the others, named after the oldest call:
+  // an error of the executor, a lost rank, or the timeout.
+  std::optional<Error> look();
+  // Calls `failed` of all calls in progress, which will not finish. Call it before the streams
+  // continue.
+  void end(const std::exception_ptr& error) noexcept;
+
+ private:
+  struct Entry {
+    std::string what;  // "all_reduce(float32, count 10, sum, nccl, on CUDA devices)"
+    int peer;
+    Deadline deadline;
+    std::shared_ptr<Event> over;
+    std::function<void(std::exception_ptr)> failed;
+  };
+  std::optional<Error> lost(const Entry& oldest);
+  Error explained(const Error& trouble, const Entry& oldest);
+  bool missed_for_long();
+  std::optional<Error> forget_passed();
+  ErrorFields fields(const Entry& oldest, int peer) const;
+
+  Group& host_;
+  DeviceExecutor& executor_;
+  std::mutex mutex_;
+  std::deque<Entry> under_way_;
+  // When a lost rank or a broken group was first seen; {} if not yet.
+  Clock::time_point missed_{};
+};
+
+}  // namespace pycomm

@@ -1,0 +1,143 @@
+#include "shared/hierarchical_all_reduce.h"
+
+#include <algorithm>
+#include <optional>
+#include <utility>
+
+#include "engine/tasks.h"
+#include "shared/staged_task.h"
+
+namespace pycomm {
+namespace {
+
+// Bytes of a block: small enough to pipeline several, large enough that ranks rarely wait.
+constexpr size_t kBlockBytes = size_t{1} << 20;
+// A larger call runs in segments, so that plans stay short.
+constexpr size_t kPartBytes = size_t{64} << 20;
+constexpr size_t kMaxPlans = 64;
+
+class HierarchicalTask final : public Task {
+ public:
+  HierarchicalTask(Engine& engine, SharedMemoryRegion* region, const PlanJob& job,
+                   const Header& header, const std::vector<InterHostPlan::Block>& blocks)
+      : engine_(engine),
+        region_(region),
+        job_(job),
+        header_(header),
+        blocks_(blocks),
+        across_(engine, job, header) {
+    if (region_ == nullptr) summed_ = spread_ = blocks_.size();
+    allow();
+  }
+
+  bool advance() override {
+    const bool crossed = across_.advance();
+    return advance_inside() || crossed;
+  }
+  bool done() const override { return spread_ == blocks_.size() && across_.done(); }
+  int sending_to() const override { return across_.sending_to(); }
+  // While a block crosses hosts, the ranks of this host wait for the same remote ranks.
+  int receiving_from() const override {
+    if (const int from = across_.receiving_from(); from != kNoRank) return from;
+    return inside_ && sending_to() == kNoRank ? inside_->receiving_from() : kNoRank;
+  }
+  size_t receiving_bytes() const override {
+    return across_.receiving_from() == kNoRank ? 0 : across_.receiving_bytes();
+  }
+  void arm() override {
+    if (inside_) inside_->arm();
+  }
+  void disarm() override {
+    if (inside_) inside_->disarm();
+  }
+
+ private:
+  bool advance_inside() {
+    if (!inside_) return begin_inside();
+    if (!inside_->done()) return inside_->advance();
+    inside_.reset();
+    if (!std::exchange(spreads_, false)) {
+      ++summed_;
+      allow();
+    } else {
+      ++spread_;
+    }
+    return true;
+  }
+
+  void allow() {
+    across_.allow(summed_ == blocks_.size() ? SIZE_MAX
+                  : summed_ == 0            ? 0
+                                            : blocks_[summed_ - 1].end);
+  }
+
+  bool begin_inside() {
+    if (spread_ == blocks_.size()) return false;
+    spreads_ = summed_ == blocks_.size() || summed_ == spread_ + kSumsAhead;
+    const InterHostPlan::Block& block = blocks_[spreads_ ? spread_ : summed_];
+    if (spreads_ && across_.passed() < block.end) return false;
+    const auto mine = static_cast<size_t>(region_->rank());
+    const size_t piece = block.count / static_cast<size_t>(block.lanes);
+    step_ = {.operation = Operation::reduce_scatter,
+             .input = job_.input + bytes(block.begin),
+             .count = piece,
+             .element_bytes = job_.element_bytes,
+             .reducer = job_.reducer,
+             .finishes = false,
+             .parts = block.lanes};
+    if (spreads_) {
+      step_.operation = Operation::all_gather;
+      step_.output = job_.output + bytes(block.begin);
+      step_.input = step_.output + (region_->rank() < block.lanes ? mine * bytes(piece) : 0);
+    } else if (region_->rank() < block.lanes) {
+      step_.output =
+          engine_.scratch(bytes(job_.schedule->plan.scratch)).data() + bytes(block.sum_at);
+    }
+    inside_.emplace(engine_, *region_, step_, header_);
+    return true;
+  }
+
+  size_t bytes(size_t count) const { return count * job_.element_bytes; }
+
+  Engine& engine_;
+  SharedMemoryRegion* region_;
+  const PlanJob& job_;
+  const Header& header_;
+  const std::vector<InterHostPlan::Block>& blocks_;
+  PlanTask across_;
+  size_t summed_ = 0, spread_ = 0;  // blocks
+  bool spreads_ = false;            // whether inside_ spreads a block; else it sums one
+  SharedJob step_;
+  std::optional<StagedTask> inside_;
+};
+
+}  // namespace
+
+const HierarchicalAllReduce::PlannedBlocks& HierarchicalAllReduce::planned(
+    const CollectiveShape& at, size_t element_bytes) {
+  const auto key = std::pair(at.count, element_bytes);
+  if (const auto found = plans_.find(key); found != plans_.end()) return found->second;
+  if (plans_.size() >= kMaxPlans) plans_.clear();
+  InterHostPlan inter_host = cross_all_reduce(at, kBlockBytes / element_bytes);
+  PlannedBlocks made{make_schedule(std::move(inter_host.plan), at.rank),
+                     std::move(inter_host.blocks)};
+  return plans_.emplace(key, std::move(made)).first->second;
+}
+
+void HierarchicalAllReduce::all_reduce(PlanJob job, CollectiveShape at, const Deadline& deadline) {
+  size_t left = at.count;
+  do {
+    at.count = std::min(left, kPartBytes / job.element_bytes);
+    const PlannedBlocks& plan = planned(at, job.element_bytes);
+    job.schedule = &plan.schedule;
+    const Header header = engine_.next_header(job.signature);
+    if (region_ != nullptr) region_->begin(header);
+    HierarchicalTask run(engine_, region_, job, header, plan.blocks);
+    engine_.run(run, header, deadline);
+    left -= at.count;
+    job.input += at.count * job.element_bytes;
+    job.output += at.count * job.element_bytes;
+  } while (left > 0);
+}
+
+}  // namespace pycomm

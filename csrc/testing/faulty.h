@@ -1,0 +1,54 @@
+// Fault injection: channels that fail according to a list of faults, for tests.
+//
+// A fault strikes after a given number of bytes, sent and received, on the channels of one rank. Of
+// a frame it uses only the size and the operation.
+#pragma once
+
+#include <array>
+#include <chrono>
+#include <functional>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "transport/transport.h"
+
+namespace pycomm {
+
+enum class FaultAction : uint8_t {
+  cut,      // the channels are closed, as when the process dies
+  kill,     // SIGKILL to this process
+  stop,     // SIGSTOP to this process
+  delay,    // from now on received bytes are visible `delay` later
+  trickle,  // from now on received bytes become visible `grain` bytes at a time
+  garbage,  // 32 bytes of noise are sent before each channel's next frame
+};
+
+inline constexpr std::array<std::string_view, 6> kFaultActions{"disconnect", "kill",     "stop",
+                                                               "delay",      "throttle", "corrupt"};
+
+struct Fault {
+  FaultAction action = FaultAction::cut;
+  int operation = -1;  // count only data frames of this operation; -1: everything
+  uint64_t after_bytes = 0;
+  int peer = -1;  // count and strike only on the channel to this rank; -1: on all
+  std::chrono::nanoseconds delay{0};
+  size_t grain = 1;
+  std::string moment_file{};  // receives the time of the fault, in s of the steady clock; or empty
+};
+
+// The state of the faults, shared by the channels of one rank.
+class Faults;
+std::shared_ptr<Faults> make_faults(const std::vector<Fault>& faults);
+
+// `inner`, the channel to `peer`, with these faults. All channels of one rank must be used by one
+// thread at a time.
+std::unique_ptr<Channel> make_faulty(std::unique_ptr<Channel> inner, int peer,
+                                     std::shared_ptr<Faults> faults);
+
+// make_faulty() with these faults, for a group's options.
+std::function<std::unique_ptr<Channel>(std::unique_ptr<Channel>, int peer)> fault_injector(
+    const std::vector<Fault>& faults);
+
+}  // namespace pycomm

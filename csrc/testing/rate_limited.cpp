@@ -1,0 +1,127 @@
+// See rate_limited.h.
+#include "testing/rate_limited.h"
+
+#include <sys/timerfd.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "core/errors.h"
+#include "os/fd.h"
+#include "transport/frame.h"
+
+namespace pycomm {
+namespace {
+
+// A frame must fit, or it would never arrive completely; a larger burst would be unrealistic.
+constexpr size_t kFrameBytes = sizeof(Header) + kSegmentBytes;
+constexpr double kBurstBytes = 2.0 * kFrameBytes, kBurstS = 0.02;
+// Minimum bytes for a wake-up.
+constexpr size_t kWakeupBytes = size_t{16} << 10;
+constexpr long kTimerNs = 500'000;  // sleep while the bucket holds less than that
+
+class RateLimited final : public Channel {
+ public:
+  RateLimited(std::unique_ptr<Channel> inner, std::shared_ptr<RateLimitedLink> link)
+      : inner_(std::move(inner)),
+        link_(std::move(link)),
+        timer_(::timerfd_create(CLOCK_MONOTONIC, TFD_CLOEXEC | TFD_NONBLOCK)) {
+    check(bool(timer_), "no timer for a rate-limited link");
+  }
+
+  std::string_view transport() const override { return inner_->transport(); }
+
+  size_t send(ConstBytes head, ConstBytes body) override {
+    if (inner_->is_closed()) return inner_->send(head, body);  // taken and lost
+    const size_t may = link_->out.available();
+    const ConstBytes first = head.first(std::min(head.size(), may));
+    const ConstBytes second = body.first(std::min(body.size(), may - first.size()));
+    if (first.empty() && second.empty()) return 0;
+    const size_t n = inner_->send(first, second);
+    link_->out.take(n);
+    return n;
+  }
+  void expect_more(bool more) override { inner_->expect_more(more); }
+
+  ConstBytes peek(size_t want) override {
+    const size_t may = std::min(want, link_->in.available());
+    const ConstBytes there = inner_->peek(may);
+    limited_ = may < want && there.size() >= may;
+    return there.first(std::min(there.size(), may));
+  }
+  void take(size_t bytes) override {
+    inner_->take(bytes);
+    link_->in.take(bytes);
+  }
+  size_t receive(Bytes into) override {
+    const size_t may = std::min(into.size(), link_->in.available());
+    const size_t n = inner_->receive(into.first(may));
+    limited_ = may < into.size() && n == may;
+    link_->in.take(n);
+    return n;
+  }
+
+  bool is_closed() const override { return inner_->is_closed() && !limited_; }
+  std::string_view protocol_error() const override { return inner_->protocol_error(); }
+
+  // Bytes that the link holds back are ready in `inner_`, and would end each sleep immediately.
+  pollfd arm(Want want) override {
+    timer_armed_ =
+        (want.send && link_->out.available() < kWakeupBytes) ||
+        (want.receive && link_->in.available() < std::clamp(want.bytes, kWakeupBytes, kFrameBytes));
+    if (!timer_armed_) return inner_->arm(want);
+    const itimerspec when{{0, 0}, {0, kTimerNs}};
+    ::timerfd_settime(timer_.get(), 0, &when, nullptr);
+    return {timer_.get(), POLLIN, 0};
+  }
+  void disarm(short revents) override {
+    if (!timer_armed_) inner_->disarm(revents);
+  }
+
+  void wake_peer() override { inner_->wake_peer(); }
+  void close(ConstBytes unsent) override { inner_->close(unsent); }
+
+ private:
+  std::unique_ptr<Channel> inner_;
+  std::shared_ptr<RateLimitedLink> link_;
+  Fd timer_;
+  bool timer_armed_ = false;
+  bool limited_ = false;  // the link passed fewer bytes than requested
+};
+
+}  // namespace
+
+TokenBucket::TokenBucket(double bytes_per_s)
+    : rate_(bytes_per_s), most_(std::max(kBurstBytes, kBurstS * bytes_per_s)), tokens_(most_) {
+  if (!(bytes_per_s > 0))
+    throw InvalidArgument("the rate of a link must be positive, got " +
+                          std::to_string(bytes_per_s) + " bytes/s");
+}
+
+size_t TokenBucket::available() {
+  const std::scoped_lock lock(mutex_);
+  const auto now = Clock::now();
+  tokens_ = std::min(most_, tokens_ + rate_ * std::chrono::duration<double>(now - filled_).count());
+  filled_ = now;
+  return tokens_ > 0 ? static_cast<size_t>(tokens_) : 0;
+}
+
+void TokenBucket::take(size_t bytes) {
+  const std::scoped_lock lock(mutex_);
+  tokens_ -= static_cast<double>(bytes);
+}
+
+std::unique_ptr<Channel> make_rate_limited(std::unique_ptr<Channel> inner,
+                                           std::shared_ptr<RateLimitedLink> link) {
+  return std::make_unique<RateLimited>(std::move(inner), std::move(link));
+}
+
+std::function<std::unique_ptr<Channel>(std::unique_ptr<Channel>, int peer)> rate_limiter(
+    double bytes_per_s) {
+  const auto link = std::make_shared<RateLimitedLink>(bytes_per_s);
+  return [link](std::unique_ptr<Channel> inner, int) {
+    return make_rate_limited(std::move(inner), link);
+  };
+}
+
+}  // namespace pycomm

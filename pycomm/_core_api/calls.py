@@ -1,0 +1,233 @@
+"""Dispatch of calls: checks arrays against each other, then runs the call or starts it as a Work.
+
+The public functions are in collectives.py.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import sys
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any, Concatenate, ParamSpec, TypeAlias
+
+import numpy as np
+
+from pycomm import _core
+from pycomm._core_api import arrays, device_groups
+from pycomm._core_api.arrays import View
+from pycomm.errors import InvalidArgument, Mismatch
+from pycomm.group import Group, default
+
+__all__ = [
+    "Work",
+    "copy_if_overlapping",
+    "dispatch",
+    "exchange_lengths",
+    "into_list",
+    "limit",
+    "output",
+    "rows",
+]
+
+# The first arguments of the core's run() and start().
+Call: TypeAlias = tuple[str, str, str, int, int, int, int, int, str]
+P = ParamSpec("P")
+
+
+class _Off:
+    """Replaces torch's profiler until torch is imported."""
+
+    _is_profiler_enabled = False
+
+
+# torch's profiler, which records calls by name. _torch_autoload.py sets it if torch is imported
+# after pycomm.
+profiler: Any = sys.modules.get("torch.autograd.profiler", _Off)
+
+
+class Work:
+    """A call that was started with async_op. Do not access its arrays until it is complete.
+
+    wait() and result() copy the result into an array that is not contiguous. On a device they
+    return
+    once the call is enqueued: later work on the current stream runs after it.
+    """
+
+    __slots__ = ("_array", "_core", "_output", "_result")
+
+    def __init__(self, core: _core.Work, output: View | None, result: Any, array: View | None):
+        self._core = core
+        self._output = output
+        self._result = result
+        self._array = array  # a device array, or None
+
+    def done(self) -> bool:
+        """Whether the call is complete or failed."""
+        return self._core.done()
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Waits until the call is complete.
+
+        Args:
+            timeout_s: time limit in seconds of this wait; None: none. After such a Timeout the call
+                continues and can be waited for again.
+
+        Raises:
+            Timeout: the call is not complete in time.
+            Error: the error of the call.
+        """
+        self._core.wait(limit(timeout_s))
+        if self._array is not None:
+            self._core.precede(device_groups.stream(self._array.device, self._array.array))
+        output, self._output = self._output, None
+        if output is not None:
+            output.finish()
+
+    def result(self) -> Any:
+        """Waits, and returns what the call without async_op returns; raises its error."""
+        self.wait()
+        return self._result
+
+
+def _profiled(
+    make: Callable[Concatenate[Group | None, Call, P], Any],
+) -> Callable[Concatenate[Group | None, Call, P], Any]:
+    """Decorates `make`: records the call in torch's profiler while that is enabled."""
+
+    @functools.wraps(make)
+    def profiled(group: Group | None, call: Call, /, *args: P.args, **kwargs: P.kwargs) -> Any:
+        if not profiler._is_profiler_enabled:
+            return make(group, call, *args, **kwargs)
+        with profiler.record_function(f"pycomm:{call[0]}"):
+            return make(group, call, *args, **kwargs)
+
+    return profiled
+
+
+@_profiled
+def dispatch(
+    group: Group | None,
+    call: Call,
+    timeout_s: float | None,
+    async_op: bool,
+    source: View | None,
+    output: View | None,
+    result: Any,
+    counts: Sequence[int] | None = None,
+    counts_fit: bool = False,
+) -> Any:
+    """Runs the call, or starts it, and copies the result back where needed.
+
+    `counts` are the elements of each rank if they differ. `counts_fit`, for all_to_all: the ranks
+    have exchanged the counts, so the call does not compare them again.
+    """
+    group = group or default()
+    limit_s = 0.0 if timeout_s is None else limit(timeout_s)
+    array = _on_device(source, output)
+    core, stream = group._core, 0
+    if array is not None:
+        core = device_groups.core(group, array.device, limit_s)
+        stream = device_groups.stream(array.device, array.array)
+    if async_op:
+        work = core.start((source, output), *call, limit_s, counts, stream, counts_fit)
+        return Work(work, output, result, array)
+    core.run(*call, limit_s, counts, stream, counts_fit)
+    if output is not None and output.target is not None:
+        output.finish()
+    return result
+
+
+def _on_device(source: View | None, output: View | None) -> View | None:
+    """The array on whose device the call runs; None: host memory."""
+    if source is not None and output is not None and source.device != output.device:
+        raise InvalidArgument(f"x is on {source.device}, but out is on {output.device}")
+    array = source or output
+    return None if array is None or array.device.kind == "cpu" else array
+
+
+def limit(timeout_s: float | None) -> float:
+    """A time limit as the core takes it: 0 for the group's."""
+    if timeout_s is None:
+        return 0.0
+    if not timeout_s > 0:
+        raise InvalidArgument(f"invalid timeout_s: got {timeout_s}, expected more than 0 seconds")
+    return timeout_s
+
+
+def output(out: Any, x: Any, shape: tuple[int, ...]) -> Any:
+    """`out`, checked against `shape` and the dtype of `x`; a new array if it is None."""
+    if out is None:
+        return arrays.empty_like(x, shape)
+    given = arrays.plain(out).shape
+    if given != shape:
+        raise InvalidArgument(f"invalid out: got shape {list(given)}, expected {list(shape)}")
+    return out
+
+
+def copy_if_overlapping(source: View, target: View, place: int | None) -> View:
+    """`source`, or a copy if it overlaps `target` in a way that the core does not allow.
+
+    `place` is the offset in bytes in `target` at which the source may begin; None: no overlap.
+    """
+    if source.dtype != target.dtype:
+        raise InvalidArgument(f"out has dtype {target.dtype}, but x has {source.dtype}")
+    first, last = source.pointer, source.pointer + source.nbytes
+    shared = first < target.pointer + target.nbytes and target.pointer < last
+    if not shared or (place is not None and first == target.pointer + place):
+        return source
+    return arrays.copied(source)
+
+
+def rows(x: Any, size: int, verb: str) -> tuple[int, ...]:
+    """The shape of a row of `x`, which has one row for each of `size` ranks."""
+    shape = tuple(x.shape)
+    if not shape or shape[0] != size:
+        raise InvalidArgument(
+            f"{verb}: invalid x: got shape {list(shape)}, expected [{size}, ...], one row for each "
+            "rank",
+            op=verb,
+        )
+    return shape[1:]
+
+
+def exchange_lengths(group: Group, x: Any, dtype: str, timeout_s: float | None) -> list[int]:
+    """The length of each rank's `x`, by rank; all other dimensions are equal. Collective.
+
+    Raises:
+        Mismatch: on every rank: rows or dtypes differ.
+    """
+    shape = tuple(x.shape)
+    if not shape:
+        raise InvalidArgument("all_gather_v: invalid x: got a scalar, expected shape [n, ...]")
+    row = zlib.crc32(repr((shape[1:], dtype)).encode())
+    mine = np.array([shape[0], row, math.prod(shape[1:]), _core.DTYPES.index(dtype)], np.int64)
+    every = np.empty((group.size, 4), np.int64)
+    source, target = arrays.view(mine), arrays.view(every, write=True)
+    call = ("all_gather", "int64", "sum", source.pointer, target.pointer, 4, 0, 0, "auto")
+    dispatch(group, call, timeout_s, False, source, target, None)
+    for rank, (_, other, width, kind) in enumerate(every.tolist()):
+        if other != every[0, 1]:
+            first = f"rank 0 {every[0, 2]} {_core.DTYPES[every[0, 3]]}"
+            raise Mismatch(
+                f"all_gather_v: the ranks' rows differ: {first}, rank {rank} {width} "
+                f"{_core.DTYPES[kind]}, or of another shape",
+                op="all_gather_v",
+                rank=group.rank,
+                peer=rank,
+            )
+    return [int(length) for length in every[:, 0]]
+
+
+def into_list(whole: View, parts: list[Any], out: Any) -> View:
+    """The view `whole`; its finish() copies its `parts` to the arrays of the list `out`."""
+    if not isinstance(out, (list, tuple)) or len(out) != len(parts):
+        raise InvalidArgument(
+            f"invalid out: expected a list of {len(parts)} arrays, one for each rank"
+        )
+    for one, part in zip(out, parts, strict=True):
+        output(one, part, tuple(part.shape))
+        if arrays.view(one, write=True).dtype != whole.dtype:
+            raise InvalidArgument(f"invalid out: an array has another dtype than x ({whole.dtype})")
+    return View(whole.pointer, whole.dtype, whole.count, parts, list(out), whole.device)

@@ -1,0 +1,149 @@
+"""Device groups: the ranks of a group for CUDA arrays, made at the first call with such arrays.
+
+Devices and NCCL come from the compiled module _cuda. Tests replace it with
+`override_device_module`, to run without a GPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+from pycomm import _core, config
+from pycomm._core_api import arrays, devices, nccl
+from pycomm._core_api.arrays import Device
+from pycomm.errors import InvalidArgument, Unsupported
+from pycomm.group import Group
+
+__all__ = [
+    "check_channels",
+    "check_internode_transport",
+    "core",
+    "on_device",
+    "override_device_module",
+    "stream",
+]
+
+# Transports of CUDA arrays between hosts.
+INTERNODE_TRANSPORTS = ("nccl", "tcp")
+MAX_CHANNELS = 8
+
+
+class _Source:
+    """The module that provides devices."""
+
+    module: Any = None  # replaces _cuda if set
+
+
+def core(group: Group, device: Device, limit_s: float = 0.0) -> _core.Group:
+    """The device group of `group` on `device`; collective when it is made.
+
+    All ranks must call within `limit_s` seconds, or the group's limit if that is 0.
+
+    Raises:
+        Unsupported: no driver or GPU; or, if ranks do not share GPUs: a rank has no NCCL (raised on
+            every rank) or an NCCL that refuses this device.
+        Timeout: not all ranks called, for example because the first call is a send or recv.
+    """
+    if device.kind == "cpu":
+        return group._core
+    found = group._devices.get(device.index)
+    if found is None:
+        lines = group.cuda_channels, group.cuda_internode_transport
+        timeout_s = group._timeout_s
+        found = _meet(group._core._capsule(), device.index, timeout_s, limit_s or timeout_s, *lines)
+        group._devices[device.index] = found
+    return found
+
+
+def on_device(
+    host: object, kind: str, index: int, timeout_s: float, channels: int, internode_transport: str
+) -> object:
+    """The same for torch: `host` and the result are capsules of groups; `kind` is torch's device
+    type.
+
+    Raises:
+        Unsupported: also for devices of another kind.
+    """
+    if kind != arrays.torch_kind:
+        raise Unsupported(
+            f"tensors on {kind} are not supported: move them to host memory or a CUDA device"
+        )
+    return _meet(host, index, timeout_s, timeout_s, channels, internode_transport)._capsule()
+
+
+def stream(device: Device, array: Any) -> int:
+    """The caller's current stream on the device; 0 for the default stream and for host memory."""
+    return devices.queue(device, array)[1]
+
+
+def check_channels(channels: int) -> None:
+    """Raises InvalidArgument unless a device group can have so many channels."""
+    if not 1 <= channels <= MAX_CHANNELS:
+        raise InvalidArgument(
+            f"invalid cuda_channels: got {channels}, expected 1 to {MAX_CHANNELS}"
+        )
+
+
+def check_internode_transport(way: str) -> None:
+    """Raises InvalidArgument unless there is such a transport between hosts."""
+    if way not in INTERNODE_TRANSPORTS:
+        known = ", ".join(map(repr, INTERNODE_TRANSPORTS))
+        raise InvalidArgument(
+            f"invalid cuda_internode_transport: got {way!r}, expected one of {known}"
+        )
+
+
+def _meet(
+    host: object,
+    index: int,
+    timeout_s: float,
+    limit_s: float,
+    channels: int,
+    internode_transport: str,
+) -> _core.Group:
+    check_channels(channels)
+    check_internode_transport(internode_transport)
+    module = _compiled()
+    opened = module.open_device(index)
+    library, why_none = None, ""
+    try:
+        library = nccl.load(module)._capsule()
+    except Unsupported as error:  # ranks that share a GPU need no NCCL: _core decides
+        why_none = str(error)
+    shares = config.nccl_shares_gpus()
+    lines = channels, internode_transport == "nccl"
+    made = _core.on_device(host, opened, library, why_none, shares, lines, timeout_s, limit_s)
+    if made.rank == 0 and made.stats().algorithm == "host_staged":
+        logging.getLogger("pycomm").warning(
+            "ranks of the group %r share a GPU, which NCCL does not support: their arrays are sent "
+            "through host memory, which is slow",
+            made.name,
+        )
+    return made
+
+
+def _compiled() -> Any:
+    if _Source.module is not None:
+        return _Source.module
+    if importlib.util.find_spec("pycomm._cuda") is None:
+        raise Unsupported(devices.HOW_TO_BUILD)
+    return importlib.import_module("pycomm._cuda")
+
+
+@contextlib.contextmanager
+def override_device_module(by: Any, kind: str = "cuda") -> Iterator[None]:
+    """A context in which new groups take devices and NCCL from the module `by`. For tests.
+
+    `kind` is torch's device type of these devices.
+    """
+    before = _Source.module, arrays.torch_kind  # process-wide, like _cuda
+    _Source.module, arrays.torch_kind = by, kind
+    try:
+        yield
+    finally:
+        _Source.module, arrays.torch_kind = before

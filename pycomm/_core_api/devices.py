@@ -1,0 +1,69 @@
+"""Selects the compiled module for the arrays of a device, and the stream of a call.
+
+Both modules have the same functions with the same arguments: `_core.kernels` (host memory) and
+`_cuda.kernels` (CUDA), bound by csrc/bindings/kernels.h. Tests replace one of them through
+`override_kernels` to run emulated kernels.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from pycomm import _core
+from pycomm._core_api.arrays import Device, current_stream
+from pycomm.errors import Unsupported
+
+HOW_TO_BUILD = (
+    "the CUDA kernels (pycomm._cuda) are not built here: the build needs nvcc. Add the CUDA "
+    "toolkit's bin folder to PATH and build again (make build, or pip install .)"
+)
+
+_modules: dict[str, Any] = {"cpu": _core.kernels}
+
+
+def module(device: Device) -> Any:
+    """The compiled functions for arrays on `device`; raises Unsupported if they are not built."""
+    found = _modules.get(device.kind)
+    if found is None:
+        if importlib.util.find_spec("pycomm._cuda") is None:
+            raise Unsupported(HOW_TO_BUILD)
+        found = _modules["cuda"] = importlib.import_module("pycomm._cuda").kernels
+    return found
+
+
+@contextlib.contextmanager
+def override_kernels(kind: str, by: Any) -> Iterator[None]:
+    """Uses module `by` for arrays on devices of `kind`, "cpu" or "cuda", inside the block.
+
+    Emulated kernels work on host memory: `with override_kernels("cpu", emulated.kernels): ...`. The
+    override is process-wide, so it is for tests only.
+    """
+    before = _modules.get(kind)
+    _modules[kind] = by
+    try:
+        yield
+    finally:
+        if before is None:
+            del _modules[kind]
+        else:
+            _modules[kind] = before
+
+
+def queue(device: Device, array: Any) -> tuple[int, int]:
+    """(device index, the caller's current stream on it), for an array of the call."""
+    if device.kind == "cpu":
+        return 0, 0
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(array, torch.Tensor):
+        return device.index, int(current_stream(device.index).cuda_stream)
+    cupy: Any = sys.modules.get("cupy")
+    if cupy is not None and isinstance(array, cupy.ndarray):
+        with cupy.cuda.Device(device.index):
+            return device.index, int(cupy.cuda.get_current_stream().ptr)
+    # Other libraries name their stream; 1 and 2 are CUDA's names of the default streams.
+    return device.index, array.__cuda_array_interface__.get("stream") or 0

@@ -1,0 +1,1 @@
+"""Private: what `compress`, `optim` and `parallel` share."""

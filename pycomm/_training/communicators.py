@@ -1,0 +1,121 @@
+"""Communicators used in turn, so that a call need not wait for the previous one.
+
+Each communicator is a group of the same ranks with its own thread and channels. Calls on different
+communicators run concurrently. All ranks must make the calls in the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from pycomm import collectives
+from pycomm._core_api import arrays, calls
+from pycomm._core_api.calls import Work
+from pycomm.errors import InvalidArgument
+from pycomm.group import Group, default
+
+__all__ = ["CommunicatorPool"]
+
+# Default number of communicators. On one host a single call uses the whole memory bandwidth.
+BETWEEN_HOSTS = 2
+
+
+class CommunicatorPool:
+    """The group itself and, for `count` > 1, groups split off it. Collective to make.
+
+    Args:
+        group: the ranks; None: the default group.
+        count: number of communicators; None: 1 if all ranks share a host, else 2.
+        hierarchical: reduce within hosts, between hosts, then within hosts. Ignored on one host.
+
+    Raises:
+        InvalidArgument: `count` is below 1.
+    """
+
+    def __init__(
+        self, group: Group | None = None, count: int | None = None, hierarchical: bool = False
+    ) -> None:
+        self._asked = count, hierarchical
+        self._create(group or default())
+
+    def _create(self, group: Group) -> None:
+        count, hierarchical = self._asked
+        self.group = group
+        hosts = self.group._core.host_count
+        if count is None:
+            count = 1 if hosts == 1 else BETWEEN_HOSTS
+        if count < 1:
+            raise InvalidArgument(f"invalid lanes: got {count}, expected at least 1")
+        parts = (self.group.split(0) for _ in range(count - 1))
+        self._groups = [self.group, *(part for part in parts if part is not None)]
+        self._algorithm = "hierarchical" if hierarchical and hosts > 1 else None
+        self._turn = 0
+
+    def shrink(self, timeout_s: float | None = None) -> None:
+        """Replaces all communicators by ones of the survivors, as Group.shrink. Collective."""
+        self.group = self.group.shrink(timeout_s)
+        self._create(self.group)
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return self.group.size
+
+    @property
+    def rank(self) -> int:
+        """This process's rank."""
+        return self.group.rank
+
+    @property
+    def count(self) -> int:
+        """The number of communicators."""
+        return len(self._groups)
+
+    def all_reduce(self, x: Any, op: str = "sum") -> Work:
+        """Starts pycomm.all_reduce of `x`, in place, on the next communicator."""
+        group = self._next()
+        work: Work = collectives.all_reduce(
+            x, op, algorithm=self._algorithm, group=group, async_op=True
+        )
+        return work
+
+    def all_gather(self, x: Any, out: Any) -> Work:
+        """Starts pycomm.all_gather of `x` into `out` [size, *x.shape] on the next communicator."""
+        work: Work = collectives.all_gather(x, out, group=self._next(), async_op=True)
+        return work
+
+    def all_gather_v(self, x: Any, out: Any, counts: Sequence[int]) -> Work:
+        """Starts an all_gather with `counts[i]` elements of rank i on the next communicator.
+
+        `x` and `out` are flat; `out` gets the ranks' elements in order. All ranks know `counts`.
+        """
+        return self._uneven("all_gather", x, out, counts)
+
+    def all_to_all(self, x: Any, out: Any) -> Work:
+        """Starts pycomm.all_to_all of `x` [size, *row] into `out` on the next communicator."""
+        work: Work = collectives.all_to_all(x, out, group=self._next(), async_op=True)
+        return work
+
+    def all_to_all_v(self, x: Any, out: Any, give: Sequence[int], take: Sequence[int]) -> Work:
+        """Starts an all_to_all with different counts on the next communicator.
+
+        `x` and `out` are flat: `give[i]` elements of `x` are sent to rank i, in order, and
+        `take[i]` elements from it are stored in `out`. The ranks have exchanged the counts, so the
+        call does not compare them again.
+        """
+        return self._uneven("all_to_all", x, out, [*give, *take])
+
+    def _uneven(self, verb: str, x: Any, out: Any, counts: Sequence[int]) -> Work:
+        source, target = arrays.view(x), arrays.view(out, write=True)
+        call = (verb, source.dtype, "sum", source.pointer, target.pointer, 0, 0, 0, "auto")
+        to_all = verb == "all_to_all"
+        work: Work = calls.dispatch(
+            self._next(), call, None, True, source, target, out, counts, to_all
+        )
+        return work
+
+    def _next(self) -> Group:
+        group = self._groups[self._turn]
+        self._turn = (self._turn + 1) % len(self._groups)
+        return group

@@ -1,0 +1,76 @@
+"""The format of stored results: a median, a worst value and a count in place of samples.
+
+A list of rows with the same fields is stored as {"columns": names, "rows": lists of values}, one
+row a line, and read back as a list of dictionaries. Figures have nine significant digits.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+PARTS = 20  # points of a stored curve
+DIGITS = 9  # fewer change the last digit of a rounded figure in the tables
+
+
+def summarize(samples: Iterable[float]) -> dict[str, Any]:
+    """Median, largest value and number of `samples`; None for the first two if there are none."""
+    known = list(samples)
+    if not known:
+        return {"median": None, "worst": None, "count": 0}
+    return {"median": statistics.median(known), "worst": max(known), "count": len(known)}
+
+
+def ends(count: int) -> list[int]:
+    """Where each of at most PARTS parts of a series of `count` values ends."""
+    parts = min(PARTS, count)
+    return [count * (part + 1) // parts for part in range(parts)]
+
+
+def curve(values: Sequence[float]) -> list[float]:
+    """The means of at most PARTS parts of a series."""
+    at = ends(len(values))
+    return [statistics.mean(values[i:j]) for i, j in zip([0, *at], at, strict=False)]
+
+
+def write(path: Path, content: Mapping[str, Any]) -> None:
+    """Stores the results of one command."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lines = [f"{json.dumps(name)}: {_text(value)}" for name, value in content.items()]
+    path.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+
+
+def read(path: Path) -> dict[str, Any]:
+    """What write() stored, with rows as dictionaries."""
+    stored: dict[str, Any] = json.loads(path.read_text())
+    return {name: _rows(value) for name, value in stored.items()}
+
+
+def _text(value: Any) -> str:
+    if not (isinstance(value, list) and value and isinstance(value[0], dict)):
+        return json.dumps(_rounded(value))
+    columns = list(value[0])
+    if any(list(row) != columns for row in value):
+        raise ValueError(f"rows with different fields: {columns}")
+    rows = (json.dumps(_rounded(list(row.values())), separators=(",", ":")) for row in value)
+    return f'{{"columns": {json.dumps(columns)}, "rows": [\n' + ",\n".join(rows) + "\n]}"
+
+
+def _rows(value: Any) -> Any:
+    if isinstance(value, dict) and value.keys() == {"columns", "rows"}:
+        return [dict(zip(value["columns"], row, strict=True)) for row in value["rows"]]
+    return value
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _rounded(one) for name, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_rounded(one) for one in value]
+    if isinstance(value, float) and math.isfinite(value):
+        return float(f"{value:.{DIGITS}g}")
+    return value

@@ -1,0 +1,161 @@
+"""Plain values between ranks: gathered from all ranks, or stored under a key.
+
+Plain values are None, bool, int, float, str and bytes, and lists, tuples and dicts of them
+(serialization.py): a value from another rank can never run code. Keys are kept in the rendezvous
+store, separately for each group. That is torch's store if torch created the group; otherwise
+rank 0's process serves it until it leaves.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+
+from pycomm._core_api import calls
+from pycomm.collectives import all_gather_v
+from pycomm.errors import InvalidArgument, Timeout
+from pycomm.group import Group, default
+from pycomm.objects import serialization
+
+__all__ = [
+    "MAX_KEY_BYTES",
+    "MAX_VALUE_BYTES",
+    "all_gather_object",
+    "user_get",
+    "user_pop",
+    "user_set",
+]
+
+MAX_KEY_BYTES = 512
+LEAST_S = 0.3  # what a store gets to answer in, even at the end of a time limit
+MAX_VALUE_BYTES = 1 << 20  # of an encoded value under a key: the store's limit
+
+
+def all_gather_object(
+    value: Any, *, group: Group | None = None, timeout_s: float | None = None
+) -> list[Any]:
+    """Gathers every rank's plain value. Collective.
+
+    Args:
+        value: None, bool, int, float, str, bytes, or lists, tuples and dicts of them.
+        group: the group to call in; None: the default group.
+        timeout_s: time limit in seconds; None: the group's.
+
+    Returns:
+        The values by rank.
+
+    Raises:
+        InvalidArgument: a rank's value is not plain. Raised on every rank; the text names the rank
+            and the offending element. The group stays usable.
+        Error: as pycomm.all_gather.
+    """
+    try:
+        mine = b"\1" + serialization.encode(value)
+    except InvalidArgument as error:  # sent to the other ranks, which wait for this one
+        mine = b"\0" + str(error).encode("utf-8", "backslashreplace")
+    group = group or default()
+    parts = all_gather_v(np.frombuffer(mine, np.uint8), group=group, timeout_s=timeout_s)
+    texts = [part.tobytes() for part in parts]
+    for rank, text in enumerate(texts):
+        if text[:1] == b"\0":
+            raise InvalidArgument(
+                f"all_gather_object: rank {rank}: {text[1:].decode()}",
+                op="all_gather_object",
+                rank=group.rank,
+                peer=rank,
+            )
+    return [serialization.decode(text[1:]) for text in texts]
+
+
+def user_set(key: str, value: Any, *, group: Group | None = None) -> None:
+    """Stores a plain value under `key` for all ranks of the group; a later value replaces it.
+
+    Not collective: any rank may call it, at any time, from any thread.
+
+    Args:
+        key: 1 to MAX_KEY_BYTES bytes of UTF-8.
+        value: plain; at most MAX_VALUE_BYTES bytes when encoded (8 to 10 bytes of overhead for each
+            element).
+        group: the group that has the key; None: the default group.
+
+    Raises:
+        InvalidArgument: the value is not plain, or key or value are too long.
+        PeerLost: the store ended, with rank 0.
+        Timeout: the store did not answer within the group's time limit.
+    """
+    store, prefix, limit_s = (group or default())._key_store()
+    encoded = serialization.encode(value)
+    if len(encoded) > MAX_VALUE_BYTES:
+        raise InvalidArgument(
+            f"user_set: the value of {key!r} has {len(encoded)} bytes, at most "
+            f"{MAX_VALUE_BYTES} are allowed: broadcast an array instead",
+            op="user_set",
+            bytes=len(encoded),
+        )
+    store.set(_place(prefix, key, "user_set"), encoded, limit_s)
+
+
+def user_get(key: str, timeout_s: float | None = None, *, group: Group | None = None) -> Any:
+    """Waits until a rank has set `key`, and returns its value.
+
+    Args:
+        key: as in user_set.
+        timeout_s: time limit in seconds; None: the group's.
+        group: the group that has the key; None: the default group.
+
+    Raises:
+        InvalidArgument: the key is invalid.
+        Timeout: no rank set the key in time. The group stays usable.
+        PeerLost: the store ended, with rank 0.
+    """
+    return _wait("user_get", key, timeout_s, group)
+
+
+def user_pop(key: str, timeout_s: float | None = None, *, group: Group | None = None) -> Any:
+    """Waits until a rank has set `key`, removes it and returns its value. If several ranks pop the
+    key at the same time, one of them gets the value.
+
+    Args:
+        key: as in user_set.
+        timeout_s: time limit in seconds; None: the group's.
+        group: the group that has the key; None: the default group.
+
+    Raises:
+        InvalidArgument, Timeout, PeerLost: as user_get.
+    """
+    return _wait("user_pop", key, timeout_s, group)
+
+
+def _wait(verb: str, key: str, timeout_s: float | None, group: Group | None) -> Any:
+    """Waits for the key and returns its value; `verb` "user_pop" also removes it."""
+    store, prefix, limit_s = (group or default())._key_store()
+    where = _place(prefix, key, verb)
+    limit_s = calls.limit(timeout_s) or limit_s
+    end = time.monotonic() + limit_s
+    while True:
+        try:
+            value: bytes | None = store.get(where, max(0.0, end - time.monotonic()))
+        except Timeout:
+            text = f"{verb}: no rank set {key!r} within {limit_s:.3g} s"
+            raise Timeout(text, op=verb, elapsed_s=limit_s) from None
+        if verb == "user_pop":
+            value = store.remove(where, max(LEAST_S, end - time.monotonic()))
+        if value is not None:  # else another rank was faster
+            return serialization.decode(value)
+
+
+def _place(prefix: str, key: str, verb: str) -> str:
+    """The store's name of the key; raises InvalidArgument unless it is a str of valid length."""
+    try:
+        good = type(key) is str and 1 <= len(key.encode()) <= MAX_KEY_BYTES
+    except UnicodeEncodeError:  # half a surrogate pair
+        good = False
+    if not good:
+        shown = f"{key!r:.40}" if type(key) is str else type(key).__name__
+        raise InvalidArgument(
+            f"{verb}: invalid key: got {shown}, expected a str of 1 to {MAX_KEY_BYTES} bytes",
+            op=verb,
+        )
+    return prefix + key

@@ -1,0 +1,1 @@
+"""The commands that show ranks and their calls: `pycomm info`, `top` and `trace`."""

@@ -1,0 +1,77 @@
+"""`pycomm info`: what is built and what works on this machine."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import platform
+
+import numpy as np
+
+from pycomm import _core, collectives, config, errors, testing
+from pycomm._core_api import nccl
+
+__all__ = ["report"]
+
+PROBE_S = 5.0
+
+
+def report() -> str:
+    """The text of `pycomm info`."""
+    sections = {
+        "built": _built(),
+        "transports": [(name, _probe(name)) for name in config.TRANSPORTS],
+        "collectives": [
+            ("dtypes", " ".join(_core.DTYPES)),
+            ("reductions", " ".join(_core.REDUCE_OPS)),
+            ("algorithms", " ".join(collectives.algorithms())),
+        ],
+        "environment": [
+            (name, f"{value or '-':<10} {meaning}") for name, value, meaning in config.described()
+        ],
+    }
+    width = max(len(name) for rows in sections.values() for name, _ in rows)
+    lines = []
+    for title, rows in sections.items():
+        lines.append(title)
+        lines += [f"  {name:<{width}}  {text}" for name, text in rows]
+    return "\n".join(lines)
+
+
+def _built() -> list[tuple[str, str]]:
+    return [
+        ("pycomm", _version("pycomm-collectives")),
+        ("python", f"{platform.python_version()}, numpy {np.__version__}"),
+        ("_core", f"g++ {_core.compiler}"),
+        ("_c10d", _c10d()),
+        ("_cuda", "built" if importlib.util.find_spec("pycomm._cuda") else "not built"),
+        ("nccl", nccl.described()),
+    ]
+
+
+def _version(distribution: str) -> str:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:  # shown in the table
+        return "not installed"
+
+
+def _c10d() -> str:
+    """Whether the torch.distributed backend is built, and torch's version."""
+    torch = _version("torch")
+    if importlib.util.find_spec("pycomm._c10d") is None:
+        return f"not built (torch {torch})"
+    return f"built (torch {torch})"
+
+
+def _probe(transport: str) -> str:
+    """Whether two ranks can communicate with this transport here; runs two ranks."""
+    try:
+        testing.run_ranks(2, _hello, transport=transport, timeout_s=PROBE_S)
+    except errors.Error as error:  # shown in the table
+        return f"no: {error}"
+    return "yes"
+
+
+def _hello(group: object) -> None:
+    collectives.all_reduce(np.ones(1, np.float32))

@@ -1,0 +1,53 @@
+"""The definition of each kernel of `pycomm.kernels` in NumPy, to read and to compare with.
+
+The functions return new arrays and change nothing. Results have the bits of the kernels on every
+device; speed is no goal. A bfloat16 array is a float32 array with bfloat16 values, because NumPy
+has no bfloat16.
+
+Arithmetic uses float32, or float64 if the arrays are float64. Every operation rounds to nearest,
+ties to even. A NaN that is computed is the quiet NaN 0x7fc00000.
+
+Arguments have the shapes and dtypes of the kernels and are not validated: invalid ones raise
+NumPy's errors (IndexError, ValueError) or give undefined results.
+"""
+
+from pycomm.reference.kernels import Step as Step  # documented, but not by `import *`
+from pycomm.reference.kernels import (
+    cast,
+    clip,
+    clip_scale,
+    decode_sum,
+    decode_update,
+    dgc_rollback,
+    dgc_step,
+    encode,
+    fma,
+    magnitude,
+    momentum_mask,
+    norm,
+    reduce,
+    scatter_add,
+    threshold,
+    topk,
+    unpack,
+)
+
+__all__ = [
+    "cast",
+    "clip",
+    "clip_scale",
+    "decode_sum",
+    "decode_update",
+    "dgc_rollback",
+    "dgc_step",
+    "encode",
+    "fma",
+    "magnitude",
+    "momentum_mask",
+    "norm",
+    "reduce",
+    "scatter_add",
+    "threshold",
+    "topk",
+    "unpack",
+]

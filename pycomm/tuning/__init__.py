@@ -1,0 +1,1 @@
+"""The commands that measure, then choose or predict: `pycomm tune` and `plan`."""

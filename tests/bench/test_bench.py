@@ -1,0 +1,362 @@
+"""The benchmark of collectives: its arithmetic on fixed times, and tiny real runs."""
+
+import inspect
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.collectives import link_rank, links
+from benchmarks.training import training
+from benchmarks.training.models import TASKS
+from pycomm import bench as command
+from pycomm.bench.collectives import benchmark as collectives
+from pycomm.bench.collectives import deepspeed, limits, mpi, peers, table, verbs, worker
+from pycomm.bench.collectives.worker import Times
+from pycomm.bench.support import netns, summaries
+from pycomm.bench.support.sizes import format_size, parse_size, parse_sizes
+
+
+@pytest.mark.parametrize(
+    ("written", "sizes"),
+    [
+        ("4", [4]),
+        ("4:64", [4, 8, 16, 32, 64]),
+        ("4:64:4", [4, 16, 64]),
+        ("4:100:4", [4, 16, 64]),
+        ("1,1K,1.5M,2G", [1, 1024, 3 << 19, 2 << 30]),
+        ("64kB", [65536]),
+    ],
+)
+def test_sizes_are_parsed(written: str, sizes: list[int]) -> None:
+    assert parse_sizes(written) == sizes
+
+
+def test_the_default_sizes_are_powers_of_two() -> None:
+    assert parse_sizes("4:64M") == [2**i for i in range(2, 27)]
+
+
+@pytest.mark.parametrize("written", ["", "M", "0", "-4", "0.3", "4x", "8:4", "4:8:1", "1:2:3:4"])
+def test_invalid_sizes_are_rejected(written: str) -> None:
+    with pytest.raises(ValueError, match=r".+"):
+        parse_sizes(written)
+
+
+def test_sizes_are_formatted_as_they_are_parsed() -> None:
+    for size in (1, 1000, 1024, 3 << 19, 64 << 20, 1 << 30):
+        assert parse_size(format_size(size)) == size
+    assert [format_size(size) for size in (1000, 3 << 19, 1 << 30)] == ["1000", "1536K", "1G"]
+
+
+@pytest.mark.parametrize(
+    ("verb", "count", "size_bytes", "bus_factor"),
+    [
+        ("all_reduce", 1024, 4096, 1.5),
+        ("broadcast", 1024, 4096, 1),
+        ("all_gather", 256, 4096, 0.75),
+        ("reduce_scatter", 256, 4096, 0.75),
+    ],
+)
+def test_counts_and_factors_are_those_of_nccl_tests(
+    verb: str, count: int, size_bytes: int, bus_factor: float
+) -> None:
+    case = verbs.Case(verb, "float32", 4096, 4)
+    assert (case.count, case.bytes) == (count, size_bytes)
+    assert verbs.VERBS[verb].bus_factor(4) == bus_factor
+    assert verbs.Case(verb, "float64", 1, 4).count == 1
+
+
+def right_call(arrays: verbs.Arrays) -> Callable[[], object]:
+    """The verb, executed by one process that knows the inputs of all ranks."""
+    return lambda: arrays.output.copy_(arrays.expected())
+
+
+@pytest.mark.parametrize("dtype", verbs.DTYPES)
+@pytest.mark.parametrize("verb", list(verbs.VERBS))
+def test_wrong_elements_are_counted(verb: str, dtype: str) -> None:
+    arrays = verbs.Arrays(verbs.Case(verb, dtype, 4096, 3), rank=1)
+    right = right_call(arrays)
+    assert arrays.wrong(right) == 0
+    assert arrays.wrong(lambda: None) > 0  # the correct result of an earlier call does not count
+
+    def swap_two() -> None:
+        right()
+        first = int((arrays.output != arrays.output[0]).nonzero()[0])
+        arrays.output[[0, first]] = arrays.output[[first, 0]]
+
+    assert arrays.wrong(swap_two) == 2
+
+
+def test_the_sum_of_all_patterns_is_expected() -> None:
+    arrays = verbs.Arrays(verbs.Case("reduce_scatter", "int8", 6 * 50, 6), rank=5)
+    total = sum(verbs.pattern(r, 300, torch.int64) for r in range(6))
+    assert isinstance(total, torch.Tensor)
+    assert torch.equal(arrays.expected().long(), total[250:])
+
+
+def times(gloo: list[list[float]], ours: list[list[float]], wrong: int = 0) -> Times:
+    """The report of a rank for an all_reduce of 1 MB with a copy of 10 us, or 30 us reversed."""
+    return Times(
+        case=verbs.Case("all_reduce", "float32", 2**20, 2),
+        wrong={"pycomm": wrong, "gloo": 0},
+        refused={},
+        seconds={"pycomm": ours, "gloo": gloo, "copy plain": [[30e-6]], "copy libc": [[10e-6]]}
+        | {"copy in place": [[20e-6]]},
+    )
+
+
+def test_results_are_those_of_the_slowest_rank() -> None:
+    fast = times([[300e-6] * 3] * 3, [[20e-6] * 3] * 3)
+    slow = times([[400e-6] * 3] * 3, [[40e-6, 50e-6, 90e-6], [60e-6] * 3, [10e-6] * 3], wrong=2)
+    ours, gloo = table.lines([fast, slow])
+    assert (ours.peer, gloo.peer) == ("pycomm", "gloo")
+    assert ours.time_us == pytest.approx(50)  # the median of 50, 60, 10
+    assert ours.p99_us == pytest.approx(90)
+    assert ours.ratio == pytest.approx(8)
+    assert gloo.ratio == 1
+    assert ours.limit_percent == pytest.approx(20)  # two ranks: reads S, writes S, like the copy
+    assert ours.algbw_gbs == pytest.approx(2**20 / 50e3)
+    assert ours.busbw_gbs == ours.algbw_gbs
+    assert ours.wrong == 2
+    assert (ours.worst_us, ours.rounds) == (pytest.approx(60), 3)
+
+
+def test_columns_align_with_the_header() -> None:
+    one = times([[400e-6]], [[50e-6]])
+    ours, _ = table.lines([one, one])
+    assert len(table.text(ours)) == len(table.header([]))
+    words = table.text(ours).split()
+    assert words == [
+        *("1048576", "262144", "float32", "sum", "pycomm"),
+        *("50.00", "50.00", "20.97", "20.97", "0", "8.00x", "20.0"),
+    ]
+
+
+def test_faults_are_reported() -> None:
+    good = times([[400e-6]], [[50e-6]])
+    assert table.faults(table.lines([good, good])) == []
+    bad = times([[400e-6]], [[9e-6]], wrong=3)
+    wrong, too_fast = table.faults(table.lines([good, bad]) + table.lines([bad, bad]))[1:]
+    assert "6 elements are wrong" in wrong
+    assert "111 % of the limit" in too_fast
+
+
+def test_the_limit_of_small_sizes_is_a_bandwidth() -> None:
+    small = verbs.Case("all_reduce", "float32", 4, 2)
+    assert limits.limit_s(small, 1.0) == 4 / limits.SMALLEST_COPY
+    large = verbs.Case("reduce_scatter", "float32", 2**20, 2)
+    assert limits.limit_s(large, 1.0) == 0.75
+
+
+def test_the_limit_reads_what_was_just_written() -> None:
+    copies = limits.copies(100)
+    read = inspect.getclosurevars(copies.rewrite).nonlocals["source"]
+    for way in copies.ways.values():
+        read.fill_(7)
+        way()
+        copies.rewrite()
+        assert bool((read == 1).all())
+
+
+@pytest.mark.parametrize("ours", ["", "pycomm", "pycomm-direct", "pycomm-shared"])
+def test_tiny_run_is_correct(ours: str, tmp_path: Path) -> None:
+    # Without the staged copy.
+    ops = ["all_reduce"] if ours == "pycomm-shared" else list(verbs.VERBS)
+    json_to, plot_to = tmp_path / "bench.json", tmp_path / "bench.png"
+    args = ["collectives", "--sizes", "4,64K", "--ops", ",".join(ops), "--ours", ours]
+    args += ["--rounds", "2", "--json", str(json_to), "--plot", str(plot_to)]
+    assert command.main(args) == 0
+    stored = summaries.read(json_to)
+    peers = ["gloo", ours] if ours else ["gloo"]
+    rows = stored["rows"]
+    assert len(rows) == len(peers) * 2 * len(ops)
+    assert {row["peer"] for row in rows} == set(peers)
+    assert all(row["wrong"] == 0 and row["time_us"] > 0 and row["ratio"] > 0 for row in rows)
+    assert stored["machine"]["torch"] == torch.__version__
+    assert plot_to.read_bytes().startswith(b"\x89PNG")
+
+
+def test_results_are_correct_beside_a_busy_thread(tmp_path: Path) -> None:
+    stored = tmp_path / "bench.json"
+    args = ["--busy", "--sizes", "4,64K", "--rounds", "1", "--json", str(stored)]
+    assert collectives.main(args) == 0
+    content = summaries.read(stored)
+    assert content["settings"]["busy"]
+    assert all(row["wrong"] == 0 and row["time_us"] > 0 for row in content["rows"])
+
+
+def test_busy_thread_uses_the_processor_and_ends() -> None:
+    with worker.busy_thread() as thread:
+        assert thread.ident is not None
+        clock = time.pthread_getcpuclockid(thread.ident)
+        while time.clock_gettime(clock) < 0.02:
+            pass  # reached eventually, or the test times out
+    assert not thread.is_alive()
+
+
+def test_mpi_and_the_memory_limit_are_measured(tmp_path: Path) -> None:
+    stored = tmp_path / "bench.json"
+    args = ["--sizes", "64", "--ops", ",".join(verbs.VERBS), "--rounds", "1", "--ours", "pycomm"]
+    assert collectives.main([*args, "--peers", "mpich,fake", "--json", str(stored)]) == 0
+    rows = summaries.read(stored)["rows"]
+    assert [row["peer"] for row in rows] == ["pycomm", "mpich", "fake"] * len(verbs.VERBS)
+    assert all(row["wrong"] == 0 and row["time_us"] > 0 for row in rows)
+
+
+def test_failing_mpi_rank_reports_the_reason() -> None:
+    contestants = [peers.PEERS["mpich"], peers.OURS["pycomm"]]
+    args: tuple[object, ...] = (Path("/no/such/flags"), contestants, [], 1)
+    with pytest.raises(RuntimeError, match=r"FileNotFoundError.*/no/such/flags"):
+        mpi.run("mpich", worker.work, args, 2, lambda rank, value: None)
+
+
+def test_calls_that_a_baseline_rejects_are_reported(capsys: pytest.CaptureFixture[str]) -> None:
+    args = ["--sizes", "8", "--dtypes", "int16", "--ours", "", "--rounds", "1"]
+    assert collectives.main(args) == 0
+    assert "gloo refuses all_reduce int16" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["--peers", "smoke"],
+        ["--peers", "mpich,openmpi"],  # a process can load only one
+        ["--peers", "intelmpi"],  # not installed
+        ["--peers", "deepspeed"],  # not installed
+        ["--sizes", "x"],
+        ["--ranks", "1"],
+    ],
+)
+def test_invalid_options_are_rejected(args: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        collectives.main(args)
+    assert "bench collectives: error" in capsys.readouterr().err
+
+
+def test_deepspeed_is_measured_only_with_supported_calls() -> None:
+    for verb, dtype in (("broadcast", "float32"), ("all_reduce", "int32")):
+        with pytest.raises(NotImplementedError, match="all_reduce alone"):
+            deepspeed.call(verbs.Arrays(verbs.Case(verb, dtype, 8, 2), 0))
+
+
+def test_training_results_are_those_of_the_slowest_rank() -> None:
+    first = {"gloo": [[0.2]], "pycomm": [[0.1]], "fake": [[0.08]], "alone": [[0.075]]}
+    second = {"gloo": [[0.3]], "pycomm": [[0.05]], "fake": [[0.09]]}
+    gloo, ours, fake, alone = training.rows(
+        "1gbit", [training.Said("mlp", 30, first), training.Said("mlp", 30, second)]
+    )
+    assert (gloo.ratio, fake.of_fake_percent, alone.efficiency_percent) == (1, 100, 100)
+    assert ours.step_ms == pytest.approx(100)
+    assert ours.samples_per_second == pytest.approx(600)
+    assert alone.samples_per_second == pytest.approx(400)
+    assert ours.ratio == pytest.approx(3)
+    assert ours.of_fake_percent == pytest.approx(90)
+    assert ours.efficiency_percent == pytest.approx(75)
+    assert len(training.text(ours)) == len(training.HEADER)
+
+
+def test_tiny_training_run_is_stored_and_plotted(tmp_path: Path) -> None:
+    json_to, plot_to = tmp_path / "bench.json", tmp_path / "bench.png"
+    args = ["training", "--models", "mlp", "--rounds", "1", "--steps", "1"]
+    assert command.main([*args, "--json", str(json_to), "--plot", str(plot_to)]) == 0
+    stored = summaries.read(json_to)
+    assert [row["backend"] for row in stored["rows"]] == [
+        *("gloo", "pycomm", "wrapper", "dgc", "fused", "fake", "alone")
+    ]
+    assert all(row["step_ms"] > 0 for row in stored["rows"])
+    assert plot_to.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.skipif(bool(netns.missing()), reason=netns.missing())
+def test_tiny_training_run_between_hosts_obeys_the_link_rate(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    json_to = tmp_path / "bench.json"
+    args = ["training", "--models", "mlp", "--rounds", "1", "--steps", "1"]
+    args += ["--rates", "400mbit,800mbit", "--json", str(json_to)]
+    assert command.main(args) == 0
+    stored = summaries.read(json_to)
+    lines = capsys.readouterr().out.split("# s/step")[1].splitlines()
+    assert [line.split()[:2] for line in lines[1:]] == [["mlp", "400mbit"], ["mlp", "800mbit"]]
+    assert stored["settings"]["rates"] == "400mbit,800mbit"
+    assert list(dict.fromkeys(row["rate"] for row in stored["rows"])) == ["400mbit", "800mbit"]
+    took_ms = {row["backend"]: row["step_ms"] for row in stored["rows"][:7]}
+    assert list(took_ms) == ["gloo", "pycomm", "wrapper", "dgc", "fused", "fake", "alone"]
+    assert min(took_ms.values()) > 0
+    gradients = sum(p.nbytes for p in TASKS["mlp"].model().parameters())
+    line_ms = 1e3 * gradients / (400e6 / 8)  # with two ranks each sends that much
+    assert min(took_ms[dense] for dense in ("gloo", "pycomm", "wrapper")) > 0.9 * line_ms
+
+
+@pytest.mark.parametrize(
+    "args", [["--models", "vgg"], ["--models", ""], ["--steps", "0"], ["--rates", "1"]]
+)
+def test_invalid_training_options_are_rejected(args: list[str]) -> None:
+    with pytest.raises(SystemExit):
+        training.main(args)
+
+
+def link_reports(seconds: dict[str, float], cpu_s: float) -> link_rank.Said:
+    names = list(seconds)
+    return link_rank.Said(
+        verb="all_reduce",
+        size_bytes=10**8,
+        wrong=dict.fromkeys(names, 1),
+        seconds={name: [[s, s, 9.0]] for name, s in seconds.items()},
+        cpu_s={name: [[cpu_s]] for name in names},
+    )
+
+
+def test_link_results_count_the_bytes_that_a_host_must_send() -> None:
+    by_rank = [link_reports({"pycomm": 0.1, "gloo": 0.2}, c) for c in (0.03, 0.05)]
+    by_rank.append(link_reports({"pycomm": 0.2, "gloo": 0.5}, 0.04))
+    by_rank.append(by_rank[0])
+    ours, gloo = links.rows_of("4gbit", 2, by_rank)  # two ranks on each of two hosts
+    assert (ours.wrong, gloo.ratio, ours.time_ms) == (4, 1, 200)
+    assert ours.ratio == pytest.approx(2.5)
+    assert ours.bandwidth_gbs == pytest.approx(0.5)
+    assert ours.line_percent == pytest.approx(100)
+    assert ours.cpu_s_per_gb == pytest.approx((0.03 + 0.05 + 0.04 + 0.03) / 2 / 0.1)
+    assert len(links.text(ours)) == len(links.HEADER) + len("100000000") - 6
+    assert links.rows_of("none", 2, by_rank)[0].line_percent is None
+    assert links.rows_of("none", 4, by_rank)[0].bandwidth_gbs == pytest.approx(0.75)
+
+
+@pytest.mark.skipif(bool(netns.missing()), reason=netns.missing())
+def test_tiny_run_between_hosts_is_stored_and_plotted(tmp_path: Path) -> None:
+    json_to, plot_to = tmp_path / "bench.json", tmp_path / "bench.png"
+    args = ["links", "--rates", "1gbit", "--sizes", "64K", "--rounds", "1"]
+    args += ["--hosts", "3", "--peers", "pycomm,gloo,sockets"]
+    assert command.main([*args, "--json", str(json_to), "--plot", str(plot_to)]) == 0
+    stored = summaries.read(json_to)
+    assert [(row["rate"], row["peer"]) for row in stored["rows"]] == [
+        ("1gbit", peer) for peer in ("pycomm", "gloo", "sockets")
+    ]
+    assert all(row["time_ms"] > 0 and row["cpu_s_per_gb"] > 0 for row in stored["rows"])
+    assert plot_to.read_bytes().startswith(b"\x89PNG")
+
+
+def test_missing_network_namespaces_are_reported(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    assert links.main([]) == 2
+    assert "needs root" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        training.main(["--rates", "1gbit"])
+    assert "--rates needs root" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        *(["--rates", "fast"], ["--peers", "mpich"], ["--hosts", "1"], ["--ops", ""]),
+        ["--peers", "sockets", "--ranks-per-host", "2"],
+    ],
+)
+def test_invalid_link_options_are_rejected(args: list[str]) -> None:
+    with pytest.raises(SystemExit):
+        links.main(args)

@@ -1,0 +1,362 @@
+"""Security of the launchers: shared secrets, listening addresses, leftover processes."""
+
+import contextlib
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_launch import CLEAN, LAUNCH, LIMIT_S, launch
+
+from benchmarks.reliability.unauthenticated import descendants, inodes
+from pycomm import _secret as secret
+from pycomm import config
+from pycomm.errors import InvalidArgument
+
+pytestmark = pytest.mark.no_attack  # counts listeners, and reads what is left of processes
+
+KEY = "0123456789abcdef" * 4
+LOOPBACKS = ("127.", "::1", "::ffff:127.")
+
+
+def where_it_listens(pid: int) -> list[str]:
+    """The addresses of the TCP listeners of a process and all its descendants."""
+    theirs = {str(inode) for inode in inodes({pid} | descendants(pid))}
+    found = []
+    for family, name in ((socket.AF_INET, "tcp"), (socket.AF_INET6, "tcp6")):
+        for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]:
+            _, local, _, state, *_, inode = line.split()[:10]
+            if state == "0A" and inode in theirs:
+                # Of 4 bytes, in the host's byte order.
+                words = bytes.fromhex(local.partition(":")[0])
+                swapped = b"".join(words[i : i + 4][::-1] for i in range(0, len(words), 4))
+                found.append(socket.inet_ntop(family, swapped))
+    return found
+
+
+MEETS = """
+import os, sys
+if os.environ["RANK"] == "1":
+    print("waits", flush=True)
+    open(sys.argv[1]).read()
+"""
+BY_NUMPY = "import pycomm; print(pycomm.init(transport='tcp').size, 'torch' in sys.modules)"
+BY_TORCH = """
+import torch, torch.distributed as dist
+dist.init_process_group("pycomm")
+x = torch.ones(1)
+dist.all_reduce(x)
+import pycomm
+print(int(x[0]), pycomm.init().size, "PYCOMM_SECRET" in os.environ)
+"""
+DECORATED = """
+import os, sys, pycomm
+@pycomm.launcher(nproc=2, device="cpu")
+def main():
+    return [name for name in ("torch", "torch.distributed") if name in sys.modules]
+if __name__ == "__main__":
+    print(main(), flush=True)
+"""
+
+
+def started(folder: Path, *words: str, **more: str) -> Any:
+    return subprocess.Popen(
+        [*words],
+        cwd=folder,
+        env={**CLEAN, **more},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+@contextlib.contextmanager
+def ending(process: Any) -> Iterator[Any]:
+    """The process, which is terminated at the end, and after a while in any case."""
+    limit = threading.Timer(LIMIT_S, process.kill)
+    limit.start()
+    try:
+        yield process
+    finally:
+        limit.cancel()
+        process.kill()
+        process.communicate()
+
+
+def by_command(folder: Path, code: str) -> list[str]:
+    (folder / "program.py").write_text(MEETS + code)
+    return [*LAUNCH, "--nproc", "2", "-t", "3", "program.py", str(folder / "pipe")]
+
+
+# The decorator's group is formed before the function: a rank waits as it imports the script.
+WAITS_FIRST = """
+import os, sys, pycomm
+{meets}
+@pycomm.launcher(nproc=2, device="cpu")
+def main():
+    {code}
+if __name__ == "__main__":
+    main()
+"""
+
+
+@pytest.mark.parametrize("code", [BY_NUMPY, BY_TORCH], ids=["numpy", "torch"])
+@pytest.mark.parametrize("how", ["command", "decorator"])
+def test_on_one_host_all_listen_on_the_loopback(how: str, code: str, tmp_path: Path) -> None:
+    """Checked while rank 0 waits for rank 1: it serves its store and the mesh listens."""
+    os.mkfifo(tmp_path / "pipe")
+    if how == "command":
+        words = by_command(tmp_path, code)
+    else:
+        meets = MEETS.replace('os.environ["RANK"]', 'os.environ.get("RANK")')
+        text = WAITS_FIRST.format(
+            meets=meets.replace("sys.argv[1]", repr(str(tmp_path / "pipe"))),
+            code=code.strip().replace("\n", "\n    "),
+        )
+        (tmp_path / "program.py").write_text(text)
+        words = [sys.executable, "program.py"]
+    with ending(started(tmp_path, *words)) as process:
+        line = next((line for line in process.stdout if "waits" in line), "")
+        assert line, process.stderr.read()
+        ours = 2 if how == "command" and code == BY_TORCH else 3  # the first is the launcher's
+        found: list[str] = []
+        while len(found) < ours and process.poll() is None:  # rank 0 starts as soon as it can
+            found = where_it_listens(process.pid)
+            select.select([], [], [], 0.02)
+        (tmp_path / "pipe").write_text("now")
+        out, err = process.communicate(timeout=LIMIT_S)
+    assert found
+    assert [address for address in found if not address.startswith(LOOPBACKS)] == []
+    assert process.returncode == 0, out + err
+    if code == BY_NUMPY and how == "command":
+        assert "2 False" in out  # and without torch
+    elif how == "command":
+        assert "2 2 False" in out
+
+
+def test_the_ranks_of_the_decorator_do_not_import_torch(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(DECORATED)
+    with ending(started(tmp_path, sys.executable, "script.py")) as process:
+        out, err = process.communicate(timeout=LIMIT_S)
+    assert out == "[[], []]\n", err
+
+
+SAYS_KEY = "import os; print('key', os.environ.get('PYCOMM_SECRET'))"
+
+
+def keys(done: Any) -> list[str]:
+    assert done.returncode == 0, done.stderr
+    return [line.split()[-1] for line in done.stdout.splitlines() if " key " in line]
+
+
+def test_launcher_generates_a_secret_for_each_run(tmp_path: Path) -> None:
+    (tmp_path / "says.py").write_text(SAYS_KEY)
+    words = ["--nproc", "2", "-t", "3", "says.py"]
+    first, second = keys(launch(tmp_path, *words)), keys(launch(tmp_path, *words))
+    assert len(first) == 2
+    assert len(set(first)) == 1
+    assert len(first[0]) == 64
+    assert first[0] != second[0]
+
+
+def test_secret_is_read_from_the_environment_a_file_or_a_descriptor(tmp_path: Path) -> None:
+    (tmp_path / "says.py").write_text(SAYS_KEY)
+    file = tmp_path / "key"
+    file.write_text(KEY + "\n")
+    file.chmod(0o600)
+    words = ["--nproc", "1", "-t", "3", "says.py"]
+    assert keys(launch(tmp_path, *words, env={"PYCOMM_SECRET": KEY})) == [KEY]
+    other = {"PYCOMM_SECRET": KEY[::-1]}
+    assert keys(launch(tmp_path, "--secret-file", str(file), *words, env=other)) == [KEY]
+    with file.open() as descriptor:
+        number = descriptor.fileno()
+        done = subprocess.run(
+            [*LAUNCH, "--secret-fd", str(number), *words],
+            cwd=tmp_path,
+            env=CLEAN,
+            capture_output=True,
+            text=True,
+            timeout=LIMIT_S,
+            check=False,
+            pass_fds=[number],
+        )
+    assert keys(done) == [KEY]
+
+
+def test_secret_that_others_can_read_is_rejected(tmp_path: Path) -> None:
+    file = tmp_path / "key"
+    file.write_text(KEY)
+    for mode in (0o640, 0o604, 0o660):
+        file.chmod(mode)
+        with pytest.raises(InvalidArgument, match=f"mode {mode:04o}: group or others"):
+            secret.read_file(str(file))
+    file.chmod(0o600)
+    assert secret.read_file(str(file)) == KEY
+    file.write_text("short")
+    with pytest.raises(InvalidArgument, match="has 5 characters"):
+        secret.read_file(str(file))
+    with pytest.raises(InvalidArgument, match="cannot be read: No such file"):
+        secret.read_file(str(tmp_path / "none"))
+    with pytest.raises(InvalidArgument, match="not a regular file"):
+        secret.read_file(str(tmp_path))
+    with pytest.raises(InvalidArgument, match="descriptor 999 cannot be read: Bad file"):
+        secret.read_descriptor(999)
+
+
+def test_secret_is_stretched_and_a_weak_one_rejected() -> None:
+    assert secret.key_of(KEY) == KEY
+    stretched = "e4bb3cccdca52e8ce6509fc92d273884861f35d5b5496cfe02c9d3e08b02d7da"
+    assert secret.key_of("correct horse battery") == stretched  # of another implementation
+    for weak, text in (("a" * 16, "1 different characters"), ("abcde" * 9, "5 different")):
+        with pytest.raises(InvalidArgument, match=text):
+            config.environment({"PYCOMM_SECRET": weak})
+    said = config.environment({"PYCOMM_SECRET": "correct horse battery"}).secret
+    assert said == secret.key_of("correct horse battery")
+    assert config.environment({}, secret="correct horse battery").secret == said
+
+
+def test_rank_removes_its_secret_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith("PYCOMM_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(config._taken, "key", "")
+    monkeypatch.setenv("PYCOMM_SECRET", KEY)
+    assert config.environment().secret == KEY  # a single process is no rank
+    assert os.environ["PYCOMM_SECRET"] == KEY
+    monkeypatch.setenv("PYCOMM_RANK", "0")
+    monkeypatch.setenv("PYCOMM_SIZE", "2")
+    assert config.environment().secret == KEY
+    assert "PYCOMM_SECRET" not in os.environ
+    seen = subprocess.check_output([sys.executable, "-c", SAYS_KEY], text=True)
+    assert seen == "key None\n"
+    assert config.environment().secret == KEY  # the second init
+    assert ("PYCOMM_SECRET", "(set)") in [row[:2] for row in config.described()]
+
+
+def test_several_hosts_without_a_secret_are_warned(tmp_path: Path, capsys: Any) -> None:
+    from pycomm.launch import command
+
+    words = ["--nnodes", "2", "--rdzv-endpoint", "192.0.2.1:29400", "--nproc", "1", "x.py"]
+    command.prepared(command.parser().parse_args(words), str(tmp_path))
+    said = capsys.readouterr().err
+    assert "any client that can reach 192.0.2.1:29400 can join this run" in said
+
+
+SLEEPS = """{python} -c 'import os, time
+print("pid", os.getpid(), flush=True)
+time.sleep(3600)'"""
+# Without exec; one in the background, one in another session.
+WRAPPER = f"#!/bin/sh\n{SLEEPS} &\nsetsid {SLEEPS}\necho never replaced by exec\n"
+IN_FRONT = f"#!/bin/sh\n{SLEEPS}\necho never replaced by exec\n"
+
+
+def wrapped(folder: Path, code: str) -> list[str]:
+    script = folder / "wrapper.sh"
+    script.write_text(code.format(python=sys.executable))
+    script.chmod(0o755)
+    return [*LAUNCH, "--nproc", "1", "--no-python", str(script)]
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_processes_of_a_wrapper_end_with_the_launcher(how: int, tmp_path: Path) -> None:
+    code = WRAPPER if how == signal.SIGKILL else IN_FRONT
+    with ending(started(tmp_path, *wrapped(tmp_path, code))) as process:
+        lines: list[str] = []
+        while len(lines) < code.count("getpid"):
+            line = process.stdout.readline()
+            assert line, process.stderr.read()
+            lines += [line] if line.startswith("pid") else []
+        ranks = [os.pidfd_open(int(line.split()[1])) for line in lines]
+        process.send_signal(how)
+        process.wait(60)
+        try:
+            for rank in ranks:
+                assert select.select([rank], [], [], 30)[0], "an orphan remains"
+        finally:
+            for rank in ranks:
+                with contextlib.suppress(ProcessLookupError):
+                    signal.pidfd_send_signal(rank, signal.SIGKILL)
+                os.close(rank)
+
+
+@pytest.mark.parametrize(
+    ("code", "status"), [("exit 7", 7), ("kill -9 $$", 137), ("kill -15 $$", 143), ("exit 0", 0)]
+)
+def test_exit_status_of_a_command_is_kept(code: str, status: int, tmp_path: Path) -> None:
+    done = launch(tmp_path, *wrapped(tmp_path, "#!/bin/sh\n" + code)[len(LAUNCH) :])
+    assert done.returncode == status, done.stderr
+
+
+def test_signals_are_forwarded_to_the_command(tmp_path: Path) -> None:
+    code = (
+        "#!/bin/sh\ntrap 'echo heard; exit 5' USR1\necho pid $PPID\nwhile :; do sleep 0.1; done\n"
+    )
+    with ending(started(tmp_path, *wrapped(tmp_path, code))) as process:
+        line = next(line for line in process.stdout if line.startswith("pid"))
+        os.kill(int(line.split()[1]), signal.SIGUSR1)
+        out, _ = process.communicate(timeout=LIMIT_S)
+    assert "heard" in out
+    assert process.returncode == 5
+
+
+def test_folders_of_killed_launchers_are_removed(tmp_path: Path) -> None:
+    place = tmp_path / "tmp"
+    place.mkdir()
+    words = [*LAUNCH, "--nproc", "1", "--no-python", "sh", "-c", "echo pid $$; sleep 3600"]
+    with ending(started(tmp_path, *words, TMPDIR=str(place))) as process:
+        assert any(line.startswith("pid") for line in process.stdout)
+        assert len(list(place.iterdir())) == 1
+        done = launch(tmp_path, "--nproc", "1", "--no-python", "true", env={"TMPDIR": str(place)})
+        assert done.returncode == 0, done.stderr
+        assert len(list(place.iterdir())) == 1  # that of a running launcher is kept
+    assert len(list(place.iterdir())) == 1  # killed
+    launch(tmp_path, "--nproc", "1", "--no-python", "true", env={"TMPDIR": str(place)})
+    assert list(place.iterdir()) == []
+
+
+UNDER_TORCHRUN = """
+import os, pycomm, numpy as np
+pycomm.init(heartbeat_s=0)
+print("pid", os.getpid(), flush=True)
+try:
+    pycomm.recv(np.zeros(1), 1 - pycomm.rank())
+except pycomm.errors.Error as error:
+    open(f"said{pycomm.rank()}", "w").write(str(error))
+"""
+
+
+@pytest.mark.parametrize("wrapped", [False, True], ids=["script", "wrapper"])
+def test_ranks_of_torchrun_end_with_an_error_when_it_is_killed(
+    wrapped: bool, tmp_path: Path
+) -> None:
+    """Both wait for the other, without heartbeats that could detect a dead rank."""
+    (tmp_path / "program.py").write_text(UNDER_TORCHRUN)
+    words = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
+    if wrapped:
+        words += ["--no-python", "sh", "-c", f"{sys.executable} program.py; true"]
+    else:
+        words += ["program.py"]
+    with ending(started(tmp_path, *words)) as process:
+        lines: list[str] = []
+        while len(lines) < 2:
+            line = process.stdout.readline()
+            assert line, process.stderr.read()
+            lines += [line] if line.startswith("pid") else []
+        ranks = [os.pidfd_open(int(line.split()[1])) for line in lines]
+        process.kill()
+        try:
+            for rank in ranks:
+                assert select.select([rank], [], [], 10)[0], "a rank outlives the launcher"
+        finally:
+            for rank in ranks:
+                with contextlib.suppress(ProcessLookupError):
+                    signal.pidfd_send_signal(rank, signal.SIGKILL)
+                os.close(rank)
+    for rank in range(2):
+        assert "the launcher of this rank (torchrun" in (tmp_path / f"said{rank}").read_text()

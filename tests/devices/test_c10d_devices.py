@@ -1,0 +1,420 @@
+"""The backend "pycomm" for tensors on devices: the streams, futures and errors of a call.
+
+Torch's device is an emulated GPU with a fake NCCL (support/torch_devices.py), which shows a missing
+order between operations. The code of CUDA builds of torch has not run.
+"""
+
+import copy
+import gc
+import time
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from torch_devices import MARKS, run_fixture, share_a_device  # noqa: F401 - the fixture "run"
+from torch_ranks import Run, values
+
+from pycomm import errors, torch_backend
+from pycomm._core_api import device_groups
+
+pytestmark = MARKS
+
+
+def _verbs(at: Any) -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    whole = [values(r, (6, 5), torch.float32) for r in range(size)]
+
+    def here(x: torch.Tensor) -> torch.Tensor:
+        return x.to(at.device)
+
+    x = here(whole[rank])
+    dist.all_reduce(x)
+    assert torch.equal(x.cpu(), sum(whole))
+    view = here(whole[rank])[:, 1]  # not contiguous
+    dist.all_reduce(view, async_op=True).wait()
+    assert torch.equal(view.cpu(), sum(w[:, 1] for w in whole))
+    y = here(whole[rank])
+    dist.broadcast(y, size - 1)
+    assert torch.equal(y.cpu(), whole[-1])
+    out = torch.empty(size * 6, 5, device=at.device)
+    dist.all_gather_into_tensor(out, here(whole[rank]))
+    assert torch.equal(out.cpu(), torch.cat(whole))
+    parts = [torch.empty(6, 5, device=at.device) for _ in range(size)]
+    dist.all_gather(parts, here(whole[rank]), async_op=True).wait()
+    assert all(torch.equal(p.cpu(), w) for p, w in zip(parts, whole, strict=True))
+    part = torch.empty(2, 5, device=at.device)
+    dist.reduce_scatter_tensor(part, here(whole[rank][: 2 * size]))
+    assert torch.equal(part.cpu(), sum(w[2 * rank : 2 * rank + 2] for w in whole))
+    got = torch.empty(6, 5, device=at.device)
+    dist.all_to_all_single(got, here(whole[rank]))
+    each = 6 // size
+    assert torch.equal(got.cpu(), torch.cat([w[rank * each : (rank + 1) * each] for w in whole]))
+    z = here(whole[rank])
+    dist.reduce(z, 0, dist.ReduceOp.MAX)
+    if rank == 0:
+        assert torch.equal(z.cpu(), torch.stack(whole).amax(0))
+    cpu = whole[rank].clone()  # the same group, in host memory
+    dist.all_reduce(cpu)
+    assert torch.equal(cpu, sum(whole))
+    dist.barrier()
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_verbs(run: Run, size: int) -> None:
+    run(size, _verbs)
+
+
+def _one_device(at: Any) -> None:
+    share_a_device(at)
+    _verbs(at)
+    assert at.counts()["groups"] == 0
+    x = torch.ones(1000, device=at.device)
+    future = dist.all_reduce(x, async_op=True).get_future()
+    doubled = future.then(lambda f: f.value()[0].clone())
+    assert (doubled.wait().cpu() == dist.get_world_size()).all()
+
+
+def test_verbs_of_ranks_that_share_a_device(run: Run) -> None:
+    run(2, _one_device)
+
+
+def _orders_streams(at: Any, async_op: bool) -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    x = torch.zeros(1000, device=at.device)
+    dist.all_reduce(x)
+    for turn in range(5):
+        x.cpu()  # all earlier work is done
+        go_on = at.delay()
+        x.copy_(torch.full((1000,), float(rank + turn)))  # the call starts after this
+        work = dist.all_reduce(x, async_op=async_op)
+        if async_op:
+            work.wait()  # does not wait for the device
+            assert not work.is_completed()
+        y = torch.empty_like(x)
+        y.copy_(x)  # after the call
+        x.copy_(torch.zeros(1000))  # after the copy
+        go_on()
+        assert (y.cpu() == sum(r + turn for r in range(size))).all()
+        assert (x.cpu() == 0).all()
+        assert not async_op or work.is_completed()
+
+
+@pytest.mark.parametrize("async_op", [False, True], ids=["sync", "async"])
+def test_call_is_ordered_with_its_stream(run: Run, async_op: bool) -> None:
+    run(2, _orders_streams, async_op)
+
+
+def _waits_on_another_stream(at: Any) -> None:
+    x = torch.zeros(1000, device=at.device)
+    x.copy_(torch.ones(1000))
+    work = dist.all_reduce(x, async_op=True)
+    before = at.stream(3)
+    work.wait()  # orders stream 3 alone
+    y = torch.empty_like(x)
+    y.copy_(x)
+    assert (y.cpu() == dist.get_world_size()).all()
+    at.stream(before)
+
+
+def test_a_wait_orders_the_stream_that_is_current_then(run: Run) -> None:
+    run(2, _waits_on_another_stream)
+
+
+def _strided(at: Any) -> None:
+    """Results for a noncontiguous layout are copied there after the call."""
+    x = torch.zeros(100, 2, device=at.device)
+    for turn in range(5):
+        x.copy_(torch.full((100, 2), float(turn)))
+        works = [dist.all_reduce(x[:, i], async_op=True) for i in range(2)]
+        for work in works:
+            work.wait()
+        y = torch.empty_like(x)
+        y.copy_(x)
+        assert (y.cpu() == turn * dist.get_world_size()).all()
+
+
+def test_results_of_other_layouts_are_ordered_with_the_stream(run: Run) -> None:
+    run(2, _strided)
+
+
+def _futures(at: Any) -> None:
+    size = dist.get_world_size()
+    x = torch.zeros(1000, device=at.device)
+    for turn in range(5):
+        x.cpu()
+        go_on = at.delay()
+        x.copy_(torch.full((1000,), float(turn)))
+        future = dist.all_reduce(x, async_op=True).get_future()
+        doubled = future.then(lambda f: f.value()[0].clone())
+        (value,) = future.wait()
+        assert value.data_ptr() == x.data_ptr()
+        y = torch.empty_like(x)
+        y.copy_(value)
+        go_on()
+        assert (y.cpu() == turn * size).all()
+        assert (doubled.wait().cpu() == turn * size).all()
+
+
+def test_futures_carry_streams(run: Run) -> None:
+    run(2, _futures)
+
+
+def _keeps_tensors(at: Any) -> None:
+    x = torch.ones(12345, device=at.device)
+    dist.all_reduce(x)
+    x.cpu()
+
+    def address() -> int:
+        return torch.empty(12345, device=at.device).data_ptr()
+
+    first = x.data_ptr()
+    go_on = at.delay()
+    dist.all_reduce(x, async_op=True)
+    del x
+    gc.collect()
+    others = [torch.empty(12345, device=at.device) for _ in range(3)]
+    assert first not in [other.data_ptr() for other in others]
+    go_on()
+    others[0].cpu()
+    deadline = time.monotonic() + 60
+    while address() != first:  # a later call drops the reference once the device is done
+        assert time.monotonic() < deadline
+        dist.all_reduce(others[0], async_op=True).wait()
+        others[0].cpu()
+    x = torch.empty(12345, device=at.device)
+    assert x.data_ptr() == first
+    go_on = at.delay()
+    work = dist.all_reduce(x, async_op=True)
+    work.wait()  # later use of the memory on this stream is ordered after the call
+    del x, work
+    gc.collect()
+    assert address() == first
+    go_on()
+    dist.barrier()
+
+
+def test_tensors_are_kept_until_the_device_finishes_or_a_stream_waits(run: Run) -> None:
+    run(2, _keeps_tensors)
+
+
+def _limits(at: Any) -> None:
+    x = torch.ones(10, device=at.device)
+    dist.all_reduce(x)
+    go_on = at.delay()
+    work = dist.all_reduce(x, async_op=True)
+    with pytest.raises(errors.Timeout, match="all_reduce: wait"):
+        work.wait(timedelta(milliseconds=100))  # such a wait is for the device
+    go_on()
+    work.wait(timedelta(seconds=60))
+    assert work.is_completed()
+    assert work.is_success()
+
+
+def test_a_wait_with_a_limit_waits_for_the_device(run: Run) -> None:
+    run(2, _limits)
+
+
+def _late_error(at: Any) -> tuple[bool, str]:
+    group = dist.new_group(backend="cpu:pycomm,privateuseone:pycomm", timeout=timedelta(seconds=20))
+    x = torch.ones(10, device=at.device)
+    dist.all_reduce(x, group=group)
+    x.cpu()
+    go_on = at.delay() if dist.get_rank() else None
+    opts = dist.AllreduceOptions()
+    opts.timeout, opts.asyncOp = timedelta(seconds=1), True
+    work = group.allreduce([x], opts)
+    work.wait()
+    deadline = time.monotonic() + 60
+    while not work.is_completed():  # the watchdog of the device aborts the hanging call
+        assert time.monotonic() < deadline
+    assert not work.is_success()  # completion implies that the outcome is known
+    with pytest.raises(errors.Error, match=r"all_reduce\(float32, count 10, sum") as caught:
+        work.wait()
+    backend = group._get_backend(at.device)
+    assert "SUCCESS" not in str(backend.get_error())
+    with pytest.raises(errors.GroupBroken, match="all_reduce"):
+        dist.all_reduce(x, group=group)
+    dist.barrier()  # the default group still works
+    if go_on:
+        go_on()
+    return isinstance(caught.value, errors.Timeout), str(caught.value)
+
+
+def test_an_error_on_the_device_reaches_the_handle_and_later_calls(run: Run) -> None:
+    found = run(2, _late_error)
+    assert any(first for first, _ in found), found  # the other rank may learn of it through NCCL
+
+
+def _disagree(at: Any) -> None:
+    x = torch.ones(10 + dist.get_rank(), device=at.device)
+    with pytest.raises(errors.Mismatch, match="no array was changed"):
+        dist.all_reduce(x)
+    with pytest.raises(errors.Mismatch, match="on CUDA devices"):
+        dist.all_reduce(x, async_op=True).wait()
+    future = dist.all_reduce(x, async_op=True).get_future()
+    with pytest.raises(errors.Mismatch):
+        future.wait()
+    assert (x.cpu() == 1).all()
+    gives = [2, 2, 3 if dist.get_rank() == 1 else 2]  # the input and output of rank 0 match
+    z = torch.zeros(6, device=at.device)
+    with pytest.raises(errors.Mismatch, match=r"rank 1 \(.* sends 3 elements to rank 2 \("):
+        dist.all_to_all_single(z, torch.ones(sum(gives), device=at.device), [2, 2, 2], gives)
+    assert not z.cpu().any()
+    y = torch.ones(10, device=at.device)
+    dist.all_reduce(y)
+    assert (y.cpu() == dist.get_world_size()).all()
+
+
+def test_mismatch_changes_no_array(run: Run) -> None:
+    run(3, _disagree)
+
+
+def _refused(at: Any) -> None:
+    x = torch.ones(10, device=at.device)
+    with pytest.raises(errors.InvalidArgument, match="in one call"):
+        dist.all_gather([torch.empty(10), torch.empty(10)], x)
+    dist.all_reduce(x)
+
+
+def test_unsupported_calls_raise_immediately(run: Run) -> None:
+    run(2, _refused)
+
+
+def _aborts(at: Any) -> None:
+    x = torch.ones(10, device=at.device)
+    dist.all_reduce(x)
+    x.cpu()
+    go_on = at.delay()
+    work = dist.all_reduce(x, async_op=True)
+    work.wait()
+    if dist.get_rank() == 0:
+        dist.group.WORLD._get_backend(at.device).abort()
+    with pytest.raises(errors.Error, match=r"abort|gone|hung up|closed"):
+        while True:
+            dist.all_reduce(x)
+    deadline = time.monotonic() + 60
+    while work.is_success():
+        assert time.monotonic() < deadline
+    go_on()
+
+
+def test_abort_ends_device_work(run: Run) -> None:
+    run(2, _aborts)
+
+
+def _groups(at: Any) -> None:
+    both = "cpu:gloo,privateuseone:pycomm"
+    rank, size = dist.get_rank(), dist.get_world_size()
+    pair = dist.new_group([0, 2], backend=both)
+    x, y = torch.full((4,), float(rank), device=at.device), torch.ones(4)
+    if rank != 1:
+        pair._get_backend(at.device).eager_connect_single_device(at.device)  # as device_id= does
+        dist.all_reduce(x, group=pair)
+        assert (x.cpu() == 2).all()
+        dist.all_reduce(y, group=pair)
+        assert (y == 2).all()
+        assert torch_backend.stats(pair)["frames_sent"] > 0
+    z = torch.ones(4, device=at.device)
+    dist.all_reduce(z)
+    assert (z.cpu() == size).all()
+
+
+def test_groups_of_some_ranks_and_with_gloo_for_the_cpu(run: Run) -> None:
+    run(3, _groups)
+
+
+def _coalesced(at: Any) -> None:
+    xs = [torch.full((n,), float(n), device=at.device) for n in (3, 1000)]
+    with dist._coalescing_manager(device=at.device, async_ops=True) as manager:
+        for x in xs:
+            dist.all_reduce(x)
+    manager.wait()
+    for n, x in zip((3, 1000), xs, strict=True):
+        assert (x.cpu() == n * dist.get_world_size()).all()
+
+
+def test_coalesced_calls(run: Run) -> None:
+    run(2, _coalesced)
+
+
+def _captured(at: Any) -> None:
+    size = dist.get_world_size()
+    x = torch.ones(100, device=at.device)
+    dist.all_reduce(x)
+    x.cpu()
+    before = at.stream(2)
+    stream = at.module.stream(at.index)
+    at.runtime.begin_capture(stream)
+    dist.all_reduce(x)
+    work = dist.all_reduce(x, async_op=True)
+    work.wait()
+    graph = at.runtime.end_capture(stream)
+    assert work.is_completed()
+    for turn in range(3):
+        x.copy_(torch.full((100,), float(turn)))
+        at.runtime.launch(graph, stream)
+        assert (x.cpu() == turn * size * size).all()
+    at.stream(before)
+
+
+def test_calls_are_captured_in_a_graph(run: Run) -> None:
+    run(2, _captured)
+
+
+def _train(device: Any) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    layers = (torch.nn.Linear(20, 30), torch.nn.ReLU(), torch.nn.Linear(30, 5))
+    model = DistributedDataParallel(torch.nn.Sequential(*layers).to(device), bucket_cap_mb=0.001)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    data = torch.Generator().manual_seed(dist.get_rank())
+    for _ in range(4):
+        x = torch.randn(8, 20, generator=data).to(device)
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+    return [p.detach().cpu() for p in model.parameters()]
+
+
+def _ddp(at: Any) -> None:
+    for there, here in zip(_train(at.device), _train("cpu"), strict=True):
+        torch.testing.assert_close(there, here)
+    assert at.counts()["collectives"] > 0
+
+
+def test_ddp_trains_as_on_the_cpu(run: Run) -> None:
+    run(2, _ddp)
+
+
+def _options(at: Any) -> None:
+    met, plain = [], device_groups._meet
+
+    def noted(*given: Any) -> Any:
+        met.append(given[4:])
+        return plain(*given)
+
+    device_groups._meet = noted
+    try:
+        asked = torch_backend.Options(cuda_channels=2, cuda_internode_transport="tcp")
+        both = "cpu:pycomm,privateuseone:pycomm"
+        group = dist.new_group(backend=both, pg_options=asked)
+        x = torch.ones(10, device=at.device)
+        dist.all_reduce(x, group=group)
+        options = copy.deepcopy(group._get_backend(at.device).options)
+        assert (options.cuda_channels, options.cuda_internode_transport) == (2, "tcp")
+        part = group.split_group(list(range(group.size())), opts=options, group_name="part")
+        part.allreduce([x]).wait()
+        assert (x.cpu() == group.size() ** 2).all()
+    finally:
+        device_groups._meet = plain
+    assert met == [(2, "tcp"), (2, "tcp")]
+    with pytest.raises(errors.InvalidArgument, match=r"got 'udp', expected one of 'nccl', 'tcp'"):
+        torch_backend.Options(cuda_internode_transport="udp")
+    with pytest.raises(errors.InvalidArgument, match="cuda_channels: got 0"):
+        torch_backend.Options(cuda_channels=0)
+
+
+def test_options_set_the_device_transport(run: Run) -> None:
+    run(2, _options)

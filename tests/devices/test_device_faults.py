@@ -1,0 +1,324 @@
+"""Failures of groups on devices: calls that hang, ranks that die, are late or abort the group, from
+Python, with emulated devices and a fake NCCL, and GPUs.
+
+Ranks are threads or processes with a device each (tests/support/group_devices.py).
+"""
+
+import os
+import signal
+import threading
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+
+# pytest finds the fixture by name, so that it looks unused.
+from group_devices import EMULATED, KINDS, machine_fixture, numbers, on  # noqa: F401 - fixture
+from thread_limit import no_new_threads
+
+import pycomm
+from pycomm import errors
+
+pytestmark = pytest.mark.timeout(300)
+DELAYED = EMULATED  # until the test releases it: a GPU's delay ends by itself
+AT_ITS_DEATH = pytest.mark.parametrize(
+    ("machine", "moment"),
+    [(kind, "before") for kind in KINDS] + [(kind, "on the device") for kind in DELAYED],
+    indirect=["machine"],
+)
+
+
+def stuck(group: pycomm.Group, device: Any) -> tuple[str, str]:
+    x = device.put(numbers(group.rank))
+    pycomm.all_reduce(x)
+    device.get(x)
+    go_on = device.delay() if group.rank else None
+    pycomm.all_reduce(x, timeout_s=1)
+    began = time.monotonic()
+    if group.rank == 0:
+        device.get(x)  # until the communicator is aborted
+        went_on.set()
+    with pytest.raises(errors.GroupBroken) as caught:
+        while time.monotonic() - began < 60:
+            pycomm.barrier()
+    with pytest.raises(errors.GroupBroken) as again:
+        pycomm.all_reduce(x)
+    if go_on:
+        assert went_on.wait(60), "the other rank's stream still waits"
+        go_on()
+    return str(caught.value), str(again.value)
+
+
+went_on = threading.Event()
+
+
+@on(*EMULATED)  # a kernel that waits without a limit cannot be ended on a GPU
+def test_a_call_that_hangs_on_a_device_is_named_and_ended(machine):
+    went_on.clear()
+    ranks = machine.run(2, stuck)
+    for text in (text for said in ranks for text in said):
+        assert f"all_reduce(float32, count 100, sum, {machine.own}, on CUDA devices)" in text
+    # The first rank past the limit aborts the communicator, which may be what the other rank sees.
+    late = "did not complete on the device within 1"
+    assert any(all(late in text for text in said) for said in ranks), ranks
+
+
+def killed(group: pycomm.Group, device: Any, moment: str) -> list[str]:
+    x = device.put(numbers(group.rank))
+    pycomm.all_reduce(x)
+    device.get(x)
+    if group.rank == 2 and moment == "before":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if group.rank == 2:
+        device.delay()
+        pycomm.all_reduce(x)
+        os.kill(os.getpid(), signal.SIGKILL)
+    said = []
+    for _ in range(2):
+        with pytest.raises((errors.PeerLost, errors.GroupBroken)) as caught:
+            for _ in range(1000):
+                pycomm.all_reduce(x)
+                device.get(x)
+        said.append(str(caught.value))
+    return said
+
+
+@AT_ITS_DEATH
+def test_a_rank_failure_is_reported_to_the_others(machine, moment):
+    options = {"processes": True, "transport": "", "return_exceptions": True}
+    *living, dead = machine.run(3, killed, moment, **options)
+    assert isinstance(dead, errors.PeerLost)
+    for said in living:
+        assert isinstance(said, list), said
+        assert all("rank 2" in text or "gone" in text for text in said), said
+
+
+def shrunk(group: pycomm.Group, device: Any) -> np.ndarray:
+    x = device.put(numbers(group.rank))
+    pycomm.all_reduce(x)
+    device.get(x)
+    if group.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises((errors.PeerLost, errors.GroupBroken)):
+        for _ in range(1000):
+            pycomm.all_reduce(x)
+            device.get(x)
+    group.cuda_internode_transport = "tcp"
+    rest = group.shrink(timeout_s=60)
+    assert (rest.size, rest.cuda_internode_transport) == (2, "tcp")
+    y = device.put(numbers(group.rank))
+    pycomm.all_reduce(y, group=rest)
+    return device.get(y)
+
+
+def test_the_survivors_continue_without_the_failed_rank(machine):
+    options = {"processes": True, "transport": "", "return_exceptions": True}
+    zero, dead, two = machine.run(3, shrunk, **options)
+    assert isinstance(dead, errors.PeerLost)
+    for got in (zero, two):
+        np.testing.assert_array_equal(got, numbers(0) + numbers(2))
+
+
+def killed_among_messages(group: pycomm.Group, device: Any, moment: str) -> str:
+    x = device.put(numbers(group.rank))
+    pycomm.all_reduce(x)
+    device.get(x)
+    if group.rank == 2:
+        if moment == "on the device":
+            device.delay()
+            pycomm.send(x, 0)
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises((errors.PeerLost, errors.GroupBroken)) as caught:
+        for _ in range(1000):
+            if group.rank == 0:
+                pycomm.recv(x, 2)
+            else:
+                pycomm.send(x, 2)
+            device.get(x)
+    return str(caught.value)
+
+
+@AT_ITS_DEATH
+def test_a_rank_failure_among_messages_is_reported_to_both_sides(machine, moment):
+    options = {"processes": True, "transport": "", "return_exceptions": True}
+    *living, dead = machine.run(3, killed_among_messages, moment, **options)
+    assert isinstance(dead, errors.PeerLost)
+    assert all(isinstance(said, str) and "rank 2" in said for said in living), living
+
+
+def dies_with_a_call(group: pycomm.Group, device: Any) -> str:
+    x = device.put(numbers(group.rank))
+    pycomm.all_reduce(x)
+    device.get(x)
+    if group.rank == 2:
+        device.delay()
+    work = pycomm.all_reduce(x, async_op=True)
+    work.wait()
+    pycomm.barrier()
+    if group.rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    device.get(x)  # until the stream continues without that rank
+    while not work.done():
+        pass
+    with pytest.raises(errors.Error, match=r"all_reduce\(float32, count 100") as caught:
+        work.wait()
+    return str(caught.value)
+
+
+@on(*DELAYED)
+def test_call_with_a_dead_rank_never_succeeds(machine):
+    options = {"processes": True, "transport": "", "return_exceptions": True}
+    *living, dead = machine.run(3, dies_with_a_call, **options)
+    assert isinstance(dead, errors.PeerLost)
+    assert all(isinstance(said, str) for said in living), living
+
+
+def late(group: pycomm.Group, device: Any) -> str:
+    x = device.put(numbers(group.rank))
+    pycomm.all_reduce(x)
+    if group.rank == 1:
+        over.wait(60)
+        return ""
+    try:
+        with pytest.raises(errors.Timeout, match="missing from this call: rank 1") as caught:
+            pycomm.all_reduce(x, timeout_s=0.5)
+    finally:
+        over.set()
+    return str(caught.value)
+
+
+over = threading.Event()
+
+
+def test_missing_rank_is_named(machine):
+    over.clear()
+    said, _ = machine.run(2, late)
+    assert "all_reduce" in said
+
+
+def aborts(group: pycomm.Group, device: Any) -> str:
+    x = device.put(numbers(group.rank))
+    pycomm.all_reduce(x)
+    device.get(x)
+    if group.rank:
+        device.delay()
+    pycomm.all_reduce(x)
+    if group.rank:
+        group.abort("enough")
+        assert went_on.wait(60), "the other rank's stream still waits"
+    else:
+        device.get(x)
+        went_on.set()
+    with pytest.raises(errors.GroupBroken) as caught:
+        for _ in range(1000):
+            pycomm.barrier()
+    return str(caught.value)
+
+
+@on(*DELAYED)
+def test_abort_ends_running_calls(machine):
+    went_on.clear()
+    said = machine.run(2, aborts)
+    known = ("enough", "closed its connection", "closed unexpectedly")
+    assert [text for text in said if not any(word in text for word in known)] == []
+
+
+def two_threads(group: pycomm.Group, device: Any) -> list[str]:
+    x = device.put(numbers(group.rank))
+    pycomm.all_reduce(x)
+    said: list[str] = []
+    if group.rank:
+        refused_one.wait(60)
+        pycomm.all_reduce(x)
+        return said
+
+    def call() -> None:
+        try:
+            pycomm.all_reduce(x, group=group)
+        except errors.InvalidArgument as error:  # one of the two threads is rejected
+            said.append(str(error))
+            refused_one.set()  # the other thread is inside, and waits for rank 1
+
+    both = [threading.Thread(target=call) for _ in range(2)]
+    for thread in both:
+        thread.start()
+    for thread in both:
+        thread.join()
+    return said
+
+
+refused_one = threading.Event()
+
+
+def test_second_thread_is_rejected(machine):
+    refused_one.clear()
+    said, _ = machine.run(2, two_threads)
+    assert [text for text in said if "another thread is inside" in text] == said != []
+
+
+def closes(group: pycomm.Group, device: Any) -> Any:
+    x = device.put(numbers(group.rank))
+    pycomm.all_reduce(x, algorithm="ring")
+    group.close()
+    with pytest.raises(errors.GroupBroken, match="closed"):
+        pycomm.all_reduce(x, group=group)
+    return device.get(x)
+
+
+def test_a_group_is_closed_when_its_calls_are_over(machine):
+    for x in machine.run(3, closes):
+        np.testing.assert_array_equal(x, sum(numbers(rank) for rank in range(3)))
+
+
+def aborted_by_the_host_group(group: pycomm.Group, device: Any) -> str:
+    x = device.put(numbers(group.rank))
+    pycomm.all_reduce(x)
+    device.get(x)
+    if group.rank == 2:
+        device.delay()
+    work = pycomm.all_reduce(x, async_op=True, timeout_s=300)
+    work.wait()
+    pycomm.barrier()
+    if group.rank == 2:
+        group._core.abort("enough")  # of the host group only, so that NCCL does not see it
+    with pytest.raises(errors.Error, match="enough"):
+        while True:
+            pycomm.barrier()
+    deadline = time.monotonic() + 60
+    while not work.done():
+        assert time.monotonic() < deadline, "the waiting device work was not aborted"
+    with pytest.raises(errors.Error, match=r"all_reduce\(float32, count 100") as caught:
+        work.wait()  # completion implies that the failure is known, too
+    group.close()
+    assert time.monotonic() < deadline, "closing the group waited for the call"
+    return str(caught.value)
+
+
+@on(*DELAYED)
+def test_device_waits_end_with_the_host_group(machine):
+    found = machine.run(3, aborted_by_the_host_group)
+    # The first rank aborts its communicator, which may be what the others see.
+    assert any("waits on the device for rank" in said for said in found), found
+
+
+def reduce_without_threads(group: pycomm.Group, device: Any) -> tuple[str, bool]:
+    """A first call without threads: the error, and whether the next call succeeds."""
+    x = device.put(numbers(group.rank))
+    refused = ""
+    with no_new_threads():
+        try:
+            pycomm.all_reduce(x, group=group, timeout_s=20)
+        except errors.Unsupported as error:  # the result: its text is asserted
+            refused = str(error)
+        pycomm.barrier(group=group)
+    pycomm.all_reduce(x, group=group, timeout_s=20)
+    return refused, bool((device.get(x) == numbers(0) + numbers(1)).all())
+
+
+@on("emulated, shared")  # the fake NCCL also needs threads
+def test_first_device_call_without_threads_is_rejected(machine: Any) -> None:
+    options = {"transport": "shm", "processes": True}
+    for refused, right in machine.run(2, reduce_without_threads, **options):
+        assert "the thread pycomm-timer cannot be created: Resource temporarily" in refused
+        assert right

@@ -1,0 +1,266 @@
+"""Messages of device arrays, from Python: emulated devices and a fake NCCL, and GPUs.
+
+Ranks are threads or processes with a device each, or share one (tests/support/group_devices.py).
+"""
+
+import threading
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+
+# pytest finds the fixture by name, so that it looks unused.
+from group_devices import EMULATED, machine_fixture, numbers, on  # noqa: F401 - fixture
+
+import pycomm
+from pycomm import errors
+
+pytestmark = pytest.mark.timeout(300)
+
+
+def round_trip(group: pycomm.Group, device: Any, async_op: bool) -> None:
+    rank, size = group.rank, group.size
+    right, left = (rank + 1) % size, (rank - 1) % size
+    for dtype, shape in (("float32", 1000), ("int16", (3, 5)), ("bool", 7), ("float64", 0)):
+        mine, got = device.put(numbers(rank, shape, dtype)), device.empty(shape, dtype)
+
+        def give(x: Any = mine) -> Any:
+            return pycomm.send(x, right, tag=5, async_op=async_op)
+
+        def take(x: Any = got) -> Any:
+            return pycomm.recv(x, left, tag=5, async_op=async_op)
+
+        calls = [give, take] if rank else [take, give]  # one rank of the ring receives first
+        works = [call() for call in calls]
+        for work in works if async_op else ():
+            work.wait()
+        if not async_op:
+            assert works[calls.index(take)] is got
+        np.testing.assert_array_equal(device.get(got), numbers(left, shape, dtype))
+
+
+@pytest.mark.parametrize("processes", [False, True], ids=["threads", "processes"])
+@pytest.mark.parametrize("async_op", [False, True], ids=["sync", "async"])
+def test_arrays_on_devices_are_sent(machine, async_op, processes):
+    options = {"processes": True, "transport": ""} if processes else {}
+    machine.run(3, round_trip, async_op, **options)
+
+
+def counted(group: pycomm.Group, device: Any) -> Any:
+    x = device.put(numbers(group.rank))
+    pycomm.all_reduce(x)
+    device.get(x)
+    device.counts()
+    before = group._devices[device.index].stats()
+    for count in (100, 0):
+        if group.rank == 0:
+            pycomm.send(x[:count], 1)
+        else:
+            pycomm.recv(x[:count], 0)
+    device.get(x)
+    after = group._devices[device.index].stats()
+    sent = after.bytes_sent - before.bytes_sent, after.frames_sent - before.frames_sent
+    return device.counts(), after.calls - before.calls, sent
+
+
+@on("emulated")  # the real NCCL does not count
+def test_message_is_one_launch_and_empty_message_is_none(machine):
+    (there, calls, sent), (here, _, got) = machine.run(2, counted)
+    assert there == {
+        "groups": 1, "sends": 1, "receives": 0, "bytes_sent": 400, "collectives": 0
+    }  # fmt: skip
+    assert here == {
+        "groups": 1, "sends": 0, "receives": 1, "bytes_sent": 0, "collectives": 0
+    }  # fmt: skip
+    assert (calls, sent, got) == (2, (400, 1), (0, 1))
+
+
+def from_any_source(group: pycomm.Group, device: Any) -> None:
+    if group.rank:
+        pycomm.send(device.put(numbers(group.rank)), 0)
+        return
+    got = [device.empty(100, "float32") for _ in range(2)]
+    work = pycomm.recv(got[0], -1, async_op=True)
+    pycomm.recv(got[1], -1)
+    work.wait()
+    sums = sum(device.get(x) for x in got)
+    np.testing.assert_array_equal(sums, numbers(1) + numbers(2))
+    while not work.done():
+        pass
+    first = work._core.source
+    np.testing.assert_array_equal(device.get(got[0]), numbers(first))
+
+
+def test_message_is_received_from_any_source(machine):
+    machine.run(3, from_any_source)
+
+
+def is_ordered_with_stream(group: pycomm.Group, device: Any, async_op: bool) -> None:
+    x = device.put(numbers(0))
+    pycomm.all_reduce(x)
+    for turn in range(10):
+        go_on = device.delay()
+        if group.rank == 0:
+            device.write(x, numbers(turn))  # the message starts after this
+            call = pycomm.send
+        else:
+            device.write(x, numbers(99))
+            call = pycomm.recv
+        work = call(x, 1 - group.rank, async_op=async_op)
+        if async_op:
+            work.wait()
+            assert not work.done()
+        assert not device.idle()
+        copy = x.clone() if device.name == "cuda" else x.copy()  # after the message
+        device.write(x, numbers(99))  # after the copy
+        pycomm.barrier()  # so neither rank waited for a device
+        go_on()
+        np.testing.assert_array_equal(device.get(copy), numbers(turn))
+
+
+@pytest.mark.parametrize("async_op", [False, True], ids=["sync", "async"])
+def test_message_is_ordered_with_its_stream(machine, async_op):
+    machine.run(2, is_ordered_with_stream, async_op)
+
+
+def replays(group: pycomm.Group, device: Any) -> None:
+    rank = group.rank
+    x, y = device.put(numbers(rank)), device.empty(100, "float32")
+
+    def there_and_back() -> None:
+        if rank == 0:
+            pycomm.send(x, 1)
+            pycomm.recv(y, 1)
+        else:
+            pycomm.recv(y, -1)
+            pycomm.send(x, 0, async_op=True).wait()
+
+    there_and_back()
+    device.get(y)
+    device.capture()
+    there_and_back()
+    launch = device.end_capture()
+    for turn in range(3):
+        device.write(x, numbers(rank + turn))
+        launch()
+        np.testing.assert_array_equal(device.get(y), numbers(1 - rank + turn))
+
+
+def test_messages_are_captured_in_a_graph(machine):
+    machine.run(2, replays)
+
+
+def disagree(group: pycomm.Group, device: Any) -> list[str]:
+    rank = group.rank
+    x, y = device.put(numbers(7)), device.put(numbers(7, 100, "int32"))
+    mistakes = [
+        lambda: pycomm.recv(x[:50], 0),
+        lambda: pycomm.recv(y, 0),
+        lambda: pycomm.recv(np.zeros(100, np.float32), 0),
+        lambda: pycomm.recv(x[:50], 0, async_op=True).wait(),
+        lambda: pycomm.send(x, 0),  # while rank 0 sends as well
+    ]
+    said = []
+    for mistake in mistakes:
+        with pytest.raises(errors.Mismatch, match="no data was sent") as caught:
+            pycomm.send(x, 1) if rank == 0 else mistake()
+        np.testing.assert_array_equal(device.get(x), numbers(7))
+        np.testing.assert_array_equal(device.get(y), numbers(7, 100, "int32"))
+        z = device.put(numbers(rank))
+        pycomm.send(z, 1) if rank == 0 else pycomm.recv(z, 0)
+        np.testing.assert_array_equal(device.get(z), numbers(0))
+        said.append(str(caught.value))
+    return said
+
+
+@pytest.mark.parametrize("transport", ["local", "shm", "tcp"])
+def test_mismatch_is_reported_to_both_ranks_before_data_moves(machine, transport):
+    for said in machine.run(2, disagree, transport=transport):
+        assert all(f"send(float32, count 100, tag 0, {machine.own}, on CUDA devices)" in text
+                   for text in said)  # fmt: skip
+        assert "recv(float32, count 50, tag 0" in said[0]
+        assert "recv(int32, count 100, tag 0" in said[1]
+        assert "recv(float32, count 100, tag 0, direct)" in said[2]
+        assert "each waits for the other to receive" in said[4]
+
+
+over = threading.Event()
+
+
+def late(group: pycomm.Group, device: Any) -> str:
+    x = device.put(numbers(group.rank))
+    pycomm.all_reduce(x)
+    for peer in (group.rank, 2):
+        with pytest.raises(errors.InvalidArgument, match=f"rank {peer}"):
+            pycomm.send(x, peer)
+    if group.rank == 1:
+        assert over.wait(60), "rank 0 still waits"
+        return ""
+    try:
+        with pytest.raises(errors.Timeout, match="rank 1") as caught:
+            pycomm.send(x, 1, timeout_s=0.3)
+    finally:
+        over.set()
+    return str(caught.value)
+
+
+def test_missing_receiver_is_named(machine):
+    over.clear()
+    said, _ = machine.run(2, late)
+    assert said.startswith("send: Timed out after 0.3")
+
+
+def stuck(group: pycomm.Group, device: Any) -> str:
+    x = device.put(numbers(group.rank))
+    pycomm.all_reduce(x)
+    device.get(x)
+    if group.rank == 0:
+        device.delay()  # nothing is sent
+        work = pycomm.send(x, 1, tag=4, async_op=True, timeout_s=1)
+    else:
+        work = pycomm.recv(x, -1, tag=4, async_op=True, timeout_s=1)
+    work.wait()
+    deadline = time.monotonic() + 60
+    while not work.done():
+        assert time.monotonic() < deadline, "the hanging device work was not aborted"
+    with pytest.raises(errors.Error) as caught:
+        work.wait()
+    with pytest.raises(errors.GroupBroken):
+        while time.monotonic() < deadline:
+            pycomm.barrier()
+    return str(caught.value)
+
+
+@on(*EMULATED)  # a GPU's delay ends by itself
+def test_a_message_that_hangs_on_a_device_is_named_and_ended(machine):
+    sender, receiver = machine.run(2, stuck)
+    of_both = f"(float32, count 100, tag 4, {machine.own}, on CUDA devices)"
+    assert f"send{of_both} to rank 1" in sender
+    assert f"recv{of_both} from rank 0" in receiver
+    assert any("did not complete on the device within 1" in text for text in (sender, receiver))
+
+
+def first_of_two(group: pycomm.Group, device: Any) -> str:
+    x = device.put(numbers(group.rank))
+    if group.rank == 2:
+        assert told.wait(60), "the other two still wait"
+        return ""
+    with pytest.raises(errors.Timeout) as caught:
+        pycomm.send(x, 1, timeout_s=1) if group.rank == 0 else pycomm.recv(x, 0, timeout_s=1)
+    told.set()
+    return str(caught.value)
+
+
+told = threading.Event()
+
+
+@on(*EMULATED)
+def test_first_message_requires_all_ranks(machine):
+    told.clear()
+    began = time.monotonic()
+    said = machine.run(3, first_of_two)
+    assert time.monotonic() - began < 30  # the call's limit, not the group's
+    for text in said[:2]:
+        assert "needs all ranks of the group" in text
+        assert "rank 2" in text

@@ -1,0 +1,218 @@
+"""CUDA kernels without a GPU: under sanitizers, with injected bugs, and through nvcc.
+
+tests/unit/test_kernels.py compares the results with the reference, bit by bit. Here: no data race
+and no access out of bounds in any order of blocks; every injected bug is found; bytes and launches
+of a step; the output of nvcc for every architecture. None of this has run on a GPU.
+"""
+
+import ctypes
+import re
+import subprocess
+
+import numpy as np
+import programs
+import pytest
+from mistakes import MISTAKES
+from test_emulator import run
+
+from pycomm import kernels
+from pycomm._core_api import devices
+
+pytestmark = [
+    pytest.mark.skipif(programs.nvcc() is None, reason="needs nvcc"),
+    pytest.mark.timeout(900),
+]
+
+CASES = ["topk", "step", "brief", "graph", "infinity", "packets", "dense"]
+CASES += ["compact", "compact_bits", "compact_brief", "compact_graph"]
+# A thousand packets take minutes; the other cases cover the same code.
+TOO_SLOW = ("tsan", "compact_bits")
+MOST_REGISTERS = 128  # of a hot kernel in float32: 2 blocks of 256 threads on every architecture
+HOT = ("update", "collect", "select", "pack", "decode")
+
+
+@pytest.mark.parametrize(
+    ("kind", "case"),
+    [(k, c) for k in ("plain", "asan", "tsan") for c in CASES if (k, c) != TOO_SLOW],
+)
+def test_kernels_are_correct_under_sanitizers(kind, case):
+    (program,) = programs.build([f"cases.{kind}"])
+    orders = [["random", "5", "3"]]
+    if kind == "plain":
+        orders += [["forward"], ["reverse"], ["random", "6", "1"], ["random", "7", "9"]]
+    for order in orders:
+        done = run(program, case, *order, limit_s=300)
+        assert done.stdout.endswith("right\n"), done.stdout[-4000:]
+        assert done.returncode == 0
+
+
+@pytest.fixture(scope="module")
+def mutants():
+    """Builds all mutants in parallel."""
+    mutants = [mutant for mutant, _, _ in MISTAKES.values()]
+    return programs.build([f"mutants/{m.name}/cases" for m in mutants], mutants)
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_injected_bug_is_found(mutants, name):
+    mutant, case, words = MISTAKES[name]
+    (program,) = [path for path in mutants if path.parent.name == name]
+    said = ""
+    for seed in ("1", "2", "3"):
+        done = run(program, case, "random", seed, "3", limit_s=120)
+        said = done.stdout
+        if done.returncode != 0 and re.search(words, said):
+            return
+    pytest.fail(f"not found by {mutant.kind} in {case}:\n{said[-3000:]}")
+
+
+def test_at_least_twenty_bugs_are_injected():
+    assert len(MISTAKES) >= 20
+
+
+# ---- bytes and launches --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("dtype", "decay", "most"), [("float32", 0.0, 21), ("float32", 0.1, 25), ("float16", 0.0, 19)]
+)
+def test_bytes_and_launches_of_a_step(dtype, decay, most):
+    """Steady residuals, 0.1 %: only the pass over the tensors matters."""
+    emulated = programs.emulated()
+    emulated.set_order("forward", 1, 4)
+    rng = np.random.default_rng(3)
+    count, k = 400_000, 400
+    u, v = np.zeros(count, np.float32), np.zeros(count, np.float32)
+    weight = rng.standard_normal(count).astype(dtype)
+    with devices.override_kernels("cpu", emulated.kernels):
+        workspace = kernels.dgc_workspace(u, v, k)
+        for _ in range(16):
+            grad = rng.standard_normal(count).astype(dtype)
+            emulated.take_traffic()
+            kernels.dgc_step(
+                grad, u, v, k, momentum=0.9, weight=weight, weight_decay=decay, workspace=workspace
+            )
+            loaded, stored, launches = emulated.take_traffic()
+    print(f"{dtype}, decay {decay}: {(loaded + stored) / count:.2f} B an element", launches)
+    assert (loaded + stored) / count <= most
+    assert launches <= 4
+
+
+def test_many_tensors_take_the_same_launches():
+    emulated = programs.emulated()
+    rng = np.random.default_rng(4)
+    sizes = rng.integers(1, 3000, 161).tolist()
+    grads, us, vs = ([rng.standard_normal(n).astype(np.float32) for n in sizes] for _ in range(3))
+    emulated.take_traffic()
+    with devices.override_kernels("cpu", emulated.kernels):
+        kernels.dgc_step(grads, us, vs, [1 + n // 100 for n in sizes], momentum=0.9)
+    assert emulated.take_traffic()[2] <= 4
+
+
+# ---- nvcc ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def resources():
+    """(unit, architecture) -> rows of (kernel, registers, spilled bytes, shared bytes)."""
+    pairs = [(unit, arch) for unit in programs.units() for arch in programs.ARCHITECTURES]
+    programs.build([f"cubin/{unit}.{arch}.cubin" for unit, arch in pairs])
+    found = {}
+    for unit, arch in pairs:
+        log = (programs.OUT / "cubin" / f"{unit}.{arch}.log").read_text()
+        rows = re.findall(
+            r"Compiling entry function '(\w+)'(?s:.*?)(\d+) bytes spill stores, (\d+) bytes spill"
+            r"(?s:.*?)Used (\d+) registers",
+            log,
+        )
+        found[unit, arch] = [(plain(n), int(r), int(a) + int(b)) for n, a, b, r in rows]
+    return found
+
+
+def plain(symbol):
+    """A kernel's name and template arguments, from its mangled symbol."""
+    libstdcpp = ctypes.CDLL("libstdc++.so.6")
+    libstdcpp.__cxa_demangle.restype = ctypes.c_char_p
+    text = libstdcpp.__cxa_demangle(symbol.encode(), None, None, None) or symbol.encode()
+    return text.decode().replace("pycomm::cuda::", "").replace("(anonymous namespace)::", "")
+
+
+@pytest.mark.parametrize("arch", programs.ARCHITECTURES)
+def test_nvcc_compiles_without_spills(resources, arch):
+    rows = [row for unit in programs.units() for row in resources[unit, arch]]
+    assert len(rows) > 50
+    assert [(name, n) for name, _, n in rows if n > 0] == []
+    hot = [row for row in rows if re.search(rf"\b({'|'.join(HOT)})<", row[0])]
+    wide = [(n, r) for n, r, _ in hot if r > MOST_REGISTERS and "double" not in n]
+    assert hot
+    assert wide == []
+    for name, registers, _ in sorted(hot, key=lambda row: -row[1])[:4]:
+        print(f"sm_{arch}: {registers:4} registers  {name.split('(')[0]}")
+
+
+def body(text, name):
+    """The PTX of the kernels whose symbol matches."""
+    parts = re.split(r"(?m)^(?=(?:\.visible )?\.entry )", text)[1:]
+    return [part for part in parts if re.search(name, part)]
+
+
+def test_hot_kernels_move_sixteen_bytes_at_a_time():
+    """In PTX, since nvcc alone has no disassembler: a vector access there is one access."""
+    step, topk, dense, packets, bandwidth = (
+        path.read_text()
+        for path in programs.build(
+            [f"ptx/{unit}.80.ptx" for unit in ("step", "topk", "dense", "packets", "bandwidth")]
+        )
+    )
+    for loop, counts in (("step", (12, 8)), ("copy", (4, 4)), ("read", (4, 0))):
+        (text,) = body(bandwidth, rf"entry \w*{loop}_loop\w*")
+        found = [len(re.findall(rf"{way}\.global\.cs\.v4", text)) for way in ("ld", "st")]
+        assert tuple(found) == counts
+    (update,) = body(step, r"entry \w*6updateILb0Efff\w*")
+    loads = len(re.findall(r"ld\.global\.cs\.v4\.(?:u|b)32", update))
+    stores = len(re.findall(r"st\.global\.cs\.v4\.(?:u|b)32", update))
+    assert (loads, stores) == (12, 8)  # g, u, v and u, v, four rows of each
+    (collect,) = body(topk, r"entry \w*7collectIf\w*")
+    assert len(re.findall(r"ld\.global\.cs\.v4\.(?:u|b)32", collect)) == 4
+    (reduce,) = body(dense, r"entry \w*10reduce_allIf\w*")
+    assert re.search(r"ld\.global\.cs\.v4\.(?:u|b)32", reduce)
+    assert re.search(r"st\.global\.cs\.v4\.(?:u|b)32", reduce)
+    (decode,) = body(packets, r"entry \w*6decodeILb0Eff\w*")
+    assert re.search(r"st\.global\.cs\.v4\.(?:u|b)32", decode)
+    for types, loaded, stored in (("f13__nv_bfloat16", 4, 2), ("13__nv_bfloat16f", 2, 4)):
+        (cast,) = body(dense, rf"entry \w*8cast_allI{types}E\w*")  # four elements of either
+        assert re.search(rf"ld\.global\.cs\.v{loaded}\.(?:u|b)32", cast)
+        assert re.search(rf"st\.global\.cs\.v{stored}\.(?:u|b)32", cast)
+    for kernel in (update, collect):
+        assert "fma.rn.ftz" not in kernel
+        assert ".local" not in kernel
+
+
+# ---- coverage ------------------------------------------------------------------------------------
+
+
+def test_coverage_of_the_kernels():
+    """Prints the lines of the kernels that the cases run; few are not covered."""
+    (program,) = programs.build(["cases.coverage"])
+    folder = programs.OUT / "coverage"
+    for old in folder.glob("*.gcda"):
+        old.unlink()
+    for case in CASES:
+        assert run(program, case, "random", "3", "3", limit_s=200).returncode == 0
+    objects = [f"{unit}.o" for unit in programs.units()]
+    done = subprocess.run(
+        ["gcov", "-n", *objects],
+        cwd=folder, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    rows = re.findall(
+        r"File '.*csrc/cuda/([\w.]+)'\nLines executed:([\d.]+)% of (\d+)", done.stdout
+    )
+    best = {}
+    for name, share, lines in rows:
+        best[name] = max(best.get(name, (0.0, 0)), (float(share), int(lines)))
+    for name, (share, lines) in sorted(best.items()):
+        print(f"{name:14} {share:6.2f} % of {lines} lines")
+    hot = ("begin.cuh", "block.cuh", "decode.cuh", "pack.cuh", "select.cuh", "update.cuh")
+    hot += ("bandwidth.cu",)
+    hot += tuple(f"compact_{name}.cuh" for name in ("bits", "read", "values", "write"))
+    assert {name: best[name] for name in hot if best[name][0] < 90} == {}

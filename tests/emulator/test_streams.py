@@ -1,0 +1,24 @@
+"""The stream engine without a GPU: plans over the fake NCCL on emulated streams.
+
+The cases are in streams_test.cpp, host_staging_channel_test.cpp and host_callback_thread_test.cpp
+of tests/emulator. Each runs plain, and under the thread and the address and undefined sanitizers.
+"""
+
+import re
+
+import programs
+import pytest
+from test_emulator import run
+
+pytestmark = [
+    pytest.mark.skipif(programs.nvcc() is None, reason="needs nvcc, for the headers of CUDA"),
+    pytest.mark.timeout(600),
+]
+
+
+@pytest.mark.parametrize("kind", ["plain", "tsan", "asan"])
+def test_plans_run_on_streams(kind):
+    (program,) = programs.build([f"streams.{kind}"])
+    done = run(program, limit_s=200)
+    assert done.returncode == 0, done.stdout[-4000:]
+    assert re.search(r"^2\d passed, 0 failed$", done.stdout, re.MULTILINE), done.stdout

@@ -1,0 +1,318 @@
+"""Ranks on different hosts: network namespaces joined by bridges (pycomm/bench/support/netns.py).
+
+A namespace has its own interfaces and its own abstract sockets, so each is a host to pycomm. Needs
+root and iproute2. The programs of the ranks are in host_ranks.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+from host_runs import LIMIT_S, Run
+
+from benchmarks.reliability.unauthenticated import MANNERS
+from pycomm.bench.support.netns import Counters, Host, Network, missing
+
+WHY_NOT = missing()
+pytestmark = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
+
+ADDRESSES = {"ipv4": {"ipv6": False}, "ipv6": {"ipv4": False}, "both": {}}
+
+
+@pytest.fixture
+def two_links() -> Iterator[Network]:
+    """Two hosts on two links, with IPv4 only: the links carry no unsolicited packets."""
+    with Network(2, links=2, ipv6=False) as net:
+        yield net
+
+
+def expected_transports(places: Sequence[int]) -> list[list[str]]:
+    return [
+        [
+            "self" if a == b else "shm" if places[a] == places[b] else "tcp"
+            for b in range(len(places))
+        ]
+        for a in range(len(places))
+    ]
+
+
+@pytest.mark.parametrize(
+    ("places", "family", "master"),
+    [
+        ([0, 0, 1, 1], "ipv4", "10.99.0.1"),
+        ([0, 0, 0, 1], "ipv6", "fd00:99:0::1"),
+        ([1, 0, 0, 0], "both", "[fd00:99:0::2]"),
+        ([0, 1, 2, 3], "both", "host0"),
+        ([3, 1, 2, 0, 1], "ipv6", "host3"),
+    ],
+)
+def test_verbs_are_correct_across_hosts(places: list[int], family: str, master: str) -> None:
+    hosts = max(places) + 1
+    with Network(hosts, **ADDRESSES[family]) as net:
+        told = Run(net, places, "verbs", {"MASTER_ADDR": master}).start_all().told()
+    assert [t["transports"] for t in told] == expected_transports(places)
+    ranks_of = [[r for r, p in enumerate(places) if p == place] for place in range(hosts)]
+    wanted = [[ranks_of[p].index(r), len(ranks_of[p]), hosts] for r, p in enumerate(places)]
+    assert [t["local"] for t in told] == wanted
+    assert len({t["bits"] for t in told}) == 1
+
+
+def bytes_over(host: Host, link: int, before: Counters) -> int:
+    now = host.counters(link)
+    return now.sent - before.sent + now.received - before.received
+
+
+@pytest.mark.parametrize(
+    "choice", ["eth1", "10.99.1.0/24", "eth7,eth1", "10.99.1.1,10.99.1.2"], ids=str
+)
+def test_the_chosen_interface_carries_everything(two_links: Network, choice: str) -> None:
+    before = [[host.counters(link) for link in (0, 1)] for host in two_links.hosts]
+    master = two_links.hosts[0].ipv4(1)
+    env = {"MASTER_ADDR": master, "GLOO_SOCKET_IFNAME": choice, "FORM_S": "90"}
+    run = Run(two_links, [0, 1], "form", env)
+    run.start(0)
+    heard: list[str] = []
+    while len(heard) < 3:  # the store's two and the transport's, which waits for rank 1
+        assert run.ranks[0].poll() is None
+        lines = two_links.hosts[0].run("ss", "-Hltn").splitlines()
+        heard = sorted(line.split()[3].rpartition(":")[0] for line in lines)
+    assert heard == ["*", "*", master]
+    assert [t["transports"] for t in run.start_all().told()] == [["self", "tcp"], ["tcp", "self"]]
+    for host, (unused, used) in zip(two_links.hosts, before, strict=True):
+        assert bytes_over(host, 0, unused) == 0
+        assert bytes_over(host, 1, used) > 1000
+
+
+def test_default_interface_is_the_route_to_rank_0(two_links: Network) -> None:
+    """Not the first interface, and not a bridge that other hosts have with the same address, as all
+    hosts with Docker do."""
+    for host in two_links.hosts:
+        host.ip("link", "add", "docker0", "type", "veth", "peer", "name", "docker1")
+        host.ip("addr", "add", "172.17.0.1/16", "dev", "docker0")
+        host.ip("link", "set", "docker0", "up")
+        host.ip("link", "set", "docker1", "up")
+    before = [host.counters(0) for host in two_links.hosts]
+    env = {"MASTER_ADDR": two_links.hosts[0].ipv4(1)}
+    Run(two_links, [0, 1, 1], "verbs", env).start_all().told()
+    for host, counters in zip(two_links.hosts, before, strict=True):
+        assert bytes_over(host, 0, counters) == 0
+
+
+def test_next_address_is_tried_when_one_is_unreachable() -> None:
+    """Rank 0's host has as its own address one that no other host can reach."""
+    with Network(2, links=2, ipv6=False) as net:
+        net.hosts[1].ip("addr", "flush", "dev", "eth0")
+        net.hosts[1].ip("route", "add", "unreachable", "10.99.0.0/24")
+        env = {"MASTER_ADDR": net.hosts[0].ipv4(1), "FORM_S": "90"}
+        run = Run(net, [0, 1], "form", env)
+        run.start(0, {"MASTER_ADDR": net.hosts[0].ipv4(0)})
+        told = run.start_all().told()
+    assert [t.get("transports") for t in told] == [["self", "tcp"], ["tcp", "self"]], told
+
+
+# An unauthenticated client connects to each address in every way, and waits for the end. It prints
+# how many connections succeeded, how many failed, and in how many it received more than an
+# unauthenticated client may.
+CLIENT = """
+import json, sys
+from benchmarks.unauthenticated import MANNERS, UnauthenticatedClients
+clients = UnauthenticatedClients()
+for host, port in (word.rsplit(":", 1) for word in sys.argv[1:] * 3):
+    for _ in MANNERS:
+        clients.call((host, int(port)))
+        clients.go_on()
+print("called", flush=True)
+sys.stdin.readline()
+clients.go_on()
+clients.close()
+print(json.dumps([clients.stood, clients.refused, clients.let_in]))
+"""
+
+
+def test_unauthenticated_clients_of_another_host_are_rejected_and_the_group_forms() -> None:
+    places = [0, 1, 0]
+    with Network(3) as net:
+        run = Run(net, places, "form", {"FORM_S": "90"})
+        run.start(0)
+        run.start(1)
+        doors: set[tuple[int, str]] = set()
+        while len(doors) < 3:  # the store's, and those of both ranks, which wait for the third
+            assert [rank.poll() for rank in run.ranks.values()] == [None, None]
+            for host in net.hosts[:2]:
+                lines = host.run("ss", "-Hltn").splitlines()
+                doors |= {(host.number, line.split()[3].rpartition(":")[2]) for line in lines}
+        called = [
+            f"{address}:{port}"
+            for number, port in sorted(doors)
+            for address in (net.hosts[number].ipv4(), net.hosts[number].ipv6())
+        ]
+        client = net.hosts[2].start([sys.executable, "-c", CLIENT, *called], stdin=subprocess.PIPE)
+        assert client.stdout is not None
+        assert client.stdout.readline() == "called\n", client.communicate()
+        told = run.start_all().told()
+        out, err = client.communicate("\n", timeout=LIMIT_S)
+    assert [one.get("transports") for one in told] == expected_transports(places), told
+    assert out, err
+    assert json.loads(out) == [3 * len(called) * len(MANNERS), 0, 0]
+
+
+def refusal(net: Network, env: dict[str, str]) -> dict[str, Any]:
+    """The error of a rank 1 in host 1 that joins with these variables, without rank 0."""
+    run = Run(net, [0, 1], "form", {"FORM_S": "90"})
+    waiting, process = run.start(0), run.start(1, env)
+    out, err = process.communicate(timeout=LIMIT_S)
+    assert process.returncode == 0, err
+    waiting.kill()
+    waiting.communicate()
+    told: dict[str, Any] = json.loads(out)
+    return told
+
+
+def test_invalid_address_is_rejected_with_the_valid_ones() -> None:
+    with Network(2, links=2) as net:
+        net.hosts[1].ip("link", "set", "eth1", "down")
+        shown = "lo (127.0.0.1, ::1), eth0 (10.99.0.2, fd00:99::2, fe80::"
+        for choice in ("eth9", "eth1", "10.99.0.1", "10.98.0.0/16"):
+            told = refusal(net, {"GLOO_SOCKET_IFNAME": choice})
+            assert told["error"] == "InvalidArgument"
+            assert f"GLOO_SOCKET_IFNAME is '{choice}'" in told["text"]
+            assert shown in told["text"]
+            assert "eth1 (down)" in told["text"]
+        listed = net.hosts[1].ip("-6", "-br", "addr", "show", "dev", "eth0").split()
+        link_local = next(word for word in listed if word.startswith("fe80")).split("/")[0]
+        told = refusal(net, {"GLOO_SOCKET_IFNAME": link_local})
+        assert told["error"] == "InvalidArgument"
+        assert "link-local" in told["text"]
+        told = refusal(net, {"MASTER_ADDR": link_local, "FORM_S": "1"})
+        assert told["error"] == "Timeout"
+        assert f"needs its interface, as in {link_local}%eth0" in told["text"]
+
+
+@pytest.mark.parametrize("by", [0, 1])
+def test_loopback_is_rejected_for_another_host(by: int) -> None:
+    with Network(2, ipv6=False) as net:
+        run = Run(net, [0, 1], "form", {"FORM_S": "90"})
+        run.start(by, {"GLOO_SOCKET_IFNAME": "lo"})
+        for rank, told in enumerate(run.start_all().told()):
+            assert told["error"] == "Unsupported", told
+            assert told["peer"] == 1 - rank
+            assert f"rank {1 - rank} (host " in told["text"]
+            assert ("the former, 127.0.0.1:", "this, 127.0.0.1:")[rank == by] in told["text"]
+
+
+@pytest.mark.parametrize("how", ["silent", "unreachable"])
+def test_unreachable_address_is_named(two_links: Network, how: str) -> None:
+    """The store is reached by link 0, rank 0's chosen address on link 1 is unreachable."""
+    target = two_links.hosts[0].ipv4(1)
+    if how == "silent":  # a neighbour that does not exist: packets are lost
+        absent = ("lladdr", "02:00:00:00:00:99", "nud", "permanent")
+        two_links.hosts[1].ip("neigh", "replace", target, "dev", "eth1", *absent)
+    else:
+        two_links.hosts[1].ip("route", "add", "unreachable", f"{target}/32")
+    run = Run(two_links, [0, 1], "form", {"GLOO_SOCKET_IFNAME": "eth1", "FORM_S": "3"})
+    run.start(0, {"FORM_S": "2"})  # its store ends before rank 1 times out
+    zero, one = run.start_all().told()
+    assert one["error"] == "Timeout"
+    assert "rank 0 (host " in one["text"]
+    assert f" at {target}:" in one["text"]
+    if how == "unreachable":
+        assert "No route to host" in one["text"] or "unreachable" in one["text"]
+    assert zero["error"] == "Timeout"
+    assert "rank 1 (host " in zero["text"]
+    assert f"which did not call {target}:" in zero["text"]
+
+
+@pytest.mark.timeout(300)
+def test_training_on_two_hosts_equals_one_host() -> None:
+    with Network(2) as net:
+        apart = Run(net, [0, 0, 1, 1], "training", {"MASTER_ADDR": net.hosts[0].ipv6()})
+        told = apart.start_all().told()
+        levels = {"MASTER_ADDR": net.hosts[0].ipv6(), "HIERARCHICAL": "1"}  # and two lanes
+        wrapped = Run(net, [0, 0, 1, 1], "training", levels).start_all().told()
+        alone = Run(net, [0, 0, 0, 0], "training").start_all().told()
+    assert {(t["hosts"], t["lanes"]) for t in alone} == {(1, 1)}
+    for run in (told, wrapped, alone):
+        # On two hosts the order of summation differs: bits are equal among ranks, not among runs.
+        assert len({t["bits"] for t in run}) == 1
+        assert run[0]["sums"] == pytest.approx(alone[0]["sums"], rel=1e-5)
+    assert {(t["hosts"], t["lanes"]) for t in told + wrapped} == {(2, 2)}
+
+
+HEADERS = {"ipv4": 14 + 20 + 32, "ipv6": 14 + 40 + 32}  # Ethernet, IP, TCP with timestamps
+
+
+@pytest.mark.parametrize("family", HEADERS)
+@pytest.mark.parametrize("cut", [False, True], ids=["gso", "no gso"])
+def test_counted_bytes_match_the_interface(family: str, cut: bool) -> None:
+    with Network(2, **ADDRESSES[family]) as net:
+        if cut:
+            net.cut(0)
+        host = net.hosts[0]
+        master = host.ipv4() if family == "ipv4" else host.ipv6()
+        run = Run(net, [0, 1], "traffic", {"MASTER_ADDR": master}).start_all()
+        marks = []
+        for word in ("ready", "done"):
+            for rank in (0, 1):
+                assert run.ranks[rank].stdout.readline().strip() == word
+            marks.append(host.counters())
+            for rank in (0, 1):
+                run.ranks[rank].stdin.write("\n")
+                run.ranks[rank].stdin.flush()
+        told = run.told()[0]
+    before, after = marks
+    headers = HEADERS[family]
+    packets = after.packets_sent - before.packets_sent
+    sent = after.sent - before.sent - headers * packets
+    received = after.received - before.received
+    received -= headers * (after.packets_received - before.packets_received)
+    assert told["written"] == pytest.approx(sent, rel=0.03)
+    assert told["received"] == pytest.approx(received, rel=0.03)
+    assert told["written"] > 64 << 20
+
+
+def test_near_hosts_are_not_rate_limited() -> None:
+    """If the system has bbr, no connection starts with it: its timers would remain."""
+    with Network(2) as net:
+        for host in net.hosts:
+            with contextlib.suppress(OSError):  # a kernel without it: nothing to change
+                host.run("sysctl", "-qw", "net.ipv4.tcp_congestion_control=bbr")
+        run = Run(net, [0, 1], "traffic").start_all()
+        for _ in ("ready", "done"):
+            for rank in (0, 1):
+                run.ranks[rank].stdout.readline()
+            sockets = net.hosts[1].run("ss", "-tinHO", "state", "established")
+            for rank in (0, 1):
+                run.ranks[rank].stdin.write("\n")
+                run.ranks[rank].stdin.flush()
+        run.told()
+    assert len(sockets.splitlines()) == 2, sockets  # to the store, and to the other rank
+    assert "bbr" not in sockets
+
+
+def test_hierarchical_exchange_sends_one_packet_per_host() -> None:
+    """DGC's ranks of a host select the same elements; in a step a host receives what one other host
+    sent, not what each of its ranks has. `auto` chooses it."""
+    with Network(2, ipv6=False) as net:
+        run = Run(net, [0, 0, 1, 1], "hierarchical").start_all()
+        marks = []
+        for word in ("ready", "done"):
+            for rank in range(4):
+                assert run.ranks[rank].stdout.readline().strip() == word
+            marks.append(net.hosts[0].counters())
+            for rank in range(4):
+                run.ranks[rank].stdin.write("\n")
+                run.ranks[rank].stdin.flush()
+        told = run.told()
+    assert {one["exchange"] for one in told} == {"hierarchical"}
+    assert len({one["w"] for one in told}) == 1
+    for name in ("u", "v"):
+        assert told[0][name] == told[1][name] != told[2][name] == told[3][name]
+    assert [one["sent"] > 0 for one in told] == [True, False, True, False]
+    assert told[2]["sent"] < 1.3 * told[2]["k"]  # bytes: an index and 2 bits
+    assert told[2]["sent"] < marks[1].received - marks[0].received < 1.3 * told[2]["sent"]

@@ -1,0 +1,48 @@
+"""A check that is removed or weakened fails the test that covers it: the native suites with each of
+tests/native/mutations.py.
+"""
+
+import subprocess
+from pathlib import Path
+
+import pytest
+from mutations import ROWS, mutated
+
+from build import build
+
+pytestmark = pytest.mark.no_attack(
+    "a suite must fail for the mutation, not for unauthenticated clients"
+)
+LIMIT_S = 300  # of one test of a suite, which takes seconds
+
+
+def run_mutant(program: Path, test: str) -> tuple[int, str]:
+    """The exit status of a test of a suite, and its output."""
+    done = subprocess.run(
+        [str(program), test],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        timeout=LIMIT_S,
+        check=False,
+    )
+    return done.returncode, done.stdout
+
+
+@pytest.mark.timeout(1200)  # the first worker builds the suites
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row[0])
+def test_a_mutated_check_is_found(row: tuple[str, ...]) -> None:
+    status, found = run_mutant(mutated(row), row[-1])
+    assert status != 0, found
+    assert "FAILED" in found or status < 0, found  # a signal, if the mutant crashes
+
+
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize(("suite", "test"), sorted({row[4:] for row in ROWS}), ids=lambda s: s)
+def test_a_sound_check_passes(suite: str, test: str) -> None:
+    (program,) = build("plain", [suite])
+    status, found = run_mutant(program, test)
+    assert status == 0, found
+    assert " passed, 0 failed" in found
+    assert not found.startswith("0 passed"), f"no such test: {test}"

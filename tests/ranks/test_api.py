@@ -1,0 +1,465 @@
+"""The calls of the package, with ranks as threads over every transport, and as processes."""
+
+import hashlib
+import os
+import re
+import subprocess
+import sys
+import threading
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+from ports import free_port
+
+import pycomm
+from pycomm import Group, errors
+from pycomm.testing import run_ranks
+from pycomm.testing.threads import join
+
+SIZES = [1, 2, 3, 4]
+TRANSPORTS = ["local", "shm", "tcp"]
+OPS = {
+    "sum": np.add.reduce,
+    "avg": lambda xs: np.mean(xs, axis=0),
+    "product": np.multiply.reduce,
+    "min": np.minimum.reduce,
+    "max": np.maximum.reduce,
+    "band": np.bitwise_and.reduce,
+    "bor": np.bitwise_or.reduce,
+    "bxor": np.bitwise_xor.reduce,
+}
+
+
+def data(rank: int, count: int, dtype: str) -> Any:
+    """Small integers: every order of summation gives the same sum."""
+    return (np.arange(count) * (rank + 3) % 7).astype(dtype)
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("n", SIZES)
+@pytest.mark.parametrize("algorithm", [None, *pycomm.algorithms()])
+def test_reductions_by_every_algorithm(op: str, n: int, algorithm: str | None) -> None:
+    dtype = "int64" if op.startswith("b") else "float64"
+    counts = (0, 1, 5, 1000)
+
+    def rows(rank: int, count: int) -> Any:
+        return np.stack([data(rank + row, count, dtype) for row in range(n)])
+
+    def whole(group: Group) -> Any:
+        each = [data(group.rank, count, dtype) for count in counts]
+        return [pycomm.all_reduce(x, op, algorithm=algorithm) for x in each]
+
+    def parts(group: Group) -> Any:
+        each = [rows(group.rank, count) for count in counts]
+        return [pycomm.reduce_scatter(x, op, algorithm=algorithm) for x in each]
+
+    for results in _where_there_is(algorithm, n, whole):
+        for result, count in zip(results, counts, strict=True):
+            np.testing.assert_allclose(result, OPS[op](rows(0, count)))
+    for rank, results in enumerate(_where_there_is(algorithm, n, parts)):
+        for result, count in zip(results, counts, strict=True):
+            np.testing.assert_allclose(result, OPS[op](rows(rank, count)))
+
+
+def _where_there_is(algorithm: str | None, n: int, fn: Any) -> list[Any]:
+    """The results, or none if the verb reports that it lacks the algorithm."""
+    try:
+        return run_ranks(n, fn)
+    except errors.Unsupported as error:
+        if algorithm in (None, "ring", "tree") or f'"{algorithm}"' not in str(error):
+            raise
+        return []
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("n", SIZES)
+def test_every_verb_over_every_transport(n: int, transport: str) -> None:
+    def fn(group: Group) -> Any:
+        assert (group.size, pycomm.size(), len(group.peer_info())) == (n, n, n)
+        assert group.rank == pycomm.rank() == group.ranks[group.rank]
+        x = data(group.rank, 100_003, np.float32)
+        total = pycomm.all_reduce(x.copy())
+        rows = pycomm.all_gather(x)
+        mine = pycomm.reduce_scatter(rows)
+        sent = [pycomm.broadcast(x.copy(), src) for src in range(n)]
+        pycomm.barrier()
+        return total, rows, mine, sent
+
+    every = [data(r, 100_003, np.float32) for r in range(n)]
+    for rank, (total, rows, mine, sent) in enumerate(run_ranks(n, fn, transport=transport)):
+        assert np.array_equal(total, sum(every))
+        assert np.array_equal(rows, every)
+        assert np.array_equal(mine, every[rank] * n)
+        assert np.array_equal(sent, every)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_messages_keep_their_order_and_tags(transport: str) -> None:
+    def one_way(group: Group) -> Any:
+        if group.rank == 0:
+            for i in range(4):
+                pycomm.send(np.full(1000, i), 1, tag=i)
+            return None
+        return [int(pycomm.recv(np.zeros(1000, int), 0, tag=i)[0]) for i in range(4)]
+
+    def there_and_back(group: Group) -> float:
+        x = np.full(100_000, 1.0 + group.rank)
+        if group.rank == 0:
+            pycomm.send(x[::2], 1)
+            return float(pycomm.recv(x, 1).sum())
+        pycomm.recv(x[::2], 0)
+        pycomm.send(x, 0)
+        return float(x.sum())
+
+    assert run_ranks(2, one_way, transport=transport)[1] == [0, 1, 2, 3]
+    assert run_ranks(2, there_and_back, transport=transport) == [150_000.0] * 2
+
+
+def same_bits(group: Group, algorithm: str | None = None) -> list[str]:
+    """Hashes of sums whose bits depend on the order of summation."""
+    rng = np.random.default_rng(group.rank)
+    hashes = []
+    for count in (1, 7, 4096, 70_001):
+        for dtype in (np.float32, np.float16):
+            x = rng.standard_normal(count).astype(dtype)
+            pycomm.all_reduce(x, group=group, algorithm=algorithm)
+            hashes.append(hashlib.sha256(x.tobytes()).hexdigest())
+    return hashes
+
+
+def test_same_bits_on_every_rank_run_and_transport() -> None:
+    ring = run_ranks(3, same_bits, "ring")[0]
+    for transport in TRANSPORTS:
+        assert run_ranks(3, same_bits, "ring", transport=transport) == [ring] * 3
+    assert run_ranks(3, same_bits, "ring", transport="", processes=True) == [ring] * 3
+    shared = run_ranks(3, same_bits)[0]  # the default where memory is shared
+    assert run_ranks(3, same_bits, "shared_memory", transport="shm") == [shared] * 3
+    assert run_ranks(3, same_bits, transport="", processes=True) == [shared] * 3
+
+
+def test_async_calls_end_in_order_and_keep_their_arrays() -> None:
+    def fn(group: Group) -> Any:
+        works = [
+            pycomm.all_reduce(np.full(1000 * i, float(i)), group=group, async_op=True)
+            for i in range(20)
+        ]
+        last = works[-1].result()
+        assert all(work.done() for work in works)
+        assert pycomm.all_reduce(np.ones(3), group=group).tolist() == [2.0] * 3
+        work = pycomm.barrier(async_op=True)
+        work.wait(5.0)
+        work.wait()
+        assert work.result() is None
+        for i in range(20):  # no reference to the works: the arrays live until the calls end
+            pycomm.all_reduce(np.full(100_000, float(i)), group=group, async_op=True)
+        pycomm.barrier()
+        return last, [work.result() for work in works]
+
+    for last, every in run_ranks(2, fn):
+        assert (last == 38.0).all()
+        assert all((x == 2.0 * i).all() for i, x in enumerate(every))
+
+
+def test_wait_times_out_and_the_call_continues() -> None:
+    ready = threading.Event()
+
+    def fn(group: Group) -> Any:
+        if group.rank == 1:
+            ready.wait()
+            return pycomm.all_reduce(np.ones(2), group=group)
+        work = pycomm.all_reduce(np.ones(2), group=group, async_op=True)
+        assert not work.done()
+        with pytest.raises(errors.Timeout):
+            work.wait(0.05)
+        ready.set()
+        return work.result()
+
+    assert [x.tolist() for x in run_ranks(2, fn)] == [[2.0, 2.0]] * 2
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_split(transport: str) -> None:
+    def fn(group: Group) -> Any:
+        half = group.split(group.rank % 2, key=-group.rank)
+        everyone = group.split(0)
+        excluded = group.split(None if group.rank == 0 else 1)
+        assert (excluded is None) == (group.rank == 0)
+        x = pycomm.all_reduce(np.array([10**group.rank]), group=half)
+        y = pycomm.all_reduce(np.array([10**group.rank]), group=everyone)
+        return half.rank, half.ranks, int(x[0]), int(y[0]), half.name
+
+    results = run_ranks(4, fn, transport=transport)
+    assert [r[0] for r in results] == [1, 1, 0, 0]
+    assert [r[1] for r in results] == [[2, 0], [3, 1]] * 2
+    assert [r[2] for r in results] == [101, 1010] * 2
+    assert {r[3] for r in results} == {1111}
+    assert results[0][4] == results[2][4] != results[1][4]
+
+
+@pytest.mark.parametrize("n", [2, 3, 4])
+def test_ring_sends_the_expected_bytes(n: int) -> None:
+    """A ring sends each of its 2 (n - 1) chunks of 1/n once, plus headers."""
+
+    def fn(group: Group) -> Any:
+        before = group.stats()
+        pycomm.all_reduce(np.ones(n * 10_000, np.float32), algorithm="ring", group=group)
+        after = group.stats()
+        assert after.calls == before.calls + 1
+        assert after.seconds > before.seconds
+        assert repr(after).startswith(f"Stats(calls={after.calls}, ")
+        assert f"pid={os.getpid()}, transport='local'" in repr(group.peer_info())
+        assert after.bytes == after.bytes_written > after.bytes_sent
+        payload = after.bytes_sent - before.bytes_sent
+        headers = after.bytes_written - before.bytes_written - payload
+        assert headers == 32 * (after.frames_sent - before.frames_sent)
+        assert after.bytes_received - before.bytes_received > payload
+        return payload
+
+    assert run_ranks(n, fn) == [2 * (n - 1) * 10_000 * 4] * n
+
+
+def shapes_and_arguments(group: Group) -> float:
+    x = np.ones(4, np.float32)
+    cases = [
+        (lambda: pycomm.all_reduce(x, "mean"), "mean"),
+        (lambda: pycomm.all_reduce(x, algorithm="magic"), "magic"),
+        (lambda: pycomm.all_reduce(x, timeout_s=0), "timeout_s"),
+        (lambda: pycomm.all_reduce(x, timeout_s=float("nan")), "timeout_s"),
+        (lambda: pycomm.broadcast(x, 2), "rank 2"),
+        (lambda: pycomm.broadcast(x, -1), "rank -1"),
+        (lambda: pycomm.send(x, 5), "rank 5"),
+        (lambda: pycomm.send(x, 1 - group.rank, tag=-1), "tag"),
+        (lambda: pycomm.all_gather(x, np.ones(8, np.float32)), "shape"),
+        (lambda: pycomm.all_gather(x, np.ones((2, 4))), "dtype"),
+        (lambda: pycomm.reduce_scatter(x), "shape"),
+        (lambda: pycomm.reduce_scatter(np.float32(1)), "shape"),
+        (lambda: pycomm.reduce_scatter(np.ones((2, 3)), out=np.ones(4)), "shape"),
+        (lambda: pycomm.set_num_threads(0), "set_num_threads"),
+    ]
+    for call, words in cases:
+        with pytest.raises(errors.InvalidArgument, match=words):
+            call()
+    with pytest.raises(errors.Unsupported, match="avg"):
+        pycomm.all_reduce(np.ones(3, int), "avg")
+    return float(pycomm.all_reduce(x)[0])
+
+
+def test_wrong_arguments_raise_before_data_is_sent() -> None:
+    assert run_ranks(2, shapes_and_arguments) == [2.0, 2.0]
+
+
+def counts() -> tuple[int, int, float]:
+    """Open descriptors, threads and resident memory (MiB) of this process."""
+    with open("/proc/self/status") as lines:
+        status = dict(line.split(":", 1) for line in lines)
+    resident = int(status["VmRSS"].split()[0]) / 1024
+    return len(os.listdir("/proc/self/fd")), int(status["Threads"]), resident
+
+
+def many_calls(group: Group) -> list[Any]:
+    x, odd = np.ones(100), np.ones((20, 20))[::2, ::3]
+    readings = []
+    for step in range(10_000):
+        pycomm.all_reduce(x, "max", group=group)
+        if step % 10 == 0:
+            pycomm.all_reduce(odd, "max", group=group, async_op=True).wait()
+        if step in (2_000, 9_999):
+            pycomm.barrier(group=group)
+            readings.append(counts())
+    return readings
+
+
+def test_ten_thousand_calls_leak_nothing() -> None:
+    for (fds, threads, resident), (fds_after, threads_after, resident_after) in run_ranks(
+        2, many_calls, transport="", processes=True
+    ):
+        assert fds_after == fds
+        assert threads_after == threads
+        assert resident_after - resident < 4.0
+
+
+def test_groups_leak_nothing() -> None:
+    def fn(group: Group) -> Any:
+        group.split(0)
+        pycomm.barrier()
+
+    run_ranks(3, fn, transport="shm")
+    before = counts()
+    for transport in TRANSPORTS * 3:
+        run_ranks(3, fn, transport=transport)
+    # A closed TCP connection is kept for at most 2 s, until the peer has all data, and the kernel
+    # counts a thread a moment longer than join() does.
+    limit = time.monotonic() + 10
+    while any(np.greater(counts()[:2], before[:2])) and time.monotonic() < limit:
+        os.sched_yield()
+    fds, threads, _ = counts()
+    assert fds <= before[0]
+    assert threads <= before[1]
+
+
+@pytest.mark.parametrize("transport", ["local", "shm"])
+def test_closed_group_has_no_open_connections(transport: str) -> None:
+    kept: list[Group] = []
+    before = counts()[0]
+    run_ranks(8, kept.append, transport=transport)
+    assert len(kept) == 8
+    assert counts()[0] - before <= 2 * 8  # 7 connections each while they were open
+
+
+ALONE = """
+import atexit, numpy as np, pycomm
+from pycomm import errors
+for call in (pycomm.rank, lambda: pycomm.all_reduce(np.ones(1))):
+    try:
+        call()
+        raise SystemExit("no error before init")
+    except errors.InvalidArgument as error:
+        assert "pycomm.init()" in str(error)
+assert not pycomm.is_initialized()
+group = pycomm.init()
+assert pycomm.init(timeout_s=5) is group and pycomm.is_initialized()
+assert (pycomm.rank(), pycomm.size(), pycomm.local_rank(), pycomm.local_size()) == (0, 1, 0, 1)
+assert pycomm.host_count() == 1
+assert pycomm.all_reduce(np.arange(3.0)).tolist() == [0, 1, 2]
+assert pycomm.all_gather(np.arange(3)).tolist() == [[0, 1, 2]]
+pycomm.shutdown()
+pycomm.shutdown()
+for call in (pycomm.rank, lambda: group.split(0)):
+    try:
+        call()
+        raise SystemExit("no error after shutdown")
+    except errors.GroupBroken:  # as it must
+        pass
+again = pycomm.init()
+assert again is not group
+pycomm.barrier()
+print("fine")
+"""
+
+
+def run_python(code: str, **environment: str) -> Any:
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=180,
+        check=False,
+    )
+
+
+def test_single_process_from_init_to_exit() -> None:
+    done = run_python(ALONE)
+    assert (done.stdout, done.stderr, done.returncode) == ("fine\n", "", 0)
+
+
+TOGETHER = """
+import numpy as np, pycomm
+group = pycomm.init(timeout_s=30)
+print(group.rank, group.size, pycomm.all_reduce(np.ones(2)).tolist(), end=" ")
+print(group.peer_info()[-1].transport)
+"""
+
+
+@pytest.mark.parametrize("secret", ["", "0123456789abcdef"])
+def test_processes_rendezvous_by_environment_variables(secret: str) -> None:
+    """With a secret by pycomm's store, without one by torch's."""
+    port = str(free_port())
+    ranks = []
+    for rank in range(2):
+        env = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "RANK": str(rank)}
+        env |= {"WORLD_SIZE": "2", "PYCOMM_SECRET": secret}
+        ranks.append(
+            subprocess.Popen([sys.executable, "-c", TOGETHER], env=env, stdout=subprocess.PIPE)
+        )
+    outputs = [process.communicate(timeout=180)[0].decode().strip() for process in ranks]
+    assert outputs == ["0 2 [2.0, 2.0] shm", "1 2 [2.0, 2.0] self"]
+    assert [process.returncode for process in ranks] == [0, 0]
+
+
+def test_without_secret_and_torch_init_explains_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    from pycomm import config
+    from pycomm._bootstrap import rendezvous
+
+    monkeypatch.setattr(rendezvous.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "torch.distributed", None)
+    place = config.Config(rank=0, size=2, master_host="127.0.0.1", master_port=1)
+    with pytest.raises(errors.InvalidArgument, match=r"secrets\.token_hex"):
+        rendezvous.find_store(place, 1.0)
+    with pytest.raises(errors.InvalidArgument, match="MASTER_ADDR"):
+        rendezvous.find_store(config.Config(rank=0, size=2), 1.0)
+
+
+def test_log_lists_the_ranks() -> None:
+    done = run_python("import pycomm; pycomm.init()", PYCOMM_LOG="info")
+    assert done.returncode == 0
+    said = r'pycomm: group "world": 1 ranks on 1 hosts; rank 0 is local rank 0 of 1 on \S+, device'
+    assert re.match(said + " cpu", done.stderr), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (["info"], 0, ["transports", "PYCOMM_SECRET", "bfloat16", "local"]),
+        ([], 2, ["usage"]),
+        (["dance"], 2, ["usage"]),
+        (["info", "extra"], 2, ["extra"]),
+        (["bench", "nothing"], 2, ["collectives"]),
+    ],
+)
+def test_command_line(arguments: list[str], code: int, words: list[str]) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "pycomm", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=180,
+        check=False,
+    )
+    assert done.returncode == code
+    assert all(word in done.stdout + done.stderr for word in words)
+
+
+def test_a_store_can_be_written_in_python() -> None:
+    class Slow:
+        def __init__(self) -> None:
+            self.values, self.changed = {}, threading.Condition()
+
+        def set(self, key: str, value: bytes, timeout_s: float = 30.0) -> None:
+            with self.changed:
+                self.values[key] = value
+                self.changed.notify_all()
+
+        def get(self, key: str, timeout_s: float) -> bytes:
+            with self.changed:
+                if not self.changed.wait_for(lambda: key in self.values, timeout_s):
+                    raise errors.Timeout(key)
+                return self.values[key]
+
+        def add(self, key: str, amount: int, timeout_s: float = 30.0) -> int:
+            with self.changed:
+                self.values[key] = b"%d" % (int(self.values.get(key, b"0")) + amount)
+                return int(self.values[key])
+
+        def remove(self, key: str, timeout_s: float = 30.0) -> bytes | None:
+            with self.changed:
+                return self.values.pop(key, None)
+
+        def claim(self, key: str, value: bytes, timeout_s: float = 30.0) -> bytes:
+            with self.changed:
+                return self.values.setdefault(key, value)
+
+    store, results = Slow(), [None, None]
+
+    def one(rank: int) -> None:
+        options = {"size": 2, "timeout_s": 20.0, "transport": "local"}
+        group = join(store, rank, options)
+        results[rank] = pycomm.all_reduce(np.ones(2), group=group).tolist()
+
+    threads = [threading.Thread(target=one, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == [[2.0, 2.0]] * 2

@@ -1,0 +1,228 @@
+"""DGC's states: resumed bit for bit, by another number of ranks, rejected if incompatible."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from dgc_training import compressed, memory_of, same_memory
+from small_models import batch, equal, parameters, perceptron, step_on
+from torch import Tensor, nn
+
+import pycomm
+from pycomm.compress.dgc import compressor_of
+from pycomm.errors import InvalidArgument
+from pycomm.testing import run_ranks
+
+RAMP = {"rampup_begin_step": 3, "sparsity": [0.5, 0.75, 0.9], "rampup_step": 4}
+
+
+def _saved_and_loaded(state: Any, folder: Any, name: str) -> Any:
+    torch.save(state, folder / name)
+    return torch.load(folder / name, weights_only=True)
+
+
+@pytest.mark.parametrize("stop", [1, 3, 4, 6])
+@pytest.mark.parametrize("options", [{}, RAMP, {"select": "model", "masking": False}])
+@pytest.mark.parametrize("everybody", [False, True])
+def test_p7_resume(tmp_path: Any, stop: int, options: dict[str, Any], everybody: bool) -> None:
+    """Bit for bit, from each rank's own state and from that of all."""
+
+    def program(group: pycomm.Group, stop: int | None) -> list[Tensor]:
+        module = perceptron()
+        model, optimizer, dgc = compressed(module, nesterov=True, **options)
+        for step in range(8):
+            if step == stop:
+                own = [module.state_dict(), optimizer.state_dict(), dgc.state_dict()]
+                if everybody:
+                    states = [dgc.gather_state(dst) for dst in range(group.size)]
+                    assert [s is not None for s in states] == [r == group.rank for r in range(2)]
+                    own[2] = states[group.rank]
+                own = _saved_and_loaded(own, tmp_path, f"rank{group.rank}_{stop}")
+                module = perceptron(9)
+                model, optimizer, dgc = compressed(module, nesterov=True, **options)
+                for one, saved in zip((module, optimizer, dgc), own, strict=True):
+                    one.load_state_dict(saved)
+            step_on(model, batch(group.rank, step), optimizer)
+        return [*parameters(module), *(x for pair in memory_of(dgc).values() for x in pair)]
+
+    for a, b in zip(run_ranks(2, program, None), run_ranks(2, program, stop), strict=True):
+        assert equal(a, b)
+
+
+@pytest.mark.parametrize("after", [1, 2, 6])
+def test_resume_with_another_number_of_ranks(after: int) -> None:
+    """The residual is kept: the sum of v over the number of ranks. Each rank gets the mean of u."""
+
+    def first(group: pycomm.Group) -> Any:
+        module = perceptron()
+        model, optimizer, dgc = compressed(module, sparsity=[0.8])
+        for step in range(4):
+            step_on(model, batch(group.rank, step), optimizer)
+        total = [
+            pycomm.all_reduce(x.double(), "avg") for pair in memory_of(dgc).values() for x in pair
+        ]
+        return dgc.gather_state(), module.state_dict(), total
+
+    state, weights, wanted = run_ranks(4, first)[0]
+
+    def second(group: pycomm.Group) -> list[Tensor]:
+        module = perceptron()
+        model, optimizer, dgc = compressed(module, sparsity=[0.8])
+        module.load_state_dict(weights)
+        dgc.load_state_dict(copy.deepcopy(state))
+        assert dgc.stats()["step"] == 4
+        loaded = [x.double() for pair in memory_of(dgc).values() for x in pair]
+        torch.testing.assert_close([pycomm.all_reduce(x, "avg") for x in loaded], wanted)
+        assert all(bool(x.any()) for x in loaded)
+        for step in range(4, 8):
+            step_on(model, batch(group.rank, step), optimizer)
+        assert dgc.stats()["exchange"] == (
+            "dense_masked" if after == 6 else "gather"
+        )  # counted again
+        return parameters(module)
+
+    results = run_ranks(after, second)
+    assert all(equal(result, results[0]) for result in results)
+
+
+def test_loaded_state_contains_nothing_of_a_failed_pass() -> None:
+    def stop(_: Tensor) -> None:
+        raise ArithmeticError
+
+    def program(group: pycomm.Group) -> None:
+        module = perceptron()
+        model, optimizer, dgc = compressed(module, {"bucket_layers": 1})
+        step_on(model, batch(group.rank, 0), optimizer)
+        own, before = dgc.state_dict(), memory_of(dgc)
+        handle = module[0].weight.register_hook(stop)
+        with pytest.raises(ArithmeticError):
+            step_on(model, batch(group.rank, 1), optimizer)
+        handle.remove()
+        assert not same_memory(before, memory_of(dgc))
+        dgc.load_state_dict(own)
+        model(batch(group.rank, 1)[0])  # the next pass ends the failed one
+        assert same_memory(before, memory_of(dgc))
+
+    run_ranks(2, program)
+
+
+@pytest.mark.parametrize("asked", ["state_dict", "gather_state", "detach"])
+def test_failed_pass_returns_to_the_residual_before_the_next(asked: str) -> None:
+    """P3: unsent values return to the residual, as after the next forward. During the pass the call
+    is rejected."""
+
+    def program(group: pycomm.Group) -> None:
+        def broken() -> tuple[nn.Module, nn.Module, torch.optim.SGD, pycomm.DGC]:
+            module = perceptron()
+            model, optimizer, dgc = compressed(module, {"bucket_layers": 1})
+            step_on(model, batch(group.rank, 0), optimizer)
+            refused = []
+
+            def stop(_: Tensor) -> None:
+                with pytest.raises(InvalidArgument, match=f"{asked}.* inside backward"):
+                    getattr(dgc, asked)()
+                refused.append(True)
+                raise ArithmeticError
+
+            handle = module[0].weight.register_hook(stop)
+            with pytest.raises(ArithmeticError):
+                step_on(model, batch(group.rank, 1), optimizer)
+            handle.remove()
+            assert refused
+            return module, model, optimizer, dgc
+
+        _, model, _, dgc = broken()
+        half = memory_of(dgc)
+        model(batch(group.rank, 1)[0])  # the next pass ends the failed one
+        wanted = memory_of(dgc)
+        assert not same_memory(half, wanted)
+        module, _, optimizer, dgc = broken()
+        state = getattr(dgc, asked)()
+        if asked == "detach":
+            for name, p in module.named_parameters():
+                velocity = pycomm.all_reduce(wanted[name][0].clone(), "avg")
+                assert equal([optimizer.state[p]["momentum_buffer"].flatten()], [velocity])
+            return
+        assert same_memory(wanted, memory_of(dgc))
+        own = state if asked == "state_dict" else state and state["ranks"][0]
+        for name, (_, v) in wanted.items() if own else ():
+            assert equal([own["v"][name]], [v])
+
+    run_ranks(2, program)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_groups_are_read_after_the_optimizer_was_loaded(fused: bool) -> None:
+    """Torch then creates new ones; schedulers write to those."""
+
+    def program(group: pycomm.Group) -> None:
+        module = perceptron()
+        model, optimizer, dgc = compressed(module, fused=fused)
+        optimizer.load_state_dict(optimizer.state_dict())
+        optimizer.param_groups[0].update(lr=0.0, momentum=0.5)
+        before = parameters(module)
+        step_on(model, batch(group.rank, 0), optimizer)
+        assert equal(before, parameters(module))
+        memories = compressor_of(dgc).state.memories.values()
+        assert {memory.hyper.momentum for memory in memories} == {0.5}
+
+    run_ranks(2, program)
+
+
+def with_older_names(state: dict[str, Any]) -> dict[str, Any]:
+    """A state with the earlier names of its key and of the exchanges."""
+    older = {"sharded": "split", "dense_masked": "masked", "hierarchical": "two_level"}
+    found = {"owed" if key == "owner_residual" else key: x for key, x in state.items()}
+    found["exchange"] = {level: older.get(name, name) for level, name in state["exchange"].items()}
+    return found
+
+
+@pytest.mark.parametrize("gathered", [False, True])
+def test_a_state_with_older_names_is_loaded(gathered: bool) -> None:
+    options = {"exchange": "sharded", "value_dtype": "2bit"}
+
+    def program(group: pycomm.Group) -> None:
+        model, optimizer, dgc = compressed(perceptron(), **options)
+        for step in range(3):
+            step_on(model, batch(group.rank, step), optimizer)
+        own = dgc.state_dict()
+        assert any(bool(x.any()) for x in own["owner_residual"].values())
+        older = with_older_names(own)
+        if gathered:
+            older = {
+                "version": own["version"], "size": own["size"],
+                "ranks": [with_older_names({**own, "rank": rank}) for rank in range(group.size)],
+            }  # fmt: skip
+        _, _, again = compressed(perceptron(), **options)
+        again.load_state_dict(older)
+        found = again.state_dict()
+        assert found["exchange"] == own["exchange"] == {0: "sharded"}
+        assert found["owner_residual"].keys() == own["owner_residual"].keys()
+        for name, residual in own["owner_residual"].items():
+            assert torch.equal(found["owner_residual"][name], residual)
+
+    run_ranks(2, program)
+
+
+def test_incompatible_states() -> None:
+    def program(group: pycomm.Group) -> None:
+        model, optimizer, dgc = compressed(perceptron())
+        own = dgc.state_dict()
+        before = memory_of(dgc)
+        wrong = [
+            {**own, "version": 7},
+            {**own, "rank": 1 - group.rank},
+            {**own, "size": 3},
+            {**own, "u": {name: x[:-1] for name, x in own["u"].items()}},
+            {**own, "v": {}},
+        ]
+        for state in wrong:
+            with pytest.raises(InvalidArgument):
+                dgc.load_state_dict(state)
+        assert same_memory(before, memory_of(dgc))
+        dgc.load_state_dict({**own, "exchange": {0: "dense_masked"}})
+        step_on(model, batch(group.rank, 0), optimizer)
+        assert dgc.stats()["exchange"] == "dense_masked"  # as chosen, not counted again
+
+    run_ranks(2, program)

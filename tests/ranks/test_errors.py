@@ -1,0 +1,335 @@
+"""The error classes, invalid environment variables, and the errors that users see."""
+
+import os
+import pickle
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import pycomm
+from pycomm import Group, _core, config, errors
+from pycomm._bootstrap.rendezvous import TorchStore
+from pycomm.testing import run_ranks
+from pycomm.testing.threads import join
+
+BUILT_IN = {
+    "InvalidArgument": ValueError,
+    "Unsupported": NotImplementedError,
+    "Mismatch": ValueError,
+    "Timeout": TimeoutError,
+    "PeerLost": ConnectionError,
+    "GroupBroken": RuntimeError,
+    "InternalError": RuntimeError,
+}
+
+
+@pytest.mark.parametrize(("name", "built_in"), BUILT_IN.items())
+def test_each_error_derives_from_error_and_a_built_in(name: str, built_in: type) -> None:
+    kind = getattr(errors, name)
+    assert issubclass(kind, errors.Error)
+    assert issubclass(kind, built_in)
+    assert sorted([*BUILT_IN, "Error"]) == errors.__all__
+
+
+@pytest.mark.parametrize("name", [*BUILT_IN, "Error"])
+def test_fields_default_to_none_and_survive_pickling(name: str) -> None:
+    kind = getattr(errors, name)
+    bare = kind("what")
+    assert str(bare) == "what"
+    assert all(getattr(bare, field) is None for field in errors.FIELDS)
+    full = kind("what", op="recv", sequence=3, rank=1, peer=2, elapsed_s=0.5, bytes=8)
+    again = pickle.loads(pickle.dumps(full))
+    assert type(again) is kind
+    assert str(again) == "what"
+    assert [getattr(again, field) for field in errors.FIELDS] == ["recv", 3, 1, 2, 0.5, 8]
+    with pytest.raises(TypeError, match="colour"):
+        kind("what", colour="red")
+
+
+BAD_ENVIRONMENTS = [
+    ({"PYCOMM_RANK": "two", "PYCOMM_SIZE": "4"}, "PYCOMM_RANK"),
+    ({"PYCOMM_RANK": "-1", "PYCOMM_SIZE": "4"}, "PYCOMM_RANK"),
+    ({"PYCOMM_RANK": "4", "PYCOMM_SIZE": "4"}, "PYCOMM_RANK"),
+    ({"PYCOMM_RANK": "0"}, "PYCOMM_SIZE"),
+    ({"PYCOMM_SIZE": "2"}, "PYCOMM_RANK"),
+    ({"PYCOMM_RANK": "0", "PYCOMM_SIZE": "0"}, "PYCOMM_SIZE"),
+    ({"PYCOMM_RANK": "0", "PYCOMM_SIZE": "1", "PYCOMM_LOCAL_RANK": "x"}, "PYCOMM_LOCAL_RANK"),
+    ({"PYCOMM_SECRET": "short"}, "PYCOMM_SECRET"),
+    ({"PYCOMM_LOG": "loud"}, "PYCOMM_LOG"),
+    ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "123456"}, "MASTER_PORT"),
+    ({"PADDLE_TRAINER_ID": "0"}, "PADDLE_TRAINERS_NUM"),
+]
+
+
+@pytest.mark.parametrize(("values", "name"), BAD_ENVIRONMENTS)
+def test_invalid_variable_is_named(values: dict[str, str], name: str) -> None:
+    with pytest.raises(errors.InvalidArgument, match=name):
+        config.environment(values)
+
+
+GOOD_ENVIRONMENTS = [
+    ({}, ("", 0, 1, None, "", 0)),
+    (
+        {"PYCOMM_RANK": "1", "PYCOMM_SIZE": "2", "PYCOMM_LOCAL_RANK": "1", "RANK": "5"},
+        ("pycomm", 1, 2, 1, "", 0),
+    ),
+    (
+        {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1"}
+        | {"MASTER_ADDR": "h", "MASTER_PORT": "29500"},
+        ("torchrun", 3, 4, 1, "h", 29500),
+    ),
+    (
+        {"PADDLE_TRAINER_ID": "1", "PADDLE_TRAINERS_NUM": "2"}
+        | {"PADDLE_TRAINER_ENDPOINTS": "10.0.0.1:6170,10.0.0.2:6170"},
+        ("paddle", 1, 2, None, "10.0.0.1", 6170),
+    ),
+    (
+        {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"}
+        | {"OMPI_COMM_WORLD_LOCAL_RANK": "0"},
+        ("openmpi", 0, 2, 0, "", 0),
+    ),
+    (
+        {"SLURM_PROCID": "7", "SLURM_STEP_NUM_TASKS": "8", "SLURM_LOCALID": "3"}
+        | {"SLURM_STEP_NODELIST": "node[07-09,11],x1", "SLURM_JOB_ID": "10"},
+        ("slurm", 7, 8, 3, "node07", 20070),
+    ),
+    ({"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}, ("", 0, 1, None, "", 0)),
+    (  # MPICH's mpiexec in a job of Slurm's, which starts one task on each host
+        {"PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
+        | {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2", "SLURM_LOCALID": "0"},
+        ("mpich", 3, 4, 1, "", 0),
+    ),
+    (  # srun --mpi=pmi2
+        {"PMI_RANK": "1", "PMI_SIZE": "2", "SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2"}
+        | {"SLURM_LOCALID": "1", "SLURM_STEP_NODELIST": "a,b", "SLURM_JOB_ID": "10"},
+        ("slurm", 1, 2, 1, "a", 20070),
+    ),
+]
+
+
+@pytest.mark.parametrize(("values", "wanted"), GOOD_ENVIRONMENTS)
+def test_variables_of_each_launcher_are_read(
+    values: dict[str, str], wanted: tuple[Any, ...]
+) -> None:
+    c = config.environment(values)
+    got = (c.launcher, c.rank, c.size, c.local_rank, c.master_host, c.master_port)
+    assert got == wanted
+
+
+def test_at_most_ten_variables() -> None:
+    assert len([name for name in config.VARIABLES if name.startswith("PYCOMM_")]) <= 10
+
+
+def test_the_transport_is_taken_from_the_environment() -> None:
+    assert config.environment({"PYCOMM_TRANSPORT": "tcp"}).transport == "tcp"
+    assert config.environment({}).transport == ""
+    with pytest.raises(errors.InvalidArgument, match="invalid PYCOMM_TRANSPORT: got 'rdma'"):
+        config.environment({"PYCOMM_TRANSPORT": "rdma"})
+
+
+def test_address_is_taken_from_the_gloo_variable() -> None:
+    values = {"GLOO_SOCKET_IFNAME": "eth1,10.1.0.0/16"}
+    assert config.environment(values).address == "eth1,10.1.0.0/16"
+
+
+def disagree(group: Group, mine: dict[str, Any]) -> tuple[str, float, errors.Error]:
+    x = np.arange(8, dtype=np.float32)
+    wrong = np.full(mine.get("count", 8), 7.0, mine.get("dtype", "float32"))
+    before = wrong.copy()
+    with pytest.raises(errors.Mismatch) as caught:
+        mine["call"](wrong, group)
+    assert np.array_equal(wrong, before)
+    return str(caught.value), float(pycomm.all_reduce(x, group=group).sum()), caught.value
+
+
+def reduce_as(op: str) -> Callable[[Any, Group], Any]:
+    return lambda x, group: pycomm.all_reduce(x, op, group=group)
+
+
+DISAGREEMENTS = {
+    "count": ({"call": reduce_as("sum"), "count": 8}, {"call": reduce_as("sum"), "count": 9}),
+    "dtype": (
+        {"call": reduce_as("sum"), "dtype": "float32"},
+        {"call": reduce_as("sum"), "dtype": "int32"},
+    ),
+    "op": ({"call": reduce_as("sum")}, {"call": reduce_as("max")}),
+    "verb": (
+        {"call": reduce_as("sum")},
+        {"call": lambda x, group: pycomm.all_gather(x, group=group)},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", DISAGREEMENTS)
+@pytest.mark.parametrize("n", [2, 3, 4])
+def test_mismatch_changes_nothing_and_the_group_continues(case: str, n: int) -> None:
+    usual, odd = DISAGREEMENTS[case]
+
+    def fn(group: Group) -> Any:
+        return disagree(group, odd if group.rank == n - 1 else usual)
+
+    for rank, (text, total, error) in enumerate(run_ranks(n, fn, timeout_s=20)):
+        assert total == 28.0 * n
+        assert "rank" in text, text
+        assert error.rank == rank
+        assert error.op
+
+
+def die_in_all_reduce(group: Group, victim: int, note: str) -> Any:
+    x = np.ones(1 << 22, np.float32)
+    pycomm.barrier(group=group)
+    try:
+        for step in range(1000):
+            if group.rank == victim and step == 3:
+                Path(note).write_text(str(time.time()))
+                os.kill(os.getpid(), signal.SIGKILL)
+            pycomm.all_reduce(x, "max", group=group)
+    except errors.PeerLost as error:
+        lost = time.time(), error.peer, str(error)
+    try:
+        pycomm.barrier(group=group)
+    except errors.GroupBroken as error:
+        return (*lost, str(error))
+    return None
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_killed_rank_is_named_to_every_survivor_within_a_second(
+    transport: str, tmp_path: Path
+) -> None:
+    results = run_ranks(
+        3,
+        die_in_all_reduce,
+        1,
+        str(tmp_path / "died"),
+        transport=transport,
+        processes=True,
+        return_exceptions=True,
+    )
+    assert isinstance(results[1], errors.PeerLost)
+    assert "-9" in str(results[1])
+    died = float((tmp_path / "died").read_text())
+    for survivor in (results[0], results[2]):
+        assert not isinstance(survivor, BaseException), survivor
+        assert survivor is not None
+        heard, peer, text, later = survivor
+        assert heard - died < 1.0
+        assert peer == 1
+        assert "rank 1" in text
+        assert "rank 1" in later  # the first cause is repeated
+
+
+def test_call_times_out_and_names_the_missing_rank() -> None:
+    over = threading.Event()
+
+    def fn(group: Group) -> Any:
+        if group.rank == 0:
+            over.wait(20)
+            return None
+        start = time.monotonic()
+        with pytest.raises(errors.Timeout) as caught:
+            pycomm.all_reduce(np.ones(4), group=group, timeout_s=0.3)
+        over.set()
+        return time.monotonic() - start, caught.value
+
+    _, (elapsed_s, error) = run_ranks(2, fn)
+    assert 0.25 < elapsed_s < 1.3
+    assert error.peer == 0
+    assert "rank 0" in str(error)
+
+
+def store_of_torch() -> Any:
+    """A store that is implemented in Python."""
+    from torch.distributed import HashStore
+
+    return TorchStore(HashStore())
+
+
+@pytest.mark.parametrize("store", [_core.LocalStore, store_of_torch])
+def test_a_group_that_does_not_form_names_the_missing_rank(store: Callable[[], Any]) -> None:
+    options = {"size": 2, "timeout_s": 0.3, "transport": "tcp", "secret": "s" * 16}
+    with pytest.raises(errors.Timeout, match="of 2 ranks these did not join: 1"):
+        join(store(), 0, options)
+
+
+def test_second_thread_is_rejected_while_a_call_runs() -> None:
+    refused = threading.Event()
+
+    def call(group: Group, results: list[Any]) -> None:
+        """One of two threads: the second one is rejected, and releases the first."""
+        try:
+            results.append(pycomm.all_reduce(np.ones(4), group=group).tolist())
+        except errors.InvalidArgument as error:
+            results.append(str(error))
+            refused.set()
+
+    def fn(group: Group) -> Any:
+        if group.rank == 1:
+            assert refused.wait(10)
+            return pycomm.all_reduce(np.ones(4), group=group).tolist()
+        results = []
+        threads = [threading.Thread(target=call, args=(group, results)) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return results
+
+    (text, first), second = run_ranks(2, fn, timeout_s=20)
+    assert "split" in text
+    assert first == second == [2.0] * 4
+
+
+def fork_and_call(group: Group) -> Any:
+    """The exit code of a forked child that calls: 0 if the call was rejected."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            pycomm.all_reduce(np.ones(4), group=group)
+        except errors.GroupBroken as error:
+            del group
+            os._exit(0 if "fork" in str(error) else 3)
+        except BaseException:  # a forked child must not continue as the test
+            os._exit(2)
+        os._exit(1)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), pycomm.all_reduce(
+        np.ones(4), group=group
+    )
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_forked_child_is_rejected_and_the_parent_continues(transport: str) -> None:
+    for code, x in run_ranks(2, fork_and_call, transport=transport, processes=True):
+        assert code == 0
+        assert x.tolist() == [2.0] * 4
+
+
+def test_closed_group_raises_and_closing_twice_is_allowed() -> None:
+    def fn(group: Group) -> Any:
+        group.close()
+        group.close()
+        with pytest.raises(errors.GroupBroken, match="clos"):
+            pycomm.all_reduce(np.ones(4), group=group)
+
+    run_ranks(2, fn)
+
+
+def test_the_first_failure_of_a_rank_is_raised_and_no_rank_hangs() -> None:
+    def fn(group: Group) -> Any:
+        if group.rank == 1:
+            raise KeyError("mine")
+        pycomm.barrier(group=group)
+
+    start = time.monotonic()
+    with pytest.raises(KeyError, match="mine") as caught:
+        run_ranks(3, fn)
+    assert time.monotonic() - start < 5
+    if sys.version_info >= (3, 11):
+        assert "rank 1 of 3" in caught.value.__notes__[0]

@@ -1,0 +1,365 @@
+"""Checks the layers: the allowed includes of C++ and imports of Python, and the sizes of files.
+
+The tables are at the top; a new folder of csrc or module of pycomm needs a row there.
+"""
+
+import ast
+import graphlib
+import os
+import re
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+from paths import ROOT
+from tiers import FILES, FOLDERS, SLOW
+
+CSRC = ROOT / "csrc"
+PYCOMM = ROOT / "pycomm"
+
+# Which pycomm headers a file with this path prefix may include; the longest prefix applies. A name
+# that ends in "/" is a folder.
+MAY_INCLUDE = {
+    "core/": ["core/"],
+    "os/": ["core/", "os/"],
+    "collectives/": ["core/", "collectives/"],
+    # The loops' instruction sets and their arithmetic, for the codec and the kernels.
+    "cpu/": ["core/", "cpu/"],
+    "codec/": ["core/", "codec/", "cpu/"],
+    "kernels/": [
+        *("core/", "kernels/", "codec/compact.h", "codec/packet.h", "codec/cpu/indices.h", "cpu/"),
+        "os/thread.h",
+    ],
+    # The store authenticates clients with the transports' handshake.
+    "rendezvous/": [
+        "core/",
+        "os/",
+        "rendezvous/",
+        "transport/admission.h",
+        "transport/handshake.h",
+    ],
+    "transport/": ["core/", "os/", "transport/"],
+    # Faults and rate limits of channels: only the bindings of _core set them, through a group's
+    # options.
+    "testing/": ["core/", "testing/", "os/fd.h", "transport/transport.h", "transport/frame.h"],
+    "engine/": [
+        *("core/", "engine/", "collectives/plan.h", "kernels/kernels.h"),
+        *("os/process.h", "transport/transport.h", "transport/frame.h"),
+    ],
+    # Plans on a GPU's streams; the device and NCCL are arguments.
+    "device/": ["core/", "device/", "collectives/plan.h", "nccl/", "os/thread.h"],
+    "shared/": [
+        *("core/", "shared/", "collectives/plan.h", "engine/engine.h", "kernels/kernels.h"),
+        *("os/process_memory.h", "os/random.h", "os/shared_heap.h", "transport/frame.h"),
+    ],
+    # A plan between hosts runs beside the sums inside a host.
+    "shared/hierarchical_all_reduce": [
+        *("core/", "shared/", "collectives/collectives.h", "engine/engine.h", "engine/tasks.h"),
+    ],
+    "observe/": ["core/", "observe/", "os/fd.h", "os/shared_memory.h", "os/thread.h"],
+    # Connects the ranks of a group; the group's class is unknown here.
+    "bootstrap/": [
+        *("core/", "bootstrap/", "os/", "transport/", "collectives/choose.h"),
+        *("engine/engine.h", "engine/peer_connector.h"),
+    ],
+    "group/": [
+        *("core/", "group/", "bootstrap/mesh.h", "bootstrap/rank_info.h", "collectives/choose.h"),
+        *("engine/engine.h", "kernels/kernels.h", "observe/", "os/", "rendezvous/store.h"),
+        *("shared/", "transport/transport.h", "transport/frame.h"),
+    ],
+    # The interface of a group, which _c10d uses without linking an implementation.
+    "group/group.h": ["core/"],
+    "device_group/": [
+        *("core/", "device_group/", "collectives/choose.h", "device/", "engine/engine.h"),
+        *("group/check.h", "group/group.h", "nccl/nccl.h", "observe/heartbeat_thread.h"),
+    ],
+    "bindings/core": [
+        *("bindings/core", "bindings/kernels.h", "core/", "codec/compact.h", "cpu/isa.h"),
+        *("device_group/device_group.h", "group/group.h", "group/connect.h"),
+        *("kernels/kernels.h", "kernels/bandwidth.h", "os/fd.h", "os/shared_heap.h"),
+        *("rendezvous/", "testing/"),
+    ],
+    "bindings/kernels.h": [
+        *("core/", "codec/compact.h", "codec/packet.h", "kernels/device_kernels.h"),
+    ],
+    "bindings/c10d": ["bindings/c10d", "group/group.h"],
+    "bindings/cuda": [
+        *("bindings/cuda", "bindings/kernels.h", "core/", "cuda/cuda_kernels.h", "nccl/nccl.h"),
+        *("cuda/cuda_device.h", "cuda/bandwidth.h"),
+    ],
+    "nccl/": ["core/", "nccl/"],
+    "cuda/": [
+        *("core/", "cuda/", "device/device.h", "gpu.hpp"),
+        *("codec/format.h", "codec/packet.h", "kernels/device_kernels.h"),
+    ],
+    "gpu.hpp": [],
+}
+STANDARD_LIBRARY_ONLY = ["core/", "collectives/"]
+MAY_INCLUDE_TORCH = "bindings/c10d"
+
+# Modules and packages of pycomm, lowest layer first: each may import itself and lower layers.
+LAYERS = [
+    ["_core", "_cuda", "_c10d"],
+    ["errors", "reference"],
+    ["_secret"],
+    ["config"],
+    ["_bootstrap"],
+    ["group"],
+    ["_core_api"],
+    ["kernels", "memory", "collectives", "_torch_autoload"],
+    ["objects", "elastic", "_training"],
+    ["compress", "data", "metrics", "checkpoint", "printing"],
+    ["parallel", "optim", "functional"],
+    ["launch", "torch_backend", "testing"],
+    ["observe", "tuning"],
+    ["__init__"],
+    ["bench"],
+    ["demo"],
+    ["__main__"],
+]
+MAY_IMPORT_TORCH = [
+    "pycomm/_bootstrap/rendezvous.py",  # inside a function, to join torch's own store
+    *("pycomm/_torch_autoload.py", "pycomm/torch_backend.py", "pycomm/launch/"),
+    *("pycomm/bench/", "pycomm/demo/"),
+    *("pycomm/_training/coalesced.py", "pycomm/checkpoint.py", "pycomm/compress/"),
+    *("pycomm/data/", "pycomm/elastic.py", "pycomm/functional.py", "pycomm/metrics.py"),
+    *("pycomm/optim/", "pycomm/parallel/", "pycomm/tuning/planner.py"),
+]
+# Modules that read the environment. Launchers pass it on to children.
+MAY_SEE_ENVIRONMENT = [
+    "pycomm/config.py",
+    "pycomm/launch/",
+    "pycomm/bench/collectives/deepspeed.py",
+    "pycomm/bench/collectives/mpi.py",
+    "pycomm/bench/support/netns.py",
+    "pycomm/bench/support/processes.py",
+]
+
+LONGEST_FILE = 500
+MOST_VARIABLES = 10
+# Set by setup.py for the compiler, and by pycomm's launchers for their ranks: not for users.
+NOT_VARIABLES = {"PYCOMM_TORCH_VERSION", "PYCOMM_STORE_PORT"}
+
+
+def tree(*folders: str, ends: tuple[str, ...]) -> list[Path]:
+    """The files in these folders of the repository with one of these suffixes."""
+    found = [p for folder in folders for p in (ROOT / folder).rglob("*") if p.suffix in ends]
+    return sorted(found)
+
+
+CPP = tree("csrc", ends=(".cpp", ".h", ".hpp", ".cu", ".cuh"))
+PYTHON = tree("pycomm", ends=(".py",))
+
+
+def name_of(path: Path) -> str:
+    """A file's path as the tables write it."""
+    return str(path.relative_to(CSRC if CSRC in path.parents else ROOT))
+
+
+def begins(name: str, beginnings: list[str]) -> bool:
+    return any(name.startswith(b) for b in beginnings)
+
+
+def lines_with(pattern: str, paths: list[Path]) -> Iterator[tuple[str, str]]:
+    """The matches of a pattern: (file:line, first group)."""
+    for path in paths:
+        for number, line in enumerate(path.read_text().splitlines(), 1):
+            for match in re.finditer(pattern, line):
+                yield f"{name_of(path)}:{number}", match.group(1)
+
+
+def test_cpp_folders_include_only_allowed_folders() -> None:
+    wrong = []
+    for where, header in lines_with(r'^\s*#\s*include "(.+?)"', CPP):
+        beginnings = [b for b in MAY_INCLUDE if where.startswith(b)]
+        assert beginnings, f"{where}: add this folder to MAY_INCLUDE"
+        if not begins(header, MAY_INCLUDE[max(beginnings, key=len)]):
+            wrong.append(f"{where} may not include {header}")
+        elif not (CSRC / header).exists():
+            wrong.append(f"{where}: there is no {header}")
+    assert wrong == []
+
+
+def test_cpp_folders_have_no_circle() -> None:
+    """Also where MAY_INCLUDE would permit one. The bindings are one folder of three modules."""
+    included: dict[str, set[str]] = {}
+    for where, header in lines_with(r'^\s*#\s*include "(.+?)"', CPP):
+        folder, other = where.split("/")[0], header.split("/")[0]
+        if folder != other:
+            included.setdefault(folder, set()).add(other)
+    graphlib.TopologicalSorter(included).prepare()  # raises CycleError, which names the folders
+
+
+def test_lowest_folders_use_the_standard_library_only() -> None:
+    low = [p for p in CPP if begins(name_of(p), STANDARD_LIBRARY_ONLY)]
+    assert list(lines_with(r"#\s*include <(.*[./].*)>", low)) == []
+
+
+def test_torch_headers_are_included_by_the_adaptor_only() -> None:
+    rest = [p for p in CPP if not name_of(p).startswith(MAY_INCLUDE_TORCH)]
+    assert list(lines_with(r'#\s*include [<"]((?:torch|ATen|c10|caffe2)/.*)[>"]', rest)) == []
+
+
+@pytest.mark.timeout(300)
+def test_every_header_compiles_alone() -> None:
+    """Except the adaptor's headers, which take half a minute each and have one includer."""
+    import pybind11
+
+    cxx = os.environ.get("CXX", "g++")
+    flags = ["-std=c++20", "-Wall", "-Wextra", "-Werror", "-fvisibility=hidden", "-fsyntax-only"]
+    flags += [f"-I{CSRC}", "-isystem", sysconfig.get_paths()["include"]]
+    flags += ["-isystem", pybind11.get_include()]
+
+    def complaint(header: str) -> str:
+        command = [cxx, *flags, "-x", "c++", "-"]
+        text = f'#include "{header}"\n'
+        done = subprocess.run(command, input=text, capture_output=True, text=True, check=False)
+        return f"{header}: {done.stderr}" if done.returncode else ""
+
+    headers = [name_of(p) for p in CPP if p.suffix == ".h"]
+    headers = [h for h in headers if not h.startswith(MAY_INCLUDE_TORCH)]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        assert [text for text in pool.map(complaint, headers) if text] == []
+
+
+def test_no_function_like_macro() -> None:
+    assert list(lines_with(r"^\s*#\s*define\s+(\w+\()", CPP)) == []
+
+
+def test_the_core_neither_ends_the_process_nor_prints() -> None:
+    pattern = r"\b(std::(?:abort|exit|quick_exit|terminate|cout|cerr)|_exit\(|\w*printf\(|puts\()"
+    found = [hit for hit in lines_with(pattern, CPP) if "snprintf" not in hit[1]]
+    assert found == []
+
+
+def imports(path: Path) -> Iterator[tuple[int, str]]:
+    """Every module that a file imports, anywhere in it: (line, dotted name). `from a import b` is
+    a.b if that is a module of pycomm and a otherwise; blocks for type checkers are skipped."""
+    module = ast.parse(path.read_text())
+    package = path.relative_to(ROOT).parent.parts
+    for_checkers = [
+        child
+        for node in ast.walk(module)
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+        for statement in node.body
+        for child in ast.walk(statement)
+    ]
+    for node in ast.walk(module):
+        if node in for_checkers:
+            continue
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            above = package[: len(package) - node.level + 1] if node.level else ()
+            base = ".".join([*above, *([node.module] if node.module else [])])
+            for alias in node.names:
+                deeper = f"{base}.{alias.name}"
+                yield node.lineno, deeper if is_pycomm(deeper) else base
+
+
+def is_pycomm(dotted: str) -> bool:
+    path = ROOT.joinpath(*dotted.split("."))
+    compiled = dotted in ("pycomm._core", "pycomm._cuda", "pycomm._c10d")
+    return compiled or path.is_dir() or path.with_suffix(".py").exists()
+
+
+def module_of(path: Path) -> str:
+    """The module or package of pycomm that a file belongs to."""
+    return path.relative_to(PYCOMM).parts[0].removesuffix(".py")
+
+
+def layer_of(module: str) -> int:
+    for height, modules in enumerate(LAYERS):
+        if module in modules:
+            return height
+    pytest.fail(f"pycomm/{module} is missing in LAYERS: add it")
+
+
+def test_python_folders_import_only_lower_layers() -> None:
+    wrong = []
+    for path in PYTHON:
+        module = module_of(path)
+        for line, name in imports(path):
+            first, *rest = name.split(".")
+            seen = rest[0] if rest else "__init__"
+            if first == "pycomm" and seen != module and layer_of(seen) >= layer_of(module):
+                wrong.append(f"{name_of(path)}:{line} may not import {name}")
+    assert wrong == []
+
+
+def test_python_modules_form_no_circle() -> None:
+    graph = {}
+    for path in PYTHON:
+        module = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+        graph[module] = {name for _, name in imports(path) if name.startswith("pycomm.")}
+    list(TopologicalSorter(graph).static_order())  # raises CycleError
+
+
+def test_torch_is_imported_by_the_adaptor_and_the_training_layer_only() -> None:
+    wrong = [
+        f"{name_of(path)}:{line} imports {name}"
+        for path in PYTHON
+        if not begins(name_of(path), MAY_IMPORT_TORCH)
+        for line, name in imports(path)
+        if name.split(".")[0] == "torch"
+    ]
+    assert wrong == []
+
+
+def test_importing_pycomm_does_not_import_torch() -> None:
+    code = "import pycomm, sys; sys.exit('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False)
+    assert done.returncode == 0
+
+
+def test_the_environment_is_read_by_the_configuration_only() -> None:
+    ours = [p for p in PYTHON if not begins(name_of(p), MAY_SEE_ENVIRONMENT)]
+    found = list(lines_with(r"\b(os\.environb?\b|(?:os\.|secure_)?getenv|environ\b)", CPP))
+    found += lines_with(r"\b(os\.environb?\b|getenv\()", ours)
+    found += lines_with(r"from os import .*\b(environ|getenv)", ours)
+    assert found == []
+
+
+def test_there_are_few_environment_variables() -> None:
+    places = tree("csrc", "pycomm", "benchmarks", ends=(".cpp", ".h", ".py"))
+    names = {name for _, name in lines_with(r"\b(PYCOMM_[A-Z0-9_]+)", places)} - NOT_VARIABLES
+    assert len(names) <= MOST_VARIABLES, sorted(names)
+
+
+def test_files_are_short() -> None:
+    folders = ("csrc", "pycomm", "benchmarks", "examples", "tests", "tools")
+    paths = tree(*folders, ends=(".cpp", ".h", ".hpp", ".cu", ".cuh", ".py"))
+    lengths = {name_of(p): len(p.read_text().splitlines()) for p in [*paths, ROOT / "setup.py"]}
+    assert {name: n for name, n in lengths.items() if n > LONGEST_FILE} == {}
+
+
+def test_tiers_list_existing_folders_and_tests_of_another_tier() -> None:
+    """Also that no two files have one name, which pytest rejects in folders without packages."""
+    paths = list((ROOT / "tests").rglob("test_*.py"))
+    folders = {path.stem: path.parent.name for path in paths}
+    assert len(folders) == len(paths)
+    assert set(FOLDERS) - set(folders.values()) == set()
+    assert set(FILES) - set(folders) == set()
+    usual = {name: FOLDERS.get(folders[name], "full") for name in FILES}
+    assert {name for name in FILES if FILES[name] == usual[name]} == set()
+    assert SLOW - {name for _, name in lines_with(r"^def (test_\w+)", paths)} == set()
+
+
+def test_every_command_is_documented() -> None:
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    text = "\n".join(page.read_text() for page in pages)
+    help_text = subprocess.run(
+        [sys.executable, "-m", "pycomm", "--help"],
+        capture_output=True, text=True, cwd=ROOT, check=True,
+    ).stdout  # fmt: skip
+    listed = re.search(r"\{([\w,-]+)\}", help_text)
+    assert listed, help_text
+    targets = re.findall(r"^\.PHONY: (.*)", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    commands = [f"pycomm {name}" for name in listed.group(1).split(",")]
+    commands += [f"make {name}" for name in " ".join(targets).split() if name != "help"]
+    assert [c for c in commands if not re.search(rf"{c}\b", text)] == []

@@ -1,0 +1,34 @@
+"""The tier of each test. Its folder decides, except for the files and tests that are listed here.
+
+    make test-unit   unit: no ranks beyond one process, below a minute
+    make test        unit and quick: for users, below six minutes on two cores
+    make test-all    everything, with unauthenticated clients that connect meanwhile (attack.py)
+    make nightly     each file alone, long simulations, fuzzing, soak: see the Makefile
+
+conftest.py gives each test the marker of its tier, so that no test needs a decorator.
+"""
+
+from pathlib import Path
+
+# Tests in other folders of tests/ are "full": only `make test-all` runs them.
+FOLDERS = {"unit": "unit", "ranks": "quick"}
+FILES = {
+    # Too long for the tier of their folder.
+    "test_compact_devices": "full",
+    "test_dgc_properties": "full",
+    "test_large": "full",
+    "test_shared_arrays": "full",
+    # Short, and the first to fail after a change of the layers, of the core or of torch's backend.
+    "test_c10d": "quick",
+    "test_layers": "quick",
+    "test_product": "quick",
+}
+# Tests that take too long for the tier of their file.
+SLOW = {"test_every_header_compiles_alone"}
+
+
+def tier_of(path: Path, name: str) -> str:
+    """The marker of the test `name`, without its parameters, in the file `path`."""
+    if name in SLOW:
+        return "full"
+    return FILES.get(path.stem, FOLDERS.get(path.parent.name, "full"))

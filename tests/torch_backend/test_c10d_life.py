@@ -1,0 +1,435 @@
+"""The lifetime of groups, handles and errors of the backend "pycomm", and DDP, in real processes.
+
+The functions `_...` run in the processes of torch_ranks.py; test_c10d.py has the verbs.
+"""
+
+import copy
+import os
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from paths import ROOT
+from torch.nn.parallel import DistributedDataParallel
+
+# pytest finds the fixtures by name, so that they look unused.
+from torch_ranks import LIMIT_S, SIZES, Ranks, Run, run_fixture, same  # noqa: F401 - a fixture
+
+import pycomm
+from pycomm import torch_backend
+from pycomm.errors import InvalidArgument, Mismatch, PeerLost, Timeout, Unsupported
+
+
+def _async() -> None:
+    size = dist.get_world_size()
+    tensors = [torch.full((n,), float(n)) for n in (1, 1000, 100_000)]
+    works = [dist.all_reduce(x, async_op=True) for x in tensors]
+    seen: list[str] = []
+    chained = works[-1].get_future().then(lambda f: seen.append("then") or f.value()[0] * 2)
+    for work in works:
+        assert work.wait()
+        assert work.is_completed()
+        assert work.is_success()
+    for n, x, work in zip((1, 1000, 100_000), tensors, works, strict=True):
+        assert (x == n * size).all()
+        assert torch.equal(work.result()[0], x)
+        value = work.get_future().value()  # requested after the end
+        assert isinstance(value, list)
+        assert value[0].data_ptr() == x.data_ptr()
+    assert (chained.wait() == 200_000 * size).all()
+    assert seen == ["then"]
+    view = torch.ones(6, 2)[:, 0]
+    work = dist.all_reduce(view, async_op=True)
+    assert (work.get_future().wait()[0] == size).all()
+    assert (view == size).all()
+    assert dist.all_reduce(torch.ones(1)) is None
+    dist.barrier(async_op=True).wait()
+
+
+@SIZES
+def test_async_handles_and_futures(run: Run, size: int) -> None:
+    run(size, _async)
+
+
+def _wait_times_out() -> None:
+    if dist.get_rank() == 0:
+        work = dist.all_reduce(torch.ones(1), async_op=True)
+        start = time.monotonic()
+        with pytest.raises(Timeout, match=" timeout "):
+            work.wait(timedelta(milliseconds=200))
+        assert 0.15 < time.monotonic() - start < 2
+        dist.distributed_c10d._get_default_store().set("waited", "yes")
+        work.wait()
+    else:
+        dist.distributed_c10d._get_default_store().wait(["waited"])
+        dist.all_reduce(torch.ones(1))
+
+
+def test_wait_has_its_own_limit(run: Run) -> None:
+    run(2, _wait_times_out)
+
+
+def _new_group() -> None:
+    rank = dist.get_rank()
+    last_two = dist.new_group([1, 2])
+    reverse = dist.new_group([0, 2])
+    x = torch.full((4,), float(rank))
+    for group, members in ((last_two, [1, 2]), (reverse, [0, 2])):
+        if rank not in members:
+            continue
+        calls = torch_backend.stats(group)["calls"]
+        y = x.clone()
+        dist.all_reduce(y, group=group)
+        assert (y == sum(members)).all()
+        assert torch_backend.stats(group)["calls"] == calls + 1
+        dist.broadcast(y, src=members[1], group=group)
+        dist.destroy_process_group(group)
+    dist.all_reduce(x)
+    assert (x == 3).all()
+
+
+def test_new_groups(run: Run) -> None:
+    run(3, _new_group)
+
+
+def _model() -> torch.nn.Module:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(
+        torch.nn.Conv2d(3, 8, 3),
+        torch.nn.BatchNorm2d(8),
+        torch.nn.ReLU(),
+        torch.nn.Flatten(),
+        torch.nn.Linear(8 * 36, 100),
+        torch.nn.ReLU(),
+        torch.nn.Linear(100, 10),
+    )
+
+
+def _train(group: dist.ProcessGroup) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Five steps of DDP on this rank's own data; parameters before and after."""
+    model = DistributedDataParallel(_model(), process_group=group, bucket_cap_mb=0.05)
+    before = [p.detach().clone() for p in model.parameters()]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    data = torch.Generator().manual_seed(dist.get_rank())
+    for _ in range(5):
+        x = torch.randn(16, 3, 8, 8, generator=data)
+        target = torch.randint(0, 10, (16,), generator=data)
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(model(x), target).backward()
+        optimizer.step()
+    return before, [p.detach() for p in model.parameters()]
+
+
+def _ddp() -> None:
+    gloo = dist.new_group(backend="gloo")
+    before, ours = _train(dist.group.WORLD)
+    _, theirs = _train(gloo)
+    for start, a, b in zip(before, ours, theirs, strict=True):
+        assert not torch.equal(start, a), "training changes every parameter"
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+        replicas = [torch.empty_like(a) for _ in range(dist.get_world_size())]
+        dist.all_gather(replicas, a)
+        for replica in replicas:
+            same(replica, a, "replica")
+
+
+@SIZES
+def test_ddp_trains_as_with_gloo(run: Run, size: int) -> None:
+    run(size, _ddp)
+
+
+def _profile() -> list[str]:
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiler:
+        dist.all_reduce(torch.ones(3, 4))
+        dist.broadcast(torch.ones(2), 0, async_op=True).wait()
+        dist.barrier()
+    return [f"{e.name} {e.input_shapes}" for e in profiler.events() if "pycomm:" in e.name]
+
+
+def test_profiler_sees_one_event_for_each_call(run: Run) -> None:
+    for events in run(2, _profile):
+        assert sorted(events) == [
+            "pycomm:all_reduce [[3, 4]]",
+            "pycomm:barrier []",
+            "pycomm:broadcast [[2]]",
+        ]
+
+
+def _profile_direct() -> list[str]:
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        pycomm.all_reduce(torch.ones(3))
+        pycomm.broadcast(np.ones(3))
+        pycomm.all_gather(torch.ones(3), async_op=True).wait()
+    pycomm.all_reduce(torch.ones(3))
+    return [event.name for event in profiler.events() if "pycomm:" in event.name]
+
+
+def test_profiler_sees_calls_made_without_torch_distributed(run: Run) -> None:
+    for names in run(2, _profile_direct):
+        assert names == ["pycomm:all_reduce", "pycomm:broadcast", "pycomm:all_gather"]
+
+
+IMPORTS = """
+import sys
+import {first}
+import {second}
+from pycomm._core_api import calls
+assert calls.profiler is sys.modules["torch.autograd.profiler"], calls.profiler
+"""
+
+
+@pytest.mark.parametrize("order", [("torch", "pycomm"), ("pycomm", "torch")])
+def test_the_profiler_is_found_whichever_is_imported_first(order: tuple[str, str]) -> None:
+    code = IMPORTS.format(first=order[0], second=order[1])
+    done = subprocess.run([sys.executable, "-c", code], check=False, timeout=LIMIT_S)
+    assert done.returncode == 0
+
+
+def _backend_api() -> None:
+    group = dist.group.WORLD
+    backend = group._get_backend(torch.device("cpu"))
+    assert dist.get_backend() == "pycomm"
+    assert backend.name() == "pycomm"
+    options = backend.options
+    assert options._timeout == timedelta(seconds=20)
+    assert copy.deepcopy(options)._timeout == options._timeout
+    group.set_timeout(timedelta(seconds=30))
+    assert options._timeout == timedelta(seconds=30)
+    assert backend.get_error() == torch._C._distributed_c10d.ErrorType.SUCCESS
+    backend._set_sequence_number_for_group()
+    first = backend._get_sequence_number_for_group()
+    dist.all_reduce(torch.ones(1))
+    assert backend._get_sequence_number_for_group() == first + 1
+    group.monitored_barrier()
+    before = torch_backend.stats()
+    x = torch.ones(1 << 18)
+    dist.all_reduce(x)
+    after = torch_backend.stats()
+    assert after["calls"] == before["calls"] + 1
+    sent = after["bytes_sent"] - before["bytes_sent"]
+    assert sent == x.nbytes  # two ranks: half of it reduced, half gathered
+    assert sent <= after["bytes_written"] - before["bytes_written"] < sent + 65536
+    assert after["seconds"] >= before["seconds"]
+    gloo = dist.new_group(backend="gloo")
+    with pytest.raises(InvalidArgument, match="gloo"):
+        torch_backend.stats(gloo)
+    dist.barrier()  # an early exit closes connections that the peer's gloo still needs
+
+
+def test_options_numbers_and_stats(run: Run) -> None:
+    run(2, _backend_api)
+
+
+def _shares_the_engine() -> None:
+    group = pycomm.init()
+    assert (group.rank, group.size) == (dist.get_rank(), dist.get_world_size())
+    calls = torch_backend.stats()["calls"]
+    assert pycomm.all_reduce(np.ones(2)).tolist() == [2.0, 2.0]
+    assert torch_backend.stats()["calls"] == calls + 1
+
+
+def _mismatch() -> None:
+    x = torch.full((8,), 5.0)
+    with pytest.raises(Mismatch, match="float32") as caught:
+        dist.all_reduce(x if dist.get_rank() == 0 else x.int())
+    assert caught.value.op == "all_reduce"
+    assert caught.value.rank == dist.get_rank()
+    assert (x == 5).all()
+    work = dist.all_reduce(x[: 4 + dist.get_rank()], async_op=True)
+    with pytest.raises(Mismatch):
+        work.wait()
+    with pytest.raises(Mismatch):
+        work.get_future().wait()
+    with pytest.raises(Mismatch):
+        work.wait()
+    assert not work.is_success()
+    dist.all_reduce(x)
+    assert (x == 10).all()
+
+
+def test_different_calls_raise_mismatch_and_the_group_continues(run: Run) -> None:
+    run(2, _mismatch)
+
+
+def test_pycomm_init_gives_the_engine_of_torch(run: Run) -> None:
+    run(2, _shares_the_engine)
+    run(2, _shares_the_engine)  # the first engine ended with torch's group
+
+
+def _dies() -> str:
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    model = DistributedDataParallel(torch.nn.Linear(4, 4), init_sync=False, broadcast_buffers=False)
+    try:
+        model(torch.ones(2, 4)).sum().backward()
+    except PeerLost as error:
+        return f"rank {error.peer}"
+    return "nothing raised"
+
+
+def test_ddp_names_a_dead_rank(tmp_path: Path) -> None:
+    ranks = Ranks(2)
+    try:
+        for pipe in ranks.pipes:
+            pipe.send((_dies, (), str(tmp_path / "store"), "pycomm"))
+        assert ranks.pipes[0].poll(LIMIT_S)
+        assert ranks.pipes[0].recv() == (True, "rank 1")
+    finally:
+        ranks.stop()
+
+
+def _program(text: str, *args: str, path: Path | None = None) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, "PYTHONPATH": f"{path}{os.pathsep}{ROOT}" if path else str(ROOT)}
+    return subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(text), *args],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=180,
+        check=False,
+    )
+
+
+def test_torch_finds_the_backend_without_an_import(tmp_path: Path) -> None:
+    """By the entry points of pyproject.toml, as with an installed pycomm."""
+    text = (ROOT / "pyproject.toml").read_text()
+    found = re.search(r'\[project\.entry-points\."(torch\.backends)"\]\n(\w+) = "(.*)"', text)
+    assert found is not None
+    info = tmp_path / "probe-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: probe\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(f"[{found[1]}]\n{found[2]} = {found[3]}\n")
+    done = _program(
+        """
+        import sys, torch, torch.distributed as dist
+        light = not {"pycomm.torch_backend", "pycomm._c10d"} & set(sys.modules)
+        dist.init_process_group("pycomm", rank=0, world_size=1, store=dist.HashStore())
+        x = torch.ones(2)
+        dist.all_reduce(x)
+        print(light, dist.get_backend(), x.tolist())
+        """,
+        path=tmp_path,
+    )
+    assert (done.stdout, done.returncode) == ("True pycomm [1.0, 1.0]\n", 0), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("cuda", "hip", "devices"),
+    [("", "", "['cpu']"), ("12.8", "", "['cpu', 'cuda']"), ("", "6.4", "['cpu', 'cuda']")],
+)
+def test_cuda_is_registered_where_torch_was_built_for_it(
+    cuda: str, hip: str, devices: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch places ShardedTensor and others on the devices that the backend names."""
+    monkeypatch.setenv("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
+    done = _program(
+        """
+        import sys, torch, torch.distributed as dist
+        torch.version.cuda, torch.version.hip = (version or None for version in sys.argv[1:])
+        import pycomm.torch_backend
+        dist.init_process_group("pycomm", rank=0, world_size=1, store=dist.HashStore())
+        print(sorted(device.type for device in dist.group.WORLD._device_types))
+        """,
+        cuda,
+        hip,
+    )
+    assert (done.stdout, done.returncode) == (f"{devices}\n", 0), done.stderr
+
+
+ALONE = """
+    import sys, torch, torch.distributed as dist
+    from torch.distributed import Backend
+    from torch.nn.parallel import DistributedDataParallel
+    import pycomm.torch_backend
+    for name in ("gloo", "nccl", "mpi", "ucc", "xccl", "fake"):
+        if name in Backend.backend_list:
+            Backend.backend_list.remove(name)
+        Backend.backend_type_map.pop(name, None)
+        Backend.backend_capability.pop(name, None)
+        Backend._plugins.pop(name.upper(), None)
+    Backend.default_device_backend_map.clear()
+    def refuse(*args, **kwargs):
+        raise AssertionError("another backend was made")
+    for name in ("ProcessGroupGloo", "ProcessGroupNCCL", "ProcessGroupMPI"):
+        setattr(dist.distributed_c10d, name, refuse)
+    rank = int(sys.argv[1])
+    dist.init_process_group("pycomm", init_method="file://" + sys.argv[2], rank=rank, world_size=2)
+    model = DistributedDataParallel(torch.nn.Linear(3, 3))
+    model(torch.ones(2, 3)).sum().backward()
+    everyone = [None, None]
+    dist.all_gather_object(everyone, rank)
+    dist.barrier()
+    print(everyone, dist.get_backend())
+"""
+
+
+def test_backend_works_without_other_backends(tmp_path: Path) -> None:
+    """Without any other backend in torch's registry; the exit without a goodbye is clean."""
+    command = [sys.executable, "-c", textwrap.dedent(ALONE)]
+    started = [
+        subprocess.Popen(
+            [*command, str(rank), str(tmp_path / "store")],
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    for process in started:
+        try:
+            out, err = process.communicate(timeout=180)
+        finally:
+            process.kill()
+        assert (out, process.returncode) == ("[0, 1] pycomm\n", 0), err
+
+
+def test_other_torch_version_is_reported() -> None:
+    torch_backend._check_version("2.13.0", "2.13.0+cpu")
+    with pytest.raises(Unsupported, match=r"built for torch 2\.13\.0 and this is torch 2\.12\.1"):
+        torch_backend._check_version("2.13.0", "2.12.1")
+
+
+def test_pg_options_of_another_backend_are_refused() -> None:
+    done = _program(
+        """
+        import torch.distributed as dist, pycomm.torch_backend
+        try:
+            dist.init_process_group("pycomm", rank=0, world_size=1, store=dist.HashStore(),
+                                    pg_options=object())
+        except ValueError as error:
+            print(error)
+        """
+    )
+    assert "invalid pg_options: got object" in done.stdout, done.stderr
+
+
+def _latency() -> float:
+    x = torch.ones(1)
+    rounds = []
+    for _ in range(20):
+        start = time.perf_counter()
+        for _ in range(100):
+            dist.all_reduce(x)
+        rounds.append((time.perf_counter() - start) / 100)
+    return sorted(rounds)[10] * 1e6
+
+
+def test_small_all_reduce_is_quick(run: Run) -> None:
+    """A loose limit, as the machine may be busy; the benchmarks check the real one."""
+    microseconds = max(run(2, _latency))
+    print(f"all_reduce of 4 bytes through torch.distributed, 2 ranks: {microseconds:.1f} us")
+    assert microseconds < 5000

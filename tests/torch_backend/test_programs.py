@@ -1,0 +1,36 @@
+"""Third-party programs on the backend "pycomm", where their packages are installed.
+
+tests/compat/programs.py runs them, with any backend.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from paths import ROOT
+
+from pycomm.bench.support import summaries
+
+SCRIPT = ROOT / "tests" / "compat" / "programs.py"
+
+
+@pytest.mark.timeout(1000)  # the script has 900 s
+@pytest.mark.parametrize(
+    "program", ["accelerate_script", "accelerate_sync", "lightning", "trainer", "ray_train"]
+)
+def test_runs_unchanged(program: str, tmp_path: Path) -> None:
+    stored = tmp_path / "results.json"
+    command = [sys.executable, str(SCRIPT), "--only", f"^{program}$", "--json", str(stored)]
+    found = f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+    env = {**os.environ, "PYTHONPATH": found}
+    done = subprocess.run(
+        command, env=env, capture_output=True, text=True, timeout=960, check=False
+    )
+    assert stored.exists(), done.stderr[-4000:]
+    result = summaries.read(stored)["programs"][program]
+    if result["status"] == "left out":
+        pytest.skip(result["reason"])
+    assert result["status"] == "runs", result["reason"]
+    assert done.returncode == 0, done.stderr[-4000:]

@@ -1,0 +1,156 @@
+"""`pycomm top`: ranks that run, wait or are stopped, as another process sees them."""
+
+import dataclasses
+import os
+import re
+import resource
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+
+import pycomm
+from pycomm.observe import flight_recorder, top
+from pycomm.testing import run_ranks
+
+LIMIT_S = 60.0  # against hanging
+
+
+def ours(sample: top.Sample) -> list[flight_recorder.FlightRecord]:
+    """The entries of this process's newest group; other tests may have left some."""
+    mine = [one for one in sample.flight_records if one.pid == os.getpid()]
+    newest = max(mine, key=lambda one: one.steady_ns, default=None)
+    return [one for one in mine if newest and one.id == newest.id]
+
+
+def seen(now: top.Sample, before: top.Sample | None = None) -> list[str]:
+    """The lines of the view that show this process's group."""
+    for sample in filter(None, (now, before)):
+        sample.flight_records = ours(sample)
+    console = Console(width=200, no_color=True)
+    with console.capture() as capture:
+        console.print(top.view(now, before))
+    return capture.get().splitlines()
+
+
+def wait_until_inside(rank: int, verb: str) -> top.Sample:
+    """A sample in which the rank of this process's group is inside such a call."""
+    end = time.monotonic() + LIMIT_S
+    while time.monotonic() < end:
+        sample = top.Sample()
+        for one in ours(sample):
+            inside = one.rank == rank and one.is_inside()
+            if inside and flight_recorder.title(one.records[-1]).startswith(verb):
+                return sample
+    raise AssertionError(f"rank {rank} is inside no {verb}")
+
+
+def watched(group: pycomm.Group) -> Any:
+    lines: list[str] = []
+    x = np.ones(1000, np.float32)
+    for _ in range(100):
+        pycomm.all_reduce(x, "max", group=group)
+    if group.rank == 1:
+        now = wait_until_inside(0, "broadcast")
+        waits = next(one for one in ours(now) if one.is_inside())
+        # As if sampled ten seconds later.
+        now.at_ns = int(waits.records[-1]["begun"]) + 10_000_000_000
+        lines = seen(now)
+    pycomm.broadcast(x, 1, group=group)
+    return lines
+
+
+def test_ranks_inside_a_call_and_late_ranks() -> None:
+    lines = run_ranks(2, watched)[1]
+    assert 'group "world", 2 ranks' in lines[0]
+    rows = [[cell.strip() for cell in line.split("│")] for line in lines[4:6]]
+    assert [row[1] for row in rows] == ["0", "1"]
+    assert rows[0][2] == rows[1][2] == str(os.getpid())
+    assert rows[0][6:8] == ["", "broadcast(float32, 1,000, root 1) for 10.0 s"]
+    assert rows[1][6] == "late"
+    assert re.match(r"outside of calls for [0-9.]+ s, after all_reduce\(float32, 1,000", rows[1][7])
+
+
+def rates(group: pycomm.Group) -> list[str]:
+    before = top.Sample()
+    for _ in range(500):
+        pycomm.barrier(group=group)
+    now = top.Sample()
+    now.at_ns = before.at_ns + 1_000_000_000
+    return seen(now, before)
+
+
+def test_rates_are_computed_between_two_samples() -> None:
+    row = next(line for line in run_ranks(1, rates)[0] if str(os.getpid()) in line)
+    assert row.split("│")[3].strip() == "500"
+
+
+STOPS = "import os, signal, pycomm; pycomm.init(); os.kill(os.getpid(), signal.SIGSTOP)"
+
+
+def test_stopped_process_is_shown_and_a_dead_one_is_not() -> None:
+    alone = {k: v for k, v in os.environ.items() if not k.startswith(("PYCOMM_", "RANK", "WORLD"))}
+    process = subprocess.Popen([sys.executable, "-c", STOPS], env=alone)
+    try:
+        _, status = os.waitpid(process.pid, os.WUNTRACED)
+        assert os.WIFSTOPPED(status)
+        done = subprocess.run(
+            [sys.executable, "-m", "pycomm", "top", "--once"],
+            *(), env={**alone, "COLUMNS": "200"}, capture_output=True, text=True, check=True,
+            timeout=LIMIT_S,
+        )  # fmt: skip
+        row = next(line for line in done.stdout.splitlines() if f" {process.pid} " in line)
+        assert "stopped" in row
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.wait(LIMIT_S)
+    assert all(one.pid != process.pid for one in flight_recorder.running())
+
+
+def test_a_closed_group_is_not_shown() -> None:
+    kept: list[pycomm.Group] = []
+
+    def ids(group: pycomm.Group) -> set[int]:
+        kept.append(group)
+        return {one.id for one in ours(top.Sample())}
+
+    (own,) = run_ranks(2, ids)[0]
+    assert len(kept) == 2
+    assert own not in {one.id for one in flight_recorder.running()}
+
+
+def read_in_part(group: pycomm.Group, name: str) -> str:
+    """Beside a group whose name looks like markup: reads a memory of 8 GiB with the flight
+    recorder's name, and returns the first line of the view."""
+    fd = os.memfd_create("pycomm-flight-recorder")
+    try:
+        os.ftruncate(fd, 8 << 30)
+        sample = top.Sample()
+        one = ours(sample)[0]
+        own = Path(one.source).read_bytes()
+        os.pwrite(fd, own, 0)
+        same = flight_recorder._consistent(Path(f"/proc/self/fd/{fd}"))
+        assert len(same.records) == len(one.records)
+        sample.flight_records = [dataclasses.replace(one, name=name)]
+        console = Console(width=200, no_color=True)
+        with console.capture() as capture:
+            console.print(top.view(sample))
+        return capture.get().splitlines()[0]
+    finally:
+        os.close(fd)
+
+
+def test_large_memory_is_read_partially_and_names_are_escaped() -> None:
+    limit = resource.getrlimit(resource.RLIMIT_AS)
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + (4 << 30), limit[1]))  # 8 GiB do not fit
+    try:
+        title = run_ranks(1, read_in_part, "[/b] [red]x")[0]
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, limit)
+    assert title.startswith('group "[/b] [red]x", 1 ranks')
