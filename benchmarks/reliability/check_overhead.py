@@ -126,7 +126,8 @@ def build(folder: Path) -> dict[str, Path]:
         raise NotBuilt("the core is not built: run `make build`")
     compile_ = _compiler_of(built)
     main = folder / "checks.o"
-    _run([*compile_, "-c", str(ROOT / "benchmarks" / "check_overhead.cpp"), "-o", str(main)])
+    source = Path(__file__).with_suffix(".cpp")
+    _run([*compile_, "-c", str(source), "-o", str(main)])
     instead = {}
     for path in REMOVED:
         source = folder / path

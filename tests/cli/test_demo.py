@@ -156,23 +156,23 @@ def linger(rank: processes.Rank) -> None:
 
 
 def test_every_report_of_a_rank_is_received() -> None:
-    heard: dict[int, list[Any]] = {0: [], 1: [], 2: []}
-    processes.run(report_twice, ("hello",), 3, lambda rank, said: heard[rank].append(said))
-    assert [said[0] for said in heard.values()] == [("hello", 3)] * 3
-    assert len({said[1] for said in heard.values()}) == 3
+    received: dict[int, list[Any]] = {0: [], 1: [], 2: []}
+    processes.run(report_twice, ("hello",), 3, lambda rank, message: received[rank].append(message))
+    assert [message[0] for message in received.values()] == [("hello", 3)] * 3
+    assert len({message[1] for message in received.values()}) == 3
 
 
 def test_rank_error_is_shown_and_ends_the_run() -> None:
     others = set(multiprocessing.active_children())
     with pytest.raises(ProcessException, match="no more paper"):
-        processes.run(fail, (), 2, lambda rank, said: None)
+        processes.run(fail, (), 2, lambda rank, message: None)
     assert set(multiprocessing.active_children()) <= others
 
 
 def test_listener_error_ends_the_run() -> None:
     others = set(multiprocessing.active_children())
 
-    def fail_to_receive(rank: int, said: object) -> None:
+    def fail_to_receive(rank: int, message: object) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
@@ -184,7 +184,7 @@ def test_killed_parent_leaves_no_orphans() -> None:
     code = (
         "from pycomm.bench.support import processes; from test_demo import linger\n"
         "if __name__ == '__main__':\n"
-        "    processes.run(linger, (), 2, lambda rank, said: print(said, flush=True))"
+        "    processes.run(linger, (), 2, lambda rank, message: print(message, flush=True))"
     )
     with subprocess.Popen(
         [sys.executable, "-c", code],

@@ -55,12 +55,12 @@ def expected_transports(places: Sequence[int]) -> list[list[str]]:
 def test_verbs_are_correct_across_hosts(places: list[int], family: str, master: str) -> None:
     hosts = max(places) + 1
     with Network(hosts, **ADDRESSES[family]) as net:
-        told = Run(net, places, "verbs", {"MASTER_ADDR": master}).start_all().told()
-    assert [t["transports"] for t in told] == expected_transports(places)
+        results = Run(net, places, "verbs", {"MASTER_ADDR": master}).start_all().results()
+    assert [t["transports"] for t in results] == expected_transports(places)
     ranks_of = [[r for r, p in enumerate(places) if p == place] for place in range(hosts)]
     wanted = [[ranks_of[p].index(r), len(ranks_of[p]), hosts] for r, p in enumerate(places)]
-    assert [t["local"] for t in told] == wanted
-    assert len({t["bits"] for t in told}) == 1
+    assert [t["local"] for t in results] == wanted
+    assert len({t["bits"] for t in results}) == 1
 
 
 def bytes_over(host: Host, link: int, before: Counters) -> int:
@@ -83,7 +83,10 @@ def test_the_chosen_interface_carries_everything(two_links: Network, choice: str
         lines = two_links.hosts[0].run("ss", "-Hltn").splitlines()
         heard = sorted(line.split()[3].rpartition(":")[0] for line in lines)
     assert heard == ["*", "*", master]
-    assert [t["transports"] for t in run.start_all().told()] == [["self", "tcp"], ["tcp", "self"]]
+    assert [t["transports"] for t in run.start_all().results()] == [
+        ["self", "tcp"],
+        ["tcp", "self"],
+    ]
     for host, (unused, used) in zip(two_links.hosts, before, strict=True):
         assert bytes_over(host, 0, unused) == 0
         assert bytes_over(host, 1, used) > 1000
@@ -99,7 +102,7 @@ def test_default_interface_is_the_route_to_rank_0(two_links: Network) -> None:
         host.ip("link", "set", "docker1", "up")
     before = [host.counters(0) for host in two_links.hosts]
     env = {"MASTER_ADDR": two_links.hosts[0].ipv4(1)}
-    Run(two_links, [0, 1, 1], "verbs", env).start_all().told()
+    Run(two_links, [0, 1, 1], "verbs", env).start_all().results()
     for host, counters in zip(two_links.hosts, before, strict=True):
         assert bytes_over(host, 0, counters) == 0
 
@@ -112,8 +115,8 @@ def test_next_address_is_tried_when_one_is_unreachable() -> None:
         env = {"MASTER_ADDR": net.hosts[0].ipv4(1), "FORM_S": "90"}
         run = Run(net, [0, 1], "form", env)
         run.start(0, {"MASTER_ADDR": net.hosts[0].ipv4(0)})
-        told = run.start_all().told()
-    assert [t.get("transports") for t in told] == [["self", "tcp"], ["tcp", "self"]], told
+        results = run.start_all().results()
+    assert [t.get("transports") for t in results] == [["self", "tcp"], ["tcp", "self"]], results
 
 
 # An unauthenticated client connects to each address in every way, and waits for the end. It prints
@@ -155,9 +158,9 @@ def test_unauthenticated_clients_of_another_host_are_rejected_and_the_group_form
         client = net.hosts[2].start([sys.executable, "-c", CLIENT, *called], stdin=subprocess.PIPE)
         assert client.stdout is not None
         assert client.stdout.readline() == "called\n", client.communicate()
-        told = run.start_all().told()
+        results = run.start_all().results()
         out, err = client.communicate("\n", timeout=LIMIT_S)
-    assert [one.get("transports") for one in told] == expected_transports(places), told
+    assert [one.get("transports") for one in results] == expected_transports(places), results
     assert out, err
     assert json.loads(out) == [3 * len(called) * len(MANNERS), 0, 0]
 
@@ -170,8 +173,8 @@ def refusal(net: Network, env: dict[str, str]) -> dict[str, Any]:
     assert process.returncode == 0, err
     waiting.kill()
     waiting.communicate()
-    told: dict[str, Any] = json.loads(out)
-    return told
+    result: dict[str, Any] = json.loads(out)
+    return result
 
 
 def test_invalid_address_is_rejected_with_the_valid_ones() -> None:
@@ -179,19 +182,19 @@ def test_invalid_address_is_rejected_with_the_valid_ones() -> None:
         net.hosts[1].ip("link", "set", "eth1", "down")
         shown = "lo (127.0.0.1, ::1), eth0 (10.99.0.2, fd00:99::2, fe80::"
         for choice in ("eth9", "eth1", "10.99.0.1", "10.98.0.0/16"):
-            told = refusal(net, {"GLOO_SOCKET_IFNAME": choice})
-            assert told["error"] == "InvalidArgument"
-            assert f"GLOO_SOCKET_IFNAME is '{choice}'" in told["text"]
-            assert shown in told["text"]
-            assert "eth1 (down)" in told["text"]
+            result = refusal(net, {"GLOO_SOCKET_IFNAME": choice})
+            assert result["error"] == "InvalidArgument"
+            assert f"GLOO_SOCKET_IFNAME is '{choice}'" in result["text"]
+            assert shown in result["text"]
+            assert "eth1 (down)" in result["text"]
         listed = net.hosts[1].ip("-6", "-br", "addr", "show", "dev", "eth0").split()
         link_local = next(word for word in listed if word.startswith("fe80")).split("/")[0]
-        told = refusal(net, {"GLOO_SOCKET_IFNAME": link_local})
-        assert told["error"] == "InvalidArgument"
-        assert "link-local" in told["text"]
-        told = refusal(net, {"MASTER_ADDR": link_local, "FORM_S": "1"})
-        assert told["error"] == "Timeout"
-        assert f"needs its interface, as in {link_local}%eth0" in told["text"]
+        result = refusal(net, {"GLOO_SOCKET_IFNAME": link_local})
+        assert result["error"] == "InvalidArgument"
+        assert "link-local" in result["text"]
+        result = refusal(net, {"MASTER_ADDR": link_local, "FORM_S": "1"})
+        assert result["error"] == "Timeout"
+        assert f"needs its interface, as in {link_local}%eth0" in result["text"]
 
 
 @pytest.mark.parametrize("by", [0, 1])
@@ -199,11 +202,11 @@ def test_loopback_is_rejected_for_another_host(by: int) -> None:
     with Network(2, ipv6=False) as net:
         run = Run(net, [0, 1], "form", {"FORM_S": "90"})
         run.start(by, {"GLOO_SOCKET_IFNAME": "lo"})
-        for rank, told in enumerate(run.start_all().told()):
-            assert told["error"] == "Unsupported", told
-            assert told["peer"] == 1 - rank
-            assert f"rank {1 - rank} (host " in told["text"]
-            assert ("the former, 127.0.0.1:", "this, 127.0.0.1:")[rank == by] in told["text"]
+        for rank, result in enumerate(run.start_all().results()):
+            assert result["error"] == "Unsupported", result
+            assert result["peer"] == 1 - rank
+            assert f"rank {1 - rank} (host " in result["text"]
+            assert ("the former, 127.0.0.1:", "this, 127.0.0.1:")[rank == by] in result["text"]
 
 
 @pytest.mark.parametrize("how", ["silent", "unreachable"])
@@ -217,7 +220,7 @@ def test_unreachable_address_is_named(two_links: Network, how: str) -> None:
         two_links.hosts[1].ip("route", "add", "unreachable", f"{target}/32")
     run = Run(two_links, [0, 1], "form", {"GLOO_SOCKET_IFNAME": "eth1", "FORM_S": "3"})
     run.start(0, {"FORM_S": "2"})  # its store ends before rank 1 times out
-    zero, one = run.start_all().told()
+    zero, one = run.start_all().results()
     assert one["error"] == "Timeout"
     assert "rank 0 (host " in one["text"]
     assert f" at {target}:" in one["text"]
@@ -232,16 +235,16 @@ def test_unreachable_address_is_named(two_links: Network, how: str) -> None:
 def test_training_on_two_hosts_equals_one_host() -> None:
     with Network(2) as net:
         apart = Run(net, [0, 0, 1, 1], "training", {"MASTER_ADDR": net.hosts[0].ipv6()})
-        told = apart.start_all().told()
+        results = apart.start_all().results()
         levels = {"MASTER_ADDR": net.hosts[0].ipv6(), "HIERARCHICAL": "1"}  # and two lanes
-        wrapped = Run(net, [0, 0, 1, 1], "training", levels).start_all().told()
-        alone = Run(net, [0, 0, 0, 0], "training").start_all().told()
+        wrapped = Run(net, [0, 0, 1, 1], "training", levels).start_all().results()
+        alone = Run(net, [0, 0, 0, 0], "training").start_all().results()
     assert {(t["hosts"], t["lanes"]) for t in alone} == {(1, 1)}
-    for run in (told, wrapped, alone):
+    for run in (results, wrapped, alone):
         # On two hosts the order of summation differs: bits are equal among ranks, not among runs.
         assert len({t["bits"] for t in run}) == 1
         assert run[0]["sums"] == pytest.approx(alone[0]["sums"], rel=1e-5)
-    assert {(t["hosts"], t["lanes"]) for t in told + wrapped} == {(2, 2)}
+    assert {(t["hosts"], t["lanes"]) for t in results + wrapped} == {(2, 2)}
 
 
 HEADERS = {"ipv4": 14 + 20 + 32, "ipv6": 14 + 40 + 32}  # Ethernet, IP, TCP with timestamps
@@ -264,16 +267,16 @@ def test_counted_bytes_match_the_interface(family: str, cut: bool) -> None:
             for rank in (0, 1):
                 run.ranks[rank].stdin.write("\n")
                 run.ranks[rank].stdin.flush()
-        told = run.told()[0]
+        result = run.results()[0]
     before, after = marks
     headers = HEADERS[family]
     packets = after.packets_sent - before.packets_sent
     sent = after.sent - before.sent - headers * packets
     received = after.received - before.received
     received -= headers * (after.packets_received - before.packets_received)
-    assert told["written"] == pytest.approx(sent, rel=0.03)
-    assert told["received"] == pytest.approx(received, rel=0.03)
-    assert told["written"] > 64 << 20
+    assert result["written"] == pytest.approx(sent, rel=0.03)
+    assert result["received"] == pytest.approx(received, rel=0.03)
+    assert result["written"] > 64 << 20
 
 
 def test_near_hosts_are_not_rate_limited() -> None:
@@ -290,7 +293,7 @@ def test_near_hosts_are_not_rate_limited() -> None:
             for rank in (0, 1):
                 run.ranks[rank].stdin.write("\n")
                 run.ranks[rank].stdin.flush()
-        run.told()
+        run.results()
     assert len(sockets.splitlines()) == 2, sockets  # to the store, and to the other rank
     assert "bbr" not in sockets
 
@@ -308,11 +311,11 @@ def test_hierarchical_exchange_sends_one_packet_per_host() -> None:
             for rank in range(4):
                 run.ranks[rank].stdin.write("\n")
                 run.ranks[rank].stdin.flush()
-        told = run.told()
-    assert {one["exchange"] for one in told} == {"hierarchical"}
-    assert len({one["w"] for one in told}) == 1
+        results = run.results()
+    assert {one["exchange"] for one in results} == {"hierarchical"}
+    assert len({one["w"] for one in results}) == 1
     for name in ("u", "v"):
-        assert told[0][name] == told[1][name] != told[2][name] == told[3][name]
-    assert [one["sent"] > 0 for one in told] == [True, False, True, False]
-    assert told[2]["sent"] < 1.3 * told[2]["k"]  # bytes: an index and 2 bits
-    assert told[2]["sent"] < marks[1].received - marks[0].received < 1.3 * told[2]["sent"]
+        assert results[0][name] == results[1][name] != results[2][name] == results[3][name]
+    assert [one["sent"] > 0 for one in results] == [True, False, True, False]
+    assert results[2]["sent"] < 1.3 * results[2]["k"]  # bytes: an index and 2 bits
+    assert results[2]["sent"] < marks[1].received - marks[0].received < 1.3 * results[2]["sent"]

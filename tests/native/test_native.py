@@ -54,8 +54,8 @@ def run(sanitizer: str, suite: str, *tests: str) -> str:
             check=False,
         )
     except subprocess.TimeoutExpired as error:
-        said = (error.stdout or b"").decode(errors="replace")
-        pytest.fail(f"{suite} was not done after {RUN_LIMIT_S} s\n{said}", pytrace=False)
+        output = (error.stdout or b"").decode(errors="replace")
+        pytest.fail(f"{suite} was not done after {RUN_LIMIT_S} s\n{output}", pytrace=False)
     if done.returncode != 0:
         pytest.fail(f"{suite} ended with {done.returncode}\n{done.stdout}", pytrace=False)
     assert ", 0 failed" in done.stdout

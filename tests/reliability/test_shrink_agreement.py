@@ -32,8 +32,8 @@ def test_two_survivors_that_cannot_connect_are_named() -> None:
             assert process.stdin is not None
             process.stdin.write("continue\n")
             process.stdin.flush()
-        told = run.told()
-    for rank, result in enumerate(told):
+        results = run.results()
+    for rank, result in enumerate(results):
         assert result["error"] == "PeerLost", result
         assert "rank 1 (host" in result["text"], result
         assert "rank 2 (host" in result["text"], result

@@ -59,7 +59,7 @@ class Run:
                 self.start(rank)
         return self
 
-    def told(self) -> list[dict[str, Any]]:
+    def results(self) -> list[dict[str, Any]]:
         """The result that each rank prints at its end, by rank."""
         results = []
         for rank in sorted(self.ranks):
