@@ -20,6 +20,7 @@ FILES = {
     "test_shared_arrays": "full",
     # Short, and the first to fail after a change of the layers, of the core or of torch's backend.
     "test_c10d": "quick",
+    "test_classes": "quick",
     "test_layers": "quick",
     "test_product": "quick",
 }
