@@ -52,6 +52,9 @@ class Call:
     def start(self, group: Collectives, input: Any, output: Any, stream: int = 0, /) -> Work | None:
         """Like run(), on the group's worker; keeps the arrays alive until the call is complete.
         None if an array needs a description."""
+    def agree_on_first_message(self, host: Collectives, input: Any, output: Any, /) -> None:
+        """Before the device group forms, with the descriptions of arrays on a device: raises
+        Mismatch if this is a message in a group of two and the peer's end is not on a device."""
 
 def rows(lists: tuple[list[Any], ...], /) -> tuple[Any, Any, tuple[str, ...], int, bool] | None:
     """Describes lists of equal length of contiguous arrays, in host memory or on one GPU: uint64

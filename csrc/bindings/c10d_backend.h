@@ -338,6 +338,8 @@ class Backend : public c10d::Backend {
   // For a job on a device: sets the streams of its calls and returns the device's group.
   DeviceSide* set_streams(Job& job) {
     if (!job.device || job.device->is_cpu()) return nullptr;
+    if (!sides_.contains(*job.device) && !job.calls.empty())
+      agree_on_first_message(*group_, job.calls.front());
     DeviceSide& side = device_side(*job.device);
     void* const stream = current_stream(*job.device).native_handle();
     for (Call& call : job.calls) call.device.stream = stream;

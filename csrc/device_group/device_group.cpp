@@ -88,14 +88,6 @@ class DeviceWork final : public Work {
   std::exception_ptr error_;
 };
 
-// `source`: where a receive stores the rank that it matched.
-Call agreement_about(const Call& call, int* source) {
-  Call asked = call;
-  asked.device.agreement = true;
-  asked.source = source;
-  return asked;
-}
-
 // "send(float32, count 10, tag 0, nccl, on CUDA devices) to rank 1"
 std::string text_of(const Call& call) {
   Header header = signature_of(agreement_about(call, nullptr), call.algorithm);

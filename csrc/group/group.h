@@ -159,6 +159,24 @@ class Collectives {
   virtual void abort(const std::string& reason) noexcept = 0;
 };
 
+// How the ranks agree about a call on devices, through their group for host memory. `source`: where
+// a receive stores the rank that it matched.
+inline Call agreement_about(Call call, int* source) {
+  call.device.agreement = true;
+  call.source = source;
+  return call;
+}
+
+// The first call on devices, before the device group forms. In a group of two a message is agreed
+// as later ones are, so that a peer whose end is in host memory gets Mismatch too. In larger groups
+// that could wait forever: the peer may already wait for this rank in the forming.
+inline void agree_on_first_message(Collectives& host, const Call& first) {
+  if (host.size() != 2) return;
+  if (first.operation != Operation::send && first.operation != Operation::recv) return;
+  int source = kAnySource;
+  host.run(agreement_about(first, &source));
+}
+
 // For arrays in host memory. Its destructor sends goodbye first, as close() does.
 class Group : public Collectives {
  public:

@@ -132,7 +132,8 @@ HostGroup::~HostGroup() { close(); }
 
 // Returns the reducer of a call that adds, else null.
 const Reducer* HostGroup::check(const Call& call) const {
-  if (call.device.agreement) return nullptr;  // the device group checked it
+  // The device group checked it and chose the algorithm, unless it is the first call on devices.
+  if (call.device.agreement && call.algorithm != Algorithm::automatic) return nullptr;
   const Reducer* const reducer = check_call(call, info_.rank, info_.size);
   runner_.check(call);
   return reducer;

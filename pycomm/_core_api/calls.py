@@ -134,18 +134,18 @@ def _run_described(
     written = read
     if output is not source:
         written = None if output is None else arrays.view(output, write=True)
+    memory = read and read.memory, written and written.memory
     array = _on_device(read, written)
     core: _core.Collectives = group.core
     stream = 0
     if array is not None:
-        core = device_groups.core(group, array.device, call.timeout_s)
+        core = device_groups.core(group, array.device, call, memory)
         stream = device_groups.stream(array.device, array.array)
-    memory = read and read.memory, written and written.memory, stream
     if async_op:
-        work = call.start(core, *memory)
+        work = call.start(core, *memory, stream)
         assert work is not None  # the core reads every description
         return Work(work, written, result, array)
-    call.run(core, *memory)
+    call.run(core, *memory, stream)
     if written is not None:
         written.finish()
     return result

@@ -39,12 +39,15 @@ class _Source:
     module: Any = None  # replaces _cuda if set
 
 
-def core(group: Group, device: Device, limit_s: float = 0.0) -> _core.Collectives:
-    """The device group of `group` on `device`; collective when it is made.
+def core(
+    group: Group, device: Device, call: _core.Call, memory: tuple[Any, Any]
+) -> _core.Collectives:
+    """The device group of `group` on `device`, for a call; collective when it is made.
 
-    All ranks must call within `limit_s` seconds, or the group's limit if that is 0.
+    All ranks must call within the time limit of the call. `memory` describes its arrays.
 
     Raises:
+        Mismatch: in a group of two the call is a message, and the peer's end is not on a device.
         Unsupported: no driver or GPU; or, if ranks do not share GPUs: a rank has no NCCL (raised on
             every rank) or an NCCL that refuses this device.
         Timeout: not all ranks called, for example because the first call is a send or recv.
@@ -55,7 +58,9 @@ def core(group: Group, device: Device, limit_s: float = 0.0) -> _core.Collective
     if found is None:
         lines = group.cuda_channels, group.cuda_internode_transport
         timeout_s = group._timeout_s
-        found = _meet(group.core._capsule(), device.index, timeout_s, limit_s or timeout_s, *lines)
+        call.agree_on_first_message(group.core, *memory)
+        limit_s = call.timeout_s or timeout_s
+        found = _meet(group.core._capsule(), device.index, timeout_s, limit_s, *lines)
         group._devices[device.index] = found
     return found
 

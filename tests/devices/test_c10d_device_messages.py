@@ -76,6 +76,23 @@ def test_messages(run: Run, shared: bool) -> None:
     run(3, _messages, shared)
 
 
+def _first_call_disagrees(at: Any) -> None:
+    group = dist.new_group()
+    x = torch.full((10,), 1.0 + dist.get_rank())
+    on_device = x.to(at.device)
+    with pytest.raises(errors.Mismatch, match="no data was sent"):
+        if dist.get_rank() == 0:
+            dist.isend(on_device, 1, group)
+        else:
+            dist.recv(x, 0, group)
+    dist.all_reduce(on_device, group=group)
+    assert (on_device.cpu() == 3).all()
+
+
+def test_first_message_against_an_end_on_the_host_is_a_mismatch(run: Run) -> None:
+    run(2, _first_call_disagrees)
+
+
 def _first_of_two(at: Any) -> str:
     group = dist.new_group(timeout=timedelta(seconds=2))
     x = torch.ones(10, device=at.device)

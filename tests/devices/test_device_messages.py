@@ -241,6 +241,37 @@ def test_a_message_that_hangs_on_a_device_is_named_and_ended(machine):
     assert any("did not complete on the device within 1" in text for text in (sender, receiver))
 
 
+def first_call_disagrees(group: pycomm.Group, device: Any, sends: bool) -> str:
+    """The first call with arrays on devices is one end of a message, the other is on the host."""
+    x, y = device.put(numbers(group.rank)), np.zeros(100, np.float32)
+    if group.rank == 0:
+        with pytest.raises(errors.Mismatch) as caught:
+            pycomm.send(x, 1) if sends else pycomm.recv(x, 1)
+    elif sends:
+        with pytest.raises(errors.Mismatch) as caught:
+            pycomm.recv(y, 0)
+    else:
+        pycomm.send(y, 0)  # returns before the peer receives
+        caught = None
+    np.testing.assert_array_equal(device.get(x), numbers(group.rank))
+    pycomm.all_reduce(x)  # the first that both make on devices
+    np.testing.assert_array_equal(device.get(x), numbers(0) + numbers(1))
+    return "" if caught is None else str(caught.value)
+
+
+@on(*EMULATED)
+@pytest.mark.parametrize("transport", ["local", "shm", "tcp"])
+@pytest.mark.parametrize("sends", [True, False], ids=["send", "recv"])
+def test_first_message_against_an_end_on_the_host_is_a_mismatch(machine, sends, transport):
+    texts = machine.run(2, first_call_disagrees, sends, transport=transport)
+    on_device = f"{'send' if sends else 'recv'}(float32, count 100, tag 0, auto, on CUDA devices)"
+    on_host = f"{'recv' if sends else 'send'}(float32, count 100, tag 0, direct)"
+    for text in texts[: 2 if sends else 1]:
+        assert on_device in text
+        assert on_host in text
+        assert ("no data was sent" if sends else "the message is dropped") in text
+
+
 def first_of_two(group: pycomm.Group, device: Any) -> str:
     x = device.put(numbers(group.rank))
     if group.rank == 2:
