@@ -2,7 +2,7 @@
 
     prepare    u and v accumulate the gradients, k elements of each are moved to the packet
     received   raw packets of all ranks, as pairs that bucket.py adds in rank order
-    units      buckets that packet_exchange.py encodes one by one, if packets are compact
+    units      buckets that packet_codec.py encodes one by one, if packets are compact
     mask       the packet as a dense gradient, for a dense sum (mathematically the same)
     rollback   u and v as if no element had been selected
 
