@@ -1,4 +1,1 @@
-"""Benchmarks of pycomm and comparable libraries: `python -m benchmarks collectives ...`.
-
-Every figure comes from one run that includes the comparator and names the machine. Needs torch.
-"""
+"""The benchmarks that need the repository; pycomm/bench has the others, and the table of all."""

@@ -4,24 +4,11 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import importlib.util
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
-BENCHMARKS = (
-    "check_overhead",
-    "collectives",
-    "codec",
-    "rank_failure",
-    "faults",
-    "cancellation",
-    "soak",
-    "kernels",
-    "links",
-    "connection_flood",
-    "training",
-)
+from pycomm.bench.support import packages
+
 MODULES = {  # by command
     "plan": "tuning.planner",
     "tune": "tuning.tune",
@@ -45,7 +32,6 @@ def parser() -> argparse.ArgumentParser:
     trace = commands.add_parser("trace", help="merge traces into one timeline", add_help=False)
     top = commands.add_parser("top", help="show running ranks of this host", add_help=False)
     bench = commands.add_parser("bench", help="run a benchmark", add_help=False)
-    bench.add_argument("what", choices=BENCHMARKS)
     for command in (launch, tune, plan, demo, trace, top, bench):
         command.set_defaults(rest=[])
     return main
@@ -58,31 +44,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         from pycomm.launch import command
 
         return command.main(words[1:])
+    if words[:1] == ["bench"]:
+        from pycomm import bench
+
+        return bench.main(words[1:])
     chosen, rest = parser().parse_known_args(words)
     if chosen.command == "info":
         if rest:
             parser().error(f"info: unexpected arguments: {' '.join(rest)}")
         return _info(chosen.flight)
     if chosen.command in MODULES:
-        if chosen.command == "top" and importlib.util.find_spec("rich") is None:
-            print('pycomm: top needs rich: pip install "rich>=13"', file=sys.stderr)
+        if chosen.command == "top" and (why := packages.missing("rich")):
+            print(f"pycomm: top {why}", file=sys.stderr)
             return 2
         module = importlib.import_module(f"pycomm.{MODULES[chosen.command]}")
         return int(module.main(rest))
-    # The command `pycomm` does not search the repository root, which contains the benchmarks.
-    sys.path.append(str(Path(__file__).resolve().parent.parent))
-    name = "pycomm.demo" if chosen.command == "demo" else f"benchmarks.{chosen.what}"
-    try:
-        module = importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name not in (name, name.split(".", maxsplit=1)[0]):
-            raise
-        print(
-            f"pycomm: {name} not found: it is part of the repository, not of the package",
-            file=sys.stderr,
-        )
-        return 2
-    return int(module.main(rest) or 0)
+    from pycomm import demo
+
+    return demo.main(rest)
 
 
 def _info(flight: Sequence[str] | None) -> int:

@@ -21,7 +21,7 @@ from typing import Any
 
 from pycomm import _core, config
 from pycomm import _secret as secrets
-from pycomm._bootstrap import launcher_watch, rendezvous, shrink, thresholds
+from pycomm._bootstrap import launcher_watch, rendezvous, shrink
 from pycomm._bootstrap.shrink import Store
 from pycomm.errors import GroupBroken, InvalidArgument
 
@@ -320,8 +320,6 @@ def _form(
         reproducible=reproducible,
         heartbeat_s=heartbeat_s,
         log=here.log != "warning",
-        tuned=thresholds.thresholds(),
-        **config.flight_recorder_files(),
     )
     core.set_timeout(timeout_s)  # of its calls; forming used the remaining time
     store.settle()

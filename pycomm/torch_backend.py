@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from pycomm import _core, _torch_autoload, config
 from pycomm import group as groups
-from pycomm._bootstrap import rendezvous, thresholds
+from pycomm._bootstrap import rendezvous
 from pycomm._core_api import device_groups
 from pycomm.errors import InvalidArgument, Unsupported
 
@@ -233,8 +233,6 @@ def _connect(
         route_hint=rendezvous.host_of(options.store) or place.master_host,
         reproducible=False,
         log=place.log != "warning",
-        tuned=thresholds.thresholds(),
-        **config.flight_recorder_files(),
     )
 
 

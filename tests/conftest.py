@@ -99,7 +99,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Gives each test the marker of its tier (tiers.py)."""
     for item in items:
         name = getattr(item, "originalname", item.name)
-        item.add_marker(tier_of(item.path.stem, name))
+        item.add_marker(tier_of(item.path, name))
 
 
 @pytest.hookimpl(trylast=True)

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib.util
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -26,7 +26,10 @@ from pycomm.bench.support import machine
 ROOT = Path(__file__).resolve().parent.parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "gpu"
 NO_GPU = 3  # the exit status
-SUITES = ("channels", "dgc", "faults", "groups", "messages")  # of tests/devices/test_device_*.py
+ON_GPUS = ("group_devices", "kernel_devices")
+"""Modules of tests that run a test on emulated devices and, in cases named "cuda", on GPUs."""
+EMULATED = ("torch_devices",)
+"""The same on emulated devices alone, with the torch that is installed."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +59,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--list", action="store_true", help="name the parts and run none")
     parser.add_argument("--results", type=Path, default=RESULTS, help="a folder (%(default)s)")
     options = parser.parse_args(argv)
-    names, why = gpus()
+    names, why = machine.gpus()
     chosen = parts(max(1, len(names)), options.results)
     unknown = set(options.only or ()) - {part.name for part in chosen}
     if unknown:
@@ -72,31 +75,17 @@ def main(argv: Sequence[str]) -> int:
     return run(chosen, options.results, names)
 
 
-def gpus() -> tuple[list[str], str]:
-    """The names of the GPUs that all parts can use, or the reason why there is none."""
-    import torch
-
-    if importlib.util.find_spec("pycomm._cuda") is None:
-        return [], "pycomm._cuda is not built; put nvcc on PATH and run `make build`"
-    why: str = importlib.import_module("pycomm._cuda").why_not()
-    if why:
-        return [], why
-    if not torch.cuda.is_available():
-        return [], f"torch {torch.__version__} finds none; a CUDA build of torch is needed"
-    return [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())], ""
-
-
 def parts(count: int, results: Path) -> list[Part]:
     """The parts for `count` GPUs, the short and informative ones first."""
     python = sys.executable
     ranks = min(count, 8)
-    tests = [f"tests/unit/test_{name}.py" for name in ("kernels", "compact_devices")]
-    tests += [f"tests/devices/test_device_{name}.py" for name in SUITES]
+    pytest = [python, "-m", "pytest", "-q"]
     own = [python, "-m", "benchmarks.gpu.gpu_ranks"]
     bench = [python, "-m", "pycomm", "bench"]
     stored = ["--json", str(results / "kernels.json"), "--plot", str(results / "kernels.png")]
     found = [
-        Part("tests", [python, "-m", "pytest", "-q", "-k", "cuda", *tests], 1500),
+        Part("tests", [*pytest, "-k", "cuda", *tests_with(ON_GPUS)], 1500),
+        Part("tests-torch", [*pytest, *tests_with(EMULATED)], 600),
         Part("nccl", [*own, "alone"], 120),
         # Two ranks that share a GPU under NCCL, by each way to allow it.
         Part("shared-multi-rank", [*own, "shared", "--way", "multi-rank"], 120),
@@ -109,6 +98,13 @@ def parts(count: int, results: Path) -> list[Part]:
     collectives = [*bench, "collectives", "--device", "cuda", "--peers", "nccl"]
     collectives += ["--ranks", str(ranks), "--json", str(results / "collectives.json")]
     return [*found, Part("bench-collectives", collectives, 1200)]
+
+
+def tests_with(modules: Sequence[str]) -> list[str]:
+    """The files of tests that import one of these modules."""
+    imports = re.compile(rf"^(from|import) .*\b({'|'.join(modules)})\b", re.MULTILINE)
+    files = sorted((ROOT / "tests").rglob("test_*.py"))
+    return [str(file.relative_to(ROOT)) for file in files if imports.search(file.read_text())]
 
 
 def run(chosen: Sequence[Part], results: Path, names: Sequence[str]) -> int:

@@ -28,7 +28,8 @@ from rich.table import Table
 
 import pycomm
 from pycomm import Group, _core
-from pycomm.testing import FaultPlan, _join
+from pycomm.testing import FaultPlan
+from pycomm.testing.threads import join
 
 PROMISED_MS = 200.0
 DEEP_S = 0.5  # until the main thread waits; if it does not yet, it ends even sooner
@@ -45,11 +46,11 @@ def _group(size: int, others: Others, transport: str = "tcp", **more: Any) -> Gr
     options = {"size": size, "timeout_s": LIMIT_S, "transport": transport, "secret": KEY, **more}
     for rank in range(1, size):
         threading.Thread(target=_rank, args=(store, rank, options, others), daemon=True).start()
-    return _join(store, 0, options)
+    return join(store, 0, options)
 
 
 def _rank(store: _core.Store, rank: int, options: dict[str, Any], others: Others) -> None:
-    group = _join(store, rank, options)
+    group = join(store, rank, options)
     others(group)
     threading.Event().wait()  # keeps the group: its end would close it
 
@@ -107,7 +108,7 @@ def _waiting_for_work() -> Wait:
 def _forming(store: Any) -> Wait:
     """No other rank joins."""
     options = {"size": 2, "timeout_s": LIMIT_S, "transport": "tcp", "secret": KEY}
-    return lambda: _join(store, 0, options)
+    return lambda: join(store, 0, options)
 
 
 def _forming_in_a_store_of_ours() -> Wait:

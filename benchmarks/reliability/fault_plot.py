@@ -2,35 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 
-if TYPE_CHECKING:
-    from benchmarks.reliability.faults import Outcome
-
 LEAST_MS, MOST_MS = 0.1, 3000.0
 NOT_DETECTED = 0.0  # of a cell without anything to detect
 
 
-def save(path: Path, found: Sequence[Outcome]) -> None:
-    """A row for each action and moment, a column for each verb, size and transport; grey: not
-    applicable; a cross: a violated guarantee."""
-    rows = list(dict.fromkeys((one.cell.action, one.cell.moment) for one in found))
-    columns = sorted({(one.cell.transport, one.cell.size, one.cell.verb) for one in found})
+def save(path: Path, found: Sequence[Mapping[str, Any]]) -> None:
+    """Draws what faults.py stores for each cell: a row for each action and moment, a column for
+    each verb, size and transport; grey: not applicable; a cross: a violated guarantee."""
+    cells = [one["cell"] for one in found]
+    rows = list(dict.fromkeys((cell["action"], cell["moment"]) for cell in cells))
+    columns = sorted({_column(cell) for cell in cells})
     worst = np.full((len(rows), len(columns)), np.nan)
     broken = []
-    for one in found:
-        cell = one.cell
-        row = rows.index((cell.action, cell.moment))
-        column = columns.index((cell.transport, cell.size, cell.verb))
-        known = [seen.noticed_ms for seen in one.seen if seen is not None and seen.error]
+    for one, cell in zip(found, cells, strict=True):
+        row = rows.index((cell["action"], cell["moment"]))
+        column = columns.index(_column(cell))
+        known = [seen["noticed_ms"] for seen in one["seen"] if seen is not None and seen["error"]]
         worst[row, column] = np.nanmax([worst[row, column], *known, NOT_DETECTED])
-        if one.broken:
+        if one["broken"]:
             broken.append((row, column))
     figure = Figure(
         figsize=(0.24 * len(columns) + 3.5, 0.24 * len(rows) + 2.6), layout="constrained"
@@ -50,7 +47,11 @@ def save(path: Path, found: Sequence[Outcome]) -> None:
     for row, column in broken:
         axes.plot(column, row, "x", color="#d93025")
     transports = ", then ".join(dict.fromkeys(transport for transport, _, _ in columns))
-    kept = sum(not one.broken for one in found)
+    kept = sum(not one["broken"] for one in found)
     axes.set_title(f"{kept} of {len(found)} cells as guaranteed; by {transports}", fontsize=9)
     figure.colorbar(image, label="ms until the last survivor detected it", shrink=0.8)
     figure.savefig(path, dpi=150)
+
+
+def _column(cell: Mapping[str, str]) -> tuple[str, str, str]:
+    return cell["transport"], cell["size"], cell["verb"]

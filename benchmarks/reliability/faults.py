@@ -291,7 +291,7 @@ def main(argv: Sequence[str]) -> int:
     console.print(f"{len(found)} cells run, {len(missed)} not applicable")
     _store(options.json, found, missed)
     if options.plot:
-        fault_plot.save(options.plot, found)
+        fault_plot.save(options.plot, [asdict(one) for one in found])
     return 1 if any(one.broken for one in found) else 0
 
 

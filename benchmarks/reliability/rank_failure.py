@@ -30,7 +30,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -125,7 +125,7 @@ def main(argv: Sequence[str]) -> int:
         content = {"machine": machine.describe(), "rows": summary(found)}
         summaries.write(options.json, content)
     if options.plot:
-        rank_failure_plot.save(options.plot, found)
+        rank_failure_plot.save(options.plot, [asdict(failure) for failure in found])
     ours = [failure for failure in found if failure.backend != "gloo"]
     return 0 if all(failure.named and failure.works_ms >= 0 for failure in ours) else 1
 

@@ -29,6 +29,7 @@ import pycomm
 from benchmarks.training.expected_costs import WANTED, disordered, judged
 from benchmarks.training.workloads import WORKLOADS, Workload, missing
 from pycomm.bench.support import machine, summaries
+from pycomm.compress.dgc import compressor_of
 from pycomm.testing import run_ranks
 
 RAMP = (0.75, 0.9375, 0.984375, 0.996)
@@ -274,7 +275,7 @@ def _parallel(
 
     def sparse_step(_: torch.Tensor) -> None:
         optimizer.step()
-        for memory in () if method.feedback else dgc.memories.values():
+        for memory in () if method.feedback else compressor_of(dgc).state.memories.values():
             if memory.v is not None:
                 memory.v.zero_()
 

@@ -38,7 +38,7 @@ from pycomm.bench.kernels import residuals
 from pycomm.bench.support import machine, summaries
 from pycomm.bench.support.model import CharGPT, Shape
 from pycomm.compress.bucket import Pair
-from pycomm.compress.packet_exchange import decode, encode
+from pycomm.compress.packet_codec import decode, encode
 from pycomm.compress.schedule import code_at
 from pycomm.compress.sharded import Sharding
 from pycomm.kernels import PacketBatch

@@ -5,8 +5,7 @@ forward and backward are real products of matrices, of as many rows as take `--c
 rank waits for another. Hosts are network namespaces behind `tc tbf` (netns.py of
 pycomm.bench.support), "none" as fast as the kernel is. Without root, or with --throttle, ranks of
 one host use token buckets in pycomm's transport instead (testing/rate_limited.h), and the table
-says so. The
-ways to train run one after another:
+says so. The ways to train run one after another:
 
     compute   no communication: what every rank does by itself, all at the same time
     dense     one sum of all gradients behind the backward pass

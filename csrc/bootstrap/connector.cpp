@@ -11,7 +11,7 @@ namespace {
 
 // Connections accepted per round, so that handshakes in progress advance in between.
 constexpr int kAcceptsInARound = 64;
-constexpr std::chrono::milliseconds kSlice{100}, kRetry{50};
+constexpr std::chrono::milliseconds kRetry{50};
 
 }  // namespace
 
@@ -108,7 +108,7 @@ void Connector::failed(int peer, Dial& dial, const std::string& why) {
 
 void Connector::wait(std::chrono::nanoseconds limit, std::vector<pollfd>& also) {
   std::vector<pollfd> polled = also;
-  if (out_of_descriptors_) limit = std::min<std::chrono::nanoseconds>(limit, kSlice);
+  if (out_of_descriptors_) limit = std::min<std::chrono::nanoseconds>(limit, kPollInterval);
   for (const auto& transport : options_.transports) {
     if (out_of_descriptors_) break;
     for (const int listener : transport->listeners()) polled.push_back({listener, POLLIN, 0});
@@ -124,7 +124,7 @@ void Connector::wait(std::chrono::nanoseconds limit, std::vector<pollfd>& also) 
   }
   for (const PendingConnection& connection : pending_) add(connection.handshake, connection.step);
   if (!pending_.empty() || !dials_.empty())  // handshakes have limits of their own
-    limit = std::min<std::chrono::nanoseconds>(limit, kSlice);
+    limit = std::min<std::chrono::nanoseconds>(limit, kPollInterval);
   for (const PendingExchange& exchange : exchanges_)
     polled.push_back({exchange.fd.get(), POLLIN, 0});
   ::poll(polled.data(), polled.size(),

@@ -23,10 +23,6 @@
 namespace pycomm {
 namespace {
 
-// Longest wait, and shortest interval between calls of `interrupted`: it may take a contended lock,
-// and unauthenticated clients can cause many rounds.
-constexpr std::chrono::milliseconds kSlice{100};
-
 // After forming failed, how long to complete connections in progress: much longer than a handshake
 // takes.
 constexpr std::chrono::milliseconds kFinalConnectTimeout{200};
@@ -320,7 +316,7 @@ class MeshBuilder {
       const size_t first_process = also.size();
       for (const Process& process : ended.processes)
         also.push_back({process.descriptor().get(), POLLIN, 0});
-      const auto limit = std::min<std::chrono::nanoseconds>(kSlice, deadline_.left());
+      const auto limit = std::min<std::chrono::nanoseconds>(kPollInterval, deadline_.left());
       auto results = connector.poll(limit, also);
       ended.update(std::span(also).subspan(first_process));
       for (size_t i = 0; i < met.size(); ++i) met[i]->disarm(also[i].revents);
@@ -352,7 +348,8 @@ class MeshBuilder {
   }
 
   void check_limits(const std::vector<int>& missing, const Connector& connector) {
-    if (request_.interrupted && Clock::now() - last_interrupt_check_ >= kSlice) {
+    // `interrupted` may take a contended lock, and unauthenticated clients can cause many rounds.
+    if (request_.interrupted && Clock::now() - last_interrupt_check_ >= kPollInterval) {
       last_interrupt_check_ = Clock::now();
       if (request_.interrupted())
         throw GroupBroken("the group \"" + request_.name +

@@ -1,8 +1,5 @@
 #include "bootstrap/on_demand_connector.h"
 
-#include <sys/eventfd.h>
-#include <unistd.h>
-
 #include <algorithm>
 #include <utility>
 
@@ -16,22 +13,9 @@ namespace {
 constexpr int kRefusals = 20;
 constexpr std::chrono::hours kIdle{1};
 
-Fd event() { return Fd(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)); }
-
-void notify(const Fd& event) {
-  const uint64_t one = 1;
-  (void)!::write(event.get(), &one, sizeof one);
-}
-
-void drain(const Fd& event) {
-  uint64_t count = 0;
-  (void)!::read(event.get(), &count, sizeof count);
-}
-
 }  // namespace
 
-OnDemandConnector::OnDemandConnector(Connector::Options options, size_t ring_bytes)
-    : wake_event_(event()), results_event_(event()) {
+OnDemandConnector::OnDemandConnector(Connector::Options options, size_t ring_bytes) {
   for (const auto& address : options.addresses) local_.push_back(address.transport == nullptr);
   const auto me = static_cast<size_t>(options.rank);
   bool by_socket = false, in_process = false;
@@ -61,13 +45,13 @@ void OnDemandConnector::request(int peer) {
     const std::lock_guard lock(mutex_);
     wanted_.push_back(peer);
   }
-  notify(wake_event_);
+  wake_event_.notify();
 }
 
 std::vector<ConnectResult> OnDemandConnector::take() {
   if (!has_results_.load()) return {};
   const std::lock_guard lock(mutex_);
-  drain(results_event_);
+  results_event_.clear();
   has_results_.store(false);
   return std::exchange(results_, {});
 }
@@ -77,13 +61,13 @@ void OnDemandConnector::add_results(std::vector<ConnectResult> results) {
   const std::lock_guard lock(mutex_);
   for (ConnectResult& result : results) results_.push_back(std::move(result));
   has_results_.store(true);
-  notify(results_event_);
+  results_event_.notify();
 }
 
 void OnDemandConnector::close() noexcept {
   listener_.reset();
   ending_.store(true);
-  notify(wake_event_);
+  wake_event_.notify();
   if (thread_.joinable()) thread_.join();
   connector_.reset();
 }
@@ -110,9 +94,9 @@ void OnDemandConnector::serve() {
       const std::lock_guard lock(mutex_);
       for (const int peer : std::exchange(wanted_, {})) connector_->dial(peer);
     }
-    std::vector<pollfd> also{{wake_event_.get(), POLLIN, 0}};
+    std::vector<pollfd> also{{wake_event_.descriptor(), POLLIN, 0}};
     add_results(connector_->poll(kIdle, also));
-    if (also[0].revents != 0) drain(wake_event_);
+    if (also[0].revents != 0) wake_event_.clear();
   }
 }
 

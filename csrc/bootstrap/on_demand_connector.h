@@ -14,6 +14,7 @@
 
 #include "bootstrap/connector.h"
 #include "engine/peer_connector.h"
+#include "os/wake_event.h"
 #include "transport/local.h"
 
 namespace pycomm {
@@ -26,7 +27,7 @@ class OnDemandConnector final : public PeerConnector {
 
   void request(int peer) override;
   std::vector<ConnectResult> take() override;
-  int descriptor() const override { return results_event_.get(); }
+  int descriptor() const override { return results_event_.descriptor(); }
   void close() noexcept override;
 
  private:
@@ -35,7 +36,7 @@ class OnDemandConnector final : public PeerConnector {
   void add_results(std::vector<ConnectResult> results);
 
   std::vector<bool> local_;               // by rank
-  Fd wake_event_, results_event_;         // wakes the thread; readable while there are results
+  WakeEvent wake_event_, results_event_;  // wakes the thread; readable while there are results
   std::mutex mutex_;                      // guards the next two
   std::vector<int> wanted_;               // not yet dialed
   std::vector<ConnectResult> results_;    // not yet taken

@@ -8,6 +8,9 @@ namespace pycomm {
 
 using Clock = std::chrono::steady_clock;
 
+// Longest wait before a waiting call checks whether it was interrupted.
+inline constexpr std::chrono::milliseconds kPollInterval{100};
+
 class Deadline {
  public:
   explicit Deadline(std::chrono::nanoseconds limit) : Deadline(Clock::now(), limit) {}

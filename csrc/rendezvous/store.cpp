@@ -4,18 +4,13 @@
 #include "core/errors.h"
 
 namespace pycomm {
-namespace {
-
-constexpr std::chrono::milliseconds kSlice{100};
-
-}  // namespace
 
 std::string get_in_slices(Store& store, const std::string& key, const Deadline& deadline,
                           const std::function<bool()>& interrupted) {
   for (;;) {
-    const bool last = deadline.left() <= kSlice;
+    const bool last = deadline.left() <= kPollInterval;
     try {
-      return store.get(key, last ? deadline : Deadline(kSlice));
+      return store.get(key, last ? deadline : Deadline(kPollInterval));
     } catch (const Timeout&) {  // the end of a slice
       if (last) throw;
     }

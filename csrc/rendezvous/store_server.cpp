@@ -2,7 +2,6 @@
 #include "rendezvous/store_server.h"
 
 #include <poll.h>
-#include <sys/eventfd.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
@@ -65,12 +64,10 @@ StoreServer::StoreServer(const Address& address, std::string key,
       handshake_limit_(handshake_limit),
       listener_(listen_on(address)),
       reconnect_listener_(listen_on(address.with_port(0))),
-      wake_(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)),
       port_(local_address(listener_.get()).port()),
       hello_(random_name() + " " + std::to_string(local_address(reconnect_listener_.get()).port())),
       born_(::getpid()) {
   if (key_.empty()) throw InvalidArgument("the key of a store is empty");
-  if (!wake_) throw_errno("making an eventfd");
   thread_ = start_thread("pycomm-store", [this] { run(); });
 }
 
@@ -80,16 +77,14 @@ StoreServer::~StoreServer() {
     return;
   }
   stopping_ = true;
-  wake();
+  wake_.notify();
   thread_.join();
 }
-
-void StoreServer::wake() { ::eventfd_write(wake_.get(), 1); }
 
 void StoreServer::stop_listening() {
   ListenerState open = ListenerState::open;
   listener_state_.compare_exchange_strong(open, ListenerState::closing);
-  wake();
+  wake_.notify();
   listener_state_.wait(ListenerState::closing);
 }
 
@@ -106,7 +101,7 @@ void StoreServer::run() try {
   while (!stopping_) {
     if (listener_state_ == ListenerState::closing) shut_down();
     polled.clear();
-    polled.push_back({wake_.get(), POLLIN, 0});
+    polled.push_back({wake_.descriptor(), POLLIN, 0});
     const bool listening = Clock::now() >= accept_again_;
     for (Fd* listener : {&listener_, &reconnect_listener_})
       polled.push_back({listening ? listener->get() : -1, POLLIN, 0});
@@ -118,8 +113,7 @@ void StoreServer::run() try {
     const auto wait_ms = std::max<std::chrono::milliseconds::rep>(left.count(), 0);
     if (::poll(polled.data(), polled.size(), static_cast<int>(wait_ms)) < 0 && errno != EINTR)
       throw_errno("polling the store's sockets");
-    eventfd_t ignored = 0;
-    if (polled[0].revents != 0) ::eventfd_read(wake_.get(), &ignored);
+    if (polled[0].revents != 0) wake_.clear();
     size_t at = 3;
     for (auto client = clients_.begin(); client != clients_.end(); ++at)
       client = advance(*client, polled[at].revents) ? std::next(client) : clients_.erase(client);
@@ -236,7 +230,7 @@ bool StoreServer::answer(Client& client) {
   } else if (request.verb != Verb::get) {
     reply = change_once(request);
     // Clients may wait for this change, also those that already had their turn in this round.
-    wake();
+    wake_.notify();
   } else if (auto value = keys_.find(request.key)) {
     reply.value = std::move(*value);
   } else {

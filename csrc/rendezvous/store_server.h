@@ -24,6 +24,7 @@
 #include "core/deadline.h"
 #include "os/fd.h"
 #include "os/socket.h"
+#include "os/wake_event.h"
 #include "rendezvous/local_store.h"
 #include "rendezvous/store_frame.h"
 #include "transport/admission.h"
@@ -45,7 +46,7 @@ class StoreServer {
   uint16_t port() const { return port_; }
   // The keys; thread-safe, but call wake() after setting one.
   LocalStore& keys() { return keys_; }
-  void wake();
+  void wake() const { wake_.notify(); }
   // The public port is closed when it returns; clients reconnect on the other one.
   void stop_listening();
 
@@ -70,7 +71,8 @@ class StoreServer {
 
   std::string key_;
   std::chrono::nanoseconds handshake_limit_;
-  Fd listener_, reconnect_listener_, wake_;
+  Fd listener_, reconnect_listener_;
+  WakeEvent wake_;
   uint16_t port_;
   std::string hello_;  // the reply to `hello`: the server's random name, a blank, the port
   LocalStore keys_;

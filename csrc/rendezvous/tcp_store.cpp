@@ -42,8 +42,6 @@ constexpr std::chrono::milliseconds kLongestWait{100};
 constexpr std::chrono::seconds kSilence{3};
 // Maximum connections that one call may lose in a row.
 constexpr int kMostLost = 5;
-// Maximum wait between two checks for an interruption.
-constexpr std::chrono::milliseconds kSlice{100};
 
 void check_sizes(const std::string& key, const std::string& value) {
   if (key.empty() || key.size() > store_frame::kMaxKeyBytes)
@@ -101,7 +99,7 @@ std::string TcpStore::name() const {
 // once, so that a call that cleans up after an interruption still gets an immediate answer.
 bool TcpStore::wait(int fd, short events, const Deadline& deadline) const {
   do {
-    const auto slice = std::min<std::chrono::nanoseconds>(kSlice, deadline.left());
+    const auto slice = std::min<std::chrono::nanoseconds>(kPollInterval, deadline.left());
     if (poll_one(fd, events, slice) != 0) return true;
   } while (!interrupted() && !deadline.expired());
   return false;
@@ -222,7 +220,7 @@ Fd TcpStore::open(const Deadline& deadline) {
     if (hooks_.log) hooks_.log(text.str());
     // There is no event for a new listener: try again after a pause.
     for (const Deadline next(pause); !next.expired(); check_interrupted())
-      std::this_thread::sleep_for(std::min<std::chrono::nanoseconds>(kSlice, next.left()));
+      std::this_thread::sleep_for(std::min<std::chrono::nanoseconds>(kPollInterval, next.left()));
     pause = std::min<std::chrono::nanoseconds>(pause * 2, kLongestPause);
   }
 }
@@ -273,7 +271,8 @@ std::optional<TcpStore::ServerConnection> TcpStore::take(const Deadline& deadlin
     std::unique_lock lock(mutex_);
     while (idle_.empty() && settled_ && in_use_ > 0) {
       if (deadline.expired()) return std::nullopt;
-      given_back_.wait_for(lock, std::min<std::chrono::nanoseconds>(kSlice, deadline.left()));
+      given_back_.wait_for(lock,
+                           std::min<std::chrono::nanoseconds>(kPollInterval, deadline.left()));
       lock.unlock();
       check_interrupted();
       lock.lock();

@@ -23,7 +23,8 @@ from datetime import timedelta
 from typing import Any
 
 from pycomm import _core
-from pycomm.config import Config
+from pycomm._bootstrap import thresholds
+from pycomm.config import Config, flight_recorder_files
 from pycomm.errors import InvalidArgument, Timeout
 
 __all__ = ["connect", "find_store", "host_of"]
@@ -207,8 +208,11 @@ class TorchStore:
 
 
 def connect(store: _core.Store | _core.PythonStore, **given: Any) -> _core.Group:
-    """_core.connect(), with a warning if ranks of this host cannot use shared memory."""
-    core = _core.connect(store, **given)
+    """_core.connect() with this machine's thresholds and the environment's paths for records;
+    warns if ranks of this host cannot use shared memory.
+    """
+    tuned = thresholds.thresholds()
+    core = _core.connect(store, **given, tuned=tuned, **flight_recorder_files())
     places = zip(core.members, core.hosts, strict=True)
     here = core.hosts[core.rank]
     by_tcp = [member for member, host in places if host == here and member.transport == "tcp"]

@@ -16,7 +16,7 @@ from pycomm import kernels
 from pycomm.compress.parameter_state import ParameterState, flat_view
 from pycomm.kernels import PacketBatch
 
-__all__ = ["CompressionBucket", "Pair", "ReceivedPackets", "between"]
+__all__ = ["CompressionBucket", "Pair", "ReceivedPackets", "elements_between"]
 
 Pair = tuple[Tensor, Tensor]  # indices int32 [k], ascending, and values [k]
 
@@ -56,14 +56,14 @@ class CompressionBucket:
             flat = [flat_view(memory.parameter) for memory in self.memories[first:last]]
             cut = pairs
             if last - first < len(self.memories):
-                cut = [between(*pair, offset, offset + count) for pair in _each(pairs)]
+                cut = [elements_between(*pair, offset, offset + count) for pair in _each(pairs)]
             kernels.decode_update(flat, cut, rate, factor)
 
     def _cut(self, indices: Tensor, values: Tensor) -> Iterator[tuple[ParameterState, Pair]]:
         """For each memory its indices, counted from its first element, and values."""
         offset = 0
         for memory in self.memories:
-            yield memory, between(indices, values, offset, offset + memory.count)
+            yield memory, elements_between(indices, values, offset, offset + memory.count)
             offset += memory.count
 
 
@@ -87,7 +87,7 @@ def _each(pairs: Sequence[Pair] | PacketBatch) -> Iterable[Pair]:
     return zip(*parts, strict=True)
 
 
-def between(indices: Tensor, values: Tensor, start: int, stop: int) -> Pair:
+def elements_between(indices: Tensor, values: Tensor, start: int, stop: int) -> Pair:
     """The elements with start <= index < stop; indices count from start."""
     ends = torch.tensor([start, stop], dtype=indices.dtype, device=indices.device)
     first, last = torch.searchsorted(indices, ends).tolist()

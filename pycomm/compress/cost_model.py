@@ -16,7 +16,7 @@ import torch
 from pycomm import collectives, kernels
 from pycomm._training.communicators import CommunicatorPool
 from pycomm.compress.hierarchical import hosts_of
-from pycomm.compress.schedule import Load, between, received_bytes
+from pycomm.compress.schedule import Load, inter_host_exchange, received_bytes
 from pycomm.group import Group
 
 __all__ = [
@@ -130,7 +130,7 @@ def predicted(
         hosts, inside = levels.hosts, levels.inside
         summed = 2 * (1 - hosts / size) * load.count * load.itemsize
         found["hierarchical"] = (
-            predicted(load, hosts, link, coding)[between(load, hosts)]
+            predicted(load, hosts, link, coding)[inter_host_exchange(load, hosts)]
             + (summed + received["hierarchical"]) * inside.byte_s
             + 3 * inside.call_s
         )

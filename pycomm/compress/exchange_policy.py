@@ -16,13 +16,18 @@ from pycomm import collectives
 from pycomm._training.communicators import CommunicatorPool
 from pycomm.compress import cost_model
 from pycomm.compress.hierarchical import hosts_of
+from pycomm.compress.options import Options
 from pycomm.compress.parameter_state import ParameterState
-from pycomm.compress.schedule import Load, between, code_at, received_bytes, to_send
+from pycomm.compress.schedule import (
+    Load,
+    code_at,
+    inter_host_exchange,
+    received_bytes,
+    to_send,
+)
 from pycomm.errors import InvalidArgument
 
-__all__ = ["DENSE", "EXCHANGES", "Chooser", "Level"]
-
-EXCHANGES = ("auto", "gather", "dense_masked", "sharded", "hierarchical", "auto_time")
+__all__ = ["DENSE", "Chooser", "Level"]
 
 
 @dataclass(frozen=True)
@@ -43,6 +48,11 @@ class Level:
     exchange_costs: Mapping[str, float]
     between: str = ""
 
+    @property
+    def is_sharded(self) -> bool:
+        """Whether ranks or hosts own shards."""
+        return "sharded" in (self.exchange, self.between)
+
 
 DENSE = Level("dense", {}, None, {})
 
@@ -50,29 +60,12 @@ DENSE = Level("dense", {}, None, {})
 class Chooser:
     """Plans each level once.
 
-    Args:
-        exchange: one of EXCHANGES.
-        sparsity: by level.
-        k_rule: the rule of schedule.to_send.
-        whole: k is for all parameters together.
-        value_dtype: of compact packets; None: raw packets.
-        owner_k_factor: elements that all owners together send, in multiples of k.
-
     Attributes:
         exchanges: the exchange of each level, as rank 0 chose it.
     """
 
-    def __init__(
-        self,
-        exchange: str,
-        sparsity: Sequence[float],
-        k_rule: str,
-        whole: bool,
-        value_dtype: str | None,
-        owner_k_factor: int,
-    ) -> None:
-        self._asked, self._sparsity, self._k_rule = exchange, sparsity, k_rule
-        self._whole, self._value_dtype, self._owner_k_factor = whole, value_dtype, owner_k_factor
+    def __init__(self, options: Options) -> None:
+        self._options = options
         self._planned: dict[int, Level] = {}
         self._exchange_costs: dict[int, Mapping[str, float]] = {}
         self.exchanges: dict[int, str] = {}
@@ -109,27 +102,28 @@ class Chooser:
             return DENSE
         if level in self._planned:
             return self._planned[level]
+        options = self._options
         counts = [memory.count for memory in memories]
-        sparsity = self._sparsity[level]
+        sparsity = options.ramp.sparsity[level]
         k: Mapping[ParameterState, int] | int
-        if self._whole:
+        if options.selects_model:
             if len({memory.hyper for memory in memories}) > 1:
                 raise InvalidArgument(
                     'select="model" needs one momentum, weight decay and Nesterov in all groups'
                 )
             counts = [sum(counts)]
-            ks = [to_send(counts[0], sparsity, self._k_rule)]
+            ks = [to_send(counts[0], sparsity, options.k_rule)]
             k = ks[0]
         else:
-            ks = [to_send(count, sparsity, self._k_rule) for count in counts]
+            ks = [to_send(count, sparsity, options.k_rule) for count in counts]
             k = dict(zip(memories, ks, strict=True))
-        code = self._value_dtype
-        if code is not None and self._asked in ("auto", "auto_time"):
+        code = options.value_dtype if options.compact else None
+        if code is not None and options.is_auto:
             code = code_at(code, 1 - sparsity)
-        load = Load(ks, counts, memories[0].u.itemsize, code, self._owner_k_factor)
+        load = Load(ks, counts, memories[0].u.itemsize, code, options.owner_k_factor)
         exchange = self._choose(level, load, pool, may_be_dense)
         compact = exchange in ("gather", "sharded", "hierarchical")
-        inter_host = between(load, _hosts(pool)) if exchange == "hierarchical" else ""
+        inter_host = inter_host_exchange(load, _hosts(pool)) if exchange == "hierarchical" else ""
         costs = self._exchange_costs.get(level, {})
         plan = Level(exchange, k, code if compact else None, costs, inter_host)
         self._planned[level] = plan
@@ -137,17 +131,18 @@ class Chooser:
 
     def _choose(self, level: int, load: Load, pool: CommunicatorPool, may_be_dense: bool) -> str:
         """The cheapest exchange by rank 0's costs; the first among equals."""
+        options = self._options
         if level not in self.exchanges:
-            if self._asked not in ("auto", "auto_time"):
-                costs = dict.fromkeys([self._asked], 0.0)
-            elif self._asked == "auto":
+            if not options.is_auto:
+                costs = dict.fromkeys([options.exchange], 0.0)
+            elif options.exchange == "auto":
                 costs = received_bytes(load, pool.size, _hosts(pool))
             else:
                 costs = cost_model.of_exchanges(load, pool, may_be_dense)
             shared = torch.tensor(list(costs.values()), dtype=torch.float64)
             collectives.broadcast(shared, 0, group=pool.group)
             costs = dict(zip(costs, shared.tolist(), strict=True))
-            if self._asked in ("auto", "auto_time"):
+            if options.is_auto:
                 self._exchange_costs[level] = costs
             self.exchanges[level] = min(costs, key=lambda name: costs[name])
         return self.exchanges[level]

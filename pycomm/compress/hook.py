@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 from torch.distributed import GradBucket  # type: ignore[attr-defined]  # torch's stubs hide it
 
-from pycomm.compress.dgc import DGC
+from pycomm.compress.dgc import DGC, compressor_of
 
 __all__ = ["dgc_hook"]
 
@@ -28,13 +28,13 @@ def dgc_hook(dgc: DGC, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         PeerLost, Timeout, Mismatch: errors of the exchange; the step was rolled back.
         InvalidArgument, Unsupported: settings of DGC that the model does not support.
     """
-    buckets = dgc.buckets
+    compressor = compressor_of(dgc)
     if bucket.index() == 0:
-        buckets.cancel()  # an earlier backward pass may have failed
+        compressor.cancel()  # an earlier backward pass may have failed
     flat = bucket.buffer()
-    buckets.add(flat, bucket.parameters(), bucket.gradients())
+    compressor.add(flat, bucket.parameters(), bucket.gradients())
     if bucket.is_last():
-        buckets.finish()
+        compressor.finish()
     # torch reads buckets only after the call with the last one, when all of them are final.
     future: torch.futures.Future[Tensor] = torch.futures.Future()
     future.set_result(flat)

@@ -2,9 +2,7 @@
 
 A bucket's packet has a variable length, so the lengths are exchanged first: int32 [units] of each
 rank. Then one message of each rank has its packets, concatenated. Both follow the last gradient of
-a step. Packets are sent through host memory: a GPU's packets are encoded on the GPU, copied to the
-host, and copied back before they are decoded.
-docs/compression.md has the meaning, csrc/codec/compact.h the layout of packets.
+a step.
 """
 
 from __future__ import annotations
@@ -15,24 +13,18 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from pycomm import kernels
 from pycomm._core_api.calls import Work
-from pycomm.compress.bucket import CompressionBucket, Pair, ReceivedPackets
-from pycomm.errors import InvalidArgument
+from pycomm.compress.bucket import CompressionBucket, ReceivedPackets
+from pycomm.compress.packet_codec import Packets, decode, encode, quantization_error
 from pycomm.kernels import PacketBatch
 
 __all__ = [
     "AllGatherExchange",
+    "PacketExchange",
     "PacketTransport",
-    "Packets",
     "all_gather",
-    "decode",
-    "encode",
-    "quantization_error",
     "transpose_packets",
 ]
-
-Packets = tuple[Tensor, Sequence[int]]  # concatenated, uint8 in host memory; bytes of each
 
 
 class PacketTransport(Protocol):
@@ -59,6 +51,23 @@ class PacketTransport(Protocol):
         self, x: Tensor, out: Tensor, give: Sequence[int], take: Sequence[int]
     ) -> Work:
         """See CommunicatorPool."""
+
+
+class PacketExchange(Protocol):
+    """An exchange of the compact packets of one step: AllGatherExchange, sharded.py."""
+
+    def exchange(
+        self, units: Sequence[CompressionBucket], transport: PacketTransport
+    ) -> tuple[list[ReceivedPackets], int]:
+        """Collective, after the last gradient: the received packets, and the bytes sent. No
+        persistent state changes."""
+
+    def commit(self) -> None:
+        """Stores the persistent result of exchange()."""
+
+    def lost(self, units: Sequence[CompressionBucket], size: int) -> list[Tensor]:
+        """The quantization error [k] of each bucket, for an exchange of `size` ranks that failed on
+        this rank after other ranks completed it."""
 
 
 class AllGatherExchange:
@@ -101,55 +110,6 @@ class AllGatherExchange:
             encode(PacketBatch(u.indices, u.values, [len(u.values)]), u.count, self.value_dtype)[0]
             for u in units
         ]
-
-
-def encode(batch: PacketBatch, count: int, value_dtype: str) -> Packets:
-    """Compact packets with the shortest codec; a packet without elements has 0 bytes."""
-    if batch.values.is_cpu:
-        packets: Packets = kernels.encode_batch(batch, count, value_dtype)
-        return packets
-    lengths = list(batch.lengths)
-    parts = (torch.split(part, lengths) for part in (batch.indices, batch.values))
-    each = [_encode_pair(pair, count, value_dtype) for pair in zip(*parts, strict=True)]
-    return torch.cat(each), [len(packet) for packet in each]
-
-
-def decode(packets: Packets, count: int, device: torch.device) -> PacketBatch:
-    """Decodes packets of an array of `count` elements to arrays on the device.
-
-    Raises:
-        InvalidArgument: the bytes are not packets, or they are of another array.
-    """
-    message, sizes = packets
-    if device.type == "cpu":
-        return kernels.decode_batch(message, sizes, count)
-    pairs = [_decode_pair(packet, count, device) for packet in torch.split(message, list(sizes))]
-    indices, values = (torch.cat(parts) for parts in zip(*pairs, strict=True))
-    return PacketBatch(indices, values, [len(pair[0]) for pair in pairs])
-
-
-def _encode_pair(pair: Pair, count: int, value_dtype: str) -> Tensor:
-    if not len(pair[0]):
-        return torch.empty(0, dtype=torch.uint8)
-    packet: Tensor = kernels.encode(*pair, count, value_dtype, codec="auto")
-    return packet.cpu()
-
-
-def _decode_pair(packet: Tensor, count: int, device: torch.device) -> Pair:
-    if not len(packet):
-        return torch.empty(0, dtype=torch.int32, device=device), torch.empty(0, device=device)
-    indices, values = kernels.unpack(packet.to(device), codec="auto")
-    if len(indices) and int(indices[-1]) >= count:
-        raise InvalidArgument(
-            f"DGC: invalid index in a packet: got {int(indices[-1])}, expected below {count}"
-        )
-    return indices, values
-
-
-def quantization_error(values: Tensor, decoded: Tensor) -> Tensor:
-    """The residual of `values` after quantization; 0 where it would be NaN or infinite."""
-    lost = values - decoded
-    return torch.where(lost.isfinite(), lost, 0)
 
 
 def all_gather(packets: Sequence[Tensor], transport: PacketTransport) -> tuple[list[Packets], int]:

@@ -139,6 +139,11 @@ class AdoptedMomentum:
         self._skipped = True
 
     @property
+    def released(self) -> bool:
+        """Whether release() gave the optimizer its momentum back."""
+        return not self._handles
+
+    @property
     def waiting(self) -> bool:
         """Whether step() would apply exchanged gradients; not after zero_grad(), which leaves None
         or zeros."""
@@ -161,6 +166,7 @@ class AdoptedMomentum:
         """Releases the optimizer and gives it these velocities, in torch's convention."""
         for handle in self._handles:
             handle.remove()
+        self._handles = []
         for memory, velocity in zip(self.memories.values(), velocities, strict=True):
             if memory.hyper.momentum:
                 p = memory.parameter

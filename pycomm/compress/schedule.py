@@ -14,11 +14,10 @@ __all__ = [
     "K_RULES",
     "VALUE_DTYPES",
     "Load",
-    "between",
-    "check_ramp",
+    "Ramp",
     "code_at",
     "index_bits",
-    "level_at",
+    "inter_host_exchange",
     "packet_bytes",
     "received_bytes",
     "to_send",
@@ -70,30 +69,46 @@ class Load:
         return sum(self.counts)
 
 
-def check_ramp(begin: int, length: int, sparsity: Sequence[float]) -> tuple[float, ...]:
-    """The levels as a tuple; an empty list is [0.999].
+@dataclass(frozen=True)
+class Ramp:
+    """The sparsity warm-up: the levels share `length` steps evenly, and the last one remains.
 
-    Raises:
-        InvalidArgument: a negative begin, a length below 1, or levels outside 0 <= s < 1 or
-            decreasing.
+    Attributes:
+        begin: the first compressed step, counted from 0; earlier steps are dense.
+        length: steps of the warm-up.
+        sparsity: the fraction of elements that is not sent, by level.
     """
-    levels = tuple(float(s) for s in sparsity) or (0.999,)
-    if begin < 0 or length < 1:
-        raise InvalidArgument(
-            f"rampup_begin_step={begin}, rampup_step={length}: expected at least 0 and at least 1"
-        )
-    if not all(0 <= s < 1 for s in levels) or list(levels) != sorted(levels):
-        raise InvalidArgument(
-            f"invalid sparsity: got {list(levels)}, expected 0 <= s < 1, not decreasing"
-        )
-    return levels
 
+    begin: int
+    length: int
+    sparsity: tuple[float, ...]
 
-def level_at(step: int, begin: int, length: int, levels: int) -> int | None:
-    """The sparsity level of a step, counted from 0; None: dense."""
-    if step < begin:
-        return None
-    return min((step - begin) * levels // length, levels - 1)
+    @classmethod
+    def of(cls, begin: int, length: int, sparsity: Sequence[float]) -> Ramp:
+        """A valid warm-up; an empty list of levels is [0.999].
+
+        Raises:
+            InvalidArgument: a negative begin, a length below 1, or levels outside 0 <= s < 1 or
+                decreasing.
+        """
+        levels = tuple(float(s) for s in sparsity) or (0.999,)
+        if begin < 0 or length < 1:
+            raise InvalidArgument(
+                f"rampup_begin_step={begin}, rampup_step={length}: expected at least 0 and at "
+                "least 1"
+            )
+        if not all(0 <= s < 1 for s in levels) or list(levels) != sorted(levels):
+            raise InvalidArgument(
+                f"invalid sparsity: got {list(levels)}, expected 0 <= s < 1, not decreasing"
+            )
+        return cls(begin, length, levels)
+
+    def level_at(self, step: int) -> int | None:
+        """The index of the level of a step, counted from 0; None: dense."""
+        if step < self.begin:
+            return None
+        last = len(self.sparsity) - 1
+        return min((step - self.begin) * len(self.sparsity) // self.length, last)
 
 
 def to_send(count: int, sparsity: float, rule: str = "round") -> int:
@@ -175,7 +190,7 @@ def received_bytes(load: Load, size: int, hosts: int = 1) -> dict[str, float]:
     return found
 
 
-def between(load: Load, hosts: int) -> str:
+def inter_host_exchange(load: Load, hosts: int) -> str:
     """The exchange between the hosts of "hierarchical": the one with fewer bytes."""
     counted = received_bytes(load, hosts)
     return min(BETWEEN, key=lambda name: counted[name])

@@ -19,15 +19,8 @@ from torch import Tensor
 
 from pycomm import kernels
 from pycomm.compress.bucket import CompressionBucket, ReceivedPackets
-from pycomm.compress.packet_exchange import (
-    Packets,
-    PacketTransport,
-    all_gather,
-    decode,
-    encode,
-    quantization_error,
-    transpose_packets,
-)
+from pycomm.compress.packet_codec import Packets, decode, encode, quantization_error
+from pycomm.compress.packet_exchange import PacketTransport, all_gather, transpose_packets
 from pycomm.compress.parameter_state import ParameterState
 from pycomm.kernels import PacketBatch
 

@@ -18,99 +18,202 @@ With H hosts and L of N ranks on this one, the mean over hosts equals the mean o
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from pycomm import collectives
-from pycomm.compress.bucket import between
+from pycomm.compress.bucket import elements_between
 from pycomm.compress.hierarchical import Hosts, hosts_of
 from pycomm.compress.parameter_state import ParameterState
 from pycomm.compress.sharded import Sharding
 from pycomm.errors import InvalidArgument
 from pycomm.group import Group
 
-if TYPE_CHECKING:
-    from pycomm.compress.dgc import DGC
-
-__all__ = ["gathered", "load", "own", "take_in_owner_residual", "to_hosts", "to_ranks"]
+__all__ = ["CompressorState", "of_rank", "with_owner_residual"]
 
 VERSION = 1
 OLDER_KEYS = {"owed": "owner_residual"}  # older names, which load() accepts
 OLDER_EXCHANGES = {"split": "sharded", "two_level": "hierarchical", "masked": "dense_masked"}
 
 
-def own(dgc: DGC, group: Group) -> dict[str, Any]:
-    """The state of this rank."""
-    memories = dgc.memories.values()
-    return {
-        "version": VERSION,
-        "rank": group.rank,
-        "size": group.size,
-        "step": dgc.step_count,
-        "switched": dgc.switched,
-        "exchange": dict(dgc.exchanges),
-        "u": {memory.name: memory.u.clone() for memory in memories},
-        "v": {memory.name: memory.v.clone() for memory in memories if memory.v is not None},
-        "owner_residual": {
-            _name(dgc, memory): x.clone() for memory, x in _owner_residual(dgc).items()
-        },
-        "hosts": list(dgc.by_host),
-    }
+@dataclass(eq=False)
+class CompressorState:
+    """What DGC keeps of earlier steps, apart from the exchanges that rank 0 chose.
+
+    Attributes:
+        memories: the state of each parameter, in the order of the optimizer.
+        together: k is for all compressed parameters together, not for each.
+        owner_residual: [places of the shard], the residual of this rank as an owner, by the first
+            parameter of each k; None: no level has owners.
+        step_count: committed steps.
+        switched: u of compressed parameters follows DGC's formulas, not torch's.
+        by_host: by rank, the host whose u and v it holds; []: each rank holds its own.
+    """
+
+    memories: Mapping[Tensor, ParameterState]
+    together: bool
+    owner_residual: dict[ParameterState, Tensor] | None
+    step_count: int = 0
+    switched: bool = False
+    by_host: list[int] = field(default_factory=list)
+
+    @property
+    def compressed(self) -> list[ParameterState]:
+        """The states of the compressed parameters."""
+        return [memory for memory in self.memories.values() if memory.v is not None]
+
+    def save(self, group: Group, exchanges: Mapping[int, str]) -> dict[str, Any]:
+        """The state of this rank, with the exchange of each level."""
+        return {
+            "version": VERSION,
+            "step": self.step_count,
+            "switched": self.switched,
+            "exchange": dict(exchanges),
+            **self._copied(group),
+        }
+
+    def gather(self, group: Group, dst: int, exchanges: Mapping[int, str]) -> dict[str, Any] | None:
+        """Collective. The states of all ranks on `dst`, None elsewhere."""
+        mine = self.save(group, exchanges)
+        ranks = [dict(mine, rank=rank, u={}, v={}, owner_residual={}) for rank in range(group.size)]
+        for key in ("u", "v", "owner_residual"):
+            for name, tensor in mine[key].items():
+                rows = collectives.gather(tensor, dst, group=group)
+                if rows is not None:
+                    for rank, row in enumerate(rows):
+                        ranks[rank][key][name] = row.clone()
+        if group.rank != dst:
+            return None
+        return {"version": VERSION, "size": group.size, "ranks": ranks}
+
+    def load(self, saved: Mapping[str, Any], group: Group) -> dict[int, str]:
+        """Restores a state; validates all of it before this one changes.
+
+        Returns:
+            The saved exchange of each level; {} at another number of ranks, on which the bytes of
+            an exchange depend.
+        """
+        sources = _sources(saved, group)
+        if len(sources) > 1 or _hosts(sources[0]) not in ([], hosts_of(group)):
+            sources = [of_rank(source) for source in sources]
+        owner_residual = self._fitting(sources)
+        if owner_residual is None:
+            sources = [with_owner_residual(source) for source in sources]
+        new: list[tuple[Tensor, Tensor]] = []
+        for memory in self.memories.values():
+            for key, tensor in (("u", memory.u), ("v", memory.v)):
+                if tensor is not None:
+                    new.append((tensor, _mean([one[key] for one in sources], memory.name, tensor)))
+        for tensor, content in new:
+            tensor.copy_(content)
+        if self.owner_residual is not None:
+            self.owner_residual.clear()
+            self.owner_residual.update(owner_residual or {})
+        first = sources[0]
+        self.step_count, self.switched = int(first["step"]), bool(first["switched"])
+        self.by_host = list(_hosts(first))
+        return dict(first["exchange"]) if first["size"] == group.size else {}
+
+    def take_in_owner_residual(self, group: Group) -> None:
+        """Moves the owner residual of this rank in `group` into its own residual v."""
+        if not self.owner_residual:
+            return
+        v = with_owner_residual(self._copied(group))["v"]
+        for memory in self.compressed:
+            assert memory.v is not None
+            memory.v.copy_(v[memory.name])
+        self.owner_residual.clear()
+
+    def to_hosts(self, hosts: Hosts) -> None:
+        """Collective. Converts u and v from one for each rank to one for each host."""
+        old = [x for memory in self.compressed for x in memory.tensors]
+        new = [x.clone() for x in old]
+        for work in [hosts.average(x) for x in new]:
+            work.wait()
+        for x, content in zip(old, new, strict=True):
+            x.copy_(content.mul_(hosts.share))
+        self.by_host = hosts.of_rank
+
+    def to_ranks(self, group: Group) -> None:
+        """Converts u and v of this rank from its host's to its own, if necessary; not
+        collective."""
+        if not self.by_host:
+            return
+        mine = of_rank(self._copied(group))
+        for memory in self.compressed:
+            assert memory.v is not None
+            memory.u.copy_(mine["u"][memory.name])
+            memory.v.copy_(mine["v"][memory.name])
+        self.by_host = []
+        if self.owner_residual is not None:
+            self.owner_residual.clear()
+
+    def _copied(self, group: Group) -> dict[str, Any]:
+        """Copies of this rank's tensors, and which rank holds them."""
+        residual = self.owner_residual or {}
+        return {
+            "rank": group.rank,
+            "size": group.size,
+            "u": {memory.name: memory.u.clone() for memory in self.memories.values()},
+            "v": {m.name: m.v.clone() for m in self.memories.values() if m.v is not None},
+            # In the order of the parameters, independent of buckets.
+            "owner_residual": {
+                self._key(memory): residual[memory].clone()
+                for memory in self.memories.values()
+                if memory in residual
+            },
+            "hosts": list(self.by_host),
+        }
+
+    def _key(self, memory: ParameterState) -> str:
+        return "" if self.together else memory.name
+
+    def _fitting(self, sources: Sequence[Mapping[str, Any]]) -> dict[ParameterState, Tensor] | None:
+        """The saved owner residual of this rank; None if it belongs to other shards."""
+        if self.owner_residual is None or len(sources) > 1:
+            return None
+        saved = sources[0].get("owner_residual", {})
+        size = _holder(sources[0])[1]
+        found = {}
+        for unit in self._units() if saved else ():
+            name, count = self._key(unit[0]), sum(memory.count for memory in unit)
+            if name not in saved or len(saved[name]) != Sharding(count, size).places:
+                return None
+            found[unit[0]] = saved[name].clone()
+        return found
+
+    def _units(self) -> Iterator[list[ParameterState]]:
+        """The compressed parameters of each k."""
+        if self.together:
+            yield self.compressed
+        else:
+            yield from ([memory] for memory in self.compressed)
 
 
-def gathered(dgc: DGC, group: Group, dst: int) -> dict[str, Any] | None:
-    """Collective. The states of all ranks on `dst`, None elsewhere."""
-    mine = own(dgc, group)
-    ranks = [dict(mine, rank=rank, u={}, v={}, owner_residual={}) for rank in range(group.size)]
-    for key in ("u", "v", "owner_residual"):
-        for name, tensor in mine[key].items():
-            rows = collectives.gather(tensor, dst, group=group)
-            if rows is not None:
-                for rank, row in enumerate(rows):
-                    ranks[rank][key][name] = row.clone()
-    return {"version": VERSION, "size": group.size, "ranks": ranks} if group.rank == dst else None
+def _sources(saved: Mapping[str, Any], group: Group) -> list[Mapping[str, Any]]:
+    """The saved states of single ranks that this rank loads: its own, or all of them.
 
-
-def load(dgc: DGC, saved: Mapping[str, Any], group: Group) -> None:
-    """Restores a state; validates all of it before `dgc` changes."""
+    Raises:
+        InvalidArgument: another version, or the state of another rank or number of ranks.
+    """
     if saved.get("version") != VERSION:
         raise InvalidArgument(
             f"DGC: invalid state version: got {saved.get('version')!r}, expected {VERSION}"
         )
     saved = _renamed(saved)
     if "ranks" in saved:
-        same = saved["size"] == group.size
-        sources = [saved["ranks"][group.rank]] if same else saved["ranks"]
-    elif (saved["size"], saved["rank"]) != (group.size, group.rank):
+        ranks: list[Mapping[str, Any]] = saved["ranks"]
+        return [ranks[group.rank]] if saved["size"] == group.size else ranks
+    if (saved["size"], saved["rank"]) != (group.size, group.rank):
         raise InvalidArgument(
             f"DGC: state of rank {saved['rank']} of {saved['size']} on rank {group.rank} of "
             f"{group.size}: each rank must load its own state, or all that of gather_state()"
         )
-    else:
-        sources = [saved]
-    if len(sources) > 1 or _hosts(sources[0]) not in ([], hosts_of(group)):
-        sources = [_of_rank(source) for source in sources]
-    owner_residual = _fitting(dgc, sources)
-    if owner_residual is None:
-        sources = [_with_owner_residual(source) for source in sources]
-    new: list[tuple[Tensor, Tensor]] = []
-    for memory in dgc.memories.values():
-        for key, tensor in (("u", memory.u), ("v", memory.v)):
-            if tensor is not None:
-                new.append((tensor, _mean([one[key] for one in sources], memory.name, tensor)))
-    for tensor, content in new:
-        tensor.copy_(content)
-    if dgc.owner_residual is not None:
-        dgc.owner_residual.clear()
-        dgc.owner_residual.update(owner_residual or {})
-    first = sources[0]
-    dgc.step_count, dgc.switched = int(first["step"]), bool(first["switched"])
-    dgc.by_host = list(_hosts(first))
-    # The bytes of an exchange depend on the number of ranks.
-    dgc.set_exchanges(first["exchange"] if first["size"] == group.size else {})
+    return [saved]
 
 
 def _renamed(saved: Mapping[str, Any]) -> dict[str, Any]:
@@ -122,41 +225,6 @@ def _renamed(saved: Mapping[str, Any]) -> dict[str, Any]:
         names = found["exchange"].items()
         found["exchange"] = {level: OLDER_EXCHANGES.get(name, name) for level, name in names}
     return found
-
-
-def take_in_owner_residual(dgc: DGC, group: Group) -> None:
-    """Moves the owner residual of this rank in `group` into its own residual v."""
-    if not dgc.owner_residual:
-        return
-    v = _with_owner_residual(own(dgc, group))["v"]
-    for memory in dgc.memories.values():
-        if memory.v is not None:
-            memory.v.copy_(v[memory.name])
-    dgc.owner_residual.clear()
-
-
-def to_hosts(dgc: DGC, hosts: Hosts) -> None:
-    """Collective. Converts u and v from one for each rank to one for each host."""
-    old = [x for memory in dgc.memories.values() if memory.v is not None for x in memory.tensors]
-    new = [x.clone() for x in old]
-    for work in [hosts.average(x) for x in new]:
-        work.wait()
-    for x, content in zip(old, new, strict=True):
-        x.copy_(content.mul_(hosts.share))
-    dgc.by_host = hosts.of_rank
-
-
-def to_ranks(dgc: DGC, group: Group) -> None:
-    """Converts u and v of this rank from its host's to its own, if necessary; not collective."""
-    if dgc.by_host:
-        mine = _of_rank(own(dgc, group))
-        for memory in dgc.memories.values():
-            if memory.v is not None:
-                memory.u.copy_(mine["u"][memory.name])
-                memory.v.copy_(mine["v"][memory.name])
-        dgc.by_host = []
-        if dgc.owner_residual is not None:
-            dgc.owner_residual.clear()
 
 
 def _hosts(source: Mapping[str, Any]) -> list[int]:
@@ -171,50 +239,19 @@ def _holder(source: Mapping[str, Any]) -> tuple[int, int]:
     return (hosts[source["rank"]], max(hosts) + 1) if hosts else (source["rank"], source["size"])
 
 
-def _of_rank(source: Mapping[str, Any]) -> Mapping[str, Any]:
+def of_rank(source: Mapping[str, Any]) -> Mapping[str, Any]:
     """A rank's state with u and v of the rank instead of its host, without an owner residual."""
     hosts = _hosts(source)
     if not hosts:
         return source
     host, count = _holder(source)
     factor = len(hosts) / (count * hosts.count(host))
-    v = {name: x * factor for name, x in _with_owner_residual(source)["v"].items()}
+    v = {name: x * factor for name, x in with_owner_residual(source)["v"].items()}
     u = {name: x * factor if name in v else x for name, x in source["u"].items()}
     return {**source, "u": u, "v": v, "owner_residual": {}, "hosts": []}
 
 
-def _owner_residual(dgc: DGC) -> dict[ParameterState, Tensor]:
-    """The owner residual in the order of the parameters, independent of buckets."""
-    owner_residual = dgc.owner_residual or {}
-    return {
-        memory: owner_residual[memory]
-        for memory in dgc.memories.values()
-        if memory in owner_residual
-    }
-
-
-def _name(dgc: DGC, memory: ParameterState) -> str:
-    return "" if dgc.selects_whole else memory.name
-
-
-def _fitting(dgc: DGC, sources: Sequence[Mapping[str, Any]]) -> dict[ParameterState, Tensor] | None:
-    """The saved owner residual of this rank; None if it belongs to other shards."""
-    saved = sources[0].get("owner_residual", {})
-    if dgc.owner_residual is None or len(sources) > 1:
-        return None
-    size = _holder(sources[0])[1]
-    compressed = [memory for memory in dgc.memories.values() if memory.v is not None]
-    units = [compressed] if dgc.selects_whole else [[memory] for memory in compressed]
-    found = {}
-    for unit in units if saved else ():
-        name, count = _name(dgc, unit[0]), sum(memory.count for memory in unit)
-        if name not in saved or len(saved[name]) != Sharding(count, size).places:
-            return None
-        found[unit[0]] = saved[name].clone()
-    return found
-
-
-def _with_owner_residual(source: Mapping[str, Any]) -> Mapping[str, Any]:
+def with_owner_residual(source: Mapping[str, Any]) -> Mapping[str, Any]:
     """A rank's state with the owner residual added to v: the sum of residuals is the same."""
     v = {name: x.clone() for name, x in source["v"].items()}
     rank, size = _holder(source)
@@ -226,7 +263,7 @@ def _with_owner_residual(source: Mapping[str, Any]) -> Mapping[str, Any]:
         places = owner_residual.nonzero().flatten()
         indices = share.whole(rank, places)
         for name in names:
-            here, values = between(
+            here, values = elements_between(
                 indices, owner_residual[places], offset, offset + v[name].numel()
             )
             v[name][here] += values

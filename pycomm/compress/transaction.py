@@ -10,7 +10,6 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -18,33 +17,16 @@ from torch import Tensor
 from pycomm import collectives, kernels
 from pycomm._core_api.calls import Work
 from pycomm._training.communicators import CommunicatorPool
-from pycomm.compress.bucket import CompressionBucket, ReceivedPackets
+from pycomm.compress.bucket import ReceivedPackets
 from pycomm.compress.dense import apply_momentum, clip_averaged
 from pycomm.compress.hierarchical import Hosts
 from pycomm.compress.interrupts import defer_sigint
 from pycomm.compress.packet import Packet, Update
-from pycomm.compress.packet_exchange import PacketTransport
+from pycomm.compress.packet_exchange import PacketExchange, PacketTransport
 from pycomm.compress.parameter_state import ParameterState, flat_view
 from pycomm.errors import Mismatch
 
-__all__ = ["PacketExchange", "Plan", "Step"]
-
-
-class PacketExchange(Protocol):
-    """An exchange of compact packets: packet_exchange.py, sharded.py."""
-
-    def exchange(
-        self, units: Sequence[CompressionBucket], transport: PacketTransport
-    ) -> tuple[list[ReceivedPackets], int]:
-        """Collective, after the last gradient: the received packets, and the bytes sent. No
-        persistent state changes."""
-
-    def commit(self) -> None:
-        """Stores the persistent result of exchange()."""
-
-    def lost(self, units: Sequence[CompressionBucket], size: int) -> list[Tensor]:
-        """The quantization error [k] of each bucket, for an exchange of `size` ranks that failed on
-        this rank after other ranks completed it."""
+__all__ = ["Plan", "Step"]
 
 
 @dataclass(frozen=True)
@@ -82,7 +64,7 @@ class Plan:
         return self.loss_scale is not None or one or whole
 
 
-Pair = tuple[ParameterState, Tensor]  # a memory and its gradient
+StateAndGradient = tuple[ParameterState, Tensor]  # of one parameter
 
 
 @dataclass(eq=False)
@@ -90,7 +72,7 @@ class _Bucket:
     """A bucket as one array, and its gradients: compressed ones and dense ones."""
 
     flat: Tensor
-    compressed: list[Pair]
+    compressed: list[StateAndGradient]
     dense: list[tuple[ParameterState | None, Tensor]]
     rest: Tensor | None = None  # copy of the dense gradients if the bucket has both
 
@@ -120,7 +102,7 @@ class Step:
         idle: bool = False,
     ) -> None:
         self._plan, self._memories, self._workspaces, self._pool = plan, memories, workspaces, pool
-        self._loads: list[_Bucket] = []
+        self._buckets: list[_Bucket] = []
         self._waiting: list[_Bucket] = []
         self._packets: list[tuple[Packet, Tensor | None]] = []  # with the packets of all ranks
         self._undone: list[Packet] = []  # rolled back
@@ -134,22 +116,22 @@ class Step:
 
     def add(self, flat: Tensor, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
         """Adds a bucket with complete gradients, which are views of `flat`, as is the result."""
-        load = _Bucket(flat, [], [])
+        bucket = _Bucket(flat, [], [])
         for parameter, gradient in zip(parameters, gradients, strict=True):
             memory = self._memories.get(parameter)
             if memory is None or memory.v is None or self._plan.exchange == "dense":
-                load.dense.append((memory, gradient))
+                bucket.dense.append((memory, gradient))
             else:
-                load.compressed.append((memory, gradient))
-        self._loads.append(load)
-        if load.compressed and self._plan.waits:
-            self._waiting.append(load)
+                bucket.compressed.append((memory, gradient))
+        self._buckets.append(bucket)
+        if bucket.compressed and self._plan.waits:
+            self._waiting.append(bucket)
             if self._plan.hosts is not None:
                 with self._rolled_back():
                     self._works.append(self._plan.hosts.average(flat))
         else:
             with self._rolled_back():
-                self._start([load])
+                self._start([bucket])
 
     def finish(self, ending: contextlib.ExitStack) -> bool:
         """Ends the step. False: a rank has Inf or NaN, and no rank changed its state. Once the step
@@ -165,8 +147,8 @@ class Step:
                 self._idle = self._plan.hosts.agree(self._idle)
             self._measure()
             whole = isinstance(self._plan.k, int)
-            for loads in [self._waiting] if whole else [[load] for load in self._waiting]:
-                self._start(loads)
+            for buckets in [self._waiting] if whole else [[bucket] for bucket in self._waiting]:
+                self._start(buckets)
             self._exchange_packets()
             self._wait()
             self._write_results()
@@ -221,13 +203,13 @@ class Step:
         for packet, _ in self._packets:
             yield from packet.sent()
 
-    def _start(self, loads: list[_Bucket]) -> None:
+    def _start(self, buckets: list[_Bucket]) -> None:
         """Compresses these buckets into one packet and starts their transfers."""
-        pairs = _in_order(loads)
+        pairs = _in_order(buckets)
         if pairs:
             self._prepare(pairs)
-        for load in loads:
-            self._send_dense(load)
+        for bucket in buckets:
+            self._send_dense(bucket)
 
     def _measure(self) -> None:
         """Computes the norm of all gradients to compress, if clipping is global."""
@@ -236,7 +218,7 @@ class Step:
             norms = kernels.norm([flat_view(gradient) for _, gradient in pairs])
             self._norm = kernels.norm(norms)
 
-    def _prepare(self, pairs: list[Pair]) -> None:
+    def _prepare(self, pairs: list[StateAndGradient]) -> None:
         plan = self._plan
         memories = [memory for memory, _ in pairs]
         k = plan.k if isinstance(plan.k, int) else [plan.k[memory] for memory in memories]
@@ -264,12 +246,12 @@ class Step:
             follower = self._plan.hosts is not None and not self._plan.hosts.leads
             self.sent_bytes += 0 if follower else sent
 
-    def _send_dense(self, load: _Bucket) -> None:
-        flat = load.flat
-        if load.compressed and self._plan.exchange != "dense_masked":
-            if not load.dense:
+    def _send_dense(self, bucket: _Bucket) -> None:
+        flat = bucket.flat
+        if bucket.compressed and self._plan.exchange != "dense_masked":
+            if not bucket.dense:
                 return
-            flat = load.rest = torch.cat([gradient.reshape(-1) for _, gradient in load.dense])
+            flat = bucket.rest = torch.cat([gradient.reshape(-1) for _, gradient in bucket.dense])
         self._works.append(self._pool.all_reduce(flat, "avg"))
         self.sent_bytes += flat.nbytes
 
@@ -284,7 +266,7 @@ class Step:
         Raises:
             Mismatch: on all ranks, if ranks with data have different loss scales.
         """
-        finite = all(bool(load.flat.isfinite().all()) for load in self._loads)
+        finite = all(bool(bucket.flat.isfinite().all()) for bucket in self._buckets)
         low, high = (-math.inf, -math.inf) if self._idle else (-scale, scale)
         word = torch.tensor([0.0 if finite else 1.0, low, high], dtype=torch.float64)
         collectives.all_reduce(word, "max", group=self._pool.group)
@@ -298,23 +280,23 @@ class Step:
 
     def _set_infinite(self) -> None:
         """Writes Inf to a gradient, so that the scaler of this rank skips the step too."""
-        self._loads[0].flat[:1] = math.inf
+        self._buckets[0].flat[:1] = math.inf
 
     def _write_results(self) -> None:
         """Writes the received sums to the gradients. No persistent state changes."""
         for one in () if self._plan.fused else self._all_received():
             one.unit.decode(one.pairs, 1.0 / self._size)
-        for load in self._loads:
-            load.take_back()
+        for bucket in self._buckets:
+            bucket.take_back()
         gradients = [gradient for _, gradient in self._averaged()]
         if self._plan.loss_scale is not None:
             _multiply(gradients, 1.0 / self._plan.loss_scale)
         if self._plan.clip is not None:
             clip_averaged(gradients, self._plan.clip, self._plan.together)
 
-    def _averaged(self) -> list[Pair]:
+    def _averaged(self) -> list[StateAndGradient]:
         """The uncompressed parameters and their averaged gradients."""
-        return [(m, g) for load in self._loads for m, g in load.dense if m is not None]
+        return [(m, g) for bucket in self._buckets for m, g in bucket.dense if m is not None]
 
     def _commit(self) -> None:
         """Removes sent elements from the residual and applies momentum to dense gradients."""
@@ -330,7 +312,7 @@ class Step:
         if scale is not None:
             _multiply([gradient for _, gradient in averaged], scale)
             if not self._plan.fused:
-                _multiply([g for load in self._loads for _, g in load.compressed], scale)
+                _multiply([g for bucket in self._buckets for _, g in bucket.compressed], scale)
 
     def _roll_back(self) -> None:
         packets, self._packets = self._packets, []
@@ -349,9 +331,9 @@ class Step:
             raise
 
 
-def _in_order(loads: Sequence[_Bucket]) -> list[Pair]:
+def _in_order(buckets: Sequence[_Bucket]) -> list[StateAndGradient]:
     """The compressed parameters and gradients, in an order that is independent of buckets."""
-    pairs = [pair for load in loads for pair in load.compressed]
+    pairs = [pair for bucket in buckets for pair in bucket.compressed]
     return sorted(pairs, key=lambda pair: pair[0].place)
 
 

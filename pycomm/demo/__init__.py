@@ -7,12 +7,18 @@ a benchmark. main() imports torch; the import of this package does not.
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
 from pathlib import Path
+
+from pycomm.bench.support import packages
 
 
 def main(argv: Sequence[str]) -> int:
     """Runs the demo; returns 0 if every row completed with equal replicas on all ranks."""
+    if why := packages.missing("torch", "rich", "matplotlib"):
+        print(f"pycomm demo: {why}", file=sys.stderr)
+        return 2
     from pycomm.bench.support import netns
     from pycomm.demo import rows
 

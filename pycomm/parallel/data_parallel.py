@@ -16,7 +16,7 @@ from pycomm import collectives
 from pycomm._core_api import arrays
 from pycomm._training.coalesced import bcast_list_, bcast_value
 from pycomm._training.communicators import CommunicatorPool
-from pycomm.compress.dgc import DGC
+from pycomm.compress.dgc import DGC, compressor_of
 from pycomm.elastic import ShrinkResult, most_advanced_rank, shrink_result
 from pycomm.errors import InvalidArgument, Unsupported
 from pycomm.group import Group
@@ -96,9 +96,9 @@ class DataParallel(nn.Module):
             self._broadcast_all(0)
         exchange: Exchange = Mean(made)
         if compression is not None:
-            exchange = compression.exchange(
-                {s.name: s.parameter for s in slots if not s.sparse}, made
-            )
+            compressor = compressor_of(compression)
+            compressor.attach({s.name: s.parameter for s in slots if not s.sparse}, made)
+            exchange = compressor
         for slot in slots:
             slot.kind = not slot.sparse and exchange.compresses(slot.parameter)
         self._exchange = exchange

@@ -2,20 +2,17 @@
 
 import inspect
 import os
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from paths import ROOT
 
-from benchmarks import __main__ as command
 from benchmarks.collectives import link_rank, links
 from benchmarks.training import training
 from benchmarks.training.models import TASKS
+from pycomm import bench as command
 from pycomm.bench.collectives import benchmark as collectives
 from pycomm.bench.collectives import deepspeed, limits, mpi, peers, table, verbs, worker
 from pycomm.bench.collectives.worker import Times
@@ -245,10 +242,6 @@ def test_deepspeed_is_measured_only_with_supported_calls() -> None:
             deepspeed.call(verbs.Arrays(verbs.Case(verb, dtype, 8, 2), 0))
 
 
-def test_suite_name_is_required() -> None:
-    assert command.main([]) == command.main(["poetry"]) == 2
-
-
 def test_training_results_are_those_of_the_slowest_rank() -> None:
     first = {"gloo": [[0.2]], "pycomm": [[0.1]], "fake": [[0.08]], "alone": [[0.075]]}
     second = {"gloo": [[0.3]], "pycomm": [[0.05]], "fake": [[0.09]]}
@@ -367,20 +360,3 @@ def test_missing_network_namespaces_are_reported(
 def test_invalid_link_options_are_rejected(args: list[str]) -> None:
     with pytest.raises(SystemExit):
         links.main(args)
-
-
-def test_the_command_finds_the_benchmarks_beside_the_package(tmp_path: Path) -> None:
-    """As `pycomm` after `make build`: of the repository only the package is on the path."""
-    (tmp_path / "pycomm").symlink_to(ROOT / "pycomm")
-    words = "collectives --ranks 2 --sizes 4:4 --ops all_reduce --peers gloo --json out.json"
-    done = subprocess.run(
-        [sys.executable, "-m", "pycomm", "bench", *words.split()],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        timeout=150,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert (tmp_path / "out.json").exists()

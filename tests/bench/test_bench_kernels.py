@@ -12,7 +12,14 @@ import torch
 import pycomm
 from pycomm import _core, kernels
 from pycomm.bench.kernels import benchmark as bench
-from pycomm.bench.kernels import comparison, device_timing, single_kernels, sparse, torch_steps
+from pycomm.bench.kernels import (
+    comparison,
+    device_timing,
+    single_kernels,
+    sparse,
+    torch_steps,
+    verification,
+)
 from pycomm.bench.kernels.residuals import STEPS, WORKERS, Residuals, load, store
 from pycomm.bench.kernels.table import Row
 from pycomm.bench.support import summaries
@@ -148,13 +155,15 @@ def test_each_compared_kernel_is_checked(tmp_path: Path) -> None:
     steps, choices = {"eager": torch_steps.eager}, {"torch.topk": torch_steps.torch_topk}
     found += sparse.comparisons(sparse.Case(recorded, 9_000), steps, choices)
     for one in found:
-        assert comparison.wrong(one, here) == ""
+        assert verification.wrong(one, here) == ""
         for peer, call in one.calls.items():
             if peer in one.unlike:
                 continue
             bad = spoiled(call, peer == "pycomm" or not one.rounding)
             wrong = dataclasses.replace(one, calls=one.calls | {peer: bad})
-            assert comparison.wrong(wrong, here) == f"{one.kernel}: {peer} and the reference differ"
+            assert (
+                verification.wrong(wrong, here) == f"{one.kernel}: {peer} and the reference differ"
+            )
 
 
 def spoiled(call: comparison.Call, exact: bool) -> comparison.Call:

@@ -29,6 +29,17 @@ def test_every_part_is_an_existing_command() -> None:
     assert all(f"| `{part.name}` |" in page for part in eight)
 
 
+def test_every_file_with_devices_is_in_a_part() -> None:
+    listed = {word for part in gpu.parts(1, Path("there")) for word in part.command}
+    listed = {Path(word).stem for word in listed if word.startswith("tests/")}
+    named = {file.stem for file in (gpu.ROOT / "tests").rglob("test_*device*.py")}
+    # A benchmark's stored results, and the benchmark of kernels, which is a part of its own.
+    named -= {"test_device_calls", "test_bench_kernels_devices"}
+    assert {"test_device_hosts", "test_parallel_devices", "test_c10d_devices"} <= named
+    assert named - listed == set()
+    assert {"test_kernels", "test_kernel_packets", "test_dgc_compact"} <= listed
+
+
 def test_missing_gpu_is_reported(tmp_path: Path) -> None:
     done = python("-m", "benchmarks", "gpu", "--results", str(tmp_path / "gpu"))
     assert done.returncode == gpu.NO_GPU

@@ -88,7 +88,7 @@ def test_the_real_library_loads_and_runs_up_to_the_driver():
 
 
 def test_info_names_version_and_file():
-    said = alone("from pycomm import info; print(dict(info._built())['nccl'])")
+    said = alone("from pycomm.observe import info; print(dict(info._built())['nccl'])")
     assert said == f"{importlib.metadata.version(nccl.PACKAGE)}, {nccl.places()[1][1]}\n"
 
 

@@ -2,13 +2,14 @@
 
     python tests/native/build.py [VARIANT] [suite ...]    builds, prints the binaries
 
-VARIANT is plain, product, asan, tsan or aarch64. product links the objects of the module _core, as
-`make build` left them, so that only the suites are compiled.
+VARIANT is plain, product, asan, tsan, aarch64 or odr. product links the objects of the module
+_core, as `make build` left them, so that only the suites are compiled.
 
 A suite is its own file with harness.cpp, the other files of this folder and all of csrc that needs
 no Python. The suites of one sanitizer share objects, in build/native/<sanitizer>/ with the
 binaries; only changed files are built. No suppression files: a sanitizer report is a failure.
-aarch64 is a cross build for qemu-aarch64, without the simulation, whose fibers need x86-64.
+aarch64 is a cross build for qemu-aarch64, without the simulation, whose fibers need x86-64. odr has
+one target, "core": all of csrc but torch and CUDA, linked so that two types of one name are errors.
 """
 
 import fcntl
@@ -30,6 +31,7 @@ SANITIZERS = {
     "asan": ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"],
     "tsan": ["-fsanitize=thread"],
     "aarch64": ["-static"],
+    "odr": ["-O0", "-flto=auto", "-fPIC", "-fvisibility=hidden", "-Werror=odr"],
 }
 CROSS_COMPILER = "aarch64-linux-gnu-g++"
 FLAGS = [
@@ -46,6 +48,8 @@ rule archive
   command = rm -f $out && ar crs $out $in
 rule link
   command = $cxx $flags $in -ldl -o $out
+rule share
+  command = $cxx $flags -shared $in -ldl -o $out
 """
 
 
@@ -66,6 +70,14 @@ def ninja_binary() -> str:
     return shutil.which("ninja") or "ninja"
 
 
+def python_flags() -> list[str]:
+    """Include paths of Python and pybind11."""
+    import pybind11
+
+    folders = (sysconfig.get_paths()["include"], pybind11.get_include())
+    return [f"-isystem {folder}" for folder in folders]
+
+
 def write_ninja(folder: Path, sanitizer: str) -> None:
     """Writes build.ninja into `folder`. All other objects form one archive, with main() of
     harness.cpp; a suite links the objects that it uses."""
@@ -77,8 +89,12 @@ def write_ninja(folder: Path, sanitizer: str) -> None:
     if sanitizer == "product":
         objects = [str(built / p.relative_to(CSRC).with_suffix(".o")) for p in library]
         library = []
-    library += [p for p in sorted(HERE.glob("*.cpp")) if not p.stem.endswith("_test")]
-    library.append(HERE.parent / "emulator" / "fiber.cpp")
+    if sanitizer == "odr":
+        flags += python_flags()
+        library += sorted((CSRC / "bindings").glob("core*.cpp"))
+    else:
+        library += [p for p in sorted(HERE.glob("*.cpp")) if not p.stem.endswith("_test")]
+        library.append(HERE.parent / "emulator" / "fiber.cpp")
     compiler = os.environ.get("CXX", "g++")
     if sanitizer == "aarch64":
         compiler = CROSS_COMPILER
@@ -87,6 +103,8 @@ def write_ninja(folder: Path, sanitizer: str) -> None:
     for source in library:
         objects.append(str(source.relative_to(ROOT).with_suffix(".o")))
         lines.append(f"build {objects[-1]}: compile {source}")
+    if sanitizer == "odr":
+        lines.append(f"build core: share {' '.join(objects)}")
     lines.append(f"build library.a: archive {' '.join(objects)}")
     for suite in suites():
         lines.append(f"build {suite}.o: compile {HERE / suite}_test.cpp")

@@ -1,6 +1,6 @@
 // The hierarchical algorithm: groups with simulated hosts, over every transport, with and without
 // memory that the ranks of a host share, against a plain model. levels_test.cpp proves the plans;
-// tests/ranks/test_hosts.py uses real hosts.
+// tests/hosts/test_hosts.py uses real hosts.
 #include <functional>
 #include <numeric>
 #include <string>

@@ -16,6 +16,7 @@ from ports import free_port
 import pycomm
 from pycomm import Group, errors
 from pycomm.testing import run_ranks
+from pycomm.testing.threads import join
 
 SIZES = [1, 2, 3, 4]
 TRANSPORTS = ["local", "shm", "tcp"]
@@ -453,7 +454,7 @@ def test_a_store_can_be_written_in_python() -> None:
 
     def one(rank: int) -> None:
         options = {"size": 2, "timeout_s": 20.0, "transport": "local"}
-        group = pycomm.testing._join(store, rank, options)
+        group = join(store, rank, options)
         results[rank] = pycomm.all_reduce(np.ones(2), group=group).tolist()
 
     threads = [threading.Thread(target=one, args=(rank,)) for rank in range(2)]

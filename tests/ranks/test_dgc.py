@@ -18,7 +18,8 @@ from torch.nn import functional as F
 
 import pycomm
 from pycomm.compress.dense import clip_averaged
-from pycomm.compress.schedule import Load, check_ramp, level_at, received_bytes, to_send
+from pycomm.compress.dgc import compressor_of
+from pycomm.compress.schedule import Load, Ramp, received_bytes, to_send
 from pycomm.errors import InvalidArgument
 from pycomm.testing import run_ranks
 
@@ -106,7 +107,7 @@ def residuals(
     optimizer = sgd(layer, momentum=momentum, nesterov=nesterov, lr=1.0)
     dgc = pycomm.DGC(optimizer, sparsity=[0.9], masking=masking, **EVERYTHING)
     model = pycomm.DataParallel(layer, compression=dgc)
-    memory = next(iter(dgc.memories.values()))
+    memory = next(iter(compressor_of(dgc).state.memories.values()))
     own = torch.Generator().manual_seed(group.rank)
     for _ in range(steps):
         gradient = torch.randint(-8, 9, (1, 64), generator=own).float() * 4096
@@ -286,7 +287,7 @@ def test_many_ranks_stay_equal_and_the_residual_is_what_is_missing(ranks: int) -
             optimizer.zero_grad()
             model(gradient).sum().backward()
             optimizer.step()
-        residual = next(iter(dgc.memories.values())).v
+        residual = next(iter(compressor_of(dgc).state.memories.values())).v
         everything = pycomm.all_reduce(total)
         missing = pycomm.all_reduce(residual.clone())
         assert torch.equal(-layer.weight.detach()[0] * group.size, everything - missing)
@@ -343,20 +344,24 @@ def test_how_many_are_sent(count: int, sparsity: float, by_rule: dict[str, int])
 
 
 def test_warm_up_schedule() -> None:
-    at = [level_at(step, 2, 100, 5) for step in range(130)]
+    def levels_at(steps: range, begin: int, length: int, levels: int) -> list[int | None]:
+        ramp = Ramp.of(begin, length, [0.5] * levels)
+        return [ramp.level_at(step) for step in steps]
+
+    at = levels_at(range(130), 2, 100, 5)
     assert at[:2] == [None, None]
     assert [at.index(level) for level in range(5)] == [2, 22, 42, 62, 82]
     assert at[-1] == 4
-    assert [level_at(step, 0, 1, 1) for step in range(3)] == [0, 0, 0]
-    assert [level_at(step, 0, 1, 4) for step in range(3)] == [0, 3, 3]
+    assert levels_at(range(3), 0, 1, 1) == [0, 0, 0]
+    assert levels_at(range(3), 0, 1, 4) == [0, 3, 3]
     epoch = 1252  # steps, in the examples of Paddle's page
-    levels = [level_at(step, 2 * epoch, 3 * epoch, 3) for step in range(6 * epoch)]
+    levels = levels_at(range(6 * epoch), 2 * epoch, 3 * epoch, 3)
     assert levels == [None] * 2 * epoch + [0] * epoch + [1] * epoch + [2] * 2 * epoch
-    assert [level_at(4 * epoch + step, 4 * epoch, 1, 1) for step in (-1, 0, 1)] == [None, 0, 0]
-    assert check_ramp(0, 1, []) == (0.999,)
+    assert levels_at(range(4 * epoch - 1, 4 * epoch + 2), 4 * epoch, 1, 1) == [None, 0, 0]
+    assert Ramp.of(0, 1, []).sparsity == (0.999,)
     for wrong in ((-1, 1, [0.5]), (0, 0, [0.5]), (0, 1, [1.0]), (0, 1, [0.9, 0.5]), (0, 1, [-0.1])):
         with pytest.raises(InvalidArgument):
-            check_ramp(*wrong)
+            Ramp.of(*wrong)
 
 
 @pytest.mark.parametrize(("size", "even"), [(4, 0.75), (16, 0.9375), (64, 0.984375), (1000, 0.999)])

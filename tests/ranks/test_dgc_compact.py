@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 import pycomm
 from benchmarks.training.received_bytes_ranks import moved
+from pycomm.compress.dgc import compressor_of
 from pycomm.compress.schedule import (
     VALUE_DTYPES,
     Load,
@@ -113,7 +114,7 @@ def trained_alone(
         optimizer.zero_grad()
         model(gradient).sum().backward()
         optimizer.step()
-    (memory,) = dgc.memories.values()
+    (memory,) = compressor_of(dgc).state.memories.values()
     assert memory.v is not None
     here = memory.v.double() + residual_by_owner(dgc, group)
     return layer.weight.detach()[0], pycomm.all_reduce(total), pycomm.all_reduce(here)
@@ -251,9 +252,10 @@ def test_at_another_number_of_ranks_the_residual_is_the_same(
             step_on(model, batch(group.rank, step), optimizer)
         state = dgc.gather_state()
         assert any(bool(x.any()) for x in dgc.state_dict()["owner_residual"].values())
-        names = [memory.name for memory in dgc.memories.values()]
+        memories = list(compressor_of(dgc).state.memories.values())
+        names = [memory.name for memory in memories]
         wanted = torch.cat([dgc.state_dict()["v"][name].double() for name in names])
-        counts = [memory.count for memory in dgc.memories.values()]
+        counts = [memory.count for memory in memories]
         ends = dict(zip(names, itertools.accumulate(counts), strict=True))
         for name, residual in dgc.state_dict()["owner_residual"].items():
             count = sum(counts) if select == "model" else dgc.state_dict()["v"][name].numel()
@@ -268,7 +270,8 @@ def test_at_another_number_of_ranks_the_residual_is_the_same(
     def second(group: pycomm.Group) -> Tensor:
         model, optimizer, dgc = compressed(perceptron(), exchange=exchange, select=select)
         dgc.load_state_dict(state)
-        found = torch.cat([m.v.double() for m in dgc.memories.values() if m.v is not None])
+        memories = compressor_of(dgc).state.memories.values()
+        found = torch.cat([m.v.double() for m in memories if m.v is not None])
         assert not dgc.state_dict()["owner_residual"]
         step_on(model, batch(group.rank, 3), optimizer)
         return pycomm.all_reduce(found, "avg")

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import pycomm
+from pycomm.compress.dgc import compressor_of
 from pycomm.errors import InvalidArgument, Unsupported
 from pycomm.testing import run_ranks
 
@@ -227,7 +228,7 @@ def test_ages(select: str, exchange: str) -> None:
         assert dgc.stats()["age"] == {"mean": 0, "max": 0}
         for step in range(8):
             step_on(model, batch(group.rank, step), optimizer)
-            for age, memory in zip(since, dgc.memories.values(), strict=True):
+            for age, memory in zip(since, compressor_of(dgc).state.memories.values(), strict=True):
                 assert memory.v is not None
                 age.add_(1)
                 age[(memory.v == 0) | torch.tensor(step == 0)] = 0

@@ -27,6 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch_ranks import Run, run_fixture  # noqa: F401 - pytest finds the fixtures by name
 
 import pycomm
+from pycomm.compress.dgc import compressor_of
 from pycomm.testing import run_ranks
 
 THREADS = 64
@@ -122,7 +123,8 @@ def _resumed(group: pycomm.Group, stop: int | None) -> list[Tensor]:
             for one, state in zip((module, optimizer, dgc), saved, strict=True):
                 one.load_state_dict(state)
         step_on(model, batch(group.rank, step), optimizer)
-    return [*parameters(module), *(x for m in dgc.memories.values() for x in (m.u, m.v))]
+    memories = compressor_of(dgc).state.memories.values()
+    return [*parameters(module), *(x for memory in memories for x in memory.tensors)]
 
 
 def test_p7_resume(run_on_all: Everyone) -> None:

@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch_ranks import Run, run_fixture  # noqa: F401 - a fixture
 
 import pycomm
+from pycomm.compress.dgc import compressor_of
 from pycomm.errors import InvalidArgument, Unsupported
 from pycomm.testing import run_ranks
 
@@ -56,7 +57,8 @@ def _the_same_under_both(options: dict[str, Any]) -> None:
             model.register_comm_hook(dgc, pycomm.dgc_hook)
         for step in range(8):
             step_on(model, batch(torch.distributed.get_rank(), step), optimizer)
-        found.append([*parameters(module), *(x for m in dgc.memories.values() for x in (m.u, m.v))])
+        memories = compressor_of(dgc).state.memories.values()
+        found.append([*parameters(module), *(x for m in memories for x in (m.u, m.v))])
     assert equal(*([x for x in one if x is not None] for one in found)), options
 
 
@@ -91,7 +93,7 @@ def test_a_loss_scale_skips_a_step_on_all_ranks(scaler: str, options: dict[str, 
                 continue
             assert scale is not None
             before, weights, rate = memory_of(dgc), parameters(module), scale.get_scale()
-            count = dgc.step_count
+            count = dgc.stats()["step"]
             if overflow and group.rank == 1:
                 loss = loss * (math.inf if step == 2 else math.nan)
             scale.scale(loss).backward()
@@ -99,7 +101,7 @@ def test_a_loss_scale_skips_a_step_on_all_ranks(scaler: str, options: dict[str, 
                 scale.unscale_(optimizer)
             scale.step(optimizer)
             scale.update()
-            assert dgc.step_count == count + (not overflow)
+            assert dgc.stats()["step"] == count + (not overflow)
             assert equal(weights, parameters(module)) == overflow
             assert same_memory(before, memory_of(dgc)) == overflow
             if overflow and scaler == "torch":
@@ -156,8 +158,8 @@ def _uneven(group: pycomm.Group, decay: float, options: dict[str, Any], ddp: boo
             optimizer.zero_grad()
             model(gradient).sum().backward()
             optimizer.step()
-    assert dgc.step_count == 7
-    residual = next(iter(dgc.memories.values())).v
+    assert dgc.stats()["step"] == 7
+    residual = next(iter(compressor_of(dgc).state.memories.values())).v
     missing = pycomm.all_reduce(total) - pycomm.all_reduce(residual.clone())
     assert torch.equal(-layer.weight.detach()[0] * group.size, missing)
     return layer.weight.detach()
@@ -224,7 +226,7 @@ def test_nan_and_inf_are_sent_immediately_and_leave_the_residual(
         layer = nn.Linear(50, 1, bias=False)
         nn.init.zeros_(layer.weight)
         model, optimizer, dgc = compressed(layer, masking=masking, exchange=exchange, **clip)
-        memory = next(iter(dgc.memories.values()))
+        memory = next(iter(compressor_of(dgc).state.memories.values()))
         for step in range(3):
             gradient = torch.arange(1.0, 51.0)[None] * 100
             if step == 1 and group.rank == 1:
@@ -326,8 +328,9 @@ def test_rejected_arguments() -> None:
         groups = [{"params": [module[0].weight]}, {"params": [module[2].weight], "momentum": 0.5}]
         optimizer = torch.optim.SGD(groups, lr=RATE, momentum=0.9)
         dgc = pycomm.DGC(optimizer, select="model", min_count=1)
+        model = pycomm.DataParallel(module, compression=dgc)
         with pytest.raises(InvalidArgument, match="one momentum"):
-            dgc.begin()
+            step_on(model, batch(group.rank, 0), optimizer)
 
     run_ranks(1, program)
 

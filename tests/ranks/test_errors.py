@@ -16,7 +16,8 @@ import pytest
 import pycomm
 from pycomm import Group, _core, config, errors
 from pycomm._bootstrap.rendezvous import TorchStore
-from pycomm.testing import _join, run_ranks
+from pycomm.testing import run_ranks
+from pycomm.testing.threads import join
 
 BUILT_IN = {
     "InvalidArgument": ValueError,
@@ -255,7 +256,7 @@ def store_of_torch() -> Any:
 def test_a_group_that_does_not_form_names_the_missing_rank(store: Callable[[], Any]) -> None:
     options = {"size": 2, "timeout_s": 0.3, "transport": "tcp", "secret": "s" * 16}
     with pytest.raises(errors.Timeout, match="of 2 ranks these did not join: 1"):
-        _join(store(), 0, options)
+        join(store(), 0, options)
 
 
 def test_second_thread_is_rejected_while_a_call_runs() -> None:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 import pycomm
 from pycomm.compress import cost_model, exchange_policy, hierarchical, state
 from pycomm.compress.cost_model import Coding, Levels, Link, predicted
+from pycomm.compress.dgc import compressor_of
 from pycomm.compress.hierarchical import Hosts
 from pycomm.compress.schedule import Load, received_bytes
 from pycomm.errors import Error, GroupBroken, PeerLost
@@ -127,7 +128,7 @@ def test_buckets_fusion_and_a_resume_change_no_bit(on: Any, hosts: list[int]) ->
 
 def residual(dgc: pycomm.DGC, group: pycomm.Group) -> Tensor:
     """The residual of this rank, its own and as an owner, as if each rank of a host had its own."""
-    (v,) = state._with_owner_residual(state._of_rank(dgc.state_dict()))["v"].values()
+    (v,) = state.with_owner_residual(state.of_rank(dgc.state_dict()))["v"].values()
     return v.double()
 
 
@@ -211,7 +212,7 @@ def test_residual_is_the_same_on_other_hosts(
     settings = {"exchange": "hierarchical", "value_dtype": "2bit", "select": select}
 
     def means(dgc: pycomm.DGC) -> list[Tensor]:
-        told = state._with_owner_residual(state._of_rank(dgc.state_dict()))
+        told = state.with_owner_residual(state.of_rank(dgc.state_dict()))
         return [
             pycomm.all_reduce(x.double(), "avg") for key in ("u", "v") for x in told[key].values()
         ]
@@ -273,7 +274,7 @@ def test_failed_exchange_sends_nothing(on: Any, monkeypatch: pytest.MonkeyPatch)
                 pycomm.barrier()
                 continue
             step_on(model, batch(group.rank, step), optimizer)
-        return parameters(module), dgc.step_count
+        return parameters(module), dgc.stats()["step"]
 
     results = run_ranks(4, program, timeout_s=30)
     assert all(count == 4 and equal(found, results[0][0]) for found, count in results)
@@ -323,7 +324,7 @@ def test_survivors_continue(on: Any, monkeypatch: pytest.MonkeyPatch, lost: list
             except (PeerLost, GroupBroken):  # another rank was lost
                 left = model.shrink(optimizer, timeout_s=30)
                 step, told = left.step, (left.lost, left.lost_residual_norm)
-                assert len(dgc.by_host) == 5 - len(lost)
+                assert len(compressor_of(dgc).state.by_host) == 5 - len(lost)
                 v = dgc.state_dict()["v"]["weight"].clone()
                 told = (*told, v)
         return layer.weight.detach(), told

@@ -307,7 +307,7 @@ def test_successive_groups_of_one_name_share_a_torch_store(kind: str, tmp_path: 
     """The first rank that leaves a group begins the next one, while others use the last."""
     dist = pytest.importorskip("torch.distributed")
     from pycomm._bootstrap.rendezvous import TorchStore
-    from pycomm.testing import _join
+    from pycomm.testing.threads import join
 
     make = {
         "hash": dist.HashStore,
@@ -320,7 +320,7 @@ def test_successive_groups_of_one_name_share_a_torch_store(kind: str, tmp_path: 
     def one(rank: int) -> None:
         for turn in range(3):
             options = {"size": 2, "timeout_s": 20.0, "transport": "shm"}
-            group = _join(TorchStore(stores[rank]), rank, options)
+            group = join(TorchStore(stores[rank]), rank, options)
             assert pycomm.all_reduce(np.full(1, turn), group=group)[0] == 2 * turn
             pycomm.user_set(f"of {rank}", turn, group=group)
             assert pycomm.user_get(f"of {1 - rank}", group=group) == turn

@@ -14,7 +14,7 @@ import pycomm
 from pycomm import errors
 from pycomm._bootstrap.rendezvous import TorchStore
 from pycomm.launch import failure, rank
-from pycomm.testing import _join
+from pycomm.testing.threads import join
 
 dist = pytest.importorskip("torch.distributed")
 KEY = "0123456789abcdef"
@@ -26,7 +26,7 @@ MINE = failure.Failure(0, "here", 7, "KeyError", "'x'", "the trace", 1.5)
 )
 def test_invalid_decision_ends_shrink_with_an_error(text: bytes) -> None:
     store = TorchStore(dist.HashStore())
-    group = _join(store, 0, {"size": 1, "timeout_s": 10.0, "transport": "tcp", "secret": KEY})
+    group = join(store, 0, {"size": 1, "timeout_s": 10.0, "transport": "tcp", "secret": KEY})
     store.set("world/shrink/decided", text)
     with pytest.raises(errors.GroupBroken, match="expected ascending ranks below 1"):
         group.shrink(timeout_s=5.0)
@@ -157,7 +157,7 @@ def test_process_without_the_secret_does_not_decide_the_shrunk_group() -> None:
 
     def one(rank: int) -> None:
         options = {"size": 2, "timeout_s": 20.0, "transport": "shm", "secret": KEY}
-        group = _join(TorchStore(raw, KEY), rank, options)
+        group = join(TorchStore(raw, KEY), rank, options)
         if ready.wait() == 0:
             forge()
         ready.wait()

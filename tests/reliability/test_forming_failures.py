@@ -11,12 +11,12 @@ KEY = "0123456789abcdef"
 RANK = """
 import sys, time
 from pycomm import _core, errors
-from pycomm.testing import _join
+from pycomm.testing.threads import join
 port, rank = int(sys.argv[1]), int(sys.argv[2])
 store = _core.TcpStore.connect("127.0.0.1", port, "0123456789abcdef", 30.0)
 begin = time.monotonic()
 try:
-    _join(store, rank, {"size": 4, "timeout_s": 40.0, "transport": "tcp",
+    join(store, rank, {"size": 4, "timeout_s": 40.0, "transport": "tcp",
                         "secret": "0123456789abcdef"})
 except errors.Error as error:
     print(type(error).__name__, error.peer, time.monotonic() - begin < 30, error)

@@ -127,13 +127,13 @@ def train_plane(group: Group, exchange: str, late: Late | None) -> Any:
     assert pycomm.size() == 2
     return {
         "before": before, "digest": digest(model), "taken_in": taken_in, "w": model.w.detach(),
-        "residual": residual_by(dgc), "steps": dgc.step_count,
+        "residual": residual_by(dgc), "steps": dgc.stats()["step"],
     }  # fmt: skip
 
 
 def residual_by(dgc: pycomm.DGC) -> torch.Tensor:
     """The residual of this rank, its own and as an owner."""
-    (v,) = state._with_owner_residual(dgc.state_dict())["v"].values()
+    (v,) = state.with_owner_residual(dgc.state_dict())["v"].values()
     return v.view(3, COUNT)
 
 

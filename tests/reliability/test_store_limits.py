@@ -16,7 +16,7 @@ from store_relay import KEY, relayed
 
 from pycomm import _core, errors
 from pycomm._bootstrap.rendezvous import TorchStore
-from pycomm.testing import _join
+from pycomm.testing.threads import join
 
 dist = pytest.importorskip("torch.distributed")
 LATE_S = 2.0  # for a busy machine; calls without a timeout took 26 s and more
@@ -62,7 +62,7 @@ def test_group_creation_times_out_when_the_store_is_silent(made: Callable[[], An
         silent.set()
         begin = time.monotonic()
         with pytest.raises(errors.Timeout):
-            _join(store, 0, {"size": 2, "timeout_s": 1.0, "transport": "tcp", "secret": KEY})
+            join(store, 0, {"size": 2, "timeout_s": 1.0, "transport": "tcp", "secret": KEY})
         assert time.monotonic() - begin < 1.0 + LATE_S
 
 
@@ -76,7 +76,7 @@ def test_group_creation_times_out_when_the_store_becomes_silent(
         end.start()
         begin = time.monotonic()
         with pytest.raises(errors.Timeout):
-            _join(store, 0, {"size": 2, "timeout_s": 1.0, "transport": "tcp", "secret": KEY})
+            join(store, 0, {"size": 2, "timeout_s": 1.0, "transport": "tcp", "secret": KEY})
         end.join()
         assert time.monotonic() - begin < 1.0 + LATE_S
 
@@ -85,7 +85,7 @@ def test_group_creation_times_out_when_the_store_becomes_silent(
 def test_shrink_times_out_when_the_store_becomes_silent(made: Callable[[], Any]) -> None:
     with made() as (store, silent):
         options = {"size": 1, "timeout_s": 10.0, "transport": "tcp", "secret": KEY}
-        group = _join(store, 0, options)
+        group = join(store, 0, options)
         silent.set()
         begin = time.monotonic()
         with pytest.raises(errors.Timeout):

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 from paths import ROOT
-from tiers import QUICK, UNIT
+from tiers import FILES, FOLDERS, SLOW
 
 CSRC = ROOT / "csrc"
 PYCOMM = ROOT / "pycomm"
@@ -134,8 +134,10 @@ MAY_IMPORT_TORCH = [
 MAY_SEE_ENVIRONMENT = [
     "pycomm/config.py",
     "pycomm/launch/",
-    "pycomm/bench/support/processes.py",
+    "pycomm/bench/collectives/deepspeed.py",
+    "pycomm/bench/collectives/mpi.py",
     "pycomm/bench/support/netns.py",
+    "pycomm/bench/support/processes.py",
 ]
 
 LONGEST_FILE = 500
@@ -336,10 +338,16 @@ def test_files_are_short() -> None:
     assert {name: n for name, n in lengths.items() if n > LONGEST_FILE} == {}
 
 
-def test_every_file_of_a_tier_exists() -> None:
-    files = {path.stem for path in (ROOT / "tests").rglob("test_*.py")}
-    assert (UNIT | QUICK) - files == set()
-    assert not UNIT & QUICK
+def test_tiers_list_existing_folders_and_tests_of_another_tier() -> None:
+    """Also that no two files have one name, which pytest rejects in folders without packages."""
+    paths = list((ROOT / "tests").rglob("test_*.py"))
+    folders = {path.stem: path.parent.name for path in paths}
+    assert len(folders) == len(paths)
+    assert set(FOLDERS) - set(folders.values()) == set()
+    assert set(FILES) - set(folders) == set()
+    usual = {name: FOLDERS.get(folders[name], "full") for name in FILES}
+    assert {name for name in FILES if FILES[name] == usual[name]} == set()
+    assert SLOW - {name for _, name in lines_with(r"^def (test_\w+)", paths)} == set()
 
 
 def test_every_command_is_documented() -> None:

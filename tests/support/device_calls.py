@@ -1,13 +1,14 @@
-r"""The host time of a call with device arrays: emulated devices, a fake NCCL.
+"""The host time of a call with device arrays: emulated devices, a fake NCCL.
 
-    PYTHONPATH=tests/emulator python tests/support/device_calls.py \
-        --json benchmarks/results/device_calls.json
+    PYTHONPATH=tests/emulator python tests/support/device_calls.py --json FILE
 
 Each rank is a process. Its device is blocked by a gate in the caller's stream while a call is
 timed, and the ranks begin together. The time therefore includes Python, the agreement of the ranks
 in host memory, the engine and all that it enqueues. It excludes the host time of the driver and of
 NCCL, but includes that of their stand-ins; for zero elements nothing is enqueued. The counts are
 those of the fake NCCL. With `--device cuda` it runs on the GPUs of this machine, without counts.
+
+It is here and not in benchmarks/, because its devices are those of the tests (group_devices.py).
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ from small_models import equal
 from torch import Tensor, nn
 
 import pycomm
+from pycomm.compress.dgc import compressor_of
 from pycomm.compress.sharded import Sharding
 
 RATE = 0.05
@@ -26,7 +27,8 @@ def compressed(
 
 
 def memory_of(dgc: pycomm.DGC) -> dict[str, list[Tensor]]:
-    found, residual = dgc.memories.values(), dgc.owner_residual or {}
+    state = compressor_of(dgc).state
+    found, residual = state.memories.values(), state.owner_residual or {}
     residuals = {f"owner_residual {m.name}": [residual[m].clone()] for m in found if m in residual}
     return {
         m.name: [m.u.clone(), *([] if m.v is None else [m.v.clone()])] for m in found
@@ -39,7 +41,7 @@ def same_memory(a: dict[str, list[Tensor]], b: dict[str, list[Tensor]]) -> bool:
 
 def residual_by_owner(dgc: pycomm.DGC, group: pycomm.Group) -> Tensor:
     """The owner residual of this rank, at its coordinates; of a DGC with one parameter."""
-    (memory,) = dgc.memories.values()
+    (memory,) = compressor_of(dgc).state.memories.values()
     found = torch.zeros(memory.count, dtype=torch.float64)
     for residual in dgc.state_dict()["owner_residual"].values():
         places = residual.nonzero().flatten()

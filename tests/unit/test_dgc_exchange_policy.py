@@ -18,6 +18,7 @@ import pycomm
 from pycomm._training.communicators import CommunicatorPool
 from pycomm.compress import cost_model
 from pycomm.compress.cost_model import Coding, Link, predicted
+from pycomm.compress.dgc import compressor_of
 from pycomm.compress.schedule import Load, code_at, received_bytes
 from pycomm.testing import run_ranks
 
@@ -87,7 +88,7 @@ def test_nothing_is_lost_where_the_exchange_changes(select: str) -> None:
             optimizer.step()
             took.append(dgc.stats()["exchange"])
             assert bool(residual_by_owner(dgc, group).any()) == (step < 4)
-        (memory,) = dgc.memories.values()
+        (memory,) = compressor_of(dgc).state.memories.values()
         assert memory.v is not None
         here = memory.v.double() + residual_by_owner(dgc, group)
         return layer.weight.detach()[0], pycomm.all_reduce(total), pycomm.all_reduce(here), took
@@ -178,7 +179,8 @@ def test_auto_time_is_decided_once_by_rank_0() -> None:
             said.append(dgc.stats())
         again = compressed(perceptron(), **options)[2]
         again.load_state_dict(dgc.state_dict())
-        return said, dgc.exchanges, again.exchanges == dgc.exchanges
+        exchanges = compressor_of(dgc).exchanges
+        return said, exchanges, compressor_of(again).exchanges == exchanges
 
     def by_rank(load: Load, pool: CommunicatorPool, may_be_dense: bool) -> Any:
         low = ("sharded", "gather", "dense_masked")[pool.group.rank]  # as each rank would choose

@@ -16,8 +16,7 @@
 #include "kernels/device_kernels.h"
 #include "os/thread.h"
 
-namespace pycomm {
-namespace cpu {
+namespace pycomm::cpu {
 namespace {
 
 int processors() {
@@ -127,7 +126,9 @@ void parallel(size_t tasks, const std::function<void(size_t)>& task) {
   for (size_t i = 0; i < tasks; ++i) task(i);
 }
 
-}  // namespace cpu
+}  // namespace pycomm::cpu
+
+namespace pycomm {
 
 void set_kernel_threads(int threads) {
   cpu::wanted().store(std::max(1, threads), std::memory_order_relaxed);

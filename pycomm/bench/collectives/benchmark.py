@@ -1,4 +1,4 @@
-"""`python -m benchmarks collectives`: pycomm's collectives and other libraries', in one run.
+"""`pycomm bench collectives`: pycomm's collectives and other libraries', in one run.
 
 Two worker processes (or --ranks of them) hold a process group of every contestant. Each case is
 checked against the exact answer; then the contestants are timed in turn, round by round, together
@@ -19,10 +19,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch.multiprocessing.spawn import ProcessException
 
-from pycomm.bench.collectives import deepspeed, mpi, plot, table, worker
+from pycomm.bench.collectives import deepspeed, mpi, table, worker
 from pycomm.bench.collectives.peers import OURS, PEERS, Peer
 from pycomm.bench.collectives.verbs import DTYPES, VERBS, Case
-from pycomm.bench.support import machine, processes, summaries
+from pycomm.bench.support import machine, packages, processes, summaries
 from pycomm.bench.support.sizes import format_size, parse_sizes
 
 
@@ -50,6 +50,8 @@ def main(argv: Sequence[str]) -> int:
     peers = [OURS[name] for name in options.ours] + [PEERS[name] for name in options.peers]
     if not peers or options.ranks < 2 or options.rounds < 1:
         parser.error("nothing to measure: at least one contestant, 2 ranks and 1 round are needed")
+    if options.plot and (why := packages.missing("matplotlib")):
+        parser.error(f"--plot {why}")
     if why := _misplaced(options):
         parser.error(why)
     mpis = [name for name in options.peers if name in mpi.PACKAGES]
@@ -213,4 +215,6 @@ def _store(
     if plot_to and found:
         cpu, cores, torch_version = where["cpu"], where["cores"], where["torch"]
         caption = f"{run.ranks} ranks, {cpu}, {cores} cores, torch {torch_version}, {where['date']}"
+        from pycomm.bench.collectives import plot  # imports matplotlib, which may be missing
+
         plot.save(plot_to, found, caption)

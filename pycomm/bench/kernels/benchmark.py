@@ -1,4 +1,4 @@
-"""`python -m benchmarks kernels`: the kernels of sparse training, other libraries, and the limit.
+"""`pycomm bench kernels`: the kernels of sparse training, other libraries, and the limit.
 
 The data are those of residuals.py. Each kernel is checked against pycomm.reference, bit by bit;
 then all are timed in turn, round by round, together with compiled loops that only move memory
@@ -26,12 +26,14 @@ import torch
 import pycomm
 from pycomm.bench.collectives.limits import TOLERANCE
 from pycomm.bench.kernels import libraries, residuals, single_kernels, sparse
-from pycomm.bench.kernels.comparison import OURS, Call, Comparison, Traffic, wrong
+from pycomm.bench.kernels.comparison import OURS, Call, Comparison, Traffic
 from pycomm.bench.kernels.device_timing import PLACES, STREAMS, Host, Spent
 from pycomm.bench.kernels.residuals import STEPS
 from pycomm.bench.kernels.sparse import Case
-from pycomm.bench.kernels.table import HEADER, Missing, Row, draw, missing_text, store, text
+from pycomm.bench.kernels.table import HEADER, Missing, Row, missing_text, store, text
 from pycomm.bench.kernels.torch_steps import TORCH_STEPS, Choose, Step, torch_topk
+from pycomm.bench.kernels.verification import wrong
+from pycomm.bench.support import packages
 from pycomm.bench.support.sizes import format_size
 from pycomm.errors import Unsupported
 
@@ -49,7 +51,7 @@ def main(argv: Sequence[str]) -> int:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--device", choices=tuple(SIZES), default="cpu")
     parser.add_argument(
-        "--residuals", type=Path, help="of `python -m benchmarks residuals`; else made first"
+        "--residuals", type=Path, help="of `pycomm bench residuals`; else made first"
     )
     parser.add_argument("--rounds", type=int, default=3, help="of 5 steps each (%(default)s)")
     parser.add_argument("--sizes", type=_numbers, help="elements, with commas")
@@ -62,6 +64,8 @@ def main(argv: Sequence[str]) -> int:
     names = known if options.peers is None else [n for n in options.peers.split(",") if n]
     if unknown := [name for name in names if name not in known]:
         parser.error(f"{unknown[0]!r} is not among {', '.join(known)}")
+    if options.plot and (why := packages.missing("matplotlib")):
+        parser.error(f"--plot {why}")
     try:
         place = PLACES[options.device]()
     except Unsupported as error:
@@ -105,7 +109,9 @@ def main(argv: Sequence[str]) -> int:
     if options.json:
         store(options.json, rows, missing, settings)
     if options.plot:
-        draw(options.plot, rows, settings)
+        from pycomm.bench.kernels import plot  # imports matplotlib, which may be missing
+
+        plot.save(options.plot, rows, settings)
     fast = [r for r in rows if r.limit_percent > 100 * TOLERANCE]
     for row in fast:
         said = f"{row.peer}: {row.kernel} of {row.count} runs at {row.limit_percent:.0f} %"

@@ -10,14 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from pycomm.bench.kernels.device_timing import Host  # which imports this file
 
 OURS = "pycomm"
 LINE = 64
@@ -55,26 +52,6 @@ class Comparison:
     more: dict[str, Traffic] = field(default_factory=dict)  # peers that need more traffic
 
 
-def wrong(comparison: Comparison, place: Host) -> str:
-    """Names the peer whose result, computed as it is timed, differs from the reference; else ""."""
-    compared = [peer for peer in comparison.calls if peer not in comparison.unlike]
-    wanted = [np.asarray(x).reshape(-1) for x in comparison.wanted()] if compared else []
-    for peer in compared:
-        comparison.restart()
-        given = place.result(comparison.calls[peer], waits=peer in comparison.waits)
-        found = [host(x).reshape(-1) for x in given]
-        if peer == OURS:
-            pairs = zip(found, wanted, strict=True)
-            same = all(a.tobytes() == b.tobytes() for a, b in pairs)
-        else:
-            pairs = zip(comparison.alike(found), comparison.alike(wanted), strict=True)
-            same = all(_near(a, b, comparison.rounding) for a, b in pairs)
-        if not same:
-            return f"{comparison.kernel}: {peer} and the reference differ"
-    comparison.restart()
-    return ""
-
-
 def touched(packets: Sequence[Packet]) -> int:
     """Bytes of the cache lines of a float32 array in which the packets have an index."""
     places = np.concatenate([host(indices) for indices, _ in packets])
@@ -86,8 +63,3 @@ def host(x: Any) -> Array:
     if isinstance(x, Tensor):
         return (x.float() if x.dtype == torch.bfloat16 else x).cpu().numpy()
     return np.asarray(x)
-
-
-def _near(found: Array, wanted: Array, rounding: float) -> bool:
-    atol = rounding * float(np.abs(wanted).max(initial=0))
-    return found.shape == wanted.shape and bool(np.allclose(found, wanted, rtol=0, atol=atol))

@@ -17,10 +17,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.gpu.gpu import gpus
 from pycomm import _core
 from pycomm._core_api import arrays, devices
 from pycomm.bench.kernels.comparison import Array, Call, Traffic
+from pycomm.bench.support import machine
 from pycomm.errors import Unsupported
 
 STREAMS = {
@@ -208,7 +208,7 @@ def first_gpu() -> Cuda:
     Raises:
         Unsupported: there is none that pycomm and torch can use.
     """
-    why = gpus()[1]
+    why = machine.gpus()[1]
     if why:
         raise Unsupported(why)
     return Cuda()

@@ -11,6 +11,7 @@ import ctypes
 import importlib
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +25,6 @@ from pycomm.bench.kernels.torch_steps import Choose, Step, Tensors, compiled_upd
 from pycomm.errors import Unsupported
 
 SOURCE = Path(__file__).with_name("cub_topk.cu")
-BUILD = SOURCE.parent.parent / "build" / "benchmarks"
 
 
 @dataclass(frozen=True)
@@ -99,15 +99,15 @@ def cub(arch: str) -> Any:
     nvcc = shutil.which("nvcc") or (str(usual) if usual.exists() else None)
     if nvcc is None:
         raise Unsupported("CUB is compiled by nvcc, which is not on PATH")
-    made = BUILD / f"cub_topk.{arch}.so"
-    made.parent.mkdir(parents=True, exist_ok=True)
     command = [nvcc, "-std=c++20", "-O3", "-shared", "-Xcompiler=-fPIC", f"-arch={arch}"]
-    done = subprocess.run(
-        [*command, str(SOURCE), "-o", str(made)], capture_output=True, text=True, check=False
-    )
-    if done.returncode:
-        raise Unsupported(f"nvcc does not compile {SOURCE.name}: {done.stderr.strip()}")
-    library = ctypes.CDLL(str(made))
+    with tempfile.TemporaryDirectory() as folder:  # a loaded library needs no file
+        made = Path(folder, "cub_topk.so")
+        done = subprocess.run(
+            [*command, str(SOURCE), "-o", str(made)], capture_output=True, text=True, check=False
+        )
+        if done.returncode:
+            raise Unsupported(f"nvcc does not compile {SOURCE.name}: {done.stderr.strip()}")
+        library = ctypes.CDLL(str(made))
     library.cub_topk_name.restype = library.cub_error.restype = ctypes.c_char_p
     pointer, number = ctypes.c_void_p, ctypes.c_int
     library.cub_topk.argtypes = [pointer] * 5 + [number] * 2 + [pointer]

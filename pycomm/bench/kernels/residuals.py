@@ -1,4 +1,4 @@
-"""`python -m benchmarks residuals FILE`: residuals and gradients as real training leaves them.
+"""`pycomm bench residuals FILE`: residuals and gradients as real training leaves them.
 
 They are not a Gaussian tail: elements above the last threshold were sent a step ago, so many are
 just below it. Eight workers train a character-level transformer on the source of the standard
@@ -55,7 +55,7 @@ class Residuals:
 
 def main(argv: Sequence[str]) -> int:
     """Records, stores, prints the hash."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks residuals", description=__doc__)
+    parser = argparse.ArgumentParser(prog="pycomm bench residuals", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("file", type=Path, help="where to store them, .npz, about 550 MB")
     options = parser.parse_args(argv)

@@ -36,6 +36,7 @@ from pycomm.bench.kernels.comparison import (
 )
 from pycomm.bench.kernels.residuals import MOMENTUM, SPARSITY, STEPS, WORKERS, Residuals
 from pycomm.bench.kernels.torch_steps import SAMPLED, Choose, Step, Tensors
+from pycomm.compress.dgc import compressor_of
 
 WAITS = (SAMPLED, "CuPy")  # a graph of torch cannot hold CuPy's allocations
 LEARNING_RATE = 0.1
@@ -301,12 +302,13 @@ def _dgc(
     parameter = torch.nn.Parameter(case.u.clone())
     optimizer = torch.optim.SGD([parameter], lr=1e-3, momentum=MOMENTUM)
     dgc = pycomm.DGC(optimizer, sparsity=[SPARSITY], min_count=1, fused=fused)
-    memory = dgc.memories[parameter]
+    compressor = compressor_of(dgc)
+    memory = compressor.state.memories[parameter]
 
     def step(i: int) -> None:
         parameter.grad = gradients[i]
-        dgc.buckets.add(gradients[i], [parameter], [gradients[i]])
-        dgc.buckets.finish()
+        compressor.add(gradients[i], [parameter], [gradients[i]])
+        compressor.finish()
         optimizer.step()
 
     def restart() -> None:

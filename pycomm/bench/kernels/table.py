@@ -1,16 +1,12 @@
-"""The results of `bench kernels` as lines of a table, as JSON, and as a plot."""
+"""The results of `bench kernels` as lines of a table and as JSON."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from matplotlib.figure import Figure
-
-from pycomm.bench.kernels.comparison import OURS
 from pycomm.bench.support import machine, summaries
 from pycomm.bench.support.sizes import format_size
 
@@ -72,30 +68,3 @@ def store(
         "missing": [asdict(one) for one in missing],
     }
     summaries.write(path, content)
-
-
-def draw(path: Path, rows: Sequence[Row], settings: Mapping[str, Any]) -> None:
-    """The fraction of the limit over size, one panel for each kernel."""
-    where = machine.describe()
-    place = settings.get("gpu") or f"{where['cpu']}, {settings['threads']} threads"
-    names = list(dict.fromkeys(r.kernel for r in rows))
-    figure = Figure(figsize=(14, 2.8 * -(-len(names) // 4)), layout="constrained")
-    panels = figure.subplots(-(-len(names) // 4), 4, sharex=True, squeeze=False).flat
-    for axes, name in zip_longest(panels, names):
-        if name is None:
-            axes.set_visible(False)
-            continue
-        peers = {r.peer for r in rows if r.kernel == name}
-        for peer in sorted(peers, key=lambda p: (p != OURS, p)):  # pycomm in one colour
-            own = [r for r in rows if (r.kernel, r.peer) == (name, peer)]
-            axes.plot(
-                [r.count for r in own], [r.limit_percent for r in own], "o-", ms=3, label=peer
-            )
-        axes.set(xscale="log", ylim=(0, 105), title=name)
-        axes.axhline(100, ls="--", lw=1, color="#d93025")
-        axes.grid(alpha=0.25)
-        axes.legend(frameon=False, fontsize=8)
-    figure.supxlabel("elements")
-    figure.supylabel("% of the memory's limit")
-    figure.suptitle(f"{place}, {where['date']}", fontsize=9)
-    figure.savefig(path, dpi=150)

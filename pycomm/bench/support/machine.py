@@ -1,8 +1,10 @@
-"""Describes the machine of a measurement, for the reports of the demo and the benchmarks."""
+"""The machine of a measurement and its GPUs, for the demo and the benchmarks."""
 
 from __future__ import annotations
 
 import datetime
+import importlib
+import importlib.util
 import os
 import platform
 from pathlib import Path
@@ -21,6 +23,18 @@ def describe() -> dict[str, str | int]:
         "torch": torch.__version__,
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
     }
+
+
+def gpus() -> tuple[list[str], str]:
+    """The names of the GPUs that pycomm and torch can use, or the reason why there is none."""
+    if importlib.util.find_spec("pycomm._cuda") is None:
+        return [], "pycomm._cuda is not built; put nvcc on PATH and run `make build`"
+    why: str = importlib.import_module("pycomm._cuda").why_not()
+    if why:
+        return [], why
+    if not torch.cuda.is_available():
+        return [], f"torch {torch.__version__} finds none; a CUDA build of torch is needed"
+    return [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())], ""
 
 
 def _cpu() -> str:

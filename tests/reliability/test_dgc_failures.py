@@ -17,6 +17,7 @@ import pycomm
 from pycomm._training.communicators import CommunicatorPool
 from pycomm.compress import transaction
 from pycomm.compress.bucket import CompressionBucket
+from pycomm.compress.dgc import compressor_of
 from pycomm.errors import Error
 from pycomm.testing import FaultPlan, run_ranks
 
@@ -79,7 +80,7 @@ def test_failed_step_sends_nothing(
                 at[group.rank] = -1
                 pycomm.barrier()
                 assert equal(weights, parameters(module))
-                assert dgc.step_count == 4
+                assert dgc.stats()["step"] == 4
                 after, taken = memory_of(dgc), 0
                 assert all(equal(before[n], after[n]) for n in before if "owner_residual" in n)
                 for (name, old), g in zip(before.items(), gradients, strict=False):
@@ -107,7 +108,7 @@ def test_rank_failure_during_the_exchange_changes_no_state() -> None:
     def program(group: pycomm.Group) -> None:
         module = perceptron()
         model, optimizer, dgc = compressed(module)
-        momentum = dgc.memories
+        momentum = compressor_of(dgc).state.memories
         try:
             for step in range(400):
                 before = memory_of(dgc)
@@ -143,7 +144,7 @@ def test_a_backward_pass_that_raises_is_rolled_back() -> None:
                     F.mse_loss(model(batch(0, 9)[0]), batch(0, 9)[1]).backward()
                 handle.remove()
                 model(batch(0, 9)[0])  # the next pass ends the failed one
-                assert dgc.step_count == 3
+                assert dgc.stats()["step"] == 3
                 for (old_u, old_v), (u, v) in zip(
                     before.values(), memory_of(dgc).values(), strict=True
                 ):
@@ -165,7 +166,7 @@ def through_ctrl_c(
     real, came = transaction.apply_momentum, False
 
     def interrupt(*args: Any) -> None:
-        if dgc.step_count == 4 and ctrl_c and group.rank == 0:
+        if dgc.stats()["step"] == 4 and ctrl_c and group.rank == 0:
             signal.raise_signal(signal.SIGINT)
         real(*args)
 
@@ -177,7 +178,7 @@ def through_ctrl_c(
             F.mse_loss(model(x), y).backward()
         except KeyboardInterrupt:  # once, after the commit
             came = True
-            assert dgc.step_count == 5
+            assert dgc.stats()["step"] == 5
         optimizer.step()
     transaction.apply_momentum = real
     return [*parameters(module), *(x for pair in memory_of(dgc).values() for x in pair)], came

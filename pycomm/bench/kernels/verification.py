@@ -1,0 +1,33 @@
+"""Compares the results of one kernel with those of pycomm.reference."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from pycomm.bench.kernels.comparison import OURS, Array, Comparison, host
+from pycomm.bench.kernels.device_timing import Host
+
+
+def wrong(comparison: Comparison, place: Host) -> str:
+    """Names the peer whose result, computed as it is timed, differs from the reference; else ""."""
+    compared = [peer for peer in comparison.calls if peer not in comparison.unlike]
+    wanted = [np.asarray(x).reshape(-1) for x in comparison.wanted()] if compared else []
+    for peer in compared:
+        comparison.restart()
+        given = place.result(comparison.calls[peer], waits=peer in comparison.waits)
+        found = [host(x).reshape(-1) for x in given]
+        if peer == OURS:
+            pairs = zip(found, wanted, strict=True)
+            same = all(a.tobytes() == b.tobytes() for a, b in pairs)
+        else:
+            pairs = zip(comparison.alike(found), comparison.alike(wanted), strict=True)
+            same = all(_near(a, b, comparison.rounding) for a, b in pairs)
+        if not same:
+            return f"{comparison.kernel}: {peer} and the reference differ"
+    comparison.restart()
+    return ""
+
+
+def _near(found: Array, wanted: Array, rounding: float) -> bool:
+    atol = rounding * float(np.abs(wanted).max(initial=0))
+    return found.shape == wanted.shape and bool(np.allclose(found, wanted, rtol=0, atol=atol))

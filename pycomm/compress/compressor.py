@@ -1,0 +1,337 @@
+"""Runs DGC's steps, for the reducers of pycomm.DataParallel and of torch's DDP.
+
+One backward pass is one Step (transaction.py). The compressor chooses its plan by the level of the
+warm-up, and keeps the state between steps.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pycomm import collectives
+from pycomm._core_api import arrays
+from pycomm._training import coalesced
+from pycomm._training.communicators import CommunicatorPool
+from pycomm.compress.exchange_policy import DENSE, Chooser, Level
+from pycomm.compress.hierarchical import Hosts
+from pycomm.compress.options import Options
+from pycomm.compress.packet_exchange import AllGatherExchange, PacketExchange
+from pycomm.compress.parameter_state import AdoptedMomentum, ParameterState
+from pycomm.compress.sharded import ShardedExchange
+from pycomm.compress.staleness import Ages
+from pycomm.compress.state import CompressorState
+from pycomm.compress.transaction import Plan, Step
+from pycomm.errors import InvalidArgument, Unsupported
+from pycomm.group import Group
+
+__all__ = ["Compressor"]
+
+
+class Compressor:
+    """The exchange of compressed gradients; pycomm.parallel.exchange has the contract.
+
+    Args:
+        optimizer: a torch.optim.SGD; its momentum and decay become those of the compressor.
+        options: of DGC.
+        scaler: the loss scaler of the training, if any.
+
+    Attributes:
+        idle: this rank has no data and only takes part in a pass of the others.
+        state: what is kept between steps.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        options: Options,
+        scaler: torch.amp.GradScaler | None,
+    ) -> None:
+        self._options, self._scaler = options, scaler
+        self._adopted = AdoptedMomentum(optimizer, options.min_count, options.owned)
+        self.state = CompressorState(
+            self._adopted.memories, options.selects_model, {} if options.may_shard else None
+        )
+        if options.compact:
+            _check_codec_devices(self.state.compressed)
+        self._chooser = Chooser(options)
+        self._level_plan = DENSE  # the plan of the last step
+        self._ages = Ages(self.state.compressed) if options.track_age else None
+        self._workspaces: dict[tuple[str, ...], Tensor] = {}
+        self._pool: CommunicatorPool | None = None
+        self._hosts: Hosts | None = None
+        self._sent_bytes = 0
+        self.idle = False
+        self._step: Step | None = None
+        self._failed: Step | None = None  # the last one, if it failed at its end
+
+    @property
+    def level(self) -> int | None:
+        """The index of the sparsity level of the next step; None: dense."""
+        return self._options.ramp.level_at(self.state.step_count)
+
+    @property
+    def exchanges(self) -> dict[int, str]:
+        """The exchange of each level, as rank 0 chose it."""
+        return self._chooser.exchanges
+
+    def attach(self, named: Mapping[str, Tensor], pool: CommunicatorPool) -> None:
+        """Uses the communicators of DataParallel and its names of the model's parameters.
+
+        Raises:
+            Unsupported: DGC would have to apply momentum or decay to a parameter that is not among
+                `named`.
+        """
+        self._pool = pool
+        self._adopted.rename(named)
+        for memory in self.state.memories.values():
+            hyper = memory.hyper
+            if memory.name not in named and (hyper.momentum or hyper.weight_decay):
+                raise Unsupported(
+                    f"{memory.name!r} has a sparse gradient or is not in the model: with DGC it "
+                    "must be in a parameter group without momentum and weight decay"
+                )
+
+    def compresses(self, parameter: Tensor) -> bool:
+        """Whether this parameter is compressed."""
+        memory = self.state.memories.get(parameter)
+        return memory is not None and memory.v is not None
+
+    def add(self, flat: Tensor, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+        """Adds a bucket whose gradients are complete. The first one begins a step."""
+        if self._step is None:
+            self._step = self._begin()
+        self._step.add(flat, parameters, gradients)
+
+    def finish(self) -> None:
+        """Ends the step."""
+        step, self._step = self._step, None
+        self._failed = step
+        with contextlib.ExitStack() as ending:
+            if step is not None:
+                self._end(step, ending)
+            self._failed = None
+
+    def cancel(self) -> None:
+        """Rolls the step back."""
+        step, self._step = self._step, None
+        if step is not None:
+            step.cancel()
+
+    def sync_from(self, src: int) -> None:
+        """Takes the loss scale and the velocity of uncompressed parameters from rank `src`."""
+        group, state = self._communicators().group, self.state
+        dense = [m.u for m in state.memories.values() if m.v is None or not state.switched]
+        coalesced.bcast_list_(dense, src, group)
+        scaler = self._scaler
+        if scaler is not None:
+            scaler.load_state_dict(coalesced.bcast_value(scaler.state_dict(), src, group))
+
+    def resume_after_shrink(self, before: Group, counted: bool, src: int) -> float:
+        """Rolls back or commits the failed step, after the pool shrank from the ranks of `before`.
+
+        Survivors keep u and v, and take from rank `src` everything that must be the same. Returns
+        an estimate of the norm of the lost ranks' residual: the mean residual of the survivors.
+        """
+        step = self._step or self._failed
+        self._step = self._failed = None
+        if step is not None:
+            step.cancel()
+            if counted:
+                step.commit_sent()
+        lost = self._keep_survivors(before)
+        self._chooser.forget()  # the bytes depend on the number of ranks
+        self._level_plan = DENSE
+        self._adopted.forget()
+        state, group = self.state, self._communicators().group
+        word = torch.tensor([state.step_count, state.switched])
+        collectives.broadcast(word, src, group=group)
+        state.step_count, state.switched = int(word[0]), bool(word[1])
+        self.sync_from(src)
+        squares = sum(
+            float(m.v.double().square().sum()) for m in state.compressed if m.v is not None
+        )
+        mean = collectives.all_reduce(
+            torch.tensor([squares], dtype=torch.float64), "avg", group=group
+        )
+        return math.sqrt(float(mean) * lost)
+
+    def detach(self) -> None:
+        """See DGC.detach."""
+        if self._adopted.released:
+            return
+        self._cancel_failed_pass("detach")
+        group = self._communicators().group
+        # After join() a rank without data still has a waiting step.
+        if _everywhere(self._adopted.waiting, group):
+            raise InvalidArgument(
+                "DGC.detach() between backward() and the optimizer's step(): call step() before, "
+                "or drop the gradients with zero_grad()"
+            )
+        self._adopted.forget()
+        self.state.to_ranks(group)
+        memories = list(self.state.memories.values())
+        velocities = [memory.u for memory in memories]
+        if self.state.switched:
+            velocities = coalesced.average(velocities, group)
+            for memory, velocity in zip(memories, velocities, strict=True):
+                if memory.v is not None and memory.hyper.nesterov and memory.hyper.momentum:
+                    velocity.div_(memory.hyper.momentum)  # u follows the formulas
+        self._adopted.release(velocities)
+
+    def stats(self) -> dict[str, Any]:
+        """See DGC.stats."""
+        ramp, steps = self._options.ramp, self.state.step_count
+        level = ramp.level_at(max(steps - 1, 0))
+        plan = DENSE if level is None else self._chooser.planned(level)
+        counted = [memory.parameter for memory in self.state.memories.values()]
+        return {
+            "step": steps,
+            "level": None if level is None else ramp.sparsity[level],
+            "k": plan.k if isinstance(plan.k, int) else sum(plan.k.values()),
+            "sent_bytes": self._sent_bytes,
+            "dense_bytes": sum(p.numel() * p.element_size() for p in counted),
+            "exchange": plan.exchange,
+            "value_dtype": plan.value_dtype,
+            "exchange_costs": dict(plan.exchange_costs),
+            "age": None if self._ages is None else self._ages.summary(steps),
+        }
+
+    def save(self) -> dict[str, Any]:
+        """See DGC.state_dict."""
+        self._cancel_failed_pass("state_dict")
+        return self.state.save(self._communicators().group, self.exchanges)
+
+    def gather(self, dst: int) -> dict[str, Any] | None:
+        """See DGC.gather_state."""
+        self._cancel_failed_pass("gather_state")
+        return self.state.gather(self._communicators().group, dst, self.exchanges)
+
+    def load(self, saved: Mapping[str, Any]) -> None:
+        """See DGC.load_state_dict."""
+        self._cancel_failed_pass("load_state_dict")
+        self._chooser.forget(self.state.load(saved, self._communicators().group))
+        self._level_plan = DENSE
+        self._adopted.forget()
+
+    def _communicators(self) -> CommunicatorPool:
+        """The communicators of DataParallel; without it, the default group."""
+        if self._pool is None:
+            self._pool = CommunicatorPool(None, 1)
+        return self._pool
+
+    def _host_groups(self) -> Hosts:
+        """The hosts of the communicators. Collective if they must be created."""
+        if self._hosts is None or self._hosts.broken:
+            self._hosts = Hosts(self._communicators().group)
+        return self._hosts
+
+    def _begin(self) -> Step:
+        """A new step. Collective at the first step of a level."""
+        pool, options, scaler = self._communicators(), self._options, self._scaler
+        level, state, now = self.level, self.state, DENSE
+        if level is not None:
+            now = self._chooser.plan(level, state.compressed, pool, not state.switched)
+        if now.exchange != "dense" and not state.switched:
+            self._convert_velocity()
+        if now is not self._level_plan:
+            self._change_level(now)
+        packets = now.exchange in ("gather", "sharded", "hierarchical")
+        plan = Plan(
+            now.exchange,
+            now.k,
+            masking=options.masking,
+            clip=options.clip_norm,
+            together=options.clip == "global",
+            loss_scale=scaler.get_scale() if scaler is not None and scaler.is_enabled() else None,
+            fused=options.fused and packets,
+            packet_exchange=self._packet_exchange(now),
+            hosts=self._host_groups() if now.exchange == "hierarchical" else None,
+        )
+        return Step(plan, state.memories, self._workspaces, pool, self.idle)
+
+    def _end(self, step: Step, ending: contextlib.ExitStack) -> None:
+        """Finishes and counts the step, unless all ranks skip it because of Inf or NaN under a loss
+        scale. Step.finish describes `ending`."""
+        if not step.finish(ending):
+            self._adopted.skipped()
+            return
+        self.state.step_count += 1
+        self._sent_bytes = step.sent_bytes
+        self._adopted.register_exchange(*(step.deferred() if self._options.fused else ()))
+        if self._ages is not None:
+            self._ages.sent(step.sent(), self.state.step_count, step.is_dense)
+
+    def _convert_velocity(self) -> None:
+        """Converts torch's velocity of the dense phase to the u of the formulas."""
+        for memory in self.state.compressed:
+            if memory.hyper.nesterov:
+                memory.u.mul_(memory.hyper.momentum)
+        self.state.switched = True
+
+    def _change_level(self, now: Level) -> None:
+        """Converts the state to the exchange of another level."""
+        self._level_plan = now
+        self._workspaces.clear()
+        state, group = self.state, self._communicators().group
+        by_host = now.exchange == "hierarchical"
+        if not now.is_sharded or by_host != bool(state.by_host):
+            state.take_in_owner_residual(group)  # these owners end
+        if by_host and not state.by_host:
+            state.to_hosts(self._host_groups())
+        elif not by_host:
+            state.to_ranks(group)
+
+    def _packet_exchange(self, now: Level) -> PacketExchange | None:
+        if now.value_dtype is None:
+            return None
+        residual = self.state.owner_residual
+        if now.is_sharded and residual is not None:
+            return ShardedExchange(now.value_dtype, residual, self._options.owner_k_factor)
+        return AllGatherExchange(now.value_dtype)
+
+    def _keep_survivors(self, before: Group) -> int:
+        """Converts u and v to the surviving ranks or hosts. Returns how many were lost."""
+        state, group = self.state, self._communicators().group
+        state.take_in_owner_residual(before)
+        if not _everywhere(bool(state.by_host), group):
+            state.to_ranks(before)
+        if not state.by_host:
+            return before.size - group.size
+        hosts = max(state.by_host)
+        self._hosts = None
+        state.by_host = self._host_groups().of_rank
+        for memory in state.compressed:  # some may be in the middle of a step
+            coalesced.bcast_list_(memory.tensors, 0, self._host_groups().inside)
+        return hosts - max(state.by_host)
+
+    def _cancel_failed_pass(self, asked: str) -> None:
+        """Cancels a failed backward pass: its unsent elements return to the residual (P3)."""
+        if self._step is not None and torch._C._current_graph_task_id() != -1:
+            raise InvalidArgument(
+                f"DGC.{asked}() cannot be called inside backward(), where a step is incomplete: "
+                "call it before or after"
+            )
+        self.cancel()
+
+
+def _everywhere(here: bool, group: Group) -> bool:
+    """Whether `here` is true on all ranks."""
+    word = torch.tensor([int(here)])
+    collectives.all_reduce(word, "min", group=group)
+    return bool(word.item())
+
+
+def _check_codec_devices(memories: Sequence[ParameterState]) -> None:
+    for memory in memories:
+        if not (memory.u.is_cpu or arrays.on_gpu(memory.u)):
+            raise Unsupported(
+                "compact packets need parameters in host memory or on CUDA devices, and "
+                f'{memory.name!r} is on {memory.u.device}: use codec="raw" with '
+                'value_dtype="float32"'
+            )

@@ -1,0 +1,120 @@
+"""The wheel, installed outside the repository: the demo and the benchmarks that it contains run."""
+
+import os
+import site
+import subprocess
+import sys
+import venv
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from paths import ROOT
+
+Pycomm = Callable[..., subprocess.CompletedProcess[str]]
+
+pytestmark = pytest.mark.timeout(900)  # a build, if the compiled modules are old
+
+# Trains for three steps; the default is 600, and other kernels than these take longer.
+RECORD = """
+import sys
+from pathlib import Path
+from pycomm.bench.kernels import residuals
+residuals.store(residuals.record(2, 1), Path(sys.argv[1]))
+"""
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel of this tree. setup.py builds in build/, where `make build` has left the objects;
+    all else is in a temporary folder, so that no file of an earlier wheel is in this one."""
+    folder = tmp_path_factory.mktemp("wheel")
+    command = [sys.executable, "setup.py", "-q", "egg_info", f"--egg-base={folder}"]
+    command += ["build", f"--build-base={folder / 'build'}"]
+    command += ["bdist_wheel", f"--bdist-dir={folder / 'bdist'}", f"--dist-dir={folder / 'dist'}"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (built,) = (folder / "dist").glob("*.whl")
+    return built
+
+
+@pytest.fixture(scope="module")
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An environment with the wheel, and this environment's other packages."""
+    folder = tmp_path_factory.mktemp("environment")
+    venv.create(folder, symlinks=True)
+    command = [sys.executable, "-m", "pip", "--python", str(folder / "bin" / "python"), "install"]
+    command += ["-q", "--disable-pip-version-check", "--no-index", "--no-deps", str(wheel)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    (packages,) = folder.glob("lib/python*/site-packages")
+    # A path file does not read other path files, so pycomm's editable installation is not found.
+    places = [place for place in sys.path if place.endswith(("site-packages", "dist-packages"))]
+    (packages / "others.pth").write_text("\n".join([*places, *site.getsitepackages()]) + "\n")
+    return folder
+
+
+@pytest.fixture
+def run(installed: Path, tmp_path: Path) -> Pycomm:
+    """Runs a program of the environment in an empty folder."""
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+
+    def run(program: str, *words: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [str(installed / "bin" / program), *words],
+            cwd=tmp_path, env=env, capture_output=True, text=True, timeout=400, check=False,
+        )  # fmt: skip
+
+    return run
+
+
+def test_wheel_contains_the_package_alone(wheel: Path) -> None:
+    names = zipfile.ZipFile(wheel).namelist()
+    tops = {name.split("/")[0] for name in names}
+    assert {top for top in tops if not top.endswith(".dist-info")} == {"pycomm"}
+    sources = {
+        str(file.relative_to(ROOT))
+        for suffix in ("*.py", "*.pyi", "*.cu", "py.typed")
+        for file in (ROOT / "pycomm").rglob(suffix)
+    }
+    assert sources - set(names) == set()
+
+
+def test_pycomm_comes_from_the_wheel(run: Pycomm, installed: Path) -> None:
+    done = run("python", "-c", "import pycomm; print(pycomm.__file__)")
+    assert done.returncode == 0, done.stderr
+    assert Path(done.stdout.strip()).is_relative_to(installed)
+
+
+def test_demo_runs(run: Pycomm, tmp_path: Path) -> None:
+    done = run("pycomm", "demo", "--steps", "2", "--rows", "pycomm")
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "demo.png").exists()
+    assert (tmp_path / "demo.json").exists()
+
+
+def test_collectives_benchmark_runs(run: Pycomm) -> None:
+    done = run("pycomm", "bench", "collectives", "--sizes", "4,1K", "--rounds", "1")
+    assert done.returncode == 0, done.stderr
+    assert {"pycomm", "pycomm-direct", "gloo"} <= set(done.stdout.split())
+
+
+def test_kernels_benchmark_runs(run: Pycomm) -> None:
+    recorded = run("python", "-c", RECORD, "recorded.npz")
+    assert recorded.returncode == 0, recorded.stderr
+    words = ["--residuals", "recorded.npz", "--sizes", "4096", "--rounds", "1", "--peers", "eager"]
+    done = run("pycomm", "bench", "kernels", *words, "--plot", "kernels.png")
+    # The status is 1 if another program disturbs the measurement of the limit.
+    assert done.returncode in (0, 1), done.stderr
+    assert "dgc_step" in done.stdout, done.stderr
+
+
+def test_benchmark_of_the_repository_says_where_it_is(run: Pycomm) -> None:
+    done = run("pycomm", "bench", "faults")
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr == (
+        "pycomm bench faults: it is not in the package: "
+        "run `python -m benchmarks faults` in pycomm's repository\n"
+    )
