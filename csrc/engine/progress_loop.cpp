@@ -12,8 +12,6 @@ constexpr std::chrono::milliseconds kInterruptInterval{50};
 constexpr int kPollsPerClock = 32, kStepsPerClock = 1024;
 // After a sleep shorter than this, spinning would have ended the wait sooner.
 constexpr std::chrono::microseconds kShortSleep{200};
-// Maximum length of a sleep, so that signals and deadlines are checked.
-constexpr std::chrono::milliseconds kSlice{100};
 
 // Releases the turn for its lifetime, so that heartbeat() may use the links.
 struct ReleasedTurn {
@@ -112,7 +110,7 @@ bool ProgressLoop::sleep(Task& task, const Deadline& deadline) {
 }
 
 std::chrono::nanoseconds ProgressLoop::longest_sleep(const Deadline& deadline) const {
-  auto limit = std::min<std::chrono::nanoseconds>(kSlice, deadline.left());
+  auto limit = std::min<std::chrono::nanoseconds>(kPollInterval, deadline.left());
   if (liveness_.limit().count() > 0) limit = std::min(limit, liveness_.interval());
   if (peers_.processes().pending())
     limit = std::min<std::chrono::nanoseconds>(limit, ProcessWatch::kQuiet);

@@ -1,7 +1,5 @@
 #include "engine/stop_signal.h"
 
-#include <unistd.h>
-
 #include "core/errors.h"
 
 namespace pycomm {
@@ -12,8 +10,7 @@ void StopSignal::request(const std::string& reason) noexcept {
     reason_ = reason;
   }
   requested_.store(true);
-  const uint64_t one = 1;
-  (void)!::write(wake_.get(), &one, sizeof one);
+  wake_.notify();
 }
 
 void StopSignal::throw_requested() const {

@@ -2,13 +2,12 @@
 #pragma once
 
 #include <poll.h>
-#include <sys/eventfd.h>
 
 #include <atomic>
 #include <mutex>
 #include <string>
 
-#include "os/fd.h"
+#include "os/wake_event.h"
 
 namespace pycomm {
 
@@ -20,13 +19,13 @@ class StopSignal {
   void check() const {
     if (requested_.load()) throw_requested();
   }
-  pollfd to_poll() const { return {wake_.get(), POLLIN, 0}; }
+  pollfd to_poll() const { return {wake_.descriptor(), POLLIN, 0}; }
 
  private:
   [[noreturn]] void throw_requested() const;
 
   std::atomic<bool> requested_{false};
-  Fd wake_{::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)};
+  WakeEvent wake_;
   mutable std::mutex mutex_;  // guards reason_
   std::string reason_;
 };

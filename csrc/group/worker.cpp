@@ -8,7 +8,6 @@
 namespace pycomm {
 namespace {
 
-constexpr std::chrono::milliseconds kSlice{100};
 constexpr std::chrono::hours kForever{24 * 365};
 
 constexpr const char* kSecondThread =
@@ -34,7 +33,8 @@ class Worker::Started final : public Work {
   void wait(std::chrono::nanoseconds limit) override {
     const Deadline deadline(limit.count() == 0 ? kForever : limit);
     std::unique_lock lock(mutex_);
-    while (!changed_.wait_for(lock, std::min<std::chrono::nanoseconds>(kSlice, deadline.left()),
+    while (!changed_.wait_for(lock,
+                              std::min<std::chrono::nanoseconds>(kPollInterval, deadline.left()),
                               [&] { return done_; })) {
       lock.unlock();
       if (interrupted_ && interrupted_()) throw GroupBroken("waiting for a call was interrupted");
@@ -96,7 +96,7 @@ Clock::time_point Worker::enter(std::unique_lock<std::mutex>& lock,
   if (!our_turn()) {
     const Deadline deadline(since, limit);
     while (!state.changed.wait_for(
-        lock, std::min<std::chrono::nanoseconds>(kSlice, deadline.left()), our_turn)) {
+        lock, std::min<std::chrono::nanoseconds>(kPollInterval, deadline.left()), our_turn)) {
       lock.unlock();
       const bool stop = interrupted_ && interrupted_();
       lock.lock();

@@ -27,7 +27,7 @@ FLAGS = [
     "-Wno-deprecated-declarations",  # of libstdc++, in itself
     *("-fsanitize=address,undefined", "-fno-sanitize-recover=all", f"-I{CSRC}", f"-I{HERE}"),
 ]
-ENGINE = ["engine", "os/fd.cpp", "os/process.cpp"]
+ENGINE = ["engine", *(f"os/{name}.cpp" for name in ("fd", "process", "socket", "wake_event"))]
 NEEDS = {
     "frames": ENGINE,
     "handshake": [
@@ -41,8 +41,9 @@ NEEDS = {
     ],
     "buffer_exchange": [
         *ENGINE,
+        "collectives",
         "shared",
-        *(f"os/{name}.cpp" for name in ("process_memory", "random", "socket")),
+        *(f"os/{name}.cpp" for name in ("process_memory", "random")),
     ],
     "packets": ["codec/cpu", "cpu/isa.cpp"],
     "store": [],

@@ -50,7 +50,7 @@ MAY_INCLUDE = {
     "testing/": ["core/", "testing/", "os/fd.h", "transport/transport.h", "transport/frame.h"],
     "engine/": [
         *("core/", "engine/", "collectives/plan.h", "kernels/kernels.h"),
-        *("os/fd.h", "os/process.h", "transport/transport.h", "transport/frame.h"),
+        *("os/process.h", "os/wake_event.h", "transport/transport.h", "transport/frame.h"),
     ],
     # Plans on a GPU's streams; the device and NCCL are arguments.
     "device/": ["core/", "device/", "collectives/plan.h", "nccl/", "os/thread.h"],
