@@ -7,10 +7,11 @@ Devices and NCCL come from the compiled module _cuda. Tests replace it with
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import importlib.util
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from pycomm import _core, config
@@ -58,9 +59,9 @@ def core(
     if found is None:
         lines = group.cuda_channels, group.cuda_internode_transport
         timeout_s = group._timeout_s
-        call.agree_on_first_message(group.core, *memory)
         limit_s = call.timeout_s or timeout_s
-        found = _meet(group.core._capsule(), device.index, timeout_s, limit_s, *lines)
+        agree = functools.partial(call.agree_on_first_message, group.core, *memory)
+        found = _meet(group.core._capsule(), device.index, timeout_s, limit_s, *lines, agree)
         group._devices[device.index] = found
     return found
 
@@ -110,6 +111,7 @@ def _meet(
     limit_s: float,
     channels: int,
     internode_transport: str,
+    agree: Callable[[], None] | None = None,
 ) -> _core.Collectives:
     check_channels(channels)
     check_internode_transport(internode_transport)
@@ -120,6 +122,8 @@ def _meet(
         library = nccl.load(module)._capsule()
     except Unsupported as error:  # ranks that share a GPU need no NCCL: _core decides
         why_none = str(error)
+    if agree is not None:
+        agree()
     shares = config.nccl_shares_gpus()
     lines = channels, internode_transport == "nccl"
     made = _core.on_device(host, opened, library, why_none, shares, lines, timeout_s, limit_s)
