@@ -149,8 +149,8 @@ class DGC:
             version, rank, size, step: numbers. switched: whether a step was compressed. exchange:
             by index of the level, what rank 0 chose. u, v: by name of the parameter, [elements],
             float32, or float64 for float64; they differ by rank. owner_residual: by name,
-            [elements of the shard], or under "" of all parameters with select="model". hosts: the
-            host of each rank if the ranks of a host share u and v, else [].
+            [elements of the shard], or under an empty name if the whole model is selected at once.
+            hosts: the host of each rank if the ranks of a host share u and v, else [].
 
         Raises:
             InvalidArgument: inside backward().
