@@ -154,6 +154,7 @@ def test_messages_are_captured_in_a_graph(machine):
 def disagree(group: pycomm.Group, device: Any) -> list[str]:
     rank = group.rank
     x, y = device.put(numbers(7)), device.put(numbers(7, 100, "int32"))
+    pycomm.all_reduce(device.put(numbers(rank)))  # the device group exists
     mistakes = [
         lambda: pycomm.recv(x[:50], 0),
         lambda: pycomm.recv(y, 0),
