@@ -56,7 +56,7 @@ class Flood:
     """The outcome of one job among unauthenticated clients; seconds and rates of rank 0."""
 
     backend: str
-    stood: int = 0  # connections of unauthenticated clients
+    connected: int = 0  # connections of unauthenticated clients
     refused: int = 0
     forming_quiet_s: float = -1.0
     forming_s: float = -1.0
@@ -262,9 +262,9 @@ class _UnauthenticatedClients:
     def end(self, found: Flood | None) -> None:
         """Waits until all have connected, and adds them to `found`."""
         late = not _comes(self._pipe, 10 * self._seconds + FORM_LIMIT_S)
-        stood, refused, let_in = (0, 0, 0) if late else self._pipe.recv()
+        connected, refused, let_in = (0, 0, 0) if late else self._pipe.recv()
         if found is not None:
-            found.stood += stood
+            found.connected += connected
             found.refused += refused
             found.let_in += let_in
         self._process.kill()
@@ -366,7 +366,7 @@ def _flood_table(found: Sequence[Flood]) -> Table:
     for one in found:
         shown.add_row(
             one.backend,
-            f"{one.stood} in, {one.refused} refused",
+            f"{one.connected} in, {one.refused} refused",
             f"{one.forming_s:.3f} s" if one.forming_s >= 0 else "never",
             f"{one.forming_quiet_s:.3f} s",
             f"{one.steps_per_s:.0f}",

@@ -160,18 +160,18 @@ def be_strange(pipe: Connection, pids: list[int], port: int, decoy: bool) -> Non
     clients, addresses = UnauthenticatedClients(), {("127.0.0.1", port)}
     goal, per_s = pipe.recv()
     start = time.monotonic()
-    while (done := clients.stood + clients.refused) < goal:
+    while (done := clients.connected + clients.refused) < goal:
         if done % 50 == 0:
             clients.go_on()
             found = set(_listening(pids))  # also for the decoy, at the same cost
             addresses |= set() if decoy else found
         for address in sorted(addresses):
             clients.call(address)
-        late = start + (clients.stood + clients.refused) / per_s - time.monotonic()
+        late = start + (clients.connected + clients.refused) / per_s - time.monotonic()
         time.sleep(max(0.0, late))  # keeps the rate
     clients.go_on()
     clients.close()
-    pipe.send((clients.stood, clients.refused, clients.let_in))
+    pipe.send((clients.connected, clients.refused, clients.let_in))
 
 
 def _listening(pids: list[int]) -> Iterator[tuple[str, int]]:

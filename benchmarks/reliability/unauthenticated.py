@@ -60,7 +60,7 @@ class UnauthenticatedClients:
     """Connects to given addresses, in one manner after the other, and keeps connections open."""
 
     def __init__(self) -> None:
-        self.stood = self.refused = 0
+        self.connected = self.refused = 0
         self.let_in = 0  # received more than an unauthenticated client may
         self._manners = itertools.cycle(MANNERS)
         self._kept: OrderedDict[int, _Call] = OrderedDict()
@@ -80,7 +80,7 @@ class UnauthenticatedClients:
             connection.close()
             self.refused += 1
             return
-        self.stood += 1
+        self.connected += 1
         if manner.then == "shuts":
             with contextlib.suppress(OSError):  # closed by the listener
                 connection.shutdown(socket.SHUT_WR)

@@ -36,8 +36,6 @@ from pycomm.group import Group
 __all__ = ["CompressorState", "of_rank", "with_owner_residual"]
 
 VERSION = 1
-OLDER_KEYS = {"owed": "owner_residual"}  # older names, which load() accepts
-OLDER_EXCHANGES = {"split": "sharded", "two_level": "hierarchical", "masked": "dense_masked"}
 
 
 @dataclass(eq=False)
@@ -204,7 +202,6 @@ def _sources(saved: Mapping[str, Any], group: Group) -> list[Mapping[str, Any]]:
         raise InvalidArgument(
             f"DGC: invalid state version: got {saved.get('version')!r}, expected {VERSION}"
         )
-    saved = _renamed(saved)
     if "ranks" in saved:
         ranks: list[Mapping[str, Any]] = saved["ranks"]
         return [ranks[group.rank]] if saved["size"] == group.size else ranks
@@ -214,17 +211,6 @@ def _sources(saved: Mapping[str, Any], group: Group) -> list[Mapping[str, Any]]:
             f"{group.size}: each rank must load its own state, or all that of gather_state()"
         )
     return [saved]
-
-
-def _renamed(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """The state with older names replaced by current ones."""
-    found = {OLDER_KEYS.get(key, key): value for key, value in saved.items()}
-    if "ranks" in found:
-        found["ranks"] = [_renamed(one) for one in found["ranks"]]
-    if "exchange" in found:
-        names = found["exchange"].items()
-        found["exchange"] = {level: OLDER_EXCHANGES.get(name, name) for level, name in names}
-    return found
 
 
 def _hosts(source: Mapping[str, Any]) -> list[int]:

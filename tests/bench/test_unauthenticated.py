@@ -35,7 +35,7 @@ def test_the_command_runs_and_stores(tmp_path: Path, capsys: pytest.CaptureFixtu
     stored = summaries.read(path)
     (flood,), (cycles,) = stored["flood"], stored["cycles"]
     assert flood["error"] == ""
-    assert flood["stood"] >= 100, "clients connect while the group forms"
+    assert flood["connected"] >= 100, "clients connect while the group forms"
     assert flood["refused"] >= 100, "clients are refused once the store's public port is closed"
     assert flood["descriptors"] <= flood["descriptors_quiet"]
     assert min(flood["forming_s"], flood["steps_per_s"]) > 0

@@ -134,7 +134,7 @@ print("called", flush=True)
 sys.stdin.readline()
 clients.go_on()
 clients.close()
-print(json.dumps([clients.stood, clients.refused, clients.let_in]))
+print(json.dumps([clients.connected, clients.refused, clients.let_in]))
 """
 
 

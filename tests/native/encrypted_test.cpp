@@ -23,15 +23,15 @@ using Wire = std::deque<std::byte>;
 constexpr size_t kOverhead = 20;   // of a record: its length and its tag
 constexpr int kTries = 1'000'000;  // of a loop that must end
 
-// A channel that takes at most `room` bytes a call, and none while the wire holds `limit`.
+// A channel that takes at most `capacity` bytes a call, and none while the wire holds `limit`.
 class Pipe final : public Channel {
  public:
-  Pipe(Wire& out, Wire& in, size_t room, size_t limit)
-      : out_(out), in_(in), room_(room), limit_(limit) {}
+  Pipe(Wire& out, Wire& in, size_t capacity, size_t limit)
+      : out_(out), in_(in), capacity_(capacity), limit_(limit) {}
 
   std::string_view transport() const override { return "pipe"; }
   size_t send(ConstBytes head, ConstBytes body) override {
-    size_t left = std::min(room_, limit_ - std::min(limit_, out_.size()));
+    size_t left = std::min(capacity_, limit_ - std::min(limit_, out_.size()));
     const size_t all = std::min(left, head.size() + body.size());
     for (const ConstBytes part : {head, body}) {
       const auto n = static_cast<std::ptrdiff_t>(std::min(left, part.size()));
@@ -57,14 +57,16 @@ class Pipe final : public Channel {
 
  private:
   Wire &out_, &in_;
-  size_t room_, limit_;
+  size_t capacity_, limit_;
 };
 
 struct Line {
-  explicit Line(size_t room = SIZE_MAX, size_t limit = SIZE_MAX, const std::string& secret = "s")
-      : connector(make_encrypted(std::make_unique<Pipe>(there, back, room, limit), {"s", true, 5})),
-        listener(
-            make_encrypted(std::make_unique<Pipe>(back, there, room, limit), {secret, false, 5})) {}
+  explicit Line(size_t capacity = SIZE_MAX, size_t limit = SIZE_MAX,
+                const std::string& secret = "s")
+      : connector(
+            make_encrypted(std::make_unique<Pipe>(there, back, capacity, limit), {"s", true, 5})),
+        listener(make_encrypted(std::make_unique<Pipe>(back, there, capacity, limit),
+                                {secret, false, 5})) {}
   Wire there, back;
   std::unique_ptr<Channel> connector, listener;
 };
@@ -180,9 +182,9 @@ const Test kHidden{"the same plaintext is never the same on the wire, nor seen t
 const Test kCut{
     "any stream arrives whole, however records and sends are split", [] {
       std::mt19937 random(7);
-      for (const size_t room : {1, 7, 1000, 100'000}) {
-        Line line(room, 50'000);
-        const Buffer plain = pattern(room == 1 ? 3'000 : 300'000);
+      for (const size_t capacity : {1, 7, 1000, 100'000}) {
+        Line line(capacity, 50'000);
+        const Buffer plain = pattern(capacity == 1 ? 3'000 : 300'000);
         size_t sent = 0;
         Buffer got, into(70'000);
         for (int i = 0; i < kTries && got.size() < plain.size(); ++i) {

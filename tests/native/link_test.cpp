@@ -20,15 +20,15 @@ using Buffer = std::vector<std::byte>;
 // One direction of a connection, in memory.
 using Wire = std::deque<std::byte>;
 
-// A channel that moves 1 to `grain` bytes at a time, at random, and holds at most `room`.
+// A channel that moves 1 to `grain` bytes at a time, at random, and holds at most `capacity`.
 class Trickle final : public Channel {
  public:
-  Trickle(Wire& out, Wire& in, size_t grain, size_t room)
-      : out_(out), in_(in), grain_(grain), room_(room), random_(grain) {}
+  Trickle(Wire& out, Wire& in, size_t grain, size_t capacity)
+      : out_(out), in_(in), grain_(grain), capacity_(capacity), random_(grain) {}
 
   std::string_view transport() const override { return "trickle"; }
   size_t send(ConstBytes head, ConstBytes body) override {
-    size_t left = std::min(1 + random_() % grain_, room_ - std::min(room_, out_.size()));
+    size_t left = std::min(1 + random_() % grain_, capacity_ - std::min(capacity_, out_.size()));
     const size_t all = std::min(left, head.size() + body.size());
     for (const ConstBytes part : {head, body}) {
       const size_t n = std::min(left, part.size());
@@ -58,15 +58,15 @@ class Trickle final : public Channel {
 
  private:
   Wire &out_, &in_;
-  size_t grain_, room_;
+  size_t grain_, capacity_;
   std::mt19937 random_;
   Buffer shown_;
 };
 
 struct Line {
-  explicit Line(size_t grain, size_t room = 10'000)
-      : sender(std::make_unique<Trickle>(there, back, grain, room)),
-        receiver(std::make_unique<Trickle>(back, there, grain, room)) {}
+  explicit Line(size_t grain, size_t capacity = 10'000)
+      : sender(std::make_unique<Trickle>(there, back, grain, capacity)),
+        receiver(std::make_unique<Trickle>(back, there, grain, capacity)) {}
   Wire there, back;
   Link sender, receiver;
 };

@@ -121,7 +121,7 @@ def test_zero_grad_before_step_discards_the_received_gradient(fused: bool) -> No
         optimizer = sgd(module)
         dgc = pycomm.DGC(optimizer, sparsity=[0.5], min_count=1, fused=fused)
         model = pycomm.DataParallel(module, compression=dgc, find_unused_parameters=True)
-        stood = []
+        unchanged = []
         for step in range(3):
             optimizer.zero_grad()
             model(batch(group.rank, step)[0], group.rank == 0).square().sum().backward()
@@ -129,11 +129,11 @@ def test_zero_grad_before_step_discards_the_received_gradient(fused: bool) -> No
             if step == 1:
                 optimizer.zero_grad()
             optimizer.step()
-            stood.append(equal(before, parameters(module)))
-        return stood, parameters(module)
+            unchanged.append(equal(before, parameters(module)))
+        return unchanged, parameters(module)
 
-    (stood, mine), (also, other) = run_ranks(2, program)
-    assert stood == also == [False, True, False]
+    (unchanged, mine), (also, other) = run_ranks(2, program)
+    assert unchanged == also == [False, True, False]
     assert equal(mine, other)
 
 

@@ -170,41 +170,6 @@ def test_groups_are_read_after_the_optimizer_was_loaded(fused: bool) -> None:
     run_ranks(2, program)
 
 
-def with_older_names(state: dict[str, Any]) -> dict[str, Any]:
-    """A state with the earlier names of its key and of the exchanges."""
-    older = {"sharded": "split", "dense_masked": "masked", "hierarchical": "two_level"}
-    found = {"owed" if key == "owner_residual" else key: x for key, x in state.items()}
-    found["exchange"] = {level: older.get(name, name) for level, name in state["exchange"].items()}
-    return found
-
-
-@pytest.mark.parametrize("gathered", [False, True])
-def test_a_state_with_older_names_is_loaded(gathered: bool) -> None:
-    options = {"exchange": "sharded", "value_dtype": "2bit"}
-
-    def program(group: pycomm.Group) -> None:
-        model, optimizer, dgc = compressed(perceptron(), **options)
-        for step in range(3):
-            step_on(model, batch(group.rank, step), optimizer)
-        own = dgc.state_dict()
-        assert any(bool(x.any()) for x in own["owner_residual"].values())
-        older = with_older_names(own)
-        if gathered:
-            older = {
-                "version": own["version"], "size": own["size"],
-                "ranks": [with_older_names({**own, "rank": rank}) for rank in range(group.size)],
-            }  # fmt: skip
-        _, _, again = compressed(perceptron(), **options)
-        again.load_state_dict(older)
-        found = again.state_dict()
-        assert found["exchange"] == own["exchange"] == {0: "sharded"}
-        assert found["owner_residual"].keys() == own["owner_residual"].keys()
-        for name, residual in own["owner_residual"].items():
-            assert torch.equal(found["owner_residual"][name], residual)
-
-    run_ranks(2, program)
-
-
 def test_incompatible_states() -> None:
     def program(group: pycomm.Group) -> None:
         model, optimizer, dgc = compressed(perceptron())

@@ -316,7 +316,7 @@ def test_rejected_arguments() -> None:
             with pytest.raises(InvalidArgument, match="dampening"):
                 pycomm.DGC(sgd(module, **wrong))
         for wrong in (
-            {"clip": "all"}, {"select": "most"}, {"k_rule": "floor"}, {"exchange": "dense"},
+            {"clip": "all"}, {"select": "most"}, {"k_rule": "truncate"}, {"exchange": "dense"},
             {"clip_norm": 0.0}, {"sparsity": [1.0]}, {"rampup_step": 0}, {"value_dtype": "float16"},
             {"codec": "rice"}, {"codec": "raw", "exchange": "sharded"}, {"owner_k_factor": 0},
         ):  # fmt: skip

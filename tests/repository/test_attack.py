@@ -70,7 +70,7 @@ def test_client_that_passes_the_handshake_is_counted_as_accepted(more: int, let_
             assert came.acquire(timeout=LIMIT_S)
         attack.go_on()
         attack.close()
-    assert attack.stood == len(MANNERS)
+    assert attack.connected == len(MANNERS)
     assert attack.refused == 0
     assert (attack.let_in > 0) == let_in
 
@@ -100,7 +100,7 @@ def test_attack_connects_to_each_pycomm_listener_and_no_other() -> None:
             foreign.accept()
     found = attack.end()
     assert found.listeners == 6, "two stores, of two ports each, and a rank's TCP and Unix sockets"
-    assert found.stood >= 12 * len(MANNERS)
+    assert found.connected >= 12 * len(MANNERS)
     assert found.let_in == 0
     del store
 
@@ -114,7 +114,7 @@ def test_attack_skips_processes_with_no_attack() -> None:
     assert attack.listeners == 0
     attack.round()
     found = attack.end()
-    assert (found.listeners, found.stood) == (2, 2 * len(MANNERS)), (
+    assert (found.listeners, found.connected) == (2, 2 * len(MANNERS)), (
         "new listeners: every way at once"
     )
     del store

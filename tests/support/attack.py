@@ -60,7 +60,7 @@ class Result:
     """What the unauthenticated clients did."""
 
     listeners: int = 0
-    stood: int = 0
+    connected: int = 0
     refused: int = 0  # usually since the listener was closed
     let_in: int = 0
 
@@ -68,7 +68,7 @@ class Result:
         """The reason why this result fails the run, or ""."""
         if self.let_in:
             return f"{self.let_in} unauthenticated clients were let in"
-        if self.listeners >= MANY and not self.stood:
+        if self.listeners >= MANY and not self.connected:
             return f"unauthenticated clients reached none of {self.listeners} listeners"
         return ""
 
@@ -115,7 +115,7 @@ class AttackPlugin:
         else:
             self.fault = found.fault()
             self.summary = (
-                f"{found.stood} connections to {found.listeners} listeners, "
+                f"{found.connected} connections to {found.listeners} listeners, "
                 f"{found.refused} refused, {found.let_in} let in"
             )
         if self.fault and session.exitstatus in OTHERWISE_WELL:
@@ -174,7 +174,7 @@ class Attack:
         self._clients.close()
         return Result(
             self.listeners,
-            self._clients.stood,
+            self._clients.connected,
             self._clients.refused,
             self._clients.let_in,
         )

@@ -24,12 +24,12 @@ struct Magnitude {
 
 const char* const kName = "DeviceTopK";
 
-cudaError_t largest(void* room, size_t& bytes, const float* x, float* magnitudes, int* indices,
+cudaError_t largest(void* workspace, size_t& bytes, const float* x, float* magnitudes, int* indices,
                     int count, int k, cudaStream_t stream) {
   namespace execution = cuda::execution;
   const auto any = execution::require(execution::determinism::not_guaranteed,
                                       execution::output_ordering::unsorted);
-  return cub::DeviceTopK::MaxPairs(room, bytes, thrust::make_transform_iterator(x, Magnitude{}),
+  return cub::DeviceTopK::MaxPairs(workspace, bytes, thrust::make_transform_iterator(x, Magnitude{}),
                                    magnitudes, thrust::counting_iterator<int>(0), indices, count, k,
                                    cuda::std::execution::env{cuda::stream_ref{stream}, any});
 }
@@ -45,24 +45,24 @@ __global__ void number(const float* x, float* magnitudes, int* indices, int coun
   }
 }
 
-// All of them are sorted, in the front of the room, and the first k are copied.
-cudaError_t largest(void* room, size_t& bytes, const float* x, float* magnitudes, int* indices,
+// All of them are sorted, in the front of the workspace, and the first k are copied.
+cudaError_t largest(void* workspace, size_t& bytes, const float* x, float* magnitudes, int* indices,
                     int count, int k, cudaStream_t stream) {
   const size_t whole = (static_cast<size_t>(count) + 3) / 4 * 4;  // elements
-  auto* keys = static_cast<float*>(room);
+  auto* keys = static_cast<float*>(workspace);
   auto* places = reinterpret_cast<int*>(keys + 2 * whole);
-  void* temporary = room == nullptr ? nullptr : places + 2 * whole;
-  size_t own = room == nullptr ? 0 : bytes - 16 * whole;
+  void* temporary = workspace == nullptr ? nullptr : places + 2 * whole;
+  size_t own = workspace == nullptr ? 0 : bytes - 16 * whole;
   cudaLaunchConfig_t shape{};
   shape.gridDim = 2048;
   shape.blockDim = 256;
   shape.stream = stream;
   cudaError_t error = cudaSuccess;
-  if (room != nullptr) error = cudaLaunchKernelEx(&shape, number, x, keys, places, count);
+  if (workspace != nullptr) error = cudaLaunchKernelEx(&shape, number, x, keys, places, count);
   if (error != cudaSuccess) return error;
   error = cub::DeviceRadixSort::SortPairsDescending(temporary, own, keys, keys + whole, places,
                                                     places + whole, count, 0, 32, stream);
-  if (room == nullptr) {
+  if (workspace == nullptr) {
     bytes = own + 16 * whole;
     return error;
   }
@@ -84,9 +84,9 @@ const char* cub_topk_name() { return kName; }
 
 const char* cub_error(int error) { return cudaGetErrorString(static_cast<cudaError_t>(error)); }
 
-// The k largest magnitudes and their indices; with no room, how many bytes of it there must be.
-int cub_topk(void* room, size_t* bytes, const float* x, float* magnitudes, int* indices, int count,
+// The k largest magnitudes and their indices; with no workspace, the bytes that it needs.
+int cub_topk(void* workspace, size_t* bytes, const float* x, float* magnitudes, int* indices, int count,
              int k, void* stream) {
-  return largest(room, *bytes, x, magnitudes, indices, count, k, static_cast<cudaStream_t>(stream));
+  return largest(workspace, *bytes, x, magnitudes, indices, count, k, static_cast<cudaStream_t>(stream));
 }
 }
