@@ -130,8 +130,9 @@ def _run_described(
 
     Copies the result back where needed.
     """
-    missing = source is None and output is None  # the caller's array is None: view() raises
-    read = None if source is None and not missing else arrays.view(source, write=source is output)
+    if source is None and output is None:
+        arrays.view(None)  # raises: the caller passed None as the array
+    read = None if source is None else arrays.view(source, write=source is output)
     written = read
     if output is not source:
         written = None if output is None else arrays.view(output, write=True)
