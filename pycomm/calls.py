@@ -129,6 +129,8 @@ def _run_described(
 
     Copies the result back where needed.
     """
+    if source is None and output is None:
+        arrays.view(None)  # raises: the user passed None as the array
     read = None if source is None else arrays.view(source, write=source is output)
     written = read
     if output is not source:

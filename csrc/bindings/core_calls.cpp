@@ -178,8 +178,10 @@ size_t count_of(const Call& call, const Memory& input, const Memory& output, int
   return 0;
 }
 
-// Sets the arrays of a call. False if one needs a description.
+// Sets the arrays of a call. False if one needs a description, or a call has none that needs one.
 bool set_arrays(Call& call, PyObject* input, PyObject* output, int size) {
+  const bool has_none = input == Py_None && output == Py_None;
+  if (has_none && call.operation != Operation::barrier) return false;
   const auto to = memory_of(output, true);
   const auto from = input == output ? to : memory_of(input, false);
   if (!from || !to) return false;
