@@ -1,7 +1,7 @@
 """`python -m benchmarks check_overhead`: the cost of checking that all ranks make the same call.
 
 The objects of the compiled core are linked twice to benchmarks/check_overhead.cpp: unchanged, and
-with three sources compiled without their checks (REMOVED; each text must be found). Both programs
+with four sources compiled without their checks (REMOVED; each text must be found). Both programs
 make the same calls between two ranks, in turn; the cost is the difference of their times. Needs an
 in-place build and its compiler. Exits with 1 if the cost exceeds the limit in docs/errors.md.
 """
@@ -43,12 +43,21 @@ REMOVED = {
         ("begun.header.store(header);", ""),
         ("return !same_call(theirs, mine);", "return false;"),
     ],
-    "engine/engine.cpp": [
+    "engine/call_sequence.cpp": [
         ("past_ = followed_by(past_, header);", ""),
         ("signature.context = static_cast<uint16_t>(past_);", ""),
-        ("if (!same_call(header, expected_from(peer))) throw_mismatch(peer, header);", ""),
-        ("if (header.context != running_->context) throw_mismatch_on_past(peer);", ""),
         ("uint64_t followed_by(", "[[maybe_unused]] uint64_t followed_by("),
+    ],
+    "engine/frame_dispatcher.cpp": [
+        (
+            "if (!same_call(header, calls_.expected_from(peer))) "
+            "mismatches_.throw_mismatch(peer, header);",
+            "",
+        ),
+        (
+            "if (header.context != running->context) mismatches_.throw_mismatch_on_past(peer);",
+            "",
+        ),
     ],
 }
 """By source file: the removed text, and its replacement."""

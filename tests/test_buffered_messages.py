@@ -11,7 +11,7 @@ import pycomm
 from pycomm import errors, testing
 
 COUNT, MESSAGE = 40, 4 << 20  # 160 MiB together
-KEPT = 64 << 20  # csrc/engine/engine.h, kMaxBufferedBytes
+KEPT = 64 << 20  # csrc/engine/mailbox.h, kMaxBufferedBytes
 # Rings, a socket's buffers, the receiving array, and the allocator.
 MARGIN = 32 << 20
 

@@ -5,12 +5,13 @@
 // discarded. Notices are sent between frames.
 #pragma once
 
-#include <deque>
 #include <memory>
 #include <optional>
 #include <string>
-#include <vector>
+#include <utility>
 
+#include "engine/frame_reader.h"
+#include "engine/frame_writer.h"
 #include "transport/frame.h"
 #include "transport/transport.h"
 
@@ -18,69 +19,51 @@ namespace pycomm {
 
 class Link {
  public:
-  explicit Link(std::unique_ptr<Channel> channel) : channel_(std::move(channel)) {}
+  explicit Link(std::unique_ptr<Channel> channel)
+      : channel_(std::move(channel)), writer_(*channel_), reader_(*channel_) {}
 
   // Sending. begin() may be called once idle(); its payload must stay valid until the frame is sent
   // or abandoned. push() sends what fits now and returns the payload bytes sent.
-  bool idle() const { return !open() && notices_.empty(); }
+  bool idle() const { return writer_.idle(); }
   // `more`: another frame follows immediately.
-  void begin(const Header& header, ConstBytes payload, bool more = false);
-  size_t push();
+  void begin(const Header& header, ConstBytes payload, bool more = false) {
+    writer_.begin(header, payload, more);
+  }
+  size_t push() { return writer_.push(); }
   // Releases the payload of the current frame: copies its unsent rest, for flush().
-  void abandon();
+  void abandon() { writer_.abandon(); }
   // Queues a notice, a frame with a short text, behind what is being sent.
-  void post(Header header, const std::string& text);
+  void post(const Header& header, const std::string& text) { writer_.post(header, text); }
   // Sends the rest of an abandoned frame, and notices. True when nothing is left.
-  bool flush();
+  bool flush() { return writer_.flush(); }
   // Closes this side; the channel delivers the unsent bytes.
   void close() noexcept;
 
   // Receiving. front() is the header of the frame at the front, or null until it has arrived
   // completely. Take the payload in pieces, then call finish() to get to the next frame. Throws
   // PeerLost if the bytes are not a valid header.
-  const Header* front();
-  bool has_front() const { return whole_ && !discarding_; }
-  size_t payload_left() const { return payload_left_; }
-  ConstBytes peek();
-  void take(size_t bytes);
-  size_t receive(Bytes into);
-  void finish();
+  const Header* front() { return reader_.front(); }
+  bool has_front() const { return reader_.has_front(); }
+  size_t payload_left() const { return reader_.payload_left(); }
+  ConstBytes peek() { return reader_.peek(); }
+  void take(size_t bytes) { reader_.take(bytes); }
+  size_t receive(Bytes into) { return reader_.receive(into); }
+  void finish() { reader_.finish(); }
   // Discards the frame at the front, including the part that has not arrived yet.
-  void discard();
+  void discard() { reader_.discard(); }
   // Looks behind the frame at the front for the next frame of this kind, without taking anything:
   // the part of its payload that has arrived; null if no such frame has arrived.
-  std::optional<ConstBytes> behind_front(FrameKind kind);
+  std::optional<ConstBytes> behind_front(FrameKind kind) { return reader_.behind_front(kind); }
 
   Channel& channel() { return *channel_; }
-  uint64_t frames_sent() const { return frames_sent_; }
-  uint64_t bytes_written() const { return bytes_written_; }
-  uint64_t bytes_received() const { return bytes_received_; }
+  uint64_t frames_sent() const { return writer_.frames_sent(); }
+  uint64_t bytes_written() const { return writer_.bytes_written(); }
+  uint64_t bytes_received() const { return reader_.bytes_received(); }
 
  private:
-  struct Notice {
-    Header header;
-    std::string text;
-  };
-  std::vector<std::byte> unsent() const;
-  bool open() const { return head_left_ > 0 || !body_.empty(); }
-  size_t write(ConstBytes head, ConstBytes body, bool more);
-  bool read_header();
-  bool drop();
-
   std::unique_ptr<Channel> channel_;
-  // Sending: the unsent rest of the current frame. The body is the caller's, or `abandoned_body_`.
-  Header out_{};
-  size_t head_left_ = 0;
-  ConstBytes body_;
-  std::vector<std::byte> abandoned_body_;
-  bool abandoned_ = false, more_ = false;
-  std::deque<Notice> notices_;
-  size_t notice_sent_ = 0;  // bytes sent of the first notice
-  // Receiving: the frame at the front.
-  Header in_{};
-  size_t head_have_ = 0, payload_left_ = 0;
-  bool whole_ = false, discarding_ = false;
-  uint64_t frames_sent_ = 0, bytes_written_ = 0, bytes_received_ = 0;
+  FrameWriter writer_;
+  FrameReader reader_;
 };
 
 }  // namespace pycomm

@@ -1,6 +1,6 @@
 // How the ranks agree about a collective on device arrays before one of them enqueues it: by a
 // barrier whose frames carry the call's signature. For a message only its two ranks agree
-// (engine/messages.cpp).
+// (engine/messenger.cpp).
 //
 // No rank leaves a barrier before it knows of every other rank, either directly or through
 // ranks whose signature matched. So either all ranks pass or none does.

@@ -4,7 +4,6 @@
 #include <optional>
 #include <utility>
 
-#include "engine/tasks.h"
 #include "shared/staged_task.h"
 
 namespace pycomm {
@@ -25,7 +24,7 @@ class HierarchicalTask final : public Task {
         job_(job),
         header_(header),
         blocks_(blocks),
-        across_(engine, job, header) {
+        across_(engine.plan_task(job, header)) {
     if (region_ == nullptr) summed_ = spread_ = blocks_.size();
     allow();
   }

@@ -69,14 +69,14 @@ void FlagTask::throw_mismatch(int peer, uint64_t ticket) {
   const auto& theirs = region_.of(peer).reduced[ticket % kSlots];
   const Header header = theirs.header.load(), before = theirs.before.load();
   const int member = region_.member(peer);
-  if (!same_call(header, header_)) engine_.throw_mismatch(member, header);
+  if (!same_call(header, header_)) engine_.mismatches().throw_mismatch(member, header);
   const std::string other = same_call(before, before_)
                                 ? std::string("not the last one")
                                 : "this rank called " + describe(before_) + ", rank " +
                                       std::to_string(member) + " called " + describe(before);
-  engine_.abort_call(member, before_.sequence,
-                     "ranks disagree about a call before " + describe(header_) + ": " + other +
-                         "; what it writes is undefined");
+  engine_.mismatches().abort_call(member, before_.sequence,
+                                  "ranks disagree about a call before " + describe(header_) + ": " +
+                                      other + "; what it writes is undefined");
 }
 
 bool FlagTask::have_reduced(uint64_t ticket) {
@@ -114,12 +114,12 @@ void FlagTask::arm() {
   Header theirs;
   for (int peer = 0; peer < size_; ++peer)
     if (peer != rank_ && region_.differs(peer, header_, theirs))
-      engine_.throw_mismatch(region_.member(peer), theirs);
+      engine_.mismatches().throw_mismatch(region_.member(peer), theirs);
   // A peer in a later call has finished this one, so the missing flag will never be set.
   if (awaited_ != kNoRank && awaited_flag_ != nullptr &&
       region_.is_past(awaited_, header_, theirs) &&
       awaited_flag_->load(std::memory_order_acquire) < awaited_value_)
-    engine_.throw_mismatch_on_end(region_.member(awaited_), theirs);
+    engine_.mismatches().throw_mismatch_on_end(region_.member(awaited_), theirs);
 }
 
 void FlagTask::disarm() { region_.own().sleeps.store(0); }

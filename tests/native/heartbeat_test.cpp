@@ -92,10 +92,11 @@ const Test kDue{"a heartbeat that is due during a call is sent at its end", [] {
                     Short call([&] { std::thread([&] { busy->heartbeat(); }).join(); });
                     const Header header = busy->next_header({});
                     busy->run(call, header, Deadline(kLong));
-                    expect(busy->bytes_written() > 0, "nothing was sent");
+                    expect(busy->traffic().bytes_written > 0, "nothing was sent");
                     const auto limit = Deadline(kLong);
-                    while (idle->bytes_received() == 0 && !limit.expired()) idle->heartbeat();
-                    expect(idle->bytes_received() > 0, "nothing was received");
+                    while (idle->traffic().bytes_received == 0 && !limit.expired())
+                      idle->heartbeat();
+                    expect(idle->traffic().bytes_received > 0, "nothing was received");
                   }
                 }};
 

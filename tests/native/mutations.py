@@ -90,7 +90,7 @@ ROWS = [
     # ---- received data
     (
         "any_magic",
-        "engine/link.cpp",
+        "engine/frame_reader.cpp",
         "in_.magic != Header::kMagic || ",
         "",
         "link",
@@ -98,7 +98,7 @@ ROWS = [
     ),
     (
         "any_version",
-        "engine/link.cpp",
+        "engine/frame_reader.cpp",
         "in_.version != Header::kVersion || ",
         "",
         "link",
@@ -106,7 +106,7 @@ ROWS = [
     ),
     (
         "one_byte_too_many",
-        "engine/link.cpp",
+        "engine/frame_reader.cpp",
         "in_.bytes > kSegmentBytes)",
         "in_.bytes > kSegmentBytes + 1)",
         "link",
@@ -138,7 +138,7 @@ ROWS = [
     ),
     (
         "message_of_any_kind",
-        "engine/messages.cpp",
+        "engine/messenger.cpp",
         "if (!same_call(message.header, signature))",
         "if (message.header.peer != signature.peer)",
         "group",
@@ -146,15 +146,15 @@ ROWS = [
     ),
     (
         "exchanged_of_any_kind",
-        "engine/messages.cpp",
-        "if (!same_call(message->header, one->signature))",
-        "if (message->header.peer != one->signature.peer)",
+        "engine/mailbox.cpp",
+        "if (!same_call(message.header, receive.signature))",
+        "if (message.header.peer != receive.signature.peer)",
         "verbs",
         "local: ... and one with another signature",
     ),
     (
         "announced_of_any_kind",
-        "engine/messages.cpp",
+        "engine/messenger.cpp",
         "if (same_call(answer, wanted)) return;",
         "if (is_answer(answer)) return;",
         "announced",
@@ -162,7 +162,7 @@ ROWS = [
     ),
     (
         "mismatch_not_answered",
-        "engine/messages.cpp",
+        "engine/messenger.cpp",
         "if (announced) send(from, answer_of(signature), {}, deadline);",
         "if (announced && same_call(message.header, signature))\n    send(from, answer_of(signature), {}, deadline);",
         "announced",
@@ -170,7 +170,7 @@ ROWS = [
     ),
     (
         "both_send_without_end",
-        "engine/messages.cpp",
+        "engine/mailbox.cpp",
         "if (is_answer(wanted) && is_agreement(message) && !is_answer(message)) return true;",
         "",
         "announced",
@@ -178,23 +178,23 @@ ROWS = [
     ),
     (
         "announced_in_the_past",
-        "engine/messages.cpp",
-        "if (is_agreement(header) && header.epoch != epoch_)",
+        "engine/mailbox.cpp",
+        "if (is_agreement(header) && header.epoch != calls_.epoch())",
         "if (false)",
         "simulation",
         "while one makes another call",
     ),
     (
         "abandoned_announcement",
-        "engine/failure.cpp",
-        "std::erase_if(state.messages, [](const Message& m) { return is_agreement(m.header); });",
+        "engine/mailbox.cpp",
+        "std::erase_if(inbox.messages, [](const Message& m) { return is_agreement(m.header); });",
         "size_t{0};",
         "simulation",
         "while one makes another call",
     ),
     (
         "offered_and_withdrawn",
-        "engine/engine.cpp",
+        "engine/mailbox.cpp",
         "return is_answer(awaited_.front().signature) && awaited_peer() != peer;",
         "return awaited_peer() == -100 - peer;",
         "simulation",
@@ -211,7 +211,7 @@ ROWS = [
     # ---- agreement of calls
     (
         "any_count",
-        "engine/engine.cpp",
+        "engine/call_header.cpp",
         " && a.count == b.count;",
         ";",
         "engine",
@@ -219,7 +219,7 @@ ROWS = [
     ),
     (
         "any_reduce_op",
-        "engine/engine.cpp",
+        "engine/call_header.cpp",
         " && a.op == b.op &&",
         " &&",
         "engine",
@@ -227,8 +227,8 @@ ROWS = [
     ),
     (
         "past_calls_ignored",
-        "engine/engine.cpp",
-        "if (header.context != running_->context) throw_mismatch_on_past(peer);",
+        "engine/frame_dispatcher.cpp",
+        "if (header.context != running->context) mismatches_.throw_mismatch_on_past(peer);",
         "",
         "verbs",
         "a rank that a wrong root does not affect",
@@ -277,7 +277,7 @@ ROWS = [
     # ---- lost ranks
     (
         "end_behind_a_frame",
-        "engine/failure.cpp",
+        "engine/idle_monitor.cpp",
         "(header == nullptr || !closed_cleanly(peer))",
         "header == nullptr",
         "death",
@@ -285,7 +285,7 @@ ROWS = [
     ),
     (
         "clean_end_taken_for_death",
-        "engine/failure.cpp",
+        "engine/idle_monitor.cpp",
         "!closed_cleanly(peer)",
         "true",
         "death",
@@ -293,7 +293,7 @@ ROWS = [
     ),
     (
         "one_look_for_an_end",
-        "engine/failure.cpp",
+        "engine/idle_monitor.cpp",
         "    while (!deadline.expired()) {\n      wait_for_close(awaited);",
         "    if (false) {\n      wait_for_close(awaited);",
         "death",
@@ -337,9 +337,9 @@ ROWS = [
     ),
     (
         "silence_without_limit",
-        "engine/heartbeat.cpp",
-        "now - at(peer).last_received_at >= options_.heartbeat)",
-        "now - at(peer).last_received_at >= 100 * options_.heartbeat)",
+        "engine/liveness.cpp",
+        "now - at(peer).last_received_at >= limit_)",
+        "now - at(peer).last_received_at >= 100 * limit_)",
         "heartbeat",
         "a rank that is silent for the limit",
     ),

@@ -1,4 +1,4 @@
-#include "engine/tasks.h"
+#include "engine/plan_task.h"
 
 #include <algorithm>
 #include <cstring>
@@ -11,12 +11,15 @@ constexpr size_t kStepBytes = size_t{64} << 10;
 
 }  // namespace
 
-PlanTask::PlanTask(Engine& engine, const PlanJob& job, const Header& header)
-    : engine_(engine),
+PlanTask::PlanTask(const PeerTable& peers, FrameSender& sender, FrameDispatcher& dispatcher,
+                   const PlanJob& job, const Header& header, Bytes scratch)
+    : peers_(peers),
+      sender_(sender),
+      dispatcher_(dispatcher),
       job_(job),
       header_(header),
-      rank_(engine.rank()),
-      scratch_(engine.scratch(job.schedule->plan.scratch * job.element_bytes).data()) {
+      rank_(peers.rank()),
+      scratch_(scratch.data()) {
   skip();
 }
 
@@ -72,11 +75,11 @@ bool PlanTask::send_step() {
     const size_t next = std::min(sent_ + frame + kSegmentBytes, total);
     const bool more = sent_ + frame < total && sendable(next);
     const ConstBytes payload{total > 0 ? place(now.out) + sent_ : nullptr, frame};
-    if (!engine_.open(now.to, header_, payload, more)) return false;
+    if (!sender_.open(now.to, header_, payload, more)) return false;
     frame_open_ = true;
   }
-  const size_t pushed = engine_.push(now.to);
-  if (!engine_.frame_over(now.to)) return pushed > 0;
+  const size_t pushed = sender_.push(now.to);
+  if (!sender_.over(now.to)) return pushed > 0;
   frame_open_ = false;
   sent_ += header_.bytes;
   if (sent_ == total) {
@@ -94,7 +97,7 @@ bool PlanTask::receive_step() {
   if (now.from == rank_) {
     do_locally(now);
   } else {
-    Link* link = engine_.incoming(now.from);
+    Link* link = dispatcher_.incoming(now.from);
     if (link == nullptr) return false;
     const size_t before = landed_;
     if (link->payload_left() > 0 && !land(*link, now)) return false;
@@ -110,16 +113,16 @@ bool PlanTask::receive_step() {
 
 // Takes some payload of the frame at the front. False if less than one element has arrived.
 bool PlanTask::land(Link& link, const Move& now) {
-  engine_.require_valid(now.from, landed_ + link.payload_left() <= bytes(now.in),
-                        "a frame is longer than the plan says");
+  peers_.require_valid(now.from, landed_ + link.payload_left() <= bytes(now.in),
+                       "a frame is longer than the plan says");
   std::byte* into = place_out(now.in) + landed_;
   if (now.combine == Combine::copy) {
     const size_t n = link.receive({into, std::min(link.payload_left(), kStepBytes)});
     landed_ += n;
     return n > 0;
   }
-  engine_.require_valid(now.from, link.payload_left() % job_.element_bytes == 0,
-                        "a frame ends inside an element");
+  peers_.require_valid(now.from, link.payload_left() % job_.element_bytes == 0,
+                       "a frame ends inside an element");
   const ConstBytes here = link.peek();
   const size_t count = std::min(here.size(), kStepBytes) / job_.element_bytes;
   if (count == 0) return false;
@@ -153,47 +156,6 @@ void PlanTask::do_locally(const Move& now) const {
       return job_.reducer->fold(into, arrived, now.in.count,
                                 static_cast<int>(now.out.count / now.in.count));
   }
-}
-
-bool SendMessage::advance() {
-  if (!frame_open_) {
-    const size_t frame = std::min(kSegmentBytes, bytes_.size() - sent_);
-    header_.bytes = static_cast<uint32_t>(frame);
-    if (!engine_.open(to_, header_, bytes_.subspan(sent_, frame))) return false;
-    frame_open_ = true;
-  }
-  const size_t pushed = engine_.push(to_);
-  if (!engine_.frame_over(to_)) return pushed > 0;
-  frame_open_ = false;
-  sent_ += header_.bytes;
-  done_ = sent_ == bytes_.size();
-  return true;
-}
-
-// One message at a time to each peer, all peers concurrently: a slow peer delays no other.
-bool ExchangeMessages::advance() {
-  bool moved = false, left = false;
-  std::vector<int> busy;
-  for (SendMessage& one : sends_) {
-    if (one.done() || std::ranges::count(busy, one.sending_to()) > 0) continue;
-    moved |= one.advance();
-    if (!one.done()) busy.push_back(one.sending_to());
-    left |= !one.done();
-  }
-  if (!left) engine_.sent_all();
-  return engine_.take_awaited_messages() || moved;
-}
-
-int ExchangeMessages::sending_to() const {
-  for (const SendMessage& one : sends_)
-    if (!one.done()) return one.sending_to();
-  return kNoRank;
-}
-
-bool ReceiveMessage::advance() {
-  message_ = engine_.take_message(from_, wanted_);
-  if (!message_ && from_ != kAnyPeer) engine_.check_arrives(from_, wanted_);
-  return message_.has_value();
 }
 
 }  // namespace pycomm

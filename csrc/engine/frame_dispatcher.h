@@ -1,0 +1,80 @@
+// Reads the frames at the front of the links and decides what each one is: a frame of the current
+// call, a message, a heartbeat, a notice, or a frame that must wait for a later call.
+#pragma once
+
+#include <optional>
+#include <vector>
+
+#include "engine/call_sequence.h"
+#include "engine/liveness.h"
+#include "engine/mailbox.h"
+#include "engine/mismatch_protocol.h"
+#include "engine/peer_table.h"
+
+namespace pycomm {
+
+class FrameDispatcher {
+ public:
+  FrameDispatcher(PeerTable& peers, const CallSequence& calls, Mailbox& mailbox, Liveness& liveness,
+                  MismatchProtocol& mismatches)
+      : peers_(peers),
+        calls_(calls),
+        mailbox_(mailbox),
+        liveness_(liveness),
+        mismatches_(mismatches),
+        fronts_(static_cast<size_t>(peers.size()), Front::nothing) {}
+
+  // The link to `peer` if the frame at its front belongs to the current call, else null. Handles
+  // the frames in front of it that belong to no call.
+  Link* incoming(int peer);
+  // Handles the received frames of a peer, which may be unconnected, until one that belongs to a
+  // call is at the front.
+  void poll(int peer) { (void)poll_link(peer); }
+  // Mailbox::take(), after it polled the sender if necessary.
+  std::optional<Message> take_message(int& from, const Header& wanted);
+  // Throws Mismatch if no message for `wanted` can arrive, because unreceived messages before it
+  // fill kMaxBufferedBytes.
+  void check_arrives(int from, const Header& wanted) const;
+
+  // Whether the frame at the front must stay there: bytes that arrive behind it are no progress.
+  // `awaited`: the current task waits for the peer.
+  bool must_wait(int peer, bool awaited) const;
+  // Throws if a task cannot complete because the peer that it receives from, or sends to, left. A
+  // peer that left cleanly is an error only for a rank that still needs data from it or for it.
+  void check_peers_needed(int from, int to);
+  // No collective runs and no receive waits.
+  bool between_calls() const { return calls_.running() == nullptr && !mailbox_.awaits(); }
+
+  // The header of the frame at the front, if it arrived completely. An invalid one is a protocol
+  // error of its sender.
+  const Header* front(int peer);
+  // The same after it took the heartbeats in front of it.
+  const Header* front_behind_heartbeats(int peer);
+  // Handles the goodbye or mismatch at the front, once it arrived completely.
+  void read_notice(int peer, const Header& header);
+  // `peer` closed its connection: throws the error in its goodbye message, which may follow frames
+  // that no call will read any more.
+  [[noreturn]] void throw_peer_error(int peer);
+
+ private:
+  // The frame at the front of a link: none, one of the current call, or one for a later call.
+  enum class Front { nothing, ours, later };
+
+  Front& front_of(int peer) { return fronts_[static_cast<size_t>(peer)]; }
+  Front front_of(int peer) const { return fronts_[static_cast<size_t>(peer)]; }
+  Front poll_link(int peer);
+  Front dispatch_frame(int peer, const Header& header);
+  Front dispatch_data(int peer, const Header& header);
+  void take_heartbeat(int peer, const Header& header);
+  bool contradicts_call(const Header& heartbeat) const;
+  bool may_end_message(int peer) const;
+
+  PeerTable& peers_;
+  const CallSequence& calls_;
+  Mailbox& mailbox_;
+  Liveness& liveness_;
+  MismatchProtocol& mismatches_;
+  std::vector<Front> fronts_;  // by rank, at the last poll
+};
+
+}  // namespace pycomm

@@ -1,0 +1,40 @@
+// Reads frames from a channel in pieces as they arrive.
+#pragma once
+
+#include <optional>
+
+#include "transport/frame.h"
+#include "transport/transport.h"
+
+namespace pycomm {
+
+class FrameReader {
+ public:
+  explicit FrameReader(Channel& channel) : channel_(channel) {}
+
+  // As the methods of Link.
+  const Header* front();
+  bool has_front() const { return whole_ && !discarding_; }
+  size_t payload_left() const { return payload_left_; }
+  ConstBytes peek() { return channel_.peek(payload_left_); }
+  void take(size_t bytes);
+  size_t receive(Bytes into);
+  void finish();
+  void discard();
+  std::optional<ConstBytes> behind_front(FrameKind kind);
+
+  uint64_t bytes_received() const { return bytes_received_; }
+
+ private:
+  bool read_header();
+  bool drop();
+
+  Channel& channel_;
+  // The frame at the front.
+  Header in_{};
+  size_t head_have_ = 0, payload_left_ = 0;
+  bool whole_ = false, discarding_ = false;
+  uint64_t bytes_received_ = 0;
+};
+
+}  // namespace pycomm

@@ -1,0 +1,164 @@
+#include "engine/mailbox.h"
+
+#include <cstring>
+#include <utility>
+
+#include "core/dtype.h"
+
+namespace pycomm {
+namespace {
+
+// More than the memory of any machine, and small enough that no sum overflows.
+constexpr size_t kMostMessageBytes = size_t{1} << 48;
+// Reads of one payload per poll, before other peers have their turn.
+constexpr int kReadsPerPoll = 16;
+
+// Whether a receive for `wanted` takes the message; dtype and count may still differ. A rank that
+// waits for an answer also takes an announcement of the same peer: otherwise neither would answer.
+bool is_meant(const Header& message, const Header& wanted) {
+  if (is_answer(wanted) && is_agreement(message) && !is_answer(message)) return true;
+  return message.operation == wanted.operation && message.peer == wanted.peer;
+}
+
+// The memory that an unreceived message uses.
+size_t bytes_used_by(const Message& message) {
+  return sizeof(Message) + (message.into == nullptr ? message.bytes : 0);
+}
+
+}  // namespace
+
+bool Mailbox::announced_to_other(int peer) const {
+  return is_answer(awaited_.front().signature) && awaited_peer() != peer;
+}
+
+// A receive can end (on an error) before its message is complete. The received part is copied to a
+// buffer, and the rest must not be written to an array that may be freed.
+void Mailbox::end_receives() {
+  for (const Awaited& one : awaited_) {
+    if (one.from == kAnyPeer) continue;  // its messages are buffered first
+    for (Message& message : at(one.from).messages) {
+      if (message.into == nullptr || message.into != one.into.data()) continue;
+      message.buffer.assign(message.into, message.into + message.have);
+      message.into = nullptr;
+      at(one.from).buffered_bytes += message.bytes;
+    }
+  }
+  awaited_.clear();
+  sending_ = false;
+}
+
+// A collective reads all messages, because its own frames arrive behind them. A rank that sends to
+// this peer does too: otherwise both could stop reading. A closed connection brings no more.
+bool Mailbox::has_space(int peer, const Header& header) const {
+  const Inbox& inbox = at(peer);
+  if (inbox.buffered_bytes < kMaxBufferedBytes || calls_.running() != nullptr ||
+      is_agreement(header))
+    return true;
+  const Message& last = inbox.messages.back();
+  if (last.have < last.bytes || !peers_.at(peer).link->idle() || peers_.over(peer)) return true;
+  return std::ranges::any_of(awaited_, [&](const Awaited& one) {
+    return (one.from == peer || one.from == kAnyPeer) &&
+           (is_meant(header, one.signature) || is_answer(one.signature));
+  });
+}
+
+// A message that no receive waits for is buffered, so that its sender does not wait for a peer that
+// is in another call.
+void Mailbox::read(int peer, const Header& header) {
+  Inbox& inbox = at(peer);
+  Link& link = *peers_.at(peer).link;
+  const bool starts =
+      inbox.messages.empty() || inbox.messages.back().have == inbox.messages.back().bytes;
+  if (starts && !start(peer, header)) return link.finish();
+  Message& message = inbox.messages.back();
+  for (int reads = 0; link.payload_left() > 0; ++reads) {
+    if (reads == kReadsPerPoll) return;
+    const size_t end = message.have + link.payload_left();
+    peers_.require_valid(peer, end <= message.bytes, "a message is longer than its header says");
+    // Allocates for the bytes that arrive, not for the announced size.
+    if (message.into == nullptr && message.buffer.size() < end) message.buffer.resize(end);
+    std::byte* const into = message.into != nullptr ? message.into : message.buffer.data();
+    const size_t n = link.receive({into + message.have, link.payload_left()});
+    if (n == 0) return;
+    message.have += n;
+  }
+  link.finish();
+}
+
+// Adds the message that begins with this header. False if it has an earlier epoch: one of the two
+// ranks aborted it, and the other receives the error.
+bool Mailbox::start(int peer, const Header& header) {
+  const auto require = [&](bool holds) {
+    peers_.require_valid(peer, holds, "a message has an invalid header");
+  };
+  require(header.dtype < kDtypes.size());
+  const size_t each = bytes_of(static_cast<Dtype>(header.dtype));
+  const size_t bytes = is_agreement(header) ? 0 : header.count * each;
+  require(header.count <= kMostMessageBytes / each && header.bytes <= bytes);
+  if (is_agreement(header) && header.epoch != calls_.epoch()) return false;
+  Message message{.header = header, .arrival = ++arrivals_, .bytes = bytes};
+  message.into = destination_for(peer, header);
+  at(peer).buffered_bytes += bytes_used_by(message);
+  at(peer).messages.push_back(std::move(message));
+  return true;
+}
+
+// The buffer of the receive that will take a message which begins to arrive; null: no receive waits
+// for it, or it does not match. Earlier messages belong to earlier receives.
+std::byte* Mailbox::destination_for(int peer, const Header& header) const {
+  auto before = std::ranges::count_if(at(peer).messages,
+                                      [&](const Message& m) { return is_meant(m.header, header); });
+  for (const Awaited& one : awaited_)
+    if (one.from == peer && is_meant(header, one.signature) && before-- == 0)
+      return same_call(header, one.signature) ? one.into.data() : nullptr;
+  return nullptr;
+}
+
+std::optional<Message> Mailbox::take(int& from, const Header& wanted) {
+  const auto oldest = [&](int peer) {
+    return std::ranges::find_if(at(peer).messages,
+                                [&](const Message& m) { return is_meant(m.header, wanted); });
+  };
+  int chosen = kNoRank;
+  for (int peer = 0; peer < peers_.size(); ++peer) {
+    if (from != kAnyPeer && from != peer) continue;
+    const auto found = oldest(peer);
+    if (found == at(peer).messages.end() || found->have < found->bytes) continue;
+    if (chosen == kNoRank || found->arrival < oldest(chosen)->arrival) chosen = peer;
+  }
+  if (chosen == kNoRank) return std::nullopt;
+  from = chosen;
+  Message message = std::move(*oldest(chosen));
+  at(chosen).messages.erase(oldest(chosen));
+  at(chosen).buffered_bytes -= bytes_used_by(message);
+  return message;
+}
+
+// A message that does not match its receive is dropped, and the other messages continue.
+void Mailbox::deliver(const Awaited& receive, const Message& message) {
+  if (!same_call(message.header, receive.signature))
+    refused_.push_back({receive.from, message.header, receive.signature});
+  else if (!message.buffer.empty())
+    std::memcpy(receive.into.data(), message.buffer.data(), receive.into.size());
+}
+
+Mismatch Mailbox::full(int from, const Header& wanted) const {
+  const Inbox& inbox = at(from);
+  const std::string& mine = peers_.name(peers_.rank());
+  return Mismatch(peers_.name(from) + " sent " + std::to_string(inbox.messages.size()) +
+                      " messages that " + mine + " has not received, the first " +
+                      describe(inbox.messages.front().header) + "; they fill the buffer of " +
+                      std::to_string(kMaxBufferedBytes >> 20) + " MiB per peer; none is " +
+                      describe(wanted) + "; receive those first",
+                  {.op = "recv", .rank = peers_.rank(), .peer = from});
+}
+
+void Mailbox::drop_agreements() {
+  for (Inbox& inbox : inboxes_) {
+    const auto dropped =
+        std::erase_if(inbox.messages, [](const Message& m) { return is_agreement(m.header); });
+    inbox.buffered_bytes -= dropped * sizeof(Message);
+  }
+}
+
+}  // namespace pycomm

@@ -1,0 +1,119 @@
+// Messages that arrived from each peer, until a receive takes them, and the receives that wait.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <deque>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include "collectives/plan.h"
+#include "core/errors.h"
+#include "engine/call_sequence.h"
+#include "engine/peer_table.h"
+
+namespace pycomm {
+
+// The source of a receive that takes a message from any peer.
+inline constexpr int kAnyPeer = -2;
+
+// A rank buffers this many bytes of unreceived messages from each peer, and one more message. Then
+// it stops reading from that peer, whose sends wait.
+inline constexpr size_t kMaxBufferedBytes = size_t{64} << 20;
+
+// A message from one rank to another, complete or being received.
+struct Message {
+  Header header{};       // peer is the tag, count the elements
+  uint64_t arrival = 0;  // order of arrival among the messages of all peers
+  std::vector<std::byte> buffer{};
+  std::byte* into = nullptr;  // the array of a receive that already waits; null: `buffer`
+  size_t bytes = 0, have = 0;
+};
+
+// A receive that waits for a message.
+struct Awaited {
+  int from = kAnyPeer;
+  Header signature{};
+  Bytes into{};
+};
+
+// A message of an exchange that did not match its receive.
+struct RefusedMessage {
+  int from = kNoRank;
+  Header theirs{}, mine{};
+};
+
+class Mailbox {
+ public:
+  Mailbox(PeerTable& peers, const CallSequence& calls)
+      : peers_(peers), calls_(calls), inboxes_(static_cast<size_t>(peers.size())) {}
+
+  // Receives: in order for each peer. While `sending`, notices end none of them.
+  void await(const Awaited& receive) { awaited_.push_back(receive); }
+  void set_sending(bool sending) { sending_ = sending; }
+  bool awaits() const { return !awaited_.empty(); }
+  bool only_awaits() const { return awaits() && !sending_; }
+  // The peer whose message is awaited first, or kNoRank.
+  int awaited_peer() const { return awaits() ? awaited_.front().from : kNoRank; }
+  // Whether this rank waits for another peer to accept a message that it announced. Such a rank
+  // accepts mismatch errors only from its receiver: if the receiver takes the message, both must
+  // continue. Call only if awaits().
+  bool announced_to_other(int peer) const;
+  // No receive waits any more.
+  void end_receives();
+
+  // Whether the message at the front of a link may be read.
+  bool has_space(int peer, const Header& header) const;
+  // Reads it as far as it arrived.
+  void read(int peer, const Header& header);
+  // The oldest message from `from` that matches `wanted`, if it is complete. For kAnyPeer: of the
+  // oldest messages of all peers that are complete, the one that began to arrive first; `from`
+  // becomes its sender.
+  std::optional<Message> take(int& from, const Header& wanted);
+  // Delivers the messages that take_message(from, signature) returns to the receives that wait.
+  // True if there was one.
+  template <typename Take>
+  bool deliver_awaited(const Take& take_message) {
+    bool took = false;
+    for (auto one = awaited_.begin(); one != awaited_.end();) {
+      const bool first = std::ranges::find(awaited_, one->from, &Awaited::from) == one;
+      const auto message = first ? take_message(one->from, one->signature) : std::nullopt;
+      if (!message) {
+        ++one;
+        continue;
+      }
+      took = true;
+      deliver(*one, *message);
+      one = awaited_.erase(one);
+    }
+    return took;
+  }
+  // The messages that did not match since the last call.
+  std::vector<RefusedMessage> take_refused() { return std::exchange(refused_, {}); }
+  // The error of a receive whose message cannot arrive, because others fill the buffer.
+  Mismatch full(int from, const Header& wanted) const;
+  // A new epoch: drops announcements and their answers.
+  void drop_agreements();
+
+ private:
+  struct Inbox {
+    std::deque<Message> messages{};  // complete, or (the last) being received
+    size_t buffered_bytes = 0;       // the memory that they use
+  };
+  Inbox& at(int peer) { return inboxes_[static_cast<size_t>(peer)]; }
+  const Inbox& at(int peer) const { return inboxes_[static_cast<size_t>(peer)]; }
+  bool start(int peer, const Header& header);
+  void deliver(const Awaited& receive, const Message& message);
+  std::byte* destination_for(int peer, const Header& header) const;
+
+  PeerTable& peers_;
+  const CallSequence& calls_;
+  std::vector<Inbox> inboxes_;
+  std::vector<Awaited> awaited_;
+  bool sending_ = false;  // an exchange still has messages to send
+  std::vector<RefusedMessage> refused_;
+  uint64_t arrivals_ = 0;  // number of messages that began to arrive
+};
+
+}  // namespace pycomm

@@ -1,0 +1,86 @@
+#include "engine/messenger.h"
+
+#include <cstring>
+#include <utility>
+
+#include "engine/message_tasks.h"
+
+namespace pycomm {
+
+void Messenger::send(int to, const Header& signature, ConstBytes bytes, const Deadline& deadline) {
+  Header header = signature;
+  header.epoch = calls_.epoch();
+  SendMessage task(sender_, to, header, bytes);
+  runner_.run(task, {.signature = signature, .is_collective = false}, deadline);
+}
+
+// `signature`: the call that errors and heartbeats of this rank report.
+Message Messenger::await(int& from, const Header& wanted, Bytes into, const Header& signature,
+                         const Deadline& deadline) {
+  {
+    const std::lock_guard turn(turn_);  // IdleMonitor::check_for_failures() reads it
+    mailbox_.await({from, wanted, into});
+  }
+  ReceiveMessage task(dispatcher_, from, wanted);
+  runner_.run(task, {.signature = signature, .is_collective = false}, deadline);
+  from = task.sender();
+  return std::move(task.message());
+}
+
+int Messenger::receive(int from, const Header& signature, Bytes into, const Deadline& deadline) {
+  const Message message = await(from, signature, into, signature, deadline);
+  const bool announced = is_agreement(message.header);
+  if (announced) send(from, answer_of(signature), {}, deadline);
+  if (!same_call(message.header, signature)) refuse({from, message.header, signature});
+  if (!message.buffer.empty()) std::memcpy(into.data(), message.buffer.data(), into.size());
+  return from;
+}
+
+// A message that does not match its receive is dropped, and the other messages continue.
+void Messenger::exchange(std::span<const MessageRequest> messages, const Deadline& deadline) {
+  if (messages.empty()) return;
+  (void)mailbox_.take_refused();  // of an exchange that failed
+  ExchangeMessages task(sender_, dispatcher_, mailbox_);
+  {
+    const std::lock_guard turn(turn_);  // IdleMonitor::check_for_failures() reads it
+    for (const MessageRequest& one : messages) {
+      Header header = one.signature;
+      header.epoch = calls_.epoch();
+      if (one.sends)
+        task.send(one.peer, header, one.out);
+      else
+        mailbox_.await({one.peer, one.signature, one.into});
+    }
+    mailbox_.set_sending(task.sending_to() != kNoRank);
+  }
+  runner_.run(task, {.signature = messages.front().signature, .is_collective = false}, deadline);
+  const auto refused = mailbox_.take_refused();
+  for (const auto& [from, theirs, mine] : refused)
+    if (is_agreement(theirs)) send(from, answer_of(mine), {}, deadline);
+  if (!refused.empty()) refuse(refused.front());
+}
+
+void Messenger::refuse(const RefusedMessage& message) const {
+  const auto& [from, theirs, mine] = message;
+  throw Mismatch(peers_.name(from) + " sent " + describe(theirs) + ", but " +
+                     peers_.name(peers_.rank()) + " receives " + describe(answer_of(mine)) +
+                     (is_agreement(theirs) ? "; no data was sent" : "; the message is dropped"),
+                 {.op = "recv", .rank = peers_.rank(), .peer = from});
+}
+
+void Messenger::announce_send(int to, const Header& signature, const Deadline& deadline) {
+  send(to, signature, {}, deadline);
+  const Header wanted = answer_of(signature);
+  const Header answer = await(to, wanted, {}, signature, deadline).header;
+  if (same_call(answer, wanted)) return;
+  const std::string theirs =
+      is_answer(answer)
+          ? peers_.name(to) + " receives " + describe(answer)
+          : peers_.name(to) + " sends this rank " + describe(answer) +
+                ", and each waits for the other to receive: let one of the two receive first";
+  throw Mismatch(peers_.name(peers_.rank()) + " sends " + describe(signature) + ", but " + theirs +
+                     "; no data was sent",
+                 {.op = "send", .rank = peers_.rank(), .peer = to});
+}
+
+}  // namespace pycomm

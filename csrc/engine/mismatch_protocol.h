@@ -1,0 +1,46 @@
+// Ends a call on all ranks when two ranks made different calls.
+//
+// A rank that detects the mismatch notifies all others, and every rank forwards the notice before
+// it drops the old epoch. A rank that waits for a peer which aborted the call therefore receives
+// the notice on the link that it reads.
+#pragma once
+
+#include <string>
+
+#include "engine/call_sequence.h"
+#include "engine/mailbox.h"
+#include "engine/peer_table.h"
+
+namespace pycomm {
+
+class MismatchProtocol {
+ public:
+  MismatchProtocol(PeerTable& peers, CallSequence& calls, Mailbox& mailbox)
+      : peers_(peers), calls_(calls), mailbox_(mailbox) {}
+
+  // The current call of `peer` is a different one: ends it on every rank with Mismatch.
+  [[noreturn]] void throw_mismatch(int peer, const Header& theirs);
+  // The same if the peer continued with the call `theirs`, or this rank already completed it.
+  [[noreturn]] void throw_mismatch_on_end(int peer, const Header& theirs);
+  // The same if both make the same call but made different calls before it.
+  [[noreturn]] void throw_mismatch_on_past(int peer);
+  // The same for a call of this epoch that some ranks completed, with `text` as the error text.
+  [[noreturn]] void abort_call(int peer, uint32_t sequence, const std::string& text);
+
+  // A received notice. Throws Mismatch, unless this rank has detected the mismatch itself.
+  void receive(int peer, const Header& notice, const std::string& text);
+  // Sends the notice that ended the last epoch, if any, to a peer that connects later.
+  void introduce(int peer);
+
+ private:
+  void new_epoch(const Header& notice, const std::string& text);
+
+  PeerTable& peers_;
+  CallSequence& calls_;
+  Mailbox& mailbox_;
+  // The mismatch that ended the last epoch.
+  Header last_notice_{};
+  std::string last_text_;  // empty: there was none
+};
+
+}  // namespace pycomm

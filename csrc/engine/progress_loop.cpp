@@ -1,0 +1,153 @@
+#include "engine/progress_loop.h"
+
+#include <algorithm>
+
+#include "core/cpu_relax.h"
+
+namespace pycomm {
+namespace {
+
+// Minimum time between calls of `interrupted`: it may wait for a lock (the GIL).
+constexpr std::chrono::milliseconds kInterruptInterval{50};
+constexpr int kPollsPerClock = 32, kStepsPerClock = 1024;
+// After a sleep shorter than this, spinning would have ended the wait sooner.
+constexpr std::chrono::microseconds kShortSleep{200};
+// Maximum length of a sleep, so that signals and deadlines are checked.
+constexpr std::chrono::milliseconds kSlice{100};
+
+// Releases the turn for its lifetime, so that heartbeat() may use the links.
+struct ReleasedTurn {
+  explicit ReleasedTurn(std::mutex& turn) : mutex(turn) { mutex.unlock(); }
+  ReleasedTurn(const ReleasedTurn&) = delete;
+  ReleasedTurn& operator=(const ReleasedTurn&) = delete;
+  ~ReleasedTurn() { mutex.lock(); }
+  std::mutex& mutex;
+};
+
+// Adds the time since `since` to a sum, also when the wait throws.
+struct WaitTimer {
+  std::chrono::nanoseconds& sum;
+  Clock::time_point since;
+  WaitTimer(std::chrono::nanoseconds& to, Clock::time_point from) : sum(to), since(from) {}
+  WaitTimer(const WaitTimer&) = delete;
+  WaitTimer& operator=(const WaitTimer&) = delete;
+  ~WaitTimer() { sum += Clock::now() - since; }
+};
+
+}  // namespace
+
+void ProgressLoop::drive(Task& task, const Deadline& deadline) {
+  stop_.check();
+  int polls = 0, steps = 0;
+  Clock::time_point idle_since{}, idle_until{};
+  while (!task.done()) {
+    if (task.advance()) {
+      waited_ += idle_until - idle_since;
+      idle_since = idle_until = {};
+      if (++steps % kStepsPerClock == 0) check_abort_conditions(task, deadline);
+      continue;
+    }
+    // Spin first: a peer often answers sooner than a sleeping thread wakes up.
+    if (options_.spin.count() > 0 && worth_spinning(task)) {
+      cpu_relax();
+      if (++polls % kPollsPerClock != 0) continue;
+      idle_until = Clock::now();
+      if (idle_since == Clock::time_point{}) {
+        idle_since = idle_until;
+        spin_limit_ = std::max(options_.spin, spin_limit_ - spin_limit_ / 8);
+      }
+      if (idle_until - idle_since < spin_limit_) continue;
+    }
+    bool moved = false;
+    {
+      const auto since = idle_since == Clock::time_point{} ? Clock::now() : idle_since;
+      const WaitTimer waiting{waited_, since};
+      moved = sleep(task, deadline);
+    }
+    adapt_spin_limit(idle_since);
+    idle_since = idle_until = {};
+    if (!task.done()) check_between_sleeps(task, deadline, moved);
+  }
+}
+
+// Between two sleeps. The checks run also after progress: otherwise a peer that sends a few bytes
+// at a time would delay signals, timeouts, aborts and this rank's heartbeats.
+void ProgressLoop::check_between_sleeps(const Task& task, const Deadline& deadline, bool moved) {
+  if (!moved) {
+    dispatcher_.check_peers_needed(task.receiving_from(), task.sending_to());
+    if (mailbox_.awaited_peer() == kAnyPeer) connections_.require_any_peer();
+  }
+  check_abort_conditions(task, deadline);
+  if (!moved) check_heartbeats(task);
+}
+
+// Sets how long the next wait spins. Two ranks that both sleep after `spin` could miss each other
+// repeatedly, because waking up takes longer than that. After a short sleep a rank therefore spins
+// twice as long, and gradually less from then on. A sleep without spinning changes nothing.
+void ProgressLoop::adapt_spin_limit(Clock::time_point idle_since) {
+  if (idle_since == Clock::time_point{}) return;
+  const auto idle = Clock::now() - idle_since;
+  spin_limit_ = idle < kShortSleep ? std::max<std::chrono::nanoseconds>(spin_limit_, 2 * idle)
+                                   : options_.spin;
+}
+
+// False where polling costs more than a sleep: while much data is in transit on a socket.
+bool ProgressLoop::worth_spinning(const Task& task) const {
+  const int from = task.receiving_from(), peer = from != kNoRank ? from : task.sending_to();
+  if (peer < 0 || (from != kNoRank && task.receiving_bytes() < kSegmentBytes)) return true;
+  const auto& link = peers_.at(peer).link;
+  return !link || !link->channel().polling_is_expensive();
+}
+
+// True on progress.
+bool ProgressLoop::sleep(Task& task, const Deadline& deadline) {
+  const std::optional<int> woken = poller_.sleep(task, stop_.to_poll(), longest_sleep(deadline));
+  if (!woken) return true;
+  if (*woken <= 0) interrupt_checked_at_ = {};  // a signal, or the poll timed out
+  if (*woken == 0 && task.receiving_from() >= 0) connections_.request(task.receiving_from());
+  // Received data takes precedence over a goodbye behind it.
+  if (task.advance()) return true;
+  (void)poller_.poll();
+  return task.done() || task.advance();
+}
+
+std::chrono::nanoseconds ProgressLoop::longest_sleep(const Deadline& deadline) const {
+  auto limit = std::min<std::chrono::nanoseconds>(kSlice, deadline.left());
+  if (liveness_.limit().count() > 0) limit = std::min(limit, liveness_.interval());
+  if (peers_.processes().pending())
+    limit = std::min<std::chrono::nanoseconds>(limit, ProcessWatch::kQuiet);
+  return limit;
+}
+
+void ProgressLoop::check_abort_conditions(const Task& task, const Deadline& deadline) {
+  stop_.check();
+  const auto now = Clock::now();
+  liveness_.send(now);
+  if (options_.interrupted && now - interrupt_checked_at_ >= kInterruptInterval) {
+    interrupt_checked_at_ = now;
+    const ReleasedTurn released{turn_};
+    if (options_.interrupted()) throw GroupBroken(peers_.name(peers_.rank()) + " was interrupted");
+  }
+  if (!deadline.expired()) return;
+  const int from = task.receiving_from(), to = task.sending_to();
+  const int peer = from != kNoRank ? from : to;
+  std::string text = "Timed out after " + std::to_string(deadline.limit_s()) + " s";
+  if (peer != kNoRank)
+    text += (from != kNoRank ? ", waiting for data from " : ", waiting to send to ") +
+            peers_.name(peer);
+  if (mailbox_.awaited_peer() == kAnyPeer) text += ", waiting for a message from any rank";
+  throw Timeout(text, {.peer = peer});
+}
+
+void ProgressLoop::check_heartbeats(const Task& task) {
+  const auto now = Clock::now();
+  const int from = task.receiving_from();
+  for (int peer = 0; peer < peers_.size(); ++peer)
+    if (peers_.at(peer).link && dispatcher_.must_wait(peer, peer == from))
+      liveness_.restart(peer, now);
+  liveness_.update(now);
+  for (const int peer : {from, task.sending_to()})
+    if (peer != kNoRank) liveness_.check(peer, now);
+}
+
+}  // namespace pycomm

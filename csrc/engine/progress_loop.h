@@ -1,0 +1,70 @@
+// Advances a task until it is done: spins first, then sleeps, and between two sleeps checks for
+// signals, timeouts, aborts and failed peers.
+#pragma once
+
+#include <chrono>
+#include <functional>
+#include <mutex>
+
+#include "core/deadline.h"
+#include "engine/connections.h"
+#include "engine/frame_dispatcher.h"
+#include "engine/link_poller.h"
+#include "engine/liveness.h"
+#include "engine/mailbox.h"
+#include "engine/peer_table.h"
+#include "engine/stop_signal.h"
+#include "engine/task.h"
+
+namespace pycomm {
+
+class ProgressLoop {
+ public:
+  struct Options {
+    std::chrono::nanoseconds spin{0};     // minimum time that a wait spins before it sleeps
+    std::function<bool()> interrupted{};  // called without `turn`
+  };
+
+  // `turn` is held by the thread that drives.
+  ProgressLoop(Options options, std::mutex& turn, PeerTable& peers, const Mailbox& mailbox,
+               Liveness& liveness, Connections& connections, FrameDispatcher& dispatcher)
+      : options_(std::move(options)),
+        turn_(turn),
+        peers_(peers),
+        mailbox_(mailbox),
+        liveness_(liveness),
+        connections_(connections),
+        dispatcher_(dispatcher),
+        poller_(peers, liveness, connections, dispatcher) {}
+
+  void drive(Task& task, const Deadline& deadline);
+  // From any thread: ends the current wait, and later ones, with GroupBroken.
+  void stop(const std::string& reason) noexcept { stop_.request(reason); }
+  // Total time in which tasks made no progress, without waits of a few microseconds, during which
+  // no clock is read.
+  std::chrono::nanoseconds waited() const { return waited_; }
+
+ private:
+  bool worth_spinning(const Task& task) const;
+  void adapt_spin_limit(Clock::time_point idle_since);
+  bool sleep(Task& task, const Deadline& deadline);
+  std::chrono::nanoseconds longest_sleep(const Deadline& deadline) const;
+  void check_between_sleeps(const Task& task, const Deadline& deadline, bool moved);
+  void check_abort_conditions(const Task& task, const Deadline& deadline);
+  void check_heartbeats(const Task& task);
+
+  Options options_;
+  std::mutex& turn_;
+  PeerTable& peers_;
+  const Mailbox& mailbox_;
+  Liveness& liveness_;
+  Connections& connections_;
+  FrameDispatcher& dispatcher_;
+  LinkPoller poller_;
+  StopSignal stop_;
+  std::chrono::nanoseconds spin_limit_{0};    // how long the next wait spins
+  Clock::time_point interrupt_checked_at_{};  // when options_.interrupted was last called
+  std::chrono::nanoseconds waited_{0};
+};
+
+}  // namespace pycomm

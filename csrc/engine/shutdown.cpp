@@ -1,0 +1,144 @@
+#include "engine/shutdown.h"
+
+#include <poll.h>
+
+#include <algorithm>
+
+namespace pycomm {
+namespace {
+
+// Time to read frames that had arrived but were unread when the engine broke.
+constexpr std::chrono::milliseconds kFinalPollTimeout{10};
+// Much longer than a rank that waits in a call needs to answer, even on a busy machine. Together
+// with the limit of PeerTable::flush_all() it is below 1 s, by which a call may exceed its timeout.
+constexpr std::chrono::milliseconds kLivenessTimeout{400};
+
+}  // namespace
+
+std::string Shutdown::cause() const {
+  const std::lock_guard lock(mutex_);
+  return cause_;
+}
+
+std::vector<int> Shutdown::lost() const {
+  const std::lock_guard lock(mutex_);
+  return lost_;
+}
+
+void Shutdown::throw_broken() const {
+  throw GroupBroken("this group cannot be used any more: " + cause(), {.rank = peers_.rank()});
+}
+
+void Shutdown::leave() noexcept {
+  {
+    const std::lock_guard lock(mutex_);
+    if (broken_.load(std::memory_order_relaxed)) return;
+    cause_ = "it was closed";
+    broken_.store(true, std::memory_order_release);
+  }
+  say_goodbye({.text = "it closed the group"});
+}
+
+// Holds the lock while it finds the lost ranks, so that lost() is complete once the cause is known.
+void Shutdown::fail(const Error& error) noexcept {
+  {
+    const std::lock_guard lock(mutex_);
+    if (broken_.load(std::memory_order_relaxed)) return;
+    cause_ = error.what();
+    broken_.store(true, std::memory_order_release);
+    try {
+      lost_ = find_lost(error);
+    } catch (...) {  // out of memory: no rank is reported as lost
+    }
+  }
+  say_goodbye(goodbye_of(error));
+}
+
+void Shutdown::fail_call(const Error& error, const Header& signature, const Deadline& deadline) {
+  ErrorFields fields = error.fields();
+  fields.op = name_of(static_cast<Operation>(signature.operation));
+  fields.rank = peers_.rank();
+  fields.elapsed_s = deadline.elapsed_s();
+  std::string text = error.what();
+  if (!text.starts_with(fields.op + ": ")) text.insert(0, fields.op + ": ");
+  if (error.kind() == ErrorKind::timeout && calls_.running() != nullptr) {
+    const auto missing = find_unresponsive_peers(error);
+    for (const int peer : missing)
+      text += (peer == missing[0] ? "; missing from this call: " : ", ") + peers_.name(peer) +
+              liveness_.describe_peer(peer);
+    if (!missing.empty()) fields.peer = missing[0];
+    const auto unmet = std::ranges::count_if(peers_.all(), [](const Peer& p) { return !p.link; });
+    if (unmet > 1)  // this rank is one of them
+      text += "; not connected and not checked: " + std::to_string(unmet - 1) + " ranks";
+  }
+  const Error reported(error.kind(), text, fields);
+  fail(reported);
+  throw reported;
+}
+
+void Shutdown::say_goodbye(const Goodbye& goodbye) noexcept {
+  try {
+    connections_.close();  // peers that have just connected receive it too
+    post_goodbye(peers_, calls_.epoch(), goodbye);
+  } catch (...) {  // out of memory: the peers see only the closed connection
+  }
+  peers_.close_all();
+}
+
+// A liveness check: a rank that waits in a call answers a goodbye message at once with its own.
+// Returns the peers that did not answer.
+std::vector<int> Shutdown::find_unresponsive_peers(const Error& error) {
+  post_goodbye(peers_, calls_.epoch(), goodbye_of(error));
+  const Deadline deadline(kLivenessTimeout);
+  for (;;) {
+    std::vector<int> silent;
+    std::vector<pollfd> waiting;
+    for (int peer = 0; peer < peers_.size(); ++peer) {
+      if (!peers_.at(peer).link || answers(peer, deadline)) continue;
+      silent.push_back(peer);
+      waiting.push_back(peers_.at(peer).link->channel().arm({true, false}));
+      if (answers(peer, deadline)) waiting.back().fd = -1;  // in the meantime: do not sleep
+    }
+    if (silent.empty() || deadline.expired()) return silent;
+    const bool idle = std::ranges::all_of(waiting, [](const pollfd& p) { return p.fd >= 0; });
+    if (idle) ::poll(waiting.data(), waiting.size(), 10);
+    for (size_t i = 0; i < silent.size(); ++i)
+      peers_.at(silent[i]).link->channel().disarm(waiting[i].revents);
+  }
+}
+
+// Discards what the peer sent before its goodbye, until the deadline.
+bool Shutdown::answers(int peer, const Deadline& deadline) {
+  const Peer& state = peers_.at(peer);
+  try {
+    while (const Header* header = dispatcher_.front(peer)) {
+      if (header->kind == FrameKind::goodbye) return true;
+      if (deadline.expired()) break;
+      state.link->discard();
+    }
+  } catch (const PeerLost&) {  // a protocol error is an answer, too
+    return true;
+  }
+  return state.left_reason || peers_.over(peer);
+}
+
+// The blamed rank, unless it sent the reason of its own abort; ranks whose connection closed
+// unexpectedly; and ranks that left cleanly.
+std::vector<int> Shutdown::find_lost(const Error& error) {
+  const int blamed = error.kind() == ErrorKind::peer_lost ? error.fields().peer : kNoRank;
+  const Deadline deadline(kFinalPollTimeout);
+  std::vector<int> found;
+  for (int peer = 0; peer < peers_.size(); ++peer) {
+    const Peer& state = peers_.at(peer);
+    bool is_lost = peer == blamed && (!state.left_reason || !state.link);
+    // Its goodbye may have arrived without having been read.
+    if (state.link && !state.left_reason && answers(peer, deadline)) {
+      const ConstBytes goodbye = state.link->has_front() ? state.link->peek() : ConstBytes{};
+      is_lost |= goodbye.empty() ? peers_.over(peer) : is_clean_goodbye(goodbye);
+    }
+    if (is_lost || state.left_cleanly) found.push_back(peer);
+  }
+  return found;
+}
+
+}  // namespace pycomm
