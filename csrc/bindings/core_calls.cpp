@@ -140,7 +140,7 @@ struct Memory {
 };
 
 // Reads None, an array in host memory, or the description of any array: (address, dtype, count,
-// owner), which pycomm.arrays makes. Empty if `x` needs such a description.
+// owner), which pycomm._core_api.arrays makes. Empty if `x` needs such a description.
 std::optional<Memory> memory_of(PyObject* x, bool write) {
   if (x == Py_None) return Memory{};
   if (PyTuple_CheckExact(x)) {
@@ -305,7 +305,7 @@ void bind_call(py::module_& module) {
   module.add_object("Call", reinterpret_cast<PyObject*>(&type));
 }
 
-// For pycomm.arrays: (address, dtype, count, shape, GPU or -1), or None if the array needs a closer
+// For pycomm._core_api.arrays: (address, dtype, count, shape, GPU or -1), or None if the array needs a closer
 // look.
 py::object inspect(const py::handle& x, bool write) {
   const auto array = ContiguousArray::of(x.ptr(), write);

@@ -124,7 +124,7 @@ def test_next_address_is_tried_when_one_is_unreachable() -> None:
 # unauthenticated client may.
 CLIENT = """
 import json, sys
-from benchmarks.unauthenticated import MANNERS, UnauthenticatedClients
+from benchmarks.reliability.unauthenticated import MANNERS, UnauthenticatedClients
 clients = UnauthenticatedClients()
 for host, port in (word.rsplit(":", 1) for word in sys.argv[1:] * 3):
     for _ in MANNERS:
