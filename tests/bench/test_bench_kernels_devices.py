@@ -316,7 +316,7 @@ def test_cub_compiles_and_says_that_there_is_no_gpu() -> None:
     assert libraries.cub("sm_90").cub_topk_name().startswith(b"Device")
     script = """
 import ctypes
-from benchmarks import libraries
+from pycomm.bench.kernels import libraries
 library = libraries.cub("sm_90")
 size = ctypes.c_size_t(0)
 error = library.cub_topk(None, ctypes.byref(size), None, None, None, 1000, 10, None)
