@@ -121,7 +121,10 @@ def without_checks(path: str) -> str:
 def build(folder: Path) -> dict[str, Path]:
     """The two programs, in `folder`. Raises NotBuilt, also if compilation fails."""
     built = ROOT / "build" / sysconfig.get_config_var("SOABI")
-    objects = [p for p in sorted((built / "_core").rglob("*.o")) if p.parent.name != "bindings"]
+    core = built / "_core"
+    sources = sorted(p for p in CSRC.rglob("*.cpp") if p.parts[len(CSRC.parts)] != "bindings")
+    compiled = [core / p.relative_to(CSRC).with_suffix(".o") for p in sources]
+    objects = [p for p in compiled if p.exists()]  # some sources belong to another module
     if not objects:
         raise NotBuilt("the core is not built: run `make build`")
     compile_ = _compiler_of(built)
@@ -133,7 +136,7 @@ def build(folder: Path) -> dict[str, Path]:
         source = folder / path
         source.parent.mkdir(parents=True, exist_ok=True)
         source.write_text(without_checks(path))
-        instead[(built / "_core" / path).with_suffix(".o")] = source.with_suffix(".o")
+        instead[(core / path).with_suffix(".o")] = source.with_suffix(".o")
         _run([*compile_, "-c", str(source), "-o", str(source.with_suffix(".o"))])
     programs = {"with": folder / "with", "without": folder / "without"}
     for name, program in programs.items():

@@ -84,7 +84,9 @@ void Liveness::publish(Clock::time_point now) {
     if (known.link) {
       seen.connected = !known.left_reason && !peers_.over(peer);
       seen.left_reason = known.left_reason;
-      seen.last_seen_s = std::chrono::duration<double>(now - at(peer).last_received_at).count();
+      // Bytes may have arrived since `now` was read.
+      const auto silent = std::max(Clock::duration{0}, now - at(peer).last_received_at);
+      seen.last_seen_s = std::chrono::duration<double>(silent).count();
       if (at(peer).last) seen.current_call = describe_activity(*at(peer).last);
       seen.bytes_written = known.link->bytes_written();
       seen.bytes_received = known.link->bytes_received();
