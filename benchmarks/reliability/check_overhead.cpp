@@ -3,7 +3,8 @@
 //
 //     checks TRANSPORT ELEMENTS CALLS BATCHES     -> nanoseconds of a call, a line for each batch
 //
-// benchmarks/reliability/check_overhead.py links it twice, with the core as it is and without its checks.
+// benchmarks/reliability/check_overhead.py links it twice, with the core as it is and without its
+// checks.
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
@@ -26,20 +27,20 @@ struct Batches {
   int calls, batches;
 };
 
-void run_rank(LocalStore& store, int rank, const Batches& what) {
-  ConnectOptions options;
+void run_rank(rendezvous::LocalStore& store, int rank, const Batches& what) {
+  group::ConnectOptions options;
   options.rank = rank;
   options.size = 2;
   options.name = "checks";
   options.transport = what.transport;
   options.address = "127.0.0.1";
-  const auto group = connect(store, options);
+  const auto group = group::connect(store, options);
   std::vector<float> x(what.elements, 0.0F);
-  const Call call{.operation = Operation::all_reduce,
-                  .dtype = Dtype::float32,
-                  .input = reinterpret_cast<std::byte*>(x.data()),
-                  .output = reinterpret_cast<std::byte*>(x.data()),
-                  .count = x.size()};
+  const group::Call call{.operation = Operation::all_reduce,
+                         .dtype = Dtype::float32,
+                         .input = reinterpret_cast<std::byte*>(x.data()),
+                         .output = reinterpret_cast<std::byte*>(x.data()),
+                         .count = x.size()};
   for (int batch = 0; batch <= what.batches; ++batch) {
     const auto start = std::chrono::steady_clock::now();
     for (int i = 0; i < what.calls; ++i) group->run(call);
@@ -49,7 +50,7 @@ void run_rank(LocalStore& store, int rank, const Batches& what) {
 }
 
 // A rank that fails ends the process: the other would wait.
-void run_or_end(LocalStore& store, int rank, const Batches& what) {
+void run_or_end(rendezvous::LocalStore& store, int rank, const Batches& what) {
   try {
     run_rank(store, rank, what);
   } catch (const std::exception& error) {
@@ -67,7 +68,7 @@ int main(int argc, char** argv) {
   }
   const Batches what{argv[1], std::strtoul(argv[2], nullptr, 10), std::atoi(argv[3]),
                      std::atoi(argv[4])};
-  LocalStore store;
+  rendezvous::LocalStore store;
   std::thread other([&] { run_or_end(store, 1, what); });
   run_or_end(store, 0, what);
   other.join();

@@ -41,7 +41,7 @@ REMOVED = {
     ],
     "shared/shared_memory_region.cpp": [
         ("begun.header.store(header);", ""),
-        ("return !same_call(theirs, mine);", "return false;"),
+        ("return !engine::same_call(theirs, mine);", "return false;"),
     ],
     "engine/call_sequence.cpp": [
         ("past_ = followed_by(past_, header);", ""),

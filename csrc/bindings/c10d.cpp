@@ -23,12 +23,12 @@ c10::intrusive_ptr<Backend> backend_from(const py::capsule& capsule,
                                          std::function<void()> ended) {
   if (std::string_view(capsule.name()) != "pycomm.Group")
     throw py::type_error("invalid capsule: expected one of pycomm._core.Group");
-  return c10::make_intrusive<Backend>(*capsule.get_pointer<std::shared_ptr<Group>>(), options,
-                                      owner, std::move(ended));
+  return c10::make_intrusive<Backend>(*capsule.get_pointer<std::shared_ptr<group::Group>>(),
+                                      options, owner, std::move(ended));
 }
 
 py::dict stats(const Backend& backend) {
-  const Stats now = backend.stats();
+  const group::Stats now = backend.stats();
   using namespace pybind11::literals;
   return py::dict("calls"_a = now.calls, "frames_sent"_a = now.frames_sent,
                   "bytes_sent"_a = now.bytes_sent, "bytes_written"_a = now.bytes_written,

@@ -48,8 +48,8 @@ class Options : public c10d::Backend::Options {
 class Backend : public c10d::Backend {
  public:
   // `owner`: this backend closes the group, then calls `ended`. Otherwise the caller closes it.
-  Backend(std::shared_ptr<Group> group, c10::intrusive_ptr<bindings::Options> options, bool owner,
-          std::function<void()> ended)
+  Backend(std::shared_ptr<group::Group> group, c10::intrusive_ptr<bindings::Options> options,
+          bool owner, std::function<void()> ended)
       : c10d::Backend(group->rank(), group->size()),
         group_(std::move(group)),
         options_(std::move(options)),
@@ -97,10 +97,10 @@ class Backend : public c10d::Backend {
     return *error_;
   }
   // Device calls are counted by the host group, where the ranks agree about them.
-  Stats stats() const {
-    Stats all = group_->stats();
+  group::Stats stats() const {
+    group::Stats all = group_->stats();
     for (const auto& [device, side] : sides_) {
-      const Stats there = side.group->stats();
+      const group::Stats there = side.group->stats();
       all.frames_sent += there.frames_sent;
       all.bytes_sent += there.bytes_sent;
     }
@@ -146,7 +146,7 @@ class Backend : public c10d::Backend {
             "split requires a list of ranks, and options made by pycomm.torch_backend");
       const auto place = std::find(ranks.begin(), ranks.end(), rank_);
       const int color = place == ranks.end() ? -1 : *std::min_element(ranks.begin(), ranks.end());
-      std::shared_ptr<Group> part;
+      std::shared_ptr<group::Group> part;
       without_gil([&] { part = group_->split(color, static_cast<int>(place - ranks.begin())); });
       if (!part) return {};
       auto ended = attach(part, theirs->timeout);
@@ -287,9 +287,10 @@ class Backend : public c10d::Backend {
           std::make_exception_ptr(InvalidArgument("pycomm: end of coalescing without a start")));
     Job job = *std::exchange(batch_, std::nullopt);
     const std::vector<Use> uses = std::exchange(batch_uses_, {});
-    const bool transfers = std::all_of(job.calls.begin(), job.calls.end(), [](const Call& call) {
-      return call.operation == Operation::send || call.operation == Operation::recv;
-    });
+    const bool transfers =
+        std::all_of(job.calls.begin(), job.calls.end(), [](const group::Call& call) {
+          return call.operation == Operation::send || call.operation == Operation::recv;
+        });
     if (transfers) sort_transfers(job.calls, rank_);
     return with_python_errors([&] {
       check_apart(job, uses);
@@ -339,10 +340,10 @@ class Backend : public c10d::Backend {
   DeviceSide* set_streams(Job& job) {
     if (!job.device || job.device->is_cpu()) return nullptr;
     if (!sides_.contains(*job.device) && !job.calls.empty())
-      agree_on_first_message(*group_, job.calls.front());
+      group::agree_on_first_message(*group_, job.calls.front());
     DeviceSide& side = device_side(*job.device);
     void* const stream = current_stream(*job.device).native_handle();
-    for (Call& call : job.calls) call.device.stream = stream;
+    for (group::Call& call : job.calls) call.device.stream = stream;
     return &side;
   }
 
@@ -383,7 +384,7 @@ class Backend : public c10d::Backend {
     std::shared_ptr<DeviceCompletion> completion;
     if (side) {
       completion = std::make_shared<DeviceCompletion>(side->completion);
-      for (Call& call : job.calls) call.device.follower = side->completion.native_handle();
+      for (group::Call& call : job.calls) call.device.follower = side->completion.native_handle();
     }
     auto work = c10::make_intrusive<EngineWork>(rank_, ++sequence_, std::move(job), completion);
     const size_t count = work->job().calls.size();
@@ -471,7 +472,7 @@ class Backend : public c10d::Backend {
     return c10d::ErrorType::SUCCESS;
   }
 
-  std::shared_ptr<Group> group_;
+  std::shared_ptr<group::Group> group_;
   std::unordered_map<c10::Device, DeviceSide> sides_;  // devices used so far
   const c10::intrusive_ptr<bindings::Options> options_;
   const bool owner_;

@@ -53,7 +53,7 @@ class DeviceCompletion {
       held_.insert(held_.end(), some->begin(), some->end());
     for (const auto& [to, from] : job.copies) held_.insert(held_.end(), {to, from});
   }
-  void add(std::shared_ptr<Work> work) {
+  void add(std::shared_ptr<group::Work> work) {
     const std::lock_guard lock(mutex_);
     captured_ = captured_ || work->captured();
     works_.push_back(std::move(work));
@@ -102,7 +102,7 @@ class DeviceCompletion {
   const c10::Stream stream_;
   c10::Event over_;
   bool recorded_ = false, captured_ = false;
-  std::vector<std::shared_ptr<Work>> works_;
+  std::vector<std::shared_ptr<group::Work>> works_;
   std::vector<at::Tensor> held_;
 };
 
@@ -114,12 +114,12 @@ struct DeviceOptions {
 
 // A backend's group and completion stream for one device.
 struct DeviceSide {
-  std::shared_ptr<Collectives> group;
+  std::shared_ptr<group::Collectives> group;
   c10::Stream completion;
 };
 
 // Collective over `host`: the group for `device`. Python finds and opens the devices.
-inline DeviceSide make_device_side(const std::shared_ptr<Group>& host, c10::Device device,
+inline DeviceSide make_device_side(const std::shared_ptr<group::Group>& host, c10::Device device,
                                    const DeviceOptions& options,
                                    std::chrono::milliseconds timeout) {
   const auto completion =
@@ -130,7 +130,7 @@ inline DeviceSide make_device_side(const std::shared_ptr<Group>& host, c10::Devi
     const py::capsule made = on_device(
         in_capsule(host), c10::DeviceTypeName(device.type(), true), int{device.index()},
         std::chrono::duration<double>(timeout).count(), options.lanes, options.between_hosts);
-    return {*made.get_pointer<std::shared_ptr<Collectives>>(), completion};
+    return {*made.get_pointer<std::shared_ptr<group::Collectives>>(), completion};
   });
 }
 

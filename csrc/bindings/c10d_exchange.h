@@ -15,7 +15,7 @@ namespace pycomm::bindings {
 
 inline void add_send(Job& job, const at::Tensor& tensor, int peer, uint32_t tag) {
   const at::Tensor plain = readable(job, tensor);
-  Call call = moving(Operation::send, plain);
+  group::Call call = moving(Operation::send, plain);
   call.input = bytes_at(plain);
   call.peer = peer;
   call.tag = tag;
@@ -24,7 +24,7 @@ inline void add_send(Job& job, const at::Tensor& tensor, int peer, uint32_t tag)
 
 inline void add_recv(Job& job, const at::Tensor& tensor, int peer, uint32_t tag) {
   const at::Tensor plain = writable(job, tensor, Values::unused);
-  Call call = moving(Operation::recv, plain);
+  group::Call call = moving(Operation::recv, plain);
   call.output = bytes_at(plain);
   call.peer = peer;
   call.tag = tag;
@@ -36,12 +36,12 @@ inline void add_recv(Job& job, const at::Tensor& tensor, int peer, uint32_t tag)
 // ends always work on the first unfinished transfer.
 template <typename Calls>
 void sort_transfers(Calls& calls, int rank) {
-  const auto place = [rank](const Call& call) {
+  const auto place = [rank](const group::Call& call) {
     const bool up = (call.operation == Operation::send) == (rank < call.peer);
     return std::tuple(std::min(rank, call.peer), std::max(rank, call.peer), !up);
   };
   std::stable_sort(calls.begin(), calls.end(),
-                   [&](const Call& a, const Call& b) { return place(a) < place(b); });
+                   [&](const group::Call& a, const group::Call& b) { return place(a) < place(b); });
 }
 
 inline Job send(const Tensors& tensors, int peer, int tag) {
@@ -58,7 +58,7 @@ inline Job recv(const Tensors& tensors, int peer, int tag) {
 
 inline Job recv_from_any(const Tensors& tensors, int tag) {
   Job job{c10d::OpType::RECVANYSOURCE, "pycomm:recvAnySource", tensors, tensors};
-  add_recv(job, only(job, tensors), kAnySource, static_cast<uint32_t>(tag));
+  add_recv(job, only(job, tensors), group::kAnySource, static_cast<uint32_t>(tag));
   job.source = std::make_shared<int>(-1);
   job.calls.back().source = job.source.get();
   return job;
@@ -81,7 +81,7 @@ inline Job gather(RankSlot slot, const std::vector<Tensors>& outputs, const Tens
   Job job{.type = c10d::OpType::GATHER, .title = "pycomm:gather", .inputs = inputs};
   const at::Tensor input = readable(job, only(job, inputs));
   check_root(job, slot, opts.rootRank);
-  Call call = moving(Operation::gather, input);
+  group::Call call = moving(Operation::gather, input);
   call.input = bytes_at(input);
   call.peer = static_cast<int>(opts.rootRank);
   if (slot.rank == call.peer) {
@@ -104,7 +104,7 @@ inline Job scatter(RankSlot slot, const Tensors& outputs, const std::vector<Tens
   Job job{.type = c10d::OpType::SCATTER, .title = "pycomm:scatter", .outputs = outputs};
   at::Tensor output = writable(job, only(job, outputs), Values::unused);
   check_root(job, slot, opts.rootRank);
-  Call call = moving(Operation::scatter, output);
+  group::Call call = moving(Operation::scatter, output);
   call.peer = static_cast<int>(opts.rootRank);
   if (slot.rank == call.peer) {
     job.inputs = roots_list(job, slot, inputs, output);
@@ -124,7 +124,7 @@ inline Job scatter(RankSlot slot, const Tensors& outputs, const std::vector<Tens
 // `counts`: elements sent to each rank, then received from each; empty: equal for all.
 inline void add_all_to_all(Job& job, RankSlot slot, MemoryRange output, const at::Tensor& input,
                            std::vector<size_t> counts) {
-  Call call = moving(Operation::all_to_all, input);
+  group::Call call = moving(Operation::all_to_all, input);
   call.input = bytes_at(without_overlap(job, input, output, nullptr));
   call.output = output.begin;
   call.count = counts.empty() ? call.count / static_cast<size_t>(slot.size) : 0;

@@ -17,7 +17,7 @@ namespace pycomm::bindings {
 class MonitoredBarrier {
  public:
   // `name_all`: the error names all missing ranks, otherwise the first.
-  MonitoredBarrier(Group& group, std::chrono::milliseconds limit, bool name_all)
+  MonitoredBarrier(group::Group& group, std::chrono::milliseconds limit, bool name_all)
       : group_(group), limit_(limit), name_all_(name_all) {}
 
   void run() {
@@ -71,9 +71,9 @@ class MonitoredBarrier {
     std::vector<bool> arrived(static_cast<size_t>(group_.size()));
     arrived[0] = true;
     for (int i = 1; i < group_.size(); ++i) {
-      int source = kAnySource;
+      int source = group::kAnySource;
       try {
-        transfer(Operation::recv, kAnySource, &source);
+        transfer(Operation::recv, group::kAnySource, &source);
       } catch (const Error& error) {
         if (error.kind() != ErrorKind::timeout) throw;
         throw_late(arrived, error);
@@ -97,7 +97,7 @@ class MonitoredBarrier {
   }
 
   using Clock = std::chrono::steady_clock;
-  Group& group_;
+  group::Group& group_;
   const std::chrono::milliseconds limit_;
   const bool name_all_;
   const Clock::time_point start_ = Clock::now();

@@ -27,7 +27,7 @@ void without_gil(const Body& body) {
 // The groups that backends own, closed when the interpreter ends.
 class OpenGroups {
  public:
-  void add(const std::shared_ptr<Collectives>& group) {
+  void add(const std::shared_ptr<group::Collectives>& group) {
     const std::lock_guard lock(mutex_);
     std::erase_if(groups_, [](const auto& old) { return old.expired(); });
     groups_.push_back(group);
@@ -42,7 +42,7 @@ class OpenGroups {
 
  private:
   std::mutex mutex_;
-  std::vector<std::weak_ptr<Collectives>> groups_;
+  std::vector<std::weak_ptr<group::Collectives>> groups_;
 };
 inline OpenGroups open_groups;
 

@@ -31,16 +31,17 @@ auto in_python(const Body& body) {
 }
 
 // A capsule like that of _core.Group._capsule().
-inline py::capsule in_capsule(const std::shared_ptr<Group>& group) {
+inline py::capsule in_capsule(const std::shared_ptr<group::Group>& group) {
   const auto drop = [](PyObject* capsule) {
-    delete static_cast<std::shared_ptr<Group>*>(PyCapsule_GetPointer(capsule, "pycomm.Group"));
+    delete static_cast<std::shared_ptr<group::Group>*>(
+        PyCapsule_GetPointer(capsule, "pycomm.Group"));
   };
-  return py::capsule(new std::shared_ptr<Group>(group), "pycomm.Group", drop);
+  return py::capsule(new std::shared_ptr<group::Group>(group), "pycomm.Group", drop);
 }
 
 // Registers a subgroup, so that it ends with the default group. Returns a function that unregisters
 // it.
-inline std::function<void()> attach(const std::shared_ptr<Group>& part,
+inline std::function<void()> attach(const std::shared_ptr<group::Group>& part,
                                     std::chrono::milliseconds timeout) {
   return in_python([&] {
     return py::module_::import("pycomm.torch_backend")

@@ -37,15 +37,15 @@ class SparseSum {
     for (int64_t d = 0; d < own_.dim(); ++d) row[d + 3] = own_.size(d);
   }
 
-  Call exchange_rows() const {
-    Call call = moving(Operation::all_gather, rows_[slot_.rank]);
+  group::Call exchange_rows() const {
+    group::Call call = moving(Operation::all_gather, rows_[slot_.rank]);
     call.input = bytes_at(rows_[slot_.rank]);
     call.output = bytes_at(rows_);
     return call;
   }
 
   // The remaining steps, once the rows are exchanged.
-  void finish(Collectives& group, std::chrono::nanoseconds timeout) {
+  void finish(group::Collectives& group, std::chrono::nanoseconds timeout) {
     BelowAutograd guard;
     check_shapes();
     const int64_t indexed = own_.sparse_dim();
@@ -83,10 +83,11 @@ class SparseSum {
   }
 
   // By rank: its `mine`, which has `width` numbers for each element of the sparse tensor.
-  Tensors gather(Collectives& group, std::chrono::nanoseconds timeout, const at::Tensor& mine,
-                 int64_t width) const {
+  Tensors gather(group::Collectives& group, std::chrono::nanoseconds timeout,
+                 const at::Tensor& mine, int64_t width) const {
     const Element element = moved_as(mine);
-    Call call{.operation = Operation::all_gather, .dtype = element.dtype, .timeout = timeout};
+    group::Call call{
+        .operation = Operation::all_gather, .dtype = element.dtype, .timeout = timeout};
     std::vector<int64_t> sizes;
     int64_t all = 0;
     for (int rank = 0; rank < slot_.size; ++rank) {
@@ -120,7 +121,7 @@ inline Job all_reduce_sparse(RankSlot slot, const Tensors& tensors,
   BelowAutograd guard;
   const auto sum = std::make_shared<SparseSum>(job, slot, tensor);
   job.calls.push_back(sum->exchange_rows());
-  job.after = [sum](Collectives& group, std::chrono::nanoseconds timeout) {
+  job.after = [sum](group::Collectives& group, std::chrono::nanoseconds timeout) {
     sum->finish(group, timeout);
   };
   return job;

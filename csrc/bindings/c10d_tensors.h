@@ -29,10 +29,10 @@ struct Job {
   const char* title;  // for the profiler: "pycomm:" and the verb
   std::vector<at::Tensor> inputs{};
   std::vector<at::Tensor> outputs{};  // the value of the future
-  c10::SmallVector<Call, 1> calls{};
+  c10::SmallVector<group::Call, 1> calls{};
   std::vector<at::Tensor> held{};
   // Further calls, made when the job's only call is complete; `timeout` is that call's.
-  std::function<void(Collectives&, std::chrono::nanoseconds)> after{};
+  std::function<void(group::Collectives&, std::chrono::nanoseconds)> after{};
   std::vector<std::pair<at::Tensor, at::Tensor>> copies{};  // to, from
   std::shared_ptr<int> source{};                            // recv from any source: the source
   std::optional<c10::Device> device{};                      // of its tensors, if it has any

@@ -42,15 +42,15 @@ inline void check_root(const Job& job, RankSlot slot, int64_t root, int64_t root
                       std::to_string(slot.size));
 }
 
-inline Call moving(Operation operation, const at::Tensor& tensor) {
+inline group::Call moving(Operation operation, const at::Tensor& tensor) {
   const Element element = moved_as(tensor);
   return {.operation = operation,
           .dtype = element.dtype,
           .count = static_cast<size_t>(tensor.numel()) * element.parts};
 }
 
-inline Call reducing(const Job& job, Operation operation, const at::Tensor& tensor,
-                     const c10d::ReduceOp& op) {
+inline group::Call reducing(const Job& job, Operation operation, const at::Tensor& tensor,
+                            const c10d::ReduceOp& op) {
   const Element element = reduced_as(job, tensor, op);
   return {.operation = operation,
           .dtype = element.dtype,
@@ -113,7 +113,7 @@ inline at::Tensor scaled(Job& job, const at::Tensor& plain, const c10d::ReduceOp
 
 inline void add_all_reduce(Job& job, const at::Tensor& tensor, const c10d::ReduceOp& op) {
   const at::Tensor out = writable(job, tensor, Values::kept);
-  Call call = reducing(job, Operation::all_reduce, out, op);
+  group::Call call = reducing(job, Operation::all_reduce, out, op);
   call.output = bytes_at(out);
   call.input = bytes_at(scaled(job, out, op));
   job.calls.push_back(call);
@@ -135,7 +135,7 @@ inline void add_reduce(Job& job, RankSlot slot, const at::Tensor& tensor, const 
                        int root) {
   const bool is_root = slot.rank == root;
   const at::Tensor plain = is_root ? writable(job, tensor, Values::kept) : readable(job, tensor);
-  Call call = reducing(job, Operation::reduce, plain, op);
+  group::Call call = reducing(job, Operation::reduce, plain, op);
   call.input = bytes_at(scaled(job, plain, op));
   if (is_root) call.output = bytes_at(plain);
   call.peer = root;
@@ -156,7 +156,7 @@ inline Job broadcast(RankSlot slot, const Tensors& tensors, const c10d::Broadcas
   check_root(job, slot, opts.rootRank, opts.rootTensor);
   const at::Tensor plain =
       slot.rank == opts.rootRank ? readable(job, tensor) : writable(job, tensor, Values::unused);
-  Call call = moving(Operation::broadcast, plain);
+  group::Call call = moving(Operation::broadcast, plain);
   call.output = bytes_at(plain);
   call.peer = static_cast<int>(opts.rootRank);
   job.calls.push_back(call);
@@ -217,7 +217,7 @@ inline at::Tensor without_overlap(Job& job, const at::Tensor& output, const at::
 }
 
 inline void add_all_gather(Job& job, const at::Tensor& input, char* output) {
-  Call call = moving(Operation::all_gather, input);
+  group::Call call = moving(Operation::all_gather, input);
   call.input = bytes_at(input);
   call.output = output;
   job.calls.push_back(call);
@@ -314,7 +314,7 @@ inline void add_reduce_scatter(Job& job, RankSlot slot, const at::Tensor& output
   check_elements(job, input, output, output.numel() * slot.size);
   const at::Tensor in = scaled(job, input, op);
   const at::Tensor out = without_overlap(job, writable(job, output, Values::unused), in, slot);
-  Call call = reducing(job, Operation::reduce_scatter, out, op);
+  group::Call call = reducing(job, Operation::reduce_scatter, out, op);
   call.input = bytes_at(in);
   call.output = bytes_at(out);
   job.calls.push_back(call);

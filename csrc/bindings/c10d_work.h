@@ -80,7 +80,7 @@ class EngineWork : public c10d::Work {
   const Job& job() const { return job_; }
 
   // Makes the calls that depend on the first one's result. Returns their error.
-  std::exception_ptr follow(Collectives& group) noexcept {
+  std::exception_ptr follow(group::Collectives& group) noexcept {
     try {
       if (job_.after) job_.after(group, job_.calls.front().timeout);
     } catch (...) {

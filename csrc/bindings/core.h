@@ -53,31 +53,31 @@ struct SharedMemory {
 // sockets.
 class Handle {
  public:
-  explicit Handle(std::shared_ptr<Collectives> collectives);
+  explicit Handle(std::shared_ptr<group::Collectives> collectives);
   Handle(const Handle&) = delete;
   Handle& operator=(const Handle&) = delete;
   ~Handle();
 
-  Collectives& collectives() const;
-  const std::shared_ptr<Collectives>& shared() const { return collectives_; }
-  bool in_child() const { return forks() != born_; }
+  group::Collectives& collectives() const;
+  const std::shared_ptr<group::Collectives>& shared() const { return collectives_; }
+  bool in_child() const { return os::forks() != born_; }
   // Keeps `arrays` alive until `work` is complete.
-  void keep(std::shared_ptr<Work> work, py::object arrays);
+  void keep(std::shared_ptr<group::Work> work, py::object arrays);
 
  private:
   struct Kept {
-    std::shared_ptr<Work> work;
+    std::shared_ptr<group::Work> work;
     py::object arrays;
   };
-  std::shared_ptr<Collectives> collectives_;
+  std::shared_ptr<group::Collectives> collectives_;
   std::deque<Kept> kept_;  // in call order, which is also the order of completion
   unsigned born_;
 };
 
 class GroupHandle : public Handle {
  public:
-  explicit GroupHandle(std::shared_ptr<Group> group) : Handle(std::move(group)) {}
-  Group& group() const { return static_cast<Group&>(collectives()); }
+  explicit GroupHandle(std::shared_ptr<group::Group> group) : Handle(std::move(group)) {}
+  group::Group& group() const { return static_cast<group::Group&>(collectives()); }
 };
 
 inline constexpr auto kDtypeNames = [] {

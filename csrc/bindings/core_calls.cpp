@@ -21,13 +21,13 @@ namespace {
 using Arguments = std::span<PyObject* const>;
 
 struct CallObject {
-  PyObject_HEAD Call call;  // without arrays, which run() and start() take
+  PyObject_HEAD group::Call call;  // without arrays, which run() and start() take
 };
 
 // Sets a field from a keyword argument.
 struct Field {
   const char* name;
-  void (*set)(Call& call, const py::handle& value);
+  void (*set)(group::Call& call, const py::handle& value);
   bool optional = false;  // None keeps the default
   PyObject* interned = nullptr;
 };
@@ -57,20 +57,22 @@ std::chrono::nanoseconds timeout_from(const py::handle& given) {
 
 // In the order in which errors are reported.
 std::array<Field, 7> fields{{
-    {"timeout_s", [](Call& call, const py::handle& x) { call.timeout = timeout_from(x); }, true},
+    {"timeout_s", [](group::Call& call, const py::handle& x) { call.timeout = timeout_from(x); },
+     true},
     {"op",
-     [](Call& call, const py::handle& x) {
+     [](group::Call& call, const py::handle& x) {
        call.op = find<ReduceOp>(kReduceOps, x.cast<std::string_view>(), "op");
      }},
-    {"peer", [](Call& call, const py::handle& x) { call.peer = x.cast<int>(); }},
-    {"tag", [](Call& call, const py::handle& x) { call.tag = x.cast<uint32_t>(); }},
+    {"peer", [](group::Call& call, const py::handle& x) { call.peer = x.cast<int>(); }},
+    {"tag", [](group::Call& call, const py::handle& x) { call.tag = x.cast<uint32_t>(); }},
     {"algorithm",
-     [](Call& call, const py::handle& x) {
+     [](group::Call& call, const py::handle& x) {
        call.algorithm = find<Algorithm>(kAlgorithms, x.cast<std::string_view>(), "algorithm");
      },
      true},
-    {"counts", [](Call& call, const py::handle& x) { call.counts = counts_from(x); }, true},
-    {"counts_fit", [](Call& call, const py::handle& x) { call.counts_fit = x.cast<bool>(); }},
+    {"counts", [](group::Call& call, const py::handle& x) { call.counts = counts_from(x); }, true},
+    {"counts_fit",
+     [](group::Call& call, const py::handle& x) { call.counts_fit = x.cast<bool>(); }},
 }};
 
 // The position of a keyword in `fields`. Python interns the keywords of a program's text.
@@ -102,7 +104,7 @@ PyObject* make_call(PyObject* type, PyObject* const* given, size_t flags, PyObje
     const Py_ssize_t count = keywords == nullptr ? 0 : PyTuple_GET_SIZE(keywords);
     for (Py_ssize_t i = 0; i < count; ++i)
       values[field_of(PyTuple_GET_ITEM(keywords, i))] = given[1 + i];
-    Call call;
+    group::Call call;
     const py::handle operation = given[0];
     call.operation = find<Operation>(kOperations, operation.cast<std::string_view>(), "operation");
     for (size_t i = 0; i < values.size(); ++i)
@@ -110,7 +112,7 @@ PyObject* make_call(PyObject* type, PyObject* const* given, size_t flags, PyObje
         fields[i].set(call, values[i]);
     auto* const made = PyObject_New(CallObject, reinterpret_cast<PyTypeObject*>(type));
     if (made == nullptr) throw py::error_already_set();
-    new (&made->call) Call(std::move(call));
+    new (&made->call) group::Call(std::move(call));
     return reinterpret_cast<PyObject*>(made);
   } catch (...) {
     return raise_current();
@@ -156,7 +158,7 @@ std::optional<Memory> memory_of(PyObject* x, bool write) {
 }
 
 // Call::count for these arrays.
-size_t count_of(const Call& call, const Memory& input, const Memory& output, int size) {
+size_t count_of(const group::Call& call, const Memory& input, const Memory& output, int size) {
   if (!call.counts.empty()) return 0;
   switch (call.operation) {
     case Operation::all_reduce:
@@ -179,7 +181,7 @@ size_t count_of(const Call& call, const Memory& input, const Memory& output, int
 }
 
 // Sets the arrays of a call. False if one needs a description, or if a call has none and needs one.
-bool set_arrays(Call& call, PyObject* input, PyObject* output, int size) {
+bool set_arrays(group::Call& call, PyObject* input, PyObject* output, int size) {
   if (input == Py_None && output == Py_None) return call.operation == Operation::barrier;
   const auto to = memory_of(output, true);
   const auto from = input == output ? to : memory_of(input, false);
@@ -192,10 +194,10 @@ bool set_arrays(Call& call, PyObject* input, PyObject* output, int size) {
 }
 
 // The arguments of run() and start(): group, input, output, and a stream for a device group.
-Call call_of(PyObject* self, Arguments given) {
+group::Call call_of(PyObject* self, Arguments given) {
   if (given.size() != 3 && given.size() != 4)
     throw py::type_error("expected a group, an input, an output and perhaps a stream");
-  Call call = reinterpret_cast<CallObject*>(self)->call;
+  group::Call call = reinterpret_cast<CallObject*>(self)->call;
   if (given.size() == 4)
     call.device.stream = reinterpret_cast<void*>(py::handle(given[3]).cast<uintptr_t>());
   return call;
@@ -203,8 +205,8 @@ Call call_of(PyObject* self, Arguments given) {
 
 PyObject* run(PyObject* self, PyObject* const* given, Py_ssize_t count) {
   try {
-    Call call = call_of(self, {given, static_cast<size_t>(count)});
-    Collectives& group = py::handle(given[0]).cast<const Handle&>().collectives();
+    group::Call call = call_of(self, {given, static_cast<size_t>(count)});
+    group::Collectives& group = py::handle(given[0]).cast<const Handle&>().collectives();
     if (!set_arrays(call, given[1], given[2], group.size())) return Py_NewRef(Py_False);
     {
       const Blocking blocking;
@@ -219,18 +221,18 @@ PyObject* run(PyObject* self, PyObject* const* given, Py_ssize_t count) {
 
 // A call in progress, and where a recv stores its sender.
 struct Started {
-  std::shared_ptr<Work> work;
+  std::shared_ptr<group::Work> work;
   std::shared_ptr<int> source;
 };
 
 PyObject* agree_on_first_message(PyObject* self, PyObject* const* given, Py_ssize_t count) {
   try {
-    Call call = call_of(self, {given, static_cast<size_t>(count)});
-    Collectives& host = py::handle(given[0]).cast<const Handle&>().collectives();
+    group::Call call = call_of(self, {given, static_cast<size_t>(count)});
+    group::Collectives& host = py::handle(given[0]).cast<const Handle&>().collectives();
     set_arrays(call, given[1], given[2], host.size());  // descriptions of arrays on a device
     {
       const Blocking blocking;
-      pycomm::agree_on_first_message(host, call);
+      pycomm::group::agree_on_first_message(host, call);
     }
     throw_pending();
     return Py_NewRef(Py_None);
@@ -241,13 +243,13 @@ PyObject* agree_on_first_message(PyObject* self, PyObject* const* given, Py_ssiz
 
 PyObject* start(PyObject* self, PyObject* const* given, Py_ssize_t count) {
   try {
-    Call call = call_of(self, {given, static_cast<size_t>(count)});
+    group::Call call = call_of(self, {given, static_cast<size_t>(count)});
     auto& handle = py::handle(given[0]).cast<Handle&>();
-    Collectives& group = handle.collectives();
+    group::Collectives& group = handle.collectives();
     if (!set_arrays(call, given[1], given[2], group.size())) return Py_NewRef(Py_None);
     Started started;
     if (call.operation == Operation::recv) {
-      started.source = std::make_shared<int>(kAnySource);
+      started.source = std::make_shared<int>(group::kAnySource);
       call.source = started.source.get();
     }
     {
@@ -305,8 +307,8 @@ void bind_call(py::module_& module) {
   module.add_object("Call", reinterpret_cast<PyObject*>(&type));
 }
 
-// For pycomm._core_api.arrays: (address, dtype, count, shape, GPU or -1), or None if the array needs a closer
-// look.
+// For pycomm._core_api.arrays: (address, dtype, count, shape, GPU or -1), or None if the array
+// needs a closer look.
 py::object inspect(const py::handle& x, bool write) {
   const auto array = ContiguousArray::of(x.ptr(), write);
   if (!array) return py::none();

@@ -26,18 +26,18 @@ std::unique_ptr<Handle> on_device(const py::capsule& host, const py::capsule& de
                                   const std::string& why_no_nccl, bool nccl_shares,
                                   const std::pair<int, bool>& options, double timeout_s,
                                   double limit_s) {
-  auto group = taken<Group>(host, "pycomm.Group");
-  DeviceResources resources{
-      .device = taken<Device>(device, "pycomm.Device"),
-      .nccl = nccl ? taken<NcclApi>(*nccl, "pycomm.NcclApi") : nullptr,
+  auto group = taken<group::Group>(host, "pycomm.Group");
+  device_group::DeviceResources resources{
+      .device = taken<device::Device>(device, "pycomm.Device"),
+      .nccl = nccl ? taken<nccl::NcclApi>(*nccl, "pycomm.NcclApi") : nullptr,
       .why_no_nccl = why_no_nccl,
       .nccl_shares = nccl_shares,
       .options = {.lanes = options.first, .nccl_between_hosts = options.second}};
   const auto timeout = nanoseconds(timeout_s), limit = nanoseconds(limit_s);
-  std::shared_ptr<Collectives> made;
+  std::shared_ptr<group::Collectives> made;
   {
     const Blocking blocking;
-    made = make_device_group(std::move(group), std::move(resources), timeout, limit);
+    made = device_group::make_device_group(std::move(group), std::move(resources), timeout, limit);
   }
   throw_pending();
   return std::make_unique<Handle>(std::move(made));
@@ -47,7 +47,7 @@ std::unique_ptr<Handle> on_device(const py::capsule& host, const py::capsule& de
 
 void bind_devices(py::module_& module) {
   module.def("group_of", [](const py::capsule& group) {
-    return std::make_unique<GroupHandle>(taken<Group>(group, "pycomm.Group"));
+    return std::make_unique<GroupHandle>(taken<group::Group>(group, "pycomm.Group"));
   });
   module.def("on_device", &on_device);
 }

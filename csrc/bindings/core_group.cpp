@@ -14,11 +14,12 @@ namespace {
 
 // A group whose destruction suits Python: without the GIL, because goodbyes may wait; and not in a
 // forked child, where the goodbyes would be sent on the parent's sockets.
-std::shared_ptr<Collectives> guarded(std::shared_ptr<Collectives> group) {
-  Collectives* raw = group.get();
-  return {raw, [group = std::move(group), born = forks()](Collectives*) mutable {
-            if (forks() != born) {
-              [[maybe_unused]] auto* leaked = new std::shared_ptr<Collectives>(std::move(group));
+std::shared_ptr<group::Collectives> guarded(std::shared_ptr<group::Collectives> group) {
+  group::Collectives* raw = group.get();
+  return {raw, [group = std::move(group), born = os::forks()](group::Collectives*) mutable {
+            if (os::forks() != born) {
+              [[maybe_unused]] auto* leaked =
+                  new std::shared_ptr<group::Collectives>(std::move(group));
             } else if (Py_IsInitialized() != 0 && PyGILState_Check() != 0) {
               const py::error_scope pending;
               const Blocking blocking;
@@ -30,9 +31,9 @@ std::shared_ptr<Collectives> guarded(std::shared_ptr<Collectives> group) {
 }
 
 py::object split(const GroupHandle& handle, int color, int key) {
-  std::shared_ptr<Group> part;
+  std::shared_ptr<group::Group> part;
   {
-    Group& group = handle.group();
+    group::Group& group = handle.group();
     const Blocking blocking;
     part = group.split(color, key);
   }
@@ -70,13 +71,13 @@ py::capsule collectives_capsule(const Handle& handle) {
 
 py::capsule group_capsule(const GroupHandle& handle) {
   handle.group();
-  return in_capsule(std::static_pointer_cast<Group>(handle.shared()), "pycomm.Group");
+  return in_capsule(std::static_pointer_cast<group::Group>(handle.shared()), "pycomm.Group");
 }
 
 py::dict status(const GroupHandle& handle) {
-  const Status now = handle.group().status();
+  const group::Status now = handle.group().status();
   py::list peers;
-  for (const Status::Peer& peer : now.peers) {
+  for (const group::Status::Peer& peer : now.peers) {
     py::dict known;
     known["connected"] = peer.connected;
     known["left_reason"] = peer.departed;
@@ -100,16 +101,17 @@ py::tuple names(const std::array<std::string_view, kSize>& table) {
 }
 
 void bind_records(py::module_& module) {
-  py::class_<Stats>(module, "Stats")
-      .def_readonly("calls", &Stats::calls)
-      .def_readonly("frames_sent", &Stats::frames_sent)
-      .def_readonly("bytes_sent", &Stats::bytes_sent)
-      .def_readonly("bytes_written", &Stats::bytes_written)
-      .def_readonly("bytes_received", &Stats::bytes_received)
-      .def_readonly("seconds", &Stats::seconds)
-      .def_readonly("bytes", &Stats::bytes_written)
-      .def_property_readonly("algorithm", [](const Stats& s) { return name_of(s.algorithm); })
-      .def("__repr__", [](const Stats& s) {
+  py::class_<group::Stats>(module, "Stats")
+      .def_readonly("calls", &group::Stats::calls)
+      .def_readonly("frames_sent", &group::Stats::frames_sent)
+      .def_readonly("bytes_sent", &group::Stats::bytes_sent)
+      .def_readonly("bytes_written", &group::Stats::bytes_written)
+      .def_readonly("bytes_received", &group::Stats::bytes_received)
+      .def_readonly("seconds", &group::Stats::seconds)
+      .def_readonly("bytes", &group::Stats::bytes_written)
+      .def_property_readonly("algorithm",
+                             [](const group::Stats& s) { return name_of(s.algorithm); })
+      .def("__repr__", [](const group::Stats& s) {
         return py::str(
                    "Stats(calls={}, frames_sent={}, bytes_sent={}, bytes_written={}, "
                    "bytes_received={}, seconds={:.6f})")
@@ -130,8 +132,8 @@ void bind_records(py::module_& module) {
 
 }  // namespace
 
-Handle::Handle(std::shared_ptr<Collectives> collectives)
-    : collectives_(guarded(std::move(collectives))), born_(forks()) {}
+Handle::Handle(std::shared_ptr<group::Collectives> collectives)
+    : collectives_(guarded(std::move(collectives))), born_(os::forks()) {}
 
 Handle::~Handle() {
   collectives_.reset();  // first: no call may be in progress when the arrays are freed
@@ -139,7 +141,7 @@ Handle::~Handle() {
     if (in_child() || !kept.work->done()) kept.arrays.release();  // the group is still in use: leak
 }
 
-Collectives& Handle::collectives() const {
+group::Collectives& Handle::collectives() const {
   if (in_child())
     throw GroupBroken(
         "this process was forked after the group formed, and the group belongs to the parent; "
@@ -147,7 +149,7 @@ Collectives& Handle::collectives() const {
   return *collectives_;
 }
 
-void Handle::keep(std::shared_ptr<Work> work, py::object arrays) {
+void Handle::keep(std::shared_ptr<group::Work> work, py::object arrays) {
   while (!kept_.empty() && kept_.front().work->done()) kept_.pop_front();
   kept_.push_back({std::move(work), std::move(arrays)});
 }
@@ -162,16 +164,16 @@ void bind_group(py::module_& module) {
     return [field](const Handle& handle) { return handle.collectives().info().*field; };
   };
   py::class_<Handle>(module, "Collectives")
-      .def_property_readonly("rank", info(&GroupInfo::rank))
-      .def_property_readonly("size", info(&GroupInfo::size))
-      .def_property_readonly("name", info(&GroupInfo::name))
-      .def_property_readonly("members", info(&GroupInfo::members))
-      .def_property_readonly("ranks", info(&GroupInfo::ranks))
-      .def_property_readonly("hosts", info(&GroupInfo::hosts))
-      .def_property_readonly("local_rank", info(&GroupInfo::local_rank))
-      .def_property_readonly("local_size", info(&GroupInfo::local_size))
-      .def_property_readonly("host_count", info(&GroupInfo::host_count))
-      .def_property_readonly("encrypted", info(&GroupInfo::encrypted))
+      .def_property_readonly("rank", info(&group::GroupInfo::rank))
+      .def_property_readonly("size", info(&group::GroupInfo::size))
+      .def_property_readonly("name", info(&group::GroupInfo::name))
+      .def_property_readonly("members", info(&group::GroupInfo::members))
+      .def_property_readonly("ranks", info(&group::GroupInfo::ranks))
+      .def_property_readonly("hosts", info(&group::GroupInfo::hosts))
+      .def_property_readonly("local_rank", info(&group::GroupInfo::local_rank))
+      .def_property_readonly("local_size", info(&group::GroupInfo::local_size))
+      .def_property_readonly("host_count", info(&group::GroupInfo::host_count))
+      .def_property_readonly("encrypted", info(&group::GroupInfo::encrypted))
       .def_property_readonly("forked", &Handle::in_child)
       .def("stats", [](const Handle& h) { return h.collectives().stats(); })
       .def("close", &close)

@@ -20,12 +20,12 @@ namespace {
 std::tuple<size_t, size_t, std::string_view, std::string_view> packet_header(uintptr_t packet,
                                                                              size_t bytes) {
   const std::span found(at<const std::byte>(packet), bytes);
-  if (is_compact(found)) {
-    const CompactHeader header = read_compact_header(found);
-    return {header.k, header.count, kValueCodes[static_cast<size_t>(header.value_code)],
-            kIndexCodes[static_cast<size_t>(header.index_code)]};
+  if (codec::is_compact(found)) {
+    const codec::CompactHeader header = codec::read_compact_header(found);
+    return {header.k, header.count, codec::kValueCodes[static_cast<size_t>(header.value_code)],
+            codec::kIndexCodes[static_cast<size_t>(header.index_code)]};
   }
-  const PacketHeader header = read_packet_header(found);
+  const codec::PacketHeader header = codec::read_packet_header(found);
   return {header.k, header.count, name_of(header.value_dtype), "raw"};
 }
 
@@ -38,9 +38,9 @@ void bind_bundles(py::module_& module) {
       "most_batch_bytes",
       [](const Sizes& lengths, size_t count, std::string_view index_code,
          std::string_view value_code) {
-        const CompactEncoding encoding = compact_encoding(count, index_code, value_code);
+        const codec::CompactEncoding encoding = compact_encoding(count, index_code, value_code);
         size_t bytes = 0;
-        for (const size_t k : lengths) bytes += k == 0 ? 0 : most_compact_bytes(k, encoding);
+        for (const size_t k : lengths) bytes += k == 0 ? 0 : codec::most_compact_bytes(k, encoding);
         return bytes;
       },
       Free());
@@ -49,14 +49,14 @@ void bind_bundles(py::module_& module) {
       [](uintptr_t indices, uintptr_t values, const Sizes& lengths, size_t count,
          std::string_view dtype, std::string_view index_code, std::string_view value_code,
          uintptr_t out) {
-        CompactEncoding encoding = compact_encoding(count, index_code, value_code);
+        codec::CompactEncoding encoding = compact_encoding(count, index_code, value_code);
         encoding.dtype = dtype_named(dtype);
         const auto* where = at<const int32_t>(indices);
         const auto* what = at<const std::byte>(values);
         auto* packet = at<std::byte>(out);
         Sizes sizes;
         for (const size_t k : lengths) {
-          sizes.push_back(k == 0 ? 0 : encode_compact({where, what, k}, encoding, packet));
+          sizes.push_back(k == 0 ? 0 : codec::encode_compact({where, what, k}, encoding, packet));
           where += k;
           what += k * bytes_of(encoding.dtype);
           packet += sizes.back();
@@ -72,7 +72,7 @@ void bind_bundles(py::module_& module) {
         for (const size_t bytes : sizes) {
           lengths.push_back(0);
           if (bytes == 0) continue;
-          const CompactHeader header = read_compact_header({packet, bytes});
+          const codec::CompactHeader header = codec::read_compact_header({packet, bytes});
           if (header.count != count)
             throw InvalidArgument("invalid packet: it is of an array of " +
                                   std::to_string(header.count) + " elements, expected " +
@@ -91,7 +91,7 @@ void bind_bundles(py::module_& module) {
         auto* where = at<int32_t>(indices);
         auto* what = at<float>(values);
         for (size_t i = 0; i < sizes.size(); ++i) {
-          if (sizes[i] > 0) decode_compact({packet, sizes[i]}, where, what);
+          if (sizes[i] > 0) codec::decode_compact({packet, sizes[i]}, where, what);
           packet += sizes[i];
           where += lengths[i];
           what += lengths[i];
@@ -106,36 +106,38 @@ void bind_streams(py::module_& module) {
   module.def(
       "stream_step",
       [](uintptr_t grad, uintptr_t u, uintptr_t v, size_t count) {
-        stream_step(at<const float>(grad), at<float>(u), at<float>(v), count);
+        kernels::stream_step(at<const float>(grad), at<float>(u), at<float>(v), count);
       },
       Free());
   module.def(
       "stream_copy",
       [](uintptr_t from, uintptr_t to, size_t count, bool around) {
-        stream_copy(at<const float>(from), at<float>(to), count, around);
+        kernels::stream_copy(at<const float>(from), at<float>(to), count, around);
       },
       Free());
   module.def(
       "stream_read",
-      [](uintptr_t x, size_t count) { return stream_read(at<const float>(x), count); }, Free());
+      [](uintptr_t x, size_t count) { return kernels::stream_read(at<const float>(x), count); },
+      Free());
 }
 
 }  // namespace
 
 void bind_cpu_kernels(py::module_& module) {
   py::module_ kernels = module.def_submodule("kernels", "The processor's kernels.");
-  bind_kernels(kernels, cpu_kernels());
+  bind_kernels(kernels, kernels::cpu_kernels());
   module.def("read_packet_header", &packet_header);
-  module.def("set_kernel_threads", &set_kernel_threads);
-  module.def("kernel_threads", &kernel_threads);
+  module.def("set_kernel_threads", &kernels::set_kernel_threads);
+  module.def("kernel_threads", &kernels::kernel_threads);
   module.def("set_kernel_isa", &cpu::set_kernel_isa);
   module.def("kernel_isa", &cpu::kernel_isa);
   module.def("most_compact_bytes",
              [](size_t k, size_t count, std::string_view index_code, std::string_view value_code) {
-               return most_compact_bytes(k, compact_encoding(count, index_code, value_code));
+               return codec::most_compact_bytes(k, compact_encoding(count, index_code, value_code));
              });
   module.def("read_compact_header", [](uintptr_t head, size_t bytes, size_t size) {
-    const CompactHeader header = read_compact_header({at<const std::byte>(head), bytes}, size);
+    const codec::CompactHeader header =
+        codec::read_compact_header({at<const std::byte>(head), bytes}, size);
     return std::pair(header.k, header.count);
   });
   bind_bundles(module);

@@ -6,7 +6,7 @@ namespace pycomm::bindings {
 namespace {
 
 SharedMemory allocate(size_t bytes) {
-  const auto heap = SharedHeap::own();
+  const auto heap = os::SharedHeap::own();
   if (!heap)
     throw Unsupported(
         "shared memory is unavailable: address space or file size is limited (ulimit -v, ulimit "

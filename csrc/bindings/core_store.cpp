@@ -18,7 +18,7 @@ namespace pycomm::bindings {
 namespace {
 
 // A store implemented in Python, with the methods of PythonStore in _core.pyi.
-class PythonStore : public Store {
+class PythonStore : public rendezvous::Store {
  public:
   explicit PythonStore(py::object object) : object_(std::move(object)) {}
 
@@ -82,16 +82,17 @@ void log(const std::string& line) {
   }
 }
 
-std::unique_ptr<TcpStore> serve(const std::string& host, uint16_t port, const std::string& key) {
+std::unique_ptr<rendezvous::TcpStore> serve(const std::string& host, uint16_t port,
+                                            const std::string& key) {
   const Blocking blocking;
-  return TcpStore::serve(host, port, key);
+  return rendezvous::TcpStore::serve(host, port, key);
 }
 
-std::unique_ptr<TcpStore> reach(const std::string& host, uint16_t port, const std::string& key,
-                                double timeout_s) {
+std::unique_ptr<rendezvous::TcpStore> reach(const std::string& host, uint16_t port,
+                                            const std::string& key, double timeout_s) {
   const Blocking blocking;
-  return TcpStore::connect(host, port, key, Deadline(nanoseconds(timeout_s)),
-                           {.log = &log, .interrupted = &interrupted});
+  return rendezvous::TcpStore::connect(host, port, key, Deadline(nanoseconds(timeout_s)),
+                                       {.log = &log, .interrupted = &interrupted});
 }
 
 template <size_t kSize>
@@ -102,16 +103,16 @@ int number_of(const std::array<std::string_view, kSize>& names, const std::strin
 }
 
 // (action, operation or "", bytes, peer or -1, seconds, chunk bytes, file), see pycomm.testing.
-Fault fault_from(const py::tuple& given) {
+testing::Fault fault_from(const py::tuple& given) {
   const auto at = given[1].cast<std::string>();
-  return {
-      .action = static_cast<FaultAction>(number_of(kFaultActions, given[0].cast<std::string>())),
-      .operation = at.empty() ? -1 : number_of(kOperations, at),
-      .after_bytes = given[2].cast<uint64_t>(),
-      .peer = given[3].cast<int>(),
-      .delay = nanoseconds(given[4].cast<double>()),
-      .grain = given[5].cast<size_t>(),
-      .moment_file = given[6].cast<std::string>()};
+  return {.action = static_cast<testing::FaultAction>(
+              number_of(testing::kFaultActions, given[0].cast<std::string>())),
+          .operation = at.empty() ? -1 : number_of(kOperations, at),
+          .after_bytes = given[2].cast<uint64_t>(),
+          .peer = given[3].cast<int>(),
+          .delay = nanoseconds(given[4].cast<double>()),
+          .grain = given[5].cast<size_t>(),
+          .moment_file = given[6].cast<std::string>()};
 }
 
 // Makes the core use the same OpenSSL as Python, wherever it is stored.
@@ -122,8 +123,8 @@ void load_pythons_openssl() {
   }
 }
 
-ConnectOptions options_from(const py::kwargs& named) {
-  ConnectOptions options;
+group::ConnectOptions options_from(const py::kwargs& named) {
+  group::ConnectOptions options;
   options.rank = named["rank"].cast<int>();
   options.size = named["size"].cast<int>();
   options.name = named["name"].cast<std::string>();
@@ -142,13 +143,13 @@ ConnectOptions options_from(const py::kwargs& named) {
   if (named.contains("flight")) options.recorder.record = named["flight"].cast<std::string>();
   if (named.contains("trace")) options.recorder.trace = named["trace"].cast<std::string>();
   if (named.contains("faults")) {
-    std::vector<Fault> faults;
+    std::vector<testing::Fault> faults;
     for (const auto& fault : named["faults"]) faults.push_back(fault_from(fault.cast<py::tuple>()));
-    if (!faults.empty()) options.inject_faults = fault_injector(faults);
+    if (!faults.empty()) options.inject_faults = testing::fault_injector(faults);
   }
   if (named.contains("link_bytes_per_s"))
     if (const auto speed = named["link_bytes_per_s"].cast<double>(); speed > 0)
-      options.limit_rate = rate_limiter(speed);
+      options.limit_rate = testing::rate_limiter(speed);
   if (named.contains("tuned"))
     for (const auto& one : named["tuned"]) {
       const auto [transport, small_bytes, middle_bytes] =
@@ -161,13 +162,14 @@ ConnectOptions options_from(const py::kwargs& named) {
 }
 
 std::unique_ptr<GroupHandle> connect_from(const py::object& object, const py::kwargs& named) {
-  ConnectOptions options = options_from(named);
+  group::ConnectOptions options = options_from(named);
   PythonStore adapter(object);
-  Store& store = py::isinstance<Store>(object) ? object.cast<Store&>() : adapter;
-  std::shared_ptr<Group> group;
+  rendezvous::Store& store =
+      py::isinstance<rendezvous::Store>(object) ? object.cast<rendezvous::Store&>() : adapter;
+  std::shared_ptr<group::Group> group;
   {
     const Blocking blocking;
-    group = connect(store, std::move(options));
+    group = group::connect(store, std::move(options));
   }
   auto handle = std::make_unique<GroupHandle>(std::move(group));
   throw_pending();
@@ -178,10 +180,11 @@ std::unique_ptr<GroupHandle> regroup(const GroupHandle& broken, const py::object
                                      const std::string& name, const std::vector<int>& members,
                                      double timeout_s) {
   PythonStore adapter(object);
-  Store& store = py::isinstance<Store>(object) ? object.cast<Store&>() : adapter;
-  std::shared_ptr<Group> part;
+  rendezvous::Store& store =
+      py::isinstance<rendezvous::Store>(object) ? object.cast<rendezvous::Store&>() : adapter;
+  std::shared_ptr<group::Group> part;
   {
-    Group& group = broken.group();
+    group::Group& group = broken.group();
     const auto limit = nanoseconds(timeout_s);
     const Blocking blocking;
     part = group.regroup(store, name, members, limit);
@@ -191,30 +194,31 @@ std::unique_ptr<GroupHandle> regroup(const GroupHandle& broken, const py::object
   return handle;
 }
 
-void set(Store& store, const std::string& key, const py::bytes& value, double timeout_s) {
+void set(rendezvous::Store& store, const std::string& key, const py::bytes& value,
+         double timeout_s) {
   const Deadline deadline(nanoseconds(timeout_s));
   const std::string copy = value;
   const Blocking blocking;
   store.set(key, copy, deadline);
 }
 
-py::bytes get(Store& store, const std::string& key, double timeout_s) {
+py::bytes get(rendezvous::Store& store, const std::string& key, double timeout_s) {
   const Deadline deadline(nanoseconds(timeout_s));
   std::string value;
   {
     const Blocking blocking;
-    value = get_in_slices(store, key, deadline, &interrupted);
+    value = rendezvous::get_in_slices(store, key, deadline, &interrupted);
   }
   return value;
 }
 
-int64_t add(Store& store, const std::string& key, int64_t amount, double timeout_s) {
+int64_t add(rendezvous::Store& store, const std::string& key, int64_t amount, double timeout_s) {
   const Deadline deadline(nanoseconds(timeout_s));
   const Blocking blocking;
   return store.add(key, amount, deadline);
 }
 
-py::object remove(Store& store, const std::string& key, double timeout_s) {
+py::object remove(rendezvous::Store& store, const std::string& key, double timeout_s) {
   const Deadline deadline(nanoseconds(timeout_s));
   std::optional<std::string> value;
   {
@@ -224,7 +228,8 @@ py::object remove(Store& store, const std::string& key, double timeout_s) {
   return value ? py::object(py::bytes(*value)) : py::none();
 }
 
-py::bytes claim(Store& store, const std::string& key, const py::bytes& value, double timeout_s) {
+py::bytes claim(rendezvous::Store& store, const std::string& key, const py::bytes& value,
+                double timeout_s) {
   const Deadline deadline(nanoseconds(timeout_s));
   const std::string copy = value;
   std::string standing;
@@ -235,7 +240,7 @@ py::bytes claim(Store& store, const std::string& key, const py::bytes& value, do
   return standing;
 }
 
-void settle(Store& store) {
+void settle(rendezvous::Store& store) {
   const Blocking blocking;
   store.settle();
 }
@@ -243,22 +248,22 @@ void settle(Store& store) {
 }  // namespace
 
 void bind_stores(py::module_& module) {
-  const double limit_s = store_limit().limit_s();
-  py::class_<Store>(module, "Store")
+  const double limit_s = rendezvous::store_limit().limit_s();
+  py::class_<rendezvous::Store>(module, "Store")
       .def("set", &set, py::arg(), py::arg(), py::arg() = limit_s)
       .def("get", &get)
       .def("add", &add, py::arg(), py::arg(), py::arg() = limit_s)
       .def("remove", &remove, py::arg(), py::arg() = limit_s)
       .def("claim", &claim, py::arg(), py::arg(), py::arg() = limit_s)
       .def("settle", &settle);
-  py::class_<LocalStore, Store>(module, "LocalStore").def(py::init<>());
-  py::class_<TcpStore, Store>(module, "TcpStore")
+  py::class_<rendezvous::LocalStore, rendezvous::Store>(module, "LocalStore").def(py::init<>());
+  py::class_<rendezvous::TcpStore, rendezvous::Store>(module, "TcpStore")
       .def_static("serve", &serve)
       .def_static("connect", &reach)
-      .def_property_readonly("port", &TcpStore::port);
+      .def_property_readonly("port", &rendezvous::TcpStore::port);
   module.def("connect", &connect_from);
   module.def("regroup", &regroup);
-  module.def("check_address", &check_address);
+  module.def("check_address", &group::check_address);
 }
 
 }  // namespace pycomm::bindings

@@ -13,8 +13,8 @@ PYBIND11_MODULE(_cuda, module) {
   pycomm::bindings::bind_kernels(kernels, cuda);
   pycomm::bindings::bind_streams(kernels);
   pycomm::bindings::py::module_ nccl = module.def_submodule("nccl", "NVIDIA's collectives.");
-  pycomm::bindings::bind_nccl(nccl, [](std::span<const pycomm::NcclPlace> places) {
-    return std::shared_ptr<pycomm::NcclApi>(pycomm::load_nccl(places));
+  pycomm::bindings::bind_nccl(nccl, [](std::span<const pycomm::nccl::NcclPlace> places) {
+    return std::shared_ptr<pycomm::nccl::NcclApi>(pycomm::nccl::load_nccl(places));
   });
   pycomm::bindings::bind_device(module);
   module.def("why_not", &pycomm::cuda::why_not, "Why no GPU can be used; empty if one can.");

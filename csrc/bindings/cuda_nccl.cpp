@@ -16,27 +16,27 @@ namespace pycomm::bindings {
 namespace {
 
 // Throws the error of a failed call.
-void expect_success(NcclApi& nccl, const char* function, NcclResult result) {
-  if (result == NcclResult::success) return;
-  const std::string text = nccl_error_text(nccl, function, result, nullptr);
-  if (result == NcclResult::cuda_error) {
+void expect_success(nccl::NcclApi& nccl, const char* function, nccl::NcclResult result) {
+  if (result == nccl::NcclResult::success) return;
+  const std::string text = nccl::nccl_error_text(nccl, function, result, nullptr);
+  if (result == nccl::NcclResult::cuda_error) {
     const std::string why = cuda::why_not();
     if (!why.empty()) throw Unsupported(text + "; NCCL requires NVIDIA's driver and a GPU: " + why);
   }
   throw InternalError(text);
 }
 
-py::bytes unique_id(NcclApi& nccl) {
-  NcclId id{};
+py::bytes unique_id(nccl::NcclApi& nccl) {
+  nccl::NcclId id{};
   expect_success(nccl, "ncclGetUniqueId", nccl.get_unique_id(id));
   return {id.bytes.data(), id.bytes.size()};
 }
 
-void try_communicator(NcclApi& nccl) {
+void try_communicator(nccl::NcclApi& nccl) {
   const py::gil_scoped_release release;
-  NcclId id{};
+  nccl::NcclId id{};
   expect_success(nccl, "ncclGetUniqueId", nccl.get_unique_id(id));
-  NcclComm* comm = nullptr;
+  nccl::NcclComm* comm = nullptr;
   expect_success(nccl, "ncclCommInitRankConfig", nccl.comm_init_rank(comm, 1, id, 0, true));
   expect_success(nccl, "ncclCommFinalize", nccl.comm_finalize(comm));
   expect_success(nccl, "ncclCommDestroy", nccl.comm_destroy(comm));
@@ -47,22 +47,22 @@ using Place = std::tuple<std::string, std::string, bool>;
 }  // namespace
 
 void bind_nccl(py::module_& module,
-               std::shared_ptr<NcclApi> (*load)(std::span<const NcclPlace> places)) {
-  py::class_<NcclApi, std::shared_ptr<NcclApi>>(module, "Nccl", py::module_local(),
-                                                "An NCCL library that was loaded.")
-      .def_property_readonly("version",
-                             [](const NcclApi& n) { return nccl_version_text(n.version()); })
-      .def_property_readonly("origin", &NcclApi::origin, "The file it was loaded from.")
+               std::shared_ptr<nccl::NcclApi> (*load)(std::span<const nccl::NcclPlace> places)) {
+  py::class_<nccl::NcclApi, std::shared_ptr<nccl::NcclApi>>(module, "Nccl", py::module_local(),
+                                                            "An NCCL library that was loaded.")
+      .def_property_readonly(
+          "version", [](const nccl::NcclApi& n) { return nccl::nccl_version_text(n.version()); })
+      .def_property_readonly("origin", &nccl::NcclApi::origin, "The file it was loaded from.")
       .def("unique_id", &unique_id, "128 bytes that identify a communicator; requires no GPU.")
       .def("try_communicator", &try_communicator,
            "Creates a communicator of size 1 on the current device, and destroys it. "
            "Raises Unsupported with the messages of NCCL and CUDA if there is no GPU.")
       .def("_capsule",
-           [](const std::shared_ptr<NcclApi>& n) { return in_capsule(n, "pycomm.NcclApi"); });
+           [](const std::shared_ptr<nccl::NcclApi>& n) { return in_capsule(n, "pycomm.NcclApi"); });
   module.def(
       "load",
       [load](const std::vector<Place>& places) {
-        std::vector<NcclPlace> all;
+        std::vector<nccl::NcclPlace> all;
         for (const auto& [what, file, loaded_only] : places)
           all.push_back({what, file, loaded_only});
         return load(all);

@@ -14,6 +14,6 @@ namespace py = pybind11;
 
 // `load` returns the library of the first place that has it; see nccl/nccl.h.
 void bind_nccl(py::module_& module,
-               std::shared_ptr<NcclApi> (*load)(std::span<const NcclPlace> places));
+               std::shared_ptr<nccl::NcclApi> (*load)(std::span<const nccl::NcclPlace> places));
 
 }  // namespace pycomm::bindings

@@ -52,13 +52,14 @@ std::span<const Row> table(Rows rows) {
   return {at<const Row>(rows.first), rows.second};
 }
 
-inline Queue queue(int device, uintptr_t stream) { return {device, at(stream)}; }
+inline kernels::Queue queue(int device, uintptr_t stream) { return {device, at(stream)}; }
 
-inline DgcTables dgc_tables(Rows pieces, Rows selections, std::string_view dtype) {
-  return {table<DgcPiece>(pieces), table<DgcSelection>(selections), dtype_named(dtype)};
+inline kernels::DgcTables dgc_tables(Rows pieces, Rows selections, std::string_view dtype) {
+  return {table<kernels::DgcPiece>(pieces), table<kernels::DgcSelection>(selections),
+          dtype_named(dtype)};
 }
 
-inline void bind_dgc(py::module_& module, DeviceKernels& kernels) {
+inline void bind_dgc(py::module_& module, kernels::DeviceKernels& kernels) {
   using Free = py::call_guard<py::gil_scoped_release>;
   module.def(
       "dgc_workspace_bytes",
@@ -104,7 +105,7 @@ inline void bind_dgc(py::module_& module, DeviceKernels& kernels) {
       Free());
 }
 
-inline void bind_selection(py::module_& module, DeviceKernels& kernels) {
+inline void bind_selection(py::module_& module, kernels::DeviceKernels& kernels) {
   using Free = py::call_guard<py::gil_scoped_release>;
   module.def(
       "topk_workspace_bytes",
@@ -127,7 +128,7 @@ inline void bind_selection(py::module_& module, DeviceKernels& kernels) {
       Free());
 }
 
-inline void bind_packets(py::module_& module, DeviceKernels& kernels) {
+inline void bind_packets(py::module_& module, kernels::DeviceKernels& kernels) {
   using Free = py::call_guard<py::gil_scoped_release>;
   module.def(
       "scatter_add",
@@ -142,17 +143,18 @@ inline void bind_packets(py::module_& module, DeviceKernels& kernels) {
       "decode_sum",
       [&kernels](Rows out, std::string_view dtype, Rows packets, std::string_view value_dtype,
                  double scale, int device, uintptr_t stream) {
-        kernels.decode_sum({table<Array>(out), dtype_named(dtype)}, table<Packet>(packets),
-                           dtype_named(value_dtype), scale, queue(device, stream));
+        kernels.decode_sum({table<kernels::Array>(out), dtype_named(dtype)},
+                           table<codec::Packet>(packets), dtype_named(value_dtype), scale,
+                           queue(device, stream));
       },
       Free());
   module.def(
       "decode_update",
       [&kernels](Rows param, std::string_view dtype, Rows packets, std::string_view value_dtype,
                  double lr, double scale, int device, uintptr_t stream) {
-        kernels.decode_update({table<Array>(param), dtype_named(dtype)}, table<Packet>(packets),
-                              dtype_named(value_dtype), {.lr = lr, .scale = scale},
-                              queue(device, stream));
+        kernels.decode_update({table<kernels::Array>(param), dtype_named(dtype)},
+                              table<codec::Packet>(packets), dtype_named(value_dtype),
+                              {.lr = lr, .scale = scale}, queue(device, stream));
       },
       Free());
   module.def(
@@ -178,19 +180,19 @@ Code code_named(const std::array<std::string_view, kCount>& names, std::string_v
   return static_cast<Code>(found - names.begin());
 }
 
-inline CompactEncoding compact_encoding(size_t count, std::string_view index_code,
-                                        std::string_view value_code) {
+inline codec::CompactEncoding compact_encoding(size_t count, std::string_view index_code,
+                                               std::string_view value_code) {
   const bool automatic = index_code == "auto";
-  return {
-      .count = count,
-      .dtype = Dtype::float32,
-      .automatic = automatic,
-      .index_code = automatic ? IndexCode::list : code_named<IndexCode>(kIndexCodes, index_code),
-      .value_code = code_named<ValueCode>(kValueCodes, value_code),
-      .residual = nullptr};
+  return {.count = count,
+          .dtype = Dtype::float32,
+          .automatic = automatic,
+          .index_code = automatic ? codec::IndexCode::list
+                                  : code_named<codec::IndexCode>(codec::kIndexCodes, index_code),
+          .value_code = code_named<codec::ValueCode>(codec::kValueCodes, value_code),
+          .residual = nullptr};
 }
 
-inline void bind_compact(py::module_& module, DeviceKernels& kernels) {
+inline void bind_compact(py::module_& module, kernels::DeviceKernels& kernels) {
   using Free = py::call_guard<py::gil_scoped_release>;
   module.def(
       "encode_compact",
@@ -198,7 +200,7 @@ inline void bind_compact(py::module_& module, DeviceKernels& kernels) {
                  std::string_view dtype, std::string_view index_code, std::string_view value_code,
                  uintptr_t residual, uintptr_t out, uintptr_t bytes, Rows workspace, int device,
                  uintptr_t stream) {
-        CompactEncoding encoding = compact_encoding(count, index_code, value_code);
+        codec::CompactEncoding encoding = compact_encoding(count, index_code, value_code);
         encoding.dtype = dtype_named(dtype);
         encoding.residual = at(residual);
         kernels.encode_compact({at<const int32_t>(indices), at(values), k}, encoding,
@@ -227,17 +229,19 @@ inline void bind_compact(py::module_& module, DeviceKernels& kernels) {
       Free());
 }
 
-inline void bind_dense(py::module_& module, DeviceKernels& kernels) {
+inline void bind_dense(py::module_& module, kernels::DeviceKernels& kernels) {
   using Free = py::call_guard<py::gil_scoped_release>;
   module.def(
       "norm_workspace_bytes",
-      [&kernels](Rows arrays) { return kernels.norm_workspace_bytes(table<Array>(arrays)); },
+      [&kernels](Rows arrays) {
+        return kernels.norm_workspace_bytes(table<kernels::Array>(arrays));
+      },
       Free());
   module.def(
       "norm",
       [&kernels](Rows arrays, std::string_view dtype, uintptr_t norms, Rows workspace, int device,
                  uintptr_t stream) {
-        kernels.norm(table<Array>(arrays), dtype_named(dtype), at<double>(norms),
+        kernels.norm(table<kernels::Array>(arrays), dtype_named(dtype), at<double>(norms),
                      {at(workspace.first), workspace.second}, queue(device, stream));
       },
       Free());
@@ -276,7 +280,7 @@ inline void bind_dense(py::module_& module, DeviceKernels& kernels) {
 }
 
 // `kernels` must outlive the module.
-inline void bind_kernels(py::module_& module, DeviceKernels& kernels) {
+inline void bind_kernels(py::module_& module, kernels::DeviceKernels& kernels) {
   bind_dgc(module, kernels);
   bind_selection(module, kernels);
   bind_packets(module, kernels);

@@ -6,7 +6,7 @@
 #include "core/errors.h"
 #include "os/socket.h"
 
-namespace pycomm {
+namespace pycomm::bootstrap {
 namespace {
 
 // Connections accepted per round, so that handshakes in progress advance in between.
@@ -23,15 +23,15 @@ void Connector::dial(int peer, bool reports_lost) {
     dials_.try_emplace(peer, Dial{.reports_lost = reports_lost});
 }
 
-std::vector<ConnectResult> Connector::poll(std::chrono::nanoseconds limit,
-                                           std::vector<pollfd>& also) {
+std::vector<engine::ConnectResult> Connector::poll(std::chrono::nanoseconds limit,
+                                                   std::vector<pollfd>& also) {
   start_dials();
   wait(results_.empty() ? limit : std::chrono::nanoseconds{0}, also);
   accept();
   advance_dials();
   advance_pending();
   exchange();
-  for (const ConnectResult& result : results_) dials_.erase(result.peer);
+  for (const engine::ConnectResult& result : results_) dials_.erase(result.peer);
   return std::exchange(results_, {});
 }
 
@@ -42,17 +42,19 @@ std::string Connector::failure(int peer) const {
 }
 
 // `peer`: the rank that this rank dials; -1: an accepted connection.
-Handshake Connector::make_handshake(Fd fd, int peer, SocketTransport* by) {
-  HandshakeParams params{.context = options_.context, .rank = options_.rank, .expected = peer};
+transport::Handshake Connector::make_handshake(os::Fd fd, int peer,
+                                               transport::SocketTransport* by) {
+  transport::HandshakeParams params{
+      .context = options_.context, .rank = options_.rank, .expected = peer};
   params.agreed = options_.agreed;
   params.patient = true;  // the peer may have accepted when our limit passes
   if (peer != -1)
-    return {std::move(fd), Handshake::Role::connector, options_.key, std::move(params)};
+    return {std::move(fd), transport::Handshake::Role::connector, options_.key, std::move(params)};
   params.wanted = [this, by](int dial) { return is_wanted(dial, by); };
-  return {std::move(fd), Handshake::Role::listener, options_.key, std::move(params)};
+  return {std::move(fd), transport::Handshake::Role::listener, options_.key, std::move(params)};
 }
 
-bool Connector::is_wanted(int peer, const SocketTransport* by) const {
+bool Connector::is_wanted(int peer, const transport::SocketTransport* by) const {
   const auto i = static_cast<size_t>(peer);
   if (peer < 0 || i >= connected_.size() || connected_[i] || options_.addresses[i].transport != by)
     return false;
@@ -68,10 +70,10 @@ void Connector::start_dials() {
       continue;
     const PeerAddress& to = address_of(peer);
     try {
-      dial.step = Handshake::Step::want_write;
-      dial.handshake = std::make_unique<Handshake>(
+      dial.step = transport::Handshake::Step::want_write;
+      dial.handshake = std::make_unique<transport::Handshake>(
           make_handshake(to.transport->call(to.candidates[dial.candidate]), peer, to.transport));
-    } catch (const Forbidden& error) {
+    } catch (const os::Forbidden& error) {
       // The system may allow another address.
       dial.forbidden = options_.forbidden_is_final && to.candidates.size() == 1;
       ++dial.refused;
@@ -114,8 +116,8 @@ void Connector::wait(std::chrono::nanoseconds limit, std::vector<pollfd>& also) 
     for (const int listener : transport->listeners()) polled.push_back({listener, POLLIN, 0});
   }
   out_of_descriptors_ = false;
-  const auto add = [&](const Handshake& handshake, Handshake::Step step) {
-    const bool write = step == Handshake::Step::want_write;
+  const auto add = [&](const transport::Handshake& handshake, transport::Handshake::Step step) {
+    const bool write = step == transport::Handshake::Step::want_write;
     polled.push_back({handshake.fd(), static_cast<short>(write ? POLLOUT : POLLIN), 0});
   };
   for (const auto& [peer, dial] : dials_) {
@@ -137,10 +139,10 @@ void Connector::accept() {
     for (const int listener : transport->listeners()) {
       if (out_of_descriptors_) break;
       for (int i = 0; i < kAcceptsInARound; ++i) {
-        Fd fd = accept_from(listener, &out_of_descriptors_);
+        os::Fd fd = os::accept_from(listener, &out_of_descriptors_);
         if (!fd) break;
         if (pending_.size() >= max_pending_) evict();
-        const uint64_t source = source_of(fd.get());
+        const uint64_t source = transport::source_of(fd.get());
         pending_.push_back(
             {transport.get(), make_handshake(std::move(fd), -1, transport.get()), source});
         if (!advance(pending_.back())) pending_.pop_back();  // its greeting may have arrived
@@ -152,20 +154,21 @@ void Connector::accept() {
 }
 
 void Connector::evict() {
-  std::vector<Pending> pending;
+  std::vector<transport::Pending> pending;
   for (const PendingConnection& one : pending_)
     pending.push_back({one.source, one.handshake.greeted()});
-  pending_.erase(std::next(pending_.begin(), static_cast<long>(choose_evicted(pending, random_))));
+  pending_.erase(
+      std::next(pending_.begin(), static_cast<long>(transport::choose_evicted(pending, random_))));
 }
 
 void Connector::advance_dials() {
   for (auto& [peer, dial] : dials_) {
     if (!dial.handshake) continue;
     switch (dial.step = dial.handshake->advance()) {
-      case Handshake::Step::done:
+      case transport::Handshake::Step::done:
         add_connection(peer, *std::exchange(dial.handshake, nullptr), true);
         break;
-      case Handshake::Step::refused:
+      case transport::Handshake::Step::refused:
         if (dial.handshake->declined()) {  // the peer dials this rank
           dial.handshake.reset();
           dial.retry_at = Clock::now() + kRetry;
@@ -185,8 +188,8 @@ void Connector::advance_dials() {
         if (!dial.handshake->connected()) ++dial.refused;
         failed(peer, dial, std::string(dial.handshake->why()));
         break;
-      case Handshake::Step::want_read:
-      case Handshake::Step::want_write:
+      case transport::Handshake::Step::want_read:
+      case transport::Handshake::Step::want_write:
         break;
     }
   }
@@ -202,9 +205,10 @@ bool Connector::advance(PendingConnection& connection) {
   connection.step = connection.handshake.advance();
   if (connection.handshake.differs())
     reject(connection.handshake.peer(), connection.handshake.why());
-  if (connection.step == Handshake::Step::done)
+  if (connection.step == transport::Handshake::Step::done)
     add_connection(connection.handshake.peer(), connection.handshake, false);
-  return connection.step != Handshake::Step::done && connection.step != Handshake::Step::refused;
+  return connection.step != transport::Handshake::Step::done &&
+         connection.step != transport::Handshake::Step::refused;
 }
 
 // The peer read other rank infos: another attempt would fail in the same way.
@@ -216,9 +220,9 @@ void Connector::reject(int peer, const std::string& why) {
 }
 
 // Both ends accepted this connection. A dial of our own is dropped. `called`: this rank dialed.
-void Connector::add_connection(int peer, Handshake& handshake, bool called) {
-  Session session{.secret = handshake.session_secret(), .connector = called};
-  Fd fd = handshake.release();
+void Connector::add_connection(int peer, transport::Handshake& handshake, bool called) {
+  transport::Session session{.secret = handshake.session_secret(), .connector = called};
+  os::Fd fd = handshake.release();
   connected_[static_cast<size_t>(peer)] = true;
   if (const auto dial = dials_.find(peer); dial != dials_.end()) dial->second.handshake.reset();
   try {
@@ -231,17 +235,17 @@ void Connector::add_connection(int peer, Handshake& handshake, bool called) {
 
 void Connector::exchange() {
   for (auto at = exchanges_.begin(); at != exchanges_.end();) {
-    SocketTransport& by = *address_of(at->peer).transport;
-    if (by.exchanges() && poll_one(at->fd.get(), POLLIN, std::chrono::nanoseconds{0}) == 0) {
+    transport::SocketTransport& by = *address_of(at->peer).transport;
+    if (by.exchanges() && os::poll_one(at->fd.get(), POLLIN, std::chrono::nanoseconds{0}) == 0) {
       ++at;
       continue;
     }
-    ConnectResult& result = results_.emplace_back();
+    engine::ConnectResult& result = results_.emplace_back();
     result.peer = at->peer;
     try {
       result.channel = by.accept(std::move(at->fd), Deadline(std::chrono::nanoseconds{0}));
       if (address_of(at->peer).encrypted)
-        result.channel = make_encrypted(std::move(result.channel), at->session);
+        result.channel = transport::make_encrypted(std::move(result.channel), at->session);
     } catch (const Error& error) {
       result.why = error.what();
     }
@@ -249,4 +253,4 @@ void Connector::exchange() {
   }
 }
 
-}  // namespace pycomm
+}  // namespace pycomm::bootstrap

@@ -23,13 +23,13 @@
 #include "transport/handshake.h"
 #include "transport/transport.h"
 
-namespace pycomm {
+namespace pycomm::bootstrap {
 
 class Connector {
  public:
   // How to reach a peer. A null transport: not through a socket.
   struct PeerAddress {
-    SocketTransport* transport = nullptr;
+    transport::SocketTransport* transport = nullptr;
     std::vector<std::string> candidates;  // addresses, tried in turn
     std::string name;                     // "rank 2 (host a, pid 77)"
     bool encrypted = false;               // whether the channel is; equal on both ends
@@ -39,7 +39,7 @@ class Connector {
     std::string key;       // for the handshakes
     std::string context;   // unique to the group
     std::string agreed{};  // must be equal on all ranks: HandshakeParams::agreed
-    std::vector<std::unique_ptr<SocketTransport>> transports;
+    std::vector<std::unique_ptr<transport::SocketTransport>> transports;
     std::vector<PeerAddress> addresses;  // by rank
     int failures = 100;                  // other failed attempts; disconnects do not count
     int max_refusals = 100;              // refused calls, 50 ms apart, before a peer counts as lost
@@ -57,15 +57,18 @@ class Connector {
   void dial(int peer, bool reports_lost = true);
   // Waits at most `limit` for an event here or on the descriptors of `also`. Handles it and returns
   // the peers that were connected or lost.
-  std::vector<ConnectResult> poll(std::chrono::nanoseconds limit, std::vector<pollfd>& also);
+  std::vector<engine::ConnectResult> poll(std::chrono::nanoseconds limit,
+                                          std::vector<pollfd>& also);
   // For a peer that is still dialed: " at <address> (last failure: <why>)".
   std::string failure(int peer) const;
-  const SocketTransport& transport(int peer) const { return *address_of(peer).transport; }
+  const transport::SocketTransport& transport(int peer) const {
+    return *address_of(peer).transport;
+  }
 
  private:
   struct Dial {  // a peer that this rank dials
-    std::unique_ptr<Handshake> handshake{};
-    Handshake::Step step = Handshake::Step::want_write;
+    std::unique_ptr<transport::Handshake> handshake{};
+    transport::Handshake::Step step = transport::Handshake::Step::want_write;
     Clock::time_point retry_at{};
     size_t candidate = 0;
     int failures = 0, refused = 0;
@@ -74,19 +77,19 @@ class Connector {
     std::string why{};
   };
   struct PendingConnection {  // accepted, in its handshake
-    SocketTransport* transport;
-    Handshake handshake;
+    transport::SocketTransport* transport;
+    transport::Handshake handshake;
     uint64_t source;
-    Handshake::Step step = Handshake::Step::want_read;
+    transport::Handshake::Step step = transport::Handshake::Step::want_read;
   };
   struct PendingExchange {  // a connected peer that has yet to send its memory
     int peer;
-    Fd fd;
-    Session session;
+    os::Fd fd;
+    transport::Session session;
   };
 
-  Handshake make_handshake(Fd fd, int peer, SocketTransport* by);
-  bool is_wanted(int peer, const SocketTransport* by) const;
+  transport::Handshake make_handshake(os::Fd fd, int peer, transport::SocketTransport* by);
+  bool is_wanted(int peer, const transport::SocketTransport* by) const;
   void start_dials();
   void failed(int peer, Dial& dial, const std::string& why);
   void wait(std::chrono::nanoseconds limit, std::vector<pollfd>& also);
@@ -96,7 +99,7 @@ class Connector {
   void advance_dials();
   void advance_pending();
   void reject(int peer, const std::string& why);
-  void add_connection(int peer, Handshake& handshake, bool called);
+  void add_connection(int peer, transport::Handshake& handshake, bool called);
   void exchange();
   const PeerAddress& address_of(int peer) const {
     return options_.addresses[static_cast<size_t>(peer)];
@@ -107,10 +110,10 @@ class Connector {
   std::map<int, Dial> dials_;
   std::list<PendingConnection> pending_;
   std::list<PendingExchange> exchanges_;
-  std::vector<ConnectResult> results_;
+  std::vector<engine::ConnectResult> results_;
   bool out_of_descriptors_ = false;
-  const size_t max_pending_ = max_pending();
-  std::minstd_rand random_ = eviction_random();
+  const size_t max_pending_ = transport::max_pending();
+  std::minstd_rand random_ = transport::eviction_random();
 };
 
-}  // namespace pycomm
+}  // namespace pycomm::bootstrap

@@ -20,7 +20,7 @@
 #include "transport/shm.h"
 #include "transport/tcp.h"
 
-namespace pycomm {
+namespace pycomm::bootstrap {
 namespace {
 
 // After forming failed, how long to complete connections in progress: much longer than a handshake
@@ -52,17 +52,18 @@ class MeshBuilder {
     std::string why;
     const bool full = request_.size <= std::max(1, request_.full_mesh);
     // The heaps of a very large group would not fit into the address space.
-    if (request_.size > 1 && request_.shares && full) heap_ = SharedHeap::own();
+    if (request_.size > 1 && request_.shares && full) heap_ = os::SharedHeap::own();
     if (request_.size > 1 && may("shm"))
-      shm_ = make_shm(ring_bytes(request_.size), request_.memory_bytes, why, heap_);
-    if (request_.size > 1 && may("tcp")) tcp_ = make_tcp(request_.address, request_.towards);
+      shm_ = transport::make_shm(ring_bytes(request_.size), request_.memory_bytes, why, heap_);
+    if (request_.size > 1 && may("tcp"))
+      tcp_ = transport::make_tcp(request_.address, request_.towards);
     info_.options = request_.options;
     info_.tuned = request_.tuned;
     info_.memory = request_.shares ? std::to_string(request_.memory_bytes) : "0";
     info_.heap = std::to_string(heap_ ? heap_->view().bytes : 0);
     if (shm_) info_.shm = shm_->address();
     if (tcp_) info_.tcp = tcp_->address();
-    for (const uint8_t byte : random_bytes()) info_.token += static_cast<char>('a' + byte % 16);
+    for (const uint8_t byte : os::random_bytes()) info_.token += static_cast<char>('a' + byte % 16);
     for (const std::string& text : exchange(encode(info_)))
       infos_.push_back(decode_rank_info(text));
     check_options();
@@ -122,7 +123,7 @@ class MeshBuilder {
     for (const RankInfo& info : infos_) {
       const bool visible = on_one_machine(info, info_) && info.pid_space == info_.pid_space;
       mesh.members.push_back(
-          {info.host, info.pid, "self", visible, visible ? start_time(info.pid) : 0});
+          {info.host, info.pid, "self", visible, visible ? os::start_time(info.pid) : 0});
       mesh.hosts.push_back(info.host_id);
     }
     return mesh;
@@ -145,7 +146,9 @@ class MeshBuilder {
         if (full) connect_thread(mesh, peer);
         continue;
       }
-      SocketTransport* by = by_info == "shm" ? shm_.get() : info.tcp.empty() ? nullptr : tcp_.get();
+      transport::SocketTransport* by = by_info == "shm"   ? shm_.get()
+                                       : info.tcp.empty() ? nullptr
+                                                          : tcp_.get();
       if (by == nullptr)
         throw Unsupported("no transport reaches " + name(peer) +
                               (request_.transport.empty() ? "" : " by " + request_.transport) +
@@ -169,13 +172,14 @@ class MeshBuilder {
     const std::string mine = digest_of(infos_);
     std::string agreed = mine;
     mesh.channels[static_cast<size_t>(peer)] =
-        local_channel(context_of(infos_[0], request_.name), request_.rank, peer,
-                      ring_bytes(request_.size), &agreed);
+        transport::local_channel(context_of(infos_[0], request_.name), request_.rank, peer,
+                                 ring_bytes(request_.size), &agreed);
     if (agreed != mine) different_ = peer;
   }
 
   // The addresses at which `caller` may dial `listener`; one of them is this rank.
-  std::vector<std::string> ways(const SocketTransport& by, int listener, int caller) const {
+  std::vector<std::string> ways(const transport::SocketTransport& by, int listener,
+                                int caller) const {
     const RankInfo& called = infos_[static_cast<size_t>(listener)];
     const RankInfo& calling = infos_[static_cast<size_t>(caller)];
     return by.ways(by.name() == "shm" ? called.shm : called.tcp, on_one_machine(called, calling));
@@ -200,8 +204,8 @@ class MeshBuilder {
       if (infos_[i].host_id != info_.host_id)
         mesh.memories.push_back(nullptr);
       else if (local)
-        mesh.memories.push_back(
-            local_memory(context_of(infos_[0], request_.name), rank, request_.memory_bytes));
+        mesh.memories.push_back(transport::local_memory(context_of(infos_[0], request_.name), rank,
+                                                        request_.memory_bytes));
       else
         mesh.memories.push_back(rank == request_.rank ? own : mesh.channels[i]->memory());
     }
@@ -231,17 +235,17 @@ class MeshBuilder {
   // A rank that cannot form the group sends the error to its connected peers: one of them may
   // already have a complete group.
   void connect_mesh(Mesh& mesh, Connector::Options request) {
-    int lost = kNoRank;
+    int lost = collectives::kNoRank;
     std::optional<Error> failure;
     try {
       lost = connect_all(mesh, std::move(request));
-      if (lost == kNoRank) return;
+      if (lost == collectives::kNoRank) return;
     } catch (const Error& error) {
       failure = error;
     }
-    EngineOptions options{.rank = request_.rank, .names = {}, .interrupted = {}};
+    engine::EngineOptions options{.rank = request_.rank, .names = {}, .interrupted = {}};
     for (int peer = 0; peer < request_.size; ++peer) options.names.push_back(name(peer));
-    Engine engine(std::move(mesh.channels), std::move(options));
+    engine::Engine engine(std::move(mesh.channels), std::move(options));
     try {
       if (failure) throw Error(*failure);
       engine.throw_peer_error(lost);
@@ -260,8 +264,8 @@ class MeshBuilder {
   // orderly way told its connected peers why, and they forward the reason within
   // kFinalConnectTimeout.
   struct EndedProcesses {
-    std::vector<Process> processes;
-    int peer = kNoRank;
+    std::vector<os::Process> processes;
+    int peer = collectives::kNoRank;
     std::optional<Deadline> goodbye_deadline{};
 
     void update(std::span<const pollfd> polled) {
@@ -294,9 +298,9 @@ class MeshBuilder {
     Connector connector(std::move(request));
     for (const int peer : missing)
       if (peer < request_.rank) connector.dial(peer);
-    if (different_ != kNoRank) throw_different(different_);
+    if (different_ != collectives::kNoRank) throw_different(different_);
     EndedProcesses ended = watch_processes(mesh);
-    int lost = kNoRank;
+    int lost = collectives::kNoRank;
     std::optional<Deadline> final_connects;
     const Deadline awaited(kDialBackDelay);
     bool dials_back = false;
@@ -306,7 +310,7 @@ class MeshBuilder {
         for (const int peer : missing)
           if (peer > request_.rank) connector.dial(peer, false);
       }
-      std::vector<Channel*> met;
+      std::vector<transport::Channel*> met;
       std::vector<pollfd> also;
       for (const auto& channel : mesh.channels)
         if (channel && !channel->is_closed()) {
@@ -314,35 +318,36 @@ class MeshBuilder {
           also.push_back(channel->arm({}));
         }
       const size_t first_process = also.size();
-      for (const Process& process : ended.processes)
+      for (const os::Process& process : ended.processes)
         also.push_back({process.descriptor().get(), POLLIN, 0});
       const auto limit = std::min<std::chrono::nanoseconds>(kPollInterval, deadline_.left());
       auto results = connector.poll(limit, also);
       ended.update(std::span(also).subspan(first_process));
       for (size_t i = 0; i < met.size(); ++i) met[i]->disarm(also[i].revents);
-      for (ConnectResult& result : results) {
+      for (engine::ConnectResult& result : results) {
         mesh.channels[static_cast<size_t>(result.peer)] = std::move(result.channel);
         std::erase(missing, result.peer);
       }
       if (request_.check_aborted) request_.check_aborted({});
-      for (const ConnectResult& result : results)
+      for (const engine::ConnectResult& result : results)
         if (result.differs) throw_different(result.peer);
-      for (const ConnectResult& result : results)
-        if (lost == kNoRank && !mesh.channels[static_cast<size_t>(result.peer)]) {
+      for (const engine::ConnectResult& result : results)
+        if (lost == collectives::kNoRank && !mesh.channels[static_cast<size_t>(result.peer)]) {
           const bool inside = mesh.members[static_cast<size_t>(result.peer)].transport == "shm";
           if (result.forbidden && inside && request_.forbidden)
             request_.forbidden(name(result.peer) + " cannot be reached at " + result.why);
           throw_unreachable(result.peer, result.why);
         }
       for (size_t i = 0; i < mesh.channels.size(); ++i)
-        if (lost == kNoRank && mesh.channels[i] && mesh.channels[i]->is_closed()) {
+        if (lost == collectives::kNoRank && mesh.channels[i] && mesh.channels[i]->is_closed()) {
           lost = static_cast<int>(i);
           final_connects.emplace(kFinalConnectTimeout);
         }
-      if (lost != kNoRank && final_connects->expired()) return lost;
-      if (lost == kNoRank && ended.goodbye_deadline && ended.goodbye_deadline->expired())
+      if (lost != collectives::kNoRank && final_connects->expired()) return lost;
+      if (lost == collectives::kNoRank && ended.goodbye_deadline &&
+          ended.goodbye_deadline->expired())
         throw_lost(ended.peer, " died while the group formed: its process has ended");
-      if (lost == kNoRank && !missing.empty()) check_limits(missing, connector);
+      if (lost == collectives::kNoRank && !missing.empty()) check_limits(missing, connector);
     }
     return lost;
   }
@@ -388,7 +393,7 @@ class MeshBuilder {
     }
     throw Timeout(text, {.op = "init",
                          .rank = request_.rank,
-                         .peer = missing.size() == 1 ? missing[0] : kNoRank,
+                         .peer = missing.size() == 1 ? missing[0] : collectives::kNoRank,
                          .unreachable = missing[0]});
   }
 
@@ -406,10 +411,10 @@ class MeshBuilder {
   const Deadline& deadline_;
   RankInfo info_;
   std::vector<RankInfo> infos_;
-  std::shared_ptr<SharedHeap> heap_;
-  std::unique_ptr<SocketTransport> shm_, tcp_;
+  std::shared_ptr<os::SharedHeap> heap_;
+  std::unique_ptr<transport::SocketTransport> shm_, tcp_;
   std::vector<Connector::PeerAddress> addresses_;  // by rank
-  int different_ = kNoRank;                   // a rank of this process that read different infos
+  int different_ = collectives::kNoRank;      // a rank of this process that read different infos
   Clock::time_point last_interrupt_check_{};  // last call of request_.interrupted
 };
 
@@ -424,4 +429,4 @@ std::string name_of(int rank, const Member& member) {
          std::to_string(member.pid) + ")";
 }
 
-}  // namespace pycomm
+}  // namespace pycomm::bootstrap

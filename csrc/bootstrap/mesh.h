@@ -18,7 +18,7 @@
 #include "os/shared_heap.h"
 #include "transport/transport.h"
 
-namespace pycomm {
+namespace pycomm::bootstrap {
 
 // Throws the error that ended the parent group, so that a peer will not connect. Waits up to
 // `limit` for one.
@@ -48,19 +48,19 @@ struct MeshRequest {
 };
 
 struct Mesh {
-  std::vector<std::unique_ptr<Channel>>
-      channels;                              // by rank; null for this rank and unconnected ones
-  std::unique_ptr<PeerConnector> connector;  // connects those; null if the mesh is complete
-  std::vector<Member> members;               // by rank
+  std::vector<std::unique_ptr<transport::Channel>>
+      channels;  // by rank; null for this rank and unconnected ones
+  std::unique_ptr<engine::PeerConnector> connector;  // connects those; null if the mesh is complete
+  std::vector<Member> members;                       // by rank
   // By rank, if the ranks of every host share memory: the shared memory of each rank of this host,
   // null for ranks of other hosts. Otherwise empty.
   std::vector<std::shared_ptr<std::byte>> memories;
   // By rank, if all ranks share a host and have heaps: the heaps as mapped here. Otherwise empty.
-  std::vector<HeapView> heaps;
-  std::shared_ptr<SharedHeap> heap;    // this rank's, if it has one
-  std::vector<TunedThresholds> tuned;  // rank 0's
-  std::vector<std::string> hosts;      // by rank: equal for ranks of one host
-  uint64_t id = 0;                     // of the group: unique, equal on its ranks
+  std::vector<os::HeapView> heaps;
+  std::shared_ptr<os::SharedHeap> heap;  // this rank's, if it has one
+  std::vector<TunedThresholds> tuned;    // rank 0's
+  std::vector<std::string> hosts;        // by rank: equal for ranks of one host
+  uint64_t id = 0;                       // of the group: unique, equal on its ranks
 };
 
 // Takes this rank's info and returns those of all ranks, by rank.
@@ -73,4 +73,4 @@ Mesh form_mesh(const MeshRequest& request, const Exchange& exchange, const Deadl
 // "rank 2 (host a, pid 77)"
 std::string name_of(int rank, const Member& member);
 
-}  // namespace pycomm
+}  // namespace pycomm::bootstrap

@@ -6,7 +6,7 @@
 #include "core/errors.h"
 #include "os/thread.h"
 
-namespace pycomm {
+namespace pycomm::bootstrap {
 namespace {
 
 // A rank that left or died does not return: a refused dial is repeated for 1 s.
@@ -22,22 +22,22 @@ OnDemandConnector::OnDemandConnector(Connector::Options options, size_t ring_byt
   for (size_t i = 0; i < local_.size(); ++i)
     if (i != me) (local_[i] ? in_process : by_socket) = true;
   if (in_process)
-    listener_.emplace(InProcessGroup{options.context, options.agreed}, options.rank, ring_bytes,
-                      [this](int peer, std::unique_ptr<Channel> channel) {
-                        std::vector<ConnectResult> one(1);
+    listener_.emplace(transport::InProcessGroup{options.context, options.agreed}, options.rank,
+                      ring_bytes, [this](int peer, std::unique_ptr<transport::Channel> channel) {
+                        std::vector<engine::ConnectResult> one(1);
                         one[0] = {.peer = peer, .channel = std::move(channel)};
                         add_results(std::move(one));
                       });
   if (!by_socket) return;
   options.max_refusals = kRefusals;
   connector_.emplace(std::move(options));
-  thread_ = start_thread("pycomm-connect", [this] { loop(); });
+  thread_ = os::start_thread("pycomm-connect", [this] { loop(); });
 }
 
 void OnDemandConnector::request(int peer) {
   if (local_[static_cast<size_t>(peer)]) {
     if (listener_->call(peer)) return;
-    std::vector<ConnectResult> none(1);
+    std::vector<engine::ConnectResult> none(1);
     none[0] = {.peer = peer, .why = "it has left"};
     return add_results(std::move(none));
   }
@@ -48,7 +48,7 @@ void OnDemandConnector::request(int peer) {
   wake_event_.notify();
 }
 
-std::vector<ConnectResult> OnDemandConnector::take() {
+std::vector<engine::ConnectResult> OnDemandConnector::take() {
   if (!has_results_.load()) return {};
   const std::lock_guard lock(mutex_);
   results_event_.clear();
@@ -56,10 +56,10 @@ std::vector<ConnectResult> OnDemandConnector::take() {
   return std::exchange(results_, {});
 }
 
-void OnDemandConnector::add_results(std::vector<ConnectResult> results) {
+void OnDemandConnector::add_results(std::vector<engine::ConnectResult> results) {
   if (results.empty()) return;
   const std::lock_guard lock(mutex_);
-  for (ConnectResult& result : results) results_.push_back(std::move(result));
+  for (engine::ConnectResult& result : results) results_.push_back(std::move(result));
   has_results_.store(true);
   results_event_.notify();
 }
@@ -78,7 +78,7 @@ void OnDemandConnector::loop() noexcept {
   try {
     serve();
   } catch (const std::exception& error) {
-    std::vector<ConnectResult> lost;
+    std::vector<engine::ConnectResult> lost;
     for (size_t i = 0; i < local_.size(); ++i)
       if (!local_[i])
         lost.push_back(
@@ -100,4 +100,4 @@ void OnDemandConnector::serve() {
   }
 }
 
-}  // namespace pycomm
+}  // namespace pycomm::bootstrap

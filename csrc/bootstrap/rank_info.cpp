@@ -13,7 +13,7 @@
 #include "core/sha256.h"
 #include "os/random.h"
 
-namespace pycomm {
+namespace pycomm::bootstrap {
 namespace {
 
 constexpr size_t kMaxInfoBytes = 4096;
@@ -22,7 +22,7 @@ constexpr char kSimulatedHost = '/';
 
 std::string random_word() {
   std::string word;
-  for (const uint8_t byte : random_bytes()) word += static_cast<char>('a' + byte % 16);
+  for (const uint8_t byte : os::random_bytes()) word += static_cast<char>('a' + byte % 16);
   return word;
 }
 
@@ -141,4 +141,4 @@ RankInfo decode_rank_info(const std::string& text) {
   return info;
 }
 
-}  // namespace pycomm
+}  // namespace pycomm::bootstrap

@@ -7,12 +7,12 @@
 
 #include "collectives/choose.h"
 
-namespace pycomm {
+namespace pycomm::bootstrap {
 
 // Measured thresholds of algorithm choice for a transport.
 struct TunedThresholds {
   std::string transport;
-  Thresholds thresholds;
+  collectives::Thresholds thresholds;
 };
 
 struct RankInfo {
@@ -42,4 +42,4 @@ std::string digest_of(const std::vector<RankInfo>& infos);
 // canonical text.
 RankInfo decode_rank_info(const std::string& text);
 
-}  // namespace pycomm
+}  // namespace pycomm::bootstrap

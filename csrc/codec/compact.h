@@ -40,7 +40,7 @@
 #include "codec/packet.h"
 #include "core/dtype.h"
 
-namespace pycomm {
+namespace pycomm::codec {
 
 struct CompactHeader {
   IndexCode index_code;
@@ -84,4 +84,4 @@ size_t encode_compact(const Packet& packet, const CompactEncoding& encoding, std
 // then.
 void decode_compact(std::span<const std::byte> bytes, int32_t* indices, float* values);
 
-}  // namespace pycomm
+}  // namespace pycomm::codec

@@ -8,7 +8,7 @@
 #include <cstdint>
 #include <string_view>
 
-namespace pycomm {
+namespace pycomm::codec {
 
 inline constexpr std::array<char, 3> kCompactMagic{'P', 'L', 1};
 
@@ -116,4 +116,4 @@ constexpr CompactHead compact_head(size_t k, size_t count, IndexCode index_code,
   return head;
 }
 
-}  // namespace pycomm
+}  // namespace pycomm::codec

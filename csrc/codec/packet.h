@@ -21,7 +21,7 @@
 #include "core/dtype.h"
 #include "core/errors.h"
 
-namespace pycomm {
+namespace pycomm::codec {
 
 static_assert(std::endian::native == std::endian::little, "packets are written in host byte order");
 
@@ -75,4 +75,4 @@ inline PacketHeader read_packet_header(std::span<const std::byte> bytes) {
   return header;
 }
 
-}  // namespace pycomm
+}  // namespace pycomm::codec

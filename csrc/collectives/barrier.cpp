@@ -6,7 +6,7 @@
 // receives before it.
 #include "collectives/collectives.h"
 
-namespace pycomm {
+namespace pycomm::collectives {
 namespace {
 
 // Up to this many ranks one step with size - 1 empty messages is assumed to be faster than
@@ -55,4 +55,4 @@ Plan halving_barrier(int rank, int size) {
   return plan;
 }
 
-}  // namespace pycomm
+}  // namespace pycomm::collectives

@@ -7,7 +7,7 @@
 #include "collectives/collectives.h"
 #include "core/errors.h"
 
-namespace pycomm {
+namespace pycomm::collectives {
 namespace {
 
 // Up to this many ranks one step with size - 1 messages is assumed to be faster than the 2
@@ -166,4 +166,4 @@ Plan make_plan(Algorithm algorithm, Operation operation, const CollectiveShape& 
                     {.op = std::string(name_of(operation))});
 }
 
-}  // namespace pycomm
+}  // namespace pycomm::collectives

@@ -9,7 +9,7 @@
 #include "core/operation.h"
 #include "core/reduce_op.h"
 
-namespace pycomm {
+namespace pycomm::collectives {
 
 // Upper limits of the choices. These are defaults; `pycomm tune` measures others.
 struct Thresholds {
@@ -50,4 +50,4 @@ std::vector<Algorithm> algorithms_for(Operation operation, bool counts = false);
 // InternalError for `automatic`, send and recv.
 Plan make_plan(Algorithm algorithm, Operation operation, const CollectiveShape& at);
 
-}  // namespace pycomm
+}  // namespace pycomm::collectives

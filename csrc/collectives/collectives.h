@@ -24,7 +24,7 @@
 
 #include "collectives/plan.h"
 
-namespace pycomm {
+namespace pycomm::collectives {
 
 Plan ring_all_reduce(int rank, int size, size_t count);
 Plan ring_broadcast(int rank, int size, size_t count, int root);
@@ -112,4 +112,4 @@ Plan ring_spread(const CollectiveShape& at);
 // Number of pieces of a ring broadcast or reduce of `count` elements.
 size_t ring_broadcast_pieces(int size, size_t count);
 
-}  // namespace pycomm
+}  // namespace pycomm::collectives

@@ -6,7 +6,7 @@
 
 #include "collectives/collectives.h"
 
-namespace pycomm {
+namespace pycomm::collectives {
 namespace {
 
 int ahead(int rank, int size, int step) { return (rank + step) % size; }
@@ -133,4 +133,4 @@ Plan direct_reduce(int rank, int size, size_t count, int root) {
   return plan;
 }
 
-}  // namespace pycomm
+}  // namespace pycomm::collectives

@@ -2,7 +2,7 @@
 // every rank, handles size - 1 messages. tree.cpp has gather and scatter along a tree.
 #include "collectives/collectives.h"
 
-namespace pycomm {
+namespace pycomm::collectives {
 
 // With three ranks that hold a, b and c, and root 0:
 //
@@ -80,4 +80,4 @@ Plan direct_all_to_all(const CollectiveShape& at) {
   return plan;
 }
 
-}  // namespace pycomm
+}  // namespace pycomm::collectives

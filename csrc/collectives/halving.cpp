@@ -16,7 +16,7 @@
 
 #include "collectives/collectives.h"
 
-namespace pycomm {
+namespace pycomm::collectives {
 namespace {
 
 using PartOf = std::function<Range(int)>;
@@ -143,4 +143,4 @@ Plan halving_all_gather(const CollectiveShape& at) {
   return plan;
 }
 
-}  // namespace pycomm
+}  // namespace pycomm::collectives

@@ -8,7 +8,7 @@
 // the number of ranks on this host, "log" as in halving.cpp.
 #include "collectives/levels.h"
 
-namespace pycomm {
+namespace pycomm::collectives {
 namespace {
 
 // By index on the host: elements of each lane's piece, 0 for ranks in no lane.
@@ -210,4 +210,4 @@ Plan hierarchical_barrier(const CollectiveShape& at) {
   return plan;
 }
 
-}  // namespace pycomm
+}  // namespace pycomm::collectives

@@ -4,7 +4,7 @@
 // its host is its leader. Terms and drawings as in hierarchical.cpp.
 #include "collectives/levels.h"
 
-namespace pycomm {
+namespace pycomm::collectives {
 namespace {
 
 // The order of the parts in scratch.
@@ -169,4 +169,4 @@ Plan hierarchical_reduce_scatter(const CollectiveShape& at) {
   return plan;
 }
 
-}  // namespace pycomm
+}  // namespace pycomm::collectives

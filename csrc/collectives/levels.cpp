@@ -2,7 +2,7 @@
 
 #include <climits>
 
-namespace pycomm {
+namespace pycomm::collectives {
 
 Levels::Levels(const CollectiveShape& at, int first) {
   const auto host_at = [&](int rank) {
@@ -62,4 +62,4 @@ void append_stage(Plan& plan, const Plan& part, const LevelStage& stage) {
   plan.scratch = std::max(plan.scratch, stage.scratch_at + part.scratch);
 }
 
-}  // namespace pycomm
+}  // namespace pycomm::collectives

@@ -7,7 +7,7 @@
 
 #include "collectives/collectives.h"
 
-namespace pycomm {
+namespace pycomm::collectives {
 
 // Position of a rank among the hosts. A lane is a set of ranks, one per host; there are as many
 // lanes as the smallest host has ranks. Lane l consists of the rank of index l on each host.
@@ -45,4 +45,4 @@ void append_stage(Plan& plan, const Plan& part, const LevelStage& stage);
 // Whether an array is long enough for plans with many steps and no copies. Not measured yet.
 inline bool is_long(size_t count) { return count >= 65536; }
 
-}  // namespace pycomm
+}  // namespace pycomm::collectives

@@ -1,7 +1,7 @@
 // All-reduce in two phases: rank i reduces piece i and sends the result to all ranks.
 #include "collectives/collectives.h"
 
-namespace pycomm {
+namespace pycomm::collectives {
 
 // With three ranks and pieces a b c:
 //
@@ -28,4 +28,4 @@ Plan owner_all_reduce(int rank, int size, size_t count) {
   return plan;
 }
 
-}  // namespace pycomm
+}  // namespace pycomm::collectives

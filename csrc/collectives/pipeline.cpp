@@ -10,7 +10,7 @@
 
 #include "collectives/collectives.h"
 
-namespace pycomm {
+namespace pycomm::collectives {
 namespace {
 
 // As in ring.cpp: a minimum piece size, and no more pieces than needed to hide the filling of the
@@ -84,4 +84,4 @@ void append_pipelined_broadcast(Plan& plan, const CollectiveShape& at) {
   }
 }
 
-}  // namespace pycomm
+}  // namespace pycomm::collectives

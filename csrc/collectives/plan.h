@@ -11,7 +11,7 @@
 #include <span>
 #include <vector>
 
-namespace pycomm {
+namespace pycomm::collectives {
 
 // The memory of a range. `input` and `output` belong to the caller and may be the same array (then
 // equal offsets are equal places); `scratch` belongs to the engine.
@@ -84,4 +84,4 @@ inline Range part(Space space, size_t count, std::span<const size_t> counts, int
   return {space, std::accumulate(before.begin(), before.end(), size_t{0}), counts[at]};
 }
 
-}  // namespace pycomm
+}  // namespace pycomm::collectives

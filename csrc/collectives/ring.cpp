@@ -2,7 +2,7 @@
 // possible, in a number of steps that grows with the size: for large arrays.
 #include "collectives/collectives.h"
 
-namespace pycomm {
+namespace pycomm::collectives {
 namespace {
 
 using PartOf = std::function<Range(int)>;
@@ -169,4 +169,4 @@ Plan ring_reduce_scatter(const CollectiveShape& at) {
   return plan;
 }
 
-}  // namespace pycomm
+}  // namespace pycomm::collectives

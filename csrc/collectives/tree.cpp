@@ -18,7 +18,7 @@
 
 #include "collectives/collectives.h"
 
-namespace pycomm {
+namespace pycomm::collectives {
 namespace {
 
 int parent_of(int node) { return node & (node - 1); }
@@ -263,4 +263,4 @@ Plan tree_reduce_scatter(int rank, int size, size_t count) {
   return plan;
 }
 
-}  // namespace pycomm
+}  // namespace pycomm::collectives

@@ -95,18 +95,18 @@ unsigned tiles_of(size_t count) {
 
 }  // namespace
 
-void stream_step(const float* grad, float* u, float* v, size_t count, Queue queue) {
+void stream_step(const float* grad, float* u, float* v, size_t count, kernels::Queue queue) {
   const OnDevice device(queue);
   launch("stream_step", step_loop, {tiles_of(count), kThreads, stream_of(queue)}, grad, u, v,
          count);
 }
 
-void stream_copy(const float* from, float* to, size_t count, Queue queue) {
+void stream_copy(const float* from, float* to, size_t count, kernels::Queue queue) {
   const OnDevice device(queue);
   launch("stream_copy", copy_loop, {tiles_of(count), kThreads, stream_of(queue)}, from, to, count);
 }
 
-void stream_read(const float* x, size_t count, unsigned* most, Queue queue) {
+void stream_read(const float* x, size_t count, unsigned* most, kernels::Queue queue) {
   const OnDevice device(queue);
   launch("stream_read", read_loop, {tiles_of(count), kThreads, stream_of(queue)}, x, count, most);
 }

@@ -10,13 +10,13 @@
 namespace pycomm::cuda {
 
 // u[i] += grad[i]; v[i] += u[i]: reads three arrays and writes two, as a DGC step does.
-void stream_step(const float* grad, float* u, float* v, size_t count, Queue queue);
+void stream_step(const float* grad, float* u, float* v, size_t count, kernels::Queue queue);
 
 // to[i] = from[i]
-void stream_copy(const float* from, float* to, size_t count, Queue queue);
+void stream_copy(const float* from, float* to, size_t count, kernels::Queue queue);
 
 // Reads x. Raises `most`, a word on the device, to the bits of the largest magnitude, so that the
 // compiler keeps the loads.
-void stream_read(const float* x, size_t count, unsigned* most, Queue queue);
+void stream_read(const float* x, size_t count, unsigned* most, kernels::Queue queue);
 
 }  // namespace pycomm::cuda

@@ -15,10 +15,11 @@
 namespace pycomm::cuda {
 namespace {
 
-static_assert(kGaps == kRiceBlock && kLevelled == kValueBlock && kShared == kScaled);
-static_assert(kMostWidth == kMostParameter && kCompactHead == kMostHead);
-static_assert(kThreeBit == static_cast<unsigned>(ValueCode::three_bit));
-static_assert(kValueCodeCount == kValueCodes.size() && kGridReach == kReach);
+static_assert(kGaps == codec::kRiceBlock && kLevelled == codec::kValueBlock &&
+              kShared == codec::kScaled);
+static_assert(kMostWidth == codec::kMostParameter && kCompactHead == codec::kMostHead);
+static_assert(kThreeBit == static_cast<unsigned>(codec::ValueCode::three_bit));
+static_assert(kValueCodeCount == codec::kValueCodes.size() && kGridReach == codec::kReach);
 
 unsigned blocks_of(size_t k) { return static_cast<unsigned>((k + kGaps - 1) / kGaps); }
 unsigned runs_of(size_t k) { return std::max(1u, (blocks_of(k) + kRunBlocks - 1) / kRunBlocks); }
@@ -55,19 +56,20 @@ size_t lay_out(Reading& r, size_t k, size_t size, void* workspace) {
 }
 
 unsigned start_of(size_t k, size_t count) {
-  return k == 0 ? 0 : static_cast<unsigned>(rice_start(k, count));
+  return k == 0 ? 0 : static_cast<unsigned>(codec::rice_start(k, count));
 }
 
 template <class Arguments>
-void set_head(Arguments& to, const CompactHead& head) {
+void set_head(Arguments& to, const codec::CompactHead& head) {
   to.head_bytes = static_cast<unsigned>(head.size);
   std::memcpy(to.head, head.bytes.data(), head.size);
 }
 
 }  // namespace
 
-void CudaKernels::encode_compact(const Packet& packet, const CompactEncoding& encoding,
-                                 const CompactOutput& room, Queue queue) {
+void CudaKernels::encode_compact(const codec::Packet& packet,
+                                 const codec::CompactEncoding& encoding, const CompactOutput& room,
+                                 kernels::Queue queue) {
   const OnDevice on(queue);
   const size_t k = packet.count;
   Writing w{};
@@ -78,12 +80,12 @@ void CudaKernels::encode_compact(const Packet& packet, const CompactEncoding& en
   w.residual = encoding.residual;
   w.out = reinterpret_cast<uint8_t*>(room.out);
   w.bytes = room.bytes;
-  w.value_bytes = value_bytes(encoding.value_code, k);
+  w.value_bytes = codec::value_bytes(encoding.value_code, k);
   w.count = static_cast<unsigned>(encoding.count);
   w.code = encoding.automatic ? 3 : static_cast<unsigned>(encoding.index_code);
   w.value_code = static_cast<unsigned>(encoding.value_code);
   w.start = start_of(k, encoding.count);
-  set_head(w, compact_head(k, encoding.count, IndexCode::list, encoding.value_code));
+  set_head(w, codec::compact_head(k, encoding.count, codec::IndexCode::list, encoding.value_code));
   cudaStream_t const stream = stream_of(queue);
   launch("measure", measure, {w.run_count, kCompactThreads, stream}, w);
   launch("settle", settle, {1, kTableThreads, stream}, w);
@@ -100,7 +102,7 @@ void CudaKernels::encode_compact(const Packet& packet, const CompactEncoding& en
 }
 
 void CudaKernels::decode_compact(const CompactPacket& packet, const CompactArrays& to,
-                                 Queue queue) {
+                                 kernels::Queue queue) {
   const OnDevice on(queue);
   const size_t k = packet.k;
   Reading r{};
@@ -112,14 +114,15 @@ void CudaKernels::decode_compact(const CompactPacket& packet, const CompactArray
   r.values = to.values;
   r.refused = to.refused;
   for (size_t code = 0; code < std::size(r.value_bytes); ++code)
-    r.value_bytes[code] = value_bytes(static_cast<ValueCode>(code), k);
+    r.value_bytes[code] = codec::value_bytes(static_cast<codec::ValueCode>(code), k);
   for (size_t code = 0; code < std::size(r.least); ++code) {
-    r.least[code] = least_index_bytes(static_cast<IndexCode>(code), k, packet.count);
-    r.most[code] = most_index_bytes(static_cast<IndexCode>(code), k, packet.count);
+    r.least[code] = codec::least_index_bytes(static_cast<codec::IndexCode>(code), k, packet.count);
+    r.most[code] = codec::most_index_bytes(static_cast<codec::IndexCode>(code), k, packet.count);
   }
   r.count = static_cast<unsigned>(packet.count);
   r.start = start_of(k, packet.count);
-  set_head(r, compact_head(k, packet.count, IndexCode::list, ValueCode::float32));
+  set_head(r,
+           codec::compact_head(k, packet.count, codec::IndexCode::list, codec::ValueCode::float32));
   cudaStream_t const stream = stream_of(queue);
   const gpu::Launch chunks{r.chunk_count, kCompactThreads, stream};
   const gpu::Launch one{1, kTableThreads, stream};

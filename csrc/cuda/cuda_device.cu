@@ -29,7 +29,7 @@ PFN_cuStreamWaitValue32_v11070 stream_wait_value() {
   return reinterpret_cast<PFN_cuStreamWaitValue32_v11070>(found);
 }
 
-class CudaDevice final : public Device {
+class CudaDevice final : public device::Device {
  public:
   explicit CudaDevice(int index) : index_(index) {
     int count = 0;
@@ -127,7 +127,7 @@ class CudaDevice final : public Device {
   void clear(void* to, size_t bytes, void* stream) override {
     check_cuda(cudaMemsetAsync(to, 0, bytes, raw_stream(stream)), "cudaMemsetAsync");
   }
-  void reduce(const Reduction& r, void* stream) override {
+  void reduce(const device::Reduction& r, void* stream) override {
     reduce_into({r.out, r.count, r.dtype}, r.inputs, {r.op, static_cast<unsigned>(r.size)},
                 {index_, stream});
   }
@@ -138,6 +138,8 @@ class CudaDevice final : public Device {
 
 }  // namespace
 
-std::shared_ptr<Device> open_device(int index) { return std::make_shared<CudaDevice>(index); }
+std::shared_ptr<device::Device> open_device(int index) {
+  return std::make_shared<CudaDevice>(index);
+}
 
 }  // namespace pycomm::cuda

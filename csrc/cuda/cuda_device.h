@@ -8,6 +8,6 @@
 namespace pycomm::cuda {
 
 // Device `index` of this process. Throws Unsupported without a driver or such a GPU.
-std::shared_ptr<Device> open_device(int index);
+std::shared_ptr<device::Device> open_device(int index);
 
 }  // namespace pycomm::cuda

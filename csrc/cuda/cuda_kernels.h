@@ -11,32 +11,36 @@ namespace pycomm::cuda {
 // Every call enqueues on the caller's stream and returns. It allocates nothing and waits for
 // nothing, and works during a stream capture. Throws Unsupported without a driver or GPU, and
 // InternalError with the CUDA error text if a launch fails.
-class CudaKernels final : public DeviceKernels {
+class CudaKernels final : public kernels::DeviceKernels {
  public:
-  void dgc_step(const DgcStep& step, Queue queue) override;
-  size_t dgc_workspace_bytes(const DgcTables& tables) override;
-  void dgc_rollback(const DgcTables& tables, const float* found_inf, Queue queue) override;
-  void momentum_mask(void* u, void* v, const Positions& where, Queue queue) override;
-  void topk(TypedArray x, const TopK& what, Queue queue) override;
+  void dgc_step(const kernels::DgcStep& step, kernels::Queue queue) override;
+  size_t dgc_workspace_bytes(const kernels::DgcTables& tables) override;
+  void dgc_rollback(const kernels::DgcTables& tables, const float* found_inf,
+                    kernels::Queue queue) override;
+  void momentum_mask(void* u, void* v, const Positions& where, kernels::Queue queue) override;
+  void topk(kernels::TypedArray x, const TopK& what, kernels::Queue queue) override;
   size_t topk_workspace_bytes(size_t count, size_t k, Dtype dtype) override;
-  void scatter_add(TypedArray out, const Packet& packet, Dtype value_dtype, double scale,
-                   Queue queue) override;
-  void decode_sum(const Chain& out, std::span<const Packet> packets, Dtype value_dtype,
-                  double scale, Queue queue) override;
-  void decode_update(const Chain& param, std::span<const Packet> packets, Dtype value_dtype,
-                     Update update, Queue queue) override;
-  void encode(const Packet& packet, const Encoding& encoding, Queue queue) override;
-  void encode_compact(const Packet& packet, const CompactEncoding& encoding,
-                      const CompactOutput& room, Queue queue) override;
-  void decode_compact(const CompactPacket& packet, const CompactArrays& to, Queue queue) override;
+  void scatter_add(kernels::TypedArray out, const codec::Packet& packet, Dtype value_dtype,
+                   double scale, kernels::Queue queue) override;
+  void decode_sum(const kernels::Chain& out, std::span<const codec::Packet> packets,
+                  Dtype value_dtype, double scale, kernels::Queue queue) override;
+  void decode_update(const kernels::Chain& param, std::span<const codec::Packet> packets,
+                     Dtype value_dtype, Update update, kernels::Queue queue) override;
+  void encode(const codec::Packet& packet, const Encoding& encoding, kernels::Queue queue) override;
+  void encode_compact(const codec::Packet& packet, const codec::CompactEncoding& encoding,
+                      const CompactOutput& room, kernels::Queue queue) override;
+  void decode_compact(const CompactPacket& packet, const CompactArrays& to,
+                      kernels::Queue queue) override;
   size_t compact_workspace_bytes(size_t k, size_t bytes) override;
-  void norm(std::span<const Array> arrays, Dtype dtype, double* norms, Workspace workspace,
-            Queue queue) override;
-  size_t norm_workspace_bytes(std::span<const Array> arrays) override;
-  void clip_scale(const double* norms, TypedArray factors, Clip clip, Queue queue) override;
-  void multiply(TypedArray x, const void* factor, Queue queue) override;
-  void cast(TypedArray x, TypedArray out, Queue queue) override;
-  void reduce(TypedArray out, std::span<const void* const> xs, ReduceOp op, Queue queue) override;
+  void norm(std::span<const kernels::Array> arrays, Dtype dtype, double* norms,
+            kernels::Workspace workspace, kernels::Queue queue) override;
+  size_t norm_workspace_bytes(std::span<const kernels::Array> arrays) override;
+  void clip_scale(const double* norms, kernels::TypedArray factors, Clip clip,
+                  kernels::Queue queue) override;
+  void multiply(kernels::TypedArray x, const void* factor, kernels::Queue queue) override;
+  void cast(kernels::TypedArray x, kernels::TypedArray out, kernels::Queue queue) override;
+  void reduce(kernels::TypedArray out, std::span<const void* const> xs, ReduceOp op,
+              kernels::Queue queue) override;
 };
 
 // The CUDA error why no GPU is usable; empty if one is.

@@ -274,12 +274,12 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-size_t norm_tiles(const Array& array) { return (array.count + kNormTile - 1) / kNormTile; }
+size_t norm_tiles(const kernels::Array& array) { return (array.count + kNormTile - 1) / kNormTile; }
 
 }  // namespace
 
-void CudaKernels::norm(std::span<const Array> arrays, Dtype dtype, double* norms,
-                       Workspace workspace, Queue queue) {
+void CudaKernels::norm(std::span<const kernels::Array> arrays, Dtype dtype, double* norms,
+                       kernels::Workspace workspace, kernels::Queue queue) {
   check(norm_workspace_bytes(arrays) <= workspace.bytes, "norm: the workspace is too small");
   const OnDevice on(queue);
   auto* const sums = static_cast<double*>(workspace.data);
@@ -287,7 +287,7 @@ void CudaKernels::norm(std::span<const Array> arrays, Dtype dtype, double* norms
     const auto part = arrays.subspan(done, std::min<size_t>(kMostArrays, arrays.size() - done));
     NormPage page{};
     unsigned tiles = 0;
-    for (const Array& array : part) {
+    for (const kernels::Array& array : part) {
       page.arrays[page.count++] = {array.data, array.count, tiles};
       tiles += static_cast<unsigned>(norm_tiles(array));
     }
@@ -301,13 +301,14 @@ void CudaKernels::norm(std::span<const Array> arrays, Dtype dtype, double* norms
   }
 }
 
-size_t CudaKernels::norm_workspace_bytes(std::span<const Array> arrays) {
+size_t CudaKernels::norm_workspace_bytes(std::span<const kernels::Array> arrays) {
   size_t tiles = 0;
-  for (const Array& array : arrays) tiles += norm_tiles(array);
+  for (const kernels::Array& array : arrays) tiles += norm_tiles(array);
   return tiles * sizeof(double);
 }
 
-void CudaKernels::clip_scale(const double* norms, TypedArray factors, Clip clip, Queue queue) {
+void CudaKernels::clip_scale(const double* norms, kernels::TypedArray factors, Clip clip,
+                             kernels::Queue queue) {
   if (factors.count == 0) return;
   const OnDevice on(queue);
   with_wide(factors.dtype, [&](auto type) {
@@ -319,7 +320,7 @@ void CudaKernels::clip_scale(const double* norms, TypedArray factors, Clip clip,
   });
 }
 
-void CudaKernels::multiply(TypedArray x, const void* factor, Queue queue) {
+void CudaKernels::multiply(kernels::TypedArray x, const void* factor, kernels::Queue queue) {
   if (x.count == 0) return;
   const OnDevice on(queue);
   with_float(x.dtype, [&](auto type) {
@@ -331,7 +332,7 @@ void CudaKernels::multiply(TypedArray x, const void* factor, Queue queue) {
   });
 }
 
-void CudaKernels::cast(TypedArray x, TypedArray out, Queue queue) {
+void CudaKernels::cast(kernels::TypedArray x, kernels::TypedArray out, kernels::Queue queue) {
   if (x.count == 0) return;
   const OnDevice on(queue);
   with_float(x.dtype, [&](auto from) {
@@ -346,10 +347,11 @@ void CudaKernels::cast(TypedArray x, TypedArray out, Queue queue) {
   });
 }
 
-void reduce_into(TypedArray out, std::span<const void* const> xs, Reducing what, Queue queue) {
+void reduce_into(kernels::TypedArray out, std::span<const void* const> xs, Reducing what,
+                 kernels::Queue queue) {
   const bool bits =
       what.op == ReduceOp::band || what.op == ReduceOp::bor || what.op == ReduceOp::bxor;
-  if (is_float(out.dtype) ? bits : what.op == ReduceOp::avg)
+  if (codec::is_float(out.dtype) ? bits : what.op == ReduceOp::avg)
     throw Unsupported(std::string(name_of(what.op)) + " is not defined for " +
                       std::string(name_of(out.dtype)));
   if (xs.size() > kMostInputs)
@@ -370,8 +372,8 @@ void reduce_into(TypedArray out, std::span<const void* const> xs, Reducing what,
   });
 }
 
-void CudaKernels::reduce(TypedArray out, std::span<const void* const> xs, ReduceOp op,
-                         Queue queue) {
+void CudaKernels::reduce(kernels::TypedArray out, std::span<const void* const> xs, ReduceOp op,
+                         kernels::Queue queue) {
   reduce_into(out, xs, {op, static_cast<unsigned>(xs.size())}, queue);
 }
 

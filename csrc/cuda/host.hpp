@@ -23,7 +23,7 @@ inline void check_cuda(cudaError_t error, const char* what) {
 // Makes the device of a call the thread's current one during its lifetime.
 class OnDevice {
  public:
-  explicit OnDevice(Queue queue) {
+  explicit OnDevice(kernels::Queue queue) {
     check_cuda(cudaGetDevice(&before_), "cudaGetDevice");
     if (before_ != queue.device) check_cuda(cudaSetDevice(queue.device), "cudaSetDevice");
     changed_ = before_ != queue.device;
@@ -95,6 +95,8 @@ void launch(const char* what, void (*kernel)(P...), const gpu::Launch& shape, A&
   check_cuda(gpu::launch(kernel, shape, std::forward<A>(arguments)...), what);
 }
 
-inline cudaStream_t stream_of(Queue queue) { return static_cast<cudaStream_t>(queue.stream); }
+inline cudaStream_t stream_of(kernels::Queue queue) {
+  return static_cast<cudaStream_t>(queue.stream);
+}
 
 }  // namespace pycomm::cuda

@@ -60,14 +60,14 @@ __global__ void __launch_bounds__(kThreads)
 
 // Calls f(page) for pages that together have all pieces of all selections.
 template <class F>
-void each_page(const DgcTables& tables, F f) {
+void each_page(const kernels::DgcTables& tables, F f) {
   SentPage page{};
   const auto flush = [&] {
     if (page.selections != 0) f(page);
     page.pieces = page.selections = 0;
   };
-  const DgcPiece* next = tables.pieces.data();
-  for (const DgcSelection& from : tables.selections) {
+  const kernels::DgcPiece* next = tables.pieces.data();
+  for (const kernels::DgcSelection& from : tables.selections) {
     unsigned place = 0;
     for (size_t done = 0; done < from.pieces;) {
       if (page.pieces == std::size(page.piece) || page.selections == std::size(page.selection))
@@ -115,7 +115,7 @@ struct EncodedPacket {
   void* values;
   int32_t* indices;
   size_t padding_begin, padding_end;  // bytes between values and indices
-  PacketHeader header;
+  codec::PacketHeader header;
 };
 
 // V: type of the values; T: type in the packet.
@@ -124,7 +124,7 @@ __global__ void __launch_bounds__(kThreads)
     write_packet(const __grid_constant__ EncodedPacket to, Entries from, V* residual,
                  unsigned count) {
   const unsigned thread = blockIdx.x * kThreads + threadIdx.x;
-  if (thread < sizeof(PacketHeader))
+  if (thread < sizeof(codec::PacketHeader))
     to.bytes[thread] = reinterpret_cast<const std::byte*>(&to.header)[thread];
   if (to.padding_begin + thread < to.padding_end)
     to.bytes[to.padding_begin + thread] = std::byte{0};
@@ -139,7 +139,7 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-Entries entries(const Packet& packet) {
+Entries entries(const codec::Packet& packet) {
   return {packet.indices, packet.values, static_cast<unsigned>(packet.count)};
 }
 
@@ -147,7 +147,8 @@ Entries entries(const Packet& packet) {
 
 // Calls f(decoding, shape) for launches that together cover all arrays.
 template <class Real, class F>
-void each_decoding(const Chain& chain, std::span<const Packet> packets, cudaStream_t stream, F f) {
+void each_decoding(const kernels::Chain& chain, std::span<const codec::Packet> packets,
+                   cudaStream_t stream, F f) {
   if (packets.size() > kMostPackets)
     throw Unsupported("decoding " + std::to_string(packets.size()) + " packets at once; at most " +
                       std::to_string(kMostPackets));
@@ -157,7 +158,7 @@ void each_decoding(const Chain& chain, std::span<const Packet> packets, cudaStre
   for (size_t done = 0; done < chain.arrays.size();) {
     d.begin = d.end;
     for (d.array_count = 0; done < chain.arrays.size() && d.array_count < kMostArrays; ++done) {
-      const Array& array = chain.arrays[done];
+      const kernels::Array& array = chain.arrays[done];
       if (array.count == 0) continue;
       d.arrays[d.array_count++] = {array.data, d.end};
       d.end += static_cast<unsigned>(array.count);
@@ -175,8 +176,8 @@ void each_decoding(const Chain& chain, std::span<const Packet> packets, cudaStre
 }
 
 template <bool kUpdate>
-void decode_as(const Chain& chain, std::span<const Packet> packets, Dtype value_dtype,
-               DeviceKernels::Update how, cudaStream_t stream) {
+void decode_as(const kernels::Chain& chain, std::span<const codec::Packet> packets,
+               Dtype value_dtype, kernels::DeviceKernels::Update how, cudaStream_t stream) {
   with_float(chain.dtype, [&](auto out) {
     with_float(value_dtype, [&](auto value) {
       using T = typename decltype(out)::type;
@@ -191,7 +192,8 @@ void decode_as(const Chain& chain, std::span<const Packet> packets, Dtype value_
 
 }  // namespace
 
-void CudaKernels::dgc_rollback(const DgcTables& tables, const float* found_inf, Queue queue) {
+void CudaKernels::dgc_rollback(const kernels::DgcTables& tables, const float* found_inf,
+                               kernels::Queue queue) {
   const OnDevice on(queue);
   with_wide(tables.dtype, [&](auto v) {
     each_page(tables, [&](const SentPage& page) {
@@ -201,7 +203,7 @@ void CudaKernels::dgc_rollback(const DgcTables& tables, const float* found_inf, 
   });
 }
 
-void CudaKernels::momentum_mask(void* u, void* v, const Positions& where, Queue queue) {
+void CudaKernels::momentum_mask(void* u, void* v, const Positions& where, kernels::Queue queue) {
   if (where.indices.empty()) return;
   const OnDevice on(queue);
   with_wide(where.dtype, [&](auto type) {
@@ -213,8 +215,8 @@ void CudaKernels::momentum_mask(void* u, void* v, const Positions& where, Queue 
   });
 }
 
-void CudaKernels::scatter_add(TypedArray out, const Packet& packet, Dtype value_dtype, double scale,
-                              Queue queue) {
+void CudaKernels::scatter_add(kernels::TypedArray out, const codec::Packet& packet,
+                              Dtype value_dtype, double scale, kernels::Queue queue) {
   if (packet.count == 0) return;
   const OnDevice on(queue);
   with_float(out.dtype, [&](auto to) {
@@ -228,25 +230,26 @@ void CudaKernels::scatter_add(TypedArray out, const Packet& packet, Dtype value_
   });
 }
 
-void CudaKernels::decode_sum(const Chain& out, std::span<const Packet> packets, Dtype value_dtype,
-                             double scale, Queue queue) {
+void CudaKernels::decode_sum(const kernels::Chain& out, std::span<const codec::Packet> packets,
+                             Dtype value_dtype, double scale, kernels::Queue queue) {
   const OnDevice on(queue);
   decode_as<false>(out, packets, value_dtype, {.lr = 0, .scale = scale}, stream_of(queue));
 }
 
-void CudaKernels::decode_update(const Chain& param, std::span<const Packet> packets,
-                                Dtype value_dtype, Update update, Queue queue) {
+void CudaKernels::decode_update(const kernels::Chain& param, std::span<const codec::Packet> packets,
+                                Dtype value_dtype, Update update, kernels::Queue queue) {
   const OnDevice on(queue);
   decode_as<true>(param, packets, value_dtype, update, stream_of(queue));
 }
 
-void CudaKernels::encode(const Packet& packet, const Encoding& encoding, Queue queue) {
+void CudaKernels::encode(const codec::Packet& packet, const Encoding& encoding,
+                         kernels::Queue queue) {
   const OnDevice on(queue);
   EncodedPacket to{};
   to.bytes = encoding.out;
-  to.values = encoding.out + kPacketHeaderBytes;
-  to.padding_begin = kPacketHeaderBytes + packet.count * bytes_of(encoding.value_dtype);
-  to.padding_end = raw_indices_offset(packet.count, encoding.value_dtype);
+  to.values = encoding.out + codec::kPacketHeaderBytes;
+  to.padding_begin = codec::kPacketHeaderBytes + packet.count * bytes_of(encoding.value_dtype);
+  to.padding_end = codec::raw_indices_offset(packet.count, encoding.value_dtype);
   to.indices = reinterpret_cast<int32_t*>(encoding.out + to.padding_end);
   to.header.k = packet.count;
   to.header.count = encoding.count;

@@ -15,6 +15,7 @@ struct Reducing {
 
 // out[i] = xs[0][i] (+) xs[1][i] (+) ..., left to right. Throws Unsupported for more than 1024
 // inputs and for undefined pairs.
-void reduce_into(TypedArray out, std::span<const void* const> xs, Reducing what, Queue queue);
+void reduce_into(kernels::TypedArray out, std::span<const void* const> xs, Reducing what,
+                 kernels::Queue queue);
 
 }  // namespace pycomm::cuda

@@ -10,10 +10,10 @@
 namespace pycomm::cuda {
 namespace {
 
-Rows rows_of(const DgcTables& tables, size_t grad_bytes, size_t weight_bytes) {
+Rows rows_of(const kernels::DgcTables& tables, size_t grad_bytes, size_t weight_bytes) {
   Rows rows;
-  const DgcPiece* next = tables.pieces.data();
-  for (const DgcSelection& from : tables.selections) {
+  const kernels::DgcPiece* next = tables.pieces.data();
+  for (const kernels::DgcSelection& from : tables.selections) {
     const unsigned first_tile = rows.tiles;
     unsigned count = 0;
     for (size_t i = 0; i < from.pieces; ++i, ++next) {
@@ -52,7 +52,7 @@ void begin_pages(const Tables& t, const Rows& rows, cudaStream_t stream) {
 }
 
 template <class G, class W, class V>
-void run_update(const DgcStep& step, const Tables& t, cudaStream_t stream) {
+void run_update(const kernels::DgcStep& step, const Tables& t, cudaStream_t stream) {
   const Rule<V> rule{static_cast<V>(step.momentum), static_cast<V>(step.weight_decay),
                      static_cast<V>(step.scale), static_cast<const V*>(step.scales), step.nesterov};
   const gpu::Launch shape{t.tiles, kThreads, stream};
@@ -65,7 +65,7 @@ void run_update(const DgcStep& step, const Tables& t, cudaStream_t stream) {
 // The types of gradients and weights: those of u and v, or 16-bit gradients with either type of
 // weights.
 template <class V>
-void update_as(const DgcStep& step, const Tables& t, cudaStream_t stream) {
+void update_as(const kernels::DgcStep& step, const Tables& t, cudaStream_t stream) {
   if constexpr (std::is_same_v<V, double>) {
     run_update<double, double, double>(step, t, stream);
   } else {
@@ -82,7 +82,7 @@ void update_as(const DgcStep& step, const Tables& t, cudaStream_t stream) {
 }
 
 template <class V>
-void run_step(const DgcStep& step, cudaStream_t stream) {
+void run_step(const kernels::DgcStep& step, cudaStream_t stream) {
   const Rows rows = rows_of(step.tables, bytes_of(step.grad_dtype),
                             step.weight_decay == 0 ? sizeof(V) : bytes_of(step.weight_dtype));
   if (rows.selections.empty()) return;
@@ -104,13 +104,13 @@ void run_step(const DgcStep& step, cudaStream_t stream) {
 
 }  // namespace
 
-void CudaKernels::dgc_step(const DgcStep& step, Queue queue) {
+void CudaKernels::dgc_step(const kernels::DgcStep& step, kernels::Queue queue) {
   const OnDevice on(queue);
   with_wide(step.tables.dtype,
             [&](auto v) { run_step<typename decltype(v)::type>(step, stream_of(queue)); });
 }
 
-size_t CudaKernels::dgc_workspace_bytes(const DgcTables& tables) {
+size_t CudaKernels::dgc_workspace_bytes(const kernels::DgcTables& tables) {
   size_t bytes = 0;
   with_wide(tables.dtype, [&](auto v) {
     lay_out<typename decltype(v)::type>(rows_of(tables, 1, 1), nullptr, bytes);

@@ -12,7 +12,7 @@
 namespace pycomm::cuda {
 namespace {
 
-Rows rows_of_topk(size_t count, size_t k, void* x, const DeviceKernels::TopK* what) {
+Rows rows_of_topk(size_t count, size_t k, void* x, const kernels::DeviceKernels::TopK* what) {
   Rows rows;
   Piece piece{};
   piece.v = x;
@@ -40,7 +40,8 @@ unsigned sample_rank(size_t count, size_t k) {
 }
 
 template <class V>
-void run_topk(TypedArray x, const DeviceKernels::TopK& what, cudaStream_t stream) {
+void run_topk(kernels::TypedArray x, const kernels::DeviceKernels::TopK& what,
+              cudaStream_t stream) {
   const Rows rows = rows_of_topk(x.count, what.k, x.data, &what);
   size_t bytes = 0;
   Tables t = lay_out<V>(rows, what.workspace.data, bytes);
@@ -57,7 +58,7 @@ void run_topk(TypedArray x, const DeviceKernels::TopK& what, cudaStream_t stream
 
 }  // namespace
 
-void CudaKernels::topk(TypedArray x, const TopK& what, Queue queue) {
+void CudaKernels::topk(kernels::TypedArray x, const TopK& what, kernels::Queue queue) {
   if (what.k == 0) return;
   const OnDevice on(queue);
   with_float(x.dtype,

@@ -19,7 +19,7 @@
 #include "core/dtype.h"
 #include "core/reduce_op.h"
 
-namespace pycomm {
+namespace pycomm::device {
 
 // out[i] = inputs[0][i] (+) inputs[1][i] (+) ..., left to right, with the same bits as
 // kernels/kernels.h on the CPU. avg divides by `size`; 16-bit floats are rounded once. `out` may be
@@ -139,4 +139,4 @@ class EventPool : public std::enable_shared_from_this<EventPool> {
   std::vector<std::unique_ptr<Event>> free_;
 };
 
-}  // namespace pycomm
+}  // namespace pycomm::device

@@ -5,7 +5,7 @@
 
 #include "core/errors.h"
 
-namespace pycomm {
+namespace pycomm::device {
 
 void GrowableBuffer::Release::operator()(std::byte* memory) const {
   if (where == Where::host)
@@ -27,4 +27,4 @@ void GrowableBuffer::reserve(size_t bytes, void* caller) {
   bytes_ = larger;
 }
 
-}  // namespace pycomm
+}  // namespace pycomm::device

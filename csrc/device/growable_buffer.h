@@ -8,7 +8,7 @@
 
 #include "device/device.h"
 
-namespace pycomm {
+namespace pycomm::device {
 
 class GrowableBuffer {
  public:
@@ -36,4 +36,4 @@ class GrowableBuffer {
   size_t bytes_ = 0;
 };
 
-}  // namespace pycomm
+}  // namespace pycomm::device

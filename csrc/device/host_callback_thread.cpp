@@ -5,7 +5,7 @@
 
 #include "os/thread.h"
 
-namespace pycomm {
+namespace pycomm::device {
 
 HostCallbackThread::HostCallbackThread(std::shared_ptr<Device> device, void* stream)
     : device_(std::move(device)),
@@ -13,7 +13,7 @@ HostCallbackThread::HostCallbackThread(std::shared_ptr<Device> device, void* str
       flag_(static_cast<uint32_t*>(device_->allocate_host(sizeof(uint32_t)))) {
   set_flag(1);
   try {
-    thread_ = start_thread("pycomm-callback", [this] { work(); });
+    thread_ = os::start_thread("pycomm-callback", [this] { work(); });
   } catch (...) {
     device_->release_host(flag_);
     throw;
@@ -94,4 +94,4 @@ bool HostCallbackThread::stop() noexcept {
   return working_;
 }
 
-}  // namespace pycomm
+}  // namespace pycomm::device

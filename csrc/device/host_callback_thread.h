@@ -18,7 +18,7 @@
 
 #include "device/device.h"
 
-namespace pycomm {
+namespace pycomm::device {
 
 class HostCallbackThread {
  public:
@@ -62,4 +62,4 @@ class HostCallbackThread {
   std::thread thread_;
 };
 
-}  // namespace pycomm
+}  // namespace pycomm::device

@@ -2,7 +2,7 @@
 
 #include <utility>
 
-namespace pycomm {
+namespace pycomm::device {
 namespace {
 
 constexpr size_t kAligned = 64;
@@ -74,4 +74,4 @@ void HostStagingChannel::abort(const std::string& reason) noexcept {
   transport_->abort(reason);
 }
 
-}  // namespace pycomm
+}  // namespace pycomm::device

@@ -19,7 +19,7 @@
 #include "device/growable_buffer.h"
 #include "device/host_callback_thread.h"
 
-namespace pycomm {
+namespace pycomm::device {
 
 // A message to `peer`, or from it.
 struct HostMessage {
@@ -88,4 +88,4 @@ class HostStagingChannel {
   HostCallbackThread callbacks_;  // the last member, because its thread uses the others
 };
 
-}  // namespace pycomm
+}  // namespace pycomm::device

@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <utility>
 
-namespace pycomm {
+namespace pycomm::device {
 namespace {
 
 // Received data to combine starts at a multiple of this many elements of scratch, so kernels find
@@ -13,8 +13,8 @@ constexpr size_t kAligned = 16;
 size_t aligned(size_t count) { return (count + kAligned - 1) / kAligned * kAligned; }
 
 // `input` and `output` may be the same array, so ranges in either can overlap.
-bool overlap(const Range& a, const Range& b) {
-  return (a.space == Space::scratch) == (b.space == Space::scratch) &&
+bool overlap(const collectives::Range& a, const collectives::Range& b) {
+  return (a.space == collectives::Space::scratch) == (b.space == collectives::Space::scratch) &&
          a.begin < b.begin + b.count && b.begin < a.begin + a.count;
 }
 
@@ -27,10 +27,11 @@ class Maker {
 
   // The send and the receive of a move belong to one stage, because the peers may need both at
   // once.
-  void exchange(const Move& move, int rank) {
-    const bool sends = move.to != kNoRank && move.to != rank && move.out.count > 0;
-    const bool receives = move.from != kNoRank && move.from != rank && move.in.count > 0;
-    const bool copies = receives && move.combine == Combine::copy;
+  void exchange(const collectives::Move& move, int rank) {
+    const bool sends = move.to != collectives::kNoRank && move.to != rank && move.out.count > 0;
+    const bool receives =
+        move.from != collectives::kNoRank && move.from != rank && move.in.count > 0;
+    const bool copies = receives && move.combine == collectives::Combine::copy;
     begin_if((sends && any(writes_, move.out)) ||
              (copies && (any(writes_, move.in) || any(reads_, move.in))));
     if (sends) {
@@ -41,7 +42,7 @@ class Maker {
       stage_.receives.push_back({move.from, move.in});
       writes_.push_back(move.in);
     } else if (receives) {  // after the plan's scratch, to be combined
-      const Range staged{Space::scratch, free_, move.in.count};
+      const collectives::Range staged{collectives::Space::scratch, free_, move.in.count};
       free_ += aligned(move.in.count);
       made_.scratch = std::max(made_.scratch, staged.begin + staged.count);
       stage_.receives.push_back({move.from, staged});
@@ -55,7 +56,8 @@ class Maker {
     stage_.steps.push_back(step);
     writes_.push_back(step.in);
     reads_.push_back(step.arrived);
-    if (step.combine == Combine::reduce || step.combine == Combine::finish)
+    if (step.combine == collectives::Combine::reduce ||
+        step.combine == collectives::Combine::finish)
       reads_.push_back(step.with);
   }
 
@@ -65,8 +67,9 @@ class Maker {
   }
 
  private:
-  static bool any(const std::vector<Range>& all, const Range& range) {
-    return std::ranges::any_of(all, [&](const Range& one) { return overlap(one, range); });
+  static bool any(const std::vector<collectives::Range>& all, const collectives::Range& range) {
+    return std::ranges::any_of(all,
+                               [&](const collectives::Range& one) { return overlap(one, range); });
   }
 
   void begin_if(bool conflict) {
@@ -81,37 +84,38 @@ class Maker {
   size_t first_, free_;  // of scratch: after the plan's
   StreamStages made_;
   StreamStage stage_;
-  std::vector<Range> reads_, writes_;
+  std::vector<collectives::Range> reads_, writes_;
 };
 
-Range slice_of(const Range& range, int lane, int lanes) {
-  const Range slice = piece(range.space, range.count, lanes, lane);
+collectives::Range slice_of(const collectives::Range& range, int lane, int lanes) {
+  const collectives::Range slice = collectives::piece(range.space, range.count, lanes, lane);
   return {range.space, range.begin + slice.begin, slice.count};
 }
 
-Plan lane_of(const Plan& plan, int lane, int lanes) {
-  Plan part = plan;
-  for (Move& move : part.moves)
-    for (Range* range : {&move.out, &move.in, &move.with}) *range = slice_of(*range, lane, lanes);
+collectives::Plan lane_of(const collectives::Plan& plan, int lane, int lanes) {
+  collectives::Plan part = plan;
+  for (collectives::Move& move : part.moves)
+    for (collectives::Range* range : {&move.out, &move.in, &move.with})
+      *range = slice_of(*range, lane, lanes);
   return part;
 }
 
 }  // namespace
 
-std::vector<StreamStages> make_lanes(const Plan& plan, int rank, int lanes) {
+std::vector<StreamStages> make_lanes(const collectives::Plan& plan, int rank, int lanes) {
   std::vector<StreamStages> all;
   for (int lane = 0; lane < lanes; ++lane)
     all.push_back(make_stream_stages(lane_of(plan, lane, lanes), rank));
   return all;
 }
 
-StreamStages make_stream_stages(const Plan& plan, int rank) {
+StreamStages make_stream_stages(const collectives::Plan& plan, int rank) {
   Maker maker(plan.scratch);
-  for (const Move& move : plan.moves) {
+  for (const collectives::Move& move : plan.moves) {
     maker.exchange(move, rank);
     if (move.from == rank) maker.step({move.combine, move.in, move.with, move.out});
   }
   return maker.finish();
 }
 
-}  // namespace pycomm
+}  // namespace pycomm::device

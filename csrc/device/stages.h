@@ -10,18 +10,18 @@
 
 #include "collectives/plan.h"
 
-namespace pycomm {
+namespace pycomm::device {
 
 struct StreamStage {
   struct Message {
     int peer;
-    Range range;
+    collectives::Range range;
   };
   // Work after the messages, in order: `arrived` is combined into `in` as in Move. A copy of an
   // empty range fills `in` with zeros.
   struct Step {
-    Combine combine;
-    Range in, with, arrived;
+    collectives::Combine combine;
+    collectives::Range in, with, arrived;
   };
   std::vector<Message> sends, receives;  // per peer in the order of the plan
   std::vector<Step> steps;
@@ -33,12 +33,12 @@ struct StreamStages {
 };
 
 // Omits messages without elements, which only signal that a rank has begun: the NCCL calls do that.
-StreamStages make_stream_stages(const Plan& plan, int rank);
+StreamStages make_stream_stages(const collectives::Plan& plan, int rank);
 
 // Splits the plan into lanes: each has its slice of every range, so elements are combined in the
 // same order as in the whole plan. Each lane needs scratch of its own. With several lanes, each
 // range that a move reads must have been written as one range, if at all: use it for rings only.
 // One lane works for every plan.
-std::vector<StreamStages> make_lanes(const Plan& plan, int rank, int lanes);
+std::vector<StreamStages> make_lanes(const collectives::Plan& plan, int rank, int lanes);
 
-}  // namespace pycomm
+}  // namespace pycomm::device

@@ -8,13 +8,13 @@
 
 #include "core/errors.h"
 
-namespace pycomm {
+namespace pycomm::device {
 namespace {
 
 // The NCCL type of a dtype. `exact` is false if that type only has the same size, which is enough
 // to move elements but not to add them.
 struct NcclSpelling {
-  NcclDtype dtype;
+  nccl::NcclDtype dtype;
   size_t each;  // NCCL elements per element
   bool exact;
 };
@@ -22,27 +22,27 @@ struct NcclSpelling {
 NcclSpelling spelling_of(Dtype dtype) {
   switch (dtype) {
     case Dtype::float16:
-      return {NcclDtype::float16, 1, true};
+      return {nccl::NcclDtype::float16, 1, true};
     case Dtype::bfloat16:
-      return {NcclDtype::bfloat16, 1, true};
+      return {nccl::NcclDtype::bfloat16, 1, true};
     case Dtype::float32:
-      return {NcclDtype::float32, 1, true};
+      return {nccl::NcclDtype::float32, 1, true};
     case Dtype::float64:
-      return {NcclDtype::float64, 1, true};
+      return {nccl::NcclDtype::float64, 1, true};
     case Dtype::int8:
-      return {NcclDtype::int8, 1, true};
+      return {nccl::NcclDtype::int8, 1, true};
     case Dtype::int16:
-      return {NcclDtype::uint8, 2, false};
+      return {nccl::NcclDtype::uint8, 2, false};
     case Dtype::int32:
-      return {NcclDtype::int32, 1, true};
+      return {nccl::NcclDtype::int32, 1, true};
     case Dtype::int64:
-      return {NcclDtype::int64, 1, true};
+      return {nccl::NcclDtype::int64, 1, true};
     case Dtype::uint8:
-      return {NcclDtype::uint8, 1, true};
+      return {nccl::NcclDtype::uint8, 1, true};
     case Dtype::boolean:
       break;
   }
-  return {NcclDtype::uint8, 1, false};
+  return {nccl::NcclDtype::uint8, 1, false};
 }
 
 // Of a lane: a multiple of the alignment of allocations.
@@ -55,18 +55,18 @@ bool is_message(Operation operation) {
   return operation == Operation::send || operation == Operation::recv;
 }
 
-std::optional<NcclOp> nccl_op(ReduceOp op) {
+std::optional<nccl::NcclOp> nccl_op(ReduceOp op) {
   switch (op) {
     case ReduceOp::sum:
-      return NcclOp::sum;
+      return nccl::NcclOp::sum;
     case ReduceOp::avg:
-      return NcclOp::avg;
+      return nccl::NcclOp::avg;
     case ReduceOp::product:
-      return NcclOp::product;
+      return nccl::NcclOp::product;
     case ReduceOp::min:
-      return NcclOp::min;
+      return nccl::NcclOp::min;
     case ReduceOp::max:
-      return NcclOp::max;
+      return nccl::NcclOp::max;
     case ReduceOp::band:
     case ReduceOp::bor:
     case ReduceOp::bxor:
@@ -97,8 +97,8 @@ bool has_nccl(Operation operation, Dtype dtype, ReduceOp op) {
   return false;
 }
 
-StreamEngine::StreamEngine(std::shared_ptr<NcclApi> nccl, std::shared_ptr<Device> device, int rank,
-                           int size)
+StreamEngine::StreamEngine(std::shared_ptr<nccl::NcclApi> nccl, std::shared_ptr<Device> device,
+                           int rank, int size)
     : nccl_(std::move(nccl)),
       device_(std::move(device)),
       rank_(rank),
@@ -110,15 +110,17 @@ StreamEngine::StreamEngine(std::shared_ptr<NcclApi> nccl, std::shared_ptr<Device
 
 // Aborts first, because destroying a stream waits for its work.
 StreamEngine::~StreamEngine() {
-  for (Communicator* const communicator : communicators()) communicator->abort();
+  for (nccl::Communicator* const communicator : communicators()) communicator->abort();
 }
 
-void StreamEngine::meet(std::span<const NcclId> ids, RemoteRanks remote, const Deadline& deadline) {
+void StreamEngine::meet(std::span<const nccl::NcclId> ids, RemoteRanks remote,
+                        const Deadline& deadline) {
   if (size_ == 1) return;
   local_ranks_ = std::move(remote.local_ranks);
-  const auto together = local_ranks_.empty()
-                            ? size_
-                            : size_ - static_cast<int>(std::ranges::count(local_ranks_, kNoRank));
+  const auto together =
+      local_ranks_.empty()
+          ? size_
+          : size_ - static_cast<int>(std::ranges::count(local_ranks_, collectives::kNoRank));
   while (lanes_.size() < ids.size()) lanes_.push_back(std::make_unique<Lane>(device_));
   for (size_t i = 0; i < ids.size(); ++i) {
     Lane& lane = *lanes_[i];
@@ -128,14 +130,14 @@ void StreamEngine::meet(std::span<const NcclId> ids, RemoteRanks remote, const D
     if (together == 1) continue;
     device_->while_current([&] {
       lane.communicator =
-          std::make_unique<Communicator>(*nccl_, ids[i], local_rank(rank_), together);
+          std::make_unique<nccl::Communicator>(*nccl_, ids[i], local_rank(rank_), together);
     });
     lane.communicator->meet(deadline);
   }
 }
 
-std::vector<Communicator*> StreamEngine::communicators() {
-  std::vector<Communicator*> all;
+std::vector<nccl::Communicator*> StreamEngine::communicators() {
+  std::vector<nccl::Communicator*> all;
   for (const auto& lane : lanes_)
     if (lane->communicator) all.push_back(lane->communicator.get());
   return all;
@@ -183,7 +185,7 @@ size_t StreamEngine::staged_bytes(const StreamStages& stages, Dtype dtype) const
     size_t bytes = 0;
     for (const auto* messages : {&stage.sends, &stage.receives})
       for (const auto& [peer, range] : *messages)
-        if (local_rank(peer) == kNoRank)
+        if (local_rank(peer) == collectives::kNoRank)
           bytes += HostStagingChannel::staged_bytes(range.count * bytes_of(dtype));
     most = std::max(most, bytes);
   }
@@ -233,7 +235,8 @@ void StreamEngine::run(const StreamJob& job, const Deadline& deadline) {
 // A single message is a stage; an empty message gives an empty stage.
 StreamStage StreamEngine::message_of(const StreamJob& job) {
   const bool sends = job.operation == Operation::send;
-  const Range range{sends ? Space::input : Space::output, 0, job.count};
+  const collectives::Range range{sends ? collectives::Space::input : collectives::Space::output, 0,
+                                 job.count};
   StreamStage stage;
   if (job.count > 0) (sends ? stage.sends : stage.receives).push_back({job.peer, range});
   return stage;
@@ -260,7 +263,7 @@ std::vector<HostMessage> StreamEngine::messages_of(const LaneJob& lane_job,
   std::vector<HostMessage> messages;
   const auto add = [&](const std::vector<StreamStage::Message>& of_stage, bool sends) {
     for (const auto& [peer, range] : of_stage)
-      if (local_rank(peer) == kNoRank)
+      if (local_rank(peer) == collectives::kNoRank)
         messages.push_back(
             {peer, sends, place(lane_job, range), range.count * bytes_of(lane_job.job.dtype)});
   };
@@ -272,17 +275,18 @@ std::vector<HostMessage> StreamEngine::messages_of(const LaneJob& lane_job,
 void StreamEngine::launch(const LaneJob& lane_job, const StreamStage& stage,
                           const Deadline& deadline) {
   const auto [dtype, each, exact] = spelling_of(lane_job.job.dtype);
-  const auto calls = [&, dtype = dtype, each = each](NcclApi& nccl, NcclComm* comm) {
-    const NcclQueue queue{comm, lane_job.lane.stream.raw()};
-    NcclResult result = NcclResult::success;
-    const auto keep = [&](NcclResult one) {
-      if (result == NcclResult::success || result == NcclResult::in_progress) result = one;
+  const auto calls = [&, dtype = dtype, each = each](nccl::NcclApi& nccl, nccl::NcclComm* comm) {
+    const nccl::NcclQueue queue{comm, lane_job.lane.stream.raw()};
+    nccl::NcclResult result = nccl::NcclResult::success;
+    const auto keep = [&](nccl::NcclResult one) {
+      if (result == nccl::NcclResult::success || result == nccl::NcclResult::in_progress)
+        result = one;
     };
     for (const auto& [peer, range] : stage.sends)
-      if (const int to = local_rank(peer); to != kNoRank)
+      if (const int to = local_rank(peer); to != collectives::kNoRank)
         keep(nccl.send({place(lane_job, range), nullptr, range.count * each, dtype}, to, queue));
     for (const auto& [peer, range] : stage.receives)
-      if (const int from = local_rank(peer); from != kNoRank)
+      if (const int from = local_rank(peer); from != collectives::kNoRank)
         keep(nccl.recv({nullptr, place(lane_job, range), range.count * each, dtype}, from, queue));
     return result;
   };
@@ -295,15 +299,15 @@ void StreamEngine::run_step(const LaneJob& lane_job, const StreamStage::Step& st
   void* const stream = lane_job.lane.stream.raw();
   std::byte* into = place(lane_job, step.in);
   switch (step.combine) {
-    case Combine::copy:
+    case collectives::Combine::copy:
       if (step.arrived.count == 0)
         device_->clear(into, bytes, stream);
       else if (const std::byte* from = place(lane_job, step.arrived); from != into)
         device_->copy(into, from, bytes, stream);
       return;
-    case Combine::reduce:
-    case Combine::finish:
-    case Combine::fold:
+    case collectives::Combine::reduce:
+    case collectives::Combine::finish:
+    case collectives::Combine::fold:
       return reduce(lane_job, step);
   }
 }
@@ -312,10 +316,10 @@ void StreamEngine::run_step(const LaneJob& lane_job, const StreamStage::Step& st
 void StreamEngine::reduce(const LaneJob& lane_job, const StreamStage::Step& step) {
   const StreamJob& job = lane_job.job;
   const size_t bytes = step.in.count * bytes_of(job.dtype);
-  const bool partial = step.combine == Combine::reduce && job.op == ReduceOp::avg;
+  const bool partial = step.combine == collectives::Combine::reduce && job.op == ReduceOp::avg;
   const std::byte* arrived = place(lane_job, step.arrived);
   std::vector<const void*> inputs;
-  if (step.combine == Combine::fold) {
+  if (step.combine == collectives::Combine::fold) {
     const size_t slots = step.arrived.count / step.in.count;
     for (size_t slot = 0; slot < slots; ++slot) inputs.push_back(arrived + slot * bytes);
   } else {
@@ -333,9 +337,9 @@ void StreamEngine::reduce(const LaneJob& lane_job, const StreamStage::Step& step
 
 void StreamEngine::run_nccl(const StreamJob& job, const Deadline& deadline) {
   const auto [dtype, each, exact] = spelling_of(job.dtype);
-  const NcclData data{job.input, job.output, job.count * each, dtype};
-  const auto calls = [&](NcclApi& nccl, NcclComm* comm) {
-    const NcclQueue queue{comm, lanes_[0]->stream.raw()};
+  const nccl::NcclData data{job.input, job.output, job.count * each, dtype};
+  const auto calls = [&](nccl::NcclApi& nccl, nccl::NcclComm* comm) {
+    const nccl::NcclQueue queue{comm, lanes_[0]->stream.raw()};
     if (job.operation == Operation::broadcast)
       return nccl.broadcast({job.output, data.out, data.count, data.dtype}, job.peer, queue);
     if (job.operation == Operation::all_gather) return nccl.all_gather(data, queue);
@@ -347,17 +351,17 @@ void StreamEngine::run_nccl(const StreamJob& job, const Deadline& deadline) {
   ++traffic_.groups;
 }
 
-std::byte* StreamEngine::place(const LaneJob& lane_job, const Range& range) {
+std::byte* StreamEngine::place(const LaneJob& lane_job, const collectives::Range& range) {
   const size_t begin = range.begin * bytes_of(lane_job.job.dtype);
   switch (range.space) {
-    case Space::input:
+    case collectives::Space::input:
       return const_cast<std::byte*>(lane_job.job.input) + begin;
-    case Space::output:
+    case collectives::Space::output:
       return lane_job.job.output + begin;
-    case Space::scratch:
+    case collectives::Space::scratch:
       break;
   }
   return lane_job.scratch + begin;
 }
 
-}  // namespace pycomm
+}  // namespace pycomm::device

@@ -30,7 +30,7 @@
 #include "device/stages.h"
 #include "nccl/communicator.h"
 
-namespace pycomm {
+namespace pycomm::device {
 
 // A call. Arrays are on the device. Without a plan it is an NCCL collective or message, for which
 // has_nccl() is true.
@@ -66,14 +66,15 @@ struct StreamTraffic {
 class StreamEngine {
  public:
   // For `size` ranks, each on a device. A group of one needs no communicator.
-  StreamEngine(std::shared_ptr<NcclApi> nccl, std::shared_ptr<Device> device, int rank, int size);
+  StreamEngine(std::shared_ptr<nccl::NcclApi> nccl, std::shared_ptr<Device> device, int rank,
+               int size);
   ~StreamEngine();  // aborts running calls
   StreamEngine(const StreamEngine&) = delete;
   StreamEngine& operator=(const StreamEngine&) = delete;
 
   // Collective: creates a lane for each id. A rank without peers in its communicators needs no
   // NCCL.
-  void meet(std::span<const NcclId> ids, RemoteRanks remote, const Deadline& deadline);
+  void meet(std::span<const nccl::NcclId> ids, RemoteRanks remote, const Deadline& deadline);
 
   // Call it before enqueue(): allocates the job's memory. Throws Unsupported if memory would have
   // to grow while `caller`, the stream of the call, is being captured.
@@ -83,7 +84,7 @@ class StreamEngine {
   std::shared_ptr<Event> enqueue(const StreamJob& job, Event& before, const Deadline& deadline);
 
   // By lane; none if a rank has no peers in communicators, and none before meet().
-  std::vector<Communicator*> communicators();
+  std::vector<nccl::Communicator*> communicators();
   size_t lanes() const { return lanes_.size(); }
   bool reaches_all() const { return local_ranks_.empty(); }  // whether communicators join all ranks
   // Thread-safe, after meet(): the error of failed messages between hosts.
@@ -98,8 +99,8 @@ class StreamEngine {
   struct Lane {
     explicit Lane(const std::shared_ptr<Device>& device) : stream(device) {}
     Stream stream;
-    std::unique_ptr<Communicator> communicator{};   // none if it would join one rank
-    std::unique_ptr<HostStagingChannel> staging{};  // none if it joins all ranks
+    std::unique_ptr<nccl::Communicator> communicator{};  // none if it would join one rank
+    std::unique_ptr<HostStagingChannel> staging{};       // none if it joins all ranks
   };
   // A job as one lane runs it.
   struct LaneJob {
@@ -116,13 +117,13 @@ class StreamEngine {
   void run_step(const LaneJob& lane_job, const StreamStage::Step& step);
   void reduce(const LaneJob& lane_job, const StreamStage::Step& step);
   void run_nccl(const StreamJob& job, const Deadline& deadline);  // a collective
-  static std::byte* place(const LaneJob& lane_job, const Range& range);
+  static std::byte* place(const LaneJob& lane_job, const collectives::Range& range);
   // The rank in the communicators, or kNoRank; an unknown rank (kNoRank) stays kNoRank.
   int local_rank(int rank) const {
     return local_ranks_.empty() || rank < 0 ? rank : local_ranks_[static_cast<size_t>(rank)];
   }
 
-  std::shared_ptr<NcclApi> nccl_;
+  std::shared_ptr<nccl::NcclApi> nccl_;
   std::shared_ptr<Device> device_;
   int rank_, size_;
   std::vector<int> local_ranks_;  // as in RemoteRanks
@@ -132,4 +133,4 @@ class StreamEngine {
   std::vector<std::unique_ptr<Lane>> lanes_;  // at least one; last, as it uses the others
 };
 
-}  // namespace pycomm
+}  // namespace pycomm::device

@@ -16,13 +16,13 @@
 #include "group/group.h"
 #include "nccl/nccl.h"
 
-namespace pycomm {
+namespace pycomm::device_group {
 
 // A call that can be enqueued.
 struct DeviceCall {
-  Call call;  // with its algorithm and its limit
+  group::Call call;  // with its algorithm and its limit
   // By channel, for a call that runs as a plan between devices.
-  std::shared_ptr<const std::vector<StreamStages>> plan{};
+  std::shared_ptr<const std::vector<device::StreamStages>> plan{};
 };
 
 class DeviceExecutor {
@@ -35,15 +35,16 @@ class DeviceExecutor {
   // One thread at a time may call the functions from here to stats().
 
   // The call's algorithm, or the one that all ranks choose for it. Throws Unsupported.
-  virtual Algorithm algorithm_for(const Call& call) const = 0;
+  virtual Algorithm algorithm_for(const group::Call& call) const = 0;
   // Allocates memory, before the ranks agree. Throws Unsupported if the call's stream is being
   // captured and memory would have to grow.
-  virtual DeviceCall prepare(const Call& call) = 0;
-  virtual std::shared_ptr<Event> event() = 0;
+  virtual DeviceCall prepare(const group::Call& call) = 0;
+  virtual std::shared_ptr<device::Event> event() = 0;
   // Enqueues the call after `before`, an event of its stream. Returns the event of its end.
-  virtual std::shared_ptr<Event> enqueue(const DeviceCall& device_call, Event& before,
-                                         const Deadline& deadline) = 0;
-  virtual Stats stats() const = 0;  // all fields but `calls`
+  virtual std::shared_ptr<device::Event> enqueue(const DeviceCall& device_call,
+                                                 device::Event& before,
+                                                 const Deadline& deadline) = 0;
+  virtual group::Stats stats() const = 0;  // all fields but `calls`
 
   // Any thread. The error because of which enqueued calls failed or will not finish, if any. `what`
   // is the oldest of these calls.
@@ -56,14 +57,14 @@ class DeviceExecutor {
 
 // Collective over `host`. `options` must be equal on all ranks. Throws Unsupported if NCCL refuses,
 // and Timeout if a rank is missing.
-std::unique_ptr<DeviceExecutor> make_nccl_executor(std::shared_ptr<Group> host,
-                                                   std::shared_ptr<Device> device,
-                                                   std::shared_ptr<NcclApi> nccl,
+std::unique_ptr<DeviceExecutor> make_nccl_executor(std::shared_ptr<group::Group> host,
+                                                   std::shared_ptr<device::Device> device,
+                                                   std::shared_ptr<nccl::NcclApi> nccl,
                                                    const DeviceOptions& options,
                                                    std::chrono::nanoseconds timeout);
 
 // Collective over `host`, for ranks of which some share a device.
-std::unique_ptr<DeviceExecutor> make_host_staged_executor(const std::shared_ptr<Group>& host,
-                                                          std::shared_ptr<Device> device);
+std::unique_ptr<DeviceExecutor> make_host_staged_executor(const std::shared_ptr<group::Group>& host,
+                                                          std::shared_ptr<device::Device> device);
 
-}  // namespace pycomm
+}  // namespace pycomm::device_group

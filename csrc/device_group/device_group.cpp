@@ -16,23 +16,24 @@
 #include "group/check.h"
 #include "observe/heartbeat_thread.h"
 
-namespace pycomm {
+namespace pycomm::device_group {
 namespace {
 
 // How often enqueued calls are polled. Polling does not slow them.
 constexpr std::chrono::milliseconds kLook{100};
 
 // An asynchronous call. The host group's worker runs the agreement and then enqueues the call.
-class DeviceWork final : public Work {
+class DeviceWork final : public group::Work {
  public:
   // `is_over`: whether the device has reached the call's event and the call was not aborted.
-  explicit DeviceWork(std::function<bool(const Event&)> is_over) : is_over_(std::move(is_over)) {}
+  explicit DeviceWork(std::function<bool(const device::Event&)> is_over)
+      : is_over_(std::move(is_over)) {}
 
   void capture() { captured_ = true; }
   bool captured() const override { return captured_; }
   // Sets the agreement, after which the worker calls settle().
-  void follow(std::shared_ptr<Work> agreed) { agreed_ = std::move(agreed); }
-  void settle(std::shared_ptr<Event> over, std::exception_ptr error) {
+  void follow(std::shared_ptr<group::Work> agreed) { agreed_ = std::move(agreed); }
+  void settle(std::shared_ptr<device::Event> over, std::exception_ptr error) {
     {
       const std::lock_guard lock(mutex_);
       over_ = std::move(over);
@@ -49,7 +50,7 @@ class DeviceWork final : public Work {
 
   // A captured call is done once it is enqueued; so is a call on a device that reports an error.
   bool done() const override {
-    std::shared_ptr<Event> over;
+    std::shared_ptr<device::Event> over;
     {
       const std::lock_guard lock(mutex_);
       if (!settled_) return false;
@@ -79,26 +80,28 @@ class DeviceWork final : public Work {
   }
 
  private:
-  std::function<bool(const Event&)> is_over_;
-  std::shared_ptr<Work> agreed_;
+  std::function<bool(const device::Event&)> is_over_;
+  std::shared_ptr<group::Work> agreed_;
   mutable std::mutex mutex_;
   std::condition_variable changed_;
   bool settled_ = false, captured_ = false;
-  std::shared_ptr<Event> over_;
+  std::shared_ptr<device::Event> over_;
   std::exception_ptr error_;
 };
 
 // "send(float32, count 10, tag 0, nccl, on CUDA devices) to rank 1"
-std::string text_of(const Call& call) {
-  Header header = signature_of(agreement_about(call, nullptr), call.algorithm);
-  if (is_plan(call.operation)) return describe(header);
+std::string text_of(const group::Call& call) {
+  transport::Header header =
+      group::signature_of(group::agreement_about(call, nullptr), call.algorithm);
+  if (group::is_plan(call.operation)) return engine::describe(header);
   header.operation = static_cast<uint8_t>(call.operation);  // in signatures both ends are a send
   const bool sends = call.operation == Operation::send;
-  return describe(header) + (sends ? " to rank " : " from rank ") + std::to_string(call.peer);
+  return engine::describe(header) + (sends ? " to rank " : " from rank ") +
+         std::to_string(call.peer);
 }
 
 // For a receive, after the agreement: stores the source rank.
-void set_source(Call& call, int source) {
+void set_source(group::Call& call, int source) {
   if (call.operation != Operation::recv) return;
   call.peer = source;
   if (call.source != nullptr) *call.source = source;
@@ -117,9 +120,10 @@ class CallLock {
   std::unique_lock<std::mutex> lock_;
 };
 
-class DeviceGroup final : public Collectives, public std::enable_shared_from_this<DeviceGroup> {
+class DeviceGroup final : public group::Collectives,
+                          public std::enable_shared_from_this<DeviceGroup> {
  public:
-  DeviceGroup(std::shared_ptr<Group> host, std::shared_ptr<Device> device,
+  DeviceGroup(std::shared_ptr<group::Group> host, std::shared_ptr<device::Device> device,
               std::unique_ptr<DeviceExecutor> executor, std::chrono::nanoseconds timeout)
       : host_(std::move(host)),
         device_(std::move(device)),
@@ -130,28 +134,28 @@ class DeviceGroup final : public Collectives, public std::enable_shared_from_thi
   }
   ~DeviceGroup() override { watchdog_thread_.join(); }
 
-  const GroupInfo& info() const override { return host_->info(); }
+  const group::GroupInfo& info() const override { return host_->info(); }
 
-  void run(const Call& given) override;
-  std::shared_ptr<Work> start(const Call& given,
-                              std::function<void(std::exception_ptr)> then) override;
-  Stats stats() const override;
+  void run(const group::Call& given) override;
+  std::shared_ptr<group::Work> start(const group::Call& given,
+                                     std::function<void(std::exception_ptr)> then) override;
+  group::Stats stats() const override;
   void close() noexcept override;
   void abort(const std::string& reason) noexcept override {
     fail(GroupBroken("the group was aborted: " + reason, {.rank = rank()}));
   }
 
  private:
-  DeviceCall begin(const Call& given);
-  std::shared_ptr<Event> mark(void* stream);
+  DeviceCall begin(const group::Call& given);
+  std::shared_ptr<device::Event> mark(void* stream);
   using Failed = std::function<void(std::exception_ptr)>;
-  std::shared_ptr<Event> enqueue(const DeviceCall& device_call, Event& before,
-                                 const Deadline& deadline, Failed failed);
+  std::shared_ptr<device::Event> enqueue(const DeviceCall& device_call, device::Event& before,
+                                         const Deadline& deadline, Failed failed);
   bool look() noexcept;
   void fail(const Error& error) noexcept;
 
-  std::shared_ptr<Group> host_;
-  std::shared_ptr<Device> device_;
+  std::shared_ptr<group::Group> host_;
+  std::shared_ptr<device::Device> device_;
   const std::chrono::nanoseconds timeout_;
   std::mutex turn_;           // held inside run() and start()
   mutable std::mutex mutex_;  // guards the executor and calls_
@@ -160,57 +164,60 @@ class DeviceGroup final : public Collectives, public std::enable_shared_from_thi
   Watchdog watchdog_;
   std::mutex ending_;  // guards ended_
   bool ended_ = false;
-  HeartbeatThread watchdog_thread_;  // last member: its thread ends before the members it uses
+  observe::HeartbeatThread
+      watchdog_thread_;  // last member: its thread ends before the members it uses
 };
 
 // Records the event on the caller's stream after which a call begins.
-std::shared_ptr<Event> DeviceGroup::mark(void* stream) {
+std::shared_ptr<device::Event> DeviceGroup::mark(void* stream) {
   auto event = executor_->event();
   event->record(stream);
   return event;
 }
 
 // Rejects what this rank can reject without its peers.
-DeviceCall DeviceGroup::begin(const Call& given) {
+DeviceCall DeviceGroup::begin(const group::Call& given) {
   if (given.algorithm == Algorithm::shared_memory)
-    throw_unsupported(given, "the algorithm shared_memory is for arrays in host memory");
-  Call call = given;
+    group::throw_unsupported(given, "the algorithm shared_memory is for arrays in host memory");
+  group::Call call = given;
   call.algorithm = executor_->algorithm_for(given);
   if (call.timeout.count() == 0) call.timeout = timeout_;
-  Call asked = call;
+  group::Call asked = call;
   if (asked.algorithm == Algorithm::nccl || asked.algorithm == Algorithm::staged ||
-      !is_plan(asked.operation))
+      !group::is_plan(asked.operation))
     asked.algorithm = Algorithm::automatic;
-  check_call(asked, rank(), size());
+  group::check_call(asked, rank(), size());
   const std::lock_guard lock(mutex_);
   return executor_->prepare(call);
 }
 
-void DeviceGroup::run(const Call& given) {
+void DeviceGroup::run(const group::Call& given) {
   const CallLock turn(turn_);
   DeviceCall device_call = begin(given);
   const Deadline deadline(device_call.call.timeout);
   const auto before = mark(given.device.stream);
   int source = given.peer;
-  host_->run(agreement_about(device_call.call, &source));
+  host_->run(group::agreement_about(device_call.call, &source));
   set_source(device_call.call, source);
   enqueue(device_call, *before, deadline, {})->stream_wait(given.device.stream);
 }
 
-std::shared_ptr<Work> DeviceGroup::start(const Call& given,
-                                         std::function<void(std::exception_ptr)> then) {
+std::shared_ptr<group::Work> DeviceGroup::start(const group::Call& given,
+                                                std::function<void(std::exception_ptr)> then) {
   const CallLock turn(turn_);
-  const auto work = std::make_shared<DeviceWork>([weak = weak_from_this()](const Event& over) {
-    const auto self = weak.lock();
-    return !self || self->watchdog_.is_over(over);  // a destroyed group has no calls in progress
-  });
+  const auto work =
+      std::make_shared<DeviceWork>([weak = weak_from_this()](const device::Event& over) {
+        const auto self = weak.lock();
+        return !self ||
+               self->watchdog_.is_over(over);  // a destroyed group has no calls in progress
+      });
   DeviceCall device_call = begin(given);
   const Deadline deadline(device_call.call.timeout);
   const auto before = mark(given.device.stream);
   const auto source = std::make_shared<int>(given.peer);
   auto enqueued = [self = shared_from_this(), work, device_call, before, deadline, source,
                    then = std::move(then)](std::exception_ptr error) mutable {
-    std::shared_ptr<Event> over;
+    std::shared_ptr<device::Event> over;
     try {
       if (!error) {
         set_source(device_call.call, *source);
@@ -225,7 +232,7 @@ std::shared_ptr<Work> DeviceGroup::start(const Call& given,
     work->settle(std::move(over), error);
     if (then) then(error);
   };
-  const Call agreement = agreement_about(device_call.call, source.get());
+  const group::Call agreement = group::agreement_about(device_call.call, source.get());
   if (device_->capturing(given.device.stream)) {  // on this thread: a capture may belong to it
     work->capture();
     host_->run(agreement);
@@ -236,8 +243,9 @@ std::shared_ptr<Work> DeviceGroup::start(const Call& given,
   return work;
 }
 
-std::shared_ptr<Event> DeviceGroup::enqueue(const DeviceCall& device_call, Event& before,
-                                            const Deadline& deadline, Failed failed) {
+std::shared_ptr<device::Event> DeviceGroup::enqueue(const DeviceCall& device_call,
+                                                    device::Event& before, const Deadline& deadline,
+                                                    Failed failed) {
   try {
     const std::lock_guard lock(mutex_);
     ++calls_;
@@ -247,7 +255,7 @@ std::shared_ptr<Event> DeviceGroup::enqueue(const DeviceCall& device_call, Event
     if (!captured)
       watchdog_.add(
           text_of(device_call.call),
-          is_plan(device_call.call.operation) ? Watchdog::kAllPeers : device_call.call.peer,
+          group::is_plan(device_call.call.operation) ? Watchdog::kAllPeers : device_call.call.peer,
           deadline, over, std::move(failed));
     return over;
   } catch (const Error& error) {  // the peers have enqueued the call
@@ -293,9 +301,9 @@ void DeviceGroup::close() noexcept {
   if (!std::exchange(ended_, true)) executor_->close(Deadline(timeout_));
 }
 
-Stats DeviceGroup::stats() const {
+group::Stats DeviceGroup::stats() const {
   const std::lock_guard lock(mutex_);
-  Stats stats = executor_->stats();
+  group::Stats stats = executor_->stats();
   stats.calls = calls_;
   return stats;
 }
@@ -314,7 +322,7 @@ struct DeviceInfo {
 static_assert(sizeof(DeviceInfo) == 32);
 
 // Runs at the first call with device arrays, whichever call that is.
-std::vector<DeviceInfo> exchange_device_info(Group& host, const DeviceResources& resources,
+std::vector<DeviceInfo> exchange_device_info(group::Group& host, const DeviceResources& resources,
                                              std::chrono::nanoseconds limit) {
   const auto [lanes, nccl_between_hosts] = resources.options;
   check(lanes >= 1 && lanes <= 255, "invalid cuda_channels: it must be between 1 and 255");
@@ -340,7 +348,7 @@ std::vector<DeviceInfo> exchange_device_info(Group& host, const DeviceResources&
 }
 
 // Whether the group stages calls in host memory: NCCL refuses two ranks on one device of a host.
-bool is_host_staged(const Group& host, const std::vector<DeviceInfo>& all) {
+bool is_host_staged(const group::Group& host, const std::vector<DeviceInfo>& all) {
   std::set<std::pair<int, decltype(DeviceInfo::bus_id)>> devices;
   for (size_t rank = 0; rank < all.size(); ++rank)
     devices.emplace(host.info().hosts[rank], all[rank].bus_id);
@@ -348,7 +356,7 @@ bool is_host_staged(const Group& host, const std::vector<DeviceInfo>& all) {
 }
 
 // Throws Unsupported on all ranks if NCCL would send unencrypted data although encrypt=True.
-void check_encrypted(const Group& host, const DeviceInfo& first) {
+void check_encrypted(const group::Group& host, const DeviceInfo& first) {
   if (host.info().encrypted && host.info().host_count > 1 && first.nccl_between_hosts)
     throw Unsupported(
         "encrypt=True: NCCL between hosts does not encrypt; use cuda_internode_transport=\"tcp\" "
@@ -358,7 +366,7 @@ void check_encrypted(const Group& host, const DeviceInfo& first) {
 
 // Throws Unsupported if a rank needs NCCL and has none. If NCCL is used inside hosts only, a rank
 // that is alone on its host does not need it.
-void check_nccl(const Group& host, const std::vector<DeviceInfo>& all,
+void check_nccl(const group::Group& host, const std::vector<DeviceInfo>& all,
                 const DeviceResources& resources) {
   const auto needs = [&](size_t rank) {
     return all[0].nccl_between_hosts ||
@@ -375,10 +383,10 @@ void check_nccl(const Group& host, const std::vector<DeviceInfo>& all,
 
 }  // namespace
 
-std::shared_ptr<Collectives> make_device_group(std::shared_ptr<Group> host,
-                                               DeviceResources resources,
-                                               std::chrono::nanoseconds timeout,
-                                               std::chrono::nanoseconds limit) {
+std::shared_ptr<group::Collectives> make_device_group(std::shared_ptr<group::Group> host,
+                                                      DeviceResources resources,
+                                                      std::chrono::nanoseconds timeout,
+                                                      std::chrono::nanoseconds limit) {
   const auto infos = exchange_device_info(*host, resources, limit);
   std::unique_ptr<DeviceExecutor> executor;
   if (is_host_staged(*host, infos)) {
@@ -395,4 +403,4 @@ std::shared_ptr<Collectives> make_device_group(std::shared_ptr<Group> host,
                                        std::move(executor), timeout);
 }
 
-}  // namespace pycomm
+}  // namespace pycomm::device_group

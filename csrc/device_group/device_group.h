@@ -21,14 +21,15 @@
 #include "device_group/device_options.h"
 #include "group/group.h"
 
-namespace pycomm {
+namespace pycomm::device_group {
 
 // Collective over `host`; calls of both groups share one order. All ranks must call within `limit`.
 // `timeout` limits the setup of NCCL, and by default the agreement and the execution of each call.
 // Throws the errors of `host`; Unsupported if a device does
 // not suit NCCL, and on every rank if one needs NCCL and has none; Timeout if a rank is missing.
-std::shared_ptr<Collectives> make_device_group(std::shared_ptr<Group> host, DeviceResources parts,
-                                               std::chrono::nanoseconds timeout,
-                                               std::chrono::nanoseconds limit);
+std::shared_ptr<group::Collectives> make_device_group(std::shared_ptr<group::Group> host,
+                                                      DeviceResources parts,
+                                                      std::chrono::nanoseconds timeout,
+                                                      std::chrono::nanoseconds limit);
 
-}  // namespace pycomm
+}  // namespace pycomm::device_group

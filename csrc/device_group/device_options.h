@@ -7,7 +7,7 @@
 #include "device/device.h"
 #include "nccl/nccl.h"
 
-namespace pycomm {
+namespace pycomm::device_group {
 
 // How device arrays are sent. The values of rank 0 apply to all ranks.
 struct DeviceOptions {
@@ -17,11 +17,11 @@ struct DeviceOptions {
 
 // What one rank needs to form a device group.
 struct DeviceResources {
-  std::shared_ptr<Device> device;
-  std::shared_ptr<NcclApi> nccl;  // null if not found
-  std::string why_no_nccl{};      // if null
-  bool nccl_shares = false;       // NCCL on this rank lets ranks share a device
+  std::shared_ptr<device::Device> device;
+  std::shared_ptr<nccl::NcclApi> nccl;  // null if not found
+  std::string why_no_nccl{};            // if null
+  bool nccl_shares = false;             // NCCL on this rank lets ranks share a device
   DeviceOptions options{};
 };
 
-}  // namespace pycomm
+}  // namespace pycomm::device_group

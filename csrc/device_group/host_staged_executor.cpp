@@ -16,7 +16,7 @@
 #include "device_group/device_executor.h"
 #include "group/check.h"
 
-namespace pycomm {
+namespace pycomm::device_group {
 namespace {
 
 constexpr size_t kAligned = 64;
@@ -25,24 +25,24 @@ size_t aligned(size_t bytes) { return (bytes + kAligned - 1) / kAligned * kAlign
 
 class HostStagedExecutor final : public DeviceExecutor {
  public:
-  HostStagedExecutor(std::shared_ptr<Device> device, std::shared_ptr<Group> data)
+  HostStagedExecutor(std::shared_ptr<device::Device> device, std::shared_ptr<group::Group> data)
       : device_(std::move(device)),
         data_(std::move(data)),
         stream_(device_),
-        events_(std::make_shared<EventPool>(device_)),
-        staging_(device_, GrowableBuffer::Where::host),
+        events_(std::make_shared<device::EventPool>(device_)),
+        staging_(device_, device::GrowableBuffer::Where::host),
         callbacks_(device_, stream_.raw()) {}
   ~HostStagedExecutor() override {
     if (callbacks_.stop()) data_->abort("the device group was destroyed during the call");
   }
 
-  Algorithm algorithm_for(const Call& call) const override;
-  DeviceCall prepare(const Call& call) override;
-  std::shared_ptr<Event> event() override { return events_->take(); }
-  std::shared_ptr<Event> enqueue(const DeviceCall& device_call, Event& before,
-                                 const Deadline& deadline) override;
-  Stats stats() const override {
-    const Stats sent = data_->stats();
+  Algorithm algorithm_for(const group::Call& call) const override;
+  DeviceCall prepare(const group::Call& call) override;
+  std::shared_ptr<device::Event> event() override { return events_->take(); }
+  std::shared_ptr<device::Event> enqueue(const DeviceCall& device_call, device::Event& before,
+                                         const Deadline& deadline) override;
+  group::Stats stats() const override {
+    const group::Stats sent = data_->stats();
     return {.frames_sent = sent.frames_sent,
             .bytes_sent = sent.bytes_sent,
             .algorithm = Algorithm::staged};
@@ -60,47 +60,48 @@ class HostStagedExecutor final : public DeviceExecutor {
   struct Layout {
     size_t input, output, output_at;
   };
-  Layout layout_of(const Call& call) const;
-  void run(const Call& call) noexcept;
+  Layout layout_of(const group::Call& call) const;
+  void run(const group::Call& call) noexcept;
 
-  std::shared_ptr<Device> device_;
-  std::shared_ptr<Group> data_;
-  Stream stream_;
-  std::shared_ptr<EventPool> events_;
-  GrowableBuffer staging_;
-  std::mutex mutex_;              // guards error_
-  std::optional<Error> error_;    // the first error of data_
-  HostCallbackThread callbacks_;  // last member: its thread ends before the members it uses
+  std::shared_ptr<device::Device> device_;
+  std::shared_ptr<group::Group> data_;
+  device::Stream stream_;
+  std::shared_ptr<device::EventPool> events_;
+  device::GrowableBuffer staging_;
+  std::mutex mutex_;                      // guards error_
+  std::optional<Error> error_;            // the first error of data_
+  device::HostCallbackThread callbacks_;  // last member: its thread ends before the members it uses
 };
 
-Algorithm HostStagedExecutor::algorithm_for(const Call& call) const {
+Algorithm HostStagedExecutor::algorithm_for(const group::Call& call) const {
   if (call.algorithm == Algorithm::nccl)
-    throw_unsupported(call,
-                      "NCCL refuses ranks that share a GPU; omit the algorithm or choose another");
+    group::throw_unsupported(
+        call, "NCCL refuses ranks that share a GPU; omit the algorithm or choose another");
   return call.algorithm == Algorithm::automatic ? Algorithm::staged : call.algorithm;
 }
 
-HostStagedExecutor::Layout HostStagedExecutor::layout_of(const Call& call) const {
-  const Extent extent = extent_of(call, data_->rank(), data_->size());
+HostStagedExecutor::Layout HostStagedExecutor::layout_of(const group::Call& call) const {
+  const group::Extent extent = group::extent_of(call, data_->rank(), data_->size());
   const size_t each = bytes_of(call.dtype);
   const bool in_place = call.input == call.output;
   return {extent.input * each, extent.output * each, in_place ? 0 : aligned(extent.input * each)};
 }
 
-DeviceCall HostStagedExecutor::prepare(const Call& call) {
+DeviceCall HostStagedExecutor::prepare(const group::Call& call) {
   const Layout layout = layout_of(call);
   staging_.reserve(std::max(layout.input, layout.output_at + layout.output), call.device.stream);
   return {.call = call};
 }
 
-std::shared_ptr<Event> HostStagedExecutor::enqueue(const DeviceCall& device_call, Event& before,
-                                                   const Deadline& /*deadline*/) {
-  const Call& call = device_call.call;
+std::shared_ptr<device::Event> HostStagedExecutor::enqueue(const DeviceCall& device_call,
+                                                           device::Event& before,
+                                                           const Deadline& /*deadline*/) {
+  const group::Call& call = device_call.call;
   const Layout layout = layout_of(call);
   const bool gives_output = call.operation == Operation::broadcast && call.peer == data_->rank();
   std::byte* const staging = staging_.data();
   std::byte* const output = staging + layout.output_at;
-  Call here = call;
+  group::Call here = call;
   here.input = layout.input > 0 ? staging : nullptr;
   here.output = layout.output > 0 ? output : nullptr;
   here.source = nullptr;  // set earlier; its owner may be gone
@@ -119,7 +120,7 @@ std::shared_ptr<Event> HostStagedExecutor::enqueue(const DeviceCall& device_call
 }
 
 // On the callback thread. Stores the error before the stream continues.
-void HostStagedExecutor::run(const Call& call) noexcept {
+void HostStagedExecutor::run(const group::Call& call) noexcept {
   std::optional<Error> error;
   try {
     data_->run(call);
@@ -141,9 +142,9 @@ std::optional<Error> HostStagedExecutor::trouble(const std::string& what) {
 
 }  // namespace
 
-std::unique_ptr<DeviceExecutor> make_host_staged_executor(const std::shared_ptr<Group>& host,
-                                                          std::shared_ptr<Device> device) {
+std::unique_ptr<DeviceExecutor> make_host_staged_executor(const std::shared_ptr<group::Group>& host,
+                                                          std::shared_ptr<device::Device> device) {
   return std::make_unique<HostStagedExecutor>(std::move(device), host->split(0, host->rank()));
 }
 
-}  // namespace pycomm
+}  // namespace pycomm::device_group

@@ -14,7 +14,7 @@
 #include "device_group/device_executor.h"
 #include "group/check.h"
 
-namespace pycomm {
+namespace pycomm::device_group {
 namespace {
 
 constexpr size_t kMaxPlans = 256;
@@ -23,11 +23,12 @@ constexpr size_t kBytesPerChannel = size_t{1} << 20;
 
 // Sends messages through a group of the same ranks. Each channel has its own group, because its
 // calls run when the device reaches them.
-class GroupTransport final : public HostTransport {
+class GroupTransport final : public device::HostTransport {
  public:
-  explicit GroupTransport(std::shared_ptr<Group> group) : group_(std::move(group)) {}
-  void exchange(std::span<const HostMessage> messages, std::chrono::nanoseconds timeout) override {
-    std::vector<Call> calls;
+  explicit GroupTransport(std::shared_ptr<group::Group> group) : group_(std::move(group)) {}
+  void exchange(std::span<const device::HostMessage> messages,
+                std::chrono::nanoseconds timeout) override {
+    std::vector<group::Call> calls;
     for (const auto& [peer, sends, data, bytes] : messages)
       calls.push_back({.operation = sends ? Operation::send : Operation::recv,
                        .input = sends ? data : nullptr,
@@ -41,28 +42,28 @@ class GroupTransport final : public HostTransport {
   void close() noexcept override { group_->close(); }
 
  private:
-  std::shared_ptr<Group> group_;
+  std::shared_ptr<group::Group> group_;
 };
 
 class NcclExecutor final : public DeviceExecutor {
  public:
-  NcclExecutor(std::shared_ptr<Group> host, std::shared_ptr<Device> device,
-               std::shared_ptr<NcclApi> nccl)
+  NcclExecutor(std::shared_ptr<group::Group> host, std::shared_ptr<device::Device> device,
+               std::shared_ptr<nccl::NcclApi> nccl)
       : host_(std::move(host)),
         nccl_(std::move(nccl)),
         engine_(nccl_, std::move(device), host_->rank(), host_->size()) {}
 
   void meet(const DeviceOptions& options, std::chrono::nanoseconds timeout);
 
-  Algorithm algorithm_for(const Call& call) const override;
-  DeviceCall prepare(const Call& call) override;
-  std::shared_ptr<Event> event() override { return engine_.event(); }
-  std::shared_ptr<Event> enqueue(const DeviceCall& device_call, Event& before,
-                                 const Deadline& deadline) override {
+  Algorithm algorithm_for(const group::Call& call) const override;
+  DeviceCall prepare(const group::Call& call) override;
+  std::shared_ptr<device::Event> event() override { return engine_.event(); }
+  std::shared_ptr<device::Event> enqueue(const DeviceCall& device_call, device::Event& before,
+                                         const Deadline& deadline) override {
     return engine_.enqueue(job_of(device_call), before, deadline);
   }
-  Stats stats() const override {
-    const StreamTraffic& traffic = engine_.traffic();
+  group::Stats stats() const override {
+    const device::StreamTraffic& traffic = engine_.traffic();
     return {.frames_sent = traffic.groups,
             .bytes_sent = traffic.bytes_sent,
             .algorithm = engine_.reaches_all() ? Algorithm::nccl : Algorithm::automatic};
@@ -74,19 +75,19 @@ class NcclExecutor final : public DeviceExecutor {
 
  private:
   std::vector<int> local_ranks_of(const DeviceOptions& options) const;
-  std::vector<NcclId> create_ids(const DeviceOptions& options, const std::vector<int>& near,
-                                 std::chrono::nanoseconds timeout);
+  std::vector<nccl::NcclId> create_ids(const DeviceOptions& options, const std::vector<int>& near,
+                                       std::chrono::nanoseconds timeout);
   void exchange_failures(bool failed, std::chrono::nanoseconds timeout);
-  static StreamJob job_of(const DeviceCall& device_call);
-  int channels_of(const Call& call) const;
-  std::shared_ptr<const std::vector<StreamStages>> plan_of(const Call& call);
+  static device::StreamJob job_of(const DeviceCall& device_call);
+  int channels_of(const group::Call& call) const;
+  std::shared_ptr<const std::vector<device::StreamStages>> plan_of(const group::Call& call);
 
-  std::shared_ptr<Group> host_;
-  std::shared_ptr<NcclApi> nccl_;
-  StreamEngine engine_;
-  std::vector<Communicator*> communicators_;  // owned by engine_, by channel
+  std::shared_ptr<group::Group> host_;
+  std::shared_ptr<nccl::NcclApi> nccl_;
+  device::StreamEngine engine_;
+  std::vector<nccl::Communicator*> communicators_;  // owned by engine_, by channel
   std::map<std::tuple<Operation, Algorithm, size_t, int, int>,
-           std::shared_ptr<const std::vector<StreamStages>>>
+           std::shared_ptr<const std::vector<device::StreamStages>>>
       plans_;
 };
 
@@ -98,27 +99,27 @@ std::vector<int> NcclExecutor::local_ranks_of(const DeviceOptions& options) cons
   const int mine = hosts[static_cast<size_t>(host_->rank())];
   std::vector<int> near;
   int next = 0;
-  for (const int host : hosts) near.push_back(host == mine ? next++ : kNoRank);
+  for (const int host : hosts) near.push_back(host == mine ? next++ : collectives::kNoRank);
   return near;
 }
 
 // The id of each channel's communicator, created by the lowest rank that shares it.
-std::vector<NcclId> NcclExecutor::create_ids(const DeviceOptions& options,
-                                             const std::vector<int>& near,
-                                             std::chrono::nanoseconds timeout) {
+std::vector<nccl::NcclId> NcclExecutor::create_ids(const DeviceOptions& options,
+                                                   const std::vector<int>& near,
+                                                   std::chrono::nanoseconds timeout) {
   const auto first =
       near.empty() ? size_t{0} : static_cast<size_t>(std::ranges::find(near, 0) - near.begin());
   const auto together = near.empty() ? host_->size() : host_->info().local_size;
   const auto lanes = static_cast<size_t>(options.lanes);
-  std::vector<NcclId> mine(lanes), all(lanes * static_cast<size_t>(host_->size()));
+  std::vector<nccl::NcclId> mine(lanes), all(lanes * static_cast<size_t>(host_->size()));
   if (static_cast<size_t>(host_->rank()) == first && together > 1)
-    for (NcclId& id : mine)
-      if (const NcclResult made = nccl_->get_unique_id(id); made != NcclResult::success)
-        throw InternalError(nccl_error_text(*nccl_, "ncclGetUniqueId", made, nullptr));
+    for (nccl::NcclId& id : mine)
+      if (const nccl::NcclResult made = nccl_->get_unique_id(id); made != nccl::NcclResult::success)
+        throw InternalError(nccl::nccl_error_text(*nccl_, "ncclGetUniqueId", made, nullptr));
   host_->run({.operation = Operation::all_gather,
               .input = mine.data(),
               .output = all.data(),
-              .count = lanes * sizeof(NcclId),
+              .count = lanes * sizeof(nccl::NcclId),
               .timeout = timeout});
   const auto named = std::span(all).subspan(first * lanes, lanes);
   return {named.begin(), named.end()};
@@ -128,7 +129,7 @@ std::vector<NcclId> NcclExecutor::create_ids(const DeviceOptions& options,
 // other hosts whose communicators are complete.
 void NcclExecutor::meet(const DeviceOptions& options, std::chrono::nanoseconds timeout) {
   const Deadline deadline(timeout);
-  RemoteRanks far{.local_ranks = local_ranks_of(options)};
+  device::RemoteRanks far{.local_ranks = local_ranks_of(options)};
   const auto ids = create_ids(options, far.local_ranks, timeout);
   for (size_t lane = 0; !far.local_ranks.empty() && lane < ids.size(); ++lane)
     far.transports.push_back(std::make_unique<GroupTransport>(host_->split(0, host_->rank())));
@@ -163,56 +164,59 @@ void NcclExecutor::exchange_failures(bool failed, std::chrono::nanoseconds timeo
 
 // NCCL's collective if there is one, as NCCL knows how its GPUs are connected; not for sums in rank
 // order.
-Algorithm NcclExecutor::algorithm_for(const Call& call) const {
+Algorithm NcclExecutor::algorithm_for(const group::Call& call) const {
   const int size = host_->size();
-  if (!is_plan(call.operation)) return engine_.reaches_all() ? Algorithm::nccl : Algorithm::direct;
+  if (!group::is_plan(call.operation))
+    return engine_.reaches_all() ? Algorithm::nccl : Algorithm::direct;
   if (call.algorithm == Algorithm::nccl && !engine_.reaches_all())
-    throw_unsupported(
+    group::throw_unsupported(
         call,
         "NCCL connects only the ranks of each host here (cuda_internode_transport); omit the "
         "algorithm or choose another");
-  const bool own = call.counts.empty() && has_nccl(call.operation, call.dtype, call.op);
+  const bool own = call.counts.empty() && device::has_nccl(call.operation, call.dtype, call.op);
   if (call.algorithm == Algorithm::nccl && !own)
-    throw_unsupported(
+    group::throw_unsupported(
         call,
         "NCCL does not support this dtype, op or list of counts; omit the algorithm or "
         "choose another");
   if (call.algorithm == Algorithm::staged)
-    throw_unsupported(call, "the algorithm host_staged is for ranks that share a GPU");
+    group::throw_unsupported(call, "the algorithm host_staged is for ranks that share a GPU");
   if (call.algorithm == Algorithm::nccl && size == 1) return Algorithm::direct;
   if (call.algorithm != Algorithm::automatic) return call.algorithm;
-  const bool ordered = reduces(call.operation) && host_->info().reproducible;
+  const bool ordered = group::reduces(call.operation) && host_->info().reproducible;
   if (size > 1 && !ordered && own && engine_.reaches_all()) return Algorithm::nccl;
-  return choose({.operation = call.operation,
-                 .dtype = call.dtype,
-                 .op = call.op,
-                 .size = size,
-                 .count = count_to_choose_by(call),
-                 .reproducible = host_->info().reproducible,
-                 .ragged = !call.counts.empty(),
-                 .hosts = host_->info().host_count});
+  return collectives::choose({.operation = call.operation,
+                              .dtype = call.dtype,
+                              .op = call.op,
+                              .size = size,
+                              .count = group::count_to_choose_by(call),
+                              .reproducible = host_->info().reproducible,
+                              .ragged = !call.counts.empty(),
+                              .hosts = host_->info().host_count});
 }
 
 // The same on all ranks.
-int NcclExecutor::channels_of(const Call& call) const {
+int NcclExecutor::channels_of(const group::Call& call) const {
   if (call.algorithm != Algorithm::ring) return 1;
   const size_t worth = call.count * bytes_of(call.dtype) / kBytesPerChannel;
   return static_cast<int>(std::clamp<size_t>(worth, 1, engine_.lanes()));
 }
 
 // Null for NCCL's collectives.
-std::shared_ptr<const std::vector<StreamStages>> NcclExecutor::plan_of(const Call& call) {
-  if (call.algorithm == Algorithm::nccl || !is_plan(call.operation)) return nullptr;
-  const CollectiveShape at{.rank = host_->rank(),
-                           .size = host_->size(),
-                           .count = call.count,
-                           .root = is_rooted(call.operation) ? call.peer : 0,
-                           .counts = call.counts,
-                           .hosts = host_->info().hosts};
+std::shared_ptr<const std::vector<device::StreamStages>> NcclExecutor::plan_of(
+    const group::Call& call) {
+  if (call.algorithm == Algorithm::nccl || !group::is_plan(call.operation)) return nullptr;
+  const collectives::CollectiveShape at{.rank = host_->rank(),
+                                        .size = host_->size(),
+                                        .count = call.count,
+                                        .root = group::is_rooted(call.operation) ? call.peer : 0,
+                                        .counts = call.counts,
+                                        .hosts = host_->info().hosts};
   const int lanes = channels_of(call);
   const auto made = [&] {
-    const Plan plan = make_plan(call.algorithm, call.operation, at);
-    return std::make_shared<const std::vector<StreamStages>>(make_lanes(plan, at.rank, lanes));
+    const collectives::Plan plan = collectives::make_plan(call.algorithm, call.operation, at);
+    return std::make_shared<const std::vector<device::StreamStages>>(
+        device::make_lanes(plan, at.rank, lanes));
   };
   if (!call.counts.empty()) return made();  // counts change between calls
   const auto key = std::tuple(call.operation, call.algorithm, call.count, at.root, lanes);
@@ -221,8 +225,8 @@ std::shared_ptr<const std::vector<StreamStages>> NcclExecutor::plan_of(const Cal
   return plans_.emplace(key, made()).first->second;
 }
 
-StreamJob NcclExecutor::job_of(const DeviceCall& device_call) {
-  const Call& call = device_call.call;
+device::StreamJob NcclExecutor::job_of(const DeviceCall& device_call) {
+  const group::Call& call = device_call.call;
   return {.plan = device_call.plan.get(),
           .operation = call.operation,
           .dtype = call.dtype,
@@ -234,16 +238,16 @@ StreamJob NcclExecutor::job_of(const DeviceCall& device_call) {
           .timeout = call.timeout};
 }
 
-DeviceCall NcclExecutor::prepare(const Call& call) {
+DeviceCall NcclExecutor::prepare(const group::Call& call) {
   DeviceCall device_call{.call = call, .plan = plan_of(call)};
   engine_.prepare(job_of(device_call), call.device.stream);
   return device_call;
 }
 
 std::optional<Error> NcclExecutor::trouble(const std::string& what) {
-  for (Communicator* const communicator : communicators_) {
-    const NcclResult state = communicator->state();
-    if (state != NcclResult::success && state != NcclResult::in_progress)
+  for (nccl::Communicator* const communicator : communicators_) {
+    const nccl::NcclResult state = communicator->state();
+    if (state != nccl::NcclResult::success && state != nccl::NcclResult::in_progress)
       return communicator->error_of(what, state);
   }
   if (const auto error = engine_.trouble())
@@ -253,9 +257,9 @@ std::optional<Error> NcclExecutor::trouble(const std::string& what) {
 
 }  // namespace
 
-std::unique_ptr<DeviceExecutor> make_nccl_executor(std::shared_ptr<Group> host,
-                                                   std::shared_ptr<Device> device,
-                                                   std::shared_ptr<NcclApi> nccl,
+std::unique_ptr<DeviceExecutor> make_nccl_executor(std::shared_ptr<group::Group> host,
+                                                   std::shared_ptr<device::Device> device,
+                                                   std::shared_ptr<nccl::NcclApi> nccl,
                                                    const DeviceOptions& options,
                                                    std::chrono::nanoseconds timeout) {
   auto executor =
@@ -264,4 +268,4 @@ std::unique_ptr<DeviceExecutor> make_nccl_executor(std::shared_ptr<Group> host,
   return executor;
 }
 
-}  // namespace pycomm
+}  // namespace pycomm::device_group

@@ -4,7 +4,7 @@
 #include <chrono>
 #include <utility>
 
-namespace pycomm {
+namespace pycomm::device_group {
 namespace {
 
 // A rank that left cleanly saw every call complete on its side. Peers may take this long to
@@ -18,7 +18,8 @@ constexpr std::chrono::seconds kReasonTime{1};
 }  // namespace
 
 void Watchdog::add(std::string what, int peer, const Deadline& deadline,
-                   std::shared_ptr<Event> over, std::function<void(std::exception_ptr)> failed) {
+                   std::shared_ptr<device::Event> over,
+                   std::function<void(std::exception_ptr)> failed) {
   const std::lock_guard lock(mutex_);
   under_way_.push_back({std::move(what), peer, deadline, std::move(over), std::move(failed)});
 }
@@ -28,7 +29,7 @@ bool Watchdog::idle() {
   return under_way_.empty();
 }
 
-bool Watchdog::is_over(const Event& over) {
+bool Watchdog::is_over(const device::Event& over) {
   const std::lock_guard lock(mutex_);
   (void)forget_passed();
   return std::ranges::none_of(under_way_,
@@ -75,7 +76,7 @@ void Watchdog::end(const std::exception_ptr& error) noexcept {
 }
 
 std::optional<Error> Watchdog::lost(const Entry& oldest) {
-  const Status now = host_.status();
+  const group::Status now = host_.status();
   if (!now.broken.empty()) {
     if (!missed_for_long()) return std::nullopt;
     return GroupBroken(
@@ -83,7 +84,7 @@ std::optional<Error> Watchdog::lost(const Entry& oldest) {
         fields(oldest, -1));
   }
   for (int peer = 0; peer < static_cast<int>(now.peers.size()); ++peer) {
-    const Status::Peer& seen = now.peers[static_cast<size_t>(peer)];
+    const group::Status::Peer& seen = now.peers[static_cast<size_t>(peer)];
     const bool never_met = seen.departed.empty() && seen.bytes_received == 0;
     const bool needed = oldest.peer == kAllPeers || oldest.peer == peer;
     if (peer == host_.rank() || !needed || seen.connected || never_met) continue;
@@ -123,4 +124,4 @@ ErrorFields Watchdog::fields(const Entry& oldest, int peer) const {
           .elapsed_s = oldest.deadline.elapsed_s()};
 }
 
-}  // namespace pycomm
+}  // namespace pycomm::device_group

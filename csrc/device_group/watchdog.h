@@ -16,22 +16,22 @@
 #include "device_group/device_executor.h"
 #include "group/group.h"
 
-namespace pycomm {
+namespace pycomm::device_group {
 
 // Any thread may call.
 class Watchdog {
  public:
   // `host` reports lost ranks, `executor` failed calls.
-  Watchdog(Group& host, DeviceExecutor& executor) : host_(host), executor_(executor) {}
+  Watchdog(group::Group& host, DeviceExecutor& executor) : host_(host), executor_(executor) {}
 
   // `peer`: the only other rank that a call needs, or kAllPeers. end() calls `failed` if the call
   // is not complete by then; it may be empty.
   static constexpr int kAllPeers = -1;
-  void add(std::string what, int peer, const Deadline& deadline, std::shared_ptr<Event> over,
-           std::function<void(std::exception_ptr)> failed);
+  void add(std::string what, int peer, const Deadline& deadline,
+           std::shared_ptr<device::Event> over, std::function<void(std::exception_ptr)> failed);
   bool idle();  // whether no call is in progress, as of the last look()
   // Whether the added call that ends with `over` is complete, or end() reported its failure.
-  bool is_over(const Event& over);
+  bool is_over(const device::Event& over);
   // Removes completed calls. Returns the error that ends the others, named after the oldest call:
   // an error of the executor, a lost rank, or the timeout.
   std::optional<Error> look();
@@ -44,7 +44,7 @@ class Watchdog {
     std::string what;  // "all_reduce(float32, count 10, sum, nccl, on CUDA devices)"
     int peer;
     Deadline deadline;
-    std::shared_ptr<Event> over;
+    std::shared_ptr<device::Event> over;
     std::function<void(std::exception_ptr)> failed;
   };
   std::optional<Error> lost(const Entry& oldest);
@@ -53,7 +53,7 @@ class Watchdog {
   std::optional<Error> forget_passed();
   ErrorFields fields(const Entry& oldest, int peer) const;
 
-  Group& host_;
+  group::Group& host_;
   DeviceExecutor& executor_;
   std::mutex mutex_;
   std::deque<Entry> under_way_;
@@ -61,4 +61,4 @@ class Watchdog {
   Clock::time_point missed_{};
 };
 
-}  // namespace pycomm
+}  // namespace pycomm::device_group

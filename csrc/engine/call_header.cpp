@@ -3,14 +3,14 @@
 #include "core/dtype.h"
 #include "core/reduce_op.h"
 
-namespace pycomm {
+namespace pycomm::engine {
 
-bool same_call(const Header& a, const Header& b) {
+bool same_call(const transport::Header& a, const transport::Header& b) {
   return a.operation == b.operation && a.dtype == b.dtype && a.op == b.op &&
          a.algorithm == b.algorithm && a.peer == b.peer && a.count == b.count;
 }
 
-std::string describe(const Header& header) {
+std::string describe(const transport::Header& header) {
   const auto named = [](const auto& table, uint8_t i) {
     return i < table.size() ? std::string(table[i]) : "unknown " + std::to_string(i);
   };
@@ -46,23 +46,23 @@ std::string describe(const Header& header) {
     case Operation::barrier:
       break;
   }
-  const bool on_device = (header.algorithm & kOnDevice) != 0;
-  return text + ", " + named(kAlgorithms, header.algorithm & static_cast<uint8_t>(~kOnDevice)) +
+  const bool on_device = (header.algorithm & transport::kOnDevice) != 0;
+  return text + ", " + named(kAlgorithms, header.algorithm & static_cast<uint8_t>(~transport::kOnDevice)) +
          (on_device ? ", on CUDA devices)" : ")");
 }
 
-std::string describe_activity(const Header& header) {
+std::string describe_activity(const transport::Header& header) {
   const std::string call = "call " + std::to_string(header.sequence) + ", " + describe(header);
-  if (header.kind == FrameKind::data) return "with a frame of " + call;
-  switch (static_cast<CallState>(header.context)) {
-    case CallState::not_started:
+  if (header.kind == transport::FrameKind::data) return "with a frame of " + call;
+  switch (static_cast<transport::CallState>(header.context)) {
+    case transport::CallState::not_started:
       return "before its first call";
-    case CallState::in_call:
+    case transport::CallState::in_call:
       return "inside " + call;
-    case CallState::idle:
+    case transport::CallState::idle:
       return "outside of calls, after " + call;
   }
   return {};
 }
 
-}  // namespace pycomm
+}  // namespace pycomm::engine

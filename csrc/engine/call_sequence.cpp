@@ -1,10 +1,10 @@
 #include "engine/call_sequence.h"
 
-namespace pycomm {
+namespace pycomm::engine {
 namespace {
 
 // The hash of the calls so far (`past`) and of `call`. The count of an all_to_all differs by rank.
-uint64_t followed_by(uint64_t past, const Header& call) {
+uint64_t followed_by(uint64_t past, const transport::Header& call) {
   const bool to_all = call.operation == static_cast<uint8_t>(Operation::all_to_all);
   const uint64_t what = uint64_t{call.operation} | uint64_t{call.dtype} << 8 |
                         uint64_t{call.op} << 16 | uint64_t{call.algorithm} << 24 |
@@ -18,14 +18,14 @@ uint64_t followed_by(uint64_t past, const Header& call) {
 
 }  // namespace
 
-Header CallSequence::next_header(Header signature) const {
+transport::Header CallSequence::next_header(transport::Header signature) const {
   signature.epoch = epoch_;
   signature.sequence = sequence_;
   signature.context = static_cast<uint16_t>(past_);
   return signature;
 }
 
-void CallSequence::complete(const Header& header) {
+void CallSequence::complete(const transport::Header& header) {
   ++sequence_;
   past_ = followed_by(past_, header);
   before_ = header;
@@ -38,4 +38,4 @@ void CallSequence::new_epoch() {
   running_ = nullptr;
 }
 
-}  // namespace pycomm
+}  // namespace pycomm::engine

@@ -8,20 +8,20 @@
 
 #include "engine/call_header.h"
 
-namespace pycomm {
+namespace pycomm::engine {
 
 class CallSequence {
  public:
   // `signature` with the position of the next call.
-  Header next_header(Header signature) const;
+  transport::Header next_header(transport::Header signature) const;
   // A collective starts. `header` is next_header() of its signature and stays valid until end().
   // `peer_counts` as in PlanJob.
-  void begin(const Header& header, std::span<const size_t> peer_counts) {
+  void begin(const transport::Header& header, std::span<const size_t> peer_counts) {
     running_ = &header;
     peer_counts_ = peer_counts;
   }
   // It succeeded.
-  void complete(const Header& header);
+  void complete(const transport::Header& header);
   // No collective runs any more.
   void end() {
     running_ = nullptr;
@@ -32,14 +32,14 @@ class CallSequence {
   uint16_t epoch() const { return epoch_; }
   uint32_t sequence() const { return sequence_; }
   // The last completed call of this epoch.
-  const Header& before() const { return before_; }
+  const transport::Header& before() const { return before_; }
   // The current collective, if any.
-  const Header* running() const { return running_; }
+  const transport::Header* running() const { return running_; }
   // The order of a frame's call relative to this rank's next or current one.
-  int order_of(const Header& frame) const { return order(frame, epoch_, sequence_); }
+  int order_of(const transport::Header& frame) const { return order(frame, epoch_, sequence_); }
   // The header that the frames of `peer` must have in the current collective.
-  Header expected_from(int peer) const {
-    Header header = *running_;
+  transport::Header expected_from(int peer) const {
+    transport::Header header = *running_;
     const size_t ranks = peer_counts_.size() / 2;
     if (ranks > 0) header.count = peer_counts_[ranks + static_cast<size_t>(peer)];
     return header;
@@ -49,9 +49,9 @@ class CallSequence {
   uint16_t epoch_ = 0;
   uint32_t sequence_ = 0;
   uint64_t past_ = 0;  // hash of this epoch's calls, sent in their frames
-  Header before_{};
-  const Header* running_ = nullptr;
+  transport::Header before_{};
+  const transport::Header* running_ = nullptr;
   std::span<const size_t> peer_counts_;
 };
 
-}  // namespace pycomm
+}  // namespace pycomm::engine

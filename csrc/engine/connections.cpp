@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <utility>
 
-namespace pycomm {
+namespace pycomm::engine {
 
 void Connections::request(int peer) {
   Peer& state = peers_.at(peer);
@@ -42,4 +42,4 @@ void Connections::require_any_peer() const {
     throw PeerLost("all other ranks left the group, and none sent a message before");
 }
 
-}  // namespace pycomm
+}  // namespace pycomm::engine

@@ -9,7 +9,7 @@
 #include "engine/peer_connector.h"
 #include "engine/peer_table.h"
 
-namespace pycomm {
+namespace pycomm::engine {
 
 class Connections {
  public:
@@ -37,4 +37,4 @@ class Connections {
   MismatchProtocol& mismatches_;
 };
 
-}  // namespace pycomm
+}  // namespace pycomm::engine

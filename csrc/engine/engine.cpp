@@ -2,9 +2,9 @@
 
 #include <utility>
 
-namespace pycomm {
+namespace pycomm::engine {
 
-Engine::Engine(std::vector<std::unique_ptr<Channel>> channels, EngineOptions options)
+Engine::Engine(std::vector<std::unique_ptr<transport::Channel>> channels, EngineOptions options)
     : peers_({options.rank, std::move(options.names), std::move(options.pids)},
              std::move(channels)),
       mailbox_(peers_, calls_),
@@ -21,20 +21,22 @@ Engine::Engine(std::vector<std::unique_ptr<Channel>> channels, EngineOptions opt
       messenger_(turn_, peers_, calls_, mailbox_, sender_, dispatcher_, runner_) {}
 
 void Engine::run(const PlanJob& job, const Deadline& deadline) {
-  const Header header = calls_.next_header(job.signature);
+  const transport::Header header = calls_.next_header(job.signature);
   PlanTask task = plan_task(job, header);
   runner_.run(task, {.signature = header, .peer_counts = job.peer_counts}, deadline);
 }
 
-void Engine::run(Task& task, const Header& header, const Deadline& deadline) {
+void Engine::run(Task& task, const transport::Header& header, const Deadline& deadline) {
   runner_.run(task, {.signature = header}, deadline);
 }
 
-void Engine::send(int to, const Header& signature, ConstBytes bytes, const Deadline& deadline) {
+void Engine::send(int to, const transport::Header& signature, transport::ConstBytes bytes,
+                  const Deadline& deadline) {
   messenger_.send(to, signature, bytes, deadline);
 }
 
-int Engine::receive(int from, const Header& signature, Bytes into, const Deadline& deadline) {
+int Engine::receive(int from, const transport::Header& signature, transport::Bytes into,
+                    const Deadline& deadline) {
   return messenger_.receive(from, signature, into, deadline);
 }
 
@@ -42,7 +44,7 @@ void Engine::exchange(std::span<const MessageRequest> messages, const Deadline& 
   messenger_.exchange(messages, deadline);
 }
 
-void Engine::announce_send(int to, const Header& signature, const Deadline& deadline) {
+void Engine::announce_send(int to, const transport::Header& signature, const Deadline& deadline) {
   messenger_.announce_send(to, signature, deadline);
 }
 
@@ -74,4 +76,4 @@ EngineTraffic Engine::traffic() const {
   return sums;
 }
 
-}  // namespace pycomm
+}  // namespace pycomm::engine

@@ -32,7 +32,7 @@
 #include "engine/shutdown.h"
 #include "engine/task_runner.h"
 
-namespace pycomm {
+namespace pycomm::engine {
 
 struct EngineOptions {
   int rank = 0;
@@ -58,7 +58,7 @@ class Engine {
  public:
   // `channels` by rank; null for this rank and, with a connector, for peers that are not connected
   // yet.
-  Engine(std::vector<std::unique_ptr<Channel>> channels, EngineOptions options);
+  Engine(std::vector<std::unique_ptr<transport::Channel>> channels, EngineOptions options);
   ~Engine() { leave(); }
   Engine(const Engine&) = delete;
   Engine& operator=(const Engine&) = delete;
@@ -66,13 +66,17 @@ class Engine {
   int rank() const { return peers_.rank(); }
   void run(const PlanJob& job, const Deadline& deadline);
   // The same for any task; `header` is next_header() of its signature.
-  void run(Task& task, const Header& header, const Deadline& deadline);
-  Header next_header(const Header& signature) const { return calls_.next_header(signature); }
+  void run(Task& task, const transport::Header& header, const Deadline& deadline);
+  transport::Header next_header(const transport::Header& signature) const {
+    return calls_.next_header(signature);
+  }
 
-  void send(int to, const Header& signature, ConstBytes bytes, const Deadline& deadline);
+  void send(int to, const transport::Header& signature, transport::ConstBytes bytes,
+            const Deadline& deadline);
   // `from` may be kAnyPeer. Returns the sender. Throws Mismatch, and drops the message, if its
   // dtype or count differs.
-  int receive(int from, const Header& signature, Bytes into, const Deadline& deadline);
+  int receive(int from, const transport::Header& signature, transport::Bytes into,
+              const Deadline& deadline);
   // All concurrently; messages of one peer in order. No receive may name kAnyPeer. Throws Mismatch
   // as receive() does, after all other messages are complete.
   void exchange(std::span<const MessageRequest> messages, const Deadline& deadline);
@@ -80,7 +84,7 @@ class Engine {
   // receive() has no bytes either, accepted the message. Throws Mismatch, as receive() does there,
   // if the receiver expects a different message, and if both ranks announce at the same time, which
   // would be a deadlock.
-  void announce_send(int to, const Header& signature, const Deadline& deadline);
+  void announce_send(int to, const transport::Header& signature, const Deadline& deadline);
 
   // Sends a goodbye message and closes the connections. Data already sent is still delivered.
   void leave() noexcept;
@@ -112,7 +116,7 @@ class Engine {
   EngineTraffic traffic() const;
 
   // For tasks: a task of `job` that another task advances.
-  PlanTask plan_task(const PlanJob& job, const Header& header) {
+  PlanTask plan_task(const PlanJob& job, const transport::Header& header) {
     return {peers_, sender_, dispatcher_, job, header, scratch(job.scratch_bytes())};
   }
   MismatchProtocol& mismatches() { return mismatches_; }
@@ -122,7 +126,7 @@ class Engine {
   }
   // Wakes `peer`, which shares memory with this rank, if it sleeps.
   void wake_peer(int peer) { peers_.at(peer).link->channel().wake_peer(); }
-  Bytes scratch(size_t bytes) { return runner_.scratch(bytes); }
+  transport::Bytes scratch(size_t bytes) { return runner_.scratch(bytes); }
 
  private:
   // Held by the thread that uses the links: a call, except while it calls `interrupted`, or
@@ -143,4 +147,4 @@ class Engine {
   Messenger messenger_;
 };
 
-}  // namespace pycomm
+}  // namespace pycomm::engine

@@ -2,7 +2,7 @@
 
 #include "engine/goodbye.h"
 
-namespace pycomm {
+namespace pycomm::engine {
 namespace {
 
 // Frames of one peer per poll: a peer that sends without pause delays no other.
@@ -16,8 +16,8 @@ Link* FrameDispatcher::incoming(int peer) {
   if (front == Front::ours) return link;
   if (front != Front::later || calls_.running() == nullptr) return nullptr;
   // A frame of a later call: the peer completed this call without sending what this rank waits for.
-  const Header& next = *link->front();
-  if (next.epoch == calls_.epoch() && next.kind == FrameKind::data)
+  const transport::Header& next = *link->front();
+  if (next.epoch == calls_.epoch() && next.kind == transport::FrameKind::data)
     mismatches_.throw_mismatch_on_end(peer, next);
   return nullptr;
 }
@@ -28,7 +28,7 @@ FrameDispatcher::Front FrameDispatcher::poll_link(int peer) {
   Link& link = *state.link;
   for (int frames = 0; frames < kFramesPerPoll; ++frames) {
     const bool last = peers_.over(peer);  // checked first: all that it sent before has arrived now
-    const Header* header = this->front(peer);
+    const transport::Header* header = this->front(peer);
     const Front front = header == nullptr ? Front::nothing : dispatch_frame(peer, *header);
     front_of(peer) = front;
     const bool waits = header == nullptr || link.payload_left() > 0;
@@ -42,17 +42,17 @@ FrameDispatcher::Front FrameDispatcher::poll_link(int peer) {
 }
 
 // Front::nothing: handled as far as it arrived.
-FrameDispatcher::Front FrameDispatcher::dispatch_frame(int peer, const Header& header) {
+FrameDispatcher::Front FrameDispatcher::dispatch_frame(int peer, const transport::Header& header) {
   switch (header.kind) {
-    case FrameKind::data:
+    case transport::FrameKind::data:
       liveness_.note_header(peer, header);
       break;
-    case FrameKind::heartbeat:
+    case transport::FrameKind::heartbeat:
       take_heartbeat(peer, header);
-      if (const Header& last = *liveness_.last_header(peer); contradicts_call(last))
+      if (const transport::Header& last = *liveness_.last_header(peer); contradicts_call(last))
         mismatches_.throw_mismatch(peer, last);
       return Front::nothing;
-    case FrameKind::mismatch:
+    case transport::FrameKind::mismatch:
       // A notice stays for later if it is about a later call or epoch, or, while this rank is in no
       // collective, about this epoch and would end a message that is being sent. A notice of an
       // earlier epoch must be removed.
@@ -61,7 +61,7 @@ FrameDispatcher::Front FrameDispatcher::dispatch_frame(int peer, const Header& h
                        (when == 0 || !may_end_message(peer))))
         return Front::later;
       [[fallthrough]];
-    case FrameKind::goodbye:
+    case transport::FrameKind::goodbye:
       read_notice(peer, header);
       return Front::nothing;
   }
@@ -71,7 +71,7 @@ FrameDispatcher::Front FrameDispatcher::dispatch_frame(int peer, const Header& h
   return Front::nothing;
 }
 
-FrameDispatcher::Front FrameDispatcher::dispatch_data(int peer, const Header& header) {
+FrameDispatcher::Front FrameDispatcher::dispatch_data(int peer, const transport::Header& header) {
   const int when = calls_.order_of(header);
   if (when < 0) {
     if (header.epoch != calls_.epoch()) {  // belongs to a call that failed
@@ -83,7 +83,7 @@ FrameDispatcher::Front FrameDispatcher::dispatch_data(int peer, const Header& he
     if (calls_.running() == nullptr && !may_end_message(peer)) return Front::later;
     mismatches_.throw_mismatch_on_end(peer, header);
   }
-  const Header* const running = calls_.running();
+  const transport::Header* const running = calls_.running();
   if (when > 0 || running == nullptr) return Front::later;
   if (!same_call(header, calls_.expected_from(peer))) mismatches_.throw_mismatch(peer, header);
   if (header.context != running->context) mismatches_.throw_mismatch_on_past(peer);
@@ -95,7 +95,7 @@ bool FrameDispatcher::may_end_message(int peer) const {
   return mailbox_.only_awaits() && !mailbox_.announced_to_other(peer);
 }
 
-void FrameDispatcher::take_heartbeat(int peer, const Header& header) {
+void FrameDispatcher::take_heartbeat(int peer, const transport::Header& header) {
   peers_.require_valid(peer, header.bytes == 0, "a heartbeat has a payload");
   liveness_.note_header(peer, header);
   peers_.at(peer).link->finish();
@@ -103,9 +103,10 @@ void FrameDispatcher::take_heartbeat(int peer, const Header& header) {
 
 // Whether the sender of the heartbeat waits in a different call than this rank. A heartbeat of an
 // all_to_all does not carry the counts between the two.
-bool FrameDispatcher::contradicts_call(const Header& heartbeat) const {
-  const Header* const running = calls_.running();
-  if (running == nullptr || heartbeat.context != static_cast<uint16_t>(CallState::in_call) ||
+bool FrameDispatcher::contradicts_call(const transport::Header& heartbeat) const {
+  const transport::Header* const running = calls_.running();
+  if (running == nullptr ||
+      heartbeat.context != static_cast<uint16_t>(transport::CallState::in_call) ||
       is_message(heartbeat) || calls_.order_of(heartbeat) != 0)
     return false;
   const auto to_all = static_cast<uint8_t>(Operation::all_to_all);
@@ -113,14 +114,14 @@ bool FrameDispatcher::contradicts_call(const Header& heartbeat) const {
   return !same_call(heartbeat, *running);
 }
 
-std::optional<Message> FrameDispatcher::take_message(int& from, const Header& wanted) {
+std::optional<Message> FrameDispatcher::take_message(int& from, const transport::Header& wanted) {
   if (auto message = mailbox_.take(from, wanted)) return message;
   for (int peer = 0; peer < peers_.size(); ++peer)
     if (from == kAnyPeer || from == peer) poll(peer);
   return mailbox_.take(from, wanted);
 }
 
-void FrameDispatcher::check_arrives(int from, const Header& wanted) const {
+void FrameDispatcher::check_arrives(int from, const transport::Header& wanted) const {
   Link* const link = peers_.at(from).link.get();
   if (link == nullptr || front_of(from) != Front::later || !link->has_front()) return;
   if (is_message(*link->front())) throw mailbox_.full(from, wanted);
@@ -139,10 +140,10 @@ void FrameDispatcher::check_peers_needed(int from, int to) {
       front_of(from) == Front::later)
     throw_peer_error(from);
   for (const int peer : {from, to})
-    if (peer != kNoRank && peers_.at(peer).left_reason) throw peers_.lost(peer);
+    if (peer != collectives::kNoRank && peers_.at(peer).left_reason) throw peers_.lost(peer);
 }
 
-const Header* FrameDispatcher::front(int peer) {
+const transport::Header* FrameDispatcher::front(int peer) {
   try {
     return peers_.at(peer).link->front();
   } catch (const PeerLost& error) {
@@ -150,31 +151,31 @@ const Header* FrameDispatcher::front(int peer) {
   }
 }
 
-const Header* FrameDispatcher::front_behind_heartbeats(int peer) {
-  const Header* header = front(peer);
-  for (; header != nullptr && header->kind == FrameKind::heartbeat; header = front(peer))
+const transport::Header* FrameDispatcher::front_behind_heartbeats(int peer) {
+  const transport::Header* header = front(peer);
+  for (; header != nullptr && header->kind == transport::FrameKind::heartbeat; header = front(peer))
     take_heartbeat(peer, *header);
   return header;
 }
 
-void FrameDispatcher::read_notice(int peer, const Header& header) {
+void FrameDispatcher::read_notice(int peer, const transport::Header& header) {
   Link& link = *peers_.at(peer).link;
-  peers_.require_valid(peer, header.bytes <= kNoticeBytes, "a notice is too long");
-  const ConstBytes here = link.peek();
+  peers_.require_valid(peer, header.bytes <= transport::kNoticeBytes, "a notice is too long");
+  const transport::ConstBytes here = link.peek();
   if (here.size() < header.bytes) return;  // not complete yet
   const std::string payload(reinterpret_cast<const char*>(here.data()), here.size());
-  const Header notice = header;
+  const transport::Header notice = header;
   link.take(here.size());
   link.finish();
-  if (notice.kind == FrameKind::goodbye) return receive_goodbye(peers_, peer, payload);
+  if (notice.kind == transport::FrameKind::goodbye) return receive_goodbye(peers_, peer, payload);
   mismatches_.receive(peer, notice, payload);
 }
 
 void FrameDispatcher::throw_peer_error(int peer) {
   const Peer& state = peers_.at(peer);
   poll(peer);
-  while (const Header* header = front(peer)) {
-    if (header->kind != FrameKind::goodbye)
+  while (const transport::Header* header = front(peer)) {
+    if (header->kind != transport::FrameKind::goodbye)
       state.link->discard();
     else if (read_notice(peer, *header); !state.left_reason)
       break;  // it never arrived completely
@@ -182,4 +183,4 @@ void FrameDispatcher::throw_peer_error(int peer) {
   throw peers_.lost(peer);
 }
 
-}  // namespace pycomm
+}  // namespace pycomm::engine

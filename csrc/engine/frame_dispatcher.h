@@ -11,7 +11,7 @@
 #include "engine/mismatch_protocol.h"
 #include "engine/peer_table.h"
 
-namespace pycomm {
+namespace pycomm::engine {
 
 class FrameDispatcher {
  public:
@@ -31,10 +31,10 @@ class FrameDispatcher {
   // call is at the front.
   void poll(int peer) { (void)poll_link(peer); }
   // Mailbox::take(), after it polled the sender if necessary.
-  std::optional<Message> take_message(int& from, const Header& wanted);
+  std::optional<Message> take_message(int& from, const transport::Header& wanted);
   // Throws Mismatch if no message for `wanted` can arrive, because unreceived messages before it
   // fill kMaxBufferedBytes.
-  void check_arrives(int from, const Header& wanted) const;
+  void check_arrives(int from, const transport::Header& wanted) const;
 
   // Whether the frame at the front must stay there: bytes that arrive behind it are no progress.
   // `awaited`: the current task waits for the peer.
@@ -47,11 +47,11 @@ class FrameDispatcher {
 
   // The header of the frame at the front, if it arrived completely. An invalid one is a protocol
   // error of its sender.
-  const Header* front(int peer);
+  const transport::Header* front(int peer);
   // The same after it took the heartbeats in front of it.
-  const Header* front_behind_heartbeats(int peer);
+  const transport::Header* front_behind_heartbeats(int peer);
   // Handles the goodbye or mismatch at the front, once it arrived completely.
-  void read_notice(int peer, const Header& header);
+  void read_notice(int peer, const transport::Header& header);
   // `peer` closed its connection: throws the error in its goodbye message, which may follow frames
   // that no call will read any more.
   [[noreturn]] void throw_peer_error(int peer);
@@ -63,10 +63,10 @@ class FrameDispatcher {
   Front& front_of(int peer) { return fronts_[static_cast<size_t>(peer)]; }
   Front front_of(int peer) const { return fronts_[static_cast<size_t>(peer)]; }
   Front poll_link(int peer);
-  Front dispatch_frame(int peer, const Header& header);
-  Front dispatch_data(int peer, const Header& header);
-  void take_heartbeat(int peer, const Header& header);
-  bool contradicts_call(const Header& heartbeat) const;
+  Front dispatch_frame(int peer, const transport::Header& header);
+  Front dispatch_data(int peer, const transport::Header& header);
+  void take_heartbeat(int peer, const transport::Header& header);
+  bool contradicts_call(const transport::Header& heartbeat) const;
   bool may_end_message(int peer) const;
 
   PeerTable& peers_;
@@ -77,4 +77,4 @@ class FrameDispatcher {
   std::vector<Front> fronts_;  // by rank, at the last poll
 };
 
-}  // namespace pycomm
+}  // namespace pycomm::engine

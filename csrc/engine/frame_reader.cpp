@@ -5,23 +5,24 @@
 
 #include "core/errors.h"
 
-namespace pycomm {
+namespace pycomm::engine {
 
-const Header* FrameReader::front() {
+const transport::Header* FrameReader::front() {
   if (discarding_ && !drop()) return nullptr;
   if (!whole_ && !read_header()) return nullptr;
   return &in_;
 }
 
 bool FrameReader::read_header() {
-  const Bytes header = std::as_writable_bytes(std::span(&in_, 1));
-  while (head_have_ < sizeof(Header)) {  // a channel may return less than has arrived
+  const transport::Bytes header = std::as_writable_bytes(std::span(&in_, 1));
+  while (head_have_ < sizeof(transport::Header)) {  // a channel may return less than has arrived
     const size_t n = channel_.receive(header.subspan(head_have_));
     if (n == 0) return false;
     head_have_ += n;
     bytes_received_ += n;
   }
-  if (in_.magic != Header::kMagic || in_.version != Header::kVersion || in_.bytes > kSegmentBytes)
+  if (in_.magic != transport::Header::kMagic || in_.version != transport::Header::kVersion ||
+      in_.bytes > transport::kSegmentBytes)
     throw PeerLost("received bytes that are not a frame of this version");
   whole_ = true;
   payload_left_ = in_.bytes;
@@ -51,7 +52,7 @@ void FrameReader::take(size_t bytes) {
   bytes_received_ += bytes;
 }
 
-size_t FrameReader::receive(Bytes into) {
+size_t FrameReader::receive(transport::Bytes into) {
   const size_t n = channel_.receive(into.first(std::min(into.size(), payload_left_)));
   payload_left_ -= n;
   bytes_received_ += n;
@@ -62,9 +63,9 @@ void FrameReader::discard() {
   if (whole_) discarding_ = true;
 }
 
-std::optional<ConstBytes> FrameReader::behind_front(FrameKind kind) {
-  const ConstBytes here = channel_.peek(SIZE_MAX);
-  Header header;
+std::optional<transport::ConstBytes> FrameReader::behind_front(transport::FrameKind kind) {
+  const transport::ConstBytes here = channel_.peek(SIZE_MAX);
+  transport::Header header;
   for (size_t at = payload_left_; at + sizeof header <= here.size(); at += header.bytes) {
     std::memcpy(&header, here.data() + at, sizeof header);
     at += sizeof header;
@@ -74,4 +75,4 @@ std::optional<ConstBytes> FrameReader::behind_front(FrameKind kind) {
   return std::nullopt;
 }
 
-}  // namespace pycomm
+}  // namespace pycomm::engine

@@ -1,8 +1,9 @@
 #include "engine/frame_sender.h"
 
-namespace pycomm {
+namespace pycomm::engine {
 
-bool FrameSender::open(int peer, const Header& header, ConstBytes payload, bool more) {
+bool FrameSender::open(int peer, const transport::Header& header, transport::ConstBytes payload,
+                       bool more) {
   const Peer& state = peers_.at(peer);
   if (!state.link) connections_.request(peer);
   if (!state.link || state.left_reason) return false;
@@ -13,4 +14,4 @@ bool FrameSender::open(int peer, const Header& header, ConstBytes payload, bool 
   return true;
 }
 
-}  // namespace pycomm
+}  // namespace pycomm::engine

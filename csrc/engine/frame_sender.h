@@ -5,7 +5,7 @@
 #include "engine/frame_dispatcher.h"
 #include "engine/peer_table.h"
 
-namespace pycomm {
+namespace pycomm::engine {
 
 class FrameSender {
  public:
@@ -14,7 +14,8 @@ class FrameSender {
 
   // Begins a frame, whose payload must stay valid until over(). False while unsent notices precede
   // it, or the peer is not connected yet. `more`: another frame follows immediately.
-  bool open(int peer, const Header& header, ConstBytes payload, bool more = false);
+  bool open(int peer, const transport::Header& header, transport::ConstBytes payload,
+            bool more = false);
   // Sends what fits now; returns the payload bytes sent.
   size_t push(int peer) {
     const size_t n = peers_.at(peer).link->push();
@@ -32,4 +33,4 @@ class FrameSender {
   uint64_t payload_sent_ = 0;
 };
 
-}  // namespace pycomm
+}  // namespace pycomm::engine

@@ -4,24 +4,26 @@
 
 #include "core/errors.h"
 
-namespace pycomm {
+namespace pycomm::engine {
 namespace {
 
-ConstBytes bytes_of(const Header& header) { return std::as_bytes(std::span(&header, 1)); }
+transport::ConstBytes bytes_of(const transport::Header& header) {
+  return std::as_bytes(std::span(&header, 1));
+}
 
 }  // namespace
 
-size_t FrameWriter::write(ConstBytes head, ConstBytes body, bool more) {
+size_t FrameWriter::write(transport::ConstBytes head, transport::ConstBytes body, bool more) {
   channel_.expect_more(more);
   const size_t n = channel_.send(head, body);
   bytes_written_ += n;
   return n;
 }
 
-void FrameWriter::begin(const Header& header, ConstBytes payload, bool more) {
+void FrameWriter::begin(const transport::Header& header, transport::ConstBytes payload, bool more) {
   check(idle() && header.bytes == payload.size(), "a frame was begun inside another");
   out_ = header;
-  head_left_ = sizeof(Header);
+  head_left_ = sizeof(transport::Header);
   body_ = payload;
   abandoned_ = false;
   more_ = more;
@@ -38,7 +40,7 @@ size_t FrameWriter::push() {
 
 void FrameWriter::abandon() {
   if (abandoned_ || !open()) return;
-  if (head_left_ == sizeof(Header)) {  // nothing of it was sent
+  if (head_left_ == sizeof(transport::Header)) {  // nothing of it was sent
     head_left_ = 0;
     body_ = {};
     --frames_sent_;
@@ -49,8 +51,8 @@ void FrameWriter::abandon() {
   abandoned_ = true;
 }
 
-void FrameWriter::post(Header header, const std::string& text) {
-  notices_.push_back({header, text.substr(0, kNoticeBytes)});
+void FrameWriter::post(transport::Header header, const std::string& text) {
+  notices_.push_back({header, text.substr(0, transport::kNoticeBytes)});
   notices_.back().header.bytes = static_cast<uint32_t>(notices_.back().text.size());
 }
 
@@ -78,12 +80,15 @@ bool FrameWriter::flush() {
 std::vector<std::byte> FrameWriter::unsent() const {
   std::vector<std::byte> rest;
   if (open() && !abandoned_) return rest;
-  const auto add = [&](ConstBytes bytes) { rest.insert(rest.end(), bytes.begin(), bytes.end()); };
+  const auto add = [&](transport::ConstBytes bytes) {
+    rest.insert(rest.end(), bytes.begin(), bytes.end());
+  };
   add(bytes_of(out_).last(head_left_));
   add(body_);
   size_t sent = notice_sent_;
   for (const Notice& notice : notices_) {
-    for (const ConstBytes part : {bytes_of(notice.header), std::as_bytes(std::span(notice.text))}) {
+    for (const transport::ConstBytes part :
+         {bytes_of(notice.header), std::as_bytes(std::span(notice.text))}) {
       add(part.subspan(std::min(sent, part.size())));
       sent -= std::min(sent, part.size());
     }
@@ -91,4 +96,4 @@ std::vector<std::byte> FrameWriter::unsent() const {
   return rest;
 }
 
-}  // namespace pycomm
+}  // namespace pycomm::engine

@@ -8,18 +8,18 @@
 #include "transport/frame.h"
 #include "transport/transport.h"
 
-namespace pycomm {
+namespace pycomm::engine {
 
 class FrameWriter {
  public:
-  explicit FrameWriter(Channel& channel) : channel_(channel) {}
+  explicit FrameWriter(transport::Channel& channel) : channel_(channel) {}
 
   // As the methods of Link.
   bool idle() const { return !open() && notices_.empty(); }
-  void begin(const Header& header, ConstBytes payload, bool more);
+  void begin(const transport::Header& header, transport::ConstBytes payload, bool more);
   size_t push();
   void abandon();
-  void post(Header header, const std::string& text);
+  void post(transport::Header header, const std::string& text);
   bool flush();
   // What must still be sent when the link closes.
   std::vector<std::byte> unsent() const;
@@ -29,17 +29,17 @@ class FrameWriter {
 
  private:
   struct Notice {
-    Header header;
+    transport::Header header;
     std::string text;
   };
   bool open() const { return head_left_ > 0 || !body_.empty(); }
-  size_t write(ConstBytes head, ConstBytes body, bool more);
+  size_t write(transport::ConstBytes head, transport::ConstBytes body, bool more);
 
-  Channel& channel_;
+  transport::Channel& channel_;
   // The unsent rest of the current frame. The body is the caller's, or `abandoned_body_`.
-  Header out_{};
+  transport::Header out_{};
   size_t head_left_ = 0;
-  ConstBytes body_;
+  transport::ConstBytes body_;
   std::vector<std::byte> abandoned_body_;
   bool abandoned_ = false, more_ = false;
   std::deque<Notice> notices_;
@@ -47,4 +47,4 @@ class FrameWriter {
   uint64_t frames_sent_ = 0, bytes_written_ = 0;
 };
 
-}  // namespace pycomm
+}  // namespace pycomm::engine

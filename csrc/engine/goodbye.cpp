@@ -2,7 +2,7 @@
 
 #include <cstring>
 
-namespace pycomm {
+namespace pycomm::engine {
 namespace {
 
 // The payload: kind, blamed rank, text.
@@ -21,7 +21,7 @@ Goodbye goodbye_of(const Error& error) {
 }
 
 void post_goodbye(PeerTable& peers, uint16_t epoch, const Goodbye& goodbye) {
-  const Header header{.kind = FrameKind::goodbye, .epoch = epoch};
+  const transport::Header header{.kind = transport::FrameKind::goodbye, .epoch = epoch};
   const std::string payload = encode(goodbye);
   for (Peer& peer : peers.all()) {
     if (!peer.link) continue;
@@ -34,7 +34,7 @@ void post_goodbye(PeerTable& peers, uint16_t epoch, const Goodbye& goodbye) {
 void receive_goodbye(PeerTable& peers, int peer, const std::string& payload) {
   peers.require_valid(peer, payload.size() >= 1 + sizeof(int32_t), "a goodbye is too short");
   const auto kind = static_cast<uint8_t>(payload[0]);
-  int32_t blamed = kNoRank;
+  int32_t blamed = collectives::kNoRank;
   std::memcpy(&blamed, payload.data() + 1, sizeof blamed);
   const std::string text = payload.substr(1 + sizeof blamed);
   peers.at(peer).left_reason = "has left the group: " + text;
@@ -46,11 +46,11 @@ void receive_goodbye(PeerTable& peers, int peer, const std::string& payload) {
     throw PeerLost(peers.name(peer) + " considers this rank lost: " + text, {.peer = peer});
   if (kind == static_cast<uint8_t>(ErrorKind::peer_lost))
     throw PeerLost(reported, {.peer = blamed});
-  throw GroupBroken(reported, {.peer = blamed == kNoRank ? peer : blamed});
+  throw GroupBroken(reported, {.peer = blamed == collectives::kNoRank ? peer : blamed});
 }
 
-bool is_clean_goodbye(ConstBytes payload) {
+bool is_clean_goodbye(transport::ConstBytes payload) {
   return !payload.empty() && static_cast<uint8_t>(payload[0]) == Goodbye::kLeftCleanly;
 }
 
-}  // namespace pycomm
+}  // namespace pycomm::engine

@@ -6,13 +6,13 @@
 #include "collectives/plan.h"
 #include "engine/peer_table.h"
 
-namespace pycomm {
+namespace pycomm::engine {
 
 struct Goodbye {
   static constexpr uint8_t kLeftCleanly = 255;
 
   uint8_t kind = kLeftCleanly;  // else an ErrorKind
-  int blamed = kNoRank;
+  int blamed = collectives::kNoRank;
   std::string text{};
 };
 
@@ -24,6 +24,6 @@ void post_goodbye(PeerTable& peers, uint16_t epoch, const Goodbye& goodbye);
 // left cleanly.
 void receive_goodbye(PeerTable& peers, int peer, const std::string& payload);
 // Whether the payload of a goodbye, as far as it arrived, says that its sender left cleanly.
-bool is_clean_goodbye(ConstBytes payload);
+bool is_clean_goodbye(transport::ConstBytes payload);
 
-}  // namespace pycomm
+}  // namespace pycomm::engine

@@ -7,7 +7,7 @@
 
 #include "engine/goodbye.h"
 
-namespace pycomm {
+namespace pycomm::engine {
 
 bool IdleMonitor::heartbeat() noexcept {
   const std::unique_lock turn(turn_, std::try_to_lock);
@@ -23,7 +23,7 @@ bool IdleMonitor::exchange_heartbeats() noexcept {
     const auto now = Clock::now();
     for (int peer = 0; peer < peers_.size(); ++peer) {
       if (!peers_.at(peer).link) continue;
-      const Header* const waiting = dispatcher_.front_behind_heartbeats(peer);
+      const transport::Header* const waiting = dispatcher_.front_behind_heartbeats(peer);
       (void)liveness_.note_bytes(peer);
       // A frame that stays for the next call hides the heartbeats behind it.
       if (waiting != nullptr) liveness_.restart(peer, now);
@@ -62,8 +62,8 @@ void IdleMonitor::poll_for_failures(const std::vector<int>& awaited) {
     const Peer& state = peers_.at(peer);
     if (!state.link) continue;
     const bool last = std::ranges::count(awaited, peer) > 0 && has_closed(peer);
-    const Header* header = dispatcher_.front_behind_heartbeats(peer);
-    if (header != nullptr && header->kind == FrameKind::goodbye)
+    const transport::Header* header = dispatcher_.front_behind_heartbeats(peer);
+    if (header != nullptr && header->kind == transport::FrameKind::goodbye)
       dispatcher_.read_notice(peer, *header);
     if (last && !state.left_reason && (header == nullptr || !closed_cleanly(peer)))
       dispatcher_.throw_peer_error(peer);
@@ -73,7 +73,7 @@ void IdleMonitor::poll_for_failures(const std::vector<int>& awaited) {
 // Waits until one of them closes its connection, as every rank does at its end, or for 10 ms.
 void IdleMonitor::wait_for_close(const std::vector<int>& awaited) {
   std::vector<pollfd> polled;
-  std::vector<Channel*> armed;
+  std::vector<transport::Channel*> armed;
   for (const int peer : awaited) {
     if (!peers_.at(peer).link || peers_.at(peer).link->channel().is_closed()) continue;
     armed.push_back(&peers_.at(peer).link->channel());
@@ -86,7 +86,7 @@ void IdleMonitor::wait_for_close(const std::vector<int>& awaited) {
 // Polls the descriptor, because some channels detect a closed connection only by it.
 bool IdleMonitor::has_closed(int peer) {
   if (peers_.over(peer)) return true;
-  Channel& channel = peers_.at(peer).link->channel();
+  transport::Channel& channel = peers_.at(peer).link->channel();
   pollfd polled = channel.arm({});
   ::poll(&polled, 1, 0);
   channel.disarm(polled.revents);
@@ -98,8 +98,8 @@ bool IdleMonitor::has_closed(int peer) {
 
 // Whether a clean goodbye of `peer` follows the frame at the front, which the next call may read.
 bool IdleMonitor::closed_cleanly(int peer) {
-  const auto goodbye = peers_.at(peer).link->behind_front(FrameKind::goodbye);
+  const auto goodbye = peers_.at(peer).link->behind_front(transport::FrameKind::goodbye);
   return goodbye && is_clean_goodbye(*goodbye);
 }
 
-}  // namespace pycomm
+}  // namespace pycomm::engine

@@ -12,7 +12,7 @@
 #include "engine/peer_table.h"
 #include "engine/shutdown.h"
 
-namespace pycomm {
+namespace pycomm::engine {
 
 class IdleMonitor {
  public:
@@ -55,4 +55,4 @@ class IdleMonitor {
   std::atomic<bool> heartbeat_due_{false};  // heartbeat() was called during a call
 };
 
-}  // namespace pycomm
+}  // namespace pycomm::engine

@@ -2,7 +2,7 @@
 
 #include <vector>
 
-namespace pycomm {
+namespace pycomm::engine {
 
 void Link::close() noexcept {
   std::vector<std::byte> rest;
@@ -13,4 +13,4 @@ void Link::close() noexcept {
   channel_->close(rest);
 }
 
-}  // namespace pycomm
+}  // namespace pycomm::engine

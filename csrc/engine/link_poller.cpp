@@ -1,6 +1,6 @@
 #include "engine/link_poller.h"
 
-namespace pycomm {
+namespace pycomm::engine {
 
 bool LinkPoller::poll() {
   bool moved = connections_.accept();
@@ -66,4 +66,4 @@ void LinkPoller::disarm() {
     armed_[i]->disarm(polled_[polled_.size() - armed_.size() + i].revents);
 }
 
-}  // namespace pycomm
+}  // namespace pycomm::engine

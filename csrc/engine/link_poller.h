@@ -13,7 +13,7 @@
 #include "engine/peer_table.h"
 #include "engine/task.h"
 
-namespace pycomm {
+namespace pycomm::engine {
 
 class LinkPoller {
  public:
@@ -39,7 +39,7 @@ class LinkPoller {
   FrameDispatcher& dispatcher_;
   // Of the current sleep: `stop`, the connector, processes, and the channels of armed_.
   std::vector<pollfd> polled_;
-  std::vector<Channel*> armed_;
+  std::vector<transport::Channel*> armed_;
 };
 
-}  // namespace pycomm
+}  // namespace pycomm::engine

@@ -3,7 +3,7 @@
 #include <cstdio>
 #include <utility>
 
-namespace pycomm {
+namespace pycomm::engine {
 namespace {
 
 // Maximum age of the result of status().
@@ -35,7 +35,7 @@ void Liveness::send(Clock::time_point now) {
     State& state = at(peer);
     if (link.bytes_written() == state.bytes_sent_seen && now - state.sent_at >= interval() &&
         link.idle()) {
-      Header header = own_;
+      transport::Header header = own_;
       header.epoch = calls_.epoch();
       header.bytes = 0;
       link.post(header, {});
@@ -76,7 +76,7 @@ void Liveness::publish(Clock::time_point now) {
   if (now - published_at_ < kFresh) return;
   published_at_ = now;
   EngineStatus all;
-  if (own_.context != static_cast<uint16_t>(CallState::not_started))
+  if (own_.context != static_cast<uint16_t>(transport::CallState::not_started))
     all.current_call = describe_activity(own_);
   for (int peer = 0; peer < peers_.size(); ++peer) {
     const Peer& known = peers_.at(peer);
@@ -102,4 +102,4 @@ EngineStatus Liveness::status() const {
   return published_;
 }
 
-}  // namespace pycomm
+}  // namespace pycomm::engine

@@ -16,7 +16,7 @@
 #include "engine/call_sequence.h"
 #include "engine/peer_table.h"
 
-namespace pycomm {
+namespace pycomm::engine {
 
 // What a rank knew of a peer at most some 50 ms ago.
 struct PeerStatus {
@@ -44,18 +44,18 @@ class Liveness {
   std::chrono::nanoseconds interval() const { return limit_ / 5; }
 
   // This rank's calls, as its heartbeats report them.
-  void enter_call(const Header& signature) {
+  void enter_call(const transport::Header& signature) {
     own_ = signature;
     own_.sequence = calls_.sequence();
-    own_.kind = FrameKind::heartbeat;
-    own_.context = static_cast<uint16_t>(CallState::in_call);
+    own_.kind = transport::FrameKind::heartbeat;
+    own_.context = static_cast<uint16_t>(transport::CallState::in_call);
   }
-  void leave_call() { own_.context = static_cast<uint16_t>(CallState::idle); }
+  void leave_call() { own_.context = static_cast<uint16_t>(transport::CallState::idle); }
 
   // A frame of a call or a heartbeat of `peer` arrived.
-  void note_header(int peer, const Header& header) { at(peer).last = header; }
+  void note_header(int peer, const transport::Header& header) { at(peer).last = header; }
   // The last of them.
-  const std::optional<Header>& last_header(int peer) const {
+  const std::optional<transport::Header>& last_header(int peer) const {
     return states_[static_cast<size_t>(peer)].last;
   }
   // True if bytes of `peer` arrived since the last call.
@@ -76,7 +76,7 @@ class Liveness {
 
  private:
   struct State {
-    std::optional<Header> last{};
+    std::optional<transport::Header> last{};
     uint64_t bytes_received_seen = 0;
     Clock::time_point last_received_at{};  // when that number last grew
     uint64_t bytes_sent_seen = 0;
@@ -90,11 +90,11 @@ class Liveness {
   const CallSequence& calls_;
   std::chrono::nanoseconds limit_;
   std::vector<State> states_;
-  Header own_{.kind = FrameKind::heartbeat};
+  transport::Header own_{.kind = transport::FrameKind::heartbeat};
   Clock::time_point updated_at_{};
   Clock::time_point published_at_{};
   mutable std::mutex mutex_;  // guards published_
   EngineStatus published_;
 };
 
-}  // namespace pycomm
+}  // namespace pycomm::engine

@@ -5,7 +5,7 @@
 
 #include "core/dtype.h"
 
-namespace pycomm {
+namespace pycomm::engine {
 namespace {
 
 // More than the memory of any machine, and small enough that no sum overflows.
@@ -15,7 +15,7 @@ constexpr int kReadsPerPoll = 16;
 
 // Whether a receive for `wanted` takes the message; dtype and count may still differ. A rank that
 // waits for an answer also takes an announcement of the same peer: otherwise neither would answer.
-bool is_meant(const Header& message, const Header& wanted) {
+bool is_meant(const transport::Header& message, const transport::Header& wanted) {
   if (is_answer(wanted) && is_agreement(message) && !is_answer(message)) return true;
   return message.operation == wanted.operation && message.peer == wanted.peer;
 }
@@ -49,7 +49,7 @@ void Mailbox::end_receives() {
 
 // A collective reads all messages, because its own frames arrive behind them. A rank that sends to
 // this peer does too: otherwise both could stop reading. A closed connection brings no more.
-bool Mailbox::has_space(int peer, const Header& header) const {
+bool Mailbox::has_space(int peer, const transport::Header& header) const {
   const Inbox& inbox = at(peer);
   if (inbox.buffered_bytes < kMaxBufferedBytes || calls_.running() != nullptr ||
       is_agreement(header))
@@ -64,7 +64,7 @@ bool Mailbox::has_space(int peer, const Header& header) const {
 
 // A message that no receive waits for is buffered, so that its sender does not wait for a peer that
 // is in another call.
-void Mailbox::read(int peer, const Header& header) {
+void Mailbox::read(int peer, const transport::Header& header) {
   Inbox& inbox = at(peer);
   Link& link = *peers_.at(peer).link;
   const bool starts =
@@ -87,7 +87,7 @@ void Mailbox::read(int peer, const Header& header) {
 
 // Adds the message that begins with this header. False if it has an earlier epoch: one of the two
 // ranks aborted it, and the other receives the error.
-bool Mailbox::start(int peer, const Header& header) {
+bool Mailbox::start(int peer, const transport::Header& header) {
   const auto require = [&](bool holds) {
     peers_.require_valid(peer, holds, "a message has an invalid header");
   };
@@ -105,7 +105,7 @@ bool Mailbox::start(int peer, const Header& header) {
 
 // The buffer of the receive that will take a message which begins to arrive; null: no receive waits
 // for it, or it does not match. Earlier messages belong to earlier receives.
-std::byte* Mailbox::destination_for(int peer, const Header& header) const {
+std::byte* Mailbox::destination_for(int peer, const transport::Header& header) const {
   auto before = std::ranges::count_if(at(peer).messages,
                                       [&](const Message& m) { return is_meant(m.header, header); });
   for (const Awaited& one : awaited_)
@@ -114,19 +114,19 @@ std::byte* Mailbox::destination_for(int peer, const Header& header) const {
   return nullptr;
 }
 
-std::optional<Message> Mailbox::take(int& from, const Header& wanted) {
+std::optional<Message> Mailbox::take(int& from, const transport::Header& wanted) {
   const auto oldest = [&](int peer) {
     return std::ranges::find_if(at(peer).messages,
                                 [&](const Message& m) { return is_meant(m.header, wanted); });
   };
-  int chosen = kNoRank;
+  int chosen = collectives::kNoRank;
   for (int peer = 0; peer < peers_.size(); ++peer) {
     if (from != kAnyPeer && from != peer) continue;
     const auto found = oldest(peer);
     if (found == at(peer).messages.end() || found->have < found->bytes) continue;
-    if (chosen == kNoRank || found->arrival < oldest(chosen)->arrival) chosen = peer;
+    if (chosen == collectives::kNoRank || found->arrival < oldest(chosen)->arrival) chosen = peer;
   }
-  if (chosen == kNoRank) return std::nullopt;
+  if (chosen == collectives::kNoRank) return std::nullopt;
   from = chosen;
   Message message = std::move(*oldest(chosen));
   at(chosen).messages.erase(oldest(chosen));
@@ -142,7 +142,7 @@ void Mailbox::deliver(const Awaited& receive, const Message& message) {
     std::memcpy(receive.into.data(), message.buffer.data(), receive.into.size());
 }
 
-Mismatch Mailbox::full(int from, const Header& wanted) const {
+Mismatch Mailbox::full(int from, const transport::Header& wanted) const {
   const Inbox& inbox = at(from);
   const std::string& mine = peers_.name(peers_.rank());
   return Mismatch(peers_.name(from) + " sent " + std::to_string(inbox.messages.size()) +
@@ -161,4 +161,4 @@ void Mailbox::drop_agreements() {
   }
 }
 
-}  // namespace pycomm
+}  // namespace pycomm::engine

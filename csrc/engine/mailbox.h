@@ -13,7 +13,7 @@
 #include "engine/call_sequence.h"
 #include "engine/peer_table.h"
 
-namespace pycomm {
+namespace pycomm::engine {
 
 // The source of a receive that takes a message from any peer.
 inline constexpr int kAnyPeer = -2;
@@ -24,8 +24,8 @@ inline constexpr size_t kMaxBufferedBytes = size_t{64} << 20;
 
 // A message from one rank to another, complete or being received.
 struct Message {
-  Header header{};       // peer is the tag, count the elements
-  uint64_t arrival = 0;  // order of arrival among the messages of all peers
+  transport::Header header{};  // peer is the tag, count the elements
+  uint64_t arrival = 0;        // order of arrival among the messages of all peers
   std::vector<std::byte> buffer{};
   std::byte* into = nullptr;  // the array of a receive that already waits; null: `buffer`
   size_t bytes = 0, have = 0;
@@ -34,14 +34,14 @@ struct Message {
 // A receive that waits for a message.
 struct Awaited {
   int from = kAnyPeer;
-  Header signature{};
-  Bytes into{};
+  transport::Header signature{};
+  transport::Bytes into{};
 };
 
 // A message of an exchange that did not match its receive.
 struct RefusedMessage {
-  int from = kNoRank;
-  Header theirs{}, mine{};
+  int from = collectives::kNoRank;
+  transport::Header theirs{}, mine{};
 };
 
 class Mailbox {
@@ -55,7 +55,7 @@ class Mailbox {
   bool awaits() const { return !awaited_.empty(); }
   bool only_awaits() const { return awaits() && !sending_; }
   // The peer whose message is awaited first, or kNoRank.
-  int awaited_peer() const { return awaits() ? awaited_.front().from : kNoRank; }
+  int awaited_peer() const { return awaits() ? awaited_.front().from : collectives::kNoRank; }
   // Whether this rank waits for another peer to accept a message that it announced. Such a rank
   // accepts mismatch errors only from its receiver: if the receiver takes the message, both must
   // continue. Call only if awaits().
@@ -64,13 +64,13 @@ class Mailbox {
   void end_receives();
 
   // Whether the message at the front of a link may be read.
-  bool has_space(int peer, const Header& header) const;
+  bool has_space(int peer, const transport::Header& header) const;
   // Reads it as far as it arrived.
-  void read(int peer, const Header& header);
+  void read(int peer, const transport::Header& header);
   // The oldest message from `from` that matches `wanted`, if it is complete. For kAnyPeer: of the
   // oldest messages of all peers that are complete, the one that began to arrive first; `from`
   // becomes its sender.
-  std::optional<Message> take(int& from, const Header& wanted);
+  std::optional<Message> take(int& from, const transport::Header& wanted);
   // Delivers the messages that take_message(from, signature) returns to the receives that wait.
   // True if there was one.
   template <typename Take>
@@ -92,7 +92,7 @@ class Mailbox {
   // The messages that did not match since the last call.
   std::vector<RefusedMessage> take_refused() { return std::exchange(refused_, {}); }
   // The error of a receive whose message cannot arrive, because others fill the buffer.
-  Mismatch full(int from, const Header& wanted) const;
+  Mismatch full(int from, const transport::Header& wanted) const;
   // A new epoch: drops announcements and their answers.
   void drop_agreements();
 
@@ -103,9 +103,9 @@ class Mailbox {
   };
   Inbox& at(int peer) { return inboxes_[static_cast<size_t>(peer)]; }
   const Inbox& at(int peer) const { return inboxes_[static_cast<size_t>(peer)]; }
-  bool start(int peer, const Header& header);
+  bool start(int peer, const transport::Header& header);
   void deliver(const Awaited& receive, const Message& message);
-  std::byte* destination_for(int peer, const Header& header) const;
+  std::byte* destination_for(int peer, const transport::Header& header) const;
 
   PeerTable& peers_;
   const CallSequence& calls_;
@@ -116,4 +116,4 @@ class Mailbox {
   uint64_t arrivals_ = 0;  // number of messages that began to arrive
 };
 
-}  // namespace pycomm
+}  // namespace pycomm::engine

@@ -3,11 +3,11 @@
 #include <algorithm>
 #include <vector>
 
-namespace pycomm {
+namespace pycomm::engine {
 
 bool SendMessage::advance() {
   if (!frame_open_) {
-    const size_t frame = std::min(kSegmentBytes, bytes_.size() - sent_);
+    const size_t frame = std::min(transport::kSegmentBytes, bytes_.size() - sent_);
     header_.bytes = static_cast<uint32_t>(frame);
     if (!sender_.open(to_, header_, bytes_.subspan(sent_, frame))) return false;
     frame_open_ = true;
@@ -37,7 +37,7 @@ bool ExchangeMessages::advance() {
     left |= !one.done();
   }
   if (!left) mailbox_.set_sending(false);  // from now on a notice may end the exchange
-  return mailbox_.deliver_awaited([&](int& from, const Header& wanted) {
+  return mailbox_.deliver_awaited([&](int& from, const transport::Header& wanted) {
     return dispatcher_.take_message(from, wanted);
   }) || moved;
 }
@@ -45,7 +45,7 @@ bool ExchangeMessages::advance() {
 int ExchangeMessages::sending_to() const {
   for (const SendMessage& one : sends_)
     if (!one.done()) return one.sending_to();
-  return kNoRank;
+  return collectives::kNoRank;
 }
 
-}  // namespace pycomm
+}  // namespace pycomm::engine

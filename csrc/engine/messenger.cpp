@@ -5,18 +5,19 @@
 
 #include "engine/message_tasks.h"
 
-namespace pycomm {
+namespace pycomm::engine {
 
-void Messenger::send(int to, const Header& signature, ConstBytes bytes, const Deadline& deadline) {
-  Header header = signature;
+void Messenger::send(int to, const transport::Header& signature, transport::ConstBytes bytes,
+                     const Deadline& deadline) {
+  transport::Header header = signature;
   header.epoch = calls_.epoch();
   SendMessage task(sender_, to, header, bytes);
   runner_.run(task, {.signature = signature, .is_collective = false}, deadline);
 }
 
 // `signature`: the call that errors and heartbeats of this rank report.
-Message Messenger::await(int& from, const Header& wanted, Bytes into, const Header& signature,
-                         const Deadline& deadline) {
+Message Messenger::await(int& from, const transport::Header& wanted, transport::Bytes into,
+                         const transport::Header& signature, const Deadline& deadline) {
   {
     const std::lock_guard turn(turn_);  // IdleMonitor::check_for_failures() reads it
     mailbox_.await({from, wanted, into});
@@ -27,7 +28,8 @@ Message Messenger::await(int& from, const Header& wanted, Bytes into, const Head
   return std::move(task.message());
 }
 
-int Messenger::receive(int from, const Header& signature, Bytes into, const Deadline& deadline) {
+int Messenger::receive(int from, const transport::Header& signature, transport::Bytes into,
+                       const Deadline& deadline) {
   const Message message = await(from, signature, into, signature, deadline);
   const bool announced = is_agreement(message.header);
   if (announced) send(from, answer_of(signature), {}, deadline);
@@ -44,14 +46,14 @@ void Messenger::exchange(std::span<const MessageRequest> messages, const Deadlin
   {
     const std::lock_guard turn(turn_);  // IdleMonitor::check_for_failures() reads it
     for (const MessageRequest& one : messages) {
-      Header header = one.signature;
+      transport::Header header = one.signature;
       header.epoch = calls_.epoch();
       if (one.sends)
         task.send(one.peer, header, one.out);
       else
         mailbox_.await({one.peer, one.signature, one.into});
     }
-    mailbox_.set_sending(task.sending_to() != kNoRank);
+    mailbox_.set_sending(task.sending_to() != collectives::kNoRank);
   }
   runner_.run(task, {.signature = messages.front().signature, .is_collective = false}, deadline);
   const auto refused = mailbox_.take_refused();
@@ -68,10 +70,11 @@ void Messenger::refuse(const RefusedMessage& message) const {
                  {.op = "recv", .rank = peers_.rank(), .peer = from});
 }
 
-void Messenger::announce_send(int to, const Header& signature, const Deadline& deadline) {
+void Messenger::announce_send(int to, const transport::Header& signature,
+                              const Deadline& deadline) {
   send(to, signature, {}, deadline);
-  const Header wanted = answer_of(signature);
-  const Header answer = await(to, wanted, {}, signature, deadline).header;
+  const transport::Header wanted = answer_of(signature);
+  const transport::Header answer = await(to, wanted, {}, signature, deadline).header;
   if (same_call(answer, wanted)) return;
   const std::string theirs =
       is_answer(answer)
@@ -83,4 +86,4 @@ void Messenger::announce_send(int to, const Header& signature, const Deadline& d
                  {.op = "send", .rank = peers_.rank(), .peer = to});
 }
 
-}  // namespace pycomm
+}  // namespace pycomm::engine

@@ -12,15 +12,15 @@
 #include "engine/peer_table.h"
 #include "engine/task_runner.h"
 
-namespace pycomm {
+namespace pycomm::engine {
 
 // One of the messages of an exchange().
 struct MessageRequest {
   int peer = 0;
-  Header signature{};  // as for send() and receive()
+  transport::Header signature{};  // as for send() and receive()
   bool sends = false;
-  ConstBytes out{};  // data to send
-  Bytes into{};      // or buffer to receive into
+  transport::ConstBytes out{};  // data to send
+  transport::Bytes into{};      // or buffer to receive into
 };
 
 class Messenger {
@@ -37,14 +37,16 @@ class Messenger {
         runner_(runner) {}
 
   // As the methods of Engine.
-  void send(int to, const Header& signature, ConstBytes bytes, const Deadline& deadline);
-  int receive(int from, const Header& signature, Bytes into, const Deadline& deadline);
+  void send(int to, const transport::Header& signature, transport::ConstBytes bytes,
+            const Deadline& deadline);
+  int receive(int from, const transport::Header& signature, transport::Bytes into,
+              const Deadline& deadline);
   void exchange(std::span<const MessageRequest> messages, const Deadline& deadline);
-  void announce_send(int to, const Header& signature, const Deadline& deadline);
+  void announce_send(int to, const transport::Header& signature, const Deadline& deadline);
 
  private:
-  Message await(int& from, const Header& wanted, Bytes into, const Header& signature,
-                const Deadline& deadline);
+  Message await(int& from, const transport::Header& wanted, transport::Bytes into,
+                const transport::Header& signature, const Deadline& deadline);
   [[noreturn]] void refuse(const RefusedMessage& message) const;
 
   std::mutex& turn_;
@@ -56,4 +58,4 @@ class Messenger {
   TaskRunner& runner_;
 };
 
-}  // namespace pycomm
+}  // namespace pycomm::engine

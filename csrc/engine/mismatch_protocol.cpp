@@ -1,17 +1,17 @@
 #include "engine/mismatch_protocol.h"
 
-namespace pycomm {
+namespace pycomm::engine {
 namespace {
 
 // Whether data flows only from the root: a rank can complete it before it received anything from
 // the others.
-bool is_one_way(const Header& header) {
-  return (header.algorithm & kOnDevice) == 0 &&
+bool is_one_way(const transport::Header& header) {
+  return (header.algorithm & transport::kOnDevice) == 0 &&
          (header.operation == static_cast<uint8_t>(Operation::broadcast) ||
           header.operation == static_cast<uint8_t>(Operation::scatter));
 }
 
-std::string name_of_call(const Header* running, std::string_view otherwise) {
+std::string name_of_call(const transport::Header* running, std::string_view otherwise) {
   return std::string(running ? name_of(static_cast<Operation>(running->operation)) : otherwise);
 }
 
@@ -19,8 +19,8 @@ std::string name_of_call(const Header* running, std::string_view otherwise) {
 
 // User memory is still unchanged: plans write to it only after the headers of all ranks were
 // checked.
-void MismatchProtocol::throw_mismatch(int peer, const Header& theirs) {
-  const Header expected = calls_.expected_from(peer);
+void MismatchProtocol::throw_mismatch(int peer, const transport::Header& theirs) {
+  const transport::Header expected = calls_.expected_from(peer);
   const std::string text =
       "ranks disagree about call " + std::to_string(calls_.sequence()) + ": " +
       peers_.name(peers_.rank()) + " called " + describe(expected) + ", " + peers_.name(peer) +
@@ -32,7 +32,7 @@ void MismatchProtocol::throw_mismatch(int peer, const Header& theirs) {
 
 // The peer sent more or less data for a call than this rank expected: the two made different calls.
 // It is detected after one side completed the call, which may have written its output.
-void MismatchProtocol::throw_mismatch_on_end(int peer, const Header& theirs) {
+void MismatchProtocol::throw_mismatch_on_end(int peer, const transport::Header& theirs) {
   const bool over = calls_.order_of(theirs) < 0;
   const uint32_t sequence = over ? theirs.sequence : calls_.sequence();
   const std::string& name = peers_.name(peer);
@@ -56,7 +56,8 @@ void MismatchProtocol::throw_mismatch_on_past(int peer) {
 }
 
 void MismatchProtocol::abort_call(int peer, uint32_t sequence, const std::string& text) {
-  const Header notice{.kind = FrameKind::mismatch, .epoch = calls_.epoch(), .sequence = sequence};
+  const transport::Header notice{
+      .kind = transport::FrameKind::mismatch, .epoch = calls_.epoch(), .sequence = sequence};
   const ErrorFields fields{.op = name_of_call(calls_.running(), "recv"),
                            .sequence = sequence,
                            .rank = peers_.rank(),
@@ -65,7 +66,7 @@ void MismatchProtocol::abort_call(int peer, uint32_t sequence, const std::string
   throw Mismatch(text, fields);
 }
 
-void MismatchProtocol::receive(int peer, const Header& notice, const std::string& text) {
+void MismatchProtocol::receive(int peer, const transport::Header& notice, const std::string& text) {
   if (notice.epoch != calls_.epoch()) return;
   const ErrorFields fields{.op = name_of_call(calls_.running(), ""),
                            .sequence = calls_.sequence(),
@@ -79,7 +80,7 @@ void MismatchProtocol::introduce(int peer) {
   if (!last_text_.empty()) peers_.at(peer).link->post(last_notice_, last_text_);
 }
 
-void MismatchProtocol::new_epoch(const Header& notice, const std::string& text) {
+void MismatchProtocol::new_epoch(const transport::Header& notice, const std::string& text) {
   calls_.new_epoch();
   last_notice_ = notice;
   last_text_ = text;
@@ -92,4 +93,4 @@ void MismatchProtocol::new_epoch(const Header& notice, const std::string& text) 
   peers_.flush_all();
 }
 
-}  // namespace pycomm
+}  // namespace pycomm::engine

@@ -11,7 +11,7 @@
 #include "engine/mailbox.h"
 #include "engine/peer_table.h"
 
-namespace pycomm {
+namespace pycomm::engine {
 
 class MismatchProtocol {
  public:
@@ -19,28 +19,28 @@ class MismatchProtocol {
       : peers_(peers), calls_(calls), mailbox_(mailbox) {}
 
   // The current call of `peer` is a different one: ends it on every rank with Mismatch.
-  [[noreturn]] void throw_mismatch(int peer, const Header& theirs);
+  [[noreturn]] void throw_mismatch(int peer, const transport::Header& theirs);
   // The same if the peer continued with the call `theirs`, or this rank already completed it.
-  [[noreturn]] void throw_mismatch_on_end(int peer, const Header& theirs);
+  [[noreturn]] void throw_mismatch_on_end(int peer, const transport::Header& theirs);
   // The same if both make the same call but made different calls before it.
   [[noreturn]] void throw_mismatch_on_past(int peer);
   // The same for a call of this epoch that some ranks completed, with `text` as the error text.
   [[noreturn]] void abort_call(int peer, uint32_t sequence, const std::string& text);
 
   // A received notice. Throws Mismatch, unless this rank has detected the mismatch itself.
-  void receive(int peer, const Header& notice, const std::string& text);
+  void receive(int peer, const transport::Header& notice, const std::string& text);
   // Sends the notice that ended the last epoch, if any, to a peer that connects later.
   void introduce(int peer);
 
  private:
-  void new_epoch(const Header& notice, const std::string& text);
+  void new_epoch(const transport::Header& notice, const std::string& text);
 
   PeerTable& peers_;
   CallSequence& calls_;
   Mailbox& mailbox_;
   // The mismatch that ended the last epoch.
-  Header last_notice_{};
+  transport::Header last_notice_{};
   std::string last_text_;  // empty: there was none
 };
 
-}  // namespace pycomm
+}  // namespace pycomm::engine

@@ -8,13 +8,13 @@
 
 #include "transport/transport.h"
 
-namespace pycomm {
+namespace pycomm::engine {
 
 // A channel that both ends accepted, requested or not; or null and the reason why the peer cannot
 // be reached.
 struct ConnectResult {
   int peer = -1;
-  std::unique_ptr<Channel> channel{};
+  std::unique_ptr<transport::Channel> channel{};
   std::string why{};
   bool differs = false;    // the peer has a different description of the group
   bool forbidden = false;  // the system refuses connections to it by this transport
@@ -34,4 +34,4 @@ class PeerConnector {
   virtual void close() noexcept = 0;
 };
 
-}  // namespace pycomm
+}  // namespace pycomm::engine

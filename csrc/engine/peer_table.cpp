@@ -5,7 +5,7 @@
 #include <algorithm>
 #include <utility>
 
-namespace pycomm {
+namespace pycomm::engine {
 namespace {
 
 // Bytes that a peer does not take within this time are left to its channel. A wait notices a signal
@@ -14,7 +14,7 @@ constexpr std::chrono::milliseconds kFlushTimeout{100};
 
 }  // namespace
 
-PeerTable::PeerTable(Identity identity, std::vector<std::unique_ptr<Channel>> channels)
+PeerTable::PeerTable(Identity identity, std::vector<std::unique_ptr<transport::Channel>> channels)
     : rank_(identity.rank),
       names_(std::move(identity.names)),
       peers_(channels.size()),
@@ -23,7 +23,7 @@ PeerTable::PeerTable(Identity identity, std::vector<std::unique_ptr<Channel>> ch
     if (auto& channel = channels[static_cast<size_t>(peer)]) connect(peer, std::move(channel));
 }
 
-void PeerTable::connect(int peer, std::unique_ptr<Channel> channel) {
+void PeerTable::connect(int peer, std::unique_ptr<transport::Channel> channel) {
   at(peer).link = std::make_unique<Link>(std::move(channel));
   processes_.watch(peer);
 }
@@ -32,7 +32,7 @@ void PeerTable::flush_all() {
   const Deadline deadline(kFlushTimeout);
   for (;;) {
     std::vector<pollfd> waiting;
-    std::vector<Channel*> armed;
+    std::vector<transport::Channel*> armed;
     for (Peer& peer : peers_) {
       if (!peer.link || peer.link->channel().is_closed() || peer.link->flush()) continue;
       waiting.push_back(peer.link->channel().arm({false, true}));
@@ -68,4 +68,4 @@ PeerLost PeerTable::violation(int peer, std::string_view what) const {
   return PeerLost("protocol error from " + name(peer) + ": " + std::string(what), {.peer = peer});
 }
 
-}  // namespace pycomm
+}  // namespace pycomm::engine

@@ -12,7 +12,7 @@
 #include "engine/link.h"
 #include "engine/process_watch.h"
 
-namespace pycomm {
+namespace pycomm::engine {
 
 struct Peer {
   std::unique_ptr<Link> link{};              // null: this rank, or not connected yet
@@ -30,7 +30,7 @@ class PeerTable {
   };
 
   // `channels` by rank; null: not connected, or this rank.
-  PeerTable(Identity identity, std::vector<std::unique_ptr<Channel>> channels);
+  PeerTable(Identity identity, std::vector<std::unique_ptr<transport::Channel>> channels);
 
   int rank() const { return rank_; }
   int size() const { return static_cast<int>(peers_.size()); }
@@ -41,7 +41,7 @@ class PeerTable {
   std::span<const Peer> all() const { return peers_; }
   ProcessWatch& processes() { return processes_; }
 
-  void connect(int peer, std::unique_ptr<Channel> channel);
+  void connect(int peer, std::unique_ptr<transport::Channel> channel);
   // It closed its connection, or its process ended and everything that it sent has arrived. Only of
   // a connected peer.
   bool over(int peer) const {
@@ -67,4 +67,4 @@ class PeerTable {
   ProcessWatch processes_;
 };
 
-}  // namespace pycomm
+}  // namespace pycomm::engine

@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <cstring>
 
-namespace pycomm {
+namespace pycomm::engine {
 namespace {
 
 // Maximum bytes of one step, so that sending and receiving alternate.
@@ -12,7 +12,7 @@ constexpr size_t kStepBytes = size_t{64} << 10;
 }  // namespace
 
 PlanTask::PlanTask(const PeerTable& peers, FrameSender& sender, FrameDispatcher& dispatcher,
-                   const PlanJob& job, const Header& header, Bytes scratch)
+                   const PlanJob& job, const transport::Header& header, transport::Bytes scratch)
     : peers_(peers),
       sender_(sender),
       dispatcher_(dispatcher),
@@ -23,32 +23,34 @@ PlanTask::PlanTask(const PeerTable& peers, FrameSender& sender, FrameDispatcher&
   skip();
 }
 
-const std::byte* PlanTask::place(const Range& range) const {
+const std::byte* PlanTask::place(const collectives::Range& range) const {
   size_t begin = range.begin;
-  if (range.space == Space::scratch) return scratch_ + begin * job_.element_bytes;
+  if (range.space == collectives::Space::scratch) return scratch_ + begin * job_.element_bytes;
   if (job_.piece != 0) begin = begin / job_.piece * job_.stride + begin % job_.piece;
-  const std::byte* base = range.space == Space::input ? job_.input : job_.output;
+  const std::byte* base = range.space == collectives::Space::input ? job_.input : job_.output;
   return base + begin * job_.element_bytes;
 }
 
-std::byte* PlanTask::place_out(const Range& range) const {
-  check(range.space != Space::input, "a plan writes to its input");
+std::byte* PlanTask::place_out(const collectives::Range& range) const {
+  check(range.space != collectives::Space::input, "a plan writes to its input");
   return const_cast<std::byte*>(place(range));
 }
 
 // Each cursor skips the moves of the other; the receiving cursor executes local moves.
 void PlanTask::skip() {
-  while (sending_ < end() && (move(sending_).to == kNoRank || move(sending_).to == rank_))
+  while (sending_ < end() &&
+         (move(sending_).to == collectives::kNoRank || move(sending_).to == rank_))
     ++sending_;
-  while (receiving_ < end() && move(receiving_).from == kNoRank) ++receiving_;
+  while (receiving_ < end() && move(receiving_).from == collectives::kNoRank) ++receiving_;
 }
 
-int PlanTask::sending_to() const { return may_send() ? move(sending_).to : kNoRank; }
+int PlanTask::sending_to() const { return may_send() ? move(sending_).to : collectives::kNoRank; }
 
 // kNoRank while the target range is not free yet: then the run waits for an earlier send.
 int PlanTask::receiving_from() const {
-  if (!may_receive() || needs(receiving_).land_after >= static_cast<int>(sending_)) return kNoRank;
-  return move(receiving_).from != rank_ ? move(receiving_).from : kNoRank;
+  if (!may_receive() || needs(receiving_).land_after >= static_cast<int>(sending_))
+    return collectives::kNoRank;
+  return move(receiving_).from != rank_ ? move(receiving_).from : collectives::kNoRank;
 }
 
 size_t PlanTask::receiving_bytes() const {
@@ -65,16 +67,16 @@ bool PlanTask::sendable(size_t upto) const {
 
 bool PlanTask::send_step() {
   if (!may_send()) return false;
-  const Move& now = move(sending_);
+  const collectives::Move& now = move(sending_);
   const size_t total = bytes(now.out);
   if (!frame_open_) {
-    const size_t frame = std::min(kSegmentBytes, total - sent_);
+    const size_t frame = std::min(transport::kSegmentBytes, total - sent_);
     if (!sendable(sent_ + frame)) return false;
     header_.bytes = static_cast<uint32_t>(frame);
     if (!job_.peer_counts.empty()) header_.count = job_.peer_counts[static_cast<size_t>(now.to)];
-    const size_t next = std::min(sent_ + frame + kSegmentBytes, total);
+    const size_t next = std::min(sent_ + frame + transport::kSegmentBytes, total);
     const bool more = sent_ + frame < total && sendable(next);
-    const ConstBytes payload{total > 0 ? place(now.out) + sent_ : nullptr, frame};
+    const transport::ConstBytes payload{total > 0 ? place(now.out) + sent_ : nullptr, frame};
     if (!sender_.open(now.to, header_, payload, more)) return false;
     frame_open_ = true;
   }
@@ -92,7 +94,7 @@ bool PlanTask::send_step() {
 
 bool PlanTask::receive_step() {
   if (!may_receive()) return false;
-  const Move& now = move(receiving_);
+  const collectives::Move& now = move(receiving_);
   if (needs(receiving_).land_after >= static_cast<int>(sending_)) return false;
   if (now.from == rank_) {
     do_locally(now);
@@ -112,23 +114,23 @@ bool PlanTask::receive_step() {
 }
 
 // Takes some payload of the frame at the front. False if less than one element has arrived.
-bool PlanTask::land(Link& link, const Move& now) {
+bool PlanTask::land(Link& link, const collectives::Move& now) {
   peers_.require_valid(now.from, landed_ + link.payload_left() <= bytes(now.in),
                        "a frame is longer than the plan says");
   std::byte* into = place_out(now.in) + landed_;
-  if (now.combine == Combine::copy) {
+  if (now.combine == collectives::Combine::copy) {
     const size_t n = link.receive({into, std::min(link.payload_left(), kStepBytes)});
     landed_ += n;
     return n > 0;
   }
   peers_.require_valid(now.from, link.payload_left() % job_.element_bytes == 0,
                        "a frame ends inside an element");
-  const ConstBytes here = link.peek();
+  const transport::ConstBytes here = link.peek();
   const size_t count = std::min(here.size(), kStepBytes) / job_.element_bytes;
   if (count == 0) return false;
   const std::byte* with = place(now.with) + landed_;
   const auto size = static_cast<int>(job_.size);
-  if (now.combine == Combine::finish)
+  if (now.combine == collectives::Combine::finish)
     job_.reducer->finish(into, with, here.data(), count, size);
   else
     job_.reducer->reduce(into, with, here.data(), count);
@@ -137,25 +139,25 @@ bool PlanTask::land(Link& link, const Move& now) {
   return true;
 }
 
-void PlanTask::do_locally(const Move& now) const {
+void PlanTask::do_locally(const collectives::Move& now) const {
   if (now.in.count == 0) return;
   std::byte* into = place_out(now.in);
   const std::byte* arrived = place(now.out);
   switch (now.combine) {
-    case Combine::copy:
+    case collectives::Combine::copy:
       if (now.out.count == 0)
         std::memset(into, 0, bytes(now.in));
       else if (into != arrived)
         std::memmove(into, arrived, bytes(now.in));
       return;
-    case Combine::reduce:
+    case collectives::Combine::reduce:
       return job_.reducer->reduce(into, place(now.with), arrived, now.in.count);
-    case Combine::finish:
+    case collectives::Combine::finish:
       return job_.reducer->finish(into, place(now.with), arrived, now.in.count, job_.size);
-    case Combine::fold:
+    case collectives::Combine::fold:
       return job_.reducer->fold(into, arrived, now.in.count,
                                 static_cast<int>(now.out.count / now.in.count));
   }
 }
 
-}  // namespace pycomm
+}  // namespace pycomm::engine

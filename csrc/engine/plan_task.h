@@ -11,18 +11,18 @@
 #include "engine/task.h"
 #include "kernels/kernels.h"
 
-namespace pycomm {
+namespace pycomm::engine {
 
 // One call: a plan over arrays. Element `i` of a strided space has the index
 // (i / piece) * stride + i % piece in its array. piece = 0: the array is contiguous.
 struct PlanJob {
   const Schedule* schedule = nullptr;
-  Header signature{};  // of every frame of the call; the engine sets epoch and sequence
+  transport::Header signature{};  // of every frame of the call; the engine sets epoch and sequence
   const std::byte* input = nullptr;
   std::byte* output = nullptr;
   size_t element_bytes = 1;
   size_t piece = 0, stride = 0;  // 0: contiguous
-  const Reducer* reducer = nullptr;
+  const kernels::Reducer* reducer = nullptr;
   int size = 1;  // ranks, which avg divides by
   // For calls whose header count differs by peer (else empty): by rank the count that is sent to
   // it, then by rank the count that must be received from it.
@@ -36,7 +36,7 @@ class PlanTask final : public Task {
  public:
   // `scratch`: at least job.scratch_bytes().
   PlanTask(const PeerTable& peers, FrameSender& sender, FrameDispatcher& dispatcher,
-           const PlanJob& job, const Header& header, Bytes scratch);
+           const PlanJob& job, const transport::Header& header, transport::Bytes scratch);
   bool advance() override { return static_cast<int>(send_step()) + receive_step() > 0; }
   bool done() const override { return sending_ == end() && receiving_ == end(); }
   int sending_to() const override;
@@ -53,23 +53,23 @@ class PlanTask final : public Task {
   bool may_send() const { return sending_ < std::min(end(), allowed_); }
   bool may_receive() const { return receiving_ < std::min(end(), allowed_); }
   size_t end() const { return job_.schedule->plan.moves.size(); }
-  const Move& move(size_t i) const { return job_.schedule->plan.moves[i]; }
+  const collectives::Move& move(size_t i) const { return job_.schedule->plan.moves[i]; }
   const Needs& needs(size_t i) const { return job_.schedule->needs[i]; }
-  const std::byte* place(const Range& range) const;
-  std::byte* place_out(const Range& range) const;
-  size_t bytes(const Range& range) const { return range.count * job_.element_bytes; }
+  const std::byte* place(const collectives::Range& range) const;
+  std::byte* place_out(const collectives::Range& range) const;
+  size_t bytes(const collectives::Range& range) const { return range.count * job_.element_bytes; }
   void skip();
   bool sendable(size_t upto) const;
   bool send_step();
   bool receive_step();
-  bool land(Link& link, const Move& move);
-  void do_locally(const Move& move) const;
+  bool land(Link& link, const collectives::Move& move);
+  void do_locally(const collectives::Move& move) const;
 
   const PeerTable& peers_;
   FrameSender& sender_;
   FrameDispatcher& dispatcher_;
   const PlanJob& job_;
-  Header header_;
+  transport::Header header_;
   int rank_;
   std::byte* scratch_;
   size_t allowed_ = SIZE_MAX;
@@ -78,4 +78,4 @@ class PlanTask final : public Task {
   bool frame_open_ = false;             // a frame of the sending move is partly sent
 };
 
-}  // namespace pycomm
+}  // namespace pycomm::engine

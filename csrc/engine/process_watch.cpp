@@ -1,10 +1,10 @@
 #include "engine/process_watch.h"
 
-namespace pycomm {
+namespace pycomm::engine {
 
 void ProcessWatch::watch(int peer) {
   const auto i = static_cast<size_t>(peer);
-  at(peer).process = Process(i < pids_.size() ? pids_[i] : 0);
+  at(peer).process = os::Process(i < pids_.size() ? pids_[i] : 0);
   if (at(peer).process.ended()) note_end(at(peer));
 }
 
@@ -14,7 +14,7 @@ void ProcessWatch::note_end(State& state) {
 }
 
 void ProcessWatch::add(int peer, std::vector<pollfd>& polled) {
-  const Fd& process = at(peer).process.descriptor();
+  const os::Fd& process = at(peer).process.descriptor();
   if (!process) return;
   watched_.push_back(peer);
   polled.push_back({process.get(), POLLIN, 0});
@@ -43,4 +43,4 @@ void ProcessWatch::update() {
   }
 }
 
-}  // namespace pycomm
+}  // namespace pycomm::engine

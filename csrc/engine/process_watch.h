@@ -15,7 +15,7 @@
 #include "core/deadline.h"
 #include "os/process.h"
 
-namespace pycomm {
+namespace pycomm::engine {
 
 class ProcessWatch {
  public:
@@ -47,7 +47,7 @@ class ProcessWatch {
 
  private:
   struct State {
-    Process process{};                 // if it is visible from this process
+    os::Process process{};             // if it is visible from this process
     Clock::time_point last_byte_at{};  // after its process ended: when bytes last arrived
     bool ended = false;
   };
@@ -60,4 +60,4 @@ class ProcessWatch {
   bool pending_ = false;
 };
 
-}  // namespace pycomm
+}  // namespace pycomm::engine

@@ -4,7 +4,7 @@
 
 #include "core/cpu_relax.h"
 
-namespace pycomm {
+namespace pycomm::engine {
 namespace {
 
 // Minimum time between calls of `interrupted`: it may wait for a lock (the GIL).
@@ -91,8 +91,11 @@ void ProgressLoop::adapt_spin_limit(Clock::time_point idle_since) {
 
 // False where polling costs more than a sleep: while much data is in transit on a socket.
 bool ProgressLoop::worth_spinning(const Task& task) const {
-  const int from = task.receiving_from(), peer = from != kNoRank ? from : task.sending_to();
-  if (peer < 0 || (from != kNoRank && task.receiving_bytes() < kSegmentBytes)) return true;
+  const int from = task.receiving_from(),
+            peer = from != collectives::kNoRank ? from : task.sending_to();
+  if (peer < 0 ||
+      (from != collectives::kNoRank && task.receiving_bytes() < transport::kSegmentBytes))
+    return true;
   const auto& link = peers_.at(peer).link;
   return !link || !link->channel().polling_is_expensive();
 }
@@ -128,10 +131,10 @@ void ProgressLoop::check_abort_conditions(const Task& task, const Deadline& dead
   }
   if (!deadline.expired()) return;
   const int from = task.receiving_from(), to = task.sending_to();
-  const int peer = from != kNoRank ? from : to;
+  const int peer = from != collectives::kNoRank ? from : to;
   std::string text = "Timed out after " + std::to_string(deadline.limit_s()) + " s";
-  if (peer != kNoRank)
-    text += (from != kNoRank ? ", waiting for data from " : ", waiting to send to ") +
+  if (peer != collectives::kNoRank)
+    text += (from != collectives::kNoRank ? ", waiting for data from " : ", waiting to send to ") +
             peers_.name(peer);
   if (mailbox_.awaited_peer() == kAnyPeer) text += ", waiting for a message from any rank";
   throw Timeout(text, {.peer = peer});
@@ -145,7 +148,7 @@ void ProgressLoop::check_heartbeats(const Task& task) {
       liveness_.restart(peer, now);
   liveness_.update(now);
   for (const int peer : {from, task.sending_to()})
-    if (peer != kNoRank) liveness_.check(peer, now);
+    if (peer != collectives::kNoRank) liveness_.check(peer, now);
 }
 
-}  // namespace pycomm
+}  // namespace pycomm::engine

@@ -16,7 +16,7 @@
 #include "engine/stop_signal.h"
 #include "engine/task.h"
 
-namespace pycomm {
+namespace pycomm::engine {
 
 class ProgressLoop {
  public:
@@ -67,4 +67,4 @@ class ProgressLoop {
   std::chrono::nanoseconds waited_{0};
 };
 
-}  // namespace pycomm
+}  // namespace pycomm::engine

@@ -6,7 +6,7 @@
 
 #include "collectives/plan.h"
 
-namespace pycomm {
+namespace pycomm::engine {
 
 struct Needs {
   // The last earlier move that writes what this one sends, or -1. If it writes exactly that range
@@ -18,10 +18,10 @@ struct Needs {
 };
 
 struct Schedule {
-  Plan plan;
+  collectives::Plan plan;
   std::vector<Needs> needs;  // one for each move
 };
 
-Schedule make_schedule(Plan plan, int rank);
+Schedule make_schedule(collectives::Plan plan, int rank);
 
-}  // namespace pycomm
+}  // namespace pycomm::engine

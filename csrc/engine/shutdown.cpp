@@ -4,7 +4,7 @@
 
 #include <algorithm>
 
-namespace pycomm {
+namespace pycomm::engine {
 namespace {
 
 // Time to read frames that had arrived but were unread when the engine broke.
@@ -54,7 +54,8 @@ void Shutdown::fail(const Error& error) noexcept {
   say_goodbye(goodbye_of(error));
 }
 
-void Shutdown::fail_call(const Error& error, const Header& signature, const Deadline& deadline) {
+void Shutdown::fail_call(const Error& error, const transport::Header& signature,
+                         const Deadline& deadline) {
   ErrorFields fields = error.fields();
   fields.op = name_of(static_cast<Operation>(signature.operation));
   fields.rank = peers_.rank();
@@ -111,8 +112,8 @@ std::vector<int> Shutdown::find_unresponsive_peers(const Error& error) {
 bool Shutdown::answers(int peer, const Deadline& deadline) {
   const Peer& state = peers_.at(peer);
   try {
-    while (const Header* header = dispatcher_.front(peer)) {
-      if (header->kind == FrameKind::goodbye) return true;
+    while (const transport::Header* header = dispatcher_.front(peer)) {
+      if (header->kind == transport::FrameKind::goodbye) return true;
       if (deadline.expired()) break;
       state.link->discard();
     }
@@ -125,7 +126,8 @@ bool Shutdown::answers(int peer, const Deadline& deadline) {
 // The blamed rank, unless it sent the reason of its own abort; ranks whose connection closed
 // unexpectedly; and ranks that left cleanly.
 std::vector<int> Shutdown::find_lost(const Error& error) {
-  const int blamed = error.kind() == ErrorKind::peer_lost ? error.fields().peer : kNoRank;
+  const int blamed =
+      error.kind() == ErrorKind::peer_lost ? error.fields().peer : collectives::kNoRank;
   const Deadline deadline(kFinalPollTimeout);
   std::vector<int> found;
   for (int peer = 0; peer < peers_.size(); ++peer) {
@@ -133,7 +135,8 @@ std::vector<int> Shutdown::find_lost(const Error& error) {
     bool is_lost = peer == blamed && (!state.left_reason || !state.link);
     // Its goodbye may have arrived without having been read.
     if (state.link && !state.left_reason && answers(peer, deadline)) {
-      const ConstBytes goodbye = state.link->has_front() ? state.link->peek() : ConstBytes{};
+      const transport::ConstBytes goodbye =
+          state.link->has_front() ? state.link->peek() : transport::ConstBytes{};
       is_lost |= goodbye.empty() ? peers_.over(peer) : is_clean_goodbye(goodbye);
     }
     if (is_lost || state.left_cleanly) found.push_back(peer);
@@ -141,4 +144,4 @@ std::vector<int> Shutdown::find_lost(const Error& error) {
   return found;
 }
 
-}  // namespace pycomm
+}  // namespace pycomm::engine

@@ -15,7 +15,7 @@
 #include "engine/liveness.h"
 #include "engine/peer_table.h"
 
-namespace pycomm {
+namespace pycomm::engine {
 
 class Shutdown {
  public:
@@ -40,7 +40,7 @@ class Shutdown {
   // Sends the peers the reason and closes the connections.
   void fail(const Error& error) noexcept;
   // The same for an error that ended the call `signature`, with what is known of it; throws it.
-  [[noreturn]] void fail_call(const Error& error, const Header& signature,
+  [[noreturn]] void fail_call(const Error& error, const transport::Header& signature,
                               const Deadline& deadline);
   // The ranks that are known to be lost.
   std::vector<int> lost() const;
@@ -63,4 +63,4 @@ class Shutdown {
   std::vector<int> lost_;
 };
 
-}  // namespace pycomm
+}  // namespace pycomm::engine

@@ -2,7 +2,7 @@
 
 #include "core/errors.h"
 
-namespace pycomm {
+namespace pycomm::engine {
 
 void StopSignal::request(const std::string& reason) noexcept {
   {
@@ -18,4 +18,4 @@ void StopSignal::throw_requested() const {
   throw GroupBroken("the group was aborted: " + reason_);
 }
 
-}  // namespace pycomm
+}  // namespace pycomm::engine

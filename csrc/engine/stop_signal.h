@@ -9,7 +9,7 @@
 
 #include "os/wake_event.h"
 
-namespace pycomm {
+namespace pycomm::engine {
 
 class StopSignal {
  public:
@@ -25,9 +25,9 @@ class StopSignal {
   [[noreturn]] void throw_requested() const;
 
   std::atomic<bool> requested_{false};
-  WakeEvent wake_;
+  os::WakeEvent wake_;
   mutable std::mutex mutex_;  // guards reason_
   std::string reason_;
 };
 
-}  // namespace pycomm
+}  // namespace pycomm::engine

@@ -3,7 +3,7 @@
 
 #include <cstddef>
 
-namespace pycomm {
+namespace pycomm::engine {
 
 class Task {
  public:
@@ -22,4 +22,4 @@ class Task {
   virtual void disarm() {}
 };
 
-}  // namespace pycomm
+}  // namespace pycomm::engine

@@ -2,7 +2,7 @@
 
 #include <string>
 
-namespace pycomm {
+namespace pycomm::engine {
 
 void TaskRunner::run(Task& task, const TaskCall& call, const Deadline& deadline) {
   const std::lock_guard turn(turn_);
@@ -31,4 +31,4 @@ void TaskRunner::run(Task& task, const TaskCall& call, const Deadline& deadline)
   if (call.is_collective) calls_.complete(call.signature);
 }
 
-}  // namespace pycomm
+}  // namespace pycomm::engine

@@ -15,11 +15,11 @@
 #include "engine/shutdown.h"
 #include "engine/task.h"
 
-namespace pycomm {
+namespace pycomm::engine {
 
 // The call that a task is part of.
 struct TaskCall {
-  const Header& signature;                // what errors and heartbeats report
+  const transport::Header& signature;     // what errors and heartbeats report
   bool is_collective = true;              // false: a message, which has no number in the epoch
   std::span<const size_t> peer_counts{};  // as in PlanJob
 };
@@ -40,7 +40,7 @@ class TaskRunner {
   // Throws GroupBroken if the engine is broken or has left.
   void run(Task& task, const TaskCall& call, const Deadline& deadline);
   // Memory that a task may use until it is done.
-  Bytes scratch(size_t bytes) {
+  transport::Bytes scratch(size_t bytes) {
     if (scratch_.size() < bytes) scratch_.resize(bytes);
     return {scratch_.data(), bytes};
   }
@@ -56,4 +56,4 @@ class TaskRunner {
   std::vector<std::byte> scratch_;
 };
 
-}  // namespace pycomm
+}  // namespace pycomm::engine

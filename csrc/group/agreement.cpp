@@ -13,7 +13,7 @@
 #include "group/call_runner.h"
 #include "group/check.h"
 
-namespace pycomm {
+namespace pycomm::group {
 
 void CallRunner::agree(const PreparedCall& prepared) {
   const Call& call = prepared.call;
@@ -24,10 +24,10 @@ void CallRunner::agree(const PreparedCall& prepared) {
     return run_shared({.operation = Operation::barrier, .element_bytes = 1}, prepared.header,
                       prepared.deadline);
   const Call barrier;
-  const Algorithm by = choose({.size = info_.size, .hosts = info_.host_count});
-  const PlanJob job{.schedule = &plans_.find(barrier, by, 0).schedule,
-                    .signature = prepared.header,
-                    .size = info_.size};
+  const Algorithm by = collectives::choose({.size = info_.size, .hosts = info_.host_count});
+  const engine::PlanJob job{.schedule = &plans_.find(barrier, by, 0).schedule,
+                            .signature = prepared.header,
+                            .size = info_.size};
   publish(job.signature);
   engine_.run(job, prepared.deadline);
 }
@@ -49,9 +49,9 @@ void CallRunner::check_splits(const PreparedCall& prepared) {
       const int sender = static_cast<int>(from), receiver = static_cast<int>(to);
       const std::string op(name_of(prepared.call.operation));
       throw Mismatch("ranks disagree about call " + std::to_string(prepared.header.sequence) +
-                         ": in " + op + " " + name_of(sender, info_.members[from]) + " sends " +
-                         std::to_string(sent) + " elements to " +
-                         name_of(receiver, info_.members[to]) + ", which expects " +
+                         ": in " + op + " " + bootstrap::name_of(sender, info_.members[from]) +
+                         " sends " + std::to_string(sent) + " elements to " +
+                         bootstrap::name_of(receiver, info_.members[to]) + ", which expects " +
                          std::to_string(expected) +
                          "; no array was changed; compare the input splits of the sender with the "
                          "output splits of the receiver",
@@ -79,21 +79,21 @@ std::vector<size_t> CallRunner::gather_splits(const PreparedCall& prepared) {
     return table;
   }
   const Call gather{.operation = Operation::all_gather, .dtype = Dtype::int64, .count = count};
-  const Algorithm by = choose({.operation = gather.operation,
-                               .dtype = gather.dtype,
-                               .size = info_.size,
-                               .count = count,
-                               .hosts = info_.host_count,
-                               .thresholds = thresholds_});
-  const PlanJob job{.schedule = &plans_.find(gather, by, count).schedule,
-                    .signature = prepared.header,
-                    .input = input,
-                    .output = output,
-                    .element_bytes = sizeof(size_t),
-                    .size = info_.size};
+  const Algorithm by = collectives::choose({.operation = gather.operation,
+                                            .dtype = gather.dtype,
+                                            .size = info_.size,
+                                            .count = count,
+                                            .hosts = info_.host_count,
+                                            .thresholds = thresholds_});
+  const engine::PlanJob job{.schedule = &plans_.find(gather, by, count).schedule,
+                            .signature = prepared.header,
+                            .input = input,
+                            .output = output,
+                            .element_bytes = sizeof(size_t),
+                            .size = info_.size};
   publish(job.signature);
   engine_.run(job, prepared.deadline);
   return table;
 }
 
-}  // namespace pycomm
+}  // namespace pycomm::group

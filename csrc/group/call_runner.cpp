@@ -7,10 +7,11 @@
 #include "group/check.h"
 #include "shared/shared_call.h"
 
-namespace pycomm {
+namespace pycomm::group {
 
-CallRunner::CallRunner(Engine& engine, const GroupInfo& info, const Thresholds& thresholds,
-                       std::unique_ptr<SharedMemoryRegion> region, bool uses_hosts)
+CallRunner::CallRunner(engine::Engine& engine, const GroupInfo& info,
+                       const collectives::Thresholds& thresholds,
+                       std::unique_ptr<shared::SharedMemoryRegion> region, bool uses_hosts)
     : engine_(engine),
       info_(info),
       thresholds_(thresholds),
@@ -33,15 +34,15 @@ Algorithm CallRunner::algorithm_for(const Call& call) const {
   if (info_.size == 1 && call.algorithm == Algorithm::shared_memory) return Algorithm::direct;
   if (call.algorithm != Algorithm::automatic) return call.algorithm;
   if (shares_one_host() && call.counts.empty()) return Algorithm::shared_memory;
-  return choose({.operation = call.operation,
-                 .dtype = call.dtype,
-                 .op = call.op,
-                 .size = info_.size,
-                 .count = count_to_choose_by(call),
-                 .reproducible = info_.reproducible,
-                 .ragged = !call.counts.empty(),
-                 .hosts = info_.host_count,
-                 .thresholds = thresholds_});
+  return collectives::choose({.operation = call.operation,
+                              .dtype = call.dtype,
+                              .op = call.op,
+                              .size = info_.size,
+                              .count = count_to_choose_by(call),
+                              .reproducible = info_.reproducible,
+                              .ragged = !call.counts.empty(),
+                              .hosts = info_.host_count,
+                              .thresholds = thresholds_});
 }
 
 void CallRunner::prepare(PreparedCall& prepared) const {
@@ -66,12 +67,12 @@ void CallRunner::run(const PreparedCall& prepared) {
                        .reducer = prepared.reducer,
                        .folds = prepared.reducer != nullptr && is_half(call.dtype)},
                       prepared.header, prepared.deadline);
-  PlanJob job{.signature = prepared.header,
-              .input = input,
-              .output = output,
-              .element_bytes = bytes_of(call.dtype),
-              .reducer = prepared.reducer,
-              .size = info_.size};
+  engine::PlanJob job{.signature = prepared.header,
+                      .input = input,
+                      .output = output,
+                      .element_bytes = bytes_of(call.dtype),
+                      .reducer = prepared.reducer,
+                      .size = info_.size};
   if (hierarchical_ && prepared.algorithm == Algorithm::hierarchical &&
       call.operation == Operation::all_reduce)
     return hierarchical_->all_reduce(job, plans_.shape_of(call, info_.rank, call.count),
@@ -105,7 +106,7 @@ void CallRunner::run_message(const PreparedCall& prepared) {
   const size_t bytes = call.device.agreement ? 0 : call.count * bytes_of(call.dtype);
   if (call.operation == Operation::recv) {
     const int source =
-        engine_.receive(call.peer == kAnySource ? kAnyPeer : call.peer, prepared.header,
+        engine_.receive(call.peer == kAnySource ? engine::kAnyPeer : call.peer, prepared.header,
                         {static_cast<std::byte*>(call.output), bytes}, prepared.deadline);
     if (call.source != nullptr) *call.source = source;
   } else if (call.device.agreement) {
@@ -116,13 +117,14 @@ void CallRunner::run_message(const PreparedCall& prepared) {
   }
 }
 
-void CallRunner::run_shared(const SharedJob& job, const Header& header, const Deadline& deadline) {
+void CallRunner::run_shared(const shared::SharedJob& job, const transport::Header& header,
+                            const Deadline& deadline) {
   publish(header);
-  SharedCall task(engine_, *region_, job, header);
+  shared::SharedCall task(engine_, *region_, job, header);
   engine_.run(task, header, deadline);
 }
 
-void CallRunner::run_counts(PlanJob& job, const PreparedCall& prepared) {
+void CallRunner::run_counts(engine::PlanJob& job, const PreparedCall& prepared) {
   const Call& call = prepared.call;
   if (call.operation == Operation::all_to_all) {
     if (info_.size > 1 && !call.counts_fit) {
@@ -131,10 +133,10 @@ void CallRunner::run_counts(PlanJob& job, const PreparedCall& prepared) {
     }
     job.peer_counts = call.counts;
   }
-  const Schedule schedule = plans_.schedule_of(call, prepared.algorithm, 0);
+  const engine::Schedule schedule = plans_.schedule_of(call, prepared.algorithm, 0);
   job.schedule = &schedule;
   publish(job.signature);
   engine_.run(job, prepared.deadline);
 }
 
-}  // namespace pycomm
+}  // namespace pycomm::group

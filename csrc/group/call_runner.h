@@ -17,14 +17,15 @@
 #include "shared/hierarchical_all_reduce.h"
 #include "shared/shared_memory_region.h"
 
-namespace pycomm {
+namespace pycomm::group {
 
 class CallRunner {
  public:
   // `region`: of this host's ranks if there are several and hosts share memory, else null.
   // `uses_hosts`: hosts share memory and there are several.
-  CallRunner(Engine& engine, const GroupInfo& info, const Thresholds& thresholds,
-             std::unique_ptr<SharedMemoryRegion> region, bool uses_hosts);
+  CallRunner(engine::Engine& engine, const GroupInfo& info,
+             const collectives::Thresholds& thresholds,
+             std::unique_ptr<shared::SharedMemoryRegion> region, bool uses_hosts);
 
   // Throws Unsupported if this group cannot run the algorithm. Requires a call that check_call()
   // accepted.
@@ -33,18 +34,19 @@ class CallRunner {
   void prepare(PreparedCall& prepared) const;
   void run(const PreparedCall& prepared);
 
-  const SharedMemoryRegion* region() const { return region_.get(); }
+  const shared::SharedMemoryRegion* region() const { return region_.get(); }
 
  private:
   bool shares_one_host() const { return region_ && info_.host_count == 1; }
   Algorithm algorithm_for(const Call& call) const;
   // Publishes the call to the ranks of this host, for those that wait in another call.
-  void publish(const Header& header) {
+  void publish(const transport::Header& header) {
     if (region_) region_->begin(header);
   }
   void run_message(const PreparedCall& prepared);
-  void run_shared(const SharedJob& job, const Header& header, const Deadline& deadline);
-  void run_counts(PlanJob& job, const PreparedCall& prepared);
+  void run_shared(const shared::SharedJob& job, const transport::Header& header,
+                  const Deadline& deadline);
+  void run_counts(engine::PlanJob& job, const PreparedCall& prepared);
 
   // agreement.cpp
   void agree(const PreparedCall& prepared);
@@ -53,12 +55,12 @@ class CallRunner {
   void check_splits(const PreparedCall& prepared);
   std::vector<size_t> gather_splits(const PreparedCall& prepared);
 
-  Engine& engine_;
+  engine::Engine& engine_;
   const GroupInfo& info_;
-  Thresholds thresholds_;  // the same on all ranks
+  collectives::Thresholds thresholds_;  // the same on all ranks
   PlanCache plans_;
-  std::unique_ptr<SharedMemoryRegion> region_;
-  std::optional<HierarchicalAllReduce> hierarchical_;
+  std::unique_ptr<shared::SharedMemoryRegion> region_;
+  std::optional<shared::HierarchicalAllReduce> hierarchical_;
 };
 
-}  // namespace pycomm
+}  // namespace pycomm::group

@@ -6,7 +6,7 @@
 
 #include "collectives/choose.h"
 
-namespace pycomm {
+namespace pycomm::group {
 namespace {
 
 [[noreturn]] void refuse(const Call& call, int rank, const std::string& why) {
@@ -126,7 +126,7 @@ size_t count_to_choose_by(const Call& call) {
   return (total(call.counts) + ranks - 1) / ranks;
 }
 
-const Reducer* check_call(const Call& call, int rank, int size) {
+const kernels::Reducer* check_call(const Call& call, int rank, int size) {
   const size_t factor = has_parts(call.operation) ? static_cast<size_t>(size) : 1;
   const size_t most = (SIZE_MAX >> 4) / factor / bytes_of(call.dtype);
   for (const size_t count : call.counts.empty() ? std::span(&call.count, 1) : call.counts)
@@ -141,11 +141,12 @@ const Reducer* check_call(const Call& call, int rank, int size) {
   if (missing > 0)
     refuse(call, rank, "an array of " + std::to_string(missing) + " elements has no address");
   check_peer(call, rank, size);
-  const Reducer* const found = reduces(call.operation) ? &reducer(call.dtype, call.op) : nullptr;
+  const kernels::Reducer* const found =
+      reduces(call.operation) ? &kernels::reducer(call.dtype, call.op) : nullptr;
   if (!is_plan(call.operation) || call.algorithm == Algorithm::automatic) return found;
   if (call.algorithm == Algorithm::shared_memory && call.counts.empty()) return found;
   const bool has_counts = !call.counts.empty();
-  const auto known = algorithms_for(call.operation, has_counts);
+  const auto known = collectives::algorithms_for(call.operation, has_counts);
   if (std::ranges::find(known, call.algorithm) == known.end())
     throw Unsupported(std::string(name_of(call.operation)) + (has_counts ? " with counts" : "") +
                           " has no algorithm \"" + std::string(name_of(call.algorithm)) + "\"",
@@ -153,14 +154,14 @@ const Reducer* check_call(const Call& call, int rank, int size) {
   return found;
 }
 
-Header signature_of(const Call& call, Algorithm algorithm) {
-  Header header;
+transport::Header signature_of(const Call& call, Algorithm algorithm) {
+  transport::Header header;
   const bool message = !is_plan(call.operation);
   header.operation = static_cast<uint8_t>(message ? Operation::send : call.operation);
   header.dtype = static_cast<uint8_t>(call.dtype);
   header.op = reduces(call.operation) ? static_cast<uint8_t>(call.op) : 0;
   header.algorithm = static_cast<uint8_t>(algorithm);
-  if (call.device.agreement) header.algorithm |= kOnDevice;
+  if (call.device.agreement) header.algorithm |= transport::kOnDevice;
   header.count = call.count;
   if (message) header.peer = call.tag;
   if (is_rooted(call.operation)) header.peer = static_cast<uint32_t>(call.peer);
@@ -175,9 +176,10 @@ Header signature_of(const Call& call, Algorithm algorithm) {
   return header;
 }
 
-CallRecord record_of(const Call& call, const Header& header, const Deadline& deadline) {
-  CallRecord record;
-  record.begun = nanoseconds_of(deadline.start());
+observe::CallRecord record_of(const Call& call, const transport::Header& header,
+                              const Deadline& deadline) {
+  observe::CallRecord record;
+  record.begun = observe::nanoseconds_of(deadline.start());
   record.count = header.count;
   if (call.operation == Operation::all_to_all && !call.counts.empty())
     record.count = total(std::span(call.counts).first(call.counts.size() / 2));
@@ -188,8 +190,8 @@ CallRecord record_of(const Call& call, const Header& header, const Deadline& dea
   record.operation = static_cast<uint8_t>(call.operation);
   record.dtype = header.dtype;
   record.op = header.op;
-  record.algorithm = header.algorithm & static_cast<uint8_t>(~kOnDevice);
+  record.algorithm = header.algorithm & static_cast<uint8_t>(~transport::kOnDevice);
   return record;
 }
 
-}  // namespace pycomm
+}  // namespace pycomm::group

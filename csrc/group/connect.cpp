@@ -17,7 +17,7 @@
 #include "os/random.h"
 #include "shared/segment.h"
 
-namespace pycomm {
+namespace pycomm::group {
 namespace {
 
 std::string key_of_info(const ConnectOptions& options, int rank) {
@@ -58,7 +58,8 @@ constexpr std::chrono::milliseconds kFallbackPollInterval{100};
 
 class TcpFallbackFlag {
  public:
-  TcpFallbackFlag(Store& store, std::string key) : store_(&store), key_(std::move(key)) {}
+  TcpFallbackFlag(rendezvous::Store& store, std::string key)
+      : store_(&store), key_(std::move(key)) {}
 
   void leave(const std::string& why) {
     if (store_ != nullptr) store_->set(key_, why, Deadline(kCleanUpTime));
@@ -85,7 +86,7 @@ class TcpFallbackFlag {
   void end() { store_ = nullptr; }
 
  private:
-  Store* store_;
+  rendezvous::Store* store_;
   std::string key_, why_;
   Clock::time_point looked_ = Clock::now();
 };
@@ -119,10 +120,10 @@ constexpr std::chrono::milliseconds kLookTime{100};
 // Watches the processes of ranks that published their info while others are missing.
 class FormingProcesses {
  public:
-  FormingProcesses(Store& store, const ConnectOptions& options)
+  FormingProcesses(rendezvous::Store& store, const ConnectOptions& options)
       : store_(store),
         options_(options),
-        own_(own_rank_info(options.host)),
+        own_(bootstrap::own_rank_info(options.host)),
         known_(static_cast<size_t>(options.size)),
         next_(options.rank) {}
 
@@ -130,9 +131,9 @@ class FormingProcesses {
   void add(int rank, const std::string& text) {
     auto& known = known_[static_cast<size_t>(rank)];
     if (known) return;
-    const RankInfo info = decode_rank_info(text);
-    const bool visible = on_one_machine(info, own_) && info.pid_space == own_.pid_space;
-    known.emplace(info, Process(visible && info.pid != own_.pid ? info.pid : 0));
+    const bootstrap::RankInfo info = bootstrap::decode_rank_info(text);
+    const bool visible = bootstrap::on_one_machine(info, own_) && info.pid_space == own_.pid_space;
+    known.emplace(info, os::Process(visible && info.pid != own_.pid ? info.pid : 0));
   }
 
   // Throws PeerLost if a process has ended. A rank that fails in an orderly way removes its info
@@ -147,11 +148,12 @@ class FormingProcesses {
     for (int rank = 0; rank < options_.size; ++rank) {
       auto& known = known_[static_cast<size_t>(rank)];
       if (!known || !known->second.look() || !find(rank)) continue;
-      const RankInfo& info = known->first;
-      throw PeerLost("the group \"" + options_.name + "\" did not form: " +
-                         name_of(rank, {.host = info.host, .pid = info.pid, .transport = {}}) +
-                         " died while the group formed: its process has ended",
-                     {.op = "init", .rank = options_.rank, .peer = rank});
+      const bootstrap::RankInfo& info = known->first;
+      throw PeerLost(
+          "the group \"" + options_.name + "\" did not form: " +
+              bootstrap::name_of(rank, {.host = info.host, .pid = info.pid, .transport = {}}) +
+              " died while the group formed: its process has ended",
+          {.op = "init", .rank = options_.rank, .peer = rank});
     }
   }
 
@@ -164,15 +166,15 @@ class FormingProcesses {
     }
   }
 
-  Store& store_;
+  rendezvous::Store& store_;
   const ConnectOptions& options_;
-  RankInfo own_;
-  std::vector<std::optional<std::pair<RankInfo, Process>>> known_;  // by rank
+  bootstrap::RankInfo own_;
+  std::vector<std::optional<std::pair<bootstrap::RankInfo, os::Process>>> known_;  // by rank
   int next_;  // the rank that was looked up last
 };
 
 // The infos of all ranks. Throws Timeout naming the ranks that published none.
-std::vector<std::string> read_infos(Store& store, const ConnectOptions& options,
+std::vector<std::string> read_infos(rendezvous::Store& store, const ConnectOptions& options,
                                     const Deadline& deadline) {
   std::vector<std::string> infos;
   std::vector<int> missing;
@@ -184,7 +186,8 @@ std::vector<std::string> read_infos(Store& store, const ConnectOptions& options,
   };
   for (int rank = 0; rank < options.size; ++rank) {
     try {
-      infos.push_back(get_in_slices(store, key_of_info(options, rank), deadline, interrupted));
+      infos.push_back(
+          rendezvous::get_in_slices(store, key_of_info(options, rank), deadline, interrupted));
       processes.add(rank, infos.back());
     } catch (const Timeout&) {
       missing.push_back(rank);
@@ -195,7 +198,7 @@ std::vector<std::string> read_infos(Store& store, const ConnectOptions& options,
   return infos;
 }
 
-void publish_blocks(Store& store, const ConnectOptions& options,
+void publish_blocks(rendezvous::Store& store, const ConnectOptions& options,
                     const std::vector<std::string>& infos, const Deadline& deadline) {
   for (size_t begin = 0; begin < infos.size(); begin += kInfosPerBlock) {
     std::string block;
@@ -205,12 +208,12 @@ void publish_blocks(Store& store, const ConnectOptions& options,
   }
 }
 
-std::vector<std::string> read_blocks(Store& store, const ConnectOptions& options,
+std::vector<std::string> read_blocks(rendezvous::Store& store, const ConnectOptions& options,
                                      const Deadline& deadline) {
   std::vector<std::string> infos;
   for (int block = 0; infos.size() < static_cast<size_t>(options.size); ++block) {
-    const std::string text =
-        get_in_slices(store, key_of_block(options, block), deadline, options.interrupted);
+    const std::string text = rendezvous::get_in_slices(store, key_of_block(options, block),
+                                                       deadline, options.interrupted);
     for (size_t begin = 0; begin < text.size();) {
       size_t bytes = 0;
       const char* end = text.data() + text.size();
@@ -226,7 +229,7 @@ std::vector<std::string> read_blocks(Store& store, const ConnectOptions& options
   return infos;
 }
 
-std::vector<std::string> exchange_infos(Store& store, const ConnectOptions& options,
+std::vector<std::string> exchange_infos(rendezvous::Store& store, const ConnectOptions& options,
                                         const std::string& mine, const Deadline& deadline) {
   store.set(key_of_info(options, options.rank), mine, deadline);
   if (options.size <= kInfosPerBlock) return read_infos(store, options, deadline);
@@ -262,8 +265,8 @@ void check_options(const ConnectOptions& options) {
     refuse("invalid name of a simulated host: expected up to " + std::to_string(kMostHostName) +
            " letters and digits, got \"" + host + "\"");
   check_address(options.address);
-  check_files(options.recorder);
-  if (options.encrypt) (void)crypto_library();
+  observe::check_files(options.recorder);
+  if (options.encrypt) (void)os::crypto_library();
 }
 
 }  // namespace
@@ -288,10 +291,10 @@ void announce(const Group& group, const ConnectOptions& options) {
               (options.encrypt && group.info().host_count > 1 ? ", encrypted between hosts" : ""));
 }
 
-std::shared_ptr<Group> form(const ConnectOptions& options, const Exchange& exchange,
-                            std::vector<int> ranks, const CheckAborted& check_aborted) {
+std::shared_ptr<Group> form(const ConnectOptions& options, const bootstrap::Exchange& exchange,
+                            std::vector<int> ranks, const bootstrap::CheckAborted& check_aborted) {
   const Deadline deadline(options.timeout);
-  const MeshRequest request{
+  const bootstrap::MeshRequest request{
       .rank = options.rank,
       .size = options.size,
       .name = options.name,
@@ -300,7 +303,7 @@ std::shared_ptr<Group> form(const ConnectOptions& options, const Exchange& excha
       .transport = options.transport,
       .address = options.address,
       .towards = options.towards,
-      .memory_bytes = sizeof(Segment),
+      .memory_bytes = sizeof(shared::Segment),
       // Faults and rate limits apply to channels only, so shared memory must be off.
       .shares = !options.inject_faults && !options.limit_rate,
       .encrypt = options.encrypt,
@@ -315,12 +318,12 @@ std::shared_ptr<Group> form(const ConnectOptions& options, const Exchange& excha
       .log = options.log,
       .check_aborted = check_aborted,
       .forbidden = options.forbidden};
-  Mesh mesh = form_mesh(request, exchange, deadline);
+  bootstrap::Mesh mesh = bootstrap::form_mesh(request, exchange, deadline);
   for (const ChannelWrapper& wrap : {options.limit_rate, options.inject_faults})
     for (size_t i = 0; wrap && i < mesh.channels.size(); ++i)
       if (auto& channel = mesh.channels[i]) channel = wrap(std::move(channel), static_cast<int>(i));
   // A channel between two threads exists before the other thread arrives, if it ever does.
-  const auto elsewhere = std::make_shared<CheckAborted>(check_aborted);
+  const auto elsewhere = std::make_shared<bootstrap::CheckAborted>(check_aborted);
   ConnectOptions checking = options;
   checking.interrupted = [elsewhere, ask = options.interrupted] {
     if (*elsewhere) (*elsewhere)({});
@@ -341,11 +344,12 @@ std::shared_ptr<Group> form(const ConnectOptions& options, const Exchange& excha
 }  // namespace
 
 void check_address(const std::string& address) {
-  if (!address.empty()) (void)chosen_addresses(address);
+  if (!address.empty()) (void)os::chosen_addresses(address);
 }
 
-std::shared_ptr<Group> make_group(const ConnectOptions& options, const Exchange& exchange,
-                                  std::vector<int> ranks, const CheckAborted& check_aborted) {
+std::shared_ptr<Group> make_group(const ConnectOptions& options,
+                                  const bootstrap::Exchange& exchange, std::vector<int> ranks,
+                                  const bootstrap::CheckAborted& check_aborted) {
   std::optional<Error> ended;  // from the parent group, so its rank numbers differ
   const auto check_failed = [&](std::chrono::nanoseconds limit) {
     try {
@@ -355,11 +359,11 @@ std::shared_ptr<Group> make_group(const ConnectOptions& options, const Exchange&
     }
     return ended.has_value();
   };
-  const CheckAborted check_once = [&](std::chrono::nanoseconds limit) {
+  const bootstrap::CheckAborted check_once = [&](std::chrono::nanoseconds limit) {
     if (check_failed(limit)) throw Error(ended->kind(), ended->what(), {});
   };
   bool exchanged = false;  // if not, the error of the exchange is the cause
-  const Exchange infos = [&](const std::string& mine) {
+  const bootstrap::Exchange infos = [&](const std::string& mine) {
     auto all = exchange(mine);
     exchanged = true;
     return all;
@@ -378,15 +382,16 @@ std::shared_ptr<Group> make_group(const ConnectOptions& options, const Exchange&
 
 namespace {
 
-std::shared_ptr<Group> meet(Store& store, ConnectOptions options, std::vector<int> ranks,
-                            bool made_key, const Deadline& deadline) {
+std::shared_ptr<Group> meet(rendezvous::Store& store, ConnectOptions options,
+                            std::vector<int> ranks, bool made_key, const Deadline& deadline) {
   if (made_key) {
-    const auto bytes = random_bytes();
+    const auto bytes = os::random_bytes();
     store.set(key_of_key(options), std::string(bytes.begin(), bytes.end()), deadline);
   }
   options.open_key = options.open_key || options.secret.empty();
   if (options.secret.empty() && options.size > 1)
-    options.secret = get_in_slices(store, key_of_key(options), deadline, options.interrupted);
+    options.secret =
+        rendezvous::get_in_slices(store, key_of_key(options), deadline, options.interrupted);
   if (ranks.empty()) {
     ranks.resize(static_cast<size_t>(options.size));
     std::iota(ranks.begin(), ranks.end(), 0);
@@ -400,13 +405,14 @@ std::shared_ptr<Group> meet(Store& store, ConnectOptions options, std::vector<in
 // If the rank infos make forming impossible, all ranks find that out from the same infos: no rank
 // removes its own, or closes the store, before all have read them. Returns false if some ranks did
 // not report the failure.
-bool all_have_read(Store& store, const ConnectOptions& options, const Deadline& deadline) {
+bool all_have_read(rendezvous::Store& store, const ConnectOptions& options,
+                   const Deadline& deadline) {
   const std::string count = options.name + "/refused", all = count + "/all";
   if (store.add(count, 1, deadline) == options.size) store.set(all, "1", deadline);
   bool read = true;
   try {
     const auto limit = std::min<std::chrono::nanoseconds>(kAllReadTime, deadline.left());
-    (void)get_in_slices(store, all, Deadline(limit), options.interrupted);
+    (void)rendezvous::get_in_slices(store, all, Deadline(limit), options.interrupted);
   } catch (const Timeout&) {
     read = false;
   }
@@ -423,7 +429,8 @@ bool all_have_read(Store& store, const ConnectOptions& options, const Deadline& 
 // Each rank counts in the store how often it formed a group of this name. The count is part of the
 // keys, so no rank reads keys of an earlier group. A failed attempt does not count unless all ranks
 // failed alike: otherwise the first rank to retry would read the infos of the last one to fail.
-std::shared_ptr<Group> connect(Store& store, ConnectOptions options, std::vector<int> ranks) {
+std::shared_ptr<Group> connect(rendezvous::Store& store, ConnectOptions options,
+                               std::vector<int> ranks) {
   check_options(options);
   const Deadline deadline(options.timeout);
   const std::string name = options.name;
@@ -485,4 +492,4 @@ std::shared_ptr<Group> connect(Store& store, ConnectOptions options, std::vector
   return group;
 }
 
-}  // namespace pycomm
+}  // namespace pycomm::group

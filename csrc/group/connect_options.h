@@ -11,11 +11,11 @@
 #include "observe/flight_recorder.h"
 #include "transport/transport.h"
 
-namespace pycomm {
+namespace pycomm::group {
 
 // Replaces the channel to a peer, when the group forms, by one that uses it.
-using ChannelWrapper =
-    std::function<std::unique_ptr<Channel>(std::unique_ptr<Channel> inner, int peer)>;
+using ChannelWrapper = std::function<std::unique_ptr<transport::Channel>(
+    std::unique_ptr<transport::Channel> inner, int peer)>;
 
 struct ConnectOptions {
   int rank = 0;
@@ -35,8 +35,9 @@ struct ConnectOptions {
   std::string towards;  // rank 0's host, for choosing an address by route; empty: unknown
   // Sums in rank order for every size: results depend on the inputs only.
   bool reproducible = false;
-  std::vector<TunedThresholds> tuned;  // measured thresholds by transport; rank 0's apply
-  FlightRecorderFiles recorder;        // paths of the flight record and the trace
+  std::vector<bootstrap::TunedThresholds>
+      tuned;                              // measured thresholds by transport; rank 0's apply
+  observe::FlightRecorderFiles recorder;  // paths of the flight record and the trace
   // For tests and benchmarks, see testing/. Each may be empty; either turns shared memory off.
   ChannelWrapper inject_faults;  // for this group, not for its subgroups
   ChannelWrapper limit_rate;     // for this group and its subgroups
@@ -47,4 +48,4 @@ struct ConnectOptions {
   std::function<void(const std::string&)> log;  // logs one line; may be empty
 };
 
-}  // namespace pycomm
+}  // namespace pycomm::group

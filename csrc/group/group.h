@@ -26,9 +26,11 @@
 #include "core/operation.h"
 #include "core/reduce_op.h"
 
-namespace pycomm {
-
+namespace pycomm::rendezvous {
 class Store;  // rendezvous/store.h
+}  // namespace pycomm::rendezvous
+
+namespace pycomm::group {
 
 // recv: any rank that sent a message with the tag.
 inline constexpr int kAnySource = -1;
@@ -194,7 +196,7 @@ class Group : public Collectives {
   virtual std::vector<int> lost() const = 0;
   // Collective over `members`, ranks of this group in their new order: returns the group of them,
   // named `name`, formed through `store`. This group may be broken. Throws as connect() does.
-  virtual std::shared_ptr<Group> regroup(Store& store, const std::string& name,
+  virtual std::shared_ptr<Group> regroup(rendezvous::Store& store, const std::string& name,
                                          const std::vector<int>& members,
                                          std::chrono::nanoseconds timeout) = 0;
 
@@ -212,4 +214,4 @@ class Group : public Collectives {
   virtual void hear(std::chrono::nanoseconds limit) = 0;
 };
 
-}  // namespace pycomm
+}  // namespace pycomm::group

@@ -10,7 +10,7 @@
 #include "collectives/choose.h"
 #include "group/check.h"
 
-namespace pycomm {
+namespace pycomm::group {
 namespace {
 
 // Longer than a round trip between two processors (about 1 us), but short, because spinning slows
@@ -18,14 +18,14 @@ namespace {
 // on an idle machine, but 110, 180 and 400 us beside a busy process (benchmarks/results/spin.json).
 constexpr std::chrono::microseconds kSpin{20};
 
-EngineOptions engine_options(const ConnectOptions& options, const Mesh& mesh,
-                             PeerConnector* connector) {
-  EngineOptions engine{.rank = options.rank,
-                       .names = {},
-                       .interrupted = options.interrupted,
-                       .connector = connector};
+engine::EngineOptions engine_options(const ConnectOptions& options, const bootstrap::Mesh& mesh,
+                                     engine::PeerConnector* connector) {
+  engine::EngineOptions engine{.rank = options.rank,
+                               .names = {},
+                               .interrupted = options.interrupted,
+                               .connector = connector};
   for (size_t i = 0; i < mesh.members.size(); ++i)
-    engine.names.push_back(name_of(static_cast<int>(i), mesh.members[i]));
+    engine.names.push_back(bootstrap::name_of(static_cast<int>(i), mesh.members[i]));
   const auto here = std::ranges::count(mesh.hosts, mesh.hosts[static_cast<size_t>(options.rank)]);
   // Spin only if each rank has a processor: otherwise spinning delays the awaited rank.
   if (here <= static_cast<long>(std::thread::hardware_concurrency())) engine.spin = kSpin;
@@ -41,13 +41,13 @@ EngineOptions engine_options(const ConnectOptions& options, const Mesh& mesh,
 }
 
 // The slowest transport decides: if one pair needs it, every rank has such a pair.
-Thresholds thresholds_of(const Mesh& mesh) {
+collectives::Thresholds thresholds_of(const bootstrap::Mesh& mesh) {
   const auto uses = [&](std::string_view name) {
     return std::ranges::count(mesh.members, name, &Member::transport) > 0;
   };
   const std::string_view by = uses("tcp") ? "tcp" : uses("shm") ? "shm" : "local";
-  const auto found = std::ranges::find(mesh.tuned, by, &TunedThresholds::transport);
-  return found == mesh.tuned.end() ? Thresholds{} : found->thresholds;
+  const auto found = std::ranges::find(mesh.tuned, by, &bootstrap::TunedThresholds::transport);
+  return found == mesh.tuned.end() ? collectives::Thresholds{} : found->thresholds;
 }
 
 template <size_t kSize>
@@ -55,10 +55,10 @@ void put(std::array<char, kSize>& into, const std::string& text) {
   std::copy_n(text.begin(), std::min(text.size(), kSize - 1), into.begin());
 }
 
-FlightRecorderHead head_of(const ConnectOptions& options, const Mesh& mesh) {
+observe::FlightRecorderHead head_of(const ConnectOptions& options, const bootstrap::Mesh& mesh) {
   const auto me = static_cast<size_t>(options.rank);
-  FlightRecorderHead head;
-  head.steady_ns = nanoseconds_of(Clock::now());
+  observe::FlightRecorderHead head;
+  head.steady_ns = observe::nanoseconds_of(Clock::now());
   head.wall_ns =
       std::chrono::nanoseconds(std::chrono::system_clock::now().time_since_epoch()).count();
   head.id = mesh.id;
@@ -71,7 +71,8 @@ FlightRecorderHead head_of(const ConnectOptions& options, const Mesh& mesh) {
   return head;
 }
 
-GroupInfo info_of(const ConnectOptions& options, const Mesh& mesh, std::vector<int> ranks) {
+GroupInfo info_of(const ConnectOptions& options, const bootstrap::Mesh& mesh,
+                  std::vector<int> ranks) {
   const auto& hosts = mesh.hosts;
   const std::string& here = hosts[static_cast<size_t>(options.rank)];
   GroupInfo info{.rank = options.rank,
@@ -95,25 +96,25 @@ GroupInfo info_of(const ConnectOptions& options, const Mesh& mesh, std::vector<i
 }
 
 // The memory that the ranks of this host share; null if there is none or this rank is alone.
-std::unique_ptr<SharedMemoryRegion> region_of(Mesh& mesh, int local_rank) {
-  std::vector<std::shared_ptr<Segment>> segments;
+std::unique_ptr<shared::SharedMemoryRegion> region_of(bootstrap::Mesh& mesh, int local_rank) {
+  std::vector<std::shared_ptr<shared::Segment>> segments;
   std::vector<int> here;
   for (size_t i = 0; i < mesh.memories.size(); ++i) {
     const auto& memory = mesh.memories[i];
     if (memory == nullptr) continue;
-    segments.emplace_back(memory, reinterpret_cast<Segment*>(memory.get()));
+    segments.emplace_back(memory, reinterpret_cast<shared::Segment*>(memory.get()));
     here.push_back(static_cast<int>(i));
   }
   if (here.size() < 2) return nullptr;
-  auto region =
-      std::make_unique<SharedMemoryRegion>(std::move(segments), std::move(here), local_rank);
+  auto region = std::make_unique<shared::SharedMemoryRegion>(std::move(segments), std::move(here),
+                                                             local_rank);
   if (!mesh.heaps.empty()) region->set_heaps(std::move(mesh.heaps));
   return region;
 }
 
 }  // namespace
 
-HostGroup::HostGroup(ConnectOptions options, Mesh mesh, std::vector<int> ranks)
+HostGroup::HostGroup(ConnectOptions options, bootstrap::Mesh mesh, std::vector<int> ranks)
     : options_(std::move(options)),
       info_(info_of(options_, mesh, std::move(ranks))),
       timeout_(options_.timeout),
@@ -131,16 +132,16 @@ HostGroup::HostGroup(ConnectOptions options, Mesh mesh, std::vector<int> ranks)
 HostGroup::~HostGroup() { close(); }
 
 // Returns the reducer of a call that adds, else null.
-const Reducer* HostGroup::check(const Call& call) const {
+const kernels::Reducer* HostGroup::check(const Call& call) const {
   // The device group checked it and chose the algorithm, unless it is the first call on devices.
   if (call.device.agreement && call.algorithm != Algorithm::automatic) return nullptr;
-  const Reducer* const reducer = check_call(call, info_.rank, info_.size);
+  const kernels::Reducer* const reducer = check_call(call, info_.rank, info_.size);
   runner_.check(call);
   return reducer;
 }
 
 void HostGroup::run(const Call& call) {
-  const Reducer* const reducer = check(call);
+  const kernels::Reducer* const reducer = check(call);
   const Worker::Turn turn = take_turn(call);
   execute({.call = call, .reducer = reducer, .deadline = {turn.since(), limit_of(call)}});
 }
@@ -155,7 +156,7 @@ std::shared_ptr<Work> HostGroup::start(const Call& call,
 }
 
 void HostGroup::exchange(std::span<const Call> calls) {
-  std::vector<MessageRequest> posted;
+  std::vector<engine::MessageRequest> posted;
   for (const Call& call : calls) {
     if (is_plan(call.operation) || call.device.agreement || call.peer == kAnySource)
       throw InvalidArgument(
@@ -219,12 +220,12 @@ void HostGroup::execute(PreparedCall prepared) {
 
 // Adds the call to stats_ and the flight recorder and returns its end. Requires mutex_.
 Clock::time_point HostGroup::end_call(bool failed) {
-  const EngineTraffic traffic = engine_.traffic();
+  const engine::EngineTraffic traffic = engine_.traffic();
   stats_.frames_sent = traffic.frames_sent;
   stats_.bytes_sent = traffic.payload_sent;
   stats_.bytes_written = traffic.bytes_written;
   stats_.bytes_received = traffic.bytes_received;
-  if (const SharedMemoryRegion* const region = runner_.region()) {
+  if (const shared::SharedMemoryRegion* const region = runner_.region()) {
     stats_.bytes_sent += region->bytes_sent;
     stats_.bytes_written += region->bytes_sent;
     stats_.bytes_received += region->bytes_received;
@@ -266,9 +267,9 @@ Stats HostGroup::stats() const {
 }
 
 Status HostGroup::status() const {
-  EngineStatus now = engine_.status();
+  engine::EngineStatus now = engine_.status();
   Status status{.doing = std::move(now.current_call), .broken = std::move(now.broken), .peers = {}};
-  for (PeerStatus& seen : now.peers)
+  for (engine::PeerStatus& seen : now.peers)
     status.peers.push_back({.connected = seen.connected,
                             .departed = seen.left_reason.value_or(""),
                             .silent_s = seen.last_seen_s,
@@ -321,4 +322,4 @@ void HostGroup::abort(const std::string& reason) noexcept {
   heartbeat_.join();
 }
 
-}  // namespace pycomm
+}  // namespace pycomm::group

@@ -18,12 +18,12 @@
 #include "observe/flight_recorder.h"
 #include "observe/heartbeat_thread.h"
 
-namespace pycomm {
+namespace pycomm::group {
 
 class HostGroup final : public Group {
  public:
   // `options.secret` must hold the shared secret.
-  HostGroup(ConnectOptions options, Mesh mesh, std::vector<int> ranks);
+  HostGroup(ConnectOptions options, bootstrap::Mesh mesh, std::vector<int> ranks);
   ~HostGroup() override;
 
   const GroupInfo& info() const override { return info_; }
@@ -33,7 +33,7 @@ class HostGroup final : public Group {
   void exchange(std::span<const Call> calls) override;
   std::shared_ptr<Group> split(int color, int key) override;
   std::vector<int> lost() const override { return engine_.lost(); }
-  std::shared_ptr<Group> regroup(Store& store, const std::string& name,
+  std::shared_ptr<Group> regroup(rendezvous::Store& store, const std::string& name,
                                  const std::vector<int>& members,
                                  std::chrono::nanoseconds timeout) override;
   std::shared_ptr<std::byte> allocate(size_t bytes) override {
@@ -50,7 +50,7 @@ class HostGroup final : public Group {
   void start_heartbeat();
 
  private:
-  const Reducer* check(const Call& call) const;
+  const kernels::Reducer* check(const Call& call) const;
   // Waits until all calls started before are complete.
   Worker::Turn take_turn(const Call& call);
   std::chrono::nanoseconds limit_of(const Call& call) const {
@@ -66,15 +66,15 @@ class HostGroup final : public Group {
   GroupInfo info_;
   std::atomic<std::chrono::nanoseconds> timeout_;  // of calls without their own
   int splits_ = 0;
-  std::unique_ptr<PeerConnector> connector_;  // null if the mesh is complete
-  Engine engine_;
-  std::shared_ptr<SharedHeap> heap_;  // of this process, if the region has heaps
+  std::unique_ptr<engine::PeerConnector> connector_;  // null if the mesh is complete
+  engine::Engine engine_;
+  std::shared_ptr<os::SharedHeap> heap_;  // of this process, if the region has heaps
   CallRunner runner_;
-  FlightRecorder recorder_;
+  observe::FlightRecorder recorder_;
   mutable std::mutex mutex_;  // guards stats_ and recorder_
   Stats stats_;
   Worker worker_;  // last members: their threads end before the members they use
-  HeartbeatThread heartbeat_;
+  observe::HeartbeatThread heartbeat_;
 };
 
-}  // namespace pycomm
+}  // namespace pycomm::group

@@ -6,7 +6,7 @@
 #include "collectives/choose.h"
 #include "group/check.h"
 
-namespace pycomm {
+namespace pycomm::group {
 namespace {
 
 // Scratch of one call. A call that needs more runs in blocks. With 8 MiB of rings (mesh.cpp) and a
@@ -18,7 +18,7 @@ int root_of(const Call& call) { return is_rooted(call.operation) ? call.peer : 0
 
 }  // namespace
 
-CollectiveShape PlanCache::shape_of(const Call& call, int rank, size_t count) const {
+collectives::CollectiveShape PlanCache::shape_of(const Call& call, int rank, size_t count) const {
   return {.rank = rank,
           .size = info_.size,
           .count = count,
@@ -27,9 +27,10 @@ CollectiveShape PlanCache::shape_of(const Call& call, int rank, size_t count) co
           .hosts = info_.hosts};
 }
 
-Schedule PlanCache::schedule_of(const Call& call, Algorithm algorithm, size_t count) const {
-  return make_schedule(make_plan(algorithm, call.operation, shape_of(call, info_.rank, count)),
-                       info_.rank);
+engine::Schedule PlanCache::schedule_of(const Call& call, Algorithm algorithm, size_t count) const {
+  return engine::make_schedule(
+      collectives::make_plan(algorithm, call.operation, shape_of(call, info_.rank, count)),
+      info_.rank);
 }
 
 // How many elements of a call run at a time, so that scratch stays within kScratchBytes. All ranks
@@ -44,8 +45,9 @@ size_t PlanCache::block_of(const Call& call, Algorithm algorithm, size_t count) 
   const auto scratch_of = [&](size_t block) {
     size_t most = 0;
     for (int rank = 0; rank < (alike ? 1 : info_.size); ++rank)
-      most =
-          std::max(most, make_plan(algorithm, call.operation, shape_of(call, rank, block)).scratch);
+      most = std::max(
+          most,
+          collectives::make_plan(algorithm, call.operation, shape_of(call, rank, block)).scratch);
     return most * bytes_of(call.dtype);
   };
   for (size_t block = count;;) {
@@ -63,4 +65,4 @@ const PlanCache::Planned& PlanCache::find(const Call& call, Algorithm algorithm,
   return plans_.emplace(key, std::move(made)).first->second;
 }
 
-}  // namespace pycomm
+}  // namespace pycomm::group

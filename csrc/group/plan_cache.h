@@ -10,13 +10,13 @@
 #include "engine/schedule.h"
 #include "group/group.h"
 
-namespace pycomm {
+namespace pycomm::group {
 
 class PlanCache {
  public:
   struct Planned {
-    Schedule schedule;  // for all elements of the call
-    size_t block = 0;   // elements that run at a time
+    engine::Schedule schedule;  // for all elements of the call
+    size_t block = 0;           // elements that run at a time
   };
 
   explicit PlanCache(const GroupInfo& info) : info_(info) {}
@@ -24,8 +24,8 @@ class PlanCache {
   // For `count` elements, which may be a block of the call. Valid until the next find().
   const Planned& find(const Call& call, Algorithm algorithm, size_t count);
   // Not cached, for calls with counts, which change between calls.
-  Schedule schedule_of(const Call& call, Algorithm algorithm, size_t count) const;
-  CollectiveShape shape_of(const Call& call, int rank, size_t count) const;
+  engine::Schedule schedule_of(const Call& call, Algorithm algorithm, size_t count) const;
+  collectives::CollectiveShape shape_of(const Call& call, int rank, size_t count) const;
 
  private:
   size_t block_of(const Call& call, Algorithm algorithm, size_t count) const;
@@ -34,4 +34,4 @@ class PlanCache {
   std::map<std::tuple<Operation, Algorithm, size_t, int>, Planned> plans_;
 };
 
-}  // namespace pycomm
+}  // namespace pycomm::group

@@ -9,16 +9,17 @@
 #include "kernels/kernels.h"
 #include "transport/frame.h"
 
-namespace pycomm {
+namespace pycomm::group {
 
 struct PreparedCall {
   const Call& call;
-  const Reducer* reducer;  // null: the call adds nothing
+  const kernels::Reducer* reducer;  // null: the call adds nothing
   Deadline deadline;
-  std::span<const MessageRequest> messages{};  // of an exchange(), whose first call is `call`
+  std::span<const engine::MessageRequest>
+      messages{};  // of an exchange(), whose first call is `call`
   // CallRunner::prepare() sets these when the call's turn comes.
   Algorithm algorithm = Algorithm::automatic;  // never `automatic` after prepare(), except devices
-  Header header{};                             // of its frames, with epoch and sequence
+  transport::Header header{};                  // of its frames, with epoch and sequence
 };
 
-}  // namespace pycomm
+}  // namespace pycomm::group

@@ -6,7 +6,7 @@
 #include "group/connect.h"
 #include "group/host_group.h"
 
-namespace pycomm {
+namespace pycomm::group {
 namespace {
 
 // The ranks of `members` in the world group.
@@ -78,7 +78,7 @@ std::shared_ptr<Group> HostGroup::split(int color, int key) {
     return nullptr;
   }
   const ConnectOptions child = subgroup_options(members, name + "." + std::to_string(color));
-  const Exchange exchange = [&](const std::string& mine) {
+  const bootstrap::Exchange exchange = [&](const std::string& mine) {
     const auto texts = gather_texts(mine);
     std::vector<std::string> ours;
     for (const int member : members) ours.push_back(texts[static_cast<size_t>(member)]);
@@ -88,7 +88,7 @@ std::shared_ptr<Group> HostGroup::split(int color, int key) {
                     [&](auto limit) { engine_.check_for_failures(limit, members); });
 }
 
-std::shared_ptr<Group> HostGroup::regroup(Store& store, const std::string& name,
+std::shared_ptr<Group> HostGroup::regroup(rendezvous::Store& store, const std::string& name,
                                           const std::vector<int>& members,
                                           std::chrono::nanoseconds timeout) {
   ConnectOptions child = subgroup_options(members, name);
@@ -99,4 +99,4 @@ std::shared_ptr<Group> HostGroup::regroup(Store& store, const std::string& name,
   return group;
 }
 
-}  // namespace pycomm
+}  // namespace pycomm::group

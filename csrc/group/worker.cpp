@@ -5,7 +5,7 @@
 
 #include "os/thread.h"
 
-namespace pycomm {
+namespace pycomm::group {
 namespace {
 
 constexpr std::chrono::hours kForever{24 * 365};
@@ -148,7 +148,7 @@ std::shared_ptr<Work> Worker::start(Body body, Then then) {
   if (state.caller_inside) throw InvalidArgument(kSecondThread);
   if (state.ending) throw GroupBroken(kClosed);
   if (!thread_.joinable()) {  // first: queue nothing if no thread can be created
-    thread_ = start_thread("pycomm-worker", [held = state_] { loop(*held); });
+    thread_ = os::start_thread("pycomm-worker", [held = state_] { loop(*held); });
     state.thread = thread_.get_id();
   }
   state.queue.push_back(started);
@@ -201,4 +201,4 @@ void Worker::join() {
   in_then ? ended.detach() : ended.join();
 }
 
-}  // namespace pycomm
+}  // namespace pycomm::group

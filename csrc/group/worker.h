@@ -12,7 +12,7 @@
 #include "core/deadline.h"
 #include "group/group.h"
 
-namespace pycomm {
+namespace pycomm::group {
 
 class Worker {
   struct State;
@@ -76,4 +76,4 @@ class Worker {
   std::thread thread_;
 };
 
-}  // namespace pycomm
+}  // namespace pycomm::group

@@ -4,7 +4,7 @@
 
 #include <cstddef>
 
-namespace pycomm {
+namespace pycomm::kernels {
 
 // u[i] += grad[i]; v[i] += u[i]: reads three arrays and writes two, as a DGC step does.
 void stream_step(const float* grad, float* u, float* v, size_t count);
@@ -15,4 +15,4 @@ void stream_copy(const float* from, float* to, size_t count, bool around);
 // Reads x. Returns the bits of the largest magnitude, so that the compiler keeps the loads.
 unsigned stream_read(const float* x, size_t count);
 
-}  // namespace pycomm
+}  // namespace pycomm::kernels

@@ -30,7 +30,7 @@
 #include "core/dtype.h"
 #include "core/reduce_op.h"
 
-namespace pycomm {
+namespace pycomm::kernels {
 
 // The device and stream of a call. The CPU ignores both.
 struct Queue {
@@ -157,21 +157,21 @@ class DeviceKernels {
   // scale, lr and every product and sum.
 
   // out[i] = out[i] + scale * value, for each (index, value) of the packet.
-  virtual void scatter_add(TypedArray out, const Packet& packet, Dtype value_dtype, double scale,
-                           Queue queue) = 0;
+  virtual void scatter_add(TypedArray out, const codec::Packet& packet, Dtype value_dtype,
+                           double scale, Queue queue) = 0;
 
   // out[i] = scale * sum over packets of value, 0 if no packet has i. The sum starts with the first
   // packet that has i and adds the others in list order.
-  virtual void decode_sum(const Chain& out, std::span<const Packet> packets, Dtype value_dtype,
-                          double scale, Queue queue) = 0;
+  virtual void decode_sum(const Chain& out, std::span<const codec::Packet> packets,
+                          Dtype value_dtype, double scale, Queue queue) = 0;
 
   // param[i] = fma(-lr, scale * sum, param[i]), only if a packet has i; sum as above.
   struct Update {
     double lr;
     double scale;
   };
-  virtual void decode_update(const Chain& param, std::span<const Packet> packets, Dtype value_dtype,
-                             Update update, Queue queue) = 0;
+  virtual void decode_update(const Chain& param, std::span<const codec::Packet> packets,
+                             Dtype value_dtype, Update update, Queue queue) = 0;
 
   // Writes an encoded packet (packet.h) of `value_dtype` from values of `dtype` of an array of
   // `count` elements. Error feedback: residual[i] = residual[i] + (value - encoded value), if
@@ -183,7 +183,7 @@ class DeviceKernels {
     void* residual;
     std::byte* out;  // raw_packet_bytes(k, value_dtype)
   };
-  virtual void encode(const Packet& packet, const Encoding& encoding, Queue queue) = 0;
+  virtual void encode(const codec::Packet& packet, const Encoding& encoding, Queue queue) = 0;
 
   // ---- compact packets, codec/compact.h ---------------------------------------------------------
 
@@ -195,7 +195,7 @@ class DeviceKernels {
     uint64_t* bytes;
     Workspace workspace;
   };
-  virtual void encode_compact(const Packet& packet, const CompactEncoding& encoding,
+  virtual void encode_compact(const codec::Packet& packet, const codec::CompactEncoding& encoding,
                               const CompactOutput& room, Queue queue) = 0;
 
   // Decodes a packet of k elements of an array of `count`, from arbitrary bytes. On success
@@ -256,4 +256,4 @@ DeviceKernels& cpu_kernels();
 void set_kernel_threads(int threads);
 int kernel_threads();
 
-}  // namespace pycomm
+}  // namespace pycomm::kernels

@@ -9,7 +9,7 @@
 #include "core/dtype.h"
 #include "core/reduce_op.h"
 
-namespace pycomm {
+namespace pycomm::kernels {
 
 // One reduction of one dtype. float16 and bfloat16 are added in float32 and rounded (to nearest,
 // ties to even) once per call. min and max: NaN wins, and -0 is less than +0, so that the operands
@@ -29,4 +29,4 @@ struct Reducer {
 // Throws Unsupported for an undefined pair: avg of integers or bool, bitwise operations on floats.
 const Reducer& reducer(Dtype dtype, ReduceOp op);
 
-}  // namespace pycomm
+}  // namespace pycomm::kernels

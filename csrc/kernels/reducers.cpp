@@ -6,10 +6,10 @@
 #include "kernels/cpu/reduce.h"
 #include "kernels/kernels.h"
 
-namespace pycomm {
+namespace pycomm::kernels {
 
 const Reducer& reducer(Dtype dtype, ReduceOp op) {
-  const Reducer& found = cpu::reducer_for(cpu::isa_here(), dtype, op);
+  const Reducer& found = reducer_for(cpu::isa_here(), dtype, op);
   if (found.reduce != nullptr) return found;
   throw Unsupported(std::string(name_of(op)) + " of " + std::string(name_of(dtype)) +
                     " is not defined: " +
@@ -17,4 +17,4 @@ const Reducer& reducer(Dtype dtype, ReduceOp op) {
                                          : "view the array as integers of the same width"));
 }
 
-}  // namespace pycomm
+}  // namespace pycomm::kernels

@@ -9,7 +9,7 @@
 #include "core/errors.h"
 #include "nccl/nccl.h"
 
-namespace pycomm::nccl_abi {
+namespace pycomm::nccl::abi {
 
 // 2.14 is the first version with ncclCommInitRankConfig, ncclCommFinalize and nonblocking
 // communicators. Everything else is older: ncclGetLastError is from 2.13, bfloat16 and avg from
@@ -73,4 +73,4 @@ struct Functions {
                       Stream) = symbol(handle, "ncclBroadcast");
 };
 
-}  // namespace pycomm::nccl_abi
+}  // namespace pycomm::nccl::abi

@@ -4,7 +4,7 @@
 #include <thread>
 #include <utility>
 
-namespace pycomm {
+namespace pycomm::nccl {
 namespace {
 
 // NCCL sends no notification, so a waiting thread polls: often at first, as enqueueing takes
@@ -94,4 +94,4 @@ void Communicator::abort() noexcept {
   comm_ = nullptr;
 }
 
-}  // namespace pycomm
+}  // namespace pycomm::nccl

@@ -10,7 +10,7 @@
 #include "core/errors.h"
 #include "nccl/nccl.h"
 
-namespace pycomm {
+namespace pycomm::nccl {
 
 // Thread-safe.
 class Communicator {
@@ -48,4 +48,4 @@ class Communicator {
   NcclComm* comm_ = nullptr;
 };
 
-}  // namespace pycomm
+}  // namespace pycomm::nccl

@@ -7,7 +7,7 @@
 #include "nccl/abi.h"
 #include "nccl/nccl.h"
 
-namespace pycomm {
+namespace pycomm::nccl {
 namespace {
 
 struct Close {
@@ -24,7 +24,7 @@ std::string file_of(void* library) {
 
 class Library final : public NcclApi {
  public:
-  explicit Library(nccl_abi::Functions functions, int version)
+  explicit Library(abi::Functions functions, int version)
       : call_(functions), version_(version), origin_(file_of(functions.handle)) {}
 
   int version() const override { return version_; }
@@ -38,7 +38,7 @@ class Library final : public NcclApi {
   NcclResult get_unique_id(NcclId& id) override { return call_.get_unique_id(&id); }
   NcclResult comm_init_rank(NcclComm*& comm, int size, const NcclId& id, int rank,
                             bool blocking) override {
-    nccl_abi::Config config;
+    abi::Config config;
     config.blocking = blocking ? 1 : 0;
     return call_.comm_init_rank_config(&comm, size, id, rank, &config);
   }
@@ -71,7 +71,7 @@ class Library final : public NcclApi {
   }
 
  private:
-  const nccl_abi::Functions call_;
+  const abi::Functions call_;
   const int version_;
   const std::string origin_;
 };
@@ -87,13 +87,13 @@ std::unique_ptr<NcclApi> open(const NcclPlace& place) {
     const char* why = dlerror();
     throw Unsupported(place.loaded_only || why == nullptr ? "none" : why);
   }
-  int (*get_version)(int*) = nccl_abi::symbol(library.get(), "ncclGetVersion");
+  int (*get_version)(int*) = abi::symbol(library.get(), "ncclGetVersion");
   int version = 0;
   const int result = get_version(&version);
   if (result != 0) throw Unsupported("ncclGetVersion returned " + std::to_string(result));
-  if (version < nccl_abi::kLeastVersion)
+  if (version < abi::kLeastVersion)
     throw Unsupported(file_of(library.get()) + " is NCCL " + nccl_version_text(version));
-  auto found = std::make_unique<Library>(nccl_abi::Functions{library.get()}, version);
+  auto found = std::make_unique<Library>(abi::Functions{library.get()}, version);
   std::ignore = library.release();
   return found;
 }
@@ -123,8 +123,8 @@ std::unique_ptr<NcclApi> load_nccl(std::span<const NcclPlace> places) {
       seen += (seen.empty() ? "" : "; ") + place.what + ": " + why.what();
     }
   }
-  throw Unsupported("NCCL " + nccl_version_text(nccl_abi::kLeastVersion) +
-                    " or newer was not found (" + seen + "); pip install nvidia-nccl-cu13");
+  throw Unsupported("NCCL " + nccl_version_text(abi::kLeastVersion) + " or newer was not found (" +
+                    seen + "); pip install nvidia-nccl-cu13");
 }
 
-}  // namespace pycomm
+}  // namespace pycomm::nccl

@@ -12,7 +12,7 @@
 #include <span>
 #include <string>
 
-namespace pycomm {
+namespace pycomm::nccl {
 
 struct NcclComm;  // an opaque communicator
 
@@ -117,4 +117,4 @@ struct NcclPlace {
 // reason for each place and what to install.
 std::unique_ptr<NcclApi> load_nccl(std::span<const NcclPlace> places);
 
-}  // namespace pycomm
+}  // namespace pycomm::nccl

@@ -14,7 +14,7 @@
 #include "core/errors.h"
 #include "os/shared_memory.h"
 
-namespace pycomm {
+namespace pycomm::observe {
 namespace {
 
 namespace fs = std::filesystem;
@@ -33,7 +33,7 @@ std::string suffix(const FlightRecorderHead& head) {
 }
 
 // Throws std::system_error. Returns the offset after the written bytes.
-off_t write_at(const Fd& file, const void* data, size_t bytes, off_t at) {
+off_t write_at(const os::Fd& file, const void* data, size_t bytes, off_t at) {
   const auto* from = static_cast<const std::byte*>(data);
   for (size_t done = 0; done < bytes;) {
     const ssize_t n =
@@ -47,8 +47,8 @@ off_t write_at(const Fd& file, const void* data, size_t bytes, off_t at) {
 
 // File names are predictable, and the folder may be writable for all, as /tmp is. A symbolic link
 // there could overwrite a file of this user, and a named pipe could block the rank.
-Fd create(const std::string& path) {
-  Fd file(::open(path.c_str(), O_WRONLY | O_CREAT | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC, 0666));
+os::Fd create(const std::string& path) {
+  os::Fd file(::open(path.c_str(), O_WRONLY | O_CREAT | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC, 0666));
   const int error = errno;
   if (!file && error == ELOOP)
     throw std::system_error(error, std::generic_category(),
@@ -88,8 +88,8 @@ void check_files(const FlightRecorderFiles& files) {
 
 FlightRecorder::FlightRecorder(const FlightRecorderHead& head, const FlightRecorderFiles& files)
     : files_(files),
-      memory_(make_shared_memory(kBytes, "pycomm-flight-recorder")),
-      mapped_(map_shared_memory(memory_.get(), kBytes)),
+      memory_(os::make_shared_memory(kBytes, "pycomm-flight-recorder")),
+      mapped_(os::map_shared_memory(memory_.get(), kBytes)),
       head_(*new (mapped_.get()) FlightRecorderHead(head)) {
   head_.capacity = kKept;
   if (!files_.record.empty()) files_.record += "." + suffix(head_);
@@ -174,4 +174,4 @@ void FlightRecorder::flush() noexcept {
   }
 }
 
-}  // namespace pycomm
+}  // namespace pycomm::observe

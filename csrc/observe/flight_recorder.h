@@ -16,7 +16,7 @@
 #include "core/deadline.h"
 #include "os/fd.h"
 
-namespace pycomm {
+namespace pycomm::observe {
 
 // Times are nanoseconds of the steady clock.
 struct CallRecord {
@@ -83,14 +83,14 @@ class FlightRecorder {
   void flush() noexcept;
 
   FlightRecorderFiles files_;  // complete paths
-  Fd memory_;                  // open until close(), so that other processes find it
+  os::Fd memory_;              // open until close(), so that other processes find it
   std::shared_ptr<std::byte> mapped_;
   FlightRecorderHead& head_;
-  Fd trace_;
+  os::Fd trace_;
   uint64_t traced_ = 0;  // calls in the trace
   bool broken_ = false;  // a record of a breaking error was written
 };
 
 int64_t nanoseconds_of(Clock::time_point time);
 
-}  // namespace pycomm
+}  // namespace pycomm::observe

@@ -4,11 +4,11 @@
 
 #include "os/thread.h"
 
-namespace pycomm {
+namespace pycomm::observe {
 
 void HeartbeatThread::start(std::chrono::nanoseconds interval, std::function<bool()> beat) {
   const std::lock_guard lock(mutex_);
-  thread_ = start_thread("pycomm-timer", [this, interval, beat = std::move(beat)] {
+  thread_ = os::start_thread("pycomm-timer", [this, interval, beat = std::move(beat)] {
     std::unique_lock waiting(mutex_);
     while (!changed_.wait_for(waiting, interval, [&] { return ending_; })) {
       waiting.unlock();
@@ -30,4 +30,4 @@ void HeartbeatThread::join() noexcept {
   if (ended.joinable()) ended.join();
 }
 
-}  // namespace pycomm
+}  // namespace pycomm::observe

@@ -10,7 +10,7 @@
 #include <mutex>
 #include <thread>
 
-namespace pycomm {
+namespace pycomm::observe {
 
 class HeartbeatThread {
  public:
@@ -32,4 +32,4 @@ class HeartbeatThread {
   std::thread thread_;
 };
 
-}  // namespace pycomm
+}  // namespace pycomm::observe

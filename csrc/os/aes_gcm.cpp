@@ -8,7 +8,7 @@
 
 #include "core/errors.h"
 
-namespace pycomm {
+namespace pycomm::os {
 
 // Functions as declared in <openssl/evp.h>.
 struct CryptoLibrary {
@@ -124,4 +124,4 @@ bool AesGcm::decrypt(const Nonce& nonce, In header, In in, std::byte* out) {
   return false;
 }
 
-}  // namespace pycomm
+}  // namespace pycomm::os

@@ -8,7 +8,7 @@
 #include <span>
 #include <string>
 
-namespace pycomm {
+namespace pycomm::os {
 
 // The library of Python's ssl and hashlib modules; if one of them is imported, the same copy.
 inline constexpr const char* kCryptoLibrary = "libcrypto.so.3";
@@ -45,4 +45,4 @@ class AesGcm {
   std::unique_ptr<void, Free> context_;
 };
 
-}  // namespace pycomm
+}  // namespace pycomm::os

@@ -10,7 +10,7 @@
 #include <cstddef>
 #include <cstdint>
 
-namespace pycomm {
+namespace pycomm::os {
 namespace {
 
 // Linux's default limit of descriptors; one beyond it stays open in children.
@@ -53,4 +53,4 @@ void Fd::close() const {
   ::close(fd_);
 }
 
-}  // namespace pycomm
+}  // namespace pycomm::os

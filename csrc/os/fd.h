@@ -10,7 +10,7 @@
 #include <atomic>
 #include <utility>
 
-namespace pycomm {
+namespace pycomm::os {
 
 namespace fork_state {
 inline std::atomic<unsigned> count{0};
@@ -50,4 +50,4 @@ class Fd {
   unsigned born_ = forks();
 };
 
-}  // namespace pycomm
+}  // namespace pycomm::os

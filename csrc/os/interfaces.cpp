@@ -15,7 +15,7 @@
 
 #include "core/errors.h"
 
-namespace pycomm {
+namespace pycomm::os {
 namespace {
 
 // Maximum number of published addresses: a host may have hundreds, and a rank info has 4 KiB.
@@ -156,4 +156,4 @@ std::string described_interfaces() {
   return text;
 }
 
-}  // namespace pycomm
+}  // namespace pycomm::os

@@ -6,7 +6,7 @@
 
 #include "os/socket.h"
 
-namespace pycomm {
+namespace pycomm::os {
 
 // The addresses, without ports, that `choice` names: an interface ("eth1"), an address
 // ("10.1.0.7"), a prefix ("10.1.0.0/16"), or a comma-separated list of these, of which the first
@@ -24,4 +24,4 @@ std::vector<Address> offered_addresses(const std::string& towards);
 // "lo (127.0.0.1, ::1), eth0 (10.1.0.7), eth1 (no address)"
 std::string described_interfaces();
 
-}  // namespace pycomm
+}  // namespace pycomm::os

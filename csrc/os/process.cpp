@@ -10,7 +10,7 @@
 #include <sstream>
 #include <string>
 
-namespace pycomm {
+namespace pycomm::os {
 
 Process::Process(int64_t pid) {
 #ifdef SYS_pidfd_open
@@ -44,4 +44,4 @@ int64_t start_time(int64_t pid) {
   return fields >> started ? started : 0;
 }
 
-}  // namespace pycomm
+}  // namespace pycomm::os

@@ -5,7 +5,7 @@
 
 #include "os/fd.h"
 
-namespace pycomm {
+namespace pycomm::os {
 
 // A process with a given id. If the id was reused, the descriptor refers to the new process, and
 // the intended one has ended; start_time() tells them apart.
@@ -35,4 +35,4 @@ class Process {
 // visible. It differs after a process id was reused.
 int64_t start_time(int64_t pid);
 
-}  // namespace pycomm
+}  // namespace pycomm::os

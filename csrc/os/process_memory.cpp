@@ -5,7 +5,7 @@
 
 #include <array>
 
-namespace pycomm {
+namespace pycomm::os {
 namespace {
 
 void* address_of(uint64_t at) { return reinterpret_cast<void*>(static_cast<uintptr_t>(at)); }
@@ -34,4 +34,4 @@ bool is_readable(const std::byte* at, size_t bytes) {
   return process_vm_readv(getpid(), &into, 1, ends.data(), ends.size(), 0) == 2;
 }
 
-}  // namespace pycomm
+}  // namespace pycomm::os

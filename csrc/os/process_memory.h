@@ -7,7 +7,7 @@
 #include <cstddef>
 #include <cstdint>
 
-namespace pycomm {
+namespace pycomm::os {
 
 // Copies `bytes` from address `from` of a process. False if the process or the memory does not
 // exist (any more) or must not be read; then `into` is undefined.
@@ -16,4 +16,4 @@ bool read_process(pid_t process, uint64_t from, std::byte* into, size_t bytes);
 // Whether the first and last byte of memory of this process can be read so. Device memory cannot.
 bool is_readable(const std::byte* at, size_t bytes);
 
-}  // namespace pycomm
+}  // namespace pycomm::os

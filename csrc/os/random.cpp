@@ -8,7 +8,7 @@
 
 #include "os/socket.h"
 
-namespace pycomm {
+namespace pycomm::os {
 
 std::array<uint8_t, 32> random_bytes() {
   std::array<uint8_t, 32> bytes{};
@@ -21,4 +21,4 @@ std::array<uint8_t, 32> random_bytes() {
   return bytes;
 }
 
-}  // namespace pycomm
+}  // namespace pycomm::os

@@ -4,8 +4,8 @@
 #include <array>
 #include <cstdint>
 
-namespace pycomm {
+namespace pycomm::os {
 
 std::array<uint8_t, 32> random_bytes();
 
-}  // namespace pycomm
+}  // namespace pycomm::os

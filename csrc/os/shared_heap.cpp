@@ -13,7 +13,7 @@
 #include "os/shared_memory.h"
 #include "os/socket.h"
 
-namespace pycomm {
+namespace pycomm::os {
 namespace {
 
 // With 64 ranks a process maps 64 TiB, half of the address space.
@@ -117,4 +117,4 @@ HeapView map_heap(int fd, size_t bytes) {
   return view;
 }
 
-}  // namespace pycomm
+}  // namespace pycomm::os

@@ -19,7 +19,7 @@
 
 #include "os/fd.h"
 
-namespace pycomm {
+namespace pycomm::os {
 
 // A heap as mapped by this process.
 struct HeapView {
@@ -67,4 +67,4 @@ class SharedHeap : public std::enable_shared_from_this<SharedHeap> {
 // A peer's heap of `bytes`, by its descriptor; mapped only once, also after repeated calls.
 HeapView map_heap(int fd, size_t bytes);
 
-}  // namespace pycomm
+}  // namespace pycomm::os

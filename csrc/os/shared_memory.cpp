@@ -6,7 +6,7 @@
 
 #include "os/socket.h"
 
-namespace pycomm {
+namespace pycomm::os {
 
 size_t page_bytes() {
   static const auto bytes = static_cast<size_t>(::sysconf(_SC_PAGESIZE));
@@ -51,4 +51,4 @@ RingMemory::RingMemory(int fd, size_t bytes) : bytes_(bytes) {
 
 RingMemory::~RingMemory() { ::munmap(base_, page_bytes() + 2 * bytes_); }
 
-}  // namespace pycomm
+}  // namespace pycomm::os

@@ -6,7 +6,7 @@
 
 #include "os/fd.h"
 
-namespace pycomm {
+namespace pycomm::os {
 
 // A memfd of `bytes`, sealed against shrinking, so that a peer cannot cause a fault here. /proc
 // shows it as `name`.
@@ -39,4 +39,4 @@ class RingMemory {
   size_t bytes_;
 };
 
-}  // namespace pycomm
+}  // namespace pycomm::os

@@ -21,7 +21,7 @@
 
 #include "core/errors.h"
 
-namespace pycomm {
+namespace pycomm::os {
 namespace {
 
 std::string reason(int error) { return std::generic_category().message(error); }
@@ -364,4 +364,4 @@ short poll_one(int fd, short events, std::chrono::nanoseconds limit) {
   }
 }
 
-}  // namespace pycomm
+}  // namespace pycomm::os

@@ -13,7 +13,7 @@
 #include "core/errors.h"
 #include "os/fd.h"
 
-namespace pycomm {
+namespace pycomm::os {
 
 struct Address {
   sockaddr_storage storage{};
@@ -95,4 +95,4 @@ short poll_one(int fd, short events, std::chrono::nanoseconds limit);
 // Throws InternalError: "<doing> failed: <text of errno> (errno N)".
 [[noreturn]] void throw_errno(const std::string& doing);
 
-}  // namespace pycomm
+}  // namespace pycomm::os

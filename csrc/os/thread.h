@@ -12,7 +12,7 @@
 
 #include "core/errors.h"
 
-namespace pycomm {
+namespace pycomm::os {
 
 // Blocks all signals except those of its own faults for this thread, and for every thread that it
 // starts, during its lifetime. A signal handled in a library thread would not wake the program's
@@ -51,4 +51,4 @@ std::thread start_thread(const char* name, Function function) {
   }
 }
 
-}  // namespace pycomm
+}  // namespace pycomm::os

@@ -4,7 +4,7 @@
 
 #include "os/socket.h"
 
-namespace pycomm {
+namespace pycomm::os {
 
 WakeEvent::WakeEvent() : event_(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
   if (!event_) throw_errno("making an eventfd");
@@ -19,4 +19,4 @@ void WakeEvent::clear() const noexcept {
   (void)::eventfd_read(event_.get(), &count);
 }
 
-}  // namespace pycomm
+}  // namespace pycomm::os

@@ -3,7 +3,7 @@
 
 #include "os/fd.h"
 
-namespace pycomm {
+namespace pycomm::os {
 
 // Any thread may call.
 class WakeEvent {
@@ -18,4 +18,4 @@ class WakeEvent {
   Fd event_;
 };
 
-}  // namespace pycomm
+}  // namespace pycomm::os

@@ -7,7 +7,7 @@
 
 #include "core/errors.h"
 
-namespace pycomm {
+namespace pycomm::rendezvous {
 
 void LocalStore::set(const std::string& key, const std::string& value,
                      const Deadline& /*deadline*/) {
@@ -100,4 +100,4 @@ void throw_key_timeout(const std::string& key, const Deadline& deadline, const s
   throw Timeout(text.str(), fields);
 }
 
-}  // namespace pycomm
+}  // namespace pycomm::rendezvous

@@ -12,7 +12,7 @@
 
 #include "rendezvous/store.h"
 
-namespace pycomm {
+namespace pycomm::rendezvous {
 
 // Thread-safe.
 class LocalStore final : public Store {
@@ -50,4 +50,4 @@ class LocalStore final : public Store {
 [[noreturn]] void throw_key_timeout(const std::string& key, const Deadline& deadline,
                                     const std::string& store);
 
-}  // namespace pycomm
+}  // namespace pycomm::rendezvous

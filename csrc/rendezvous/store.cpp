@@ -3,7 +3,7 @@
 
 #include "core/errors.h"
 
-namespace pycomm {
+namespace pycomm::rendezvous {
 
 std::string get_in_slices(Store& store, const std::string& key, const Deadline& deadline,
                           const std::function<bool()>& interrupted) {
@@ -19,4 +19,4 @@ std::string get_in_slices(Store& store, const std::string& key, const Deadline& 
   }
 }
 
-}  // namespace pycomm
+}  // namespace pycomm::rendezvous

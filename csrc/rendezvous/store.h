@@ -10,7 +10,7 @@
 
 #include "core/deadline.h"
 
-namespace pycomm {
+namespace pycomm::rendezvous {
 
 // The default limit of a call.
 inline Deadline store_limit() { return Deadline(std::chrono::seconds(30)); }
@@ -43,4 +43,4 @@ class Store {
 std::string get_in_slices(Store& store, const std::string& key, const Deadline& deadline,
                           const std::function<bool()>& interrupted);
 
-}  // namespace pycomm
+}  // namespace pycomm::rendezvous

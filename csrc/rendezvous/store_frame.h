@@ -19,7 +19,7 @@
 #include <string>
 #include <string_view>
 
-namespace pycomm::store_frame {
+namespace pycomm::rendezvous::store_frame {
 
 inline constexpr size_t kMaxKeyBytes = 1024, kMaxValueBytes = size_t{1} << 20;
 inline constexpr size_t kRequestHeadBytes = 37, kReplyHeadBytes = 5;
@@ -131,4 +131,4 @@ inline Parsed<Reply> parse_reply(std::string_view bytes) {
   return parsed;
 }
 
-}  // namespace pycomm::store_frame
+}  // namespace pycomm::rendezvous::store_frame

@@ -17,7 +17,7 @@
 #include "os/random.h"
 #include "os/thread.h"
 
-namespace pycomm {
+namespace pycomm::rendezvous {
 
 using store_frame::Parse;
 using store_frame::Reply;
@@ -37,38 +37,39 @@ constexpr std::chrono::hours kLongest{1};
 
 std::string random_name() {
   std::string name;
-  for (const uint8_t byte : random_bytes()) name += static_cast<char>('a' + byte % 16);
+  for (const uint8_t byte : os::random_bytes()) name += static_cast<char>('a' + byte % 16);
   return name;
 }
 
 }  // namespace
 
 struct StoreServer::Client {
-  Client(Handshake first, uint64_t from)
-      : source(from), handshake(std::make_unique<Handshake>(std::move(first))) {}
+  Client(transport::Handshake first, uint64_t from)
+      : source(from), handshake(std::make_unique<transport::Handshake>(std::move(first))) {}
   int fd() const { return handshake ? handshake->fd() : socket.get(); }
 
-  uint64_t source;                       // source_of() the connection
-  std::unique_ptr<Handshake> handshake;  // null after it completed
+  uint64_t source;                                  // source_of() the connection
+  std::unique_ptr<transport::Handshake> handshake;  // null after it completed
   bool handshake_sends = false;
-  Fd socket;                       // after the handshake
-  std::string in, out;             // a partial request, a reply
-  size_t sent = 0;                 // bytes of the reply
-  std::optional<Request> waiting;  // a get whose key is not set yet
+  os::Fd socket;                                // after the handshake
+  std::string in, out;                          // a partial request, a reply
+  size_t sent = 0;                              // bytes of the reply
+  std::optional<store_frame::Request> waiting;  // a get whose key is not set yet
   Clock::time_point wait_end{};
 };
 
-StoreServer::StoreServer(const Address& address, std::string key,
+StoreServer::StoreServer(const os::Address& address, std::string key,
                          std::chrono::nanoseconds handshake_limit)
     : key_(std::move(key)),
       handshake_limit_(handshake_limit),
-      listener_(listen_on(address)),
-      reconnect_listener_(listen_on(address.with_port(0))),
-      port_(local_address(listener_.get()).port()),
-      hello_(random_name() + " " + std::to_string(local_address(reconnect_listener_.get()).port())),
+      listener_(os::listen_on(address)),
+      reconnect_listener_(os::listen_on(address.with_port(0))),
+      port_(os::local_address(listener_.get()).port()),
+      hello_(random_name() + " " +
+             std::to_string(os::local_address(reconnect_listener_.get()).port())),
       born_(::getpid()) {
   if (key_.empty()) throw InvalidArgument("the key of a store is empty");
-  thread_ = start_thread("pycomm-store", [this] { run(); });
+  thread_ = os::start_thread("pycomm-store", [this] { run(); });
 }
 
 StoreServer::~StoreServer() {
@@ -103,7 +104,7 @@ void StoreServer::run() try {
     polled.clear();
     polled.push_back({wake_.descriptor(), POLLIN, 0});
     const bool listening = Clock::now() >= accept_again_;
-    for (Fd* listener : {&listener_, &reconnect_listener_})
+    for (os::Fd* listener : {&listener_, &reconnect_listener_})
       polled.push_back({listening ? listener->get() : -1, POLLIN, 0});
     for (const Client& client : clients_) {
       const bool sends = client.handshake ? client.handshake_sends : !client.out.empty();
@@ -112,7 +113,7 @@ void StoreServer::run() try {
     const auto left = std::chrono::ceil<std::chrono::milliseconds>(next_deadline() - Clock::now());
     const auto wait_ms = std::max<std::chrono::milliseconds::rep>(left.count(), 0);
     if (::poll(polled.data(), polled.size(), static_cast<int>(wait_ms)) < 0 && errno != EINTR)
-      throw_errno("polling the store's sockets");
+      os::throw_errno("polling the store's sockets");
     if (polled[0].revents != 0) wake_.clear();
     size_t at = 3;
     for (auto client = clients_.begin(); client != clients_.end(); ++at)
@@ -138,22 +139,23 @@ Clock::time_point StoreServer::next_deadline() const {
   return next;
 }
 
-void StoreServer::accept_some(Fd& listener) {
+void StoreServer::accept_some(os::Fd& listener) {
   const auto is_pending = [](const Client& client) { return client.handshake != nullptr; };
   auto pending = static_cast<size_t>(std::ranges::count_if(clients_, is_pending));
   for (int i = 0; i < kAcceptsPerRound; ++i) {
     bool exhausted = false;
-    Fd fd = accept_from(listener.get(), &exhausted);
+    os::Fd fd = os::accept_from(listener.get(), &exhausted);
     if (exhausted && !evict()) accept_again_ = Clock::now() + kAcceptPause;
     if (!fd) return;
-    keep_alive(fd.get());
+    os::keep_alive(fd.get());
     if (pending >= max_pending_ && evict()) --pending;
-    const uint64_t source = source_of(fd.get());
-    clients_.emplace_back(Handshake(std::move(fd), Handshake::Role::listener, key_,
-                                    {std::string(store_frame::kContext), store_frame::kServerRank,
-                                     store_frame::kClientRank},
-                                    handshake_limit_),
-                          source);
+    const uint64_t source = transport::source_of(fd.get());
+    clients_.emplace_back(
+        transport::Handshake(std::move(fd), transport::Handshake::Role::listener, key_,
+                             {std::string(store_frame::kContext), store_frame::kServerRank,
+                              store_frame::kClientRank},
+                             handshake_limit_),
+        source);
     ++pending;
     // Reads the greeting if it has arrived: evict() prefers connections without one.
     if (advance_handshake(clients_.back(), POLLIN)) continue;
@@ -164,7 +166,7 @@ void StoreServer::accept_some(Fd& listener) {
 
 // Closes one of the pending connections; false if there is none.
 bool StoreServer::evict() {
-  std::vector<Pending> pending;
+  std::vector<transport::Pending> pending;
   std::vector<std::list<Client>::iterator> places;
   for (auto client = clients_.begin(); client != clients_.end(); ++client) {
     if (!client->handshake) continue;
@@ -172,7 +174,7 @@ bool StoreServer::evict() {
     places.push_back(client);
   }
   if (pending.empty()) return false;
-  clients_.erase(places[choose_evicted(pending, random_)]);
+  clients_.erase(places[transport::choose_evicted(pending, random_)]);
   return true;
 }
 
@@ -187,15 +189,15 @@ bool StoreServer::advance(Client& client, short events) {
 bool StoreServer::advance_handshake(Client& client, short events) {
   if (events == 0 && !client.handshake->deadline().expired()) return true;
   switch (client.handshake->advance()) {
-    case Handshake::Step::want_read:
+    case transport::Handshake::Step::want_read:
       client.handshake_sends = false;
       return true;
-    case Handshake::Step::want_write:
+    case transport::Handshake::Step::want_write:
       client.handshake_sends = true;
       return true;
-    case Handshake::Step::refused:
+    case transport::Handshake::Step::refused:
       return false;
-    case Handshake::Step::done:
+    case transport::Handshake::Step::done:
       break;
   }
   client.socket = client.handshake->release();
@@ -214,7 +216,7 @@ bool StoreServer::receive(Client& client) {
   client.in.resize(had + static_cast<size_t>(std::max<ssize_t>(got, 0)));
   if (got <= 0) return got < 0 && (error == EAGAIN || error == EINTR);
   parsed = store_frame::parse_request(client.in);
-  if (parsed.parse != Parse::complete) return parsed.parse == Parse::more;
+  if (parsed.parse != store_frame::Parse::complete) return parsed.parse == store_frame::Parse::more;
   client.in.clear();
   client.wait_end = Clock::now() + std::min<std::chrono::milliseconds>(
                                        std::chrono::milliseconds(parsed.frame.wait_ms), kLongest);
@@ -223,11 +225,11 @@ bool StoreServer::receive(Client& client) {
 }
 
 bool StoreServer::answer(Client& client) {
-  const Request& request = *client.waiting;
-  Reply reply;
-  if (request.verb == Verb::hello) {
+  const store_frame::Request& request = *client.waiting;
+  store_frame::Reply reply;
+  if (request.verb == store_frame::Verb::hello) {
     reply.value = hello_;
-  } else if (request.verb != Verb::get) {
+  } else if (request.verb != store_frame::Verb::get) {
     reply = change_once(request);
     // Clients may wait for this change, also those that already had their turn in this round.
     wake_.notify();
@@ -235,7 +237,7 @@ bool StoreServer::answer(Client& client) {
     reply.value = std::move(*value);
   } else {
     if (Clock::now() < client.wait_end) return true;
-    reply.status = Status::absent;
+    reply.status = store_frame::Status::absent;
   }
   client.waiting.reset();
   client.out = store_frame::encode(reply);
@@ -244,45 +246,45 @@ bool StoreServer::answer(Client& client) {
 }
 
 // Applies a change, or returns the kept reply if the change was already applied.
-Reply StoreServer::change_once(const Request& request) {
+store_frame::Reply StoreServer::change_once(const store_frame::Request& request) {
   if (request.number == 0) return change(request);
   ClientReplies& kept = replies_[request.client];
   kept.oldest = std::max(kept.oldest, request.oldest);
   kept.replies.erase(kept.replies.begin(), kept.replies.lower_bound(kept.oldest));
   if (request.number < kept.oldest)
-    return {Status::refused, "outdated request: its client no longer waits for it"};
+    return {store_frame::Status::refused, "outdated request: its client no longer waits for it"};
   const auto found = kept.replies.find(request.number);
   if (found != kept.replies.end()) return found->second;
   return kept.replies.emplace(request.number, change(request)).first->second;
 }
 
 // Applies a set, add, remove or claim.
-Reply StoreServer::change(const Request& request) {
-  if (request.verb == Verb::set) {
+store_frame::Reply StoreServer::change(const store_frame::Request& request) {
+  if (request.verb == store_frame::Verb::set) {
     const bool fits = keys_.set_within(request.key, request.value, kMaxStoreBytes);
-    return {fits ? Status::ok : Status::full, ""};
+    return {fits ? store_frame::Status::ok : store_frame::Status::full, ""};
   }
-  if (request.verb == Verb::remove) {
+  if (request.verb == store_frame::Verb::remove) {
     auto value = keys_.remove(request.key);
-    if (!value) return {Status::absent, ""};
-    return {Status::ok, std::move(*value)};
+    if (!value) return {store_frame::Status::absent, ""};
+    return {store_frame::Status::ok, std::move(*value)};
   }
-  if (request.verb == Verb::claim) {
+  if (request.verb == store_frame::Verb::claim) {
     auto value = keys_.claim_within(request.key, request.value, kMaxStoreBytes);
-    if (!value) return {Status::full, ""};
-    return {Status::ok, std::move(*value)};
+    if (!value) return {store_frame::Status::full, ""};
+    return {store_frame::Status::ok, std::move(*value)};
   }
   int64_t amount = 0;
   const char* end = request.value.data() + request.value.size();
   const auto parsed = std::from_chars(request.value.data(), end, amount);
   if (parsed.ec != std::errc{} || parsed.ptr != end)
-    return {Status::refused, "invalid amount of an add: not a 64-bit integer"};
+    return {store_frame::Status::refused, "invalid amount of an add: not a 64-bit integer"};
   try {
     const auto sum = keys_.add_within(request.key, amount, kMaxStoreBytes);
-    if (!sum) return {Status::full, ""};
-    return {Status::ok, std::to_string(*sum)};
+    if (!sum) return {store_frame::Status::full, ""};
+    return {store_frame::Status::ok, std::to_string(*sum)};
   } catch (const InvalidArgument& error) {
-    return {Status::refused, error.what()};
+    return {store_frame::Status::refused, error.what()};
   }
 }
 
@@ -298,4 +300,4 @@ bool StoreServer::send(Client& client) {
   return true;
 }
 
-}  // namespace pycomm
+}  // namespace pycomm::rendezvous

@@ -30,14 +30,14 @@
 #include "transport/admission.h"
 #include "transport/handshake.h"
 
-namespace pycomm {
+namespace pycomm::rendezvous {
 
 class StoreServer {
  public:
   static constexpr size_t kMaxStoreBytes = size_t{1} << 28;
 
-  StoreServer(const Address& address, std::string key,
-              std::chrono::nanoseconds handshake_limit = kHandshakeLimit);
+  StoreServer(const os::Address& address, std::string key,
+              std::chrono::nanoseconds handshake_limit = transport::kHandshakeLimit);
   // Ends the thread and closes the listeners and every connection.
   ~StoreServer();
   StoreServer(const StoreServer&) = delete;
@@ -59,7 +59,7 @@ class StoreServer {
   void run();
   void shut_down();
   Clock::time_point next_deadline() const;
-  void accept_some(Fd& listener);
+  void accept_some(os::Fd& listener);
   bool evict();
   bool advance(Client& client, short events);
   bool receive(Client& client);
@@ -71,8 +71,8 @@ class StoreServer {
 
   std::string key_;
   std::chrono::nanoseconds handshake_limit_;
-  Fd listener_, reconnect_listener_;
-  WakeEvent wake_;
+  os::Fd listener_, reconnect_listener_;
+  os::WakeEvent wake_;
   uint16_t port_;
   std::string hello_;  // the reply to `hello`: the server's random name, a blank, the port
   LocalStore keys_;
@@ -83,8 +83,8 @@ class StoreServer {
     std::map<uint64_t, store_frame::Reply> replies;
   };
   std::map<uint64_t, ClientReplies> replies_;
-  size_t max_pending_ = max_pending();
-  std::minstd_rand random_ = eviction_random();
+  size_t max_pending_ = transport::max_pending();
+  std::minstd_rand random_ = transport::eviction_random();
   Clock::time_point accept_again_{};  // no connections are accepted until then
   std::atomic<bool> stopping_{false};
   std::atomic<ListenerState> listener_state_{ListenerState::open};
@@ -92,4 +92,4 @@ class StoreServer {
   std::thread thread_;  // last: it uses all members above
 };
 
-}  // namespace pycomm
+}  // namespace pycomm::rendezvous

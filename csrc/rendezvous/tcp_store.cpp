@@ -20,7 +20,7 @@
 #include "rendezvous/store_server.h"
 #include "transport/handshake.h"
 
-namespace pycomm {
+namespace pycomm::rendezvous {
 
 using store_frame::Parse;
 using store_frame::Reply;
@@ -55,7 +55,7 @@ void check_sizes(const std::string& key, const std::string& value) {
 }
 
 uint64_t random_number() {
-  const auto bytes = random_bytes();
+  const auto bytes = os::random_bytes();
   uint64_t number = 0;
   std::memcpy(&number, bytes.data(), sizeof number);
   return number;
@@ -75,7 +75,7 @@ TcpStore::~TcpStore() = default;
 std::unique_ptr<TcpStore> TcpStore::serve(const std::string& host, uint16_t port,
                                           const std::string& key) {
   std::unique_ptr<TcpStore> store(new TcpStore(host, port, key, {}));
-  store->server_ = std::make_unique<StoreServer>(tcp_address(host, port), key);
+  store->server_ = std::make_unique<StoreServer>(os::tcp_address(host, port), key);
   store->port_ = store->server_->port();
   return store;
 }
@@ -100,7 +100,7 @@ std::string TcpStore::name() const {
 bool TcpStore::wait(int fd, short events, const Deadline& deadline) const {
   do {
     const auto slice = std::min<std::chrono::nanoseconds>(kPollInterval, deadline.left());
-    if (poll_one(fd, events, slice) != 0) return true;
+    if (os::poll_one(fd, events, slice) != 0) return true;
   } while (!interrupted() && !deadline.expired());
   return false;
 }
@@ -111,12 +111,12 @@ void TcpStore::check_interrupted() const {
 
 // Checks that a new connection leads to the same server as the first one. If not, an empty Fd and
 // the reason.
-Fd TcpStore::greet(Fd fd, const Deadline& deadline, Failure& failure) {
+os::Fd TcpStore::greet(os::Fd fd, const Deadline& deadline, Failure& failure) {
   ServerConnection connection{std::move(fd), {}, 0};
   bool usable = true;
-  std::optional<Reply> reply;
+  std::optional<store_frame::Reply> reply;
   try {
-    reply = exchange(connection, {Verb::hello, 0, "", ""}, deadline, usable);
+    reply = exchange(connection, {store_frame::Verb::hello, 0, "", ""}, deadline, usable);
   } catch (const PeerLost& error) {
     failure = {error.what()};
     return {};
@@ -144,26 +144,26 @@ Fd TcpStore::greet(Fd fd, const Deadline& deadline, Failure& failure) {
 }
 
 // One attempt to connect, with the handshake. An empty Fd and the reason if it fails.
-Fd TcpStore::attempt(const Address& address, const Deadline& deadline, Failure& failure) {
-  const auto limit =
-      std::clamp<std::chrono::nanoseconds>(deadline.left(), kShortestAttempt, kHandshakeLimit);
-  Handshake handshake(
-      start_connect(address), Handshake::Role::connector, key_,
+os::Fd TcpStore::attempt(const os::Address& address, const Deadline& deadline, Failure& failure) {
+  const auto limit = std::clamp<std::chrono::nanoseconds>(deadline.left(), kShortestAttempt,
+                                                          transport::kHandshakeLimit);
+  transport::Handshake handshake(
+      os::start_connect(address), transport::Handshake::Role::connector, key_,
       {std::string(store_frame::kContext), store_frame::kClientRank, store_frame::kServerRank},
       limit);
   while (true) {
     short events = POLLIN;
     switch (handshake.advance()) {
-      case Handshake::Step::done:
-        keep_alive(handshake.fd());
+      case transport::Handshake::Step::done:
+        os::keep_alive(handshake.fd());
         return greet(handshake.release(), handshake.deadline(), failure);
-      case Handshake::Step::refused:
+      case transport::Handshake::Step::refused:
         failure = {handshake.why(), handshake.has_no_listener()};
         return {};
-      case Handshake::Step::want_write:
+      case transport::Handshake::Step::want_write:
         events = POLLOUT;
         break;
-      case Handshake::Step::want_read:
+      case transport::Handshake::Step::want_read:
         break;
     }
     if (!wait(handshake.fd(), events, handshake.deadline())) check_interrupted();
@@ -171,7 +171,7 @@ Fd TcpStore::attempt(const Address& address, const Deadline& deadline, Failure& 
 }
 
 // Tries each address of the server once. A lost connection is replaced at the port that stays open.
-Fd TcpStore::attempt_all(const Deadline& deadline, Failure& failure) {
+os::Fd TcpStore::attempt_all(const Deadline& deadline, Failure& failure) {
   bool settled = false;
   {
     const std::lock_guard lock(mutex_);
@@ -182,9 +182,9 @@ Fd TcpStore::attempt_all(const Deadline& deadline, Failure& failure) {
   if (reconnect_port_ != 0) ports.push_back(reconnect_port_);
   for (const uint16_t port : ports) {
     try {
-      for (const Address& address : tcp_addresses(host_, port)) {
+      for (const os::Address& address : os::tcp_addresses(host_, port)) {
         try {
-          if (Fd fd = attempt(address, deadline, failure)) return fd;
+          if (os::Fd fd = attempt(address, deadline, failure)) return fd;
         } catch (const PeerLost& error) {  // no route yet
           failure = {error.what()};
         }
@@ -196,11 +196,11 @@ Fd TcpStore::attempt_all(const Deadline& deadline, Failure& failure) {
   return {};
 }
 
-Fd TcpStore::open(const Deadline& deadline) {
+os::Fd TcpStore::open(const Deadline& deadline) {
   std::chrono::nanoseconds pause = kFirstPause;
   for (int attempts = 1;; ++attempts) {
     Failure last;
-    if (Fd fd = attempt_all(deadline, last)) return fd;
+    if (os::Fd fd = attempt_all(deadline, last)) return fd;
     if (was_there_ && last.no_server)
       throw PeerLost("the store at " + name() + " has gone: " + last.why);
     pause = std::min(pause, deadline.left());
@@ -241,13 +241,14 @@ bool TcpStore::send_all(int fd, const std::string& bytes, const Deadline& deadli
   return true;
 }
 
-bool TcpStore::receive(ServerConnection& connection, const Deadline& deadline, Reply& reply) const {
+bool TcpStore::receive(ServerConnection& connection, const Deadline& deadline,
+                       store_frame::Reply& reply) const {
   std::string& bytes = connection.in;
   while (true) {
     auto parsed = store_frame::parse_reply(bytes);
-    if (parsed.parse == Parse::broken)
+    if (parsed.parse == store_frame::Parse::broken)
       throw InternalError("invalid reply from the store at " + name() + ": not a reply frame");
-    if (parsed.parse == Parse::complete) {
+    if (parsed.parse == store_frame::Parse::complete) {
       reply = std::move(parsed.frame);
       bytes.clear();
       return true;
@@ -304,12 +305,14 @@ void TcpStore::give_back(std::optional<ServerConnection> connection) {
 
 // One request and its reply; nothing at the deadline or after an interruption. `usable`: whether
 // the connection can be used again.
-std::optional<Reply> TcpStore::exchange(ServerConnection& connection, const Request& request,
-                                        const Deadline& answer_by, bool& usable) const {
+std::optional<store_frame::Reply> TcpStore::exchange(ServerConnection& connection,
+                                                     const store_frame::Request& request,
+                                                     const Deadline& answer_by,
+                                                     bool& usable) const {
   usable = send_all(connection.fd.get(), store_frame::encode(request), answer_by);
   if (!usable) return std::nullopt;  // it carries a partial request
   ++connection.unread_replies;
-  Reply answer;
+  store_frame::Reply answer;
   while (connection.unread_replies > 0 && receive(connection, answer_by, answer))
     --connection.unread_replies;
   if (connection.unread_replies > 0) return std::nullopt;
@@ -317,15 +320,16 @@ std::optional<Reply> TcpStore::exchange(ServerConnection& connection, const Requ
 }
 
 // The reply, if necessary on a new connection; nothing at the deadline or after an interruption.
-std::optional<Reply> TcpStore::ask(const Request& request, const Deadline& deadline,
-                                   std::chrono::milliseconds slack) {
+std::optional<store_frame::Reply> TcpStore::ask(const store_frame::Request& request,
+                                                const Deadline& deadline,
+                                                std::chrono::milliseconds slack) {
   const Deadline answer_by(deadline.left() + slack);
   std::chrono::nanoseconds silence = kSilence;
   for (int lost = 0;;) {
     std::optional<ServerConnection> connection = take(deadline);
     if (!connection) return std::nullopt;
     const bool last = answer_by.left() <= silence;
-    std::optional<Reply> answer;
+    std::optional<store_frame::Reply> answer;
     bool usable = true;
     try {
       answer = exchange(*connection, request, last ? answer_by : Deadline(silence), usable);
@@ -352,7 +356,7 @@ void TcpStore::finish(uint64_t number) {
 }
 
 // The reply to a request that changes a key.
-Reply TcpStore::change(Request request, const Deadline& deadline) {
+store_frame::Reply TcpStore::change(store_frame::Request request, const Deadline& deadline) {
   {
     const std::lock_guard lock(mutex_);
     request.client = client_;
@@ -381,17 +385,17 @@ Reply TcpStore::change(Request request, const Deadline& deadline) {
          << " s: the process that serves it (rank 0) is stopped or cannot be reached";
     throw Timeout(text.str(), fields);
   }
-  if (reply->status == Status::full)
+  if (reply->status == store_frame::Status::full)
     throw InvalidArgument("the store at " + name() + " is full: it holds at most " +
                           std::to_string(StoreServer::kMaxStoreBytes) + " bytes");
-  if (reply->status == Status::refused) throw InvalidArgument(reply->value);
+  if (reply->status == store_frame::Status::refused) throw InvalidArgument(reply->value);
   return std::move(*reply);
 }
 
 void TcpStore::set(const std::string& key, const std::string& value, const Deadline& deadline) {
   check_sizes(key, value);
   if (!server_) {
-    change({Verb::set, 0, key, value}, deadline);
+    change({store_frame::Verb::set, 0, key, value}, deadline);
     return;
   }
   server_->keys().set(key, value);
@@ -404,8 +408,9 @@ std::string TcpStore::get(const std::string& key, const Deadline& deadline) {
   do {
     const auto wait = std::min<std::chrono::nanoseconds>(deadline.left(), kLongestWait);
     const auto wait_ms = std::chrono::ceil<std::chrono::milliseconds>(wait).count();
-    auto reply = ask({Verb::get, static_cast<uint32_t>(wait_ms), key, ""}, deadline, kAnswerSlack);
-    if (reply && reply->status == Status::ok) return std::move(reply->value);
+    auto reply = ask({store_frame::Verb::get, static_cast<uint32_t>(wait_ms), key, ""}, deadline,
+                     kAnswerSlack);
+    if (reply && reply->status == store_frame::Status::ok) return std::move(reply->value);
     if (!reply) check_interrupted();
   } while (!deadline.expired());
   throw_key_timeout(key, deadline, "the store at " + name());
@@ -418,7 +423,8 @@ int64_t TcpStore::add(const std::string& key, int64_t amount, const Deadline& de
     server_->wake();
     return sum;
   }
-  const Reply reply = change({Verb::add, 0, key, std::to_string(amount)}, deadline);
+  const store_frame::Reply reply =
+      change({store_frame::Verb::add, 0, key, std::to_string(amount)}, deadline);
   int64_t sum = 0;
   const char* end = reply.value.data() + reply.value.size();
   const auto parsed = std::from_chars(reply.value.data(), end, sum);
@@ -430,15 +436,15 @@ int64_t TcpStore::add(const std::string& key, int64_t amount, const Deadline& de
 std::optional<std::string> TcpStore::remove(const std::string& key, const Deadline& deadline) {
   check_sizes(key, "");
   if (server_) return server_->keys().remove(key);
-  Reply reply = change({Verb::remove, 0, key, ""}, deadline);
-  if (reply.status != Status::ok) return std::nullopt;
+  store_frame::Reply reply = change({store_frame::Verb::remove, 0, key, ""}, deadline);
+  if (reply.status != store_frame::Status::ok) return std::nullopt;
   return std::move(reply.value);
 }
 
 std::string TcpStore::claim(const std::string& key, const std::string& value,
                             const Deadline& deadline) {
   check_sizes(key, value);
-  if (!server_) return change({Verb::claim, 0, key, value}, deadline).value;
+  if (!server_) return change({store_frame::Verb::claim, 0, key, value}, deadline).value;
   std::string held = server_->keys().claim(key, value);
   server_->wake();
   return held;
@@ -450,4 +456,4 @@ void TcpStore::settle() {
   settled_ = true;
 }
 
-}  // namespace pycomm
+}  // namespace pycomm::rendezvous

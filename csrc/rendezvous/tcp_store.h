@@ -19,7 +19,7 @@
 #include "rendezvous/store.h"
 #include "rendezvous/store_frame.h"
 
-namespace pycomm {
+namespace pycomm::rendezvous {
 
 class StoreServer;
 
@@ -71,7 +71,7 @@ class TcpStore final : public Store {
 
  private:
   struct ServerConnection {
-    Fd fd;
+    os::Fd fd;
     std::string in;             // a partial reply
     size_t unread_replies = 0;  // to requests sent so far
   };
@@ -85,10 +85,10 @@ class TcpStore final : public Store {
   bool wait(int fd, short events, const Deadline& deadline) const;
   bool interrupted() const { return hooks_.interrupted && hooks_.interrupted(); }
   void check_interrupted() const;
-  Fd attempt(const Address& address, const Deadline& deadline, Failure& failure);
-  Fd attempt_all(const Deadline& deadline, Failure& failure);
-  Fd greet(Fd fd, const Deadline& deadline, Failure& failure);
-  Fd open(const Deadline& deadline);
+  os::Fd attempt(const os::Address& address, const Deadline& deadline, Failure& failure);
+  os::Fd attempt_all(const Deadline& deadline, Failure& failure);
+  os::Fd greet(os::Fd fd, const Deadline& deadline, Failure& failure);
+  os::Fd open(const Deadline& deadline);
   std::optional<store_frame::Reply> exchange(ServerConnection& connection,
                                              const store_frame::Request& request,
                                              const Deadline& answer_by, bool& usable) const;
@@ -122,4 +122,4 @@ class TcpStore final : public Store {
   std::set<uint64_t> in_flight_{};  // numbers of the changes that a call waits for
 };
 
-}  // namespace pycomm
+}  // namespace pycomm::rendezvous

@@ -8,7 +8,7 @@
 
 #include "os/process_memory.h"
 
-namespace pycomm {
+namespace pycomm::shared {
 namespace {
 
 // Below this size the exchange saves nothing over slots.
@@ -67,12 +67,13 @@ bool BufferExchange::applies_to(const SharedJob& job, const SharedMemoryRegion& 
   return region.has_heaps() && job.parts == 0 && Needed::of(job, region.size()).most() > kMinBytes;
 }
 
-BufferExchange::BufferExchange(Engine& engine, SharedMemoryRegion& region, const SharedJob& job,
-                               const Header& header, bool prefers_remote_read)
+BufferExchange::BufferExchange(engine::Engine& engine, SharedMemoryRegion& region,
+                               const SharedJob& job, const transport::Header& header,
+                               bool prefers_remote_read)
     : FlagTask(engine, region, header, 1), job_(job), prefers_remote_read_(prefers_remote_read) {}
 
 bool BufferExchange::advance() {
-  awaited_ = kNoRank;
+  awaited_ = collectives::kNoRank;
   if (!published_) {
     if (!may_fill(first_)) return false;
     publish_buffer();
@@ -86,9 +87,9 @@ bool BufferExchange::advance() {
 }
 
 bool BufferExchange::are_readable(const Needed& needed) const {
-  if (!is_readable(job_.input, needed.input)) return false;
+  if (!os::is_readable(job_.input, needed.input)) return false;
   const bool in_place = job_.input == job_.output && needed.input == needed.output;
-  return in_place || is_readable(job_.output, needed.output);
+  return in_place || os::is_readable(job_.output, needed.output);
 }
 
 // A misaligned array counts as not mapped, because peers would have to process it.
@@ -127,7 +128,7 @@ RemoteBuffer BufferExchange::remote_buffer_of(int peer, const BufferDescriptor& 
   RemoteBuffer place{
       .input_at = descriptor.input, .output_at = descriptor.output, .process = descriptor.process};
   if (descriptor.mapped == 0) return place;
-  const HeapView& heap = region_.heap(peer);
+  const os::HeapView& heap = region_.heap(peer);
   const auto at = [&](uint64_t address, size_t bytes) -> std::byte* {
     const uint64_t offset = address - descriptor.heap;
     if (bytes == 0) return nullptr;
@@ -166,12 +167,12 @@ bool BufferExchange::reaches_all() const {
   for (int peer = 0; peer < size_; ++peer) {
     const BufferDescriptor descriptor = descriptor_of(peer);
     uint64_t found = 0;
-    if (!read_process(descriptor.process, descriptor.token_at, reinterpret_cast<std::byte*>(&found),
-                      sizeof found) ||
+    if (!os::read_process(descriptor.process, descriptor.token_at,
+                          reinterpret_cast<std::byte*>(&found), sizeof found) ||
         found != descriptor.token)
       return false;
   }
   return true;
 }
 
-}  // namespace pycomm
+}  // namespace pycomm::shared

@@ -15,7 +15,7 @@
 
 #include "shared/flag_task.h"
 
-namespace pycomm {
+namespace pycomm::shared {
 
 enum class AccessMode { zero_copy, remote_read, staged };
 
@@ -33,8 +33,8 @@ class BufferExchange final : public FlagTask {
   static bool applies_to(const SharedJob& job, const SharedMemoryRegion& region);
 
   // `prefers_remote_read`: the choice of the lowest rank if both modes are possible.
-  BufferExchange(Engine& engine, SharedMemoryRegion& region, const SharedJob& job,
-                 const Header& header, bool prefers_remote_read);
+  BufferExchange(engine::Engine& engine, SharedMemoryRegion& region, const SharedJob& job,
+                 const transport::Header& header, bool prefers_remote_read);
 
   bool advance() override;
   bool done() const override { return exchanged_; }
@@ -60,4 +60,4 @@ class BufferExchange final : public FlagTask {
   std::vector<RemoteBuffer> buffers_;  // by rank
 };
 
-}  // namespace pycomm
+}  // namespace pycomm::shared

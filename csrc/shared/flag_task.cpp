@@ -6,10 +6,10 @@
 #include <string>
 #include <utility>
 
-namespace pycomm {
+namespace pycomm::shared {
 namespace {
 
-uint32_t signature_of(const Header& header, uint32_t before) {
+uint32_t signature_of(const transport::Header& header, uint32_t before) {
   uint64_t hash = 0xcbf29ce484222325 ^ before;
   for (const uint64_t word : std::bit_cast<std::array<uint64_t, 4>>(header)) {
     hash = (hash ^ word) * 0x9e3779b97f4a7c15;
@@ -20,8 +20,8 @@ uint32_t signature_of(const Header& header, uint32_t before) {
 
 }  // namespace
 
-FlagTask::FlagTask(Engine& engine, SharedMemoryRegion& region, const Header& header,
-                   uint64_t tickets)
+FlagTask::FlagTask(engine::Engine& engine, SharedMemoryRegion& region,
+                   const transport::Header& header, uint64_t tickets)
     : engine_(engine),
       region_(region),
       header_(header),
@@ -67,16 +67,18 @@ bool FlagTask::has_filled(int peer, uint64_t ticket) {
 // call detects the mismatch.
 void FlagTask::throw_mismatch(int peer, uint64_t ticket) {
   const auto& theirs = region_.of(peer).reduced[ticket % kSlots];
-  const Header header = theirs.header.load(), before = theirs.before.load();
+  const transport::Header header = theirs.header.load(), before = theirs.before.load();
   const int member = region_.member(peer);
-  if (!same_call(header, header_)) engine_.mismatches().throw_mismatch(member, header);
-  const std::string other = same_call(before, before_)
+  if (!engine::same_call(header, header_)) engine_.mismatches().throw_mismatch(member, header);
+  const std::string other = engine::same_call(before, before_)
                                 ? std::string("not the last one")
-                                : "this rank called " + describe(before_) + ", rank " +
-                                      std::to_string(member) + " called " + describe(before);
+                                : "this rank called " + engine::describe(before_) + ", rank " +
+                                      std::to_string(member) + " called " +
+                                      engine::describe(before);
   engine_.mismatches().abort_call(member, before_.sequence,
-                                  "ranks disagree about a call before " + describe(header_) + ": " +
-                                      other + "; what it writes is undefined");
+                                  "ranks disagree about a call before " +
+                                      engine::describe(header_) + ": " + other +
+                                      "; what it writes is undefined");
 }
 
 bool FlagTask::have_reduced(uint64_t ticket) {
@@ -111,12 +113,12 @@ void FlagTask::publish(std::atomic<uint64_t>& flag, uint64_t value) {
 
 void FlagTask::arm() {
   region_.own().sleeps.store(1);
-  Header theirs;
+  transport::Header theirs;
   for (int peer = 0; peer < size_; ++peer)
     if (peer != rank_ && region_.differs(peer, header_, theirs))
       engine_.mismatches().throw_mismatch(region_.member(peer), theirs);
   // A peer in a later call has finished this one, so the missing flag will never be set.
-  if (awaited_ != kNoRank && awaited_flag_ != nullptr &&
+  if (awaited_ != collectives::kNoRank && awaited_flag_ != nullptr &&
       region_.is_past(awaited_, header_, theirs) &&
       awaited_flag_->load(std::memory_order_acquire) < awaited_value_)
     engine_.mismatches().throw_mismatch_on_end(region_.member(awaited_), theirs);
@@ -134,4 +136,4 @@ void FlagTask::show_filled(uint64_t ticket) {
   publish(filled.flag, ticket + 1);
 }
 
-}  // namespace pycomm
+}  // namespace pycomm::shared

@@ -11,7 +11,7 @@
 #include "kernels/kernels.h"
 #include "shared/shared_memory_region.h"
 
-namespace pycomm {
+namespace pycomm::shared {
 
 struct SharedJob {
   Operation operation = Operation::barrier;
@@ -19,25 +19,26 @@ struct SharedJob {
   std::byte* output = nullptr;
   size_t count = 0, element_bytes = 1;  // count as in group.h
   int root = 0;                         // number in the region
-  const Reducer* reducer = nullptr;
+  const kernels::Reducer* reducer = nullptr;
   bool folds = false;    // 16-bit sums: add all summands at once, round once
   bool finishes = true;  // false: more summands follow, so the last addition is no final one
   // For reduce_scatter and all_gather: only the first `parts` ranks have a part; 0: all ranks.
   int parts = 0;
 };
 
-class FlagTask : public Task {
+class FlagTask : public engine::Task {
  public:
-  int sending_to() const override { return kNoRank; }
+  int sending_to() const override { return collectives::kNoRank; }
   int receiving_from() const override {
-    return awaited_ == kNoRank ? kNoRank : region_.member(awaited_);
+    return awaited_ == collectives::kNoRank ? collectives::kNoRank : region_.member(awaited_);
   }
   void arm() override;
   void disarm() override;
 
  protected:
   // `header` has its epoch and sequence set. The task takes the next `tickets` tickets.
-  FlagTask(Engine& engine, SharedMemoryRegion& region, const Header& header, uint64_t tickets);
+  FlagTask(engine::Engine& engine, SharedMemoryRegion& region, const transport::Header& header,
+           uint64_t tickets);
 
   // Whether a flag of `peer` is below `need`. If so, this rank waits for that flag.
   bool is_missing(int peer, const std::atomic<uint64_t>& flag, uint64_t need);
@@ -51,20 +52,20 @@ class FlagTask : public Task {
   void show_filled(uint64_t ticket);
   void publish(std::atomic<uint64_t>& flag, uint64_t value);
 
-  Engine& engine_;
+  engine::Engine& engine_;
   SharedMemoryRegion& region_;
-  const Header& header_;
+  const transport::Header& header_;
   int rank_, size_;  // in the region
   uint64_t first_;   // ticket
-  int awaited_ = kNoRank;
+  int awaited_ = collectives::kNoRank;
 
  private:
   [[noreturn]] void throw_mismatch(int peer, uint64_t ticket);
 
-  Header before_{};
+  transport::Header before_{};
   uint32_t signature_ = 0;
   const std::atomic<uint64_t>* awaited_flag_ = nullptr;
   uint64_t awaited_value_ = 0;
 };
 
-}  // namespace pycomm
+}  // namespace pycomm::shared

@@ -6,7 +6,7 @@
 
 #include "shared/staged_task.h"
 
-namespace pycomm {
+namespace pycomm::shared {
 namespace {
 
 // Bytes of a block: small enough to pipeline several, large enough that ranks rarely wait.
@@ -15,10 +15,11 @@ constexpr size_t kBlockBytes = size_t{1} << 20;
 constexpr size_t kPartBytes = size_t{64} << 20;
 constexpr size_t kMaxPlans = 64;
 
-class HierarchicalTask final : public Task {
+class HierarchicalTask final : public engine::Task {
  public:
-  HierarchicalTask(Engine& engine, SharedMemoryRegion* region, const PlanJob& job,
-                   const Header& header, const std::vector<InterHostPlan::Block>& blocks)
+  HierarchicalTask(engine::Engine& engine, SharedMemoryRegion* region, const engine::PlanJob& job,
+                   const transport::Header& header,
+                   const std::vector<collectives::InterHostPlan::Block>& blocks)
       : engine_(engine),
         region_(region),
         job_(job),
@@ -37,11 +38,12 @@ class HierarchicalTask final : public Task {
   int sending_to() const override { return across_.sending_to(); }
   // While a block crosses hosts, the ranks of this host wait for the same remote ranks.
   int receiving_from() const override {
-    if (const int from = across_.receiving_from(); from != kNoRank) return from;
-    return inside_ && sending_to() == kNoRank ? inside_->receiving_from() : kNoRank;
+    if (const int from = across_.receiving_from(); from != collectives::kNoRank) return from;
+    return inside_ && sending_to() == collectives::kNoRank ? inside_->receiving_from()
+                                                           : collectives::kNoRank;
   }
   size_t receiving_bytes() const override {
-    return across_.receiving_from() == kNoRank ? 0 : across_.receiving_bytes();
+    return across_.receiving_from() == collectives::kNoRank ? 0 : across_.receiving_bytes();
   }
   void arm() override {
     if (inside_) inside_->arm();
@@ -72,8 +74,8 @@ class HierarchicalTask final : public Task {
 
   bool begin_inside() {
     if (spread_ == blocks_.size()) return false;
-    spreads_ = summed_ == blocks_.size() || summed_ == spread_ + kSumsAhead;
-    const InterHostPlan::Block& block = blocks_[spreads_ ? spread_ : summed_];
+    spreads_ = summed_ == blocks_.size() || summed_ == spread_ + collectives::kSumsAhead;
+    const collectives::InterHostPlan::Block& block = blocks_[spreads_ ? spread_ : summed_];
     if (spreads_ && across_.passed() < block.end) return false;
     const auto mine = static_cast<size_t>(region_->rank());
     const size_t piece = block.count / static_cast<size_t>(block.lanes);
@@ -98,12 +100,12 @@ class HierarchicalTask final : public Task {
 
   size_t bytes(size_t count) const { return count * job_.element_bytes; }
 
-  Engine& engine_;
+  engine::Engine& engine_;
   SharedMemoryRegion* region_;
-  const PlanJob& job_;
-  const Header& header_;
-  const std::vector<InterHostPlan::Block>& blocks_;
-  PlanTask across_;
+  const engine::PlanJob& job_;
+  const transport::Header& header_;
+  const std::vector<collectives::InterHostPlan::Block>& blocks_;
+  engine::PlanTask across_;
   size_t summed_ = 0, spread_ = 0;  // blocks
   bool spreads_ = false;            // whether inside_ spreads a block; else it sums one
   SharedJob step_;
@@ -113,23 +115,25 @@ class HierarchicalTask final : public Task {
 }  // namespace
 
 const HierarchicalAllReduce::PlannedBlocks& HierarchicalAllReduce::planned(
-    const CollectiveShape& at, size_t element_bytes) {
+    const collectives::CollectiveShape& at, size_t element_bytes) {
   const auto key = std::pair(at.count, element_bytes);
   if (const auto found = plans_.find(key); found != plans_.end()) return found->second;
   if (plans_.size() >= kMaxPlans) plans_.clear();
-  InterHostPlan inter_host = cross_all_reduce(at, kBlockBytes / element_bytes);
-  PlannedBlocks made{make_schedule(std::move(inter_host.plan), at.rank),
+  collectives::InterHostPlan inter_host =
+      collectives::cross_all_reduce(at, kBlockBytes / element_bytes);
+  PlannedBlocks made{engine::make_schedule(std::move(inter_host.plan), at.rank),
                      std::move(inter_host.blocks)};
   return plans_.emplace(key, std::move(made)).first->second;
 }
 
-void HierarchicalAllReduce::all_reduce(PlanJob job, CollectiveShape at, const Deadline& deadline) {
+void HierarchicalAllReduce::all_reduce(engine::PlanJob job, collectives::CollectiveShape at,
+                                       const Deadline& deadline) {
   size_t left = at.count;
   do {
     at.count = std::min(left, kPartBytes / job.element_bytes);
     const PlannedBlocks& plan = planned(at, job.element_bytes);
     job.schedule = &plan.schedule;
-    const Header header = engine_.next_header(job.signature);
+    const transport::Header header = engine_.next_header(job.signature);
     if (region_ != nullptr) region_->begin(header);
     HierarchicalTask run(engine_, region_, job, header, plan.blocks);
     engine_.run(run, header, deadline);
@@ -139,4 +143,4 @@ void HierarchicalAllReduce::all_reduce(PlanJob job, CollectiveShape at, const De
   } while (left > 0);
 }
 
-}  // namespace pycomm
+}  // namespace pycomm::shared

@@ -16,27 +16,27 @@
 #include "engine/engine.h"
 #include "shared/shared_memory_region.h"
 
-namespace pycomm {
+namespace pycomm::shared {
 
 class HierarchicalAllReduce {
  public:
   // `region` is null if this rank is alone on its host.
-  HierarchicalAllReduce(Engine& engine, SharedMemoryRegion* region)
+  HierarchicalAllReduce(engine::Engine& engine, SharedMemoryRegion* region)
       : engine_(engine), region_(region) {}
 
   // `job` has no schedule yet; `at` has the hosts and the number of elements.
-  void all_reduce(PlanJob job, CollectiveShape at, const Deadline& deadline);
+  void all_reduce(engine::PlanJob job, collectives::CollectiveShape at, const Deadline& deadline);
 
  private:
   struct PlannedBlocks {
-    Schedule schedule;
-    std::vector<InterHostPlan::Block> blocks;
+    engine::Schedule schedule;
+    std::vector<collectives::InterHostPlan::Block> blocks;
   };
-  const PlannedBlocks& planned(const CollectiveShape& at, size_t element_bytes);
+  const PlannedBlocks& planned(const collectives::CollectiveShape& at, size_t element_bytes);
 
-  Engine& engine_;
+  engine::Engine& engine_;
   SharedMemoryRegion* region_;
   std::map<std::pair<size_t, size_t>, PlannedBlocks> plans_;  // by count and element size
 };
 
-}  // namespace pycomm
+}  // namespace pycomm::shared

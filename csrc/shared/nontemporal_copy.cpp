@@ -8,7 +8,7 @@
 #include <emmintrin.h>
 #endif
 
-namespace pycomm {
+namespace pycomm::shared {
 
 #ifdef __SSE2__
 namespace {
@@ -46,4 +46,4 @@ void nontemporal_copy(std::byte* into, const std::byte* from, size_t bytes) {
 void nontemporal_fence() {}
 #endif
 
-}  // namespace pycomm
+}  // namespace pycomm::shared

@@ -4,10 +4,10 @@
 
 #include <cstddef>
 
-namespace pycomm {
+namespace pycomm::shared {
 
 // Like memcpy. The stores are not ordered before later stores until nontemporal_fence().
 void nontemporal_copy(std::byte* into, const std::byte* from, size_t bytes);
 void nontemporal_fence();
 
-}  // namespace pycomm
+}  // namespace pycomm::shared

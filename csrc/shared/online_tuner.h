@@ -8,7 +8,7 @@
 #include <cstdint>
 #include <limits>
 
-namespace pycomm {
+namespace pycomm::shared {
 
 class OnlineTuner {
  public:
@@ -41,4 +41,4 @@ class OnlineTuner {
   std::array<double, 2> least_{};  // of the current measurements
 };
 
-}  // namespace pycomm
+}  // namespace pycomm::shared

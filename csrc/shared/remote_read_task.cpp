@@ -8,7 +8,7 @@
 #include "os/process_memory.h"
 #include "shared/sum.h"
 
-namespace pycomm {
+namespace pycomm::shared {
 namespace {
 
 // Bytes per read: few system calls, and the data is still in the L2 cache when it is added.
@@ -16,18 +16,20 @@ constexpr size_t kStepBytes = size_t{256} << 10;
 
 }  // namespace
 
-RemoteReadTask::RemoteReadTask(Engine& engine, SharedMemoryRegion& region, const SharedJob& job,
-                               const Header& header, std::vector<RemoteBuffer> buffers)
+RemoteReadTask::RemoteReadTask(engine::Engine& engine, SharedMemoryRegion& region,
+                               const SharedJob& job, const transport::Header& header,
+                               std::vector<RemoteBuffer> buffers)
     : FlagTask(engine, region, header, 1), job_(job), buffers_(std::move(buffers)) {
   if (job.operation == Operation::reduce_scatter) end_ = job.count;
   if (job.operation != Operation::all_reduce) return;
-  const Range mine = piece(Space::output, job.count, size_, rank_);
+  const collectives::Range mine =
+      collectives::piece(collectives::Space::output, job.count, size_, rank_);
   begin_ = at_ = mine.begin;
   end_ = mine.begin + mine.count;
 }
 
 bool RemoteReadTask::advance() {
-  awaited_ = kNoRank;
+  awaited_ = collectives::kNoRank;
   if (at_ < end_) return sum_more();
   if (!published_) {
     publish(region_.own().reduced[first_ % kSlots].flag, first_ + 1);
@@ -72,7 +74,8 @@ RemoteReadTask::Take RemoteReadTask::take_from(int peer) const {
   const size_t element = job_.element_bytes, whole = job_.count * element;
   switch (job_.operation) {
     case Operation::all_reduce: {
-      const Range part = piece(Space::output, job_.count, size_, peer);
+      const collectives::Range part =
+          collectives::piece(collectives::Space::output, job_.count, size_, peer);
       const size_t begin = part.begin * element;
       return {of(peer).output_at + begin, job_.output + begin, part.count * element};
     }
@@ -138,7 +141,7 @@ void RemoteReadTask::count() {
 // A peer that cannot be read died or aborted, because its arrays were readable during the buffer
 // exchange. The engine detects which.
 bool RemoteReadTask::pull(int peer, uint64_t from, std::byte* into, size_t bytes) {
-  if (!read_process(of(peer).process, from, into, bytes)) {
+  if (!os::read_process(of(peer).process, from, into, bytes)) {
     awaited_ = peer;
     return false;
   }
@@ -146,4 +149,4 @@ bool RemoteReadTask::pull(int peer, uint64_t from, std::byte* into, size_t bytes
   return true;
 }
 
-}  // namespace pycomm
+}  // namespace pycomm::shared

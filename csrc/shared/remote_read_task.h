@@ -21,12 +21,12 @@
 
 #include "shared/buffer_exchange.h"
 
-namespace pycomm {
+namespace pycomm::shared {
 
 class RemoteReadTask final : public FlagTask {
  public:
-  RemoteReadTask(Engine& engine, SharedMemoryRegion& region, const SharedJob& job,
-                 const Header& header, std::vector<RemoteBuffer> buffers);
+  RemoteReadTask(engine::Engine& engine, SharedMemoryRegion& region, const SharedJob& job,
+                 const transport::Header& header, std::vector<RemoteBuffer> buffers);
 
   bool advance() override;
   bool done() const override { return ended_; }
@@ -56,4 +56,4 @@ class RemoteReadTask final : public FlagTask {
   bool published_ = false, shown_ = false, ended_ = false;
 };
 
-}  // namespace pycomm
+}  // namespace pycomm::shared

@@ -14,7 +14,7 @@
 
 #include "transport/frame.h"
 
-namespace pycomm {
+namespace pycomm::shared {
 
 inline constexpr size_t kSlots = 16;
 // A chunk and its neighbours stay in a core's cache between write and read.
@@ -26,14 +26,14 @@ inline constexpr size_t kTinyBytes = 48;
 // and after; release and acquire order keep both loads in place.
 class SharedHeader {
  public:
-  void store(const Header& header) {
+  void store(const transport::Header& header) {
     const auto words = std::bit_cast<std::array<uint64_t, 4>>(header);
     for (size_t i = 0; i < words.size(); ++i) words_[i].store(words[i], std::memory_order_release);
   }
-  Header load() const {
+  transport::Header load() const {
     std::array<uint64_t, 4> words;
     for (size_t i = 0; i < words.size(); ++i) words[i] = words_[i].load(std::memory_order_acquire);
-    return std::bit_cast<Header>(words);
+    return std::bit_cast<transport::Header>(words);
   }
 
  private:
@@ -68,4 +68,4 @@ struct Segment {
   alignas(4096) std::array<std::array<std::byte, kSlotBytes>, kSlots> slots;
 };
 
-}  // namespace pycomm
+}  // namespace pycomm::shared

@@ -3,15 +3,15 @@
 #include <chrono>
 #include <utility>
 
-namespace pycomm {
+namespace pycomm::shared {
 namespace {
 
 size_t bytes_of(const SharedJob& job) { return job.count * job.element_bytes; }
 
 }  // namespace
 
-SharedCall::SharedCall(Engine& engine, SharedMemoryRegion& region, const SharedJob& job,
-                       const Header& header)
+SharedCall::SharedCall(engine::Engine& engine, SharedMemoryRegion& region, const SharedJob& job,
+                       const transport::Header& header)
     : engine_(engine), region_(region), job_(job), header_(header) {
   if (BufferExchange::applies_to(job, region)) {
     const OnlineTuner& reads_remotely = region.read_tuner(job.operation, bytes_of(job));
@@ -40,7 +40,7 @@ bool SharedCall::advance() {
 }
 
 // Only the lowest rank measures, because it chooses the mode.
-Task* SharedCall::begin(const BufferExchange& exchange) {
+engine::Task* SharedCall::begin(const BufferExchange& exchange) {
   mode_ = exchange.access_mode();
   if (exchange.can_read_remotely() && region_.is_warm()) {
     OnlineTuner& reads_remotely = region_.read_tuner(job_.operation, bytes_of(job_));
@@ -67,4 +67,4 @@ void SharedCall::record_try() {
   tries_ = false;
 }
 
-}  // namespace pycomm
+}  // namespace pycomm::shared

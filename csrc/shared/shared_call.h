@@ -11,13 +11,13 @@
 #include "shared/staged_task.h"
 #include "shared/zero_copy_task.h"
 
-namespace pycomm {
+namespace pycomm::shared {
 
-class SharedCall final : public Task {
+class SharedCall final : public engine::Task {
  public:
   // `header` has its epoch and sequence set.
-  SharedCall(Engine& engine, SharedMemoryRegion& region, const SharedJob& job,
-             const Header& header);
+  SharedCall(engine::Engine& engine, SharedMemoryRegion& region, const SharedJob& job,
+             const transport::Header& header);
   ~SharedCall() override;
   SharedCall(const SharedCall&) = delete;
   SharedCall& operator=(const SharedCall&) = delete;
@@ -26,7 +26,7 @@ class SharedCall final : public Task {
   bool done() const override {
     return !std::holds_alternative<BufferExchange>(tasks_) && now_->done();
   }
-  int sending_to() const override { return kNoRank; }
+  int sending_to() const override { return collectives::kNoRank; }
   int receiving_from() const override { return now_->receiving_from(); }
   void arm() override { now_->arm(); }
   void disarm() override { now_->disarm(); }
@@ -35,19 +35,19 @@ class SharedCall final : public Task {
   std::optional<AccessMode> access_mode() const { return mode_; }
 
  private:
-  Task* begin(const BufferExchange& exchange);
+  engine::Task* begin(const BufferExchange& exchange);
   void record_try();
 
-  Engine& engine_;
+  engine::Engine& engine_;
   SharedMemoryRegion& region_;
   const SharedJob& job_;
-  const Header& header_;
+  const transport::Header& header_;
   std::variant<std::monostate, BufferExchange, ZeroCopyTask, RemoteReadTask, StagedTask> tasks_;
-  Task* now_;  // the active one
+  engine::Task* now_;  // the active one
   std::optional<AccessMode> mode_;
   bool tries_ = false;  // this rank measures the duration
   uint64_t turn_ = 0;
   Clock::time_point begun_{};
 };
 
-}  // namespace pycomm
+}  // namespace pycomm::shared

@@ -2,7 +2,7 @@
 
 #include "engine/engine.h"
 
-namespace pycomm {
+namespace pycomm::shared {
 namespace {
 
 // After a mismatch some ranks have used tickets that others have not. So every epoch begins at a
@@ -10,13 +10,13 @@ namespace {
 constexpr int kEpochShift = 40;
 
 // Never 0, the value in a new segment.
-uint64_t number_of(const Header& header) {
+uint64_t number_of(const transport::Header& header) {
   return (uint64_t{1} << 63) | (uint64_t{header.epoch} << 32) | header.sequence;
 }
 
 }  // namespace
 
-void SharedMemoryRegion::begin(const Header& header) {
+void SharedMemoryRegion::begin(const transport::Header& header) {
   Segment::Begun& begun = own().begun;
   begun.call.store(0, std::memory_order_relaxed);
   begun.header.store(header);
@@ -25,7 +25,7 @@ void SharedMemoryRegion::begin(const Header& header) {
 
 void SharedMemoryRegion::leave() { own().begun.call.store(0); }
 
-bool SharedMemoryRegion::is_in(int peer, const Header& header) const {
+bool SharedMemoryRegion::is_in(int peer, const transport::Header& header) const {
   return of(peer).begun.call.load(std::memory_order_acquire) == number_of(header);
 }
 
@@ -40,20 +40,22 @@ bool SharedMemoryRegion::enter(uint16_t epoch) {
   return true;
 }
 
-bool SharedMemoryRegion::differs(int peer, const Header& mine, Header& theirs) const {
+bool SharedMemoryRegion::differs(int peer, const transport::Header& mine,
+                                 transport::Header& theirs) const {
   const Segment::Begun& begun = of(peer).begun;
   if (begun.call.load(std::memory_order_acquire) != number_of(mine)) return false;
   theirs = begun.header.load();
   if (begun.call.load(std::memory_order_relaxed) != number_of(mine)) return false;  // next call
-  return !same_call(theirs, mine);
+  return !engine::same_call(theirs, mine);
 }
 
-bool SharedMemoryRegion::is_past(int peer, const Header& mine, Header& theirs) const {
+bool SharedMemoryRegion::is_past(int peer, const transport::Header& mine,
+                                 transport::Header& theirs) const {
   const Segment::Begun& begun = of(peer).begun;
   const uint64_t call = begun.call.load(std::memory_order_acquire);
   theirs = begun.header.load();
   if (call == 0 || begun.call.load(std::memory_order_relaxed) != call) return false;
-  return theirs.epoch == mine.epoch && order(theirs, mine.epoch, mine.sequence) > 0;
+  return theirs.epoch == mine.epoch && engine::order(theirs, mine.epoch, mine.sequence) > 0;
 }
 
-}  // namespace pycomm
+}  // namespace pycomm::shared

@@ -16,7 +16,7 @@
 #include "shared/online_tuner.h"
 #include "shared/segment.h"
 
-namespace pycomm {
+namespace pycomm::shared {
 
 class SharedMemoryRegion {
  public:
@@ -35,17 +35,17 @@ class SharedMemoryRegion {
   Segment& of(int rank) const { return *segments_[static_cast<size_t>(rank)]; }
 
   // By number. Call it before the first collective.
-  void set_heaps(std::vector<HeapView> heaps) { heaps_ = std::move(heaps); }
+  void set_heaps(std::vector<os::HeapView> heaps) { heaps_ = std::move(heaps); }
   // Whether every rank has a heap that all ranks mapped; the same on all ranks.
   bool has_heaps() const { return !heaps_.empty(); }
-  const HeapView& heap(int rank) const { return heaps_[static_cast<size_t>(rank)]; }
+  const os::HeapView& heap(int rank) const { return heaps_[static_cast<size_t>(rank)]; }
 
   // Publishes the current call of this rank, for peers that wait for it in another call.
-  void begin(const Header& header);
+  void begin(const transport::Header& header);
   // Publishes that this rank aborted its current call.
   void leave();
   // Whether `peer` is in the same call.
-  bool is_in(int peer, const Header& header) const;
+  bool is_in(int peer, const transport::Header& header) const;
   // Call it before the first take() of an epoch. True if the epoch is new.
   bool enter(uint16_t epoch);
   // Returns the first of `count` new tickets.
@@ -57,12 +57,12 @@ class SharedMemoryRegion {
   // The last value read from the `done` flag of a peer.
   uint64_t& known_done(int peer) { return known_done_[static_cast<size_t>(peer)]; }
   // True if `peer` is in a different call at the same sequence number; `theirs` is its header.
-  bool differs(int peer, const Header& mine, Header& theirs) const;
+  bool differs(int peer, const transport::Header& mine, transport::Header& theirs) const;
   // True if `peer` is in a later call of the same epoch; `theirs` is its header.
-  bool is_past(int peer, const Header& mine, Header& theirs) const;
+  bool is_past(int peer, const transport::Header& mine, transport::Header& theirs) const;
 
   // The previous call in the epoch, and the signature of it and all earlier ones.
-  Header last{};
+  transport::Header last{};
   uint32_t signature = 0;
   // Selects plain or non-temporal stores for data that peers read, by size of the call. Between
   // processors that share a cache plain stores are faster, because the reader finds the data in
@@ -80,14 +80,14 @@ class SharedMemoryRegion {
   // Whether this rank may read the processes of all peers; the first buffer exchange sets it.
   enum class Reach { unknown, not_all, all } reaches = Reach::unknown;
   // Value that a peer must find when it reads this process, to confirm the process id.
-  uint64_t token = std::bit_cast<std::array<uint64_t, 4>>(random_bytes())[0];
+  uint64_t token = std::bit_cast<std::array<uint64_t, 4>>(os::random_bytes())[0];
   // Since the group was created: bytes that this rank wrote for peers, and read from theirs.
   uint64_t bytes_sent = 0, bytes_received = 0;
 
  private:
   std::vector<std::shared_ptr<Segment>> segments_;
   std::vector<int> members_;
-  std::vector<HeapView> heaps_;  // by number, or empty
+  std::vector<os::HeapView> heaps_;  // by number, or empty
   int rank_;
   std::vector<uint64_t> known_done_;
   // 16 of 2,048 chunks are measurements, half of them with the slower stores; 8 of 256 calls.
@@ -98,4 +98,4 @@ class SharedMemoryRegion {
   uint64_t base_ = 0, next_ = 0;
 };
 
-}  // namespace pycomm
+}  // namespace pycomm::shared

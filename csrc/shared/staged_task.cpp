@@ -10,7 +10,7 @@
 #include "shared/nontemporal_copy.h"
 #include "shared/sum.h"
 
-namespace pycomm {
+namespace pycomm::shared {
 namespace {
 
 // Up to this size every rank reduces everything: one exchange of flags instead of two. Measured on
@@ -48,8 +48,8 @@ void copy_bytes(std::byte* into, const std::byte* from, size_t bytes) {
 
 }  // namespace
 
-StagedTask::StagedTask(Engine& engine, SharedMemoryRegion& region, const SharedJob& job,
-                       const Header& header)
+StagedTask::StagedTask(engine::Engine& engine, SharedMemoryRegion& region, const SharedJob& job,
+                       const transport::Header& header)
     : FlagTask(engine, region, header, chunks_of(job, region.size())),
       job_(job),
       parts_(parts_of(job, size_)),
@@ -133,7 +133,7 @@ bool StagedTask::collects() const {
 
 // Order: first the steps that peers wait for, and whose data is still in the caches.
 bool StagedTask::advance() {
-  awaited_ = kNoRank;
+  awaited_ = collectives::kNoRank;
   if (collected_ < reduced_) {
     const Chunk at = chunk(collected_);
     if (!collects() || (two_shots_ ? have_reduced(at.ticket) : have_filled(at.ticket))) {
@@ -246,7 +246,8 @@ void StagedTask::fill(const Chunk& at) {
         lay_out(into + static_cast<size_t>(peer) * row_bytes, row(peer, at), row_bytes);
   } else if (two_shots_) {
     for (int peer = 0; peer < size_; ++peer) {
-      const Range part = piece(Space::input, at.count, size_, peer);
+      const collectives::Range part =
+          collectives::piece(collectives::Space::input, at.count, size_, peer);
       if (peer != rank_)
         lay_out(into + bytes(part.begin), row(0, at) + bytes(part.begin), bytes(part.count));
     }
@@ -275,7 +276,8 @@ void StagedTask::reduce(const Chunk& at) {
     return combine({out_row(0, at), row(rank_, at), place, at.count}, at.ticket);
   }
   if (!two_shots_) return combine({out_row(0, at), mine, 0, at.count}, at.ticket);
-  const Range part = piece(Space::input, at.count, size_, rank_);
+  const collectives::Range part =
+      collectives::piece(collectives::Space::input, at.count, size_, rank_);
   const size_t place = bytes(part.begin);
   const std::byte* own = row(0, at) + place;
   if (job_.operation == Operation::all_reduce || rank_ == job_.root)
@@ -302,7 +304,8 @@ void StagedTask::collect(const Chunk& at) {
     case Operation::all_reduce:
     case Operation::reduce:
       for (int peer = 0; peer < size_; ++peer) {
-        const Range part = piece(Space::output, at.count, size_, peer);
+        const collectives::Range part =
+            collectives::piece(collectives::Space::output, at.count, size_, peer);
         const size_t place = bytes(part.begin);
         if (peer != rank_)
           take(out_row(0, at) + place, slot(peer, at.ticket) + place, bytes(part.count));
@@ -337,4 +340,4 @@ void StagedTask::collect(const Chunk& at) {
   }
 }
 
-}  // namespace pycomm
+}  // namespace pycomm::shared

@@ -20,13 +20,13 @@
 
 #include "shared/flag_task.h"
 
-namespace pycomm {
+namespace pycomm::shared {
 
 class StagedTask final : public FlagTask {
  public:
   // `header` has its epoch and sequence set.
-  StagedTask(Engine& engine, SharedMemoryRegion& region, const SharedJob& job,
-             const Header& header);
+  StagedTask(engine::Engine& engine, SharedMemoryRegion& region, const SharedJob& job,
+             const transport::Header& header);
 
   bool advance() override;
   bool done() const override { return collected_ == chunks_; }
@@ -72,4 +72,4 @@ class StagedTask final : public FlagTask {
   uint64_t filled_ = 0, reduced_ = 0, collected_ = 0;
 };
 
-}  // namespace pycomm
+}  // namespace pycomm::shared

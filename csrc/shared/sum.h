@@ -7,7 +7,7 @@
 
 #include "shared/flag_task.h"
 
-namespace pycomm {
+namespace pycomm::shared {
 
 // Bytes per step: with all its summands it stays in the L1 cache.
 inline constexpr size_t kBlockBytes = size_t{8} << 10;
@@ -42,4 +42,4 @@ void add_up(const SharedJob& job, int size, std::byte* into, size_t count, const
   }
 }
 
-}  // namespace pycomm
+}  // namespace pycomm::shared

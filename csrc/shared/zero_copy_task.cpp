@@ -7,7 +7,7 @@
 #include "collectives/plan.h"
 #include "shared/sum.h"
 
-namespace pycomm {
+namespace pycomm::shared {
 namespace {
 
 // Bytes per step. The engine checks for failures every 1,024 steps: some 50 ms.
@@ -19,20 +19,21 @@ bool has_pieces(Operation operation) {
 
 }  // namespace
 
-ZeroCopyTask::ZeroCopyTask(Engine& engine, SharedMemoryRegion& region, const SharedJob& job,
-                           const Header& header, std::vector<RemoteBuffer> buffers)
+ZeroCopyTask::ZeroCopyTask(engine::Engine& engine, SharedMemoryRegion& region, const SharedJob& job,
+                           const transport::Header& header, std::vector<RemoteBuffer> buffers)
     : FlagTask(engine, region, header, 1),
       job_(job),
       buffers_(std::move(buffers)),
       end_(job.count) {
   if (!has_pieces(job.operation)) return;
-  const Range mine = piece(Space::output, job.count, size_, rank_);
+  const collectives::Range mine =
+      collectives::piece(collectives::Space::output, job.count, size_, rank_);
   at_ = mine.begin;
   end_ = mine.begin + mine.count;
 }
 
 bool ZeroCopyTask::advance() {
-  awaited_ = kNoRank;
+  awaited_ = collectives::kNoRank;
   if (at_ < end_) {
     if (!all_in_call()) return false;
     work_more();
@@ -95,4 +96,4 @@ void ZeroCopyTask::gather(size_t begin, size_t bytes) {
   }
 }
 
-}  // namespace pycomm
+}  // namespace pycomm::shared

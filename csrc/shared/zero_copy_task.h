@@ -20,12 +20,12 @@
 
 #include "shared/buffer_exchange.h"
 
-namespace pycomm {
+namespace pycomm::shared {
 
 class ZeroCopyTask final : public FlagTask {
  public:
-  ZeroCopyTask(Engine& engine, SharedMemoryRegion& region, const SharedJob& job,
-               const Header& header, std::vector<RemoteBuffer> buffers);
+  ZeroCopyTask(engine::Engine& engine, SharedMemoryRegion& region, const SharedJob& job,
+               const transport::Header& header, std::vector<RemoteBuffer> buffers);
 
   bool advance() override;
   bool done() const override { return ended_; }
@@ -43,4 +43,4 @@ class ZeroCopyTask final : public FlagTask {
   size_t at_ = 0, end_;  // remaining elements of this rank's work
 };
 
-}  // namespace pycomm
+}  // namespace pycomm::shared

@@ -16,7 +16,7 @@
 #include "core/errors.h"
 #include "transport/frame.h"
 
-namespace pycomm {
+namespace pycomm::testing {
 namespace {
 
 constexpr size_t kHeldBytes = size_t{256} << 10;
@@ -37,7 +37,7 @@ void write_timestamp(FaultState& state) {
   if (path.empty() || std::exchange(state.timestamped, true)) return;
   const std::chrono::duration<double> now = Clock::now().time_since_epoch();
   const std::string text = std::to_string(now.count());
-  const Fd file(::open(path.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666));
+  const os::Fd file(::open(path.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666));
   if (!file || ::write(file.get(), text.data(), text.size()) < 0)
     throw InvalidArgument("cannot write the time of a fault to '" + path +
                           "': " + std::generic_category().message(errno));
@@ -54,7 +54,7 @@ class Frames {
 
   // Subtracts the bytes that count from `state.left`; stops where that becomes 0. If the operation
   // matters, the header of a frame counts when it is complete.
-  CountedBytes pass(ConstBytes bytes, FaultState& state) {
+  CountedBytes pass(transport::ConstBytes bytes, FaultState& state) {
     for (size_t at = 0; at < bytes.size();) {
       const auto [n, counted] = step(bytes.subspan(at), state.fault.operation);
       if (counted > 0 && counted >= state.left) {
@@ -70,7 +70,7 @@ class Frames {
 
  private:
   // Advances to the end of a header or of a payload: the bytes, and how many of them count.
-  std::pair<size_t, uint64_t> step(ConstBytes bytes, int operation) {
+  std::pair<size_t, uint64_t> step(transport::ConstBytes bytes, int operation) {
     size_t n = 0;
     const bool in_head = have_ < sizeof header_;
     if (in_head) {
@@ -83,14 +83,14 @@ class Frames {
       payload_left_ -= n;
     }
     const bool known = have_ == sizeof header_;
-    const bool ours = known && header_.kind == FrameKind::data &&
+    const bool ours = known && header_.kind == transport::FrameKind::data &&
                       static_cast<int>(header_.operation) == operation;
     if (known && payload_left_ == 0) have_ = 0;
     if (operation < 0) return {n, n};
     return {n, !ours ? 0 : in_head ? sizeof header_ : n};
   }
 
-  Header header_{};
+  transport::Header header_{};
   size_t have_ = 0, payload_left_ = 0;
 };
 
@@ -108,9 +108,9 @@ class Faults {
 
 namespace {
 
-class Faulty final : public Channel {
+class Faulty final : public transport::Channel {
  public:
-  Faulty(std::unique_ptr<Channel> inner, int peer, std::shared_ptr<Faults> faults)
+  Faulty(std::unique_ptr<transport::Channel> inner, int peer, std::shared_ptr<Faults> faults)
       : inner_(std::move(inner)),
         transport_(inner_->transport()),
         peer_(peer),
@@ -129,13 +129,13 @@ class Faulty final : public Channel {
 
   std::string_view transport() const override { return transport_; }
 
-  size_t send(ConstBytes head, ConstBytes body) override {
+  size_t send(transport::ConstBytes head, transport::ConstBytes body) override {
     const size_t total = head.size() + body.size();
     if (!inner_) return total;
     if (!send_noise()) return 0;
     const auto [allowed, due] = until_due(head, body);
-    const ConstBytes first = head.first(std::min(head.size(), allowed));
-    const ConstBytes second = body.first(allowed - first.size());
+    const transport::ConstBytes first = head.first(std::min(head.size(), allowed));
+    const transport::ConstBytes second = body.first(allowed - first.size());
     const size_t n = inner_->send(first, second);
     pass(first.first(std::min(n, first.size())), true);
     pass(second.first(n - std::min(n, first.size())), true);
@@ -145,7 +145,7 @@ class Faulty final : public Channel {
     return n + send(head.subspan(first.size()), body.subspan(second.size()));
   }
 
-  ConstBytes peek(size_t want) override {
+  transport::ConstBytes peek(size_t want) override {
     pull();
     reveal();
     return {held_.data() + begin_, std::min(want, shown_)};
@@ -155,8 +155,8 @@ class Faulty final : public Channel {
     shown_ -= bytes;
     due_ -= bytes;
   }
-  size_t receive(Bytes into) override {
-    const ConstBytes here = peek(into.size());
+  size_t receive(transport::Bytes into) override {
+    const transport::ConstBytes here = peek(into.size());
     if (here.empty()) return 0;
     std::memcpy(into.data(), here.data(), here.size());
     take(here.size());
@@ -168,7 +168,7 @@ class Faulty final : public Channel {
     return inner_ ? inner_->protocol_error() : "";
   }
 
-  pollfd arm(Want want) override {
+  pollfd arm(transport::Want want) override {
     pull();
     if (!inner_) return {-1, 0, 0};
     armed_ = true;
@@ -188,7 +188,7 @@ class Faulty final : public Channel {
     pull();
     reveal();
   }
-  void close(ConstBytes unsent) override {
+  void close(transport::ConstBytes unsent) override {
     if (inner_) inner_->close(unsent);
   }
 
@@ -210,7 +210,8 @@ class Faulty final : public Channel {
   bool pending() const { return shown_ < due_ || !delayed_.empty(); }
 
   // The bytes that may be sent until the first fault strikes, and that fault.
-  std::pair<size_t, FaultState*> until_due(ConstBytes head, ConstBytes body) const {
+  std::pair<size_t, FaultState*> until_due(transport::ConstBytes head,
+                                           transport::ConstBytes body) const {
     std::pair<size_t, FaultState*> first{head.size() + body.size(), nullptr};
     for (const WatchedFault& watched : watched_) {
       if (watched.state->struck) continue;
@@ -227,7 +228,7 @@ class Faulty final : public Channel {
   }
 
   // Counts transferred bytes; returns how many of them precede a fault.
-  size_t pass(ConstBytes bytes, bool out) {
+  size_t pass(transport::ConstBytes bytes, bool out) {
     size_t before = bytes.size();
     if (out) (void)sent_.pass(bytes, nothing_);
     for (WatchedFault& watched : watched_) {
@@ -264,8 +265,8 @@ class Faulty final : public Channel {
     while (held_.size() - begin_ < kHeldBytes) {
       const size_t end = held_.size();
       held_.resize(end + kPullBytes);
-      const size_t n = inner_->receive(Bytes(held_).subspan(end));
-      const size_t good = pass(ConstBytes(held_).subspan(end, n), false);
+      const size_t n = inner_->receive(transport::Bytes(held_).subspan(end));
+      const size_t good = pass(transport::ConstBytes(held_).subspan(end, n), false);
       held_.resize(end + (inner_ ? n : good));
       if (held_.size() > end) schedule(held_.size() - end);
       if (!inner_) return;
@@ -303,11 +304,11 @@ class Faulty final : public Channel {
 
   static constexpr std::string_view kNoise = "this is no frame of any version!";
 
-  std::unique_ptr<Channel> inner_;  // null: disconnected
+  std::unique_ptr<transport::Channel> inner_;  // null: disconnected
   std::string_view transport_;
   int peer_;
   std::shared_ptr<Faults> faults_;
-  Fd timer_;
+  os::Fd timer_;
   std::vector<WatchedFault> watched_;
   Frames sent_;
   FaultState nothing_{{.operation = 256}, UINT64_MAX};
@@ -349,16 +350,16 @@ std::shared_ptr<Faults> make_faults(const std::vector<Fault>& faults) {
   return std::make_shared<Faults>(faults);
 }
 
-std::unique_ptr<Channel> make_faulty(std::unique_ptr<Channel> inner, int peer,
-                                     std::shared_ptr<Faults> faults) {
+std::unique_ptr<transport::Channel> make_faulty(std::unique_ptr<transport::Channel> inner, int peer,
+                                                std::shared_ptr<Faults> faults) {
   return std::make_unique<Faulty>(std::move(inner), peer, std::move(faults));
 }
 
-std::function<std::unique_ptr<Channel>(std::unique_ptr<Channel>, int peer)> fault_injector(
-    const std::vector<Fault>& faults) {
-  return [state = make_faults(faults)](std::unique_ptr<Channel> inner, int peer) {
+std::function<std::unique_ptr<transport::Channel>(std::unique_ptr<transport::Channel>, int peer)>
+fault_injector(const std::vector<Fault>& faults) {
+  return [state = make_faults(faults)](std::unique_ptr<transport::Channel> inner, int peer) {
     return make_faulty(std::move(inner), peer, state);
   };
 }
 
-}  // namespace pycomm
+}  // namespace pycomm::testing

@@ -14,7 +14,7 @@
 
 #include "transport/transport.h"
 
-namespace pycomm {
+namespace pycomm::testing {
 
 enum class FaultAction : uint8_t {
   cut,      // the channels are closed, as when the process dies
@@ -44,11 +44,11 @@ std::shared_ptr<Faults> make_faults(const std::vector<Fault>& faults);
 
 // `inner`, the channel to `peer`, with these faults. All channels of one rank must be used by one
 // thread at a time.
-std::unique_ptr<Channel> make_faulty(std::unique_ptr<Channel> inner, int peer,
-                                     std::shared_ptr<Faults> faults);
+std::unique_ptr<transport::Channel> make_faulty(std::unique_ptr<transport::Channel> inner, int peer,
+                                                std::shared_ptr<Faults> faults);
 
 // make_faulty() with these faults, for a group's options.
-std::function<std::unique_ptr<Channel>(std::unique_ptr<Channel>, int peer)> fault_injector(
-    const std::vector<Fault>& faults);
+std::function<std::unique_ptr<transport::Channel>(std::unique_ptr<transport::Channel>, int peer)>
+fault_injector(const std::vector<Fault>& faults);
 
-}  // namespace pycomm
+}  // namespace pycomm::testing

@@ -10,19 +10,19 @@
 #include "os/fd.h"
 #include "transport/frame.h"
 
-namespace pycomm {
+namespace pycomm::testing {
 namespace {
 
 // A frame must fit, or it would never arrive completely; a larger burst would be unrealistic.
-constexpr size_t kFrameBytes = sizeof(Header) + kSegmentBytes;
+constexpr size_t kFrameBytes = sizeof(transport::Header) + transport::kSegmentBytes;
 constexpr double kBurstBytes = 2.0 * kFrameBytes, kBurstS = 0.02;
 // Minimum bytes for a wake-up.
 constexpr size_t kWakeupBytes = size_t{16} << 10;
 constexpr long kTimerNs = 500'000;  // sleep while the bucket holds less than that
 
-class RateLimited final : public Channel {
+class RateLimited final : public transport::Channel {
  public:
-  RateLimited(std::unique_ptr<Channel> inner, std::shared_ptr<RateLimitedLink> link)
+  RateLimited(std::unique_ptr<transport::Channel> inner, std::shared_ptr<RateLimitedLink> link)
       : inner_(std::move(inner)),
         link_(std::move(link)),
         timer_(::timerfd_create(CLOCK_MONOTONIC, TFD_CLOEXEC | TFD_NONBLOCK)) {
@@ -31,11 +31,11 @@ class RateLimited final : public Channel {
 
   std::string_view transport() const override { return inner_->transport(); }
 
-  size_t send(ConstBytes head, ConstBytes body) override {
+  size_t send(transport::ConstBytes head, transport::ConstBytes body) override {
     if (inner_->is_closed()) return inner_->send(head, body);  // taken and lost
     const size_t may = link_->out.available();
-    const ConstBytes first = head.first(std::min(head.size(), may));
-    const ConstBytes second = body.first(std::min(body.size(), may - first.size()));
+    const transport::ConstBytes first = head.first(std::min(head.size(), may));
+    const transport::ConstBytes second = body.first(std::min(body.size(), may - first.size()));
     if (first.empty() && second.empty()) return 0;
     const size_t n = inner_->send(first, second);
     link_->out.take(n);
@@ -43,9 +43,9 @@ class RateLimited final : public Channel {
   }
   void expect_more(bool more) override { inner_->expect_more(more); }
 
-  ConstBytes peek(size_t want) override {
+  transport::ConstBytes peek(size_t want) override {
     const size_t may = std::min(want, link_->in.available());
-    const ConstBytes there = inner_->peek(may);
+    const transport::ConstBytes there = inner_->peek(may);
     limited_ = may < want && there.size() >= may;
     return there.first(std::min(there.size(), may));
   }
@@ -53,7 +53,7 @@ class RateLimited final : public Channel {
     inner_->take(bytes);
     link_->in.take(bytes);
   }
-  size_t receive(Bytes into) override {
+  size_t receive(transport::Bytes into) override {
     const size_t may = std::min(into.size(), link_->in.available());
     const size_t n = inner_->receive(into.first(may));
     limited_ = may < into.size() && n == may;
@@ -65,7 +65,7 @@ class RateLimited final : public Channel {
   std::string_view protocol_error() const override { return inner_->protocol_error(); }
 
   // Bytes that the link holds back are ready in `inner_`, and would end each sleep immediately.
-  pollfd arm(Want want) override {
+  pollfd arm(transport::Want want) override {
     timer_armed_ =
         (want.send && link_->out.available() < kWakeupBytes) ||
         (want.receive && link_->in.available() < std::clamp(want.bytes, kWakeupBytes, kFrameBytes));
@@ -79,12 +79,12 @@ class RateLimited final : public Channel {
   }
 
   void wake_peer() override { inner_->wake_peer(); }
-  void close(ConstBytes unsent) override { inner_->close(unsent); }
+  void close(transport::ConstBytes unsent) override { inner_->close(unsent); }
 
  private:
-  std::unique_ptr<Channel> inner_;
+  std::unique_ptr<transport::Channel> inner_;
   std::shared_ptr<RateLimitedLink> link_;
-  Fd timer_;
+  os::Fd timer_;
   bool timer_armed_ = false;
   bool limited_ = false;  // the link passed fewer bytes than requested
 };
@@ -111,17 +111,17 @@ void TokenBucket::take(size_t bytes) {
   tokens_ -= static_cast<double>(bytes);
 }
 
-std::unique_ptr<Channel> make_rate_limited(std::unique_ptr<Channel> inner,
-                                           std::shared_ptr<RateLimitedLink> link) {
+std::unique_ptr<transport::Channel> make_rate_limited(std::unique_ptr<transport::Channel> inner,
+                                                      std::shared_ptr<RateLimitedLink> link) {
   return std::make_unique<RateLimited>(std::move(inner), std::move(link));
 }
 
-std::function<std::unique_ptr<Channel>(std::unique_ptr<Channel>, int peer)> rate_limiter(
-    double bytes_per_s) {
+std::function<std::unique_ptr<transport::Channel>(std::unique_ptr<transport::Channel>, int peer)>
+rate_limiter(double bytes_per_s) {
   const auto link = std::make_shared<RateLimitedLink>(bytes_per_s);
-  return [link](std::unique_ptr<Channel> inner, int) {
+  return [link](std::unique_ptr<transport::Channel> inner, int) {
     return make_rate_limited(std::move(inner), link);
   };
 }
 
-}  // namespace pycomm
+}  // namespace pycomm::testing

@@ -11,7 +11,7 @@
 
 #include "transport/transport.h"
 
-namespace pycomm {
+namespace pycomm::testing {
 
 // Fills at `bytes_per_s`, up to a burst. Thread-safe.
 class TokenBucket {
@@ -34,11 +34,11 @@ struct RateLimitedLink {
 };
 
 // `inner`, limited by `link`.
-std::unique_ptr<Channel> make_rate_limited(std::unique_ptr<Channel> inner,
-                                           std::shared_ptr<RateLimitedLink> link);
+std::unique_ptr<transport::Channel> make_rate_limited(std::unique_ptr<transport::Channel> inner,
+                                                      std::shared_ptr<RateLimitedLink> link);
 
 // make_rate_limited() with one link of this rate for all channels, for a group's options.
-std::function<std::unique_ptr<Channel>(std::unique_ptr<Channel>, int peer)> rate_limiter(
-    double bytes_per_s);
+std::function<std::unique_ptr<transport::Channel>(std::unique_ptr<transport::Channel>, int peer)>
+rate_limiter(double bytes_per_s);
 
-}  // namespace pycomm
+}  // namespace pycomm::testing

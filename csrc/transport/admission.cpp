@@ -11,7 +11,7 @@
 
 #include "os/random.h"
 
-namespace pycomm {
+namespace pycomm::transport {
 namespace {
 
 constexpr size_t kLeast = 64, kMost = 1024;
@@ -76,9 +76,9 @@ size_t choose_evicted(std::span<const Pending> pending, std::minstd_rand& random
 
 std::minstd_rand eviction_random() {
   uint32_t seed = 0;
-  const auto bytes = random_bytes();
+  const auto bytes = os::random_bytes();
   std::memcpy(&seed, bytes.data(), sizeof seed);
   return std::minstd_rand(seed);
 }
 
-}  // namespace pycomm
+}  // namespace pycomm::transport

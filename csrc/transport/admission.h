@@ -13,7 +13,7 @@
 #include <random>
 #include <span>
 
-namespace pycomm {
+namespace pycomm::transport {
 
 struct Pending {
   uint64_t source = 0;   // source_of() the connection
@@ -34,4 +34,4 @@ size_t choose_evicted(std::span<const Pending> pending, std::minstd_rand& random
 // Seeded by the system, so that a client cannot predict the choice.
 std::minstd_rand eviction_random();
 
-}  // namespace pycomm
+}  // namespace pycomm::transport

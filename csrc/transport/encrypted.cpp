@@ -12,11 +12,11 @@
 #include "os/aes_gcm.h"
 #include "transport/frame.h"
 
-namespace pycomm {
+namespace pycomm::transport {
 namespace {
 
 constexpr size_t kLengthBytes = 4;
-constexpr size_t kOverhead = kLengthBytes + AesGcm::kTagBytes;
+constexpr size_t kOverhead = kLengthBytes + os::AesGcm::kTagBytes;
 // A frame of full size is one record.
 constexpr size_t kMostPlain = sizeof(Header) + kSegmentBytes;
 constexpr size_t kMostRecord = kMostPlain + kOverhead;
@@ -35,19 +35,19 @@ std::string text_of(const Digest& digest) { return {digest.begin(), digest.end()
 // The successive keys of one direction, and the number of the next record.
 class Keys {
  public:
-  Keys(AesGcm::Direction direction, std::string secret, uint64_t records_per_key)
+  Keys(os::AesGcm::Direction direction, std::string secret, uint64_t records_per_key)
       : secret_(std::move(secret)),
         records_per_key_(records_per_key),
         cipher_(direction, expand(secret_, "pycomm 1 key")),
         iv_(expand(secret_, "pycomm 1 iv")) {}
 
-  AesGcm& cipher() { return cipher_; }
+  os::AesGcm& cipher() { return cipher_; }
 
   // The nonce of the next record; never returns the same one twice with one key.
-  AesGcm::Nonce next() {
+  os::AesGcm::Nonce next() {
     check(number_ != UINT64_MAX, "a connection has used up its nonces");
     if (number_ > 0 && number_ % records_per_key_ == 0) renew();
-    AesGcm::Nonce nonce{};
+    os::AesGcm::Nonce nonce{};
     std::copy_n(iv_.begin(), nonce.size(), nonce.begin());
     for (size_t i = 0; i < 8; ++i)
       nonce[nonce.size() - 1 - i] ^= static_cast<uint8_t>(number_ >> (8 * i));
@@ -64,7 +64,7 @@ class Keys {
 
   std::string secret_;
   uint64_t records_per_key_, number_ = 0;
-  AesGcm cipher_;
+  os::AesGcm cipher_;
   Digest iv_;
 };
 
@@ -84,9 +84,9 @@ class Encrypted final : public Channel {
  public:
   Encrypted(std::unique_ptr<Channel> inner, const Session& session)
       : inner_(std::move(inner)),
-        out_keys_(AesGcm::Direction::encrypt, secret_of(session, session.connector),
+        out_keys_(os::AesGcm::Direction::encrypt, secret_of(session, session.connector),
                   session.records_per_key),
-        in_keys_(AesGcm::Direction::decrypt, secret_of(session, !session.connector),
+        in_keys_(os::AesGcm::Direction::decrypt, secret_of(session, !session.connector),
                  session.records_per_key),
         record_(kMostRecord),
         cipher_(kCipherBytes),
@@ -239,7 +239,7 @@ class Encrypted final : public Channel {
     check(end_ + n <= plain_.size(), "the buffer of decrypted bytes is too small");
     const auto nonce = in_keys_.next();
     if (!in_keys_.cipher().decrypt(nonce, {at, kLengthBytes},
-                                   {at + kLengthBytes, n + AesGcm::kTagBytes},
+                                   {at + kLengthBytes, n + os::AesGcm::kTagBytes},
                                    plain_.data() + end_))
       return refuse("a record has an invalid tag");
     end_ += n;
@@ -279,4 +279,4 @@ std::unique_ptr<Channel> make_encrypted(std::unique_ptr<Channel> inner, const Se
   return std::make_unique<Encrypted>(std::move(inner), session);
 }
 
-}  // namespace pycomm
+}  // namespace pycomm::transport

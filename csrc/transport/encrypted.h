@@ -20,7 +20,7 @@
 
 #include "transport/transport.h"
 
-namespace pycomm {
+namespace pycomm::transport {
 
 struct Session {
   std::string secret;      // Handshake::session_secret()
@@ -33,4 +33,4 @@ struct Session {
 // OpenSSL cannot be loaded.
 std::unique_ptr<Channel> make_encrypted(std::unique_ptr<Channel> inner, const Session& session);
 
-}  // namespace pycomm
+}  // namespace pycomm::transport

@@ -6,7 +6,7 @@
 #include <cstddef>
 #include <cstdint>
 
-namespace pycomm {
+namespace pycomm::transport {
 
 static_assert(std::endian::native == std::endian::little, "frames are little-endian");
 
@@ -57,4 +57,4 @@ constexpr size_t frames_for(size_t bytes) {
   return bytes == 0 ? 1 : (bytes + kSegmentBytes - 1) / kSegmentBytes;
 }
 
-}  // namespace pycomm
+}  // namespace pycomm::transport

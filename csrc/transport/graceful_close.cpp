@@ -18,7 +18,7 @@
 #include "core/deadline.h"
 #include "os/thread.h"
 
-namespace pycomm {
+namespace pycomm::transport {
 namespace {
 
 constexpr std::chrono::seconds kLimit{2};
@@ -28,7 +28,7 @@ constexpr int kPollMs = 5;
 constexpr int kReads = 16;
 
 struct ClosingSocket {
-  Fd socket;
+  os::Fd socket;
   std::vector<std::byte> unsent{};
   size_t sent = 0;  // bytes of it
   Deadline deadline{kLimit};
@@ -73,7 +73,7 @@ class GracefulCloser {
   void add(ClosingSocket one) {
     const std::lock_guard lock(mutex_);
     if (!running_) {  // first: if it throws, the socket is closed and does not leak
-      start_thread("pycomm-linger", [this] { run(); }).detach();
+      os::start_thread("pycomm-linger", [this] { run(); }).detach();
       running_ = true;
     }
     closing_.push_back(std::move(one));
@@ -128,7 +128,7 @@ GracefulCloser& graceful_closer() {
 
 }  // namespace
 
-void close_gracefully(Fd socket, ConstBytes unsent) {
+void close_gracefully(os::Fd socket, ConstBytes unsent) {
   if (!socket) return;
   if (unsent.empty()) ::shutdown(socket.get(), SHUT_WR);
   try {
@@ -139,4 +139,4 @@ void close_gracefully(Fd socket, ConstBytes unsent) {
   }
 }
 
-}  // namespace pycomm
+}  // namespace pycomm::transport

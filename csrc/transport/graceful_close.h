@@ -9,12 +9,12 @@
 #include "os/fd.h"
 #include "transport/transport.h"
 
-namespace pycomm {
+namespace pycomm::transport {
 
 // Takes a TCP socket and its unsent bytes; never blocks. The socket is closed once the peer's
 // kernel has acknowledged everything, the peer has closed the connection, or 2 s have passed. The
 // end of the process waits for these sockets, unless the process is killed or exits without running
 // destructors.
-void close_gracefully(Fd socket, ConstBytes unsent);
+void close_gracefully(os::Fd socket, ConstBytes unsent);
 
-}  // namespace pycomm
+}  // namespace pycomm::transport

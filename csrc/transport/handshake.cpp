@@ -14,7 +14,7 @@
 #include "os/random.h"
 #include "os/socket.h"
 
-namespace pycomm {
+namespace pycomm::transport {
 namespace {
 
 constexpr size_t kNonceBytes = 32, kRankBytes = 4, kProofBytes = 32;
@@ -43,7 +43,7 @@ std::string reason(int error) { return std::generic_category().message(error); }
 
 }  // namespace
 
-Handshake::Handshake(Fd fd, Role role, std::string key, HandshakeParams params,
+Handshake::Handshake(os::Fd fd, Role role, std::string key, HandshakeParams params,
                      std::chrono::nanoseconds limit)
     : fd_(std::move(fd)),
       role_(role),
@@ -52,7 +52,7 @@ Handshake::Handshake(Fd fd, Role role, std::string key, HandshakeParams params,
       deadline_(limit) {
   if (key_.empty()) throw InvalidArgument("the key of a connection is empty");
   if (role_ == Role::connector) {
-    greeting_ = text_of(random_bytes()) + rank_bytes(params_.rank);
+    greeting_ = text_of(os::random_bytes()) + rank_bytes(params_.rank);
     buffer_ = greeting_;
   } else {
     expect_bytes(kGreetingBytes);
@@ -81,7 +81,7 @@ bool Handshake::awaits_yes() const {
   return params_.patient && role_ == Role::connector && stage_ == 3;
 }
 
-Fd Handshake::release() {
+os::Fd Handshake::release() {
   check(state_ == Step::done, "a connection was released before its handshake was done");
   return std::move(fd_);
 }
@@ -92,7 +92,7 @@ bool Handshake::is_sending() const { return (stage_ % 2 == 0) == (role_ == Role:
 bool Handshake::transfer() {
   state_ = is_sending() ? Step::want_write : Step::want_read;
   if (role_ == Role::connector && !connected_) {
-    const int error = connect_error(fd_.get());
+    const int error = os::connect_error(fd_.get());
     if (error == EINPROGRESS) return false;
     if (error != 0) {
       no_listener_ = error == ECONNREFUSED;
@@ -145,7 +145,7 @@ void Handshake::next() {
 
 void Handshake::answer_greeting() {
   greeting_ = buffer_;
-  answer_ = text_of(random_bytes()) + rank_bytes(params_.rank);
+  answer_ = text_of(os::random_bytes()) + rank_bytes(params_.rank);
   buffer_ = answer_ + text_of(proof_of(Role::listener, {}));
 }
 
@@ -205,4 +205,4 @@ void Handshake::refuse(const std::string& why) {
   fd_.reset();
 }
 
-}  // namespace pycomm
+}  // namespace pycomm::transport

@@ -26,7 +26,7 @@
 #include "core/sha256.h"
 #include "os/fd.h"
 
-namespace pycomm {
+namespace pycomm::transport {
 
 struct HandshakeParams {
   std::string context;  // the group's name and token; must be equal at both ends
@@ -49,14 +49,14 @@ class Handshake {
 
   // Owns the non-blocking stream socket, which a connector may still be connecting. Throws
   // InvalidArgument on an empty key.
-  Handshake(Fd fd, Role role, std::string key, HandshakeParams params,
+  Handshake(os::Fd fd, Role role, std::string key, HandshakeParams params,
             std::chrono::nanoseconds limit = kHandshakeLimit);
 
   // Closes the socket when it refuses. Never reads past the last byte of the handshake.
   Step advance();
   int fd() const { return fd_.get(); }  // -1 once refused or released
   const Deadline& deadline() const { return deadline_; }
-  Fd release();                       // after done
+  os::Fd release();                   // after done
   int peer() const { return peer_; }  // after done or differs(): the authenticated rank
   // After done: 32 bytes that both ends derive from the key and the whole handshake, unique to this
   // connection. They are never sent.
@@ -85,7 +85,7 @@ class Handshake {
   void expect_bytes(size_t bytes);
   void refuse(const std::string& why);
 
-  Fd fd_;
+  os::Fd fd_;
   Role role_;
   std::string key_;
   HandshakeParams params_;
@@ -102,4 +102,4 @@ class Handshake {
   std::string why_;
 };
 
-}  // namespace pycomm
+}  // namespace pycomm::transport

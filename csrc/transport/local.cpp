@@ -14,12 +14,12 @@
 #include "os/socket.h"
 #include "transport/ring_channel.h"
 
-namespace pycomm {
+namespace pycomm::transport {
 namespace {
 
-std::shared_ptr<RingMemory> make_ring(size_t bytes) {
-  const Fd memory = make_shared_memory(RingMemory::file_bytes(bytes));
-  return std::make_shared<RingMemory>(memory.get(), bytes);
+std::shared_ptr<os::RingMemory> make_ring(size_t bytes) {
+  const os::Fd memory = os::make_shared_memory(os::RingMemory::file_bytes(bytes));
+  return std::make_shared<os::RingMemory>(memory.get(), bytes);
 }
 
 using Key = std::tuple<std::string, int, int>;  // the group, the lower rank, the higher
@@ -50,7 +50,8 @@ PendingEndpoints& pending_endpoints() {
 // Lives as long as the end of the first rank; its destructor drops the other end if unused.
 struct PendingEndpoint {
   const Key key;
-  std::shared_ptr<RingMemory> in;  // the ring that the end reads; null: the endpoint is not used
+  std::shared_ptr<os::RingMemory>
+      in;  // the ring that the end reads; null: the endpoint is not used
 
   explicit PendingEndpoint(Key of) : key(std::move(of)) {}
   PendingEndpoint(const PendingEndpoint&) = delete;
@@ -73,8 +74,8 @@ struct Pair {
 Pair make_pair(size_t ring_bytes, const std::shared_ptr<PendingEndpoint>& endpoint = nullptr) {
   int wakeup_sockets[2];
   if (::socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0, wakeup_sockets) != 0)
-    throw_errno("making a pair of sockets");
-  Fd mine(wakeup_sockets[0]), theirs(wakeup_sockets[1]);
+    os::throw_errno("making a pair of sockets");
+  os::Fd mine(wakeup_sockets[0]), theirs(wakeup_sockets[1]);
   auto in = make_ring(ring_bytes), out = make_ring(ring_bytes), held = in;
   if (endpoint) {
     endpoint->in = in;
@@ -172,8 +173,8 @@ std::shared_ptr<std::byte> local_memory(const std::string& group, int rank, size
   std::erase_if(known, [](const auto& entry) { return entry.second.expired(); });
   std::weak_ptr<std::byte>& found = known[{group, rank}];
   auto memory = found.lock();
-  if (!memory) found = memory = map_shared_memory(make_shared_memory(bytes).get(), bytes);
+  if (!memory) found = memory = os::map_shared_memory(os::make_shared_memory(bytes).get(), bytes);
   return memory;
 }
 
-}  // namespace pycomm
+}  // namespace pycomm::transport

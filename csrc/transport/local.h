@@ -7,7 +7,7 @@
 
 #include "transport/transport.h"
 
-namespace pycomm {
+namespace pycomm::transport {
 
 // The channel between `rank` and `peer` of `group`, a name unique in the process. The first rank
 // makes both ends; a second call for the same end is an InternalError. The second end is kept while
@@ -48,4 +48,4 @@ class InProcessListener {
 // of any rank, and freed with its last reference.
 std::shared_ptr<std::byte> local_memory(const std::string& group, int rank, size_t bytes);
 
-}  // namespace pycomm
+}  // namespace pycomm::transport

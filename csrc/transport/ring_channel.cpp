@@ -10,7 +10,7 @@
 #include <new>
 #include <span>
 
-namespace pycomm {
+namespace pycomm::transport {
 namespace {
 
 // The writer publishes new bytes at least this often, so that the reader overlaps with its copy.
@@ -23,8 +23,9 @@ constexpr size_t kMaxGoodbyeBytes = size_t{128} << 10;
 
 }  // namespace
 
-RingChannel::RingChannel(std::string_view transport, std::shared_ptr<RingMemory> in,
-                         std::shared_ptr<RingMemory> out, Fd wakeup_socket, PeerMemory peer_memory)
+RingChannel::RingChannel(std::string_view transport, std::shared_ptr<os::RingMemory> in,
+                         std::shared_ptr<os::RingMemory> out, os::Fd wakeup_socket,
+                         PeerMemory peer_memory)
     : transport_(transport),
       in_(std::move(in)),
       out_(std::move(out)),
@@ -168,4 +169,4 @@ void RingChannel::close(ConstBytes unsent) {
   closed_ = true;
 }
 
-}  // namespace pycomm
+}  // namespace pycomm::transport

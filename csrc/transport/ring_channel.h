@@ -14,7 +14,7 @@
 #include "os/shared_memory.h"
 #include "transport/transport.h"
 
-namespace pycomm {
+namespace pycomm::transport {
 
 // The first page of a ring. Positions count all bytes since the start and never wrap.
 struct RingHead {
@@ -27,13 +27,14 @@ struct RingHead {
 // Memory that a peer shares in addition to the rings.
 struct PeerMemory {
   std::shared_ptr<std::byte> memory;
-  HeapView heap;
+  os::HeapView heap;
 };
 
 class RingChannel final : public Channel {
  public:
-  RingChannel(std::string_view transport, std::shared_ptr<RingMemory> in,
-              std::shared_ptr<RingMemory> out, Fd wakeup_socket, PeerMemory peer_memory = {});
+  RingChannel(std::string_view transport, std::shared_ptr<os::RingMemory> in,
+              std::shared_ptr<os::RingMemory> out, os::Fd wakeup_socket,
+              PeerMemory peer_memory = {});
 
   std::string_view transport() const override { return transport_; }
   size_t send(ConstBytes head, ConstBytes body) override;
@@ -49,7 +50,7 @@ class RingChannel final : public Channel {
   void close(ConstBytes unsent) override;
   void wake_peer() override;
   std::shared_ptr<std::byte> memory() const override { return peer_memory_.memory; }
-  HeapView heap() const override { return peer_memory_.heap; }
+  os::HeapView heap() const override { return peer_memory_.heap; }
 
  private:
   RingHead& in() const { return *reinterpret_cast<RingHead*>(in_->head()); }
@@ -61,8 +62,8 @@ class RingChannel final : public Channel {
   void append_goodbye();
 
   std::string_view transport_;
-  std::shared_ptr<RingMemory> in_, out_;
-  Fd wakeup_socket_;
+  std::shared_ptr<os::RingMemory> in_, out_;
+  os::Fd wakeup_socket_;
   PeerMemory peer_memory_;
   uint64_t written_ = 0, read_ = 0;   // own positions; the copies in the rings are for the peer
   uint64_t peer_read_ = 0;            // the peer's read position when last loaded
@@ -72,4 +73,4 @@ class RingChannel final : public Channel {
   bool closed_ = false, corrupt_ = false;
 };
 
-}  // namespace pycomm
+}  // namespace pycomm::transport

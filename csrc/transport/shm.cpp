@@ -16,13 +16,13 @@
 #include "os/socket.h"
 #include "transport/ring_channel.h"
 
-namespace pycomm {
+namespace pycomm::transport {
 namespace {
 
 std::string random_name() {
   constexpr std::string_view kDigits = "0123456789abcdef";
   std::string name;
-  for (const uint8_t byte : random_bytes()) {
+  for (const uint8_t byte : os::random_bytes()) {
     name += kDigits[byte >> 4];
     name += kDigits[byte & 15];
   }
@@ -64,11 +64,11 @@ void pass(int socket, std::span<const int> fds) {
   std::memcpy(CMSG_DATA(head), fds.data(), fds.size_bytes());
   // The death of the peer is detected by accept().
   if (::sendmsg(socket, &passed.message, MSG_NOSIGNAL) < 0 && errno != EPIPE && errno != ECONNRESET)
-    throw_errno("passing shared memory to a peer");
+    os::throw_errno("passing shared memory to a peer");
 }
 
 // In the order above; the last one is empty if the sender has no heap.
-std::array<Fd, kMostFds> take_passed(int socket, const Deadline& deadline) {
+std::array<os::Fd, kMostFds> take_passed(int socket, const Deadline& deadline) {
   Passed passed;
   for (;;) {
     const auto n = ::recvmsg(socket, &passed.message, MSG_CMSG_CLOEXEC | MSG_DONTWAIT);
@@ -82,13 +82,13 @@ std::array<Fd, kMostFds> take_passed(int socket, const Deadline& deadline) {
     ::poll(&wait, 1, 100);
   }
   const cmsghdr* head = CMSG_FIRSTHDR(&passed.message);
-  std::array<Fd, kMostFds> fds;
+  std::array<os::Fd, kMostFds> fds;
   if (head == nullptr || head->cmsg_type != SCM_RIGHTS) throw PeerLost("it sent no shared memory");
   const size_t count = (head->cmsg_len - CMSG_LEN(0)) / sizeof(int);
   for (size_t i = 0; i < count; ++i) {
     int fd = -1;
     std::memcpy(&fd, CMSG_DATA(head) + i * sizeof fd, sizeof fd);
-    Fd one(fd);  // closes those beyond kMostFds
+    os::Fd one(fd);  // closes those beyond kMostFds
     if (i < kMostFds) fds[i] = std::move(one);
   }
   if (count < kLeastFds || count > kMostFds)
@@ -99,14 +99,14 @@ std::array<Fd, kMostFds> take_passed(int socket, const Deadline& deadline) {
 
 class Shm final : public SocketTransport {
  public:
-  Shm(size_t ring_bytes, size_t memory_bytes, std::shared_ptr<SharedHeap> heap)
+  Shm(size_t ring_bytes, size_t memory_bytes, std::shared_ptr<os::SharedHeap> heap)
       : ring_bytes_(ring_bytes),
         heap_(std::move(heap)),
         memory_bytes_(memory_bytes),
-        memory_(make_shared_memory(memory_bytes)),
-        mapped_(map_shared_memory(memory_.get(), memory_bytes)),
+        memory_(os::make_shared_memory(memory_bytes)),
+        mapped_(os::map_shared_memory(memory_.get(), memory_bytes)),
         address_("pycomm-" + random_name()),
-        listener_(listen_on(abstract_unix_address(address_))) {}
+        listener_(os::listen_on(os::abstract_unix_address(address_))) {}
 
   std::string_view name() const override { return "shm"; }
   const std::string& address() const override { return address_; }
@@ -114,15 +114,15 @@ class Shm final : public SocketTransport {
   std::vector<std::string> ways(const std::string& address, bool) const override {
     return {address};
   }
-  Fd call(const std::string& way) const override {
-    return start_connect(abstract_unix_address(way));
+  os::Fd call(const std::string& way) const override {
+    return os::start_connect(os::abstract_unix_address(way));
   }
 
   // Each side creates the ring that it reads and passes it to the other, which writes it. Both
   // sides check the user first, because the memory is writable.
   void send_memory(int fd) override {
-    if (uint32_t user = 0; !is_our_user(fd, user)) throw PeerLost(not_our_user(user));
-    Fd memory = make_shared_memory(RingMemory::file_bytes(ring_bytes_));
+    if (uint32_t user = 0; !os::is_our_user(fd, user)) throw PeerLost(not_our_user(user));
+    os::Fd memory = os::make_shared_memory(os::RingMemory::file_bytes(ring_bytes_));
     const std::array<int, kMostFds> fds{memory.get(), memory_.get(),
                                         heap_ ? heap_->descriptor() : -1};
     pass(fd, std::span(fds).first(heap_ ? kMostFds : kLeastFds));
@@ -131,18 +131,18 @@ class Shm final : public SocketTransport {
 
   bool exchanges() const override { return true; }
 
-  std::unique_ptr<Channel> accept(Fd fd, const Deadline& deadline) override {
+  std::unique_ptr<Channel> accept(os::Fd fd, const Deadline& deadline) override {
     auto mine = sent_memory_.extract(fd.get());
     check(!mine.empty(), "accept() was called without send_memory()");
     const auto [theirs, memory, heap] = take_passed(fd.get(), deadline);
-    if (!is_shared_memory(theirs.get(), RingMemory::file_bytes(ring_bytes_)) ||
-        !is_shared_memory(memory.get(), memory_bytes_))
+    if (!os::is_shared_memory(theirs.get(), os::RingMemory::file_bytes(ring_bytes_)) ||
+        !os::is_shared_memory(memory.get(), memory_bytes_))
       throw PeerLost("invalid shared memory: it is not sealed or has a different size");
-    auto in = std::make_shared<RingMemory>(mine.mapped().get(), ring_bytes_);
-    auto out = std::make_shared<RingMemory>(theirs.get(), ring_bytes_);
-    PeerMemory peer_memory{map_shared_memory(memory.get(), memory_bytes_), {}};
-    if (heap_ && is_shared_memory(heap.get(), heap_->view().bytes))
-      peer_memory.heap = map_heap(heap.get(), heap_->view().bytes);
+    auto in = std::make_shared<os::RingMemory>(mine.mapped().get(), ring_bytes_);
+    auto out = std::make_shared<os::RingMemory>(theirs.get(), ring_bytes_);
+    PeerMemory peer_memory{os::map_shared_memory(memory.get(), memory_bytes_), {}};
+    if (heap_ && os::is_shared_memory(heap.get(), heap_->view().bytes))
+      peer_memory.heap = os::map_heap(heap.get(), heap_->view().bytes);
     return std::make_unique<RingChannel>("shm", std::move(in), std::move(out), std::move(fd),
                                          std::move(peer_memory));
   }
@@ -151,21 +151,21 @@ class Shm final : public SocketTransport {
 
  private:
   size_t ring_bytes_;
-  std::shared_ptr<SharedHeap> heap_;
+  std::shared_ptr<os::SharedHeap> heap_;
   size_t memory_bytes_;
-  Fd memory_;
+  os::Fd memory_;
   std::shared_ptr<std::byte> mapped_;
   std::string address_;
-  Fd listener_;
-  std::map<int, Fd> sent_memory_;
+  os::Fd listener_;
+  std::map<int, os::Fd> sent_memory_;
 };
 
 }  // namespace
 
 std::unique_ptr<SocketTransport> make_shm(size_t ring_bytes, size_t memory_bytes, std::string& why,
-                                          std::shared_ptr<SharedHeap> heap) {
+                                          std::shared_ptr<os::SharedHeap> heap) {
   try {
-    (void)make_shared_memory(RingMemory::file_bytes(ring_bytes));
+    (void)os::make_shared_memory(os::RingMemory::file_bytes(ring_bytes));
     return std::make_unique<Shm>(ring_bytes, memory_bytes, std::move(heap));
   } catch (const Error& error) {
     why = error.what();
@@ -173,4 +173,4 @@ std::unique_ptr<SocketTransport> make_shm(size_t ring_bytes, size_t memory_bytes
   }
 }
 
-}  // namespace pycomm
+}  // namespace pycomm::transport

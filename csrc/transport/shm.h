@@ -5,11 +5,11 @@
 
 #include "transport/transport.h"
 
-namespace pycomm {
+namespace pycomm::transport {
 
 // Null if this host has no memfd or no abstract Unix sockets; `why` is then the reason. `heap`, if
 // not null, is shared with peers that have a heap too.
 std::unique_ptr<SocketTransport> make_shm(size_t ring_bytes, size_t memory_bytes, std::string& why,
-                                          std::shared_ptr<SharedHeap> heap = {});
+                                          std::shared_ptr<os::SharedHeap> heap = {});
 
-}  // namespace pycomm
+}  // namespace pycomm::transport

@@ -19,7 +19,7 @@
 #include "os/socket.h"
 #include "transport/graceful_close.h"
 
-namespace pycomm {
+namespace pycomm::transport {
 namespace {
 
 // Bytes that are read ahead. A header and a small message take one system call; of a large message
@@ -49,12 +49,12 @@ void pace_if_far(int fd) {
   tcp_info info{};
   socklen_t length = sizeof info;
   if (::getsockopt(fd, IPPROTO_TCP, TCP_INFO, &info, &length) == 0 && info.tcpi_min_rtt >= kNearUs)
-    pace_if_usual(fd);
+    os::pace_if_usual(fd);
 }
 
 class TcpChannel final : public Channel {
  public:
-  explicit TcpChannel(Fd fd) : fd_(std::move(fd)), buffer_(kBufferBytes) {
+  explicit TcpChannel(os::Fd fd) : fd_(std::move(fd)), buffer_(kBufferBytes) {
     set_tcp(fd_.get(), TCP_NODELAY, 1);
     set_tcp(fd_.get(), TCP_NOTSENT_LOWAT, kUnsentBytes);
     pace_if_far(fd_.get());
@@ -152,7 +152,7 @@ class TcpChannel final : public Channel {
     }
   }
 
-  Fd fd_;
+  os::Fd fd_;
   std::vector<std::byte> buffer_;
   size_t begin_ = 0, end_ = 0;  // what was read ahead
   bool closed_ = false;
@@ -163,13 +163,13 @@ class TcpChannel final : public Channel {
 // The loopback address of rank 0, if it has one: then all ranks run on this host. Host names other
 // than "localhost" are not looked up: a host's own name may be its loopback address here and its
 // network address elsewhere.
-std::optional<Address> loopback_of(const std::string& towards) {
+std::optional<os::Address> loopback_of(const std::string& towards) {
   const std::string host = towards == "localhost" ? "127.0.0.1" : towards;
   in6_addr parsed{};
   if (::inet_pton(AF_INET, host.c_str(), &parsed) != 1 &&
       ::inet_pton(AF_INET6, host.c_str(), &parsed) != 1)
     return std::nullopt;
-  const Address address = tcp_address(host, 0);
+  const os::Address address = os::tcp_address(host, 0);
   return address.is_loopback() ? std::optional(address) : std::nullopt;
 }
 
@@ -177,20 +177,21 @@ class Tcp final : public SocketTransport {
  public:
   Tcp(const std::string& choice, const std::string& towards) {
     if (const auto loopback = loopback_of(towards); loopback && choice.empty()) {
-      listeners_.push_back(listen_on(*loopback));
-      publish(local_address(listeners_[0].get()));
+      listeners_.push_back(os::listen_on(*loopback));
+      publish(os::local_address(listeners_[0].get()));
       return;
     }
     if (choice.empty()) {
-      listeners_.push_back(listen_on(tcp_address("", 0)));
-      const auto port = local_address(listeners_[0].get()).port();
-      for (const Address& address : offered_addresses(towards)) publish(address.with_port(port));
+      listeners_.push_back(os::listen_on(os::tcp_address("", 0)));
+      const auto port = os::local_address(listeners_[0].get()).port();
+      for (const os::Address& address : os::offered_addresses(towards))
+        publish(address.with_port(port));
       return;
     }
-    sources_ = chosen_addresses(choice);
-    for (const Address& address : sources_) {
-      listeners_.push_back(listen_on(address));
-      publish(local_address(listeners_.back().get()));
+    sources_ = os::chosen_addresses(choice);
+    for (const os::Address& address : sources_) {
+      listeners_.push_back(os::listen_on(address));
+      publish(os::local_address(listeners_.back().get()));
     }
   }
 
@@ -198,7 +199,7 @@ class Tcp final : public SocketTransport {
   const std::string& address() const override { return address_; }
   std::vector<int> listeners() const override {
     std::vector<int> fds;
-    for (const Fd& listener : listeners_) fds.push_back(listener.get());
+    for (const os::Fd& listener : listeners_) fds.push_back(listener.get());
     return fds;
   }
 
@@ -207,32 +208,32 @@ class Tcp final : public SocketTransport {
     std::vector<std::string> inside, outside;
     std::istringstream words(address);
     for (std::string word; words >> word;)
-      (parse_tcp_address(word).is_loopback() ? inside : outside).push_back(word);
+      (os::parse_tcp_address(word).is_loopback() ? inside : outside).push_back(word);
     if (!same_host) return outside;
     inside.insert(inside.end(), outside.begin(), outside.end());
     return inside;
   }
 
-  Fd call(const std::string& way) const override {
-    const Address to = parse_tcp_address(way);
+  os::Fd call(const std::string& way) const override {
+    const os::Address to = os::parse_tcp_address(way);
     const auto from = std::ranges::find(sources_, to.storage.ss_family,
-                                        [](const Address& a) { return a.storage.ss_family; });
-    return start_connect(to, from == sources_.end() ? nullptr : &*from);
+                                        [](const os::Address& a) { return a.storage.ss_family; });
+    return os::start_connect(to, from == sources_.end() ? nullptr : &*from);
   }
 
   void send_memory(int) override {}
   bool exchanges() const override { return false; }
-  std::unique_ptr<Channel> accept(Fd fd, const Deadline&) override {
+  std::unique_ptr<Channel> accept(os::Fd fd, const Deadline&) override {
     return std::make_unique<TcpChannel>(std::move(fd));
   }
 
  private:
-  void publish(const Address& address) {
+  void publish(const os::Address& address) {
     address_ += (address_.empty() ? "" : " ") + address.text();
   }
 
-  std::vector<Fd> listeners_;
-  std::vector<Address> sources_;  // the chosen ones
+  std::vector<os::Fd> listeners_;
+  std::vector<os::Address> sources_;  // the chosen ones
   std::string address_;
 };
 
@@ -242,4 +243,4 @@ std::unique_ptr<SocketTransport> make_tcp(const std::string& choice, const std::
   return std::make_unique<Tcp>(choice, towards);
 }
 
-}  // namespace pycomm
+}  // namespace pycomm::transport

@@ -3,7 +3,7 @@
 
 #include "transport/transport.h"
 
-namespace pycomm {
+namespace pycomm::transport {
 
 // Listens on, and connects from, only the interfaces of this host that `choice` names
 // (os/interfaces.h). `towards` is the host of rank 0; empty: unknown. With an empty choice: if
@@ -12,4 +12,4 @@ namespace pycomm {
 // the one from which this host reaches `towards`. Throws InvalidArgument.
 std::unique_ptr<SocketTransport> make_tcp(const std::string& choice, const std::string& towards);
 
-}  // namespace pycomm
+}  // namespace pycomm::transport

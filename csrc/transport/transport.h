@@ -18,7 +18,7 @@
 #include "os/fd.h"
 #include "os/shared_heap.h"
 
-namespace pycomm {
+namespace pycomm::transport {
 
 using Bytes = std::span<std::byte>;
 using ConstBytes = std::span<const std::byte>;
@@ -70,7 +70,7 @@ class Channel {
   // The peer's shared memory segment for the ranks of its host; null on other transports.
   virtual std::shared_ptr<std::byte> memory() const { return nullptr; }
   // The peer's shared heap, if it passed one.
-  virtual HeapView heap() const { return {}; }
+  virtual os::HeapView heap() const { return {}; }
 
   // Closes this side. The bytes sent before, then `unsent`, are still delivered even if the peer
   // does not read for a while; then the peer sees is_closed(). Nothing more is received. Does not
@@ -92,16 +92,16 @@ class SocketTransport {
   virtual std::vector<std::string> ways(const std::string& address, bool same_host) const = 0;
   // Starts to connect to one of them. The descriptor becomes writable when the connection is
   // established or failed. Throws PeerLost if it cannot be started.
-  virtual Fd call(const std::string& way) const = 0;
+  virtual os::Fd call(const std::string& way) const = 0;
   // Sends the shared memory that the other side needs. Never blocks for long.
   virtual void send_memory(int fd) = 0;
   // Whether accept() waits for the other side's memory; it has arrived when the descriptor is
   // readable.
   virtual bool exchanges() const = 0;
   // Waits for the other side's memory. Throws PeerLost, Timeout.
-  virtual std::unique_ptr<Channel> accept(Fd fd, const Deadline& deadline) = 0;
+  virtual std::unique_ptr<Channel> accept(os::Fd fd, const Deadline& deadline) = 0;
   // This rank's shared memory segment: memory() of the channels of the peers that it accepted.
   virtual std::shared_ptr<std::byte> memory() const { return nullptr; }
 };
 
-}  // namespace pycomm
+}  // namespace pycomm::transport

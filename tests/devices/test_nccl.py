@@ -136,7 +136,7 @@ ABI = """
 #include <type_traits>
 #include "nccl/abi.h"
 
-using namespace pycomm;
+using namespace pycomm::nccl;
 
 template <class A, class B>
 constexpr bool kAlike = sizeof(A) == sizeof(B) && alignof(A) == alignof(B) &&
@@ -150,12 +150,12 @@ struct Same<R (*)(A...), S (*)(B...)>
     : std::bool_constant<(kAlike<R, S> && ... && kAlike<A, B>)> {};
 
 static_assert(sizeof(NcclId) == sizeof(ncclUniqueId) && std::is_trivially_copyable_v<NcclId>);
-static_assert(offsetof(nccl_abi::Config, magic) == offsetof(ncclConfig_t, magic));
-static_assert(offsetof(nccl_abi::Config, version) == offsetof(ncclConfig_t, version));
-static_assert(offsetof(nccl_abi::Config, blocking) == offsetof(ncclConfig_t, blocking));
-static_assert(sizeof(nccl_abi::Config) <= sizeof(ncclConfig_t));
-static_assert(NCCL_VERSION(2, 14, 0) == nccl_abi::kLeastVersion);
-static_assert(nccl_abi::Config{}.magic == ncclConfig_t NCCL_CONFIG_INITIALIZER.magic);
+static_assert(offsetof(abi::Config, magic) == offsetof(ncclConfig_t, magic));
+static_assert(offsetof(abi::Config, version) == offsetof(ncclConfig_t, version));
+static_assert(offsetof(abi::Config, blocking) == offsetof(ncclConfig_t, blocking));
+static_assert(sizeof(abi::Config) <= sizeof(ncclConfig_t));
+static_assert(NCCL_VERSION(2, 14, 0) == abi::kLeastVersion);
+static_assert(abi::Config{}.magic == ncclConfig_t NCCL_CONFIG_INITIALIZER.magic);
 """
 NUMBERS = {
     "Result": {
@@ -186,7 +186,7 @@ def test_types_match_the_header(tmp_path):
     for name in NAMES:
         member = re.sub(r"([A-Z])", r"_\1", name.removeprefix("nccl")).lower().removeprefix("_")
         lines.append(
-            f"static_assert(Same<decltype(nccl_abi::Functions::{member}), "
+            f"static_assert(Same<decltype(abi::Functions::{member}), "
             f'decltype(&::{name})>::value, "{name}");'
         )
     # Absent in older packages.

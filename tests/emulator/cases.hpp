@@ -41,7 +41,7 @@ inline cudaStream_t stream() {
   }();
   return one;
 }
-inline pycomm::Queue queue() { return {0, stream()}; }
+inline pycomm::kernels::Queue queue() { return {0, stream()}; }
 inline void finish() { check_cuda(cudaStreamSynchronize(stream())); }
 
 // An array of the device of exactly `count` elements, `skew` elements past an aligned address.

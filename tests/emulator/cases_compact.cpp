@@ -37,17 +37,17 @@ Set set_of(std::mt19937& random, size_t count, size_t k) {
   return {count, all, numbers(random, k)};
 }
 
-std::string name_of(const Set& set, const CompactEncoding& how) {
+std::string name_of(const Set& set, const codec::CompactEncoding& how) {
   return std::to_string(set.indices.size()) + " of " + std::to_string(set.count) + ", " +
-         std::string(how.automatic ? "auto" : kIndexCodes[size_t(how.index_code)]) + ", " +
-         std::string(kValueCodes[size_t(how.value_code)]);
+         std::string(how.automatic ? "auto" : codec::kIndexCodes[size_t(how.index_code)]) + ", " +
+         std::string(codec::kValueCodes[size_t(how.value_code)]);
 }
 
-Bytes encode_there(const Set& set, CompactEncoding how, std::vector<float>& residual) {
+Bytes encode_there(const Set& set, codec::CompactEncoding how, std::vector<float>& residual) {
   const size_t k = set.indices.size();
   Device<int32_t> indices(set.indices);
   Device<float> values(set.values), rest(residual);
-  Device<std::byte> out(most_compact_bytes(k, how), 1);
+  Device<std::byte> out(codec::most_compact_bytes(k, how), 1);
   Device<uint64_t> bytes(1);
   Device<std::byte> room(kernels().compact_workspace_bytes(k, 0));
   how.residual = rest.at();
@@ -80,9 +80,9 @@ Decoded decode_there(const Bytes& packet, size_t k, size_t count) {
 Decoded decode_here(const Bytes& packet, size_t k, size_t count) {
   Decoded found{false, std::vector<int32_t>(k), std::vector<float>(k)};
   try {
-    const CompactHeader header = read_compact_header(packet);
+    const codec::CompactHeader header = codec::read_compact_header(packet);
     found.refused = header.k != k || header.count != count;
-    if (!found.refused) decode_compact(packet, found.indices.data(), found.values.data());
+    if (!found.refused) codec::decode_compact(packet, found.indices.data(), found.values.data());
   } catch (const InvalidArgument&) {
     found.refused = true;
   }
@@ -110,14 +110,15 @@ void spoil(std::mt19937& random, Bytes packet, size_t k, size_t count, const std
   check_decoding(packet, k, count, what + ", spoilt");
 }
 
-void try_set(std::mt19937& random, const Set& set, const CompactEncoding& how, int spoilt) {
+void try_set(std::mt19937& random, const Set& set, const codec::CompactEncoding& how, int spoilt) {
   const std::string what = name_of(set, how);
   const size_t k = set.indices.size();
   std::vector<float> here = numbers(random, set.count), there = here;
-  CompactEncoding own = how;
+  codec::CompactEncoding own = how;
   own.residual = here.data();
-  Bytes wanted(most_compact_bytes(k, how));
-  wanted.resize(encode_compact({set.indices.data(), set.values.data(), k}, own, wanted.data()));
+  Bytes wanted(codec::most_compact_bytes(k, how));
+  wanted.resize(
+      codec::encode_compact({set.indices.data(), set.values.data(), k}, own, wanted.data()));
   check(encode_there(set, how, there) == wanted, what + ": other bytes");
   check(same_bits(here, there), what + ": another residual");
   check_decoding(wanted, k, set.count, what);
@@ -129,10 +130,12 @@ void try_set(std::mt19937& random, const Set& set, const CompactEncoding& how, i
 // Every packet that differs from a small one in one bit.
 void run_compact_bits(std::mt19937& random) {
   for (const auto& [count, k] : {std::pair<size_t, size_t>{9, 4}, {90, 3}})
-    for (const IndexCode code : {IndexCode::list, IndexCode::bitmap, IndexCode::rice}) {
+    for (const codec::IndexCode code :
+         {codec::IndexCode::list, codec::IndexCode::bitmap, codec::IndexCode::rice}) {
       const Set set = set_of(random, count, k);
-      const ValueCode values = code == IndexCode::list ? ValueCode::three_bit : ValueCode::one_bit;
-      const CompactEncoding how{count, Dtype::float32, false, code, values, nullptr};
+      const codec::ValueCode values =
+          code == codec::IndexCode::list ? codec::ValueCode::three_bit : codec::ValueCode::one_bit;
+      const codec::CompactEncoding how{count, Dtype::float32, false, code, values, nullptr};
       std::vector<float> rest(count);
       Bytes packet = encode_there(set, how, rest);
       for (size_t bit = 0; bit < 8 * packet.size(); ++bit) {
@@ -146,11 +149,12 @@ void run_compact_bits(std::mt19937& random) {
 namespace {
 
 void try_codes(std::mt19937& random, const Set& set, int spoilt) {
-  for (size_t code = 0; code < kValueCodes.size(); ++code) {
-    CompactEncoding how{set.count, Dtype::float32, true, IndexCode::list, ValueCode(code), nullptr};
+  for (size_t code = 0; code < codec::kValueCodes.size(); ++code) {
+    codec::CompactEncoding how{
+        set.count, Dtype::float32, true, codec::IndexCode::list, codec::ValueCode(code), nullptr};
     if (code > 0) {  // each index code beside each of two value codes is enough
       how.automatic = false;
-      how.index_code = static_cast<IndexCode>((code + set.indices.size()) % 3);
+      how.index_code = static_cast<codec::IndexCode>((code + set.indices.size()) % 3);
     }
     try_set(random, set, how, spoilt);
   }
@@ -160,8 +164,8 @@ void try_codes(std::mt19937& random, const Set& set, int spoilt) {
 void try_wrong(std::mt19937& random) {
   for (const auto& indices : std::vector<std::vector<int32_t>>{{3, 3}, {4, 2}, {-1, 2}, {1, 90}}) {
     const Set set{90, indices, {1.0f, 2.0f}};
-    const CompactEncoding how{90,     Dtype::float32, true, IndexCode::list, ValueCode::one_bit,
-                              nullptr};
+    const codec::CompactEncoding how{
+        90, Dtype::float32, true, codec::IndexCode::list, codec::ValueCode::one_bit, nullptr};
     std::vector<float> residual = numbers(random, 90);
     const std::vector<float> before = residual;
     check(encode_there(set, how, residual).empty(), "wrong indices made a packet");
@@ -187,23 +191,29 @@ void run_compact(std::mt19937& random) {
 // For the slow sanitizers: two runs of the Rice code, and one that ends within a byte.
 void run_compact_brief(std::mt19937& random) {
   const Set set = set_of(random, 50'000, 2113);
-  for (const ValueCode code : {ValueCode::two_bit, ValueCode::int8, ValueCode::three_bit})
-    try_set(random, set, {set.count, Dtype::float32, false, IndexCode::rice, code, nullptr}, 2);
+  for (const codec::ValueCode code :
+       {codec::ValueCode::two_bit, codec::ValueCode::int8, codec::ValueCode::three_bit})
+    try_set(random, set, {set.count, Dtype::float32, false, codec::IndexCode::rice, code, nullptr},
+            2);
   const Set few = set_of(random, 900, 67);
   try_set(random, few,
-          {few.count, Dtype::float32, false, IndexCode::bitmap, ValueCode::one_bit, nullptr}, 3);
+          {few.count, Dtype::float32, false, codec::IndexCode::bitmap, codec::ValueCode::one_bit,
+           nullptr},
+          3);
   try_set(random, few,
-          {few.count, Dtype::float32, false, IndexCode::list, ValueCode::bfloat16, nullptr}, 3);
+          {few.count, Dtype::float32, false, codec::IndexCode::list, codec::ValueCode::bfloat16,
+           nullptr},
+          3);
 }
 
 // Captured once, replayed with other numbers in the same places.
 void run_compact_graph(std::mt19937& random) {
   constexpr size_t kCount = 3000, kEach = 200;
-  const CompactEncoding how{kCount,          Dtype::float32,     true,
-                            IndexCode::list, ValueCode::two_bit, nullptr};
+  const codec::CompactEncoding how{
+      kCount, Dtype::float32, true, codec::IndexCode::list, codec::ValueCode::two_bit, nullptr};
   Device<int32_t> indices(kEach), found(kEach);
   Device<float> values(kEach), numbers_found(kEach);
-  const size_t most = most_compact_bytes(kEach, how);
+  const size_t most = codec::most_compact_bytes(kEach, how);
   Device<std::byte> out(most), room(kernels().compact_workspace_bytes(kEach, most));
   Device<uint64_t> bytes(1);
   Device<uint32_t> refused(1);
@@ -230,7 +240,7 @@ void run_compact_graph(std::mt19937& random) {
     check_cuda(cudaGraphLaunch(made, stream()));
     Bytes wanted(most);
     wanted.resize(
-        encode_compact({set.indices.data(), set.values.data(), kEach}, how, wanted.data()));
+        codec::encode_compact({set.indices.data(), set.values.data(), kEach}, how, wanted.data()));
     Bytes packet = out.read();
     packet.resize(bytes.read()[0]);
     check(packet == wanted, "a replay wrote other bytes");

@@ -18,7 +18,7 @@ cuda::CudaKernels& kernels() {
 
 void try_norms(std::mt19937& random) {
   std::vector<std::unique_ptr<Device<float>>> on_device;
-  std::vector<Array> arrays;
+  std::vector<kernels::Array> arrays;
   std::vector<double> expected;
   for (const size_t count : {size_t{0}, size_t{1}, size_t{4097}, size_t{9000}}) {
     const auto x = numbers(random, count);
@@ -103,7 +103,9 @@ void try_halves(std::mt19937& random, Dtype half, size_t skew) {
   Device<float> from(x, skew), back(kCount, skew);
   Device<uint16_t> between(kCount, skew);
   Device<double> wide(kCount, skew);
-  const auto cast = [](TypedArray a, TypedArray b) { kernels().cast(a, b, queue()); };
+  const auto cast = [](kernels::TypedArray a, kernels::TypedArray b) {
+    kernels().cast(a, b, queue());
+  };
   cast({from.at(), kCount, Dtype::float32}, {between.at(), kCount, half});
   cast({between.at(), kCount, half}, {wide.at(), kCount, Dtype::float64});
   cast({wide.at(), kCount, Dtype::float64}, {between.at(), kCount, half});

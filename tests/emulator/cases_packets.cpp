@@ -39,7 +39,7 @@ struct Sent {
   Device<float> on_values;
 
   const std::vector<int32_t>& indices() const { return indices_of.all; }
-  Packet packet() { return {on_indices.at(), on_values.at(), values.size()}; }
+  codec::Packet packet() { return {on_indices.at(), on_values.at(), values.size()}; }
 };
 
 // The sums in rank order, and which elements have one.
@@ -57,7 +57,7 @@ void try_decode(std::mt19937& random, const std::vector<size_t>& counts) {
   size_t count = 0;
   for (const size_t n : counts) count += n;
   std::vector<std::unique_ptr<Sent>> sent;
-  std::vector<Packet> packets;
+  std::vector<codec::Packet> packets;
   for (const size_t k : {count / 20, size_t{0}, count / 3, count, count / 7}) {
     sent.push_back(std::make_unique<Sent>(random, count, k));
     packets.push_back(sent.back()->packet());
@@ -66,7 +66,7 @@ void try_decode(std::mt19937& random, const std::vector<size_t>& counts) {
   std::vector<bool> there(count);
   sum(sent, sums, there);
   std::vector<std::unique_ptr<Device<float>>> outs, params;
-  std::vector<Array> out_arrays, param_arrays;
+  std::vector<kernels::Array> out_arrays, param_arrays;
   size_t first = 0;
   for (const size_t n : counts) {
     outs.push_back(std::make_unique<Device<float>>(n, 1));
@@ -112,7 +112,7 @@ void try_single(std::mt19937& random) {
   check(same_bits(u.read(), masked) && same_bits(v.read(), masked), "momentum_mask");
 
   Device<float> residual(masked);
-  Device<std::byte> bytes(raw_packet_bytes(kEach, Dtype::bfloat16));
+  Device<std::byte> bytes(codec::raw_packet_bytes(kEach, Dtype::bfloat16));
   kernels().encode(sent.packet(),
                    {.count = kCount,
                     .dtype = Dtype::float32,
@@ -121,15 +121,15 @@ void try_single(std::mt19937& random) {
                     .out = bytes.at()},
                    queue());
   const auto written = bytes.read();
-  const PacketHeader header = read_packet_header(written);
+  const codec::PacketHeader header = codec::read_packet_header(written);
   check(header.k == kEach && header.count == kCount, "encode: header");
-  check(std::memcmp(written.data() + raw_indices_offset(kEach, Dtype::bfloat16),
+  check(std::memcmp(written.data() + codec::raw_indices_offset(kEach, Dtype::bfloat16),
                     sent.indices().data(), kEach * 4) == 0,
         "encode: indices");
   const auto rest = residual.read();
   for (size_t i = 0; i < kEach; ++i) {
     uint16_t half = 0;
-    std::memcpy(&half, written.data() + kPacketHeaderBytes + 2 * i, 2);
+    std::memcpy(&half, written.data() + codec::kPacketHeaderBytes + 2 * i, 2);
     const uint32_t wide = uint32_t{half} << 16;
     float value = 0;
     std::memcpy(&value, &wide, 4);
@@ -144,9 +144,9 @@ void try_rollback(std::mt19937& random) {
   Device<float> u(numbers(random, 2000)), v(numbers(random, 2000)), u2(numbers(random, 1000)),
       v2(numbers(random, 1000));
   Sent sent(random, 3000, kEach), old(random, 3000, kEach);
-  const std::vector<DgcPiece> pieces{{nullptr, nullptr, u.at(), v.at(), 2000},
-                                     {nullptr, nullptr, u2.at(), v2.at(), 1000}};
-  const std::vector<DgcSelection> selections{
+  const std::vector<kernels::DgcPiece> pieces{{nullptr, nullptr, u.at(), v.at(), 2000},
+                                              {nullptr, nullptr, u2.at(), v2.at(), 1000}};
+  const std::vector<kernels::DgcSelection> selections{
       {2, kEach, 0, sent.on_indices.at(), sent.on_values.at(), old.on_values.at()}};
   kernels().dgc_rollback({pieces, selections, Dtype::float32}, nullptr, queue());
   const auto a = v.read(), b = v2.read(), c = u.read(), d = u2.read();

@@ -100,7 +100,7 @@ struct Steps {
     Device<int32_t> indices;
     Device<float> values, u_values;
   };
-  DgcTables tables() const { return {pieces, selections, Dtype::float32}; }
+  kernels::DgcTables tables() const { return {pieces, selections, Dtype::float32}; }
 
   void run(float size, bool skipped) {
     new_gradients(size, skipped);
@@ -161,7 +161,7 @@ struct Steps {
   }
 
   void compare(size_t s, size_t first, bool skipped) {
-    const DgcSelection& selection = selections[s];
+    const kernels::DgcSelection& selection = selections[s];
     std::vector<float> v, u;
     for (size_t i = first; i < first + selection.pieces; ++i) {
       v.insert(v.end(), tensors[i]->v.begin(), tensors[i]->v.end());
@@ -196,8 +196,8 @@ struct Steps {
   Setting how;
   std::vector<std::unique_ptr<Tensor>> tensors;
   std::vector<std::unique_ptr<Output>> outputs;
-  std::vector<DgcPiece> pieces;
-  std::vector<DgcSelection> selections;
+  std::vector<kernels::DgcPiece> pieces;
+  std::vector<kernels::DgcSelection> selections;
   std::unique_ptr<Device<std::byte>> workspace;
   Device<float> found_inf{1};
 };

@@ -20,14 +20,14 @@ namespace fake_nccl {
 namespace {
 
 using pycomm::Dtype;
-using pycomm::NcclComm;
-using pycomm::NcclData;
-using pycomm::NcclDtype;
-using pycomm::NcclId;
-using pycomm::NcclOp;
-using pycomm::NcclQueue;
-using pycomm::NcclResult;
 using pycomm::ReduceOp;
+using pycomm::nccl::NcclComm;
+using pycomm::nccl::NcclData;
+using pycomm::nccl::NcclDtype;
+using pycomm::nccl::NcclId;
+using pycomm::nccl::NcclOp;
+using pycomm::nccl::NcclQueue;
+using pycomm::nccl::NcclResult;
 
 constexpr int kAsks = 2;  // "in progress" answers of a non-blocking communicator after each call
 
@@ -130,7 +130,7 @@ class Collective {
         const int dtype = kTypes.at(static_cast<size_t>(call_.header.dtype)).dtype;
         const auto op = kOps.at(static_cast<size_t>(call_.header.op));
         if (dtype < 0) throw Failed(NcclResult::invalid_argument, "no arithmetic of this dtype");
-        pycomm::reducer(static_cast<Dtype>(dtype), op)
+        pycomm::kernels::reducer(static_cast<Dtype>(dtype), op)
             .fold(call_.data.out, slots_.data(), call_.header.count, size_);
       }
     }

@@ -22,7 +22,7 @@ struct Counts {
   uint64_t groups = 0, sends = 0, receives = 0, bytes_sent = 0, collectives = 0;
 };
 
-class FakeNccl final : public pycomm::NcclApi {
+class FakeNccl final : public pycomm::nccl::NcclApi {
  public:
   FakeNccl();
   ~FakeNccl() override;
@@ -31,25 +31,31 @@ class FakeNccl final : public pycomm::NcclApi {
 
   int version() const override { return 23203; }
   std::string origin() const override { return "tests/emulator"; }
-  std::string error_string(pycomm::NcclResult result) override;
-  std::string last_error(pycomm::NcclComm* comm) override;
-  pycomm::NcclResult get_unique_id(pycomm::NcclId& id) override;
-  pycomm::NcclResult comm_init_rank(pycomm::NcclComm*& comm, int size, const pycomm::NcclId& id,
-                                    int rank, bool blocking) override;
-  pycomm::NcclResult comm_finalize(pycomm::NcclComm* comm) override;
-  pycomm::NcclResult comm_destroy(pycomm::NcclComm* comm) override;
-  pycomm::NcclResult comm_abort(pycomm::NcclComm* comm) override;
-  pycomm::NcclResult comm_async_error(pycomm::NcclComm* comm, pycomm::NcclResult& error) override;
-  pycomm::NcclResult group_start() override;
-  pycomm::NcclResult group_end() override;
-  pycomm::NcclResult send(pycomm::NcclData data, int peer, pycomm::NcclQueue queue) override;
-  pycomm::NcclResult recv(pycomm::NcclData data, int peer, pycomm::NcclQueue queue) override;
-  pycomm::NcclResult all_reduce(pycomm::NcclData data, pycomm::NcclOp op,
-                                pycomm::NcclQueue queue) override;
-  pycomm::NcclResult all_gather(pycomm::NcclData data, pycomm::NcclQueue queue) override;
-  pycomm::NcclResult reduce_scatter(pycomm::NcclData data, pycomm::NcclOp op,
-                                    pycomm::NcclQueue queue) override;
-  pycomm::NcclResult broadcast(pycomm::NcclData data, int root, pycomm::NcclQueue queue) override;
+  std::string error_string(pycomm::nccl::NcclResult result) override;
+  std::string last_error(pycomm::nccl::NcclComm* comm) override;
+  pycomm::nccl::NcclResult get_unique_id(pycomm::nccl::NcclId& id) override;
+  pycomm::nccl::NcclResult comm_init_rank(pycomm::nccl::NcclComm*& comm, int size,
+                                          const pycomm::nccl::NcclId& id, int rank,
+                                          bool blocking) override;
+  pycomm::nccl::NcclResult comm_finalize(pycomm::nccl::NcclComm* comm) override;
+  pycomm::nccl::NcclResult comm_destroy(pycomm::nccl::NcclComm* comm) override;
+  pycomm::nccl::NcclResult comm_abort(pycomm::nccl::NcclComm* comm) override;
+  pycomm::nccl::NcclResult comm_async_error(pycomm::nccl::NcclComm* comm,
+                                            pycomm::nccl::NcclResult& error) override;
+  pycomm::nccl::NcclResult group_start() override;
+  pycomm::nccl::NcclResult group_end() override;
+  pycomm::nccl::NcclResult send(pycomm::nccl::NcclData data, int peer,
+                                pycomm::nccl::NcclQueue queue) override;
+  pycomm::nccl::NcclResult recv(pycomm::nccl::NcclData data, int peer,
+                                pycomm::nccl::NcclQueue queue) override;
+  pycomm::nccl::NcclResult all_reduce(pycomm::nccl::NcclData data, pycomm::nccl::NcclOp op,
+                                      pycomm::nccl::NcclQueue queue) override;
+  pycomm::nccl::NcclResult all_gather(pycomm::nccl::NcclData data,
+                                      pycomm::nccl::NcclQueue queue) override;
+  pycomm::nccl::NcclResult reduce_scatter(pycomm::nccl::NcclData data, pycomm::nccl::NcclOp op,
+                                          pycomm::nccl::NcclQueue queue) override;
+  pycomm::nccl::NcclResult broadcast(pycomm::nccl::NcclData data, int root,
+                                     pycomm::nccl::NcclQueue queue) override;
 
  private:
   struct State;

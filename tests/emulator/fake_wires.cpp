@@ -15,7 +15,7 @@
 namespace fake_nccl {
 namespace {
 
-using pycomm::NcclResult;
+using pycomm::nccl::NcclResult;
 
 constexpr int kLook = 5;  // ms between checks for an abort while ranks connect
 constexpr char kYes = 1, kNo = 2;
@@ -24,7 +24,7 @@ struct Hello {
   int32_t rank, size, device;
 };
 
-socklen_t address(sockaddr_un& at, const pycomm::NcclId& id, int rank) {
+socklen_t address(sockaddr_un& at, const pycomm::nccl::NcclId& id, int rank) {
   at = {};
   at.sun_family = AF_UNIX;  // an abstract name: no file, closed with its socket
   const int n = std::snprintf(at.sun_path + 1, sizeof at.sun_path - 1, "fake-nccl-%.32s-%d",
@@ -75,7 +75,8 @@ void Wires::hang_up() {
   }
 }
 
-void Wires::connect(const pycomm::NcclId& id, int device, const std::function<bool()>& given_up) {
+void Wires::connect(const pycomm::nccl::NcclId& id, int device,
+                    const std::function<bool()>& given_up) {
   out_.assign(static_cast<size_t>(size_), -1);
   in_ = out_;
   sockaddr_un at;

@@ -21,8 +21,8 @@ enum class Kind : uint32_t { message, all_reduce, all_gather, reduce_scatter, br
 // What precedes every message; both sides must agree on all of it.
 struct Header {
   Kind kind{};
-  pycomm::NcclDtype dtype{};
-  pycomm::NcclOp op{};
+  pycomm::nccl::NcclDtype dtype{};
+  pycomm::nccl::NcclOp op{};
   int32_t root = 0;
   uint64_t count = 0;
   bool operator==(const Header&) const = default;
@@ -30,8 +30,9 @@ struct Header {
 std::string text(const Header& header);
 
 struct Failed : std::runtime_error {
-  pycomm::NcclResult result;
-  Failed(pycomm::NcclResult r, const std::string& what) : std::runtime_error(what), result(r) {}
+  pycomm::nccl::NcclResult result;
+  Failed(pycomm::nccl::NcclResult r, const std::string& what)
+      : std::runtime_error(what), result(r) {}
 };
 
 // A socket for each direction with each peer, so that both can be in flight.
@@ -43,7 +44,7 @@ class Wires {
   Wires& operator=(const Wires&) = delete;
 
   // Connects to all ranks, each with its own device. Blocks; `given_up` ends that. Throws Failed.
-  void connect(const pycomm::NcclId& id, int device, const std::function<bool()>& given_up);
+  void connect(const pycomm::nccl::NcclId& id, int device, const std::function<bool()>& given_up);
   void hang_up();
 
   int size() const { return size_; }

@@ -20,11 +20,11 @@ namespace {
 // A stream of device 0, and memory of the host that it reads and writes.
 struct Bench {
   static constexpr size_t kCount = 1000;
-  std::shared_ptr<Device> device = cuda::open_device(0);
-  Stream stream{device};
+  std::shared_ptr<device::Device> device = cuda::open_device(0);
+  device::Stream stream{device};
   int* shared = static_cast<int*>(device->allocate_host(kCount * sizeof(int)));
   int *in = allocate(), *out = allocate();
-  HostCallbackThread relay{device, stream.raw()};
+  device::HostCallbackThread relay{device, stream.raw()};
 
   int* allocate() { return static_cast<int*>(device->allocate(kCount * sizeof(int))); }
   ~Bench() {

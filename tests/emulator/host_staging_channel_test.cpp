@@ -22,14 +22,14 @@ const Test kCrosses{
             static_cast<int>(hosts.size()),
             [](Rank& r) {
               for (const Operation operation : kCollectives)
-                for (const Algorithm algorithm : algorithms_for(operation))
+                for (const Algorithm algorithm : collectives::algorithms_for(operation))
                   for (const size_t count : {size_t{0}, size_t{7}, size_t{50}})
                     run_case(r, {operation, algorithm, count, r.size / 2});
             },
             hosts);
     }};
 
-StreamJob message(Operation operation, Floats& x, size_t count, int peer) {
+device::StreamJob message(Operation operation, Floats& x, size_t count, int peer) {
   return {.operation = operation,
           .dtype = Dtype::float32,
           .input = x.bytes(),
@@ -65,14 +65,14 @@ const Test kReplayed{
                 [](Rank& r) {
                   constexpr size_t kCount = 1000;
                   Floats x(kCount);
-                  const Lanes stages =
-                      make_lanes(ring_all_reduce(r.rank, r.size, kCount), r.rank, 2);
-                  const StreamJob job{.plan = &stages,
-                                      .operation = Operation::all_reduce,
-                                      .dtype = Dtype::float32,
-                                      .input = x.bytes(),
-                                      .output = x.bytes(),
-                                      .count = kCount};
+                  const Lanes stages = device::make_lanes(
+                      collectives::ring_all_reduce(r.rank, r.size, kCount), r.rank, 2);
+                  const device::StreamJob job{.plan = &stages,
+                                              .operation = Operation::all_reduce,
+                                              .dtype = Dtype::float32,
+                                              .input = x.bytes(),
+                                              .output = x.bytes(),
+                                              .count = kCount};
                   fine(cudaStreamBeginCapture(r.stream, cudaStreamCaptureModeThreadLocal));
                   expect_throws<Unsupported>([&] { r.engine.prepare(job, r.stream); });
                   cudaGraph_t graph = nullptr;
@@ -100,24 +100,25 @@ const Test kReplayed{
     }};
 
 // A post with a test's function.
-class Told final : public HostTransport {
+class Told final : public device::HostTransport {
  public:
   std::function<void()> body;
   std::atomic<bool> aborted{false};
-  void exchange(std::span<const HostMessage>, std::chrono::nanoseconds) override { body(); }
+  void exchange(std::span<const device::HostMessage>, std::chrono::nanoseconds) override { body(); }
   void abort(const std::string&) noexcept override { aborted = true; }
   void close() noexcept override {}
 };
 
 struct Bench {
-  std::shared_ptr<Device> device = cuda::open_device(0);
-  Stream stream{device};
+  std::shared_ptr<device::Device> device = cuda::open_device(0);
+  device::Stream stream{device};
   Told* post = new Told;
-  HostStagingChannel bridge{device, stream.raw(), std::unique_ptr<HostTransport>(post)};
+  device::HostStagingChannel bridge{device, stream.raw(),
+                                    std::unique_ptr<device::HostTransport>(post)};
   Floats x{100};
   void cross() {
-    bridge.reserve(HostStagingChannel::staged_bytes(400), stream.raw());
-    const HostMessage message{1, false, x.bytes(), 400};
+    bridge.reserve(device::HostStagingChannel::staged_bytes(400), stream.raw());
+    const device::HostMessage message{1, false, x.bytes(), 400};
     bridge.begin(std::span(&message, 1), kLong);
     bridge.end();
   }

@@ -132,7 +132,7 @@ void bind_runtime(py::module_&& module) {
 // The library that this thread loaded last: ranks may be threads.
 thread_local std::weak_ptr<fake_nccl::FakeNccl> loaded;
 
-std::shared_ptr<pycomm::NcclApi> load_fake(std::span<const pycomm::NcclPlace>) {
+std::shared_ptr<pycomm::nccl::NcclApi> load_fake(std::span<const pycomm::nccl::NcclPlace>) {
   auto made = std::make_shared<fake_nccl::FakeNccl>();
   loaded = made;
   return made;

@@ -96,13 +96,13 @@ class Mail {
   std::map<std::pair<int, int>, std::deque<std::vector<std::byte>>> boxes_;
 };
 
-class MailPost final : public HostTransport {
+class MailPost final : public device::HostTransport {
  public:
   MailPost(int rank, std::shared_ptr<Mail> mail) : rank_(rank), mail_(std::move(mail)) {}
-  void exchange(std::span<const HostMessage> messages, std::chrono::nanoseconds) override {
-    for (const HostMessage& one : messages)
+  void exchange(std::span<const device::HostMessage> messages, std::chrono::nanoseconds) override {
+    for (const device::HostMessage& one : messages)
       if (one.sends) mail_->put(rank_, one.peer, {one.data, one.data + one.bytes});
-    for (const HostMessage& one : messages)
+    for (const device::HostMessage& one : messages)
       if (!one.sends) {
         const auto bytes = mail_->take(one.peer, rank_);
         if (bytes.size() != one.bytes) throw Mismatch("a message of another size");
@@ -121,8 +121,8 @@ struct Rank {
   int rank, size;
   std::vector<int> hosts{};
   std::shared_ptr<FakeNccl> nccl = std::make_shared<FakeNccl>();
-  std::shared_ptr<Device> device = cuda::open_device(rank);
-  StreamEngine engine{nccl, device, rank, size};
+  std::shared_ptr<device::Device> device = cuda::open_device(rank);
+  device::StreamEngine engine{nccl, device, rank, size};
   cudaStream_t stream = [] {
     cudaStream_t made = nullptr;
     fine(cudaStreamCreateWithFlags(&made, cudaStreamNonBlocking));
@@ -132,21 +132,22 @@ struct Rank {
   bool is_near(int peer) const {
     return hosts.empty() || hosts[static_cast<size_t>(peer)] == hosts[static_cast<size_t>(rank)];
   }
-  void run(const StreamJob& job) {
+  void run(const device::StreamJob& job) {
     engine.prepare(job, stream);
-    Event before(device);
+    device::Event before(device);
     before.record(stream);
     engine.enqueue(job, before, soon())->stream_wait(stream);
   }
 };
 
 // The ranks of a rank's communicators where `hosts`, by rank, are several, and its path to others.
-inline RemoteRanks far_ranks(int rank, const std::vector<int>& hosts,
-                             const std::array<std::shared_ptr<Mail>, 2>& mails) {
-  RemoteRanks far;
+inline device::RemoteRanks far_ranks(int rank, const std::vector<int>& hosts,
+                                     const std::array<std::shared_ptr<Mail>, 2>& mails) {
+  device::RemoteRanks far;
   int next = 0;
   for (const int host : hosts)
-    far.local_ranks.push_back(host == hosts[static_cast<size_t>(rank)] ? next++ : kNoRank);
+    far.local_ranks.push_back(host == hosts[static_cast<size_t>(rank)] ? next++
+                                                                       : collectives::kNoRank);
   for (const auto& mail : mails)
     if (!hosts.empty()) far.transports.push_back(std::make_unique<MailPost>(rank, mail));
   return far;
@@ -158,9 +159,9 @@ inline void each_rank(int size, const std::function<void(Rank&)>& body,
                       const std::vector<int>& hosts = {}) {
   FakeNccl names;
   constexpr size_t kLanes = 2, kHosts = 2;
-  std::array<std::array<NcclId, kLanes>, kHosts> ids{};
+  std::array<std::array<nccl::NcclId, kLanes>, kHosts> ids{};
   for (auto& of_host : ids)
-    for (NcclId& id : of_host) (void)names.get_unique_id(id);
+    for (nccl::NcclId& id : of_host) (void)names.get_unique_id(id);
   const std::array mails{std::make_shared<Mail>(), std::make_shared<Mail>()};
   std::vector<std::string> errors(static_cast<size_t>(size));
   std::vector<std::thread> threads;
@@ -242,7 +243,7 @@ inline std::string text_of(const Case& one, const Rank& r) {
          ", count " + std::to_string(one.count) + ", rank " + std::to_string(r.rank);
 }
 
-using Lanes = std::vector<StreamStages>;
+using Lanes = std::vector<device::StreamStages>;
 
 inline void run_case(Rank& r, const Case& one) {
   const auto size = static_cast<size_t>(r.size);
@@ -252,11 +253,11 @@ inline void run_case(Rank& r, const Case& one) {
   const auto start = [&](size_t i) { return element(r.rank, i); };
   (from_output ? out : in).write(start, r.stream);
   if (!from_output) out.write([](size_t) { return -1.f; }, r.stream);
-  const CollectiveShape at{
+  const collectives::CollectiveShape at{
       .rank = r.rank, .size = r.size, .count = one.count, .root = one.root, .hosts = r.hosts};
-  const Plan plan = make_plan(one.algorithm, one.operation, at);
+  const collectives::Plan plan = collectives::make_plan(one.algorithm, one.operation, at);
   const Lanes stages =
-      make_lanes(plan, r.rank, one.algorithm == Algorithm::ring && r.size > 1 ? 2 : 1);
+      device::make_lanes(plan, r.rank, one.algorithm == Algorithm::ring && r.size > 1 ? 2 : 1);
   const auto before = r.engine.traffic();
   r.finish();
   (void)r.nccl->take_counts();
@@ -272,8 +273,8 @@ inline void run_case(Rank& r, const Case& one) {
     if (wanted(one, r, i) >= 0)
       expect_equal(got[i], wanted(one, r, i), text_of(one, r) + ", element " + std::to_string(i));
   size_t planned = 0, by_nccl = 0;
-  for (const Move& move : plan.moves)
-    if (move.to != kNoRank && move.to != r.rank) {
+  for (const collectives::Move& move : plan.moves)
+    if (move.to != collectives::kNoRank && move.to != r.rank) {
       planned += move.out.count * 4;
       if (r.is_near(move.to)) by_nccl += move.out.count * 4;
     }

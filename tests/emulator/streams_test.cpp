@@ -30,13 +30,13 @@ const Test kPlans{"every plan sends its elements and gives the sum", [] {
                     for (const int size : {1, 2, 3, 5})
                       each_rank(size, [](Rank& r) {
                         for (const Operation operation : kCollectives)
-                          for (const Algorithm algorithm : algorithms_for(operation))
+                          for (const Algorithm algorithm : collectives::algorithms_for(operation))
                             for (const size_t count : {size_t{0}, size_t{7}, size_t{50}})
                               run_case(r, {operation, algorithm, count, r.size / 2});
                       });
                   }};
 
-StreamJob all_reduce(Floats& x, size_t count, const Lanes* stages) {
+device::StreamJob all_reduce(Floats& x, size_t count, const Lanes* stages) {
   return {.plan = stages,
           .operation = Operation::all_reduce,
           .dtype = Dtype::float32,
@@ -46,8 +46,9 @@ StreamJob all_reduce(Floats& x, size_t count, const Lanes* stages) {
 }
 
 Lanes stages_of(const Rank& r, Algorithm algorithm, size_t count, int lanes = 1) {
-  const CollectiveShape at{.rank = r.rank, .size = r.size, .count = count};
-  return make_lanes(make_plan(algorithm, Operation::all_reduce, at), r.rank, lanes);
+  const collectives::CollectiveShape at{.rank = r.rank, .size = r.size, .count = count};
+  return device::make_lanes(collectives::make_plan(algorithm, Operation::all_reduce, at), r.rank,
+                            lanes);
 }
 
 const Test kRing{"a ring is 2 (n - 1) groups of a send and a receive and no collective", [] {
@@ -69,40 +70,41 @@ const Test kRing{"a ring is 2 (n - 1) groups of a send and a receive and no coll
                    });
                  }};
 
-const Test kBits{"sums have the same bits as on the CPU, also avg", [] {
-                   each_rank(3, [](Rank& r) {
-                     constexpr size_t kCount = 100;
-                     const auto odd = [](int rank, size_t i) {
-                       return 1.f / static_cast<float>(i + 1 + static_cast<size_t>(rank) * 7);
-                     };
-                     for (const ReduceOp op : {ReduceOp::sum, ReduceOp::avg, ReduceOp::product,
-                                               ReduceOp::min, ReduceOp::max})
-                       for (const Algorithm algorithm : {Algorithm::direct, Algorithm::owner}) {
-                         std::vector<float> slots;
-                         for (int rank = 0; rank < 3; ++rank)
-                           for (size_t i = 0; i < kCount; ++i) slots.push_back(odd(rank, i));
-                         std::vector<float> folded(kCount);
-                         reducer(Dtype::float32, op).fold(folded.data(), slots.data(), kCount, 3);
-                         Floats x(kCount);
-                         x.write([&](size_t i) { return odd(r.rank, i); }, r.stream);
-                         const Lanes stages = stages_of(r, algorithm, kCount);
-                         StreamJob job = all_reduce(x, kCount, &stages);
-                         job.op = op;
-                         r.run(job);
-                         const auto got = x.read(r.stream);
-                         expect(got == folded, std::string(name_of(op)) + " by " +
-                                                   std::string(name_of(algorithm)));
-                         x.write([&](size_t i) { return element(r.rank, i); }, r.stream);
-                         const Lanes ring = stages_of(r, Algorithm::ring, kCount, 2);
-                         job.plan = &ring;
-                         job.op = ReduceOp::avg;
-                         r.run(job);
-                         const auto mean = x.read(r.stream);
-                         for (size_t i = 0; i < kCount; ++i)
-                           expect_equal(mean[i], sum_of(3, i) / 3, "mean by ring");
-                       }
-                   });
-                 }};
+const Test kBits{
+    "sums have the same bits as on the CPU, also avg", [] {
+      each_rank(3, [](Rank& r) {
+        constexpr size_t kCount = 100;
+        const auto odd = [](int rank, size_t i) {
+          return 1.f / static_cast<float>(i + 1 + static_cast<size_t>(rank) * 7);
+        };
+        for (const ReduceOp op :
+             {ReduceOp::sum, ReduceOp::avg, ReduceOp::product, ReduceOp::min, ReduceOp::max})
+          for (const Algorithm algorithm : {Algorithm::direct, Algorithm::owner}) {
+            std::vector<float> slots;
+            for (int rank = 0; rank < 3; ++rank)
+              for (size_t i = 0; i < kCount; ++i) slots.push_back(odd(rank, i));
+            std::vector<float> folded(kCount);
+            kernels::reducer(Dtype::float32, op).fold(folded.data(), slots.data(), kCount, 3);
+            Floats x(kCount);
+            x.write([&](size_t i) { return odd(r.rank, i); }, r.stream);
+            const Lanes stages = stages_of(r, algorithm, kCount);
+            device::StreamJob job = all_reduce(x, kCount, &stages);
+            job.op = op;
+            r.run(job);
+            const auto got = x.read(r.stream);
+            expect(got == folded,
+                   std::string(name_of(op)) + " by " + std::string(name_of(algorithm)));
+            x.write([&](size_t i) { return element(r.rank, i); }, r.stream);
+            const Lanes ring = stages_of(r, Algorithm::ring, kCount, 2);
+            job.plan = &ring;
+            job.op = ReduceOp::avg;
+            r.run(job);
+            const auto mean = x.read(r.stream);
+            for (size_t i = 0; i < kCount; ++i)
+              expect_equal(mean[i], sum_of(3, i) / 3, "mean by ring");
+          }
+      });
+    }};
 
 const Test kNccl{
     "NCCL's own collectives are one call each", [] {
@@ -191,7 +193,7 @@ const Test kCaptureScratch{
     }};
 
 // A call of several launches may get the error before its last launch.
-void try_run(Rank& r, const StreamJob& job) {
+void try_run(Rank& r, const device::StreamJob& job) {
   try {
     r.run(job);
   } catch (const Error&) {  // error_of() looks at it
@@ -199,15 +201,15 @@ void try_run(Rank& r, const StreamJob& job) {
 }
 
 // Waits until the communicator knows of an error.
-NcclResult error_of(Rank& r) {
+nccl::NcclResult error_of(Rank& r) {
   const Deadline deadline(kLong);
   while (!deadline.expired()) {
     (void)cudaStreamQuery(r.stream);  // lets operations run
-    const NcclResult now = r.engine.communicators().front()->state();
-    if (now != NcclResult::success && now != NcclResult::in_progress) return now;
+    const nccl::NcclResult now = r.engine.communicators().front()->state();
+    if (now != nccl::NcclResult::success && now != nccl::NcclResult::in_progress) return now;
     std::this_thread::yield();
   }
-  return NcclResult::success;
+  return nccl::NcclResult::success;
 }
 
 const Test kMismatch{
@@ -217,11 +219,12 @@ const Test kMismatch{
         Floats x(64, 0);
         const Lanes stages = stages_of(r, Algorithm::ring, count);
         try_run(r, all_reduce(x, count, &stages));
-        const NcclResult error = error_of(r);
+        const nccl::NcclResult error = error_of(r);
         const std::string text =
             r.engine.communicators().front()->error_of("ncclGroupEnd", error).what();
-        expect(error == NcclResult::invalid_usage || error == NcclResult::remote_error, text);
-        if (error == NcclResult::invalid_usage)
+        expect(error == nccl::NcclResult::invalid_usage || error == nccl::NcclResult::remote_error,
+               text);
+        if (error == nccl::NcclResult::invalid_usage)
           expect(text.find("count 3") != std::string::npos, text);
         r.engine.communicators().front()->abort();
         r.finish();
@@ -253,7 +256,7 @@ const Test kGone{"waiting for a rank that left ends with an error", [] {
                      Floats x(64, 0);
                      const Lanes stages = stages_of(r, Algorithm::ring, 64);
                      try_run(r, all_reduce(x, 64, &stages));
-                     expect(error_of(r) == NcclResult::remote_error, "remote error");
+                     expect(error_of(r) == nccl::NcclResult::remote_error, "remote error");
                      r.engine.communicators().front()->abort();
                      r.finish();
                    });
@@ -261,7 +264,7 @@ const Test kGone{"waiting for a rank that left ends with an error", [] {
 
 const Test kMissing{"waiting for a missing rank ends at the deadline", [] {
                       FakeNccl names;
-                      NcclId id{};
+                      nccl::NcclId id{};
                       (void)names.get_unique_id(id);
                       Rank alone{.rank = 0, .size = 2};
                       const auto meet = [&] {
@@ -271,48 +274,51 @@ const Test kMissing{"waiting for a missing rank ends at the deadline", [] {
                       (void)expect_throws<Timeout>(meet);
                     }};
 
-const Test kTwice{"two ranks on one device are refused, as by NCCL", [] {
-                    FakeNccl names;
-                    NcclId id{};
-                    (void)names.get_unique_id(id);
-                    std::vector<std::string> said(2);
-                    std::vector<std::thread> threads;
-                    for (int rank = 0; rank < 2; ++rank)
-                      threads.emplace_back([&, rank] {
-                        FakeNccl nccl;
-                        NcclComm* comm = nullptr;
-                        if (nccl.comm_init_rank(comm, 2, id, rank, true) != NcclResult::success)
-                          said[static_cast<size_t>(rank)] = nccl.last_error(comm);
-                      });
-                    for (std::thread& thread : threads) thread.join();
-                    expect(said[0].find("Duplicate GPU") != std::string::npos, said[0]);
-                  }};
-
-const Test kStrict{
-    "the fake refuses what NCCL's documents forbid", [] {
-      each_rank(2, [](Rank& r) {
-        FakeNccl& nccl = *r.nccl;
-        Floats x(8, 0);
-        NcclComm* comm = nullptr;
-        const NcclData data{x.bytes(), x.bytes(), 8, NcclDtype::float32};
-        expect(nccl.all_reduce(data, NcclOp::sum, {comm, r.stream}) == NcclResult::invalid_argument,
-               "an invalid handle");
-        expect(nccl.group_end() == NcclResult::invalid_usage, "no group");
-        // a call before the last one is complete
-        NcclComm* raw = nullptr;
-        r.engine.communicators().front()->launch(
-            [&](NcclApi&, NcclComm* mine) {
-              raw = mine;
-              return NcclResult::success;
-            },
-            soon());
-        expect(nccl.all_reduce(data, NcclOp::sum, {raw, r.stream}) == NcclResult::in_progress,
-               "does not block");
-        expect(nccl.all_reduce(data, NcclOp::sum, {raw, r.stream}) == NcclResult::invalid_usage,
-               "the last call is not complete");
-        expect(nccl.comm_destroy(raw) == NcclResult::invalid_usage, "in use");
-        r.finish();
-      });
+const Test kTwice{
+    "two ranks on one device are refused, as by NCCL", [] {
+      FakeNccl names;
+      nccl::NcclId id{};
+      (void)names.get_unique_id(id);
+      std::vector<std::string> said(2);
+      std::vector<std::thread> threads;
+      for (int rank = 0; rank < 2; ++rank)
+        threads.emplace_back([&, rank] {
+          FakeNccl nccl;
+          nccl::NcclComm* comm = nullptr;
+          if (nccl.comm_init_rank(comm, 2, id, rank, true) != nccl::NcclResult::success)
+            said[static_cast<size_t>(rank)] = nccl.last_error(comm);
+        });
+      for (std::thread& thread : threads) thread.join();
+      expect(said[0].find("Duplicate GPU") != std::string::npos, said[0]);
     }};
+
+const Test kStrict{"the fake refuses what NCCL's documents forbid", [] {
+                     each_rank(2, [](Rank& r) {
+                       FakeNccl& nccl = *r.nccl;
+                       Floats x(8, 0);
+                       nccl::NcclComm* comm = nullptr;
+                       const nccl::NcclData data{x.bytes(), x.bytes(), 8, nccl::NcclDtype::float32};
+                       expect(nccl.all_reduce(data, nccl::NcclOp::sum, {comm, r.stream}) ==
+                                  nccl::NcclResult::invalid_argument,
+                              "an invalid handle");
+                       expect(nccl.group_end() == nccl::NcclResult::invalid_usage, "no group");
+                       // a call before the last one is complete
+                       nccl::NcclComm* raw = nullptr;
+                       r.engine.communicators().front()->launch(
+                           [&](nccl::NcclApi&, nccl::NcclComm* mine) {
+                             raw = mine;
+                             return nccl::NcclResult::success;
+                           },
+                           soon());
+                       expect(nccl.all_reduce(data, nccl::NcclOp::sum, {raw, r.stream}) ==
+                                  nccl::NcclResult::in_progress,
+                              "does not block");
+                       expect(nccl.all_reduce(data, nccl::NcclOp::sum, {raw, r.stream}) ==
+                                  nccl::NcclResult::invalid_usage,
+                              "the last call is not complete");
+                       expect(nccl.comm_destroy(raw) == nccl::NcclResult::invalid_usage, "in use");
+                       r.finish();
+                     });
+                   }};
 
 }  // namespace

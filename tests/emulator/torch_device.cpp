@@ -34,7 +34,7 @@ namespace {
 
 namespace py = pybind11;
 using c10::DeviceIndex;
-using pycomm::Device;
+using pycomm::device::Device;
 
 constexpr auto kType = c10::DeviceType::PrivateUse1;
 constexpr c10::StreamId kStreams = 8;  // of a device; 0 is its default one, the others are pooled
@@ -94,12 +94,12 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
   }
   void* getStreamNativeHandle(const c10::Stream s) const override { return raw(s); }
   bool queryStream(const c10::Stream& s) const override {
-    pycomm::Event event(side_at(s.device_index()).device);
+    pycomm::device::Event event(side_at(s.device_index()).device);
     event.record(raw(s));
     return event.passed();
   }
   void synchronizeStream(const c10::Stream& s) const override {
-    pycomm::Event event(side_at(s.device_index()).device);
+    pycomm::device::Event event(side_at(s.device_index()).device);
     event.record(raw(s));
     while (!event.passed()) continue;  // asking lets the streams work
   }
@@ -189,7 +189,7 @@ class Uploads {
     One(std::vector<std::byte> bytes, const std::shared_ptr<Device>& device)
         : data(std::move(bytes)), over(device) {}
     std::vector<std::byte> data;
-    pycomm::Event over;
+    pycomm::device::Event over;
   };
   std::mutex mutex_;
   std::deque<One> under_way_;

@@ -30,22 +30,22 @@ void join(void* out, const void* const* slots, size_t count, int size) {
   }
 }
 void finish(void* out, const void* a, const void* b, size_t count, int) { add(out, a, b, count); }
-constexpr Reducer kAdd{add, finish, nullptr, join};
+constexpr kernels::Reducer kAdd{add, finish, nullptr, join};
 
-EngineOptions options_of(int rank) {
-  EngineOptions options{.rank = rank};
+engine::EngineOptions options_of(int rank) {
+  engine::EngineOptions options{.rank = rank};
   options.names = {"rank 0", "rank 1"};
   return options;
 }
 
-std::vector<std::unique_ptr<Channel>> has_no_listener() {
-  return std::vector<std::unique_ptr<Channel>>(2);
+std::vector<std::unique_ptr<transport::Channel>> has_no_listener() {
+  return std::vector<std::unique_ptr<transport::Channel>>(2);
 }
 
 // The parts of a rank that the task needs.
 struct Rank {
-  Rank(int rank, const std::vector<std::shared_ptr<Segment>>& segments,
-       const std::vector<HeapView>& heaps, Operation operation)
+  Rank(int rank, const std::vector<std::shared_ptr<shared::Segment>>& segments,
+       const std::vector<os::HeapView>& heaps, Operation operation)
       : engine(has_no_listener(), options_of(rank)), region(segments, {0, 1}, rank) {
     region.set_heaps(heaps);
     std::byte* const heap = heaps[static_cast<size_t>(rank)].base.get();
@@ -57,16 +57,16 @@ struct Rank {
     header.operation = static_cast<uint8_t>(operation);
     header.count = job.count;
     region.begin(header);
-    region.reaches = SharedMemoryRegion::Reach::all;
+    region.reaches = shared::SharedMemoryRegion::Reach::all;
     region.read_tuner(operation, job.count * sizeof(float)).turns = 1;  // prefers to read
     task.emplace(engine, region, job, header);
   }
-  Engine engine;
-  SharedMemoryRegion region;
-  SharedJob job;
-  Header header;
+  engine::Engine engine;
+  shared::SharedMemoryRegion region;
+  shared::SharedJob job;
+  transport::Header header;
   std::vector<std::byte> gathered = std::vector<std::byte>(2 * kCount * sizeof(float));
-  std::optional<SharedCall> task;
+  std::optional<shared::SharedCall> task;
 };
 
 }  // namespace
@@ -75,10 +75,10 @@ void fuzz::one(Input input) {
   if (input.empty()) return;
   constexpr std::array kOperations{Operation::all_reduce, Operation::broadcast,
                                    Operation::all_gather, Operation::reduce_scatter};
-  std::vector<std::shared_ptr<Segment>> segments;
-  std::vector<HeapView> heaps;
+  std::vector<std::shared_ptr<shared::Segment>> segments;
+  std::vector<os::HeapView> heaps;
   for (int rank = 0; rank < 2; ++rank) {
-    segments.push_back(std::make_shared<Segment>());
+    segments.push_back(std::make_shared<shared::Segment>());
     heaps.push_back({std::shared_ptr<std::byte>(new std::byte[kHeapBytes](),
                                                 std::default_delete<std::byte[]>()),
                      kHeapBytes});
@@ -89,7 +89,7 @@ void fuzz::one(Input input) {
   auto& line = segments[1]->filled[0].tiny;
   std::memcpy(line.data(), input.data() + 1, std::min(line.size(), input.size() - 1));
   try {
-    while (!mine.task->done() && mine.task->access_mode() != AccessMode::staged &&
+    while (!mine.task->done() && mine.task->access_mode() != shared::AccessMode::staged &&
            mine.task->advance()) {
     }
   } catch (const PeerLost&) {

@@ -23,29 +23,33 @@ constexpr size_t kCount = 40;
 constexpr int kCalls = 3;  // a group continues after a disagreement
 
 // Gives what is on the tape, `grain` bytes at a time.
-class Tape final : public Channel {
+class Tape final : public transport::Channel {
  public:
   Tape(fuzz::Input tape, size_t grain) : tape_(tape), grain_(grain), awake_(::eventfd(1, 0)) {}
 
   std::string_view transport() const override { return "tape"; }
-  size_t send(ConstBytes head, ConstBytes body) override { return head.size() + body.size(); }
-  ConstBytes peek(size_t want) override { return tape_.first(std::min({want, tape_.size()})); }
+  size_t send(transport::ConstBytes head, transport::ConstBytes body) override {
+    return head.size() + body.size();
+  }
+  transport::ConstBytes peek(size_t want) override {
+    return tape_.first(std::min({want, tape_.size()}));
+  }
   void take(size_t bytes) override { tape_ = tape_.subspan(bytes); }
-  size_t receive(Bytes into) override {
+  size_t receive(transport::Bytes into) override {
     const size_t n = std::min({into.size(), tape_.size(), grain_});
     if (n > 0) std::memcpy(into.data(), tape_.data(), n);
     take(n);
     return n;
   }
   bool is_closed() const override { return closed_; }
-  pollfd arm(Want) override { return {awake_.get(), POLLIN, 0}; }
+  pollfd arm(transport::Want) override { return {awake_.get(), POLLIN, 0}; }
   void disarm(short revents) override { closed_ |= revents != 0; }
-  void close(ConstBytes) override { closed_ = true; }
+  void close(transport::ConstBytes) override { closed_ = true; }
 
  private:
   fuzz::Input tape_;
   size_t grain_;
-  Fd awake_;
+  os::Fd awake_;
   bool closed_ = false;
 };
 
@@ -59,29 +63,35 @@ void add(void* out, const void* a, const void* b, size_t count) {
     std::memcpy(static_cast<std::byte*>(out) + i * sizeof one, &one, sizeof one);
   }
 }
-constexpr Reducer kAdd{add, nullptr, nullptr, nullptr};
+constexpr kernels::Reducer kAdd{add, nullptr, nullptr, nullptr};
 
 // One exchange with the other rank, of which the half is added and the half copied.
-Schedule exchange() {
-  const Range first{Space::output, 0, kCount / 2}, second{Space::output, kCount / 2, kCount / 2};
-  Plan plan;
+engine::Schedule exchange() {
+  const collectives::Range first{collectives::Space::output, 0, kCount / 2},
+      second{collectives::Space::output, kCount / 2, kCount / 2};
+  collectives::Plan plan;
   plan.scratch = kCount / 2;
-  plan.moves = {{1, first, 1, {Space::scratch, 0, kCount / 2}, Combine::reduce, first},
-                {1, second, 1, second, Combine::copy, {}}};
-  return make_schedule(std::move(plan), 0);
+  plan.moves = {{1,
+                 first,
+                 1,
+                 {collectives::Space::scratch, 0, kCount / 2},
+                 collectives::Combine::reduce,
+                 first},
+                {1, second, 1, second, collectives::Combine::copy, {}}};
+  return engine::make_schedule(std::move(plan), 0);
 }
 
-void call(Engine& engine, int what) {
+void call(engine::Engine& engine, int what) {
   const Deadline deadline(2ms);  // of what the other may keep this rank waiting with
   std::vector<float> array(kCount, 1);
-  Header signature;
+  transport::Header signature;
   signature.dtype = static_cast<uint8_t>(Dtype::float32);
   signature.count = kCount;
-  const Bytes bytes = std::as_writable_bytes(std::span(array));
+  const transport::Bytes bytes = std::as_writable_bytes(std::span(array));
   if (what == 0) {
     signature.operation = static_cast<uint8_t>(Operation::all_reduce);
-    const Schedule schedule = exchange();
-    PlanJob job{.schedule = &schedule, .signature = signature};
+    const engine::Schedule schedule = exchange();
+    engine::PlanJob job{.schedule = &schedule, .signature = signature};
     job.input = job.output = bytes.data();
     job.element_bytes = sizeof(float);
     job.reducer = &kAdd;
@@ -92,10 +102,10 @@ void call(Engine& engine, int what) {
   signature.peer = 7;
   if (what == 1) return engine.send(1, signature, bytes, deadline);
   if (what < 4) {
-    (void)engine.receive(what == 2 ? 1 : kAnyPeer, signature, bytes, deadline);
+    (void)engine.receive(what == 2 ? 1 : engine::kAnyPeer, signature, bytes, deadline);
     return;
   }
-  signature.algorithm = kOnDevice;
+  signature.algorithm = transport::kOnDevice;
   if (what == 4) return engine.announce_send(1, signature, deadline);
   (void)engine.receive(1, signature, {}, deadline);
 }
@@ -106,11 +116,11 @@ void fuzz::one(Input input) {
   if (input.size() < 2) return;
   const int what = std::to_integer<int>(input[0]) % 6;
   const size_t grain = 1 + std::to_integer<size_t>(input[1]);
-  std::vector<std::unique_ptr<Channel>> channels(2);
+  std::vector<std::unique_ptr<transport::Channel>> channels(2);
   channels[1] = std::make_unique<Tape>(input.subspan(2), grain);
-  EngineOptions options;
+  engine::EngineOptions options;
   options.names = {"rank 0", "rank 1"};
-  Engine engine(std::move(channels), options);
+  engine::Engine engine(std::move(channels), options);
   for (int i = 0; i < kCalls; ++i) {
     try {
       call(engine, what);

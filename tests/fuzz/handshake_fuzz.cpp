@@ -14,8 +14,8 @@
 namespace {
 
 using namespace pycomm;
-using Role = Handshake::Role;
-using Step = Handshake::Step;
+using Role = transport::Handshake::Role;
+using Step = transport::Handshake::Step;
 
 constexpr size_t kProven = 36 + 68 + 32;  // bytes that proofs cover, or are
 constexpr int kMostRounds = 200;
@@ -26,9 +26,9 @@ struct End {
     int fds[2];
     fuzz::demand(::socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0, fds) == 0,
                  "no pair of sockets");
-    outside = Fd(fds[1]);
-    handshake.emplace(Fd(fds[0]), role, "a key",
-                      HandshakeParams{"world", role == Role::listener ? 0 : 1});
+    outside = os::Fd(fds[1]);
+    handshake.emplace(os::Fd(fds[0]), role, "a key",
+                      transport::HandshakeParams{"world", role == Role::listener ? 0 : 1});
   }
   std::string hear() const {
     char bytes[256];
@@ -40,8 +40,8 @@ struct End {
   }
   bool over() const { return step == Step::done || step == Step::refused; }
 
-  Fd outside;
-  std::optional<Handshake> handshake;
+  os::Fd outside;
+  std::optional<transport::Handshake> handshake;
   Step step = Step::want_write;
 };
 

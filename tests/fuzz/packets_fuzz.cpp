@@ -27,39 +27,40 @@ void demand_sound(std::span<const int32_t> indices, size_t count) {
 
 // Every byte that the kernels read of a packet with a valid header and valid indices.
 void read_raw(std::span<const std::byte> bytes) {
-  const PacketHeader header = read_packet_header(bytes);
+  const codec::PacketHeader header = codec::read_packet_header(bytes);
   fuzz::demand(header.k <= bytes.size(), "a packet of more elements than bytes");
   std::vector<int32_t> indices(header.k);
   std::vector<std::byte> values(header.k * bytes_of(header.value_dtype));
   if (header.k == 0) return;
-  std::memcpy(values.data(), bytes.data() + kPacketHeaderBytes, values.size());
-  std::memcpy(indices.data(), bytes.data() + raw_indices_offset(header.k, header.value_dtype),
+  std::memcpy(values.data(), bytes.data() + codec::kPacketHeaderBytes, values.size());
+  std::memcpy(indices.data(),
+              bytes.data() + codec::raw_indices_offset(header.k, header.value_dtype),
               indices.size() * sizeof(int32_t));
-  cpu::check_indices(indices, header.count);
+  codec::check_indices(indices, header.count);
   demand_sound(indices, header.count);
 }
 
 struct Decoded {
   explicit Decoded(std::span<const std::byte> bytes)
-      : header(read_compact_header(bytes)), indices(header.k), values(header.k) {
-    decode_compact(bytes, indices.data(), values.data());
+      : header(codec::read_compact_header(bytes)), indices(header.k), values(header.k) {
+    codec::decode_compact(bytes, indices.data(), values.data());
   }
-  CompactHeader header;
+  codec::CompactHeader header;
   std::vector<int32_t> indices;
   std::vector<float> values;
 };
 
 void read_compact(std::span<const std::byte> bytes) {
-  const CompactHeader header = read_compact_header(bytes);
+  const codec::CompactHeader header = codec::read_compact_header(bytes);
   fuzz::demand(header.k <= 8 * bytes.size(), "a packet of more elements than bits");
   const Decoded first(bytes);
   demand_sound(first.indices, header.count);
   if (header.count > kMostCount) return;
-  const CompactEncoding encoding{header.count,      Dtype::float32,     false,
-                                 header.index_code, ValueCode::float32, nullptr};
-  const Packet packet{first.indices.data(), first.values.data(), header.k};
-  std::vector<std::byte> again(most_compact_bytes(header.k, encoding));
-  again.resize(encode_compact(packet, encoding, again.data()));
+  const codec::CompactEncoding encoding{
+      header.count, Dtype::float32, false, header.index_code, codec::ValueCode::float32, nullptr};
+  const codec::Packet packet{first.indices.data(), first.values.data(), header.k};
+  std::vector<std::byte> again(codec::most_compact_bytes(header.k, encoding));
+  again.resize(codec::encode_compact(packet, encoding, again.data()));
   const Decoded second(again);
   fuzz::demand(second.indices == first.indices, "indices come back as others");
   const auto same = [](float a, float b) { return a == b || (std::isnan(a) && std::isnan(b)); };
@@ -74,7 +75,7 @@ void fuzz::one(Input input) {
   std::copy(input.begin(), input.end(), own.get());
   const std::span<const std::byte> bytes(own.get(), input.size());
   try {
-    if (is_compact(bytes)) return read_compact(bytes);
+    if (codec::is_compact(bytes)) return read_compact(bytes);
     read_raw(bytes);
   } catch (const InvalidArgument&) {
   }

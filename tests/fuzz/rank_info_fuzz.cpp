@@ -11,24 +11,24 @@ namespace {
 using namespace pycomm;
 
 void read_info(const std::string& text) {
-  RankInfo info;
+  bootstrap::RankInfo info;
   try {
-    info = decode_rank_info(text);
+    info = bootstrap::decode_rank_info(text);
   } catch (const InternalError&) {
     return;
   }
-  fuzz::demand(encode(info) == text, "rank info has another encoding");
+  fuzz::demand(bootstrap::encode(info) == text, "rank info has another encoding");
 }
 
 void read_address(const std::string& text) {
   try {
-    const Address address = parse_tcp_address(text);
-    fuzz::demand(parse_tcp_address(address.text()).text() == address.text(),
+    const os::Address address = os::parse_tcp_address(text);
+    fuzz::demand(os::parse_tcp_address(address.text()).text() == address.text(),
                  "an address comes back as another");
   } catch (const InvalidArgument&) {
   }
   try {
-    const Address address = abstract_unix_address(text);
+    const os::Address address = os::abstract_unix_address(text);
     fuzz::demand(address.length <= sizeof address.storage, "an address is longer than its place");
   } catch (const InvalidArgument&) {
   }

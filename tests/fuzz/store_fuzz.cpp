@@ -4,7 +4,7 @@
 
 namespace {
 
-using namespace pycomm::store_frame;
+using namespace pycomm::rendezvous::store_frame;
 
 constexpr size_t kMostBytes = kRequestHeadBytes + kMaxKeyBytes + kMaxValueBytes;
 

@@ -17,7 +17,7 @@ using ranks::ByTransport;
 using ranks::Ending;
 using ranks::ending_of;
 
-Call message(Operation operation, int peer, size_t count, uint32_t tag = 0) {
+group::Call message(Operation operation, int peer, size_t count, uint32_t tag = 0) {
   return {.operation = operation,
           .dtype = Dtype::float32,
           .count = count,
@@ -26,15 +26,15 @@ Call message(Operation operation, int peer, size_t count, uint32_t tag = 0) {
           .algorithm = Algorithm::nccl,
           .device = {.agreement = true}};
 }
-Call offer(int to, size_t count, uint32_t tag = 0) {
+group::Call offer(int to, size_t count, uint32_t tag = 0) {
   return message(Operation::send, to, count, tag);
 }
-Call take(int from, size_t count, uint32_t tag = 0) {
+group::Call take(int from, size_t count, uint32_t tag = 0) {
   return message(Operation::recv, from, count, tag);
 }
 
 // A later message must succeed after any earlier outcome.
-void expect_sound(Group& group) {
+void expect_sound(group::Group& group) {
   const int rank = group.rank();
   if (rank == 0) group.run(offer(1, 1'000'000, 99));
   if (rank == 1) group.run(take(0, 1'000'000, 99));
@@ -43,7 +43,7 @@ void expect_sound(Group& group) {
 
 const ByTransport kAgree{
     "a message is sent when it is received, by tag", [](const std::string& by) {
-      ranks::run_groups(3, by, [](Group& group) {
+      ranks::run_groups(3, by, [](group::Group& group) {
         for (int i = 0; i < 20; ++i) {
           const uint64_t before = group.stats().bytes_sent;
           if (group.rank() == 0) {
@@ -61,7 +61,7 @@ const ByTransport kAgree{
     }};
 
 const ByTransport kAnyPeer{"a receive from any rank reports the sender", [](const std::string& by) {
-                             ranks::run_groups(3, by, [](Group& group) {
+                             ranks::run_groups(3, by, [](group::Group& group) {
                                for (int i = 0; i < 10; ++i) {
                                  group.run({.operation = Operation::barrier});
                                  if (group.rank() != 0) {
@@ -71,7 +71,7 @@ const ByTransport kAnyPeer{"a receive from any rank reports the sender", [](cons
                                  int seen = 0;
                                  for (int turn = 0; turn < 2; ++turn) {
                                    int source = -1;
-                                   Call call = take(kAnySource, 10);
+                                   group::Call call = take(group::kAnySource, 10);
                                    call.source = &source;
                                    group.run(call);
                                    seen += source;
@@ -84,11 +84,11 @@ const ByTransport kAnyPeer{"a receive from any rank reports the sender", [](cons
 const ByTransport kUnlike{
     "both ranks report a message of another kind, and the group continues",
     [](const std::string& by) {
-      ranks::run_groups(2, by, [](Group& group) {
-        Call of_ints = take(0, 8), staged = take(0, 8);
+      ranks::run_groups(2, by, [](group::Group& group) {
+        group::Call of_ints = take(0, 8), staged = take(0, 8);
         of_ints.dtype = Dtype::int32;
         staged.algorithm = Algorithm::staged;
-        for (const Call& other : {take(0, 7), of_ints, staged, take(kAnySource, 9)}) {
+        for (const group::Call& other : {take(0, 7), of_ints, staged, take(group::kAnySource, 9)}) {
           const bool sends = group.rank() == 0;
           const Ending ending = ending_of([&] { group.run(sends ? offer(1, 8) : other); });
           expect(ending.is(ErrorKind::mismatch), ending.text());
@@ -106,9 +106,9 @@ const ByTransport kUnlike{
 const ByTransport kPlaces{
     "device and host messages do not match each other, and each keep their order",
     [](const std::string& by) {
-      ranks::run_groups(2, by, [](Group& group) {
+      ranks::run_groups(2, by, [](group::Group& group) {
         Array array(Dtype::float32, 1000);
-        Call here =
+        group::Call here =
             message(group.rank() == 0 ? Operation::send : Operation::recv, 1 - group.rank(), 1000);
         here.algorithm = Algorithm::automatic;
         here.device.agreement = false;
@@ -146,7 +146,7 @@ const ByTransport kPlaces{
 
 const ByTransport kBothSend{
     "two ranks that both send first fail at once, and continue", [](const std::string& by) {
-      ranks::run_groups(2, by, [](Group& group) {
+      ranks::run_groups(2, by, [](group::Group& group) {
         for (int i = 0; i < 20; ++i) {
           const int peer = 1 - group.rank();
           const auto tag = static_cast<uint32_t>(group.rank());  // whatever the tags
@@ -164,12 +164,12 @@ const ByTransport kNoRank{
       for (const bool leaves : {false, true}) {
         std::promise<void> over;
         ranks::World world{.size = 2, .transport = by};
-        ranks::run_groups(world, [&](Group& group) {
+        ranks::run_groups(world, [&](group::Group& group) {
           if (group.rank() == 1) {
             if (leaves) return group.close();
             return over.get_future().wait();
           }
-          Call call = offer(1, 8);
+          group::Call call = offer(1, 8);
           if (!leaves) call.timeout = 100ms;
           const Ending ending = ending_of([&] { group.run(call); });
           over.set_value();

@@ -178,7 +178,7 @@ struct Arrays {
     }
   }
   Array input, output;
-  pycomm::Call call;
+  pycomm::group::Call call;
 };
 
 // Checks the result of a call; the input must be as it was unless it is the output.
@@ -195,46 +195,47 @@ inline void expect_result(const Case& c, Arrays& arrays, int rank, int size) {
 }
 
 // What a plan sends: payload, and frames.
-inline std::pair<uint64_t, uint64_t> traffic(const Case& c, const pycomm::Group& group) {
+inline std::pair<uint64_t, uint64_t> traffic(const Case& c, const pycomm::group::Group& group) {
   uint64_t bytes = 0, frames = 0;
   const int rank = group.rank(), size = group.size();
   const auto counts = c.told_counts(rank, size);
-  const pycomm::CollectiveShape place{.rank = rank,
-                                      .size = size,
-                                      .count = c.count,
-                                      .root = c.root,
-                                      .counts = counts,
-                                      .hosts = group.info().hosts};
-  for (const pycomm::Move& move : make_plan(c.algorithm, c.operation, place).moves) {
-    if (move.to == pycomm::kNoRank || move.to == rank) continue;
+  const pycomm::collectives::CollectiveShape place{.rank = rank,
+                                                   .size = size,
+                                                   .count = c.count,
+                                                   .root = c.root,
+                                                   .counts = counts,
+                                                   .hosts = group.info().hosts};
+  for (const pycomm::collectives::Move& move :
+       pycomm::collectives::make_plan(c.algorithm, c.operation, place).moves) {
+    if (move.to == pycomm::collectives::kNoRank || move.to == rank) continue;
     bytes += move.out.count * bytes_of(c.dtype);
-    frames += pycomm::frames_for(move.out.count * bytes_of(c.dtype));
+    frames += pycomm::transport::frames_for(move.out.count * bytes_of(c.dtype));
   }
   return {bytes, frames};
 }
 
 // What an all_to_all with counts sends before its plan: payload, and frames. As much as an
 // all_gather of the counts of all ranks, which this makes. Collective.
-inline std::pair<uint64_t, uint64_t> traffic_of_counts(const Case& c, pycomm::Group& group) {
+inline std::pair<uint64_t, uint64_t> traffic_of_counts(const Case& c, pycomm::group::Group& group) {
   if (c.operation != pycomm::Operation::all_to_all || c.counts.empty()) return {0, 0};
   std::vector<size_t> counts = c.told_counts(group.rank(), group.size());
   std::vector<size_t> table(counts.size() * static_cast<size_t>(group.size()));
-  const pycomm::Stats before = group.stats();
+  const pycomm::group::Stats before = group.stats();
   group.run({.operation = pycomm::Operation::all_gather,
              .dtype = pycomm::Dtype::int64,
              .input = counts.data(),
              .output = table.data(),
              .count = counts.size()});
-  const pycomm::Stats after = group.stats();
+  const pycomm::group::Stats after = group.stats();
   return {after.bytes_sent - before.bytes_sent, after.frames_sent - before.frames_sent};
 }
 
-inline void run_case(pycomm::Group& group, const Case& c) {
+inline void run_case(pycomm::group::Group& group, const Case& c) {
   Arrays arrays(c, group.rank(), group.size());
   const auto [count_bytes, count_frames] = traffic_of_counts(c, group);
-  const pycomm::Stats before = group.stats();
+  const pycomm::group::Stats before = group.stats();
   group.run(arrays.call);
-  const pycomm::Stats after = group.stats();
+  const pycomm::group::Stats after = group.stats();
   expect_result(c, arrays, group.rank(), group.size());
   auto [bytes, frames] = traffic(c, group);
   bytes += count_bytes;
@@ -242,8 +243,8 @@ inline void run_case(pycomm::Group& group, const Case& c) {
   const uint64_t sent = after.bytes_sent - before.bytes_sent;
   expect_equal(sent, bytes, c.text() + ": payload bytes");
   expect_equal(after.frames_sent - before.frames_sent, frames, c.text() + ": frames");
-  expect_equal(after.bytes_written - before.bytes_written, sent + sizeof(pycomm::Header) * frames,
-               c.text() + ": bytes written");
+  expect_equal(after.bytes_written - before.bytes_written,
+               sent + sizeof(pycomm::transport::Header) * frames, c.text() + ": bytes written");
 }
 
 }  // namespace ranks

@@ -17,17 +17,17 @@ std::vector<size_t> counts_of(int rank, int size, const Case& what) {
 
 }  // namespace
 
-std::vector<Plan> plans_of(Algorithm algorithm, int size, const Case& what) {
-  std::vector<Plan> plans;
+std::vector<collectives::Plan> plans_of(Algorithm algorithm, int size, const Case& what) {
+  std::vector<collectives::Plan> plans;
   for (int rank = 0; rank < size; ++rank) {
     const auto counts = counts_of(rank, size, what);
-    plans.push_back(make_plan(algorithm, what.operation,
-                              {.rank = rank,
-                               .size = size,
-                               .count = what.count,
-                               .root = what.root,
-                               .counts = counts,
-                               .hosts = what.hosts}));
+    plans.push_back(collectives::make_plan(algorithm, what.operation,
+                                           {.rank = rank,
+                                            .size = size,
+                                            .count = what.count,
+                                            .root = what.root,
+                                            .counts = counts,
+                                            .hosts = what.hosts}));
   }
   return plans;
 }

@@ -9,7 +9,7 @@
 
 namespace pycomm {
 
-std::vector<Plan> plans_of(Algorithm algorithm, int size, const Case& what);
+std::vector<collectives::Plan> plans_of(Algorithm algorithm, int size, const Case& what);
 
 std::string title(Algorithm algorithm, int size, const Case& what);
 

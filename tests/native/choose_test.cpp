@@ -12,12 +12,12 @@
 namespace pycomm {
 namespace {
 
-bool folds(const AlgorithmQuery& question, Algorithm algorithm) {
-  std::vector<Plan> plans;
+bool folds(const collectives::AlgorithmQuery& question, Algorithm algorithm) {
+  std::vector<collectives::Plan> plans;
   for (int rank = 0; rank < question.size; ++rank)
-    plans.push_back(
-        make_plan(algorithm, question.operation,
-                  {.rank = rank, .size = question.size, .count = question.count, .root = 0}));
+    plans.push_back(collectives::make_plan(
+        algorithm, question.operation,
+        {.rank = rank, .size = question.size, .count = question.count, .root = 0}));
   const Proof proof = prove(plans, {question.operation, question.count});
   expect_equal(proof.error, std::string(), "proof");
   return proof.folded;
@@ -32,9 +32,9 @@ void choice_test() {
       for (const int size : {1, 2, 8, 9, 64})
         for (const size_t count : {0, 1, 4096, 4097, 16384, 16385, 1 << 20})
           for (const bool reproducible : {false, true}) {
-            const AlgorithmQuery question{operation, dtype, ReduceOp::avg,
-                                          size,      count, reproducible};
-            const bool folded = folds(question, choose(question));
+            const collectives::AlgorithmQuery question{operation, dtype, ReduceOp::avg,
+                                                       size,      count, reproducible};
+            const bool folded = folds(question, collectives::choose(question));
             if (reproducible || is_half(dtype))
               expect(folded, std::string(name_of(operation)) + " of " + std::to_string(count) +
                                  " on " + std::to_string(size) + " ranks is not folded");
@@ -43,8 +43,8 @@ void choice_test() {
 const Test kChoice{"every choice has a plan, and a fold where one is needed", choice_test};
 
 void rules_test() {
-  const auto is = [](const AlgorithmQuery& question, Algorithm wanted) {
-    expect_equal(name_of(choose(question)), name_of(wanted),
+  const auto is = [](const collectives::AlgorithmQuery& question, Algorithm wanted) {
+    expect_equal(name_of(collectives::choose(question)), name_of(wanted),
                  std::string(name_of(question.operation)));
   };
   const auto sum = ReduceOp::sum, max = ReduceOp::max;
@@ -84,7 +84,7 @@ void rules_test() {
 void hosts_test() {
   const auto sum = ReduceOp::sum;
   const auto two = [](Operation operation, size_t count, int size, int hosts) {
-    return choose({operation, Dtype::float32, sum, size, count, false, false, hosts});
+    return collectives::choose({operation, Dtype::float32, sum, size, count, false, false, hosts});
   };
   for (const Operation operation : {Operation::all_reduce, Operation::reduce, Operation::broadcast,
                                     Operation::reduce_scatter}) {
@@ -96,9 +96,9 @@ void hosts_test() {
   expect(two(Operation::all_gather, 1 << 10, 64, 2) == Algorithm::hierarchical, "middle");
   expect(two(Operation::all_gather, 1 << 20, 64, 2) == Algorithm::ring, "much scratch");
   expect(two(Operation::barrier, 0, 9, 2) == Algorithm::hierarchical, "barrier");
-  const AlgorithmQuery half{
+  const collectives::AlgorithmQuery half{
       Operation::all_reduce, Dtype::bfloat16, sum, 4, 1 << 20, false, false, 2};
-  expect(choose(half) == Algorithm::owner, "a fold");
+  expect(collectives::choose(half) == Algorithm::owner, "a fold");
 }
 const Test kHosts{"ranks that share hosts make two levels", hosts_test};
 
@@ -111,14 +111,16 @@ void links_test() {
         Operation::scatter})
     for (const size_t count : {1, 100, 5000, 1 << 20})
       for (const int size : {65, 100, 128}) {
-        const AlgorithmQuery question{operation, Dtype::float32, ReduceOp::sum, size, count};
+        const collectives::AlgorithmQuery question{operation, Dtype::float32, ReduceOp::sum, size,
+                                                   count};
         size_t links = 0;
         for (int rank = 0; rank < size; ++rank) {
           std::set<int> peers;
-          for (const Move& move :
-               make_plan(choose(question), operation, {.rank = rank, .size = size, .count = count})
+          for (const collectives::Move& move :
+               collectives::make_plan(collectives::choose(question), operation,
+                                      {.rank = rank, .size = size, .count = count})
                    .moves)
-            if (move.to != kNoRank && move.to != rank) peers.insert(move.to);
+            if (move.to != collectives::kNoRank && move.to != rank) peers.insert(move.to);
           links += peers.size();
         }
         expect(links <= static_cast<size_t>(2 * 7 * size),
@@ -132,32 +134,34 @@ const Test kRules{"the rules of the choice", rules_test};
 
 void unsupported_test() {
   const std::string error = expect_throws<Unsupported>([] {
-    make_plan(Algorithm::owner, Operation::broadcast,
-              {.rank = 0, .size = 2, .count = 8, .root = 0});
+    collectives::make_plan(Algorithm::owner, Operation::broadcast,
+                           {.rank = 0, .size = 2, .count = 8, .root = 0});
   });
   expect_equal(error,
                std::string("broadcast has no algorithm \"direct_two_phase\"; supported: ring, "
                            "tree, direct, hierarchical"),
                "text");
   const size_t counts[] = {3, 5};
-  const CollectiveShape ragged{.rank = 0, .size = 2, .counts = counts};
+  const collectives::CollectiveShape ragged{.rank = 0, .size = 2, .counts = counts};
   expect_equal(expect_throws<Unsupported>(
-                   [&] { make_plan(Algorithm::tree, Operation::all_gather, ragged); }),
+                   [&] { collectives::make_plan(Algorithm::tree, Operation::all_gather, ragged); }),
                std::string("all_gather with counts by rank has no algorithm \"tree\"; supported: "
                            "ring, direct"),
                "text");
   expect_throws<InternalError>([] {
-    make_plan(Algorithm::ring, Operation::send, {.rank = 0, .size = 2, .count = 8, .root = 0});
+    collectives::make_plan(Algorithm::ring, Operation::send,
+                           {.rank = 0, .size = 2, .count = 8, .root = 0});
   });
   expect_throws<InternalError>([] {
-    make_plan(Algorithm::automatic, Operation::barrier,
-              {.rank = 0, .size = 2, .count = 0, .root = 0});
+    collectives::make_plan(Algorithm::automatic, Operation::barrier,
+                           {.rank = 0, .size = 2, .count = 0, .root = 0});
   });
   expect_throws<InternalError>([] {
-    make_plan(Algorithm::ring, Operation::broadcast, {.rank = 0, .size = 2, .count = 8, .root = 2});
+    collectives::make_plan(Algorithm::ring, Operation::broadcast,
+                           {.rank = 0, .size = 2, .count = 8, .root = 2});
   });
-  expect_throws<InternalError>([] { choose({.operation = Operation::recv}); });
-  expect(algorithms_for(Operation::send).empty(), "send has no plans");
+  expect_throws<InternalError>([] { collectives::choose({.operation = Operation::recv}); });
+  expect(collectives::algorithms_for(Operation::send).empty(), "send has no plans");
 }
 const Test kUnsupported{"an unsupported pair is rejected with the supported ones",
                         unsupported_test};

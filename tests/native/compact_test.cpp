@@ -58,11 +58,11 @@ std::unique_ptr<std::byte[]> alone(const Bytes& bytes) {
   return copy;
 }
 
-Bytes encoded(const Set& set, const std::vector<float>& values, const CompactEncoding& how) {
-  const size_t most = most_compact_bytes(set.indices.size(), how);
+Bytes encoded(const Set& set, const std::vector<float>& values, const codec::CompactEncoding& how) {
+  const size_t most = codec::most_compact_bytes(set.indices.size(), how);
   const auto room = std::make_unique<std::byte[]>(most);
-  const size_t used =
-      encode_compact({set.indices.data(), values.data(), set.indices.size()}, how, room.get());
+  const size_t used = codec::encode_compact({set.indices.data(), values.data(), set.indices.size()},
+                                            how, room.get());
   expect(used <= most, "more bytes than the bound");
   return {room.get(), room.get() + used};
 }
@@ -75,9 +75,9 @@ struct Pairs {
 Pairs decoded(const Bytes& bytes) {
   const auto copy = alone(bytes);
   const std::span found(copy.get(), bytes.size());
-  const size_t k = read_compact_header(found).k;
+  const size_t k = codec::read_compact_header(found).k;
   Pairs pairs{std::vector<int32_t>(k), std::vector<float>(k)};
-  decode_compact(found, pairs.indices.data(), pairs.values.data());
+  codec::decode_compact(found, pairs.indices.data(), pairs.values.data());
   return pairs;
 }
 
@@ -87,7 +87,8 @@ std::vector<float> random_values(size_t k, Random& random) {
   return values;
 }
 
-CompactEncoding encoding_of(size_t count, IndexCode index_code, ValueCode value_code) {
+codec::CompactEncoding encoding_of(size_t count, codec::IndexCode index_code,
+                                   codec::ValueCode value_code) {
   return {.count = count,
           .dtype = Dtype::float32,
           .automatic = false,
@@ -99,10 +100,11 @@ CompactEncoding encoding_of(size_t count, IndexCode index_code, ValueCode value_
 // f(encoding) for each pair of codes that the set can have without taking all memory.
 template <typename F>
 void each_code(const Set& set, F&& f) {
-  for (const auto index_code : {IndexCode::list, IndexCode::bitmap, IndexCode::rice})
-    for (size_t v = 0; v < kValueCodes.size(); ++v)
-      if (index_code != IndexCode::bitmap || set.count < 10'000'000)
-        f(encoding_of(set.count, index_code, static_cast<ValueCode>(v)));
+  for (const auto index_code :
+       {codec::IndexCode::list, codec::IndexCode::bitmap, codec::IndexCode::rice})
+    for (size_t v = 0; v < codec::kValueCodes.size(); ++v)
+      if (index_code != codec::IndexCode::bitmap || set.count < 10'000'000)
+        f(encoding_of(set.count, index_code, static_cast<codec::ValueCode>(v)));
 }
 
 // Encoded and decoded on the instruction set of this name; nothing where it does not run.
@@ -112,7 +114,7 @@ const Test kRoundTrip{
       const std::string best(cpu::kernel_isa());
       for (const Set& set : sets(random)) {
         const auto values = random_values(set.indices.size(), random);
-        each_code(set, [&](const CompactEncoding& how) {
+        each_code(set, [&](const codec::CompactEncoding& how) {
           cpu::set_kernel_isa("baseline");
           const Bytes plain = encoded(set, values, how);
           const Pairs there = decoded(plain);
@@ -121,7 +123,8 @@ const Test kRoundTrip{
           const Pairs here = decoded(plain);
           expect(here.indices == set.indices && there.indices == set.indices, "other indices");
           expect(here.values == there.values, best + " reads other values");
-          if (how.value_code == ValueCode::float32) expect(here.values == values, "other values");
+          if (how.value_code == codec::ValueCode::float32)
+            expect(here.values == values, "other values");
         });
       }
     }};
@@ -131,7 +134,7 @@ const Test kResidual{
       Random random(2);
       const Set set = set_of(10'000, 3, 100, 50, random);
       const auto values = random_values(set.indices.size(), random);
-      each_code(set, [&](CompactEncoding how) {
+      each_code(set, [&](codec::CompactEncoding how) {
         std::vector<float> residual(set.count);
         how.residual = residual.data();
         const Pairs sent = decoded(encoded(set, values, how));
@@ -146,7 +149,7 @@ const Test kResidual{
 bool survives(const Bytes& bytes) {
   try {
     const Pairs pairs = decoded(bytes);
-    const size_t count = read_compact_header(bytes).count;
+    const size_t count = codec::read_compact_header(bytes).count;
     for (size_t i = 0; i < pairs.indices.size(); ++i)
       expect(pairs.indices[i] > (i == 0 ? -1 : pairs.indices[i - 1]) &&
                  static_cast<size_t>(pairs.indices[i]) < count,
@@ -163,7 +166,7 @@ const Test kTruncated{"compact: a truncated packet is refused, and one with trai
                           for (const uint64_t limit : {1, 30, 40'000}) {
                             const Set set = set_of(k, limit, 20, 20, random);
                             const auto values = random_values(set.indices.size(), random);
-                            each_code(set, [&](const CompactEncoding& how) {
+                            each_code(set, [&](const codec::CompactEncoding& how) {
                               Bytes bytes = encoded(set, values, how);
                               expect(survives(bytes), "a packet was refused");
                               for (size_t n = 0; n < bytes.size();
@@ -183,7 +186,7 @@ const Test kFlipped{
       for (int round = 0; round < 40; ++round) {
         const Set set = set_of(1 + random() % 300, 1 + random() % 2000, 30, 100, random);
         const auto values = random_values(set.indices.size(), random);
-        each_code(set, [&](const CompactEncoding& how) {
+        each_code(set, [&](const codec::CompactEncoding& how) {
           const Bytes bytes = encoded(set, values, how);
           for (int change = 0; change < 12; ++change) {
             Bytes wrong = bytes;
@@ -207,10 +210,11 @@ const Test kNoBytes{"compact: random bytes, most of them with the magic word", [
                         Bytes bytes(random() % 40);
                         for (std::byte& byte : bytes) byte = std::byte(random());
                         if (!bytes.empty() && random() % 8 != 0)
-                          std::memcpy(bytes.data(), kCompactMagic.data(),
-                                      std::min(bytes.size(), kCompactMagic.size()));
+                          std::memcpy(bytes.data(), codec::kCompactMagic.data(),
+                                      std::min(bytes.size(), codec::kCompactMagic.size()));
                         if (random() % 2 != 0 && bytes.size() > 5) {
-                          bytes[3] = std::byte(random() % kValueCodes.size() * 16 + random() % 3);
+                          bytes[3] =
+                              std::byte(random() % codec::kValueCodes.size() * 16 + random() % 3);
                           bytes[4] = std::byte(random() % 64);
                         }
                         survives(bytes);
@@ -221,7 +225,8 @@ const Test kWrongIndices{
     "compact: indices that do not ascend are refused before anything changes", [] {
       for (const auto& wrong : {Set{9, {3, 3}}, Set{9, {4, 2}}, Set{9, {-1, 2}}, Set{9, {1, 9}}}) {
         std::vector<float> residual(9, 1.0f);
-        CompactEncoding how = encoding_of(9, IndexCode::rice, ValueCode::one_bit);
+        codec::CompactEncoding how =
+            encoding_of(9, codec::IndexCode::rice, codec::ValueCode::one_bit);
         how.residual = residual.data();
         expect_throws<InvalidArgument>([&] { encoded(wrong, {1, 2}, how); });
         expect(residual == std::vector<float>(9, 1.0f), "the residual changed");

@@ -40,8 +40,10 @@ Cost operator+(const Cost& a, const Cost& b) {
 
 Cost ring_cost(int rank, int size, const Case& what) {
   const auto n = static_cast<size_t>(size), c = what.count;
-  const auto part = [&](int i) { return piece(Space::input, c, size, i).count; };
-  const size_t pieces = ring_broadcast_pieces(size, c);
+  const auto part = [&](int i) {
+    return collectives::piece(collectives::Space::input, c, size, i).count;
+  };
+  const size_t pieces = collectives::ring_broadcast_pieces(size, c);
   switch (what.operation) {
     case Operation::all_reduce:
       return {2 * (n - 1), 2 * c - part(rank) - part(rank + 1), 2 * (size - 1)};
@@ -99,7 +101,7 @@ Cost direct_cost(int rank, int size, const Case& what) {
 Cost pipelined_cost(int rank, int size, const Case& what) {
   const int node = (rank - what.root + size) % size;
   const size_t c = what.count, up = node != 0;
-  const auto pieces = static_cast<size_t>(tree_pieces(size, c));
+  const auto pieces = static_cast<size_t>(collectives::tree_pieces(size, c));
   const size_t down = (2 * node + 1 < size ? 1 : 0) + (2 * node + 2 < size ? 1 : 0);
   const int steps = static_cast<int>(pieces);
   if (what.operation == Operation::reduce)
@@ -115,7 +117,7 @@ Cost tree_cost(int rank, int size, const Case& what) {
   const size_t children = children_of(node, size), below = under(node, size), up = rank != 0;
   const bool cut = what.operation == Operation::all_reduce ||
                    what.operation == Operation::broadcast || what.operation == Operation::reduce;
-  if (cut && tree_pieces(size, c) > 1) return pipelined_cost(rank, size, what);
+  if (cut && collectives::tree_pieces(size, c) > 1) return pipelined_cost(rank, size, what);
   switch (what.operation) {
     case Operation::all_reduce:
       return {children + up, (children + up) * c, 2 * log_of(size)};
@@ -142,7 +144,7 @@ Cost tree_cost(int rank, int size, const Case& what) {
 
 Cost owner_cost(int rank, int size, const Case& what) {
   const auto n = static_cast<size_t>(size);
-  const size_t own = piece(Space::input, what.count, size, rank).count;
+  const size_t own = collectives::piece(collectives::Space::input, what.count, size, rank).count;
   return {2 * (n - 1), what.count - own + (n - 1) * own, 2 * (size - 1)};
 }
 
@@ -156,7 +158,9 @@ size_t sum_of(int first, int end, int size, CountOf count_of) {
 
 Cost halving_cost(int rank, int size, const Case& what) {
   const auto n = static_cast<size_t>(size), c = what.count, log = static_cast<size_t>(log_of(size));
-  const auto one_piece = [&](int i) { return piece(Space::input, c, size, i).count; };
+  const auto one_piece = [&](int i) {
+    return collectives::piece(collectives::Space::input, c, size, i).count;
+  };
   switch (what.operation) {
     case Operation::all_reduce: {
       size_t elements = c - one_piece(rank);

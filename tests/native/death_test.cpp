@@ -43,20 +43,20 @@ struct Scene {
 };
 
 // One call of an engine over float32; all_reduce or broadcast from rank 0.
-void run_call(Engine& engine, const Scene& scene, Array& array,
+void run_call(engine::Engine& engine, const Scene& scene, Array& array,
               const Deadline& deadline = Deadline(20s)) {
-  const Schedule schedule =
-      make_schedule(make_plan(scene.algorithm, scene.operation,
-                              {.rank = engine.rank(), .size = scene.size, .count = scene.count}),
-                    engine.rank());
-  PlanJob job{.schedule = &schedule};
+  const engine::Schedule schedule = engine::make_schedule(
+      collectives::make_plan(scene.algorithm, scene.operation,
+                             {.rank = engine.rank(), .size = scene.size, .count = scene.count}),
+      engine.rank());
+  engine::PlanJob job{.schedule = &schedule};
   job.signature.operation = static_cast<uint8_t>(scene.operation);
   job.signature.count = scene.count;
   job.signature.algorithm = static_cast<uint8_t>(scene.algorithm);
   job.signature.dtype = static_cast<uint8_t>(Dtype::float32);
   job.input = job.output = array.data();
   job.element_bytes = 4;
-  job.reducer = &reducer(Dtype::float32, ReduceOp::sum);
+  job.reducer = &kernels::reducer(Dtype::float32, ReduceOp::sum);
   job.size = scene.size;
   engine.run(job, deadline);
 }
@@ -71,7 +71,7 @@ void expect_known(const Error& error, const Scene& scene) {
 
 // A survivor's call gives the right result or an error that names the dead rank; the next call
 // fails.
-void survive(Engine& engine, const Scene& scene) {
+void survive(engine::Engine& engine, const Scene& scene) {
   Array array(Dtype::float32, scene.count), want(Dtype::float32, scene.count);
   array.fill([&](size_t i) { return element(engine.rank(), i); });
   want.fill([&](size_t i) {
@@ -93,10 +93,10 @@ void survive(Engine& engine, const Scene& scene) {
 void play(const std::string& transport, const Scene& scene) {
   Channels all(scene.size, transport, scene.mortal, scene.lifetime);
   std::mutex mutex;
-  std::vector<std::unique_ptr<Engine>>
+  std::vector<std::unique_ptr<engine::Engine>>
       engines;  // kept: a rank that succeeds must not leave before the others
   ranks::run(scene.size, [&](int rank) {
-    Engine* engine = nullptr;
+    engine::Engine* engine = nullptr;
     {
       const std::lock_guard lock(mutex);
       engines.push_back(all.engine(rank));
@@ -119,7 +119,7 @@ const ByTransport kEverywhere{
     "all ranks detect a death after any number of bytes", [](const std::string& by) {
       constexpr size_t kCount = 60'000;  // 240 KB: more than a ring holds
       for (const Operation operation : {Operation::all_reduce, Operation::broadcast})
-        for (const Algorithm algorithm : algorithms_for(operation))
+        for (const Algorithm algorithm : collectives::algorithms_for(operation))
           for (const int size : {3, 4}) {
             int mortal = 0;
             for (const size_t lifetime :
@@ -129,7 +129,7 @@ const ByTransport kEverywhere{
     }};
 
 // Rank 0 only sends, to a rank that left or died in one of several ways.
-void send_on(const std::string& by, void (*go)(Engine&, Life&), std::string_view why) {
+void send_on(const std::string& by, void (*go)(engine::Engine&, Life&), std::string_view why) {
   const Scene scene{Operation::broadcast, Algorithm::direct, 2, 60'000, 1, SIZE_MAX};
   Channels all(scene.size, by, scene.mortal, scene.lifetime);
   const auto sender = all.engine(0), gone = all.engine(1);
@@ -151,10 +151,12 @@ void send_on(const std::string& by, void (*go)(Engine&, Life&), std::string_view
 
 const ByTransport kSenders{
     "a rank that only sends detects that its receiver left", [](const std::string& by) {
-      send_on(by, [](Engine&, Life& life) { life.end(); }, "the connection closed unexpectedly");
-      send_on(by, [](Engine& gone, Life&) { gone.leave(); }, "it closed the group");
       send_on(
-          by, [](Engine& gone, Life&) { gone.fail(PeerLost("no more", {.peer = 1})); },
+          by, [](engine::Engine&, Life& life) { life.end(); },
+          "the connection closed unexpectedly");
+      send_on(by, [](engine::Engine& gone, Life&) { gone.leave(); }, "it closed the group");
+      send_on(
+          by, [](engine::Engine& gone, Life&) { gone.fail(PeerLost("no more", {.peer = 1})); },
           "no more (as rank 1 reports)");
     }};
 
@@ -178,7 +180,7 @@ const ByTransport kHeardLate{
     }};
 
 // Bytes that are no frame, behind a frame that is not received yet; then perhaps a close.
-void send_garbage(Channel& channel, Header before, bool hangs_up) {
+void send_garbage(transport::Channel& channel, transport::Header before, bool hangs_up) {
   const std::vector<std::byte> noise(64, std::byte{'G'});
   const auto head = std::as_bytes(std::span(&before, 1));
   expect_equal(channel.send(head, noise), head.size() + noise.size(), "bytes that fit");
@@ -186,7 +188,7 @@ void send_garbage(Channel& channel, Header before, bool hangs_up) {
   if (hangs_up) channel.close({});
 }
 
-void wait_for_end(Channel& channel) {
+void wait_for_end(transport::Channel& channel) {
   const Deadline deadline(20s);
   while (!channel.is_closed() && !deadline.expired()) {
     pollfd polled = channel.arm({true, false});
@@ -200,20 +202,21 @@ const ByTransport kGarbage{
       for (const bool hangs_up : {true, false}) {
         ranks::Ends ends = ranks::channel_pair(by, size_t{64} << 10);
         // Of a later call or a later disagreement, which ends no wait.
-        Header header{.kind = hangs_up ? FrameKind::data : FrameKind::mismatch};
+        transport::Header header{.kind = hangs_up ? transport::FrameKind::data
+                                                  : transport::FrameKind::mismatch};
         header.epoch = hangs_up ? 0 : 7;
         header.sequence = 7;
         send_garbage(*ends.b, header, hangs_up);
         if (hangs_up) wait_for_end(*ends.a);
-        std::vector<std::unique_ptr<Channel>> channels(2);
+        std::vector<std::unique_ptr<transport::Channel>> channels(2);
         channels[1] = std::move(ends.a);
-        EngineOptions options;
+        engine::EngineOptions options;
         options.names = {"rank 0", "rank 1"};
-        Engine engine(std::move(channels), options);
+        engine::Engine engine(std::move(channels), options);
         const auto ending = ranks::ending_of([&] {
           if (hangs_up) {
             const std::vector<std::byte> message(1000);
-            Header signature;
+            transport::Header signature;
             signature.count = message.size();
             return engine.send(1, signature, message, Deadline(20s));
           }
@@ -248,20 +251,22 @@ const ByTransport kHeeded{
     }};
 
 // A peer whose close is visible only after a few checks.
-class Late final : public Channel {
+class Late final : public transport::Channel {
  public:
   std::string_view transport() const override { return "late"; }
-  size_t send(ConstBytes head, ConstBytes body) override { return head.size() + body.size(); }
-  ConstBytes peek(size_t) override { return {}; }
+  size_t send(transport::ConstBytes head, transport::ConstBytes body) override {
+    return head.size() + body.size();
+  }
+  transport::ConstBytes peek(size_t) override { return {}; }
   void take(size_t) override {}
-  size_t receive(Bytes) override { return 0; }
+  size_t receive(transport::Bytes) override { return 0; }
   bool is_closed() const override { return looks_ > 5; }
-  pollfd arm(Want) override {
+  pollfd arm(transport::Want) override {
     ++looks_;
     return {-1, 0, 0};
   }
   void disarm(short) override {}
-  void close(ConstBytes) override {}
+  void close(transport::ConstBytes) override {}
 
  private:
   int looks_ = 0;
@@ -269,11 +274,11 @@ class Late final : public Channel {
 
 const Test kHeededLate{"a wait outside a call reports a death within its limit", [] {
                          for (const auto limit : {0s, 60s}) {
-                           std::vector<std::unique_ptr<Channel>> channels(2);
+                           std::vector<std::unique_ptr<transport::Channel>> channels(2);
                            channels[1] = std::make_unique<Late>();
-                           EngineOptions options;
+                           engine::EngineOptions options;
                            options.names = {"rank 0", "rank 1"};
-                           Engine engine(std::move(channels), options);
+                           engine::Engine engine(std::move(channels), options);
                            const auto ending =
                                ranks::ending_of([&] { engine.check_for_failures(limit, {0, 1}); });
                            expect(ending.is(ErrorKind::peer_lost) == (limit > 0s), ending.text());
@@ -286,16 +291,17 @@ const ByTransport kHeededBehind{
     "a wait outside a call reports an end behind a frame of a later call",
     [](const std::string& by) {
       struct End {
-        void (*go)(Engine&, Life&);
+        void (*go)(engine::Engine&, Life&);
         std::string_view says;  // empty: its data is still needed
       };
       for (const End& end : std::initializer_list<End>{
-               {[](Engine&, Life& life) { life.end(); }, "rank 0 died"},
-               {[](Engine& gone, Life&) { gone.fail(GroupBroken("enough")); }, "enough (as rank 0"},
-               {[](Engine& gone, Life&) { gone.leave(); }, ""}}) {
+               {[](engine::Engine&, Life& life) { life.end(); }, "rank 0 died"},
+               {[](engine::Engine& gone, Life&) { gone.fail(GroupBroken("enough")); },
+                "enough (as rank 0"},
+               {[](engine::Engine& gone, Life&) { gone.leave(); }, ""}}) {
         const Scene scene{Operation::broadcast, Algorithm::direct, 2, 100, 0, SIZE_MAX};
         Channels all(scene.size, by, scene.mortal, scene.lifetime);
-        Channel& line = *all.channels[1][0];
+        transport::Channel& line = *all.channels[1][0];
         const auto gone = all.engine(0), waiting = all.engine(1);
         Array sent(Dtype::float32, scene.count), got(Dtype::float32, scene.count);
         sent.fill([](size_t i) { return element(0, i); });
@@ -320,27 +326,28 @@ const Test kSpoiltRing{
     "a rank that corrupts its shared ring is named", [] {
       constexpr size_t kRing = size_t{64} << 10;
       for (const bool inside : {false, true}) {
-        const auto ring = [&](const Fd& memory) {
-          return std::make_shared<RingMemory>(memory.get(), kRing);
+        const auto ring = [&](const os::Fd& memory) {
+          return std::make_shared<os::RingMemory>(memory.get(), kRing);
         };
-        const Fd in = make_shared_memory(RingMemory::file_bytes(kRing));
-        const Fd out = make_shared_memory(RingMemory::file_bytes(kRing));
+        const os::Fd in = os::make_shared_memory(os::RingMemory::file_bytes(kRing));
+        const os::Fd out = os::make_shared_memory(os::RingMemory::file_bytes(kRing));
         int wake_ups[2];
         expect(::socketpair(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK, 0, wake_ups) == 0,
                "a pair of sockets");
-        RingChannel peer("shm", ring(out), ring(in), Fd(wake_ups[1]));
-        const Header header{.kind = FrameKind::data,
-                            .dtype = static_cast<uint8_t>(Dtype::float32),
-                            .bytes = 64,
-                            .count = 16};
+        transport::RingChannel peer("shm", ring(out), ring(in), os::Fd(wake_ups[1]));
+        const transport::Header header{.kind = transport::FrameKind::data,
+                                       .dtype = static_cast<uint8_t>(Dtype::float32),
+                                       .bytes = 64,
+                                       .count = 16};
         if (inside) (void)peer.send(std::as_bytes(std::span(&header, 1)), {});
         const auto memory = ring(in);
-        reinterpret_cast<RingHead*>(memory->head())->written += kRing + 1;
-        std::vector<std::unique_ptr<Channel>> channels(2);
-        channels[1] = std::make_unique<RingChannel>("shm", ring(in), ring(out), Fd(wake_ups[0]));
-        EngineOptions options;
+        reinterpret_cast<transport::RingHead*>(memory->head())->written += kRing + 1;
+        std::vector<std::unique_ptr<transport::Channel>> channels(2);
+        channels[1] = std::make_unique<transport::RingChannel>("shm", ring(in), ring(out),
+                                                               os::Fd(wake_ups[0]));
+        engine::EngineOptions options;
         options.names = {"rank 0", "rank 1"};
-        Engine engine(std::move(channels), options);
+        engine::Engine engine(std::move(channels), options);
         const auto ending = ranks::ending_of([&] {
           const Scene scene{Operation::all_reduce, Algorithm::direct, 2, 16, 1, 0};
           Array array(Dtype::float32, 16);
@@ -355,7 +362,7 @@ const Test kSpoiltRing{
 const ByTransport kPartings{
     "a rank that left cleanly counts as lost, even if no rank checked", [](const std::string& by) {
       Channels all(3, by, 1, SIZE_MAX);
-      Channel& unread = *all.channels[0][2];
+      transport::Channel& unread = *all.channels[0][2];
       const auto left = all.engine(0), gone = all.engine(2);
       gone->leave();
       const Deadline deadline(20s);

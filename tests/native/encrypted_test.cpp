@@ -24,34 +24,36 @@ constexpr size_t kOverhead = 20;   // of a record: its length and its tag
 constexpr int kTries = 1'000'000;  // of a loop that must end
 
 // A channel that takes at most `capacity` bytes a call, and none while the wire holds `limit`.
-class Pipe final : public Channel {
+class Pipe final : public transport::Channel {
  public:
   Pipe(Wire& out, Wire& in, size_t capacity, size_t limit)
       : out_(out), in_(in), capacity_(capacity), limit_(limit) {}
 
   std::string_view transport() const override { return "pipe"; }
-  size_t send(ConstBytes head, ConstBytes body) override {
+  size_t send(transport::ConstBytes head, transport::ConstBytes body) override {
     size_t left = std::min(capacity_, limit_ - std::min(limit_, out_.size()));
     const size_t all = std::min(left, head.size() + body.size());
-    for (const ConstBytes part : {head, body}) {
+    for (const transport::ConstBytes part : {head, body}) {
       const auto n = static_cast<std::ptrdiff_t>(std::min(left, part.size()));
       out_.insert(out_.end(), part.begin(), part.begin() + n);
       left -= static_cast<size_t>(n);
     }
     return all;
   }
-  ConstBytes peek(size_t) override { return {}; }  // the encrypted channel does not use it
+  transport::ConstBytes peek(size_t) override {
+    return {};
+  }  // the encrypted channel does not use it
   void take(size_t) override {}
-  size_t receive(Bytes into) override {
+  size_t receive(transport::Bytes into) override {
     const size_t n = std::min(into.size(), in_.size());
     std::copy_n(in_.begin(), n, into.begin());
     in_.erase(in_.begin(), in_.begin() + static_cast<std::ptrdiff_t>(n));
     return n;
   }
   bool is_closed() const override { return false; }
-  pollfd arm(Want) override { return {-1, 0, 0}; }
+  pollfd arm(transport::Want) override { return {-1, 0, 0}; }
   void disarm(short) override {}
-  void close(ConstBytes pending) override {
+  void close(transport::ConstBytes pending) override {
     out_.insert(out_.end(), pending.begin(), pending.end());
   }
 
@@ -63,12 +65,12 @@ class Pipe final : public Channel {
 struct Line {
   explicit Line(size_t capacity = SIZE_MAX, size_t limit = SIZE_MAX,
                 const std::string& secret = "s")
-      : connector(
-            make_encrypted(std::make_unique<Pipe>(there, back, capacity, limit), {"s", true, 5})),
-        listener(make_encrypted(std::make_unique<Pipe>(back, there, capacity, limit),
-                                {secret, false, 5})) {}
+      : connector(transport::make_encrypted(std::make_unique<Pipe>(there, back, capacity, limit),
+                                            {"s", true, 5})),
+        listener(transport::make_encrypted(std::make_unique<Pipe>(back, there, capacity, limit),
+                                           {secret, false, 5})) {}
   Wire there, back;
-  std::unique_ptr<Channel> connector, listener;
+  std::unique_ptr<transport::Channel> connector, listener;
 };
 
 Buffer pattern(size_t bytes, int seed = 0) {
@@ -78,7 +80,7 @@ Buffer pattern(size_t bytes, int seed = 0) {
 }
 
 // All bytes that the channel delivers.
-Buffer drained(Channel& channel) {
+Buffer drained(transport::Channel& channel) {
   Buffer all, into(1000);
   while (const size_t n = channel.receive(into))
     all.insert(all.end(), into.begin(), into.begin() + static_cast<std::ptrdiff_t>(n));
@@ -188,10 +190,11 @@ const Test kCut{
         size_t sent = 0;
         Buffer got, into(70'000);
         for (int i = 0; i < kTries && got.size() < plain.size(); ++i) {
-          const ConstBytes left = ConstBytes(plain).subspan(sent);
+          const transport::ConstBytes left = transport::ConstBytes(plain).subspan(sent);
           const size_t head = std::min<size_t>(left.size(), random() % 40);
           sent += line.connector->send(left.first(head), left.subspan(head));
-          const size_t n = line.listener->receive(Bytes(into).first(1 + random() % into.size()));
+          const size_t n =
+              line.listener->receive(transport::Bytes(into).first(1 + random() % into.size()));
           got.insert(got.end(), into.begin(), into.begin() + static_cast<std::ptrdiff_t>(n));
         }
         expect(got == plain, "what arrived");
@@ -203,8 +206,8 @@ const Test kPending{"pending bytes at the end follow a half-sent record", [] {
                       const Buffer plain = pattern(500);
                       expect_equal(line.connector->send(plain, {}), size_t{499},
                                    "taken, but for a byte");
-                      expect_equal(line.connector->send(ConstBytes(plain).last(1), {}), size_t{0},
-                                   "the wire is full");
+                      expect_equal(line.connector->send(transport::ConstBytes(plain).last(1), {}),
+                                   size_t{0}, "the wire is full");
                       const Buffer behind = pattern(100'000, 3);
                       Buffer pending{plain.back()};
                       pending.insert(pending.end(), behind.begin(), behind.end());
@@ -216,10 +219,10 @@ const Test kPending{"pending bytes at the end follow a half-sent record", [] {
 
 const Test kLibrary{"without OpenSSL's library the error says so", [] {
                       const std::string text = expect_throws<Unsupported>(
-                          [] { (void)crypto_library("libcrypto.so.none"); });
+                          [] { (void)os::crypto_library("libcrypto.so.none"); });
                       expect(text.find("needs OpenSSL 3") != std::string::npos, text);
                       const std::string lacking =
-                          expect_throws<Unsupported>([] { (void)crypto_library("libc.so.6"); });
+                          expect_throws<Unsupported>([] { (void)os::crypto_library("libc.so.6"); });
                       expect(lacking.find("missing function EVP_") != std::string::npos, lacking);
                     }};
 
@@ -243,14 +246,15 @@ const Test kVector{
           "522dc1f099567d07f47f37a32a84427d643a8cdcbfe5c0c97598a2bd2555d1aa8cb08e48590dbb3da7b08b10"
           "56828"
           "838c5f61e6393ba7a0abcc9f66276fc6ece0f4e1768cddf8853bb2d551b");
-      std::array<uint8_t, AesGcm::kKeyBytes> k{};
-      AesGcm::Nonce nonce{};
+      std::array<uint8_t, os::AesGcm::kKeyBytes> k{};
+      os::AesGcm::Nonce nonce{};
       for (size_t i = 0; i < k.size(); ++i) k[i] = std::to_integer<uint8_t>(key[i]);
       for (size_t i = 0; i < nonce.size(); ++i) nonce[i] = std::to_integer<uint8_t>(iv[i]);
       Buffer out(wanted.size());
-      AesGcm encrypt(AesGcm::Direction::encrypt, k), decrypt(AesGcm::Direction::decrypt, k);
-      encrypt.encrypt(nonce, header, ConstBytes(plain).first(7), ConstBytes(plain).subspan(7),
-                      out.data());
+      os::AesGcm encrypt(os::AesGcm::Direction::encrypt, k),
+          decrypt(os::AesGcm::Direction::decrypt, k);
+      encrypt.encrypt(nonce, header, transport::ConstBytes(plain).first(7),
+                      transport::ConstBytes(plain).subspan(7), out.data());
       expect(out == wanted, "the ciphertext and its tag");
       Buffer back(plain.size());
       expect(decrypt.decrypt(nonce, header, out, back.data()) && back == plain, "decrypted");

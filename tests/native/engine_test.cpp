@@ -27,10 +27,10 @@ constexpr size_t kSmall = 500, kLarge = 300'000;  // floats; the large ones fill
 
 // The arrays of a call.
 struct Arrays {
-  Arrays(int size, const Call& c)
+  Arrays(int size, const group::Call& c)
       : input(c.dtype, c.count * (c.operation == Operation::reduce_scatter ? uint32_t(size) : 1)),
         output(c.dtype, c.count * (c.operation == Operation::all_gather ? uint32_t(size) : 1)) {}
-  Call with(Call call) {
+  group::Call with(group::Call call) {
     call.input = input.data();
     call.output = output.data();
     return call;
@@ -40,39 +40,41 @@ struct Arrays {
 };
 
 // The call of most ranks with one difference.
-std::vector<Call> variants_of(const Call& call) {
-  std::vector<Call> others;
+std::vector<group::Call> variants_of(const group::Call& call) {
+  std::vector<group::Call> others;
   const auto add = [&](auto change) {
     others.push_back(call);
     change(others.back());
   };
   if (call.operation != Operation::barrier) {
-    add([](Call& c) { c.operation = Operation::barrier, c.algorithm = Algorithm::automatic; });
-    add([](Call& c) { ++c.count; });
-    add([](Call& c) { c.dtype = Dtype::int32; });
+    add([](group::Call& c) {
+      c.operation = Operation::barrier, c.algorithm = Algorithm::automatic;
+    });
+    add([](group::Call& c) { ++c.count; });
+    add([](group::Call& c) { c.dtype = Dtype::int32; });
   }
   if (call.operation == Operation::all_reduce || call.operation == Operation::reduce_scatter)
-    add([](Call& c) { c.op = ReduceOp::max; });
+    add([](group::Call& c) { c.op = ReduceOp::max; });
   if (call.operation != Operation::all_gather)
-    add([](Call& c) {
+    add([](group::Call& c) {
       c.operation = Operation::all_gather, c.algorithm = Algorithm::tree, c.count = 500;
     });
   if (call.operation != Operation::broadcast)
-    add([](Call& c) {
+    add([](group::Call& c) {
       c.operation = Operation::broadcast, c.algorithm = Algorithm::ring, c.count = 500;
     });
-  for (const Algorithm algorithm : algorithms_for(call.operation))
+  for (const Algorithm algorithm : collectives::algorithms_for(call.operation))
     if (algorithm != call.algorithm && call.operation != Operation::barrier)
-      add([=](Call& c) { c.algorithm = algorithm; });
+      add([=](group::Call& c) { c.algorithm = algorithm; });
   return others;
 }
 
 // The calls in which every rank receives from every other.
-std::vector<Call> two_way_calls(size_t count) {
-  std::vector<Call> calls{{.operation = Operation::barrier}};
+std::vector<group::Call> two_way_calls(size_t count) {
+  std::vector<group::Call> calls{{.operation = Operation::barrier}};
   for (const Operation operation :
        {Operation::all_reduce, Operation::all_gather, Operation::reduce_scatter})
-    for (const Algorithm algorithm : algorithms_for(operation))
+    for (const Algorithm algorithm : collectives::algorithms_for(operation))
       calls.push_back({.operation = operation,
                        .dtype = Dtype::float32,
                        .count = count,
@@ -81,7 +83,7 @@ std::vector<Call> two_way_calls(size_t count) {
 }
 
 // A correct call, which must work after earlier failures.
-void expect_sound(Group& group, size_t count, int call = 0) {
+void expect_sound(group::Group& group, size_t count, int call = 0) {
   Array array(Dtype::float32, count), want(Dtype::float32, count);
   array.fill([&](size_t i) { return element(group.rank(), i, call); });
   want.fill([&](size_t i) {
@@ -89,7 +91,7 @@ void expect_sound(Group& group, size_t count, int call = 0) {
     for (int rank = 0; rank < group.size(); ++rank) sum += element(rank, i, call);
     return sum;
   });
-  const auto algorithms = algorithms_for(Operation::all_reduce);
+  const auto algorithms = collectives::algorithms_for(Operation::all_reduce);
   group.run({.operation = Operation::all_reduce,
              .dtype = Dtype::float32,
              .input = array.data(),
@@ -100,8 +102,8 @@ void expect_sound(Group& group, size_t count, int call = 0) {
 }
 
 // One rank makes another call than the rest: all must report it, and no array may change.
-void disagree(Group& group, const Call& call, const Call& other, int odd) {
-  const Call mine = group.rank() == odd ? other : call;
+void disagree(group::Group& group, const group::Call& call, const group::Call& other, int odd) {
+  const group::Call mine = group.rank() == odd ? other : call;
   Arrays arrays(group.size(), mine);
   const Ending ending = ending_of([&] { group.run(arrays.with(mine)); });
   const std::string what =
@@ -119,10 +121,10 @@ void disagree(Group& group, const Call& call, const Call& other, int odd) {
 const ByTransport kDisagree{"all ranks report any difference in one rank's call, and continue",
                             [](const std::string& by) {
                               for (int size = 2; size <= 4; ++size)
-                                ranks::run_groups(size, by, [](Group& group) {
+                                ranks::run_groups(size, by, [](group::Group& group) {
                                   int n = 0;
-                                  for (const Call& call : two_way_calls(kSmall))
-                                    for (const Call& other : variants_of(call)) {
+                                  for (const group::Call& call : two_way_calls(kSmall))
+                                    for (const group::Call& other : variants_of(call)) {
                                       // A broadcast's root does not listen: against it, only the
                                       // others hear at once.
                                       if (other.operation == Operation::broadcast) continue;
@@ -136,14 +138,14 @@ const ByTransport kDisagree{"all ranks report any difference in one rank's call,
 const ByTransport kDisagreeLarge{
     "frames that are half sent at a disagreement do no harm", [](const std::string& by) {
       for (const int size : {2, 4})
-        ranks::run_groups(size, by, [](Group& group) {
+        ranks::run_groups(size, by, [](group::Group& group) {
           std::mt19937 random(5);
           const auto calls = two_way_calls(kLarge);
           for (int i = 0; i < (kSlowdown > 1 ? 4 : 12); ++i) {
-            const Call& call = calls[1 + random() % (calls.size() - 1)];
+            const group::Call& call = calls[1 + random() % (calls.size() - 1)];
             auto others = variants_of(call);
             std::erase_if(others,
-                          [](const Call& c) { return c.operation == Operation::broadcast; });
+                          [](const group::Call& c) { return c.operation == Operation::broadcast; });
             disagree(group, call, others[random() % others.size()], i % group.size());
             if (i % 4 == 3) expect_sound(group, kLarge, i / 4);
           }
@@ -152,13 +154,14 @@ const ByTransport kDisagreeLarge{
 
 const ByTransport kDisagreeOften{
     "50 disagreements in a row", [](const std::string& by) {
-      ranks::run_groups(4, by, [](Group& group) {
+      ranks::run_groups(4, by, [](group::Group& group) {
         std::mt19937 random(11);
         for (int i = 0; i < 50; ++i) {
           const auto calls = two_way_calls(random() % 8 == 0 ? kLarge / 4 : kSmall);
-          const Call& call = calls[random() % calls.size()];
+          const group::Call& call = calls[random() % calls.size()];
           auto others = variants_of(call);
-          std::erase_if(others, [](const Call& c) { return c.operation == Operation::broadcast; });
+          std::erase_if(others,
+                        [](const group::Call& c) { return c.operation == Operation::broadcast; });
           disagree(group, call, others[random() % others.size()], static_cast<int>(random() % 4));
         }
         for (int i = 0; i < 20; ++i) expect_sound(group, kSmall, i);
@@ -166,12 +169,12 @@ const ByTransport kDisagreeOften{
     }};
 
 const ByTransport kAllDiffer{"every rank makes another call", [](const std::string& by) {
-                               ranks::run_groups(4, by, [](Group& group) {
+                               ranks::run_groups(4, by, [](group::Group& group) {
                                  for (int i = 0; i < 10; ++i) {
-                                   Call call{.operation = Operation::all_reduce,
-                                             .dtype = Dtype::float32,
-                                             .count = kSmall,
-                                             .algorithm = Algorithm::direct};
+                                   group::Call call{.operation = Operation::all_reduce,
+                                                    .dtype = Dtype::float32,
+                                                    .count = kSmall,
+                                                    .algorithm = Algorithm::direct};
                                    call.count += static_cast<size_t>(group.rank());
                                    Arrays arrays(4, call);
                                    const Ending ending =
@@ -185,14 +188,14 @@ const ByTransport kAllDiffer{"every rank makes another call", [](const std::stri
 const ByTransport kOneWay{
     "a broadcast that ranks disagree about ends at the next barrier", [](const std::string& by) {
       for (int size = 2; size <= 4; ++size)
-        ranks::run_groups(size, by, [](Group& group) {
-          for (const Algorithm algorithm : algorithms_for(Operation::broadcast))
+        ranks::run_groups(size, by, [](group::Group& group) {
+          for (const Algorithm algorithm : collectives::algorithms_for(Operation::broadcast))
             for (int odd = 0; odd < group.size(); ++odd) {
               for (const size_t count : {kSmall, odd == 1 && group.size() == 3 ? kLarge : 0}) {
-                Call call{.operation = Operation::broadcast,
-                          .dtype = Dtype::float32,
-                          .count = count,
-                          .algorithm = algorithm};
+                group::Call call{.operation = Operation::broadcast,
+                                 .dtype = Dtype::float32,
+                                 .count = count,
+                                 .algorithm = algorithm};
                 if (group.rank() == odd) ++call.count;
                 Arrays arrays(group.size(), call);
                 const Array before = arrays.output;
@@ -214,7 +217,7 @@ const ByTransport kOneWay{
 
 const ByTransport kInOrder{
     "a message in transit is not truncated by a disagreement", [](const std::string& by) {
-      ranks::run_groups(3, by, [](Group& group) {
+      ranks::run_groups(3, by, [](group::Group& group) {
         for (int i = 0; i < 5; ++i) {
           Array array(Dtype::float32, kLarge);
           const auto fill = [&](Array& a) { a.fill([&](size_t j) { return element(i, j); }); };
@@ -243,17 +246,17 @@ const ByTransport kInOrder{
 
 const ByTransport kUncut{
     "a notice of an earlier call does not truncate a message", [](const std::string& by) {
-      ranks::run_groups(2, by, [](Group& group) {
+      ranks::run_groups(2, by, [](group::Group& group) {
         for (int i = 0; i < 5; ++i) {
           Array array(Dtype::float32, kLarge);
           array.fill([&](size_t j) { return element(i, j); });
           const Array truth = array;
-          Call broadcast{.operation = Operation::broadcast,
-                         .dtype = Dtype::float32,
-                         .output = array.data(),
-                         .count = kSmall,
-                         .algorithm = Algorithm::tree};
-          Call message{.dtype = Dtype::float32, .count = kLarge, .peer = 1 - group.rank()};
+          group::Call broadcast{.operation = Operation::broadcast,
+                                .dtype = Dtype::float32,
+                                .output = array.data(),
+                                .count = kSmall,
+                                .algorithm = Algorithm::tree};
+          group::Call message{.dtype = Dtype::float32, .count = kLarge, .peer = 1 - group.rank()};
           if (group.rank() == 0) {
             group.run(broadcast);  // the root does not know rank 1's other count yet
             message.operation = Operation::send;
@@ -278,7 +281,7 @@ const ByTransport kUncut{
 
 const ByTransport kBothSend{
     "after a disagreement both sides send before they receive", [](const std::string& by) {
-      ranks::run_groups(2, by, [](Group& group) {
+      ranks::run_groups(2, by, [](group::Group& group) {
         for (int i = 0; i < 5; ++i) {
           disagree(group, {.operation = Operation::all_reduce, .count = 9}, {}, i % 2);
           const int peer = 1 - group.rank();
@@ -301,11 +304,11 @@ const ByTransport kBothSend{
     }};
 
 // All but `missing` make the call, which times out; `missing` calls after that.
-void expect_timeout(const std::string& by, int size, int missing, const Call& call) {
+void expect_timeout(const std::string& by, int size, int missing, const group::Call& call) {
   std::vector<std::promise<void>> over(static_cast<size_t>(size));
-  ranks::run_groups(size, by, [&](Group& group) {
+  ranks::run_groups(size, by, [&](group::Group& group) {
     Arrays arrays(size, call);
-    Call mine = arrays.with(call);
+    group::Call mine = arrays.with(call);
     mine.timeout = 100ms;
     if (group.rank() == missing) {
       for (int rank = 0; rank < size; ++rank)
@@ -329,28 +332,29 @@ void expect_timeout(const std::string& by, int size, int missing, const Call& ca
   });
 }
 
-const ByTransport kTimeout{"all ranks name a missing rank in time", [](const std::string& by) {
-                             expect_timeout(by, 2, 1, {.operation = Operation::barrier});
-                             expect_timeout(by, 4, 2, {.operation = Operation::barrier});
-                             for (const Algorithm algorithm : algorithms_for(Operation::all_reduce))
-                               expect_timeout(by, 4, 1,
-                                              {.operation = Operation::all_reduce,
-                                               .dtype = Dtype::float32,
-                                               .count = kSmall,
-                                               .algorithm = algorithm});
-                           }};
+const ByTransport kTimeout{
+    "all ranks name a missing rank in time", [](const std::string& by) {
+      expect_timeout(by, 2, 1, {.operation = Operation::barrier});
+      expect_timeout(by, 4, 2, {.operation = Operation::barrier});
+      for (const Algorithm algorithm : collectives::algorithms_for(Operation::all_reduce))
+        expect_timeout(by, 4, 1,
+                       {.operation = Operation::all_reduce,
+                        .dtype = Dtype::float32,
+                        .count = kSmall,
+                        .algorithm = algorithm});
+    }};
 
 const ByTransport kLonely{
     "a message without a sender or a receiver times out", [](const std::string& by) {
       for (const Operation operation : {Operation::send, Operation::recv}) {
         std::promise<void> over;
-        ranks::run_groups(2, by, [&](Group& group) {
+        ranks::run_groups(2, by, [&](group::Group& group) {
           if (group.rank() == 1) return over.get_future().wait();
-          const Call call{.operation = operation,
-                          .dtype = Dtype::float64,
-                          .count = 4 * kLarge,
-                          .peer = 1,
-                          .timeout = 200ms};
+          const group::Call call{.operation = operation,
+                                 .dtype = Dtype::float64,
+                                 .count = 4 * kLarge,
+                                 .peer = 1,
+                                 .timeout = 200ms};
           Arrays arrays(2, call);
           const Ending ending = ending_of([&] { group.run(arrays.with(call)); });
           over.set_value();
@@ -364,8 +368,8 @@ const ByTransport kAbort{
     "abort ends the calls of all ranks, with its reason", [](const std::string& by) {
       std::promise<void> over;
       std::shared_future<void> done = over.get_future();
-      ranks::run_groups(3, by, [&](Group& group) {
-        const Call call{.operation = Operation::barrier};
+      ranks::run_groups(3, by, [&](group::Group& group) {
+        const group::Call call{.operation = Operation::barrier};
         if (group.rank() == 0) {
           ranks::run(2, [&](int thread) {
             if (thread == 1) return group.abort("enough is enough");
@@ -394,8 +398,8 @@ const ByTransport kAbort{
     }};
 
 const ByTransport kLeave{"only ranks that need a rank that left fail", [](const std::string& by) {
-                           ranks::run_groups(2, by, [&](Group& group) {
-                             const Call call{.operation = Operation::barrier};
+                           ranks::run_groups(2, by, [&](group::Group& group) {
+                             const group::Call call{.operation = Operation::barrier};
                              expect_sound(group, kLarge);
                              if (group.rank() == 1) {
                                group.close();
@@ -419,7 +423,7 @@ const ByTransport kLeave{"only ranks that need a rank that left fail", [](const 
 
 const ByTransport kCloseInside{
     "closing ends the call of another thread", [](const std::string& by) {
-      ranks::run_groups(2, by, [](Group& group) {
+      ranks::run_groups(2, by, [](group::Group& group) {
         std::promise<void> inside;
         if (group.rank() == 1) return (void)ending_of([&] { group.run({}); });
         ranks::run(2, [&](int thread) {
@@ -439,7 +443,7 @@ const ByTransport kCloseInside{
     }};
 
 const Test kFromThen{"a callback that ends its own group does not hang", [] {
-                       ranks::run_groups(2, "local", [](Group& group) {
+                       ranks::run_groups(2, "local", [](group::Group& group) {
                          std::promise<void> aborted;
                          const auto work = group.start({}, [&](std::exception_ptr) {
                            group.abort("from a callback");
@@ -453,7 +457,7 @@ const Test kFromThen{"a callback that ends its own group does not hang", [] {
                        ranks::run(2, [&](int rank) {
                          auto group = world.join(rank);
                          std::promise<void> gone;
-                         auto* held = new std::shared_ptr<Group>(group);
+                         auto* held = new std::shared_ptr<group::Group>(group);
                          const auto work = group->start({}, [&, held](std::exception_ptr) {
                            delete held;  // perhaps the last reference to the group
                            gone.set_value();

@@ -38,7 +38,7 @@ struct Notes {
   }
 };
 
-MeshRequest request_of(int rank, const std::string& by) {
+bootstrap::MeshRequest request_of(int rank, const std::string& by) {
   return {.rank = rank,
           .size = kSize,
           .name = "half",
@@ -58,7 +58,7 @@ const Test kLate{"a rank that aborts forming says why", [] {
                      Notes infos;
                      ranks::run(kSize - 1, [&](int rank) {
                        const auto ending = ranks::ending_of([&] {
-                         (void)form_mesh(
+                         (void)bootstrap::form_mesh(
                              request_of(rank, by),
                              [&](const std::string& mine) { return infos.exchange(rank, mine); },
                              Deadline(rank == 1 ? 300ms : 60s));
@@ -72,27 +72,28 @@ const Test kLate{"a rank that aborts forming says why", [] {
                  }};
 
 // Rank 0's channels when it is connected with rank 1 and does not wait for rank 2.
-std::vector<std::unique_ptr<Channel>> meet_rank_1(Notes& infos, const MeshRequest& request) {
-  Connector::Options connector;
+std::vector<std::unique_ptr<transport::Channel>> meet_rank_1(
+    Notes& infos, const bootstrap::MeshRequest& request) {
+  bootstrap::Connector::Options connector;
   connector.key = request.key;
-  connector.transports.push_back(make_tcp("", ""));
-  RankInfo mine = own_rank_info({});
+  connector.transports.push_back(transport::make_tcp("", ""));
+  bootstrap::RankInfo mine = bootstrap::own_rank_info({});
   mine.tcp = connector.transports[0]->address();
   mine.memory = mine.heap = "0";
   mine.token = "token";
-  std::vector<RankInfo> all;
-  for (const std::string& text : infos.exchange(0, encode(mine)))
-    all.push_back(decode_rank_info(text));
-  connector.context = context_of(mine, request.name);
-  connector.agreed = digest_of(all);
+  std::vector<bootstrap::RankInfo> all;
+  for (const std::string& text : infos.exchange(0, bootstrap::encode(mine)))
+    all.push_back(bootstrap::decode_rank_info(text));
+  connector.context = bootstrap::context_of(mine, request.name);
+  connector.agreed = bootstrap::digest_of(all);
   for (int i = 0; i < kSize; ++i)
     connector.addresses.push_back({i == 0 ? nullptr : connector.transports[0].get(), {}, "rank"});
-  Connector meeting(std::move(connector));
-  std::vector<std::unique_ptr<Channel>> channels(kSize);
+  bootstrap::Connector meeting(std::move(connector));
+  std::vector<std::unique_ptr<transport::Channel>> channels(kSize);
   for (const Deadline deadline(60s); !channels[1];) {
     expect(!deadline.expired(), "rank 1 does not connect");
     std::vector<pollfd> also;
-    for (ConnectResult& arrival : meeting.poll(100ms, also))
+    for (engine::ConnectResult& arrival : meeting.poll(100ms, also))
       channels[static_cast<size_t>(arrival.peer)] = std::move(arrival.channel);
   }
   return channels;
@@ -106,14 +107,14 @@ const Test kGone{
         ranks::run(kSize - 1, [&](int rank) {
           const auto request = request_of(rank, "tcp");
           if (rank == 0) {
-            EngineOptions options;
+            engine::EngineOptions options;
             options.names = {"rank 0", "rank 1", "rank 2"};
-            Engine engine(meet_rank_1(infos, request), options);
+            engine::Engine engine(meet_rank_1(infos, request), options);
             if (speaks) engine.fail(PeerLost("rank 2 is ill", {.peer = 2}));
             return;
           }
           const auto ending = ranks::ending_of([&] {
-            (void)form_mesh(
+            (void)bootstrap::form_mesh(
                 request, [&](const std::string& mine) { return infos.exchange(rank, mine); },
                 Deadline(60s));
           });
@@ -127,13 +128,13 @@ const Test kGone{
 
 // Rank 0's info as given to rank 1: with other thresholds for the choice of algorithms.
 std::string with_other_thresholds(const std::string& text) {
-  RankInfo info = decode_rank_info(text);
+  bootstrap::RankInfo info = bootstrap::decode_rank_info(text);
   info.tuned = {{"tcp", {1, 2}}};
-  return encode(info);
+  return bootstrap::encode(info);
 }
 
-ConnectOptions options_of_two(std::chrono::nanoseconds timeout, int rank = 0) {
-  ConnectOptions options;
+group::ConnectOptions options_of_two(std::chrono::nanoseconds timeout, int rank = 0) {
+  group::ConnectOptions options;
   options.rank = rank;
   options.size = 2;
   options.timeout = timeout;
@@ -149,7 +150,7 @@ const Test kDifferent{
           std::vector<std::string> texts(2);
           std::latch left{2};
           ranks::run(2, [&](int rank) {
-            ConnectOptions options = options_of_two(60s, rank);
+            group::ConnectOptions options = options_of_two(60s, rank);
             options.transport = by;
             const auto exchange = [&](const std::string& mine) {
               texts[static_cast<size_t>(rank)] = mine;
@@ -158,7 +159,8 @@ const Test kDifferent{
               if (differ && rank == 1) all[0] = with_other_thresholds(all[0]);
               return all;
             };
-            const auto ending = ranks::ending_of([&] { (void)make_group(options, exchange, {}); });
+            const auto ending =
+                ranks::ending_of([&] { (void)group::make_group(options, exchange, {}); });
             if (!differ) return expect(!ending.error, by + ": " + ending.text());
             // The later of two threads tells the earlier, which is connected already.
             expect(by == "local" || ending.is(ErrorKind::mismatch), by + ": " + ending.text());
@@ -176,15 +178,15 @@ const Test kEnded{
         Notes infos;
         std::atomic<bool> ended{false};
         ranks::run(kSize - 1, [&](int rank) {
-          ConnectOptions options = options_of_two(60s, rank);
+          group::ConnectOptions options = options_of_two(60s, rank);
           options.size = kSize;
           int round = 0;
-          const CheckAborted check_aborted = [&](std::chrono::nanoseconds) {
+          const bootstrap::CheckAborted check_aborted = [&](std::chrono::nanoseconds) {
             if (rank == 1 && round++ == rounds) ended = true;
             if (ended) throw PeerLost("we have lost rank 0", {.op = "split", .peer = 0});
           };
           const auto ending = ranks::ending_of([&] {
-            (void)make_group(
+            (void)group::make_group(
                 options, [&](const std::string& mine) { return infos.exchange(rank, mine); }, {},
                 check_aborted);
           });
@@ -200,26 +202,27 @@ const Test kEnded{
 // which rank 0 sees that, it also learns that the parent group ended.
 const Test kBoth{
     "the end of the parent is reported before the ranks that left because of it", [] {
-      MeshRequest request = request_of(0, "shm");
+      bootstrap::MeshRequest request = request_of(0, "shm");
       request.size = 2;
-      std::optional<Handshake> call;
+      std::optional<transport::Handshake> call;
       bool gone = false;
       request.check_aborted = [&](std::chrono::nanoseconds) {
         if (gone) throw GroupBroken("we have had enough");
-        if (call->advance() != Handshake::Step::done) return;
+        if (call->advance() != transport::Handshake::Step::done) return;
         (void)call->release();
         gone = true;
       };
       const auto exchange = [&](const std::string& mine) {
-        const RankInfo info = decode_rank_info(mine);
-        HandshakeParams params{.context = context_of(info, request.name), .rank = 1, .expected = 0};
-        params.agreed = digest_of({info, info});
-        call.emplace(start_connect(abstract_unix_address(info.shm)), Handshake::Role::connector,
-                     request.key, std::move(params));
+        const bootstrap::RankInfo info = bootstrap::decode_rank_info(mine);
+        transport::HandshakeParams params{
+            .context = bootstrap::context_of(info, request.name), .rank = 1, .expected = 0};
+        params.agreed = bootstrap::digest_of({info, info});
+        call.emplace(os::start_connect(os::abstract_unix_address(info.shm)),
+                     transport::Handshake::Role::connector, request.key, std::move(params));
         return std::vector<std::string>{mine, mine};
       };
       const auto ending =
-          ranks::ending_of([&] { (void)form_mesh(request, exchange, Deadline(60s)); });
+          ranks::ending_of([&] { (void)bootstrap::form_mesh(request, exchange, Deadline(60s)); });
       expect(gone, "the connection was not accepted");
       expect(ending.is(ErrorKind::group_broken) && ending.says("had enough"), ending.text());
     }};
@@ -227,10 +230,10 @@ const Test kBoth{
 // Threads: one has its channel before the other connects; no connection is closed.
 const Test kAlone{
     "waiting for a rank that never joins ends with the parent group", [] {
-      ConnectOptions options = options_of_two(60s);
+      group::ConnectOptions options = options_of_two(60s);
       options.transport = "local";
       const auto ending = ranks::ending_of([&] {
-        (void)make_group(
+        (void)group::make_group(
             options, [](const std::string& mine) { return std::vector{mine, mine}; }, {0, 1},
             [](std::chrono::nanoseconds) { throw GroupBroken("we have had enough"); });
       });
@@ -241,7 +244,7 @@ const Test kAlone{
 const Test kUnnoted{
     "the error that ends the exchange of rank info is reported unchanged", [] {
       const auto ending = ranks::ending_of([&] {
-        (void)make_group(
+        (void)group::make_group(
             options_of_two(60s),
             [](const std::string&) -> std::vector<std::string> {
               throw PeerLost("all_gather: rank 1 died", {.op = "all_gather", .peer = 1});
@@ -262,32 +265,32 @@ const Test kLeft{"a peer that leaves an established subgroup: the parent's end i
                      return texts;
                    };
                    std::string same;
-                   ConnectOptions alone = options_of_two(60s);
+                   group::ConnectOptions alone = options_of_two(60s);
                    alone.size = 1;
-                   (void)make_group(alone,
-                                    [&](const std::string& mine) {
-                                      same = decode_rank_info(mine).options;
-                                      return std::vector<std::string>{mine};
-                                    },
-                                    {});
+                   (void)group::make_group(alone,
+                                           [&](const std::string& mine) {
+                                             same = bootstrap::decode_rank_info(mine).options;
+                                             return std::vector<std::string>{mine};
+                                           },
+                                           {});
                    ranks::run(2, [&](int rank) {
                      if (rank == 1) {
-                       MeshRequest request = request_of(rank, "tcp");
+                       bootstrap::MeshRequest request = request_of(rank, "tcp");
                        request.size = 2;
                        request.name = alone.name;
                        request.key = alone.secret;
                        request.options = same;
-                       Mesh mesh = form_mesh(
+                       bootstrap::Mesh mesh = bootstrap::form_mesh(
                            request, [&](const std::string& mine) { return exchange(rank, mine); },
                            Deadline(60s));
-                       EngineOptions options;
+                       engine::EngineOptions options;
                        options.rank = 1;
                        options.names = {"rank 0", "rank 1"};
-                       const Engine gone(std::move(mesh.channels), options);
+                       const engine::Engine gone(std::move(mesh.channels), options);
                        return;
                      }
                      const auto ending = ranks::ending_of([&] {
-                       (void)make_group(
+                       (void)group::make_group(
                            options_of_two(60s),
                            [&](const std::string& mine) { return exchange(rank, mine); }, {},
                            [](std::chrono::nanoseconds limit) {
@@ -305,10 +308,10 @@ const Test kInterrupted{
       for (const std::string by : {"shm", "tcp"}) {
         Notes infos;
         ranks::run(kSize - 1, [&](int rank) {
-          MeshRequest request = request_of(rank, by);
+          bootstrap::MeshRequest request = request_of(rank, by);
           if (rank == 1) request.interrupted = [] { return true; };
           const auto ending = ranks::ending_of([&] {
-            (void)form_mesh(
+            (void)bootstrap::form_mesh(
                 request, [&](const std::string& mine) { return infos.exchange(rank, mine); },
                 Deadline(rank == 0 ? 1s : 60s));
           });
@@ -319,17 +322,17 @@ const Test kInterrupted{
           expect(ending.seconds < 30, "it waited for its limit");
         });
       }
-      LocalStore store;
-      ConnectOptions options = options_of_two(60s);
+      rendezvous::LocalStore store;
+      group::ConnectOptions options = options_of_two(60s);
       options.interrupted = [] { return true; };
-      const auto ending = ranks::ending_of([&] { (void)connect(store, options); });
+      const auto ending = ranks::ending_of([&] { (void)group::connect(store, options); });
       expect(ending.is(ErrorKind::group_broken) && ending.says("was interrupted"), ending.text());
       expect(ending.seconds < 30, "it waited for its limit");
       expect(!store.find("world/note/0"), "its info is still there");
     }};
 
-RankInfo sound_note() {
-  RankInfo info = own_rank_info({});
+bootstrap::RankInfo sound_note() {
+  bootstrap::RankInfo info = bootstrap::own_rank_info({});
   info.options = "reproducible=False";
   info.token = "abc";
   info.shm = "pycomm-1";
@@ -342,40 +345,42 @@ RankInfo sound_note() {
 
 const Test kRefused{
     "a rank with other options than a rank that left waits no longer than its limit", [] {
-      LocalStore store;
-      store.set("world/note/1", encode(sound_note()));
-      const auto ending = ranks::ending_of([&] { (void)connect(store, options_of_two(300ms)); });
+      rendezvous::LocalStore store;
+      store.set("world/note/1", bootstrap::encode(sound_note()));
+      const auto ending =
+          ranks::ending_of([&] { (void)group::connect(store, options_of_two(300ms)); });
       expect(ending.is(ErrorKind::mismatch), ending.text());
       expect(ending.seconds < 5, "it took " + std::to_string(ending.seconds) + " s");
     }};
 
-const Test kNote{"rank info has one encoding, and no other text is accepted", [] {
-                   const std::string text = encode(sound_note());
-                   expect_equal(encode(decode_rank_info(text)), text, "valid rank info");
-                   const auto refused = [&](const std::string& from, const std::string& to) {
-                     std::string other = text;
-                     other.replace(other.rfind(from), from.size(), to);
-                     expect(other != text, "no change:  " + from);
-                     expect_throws<InternalError>([&] { (void)decode_rank_info(other); });
-                   };
-                   const std::string pid = "\n" + std::to_string(sound_note().pid) + "\n";
-                   for (const std::string wrong :
-                        {"0", "-5", "+5", "007", " 5", "5 ", "5x", "", "99999999999999999999999"})
-                     refused(pid, "\n" + wrong + "\n");
-                   for (const std::string wrong : {"04096", "+4096", "-1", "x", ""})
-                     refused("\n4096\n", "\n" + wrong + "\n");
-                   refused("\n0\n", "\n00\n");
-                   refused("tcp 16384", "tcp  16384");
-                   refused("tcp 16384", " tcp 16384");
-                   refused("tcp 16384", "tcp +16384");
-                   refused("tcp 16384", "tcp 016384");
-                   refused("tcp 16384", "tcp -1");
-                   refused("shm 8192", "tcp 8192");  // twice
-                   refused("1048576\n", "1048576 \n");
-                   refused("1048576\n", "1048576\n\n");
-                   refused("1048576\n", "1048576\nx");
-                   refused("1048576\n", "1048576");
-                   refused("pycomm-5", "pycomm-4");
-                 }};
+const Test kNote{
+    "rank info has one encoding, and no other text is accepted", [] {
+      const std::string text = bootstrap::encode(sound_note());
+      expect_equal(bootstrap::encode(bootstrap::decode_rank_info(text)), text, "valid rank info");
+      const auto refused = [&](const std::string& from, const std::string& to) {
+        std::string other = text;
+        other.replace(other.rfind(from), from.size(), to);
+        expect(other != text, "no change:  " + from);
+        expect_throws<InternalError>([&] { (void)bootstrap::decode_rank_info(other); });
+      };
+      const std::string pid = "\n" + std::to_string(sound_note().pid) + "\n";
+      for (const std::string wrong :
+           {"0", "-5", "+5", "007", " 5", "5 ", "5x", "", "99999999999999999999999"})
+        refused(pid, "\n" + wrong + "\n");
+      for (const std::string wrong : {"04096", "+4096", "-1", "x", ""})
+        refused("\n4096\n", "\n" + wrong + "\n");
+      refused("\n0\n", "\n00\n");
+      refused("tcp 16384", "tcp  16384");
+      refused("tcp 16384", " tcp 16384");
+      refused("tcp 16384", "tcp +16384");
+      refused("tcp 16384", "tcp 016384");
+      refused("tcp 16384", "tcp -1");
+      refused("shm 8192", "tcp 8192");  // twice
+      refused("1048576\n", "1048576 \n");
+      refused("1048576\n", "1048576\n\n");
+      refused("1048576\n", "1048576\nx");
+      refused("1048576\n", "1048576");
+      refused("pycomm-5", "pycomm-4");
+    }};
 
 }  // namespace

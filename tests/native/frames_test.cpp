@@ -36,7 +36,7 @@ extern "C" ssize_t sendmsg(int socket, const msghdr* message, int flags) {
 namespace {
 
 const Test kFrames{"an all_reduce passes few functions before it sends", [] {
-                     ranks::run_groups(2, "tcp", [](Group& group) {
+                     ranks::run_groups(2, "tcp", [](group::Group& group) {
                        float x = 1;
                        depth_of_body = depth();
                        group.run({.operation = Operation::all_reduce,

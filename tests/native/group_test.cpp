@@ -33,10 +33,10 @@ constexpr Operation kPlanned[] = {
     Operation::all_reduce, Operation::broadcast, Operation::all_gather, Operation::reduce_scatter,
     Operation::reduce,     Operation::gather,    Operation::scatter,    Operation::all_to_all};
 
-void run_cases(Group& group) {
+void run_cases(group::Group& group) {
   int call = 0;
   for (const Operation operation : kPlanned)
-    for (const Algorithm algorithm : algorithms_for(operation))
+    for (const Algorithm algorithm : collectives::algorithms_for(operation))
       for (const size_t count : {0, 1, 7, 1000, 70'000 / (kSlowdown > 1 ? 3 : 1)})
         for (const Dtype dtype : {Dtype::float32, Dtype::bfloat16, Dtype::int64, Dtype::uint8}) {
           if (count > 1000 && dtype != Dtype::float32) continue;
@@ -69,10 +69,10 @@ const Test kBlocks{
         verbs.push_back({Operation::all_reduce, Algorithm::tree});
         verbs.push_back({Operation::all_reduce, Algorithm::direct});
         verbs.push_back({Operation::reduce_scatter, Algorithm::direct});
-        for (const Algorithm algorithm : algorithms_for(Operation::reduce))
+        for (const Algorithm algorithm : collectives::algorithms_for(Operation::reduce))
           verbs.push_back({Operation::reduce, algorithm});
       }
-      ranks::run_groups(3, "local", [&](Group& group) {
+      ranks::run_groups(3, "local", [&](group::Group& group) {
         bool in_place = false;
         for (const auto& [operation, algorithm] : verbs) {
           in_place = !in_place;
@@ -102,11 +102,11 @@ const Test kSameBits{
     "the same bits on every rank, by every transport", [] {
       constexpr size_t kCount = 30'011;
       for (const Dtype dtype : {Dtype::float32, Dtype::bfloat16})
-        for (const Algorithm algorithm : algorithms_for(Operation::all_reduce))
+        for (const Algorithm algorithm : collectives::algorithms_for(Operation::all_reduce))
           for (const int size : {2, 4, 5}) {
             std::vector<Array> results(3 * static_cast<size_t>(size), Array(dtype, kCount));
             for (size_t t = 0; t < 3; ++t)
-              ranks::run_groups(size, ranks::kTransports[t], [&](Group& group) {
+              ranks::run_groups(size, ranks::kTransports[t], [&](group::Group& group) {
                 Array& array =
                     results[t * static_cast<size_t>(size) + static_cast<size_t>(group.rank())];
                 array = random_numbers(dtype, kCount, static_cast<uint32_t>(group.rank()));
@@ -124,7 +124,7 @@ const Test kSameBits{
 
 Case random_case(std::mt19937& random, int size, int call) {
   const Operation operation = kPlanned[random() % std::size(kPlanned)];
-  const auto algorithms = algorithms_for(operation);
+  const auto algorithms = collectives::algorithms_for(operation);
   constexpr Dtype kDtypes[] = {Dtype::float32, Dtype::bfloat16, Dtype::int64, Dtype::uint8};
   constexpr ReduceOp kOps[] = {ReduceOp::sum, ReduceOp::max, ReduceOp::min};
   const size_t count = random() % 16 == 0 ? random() % 60'000 : random() % 1000;
@@ -139,7 +139,7 @@ Case random_case(std::mt19937& random, int size, int call) {
 }
 
 const ByTransport kSoak{"3,000 calls of any kind in a row", [](const std::string& by) {
-                          ranks::run_groups(4, by, [](Group& group) {
+                          ranks::run_groups(4, by, [](group::Group& group) {
                             std::mt19937 random(7);
                             for (int call = 0; call < 3000 / kSlowdown; ++call)
                               run_case(group, random_case(random, group.size(), call));
@@ -148,12 +148,12 @@ const ByTransport kSoak{"3,000 calls of any kind in a row", [](const std::string
 
 const ByTransport kAsync{
     "asynchronous calls run in order, between synchronous ones", [](const std::string& by) {
-      ranks::run_groups(3, by, [](Group& group) {
+      ranks::run_groups(3, by, [](group::Group& group) {
         std::mt19937 random(3);
         for (int round = 0; round < 5; ++round) {
           std::vector<Case> cases;
           std::vector<std::unique_ptr<Arrays>> arrays;
-          std::vector<std::shared_ptr<Work>> works;
+          std::vector<std::shared_ptr<group::Work>> works;
           std::vector<int> ends;  // written by the worker, read when it is idle
           for (int i = 0; i < 20; ++i) {
             cases.push_back(random_case(random, group.size(), i));
@@ -178,7 +178,7 @@ const ByTransport kAsync{
       });
     }};
 
-Call message(Operation operation, Array& array, size_t count, int peer, uint32_t tag = 0) {
+group::Call message(Operation operation, Array& array, size_t count, int peer, uint32_t tag = 0) {
   return {.operation = operation,
           .dtype = Dtype::int64,
           .input = array.data(),
@@ -194,12 +194,12 @@ Array numbers(size_t count, int seed) {
   return array;
 }
 
-void send(Group& group, size_t count, int seed, int peer, uint32_t tag) {
+void send(group::Group& group, size_t count, int seed, int peer, uint32_t tag) {
   Array array = numbers(count, seed);
   group.run(message(Operation::send, array, count, peer, tag));
 }
 
-void receive(Group& group, size_t count, int seed, int peer, uint32_t tag) {
+void receive(group::Group& group, size_t count, int seed, int peer, uint32_t tag) {
   Array array(Dtype::int64, count);
   group.run(message(Operation::recv, array, count, peer, tag));
   expect(array == numbers(count, seed), "message " + std::to_string(seed) + " is wrong");
@@ -207,7 +207,7 @@ void receive(Group& group, size_t count, int seed, int peer, uint32_t tag) {
 
 const ByTransport kMessages{
     "messages are kept by tag, in order, until they are received", [](const std::string& by) {
-      ranks::run_groups(3, by, [](Group& group) {
+      ranks::run_groups(3, by, [](group::Group& group) {
         if (group.rank() == 0) {
           for (int i = 0; i < 4; ++i) send(group, 1000, i, 1, 5);
           send(group, 0, 0, 1, 6);
@@ -233,7 +233,7 @@ const ByTransport kMessages{
 
 const ByTransport kMismatched{
     "a message of another kind is dropped; the group continues", [](const std::string& by) {
-      ranks::run_groups(2, by, [](Group& group) {
+      ranks::run_groups(2, by, [](group::Group& group) {
         for (int i = 0; i < 3; ++i) {
           if (group.rank() == 0) {
             send(group, 4, 1, 1, 0);
@@ -259,7 +259,7 @@ const ByTransport kMismatched{
 
 const ByTransport kSplit{
     "split by color and key; the parent stays usable", [](const std::string& by) {
-      ranks::run_groups(5, by, [](Group& group) {
+      ranks::run_groups(5, by, [](group::Group& group) {
         const int rank = group.rank();
         const auto part = group.split(rank == 2 ? -1 : rank % 2, -rank);
         expect_equal(part == nullptr, rank == 2, "the rank without a group");
@@ -289,7 +289,7 @@ const ByTransport kSplit{
 
 const ByTransport kThreads{
     "two groups of the same ranks serve two threads at once", [](const std::string& by) {
-      ranks::run_groups(3, by, [](Group& group) {
+      ranks::run_groups(3, by, [](group::Group& group) {
         const auto left = group.split(0, 0), right = group.split(0, 0);
         ranks::run(2, [&](int thread) {
           std::mt19937 random(static_cast<uint32_t>(thread));
@@ -302,7 +302,7 @@ const ByTransport kThreads{
 const ByTransport kOneThread{
     "a second thread that enters is rejected", [](const std::string& by) {
       std::promise<void> refused;
-      ranks::run_groups(2, by, [&](Group& group) {
+      ranks::run_groups(2, by, [&](group::Group& group) {
         if (group.rank() == 1) {
           refused.get_future().wait();
           return send(group, 100, 1, 0, 0);
@@ -322,9 +322,9 @@ const ByTransport kOneThread{
 
 const Test kRefuses{
     "wrong arguments are rejected before any transfer", [] {
-      ranks::run_groups(2, "local", [](Group& group) {
+      ranks::run_groups(2, "local", [](group::Group& group) {
         Array array(Dtype::float32, 4);
-        const auto refused = [&]<typename Wanted>(Wanted*, Call call) {
+        const auto refused = [&]<typename Wanted>(Wanted*, group::Call call) {
           call.dtype = call.dtype == Dtype::uint8 ? Dtype::float32 : call.dtype;
           expect_throws<Wanted>([&] { group.run(call); });
           expect_throws<Wanted>([&] { group.start(call, {}); });

@@ -24,8 +24,8 @@ using namespace std::chrono_literals;
 
 namespace {
 
-using Role = Handshake::Role;
-using Step = Handshake::Step;
+using Role = transport::Handshake::Role;
+using Step = transport::Handshake::Step;
 
 std::string hex(const Digest& digest) {
   std::string text;
@@ -34,22 +34,22 @@ std::string hex(const Digest& digest) {
   return text;
 }
 
-std::pair<Fd, Fd> socket_pair() {
+std::pair<os::Fd, os::Fd> socket_pair() {
   int fds[2];
   if (::socketpair(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0, fds) != 0)
-    throw_errno("making a pair of sockets");
-  return {Fd(fds[0]), Fd(fds[1])};
+    os::throw_errno("making a pair of sockets");
+  return {os::Fd(fds[0]), os::Fd(fds[1])};
 }
 
 bool is_over(Step step) { return step == Step::done || step == Step::refused; }
 
 // Runs `shake` to its end, waiting for its socket.
-Step finish(Handshake& shake) {
+Step finish(transport::Handshake& shake) {
   const Deadline deadline(10s);
   Step step = shake.advance();
   for (; !is_over(step) && !deadline.expired(); step = shake.advance())
-    poll_one(shake.fd(), step == Step::want_read ? POLLIN : POLLOUT,
-             std::min(deadline.left(), shake.deadline().left()));
+    os::poll_one(shake.fd(), step == Step::want_read ? POLLIN : POLLOUT,
+                 std::min(deadline.left(), shake.deadline().left()));
   expect(is_over(step), "the handshake does not end");
   return step;
 }
@@ -69,10 +69,10 @@ struct Wire {
     const bool other = carry_from(right, left, false, middle);
     return one || other;
   }
-  Fd connector_end, listener_end;
+  os::Fd connector_end, listener_end;
 
  private:
-  bool carry_from(Fd& source, Fd& sink, bool from_connector, const Middle& middle) {
+  bool carry_from(os::Fd& source, os::Fd& sink, bool from_connector, const Middle& middle) {
     bool moved = false;
     char byte = 0;
     while (source && ::recv(source.get(), &byte, 1, 0) == 1) {
@@ -86,7 +86,7 @@ struct Wire {
     }
     return moved;
   }
-  Fd left, right;
+  os::Fd left, right;
   std::array<size_t, 2> places_{};
 };
 
@@ -98,7 +98,7 @@ struct Outcome {
 
 struct End {
   std::string key;
-  HandshakeParams params;
+  transport::HandshakeParams params;
 };
 
 const End kConnector{"the key", {"world/1", 3, 5}}, kListener{"the key", {"world/1", 5, -1}};
@@ -106,8 +106,9 @@ const End kConnector{"the key", {"world/1", 3, 5}}, kListener{"the key", {"world
 Outcome converse(
     const End& a, const End& b, const Middle& middle = [](bool, size_t, char&) { return true; }) {
   Wire wire;
-  Handshake connector(std::move(wire.connector_end), Role::connector, a.key, a.params, 10s);
-  Handshake listener(std::move(wire.listener_end), Role::listener, b.key, b.params, 10s);
+  transport::Handshake connector(std::move(wire.connector_end), Role::connector, a.key, a.params,
+                                 10s);
+  transport::Handshake listener(std::move(wire.listener_end), Role::listener, b.key, b.params, 10s);
   const Deadline deadline(10s);
   Step left{}, right{};
   do {
@@ -194,7 +195,7 @@ const Test kWrong{
         expect_says(outcome.connector_why + "; " + outcome.listener_why, wrong.says);
       }
       expect_throws<InvalidArgument>(
-          [] { Handshake(Fd(), Role::listener, "", kListener.params).advance(); });
+          [] { transport::Handshake(os::Fd(), Role::listener, "", kListener.params).advance(); });
     }};
 
 const Test kAgreed{
@@ -249,7 +250,8 @@ const Test kCut{
 const Test kReflection{
     "handshake: a listener rejects its own proof", [] {
       auto [stranger, inside] = socket_pair();
-      Handshake listener(std::move(inside), Role::listener, "the key", kListener.params, 10s);
+      transport::Handshake listener(std::move(inside), Role::listener, "the key", kListener.params,
+                                    10s);
       const std::string greeting(36, '\0');
       expect_equal(::send(stranger.get(), greeting.data(), greeting.size(), 0), 36, "sent");
       expect(listener.advance() == Step::want_read, "the listener answers a greeting");
@@ -259,37 +261,39 @@ const Test kReflection{
       expect(listener.advance() == Step::refused, "the reflected proof was accepted");
     }};
 
-const Test kReplay{
-    "handshake: a replayed conversation is refused", [] {
-      std::string said;
-      converse(kConnector, kListener, [&](bool from_connector, size_t, const char& byte) {
-        if (from_connector) said.push_back(byte);
-        return true;
-      });
-      expect_equal(said.size(), kFromConnector, "bytes of the connector");
-      auto [stranger, inside] = socket_pair();
-      Handshake listener(std::move(inside), Role::listener, "the key", kListener.params, 10s);
-      expect_equal(::send(stranger.get(), said.data(), said.size(), 0), 68, "sent");
-      expect(finish(listener) == Step::refused, "an old proof was accepted");
-    }};
+const Test kReplay{"handshake: a replayed conversation is refused", [] {
+                     std::string said;
+                     converse(kConnector, kListener,
+                              [&](bool from_connector, size_t, const char& byte) {
+                                if (from_connector) said.push_back(byte);
+                                return true;
+                              });
+                     expect_equal(said.size(), kFromConnector, "bytes of the connector");
+                     auto [stranger, inside] = socket_pair();
+                     transport::Handshake listener(std::move(inside), Role::listener, "the key",
+                                                   kListener.params, 10s);
+                     expect_equal(::send(stranger.get(), said.data(), said.size(), 0), 68, "sent");
+                     expect(finish(listener) == Step::refused, "an old proof was accepted");
+                   }};
 
-const Test kGarbage{"handshake: random bytes are refused by both ends", [] {
-                      for (const Role role : {Role::connector, Role::listener}) {
-                        auto [stranger, inside] = socket_pair();
-                        Handshake shake(std::move(inside), role, "the key", kListener.params, 10s);
-                        const std::string garbage(4096, 'G');
-                        expect_equal(::send(stranger.get(), garbage.data(), garbage.size(), 0),
-                                     4096, "sent");
-                        expect(finish(shake) == Step::refused, "random bytes were accepted");
-                        expect_says(shake.why(), "same key");
-                        expect_equal(shake.fd(), -1, "the socket after a refusal");
-                      }
-                    }};
+const Test kGarbage{
+    "handshake: random bytes are refused by both ends", [] {
+      for (const Role role : {Role::connector, Role::listener}) {
+        auto [stranger, inside] = socket_pair();
+        transport::Handshake shake(std::move(inside), role, "the key", kListener.params, 10s);
+        const std::string garbage(4096, 'G');
+        expect_equal(::send(stranger.get(), garbage.data(), garbage.size(), 0), 4096, "sent");
+        expect(finish(shake) == Step::refused, "random bytes were accepted");
+        expect_says(shake.why(), "same key");
+        expect_equal(shake.fd(), -1, "the socket after a refusal");
+      }
+    }};
 
 const Test kSilence{"handshake: silence is refused at the limit", [] {
                       for (const Role role : {Role::connector, Role::listener}) {
                         auto [stranger, inside] = socket_pair();
-                        Handshake shake(std::move(inside), role, "the key", kListener.params, 50ms);
+                        transport::Handshake shake(std::move(inside), role, "the key",
+                                                   kListener.params, 50ms);
                         const Deadline deadline(10s);
                         expect(finish(shake) == Step::refused, "silence was accepted");
                         expect_says(shake.why(), "did not finish");
@@ -298,9 +302,10 @@ const Test kSilence{"handshake: silence is refused at the limit", [] {
                     }};
 
 // Waits until the limit of `shake` is over; gives its state then.
-Step outlast_limit(Handshake& shake) {
+Step outlast_limit(transport::Handshake& shake) {
   while (!shake.deadline().expired())
-    poll_one(shake.fd(), POLLIN, std::max(shake.deadline().left(), std::chrono::nanoseconds{1ms}));
+    os::poll_one(shake.fd(), POLLIN,
+                 std::max(shake.deadline().left(), std::chrono::nanoseconds{1ms}));
   return shake.advance();
 }
 
@@ -308,10 +313,12 @@ const Test kPatient{
     "handshake: a patient connector that sent its proof waits for a late acceptance", [] {
       for (const bool patient : {true, false}) {
         auto [outside, inside] = socket_pair();
-        HandshakeParams params = kConnector.params;
+        transport::HandshakeParams params = kConnector.params;
         params.patient = patient;
-        Handshake connector(std::move(outside), Role::connector, "the key", params, 100ms);
-        Handshake listener(std::move(inside), Role::listener, "the key", kListener.params);
+        transport::Handshake connector(std::move(outside), Role::connector, "the key", params,
+                                       100ms);
+        transport::Handshake listener(std::move(inside), Role::listener, "the key",
+                                      kListener.params);
         connector.advance();
         expect(listener.advance() == Step::want_read, "the listener answered");
         expect(connector.advance() == Step::want_read, "the proof is sent: " + connector.why());
@@ -326,42 +333,45 @@ const Test kPatient{
 const Test kImpatient{
     "handshake: before its proof is sent a patient connector has a limit too", [] {
       auto [outside, inside] = socket_pair();
-      HandshakeParams params = kConnector.params;
+      transport::HandshakeParams params = kConnector.params;
       params.patient = true;
-      Handshake connector(std::move(outside), Role::connector, "the key", params, 50ms);
+      transport::Handshake connector(std::move(outside), Role::connector, "the key", params, 50ms);
       expect(connector.advance() == Step::want_read, "the greeting is sent");
       expect(outlast_limit(connector) == Step::refused, "it waited for an answer without a limit");
     }};
 
-const Test kAfter{
-    "handshake: later bytes stay for the owner of the socket", [] {
-      Wire wire;
-      Handshake connector(std::move(wire.connector_end), Role::connector, "the key",
-                          kConnector.params);
-      Handshake listener(std::move(wire.listener_end), Role::listener, "the key", kListener.params);
-      const Middle all = [](bool, size_t, char&) { return true; };
-      while (!is_over(listener.advance())) {
-        connector.advance();
-        wire.carry(all);
-      }
-      const Fd inside = listener.release();
-      expect_equal(::send(inside.get(), "first", 5, MSG_NOSIGNAL), 5, "sent");
-      wire.carry(all);
-      expect(connector.advance() == Step::done, "done");
-      const Fd outside = connector.release();
-      std::array<char, 8> got{};
-      expect_equal(::recv(outside.get(), got.data(), got.size(), 0), 5, "bytes that follow");
-      expect_equal(std::string(got.data(), 5), "first", "what follows");
-    }};
+const Test kAfter{"handshake: later bytes stay for the owner of the socket", [] {
+                    Wire wire;
+                    transport::Handshake connector(std::move(wire.connector_end), Role::connector,
+                                                   "the key", kConnector.params);
+                    transport::Handshake listener(std::move(wire.listener_end), Role::listener,
+                                                  "the key", kListener.params);
+                    const Middle all = [](bool, size_t, char&) { return true; };
+                    while (!is_over(listener.advance())) {
+                      connector.advance();
+                      wire.carry(all);
+                    }
+                    const os::Fd inside = listener.release();
+                    expect_equal(::send(inside.get(), "first", 5, MSG_NOSIGNAL), 5, "sent");
+                    wire.carry(all);
+                    expect(connector.advance() == Step::done, "done");
+                    const os::Fd outside = connector.release();
+                    std::array<char, 8> got{};
+                    expect_equal(::recv(outside.get(), got.data(), got.size(), 0), 5,
+                                 "bytes that follow");
+                    expect_equal(std::string(got.data(), 5), "first", "what follows");
+                  }};
 
-void meet(const Address& address) {
-  const Fd door = listen_on(address, 8);
-  expect(!accept_from(door.get()), "no connection is pending yet");
-  const Address real = local_address(door.get());
-  Handshake connector(start_connect(real), Role::connector, "the key", kConnector.params);
+void meet(const os::Address& address) {
+  const os::Fd door = os::listen_on(address, 8);
+  expect(!os::accept_from(door.get()), "no connection is pending yet");
+  const os::Address real = os::local_address(door.get());
+  transport::Handshake connector(os::start_connect(real), Role::connector, "the key",
+                                 kConnector.params);
   connector.advance();
-  expect(poll_one(door.get(), POLLIN, 5s) != 0, "no connection to " + real.text());
-  Handshake listener(accept_from(door.get()), Role::listener, "the key", kListener.params);
+  expect(os::poll_one(door.get(), POLLIN, 5s) != 0, "no connection to " + real.text());
+  transport::Handshake listener(os::accept_from(door.get()), Role::listener, "the key",
+                                kListener.params);
   for (const Deadline deadline(10s); !deadline.expired();) {
     const Step left = connector.advance(), right = listener.advance();
     if (is_over(left) && is_over(right)) break;
@@ -372,25 +382,28 @@ void meet(const Address& address) {
 
 const Test kSockets{
     "handshake: over TCP and over an abstract Unix socket", [] {
-      meet(tcp_address("127.0.0.1", 0));
-      meet(tcp_address("::1", 0));
-      meet(abstract_unix_address("pycomm-handshake-test-" + std::to_string(::getpid())));
+      meet(os::tcp_address("127.0.0.1", 0));
+      meet(os::tcp_address("::1", 0));
+      meet(os::abstract_unix_address("pycomm-handshake-test-" + std::to_string(::getpid())));
     }};
 
 const Test kRefused{
     "socket: a refused connection says so, over TCP and Unix", [] {
-      const Address absent = abstract_unix_address("pycomm-absent-" + std::to_string(::getpid()));
+      const os::Address absent =
+          os::abstract_unix_address("pycomm-absent-" + std::to_string(::getpid()));
       uint16_t port = 0;
       {
-        const Fd door = listen_on(tcp_address("127.0.0.1", 0), 1);
-        port = local_address(door.get()).port();
-        expect_throws<InvalidArgument>([&] { listen_on(tcp_address("127.0.0.1", port), 1); });
+        const os::Fd door = os::listen_on(os::tcp_address("127.0.0.1", 0), 1);
+        port = os::local_address(door.get()).port();
+        expect_throws<InvalidArgument>(
+            [&] { os::listen_on(os::tcp_address("127.0.0.1", port), 1); });
       }
-      for (const Address& address : {absent, tcp_address("127.0.0.1", port)}) {
-        const Fd fd = start_connect(address);
-        poll_one(fd.get(), POLLOUT, 5s);
-        expect_equal(connect_error(fd.get()), ECONNREFUSED, address.text());
-        Handshake shake(start_connect(address), Role::connector, "the key", kConnector.params);
+      for (const os::Address& address : {absent, os::tcp_address("127.0.0.1", port)}) {
+        const os::Fd fd = os::start_connect(address);
+        os::poll_one(fd.get(), POLLOUT, 5s);
+        expect_equal(os::connect_error(fd.get()), ECONNREFUSED, address.text());
+        transport::Handshake shake(os::start_connect(address), Role::connector, "the key",
+                                   kConnector.params);
         expect(finish(shake) == Step::refused, address.text());
         expect_equal(shake.why(), "Connection refused", "why");
       }
@@ -398,22 +411,22 @@ const Test kRefused{
 
 const Test kNames{
     "socket: addresses say what they are", [] {
-      expect_equal(tcp_address("127.0.0.1", 14758).text(), "127.0.0.1:14758", "IPv4");
-      expect_equal(tcp_address("::1", 14758).text(), "[::1]:14758", "IPv6");
-      expect_equal(tcp_address("127.0.0.1", 14758).port(), 14758, "port");
-      expect_equal(tcp_address("", 0).host(), "::", "every interface");
+      expect_equal(os::tcp_address("127.0.0.1", 14758).text(), "127.0.0.1:14758", "IPv4");
+      expect_equal(os::tcp_address("::1", 14758).text(), "[::1]:14758", "IPv6");
+      expect_equal(os::tcp_address("127.0.0.1", 14758).port(), 14758, "port");
+      expect_equal(os::tcp_address("", 0).host(), "::", "every interface");
       for (const auto* text : {"127.0.0.1:14758", "[::1]:14758", "[fd00::a:1]:1"})
-        expect_equal(parse_tcp_address(text).text(), text, "read back");
+        expect_equal(os::parse_tcp_address(text).text(), text, "read back");
       for (const auto* text : {"", ":", "[", "[]:1", "1.2.3.4", "1.2.3.4:", "1.2.3.4:99999",
                                "::1:14758", "[::1]", "[::1]14758", "host:1", "1.2.3.4:1x"})
-        expect_says(expect_throws<InvalidArgument>([&] { parse_tcp_address(text); }), text);
-      expect_equal(abstract_unix_address("x").text(), "@x", "Unix");
-      expect_throws<InvalidArgument>([] { abstract_unix_address(""); });
-      expect_throws<InvalidArgument>([] { abstract_unix_address(std::string(108, 'x')); });
+        expect_says(expect_throws<InvalidArgument>([&] { os::parse_tcp_address(text); }), text);
+      expect_equal(os::abstract_unix_address("x").text(), "@x", "Unix");
+      expect_throws<InvalidArgument>([] { os::abstract_unix_address(""); });
+      expect_throws<InvalidArgument>([] { os::abstract_unix_address(std::string(108, 'x')); });
       const std::string text =
-          expect_throws<InvalidArgument>([] { tcp_address("no.such.invalid", 1); });
+          expect_throws<InvalidArgument>([] { os::tcp_address("no.such.invalid", 1); });
       expect_says(text, "no.such.invalid");
-      expect_says(expect_throws<InvalidArgument>([] { tcp_address("fe80::1", 1); }),
+      expect_says(expect_throws<InvalidArgument>([] { os::tcp_address("fe80::1", 1); }),
                   "needs its interface");
     }};
 
@@ -421,7 +434,8 @@ const Test kInterfaces{
     "interfaces: an interface, an address, a prefix or a list; else an error", [] {
       const auto chosen = [](const std::string& choice) {
         std::string text;
-        for (const Address& address : chosen_addresses(choice)) text += address.host() + " ";
+        for (const os::Address& address : os::chosen_addresses(choice))
+          text += address.host() + " ";
         return text;
       };
       for (const auto* choice : {"127.0.0.1", "127.0.0.0/8", "eth99,10.255.255.1,127.0.0.1"})
@@ -429,12 +443,12 @@ const Test kInterfaces{
       expect(chosen("lo").starts_with("127.0.0.1 "), "an interface");
       for (const auto* choice :
            {"eth99", "127.0.0.0/33", "127.0.0.0/", "127.0.0.0/8x", ",", "::2"}) {
-        const auto text = expect_throws<InvalidArgument>([&] { chosen_addresses(choice); });
+        const auto text = expect_throws<InvalidArgument>([&] { os::chosen_addresses(choice); });
         expect_says(text, "GLOO_SOCKET_IFNAME is '" + std::string(choice) + "'");
         expect_says(text, "lo (127.0.0.1");
       }
-      expect(!offered_addresses("").empty(), "a machine has at least its loopback");
-      expect(offered_addresses("no.such.invalid").back().is_loopback(), "the loopback is last");
+      expect(!os::offered_addresses("").empty(), "a machine has at least its loopback");
+      expect(os::offered_addresses("no.such.invalid").back().is_loopback(), "the loopback is last");
     }};
 
 }  // namespace

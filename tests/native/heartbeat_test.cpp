@@ -26,18 +26,19 @@ constexpr std::chrono::nanoseconds kLimit = kSlowdown > 1 ? 2s : 500ms;
 constexpr std::chrono::nanoseconds kLong = 3s;  // long enough for a rank without processor time
 const std::vector<std::string> kTransports{"shm", "tcp"};
 
-std::unique_ptr<Engine> engine_of(int rank, std::unique_ptr<Channel> channel) {
-  EngineOptions options{
+std::unique_ptr<engine::Engine> engine_of(int rank, std::unique_ptr<transport::Channel> channel) {
+  engine::EngineOptions options{
       .rank = rank, .names = {"rank 0", "rank 1"}, .heartbeat = kLimit, .interrupted = {}};
-  std::vector<std::unique_ptr<Channel>> channels(2);
+  std::vector<std::unique_ptr<transport::Channel>> channels(2);
   channels[static_cast<size_t>(1 - rank)] = std::move(channel);
-  return std::make_unique<Engine>(std::move(channels), std::move(options));
+  return std::make_unique<engine::Engine>(std::move(channels), std::move(options));
 }
 
 // Rank 0 waits for a message of 4 bytes from rank 1.
-Ending receive(Engine& engine, std::chrono::nanoseconds timeout) {
+Ending receive(engine::Engine& engine, std::chrono::nanoseconds timeout) {
   std::array<std::byte, 4> into{};
-  Header signature{.operation = static_cast<uint8_t>(Operation::send), .count = into.size()};
+  transport::Header signature{.operation = static_cast<uint8_t>(Operation::send),
+                              .count = into.size()};
   return ending_of([&] { engine.receive(1, signature, into, Deadline(timeout)); });
 }
 
@@ -58,7 +59,7 @@ const Test kPulses{"a rank with heartbeats is not named, and a call's limit stil
                        auto [a, b] = ranks::channel_pair(by, size_t{64} << 10);
                        const auto waits = engine_of(0, std::move(a));
                        const auto busy = engine_of(1, std::move(b));
-                       HeartbeatThread pulse;
+                       observe::HeartbeatThread pulse;
                        pulse.start(busy->heartbeat_interval(), [&] { return busy->heartbeat(); });
                        const Ending ending = receive(*waits, 2 * kLimit);
                        pulse.join();
@@ -67,7 +68,7 @@ const Test kPulses{"a rank with heartbeats is not named, and a call's limit stil
                    }};
 
 // A call that ends before its rank could wait for a peer.
-class Short final : public Task {
+class Short final : public engine::Task {
  public:
   explicit Short(std::function<void()> body) : body_(std::move(body)) {}
   bool advance() override {
@@ -75,8 +76,8 @@ class Short final : public Task {
     return done_ = true;
   }
   bool done() const override { return done_; }
-  int sending_to() const override { return kNoRank; }
-  int receiving_from() const override { return kNoRank; }
+  int sending_to() const override { return collectives::kNoRank; }
+  int receiving_from() const override { return collectives::kNoRank; }
 
  private:
   std::function<void()> body_;
@@ -90,7 +91,7 @@ const Test kDue{"a heartbeat that is due during a call is sent at its end", [] {
                     const auto idle = engine_of(0, std::move(a));
                     const auto busy = engine_of(1, std::move(b));
                     Short call([&] { std::thread([&] { busy->heartbeat(); }).join(); });
-                    const Header header = busy->next_header({});
+                    const transport::Header header = busy->next_header({});
                     busy->run(call, header, Deadline(kLong));
                     expect(busy->traffic().bytes_written > 0, "nothing was sent");
                     const auto limit = Deadline(kLong);
@@ -101,31 +102,31 @@ const Test kDue{"a heartbeat that is due during a call is sent at its end", [] {
                 }};
 
 // Rank 0's value, on all ranks.
-bool goes_on(Group& group, bool more) {
+bool goes_on(group::Group& group, bool more) {
   uint8_t word = more;
   group.run({.operation = Operation::broadcast, .output = &word, .count = 1});
   return word != 0;
 }
 
-const Test kBoth{"calls and heartbeats share the links", [] {
-                   for (const std::string& by : kTransports) {
-                     ranks::World world{.size = 3, .transport = by, .heartbeat = kLong};
-                     ranks::run_groups(world, [](Group& group) {
-                       const auto end =
-                           Clock::now() + kLong;  // five heartbeats from each rank to each
-                       for (int i = 0; goes_on(group, Clock::now() < end); ++i) {
-                         Array array(Dtype::float32, i % 2 == 0 ? 10 : 300'000);
-                         array.fill([](size_t) { return 1; });
-                         const Call call{.operation = Operation::all_reduce,
-                                         .dtype = Dtype::float32,
-                                         .input = array.data(),
-                                         .output = array.data(),
-                                         .count = static_cast<size_t>(i % 2 == 0 ? 10 : 300'000)};
-                         i % 3 == 0 ? group.start(call)->wait() : group.run(call);
-                       }
-                     });
-                   }
-                 }};
+const Test kBoth{
+    "calls and heartbeats share the links", [] {
+      for (const std::string& by : kTransports) {
+        ranks::World world{.size = 3, .transport = by, .heartbeat = kLong};
+        ranks::run_groups(world, [](group::Group& group) {
+          const auto end = Clock::now() + kLong;  // five heartbeats from each rank to each
+          for (int i = 0; goes_on(group, Clock::now() < end); ++i) {
+            Array array(Dtype::float32, i % 2 == 0 ? 10 : 300'000);
+            array.fill([](size_t) { return 1; });
+            const group::Call call{.operation = Operation::all_reduce,
+                                   .dtype = Dtype::float32,
+                                   .input = array.data(),
+                                   .output = array.data(),
+                                   .count = static_cast<size_t>(i % 2 == 0 ? 10 : 300'000)};
+            i % 3 == 0 ? group.start(call)->wait() : group.run(call);
+          }
+        });
+      }
+    }};
 
 // Its root makes no other call before.
 const Test kThrough{
@@ -135,16 +136,16 @@ const Test kThrough{
           std::promise<void> heard;
           std::shared_future<void> after = heard.get_future();
           ranks::World world{.size = 3, .transport = by, .heartbeat = kLimit};
-          ranks::run_groups(world, [&](Group& group) {
+          ranks::run_groups(world, [&](group::Group& group) {
             std::array<float, 3> values{};
             const bool odd = group.rank() == 2;
-            const Call scatter{.operation = Operation::scatter,
-                               .dtype = Dtype::float32,
-                               .input = values.data(),
-                               .output = values.data(),
-                               .count = 1,
-                               .peer = odd ? 1 : 0,
-                               .algorithm = algorithm};
+            const group::Call scatter{.operation = Operation::scatter,
+                                      .dtype = Dtype::float32,
+                                      .input = values.data(),
+                                      .output = values.data(),
+                                      .count = 1,
+                                      .peer = odd ? 1 : 0,
+                                      .algorithm = algorithm};
             const Ending ending = ending_of([&] {
               group.run(scatter);
               after.wait();
@@ -159,7 +160,7 @@ const Test kThrough{
 
 const Test kEnds{"a heartbeat thread ends by itself, by join, and twice", [] {
                    std::atomic<int> beats{0};
-                   HeartbeatThread ends, joined;
+                   observe::HeartbeatThread ends, joined;
                    ends.start(1ms, [&] { return ++beats < 3; });
                    joined.start(1h, [] { return true; });
                    joined.join();

@@ -28,11 +28,11 @@ constexpr size_t kRing = size_t{256} << 10;
 // Runs `body` on ranks; `hosts` is the host of each. If the ranks of a host share memory
 // (`shares`), they are connected by `by`, others by tcp; else all are connected by `by`.
 void run_on_hosts(const std::vector<int>& hosts, const std::string& by,
-                  const std::function<void(Group&)>& body, bool shares = false) {
+                  const std::function<void(group::Group&)>& body, bool shares = false) {
   static int runs = 0;
   const std::string meeting = "hosts " + std::to_string(runs++);
   const size_t size = hosts.size();
-  std::vector<Mesh> meshes(size);
+  std::vector<bootstrap::Mesh> meshes(size);
   for (size_t rank = 0; rank < size; ++rank) {
     meshes[rank].channels.resize(size);
     for (size_t i = 0; i < size; ++i) {
@@ -43,7 +43,7 @@ void run_on_hosts(const std::vector<int>& hosts, const std::string& by,
     for (size_t peer = 0; shares && peer < size; ++peer)
       meshes[rank].memories.push_back(
           hosts[peer] == hosts[rank]
-              ? local_memory(meeting, static_cast<int>(peer), sizeof(Segment))
+              ? transport::local_memory(meeting, static_cast<int>(peer), sizeof(shared::Segment))
               : nullptr);
     for (size_t peer = 0; peer < rank; ++peer) {
       const bool apart = shares && hosts[peer] != hosts[rank];
@@ -55,12 +55,12 @@ void run_on_hosts(const std::vector<int>& hosts, const std::string& by,
   std::vector<int> all(size);
   std::iota(all.begin(), all.end(), 0);
   ranks::run(static_cast<int>(size), [&](int rank) {
-    ConnectOptions options;
+    group::ConnectOptions options;
     options.rank = rank;
     options.size = static_cast<int>(size);
     options.timeout = std::chrono::seconds(30);  // far beyond any call that works
     options.heartbeat = {};                      // frames are counted: none but those of calls
-    HostGroup group(options, std::move(meshes[static_cast<size_t>(rank)]), all);
+    group::HostGroup group(options, std::move(meshes[static_cast<size_t>(rank)]), all);
     expect(group.info().hosts == hosts, "the hosts of the group");
     body(group);
   });
@@ -75,13 +75,14 @@ const std::vector<Operation> kOperations{Operation::all_reduce,     Operation::r
                                          Operation::broadcast,      Operation::all_gather,
                                          Operation::reduce_scatter, Operation::barrier};
 
-void run_plain(Group& group, const Case& c) {
+void run_plain(group::Group& group, const Case& c) {
   Arrays arrays(c, group.rank(), group.size());
   group.run(arrays.call);
   expect_result(c, arrays, group.rank(), group.size());
 }
 
-void run_cases(Group& group, const std::function<void(Group&, const Case&)>& run_one) {
+void run_cases(group::Group& group,
+               const std::function<void(group::Group&, const Case&)>& run_one) {
   int call = 0;
   for (const Operation operation : kOperations)
     for (const size_t count : {0, 1, 7, 1000, 65'541}) {
@@ -103,7 +104,7 @@ const ByTransport kTwoLevels{"hierarchical calls are right on hosts of every kin
                              [](const std::string& by) {
                                const size_t step = kSlowdown > 1 && by != "local" ? 4 : 1;
                                for (size_t i = 0; i < kMaps.size(); i += step)
-                                 run_on_hosts(kMaps[i], by, [](Group& group) {
+                                 run_on_hosts(kMaps[i], by, [](group::Group& group) {
                                    run_cases(group, run_case);  // the frames are the plan's
                                  });
                              }};
@@ -112,14 +113,15 @@ const Test kShared{"hierarchical calls are right on hosts whose ranks share memo
                      for (const std::string by : {"local", "shm"})
                        for (size_t i = 0; i < kMaps.size(); i += kSlowdown > 1 ? 4 : 1)
                          run_on_hosts(
-                             kMaps[i], by, [](Group& group) { run_cases(group, run_plain); }, true);
+                             kMaps[i], by, [](group::Group& group) { run_cases(group, run_plain); },
+                             true);
                    }};
 
 // In one lane, beside pieces of one or two elements.
 const Test kLeftOver{"hierarchical calls with a remainder larger than a lane's piece", [] {
                        run_on_hosts(
                            {0, 1, 1, 0, 0, 1}, "local",
-                           [](Group& group) {
+                           [](group::Group& group) {
                              int call = 0;
                              for (const size_t count : {4, 5, 8})
                                run_plain(group,
@@ -133,13 +135,13 @@ const Test kLeftOver{"hierarchical calls with a remainder larger than a lane's p
 // the group continues.
 const Test kDisagreement{
     "a disagreement between hosts or inside one changes nothing", [] {
-      const auto body = [](Group& group) {
+      const auto body = [](group::Group& group) {
         for (int odd = 0; odd < group.size(); ++odd)
           for (const size_t count : {300, 700'000}) {
-            Call call{.operation = Operation::all_reduce,
-                      .dtype = Dtype::float32,
-                      .count = count,
-                      .algorithm = Algorithm::hierarchical};
+            group::Call call{.operation = Operation::all_reduce,
+                             .dtype = Dtype::float32,
+                             .count = count,
+                             .algorithm = Algorithm::hierarchical};
             if (group.rank() == odd && count == 300) call.count = 200;
             if (group.rank() == odd && count > 300) call.algorithm = Algorithm::ring;
             ranks::Array array(call.dtype, count);
@@ -161,7 +163,7 @@ const Test kDisagreement{
 const Test kGone{"a rank that left cleanly is missed on all hosts", [] {
                    run_on_hosts(
                        {0, 0, 1, 1}, "shm",
-                       [](Group& group) {
+                       [](group::Group& group) {
                          if (group.rank() == 3) return group.close();
                          std::vector<float> x(700'000);
                          const auto ending = ranks::ending_of([&] {
@@ -182,7 +184,7 @@ const Test kGone{"a rank that left cleanly is missed on all hosts", [] {
 const Test kBlocks{
     "hierarchical calls with too much scratch, and by default choice", [] {
       constexpr size_t kCount = 2'500'001;
-      const auto body = [](Group& group) {
+      const auto body = [](group::Group& group) {
         bool in_place = false;
         for (const Algorithm algorithm : {Algorithm::hierarchical, Algorithm::automatic})
           for (const Operation operation : {Operation::all_reduce, Operation::reduce}) {

@@ -257,7 +257,7 @@ void for_each_case(Body body) {
         const Case c{isa, static_cast<Dtype>(d), static_cast<ReduceOp>(o),
                      std::string(kReduceOps[o]) + " of " + std::string(kDtypes[d].name) +
                          (isa == cpu::Isa::avx2 ? ", avx2" : ", baseline")};
-        if (cpu::reducer_for(isa, c.dtype, c.op).reduce != nullptr) body(c);
+        if (kernels::reducer_for(isa, c.dtype, c.op).reduce != nullptr) body(c);
       }
 }
 
@@ -279,7 +279,7 @@ void check_pairs(const Case& c, Guarded a, Guarded b, size_t count, int size, in
   const Guarded a_before = a, b_before = b;
   Guarded other(c.dtype, count);
   Guarded& out = alias == 0 ? other : alias == 1 ? a : b;
-  const Reducer& reducer = cpu::reducer_for(c.isa, c.dtype, c.op);
+  const kernels::Reducer& reducer = kernels::reducer_for(c.isa, c.dtype, c.op);
   if (size == 0)
     reducer.reduce(out.data(), a.data(), b.data(), count);
   else
@@ -300,7 +300,7 @@ void check_fold(const Case& c, Guarded slots, size_t count, int size, int alias)
   const size_t begin = static_cast<size_t>(std::max(alias, 0)) * count;
   Guarded& array = alias < 0 ? other : slots;
   void* out = array.data() + begin * bytes_of(c.dtype);
-  cpu::reducer_for(c.isa, c.dtype, c.op).fold(out, slots.data(), count, size);
+  kernels::reducer_for(c.isa, c.dtype, c.op).fold(out, slots.data(), count, size);
   for (size_t i = 0; i < count; ++i) {
     Elements operands;
     for (int slot = 0; slot < size; ++slot)
@@ -348,7 +348,7 @@ const Test kSpecials{
         Guarded a(c.dtype, n * n), b(c.dtype, n * n), ab(c.dtype, n * n), ba(c.dtype, n * n);
         for (size_t i = 0; i < n * n; ++i) a.set(i, values[i / n]), b.set(i, values[i % n]);
         check_pairs(c, a, b, n * n, 0, 0);
-        const Reducer& reducer = cpu::reducer_for(c.isa, c.dtype, c.op);
+        const kernels::Reducer& reducer = kernels::reducer_for(c.isa, c.dtype, c.op);
         reducer.reduce(ab.data(), a.data(), b.data(), n * n);
         reducer.reduce(ba.data(), b.data(), a.data(), n * n);
         for (size_t i = 0; i < n * n; ++i)
@@ -407,7 +407,7 @@ const Test kAccumulates{
         for (size_t i = 0; i < 9; ++i)
           slots.set(i, half_model(c.dtype).encode(i == 0 ? 1 : place / 4));
         Guarded out(c.dtype, 1);
-        cpu::reducer_for(c.isa, c.dtype, c.op).fold(out.data(), slots.data(), 1, 9);
+        kernels::reducer_for(c.isa, c.dtype, c.op).fold(out.data(), slots.data(), 1, 9);
         expect_equal(half_model(c.dtype).decode(out.get(0)), 1 + 2 * place, c.name);
       });
     }};
@@ -423,17 +423,18 @@ const Test kRefusals{
               is_half(dtype) || dtype == Dtype::float32 || dtype == Dtype::float64;
           const bool is_bits = op == ReduceOp::band || op == ReduceOp::bor || op == ReduceOp::bxor;
           if (is_float ? !is_bits : op != ReduceOp::avg) {
-            expect(reducer(dtype, op).fold != nullptr, "a reducer");
+            expect(kernels::reducer(dtype, op).fold != nullptr, "a reducer");
             continue;
           }
           ++refused;
-          const auto text = expect_throws<Unsupported>([&] { reducer(dtype, op); });
+          const auto text = expect_throws<Unsupported>([&] { kernels::reducer(dtype, op); });
           expect(text.find(kReduceOps[o]) == 0 && text.find(kDtypes[d].name) != text.npos, text);
         }
       expect_equal(refused, 6 + 4 * 3, "pairs refused");
-      expect_equal(expect_throws<Unsupported>([] { reducer(Dtype::int32, ReduceOp::avg); }),
-                   std::string("avg of int32 is not defined: use sum and divide, or a float dtype"),
-                   "the sentence");
+      expect_equal(
+          expect_throws<Unsupported>([] { kernels::reducer(Dtype::int32, ReduceOp::avg); }),
+          std::string("avg of int32 is not defined: use sum and divide, or a float dtype"),
+          "the sentence");
     }};
 
 // Only prints: bytes read and written per second, data in the L2 cache.
@@ -442,7 +443,7 @@ const Test kSpeed{
       for (const auto dtype : {Dtype::float16, Dtype::bfloat16, Dtype::float32}) {
         const size_t bytes = 256 << 10, count = bytes / bytes_of(dtype);
         std::vector<std::byte> slots(4 * bytes), out(bytes);
-        const Reducer& sum = reducer(dtype, ReduceOp::sum);
+        const kernels::Reducer& sum = kernels::reducer(dtype, ReduceOp::sum);
         const auto gbs = [&](size_t arrays, auto call) {
           double best_s = 1e9;
           for (int i = 0; i < 50; ++i) {

@@ -156,7 +156,8 @@ void large_test() {
 const Test kLarge{"hierarchical plans are proven on 64 ranks", large_test};
 
 // The prover's errors for plans that were broken on purpose.
-std::string error_of(const Case& what, const std::function<void(std::vector<Plan>&)>& break_it) {
+std::string error_of(const Case& what,
+                     const std::function<void(std::vector<collectives::Plan>&)>& break_it) {
   auto plans = plans_of(Algorithm::hierarchical, static_cast<int>(what.hosts.size()), what);
   break_it(plans);
   return prove(plans, what).error;
@@ -171,16 +172,19 @@ void mutants_test() {
   const Case sum{Operation::all_reduce, 8, 0, false, {}, {0, 0, 1, 1}};
   expect_named(error_of(sum,
                         [](auto& plans) {
-                          for (Move& move : plans[1].moves)
-                            if (move.combine == Combine::reduce) move.combine = Combine::finish;
+                          for (collectives::Move& move : plans[1].moves)
+                            if (move.combine == collectives::Combine::reduce)
+                              move.combine = collectives::Combine::finish;
                         }),
                "a finished sum is added to");
   const Case gather{Operation::all_gather, 8, 0, false, {}, {0, 0, 0, 1, 1}};
   expect_named(error_of(gather,
                         [](auto& plans) {
                           auto& moves = plans[4].moves;
-                          moves.insert(moves.begin(),
-                                       {4, {Space::input, 0, 8}, 4, {Space::output, 32, 8}});
+                          moves.insert(moves.begin(), {4,
+                                                       {collectives::Space::input, 0, 8},
+                                                       4,
+                                                       {collectives::Space::output, 32, 8}});
                         }),
                "rank 4, move 0: output element 32 is written before rank 0 has been heard of");
   const Case scatter{Operation::reduce_scatter, 8, 0, false, {}, {0, 0, 0, 1, 1}};

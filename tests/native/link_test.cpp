@@ -21,23 +21,23 @@ using Buffer = std::vector<std::byte>;
 using Wire = std::deque<std::byte>;
 
 // A channel that moves 1 to `grain` bytes at a time, at random, and holds at most `capacity`.
-class Trickle final : public Channel {
+class Trickle final : public transport::Channel {
  public:
   Trickle(Wire& out, Wire& in, size_t grain, size_t capacity)
       : out_(out), in_(in), grain_(grain), capacity_(capacity), random_(grain) {}
 
   std::string_view transport() const override { return "trickle"; }
-  size_t send(ConstBytes head, ConstBytes body) override {
+  size_t send(transport::ConstBytes head, transport::ConstBytes body) override {
     size_t left = std::min(1 + random_() % grain_, capacity_ - std::min(capacity_, out_.size()));
     const size_t all = std::min(left, head.size() + body.size());
-    for (const ConstBytes part : {head, body}) {
+    for (const transport::ConstBytes part : {head, body}) {
       const size_t n = std::min(left, part.size());
       out_.insert(out_.end(), part.begin(), part.begin() + static_cast<std::ptrdiff_t>(n));
       left -= n;
     }
     return all;
   }
-  ConstBytes peek(size_t want) override {
+  transport::ConstBytes peek(size_t want) override {
     shown_.assign(in_.begin(),
                   in_.begin() + static_cast<std::ptrdiff_t>(std::min(want, in_.size())));
     return shown_;
@@ -45,16 +45,16 @@ class Trickle final : public Channel {
   void take(size_t bytes) override {
     in_.erase(in_.begin(), in_.begin() + static_cast<std::ptrdiff_t>(bytes));
   }
-  size_t receive(Bytes into) override {
+  size_t receive(transport::Bytes into) override {
     const size_t n = std::min({into.size(), in_.size(), 1 + random_() % grain_});
     std::copy_n(in_.begin(), n, into.begin());
     take(n);
     return n;
   }
   bool is_closed() const override { return false; }
-  pollfd arm(Want) override { return {-1, 0, 0}; }
+  pollfd arm(transport::Want) override { return {-1, 0, 0}; }
   void disarm(short) override {}
-  void close(ConstBytes) override {}
+  void close(transport::ConstBytes) override {}
 
  private:
   Wire &out_, &in_;
@@ -68,7 +68,7 @@ struct Line {
       : sender(std::make_unique<Trickle>(there, back, grain, capacity)),
         receiver(std::make_unique<Trickle>(back, there, grain, capacity)) {}
   Wire there, back;
-  Link sender, receiver;
+  engine::Link sender, receiver;
 };
 
 Buffer pattern(size_t bytes, int seed) {
@@ -77,19 +77,20 @@ Buffer pattern(size_t bytes, int seed) {
   return buffer;
 }
 
-Header header_of(size_t bytes, uint32_t sequence) {
+transport::Header header_of(size_t bytes, uint32_t sequence) {
   return {.sequence = sequence, .bytes = static_cast<uint32_t>(bytes), .count = bytes};
 }
 
-void begin(Link& link, const Buffer& payload, uint32_t sequence) {
+void begin(engine::Link& link, const Buffer& payload, uint32_t sequence) {
   link.begin(header_of(payload.size(), sequence), payload);
 }
 
 constexpr int kTries = 1'000'000;  // of a loop that must end
 
 // Receives the frame at the front, alternating peek and receive.
-Buffer take_frame(Link& link, uint32_t sequence, const std::function<void()>& meanwhile = [] {}) {
-  const Header* header = nullptr;
+Buffer take_frame(
+    engine::Link& link, uint32_t sequence, const std::function<void()>& meanwhile = [] {}) {
+  const transport::Header* header = nullptr;
   for (int i = 0; i < kTries && header == nullptr; ++i) {
     meanwhile();
     header = link.front();
@@ -100,7 +101,7 @@ Buffer take_frame(Link& link, uint32_t sequence, const std::function<void()>& me
   for (int i = 0; i < kTries && link.payload_left() > 0; ++i) {
     meanwhile();
     if (i % 2 == 0) {
-      const ConstBytes here = link.peek();
+      const transport::ConstBytes here = link.peek();
       got.insert(got.end(), here.begin(), here.end());
       link.take(here.size());
     } else {
@@ -139,8 +140,9 @@ const Test kNotices{
         const Buffer payload = pattern(500, 1);
         begin(line.sender, payload, 1);
         line.sender.push();
-        line.sender.post({.kind = FrameKind::mismatch, .sequence = 2}, "first");
-        line.sender.post({.kind = FrameKind::goodbye, .sequence = 3}, std::string(5000, 'x'));
+        line.sender.post({.kind = transport::FrameKind::mismatch, .sequence = 2}, "first");
+        line.sender.post({.kind = transport::FrameKind::goodbye, .sequence = 3},
+                         std::string(5000, 'x'));
         expect(!line.sender.flush(), "a notice was sent before the frame was done");
         const auto feed = [&] {
           line.sender.push();
@@ -151,7 +153,7 @@ const Test kNotices{
         expect(std::string(reinterpret_cast<const char*>(first.data()), first.size()) == "first",
                "another sentence");
         const Buffer second = take_frame(line.receiver, 3, [&] { line.sender.flush(); });
-        expect_equal(second.size(), kNoticeBytes, "bytes of a long text");
+        expect_equal(second.size(), transport::kNoticeBytes, "bytes of a long text");
         expect(line.sender.idle() && line.sender.flush(), "some bytes are still unsent");
       }
     }};
@@ -194,7 +196,7 @@ const Test kDiscard{"discarded bytes are dropped on arrival; later bytes stay", 
                         for (int i = 0; i < kTries && line.receiver.front() == nullptr; ++i) feed();
                         Buffer into(taken);
                         for (size_t have = 0; have < taken; feed())
-                          have += line.receiver.receive(Bytes(into).subspan(have));
+                          have += line.receiver.receive(transport::Bytes(into).subspan(have));
                         line.receiver.discard();
                         expect(take_frame(line.receiver, 2, feed) == next,
                                "the frame behind it is not valid");
@@ -204,10 +206,10 @@ const Test kDiscard{"discarded bytes are dropped on arrival; later bytes stay", 
 const Test kGarbage{"an invalid header is reported as the sender's error", [] {
                       for (const int kind : {0, 1, 2, 3}) {
                         Line line(100'000);
-                        Header header;
+                        transport::Header header;
                         if (kind == 0) header.magic = 0x1234;
                         if (kind == 1) header.version = 99;
-                        if (kind == 3) header.bytes = kSegmentBytes + 1;
+                        if (kind == 3) header.bytes = transport::kSegmentBytes + 1;
                         const auto* bytes = reinterpret_cast<const std::byte*>(&header);
                         line.there.assign(bytes, bytes + sizeof header);
                         for (int i = 0; i < 31; ++i) line.there.pop_back();

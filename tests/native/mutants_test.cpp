@@ -12,7 +12,7 @@
 namespace pycomm {
 namespace {
 
-using Break = std::function<void(std::vector<Plan>&)>;
+using Break = std::function<void(std::vector<collectives::Plan>&)>;
 
 void expect_caught(Algorithm algorithm, int size, const Case& what, const std::string& wanted,
                    const Break& break_it) {
@@ -29,7 +29,9 @@ const Case kGather8{Operation::all_gather, 8};
 
 void wrong_piece_test() {
   expect_caught(Algorithm::ring, 4, kReduce8, "rank 3, move 0: element 4: it is added to element 2",
-                [](auto& plans) { plans[2].moves[0].out = piece(Space::input, 8, 4, 2); });
+                [](auto& plans) {
+                  plans[2].moves[0].out = collectives::piece(collectives::Space::input, 8, 4, 2);
+                });
 }
 const Test kWrongPiece{"mutant: the wrong piece is sent", wrong_piece_test};
 
@@ -42,7 +44,7 @@ const Test kMissing{"mutant: a move is missing", missing_test};
 
 void missing_everywhere_test() {
   expect_caught(Algorithm::ring, 4, kReduce8, "is read before it is there", [](auto& plans) {
-    for (Plan& plan : plans) plan.moves.pop_back();
+    for (collectives::Plan& plan : plans) plan.moves.pop_back();
   });
 }
 const Test kMissingEverywhere{"mutant: the last step is missing everywhere",
@@ -53,7 +55,7 @@ void order_test() {
       Algorithm::direct, 3, kReduce8,
       "deadlock; rank 0 cannot send to rank 1 in move 1; rank 0 waits for rank 1 in move 1",
       [](auto& plans) {
-        for (Plan& plan : plans) {
+        for (collectives::Plan& plan : plans) {
           std::swap(plan.moves[1].from, plan.moves[2].from);
           std::swap(plan.moves[1].in, plan.moves[2].in);
         }
@@ -62,12 +64,14 @@ void order_test() {
 const Test kOrder{"mutant: receives in another order than sends", order_test};
 
 void twice_test() {
-  expect_caught(Algorithm::direct, 3, kReduce8,
-                "rank 1, move 4: element 0: rank 1 is counted twice", [](auto& plans) {
-                  auto& moves = plans[1].moves;
-                  moves.insert(moves.end() - 1,
-                               {1, {Space::input, 0, 8}, 1, {Space::scratch, 16, 8}});
-                });
+  expect_caught(
+      Algorithm::direct, 3, kReduce8, "rank 1, move 4: element 0: rank 1 is counted twice",
+      [](auto& plans) {
+        auto& moves = plans[1].moves;
+        moves.insert(
+            moves.end() - 1,
+            {1, {collectives::Space::input, 0, 8}, 1, {collectives::Space::scratch, 16, 8}});
+      });
 }
 const Test kTwice{"mutant: a rank is counted twice", twice_test};
 
@@ -75,8 +79,8 @@ void own_order_test() {
   const Break break_it = [](auto& plans) {
     const auto size = static_cast<int>(plans.size());
     for (int rank = 0; rank < size; ++rank)
-      for (Move& move : plans[static_cast<size_t>(rank)].moves)
-        if (move.in.space == Space::scratch)
+      for (collectives::Move& move : plans[static_cast<size_t>(rank)].moves)
+        if (move.in.space == collectives::Space::scratch)
           move.in.begin = static_cast<size_t>((move.from - rank + size) % size) * move.in.count;
   };
   expect_caught(Algorithm::direct, 3, kReduce8,
@@ -91,7 +95,7 @@ const Test kOwnOrder{"mutant: each rank adds in its own order", own_order_test};
 void early_read_test() {
   expect_caught(Algorithm::tree, 4, kReduce8,
                 "rank 2, move 1: element 0 of scratch is read before it is there",
-                [](auto& plans) { plans[2].moves[0].in.space = Space::output; });
+                [](auto& plans) { plans[2].moves[0].in.space = collectives::Space::output; });
   expect_caught(Algorithm::tree, 4, kReduce8,
                 "rank 2, move 0: element 0 of scratch is read before it is there",
                 [](auto& plans) { std::swap(plans[2].moves[0], plans[2].moves[1]); });
@@ -106,8 +110,8 @@ void overwrite_test() {
   expect_caught(Algorithm::ring, 4, kReduce8, "rank 2, move 1: element 4: it is added to element 6",
                 [](auto& plans) {
                   auto& moves = plans[1].moves;
-                  const Move send{moves[1].to, moves[1].out};
-                  moves[1].to = kNoRank;
+                  const collectives::Move send{moves[1].to, moves[1].out};
+                  moves[1].to = collectives::kNoRank;
                   moves[1].in.begin = 0;
                   moves.insert(moves.begin() + 2, send);
                 });
@@ -117,11 +121,16 @@ const Test kOverwrite{"mutant: data is overwritten before it is sent", overwrite
 // Rank 1 sends to 0 and then to 2, and takes from 2, which waits for that, and then from 0. Rank 0
 // has a place to send; if rank 1's message belongs there, no rank can begin.
 void occupied_test() {
-  const Range first{Space::scratch, 0, 1}, second{Space::scratch, 1, 1}, input{Space::input, 0, 1};
-  std::vector<Plan> plans(3);
-  plans[0] = {{{0, input, 0, first}, {1, first}, {kNoRank, {}, 1, second}}, 2};
-  plans[1] = {{{0, input}, {2, input}, {kNoRank, {}, 2, first}, {kNoRank, {}, 0, second}}, 2};
-  plans[2] = {{{kNoRank, {}, 1, first}, {1, first}}, 1};
+  const collectives::Range first{collectives::Space::scratch, 0, 1},
+      second{collectives::Space::scratch, 1, 1}, input{collectives::Space::input, 0, 1};
+  std::vector<collectives::Plan> plans(3);
+  plans[0] = {{{0, input, 0, first}, {1, first}, {collectives::kNoRank, {}, 1, second}}, 2};
+  plans[1] = {{{0, input},
+               {2, input},
+               {collectives::kNoRank, {}, 2, first},
+               {collectives::kNoRank, {}, 0, second}},
+              2};
+  plans[2] = {{{collectives::kNoRank, {}, 1, first}, {1, first}}, 1};
   const Case what{Operation::all_reduce, 1};
   expect_equal(prove(plans, what).error,
                std::string("rank 0, at the end: element 0 of output is read before it is there"),
@@ -141,11 +150,12 @@ const Test kOccupied{"mutant: a receive into a place whose send waits for the re
 // Rank 2 sends back to 0 what it had from there, into the place that 0 still has to send to 1,
 // which takes from 2 first.
 void delayed_test() {
-  const Range output{Space::output, 0, 1}, spare{Space::scratch, 0, 1};
-  std::vector<Plan> plans(3);
-  plans[0] = {{{2, output}, {1, output}, {kNoRank, {}, 2, output}}, 1};
-  plans[1] = {{{kNoRank, {}, 2, output}, {kNoRank, {}, 0, spare}}, 1};
-  plans[2] = {{{kNoRank, {}, 0, output}, {1, output}, {0, output}}, 0};
+  const collectives::Range output{collectives::Space::output, 0, 1},
+      spare{collectives::Space::scratch, 0, 1};
+  std::vector<collectives::Plan> plans(3);
+  plans[0] = {{{2, output}, {1, output}, {collectives::kNoRank, {}, 2, output}}, 1};
+  plans[1] = {{{collectives::kNoRank, {}, 2, output}, {collectives::kNoRank, {}, 0, spare}}, 1};
+  plans[2] = {{{collectives::kNoRank, {}, 0, output}, {1, output}, {0, output}}, 0};
   const Case what{Operation::broadcast, 1};
   expect_equal(prove(plans, what).steps, 4, "steps with one place");
   plans[0].moves[2].in = spare;
@@ -164,15 +174,16 @@ const Test kWrongPlace{"mutant: received into the wrong place", wrong_place_test
 
 void unfinished_test() {
   expect_caught(Algorithm::ring, 4, kReduce8, "element 0: it is not finished",
-                [](auto& plans) { plans[0].moves[2].combine = Combine::reduce; });
+                [](auto& plans) { plans[0].moves[2].combine = collectives::Combine::reduce; });
 }
 const Test kUnfinished{"mutant: no rank finishes", unfinished_test};
 
 void finished_twice_test() {
   expect_caught(Algorithm::ring, 4, kReduce8, "a finished sum is added to",
-                [](auto& plans) { plans[0].moves[1].combine = Combine::finish; });
+                [](auto& plans) { plans[0].moves[1].combine = collectives::Combine::finish; });
   expect_caught(Algorithm::direct, 2, kReduce8, "a finished sum is added to", [](auto& plans) {
-    plans[0].moves.push_back({0, {Space::output, 0, 8}, 0, {Space::scratch, 0, 8}});
+    plans[0].moves.push_back(
+        {0, {collectives::Space::output, 0, 8}, 0, {collectives::Space::scratch, 0, 8}});
     plans[0].moves.push_back(plans[0].moves[2]);
   });
 }
@@ -183,19 +194,19 @@ void early_write_test() {
     expect_caught(algorithm, 4, kGather8,
                   "rank 1, move 0: output element 0 is written before rank 2 has been heard of",
                   [](auto& plans) {
-                    for (Plan& plan : plans)
+                    for (collectives::Plan& plan : plans)
                       plan.moves.erase(plan.moves.begin(), plan.moves.begin() + 3);
                   });
   expect_caught(Algorithm::ring, 4, kReduce8, "is written before rank", [](auto& plans) {
-    plans[1].moves[0].in.space = Space::output;
-    plans[1].moves[1].out.space = Space::output;
+    plans[1].moves[0].in.space = collectives::Space::output;
+    plans[1].moves[1].out.space = collectives::Space::output;
   });
   // Rank 2 may have heard of rank 1 before it sends to rank 0, but that send does not wait for it.
   expect_caught(Algorithm::direct, 3, kGather8,
                 "rank 0, move 2: output element 16 is written before rank 1 has been heard of",
                 [](auto& plans) {
-                  plans[0].moves[1].from = kNoRank;
-                  plans[1].moves[1].to = kNoRank;
+                  plans[0].moves[1].from = collectives::kNoRank;
+                  plans[1].moves[1].to = collectives::kNoRank;
                 });
 }
 const Test kEarlyWrite{"mutant: the output is written before all have been heard of",
@@ -203,8 +214,8 @@ const Test kEarlyWrite{"mutant: the output is written before all have been heard
 
 void empty_chain_test() {
   const Case what{Operation::barrier};
-  std::vector<Plan> plans;
-  for (int rank = 0; rank < 4; ++rank) plans.push_back(tree_all_reduce(rank, 4, 0));
+  std::vector<collectives::Plan> plans;
+  for (int rank = 0; rank < 4; ++rank) plans.push_back(collectives::tree_all_reduce(rank, 4, 0));
   expect(prove(plans, what).error.find("it has not heard of rank") != std::string::npos,
          "the tree passed for a barrier");
 }
@@ -216,7 +227,7 @@ void halving_test() {
   expect_caught(Algorithm::halving, 5, kGather8, "at the end: element",
                 [](auto& plans) { std::swap(plans[2].moves[4].in, plans[2].moves[5].in); });
   expect_caught(Algorithm::halving, 5, {Operation::reduce_scatter, 8}, "it is not finished",
-                [](auto& plans) { plans[4].moves[7].combine = Combine::reduce; });
+                [](auto& plans) { plans[4].moves[7].combine = collectives::Combine::reduce; });
 }
 const Test kHalving{"mutant: halving sends, adds or keeps the wrong parts", halving_test};
 
@@ -229,8 +240,8 @@ void token_test() {
                 });
   expect_caught(Algorithm::halving, 4, {Operation::barrier}, "it has not heard of rank",
                 [](auto& plans) {
-                  for (Plan& plan : plans)
-                    for (Move& move : plan.moves) move.out.count = move.in.count = 0;
+                  for (collectives::Plan& plan : plans)
+                    for (collectives::Move& move : plan.moves) move.out.count = move.in.count = 0;
                 });
 }
 const Test kToken{"mutant: tokens that wait for nothing", token_test};
@@ -241,16 +252,16 @@ void rooted_trees_test() {
   expect_caught(Algorithm::tree, 4, {Operation::scatter, 8, 1}, "at the end: element 0: it is",
                 [](auto& plans) { plans[1].moves.back().out.begin = 8; });
   expect_caught(Algorithm::ring, 4, {Operation::reduce, 8, 1}, "it is not finished",
-                [](auto& plans) { plans[1].moves[0].combine = Combine::reduce; });
+                [](auto& plans) { plans[1].moves[0].combine = collectives::Combine::reduce; });
   expect_caught(Algorithm::ring, 4, {Operation::reduce, 8, 1}, "lacks rank",
-                [](auto& plans) { plans[3].moves[0].combine = Combine::copy; });
+                [](auto& plans) { plans[3].moves[0].combine = collectives::Combine::copy; });
 }
 const Test kRootedTrees{"mutant: rooted plans lose or misplace parts", rooted_trees_test};
 
 void pipelined_test() {
   const Case what{Operation::all_reduce, 100'000};
   expect_caught(Algorithm::tree, 6, what, "a finished sum is added to",
-                [](auto& plans) { plans[1].moves[0].combine = Combine::finish; });
+                [](auto& plans) { plans[1].moves[0].combine = collectives::Combine::finish; });
   expect_caught(Algorithm::tree, 6, what, "it is added to element",
                 [](auto& plans) { plans[5].moves[1].out.begin = 0; });
 }
@@ -262,14 +273,14 @@ void overlap_test() {
     plans[1] = {};
     for (int rank = 0; rank < 2; ++rank)
       plans[static_cast<size_t>(rank)].moves.push_back({1 - rank,
-                                                        {Space::input, 0, 8},
+                                                        {collectives::Space::input, 0, 8},
                                                         1 - rank,
-                                                        {Space::output, 0, 8},
-                                                        Combine::finish,
-                                                        {Space::input, 0, 8}});
+                                                        {collectives::Space::output, 0, 8},
+                                                        collectives::Combine::finish,
+                                                        {collectives::Space::input, 0, 8}});
   };
   Case what = kReduce8;
-  std::vector<Plan> plans(2);
+  std::vector<collectives::Plan> plans(2);
   break_it(plans);
   expect_equal(prove(plans, what).error, std::string(), "two arrays");
   what.aliased = true;
@@ -278,7 +289,7 @@ void overlap_test() {
 const Test kOverlap{"mutant: `in` overlaps `out` in place only", overlap_test};
 
 void root_test() {
-  for (const Algorithm algorithm : algorithms_for(Operation::broadcast))
+  for (const Algorithm algorithm : collectives::algorithms_for(Operation::broadcast))
     expect_caught(
         algorithm, 4, {Operation::broadcast, 8, 2}, "is read before it is there",
         [&](auto& plans) { plans = plans_of(algorithm, 4, {Operation::broadcast, 8, 1}); });
@@ -290,7 +301,7 @@ void given_away_test() {
   expect_caught(Algorithm::direct, 4, gather,
                 "rank 1, move 0: output element 16 is written before rank 0 has been heard of",
                 [](auto& plans) {
-                  for (Plan& plan : plans) plan.moves.erase(plan.moves.begin());
+                  for (collectives::Plan& plan : plans) plan.moves.erase(plan.moves.begin());
                   plans[1].moves.erase(plans[1].moves.begin(), plans[1].moves.begin() + 2);
                 });
   expect_caught(Algorithm::direct, 4, gather, "rank 1, at the end: element 16: it is element 24",
@@ -301,19 +312,21 @@ void given_away_test() {
   expect_caught(Algorithm::direct, 4, {Operation::all_to_all, 8},
                 "rank 2, at the end: element 0: it is element 24",
                 [](auto& plans) { plans[0].moves[4].out.begin = 24; });
-  expect_caught(Algorithm::direct, 4, {Operation::reduce, 8, 1},
-                "rank 1, move 5: element 0: rank 2 is counted twice", [](auto& plans) {
-                  auto& moves = plans[1].moves;
-                  moves.insert(moves.end() - 1,
-                               {1, {Space::scratch, 16, 8}, 1, {Space::scratch, 8, 8}});
-                });
+  expect_caught(
+      Algorithm::direct, 4, {Operation::reduce, 8, 1},
+      "rank 1, move 5: element 0: rank 2 is counted twice", [](auto& plans) {
+        auto& moves = plans[1].moves;
+        moves.insert(
+            moves.end() - 1,
+            {1, {collectives::Space::scratch, 16, 8}, 1, {collectives::Space::scratch, 8, 8}});
+      });
 }
 const Test kGivenAway{"mutant: elements forwarded to the wrong place or too early",
                       given_away_test};
 
 void copied_test() {
   expect_caught(Algorithm::ring, 4, kReduce8, "lacks rank",
-                [](auto& plans) { plans[1].moves[0].combine = Combine::copy; });
+                [](auto& plans) { plans[1].moves[0].combine = collectives::Combine::copy; });
 }
 const Test kCopied{"mutant: a copy instead of a sum", copied_test};
 

@@ -91,7 +91,7 @@ ROWS = [
     (
         "any_magic",
         "engine/frame_reader.cpp",
-        "in_.magic != Header::kMagic || ",
+        "in_.magic != transport::Header::kMagic || ",
         "",
         "link",
         "an invalid header",
@@ -99,7 +99,7 @@ ROWS = [
     (
         "any_version",
         "engine/frame_reader.cpp",
-        "in_.version != Header::kVersion || ",
+        "in_.version != transport::Header::kVersion ||\n      ",
         "",
         "link",
         "an invalid header",
@@ -107,8 +107,8 @@ ROWS = [
     (
         "one_byte_too_many",
         "engine/frame_reader.cpp",
-        "in_.bytes > kSegmentBytes)",
-        "in_.bytes > kSegmentBytes + 1)",
+        "in_.bytes > transport::kSegmentBytes)",
+        "in_.bytes > transport::kSegmentBytes + 1)",
         "link",
         "an invalid header",
     ),
@@ -123,7 +123,7 @@ ROWS = [
     (
         "memory_of_any_size",
         "transport/shm.cpp",
-        "!is_shared_memory(memory.get(), memory_bytes_))",
+        "!os::is_shared_memory(memory.get(), memory_bytes_))",
         "!memory)",
         "transport",
         "memory other than agreed",
@@ -131,7 +131,7 @@ ROWS = [
     (
         "ring_of_any_size",
         "transport/shm.cpp",
-        "if (!is_shared_memory(theirs.get(), RingMemory::file_bytes(ring_bytes_)) ||",
+        "if (!os::is_shared_memory(theirs.get(), os::RingMemory::file_bytes(ring_bytes_)) ||",
         "if (!theirs ||",
         "transport",
         "memory other than agreed",
@@ -311,20 +311,20 @@ ROWS = [
         "reason_after_its_consequence",
         "bootstrap/mesh.cpp",
         """      if (request_.check_aborted) request_.check_aborted({});
-      for (const ConnectResult& result : results)
+      for (const engine::ConnectResult& result : results)
         if (result.differs) throw_different(result.peer);
-      for (const ConnectResult& result : results)
-        if (lost == kNoRank && !mesh.channels[static_cast<size_t>(result.peer)]) {
+      for (const engine::ConnectResult& result : results)
+        if (lost == collectives::kNoRank && !mesh.channels[static_cast<size_t>(result.peer)]) {
           const bool inside = mesh.members[static_cast<size_t>(result.peer)].transport == "shm";
           if (result.forbidden && inside && request_.forbidden)
             request_.forbidden(name(result.peer) + " cannot be reached at " + result.why);
           throw_unreachable(result.peer, result.why);
         }
 """,
-        """      for (const ConnectResult& result : results)
+        """      for (const engine::ConnectResult& result : results)
         if (result.differs) throw_different(result.peer);
-      for (const ConnectResult& result : results)
-        if (lost == kNoRank && !mesh.channels[static_cast<size_t>(result.peer)]) {
+      for (const engine::ConnectResult& result : results)
+        if (lost == collectives::kNoRank && !mesh.channels[static_cast<size_t>(result.peer)]) {
           const bool inside = mesh.members[static_cast<size_t>(result.peer)].transport == "shm";
           if (result.forbidden && inside && request_.forbidden)
             request_.forbidden(name(result.peer) + " cannot be reached at " + result.why);

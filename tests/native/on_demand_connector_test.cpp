@@ -39,12 +39,13 @@ struct BySocket {
 };
 
 // `size` ranks that connect by one transport; ranks with another key are not authenticated.
-std::vector<Connector::Options> requests(int size, const std::string& transport) {
-  std::vector<Connector::Options> all(static_cast<size_t>(size));
+std::vector<bootstrap::Connector::Options> requests(int size, const std::string& transport) {
+  std::vector<bootstrap::Connector::Options> all(static_cast<size_t>(size));
   std::string why;
   for (auto& request : all)
-    request.transports.push_back(transport == "shm" ? make_shm(kRing, page_bytes(), why)
-                                                    : make_tcp("127.0.0.1", ""));
+    request.transports.push_back(transport == "shm"
+                                     ? transport::make_shm(kRing, os::page_bytes(), why)
+                                     : transport::make_tcp("127.0.0.1", ""));
   for (size_t i = 0; i < all.size(); ++i) {
     all[i].rank = static_cast<int>(i);
     all[i].key = "key";
@@ -58,10 +59,10 @@ std::vector<Connector::Options> requests(int size, const std::string& transport)
 }
 
 // Each end receives the data of the other, in both directions.
-void expect_joined(Channel& a, Channel& b, const std::string& what) {
+void expect_joined(transport::Channel& a, transport::Channel& b, const std::string& what) {
   const Deadline deadline(10s);
-  for (Channel* from : {&a, &b}) {
-    Channel& to = from == &a ? b : a;
+  for (transport::Channel* from : {&a, &b}) {
+    transport::Channel& to = from == &a ? b : a;
     const std::string sent = from == &a ? "from a" : "from b";
     expect_equal(from->send({}, std::as_bytes(std::span(sent))), sent.size(), what);
     std::string got(sent.size(), '\0');
@@ -79,14 +80,14 @@ const BySocket kAtOnce{
         std::mt19937 random(seed);
         const std::string what = "seed " + std::to_string(seed);
         auto all = requests(2, by);
-        std::vector<std::unique_ptr<Connector>> connectors;
+        std::vector<std::unique_ptr<bootstrap::Connector>> connectors;
         for (auto& request : all)
-          connectors.push_back(std::make_unique<Connector>(std::move(request)));
+          connectors.push_back(std::make_unique<bootstrap::Connector>(std::move(request)));
         // Each connects before one of its first rounds; sometimes one of them never does.
         int calls_in[2] = {static_cast<int>(random() % 8), static_cast<int>(random() % 8)};
         const size_t silent = random() % 4;
         both += silent > 1;
-        std::unique_ptr<Channel> met[2];
+        std::unique_ptr<transport::Channel> met[2];
         const Deadline deadline(20s);
         while (!met[0] || !met[1]) {
           expect(!deadline.expired(), what + ": they do not meet");
@@ -94,7 +95,7 @@ const BySocket kAtOnce{
           if (turn != silent && calls_in[turn]-- == 0)
             connectors[turn]->dial(1 - static_cast<int>(turn));
           std::vector<pollfd> also;
-          for (ConnectResult& arrival : connectors[turn]->poll(random() % 2 * 1ms, also)) {
+          for (engine::ConnectResult& arrival : connectors[turn]->poll(random() % 2 * 1ms, also)) {
             expect(arrival.channel && !met[turn], what + ": " + arrival.why);
             met[turn] = std::move(arrival.channel);
           }
@@ -113,18 +114,20 @@ const BySocket kThreads{
       constexpr int kSize = 5;
       for (int repeat = 0; repeat < 10; ++repeat) {
         auto all = requests(kSize, by);
-        std::vector<std::unique_ptr<OnDemandConnector>> connectors;
+        std::vector<std::unique_ptr<bootstrap::OnDemandConnector>> connectors;
         for (auto& request : all)
-          connectors.push_back(std::make_unique<OnDemandConnector>(std::move(request), kRing));
-        std::vector<std::vector<std::unique_ptr<Channel>>> met(kSize);
+          connectors.push_back(
+              std::make_unique<bootstrap::OnDemandConnector>(std::move(request), kRing));
+        std::vector<std::vector<std::unique_ptr<transport::Channel>>> met(kSize);
         ranks::run(kSize, [&](int rank) {
           const auto me = static_cast<size_t>(rank);
           met[me].resize(kSize);
           for (int peer = 0; peer < kSize; ++peer)
             if (peer != rank) connectors[me]->request(peer);
           for (int missing = kSize - 1; missing > 0;) {
-            expect(poll_one(connectors[me]->descriptor(), POLLIN, 20s) != 0, "a peer is missing");
-            for (ConnectResult& arrival : connectors[me]->take()) {
+            expect(os::poll_one(connectors[me]->descriptor(), POLLIN, 20s) != 0,
+                   "a peer is missing");
+            for (engine::ConnectResult& arrival : connectors[me]->take()) {
               auto& place = met[me][static_cast<size_t>(arrival.peer)];
               expect(arrival.channel && !place, "met twice, or lost: " + arrival.why);
               place = std::move(arrival.channel);
@@ -140,8 +143,8 @@ const BySocket kThreads{
       }
     }};
 
-ConnectResult wait_for_one(OnDemandConnector& connector) {
-  expect(poll_one(connector.descriptor(), POLLIN, 20s) != 0, "nothing arrives");
+engine::ConnectResult wait_for_one(bootstrap::OnDemandConnector& connector) {
+  expect(os::poll_one(connector.descriptor(), POLLIN, 20s) != 0, "nothing arrives");
   auto arrivals = connector.take();
   expect_equal(arrivals.size(), size_t{1}, "arrivals");
   return std::move(arrivals[0]);
@@ -151,10 +154,10 @@ const BySocket kNoRank{"a rank that left is reported within two seconds",
                        [](const std::string& by) {
                          auto all = requests(2, by);
                          all.pop_back();  // its listener closes
-                         OnDemandConnector connector(std::move(all[0]), kRing);
+                         bootstrap::OnDemandConnector connector(std::move(all[0]), kRing);
                          const auto begin = Clock::now();
                          connector.request(1);
-                         const ConnectResult arrival = wait_for_one(connector);
+                         const engine::ConnectResult arrival = wait_for_one(connector);
                          expect(!arrival.channel && !arrival.why.empty(), "it was not lost");
                          expect(Clock::now() - begin < 2s * ranks::kSlowdown, "it took long");
                        }};
@@ -163,9 +166,9 @@ const BySocket kStrangers{
     "unauthenticated clients are refused, and do not keep any rank out", [](const std::string& by) {
       auto all = requests(3, by);
       const auto address = all[1].transports[0]->address();
-      const auto caller = by == "shm" ? nullptr : make_tcp("127.0.0.1", "");
-      const SocketTransport& way = *all[0].transports[0];
-      std::vector<Fd> crowd;
+      const auto caller = by == "shm" ? nullptr : transport::make_tcp("127.0.0.1", "");
+      const transport::SocketTransport& way = *all[0].transports[0];
+      std::vector<os::Fd> crowd;
       const auto more = [&] {
         for (int i = 0; i < 100; ++i) {
           crowd.push_back(way.call(address));
@@ -175,17 +178,17 @@ const BySocket kStrangers{
       };
       more();
       all[2].key = "another";
-      Connector thief(std::move(all[2]));
+      bootstrap::Connector thief(std::move(all[2]));
       thief.dial(1);
-      OnDemandConnector host(std::move(all[1]), kRing);
+      bootstrap::OnDemandConnector host(std::move(all[1]), kRing);
       std::vector<pollfd> also;
       for (int i = 0; i < 20; ++i)
         expect(thief.poll(10ms, also).empty(), "a rank with another key was accepted");
       expect(host.take().empty(), "an unauthenticated client was accepted");
       more();
-      OnDemandConnector guest(std::move(all[0]), kRing);
+      bootstrap::OnDemandConnector guest(std::move(all[0]), kRing);
       guest.request(1);
-      const ConnectResult a = wait_for_one(guest), b = wait_for_one(host);
+      const engine::ConnectResult a = wait_for_one(guest), b = wait_for_one(host);
       expect(a.channel && b.channel && a.peer == 1 && b.peer == 0, a.why + b.why);
       expect_joined(*a.channel, *b.channel, "behind unauthenticated clients");
     }};

@@ -26,19 +26,21 @@ constexpr auto kHeartbeat = kSlowdown > 1 ? 2s : 1s;
 constexpr double kSoon = 1.0 * kSlowdown;  // seconds; a call that ignores its limit never ends
 
 // A peer whose bytes never end.
-class Endless : public Channel {
+class Endless : public transport::Channel {
  public:
   std::string_view transport() const override { return "endless"; }
-  size_t send(ConstBytes head, ConstBytes body) override { return head.size() + body.size(); }
+  size_t send(transport::ConstBytes head, transport::ConstBytes body) override {
+    return head.size() + body.size();
+  }
   void take(size_t) override {}
   bool is_closed() const override { return false; }
   void disarm(short) override {}
-  void close(ConstBytes) override {}
+  void close(transport::ConstBytes) override {}
 
  protected:
-  static Header message() {
+  static transport::Header message() {
     return {.operation = static_cast<uint8_t>(Operation::send),
-            .bytes = kSegmentBytes,
+            .bytes = transport::kSegmentBytes,
             .count = size_t{1} << 40};
   }
 };
@@ -46,21 +48,22 @@ class Endless : public Channel {
 // One byte of a message arrives whenever the rank is about to sleep.
 class Drip final : public Endless {
  public:
-  ConstBytes peek(size_t) override { return {}; }
-  size_t receive(Bytes into) override {
+  transport::ConstBytes peek(size_t) override { return {}; }
+  size_t receive(transport::Bytes into) override {
     if (!std::exchange(here_, false)) return 0;
-    into[0] =
-        sent_ < sizeof(Header) ? reinterpret_cast<const std::byte*>(&header_)[sent_] : std::byte{0};
-    sent_ = (sent_ + 1) % (sizeof(Header) + kSegmentBytes);
+    into[0] = sent_ < sizeof(transport::Header)
+                  ? reinterpret_cast<const std::byte*>(&header_)[sent_]
+                  : std::byte{0};
+    sent_ = (sent_ + 1) % (sizeof(transport::Header) + transport::kSegmentBytes);
     return 1;
   }
-  pollfd arm(Want) override {
+  pollfd arm(transport::Want) override {
     here_ = true;
     return {-1, 0, 0};
   }
 
  private:
-  Header header_ = message();
+  transport::Header header_ = message();
   size_t sent_ = 0;
   bool here_ = false;
 };
@@ -68,9 +71,9 @@ class Drip final : public Endless {
 // Frames of a call that failed before, as fast as they are received.
 class Flood final : public Endless {
  public:
-  ConstBytes peek(size_t) override { return {}; }
-  size_t receive(Bytes into) override {
-    Header header = message();
+  transport::ConstBytes peek(size_t) override { return {}; }
+  size_t receive(transport::Bytes into) override {
+    transport::Header header = message();
     header.epoch = UINT16_MAX;
     header.bytes = 0;
     header.operation = static_cast<uint8_t>(Operation::barrier);
@@ -79,42 +82,42 @@ class Flood final : public Endless {
     sent_ = (sent_ + n) % sizeof header;
     return n;
   }
-  pollfd arm(Want) override { return {-1, 0, 0}; }
+  pollfd arm(transport::Want) override { return {-1, 0, 0}; }
 
  private:
   size_t sent_ = 0;
 };
 
 // A call that makes a step whenever its rank is about to sleep.
-class Crawl final : public Task {
+class Crawl final : public engine::Task {
  public:
   bool advance() override { return std::exchange(ready_, false); }
   bool done() const override { return false; }
-  int sending_to() const override { return kNoRank; }
-  int receiving_from() const override { return kNoRank; }
+  int sending_to() const override { return collectives::kNoRank; }
+  int receiving_from() const override { return collectives::kNoRank; }
   void arm() override { ready_ = true; }
 
  private:
   bool ready_ = false;
 };
 
-using Wait = std::function<void(Engine&, const Deadline&)>;
+using Wait = std::function<void(engine::Engine&, const Deadline&)>;
 
 // The ways in which rank 1 of two keeps rank 0 busy while it waits.
 struct Busy {
   std::string how;
-  std::function<std::unique_ptr<Channel>()> channel;
+  std::function<std::unique_ptr<transport::Channel>()> channel;
   Wait wait;
 };
 
-void wait_for_message(Engine& engine, const Deadline& deadline) {
+void wait_for_message(engine::Engine& engine, const Deadline& deadline) {
   std::byte into{};
   (void)engine.receive(1, {.operation = static_cast<uint8_t>(Operation::send), .count = 1},
                        {&into, 1}, deadline);
 }
 
 std::vector<Busy> all_busy() {
-  const Wait crawl = [](Engine& engine, const Deadline& deadline) {
+  const Wait crawl = [](engine::Engine& engine, const Deadline& deadline) {
     Crawl task;
     engine.run(task, engine.next_header({}), deadline);
   };
@@ -124,13 +127,13 @@ std::vector<Busy> all_busy() {
       {"the call makes tiny steps", [] { return std::make_unique<Flood>(); }, crawl}};
 }
 
-std::unique_ptr<Engine> engine_of(std::unique_ptr<Channel> channel,
-                                  std::function<bool()> interrupted = {}) {
-  EngineOptions options{
+std::unique_ptr<engine::Engine> engine_of(std::unique_ptr<transport::Channel> channel,
+                                          std::function<bool()> interrupted = {}) {
+  engine::EngineOptions options{
       .rank = 0, .names = {"rank 0", "rank 1"}, .interrupted = std::move(interrupted)};
-  std::vector<std::unique_ptr<Channel>> channels(2);
+  std::vector<std::unique_ptr<transport::Channel>> channels(2);
   channels[1] = std::move(channel);
-  return std::make_unique<Engine>(std::move(channels), std::move(options));
+  return std::make_unique<engine::Engine>(std::move(channels), std::move(options));
 }
 
 void expect_end(const Ending& ending, ErrorKind kind, const Busy& busy, double limit_s) {
@@ -182,14 +185,16 @@ const Test kAccused{
         for (const std::string by : {"shm", "tcp"}) {
           auto [a, b] = ranks::channel_pair(by, size_t{64} << 10);
           const std::vector<std::string> names{"rank 0", "rank 1", "rank 2"};
-          std::vector<std::unique_ptr<Channel>> of_busy(3), of_waiting(3);
+          std::vector<std::unique_ptr<transport::Channel>> of_busy(3), of_waiting(3);
           of_busy[1] = std::move(a);
           of_busy[2] = busy.channel();
           of_waiting[0] = std::move(b);
-          Engine middle(std::move(of_busy),
-                        {.rank = 0, .names = names, .heartbeat = kHeartbeat, .interrupted = {}});
-          Engine waits(std::move(of_waiting),
-                       {.rank = 1, .names = names, .heartbeat = kHeartbeat, .interrupted = {}});
+          engine::Engine middle(
+              std::move(of_busy),
+              {.rank = 0, .names = names, .heartbeat = kHeartbeat, .interrupted = {}});
+          engine::Engine waits(
+              std::move(of_waiting),
+              {.rank = 1, .names = names, .heartbeat = kHeartbeat, .interrupted = {}});
           auto works = std::async(std::launch::async, [&] {
             return ending_of([&] {
               std::byte into{};

@@ -48,7 +48,7 @@ bool has_two_arrays(Operation operation) {
 }
 
 void expect_all_proven(Operation operation) {
-  for (const Algorithm algorithm : algorithms_for(operation))
+  for (const Algorithm algorithm : collectives::algorithms_for(operation))
     for (int size = 1; size <= kMaxSize; ++size)
       for (const size_t count : kCounts)
         for (const bool aliased : {false, true})
@@ -70,7 +70,7 @@ const Test kAllToAll{"all_to_all is proven", [] { expect_all_proven(Operation::a
 void roots_test() {
   for (const Operation operation :
        {Operation::broadcast, Operation::reduce, Operation::gather, Operation::scatter})
-    for (const Algorithm algorithm : algorithms_for(operation))
+    for (const Algorithm algorithm : collectives::algorithms_for(operation))
       for (int size = 1; size <= 17; ++size)
         for (int root = 0; root < size; ++root)
           for (const bool aliased : {false, true})
@@ -89,7 +89,7 @@ void counts_test() {
       for (int q = 0; q < size; ++q)
         exchange.counts.push_back(static_cast<size_t>((r + 2 * q) % 5));
     }
-    for (const Algorithm algorithm : algorithms_for(Operation::all_gather, true))
+    for (const Algorithm algorithm : collectives::algorithms_for(Operation::all_gather, true))
       for (const bool aliased : {false, true}) {
         gather.aliased = aliased;
         const Proof proof = prove(plans_of(algorithm, size, gather), gather);
@@ -105,7 +105,7 @@ void large_test() {
   for (const Operation operation :
        {Operation::all_reduce, Operation::broadcast, Operation::all_gather,
         Operation::reduce_scatter, Operation::reduce})
-    for (const Algorithm algorithm : algorithms_for(operation))
+    for (const Algorithm algorithm : collectives::algorithms_for(operation))
       for (const int size : {2, 3, 5, 8, 13, 40})
         for (const size_t count : {size_t{50'001}, size_t{1'000'003}, (size_t{1} << 32) + 5})
           expect_proven(
@@ -116,10 +116,11 @@ void large_test() {
 const Test kLarge{"large arrays are proven, past 2^32 elements", large_test};
 
 void broadcast_is_cut() {
-  expect_equal(ring_broadcast_pieces(3, 0), size_t{1}, "nothing to cut");
-  expect_equal(ring_broadcast_pieces(2, 1 << 30), size_t{1}, "no rank to forward to");
-  expect_equal(ring_broadcast_pieces(10, 4 * 16384), size_t{4}, "no piece is small");
-  expect_equal(ring_broadcast_pieces(10, 1 << 30), size_t{64}, "eight for each of eight hops");
+  expect_equal(collectives::ring_broadcast_pieces(3, 0), size_t{1}, "nothing to cut");
+  expect_equal(collectives::ring_broadcast_pieces(2, 1 << 30), size_t{1}, "no rank to forward to");
+  expect_equal(collectives::ring_broadcast_pieces(10, 4 * 16384), size_t{4}, "no piece is small");
+  expect_equal(collectives::ring_broadcast_pieces(10, 1 << 30), size_t{64},
+               "eight for each of eight hops");
 }
 const Test kPieces{"a ring broadcast is split for its hops", broadcast_is_cut};
 

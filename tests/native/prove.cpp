@@ -14,7 +14,7 @@ using namespace symbols;
 
 struct Rank {
   int rank = 0;
-  const Plan* plan = nullptr;
+  const collectives::Plan* plan = nullptr;
   Shape shape;
   Memory memory;
   size_t base[3] = {};         // where each space begins in memory
@@ -28,7 +28,7 @@ struct Rank {
 
 class Prover {
  public:
-  Prover(const std::vector<Plan>& plans, const Case& what);
+  Prover(const std::vector<collectives::Plan>& plans, const Case& what);
   Proof run();
 
  private:
@@ -38,19 +38,22 @@ class Prover {
   void land(Rank& at, const std::vector<Run>& arrived, uint64_t told, int over);
   void finish(std::vector<Run>& sums);
   Run sum_of(Expressions::Kind kind, Run a, const Run& b);
-  std::vector<Run> combine(Rank& at, const Move& move, const std::vector<Run>& arrived);
+  std::vector<Run> combine(Rank& at, const collectives::Move& move,
+                           const std::vector<Run>& arrived);
   std::vector<Run> fold(const std::vector<Run>& slots, size_t count);
-  std::vector<Run> look(Rank& at, const Range& range);
+  std::vector<Run> look(Rank& at, const collectives::Range& range);
   bool readable(const Rank& at) const;
   bool writable(const Rank& at) const;
-  bool overlap(const Rank& at, const Range& a, const Range& b) const;
-  bool may_overlap(const Rank& at, Range a, Range b) const;
-  bool is_local(const Rank& at, const Move& move) const { return move.from == at.rank; }
+  bool overlap(const Rank& at, const collectives::Range& a, const collectives::Range& b) const;
+  bool may_overlap(const Rank& at, collectives::Range a, collectives::Range b) const;
+  bool is_local(const Rank& at, const collectives::Move& move) const {
+    return move.from == at.rank;
+  }
   int host_of(const Rank& at) const {
     return what_.hosts.empty() ? 0 : what_.hosts[static_cast<size_t>(at.rank)];
   }
   void set_up(Rank& at);
-  void check_move(const Rank& at, const Move& move) const;
+  void check_move(const Rank& at, const collectives::Move& move) const;
   void check_deadlock() const;
   void check_results();
   void check_result(const Rank& at, const std::vector<Run>& result);
@@ -74,9 +77,9 @@ class Prover {
 
 constexpr int kSum = -1;
 
-size_t index_of(Space space) { return static_cast<size_t>(space); }
+size_t index_of(collectives::Space space) { return static_cast<size_t>(space); }
 
-Prover::Prover(const std::vector<Plan>& plans, const Case& what)
+Prover::Prover(const std::vector<collectives::Plan>& plans, const Case& what)
     : what_(what),
       size_(plans.size()),
       all_(plans.size() == 64 ? ~uint64_t{0} : (uint64_t{1} << plans.size()) - 1),
@@ -117,52 +120,58 @@ void Prover::set_up(Rank& at) {
     in_move(at, i, [&] { check_move(at, at.plan->moves[i]); });
 }
 
-bool Prover::overlap(const Rank& at, const Range& a, const Range& b) const {
+bool Prover::overlap(const Rank& at, const collectives::Range& a,
+                     const collectives::Range& b) const {
   const size_t a_begin = at.base[index_of(a.space)] + a.begin;
   const size_t b_begin = at.base[index_of(b.space)] + b.begin;
   return a_begin < b_begin + b.count && b_begin < a_begin + a.count && a.count > 0 && b.count > 0;
 }
 
 // The engine does not know whether input and output are one array, and takes them for one.
-bool Prover::may_overlap(const Rank& at, Range a, Range b) const {
+bool Prover::may_overlap(const Rank& at, collectives::Range a, collectives::Range b) const {
   if (overlap(at, a, b)) return true;
-  if (a.space == Space::input) a.space = Space::output;
-  if (b.space == Space::input) b.space = Space::output;
+  if (a.space == collectives::Space::input) a.space = collectives::Space::output;
+  if (b.space == collectives::Space::input) b.space = collectives::Space::output;
   return overlap(at, a, b);
 }
 
 // Checks of a single move.
-void Prover::check_move(const Rank& at, const Move& move) const {
-  const auto fits = [&](const Range& range) {
+void Prover::check_move(const Rank& at, const collectives::Move& move) const {
+  const auto fits = [&](const collectives::Range& range) {
     return range.begin + range.count <= at.reach[index_of(range.space)];
   };
-  const auto same = [&](const Range& a, const Range& b) {
+  const auto same = [&](const collectives::Range& a, const collectives::Range& b) {
     return a.count == b.count &&
            at.base[index_of(a.space)] + a.begin == at.base[index_of(b.space)] + b.begin;
   };
   const int size = static_cast<int>(size_);
-  if (move.to < kNoRank || move.to >= size || move.from < kNoRank || move.from >= size)
+  if (move.to < collectives::kNoRank || move.to >= size || move.from < collectives::kNoRank ||
+      move.from >= size)
     violate("its peer is not in the group");
-  if (move.to == kNoRank && move.from == kNoRank) violate("it does nothing");
+  if (move.to == collectives::kNoRank && move.from == collectives::kNoRank)
+    violate("it does nothing");
   if ((move.to == at.rank) != (move.from == at.rank)) violate("it is only half local");
-  const bool adds = move.combine == Combine::reduce || move.combine == Combine::finish;
-  if (move.to != kNoRank && !fits(move.out)) violate("`out` leaves its memory");
-  if (move.from == kNoRank) return;
+  const bool adds =
+      move.combine == collectives::Combine::reduce || move.combine == collectives::Combine::finish;
+  if (move.to != collectives::kNoRank && !fits(move.out)) violate("`out` leaves its memory");
+  if (move.from == collectives::kNoRank) return;
   if (!fits(move.in)) violate("`in` leaves its memory");
-  if (move.in.space == Space::input && move.in.count > 0) violate("it writes to the input");
+  if (move.in.space == collectives::Space::input && move.in.count > 0)
+    violate("it writes to the input");
   if (adds && (!fits(move.with) || move.with.count != move.in.count))
     violate("`with` leaves its memory or is not as long as `in`");
   if (adds && overlap(at, move.in, move.with) && !same(move.in, move.with))
     violate("`in` overlaps a part of `with`");
-  const bool stays = is_local(at, move) && move.combine == Combine::copy;
-  if (move.to != kNoRank && overlap(at, move.in, move.out) && !(stays && same(move.in, move.out)))
+  const bool stays = is_local(at, move) && move.combine == collectives::Combine::copy;
+  if (move.to != collectives::kNoRank && overlap(at, move.in, move.out) &&
+      !(stays && same(move.in, move.out)))
     violate("`in` overlaps `out`");
-  if (move.combine == Combine::fold && !is_local(at, move))
+  if (move.combine == collectives::Combine::fold && !is_local(at, move))
     violate("it folds what comes from a peer");
 }
 
 // The contents of `range`, counted from its begin.
-std::vector<Run> Prover::look(Rank& at, const Range& range) {
+std::vector<Run> Prover::look(Rank& at, const collectives::Range& range) {
   const size_t begin = at.base[index_of(range.space)] + range.begin;
   std::vector<Run> found;
   size_t done = 0;
@@ -183,7 +192,8 @@ std::vector<Run> Prover::look(Rank& at, const Range& range) {
 bool Prover::readable(const Rank& at) const {
   const auto& moves = at.plan->moves;
   for (size_t i = at.receiving; i < at.sending; ++i)
-    if (moves[i].from != kNoRank && may_overlap(at, moves[i].in, moves[at.sending].out))
+    if (moves[i].from != collectives::kNoRank &&
+        may_overlap(at, moves[i].in, moves[at.sending].out))
       return false;
   return true;
 }
@@ -192,7 +202,7 @@ bool Prover::readable(const Rank& at) const {
 bool Prover::writable(const Rank& at) const {
   const auto& moves = at.plan->moves;
   for (size_t i = at.sending; i < at.receiving; ++i)
-    if (moves[i].to != kNoRank && moves[i].to != at.rank &&
+    if (moves[i].to != collectives::kNoRank && moves[i].to != at.rank &&
         may_overlap(at, moves[i].out, moves[at.receiving].in))
       return false;
   return true;
@@ -200,14 +210,17 @@ bool Prover::writable(const Rank& at) const {
 
 bool Prover::advance(Rank& at) {
   const auto& moves = at.plan->moves;
-  const auto sends = [&](const Move& m) { return m.to != kNoRank && m.to != at.rank; };
+  const auto sends = [&](const collectives::Move& m) {
+    return m.to != collectives::kNoRank && m.to != at.rank;
+  };
   while (at.sending < moves.size() && !sends(moves[at.sending])) ++at.sending;
-  while (at.receiving < moves.size() && moves[at.receiving].from == kNoRank) ++at.receiving;
+  while (at.receiving < moves.size() && moves[at.receiving].from == collectives::kNoRank)
+    ++at.receiving;
   return (at.receiving < moves.size() && copy(at)) || (at.sending < moves.size() && send(at));
 }
 
 bool Prover::copy(Rank& at) {
-  const Move& move = at.plan->moves[at.receiving];
+  const collectives::Move& move = at.plan->moves[at.receiving];
   if (!is_local(at, move) || !writable(at)) return false;
   in_move(at, at.receiving, [&] { land(at, look(at, move.out), at.heard, at.received); });
   ++at.receiving;
@@ -215,10 +228,11 @@ bool Prover::copy(Rank& at) {
 }
 
 bool Prover::send(Rank& from) {
-  const Move& move = from.plan->moves[from.sending];
+  const collectives::Move& move = from.plan->moves[from.sending];
   Rank& to = ranks_[static_cast<size_t>(move.to)];
   const auto& theirs = to.plan->moves;
-  while (to.receiving < theirs.size() && theirs[to.receiving].from == kNoRank) ++to.receiving;
+  while (to.receiving < theirs.size() && theirs[to.receiving].from == collectives::kNoRank)
+    ++to.receiving;
   if (to.receiving == theirs.size() || theirs[to.receiving].from != from.rank) return false;
   if (!readable(from) || !writable(to)) return false;
   int start = from.sent;
@@ -247,7 +261,7 @@ bool Prover::send(Rank& from) {
 // The next receive of `at`. `over` is the step after which the message could be here at the
 // earliest.
 void Prover::land(Rank& at, const std::vector<Run>& arrived, uint64_t told, int over) {
-  const Move& move = at.plan->moves[at.receiving];
+  const collectives::Move& move = at.plan->moves[at.receiving];
   const int length = is_local(at, move) ? 0 : 1;
   const size_t begin = at.base[index_of(move.in.space)] + move.in.begin;
   at.heard |= told;
@@ -255,7 +269,8 @@ void Prover::land(Rank& at, const std::vector<Run>& arrived, uint64_t told, int 
     over = std::max(over, run.read + length);
   at.received = over = std::max(over, at.received + length);
   proof_.steps = std::max(proof_.steps, over);
-  if (move.in.space == Space::output && move.in.count > 0 && at.heard != all_ && !at.shape.one_way)
+  if (move.in.space == collectives::Space::output && move.in.count > 0 && at.heard != all_ &&
+      !at.shape.one_way)
     violate("output element " + text(move.in.begin) + " is written before rank " +
             text(first_of(all_ & ~at.heard)) + " has been heard of");
   auto fresh = combine(at, move, arrived);
@@ -268,22 +283,23 @@ void Prover::land(Rank& at, const std::vector<Run>& arrived, uint64_t told, int 
   at.memory.replace(begin, begin + move.in.count, fresh);
 }
 
-std::vector<Run> Prover::combine(Rank& at, const Move& move, const std::vector<Run>& arrived) {
-  if (move.combine == Combine::fold) {
+std::vector<Run> Prover::combine(Rank& at, const collectives::Move& move,
+                                 const std::vector<Run>& arrived) {
+  if (move.combine == collectives::Combine::fold) {
     if (move.out.count != size_ * move.in.count) violate("it does not fold one slot for each rank");
     return fold(arrived, move.in.count);
   }
-  if (is_local(at, move) && move.combine == Combine::copy && move.out.count == 0 &&
+  if (is_local(at, move) && move.combine == collectives::Combine::copy && move.out.count == 0 &&
       move.in.count > 0)
     return {Run{.count = move.in.count, .expression = expressions_.token()}};
   if (move.out.count != move.in.count && is_local(at, move))
     violate("`in` is not as long as `out`");
-  if (move.combine == Combine::copy) return arrived;
+  if (move.combine == collectives::Combine::copy) return arrived;
   std::vector<Run> sums;
   in_pairs(arrived, look(at, move.with), [&](const Run& a, const Run& b) {
     sums.push_back(sum_of(Expressions::Kind::add, a, b));
   });
-  if (move.combine == Combine::finish) finish(sums);
+  if (move.combine == collectives::Combine::finish) finish(sums);
   return sums;
 }
 
@@ -378,7 +394,7 @@ void Prover::check_results() {
     blame(where, [&] {
       if (what_.operation == Operation::barrier && at.heard != all_)
         violate("it has not heard of rank " + text(first_of(all_ & ~at.heard)));
-      const auto result = look(at, {Space::output, 0, at.reach[1]});
+      const auto result = look(at, {collectives::Space::output, 0, at.reach[1]});
       check_result(at, result);
       if (at.rank == 0) first = result;
       if (what_.operation != Operation::all_reduce) return;
@@ -403,7 +419,7 @@ Proof Prover::run() {
 
 }  // namespace
 
-Proof prove(const std::vector<Plan>& plans, const Case& what) {
+Proof prove(const std::vector<collectives::Plan>& plans, const Case& what) {
   try {
     return Prover(plans, what).run();
   } catch (const Violation& error) {

@@ -49,6 +49,6 @@ struct Proof {
 //     `in` overlaps neither `out` nor, unless they are the same place, `with`;
 //   * output is written only by a rank that has heard of all ranks, through any chain of messages
 //     (not in broadcast and scatter); after a barrier every rank has.
-Proof prove(const std::vector<Plan>& plans, const Case& what);
+Proof prove(const std::vector<collectives::Plan>& plans, const Case& what);
 
 }  // namespace pycomm

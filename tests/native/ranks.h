@@ -84,7 +84,7 @@ inline long descriptors() {
 }
 
 // The default of every world; a suite that runs another's tests on demand sets it to 0.
-inline int full_mesh = pycomm::ConnectOptions{}.full_mesh;
+inline int full_mesh = pycomm::group::ConnectOptions{}.full_mesh;
 
 // The rendezvous of the groups of one test.
 struct World {
@@ -93,10 +93,10 @@ struct World {
   std::chrono::nanoseconds timeout = std::chrono::seconds(30);  // far beyond any call that works
   std::chrono::nanoseconds heartbeat{0};  // none, as frames are counted; heartbeat tests set it
   std::string name = "world";
-  pycomm::LocalStore store{};
+  pycomm::rendezvous::LocalStore store{};
 
-  std::shared_ptr<pycomm::Group> join(int rank, bool reproducible = false) {
-    pycomm::ConnectOptions options;
+  std::shared_ptr<pycomm::group::Group> join(int rank, bool reproducible = false) {
+    pycomm::group::ConnectOptions options;
     options.rank = rank;
     options.size = size;
     options.name = name;
@@ -106,16 +106,16 @@ struct World {
     options.address = "127.0.0.1";
     options.full_mesh = full_mesh;
     options.reproducible = reproducible;
-    return pycomm::connect(store, options);
+    return pycomm::group::connect(store, options);
   }
 };
 
 // A world in which every rank runs `body` in its group, from when all have joined: a group that
 // breaks while some still join is another test.
-inline void run_groups(World& world, const std::function<void(pycomm::Group&)>& body) {
+inline void run_groups(World& world, const std::function<void(pycomm::group::Group&)>& body) {
   std::latch joined(world.size);
   run(world.size, [&](int rank) {
-    std::shared_ptr<pycomm::Group> group;
+    std::shared_ptr<pycomm::group::Group> group;
     {
       const struct Arrive {
         std::latch& joined;
@@ -129,7 +129,7 @@ inline void run_groups(World& world, const std::function<void(pycomm::Group&)>& 
 }
 
 inline void run_groups(int size, const std::string& transport,
-                       const std::function<void(pycomm::Group&)>& body) {
+                       const std::function<void(pycomm::group::Group&)>& body) {
   World world{.size = size, .transport = transport};
   run_groups(world, body);
 }
@@ -162,7 +162,7 @@ inline Ending ending_of(const std::function<void()>& call) {
 
 // Both ends of a fresh connection, without a handshake.
 struct Ends {
-  std::unique_ptr<pycomm::Channel> a, b;
+  std::unique_ptr<pycomm::transport::Channel> a, b;
 };
 
 // Whether `in` was accepted from `out`, of this process.
@@ -185,25 +185,25 @@ inline Ends channel_pair(const std::string& transport, size_t ring_bytes) {
   if (transport == "local") {
     static std::atomic<int> meetings{0};
     const std::string meeting = "test " + std::to_string(meetings++);
-    auto a = local_channel(meeting, 0, 1, ring_bytes);
-    return {std::move(a), local_channel(meeting, 1, 0, ring_bytes)};
+    auto a = transport::local_channel(meeting, 0, 1, ring_bytes);
+    return {std::move(a), transport::local_channel(meeting, 1, 0, ring_bytes)};
   }
   std::string why;
   const auto make = [&] {
-    return transport == "shm" ? make_shm(ring_bytes, pycomm::page_bytes(), why)
-                              : make_tcp("127.0.0.1", "");
+    return transport == "shm" ? transport::make_shm(ring_bytes, pycomm::os::page_bytes(), why)
+                              : transport::make_tcp("127.0.0.1", "");
   };
   const auto caller = make(), listener = make();
   expect(caller && listener, why);
-  Fd out = caller->call(listener->address());
+  os::Fd out = caller->call(listener->address());
   const int door = listener->listeners().at(0);
-  expect((poll_one(door, POLLIN, 10s) & POLLIN) != 0, "no connection arrived");
-  Fd in = accept_from(door);
+  expect((os::poll_one(door, POLLIN, 10s) & POLLIN) != 0, "no connection arrived");
+  os::Fd in = os::accept_from(door);
   while (in && !is_mine(in.get(), out.get())) {  // support/attack.py connects to all
-    expect((poll_one(door, POLLIN, 10s) & POLLIN) != 0, "only other clients connected");
-    in = accept_from(door);
+    expect((os::poll_one(door, POLLIN, 10s) & POLLIN) != 0, "only other clients connected");
+    in = os::accept_from(door);
   }
-  expect(in && (poll_one(out.get(), POLLOUT, 10s) & POLLOUT) != 0, "no connection");
+  expect(in && (os::poll_one(out.get(), POLLOUT, 10s) & POLLOUT) != 0, "no connection");
   caller->send_memory(out.get());
   listener->send_memory(in.get());
   const Deadline deadline(10s);

@@ -27,26 +27,27 @@ namespace {
 constexpr size_t kCount = 400'003;
 
 struct Rank {
-  Rank(int rank, const std::vector<std::shared_ptr<Segment>>& segments, std::vector<int> members)
-      : engine(std::vector<std::unique_ptr<Channel>>(segments.size()),
+  Rank(int rank, const std::vector<std::shared_ptr<shared::Segment>>& segments,
+       std::vector<int> members)
+      : engine(std::vector<std::unique_ptr<transport::Channel>>(segments.size()),
                {.rank = rank, .names = {}, .interrupted = {}}),
         region(segments, std::move(members), rank) {
-    region.set_heaps(std::vector<HeapView>(segments.size(), SharedHeap::own()->view()));
+    region.set_heaps(std::vector<os::HeapView>(segments.size(), os::SharedHeap::own()->view()));
   }
-  Engine engine;
-  SharedMemoryRegion region;
+  engine::Engine engine;
+  shared::SharedMemoryRegion region;
   std::vector<float> input, output, result;
-  SharedJob job;
-  Header header;
-  std::optional<SharedCall> call;
+  shared::SharedJob job;
+  transport::Header header;
+  std::optional<shared::SharedCall> call;
 };
 
 // The shared memory of the ranks of one host.
 class Host {
  public:
   explicit Host(int size) {
-    std::vector<std::shared_ptr<Segment>> segments;
-    for (int i = 0; i < size; ++i) segments.push_back(std::make_shared<Segment>());
+    std::vector<std::shared_ptr<shared::Segment>> segments;
+    for (int i = 0; i < size; ++i) segments.push_back(std::make_shared<shared::Segment>());
     std::vector<int> members(segments.size());
     std::iota(members.begin(), members.end(), 0);
     for (int i = 0; i < size; ++i) ranks_.push_back(std::make_unique<Rank>(i, segments, members));
@@ -74,7 +75,7 @@ class Host {
                   .count = count,
                   .element_bytes = sizeof(float),
                   .root = operation == Operation::broadcast ? size() - 1 : 0,
-                  .reducer = &reducer(Dtype::float32, ReduceOp::sum)};
+                  .reducer = &kernels::reducer(Dtype::float32, ReduceOp::sum)};
       rank.header.sequence = calls_;
       rank.header.operation = static_cast<uint8_t>(operation);
       rank.header.count = count;
@@ -104,7 +105,7 @@ class Host {
   }
 
   // Runs the whole call, checks its results, and returns the access mode of all ranks.
-  AccessMode run(Operation operation, size_t count, bool in_place = false) {
+  shared::AccessMode run(Operation operation, size_t count, bool in_place = false) {
     begin(operation, count, in_place);
     while (advance(calls_ % 3 > 0)) {
     }
@@ -114,7 +115,7 @@ class Host {
              "the ranks used different access modes");
       expect_result(i);
     }
-    const AccessMode mode = *of(0).call->access_mode();
+    const shared::AccessMode mode = *of(0).call->access_mode();
     for (const auto& rank : ranks_) rank->call.reset();
     return mode;
   }
@@ -123,7 +124,7 @@ class Host {
 
  private:
   void expect_result(int i) {
-    const SharedJob& job = of(i).job;
+    const shared::SharedJob& job = of(i).job;
     const std::vector<float>& found = of(i).result;
     const float all = static_cast<float>(size() * (size() + 1) / 2);
     const size_t row = job.operation == Operation::reduce_scatter ? static_cast<size_t>(i) : 0;
@@ -146,7 +147,7 @@ class Host {
 // other.
 void warm(Host& host) {
   while (!host.of(0).region.is_warm())
-    expect(host.run(Operation::all_reduce, 65'539) == AccessMode::staged,
+    expect(host.run(Operation::all_reduce, 65'539) == shared::AccessMode::staged,
            "a trial while slots are new");
 }
 
@@ -156,13 +157,15 @@ void verbs_test() {
                                       Operation::all_gather, Operation::reduce_scatter})
       for (const size_t count : {size_t{65'539}, kCount}) {
         Host host(size);
-        expect(host.run(operation, count) == AccessMode::staged,
+        expect(host.run(operation, count) == shared::AccessMode::staged,
                "read before the permission was known");
         warm(host);
-        std::vector<AccessMode> ways;
+        std::vector<shared::AccessMode> ways;
         for (int i = 0; i < 8; ++i) ways.push_back(host.run(operation, count, i % 2 == 0));
-        expect_equal(std::ranges::count(ways, AccessMode::remote_read), 4, "trials by reading");
-        expect_equal(std::ranges::count(ways, AccessMode::staged), 4, "trials through slots");
+        expect_equal(std::ranges::count(ways, shared::AccessMode::remote_read), 4,
+                     "trials by reading");
+        expect_equal(std::ranges::count(ways, shared::AccessMode::staged), 4,
+                     "trials through slots");
       }
 }
 const Test kVerbs{"private arrays are read in place, in half of the trials", verbs_test};
@@ -171,7 +174,8 @@ void small_test() {
   Host host(2);
   warm(host);
   for (int i = 0; i < 10; ++i)
-    expect(host.run(Operation::all_reduce, 65'535, i % 2 == 0) == AccessMode::staged, "is read");
+    expect(host.run(Operation::all_reduce, 65'535, i % 2 == 0) == shared::AccessMode::staged,
+           "is read");
 }
 const Test kSmall{"small arrays, cheaper to copy than the system calls, use slots", small_test};
 
@@ -191,10 +195,10 @@ void counters_test() {
         }
       };
       counts(before);
-      const AccessMode mode = host.run(operation, 400'000);
+      const shared::AccessMode mode = host.run(operation, 400'000);
       counts(moved);
       for (size_t j = 0; j < moved.size(); ++j) moved[j] -= before[j];
-      by_way[mode == AccessMode::remote_read ? 1 : 0] = moved;
+      by_way[mode == shared::AccessMode::remote_read ? 1 : 0] = moved;
     }
     expect(by_way[0] == by_way[1] && !by_way[0].empty(),
            std::string(name_of(operation)) + ": the access modes count differently");
@@ -205,11 +209,11 @@ const Test kCounters{"both access modes count the same bytes", counters_test};
 // Runs until all ranks know that they may read each other, so that the next call reads.
 void until_pulled(Host& host) {
   warm(host);
-  expect(host.run(Operation::all_reduce, kCount) == AccessMode::staged, "the first trial");
+  expect(host.run(Operation::all_reduce, kCount) == shared::AccessMode::staged, "the first trial");
 }
 
 void trials_test() {
-  OnlineTuner trials(256, 8);
+  shared::OnlineTuner trials(256, 8);
   for (const auto& [first, prefers_second] : {std::pair{2.0, 1.0}, {1.0, 2.0}}) {
     for (uint64_t i = 0; i < 256; ++i, ++trials.turns) {
       expect_equal(trials.tries(trials.turns), i < 8, "whether it is a trial");
@@ -226,9 +230,9 @@ const Test kTrials{"the mode with the fastest trial is used until the next trial
 
 void unreached_test() {
   Host host(3);
-  host.of(1).region.reaches = SharedMemoryRegion::Reach::not_all;
+  host.of(1).region.reaches = shared::SharedMemoryRegion::Reach::not_all;
   for (int i = 0; i < 10; ++i)
-    expect(host.run(Operation::all_reduce, kCount) == AccessMode::staged,
+    expect(host.run(Operation::all_reduce, kCount) == shared::AccessMode::staged,
            "read although not all ranks may");
 }
 const Test kUnreached{"if one rank may not read the others, none does", unreached_test};
@@ -242,37 +246,39 @@ void stranger_test() {
   while (host.advance()) {
   }
   for (int rank = 0; rank < 2; ++rank)
-    expect(host.of(rank).region.reaches == SharedMemoryRegion::Reach::not_all,
+    expect(host.of(rank).region.reaches == shared::SharedMemoryRegion::Reach::not_all,
            "reads another process");
 }
 const Test kStranger{"a process without the token is not read", stranger_test};
 
 // An unreadable page simulates a device's memory.
 void unreadable_test() {
-  const size_t bytes = kCount * sizeof(float) / page_bytes() * page_bytes() + page_bytes();
+  const size_t bytes =
+      kCount * sizeof(float) / os::page_bytes() * os::page_bytes() + os::page_bytes();
   void* const memory =
       mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   auto* const at = static_cast<std::byte*>(memory);
-  expect(memory != MAP_FAILED && is_readable(at, bytes), "memory");
-  expect(mprotect(at + bytes - page_bytes(), page_bytes(), PROT_NONE) == 0, "mprotect");
-  expect(!is_readable(at, bytes) && is_readable(at, bytes - page_bytes()), "is_readable");
+  expect(memory != MAP_FAILED && os::is_readable(at, bytes), "memory");
+  expect(mprotect(at + bytes - os::page_bytes(), os::page_bytes(), PROT_NONE) == 0, "mprotect");
+  expect(!os::is_readable(at, bytes) && os::is_readable(at, bytes - os::page_bytes()),
+         "is_readable");
   std::vector<std::byte> into(bytes);
   const auto address = reinterpret_cast<uintptr_t>(at);
-  expect(!read_process(getpid(), address, into.data(), bytes), "read beyond the end");
-  expect(read_process(getpid(), address, into.data(), bytes - page_bytes()), "read");
+  expect(!os::read_process(getpid(), address, into.data(), bytes), "read beyond the end");
+  expect(os::read_process(getpid(), address, into.data(), bytes - os::page_bytes()), "read");
   for (const bool output : {false, true}) {
     Host host(2);
     until_pulled(host);
     host.begin(Operation::all_reduce, kCount, true);
     std::byte* const page = at + bytes - kCount * sizeof(float);
-    SharedJob& job = host.of(1).job;
+    shared::SharedJob& job = host.of(1).job;
     if (output)
       job.output = page;
     else
       job.input = page;
     for (int step = 0; step < 2; ++step) expect(host.advance(), "an offer, and what all offer");
     for (int rank = 0; rank < 2; ++rank)
-      expect(host.of(rank).call->access_mode() == AccessMode::staged,
+      expect(host.of(rank).call->access_mode() == shared::AccessMode::staged,
              "would read an unreadable page");
   }
   munmap(memory, bytes);
@@ -294,7 +300,7 @@ void left_test() {
     ++gone.header.epoch;
     gone.region.begin(gone.header);
     gone.call.emplace(gone.engine, gone.region, gone.job, gone.header);
-    SharedCall& late = *host.of(1).call;
+    shared::SharedCall& late = *host.of(1).call;
     while (!late.done() && late.advance()) {
     }
     expect(!late.done(), "takes the other's leftover for a result");

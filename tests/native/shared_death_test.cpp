@@ -28,21 +28,22 @@ void count_addition() {
   throw ranks::Died();
 }
 
-const Reducer& sum() { return reducer(Dtype::float32, ReduceOp::sum); }
+const kernels::Reducer& sum() { return kernels::reducer(Dtype::float32, ReduceOp::sum); }
 
 // A sum during which the mortal rank dies.
-constexpr Reducer kFatal{.reduce =
-                             [](void* out, const void* a, const void* b, size_t count) {
-                               count_addition();
-                               sum().reduce(out, a, b, count);
-                             },
-                         .finish =
-                             [](void* out, const void* a, const void* b, size_t count, int size) {
-                               count_addition();
-                               sum().finish(out, a, b, count, size);
-                             },
-                         .fold = nullptr,
-                         .join = nullptr};
+constexpr kernels::Reducer kFatal{
+    .reduce =
+        [](void* out, const void* a, const void* b, size_t count) {
+          count_addition();
+          sum().reduce(out, a, b, count);
+        },
+    .finish =
+        [](void* out, const void* a, const void* b, size_t count, int size) {
+          count_addition();
+          sum().finish(out, a, b, count, size);
+        },
+    .fold = nullptr,
+    .join = nullptr};
 
 // A call, `hosts` of its ranks, and when one of them dies.
 struct Scene {
@@ -56,8 +57,8 @@ struct Scene {
   }
 };
 
-Header header_of(Operation operation, size_t count) {
-  Header header;
+transport::Header header_of(Operation operation, size_t count) {
+  transport::Header header;
   header.operation = static_cast<uint8_t>(operation);
   header.dtype = static_cast<uint8_t>(Dtype::float32);
   header.count = count;
@@ -65,9 +66,9 @@ Header header_of(Operation operation, size_t count) {
 }
 
 // The segments of one host's ranks, as rank `rank` sees them; null where it is alone there.
-std::unique_ptr<SharedMemoryRegion> arena_of(
-    const Scene& scene, int rank, const std::vector<std::shared_ptr<Segment>>& segments) {
-  std::vector<std::shared_ptr<Segment>> here;
+std::unique_ptr<shared::SharedMemoryRegion> arena_of(
+    const Scene& scene, int rank, const std::vector<std::shared_ptr<shared::Segment>>& segments) {
+  std::vector<std::shared_ptr<shared::Segment>> here;
   std::vector<int> members;
   int index = 0;
   const int host = scene.hosts[static_cast<size_t>(rank)];
@@ -78,70 +79,75 @@ std::unique_ptr<SharedMemoryRegion> arena_of(
     here.push_back(segments[i]);
   }
   if (members.size() == 1) return nullptr;
-  auto region = std::make_unique<SharedMemoryRegion>(std::move(here), members, index);
-  region->set_heaps(std::vector<HeapView>(members.size(), SharedHeap::own()->view()));
+  auto region = std::make_unique<shared::SharedMemoryRegion>(std::move(here), members, index);
+  region->set_heaps(std::vector<os::HeapView>(members.size(), os::SharedHeap::own()->view()));
   return region;
 }
 
-void run_shared(Engine& engine, SharedMemoryRegion* region, Operation operation, const float* input,
-                float* output, size_t count, AccessMode mode = AccessMode::zero_copy) {
-  const SharedJob job{.operation = operation,
-                      .input = reinterpret_cast<const std::byte*>(input),
-                      .output = reinterpret_cast<std::byte*>(output),
-                      .count = count,
-                      .element_bytes = sizeof(float),
-                      .reducer = &kFatal};
-  const Header header = engine.next_header(header_of(operation, count));
+void run_shared(engine::Engine& engine, shared::SharedMemoryRegion* region, Operation operation,
+                const float* input, float* output, size_t count,
+                shared::AccessMode mode = shared::AccessMode::zero_copy) {
+  const shared::SharedJob job{.operation = operation,
+                              .input = reinterpret_cast<const std::byte*>(input),
+                              .output = reinterpret_cast<std::byte*>(output),
+                              .count = count,
+                              .element_bytes = sizeof(float),
+                              .reducer = &kFatal};
+  const transport::Header header = engine.next_header(header_of(operation, count));
   region->begin(header);
-  SharedCall run(engine, *region, job, header);
+  shared::SharedCall run(engine, *region, job, header);
   engine.run(run, header, Deadline(20s));
   expect(run.access_mode() == mode, "the call uses another access mode");
 }
 
-void all_reduce_mapped(Engine& engine, SharedMemoryRegion* region, const Scene& scene, float* x) {
+void all_reduce_mapped(engine::Engine& engine, shared::SharedMemoryRegion* region,
+                       const Scene& scene, float* x) {
   run_shared(engine, region, Operation::all_reduce, x, x, scene.count);
 }
 
-void all_reduce_pulled(Engine& engine, SharedMemoryRegion* region, const Scene& scene, float* x) {
+void all_reduce_pulled(engine::Engine& engine, shared::SharedMemoryRegion* region,
+                       const Scene& scene, float* x) {
   std::vector<float> own(x, x + scene.count);
-  region->reaches = SharedMemoryRegion::Reach::all;
+  region->reaches = shared::SharedMemoryRegion::Reach::all;
   region->read_tuner(Operation::all_reduce, scene.count * sizeof(float)).turns =
       1;  // a trial by reading
   run_shared(engine, region, Operation::all_reduce, own.data(), own.data(), scene.count,
-             AccessMode::remote_read);
+             shared::AccessMode::remote_read);
 }
 
-void broadcast_mapped(Engine& engine, SharedMemoryRegion* region, const Scene& scene, float* x) {
+void broadcast_mapped(engine::Engine& engine, shared::SharedMemoryRegion* region,
+                      const Scene& scene, float* x) {
   run_shared(engine, region, Operation::broadcast, x, x, scene.count);
 }
 
-void all_gather_mapped(Engine& engine, SharedMemoryRegion* region, const Scene& scene, float* x) {
+void all_gather_mapped(engine::Engine& engine, shared::SharedMemoryRegion* region,
+                       const Scene& scene, float* x) {
   std::vector<float> all(scene.count * scene.hosts.size());
   run_shared(engine, region, Operation::all_gather, x, all.data(), scene.count);
 }
 
-void reduce_scatter_mapped(Engine& engine, SharedMemoryRegion* region, const Scene& scene,
-                           float* x) {
+void reduce_scatter_mapped(engine::Engine& engine, shared::SharedMemoryRegion* region,
+                           const Scene& scene, float* x) {
   std::vector<float> row(scene.count / scene.hosts.size());
   run_shared(engine, region, Operation::reduce_scatter, x, row.data(), row.size());
 }
 
-void all_reduce_two_levels(Engine& engine, SharedMemoryRegion* region, const Scene& scene,
-                           float* x) {
-  PlanJob job;
+void all_reduce_two_levels(engine::Engine& engine, shared::SharedMemoryRegion* region,
+                           const Scene& scene, float* x) {
+  engine::PlanJob job;
   job.signature = header_of(Operation::all_reduce, scene.count);
   job.input = job.output = reinterpret_cast<std::byte*>(x);
   job.element_bytes = sizeof(float);
   job.reducer = &kFatal;
   job.size = static_cast<int>(scene.hosts.size());
-  HierarchicalAllReduce(engine, region)
+  shared::HierarchicalAllReduce(engine, region)
       .all_reduce(
           job,
           {.rank = engine.rank(), .size = job.size, .count = scene.count, .hosts = scene.hosts},
           Deadline(20s));
 }
 
-using Body = void (*)(Engine&, SharedMemoryRegion*, const Scene&, float*);
+using Body = void (*)(engine::Engine&, shared::SharedMemoryRegion*, const Scene&, float*);
 
 void survive(const Scene& scene, const std::function<void()>& call) {
   const auto ending = ranks::ending_of(call);
@@ -155,13 +161,13 @@ void survive(const Scene& scene, const std::function<void()>& call) {
 void play(const Scene& scene, Body body) {
   const size_t size = scene.hosts.size();
   ranks::Channels all(static_cast<int>(size), "shm", scene.mortal, SIZE_MAX);
-  const auto memory = SharedHeap::own()->allocate(size * scene.count * sizeof(float));
-  std::vector<std::shared_ptr<Segment>> segments(size);
-  for (auto& segment : segments) segment = std::make_shared<Segment>();
-  std::vector<std::unique_ptr<Engine>> engines;
+  const auto memory = os::SharedHeap::own()->allocate(size * scene.count * sizeof(float));
+  std::vector<std::shared_ptr<shared::Segment>> segments(size);
+  for (auto& segment : segments) segment = std::make_shared<shared::Segment>();
+  std::vector<std::unique_ptr<engine::Engine>> engines;
   for (size_t i = 0; i < size; ++i) engines.push_back(all.engine(static_cast<int>(i)));
   ranks::run(static_cast<int>(size), [&](int rank) {
-    Engine& engine = *engines[static_cast<size_t>(rank)];
+    engine::Engine& engine = *engines[static_cast<size_t>(rank)];
     const auto region = arena_of(scene, rank, segments);
     float* x = reinterpret_cast<float*>(memory.get()) + static_cast<size_t>(rank) * scene.count;
     std::fill_n(x, scene.count, 1.0F);

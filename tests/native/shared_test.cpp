@@ -55,7 +55,7 @@ int sum_of(int size, size_t i) {
 }
 
 // Element `i` of what `rank` gets, or -1 where its output stays as it was.
-int wanted(const Call& call, int rank, int size, size_t i) {
+int wanted(const group::Call& call, int rank, int size, size_t i) {
   const size_t n = call.count, mine = static_cast<size_t>(rank) * n;
   switch (call.operation) {
     case Operation::all_reduce:
@@ -82,7 +82,7 @@ int wanted(const Call& call, int rank, int size, size_t i) {
   return -1;
 }
 
-void run_once(Group& group, Call call) {
+void run_once(group::Group& group, group::Call call) {
   const int rank = group.rank(), size = group.size();
   call.dtype = Dtype::float32;
   call.algorithm = Algorithm::shared_memory;
@@ -111,7 +111,7 @@ constexpr std::array kVerbs{Operation::all_reduce, Operation::reduce,     Operat
 void verbs_test() {
   for (const std::string& by : kShared)
     for (const int size : {2, 3, 4})
-      ranks::run_groups(size, by, [](Group& group) {
+      ranks::run_groups(size, by, [](group::Group& group) {
         for (const size_t count : kCounts)
           for (const Operation operation : kVerbs)
             run_once(group, {.operation = operation, .count = count, .peer = group.size() - 1});
@@ -147,7 +147,7 @@ const Test kOrder{"sums are in rank order, whatever the size", order_test};
 
 // 16-bit floats are rounded once: 2048 + 1 + 1 is 2050 in float32, and 2048 if rounded twice.
 void half_test() {
-  ranks::run_groups(3, "local", [](Group& group) {
+  ranks::run_groups(3, "local", [](group::Group& group) {
     for (const size_t count : {3, 30'000, 300'000}) {
       const uint16_t big = 0x6800, one = 0x3c00, truth = 0x6801;  // 2048, 1, 2050
       std::vector<uint16_t> x(count, group.rank() == 0 ? big : one);
@@ -166,12 +166,12 @@ const Test kHalf{"16-bit sums are rounded once", half_test};
 // strategies (the page with the call of each rank), tiny and large.
 void disagreement_test() {
   const auto reduce = [](size_t count, Algorithm algorithm = Algorithm::shared_memory) {
-    return Call{.operation = Operation::all_reduce,
-                .dtype = Dtype::float32,
-                .count = count,
-                .algorithm = algorithm};
+    return group::Call{.operation = Operation::all_reduce,
+                       .dtype = Dtype::float32,
+                       .count = count,
+                       .algorithm = algorithm};
   };
-  const std::vector<std::pair<Call, Call>> pairs{
+  const std::vector<std::pair<group::Call, group::Call>> pairs{
       {reduce(1), reduce(2)},
       {reduce(100'000), reduce(100'001)},
       {reduce(1), reduce(100'000)},
@@ -181,10 +181,10 @@ void disagreement_test() {
       {reduce(500), {.operation = Operation::all_gather, .dtype = Dtype::float32, .count = 500}},
   };
   for (const std::string& by : kShared)
-    ranks::run_groups(3, by, [&](Group& group) {
+    ranks::run_groups(3, by, [&](group::Group& group) {
       for (const auto& [first, second] : pairs)
         for (int odd = 0; odd < 3; ++odd) {
-          Call call = group.rank() == odd ? second : first;
+          group::Call call = group.rank() == odd ? second : first;
           Array array(Dtype::float32, 3 * std::max<size_t>(call.count, 1));
           array.fill([&](size_t i) { return element(group.rank(), i); });
           const Array before = array;
@@ -204,13 +204,13 @@ void one_way_test() {
   for (const std::string& by : kShared)
     for (const Operation operation : {Operation::scatter, Operation::broadcast}) {
       std::latch gone_on(2);
-      ranks::run_groups(3, by, [&](Group& group) {
+      ranks::run_groups(3, by, [&](group::Group& group) {
         Array array(Dtype::float32, 30);
-        Call call{.operation = operation,
-                  .dtype = Dtype::float32,
-                  .input = array.data(),
-                  .output = array.data(),
-                  .count = 10};
+        group::Call call{.operation = operation,
+                         .dtype = Dtype::float32,
+                         .input = array.data(),
+                         .output = array.data(),
+                         .count = 10};
         const bool odd = group.rank() == 2;
         if (odd) gone_on.wait();
         call.peer = odd ? 1 : 0;
@@ -229,7 +229,7 @@ const Test kOneWay{"waiting for a root that has continued ends with an error", o
 
 // The others sleep by then; the rank that fills a slot wakes them.
 void late_test() {
-  ranks::run_groups(3, "shm", [](Group& group) {
+  ranks::run_groups(3, "shm", [](group::Group& group) {
     for (int late = 0; late < 3; ++late)
       for (const size_t count : {1, 300'000}) {
         const auto until = Clock::now() + 20ms;
@@ -263,7 +263,7 @@ void gone_test() {
 const Test kGone{"waiting for a rank that left ends with an error", gone_test};
 
 void timeout_test() {
-  ranks::run_groups(2, "shm", [](Group& group) {
+  ranks::run_groups(2, "shm", [](group::Group& group) {
     if (group.rank() == 1) return;
     float x = 1;
     const auto ending = ranks::ending_of([&] {
@@ -282,13 +282,13 @@ const Test kTimeout{"a call keeps to its limit", timeout_test};
 void after_abort_test() {
   for (const std::string& by : kShared) {
     std::latch called(1);
-    ranks::run_groups(2, by, [&](Group& group) {
+    ranks::run_groups(2, by, [&](group::Group& group) {
       float x = 1;
-      Call call{.operation = Operation::all_reduce,
-                .dtype = Dtype::float32,
-                .input = &x,
-                .output = &x,
-                .count = 1};
+      group::Call call{.operation = Operation::all_reduce,
+                       .dtype = Dtype::float32,
+                       .input = &x,
+                       .output = &x,
+                       .count = 1};
       if (group.rank() == 1) {
         group.abort("enough is enough");
         call.op = ReduceOp::max;

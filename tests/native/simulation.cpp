@@ -23,7 +23,7 @@ World* current = nullptr;
 // One direction between two ranks.
 class World::Wire {
  public:
-  void send(ConstBytes head, ConstBytes body) {
+  void send(transport::ConstBytes head, transport::ConstBytes body) {
     if (closed) return;
     std::vector<std::byte> bytes(head.begin(), head.end());
     bytes.insert(bytes.end(), body.begin(), body.end());
@@ -46,32 +46,32 @@ class World::Wire {
 };
 
 // The end of `rank` of its connection to `peer`.
-class End final : public Channel {
+class End final : public transport::Channel {
  public:
   End(World& world, int rank, int peer) : world_(world), rank_(rank), peer_(peer) {}
   ~End() override { End::close({}); }
 
   std::string_view transport() const override { return "simulated"; }
-  size_t send(ConstBytes head, ConstBytes body) override {
+  size_t send(transport::ConstBytes head, transport::ConstBytes body) override {
     const size_t bytes = head.size() + body.size();
     if (closed_ || world_.at(rank_).dead) return bytes;
     world_.count_send(rank_);
     world_.wire(rank_, peer_).send(head, body);
     return bytes;
   }
-  ConstBytes peek(size_t want) override {
-    const auto here = ConstBytes(in().here).subspan(in().taken);
+  transport::ConstBytes peek(size_t want) override {
+    const auto here = transport::ConstBytes(in().here).subspan(in().taken);
     return here.first(std::min(want, here.size()));
   }
   void take(size_t bytes) override { in().taken += bytes; }
-  size_t receive(Bytes into) override {
-    const ConstBytes here = peek(into.size());
+  size_t receive(transport::Bytes into) override {
+    const transport::ConstBytes here = peek(into.size());
     std::copy(here.begin(), here.end(), into.begin());
     take(here.size());
     return here.size();
   }
   bool is_closed() const override { return closed_; }
-  pollfd arm(Want) override {
+  pollfd arm(transport::Want) override {
     world_.at(rank_).armed = true;
     return {world_.awake_.get(), POLLIN, 0};
   }
@@ -80,7 +80,7 @@ class End final : public Channel {
     if (std::exchange(world_.at(rank_).armed, false) && revents != 0) world_.sleep(rank_);
     closed_ |= in().over;
   }
-  void close(ConstBytes) override {  // its wires hold everything
+  void close(transport::ConstBytes) override {  // its wires hold everything
     world_.wire(rank_, peer_).close();
     closed_ = true;
   }
@@ -97,18 +97,18 @@ World::World(int size, Fate fate, Looks looks, Body body)
     : fate_(fate), looks_(looks), body_(std::move(body)), awake_(::eventfd(1, EFD_CLOEXEC)) {
   scheduler_.adopt();
   for (int i = 0; i < size * size; ++i) wires_.push_back(std::make_unique<Wire>());
-  EngineOptions options;
+  engine::EngineOptions options;
   for (int rank = 0; rank < size; ++rank) {
     options.names.push_back("rank " + std::to_string(rank));
     ranks_.push_back(std::make_unique<Rank>(live));
   }
   for (int rank = 0; rank < size; ++rank) {
-    std::vector<std::unique_ptr<Channel>> channels(static_cast<size_t>(size));
+    std::vector<std::unique_ptr<transport::Channel>> channels(static_cast<size_t>(size));
     for (int peer = 0; peer < size; ++peer)
       if (peer != rank)
         channels[static_cast<size_t>(peer)] = std::make_unique<End>(*this, rank, peer);
     options.rank = rank;
-    at(rank).engine = std::make_unique<Engine>(std::move(channels), options);
+    at(rank).engine = std::make_unique<engine::Engine>(std::move(channels), options);
     let_run(rank);
   }
 }

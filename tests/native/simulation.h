@@ -48,7 +48,7 @@ inline bool depend(const Step& a, const Step& b) { return a.at == b.at; }
 class World {
  public:
   // `body` runs on each rank with its engine; it may throw only Died.
-  using Body = std::function<void(int rank, pycomm::Engine& engine)>;
+  using Body = std::function<void(int rank, pycomm::engine::Engine& engine)>;
   World(int size, Fate fate, Looks looks, Body body);
   ~World();
   World(const World&) = delete;
@@ -69,7 +69,7 @@ class World {
   struct Rank {
     explicit Rank(void (*entry)()) : fiber(entry) {}
     emulator::Fiber fiber;
-    std::unique_ptr<pycomm::Engine> engine{};
+    std::unique_ptr<pycomm::engine::Engine> engine{};
     bool ended = false, dead = false, armed = false, news = false;
     size_t sends = 0;
   };
@@ -85,7 +85,7 @@ class World {
   Fate fate_;
   Looks looks_;
   Body body_;
-  pycomm::Fd awake_;  // always readable: no rank sleeps in the kernel
+  pycomm::os::Fd awake_;  // always readable: no rank sleeps in the kernel
   emulator::Fiber scheduler_;
   emulator::Token turns_;  // of fibers: one after another
   int running_ = -1;       // rank

@@ -60,12 +60,12 @@ float element(int rank, size_t i, int call) {
 }
 
 // True if the numbers are right.
-bool run_call(Engine& engine, const Scene& scene, int call, bool astray) {
+bool run_call(engine::Engine& engine, const Scene& scene, int call, bool astray) {
   const size_t count = static_cast<size_t>(scene.size) + (astray ? 1 : 0);
-  const Schedule schedule =
-      make_schedule(make_plan(scene.call.algorithm, scene.call.operation,
-                              {.rank = engine.rank(), .size = scene.size, .count = count}),
-                    engine.rank());
+  const engine::Schedule schedule = engine::make_schedule(
+      collectives::make_plan(scene.call.algorithm, scene.call.operation,
+                             {.rank = engine.rank(), .size = scene.size, .count = count}),
+      engine.rank());
   std::vector<float> array(count), want(count);
   for (size_t i = 0; i < count; ++i) {
     array[i] = element(engine.rank(), i, call);
@@ -73,7 +73,7 @@ bool run_call(Engine& engine, const Scene& scene, int call, bool astray) {
     if (scene.call.operation == Operation::all_reduce)
       for (int rank = 1; rank < scene.size; ++rank) want[i] += element(rank, i, call);
   }
-  PlanJob job{.schedule = &schedule};
+  engine::PlanJob job{.schedule = &schedule};
   job.signature.operation = static_cast<uint8_t>(scene.call.operation);
   job.signature.algorithm = static_cast<uint8_t>(scene.call.algorithm);
   job.signature.dtype = static_cast<uint8_t>(Dtype::float32);
@@ -81,14 +81,14 @@ bool run_call(Engine& engine, const Scene& scene, int call, bool astray) {
   job.output = reinterpret_cast<std::byte*>(array.data());
   job.input = job.output;
   job.element_bytes = sizeof(float);
-  job.reducer = &reducer(Dtype::float32, ReduceOp::sum);
+  job.reducer = &kernels::reducer(Dtype::float32, ReduceOp::sum);
   job.size = scene.size;
   engine.run(job, Deadline(std::chrono::hours(1)));
   return scene.call.operation == Operation::barrier || array == want;
 }
 
 // A rank's part: its calls, until one breaks the group.
-void play(Engine& engine, const Scene& scene, Outcome& outcome) {
+void play(engine::Engine& engine, const Scene& scene, Outcome& outcome) {
   const bool stray = engine.rank() == scene.stray;
   for (int call = 0; call < scene.calls; ++call) {
     try {
@@ -105,7 +105,7 @@ struct Play {
   Play(const Scene& of, Looks looks)
       : scene(of),
         outcomes(static_cast<size_t>(of.size)),
-        world(of.size, of.fate, looks, [this](int rank, Engine& engine) {
+        world(of.size, of.fate, looks, [this](int rank, engine::Engine& engine) {
           play(engine, scene, outcomes[static_cast<size_t>(rank)]);
         }) {}
   Scene scene;
@@ -174,7 +174,7 @@ std::vector<Call> calls() {
   std::vector<Call> all;
   for (const Operation operation :
        {Operation::all_reduce, Operation::broadcast, Operation::barrier})
-    for (const Algorithm algorithm : algorithms_for(operation))
+    for (const Algorithm algorithm : collectives::algorithms_for(operation))
       if (algorithm != Algorithm::hierarchical) all.push_back({operation, algorithm});
   return all;
 }
@@ -205,7 +205,7 @@ const Test kDeaths{"every death of one rank of three, in every order", [] {
 
 const Test kStrays{
     "every disagreement of three, in every order", [] {
-      for (const Algorithm algorithm : algorithms_for(Operation::all_reduce))
+      for (const Algorithm algorithm : collectives::algorithms_for(Operation::all_reduce))
         for (int stray = 0; stray < 3; ++stray)
           if (algorithm == Algorithm::ring || algorithm == Algorithm::tree)
             try_every_order(
@@ -222,14 +222,14 @@ struct Act {
 };
 
 // Whether the act succeeds.
-bool act_once(Engine& engine, const Act& act) {
+bool act_once(engine::Engine& engine, const Act& act) {
   if (act.verb == Verb::broadcast)
     return run_call(engine, {.call = {Operation::broadcast, Algorithm::direct}}, 0, act.count != 3);
   const Deadline deadline(std::chrono::hours(1));
-  Header signature{.operation = static_cast<uint8_t>(Operation::send),
-                   .dtype = static_cast<uint8_t>(Dtype::float32),
-                   .algorithm = kOnDevice,
-                   .count = act.count};
+  transport::Header signature{.operation = static_cast<uint8_t>(Operation::send),
+                              .dtype = static_cast<uint8_t>(Dtype::float32),
+                              .algorithm = transport::kOnDevice,
+                              .count = act.count};
   if (act.verb == Verb::offer)
     engine.announce_send(act.peer, signature, deadline);
   else
@@ -244,12 +244,12 @@ struct Messages {
   explicit Messages(const std::vector<std::vector<Act>>& acts)
       : well(acts.size()),
         world(static_cast<int>(acts.size()), {}, Looks::at_once,
-              [this, acts](int rank, Engine& engine) {
+              [this, acts](int rank, engine::Engine& engine) {
                 for (const Act& act : acts[static_cast<size_t>(rank)])
                   well[static_cast<size_t>(rank)].push_back(go(engine, act));
               }) {}
 
-  static bool go(Engine& engine, const Act& act) {
+  static bool go(engine::Engine& engine, const Act& act) {
     for (;;) try {
         return act_once(engine, act);
       } catch (const Error& error) {
@@ -280,7 +280,7 @@ constexpr Act kTake{Verb::receive, 0}, kBack{Verb::receive, 1};
 
 const Test kOffers{
     "messages between devices of three, in every order", [] {
-      constexpr Act kOther{Verb::receive, 0, 4}, kAnyone{Verb::receive, kAnyPeer};
+      constexpr Act kOther{Verb::receive, 0, 4}, kAnyone{Verb::receive, engine::kAnyPeer};
       const auto wanted = [](bool first) {
         return [first](const Well& well) {
           for (const auto& of_rank : well)

@@ -28,7 +28,7 @@ using Places = std::vector<int32_t>;
 template <typename Body>
 void on_each_isa(Body body) {
   const std::string before(cpu::kernel_isa());
-  const int threads = kernel_threads();
+  const int threads = kernels::kernel_threads();
   for (const auto name : cpu::kIsaNames) {
     try {
       cpu::set_kernel_isa(name);
@@ -36,12 +36,12 @@ void on_each_isa(Body body) {
       continue;
     }
     for (const int n : {1, 3}) {
-      set_kernel_threads(n);
+      kernels::set_kernel_threads(n);
       body(std::string(name) + " with " + std::to_string(n) + " threads");
     }
   }
   cpu::set_kernel_isa(before);
-  set_kernel_threads(threads);
+  kernels::set_kernel_threads(threads);
 }
 
 uint32_t key(float x) {
@@ -119,23 +119,23 @@ class Steps {
       outputs_.push_back({Places(k), Floats(k), Floats(k)});
     }
     describe();
-    workspace_.resize(cpu_kernels().dgc_workspace_bytes(tables()));
+    workspace_.resize(kernels::cpu_kernels().dgc_workspace_bytes(tables()));
   }
 
   void run(float size, const std::string& where) {
     for (size_t t = 0; t < counts_.size(); ++t) new_gradient(t, size);
-    const DgcStep step{.tables = tables(),
-                       .grad_dtype = how_.grad,
-                       .weight_dtype = Dtype::float32,
-                       .momentum = 0.9,
-                       .weight_decay = how_.decay ? 0.01 : 0,
-                       .scale = 0.5,
-                       .scales = nullptr,
-                       .nesterov = how_.nesterov,
-                       .masking = how_.masking,
-                       .found_inf = nullptr,
-                       .workspace = {workspace_.data(), workspace_.size()}};
-    cpu_kernels().dgc_step(step, {});
+    const kernels::DgcStep step{.tables = tables(),
+                                .grad_dtype = how_.grad,
+                                .weight_dtype = Dtype::float32,
+                                .momentum = 0.9,
+                                .weight_decay = how_.decay ? 0.01 : 0,
+                                .scale = 0.5,
+                                .scales = nullptr,
+                                .nesterov = how_.nesterov,
+                                .masking = how_.masking,
+                                .found_inf = nullptr,
+                                .workspace = {workspace_.data(), workspace_.size()}};
+    kernels::cpu_kernels().dgc_step(step, {});
     for (size_t s = 0, t = 0; s < outputs_.size(); t += selections_[s++].pieces) {
       Floats v, u;
       for (size_t i = t; i < t + selections_[s].pieces; ++i) {
@@ -152,7 +152,7 @@ class Steps {
     Floats values, u_values;
   };
 
-  DgcTables tables() const { return {pieces_, selections_, Dtype::float32}; }
+  kernels::DgcTables tables() const { return {pieces_, selections_, Dtype::float32}; }
 
   void describe() {
     for (size_t t = 0; t < counts_.size(); ++t) {
@@ -220,8 +220,8 @@ class Steps {
   std::vector<Floats> u_, v_, weight_, grad_, u_model_, v_model_;
   std::vector<std::vector<uint16_t>> halves_;
   std::vector<Output> outputs_;
-  std::vector<DgcPiece> pieces_;
-  std::vector<DgcSelection> selections_;
+  std::vector<kernels::DgcPiece> pieces_;
+  std::vector<kernels::DgcSelection> selections_;
   std::vector<std::byte> workspace_;
 };
 
@@ -269,15 +269,16 @@ const Test kCallers{"sparse: several callers at once", [] {
 void try_topk(const Floats& x, size_t k, const std::string& where) {
   Places indices(k);
   Floats values(k), threshold(1), wanted;
-  std::vector<std::byte> room(cpu_kernels().topk_workspace_bytes(x.size(), k, Dtype::float32));
+  std::vector<std::byte> room(
+      kernels::cpu_kernels().topk_workspace_bytes(x.size(), k, Dtype::float32));
   Floats copy = x;
-  cpu_kernels().topk({copy.data(), x.size(), Dtype::float32},
-                     {.k = k,
-                      .indices = indices.data(),
-                      .values = values.data(),
-                      .threshold = k == 0 ? nullptr : threshold.data(),
-                      .workspace = {room.data(), room.size()}},
-                     {});
+  kernels::cpu_kernels().topk({copy.data(), x.size(), Dtype::float32},
+                              {.k = k,
+                               .indices = indices.data(),
+                               .values = values.data(),
+                               .threshold = k == 0 ? nullptr : threshold.data(),
+                               .workspace = {room.data(), room.size()}},
+                              {});
   const std::string what =
       where + ": topk " + std::to_string(k) + " of " + std::to_string(x.size());
   expect(indices == largest(x, k), what);
@@ -312,7 +313,7 @@ const Test kTopk{"sparse: topk, at the ends of k and with ties", [] {
 struct Sent {
   Places indices;
   Floats values;
-  Packet packet() const { return {indices.data(), values.data(), indices.size()}; }
+  codec::Packet packet() const { return {indices.data(), values.data(), indices.size()}; }
 };
 
 Sent some_of(std::mt19937& random, size_t count, unsigned one_of) {
@@ -330,7 +331,7 @@ const Test kDecode{
         const std::vector<size_t> counts{5, 0, 700'003, 1, 600'000};
         const size_t total = std::accumulate(counts.begin(), counts.end(), size_t{0});
         const std::vector<Sent> sent{some_of(random, total, 1000), some_of(random, total, 7), {}};
-        std::vector<Packet> packets;
+        std::vector<codec::Packet> packets;
         for (const Sent& s : sent) packets.push_back(s.packet());
         Floats sums(total);
         std::vector<bool> there(total);
@@ -341,7 +342,7 @@ const Test kDecode{
             there[at] = true;
           }
         std::vector<Floats> outs, params, before;
-        std::vector<Array> out_arrays, param_arrays;
+        std::vector<kernels::Array> out_arrays, param_arrays;
         for (const size_t count : counts) {
           outs.push_back(Floats(count, 7));
           before.push_back(numbers(random, count, 1, false));
@@ -351,9 +352,10 @@ const Test kDecode{
           out_arrays.push_back({outs[a].data(), counts[a]});
           param_arrays.push_back({params[a].data(), counts[a]});
         }
-        cpu_kernels().decode_sum({out_arrays, Dtype::float32}, packets, Dtype::float32, 0.25, {});
-        cpu_kernels().decode_update({param_arrays, Dtype::float32}, packets, Dtype::float32,
-                                    {.lr = 0.1, .scale = 0.25}, {});
+        kernels::cpu_kernels().decode_sum({out_arrays, Dtype::float32}, packets, Dtype::float32,
+                                          0.25, {});
+        kernels::cpu_kernels().decode_update({param_arrays, Dtype::float32}, packets,
+                                             Dtype::float32, {.lr = 0.1, .scale = 0.25}, {});
         size_t at = 0;
         for (size_t a = 0; a < counts.size(); ++a)
           for (size_t i = 0; i < counts[a]; ++i, ++at) {
@@ -372,10 +374,10 @@ const Test kOnePacket{
       const Sent sent = some_of(random, kCount, 9);
       const size_t k = sent.indices.size();
       Floats out = numbers(random, kCount, 1, false), u = out, v = out, rest = out, wanted = out;
-      auto& all = cpu_kernels();
+      auto& all = kernels::cpu_kernels();
       all.scatter_add({out.data(), kCount, Dtype::float32}, sent.packet(), Dtype::float32, 3, {});
       all.momentum_mask(u.data(), v.data(), {sent.indices, kCount, Dtype::float32}, {});
-      std::vector<std::byte> bytes(raw_packet_bytes(k, Dtype::bfloat16));
+      std::vector<std::byte> bytes(codec::raw_packet_bytes(k, Dtype::bfloat16));
       all.encode(sent.packet(),
                  {.count = kCount,
                   .dtype = Dtype::float32,
@@ -383,7 +385,7 @@ const Test kOnePacket{
                   .residual = rest.data(),
                   .out = bytes.data()},
                  {});
-      expect_equal(read_packet_header(bytes).k, k, "the header's k");
+      expect_equal(codec::read_packet_header(bytes).k, k, "the header's k");
       for (size_t i = 0; i < k; ++i) {
         const auto at = static_cast<size_t>(sent.indices[i]);
         const float written = cpu::widen_bfloat16(cpu::narrow_bfloat16(sent.values[i]));
@@ -393,9 +395,10 @@ const Test kOnePacket{
       }
       Places indices = sent.indices;
       Floats values = sent.values, u_values = numbers(random, k, 1, false);
-      const std::vector<DgcPiece> pieces{{nullptr, nullptr, u.data(), v.data(), 2'000},
-                                         {nullptr, nullptr, &u[2'000], &v[2'000], kCount - 2'000}};
-      const std::vector<DgcSelection> selections{
+      const std::vector<kernels::DgcPiece> pieces{
+          {nullptr, nullptr, u.data(), v.data(), 2'000},
+          {nullptr, nullptr, &u[2'000], &v[2'000], kCount - 2'000}};
+      const std::vector<kernels::DgcSelection> selections{
           {2, k, 0, indices.data(), values.data(), u_values.data()}};
       all.dgc_rollback({pieces, selections, Dtype::float32}, nullptr, {});
       for (size_t i = 0; i < k; ++i) {
@@ -404,7 +407,7 @@ const Test kOnePacket{
       }
       const Floats before = out;
       for (const Places& bad : {Places{3, 2}, Places{1, 1}, Places{-1, 2}, Places{2, kCount}}) {
-        const Packet packet{bad.data(), values.data(), bad.size()};
+        const codec::Packet packet{bad.data(), values.data(), bad.size()};
         expect_throws<InvalidArgument>([&] {
           all.scatter_add({out.data(), kCount, Dtype::float32}, packet, Dtype::float32, 1, {});
         });
@@ -424,20 +427,22 @@ const Test kDense{
         for (const Dtype to : {Dtype::float16, Dtype::bfloat16, Dtype::float64}) {
           found.emplace_back(x.size() * bytes_of(to));
           Floats copy = x;
-          cpu_kernels().cast({copy.data(), x.size(), Dtype::float32},
-                             {found.back().data(), x.size(), to}, {});
+          kernels::cpu_kernels().cast({copy.data(), x.size(), Dtype::float32},
+                                      {found.back().data(), x.size(), to}, {});
           const float factor = 0.3f;
           const double wide = 0.3;
           auto product = found.back();
           const void* const by = to == Dtype::float64 ? static_cast<const void*>(&wide) : &factor;
-          cpu_kernels().multiply({product.data(), x.size(), to}, by, {});
+          kernels::cpu_kernels().multiply({product.data(), x.size(), to}, by, {});
           found.push_back(product);
         }
-        const std::vector<Array> arrays{{found.back().data(), 0}, {found[2].data(), x.size()}};
-        std::vector<std::byte> room(cpu_kernels().norm_workspace_bytes(arrays));
+        const std::vector<kernels::Array> arrays{{found.back().data(), 0},
+                                                 {found[2].data(), x.size()}};
+        std::vector<std::byte> room(kernels::cpu_kernels().norm_workspace_bytes(arrays));
         found.emplace_back(2 * sizeof(double));
-        cpu_kernels().norm(arrays, Dtype::bfloat16, reinterpret_cast<double*>(found.back().data()),
-                           {room.data(), room.size()}, {});
+        kernels::cpu_kernels().norm(arrays, Dtype::bfloat16,
+                                    reinterpret_cast<double*>(found.back().data()),
+                                    {room.data(), room.size()}, {});
         if (first.empty()) first = found;
         expect(found == first, where);
       });

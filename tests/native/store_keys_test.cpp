@@ -27,7 +27,7 @@ using namespace pycomm;
 namespace {
 
 const Test kAdd{"store: every addition counts once, from every end", [] {
-                  with_each_store([](Store& here, Store& there) {
+                  with_each_store([](rendezvous::Store& here, rendezvous::Store& there) {
                     expect_equal(here.add("sum", 5), 5, "a new key begins at 0");
                     expect_equal(there.add("sum", -7), -2, "there");
                     expect_equal(here.get("sum", within(10s)), "-2", "as text");
@@ -49,10 +49,10 @@ const Test kAdd{"store: every addition counts once, from every end", [] {
 
 const Test kAddWrong{
     "store: add() rejects a value that is no 64-bit number", [] {
-      with_each_store([](Store& here, Store& there) {
+      with_each_store([](rendezvous::Store& here, rendezvous::Store& there) {
         here.set("word", "12x");
         here.set("most", "9223372036854775807");
-        for (Store* store : {&here, &there}) {
+        for (rendezvous::Store* store : {&here, &there}) {
           expect_says(expect_throws<InvalidArgument>([&] { store->add("word", 1); }), "'word'");
           expect_throws<InvalidArgument>([&] { store->add("most", 1); });
         }
@@ -62,7 +62,7 @@ const Test kAddWrong{
     }};
 
 const Test kRemove{"store: remove() gives the value to one caller only", [] {
-                     with_each_store([](Store& here, Store& there) {
+                     with_each_store([](rendezvous::Store& here, rendezvous::Store& there) {
                        expect(!there.remove("key").has_value(), "nothing is there");
                        here.set("key", "value");
                        expect(there.remove("key") == "value", "what was there");
@@ -72,7 +72,7 @@ const Test kRemove{"store: remove() gives the value to one caller only", [] {
                        for (int round = 0; round < 20; ++round) {
                          here.set("prize", "");
                          std::vector<std::thread> takers;
-                         for (Store* store : {&here, &there, &here, &there})
+                         for (rendezvous::Store* store : {&here, &there, &here, &there})
                            takers.emplace_back([&, store] {
                              if (store->remove("prize")) ++taken;
                            });
@@ -83,7 +83,7 @@ const Test kRemove{"store: remove() gives the value to one caller only", [] {
                    }};
 
 const Test kClaim{"store: all callers that claim a key get the first one's value", [] {
-                    with_each_store([](Store& here, Store& there) {
+                    with_each_store([](rendezvous::Store& here, rendezvous::Store& there) {
                       here.set("taken", "before");
                       expect(there.claim("taken", "mine") == "before", "an existing value stays");
                       for (int round = 0; round < 20; ++round) {
@@ -100,12 +100,12 @@ const Test kClaim{"store: all callers that claim a key get the first one's value
                         expect(here.get(key, within(1s)) == given[0], "and it is stored");
                       }
                     });
-                    LocalStore full;
+                    rendezvous::LocalStore full;
                     expect(!full.claim_within("n", "123456", 6).has_value(), "the store is full");
                   }};
 
 const Test kRoom{"local store: a removal frees space, an addition uses it", [] {
-                   LocalStore store;
+                   rendezvous::LocalStore store;
                    expect(store.add_within("n", 12345, 6).has_value(), "6 bytes fit");
                    expect(!store.add_within("n", 900'000, 6).has_value(), "one more does not fit");
                    expect(store.remove("n") == "12345", "the sum is as it was");
@@ -114,16 +114,18 @@ const Test kRoom{"local store: a removal frees space, an addition uses it", [] {
 
 const Test kSettled{
     "tcp store: after settle the public port is closed, and present clients continue", [] {
-      const auto server = TcpStore::serve(kHost, 0, kKey);
-      const auto client = TcpStore::connect(kHost, server->port(), kKey, within(10s));
-      const auto other = TcpStore::connect(kHost, server->port(), kKey, within(10s));
+      const auto server = rendezvous::TcpStore::serve(kHost, 0, kKey);
+      const auto client = rendezvous::TcpStore::connect(kHost, server->port(), kKey, within(10s));
+      const auto other = rendezvous::TcpStore::connect(kHost, server->port(), kKey, within(10s));
       const int before = open_descriptors();
-      for (Store* store : {static_cast<Store*>(client.get()), static_cast<Store*>(server.get()),
-                           static_cast<Store*>(server.get())})
+      for (rendezvous::Store* store : {static_cast<rendezvous::Store*>(client.get()),
+                                       static_cast<rendezvous::Store*>(server.get()),
+                                       static_cast<rendezvous::Store*>(server.get())})
         store->settle();
       expect_equal(open_descriptors(), before - 1, "descriptors without the public listener");
-      expect_says(expect_throws<Timeout>(
-                      [&] { TcpStore::connect(kHost, server->port(), kKey, within(100ms)); }),
+      expect_says(expect_throws<Timeout>([&] {
+                    rendezvous::TcpStore::connect(kHost, server->port(), kKey, within(100ms));
+                  }),
                   "Connection refused");
       // One connection, two threads: a waiting get does not delay a set.
       auto got = std::async(std::launch::async, [&] { return client->get("later", within(20s)); });
@@ -132,14 +134,14 @@ const Test kSettled{
       expect_equal(got.get(), "come", "to the thread that waited");
       expect_equal(other->add("count", 1), 1, "the other client");
       // Its port is free for the next run while these connections are open.
-      const auto next = TcpStore::serve(kHost, server->port(), kKey);
+      const auto next = rendezvous::TcpStore::serve(kHost, server->port(), kKey);
       expect_equal(client->add("count", 1), 2, "beside the next run");
     }};
 
 const Test kSettledGone{
     "tcp store: a settled client without its server gets an error in every thread", [] {
-      auto server = TcpStore::serve(kHost, 0, kKey);
-      const auto client = TcpStore::connect(kHost, server->port(), kKey, within(10s));
+      auto server = rendezvous::TcpStore::serve(kHost, 0, kKey);
+      const auto client = rendezvous::TcpStore::connect(kHost, server->port(), kKey, within(10s));
       client->settle();
       server->settle();
       std::vector<std::future<void>> waiting;
@@ -156,8 +158,8 @@ const Test kSettledGone{
 
 const Test kForked{
     "tcp store: a forked child releases its parent's server, which keeps serving", [] {
-      auto server = TcpStore::serve(kHost, 0, kKey);
-      const auto client = TcpStore::connect(kHost, server->port(), kKey, within(10s));
+      auto server = rendezvous::TcpStore::serve(kHost, 0, kKey);
+      const auto client = rendezvous::TcpStore::connect(kHost, server->port(), kKey, within(10s));
       const pid_t child = ::fork();
       if (child == 0) {
         ::alarm(20);
@@ -171,8 +173,8 @@ const Test kForked{
       expect_equal(server->get("key", within(1s)), "value", "the parent serves");
     }};
 
-ConnectOptions options_of(int rank, int size, std::chrono::nanoseconds timeout) {
-  ConnectOptions options;
+group::ConnectOptions options_of(int rank, int size, std::chrono::nanoseconds timeout) {
+  group::ConnectOptions options;
   options.rank = rank;
   options.size = size;
   options.timeout = timeout;
@@ -180,10 +182,10 @@ ConnectOptions options_of(int rank, int size, std::chrono::nanoseconds timeout) 
 }
 
 // One rank in `rounds` groups of one name, one after another.
-std::vector<std::string> form_again(Store& store, int rank, int size, int rounds) {
+std::vector<std::string> form_again(rendezvous::Store& store, int rank, int size, int rounds) {
   std::vector<std::string> names;
   for (int round = 0; round < rounds; ++round) {
-    const auto group = connect(store, options_of(rank, size, 30s));
+    const auto group = group::connect(store, options_of(rank, size, 30s));
     int sum = 1;
     group->run({.operation = Operation::all_reduce,
                 .dtype = Dtype::int32,
@@ -197,7 +199,7 @@ std::vector<std::string> form_again(Store& store, int rank, int size, int rounds
   return names;
 }
 
-void all_form_again(const std::vector<Store*>& stores) {
+void all_form_again(const std::vector<rendezvous::Store*>& stores) {
   const int size = static_cast<int>(stores.size());
   std::vector<std::future<std::vector<std::string>>> ranks;
   for (int rank = 0; rank < size; ++rank)
@@ -212,32 +214,33 @@ void all_form_again(const std::vector<Store*>& stores) {
 
 const Test kLocalAgain{
     "store: five groups of one name, one after another, in one local store", [] {
-      LocalStore store;
+      rendezvous::LocalStore store;
       all_form_again({&store, &store, &store});
       for (const std::string key : {"world/note/0", "world#2/note/1", "world/key", "world#5/key"})
         expect(!store.find(key).has_value(), key + " is still there");
     }};
 
-const Test kTcpAgain{"store: five groups of one name, one after another, in one tcp store", [] {
-                       const auto server = TcpStore::serve(kHost, 0, kKey);
-                       const auto one = TcpStore::connect(kHost, server->port(), kKey, within(10s));
-                       const auto two = TcpStore::connect(kHost, server->port(), kKey, within(10s));
-                       all_form_again({server.get(), one.get(), two.get()});
-                     }};
+const Test kTcpAgain{
+    "store: five groups of one name, one after another, in one tcp store", [] {
+      const auto server = rendezvous::TcpStore::serve(kHost, 0, kKey);
+      const auto one = rendezvous::TcpStore::connect(kHost, server->port(), kKey, within(10s));
+      const auto two = rendezvous::TcpStore::connect(kHost, server->port(), kKey, within(10s));
+      all_form_again({server.get(), one.get(), two.get()});
+    }};
 
 const Test kFailedForming{"store: a failed forming does not count, and leaves no rank info", [] {
-                            LocalStore store;
-                            const ConnectOptions alone = options_of(0, 2, 50ms);
+                            rendezvous::LocalStore store;
+                            const group::ConnectOptions alone = options_of(0, 2, 50ms);
                             for (int i = 0; i < 2; ++i)
-                              expect_throws<Timeout>([&] { connect(store, alone); });
+                              expect_throws<Timeout>([&] { group::connect(store, alone); });
                             expect(!store.find("world/note/0").has_value(), "no note");
                             all_form_again({&store, &store});
                           }};
 
 // One rank's end of a store.
-class Watched final : public Store {
+class Watched final : public rendezvous::Store {
  public:
-  explicit Watched(Store& inner) : inner_(inner) {}
+  explicit Watched(rendezvous::Store& inner) : inner_(inner) {}
   void set(const std::string& key, const std::string& value, const Deadline& deadline) override {
     inner_.set(key, value, deadline);
   }
@@ -265,14 +268,14 @@ class Watched final : public Store {
   std::function<void(const std::string& last_got)> after_change;
 
  private:
-  Store& inner_;
+  rendezvous::Store& inner_;
   std::string last_got_;
 };
 
 // Rank 1 reads the rank info only after rank 0 has read it and reacted.
 const Test kOtherOptions{
     "store: all ranks report different options, in any order of reading", [] {
-      LocalStore store;
+      rendezvous::LocalStore store;
       Watched first(store), last(store);
       std::promise<void> acted;
       first.after_change = [&, once = false](const std::string& last_got) mutable {
@@ -281,10 +284,11 @@ const Test kOtherOptions{
       last.before_get = [&](const std::string& key) {
         if (key == "world/note/0") acted.get_future().wait();
       };
-      const auto refused = [](Store& end, int rank) {
-        ConnectOptions options = options_of(rank, 2, 5s);
+      const auto refused = [](rendezvous::Store& end, int rank) {
+        group::ConnectOptions options = options_of(rank, 2, 5s);
         options.reproducible = rank == 1;
-        expect_says(expect_throws<Mismatch>([&] { connect(end, options); }), "reproducible=True");
+        expect_says(expect_throws<Mismatch>([&] { group::connect(end, options); }),
+                    "reproducible=True");
       };
       auto other = std::async(std::launch::async, [&] { refused(last, 1); });
       refused(first, 0);
@@ -292,23 +296,24 @@ const Test kOtherOptions{
       for (const std::string key :
            {"world/note/0", "world/note/1", "world/key", "world/refused", "world/refused/all"})
         expect(!store.find(key).has_value(), key + " is still there");
-      auto again = std::async(std::launch::async,
-                              [&] { return connect(store, options_of(1, 2, 5s))->info().name; });
-      expect_equal(connect(store, options_of(0, 2, 5s))->info().name, "world#2", "the next");
+      auto again = std::async(std::launch::async, [&] {
+        return group::connect(store, options_of(1, 2, 5s))->info().name;
+      });
+      expect_equal(group::connect(store, options_of(0, 2, 5s))->info().name, "world#2", "the next");
       expect_equal(again.get(), "world#2", "the next of the other");
     }};
 
 // The keys that rank 1 would remove after forming are gone with rank 0.
 const Test kLeft{"store: rank 0 and its store may leave once the group is established", [] {
-                   LocalStore store;
+                   rendezvous::LocalStore store;
                    Watched end(store);
                    end.after_change = [](const std::string& last_got) {
                      if (!last_got.empty()) throw PeerLost("the store has gone");
                    };
                    auto other = std::async(std::launch::async, [&] {
-                     return connect(end, options_of(1, 2, 5s))->size();
+                     return group::connect(end, options_of(1, 2, 5s))->size();
                    });
-                   const auto group = connect(store, options_of(0, 2, 5s));
+                   const auto group = group::connect(store, options_of(0, 2, 5s));
                    expect_equal(other.get(), 2, "ranks");
                  }};
 

@@ -36,19 +36,20 @@ inline int open_descriptors() {
 }
 
 inline uint16_t free_port() {
-  return local_address(listen_on(tcp_address(kHost, 0), 1).get()).port();
+  return os::local_address(os::listen_on(os::tcp_address(kHost, 0), 1).get()).port();
 }
 
 // Runs the body over two ends of each kind of store.
-inline void with_each_store(const std::function<void(Store& here, Store& there)>& body) {
-  LocalStore local;
+inline void with_each_store(
+    const std::function<void(rendezvous::Store& here, rendezvous::Store& there)>& body) {
+  rendezvous::LocalStore local;
   body(local, local);
-  const auto server = TcpStore::serve(kHost, 0, kKey);
-  const auto client = TcpStore::connect(kHost, server->port(), kKey, within(10s));
+  const auto server = rendezvous::TcpStore::serve(kHost, 0, kKey);
+  const auto client = rendezvous::TcpStore::connect(kHost, server->port(), kKey, within(10s));
   body(*server, *client);
-  const auto other = TcpStore::serve(kHost, 0, kKey);
-  const auto first = TcpStore::connect(kHost, other->port(), kKey, within(10s));
-  const auto second = TcpStore::connect(kHost, other->port(), kKey, within(10s));
+  const auto other = rendezvous::TcpStore::serve(kHost, 0, kKey);
+  const auto first = rendezvous::TcpStore::connect(kHost, other->port(), kKey, within(10s));
+  const auto second = rendezvous::TcpStore::connect(kHost, other->port(), kKey, within(10s));
   body(*first, *second);
 }
 

@@ -29,12 +29,14 @@
 namespace {
 
 using namespace pycomm;
+using namespace pycomm::os;
+using namespace pycomm::testing;
+using namespace pycomm::transport;
 using namespace std::chrono_literals;
 using Buffer = std::vector<std::byte>;
 
 constexpr size_t kRing = size_t{128} << 10;
 constexpr size_t kPeekBytes = size_t{64} << 10;  // the guarantee of peek()
-
 using Pair = ranks::Ends;
 
 // Both ends with a fault from the first byte on.

@@ -26,7 +26,7 @@ using ranks::kSlowdown;
 using ranks::run_case;
 
 // A correct call, which must work after earlier failures.
-void expect_sound(Group& group) {
+void expect_sound(group::Group& group) {
   const Case c{
       Operation::all_reduce, Algorithm::direct, Dtype::float32, ReduceOp::sum, 50, 0, true, 1};
   Arrays arrays(c, group.rank(), group.size());
@@ -45,12 +45,12 @@ std::vector<size_t> some_counts(std::mt19937& random, size_t n) {
 const ByTransport kCounts{
     "counts by rank, some of them 0", [](const std::string& by) {
       for (int size = 1; size <= 5; ++size)
-        ranks::run_groups(size, by, [&](Group& group) {
+        ranks::run_groups(size, by, [&](group::Group& group) {
           std::mt19937 random(9);
           const auto n = static_cast<size_t>(size);
           for (int call = 0; call < 40 / kSlowdown + 2; ++call)
             for (const Operation operation : {Operation::all_gather, Operation::all_to_all})
-              for (const Algorithm algorithm : algorithms_for(operation, true)) {
+              for (const Algorithm algorithm : collectives::algorithms_for(operation, true)) {
                 Case c{operation, algorithm, Dtype::float32, ReduceOp::sum,
                        0,         0,         call % 2 == 0,  call};
                 c.counts = some_counts(random, operation == Operation::all_to_all ? n * n : n);
@@ -65,13 +65,13 @@ const ByTransport kLong{
     "long arrays by every algorithm", [](const std::string& by) {
       for (const int size : {2, 3, 5}) {
         if (kSlowdown > 1 && size == 2) continue;
-        ranks::run_groups(size, by, [](Group& group) {
+        ranks::run_groups(size, by, [](group::Group& group) {
           int call = 0;
           for (const Operation operation :
                {Operation::all_reduce, Operation::broadcast, Operation::all_gather,
                 Operation::reduce_scatter, Operation::reduce, Operation::gather, Operation::scatter,
                 Operation::all_to_all})
-            for (const Algorithm algorithm : algorithms_for(operation)) {
+            for (const Algorithm algorithm : collectives::algorithms_for(operation)) {
               Case c{operation, algorithm, Dtype::uint8, ReduceOp::max, 65'541, 0, false, ++call};
               if (c.rooted()) c.root = call % group.size();
               c.in_place = call % 2 == 0;
@@ -82,7 +82,7 @@ const ByTransport kLong{
     }};
 
 // One rank makes another call than the rest. All notice at the next barrier at the latest.
-void disagree(Group& group, const Call& mine, const std::string& what) {
+void disagree(group::Group& group, const group::Call& mine, const std::string& what) {
   const Ending ending = ending_of([&] {
     group.run(mine);
     group.run({.operation = Operation::barrier});
@@ -96,7 +96,7 @@ const ByTransport kDifferent{
       for (int size = 2; size <= 4; ++size) {
         // Two that wait for each other learn it from heartbeats: five are sent in this time.
         ranks::World world{.size = size, .transport = by, .heartbeat = std::chrono::seconds(5)};
-        ranks::run_groups(world, [&](Group& group) {
+        ranks::run_groups(world, [&](group::Group& group) {
           const auto size = static_cast<size_t>(group.size());
           for (const Operation operation :
                {Operation::reduce, Operation::gather, Operation::scatter, Operation::all_to_all})
@@ -107,11 +107,11 @@ const ByTransport kDifferent{
                 if (kind == 0 && by == "local") continue;
                 if (kind == 2 && operation != Operation::reduce) continue;  // has no op
                 Array in(Dtype::float32, 20 * size), out(Dtype::float32, 20 * size);
-                Call call{.operation = operation,
-                          .dtype = Dtype::float32,
-                          .input = in.data(),
-                          .output = out.data(),
-                          .count = 10};
+                group::Call call{.operation = operation,
+                                 .dtype = Dtype::float32,
+                                 .input = in.data(),
+                                 .output = out.data(),
+                                 .count = 10};
                 if (group.rank() == odd) {
                   if (kind == 0) call.peer = 1;
                   if (kind == 1) call.count = 11;
@@ -136,7 +136,7 @@ const ByTransport kThrough{
         int odd, root;
       };
       for (const int size : {3, 5, 9})
-        ranks::run_groups(size, by, [&](Group& group) {
+        ranks::run_groups(size, by, [&](group::Group& group) {
           const auto n = static_cast<size_t>(group.size());
           const int last = group.size() - 1;
           for (const Story& story : {Story{Operation::gather, Algorithm::direct, 0, 1},
@@ -161,14 +161,14 @@ const ByTransport kThrough{
 
 const ByTransport kLists{
     "lists that do not fit are reported before arrays change", [](const std::string& by) {
-      ranks::run_groups(3, by, [](Group& group) {
+      ranks::run_groups(3, by, [](group::Group& group) {
         for (const bool to_all : {false, true}) {
           Array in(Dtype::int64, 30), out(Dtype::int64, 30);
           const Array before = out;
-          Call call{.operation = to_all ? Operation::all_to_all : Operation::all_gather,
-                    .dtype = Dtype::int64,
-                    .input = in.data(),
-                    .output = out.data()};
+          group::Call call{.operation = to_all ? Operation::all_to_all : Operation::all_gather,
+                           .dtype = Dtype::int64,
+                           .input = in.data(),
+                           .output = out.data()};
           call.counts = to_all ? std::vector<size_t>(6, 4) : std::vector<size_t>{2, 3, 4};
           // The same sum on both sides of the disagreement.
           if (group.rank() == 1 && to_all) call.counts = {3, 4, 5, 4, 4, 4};
@@ -188,18 +188,18 @@ const ByTransport kLists{
 const ByTransport kSplits{
     "every rank reports splits that do not fit, and no output changes", [](const std::string& by) {
       for (const size_t size : {2, 3, 4})
-        ranks::run_groups(static_cast<int>(size), by, [&](Group& group) {
+        ranks::run_groups(static_cast<int>(size), by, [&](group::Group& group) {
           const auto me = static_cast<size_t>(group.rank());
           for (size_t from = 0; from < size; ++from)
             for (size_t to = 0; to < size; ++to) {
               if (from == to) continue;
               Array in(Dtype::int64, 13 * size + 4), out(Dtype::int64, 13 * size);
               const Array before = out;
-              Call call{.operation = Operation::all_to_all,
-                        .dtype = Dtype::int64,
-                        .input = in.data(),
-                        .output = out.data(),
-                        .counts = std::vector<size_t>(2 * size, 13)};
+              group::Call call{.operation = Operation::all_to_all,
+                               .dtype = Dtype::int64,
+                               .input = in.data(),
+                               .output = out.data(),
+                               .counts = std::vector<size_t>(2 * size, 13)};
               if (me == from) call.counts[to] = 17;
               const Ending ending = ending_of([&] { group.run(call); });
               expect(ending.is(ErrorKind::mismatch) && ending.says("no array was changed"),
@@ -216,15 +216,15 @@ const ByTransport kSplits{
 
 const ByTransport kEqualSplits{
     "an all_to_all with counts does not fit one without", [](const std::string& by) {
-      ranks::run_groups(3, by, [](Group& group) {
+      ranks::run_groups(3, by, [](group::Group& group) {
         for (int odd = 0; odd < 3; ++odd)
           for (const bool given : {false, true}) {
             Array in(Dtype::int64, 12), out(Dtype::int64, 12);
             const Array before = out;
-            Call call{.operation = Operation::all_to_all,
-                      .dtype = Dtype::int64,
-                      .input = in.data(),
-                      .output = out.data()};
+            group::Call call{.operation = Operation::all_to_all,
+                             .dtype = Dtype::int64,
+                             .input = in.data(),
+                             .output = out.data()};
             if ((group.rank() == odd) == given)
               call.counts = std::vector<size_t>(6, 4);
             else
@@ -239,14 +239,14 @@ const ByTransport kEqualSplits{
 
 const ByTransport kAnyPeer{
     "a message from any rank", [](const std::string& by) {
-      ranks::run_groups(4, by, [](Group& group) {
+      ranks::run_groups(4, by, [](group::Group& group) {
         constexpr int kEach = 20;
         Array array(Dtype::int64, 1000);
-        Call call{.operation = Operation::send,
-                  .dtype = Dtype::int64,
-                  .input = array.data(),
-                  .count = 1000,
-                  .tag = 3};
+        group::Call call{.operation = Operation::send,
+                         .dtype = Dtype::int64,
+                         .input = array.data(),
+                         .count = 1000,
+                         .tag = 3};
         if (group.rank() != 0) {
           for (int i = 0; i < kEach; ++i) {
             array.fill([&](size_t j) { return element(group.rank(), j, i); });
@@ -261,7 +261,7 @@ const ByTransport kAnyPeer{
                   .dtype = Dtype::int64,
                   .output = array.data(),
                   .count = 1000,
-                  .peer = kAnySource,
+                  .peer = group::kAnySource,
                   .tag = 3,
                   .source = &source};
           if (i % 2 == 0)
@@ -282,7 +282,7 @@ const ByTransport kAnyPeer{
 const ByTransport kAnybodyElse{
     "a message from any rank with another count is dropped, and all may leave",
     [](const std::string& by) {
-      ranks::run_groups(3, by, [](Group& group) {
+      ranks::run_groups(3, by, [](group::Group& group) {
         Array array(Dtype::int64, 8);
         const auto move = [&](Operation operation, size_t count, int peer) {
           group.run({.operation = operation,
@@ -295,12 +295,12 @@ const ByTransport kAnybodyElse{
         if (group.rank() == 2) return;
         if (group.rank() == 1) return move(Operation::send, 4, 0), move(Operation::send, 8, 0);
         const Array before = array;
-        const Ending wrong = ending_of([&] { move(Operation::recv, 5, kAnySource); });
+        const Ending wrong = ending_of([&] { move(Operation::recv, 5, group::kAnySource); });
         expect(wrong.is(ErrorKind::mismatch) && wrong.says("rank 1 ") &&
                    wrong.error->fields().peer == 1 && array == before,
                wrong.text());
-        move(Operation::recv, 8, kAnySource);
-        const Ending alone = ending_of([&] { move(Operation::recv, 8, kAnySource); });
+        move(Operation::recv, 8, group::kAnySource);
+        const Ending alone = ending_of([&] { move(Operation::recv, 8, group::kAnySource); });
         expect(alone.is(ErrorKind::peer_lost) && alone.says("left"), alone.text());
       });
     }};
@@ -329,11 +329,11 @@ struct Letter {
   }
   Array array;
   int nth;
-  Call call;
+  group::Call call;
 };
 
 // Two to and from every rank; the second may be as long, short or empty.
-std::deque<Letter> letters_of(const Group& group, size_t count) {
+std::deque<Letter> letters_of(const group::Group& group, size_t count) {
   std::deque<Letter> letters;
   const int me = group.rank();
   for (int i = 0; i < group.size(); ++i) {
@@ -348,15 +348,15 @@ std::deque<Letter> letters_of(const Group& group, size_t count) {
   return letters;
 }
 
-std::vector<Call> calls_of(const std::deque<Letter>& letters) {
-  std::vector<Call> calls;
+std::vector<group::Call> calls_of(const std::deque<Letter>& letters) {
+  std::vector<group::Call> calls;
   for (const Letter& letter : letters) calls.push_back(letter.call);
   return calls;
 }
 
 const ByTransport kAtOnce{
     "concurrent messages, larger than the buffers between ranks", [](const std::string& by) {
-      ranks::run_groups(3, by, [](Group& group) {
+      ranks::run_groups(3, by, [](group::Group& group) {
         for (const size_t count : {kMuch, size_t{5}, size_t{70'000}}) {
           const auto letters = letters_of(group, count);
           group.exchange(calls_of(letters));
@@ -371,7 +371,7 @@ const ByTransport kAtOnce{
 
 const ByTransport kSlowOne{"... a slow rank does not delay the others", [](const std::string& by) {
                              std::latch other_has_it(1);
-                             ranks::run_groups(3, by, [&](Group& group) {
+                             ranks::run_groups(3, by, [&](group::Group& group) {
                                const int me = group.rank();
                                std::deque<Letter> letters;
                                if (me == 0)
@@ -389,7 +389,7 @@ const ByTransport kSlowOne{"... a slow rank does not delay the others", [](const
 
 const ByTransport kNotAsAsked{
     "... and one with another signature is dropped after the others", [](const std::string& by) {
-      ranks::run_groups(3, by, [](Group& group) {
+      ranks::run_groups(3, by, [](group::Group& group) {
         const int me = group.rank();
         auto letters = letters_of(group, 70'000);
         if (me == 1)  // its long one to rank 0 is shorter
@@ -412,7 +412,7 @@ const ByTransport kNotAsAsked{
 
 const ByTransport kOneGone{
     "... or ends when one of its ranks has left", [](const std::string& by) {
-      ranks::run_groups(3, by, [](Group& group) {
+      ranks::run_groups(3, by, [](group::Group& group) {
         if (group.rank() == 2) return group.close();
         const auto letters = letters_of(group, 70'000);
         const Ending ending = ending_of([&] { group.exchange(calls_of(letters)); });
@@ -424,12 +424,13 @@ const ByTransport kOneGone{
 
 const Test kNoExchange{
     "exchange() rejects calls other than messages between two ranks", [] {
-      ranks::run_groups(2, "local", [](Group& group) {
+      ranks::run_groups(2, "local", [](group::Group& group) {
         Array array(Dtype::uint8, 8);
-        for (const Call& call : {Call{.operation = Operation::barrier},
-                                 Call{.operation = Operation::recv, .peer = kAnySource},
-                                 Call{.operation = Operation::send, .peer = group.rank()}}) {
-          Call given = call;
+        for (const group::Call& call :
+             {group::Call{.operation = Operation::barrier},
+              group::Call{.operation = Operation::recv, .peer = group::kAnySource},
+              group::Call{.operation = Operation::send, .peer = group.rank()}}) {
+          group::Call given = call;
           given.input = given.output = array.data();
           expect_throws<InvalidArgument>([&] { group.exchange(std::span(&given, 1)); });
         }
@@ -439,9 +440,9 @@ const Test kNoExchange{
 
 const Test kRefuses{
     "invalid counts and roots are rejected", [] {
-      ranks::run_groups(2, "local", [](Group& group) {
+      ranks::run_groups(2, "local", [](group::Group& group) {
         Array array(Dtype::uint8, 64);
-        const auto refused = [&](Call call) {
+        const auto refused = [&](group::Call call) {
           call.input = call.output = array.data();
           expect_throws<InvalidArgument>([&] { group.run(call); });
         };

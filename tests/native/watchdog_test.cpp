@@ -18,7 +18,7 @@ using namespace pycomm;
 using namespace std::chrono_literals;
 
 // A device whose events pass on command.
-class PlayedDevice final : public Device {
+class PlayedDevice final : public device::Device {
  public:
   bool through = false;
 
@@ -42,20 +42,21 @@ class PlayedDevice final : public Device {
   void wait_until(void*, const uint32_t*, uint32_t) override {}
   void copy(void*, const void*, size_t, void*) override {}
   void clear(void*, size_t, void*) override {}
-  void reduce(const Reduction&, void*) override {}
+  void reduce(const device::Reduction&, void*) override {}
 };
 
-class PlayedCarrier final : public DeviceExecutor {
+class PlayedCarrier final : public device_group::DeviceExecutor {
  public:
   bool troubled = false;
 
-  Algorithm algorithm_for(const Call&) const override { return Algorithm::nccl; }
-  DeviceCall prepare(const Call& call) override { return {.call = call}; }
-  std::shared_ptr<Event> event() override { return nullptr; }
-  std::shared_ptr<Event> enqueue(const DeviceCall&, Event&, const Deadline&) override {
+  Algorithm algorithm_for(const group::Call&) const override { return Algorithm::nccl; }
+  device_group::DeviceCall prepare(const group::Call& call) override { return {.call = call}; }
+  std::shared_ptr<device::Event> event() override { return nullptr; }
+  std::shared_ptr<device::Event> enqueue(const device_group::DeviceCall&, device::Event&,
+                                         const Deadline&) override {
     return nullptr;
   }
-  Stats stats() const override { return {}; }
+  group::Stats stats() const override { return {}; }
   std::optional<Error> trouble(const std::string& what) override {
     if (!troubled) return std::nullopt;
     return PeerLost(what + " was given up");
@@ -65,16 +66,17 @@ class PlayedCarrier final : public DeviceExecutor {
 };
 
 struct Watched {
-  explicit Watched(std::shared_ptr<Group> group = ranks::World{}.join(0))
+  explicit Watched(std::shared_ptr<group::Group> group = ranks::World{}.join(0))
       : host(std::move(group)) {}
-  std::shared_ptr<Group> host;
+  std::shared_ptr<group::Group> host;
   std::shared_ptr<PlayedDevice> device = std::make_shared<PlayedDevice>();
   PlayedCarrier executor;
-  Watchdog watchdog{*host, executor};
+  device_group::Watchdog watchdog{*host, executor};
   std::exception_ptr told;
 
-  std::shared_ptr<Event> add(std::chrono::nanoseconds limit = 60s, int peer = Watchdog::kAllPeers) {
-    auto over = std::make_shared<Event>(device);
+  std::shared_ptr<device::Event> add(std::chrono::nanoseconds limit = 60s,
+                                     int peer = device_group::Watchdog::kAllPeers) {
+    auto over = std::make_shared<device::Event>(device);
     watchdog.add("all_reduce(of a test)", peer, Deadline(limit), over,
                  [this](std::exception_ptr error) { told = std::move(error); });
     return over;
@@ -121,14 +123,15 @@ const Test kLate{"a call that is not complete at its limit is named", [] {
 const Test kNeeded{"a rank that leaves ends the calls that need it, and no others", [] {
                      ranks::World world{.size = 3, .transport = "tcp", .heartbeat = 500ms};
                      std::latch over(1);
-                     ranks::run_groups(world, [&](Group& group) {
+                     ranks::run_groups(world, [&](group::Group& group) {
                        if (group.rank() == 2) return group.close();
                        if (group.rank() == 1) return over.wait();
                        const struct Tell {
                          std::latch& latch;
                          ~Tell() { latch.count_down(); }  // also where a check fails
                        } tell{over};
-                       const std::shared_ptr<Group> host(&group, [](Group*) {});  // not its owner
+                       const std::shared_ptr<group::Group> host(
+                           &group, [](group::Group*) {});  // not its owner
                        Watched message(host), all(host);
                        (void)message.add(60s, 1);
                        (void)all.add();

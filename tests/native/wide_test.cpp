@@ -26,10 +26,11 @@ using Pairs = std::set<std::pair<int, int>>;  // lower rank, higher
 // The pairs of ranks that a plan connects.
 void add_pairs(Pairs& pairs, Algorithm algorithm, Operation operation, size_t count) {
   for (int rank = 0; rank < kSize; ++rank)
-    for (const Move& move :
-         make_plan(algorithm, operation, {.rank = rank, .size = kSize, .count = count}).moves)
+    for (const collectives::Move& move :
+         collectives::make_plan(algorithm, operation, {.rank = rank, .size = kSize, .count = count})
+             .moves)
       for (const int peer : {move.to, move.from})
-        if (peer != kNoRank && peer != rank) pairs.insert(std::minmax(rank, peer));
+        if (peer != collectives::kNoRank && peer != rank) pairs.insert(std::minmax(rank, peer));
 }
 
 long sockets() {
@@ -51,13 +52,13 @@ long settled(long wanted, long (*count)()) {
 }
 
 // Runs `look` on rank 0 while all ranks are between two barriers.
-void all_stand(Group& group, const std::function<void()>& look) {
+void all_stand(group::Group& group, const std::function<void()>& look) {
   group.run({.operation = Operation::barrier});
   if (group.rank() == 0) look();
   group.run({.operation = Operation::barrier});
 }
 
-void expect_sum(Group& group, Algorithm algorithm) {
+void expect_sum(group::Group& group, Algorithm algorithm) {
   std::vector<float> in(kCount, static_cast<float>(group.rank())), out(kCount);
   group.run({.operation = Operation::all_reduce,
              .dtype = Dtype::float32,
@@ -73,7 +74,7 @@ void expect_little(const std::string& transport, long listeners) {
   const long before = ranks::descriptors(), sockets_before = sockets();
   Pairs pairs;
   ranks::World world{.size = kSize, .transport = transport, .timeout = 60s * ranks::kSlowdown};
-  ranks::run_groups(world, [&](Group& group) {
+  ranks::run_groups(world, [&](group::Group& group) {
     long others = 0;
     const auto look = [&](const std::string& when) {
       const long wanted = sockets_before + kSize * listeners + 2 * static_cast<long>(pairs.size());
@@ -84,7 +85,8 @@ void expect_little(const std::string& transport, long listeners) {
       expect_equal(now, others, "other descriptors " + when);
     };
     all_stand(group, [&] {
-      const Algorithm barrier = choose({.operation = Operation::barrier, .size = kSize});
+      const Algorithm barrier =
+          collectives::choose({.operation = Operation::barrier, .size = kSize});
       add_pairs(pairs, barrier, Operation::barrier, 0);
       look("of the barrier");
     });

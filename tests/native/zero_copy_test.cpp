@@ -38,7 +38,7 @@ constexpr size_t kMargin = 1000;  // elements, before and behind what a call may
 class Floats {
  public:
   Floats(size_t count, bool in_heap) : count_(count), own_(in_heap ? 0 : count + 2 * kMargin) {
-    if (in_heap) memory_ = SharedHeap::own()->allocate((count + 2 * kMargin) * sizeof(float));
+    if (in_heap) memory_ = os::SharedHeap::own()->allocate((count + 2 * kMargin) * sizeof(float));
     at_ = in_heap ? reinterpret_cast<float*>(memory_.get()) : own_.data();
     std::fill(at_, at_ + count + 2 * kMargin, -7.0F);
   }
@@ -67,7 +67,7 @@ class Floats {
   float* at_;
 };
 
-Call sum_of(Floats& input, Floats& output, size_t count) {
+group::Call sum_of(Floats& input, Floats& output, size_t count) {
   return {.operation = Operation::all_reduce,
           .dtype = Dtype::float32,
           .input = input.data(),
@@ -76,7 +76,7 @@ Call sum_of(Floats& input, Floats& output, size_t count) {
 }
 
 // Bytes that this rank writes into others' memory in a zero-copy call.
-uint64_t mapped_bytes(const Group& group, size_t count) {
+uint64_t mapped_bytes(const group::Group& group, size_t count) {
   const auto size = static_cast<size_t>(group.size()), rank = static_cast<size_t>(group.rank());
   return (size - 1) * (count / size + (rank < count % size ? 1 : 0)) * sizeof(float);
 }
@@ -84,7 +84,7 @@ uint64_t mapped_bytes(const Group& group, size_t count) {
 void sums_test() {
   for (const std::string& by : kShared)
     for (const int size : {2, 3, 4})
-      ranks::run_groups(size, by, [](Group& group) {
+      ranks::run_groups(size, by, [](group::Group& group) {
         for (const size_t count : kCounts)
           for (const bool in_place : {true, false}) {
             Floats input(count, true), output(count, true);
@@ -111,19 +111,19 @@ struct Scene {
 };
 
 // Bytes that tell the two paths apart: sent by the rank that gives to all, received in a broadcast.
-uint64_t moved(const Group& group, Operation operation) {
-  const Stats stats = group.stats();
+uint64_t moved(const group::Group& group, Operation operation) {
+  const group::Stats stats = group.stats();
   return operation == Operation::broadcast ? stats.bytes_received : stats.bytes_sent;
 }
 
-void play(Group& group, const Scene& scene) {
+void play(group::Group& group, const Scene& scene) {
   const auto size = static_cast<size_t>(group.size()), rank = static_cast<size_t>(group.rank());
   const bool gives_rows = scene.operation == Operation::reduce_scatter;
   const bool in_heap = group.rank() != scene.odd;
   Floats small(scene.count, in_heap && !gives_rows);
   Floats large(scene.count * size, in_heap && (gives_rows || scene.in_place));
   float* own = scene.in_place ? large.data() + rank * scene.count : small.data();
-  Call call{.operation = scene.operation, .dtype = Dtype::float32, .count = scene.count};
+  group::Call call{.operation = scene.operation, .dtype = Dtype::float32, .count = scene.count};
   if (scene.operation == Operation::broadcast) call.peer = group.size() - 1;
   call.input = gives_rows ? large.data() : own;
   call.output = scene.operation == Operation::all_gather ? large.data() : own;
@@ -154,7 +154,7 @@ void play(Group& group, const Scene& scene) {
 void verbs_test() {
   for (const std::string& by : kShared)
     for (const int size : {2, 3})
-      ranks::run_groups(size, by, [](Group& group) {
+      ranks::run_groups(size, by, [](group::Group& group) {
         for (const Operation operation :
              {Operation::broadcast, Operation::all_gather, Operation::reduce_scatter})
           for (const size_t count : {size_t{4097}, size_t{100'003}})
@@ -169,7 +169,7 @@ const Test kVerbs{"the other verbs use arrays in heaps in place, or all ranks us
 // The rank with a private array, and which of its two arrays.
 void mixed_test() {
   for (const std::string& by : kShared)
-    ranks::run_groups(3, by, [](Group& group) {
+    ranks::run_groups(3, by, [](group::Group& group) {
       for (const size_t count : kCounts)
         for (int odd = 0; odd < 3; ++odd)
           for (const bool whole : {true, false}) {
@@ -187,10 +187,10 @@ void mixed_test() {
 const Test kMixed{"with one private array all ranks use slots", mixed_test};
 
 void half_test() {
-  ranks::run_groups(3, "local", [](Group& group) {
+  ranks::run_groups(3, "local", [](group::Group& group) {
     const uint16_t big = 0x6800, one = 0x3c00, truth = 0x6801;  // 2048, 1, 2050
     constexpr size_t kCount = 30'000;
-    const auto memory = SharedHeap::own()->allocate(kCount * sizeof(uint16_t));
+    const auto memory = os::SharedHeap::own()->allocate(kCount * sizeof(uint16_t));
     auto* x = reinterpret_cast<uint16_t*>(memory.get());
     std::fill(x, x + kCount, group.rank() == 0 ? big : one);
     group.run({.operation = Operation::all_reduce,
@@ -204,7 +204,7 @@ void half_test() {
 const Test kHalf{"16-bit sums in heaps are rounded once", half_test};
 
 // A sum in a separate array, which is freed right after the call.
-void sum_once(Group& group, size_t count) {
+void sum_once(group::Group& group, size_t count) {
   Floats x(count, true);
   x.fill(group.rank());
   group.run(sum_of(x, x, count));
@@ -213,7 +213,7 @@ void sum_once(Group& group, size_t count) {
 
 void disagreement_test() {
   for (const std::string& by : kShared)
-    ranks::run_groups(3, by, [](Group& group) {
+    ranks::run_groups(3, by, [](group::Group& group) {
       constexpr size_t kCount = 100'000;
       for (int odd = 0; odd < 3; ++odd)
         for (const auto& [other, private_too] :
@@ -233,7 +233,7 @@ const Test kDisagreement{"a disagreement about arrays in heaps changes none", di
 
 // An array is freed as soon as this rank's call is over; its reused memory is not touched.
 void lifetime_test() {
-  ranks::run_groups(2, "shm", [](Group& group) {
+  ranks::run_groups(2, "shm", [](group::Group& group) {
     for (int i = 0; i < 200; ++i) sum_once(group, 50'000);
   });
 }
@@ -245,31 +245,31 @@ const Test kLifetime{"arrays that are freed right after their call", lifetime_te
 enum class Gone { offered, met, worked };
 void left_test(int steps_before, Gone gone_has) {
   constexpr size_t kCount = 400'000;
-  std::vector<std::shared_ptr<Segment>> segments;
+  std::vector<std::shared_ptr<shared::Segment>> segments;
   for (int rank = 0; rank < 2; ++rank) {
-    const auto memory = local_memory("left", rank, sizeof(Segment));
-    segments.emplace_back(memory, reinterpret_cast<Segment*>(memory.get()));
+    const auto memory = transport::local_memory("left", rank, sizeof(shared::Segment));
+    segments.emplace_back(memory, reinterpret_cast<shared::Segment*>(memory.get()));
   }
   struct Rank {
-    Rank(int rank, const std::vector<std::shared_ptr<Segment>>& segments)
-        : engine(std::vector<std::unique_ptr<Channel>>(2),
+    Rank(int rank, const std::vector<std::shared_ptr<shared::Segment>>& segments)
+        : engine(std::vector<std::unique_ptr<transport::Channel>>(2),
                  {.rank = rank, .names = {}, .interrupted = {}}),
           region(segments, {0, 1}, rank) {
       x.fill(rank);
-      region.set_heaps({SharedHeap::own()->view(), SharedHeap::own()->view()});
+      region.set_heaps({os::SharedHeap::own()->view(), os::SharedHeap::own()->view()});
       job.input = job.output = reinterpret_cast<std::byte*>(x.data());
       region.begin(header);
       run.emplace(engine, region, job, header);
     }
     Floats x{kCount, true};
-    Engine engine;
-    SharedMemoryRegion region;
-    SharedJob job{.operation = Operation::all_reduce,
-                  .count = kCount,
-                  .element_bytes = sizeof(float),
-                  .reducer = &reducer(Dtype::float32, ReduceOp::sum)};
-    Header header;
-    std::optional<SharedCall> run;
+    engine::Engine engine;
+    shared::SharedMemoryRegion region;
+    shared::SharedJob job{.operation = Operation::all_reduce,
+                          .count = kCount,
+                          .element_bytes = sizeof(float),
+                          .reducer = &kernels::reducer(Dtype::float32, ReduceOp::sum)};
+    transport::Header header;
+    std::optional<shared::SharedCall> run;
   } gone(0, segments), late(1, segments);
   expect(gone.run->advance() && late.run->advance(), "no offer");
   if (gone_has != Gone::offered) expect(gone.run->advance(), "has not met the other");
@@ -313,7 +313,7 @@ int heaps_mapped() {
   for (std::string line; std::getline(maps, line);) {
     unsigned long begin = 0, end = 0;
     expect_equal(std::sscanf(line.c_str(), "%lx-%lx", &begin, &end), 2, "a line of maps");
-    found += end - begin == SharedHeap::capacity() ? 1 : 0;
+    found += end - begin == os::SharedHeap::capacity() ? 1 : 0;
   }
   return found;
 }
@@ -321,13 +321,13 @@ int heaps_mapped() {
 void demand_test() {
   for (const int full_mesh : {2, 0}) {
     const int before = std::exchange(ranks::full_mesh, full_mesh);
-    ranks::run_groups(2, "shm", [&](Group& group) {
+    ranks::run_groups(2, "shm", [&](group::Group& group) {
       std::vector<float> x(10);
-      const Call sum{.operation = Operation::all_reduce,
-                     .dtype = Dtype::float32,
-                     .input = x.data(),
-                     .output = x.data(),
-                     .count = x.size()};
+      const group::Call sum{.operation = Operation::all_reduce,
+                            .dtype = Dtype::float32,
+                            .input = x.data(),
+                            .output = x.data(),
+                            .count = x.size()};
       group.run(sum);  // all have met
       expect_equal(heaps_mapped() > 0, full_mesh > 0, "whether heaps are mapped");
       group.run(sum);
@@ -338,9 +338,9 @@ void demand_test() {
 const Test kDemand{"ranks that connect on demand map no heaps", demand_test};
 
 void heap_test() {
-  const size_t page = page_bytes();
-  auto heap = SharedHeap::own();
-  expect(heap == SharedHeap::own(), "a process has one heap");
+  const size_t page = os::page_bytes();
+  auto heap = os::SharedHeap::own();
+  expect(heap == os::SharedHeap::own(), "a process has one heap");
   auto a = heap->allocate(1), b = heap->allocate(page + 1), c = heap->allocate(3 * page);
   expect(b.get() == a.get() + page && c.get() == b.get() + 2 * page, "one behind another");
   const std::byte* gap = b.get();
@@ -366,8 +366,8 @@ void heap_test() {
 const Test kHeap{"the heap gives, takes back and joins", heap_test};
 
 void view_test() {
-  const auto heap = SharedHeap::own();
-  const HeapView& view = heap->view();
+  const auto heap = os::SharedHeap::own();
+  const os::HeapView& view = heap->view();
   const std::byte* end = view.base.get() + view.bytes;
   expect(view.offset_of(end - 8, 8).has_value() && !view.offset_of(end - 8, 9).has_value(),
          "the end of the heap");
@@ -375,10 +375,10 @@ void view_test() {
   expect(
       !view.holds(view.bytes + 1, 0) && !view.holds(~uint64_t{0}, 1) && view.holds(0, view.bytes),
       "offsets from outside");
-  expect(!HeapView{}.offset_of(end, 1).has_value(), "no heap");
-  const auto again = map_heap(heap->descriptor(), view.bytes);
-  expect(map_heap(heap->descriptor(), view.bytes).base == again.base, "mapped once");
-  const auto memory = heap->allocate(page_bytes());
+  expect(!os::HeapView{}.offset_of(end, 1).has_value(), "no heap");
+  const auto again = os::map_heap(heap->descriptor(), view.bytes);
+  expect(os::map_heap(heap->descriptor(), view.bytes).base == again.base, "mapped once");
+  const auto memory = heap->allocate(os::page_bytes());
   memory.get()[7] = std::byte{9};
   expect(again.base.get()[*view.offset_of(memory.get(), 8) + 7] == std::byte{9}, "the same memory");
 }

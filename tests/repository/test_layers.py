@@ -108,6 +108,8 @@ MAY_INCLUDE = {
     ],
     "gpu.hpp": [],
 }
+# Files that declare a type of another folder without its header.
+FORWARD = {"group/group.h": "pycomm::rendezvous"}
 STANDARD_LIBRARY_ONLY = ["core/", "collectives/"]
 MAY_INCLUDE_TORCH = "bindings/c10d"
 
@@ -192,6 +194,17 @@ def test_cpp_folders_have_no_circle() -> None:
         if folder != other:
             included.setdefault(folder, set()).add(other)
     graphlib.TopologicalSorter(included).prepare()  # raises CycleError, which names the folders
+
+
+def test_each_folder_has_its_namespace() -> None:
+    """`pycomm` itself for core, so types of two folders may share a name."""
+    wrong = []
+    for where, name in lines_with(r"^namespace (pycomm[\w:]*) \{", CPP):
+        file, folder = where.split(":")[0], where.split("/")[0]
+        own = "pycomm" if folder == "core" else f"pycomm::{folder}"
+        if name != FORWARD.get(file) and name != own and not name.startswith(f"{own}::"):
+            wrong.append(f"{where}: {name}, expected {own}")
+    assert wrong == []
 
 
 def test_lowest_folders_use_the_standard_library_only() -> None:

@@ -13,7 +13,7 @@
 
 #include "codec/format.h"
 
-namespace pycomm::cpu {
+namespace pycomm::codec {
 
 // Writes 64 bits at a time; finish() writes the remaining bytes.
 class UnaryWriter {
@@ -131,4 +131,4 @@ struct Packing<std::index_sequence<kWidths...>> {
 };
 using Packings = Packing<std::make_index_sequence<kMostWidth + 1>>;
 
-}  // namespace pycomm::cpu
+}  // namespace pycomm::codec

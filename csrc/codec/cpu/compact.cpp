@@ -15,10 +15,8 @@
 #include "core/errors.h"
 #include "cpu/floats.h"
 
-namespace pycomm {
+namespace pycomm::codec {
 namespace {
-
-using namespace cpu;
 
 // Returns nothing if the varint does not end, is longer than necessary, or is 2^31 or more.
 std::optional<size_t> read_varint(std::span<const std::byte> bytes, size_t& at) {
@@ -36,19 +34,20 @@ std::optional<size_t> read_varint(std::span<const std::byte> bytes, size_t& at) 
 // Writes the values, and adds their rounding errors to the residual.
 template <typename Real>
 void write_all_values(const Packet& packet, const CompactEncoding& encoding, std::byte* out) {
-  const ExactFloats exact;
+  const cpu::ExactFloats exact;
   const auto* const values = static_cast<const Real*>(packet.values);
   auto* const residual = static_cast<Real*>(encoding.residual);
   std::array<float, kValueBlock> own, sent;
   for (size_t first = 0; first < packet.count; first += kValueBlock) {
     const size_t n = std::min(kValueBlock, packet.count - first);
-    for (size_t i = 0; i < n; ++i) own[i] = with_one_nan(static_cast<float>(values[first + i]));
+    for (size_t i = 0; i < n; ++i)
+      own[i] = cpu::with_one_nan(static_cast<float>(values[first + i]));
     write_values(encoding.value_code, std::span(own).first(n), out);
     if (residual != nullptr) {
       read_values(encoding.value_code, out, std::span(sent).first(n));
       for (size_t i = 0; i < n; ++i) {
         Real& rest = residual[packet.indices[first + i]];
-        rest = with_one_nan(rest + (values[first + i] - static_cast<Real>(sent[i])));
+        rest = cpu::with_one_nan(rest + (values[first + i] - static_cast<Real>(sent[i])));
       }
     }
     out += value_bytes(encoding.value_code, n);
@@ -103,8 +102,8 @@ size_t encode_compact(const Packet& packet, const CompactEncoding& encoding, std
   }
   const CompactHead head = compact_head(packet.count, encoding.count, code, encoding.value_code);
   std::byte* at = std::copy_n(head.bytes.begin(), head.size, out);
-  with_real(encoding.dtype,
-            [&](auto dtype) { write_all_values<Stored<dtype()>>(packet, encoding, at); });
+  cpu::with_real(encoding.dtype,
+                 [&](auto dtype) { write_all_values<cpu::Stored<dtype()>>(packet, encoding, at); });
   at += value_bytes(encoding.value_code, packet.count);
   switch (code) {
     case IndexCode::list:
@@ -127,7 +126,7 @@ void decode_compact(std::span<const std::byte> bytes, int32_t* indices, float* v
   if (!values_end_in_zeros(header.value_code, coded, header.k))
     refuse("bits after its last value are not zero", bytes.size());
   read_indices(header.index_code, body.subspan(coded.size()), header.count, {indices, header.k});
-  const ExactFloats exact;
+  const cpu::ExactFloats exact;
   for (size_t first = 0; first < header.k; first += kValueBlock) {
     const size_t n = std::min(kValueBlock, header.k - first);
     read_values(header.value_code, coded.data() + value_bytes(header.value_code, first),
@@ -135,4 +134,4 @@ void decode_compact(std::span<const std::byte> bytes, int32_t* indices, float* v
   }
 }
 
-}  // namespace pycomm
+}  // namespace pycomm::codec

@@ -12,7 +12,7 @@
 #include "core/errors.h"
 #include "cpu/isa.h"
 
-namespace pycomm::cpu {
+namespace pycomm::codec {
 namespace {
 
 constexpr size_t kBlock = kPacked;
@@ -50,7 +50,7 @@ struct Gaps {
 
 // The search starts at the previous parameter: the number of bits is convex in b.
 struct FindParameters {
-  template <Isa>
+  template <cpu::Isa>
   [[gnu::always_inline]] static void run(std::span<const int32_t> indices, int b, RicePlan* plan) {
     Gaps gaps;
     for (size_t first = 0; first < indices.size(); first += kBlock) {
@@ -70,7 +70,7 @@ struct FindParameters {
 // Writes the quotients to `quotients` and the remainders to `out`; returns the position of the next
 // byte there.
 struct WriteGaps {
-  template <Isa>
+  template <cpu::Isa>
   [[gnu::always_inline]] static std::byte* run(std::span<const int32_t> indices,
                                                const uint8_t* parameters, UnaryWriter* quotients,
                                                std::byte* out) {
@@ -109,7 +109,7 @@ struct ReadGaps {
   // Returns the bit after the last quotient, or 0 if data is missing or out of range. `ones` is
   // past the parameters, which end before bit `end`. `low` has as many bytes as the parameters
   // require.
-  template <Isa>
+  template <cpu::Isa>
   [[gnu::always_inline]] static uint64_t run(std::span<int32_t> indices, size_t count,
                                              const uint8_t* parameters, OnesReader* quotients,
                                              const std::byte* low, uint64_t end) {
@@ -186,7 +186,8 @@ void read_rice(std::span<const std::byte> bytes, size_t count, std::span<int32_t
   const auto low = bytes.last(remainder_bytes);
   OnesReader ones(unary);
   ones.skip(end);
-  end = run_on<ReadGaps>(isa_here(), indices, count, parameters.data(), &ones, low.data(), end);
+  end = cpu::run_on<ReadGaps>(cpu::isa_here(), indices, count, parameters.data(), &ones, low.data(),
+                              end);
   if (end == 0) refuse("an index is out of range");
   if (bytes_of_bits(end) != unary.size() || ones.next() != OnesReader::kNone ||
       !zeros_behind(low, remainder_bits))
@@ -214,7 +215,7 @@ RicePlan plan_rice(std::span<const int32_t> indices, size_t count) {
   RicePlan plan;
   if (indices.empty()) return plan;
   plan.parameters.resize((indices.size() + kBlock - 1) / kBlock);
-  run_on<FindParameters>(isa_here(), indices, rice_start(indices.size(), count), &plan);
+  cpu::run_on<FindParameters>(cpu::isa_here(), indices, rice_start(indices.size(), count), &plan);
   return plan;
 }
 
@@ -244,8 +245,8 @@ std::byte* write_rice(std::span<const int32_t> indices, size_t count, const Rice
     unary.put(zigzag(b - before));
     before = b;
   }
-  std::byte* const end = run_on<WriteGaps>(isa_here(), indices, plan.parameters.data(), &unary,
-                                           out + bytes_of_bits(plan.unary_bits));
+  std::byte* const end = cpu::run_on<WriteGaps>(cpu::isa_here(), indices, plan.parameters.data(),
+                                                &unary, out + bytes_of_bits(plan.unary_bits));
   unary.finish();
   return end;
 }
@@ -264,4 +265,4 @@ void read_indices(IndexCode code, std::span<const std::byte> bytes, size_t count
   }
 }
 
-}  // namespace pycomm::cpu
+}  // namespace pycomm::codec

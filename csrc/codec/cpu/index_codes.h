@@ -8,7 +8,7 @@
 
 #include "codec/compact.h"
 
-namespace pycomm::cpu {
+namespace pycomm::codec {
 
 // Size and parameters of a Rice code. A separate pass computes them, because sizes are compared
 // before a code is chosen.
@@ -32,4 +32,4 @@ std::byte* write_rice(std::span<const int32_t> indices, size_t count, const Rice
 void read_indices(IndexCode code, std::span<const std::byte> bytes, size_t count,
                   std::span<int32_t> indices);
 
-}  // namespace pycomm::cpu
+}  // namespace pycomm::codec

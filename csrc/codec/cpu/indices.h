@@ -8,7 +8,7 @@
 
 #include "core/errors.h"
 
-namespace pycomm::cpu {
+namespace pycomm::codec {
 
 // Throws InvalidArgument, with the first invalid index, unless they ascend in 0..count-1.
 inline void check_indices(std::span<const int32_t> indices, size_t count) {
@@ -25,4 +25,4 @@ inline void check_indices(std::span<const int32_t> indices, size_t count) {
                             std::to_string(static_cast<int64_t>(count) - 1));
 }
 
-}  // namespace pycomm::cpu
+}  // namespace pycomm::codec

@@ -13,7 +13,7 @@
 #include "cpu/floats.h"
 #include "cpu/isa.h"
 
-namespace pycomm::cpu {
+namespace pycomm::codec {
 namespace {
 
 constexpr size_t kLanes = 128;
@@ -30,12 +30,13 @@ using Block = std::array<float, kValueBlock>;
 
 // The scale is the largest magnitude / 127; NaN if a value is not finite.
 struct WriteInt8 {
-  template <Isa>
+  template <cpu::Isa>
   [[gnu::always_inline]] static void run(const float* values, size_t n, std::byte* out) {
     uint32_t largest = 0;
-    for (size_t i = 0; i < n; ++i) largest = std::max(largest, key_of(values[i]));
+    for (size_t i = 0; i < n; ++i) largest = std::max(largest, cpu::key_of(values[i]));
     const auto magnitude = std::bit_cast<float>(largest);
-    const float scale = is_finite(magnitude) ? std::min(magnitude / 127.0f, kLargestScale) : kNaN;
+    const float scale =
+        cpu::is_finite(magnitude) ? std::min(magnitude / 127.0f, kLargestScale) : kNaN;
     std::memcpy(out, &scale, sizeof scale);
     auto* const numbers = reinterpret_cast<int8_t*>(out + sizeof scale);
     if (!(scale > 0)) {
@@ -53,12 +54,13 @@ struct WriteInt8 {
 };
 
 struct ReadInt8 {
-  template <Isa>
+  template <cpu::Isa>
   [[gnu::always_inline]] static void run(const std::byte* in, float* values, size_t n) {
     float scale;
     std::memcpy(&scale, in, sizeof scale);
     const auto* const numbers = reinterpret_cast<const int8_t*>(in + sizeof scale);
-    for (size_t i = 0; i < n; ++i) values[i] = with_one_nan(static_cast<float>(numbers[i]) * scale);
+    for (size_t i = 0; i < n; ++i)
+      values[i] = cpu::with_one_nan(static_cast<float>(numbers[i]) * scale);
   }
 };
 
@@ -75,18 +77,18 @@ struct Magnitudes {
   alignas(64) Block value;
   bool finite;
 
-  template <Isa>
+  template <cpu::Isa>
   [[gnu::always_inline]] static void run(const float* values, size_t n, Magnitudes* found) {
     uint32_t largest = 0;
     for (size_t i = 0; i < n; ++i) {
-      const uint32_t key = key_of(values[i]);
+      const uint32_t key = cpu::key_of(values[i]);
       found->value[i] = std::bit_cast<float>(key);
       largest = std::max(largest, key);
     }
-    found->finite = is_finite(std::bit_cast<float>(largest));
+    found->finite = cpu::is_finite(std::bit_cast<float>(largest));
   }
   explicit Magnitudes(std::span<const float> values) {
-    run_on<Magnitudes>(isa_here(), values.data(), values.size(), this);
+    cpu::run_on<Magnitudes>(cpu::isa_here(), values.data(), values.size(), this);
   }
 };
 
@@ -102,7 +104,7 @@ struct Split {
 }
 
 struct SplitAt {
-  template <Isa>
+  template <cpu::Isa>
   [[gnu::always_inline]] static void run(const float* magnitudes, size_t n, float limit,
                                          Split* split) {
     std::array<double, kLanes> below{}, above{};
@@ -129,7 +131,7 @@ struct SplitAt {
 
 Split split_at(const Magnitudes& magnitudes, size_t n, float limit) {
   Split split;
-  run_on<SplitAt>(isa_here(), magnitudes.value.data(), n, limit, &split);
+  cpu::run_on<SplitAt>(cpu::isa_here(), magnitudes.value.data(), n, limit, &split);
   return split;
 }
 
@@ -141,14 +143,14 @@ float limit_of(double limit) {
 
 // Encodes a level: rounded to float32, then to bfloat16, and never up to infinity.
 uint16_t level_of(double mean) {
-  return std::min(narrow_bfloat16(static_cast<float>(mean)), kLargestLevel);
+  return std::min(cpu::narrow_bfloat16(static_cast<float>(mean)), kLargestLevel);
 }
 
 constexpr float kEverything = std::numeric_limits<float>::infinity();
 
 // One byte per value: its sign, and in the next bit whether its magnitude is above a limit.
 struct Signs {
-  template <Isa>
+  template <cpu::Isa>
   [[gnu::always_inline]] static void run(const float* values, size_t n, float limit,
                                          uint8_t* codes) {
     for (size_t i = 0; i < n; ++i) {
@@ -188,7 +190,7 @@ void pack(Codes& codes, size_t n, std::byte* out) {
 template <unsigned kBits>
 void pack_signs(std::span<const float> values, float limit, std::byte* out) {
   alignas(64) Codes codes;
-  run_on<Signs>(isa_here(), values.data(), values.size(), limit, codes.data());
+  cpu::run_on<Signs>(cpu::isa_here(), values.data(), values.size(), limit, codes.data());
   pack<kBits>(codes, values.size(), out);
 }
 
@@ -205,11 +207,11 @@ void unpack(const std::byte* in, std::array<float, 1 << kBits> meanings, std::sp
   for (size_t i = whole; i < values.size(); ++i) values[i] = value(i, i - whole);
 }
 
-float negative(float level) { return with_one_nan(-level); }
+float negative(float level) { return cpu::with_one_nan(-level); }
 
 void write_one_bit(std::span<const float> values, std::byte* out) {
   const Magnitudes magnitudes(values);
-  uint16_t level = narrow_bfloat16(kNaN);
+  uint16_t level = cpu::narrow_bfloat16(kNaN);
   if (magnitudes.finite)
     level = level_of(split_at(magnitudes, values.size(), kEverything).below /
                      static_cast<double>(values.size()));
@@ -224,7 +226,7 @@ void write_two_bit(std::span<const float> values, std::byte* out) {
   const Magnitudes magnitudes(values);
   const size_t n = values.size();
   std::array<uint16_t, 2> levels;
-  levels.fill(narrow_bfloat16(kNaN));
+  levels.fill(cpu::narrow_bfloat16(kNaN));
   float limit = kEverything;
   if (magnitudes.finite) {
     limit = limit_of(split_at(magnitudes, n, kEverything).below / static_cast<double>(n));
@@ -242,13 +244,15 @@ void write_two_bit(std::span<const float> values, std::byte* out) {
 }
 
 void read_one_bit(const std::byte* in, std::span<float> values) {
-  const float level = load<Dtype::bfloat16>(in, 0);
-  unpack<1>(in + 2, {with_one_nan(level), negative(level)}, values);
+  const float level = cpu::load<Dtype::bfloat16>(in, 0);
+  unpack<1>(in + 2, {cpu::with_one_nan(level), negative(level)}, values);
 }
 
 void read_two_bit(const std::byte* in, std::span<float> values) {
-  const float low = load<Dtype::bfloat16>(in, 0), high = load<Dtype::bfloat16>(in, 1);
-  unpack<2>(in + 4, {with_one_nan(low), negative(low), with_one_nan(high), negative(high)}, values);
+  const float low = cpu::load<Dtype::bfloat16>(in, 0), high = cpu::load<Dtype::bfloat16>(in, 1);
+  unpack<2>(in + 4,
+            {cpu::with_one_nan(low), negative(low), cpu::with_one_nan(high), negative(high)},
+            values);
 }
 
 // ---- equal steps of the exponent ----------------------------------------------------------------
@@ -258,11 +262,11 @@ struct Halves {
   alignas(64) std::array<uint16_t, kValueBlock> value;
   int least, largest;
 
-  template <Isa>
+  template <cpu::Isa>
   [[gnu::always_inline]] static void run(const float* values, size_t n, Halves* found) {
     uint16_t least = 0xffff, largest = 0;
     for (size_t i = 0; i < n; ++i) {
-      const auto half = static_cast<uint16_t>(key_of(values[i]) >> 16);
+      const auto half = static_cast<uint16_t>(cpu::key_of(values[i]) >> 16);
       found->value[i] = half;
       least = std::min(least, half);
       largest = std::max(largest, half);
@@ -277,7 +281,7 @@ struct Grid {
   uint16_t low, step;
 
   uint16_t at(unsigned number) const {
-    if (low > kLargestLevel) return narrow_bfloat16(kNaN);
+    if (low > kLargestLevel) return cpu::narrow_bfloat16(kNaN);
     const unsigned bits = low + number * step + step / 2u;
     return static_cast<uint16_t>(std::min<unsigned>(bits, kLargestLevel));
   }
@@ -285,7 +289,7 @@ struct Grid {
 
 // One byte per value: its sign, and in the next two bits its number on the grid.
 struct ValueNumbers {
-  template <Isa>
+  template <cpu::Isa>
   [[gnu::always_inline]] static void run(const float* values, const uint16_t* halves, size_t n,
                                          Grid grid, uint8_t* codes) {
     const int first = grid.low + grid.step, second = first + grid.step;
@@ -301,16 +305,16 @@ struct ValueNumbers {
 
 void write_three_bit(std::span<const float> values, std::byte* out) {
   Halves halves;
-  run_on<Halves>(isa_here(), values.data(), values.size(), &halves);
-  Grid grid{narrow_bfloat16(kNaN), 0};
+  cpu::run_on<Halves>(cpu::isa_here(), values.data(), values.size(), &halves);
+  Grid grid{cpu::narrow_bfloat16(kNaN), 0};
   alignas(64) Codes codes;
   if (halves.largest <= kLargestLevel) {
     const int low = std::max(halves.least, halves.largest - kReach);
     grid = {static_cast<uint16_t>(low), static_cast<uint16_t>((halves.largest - low) / 4 + 1)};
-    run_on<ValueNumbers>(isa_here(), values.data(), halves.value.data(), values.size(), grid,
-                         codes.data());
+    cpu::run_on<ValueNumbers>(cpu::isa_here(), values.data(), halves.value.data(), values.size(),
+                              grid, codes.data());
   } else {
-    run_on<Signs>(isa_here(), values.data(), values.size(), kEverything, codes.data());
+    cpu::run_on<Signs>(cpu::isa_here(), values.data(), values.size(), kEverything, codes.data());
   }
   std::memcpy(out, &grid, sizeof grid);
   pack<3>(codes, values.size(), out + sizeof grid);
@@ -322,8 +326,8 @@ void read_three_bit(const std::byte* in, std::span<float> values) {
   in += sizeof grid;
   std::array<float, 8> meanings;
   for (unsigned number = 0; number < 4; ++number) {
-    const float level = widen_bfloat16(grid.at(number));
-    meanings[2 * number] = with_one_nan(level);
+    const float level = cpu::widen_bfloat16(grid.at(number));
+    meanings[2 * number] = cpu::with_one_nan(level);
     meanings[2 * number + 1] = negative(level);
   }
   const std::byte* const end = in + (3 * values.size() + 7) / 8;
@@ -343,11 +347,11 @@ void write_values(ValueCode code, std::span<const float> values, std::byte* out)
       std::memcpy(out, values.data(), values.size_bytes());
       return;
     case ValueCode::bfloat16:
-      for (size_t i = 0; i < values.size(); ++i) store<Dtype::bfloat16>(out, i, values[i]);
+      for (size_t i = 0; i < values.size(); ++i) cpu::store<Dtype::bfloat16>(out, i, values[i]);
       return;
     case ValueCode::int8:
       return by_scales(values.size(), [&](size_t first, size_t at, size_t n) {
-        run_on<WriteInt8>(isa_here(), values.data() + first, n, out + at);
+        cpu::run_on<WriteInt8>(cpu::isa_here(), values.data() + first, n, out + at);
       });
     case ValueCode::two_bit:
       return write_two_bit(values, out);
@@ -364,11 +368,11 @@ void read_values(ValueCode code, const std::byte* in, std::span<float> values) {
       std::memcpy(values.data(), in, values.size_bytes());
       return;
     case ValueCode::bfloat16:
-      for (size_t i = 0; i < values.size(); ++i) values[i] = load<Dtype::bfloat16>(in, i);
+      for (size_t i = 0; i < values.size(); ++i) values[i] = cpu::load<Dtype::bfloat16>(in, i);
       return;
     case ValueCode::int8:
       return by_scales(values.size(), [&](size_t first, size_t at, size_t n) {
-        run_on<ReadInt8>(isa_here(), in + at, values.data() + first, n);
+        cpu::run_on<ReadInt8>(cpu::isa_here(), in + at, values.data() + first, n);
       });
     case ValueCode::two_bit:
       return read_two_bit(in, values);
@@ -384,4 +388,4 @@ bool values_end_in_zeros(ValueCode code, std::span<const std::byte> bytes, size_
   return used == 0 || std::to_integer<unsigned>(bytes.back()) >> used == 0;
 }
 
-}  // namespace pycomm::cpu
+}  // namespace pycomm::codec

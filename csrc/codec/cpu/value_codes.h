@@ -6,7 +6,7 @@
 
 #include "codec/format.h"
 
-namespace pycomm::cpu {
+namespace pycomm::codec {
 
 // Encodes one block of at most kValueBlock values to value_bytes(). A non-finite value makes all
 // values with the same scale or level NaN.
@@ -17,4 +17,4 @@ void read_values(ValueCode code, const std::byte* in, std::span<float> values);
 // Whether the bits after the last value are zero, as required.
 bool values_end_in_zeros(ValueCode code, std::span<const std::byte> bytes, size_t count);
 
-}  // namespace pycomm::cpu
+}  // namespace pycomm::codec

@@ -13,7 +13,7 @@
 #include "cpu/isa.h"
 #include "kernels/cpu/threads.h"
 
-namespace pycomm {
+namespace pycomm::kernels {
 namespace {
 
 using cpu::Isa;
@@ -21,7 +21,7 @@ using cpu::Isa;
 constexpr size_t kRange = 1 << 17;  // elements per task of a thread
 
 struct StepLoop {
-  template <Isa>
+  template <cpu::Isa>
   [[gnu::always_inline]] static void run(const float* grad, float* u, float* v, size_t count) {
 #pragma GCC ivdep
     for (size_t i = 0; i < count; ++i) {
@@ -32,7 +32,7 @@ struct StepLoop {
 };
 
 struct ReadLoop {
-  template <Isa>
+  template <cpu::Isa>
   [[gnu::always_inline]] static uint32_t run(const float* x, size_t count) {
     uint32_t most = 0;
     for (size_t i = 0; i < count; ++i) most = std::max(most, cpu::key_of(x[i]));
@@ -53,8 +53,8 @@ void copy_around(const float* from, float* to, size_t count) {
 // Calls f(begin, count) for ranges of an array, on several threads.
 template <typename F>
 void by_ranges(size_t count, F&& f) {
-  cpu::parallel((count + kRange - 1) / kRange,
-                [&](size_t range) { f(range * kRange, std::min(kRange, count - range * kRange)); });
+  parallel((count + kRange - 1) / kRange,
+           [&](size_t range) { f(range * kRange, std::min(kRange, count - range * kRange)); });
 }
 
 }  // namespace
@@ -83,4 +83,4 @@ unsigned stream_read(const float* x, size_t count) {
   return sum;
 }
 
-}  // namespace pycomm
+}  // namespace pycomm::kernels

@@ -13,25 +13,25 @@
 #include "cpu/arithmetic.h"
 #include "cpu/isa.h"
 
-namespace pycomm::cpu {
+namespace pycomm::kernels {
 
-template <Isa kIsa, Dtype kDtype>
+template <cpu::Isa kIsa, Dtype kDtype>
 struct Chunk {
   static constexpr bool kHasInstruction = false;
 
-  [[gnu::always_inline]] static void read(Value<kDtype>* to, const void* from, size_t begin,
+  [[gnu::always_inline]] static void read(cpu::Value<kDtype>* to, const void* from, size_t begin,
                                           size_t count) {
-    for (size_t i = 0; i < count; ++i) to[i] = load<kDtype>(from, begin + i);
+    for (size_t i = 0; i < count; ++i) to[i] = cpu::load<kDtype>(from, begin + i);
   }
-  [[gnu::always_inline]] static void write(void* to, const Value<kDtype>* from, size_t begin,
+  [[gnu::always_inline]] static void write(void* to, const cpu::Value<kDtype>* from, size_t begin,
                                            size_t count) {
-    for (size_t i = 0; i < count; ++i) store<kDtype>(to, begin + i, from[i]);
+    for (size_t i = 0; i < count; ++i) cpu::store<kDtype>(to, begin + i, from[i]);
   }
 };
 
 #ifdef __x86_64__
 template <>
-struct Chunk<Isa::avx2, Dtype::float16> {
+struct Chunk<cpu::Isa::avx2, Dtype::float16> {
   static constexpr bool kHasInstruction = true;
 
   [[gnu::target("avx2,f16c")]] static void read(float* to, const void* from, size_t begin,
@@ -42,7 +42,7 @@ struct Chunk<Isa::avx2, Dtype::float16> {
       const __m128i halves = _mm_loadu_si128(reinterpret_cast<const __m128i_u*>(at));
       _mm256_storeu_ps(to + i, _mm256_cvtph_ps(halves));
     }
-    for (; i < count; ++i) to[i] = load<Dtype::float16>(from, begin + i);
+    for (; i < count; ++i) to[i] = cpu::load<Dtype::float16>(from, begin + i);
   }
 
   [[gnu::target("avx2,f16c")]] static void write(void* to, const float* from, size_t begin,
@@ -57,11 +57,11 @@ struct Chunk<Isa::avx2, Dtype::float16> {
       auto* at = static_cast<std::byte*>(to) + (begin + i) * sizeof(uint16_t);
       _mm_storeu_si128(reinterpret_cast<__m128i_u*>(at), halves);
     }
-    for (; i < count; ++i) store<Dtype::float16>(to, begin + i, from[i]);
+    for (; i < count; ++i) cpu::store<Dtype::float16>(to, begin + i, from[i]);
   }
 };
 template <>
-struct Chunk<Isa::avx512, Dtype::float16> : Chunk<Isa::avx2, Dtype::float16> {};
+struct Chunk<cpu::Isa::avx512, Dtype::float16> : Chunk<cpu::Isa::avx2, Dtype::float16> {};
 #endif
 
-}  // namespace pycomm::cpu
+}  // namespace pycomm::kernels

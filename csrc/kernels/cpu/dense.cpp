@@ -12,7 +12,7 @@
 #include "kernels/cpu/threads.h"
 #include "kernels/kernels.h"
 
-namespace pycomm::cpu {
+namespace pycomm::kernels {
 namespace {
 
 constexpr size_t kTile = 4096, kLanes = 128;
@@ -21,13 +21,13 @@ constexpr size_t kRange = 16 * kTile;  // elements per task of a thread
 // The sum of one tile, squared or not, in the order of device_kernels.h.
 template <Dtype kDtype, bool kSquare>
 struct TileSum {
-  template <Isa>
+  template <cpu::Isa>
   [[gnu::always_inline]] static double run(const void* from, size_t begin, size_t count) {
     alignas(64) std::array<double, kLanes> lanes{};
     size_t i = 0;
     for (; i + kLanes <= count; i += kLanes)
-      for (size_t j = 0; j < kLanes; ++j) add(lanes[j], load<kDtype>(from, begin + i + j));
-    for (size_t j = 0; i + j < count; ++j) add(lanes[j], load<kDtype>(from, begin + i + j));
+      for (size_t j = 0; j < kLanes; ++j) add(lanes[j], cpu::load<kDtype>(from, begin + i + j));
+    for (size_t j = 0; i + j < count; ++j) add(lanes[j], cpu::load<kDtype>(from, begin + i + j));
     for (size_t width = kLanes / 2; width > 0; width /= 2)
       for (size_t j = 0; j < width; ++j) lanes[j] += lanes[j + width];
     return lanes[0];
@@ -45,26 +45,26 @@ template <Dtype kDtype>
 double norm_of(const Array& array, double* sums) {
   size_t left = tiles_of(array.count);
   if (left == 0) return 0;
-  const Isa isa = isa_here();
+  const cpu::Isa isa = cpu::isa_here();
   parallel((left + 15) / 16, [&](size_t task) {
-    const ExactFloats exact;
+    const cpu::ExactFloats exact;
     for (size_t tile = 16 * task; tile < std::min(left, 16 * task + 16); ++tile)
-      sums[tile] = run_on<TileSum<kDtype, true>, const void*>(
+      sums[tile] = cpu::run_on<TileSum<kDtype, true>, const void*>(
           isa, array.data, tile * kTile, std::min(kTile, array.count - tile * kTile));
   });
-  const ExactFloats exact;
+  const cpu::ExactFloats exact;
   for (; left > 1; left = tiles_of(left))
     for (size_t tile = 0; tile < tiles_of(left); ++tile)
-      sums[tile] = run_on<TileSum<Dtype::float64, false>, const void*>(
+      sums[tile] = cpu::run_on<TileSum<Dtype::float64, false>, const void*>(
           isa, sums, tile * kTile, std::min(kTile, left - tile * kTile));
   return std::sqrt(sums[0]);
 }
 
 template <Dtype kDtype>
 struct Multiply {
-  template <Isa kIsa>
-  [[gnu::always_inline]] static void run(void* x, size_t count, Value<kDtype> factor) {
-    std::array<Value<kDtype>, 1024> values;
+  template <cpu::Isa kIsa>
+  [[gnu::always_inline]] static void run(void* x, size_t count, cpu::Value<kDtype> factor) {
+    std::array<cpu::Value<kDtype>, 1024> values;
     for (size_t begin = 0; begin < count; begin += values.size()) {
       const size_t n = std::min(values.size(), count - begin);
       Chunk<kIsa, kDtype>::read(values.data(), x, begin, n);
@@ -76,16 +76,16 @@ struct Multiply {
 
 template <Dtype kFrom, Dtype kTo>
 struct Cast {
-  template <Isa kIsa>
+  template <cpu::Isa kIsa>
   [[gnu::always_inline]] static void run(const void* from, void* to, size_t count) {
-    std::array<Value<kFrom>, 1024> values;
+    std::array<cpu::Value<kFrom>, 1024> values;
     for (size_t begin = 0; begin < count; begin += values.size()) {
       const size_t n = std::min(values.size(), count - begin);
       Chunk<kIsa, kFrom>::read(values.data(), from, begin, n);
-      if constexpr (std::is_same_v<Value<kFrom>, Value<kTo>>)
+      if constexpr (std::is_same_v<cpu::Value<kFrom>, cpu::Value<kTo>>)
         Chunk<kIsa, kTo>::write(to, values.data(), begin, n);
       else
-        for (size_t i = 0; i < n; ++i) store_rounded<kTo>(to, begin + i, values[i]);
+        for (size_t i = 0; i < n; ++i) cpu::store_rounded<kTo>(to, begin + i, values[i]);
     }
   }
 };
@@ -94,7 +94,7 @@ struct Cast {
 template <typename F>
 void by_ranges(size_t count, F&& f) {
   parallel((count + kRange - 1) / kRange, [&](size_t range) {
-    const ExactFloats exact;
+    const cpu::ExactFloats exact;
     f(range * kRange, std::min(kRange, count - range * kRange));
   });
 }
@@ -108,7 +108,7 @@ std::byte* element(void* array, size_t i, Dtype dtype) {
 void CpuKernels::norm(std::span<const Array> arrays, Dtype dtype, double* norms,
                       Workspace workspace, Queue) {
   auto* const sums = static_cast<double*>(workspace.data);
-  with_float(dtype, [&](auto constant) {
+  cpu::with_float(dtype, [&](auto constant) {
     for (const Array& array : arrays) *norms++ = norm_of<constant()>(array, sums);
   });
 }
@@ -120,33 +120,35 @@ size_t CpuKernels::norm_workspace_bytes(std::span<const Array> arrays) {
 }
 
 void CpuKernels::clip_scale(const double* norms, TypedArray factors, Clip clip, Queue) {
-  const ExactFloats exact;
-  with_real(factors.dtype, [&](auto dtype) {
-    using Real = Stored<dtype()>;
+  const cpu::ExactFloats exact;
+  cpu::with_real(factors.dtype, [&](auto dtype) {
+    using Real = cpu::Stored<dtype()>;
     for (size_t i = 0; i < factors.count; ++i) {
-      const double ratio = norms[i] > 0 && is_finite(norms[i]) ? clip.limit / norms[i] : 1;
+      const double ratio = norms[i] > 0 && cpu::is_finite(norms[i]) ? clip.limit / norms[i] : 1;
       static_cast<Real*>(factors.data)[i] = static_cast<Real>(clip.scale * std::min(ratio, 1.0));
     }
   });
 }
 
 void CpuKernels::multiply(TypedArray x, const void* factor, Queue) {
-  with_float(x.dtype, [&](auto dtype) {
-    using Real = Value<dtype()>;
+  cpu::with_float(x.dtype, [&](auto dtype) {
+    using Real = cpu::Value<dtype()>;
     const Real number = *static_cast<const Real*>(factor);
     if (number == 1) return;
     by_ranges(x.count, [&](size_t begin, size_t count) {
-      run_on<Multiply<dtype()>, void*>(isa_here(), element(x.data, begin, x.dtype), count, number);
+      cpu::run_on<Multiply<dtype()>, void*>(cpu::isa_here(), element(x.data, begin, x.dtype), count,
+                                            number);
     });
   });
 }
 
 void CpuKernels::cast(TypedArray x, TypedArray out, Queue) {
-  with_float(x.dtype, [&](auto from) {
-    with_float(out.dtype, [&](auto to) {
+  cpu::with_float(x.dtype, [&](auto from) {
+    cpu::with_float(out.dtype, [&](auto to) {
       by_ranges(x.count, [&](size_t begin, size_t count) {
-        run_on<Cast<from(), to()>, const void*, void*>(isa_here(), element(x.data, begin, x.dtype),
-                                                       element(out.data, begin, out.dtype), count);
+        cpu::run_on<Cast<from(), to()>, const void*, void*>(
+            cpu::isa_here(), element(x.data, begin, x.dtype), element(out.data, begin, out.dtype),
+            count);
       });
     });
   });
@@ -163,13 +165,13 @@ void CpuKernels::reduce(TypedArray out, std::span<const void* const> xs, ReduceO
   });
 }
 
-}  // namespace pycomm::cpu
+}  // namespace pycomm::kernels
 
-namespace pycomm {
+namespace pycomm::kernels {
 
 DeviceKernels& cpu_kernels() {
-  static cpu::CpuKernels kernels;
+  static CpuKernels kernels;
   return kernels;
 }
 
-}  // namespace pycomm
+}  // namespace pycomm::kernels

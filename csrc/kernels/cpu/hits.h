@@ -14,7 +14,7 @@
 #include "cpu/floats.h"
 #include "cpu/isa.h"
 
-namespace pycomm::cpu {
+namespace pycomm::kernels {
 
 inline constexpr size_t kGroup = 64;          // elements compared together
 inline constexpr size_t kTile = 16 * kGroup;  // elements processed while in the cache
@@ -56,26 +56,26 @@ inline constexpr size_t kTile = 16 * kGroup;  // elements processed while in the
 // hits[i]: 1 if the key of element i is at least the lower bound, else 0.
 template <typename Element>
 struct Hits {
-  template <Isa>
+  template <cpu::Isa>
   [[gnu::always_inline]] static void run(const Element* elements, size_t count,
-                                         decltype(key_of(Element{})) bound, uint8_t* hits) {
+                                         decltype(cpu::key_of(Element{})) bound, uint8_t* hits) {
     if (count == kGroup)
-      for (size_t i = 0; i < kGroup; ++i) hits[i] = key_of(elements[i]) >= bound;
+      for (size_t i = 0; i < kGroup; ++i) hits[i] = cpu::key_of(elements[i]) >= bound;
     else
-      for (size_t i = 0; i < count; ++i) hits[i] = key_of(elements[i]) >= bound;
+      for (size_t i = 0; i < count; ++i) hits[i] = cpu::key_of(elements[i]) >= bound;
   }
 };
 
 // The same as bits: one loop over the set bits has one exit to predict.
 template <typename Element>
-uint64_t hit_bits(Isa isa, const Element* elements, size_t count,
-                  decltype(key_of(Element{})) bound) {
+uint64_t hit_bits(cpu::Isa isa, const Element* elements, size_t count,
+                  decltype(cpu::key_of(Element{})) bound) {
 #ifdef __x86_64__
   if constexpr (sizeof(Element) == 4)
-    if (isa != Isa::baseline && count == kGroup) return hit_bits_of_group(elements, bound);
+    if (isa != cpu::Isa::baseline && count == kGroup) return hit_bits_of_group(elements, bound);
 #endif
   alignas(8) std::array<uint8_t, kGroup> hits{};
-  run_on<Hits<Element>>(isa, elements, count, bound, hits.data());
+  cpu::run_on<Hits<Element>>(isa, elements, count, bound, hits.data());
   uint64_t bits = 0;
   for (size_t begin = 0; begin < kGroup; begin += 8) {
     uint64_t eight;
@@ -85,4 +85,4 @@ uint64_t hit_bits(Isa isa, const Element* elements, size_t count,
   return bits;
 }
 
-}  // namespace pycomm::cpu
+}  // namespace pycomm::kernels

@@ -6,7 +6,7 @@
 
 #include "kernels/device_kernels.h"
 
-namespace pycomm::cpu {
+namespace pycomm::kernels {
 
 class CpuKernels final : public DeviceKernels {
  public:
@@ -16,14 +16,14 @@ class CpuKernels final : public DeviceKernels {
   void momentum_mask(void* u, void* v, const Positions& where, Queue queue) override;
   void topk(TypedArray x, const TopK& what, Queue queue) override;
   size_t topk_workspace_bytes(size_t count, size_t k, Dtype dtype) override;
-  void scatter_add(TypedArray out, const Packet& packet, Dtype value_dtype, double scale,
+  void scatter_add(TypedArray out, const codec::Packet& packet, Dtype value_dtype, double scale,
                    Queue queue) override;
-  void decode_sum(const Chain& out, std::span<const Packet> packets, Dtype value_dtype,
+  void decode_sum(const Chain& out, std::span<const codec::Packet> packets, Dtype value_dtype,
                   double scale, Queue queue) override;
-  void decode_update(const Chain& param, std::span<const Packet> packets, Dtype value_dtype,
+  void decode_update(const Chain& param, std::span<const codec::Packet> packets, Dtype value_dtype,
                      Update update, Queue queue) override;
-  void encode(const Packet& packet, const Encoding& encoding, Queue queue) override;
-  void encode_compact(const Packet& packet, const CompactEncoding& encoding,
+  void encode(const codec::Packet& packet, const Encoding& encoding, Queue queue) override;
+  void encode_compact(const codec::Packet& packet, const codec::CompactEncoding& encoding,
                       const CompactOutput& room, Queue queue) override;
   void decode_compact(const CompactPacket& packet, const CompactArrays& to, Queue queue) override;
   size_t compact_workspace_bytes(size_t k, size_t bytes) override;
@@ -36,4 +36,4 @@ class CpuKernels final : public DeviceKernels {
   void reduce(TypedArray out, std::span<const void* const> xs, ReduceOp op, Queue queue) override;
 };
 
-}  // namespace pycomm::cpu
+}  // namespace pycomm::kernels

@@ -10,15 +10,15 @@
 #include "cpu/isa.h"
 #include "kernels/cpu/chunk.h"
 
-namespace pycomm::cpu {
+namespace pycomm::kernels {
 
 // Values of one chunk: 4 KiB, so that two chunks and their sources stay in the L1 cache.
 template <Dtype kDtype>
-using Values = std::array<Value<kDtype>, 4096 / sizeof(Value<kDtype>)>;
+using Values = std::array<cpu::Value<kDtype>, 4096 / sizeof(cpu::Value<kDtype>)>;
 
 template <Dtype kDtype, ReduceOp kOp>
 struct Finish {
-  template <Isa kIsa>
+  template <cpu::Isa kIsa>
   [[gnu::always_inline]] static void run(void* out, const void* a, const void* b, size_t count,
                                          int size) {
     if constexpr (Chunk<kIsa, kDtype>::kHasInstruction) {
@@ -27,16 +27,17 @@ struct Finish {
       // `ivdep`: out may be a or b, element by element, which does not prevent vectorization.
 #pragma GCC ivdep
       for (size_t i = 0; i < count; ++i)
-        store<kDtype>(out, i, one(load<kDtype>(a, i), load<kDtype>(b, i), size));
+        cpu::store<kDtype>(out, i, one(cpu::load<kDtype>(a, i), cpu::load<kDtype>(b, i), size));
     }
   }
 
  private:
-  [[gnu::always_inline]] static Value<kDtype> one(Value<kDtype> a, Value<kDtype> b, int size) {
-    return last<kOp>(combine<kOpOf<kDtype, kOp>>(a, b), size);
+  [[gnu::always_inline]] static cpu::Value<kDtype> one(cpu::Value<kDtype> a, cpu::Value<kDtype> b,
+                                                       int size) {
+    return cpu::last<kOp>(cpu::combine<cpu::kOpOf<kDtype, kOp>>(a, b), size);
   }
 
-  template <Isa kIsa>
+  template <cpu::Isa kIsa>
   [[gnu::always_inline]] static void by_chunks(void* out, const void* a, const void* b,
                                                size_t count, int size) {
     Values<kDtype> left, right;
@@ -52,7 +53,7 @@ struct Finish {
 
 template <Dtype kDtype, ReduceOp kOp>
 struct Reduce {
-  template <Isa kIsa>
+  template <cpu::Isa kIsa>
   [[gnu::always_inline]] static void run(void* out, const void* a, const void* b, size_t count) {
     constexpr ReduceOp kUnfinished = kOp == ReduceOp::avg ? ReduceOp::sum : kOp;
     Finish<kDtype, kUnfinished>::template run<kIsa>(out, a, b, count, 1);
@@ -63,13 +64,13 @@ struct Reduce {
 // `out` is written, so `out` may be any of them.
 template <Dtype kDtype, ReduceOp kOp>
 struct Join {
-  template <Isa kIsa>
+  template <cpu::Isa kIsa>
   [[gnu::always_inline]] static void run(void* out, const void* const* slots, size_t count,
                                          int size) {
     over<kIsa>(out, [slots](int i) { return slots[i]; }, count, size);
   }
 
-  template <Isa kIsa, typename Slot>
+  template <cpu::Isa kIsa, typename Slot>
   [[gnu::always_inline]] static void over(void* out, Slot slot, size_t count, int size) {
     if (size == 2) return Finish<kDtype, kOp>::template run<kIsa>(out, slot(0), slot(1), count, 2);
     Values<kDtype> sums;
@@ -77,23 +78,23 @@ struct Join {
       const size_t n = std::min(sums.size(), count - begin);
       Chunk<kIsa, kDtype>::read(sums.data(), slot(0), begin, n);
       for (int i = 1; i < size; ++i) add<kIsa>(sums, slot(i), begin, n);
-      for (size_t j = 0; j < n; ++j) sums[j] = last<kOp>(sums[j], size);
+      for (size_t j = 0; j < n; ++j) sums[j] = cpu::last<kOp>(sums[j], size);
       Chunk<kIsa, kDtype>::write(out, sums.data(), begin, n);
     }
   }
 
  private:
-  template <Isa kIsa>
+  template <cpu::Isa kIsa>
   [[gnu::always_inline]] static void add(Values<kDtype>& sums, const void* slot, size_t begin,
                                          size_t n) {
-    constexpr ReduceOp kStep = kOpOf<kDtype, kOp>;
+    constexpr ReduceOp kStep = cpu::kOpOf<kDtype, kOp>;
     if constexpr (Chunk<kIsa, kDtype>::kHasInstruction) {
       Values<kDtype> next;
       Chunk<kIsa, kDtype>::read(next.data(), slot, begin, n);
-      for (size_t i = 0; i < n; ++i) sums[i] = combine<kStep>(sums[i], next[i]);
+      for (size_t i = 0; i < n; ++i) sums[i] = cpu::combine<kStep>(sums[i], next[i]);
     } else {
       for (size_t i = 0; i < n; ++i)
-        sums[i] = combine<kStep>(sums[i], load<kDtype>(slot, begin + i));
+        sums[i] = cpu::combine<kStep>(sums[i], cpu::load<kDtype>(slot, begin + i));
     }
   }
 };
@@ -101,14 +102,14 @@ struct Join {
 // The slots are contiguous.
 template <Dtype kDtype, ReduceOp kOp>
 struct Fold {
-  template <Isa kIsa>
+  template <cpu::Isa kIsa>
   [[gnu::always_inline]] static void run(void* out, const void* slots, size_t count, int size) {
     const auto slot = [=](int i) -> const void* {
       return static_cast<const std::byte*>(slots) +
-             static_cast<size_t>(i) * count * sizeof(Stored<kDtype>);
+             static_cast<size_t>(i) * count * sizeof(cpu::Stored<kDtype>);
     };
     Join<kDtype, kOp>::template over<kIsa>(out, slot, count, size);
   }
 };
 
-}  // namespace pycomm::cpu
+}  // namespace pycomm::kernels

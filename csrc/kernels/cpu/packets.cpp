@@ -15,7 +15,7 @@
 #include "kernels/cpu/kernels.h"
 #include "kernels/cpu/threads.h"
 
-namespace pycomm::cpu {
+namespace pycomm::kernels {
 namespace {
 
 constexpr size_t kRange = 16384;
@@ -24,7 +24,7 @@ constexpr size_t kRangesPerTask = 32;
 // Converts a value to the sum type `Real`.
 template <typename Real, Dtype kDtype>
 Real value_at(const void* values, size_t i) {
-  return static_cast<Real>(load<kDtype>(values, i));
+  return static_cast<Real>(cpu::load<kDtype>(values, i));
 }
 
 template <Dtype kDtype>
@@ -62,7 +62,8 @@ class Ranges {
 template <typename Real, Dtype kValue>
 class Sums {
  public:
-  Sums(std::span<const Packet> packets, size_t first) : packets_(packets), next_(packets.size()) {
+  Sums(std::span<const codec::Packet> packets, size_t first)
+      : packets_(packets), next_(packets.size()) {
     for (size_t p = 0; p < packets.size(); ++p) {
       const std::span<const int32_t> indices(packets[p].indices, packets[p].count);
       const auto at = std::lower_bound(indices.begin(), indices.end(), static_cast<int64_t>(first));
@@ -75,11 +76,11 @@ class Sums {
     touched_ = 0;
     const auto first = static_cast<int64_t>(range.first), end = first + int64_t(range.count);
     for (size_t p = 0; p < packets_.size(); ++p) {
-      const Packet& packet = packets_[p];
+      const codec::Packet& packet = packets_[p];
       size_t at = next_[p];
       for (; at < packet.count && packet.indices[at] < end; ++at) {
         const auto i = static_cast<uint32_t>(packet.indices[at] - first);
-        const auto value = static_cast<Real>(load<kValue>(packet.values, at));
+        const auto value = static_cast<Real>(cpu::load<kValue>(packet.values, at));
         places_[touched_] = i;
         touched_ += !there_[i];
         sums_[i] = there_[i] ? sums_[i] + value : value;
@@ -101,7 +102,7 @@ class Sums {
   }
 
  private:
-  std::span<const Packet> packets_;
+  std::span<const codec::Packet> packets_;
   std::vector<size_t> next_;
   size_t touched_ = 0;
   std::array<uint32_t, kRange + 1> places_;
@@ -111,14 +112,15 @@ class Sums {
 
 // Calls f(first element of the range, its count, sums) for each range.
 template <typename Real, typename F>
-void for_each_range(const Chain& chain, std::span<const Packet> packets, Dtype value_dtype, F&& f) {
+void for_each_range(const Chain& chain, std::span<const codec::Packet> packets, Dtype value_dtype,
+                    F&& f) {
   const Ranges ranges(chain.arrays);
-  for (const Packet& packet : packets)
-    check_indices({packet.indices, packet.count}, ranges.count());
+  for (const codec::Packet& packet : packets)
+    codec::check_indices({packet.indices, packet.count}, ranges.count());
   const size_t bytes = bytes_of(chain.dtype);
-  with_float(value_dtype, [&](auto value) {
+  cpu::with_float(value_dtype, [&](auto value) {
     parallel(ranges.tasks(), [&](size_t task) {
-      const ExactFloats exact;
+      const cpu::ExactFloats exact;
       const auto own = ranges.of_task(task);
       Sums<Real, value()> sums(packets, own[0].first);
       for (const auto& range : own) {
@@ -152,7 +154,7 @@ void check_selections(const DgcTables& tables) {
     size_t count = selection.first;
     for (const auto& piece : tables.pieces.subspan(next, selection.pieces)) count += piece.count;
     next += selection.pieces;
-    check_indices({selection.indices, selection.k}, count);
+    codec::check_indices({selection.indices, selection.k}, count);
     if (selection.k > 0 && static_cast<size_t>(selection.indices[0]) < selection.first)
       throw InvalidArgument("index " + std::to_string(selection.indices[0]) +
                             " is below the first index of its selection");
@@ -164,8 +166,8 @@ void check_selections(const DgcTables& tables) {
 void CpuKernels::dgc_rollback(const DgcTables& tables, const float* found_inf, Queue) {
   if (found_inf != nullptr && *found_inf != 0) return;
   check_selections(tables);
-  with_real(tables.dtype, [&](auto dtype) {
-    using Real = Stored<dtype()>;
+  cpu::with_real(tables.dtype, [&](auto dtype) {
+    using Real = cpu::Stored<dtype()>;
     for_each_chosen(tables, [](const DgcSelection& from, size_t i, const DgcPiece& to, size_t at) {
       static_cast<Real*>(to.v)[at] = static_cast<const Real*>(from.values)[i];
       static_cast<Real*>(to.u)[at] = static_cast<const Real*>(from.u_values)[i];
@@ -174,74 +176,76 @@ void CpuKernels::dgc_rollback(const DgcTables& tables, const float* found_inf, Q
 }
 
 void CpuKernels::momentum_mask(void* u, void* v, const Positions& where, Queue) {
-  check_indices(where.indices, where.count);
-  with_real(where.dtype, [&](auto dtype) {
+  codec::check_indices(where.indices, where.count);
+  cpu::with_real(where.dtype, [&](auto dtype) {
     for (void* const array : {u, v})
       if (array != nullptr)
-        for (const int32_t index : where.indices) static_cast<Stored<dtype()>*>(array)[index] = 0;
+        for (const int32_t index : where.indices)
+          static_cast<cpu::Stored<dtype()>*>(array)[index] = 0;
   });
 }
 
-void CpuKernels::scatter_add(TypedArray out, const Packet& packet, Dtype value_dtype, double scale,
-                             Queue) {
-  check_indices({packet.indices, packet.count}, out.count);
-  const ExactFloats exact;
-  with_float(out.dtype, [&](auto dtype) {
+void CpuKernels::scatter_add(TypedArray out, const codec::Packet& packet, Dtype value_dtype,
+                             double scale, Queue) {
+  codec::check_indices({packet.indices, packet.count}, out.count);
+  const cpu::ExactFloats exact;
+  cpu::with_float(out.dtype, [&](auto dtype) {
     using Real = RealOf<dtype()>;
     const auto factor = static_cast<Real>(scale);
-    with_float(value_dtype, [&](auto value) {
+    cpu::with_float(value_dtype, [&](auto value) {
       for (size_t i = 0; i < packet.count; ++i) {
         const auto at = static_cast<size_t>(packet.indices[i]);
         const Real product = factor * value_at<Real, value()>(packet.values, i);
-        store<dtype()>(out.data, at, load<dtype()>(out.data, at) + product);
+        cpu::store<dtype()>(out.data, at, cpu::load<dtype()>(out.data, at) + product);
       }
     });
   });
 }
 
-void CpuKernels::decode_sum(const Chain& out, std::span<const Packet> packets, Dtype value_dtype,
-                            double scale, Queue) {
-  with_float(out.dtype, [&](auto dtype) {
+void CpuKernels::decode_sum(const Chain& out, std::span<const codec::Packet> packets,
+                            Dtype value_dtype, double scale, Queue) {
+  cpu::with_float(out.dtype, [&](auto dtype) {
     using Real = RealOf<dtype()>;
     const auto factor = static_cast<Real>(scale);
     for_each_range<Real>(out, packets, value_dtype, [&](std::byte* at, size_t count, auto& sums) {
       std::memset(at, 0, count * bytes_of(dtype()));
-      sums.each([&](size_t i, Real sum) { store<dtype()>(at, i, factor * sum); });
+      sums.each([&](size_t i, Real sum) { cpu::store<dtype()>(at, i, factor * sum); });
     });
   });
 }
 
-void CpuKernels::decode_update(const Chain& param, std::span<const Packet> packets,
+void CpuKernels::decode_update(const Chain& param, std::span<const codec::Packet> packets,
                                Dtype value_dtype, Update update, Queue) {
-  with_float(param.dtype, [&](auto dtype) {
+  cpu::with_float(param.dtype, [&](auto dtype) {
     using Real = RealOf<dtype()>;
     const auto lr = static_cast<Real>(update.lr), factor = static_cast<Real>(update.scale);
     for_each_range<Real>(param, packets, value_dtype, [&](std::byte* at, size_t, auto& sums) {
       sums.each([&](size_t i, Real sum) {
-        store<dtype()>(at, i, std::fma(-lr, factor * sum, load<dtype()>(at, i)));
+        cpu::store<dtype()>(at, i, std::fma(-lr, factor * sum, cpu::load<dtype()>(at, i)));
       });
     });
   });
 }
 
-void CpuKernels::encode(const Packet& packet, const Encoding& encoding, Queue) {
-  check_indices({packet.indices, packet.count}, encoding.count);
-  const ExactFloats exact;
-  const PacketHeader header{
+void CpuKernels::encode(const codec::Packet& packet, const Encoding& encoding, Queue) {
+  codec::check_indices({packet.indices, packet.count}, encoding.count);
+  const cpu::ExactFloats exact;
+  const codec::PacketHeader header{
       .k = packet.count, .count = encoding.count, .value_dtype = encoding.value_dtype};
   std::memcpy(encoding.out, &header, sizeof header);
-  std::byte* const values = encoding.out + kPacketHeaderBytes;
-  std::byte* const indices = encoding.out + raw_indices_offset(packet.count, encoding.value_dtype);
-  with_real(encoding.dtype, [&](auto dtype) {
-    with_float(encoding.value_dtype, [&](auto sent) {
-      using Real = Stored<dtype()>;
+  std::byte* const values = encoding.out + codec::kPacketHeaderBytes;
+  std::byte* const indices =
+      encoding.out + codec::raw_indices_offset(packet.count, encoding.value_dtype);
+  cpu::with_real(encoding.dtype, [&](auto dtype) {
+    cpu::with_float(encoding.value_dtype, [&](auto sent) {
+      using Real = cpu::Stored<dtype()>;
       auto* const residual = static_cast<Real*>(encoding.residual);
       for (size_t i = 0; i < packet.count; ++i) {
         const Real value = static_cast<const Real*>(packet.values)[i];
-        store_rounded<sent()>(values, i, value);
+        cpu::store_rounded<sent()>(values, i, value);
         if (residual == nullptr) continue;
         Real& rest = residual[packet.indices[i]];
-        rest = with_one_nan(rest + (value - value_at<Real, sent()>(values, i)));
+        rest = cpu::with_one_nan(rest + (value - value_at<Real, sent()>(values, i)));
       }
       const size_t end = packet.count * bytes_of(sent());
       std::memset(values + end, 0, static_cast<size_t>(indices - values) - end);
@@ -250,4 +254,4 @@ void CpuKernels::encode(const Packet& packet, const Encoding& encoding, Queue) {
   if (packet.count > 0) std::memcpy(indices, packet.indices, packet.count * sizeof(int32_t));
 }
 
-}  // namespace pycomm::cpu
+}  // namespace pycomm::kernels

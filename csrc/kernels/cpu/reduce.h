@@ -5,10 +5,10 @@
 #include "cpu/isa.h"
 #include "kernels/kernels.h"
 
-namespace pycomm::cpu {
+namespace pycomm::kernels {
 
 // For a supported set. avx512 uses the loops of avx2, because they are bound by memory. All null
 // for an undefined pair.
-const Reducer& reducer_for(Isa isa, Dtype dtype, ReduceOp op);
+const Reducer& reducer_for(cpu::Isa isa, Dtype dtype, ReduceOp op);
 
-}  // namespace pycomm::cpu
+}  // namespace pycomm::kernels

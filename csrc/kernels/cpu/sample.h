@@ -10,7 +10,7 @@
 
 #include "cpu/floats.h"
 
-namespace pycomm::cpu {
+namespace pycomm::kernels {
 
 inline constexpr size_t kSample = 16384;
 inline constexpr size_t kRun = 16;  // neighbours in one cache line
@@ -19,7 +19,7 @@ inline constexpr size_t kRun = 16;  // neighbours in one cache line
 // below the expected k-th magnitude. It is 0 (no bound) if the sample is too small.
 template <typename Read>
 auto sample_bound(size_t count, size_t k, Read&& read) {
-  using Key = decltype(key_of(read(size_t{0})));
+  using Key = decltype(cpu::key_of(read(size_t{0})));
   const size_t runs = std::min(kSample, count / 4) / kRun;
   const double share = static_cast<double>(k) / static_cast<double>(count);
   const double expected = share * static_cast<double>(runs * kRun);
@@ -29,11 +29,11 @@ auto sample_bound(size_t count, size_t k, Read&& read) {
   auto at = keys.begin();
   for (size_t run = 0; run < runs; ++run) {
     const size_t begin = run * (count / runs);
-    for (size_t i = begin; i < begin + kRun; ++i) *at++ = key_of(read(i));
+    for (size_t i = begin; i < begin + kRun; ++i) *at++ = cpu::key_of(read(i));
   }
   std::nth_element(keys.begin(), keys.begin() + static_cast<std::ptrdiff_t>(rank), keys.end(),
                    std::greater<>());
   return keys[rank];
 }
 
-}  // namespace pycomm::cpu
+}  // namespace pycomm::kernels

@@ -29,7 +29,7 @@
 #include "kernels/cpu/hits.h"
 #include "kernels/cpu/threads.h"
 
-namespace pycomm::cpu {
+namespace pycomm::kernels {
 
 inline constexpr size_t kSmallestPart = 1 << 19;  // smaller parts do not pay for a thread
 inline constexpr size_t kMostParts = 8;
@@ -101,7 +101,7 @@ template <typename Key>
 template <typename Element>
 class Pool {
  public:
-  using Key = decltype(key_of(Element{}));
+  using Key = decltype(cpu::key_of(Element{}));
 
   Pool() = default;
   Pool(BumpAllocator& allocator, size_t capacity, size_t keep)
@@ -120,7 +120,7 @@ class Pool {
   std::span<const Element> elements() const { return {elements_, taken_}; }
 
   // Reads up to kGroup elements; the first has position `place` in the selection.
-  void look_at(Isa isa, const Element* group, size_t count, size_t place) {
+  void look_at(cpu::Isa isa, const Element* group, size_t count, size_t place) {
     if (taken_ + count > capacity_) keep_the_best();
     for (uint64_t bits = hit_bits(isa, group, count, bound_); bits != 0; bits &= bits - 1) {
       const auto i = static_cast<size_t>(std::countr_zero(bits));
@@ -134,7 +134,7 @@ class Pool {
   void keep(Key kth, size_t ties) {
     size_t kept = 0;
     for (size_t i = 0; i < taken_; ++i) {
-      const Key key = key_of(elements_[i]);
+      const Key key = cpu::key_of(elements_[i]);
       const bool on = key == kth, stays = (key > kth) | (on & (ties > 0));
       ties -= on & (ties > 0);
       places_[kept] = places_[i];
@@ -150,7 +150,8 @@ class Pool {
     size_t ties = 0;
     const Key kth = kth_largest<Key>(keep_, ties, [this](Key prefix, int shift) {
       Histogram histogram{};
-      for (const Element element : elements()) tally(histogram, key_of(element), prefix, shift);
+      for (const Element element : elements())
+        tally(histogram, cpu::key_of(element), prefix, shift);
       return histogram;
     });
     keep(kth, ties);
@@ -185,7 +186,7 @@ struct Part {
 
 template <typename Element>
 struct Choice {
-  using Key = decltype(key_of(Element{}));
+  using Key = decltype(cpu::key_of(Element{}));
 
   size_t k;
   bool dense;
@@ -198,13 +199,14 @@ struct Choice {
 // The largest key of each group, so that groups without candidates are skipped.
 template <typename Element>
 struct LargestKeys {
-  using Key = decltype(key_of(Element{}));
-  template <Isa>
+  using Key = decltype(cpu::key_of(Element{}));
+  template <cpu::Isa>
   [[gnu::always_inline]] static void run(const Element* elements, size_t count, Key* largest) {
     size_t begin = 0;
     for (; begin + kGroup <= count; begin += kGroup) {
       Key most = 0;
-      for (size_t i = begin; i < begin + kGroup; ++i) most = std::max(most, key_of(elements[i]));
+      for (size_t i = begin; i < begin + kGroup; ++i)
+        most = std::max(most, cpu::key_of(elements[i]));
       *largest++ = most;
     }
     if (begin < count) *largest = std::numeric_limits<Key>::max();  // read each
@@ -214,7 +216,7 @@ struct LargestKeys {
 template <typename Element>
 class Selection {
  public:
-  using Key = decltype(key_of(Element{}));
+  using Key = decltype(cpu::key_of(Element{}));
 
   std::vector<Choice<Element>> choices;
   std::vector<Part<Element>> parts;
@@ -255,7 +257,7 @@ class Selection {
 
   // Collects candidates of a tile that begins at `begin` of a slice; the largest keys of its groups
   // are known.
-  static void collect(Isa isa, Pool<Element>& pool, const Slice<Element>& slice, size_t begin,
+  static void collect(cpu::Isa isa, Pool<Element>& pool, const Slice<Element>& slice, size_t begin,
                       size_t count, const Key* largest) {
     const size_t groups = groups_of(count);
     const Key bound = pool.bound();
@@ -266,7 +268,7 @@ class Selection {
   }
 
   // Reads all elements of a selection, with this lower bound.
-  void collect(Isa isa, const Choice<Element>& choice, Key bound) {
+  void collect(cpu::Isa isa, const Choice<Element>& choice, Key bound) {
     const auto own = parts_of(choice);
     parallel(own.size(), [&](size_t p) {
       own[p].pool.begin(bound);
@@ -288,7 +290,7 @@ class Selection {
       Histogram histogram{};
       for (const auto& part : parts_of(choice))
         for (const Element element : part.pool.elements())
-          tally(histogram, key_of(element), prefix, shift);
+          tally(histogram, cpu::key_of(element), prefix, shift);
       return histogram;
     });
   }
@@ -326,7 +328,7 @@ class Selection {
     if (!choice.dense) part.pool.keep(choice.kth, ties);
     const Slice<Element>* slice = slices.data() + part.first_slice;
     each(part, [&](size_t place, Element element) {
-      const Key key = key_of(element);
+      const Key key = cpu::key_of(element);
       if (choice.dense && (key < choice.kth || (key == choice.kth && on++ >= ties))) return;
       while (place >= slice->place + slice->begin + slice->count) ++slice;
       winner(at++, element, *slice, place - slice->place);
@@ -346,7 +348,7 @@ class Selection {
   }
 
  private:
-  static void look_at(Isa isa, Pool<Element>& pool, const Slice<Element>& slice, size_t begin,
+  static void look_at(cpu::Isa isa, Pool<Element>& pool, const Slice<Element>& slice, size_t begin,
                       size_t count, unsigned groups) {
     for (; groups != 0; groups &= groups - 1) {
       const size_t at = begin + static_cast<size_t>(std::countr_zero(groups)) * kGroup;
@@ -356,16 +358,16 @@ class Selection {
   }
 
   // For a tile with unknown keys.
-  static void collect(Isa isa, Pool<Element>& pool, const Slice<Element>& slice, size_t begin,
+  static void collect(cpu::Isa isa, Pool<Element>& pool, const Slice<Element>& slice, size_t begin,
                       size_t count) {
     const Element* const elements = slice.elements + begin;
 #ifdef __x86_64__
     if constexpr (std::is_same_v<Element, float>)
-      if (isa != Isa::baseline && count == kTile)
+      if (isa != cpu::Isa::baseline && count == kTile)
         return look_at(isa, pool, slice, begin, count, hit_groups_of_tile(elements, pool.bound()));
 #endif
     std::array<Key, kTile / kGroup> largest;
-    run_on<LargestKeys<Element>>(isa, elements, count, largest.data());
+    cpu::run_on<LargestKeys<Element>>(isa, elements, count, largest.data());
     collect(isa, pool, slice, begin, count, largest.data());
   }
 
@@ -382,7 +384,7 @@ class Selection {
       Histogram histogram{};
       for (const auto& slice : slices_of(part))
         for (size_t i = slice.begin; i < slice.begin + slice.count; ++i)
-          tally(histogram, key_of(slice.elements[i]), prefix, shift);
+          tally(histogram, cpu::key_of(slice.elements[i]), prefix, shift);
       return histogram;
     };
     choice.kth = kth_largest<Key>(choice.k, choice.ties, [&](Key prefix, int shift) {
@@ -403,8 +405,8 @@ class Selection {
     const Key kth = choices[part.choice].kth;
     size_t above = 0, on = 0;
     each(part, [&](size_t, Element element) {
-      above += key_of(element) > kth;
-      on += key_of(element) == kth;
+      above += cpu::key_of(element) > kth;
+      on += cpu::key_of(element) == kth;
     });
     part.above = above;
     part.on = on;
@@ -431,4 +433,4 @@ class Selection {
   size_t place_ = 0;                      // where its next tensor begins
 };
 
-}  // namespace pycomm::cpu
+}  // namespace pycomm::kernels

@@ -9,7 +9,7 @@
 #include "kernels/cpu/select.h"
 #include "kernels/cpu/update.h"
 
-namespace pycomm::cpu {
+namespace pycomm::kernels {
 namespace {
 
 // State of one selection for the next step, at the start of the workspace. Any bits are valid: they
@@ -26,17 +26,17 @@ struct SelectionMemory {
 constexpr size_t bound_rank(size_t k) { return k + k / 2; }
 
 template <typename Real>
-using KeyOf = decltype(key_of(Real{}));
+using KeyOf = decltype(cpu::key_of(Real{}));
 
 template <typename Real>
 using UpdateFunction = void (*)(Elements<Real>, size_t, size_t, Numbers<Real>, KeyOf<Real>*);
 
-template <Isa kIsa, Dtype kGrad, Dtype kWeight, typename Real>
+template <cpu::Isa kIsa, Dtype kGrad, Dtype kWeight, typename Real>
 UpdateFunction<Real> update_for(bool nesterov, bool decay) {
   const auto pick = [](auto with_nesterov, auto with_decay) -> UpdateFunction<Real> {
     using Loop = UpdateRange<kGrad, kWeight, with_nesterov(), with_decay()>;
-    return On<kIsa>::template run<Loop, Elements<Real>, size_t, size_t, Numbers<Real>,
-                                  KeyOf<Real>*>;
+    return cpu::On<kIsa>::template run<Loop, Elements<Real>, size_t, size_t, Numbers<Real>,
+                                       KeyOf<Real>*>;
   };
   if (nesterov)
     return decay ? pick(std::true_type(), std::true_type())
@@ -46,16 +46,18 @@ UpdateFunction<Real> update_for(bool nesterov, bool decay) {
 }
 
 template <Dtype kGrad, Dtype kWeight, typename Real>
-UpdateFunction<Real> update_on([[maybe_unused]] Isa isa, bool nesterov, bool decay) {
+UpdateFunction<Real> update_on([[maybe_unused]] cpu::Isa isa, bool nesterov, bool decay) {
 #ifdef __x86_64__
-  if (isa == Isa::avx512) return update_for<Isa::avx512, kGrad, kWeight, Real>(nesterov, decay);
-  if (isa == Isa::avx2) return update_for<Isa::avx2, kGrad, kWeight, Real>(nesterov, decay);
+  if (isa == cpu::Isa::avx512)
+    return update_for<cpu::Isa::avx512, kGrad, kWeight, Real>(nesterov, decay);
+  if (isa == cpu::Isa::avx2)
+    return update_for<cpu::Isa::avx2, kGrad, kWeight, Real>(nesterov, decay);
 #endif
-  return update_for<Isa::baseline, kGrad, kWeight, Real>(nesterov, decay);
+  return update_for<cpu::Isa::baseline, kGrad, kWeight, Real>(nesterov, decay);
 }
 
 template <typename Real>
-UpdateFunction<Real> find_update(Isa isa, const DgcStep& step) {
+UpdateFunction<Real> find_update(cpu::Isa isa, const DgcStep& step) {
   const bool decay = step.weight_decay != 0;
   if constexpr (std::is_same_v<Real, double>) {
     return update_on<Dtype::float64, Dtype::float64, Real>(isa, step.nesterov, decay);
@@ -82,7 +84,7 @@ size_t count_of(std::span<const DgcPiece> pieces) {
 template <typename Real>
 class StepRun {
  public:
-  StepRun(const DgcStep& step, Isa isa)
+  StepRun(const DgcStep& step, cpu::Isa isa)
       : step_(step), isa_(isa), update_(find_update<Real>(isa, step)) {
     BumpAllocator allocator(step.workspace.data, step.workspace.bytes);
     memory_ = allocator.take<SelectionMemory>(step.tables.selections.size());
@@ -95,7 +97,7 @@ class StepRun {
 
   void run() {
     parallel(selection_.parts.size(), [this](size_t p) {
-      const ExactFloats exact;
+      const cpu::ExactFloats exact;
       update_and_collect(selection_.parts[p]);
     });
     for (size_t c = 0; c < selection_.choices.size(); ++c) repair(c);
@@ -135,8 +137,8 @@ class StepRun {
   // The bound from the last step, or an estimate from a sample of the future v.
   Key first_bound(const Choice<Real>& choice, size_t count) const {
     const double known = memory_[&choice - selection_.choices.data()].bound;
-    if (known > 0 && std::isfinite(known)) return key_of(static_cast<Real>(known));
-    const ExactFloats exact;
+    if (known > 0 && std::isfinite(known)) return cpu::key_of(static_cast<Real>(known));
+    const cpu::ExactFloats exact;
     return sample_bound(count, choice.k, [this, at = begin_of(choice)](size_t i) mutable {
       while (i >= at->place + at->begin + at->count) ++at;
       return v_after(at->piece, i - at->place);
@@ -218,12 +220,12 @@ class StepRun {
       values[at] = v;
       if (u_values != nullptr) u_values[at] = u;
       e.v[i] = 0;
-      if (step_.masking || !is_finite(v)) e.u[i] = 0;
+      if (step_.masking || !cpu::is_finite(v)) e.u[i] = 0;
     });
   }
 
   const DgcStep& step_;
-  Isa isa_;
+  cpu::Isa isa_;
   UpdateFunction<Real> update_;
   SelectionMemory* memory_ = nullptr;
   Selection<Real> selection_;
@@ -243,8 +245,8 @@ void send_nothing(const DgcTables& tables) {
 
 void CpuKernels::dgc_step(const DgcStep& step, Queue) {
   if (step.found_inf != nullptr && *step.found_inf != 0) return send_nothing(step.tables);
-  with_real(step.tables.dtype,
-            [&](auto dtype) { StepRun<Stored<dtype()>>(step, isa_here()).run(); });
+  cpu::with_real(step.tables.dtype,
+                 [&](auto dtype) { StepRun<cpu::Stored<dtype()>>(step, cpu::isa_here()).run(); });
 }
 
 size_t CpuKernels::dgc_workspace_bytes(const DgcTables& tables) {
@@ -258,4 +260,4 @@ size_t CpuKernels::dgc_workspace_bytes(const DgcTables& tables) {
   return bytes;
 }
 
-}  // namespace pycomm::cpu
+}  // namespace pycomm::kernels

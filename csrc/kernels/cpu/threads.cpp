@@ -16,7 +16,7 @@
 #include "kernels/device_kernels.h"
 #include "os/thread.h"
 
-namespace pycomm::cpu {
+namespace pycomm::kernels {
 namespace {
 
 int processors() {
@@ -68,7 +68,7 @@ class ThreadPool {
 
  private:
   void enlist() {
-    start_thread("pycomm-kernel", [this, seen = job_.load()]() mutable {
+    os::start_thread("pycomm-kernel", [this, seen = job_.load()]() mutable {
       for (;;) member(seen);
     }).detach();
     ++members_;
@@ -126,13 +126,13 @@ void parallel(size_t tasks, const std::function<void(size_t)>& task) {
   for (size_t i = 0; i < tasks; ++i) task(i);
 }
 
-}  // namespace pycomm::cpu
+}  // namespace pycomm::kernels
 
-namespace pycomm {
+namespace pycomm::kernels {
 
 void set_kernel_threads(int threads) {
-  cpu::wanted().store(std::max(1, threads), std::memory_order_relaxed);
+  wanted().store(std::max(1, threads), std::memory_order_relaxed);
 }
-int kernel_threads() { return cpu::wanted().load(std::memory_order_relaxed); }
+int kernel_threads() { return wanted().load(std::memory_order_relaxed); }
 
-}  // namespace pycomm
+}  // namespace pycomm::kernels

@@ -4,7 +4,7 @@
 #include <cstddef>
 #include <functional>
 
-namespace pycomm::cpu {
+namespace pycomm::kernels {
 
 // Calls task(i) for each i below `tasks`, in any order, on the caller and on waiting threads;
 // returns when all are done. Tasks must not throw. Threads start at first use and stay until the
@@ -12,4 +12,4 @@ namespace pycomm::cpu {
 // starts its own threads.
 void parallel(size_t tasks, const std::function<void(size_t)>& task);
 
-}  // namespace pycomm::cpu
+}  // namespace pycomm::kernels

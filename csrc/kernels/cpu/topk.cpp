@@ -3,11 +3,11 @@
 #include "kernels/cpu/sample.h"
 #include "kernels/cpu/select.h"
 
-namespace pycomm::cpu {
+namespace pycomm::kernels {
 namespace {
 
 template <Dtype kDtype>
-using ElementOfDtype = std::conditional_t<is_half(kDtype), uint16_t, Stored<kDtype>>;
+using ElementOfDtype = std::conditional_t<is_half(kDtype), uint16_t, cpu::Stored<kDtype>>;
 
 template <typename Element>
 void select(const TypedArray& x, const DeviceKernels::TopK& what) {
@@ -19,8 +19,8 @@ void select(const TypedArray& x, const DeviceKernels::TopK& what) {
   const auto& choice = selection.choices[0];
   if (!choice.dense) {
     const auto bound = sample_bound(x.count, what.k, [=](size_t i) { return elements[i]; });
-    selection.collect(isa_here(), choice, bound);
-    if (selection.candidates(choice) < what.k) selection.collect(isa_here(), choice, 0);
+    selection.collect(cpu::isa_here(), choice, bound);
+    if (selection.candidates(choice) < what.k) selection.collect(cpu::isa_here(), choice, 0);
   }
   selection.cut(0, [](size_t) {});
   if (what.threshold != nullptr)
@@ -37,11 +37,11 @@ void select(const TypedArray& x, const DeviceKernels::TopK& what) {
 }  // namespace
 
 void CpuKernels::topk(TypedArray x, const TopK& what, Queue) {
-  with_float(x.dtype, [&](auto dtype) { select<ElementOfDtype<dtype()>>(x, what); });
+  cpu::with_float(x.dtype, [&](auto dtype) { select<ElementOfDtype<dtype()>>(x, what); });
 }
 
 size_t CpuKernels::topk_workspace_bytes(size_t count, size_t k, Dtype dtype) {
   return Shape(count, k).bytes(bytes_of(dtype));
 }
 
-}  // namespace pycomm::cpu
+}  // namespace pycomm::kernels

@@ -15,7 +15,7 @@
 #include "kernels/cpu/chunk.h"
 #include "kernels/cpu/select.h"
 
-namespace pycomm::cpu {
+namespace pycomm::kernels {
 
 template <typename Real>
 struct Numbers {
@@ -62,9 +62,9 @@ template <bool kNesterov, bool kDecay, typename Real>
 template <Dtype kGrad, Dtype kWeight, bool kNesterov, bool kDecay>
 struct UpdateRange {
   using Real = std::conditional_t<kGrad == Dtype::float64, double, float>;
-  using Key = decltype(key_of(Real{}));
+  using Key = decltype(cpu::key_of(Real{}));
 
-  template <Isa kIsa>
+  template <cpu::Isa kIsa>
   [[gnu::always_inline]] static void run(Elements<Real> e, size_t begin, size_t count,
                                          Numbers<Real> numbers, Key* largest) {
     alignas(64) std::array<Real, kTile> grads, weights;
@@ -89,23 +89,23 @@ struct UpdateRange {
       const auto to = moved<kNesterov, kDecay, Real>(grad[i], weight[i], {u[i], v[i]}, numbers);
       u[i] = to.u;
       v[i] = to.v;
-      most = std::max(most, key_of(to.v));
+      most = std::max(most, cpu::key_of(to.v));
     }
     // A NaN in u gives a NaN in v.
-    if (most > key_of(std::numeric_limits<Real>::infinity())) [[unlikely]]
+    if (most > cpu::key_of(std::numeric_limits<Real>::infinity())) [[unlikely]]
       most = make_one_nan(u, v, count);
     return most;
   }
 
   [[gnu::noinline]] static Key make_one_nan(Real* u, Real* v, size_t count) {
     for (size_t i = 0; i < count; ++i) {
-      u[i] = with_one_nan(u[i]);
-      v[i] = with_one_nan(v[i]);
+      u[i] = cpu::with_one_nan(u[i]);
+      v[i] = cpu::with_one_nan(v[i]);
     }
-    return key_of(std::numeric_limits<Real>::quiet_NaN());
+    return cpu::key_of(std::numeric_limits<Real>::quiet_NaN());
   }
 
-  template <Isa kIsa, Dtype kDtype>
+  template <cpu::Isa kIsa, Dtype kDtype>
   [[gnu::always_inline]] static const Real* reals(const void* from, size_t begin, size_t count,
                                                   Real* buffer) {
     if constexpr (!is_half(kDtype)) {
@@ -117,4 +117,4 @@ struct UpdateRange {
   }
 };
 
-}  // namespace pycomm::cpu
+}  // namespace pycomm::kernels
