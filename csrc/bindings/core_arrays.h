@@ -1,6 +1,6 @@
 // The inspector of arrays: reads tensors and NumPy arrays that are contiguous, in host memory or on
-// a GPU, with a supported dtype. pycomm._core_api.arrays copies or describes all others and reports the
-// errors.
+// a GPU, with a supported dtype. pycomm._core_api.arrays copies or describes all others and reports
+// the errors.
 #pragma once
 
 #include <pybind11/pybind11.h>

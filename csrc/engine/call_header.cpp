@@ -47,7 +47,8 @@ std::string describe(const transport::Header& header) {
       break;
   }
   const bool on_device = (header.algorithm & transport::kOnDevice) != 0;
-  return text + ", " + named(kAlgorithms, header.algorithm & static_cast<uint8_t>(~transport::kOnDevice)) +
+  return text + ", " +
+         named(kAlgorithms, header.algorithm & static_cast<uint8_t>(~transport::kOnDevice)) +
          (on_device ? ", on CUDA devices)" : ")");
 }
 
