@@ -39,7 +39,7 @@ constexpr Table make_table() {
 #ifdef __x86_64__
 constexpr std::array kTables{make_table<cpu::Isa::baseline>(), make_table<cpu::Isa::avx2>()};
 #else
-constexpr std::array<Table, 1> kTables{make_table<Isa::baseline>()};
+constexpr std::array<Table, 1> kTables{make_table<cpu::Isa::baseline>()};
 #endif
 
 }  // namespace
