@@ -29,7 +29,6 @@ struct Field {
   const char* name;
   void (*set)(group::Call& call, const py::handle& value);
   bool optional = false;  // None keeps the default
-  PyObject* interned = nullptr;
 };
 
 // Reads one or two counts for each rank.
@@ -56,7 +55,7 @@ std::chrono::nanoseconds timeout_from(const py::handle& given) {
 }
 
 // In the order in which errors are reported.
-std::array<Field, 7> fields{{
+constexpr std::array<Field, 7> kFields{{
     {"timeout_s", [](group::Call& call, const py::handle& x) { call.timeout = timeout_from(x); },
      true},
     {"op",
@@ -75,12 +74,15 @@ std::array<Field, 7> fields{{
      [](group::Call& call, const py::handle& x) { call.counts_fit = x.cast<bool>(); }},
 }};
 
-// The position of a keyword in `fields`. Python interns the keywords of a program's text.
+// Their names as Python's strings. Python interns the keywords of a program's text.
+std::array<PyObject*, kFields.size()> interned{};
+
+// The position of a keyword in kFields.
 size_t field_of(PyObject* keyword) {
-  for (size_t i = 0; i < fields.size(); ++i)
-    if (keyword == fields[i].interned) return i;
-  for (size_t i = 0; i < fields.size(); ++i)
-    if (PyUnicode_CompareWithASCIIString(keyword, fields[i].name) == 0) return i;
+  for (size_t i = 0; i < kFields.size(); ++i)
+    if (keyword == interned[i]) return i;
+  for (size_t i = 0; i < kFields.size(); ++i)
+    if (PyUnicode_CompareWithASCIIString(keyword, kFields[i].name) == 0) return i;
   throw py::type_error("Call() has no field '" + py::handle(keyword).cast<std::string>() + "'");
 }
 
@@ -100,7 +102,7 @@ PyObject* raise_current() {
 PyObject* make_call(PyObject* type, PyObject* const* given, size_t flags, PyObject* keywords) {
   try {
     if (PyVectorcall_NARGS(flags) != 1) throw py::type_error("Call() takes one operation");
-    std::array<PyObject*, fields.size()> values{};
+    std::array<PyObject*, kFields.size()> values{};
     const Py_ssize_t count = keywords == nullptr ? 0 : PyTuple_GET_SIZE(keywords);
     for (Py_ssize_t i = 0; i < count; ++i)
       values[field_of(PyTuple_GET_ITEM(keywords, i))] = given[1 + i];
@@ -108,8 +110,8 @@ PyObject* make_call(PyObject* type, PyObject* const* given, size_t flags, PyObje
     const py::handle operation = given[0];
     call.operation = find<Operation>(kOperations, operation.cast<std::string_view>(), "operation");
     for (size_t i = 0; i < values.size(); ++i)
-      if (values[i] != nullptr && !(fields[i].optional && values[i] == Py_None))
-        fields[i].set(call, values[i]);
+      if (values[i] != nullptr && !(kFields[i].optional && values[i] == Py_None))
+        kFields[i].set(call, values[i]);
     auto* const made = PyObject_New(CallObject, reinterpret_cast<PyTypeObject*>(type));
     if (made == nullptr) throw py::error_already_set();
     new (&made->call) group::Call(std::move(call));
@@ -296,7 +298,8 @@ void bind_call(py::module_& module) {
   static PyTypeObject type{};
   Py_SET_REFCNT(reinterpret_cast<PyObject*>(&type), 1);  // it is never freed
   type.tp_name = "pycomm._core.Call";
-  for (Field& field : fields) field.interned = PyUnicode_InternFromString(field.name);
+  for (size_t i = 0; i < kFields.size(); ++i)
+    interned[i] = PyUnicode_InternFromString(kFields[i].name);
   type.tp_basicsize = sizeof(CallObject);
   type.tp_flags = Py_TPFLAGS_DEFAULT;
   type.tp_dealloc = free_call;
