@@ -321,5 +321,5 @@ def _loaded(name: str) -> Any:
 if __name__ == "__main__":
     try:
         print(*build(sys.argv[1:] or ["micro.plain", "cases.plain"]), sep="\n")
-    except BuildFailed as error:
+    except BuildFailed as error:  # the compiler's text, without a traceback
         sys.exit(str(error))

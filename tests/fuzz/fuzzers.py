@@ -123,5 +123,5 @@ def build(names: list[str]) -> list[Path]:
 if __name__ == "__main__":
     try:
         print(*build(sys.argv[1:] or targets()), sep="\n")
-    except BuildFailed as error:
+    except BuildFailed as error:  # the compiler's text, without a traceback
         sys.exit(str(error))

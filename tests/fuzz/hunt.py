@@ -102,7 +102,7 @@ def main() -> None:
         sys.exit(f"{', '.join(sorted(unknown))}: not among {', '.join(targets())}")
     try:
         binaries = build(names)
-    except BuildFailed as error:
+    except BuildFailed as error:  # the compiler's text, without a traceback
         sys.exit(f"pycomm: {error}")
     reports = []
     for target, binary in zip(names, binaries, strict=True):

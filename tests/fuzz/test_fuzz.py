@@ -20,11 +20,11 @@ LARGEST_CORPUS = 200 << 10  # total bytes
 def test_arbitrary_bytes_are_a_value_or_an_error(target: str, tmp_path: Path) -> None:
     try:
         clang()
-    except BuildFailed as error:
+    except BuildFailed as error:  # no clang here
         pytest.skip(str(error))  # .ci/run installs it
     try:
         (binary,) = build([target])
-    except BuildFailed as error:
+    except BuildFailed as error:  # the compiler's text, without a traceback
         pytest.fail(str(error), pytrace=False)
     report = fuzz(target, binary, SECONDS, tmp_path)
     assert report.find == ""

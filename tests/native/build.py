@@ -137,7 +137,7 @@ def main() -> None:
         sys.exit(f"{sanitizer}: not one of {', '.join(SANITIZERS)}")
     try:
         print(*build(sanitizer, names or suites()), sep="\n")
-    except BuildFailed as error:
+    except BuildFailed as error:  # the compiler's text, without a traceback
         sys.exit(str(error))
 
 

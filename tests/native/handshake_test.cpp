@@ -249,15 +249,15 @@ const Test kCut{
 
 const Test kReflection{
     "handshake: a listener rejects its own proof", [] {
-      auto [stranger, inside] = socket_pair();
+      auto [client, inside] = socket_pair();
       transport::Handshake listener(std::move(inside), Role::listener, "the key", kListener.params,
                                     10s);
       const std::string greeting(36, '\0');
-      expect_equal(::send(stranger.get(), greeting.data(), greeting.size(), 0), 36, "sent");
+      expect_equal(::send(client.get(), greeting.data(), greeting.size(), 0), 36, "sent");
       expect(listener.advance() == Step::want_read, "the listener answers a greeting");
       std::array<char, 68> answer{};
-      expect_equal(::recv(stranger.get(), answer.data(), answer.size(), 0), 68, "answer");
-      expect_equal(::send(stranger.get(), answer.data() + 36, 32, 0), 32, "sent back");
+      expect_equal(::recv(client.get(), answer.data(), answer.size(), 0), 68, "answer");
+      expect_equal(::send(client.get(), answer.data() + 36, 32, 0), 32, "sent back");
       expect(listener.advance() == Step::refused, "the reflected proof was accepted");
     }};
 
@@ -269,20 +269,20 @@ const Test kReplay{"handshake: a replayed conversation is refused", [] {
                                 return true;
                               });
                      expect_equal(said.size(), kFromConnector, "bytes of the connector");
-                     auto [stranger, inside] = socket_pair();
+                     auto [client, inside] = socket_pair();
                      transport::Handshake listener(std::move(inside), Role::listener, "the key",
                                                    kListener.params, 10s);
-                     expect_equal(::send(stranger.get(), said.data(), said.size(), 0), 68, "sent");
+                     expect_equal(::send(client.get(), said.data(), said.size(), 0), 68, "sent");
                      expect(finish(listener) == Step::refused, "an old proof was accepted");
                    }};
 
 const Test kGarbage{
     "handshake: random bytes are refused by both ends", [] {
       for (const Role role : {Role::connector, Role::listener}) {
-        auto [stranger, inside] = socket_pair();
+        auto [client, inside] = socket_pair();
         transport::Handshake shake(std::move(inside), role, "the key", kListener.params, 10s);
         const std::string garbage(4096, 'G');
-        expect_equal(::send(stranger.get(), garbage.data(), garbage.size(), 0), 4096, "sent");
+        expect_equal(::send(client.get(), garbage.data(), garbage.size(), 0), 4096, "sent");
         expect(finish(shake) == Step::refused, "random bytes were accepted");
         expect_says(shake.why(), "same key");
         expect_equal(shake.fd(), -1, "the socket after a refusal");
@@ -291,7 +291,7 @@ const Test kGarbage{
 
 const Test kSilence{"handshake: silence is refused at the limit", [] {
                       for (const Role role : {Role::connector, Role::listener}) {
-                        auto [stranger, inside] = socket_pair();
+                        auto [client, inside] = socket_pair();
                         transport::Handshake shake(std::move(inside), role, "the key",
                                                    kListener.params, 50ms);
                         const Deadline deadline(10s);

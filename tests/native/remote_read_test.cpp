@@ -238,7 +238,7 @@ void unreached_test() {
 const Test kUnreached{"if one rank may not read the others, none does", unreached_test};
 
 // A process of another namespace may have the process id of a rank.
-void stranger_test() {
+void unverified_process_test() {
   Host host(2);
   host.begin(Operation::all_reduce, kCount, true);
   expect(host.advance(), "an offer");
@@ -249,7 +249,7 @@ void stranger_test() {
     expect(host.of(rank).region.reaches == shared::SharedMemoryRegion::Reach::not_all,
            "reads another process");
 }
-const Test kStranger{"a process without the token is not read", stranger_test};
+const Test kUnverifiedProcess{"a process without the token is not read", unverified_process_test};
 
 // An unreadable page simulates a device's memory.
 void unreadable_test() {

@@ -401,7 +401,7 @@ void be_hostile(uint16_t port, int number, std::vector<os::Fd>& kept) {
 
 // A server with few descriptors, and a process with unauthenticated clients and one client that
 // holds the key.
-void survive_strangers(int descriptors) {
+void survive_unauthenticated_clients(int descriptors) {
   Child child([](uint16_t port) {
     std::vector<os::Fd> kept;
     for (int i = 0; i < 1000; ++i) be_hostile(port, i, kept);
@@ -431,19 +431,19 @@ void survive_strangers(int descriptors) {
 }
 
 const Test kFlood{"tcp store: a client connects beside 2,000 unauthenticated clients",
-                  [] { survive_strangers(200); }};
+                  [] { survive_unauthenticated_clients(200); }};
 
 const Test kExhausted{"tcp store: the same when they take every descriptor",
-                      [] { survive_strangers(12); }};
+                      [] { survive_unauthenticated_clients(12); }};
 
-const Test kSilent{
-    "tcp store: a silent client is disconnected at the limit, and not before", [] {
-      rendezvous::StoreServer server(os::tcp_address(kHost, 0), kKey, 100ms);
-      const os::Fd stranger = os::start_connect(os::tcp_address(kHost, server.port()));
-      const Deadline deadline = within(10s);
-      expect(os::poll_one(stranger.get(), POLLIN, deadline.left()) != 0, "it stays connected");
-      expect(deadline.elapsed_s() > 0.09 && deadline.elapsed_s() < 5, "when");
-    }};
+const Test kSilent{"tcp store: a silent client is disconnected at the limit, and not before", [] {
+                     rendezvous::StoreServer server(os::tcp_address(kHost, 0), kKey, 100ms);
+                     const os::Fd client = os::start_connect(os::tcp_address(kHost, server.port()));
+                     const Deadline deadline = within(10s);
+                     expect(os::poll_one(client.get(), POLLIN, deadline.left()) != 0,
+                            "it stays connected");
+                     expect(deadline.elapsed_s() > 0.09 && deadline.elapsed_s() < 5, "when");
+                   }};
 
 const Test kFew{"tcp store: no more pending connections than the descriptors allow are held", [] {
                   rlimit limit{};
@@ -453,10 +453,10 @@ const Test kFew{"tcp store: no more pending connections than the descriptors all
                   const auto server = rendezvous::TcpStore::serve(kHost, 0, kKey);
                   ::setrlimit(RLIMIT_NOFILE, &limit);
                   const int serving = open_descriptors();
-                  std::vector<os::Fd> strangers;
+                  std::vector<os::Fd> clients;
                   for (int i = 0; i < 100; ++i) {
-                    strangers.push_back(os::start_connect(os::tcp_address(kHost, server->port())));
-                    os::poll_one(strangers.back().get(), POLLOUT, 5s);
+                    clients.push_back(os::start_connect(os::tcp_address(kHost, server->port())));
+                    os::poll_one(clients.back().get(), POLLOUT, 5s);
                   }
                   // The last in the queue: once it is accepted, so are all the others.
                   const auto client =

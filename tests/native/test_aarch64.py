@@ -28,7 +28,7 @@ pytestmark = [
 def test_suite_passes_on_aarch64(suite: str) -> None:
     try:
         (binary,) = build("aarch64", [suite])
-    except BuildFailed as error:
+    except BuildFailed as error:  # the compiler's text, without a traceback
         pytest.fail(str(error), pytrace=False)
     done = subprocess.run(
         [EMULATOR, str(binary)],

@@ -40,7 +40,7 @@ def run(sanitizer: str, suite: str, *tests: str) -> str:
     """The output of a suite, or of those of its tests whose names contain `part`; it must pass."""
     try:
         (binary,) = build(sanitizer, [suite])
-    except BuildFailed as error:
+    except BuildFailed as error:  # the compiler's text, without a traceback
         pytest.fail(str(error), pytrace=False)
     try:
         done = subprocess.run(

@@ -26,7 +26,7 @@ TYPES = ("struct Stage { int begin; };", "struct Stage { double begin, end; };")
 def test_core_has_no_two_types_of_one_name() -> None:
     try:
         build("odr", ["core"])
-    except BuildFailed as error:
+    except BuildFailed as error:  # the compiler's text, without a traceback
         pytest.fail(str(error), pytrace=False)
 
 
