@@ -48,4 +48,8 @@ struct ConnectOptions {
   std::function<void(const std::string&)> log;  // logs one line; may be empty
 };
 
+// The secret of a subgroup: HMAC-SHA-256 of a label and its name under the secret of its group. The
+// label separates it from all other uses of that secret.
+std::string subgroup_secret(const std::string& secret, const std::string& name);
+
 }  // namespace pycomm::group

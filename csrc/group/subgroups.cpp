@@ -18,6 +18,11 @@ std::vector<int> world_ranks(const GroupInfo& info, const std::vector<int>& memb
 
 }  // namespace
 
+std::string subgroup_secret(const std::string& secret, const std::string& name) {
+  const Digest digest = hmac_sha256(secret, "pycomm group key\n" + name);
+  return {digest.begin(), digest.end()};
+}
+
 // The texts of all ranks, by rank. Gathers the lengths first, then the texts, padded to the
 // longest.
 std::vector<std::string> HostGroup::gather_texts(const std::string& mine) {
@@ -50,9 +55,7 @@ ConnectOptions HostGroup::subgroup_options(const std::vector<int>& members,
   part.name = name;
   part.size = static_cast<int>(members.size());
   part.rank = static_cast<int>(std::ranges::find(members, info_.rank) - members.begin());
-  // The label separates this key from other uses of the secret.
-  const Digest digest = hmac_sha256(options_.secret, "pycomm group key\n" + name);
-  part.secret.assign(digest.begin(), digest.end());
+  part.secret = subgroup_secret(options_.secret, name);
   return part;
 }
 

@@ -1,6 +1,7 @@
 // A group of ranks without failures: every verb by every algorithm over every transport, against a
 // plain model; messages, asynchronous calls, split. Failures are in engine_test.cpp.
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <bit>
 #include <cmath>
@@ -355,6 +356,17 @@ const Test kRefuses{
         run_case(group, {Operation::all_reduce, Algorithm::ring, Dtype::float32, ReduceOp::sum, 4,
                          0, false, 0});
       });
+    }};
+
+// The wanted bytes are from Python: hmac.new(b"a shared secret", label + name, "sha256").
+const Test kSubgroupSecret{
+    "the secret of a subgroup is derived with its own label", [] {
+      constexpr std::array<uint8_t, 4> kFirst{0xa8, 0x95, 0x9f, 0x8f};
+      const std::string got = group::subgroup_secret("a shared secret", "world/0.1");
+      expect_equal(got.size(), size_t{32}, "bytes");
+      for (size_t i = 0; i < kFirst.size(); ++i)
+        expect_equal(int{static_cast<uint8_t>(got[i])}, int{kFirst[i]}, "byte");
+      expect(got != group::subgroup_secret("a shared secret", "world/0.0"), "names differ");
     }};
 
 }  // namespace
