@@ -38,6 +38,8 @@ __all__ = [
     "send",
 ]
 
+_SUM = _core.Call("all_reduce")  # an all_reduce with default arguments
+
 
 def all_reduce(
     x: Any,
@@ -64,7 +66,10 @@ def all_reduce(
         Mismatch: the ranks' calls differ; no array changed.
         Timeout, PeerLost, GroupBroken: the group failed; `x` is undefined.
     """
-    call = _core.Call("all_reduce", op=op, algorithm=algorithm, timeout_s=timeout_s)
+    if op == "sum" and algorithm is None and timeout_s is None:
+        call = _SUM
+    else:
+        call = _core.Call("all_reduce", op=op, algorithm=algorithm, timeout_s=timeout_s)
     return calls.run(group, call, x, x, x, async_op)
 
 

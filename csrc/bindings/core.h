@@ -24,10 +24,13 @@ namespace py = pybind11;
 // the exception stays in the thread state for throw_pending().
 class Blocking {
  public:
-  Blocking() = default;
+  Blocking() : state_(PyEval_SaveThread()) {}
+  Blocking(const Blocking&) = delete;
+  Blocking& operator=(const Blocking&) = delete;
+  ~Blocking() { PyEval_RestoreThread(state_); }
 
  private:
-  py::gil_scoped_release release_;
+  PyThreadState* state_;
 };
 
 // Throws what a signal handler raised while the GIL was released. Requires the GIL.
@@ -79,6 +82,9 @@ class GroupHandle : public Handle {
   explicit GroupHandle(std::shared_ptr<group::Group> group) : Handle(std::move(group)) {}
   group::Group& group() const { return static_cast<group::Group&>(collectives()); }
 };
+
+// The handle in a Python object. Throws if it is none.
+Handle& handle_of(PyObject* object);
 
 inline constexpr auto kDtypeNames = [] {
   std::array<std::string_view, kDtypes.size()> names{};

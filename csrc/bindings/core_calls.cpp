@@ -31,6 +31,16 @@ struct Field {
   bool optional = false;  // None keeps the default
 };
 
+std::string_view text_of(const py::handle& x) {
+  Py_ssize_t bytes = 0;
+  const char* const text = PyUnicode_AsUTF8AndSize(x.ptr(), &bytes);
+  if (text == nullptr) {
+    PyErr_Clear();
+    throw py::type_error("expected a string, got " + std::string(py::repr(x)));
+  }
+  return {text, static_cast<size_t>(bytes)};
+}
+
 // Reads one or two counts for each rank.
 std::vector<size_t> counts_from(const py::handle& given) {
   std::vector<size_t> counts;
@@ -58,15 +68,13 @@ std::chrono::nanoseconds timeout_from(const py::handle& given) {
 constexpr std::array<Field, 7> kFields{{
     {"timeout_s", [](group::Call& call, const py::handle& x) { call.timeout = timeout_from(x); },
      true},
-    {"op",
-     [](group::Call& call, const py::handle& x) {
-       call.op = find<ReduceOp>(kReduceOps, x.cast<std::string_view>(), "op");
-     }},
+    {"op", [](group::Call& call,
+              const py::handle& x) { call.op = find<ReduceOp>(kReduceOps, text_of(x), "op"); }},
     {"peer", [](group::Call& call, const py::handle& x) { call.peer = x.cast<int>(); }},
     {"tag", [](group::Call& call, const py::handle& x) { call.tag = x.cast<uint32_t>(); }},
     {"algorithm",
      [](group::Call& call, const py::handle& x) {
-       call.algorithm = find<Algorithm>(kAlgorithms, x.cast<std::string_view>(), "algorithm");
+       call.algorithm = find<Algorithm>(kAlgorithms, text_of(x), "algorithm");
      },
      true},
     {"counts", [](group::Call& call, const py::handle& x) { call.counts = counts_from(x); }, true},
@@ -108,7 +116,7 @@ PyObject* make_call(PyObject* type, PyObject* const* given, size_t flags, PyObje
       values[field_of(PyTuple_GET_ITEM(keywords, i))] = given[1 + i];
     group::Call call;
     const py::handle operation = given[0];
-    call.operation = find<Operation>(kOperations, operation.cast<std::string_view>(), "operation");
+    call.operation = find<Operation>(kOperations, text_of(operation), "operation");
     for (size_t i = 0; i < values.size(); ++i)
       if (values[i] != nullptr && !(kFields[i].optional && values[i] == Py_None))
         kFields[i].set(call, values[i]);
@@ -149,10 +157,9 @@ std::optional<Memory> memory_of(PyObject* x, bool write) {
   if (x == Py_None) return Memory{};
   if (PyTuple_CheckExact(x)) {
     const auto description = py::reinterpret_borrow<py::tuple>(x);
-    return Memory{
-        .data = reinterpret_cast<std::byte*>(description[0].cast<uintptr_t>()),
-        .dtype = find<Dtype>(kDtypeNames, description[1].cast<std::string_view>(), "dtype"),
-        .count = description[2].cast<size_t>()};
+    return Memory{.data = reinterpret_cast<std::byte*>(description[0].cast<uintptr_t>()),
+                  .dtype = find<Dtype>(kDtypeNames, text_of(description[1]), "dtype"),
+                  .count = description[2].cast<size_t>()};
   }
   const auto array = ContiguousArray::of(x, write);
   if (!array || array->gpu() != ContiguousArray::kHost) return std::nullopt;
@@ -208,7 +215,7 @@ group::Call call_of(PyObject* self, Arguments given) {
 PyObject* run(PyObject* self, PyObject* const* given, Py_ssize_t count) {
   try {
     group::Call call = call_of(self, {given, static_cast<size_t>(count)});
-    group::Collectives& group = py::handle(given[0]).cast<const Handle&>().collectives();
+    group::Collectives& group = handle_of(given[0]).collectives();
     if (!set_arrays(call, given[1], given[2], group.size())) return Py_NewRef(Py_False);
     {
       const Blocking blocking;
@@ -230,7 +237,7 @@ struct Started {
 PyObject* agree_on_first_message(PyObject* self, PyObject* const* given, Py_ssize_t count) {
   try {
     group::Call call = call_of(self, {given, static_cast<size_t>(count)});
-    group::Collectives& host = py::handle(given[0]).cast<const Handle&>().collectives();
+    group::Collectives& host = handle_of(given[0]).collectives();
     set_arrays(call, given[1], given[2], host.size());  // descriptions of arrays on a device
     {
       const Blocking blocking;
@@ -246,7 +253,7 @@ PyObject* agree_on_first_message(PyObject* self, PyObject* const* given, Py_ssiz
 PyObject* start(PyObject* self, PyObject* const* given, Py_ssize_t count) {
   try {
     group::Call call = call_of(self, {given, static_cast<size_t>(count)});
-    auto& handle = py::handle(given[0]).cast<Handle&>();
+    Handle& handle = handle_of(given[0]);
     group::Collectives& group = handle.collectives();
     if (!set_arrays(call, given[1], given[2], group.size())) return Py_NewRef(Py_None);
     Started started;

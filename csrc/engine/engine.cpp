@@ -17,7 +17,7 @@ Engine::Engine(std::vector<std::unique_ptr<transport::Channel>> channels, Engine
       loop_({options.spin, std::move(options.interrupted)}, turn_, peers_, mailbox_, liveness_,
             connections_, dispatcher_),
       idle_(turn_, peers_, liveness_, connections_, dispatcher_, shutdown_),
-      runner_(turn_, calls_, mailbox_, liveness_, loop_, idle_, shutdown_),
+      runner_(turn_, peers_, calls_, mailbox_, liveness_, sender_, loop_, idle_, shutdown_),
       messenger_(turn_, peers_, calls_, mailbox_, sender_, dispatcher_, runner_) {}
 
 void Engine::run(const PlanJob& job, const Deadline& deadline) {
@@ -62,18 +62,6 @@ EngineStatus Engine::status() const {
   EngineStatus now = liveness_.status();
   now.broken = shutdown_.cause();
   return now;
-}
-
-EngineTraffic Engine::traffic() const {
-  const std::lock_guard turn(turn_);
-  EngineTraffic sums{.payload_sent = sender_.payload_sent(), .waited = loop_.waited()};
-  for (const Peer& peer : peers_.all()) {
-    if (!peer.link) continue;
-    sums.frames_sent += peer.link->frames_sent();
-    sums.bytes_written += peer.link->bytes_written();
-    sums.bytes_received += peer.link->bytes_received();
-  }
-  return sums;
 }
 
 }  // namespace pycomm::engine

@@ -47,13 +47,6 @@ struct EngineOptions {
   std::vector<int64_t> pids{};
 };
 
-// Sums over all links since the start. `waited` is the time in which calls made no progress,
-// without waits of a few microseconds, during which no clock is read.
-struct EngineTraffic {
-  uint64_t frames_sent = 0, payload_sent = 0, bytes_written = 0, bytes_received = 0;
-  std::chrono::nanoseconds waited{0};
-};
-
 class Engine {
  public:
   // `channels` by rank; null for this rank and, with a connector, for peers that are not connected
@@ -112,8 +105,8 @@ class Engine {
   EngineStatus status() const;
   // From any thread: the ranks that are known to be lost, once the engine is broken.
   std::vector<int> lost() const { return shutdown_.lost(); }
-  // For the thread whose turn it is.
-  EngineTraffic traffic() const;
+  // For the thread that makes the calls: as of the end of the last one.
+  const EngineTraffic& traffic() const { return runner_.traffic(); }
 
   // For tasks: a task of `job` that another task advances.
   PlanTask plan_task(const PlanJob& job, const transport::Header& header) {

@@ -15,6 +15,7 @@ void TaskRunner::run(Task& task, const TaskCall& call, const Deadline& deadline)
       runner.calls_.end();
       runner.mailbox_.end_receives();
       runner.idle_.end_call();
+      runner.traffic_ = runner.sum();
     }
   } const end{*this};
   shutdown_.check_usable();
@@ -29,6 +30,17 @@ void TaskRunner::run(Task& task, const TaskCall& call, const Deadline& deadline)
     throw;
   }
   if (call.is_collective) calls_.complete(call.signature);
+}
+
+EngineTraffic TaskRunner::sum() const {
+  EngineTraffic sums{.payload_sent = sender_.payload_sent(), .waited = loop_.waited()};
+  for (const Peer& peer : peers_.all()) {
+    if (!peer.link) continue;
+    sums.frames_sent += peer.link->frames_sent();
+    sums.bytes_written += peer.link->bytes_written();
+    sums.bytes_received += peer.link->bytes_received();
+  }
+  return sums;
 }
 
 }  // namespace pycomm::engine

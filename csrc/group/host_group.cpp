@@ -122,7 +122,7 @@ HostGroup::HostGroup(ConnectOptions options, bootstrap::Mesh mesh, std::vector<i
       engine_(std::move(mesh.channels), engine_options(options_, mesh, connector_.get())),
       runner_(engine_, info_, thresholds_of(mesh), region_of(mesh, info_.local_rank),
               !mesh.memories.empty() && info_.host_count > 1),
-      recorder_(head_of(options_, mesh), options_.recorder),
+      log_(head_of(options_, mesh), options_.recorder),
       worker_(options_.interrupted) {
   options_.tuned = std::move(mesh.tuned);  // for split()
   // Heaps exist on a single host only.
@@ -195,75 +195,22 @@ Worker::Turn HostGroup::take_turn(const Call& call) {
 void HostGroup::execute(PreparedCall prepared) {
   engine_.check_usable();  // before this rank publishes the call in shared memory
   runner_.prepare(prepared);
-  {
-    const std::lock_guard lock(mutex_);
-    recorder_.begin(record_of(prepared.call, prepared.header, prepared.deadline));
-  }
+  log_.begin(prepared);
+  const auto end = [&](bool failed) {
+    log_.end(prepared, engine_.traffic(), runner_.region(), failed);
+  };
   try {
     runner_.run(prepared);
   } catch (const Error& error) {
-    const std::lock_guard lock(mutex_);
-    end_call(true);
-    const std::string where = record_failure(error);
+    end(true);
+    const std::string where = log_.record_failure(error);
     if (where.empty()) throw;
     throw Error(error.kind(), error.what() + where, error.fields());
   } catch (...) {  // out of memory, or from Python
-    const std::lock_guard lock(mutex_);
-    end_call(true);
+    end(true);
     throw;
   }
-  const std::lock_guard lock(mutex_);
-  const auto now = end_call(false);
-  ++stats_.calls;
-  stats_.seconds += std::chrono::duration<double>(now - prepared.deadline.start()).count();
-}
-
-// Adds the call to stats_ and the flight recorder and returns its end. Requires mutex_.
-Clock::time_point HostGroup::end_call(bool failed) {
-  const engine::EngineTraffic traffic = engine_.traffic();
-  stats_.frames_sent = traffic.frames_sent;
-  stats_.bytes_sent = traffic.payload_sent;
-  stats_.bytes_written = traffic.bytes_written;
-  stats_.bytes_received = traffic.bytes_received;
-  if (const shared::SharedMemoryRegion* const region = runner_.region()) {
-    stats_.bytes_sent += region->bytes_sent;
-    stats_.bytes_written += region->bytes_sent;
-    stats_.bytes_received += region->bytes_received;
-  }
-  const auto now = Clock::now();
-  recorder_.end({.now = now,
-                 .bytes_written = stats_.bytes_written,
-                 .bytes_received = stats_.bytes_received,
-                 .waited = traffic.waited},
-                failed);
-  return now;
-}
-
-// Writes a flight record for an error and returns the text that the error adds about it. The error
-// that breaks the group overwrites the record of an earlier Mismatch. Requires mutex_.
-std::string HostGroup::record_failure(const Error& error) {
-  const auto keep = [&](bool breaking) {
-    const std::string said = recorder_.keep(error.what(), breaking);
-    return said.empty() ? said : "; " + said;
-  };
-  switch (error.kind()) {
-    case ErrorKind::mismatch:
-      return keep(false);
-    case ErrorKind::timeout:
-    case ErrorKind::peer_lost:
-    case ErrorKind::group_broken:
-    case ErrorKind::internal:
-      return keep(true);
-    case ErrorKind::invalid_argument:
-    case ErrorKind::unsupported:
-      break;  // no data was sent, and no peer knows
-  }
-  return {};
-}
-
-Stats HostGroup::stats() const {
-  const std::lock_guard lock(mutex_);
-  return stats_;
+  end(false);
 }
 
 Status HostGroup::status() const {
@@ -300,8 +247,7 @@ void HostGroup::close() noexcept {
   worker_.join();
   heartbeat_.join();
   engine_.leave();
-  const std::lock_guard lock(mutex_);
-  recorder_.close();
+  log_.close();
 }
 
 void HostGroup::hear(std::chrono::nanoseconds limit) {
@@ -316,8 +262,7 @@ void HostGroup::abort(const std::string& reason) noexcept {
   worker_.run_exclusive([&] {
     const GroupBroken error("the group was aborted: " + reason);
     engine_.fail(error);
-    const std::lock_guard lock(mutex_);
-    (void)record_failure(error);
+    (void)log_.record_failure(error);
   });
   heartbeat_.join();
 }

@@ -4,18 +4,17 @@
 #include <atomic>
 #include <functional>
 #include <memory>
-#include <mutex>
 #include <string>
 #include <vector>
 
 #include "bootstrap/mesh.h"
 #include "engine/engine.h"
+#include "group/call_log.h"
 #include "group/call_runner.h"
 #include "group/connect_options.h"
 #include "group/group.h"
 #include "group/prepared_call.h"
 #include "group/worker.h"
-#include "observe/flight_recorder.h"
 #include "observe/heartbeat_thread.h"
 
 namespace pycomm::group {
@@ -39,7 +38,7 @@ class HostGroup final : public Group {
   std::shared_ptr<std::byte> allocate(size_t bytes) override {
     return heap_ ? heap_->allocate(bytes) : nullptr;
   }
-  Stats stats() const override;
+  Stats stats() const override { return log_.stats(); }
   Status status() const override;
   void set_timeout(std::chrono::nanoseconds timeout) override;
   void close() noexcept override;
@@ -57,8 +56,6 @@ class HostGroup final : public Group {
     return call.timeout.count() > 0 ? call.timeout : timeout_.load();
   }
   void execute(PreparedCall prepared);
-  Clock::time_point end_call(bool failed);
-  std::string record_failure(const Error& error);
   std::vector<std::string> gather_texts(const std::string& mine);
   ConnectOptions subgroup_options(const std::vector<int>& members, const std::string& name) const;
 
@@ -70,9 +67,7 @@ class HostGroup final : public Group {
   engine::Engine engine_;
   std::shared_ptr<os::SharedHeap> heap_;  // of this process, if the region has heaps
   CallRunner runner_;
-  observe::FlightRecorder recorder_;
-  mutable std::mutex mutex_;  // guards stats_ and recorder_
-  Stats stats_;
+  CallLog log_;
   Worker worker_;  // last members: their threads end before the members they use
   observe::HeartbeatThread heartbeat_;
 };

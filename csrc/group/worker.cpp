@@ -76,18 +76,22 @@ class Worker::Started final : public Work {
 
 Worker::~Worker() { join(); }
 
-// Waits for the caller's turn. Returns when the wait began. The caller must reset caller_inside.
-Clock::time_point Worker::enter(std::unique_lock<std::mutex>& lock,
-                                std::chrono::nanoseconds limit) {
+// Waits for the caller's turn. Returns when the wait began.
+Clock::time_point Worker::enter(std::chrono::nanoseconds limit) {
   State& state = *state_;
-  if (state.caller_inside) throw InvalidArgument(kSecondThread);
-  if (state.ending) throw GroupBroken(kClosed);
-  state.caller_inside = true;
-  state.caller = std::this_thread::get_id();
-  const auto leave = [&](const auto& error) {
-    state.caller_inside = false;
-    state.changed.notify_all();
+  std::unique_lock lock(state.mutex);
+  state.caller.lock_out();
+  const auto refuse = [&](const auto& error) {
+    state.let_in();
     throw error;
+  };
+  if (state.caller.is_inside()) refuse(InvalidArgument(kSecondThread));
+  if (state.ending) refuse(GroupBroken(kClosed));
+  state.caller.enter();
+  const auto leave = [&](const auto& error) {
+    state.caller.leave();
+    state.changed.notify_all();
+    refuse(error);
   };
   const auto our_turn = [&] {
     return state.ending || (state.queue.empty() && !state.worker_inside);
@@ -108,32 +112,37 @@ Clock::time_point Worker::enter(std::unique_lock<std::mutex>& lock,
     }
   }
   if (state.ending) leave(GroupBroken(kClosed));
+  state.let_in();
   return since;
 }
 
 Worker::Turn Worker::take_turn(std::chrono::nanoseconds limit) {
-  std::unique_lock lock(state_->mutex);
   if (state_->thread == std::this_thread::get_id()) return {nullptr, Clock::now()};
-  return {state_.get(), enter(lock, limit)};
+  if (state_->caller.try_enter()) return {state_.get(), Clock::now()};
+  return {state_.get(), enter(limit)};
 }
 
 Worker::Turn::~Turn() {
-  if (state_ == nullptr) return;
+  if (state_ == nullptr || state_->caller.try_leave()) return;
   const std::lock_guard lock(state_->mutex);
-  state_->caller_inside = false;
+  state_->caller.leave();
   state_->changed.notify_all();
 }
 
 void Worker::run_exclusive(const Body& body) {
   State& state = *state_;
   std::unique_lock lock(state.mutex);
-  const auto me = std::this_thread::get_id();
-  if (state.caller_inside && state.caller == me) return;
-  state.changed.wait(lock, [&] {
-    return state.thread == me ||
-           (!state.caller_inside && !state.worker_inside && state.queue.empty());
-  });
-  body();  // locked: calls wait
+  state.caller.lock_out();
+  ++state.waiting;
+  if (!state.caller.is_this_thread()) {
+    state.changed.wait(lock, [&] {
+      return state.thread == std::this_thread::get_id() ||
+             (!state.caller.is_inside() && !state.worker_inside && state.queue.empty());
+    });
+    body();  // locked: calls wait
+  }
+  --state.waiting;
+  state.let_in();
 }
 
 std::shared_ptr<Work> Worker::start(Body body, Then then) {
@@ -145,11 +154,15 @@ std::shared_ptr<Work> Worker::start(Body body, Then then) {
     started->execute();
     return started;
   }
-  if (state.caller_inside) throw InvalidArgument(kSecondThread);
   if (state.ending) throw GroupBroken(kClosed);
   if (!thread_.joinable()) {  // first: queue nothing if no thread can be created
     thread_ = os::start_thread("pycomm-worker", [held = state_] { loop(*held); });
     state.thread = thread_.get_id();
+  }
+  state.caller.lock_out();
+  if (state.caller.is_inside()) {
+    state.let_in();
+    throw InvalidArgument(kSecondThread);
   }
   state.queue.push_back(started);
   state.changed.notify_all();
@@ -164,6 +177,7 @@ void Worker::loop(State& state) {
     state.worker_inside = true;
     run_next(state, lock);
     state.worker_inside = false;
+    state.let_in();
     state.changed.notify_all();
   }
 }
@@ -179,20 +193,21 @@ void Worker::run_next(State& state, std::unique_lock<std::mutex>& lock) {
 
 bool Worker::busy() const {
   const std::lock_guard lock(state_->mutex);
-  return state_->caller_inside || state_->worker_inside || !state_->queue.empty();
+  return state_->caller.is_inside() || state_->worker_inside || !state_->queue.empty();
 }
 
 void Worker::join() {
   State& state = *state_;
   std::unique_lock lock(state.mutex);
   state.ending = true;
+  state.caller.lock_out();
   state.changed.notify_all();
   const auto me = std::this_thread::get_id();
   const bool in_then = state.thread == me;
   while (in_then && !state.queue.empty()) run_next(state, lock);
   // A caller that joins inside its own call (through `interrupted`) does not wait for itself.
   state.changed.wait(lock, [&] {
-    const bool caller_out = !state.caller_inside || state.caller == me;
+    const bool caller_out = !state.caller.is_inside() || state.caller.is_this_thread();
     return caller_out && (in_then || (state.queue.empty() && !state.worker_inside));
   });
   std::thread ended = std::move(thread_);

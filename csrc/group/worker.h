@@ -1,8 +1,12 @@
 // Orders the calls of a group: one caller at a time, and asynchronous calls in order on one thread.
 #pragma once
 
+#include <pthread.h>
+
+#include <atomic>
 #include <chrono>
 #include <condition_variable>
+#include <cstdint>
 #include <deque>
 #include <functional>
 #include <memory>
@@ -13,6 +17,35 @@
 #include "group/group.h"
 
 namespace pycomm::group {
+
+// The thread inside a call. While nothing else is under way, calls enter and leave without a lock.
+class Caller {
+ public:
+  bool try_enter() {
+    uintptr_t free = 0;
+    return word_.compare_exchange_strong(free, me(), std::memory_order_acquire);
+  }
+  bool try_leave() {
+    uintptr_t mine = me();
+    return word_.compare_exchange_strong(mine, 0, std::memory_order_release);
+  }
+
+  // All others require the worker's mutex. From lock_out() to let_in(), try_enter() and try_leave()
+  // fail, so that the thread inside does not change without the mutex.
+  void lock_out() { word_.fetch_or(kLockedOut); }
+  void let_in() { word_.fetch_and(~kLockedOut); }
+  bool is_inside() const { return (word_.load() & ~kLockedOut) != 0; }
+  bool is_this_thread() const { return (word_.load() & ~kLockedOut) == me(); }
+  void enter() { word_.fetch_or(me()); }
+  void leave() { word_.fetch_and(kLockedOut); }
+
+ private:
+  // Addresses of threads are even.
+  static constexpr uintptr_t kLockedOut = 1;
+  static uintptr_t me() { return static_cast<uintptr_t>(::pthread_self()); }
+
+  std::atomic<uintptr_t> word_{0};
+};
 
 class Worker {
   struct State;
@@ -61,13 +94,20 @@ class Worker {
   class Started;
   // State of the thread. It may outlive the worker until the end of the `then` that destroyed it.
   struct State {
+    // Lets callers enter without the lock again, if nothing else is under way.
+    void let_in() {
+      if (!ending && !worker_inside && waiting == 0 && queue.empty()) caller.let_in();
+    }
+
     std::mutex mutex;
     std::condition_variable changed;
     std::deque<std::shared_ptr<Started>> queue;
-    bool caller_inside = false, worker_inside = false, ending = false;
-    std::thread::id caller, thread;
+    bool worker_inside = false, ending = false;
+    int waiting = 0;  // threads that wait until no call runs
+    Caller caller;
+    std::atomic<std::thread::id> thread;
   };
-  Clock::time_point enter(std::unique_lock<std::mutex>& lock, std::chrono::nanoseconds limit);
+  Clock::time_point enter(std::chrono::nanoseconds limit);
   static void loop(State& state);
   static void run_next(State& state, std::unique_lock<std::mutex>& lock);
 

@@ -8,10 +8,10 @@
 
 #include <array>
 #include <atomic>
-#include <bit>
 #include <cstddef>
 #include <cstdint>
 
+#include "core/atomic_words.h"
 #include "transport/frame.h"
 
 namespace pycomm::shared {
@@ -22,23 +22,8 @@ inline constexpr size_t kSlotBytes = size_t{64} << 10;
 // Payload that fits into the cache line of the flag: the reader fetches one line.
 inline constexpr size_t kTinyBytes = 48;
 
-// A header that another rank may read during a write. The reader loads the flag beside it before
-// and after; release and acquire order keep both loads in place.
-class SharedHeader {
- public:
-  void store(const transport::Header& header) {
-    const auto words = std::bit_cast<std::array<uint64_t, 4>>(header);
-    for (size_t i = 0; i < words.size(); ++i) words_[i].store(words[i], std::memory_order_release);
-  }
-  transport::Header load() const {
-    std::array<uint64_t, 4> words;
-    for (size_t i = 0; i < words.size(); ++i) words[i] = words_[i].load(std::memory_order_acquire);
-    return std::bit_cast<transport::Header>(words);
-  }
-
- private:
-  std::array<std::atomic<uint64_t>, 4> words_;
-};
+// Its version is the flag beside it.
+using SharedHeader = AtomicWords<transport::Header>;
 
 struct Segment {
   // If the flag is t + 1, all data of ticket t is visible: the flag is stored last, with release,

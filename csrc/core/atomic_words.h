@@ -1,0 +1,58 @@
+// Values that other threads or processes may read during a write.
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <bit>
+#include <cstddef>
+#include <cstdint>
+#include <type_traits>
+
+namespace pycomm {
+
+// One writer at a time. A reader may see a mix of two values, unless it reads the same version from
+// another atomic before and after: release and acquire order keep both loads in place.
+template <typename T>
+class AtomicWords {
+  static_assert(std::is_trivially_copyable_v<T> && sizeof(T) % sizeof(uint64_t) == 0);
+  static constexpr size_t kWords = sizeof(T) / sizeof(uint64_t);
+
+ public:
+  void store(const T& value) {
+    const auto words = std::bit_cast<std::array<uint64_t, kWords>>(value);
+    for (size_t i = 0; i < kWords; ++i) words_[i].store(words[i], std::memory_order_release);
+  }
+  T load() const {
+    std::array<uint64_t, kWords> words;
+    for (size_t i = 0; i < kWords; ++i) words[i] = words_[i].load(std::memory_order_acquire);
+    return std::bit_cast<T>(words);
+  }
+
+ private:
+  std::array<std::atomic<uint64_t>, kWords> words_;
+};
+
+// A value that one thread at a time writes and any thread reads, without a lock.
+template <typename T>
+class Published {
+ public:
+  void store(const T& value) {
+    const uint64_t before = version_.load(std::memory_order_relaxed);
+    version_.store(before + 1, std::memory_order_relaxed);  // odd: a write is under way
+    words_.store(value);
+    version_.store(before + 2, std::memory_order_release);
+  }
+  T load() const {
+    for (;;) {
+      const uint64_t before = version_.load(std::memory_order_acquire);
+      const T value = words_.load();
+      if (before % 2 == 0 && version_.load(std::memory_order_relaxed) == before) return value;
+    }
+  }
+
+ private:
+  std::atomic<uint64_t> version_{0};
+  AtomicWords<T> words_{};
+};
+
+}  // namespace pycomm
