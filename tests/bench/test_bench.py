@@ -14,7 +14,16 @@ from benchmarks.training import training
 from benchmarks.training.models import TASKS
 from pycomm import bench as command
 from pycomm.bench.collectives import benchmark as collectives
-from pycomm.bench.collectives import deepspeed, limits, mpi, peers, table, verbs, worker
+from pycomm.bench.collectives import (
+    bursts,
+    deepspeed,
+    limits,
+    mpi,
+    peers,
+    table,
+    verbs,
+    worker,
+)
 from pycomm.bench.collectives.worker import Times
 from pycomm.bench.support import netns, summaries
 from pycomm.bench.support.sizes import format_size, parse_size, parse_sizes
@@ -360,3 +369,52 @@ def test_missing_network_namespaces_are_reported(
 def test_invalid_link_options_are_rejected(args: list[str]) -> None:
     with pytest.raises(SystemExit):
         links.main(args)
+
+
+def series(bound: bool, *us: float, peer: str = "pycomm-direct") -> bursts.Series:
+    case = verbs.Case("all_reduce", "float32", 4096, 2)
+    return bursts.Series(case, peer, 4, bound, [one / 1e6 for one in us])
+
+
+def test_bursts_of_the_slowest_rank_are_compared_with_bound_ranks() -> None:
+    by_rank = [
+        [series(True, 10, 12, 11), series(False, 9, 16, 10)],
+        [series(True, 11, 11, 11), series(False, 11, 18, 30)],
+    ]
+    (row,) = bursts.rows_of(by_rank)
+    assert row.bound_us == pytest.approx(11)
+    assert row.median_us == pytest.approx(18)
+    assert row.worst_us == pytest.approx(30)
+    assert (row.slow, row.bursts) == (2, 3)
+    (sentence,) = bursts.faults([row])
+    assert "all_reduce of 4K, buffers=4: 2 of 3 bursts" in sentence
+
+
+def test_slow_bursts_of_other_libraries_are_no_fault() -> None:
+    by_rank = [[series(True, 10, peer="gloo"), series(False, 99, peer="gloo")]]
+    assert bursts.faults(bursts.rows_of(by_rank)) == []
+
+
+def test_bursts_after_a_pause(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    stored = tmp_path / "idle.json"
+    options = ["--idle", "0.001", "--rounds", "2", "--sizes", "4K", "--peers", "gloo"]
+    # The exit status says whether a burst was slow, as it may be beside other tests.
+    assert collectives.main([*options, "--ours", "pycomm-direct", "--json", str(stored)]) in (0, 1)
+    rows = summaries.read(stored)["rows"]
+    assert [(row["peer"], row["buffers"]) for row in rows] == [
+        ("pycomm-direct", 4),
+        ("pycomm-direct", 1),
+        ("gloo", 4),
+        ("gloo", 1),
+    ]
+    assert all(row["bursts"] == 2 and row["bound_us"] > 0 for row in rows)
+    assert "worst/bound" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize("other", [["--busy"], ["--plot", "x.png"], ["--peers", "openmpi"]])
+def test_idle_rejects_what_it_does_not_measure(
+    other: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        collectives.main(["--idle", "0.1", *other])
+    assert "--idle takes seconds, and neither" in capsys.readouterr().err

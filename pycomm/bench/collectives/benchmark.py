@@ -3,7 +3,7 @@
 Two worker processes (or --ranks of them) hold a process group of every contestant. Each case is
 checked against the exact answer; then the contestants are timed in turn, round by round, together
 with the copy that gives the limit. Exits with 1 if an answer was wrong or a contestant was faster
-than the limit.
+than the limit. With --idle it measures short series after a pause instead (bursts.py).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch.multiprocessing.spawn import ProcessException
 
-from pycomm.bench.collectives import deepspeed, mpi, table, worker
+from pycomm.bench.collectives import bursts, deepspeed, mpi, table, worker
 from pycomm.bench.collectives.peers import OURS, PEERS, Peer
 from pycomm.bench.collectives.verbs import DTYPES, VERBS, Case
 from pycomm.bench.support import machine, packages, processes, summaries
@@ -76,23 +76,34 @@ def main(argv: Sequence[str]) -> int:
         options.device,
     )
     console = Console(soft_wrap=True, highlight=False)
+    rows: list[bursts.Row] = []
+    found: list[table.Line] = []
     try:
-        found = _measure(console, run)
+        if options.idle:
+            rows = bursts.measure(console, peers, run.cases, run.ranks, run.rounds, options.idle)
+        else:
+            found = _measure(console, run)
     except (ProcessException, RuntimeError) as error:
         console.print(f"a rank failed\n{error}", style="red", markup=False)
         return 1
     except KeyboardInterrupt:
         console.print("interrupted")
         return 130
-    _store(run, found, options.json, options.plot)
-    said = table.faults(found)
-    for sentence in said:
+    _store(run, found or rows, options.json)
+    if options.plot and found:
+        _draw(run, found, options.plot)
+    faults = table.faults(found) + bursts.faults(rows)
+    for sentence in faults:
         console.print(sentence, style="red", markup=False)
-    return 1 if said else 0
+    return 1 if faults else 0
 
 
 def _misplaced(options: argparse.Namespace) -> str:
-    """The part of the request that the device does not support, or ""."""
+    """The part of the request that the device or --idle does not support, or ""."""
+    if options.idle:
+        apart = options.busy or options.plot or any(name in mpi.PACKAGES for name in options.peers)
+        if options.idle < 0 or options.device != "cpu" or apart:
+            return "--idle takes seconds, and neither --device cuda, --busy, --plot nor an MPI"
     if options.device == "cpu":
         return "nccl takes arrays on devices: --device cuda" if "nccl" in options.peers else ""
     hosts = [name for name in options.peers if name not in ("nccl", "fake")]
@@ -130,6 +141,14 @@ def _parser() -> argparse.ArgumentParser:
         "--busy",
         action="store_true",
         help="beside each rank, a thread of its process computes in Python all the time",
+    )
+    parser.add_argument(
+        "--idle",
+        type=float,
+        default=0.0,
+        metavar="S",
+        help="measure bursts of 40 calls after a pause of S seconds, --rounds of them, with ranks "
+        "free and bound; fails if a burst is 1.5 times slower than with bound ranks",
     )
     parser.add_argument("--json", type=Path, help="where to store all figures")
     parser.add_argument("--plot", type=Path, help="where to draw bandwidth over size")
@@ -188,8 +207,7 @@ def _measure(console: Console, run: Run) -> list[table.Line]:
         bar.update(task, advance=1, description=f"{said.case.verb} {format_size(said.case.bytes)}")
 
     with bar, tempfile.NamedTemporaryFile() as flags:
-        flags.write(bytes(8 * run.ranks * worker.SLOT))
-        flags.flush()
+        worker.barrier_file(flags, run.ranks)
         args = (Path(flags.name), run.peers, run.cases, run.rounds, run.busy, run.device)
         if run.mpi:
             mpi.run(run.mpi, worker.work, args, run.ranks, hear)
@@ -199,22 +217,26 @@ def _measure(console: Console, run: Run) -> list[table.Line]:
 
 
 def _store(
-    run: Run, found: Sequence[table.Line], json_to: Path | None, plot_to: Path | None
+    run: Run, found: Sequence[table.Line] | Sequence[bursts.Row], json_to: Path | None
 ) -> None:
-    where = machine.describe()
-    if json_to:
-        settings = {
-            "ranks": run.ranks,
-            "rounds": run.rounds,
-            "busy": run.busy,
-            "device": run.device,
-            "peers": [p.name for p in run.peers],
-        }
-        content = {"machine": where, "settings": settings, "rows": [asdict(x) for x in found]}
-        summaries.write(json_to, content)
-    if plot_to and found:
-        cpu, cores, torch_version = where["cpu"], where["cores"], where["torch"]
-        caption = f"{run.ranks} ranks, {cpu}, {cores} cores, torch {torch_version}, {where['date']}"
-        from pycomm.bench.collectives import plot  # imports matplotlib, which may be missing
+    if not json_to:
+        return
+    settings = {
+        "ranks": run.ranks,
+        "rounds": run.rounds,
+        "busy": run.busy,
+        "device": run.device,
+        "peers": [p.name for p in run.peers],
+    }
+    rows = [asdict(x) for x in found]
+    content = {"machine": machine.describe(), "settings": settings, "rows": rows}
+    summaries.write(json_to, content)
 
-        plot.save(plot_to, found, caption)
+
+def _draw(run: Run, found: Sequence[table.Line], plot_to: Path) -> None:
+    where = machine.describe()
+    cpu, cores, torch_version = where["cpu"], where["cores"], where["torch"]
+    caption = f"{run.ranks} ranks, {cpu}, {cores} cores, torch {torch_version}, {where['date']}"
+    from pycomm.bench.collectives import plot  # imports matplotlib, which may be missing
+
+    plot.save(plot_to, found, caption)

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 import torch
 
@@ -41,10 +42,16 @@ class Times:
     seconds: dict[str, list[list[float]]]  # contestants and copies
 
 
+def barrier_file(file: IO[bytes], size: int) -> None:
+    """Fills the file of a Barrier of `size` ranks: SLOT int64 for each, how often it arrived."""
+    file.write(bytes(8 * size * SLOT))
+    file.flush()
+
+
 class Barrier:
     """A barrier of the ranks of one host, within about a microsecond, independent of contestants.
 
-    `flags` is a file of size * SLOT int64, zero at first: how often each rank has arrived.
+    `flags` is what barrier_file() filled.
     """
 
     def __init__(self, flags: Path, rank: int, size: int) -> None:
