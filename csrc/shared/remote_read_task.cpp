@@ -1,10 +1,10 @@
 #include "shared/remote_read_task.h"
 
 #include <algorithm>
-#include <cstring>
 #include <utility>
 
 #include "collectives/plan.h"
+#include "cpu/copy.h"
 #include "os/process_memory.h"
 #include "shared/sum.h"
 
@@ -118,8 +118,7 @@ bool RemoteReadTask::collect_more() {
 void RemoteReadTask::keep_own_row() {
   if (job_.operation != Operation::all_gather) return;
   const size_t bytes = job_.count * job_.element_bytes;
-  std::byte* const into = job_.output + static_cast<size_t>(rank_) * bytes;
-  if (bytes > 0 && into != job_.input) std::memmove(into, job_.input, bytes);
+  cpu::copy(job_.output + static_cast<size_t>(rank_) * bytes, job_.input, bytes);
 }
 
 // Until all ranks have read, peers may still read this rank's arrays.

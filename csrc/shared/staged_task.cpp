@@ -2,11 +2,11 @@
 
 #include <algorithm>
 #include <array>
-#include <cstring>
 #include <string>
 #include <utility>
 
 #include "collectives/plan.h"
+#include "cpu/copy.h"
 #include "shared/nontemporal_copy.h"
 #include "shared/sum.h"
 
@@ -40,10 +40,6 @@ size_t chunk_count_of(const SharedJob& job, int size) {
 uint64_t chunks_of(const SharedJob& job, int size) {
   const size_t chunk = chunk_count_of(job, size);
   return std::max<uint64_t>(1, (job.count + chunk - 1) / chunk);
-}
-
-void copy_bytes(std::byte* into, const std::byte* from, size_t bytes) {
-  if (bytes > 0 && into != from) std::memmove(into, from, bytes);
 }
 
 }  // namespace
@@ -227,13 +223,13 @@ void StagedTask::lay_out(std::byte* into, const std::byte* from, size_t bytes) {
   if (nontemporal_ && bytes >= kLeastStream)
     nontemporal_copy(into, from, bytes);
   else
-    copy_bytes(into, from, bytes);
+    cpu::copy(into, from, bytes);
   region_.bytes_sent += bytes;
 }
 
 // Copies from another rank's slot into an array of this rank.
 void StagedTask::take(std::byte* into, const std::byte* from, size_t bytes) {
-  copy_bytes(into, from, bytes);
+  cpu::copy(into, from, bytes);
   region_.bytes_received += bytes;
 }
 
@@ -315,20 +311,20 @@ void StagedTask::collect(const Chunk& at) {
     case Operation::gather:
       for (int peer = 0; peer < parts_; ++peer)
         if (peer != rank_) take(out_row(peer, at), slot(peer, at.ticket), row_bytes);
-      if (rank_ < parts_) copy_bytes(out_row(rank_, at), row(0, at), row_bytes);
+      if (rank_ < parts_) cpu::copy(out_row(rank_, at), row(0, at), row_bytes);
       return;
     case Operation::all_to_all: {
       const size_t place = static_cast<size_t>(rank_) * row_bytes;
       for (int peer = 0; peer < size_; ++peer)
         if (peer != rank_) take(out_row(peer, at), slot(peer, at.ticket) + place, row_bytes);
-      copy_bytes(out_row(rank_, at), row(rank_, at), row_bytes);
+      cpu::copy(out_row(rank_, at), row(rank_, at), row_bytes);
       return;
     }
     case Operation::broadcast:
       if (rank_ != job_.root) take(out_row(0, at), slot(job_.root, at.ticket), row_bytes);
       return;
     case Operation::scatter:
-      if (rank_ == job_.root) return copy_bytes(out_row(0, at), row(rank_, at), row_bytes);
+      if (rank_ == job_.root) return cpu::copy(out_row(0, at), row(rank_, at), row_bytes);
       take(out_row(0, at), slot(job_.root, at.ticket) + static_cast<size_t>(rank_) * row_bytes,
            row_bytes);
       return;

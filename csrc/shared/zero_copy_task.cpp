@@ -1,10 +1,10 @@
 #include "shared/zero_copy_task.h"
 
 #include <algorithm>
-#include <cstring>
 #include <utility>
 
 #include "collectives/plan.h"
+#include "cpu/copy.h"
 #include "shared/sum.h"
 
 namespace pycomm::shared {
@@ -80,7 +80,7 @@ void ZeroCopyTask::add_up_piece(size_t begin, size_t count) {
 void ZeroCopyTask::spread(const std::byte* from, size_t begin, size_t bytes, int owner) {
   for (int peer = 0; peer < size_; ++peer) {
     if (peer == owner) continue;
-    std::memcpy(of(peer).output + begin, from + begin, bytes);
+    cpu::copy(of(peer).output + begin, from + begin, bytes);
     if (peer != rank_) region_.bytes_sent += bytes;
   }
   if (owner != rank_) region_.bytes_received += bytes;
@@ -89,9 +89,7 @@ void ZeroCopyTask::spread(const std::byte* from, size_t begin, size_t bytes, int
 void ZeroCopyTask::gather(size_t begin, size_t bytes) {
   for (int peer = 0; peer < size_; ++peer) {
     const size_t row = static_cast<size_t>(peer) * job_.count * job_.element_bytes;
-    std::byte* const into = job_.output + row + begin;
-    if (const std::byte* from = of(peer).input + begin; into != from)
-      std::memcpy(into, from, bytes);
+    cpu::copy(job_.output + row + begin, of(peer).input + begin, bytes);
     if (peer != rank_) region_.bytes_received += bytes;
   }
 }

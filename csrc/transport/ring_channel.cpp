@@ -6,9 +6,10 @@
 #include <algorithm>
 #include <array>
 #include <cerrno>
-#include <cstring>
 #include <new>
 #include <span>
+
+#include "cpu/copy.h"
 
 namespace pycomm::transport {
 namespace {
@@ -53,7 +54,7 @@ size_t RingChannel::put(ConstBytes bytes) {
     const size_t space = out_->bytes() - (written_ - peer_read_);
     const size_t n = std::min({space, bytes.size() - done, kPublishBytes});
     if (n == 0) break;
-    std::memcpy(out_->ring() + written_ % out_->bytes(), bytes.data() + done, n);
+    cpu::copy(out_->ring() + written_ % out_->bytes(), bytes.data() + done, n);
     written_ += n;
     done += n;
     out().written.store(written_);
@@ -96,7 +97,7 @@ void RingChannel::take(size_t bytes) {
 size_t RingChannel::receive(Bytes into) {
   const ConstBytes here = peek(std::min(into.size(), 2 * kPublishBytes));
   if (here.empty()) return 0;
-  std::memcpy(into.data(), here.data(), here.size());
+  cpu::copy(into.data(), here.data(), here.size());
   take(here.size());
   return here.size();
 }

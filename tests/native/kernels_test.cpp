@@ -10,11 +10,14 @@
 #include <cstring>
 #include <limits>
 #include <random>
+#include <span>
 #include <string>
 #include <vector>
 
 #include "core/errors.h"
+#include "cpu/copy.h"
 #include "cpu/half.h"
+#include "cpu/isa.h"
 #include "harness.h"
 #include "kernels/cpu/reduce.h"
 
@@ -435,6 +438,32 @@ const Test kRefusals{
           expect_throws<Unsupported>([] { kernels::reducer(Dtype::int32, ReduceOp::avg); }),
           std::string("avg of int32 is not defined: use sum and divide, or a float dtype"),
           "the sentence");
+    }};
+
+const Test kCopies{
+    "copies of payload are exact at every size, place and instruction set", [] {
+      constexpr size_t kMost = 9000, kEdge = 64;
+      std::vector<std::byte> from(kMost + kEdge), into(kMost + 3 * kEdge);
+      for (size_t i = 0; i < from.size(); ++i) from[i] = static_cast<std::byte>(i * 131 >> 3);
+      const std::string before(cpu::kernel_isa());
+      for (const cpu::Isa isa : cpu::kIsas) {
+        if (!cpu::runs_here(isa)) continue;
+        cpu::set_kernel_isa(cpu::kIsaNames[static_cast<size_t>(isa)]);
+        for (const size_t bytes : {0, 1, 63, 2047, 2048, 2049, 4096, 8191, 9000})
+          for (const size_t source : {0, 1, 17, 63})
+            for (const size_t target : {0, 1, 15, 32, 63}) {
+              std::ranges::fill(into, std::byte{0xee});
+              std::byte* const at = into.data() + kEdge + target;
+              cpu::copy(at, from.data() + source, bytes);
+              const auto wanted = std::span(from).subspan(source, bytes);
+              expect(std::ranges::equal(std::span(at, bytes), wanted), "the bytes");
+              const auto is_untouched = [](std::byte x) { return x == std::byte{0xee}; };
+              expect(std::all_of(into.data(), at, is_untouched), "bytes in front");
+              expect(std::all_of(at + bytes, into.data() + into.size(), is_untouched),
+                     "bytes behind");
+            }
+      }
+      cpu::set_kernel_isa(before);
     }};
 
 // Only prints: bytes read and written per second, data in the L2 cache.
