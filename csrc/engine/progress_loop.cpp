@@ -38,17 +38,21 @@ void ProgressLoop::drive(Task& task, const Deadline& deadline) {
   stop_.check();
   int polls = 0, steps = 0;
   Clock::time_point idle_since{}, idle_until{};
+  os::ProcessorExclusion exclusion;
+  bool apart = true;  // from the processor of the awaited peer
   while (!task.done()) {
     if (task.advance()) {
       waited_ += idle_until - idle_since;
       idle_since = idle_until = {};
+      apart = true;
       if (++steps % kStepsPerClock == 0) check_abort_conditions(task, deadline);
       continue;
     }
     // Spin first: a peer often answers sooner than a sleeping thread wakes up.
     if (options_.spin.count() > 0 && worth_spinning(task)) {
-      cpu_relax();
-      if (++polls % kPollsPerClock != 0) continue;
+      apart ? cpu_relax() : os::yield_processor();
+      if (++polls % kPollsPerClock != 0 && apart) continue;
+      apart = task.leave_processor_of_peer(exclusion);
       idle_until = Clock::now();
       if (idle_since == Clock::time_point{}) {
         idle_since = idle_until;

@@ -3,6 +3,8 @@
 
 #include <cstddef>
 
+#include "os/processor.h"
+
 namespace pycomm::engine {
 
 class Task {
@@ -16,6 +18,9 @@ class Task {
   virtual int receiving_from() const = 0;
   // A lower bound of the bytes that it still expects from that peer.
   virtual size_t receiving_bytes() const { return 0; }
+  // If the awaited peer last ran on the processor of this thread, moves the thread to another one
+  // for the lifetime of `exclusion`. False: it must stay, and waits best by yielding.
+  virtual bool leave_processor_of_peer(os::ProcessorExclusion& /*exclusion*/) { return true; }
   // Around a sleep, for tasks that another thread or process wakes: poll once more between arm()
   // and the sleep, as with channels.
   virtual void arm() {}

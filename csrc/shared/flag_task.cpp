@@ -5,6 +5,7 @@
 #include <bit>
 #include <string>
 #include <utility>
+#include <vector>
 
 namespace pycomm::shared {
 namespace {
@@ -124,7 +125,25 @@ void FlagTask::arm() {
     engine_.mismatches().throw_mismatch_on_end(region_.member(awaited_), theirs);
 }
 
-void FlagTask::disarm() { region_.own().sleeps.store(0); }
+void FlagTask::disarm() {
+  region_.own().sleeps.store(0);
+  region_.publish_processor();  // the system may wake this thread on another one
+}
+
+// Two ranks on one processor can stay there for long: each sleeps in turn, so the system sees no
+// load to balance.
+bool FlagTask::leave_processor_of_peer(os::ProcessorExclusion& exclusion) {
+  const int here = region_.publish_processor();
+  if (awaited_ == collectives::kNoRank || here == os::kUnknownProcessor ||
+      region_.processor_of(awaited_) != here)
+    return true;
+  std::vector<int> taken;
+  for (int peer = 0; peer < size_; ++peer)
+    if (peer != rank_) taken.push_back(region_.processor_of(peer));
+  const bool left = exclusion.leave(here, taken);
+  (void)region_.publish_processor();
+  return left;
+}
 
 // Publishes the filled slot, with the headers of the call.
 void FlagTask::show_filled(uint64_t ticket) {

@@ -43,6 +43,7 @@ struct Segment {
   struct alignas(64) Begun {
     std::atomic<uint64_t> call;  // number_of() its header; stored last
     SharedHeader header;
+    std::atomic<int32_t> processor;  // on which the owner ran when it stored it, + 1; 0: unknown
   };
 
   std::array<Filled, kSlots> filled;

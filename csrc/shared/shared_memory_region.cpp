@@ -21,6 +21,13 @@ void SharedMemoryRegion::begin(const transport::Header& header) {
   begun.call.store(0, std::memory_order_relaxed);
   begun.header.store(header);
   begun.call.store(number_of(header), std::memory_order_release);
+  (void)publish_processor();
+}
+
+int SharedMemoryRegion::publish_processor() {
+  const int processor = os::current_processor();
+  own().begun.processor.store(processor + 1, std::memory_order_relaxed);
+  return processor;
 }
 
 void SharedMemoryRegion::leave() { own().begun.call.store(0); }

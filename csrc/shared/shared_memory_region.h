@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "core/operation.h"
+#include "os/processor.h"
 #include "os/random.h"
 #include "os/shared_heap.h"
 #include "shared/online_tuner.h"
@@ -42,6 +43,12 @@ class SharedMemoryRegion {
 
   // Publishes the current call of this rank, for peers that wait for it in another call.
   void begin(const transport::Header& header);
+  // Publishes the processor on which this thread runs, and returns it.
+  int publish_processor();
+  // The last one that `peer` published; kUnknownProcessor if none.
+  int processor_of(int peer) const {
+    return of(peer).begun.processor.load(std::memory_order_relaxed) - 1;
+  }
   // Publishes that this rank aborted its current call.
   void leave();
   // Whether `peer` is in the same call.

@@ -44,19 +44,21 @@ MAY_INCLUDE = {
         "transport/admission.h",
         "transport/handshake.h",
     ],
-    "transport/": ["core/", "os/", "transport/"],
+    "transport/": ["core/", "cpu/copy.h", "os/", "transport/"],
     # Faults and rate limits of channels: only the bindings of _core set them, through a group's
     # options.
     "testing/": ["core/", "testing/", "os/fd.h", "transport/transport.h", "transport/frame.h"],
     "engine/": [
         *("core/", "engine/", "collectives/plan.h", "kernels/kernels.h"),
-        *("os/process.h", "os/wake_event.h", "transport/transport.h", "transport/frame.h"),
+        *("os/process.h", "os/processor.h", "os/wake_event.h"),
+        *("transport/transport.h", "transport/frame.h"),
     ],
     # Plans on a GPU's streams; the device and NCCL are arguments.
     "device/": ["core/", "device/", "collectives/plan.h", "nccl/", "os/thread.h"],
     "shared/": [
         *("core/", "shared/", "collectives/plan.h", "engine/engine.h", "kernels/kernels.h"),
-        *("os/process_memory.h", "os/random.h", "os/shared_heap.h", "transport/frame.h"),
+        *("cpu/copy.h", "os/process_memory.h", "os/processor.h", "os/random.h", "os/shared_heap.h"),
+        "transport/frame.h",
     ],
     # A plan between hosts runs beside the sums inside a host.
     "shared/hierarchical_all_reduce": [

@@ -1,0 +1,32 @@
+#include "os/processor.h"
+
+namespace pycomm::os {
+namespace {
+
+void exclude(int processor, cpu_set_t& from) {
+  if (processor >= 0 && processor < CPU_SETSIZE) CPU_CLR(static_cast<size_t>(processor), &from);
+}
+
+bool restrict_to(const cpu_set_t& allowed) {
+  return CPU_COUNT(&allowed) > 0 && ::sched_setaffinity(0, sizeof allowed, &allowed) == 0;
+}
+
+}  // namespace
+
+ProcessorExclusion::~ProcessorExclusion() {
+  if (moved_) (void)::sched_setaffinity(0, sizeof before_, &before_);
+}
+
+bool ProcessorExclusion::leave(int current, std::span<const int> taken) {
+  // Fails on a machine with more processors than a cpu_set_t holds.
+  if (!moved_ && ::sched_getaffinity(0, sizeof before_, &before_) != 0) return false;
+  cpu_set_t free = before_, others = before_;
+  exclude(current, others);
+  exclude(current, free);
+  for (const int processor : taken) exclude(processor, free);
+  const bool left = restrict_to(free) || restrict_to(others);
+  moved_ |= left;
+  return left;
+}
+
+}  // namespace pycomm::os

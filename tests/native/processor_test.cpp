@@ -1,0 +1,124 @@
+// Values that other threads read during a write, and threads that leave a processor.
+#include "os/processor.h"
+
+#include <sched.h>
+
+#include <array>
+#include <atomic>
+#include <exception>
+#include <functional>
+#include <thread>
+#include <vector>
+
+#include "core/atomic_words.h"
+#include "harness.h"
+
+namespace {
+
+using namespace pycomm;
+
+struct Pair {
+  uint64_t a, b;
+};
+
+const Test kPublished{"a reader never sees a mix of two published values", [] {
+                        Published<Pair> published;
+                        std::atomic<bool> ended{false};
+                        std::thread writer([&] {
+                          for (uint64_t i = 1; i <= 200'000; ++i) published.store({i, ~i});
+                          ended = true;
+                        });
+                        uint64_t mixed = 0, last = 0, decreased = 0;
+                        do {
+                          const Pair seen = published.load();
+                          if (seen.a != 0) mixed += seen.b != ~seen.a;
+                          decreased += seen.a < last;
+                          last = seen.a;
+                        } while (!ended);
+                        writer.join();
+                        expect_equal(mixed, uint64_t{0}, "mixed values");
+                        expect_equal(decreased, uint64_t{0}, "values older than the last one");
+                        expect_equal(published.load().a, uint64_t{200'000}, "the last value");
+                      }};
+
+std::vector<int> processors_of(const cpu_set_t& mask) {
+  std::vector<int> found;
+  for (int i = 0; i < CPU_SETSIZE; ++i)
+    if (CPU_ISSET(static_cast<size_t>(i), &mask)) found.push_back(i);
+  return found;
+}
+
+std::vector<int> allowed() {
+  cpu_set_t mask{};
+  expect(::sched_getaffinity(0, sizeof mask, &mask) == 0, "the affinity mask");
+  return processors_of(mask);
+}
+
+void restrict_to(int processor) {
+  cpu_set_t mask{};
+  CPU_SET(static_cast<size_t>(processor), &mask);
+  expect(::sched_setaffinity(0, sizeof mask, &mask) == 0, "one processor");
+}
+
+// On a thread of its own, whose mask does not matter to other tests.
+void on_a_thread(const std::function<void()>& body) {
+  std::exception_ptr failed;
+  std::thread([&] {
+    try {
+      body();
+    } catch (...) {  // passed on to the test
+      failed = std::current_exception();
+    }
+  }).join();
+  if (failed) std::rethrow_exception(failed);
+}
+
+const Test kLeaves{"a thread leaves a processor, and its mask returns", [] {
+                     on_a_thread([] {
+                       const std::vector<int> before = allowed();
+                       if (before.size() < 2) return;
+                       for (int round = 0; round < 50; ++round) {
+                         const int here = os::current_processor();
+                         {
+                           os::ProcessorExclusion exclusion;
+                           expect(exclusion.leave(here, {}), "there is another processor");
+                           expect(os::current_processor() != here, "it left");
+                           const int there = os::current_processor();
+                           expect(exclusion.leave(there, std::array{here}), "it leaves again");
+                           expect(os::current_processor() != there, "it left the second one");
+                         }
+                         expect(allowed() == before, "the mask is the one before");
+                       }
+                     });
+                   }};
+
+const Test kTaken{"a thread prefers processors that nobody takes", [] {
+                    on_a_thread([] {
+                      const std::vector<int> before = allowed();
+                      const int here = os::current_processor();
+                      std::vector<int> taken = before;
+                      if (before.size() < 2) return;
+                      const int free = before[before[0] == here ? 1 : 0];
+                      std::erase(taken, free);
+                      os::ProcessorExclusion exclusion;
+                      expect(exclusion.leave(here, taken), "one is free");
+                      expect_equal(os::current_processor(), free, "processor");
+                      expect(exclusion.leave(free, before), "all are taken: any other one");
+                      expect(os::current_processor() != free, "it left");
+                    });
+                  }};
+
+const Test kStays{"a thread that is bound to one processor stays there", [] {
+                    on_a_thread([] {
+                      const int here = allowed()[0];
+                      restrict_to(here);
+                      {
+                        os::ProcessorExclusion exclusion;
+                        expect(!exclusion.leave(here, {}), "there is no other processor");
+                        expect(allowed() == std::vector<int>{here}, "the mask is unchanged");
+                      }
+                      expect(allowed() == std::vector<int>{here}, "the mask is unchanged after");
+                    });
+                  }};
+
+}  // namespace
