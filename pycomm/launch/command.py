@@ -39,7 +39,12 @@ def parser() -> argparse.ArgumentParser:
     ours.add_argument(
         "--encrypt", action="store_true", help="encrypt traffic between hosts (docs/launching.md)"
     )
-    ours.add_argument("--cpus-per-rank", type=int, metavar="N", help="bind each to N processors")
+    ours.add_argument(
+        "--cpus-per-rank",
+        type=int,
+        metavar="N",
+        help="bind each to N processors; 0: to none (default: an equal share, if there is one)",
+    )
     key = ours.add_mutually_exclusive_group()
     key.add_argument(
         "--secret-file", metavar="FILE", help="file of mode 0600 with the shared secret"
@@ -109,11 +114,13 @@ def prepared(options: argparse.Namespace, errors: str) -> tuple[LaunchConfig, li
     if options.nproc_per_node is None:
         options.nproc_per_node = str(worker_setup.default_count(devices))
     count = run.determine_local_world_size(options.nproc_per_node)
-    if options.cpus_per_rank is not None:
-        if options.cpus_per_rank < 1:
-            raise InvalidArgument(
-                f"invalid --cpus-per-rank: got {options.cpus_per_rank}, expected at least 1"
-            )
+    if options.cpus_per_rank is None:
+        options.cpus_per_rank = worker_setup.share_of(count)
+    if options.cpus_per_rank < 0:
+        raise InvalidArgument(
+            f"invalid --cpus-per-rank: got {options.cpus_per_rank}, expected at least 0"
+        )
+    if options.cpus_per_rank:
         worker_setup.cores_of(count - 1, options.cpus_per_rank)
     os.environ.update(worker_setup.threads_for(count, options.cpus_per_rank))
     key = _key(options)

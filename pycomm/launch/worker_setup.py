@@ -12,7 +12,7 @@ import sys
 
 from pycomm.errors import InvalidArgument
 
-__all__ = ["cores_of", "default_count", "setup_worker", "threads_for", "variables"]
+__all__ = ["cores_of", "default_count", "setup_worker", "share_of", "threads_for", "variables"]
 
 PR_SET_PDEATHSIG = 1
 CORES_PER_RANK = 2  # default without devices
@@ -31,6 +31,11 @@ def variables(rank: int, size: int, local_rank: int, local_size: int) -> dict[st
 def default_count(devices: int) -> int:
     """The default number of ranks of this host: one per device, or per two processors."""
     return devices or max(1, len(os.sched_getaffinity(0)) // CORES_PER_RANK)
+
+
+def share_of(local_size: int) -> int:
+    """The processors of each of several ranks; 0: they share all of this host."""
+    return len(os.sched_getaffinity(0)) // local_size if local_size > 1 else 0
 
 
 def cores_of(local_rank: int, cores_per_rank: int) -> list[int]:

@@ -94,6 +94,26 @@ def test_cpus_are_assigned(tmp_path: Path) -> None:
         assert f"[rank {rank}] OMP 1" in done.stdout  # -t 3 shows all ranks
 
 
+def test_ranks_get_an_equal_share_of_the_processors(tmp_path: Path) -> None:
+    cores = sorted(os.sched_getaffinity(0))
+    count = max(2, len(cores))
+    done = launch(tmp_path, "--nproc", str(count), PROGRAM, "place")
+    assert done.returncode == 0, done.stderr
+    share = len(cores) // count
+    assert ("processors per rank | 1, bound" if share else "shared by all") in done.stdout
+    for rank in range(count):
+        wanted = [cores[rank]] if share else cores
+        assert told(tmp_path / "log" / f"rank{rank}.log")["cores"] == wanted
+
+
+@pytest.mark.parametrize("words", [["--cpus-per-rank", "0", "--nproc", "2"], ["--nproc", "1"]])
+def test_ranks_share_the_processors(words: list[str], tmp_path: Path) -> None:
+    done = launch(tmp_path, *words, PROGRAM, "place")
+    assert done.returncode == 0, done.stderr
+    assert "shared by all" in done.stdout
+    assert told(tmp_path / "log" / "rank0.log")["cores"] == sorted(os.sched_getaffinity(0))
+
+
 def test_modules_and_commands(tmp_path: Path) -> None:
     script = tmp_path / "little.py"
     script.write_text("import sys, little\nprint('ran', __name__, sys.argv[1:], little.__name__)\n")
@@ -109,7 +129,7 @@ def test_modules_and_commands(tmp_path: Path) -> None:
     [
         (["--nnodes", "2"], "several hosts need a rendezvous"),
         (["--cpus-per-rank", "4000"], "this host has"),
-        (["--cpus-per-rank", "0"], "at least 1"),
+        (["--cpus-per-rank", "-1"], "at least 0"),
         (["--devices", "a,b"], "numbers with commas"),
         (["--devices", "0,1", "--nproc", "3"], "means --nproc 2"),
     ],
