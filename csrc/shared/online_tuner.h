@@ -1,5 +1,5 @@
-// Selects the faster of two alternatives by timing both periodically: the first `tries` turns of
-// every `period` are measurements. On a virtual machine the answer changes from minute to minute.
+// Selects the faster of two alternatives by trials while they are used: on a virtual machine the
+// answer changes from minute to minute.
 #pragma once
 
 #include <algorithm>
@@ -7,38 +7,83 @@
 #include <bit>
 #include <cstdint>
 #include <limits>
+#include <utility>
+#include <vector>
 
 namespace pycomm::shared {
 
+// Turns are numbered from 0. A trial is a series of turns that use both alternatives; the intervals
+// between trials double up to a limit, and depend on the turns alone: ranks that count the same
+// turns make the same trials. A caller that records the cost of every turn gets a further trial
+// when the alternative in use becomes slower than the other was.
 class OnlineTuner {
  public:
-  OnlineTuner(uint64_t period, uint64_t tries) : period_(period), tries_(tries) {}
+  // `first`: turn of the first trial; `tries`: turns of each; `period`: limit from one trial to the
+  // next.
+  OnlineTuner(uint64_t first, uint64_t tries, uint64_t period)
+      : tries_(tries), period_(period), begin_(first), interval_(2 * tries) {}
 
-  bool tries(uint64_t turn) const { return turn % period_ < tries_; }
-  // True: use the second alternative. The order of measurements is aperiodic, as calls may have a
+  // Call it before a call's first turn: ends trials of which turns are missing, as of a failed
+  // call.
+  void advance_to(uint64_t turn) {
+    while (turn >= begin_ + tries_) end_trial();
+  }
+  bool tries(uint64_t turn) const { return turn >= begin_ && turn < begin_ + tries_; }
+  // True: use the second alternative. The order in a trial is aperiodic, as calls may have a
   // period.
   bool uses_second(uint64_t turn) const { return tries(turn) ? tried(turn) == 1 : second_; }
   bool prefers_second() const { return second_; }
 
-  // Cost of a measurement; turns in ascending order. The minimum of each alternative counts,
-  // because disturbances only increase a cost.
+  // The cost of a turn; turns in ascending order.
   void record_cost(uint64_t turn, double cost) {
-    if (turn % period_ == 0) least_.fill(std::numeric_limits<double>::infinity());
-    double& least = least_[tried(turn)];
-    least = std::min(least, cost);
-    if (turn % period_ == tries_ - 1) second_ = least_[1] < least_[0];
+    if (tries(turn)) {
+      costs_[tried(turn)].push_back(cost);
+      if (turn == begin_ + tries_ - 1) end_trial();
+      return;
+    }
+    recent_.push_back(cost);
+    if (recent_.size() < kRecent) return;
+    if (median(recent_) > kSlower * usual_[second_ ? 0 : 1]) {
+      begin_ = turn + 1;
+      interval_ = 2 * tries_;
+    }
+    recent_.clear();
   }
 
   uint64_t turns = 0;  // so far; the caller counts them
 
  private:
+  static constexpr size_t kRecent = 8;
+  static constexpr double kSlower = 1.25;
+
   size_t tried(uint64_t turn) const {
-    return static_cast<size_t>(std::popcount(turn % period_)) % 2;
+    return static_cast<size_t>(std::popcount(turn - begin_)) % 2;
   }
 
-  uint64_t period_, tries_;
+  // Unlike the minimum, the median does not follow one lucky turn.
+  static double median(std::vector<double>& costs) {
+    const auto middle = costs.begin() + static_cast<std::ptrdiff_t>(costs.size() / 2);
+    std::ranges::nth_element(costs, middle);
+    return *middle;
+  }
+
+  void end_trial() {
+    if (!costs_[0].empty() && !costs_[1].empty()) {
+      usual_ = {median(costs_[0]), median(costs_[1])};
+      second_ = usual_[1] < usual_[0];
+    }
+    costs_ = {};
+    recent_.clear();
+    begin_ += std::exchange(interval_, std::min(2 * interval_, period_));
+  }
+
+  uint64_t tries_, period_;
+  uint64_t begin_, interval_;  // of the next trial, or the current one; to the one after it
   bool second_ = false;
-  std::array<double, 2> least_{};  // of the current measurements
+  std::array<std::vector<double>, 2> costs_;  // of the current trial
+  std::array<double, 2> usual_{std::numeric_limits<double>::infinity(),
+                               std::numeric_limits<double>::infinity()};  // in the last trial
+  std::vector<double> recent_;  // costs since the trial, at most kRecent
 };
 
 }  // namespace pycomm::shared

@@ -14,7 +14,8 @@ SharedCall::SharedCall(engine::Engine& engine, SharedMemoryRegion& region, const
                        const transport::Header& header)
     : engine_(engine), region_(region), job_(job), header_(header) {
   if (BufferExchange::applies_to(job, region)) {
-    const OnlineTuner& reads_remotely = region.read_tuner(job.operation, bytes_of(job));
+    OnlineTuner& reads_remotely = region.read_tuner(job.operation, bytes_of(job));
+    reads_remotely.advance_to(reads_remotely.turns);
     now_ = &tasks_.emplace<BufferExchange>(engine, region, job, header,
                                            reads_remotely.uses_second(reads_remotely.turns));
   } else {
@@ -34,8 +35,8 @@ bool SharedCall::advance() {
   if (const auto* exchange = std::get_if<BufferExchange>(&tasks_);
       exchange != nullptr && exchange->done())
     now_ = begin(*exchange);
-  else if (tries_ && done())
-    record_try();
+  else if (measures_ && done())
+    record_cost();
   return true;
 }
 
@@ -45,8 +46,8 @@ engine::Task* SharedCall::begin(const BufferExchange& exchange) {
   if (exchange.can_read_remotely() && region_.is_warm()) {
     OnlineTuner& reads_remotely = region_.read_tuner(job_.operation, bytes_of(job_));
     turn_ = reads_remotely.turns++;
-    tries_ = region_.rank() == 0 && reads_remotely.tries(turn_);
-    if (tries_) begun_ = Clock::now();
+    measures_ = region_.rank() == 0;
+    if (measures_) begun_ = Clock::now();
   }
   std::vector<RemoteBuffer> buffers = exchange.buffers();
   switch (exchange.access_mode()) {
@@ -60,11 +61,11 @@ engine::Task* SharedCall::begin(const BufferExchange& exchange) {
   return &tasks_.emplace<StagedTask>(engine_, region_, job_, header_);
 }
 
-void SharedCall::record_try() {
+void SharedCall::record_cost() {
   const std::chrono::duration<double, std::nano> spent = Clock::now() - begun_;
   const auto bytes = static_cast<double>(bytes_of(job_));
   region_.read_tuner(job_.operation, bytes_of(job_)).record_cost(turn_, spent.count() / bytes);
-  tries_ = false;
+  measures_ = false;
 }
 
 }  // namespace pycomm::shared

@@ -39,7 +39,7 @@ class SharedCall final : public engine::Task {
 
  private:
   engine::Task* begin(const BufferExchange& exchange);
-  void record_try();
+  void record_cost();
 
   engine::Engine& engine_;
   SharedMemoryRegion& region_;
@@ -48,7 +48,7 @@ class SharedCall final : public engine::Task {
   std::variant<std::monostate, BufferExchange, ZeroCopyTask, RemoteReadTask, StagedTask> tasks_;
   engine::Task* now_;  // the active one
   std::optional<AccessMode> mode_;
-  bool tries_ = false;  // this rank measures the duration
+  bool measures_ = false;  // this rank measures the duration
   uint64_t turn_ = 0;
   Clock::time_point begun_{};
 };

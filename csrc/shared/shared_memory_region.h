@@ -82,7 +82,7 @@ class SharedMemoryRegion {
   // Selects slots or remote reads for private arrays. The lowest rank decides, by operation and
   // size of the call. Calls are counted.
   OnlineTuner& read_tuner(Operation operation, size_t bytes) {
-    return read_tuners_.try_emplace({operation, std::bit_width(bytes)}, 256, 8).first->second;
+    return read_tuners_.try_emplace({operation, std::bit_width(bytes)}, 0, 8, 256).first->second;
   }
   // Whether this rank may read the processes of all peers; the first buffer exchange sets it.
   enum class Reach { unknown, not_all, all } reaches = Reach::unknown;
@@ -97,9 +97,10 @@ class SharedMemoryRegion {
   std::vector<os::HeapView> heaps_;  // by number, or empty
   int rank_;
   std::vector<uint64_t> known_done_;
-  // 16 of 2,048 chunks are measurements, half of them with the slower stores; 8 of 256 calls.
-  std::array<OnlineTuner, 3> stores_{OnlineTuner{2048, 16}, OnlineTuner{2048, 16},
-                                     OnlineTuner{2048, 16}};
+  // In the long run 8 of 256 chunks are trials, half of them with the slower stores; 8 of 256
+  // calls. The first chunks fault their pages in.
+  std::array<OnlineTuner, 3> stores_{OnlineTuner{kSlots, 8, 256}, OnlineTuner{kSlots, 8, 256},
+                                     OnlineTuner{kSlots, 8, 256}};
   std::map<std::pair<Operation, int>, OnlineTuner> read_tuners_;
   uint16_t epoch_ = 0;
   uint64_t base_ = 0, next_ = 0;

@@ -191,6 +191,7 @@ void StagedTask::begin_stores(size_t call_bytes) {
   }
   tries_ = true;
   counted_ = std::exchange(stores_->turns, stores_->turns + chunks_);
+  stores_->advance_to(counted_);
 }
 
 // Runs a step of chunk `i`.

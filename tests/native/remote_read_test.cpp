@@ -212,21 +212,50 @@ void until_pulled(Host& host) {
   expect(host.run(Operation::all_reduce, kCount) == shared::AccessMode::staged, "the first trial");
 }
 
+// Records a turn that costs `first` or `second`, by the alternative that it uses.
+void record(shared::OnlineTuner& tuner, double first, double second) {
+  tuner.record_cost(tuner.turns, tuner.uses_second(tuner.turns) ? second : first);
+  ++tuner.turns;
+}
+
 void trials_test() {
-  shared::OnlineTuner trials(256, 8);
-  for (const auto& [first, prefers_second] : {std::pair{2.0, 1.0}, {1.0, 2.0}}) {
-    for (uint64_t i = 0; i < 256; ++i, ++trials.turns) {
-      expect_equal(trials.tries(trials.turns), i < 8, "whether it is a trial");
-      if (i >= 8)
-        expect_equal(trials.uses_second(trials.turns), prefers_second < first, "the faster mode");
-      if (i >= 8) continue;
-      const double luck = i < 4 ? 5 : 0;
-      trials.record_cost(trials.turns,
-                         (trials.uses_second(trials.turns) ? prefers_second : first) + luck);
+  shared::OnlineTuner tuner(0, 8, 64);
+  std::vector<uint64_t> begins;
+  for (uint64_t turn = 0; turn < 400; ++turn) {
+    if (tuner.tries(turn) && (turn == 0 || !tuner.tries(turn - 1))) begins.push_back(turn);
+    const bool even = begins.size() % 2 == 0;  // which one is faster changes with every trial
+    if (!tuner.tries(turn))
+      expect(tuner.uses_second(turn) == even, "the faster one of the last trial");
+    if (tuner.tries(turn)) {
+      const double luck = turn == begins.back() + 1 ? -0.9 : 0;
+      tuner.record_cost(turn, (tuner.uses_second(turn) == even ? 1.0 : 2.0) + luck);
     }
   }
+  expect(begins == std::vector<uint64_t>{0, 16, 48, 112, 176, 240, 304, 368}, "begins of trials");
 }
-const Test kTrials{"the mode with the fastest trial is used until the next trials", trials_test};
+const Test kTrials{"the mode with the faster trials is used until the next trials", trials_test};
+
+void slower_test() {
+  shared::OnlineTuner tuner(0, 8, 256);
+  while (tuner.turns < 100) record(tuner, 1.0, 2.0);
+  expect(!tuner.uses_second(tuner.turns), "the first one is faster");
+  const uint64_t changed = tuner.turns;
+  while (!tuner.prefers_second() && tuner.turns < changed + 100) record(tuner, 4.0, 2.0);
+  expect(tuner.turns - changed <= 24,
+         "turns until the change: " + std::to_string(tuner.turns - changed));
+}
+const Test kSlower{"a mode that becomes slower is left", slower_test};
+
+void missing_test() {
+  shared::OnlineTuner tuner(0, 8, 256);
+  for (int i = 0; i < 4; ++i) record(tuner, 2.0, 1.0);
+  tuner.turns = 500;  // of calls that failed
+  tuner.advance_to(tuner.turns);
+  expect(tuner.prefers_second(), "the turns that were recorded count");
+  while (tuner.turns < 900) record(tuner, 1.0, 2.0);
+  expect(!tuner.prefers_second(), "later trials follow");
+}
+const Test kMissing{"a trial of which turns are missing ends", missing_test};
 
 void unreached_test() {
   Host host(3);
