@@ -7,7 +7,6 @@
 //   codes            one byte: index code + 16 * value code
 //   k, count         two varints: 7 bits per byte, lowest first; top bit set: another byte follows
 //   values           float32, bfloat16   [k] unchanged
-//                    int8   per 256 values: a scale, float32; then [k] numbers: number * scale
 //                    2bit   per 4096 values: two levels, bfloat16; then 2 bits each, lowest first:
 //                           the sign, and the level
 //                    1bit   per 4096 values: a level, bfloat16; then 1 bit each: the sign

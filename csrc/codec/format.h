@@ -13,13 +13,12 @@ namespace pycomm::codec {
 inline constexpr std::array<char, 3> kCompactMagic{'P', 'L', 1};
 
 enum class IndexCode : uint8_t { list, bitmap, rice };
-enum class ValueCode : uint8_t { float32, bfloat16, int8, two_bit, one_bit, three_bit };
+enum class ValueCode : uint8_t { float32, bfloat16, two_bit, one_bit, three_bit };
 inline constexpr std::array<std::string_view, 3> kIndexCodes{"list", "bitmap", "rice"};
-inline constexpr std::array<std::string_view, 6> kValueCodes{"float32", "bfloat16", "int8",
-                                                             "2bit",    "1bit",     "3bit"};
+inline constexpr std::array<std::string_view, 5> kValueCodes{"float32", "bfloat16", "2bit", "1bit",
+                                                             "3bit"};
 
 inline constexpr size_t kValueBlock = 4096;  // values that share levels
-inline constexpr size_t kScaled = 256;       // int8 values that share a scale
 inline constexpr int kReach = 8 * 128;       // 3bit: eight octaves, in steps of bfloat16
 inline constexpr size_t kRiceBlock = 64;     // gaps that share a parameter
 inline constexpr int kMostParameter = 30;    // the quotient of a gap below 2^31 - 1 is then 0 or 1
@@ -40,7 +39,6 @@ constexpr size_t packed_bits(ValueCode code) {
   switch (code) {
     case ValueCode::float32:
     case ValueCode::bfloat16:
-    case ValueCode::int8:
       return 0;
     case ValueCode::two_bit:
       return 2;
@@ -59,8 +57,6 @@ constexpr size_t value_block_bytes(ValueCode code, size_t count) {
       return 4 * count;
     case ValueCode::bfloat16:
       return 2 * count;
-    case ValueCode::int8:
-      return count + (count + kScaled - 1) / kScaled * sizeof(float);
     case ValueCode::two_bit:
     case ValueCode::three_bit:
       return 4 + bytes_of_bits(count * packed_bits(code));

@@ -15,8 +15,7 @@
 namespace pycomm::cuda {
 namespace {
 
-static_assert(kGaps == codec::kRiceBlock && kLevelled == codec::kValueBlock &&
-              kShared == codec::kScaled);
+static_assert(kGaps == codec::kRiceBlock && kLevelled == codec::kValueBlock);
 static_assert(kMostWidth == codec::kMostParameter && kCompactHead == codec::kMostHead);
 static_assert(kThreeBit == static_cast<unsigned>(codec::ValueCode::three_bit));
 static_assert(kValueCodeCount == codec::kValueCodes.size() && kGridReach == codec::kReach);

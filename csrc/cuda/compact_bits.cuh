@@ -18,7 +18,6 @@ inline constexpr unsigned kRunBlocks = 32;       // in a run: one per lane
 inline constexpr unsigned kTableThreads = 1024;  // of the one block that sums a table
 inline constexpr unsigned kMostWidth = 30;       // of a remainder
 inline constexpr unsigned kLevelled = 4096;      // values that share levels
-inline constexpr unsigned kShared = 256;         // int8 values that share a scale
 
 __host__ __device__ constexpr uint64_t bytes_for(uint64_t bits) { return (bits + 7) / 8; }
 

@@ -13,7 +13,7 @@ inline constexpr unsigned kMostLevel = 0x7f7f;   // the largest finite bfloat16
 inline constexpr unsigned kGridReach = 8 * 128;  // range of the levels of 3bit values
 
 // As in codec/compact.h.
-enum : unsigned { kFloat32, kBfloat16, kInt8, kTwoBit, kOneBit, kThreeBit, kValueCodeCount };
+enum : unsigned { kFloat32, kBfloat16, kTwoBit, kOneBit, kThreeBit, kValueCodeCount };
 
 // For a whole block.
 __device__ __forceinline__ unsigned levelled_bytes(unsigned code) {
@@ -22,8 +22,6 @@ __device__ __forceinline__ unsigned levelled_bytes(unsigned code) {
       return 4 * kLevelled;
     case kBfloat16:
       return 2 * kLevelled;
-    case kInt8:
-      return kLevelled + kLevelled / kShared * 4;
     case kTwoBit:
       return 4 + kLevelled / 4;
     case kOneBit:
@@ -50,12 +48,6 @@ __device__ __forceinline__ float read_value(unsigned code, const uint8_t* from, 
       return __uint_as_float(load_bytes(from + 4 * i, 4));
     case kBfloat16:
       return __uint_as_float(load_bytes(from + 2 * i, 2) << 16);
-    case kInt8: {
-      const uint8_t* const scaled = from + i / kShared * (kShared + 4);
-      const auto number = static_cast<int8_t>(scaled[4 + i % kShared]);
-      return canonical(
-          multiply(static_cast<float>(number), __uint_as_float(load_bytes(scaled, 4))));
-    }
     case kTwoBit: {
       const unsigned bits = from[4 + i / 4] >> 2 * (i % 4);
       const float level = from_level(load_bytes(from + (bits & 2), 2));
@@ -224,40 +216,9 @@ __device__ __forceinline__ void write_gridded(unsigned n, uint8_t* to) {
   }
 }
 
-// One warp per scale: the largest magnitude / 127; NaN if a value is not finite.
-__device__ __forceinline__ void write_scaled(unsigned n, uint8_t* to) {
-  constexpr float kRound = 12582912;  // within 2^22, adding it rounds to an integer, ties to even
-  const float most = divide(__uint_as_float(0x7f7fffffu), 127.f);
-  const float most_scale = __uint_as_float(bits_as<uint32_t>(most) - 1);  // finite times 127
-  const unsigned lane = gpu::lane_id();
-  for (unsigned first = threadIdx.x / 32 * kShared; first < n;
-       first += kValueThreads / 32 * kShared) {
-    const unsigned end = min(n, first + kShared);
-    unsigned largest = 0;
-    for (unsigned i = first + lane; i < end; i += 32)
-      largest = max(largest, magnitude(gpu::shared<ValueSpace>().value[i]));
-    for (int by = 16; by > 0; by /= 2)
-      largest = max(largest, __shfl_xor_sync(gpu::kFullWarp, largest, by));
-    float scale = __uint_as_float(0x7fc00000u);
-    if (largest < 0x7f800000u) scale = min(divide(__uint_as_float(largest), 127.f), most_scale);
-    uint8_t* const numbers = to + first / kShared * (kShared + 4);
-    if (lane == 0) store_bytes(numbers, bits_as<uint32_t>(scale), 4);
-    for (unsigned i = first + lane; i < end; i += 32) {
-      float number = 0;
-      if (scale > 0) {
-        number = divide(gpu::shared<ValueSpace>().value[i], scale);
-        number = min(max(number, -127.f), 127.f);  // a subnormal scale may have been rounded down
-        number = __fsub_rn(__fadd_rn(number, kRound), kRound);
-      }
-      numbers[4 + i - first] = static_cast<uint8_t>(static_cast<int8_t>(static_cast<int>(number)));
-    }
-  }
-}
-
-// Copies the values of a block to shared memory. The caller must call __syncthreads before it reads
-// them.
+// Encodes the values of a block in shared memory. The caller must call __syncthreads before it
+// reads the bytes.
 __device__ __forceinline__ void write_levels(unsigned code, unsigned n, uint8_t* to) {
-  if (code == kInt8) return write_scaled(n, to);
   if (code == kThreeBit) return write_gridded(n, to);
   if (code == kTwoBit || code == kOneBit) return write_levelled(code, n, to);
   for (unsigned i = threadIdx.x; i < n; i += kValueThreads) {

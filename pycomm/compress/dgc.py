@@ -50,7 +50,7 @@ class DGC:
         min_count: parameters with fewer elements are sent uncompressed.
         k_rule: "round", "paddle" or "ceil": how the number of sent elements is rounded.
         value_dtype: dtype of transmitted values: "float32", or in compact packets also "bfloat16",
-            "int8", "3bit", "2bit" or "1bit". The rounding error stays in the residual v.
+            "3bit", "2bit" or "1bit". The rounding error stays in the residual v.
         codec: "raw": 4 bytes for an index, and values of the parameter's own dtype, float32 or
             float64. "compact": both are encoded on the parameter's device, the host or CUDA, and
             the packets are sent through host memory after the last gradient of a step. "auto":

@@ -25,11 +25,10 @@ __all__ = [
 
 K_RULES = ("round", "paddle", "ceil")
 INDEX_BYTES = 4
-# With the scales and levels of a block, see csrc/codec/compact.h.
+# With the levels of a block, see csrc/codec/compact.h.
 VALUE_BITS = {
     "float32": 32,
     "bfloat16": 16,
-    "int8": 8 + 32 / 256,
     "3bit": 3 + 32 / 4096,
     "2bit": 2 + 32 / 4096,
     "1bit": 1 + 16 / 4096,

@@ -19,7 +19,7 @@ from pycomm.errors import InvalidArgument
 from pycomm.kernels import inputs
 
 CODECS = ("auto", "list", "bitmap", "rice")
-VALUES = ("float32", "bfloat16", "int8", "2bit", "1bit", "3bit")
+VALUES = ("float32", "bfloat16", "2bit", "1bit", "3bit")
 MOST_HEAD = 14  # bytes of the longest header
 
 

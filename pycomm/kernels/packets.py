@@ -155,10 +155,10 @@ def encode(
         values: [k], float32 or float64.
         count: number of elements of the array that the indices refer to.
         value_dtype: dtype of the encoded values, rounded to nearest. Raw packets: "float16",
-            "bfloat16", "float32" or "float64". Compact packets: "float32", "bfloat16", "int8" (256
-            values share a scale), "3bit" (sign and one of four levels in even steps of the
-            exponent), "2bit" (sign and one of two levels) or "1bit" (sign and one level); 4096
-            values share levels. A value that is not finite turns all values of its block into NaN.
+            "bfloat16", "float32" or "float64". Compact packets: "float32", "bfloat16", "3bit" (sign
+            and one of four levels in even steps of the exponent), "2bit" (sign and one of two
+            levels) or "1bit" (sign and one level); 4096 values share levels. A value that is not
+            finite turns all values of its block into NaN.
         residual: [count], of the dtype of the values: the rounding error is added to it in place
             (error feedback).
         codec: "raw": the length follows from k and value_dtype, and the packet is read in place on

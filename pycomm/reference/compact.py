@@ -17,14 +17,13 @@ __all__ = ["INDEX_CODES", "VALUE_CODES", "encode", "unpack"]
 
 Array = Any  # a NumPy array
 INDEX_CODES = ("list", "bitmap", "rice")
-VALUE_CODES = ("float32", "bfloat16", "int8", "2bit", "1bit", "3bit")
-BLOCK, VALUE_BLOCK, SCALED, LANES = 64, 4096, 256, 128
+VALUE_CODES = ("float32", "bfloat16", "2bit", "1bit", "3bit")
+BLOCK, VALUE_BLOCK, LANES = 64, 4096, 128
 REACH = 8 * 128  # eight octaves of bfloat16
 MOST_PARAMETER = 30
 MAGIC = b"PL\x01"
 LARGEST = np.finfo(np.float32).max
 LARGEST_LEVEL, NO_LEVEL = 0x7F7F, 0x7FC0  # bits of bfloat16: the largest finite one, NaN
-LARGEST_SCALE = np.nextafter(LARGEST / np.float32(127), np.float32(0))  # 127 of it are finite
 
 
 def encode(
@@ -164,8 +163,8 @@ def write_values(values: Array, code: str) -> bytes:
         return bytes(x.tobytes())
     if code == "bfloat16":
         return _half(cast(x, "bfloat16"))
-    size, write = _BLOCKS[code][:2]
-    return b"".join(write(x[i : i + size]) for i in range(0, len(x), size))
+    write = _BLOCKS[code][0]
+    return b"".join(write(x[i : i + VALUE_BLOCK]) for i in range(0, len(x), VALUE_BLOCK))
 
 
 def read_values(body: bytes, k: int, code: str) -> Array:
@@ -174,31 +173,14 @@ def read_values(body: bytes, k: int, code: str) -> Array:
         return np.frombuffer(body, "<f4", k)
     if code == "bfloat16":
         return _from_half(body, k)
-    size, _, read = _BLOCKS[code]
+    read = _BLOCKS[code][1]
     found, at = [np.zeros(0, np.float32)], 0
-    for first in range(0, k, size):
-        block, taken = read(body[at:], min(size, k - first))
+    for first in range(0, k, VALUE_BLOCK):
+        block, taken = read(body[at:], min(VALUE_BLOCK, k - first))
         found.append(block)
         at += taken
     with np.errstate(all="ignore"):
         return _one_nan(np.concatenate(found))
-
-
-def _write_int8(x: Array) -> bytes:
-    with np.errstate(all="ignore"):
-        scale = np.float32(np.nan)
-        if np.isfinite(x).all():
-            scale = min(np.abs(x).max() / np.float32(127), LARGEST_SCALE)
-        numbers = np.zeros(len(x), np.int8)
-        if scale > 0:
-            numbers = np.rint(np.clip(x / scale, -127, 127)).astype(np.int8)
-    return struct.pack("<f", scale) + numbers.tobytes()
-
-
-def _read_int8(body: bytes, n: int) -> tuple[Array, int]:
-    scale = np.frombuffer(body, "<f4", 1)
-    with np.errstate(all="ignore"):
-        return np.frombuffer(body, np.int8, n, 4).astype(np.float32) * scale, 4 + n
 
 
 def levels_of(magnitudes: Array) -> tuple[float, float, float]:
@@ -267,11 +249,10 @@ def _read_three_bit(body: bytes, n: int) -> tuple[Array, int]:
     return np.where(bits[:, 0], -magnitudes, magnitudes), taken
 
 
-_BLOCKS: dict[str, tuple[int, Any, Any]] = {
-    "int8": (SCALED, _write_int8, _read_int8),
-    "2bit": (VALUE_BLOCK, _write_two_bit, _read_two_bit),
-    "1bit": (VALUE_BLOCK, _write_one_bit, _read_one_bit),
-    "3bit": (VALUE_BLOCK, _write_three_bit, _read_three_bit),
+_BLOCKS: dict[str, tuple[Any, Any]] = {
+    "2bit": (_write_two_bit, _read_two_bit),
+    "1bit": (_write_one_bit, _read_one_bit),
+    "3bit": (_write_three_bit, _read_three_bit),
 }
 
 

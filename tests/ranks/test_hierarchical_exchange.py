@@ -83,7 +83,7 @@ def trained(
 ALONE = [[rank] for rank in range(8)]
 FORMS: list[dict[str, Any]] = [
     {"value_dtype": "float32", "clip_norm": 20.0},
-    {"value_dtype": "int8", "masking": False},
+    {"value_dtype": "3bit", "masking": False},
     {"value_dtype": "2bit", "select": "model", "clip": "global", "clip_norm": 20.0},
 ]
 

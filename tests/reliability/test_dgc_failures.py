@@ -26,7 +26,7 @@ class Broken(Exception):
     """The error that a part of a step raises in these tests."""
 
 
-COMPACT = {"value_dtype": "int8", "exchange": "gather"}
+COMPACT = {"value_dtype": "3bit", "exchange": "gather"}
 SPLIT, SOME_DENSE = {"exchange": "sharded"}, {"min_count": 600}
 CLIPPED = {**SOME_DENSE, "clip_norm": 1e6}  # no rank reaches it
 # The function, and the number of its call in a step.

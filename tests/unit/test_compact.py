@@ -95,7 +95,7 @@ def test_indices_up_to_the_largest(codec):
 
 
 def test_the_largest_magnitudes_stay_finite():
-    """A level or a scale that is rounded up never becomes infinity."""
+    """A level that is rounded up never becomes infinity."""
     largest = np.float32(np.finfo(np.float32).max)
     indices, values = np.arange(3, dtype=np.int32), np.array([1, -1, 0.5], "f4") * largest
     for value_code in VALUES[2:]:
@@ -209,7 +209,7 @@ def test_wrong_arguments():
         (lambda: kernels.decode_sum(rest, [kernels.encode(indices, values, 8, codec="auto")]),
          "array of 8 elements"),
         (lambda: kernels.unpack(np.frombuffer(b"PL\2\0\0\0", np.uint8)), "version"),
-        (lambda: kernels.unpack(np.frombuffer(b"PL\1\x60\0\0", np.uint8)), "codec"),
+        (lambda: kernels.unpack(np.frombuffer(b"PL\1\x50\0\0", np.uint8)), "codec"),
     ]:  # fmt: skip
         with pytest.raises(InvalidArgument, match=said):
             call()

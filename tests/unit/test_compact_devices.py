@@ -96,7 +96,7 @@ def test_arbitrary_bytes_decode_or_raise(device, seed, shape, flips, longer, off
     indices = indices_of(shape, count, seed)
     values = np.ones(len(indices), np.float32)
     packet, _ = reference_compact.encode(
-        indices, values, count, VALUES[seed % 5], index_code=CODECS[seed % 4]
+        indices, values, count, VALUES[seed % len(VALUES)], index_code=CODECS[seed % 4]
     )
     spoilt = np.frombuffer(packet[: len(packet) + min(longer, 0)] + bytes(max(longer, 0)), np.uint8)
     spoilt = spoilt.copy()

@@ -19,56 +19,9 @@ namespace {
 constexpr size_t kLanes = 128;
 constexpr int kRefinements = 2;
 constexpr float kNaN = std::numeric_limits<float>::quiet_NaN();
-constexpr float kLargest = std::numeric_limits<float>::max();
 constexpr uint16_t kLargestLevel = 0x7f7f;  // finite bfloat16
-// The largest float32 that is finite times 127.
-constexpr auto kLargestScale = std::bit_cast<float>(std::bit_cast<uint32_t>(kLargest / 127.0f) - 1);
 
 using Block = std::array<float, kValueBlock>;
-
-// ---- int8 ---------------------------------------------------------------------------------------
-
-// The scale is the largest magnitude / 127; NaN if a value is not finite.
-struct WriteInt8 {
-  template <cpu::Isa>
-  [[gnu::always_inline]] static void run(const float* values, size_t n, std::byte* out) {
-    uint32_t largest = 0;
-    for (size_t i = 0; i < n; ++i) largest = std::max(largest, cpu::key_of(values[i]));
-    const auto magnitude = std::bit_cast<float>(largest);
-    const float scale =
-        cpu::is_finite(magnitude) ? std::min(magnitude / 127.0f, kLargestScale) : kNaN;
-    std::memcpy(out, &scale, sizeof scale);
-    auto* const numbers = reinterpret_cast<int8_t*>(out + sizeof scale);
-    if (!(scale > 0)) {
-      std::memset(numbers, 0, n);
-      return;
-    }
-    // Within 2^22 this addition rounds to an integer, ties to even. A subnormal scale may have been
-    // rounded down a lot, hence the limits.
-    constexpr float kRound = 12582912;
-    for (size_t i = 0; i < n; ++i) {
-      const float number = std::clamp(values[i] / scale, -127.0f, 127.0f);
-      numbers[i] = static_cast<int8_t>(static_cast<int32_t>((number + kRound) - kRound));
-    }
-  }
-};
-
-struct ReadInt8 {
-  template <cpu::Isa>
-  [[gnu::always_inline]] static void run(const std::byte* in, float* values, size_t n) {
-    float scale;
-    std::memcpy(&scale, in, sizeof scale);
-    const auto* const numbers = reinterpret_cast<const int8_t*>(in + sizeof scale);
-    for (size_t i = 0; i < n; ++i)
-      values[i] = cpu::with_one_nan(static_cast<float>(numbers[i]) * scale);
-  }
-};
-
-template <typename F>
-void by_scales(size_t count, F&& f) {
-  for (size_t first = 0; first < count; first += kScaled)
-    f(first, first / kScaled * (sizeof(float) + kScaled), std::min(kScaled, count - first));
-}
 
 // ---- levels -------------------------------------------------------------------------------------
 
@@ -349,10 +302,6 @@ void write_values(ValueCode code, std::span<const float> values, std::byte* out)
     case ValueCode::bfloat16:
       for (size_t i = 0; i < values.size(); ++i) cpu::store<Dtype::bfloat16>(out, i, values[i]);
       return;
-    case ValueCode::int8:
-      return by_scales(values.size(), [&](size_t first, size_t at, size_t n) {
-        cpu::run_on<WriteInt8>(cpu::isa_here(), values.data() + first, n, out + at);
-      });
     case ValueCode::two_bit:
       return write_two_bit(values, out);
     case ValueCode::one_bit:
@@ -370,10 +319,6 @@ void read_values(ValueCode code, const std::byte* in, std::span<float> values) {
     case ValueCode::bfloat16:
       for (size_t i = 0; i < values.size(); ++i) values[i] = cpu::load<Dtype::bfloat16>(in, i);
       return;
-    case ValueCode::int8:
-      return by_scales(values.size(), [&](size_t first, size_t at, size_t n) {
-        cpu::run_on<ReadInt8>(cpu::isa_here(), in + at, values.data() + first, n);
-      });
     case ValueCode::two_bit:
       return read_two_bit(in, values);
     case ValueCode::one_bit:

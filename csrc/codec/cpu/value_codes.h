@@ -9,7 +9,7 @@
 namespace pycomm::codec {
 
 // Encodes one block of at most kValueBlock values to value_bytes(). A non-finite value makes all
-// values with the same scale or level NaN.
+// values with the same level NaN.
 void write_values(ValueCode code, std::span<const float> values, std::byte* out);
 // Decodes a block. All bytes are valid.
 void read_values(ValueCode code, const std::byte* in, std::span<float> values);
