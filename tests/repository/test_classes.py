@@ -21,7 +21,6 @@ LARGE_CLASSES: dict[str, tuple[int, int]] = {
     "Writing": (0, 20),
     # Still to divide.
     "Faulty": (20, 18),
-    "Handshake": (25, 18),
     "StoreServer": (16, 17),
     "TcpStore": (25, 16),
 }
