@@ -387,7 +387,7 @@ store_frame::Reply TcpStore::change(store_frame::Request request, const Deadline
   }
   if (reply->status == store_frame::Status::full)
     throw InvalidArgument("the store at " + name() + " is full: it holds at most " +
-                          std::to_string(StoreServer::kMaxStoreBytes) + " bytes");
+                          std::to_string(store_frame::kMaxStoreBytes) + " bytes");
   if (reply->status == store_frame::Status::refused) throw InvalidArgument(reply->value);
   return std::move(*reply);
 }

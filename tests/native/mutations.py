@@ -71,7 +71,7 @@ ROWS = [
     ),
     (
         "unlimited_pending_connections",
-        "rendezvous/store_server.cpp",
+        "rendezvous/connected_clients.cpp",
         "pending >= max_pending_ &&",
         "pending >= 1000 * max_pending_ &&",
         "store",
@@ -80,8 +80,8 @@ ROWS = [
     (
         "listener_left_open",
         "rendezvous/store_server.cpp",
-        "  listener_.reset();\n  std::erase_if",
-        "  std::erase_if",
+        "  listener_.reset();\n  clients_.drop_pending();",
+        "  clients_.drop_pending();",
         "store_keys",
         "after settle the public port is closed",
     ),

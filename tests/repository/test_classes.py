@@ -20,7 +20,6 @@ LARGE_CLASSES: dict[str, tuple[int, int]] = {
     "Tables": (0, 20),
     "Writing": (0, 20),
     # Still to divide.
-    "StoreServer": (16, 17),
     "TcpStore": (25, 16),
 }
 
