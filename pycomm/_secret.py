@@ -2,7 +2,7 @@
 
 64 hexadecimal digits are used as the key. Any other text is stretched with scrypt, so that each
 guess costs an attacker 16 MiB of memory and about 50 ms. The secret's source is chosen in config.py
-and launch/command.py; its use is in csrc/transport/handshake.h.
+and launch/command.py; its use is in csrc/transport/handshake_protocol.h.
 """
 
 from __future__ import annotations

@@ -22,6 +22,7 @@
 namespace pycomm::rendezvous::store_frame {
 
 inline constexpr size_t kMaxKeyBytes = 1024, kMaxValueBytes = size_t{1} << 20;
+inline constexpr size_t kMaxStoreBytes = size_t{1} << 28;  // of all keys and values of a server
 inline constexpr size_t kRequestHeadBytes = 37, kReplyHeadBytes = 5;
 inline constexpr std::string_view kContext = "pycomm store";  // context of the handshake
 inline constexpr int kServerRank = 0, kClientRank = 1;        // ranks in the handshake

@@ -33,7 +33,7 @@ NEEDS = {
     "handshake": [
         "core",
         *(f"os/{name}.cpp" for name in ("fd", "random", "socket")),
-        "transport/handshake.cpp",
+        *(f"transport/{name}.cpp" for name in ("handshake", "handshake_protocol")),
     ],
     "rank_info": [
         *("core", "bootstrap/rank_info.cpp"),

@@ -1,0 +1,51 @@
+// See connection_pool.h.
+#include "rendezvous/connection_pool.h"
+
+#include <algorithm>
+#include <chrono>
+#include <utility>
+
+namespace pycomm::rendezvous {
+
+std::optional<ServerConnection> ConnectionPool::take(const Deadline& deadline) {
+  {
+    std::unique_lock lock(mutex_);
+    while (idle_.empty() && settled_ && in_use_ > 0) {
+      if (deadline.expired()) return std::nullopt;
+      given_back_.wait_for(lock,
+                           std::min<std::chrono::nanoseconds>(kPollInterval, deadline.left()));
+      lock.unlock();
+      wait_.check_interrupted();
+      lock.lock();
+    }
+    ++in_use_;
+    if (!idle_.empty()) {
+      ServerConnection connection = std::move(idle_.back());
+      idle_.pop_back();
+      return connection;
+    }
+  }
+  try {
+    return dialer_.open(deadline);
+  } catch (...) {  // no connection is in use
+    give_back(std::nullopt);
+    throw;
+  }
+}
+
+void ConnectionPool::give_back(std::optional<ServerConnection> connection) {
+  {
+    const std::lock_guard lock(mutex_);
+    --in_use_;
+    if (connection) idle_.push_back(std::move(*connection));
+  }
+  given_back_.notify_all();
+}
+
+void ConnectionPool::settle() {
+  dialer_.settle();
+  const std::lock_guard lock(mutex_);
+  settled_ = true;
+}
+
+}  // namespace pycomm::rendezvous
