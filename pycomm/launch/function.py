@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import Any, overload
 
-from pycomm import config, group
+from pycomm import config, default_group
 from pycomm.errors import Error, InvalidArgument
 from pycomm.launch import failure, meeting, worker_setup
 
@@ -308,14 +308,14 @@ def _enter(
         (module, name), args, kwargs = pickle.loads(job)
         found: Any = functools.reduce(getattr, name.split("."), importlib.import_module(module))
         function = found._function if isinstance(found, Launcher) else found
-        group.init()
+        default_group.init()
         answer = True, function(*args, **kwargs), None
         data = pickle.dumps(answer)
-        group.shutdown()
+        default_group.shutdown()
     except BaseException as error:  # of any kind: reported below
         mine = failure.of_error(int(os.environ["RANK"]), error)
         with contextlib.suppress(Exception):  # there is no group, or it is broken already
-            group.default().abort(f"rank {mine.rank} failed with {mine.kind}: {mine.text}")
+            default_group.default().abort(f"rank {mine.rank} failed with {mine.kind}: {mine.text}")
         data = _failed(mine, error)
     with contextlib.suppress(BrokenPipeError):
         pipe.send_bytes(data)

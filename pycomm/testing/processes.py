@@ -12,8 +12,9 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from pycomm import _core
+from pycomm.default_group import as_thread_default
 from pycomm.errors import Error, PeerLost, Timeout
-from pycomm.group import Group, as_thread_default
+from pycomm.group import Group
 from pycomm.testing.threads import join
 
 __all__ = ["ProcessRanks"]

@@ -16,7 +16,7 @@ from encrypted_relay import KEY, Records, Relay, two_ranks
 from torch_ranks import Run, run_fixture  # noqa: F401 - a fixture
 
 import pycomm
-from pycomm import _core, config, group, torch_backend
+from pycomm import _core, config, default_group, torch_backend
 from pycomm.errors import InvalidArgument, Mismatch, PeerLost, Unsupported
 from pycomm.launch import command
 from pycomm.testing import FaultPlan, run_ranks
@@ -219,7 +219,7 @@ def _torch_groups(path: str) -> str:
     dist.init_process_group(
         "pycomm", init_method=f"file://{path}", rank=rank, world_size=2, pg_options=options
     )
-    assert group.default_is_encrypted()
+    assert default_group.default_is_encrypted()
     other = torch_backend.Options(encrypt=False)
     try:
         dist.new_group(backend="pycomm", pg_options=other if rank == 1 else None)

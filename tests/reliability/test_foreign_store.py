@@ -95,7 +95,7 @@ def test_rank_aborts_and_stores_its_failure_before_it_reads_the_store(
         def abort(self, reason: str) -> None:
             done.append("abort")
 
-    monkeypatch.setattr(rank.group, "default", Default)
+    monkeypatch.setattr(rank.default_group, "default", Default)
     rank._failed(ValueError("x"))
     assert done == ["write", "abort", "post"]
 

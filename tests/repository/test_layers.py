@@ -121,6 +121,7 @@ LAYERS = [
     ["config"],
     ["_bootstrap"],
     ["group"],
+    ["default_group"],
     ["_core_api"],
     ["kernels", "memory", "collectives", "_torch_autoload"],
     ["objects", "elastic", "_training"],
