@@ -40,8 +40,7 @@ def scatter_add(out: Any, indices: Any, values: Any, scale: float = 1.0) -> Any:
     """
     found = inputs.array(out, "out", inputs.FLOATS, write=True)
     pair = _pair(indices, values)
-    inputs.same_device([found, *pair], "scatter_add")
-    inputs.require_no_overlap([found], pair, "scatter_add")
+    inputs.check_memory("scatter_add", [found], pair)
     devices.module(found.device).scatter_add(
         (found.pointer, found.count),
         found.dtype,
@@ -191,11 +190,10 @@ def encode(
         if rest.count != count:
             raise InvalidArgument(f"residual has {rest.count} elements; count is {count}")
         written.append(rest)
-    inputs.same_device([*pair, *written], "encode")
-    inputs.require_no_overlap(written, pair, "encode")
+    inputs.check_memory("encode", written, pair)
     if codec != "raw":
         taken, size = inputs.output(length, "length", pair[1], 1, "int64")
-        inputs.same_device([packet, size], "encode")
+        inputs.same_device("encode", packet, size)
         compact.encode(pair, int(count), (codec, value_dtype), rest, packet, size, workspace)
         return out if length is not None else out[: _length(taken, int(count))]
     _aligned(packet, value_dtype)
@@ -369,8 +367,7 @@ def _table(
         raise InvalidArgument(
             f"{name}: values are {' and '.join(sorted(set(dtypes)))}; expected one dtype"
         )
-    inputs.same_device([*out.spans, *read], name)
-    inputs.require_no_overlap(out.spans, read, name)
+    inputs.check_memory(name, out.spans, read)
     return inputs.Table(rows, read), dtypes[0] if dtypes else value_dtype
 
 
