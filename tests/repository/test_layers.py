@@ -117,7 +117,7 @@ MAY_INCLUDE_TORCH = "bindings/c10d"
 LAYERS = [
     ["_core", "_cuda", "_c10d"],
     ["errors", "reference"],
-    ["_secret"],
+    ["_secret", "_process_pool"],
     ["config"],
     ["_bootstrap"],
     ["group"],
