@@ -8,6 +8,7 @@ import os
 import signal
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -240,11 +241,9 @@ def two_threads(group: pycomm.Group, device: Any) -> list[str]:
             said.append(str(error))
             refused_one.set()  # the other thread is inside, and waits for rank 1
 
-    both = [threading.Thread(target=call) for _ in range(2)]
-    for thread in both:
-        thread.start()
-    for thread in both:
-        thread.join()
+    with ThreadPoolExecutor(2) as pool:
+        for future in [pool.submit(call) for _ in range(2)]:
+            future.result()
     return said
 
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -450,16 +451,12 @@ def test_a_store_can_be_written_in_python() -> None:
             with self.changed:
                 return self.values.setdefault(key, value)
 
-    store, results = Slow(), [None, None]
+    store = Slow()
 
-    def one(rank: int) -> None:
+    def one(rank: int) -> list[float]:
         options = {"size": 2, "timeout_s": 20.0, "transport": "local"}
         group = join(store, rank, options)
-        results[rank] = pycomm.all_reduce(np.ones(2), group=group).tolist()
+        return pycomm.all_reduce(np.ones(2), group=group).tolist()
 
-    threads = [threading.Thread(target=one, args=(rank,)) for rank in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert results == [[2.0, 2.0]] * 2
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(one, range(2))) == [[2.0, 2.0]] * 2

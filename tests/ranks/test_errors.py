@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -262,25 +263,20 @@ def test_a_group_that_does_not_form_names_the_missing_rank(store: Callable[[], A
 def test_second_thread_is_rejected_while_a_call_runs() -> None:
     refused = threading.Event()
 
-    def call(group: Group, results: list[Any]) -> None:
+    def call(group: Group) -> Any:
         """One of two threads: the second one is rejected, and releases the first."""
         try:
-            results.append(pycomm.all_reduce(np.ones(4), group=group).tolist())
+            return pycomm.all_reduce(np.ones(4), group=group).tolist()
         except errors.InvalidArgument as error:
-            results.append(str(error))
             refused.set()
+            return str(error)
 
     def fn(group: Group) -> Any:
         if group.rank == 1:
             assert refused.wait(10)
             return pycomm.all_reduce(np.ones(4), group=group).tolist()
-        results = []
-        threads = [threading.Thread(target=call, args=(group, results)) for _ in range(2)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        return results
+        with ThreadPoolExecutor(2) as pool:
+            return sorted(pool.map(call, [group] * 2), key=lambda x: isinstance(x, list))
 
     (text, first), second = run_ranks(2, fn, timeout_s=20)
     assert "split" in text

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -315,9 +316,9 @@ def test_successive_groups_of_one_name_share_a_torch_store(kind: str, tmp_path: 
         "file": lambda: dist.FileStore(str(tmp_path / "store"), 2),
     }[kind]
     stores = [make(), make()] if kind == "file" else [make()] * 2
-    names: list[list[str]] = [[], []]
 
-    def one(rank: int) -> None:
+    def one(rank: int) -> list[str]:
+        names = []
         for turn in range(3):
             options = {"size": 2, "timeout_s": 20.0, "transport": "shm"}
             group = join(TorchStore(stores[rank]), rank, options)
@@ -325,12 +326,9 @@ def test_successive_groups_of_one_name_share_a_torch_store(kind: str, tmp_path: 
             pycomm.user_set(f"of {rank}", turn, group=group)
             assert pycomm.user_get(f"of {1 - rank}", group=group) == turn
             assert pycomm.user_pop(f"of {1 - rank}", group=group) == turn
-            names[rank].append(group.name)
+            names.append(group.name)
             group.close()
+        return names
 
-    threads = [threading.Thread(target=one, args=(rank,)) for rank in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert names == [["world", "world#2", "world#3"]] * 2
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(one, range(2))) == [["world", "world#2", "world#3"]] * 2
