@@ -137,8 +137,8 @@ def test_kernel_counters_match_socket_bytes() -> None:
 
 def report_twice(rank: processes.Rank, word: str) -> None:
     """Reports two messages."""
-    rank.say((word, rank.size))
-    rank.say(os.getpid())
+    rank.send((word, rank.size))
+    rank.send(os.getpid())
 
 
 def fail(rank: processes.Rank) -> None:
@@ -151,7 +151,7 @@ def fail(rank: processes.Rank) -> None:
 def linger(rank: processes.Rank) -> None:
     """Waits in C++ for a missing rank, on a store that the parent does not serve."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    rank.say(os.getpid())
+    rank.send(os.getpid())
     store.wait(["never"])
 
 

@@ -54,7 +54,7 @@ def alone(code: str) -> str:
 
 
 def test_the_real_library_loads_and_runs_up_to_the_driver():
-    said = alone("""if True:
+    output = alone("""if True:
         from pycomm import _cuda
         from pycomm._core_api import nccl
         from pycomm.errors import Unsupported
@@ -77,19 +77,19 @@ def test_the_real_library_loads_and_runs_up_to_the_driver():
     """).splitlines()
     version = importlib.metadata.version(nccl.PACKAGE)
     file = nccl.places()[1][1]
-    assert said[0].endswith("such as torch's: none); pip install nvidia-nccl-cu13")
-    assert said[1:4] == [f"{version} {file}", file, "128 True"]
+    assert output[0].endswith("such as torch's: none); pip install nvidia-nccl-cu13")
+    assert output[1:4] == [f"{version} {file}", file, "128 True"]
     if os.path.exists("/proc/driver/nvidia/version"):
-        assert said[4] == "a communicator"
+        assert output[4] == "a communicator"
     else:  # in NCCL's words, the library's name, and CUDA's error
-        assert said[4].startswith("ncclCommInitRankConfig: unhandled cuda error")
-        assert f"(NCCL {version}, {file})" in said[4]
-        assert "; NCCL requires NVIDIA's driver and a GPU: " in said[4]
+        assert output[4].startswith("ncclCommInitRankConfig: unhandled cuda error")
+        assert f"(NCCL {version}, {file})" in output[4]
+        assert "; NCCL requires NVIDIA's driver and a GPU: " in output[4]
 
 
 def test_info_names_version_and_file():
-    said = alone("from pycomm.observe import info; print(dict(info._built())['nccl'])")
-    assert said == f"{importlib.metadata.version(nccl.PACKAGE)}, {nccl.places()[1][1]}\n"
+    output = alone("from pycomm.observe import info; print(dict(info._built())['nccl'])")
+    assert output == f"{importlib.metadata.version(nccl.PACKAGE)}, {nccl.places()[1][1]}\n"
 
 
 def test_oldest_version_with_all_functions_is_accepted(tmp_path):

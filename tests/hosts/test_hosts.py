@@ -77,12 +77,12 @@ def test_the_chosen_interface_carries_everything(two_links: Network, choice: str
     env = {"MASTER_ADDR": master, "GLOO_SOCKET_IFNAME": choice, "FORM_S": "90"}
     run = Run(two_links, [0, 1], "form", env)
     run.start(0)
-    heard: list[str] = []
-    while len(heard) < 3:  # the store's two and the transport's, which waits for rank 1
+    listening: list[str] = []
+    while len(listening) < 3:  # the store's two and the transport's, which waits for rank 1
         assert run.ranks[0].poll() is None
         lines = two_links.hosts[0].run("ss", "-Hltn").splitlines()
-        heard = sorted(line.split()[3].rpartition(":")[0] for line in lines)
-    assert heard == ["*", "*", master]
+        listening = sorted(line.split()[3].rpartition(":")[0] for line in lines)
+    assert listening == ["*", "*", master]
     assert [t["transports"] for t in run.start_all().results()] == [
         ["self", "tcp"],
         ["tcp", "self"],

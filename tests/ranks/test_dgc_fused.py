@@ -233,10 +233,10 @@ def test_ages(select: str, exchange: str) -> None:
                 age.add_(1)
                 age[(memory.v == 0) | torch.tensor(step == 0)] = 0
             every = torch.cat(since)
-            said = dgc.stats()["age"]
-            assert said["max"] == every.max()
-            assert said["mean"] == pytest.approx(every.mean().item())
-        assert said["max"] == 7 > said["mean"] > 1
+            ages = dgc.stats()["age"]
+            assert ages["max"] == every.max()
+            assert ages["mean"] == pytest.approx(every.mean().item())
+        assert ages["max"] == 7 > ages["mean"] > 1
         plain = compressed(perceptron())[2]
         assert plain.stats()["age"] is None
 

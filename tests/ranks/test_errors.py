@@ -220,8 +220,8 @@ def test_killed_rank_is_named_to_every_survivor_within_a_second(
     for survivor in (results[0], results[2]):
         assert not isinstance(survivor, BaseException), survivor
         assert survivor is not None
-        heard, peer, text, later = survivor
-        assert heard - died < 1.0
+        reported, peer, text, later = survivor
+        assert reported - died < 1.0
         assert peer == 1
         assert "rank 1" in text
         assert "rank 1" in later  # the first cause is repeated

@@ -47,7 +47,7 @@ def endless() -> Any:
 
 
 @pytest.mark.parametrize(
-    ("value", "words"),
+    ("value", "message"),
     [
         (object(), r"value is a builtins\.object"),
         ([1, {"a": (0, np.int64(3))}], r"value\[1\]\['a'\]\[1\] is a numpy\.int64"),
@@ -58,8 +58,8 @@ def endless() -> Any:
         (endless(), "deep"),
     ],
 )
-def test_unsupported_value_is_named(value: Any, words: str) -> None:
-    with pytest.raises(errors.InvalidArgument, match=words):
+def test_unsupported_value_is_named(value: Any, message: str) -> None:
+    with pytest.raises(errors.InvalidArgument, match=message):
         serialization.encode(value)
 
 

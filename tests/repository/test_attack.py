@@ -120,13 +120,13 @@ def test_attack_skips_processes_with_no_attack() -> None:
     del store
 
 
-@pytest.mark.parametrize(("most", "says"), [(BACKLOG, ""), (BACKLOG - 1, "not 4092: no TCP")])
+@pytest.mark.parametrize(("most", "message"), [(BACKLOG, ""), (BACKLOG - 1, "not 4092: no TCP")])
 def test_indistinguishable_listeners_are_reported(
-    most: int, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    most: int, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "somaxconn").write_text(f"{most}\n")
     monkeypatch.setattr(attack, "SOMAXCONN", tmp_path / "somaxconn")
-    assert (says in unrecognizable()) if says else unrecognizable() == ""
+    assert (message in unrecognizable()) if message else unrecognizable() == ""
 
 
 @pytest.mark.parametrize(

@@ -168,13 +168,13 @@ def test_wrong_buffers(device):
     packet = kernels.encode(indices, values, 9, codec="auto")
     buffers = [device.put(np.zeros(n, t)) for n, t in ((2, "int32"), (2, "float32"), (1, "int32"))]
     small = device.put(np.zeros(16, np.uint8))
-    for call, said in [
+    for call, message in [
         (lambda: kernels.unpack(packet, into=tuple(buffers)), "goes with count"),
         (lambda: kernels.unpack(packet, count=9, into=(*buffers[:2], buffers[0])), r"\[k\]"),
         (lambda: kernels.unpack(packet, count=9, into=(buffers[1], *buffers[1:])), "int32"),
         (lambda: kernels.encode(indices, values, 9, codec="auto", length=buffers[2]), "int64"),
     ]:
-        with pytest.raises(InvalidArgument, match=said):
+        with pytest.raises(InvalidArgument, match=message):
             call()
     if not device.indices_are_checked:  # the CPU needs no workspace
         with pytest.raises(InvalidArgument, match="workspace has 16 bytes"):

@@ -121,10 +121,10 @@ def test_files_of_an_earlier_run_are_ignored(tmp_path: Path) -> None:
 
 
 def test_missing_and_damaged_traces_are_reported(tmp_path: Path, capsys: Any) -> None:
-    for said in ("has no traces", "is not a flight record"):
+    for message in ("has no traces", "is not a flight record"):
         with pytest.raises(SystemExit):
             trace.main([str(tmp_path)])
-        assert said in capsys.readouterr().err
+        assert message in capsys.readouterr().err
         (tmp_path / "world.0.trace").write_text("{}")
 
 

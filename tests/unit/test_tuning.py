@@ -120,9 +120,9 @@ def test_command_measures_and_stores_thresholds(capsys: pytest.CaptureFixture[st
     [(by, small, middle)] = thresholds.thresholds()
     assert (by, middle) == ("tcp", thresholds.BUILT_IN[1])  # 4 ranks cannot measure it
     assert small in (0, *tune.SIZES)
-    told = capsys.readouterr().out
-    assert f"small_bytes {small}" in told
-    assert str(thresholds.path()) in told
+    output = capsys.readouterr().out
+    assert f"small_bytes {small}" in output
+    assert str(thresholds.path()) in output
 
 
 def test_one_rank_has_nothing_to_tune() -> None:
