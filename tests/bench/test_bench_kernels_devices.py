@@ -311,7 +311,7 @@ def test_installed_libraries_are_compared(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @needs_nvcc
-def test_cub_compiles_and_says_that_there_is_no_gpu() -> None:
+def test_cub_compiles_and_reports_that_there_is_no_gpu() -> None:
     """It queries its workspace size, which needs a device."""
     assert libraries.cub("sm_90").cub_topk_name().startswith(b"Device")
     script = """

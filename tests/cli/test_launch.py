@@ -323,7 +323,7 @@ WITHOUT = {k: v for k, v in CLEAN.items() if k not in TORCHRUNS}
 LOCAL_RANKS = "import pycomm as p; p.init(timeout_s=60); print(p.all_gather_object(p.local_rank()))"
 
 
-def test_other_ranks_learn_why_a_rank_failed() -> None:
+def test_failure_of_a_rank_is_reported_on_other_ranks() -> None:
     """Started without a launcher, which would end them before they can report it."""
     place = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
     place |= {"MASTER_PORT": str(free_port()), "PYCOMM_SECRET": SECRET}

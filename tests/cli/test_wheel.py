@@ -111,7 +111,7 @@ def test_kernels_benchmark_runs(run: Pycomm) -> None:
     assert "dgc_step" in done.stdout, done.stderr
 
 
-def test_benchmark_of_the_repository_says_where_it_is(run: Pycomm) -> None:
+def test_benchmark_of_the_repository_reports_its_location(run: Pycomm) -> None:
     done = run("pycomm", "bench", "faults")
     assert done.returncode == 2
     assert done.stdout == ""

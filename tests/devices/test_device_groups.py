@@ -405,7 +405,7 @@ def continues_without(group: pycomm.Group, device: Any) -> str:
 
 
 @on("emulated", "cuda")
-def test_every_rank_learns_which_rank_lacks_nccl_and_the_group_continues(machine, monkeypatch):
+def test_rank_without_nccl_is_named_on_every_rank_and_the_group_continues(machine, monkeypatch):
     monkeypatch.setattr(nccl, "load", without_nccl([1]))
     first, second, third = machine.run(3, continues_without)
     assert second == "no NCCL anywhere"

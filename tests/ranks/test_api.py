@@ -380,7 +380,7 @@ def test_processes_rendezvous_by_environment_variables(secret: str) -> None:
     assert [process.returncode for process in ranks] == [0, 0]
 
 
-def test_without_secret_and_torch_init_explains_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_secret_and_torch_init_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     from pycomm import config
     from pycomm._bootstrap import rendezvous
 

@@ -176,7 +176,7 @@ def stop_while_waiting(group: Group) -> Any:
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_stopped_rank_blames_no_peer(transport: str) -> None:
+def test_stopped_rank_reports_no_peer(transport: str) -> None:
     results = run_ranks(
         2, stop_while_waiting, transport=transport, processes=True, heartbeat_s=HEARTBEAT_S
     )
