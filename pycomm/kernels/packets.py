@@ -81,16 +81,7 @@ def decode_sum(
             of several dtypes. Nothing changes.
         Unsupported: another kind of array, or CUDA kernels that are not built.
     """
-    chain = _Chain(out, "out")
-    table, dtype = _table(chain, packets, value_dtype, "decode_sum")
-    devices.module(chain.rows.device).decode_sum(
-        chain.table.address,
-        chain.rows.dtype,
-        table.address,
-        dtype,
-        inputs.finite(scale, "scale"),
-        *devices.queue(chain.rows.device, chain.rows.array),
-    )
+    _decode("decode_sum", (out, "out"), packets, value_dtype, scale=scale)
     return out
 
 
@@ -121,17 +112,7 @@ def decode_update(
         InvalidArgument: as `decode_sum`, or `lr` is not a finite number. Nothing changes.
         Unsupported: another kind of array, or CUDA kernels that are not built.
     """
-    chain = _Chain(param, "param")
-    table, dtype = _table(chain, packets, value_dtype, "decode_update")
-    devices.module(chain.rows.device).decode_update(
-        chain.table.address,
-        chain.rows.dtype,
-        table.address,
-        dtype,
-        inputs.finite(lr, "lr"),
-        inputs.finite(scale, "scale"),
-        *devices.queue(chain.rows.device, chain.rows.array),
-    )
+    _decode("decode_update", (param, "param"), packets, value_dtype, lr=lr, scale=scale)
     return param
 
 
@@ -351,6 +332,26 @@ class _Chain:
                 f"{inputs.MOST_ELEMENTS}"
             )
         self.table = inputs.Table(self.rows.words)
+
+
+def _decode(
+    call: str,
+    target: tuple[Any, str],
+    packets: Sequence[Any] | PacketBatch,
+    value_dtype: str,
+    **numbers: float,
+) -> None:
+    """Calls a kernel that adds packets to `target`, an array and its name, with the numbers."""
+    chain = _Chain(*target)
+    table, dtype = _table(chain, packets, value_dtype, call)
+    getattr(devices.module(chain.rows.device), call)(
+        chain.table.address,
+        chain.rows.dtype,
+        table.address,
+        dtype,
+        *(inputs.finite(number, name) for name, number in numbers.items()),
+        *devices.queue(chain.rows.device, chain.rows.array),
+    )
 
 
 def _table(
