@@ -159,14 +159,14 @@ def test_each_compared_kernel_is_checked(tmp_path: Path) -> None:
         for peer, call in one.calls.items():
             if peer in one.unlike:
                 continue
-            bad = spoiled(call, peer == "pycomm" or not one.rounding)
+            bad = corrupted(call, peer == "pycomm" or not one.rounding)
             wrong = dataclasses.replace(one, calls=one.calls | {peer: bad})
             assert (
                 verification.wrong(wrong, here) == f"{one.kernel}: {peer} and the reference differ"
             )
 
 
-def spoiled(call: comparison.Call, exact: bool) -> comparison.Call:
+def corrupted(call: comparison.Call, exact: bool) -> comparison.Call:
     def wrong(step: int) -> list[Any]:
         results = [torch.as_tensor(x).clone().reshape(-1) for x in call(step)]
         last = results[-1]

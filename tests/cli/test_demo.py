@@ -120,9 +120,9 @@ def test_model_is_causal() -> None:
 
 def test_kernel_counters_match_socket_bytes() -> None:
     with (
-        socket.create_server(("127.0.0.1", 0)) as door,
-        socket.create_connection(door.getsockname()) as out,
-        door.accept()[0] as peer,
+        socket.create_server(("127.0.0.1", 0)) as listener,
+        socket.create_connection(listener.getsockname()) as out,
+        listener.accept()[0] as peer,
     ):
         before = traffic.bytes_sent("gloo")
         out.sendall(bytes(100_000))

@@ -286,12 +286,12 @@ def test_a_host_that_has_ended_does_not_wait_for_one_that_fails(tmp_path: Path, 
 @pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
 def test_launcher_reports_that_the_rendezvous_launcher_died(tmp_path: Path) -> None:
     with Network(2, ipv6=False) as net:
-        dying, left = start_hosts(net, tmp_path, [0, 1], PROGRAM, "wait")
-        limit = threading.Timer(LIMIT_S, dying.kill)  # ends the lines below
+        killed, left = start_hosts(net, tmp_path, [0, 1], PROGRAM, "wait")
+        limit = threading.Timer(LIMIT_S, killed.kill)  # ends the lines below
         limit.start()
-        assert any(line.startswith("pids") for line in dying.stdout)
+        assert any(line.startswith("pids") for line in killed.stdout)
         limit.cancel()
-        dying.kill()
+        killed.kill()
         _, err = left.communicate(timeout=LIMIT_S / 2)
         assert left.returncode == 1, err
         assert "or the launcher there ended: " in err

@@ -101,19 +101,19 @@ def test_oldest_version_with_all_functions_is_accepted(tmp_path):
 def test_unusable_libraries_are_named_and_skipped(tmp_path):
     """Each stub has the same soname: one left open would be found for the next path."""
     old = stub(tmp_path / "old", version=21304)
-    ancient = stub(tmp_path / "ancient", version=2804)
+    outdated = stub(tmp_path / "ancient", version=2804)
     lacking = stub(tmp_path / "lacking", lacks="ncclCommAbort")
     broken = stub(tmp_path / "broken", result=3)
     absent = str(tmp_path / "absent.so")
     bad = [
-        *[("old", old, False), ("ancient", ancient, False), ("lacking", lacking, False)],
+        *[("old", old, False), ("ancient", outdated, False), ("lacking", lacking, False)],
         *[("broken", broken, False), ("absent", absent, False), ("package", "", False)],
     ]
     with pytest.raises(Unsupported) as raised:
         load(*bad, ("left open", old, True))
     assert str(raised.value) == (
         f"NCCL 2.14.0 or newer was not found (old: {old} is NCCL 2.13.4; "
-        f"ancient: {ancient} is NCCL 2.8.4; lacking: it has no ncclCommAbort; "
+        f"ancient: {outdated} is NCCL 2.8.4; lacking: it has no ncclCommAbort; "
         f"broken: ncclGetVersion returned 3; absent: {absent}: cannot open shared object file: "
         "No such file or directory; package: not installed; left open: none); "
         "pip install nvidia-nccl-cu13"

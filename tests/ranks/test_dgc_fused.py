@@ -158,9 +158,9 @@ def test_a_state_that_is_loaded_between_backward_and_step(fused: bool) -> None:
             step_on(model, batch(group.rank, step), optimizer)
         return [*parameters(module), *(x for pair in memory_of(dgc).values() for x in pair)]
 
-    calm, stray = (run_ranks(2, program, stray) for stray in (False, True))
-    assert equal(calm[0], stray[0])
-    assert equal(calm[1], stray[1])
+    without_stray, stray = (run_ranks(2, program, stray) for stray in (False, True))
+    assert equal(without_stray[0], stray[0])
+    assert equal(without_stray[1], stray[1])
 
 
 @pytest.mark.parametrize("fused", [False, True])

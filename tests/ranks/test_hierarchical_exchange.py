@@ -358,8 +358,8 @@ def test_a_rank_without_data_and_a_skipped_step(on: Any) -> None:
             for step in range(3 + (group.rank == 0)):
                 before, weights = memory_of(dgc), parameters(module)
                 x, y = batch(group.rank, step)
-                spoiled = step == 1
-                if spoiled and group.rank == 3:
+                corrupted = step == 1
+                if corrupted and group.rank == 3:
                     x = x * float("inf")
                 optimizer.zero_grad()
                 loss = nn.functional.mse_loss(model(x), y)
@@ -367,9 +367,9 @@ def test_a_rank_without_data_and_a_skipped_step(on: Any) -> None:
                 scaler.unscale_(optimizer)
                 scaler.step(optimizer)
                 scaler.update()
-                if spoiled:
+                if corrupted:
                     assert same_memory(before, memory_of(dgc))
-                assert equal(weights, parameters(module)) == spoiled
+                assert equal(weights, parameters(module)) == corrupted
         return parameters(module), memory_of(dgc)
 
     results = run_ranks(4, program)

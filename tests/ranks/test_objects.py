@@ -106,10 +106,10 @@ def set_and_claim(group: Group) -> Any:
     pycomm.barrier()
     if group.rank == 0:
         pycomm.user_set("one", "prize")
-    prizes = 0
+    popped = 0
     with contextlib.suppress(errors.Timeout):
-        prizes += pycomm.user_pop("one", 0.4) == "prize"
-    winners = int(pycomm.all_reduce(np.array([prizes]))[0])
+        popped += pycomm.user_pop("one", 0.4) == "prize"
+    winners = int(pycomm.all_reduce(np.array([popped]))[0])
     with pytest.raises(errors.Timeout, match=r"no rank set 'one' within 0\.05 s"):
         pycomm.user_get("one", 0.05)
     pycomm.barrier()

@@ -108,9 +108,9 @@ def die_while_shrinking(group: Group, moment: str) -> Any:
 
     choose = shrink._SurvivorElection._claim
 
-    def choose_second(board: Any, here: set[int]) -> list[int]:
+    def choose_second(election: Any, here: set[int]) -> list[int]:
         select.select([process], [], [])  # until rank 1 died
-        return choose(board, here)
+        return choose(election, here)
 
     if moment == "as it chooses" and group.rank != 1:
         shrink._SurvivorElection._claim = choose_second

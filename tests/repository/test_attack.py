@@ -33,23 +33,23 @@ def listener_that_sends(text: bytes) -> Iterator[tuple[tuple[str, int], threadin
     callers: list[socket.socket] = []
     came = threading.Semaphore(0)
 
-    def serve(door: socket.socket) -> None:
+    def serve(listener: socket.socket) -> None:
         with contextlib.suppress(OSError):  # the listener was closed
             while True:
-                caller, _ = door.accept()
+                caller, _ = listener.accept()
                 callers.append(caller)
                 with contextlib.suppress(OSError):  # the client closed the connection, or is silent
                     caller.settimeout(0.05)
                     caller.sendall(text if caller.recv(1) else b"")
                 came.release()
 
-    with socket.create_server(("127.0.0.1", 0), backlog=BACKLOG) as door:
-        thread = threading.Thread(target=serve, args=(door,))
+    with socket.create_server(("127.0.0.1", 0), backlog=BACKLOG) as listener:
+        thread = threading.Thread(target=serve, args=(listener,))
         thread.start()
         try:
-            yield door.getsockname(), came
+            yield listener.getsockname(), came
         finally:
-            door.shutdown(socket.SHUT_RDWR)
+            listener.shutdown(socket.SHUT_RDWR)
             thread.join()
             for caller in callers:
                 caller.close()

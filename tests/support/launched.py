@@ -45,9 +45,9 @@ def fail() -> None:
 def wait() -> None:
     """Prints its pid and waits until it is killed."""
     group = pycomm.init()
-    everybody = pycomm.all_gather_object(os.getpid())
+    pids = pycomm.all_gather_object(os.getpid())
     if group.rank == 0:
-        emit("pids", *everybody)
+        emit("pids", *pids)
     while True:
         time.sleep(60)  # keeps the process alive: a signal ends it
 

@@ -92,12 +92,13 @@ def test_clocks_of_hosts_are_aligned_by_the_ends_of_calls(tmp_path: Path) -> Non
     second[7, 0] -= 6 * MS  # here rank 0 was 3 ms late
     write_traces(tmp_path, trace_of_rank(0, "a", first), trace_of_rank(1, "b", second))
     timeline = trace.merge(tmp_path)
-    assert abs(timeline.shifts["b"] + 5_000 * MS) <= timeline.doubts["b"] < 3 * MS
+    assert abs(timeline.shifts["b"] + 5_000 * MS) <= timeline.uncertainties["b"] < 3 * MS
     assert [rank.last for rank in timeline.ranks] in ([1, 99], [0, 100])
     waits = [event for event in trace.events(timeline) if event.get("cat") == "waits"]
     assert sum(event["name"] == "waits for rank 1" and event["pid"] == 0 for event in waits) >= 99
-    assert f"the clock of b is exact to within {timeline.doubts['b'] / 1e3:,.0f} us" in trace.table(
-        timeline
+    assert (
+        f"the clock of b is exact to within {timeline.uncertainties['b'] / 1e3:,.0f} us"
+        in trace.table(timeline)
     )
 
 

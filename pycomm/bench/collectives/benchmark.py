@@ -86,8 +86,8 @@ def main(argv: Sequence[str]) -> int:
         return 130
     _store(run, found, options.json, options.plot)
     faults = table.faults(found)
-    for sentence in faults:
-        console.print(sentence, style="red", markup=False)
+    for message in faults:
+        console.print(message, style="red", markup=False)
     return 1 if faults else 0
 
 

@@ -130,8 +130,8 @@ def _meet(
 ) -> dict[Connection, int]:
     """The connections of all ranks, each with its request."""
     ranks: dict[Connection, int] = {}
-    door = listener._listener._socket  # type: ignore[attr-defined]  # to stop when mpiexec ends
-    door.settimeout(0.2)
+    listening = listener._listener._socket  # type: ignore[attr-defined]  # to stop when mpiexec ends
+    listening.settimeout(0.2)
     while len(ranks) < size:
         try:
             connection = listener.accept()
