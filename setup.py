@@ -109,8 +109,8 @@ def nvcc() -> str | None:
 
 def gpu_flags() -> list[str]:
     """nvcc's options for the GPU architectures: see the module docstring."""
-    asked = os.environ.get("CUDAARCHS", "").replace(",", ";").split(";")
-    names = [name.removesuffix("-real") for name in asked if name]
+    requested = os.environ.get("CUDAARCHS", "").replace(",", ";").split(";")
+    names = [name.removesuffix("-real") for name in requested if name]
     if names:
         return [f"-gencode=arch=compute_{n},code=[sm_{n},compute_{n}]" for n in names]
     if os.path.exists("/proc/driver/nvidia/version"):

@@ -26,10 +26,10 @@ def main() -> None:
         loss.backward()
         optimizer.step()
         if group.rank == 0 and step % 50 == 49:
-            said = dgc.stats()
+            stats = dgc.stats()
             print(
-                f"step {said['step']}: loss {loss.item():.4f}, sparsity {said['level']}, "
-                f"{said['sent_bytes']} of {said['dense_bytes']} bytes ({said['exchange']})"
+                f"step {stats['step']}: loss {loss.item():.4f}, sparsity {stats['level']}, "
+                f"{stats['sent_bytes']} of {stats['dense_bytes']} bytes ({stats['exchange']})"
             )
 
     everybody = pycomm.all_gather(nn.utils.parameters_to_vector(module.parameters()).detach())

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from pycomm import errors
 from pycomm._core_api.calls import Work
+from pycomm._core_api.devices import set_num_threads
 from pycomm.collectives import (
     algorithms,
     all_gather,
@@ -31,18 +32,17 @@ from pycomm.collectives import (
     scatter,
     send,
 )
-from pycomm.group import (
-    Group,
+from pycomm.default_group import (
     host_count,
     init,
     is_initialized,
     local_rank,
     local_size,
     rank,
-    set_num_threads,
     shutdown,
     size,
 )
+from pycomm.group import Group
 from pycomm.memory import empty
 from pycomm.objects import all_gather_object, user_get, user_pop, user_set
 

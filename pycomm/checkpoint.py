@@ -19,8 +19,9 @@ from typing import Any
 import numpy as np
 
 from pycomm import collectives, objects
+from pycomm.default_group import default
 from pycomm.errors import Error, InvalidArgument
-from pycomm.group import Group, default
+from pycomm.group import Group
 
 __all__ = ["load", "save"]
 

@@ -19,8 +19,9 @@ from typing import Any
 
 from pycomm import _core
 from pycomm._core_api import arrays, calls
+from pycomm.default_group import default
 from pycomm.errors import InvalidArgument
-from pycomm.group import Group, default
+from pycomm.group import Group
 
 __all__ = [
     "algorithms",

@@ -16,8 +16,9 @@ from torch import Tensor
 
 from pycomm import _core, collectives
 from pycomm._core_api import arrays
+from pycomm.default_group import default
 from pycomm.errors import InvalidArgument
-from pycomm.group import Group, default
+from pycomm.group import Group
 
 __all__ = ["remote_recv", "remote_send"]
 

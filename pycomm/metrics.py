@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from pycomm import collectives
+from pycomm.default_group import default
 from pycomm.errors import InvalidArgument
-from pycomm.group import Group, default
+from pycomm.group import Group
 
 __all__ = ["Accuracy", "Mean"]
 

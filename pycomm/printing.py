@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pycomm import config, group
+from pycomm import config, default_group
 
 __all__ = ["print0"]
 
@@ -20,6 +20,6 @@ def print0(*args: Any, **kwargs: Any) -> None:
     Raises:
         InvalidArgument: before init(): an environment variable is invalid.
     """
-    rank = group.rank() if group.is_initialized() else config.environment().rank
+    rank = default_group.rank() if default_group.is_initialized() else config.environment().rank
     if rank == 0:
         print(*args, **{"flush": True, **kwargs})

@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 import torch.distributed as dist
 
-from pycomm import _core, _torch_autoload, config
-from pycomm import group as groups
+from pycomm import _core, _torch_autoload, config, default_group
 from pycomm._bootstrap import rendezvous
 from pycomm._core_api import device_groups
 from pycomm.errors import InvalidArgument, Unsupported
@@ -114,10 +113,10 @@ def create(options: _DistributedBackendOptions, backend_options: object) -> _c10
     ours.global_ranks_in_group = options.global_ranks_in_group
     ours.group_name = cast("GroupName", options.group_id)
     if options.global_ranks_in_group:
-        return _form(options, ours, groups.register_backend)
+        return _form(options, ours, default_group.register_backend)
     shared = _engine_of_init(options)
     if shared is None:
-        return _form(options, ours, groups.register_core)
+        return _form(options, ours, default_group.register_core)
     _encrypt(ours, shared)
     backend: _c10d.Backend = _module().Backend(shared._capsule(), ours, False, None)
     return backend
@@ -147,7 +146,7 @@ def merge(store: Store, ours: _c10d.Options, rank: int, size: int) -> _c10d.Back
     options.store, options.group_id = store, str(ours.group_name)
     options.group_rank, options.group_size, options.timeout = rank, size, ours._timeout
     ours.global_ranks_in_group = []
-    return _form(options, ours, groups.register_backend)
+    return _form(options, ours, default_group.register_backend)
 
 
 def _form(
@@ -169,7 +168,7 @@ def register_backend(part: object, timeout_s: float) -> Callable[[], None]:
     """Makes abort() of the default group abort a subgroup of torch's split_group() too; returns a
     function that unregisters it. `part` is a capsule of a group.
     """
-    return groups.register_backend(_core.group_of(part), None, timeout_s)
+    return default_group.register_backend(_core.group_of(part), None, timeout_s)
 
 
 def _options(given: object, timeout: timedelta) -> _c10d.Options:
@@ -193,7 +192,7 @@ def _encrypt(ours: _c10d.Options, shared: _core.Group | None) -> bool:
         )
     if ours.encrypt is not None:
         return bool(ours.encrypt)
-    return config.environment().encrypt or groups.default_is_encrypted()
+    return config.environment().encrypt or default_group.default_is_encrypted()
 
 
 def _seconds(timeout: timedelta | float) -> float:
@@ -202,7 +201,7 @@ def _seconds(timeout: timedelta | float) -> float:
 
 def _engine_of_init(options: _DistributedBackendOptions) -> _core.Group | None:
     """The engine of pycomm's default group, if it has the ranks of torch's group."""
-    core = groups.default_core()
+    core = default_group.default_core()
     if core is None or (core.rank, core.size) != (options.group_rank, options.group_size):
         return None
     return core
@@ -219,7 +218,7 @@ def _connect(
     place = config.environment()
     if options.group_size > 1:  # the program may set the ranks in torch, not in the environment
         config.take_secret()
-    groups.log_at(place.log)
+    default_group.log_at(place.log)
     return rendezvous.connect(
         store,
         rank=options.group_rank,

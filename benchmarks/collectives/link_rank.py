@@ -43,7 +43,7 @@ class Orders:
 
 
 @dataclass(frozen=True)
-class Said:
+class RankTimes:
     """Of one case; `seconds[name][round]` and `cpu_s[name][round]` are lists of single calls."""
 
     verb: str
@@ -70,7 +70,7 @@ def main() -> None:
     for verb, size_bytes, calls in orders.cases:
         arrays = Arrays(Case(verb, "float32", size_bytes, orders.size), orders.rank)
         contestants = {peer.name: groups.call(peer, arrays) for peer in peers}
-        said = Said(verb, arrays.case.bytes, {}, {}, {})
+        times = RankTimes(verb, arrays.case.bytes, {}, {}, {})
         if ring:
             sent = int(arrays.case.bytes * VERBS[verb].bus_factor(orders.size))
             contestants[sockets.NAME] = ring.call(
@@ -79,16 +79,16 @@ def main() -> None:
         for name, call in contestants.items():
             barrier()
             wrong = arrays.wrong(call)
-            said.wrong[name] = wrong if name != sockets.NAME else 0  # it computes nothing
-            said.seconds[name], said.cpu_s[name] = [], []
+            times.wrong[name] = wrong if name != sockets.NAME else 0  # it computes nothing
+            times.seconds[name], times.cpu_s[name] = [], []
         for turn in range(orders.rounds):
             names = list(contestants)
             first = turn % len(names)  # no contestant always follows the same one
             for name in names[first:] + names[:first]:
                 seconds, cpu_s = _series(contestants[name], arrays, barrier, calls)
-                said.seconds[name].append(seconds)
-                said.cpu_s[name].append(cpu_s)
-        print(json.dumps(asdict(said)), flush=True)
+                times.seconds[name].append(seconds)
+                times.cpu_s[name].append(cpu_s)
+        print(json.dumps(asdict(times)), flush=True)
     barrier()
     dist.destroy_process_group()
 

@@ -33,7 +33,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from benchmarks.collectives import sockets
-from benchmarks.collectives.link_rank import Orders, Said
+from benchmarks.collectives.link_rank import Orders, RankTimes
 from benchmarks.training import steps
 from pycomm.bench.collectives import table, worker
 from pycomm.bench.collectives.peers import ENCRYPTED
@@ -160,29 +160,29 @@ def measure(rate: str, options: argparse.Namespace) -> Iterator[list[Row]]:
             process.stdin.flush()
             ranks.append(process)
         for _ in cases:
-            yield rows_of(rate, options.hosts, [_hear(process) for process in ranks])
+            yield rows_of(rate, options.hosts, [_receive(process) for process in ranks])
 
 
-def _hear(process: subprocess.Popen[str]) -> Said:
+def _receive(process: subprocess.Popen[str]) -> RankTimes:
     assert process.stdout is not None
     if line := process.stdout.readline():
-        return Said(**json.loads(line))
+        return RankTimes(**json.loads(line))
     raise RuntimeError(f"a rank ended with exit status {process.wait()}; its output is above")
 
 
-def rows_of(rate: str, hosts: int, by_rank: Sequence[Said]) -> list[Row]:
+def rows_of(rate: str, hosts: int, by_rank: Sequence[RankTimes]) -> list[Row]:
     """The rows of one case, from the reports of all ranks."""
-    said = by_rank[0]
-    sent = said.size_bytes * VERBS[said.verb].bus_factor(hosts)
+    first = by_rank[0]
+    sent = first.size_bytes * VERBS[first.verb].bus_factor(hosts)
     rows = []
-    for name in said.seconds:
+    for name in first.seconds:
         time_s = max(table.typical(one.seconds[name]) for one in by_rank)
         cpu_s = sum(table.typical(one.cpu_s[name]) for one in by_rank)
         rows.append(
             Row(
                 rate=rate,
-                verb=said.verb,
-                size_bytes=said.size_bytes,
+                verb=first.verb,
+                size_bytes=first.size_bytes,
                 peer=name,
                 time_ms=time_s * 1e3,
                 bandwidth_gbs=sent / time_s / 1e9,
@@ -192,7 +192,7 @@ def rows_of(rate: str, hosts: int, by_rank: Sequence[Said]) -> list[Row]:
                 wrong=sum(one.wrong[name] for one in by_rank),
                 worst_ms=1e3
                 * max(statistics.median(calls) for one in by_rank for calls in one.seconds[name]),
-                rounds=len(said.seconds[name]),
+                rounds=len(first.seconds[name]),
             )
         )
     gloo = next((row.time_ms for row in rows if row.peer == "gloo"), None)

@@ -24,13 +24,13 @@ class Ring:
     """
 
     def __init__(self, store: Store, rank: int, size: int, address: str) -> None:
-        with socket.create_server((address, 0)) as door:
-            store.set(f"{NAME}/{rank}", f"{address} {door.getsockname()[1]}")
+        with socket.create_server((address, 0)) as listener:
+            store.set(f"{NAME}/{rank}", f"{address} {listener.getsockname()[1]}")
             calls = size > 2 or rank == 0
             if calls:
                 host, port = store.get(f"{NAME}/{(rank + 1) % size}").decode().split()
                 self._to = socket.create_connection((host, int(port)))
-            self._from = door.accept()[0] if size > 2 or rank == 1 else self._to
+            self._from = listener.accept()[0] if size > 2 or rank == 1 else self._to
             if not calls:
                 self._to = self._from
         for connection in (self._to, self._from):

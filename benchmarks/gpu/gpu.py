@@ -48,7 +48,7 @@ class Outcome:
     name: str
     command: str
     seconds: float
-    said: str = field(default="")
+    failure: str = field(default="")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -113,15 +113,16 @@ def run(chosen: Sequence[Part], results: Path, names: Sequence[str]) -> int:
     found = []
     for part in chosen:
         print(f"== {part.name}: {' '.join(part.command)}", flush=True)
-        found.append(run_part(part, results / f"{part.name}.txt"))
-        print(f"== {part.name}: {found[-1].said or 'fine'}, {found[-1].seconds:.0f} s", flush=True)
+        outcome = run_part(part, results / f"{part.name}.txt")
+        found.append(outcome)
+        print(f"== {part.name}: {outcome.failure or 'fine'}, {outcome.seconds:.0f} s", flush=True)
     summary = {
         "machine": machine.describe(),
         "gpus": list(names),
         "parts": [asdict(outcome) for outcome in found],
     }
     (results / "gpu.json").write_text(json.dumps(summary, indent=1) + "\n")
-    failed = [outcome.name for outcome in found if outcome.said]
+    failed = [outcome.name for outcome in found if outcome.failure]
     print(f"{len(found) - len(failed)} of {len(found)} parts are fine; {results} has all output")
     if failed:
         print(f"not fine: {', '.join(failed)}")
@@ -131,7 +132,7 @@ def run(chosen: Sequence[Part], results: Path, names: Sequence[str]) -> int:
 def run_part(part: Part, log: Path) -> Outcome:
     """Runs one part, its output to the screen and to `log`."""
     start = time.monotonic()
-    said = ""
+    failure = ""
     with subprocess.Popen(["tee", str(log)], stdin=subprocess.PIPE) as copy:
         process = subprocess.Popen(
             part.command,
@@ -145,11 +146,11 @@ def run_part(part: Part, log: Path) -> Outcome:
         try:
             status = process.wait(part.limit_s)
             if status:
-                said = f"ended with {status}" if status > 0 else f"killed by signal {-status}"
+                failure = f"ended with {status}" if status > 0 else f"killed by signal {-status}"
         except subprocess.TimeoutExpired:
-            said = f"not over after {part.limit_s:.0f} s, and killed"
+            failure = f"not over after {part.limit_s:.0f} s, and killed"
         finally:
             with contextlib.suppress(ProcessLookupError):  # all processes have ended
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-    return Outcome(part.name, " ".join(part.command), time.monotonic() - start, said)
+    return Outcome(part.name, " ".join(part.command), time.monotonic() - start, failure)

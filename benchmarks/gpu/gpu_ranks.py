@@ -79,17 +79,17 @@ def _share(rank: Rank, way: str) -> None:
         x = torch.full((count,), float(rank.rank + 1), device="cuda:0")
         dist.all_reduce(x)
         fine = fine and bool((x == 3).all().item())
-    rank.say(fine)
+    rank.send(fine)
 
 
 def training(ranks: int) -> int:
     """Compares the losses of every way to train with those of nccl, within rounding."""
     losses: dict[str, list[float]] = {}
-    for way, said in TRAINED.items():
-        heard: dict[int, list[float]] = {}
-        processes.run(train, (way, "cuda"), ranks, heard.__setitem__)
-        losses[way] = heard[0]
-        print(f"{said}: {' '.join(f'{loss:.6f}' for loss in heard[0])}", flush=True)
+    for way, title in TRAINED.items():
+        by_rank: dict[int, list[float]] = {}
+        processes.run(train, (way, "cuda"), ranks, by_rank.__setitem__)
+        losses[way] = by_rank[0]
+        print(f"{title}: {' '.join(f'{loss:.6f}' for loss in by_rank[0])}", flush=True)
     return judge(losses)
 
 
@@ -134,7 +134,7 @@ def train(rank: Rank, way: str, kind: str) -> None:
         mean = loss.detach().clone()
         dist.all_reduce(mean)
         losses.append(mean.item() / rank.size)
-    rank.say(losses)
+    rank.send(losses)
 
 
 def _wrapped(net: torch.nn.Module, optimizer: torch.optim.SGD, way: str) -> torch.nn.Module:

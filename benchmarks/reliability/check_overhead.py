@@ -151,8 +151,8 @@ def measure(programs: dict[str, Path], case: Case, rounds: int) -> Cost:
     what = [case.transport, str(case.bytes // 4), str(case.calls), str(BATCHES)]
     for _ in track(range(rounds), f"{case.transport}, {case.bytes} B", transient=True):
         for name, program in programs.items():
-            said = _run([str(program), *what])
-            best[name].append(min(map(float, said.split())))
+            output = _run([str(program), *what])
+            best[name].append(min(map(float, output.split())))
     differences = [a - b for a, b in zip(best["with"], best["without"], strict=True)]
     low, cost, high = statistics.quantiles(differences, n=4)
     without = statistics.median(best["without"])

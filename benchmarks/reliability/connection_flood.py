@@ -214,16 +214,16 @@ class _Job:
 
     def form(self) -> float:
         """Seconds that rank 1, the last, took to join the group."""
-        return [self._heard(pipe, STANDS) for pipe in self._pipes][1]
+        return [self._received(pipe, STANDS) for pipe in self._pipes][1]
 
     def rate(self) -> float:
         """Steps per second of one stretch."""
         for pipe in self._pipes:
             pipe.send(STEPS)
-        rates = [self._heard(pipe, connection_flood_rank.TRAIN) for pipe in self._pipes]
+        rates = [self._received(pipe, connection_flood_rank.TRAIN) for pipe in self._pipes]
         return rates[0]
 
-    def _heard(self, pipe: Connection, wanted: str) -> float:
+    def _received(self, pipe: Connection, wanted: str) -> float:
         """The next report of a rank. Raises RuntimeError if it failed or is silent."""
         if not _comes(pipe, 2 * FORM_LIMIT_S):
             raise RuntimeError("a rank hangs")

@@ -94,15 +94,15 @@ def _form(one: DelayedFlood) -> None:
             line.set(one.round_trip_ms / 1e3)
             ranks = [_Process(net.hosts[i // 2], ["rank"], _place(net, i, 4)) for i in range(4)]
             for rank in ranks:
-                rank.hears("ready")
+                rank.expect("ready")
             for rank in ranks[:2]:
-                rank.says("go")
-                rank.hears("forms")
+                rank.send("go")
+                rank.expect("forms")
             called = 0 if one.where == "store" else 1
             with _clients(one, net.hosts[0], ranks[called].pid, 0 if called else PORT, flooded):
                 for rank in ranks[2:]:
-                    rank.says("go")
-                    rank.hears("forms")
+                    rank.send("go")
+                    rank.expect("forms")
                 took = [rank.figure() for rank in ranks]
             (one.flooded_s if flooded else one.quiet_s).append(max(took[2:]))
 
@@ -119,11 +119,11 @@ def _mid_run(rounds: int, advance: Callable[[], None]) -> list[DelayedFlood]:
         try:
             for word in ("ready", "forms"):
                 for rank in ranks:
-                    rank.hears(word)
-                    rank.says("go")
+                    rank.expect(word)
+                    rank.send("go")
             for rank in ranks:
                 rank.figure()
-            far.says("unmet")
+            far.send("unmet")
             unmet = [rank for rank in far.answer() if 0 < rank < NEAR]  # rank 0 has more listeners
 
         except RuntimeError as error:  # no group: no case can run; the table shows it
@@ -144,10 +144,10 @@ def _meet(one: DelayedFlood, host: Host, ranks: Sequence[_Process], unmet: list[
             raise RuntimeError("no rank is left that was not met")
         met = unmet.pop()
         with _clients(one, host, ranks[met].pid, 0, flooded):
-            ranks[met].says(f"answer {len(ranks) - 1}")
-            far.says(f"meet {met}")
+            ranks[met].send(f"answer {len(ranks) - 1}")
+            far.send(f"meet {met}")
             took = far.figure()
-            ranks[met].hears("answered")
+            ranks[met].expect("answered")
         (one.flooded_s if flooded else one.quiet_s).append(took)
 
 
@@ -174,9 +174,9 @@ def _clients(one: DelayedFlood, host: Host, pid: int, port: int, there: bool) ->
     words = ["client", str(one.per_s), str(pid), str(port), host.ipv4()]
     clients = _Process(host, words, {})
     try:
-        clients.hears("in full course")
+        clients.expect("in full course")
         yield
-        clients.says("enough")
+        clients.send("enough")
         one.reached_per_s.append(clients.figure())
     finally:
         clients.end()
@@ -190,7 +190,7 @@ class _Process:
         self._process = host.start(command, env, stdin=subprocess.PIPE, stderr=None)
         self.pid = self._process.pid  # `ip netns exec` becomes the command
 
-    def says(self, word: str) -> None:
+    def send(self, word: str) -> None:
         """Sends a command."""
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # the process ended: answer() reports it
@@ -205,17 +205,17 @@ class _Process:
             raise RuntimeError("a process ended without an answer")
         return json.loads(line)
 
-    def hears(self, wanted: str) -> None:
+    def expect(self, wanted: str) -> None:
         """Waits for this answer. Raises RuntimeError for any other."""
-        if (said := self.answer()) != wanted:
-            raise RuntimeError(str(said))
+        if (message := self.answer()) != wanted:
+            raise RuntimeError(str(message))
 
     def figure(self) -> float:
         """Waits for a number. Raises RuntimeError for anything else."""
-        said = self.answer()
-        if not isinstance(said, float):
-            raise RuntimeError(str(said))
-        return said
+        message = self.answer()
+        if not isinstance(message, float):
+            raise RuntimeError(str(message))
+        return message
 
     def end(self) -> None:
         """Kills it."""

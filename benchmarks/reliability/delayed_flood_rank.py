@@ -31,31 +31,31 @@ LOOK_S = 0.1  # between two looks for the ports of the process
 
 def rank() -> None:
     """Forms the group on command, then calls the commanded ranks."""
-    _say("ready")
+    _print("ready")
     sys.stdin.readline()
-    _say("forms")
+    _print("forms")
     begin = time.monotonic()
     try:
         group = pycomm.init(transport="tcp", timeout_s=FORM_LIMIT_S, heartbeat_s=60.0)
-        _say(time.monotonic() - begin)
+        _print(time.monotonic() - begin)
         x = np.zeros(1, np.float32)
         for line in sys.stdin:
             word, *given = line.split()
             if word == "unmet":
                 peers = status(group)["peers"]
-                _say([peer["rank"] for peer in peers if not peer["connected"]])
+                _print([peer["rank"] for peer in peers if not peer["connected"]])
             elif word == "meet":
                 begin = time.monotonic()
                 pycomm.send(x, int(given[0]), timeout_s=CALL_LIMIT_S)
                 pycomm.recv(x, int(given[0]), timeout_s=CALL_LIMIT_S)
-                _say(time.monotonic() - begin)
+                _print(time.monotonic() - begin)
             elif word == "answer":
                 pycomm.recv(x, -1, timeout_s=CALL_LIMIT_S)  # from any rank: opens no connection
                 pycomm.send(x, int(given[0]), timeout_s=CALL_LIMIT_S)
-                _say("answered")
+                _print("answered")
 
     except pycomm.errors.Error as error:  # reported to delayed_flood.py, which fails the case
-        _say(f"{type(error).__name__}: {error}")
+        _print(f"{type(error).__name__}: {error}")
 
 
 def client(per_s: float, pid: int, port: int, address: str) -> None:
@@ -64,7 +64,7 @@ def client(per_s: float, pid: int, port: int, address: str) -> None:
     Reports when a thousand connections were made, and at its end the rate of the later ones.
     """
     open_: deque[socket.socket] = deque()
-    ports, looked, calls, told = [port] if port else [], 0.0, 0, False
+    ports, looked, calls, warm = [port] if port else [], 0.0, 0, False
     begin = busy = time.monotonic()
     while not select.select([sys.stdin], [], [], 0)[0]:
         now = time.monotonic()
@@ -87,14 +87,14 @@ def client(per_s: float, pid: int, port: int, address: str) -> None:
             open_.append(caller)
             if len(open_) > HELD:
                 open_.popleft().close()
-        if calls >= 1000 and not told:
-            told, busy = True, time.monotonic()
-            _say("in full course")
+        if calls >= 1000 and not warm:
+            warm, busy = True, time.monotonic()
+            _print("in full course")
         time.sleep(0.0005)  # the next connections are due later: no busy loop
-    _say((calls - 1000) / (time.monotonic() - busy) if told else 0.0)
+    _print((calls - 1000) / (time.monotonic() - busy) if warm else 0.0)
 
 
-def _say(what: Any) -> None:
+def _print(what: Any) -> None:
     print(json.dumps(what), flush=True)
 
 

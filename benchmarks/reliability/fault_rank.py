@@ -232,7 +232,7 @@ def _bury(group: Group, job: Job) -> None:
     """Kills a stopped victim after all others have reported, so that the cell ends."""
     if job.action != "stop" or group.rank == job.victim:
         return
-    Path(job.folder, f"told{group.rank}").touch()
-    if len(list(Path(job.folder).glob("told*"))) == group.size - 1:
+    Path(job.folder, f"reported{group.rank}").touch()
+    if len(list(Path(job.folder).glob("reported*"))) == group.size - 1:
         with contextlib.suppress(ProcessLookupError):
             os.kill(group.peer_info()[job.victim].pid, signal.SIGKILL)

@@ -188,7 +188,7 @@ def outcome(cell: Cell, seed: int = 0) -> Outcome:
     return Outcome(cell, _broken(cell, seen), time.monotonic() - start, seen)
 
 
-def _plans(cell: Cell, call: Call, told: str) -> list[FaultPlan]:
+def _plans(cell: Cell, call: Call, stamp: str) -> list[FaultPlan]:
     """The fault plan of the transport, if the transport injects the fault."""
     victim = cell.ranks - 1
     if cell.action in ("delay", "throttle"):
@@ -200,7 +200,7 @@ def _plans(cell: Cell, call: Call, told: str) -> list[FaultPlan]:
     if cell.moment in ("start", "middle"):
         after = 0 if cell.moment == "start" else 4 * call.count // 2
         operation = "all_gather" if cell.verb == "all_gather_v" else cell.verb
-        return [FaultPlan(victim, cell.action, operation, after, timestamp_file=told)]
+        return [FaultPlan(victim, cell.action, operation, after, timestamp_file=stamp)]
     return []
 
 
@@ -222,19 +222,19 @@ def _broken(cell: Cell, seen: Sequence[Seen | None]) -> str:
 
 def complaint(cell: Cell, victim: int, one: Seen, at_once_ms: float = AT_ONCE_MS) -> str:
     """The violation in a rank's observations, or ""."""
-    told = f"{one.error}: {one.text}" if one.error else "nothing"
+    raised = f"{one.error}: {one.text}" if one.error else "nothing"
     wanted = _wanted(cell)
     found = {
-        f"{one.wrong} elements are not what they should be, and {told} was raised": one.wrong
+        f"{one.wrong} elements are not what they should be, and {raised} was raised": one.wrong
         and (cell.verb not in ONE_WAY or "undefined" not in one.text),
-        f"{wanted or 'nothing'} was expected, not {told}": one.error != wanted,
+        f"{wanted or 'nothing'} was expected, not {raised}": one.error != wanted,
         "the group was no longer usable": not one.usable,
     }
     if wanted in ("PeerLost", "GroupBroken"):
         limit_ms = at_once_ms + (1e3 * HEARTBEAT_S if cell.action == "stop" else 0.0)
         named = one.peer == victim and f"rank {victim} " in one.text
-        found[f"rank {victim} is not named: {told}"] = not named
-        found[f"reported after {one.noticed_ms:.0f} ms: {told}"] = one.noticed_ms > limit_ms
+        found[f"rank {victim} is not named: {raised}"] = not named
+        found[f"reported after {one.noticed_ms:.0f} ms: {raised}"] = one.noticed_ms > limit_ms
     return next((what for what, true in found.items() if true), "")
 
 
@@ -306,9 +306,11 @@ def _table(found: Sequence[Outcome]) -> Table:
     for one in found:
         rows[one.cell.action, one.cell.transport, one.cell.ranks].append(one)
     for (action, transport, ranks), outcomes in rows.items():
-        told = [seen for one in outcomes for seen in one.seen if seen is not None]
-        errors = collections.Counter(seen.error or "no error" for seen in told)
-        times = [seen.noticed_ms for seen in told if seen.error == "PeerLost" and seen.noticed_ms]
+        observed = [seen for one in outcomes for seen in one.seen if seen is not None]
+        errors = collections.Counter(seen.error or "no error" for seen in observed)
+        times = [
+            seen.noticed_ms for seen in observed if seen.error == "PeerLost" and seen.noticed_ms
+        ]
         shown.add_row(
             action,
             transport,

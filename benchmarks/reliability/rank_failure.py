@@ -173,11 +173,11 @@ def _table(found: Sequence[RankFailure]) -> Table:
 
 
 def _middle_and_worst(times_ms: Sequence[float]) -> tuple[str, str]:
-    told = [time_ms for time_ms in times_ms if time_ms >= 0]
-    if not told:
+    detected = [time_ms for time_ms in times_ms if time_ms >= 0]
+    if not detected:
         return "", "never"
-    worst = f"{max(told):.1f}" if len(told) == len(times_ms) else "never"
-    return f"{statistics.median(told):.1f}", worst
+    worst = f"{max(detected):.1f}" if len(detected) == len(times_ms) else "never"
+    return f"{statistics.median(detected):.1f}", worst
 
 
 def job(backend: str, moment: str, ranks: int, seed: int) -> list[RankFailure]:
@@ -194,7 +194,7 @@ def job(backend: str, moment: str, ranks: int, seed: int) -> list[RankFailure]:
             for process, (_, way_out) in zip(processes, pipes, strict=True):
                 process.start()
                 way_out.close()
-            return [_heard(way_in, kind) for way_in, _ in pipes[:-1]]
+            return [_receive(way_in, kind) for way_in, _ in pipes[:-1]]
         finally:
             for process in processes:
                 process.kill()
@@ -208,14 +208,14 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _heard(way_in: Connection, kind: Kind) -> RankFailure:
+def _receive(way_in: Connection, kind: Kind) -> RankFailure:
     """A survivor's report. Raises RuntimeError if its group did not form."""
     try:
         if way_in.poll(FORM_LIMIT_S) and way_in.recv() == STANDS:
             if not way_in.poll(3 * CALL_LIMIT_S):
                 return kind.failure(-1.0, -1.0, "it still waits")
-            told: RankFailure = way_in.recv()
-            return told
+            failure: RankFailure = way_in.recv()
+            return failure
     except EOFError:  # a rank ended before its report
         pass
     raise RuntimeError(f"{kind.ranks} processes did not form a group of {kind.backend}")
@@ -304,6 +304,6 @@ def _go_on(group: pycomm.Group) -> float:
     return time.monotonic() if (x == smaller.size).all() else -1.0
 
 
-def _die(told: Path) -> None:
-    told.write_text(str(time.monotonic()))
+def _die(file: Path) -> None:
+    file.write_text(str(time.monotonic()))
     os.kill(os.getpid(), signal.SIGKILL)

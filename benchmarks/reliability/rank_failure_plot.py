@@ -17,12 +17,12 @@ def save(path: Path, found: Sequence[Mapping[str, Any]]) -> None:
     """Draws the rows that rank_failure.py stores: a panel for the errors and one for
     the recovery; a dot for each survivor."""
     figure = Figure(figsize=(10, 4.2), layout="constrained")
-    told, works = figure.subplots(1, 2, sharey=True)
-    _panel(told, found, [failure["noticed_ms"] for failure in found])
-    told.set(title="the survivor's call has ended", ylabel="ms since the death")
+    noticed, works = figure.subplots(1, 2, sharey=True)
+    _panel(noticed, found, [failure["noticed_ms"] for failure in found])
+    noticed.set(title="the survivor's call has ended", ylabel="ms since the death")
     _panel(works, found, [failure["works_ms"] for failure in found])
     works.set(title="a call of the shrunken group was right")
-    told.legend(frameon=False)
+    noticed.legend(frameon=False)
     figure.savefig(path, dpi=150)
 
 

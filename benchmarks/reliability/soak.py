@@ -31,7 +31,7 @@ from benchmarks.reliability import faults
 from benchmarks.reliability.fault_rank import DISAGREEMENTS, STRUCK, Seen
 from benchmarks.reliability.faults import Cell
 from benchmarks.reliability.leak_check import leaked, resources
-from benchmarks.reliability.soak_rank import REASON, Epoch, Story, live
+from benchmarks.reliability.soak_rank import REASON, Epoch, Report, live
 from pycomm.bench.support import machine, summaries
 from pycomm.testing import FaultPlan, run_ranks
 
@@ -112,15 +112,15 @@ def play(where: Setting) -> list[Any]:
     )
 
 
-def judged(where: Setting, told: Sequence[Any], late_ms: float) -> list[str]:
+def judged(where: Setting, outcomes: Sequence[Any], late_ms: float) -> list[str]:
     """The failures of an epoch."""
     epoch = where.epoch
     wrong: list[str] = []
     survivors = tuple(r for r in range(epoch.ranks) if r != epoch.victim)
-    for rank, answer in enumerate(told):
+    for rank, answer in enumerate(outcomes):
         if rank == epoch.victim and epoch.fault in faults.ENDS:
             continue  # it left, or got the error that others take it for lost
-        one = answer if isinstance(answer, Story) else Story(seen=faults.raised(answer))
+        one = answer if isinstance(answer, Report) else Report(seen=faults.raised(answer))
         found = [*one.complaints, _broken(epoch, one.seen, late_ms)]
         if epoch.fault in ("kill", "stop") and one.survivors != survivors:
             found.append(f"it continued with {one.survivors}, not with {survivors}")
@@ -130,13 +130,13 @@ def judged(where: Setting, told: Sequence[Any], late_ms: float) -> list[str]:
 
 def _broken(epoch: Epoch, seen: Seen, late_ms: float) -> str:
     """The violated guarantee, or ""."""
-    told = f"{seen.error}: {seen.text}" if seen.error else "nothing"
+    raised = f"{seen.error}: {seen.text}" if seen.error else "nothing"
     match epoch.fault:
         case "" | "delay" | "throttle":
-            return "" if not seen.error else f"nothing was expected, not {told}"
+            return "" if not seen.error else f"nothing was expected, not {raised}"
         case "abort":
             kept = seen.error == "GroupBroken" and REASON in seen.text
-            return "" if kept else f"GroupBroken with its reason was expected, not {told}"
+            return "" if kept else f"GroupBroken with its reason was expected, not {raised}"
         case "disconnect" | "corrupt" if not seen.error:
             return ""  # fewer bytes passed than the fault waits for
     cell = Cell(epoch.fault, "idle", "all_reduce", "tiny", "", epoch.ranks)
@@ -160,10 +160,10 @@ def soak(
         before = resources()
         with tempfile.TemporaryDirectory() as folder:
             where = setting(seed, number, folder)
-            told = play(where)
-        wrong = judged(where, told, late_ms)
-        _count(tally, where, told)
-        del told
+            outcomes = play(where)
+        wrong = judged(where, outcomes, late_ms)
+        _count(tally, where, outcomes)
+        del outcomes
         if more := leaked(before):
             wrong.append(f"left behind: {more}")
         if tally.epochs == WARM:
@@ -173,13 +173,13 @@ def soak(
         tally.complaints += [f"epoch {number} ({_named(where)}): {what}" for what in wrong]
 
 
-def _count(tally: Tally, where: Setting, told: Sequence[Any]) -> None:
+def _count(tally: Tally, where: Setting, outcomes: Sequence[Any]) -> None:
     fault = where.epoch.fault or "nothing"
     tally.epochs += 1
     tally.faults[fault] += 1
     tally.transports[f"{where.transport}, {'processes' if where.processes else 'threads'}"] += 1
-    for rank, one in enumerate(told):
-        if not isinstance(one, Story):
+    for rank, one in enumerate(outcomes):
+        if not isinstance(one, Report):
             continue
         tally.calls += one.calls
         tally.bytes += one.bytes
@@ -228,15 +228,15 @@ def main(argv: Sequence[str]) -> int:
     console.print(f"seed {seed}")
     start = time.monotonic()
     limit_s: float = 60.0 * options.minutes
-    tally, said = Tally(), 0
+    tally, printed = Tally(), 0
     with Progress(console=console, disable=not console.is_terminal, transient=True) as bar:
         task = bar.add_task("", total=limit_s)
 
         def go_on() -> bool:
-            nonlocal said
-            for complaint in tally.complaints[said:]:
+            nonlocal printed
+            for complaint in tally.complaints[printed:]:
                 console.print(complaint, markup=False)
-            said = len(tally.complaints)
+            printed = len(tally.complaints)
             passed_s = time.monotonic() - start
             bar.update(task, completed=passed_s, description=f"{tally.epochs} epochs")
             return passed_s < limit_s

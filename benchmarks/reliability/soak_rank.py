@@ -60,7 +60,7 @@ class Epoch:
 
 
 @dataclass
-class Story:
+class Report:
     """The report of a rank."""
 
     calls: Counter[str] = field(default_factory=Counter)
@@ -150,64 +150,64 @@ def _made(call: Call, group: Group, x: Array, out: Array | None) -> None:
         pycomm.recv(x, (group.rank - 1) % group.size, group=group)
 
 
-def _go(group: Group, call: Call, drawing: _Drawing, story: Story) -> None:
+def _go(group: Group, call: Call, drawing: _Drawing, report: Report) -> None:
     """Makes a call and checks its result."""
     salt, shared = drawing.salt(), drawing.chance(4)
     held = _arrays(call, group, salt, shared)
     _made(call, group, *held)
-    story.calls[call.verb] += 1
-    story.bytes += held[0].nbytes
+    report.calls[call.verb] += 1
+    report.bytes += held[0].nbytes
     if wrong := differing(held, wanted(call, group.rank, group.size, salt)):
-        story.complaints.append(f"{wrong} elements are wrong after {call} on {group!r}")
+        report.complaints.append(f"{wrong} elements are wrong after {call} on {group!r}")
 
 
-def live(group: Group, epoch: Epoch) -> Story:
+def live(group: Group, epoch: Epoch) -> Report:
     """One epoch: calls, the fault of this rank or another, and the recovery."""
-    story, drawing = Story(), _Drawing(epoch)
+    report, drawing = Report(), _Drawing(epoch)
     try:
         pycomm.barrier(group=group)  # forming is complete on every rank
         for number in range(epoch.calls):
             if number == epoch.moment and epoch.fault:
-                _meet(group, epoch, drawing, story)
+                _meet(group, epoch, drawing, report)
             elif drawing.chance(8):
-                _split(group, drawing, story)
+                _split(group, drawing, report)
             else:
-                _go(group, drawing.call(group.size), drawing, story)
+                _go(group, drawing.call(group.size), drawing, report)
         pycomm.barrier(group=group)  # no rank leaves while others wait
     except errors.Error as error:  # an expected outcome of a fault
         noticed_ms = 1e3 * (time.monotonic() - _struck(epoch))
-        story.seen = Seen(type(error).__name__, str(error), error.peer, noticed_ms)
-        _go_on(group, epoch, drawing, story)
-    return story
+        report.seen = Seen(type(error).__name__, str(error), error.peer, noticed_ms)
+        _go_on(group, epoch, drawing, report)
+    return report
 
 
-def _split(group: Group, drawing: _Drawing, story: Story) -> None:
+def _split(group: Group, drawing: _Drawing, report: Report) -> None:
     part = group.split(drawing.colors(group.size)[group.rank])
     assert part is not None
     for verb in ("all_reduce", "all_gather"):  # with parts of unequal sizes
-        _go(part, Call(verb, 12), _Drawing(_PART), story)
+        _go(part, Call(verb, 12), _Drawing(_PART), report)
     part.close()
-    story.calls["split"] += 1
+    report.calls["split"] += 1
 
 
-def _meet(group: Group, epoch: Epoch, drawing: _Drawing, story: Story) -> None:
+def _meet(group: Group, epoch: Epoch, drawing: _Drawing, report: Report) -> None:
     """The call in which the fault happens."""
     mine = group.rank == epoch.victim
     call = replace(drawing.call(group.size, _fitting(epoch.fault)), dtype="float32", root=0)
     call = replace(call, op="sum")
     if epoch.fault in DISAGREEMENTS or epoch.fault == "skip":
-        _disagree(group, epoch, call, story)
+        _disagree(group, epoch, call, report)
     elif mine:
         _strike(group, epoch)
     else:
-        _go(group, call, _Drawing(epoch), story)
+        _go(group, call, _Drawing(epoch), report)
 
 
 def _fitting(fault: str) -> tuple[str, ...]:
     return {"wrong op": REDUCTIONS, "wrong root": ONE_WAY}.get(fault, TWO_WAY)
 
 
-def _disagree(group: Group, epoch: Epoch, call: Call, story: Story) -> None:
+def _disagree(group: Group, epoch: Epoch, call: Call, report: Report) -> None:
     """All ranks report it (if data flows one way, at the barrier), and no array changes unless the
     error says so. The group continues."""
     if group.rank == epoch.victim and epoch.fault == "skip":
@@ -218,11 +218,11 @@ def _disagree(group: Group, epoch: Epoch, call: Call, story: Story) -> None:
     try:
         _made(call, group, *held)
         pycomm.barrier(group=group)
-        story.complaints.append(f"this rank got no error for {epoch.fault!r}")
+        report.complaints.append(f"this rank got no error for {epoch.fault!r}")
     except errors.Mismatch as error:  # the expected outcome
-        story.seen = Seen("Mismatch", str(error), error.peer)
+        report.seen = Seen("Mismatch", str(error), error.peer)
         if differing(held, before) and "undefined" not in str(error):
-            story.complaints.append(f"{epoch.fault!r} changed an array")
+            report.complaints.append(f"{epoch.fault!r} changed an array")
 
 
 def _strike(group: Group, epoch: Epoch) -> None:
@@ -251,20 +251,20 @@ def _struck(epoch: Epoch) -> float:
     return time.monotonic()
 
 
-def _go_on(group: Group, epoch: Epoch, drawing: _Drawing, story: Story) -> None:
+def _go_on(group: Group, epoch: Epoch, drawing: _Drawing, report: Report) -> None:
     """After a loss the others continue without the victim."""
     if epoch.fault not in ("kill", "stop", "disconnect") or group.rank == epoch.victim:
         return
     try:
         rest = group.shrink(SHRINK_S)
-        story.survivors = tuple(rest.ranks)
+        report.survivors = tuple(rest.ranks)
         drawn = _Drawing(replace(epoch, seed=epoch.seed + " after"))
         for _ in range(5):
-            _go(rest, drawn.call(rest.size), drawn, story)
+            _go(rest, drawn.call(rest.size), drawn, report)
         pycomm.barrier(group=rest)
         rest.close()
     except errors.Error as error:  # reported as a failure; the soak continues
-        story.complaints.append(f"after the loss: {type(error).__name__}: {error}")
+        report.complaints.append(f"after the loss: {type(error).__name__}: {error}")
     finally:
         _bury(group, epoch)
 

@@ -28,7 +28,7 @@ DIAG, BY_FAMILY, DUMP, LISTEN = 4, 20, 0x301, 1 << 10  # the kernel's: sock_diag
 class Manner(NamedTuple):
     """The behaviour of an unauthenticated client: its bytes, and its next action."""
 
-    says: bytes = b""
+    payload: bytes = b""
     then: str = "stays"  # or "shuts" its side, "leaves", "breaks" off; "drips": a byte at a time
 
 
@@ -75,7 +75,7 @@ class UnauthenticatedClients:
             connection.connect(address)
             connection.setblocking(False)
             call = _Call(connection, manner)
-            call.speak(1 if manner.then == "drips" else len(manner.says))
+            call.send(1 if manner.then == "drips" else len(manner.payload))
         except OSError:  # no listener, or closed already
             connection.close()
             self.refused += 1
@@ -97,10 +97,10 @@ class UnauthenticatedClients:
     def go_on(self) -> None:
         """Sends one byte more, and reads the replies."""
         for number, call in list(self._kept.items()):
-            if call.manner.then == "drips" and not call.speak(1):
+            if call.manner.then == "drips" and not call.send(1):
                 self._drop(number)
         for number, _ in self._ready.poll(0):
-            if not self._kept[number].hear():
+            if not self._kept[number].receive():
                 self._drop(number)
 
     def close(self) -> None:
@@ -111,7 +111,7 @@ class UnauthenticatedClients:
 
     def _drop(self, number: int) -> None:
         call = self._kept.pop(number)
-        self.let_in += call.heard > ANSWER
+        self.let_in += call.received > ANSWER
         self._ready.unregister(number)
         call.connection.close()
 
@@ -127,27 +127,27 @@ class _Call:
 
     def __init__(self, connection: socket.socket, manner: Manner) -> None:
         self.connection, self.manner = connection, manner
-        self.said = self.heard = 0
+        self.sent = self.received = 0
 
-    def speak(self, most: int) -> bool:
+    def send(self, most: int) -> bool:
         """Sends at most so many bytes more; returns whether the connection is open."""
-        text = self.manner.says[self.said : self.said + most]
+        text = self.manner.payload[self.sent : self.sent + most]
         try:
-            self.said += self.connection.send(text) if text else 0
+            self.sent += self.connection.send(text) if text else 0
         except BlockingIOError:  # it does not read
             return True
         except OSError:  # closed by the listener
             return False
         return True
 
-    def hear(self) -> bool:
+    def receive(self) -> bool:
         """Whether the connection is still open."""
         try:
-            heard = self.connection.recv(4096)
+            received = self.connection.recv(4096)
         except OSError:  # closed by the listener
             return False
-        self.heard += len(heard)
-        return bool(heard)
+        self.received += len(received)
+        return bool(received)
 
 
 def listeners() -> dict[int, Listener]:

@@ -168,10 +168,12 @@ def train(workload: Workload, method: Method, seed: int, ranks: int, steps: int)
     start = time.perf_counter()
     names = workload.name, method.name
     gc.freeze()  # otherwise each collection scans all objects of torch
-    told = run_ranks(ranks, rank_runs, names, seed, steps, models, timeout_s=600, heartbeat_s=600)
+    results = run_ranks(
+        ranks, rank_runs, names, seed, steps, models, timeout_s=600, heartbeat_s=600
+    )
     gc.unfreeze()
     seconds = time.perf_counter() - start
-    losses, sent, first = told[0]
+    losses, sent, first = results[0]
     return Run(
         workload=workload.name,
         method=method.name,
@@ -182,7 +184,7 @@ def train(workload: Workload, method: Method, seed: int, ranks: int, steps: int)
         sent_mb=sent[-1] / MB,
         dense_mb=steps * first.nbytes / MB,
         seconds=seconds,
-        replicas_equal=all(torch.equal(parameters, first) for _, _, parameters in told),
+        replicas_equal=all(torch.equal(parameters, first) for _, _, parameters in results),
         losses=summaries.curve(losses),
         mb=[sent[end - 1] / MB for end in summaries.ends(steps)],
     )
@@ -336,17 +338,17 @@ def _row(runs: Sequence[Run], costs: Sequence[float]) -> tuple[str, bool]:
     scores = [run.score for run in runs]
     spread = statistics.stdev(scores) if len(scores) > 1 else 0.0
     band = WANTED.get((workload, method)) if costs and _whole(runs) else None
-    said = judged(workload, method, costs) if band else ""
+    verdict = judged(workload, method, costs) if band else ""
     equal = all(run.replicas_equal for run in runs)
     line = (
         f"{workload:10} {method:42} {len(runs):>4} {statistics.mean(scores):>7.3f} {spread:>6.3f} "
         f"{f'{statistics.mean(costs):.3f}' if costs else '':>7} "
         f"{f'{band.cost:.3f}' if band else '':>7} "
-        f"{f'{band.reach(len(costs)):.3f}' if band else '':>6} {said:6} "
+        f"{f'{band.reach(len(costs)):.3f}' if band else '':>6} {verdict:6} "
         f"{statistics.mean(run.dense_mb / run.sent_mb for run in runs):>6.1f}x "
         f"{statistics.mean(map(_later, runs)):>6.1f}x {'equal' if equal else 'DIFFER'}"
     )
-    return line, equal and said != "worse"
+    return line, equal and verdict != "worse"
 
 
 def _later(run: Run) -> float:

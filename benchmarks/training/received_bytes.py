@@ -243,8 +243,10 @@ def received(sparsity: float, sets: Sets, size: int, advance: Callable[[], objec
         to_owners += sum(
             (times - (owner == rank)) * nbytes for owner, nbytes in enumerate(packets[1])
         )
-        told = decode(packets, share.places, indices.device)
-        parts = (torch.split(part, list(first.lengths)) for part in (told.indices, told.values))
+        decoded = decode(packets, share.places, indices.device)
+        parts = (
+            torch.split(part, list(first.lengths)) for part in (decoded.indices, decoded.values)
+        )
         for total, places, arrived in zip(totals, *parts, strict=True):
             total[places.long()] += times * arrived
         advance()

@@ -55,12 +55,12 @@ def moved(group: pycomm.Group, count: int, options: dict[str, Any]) -> Moved:
     before = group.stats()
     model(torch.randn(1, count, generator=own)).sum().backward()
     after = group.stats()
-    said = dgc.stats()
+    stats = dgc.stats()
     return Moved(
         after.bytes_written - before.bytes_written,
         after.bytes_received - before.bytes_received,
-        said["sent_bytes"],
-        said["k"],
+        stats["sent_bytes"],
+        stats["k"],
     )
 
 

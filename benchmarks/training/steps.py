@@ -191,11 +191,11 @@ def measure(
     codings: list[tuple[Coding, Coding]] = []
     speed = None if rate == UNSHAPED else gbit_of(rate) * 1e9 / 8
 
-    def hear(rank: int, said: tuple[str, float] | tuple[Coding, Coding]) -> None:
-        if isinstance(said[0], Coding):
-            codings.append(said)
+    def on_message(rank: int, message: tuple[str, float] | tuple[Coding, Coding]) -> None:
+        if isinstance(message[0], Coding):
+            codings.append(message)
             return
-        way, seconds = said
+        way, seconds = message
         took.setdefault(way, []).append(seconds)
         if rank == 0:
             advance()
@@ -203,18 +203,18 @@ def measure(
     args = (ways, options.steps, options.width, options.compute_s)
     if options.throttle:
         limits: dict[str, Any] = {"timeout_s": LIMIT_S, "link_bytes_per_s": speed}
-        told = run_ranks(
+        messages_by_rank = run_ranks(
             options.hosts, throttled, speed, *args, transport="tcp", processes=True, **limits
         )
-        for rank, sayings in enumerate(told):
-            for said in sayings:
-                hear(rank, said)
+        for rank, messages in enumerate(messages_by_rank):
+            for one in messages:
+                on_message(rank, one)
     else:
         with Network(options.hosts, ipv6=False) as net:
             if rate != UNSHAPED:
                 net.shape(0, rate)
             hosts = [host.name for host in net.hosts]
-            processes.run(work, args, options.hosts, hear, hosts)
+            processes.run(work, args, options.hosts, on_message, hosts)
     slowest = {way: max(took[way]) for way in ways}
     found = max(took["line"]) if "line" in took and speed else None
     expected: dict[str, float] = {}
@@ -250,15 +250,15 @@ def loads_of(count: int) -> tuple[Load, Load]:
 def work(rank: processes.Rank, *args: Any) -> None:
     """A rank on its own host."""
     Groups([OURS["pycomm"]], rank.store, rank.rank, rank.size)
-    measured(rank.say, *args)
+    measured(rank.send, *args)
 
 
 def throttled(group: pycomm.Group, speed: float | None, *args: Any) -> list[Any]:
     """A rank behind a token bucket: its reports, and the rate of its link."""
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // group.size))
-    said: list[Any] = [("line", line_speed(group, speed))] if speed else []
-    measured(said.append, *args)
-    return said
+    messages: list[Any] = [("line", line_speed(group, speed))] if speed else []
+    measured(messages.append, *args)
+    return messages
 
 
 def line_speed(group: pycomm.Group, speed: float) -> float:
@@ -274,15 +274,15 @@ def line_speed(group: pycomm.Group, speed: float) -> float:
 
 
 def measured(
-    say: Callable[[object], None], ways: list[str], steps: int, width: int, compute_s: float
+    send: Callable[[object], None], ways: list[str], steps: int, width: int, compute_s: float
 ) -> None:
     """Reports the coding rate of this rank, all ranks at once, and (way, seconds of a step)."""
     raw, compact = loads_of(LAYERS * width**2)
     collectives.barrier()
-    say((measure_coding(raw), measure_coding(compact)))
+    send((measure_coding(raw), measure_coding(compact)))
     rows = rows_of(compute_s, width)
     for way in ways:
-        say((way, seconds_of(way, (rows, width), steps)))
+        send((way, seconds_of(way, (rows, width), steps)))
 
 
 def rows_of(compute_s: float, width: int) -> int:
@@ -290,8 +290,8 @@ def rows_of(compute_s: float, width: int) -> int:
     rows = 32
     for _ in range(2):  # the second time close to the result
         rows = max(1, round(rows * compute_s / seconds_of("compute", (rows, width), 3)))
-        said = torch.tensor([rows])
-        rows = int(collectives.broadcast(said, 0)[0])
+        count = torch.tensor([rows])
+        rows = int(collectives.broadcast(count, 0)[0])
     return rows
 
 

@@ -56,7 +56,7 @@ CONTESTANTS = (*BACKENDS[:2], *OWN, *BACKENDS[2:])
 
 
 @dataclass(frozen=True)
-class Said:
+class RankTimes:
     """The report of every rank after each model: seconds of single steps, by backend and round."""
 
     task: str
@@ -148,20 +148,20 @@ def by_rate(found: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
-def rows(rate: str, by_rank: Sequence[Said]) -> list[Row]:
+def rows(rate: str, by_rank: Sequence[RankTimes]) -> list[Row]:
     """The rows of one model, from the reports of all ranks."""
-    said, size = by_rank[0], len(by_rank)
+    first, size = by_rank[0], len(by_rank)
     slowest = {
         name: max(table.typical(one.seconds[name]) for one in by_rank if name in one.seconds)
-        for name in said.seconds
+        for name in first.seconds
     }
     return [
         Row(
             rate=rate,
-            model=said.task,
+            model=first.task,
             backend=name,
             step_ms=seconds * 1e3,
-            samples_per_second=(1 if name == ALONE else size) * said.samples / seconds,
+            samples_per_second=(1 if name == ALONE else size) * first.samples / seconds,
             ratio=slowest["gloo"] / seconds,
             of_fake_percent=100 * slowest["fake"] / seconds,
             efficiency_percent=100 * slowest[ALONE] / seconds,
@@ -194,17 +194,17 @@ def _measure(
     console: Console, names: list[str], rate: str, options: argparse.Namespace
 ) -> list[Row]:
     found: list[Row] = []
-    waiting: dict[str, dict[int, Said]] = {}
+    waiting: dict[str, dict[int, RankTimes]] = {}
     console.print(HEADER + (f"   {rate}" if rate else ""))
     with Progress(console=console, disable=not console.is_terminal, transient=True) as bar:
         task = bar.add_task("training", total=len(names) * options.rounds)
 
-        def hear(rank: int, said: Said | None) -> None:
-            if said is None:  # rank 0 finished a round
+        def on_message(rank: int, message: RankTimes | None) -> None:
+            if message is None:  # rank 0 finished a round
                 bar.advance(task)
                 return
-            by_rank = waiting.setdefault(said.task, {})
-            by_rank[rank] = said
+            by_rank = waiting.setdefault(message.task, {})
+            by_rank[rank] = message
             if len(by_rank) == options.ranks:
                 new = rows(rate, [by_rank[r] for r in range(options.ranks)])
                 found.extend(new)
@@ -213,12 +213,12 @@ def _measure(
 
         args = (names, options.rounds, options.steps)
         with netns.behind(rate, options.ranks) as hosts:
-            processes.run(work, args, options.ranks, hear, hosts)
+            processes.run(work, args, options.ranks, on_message, hosts)
     return found
 
 
 def work(rank: processes.Rank, names: list[str], rounds: int, steps: int) -> None:
-    """A rank: reports one Said for each model, and rank 0 None after each round."""
+    """A rank: reports one RankTimes for each model, and rank 0 None after each round."""
     groups = Groups(
         [OURS["pycomm"], PEERS["gloo"], PEERS["fake"]], rank.store, rank.rank, rank.size
     )
@@ -239,9 +239,9 @@ def work(rank: processes.Rank, names: list[str], rounds: int, steps: int) -> Non
             dist.barrier()
             if rank.rank == 0:
                 seconds[ALONE].append(_series(contestants[ALONE], steps))
-                rank.say(None)
+                rank.send(None)
             dist.barrier()
-        rank.say(Said(name, len(task.batch()[0]), seconds))
+        rank.send(RankTimes(name, len(task.batch()[0]), seconds))
 
 
 def step_of(

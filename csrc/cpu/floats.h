@@ -11,12 +11,9 @@
 #include <cstddef>
 #include <cstdint>
 #include <limits>
-#include <string>
 #include <type_traits>
-#include <utility>
 
 #include "core/dtype.h"
-#include "core/errors.h"
 #include "cpu/arithmetic.h"
 
 namespace pycomm::cpu {
@@ -56,37 +53,6 @@ template <Dtype kDtype, typename From>
   } else {
     store<kDtype>(to, i, static_cast<Value<kDtype>>(value));
   }
-}
-
-// Calls f with the dtype as a constant; it must be a float dtype.
-template <typename F>
-decltype(auto) with_float(Dtype dtype, F&& f) {
-  switch (dtype) {
-    case Dtype::float16:
-      return f(std::integral_constant<Dtype, Dtype::float16>());
-    case Dtype::bfloat16:
-      return f(std::integral_constant<Dtype, Dtype::bfloat16>());
-    case Dtype::float32:
-      return f(std::integral_constant<Dtype, Dtype::float32>());
-    case Dtype::float64:
-      return f(std::integral_constant<Dtype, Dtype::float64>());
-    case Dtype::int8:
-    case Dtype::int16:
-    case Dtype::int32:
-    case Dtype::int64:
-    case Dtype::uint8:
-    case Dtype::boolean:
-      break;
-  }
-  throw InvalidArgument(std::string(name_of(dtype)) + " is not a float dtype");
-}
-
-// The same for the dtypes of u and v: float32 and float64.
-template <typename F>
-decltype(auto) with_real(Dtype dtype, F&& f) {
-  if (dtype == Dtype::float64) return f(std::integral_constant<Dtype, Dtype::float64>());
-  check(dtype == Dtype::float32, "u and v must be float32 or float64");
-  return f(std::integral_constant<Dtype, Dtype::float32>());
 }
 
 // During its lifetime the thread rounds to nearest and keeps subnormals, whatever the program has

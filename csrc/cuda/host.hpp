@@ -7,6 +7,7 @@
 
 #include "core/dtype.h"
 #include "core/errors.h"
+#include "core/visit_float.h"
 #include "cuda/numbers.cuh"
 #include "kernels/device_kernels.h"
 
@@ -59,35 +60,22 @@ struct Type {
   using type = T;
 };
 
+template <Dtype kDtype>
+using FloatOf = std::conditional_t<
+    kDtype == Dtype::float16, Half,
+    std::conditional_t<kDtype == Dtype::bfloat16, Bfloat16,
+                       std::conditional_t<kDtype == Dtype::float64, double, float>>>;
+
 // Calls f(Type<T>{}) with the C++ type of a float dtype.
 template <class F>
 void with_float(Dtype dtype, F f) {
-  switch (dtype) {
-    case Dtype::float16:
-      return f(Type<Half>{});
-    case Dtype::bfloat16:
-      return f(Type<Bfloat16>{});
-    case Dtype::float32:
-      return f(Type<float>{});
-    case Dtype::float64:
-      return f(Type<double>{});
-    case Dtype::int8:
-    case Dtype::int16:
-    case Dtype::int32:
-    case Dtype::int64:
-    case Dtype::uint8:
-    case Dtype::boolean:
-      break;
-  }
-  throw InvalidArgument(std::string(name_of(dtype)) + " is not a float dtype");
+  visit_float(dtype, [&](auto constant) { f(Type<FloatOf<decltype(constant)::value>>{}); });
 }
 
 // The same for u and v: float32 or float64.
 template <class F>
 void with_wide(Dtype dtype, F f) {
-  if (dtype == Dtype::float64) return f(Type<double>{});
-  check(dtype == Dtype::float32, "u and v must be float32 or float64");
-  f(Type<float>{});
+  visit_real(dtype, [&](auto constant) { f(Type<FloatOf<decltype(constant)::value>>{}); });
 }
 
 template <class... P, class... A>

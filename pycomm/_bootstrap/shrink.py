@@ -56,12 +56,12 @@ def regroup(core: _core.Group, store: Store, timeout_s: float) -> _core.Group:
     unconnected: set[tuple[int, int]] = set()  # pairs of ranks in the last forming
     with _processes(core) as processes, _store_is_there(core):
         while True:
-            board = _SurvivorElection(store, name, members.index(core.rank), len(members), end)
-            board.post_unreachable(unreachable)
-            chosen = board.agree([processes[m] for m in members], lost)
-            pairs = {(members[a], members[b]) for a, b in board.unconnected(chosen)}
+            election = _SurvivorElection(store, name, members.index(core.rank), len(members), end)
+            election.post_unreachable(unreachable)
+            chosen = election.agree([processes[m] for m in members], lost)
+            pairs = {(members[a], members[b]) for a, b in election.unconnected(chosen)}
             if both := pairs & unconnected:
-                board.wait_until_read(len(chosen))
+                election.wait_until_read(len(chosen))
                 raise _never_connected(core, *min(both))
             unconnected = pairs
             name, members, lost = _after(name), [members[i] for i in chosen], ()

@@ -17,8 +17,9 @@ import numpy as np
 from pycomm import _core
 from pycomm._core_api import arrays, device_groups
 from pycomm._core_api.arrays import ArrayRef
+from pycomm.default_group import default
 from pycomm.errors import InvalidArgument, Mismatch
-from pycomm.group import Group, default
+from pycomm.group import Group
 
 __all__ = [
     "Work",

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from pycomm import collectives
+from pycomm.default_group import default
 from pycomm.errors import Error
-from pycomm.group import Group, default
+from pycomm.group import Group
 
 __all__ = ["average", "bcast_list_", "bcast_value"]
 

@@ -12,8 +12,9 @@ from typing import Any
 from pycomm import _core, collectives
 from pycomm._core_api import calls
 from pycomm._core_api.calls import Work
+from pycomm.default_group import default
 from pycomm.errors import InvalidArgument
-from pycomm.group import Group, default
+from pycomm.group import Group
 
 __all__ = ["CommunicatorPool"]
 

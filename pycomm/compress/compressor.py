@@ -310,11 +310,11 @@ class Compressor:
             coalesced.bcast_list_(memory.tensors, 0, self._host_groups().inside)
         return hosts - max(state.by_host)
 
-    def _cancel_failed_pass(self, asked: str) -> None:
+    def _cancel_failed_pass(self, method: str) -> None:
         """Cancels a failed backward pass: its unsent elements return to the residual (P3)."""
         if self._step is not None and torch._C._current_graph_task_id() != -1:
             raise InvalidArgument(
-                f"DGC.{asked}() cannot be called inside backward(), where a step is incomplete: "
+                f"DGC.{method}() cannot be called inside backward(), where a step is incomplete: "
                 "call it before or after"
             )
         self.cancel()

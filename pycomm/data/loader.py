@@ -40,10 +40,10 @@ class DataLoader(data.DataLoader[Any]):
     """
 
     def __init__(self, dataset: data.Dataset[Any], *args: Any, **kwargs: Any) -> None:
-        said = {**dict(zip(NAMES, args, strict=False)), **kwargs}
+        given = {**dict(zip(NAMES, args, strict=False)), **kwargs}
         # torch takes only Python's integers.
-        whole = {name: int(v) for name, v in said.items() if isinstance(v, np.integer)}
-        named: dict[str, Any] = {**said, **whole}
+        whole = {name: int(v) for name, v in given.items() if isinstance(v, np.integer)}
+        named: dict[str, Any] = {**given, **whole}
         rank, size = place(None, None)
         self._sharded: ShardedSampler | None = None
         self._epoch = 0

@@ -11,8 +11,9 @@ import numpy as np
 
 from pycomm import objects
 from pycomm._core_api import arrays
+from pycomm.default_group import default
 from pycomm.errors import InvalidArgument, Unsupported
-from pycomm.group import Group, default
+from pycomm.group import Group
 
 __all__ = ["share"]
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.utils.data import Sampler
 
-from pycomm import config, group
+from pycomm import config, default_group
 from pycomm.errors import InvalidArgument
 
 __all__ = ["InfiniteSampler", "ShardedSampler", "place"]
@@ -34,8 +34,8 @@ def place(rank: int | None, size: int | None) -> tuple[int, int]:
         if not 0 <= rank < size:
             raise InvalidArgument(f"invalid rank: got {rank}, expected 0 to {size - 1}")
         return operator.index(rank), operator.index(size)
-    if group.is_initialized():
-        return group.rank(), group.size()
+    if default_group.is_initialized():
+        return default_group.rank(), default_group.size()
     here = config.environment()
     return here.rank, here.size
 

@@ -69,7 +69,7 @@ def _train(
     task = bar.add_task(row.name, total=settings.steps, loss=float("nan"))
     line_every = max(1, settings.steps // 5)
 
-    def hear(rank: int, message: training.Progress | training.Outcome) -> None:
+    def on_message(rank: int, message: training.Progress | training.Outcome) -> None:
         if isinstance(message, training.Outcome):
             outcomes[rank] = message
             return
@@ -81,5 +81,5 @@ def _train(
             )
 
     with bar, netns.behind(settings.line, size) as hosts:
-        processes.run(training.train, (row.key, settings), size, hear, hosts)
+        processes.run(training.train, (row.key, settings), size, on_message, hosts)
     return [outcomes[rank] for rank in range(size)]

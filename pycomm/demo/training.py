@@ -84,9 +84,9 @@ def train(rank: Rank, key: str, settings: Settings) -> None:
         bytes_, counted_by = _difference(before, bytes_sent(row.backend))
         sent.append(bytes_ if before else (step + 1) * _ring_bytes(model, rank.size))
         if rank.rank == 0:
-            rank.say(Progress(step + 1, losses[-1]))
+            rank.send(Progress(step + 1, losses[-1]))
     parallel.end()
-    rank.say(
+    rank.send(
         Outcome(
             losses,
             seconds,

@@ -112,8 +112,7 @@ def decode(packet: ArrayRef, count: int, into: tuple[Any, Any, Any], workspace: 
             f"{refused.count} refused, expected [k], [k] and [1]"
         )
     module = devices.module(packet.device)
-    inputs.same_device([packet, places, numbers, refused], "unpack")
-    inputs.require_no_overlap([places, numbers, refused], [packet], "unpack")
+    inputs.check_memory("unpack", [places, numbers, refused], [packet])
     needed = module.codec_workspace_bytes(places.count, packet.nbytes)
     scratch = _Scratch(workspace, packet, needed)
     module.decode_compact(
@@ -136,7 +135,7 @@ class _Scratch:
         self.address = 0, 0
         if nbytes:
             self._found = inputs.workspace(workspace, like, nbytes)
-            inputs.same_device([like, self._found], "workspace")
+            inputs.same_device("workspace", like, self._found)
             self.address = self._found.pointer, self._found.nbytes
 
 

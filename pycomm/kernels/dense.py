@@ -36,8 +36,7 @@ def norm(x: Any, *, out: Any = None, workspace: Any = None) -> Any:
     out, result = inputs.output(out, "out", rows, len(rows), "float64")
     scratch = inputs.workspace(workspace, rows, module.norm_workspace_bytes(table.address))
     read = rows.spans("x")
-    inputs.same_device([*read, result, scratch], "norm")
-    inputs.require_no_overlap([result, scratch], read, "norm")
+    inputs.check_memory("norm", [result, scratch], read)
     module.norm(
         table.address,
         rows.dtype,
@@ -94,8 +93,7 @@ def clip_scale(
     if dtype not in ("float32", "float64"):
         raise InvalidArgument(f"factors are float32 or float64, not {dtype}")
     out, factors = inputs.output(out, "out", found, found.count, dtype)
-    inputs.same_device([found, factors], "clip_scale")
-    inputs.require_no_overlap([factors], [found], "clip_scale")
+    inputs.check_memory("clip_scale", [factors], [found])
     devices.module(found.device).clip_scale(
         found.pointer,
         (factors.pointer, factors.count),
@@ -156,8 +154,7 @@ def cast(x: Any, dtype: Any, *, out: Any = None) -> Any:
         out = arrays.new(found, found.shape, name)
     result = inputs.array(out, "out", (name,), write=True)
     inputs.same_shape(found, result, ("x", "out"))
-    inputs.same_device([found, result], "cast")
-    inputs.require_no_overlap([result], [found], "cast")
+    inputs.check_memory("cast", [result], [found])
     devices.module(found.device).cast(
         (found.pointer, found.count),
         found.dtype,
@@ -192,9 +189,9 @@ def reduce_(out: Any, xs: Sequence[Any], op: str = "sum") -> Any:
         )
     for i, x in enumerate(found):
         inputs.same_shape(result, x, ("out", f"xs[{i}]"))
-    others = [x for x in found if x.pointer != result.pointer]
-    inputs.same_device([result, *found], "reduce_")
-    inputs.require_no_overlap([result], others, "reduce_")
+    same = result.pointer, result.device
+    others = [x for x in found if (x.pointer, x.device) != same]
+    inputs.check_memory("reduce_", [result], others)
     table = inputs.Table([(x.pointer,) for x in found])
     devices.module(result.device).reduce(
         (result.pointer, result.count),

@@ -27,11 +27,14 @@ class Spans:
     device: Device
 
 
-def array(x: Any, name: str, dtypes: Collection[str], *, write: bool = False) -> ArrayRef:
-    """A reference to `x`, which must have one of `dtypes` and at most 2^31 - 1 elements.
+def array(
+    x: Any, name: str, dtypes: Collection[str], *, write: bool = False, count: int | None = None
+) -> ArrayRef:
+    """A reference to `x`: one of `dtypes`, at most 2^31 - 1 elements; of shape [count] if given.
 
     Raises:
-        InvalidArgument, Unsupported: as arrays.as_array_ref; a wrong dtype or too many elements.
+        InvalidArgument, Unsupported: as arrays.as_array_ref; a wrong dtype, number of elements or
+            shape.
     """
     found = arrays.as_array_ref(x, name, write=write)
     if found.dtype not in dtypes:
@@ -41,6 +44,8 @@ def array(x: Any, name: str, dtypes: Collection[str], *, write: bool = False) ->
             f"{name} has {found.count} elements, and an int32 index counts at most "
             f"{MOST_ELEMENTS}: split the array"
         )
+    if count is not None and found.shape != (count,):
+        raise InvalidArgument(f"{name} has the shape {found.shape}; it must be ({count},)")
     return found
 
 
@@ -53,35 +58,30 @@ def same_shape(one: ArrayRef, other: ArrayRef, names: tuple[str, str]) -> None:
         )
 
 
-def same_device(found: Iterable[ArrayRef | Spans], name: str) -> None:
+def same_device(name: str, *found: ArrayRef | Spans) -> None:
     """Raises InvalidArgument unless all are on one device; `name` is the call."""
-    devices = [x.device for x in found]
-    if any(one is not devices[0] and one != devices[0] for one in devices):
-        places = " and ".join(map(str, dict.fromkeys(devices)))
+    first = found[0].device
+    if any(x.device is not first and x.device != first for x in found):
+        places = " and ".join(sorted({str(x.device) for x in found}))
         raise InvalidArgument(f"{name}: arrays lie on {places}; move them to one device")
 
 
-def require_no_overlap(
-    written: Iterable[ArrayRef | Spans], read: Iterable[ArrayRef | Spans], name: str
+def check_memory(
+    name: str, written: Iterable[ArrayRef | Spans], read: Iterable[ArrayRef | Spans]
 ) -> None:
-    """Raises InvalidArgument if a written array shares memory with another array of the call."""
-    tables = _tables(written), _tables(read)
-    if _core.share_memory(*([table.address for table in each] for each in tables)):
+    """Raises InvalidArgument unless all arrays of the call `name` are on one device, and no written
+    one shares memory with another."""
+    sides = [*written], [*read]
+    same_device(name, *sides[0], *sides[1])
+    tables = [
+        [Table([(x.pointer, x.nbytes) for x in side if isinstance(x, ArrayRef)])]
+        + [Table(x.words) for x in side if isinstance(x, Spans)]
+        for side in sides
+    ]
+    if _core.share_memory(*([table.address for table in side] for side in tables)):
         raise InvalidArgument(
             f"{name}: two of the arrays share memory, and one of them is written: pass copies"
         )
-
-
-def _tables(found: Iterable[ArrayRef | Spans]) -> list[Table]:
-    """Tables of addresses and bytes."""
-    single: list[tuple[int, int]] = []
-    tables = []
-    for x in found:
-        if isinstance(x, ArrayRef):
-            single.append((x.pointer, x.nbytes))
-        else:
-            tables.append(Table(x.words))
-    return [*tables, Table(single)] if single else tables
 
 
 def output(
@@ -91,15 +91,7 @@ def output(
     if x is None:
         devices.module(like.device)  # raises before memory is allocated
         x = arrays.new(like, (count,), dtype)
-    return x, buffer(x, name, count, dtype, write=write)
-
-
-def buffer(x: Any, name: str, count: int, dtype: str, *, write: bool = True) -> ArrayRef:
-    """The caller's buffer, validated: [count] of `dtype`."""
-    found = array(x, name, (dtype,), write=write)
-    if found.shape != (count,):
-        raise InvalidArgument(f"{name} has the shape {found.shape}; it must be ({count},)")
-    return found
+    return x, array(x, name, (dtype,), write=write, count=count)
 
 
 def workspace(x: Any, like: Like, nbytes: int, *, zeros: bool = False) -> ArrayRef:

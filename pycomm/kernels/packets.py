@@ -40,8 +40,7 @@ def scatter_add(out: Any, indices: Any, values: Any, scale: float = 1.0) -> Any:
     """
     found = inputs.array(out, "out", inputs.FLOATS, write=True)
     pair = _pair(indices, values)
-    inputs.same_device([found, *pair], "scatter_add")
-    inputs.require_no_overlap([found], pair, "scatter_add")
+    inputs.check_memory("scatter_add", [found], pair)
     devices.module(found.device).scatter_add(
         (found.pointer, found.count),
         found.dtype,
@@ -82,16 +81,7 @@ def decode_sum(
             of several dtypes. Nothing changes.
         Unsupported: another kind of array, or CUDA kernels that are not built.
     """
-    chain = _Chain(out, "out")
-    table, dtype = _table(chain, packets, value_dtype, "decode_sum")
-    devices.module(chain.rows.device).decode_sum(
-        chain.table.address,
-        chain.rows.dtype,
-        table.address,
-        dtype,
-        inputs.finite(scale, "scale"),
-        *devices.queue(chain.rows.device, chain.rows.array),
-    )
+    _decode("decode_sum", (out, "out"), packets, value_dtype, scale=scale)
     return out
 
 
@@ -122,17 +112,7 @@ def decode_update(
         InvalidArgument: as `decode_sum`, or `lr` is not a finite number. Nothing changes.
         Unsupported: another kind of array, or CUDA kernels that are not built.
     """
-    chain = _Chain(param, "param")
-    table, dtype = _table(chain, packets, value_dtype, "decode_update")
-    devices.module(chain.rows.device).decode_update(
-        chain.table.address,
-        chain.rows.dtype,
-        table.address,
-        dtype,
-        inputs.finite(lr, "lr"),
-        inputs.finite(scale, "scale"),
-        *devices.queue(chain.rows.device, chain.rows.array),
-    )
+    _decode("decode_update", (param, "param"), packets, value_dtype, lr=lr, scale=scale)
     return param
 
 
@@ -191,11 +171,10 @@ def encode(
         if rest.count != count:
             raise InvalidArgument(f"residual has {rest.count} elements; count is {count}")
         written.append(rest)
-    inputs.same_device([*pair, *written], "encode")
-    inputs.require_no_overlap(written, pair, "encode")
+    inputs.check_memory("encode", written, pair)
     if codec != "raw":
         taken, size = inputs.output(length, "length", pair[1], 1, "int64")
-        inputs.same_device([packet, size], "encode")
+        inputs.same_device("encode", packet, size)
         compact.encode(pair, int(count), (codec, value_dtype), rest, packet, size, workspace)
         return out if length is not None else out[: _length(taken, int(count))]
     _aligned(packet, value_dtype)
@@ -355,6 +334,26 @@ class _Chain:
         self.table = inputs.Table(self.rows.words)
 
 
+def _decode(
+    call: str,
+    target: tuple[Any, str],
+    packets: Sequence[Any] | PacketBatch,
+    value_dtype: str,
+    **numbers: float,
+) -> None:
+    """Calls a kernel that adds packets to `target`, an array and its name, with the numbers."""
+    chain = _Chain(*target)
+    table, dtype = _table(chain, packets, value_dtype, call)
+    getattr(devices.module(chain.rows.device), call)(
+        chain.table.address,
+        chain.rows.dtype,
+        table.address,
+        dtype,
+        *(inputs.finite(number, name) for name, number in numbers.items()),
+        *devices.queue(chain.rows.device, chain.rows.array),
+    )
+
+
 def _table(
     out: _Chain, packets: Sequence[Any] | PacketBatch, value_dtype: str, name: str
 ) -> tuple[inputs.Table, str]:
@@ -369,8 +368,7 @@ def _table(
         raise InvalidArgument(
             f"{name}: values are {' and '.join(sorted(set(dtypes)))}; expected one dtype"
         )
-    inputs.same_device([*out.spans, *read], name)
-    inputs.require_no_overlap(out.spans, read, name)
+    inputs.check_memory(name, out.spans, read)
     return inputs.Table(rows, read), dtypes[0] if dtypes else value_dtype
 
 

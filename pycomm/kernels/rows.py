@@ -67,7 +67,7 @@ class Rows:
                 _same_dtype(name, i, x, as_array_ref[name][0])
                 inputs.same_shape(row[0], x, (first, name))
         every = [x for each in as_array_ref.values() for x in each]
-        inputs.same_device(every, call)
+        inputs.same_device(call, *every)
         columns = [[x.pointer for x in each] for each in as_array_ref.values()]
         counts = [x.count for x in as_array_ref[first]]
         words = np.array(list(zip(*columns, counts, strict=True)), np.uint64)

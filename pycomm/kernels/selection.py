@@ -96,8 +96,7 @@ def _select(
     module = devices.module(x.device)
     scratch = inputs.workspace(workspace, x, module.topk_workspace_bytes(x.count, k, x.dtype))
     written = [one for one in (indices, values, result, scratch) if one is not None]
-    inputs.same_device([x, *written], name)
-    inputs.require_no_overlap(written, [x], name)
+    inputs.check_memory(name, written, [x])
     module.topk(
         (x.pointer, x.count),
         x.dtype,

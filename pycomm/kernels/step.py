@@ -100,8 +100,7 @@ def dgc_step(  # noqa: PLR0913 - all but the first four by name
     scratch = inputs.workspace(workspace, rows, module.dgc_workspace_bytes(*tables), zeros=True)
     read: list[ArrayRef | Spans] = [*rows.spans(*others), *flag, *factors]
     written = [*rows.spans("u", "v"), *chosen.memory, scratch]
-    inputs.same_device([*written, *read], "dgc_step")
-    inputs.require_no_overlap(written, read, "dgc_step")
+    inputs.check_memory("dgc_step", written, read)
     module.dgc_step(
         *tables,
         rows.dtypes["grad"],
@@ -167,8 +166,7 @@ def dgc_rollback(
     rows = step.rows
     written = rows.spans("u", "v")
     read: list[ArrayRef | Spans] = [*chosen.memory, *flag]
-    inputs.same_device([*written, *read], "dgc_rollback")
-    inputs.require_no_overlap(written, read, "dgc_rollback")
+    inputs.check_memory("dgc_rollback", written, read)
     devices.module(rows.device).dgc_rollback(
         *step.tables(chosen),
         flag[0].pointer if flag else 0,
@@ -196,8 +194,7 @@ def momentum_mask(u: Any, v: Any, indices: Any) -> None:
         inputs.same_shape(first, x, ("u", "v"))
         _same_dtype(first.dtype, x.dtype)
     where = inputs.array(indices, "indices", ("int32",))
-    inputs.same_device([*found.values(), where], "momentum_mask")
-    inputs.require_no_overlap(found.values(), [where], "momentum_mask")
+    inputs.check_memory("momentum_mask", found.values(), [where])
     devices.module(first.device).momentum_mask(
         found["u"].pointer if "u" in found else 0,
         found["v"].pointer if "v" in found else 0,
@@ -314,7 +311,7 @@ class _Chosen:
         rows = Rows.try_fast({name: each})
         if rows is None or (rows.dtype, rows.flat, rows.counts.tolist()) != (dtype, True, ks):
             for one, k in zip(each, ks, strict=True):
-                inputs.buffer(one, name, k, dtype, write=write)
+                inputs.array(one, name, (dtype,), write=write, count=k)
             rows = Rows.of({name: each}, {name: (dtype,)}, name)
         self.pointers[name] = rows.words[:, 0]
         self.memory += rows.spans(name)

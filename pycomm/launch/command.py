@@ -163,19 +163,19 @@ def _key(options: argparse.Namespace) -> str:
 
 def _choose_devices(options: argparse.Namespace) -> None:
     """--devices: one rank for each; the ranks see only these devices."""
-    asked = [one.strip() for one in options.devices.split(",")]
+    requested = [one.strip() for one in options.devices.split(",")]
     seen = os.environ.get("CUDA_VISIBLE_DEVICES")
     known = seen.split(",") if seen else None
-    if not all(one.isdigit() for one in asked) or len(set(asked)) != len(asked):
+    if not all(one.isdigit() for one in requested) or len(set(requested)) != len(requested):
         raise InvalidArgument(
             f"invalid --devices: got {options.devices}, expected distinct numbers with commas"
         )
-    if known is not None and not set(asked) <= set(known):
+    if known is not None and not set(requested) <= set(known):
         raise InvalidArgument(f"--devices {options.devices}, but CUDA_VISIBLE_DEVICES is {seen}")
-    if options.nproc_per_node not in (None, str(len(asked))):
-        raise InvalidArgument(f"--devices {options.devices} means --nproc {len(asked)}")
-    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(asked)
-    options.nproc_per_node = str(len(asked))
+    if options.nproc_per_node not in (None, str(len(requested))):
+        raise InvalidArgument(f"--devices {options.devices} means --nproc {len(requested)}")
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(requested)
+    options.nproc_per_node = str(len(requested))
 
 
 def _encrypt(options: argparse.Namespace, key: str) -> None:

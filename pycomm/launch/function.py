@@ -9,19 +9,18 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
-import multiprocessing as mp
 import os
 import pickle
 import socket
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from typing import Any, overload
 
-from pycomm import config, group
+from pycomm import config, default_group
+from pycomm._process_pool import ProcessPool, picklable, send_answer
 from pycomm.errors import Error, InvalidArgument
 from pycomm.launch import failure, meeting, worker_setup
 
@@ -168,9 +167,6 @@ class _Ranks:
     def __init__(self, options: Options, count: int, size: int, devices: int) -> None:
         self._options, self._count, self._size = options, count, size
         self._devices = devices
-        self._results: list[Any] = [None] * count
-        self._errors: dict[int, BaseException] = {}  # by rank
-        self._failures: list[failure.Failure] = []
 
     def run(self, job: bytes) -> list[Any]:
         """Starts the processes, receives their results and ends them."""
@@ -181,31 +177,20 @@ class _Ranks:
             where = f"{host}:{port}"
             print(f"pycomm.launcher: {meeting.missing_secret_warning(where)}", file=sys.stderr)
         key = key or ("" if several else meeting.new_key())
-        context = mp.get_context("spawn")
-        started: list[Any] = []
-        running: dict[Connection, tuple[int, Any]] = {}
         reserved, store_port = self._reserve(several, _store)
         try:
-            for local in range(self._count):
-                ours, theirs = context.Pipe(duplex=False)
-                given = (theirs, os.getpid(), local, self._devices > 0, (key, job))
-                process = context.Process(target=_enter, args=given)
-                variables = self._variables(local, host, port) | meeting.variables(store_port)
-                with _environment(variables):
-                    process.start()
-                theirs.close()
-                started.append(process)
-                running[ours] = (local, process)
-            self._collect(running)
+            with ProcessPool(GRACE_S, self._failure_of_exit) as pool:
+                for local in range(self._count):
+                    variables = self._variables(local, host, port) | meeting.variables(store_port)
+                    with _environment(variables):
+                        pool.start(_enter, os.getpid(), local, self._devices > 0, (key, job))
+                pool.collect()
         finally:
-            for process in started:
-                process.kill()
-                process.join()
             if reserved is not None:
                 reserved.close()
-        if self._failures:
-            self._raise()
-        return self._results
+        if pool.failures:
+            self._raise(pool.failures)
+        return [pool.results[local] for local in range(self._count)]
 
     def _meeting(self, several: bool) -> tuple[str, int, Any]:
         """Address and port of torch's store, and the store, which the first host serves."""
@@ -242,37 +227,16 @@ class _Ranks:
             "TORCHELASTIC_USE_AGENT_STORE": "True",
         }
 
-    def _collect(self, running: dict[Connection, tuple[int, Any]]) -> None:
-        """Returns when all have ended, or GRACE_S after the first failure."""
-        end: float | None = None
-        while running:
-            ready = wait(list(running), None if end is None else max(0.0, end - time.monotonic()))
-            if not ready:
-                return
-            for pipe in ready:
-                assert isinstance(pipe, Connection)
-                self._receive(*running.pop(pipe), pipe)
-            if self._failures and end is None:
-                end = time.monotonic() + GRACE_S
+    def _failure_of_exit(self, local: int, process: Any) -> tuple[failure.Failure, Error]:
+        rank = self._options.rank_start + local
+        found = failure.of_exit(rank, process.pid, process.exitcode)
+        return found, Error(str(found), peer=rank)
 
-    def _receive(self, local: int, process: Any, pipe: Connection) -> None:
-        try:
-            fine, value, error = pickle.loads(pipe.recv_bytes())
-        except EOFError:  # the process ended without an answer
-            process.join()
-            rank = self._options.rank_start + local
-            fine, error = False, None
-            value = failure.of_exit(rank, process.pid, process.exitcode)
-        if fine:
-            self._results[local] = value
-            return
-        self._failures.append(value)
-        self._errors[value.rank] = error or Error(str(value), peer=value.rank)
-
-    def _raise(self) -> None:
+    def _raise(self, failures: Mapping[int, tuple[failure.Failure, BaseException]]) -> None:
         """Raises the first failure, as the rank raised it."""
-        cause = failure.first(self._failures)
-        raise self._errors[cause.rank] from RankFailed(f"{cause}\n\n{cause.trace}")
+        errors = {found.rank: error for found, error in failures.values()}
+        cause = failure.first([found for found, _ in failures.values()])
+        raise errors[cause.rank] from RankFailed(f"{cause}\n\n{cause.trace}")
 
 
 class RankFailed(Exception):
@@ -302,30 +266,17 @@ def _enter(
     result."""
     key, job = key_and_job
     config.keep_secret(key)
-    answer: tuple[bool, Any, BaseException | None]
     try:
         worker_setup.setup_worker(parent, local, None, device)
         (module, name), args, kwargs = pickle.loads(job)
         found: Any = functools.reduce(getattr, name.split("."), importlib.import_module(module))
         function = found._function if isinstance(found, Launcher) else found
-        group.init()
-        answer = True, function(*args, **kwargs), None
-        data = pickle.dumps(answer)
-        group.shutdown()
+        default_group.init()
+        answer = pickle.dumps((False, function(*args, **kwargs)))
+        default_group.shutdown()
     except BaseException as error:  # of any kind: reported below
         mine = failure.of_error(int(os.environ["RANK"]), error)
         with contextlib.suppress(Exception):  # there is no group, or it is broken already
-            group.default().abort(f"rank {mine.rank} failed with {mine.kind}: {mine.text}")
-        data = _failed(mine, error)
-    with contextlib.suppress(BrokenPipeError):
-        pipe.send_bytes(data)
-
-
-def _failed(mine: failure.Failure, error: BaseException) -> bytes:
-    """A failure as bytes; an error that cannot be pickled becomes an Error of the same text."""
-    try:
-        data = pickle.dumps((False, mine, error))
-        pickle.loads(data)
-    except Exception:  # of the error's own __reduce__ or __init__, which may raise anything
-        data = pickle.dumps((False, mine, Error(f"{mine.kind}: {mine.text}")))
-    return data
+            default_group.default().abort(f"rank {mine.rank} failed with {mine.kind}: {mine.text}")
+        answer = pickle.dumps((True, (mine, picklable(error))))
+    send_answer(pipe, answer)

@@ -15,7 +15,7 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
-from pycomm import group
+from pycomm import default_group
 from pycomm.launch import failure, worker_setup
 
 __all__ = ["main"]
@@ -84,7 +84,7 @@ def _failed(error: BaseException) -> str:
     if file:
         failure.write(file, mine, None)
     with contextlib.suppress(Exception):  # there is no group, or it is broken already
-        group.default().abort(f"rank {mine.rank} failed with {mine.kind}: {mine.text}")
+        default_group.default().abort(f"rank {mine.rank} failed with {mine.kind}: {mine.text}")
     # Last: a store that does not answer or has invalid content must not delay the above.
     if env["WORLD_SIZE"] != env["LOCAL_WORLD_SIZE"]:
         cause = failure.post(mine, env["MASTER_ADDR"], int(env["MASTER_PORT"]))

@@ -15,8 +15,9 @@ import numpy as np
 
 from pycomm._core_api import calls
 from pycomm.collectives import all_gather_v
+from pycomm.default_group import default
 from pycomm.errors import InvalidArgument, Timeout
-from pycomm.group import Group, default
+from pycomm.group import Group
 from pycomm.objects import serialization
 
 __all__ = [

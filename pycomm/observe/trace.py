@@ -53,14 +53,14 @@ class Timeline:
     Attributes:
         ranks: in order.
         shifts: by host_id: nanoseconds to add to its steady clock to get the first host's.
-        doubts: by host_id: the uncertainty of the shift, in nanoseconds.
+        uncertainties: by host_id: the possible error of the shift, in nanoseconds.
         waits: by (source, index of the record): the time on its own clock until which the rank
             waited for another to begin the call, and the other's rank in the group.
     """
 
     ranks: list[Rank]
     shifts: dict[str, int]
-    doubts: dict[str, int]
+    uncertainties: dict[str, int]
     waits: dict[tuple[str, int], tuple[int, int]]
 
 
@@ -75,8 +75,8 @@ def merge(folder: str | Path) -> Timeline:
         raise InvalidArgument(f"{folder} has no traces: run the program with PYCOMM_TRACE={folder}")
     flight_records = [one for one in map(flight_recorder.read, paths) if len(one.records)]
     groups = _newest(flight_recorder.groups_of(flight_records))
-    shifts, doubts = _clocks(groups)
-    timeline = Timeline(_ranks(groups), shifts, doubts, {})
+    shifts, uncertainties = _clocks(groups)
+    timeline = Timeline(_ranks(groups), shifts, uncertainties, {})
     for group in groups:
         _find_waits(timeline, group)
     return timeline
@@ -137,7 +137,7 @@ def _clocks(groups: list[list[FlightRecord]]) -> tuple[dict[str, int], dict[str,
     """
     largest = max(groups, key=lambda group: len({one.host_id for one in group}))
     first = largest[0]
-    shifts, doubts = {first.host_id: 0}, {first.host_id: 0}
+    shifts, uncertainties = {first.host_id: 0}, {first.host_id: 0}
     begins, ends, _ = _together(largest)
     hosts = np.array([one.host_id for one in largest])
     for one in (one for group in groups for one in group):
@@ -146,12 +146,15 @@ def _clocks(groups: list[list[FlightRecord]]) -> tuple[dict[str, int], dict[str,
         here, there = hosts == first.host_id, hosts == one.host_id
         if not there.any() or not begins.size:
             shifts[one.host_id] = (one.wall_ns - one.steady_ns) - (first.wall_ns - first.steady_ns)
-            doubts[one.host_id] = 1_000_000_000
+            uncertainties[one.host_id] = 1_000_000_000
             continue
         least = int((begins[here].max(axis=0) - ends[there].min(axis=0)).max())
         most = int((ends[here].min(axis=0) - begins[there].max(axis=0)).min())
-        shifts[one.host_id], doubts[one.host_id] = (least + most) // 2, abs(most - least) // 2
-    return shifts, doubts
+        shifts[one.host_id], uncertainties[one.host_id] = (
+            (least + most) // 2,
+            abs(most - least) // 2,
+        )
+    return shifts, uncertainties
 
 
 def _find_waits(timeline: Timeline, group: list[FlightRecord]) -> None:
@@ -253,12 +256,12 @@ def table(timeline: Timeline) -> str:
     lines = [
         "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows
     ]
-    for host, doubt in timeline.doubts.items():
-        if doubt:
+    for host, uncertainty in timeline.uncertainties.items():
+        if uncertainty:
             name = next(
                 o.host for r in timeline.ranks for o in r.flight_records if o.host_id == host
             )
-            lines.append(f"the clock of {name} is exact to within {doubt / 1e3:,.0f} us")
+            lines.append(f"the clock of {name} is exact to within {uncertainty / 1e3:,.0f} us")
     return "\n".join(lines)
 
 

@@ -19,9 +19,10 @@ from torch import Tensor, nn
 
 from pycomm import collectives
 from pycomm._training import coalesced
+from pycomm.default_group import default
 from pycomm.elastic import ShrinkResult, most_advanced_rank, shrink_result
 from pycomm.errors import InvalidArgument
-from pycomm.group import Group, default
+from pycomm.group import Group
 
 __all__ = ["LocalSGD"]
 

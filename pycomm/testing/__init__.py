@@ -122,9 +122,9 @@ def _first_cause(failures: list[int], results: list[Any]) -> int:
     A failing rank closes its connections before it reports: a peer that misses it may report first.
     """
     first = failures[0]
-    blamed: int | None = getattr(results[first], "peer", None)
-    if blamed is not None and blamed in failures and getattr(results[blamed], "peer", None) is None:
-        return blamed
+    named: int | None = getattr(results[first], "peer", None)
+    if named is not None and named in failures and getattr(results[named], "peer", None) is None:
+        return named
     return first
 
 

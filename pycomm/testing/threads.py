@@ -8,7 +8,8 @@ from collections.abc import Callable
 from typing import Any
 
 from pycomm import _core, config
-from pycomm.group import Group, as_thread_default
+from pycomm.default_group import as_thread_default
+from pycomm.group import Group
 
 __all__ = ["ThreadRanks", "join"]
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pycomm import collectives, config, group, testing
+from pycomm import collectives, config, default_group, testing
 from pycomm._bootstrap import thresholds
 from pycomm.group import Group
 
@@ -63,7 +63,7 @@ def main(argv: Sequence[str]) -> int:
     if options.ranks < 2:
         parser.error("invalid --ranks: expected at least 2")
     if config.environment().size > 1:
-        own = group.init()
+        own = default_group.init()
         transport, found = measure(own)
     else:
         transport, found = testing.run_ranks(

@@ -255,7 +255,7 @@ def test_training_results_are_those_of_the_slowest_rank() -> None:
     first = {"gloo": [[0.2]], "pycomm": [[0.1]], "fake": [[0.08]], "alone": [[0.075]]}
     second = {"gloo": [[0.3]], "pycomm": [[0.05]], "fake": [[0.09]]}
     gloo, ours, fake, alone = training.rows(
-        "1gbit", [training.Said("mlp", 30, first), training.Said("mlp", 30, second)]
+        "1gbit", [training.RankTimes("mlp", 30, first), training.RankTimes("mlp", 30, second)]
     )
     assert (gloo.ratio, fake.of_fake_percent, alone.efficiency_percent) == (1, 100, 100)
     assert ours.step_ms == pytest.approx(100)
@@ -308,9 +308,9 @@ def test_invalid_training_options_are_rejected(args: list[str]) -> None:
         training.main(args)
 
 
-def link_reports(seconds: dict[str, float], cpu_s: float) -> link_rank.Said:
+def link_reports(seconds: dict[str, float], cpu_s: float) -> link_rank.RankTimes:
     names = list(seconds)
-    return link_rank.Said(
+    return link_rank.RankTimes(
         verb="all_reduce",
         size_bytes=10**8,
         wrong=dict.fromkeys(names, 1),

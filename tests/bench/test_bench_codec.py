@@ -16,8 +16,8 @@ def test_tiny_run_is_stored(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     real, stored = tmp_path / "residuals.npz", tmp_path / "out.json"
     store(Residuals(v, v, v[None], np.zeros((1, 2, 4), np.int32)), real)
     threads = _core.kernel_threads()
-    words = ["--count", "20000", "--most", "3000", "--rounds", "1", "--values", "2bit,float32"]
-    assert bench.main([*words, "--residuals", str(real), "--json", str(stored)]) == 0
+    arguments = ["--count", "20000", "--most", "3000", "--rounds", "1", "--values", "2bit,float32"]
+    assert bench.main([*arguments, "--residuals", str(real), "--json", str(stored)]) == 0
     assert _core.kernel_threads() == threads
     rows = [bench.Row(**row) for row in summaries.read(stored)["rows"]]
     assert [r.data for r in rows] == 12 * ["uniform"] + 12 * ["residuals"]

@@ -25,10 +25,10 @@ def test_benchmark_name_is_required(capsys: pytest.CaptureFixture[str]) -> None:
     assert "python -m benchmarks: invalid benchmark: got poetry" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("words", [["-m", "pycomm", "bench"], ["-m", "benchmarks"]])
-def test_help_lists_every_benchmark(words: list[str]) -> None:
+@pytest.mark.parametrize("arguments", [["-m", "pycomm", "bench"], ["-m", "benchmarks"]])
+def test_help_lists_every_benchmark(arguments: list[str]) -> None:
     done = subprocess.run(
-        [sys.executable, *words, "--help"], capture_output=True, text=True, cwd=ROOT, check=True
+        [sys.executable, *arguments, "--help"], capture_output=True, text=True, cwd=ROOT, check=True
     )
     for name, benchmark in command.BENCHMARKS.items():
         assert re.search(rf"^  {name} +{re.escape(benchmark.help)}$", done.stdout, re.MULTILINE)

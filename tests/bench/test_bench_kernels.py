@@ -64,10 +64,10 @@ def residuals(tmp_path: Path) -> Iterator[Path]:
     pycomm.set_num_threads(before[1])
 
 
-def run(residuals: Path, *words: str) -> int:
+def run(residuals: Path, *arguments: str) -> int:
     sizes = f"{PARAMETERS},{WORKERS * PARAMETERS}"
     given = ["--residuals", str(residuals), "--rounds", "1", "--threads", "2", "--sizes", sizes]
-    return bench.main([*given, "--peers", "eager", *words])
+    return bench.main([*given, "--peers", "eager", *arguments])
 
 
 def test_tiny_run_is_stored_and_plotted(
@@ -94,9 +94,9 @@ def test_tiny_run_is_stored_and_plotted(
         assert (row.kernel, row.peer) != ("dgc_step", "pycomm") or row.step_percent == 100
     fast = [r for r in rows if r.limit_percent > 103]
     assert status == (1 if fast else 0)
-    said = capsys.readouterr().out
-    assert said.count("the limit is wrong") == len(fast)
-    assert content["settings"]["residuals"] in said
+    output = capsys.readouterr().out
+    assert output.count("the limit is wrong") == len(fast)
+    assert content["settings"]["residuals"] in output
     assert drawn.stat().st_size > 10_000
 
 
@@ -117,8 +117,8 @@ def test_kernel_faster_than_the_limit_fails_the_run(
 ) -> None:
     measured = bench.measured
 
-    def too_fast(*words: Any) -> list[Row]:
-        return [dataclasses.replace(row, limit_percent=104.0) for row in measured(*words)]
+    def too_fast(*arguments: Any) -> list[Row]:
+        return [dataclasses.replace(row, limit_percent=104.0) for row in measured(*arguments)]
 
     monkeypatch.setattr(bench, "measured", too_fast)
     assert run(residuals) == 1
@@ -130,8 +130,8 @@ def test_wrong_bit_fails_the_run(
 ) -> None:
     right = kernels.topk
 
-    def wrong(*words: Any, **options: Any) -> Any:
-        indices, values = right(*words, **options)
+    def wrong(*arguments: Any, **options: Any) -> Any:
+        indices, values = right(*arguments, **options)
         values[-1:] = torch.nextafter(values[-1:], torch.tensor(9.0))
         return indices, values
 
@@ -159,14 +159,14 @@ def test_each_compared_kernel_is_checked(tmp_path: Path) -> None:
         for peer, call in one.calls.items():
             if peer in one.unlike:
                 continue
-            bad = spoiled(call, peer == "pycomm" or not one.rounding)
+            bad = corrupted(call, peer == "pycomm" or not one.rounding)
             wrong = dataclasses.replace(one, calls=one.calls | {peer: bad})
             assert (
                 verification.wrong(wrong, here) == f"{one.kernel}: {peer} and the reference differ"
             )
 
 
-def spoiled(call: comparison.Call, exact: bool) -> comparison.Call:
+def corrupted(call: comparison.Call, exact: bool) -> comparison.Call:
     def wrong(step: int) -> list[Any]:
         results = [torch.as_tensor(x).clone().reshape(-1) for x in call(step)]
         last = results[-1]

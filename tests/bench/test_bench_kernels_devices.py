@@ -117,10 +117,10 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     _core.set_kernel_threads(before[1])
 
 
-def run(tmp_path: Path, *words: str) -> int:
+def run(tmp_path: Path, *arguments: str) -> int:
     recorded = write_residuals(tmp_path / "residuals.npz", PARAMETERS)
     given = ["--device", "cuda", "--residuals", str(recorded), "--rounds", "1", "--threads", "1"]
-    return kernels.main([*given, "--sizes", str(WORKERS * PARAMETERS), *words])
+    return kernels.main([*given, "--sizes", str(WORKERS * PARAMETERS), *arguments])
 
 
 @needs_nvcc
@@ -133,10 +133,10 @@ def test_whole_command_with_emulated_kernels(
         tmp_path, "--peers", "eager,CUB,Triton,CuPy", "--json", str(stored), "--plot", str(drawn)
     )
     assert emulated.take_traffic()[2] > 100  # launches
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     content: dict[str, Any] = summaries.read(stored)
     assert content["settings"]["device"] == "emulated"
-    assert ", on emulated\n" in said
+    assert ", on emulated\n" in output
     rows = [Row(**row) for row in content["rows"]]
     ours = {row.kernel: row for row in rows if row.peer == "pycomm"}
     assert ours.keys() == (TRAINING | ALONE.keys()) - {"DGC"}
@@ -146,7 +146,7 @@ def test_whole_command_with_emulated_kernels(
     assert "host memory" in missing["DGC", "pycomm"]
     for name in ("CUB", "Triton", "CuPy"):
         assert missing["dgc_step", name]
-        assert f"{name}   left out: {missing['dgc_step', name]}" in said
+        assert f"{name}   left out: {missing['dgc_step', name]}" in output
     assert drawn.stat().st_size > 10_000
     assert status == (1 if any(row.limit_percent > 103 for row in rows) else 0)
 
@@ -160,9 +160,9 @@ def test_wrong_bit_on_the_device_fails_the_run(
 ) -> None:
     """The CPU kernels are correct: the device kernels are checked."""
 
-    def wrong(*words: Any) -> None:
-        emulated.kernels.norm(*words)
-        out = words[2]
+    def wrong(*arguments: Any) -> None:
+        emulated.kernels.norm(*arguments)
+        out = arguments[2]
         ctypes.c_uint8.from_address(out).value ^= 1
 
     module = SimpleNamespace(**{**vars(emulated.kernels), "norm": wrong})
@@ -311,7 +311,7 @@ def test_installed_libraries_are_compared(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @needs_nvcc
-def test_cub_compiles_and_says_that_there_is_no_gpu() -> None:
+def test_cub_compiles_and_reports_that_there_is_no_gpu() -> None:
     """It queries its workspace size, which needs a device."""
     assert libraries.cub("sm_90").cub_topk_name().startswith(b"Device")
     script = """

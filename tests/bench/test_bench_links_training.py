@@ -22,9 +22,17 @@ def test_steps_between_hosts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     stored, drawn = tmp_path / "out.json", tmp_path / "out.png"
-    words = ["--training", "--ways", "compute,overlap,dgc", "--steps", "1", "--compute-s", "0.05"]
-    words += ["--width", "128", "--json", str(stored), "--plot", str(drawn)]
-    assert links.main([*words, "--rates", "10gbit"]) == 0
+    arguments = [
+        "--training",
+        "--ways",
+        "compute,overlap,dgc",
+        "--steps",
+        "1",
+        "--compute-s",
+        "0.05",
+    ]
+    arguments += ["--width", "128", "--json", str(stored), "--plot", str(drawn)]
+    assert links.main([*arguments, "--rates", "10gbit"]) == 0
     assert drawn.stat().st_size > 0
     before = summaries.read(stored)["rows"]
     assert [row["way"] for row in before] == ["compute", "overlap", "dgc"]
@@ -38,7 +46,7 @@ def test_steps_between_hosts(
         pytest.fail("stored results are measured again")
 
     monkeypatch.setattr(steps, "measure", nothing)
-    assert links.main([*words, "--rates", "10gbit"]) == 0
+    assert links.main([*arguments, "--rates", "10gbit"]) == 0
     assert summaries.read(stored)["rows"] == before
     out = capsys.readouterr().out
     assert "1.467x" in out
@@ -77,7 +85,7 @@ def test_steps_behind_token_buckets(
     """Without root, and the output says so; a dense step waits for its bytes."""
     stored = tmp_path / "out.json"
     monkeypatch.setattr(steps, "missing", lambda: "needs root")
-    words = [
+    arguments = [
         "--training",
         "--ways",
         "compute,overlap,compact",
@@ -86,8 +94,8 @@ def test_steps_behind_token_buckets(
         "--compute-s",
         "0.05",
     ]
-    words += ["--width", "256", "--json", str(stored), "--rates", "100mbit"]
-    assert links.main(words) == 0
+    arguments += ["--width", "256", "--json", str(stored), "--rates", "100mbit"]
+    assert links.main(arguments) == 0
     assert steps.BUCKET in " ".join(capsys.readouterr().out.split())
     content = summaries.read(stored)
     assert content["settings"]["lines"] == steps.BUCKET
@@ -136,9 +144,9 @@ def test_bytes_that_ranks_receive(tmp_path: Path, capsys: pytest.CaptureFixture[
     """Ranks beyond the windows are copies, and the bytes of all are counted."""
     real, stored, drawn = (tmp_path / name for name in ("r.npz", "out.json", "out.png"))
     residuals.store(random_residuals(), real)
-    words = [str(real), "--elements", "400000", "--ranks", "4,32", "--json", str(stored)]
-    words += ["--processes", "2", "--counted", "1000000"]
-    assert received_bytes.main([*words, "--plot", str(drawn)]) == 0
+    arguments = [str(real), "--elements", "400000", "--ranks", "4,32", "--json", str(stored)]
+    arguments += ["--processes", "2", "--counted", "1000000"]
+    assert received_bytes.main([*arguments, "--plot", str(drawn)]) == 0
     assert drawn.stat().st_size > 0
     content = summaries.read(stored)
     few, many = content["ranks"]

@@ -40,9 +40,9 @@ def test_a_check_that_is_not_found_is_an_error(monkeypatch):
     ],
 )
 def test_promised_limit_decides_the_result(case, cost, kept, monkeypatch):
-    says = {"with": f"{1000 + cost}\n2000\n", "without": "3000\n1000\n"}  # the best batch counts
-    monkeypatch.setattr(check_overhead, "_run", lambda command: says[command[0]])
-    programs = {name: name for name in says}
+    outputs = {"with": f"{1000 + cost}\n2000\n", "without": "3000\n1000\n"}  # the best batch counts
+    monkeypatch.setattr(check_overhead, "_run", lambda command: outputs[command[0]])
+    programs = {name: name for name in outputs}
     found = check_overhead.measure(programs, case, 3)
     assert found == Cost(case.transport, case.bytes, 1000 + cost, 1000.0, cost, 0.0, kept)
     assert found.percent == pytest.approx(cost / 10)

@@ -18,9 +18,9 @@ METHODS = ["dense", "dgc", "top-k without feedback", "local 2", "local adaptive"
 
 
 def run(path: Path, methods: list[str], *more: str) -> list[dict[str, Any]]:
-    words = ["--ranks", "2", "--steps", "4", "--workloads", "text", "--seeds", "1"]
-    words += ["--methods", ",".join(methods), "--json", str(path), *more]
-    assert convergence.main(words) == 0
+    arguments = ["--ranks", "2", "--steps", "4", "--workloads", "text", "--seeds", "1"]
+    arguments += ["--methods", ",".join(methods), "--json", str(path), *more]
+    assert convergence.main(arguments) == 0
     rows: list[dict[str, Any]] = summaries.read(path)["rows"]
     return rows
 
@@ -45,7 +45,7 @@ def test_threads_train_as_processes_do() -> None:
     results = []
     for processes in (False, True):
         models = [WORKLOADS["text"].model(0) for _ in range(2)]
-        told = run_ranks(
+        per_rank = run_ranks(
             2,
             convergence.rank_runs,
             *(("text", "dgc"), 0, 20, models),
@@ -53,7 +53,7 @@ def test_threads_train_as_processes_do() -> None:
             processes=processes,
             timeout_s=200,
         )
-        results += [parameters for _, _, parameters in told]
+        results += [parameters for _, _, parameters in per_rank]
     assert all(torch.equal(result, results[0]) for result in results)
 
 
@@ -106,7 +106,7 @@ def test_scores_are_checked_against_bands_and_order() -> None:
     lines, fits = convergence.summary(_runs(good))
     assert fits
     assert [line.split()[-4:] for line in lines[2:]] == [["in", "16.7x", "50.0x", "equal"]] * 2
-    for wrong, said in (
+    for wrong, message in (
         ({"dgc": [2.0, 2.01]}, " worse "),
         ({"dgc": [1.6, 1.61]}, "'dgc' ranked before 'dense'"),
         ({"dgc": [1.91, 1.92], "dgc without masking": [1.85, 1.86]}, " before 'dgc'"),
@@ -114,7 +114,7 @@ def test_scores_are_checked_against_bands_and_order() -> None:
     ):
         lines, fits = convergence.summary(_runs(good | wrong))
         assert not fits
-        assert said in "\n".join(lines)
+        assert message in "\n".join(lines)
     lines, fits = convergence.summary(_runs(good | {"dense": [1.8, 1.81]}))
     assert fits
     assert " better " in lines[2]

@@ -60,7 +60,7 @@ def test_promises_hold_among_processes(cell: Cell) -> None:
     assert all(found.seen[:2])
 
 
-def test_peer_connected_last_learns_why_a_group_does_not_form() -> None:
+def test_failure_to_form_is_reported_to_the_last_connected_peer() -> None:
     """In one of five runs a rank was complete while its last message to another was in transit."""
     cell = Cell("disconnect", "forming", "all_reduce", "tiny", "shm", 3)
     assert [broken for seed in range(40) if (broken := outcome(cell, seed).broken)] == []

@@ -75,8 +75,8 @@ def test_failing_part_does_not_stop_the_others(
     assert (tmp_path / "fine.txt").read_text() == "hello\n"
     stored = json.loads((tmp_path / "gpu.json").read_text())
     assert stored["gpus"] == ["a GPU"]
-    said = {one["name"]: one["said"] for one in stored["parts"]}
-    assert said == {"wrong": "ended with 4", "dead": "killed by signal 6", "fine": ""}
+    failures = {one["name"]: one["failure"] for one in stored["parts"]}
+    assert failures == {"wrong": "ended with 4", "dead": "killed by signal 6", "fine": ""}
     assert gpu.run(chosen[2:], tmp_path, []) == 0
 
 
@@ -88,7 +88,7 @@ def test_a_part_that_hangs_is_killed_with_its_children(tmp_path: Path) -> None:
         "time.sleep(1000)\n"
     )
     outcome = gpu.run_part(part("hangs", code, limit_s=5), tmp_path / "log.txt")
-    assert "not over after 5 s" in outcome.said
+    assert "not over after 5 s" in outcome.failure
     child = int((tmp_path / "log.txt").read_text())
     deadline = time.monotonic() + 60
     while _runs(child):  # the kernel takes a moment
@@ -122,10 +122,10 @@ def test_training_part_equals_gloo() -> None:
     for way in ("gloo", *gpu_ranks.TRAINED):
         if way == "nccl":
             continue
-        heard: dict[int, list[float]] = {}
-        processes.run(gpu_ranks.train, (way, "cpu"), 2, heard.__setitem__)
-        assert heard[0] == heard[1]
-        losses[way] = heard[0]
+        by_rank: dict[int, list[float]] = {}
+        processes.run(gpu_ranks.train, (way, "cpu"), 2, by_rank.__setitem__)
+        assert by_rank[0] == by_rank[1]
+        losses[way] = by_rank[0]
     assert losses["DGC"] != losses["DataParallel"]
     assert gpu_ranks.judge(losses) == 0
 

@@ -103,9 +103,9 @@ def test_late_or_misnamed_failure_is_detected(fault: str) -> None:
     text = f"rank {victim} (host a, pid 1) died"
 
     def judged(seen: soak.Seen, survivors: tuple[int, ...] = others) -> list[str]:
-        told: list[Any] = [soak.Story(seen=seen, survivors=survivors) for _ in range(4)]
-        told[victim] = errors.PeerLost("gone")
-        return soak.judged(where, told[: where.epoch.ranks], 1000.0)
+        outcomes: list[Any] = [soak.Report(seen=seen, survivors=survivors) for _ in range(4)]
+        outcomes[victim] = errors.PeerLost("gone")
+        return soak.judged(where, outcomes[: where.epoch.ranks], 1000.0)
 
     assert judged(soak.Seen("PeerLost", text, victim, 20.0)) == []
     assert "reported after 1500 ms" in judged(soak.Seen("PeerLost", text, victim, 1500.0))[0]

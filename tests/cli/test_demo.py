@@ -120,9 +120,9 @@ def test_model_is_causal() -> None:
 
 def test_kernel_counters_match_socket_bytes() -> None:
     with (
-        socket.create_server(("127.0.0.1", 0)) as door,
-        socket.create_connection(door.getsockname()) as out,
-        door.accept()[0] as peer,
+        socket.create_server(("127.0.0.1", 0)) as listener,
+        socket.create_connection(listener.getsockname()) as out,
+        listener.accept()[0] as peer,
     ):
         before = traffic.bytes_sent("gloo")
         out.sendall(bytes(100_000))
@@ -137,8 +137,8 @@ def test_kernel_counters_match_socket_bytes() -> None:
 
 def report_twice(rank: processes.Rank, word: str) -> None:
     """Reports two messages."""
-    rank.say((word, rank.size))
-    rank.say(os.getpid())
+    rank.send((word, rank.size))
+    rank.send(os.getpid())
 
 
 def fail(rank: processes.Rank) -> None:
@@ -151,7 +151,7 @@ def fail(rank: processes.Rank) -> None:
 def linger(rank: processes.Rank) -> None:
     """Waits in C++ for a missing rank, on a store that the parent does not serve."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    rank.say(os.getpid())
+    rank.send(os.getpid())
     store.wait(["never"])
 
 

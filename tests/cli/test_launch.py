@@ -30,10 +30,10 @@ CLEAN = {k: v for k, v in os.environ.items() if not k.startswith(("PYCOMM", "OMP
 CLEAN["PYTHONPATH"] = f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
 
 
-def launch(folder: Path, *words: str, env: dict[str, str] | None = None) -> Any:
+def launch(folder: Path, *arguments: str, env: dict[str, str] | None = None) -> Any:
     """Runs a launch to its end: its returncode, stdout and stderr."""
     return subprocess.run(
-        [*LAUNCH, *words],
+        [*LAUNCH, *arguments],
         cwd=folder,
         env={**CLEAN, **(env or {})},
         capture_output=True,
@@ -43,7 +43,7 @@ def launch(folder: Path, *words: str, env: dict[str, str] | None = None) -> Any:
     )
 
 
-def told(log: Path) -> dict[str, Any]:
+def report_of(log: Path) -> dict[str, Any]:
     line = next(line for line in log.read_text().splitlines() if line.startswith("{"))
     return json.loads(line)
 
@@ -56,7 +56,7 @@ def test_places_tables_and_logs(tmp_path: Path) -> None:
         assert "on stderr\n" in text
         assert "arguments --epochs 3\n" in text
         places = [rank, 2, rank, 2]
-        found = told(tmp_path / "log" / f"rank{rank}.log")
+        found = report_of(tmp_path / "log" / f"rank{rank}.log")
         assert found["places"] == [places, [rank], places]
         assert found["sum"] == 1.0
     assert re.search(r"\| program +\| .*launched.py place --epochs 3 +\|", done.stdout)
@@ -86,11 +86,11 @@ def test_the_first_failure_is_named_first(tmp_path: Path, how: str, status: int)
 def test_cpus_are_assigned(tmp_path: Path) -> None:
     cores = sorted(os.sched_getaffinity(0))
     count = min(2, len(cores))
-    words = ["--nproc", str(count), "--cpus-per-rank", "1", "-t", "3"]
-    done = launch(tmp_path, *words, PROGRAM, "place")
+    arguments = ["--nproc", str(count), "--cpus-per-rank", "1", "-t", "3"]
+    done = launch(tmp_path, *arguments, PROGRAM, "place")
     assert done.returncode == 0, done.stderr
     for rank in range(count):
-        assert told(tmp_path / "log" / f"rank{rank}.log")["cores"] == [cores[rank]]
+        assert report_of(tmp_path / "log" / f"rank{rank}.log")["cores"] == [cores[rank]]
         assert f"[rank {rank}] OMP 1" in done.stdout  # -t 3 shows all ranks
 
 
@@ -117,15 +117,15 @@ def test_ranks_share_the_processors(words: list[str], tmp_path: Path) -> None:
 def test_modules_and_commands(tmp_path: Path) -> None:
     script = tmp_path / "little.py"
     script.write_text("import sys, little\nprint('ran', __name__, sys.argv[1:], little.__name__)\n")
-    for words in (["-m", "little", "x"], ["little.py", "x"]):
-        done = launch(tmp_path, "--nproc", "1", *words)
+    for arguments in (["-m", "little", "x"], ["little.py", "x"]):
+        done = launch(tmp_path, "--nproc", "1", *arguments)
         assert "ran __main__ ['x'] little" in done.stdout, done.stderr
     done = launch(tmp_path, "--nproc", "1", "--no-python", "sh", "-c", "echo rank $PYCOMM_RANK")
     assert "rank 0\n" in done.stdout, done.stderr
 
 
 @pytest.mark.parametrize(
-    ("words", "text"),
+    ("arguments", "text"),
     [
         (["--nnodes", "2"], "several hosts need a rendezvous"),
         (["--cpus-per-rank", "4000"], "this host has"),
@@ -135,13 +135,13 @@ def test_modules_and_commands(tmp_path: Path) -> None:
     ],
 )
 def test_invalid_options_are_rejected_before_ranks_start(
-    words: list[str], text: str, tmp_path: Path, capsys: Any, monkeypatch: Any
+    arguments: list[str], text: str, tmp_path: Path, capsys: Any, monkeypatch: Any
 ) -> None:
     from pycomm.launch import command
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(os, "environ", dict(os.environ))
-    assert command.main([*words, PROGRAM]) == 2
+    assert command.main([*arguments, PROGRAM]) == 2
     assert text in capsys.readouterr().err
     assert os.listdir(tmp_path) == []
 
@@ -154,8 +154,8 @@ def test_requested_devices_are_assigned(tmp_path: Path, monkeypatch: Any) -> Non
 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(os, "environ", {**CLEAN, "CUDA_VISIBLE_DEVICES": "4,5,6"})
-    said = command.parser().parse_args(["--devices", "6, 4", PROGRAM])
-    config, line = command.prepared(said, str(tmp_path))
+    options = command.parser().parse_args(["--devices", "6, 4", PROGRAM])
+    config, line = command.prepared(options, str(tmp_path))
     assert config.nproc_per_node == 2
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "6,4"
     assert "--set-device" in line
@@ -240,13 +240,13 @@ def test_default_counts_and_cores(monkeypatch: Any) -> None:
 
 
 def start_hosts(
-    net: Network, folder: Path, order: list[int], *words: str, secret: str = ""
+    net: Network, folder: Path, order: list[int], *arguments: str, secret: str = ""
 ) -> list[Any]:
     """The launchers of two hosts, 1 and 2 ranks, started in this order; by host."""
     meeting = ["--nnodes", "2", "--rdzv-endpoint", f"{net.hosts[0].ipv4()}:29400"]
     started = {
         number: net.hosts[number].start(
-            [*LAUNCH, *meeting, "--nproc", str(number + 1), f"--log-dir={folder}", *words],
+            [*LAUNCH, *meeting, "--nproc", str(number + 1), f"--log-dir={folder}", *arguments],
             {"PYTHONPATH": CLEAN["PYTHONPATH"], "PYCOMM_SECRET": secret},
         )
         for number in order
@@ -306,12 +306,12 @@ def test_a_host_that_has_ended_does_not_wait_for_one_that_fails(tmp_path: Path, 
 @pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
 def test_launcher_reports_that_the_rendezvous_launcher_died(tmp_path: Path) -> None:
     with Network(2, ipv6=False) as net:
-        dying, left = start_hosts(net, tmp_path, [0, 1], PROGRAM, "wait")
-        limit = threading.Timer(LIMIT_S, dying.kill)  # ends the lines below
+        killed, left = start_hosts(net, tmp_path, [0, 1], PROGRAM, "wait")
+        limit = threading.Timer(LIMIT_S, killed.kill)  # ends the lines below
         limit.start()
-        assert any(line.startswith("pids") for line in dying.stdout)
+        assert any(line.startswith("pids") for line in killed.stdout)
         limit.cancel()
-        dying.kill()
+        killed.kill()
         _, err = left.communicate(timeout=LIMIT_S / 2)
         assert left.returncode == 1, err
         assert "or the launcher there ended: " in err
@@ -343,7 +343,7 @@ WITHOUT = {k: v for k, v in CLEAN.items() if k not in TORCHRUNS}
 LOCAL_RANKS = "import pycomm as p; p.init(timeout_s=60); print(p.all_gather_object(p.local_rank()))"
 
 
-def test_other_ranks_learn_why_a_rank_failed() -> None:
+def test_failure_of_a_rank_is_reported_on_other_ranks() -> None:
     """Started without a launcher, which would end them before they can report it."""
     place = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
     place |= {"MASTER_PORT": str(free_port()), "PYCOMM_SECRET": SECRET}
@@ -357,9 +357,9 @@ def test_other_ranks_learn_why_a_rank_failed() -> None:
         )
         for number in range(2)
     ]
-    heard, said = (process.communicate(timeout=150)[1] for process in ranks)
-    assert "LookupError: rank one has lost its way" in said
-    assert "rank 1 failed with LookupError: rank one has lost its way" in heard
+    other_stderr, own_stderr = (process.communicate(timeout=150)[1] for process in ranks)
+    assert "LookupError: rank one has lost its way" in own_stderr
+    assert "rank 1 failed with LookupError: rank one has lost its way" in other_stderr
 
 
 @pytest.mark.parametrize("whose", ["slurm", "openmpi", "paddle"])
@@ -393,13 +393,13 @@ AS_TORCHRUN = ["sh", "-c", 'RANK=$PMI_RANK WORLD_SIZE=$PMI_SIZE exec "$0" "$@"']
 
 
 @pytest.mark.parametrize(
-    ("words", "code"), [([], LOCAL_RANKS), (AS_TORCHRUN, BY_TORCH)], ids=["init", "torch"]
+    ("arguments", "code"), [([], LOCAL_RANKS), (AS_TORCHRUN, BY_TORCH)], ids=["init", "torch"]
 )
-def test_mpiexec_starts_the_ranks(words: list[str], code: str) -> None:
+def test_mpiexec_starts_the_ranks(arguments: list[str], code: str) -> None:
     """MPICH's mpiexec. Without a secret: the ranks use torch's store."""
     mpiexec = str(Path(sys.executable).with_name("mpiexec"))
     done = subprocess.run(
-        [mpiexec, "-n", "2", *words, sys.executable, "-c", code],
+        [mpiexec, "-n", "2", *arguments, sys.executable, "-c", code],
         env={**WITHOUT, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())},
         capture_output=True,
         text=True,

@@ -66,9 +66,9 @@ if __name__ == "__main__":
 """
 
 
-def started(folder: Path, *words: str, **more: str) -> Any:
+def started(folder: Path, *arguments: str, **more: str) -> Any:
     return subprocess.Popen(
-        [*words],
+        [*arguments],
         cwd=folder,
         env={**CLEAN, **more},
         stdout=subprocess.PIPE,
@@ -113,7 +113,7 @@ def test_on_one_host_all_listen_on_the_loopback(how: str, code: str, tmp_path: P
     """Checked while rank 0 waits for rank 1: it serves its store and the mesh listens."""
     os.mkfifo(tmp_path / "pipe")
     if how == "command":
-        words = by_command(tmp_path, code)
+        arguments = by_command(tmp_path, code)
     else:
         meets = MEETS.replace('os.environ["RANK"]', 'os.environ.get("RANK")')
         text = WAITS_FIRST.format(
@@ -121,8 +121,8 @@ def test_on_one_host_all_listen_on_the_loopback(how: str, code: str, tmp_path: P
             code=code.strip().replace("\n", "\n    "),
         )
         (tmp_path / "program.py").write_text(text)
-        words = [sys.executable, "program.py"]
-    with ending(started(tmp_path, *words)) as process:
+        arguments = [sys.executable, "program.py"]
+    with ending(started(tmp_path, *arguments)) as process:
         line = next((line for line in process.stdout if "waits" in line), "")
         assert line, process.stderr.read()
         ours = 2 if how == "command" and code == BY_TORCH else 3  # the first is the launcher's
@@ -148,7 +148,7 @@ def test_the_ranks_of_the_decorator_do_not_import_torch(tmp_path: Path) -> None:
     assert out == "[[], []]\n", err
 
 
-SAYS_KEY = "import os; print('key', os.environ.get('PYCOMM_SECRET'))"
+PRINT_KEY = "import os; print('key', os.environ.get('PYCOMM_SECRET'))"
 
 
 def keys(done: Any) -> list[str]:
@@ -157,9 +157,9 @@ def keys(done: Any) -> list[str]:
 
 
 def test_launcher_generates_a_secret_for_each_run(tmp_path: Path) -> None:
-    (tmp_path / "says.py").write_text(SAYS_KEY)
-    words = ["--nproc", "2", "-t", "3", "says.py"]
-    first, second = keys(launch(tmp_path, *words)), keys(launch(tmp_path, *words))
+    (tmp_path / "print_key.py").write_text(PRINT_KEY)
+    arguments = ["--nproc", "2", "-t", "3", "print_key.py"]
+    first, second = keys(launch(tmp_path, *arguments)), keys(launch(tmp_path, *arguments))
     assert len(first) == 2
     assert len(set(first)) == 1
     assert len(first[0]) == 64
@@ -167,18 +167,18 @@ def test_launcher_generates_a_secret_for_each_run(tmp_path: Path) -> None:
 
 
 def test_secret_is_read_from_the_environment_a_file_or_a_descriptor(tmp_path: Path) -> None:
-    (tmp_path / "says.py").write_text(SAYS_KEY)
+    (tmp_path / "print_key.py").write_text(PRINT_KEY)
     file = tmp_path / "key"
     file.write_text(KEY + "\n")
     file.chmod(0o600)
-    words = ["--nproc", "1", "-t", "3", "says.py"]
-    assert keys(launch(tmp_path, *words, env={"PYCOMM_SECRET": KEY})) == [KEY]
+    arguments = ["--nproc", "1", "-t", "3", "print_key.py"]
+    assert keys(launch(tmp_path, *arguments, env={"PYCOMM_SECRET": KEY})) == [KEY]
     other = {"PYCOMM_SECRET": KEY[::-1]}
-    assert keys(launch(tmp_path, "--secret-file", str(file), *words, env=other)) == [KEY]
+    assert keys(launch(tmp_path, "--secret-file", str(file), *arguments, env=other)) == [KEY]
     with file.open() as descriptor:
         number = descriptor.fileno()
         done = subprocess.run(
-            [*LAUNCH, "--secret-fd", str(number), *words],
+            [*LAUNCH, "--secret-fd", str(number), *arguments],
             cwd=tmp_path,
             env=CLEAN,
             capture_output=True,
@@ -217,9 +217,9 @@ def test_secret_is_stretched_and_a_weak_one_rejected() -> None:
     for weak, text in (("a" * 16, "1 different characters"), ("abcde" * 9, "5 different")):
         with pytest.raises(InvalidArgument, match=text):
             config.environment({"PYCOMM_SECRET": weak})
-    said = config.environment({"PYCOMM_SECRET": "correct horse battery"}).secret
-    assert said == secret.key_of("correct horse battery")
-    assert config.environment({}, secret="correct horse battery").secret == said
+    key = config.environment({"PYCOMM_SECRET": "correct horse battery"}).secret
+    assert key == secret.key_of("correct horse battery")
+    assert config.environment({}, secret="correct horse battery").secret == key
 
 
 def test_rank_removes_its_secret_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -233,7 +233,7 @@ def test_rank_removes_its_secret_from_the_environment(monkeypatch: pytest.Monkey
     monkeypatch.setenv("PYCOMM_SIZE", "2")
     assert config.environment().secret == KEY
     assert "PYCOMM_SECRET" not in os.environ
-    seen = subprocess.check_output([sys.executable, "-c", SAYS_KEY], text=True)
+    seen = subprocess.check_output([sys.executable, "-c", PRINT_KEY], text=True)
     assert seen == "key None\n"
     assert config.environment().secret == KEY  # the second init
     assert ("PYCOMM_SECRET", "(set)") in [row[:2] for row in config.described()]
@@ -242,10 +242,10 @@ def test_rank_removes_its_secret_from_the_environment(monkeypatch: pytest.Monkey
 def test_several_hosts_without_a_secret_are_warned(tmp_path: Path, capsys: Any) -> None:
     from pycomm.launch import command
 
-    words = ["--nnodes", "2", "--rdzv-endpoint", "192.0.2.1:29400", "--nproc", "1", "x.py"]
-    command.prepared(command.parser().parse_args(words), str(tmp_path))
-    said = capsys.readouterr().err
-    assert "any client that can reach 192.0.2.1:29400 can join this run" in said
+    arguments = ["--nnodes", "2", "--rdzv-endpoint", "192.0.2.1:29400", "--nproc", "1", "x.py"]
+    command.prepared(command.parser().parse_args(arguments), str(tmp_path))
+    stderr = capsys.readouterr().err
+    assert "any client that can reach 192.0.2.1:29400 can join this run" in stderr
 
 
 SLEEPS = """{python} -c 'import os, time
@@ -295,21 +295,21 @@ def test_exit_status_of_a_command_is_kept(code: str, status: int, tmp_path: Path
 
 def test_signals_are_forwarded_to_the_command(tmp_path: Path) -> None:
     code = (
-        "#!/bin/sh\ntrap 'echo heard; exit 5' USR1\necho pid $PPID\nwhile :; do sleep 0.1; done\n"
+        "#!/bin/sh\ntrap 'echo caught; exit 5' USR1\necho pid $PPID\nwhile :; do sleep 0.1; done\n"
     )
     with ending(started(tmp_path, *wrapped(tmp_path, code))) as process:
         line = next(line for line in process.stdout if line.startswith("pid"))
         os.kill(int(line.split()[1]), signal.SIGUSR1)
         out, _ = process.communicate(timeout=LIMIT_S)
-    assert "heard" in out
+    assert "caught" in out
     assert process.returncode == 5
 
 
 def test_folders_of_killed_launchers_are_removed(tmp_path: Path) -> None:
     place = tmp_path / "tmp"
     place.mkdir()
-    words = [*LAUNCH, "--nproc", "1", "--no-python", "sh", "-c", "echo pid $$; sleep 3600"]
-    with ending(started(tmp_path, *words, TMPDIR=str(place))) as process:
+    arguments = [*LAUNCH, "--nproc", "1", "--no-python", "sh", "-c", "echo pid $$; sleep 3600"]
+    with ending(started(tmp_path, *arguments, TMPDIR=str(place))) as process:
         assert any(line.startswith("pid") for line in process.stdout)
         assert len(list(place.iterdir())) == 1
         done = launch(tmp_path, "--nproc", "1", "--no-python", "true", env={"TMPDIR": str(place)})
@@ -337,12 +337,18 @@ def test_ranks_of_torchrun_end_with_an_error_when_it_is_killed(
 ) -> None:
     """Both wait for the other, without heartbeats that could detect a dead rank."""
     (tmp_path / "program.py").write_text(UNDER_TORCHRUN)
-    words = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
+    arguments = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node=2",
+        "--standalone",
+    ]
     if wrapped:
-        words += ["--no-python", "sh", "-c", f"{sys.executable} program.py; true"]
+        arguments += ["--no-python", "sh", "-c", f"{sys.executable} program.py; true"]
     else:
-        words += ["program.py"]
-    with ending(started(tmp_path, *words)) as process:
+        arguments += ["program.py"]
+    with ending(started(tmp_path, *arguments)) as process:
         lines: list[str] = []
         while len(lines) < 2:
             line = process.stdout.readline()

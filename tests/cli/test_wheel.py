@@ -60,9 +60,9 @@ def run(installed: Path, tmp_path: Path) -> Pycomm:
     """Runs a program of the environment in an empty folder."""
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
 
-    def run(program: str, *words: str) -> subprocess.CompletedProcess[str]:
+    def run(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            [str(installed / "bin" / program), *words],
+            [str(installed / "bin" / program), *arguments],
             cwd=tmp_path, env=env, capture_output=True, text=True, timeout=400, check=False,
         )  # fmt: skip
 
@@ -103,15 +103,15 @@ def test_collectives_benchmark_runs(run: Pycomm) -> None:
 def test_kernels_benchmark_runs(run: Pycomm) -> None:
     recorded = run("python", "-c", RECORD, "recorded.npz")
     assert recorded.returncode == 0, recorded.stderr
-    words = ["--residuals", "recorded.npz", "--sizes", "4096", "--rounds", "1"]
-    words += ["--threads", "1", "--peers", "eager"]
-    done = run("pycomm", "bench", "kernels", *words, "--plot", "kernels.png")
+    arguments = ["--residuals", "recorded.npz", "--sizes", "4096", "--rounds", "1"]
+    arguments += ["--threads", "1", "--peers", "eager"]
+    done = run("pycomm", "bench", "kernels", *arguments, "--plot", "kernels.png")
     # The status is 1 if another program disturbs the measurement of the limit.
     assert done.returncode in (0, 1), done.stderr
     assert "dgc_step" in done.stdout, done.stderr
 
 
-def test_benchmark_of_the_repository_says_where_it_is(run: Pycomm) -> None:
+def test_benchmark_of_the_repository_reports_its_location(run: Pycomm) -> None:
     done = run("pycomm", "bench", "faults")
     assert done.returncode == 2
     assert done.stdout == ""

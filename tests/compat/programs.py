@@ -204,15 +204,15 @@ def launch(program: str, backend: str) -> dict[str, Any]:
             command, env=env, capture_output=True, text=True, timeout=LIMIT_S, check=False
         )
         ended = done.returncode == 0 and done.stdout.count(_done(program, backend)) == processes
-        said = (done.stdout + done.stderr)[-4000:]
+        output = (done.stdout + done.stderr)[-4000:]
     except subprocess.TimeoutExpired as late:
         so_far = ((late.stdout or b"") + (late.stderr or b"")).decode(errors="replace")
-        ended, said = False, f"not ready after {LIMIT_S:g} s: {so_far[-4000:]}"
+        ended, output = False, f"not ready after {LIMIT_S:g} s: {so_far[-4000:]}"
     return {
         "package": package,
         "version": importlib.metadata.version(package),
         "status": RUNS if ended else DIFFERS,
-        "reason": "" if ended else said,
+        "reason": "" if ended else output,
         "seconds": round(time.monotonic() - start, 1),
     }
 

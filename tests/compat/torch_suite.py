@@ -176,9 +176,9 @@ class Runner:
             for process in processes:
                 process.kill()
                 process.join()
-        said = [_last(pipe) for pipe in pipes]
-        printed = [(folder / f"rank{r}").read_text(errors="replace") for r in range(len(said))]
-        return self._judge(in_time, ended, [a or b for a, b in zip(said, printed, strict=True)])
+        answers = [_last(pipe) for pipe in pipes]
+        printed = [(folder / f"rank{r}").read_text(errors="replace") for r in range(len(answers))]
+        return self._judge(in_time, ended, [a or b for a, b in zip(answers, printed, strict=True)])
 
     def _wait(self, processes: Sequence[BaseProcess]) -> bool:
         """Waits until all ended, or until GRACE_S after a failure; False: timed out."""
@@ -207,7 +207,7 @@ class Runner:
         tests: Any = self.tests
         tests._run(rank, name, str(folder / "store"), pipe)
 
-    def _judge(self, in_time: bool, ended: list[int | None], said: list[str]) -> Outcome:
+    def _judge(self, in_time: bool, ended: list[int | None], output: list[str]) -> Outcome:
         codes = set(ended)
         if not in_time:
             late = [rank for rank, code in enumerate(ended) if code is None]
@@ -222,9 +222,9 @@ class Runner:
         if first is not None:
             rank = ended.index(first)
             name = signal.Signals(-first).name
-            return Outcome(CRASHED, f"rank {rank} ended by {name}; {_cause(said[rank])}")
+            return Outcome(CRASHED, f"rank {rank} ended by {name}; {_cause(output[rank])}")
         rank = next(r for r, code in enumerate(ended) if code)
-        return Outcome(FAILED, f"rank {rank}: {_cause(said[rank])}")
+        return Outcome(FAILED, f"rank {rank}: {_cause(output[rank])}")
 
 
 def _last(pipe: Connection) -> str:

@@ -96,13 +96,13 @@ def test_first_message_against_an_end_on_the_host_is_a_mismatch(run: Run) -> Non
 def _first_of_two(at: Any) -> str:
     group = dist.new_group(timeout=timedelta(seconds=2))
     x = torch.ones(10, device=at.device)
-    said = ""
+    message = ""
     if dist.get_rank() < 2:
         with pytest.raises(errors.Timeout) as caught:
             dist.recv(x, 0, group) if dist.get_rank() else dist.send(x, 1, group)
-        said = str(caught.value)
+        message = str(caught.value)
     dist.barrier()  # of the tensors in host memory
-    return said
+    return message
 
 
 def test_first_message_requires_all_ranks(run: Run) -> None:

@@ -397,9 +397,9 @@ def _options(at: Any) -> None:
 
     device_groups._meet = noted
     try:
-        asked = torch_backend.Options(cuda_channels=2, cuda_internode_transport="tcp")
+        requested = torch_backend.Options(cuda_channels=2, cuda_internode_transport="tcp")
         both = "cpu:pycomm,privateuseone:pycomm"
-        group = dist.new_group(backend=both, pg_options=asked)
+        group = dist.new_group(backend=both, pg_options=requested)
         x = torch.ones(10, device=at.device)
         dist.all_reduce(x, group=group)
         options = copy.deepcopy(group._get_backend(at.device).options)

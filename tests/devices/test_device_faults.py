@@ -8,6 +8,7 @@ import os
 import signal
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -57,11 +58,11 @@ went_on = threading.Event()
 def test_a_call_that_hangs_on_a_device_is_named_and_ended(machine):
     went_on.clear()
     ranks = machine.run(2, stuck)
-    for text in (text for said in ranks for text in said):
+    for text in (text for messages in ranks for text in messages):
         assert f"all_reduce(float32, count 100, sum, {machine.own}, on CUDA devices)" in text
     # The first rank past the limit aborts the communicator, which may be what the other rank sees.
     late = "did not complete on the device within 1"
-    assert any(all(late in text for text in said) for said in ranks), ranks
+    assert any(all(late in text for text in messages) for messages in ranks), ranks
 
 
 def killed(group: pycomm.Group, device: Any, moment: str) -> list[str]:
@@ -74,14 +75,14 @@ def killed(group: pycomm.Group, device: Any, moment: str) -> list[str]:
         device.delay()
         pycomm.all_reduce(x)
         os.kill(os.getpid(), signal.SIGKILL)
-    said = []
+    messages = []
     for _ in range(2):
         with pytest.raises((errors.PeerLost, errors.GroupBroken)) as caught:
             for _ in range(1000):
                 pycomm.all_reduce(x)
                 device.get(x)
-        said.append(str(caught.value))
-    return said
+        messages.append(str(caught.value))
+    return messages
 
 
 @AT_ITS_DEATH
@@ -89,9 +90,9 @@ def test_a_rank_failure_is_reported_to_the_others(machine, moment):
     options = {"processes": True, "transport": "", "return_exceptions": True}
     *living, dead = machine.run(3, killed, moment, **options)
     assert isinstance(dead, errors.PeerLost)
-    for said in living:
-        assert isinstance(said, list), said
-        assert all("rank 2" in text or "gone" in text for text in said), said
+    for messages in living:
+        assert isinstance(messages, list), messages
+        assert all("rank 2" in text or "gone" in text for text in messages), messages
 
 
 def shrunk(group: pycomm.Group, device: Any) -> np.ndarray:
@@ -144,7 +145,7 @@ def test_a_rank_failure_among_messages_is_reported_to_both_sides(machine, moment
     options = {"processes": True, "transport": "", "return_exceptions": True}
     *living, dead = machine.run(3, killed_among_messages, moment, **options)
     assert isinstance(dead, errors.PeerLost)
-    assert all(isinstance(said, str) and "rank 2" in said for said in living), living
+    assert all(isinstance(message, str) and "rank 2" in message for message in living), living
 
 
 def dies_with_a_call(group: pycomm.Group, device: Any) -> str:
@@ -171,7 +172,7 @@ def test_call_with_a_dead_rank_never_succeeds(machine):
     options = {"processes": True, "transport": "", "return_exceptions": True}
     *living, dead = machine.run(3, dies_with_a_call, **options)
     assert isinstance(dead, errors.PeerLost)
-    assert all(isinstance(said, str) for said in living), living
+    assert all(isinstance(message, str) for message in living), living
 
 
 def late(group: pycomm.Group, device: Any) -> str:
@@ -193,8 +194,8 @@ over = threading.Event()
 
 def test_missing_rank_is_named(machine):
     over.clear()
-    said, _ = machine.run(2, late)
-    assert "all_reduce" in said
+    message, _ = machine.run(2, late)
+    assert "all_reduce" in message
 
 
 def aborts(group: pycomm.Group, device: Any) -> str:
@@ -219,33 +220,31 @@ def aborts(group: pycomm.Group, device: Any) -> str:
 @on(*DELAYED)
 def test_abort_ends_running_calls(machine):
     went_on.clear()
-    said = machine.run(2, aborts)
+    messages = machine.run(2, aborts)
     known = ("enough", "closed its connection", "closed unexpectedly")
-    assert [text for text in said if not any(word in text for word in known)] == []
+    assert [text for text in messages if not any(word in text for word in known)] == []
 
 
 def two_threads(group: pycomm.Group, device: Any) -> list[str]:
     x = device.put(numbers(group.rank))
     pycomm.all_reduce(x)
-    said: list[str] = []
+    messages: list[str] = []
     if group.rank:
         refused_one.wait(60)
         pycomm.all_reduce(x)
-        return said
+        return messages
 
     def call() -> None:
         try:
             pycomm.all_reduce(x, group=group)
         except errors.InvalidArgument as error:  # one of the two threads is rejected
-            said.append(str(error))
+            messages.append(str(error))
             refused_one.set()  # the other thread is inside, and waits for rank 1
 
-    both = [threading.Thread(target=call) for _ in range(2)]
-    for thread in both:
-        thread.start()
-    for thread in both:
-        thread.join()
-    return said
+    with ThreadPoolExecutor(2) as pool:
+        for future in [pool.submit(call) for _ in range(2)]:
+            future.result()
+    return messages
 
 
 refused_one = threading.Event()
@@ -253,8 +252,8 @@ refused_one = threading.Event()
 
 def test_second_thread_is_rejected(machine):
     refused_one.clear()
-    said, _ = machine.run(2, two_threads)
-    assert [text for text in said if "another thread is inside" in text] == said != []
+    messages, _ = machine.run(2, two_threads)
+    assert [text for text in messages if "another thread is inside" in text] == messages != []
 
 
 def closes(group: pycomm.Group, device: Any) -> Any:
@@ -299,7 +298,7 @@ def aborted_by_the_host_group(group: pycomm.Group, device: Any) -> str:
 def test_device_waits_end_with_the_host_group(machine):
     found = machine.run(3, aborted_by_the_host_group)
     # The first rank aborts its communicator, which may be what the others see.
-    assert any("waits on the device for rank" in said for said in found), found
+    assert any("waits on the device for rank" in message for message in found), found
 
 
 def reduce_without_threads(group: pycomm.Group, device: Any) -> tuple[str, bool]:

@@ -53,8 +53,8 @@ def log_and_stats(group: pycomm.Group, device: Any) -> str:
 
 def test_log_and_stats_report_the_device_transport(machine, caplog):
     assert machine.run(3, log_and_stats) == [machine.own] * 3
-    said = [text for text in caplog.messages if "share a GPU" in text]
-    assert len(said) == (1 if machine.shared else 0)
+    warnings = [text for text in caplog.messages if "share a GPU" in text]
+    assert len(warnings) == (1 if machine.shared else 0)
 
 
 def every_verb(group: pycomm.Group, device: Any, async_op: bool) -> None:
@@ -262,8 +262,8 @@ def watched_while_capturing(group: pycomm.Group, device: Any) -> None:
     device.write(x, numbers(group.rank))
     device.capture()
     pycomm.all_reduce(x)
-    asked = device.runtime.queries()
-    while device.runtime.queries() == asked:
+    queries = device.runtime.queries()
+    while device.runtime.queries() == queries:
         pass
     pycomm.barrier()
     launch = device.end_capture()
@@ -369,8 +369,8 @@ def without_gpu(group: pycomm.Group) -> str:
 def test_missing_gpu_is_reported(monkeypatch):
     """In processes without a visible GPU, also where there is one."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    for said in run_ranks(2, without_gpu, processes=True, transport=""):
-        assert re.search(r"NVIDIA's driver|not built", said), said
+    for message in run_ranks(2, without_gpu, processes=True, transport=""):
+        assert re.search(r"NVIDIA's driver|not built", message), message
 
 
 def one_is_taken(group: pycomm.Group, device: Any) -> str:
@@ -399,13 +399,13 @@ def without_nccl(lacking: Sequence[int]) -> Any:
 
 
 def continues_without(group: pycomm.Group, device: Any) -> str:
-    said = one_is_taken(group, device)
+    message = one_is_taken(group, device)
     assert pycomm.all_reduce(np.ones(3))[0] == group.size
-    return said
+    return message
 
 
 @on("emulated", "cuda")
-def test_every_rank_learns_which_rank_lacks_nccl_and_the_group_continues(machine, monkeypatch):
+def test_rank_without_nccl_is_named_on_every_rank_and_the_group_continues(machine, monkeypatch):
     monkeypatch.setattr(nccl, "load", without_nccl([1]))
     first, second, third = machine.run(3, continues_without)
     assert second == "no NCCL anywhere"

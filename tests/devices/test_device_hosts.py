@@ -187,9 +187,9 @@ def killed(group: pycomm.Group, device: Any, who: int) -> str:
 @pytest.mark.parametrize("who", [1, 2], ids=["shared host", "own host"])
 def test_a_rank_failure_is_reported_on_every_host(machine, who):
     options = {"processes": True, "return_exceptions": True}
-    said = on_hosts(machine, ["a", "a", "b"], killed, who, **options)
-    assert isinstance(said.pop(who), errors.PeerLost)
-    assert all(f"rank {who}" in text or "gone" in text for text in said), said
+    messages = on_hosts(machine, ["a", "a", "b"], killed, who, **options)
+    assert isinstance(messages.pop(who), errors.PeerLost)
+    assert all(f"rank {who}" in text or "gone" in text for text in messages), messages
 
 
 def stuck(group: pycomm.Group, device: Any) -> str:

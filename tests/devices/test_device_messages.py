@@ -162,7 +162,7 @@ def disagree(group: pycomm.Group, device: Any) -> list[str]:
         lambda: pycomm.recv(x[:50], 0, async_op=True).wait(),
         lambda: pycomm.send(x, 0),  # while rank 0 sends as well
     ]
-    said = []
+    messages = []
     for mistake in mistakes:
         with pytest.raises(errors.Mismatch, match="no data was sent") as caught:
             pycomm.send(x, 1) if rank == 0 else mistake()
@@ -171,19 +171,19 @@ def disagree(group: pycomm.Group, device: Any) -> list[str]:
         z = device.put(numbers(rank))
         pycomm.send(z, 1) if rank == 0 else pycomm.recv(z, 0)
         np.testing.assert_array_equal(device.get(z), numbers(0))
-        said.append(str(caught.value))
-    return said
+        messages.append(str(caught.value))
+    return messages
 
 
 @pytest.mark.parametrize("transport", ["local", "shm", "tcp"])
 def test_mismatch_is_reported_to_both_ranks_before_data_moves(machine, transport):
-    for said in machine.run(2, disagree, transport=transport):
+    for messages in machine.run(2, disagree, transport=transport):
         assert all(f"send(float32, count 100, tag 0, {machine.own}, on CUDA devices)" in text
-                   for text in said)  # fmt: skip
-        assert "recv(float32, count 50, tag 0" in said[0]
-        assert "recv(int32, count 100, tag 0" in said[1]
-        assert "recv(float32, count 100, tag 0, direct)" in said[2]
-        assert "each waits for the other to receive" in said[4]
+                   for text in messages)  # fmt: skip
+        assert "recv(float32, count 50, tag 0" in messages[0]
+        assert "recv(int32, count 100, tag 0" in messages[1]
+        assert "recv(float32, count 100, tag 0, direct)" in messages[2]
+        assert "each waits for the other to receive" in messages[4]
 
 
 over = threading.Event()
@@ -208,8 +208,8 @@ def late(group: pycomm.Group, device: Any) -> str:
 
 def test_missing_receiver_is_named(machine):
     over.clear()
-    said, _ = machine.run(2, late)
-    assert said.startswith("send: Timed out after 0.3")
+    message, _ = machine.run(2, late)
+    assert message.startswith("send: Timed out after 0.3")
 
 
 def stuck(group: pycomm.Group, device: Any) -> str:
@@ -276,23 +276,23 @@ def test_first_message_against_an_end_on_the_host_is_a_mismatch(machine, sends, 
 def first_of_two(group: pycomm.Group, device: Any) -> str:
     x = device.put(numbers(group.rank))
     if group.rank == 2:
-        assert told.wait(60), "the other two still wait"
+        assert reported.wait(60), "the other two still wait"
         return ""
     with pytest.raises(errors.Timeout) as caught:
         pycomm.send(x, 1, timeout_s=1) if group.rank == 0 else pycomm.recv(x, 0, timeout_s=1)
-    told.set()
+    reported.set()
     return str(caught.value)
 
 
-told = threading.Event()
+reported = threading.Event()
 
 
 @on(*EMULATED)
 def test_first_message_requires_all_ranks(machine):
-    told.clear()
+    reported.clear()
     began = time.monotonic()
-    said = machine.run(3, first_of_two)
+    messages = machine.run(3, first_of_two)
     assert time.monotonic() - began < 30  # the call's limit, not the group's
-    for text in said[:2]:
+    for text in messages[:2]:
         assert "needs all ranks of the group" in text
         assert "rank 2" in text

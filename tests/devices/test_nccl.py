@@ -54,7 +54,7 @@ def alone(code: str) -> str:
 
 
 def test_the_real_library_loads_and_runs_up_to_the_driver():
-    said = alone("""if True:
+    output = alone("""if True:
         from pycomm import _cuda
         from pycomm._core_api import nccl
         from pycomm.errors import Unsupported
@@ -77,19 +77,19 @@ def test_the_real_library_loads_and_runs_up_to_the_driver():
     """).splitlines()
     version = importlib.metadata.version(nccl.PACKAGE)
     file = nccl.places()[1][1]
-    assert said[0].endswith("such as torch's: none); pip install nvidia-nccl-cu13")
-    assert said[1:4] == [f"{version} {file}", file, "128 True"]
+    assert output[0].endswith("such as torch's: none); pip install nvidia-nccl-cu13")
+    assert output[1:4] == [f"{version} {file}", file, "128 True"]
     if os.path.exists("/proc/driver/nvidia/version"):
-        assert said[4] == "a communicator"
+        assert output[4] == "a communicator"
     else:  # in NCCL's words, the library's name, and CUDA's error
-        assert said[4].startswith("ncclCommInitRankConfig: unhandled cuda error")
-        assert f"(NCCL {version}, {file})" in said[4]
-        assert "; NCCL requires NVIDIA's driver and a GPU: " in said[4]
+        assert output[4].startswith("ncclCommInitRankConfig: unhandled cuda error")
+        assert f"(NCCL {version}, {file})" in output[4]
+        assert "; NCCL requires NVIDIA's driver and a GPU: " in output[4]
 
 
 def test_info_names_version_and_file():
-    said = alone("from pycomm.observe import info; print(dict(info._built())['nccl'])")
-    assert said == f"{importlib.metadata.version(nccl.PACKAGE)}, {nccl.places()[1][1]}\n"
+    output = alone("from pycomm.observe import info; print(dict(info._built())['nccl'])")
+    assert output == f"{importlib.metadata.version(nccl.PACKAGE)}, {nccl.places()[1][1]}\n"
 
 
 def test_oldest_version_with_all_functions_is_accepted(tmp_path):
@@ -101,19 +101,19 @@ def test_oldest_version_with_all_functions_is_accepted(tmp_path):
 def test_unusable_libraries_are_named_and_skipped(tmp_path):
     """Each stub has the same soname: one left open would be found for the next path."""
     old = stub(tmp_path / "old", version=21304)
-    ancient = stub(tmp_path / "ancient", version=2804)
+    outdated = stub(tmp_path / "ancient", version=2804)
     lacking = stub(tmp_path / "lacking", lacks="ncclCommAbort")
     broken = stub(tmp_path / "broken", result=3)
     absent = str(tmp_path / "absent.so")
     bad = [
-        *[("old", old, False), ("ancient", ancient, False), ("lacking", lacking, False)],
+        *[("old", old, False), ("ancient", outdated, False), ("lacking", lacking, False)],
         *[("broken", broken, False), ("absent", absent, False), ("package", "", False)],
     ]
     with pytest.raises(Unsupported) as raised:
         load(*bad, ("left open", old, True))
     assert str(raised.value) == (
         f"NCCL 2.14.0 or newer was not found (old: {old} is NCCL 2.13.4; "
-        f"ancient: {ancient} is NCCL 2.8.4; lacking: it has no ncclCommAbort; "
+        f"ancient: {outdated} is NCCL 2.8.4; lacking: it has no ncclCommAbort; "
         f"broken: ncclGetVersion returned 3; absent: {absent}: cannot open shared object file: "
         "No such file or directory; package: not installed; left open: none); "
         "pip install nvidia-nccl-cu13"

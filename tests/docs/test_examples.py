@@ -26,17 +26,17 @@ def lines() -> list[str]:
     for path in sorted((ROOT / "examples").glob("*.py")):
         match = COMMAND.search(path.read_text())
         assert match, f"{path.name} has no command line"
-        words = match[2].strip(" []").split(" | ")
-        found += [f"{match[1]} {word}".strip() for word in words]
+        arguments = match[2].strip(" []").split(" | ")
+        found += [f"{match[1]} {word}".strip() for word in arguments]
     return found
 
 
 def run(line: str, folder: Path) -> subprocess.CompletedProcess[str]:
     """Runs a command line in a folder, with this Python."""
-    starter, *words = shlex.split(line)
-    words = [str(ROOT / word) if word.startswith("examples/") else word for word in words]
+    starter, *arguments = shlex.split(line)
+    arguments = [str(ROOT / word) if word.startswith("examples/") else word for word in arguments]
     return subprocess.run(
-        [sys.executable, *STARTERS[starter], *words],
+        [sys.executable, *STARTERS[starter], *arguments],
         cwd=folder, capture_output=True, text=True, timeout=150, check=False,
     )  # fmt: skip
 

@@ -13,10 +13,17 @@
 #include <string>
 #include <vector>
 
+#include "cuda/cuda_kernels.h"
 #include "grid.hpp"
 #include "kernels/device_kernels.h"
 
 namespace cases {
+
+// The code under test.
+inline pycomm::cuda::CudaKernels& kernels() {
+  static pycomm::cuda::CudaKernels all;
+  return all;
+}
 
 inline void check(bool holds, const std::string& what) {
   if (holds) return;

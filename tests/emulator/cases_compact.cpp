@@ -5,7 +5,6 @@
 #include "cases.hpp"
 #include "codec/compact.h"
 #include "core/errors.h"
-#include "cuda/cuda_kernels.h"
 
 namespace cases {
 namespace {
@@ -14,11 +13,6 @@ namespace {
 using namespace pycomm;  // NOLINT(google-build-using-namespace): a program
 
 using Bytes = std::vector<std::byte>;
-
-cuda::CudaKernels& kernels() {
-  static cuda::CudaKernels all;
-  return all;
-}
 
 struct Set {
   size_t count;

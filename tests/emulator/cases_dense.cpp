@@ -3,18 +3,12 @@
 
 #include "cases.hpp"
 #include "cuda/bandwidth.h"
-#include "cuda/cuda_kernels.h"
 
 namespace cases {
 namespace {
 
 // The code under test.
 using namespace pycomm;  // NOLINT(google-build-using-namespace): a program
-
-cuda::CudaKernels& kernels() {
-  static cuda::CudaKernels all;
-  return all;
-}
 
 void try_norms(std::mt19937& random) {
   std::vector<std::unique_ptr<Device<float>>> on_device;

@@ -4,18 +4,12 @@
 
 #include "cases.hpp"
 #include "codec/packet.h"
-#include "cuda/cuda_kernels.h"
 
 namespace cases {
 namespace {
 
 // The code under test.
 using namespace pycomm;  // NOLINT(google-build-using-namespace): a program
-
-cuda::CudaKernels& kernels() {
-  static cuda::CudaKernels all;
-  return all;
-}
 
 // The packet of one rank, on the device and in host memory.
 struct Sent {

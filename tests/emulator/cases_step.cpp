@@ -3,18 +3,12 @@
 #include <memory>
 
 #include "cases.hpp"
-#include "cuda/cuda_kernels.h"
 
 namespace cases {
 namespace {
 
 // The code under test.
 using namespace pycomm;  // NOLINT(google-build-using-namespace): a program
-
-cuda::CudaKernels& kernels() {
-  static cuda::CudaKernels all;
-  return all;
-}
 
 void try_topk(const std::vector<float>& x, size_t k, size_t skew) {
   Device<float> at(x, skew), values(k), threshold(1);

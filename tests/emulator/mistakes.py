@@ -448,7 +448,7 @@ MISTAKES = {
     name: (
         programs.Mutant(name, file, old, new, UNIT.get(file, "step"), kind),
         case,
-        words,
+        message,
     )
-    for name, file, old, new, kind, case, words in ROWS
+    for name, file, old, new, kind, case, message in ROWS
 }

@@ -55,15 +55,15 @@ def mutants():
 
 @pytest.mark.parametrize("name", MISTAKES)
 def test_injected_bug_is_found(mutants, name):
-    mutant, case, words = MISTAKES[name]
+    mutant, case, message = MISTAKES[name]
     (program,) = [path for path in mutants if path.parent.name == name]
-    said = ""
+    output = ""
     for seed in ("1", "2", "3"):
         done = run(program, case, "random", seed, "3", limit_s=120)
-        said = done.stdout
-        if done.returncode != 0 and re.search(words, said):
+        output = done.stdout
+        if done.returncode != 0 and re.search(message, output):
             return
-    pytest.fail(f"not found by {mutant.kind} in {case}:\n{said[-3000:]}")
+    pytest.fail(f"not found by {mutant.kind} in {case}:\n{output[-3000:]}")
 
 
 def test_at_least_twenty_bugs_are_injected():

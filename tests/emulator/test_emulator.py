@@ -67,9 +67,9 @@ def test_correct_kernel_passes(micro, name):
 
 @pytest.mark.parametrize("name", MISTAKES)
 def test_incorrect_kernel_is_reported(name):
-    kind, words = MISTAKES[name]
+    kind, message = MISTAKES[name]
     (program,) = programs.build([f"micro.{kind}"])
     for order in ORDERS:
         done = run(program, name, "bad", *order)
         assert done.returncode != 0, f"{order}: not found"
-        assert re.search(words, done.stdout), done.stdout
+        assert re.search(message, done.stdout), done.stdout

@@ -53,13 +53,13 @@ def fuzz(target: str, binary: Path, seconds: int, more: Path) -> Report:
     command = ["sh", "-c", '"$0" "$@"; exit $?', str(binary), *limits]
     command += [f"-artifact_prefix={FOUND}/{target}-", str(more), str(corpus)]
     done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
-    said = done.stderr
-    reached = [int(n) for n in re.findall(r"\bcov: (\d+)", said)]
-    tried = re.search(r"number_of_executed_units: (\d+)", said)
+    stderr = done.stderr
+    reached = [int(n) for n in re.findall(r"\bcov: (\d+)", stderr)]
+    tried = re.search(r"number_of_executed_units: (\d+)", stderr)
     find = ""
     if done.returncode != 0:
-        why = re.search(r"FOUND: .*|ERROR: .*|runtime error: .*", said)
-        find = why.group() if why else f"it ended with {done.returncode}: {said[-500:]}"
+        why = re.search(r"FOUND: .*|ERROR: .*|runtime error: .*", stderr)
+        find = why.group() if why else f"it ended with {done.returncode}: {stderr[-500:]}"
     kept = len(list(corpus.iterdir()))
     return Report(target, int(tried[1]) if tried else 0, kept, max(reached, default=0), find)
 
@@ -96,8 +96,8 @@ def main() -> None:
     parser.add_argument("--seconds", type=int, default=60, help="of each target (default 60)")
     parser.add_argument("--targets", default=",".join(targets()), help="names, with commas")
     parser.add_argument("--keep", action="store_true", help="add to the corpus what reaches more")
-    asked = parser.parse_args()
-    names = asked.targets.split(",")
+    options = parser.parse_args()
+    names = options.targets.split(",")
     if unknown := set(names) - set(targets()):
         sys.exit(f"{', '.join(sorted(unknown))}: not among {', '.join(targets())}")
     try:
@@ -108,9 +108,9 @@ def main() -> None:
     for target, binary in zip(names, binaries, strict=True):
         with tempfile.TemporaryDirectory() as folder:
             more = Path(folder)
-            work = partial(fuzz, target, binary, asked.seconds, more)
-            found = while_waiting(target, asked.seconds, work)
-            if asked.keep and not found.find:
+            work = partial(fuzz, target, binary, options.seconds, more)
+            found = while_waiting(target, options.seconds, work)
+            if options.keep and not found.find:
                 keep(target, binary, more)
         reports.append(found)
     print(f"{'target':10} {'inputs':>10} {'corpus':>7} {'edges':>6}  found")

@@ -16,7 +16,7 @@ from encrypted_relay import KEY, Records, Relay, two_ranks
 from torch_ranks import Run, run_fixture  # noqa: F401 - a fixture
 
 import pycomm
-from pycomm import _core, config, group, torch_backend
+from pycomm import _core, config, default_group, torch_backend
 from pycomm.errors import InvalidArgument, Mismatch, PeerLost, Unsupported
 from pycomm.launch import command
 from pycomm.testing import FaultPlan, run_ranks
@@ -80,25 +80,27 @@ def test_slow_arrival_changes_nothing(action: str) -> None:
 SECRET_WORD = b"the weights of a model, 0123456789"
 
 
-def tell(group: pycomm.Group) -> bool:
-    words = np.frombuffer(SECRET_WORD * 100, dtype=np.uint8).copy()
-    got = pycomm.all_gather(words, group=group)
-    return bool((got.reshape(2, -1) == words).all())
+def gather_secret(group: pycomm.Group) -> bool:
+    values = np.frombuffer(SECRET_WORD * 100, dtype=np.uint8).copy()
+    got = pycomm.all_gather(values, group=group)
+    return bool((got.reshape(2, -1) == values).all())
 
 
-def tell_on_demand(group: pycomm.Group) -> bool:
+def send_secret_on_demand(group: pycomm.Group) -> bool:
     """In a group whose ranks connect when one first sends to the other."""
-    words = np.frombuffer(SECRET_WORD * 200, dtype=np.uint8).copy()
-    got = np.zeros_like(words)
+    values = np.frombuffer(SECRET_WORD * 200, dtype=np.uint8).copy()
+    got = np.zeros_like(values)
     if group.rank:
-        pycomm.send(words, 0, group=group)
+        pycomm.send(values, 0, group=group)
         return True
     pycomm.recv(got, -1, group=group)
-    return bool((got == words).all())
+    return bool((got == values).all())
 
 
 @pytest.mark.parametrize(
-    ("body", "full_mesh"), [(tell, 64), (tell_on_demand, 1)], ids=["full mesh", "on demand"]
+    ("body", "full_mesh"),
+    [(gather_secret, 64), (send_secret_on_demand, 1)],
+    ids=["full mesh", "on demand"],
 )
 @pytest.mark.parametrize("encrypt", [False, True])
 def test_network_sees_plaintext_only_without_encryption(
@@ -219,7 +221,7 @@ def _torch_groups(path: str) -> str:
     dist.init_process_group(
         "pycomm", init_method=f"file://{path}", rank=rank, world_size=2, pg_options=options
     )
-    assert group.default_is_encrypted()
+    assert default_group.default_is_encrypted()
     other = torch_backend.Options(encrypt=False)
     try:
         dist.new_group(backend="pycomm", pg_options=other if rank == 1 else None)

@@ -77,12 +77,12 @@ def test_the_chosen_interface_carries_everything(two_links: Network, choice: str
     env = {"MASTER_ADDR": master, "GLOO_SOCKET_IFNAME": choice, "FORM_S": "90"}
     run = Run(two_links, [0, 1], "form", env)
     run.start(0)
-    heard: list[str] = []
-    while len(heard) < 3:  # the store's two and the transport's, which waits for rank 1
+    listening: list[str] = []
+    while len(listening) < 3:  # the store's two and the transport's, which waits for rank 1
         assert run.ranks[0].poll() is None
         lines = two_links.hosts[0].run("ss", "-Hltn").splitlines()
-        heard = sorted(line.split()[3].rpartition(":")[0] for line in lines)
-    assert heard == ["*", "*", master]
+        listening = sorted(line.split()[3].rpartition(":")[0] for line in lines)
+    assert listening == ["*", "*", master]
     assert [t["transports"] for t in run.start_all().results()] == [
         ["self", "tcp"],
         ["tcp", "self"],
@@ -144,15 +144,15 @@ def test_unauthenticated_clients_of_another_host_are_rejected_and_the_group_form
         run = Run(net, places, "form", {"FORM_S": "90"})
         run.start(0)
         run.start(1)
-        doors: set[tuple[int, str]] = set()
-        while len(doors) < 3:  # the store's, and those of both ranks, which wait for the third
+        listeners: set[tuple[int, str]] = set()
+        while len(listeners) < 3:  # the store's, and those of both ranks, which wait for the third
             assert [rank.poll() for rank in run.ranks.values()] == [None, None]
             for host in net.hosts[:2]:
                 lines = host.run("ss", "-Hltn").splitlines()
-                doors |= {(host.number, line.split()[3].rpartition(":")[2]) for line in lines}
+                listeners |= {(host.number, line.split()[3].rpartition(":")[2]) for line in lines}
         called = [
             f"{address}:{port}"
-            for number, port in sorted(doors)
+            for number, port in sorted(listeners)
             for address in (net.hosts[number].ipv4(), net.hosts[number].ipv6())
         ]
         client = net.hosts[2].start([sys.executable, "-c", CLIENT, *called], stdin=subprocess.PIPE)

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -238,8 +239,8 @@ def shapes_and_arguments(group: Group) -> float:
         (lambda: pycomm.reduce_scatter(np.ones((2, 3)), out=np.ones(4)), "shape"),
         (lambda: pycomm.set_num_threads(0), "set_num_threads"),
     ]
-    for call, words in cases:
-        with pytest.raises(errors.InvalidArgument, match=words):
+    for call, message in cases:
+        with pytest.raises(errors.InvalidArgument, match=message):
             call()
     with pytest.raises(errors.Unsupported, match="avg"):
         pycomm.all_reduce(np.ones(3, int), "avg")
@@ -379,7 +380,7 @@ def test_processes_rendezvous_by_environment_variables(secret: str) -> None:
     assert [process.returncode for process in ranks] == [0, 0]
 
 
-def test_without_secret_and_torch_init_explains_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_secret_and_torch_init_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     from pycomm import config
     from pycomm._bootstrap import rendezvous
 
@@ -395,12 +396,14 @@ def test_without_secret_and_torch_init_explains_itself(monkeypatch: pytest.Monke
 def test_log_lists_the_ranks() -> None:
     done = run_python("import pycomm; pycomm.init()", PYCOMM_LOG="info")
     assert done.returncode == 0
-    said = r'pycomm: group "world": 1 ranks on 1 hosts; rank 0 is local rank 0 of 1 on \S+, device'
-    assert re.match(said + " cpu", done.stderr), done.stderr
+    pattern = (
+        r'pycomm: group "world": 1 ranks on 1 hosts; rank 0 is local rank 0 of 1 on \S+, device'
+    )
+    assert re.match(pattern + " cpu", done.stderr), done.stderr
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code", "words"),
+    ("arguments", "code", "texts"),
     [
         (["info"], 0, ["transports", "PYCOMM_SECRET", "bfloat16", "local"]),
         ([], 2, ["usage"]),
@@ -409,7 +412,7 @@ def test_log_lists_the_ranks() -> None:
         (["bench", "nothing"], 2, ["collectives"]),
     ],
 )
-def test_command_line(arguments: list[str], code: int, words: list[str]) -> None:
+def test_command_line(arguments: list[str], code: int, texts: list[str]) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "pycomm", *arguments],
         capture_output=True,
@@ -418,7 +421,7 @@ def test_command_line(arguments: list[str], code: int, words: list[str]) -> None
         check=False,
     )
     assert done.returncode == code
-    assert all(word in done.stdout + done.stderr for word in words)
+    assert all(word in done.stdout + done.stderr for word in texts)
 
 
 def test_a_store_can_be_written_in_python() -> None:
@@ -450,16 +453,12 @@ def test_a_store_can_be_written_in_python() -> None:
             with self.changed:
                 return self.values.setdefault(key, value)
 
-    store, results = Slow(), [None, None]
+    store = Slow()
 
-    def one(rank: int) -> None:
+    def one(rank: int) -> list[float]:
         options = {"size": 2, "timeout_s": 20.0, "transport": "local"}
         group = join(store, rank, options)
-        results[rank] = pycomm.all_reduce(np.ones(2), group=group).tolist()
+        return pycomm.all_reduce(np.ones(2), group=group).tolist()
 
-    threads = [threading.Thread(target=one, args=(rank,)) for rank in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert results == [[2.0, 2.0]] * 2
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(one, range(2))) == [[2.0, 2.0]] * 2

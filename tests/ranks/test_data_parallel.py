@@ -262,9 +262,9 @@ class Locked(torch.optim.SGD):
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(
-    ("secret", "says"), [(threading.Lock, "pickle"), (object, "Weights only load failed")]
+    ("secret", "message"), [(threading.Lock, "pickle"), (object, "Weights only load failed")]
 )
-def test_unserializable_state_raises_on_every_rank(secret: Any, says: str) -> None:
+def test_unserializable_state_raises_on_every_rank(secret: Any, message: str) -> None:
     def program(group: pycomm.Group, models: list[nn.Module]) -> str:
         model = pycomm.DataParallel(models[group.rank])
         optimizer = Locked(model.parameters(), lr=0.1)
@@ -276,9 +276,9 @@ def test_unserializable_state_raises_on_every_rank(secret: Any, says: str) -> No
         return str(caught.value)
 
     other, own = run_ranks(2, program, replicas(2))
-    assert says in own
+    assert message in own
     assert other.startswith("rank 1 could not send its value: ")
-    assert says in other
+    assert message in other
 
 
 def test_buffers_follow_rank_0() -> None:

@@ -386,9 +386,9 @@ def test_the_exchange_follows_the_level() -> None:
         seen = []
         for step in range(6):
             step_on(model, batch(group.rank, step), optimizer)
-            said = dgc.stats()
-            seen.append((said["level"], said["exchange"], said["k"], said["sent_bytes"]))
-            assert said["dense_bytes"] == 4 * (528 + 33 + 660 + 20 + 60 + 3)
+            stats = dgc.stats()
+            seen.append((stats["level"], stats["exchange"], stats["k"], stats["sent_bytes"]))
+            assert stats["dense_bytes"] == 4 * (528 + 33 + 660 + 20 + 60 + 3)
         return seen
 
     rest = 4 * (33 + 20 + 60 + 3)

@@ -199,8 +199,8 @@ def test_owners_send_owner_k_factor_times_k(owner_k_factor: int) -> None:
             one.received > (1 + owner_k_factor) / 2 * 0.8 * once
         )  # indices are denser in the all-gather phase
     residual = []
-    for told in (1, owner_k_factor):
-        form = {"exchange": "sharded", "value_dtype": "2bit", "owner_k_factor": told}
+    for factor in (1, owner_k_factor):
+        form = {"exchange": "sharded", "value_dtype": "2bit", "owner_k_factor": factor}
         ((weight, total, missing), *others) = run_ranks(4, trained_alone, form, 12)
         assert all(torch.equal(weight, other) for other, _, _ in others)
         assert float((missing - 4 * weight - total).abs().max()) <= 1e-5 * float(total.abs().max())

@@ -158,9 +158,9 @@ def test_a_state_that_is_loaded_between_backward_and_step(fused: bool) -> None:
             step_on(model, batch(group.rank, step), optimizer)
         return [*parameters(module), *(x for pair in memory_of(dgc).values() for x in pair)]
 
-    calm, stray = (run_ranks(2, program, stray) for stray in (False, True))
-    assert equal(calm[0], stray[0])
-    assert equal(calm[1], stray[1])
+    without_stray, stray = (run_ranks(2, program, stray) for stray in (False, True))
+    assert equal(without_stray[0], stray[0])
+    assert equal(without_stray[1], stray[1])
 
 
 @pytest.mark.parametrize("fused", [False, True])
@@ -233,10 +233,10 @@ def test_ages(select: str, exchange: str) -> None:
                 age.add_(1)
                 age[(memory.v == 0) | torch.tensor(step == 0)] = 0
             every = torch.cat(since)
-            said = dgc.stats()["age"]
-            assert said["max"] == every.max()
-            assert said["mean"] == pytest.approx(every.mean().item())
-        assert said["max"] == 7 > said["mean"] > 1
+            ages = dgc.stats()["age"]
+            assert ages["max"] == every.max()
+            assert ages["mean"] == pytest.approx(every.mean().item())
+        assert ages["max"] == 7 > ages["mean"] > 1
         plain = compressed(perceptron())[2]
         assert plain.stats()["age"] is None
 

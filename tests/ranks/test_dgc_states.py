@@ -108,7 +108,7 @@ def test_loaded_state_contains_nothing_of_a_failed_pass() -> None:
 
 
 @pytest.mark.parametrize("asked", ["state_dict", "gather_state", "detach"])
-def test_failed_pass_returns_to_the_residual_before_the_next(asked: str) -> None:
+def test_failed_pass_returns_to_the_residual_before_the_next(method: str) -> None:
     """P3: unsent values return to the residual, as after the next forward. During the pass the call
     is rejected."""
 
@@ -120,8 +120,8 @@ def test_failed_pass_returns_to_the_residual_before_the_next(asked: str) -> None
             refused = []
 
             def stop(_: Tensor) -> None:
-                with pytest.raises(InvalidArgument, match=f"{asked}.* inside backward"):
-                    getattr(dgc, asked)()
+                with pytest.raises(InvalidArgument, match=f"{method}.* inside backward"):
+                    getattr(dgc, method)()
                 refused.append(True)
                 raise ArithmeticError
 
@@ -138,14 +138,14 @@ def test_failed_pass_returns_to_the_residual_before_the_next(asked: str) -> None
         wanted = memory_of(dgc)
         assert not same_memory(half, wanted)
         module, _, optimizer, dgc = broken()
-        state = getattr(dgc, asked)()
-        if asked == "detach":
+        state = getattr(dgc, method)()
+        if method == "detach":
             for name, p in module.named_parameters():
                 velocity = pycomm.all_reduce(wanted[name][0].clone(), "avg")
                 assert equal([optimizer.state[p]["momentum_buffer"].flatten()], [velocity])
             return
         assert same_memory(wanted, memory_of(dgc))
-        own = state if asked == "state_dict" else state and state["ranks"][0]
+        own = state if method == "state_dict" else state and state["ranks"][0]
         for name, (_, v) in wanted.items() if own else ():
             assert equal([own["v"][name]], [v])
 

@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -219,8 +220,8 @@ def test_killed_rank_is_named_to_every_survivor_within_a_second(
     for survivor in (results[0], results[2]):
         assert not isinstance(survivor, BaseException), survivor
         assert survivor is not None
-        heard, peer, text, later = survivor
-        assert heard - died < 1.0
+        reported, peer, text, later = survivor
+        assert reported - died < 1.0
         assert peer == 1
         assert "rank 1" in text
         assert "rank 1" in later  # the first cause is repeated
@@ -262,25 +263,20 @@ def test_a_group_that_does_not_form_names_the_missing_rank(store: Callable[[], A
 def test_second_thread_is_rejected_while_a_call_runs() -> None:
     refused = threading.Event()
 
-    def call(group: Group, results: list[Any]) -> None:
+    def call(group: Group) -> Any:
         """One of two threads: the second one is rejected, and releases the first."""
         try:
-            results.append(pycomm.all_reduce(np.ones(4), group=group).tolist())
+            return pycomm.all_reduce(np.ones(4), group=group).tolist()
         except errors.InvalidArgument as error:
-            results.append(str(error))
             refused.set()
+            return str(error)
 
     def fn(group: Group) -> Any:
         if group.rank == 1:
             assert refused.wait(10)
             return pycomm.all_reduce(np.ones(4), group=group).tolist()
-        results = []
-        threads = [threading.Thread(target=call, args=(group, results)) for _ in range(2)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        return results
+        with ThreadPoolExecutor(2) as pool:
+            return sorted(pool.map(call, [group] * 2), key=lambda x: isinstance(x, list))
 
     (text, first), second = run_ranks(2, fn, timeout_s=20)
     assert "split" in text

@@ -212,9 +212,9 @@ def test_residual_is_the_same_on_other_hosts(
     settings = {"exchange": "hierarchical", "value_dtype": "2bit", "select": select}
 
     def means(dgc: pycomm.DGC) -> list[Tensor]:
-        told = state.with_owner_residual(state.of_rank(dgc.state_dict()))
+        own = state.with_owner_residual(state.of_rank(dgc.state_dict()))
         return [
-            pycomm.all_reduce(x.double(), "avg") for key in ("u", "v") for x in told[key].values()
+            pycomm.all_reduce(x.double(), "avg") for key in ("u", "v") for x in own[key].values()
         ]
 
     def first(group: pycomm.Group) -> tuple[Any, list[Tensor]]:
@@ -287,12 +287,12 @@ def test_survivors_continue(on: Any, monkeypatch: pytest.MonkeyPatch, lost: list
     before it adds its gradient, unlike rank 2; both continue from the same state."""
     hosts = [0, 0, 1, 1, 2]
     on(hosts)
-    real, gone, heard = Hosts.agree, threading.Event(), threading.Event()
+    real, gone, raised = Hosts.agree, threading.Event(), threading.Event()
 
     def agree(self: Hosts, here: bool) -> bool:
         result = real(self, here)
-        if threading.current_thread().name == "rank 3" and gone.is_set() and not heard.is_set():
-            heard.set()
+        if threading.current_thread().name == "rank 3" and gone.is_set() and not raised.is_set():
+            raised.set()
             raise PeerLost("heard early")
         return result
 
@@ -306,7 +306,7 @@ def test_survivors_continue(on: Any, monkeypatch: pytest.MonkeyPatch, lost: list
             optimizer, sparsity=[0.9], min_count=1, exchange="hierarchical", value_dtype="2bit"
         )
         model = pycomm.DataParallel(layer, compression=dgc)
-        step, told = 0, None
+        step, losses = 0, None
         me = group.rank
         while step < 8:
             if step == 4 and me in lost:
@@ -323,19 +323,19 @@ def test_survivors_continue(on: Any, monkeypatch: pytest.MonkeyPatch, lost: list
                 step += 1
             except (PeerLost, GroupBroken):  # another rank was lost
                 left = model.shrink(optimizer, timeout_s=30)
-                step, told = left.step, (left.lost, left.lost_residual_norm)
+                step, losses = left.step, (left.lost, left.lost_residual_norm)
                 assert len(compressor_of(dgc).state.by_host) == 5 - len(lost)
                 v = dgc.state_dict()["v"]["weight"].clone()
-                told = (*told, v)
-        return layer.weight.detach(), told
+                losses = (*losses, v)
+        return layer.weight.detach(), losses
 
     found = run_ranks(5, program, timeout_s=60)
     left = [one for one in found if one is not None]
     assert len(left) == 5 - len(lost)
-    for weight, told in left:
+    for weight, losses in left:
         assert torch.equal(weight, left[0][0])
-        assert told[0] == lost
-        assert (told[1] > 0) == (lost == [2, 3])
+        assert losses[0] == lost
+        assert (losses[1] > 0) == (lost == [2, 3])
     alive = [rank for rank in range(5) if rank not in lost]
     for a, b in itertools.combinations(range(len(alive)), 2):
         alike = torch.equal(left[a][1][2], left[b][1][2])
@@ -358,8 +358,8 @@ def test_a_rank_without_data_and_a_skipped_step(on: Any) -> None:
             for step in range(3 + (group.rank == 0)):
                 before, weights = memory_of(dgc), parameters(module)
                 x, y = batch(group.rank, step)
-                spoiled = step == 1
-                if spoiled and group.rank == 3:
+                corrupted = step == 1
+                if corrupted and group.rank == 3:
                     x = x * float("inf")
                 optimizer.zero_grad()
                 loss = nn.functional.mse_loss(model(x), y)
@@ -367,9 +367,9 @@ def test_a_rank_without_data_and_a_skipped_step(on: Any) -> None:
                 scaler.unscale_(optimizer)
                 scaler.step(optimizer)
                 scaler.update()
-                if spoiled:
+                if corrupted:
                     assert same_memory(before, memory_of(dgc))
-                assert equal(weights, parameters(module)) == spoiled
+                assert equal(weights, parameters(module)) == corrupted
         return parameters(module), memory_of(dgc)
 
     results = run_ranks(4, program)
@@ -400,8 +400,8 @@ def test_auto_and_auto_time_consider_hosts(on: Any) -> None:
         model, optimizer, dgc = compressed(perceptron(), exchange=exchange, value_dtype="2bit")
         for step in range(2):
             step_on(model, batch(group.rank, step), optimizer)
-        said = dgc.stats()
-        return said["exchange"], set(said["exchange_costs"])
+        stats = dgc.stats()
+        return stats["exchange"], set(stats["exchange_costs"])
 
     names = {"gather", "dense_masked", "sharded", "hierarchical"}
     assert run_ranks(4, program, "auto") == [("hierarchical", names)] * 4

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -46,7 +47,7 @@ def endless() -> Any:
 
 
 @pytest.mark.parametrize(
-    ("value", "words"),
+    ("value", "message"),
     [
         (object(), r"value is a builtins\.object"),
         ([1, {"a": (0, np.int64(3))}], r"value\[1\]\['a'\]\[1\] is a numpy\.int64"),
@@ -57,8 +58,8 @@ def endless() -> Any:
         (endless(), "deep"),
     ],
 )
-def test_unsupported_value_is_named(value: Any, words: str) -> None:
-    with pytest.raises(errors.InvalidArgument, match=words):
+def test_unsupported_value_is_named(value: Any, message: str) -> None:
+    with pytest.raises(errors.InvalidArgument, match=message):
         serialization.encode(value)
 
 
@@ -105,10 +106,10 @@ def set_and_claim(group: Group) -> Any:
     pycomm.barrier()
     if group.rank == 0:
         pycomm.user_set("one", "prize")
-    prizes = 0
+    popped = 0
     with contextlib.suppress(errors.Timeout):
-        prizes += pycomm.user_pop("one", 0.4) == "prize"
-    winners = int(pycomm.all_reduce(np.array([prizes]))[0])
+        popped += pycomm.user_pop("one", 0.4) == "prize"
+    winners = int(pycomm.all_reduce(np.array([popped]))[0])
     with pytest.raises(errors.Timeout, match=r"no rank set 'one' within 0\.05 s"):
         pycomm.user_get("one", 0.05)
     pycomm.barrier()
@@ -315,9 +316,9 @@ def test_successive_groups_of_one_name_share_a_torch_store(kind: str, tmp_path: 
         "file": lambda: dist.FileStore(str(tmp_path / "store"), 2),
     }[kind]
     stores = [make(), make()] if kind == "file" else [make()] * 2
-    names: list[list[str]] = [[], []]
 
-    def one(rank: int) -> None:
+    def one(rank: int) -> list[str]:
+        names = []
         for turn in range(3):
             options = {"size": 2, "timeout_s": 20.0, "transport": "shm"}
             group = join(TorchStore(stores[rank]), rank, options)
@@ -325,12 +326,9 @@ def test_successive_groups_of_one_name_share_a_torch_store(kind: str, tmp_path: 
             pycomm.user_set(f"of {rank}", turn, group=group)
             assert pycomm.user_get(f"of {1 - rank}", group=group) == turn
             assert pycomm.user_pop(f"of {1 - rank}", group=group) == turn
-            names[rank].append(group.name)
+            names.append(group.name)
             group.close()
+        return names
 
-    threads = [threading.Thread(target=one, args=(rank,)) for rank in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert names == [["world", "world#2", "world#3"]] * 2
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(one, range(2))) == [["world", "world#2", "world#3"]] * 2

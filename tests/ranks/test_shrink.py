@@ -108,9 +108,9 @@ def die_while_shrinking(group: Group, moment: str) -> Any:
 
     choose = shrink._SurvivorElection._claim
 
-    def choose_second(board: Any, here: set[int]) -> list[int]:
+    def choose_second(election: Any, here: set[int]) -> list[int]:
         select.select([process], [], [])  # until rank 1 died
-        return choose(board, here)
+        return choose(election, here)
 
     if moment == "as it chooses" and group.rank != 1:
         shrink._SurvivorElection._claim = choose_second
@@ -161,7 +161,7 @@ def be_a_minority(group: Group, folder: str) -> Any:
             os.kill(os.getpid(), signal.SIGSTOP)
         with pytest.raises(errors.GroupBroken, match="too few"):
             group.shrink()
-        return "heard"
+        return "GroupBroken"
     try:
         until_broken(group)
         with pytest.raises(errors.GroupBroken, match="too few of 4 ranks are left") as caught:
@@ -178,7 +178,7 @@ def test_a_minority_never_continues(tmp_path: Path) -> None:
         4, be_a_minority, str(tmp_path), transport="tcp", processes=True, heartbeat_s=2.0,
         return_exceptions=True,
     )  # fmt: skip
-    assert results == ["shrink", "heard", "heard", "heard"]
+    assert results == ["shrink", "GroupBroken", "GroupBroken", "GroupBroken"]
 
 
 def be_excluded(group: Group, folder: str) -> Any:

@@ -171,8 +171,8 @@ def test_all_gather_v_whose_rows_differ_is_a_mismatch_on_every_rank() -> None:
             (np.zeros((2, 2, 3) if group.rank else (2, 3, 2)), "another shape"),
             (np.zeros(2, "int32" if group.rank == 1 else "uint8"), "rank 1 1 int32"),
         ]
-        for x, words in cases:
-            with pytest.raises(errors.Mismatch, match=words):
+        for x, message in cases:
+            with pytest.raises(errors.Mismatch, match=message):
                 pycomm.all_gather_v(x, group=group)
         return [len(part) for part in pycomm.all_gather_v(np.zeros(group.rank), group=group)]
 
@@ -227,8 +227,8 @@ def test_wrong_arguments_raise_before_data_is_sent() -> None:
             (lambda: pycomm.all_gather_v(flat), "scalar"),
             (lambda: pycomm.all_reduce(x, algorithm="magic"), "magic"),
         ]
-        for call, words in cases:
-            with pytest.raises(errors.InvalidArgument, match=words):
+        for call, message in cases:
+            with pytest.raises(errors.InvalidArgument, match=message):
                 call()
         for out in (x, [x], [x, None], [x, np.ones(3, np.float32)], [x, np.ones(4)]):
             with pytest.raises(errors.InvalidArgument):  # the lengths are known by then

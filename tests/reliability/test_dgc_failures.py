@@ -189,10 +189,10 @@ def through_ctrl_c(
 )
 def test_ctrl_c_waits_for_what_a_step_commits(options: dict[str, Any]) -> None:
     """Processes: only a main thread receives it. The step completes, and the next ones continue."""
-    calm, interrupted = (
+    undisturbed, interrupted = (
         run_ranks(2, through_ctrl_c, options, ctrl_c, transport="", processes=True)
         for ctrl_c in (False, True)
     )
-    assert [came for _, came in [*calm, *interrupted]] == [False, False, True, False]
-    for (one, _), (other, _) in zip(calm, interrupted, strict=True):
+    assert [came for _, came in [*undisturbed, *interrupted]] == [False, False, True, False]
+    for (one, _), (other, _) in zip(undisturbed, interrupted, strict=True):
         assert equal(one, other)

@@ -176,7 +176,7 @@ def stop_while_waiting(group: Group) -> Any:
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_stopped_rank_blames_no_peer(transport: str) -> None:
+def test_stopped_rank_reports_no_peer(transport: str) -> None:
     results = run_ranks(
         2, stop_while_waiting, transport=transport, processes=True, heartbeat_s=HEARTBEAT_S
     )
@@ -199,7 +199,7 @@ def test_a_delay_delays() -> None:
 @pytest.mark.parametrize("action", ["disconnect", "corrupt"])
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
 def test_fault_writes_its_timestamp(action: str, transport: str, tmp_path: Path) -> None:
-    said = str(tmp_path / "struck")
+    file = str(tmp_path / "struck")
 
     def fn(group: Group) -> tuple[float, float]:
         begun = []
@@ -210,9 +210,9 @@ def test_fault_writes_its_timestamp(action: str, transport: str, tmp_path: Path)
         except errors.PeerLost:  # the fault took effect
             return begun[-2], time.monotonic()  # it may take effect when the previous call is over
 
-    fault = FaultPlan(1, action, at="all_reduce", after_bytes=20_000, timestamp_file=said)
-    (_, told), (before, _) = run_ranks(2, fn, transport=transport, faults=[fault])
-    assert before <= float(Path(said).read_text()) <= told
+    fault = FaultPlan(1, action, at="all_reduce", after_bytes=20_000, timestamp_file=file)
+    (_, reported), (before, _) = run_ranks(2, fn, transport=transport, faults=[fault])
+    assert before <= float(Path(file).read_text()) <= reported
 
 
 def test_fault_affects_only_its_group():
@@ -226,8 +226,8 @@ def test_fault_affects_only_its_group():
         return str(caught.value)
 
     fault = FaultPlan(1, "disconnect", at="all_reduce", after_bytes=1000)
-    for said in run_ranks(2, program, transport="tcp", faults=[fault]):
-        assert said.startswith("all_reduce: rank")
+    for message in run_ranks(2, program, transport="tcp", faults=[fault]):
+        assert message.startswith("all_reduce: rank")
 
 
 def test_fault_plan_is_validated() -> None:

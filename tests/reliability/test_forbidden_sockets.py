@@ -79,7 +79,7 @@ print(json.dumps([sums, *both]), flush=True)
 """
 
 
-def _run(folder: Path, *words: str) -> tuple[list[object], str]:
+def _run(folder: Path, *arguments: str) -> tuple[list[object], str]:
     """The stdout of four ranks, and their stderr."""
     shim = folder / "shim.so"
     (folder / "shim.c").write_text(SHIM)
@@ -98,7 +98,7 @@ def _run(folder: Path, *words: str) -> tuple[list[object], str]:
     }
     ranks = [
         subprocess.Popen(
-            [sys.executable, str(script), *words],
+            [sys.executable, str(script), *arguments],
             env={**env, "RANK": str(rank)},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -107,32 +107,32 @@ def _run(folder: Path, *words: str) -> tuple[list[object], str]:
         for rank in range(4)
     ]
     try:
-        told = [rank.communicate(timeout=150) for rank in ranks]
+        outputs = [rank.communicate(timeout=150) for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()
-    return [json.loads(out) for out, _ in told if out], "".join(errors for _, errors in told)
+    return [json.loads(out) for out, _ in outputs if out], "".join(errors for _, errors in outputs)
 
 
 @pytest.mark.parametrize("backend", ["pycomm", "torch"])
 @pytest.mark.parametrize("rank", ["1", "3", "all"])
 def test_all_ranks_use_tcp_and_are_warned(tmp_path: Path, rank: str, backend: str) -> None:
-    said, errors = _run(tmp_path, rank, "unix", backend)
-    assert said == [[[4.0, 2.0], ["tcp"], ["tcp"]]] * 4, errors
+    results, errors = _run(tmp_path, rank, "unix", backend)
+    assert results == [[[4.0, 2.0], ["tcp"], ["tcp"]]] * 4, errors
     assert errors.count("ranks of this host use TCP") == 1, errors
 
 
 def test_ranks_that_may_connect_share_memory(tmp_path: Path) -> None:
     # The others connect to rank 0, which connects to no rank.
-    said, errors = _run(tmp_path, "0", "unix", "pycomm")
-    assert said == [[[4.0, 2.0], ["shm"], ["shm"]]] * 4, errors
+    results, errors = _run(tmp_path, "0", "unix", "pycomm")
+    assert results == [[[4.0, 2.0], ["shm"], ["shm"]]] * 4, errors
     assert "TCP" not in errors
 
 
 def test_explicit_transport_is_kept(tmp_path: Path) -> None:
-    said, errors = _run(tmp_path, "all", "unix", "shm")
-    assert len(said) == 4, (said, errors)
-    assert any("PYCOMM_TRANSPORT=tcp" in str(text) for text in said), said
+    results, errors = _run(tmp_path, "all", "unix", "shm")
+    assert len(results) == 4, (results, errors)
+    assert any("PYCOMM_TRANSPORT=tcp" in str(text) for text in results), results
 
 
 @pytest.mark.parametrize(("what", "transport"), [("tcp", "tcp"), ("unix", "shm")])
@@ -140,5 +140,5 @@ def test_explicit_transport_is_kept(tmp_path: Path) -> None:
 def test_peer_connects_to_a_rank_that_cannot_connect(
     tmp_path: Path, rank: str, what: str, transport: str
 ) -> None:
-    said, errors = _run(tmp_path, rank, what, transport)
-    assert said == [[[4.0, 2.0], [transport], [transport]]] * 4, errors
+    results, errors = _run(tmp_path, rank, what, transport)
+    assert results == [[[4.0, 2.0], [transport], [transport]]] * 4, errors

@@ -39,11 +39,11 @@ def test_rank_killed_before_all_join_is_named(lives: int, dies: int) -> None:
         for rank in ranks:
             server.get(f"world/note/{rank}", 60.0)
         ranks[dies].kill()
-        told, _ = ranks[lives].communicate(timeout=60)
-        assert told.startswith(f"PeerLost {dies} True"), told
-        assert f"rank {dies} (host" in told
-        assert f"pid {ranks[dies].pid}" in told
-        assert "died while the group formed" in told
+        output, _ = ranks[lives].communicate(timeout=60)
+        assert output.startswith(f"PeerLost {dies} True"), output
+        assert f"rank {dies} (host" in output
+        assert f"pid {ranks[dies].pid}" in output
+        assert "died while the group formed" in output
     finally:
         for process in ranks.values():
             process.kill()

@@ -47,7 +47,7 @@ def hold_until_reported(folder: str) -> None:
     if os.fork() > 0:
         return
     end = time.monotonic() + 20
-    while len(list(Path(folder).glob("told*"))) < RANKS - 1 and time.monotonic() < end:
+    while len(list(Path(folder).glob("reported*"))) < RANKS - 1 and time.monotonic() < end:
         time.sleep(0.02)  # polling interval
     os._exit(0)
 
@@ -98,7 +98,7 @@ def lose_one(group: Group, hold: Callable[[str], Any], die: Callable[[], None], 
             pycomm.all_reduce(x, "max", group=group)
     except errors.PeerLost as error:
         noticed = time.monotonic()
-        Path(folder, f"told{group.rank}").touch()
+        Path(folder, f"reported{group.rank}").touch()
         return noticed - float(Path(folder, "died").read_text()), error.peer, str(error)
 
 
@@ -144,31 +144,31 @@ def call_in_a_child(group: Group) -> Any:
     ways_in, way_out = os.pipe()
     child = os.fork()
     if child == 0:
-        said = b"nothing"
+        message = b"nothing"
         try:
             pycomm.barrier(group=group)
         except errors.GroupBroken as error:
-            said = str(error).encode()
+            message = str(error).encode()
         # Files that it opens get the group's descriptor numbers, and keep them.
         mine = [socket.socketpair() for _ in range(50)]
         del group
         for a, b in mine:
             a.send(b"x")
             assert b.recv(1) == b"x"
-        os.write(way_out, said)
+        os.write(way_out, message)
         os._exit(0)
     os.close(way_out)
-    said = os.read(ways_in, 1 << 12)
+    message = os.read(ways_in, 1 << 12)
     os.close(ways_in)
     status = os.waitpid(child, 0)[1]
     pycomm.barrier(group=group)
-    return said.decode(), status
+    return message.decode(), status
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_forked_child_holds_no_descriptors_and_its_calls_raise(transport: str) -> None:
-    for said, status in run_ranks(2, call_in_a_child, transport=transport, processes=True):
-        assert "this process was forked after the group formed" in said
+    for message, status in run_ranks(2, call_in_a_child, transport=transport, processes=True):
+        assert "this process was forked after the group formed" in message
         assert status == 0
 
 
@@ -192,7 +192,7 @@ def send_and_leave(group: Group, folder: str, orderly: bool) -> Any:
     with pytest.raises(errors.PeerLost) as ended:
         pycomm.recv(x, 1, group=group)
     for rank in (0, 2, 3):
-        Path(folder, f"told{rank}").touch()
+        Path(folder, f"reported{rank}").touch()
     return bool((x == 7).all()), time.monotonic() - start, str(ended.value)
 
 
@@ -253,7 +253,7 @@ def form_with_one_that_dies(rank: int, transport: str, folder: str) -> None:
             log=False, faults=[], tuned=[], link_bytes_per_s=0.0, full_mesh=64,
         )  # fmt: skip
     except errors.PeerLost as error:
-        Path(folder, f"told{rank}").write_text(f"{time.monotonic()} {error}")
+        Path(folder, f"reported{rank}").write_text(f"{time.monotonic()} {error}")
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
@@ -269,7 +269,7 @@ def test_rank_that_dies_while_the_group_forms_is_named(transport: str, tmp_path:
         process.join()
         process.close()
     for rank in range(2):
-        at, text = Path(tmp_path, f"told{rank}").read_text().split(" ", 1)
+        at, text = Path(tmp_path, f"reported{rank}").read_text().split(" ", 1)
         began = max(float(Path(tmp_path, "died").read_text()), 0.0)
         assert f"rank {VICTIM} " in text
         assert "died" in text  # seen by the end of its process or of its connection

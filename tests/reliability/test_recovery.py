@@ -233,7 +233,7 @@ def train_local(group: Group, rule: str, outer: bool, late: Late) -> Any:
         model, opt, k_steps=2, begin_step=2, rule=rule, buffers=False, outer=around
     )
     data = torch.Generator().manual_seed(1 + group.rank)
-    told: Any = None
+    loss: Any = None
     while local.step_count < 14:
         if group.rank == 0 and local.step_count == 5:
             return late.leave(group)
@@ -247,9 +247,9 @@ def train_local(group: Group, rule: str, outer: bool, late: Late) -> Any:
             left = local.shrink()
             whole = torch.cat([s.reshape(-1) for s in local._snapshot])
             sha = hashlib.sha256(whole.numpy().tobytes()).hexdigest()
-            told = left.lost, left.step, local.last_sync, sha
+            loss = left.lost, left.step, local.last_sync, sha
     local.average()
-    return digest(model), told, local.step_count
+    return digest(model), loss, local.step_count
 
 
 @pytest.mark.parametrize("outer", [False, True], ids=["mean", "outer momentum"])

@@ -98,8 +98,8 @@ def test_polling_unchanged_votes_is_one_call(monkeypatch: pytest.MonkeyPatch) ->
             clock[0] = 100.0
 
     monkeypatch.setattr(shrink, "time", SimpleNamespace(monotonic=lambda: clock[0], sleep=pause))
-    board = shrink._SurvivorElection(store, "world", 0, 200, 50.0)
+    election = shrink._SurvivorElection(store, "world", 0, 200, 50.0)
     with pytest.raises(pycomm.errors.GroupBroken, match="too few"):
-        board.agree([None] * 200, [])
+        election.agree([None] * 200, [])
     assert looks[0] == 50
     assert store.calls < 1000, "2 x 200 for the first and the last poll, one for each other poll"

@@ -64,8 +64,8 @@ def lose_one(group: Group, action: str, folder: str) -> Any:
         found["sums"] += [ones(part) for _ in range(50)]
         if pair is not None:  # another group that has the victim
             found["pair"] = lost_rank_in(pair)
-    Path(folder, f"told{group.rank}").touch()
-    if action == "stop" and len(list(Path(folder).glob("told*"))) == group.size - 1:
+    Path(folder, f"reported{group.rank}").touch()
+    if action == "stop" and len(list(Path(folder).glob("reported*"))) == group.size - 1:
         with contextlib.suppress(ProcessLookupError):  # two ranks may both see that all reported
             os.kill(pid, signal.SIGKILL)
     return found
@@ -210,16 +210,16 @@ def split_until_failure(group: Group) -> tuple[str, str] | None:
 
 def test_rank_failure_during_split_is_reported() -> None:
     """Also for a rank that learns of it in the parent's call that split() makes."""
-    told = []
+    failures = []
     for after in range(0, 1200, 20):  # bytes of the calls that exchange the rank infos
         cut = FaultPlan(2, "disconnect", "all_gather", after)
-        told += [
-            said
-            for said in run_ranks(3, split_until_failure, transport="tcp", faults=[cut])
-            if said is not None
+        failures += [
+            failure
+            for failure in run_ranks(3, split_until_failure, transport="tcp", faults=[cut])
+            if failure is not None
         ]
-    assert {kind for kind, _ in told} == {"PeerLost"}
-    assert sum(text.startswith("all_gather: ") for _, text in told) > 10
+    assert {kind for kind, _ in failures} == {"PeerLost"}
+    assert sum(text.startswith("all_gather: ") for _, text in failures) > 10
 
 
 def test_abort_during_subgroup_creation_is_reported():
@@ -234,5 +234,5 @@ def test_abort_during_subgroup_creation_is_reported():
         return str(caught.value)
 
     for _ in range(20):  # in more than one of them the race occurs
-        for said in run_ranks(4, program, transport="tcp", timeout_s=60):
-            assert "one of us has had enough" in said
+        for message in run_ranks(4, program, transport="tcp", timeout_s=60):
+            assert "one of us has had enough" in message

@@ -61,15 +61,15 @@ def close_without_threads(group: Group, folder: str) -> int:
     """Rank 0 closes while its bytes are in transit; returns how many sockets stayed open."""
     closed = Path(folder, "closed")
     if group.rank == 0:
-        told = closed.open("wb", buffering=0)  # now: this process drops its privileges
+        pipe = closed.open("wb", buffering=0)  # now: this process drops its privileges
         before = sockets()
         x = np.ones(1 << 24, np.float32)
         with no_new_threads():
             with pytest.raises(errors.Timeout):
                 pycomm.send(x, 1, group=group, timeout_s=0.5)
             left = sockets() - before
-        told.write(b"1")
-        told.close()
+        pipe.write(b"1")
+        pipe.close()
         return left
     while not closed.exists() or closed.stat().st_size == 0:  # until then nothing is read
         time.sleep(0.01)  # polling interval

@@ -55,9 +55,9 @@ def fn(group, sign):
             os.kill(victim, signal.SIGKILL)
 
 if __name__ == "__main__":
-    told = run_ranks(2, fn, int(sys.argv[1]), transport=sys.argv[2], processes=True,
+    results = run_ranks(2, fn, int(sys.argv[1]), transport=sys.argv[2], processes=True,
                      heartbeat_s=2.0, return_exceptions=True)
-    print(told[0])
+    print(results[0])
 """
 
 

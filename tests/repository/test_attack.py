@@ -33,23 +33,23 @@ def listener_that_sends(text: bytes) -> Iterator[tuple[tuple[str, int], threadin
     callers: list[socket.socket] = []
     came = threading.Semaphore(0)
 
-    def serve(door: socket.socket) -> None:
+    def serve(listener: socket.socket) -> None:
         with contextlib.suppress(OSError):  # the listener was closed
             while True:
-                caller, _ = door.accept()
+                caller, _ = listener.accept()
                 callers.append(caller)
                 with contextlib.suppress(OSError):  # the client closed the connection, or is silent
                     caller.settimeout(0.05)
                     caller.sendall(text if caller.recv(1) else b"")
                 came.release()
 
-    with socket.create_server(("127.0.0.1", 0), backlog=BACKLOG) as door:
-        thread = threading.Thread(target=serve, args=(door,))
+    with socket.create_server(("127.0.0.1", 0), backlog=BACKLOG) as listener:
+        thread = threading.Thread(target=serve, args=(listener,))
         thread.start()
         try:
-            yield door.getsockname(), came
+            yield listener.getsockname(), came
         finally:
-            door.shutdown(socket.SHUT_RDWR)
+            listener.shutdown(socket.SHUT_RDWR)
             thread.join()
             for caller in callers:
                 caller.close()
@@ -120,13 +120,13 @@ def test_attack_skips_processes_with_no_attack() -> None:
     del store
 
 
-@pytest.mark.parametrize(("most", "says"), [(BACKLOG, ""), (BACKLOG - 1, "not 4092: no TCP")])
+@pytest.mark.parametrize(("most", "message"), [(BACKLOG, ""), (BACKLOG - 1, "not 4092: no TCP")])
 def test_indistinguishable_listeners_are_reported(
-    most: int, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    most: int, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "somaxconn").write_text(f"{most}\n")
     monkeypatch.setattr(attack, "SOMAXCONN", tmp_path / "somaxconn")
-    assert (says in unrecognizable()) if says else unrecognizable() == ""
+    assert (message in unrecognizable()) if message else unrecognizable() == ""
 
 
 @pytest.mark.parametrize(

@@ -119,10 +119,11 @@ MAY_INCLUDE_TORCH = "bindings/c10d"
 LAYERS = [
     ["_core", "_cuda", "_c10d"],
     ["errors", "reference"],
-    ["_secret"],
+    ["_secret", "_process_pool"],
     ["config"],
     ["_bootstrap"],
     ["group"],
+    ["default_group"],
     ["_core_api"],
     ["kernels", "memory", "collectives", "_torch_autoload"],
     ["objects", "elastic", "_training"],

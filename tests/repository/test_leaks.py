@@ -102,7 +102,7 @@ def test_every_kind_of_leak_is_detected_and_nothing_else(tmp_path: Path) -> None
     )
     found = re.findall(r"^ERROR .*test_planted\.py::test_(\w+)", done.stdout, re.MULTILINE)
     assert sorted(found) == sorted(LEAKS), done.stdout
-    for name, (_, words) in LEAKS.items():
-        assert words in done.stdout, (name, done.stdout)
+    for name, (_, message) in LEAKS.items():
+        assert message in done.stdout, (name, done.stdout)
     assert f"{len(bodies)} passed, " in done.stdout
     assert f", {len(LEAKS)} errors" in done.stdout

@@ -12,6 +12,7 @@ import secrets
 import socket
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from pycomm import _core
@@ -135,9 +136,9 @@ def two_ranks(
 
     In a group of more than `full_mesh` ranks they connect when one first sends to the other.
     """
-    store, results = Forger(relay), [None, None]
+    store = Forger(relay)
 
-    def one(rank: int) -> None:
+    def one(rank: int) -> Any:
         group = None
         try:
             core = _core.connect(
@@ -157,17 +158,15 @@ def two_ranks(
                 full_mesh=full_mesh,
             )
             group = Group(core, None, 20.0)
-            results[rank] = body(group)
+            result = body(group)
             group.close()
         except Exception as error:  # the test checks it
             if group is not None:
                 group.close()
-            results[rank] = error
+            return error
+        return result
 
-    threads = [threading.Thread(target=one, args=(rank,)) for rank in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(2) as pool:
+        results = list(pool.map(one, range(2)))
     relay.close()
     return results

@@ -119,12 +119,12 @@ def traffic() -> dict[str, Any]:
     group = pycomm.init(timeout_s=TIMEOUT_S)
     x = np.ones(16 << 20, np.float32)
     pycomm.barrier()
-    say("ready")
+    emit("ready")
     sys.stdin.readline()
     before = group.stats()
     pycomm.all_reduce(x)
     after = group.stats()
-    say("done")
+    emit("done")
     sys.stdin.readline()
     return {
         "written": after.bytes_written - before.bytes_written,
@@ -132,9 +132,9 @@ def traffic() -> dict[str, Any]:
     }
 
 
-def say(word: str) -> None:
+def emit(text: str) -> None:
     """Prints a line and flushes it."""
-    print(word, flush=True)
+    print(text, flush=True)
 
 
 def form() -> dict[str, Any]:
@@ -149,7 +149,7 @@ def form() -> dict[str, Any]:
 def shrinking() -> dict[str, Any]:
     """Forms a group and, on request, calls shrink(): the error and the seconds."""
     group = pycomm.init(timeout_s=TIMEOUT_S)
-    say("ready")
+    emit("ready")
     sys.stdin.readline()
     begin = time.monotonic()
     try:
@@ -212,19 +212,19 @@ def hierarchical() -> dict[str, Any]:
     for step in range(3):
         if step == 2:
             pycomm.barrier()
-            say("ready")
+            emit("ready")
             sys.stdin.readline()
         optimizer.zero_grad()
         model(torch.randn(1, count, generator=own)).sum().backward()
         optimizer.step()
     pycomm.barrier()
-    say("done")
+    emit("done")
     sys.stdin.readline()
     state = dgc.state_dict()
     kept = {"w": layer.weight.detach(), "u": state["u"]["weight"], "v": state["v"]["weight"]}
     bits = {name: hashlib.sha256(x.numpy().tobytes()).hexdigest() for name, x in kept.items()}
-    said = dgc.stats()
-    return {**bits, "exchange": said["exchange"], "k": said["k"], "sent": said["sent_bytes"]}
+    stats = dgc.stats()
+    return {**bits, "exchange": stats["exchange"], "k": stats["k"], "sent": stats["sent_bytes"]}
 
 
 PROGRAMS = {
@@ -233,5 +233,5 @@ PROGRAMS = {
 }  # fmt: skip
 
 if __name__ == "__main__":
-    say(json.dumps(PROGRAMS[sys.argv[1]]()))
+    emit(json.dumps(PROGRAMS[sys.argv[1]]()))
     pycomm.shutdown()

@@ -11,22 +11,22 @@ import numpy as np
 import pycomm
 
 
-def say(*words: object) -> None:
-    print(*words, flush=True)
+def emit(*values: object) -> None:
+    print(*values, flush=True)
 
 
 def place() -> None:
     """Where this rank runs, by the environment and by the group."""
     group = pycomm.init()
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-    told = [[int(os.environ[prefix]) for prefix in names], [pycomm.local_rank()]]
+    places = [[int(os.environ[prefix]) for prefix in names], [pycomm.local_rank()]]
     ours = ("PYCOMM_RANK", "PYCOMM_SIZE", "PYCOMM_LOCAL_RANK", "PYCOMM_LOCAL_SIZE")
-    told.append([int(os.environ[name]) for name in ours])
+    places.append([int(os.environ[name]) for name in ours])
     cores = sorted(os.sched_getaffinity(0))
     total = float(pycomm.all_reduce(np.full(1, float(group.rank)))[0])
     print("on stderr", file=sys.stderr)
-    say(json.dumps({"places": told, "cores": cores, "sum": total, "hosts": pycomm.host_count()}))
-    say("OMP", os.environ["OMP_NUM_THREADS"], "arguments", *sys.argv[2:])
+    emit(json.dumps({"places": places, "cores": cores, "sum": total, "hosts": pycomm.host_count()}))
+    emit("OMP", os.environ["OMP_NUM_THREADS"], "arguments", *sys.argv[2:])
 
 
 def fail() -> None:
@@ -45,9 +45,9 @@ def fail() -> None:
 def wait() -> None:
     """Prints its pid and waits until it is killed."""
     group = pycomm.init()
-    everybody = pycomm.all_gather_object(os.getpid())
+    pids = pycomm.all_gather_object(os.getpid())
     if group.rank == 0:
-        say("pids", *everybody)
+        emit("pids", *pids)
     while True:
         time.sleep(60)  # keeps the process alive: a signal ends it
 
@@ -77,7 +77,7 @@ def train() -> None:
         model(torch.randn(8, 64)).square().mean().backward()
         optimizer.step()
     flat = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
-    say(
+    emit(
         "bits",
         hashlib.sha256(flat.numpy().tobytes()).hexdigest(),
         pycomm.host_count(),

@@ -260,13 +260,13 @@ def _splits_that_do_not_fit() -> None:
     gives, takes = [13] * size, [13] * size
     if rank == 1:
         gives[2] = 17
-    words = r"rank 1 \(.* sends 17 elements to rank 2 \(.*, which expects 13;"
+    message = r"rank 1 \(.* sends 17 elements to rank 2 \(.*, which expects 13;"
     out = torch.full((sum(takes),), -1.0)
-    with pytest.raises(Mismatch, match=words):
+    with pytest.raises(Mismatch, match=message):
         dist.all_to_all_single(out, torch.ones(sum(gives)), takes, gives)
     assert (out == -1).all()
     outputs = [torch.full((n,), -1.0) for n in takes]
-    with pytest.raises(Mismatch, match=words):
+    with pytest.raises(Mismatch, match=message):
         dist.all_to_all(outputs, [torch.ones(n) for n in gives])
     assert all((x == -1).all() for x in outputs)
     gives[2] = 13

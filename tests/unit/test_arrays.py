@@ -320,10 +320,10 @@ REFUSED = {
 @pytest.mark.parametrize("case", REFUSED)
 @pytest.mark.filterwarnings("ignore")
 def test_rejected_arrays_raise_with_the_reason_and_the_group_continues(case: str) -> None:
-    make, kind, words = REFUSED[case]
+    make, kind, message = REFUSED[case]
 
     def fn(group: Group) -> Any:
-        with pytest.raises(kind, match=words):
+        with pytest.raises(kind, match=message):
             pycomm.all_reduce(make(), group=group)
         return pycomm.all_reduce(np.ones(2), group=group).tolist()
 

@@ -197,7 +197,7 @@ def test_the_shortest_code_is_chosen():
 def test_wrong_arguments():
     indices, values = np.array([1, 5], np.int32), np.ones(2, np.float32)
     rest = np.ones(9, np.float32)
-    for call, said in [
+    for call, message in [
         (lambda: kernels.encode(indices, values, 9, codec="zip"), "one of raw, auto"),
         (lambda: kernels.encode(indices, values, 9, "2bit"), "with codec='raw'"),
         (lambda: kernels.encode(indices, values, 9, "float16", codec="auto"), "one of float32"),
@@ -211,7 +211,7 @@ def test_wrong_arguments():
         (lambda: kernels.unpack(np.frombuffer(b"PL\2\0\0\0", np.uint8)), "version"),
         (lambda: kernels.unpack(np.frombuffer(b"PL\1\x50\0\0", np.uint8)), "codec"),
     ]:  # fmt: skip
-        with pytest.raises(InvalidArgument, match=said):
+        with pytest.raises(InvalidArgument, match=message):
             call()
         same(rest, np.ones(9, np.float32))
 

@@ -98,24 +98,26 @@ def test_arbitrary_bytes_decode_or_raise(device, seed, shape, flips, longer, off
     packet, _ = reference_compact.encode(
         indices, values, count, VALUES[seed % len(VALUES)], index_code=CODECS[seed % 4]
     )
-    spoilt = np.frombuffer(packet[: len(packet) + min(longer, 0)] + bytes(max(longer, 0)), np.uint8)
-    spoilt = spoilt.copy()
+    corrupted = np.frombuffer(
+        packet[: len(packet) + min(longer, 0)] + bytes(max(longer, 0)), np.uint8
+    )
+    corrupted = corrupted.copy()
     for place in flips:
-        spoilt[place % len(spoilt)] ^= 1 << place % 8
+        corrupted[place % len(corrupted)] ^= 1 << place % 8
     k = max(0, len(indices) + off)
     try:
-        found = _core.read_packet_header(spoilt.ctypes.data, spoilt.size)
+        found = _core.read_packet_header(corrupted.ctypes.data, corrupted.size)
         here = np.empty(k, np.int32), np.empty(k, np.float32), np.empty(1, np.int32)
         pointers = [x.ctypes.data for x in here]
         fits = (k, count) == found[:2]
         _core.kernels.decode_compact(
-            spoilt.ctypes.data, spoilt.size, k, count, *pointers, (0, 0), 0, 0
+            corrupted.ctypes.data, corrupted.size, k, count, *pointers, (0, 0), 0, 0
         )
         assert fits
         wanted = here[0], here[1], False
     except InvalidArgument:  # the device must reject it too
         wanted = np.full(k, -1, np.int32), np.zeros(k, np.float32), True
-    places, numbers, refused = unpacked(device, spoilt, k, count)
+    places, numbers, refused = unpacked(device, corrupted, k, count)
     assert refused == wanted[2]
     same(places, wanted[0])
     same(numbers, wanted[1])
@@ -168,13 +170,13 @@ def test_wrong_buffers(device):
     packet = kernels.encode(indices, values, 9, codec="auto")
     buffers = [device.put(np.zeros(n, t)) for n, t in ((2, "int32"), (2, "float32"), (1, "int32"))]
     small = device.put(np.zeros(16, np.uint8))
-    for call, said in [
+    for call, message in [
         (lambda: kernels.unpack(packet, into=tuple(buffers)), "goes with count"),
         (lambda: kernels.unpack(packet, count=9, into=(*buffers[:2], buffers[0])), r"\[k\]"),
         (lambda: kernels.unpack(packet, count=9, into=(buffers[1], *buffers[1:])), "int32"),
         (lambda: kernels.encode(indices, values, 9, codec="auto", length=buffers[2]), "int64"),
     ]:
-        with pytest.raises(InvalidArgument, match=said):
+        with pytest.raises(InvalidArgument, match=message):
             call()
     if not device.indices_are_checked:  # the CPU needs no workspace
         with pytest.raises(InvalidArgument, match="workspace has 16 bytes"):

@@ -143,12 +143,12 @@ def test_loader_shards_the_data() -> None:
         stream = [int(i) for batch in DataLoader(Stream(), batch_size=2) for i in batch]
         return seen, even, stream
 
-    told = run_ranks(3, program)
+    results = run_ranks(3, program)
     for epoch in range(2):
-        everything = sorted(itertools.chain(*(seen[epoch] for seen, _, _ in told)))
+        everything = sorted(itertools.chain(*(seen[epoch] for seen, _, _ in results)))
         assert everything == list(range(10))
-    assert [even for _, even, _ in told] == [[2]] * 3
-    assert [stream for _, _, stream in told] == [[0, 3, 6, 9], [1, 4, 7], [2, 5, 8]]
+    assert [even for _, even, _ in results] == [[2]] * 3
+    assert [stream for _, _, stream in results] == [[0, 3, 6, 9], [1, 4, 7], [2, 5, 8]]
 
 
 def test_scattered_batches() -> None:
@@ -161,9 +161,9 @@ def test_scattered_batches() -> None:
         loader = ScatterLoader(batches() if group.rank == 1 else None, src=1)
         return list(loader)
 
-    told = run_ranks(3, program)
+    results = run_ranks(3, program)
     for step, whole in enumerate(batches()):
-        parts = [told[rank][step] for rank in range(3)]
+        parts = [results[rank][step] for rank in range(3)]
         assert torch.equal(torch.cat([part["x"] for part in parts]), whole["x"])
         assert torch.equal(torch.cat([part["y"][0] for part in parts]), whole["y"][0])
         assert {part["y"][1:] for part in parts} == {("name", 3)}

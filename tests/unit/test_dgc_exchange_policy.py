@@ -41,8 +41,8 @@ def test_auto_counts_coded_bytes() -> None:
     three ranks on."""
     found = {
         (ranks, value_dtype): {
-            said[0]["exchange"]
-            for said in run_ranks(ranks, took, {"sparsity": [0.75], "value_dtype": value_dtype})
+            stats[0]["exchange"]
+            for stats in run_ranks(ranks, took, {"sparsity": [0.75], "value_dtype": value_dtype})
         }
         for ranks, value_dtype in itertools.product((2, 4), ("float32", "2bit"))
     }
@@ -62,9 +62,9 @@ def test_levels_above_a_sixth_send_signs() -> None:
         ("float32", ["float32", "float32", "float32"]),
     ):
         options = {**ramp, "value_dtype": value_dtype, "codec": "compact"}
-        for said in run_ranks(3, took, options, 3):
-            assert [one["value_dtype"] for one in said] == wanted
-            assert [one["exchange"] for one in said] == ["sharded"] * 3
+        for stats in run_ranks(3, took, options, 3):
+            assert [one["value_dtype"] for one in stats] == wanted
+            assert [one["exchange"] for one in stats] == ["sharded"] * 3
 
 
 @pytest.mark.parametrize("select", ["parameter", "model"])
@@ -173,14 +173,14 @@ def test_auto_time_is_decided_once_by_rank_0() -> None:
             "codec": "compact",
         }
         model, optimizer, dgc = compressed(module, **options)
-        said = []
+        stats = []
         for step in range(6):
             step_on(model, batch(group.rank, step), optimizer)
-            said.append(dgc.stats())
+            stats.append(dgc.stats())
         again = compressed(perceptron(), **options)[2]
         again.load_state_dict(dgc.state_dict())
         exchanges = compressor_of(dgc).exchanges
-        return said, exchanges, compressor_of(again).exchanges == exchanges
+        return stats, exchanges, compressor_of(again).exchanges == exchanges
 
     def by_rank(load: Load, pool: CommunicatorPool, may_be_dense: bool) -> Any:
         low = ("sharded", "gather", "dense_masked")[pool.group.rank]  # as each rank would choose
@@ -190,10 +190,10 @@ def test_auto_time_is_decided_once_by_rank_0() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cost_model, "of_exchanges", by_rank)
         results = run_ranks(3, program)
-    for said, exchanges, kept in results:
-        assert [one["exchange"] for one in said] == ["sharded"] * 6
-        assert "dense" in said[1]["exchange_costs"]
-        assert "dense" not in said[2]["exchange_costs"]
+    for steps, exchanges, kept in results:
+        assert [one["exchange"] for one in steps] == ["sharded"] * 6
+        assert "dense" in steps[1]["exchange_costs"]
+        assert "dense" not in steps[2]["exchange_costs"]
         assert exchanges == {0: "sharded", 1: "sharded"}
         assert kept
 
@@ -206,8 +206,8 @@ def test_auto_time_measures() -> None:
         model, optimizer, dgc = compressed(perceptron(), **options)
         for step in range(3):
             step_on(model, batch(group.rank, step), optimizer)
-        said = dgc.stats()
-        return said["exchange"], said["exchange_costs"]
+        stats = dgc.stats()
+        return stats["exchange"], stats["exchange_costs"]
 
     results = run_ranks(2, program)
     assert results[0] == results[1]

@@ -195,28 +195,28 @@ def wait_for_missing_rank(group: pycomm.Group, over: threading.Event) -> str:
 @pytest.mark.parametrize("kind", ["link", "dangling", "pipe"])
 def test_file_is_not_written_through_a_link_of_another_user(record: Path, kind: str) -> None:
     """In a shared folder, such as /tmp, the name is predictable."""
-    precious, place = record.parent / "precious", Path(f"{record}.world.0")
+    other_file, place = record.parent / "precious", Path(f"{record}.world.0")
     if kind == "link":
-        precious.write_text("mine")
+        other_file.write_text("mine")
     if kind == "pipe":
         os.mkfifo(place)
     else:
-        place.symlink_to(precious)
+        place.symlink_to(other_file)
     text = run_ranks(2, wait_for_missing_rank, threading.Event())[0]
     assert f"no flight record could be written to {place}: " in text
     assert ("symbolic link" in text) == (kind != "pipe")
-    assert precious.exists() == (kind == "link")
+    assert other_file.exists() == (kind == "link")
     if kind == "link":
-        assert precious.read_text() == "mine"
+        assert other_file.read_text() == "mine"
 
 
 def test_a_trace_is_not_written_through_a_link(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYCOMM_TRACE", str(tmp_path))
-    precious = tmp_path / "precious"
-    precious.write_text("mine")
-    (tmp_path / "world.0.trace").symlink_to(precious)
+    other_file = tmp_path / "precious"
+    other_file.write_text("mine")
+    (tmp_path / "world.0.trace").symlink_to(other_file)
     with pytest.raises(errors.InvalidArgument, match="path is a symbolic link"):
         run_ranks(1, sums, 1)
-    assert precious.read_text() == "mine"
+    assert other_file.read_text() == "mine"

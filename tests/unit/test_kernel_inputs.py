@@ -58,13 +58,13 @@ WRONG_STEPS = {
 
 @pytest.mark.parametrize("name", WRONG_STEPS)
 def test_wrong_steps(name):
-    changed, words = WRONG_STEPS[name]
+    changed, message = WRONG_STEPS[name]
     given = {**arrays(), "k": 5, "momentum": 0.9, **changed}
     if name == "read only":
         given["v"].flags.writeable = False
-        words = "read-only"
+        message = "read-only"
     before = {n: x.copy() for n, x in given.items() if isinstance(x, np.ndarray)}
-    with pytest.raises((InvalidArgument, Unsupported), match=words):
+    with pytest.raises((InvalidArgument, Unsupported), match=message):
         kernels.dgc_step(**given)
     for n, x in before.items():
         assert np.array_equal(given[n], x), n
@@ -148,8 +148,8 @@ WRONG_CALLS = {
 
 @pytest.mark.parametrize("name", WRONG_CALLS)
 def test_wrong_calls(name):
-    call, words = WRONG_CALLS[name]
-    with pytest.raises((InvalidArgument, Unsupported), match=words):
+    call, message = WRONG_CALLS[name]
+    with pytest.raises((InvalidArgument, Unsupported), match=message):
         call()
 
 

@@ -90,8 +90,8 @@ def test_one_pass_accepts_the_same_lists_as_the_slow_check(name, monkeypatch):
 
 @pytest.mark.parametrize("name", WRONG)
 def test_lists_rejected_by_one_pass_raise_with_the_reason(name):
-    lists, words = WRONG[name]
-    with pytest.raises((InvalidArgument, Unsupported), match=words):
+    lists, message = WRONG[name]
+    with pytest.raises((InvalidArgument, Unsupported), match=message):
         looked_at(lists)
 
 

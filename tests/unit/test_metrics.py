@@ -178,8 +178,8 @@ def test_a_model_on_two_ranks_trains_as_on_one() -> None:
         optimizer.zero_grad()
         F.mse_loss(whole(x), x[:, :3]).backward()
         optimizer.step()
-    told = run_ranks(2, program)
-    for ours, theirs in zip(told[0] + told[1], whole.parameters(), strict=True):
+    results = run_ranks(2, program)
+    for ours, theirs in zip(results[0] + results[1], whole.parameters(), strict=True):
         assert torch.equal(ours, theirs)
 
 

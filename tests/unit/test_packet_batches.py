@@ -41,10 +41,10 @@ def pairs_of(batch):
 def test_batch_equals_single_packets(count, packets, seed, dtype, value_dtype, codec):
     batch = batch_of(count, packets, seed, dtype)
     message, sizes = kernels.encode_batch(batch, count, value_dtype, codec=codec)
-    told = kernels.decode_batch(message, sizes, count)
-    assert told.lengths == batch.lengths
+    decoded = kernels.decode_batch(message, sizes, count)
+    assert decoded.lengths == batch.lengths
     begin = 0
-    for pair, nbytes, found in zip(pairs_of(batch), sizes, pairs_of(told), strict=True):
+    for pair, nbytes, found in zip(pairs_of(batch), sizes, pairs_of(decoded), strict=True):
         packet = message[begin : begin + nbytes]
         begin += nbytes
         if not len(pair[0]):
@@ -77,10 +77,10 @@ def test_torch_inputs_and_outputs():
     message, sizes = kernels.encode_batch(batch, 4, "float32")
     assert isinstance(message, torch.Tensor)
     assert message.nbytes == sum(sizes)
-    told = kernels.decode_batch(message, sizes, 4)
-    assert torch.equal(told.indices, batch.indices)
-    assert torch.equal(told.values, batch.values)
-    assert told.lengths == [1, 0, 1]
+    decoded = kernels.decode_batch(message, sizes, 4)
+    assert torch.equal(decoded.indices, batch.indices)
+    assert torch.equal(decoded.values, batch.values)
+    assert decoded.lengths == [1, 0, 1]
 
 
 def refused(match, call, *args, **options):

@@ -82,9 +82,9 @@ def test_the_call_measures_a_step() -> None:
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["plan", "--width", "32", "--layers", "2", "--rows", "4", "--ranks", "2,1024"]
+    arguments = ["plan", "--width", "32", "--layers", "2", "--rows", "4", "--ranks", "2,1024"]
     stored, drawn = tmp_path / "plan.json", tmp_path / "plan.png"
-    assert main([*words, "--gbit", "1,100", "--json", str(stored), "--plot", str(drawn)]) == 0
+    assert main([*arguments, "--gbit", "1,100", "--json", str(stored), "--plot", str(drawn)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 5
     assert all(line.endswith("x") for line in lines[1:])

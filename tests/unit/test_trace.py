@@ -92,12 +92,13 @@ def test_clocks_of_hosts_are_aligned_by_the_ends_of_calls(tmp_path: Path) -> Non
     second[7, 0] -= 6 * MS  # here rank 0 was 3 ms late
     write_traces(tmp_path, trace_of_rank(0, "a", first), trace_of_rank(1, "b", second))
     timeline = trace.merge(tmp_path)
-    assert abs(timeline.shifts["b"] + 5_000 * MS) <= timeline.doubts["b"] < 3 * MS
+    assert abs(timeline.shifts["b"] + 5_000 * MS) <= timeline.uncertainties["b"] < 3 * MS
     assert [rank.last for rank in timeline.ranks] in ([1, 99], [0, 100])
     waits = [event for event in trace.events(timeline) if event.get("cat") == "waits"]
     assert sum(event["name"] == "waits for rank 1" and event["pid"] == 0 for event in waits) >= 99
-    assert f"the clock of b is exact to within {timeline.doubts['b'] / 1e3:,.0f} us" in trace.table(
-        timeline
+    assert (
+        f"the clock of b is exact to within {timeline.uncertainties['b'] / 1e3:,.0f} us"
+        in trace.table(timeline)
     )
 
 
@@ -121,10 +122,10 @@ def test_files_of_an_earlier_run_are_ignored(tmp_path: Path) -> None:
 
 
 def test_missing_and_damaged_traces_are_reported(tmp_path: Path, capsys: Any) -> None:
-    for said in ("has no traces", "is not a flight record"):
+    for message in ("has no traces", "is not a flight record"):
         with pytest.raises(SystemExit):
             trace.main([str(tmp_path)])
-        assert said in capsys.readouterr().err
+        assert message in capsys.readouterr().err
         (tmp_path / "world.0.trace").write_text("{}")
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -68,28 +68,22 @@ def test_invalid_file_is_reported(text: bytes, caplog: pytest.LogCaptureFixture)
 def sent_by_tcp(tuned_by_rank: list[list[tuple[str, int, int]]], count: int) -> list[int]:
     """Bytes that each rank sends in an all_reduce of float32 [count], and in one of a subgroup."""
     store = _core.LocalStore()
-    sent = [0] * len(tuned_by_rank)
+    size = len(tuned_by_rank)
 
-    def rank(i: int) -> None:
+    def rank(i: int) -> int:
         options = {"name": "world", "timeout_s": 30.0, "secret": "x" * 32, "transport": "tcp"}
         places = {"address": "", "route_hint": "", "reproducible": False, "log": False}
-        core = _core.connect(
-            store, rank=i, size=len(sent), **options, **places, tuned=tuned_by_rank[i]
-        )
+        core = _core.connect(store, rank=i, size=size, **options, **places, tuned=tuned_by_rank[i])
         part = Group(core, store).split(0)
         assert part is not None
         x = np.full(count, i, np.float32)
         before = part.stats().bytes_sent
         pycomm.all_reduce(x, group=part)
-        sent[i] = part.stats().bytes_sent - before
-        assert x[-1] == sum(range(len(sent)))
+        assert x[-1] == sum(range(size))
+        return part.stats().bytes_sent - before
 
-    threads = [threading.Thread(target=rank, args=(i,)) for i in range(len(sent))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return sent
+    with ThreadPoolExecutor(size) as pool:
+        return list(pool.map(rank, range(size)))
 
 
 def test_all_ranks_use_the_thresholds_of_rank_0() -> None:
@@ -126,9 +120,9 @@ def test_command_measures_and_stores_thresholds(capsys: pytest.CaptureFixture[st
     [(by, small, middle)] = thresholds.thresholds()
     assert (by, middle) == ("tcp", thresholds.BUILT_IN[1])  # 4 ranks cannot measure it
     assert small in (0, *tune.SIZES)
-    told = capsys.readouterr().out
-    assert f"small_bytes {small}" in told
-    assert str(thresholds.path()) in told
+    output = capsys.readouterr().out
+    assert f"small_bytes {small}" in output
+    assert str(thresholds.path()) in output
 
 
 def test_one_rank_has_nothing_to_tune() -> None:

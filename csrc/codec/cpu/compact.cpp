@@ -13,6 +13,7 @@
 #include "codec/cpu/value_codes.h"
 #include "codec/format.h"
 #include "core/errors.h"
+#include "core/visit_float.h"
 #include "cpu/floats.h"
 
 namespace pycomm::codec {
@@ -102,8 +103,8 @@ size_t encode_compact(const Packet& packet, const CompactEncoding& encoding, std
   }
   const CompactHead head = compact_head(packet.count, encoding.count, code, encoding.value_code);
   std::byte* at = std::copy_n(head.bytes.begin(), head.size, out);
-  cpu::with_real(encoding.dtype,
-                 [&](auto dtype) { write_all_values<cpu::Stored<dtype()>>(packet, encoding, at); });
+  visit_real(encoding.dtype,
+             [&](auto dtype) { write_all_values<cpu::Stored<dtype()>>(packet, encoding, at); });
   at += value_bytes(encoding.value_code, packet.count);
   switch (code) {
     case IndexCode::list:

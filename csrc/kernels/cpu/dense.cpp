@@ -5,6 +5,7 @@
 #include <cmath>
 #include <vector>
 
+#include "core/visit_float.h"
 #include "cpu/floats.h"
 #include "cpu/isa.h"
 #include "kernels/cpu/chunk.h"
@@ -108,7 +109,7 @@ std::byte* element(void* array, size_t i, Dtype dtype) {
 void CpuKernels::norm(std::span<const Array> arrays, Dtype dtype, double* norms,
                       Workspace workspace, Queue) {
   auto* const sums = static_cast<double*>(workspace.data);
-  cpu::with_float(dtype, [&](auto constant) {
+  visit_float(dtype, [&](auto constant) {
     for (const Array& array : arrays) *norms++ = norm_of<constant()>(array, sums);
   });
 }
@@ -121,7 +122,7 @@ size_t CpuKernels::norm_workspace_bytes(std::span<const Array> arrays) {
 
 void CpuKernels::clip_scale(const double* norms, TypedArray factors, Clip clip, Queue) {
   const cpu::ExactFloats exact;
-  cpu::with_real(factors.dtype, [&](auto dtype) {
+  visit_real(factors.dtype, [&](auto dtype) {
     using Real = cpu::Stored<dtype()>;
     for (size_t i = 0; i < factors.count; ++i) {
       const double ratio = norms[i] > 0 && cpu::is_finite(norms[i]) ? clip.limit / norms[i] : 1;
@@ -131,7 +132,7 @@ void CpuKernels::clip_scale(const double* norms, TypedArray factors, Clip clip, 
 }
 
 void CpuKernels::multiply(TypedArray x, const void* factor, Queue) {
-  cpu::with_float(x.dtype, [&](auto dtype) {
+  visit_float(x.dtype, [&](auto dtype) {
     using Real = cpu::Value<dtype()>;
     const Real number = *static_cast<const Real*>(factor);
     if (number == 1) return;
@@ -143,8 +144,8 @@ void CpuKernels::multiply(TypedArray x, const void* factor, Queue) {
 }
 
 void CpuKernels::cast(TypedArray x, TypedArray out, Queue) {
-  cpu::with_float(x.dtype, [&](auto from) {
-    cpu::with_float(out.dtype, [&](auto to) {
+  visit_float(x.dtype, [&](auto from) {
+    visit_float(out.dtype, [&](auto to) {
       by_ranges(x.count, [&](size_t begin, size_t count) {
         cpu::run_on<Cast<from(), to()>, const void*, void*>(
             cpu::isa_here(), element(x.data, begin, x.dtype), element(out.data, begin, out.dtype),

@@ -11,6 +11,7 @@
 
 #include "codec/cpu/indices.h"
 #include "codec/packet.h"
+#include "core/visit_float.h"
 #include "cpu/floats.h"
 #include "kernels/cpu/kernels.h"
 #include "kernels/cpu/threads.h"
@@ -118,7 +119,7 @@ void for_each_range(const Chain& chain, std::span<const codec::Packet> packets, 
   for (const codec::Packet& packet : packets)
     codec::check_indices({packet.indices, packet.count}, ranges.count());
   const size_t bytes = bytes_of(chain.dtype);
-  cpu::with_float(value_dtype, [&](auto value) {
+  visit_float(value_dtype, [&](auto value) {
     parallel(ranges.tasks(), [&](size_t task) {
       const cpu::ExactFloats exact;
       const auto own = ranges.of_task(task);
@@ -166,7 +167,7 @@ void check_selections(const DgcTables& tables) {
 void CpuKernels::dgc_rollback(const DgcTables& tables, const float* found_inf, Queue) {
   if (found_inf != nullptr && *found_inf != 0) return;
   check_selections(tables);
-  cpu::with_real(tables.dtype, [&](auto dtype) {
+  visit_real(tables.dtype, [&](auto dtype) {
     using Real = cpu::Stored<dtype()>;
     for_each_chosen(tables, [](const DgcSelection& from, size_t i, const DgcPiece& to, size_t at) {
       static_cast<Real*>(to.v)[at] = static_cast<const Real*>(from.values)[i];
@@ -177,7 +178,7 @@ void CpuKernels::dgc_rollback(const DgcTables& tables, const float* found_inf, Q
 
 void CpuKernels::momentum_mask(void* u, void* v, const Positions& where, Queue) {
   codec::check_indices(where.indices, where.count);
-  cpu::with_real(where.dtype, [&](auto dtype) {
+  visit_real(where.dtype, [&](auto dtype) {
     for (void* const array : {u, v})
       if (array != nullptr)
         for (const int32_t index : where.indices)
@@ -189,10 +190,10 @@ void CpuKernels::scatter_add(TypedArray out, const codec::Packet& packet, Dtype 
                              double scale, Queue) {
   codec::check_indices({packet.indices, packet.count}, out.count);
   const cpu::ExactFloats exact;
-  cpu::with_float(out.dtype, [&](auto dtype) {
+  visit_float(out.dtype, [&](auto dtype) {
     using Real = RealOf<dtype()>;
     const auto factor = static_cast<Real>(scale);
-    cpu::with_float(value_dtype, [&](auto value) {
+    visit_float(value_dtype, [&](auto value) {
       for (size_t i = 0; i < packet.count; ++i) {
         const auto at = static_cast<size_t>(packet.indices[i]);
         const Real product = factor * value_at<Real, value()>(packet.values, i);
@@ -204,7 +205,7 @@ void CpuKernels::scatter_add(TypedArray out, const codec::Packet& packet, Dtype 
 
 void CpuKernels::decode_sum(const Chain& out, std::span<const codec::Packet> packets,
                             Dtype value_dtype, double scale, Queue) {
-  cpu::with_float(out.dtype, [&](auto dtype) {
+  visit_float(out.dtype, [&](auto dtype) {
     using Real = RealOf<dtype()>;
     const auto factor = static_cast<Real>(scale);
     for_each_range<Real>(out, packets, value_dtype, [&](std::byte* at, size_t count, auto& sums) {
@@ -216,7 +217,7 @@ void CpuKernels::decode_sum(const Chain& out, std::span<const codec::Packet> pac
 
 void CpuKernels::decode_update(const Chain& param, std::span<const codec::Packet> packets,
                                Dtype value_dtype, Update update, Queue) {
-  cpu::with_float(param.dtype, [&](auto dtype) {
+  visit_float(param.dtype, [&](auto dtype) {
     using Real = RealOf<dtype()>;
     const auto lr = static_cast<Real>(update.lr), factor = static_cast<Real>(update.scale);
     for_each_range<Real>(param, packets, value_dtype, [&](std::byte* at, size_t, auto& sums) {
@@ -236,8 +237,8 @@ void CpuKernels::encode(const codec::Packet& packet, const Encoding& encoding, Q
   std::byte* const values = encoding.out + codec::kPacketHeaderBytes;
   std::byte* const indices =
       encoding.out + codec::raw_indices_offset(packet.count, encoding.value_dtype);
-  cpu::with_real(encoding.dtype, [&](auto dtype) {
-    cpu::with_float(encoding.value_dtype, [&](auto sent) {
+  visit_real(encoding.dtype, [&](auto dtype) {
+    visit_float(encoding.value_dtype, [&](auto sent) {
       using Real = cpu::Stored<dtype()>;
       auto* const residual = static_cast<Real*>(encoding.residual);
       for (size_t i = 0; i < packet.count; ++i) {

@@ -4,6 +4,7 @@
 #include <cstring>
 #include <vector>
 
+#include "core/visit_float.h"
 #include "kernels/cpu/kernels.h"
 #include "kernels/cpu/sample.h"
 #include "kernels/cpu/select.h"
@@ -245,8 +246,8 @@ void send_nothing(const DgcTables& tables) {
 
 void CpuKernels::dgc_step(const DgcStep& step, Queue) {
   if (step.found_inf != nullptr && *step.found_inf != 0) return send_nothing(step.tables);
-  cpu::with_real(step.tables.dtype,
-                 [&](auto dtype) { StepRun<cpu::Stored<dtype()>>(step, cpu::isa_here()).run(); });
+  visit_real(step.tables.dtype,
+             [&](auto dtype) { StepRun<cpu::Stored<dtype()>>(step, cpu::isa_here()).run(); });
 }
 
 size_t CpuKernels::dgc_workspace_bytes(const DgcTables& tables) {

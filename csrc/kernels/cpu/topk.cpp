@@ -1,4 +1,5 @@
 // topk and threshold on the CPU: one read of x, then the selection of select.h.
+#include "core/visit_float.h"
 #include "kernels/cpu/kernels.h"
 #include "kernels/cpu/sample.h"
 #include "kernels/cpu/select.h"
@@ -37,7 +38,7 @@ void select(const TypedArray& x, const DeviceKernels::TopK& what) {
 }  // namespace
 
 void CpuKernels::topk(TypedArray x, const TopK& what, Queue) {
-  cpu::with_float(x.dtype, [&](auto dtype) { select<ElementOfDtype<dtype()>>(x, what); });
+  visit_float(x.dtype, [&](auto dtype) { select<ElementOfDtype<dtype()>>(x, what); });
 }
 
 size_t CpuKernels::topk_workspace_bytes(size_t count, size_t k, Dtype dtype) {

@@ -93,8 +93,8 @@ def main(argv: Sequence[str]) -> int:
     if options.plot and found:
         _draw(run, found, options.plot)
     faults = table.faults(found) + bursts.faults(rows)
-    for sentence in faults:
-        console.print(sentence, style="red", markup=False)
+    for message in faults:
+        console.print(message, style="red", markup=False)
     return 1 if faults else 0
 
 
@@ -191,28 +191,30 @@ def _measure(console: Console, run: Run) -> list[table.Line]:
     heading = table.header([peer.name for peer in run.peers])
     task = bar.add_task("starting", total=len(run.cases))
 
-    def hear(rank: int, said: worker.Times) -> None:
-        by_rank = waiting.setdefault(said.case, {})
-        by_rank[rank] = said
+    def on_message(rank: int, times: worker.Times) -> None:
+        by_rank = waiting.setdefault(times.case, {})
+        by_rank[rank] = times
         if len(by_rank) < run.ranks:
             return
         new = table.lines([by_rank[r] for r in range(run.ranks)])
-        if not found or (found[-1].verb, found[-1].dtype) != (said.case.verb, said.case.dtype):
-            console.print(f"# {said.case.verb} {said.case.dtype}\n{heading}")
+        if not found or (found[-1].verb, found[-1].dtype) != (times.case.verb, times.case.dtype):
+            console.print(f"# {times.case.verb} {times.case.dtype}\n{heading}")
         found.extend(new)
         for line in new:
             console.print(table.text(line))
-        for name, why in said.refused.items():
-            console.print(f"# {name} refuses {said.case.verb} {said.case.dtype}: {why}")
-        bar.update(task, advance=1, description=f"{said.case.verb} {format_size(said.case.bytes)}")
+        for name, why in times.refused.items():
+            console.print(f"# {name} refuses {times.case.verb} {times.case.dtype}: {why}")
+        bar.update(
+            task, advance=1, description=f"{times.case.verb} {format_size(times.case.bytes)}"
+        )
 
     with bar, tempfile.NamedTemporaryFile() as flags:
         worker.barrier_file(flags, run.ranks)
         args = (Path(flags.name), run.peers, run.cases, run.rounds, run.busy, run.device)
         if run.mpi:
-            mpi.run(run.mpi, worker.work, args, run.ranks, hear)
+            mpi.run(run.mpi, worker.work, args, run.ranks, on_message)
         else:
-            processes.run(worker.work, args, run.ranks, hear)
+            processes.run(worker.work, args, run.ranks, on_message)
     return found
 
 

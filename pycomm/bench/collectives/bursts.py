@@ -69,7 +69,7 @@ def measure(
     waiting: dict[Case, dict[int, list[Series]]] = {}
     console.print(header())
 
-    def hear(rank: int, reported: list[Series]) -> None:
+    def on_message(rank: int, reported: list[Series]) -> None:
         by_rank = waiting.setdefault(reported[0].case, {})
         by_rank[rank] = reported
         if len(by_rank) == ranks:
@@ -80,7 +80,7 @@ def measure(
 
     with tempfile.NamedTemporaryFile() as flags:
         barrier_file(flags, ranks)
-        processes.run(_work, (Path(flags.name), peers, cases, bursts, idle_s), ranks, hear)
+        processes.run(_work, (Path(flags.name), peers, cases, bursts, idle_s), ranks, on_message)
     return rows
 
 
@@ -111,7 +111,7 @@ def _work(
                     start = time.perf_counter()
                     _run(calls, CALLS)
                     series.seconds.append((time.perf_counter() - start) / CALLS)
-        rank.say([series for series, _ in contestants])
+        rank.send([series for series, _ in contestants])
     barrier()
 
 

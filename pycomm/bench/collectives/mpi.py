@@ -50,7 +50,7 @@ def run(
     body: Callable[..., None],
     args: tuple[Any, ...],
     size: int,
-    hear: Callable[[int, Any], None],
+    on_message: Callable[[int, Any], None],
 ) -> None:
     """As pycomm.bench.support.processes.run, on processes that the mpiexec of `name` starts.
 
@@ -70,12 +70,12 @@ def run(
         ]
         environment = {**os.environ, KEY_VARIABLE: key}
         with (
-            tempfile.TemporaryFile("w+") as said,
-            subprocess.Popen(command, env=environment, stdout=said, stderr=said) as process,
+            tempfile.TemporaryFile("w+") as output,
+            subprocess.Popen(command, env=environment, stdout=output, stderr=output) as process,
         ):
             try:
                 ranks = _meet(listener, process, size, (store.port, body, args))
-                _listen(ranks, hear)
+                _listen(ranks, on_message)
                 failed = process.wait() != 0
             except EOFError:  # a rank ended before the last answer
                 process.wait()
@@ -83,9 +83,9 @@ def run(
             finally:
                 process.kill()
             if failed:
-                said.seek(0)
+                output.seek(0)
                 raise RuntimeError(
-                    f"{name}'s mpiexec ended with {process.returncode}\n{said.read()}"
+                    f"{name}'s mpiexec ended with {process.returncode}\n{output.read()}"
                 )
 
 
@@ -130,8 +130,8 @@ def _meet(
 ) -> dict[Connection, int]:
     """The connections of all ranks, each with its request."""
     ranks: dict[Connection, int] = {}
-    door = listener._listener._socket  # type: ignore[attr-defined]  # to stop when mpiexec ends
-    door.settimeout(0.2)
+    listening = listener._listener._socket  # type: ignore[attr-defined]  # to stop when mpiexec ends
+    listening.settimeout(0.2)
     while len(ranks) < size:
         try:
             connection = listener.accept()
@@ -144,7 +144,7 @@ def _meet(
     return ranks
 
 
-def _listen(ranks: dict[Connection, int], hear: Callable[[int, Any], None]) -> None:
+def _listen(ranks: dict[Connection, int], on_message: Callable[[int, Any], None]) -> None:
     """Receives until every rank has sent None, its end. Raises EOFError if one closes before."""
     while ranks:
         for ready in wait(list(ranks)):
@@ -153,7 +153,7 @@ def _listen(ranks: dict[Connection, int], hear: Callable[[int, Any], None]) -> N
             if value is None:
                 del ranks[ready]
             else:
-                hear(ranks[ready], value)
+                on_message(ranks[ready], value)
 
 
 def _enter(name: str, address: str) -> None:

@@ -78,18 +78,18 @@ def _line(name: str, by_rank: Sequence[Times], times: dict[str, float], fastest_
 
 def faults(found: Sequence[Line]) -> list[str]:
     """The reasons why this run is invalid; empty if it is valid."""
-    said = [
+    messages = [
         f"{line.peer}: {line.verb} of {line.size_bytes} bytes: {line.wrong} elements are wrong"
         for line in found
         if line.wrong
     ]
-    said += [
+    messages += [
         f"{line.peer}: {line.verb} of {line.size_bytes} bytes runs at "
         f"{line.limit_percent:.0f} % of the limit: the limit is wrong"
         for line in found
         if line.limit_percent > 100 * TOLERANCE and line.peer != FLOOR
     ]
-    return said
+    return messages
 
 
 def header(peers: Sequence[str]) -> str:

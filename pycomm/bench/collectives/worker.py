@@ -94,7 +94,7 @@ def work(
     with busy_thread() if busy else contextlib.nullcontext():
         for case in cases:
             calls = min(calls_per_round(case.bytes), BUSY_CALLS if busy else sys.maxsize)
-            rank.say(
+            rank.send(
                 measure(case, peers, groups.call, barrier, (rounds, calls), (rank.rank, device))
             )
     barrier()  # no rank leaves while another still needs it

@@ -96,8 +96,8 @@ def main(argv: Sequence[str]) -> int:
             comparisons.append(sparse.whole_step(case))
         comparisons, refused = able(comparisons)
         missing += [one for one in refused if one not in missing]
-        if said := next(filter(None, (wrong(one, place) for one in comparisons)), ""):
-            print(f"{case.count} elements: {said}")
+        if message := next(filter(None, (wrong(one, place) for one in comparisons)), ""):
+            print(f"{case.count} elements: {message}")
             return 1
         new = measured(place, case.count, comparisons, options.rounds)
         rows += new
@@ -114,8 +114,8 @@ def main(argv: Sequence[str]) -> int:
         plot.save(options.plot, rows, settings)
     fast = [r for r in rows if r.limit_percent > 100 * TOLERANCE]
     for row in fast:
-        said = f"{row.peer}: {row.kernel} of {row.count} runs at {row.limit_percent:.0f} %"
-        print(f"{said}: the limit is wrong")
+        message = f"{row.peer}: {row.kernel} of {row.count} runs at {row.limit_percent:.0f} %"
+        print(f"{message}: the limit is wrong")
     return 1 if fast else 0
 
 

@@ -29,15 +29,15 @@ class Rank:
     rank: int
     size: int
     store: TCPStore
-    say: Callable[[object], None]
-    """Sends a picklable value to `hear` of the parent."""
+    send: Callable[[object], None]
+    """Sends a picklable value to `on_message` of the parent."""
 
 
 def run(
     body: Callable[..., None],
     args: tuple[Any, ...],
     size: int,
-    hear: Callable[[int, Any], None],
+    on_message: Callable[[int, Any], None],
     hosts: Sequence[str] = (),
 ) -> None:
     """Runs `body(Rank, *args)` on `size` processes. No process outlives the call or the parent.
@@ -46,7 +46,7 @@ def run(
         body: a function of an importable module.
         args: further arguments, picklable.
         size: number of processes.
-        hear: called as hear(rank, value) in this process for each message of a rank.
+        on_message: called as on_message(rank, value) in this process for each message of a rank.
         hosts: the host of each rank, from netns.behind(); empty: this machine.
 
     Raises:
@@ -65,7 +65,7 @@ def run(
     for sender in senders:
         sender.close()
     try:
-        _listen(context, {receiver: rank for rank, (receiver, _) in enumerate(pipes)}, hear)
+        _listen(context, {receiver: rank for rank, (receiver, _) in enumerate(pipes)}, on_message)
     finally:
         for process in context.processes:
             process.kill()
@@ -73,7 +73,9 @@ def run(
 
 
 def _listen(
-    context: ProcessContext, receivers: dict[Connection, int], hear: Callable[[int, Any], None]
+    context: ProcessContext,
+    receivers: dict[Connection, int],
+    on_message: Callable[[int, Any], None],
 ) -> None:
     finished = False
     while receivers or not finished:
@@ -86,7 +88,7 @@ def _listen(
             except EOFError:  # the process ended; torch reports the reason
                 del receivers[ready]
             else:
-                hear(receivers[ready], value)
+                on_message(receivers[ready], value)
 
 
 def _enter(

@@ -1,0 +1,297 @@
+"""The default group of the process, which every call without `group=` uses, and of its threads.
+
+`init` makes it. A thread can have a default group of its own: `pycomm.testing` runs ranks as
+threads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+from pycomm import _core, config
+from pycomm import _secret as secrets
+from pycomm._bootstrap import launcher_watch, rendezvous
+from pycomm._bootstrap.shrink import Store
+from pycomm.errors import GroupBroken, InvalidArgument
+from pycomm.group import DEFAULT_TIMEOUT_S, Group, abort_all, on_shrink
+
+__all__ = [
+    "as_thread_default",
+    "default",
+    "default_core",
+    "default_is_encrypted",
+    "host_count",
+    "init",
+    "is_initialized",
+    "local_rank",
+    "local_size",
+    "log_at",
+    "rank",
+    "register_backend",
+    "register_core",
+    "shutdown",
+    "size",
+]
+
+DEFAULT_HEARTBEAT_S = 10.0
+
+
+class _State:
+    """The default group of the process."""
+
+    group: Group | None = None
+    adopted: bool = False  # torch owns the engine and closes it
+    ended: str = ""  # why there is no group any more
+    lock = threading.RLock()
+
+
+class _Thread(threading.local):
+    """Thread-local groups. Class attributes are the defaults: a failed lookup costs half a small
+    call."""
+
+    own: Sequence[Group] = ()  # the first is the thread's default group
+    forced: Group | None = None  # the default within as_thread_default
+
+
+_state = _State()
+_thread = _Thread()
+
+
+def init(
+    *,
+    timeout_s: float = DEFAULT_TIMEOUT_S,
+    transport: str | None = None,
+    secret: str | None = None,
+    encrypt: bool | None = None,
+    reproducible: bool = False,
+    heartbeat_s: float = DEFAULT_HEARTBEAT_S,
+) -> Group:
+    """Forms the default group from the environment. Collective over the processes of the run.
+
+    A second call returns the same group and ignores its arguments. After torch's
+    init_process_group("pycomm") the group uses that backend's engine.
+
+    Args:
+        timeout_s: limit in seconds of the forming and of every call without one of its own.
+        transport: "shm" or "tcp": this one only; None: PYCOMM_TRANSPORT, or the best for each pair.
+        secret: the run's shared secret; None: PYCOMM_SECRET.
+        encrypt: encrypt and authenticate traffic between hosts (AES-256-GCM), also in groups made
+            by split() and shrink(). Needs OpenSSL 3 and, on several hosts, a secret. The same on
+            every rank. None: PYCOMM_ENCRYPT, or no.
+        reproducible: add in rank order for every size, so that bits depend on the inputs alone.
+        heartbeat_s: a peer without a heartbeat for so many seconds counts as lost: it is stopped or
+            its host failed. A busy rank sends heartbeats, also while it holds the GIL. 0: no limit,
+            for debuggers. The same on every rank.
+
+    Raises:
+        InvalidArgument: an argument or variable is invalid; or `encrypt`, but the default group
+            exists and is not encrypted.
+        Timeout: not all ranks joined; the text names the missing ones.
+        PeerLost, Mismatch: a rank died, or was started with other options.
+        Unsupported: `encrypt` without OpenSSL 3, or on several hosts without a secret.
+    """
+    with _state.lock:
+        found = _find()
+        if found is not None:
+            if encrypt and not found.core.encrypted:
+                raise InvalidArgument(
+                    "encrypt=True, but the default group exists and is not encrypted: "
+                    "pass encrypt=True where it is made"
+                )
+            return found
+        if not timeout_s > 0:
+            raise InvalidArgument(f"invalid timeout_s: got {timeout_s}, expected more than 0")
+        if not heartbeat_s >= 0:
+            raise InvalidArgument(f"invalid heartbeat_s: got {heartbeat_s}, expected 0 or more")
+        if transport is not None and transport not in config.TRANSPORTS:
+            raise InvalidArgument(
+                f"invalid transport: got {transport!r}, expected {', '.join(config.TRANSPORTS)}"
+            )
+        if secret is not None:
+            secrets.check(secret, "secret")
+        here = config.environment(secret=secret)
+        if encrypt is not None:
+            here = dataclasses.replace(here, encrypt=encrypt)
+        _state.group = _form(here, timeout_s, transport, reproducible, heartbeat_s)
+        _state.adopted = False
+        return _state.group
+
+
+def _form(
+    here: config.Config,
+    timeout_s: float,
+    transport: str | None,
+    reproducible: bool,
+    heartbeat_s: float,
+) -> Group:
+    log_at(here.log)
+    _core.check_address(here.address)
+    end = time.monotonic() + timeout_s
+    store = rendezvous.find_store(here, timeout_s)
+    core = rendezvous.connect(
+        store,
+        rank=here.rank,
+        size=here.size,
+        name="world",
+        timeout_s=max(0.1, end - time.monotonic()),
+        secret=here.secret,
+        encrypt=here.encrypt,
+        transport=transport or here.transport,
+        address=here.address,
+        route_hint=here.master_host,
+        reproducible=reproducible,
+        heartbeat_s=heartbeat_s,
+        log=here.log != "warning",
+    )
+    core.set_timeout(timeout_s)  # of its calls; forming used the remaining time
+    store.settle()
+    launcher_watch.start(abort_all)
+    return Group(core, store, timeout_s)
+
+
+def log_at(level: str) -> None:
+    """Sends pycomm's log messages to stderr, unless the program has configured logging."""
+    logger = logging.getLogger("pycomm")
+    if level == "warning" or logger.hasHandlers():
+        return
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("pycomm: %(message)s"))
+    logger.addHandler(handler)
+    logger.setLevel(level.upper())
+
+
+def shutdown() -> None:
+    """Closes the default group; a second call has no effect. An engine that torch owns stays
+    open."""
+    with _state.lock:
+        group, adopted = _state.group, _state.adopted
+        _state.group, _state.adopted = None, False
+        _thread.own = ()
+        if group is not None:
+            _state.ended = "the default group was closed by pycomm.shutdown()"
+            if not adopted:
+                group.close()
+
+
+def is_initialized() -> bool:
+    """Whether there is a default group."""
+    return _find() is not None
+
+
+def _replace(old: Group, new: Group) -> None:
+    """Makes `new` the default wherever `old` was it."""
+    with _state.lock:
+        if _state.group is old:
+            _state.group, _state.adopted = new, False
+        if _thread.forced is old:
+            _thread.forced = new
+        elif _thread.own and _thread.own[0] is old:
+            _thread.own = [new]
+
+
+on_shrink.append(_replace)
+
+
+def _find() -> Group | None:
+    if _thread.forced is not None:
+        return _thread.forced
+    own = _thread.own
+    return own[0] if own else _state.group
+
+
+def default() -> Group:
+    """The default group. Raises GroupBroken after shutdown, InvalidArgument before init."""
+    group = _find()
+    if group is None:
+        if _state.ended:
+            raise GroupBroken(f"{_state.ended}; pycomm.init() makes a new one")
+        raise InvalidArgument("there is no default group yet: call pycomm.init() first")
+    return group
+
+
+def rank() -> int:
+    """This process's rank in the default group."""
+    return default().rank
+
+
+def size() -> int:
+    """The number of ranks of the default group."""
+    return default().size
+
+
+def local_rank() -> int:
+    """This process's rank among the default group's ranks on this host."""
+    return default().core.local_rank
+
+
+def local_size() -> int:
+    """The number of the default group's ranks on this host."""
+    return default().core.local_size
+
+
+def host_count() -> int:
+    """The number of hosts of the default group."""
+    return default().core.host_count
+
+
+def register_core(core: _core.Group, store: Store, timeout_s: float) -> Callable[[], None]:
+    """Makes torch's engine the default group, or that of this thread if the process has one already
+    (ranks as threads); returns a function that unregisters it.
+    """
+    group = Group(core, store, timeout_s)
+    launcher_watch.start(abort_all)
+    own: list[Group] = [group]
+    with _state.lock:
+        if _state.group is None:
+            _state.group, _state.adopted = group, True
+        _thread.own = own
+
+    def unregister() -> None:
+        with _state.lock:
+            own.clear()
+            if _state.group is group:
+                _state.group, _state.adopted = None, False
+                _state.ended = "torch's process group was destroyed"
+
+    return unregister
+
+
+def register_backend(
+    core: _core.Group, store: Store | None, timeout_s: float
+) -> Callable[[], None]:
+    """Makes abort() of the default group abort the engine of torch's new_group() or split_group()
+    too; returns a function that unregisters it.
+    """
+    held = [Group(core, store, timeout_s)]
+    if (group := _find()) is not None:
+        group._adopt_subgroup(held[0])
+    return held.clear
+
+
+def default_core() -> _core.Group | None:
+    """The engine made by `init` or `run_ranks`, for torch_backend to share; None if there is
+    none."""
+    group = _thread.forced or (None if _state.adopted else _state.group)
+    return None if group is None else group.core
+
+
+def default_is_encrypted() -> bool:
+    """Whether the default group, made by torch or by pycomm, is encrypted."""
+    group = _thread.forced or _state.group
+    return group is not None and not group.core.forked and group.core.encrypted
+
+
+@contextlib.contextmanager
+def as_thread_default(group: Group) -> Iterator[None]:
+    """A context in which `group` is the default of this thread only."""
+    _thread.forced = group
+    try:
+        yield
+    finally:
+        _thread.forced = None
