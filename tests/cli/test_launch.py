@@ -103,7 +103,7 @@ def test_ranks_get_an_equal_share_of_the_processors(tmp_path: Path) -> None:
     assert ("processors per rank | 1, bound" if share else "shared by all") in done.stdout
     for rank in range(count):
         wanted = [cores[rank]] if share else cores
-        assert told(tmp_path / "log" / f"rank{rank}.log")["cores"] == wanted
+        assert report_of(tmp_path / "log" / f"rank{rank}.log")["cores"] == wanted
 
 
 @pytest.mark.parametrize("words", [["--cpus-per-rank", "0", "--nproc", "2"], ["--nproc", "1"]])
@@ -111,7 +111,7 @@ def test_ranks_share_the_processors(words: list[str], tmp_path: Path) -> None:
     done = launch(tmp_path, *words, PROGRAM, "place")
     assert done.returncode == 0, done.stderr
     assert "shared by all" in done.stdout
-    assert told(tmp_path / "log" / "rank0.log")["cores"] == sorted(os.sched_getaffinity(0))
+    assert report_of(tmp_path / "log" / "rank0.log")["cores"] == sorted(os.sched_getaffinity(0))
 
 
 def test_modules_and_commands(tmp_path: Path) -> None:
