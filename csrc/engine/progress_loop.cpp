@@ -52,7 +52,7 @@ void ProgressLoop::drive(Task& task, const Deadline& deadline) {
     if (options_.spin.count() > 0 && worth_spinning(task)) {
       apart ? cpu_relax() : os::yield_processor();
       if (++polls % kPollsPerClock != 0 && apart) continue;
-      apart = task.leave_processor_of_peer(exclusion);
+      apart = leave_processor_of_peer(task, exclusion);
       idle_until = Clock::now();
       if (idle_since == Clock::time_point{}) {
         idle_since = idle_until;
@@ -102,6 +102,19 @@ bool ProgressLoop::worth_spinning(const Task& task) const {
     return true;
   const auto& link = peers_.at(peer).link;
   return !link || !link->channel().polling_is_expensive();
+}
+
+// As Task::leave_processor_of_peer(), by what the task or the channel knows.
+bool ProgressLoop::leave_processor_of_peer(Task& task, os::ProcessorExclusion& exclusion) const {
+  if (const auto apart = task.leave_processor_of_peer(exclusion)) return *apart;
+  const int from = task.receiving_from(), peer = from >= 0 ? from : task.sending_to();
+  if (peer < 0 || !peers_.at(peer).link) return true;
+  transport::Channel& channel = peers_.at(peer).link->channel();
+  const int here = os::current_processor();
+  if (here == os::kUnknownProcessor || channel.swap_processors(here) != here) return true;
+  const bool left = exclusion.leave(here, {});
+  (void)channel.swap_processors(os::current_processor());
+  return left;
 }
 
 // True on progress.

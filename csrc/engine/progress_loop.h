@@ -46,6 +46,7 @@ class ProgressLoop {
 
  private:
   bool worth_spinning(const Task& task) const;
+  bool leave_processor_of_peer(Task& task, os::ProcessorExclusion& exclusion) const;
   void adapt_spin_limit(Clock::time_point idle_since);
   bool sleep(Task& task, const Deadline& deadline);
   std::chrono::nanoseconds longest_sleep(const Deadline& deadline) const;

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstddef>
+#include <optional>
 
 #include "os/processor.h"
 
@@ -19,8 +20,11 @@ class Task {
   // A lower bound of the bytes that it still expects from that peer.
   virtual size_t receiving_bytes() const { return 0; }
   // If the awaited peer last ran on the processor of this thread, moves the thread to another one
-  // for the lifetime of `exclusion`. False: it must stay, and waits best by yielding.
-  virtual bool leave_processor_of_peer(os::ProcessorExclusion& /*exclusion*/) { return true; }
+  // for the lifetime of `exclusion`. False: it must stay, and waits best by yielding. Empty: the
+  // task does not know the processors, but the channels may.
+  virtual std::optional<bool> leave_processor_of_peer(os::ProcessorExclusion& /*exclusion*/) {
+    return std::nullopt;
+  }
   // Around a sleep, for tasks that another thread or process wakes: poll once more between arm()
   // and the sleep, as with channels.
   virtual void arm() {}

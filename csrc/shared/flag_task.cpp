@@ -132,7 +132,7 @@ void FlagTask::disarm() {
 
 // Two ranks on one processor can stay there for long: each sleeps in turn, so the system sees no
 // load to balance.
-bool FlagTask::leave_processor_of_peer(os::ProcessorExclusion& exclusion) {
+std::optional<bool> FlagTask::leave_processor_of_peer(os::ProcessorExclusion& exclusion) {
   const int here = region_.publish_processor();
   if (awaited_ == collectives::kNoRank || here == os::kUnknownProcessor ||
       region_.processor_of(awaited_) != here)

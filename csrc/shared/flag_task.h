@@ -5,6 +5,7 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 
 #include "core/operation.h"
 #include "engine/engine.h"
@@ -32,7 +33,7 @@ class FlagTask : public engine::Task {
   int receiving_from() const override {
     return awaited_ == collectives::kNoRank ? collectives::kNoRank : region_.member(awaited_);
   }
-  bool leave_processor_of_peer(os::ProcessorExclusion& exclusion) override;
+  std::optional<bool> leave_processor_of_peer(os::ProcessorExclusion& exclusion) override;
   void arm() override;
   void disarm() override;
 

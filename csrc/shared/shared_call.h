@@ -28,7 +28,7 @@ class SharedCall final : public engine::Task {
   }
   int sending_to() const override { return collectives::kNoRank; }
   int receiving_from() const override { return now_->receiving_from(); }
-  bool leave_processor_of_peer(os::ProcessorExclusion& exclusion) override {
+  std::optional<bool> leave_processor_of_peer(os::ProcessorExclusion& exclusion) override {
     return now_->leave_processor_of_peer(exclusion);
   }
   void arm() override { now_->arm(); }

@@ -10,6 +10,7 @@
 #include <span>
 
 #include "cpu/copy.h"
+#include "os/processor.h"
 
 namespace pycomm::transport {
 namespace {
@@ -65,6 +66,7 @@ size_t RingChannel::put(ConstBytes bytes) {
 
 size_t RingChannel::send(ConstBytes head, ConstBytes body) {
   if (closed_) return head.size() + body.size();
+  (void)swap_processors(os::current_processor());
   const size_t n = put(head);
   return n == head.size() ? n + put(body) : n;
 }
@@ -100,6 +102,11 @@ size_t RingChannel::receive(Bytes into) {
   cpu::copy(into.data(), here.data(), here.size());
   take(here.size());
   return here.size();
+}
+
+int RingChannel::swap_processors(int own) {
+  out().writer_processor.store(own + 1, std::memory_order_relaxed);
+  return in().writer_processor.load(std::memory_order_relaxed) - 1;
 }
 
 pollfd RingChannel::arm(Want want) {

@@ -22,6 +22,7 @@ struct RingHead {
   alignas(64) std::atomic<uint64_t> read;
   alignas(64) std::atomic<uint32_t> reader_sleeps;
   alignas(64) std::atomic<uint32_t> writer_sleeps;
+  std::atomic<int32_t> writer_processor;  // on which the writer ran when it stored it, + 1
 };
 
 // Memory that a peer shares in addition to the rings.
@@ -45,6 +46,7 @@ class RingChannel final : public Channel {
   std::string_view protocol_error() const override {
     return corrupt_ ? "its ring in shared memory has an invalid write position" : "";
   }
+  int swap_processors(int own) override;
   pollfd arm(Want want) override;
   void disarm(short revents) override;
   void close(ConstBytes unsent) override;

@@ -65,6 +65,10 @@ class Channel {
   // Whether polling costs about as much as it saves: then sleep while much data is in transit.
   virtual bool polling_is_expensive() const { return false; }
 
+  // Publishes the processor on which this rank runs to the peer, and returns the last one that the
+  // peer published; -1: unknown.
+  virtual int swap_processors(int /*own*/) { return -1; }
+
   // Wakes the peer if it sleeps on this channel.
   virtual void wake_peer() {}
   // The peer's shared memory segment for the ranks of its host; null on other transports.

@@ -1,4 +1,4 @@
-// Values that other threads read during a write, and threads that leave a processor.
+// Values that other threads read during a write, and ranks that leave each other's processor.
 #include "os/processor.h"
 
 #include <sched.h>
@@ -7,11 +7,13 @@
 #include <atomic>
 #include <exception>
 #include <functional>
+#include <string>
 #include <thread>
 #include <vector>
 
 #include "core/atomic_words.h"
 #include "harness.h"
+#include "ranks.h"
 
 namespace {
 
@@ -120,5 +122,19 @@ const Test kStays{"a thread that is bound to one processor stays there", [] {
                       expect(allowed() == std::vector<int>{here}, "the mask is unchanged after");
                     });
                   }};
+
+const Test kProcessors{"ends that share memory know each other's processor", [] {
+                         for (const std::string by : {"local", "shm"}) {
+                           const ranks::Ends pair = ranks::channel_pair(by, size_t{64} << 10);
+                           expect_equal(pair.a->swap_processors(3), -1,
+                                        "before the other end published any");
+                           expect_equal(pair.b->swap_processors(5), 3, "processor of a");
+                           expect_equal(pair.a->swap_processors(4), 5, "processor of b");
+                           expect_equal(pair.b->swap_processors(5), 4, "the new processor of a");
+                         }
+                         const ranks::Ends pair = ranks::channel_pair("tcp", size_t{64} << 10);
+                         expect_equal(pair.a->swap_processors(3), -1, "no memory");
+                         expect_equal(pair.b->swap_processors(3), -1, "no memory");
+                       }};
 
 }  // namespace

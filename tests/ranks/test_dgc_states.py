@@ -107,7 +107,7 @@ def test_loaded_state_contains_nothing_of_a_failed_pass() -> None:
     run_ranks(2, program)
 
 
-@pytest.mark.parametrize("asked", ["state_dict", "gather_state", "detach"])
+@pytest.mark.parametrize("method", ["state_dict", "gather_state", "detach"])
 def test_failed_pass_returns_to_the_residual_before_the_next(method: str) -> None:
     """P3: unsent values return to the residual, as after the next forward. During the pass the call
     is rejected."""
