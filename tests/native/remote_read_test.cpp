@@ -246,6 +246,25 @@ void slower_test() {
 }
 const Test kSlower{"a mode that becomes slower is left", slower_test};
 
+// A disturbance during one trial must not last.
+void disturbed_test() {
+  shared::OnlineTuner tuner(0, 8, 256);
+  while (tuner.turns < 100) record(tuner, 1.0, 2.0);
+  while (!tuner.tries(tuner.turns)) record(tuner, 1.0, 2.0);
+  while (tuner.tries(tuner.turns)) record(tuner, 8.0, 2.0);
+  expect(tuner.prefers_second(), "the trial was disturbed");
+  const uint64_t disturbed = tuner.turns;
+  while (tuner.prefers_second() && tuner.turns < disturbed + 100) record(tuner, 1.0, 2.0);
+  expect(tuner.turns - disturbed <= 24,
+         "turns with the slower one: " + std::to_string(tuner.turns - disturbed));
+  // Now the second one stays better: further trials become rare.
+  uint64_t trials = 0;
+  for (const uint64_t end = tuner.turns + 2000; tuner.turns < end; record(tuner, 4.0, 3.0))
+    trials += tuner.tries(tuner.turns);
+  expect(tuner.prefers_second() && trials <= 200, "turns in trials: " + std::to_string(trials));
+}
+const Test kDisturbed{"a disturbed trial is repeated", disturbed_test};
+
 void missing_test() {
   shared::OnlineTuner tuner(0, 8, 256);
   for (int i = 0; i < 4; ++i) record(tuner, 2.0, 1.0);
