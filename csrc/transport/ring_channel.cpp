@@ -1,5 +1,6 @@
 #include "transport/ring_channel.h"
 
+#include <sys/epoll.h>
 #include <sys/socket.h>
 #include <sys/uio.h>
 
@@ -8,7 +9,9 @@
 #include <cerrno>
 #include <new>
 #include <span>
+#include <system_error>
 
+#include "core/errors.h"
 #include "cpu/copy.h"
 #include "os/processor.h"
 
@@ -23,6 +26,18 @@ constexpr char kWake = 0, kGoodbye = 1;
 // More than any unsent frame and its notices; less than the buffer of a socket.
 constexpr size_t kMaxGoodbyeBytes = size_t{128} << 10;
 
+// A descriptor to poll instead of a socket. A thread that polls the socket itself is moved to the
+// processor of the sender, because the kernel expects the sender to sleep next (a wake-up with
+// WF_SYNC); a thread that polls an epoll descriptor stays where it was.
+os::Fd poll_descriptor_of(int socket) {
+  os::Fd epoll(::epoll_create1(EPOLL_CLOEXEC));
+  epoll_event event{.events = EPOLLIN | EPOLLRDHUP, .data = {}};
+  if (!epoll || ::epoll_ctl(epoll.get(), EPOLL_CTL_ADD, socket, &event) != 0)
+    throw Unsupported("cannot create an epoll descriptor: " +
+                      std::generic_category().message(errno));
+  return epoll;
+}
+
 }  // namespace
 
 RingChannel::RingChannel(std::string_view transport, std::shared_ptr<os::RingMemory> in,
@@ -32,6 +47,7 @@ RingChannel::RingChannel(std::string_view transport, std::shared_ptr<os::RingMem
       in_(std::move(in)),
       out_(std::move(out)),
       wakeup_socket_(std::move(wakeup_socket)),
+      wakeup_poll_(poll_descriptor_of(wakeup_socket_.get())),
       peer_memory_(std::move(peer_memory)) {}
 
 // No wake-up is lost: the sleeping side stores `sleeps`, then loads the position; the other side
@@ -115,7 +131,7 @@ pollfd RingChannel::arm(Want want) {
   // Only for the order of sequentially consistent operations; the caller polls for progress next.
   if (want.receive) (void)in().written.load();
   if (want.send) peer_read_ = out().read.load();
-  return {wakeup_socket_.get(), POLLIN, 0};
+  return {wakeup_poll_.get(), POLLIN, 0};
 }
 
 void RingChannel::disarm(short revents) {
@@ -173,6 +189,7 @@ void RingChannel::close(ConstBytes unsent) {
   if (wakeup_socket_ && !unsent.empty()) send_goodbye(unsent);
   // A forked process has the descriptor too and would keep the connection open without this.
   if (wakeup_socket_) ::shutdown(wakeup_socket_.get(), SHUT_RDWR);
+  wakeup_poll_ = {};
   wakeup_socket_ = {};
   closed_ = true;
 }

@@ -66,6 +66,7 @@ class RingChannel final : public Channel {
   std::string_view transport_;
   std::shared_ptr<os::RingMemory> in_, out_;
   os::Fd wakeup_socket_;
+  os::Fd wakeup_poll_;  // readable while the socket is
   PeerMemory peer_memory_;
   uint64_t written_ = 0, read_ = 0;   // own positions; the copies in the rings are for the peer
   uint64_t peer_read_ = 0;            // the peer's read position when last loaded
