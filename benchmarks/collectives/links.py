@@ -9,7 +9,8 @@ to a rate by `tc tbf`; "none" leaves them as fast as the kernel is. At each rate
     CPU s/GB    processor seconds of all ranks of a host, the kernel's among them, / bytes (10^9)
 
 `--peers sockets` is no contestant but a bound: the same bytes through plain sockets (sockets.py).
-`--peers pycomm,pycomm-encrypted` compares `Options(encrypt=True)` with plain connections.
+`--peers pycomm,pycomm-encrypted` compares `Options(encrypt=True)` with plain connections. With
+LD_LIBRARY_PATH=DIR the libcrypto.so.3 of DIR encrypts.
 With --training it measures training steps instead, with other options
 (benchmarks/training/steps.py).
 """
@@ -19,6 +20,7 @@ from __future__ import annotations
 import argparse
 import json
 import secrets
+import ssl
 import statistics
 import subprocess
 import sys
@@ -229,6 +231,8 @@ def _store(found: Sequence[Row], options: argparse.Namespace) -> None:
         settings = {
             name: getattr(options, name) for name in ("hosts", "ranks_per_host", "rounds", "peers")
         }
+        if ENCRYPTED.name in options.peers:
+            settings["openssl"] = ssl.OPENSSL_VERSION  # Python's ssl and pycomm load the same copy
         content = {"machine": where, "settings": settings, "rows": [asdict(row) for row in found]}
         summaries.write(options.json, content)
     if options.plot:
