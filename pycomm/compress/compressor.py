@@ -24,7 +24,6 @@ from pycomm.compress.options import Options
 from pycomm.compress.packet_exchange import AllGatherExchange, PacketExchange
 from pycomm.compress.parameter_state import AdoptedMomentum, ParameterState
 from pycomm.compress.sharded import ShardedExchange
-from pycomm.compress.staleness import Ages
 from pycomm.compress.state import CompressorState
 from pycomm.compress.transaction import Plan, Step
 from pycomm.errors import InvalidArgument, Unsupported
@@ -61,7 +60,6 @@ class Compressor:
             _check_codec_devices(self.state.compressed)
         self._chooser = Chooser(options)
         self._level_plan = DENSE  # the plan of the last step
-        self._ages = Ages(self.state.compressed) if options.track_age else None
         self._workspaces: dict[tuple[str, ...], Tensor] = {}
         self._pool: CommunicatorPool | None = None
         self._hosts: Hosts | None = None
@@ -199,7 +197,6 @@ class Compressor:
             "exchange": plan.exchange,
             "value_dtype": plan.value_dtype,
             "exchange_costs": dict(plan.exchange_costs),
-            "age": None if self._ages is None else self._ages.summary(steps),
         }
 
     def save(self) -> dict[str, Any]:
@@ -264,8 +261,6 @@ class Compressor:
         self.state.step_count += 1
         self._sent_bytes = step.sent_bytes
         self._adopted.register_exchange(*(step.deferred() if self._options.fused else ()))
-        if self._ages is not None:
-            self._ages.sent(step.sent(), self.state.step_count, step.is_dense)
 
     def _convert_velocity(self) -> None:
         """Converts torch's velocity of the dense phase to the u of the formulas."""

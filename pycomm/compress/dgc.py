@@ -70,7 +70,6 @@ class DGC:
         fused: optimizer.step() applies packets to the parameters directly. Until then p.grad of a
             compressed parameter is this rank's own gradient, and None afterwards. Same bits for
             float32 and float64 where torch's SGD uses a fused multiply-add.
-        track_age: record when each compressed element was last sent (4 bytes for each).
 
     Raises:
         Unsupported: another optimizer than SGD, sharded or not real floating parameters, or compact
@@ -99,7 +98,6 @@ class DGC:
         owner_k_factor: int = 1,
         scaler: torch.amp.GradScaler | None = None,
         fused: bool = False,
-        track_age: bool = False,
     ) -> None:
         options = Options(
             ramp=Ramp.of(rampup_begin_step, rampup_step, sparsity),
@@ -116,7 +114,6 @@ class DGC:
             exchange=exchange,
             owner_k_factor=owner_k_factor,
             fused=fused,
-            track_age=track_age,
         )
         self._compressor = Compressor(optimizer, options, scaler)
 
@@ -135,8 +132,7 @@ class DGC:
             "hierarchical" (then the first rank of a host counts its packets). value_dtype: of
             compact packets, None if there are none. exchange_costs: by exchange, the bytes counted
             by "auto", or the seconds beyond the backward pass estimated by "auto_time"; {} for
-            another `exchange`. age: {"mean", "max"} in steps since this rank sent each compressed
-            element, None without track_age.
+            another `exchange`.
         """
         return self._compressor.stats()
 

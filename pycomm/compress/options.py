@@ -35,7 +35,6 @@ class Options:
     exchange: str
     owner_k_factor: int
     fused: bool
-    track_age: bool
 
     def __post_init__(self) -> None:
         _one_of("clip", self.clip, ("parameter", "global"))

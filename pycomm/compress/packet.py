@@ -189,11 +189,6 @@ class Packet:
                     [memory], [gradient], part.indices[here] - offset, part.values[here]
                 )
 
-    def sent(self) -> Iterator[tuple[ParameterState, Tensor]]:
-        """For each memory the indices within it that this rank sent, ascending."""
-        for part in self._parts:
-            yield from part.sent()
-
     def mask(self) -> None:
         """Sets gradients to what this rank sends: the selected elements, and 0 elsewhere."""
         for part in self._parts:

@@ -193,16 +193,6 @@ class Step:
             *(one for packet, gathered in raw for one in packet.received(gathered)),
         ]
 
-    @property
-    def is_dense(self) -> bool:
-        """Whether the step has no compression."""
-        return self._plan.exchange == "dense"
-
-    def sent(self) -> Iterator[tuple[ParameterState, Tensor]]:
-        """For each compressed parameter the indices that this rank sent."""
-        for packet, _ in self._packets:
-            yield from packet.sent()
-
     def _start(self, buckets: list[_Bucket]) -> None:
         """Compresses these buckets into one packet and starts their transfers."""
         pairs = _in_order(buckets)

@@ -1,4 +1,4 @@
-"""DGC with fused=True compared with updates by p.grad, bit by bit; and ages of elements.
+"""DGC with fused=True compared with updates by p.grad, bit by bit.
 
 Under torch's DDP and with loss scales: test_dgc_steps.py.
 """
@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import pycomm
-from pycomm.compress.dgc import compressor_of
 from pycomm.errors import InvalidArgument, Unsupported
 from pycomm.testing import run_ranks
 
@@ -213,31 +212,3 @@ def test_rejected_arguments() -> None:
         optimizer.step()
 
     run_ranks(1, program)
-
-
-@pytest.mark.parametrize("select", ["parameter", "model"])
-@pytest.mark.parametrize("exchange", ["gather", "dense_masked"])
-def test_ages(select: str, exchange: str) -> None:
-    """Ages against v, which is 0 if an element was just sent; two layers, a dense step first."""
-
-    def program(group: pycomm.Group) -> None:
-        module = perceptron()
-        options: dict[str, Any] = {"select": select, "exchange": exchange}
-        model, optimizer, dgc = compressed(module, track_age=True, rampup_begin_step=1, **options)
-        since = [torch.zeros(p.numel()) for p in module.parameters()]
-        assert dgc.stats()["age"] == {"mean": 0, "max": 0}
-        for step in range(8):
-            step_on(model, batch(group.rank, step), optimizer)
-            for age, memory in zip(since, compressor_of(dgc).state.memories.values(), strict=True):
-                assert memory.v is not None
-                age.add_(1)
-                age[(memory.v == 0) | torch.tensor(step == 0)] = 0
-            every = torch.cat(since)
-            ages = dgc.stats()["age"]
-            assert ages["max"] == every.max()
-            assert ages["mean"] == pytest.approx(every.mean().item())
-        assert ages["max"] == 7 > ages["mean"] > 1
-        plain = compressed(perceptron())[2]
-        assert plain.stats()["age"] is None
-
-    run_ranks(2, program)
