@@ -7,14 +7,18 @@ void exclude(int processor, cpu_set_t& from) {
   if (processor >= 0 && processor < CPU_SETSIZE) CPU_CLR(static_cast<size_t>(processor), &from);
 }
 
-bool restrict_to(const cpu_set_t& allowed) {
-  return CPU_COUNT(&allowed) > 0 && ::sched_setaffinity(0, sizeof allowed, &allowed) == 0;
+// Also stores the mask that the thread then has.
+bool restrict_to(const cpu_set_t& allowed, cpu_set_t& now) {
+  return CPU_COUNT(&allowed) > 0 && ::sched_setaffinity(0, sizeof allowed, &allowed) == 0 &&
+         ::sched_getaffinity(0, sizeof now, &now) == 0;
 }
 
 }  // namespace
 
 ProcessorExclusion::~ProcessorExclusion() {
-  if (moved_) (void)::sched_setaffinity(0, sizeof before_, &before_);
+  cpu_set_t now{};
+  if (moved_ && ::sched_getaffinity(0, sizeof now, &now) == 0 && CPU_EQUAL(&now, &during_))
+    (void)::sched_setaffinity(0, sizeof before_, &before_);
 }
 
 bool ProcessorExclusion::leave(int current, std::span<const int> taken) {
@@ -24,7 +28,7 @@ bool ProcessorExclusion::leave(int current, std::span<const int> taken) {
   exclude(current, others);
   exclude(current, free);
   for (const int processor : taken) exclude(processor, free);
-  const bool left = restrict_to(free) || restrict_to(others);
+  const bool left = restrict_to(free, during_) || restrict_to(others, during_);
   moved_ |= left;
   return left;
 }

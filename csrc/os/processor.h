@@ -15,7 +15,8 @@ inline int current_processor() { return ::sched_getcpu(); }
 // Lets other threads run on it.
 inline void yield_processor() { (void)::sched_yield(); }
 
-// Keeps the calling thread off some processors until the end of its lifetime. Use it on one thread.
+// Keeps the calling thread off some processors until the end of its lifetime; then the thread gets
+// its affinity mask back, unless another program has set one meanwhile. Use it on one thread.
 class ProcessorExclusion {
  public:
   ProcessorExclusion() = default;
@@ -29,7 +30,7 @@ class ProcessorExclusion {
   bool leave(int current, std::span<const int> taken);
 
  private:
-  cpu_set_t before_{};
+  cpu_set_t before_{}, during_{};
   bool moved_ = false;
 };
 

@@ -123,6 +123,20 @@ const Test kStays{"a thread that is bound to one processor stays there", [] {
                     });
                   }};
 
+const Test kKeepsForeignMask{"a mask that another program sets meanwhile stays", [] {
+                               on_a_thread([] {
+                                 const std::vector<int> before = allowed();
+                                 if (before.size() < 2) return;
+                                 const int here = os::current_processor();
+                                 {
+                                   os::ProcessorExclusion exclusion;
+                                   expect(exclusion.leave(here, {}), "there is another processor");
+                                   restrict_to(here);
+                                 }
+                                 expect(allowed() == std::vector<int>{here}, "the new mask");
+                               });
+                             }};
+
 const Test kProcessors{"ends that share memory know each other's processor", [] {
                          for (const std::string by : {"local", "shm"}) {
                            const ranks::Ends pair = ranks::channel_pair(by, size_t{64} << 10);
