@@ -94,7 +94,7 @@ const Test kLeaves{"a thread leaves a processor, and its mask returns", [] {
                      });
                    }};
 
-const Test kTaken{"a thread prefers processors that nobody takes", [] {
+const Test kTaken{"a thread prefers processors that are not taken", [] {
                     on_a_thread([] {
                       const std::vector<int> before = allowed();
                       const int here = os::current_processor();
