@@ -27,7 +27,10 @@ FLAGS = [
     "-Wno-deprecated-declarations",  # of libstdc++, in itself
     *("-fsanitize=address,undefined", "-fno-sanitize-recover=all", f"-I{CSRC}", f"-I{HERE}"),
 ]
-ENGINE = ["engine", *(f"os/{name}.cpp" for name in ("fd", "process", "socket", "wake_event"))]
+ENGINE = [
+    "engine",
+    *(f"os/{name}.cpp" for name in ("fd", "process", "processor", "socket", "wake_event")),
+]
 NEEDS = {
     "frames": ENGINE,
     "handshake": [
@@ -41,8 +44,7 @@ NEEDS = {
     ],
     "buffer_exchange": [
         *ENGINE,
-        "collectives",
-        "shared",
+        *("collectives", "cpu/copy.cpp", "cpu/isa.cpp", "shared"),
         *(f"os/{name}.cpp" for name in ("process_memory", "random")),
     ],
     "packets": ["codec/cpu", "cpu/isa.cpp"],
