@@ -92,7 +92,7 @@ def main(argv: Sequence[str]) -> int:
     _store(run, found or rows, options.json)
     if options.plot and found:
         _draw(run, found, options.plot)
-    faults = table.faults(found) + bursts.faults(rows)
+    faults = table.faults(found, run.busy) + bursts.faults(rows)
     for message in faults:
         console.print(message, style="red", markup=False)
     return 1 if faults else 0
