@@ -2,6 +2,7 @@
 
 import inspect
 import os
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -206,20 +207,45 @@ def test_busy_thread_uses_the_processor_and_ends() -> None:
     assert not thread.is_alive()
 
 
-def test_mpi_and_the_memory_limit_are_measured(tmp_path: Path) -> None:
+@pytest.mark.parametrize("by", [[], ["--mpi-prefix", f"mpich={sys.prefix}"]], ids=["own", "prefix"])
+def test_mpi_and_the_memory_limit_are_measured(by: list[str], tmp_path: Path) -> None:
     stored = tmp_path / "bench.json"
     args = ["--sizes", "64", "--ops", ",".join(verbs.VERBS), "--rounds", "1", "--ours", "pycomm"]
-    assert collectives.main([*args, "--peers", "mpich,fake", "--json", str(stored)]) == 0
+    assert collectives.main([*args, *by, "--peers", "mpich,fake", "--json", str(stored)]) == 0
     rows = summaries.read(stored)["rows"]
+    assert {row["mpi"] for row in rows} == {"mpich"}
     assert [row["peer"] for row in rows] == ["pycomm", "mpich", "fake"] * len(verbs.VERBS)
     assert all(row["wrong"] == 0 and row["time_us"] > 0 for row in rows)
+
+
+def test_each_mpi_has_its_own_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """mpich starts the ranks of both runs, since tests have no other MPI."""
+    monkeypatch.setattr(mpi, "missing", lambda name, prefix: "")
+    by_mpich, runs = mpi.run, []
+
+    def run(source: tuple[str, Path | None], body: object, args: tuple, *others: object) -> None:
+        runs.append((source, [peer.name for peer in args[1]]))
+        contestants = [peer for peer in args[1] if peer.name != "openmpi"]
+        by_mpich(("mpich", None), body, (args[0], contestants, *args[2:]), *others)
+
+    monkeypatch.setattr(mpi, "run", run)
+    stored = tmp_path / "bench.json"
+    args = ["--sizes", "64", "--rounds", "1", "--ours", "pycomm", "--peers", "mpich,openmpi"]
+    args += ["--mpi-prefix", "openmpi=/opt/mpi", "--json", str(stored)]
+    assert collectives.main(args) == 0
+    assert runs == [
+        (("mpich", None), ["pycomm", "mpich"]),
+        (("openmpi", Path("/opt/mpi")), ["pycomm", "openmpi"]),
+    ]
+    rows = [(row["mpi"], row["peer"]) for row in summaries.read(stored)["rows"]]
+    assert rows == [("mpich", "pycomm"), ("mpich", "mpich"), ("openmpi", "pycomm")]
 
 
 def test_failing_mpi_rank_reports_the_reason() -> None:
     contestants = [peers.PEERS["mpich"], peers.OURS["pycomm"]]
     args: tuple[object, ...] = (Path("/no/such/flags"), contestants, [], 1)
     with pytest.raises(RuntimeError, match=r"FileNotFoundError.*/no/such/flags"):
-        mpi.run("mpich", worker.work, args, 2, lambda rank, value: None)
+        mpi.run(("mpich", None), worker.work, args, 2, lambda rank, value: None)
 
 
 def test_calls_that_a_baseline_rejects_are_reported(capsys: pytest.CaptureFixture[str]) -> None:
@@ -232,7 +258,8 @@ def test_calls_that_a_baseline_rejects_are_reported(capsys: pytest.CaptureFixtur
     "args",
     [
         ["--peers", "smoke"],
-        ["--peers", "mpich,openmpi"],  # a process can load only one
+        ["--peers", "mpich", "--mpi-prefix", "mpich"],
+        ["--peers", "mpich", "--mpi-prefix", "mpich=/no/such/folder"],
         ["--peers", "intelmpi"],  # not installed
         ["--peers", "deepspeed"],  # not installed
         ["--sizes", "x"],

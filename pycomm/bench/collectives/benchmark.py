@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import argparse
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -36,11 +36,16 @@ class Run:
     rounds: int
     busy: bool = False  # a thread of each rank computes in Python meanwhile
     device: str = "cpu"
+    prefixes: dict[str, Path] = field(default_factory=dict)  # of MPIs outside this environment
 
     @property
-    def mpi(self) -> str:
-        """The MPI among the peers, or ""."""
-        return next((peer.name for peer in self.peers if peer.name in mpi.PACKAGES), "")
+    def mpis(self) -> list[str]:
+        """The MPIs among the peers."""
+        return [peer.name for peer in self.peers if peer.name in mpi.PACKAGES]
+
+    def beside(self, name: str) -> list[Peer]:
+        """The contestants of the run with the MPI `name`; "": with none."""
+        return [peer for peer in self.peers if peer.name == name or peer.name not in mpi.PACKAGES]
 
 
 def main(argv: Sequence[str]) -> int:
@@ -54,12 +59,8 @@ def main(argv: Sequence[str]) -> int:
         parser.error(f"--plot {why}")
     if why := _misplaced(options):
         parser.error(why)
-    mpis = [name for name in options.peers if name in mpi.PACKAGES]
-    if len(mpis) > 1:
-        parser.error(f"one MPI at a time, not {' and '.join(mpis)}: a process can load only one")
-    if mpis and (why := mpi.missing(mpis[0])):
-        parser.error(why)
-    if deepspeed.NAME in options.peers and (why := deepspeed.missing()):
+    prefixes = dict(options.mpi_prefix)
+    if why := _absent(options.peers, prefixes):
         parser.error(why)
     cases = [
         Case(verb, dtype, size, options.ranks)
@@ -74,6 +75,7 @@ def main(argv: Sequence[str]) -> int:
         options.rounds,
         options.busy,
         options.device,
+        prefixes,
     )
     console = Console(soft_wrap=True, highlight=False)
     rows: list[bursts.Row] = []
@@ -82,7 +84,8 @@ def main(argv: Sequence[str]) -> int:
         if options.idle:
             rows = bursts.measure(console, peers, run.cases, run.ranks, run.rounds, options.idle)
         else:
-            found = _measure(console, run)
+            for name in run.mpis or [""]:
+                found += _measure(console, run, name)
     except (ProcessException, RuntimeError) as error:
         console.print(f"a rank failed\n{error}", style="red", markup=False)
         return 1
@@ -116,6 +119,14 @@ def _misplaced(options: argparse.Namespace) -> str:
     return ""
 
 
+def _absent(names: Sequence[str], prefixes: Mapping[str, Path]) -> str:
+    """The first of the peers `names` that is not installed, with the remedy, or ""."""
+    reasons = [mpi.missing(name, prefixes.get(name)) for name in names if name in mpi.PACKAGES]
+    if deepspeed.NAME in names:
+        reasons.append(deepspeed.missing())
+    return next(filter(None, reasons), "")
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="pycomm bench collectives", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
@@ -126,6 +137,15 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--ops", type=_names(VERBS), default="all_reduce", help=",".join(VERBS))
     parser.add_argument("--dtypes", type=_names(DTYPES), default="float32", help=",".join(DTYPES))
     parser.add_argument("--peers", type=_names(PEERS), default="gloo", help=",".join(PEERS))
+    parser.add_argument(
+        "--mpi-prefix",
+        type=_prefix,
+        action="append",
+        default=[],
+        metavar="MPI=DIR",
+        help="folder of an MPI outside this environment (pip install --prefix DIR); each MPI has a "
+        "run of its own, with all other contestants",
+    )
     parser.add_argument(
         "--device", choices=("cpu", "cuda"), default="cpu", help="device of the arrays"
     )
@@ -162,6 +182,14 @@ def _sizes(text: str) -> list[int]:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
+def _prefix(text: str) -> tuple[str, Path]:
+    name, _, folder = text.partition("=")
+    if name not in mpi.PACKAGES or not folder:
+        known = ", ".join(mpi.PACKAGES)
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected MPI=DIR with one of {known}")
+    return name, Path(folder).absolute()
+
+
 def _names(known: Iterable[str]) -> Callable[[str], list[str]]:
     names = list(known)
 
@@ -175,8 +203,12 @@ def _names(known: Iterable[str]) -> Callable[[str], list[str]]:
     return parse
 
 
-def _measure(console: Console, run: Run) -> list[table.Line]:
-    """Runs all cases on fresh processes; prints the lines of each as soon as all ranks have it."""
+def _measure(console: Console, run: Run, name: str) -> list[table.Line]:
+    """Runs all cases on fresh processes; prints the lines of each as soon as all ranks have it.
+
+    The mpiexec of the MPI `name` starts the processes, if it is not "".
+    """
+    peers = run.beside(name)
     found: list[table.Line] = []
     waiting: dict[Case, dict[int, worker.Times]] = {}
     bar = Progress(
@@ -188,7 +220,7 @@ def _measure(console: Console, run: Run) -> list[table.Line]:
         disable=not console.is_terminal,
         transient=True,
     )
-    heading = table.header([peer.name for peer in run.peers])
+    heading = table.header([peer.name for peer in peers])
     task = bar.add_task("starting", total=len(run.cases))
 
     def on_message(rank: int, times: worker.Times) -> None:
@@ -196,23 +228,25 @@ def _measure(console: Console, run: Run) -> list[table.Line]:
         by_rank[rank] = times
         if len(by_rank) < run.ranks:
             return
-        new = table.lines([by_rank[r] for r in range(run.ranks)])
+        new = [
+            replace(line, mpi=name) for line in table.lines([by_rank[r] for r in range(run.ranks)])
+        ]
         if not found or (found[-1].verb, found[-1].dtype) != (times.case.verb, times.case.dtype):
             console.print(f"# {times.case.verb} {times.case.dtype}\n{heading}")
         found.extend(new)
         for line in new:
             console.print(table.text(line))
-        for name, why in times.refused.items():
-            console.print(f"# {name} refuses {times.case.verb} {times.case.dtype}: {why}")
+        for peer, why in times.refused.items():
+            console.print(f"# {peer} refuses {times.case.verb} {times.case.dtype}: {why}")
         bar.update(
             task, advance=1, description=f"{times.case.verb} {format_size(times.case.bytes)}"
         )
 
     with bar, tempfile.NamedTemporaryFile() as flags:
         worker.barrier_file(flags, run.ranks)
-        args = (Path(flags.name), run.peers, run.cases, run.rounds, run.busy, run.device)
-        if run.mpi:
-            mpi.run(run.mpi, worker.work, args, run.ranks, on_message)
+        args = (Path(flags.name), peers, run.cases, run.rounds, run.busy, run.device)
+        if name:
+            mpi.run((name, run.prefixes.get(name)), worker.work, args, run.ranks, on_message)
         else:
             processes.run(worker.work, args, run.ranks, on_message)
     return found

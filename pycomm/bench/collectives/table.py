@@ -35,6 +35,7 @@ class Line:
     limit_us: float
     worst_us: float  # the largest median of a round, of any rank
     rounds: int
+    mpi: str = ""  # whose mpiexec started the ranks
 
 
 def lines(by_rank: Sequence[Times]) -> list[Line]:
