@@ -7,6 +7,8 @@
 #include <utility>
 #include <vector>
 
+#include "core/fence.h"
+
 namespace pycomm::shared {
 namespace {
 
@@ -102,9 +104,14 @@ bool FlagTask::all_in_call() {
 }
 
 // Sleep and wake-up, as in a ring buffer: the sleeper stores `sleeps` and then loads the flags,
-// this rank stores a flag and then loads `sleeps`. All four accesses are sequentially consistent.
+// this rank stores a flag and then loads `sleeps`. A fence keeps each pair in order.
 void FlagTask::publish(std::atomic<uint64_t>& flag, uint64_t value) {
-  flag.store(value);
+  flag.store(value, std::memory_order_release);
+  wake_sleepers();
+}
+
+void FlagTask::wake_sleepers() {
+  store_load_fence();
   for (int peer = 0; peer < size_; ++peer) {
     if (peer == rank_) continue;
     auto& sleeps = region_.of(peer).sleeps;
@@ -114,6 +121,7 @@ void FlagTask::publish(std::atomic<uint64_t>& flag, uint64_t value) {
 
 void FlagTask::arm() {
   region_.own().sleeps.store(1);
+  store_load_fence();
   transport::Header theirs;
   for (int peer = 0; peer < size_; ++peer)
     if (peer != rank_ && region_.differs(peer, header_, theirs))
@@ -146,13 +154,14 @@ std::optional<bool> FlagTask::leave_processor_of_peer(os::ProcessorExclusion& ex
 }
 
 // Publishes the filled slot, with the headers of the call.
-void FlagTask::show_filled(uint64_t ticket) {
+void FlagTask::show_filled(uint64_t ticket, bool now) {
   Segment& own = region_.own();
   auto& filled = own.filled[ticket % kSlots];
   filled.signature = signature_;
   own.reduced[ticket % kSlots].header.store(header_);
   own.reduced[ticket % kSlots].before.store(before_);
-  publish(filled.flag, ticket + 1);
+  filled.flag.store(ticket + 1, std::memory_order_release);
+  if (now) wake_sleepers();
 }
 
 }  // namespace pycomm::shared

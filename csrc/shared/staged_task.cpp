@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "collectives/plan.h"
+#include "core/cpu_relax.h"
 #include "cpu/copy.h"
 #include "shared/nontemporal_copy.h"
 #include "shared/sum.h"
@@ -137,6 +138,8 @@ bool StagedTask::advance() {
       record_try(collected_);
       ++collected_;
       publish(region_.own().done, at.ticket + 1);
+      wake_due_ = false;
+      if (tiny_) prefetch_for_write(&region_.own().filled[(at.ticket + 1) % kSlots]);
       return true;
     }
   }
@@ -156,6 +159,7 @@ bool StagedTask::advance() {
       return true;
     }
   }
+  if (std::exchange(wake_due_, false)) wake_sleepers();
   return false;
 }
 
@@ -254,7 +258,10 @@ void StagedTask::fill(const Chunk& at) {
     lay_out(into, row(0, at), row_bytes);
   }
   end_nontemporal();
-  show_filled(at.ticket);
+  // The fence of a wake-up waits until the flag has left this core. A tiny call looks for the
+  // peers' flags meanwhile, and wakes them afterwards.
+  wake_due_ = tiny_;
+  show_filled(at.ticket, !tiny_);
 }
 
 // into = the sum of the data at byte offset `at` in every other rank's slot and, for this rank, at

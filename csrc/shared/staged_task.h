@@ -61,6 +61,7 @@ class StagedTask final : public FlagTask {
   const SharedJob& job_;
   int parts_;          // ranks that have a part
   bool tiny_ = false;  // data is stored in the flags' cache lines
+  bool wake_due_ = false;  // for the flag of a filled slot
   bool two_shots_ = false;
   OnlineTuner* stores_ = nullptr;                // null: plain stores
   bool tries_ = false;                           // this call's chunks are measured
