@@ -1,6 +1,7 @@
 """The compiled engine. Private: use the functions of `pycomm`."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from types import ModuleType
 from typing import Any, Protocol
 
 OPERATIONS: tuple[str, ...]
@@ -15,6 +16,15 @@ class SharedMemory:
     """Memory that the ranks of this host share, as a writable buffer."""
 
     def __init__(self, nbytes: int, /) -> None: ...
+
+def set_call_fallback(run: Callable[..., Any]) -> None:
+    """What Call.__call__ leaves to Python: run(group, call, input, output, result, async_op)."""
+
+def set_profiler(profiler: ModuleType) -> None:
+    """The module whose `_is_profiler_enabled` makes calls go to the fallback."""
+
+def set_default_group(group: Group | None) -> None:
+    """The handle that Call.__call__ uses for None; the caller keeps it. None: the fallback."""
 
 def inspect(array: Any, write: bool, /) -> tuple[int, str, int, tuple[int, ...], int] | None:
     """The address, dtype, count and shape of a contiguous tensor or NumPy array, and the number of
@@ -45,6 +55,9 @@ class Call:
     def operation(self) -> str: ...
     @property
     def timeout_s(self) -> float: ...
+    def __call__(self, group: Any, input: Any, output: Any, result: Any, async_op: bool, /) -> Any:
+        """Runs the call in a pycomm.Group, None: the default group, and returns `result`. What is
+        not such a call on arrays in host memory goes to the function of set_call_fallback()."""
     # An array is None, a contiguous tensor or NumPy array in host memory, or the description of any
     # array: (address, dtype, count, owner). `stream`: the caller's, for a device group.
     def run(self, group: Collectives, input: Any, output: Any, stream: int = 0, /) -> bool:

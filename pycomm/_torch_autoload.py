@@ -27,9 +27,9 @@ def register(_module: object = None) -> None:
         import torch.distributed as dist
         from torch.autograd import profiler
 
-        from pycomm._core_api import calls
+        from pycomm import _core
 
-        calls.profiler = profiler
+        _core.set_profiler(profiler)
         if not dist.is_available() or NAME in dist.Backend.backend_list:
             return
         # torch and programs choose a tensor's device from this list: name only device types that

@@ -71,7 +71,7 @@ def all_reduce(
         call = _SUM
     else:
         call = _core.Call("all_reduce", op=op, algorithm=algorithm, timeout_s=timeout_s)
-    return calls.run(group, call, x, x, x, async_op)
+    return call(group, x, x, x, async_op)
 
 
 def reduce(
@@ -97,7 +97,7 @@ def reduce(
     """
     group = group or default()
     call = _core.Call("reduce", op=op, peer=dst, algorithm=algorithm, timeout_s=timeout_s)
-    return calls.run(group, call, x, x if group.rank == dst else None, x, async_op)
+    return call(group, x, x if group.rank == dst else None, x, async_op)
 
 
 def broadcast(
@@ -120,7 +120,7 @@ def broadcast(
         Error: as all_reduce.
     """
     call = _core.Call("broadcast", peer=src, algorithm=algorithm, timeout_s=timeout_s)
-    return calls.run(group, call, None, x, x, async_op)
+    return call(group, None, x, x, async_op)
 
 
 def all_gather(
@@ -152,7 +152,7 @@ def all_gather(
     source, target = arrays.view(x), arrays.view(out, write=True)
     source = calls.copy_if_overlapping(source, target, group.rank * source.nbytes)
     call = _core.Call("all_gather", algorithm=algorithm, timeout_s=timeout_s)
-    return calls.run(group, call, source, target, out, async_op)
+    return call(group, source, target, out, async_op)
 
 
 def gather(
@@ -192,7 +192,7 @@ def gather(
             f"gather: out is for rank {dst} only; pass None on other ranks", op="gather"
         )
     call = _core.Call("gather", peer=dst, algorithm=algorithm, timeout_s=timeout_s)
-    return calls.run(group, call, source, target, out, async_op)
+    return call(group, source, target, out, async_op)
 
 
 def all_gather_v(
@@ -231,7 +231,7 @@ def all_gather_v(
     width = math.prod(x.shape[1:])
     counts = [length * width for length in lengths]
     call = _core.Call("all_gather", counts=counts, algorithm=algorithm, timeout_s=timeout_s)
-    return calls.run(group, call, source, target, parts if out is None else out, async_op)
+    return call(group, source, target, parts if out is None else out, async_op)
 
 
 def reduce_scatter(
@@ -264,7 +264,7 @@ def reduce_scatter(
     source, target = arrays.view(x), arrays.view(out, write=True)
     source = calls.copy_if_overlapping(source, target, -group.rank * target.nbytes)
     call = _core.Call("reduce_scatter", op=op, algorithm=algorithm, timeout_s=timeout_s)
-    return calls.run(group, call, source, target, out, async_op)
+    return call(group, source, target, out, async_op)
 
 
 def scatter(
@@ -306,7 +306,7 @@ def scatter(
     if source:
         source = calls.copy_if_overlapping(source, target, -src * target.nbytes)
     call = _core.Call("scatter", peer=src, algorithm=algorithm, timeout_s=timeout_s)
-    return calls.run(group, call, source, target, out, async_op)
+    return call(group, source, target, out, async_op)
 
 
 def all_to_all(
@@ -338,7 +338,7 @@ def all_to_all(
     source, target = arrays.view(x), arrays.view(out, write=True)
     source = calls.copy_if_overlapping(source, target, None)
     call = _core.Call("all_to_all", algorithm=algorithm, timeout_s=timeout_s)
-    return calls.run(group, call, source, target, out, async_op)
+    return call(group, source, target, out, async_op)
 
 
 def send(
@@ -364,7 +364,7 @@ def send(
         Error: as all_reduce.
     """
     call = _core.Call("send", peer=dst, tag=_tag(tag), timeout_s=timeout_s)
-    return calls.run(group, call, x, None, None, async_op)
+    return call(group, x, None, None, async_op)
 
 
 def recv(
@@ -388,7 +388,7 @@ def recv(
         Error: as all_reduce.
     """
     call = _core.Call("recv", peer=src, tag=_tag(tag), timeout_s=timeout_s)
-    return calls.run(group, call, None, x, x, async_op)
+    return call(group, None, x, x, async_op)
 
 
 def barrier(
@@ -403,7 +403,7 @@ def barrier(
         Error: as all_reduce.
     """
     call = _core.Call("barrier", timeout_s=timeout_s)
-    return calls.run(group, call, None, None, None, async_op)
+    return call(group, None, None, None, async_op)
 
 
 def algorithms() -> tuple[str, ...]:

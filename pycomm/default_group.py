@@ -48,7 +48,20 @@ class _State:
     group: Group | None = None
     adopted: bool = False  # torch owns the engine and closes it
     ended: str = ""  # why there is no group any more
+    by_thread: bool = False  # a thread has, or had, a default group of its own
     lock = threading.RLock()
+
+
+def _set(group: Group | None, *, adopted: bool = False) -> None:
+    """Sets the default group of the process. The core finds it unless threads have their own."""
+    _state.group, _state.adopted = group, adopted
+    _core.set_default_group(None if group is None or _state.by_thread else group.core)
+
+
+def _separate_threads() -> None:
+    """From now on each call looks for a default group of its thread."""
+    _state.by_thread = True
+    _core.set_default_group(None)
 
 
 class _Thread(threading.local):
@@ -118,9 +131,9 @@ def init(
         here = config.environment(secret=secret)
         if encrypt is not None:
             here = dataclasses.replace(here, encrypt=encrypt)
-        _state.group = _form(here, timeout_s, transport, reproducible, heartbeat_s)
-        _state.adopted = False
-        return _state.group
+        group = _form(here, timeout_s, transport, reproducible, heartbeat_s)
+        _set(group)
+        return group
 
 
 def _form(
@@ -171,7 +184,7 @@ def shutdown() -> None:
     open."""
     with _state.lock:
         group, adopted = _state.group, _state.adopted
-        _state.group, _state.adopted = None, False
+        _set(None)
         _thread.own = ()
         if group is not None:
             _state.ended = "the default group was closed by pycomm.shutdown()"
@@ -188,7 +201,7 @@ def _replace(old: Group, new: Group) -> None:
     """Makes `new` the default wherever `old` was it."""
     with _state.lock:
         if _state.group is old:
-            _state.group, _state.adopted = new, False
+            _set(new)
         if _thread.forced is old:
             _thread.forced = new
         elif _thread.own and _thread.own[0] is old:
@@ -249,14 +262,16 @@ def register_core(core: _core.Group, store: Store, timeout_s: float) -> Callable
     own: list[Group] = [group]
     with _state.lock:
         if _state.group is None:
-            _state.group, _state.adopted = group, True
+            _set(group, adopted=True)
+        else:
+            _separate_threads()
         _thread.own = own
 
     def unregister() -> None:
         with _state.lock:
             own.clear()
             if _state.group is group:
-                _state.group, _state.adopted = None, False
+                _set(None)
                 _state.ended = "torch's process group was destroyed"
 
     return unregister
@@ -290,6 +305,7 @@ def default_is_encrypted() -> bool:
 @contextlib.contextmanager
 def as_thread_default(group: Group) -> Iterator[None]:
     """A context in which `group` is the default of this thread only."""
+    _separate_threads()
     _thread.forced = group
     try:
         yield

@@ -134,7 +134,7 @@ std::optional<Dtype> dtype_of(const py::dtype& type) {
 
 std::optional<ContiguousArray> ContiguousArray::of(PyObject* x, bool write) {
   ContiguousArray plain;
-  const bool seen = plain.read_tensor(x) || plain.read_numpy(x, write);
+  const bool seen = plain.read_numpy(x, write) || plain.read_tensor(x);
   if (PyErr_Occurred() != nullptr) PyErr_Clear();
   if (!seen) return std::nullopt;
   return plain;

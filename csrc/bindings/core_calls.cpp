@@ -3,10 +3,12 @@
 // The type is written with Python's own interface: pybind11's dispatch (overloads, conversions)
 // takes a quarter of the time of a 4-byte call.
 #include <array>
+#include <cstddef>
 #include <memory>
 #include <new>
 #include <optional>
 #include <span>
+#include <stdexcept>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -22,7 +24,15 @@ using Arguments = std::span<PyObject* const>;
 
 struct CallObject {
   PyObject_HEAD group::Call call;  // without arrays, which run() and start() take
+  vectorcallfunc vectorcall;
 };
+
+// What Python sets for calls. Python's objects live as long as the process.
+struct {
+  PyObject* fallback = nullptr;  // pycomm._core_api.calls.run
+  PyObject* profiler = nullptr;  // variables of torch's profiler, or null
+  PyObject* group = nullptr;     // weak reference to the default group's handle, or null
+} python;
 
 // Sets a field from a keyword argument.
 struct Field {
@@ -106,6 +116,9 @@ PyObject* raise_current() {
   return nullptr;
 }
 
+PyObject* run_or_fall_back(PyObject* self, PyObject* const* given, size_t flags,
+                           PyObject* keywords);
+
 // Call(operation, *, op=, peer=, ...)
 PyObject* make_call(PyObject* type, PyObject* const* given, size_t flags, PyObject* keywords) {
   try {
@@ -123,6 +136,7 @@ PyObject* make_call(PyObject* type, PyObject* const* given, size_t flags, PyObje
     auto* const made = PyObject_New(CallObject, reinterpret_cast<PyTypeObject*>(type));
     if (made == nullptr) throw py::error_already_set();
     new (&made->call) group::Call(std::move(call));
+    made->vectorcall = run_or_fall_back;
     return reinterpret_cast<PyObject*>(made);
   } catch (...) {
     return raise_current();
@@ -212,17 +226,66 @@ group::Call call_of(PyObject* self, Arguments given) {
   return call;
 }
 
+// False, and nothing happens, if an array needs a description.
+bool run_with(PyObject* self, Arguments given) {
+  group::Call call = call_of(self, given);
+  group::Collectives& group = handle_of(given[0]).collectives();
+  if (!set_arrays(call, given[1], given[2], group.size())) return false;
+  {
+    const Blocking blocking;
+    group.run(call);
+  }
+  throw_pending();
+  return true;
+}
+
 PyObject* run(PyObject* self, PyObject* const* given, Py_ssize_t count) {
   try {
-    group::Call call = call_of(self, {given, static_cast<size_t>(count)});
-    group::Collectives& group = handle_of(given[0]).collectives();
-    if (!set_arrays(call, given[1], given[2], group.size())) return Py_NewRef(Py_False);
-    {
-      const Blocking blocking;
-      group.run(call);
+    return Py_NewRef(run_with(self, {given, static_cast<size_t>(count)}) ? Py_True : Py_False);
+  } catch (...) {
+    return raise_current();
+  }
+}
+
+bool is_profiled() {
+  static PyObject* const name = PyUnicode_InternFromString("_is_profiler_enabled");
+  return python.profiler != nullptr && PyDict_GetItem(python.profiler, name) != Py_False;
+}
+
+// The handle of a pycomm.Group, or of the default group for None. Empty if there is none.
+py::object handle_in(PyObject* group) {
+  static PyObject* const name = PyUnicode_InternFromString("core");
+  if (group != Py_None) return py::reinterpret_steal<py::object>(PyObject_GetAttr(group, name));
+  if (python.group == nullptr) return {};
+#if PY_VERSION_HEX >= 0x030D0000
+  PyObject* found = nullptr;
+  (void)PyWeakref_GetRef(python.group, &found);
+  return py::reinterpret_steal<py::object>(found);
+#else
+  PyObject* const found = PyWeakref_GetObject(python.group);
+  return py::reinterpret_borrow<py::object>(found == Py_None ? nullptr : found);
+#endif
+}
+
+// call(group, input, output, result, async_op): runs the call and returns `result`. Leaves to
+// Python whatever is not such a call at once on arrays in host memory.
+PyObject* run_or_fall_back(PyObject* self, PyObject* const* given, size_t flags,
+                           PyObject* keywords) {
+  try {
+    if (PyVectorcall_NARGS(flags) != 5 || keywords != nullptr)
+      throw py::type_error("expected a group, an input, an output, a result and async_op");
+    if (given[4] == Py_False && !is_profiled()) {
+      const py::object handle = handle_in(given[0]);
+      if (handle) {
+        const std::array<PyObject*, 3> arguments{handle.ptr(), given[1], given[2]};
+        if (run_with(self, arguments)) return Py_NewRef(given[3]);
+      }
+      PyErr_Clear();  // Python's side reports what is no group
     }
-    throw_pending();
-    return Py_NewRef(Py_True);
+    if (python.fallback == nullptr) throw std::runtime_error("pycomm is not imported");
+    const std::array<PyObject*, 6> arguments{given[0], self,     given[1],
+                                             given[2], given[3], given[4]};
+    return PyObject_Vectorcall(python.fallback, arguments.data(), arguments.size(), nullptr);
   } catch (...) {
     return raise_current();
   }
@@ -308,11 +371,13 @@ void bind_call(py::module_& module) {
   for (size_t i = 0; i < kFields.size(); ++i)
     interned[i] = PyUnicode_InternFromString(kFields[i].name);
   type.tp_basicsize = sizeof(CallObject);
-  type.tp_flags = Py_TPFLAGS_DEFAULT;
+  type.tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_VECTORCALL;
   type.tp_dealloc = free_call;
   type.tp_methods = methods.data();
   type.tp_getset = properties.data();
   type.tp_vectorcall = make_call;
+  type.tp_call = PyVectorcall_Call;
+  type.tp_vectorcall_offset = offsetof(CallObject, vectorcall);
   if (PyType_Ready(&type) != 0) throw py::error_already_set();
   module.add_object("Call", reinterpret_cast<PyObject*>(&type));
 }
@@ -341,6 +406,15 @@ void bind_calls(py::module_& module) {
            })
       .def_property_readonly("source", &source_of);
   bind_call(module);
+  module.def("set_call_fallback",
+             [](const py::function& run) { python.fallback = run.inc_ref().ptr(); });
+  module.def("set_profiler", [](const py::module_& profiler) {
+    python.profiler = py::object(profiler.attr("__dict__")).release().ptr();
+  });
+  module.def("set_default_group", [](const py::object& handle) {
+    auto old = py::reinterpret_steal<py::object>(python.group);
+    python.group = handle.is_none() ? nullptr : py::weakref(handle).release().ptr();
+  });
   module.def("inspect", &inspect);
 }
 

@@ -16,8 +16,9 @@ bool restrict_to(const cpu_set_t& allowed, cpu_set_t& now) {
 }  // namespace
 
 ProcessorExclusion::~ProcessorExclusion() {
+  if (!moved_) return;
   cpu_set_t now{};
-  if (moved_ && ::sched_getaffinity(0, sizeof now, &now) == 0 && CPU_EQUAL(&now, &during_))
+  if (::sched_getaffinity(0, sizeof now, &now) == 0 && CPU_EQUAL(&now, &during_))
     (void)::sched_setaffinity(0, sizeof before_, &before_);
 }
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import sys
-import types
 import zlib
 from typing import Any
 
@@ -32,17 +31,9 @@ __all__ = [
     "run",
 ]
 
-
-def _disabled() -> Any:
-    """Replaces torch's profiler until torch is imported. CPython reads modules fastest."""
-    module: Any = types.ModuleType("disabled_profiler")
-    module._is_profiler_enabled = False
-    return module
-
-
-# torch's profiler, which records calls by name. _torch_autoload.py sets it if torch is imported
-# after pycomm.
-profiler: Any = sys.modules.get("torch.autograd.profiler") or _disabled()
+PROFILER = "torch.autograd.profiler"
+"""It records calls by name. The core looks whether it is enabled; _torch_autoload.py tells it of a
+torch that is imported after pycomm."""
 
 
 class Work:
@@ -98,10 +89,11 @@ def run(
     output: Any,
     result: Any,
     async_op: bool,
-    *,
-    recorded: bool = False,
 ) -> Any:
-    """Runs the call and returns `result`, or starts it and returns a Work.
+    """What calling a `_core.Call` leaves to Python. Returns `result`, or a Work.
+
+    That is: a call that torch's profiler records, one that is started, one on arrays that the core
+    cannot read itself, and one whose default group is that of a thread, or missing, which raises.
 
     Args:
         group: None: the default group.
@@ -110,18 +102,27 @@ def run(
         output: the array that it writes, which may be `source`.
         result: what the call returns.
         async_op: whether to start it.
-        recorded: torch's profiler records this call already.
     """
-    if profiler._is_profiler_enabled and not recorded:
+    profiler: Any = sys.modules.get(PROFILER)
+    if profiler is not None and profiler._is_profiler_enabled:
         with profiler.record_function(f"pycomm:{call.operation}"):
-            return run(group, call, source, output, result, async_op, recorded=True)
-    group = group or default()
-    core = group.core
+            return _run(group or default(), call, source, output, result, async_op)
+    return _run(group or default(), call, source, output, result, async_op)
+
+
+_core.set_call_fallback(run)
+if PROFILER in sys.modules:
+    _core.set_profiler(sys.modules[PROFILER])
+
+
+def _run(
+    group: Group, call: _core.Call, source: Any, output: Any, result: Any, async_op: bool
+) -> Any:
     if async_op:
-        work = call.start(core, source, output)
+        work = call.start(group.core, source, output)
         if work is not None:
             return Work(work, None, result, None)
-    elif call.run(core, source, output):
+    elif call.run(group.core, source, output):
         return result
     return _run_described(group, call, source, output, result, async_op)
 
@@ -221,7 +222,7 @@ def exchange_lengths(group: Group, x: Any, dtype: str, timeout_s: float | None) 
     row = zlib.crc32(repr((shape[1:], dtype)).encode())
     mine = np.array([shape[0], row, math.prod(shape[1:]), _core.DTYPES.index(dtype)], np.int64)
     every = np.empty((group.size, 4), np.int64)
-    run(group, _core.Call("all_gather", timeout_s=timeout_s), mine, every, None, False)
+    _core.Call("all_gather", timeout_s=timeout_s)(group, mine, every, None, False)
     for rank, (_, other, width, kind) in enumerate(every.tolist()):
         if other != every[0, 1]:
             first = f"rank 0 {every[0, 2]} {_core.DTYPES[every[0, 3]]}"

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from pycomm import _core, collectives
-from pycomm._core_api import calls
 from pycomm._core_api.calls import Work
 from pycomm.default_group import default
 from pycomm.errors import InvalidArgument
@@ -109,7 +108,7 @@ class CommunicatorPool:
 
     def _uneven(self, verb: str, x: Any, out: Any, counts: Sequence[int]) -> Work:
         call = _core.Call(verb, counts=counts, counts_fit=verb == "all_to_all")
-        work: Work = calls.run(self._next(), call, x, out, out, True)
+        work: Work = call(self._next(), x, out, out, True)
         return work
 
     def _next(self) -> Group:

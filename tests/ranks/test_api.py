@@ -351,6 +351,41 @@ def run_python(code: str, **environment: str) -> Any:
     )
 
 
+COMPILED = """
+import numpy as np, pycomm
+from pycomm import _core, errors
+from pycomm._core_api import calls
+from pycomm.default_group import as_thread_default
+left = []
+def fallback(group, call, source, output, result, async_op):
+    left.append(call.operation)
+    return calls.run(group, call, source, output, result, async_op)
+_core.set_call_fallback(fallback)
+x = np.ones(3, np.float32)
+try: pycomm.all_reduce(x)
+except errors.InvalidArgument: left.clear()  # there is no group yet
+group = pycomm.init()
+assert pycomm.all_reduce(x) is x and pycomm.broadcast(x, group=group) is x and left == []
+assert pycomm.all_reduce(x[::2]) is not None and pycomm.all_reduce(x, async_op=True).result() is x
+assert left == ["all_reduce"] * 2
+for call in (lambda: _core.Call("barrier")(group), lambda: _core.Call("barrier")(group=group)):
+    try: call()
+    except TypeError as error: print(error)
+with as_thread_default(group): pycomm.barrier()
+assert left[2:] == ["barrier"]
+pycomm.shutdown()
+try: pycomm.all_reduce(x)
+except errors.GroupBroken as error: print(error)
+"""
+
+
+def test_only_calls_that_need_python_leave_the_core() -> None:
+    done = run_python(COMPILED)
+    error = "expected a group, an input, an output, a result and async_op\n"
+    closed = "the default group was closed by pycomm.shutdown(); pycomm.init() makes a new one\n"
+    assert (done.stdout, done.stderr, done.returncode) == (2 * error + closed, "", 0)
+
+
 def test_single_process_from_init_to_exit() -> None:
     done = run_python(ALONE)
     assert (done.stdout, done.stderr, done.returncode) == ("fine\n", "", 0)
