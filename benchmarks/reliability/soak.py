@@ -10,17 +10,16 @@ determines everything: --seed with --first repeats an epoch. Exits with 1 if any
 from __future__ import annotations
 
 import contextlib
+import itertools
 import random
 import secrets
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from multiprocessing import resource_tracker
 from typing import Any
-
-from rich.progress import Progress
 
 from benchmarks.reliability import command, faults
 from benchmarks.reliability.fault_rank import DISAGREEMENTS, STRUCK, Call, Job, seen_of
@@ -166,22 +165,9 @@ def soak(
             warm_mb = memory_mb()
         elif tally.epochs > WARM and (now_mb := memory_mb()) > warm_mb + GROWTH_MB:
             wrong.append(f"memory has grown from {warm_mb:.0f} to {now_mb:.0f} MB")
-        tally.complaints += [f"epoch {number} ({where}): {what}" for what in wrong]
-
-
-def _until(limit_s: float, numbers: Iterable[int], tally: Tally) -> Iterator[int]:
-    """The numbers until the time is over. Shows the progress, and complaints as they arrive."""
-    console, start, printed = command.CONSOLE, time.monotonic(), 0
-    with Progress(console=console, disable=not console.is_terminal, transient=True) as bar:
-        task = bar.add_task("", total=limit_s)
-        for number in numbers:
-            if (passed_s := time.monotonic() - start) >= limit_s:
-                return
-            bar.update(task, completed=passed_s, description=f"{tally.epochs} epochs")
-            yield number
-            for complaint in tally.complaints[printed:]:
-                console.print(complaint, markup=False)
-            printed = len(tally.complaints)
+        for complaint in (f"epoch {number} ({where}): {what}" for what in wrong):
+            command.CONSOLE.print(complaint, markup=False)
+            tally.complaints.append(complaint)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -199,9 +185,11 @@ def main(argv: Sequence[str]) -> int:
     seed = secrets.randbelow(10**9) if options.seed is None else options.seed
     command.CONSOLE.print(f"seed {seed}")
     start, tally = time.monotonic(), Tally()
-    numbers = range(options.first, options.first + options.epochs)
+    end = start + 60 * options.minutes
+    every = range(options.first, options.first + options.epochs)
+    numbers = itertools.takewhile(lambda _: time.monotonic() < end, every)
     with contextlib.suppress(KeyboardInterrupt):  # the results so far are stored
-        soak(tally, seed, _until(60 * options.minutes, numbers, tally), options.late_ms)
+        soak(tally, seed, numbers, options.late_ms)
     command.report(
         options.json,
         seed=seed,
