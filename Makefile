@@ -83,8 +83,8 @@ compat: build .venv/programs
 	$(PY) tests/compat/table.py --run
 
 faults: build
-	$(PY) -m benchmarks faults --json benchmarks/results/faults.json --plot benchmarks/results/faults.png
-	$(PY) -m benchmarks rank_failure --json benchmarks/results/rank_failure.json --plot benchmarks/results/rank_failure.png
+	$(PY) -m benchmarks faults --json benchmarks/results/faults.json
+	$(PY) -m benchmarks rank_failure --json benchmarks/results/rank_failure.json
 	$(PY) -m benchmarks connection_flood --json benchmarks/results/connection_flood.json
 
 MINUTES ?= 60

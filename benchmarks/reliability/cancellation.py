@@ -7,40 +7,35 @@ docs/errors.md guarantees.
 
 from __future__ import annotations
 
-import argparse
+import contextlib
 import os
 import signal
-import socket
 import statistics
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.console import Console
-from rich.progress import Progress
-from rich.table import Table
 
 import pycomm
+from benchmarks.reliability import command
 from pycomm import Group, _core
 from pycomm.testing import FaultPlan
 from pycomm.testing.threads import join
 
 PROMISED_MS = 200.0
 DEEP_S = 0.5  # until the main thread waits; if it does not yet, it ends even sooner
-LIMIT_S = 60.0  # of one process
+LIMIT_S = 60.0  # of one wait
 KEY = "the key of a run"
 
 Wait = Callable[[], object]
-Others = Callable[[Group], object]
+Call = Callable[[Group], object]
 
 
-def _group(size: int, others: Others, transport: str = "tcp", **more: Any) -> Group:
+def _group(size: int, others: Call, transport: str = "tcp", **more: Any) -> Group:
     """Rank 0 of a group whose other ranks are threads that run `others`."""
     store = _core.LocalStore()
     options = {"size": size, "timeout_s": LIMIT_S, "transport": transport, "secret": KEY, **more}
@@ -49,37 +44,25 @@ def _group(size: int, others: Others, transport: str = "tcp", **more: Any) -> Gr
     return join(store, 0, options)
 
 
-def _rank(store: _core.Store, rank: int, options: dict[str, Any], others: Others) -> None:
+def _rank(store: _core.Store, rank: int, options: dict[str, Any], others: Call) -> None:
     group = join(store, rank, options)
-    others(group)
+    with contextlib.suppress(pycomm.errors.GroupBroken):  # rank 0 was interrupted
+        others(group)
     threading.Event().wait()  # keeps the group: its end would close it
 
 
-def _idle(group: Group) -> None:
-    """The body of a rank that never calls."""
+def _alone(call: Call, size: int = 2, transport: str = "tcp") -> Wait:
+    """The other ranks are alive but do not call."""
+    group = _group(size, lambda group: None, transport)
+    return lambda: call(group)
 
 
-def _blocked_all_reduce() -> Wait:
-    group = _group(2, _idle)
-    return lambda: pycomm.all_reduce(np.ones(4), group=group)
+def _send(group: Group) -> None:
+    for _ in range(1000):
+        pycomm.send(np.ones(1 << 20), 1, group=group)
 
 
-def _blocked_inside_a_host() -> Wait:
-    group = _group(2, _idle, "shm")
-    return lambda: pycomm.all_reduce(np.ones(1 << 20), group=group)
-
-
-def _blocked_barrier() -> Wait:
-    group = _group(2, _idle, "local")
-    return lambda: pycomm.barrier(group=group)
-
-
-def _blocked_send() -> Wait:
-    group = _group(2, _idle)
-    return lambda: [pycomm.send(np.ones(1 << 20), 1, group=group) for _ in range(1000)]
-
-
-def _trickled(call: Callable[[Group, Any], object]) -> Wait:
+def _throttled(call: Callable[[Group, Any], object]) -> Wait:
     """The bytes of the peer arrive one at a time, so the call does not end."""
     x = np.ones(1 << 24, np.float32)
     fault = FaultPlan(0, "throttle")
@@ -87,32 +70,15 @@ def _trickled(call: Callable[[Group, Any], object]) -> Wait:
     return lambda: call(group, x)
 
 
-def _trickled_broadcast() -> Wait:
-    return _trickled(lambda group, x: pycomm.broadcast(x, 1, group=group))
-
-
-def _trickled_message() -> Wait:
-    return _trickled(
-        lambda group, x: (
-            pycomm.send(x, 0, group=group) if group.rank else pycomm.recv(x, 1, group=group)
-        )
-    )
-
-
-def _waiting_for_work() -> Wait:
-    group = _group(2, _idle)
-    work = pycomm.all_reduce(np.ones(4), group=group, async_op=True)
-    return lambda: (work.wait(), group)  # keeps the group until then
+def _message(group: Group, x: Any) -> object:
+    """From rank 1 to rank 0."""
+    return pycomm.send(x, 0, group=group) if group.rank else pycomm.recv(x, 1, group=group)
 
 
 def _forming(store: Any) -> Wait:
     """No other rank joins."""
     options = {"size": 2, "timeout_s": LIMIT_S, "transport": "tcp", "secret": KEY}
     return lambda: join(store, 0, options)
-
-
-def _forming_in_a_store_of_ours() -> Wait:
-    return _forming(_core.TcpStore.serve("127.0.0.1", 0, KEY))
 
 
 def _forming_in_a_store_of_torch() -> Wait:
@@ -135,60 +101,47 @@ class _Echo:
         return self._store.get(key.replace("/note/1", "/note/0"), timeout_s)
 
 
-def _forming_with_one_that_does_not_call() -> Wait:
-    return _forming(_Echo())
+def _connect(port: int) -> _core.TcpStore:
+    return _core.TcpStore.connect("127.0.0.1", port, KEY, LIMIT_S)
 
 
-def _splitting() -> Wait:
-    group = _group(2, _idle)
-    return lambda: group.split(0)
-
-
-def _shrinking() -> Wait:
-    """The others are alive but do not call."""
-    group = _group(3, _idle)
-    return group.shrink
-
-
-def _nobody_serves() -> Wait:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    return lambda: _core.TcpStore.connect("127.0.0.1", port, KEY, LIMIT_S)
-
-
-def _store_is_stopped() -> Wait:
-    """The process that serves the store is stopped."""
+def _stopped_store() -> Wait:
+    """The process that serves the store is stopped; the end of this benchmark's child kills it."""
     serve = "import sys; from pycomm import _core; "
     serve += f"s = _core.TcpStore.serve('127.0.0.1', 0, {KEY!r}); "
     serve += "print(s.port, flush=True); sys.stdin.read()"
     pipe = subprocess.PIPE
     server = subprocess.Popen([sys.executable, "-c", serve], stdin=pipe, stdout=pipe)
     assert server.stdout is not None
-    store = _core.TcpStore.connect("127.0.0.1", int(server.stdout.readline()), KEY, LIMIT_S)
+    store = _connect(int(server.stdout.readline()))
     os.kill(server.pid, signal.SIGSTOP)
     os.waitpid(server.pid, os.WUNTRACED)
-    stopped.append(server)
-    return lambda: store.set("key", b"value")
 
+    def wait(server: object = server) -> None:  # keeps the process until then
+        store.set("key", b"value")
 
-stopped: list[subprocess.Popen[bytes]] = []  # processes, to be killed at the end
+    return wait
+
 
 WAITS: dict[str, Callable[[], Wait]] = {
-    "all_reduce": _blocked_all_reduce,
-    "all_reduce inside a host": _blocked_inside_a_host,
-    "barrier": _blocked_barrier,
-    "send without a receiver": _blocked_send,
-    "throttled broadcast": _trickled_broadcast,
-    "throttled message": _trickled_message,
-    "Work.wait": _waiting_for_work,
-    "forming": _forming_in_a_store_of_ours,
+    "all_reduce": lambda: _alone(lambda group: pycomm.all_reduce(np.ones(4), group=group)),
+    "all_reduce inside a host": lambda: _alone(
+        lambda group: pycomm.all_reduce(np.ones(1 << 20), group=group), transport="shm"
+    ),
+    "barrier": lambda: _alone(lambda group: pycomm.barrier(group=group), transport="local"),
+    "send without a receiver": lambda: _alone(_send),
+    "throttled broadcast": lambda: _throttled(lambda group, x: pycomm.broadcast(x, 1, group=group)),
+    "throttled message": lambda: _throttled(_message),
+    "Work.wait": lambda: _alone(
+        lambda group: pycomm.all_reduce(np.ones(4), group=group, async_op=True).wait()
+    ),
+    "forming": lambda: _forming(_core.TcpStore.serve("127.0.0.1", 0, KEY)),
     "forming, torch's store": _forming_in_a_store_of_torch,
-    "forming, absent peer": _forming_with_one_that_does_not_call,
-    "split": _splitting,
-    "shrink": _shrinking,
-    "store without a server": _nobody_serves,
-    "stopped store": _store_is_stopped,
+    "forming, absent peer": lambda: _forming(_Echo()),
+    "split": lambda: _alone(lambda group: group.split(0)),
+    "shrink": lambda: _alone(Group.shrink, size=3),
+    "store without a server": lambda: lambda: _connect(command.free_port()),
+    "stopped store": _stopped_store,
 }
 
 
@@ -196,24 +149,14 @@ def took_ms(name: str) -> float:
     """Milliseconds from the signal to the KeyboardInterrupt in the wait of this name.
 
     Raises:
-        RuntimeError: the wait ended in another way; TimeoutExpired: it did not end.
+        RuntimeError: the wait ended in another way, or did not end.
     """
-    command = [sys.executable, "-m", "benchmarks.reliability.cancellation", name]
-    done = subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        timeout=2 * LIMIT_S,
-        check=False,
-        cwd=Path(__file__).resolve().parent.parent.parent,
-    )
-    if done.returncode or not done.stdout.startswith("took "):
-        raise RuntimeError(f"{name}: {done.stdout}{done.stderr}")
-    return float(done.stdout.split()[1])
+    with command.Child("cancellation", name) as process:
+        return process.figure()
 
 
 def _interrupted(name: str) -> None:
-    """Runs in its own process: waits, and prints how long it waited after the signal."""
+    """Runs in its own process: waits, and answers how long it waited after the signal."""
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job ignores SIGINT
     wait = WAITS[name]()
     sent_at: list[float] = []
@@ -222,58 +165,26 @@ def _interrupted(name: str) -> None:
         sent_at.append(time.monotonic())
         os.kill(os.getpid(), signal.SIGINT)
 
-    timer = threading.Timer(DEEP_S, send)
-    timer.start()
+    threading.Timer(DEEP_S, send).start()
     try:
         wait()
     except KeyboardInterrupt:  # the measured event
-        print("took", 1e3 * (time.monotonic() - sent_at[0]), flush=True)
-    for server in stopped:
-        server.kill()
+        print(1e3 * (time.monotonic() - sent_at[0]), flush=True)
     os._exit(0)  # the threads of the other ranks never end
-
-
-@dataclass(frozen=True)
-class Row:
-    """One kind of wait."""
-
-    wait: str
-    median_ms: float
-    worst_ms: float
-    rounds: int
 
 
 def main(argv: Sequence[str]) -> int:
     """Interrupts, prints, stores; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="pycomm bench cancellation", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser = command.parser("cancellation", __doc__)
     parser.add_argument("--rounds", type=int, default=5, help="of each wait (%(default)s)")
-    parser.add_argument("--json", type=Path, help="where to store the figures")
     options = parser.parse_args(argv)
-    console = Console(soft_wrap=True, highlight=False)
-    rows = []
-    with Progress(console=console, disable=not console.is_terminal, transient=True) as bar:
-        task = bar.add_task("", total=options.rounds * len(WAITS))
-        for name in WAITS:
-            bar.update(task, description=name)
-            times = []
-            for _ in range(options.rounds):
-                times.append(took_ms(name))
-                bar.advance(task)
-            rows.append(Row(name, statistics.median(times), max(times), len(times)))
-    shown = Table()
-    shown.add_column("Ctrl-C in")
-    for column in ("median ms", "worst"):
-        shown.add_column(column, justify="right")
-    for row in rows:
-        shown.add_row(row.wait, f"{row.median_ms:.1f}", f"{row.worst_ms:.1f}")
-    console.print(shown)
-    if options.json:
-        from pycomm.bench.support import machine, summaries
-
-        content = {"machine": machine.describe(), "rows": [vars(row) for row in rows]}
-        summaries.write(options.json, content)
-    return 1 if any(row.worst_ms > PROMISED_MS for row in rows) else 0
+    rows: list[dict[str, Any]] = []
+    for name in command.progress(WAITS, "Ctrl-C in waits"):
+        times = [took_ms(name) for _ in range(options.rounds)]
+        figures = {"median_ms": statistics.median(times), "worst_ms": max(times)}
+        rows.append({"wait": name, **figures, "rounds": len(times)})
+    command.report(options.json, rows=rows)
+    return 1 if any(row["worst_ms"] > PROMISED_MS for row in rows) else 0
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ in-place build and its compiler. Exits with 1 if the cost exceeds the limit in d
 
 from __future__ import annotations
 
-import argparse
 import shlex
 import statistics
 import subprocess
@@ -19,14 +18,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from rich.console import Console
-from rich.progress import track
-from rich.table import Table
+from benchmarks.reliability import command
+from benchmarks.reliability.command import ROOT
 
-from pycomm.bench.support import summaries
-from pycomm.bench.support.machine import describe
-
-ROOT = Path(__file__).resolve().parent.parent.parent
 CSRC = ROOT / "csrc"
 
 REMOVED = {
@@ -95,11 +89,6 @@ class Cost:
     """Half of the distance between the quartiles of those differences."""
     kept: bool
 
-    @property
-    def percent(self) -> float:
-        """The cost as part of the call without its checks."""
-        return 100 * self.cost_ns / self.without_ns
-
 
 class NotBuilt(Exception):
     """There are no objects to link, or a source no longer contains a text of REMOVED."""
@@ -121,27 +110,32 @@ def without_checks(path: str) -> str:
 def build(folder: Path) -> dict[str, Path]:
     """The two programs, in `folder`. Raises NotBuilt, also if compilation fails."""
     built = ROOT / "build" / sysconfig.get_config_var("SOABI")
-    core = built / "_core"
-    sources = sorted(p for p in CSRC.rglob("*.cpp") if p.parts[len(CSRC.parts)] != "bindings")
-    compiled = [core / p.relative_to(CSRC).with_suffix(".o") for p in sources]
-    objects = [p for p in compiled if p.exists()]  # some sources belong to another module
+    sources = [p.relative_to(CSRC) for p in sorted(CSRC.rglob("*.cpp"))]
+    compiled = {
+        p: built / "_core" / p.with_suffix(".o") for p in sources if p.parts[0] != "bindings"
+    }
+    objects = {p: o for p, o in compiled.items() if o.exists()}  # others: of another module
     if not objects:
         raise NotBuilt("the core is not built: run `make build`")
-    compile_ = _compiler_of(built)
-    main = folder / "checks.o"
-    source = Path(__file__).with_suffix(".cpp")
-    _run([*compile_, "-c", str(source), "-o", str(main)])
+    # The compiler and its options, as build.ninja has them for the core.
+    text = (built / "build.ninja").read_text().splitlines()
+    named = dict(line.split(" = ", 1) for line in text if " = " in line and line[0] != " ")
+    compiler, flags = shlex.split(named["cxx"]), shlex.split(named["_core_compile"])
+
+    def compile_(source: Path, into: str) -> Path:
+        _run([*compiler, *flags, "-c", str(source), "-o", str(folder / into)])
+        return folder / into
+
+    main = compile_(Path(__file__).with_suffix(".cpp"), "checks.o")
     instead = {}
     for path in REMOVED:
-        source = folder / path
-        source.parent.mkdir(parents=True, exist_ok=True)
-        source.write_text(without_checks(path))
-        instead[(core / path).with_suffix(".o")] = source.with_suffix(".o")
-        _run([*compile_, "-c", str(source), "-o", str(source.with_suffix(".o"))])
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / path).write_text(without_checks(path))
+        instead[Path(path)] = compile_(folder / path, f"{path}.o")
     programs = {"with": folder / "with", "without": folder / "without"}
-    for name, program in programs.items():
-        linked = [instead.get(p, p) if name == "without" else p for p in objects]
-        _run([compile_[0], "-pthread", *map(str, [main, *linked]), "-ldl", "-o", str(program)])
+    for linked, program in zip((objects, objects | instead), programs.values(), strict=True):
+        files = map(str, [main, *linked.values()])
+        _run([compiler[0], "-pthread", *files, "-ldl", "-o", str(program)])
     return programs
 
 
@@ -149,7 +143,7 @@ def measure(programs: dict[str, Path], case: Case, rounds: int) -> Cost:
     """Both programs in turn, `rounds` times; of each process its best batch counts."""
     best: dict[str, list[float]] = {name: [] for name in programs}
     what = [case.transport, str(case.bytes // 4), str(case.calls), str(BATCHES)]
-    for _ in track(range(rounds), f"{case.transport}, {case.bytes} B", transient=True):
+    for _ in command.progress(range(rounds), f"{case.transport}, {case.bytes} B"):
         for name, program in programs.items():
             output = _run([str(program), *what])
             best[name].append(min(map(float, output.split())))
@@ -169,15 +163,10 @@ def measure(programs: dict[str, Path], case: Case, rounds: int) -> Cost:
     )
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str]) -> int:
     """Runs the command line; returns the exit status."""
-    parser = argparse.ArgumentParser(
-        prog="pycomm bench check_overhead",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command.parser("check_overhead", __doc__)
     parser.add_argument("--rounds", type=int, default=21, help="of both programs (21)")
-    parser.add_argument("--json", type=Path, help="where to store what was found")
     args = parser.parse_args(argv)
     try:
         with tempfile.TemporaryDirectory() as folder:
@@ -186,27 +175,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except NotBuilt as error:
         print(f"check_overhead: {error}", file=sys.stderr)
         return 2
-    _show(costs)
-    if args.json:
-        report = {"machine": describe(), "rounds": args.rounds, "costs": [asdict(c) for c in costs]}
-        summaries.write(args.json, report)
+    command.report(args.json, rounds=args.rounds, costs=[asdict(one) for one in costs])
     return 0 if all(cost.kept for cost in costs) else 1
-
-
-def _show(costs: Sequence[Cost]) -> None:
-    table = Table("all_reduce", "with, ns", "without, ns", "cost, ns", "spread, ns", "cost, %")
-    for one in costs:
-        figures = (one.with_ns, one.without_ns, one.cost_ns, one.spread_ns)
-        name = f"{one.transport}, {one.bytes} B"
-        table.add_row(name, *(f"{x:,.0f}" for x in figures), f"{one.percent:.1f}")
-    Console().print(table)
-
-
-def _compiler_of(built: Path) -> list[str]:
-    """The compiler and its options, as build.ninja has them for the core."""
-    text = (built / "build.ninja").read_text().splitlines()
-    named = dict(line.split(" = ", 1) for line in text if " = " in line and line[0] != " ")
-    return [*shlex.split(named["cxx"]), *shlex.split(named["_core_compile"])]
 
 
 def _run(command: list[str]) -> str:

@@ -14,17 +14,15 @@ Each with hostile connections and without, in turn.
 from __future__ import annotations
 
 import contextlib
-import json
+import functools
 import secrets
 import statistics
-import subprocess
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from rich.table import Table
-
+from benchmarks.reliability import command
+from benchmarks.reliability.command import Child
 from benchmarks.reliability.delayed_link import TUN, DelayedLink
 from pycomm.bench.support import netns, summaries
 from pycomm.bench.support.netns import Host, Network
@@ -33,7 +31,6 @@ FLOODS = ((10, 8000), (50, 1500), (100, 800))
 """Milliseconds of a round trip, and hostile connections a second."""
 FORMING, MID_RUN = ("store", "mesh"), "mid-run"
 PORT = 29500
-CASES = (len(FORMING) + 1) * len(FLOODS)
 NEAR = 65  # ranks on the first host in mid-run: enough that the group is not a full mesh
 MOST_LATE_S = 2.0  # allowed delay of a distant rank by hostile connections
 
@@ -66,178 +63,117 @@ def missing() -> str:
     return netns.missing() or ("" if TUN.exists() else f"needs {TUN}")
 
 
-def measure(rounds: int, advance: Callable[[], None]) -> list[DelayedFlood]:
-    """All cases, in `rounds` rounds each; calls `advance` after each of CASES."""
-    found = []
-    for where in FORMING:
-        for round_trip_ms, per_s in FLOODS:
-            found.append(DelayedFlood(where, round_trip_ms, per_s))
-            for _ in range(rounds):
-                _try(found[-1], _form)
-            advance()
-    found += _mid_run(rounds, advance)
-    return found
+def measure(rounds: int) -> list[DelayedFlood]:
+    """All cases, in `rounds` rounds each."""
+    found = [DelayedFlood(where, *flood) for where in FORMING for flood in FLOODS]
+    for one in command.progress(found, "distant ranks join"):
+        for _ in range(rounds):
+            for flooded in (False, True):
+                _try(one, functools.partial(_form, flooded=flooded))
+    later = [DelayedFlood(MID_RUN, *flood) for flood in FLOODS]
+    _try(later[0], lambda _: _mid_run(later, rounds))
+    return found + later
 
 
-def _try(one: DelayedFlood, case: Callable[[DelayedFlood], None]) -> None:
+def _try(one: DelayedFlood, case: Callable[[DelayedFlood], object]) -> None:
     """Runs a case; a failure is reported in the table."""
     try:
         case(one)
-
     except (RuntimeError, OSError) as error:  # the other cases still run; the table shows it
         one.error = str(error)
 
 
-def _form(one: DelayedFlood) -> None:
-    for flooded in (False, True):
-        with Network(2, links=0) as net, DelayedLink(*net.hosts) as line:
-            line.set(one.round_trip_ms / 1e3)
-            ranks = [_Process(net.hosts[i // 2], ["rank"], _place(net, i, 4)) for i in range(4)]
-            for rank in ranks:
-                rank.expect("ready")
-            for rank in ranks[:2]:
-                rank.send("go")
-                rank.expect("forms")
-            called = 0 if one.where == "store" else 1
-            with _clients(one, net.hosts[0], ranks[called].pid, 0 if called else PORT, flooded):
-                for rank in ranks[2:]:
-                    rank.send("go")
-                    rank.expect("forms")
-                took = [rank.figure() for rank in ranks]
-            (one.flooded_s if flooded else one.quiet_s).append(max(took[2:]))
-
-
-def _mid_run(rounds: int, advance: Callable[[], None]) -> list[DelayedFlood]:
-    found = [DelayedFlood(MID_RUN, *flood) for flood in FLOODS]
-    with Network(2, links=0) as net, DelayedLink(*net.hosts) as line:
-        hosts = [net.hosts[0]] * NEAR + [net.hosts[1]]
-        ranks = [
-            _Process(host, ["rank"], _place(net, rank, len(hosts)))
-            for rank, host in enumerate(hosts)
-        ]
-        far = ranks[-1]
-        try:
-            for word in ("ready", "forms"):
-                for rank in ranks:
-                    rank.expect(word)
-                    rank.send("go")
-            for rank in ranks:
-                rank.figure()
-            far.send("unmet")
-            unmet = [rank for rank in far.answer() if 0 < rank < NEAR]  # rank 0 has more listeners
-
-        except RuntimeError as error:  # no group: no case can run; the table shows it
-            found[0].error = str(error)
-            return found
-        for one in found:
-            line.set(one.round_trip_ms / 1e3)
-            for _ in range(rounds):
-                _try(one, lambda one: _meet(one, net.hosts[0], ranks, unmet))
-            advance()
-    return found
-
-
-def _meet(one: DelayedFlood, host: Host, ranks: Sequence[_Process], unmet: list[int]) -> None:
-    far = ranks[-1]
-    for flooded in (False, True):
-        if not unmet:
-            raise RuntimeError("no rank is left that was not met")
-        met = unmet.pop()
-        with _clients(one, host, ranks[met].pid, 0, flooded):
-            ranks[met].send(f"answer {len(ranks) - 1}")
-            far.send(f"meet {met}")
-            took = far.figure()
-            ranks[met].expect("answered")
-        (one.flooded_s if flooded else one.quiet_s).append(took)
-
-
-def _place(net: Network, rank: int, size: int) -> dict[str, str]:
-    return {
-        "RANK": str(rank),
-        "WORLD_SIZE": str(size),
-        "MASTER_ADDR": net.hosts[0].ipv4(),
-        "MASTER_PORT": str(PORT),
-        "PYCOMM_SECRET": SECRET,
-        "OMP_NUM_THREADS": "1",
-    }
-
-
-SECRET = secrets.token_hex(32)
+@contextlib.contextmanager
+def ranks_on(
+    hosts: Sequence[Host | None], port: int, backend: str = "pycomm"
+) -> Iterator[list[Child]]:
+    """A rank on each of these hosts, None for this machine, that has not formed a group yet."""
+    address, secret = _address(hosts[0]), secrets.token_hex(32)
+    env = {"WORLD_SIZE": str(len(hosts)), "MASTER_ADDR": address, "MASTER_PORT": str(port)}
+    env |= {"PYCOMM_SECRET": secret, "OMP_NUM_THREADS": "1"}
+    with contextlib.ExitStack() as stack:
+        ranks = []
+        for rank, host in enumerate(hosts):
+            own = {**env, "RANK": str(rank)}
+            process = Child("flood_rank", backend, env=own, host=_name(host))
+            ranks.append(stack.enter_context(process))
+        for one in ranks:
+            one.expect("ready")
+        yield ranks
 
 
 @contextlib.contextmanager
-def _clients(one: DelayedFlood, host: Host, pid: int, port: int, there: bool) -> Iterator[None]:
-    """Opens hostile connections at the full rate meanwhile, if `there`."""
-    if not there:
+def clients_on(
+    host: Host | None, per_s: int, port: int, ranks: Sequence[Child], goal: int = 0
+) -> Iterator[dict[str, float]]:
+    """Clients connect to `port`, 0 for none, and to the listeners of the ranks: `goal` times, or
+    if that is 0 until the context ends. Then the yielded dictionary has their counts."""
+    words = [str(per_s), str(goal), _address(host), str(port)]
+    pids = [str(rank.pid) for rank in ranks]
+    counted: dict[str, float] = {}
+    with Child("unauthenticated", *words, *pids, host=_name(host)) as process:
+        process.expect("in full course")
+        yield counted
+        process.send("enough")
+        counted.update(process.answer())
+
+
+def _name(host: Host | None) -> str:
+    return host.name if host else ""
+
+
+def _address(host: Host | None) -> str:
+    return host.ipv4() if host else "127.0.0.1"
+
+
+@contextlib.contextmanager
+def _two_hosts() -> Iterator[tuple[DelayedLink, Sequence[Host]]]:
+    with Network(2, links=0) as net, DelayedLink(*net.hosts) as line:
+        yield line, net.hosts
+
+
+def _form(one: DelayedFlood, flooded: bool) -> None:
+    with _two_hosts() as (line, (near, far)), ranks_on([near, near, far, far], PORT) as ranks:
+        line.set(one.round_trip_ms / 1e3)
+        for rank in ranks[:2]:
+            rank.send("form")
+        attacked = (PORT, ranks[:0]) if one.where == "store" else (0, ranks[1:2])
+        with _flooded(one, near, *attacked, flooded):
+            for rank in ranks[2:]:
+                rank.send("form")
+            took = [rank.figure() for rank in ranks]
+        (one.flooded_s if flooded else one.quiet_s).append(max(took[2:]))
+
+
+def _mid_run(found: Sequence[DelayedFlood], rounds: int) -> None:
+    with _two_hosts() as (line, (near, far)), ranks_on([near] * NEAR + [far], PORT) as ranks:
+        for rank in ranks:
+            rank.send("form")
+        for rank in ranks:
+            rank.figure()
+        ranks[-1].send("unmet")
+        unmet = [n for n in ranks[-1].answer() if 0 < n < NEAR]  # rank 0 has more listeners
+        if len(unmet) < 2 * rounds * len(found):
+            raise RuntimeError(f"only {len(unmet)} ranks were not met")
+        for one in found:
+            line.set(one.round_trip_ms / 1e3)
+            for turn in range(2 * rounds):
+                met, flooded = unmet.pop(), turn % 2 == 1
+                with _flooded(one, near, 0, [ranks[met]], flooded):
+                    ranks[met].send(f"answer {NEAR}")
+                    ranks[-1].send(f"meet {met}")
+                    (one.flooded_s if flooded else one.quiet_s).append(ranks[-1].figure())
+                    ranks[met].figure()
+
+
+@contextlib.contextmanager
+def _flooded(
+    one: DelayedFlood, host: Host, port: int, ranks: Sequence[Child], flooded: bool
+) -> Iterator[None]:
+    """Opens hostile connections at the full rate meanwhile, if `flooded`."""
+    if not flooded:
         yield
         return
-    words = ["client", str(one.per_s), str(pid), str(port), host.ipv4()]
-    clients = _Process(host, words, {})
-    try:
-        clients.expect("in full course")
+    with clients_on(host, one.per_s, port, ranks) as counted:
         yield
-        clients.send("enough")
-        one.reached_per_s.append(clients.figure())
-    finally:
-        clients.end()
-
-
-class _Process:
-    """A process of delayed_flood_rank.py on a host."""
-
-    def __init__(self, host: Host, words: Sequence[str], env: dict[str, str]) -> None:
-        command = [sys.executable, "-m", "benchmarks.reliability.delayed_flood_rank", *words]
-        self._process = host.start(command, env, stdin=subprocess.PIPE, stderr=None)
-        self.pid = self._process.pid  # `ip netns exec` becomes the command
-
-    def send(self, word: str) -> None:
-        """Sends a command."""
-        assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # the process ended: answer() reports it
-            self._process.stdin.write(word + "\n")
-            self._process.stdin.flush()
-
-    def answer(self) -> Any:
-        """The next answer. Raises RuntimeError if the process has ended."""
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            raise RuntimeError("a process ended without an answer")
-        return json.loads(line)
-
-    def expect(self, wanted: str) -> None:
-        """Waits for this answer. Raises RuntimeError for any other."""
-        if (message := self.answer()) != wanted:
-            raise RuntimeError(str(message))
-
-    def figure(self) -> float:
-        """Waits for a number. Raises RuntimeError for anything else."""
-        message = self.answer()
-        if not isinstance(message, float):
-            raise RuntimeError(str(message))
-        return message
-
-    def end(self) -> None:
-        """Kills it."""
-        self._process.kill()
-        self._process.wait()
-
-
-def table(found: Sequence[DelayedFlood]) -> Table:
-    """A line for each case."""
-    shown = Table()
-    for name in ("far ranks", "round trip", "clients", "reached", "alone", "median", "worst", ""):
-        shown.add_column(name)
-    for one in found:
-        times = one.flooded_s or [-1.0]
-        shown.add_row(
-            one.where,
-            f"{one.round_trip_ms} ms",
-            f"{one.per_s}/s",
-            f"{statistics.median(one.reached_per_s or [0.0]):.0f}/s",
-            f"{statistics.median(one.quiet_s or [-1.0]):.3f} s",
-            f"{statistics.median(times):.3f} s",
-            f"{max(times):.3f} s",
-            one.error[:60],
-        )
-    return shown
+    one.reached_per_s.append(counted["per_s"])

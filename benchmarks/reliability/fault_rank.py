@@ -1,12 +1,14 @@
-"""A rank in one cell of the fault matrix (faults.py), and its observations.
+"""Calls with known results, and calls of a rank with a fault, for faults.py and soak.py.
 
-All arrays of rank r hold r + 1, and outputs hold UNTOUCHED, so every right result is known without
-another run, and every byte that an error changed is detected. Ranks are threads or processes.
+Element i of what rank r brings to a call with salt s is (3 i + 5 r + s) mod 11, exact in every
+dtype, and outputs hold UNTOUCHED. So every right result is known without another run, and every
+byte that an error changed is detected. Ranks are threads or processes.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import random
 import signal
@@ -23,7 +25,13 @@ import pycomm
 from pycomm import Group, errors
 
 Array = Any  # of NumPy
+Arrays = tuple[Array, Array | None]
+"""The input of a rank, and its output if that is another array."""
 
+REDUCTIONS = ("all_reduce", "reduce", "reduce_scatter")
+ONE_WAY = ("broadcast", "reduce", "gather", "scatter")
+"""Data flows to or from the root: a rank that is done before the others disagree cannot know."""
+TWO_WAY = ("all_reduce", "reduce_scatter", "all_gather", "all_gather_v", "all_to_all", "barrier")
 UNTOUCHED = 99
 CALLS = 3  # of the cell's verb; the fault happens in the second
 MOST_CALLS = 100_000  # for a fault at a random moment
@@ -44,17 +52,89 @@ class Call:
     op: str = "sum"
     root: int = 0
 
+    def arrays(self, rank: int, size: int, salt: int = 0) -> Arrays:
+        """A rank's arrays before the call."""
+        by_row = self.verb in ("all_to_all", "reduce_scatter", "scatter")
+        shape = (size, self.count // size) if by_row else (self.count,)
+        x = (3 * np.arange(self.count) + 5 * rank + salt).reshape(shape) % 11
+        outputs = {
+            **dict.fromkeys(("all_gather", "all_gather_v", "gather"), (size, self.count)),
+            **dict.fromkeys(("reduce_scatter", "scatter"), shape[1:]),
+            "all_to_all": shape,
+        }
+        taken = outputs.get(self.verb)
+        return x.astype(self.dtype), None if taken is None else np.full(
+            taken, UNTOUCHED, self.dtype
+        )
 
-@dataclass(frozen=True)
-class Job:
-    """The parameters of a cell for its ranks."""
+    def results(self, rank: int, size: int, salt: int = 0) -> Arrays:
+        """The contents of a rank's arrays after the call, if all ranks make it."""
+        x, out = self.arrays(rank, size, salt)
+        every = np.stack([self.arrays(r, size, salt)[0] for r in range(size)])
+        reduced = {"sum": np.add, "max": np.maximum, "min": np.minimum}[self.op].reduce(every)
+        match self.verb:
+            case "all_reduce":
+                x = reduced
+            case "reduce" if rank == self.root:
+                x = reduced
+            case "broadcast":
+                x = every[self.root]
+            case "reduce_scatter":
+                out = reduced[rank]
+            case "scatter":
+                out = every[self.root][rank]
+            case "all_to_all":
+                out = every[:, rank]
+            case "all_gather" | "all_gather_v":
+                out = every
+            case "gather" if rank == self.root:
+                out = every
+            case "messages":
+                x = every[(rank - 1) % size]
+        return x.astype(self.dtype), out if out is None else out.astype(self.dtype)
 
-    call: Call
-    victim: int
-    action: str
-    moment: str
-    folder: str  # for files shared by the ranks; the same on all
-    seed: int = 0
+    def make(self, group: Group, x: Array, out: Array) -> None:
+        """Makes the call, with its results in `x` or `out`."""
+        gathered = out if group.rank == self.root else None
+        calls: dict[str, Callable[[], object]] = {
+            "all_reduce": lambda: pycomm.all_reduce(x, self.op, group=group),
+            "reduce": lambda: pycomm.reduce(x, self.root, self.op, group=group),
+            "broadcast": lambda: pycomm.broadcast(x, self.root, group=group),
+            "all_gather": lambda: pycomm.all_gather(x, out, group=group),
+            "gather": lambda: pycomm.gather(x, self.root, gathered, group=group),
+            "all_gather_v": lambda: pycomm.all_gather_v(x, list(out), group=group),
+            "reduce_scatter": lambda: pycomm.reduce_scatter(x, self.op, out, group=group),
+            "scatter": lambda: pycomm.scatter(x, self.root, out, group=group),
+            "all_to_all": lambda: pycomm.all_to_all(x, out, group=group),
+            "barrier": lambda: pycomm.barrier(group=group),
+            "messages": lambda: _pass_around(group, x),
+        }
+        calls[self.verb]()
+
+
+def _pass_around(group: Group, x: Array) -> None:
+    if group.size > 1:
+        pycomm.send(x, (group.rank + 1) % group.size, group=group)
+        pycomm.recv(x, (group.rank - 1) % group.size, group=group)
+
+
+def differing(got: Arrays, wanted: Arrays) -> int:
+    """How many elements."""
+    pairs = zip(got, wanted, strict=True)
+    return sum(int(np.count_nonzero(a != b)) for a, b in pairs if a is not None)
+
+
+DISAGREEMENTS: dict[str, Callable[[Call, int], Call]] = {
+    "wrong operation": lambda call, size: replace(
+        call, verb="all_reduce" if call.verb != "all_reduce" else "all_gather"
+    ),
+    "wrong count": lambda call, size: replace(call, count=call.count + size),
+    "wrong dtype": lambda call, size: replace(call, dtype="int32"),
+    "wrong op": lambda call, size: replace(call, op="max"),
+    "wrong root": lambda call, size: replace(call, root=1),
+    "skip": lambda call, size: Call("barrier", size),
+}
+"""By action: the call of the victim in place of the right one, and the number of ranks."""
 
 
 @dataclass(frozen=True)
@@ -69,155 +149,92 @@ class Seen:
     usable: bool = True  # after a disagreement: a right call gives the right result
 
 
-def shapes(call: Call, size: int) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
-    """Shapes of a rank's input, and of its output if that is another array."""
-    row = call.count // size
-    if call.verb in ("all_gather", "all_gather_v", "gather"):
-        return (call.count,), (size, call.count)
-    if call.verb == "all_to_all":
-        return (size, row), (size, row)
-    if call.verb in ("reduce_scatter", "scatter"):
-        return (size, row), (row,)
-    return (call.count,), None
+def seen_of(error: BaseException, since_s: float | None = None, **more: Any) -> Seen:
+    """The observations of a rank that got this error."""
+    noticed_ms = 0.0 if since_s is None else 1e3 * (time.monotonic() - since_s)
+    return Seen(type(error).__name__, str(error), getattr(error, "peer", None), noticed_ms, **more)
 
 
-def arrays(call: Call, group: Group) -> tuple[Array, Array | None]:
-    """A rank's input and output before the call."""
-    given, taken = shapes(call, group.size)
-    out = None if taken is None else np.full(taken, UNTOUCHED, call.dtype)
-    return np.full(given, group.rank + 1, call.dtype), out
+@dataclass(frozen=True)
+class Job:
+    """The parameters of a cell for its ranks."""
+
+    call: Call
+    victim: int
+    action: str
+    moment: str
+    folder: str  # for files shared by the ranks; the same on all
+    seed: int = 0
 
 
-def made(call: Call, group: Group, x: Array, out: Array) -> None:
-    """The call itself, with its results in `x` or `out`."""
-    match call.verb:
-        case "all_reduce":
-            pycomm.all_reduce(x, call.op, group=group)
-        case "reduce":
-            pycomm.reduce(x, call.root, call.op, group=group)
-        case "broadcast":
-            pycomm.broadcast(x, call.root, group=group)
-        case "all_gather":
-            pycomm.all_gather(x, out, group=group)
-        case "gather":
-            pycomm.gather(x, call.root, out if group.rank == call.root else None, group=group)
-        case "all_gather_v":
-            pycomm.all_gather_v(x, list(out), group=group)
-        case "reduce_scatter":
-            pycomm.reduce_scatter(x, call.op, out, group=group)
-        case "scatter":
-            pycomm.scatter(x, call.root, out, group=group)
-        case "all_to_all":
-            pycomm.all_to_all(x, out, group=group)
-        case "barrier":
-            pycomm.barrier(group=group)
-        case verb:
-            raise ValueError(verb)
+def rank_of_cell(group: Group, job: Job) -> Seen:
+    """A rank of the matrix: the calls alone."""
+    seen = make_calls(group, job)
+    if job.action == "stop":
+        bury(group, job)
+    return seen
 
 
-def result(call: Call, group: Group) -> tuple[Array, Array | None]:
-    """The contents of a rank's arrays after a correct call of all ranks, with "sum" or "max"."""
-    x, out = arrays(call, group)
-    ranks = np.arange(1, group.size + 1)
-    reduced = ranks.sum() if call.op == "sum" else group.size
-    at_root = group.rank == call.root
-    if call.verb == "all_reduce" or (call.verb == "reduce" and at_root):
-        x[...] = reduced
-    elif call.verb == "broadcast":
-        x[...] = call.root + 1
-    elif call.verb == "reduce_scatter" and out is not None:
-        out[...] = reduced
-    elif call.verb == "scatter" and out is not None:
-        out[...] = call.root + 1
-    elif out is not None and (call.verb != "gather" or at_root):
-        out.reshape(group.size, -1)[...] = ranks[:, None]
-    return x, out
-
-
-def differing(got: tuple[Array, Array | None], wanted: tuple[Array, Array | None]) -> int:
-    """How many elements."""
-    pairs = [(a, b) for a, b in zip(got, wanted, strict=True) if a is not None and b is not None]
-    return sum(int(np.count_nonzero(a != b)) for a, b in pairs)
-
-
-def rank_sees(group: Group, job: Job) -> Seen:
+def make_calls(group: Group, job: Job) -> Seen:
     """Makes the calls until one fails. Checks the arrays after a disagreement."""
-    mine = job.call
-    start = time.monotonic()
-    held = arrays(job.call, group)
-    wrong = 0
+    victim, place, wrong = group.rank == job.victim, (group.rank, group.size), 0
+
+    @functools.cache
+    def known(call: Call) -> tuple[Arrays, Arrays]:
+        return call.arrays(*place), call.results(*place)
+
+    call, start = job.call, time.monotonic()
+    held = known(call)[0]
     try:
         pycomm.barrier(group=group)  # forming is complete on every rank
-        if job.moment == "meanwhile" and group.rank == job.victim:
-            _at_random(job)
+        if job.moment == "meanwhile" and victim:
+            at_s = random.Random(job.seed).uniform(0.0, 0.03)
+            timer = threading.Timer(at_s, strike, [job, group])
+            timer.daemon = True
+            timer.start()
         for turn in range(MOST_CALLS if job.moment == "meanwhile" else CALLS):
-            if group.rank == job.victim and turn == 1:
-                mine = _strike(group, job)
-            held = arrays(mine, group)
+            call = job.call
+            if victim and turn == 1 and job.action in DISAGREEMENTS:
+                call = DISAGREEMENTS[job.action](call, group.size)
+            elif victim and turn == 1 and job.moment == "idle":
+                strike(job, group)
+            (x, out), right = known(call)
+            held = x.copy(), None if out is None else out.copy()
             start = time.monotonic()
-            made(mine, group, *held)
-            wrong += differing(held, result(mine, group))
-            mine = job.call
+            call.make(group, *held)
+            wrong += differing(held, right)
         pycomm.barrier(group=group)  # ranks without an error so far get it here
     except errors.Error as error:  # the expected outcome
-        noticed_ms = 1e3 * (time.monotonic() - _struck(job, start))
-        seen = Seen(type(error).__name__, str(error), error.peer, noticed_ms, wrong)
+        seen = seen_of(error, struck(job.folder, start), wrong=wrong)
         if isinstance(error, errors.Mismatch):
-            seen = replace(seen, wrong=differing(held, arrays(mine, group)), usable=_usable(group))
-        _bury(group, job)
+            seen = replace(seen, wrong=differing(held, known(call)[0]), usable=_usable(group))
         return seen
-    if job.moment == "closing" and group.rank == job.victim:
-        _end(job)
+    if job.moment == "closing" and victim:
+        strike(job, group)
     return Seen(wrong=wrong)
 
 
-DISAGREEMENTS: dict[str, Callable[[Call, int], Call]] = {
-    "wrong operation": lambda call, size: replace(
-        call, verb="all_reduce" if call.verb != "all_reduce" else "all_gather"
-    ),
-    "wrong count": lambda call, size: replace(call, count=call.count + size),
-    "wrong dtype": lambda call, size: replace(call, dtype="int32"),
-    "wrong op": lambda call, size: replace(call, op="max"),
-    "wrong root": lambda call, size: replace(call, root=1),
-}
-
-
-def _strike(group: Group, job: Job) -> Call:
-    """The call of the victim instead of its second call, unless it ends here."""
-    if job.action in DISAGREEMENTS:
-        return DISAGREEMENTS[job.action](job.call, group.size)
-    if job.action == "skip":
-        return Call("barrier", group.size)
-    if job.moment == "idle":
-        _end(job)
-    return job.call
-
-
-def _end(job: Job) -> None:
-    """The victim ends by this action."""
+def strike(job: Job, group: Group) -> None:
+    """The victim ends by the action of the job."""
     Path(job.folder, STRUCK).write_text(str(time.monotonic()))
     match job.action:
         case "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         case "stop":
-            os.kill(os.getpid(), signal.SIGSTOP)
+            while True:  # a SIGCONT does not end it
+                os.kill(os.getpid(), signal.SIGSTOP)
         case "exit":
             os._exit(0)
         case "exception":
             raise Raised("by itself")
+        case "abort":
+            group.abort("by itself")
 
 
-def _at_random(job: Job) -> None:
-    """Ends the victim from another thread, some milliseconds from now."""
-    moment_s = random.Random(job.seed).uniform(0.0, 0.03)
-    timer = threading.Timer(moment_s, _end, [job])
-    timer.daemon = True
-    timer.start()
-
-
-def _struck(job: Job, otherwise: float) -> float:
+def struck(folder: str, otherwise: float) -> float:
+    """When, as stored by the victim or its transport."""
     try:
-        return float(Path(job.folder, STRUCK).read_text())
+        return float(Path(folder, STRUCK).read_text())
     except FileNotFoundError:  # no fault: ranks disagree, or the group was forming
         return otherwise
 
@@ -228,10 +245,8 @@ def _usable(group: Group) -> bool:
     return bool((x == sum(range(1, group.size + 1))).all())
 
 
-def _bury(group: Group, job: Job) -> None:
-    """Kills a stopped victim after all others have reported, so that the cell ends."""
-    if job.action != "stop" or group.rank == job.victim:
-        return
+def bury(group: Group, job: Job) -> None:
+    """Kills a stopped victim after all others have called this, so that the run ends."""
     Path(job.folder, f"reported{group.rank}").touch()
     if len(list(Path(job.folder).glob("reported*"))) == group.size - 1:
         with contextlib.suppress(ProcessLookupError):

@@ -1,9 +1,9 @@
 """`python -m benchmarks faults`: fault injection in one rank, and the errors of the others.
 
 The matrix is data: the fault, the call and its size, the moment, the transport. Every cell is run
-and compared with the guarantees of docs/errors.md, or left out for a stored reason. The table
-shows how many cells were as guaranteed, and the time until the others detected the fault. Exits
-with 1 if a guarantee was violated.
+and compared with the guarantees of docs/errors.md, or left out for a reason. The table shows how
+many cells violated a guarantee, and the time until the others detected the fault. Exits with 1 if a
+guarantee was violated.
 
     idle       between two calls, while the others wait in the second
     start      in a call, after the first bytes on the victim's channels
@@ -15,80 +15,58 @@ with 1 if a guarantee was violated.
 
 from __future__ import annotations
 
-import argparse
 import collections
 import itertools
-import statistics
 import tempfile
-import time
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, fields, replace
-from pathlib import Path
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
-from rich.console import Console
-from rich.progress import Progress
-from rich.table import Table
-
-from benchmarks.reliability import fault_plot
-from benchmarks.reliability.fault_rank import DISAGREEMENTS, STRUCK, Call, Job, Seen, rank_sees
-from pycomm.bench.support import machine, summaries
+from benchmarks.reliability import command
+from benchmarks.reliability.fault_rank import (
+    DISAGREEMENTS,
+    ONE_WAY,
+    REDUCTIONS,
+    STRUCK,
+    TWO_WAY,
+    Call,
+    Job,
+    Seen,
+    rank_of_cell,
+    seen_of,
+)
+from pycomm.bench.support import summaries
 from pycomm.testing import FaultPlan, run_ranks
 
-REDUCTIONS = ("all_reduce", "reduce", "reduce_scatter")
-ONE_WAY = ("broadcast", "reduce", "gather", "scatter")
-"""Data flows to or from the root: a rank that is done before the others disagree cannot know."""
-VERBS = (
-    *REDUCTIONS,
-    "broadcast",
-    "all_gather",
-    "gather",
-    "all_gather_v",
-    "scatter",
-    "all_to_all",
-    "barrier",
-)
 COUNTS = {"tiny": 24, "large": 600_000}
 """Elements of float32: of 2, 3, 4 and 8 ranks."""
 GRAINS = {"tiny": 1, "large": 997}
 """Bytes that a throttle delivers at once: each such chunk costs a sleep and a wake-up."""
-MOMENTS = {
-    "kill": ("idle", "start", "middle", "meanwhile", "forming", "closing"),
+TRANSPORTS, RANKS = ("shm", "tcp"), ("2", "3", "4", "8")
+ALL_MOMENTS = ("idle", "start", "middle", "meanwhile", "forming", "closing")
+MOMENTS: dict[str, tuple[str, ...]] = {
+    "kill": ALL_MOMENTS,
+    # In the middle, the awaited data was often sent already: see meanwhile. A leaving rank does not
+    # wait.
     "stop": ("idle", "start", "meanwhile", "forming"),
-    "exit": ("idle", "meanwhile", "closing"),
-    "exception": ("idle",),
+    "exit": ("idle", "meanwhile", "closing"),  # otherwise it equals a kill for the others
+    "exception": ("idle",),  # a program raises between calls, and aborts between them
+    "abort": ("idle",),
+    # The transport acts on transferred bytes.
     "disconnect": ("start", "middle", "forming"),
     "corrupt": ("start", "middle", "forming"),
+    # These last for the whole run.
     "delay": ("start",),
     "throttle": ("start",),
-    "skip": ("idle",),
+    # Another call differs from its start.
     **dict.fromkeys(DISAGREEMENTS, ("idle",)),
 }
-ALL_MOMENTS = MOMENTS["kill"]
-NOT_THEN = {
-    "stop": {
-        "middle": "often the awaited data was already sent at that point: see meanwhile",
-        "closing": "a leaving rank does not wait",
-    },
-    "exit": dict.fromkeys(("start", "middle", "forming"), "for the others it equals a kill"),
-    "exception": dict.fromkeys(ALL_MOMENTS[1:], "a program raises between calls"),
-}
-"""Why an action has no such moment, if OTHERWISE gives no reason."""
-OTHERWISE = {
-    "disconnect": "the transport acts on transferred bytes",
-    "corrupt": "the transport acts on transferred bytes",
-    "delay": "the fault lasts for the whole run",
-    "throttle": "the fault lasts for the whole run",
-    "skip": "the call differs from its start",
-    **dict.fromkeys(DISAGREEMENTS, "the call differs from its start"),
-}
-ENDS = ("kill", "stop", "exit", "exception", "disconnect", "corrupt")
-"""After these a rank is lost; DISAGREEMENTS and "skip" raise Mismatch; slow ones no error."""
+ENDS = ("kill", "stop", "exit", "exception", "abort", "disconnect", "corrupt")
+"""After these a rank is lost; DISAGREEMENTS raise Mismatch; slow ones no error."""
 PROCESSES = ("kill", "stop", "exit", "exception")
 HEARTBEAT_S = 1.0
 AT_ONCE_MS = 1000.0
 LIMIT_S = 30.0
-MOST_WORDS = 240  # stored characters of a rank's error
 
 
 @dataclass(frozen=True)
@@ -102,6 +80,24 @@ class Cell:
     transport: str
     ranks: int
 
+    def left_out(self) -> str:
+        """The reason why this cell does not exist; "" if it does."""
+        barrier, action, moment = self.verb == "barrier", self.action, self.moment
+        reasons = {
+            "the fault has no such moment": moment not in MOMENTS[action],
+            "no call is in progress: see all_reduce": moment in ("forming", "closing")
+            and self.verb != "all_reduce",
+            "it reduces nothing": action == "wrong op" and self.verb not in REDUCTIONS,
+            "it has no root": action == "wrong root" and self.verb not in ONE_WAY,
+            "both ranks wait for each other": action == "wrong root" and self.ranks == 2,
+            "its counts may differ": action == "wrong count" and self.verb == "all_gather_v",
+            "a barrier carries no data": barrier
+            and (self.size != "tiny" or action in ("wrong count", "wrong dtype")),
+            "a barrier replaces the call": barrier and action == "skip",
+            "it would hit the first barrier": barrier and moment in ("start", "middle"),
+        }
+        return next((why for why, holds in reasons.items() if holds), "")
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -109,67 +105,29 @@ class Outcome:
 
     cell: Cell
     broken: str  # the violated guarantee, or ""
-    seconds: float
     seen: list[Seen | None]
-    before: str = ""  # the violation of the previous run, with --again
 
 
 def matrix(
-    actions: Sequence[str], transports: Sequence[str], sizes: Sequence[str], ranks: Sequence[int]
+    actions: Collection[str] = MOMENTS,
+    transports: Collection[str] = TRANSPORTS,
+    sizes: Collection[str] = COUNTS,
+    ranks: Collection[str] = ("3",),
 ) -> Iterator[Cell]:
-    """All applicable cells of these kinds."""
-    for cell in every(actions, transports, sizes, ranks):
-        if not left_out(cell):
-            yield cell
-
-
-def every(
-    actions: Sequence[str], transports: Sequence[str], sizes: Sequence[str], ranks: Sequence[int]
-) -> Iterator[Cell]:
-    """The whole product, with cells that are not applicable."""
-    for parts in itertools.product(actions, ALL_MOMENTS, VERBS, sizes, transports, ranks):
+    """All cells of these kinds, also those that do not exist."""
+    verbs = dict.fromkeys((*TWO_WAY, *ONE_WAY))
+    for parts in itertools.product(actions, ALL_MOMENTS, verbs, sizes, transports, map(int, ranks)):
         yield Cell(*parts)
-
-
-def left_out(cell: Cell) -> str:
-    """Why this cell is not run; "" if it is."""
-    if cell.moment not in MOMENTS[cell.action]:
-        return NOT_THEN.get(cell.action, {}).get(cell.moment) or OTHERWISE[cell.action]
-    if cell.moment in ("forming", "closing"):
-        return "" if cell.verb == VERBS[0] else "no call is in progress: see all_reduce"
-    if cell.verb == "barrier":
-        return _no_barrier(cell)
-    reasons = {
-        "it reduces nothing": cell.action == "wrong op" and cell.verb not in REDUCTIONS,
-        "it has no root": cell.action == "wrong root" and cell.verb not in ONE_WAY,
-        "both ranks wait for each other": cell.action == "wrong root" and cell.ranks == 2,
-        "its counts may differ": cell.action == "wrong count" and cell.verb == "all_gather_v",
-    }
-    return next((reason for reason, holds in reasons.items() if holds), "")
-
-
-def _no_barrier(cell: Cell) -> str:
-    reasons = {
-        "it carries no data": cell.size != "tiny" or cell.action.startswith("wrong "),
-        "the barrier replaces a call": cell.action == "skip",
-        "the fault would hit the cell's first barrier": cell.moment in ("start", "middle"),
-    }
-    found = next((reason for reason, holds in reasons.items() if holds), "")
-    # A wrong operation makes the first reason void: the verb is another one.
-    return "" if cell.action == "wrong operation" and cell.size == "tiny" else found
 
 
 def outcome(cell: Cell, seed: int = 0) -> Outcome:
     """Runs one cell."""
-    n, victim = cell.ranks, cell.ranks - 1
-    call = Call(cell.verb, COUNTS[cell.size])
-    start = time.monotonic()
+    victim, call = cell.ranks - 1, Call(cell.verb, COUNTS[cell.size])
     with tempfile.TemporaryDirectory() as folder:
-        job = Job(call, victim, cell.action, cell.moment, folder, seed)
         results = run_ranks(
-            n,
-            rank_sees,
-            job,
+            cell.ranks,
+            rank_of_cell,
+            Job(call, victim, cell.action, cell.moment, folder, seed),
             transport=cell.transport,
             processes=cell.action in PROCESSES,
             timeout_s=LIMIT_S,
@@ -177,43 +135,32 @@ def outcome(cell: Cell, seed: int = 0) -> Outcome:
             faults=_plans(cell, call, f"{folder}/{STRUCK}"),
             return_exceptions=True,
         )
-    seen = [
-        None
-        if rank == victim and cell.action in PROCESSES
-        else result
-        if isinstance(result, Seen)
-        else raised(result)
-        for rank, result in enumerate(results)
-    ]
-    return Outcome(cell, _broken(cell, seen), time.monotonic() - start, seen)
+    seen = [result if isinstance(result, Seen) else seen_of(result) for result in results]
+    gone = [None] if cell.action in PROCESSES else seen[victim:]
+    return Outcome(cell, _broken(cell, seen), [*seen[:victim], *gone])
 
 
 def _plans(cell: Cell, call: Call, stamp: str) -> list[FaultPlan]:
     """The fault plan of the transport, if the transport injects the fault."""
-    victim = cell.ranks - 1
-    if cell.action in ("delay", "throttle"):
+    victim, action = cell.ranks - 1, cell.action
+    if action in ("delay", "throttle"):
         grain = GRAINS[cell.size]
         ranks = range(cell.ranks)
-        return [FaultPlan(rank, cell.action, seconds=0.002, chunk_bytes=grain) for rank in ranks]
+        return [FaultPlan(rank, action, seconds=0.002, chunk_bytes=grain) for rank in ranks]
     if cell.moment == "forming":
-        return [FaultPlan(victim, cell.action)]
+        return [FaultPlan(victim, action)]
     if cell.moment in ("start", "middle"):
         after = 0 if cell.moment == "start" else 4 * call.count // 2
         operation = "all_gather" if cell.verb == "all_gather_v" else cell.verb
-        return [FaultPlan(victim, cell.action, operation, after, timestamp_file=stamp)]
+        return [FaultPlan(victim, action, operation, after, timestamp_file=stamp)]
     return []
 
 
-def raised(error: BaseException) -> Seen:
-    """The outcome of a rank that did not report."""
-    return Seen(type(error).__name__, str(error), getattr(error, "peer", None))
-
-
-def _broken(cell: Cell, seen: Sequence[Seen | None]) -> str:
+def _broken(cell: Cell, seen: Sequence[Seen]) -> str:
     """The first violated guarantee, or ""."""
     victim = cell.ranks - 1
     for rank, one in enumerate(seen):
-        if one is None or (rank == victim and cell.action in ENDS):
+        if rank == victim and cell.action in ENDS:
             continue
         if found := complaint(cell, victim, one):
             return f"rank {rank}: {found}"
@@ -242,98 +189,35 @@ def _wanted(cell: Cell) -> str:
     """The class of the guaranteed error, "" for none."""
     if cell.action in ("delay", "throttle") or cell.moment == "closing":
         return ""
-    if cell.action == "exception":
+    if cell.action in ("exception", "abort"):
         return "GroupBroken"  # the launcher aborts the group with the reason
     return "PeerLost" if cell.action in ENDS else "Mismatch"
 
 
 def main(argv: Sequence[str]) -> int:
     """Runs, prints, stores; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="pycomm bench faults", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--actions", default=",".join(MOMENTS), help="(%(default)s)")
-    parser.add_argument("--transports", default="shm,tcp", help="(%(default)s)")
-    parser.add_argument("--sizes", default=",".join(COUNTS), help="(%(default)s)")
-    parser.add_argument("--ranks", default="3", help="some of 2, 3, 4 and 8 (%(default)s)")
-    parser.add_argument("--json", type=Path, help="where to store times and violations")
-    parser.add_argument(
-        "--again", action="store_true", help="only the violated cells of --json; keeps the times"
-    )
-    parser.add_argument("--plot", type=Path, help="where to draw them (.png, .svg)")
+    parser = command.parser("faults", __doc__)
+    known = {"actions": MOMENTS, "transports": TRANSPORTS, "sizes": COUNTS, "ranks": RANKS}
+    for name, some in known.items():
+        default = "3" if name == "ranks" else ",".join(some)
+        text = f"some of {', '.join(some)} (%(default)s)"
+        parser.add_argument(f"--{name}", type=command.some_of(some), default=default, help=text)
     options = parser.parse_args(argv)
-    known = {"actions": MOMENTS, "transports": ("shm", "tcp"), "sizes": COUNTS}
-    chosen = {name: getattr(options, name).split(",") for name in (*known, "ranks")}
-    for name, names in {**known, "ranks": ("2", "3", "4", "8")}.items():
-        if bad := [word for word in chosen[name] if word not in names]:
-            parser.error(f"no {bad[0]!r}: --{name} takes some of {', '.join(names)}")
-    ranks = [int(n) for n in chosen.pop("ranks")]
-    console = Console(soft_wrap=True, highlight=False)
-    cells = list(matrix(**chosen, ranks=ranks))
-    if options.again and not options.json:
-        parser.error("--again needs --json")
-    if options.again:
-        return _again(options.json, console)
-    found: list[Outcome] = []
-    try:
-        with Progress(console=console, disable=not console.is_terminal, transient=True) as bar:
-            task = bar.add_task("", total=len(cells))
-            for number, cell in enumerate(cells):
-                bar.update(task, description=f"{cell.action}, {cell.moment}: {cell.verb}")
-                found.append(outcome(cell, number))
-                if found[-1].broken:
-                    console.print(f"{cell}\n    {found[-1].broken}", markup=False)
-                bar.advance(task)
-    except KeyboardInterrupt:
-        console.print("interrupted")
-        return 130
-    console.print(_table(found))
-    missed = [(cell, why) for cell in every(**chosen, ranks=ranks) if (why := left_out(cell))]
-    console.print(f"{len(found)} cells run, {len(missed)} not applicable")
-    _store(options.json, found, missed)
-    if options.plot:
-        fault_plot.save(options.plot, [asdict(one) for one in found])
+    cells = list(matrix(options.actions, options.transports, options.sizes, options.ranks))
+    gaps = collections.Counter(why for cell in cells if (why := cell.left_out()))
+    found = []
+    cells = [cell for cell in cells if not cell.left_out()]
+    for number, cell in enumerate(command.progress(cells, "fault injection")):
+        found.append(outcome(cell, number))
+        if found[-1].broken:
+            command.CONSOLE.print(f"{cell}\n    {found[-1].broken}", markup=False)
+    command.report(
+        options.json,
+        rows=summary(found),
+        violations=[{**asdict(one.cell), "broken": one.broken} for one in found if one.broken],
+        left_out=[{"why": why, "cells": count} for why, count in gaps.items()],
+    )
     return 1 if any(one.broken for one in found) else 0
-
-
-def _table(found: Sequence[Outcome]) -> Table:
-    """A line for each action on each transport with each number of ranks."""
-    shown = Table()
-    for name in ("what happens", "by", "ranks", "cells", "kept", "raised"):
-        shown.add_column(name)
-    shown.add_column("median ms", justify="right")
-    shown.add_column("worst", justify="right")
-    rows = collections.defaultdict(list)
-    for one in found:
-        rows[one.cell.action, one.cell.transport, one.cell.ranks].append(one)
-    for (action, transport, ranks), outcomes in rows.items():
-        observed = [seen for one in outcomes for seen in one.seen if seen is not None]
-        errors = collections.Counter(seen.error or "no error" for seen in observed)
-        times = [
-            seen.noticed_ms for seen in observed if seen.error == "PeerLost" and seen.noticed_ms
-        ]
-        shown.add_row(
-            action,
-            transport,
-            str(ranks),
-            str(len(outcomes)),
-            str(sum(not one.broken for one in outcomes)),
-            ", ".join(f"{name} {count}" for name, count in errors.items()),
-            f"{statistics.median(times):.1f}" if times else "",
-            f"{max(times):.1f}" if times else "",
-        )
-    return shown
-
-
-def _store(path: Path | None, found: Sequence[Outcome], missed: Sequence[tuple[Cell, str]]) -> None:
-    """Times and violations by action and transport; violated cells; cells left out, by reason."""
-    if path is not None:
-        content = {
-            "machine": machine.describe(),
-            "rows": summary(found),
-            "violations": [_violation(one) for one in found if one.broken],
-            "left_out": _gaps(missed),
-        }
-        summaries.write(path, content)
 
 
 def summary(found: Sequence[Outcome]) -> list[dict[str, Any]]:
@@ -353,34 +237,3 @@ def summary(found: Sequence[Outcome]) -> list[dict[str, Any]]:
         }
         for (action, transport), of in rows.items()
     ]
-
-
-def _violation(one: Outcome) -> dict[str, Any]:
-    return asdict(one.cell) | {"broken": one.broken, "before": one.before}
-
-
-def _again(path: Path, console: Console) -> int:
-    """Runs the violated cells of a stored run again; its times stay as they are."""
-    content = summaries.read(path)
-    left = []
-    for number, row in enumerate(content["violations"]):
-        if not row["broken"]:  # repeated before
-            left.append(row)
-            continue
-        cell = Cell(**{field.name: row[field.name] for field in fields(Cell)})
-        one = replace(outcome(cell, number), before=row["broken"])
-        console.print(f"{cell}\n    {one.broken or 'as guaranteed'}", markup=False)
-        left.append(_violation(one))
-        if not one.broken:
-            key = (cell.action, cell.transport)
-            of = next(r for r in content["rows"] if (r["action"], r["transport"]) == key)
-            of["violations"] -= 1
-    content["violations"] = left
-    summaries.write(path, content)
-    return 1 if any(row["broken"] for row in left) else 0
-
-
-def _gaps(missed: Sequence[tuple[Cell, str]]) -> list[dict[str, Any]]:
-    """How many cells each reason leaves out."""
-    counts = collections.Counter(why for _, why in missed)
-    return [{"why": why, "cells": cells} for why, cells in counts.items()]

@@ -1,10 +1,12 @@
 """The resources of this process that may leak: descriptors, threads, child processes, shared
-memory, files. soak.py checks them after each epoch, tests/conftest.py after each test.
+memory, files. soak.py checks them after each epoch, tests/conftest.py after each test. And its
+memory, which soak.py and tests/reliability/test_memory.py check.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import os
 import re
@@ -19,6 +21,7 @@ LEAVE_S = 5.0
 TASKS = Path("/proc/self/task")
 MEMORY = re.compile("memfd:pycomm[^ \n]*")
 FONTS = (".ttf", ".otf", ".ttc")  # matplotlib's own, or the system's
+M_ARENA_MAX = -8  # of malloc.h
 OURS = re.compile("pycomm(?!_)")  # pycomm_... belong to a launcher, another process
 
 Resources = dict[str, Counter[str]]
@@ -79,3 +82,17 @@ def leaked(before: Resources) -> str:
             break
         time.sleep(0.01)  # the thread of graceful_close.h ends by itself
     return found
+
+
+def one_arena() -> None:
+    """Lets malloc serve new threads from one arena. Other arenas keep free memory, even after a
+    trim: tens of megabytes within minutes, which would look like a leak."""
+    ctypes.CDLL(None).mallopt(M_ARENA_MAX, 1)
+
+
+def memory_mb() -> float:
+    """The memory of this process, without the free memory of malloc."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    _, resident, shared, *_ = (int(n) for n in Path("/proc/self/statm").read_text().split())
+    return (resident - shared) * os.sysconf("SC_PAGE_SIZE") / 2**20

@@ -48,14 +48,24 @@ BENCHMARKS = {
     "training": Benchmark("benchmarks.training.training", "training steps on each backend"),
     "convergence": Benchmark("benchmarks.training.convergence", "loss of DGC, LocalSGD and others"),
     "wire": Benchmark("benchmarks.training.received_bytes", "bytes that a rank of DGC receives"),
-    "cancellation": Benchmark("benchmarks.reliability.cancellation", "Ctrl-C in every wait"),
-    "check_overhead": Benchmark("benchmarks.reliability.check_overhead", "cost of checking calls"),
-    "connection_flood": Benchmark(
-        "benchmarks.reliability.connection_flood", "unauthenticated clients at every listener"
+    "cancellation": Benchmark(
+        "benchmarks.reliability.cancellation", "Ctrl-C in every wait", _NO_PLOT
     ),
-    "faults": Benchmark("benchmarks.reliability.faults", "fault injection in every call"),
-    "rank_failure": Benchmark("benchmarks.reliability.rank_failure", "detection and recovery"),
-    "soak": Benchmark("benchmarks.reliability.soak", "random calls and faults for a long time"),
+    "check_overhead": Benchmark(
+        "benchmarks.reliability.check_overhead", "cost of checking calls", _NO_PLOT
+    ),
+    "connection_flood": Benchmark(
+        "benchmarks.reliability.connection_flood",
+        "unauthenticated clients at every listener",
+        _NO_PLOT,
+    ),
+    "faults": Benchmark("benchmarks.reliability.faults", "fault injection in every call", _NO_PLOT),
+    "rank_failure": Benchmark(
+        "benchmarks.reliability.rank_failure", "detection and recovery", _NO_PLOT
+    ),
+    "soak": Benchmark(
+        "benchmarks.reliability.soak", "random calls and faults for a long time", _NO_PLOT
+    ),
     "gpu": Benchmark("benchmarks.gpu.gpu", "all tests and benchmarks that need a GPU"),
 }
 

@@ -9,7 +9,6 @@ communication with the backward pass and a latency of 0.1 ms per call: it suits 
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import statistics
 import time
@@ -24,7 +23,7 @@ from pycomm.compress.cost_model import Coding, Link, measure_coding, predicted
 from pycomm.compress.schedule import Load, code_at, to_send
 from pycomm.errors import InvalidArgument
 
-__all__ = ["Expected", "best", "draw", "expected", "main", "plan", "table"]
+__all__ = ["Expected", "best", "expected", "main", "plan", "table"]
 
 RATES_GBIT = (1.0, 10.0, 100.0)
 RANKS = (2, 8, 64, 512, 4096)
@@ -138,34 +137,6 @@ def table(found: Sequence[Expected]) -> str:
     return "\n".join(lines)
 
 
-COLORS = {"dense": "#9aa0a6", "bf16": "#dadce0", "dgc gather": "#f9ab00"}
-COLORS |= {"dgc 2bit gather": "#e8710a", "dgc 2bit sharded": "#1a73e8"}
-
-
-def draw(path: Path, found: Sequence[Expected], caption: str = "") -> None:
-    """Plots the seconds of a step over the number of ranks, a panel for each link; needs
-    matplotlib."""
-    from matplotlib.figure import Figure
-
-    rates = list(dict.fromkeys(one.gbit for one in found))
-    figure = Figure(figsize=(4.2 * len(rates), 4.2), layout="constrained")
-    panels = figure.subplots(1, len(rates), squeeze=False, sharey=True).flat
-    for axes, gbit in zip(panels, rates, strict=True):
-        own = [one for one in found if one.gbit == gbit]
-        ranks = [one.ranks for one in own]
-        for name in own[0].seconds:
-            took, color = [one.seconds[name] for one in own], COLORS.get(name, "#188038")
-            axes.plot(ranks, took, marker="o", ms=3.5, lw=1.8, color=color, label=name)
-        axes.set(xscale="log", yscale="log", title=f"{gbit:g} Gbit/s", xlabel="ranks")
-        axes.set_xticks(ranks, [str(n) for n in ranks])
-        axes.minorticks_off()
-        axes.grid(alpha=0.25)
-    panels[0].set_ylabel("predicted seconds of a step")
-    panels[0].legend(frameon=False)
-    figure.suptitle(caption, fontsize=9, color="#5f6368")
-    figure.savefig(path, dpi=150)
-
-
 def main(argv: Sequence[str]) -> int:
     """Predicts for a multilayer perceptron of the given size; returns the exit status."""
     parser = argparse.ArgumentParser(prog="pycomm plan", description=__doc__)
@@ -176,12 +147,9 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--ranks", default=",".join(map(str, RANKS)), help="(%(default)s)")
     parser.add_argument("--gbit", default="1,10,100", help="of a rank's link (%(default)s)")
     parser.add_argument("--json", type=Path, help="file for all figures")
-    parser.add_argument("--plot", type=Path, help="image file for a plot of seconds over ranks")
     options = parser.parse_args(argv)
-    if options.plot and importlib.util.find_spec("matplotlib") is None:
-        parser.error('--plot needs matplotlib: pip install "matplotlib>=3.8"')
-    width = options.width
-    model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(options.layers)))
+    width, layers = options.width, range(options.layers)
+    model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in layers))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-6, momentum=0.9)
     x = torch.randn(options.rows, width)
 
@@ -196,6 +164,4 @@ def main(argv: Sequence[str]) -> int:
     print(table(found))
     if options.json:
         options.json.write_text(json.dumps([asdict(one) for one in found], indent=1) + "\n")
-    if options.plot:
-        draw(options.plot, found, f"{width**2 * options.layers / 1e6:.0f} M parameters")
     return 0

@@ -13,11 +13,8 @@ from __future__ import annotations
 import argparse
 import math
 import statistics
-import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -29,72 +26,45 @@ SIZES = [2**power for power in range(10, 22)]  # 1 KiB to 2 MiB
 ROUNDS = 7
 CALLS = 6
 FEW = 8  # kFewRanks of collectives/choose.cpp: with more ranks middle_bytes counts
+COMPARISONS = [("direct", "ring"), ("halving", "ring")]
+"""Of small_bytes and of middle_bytes: the algorithm for small arrays, and the one for large."""
 
-
-@dataclass(frozen=True)
-class Comparison:
-    """Two algorithms of all_reduce: one for small arrays, one for large arrays."""
-
-    small: str
-    large: str
-
-
-SMALL = Comparison("direct", "ring")
-MIDDLE = Comparison("halving", "ring")
-
-
-@dataclass(frozen=True)
-class Found:
-    """The result of a comparison: seconds by size, and the threshold in bytes."""
-
-    comparison: Comparison
-    seconds: list[tuple[float, float]]  # of the small and of the large algorithm
-    bytes: int
+Seconds = list[tuple[float, float]]
+"""By size: of the two algorithms of a comparison."""
 
 
 def main(argv: Sequence[str]) -> int:
     """Measures, prints a table and stores the thresholds; returns the exit status."""
     parser = argparse.ArgumentParser(prog="pycomm tune", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument(
-        "--ranks", type=int, default=4, help="number of ranks to start (%(default)s)"
-    )
+    text = "number of ranks to start (%(default)s)"
+    parser.add_argument("--ranks", type=int, default=4, help=text)
     options = parser.parse_args(argv)
     if options.ranks < 2:
         parser.error("invalid --ranks: expected at least 2")
     if config.environment().size > 1:
-        own = default_group.init()
-        transport, found = measure(own)
+        transport, found = measure(default_group.init())
     else:
-        transport, found = testing.run_ranks(
-            options.ranks, measure, transport="tcp", processes=True
-        )[0]
+        by_rank = testing.run_ranks(options.ranks, measure, transport="tcp", processes=True)
+        transport, found = by_rank[0]
     if config.environment().rank != 0:
         return 0
     at = list(thresholds.BUILT_IN)
-    for one in found:
-        print(table(one))
-        at[0 if one.comparison == SMALL else 1] = one.bytes
+    for i, seconds in enumerate(found):
+        at[i] = threshold(SIZES, seconds)
+        print(table(COMPARISONS[i], seconds, at[i]))
     file = thresholds.save([(transport, at[0], at[1])])
     print(f"{transport}: small_bytes {at[0]}, middle_bytes {at[1]}; stored in {file}")
     return 0
 
 
-def measure(own: Group) -> tuple[str, list[Found]]:
+def measure(own: Group) -> tuple[str, list[Seconds]]:
     """Measures; called alike on every rank. Returns the group's slowest transport and the
-    results."""
+    results by comparison."""
     names = {member.transport for member in own.peer_info()}
     transport = next(by for by in ("tcp", "shm", "local") if by in names)
-    comparisons = [SMALL] if own.size <= FEW else [SMALL, MIDDLE]
-    found = []
-    with _progress(len(comparisons) * len(SIZES), own.rank == 0) as advance:
-        for comparison in comparisons:
-            seconds = []
-            for size_bytes in SIZES:
-                seconds.append(_duel(own, comparison, size_bytes))
-                advance()
-            found.append(Found(comparison, seconds, threshold(SIZES, seconds)))
-    return transport, found
+    comparisons = COMPARISONS[: 1 if own.size <= FEW else 2]
+    return transport, [[_compare(own, pair, size) for size in SIZES] for pair in comparisons]
 
 
 def threshold(sizes: Sequence[int], seconds: Sequence[tuple[float, float]]) -> int:
@@ -112,23 +82,23 @@ def threshold(sizes: Sequence[int], seconds: Sequence[tuple[float, float]]) -> i
     return cuts[losses.index(min(losses))]
 
 
-def table(found: Found) -> str:
+def table(comparison: tuple[str, str], seconds: Seconds, at_bytes: int) -> str:
     """The times of a comparison, and the choice at each size."""
-    small, large = found.comparison.small, found.comparison.large
+    small, large = comparison
     lines = [f"{'# bytes':>10} {small + ' (us)':>14} {large + ' (us)':>14}  taken"]
-    for size_bytes, (first, second) in zip(SIZES, found.seconds, strict=True):
-        taken = small if size_bytes <= found.bytes else large
+    for size_bytes, (first, second) in zip(SIZES, seconds, strict=True):
+        taken = small if size_bytes <= at_bytes else large
         lines.append(f"{size_bytes:>10} {first * 1e6:>14.1f} {second * 1e6:>14.1f}  {taken}")
     return "\n".join(lines)
 
 
-def _duel(own: Group, comparison: Comparison, size_bytes: int) -> tuple[float, float]:
+def _compare(own: Group, algorithms: tuple[str, str], size_bytes: int) -> tuple[float, float]:
     """Seconds of an all_reduce with each algorithm: medians over alternating rounds, of the slowest
     rank."""
     x = np.zeros(size_bytes // 4, np.float32)
     rounds: tuple[list[float], list[float]] = ([], [])
     for turn in range(ROUNDS + 1):
-        for which, algorithm in enumerate((comparison.small, comparison.large)):
+        for which, algorithm in enumerate(algorithms):
             collectives.barrier(group=own)
             start = time.perf_counter()
             for _ in range(CALLS):
@@ -138,23 +108,3 @@ def _duel(own: Group, comparison: Comparison, size_bytes: int) -> tuple[float, f
     medians = np.array([statistics.median(times) for times in rounds])
     collectives.all_reduce(medians, "max", group=own)
     return float(medians[0]), float(medians[1])
-
-
-@contextmanager
-def _progress(steps: int, shown: bool) -> Iterator[Callable[[], None]]:
-    """A progress bar on a terminal's stderr if `shown`; yields a function that advances it."""
-    done = 0
-    shown = shown and sys.stderr.isatty()
-
-    def advance() -> None:
-        nonlocal done
-        done += 1
-        if shown:
-            filled = 30 * done // steps
-            print(f"\rmeasuring [{'#' * filled}{'.' * (30 - filled)}]", end="", file=sys.stderr)
-
-    try:
-        yield advance
-    finally:
-        if shown:
-            print("\r\033[K", end="", file=sys.stderr, flush=True)

@@ -180,38 +180,6 @@ def corrupted(call: comparison.Call, exact: bool) -> comparison.Call:
     return wrong
 
 
-def test_more_elements_than_were_recorded(tmp_path: Path) -> None:
-    """The recording repeats; the elements sent by a window stay in it, and indices ascend."""
-    recorded = load(write_residuals(tmp_path / "residuals.npz", 1_000))
-    case = sparse.Case(recorded, 19_000)
-    assert (case.count, case.k) == (19_000, 19)
-    whole = torch.from_numpy(recorded.v.reshape(-1))
-    assert torch.equal(case.v, torch.cat([whole, whole, whole])[:19_000])
-    for indices, values in case.packets:
-        assert indices.dtype == torch.int32
-        assert torch.equal(indices // 1_000, torch.arange(19))
-        assert indices.shape == values.shape
-
-
-def test_parameter_sizes_have_the_proportions_of_a_network() -> None:
-    exact = sparse.proportions(25_557_032)
-    assert len(exact) == 161
-    assert (exact[:3], sum(exact)) == ([9408, 64, 64], 25_557_032)
-    assert sorted(exact)[-1] == 512 * 512 * 9
-    tiny = sparse.proportions(9_000)
-    assert sum(tiny) == 9_000
-    assert min(tiny) == 4
-
-
-def test_wrong_comparator_fails_the_run(
-    residuals: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    right = torch.linalg.vector_norm
-    monkeypatch.setattr(torch.linalg, "vector_norm", lambda *x, **how: right(*x, **how) * 1.01)
-    assert run(residuals) == 1
-    assert "20000 elements: norm: vector_norm and the reference" in capsys.readouterr().out
-
-
 def test_bandwidth_loops_move_the_stated_bytes() -> None:
     """Sizes that are no multiple of a vector or of a thread's range."""
     rng = np.random.default_rng(1)

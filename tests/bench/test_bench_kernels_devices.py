@@ -20,7 +20,7 @@ from without_gpus import python
 from pycomm import _core
 from pycomm._core_api import devices
 from pycomm.bench.kernels import benchmark as kernels
-from pycomm.bench.kernels import device_timing, libraries, torch_steps
+from pycomm.bench.kernels import device_timing, libraries
 from pycomm.bench.kernels.residuals import WORKERS
 from pycomm.bench.kernels.table import Row
 from pycomm.bench.support import summaries
@@ -203,25 +203,6 @@ def test_bandwidth_loops_move_the_stated_bytes(emulated: Any) -> None:
                 assert [loaded, stored] == [each * whole for each in device_timing.STREAMS[name]]
 
 
-def test_size_that_exceeds_device_memory_is_skipped(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Small(Emulated):
-        def __init__(self) -> None:
-            super().__init__()
-            self._cuda.free = 1 << 20
-
-    monkeypatch.setitem(device_timing.PLACES, "cuda", Small)
-    stored = tmp_path / "out.json"
-    before = torch.get_num_threads(), _core.kernel_threads()
-    assert run(tmp_path, "--peers", "", "--json", str(stored)) == 0
-    torch.set_num_threads(before[0])
-    _core.set_kernel_threads(before[1])
-    content = summaries.read(stored)
-    assert content["rows"] == []
-    assert "and 0.0 are free" in capsys.readouterr().out
-
-
 # ---- timing by events and graphs -----------------------------------------------------------------
 
 
@@ -241,24 +222,6 @@ def test_a_call_is_captured_once_for_each_step_and_replayed() -> None:
     captured = ["begin capture", "end capture"]
     replayed = ["synchronize", "replay"]
     assert cuda.notes == [*captured, *replayed, *captured, *replayed, *replayed, *replayed]
-
-
-def test_a_result_is_that_of_a_replay() -> None:
-    cuda = TorchCuda()
-    assert Fake(cuda).result(lambda step: [step]) == [0]
-    assert cuda.notes == ["begin capture", "end capture", "replay", "synchronize"]
-    assert Fake(cuda).result(lambda step: [step], waits=True) == [0]
-    assert len(cuda.notes) == 4
-
-
-def test_synchronizing_calls_are_not_captured() -> None:
-    cuda = TorchCuda()
-    calls: list[int] = []
-    timer = Fake(cuda).timer(calls.append, waits=True)
-    spent = [timer(step) for step in (0, 1, 1)]
-    assert calls == [0, 1, 1]
-    assert "replay" not in cuda.notes
-    assert all(0 <= each.host_s <= each.seconds for each in spent)
 
 
 def test_the_cache_is_emptied_before_the_first_event(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -299,15 +262,6 @@ def test_unavailable_comparators_are_named_and_pycomm_is_required() -> None:
     assert (missing.peer, missing.why) == ("CuPy", "RuntimeError: no such instruction")
     with pytest.raises(RuntimeError, match="no such instruction"):
         kernels.able([kernels.Comparison("topk", kernels.Traffic(4, 0), list, {"pycomm": fails})])
-
-
-def test_installed_libraries_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    library = libraries.Library("CUB", torch_steps.eager, torch_steps.torch_topk)
-    monkeypatch.setitem(libraries.LOADERS, "CUB", lambda: library)
-    steps, choices, missing = kernels.comparators(["eager", "CUB"])
-    assert steps == {"eager": torch_steps.eager, "CUB": torch_steps.eager}
-    assert choices.keys() == {"torch.topk", "CUB"}
-    assert missing == []
 
 
 @needs_nvcc

@@ -106,10 +106,6 @@ def test_steps_behind_token_buckets(
     assert 0 < overlap["line_of_rate"] < 1.1
 
 
-def test_rates_in_gbit() -> None:
-    assert [steps.gbit_of(rate) for rate in ("100mbit", "1gbit", "25gbit")] == [0.1, 1.0, 25.0]
-
-
 def random_residuals(windows: int = 16) -> residuals.Residuals:
     """Random residuals."""
     count = sum(p.numel() for p in CharGPT(Shape(width=64, layers=2)).parameters())
@@ -117,27 +113,6 @@ def random_residuals(windows: int = 16) -> residuals.Residuals:
     u, v, g = drawn.standard_normal((3, windows, count), np.float32)
     packets = np.zeros((1, windows, 1), np.int32)
     return residuals.Residuals(u, v, g[None], packets)
-
-
-def test_a_wider_model_has_its_parameters_in_order() -> None:
-    """Each window's indices stay within their parameter; the first window is the model itself."""
-    found = random_residuals()
-    one, three = (
-        received_bytes.Sets(found, 0.99, 1),
-        received_bytes.Sets(found, 0.99, 3 * found.v.shape[1]),
-    )
-    assert three.count == 3 * one.count
-    narrow, values = one.of(5)
-    wide, more = three.of(5)
-    assert bool((wide.diff() > 0).all())
-    assert len(wide) == 3 * len(narrow)
-    sizes = [p.numel() for p in CharGPT(Shape(width=64, layers=2)).parameters()]
-    ends = torch.tensor(sizes).cumsum(0)
-    part = torch.searchsorted(ends, narrow.long(), right=True)
-    begins = ends - torch.tensor(sizes)
-    there = (narrow + 2 * begins[part]).int()
-    assert bool(torch.isin(there, wide).all())
-    assert torch.equal(more[torch.searchsorted(wide, there)], values)
 
 
 def test_bytes_that_ranks_receive(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

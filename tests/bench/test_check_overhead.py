@@ -11,12 +11,10 @@ from pycomm.bench.support import summaries
 
 
 def test_both_programs_make_their_calls(tmp_path, monkeypatch):
-    cases = [Case("shm", 4, 10), Case("tcp", 4096, 10)]
+    cases = [Case("shm", 4, 10), Case("tcp", 4096, 10)]  # without a limit
     monkeypatch.setattr(check_overhead, "CASES", cases)
     path = tmp_path / "check_overhead.json"
-    assert (
-        check_overhead.main(["--rounds", "2", "--json", str(path)]) == 0
-    )  # no limit is promised for these
+    assert check_overhead.main(["--rounds", "2", "--json", str(path)]) == 0
     costs = summaries.read(path)["costs"]
     assert [(c["transport"], c["bytes"]) for c in costs] == [("shm", 4), ("tcp", 4096)]
     assert all(c["with_ns"] > 0 and c["without_ns"] > 0 for c in costs)
@@ -45,4 +43,3 @@ def test_promised_limit_decides_the_result(case, cost, kept, monkeypatch):
     programs = {name: name for name in outputs}
     found = check_overhead.measure(programs, case, 3)
     assert found == Cost(case.transport, case.bytes, 1000 + cost, 1000.0, cost, 0.0, kept)
-    assert found.percent == pytest.approx(cost / 10)

@@ -126,14 +126,3 @@ def test_scores_are_checked_against_bands_and_order() -> None:
     accuracy = [replace(run, workload="images", steps=2000) for run in _runs({"dense": [88.0]})]
     accuracy += [replace(accuracy[0], method="dgc", score=87.3)]
     assert " 0.700 " in convergence.summary(accuracy)[0][2]
-
-
-def test_invalid_options_are_rejected(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit):
-        convergence.main(["--methods", "hope"])
-    monkeypatch.setattr(workloads, "IMAGES", tmp_path / "none")
-    with pytest.raises(SystemExit):
-        convergence.main(["--workloads", "images"])
-    assert "apt-get install dataset-fashion-mnist" in capsys.readouterr().err

@@ -12,7 +12,6 @@ import pytest
 from without_gpus import python
 
 from benchmarks.gpu import gpu, gpu_ranks
-from pycomm.bench.collectives import benchmark as collectives
 from pycomm.bench.support import processes
 
 
@@ -46,14 +45,6 @@ def test_missing_gpu_is_reported(tmp_path: Path) -> None:
     assert done.stderr.count("\n") == 1
     assert "no GPU can be used here: " in done.stderr
     assert not (tmp_path / "gpu").exists()
-
-
-def test_parts_are_listed_and_unknown_parts_rejected(capsys: pytest.CaptureFixture[str]) -> None:
-    assert gpu.main(["--list"]) == 0
-    assert "shared-multi-rank" in capsys.readouterr().out
-    with pytest.raises(SystemExit):
-        gpu.main(["--only", "nonsense"])
-    assert "no such part here: nonsense" in capsys.readouterr().err
 
 
 def part(name: str, code: str, limit_s: float = 60) -> gpu.Part:
@@ -128,19 +119,3 @@ def test_training_part_equals_gloo() -> None:
         losses[way] = by_rank[0]
     assert losses["DGC"] != losses["DataParallel"]
     assert gpu_ranks.judge(losses) == 0
-
-
-@pytest.mark.parametrize(
-    ("args", "text"),
-    [
-        (["--peers", "nccl"], "nccl takes arrays on devices"),
-        (["--device", "cuda", "--peers", "gloo"], "gloo: here for arrays in host memory"),
-        (["--device", "cuda", "--peers", "nccl", "--ranks", "99"], "99 ranks need as many GPUs"),
-    ],
-)
-def test_collectives_report_sizes_that_exceed_device_memory(
-    args: list[str], text: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit):
-        collectives.main(args)
-    assert text in capsys.readouterr().err

@@ -17,8 +17,7 @@ import numpy as np
 import pytest
 
 import pycomm
-from benchmarks.reliability import soak
-from benchmarks.reliability.leak_check import leaked, resources
+from benchmarks.reliability.leak_check import leaked, memory_mb, one_arena, resources
 from pycomm import errors, testing
 
 MOST = 16 << 20  # bytes of a rank, as documented
@@ -101,7 +100,7 @@ def use_group(group: pycomm.Group, aborted: bool) -> None:
 def growth() -> dict[str, list[float]]:
     """Growth of this process: private megabytes and mappings between the first third of the groups
     and the end, when no other new resource is held."""
-    soak.one_arena()
+    one_arena()
     found: dict[str, list[float]] = {"MB": [], "mappings": []}
     before = resources()
     for number in range(GROUPS):
@@ -109,7 +108,7 @@ def growth() -> dict[str, list[float]]:
             testing.run_ranks(RANKS, use_group, number % 2 == 1, transport=transport)
         if number + 1 in (GROUPS // 3, GROUPS):
             assert leaked(before) == ""
-            found["MB"].append(soak.memory_mb())
+            found["MB"].append(memory_mb())
             found["mappings"].append(len(Path("/proc/self/maps").read_text().splitlines()))
     return found
 
