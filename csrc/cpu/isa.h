@@ -13,23 +13,34 @@
 
 namespace pycomm::cpu {
 
-// avx2 includes FMA and F16C; avx512 means its F, BW, DQ and VL extensions.
-enum class Isa : uint8_t { baseline, avx2, avx512 };
+// Each set includes the ones before it. avx2 means FMA and F16C, too; avx512 its F, BW, DQ and VL
+// extensions. The last two have loops of their own for 16-bit floats only.
+enum class Isa : uint8_t { baseline, avx2, avx512, avx512_bf16, avx512_fp16 };
 
-inline constexpr std::array kIsas{Isa::baseline, Isa::avx2, Isa::avx512};
-inline constexpr std::array<std::string_view, 3> kIsaNames{"baseline", "avx2", "avx512"};
+inline constexpr std::array kIsas{Isa::baseline, Isa::avx2, Isa::avx512, Isa::avx512_bf16,
+                                  Isa::avx512_fp16};
+inline constexpr std::array<std::string_view, kIsas.size()> kIsaNames{"baseline", "avx2", "avx512",
+                                                                      "avx512_bf16", "avx512_fp16"};
 
 inline bool runs_here(Isa isa) {
 #ifdef __x86_64__
-  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
-                    __builtin_cpu_supports("f16c");
-  const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") &&
-                      __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
-                      __builtin_cpu_supports("avx512vl");
-#else
-  const bool avx2 = false, avx512 = false;
+  switch (isa) {
+    case Isa::baseline:
+      break;
+    case Isa::avx2:
+      return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+             __builtin_cpu_supports("f16c");
+    case Isa::avx512:
+      return runs_here(Isa::avx2) && __builtin_cpu_supports("avx512f") &&
+             __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
+             __builtin_cpu_supports("avx512vl");
+    case Isa::avx512_bf16:
+      return runs_here(Isa::avx512) && __builtin_cpu_supports("avx512bf16");
+    case Isa::avx512_fp16:
+      return runs_here(Isa::avx512_bf16) && __builtin_cpu_supports("avx512fp16");
+  }
 #endif
-  return isa == Isa::baseline || (isa == Isa::avx2 ? avx2 : avx512);
+  return isa == Isa::baseline;
 }
 
 // The set in use: the best of this processor, or the one that a test selected.
@@ -63,21 +74,37 @@ struct On<Isa::avx512> {
     return Loop::template run<Isa::avx512>(args...);
   }
 };
+template <>
+struct On<Isa::avx512_bf16> {
+  template <typename Loop, typename... Args>
+  [[gnu::target("avx512bf16,avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")]] static auto run(
+      Args... args) {
+    return Loop::template run<Isa::avx512_bf16>(args...);
+  }
+};
+template <>
+struct On<Isa::avx512_fp16> {
+  template <typename Loop, typename... Args>
+  [[gnu::target("avx512fp16,avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")]] static auto run(
+      Args... args) {
+    return Loop::template run<Isa::avx512_fp16>(args...);
+  }
+};
 #endif
 
-// Loop::run for `isa`, which this processor must support.
+// Loop::run for `isa`, which this processor must support. avx512 also serves the sets above it.
 template <typename Loop, typename... Args>
 auto run_on([[maybe_unused]] Isa isa, Args... args) {
 #ifdef __x86_64__
-  if (isa == Isa::avx512) return On<Isa::avx512>::run<Loop>(args...);
+  if (isa >= Isa::avx512) return On<Isa::avx512>::run<Loop>(args...);
   if (isa == Isa::avx2) return On<Isa::avx2>::run<Loop>(args...);
 #endif
   return On<Isa::baseline>::run<Loop>(args...);
 }
 
-// The instruction set of the CPU loops: "baseline", "avx2" or "avx512"; by default the best one
-// available. Results do not depend on it; tests select it. Throws Unsupported for one that this
-// processor lacks.
+// The instruction set of the CPU loops, one of kIsaNames; by default the best one available.
+// Results do not depend on it; tests select it. Throws Unsupported for one that this processor
+// lacks.
 void set_kernel_isa(std::string_view name);
 std::string_view kernel_isa();
 

@@ -3,7 +3,8 @@
 
 #include <algorithm>
 #include <array>
-#include <cstring>
+#include <cstddef>
+#include <vector>
 
 #include "shared/flag_task.h"
 
@@ -17,16 +18,16 @@ inline constexpr size_t kBlockBytes = size_t{8} << 10;
 template <typename From, typename Then>
 void add_up(const SharedJob& job, int size, std::byte* into, size_t count, const From& from,
             const Then& then) {
-  const size_t element = job.element_bytes, ranks = static_cast<size_t>(size);
+  const size_t element = job.element_bytes, block = kBlockBytes / element;
   alignas(64) std::array<std::byte, kBlockBytes> sum;
-  const size_t block = job.folds ? kBlockBytes / element / ranks : kBlockBytes / element;
+  const bool joins = job.folds && size > 2;  // the sum of two is rounded once in any case
+  std::vector<const void*> summands(joins ? static_cast<size_t>(size) : 0);
   for (size_t begin = 0; begin < count; begin += block) {
     const size_t n = std::min(block, count - begin), offset = begin * element;
     const auto summand = [&](int rank) { return from(rank) + offset; };
-    if (job.folds) {
-      for (int i = 0; i < size; ++i)
-        std::memcpy(sum.data() + static_cast<size_t>(i) * n * element, summand(i), n * element);
-      job.reducer->fold(into + offset, sum.data(), n, size);
+    if (joins) {
+      for (int i = 0; i < size; ++i) summands[static_cast<size_t>(i)] = summand(i);
+      job.reducer->join(into + offset, summands.data(), n, size);
     } else {
       const std::byte* so_far = summand(0);
       for (int i = 1; i < size - 1; ++i) {

@@ -254,12 +254,12 @@ struct Case {
 // Every defined pair, on every instruction set of this machine.
 template <typename Body>
 void for_each_case(Body body) {
-  for (const auto isa : {cpu::Isa::baseline, cpu::Isa::avx2})
+  for (const cpu::Isa isa : cpu::kIsas)
     for (size_t d = 0; cpu::runs_here(isa) && d < kDtypes.size(); ++d)
       for (size_t o = 0; o < kReduceOps.size(); ++o) {
         const Case c{isa, static_cast<Dtype>(d), static_cast<ReduceOp>(o),
-                     std::string(kReduceOps[o]) + " of " + std::string(kDtypes[d].name) +
-                         (isa == cpu::Isa::avx2 ? ", avx2" : ", baseline")};
+                     std::string(kReduceOps[o]) + " of " + std::string(kDtypes[d].name) + ", " +
+                         std::string(cpu::kIsaNames[static_cast<size_t>(isa)])};
         if (kernels::reducer_for(isa, c.dtype, c.op).reduce != nullptr) body(c);
       }
 }

@@ -12,7 +12,7 @@ import pytest
 from build import CROSS_COMPILER, BuildFailed, build
 
 EMULATOR = "qemu-aarch64"
-SUITES = ["kernels", "compact", "plans", "link"]
+SUITES = ["kernels", "halves", "compact", "plans", "link"]
 
 pytestmark = [
     pytest.mark.no_attack("the suites run without ranks"),

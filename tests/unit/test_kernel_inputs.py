@@ -242,7 +242,7 @@ def test_every_instruction_set_gives_the_same_bits():
     start = rng.laplace(size=(2, 100_003)).astype(F32)
     found, before = {}, _core.kernel_isa()
     try:
-        for isa in ("baseline", "avx2", "avx512"):
+        for isa in ("baseline", "avx2", "avx512", "avx512_bf16", "avx512_fp16"):
             try:
                 _core.set_kernel_isa(isa)
             except Unsupported:  # this processor lacks it

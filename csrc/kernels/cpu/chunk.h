@@ -17,8 +17,6 @@ namespace pycomm::kernels {
 
 template <cpu::Isa kIsa, Dtype kDtype>
 struct Chunk {
-  static constexpr bool kHasInstruction = false;
-
   [[gnu::always_inline]] static void read(cpu::Value<kDtype>* to, const void* from, size_t begin,
                                           size_t count) {
     for (size_t i = 0; i < count; ++i) to[i] = cpu::load<kDtype>(from, begin + i);
@@ -32,8 +30,6 @@ struct Chunk {
 #ifdef __x86_64__
 template <>
 struct Chunk<cpu::Isa::avx2, Dtype::float16> {
-  static constexpr bool kHasInstruction = true;
-
   [[gnu::target("avx2,f16c")]] static void read(float* to, const void* from, size_t begin,
                                                 size_t count) {
     size_t i = 0;

@@ -9,6 +9,7 @@
 #include "cpu/arithmetic.h"
 #include "cpu/isa.h"
 #include "kernels/cpu/chunk.h"
+#include "kernels/cpu/half_vectors.h"
 
 namespace pycomm::kernels {
 
@@ -21,8 +22,9 @@ struct Finish {
   template <cpu::Isa kIsa>
   [[gnu::always_inline]] static void run(void* out, const void* a, const void* b, size_t count,
                                          int size) {
-    if constexpr (Chunk<kIsa, kDtype>::kHasInstruction) {
-      by_chunks<kIsa>(out, a, b, count, size);
+    if constexpr (HalfVector<kIsa, kDtype>::kBytes > 0) {
+      const auto slot = [=](int i) { return i == 0 ? a : b; };
+      HalfLoop<kIsa, kDtype, kOp>::run(out, slot, count, 2, size);
     } else {
       // `ivdep`: out may be a or b, element by element, which does not prevent vectorization.
 #pragma GCC ivdep
@@ -35,19 +37,6 @@ struct Finish {
   [[gnu::always_inline]] static cpu::Value<kDtype> one(cpu::Value<kDtype> a, cpu::Value<kDtype> b,
                                                        int size) {
     return cpu::last<kOp>(cpu::combine<cpu::kOpOf<kDtype, kOp>>(a, b), size);
-  }
-
-  template <cpu::Isa kIsa>
-  [[gnu::always_inline]] static void by_chunks(void* out, const void* a, const void* b,
-                                               size_t count, int size) {
-    Values<kDtype> left, right;
-    for (size_t begin = 0; begin < count; begin += left.size()) {
-      const size_t n = std::min(left.size(), count - begin);
-      Chunk<kIsa, kDtype>::read(left.data(), a, begin, n);
-      Chunk<kIsa, kDtype>::read(right.data(), b, begin, n);
-      for (size_t i = 0; i < n; ++i) left[i] = one(left[i], right[i], size);
-      Chunk<kIsa, kDtype>::write(out, left.data(), begin, n);
-    }
   }
 };
 
@@ -73,6 +62,15 @@ struct Join {
   template <cpu::Isa kIsa, typename Slot>
   [[gnu::always_inline]] static void over(void* out, Slot slot, size_t count, int size) {
     if (size == 2) return Finish<kDtype, kOp>::template run<kIsa>(out, slot(0), slot(1), count, 2);
+    if constexpr (HalfVector<kIsa, kDtype>::kBytes > 0)
+      HalfLoop<kIsa, kDtype, kOp>::run(out, slot, count, size, size);
+    else
+      by_chunks<kIsa>(out, slot, count, size);
+  }
+
+ private:
+  template <cpu::Isa kIsa, typename Slot>
+  [[gnu::always_inline]] static void by_chunks(void* out, Slot slot, size_t count, int size) {
     Values<kDtype> sums;
     for (size_t begin = 0; begin < count; begin += sums.size()) {
       const size_t n = std::min(sums.size(), count - begin);
@@ -83,19 +81,12 @@ struct Join {
     }
   }
 
- private:
   template <cpu::Isa kIsa>
   [[gnu::always_inline]] static void add(Values<kDtype>& sums, const void* slot, size_t begin,
                                          size_t n) {
     constexpr ReduceOp kStep = cpu::kOpOf<kDtype, kOp>;
-    if constexpr (Chunk<kIsa, kDtype>::kHasInstruction) {
-      Values<kDtype> next;
-      Chunk<kIsa, kDtype>::read(next.data(), slot, begin, n);
-      for (size_t i = 0; i < n; ++i) sums[i] = cpu::combine<kStep>(sums[i], next[i]);
-    } else {
-      for (size_t i = 0; i < n; ++i)
-        sums[i] = cpu::combine<kStep>(sums[i], cpu::load<kDtype>(slot, begin + i));
-    }
+    for (size_t i = 0; i < n; ++i)
+      sums[i] = cpu::combine<kStep>(sums[i], cpu::load<kDtype>(slot, begin + i));
   }
 };
 

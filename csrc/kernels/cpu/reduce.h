@@ -7,8 +7,7 @@
 
 namespace pycomm::kernels {
 
-// For a supported set. avx512 uses the loops of avx2, because they are bound by memory. All null
-// for an undefined pair.
+// For a supported set. All null for an undefined pair.
 const Reducer& reducer_for(cpu::Isa isa, Dtype dtype, ReduceOp op);
 
 }  // namespace pycomm::kernels

@@ -49,7 +49,7 @@ UpdateFunction<Real> update_for(bool nesterov, bool decay) {
 template <Dtype kGrad, Dtype kWeight, typename Real>
 UpdateFunction<Real> update_on([[maybe_unused]] cpu::Isa isa, bool nesterov, bool decay) {
 #ifdef __x86_64__
-  if (isa == cpu::Isa::avx512)
+  if (isa >= cpu::Isa::avx512)
     return update_for<cpu::Isa::avx512, kGrad, kWeight, Real>(nesterov, decay);
   if (isa == cpu::Isa::avx2)
     return update_for<cpu::Isa::avx2, kGrad, kWeight, Real>(nesterov, decay);
