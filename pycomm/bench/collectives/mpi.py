@@ -45,7 +45,8 @@ def missing(name: str, prefix: Path | None) -> str:
     absent = [package for package in wanted if not _is_installed(package)]
     if absent:
         return f"{name} is not installed: pip install {' '.join(absent)}"
-    return "" if _mpiexec(prefix).exists() else f"{_mpiexec(prefix)} is missing"
+    parts = [_mpiexec(prefix), *([] if prefix is None else [_library(prefix)])]
+    return next((f"{part} is missing" for part in parts if not part.exists()), "")
 
 
 def run(
@@ -123,8 +124,14 @@ def _environment(prefix: Path | None) -> dict[str, str]:
     """The variables with which mpi4py and the MPI find the files of `prefix`."""
     if prefix is None:
         return {}
-    library = str(prefix / "lib" / "libmpi.so")
+    library = str(_library(prefix))
     return {"MPI4PY_LIBMPI": library, "OPAL_PREFIX": str(prefix), "I_MPI_ROOT": str(prefix)}
+
+
+def _library(prefix: Path) -> Path:
+    """The library itself: in a wheel, which holds no links, libmpi.so is a text."""
+    named = sorted((prefix / "lib").glob("libmpi.so.*"), key=lambda path: path.stat().st_size)
+    return named[-1] if named else prefix / "lib" / "libmpi.so"
 
 
 def _mpiexec(prefix: Path | None) -> Path:
