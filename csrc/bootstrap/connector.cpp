@@ -141,7 +141,7 @@ void Connector::accept() {
       for (int i = 0; i < kAcceptsInARound; ++i) {
         os::Fd fd = os::accept_from(listener, &out_of_descriptors_);
         if (!fd) break;
-        if (pending_.size() >= max_pending_) evict();
+        if (admission_.is_full(pending_.size())) evict();
         const uint64_t source = transport::source_of(fd.get());
         pending_.push_back(
             {transport.get(), make_handshake(std::move(fd), -1, transport.get()), source});
@@ -154,11 +154,9 @@ void Connector::accept() {
 }
 
 void Connector::evict() {
-  std::vector<transport::Pending> pending;
-  for (const PendingConnection& one : pending_)
-    pending.push_back({one.source, one.handshake.greeted()});
-  pending_.erase(
-      std::next(pending_.begin(), static_cast<long>(transport::choose_evicted(pending, random_))));
+  (void)admission_.evict(pending_, [](const PendingConnection& one) {
+    return transport::Pending{one.source, one.handshake.greeted()};
+  });
 }
 
 void Connector::advance_dials() {

@@ -72,8 +72,8 @@ ROWS = [
     (
         "unlimited_pending_connections",
         "rendezvous/connected_clients.cpp",
-        "pending >= max_pending_ &&",
-        "pending >= 1000 * max_pending_ &&",
+        "admission_.is_full(pending) &&",
+        "admission_.is_full(pending / 1000) &&",
         "store",
         "no more pending connections than",
     ),
