@@ -184,6 +184,23 @@ const Test kKeepsForeignMask{"a mask that another program sets meanwhile stays",
                                });
                              }};
 
+const Test kLeavesInForeignMask{
+    "a thread that leaves again stays in a mask that was set meanwhile", [] {
+      on_a_thread([] {
+        const std::vector<int> before = allowed();
+        if (before.size() < 2) return;
+        const int here = os::current_processor();
+        {
+          os::ProcessorExclusion exclusion;
+          expect(exclusion.leave(here, {}), "there is another processor");
+          restrict_to(here);
+          expect(!exclusion.leave(here, {}), "the new mask has no other processor");
+          expect(allowed() == std::vector<int>{here}, "the new mask during the wait");
+        }
+        expect(allowed() == std::vector<int>{here}, "the new mask after the wait");
+      });
+    }};
+
 const Test kProcessors{"ends that share memory know each other's processor", [] {
                          for (const std::string by : {"local", "shm"}) {
                            const ranks::Ends pair = ranks::channel_pair(by, size_t{64} << 10);
