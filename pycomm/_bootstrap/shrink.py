@@ -8,6 +8,17 @@
 Ranks are numbered as in the broken group; after a failed forming, as in the group that failed to
 form, whose name is used. So a rank that formed the new group and then loses a peer meets the others
 in the next attempt.
+
+Keys in the store, under <name>/shrink/:
+
+    came/<word>           bit mask of 32 ranks that called shrink()
+    dead/<rank>           above 0: a survivor saw the process end
+    lost/<rank>           above 0: a survivor reports the rank as lost
+    marks/0, losses/0     counters of changes to the three above; to `dead` and `lost`
+    unreachable/<rank>    a peer to which the rank could not connect
+    unconnected/0         number of ranks that wrote one
+    read/0                number of ranks that read why shrink() failed
+    decided               the surviving ranks, or "none"; the first write is final
 """
 
 from __future__ import annotations
