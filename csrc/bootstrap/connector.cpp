@@ -71,8 +71,8 @@ void Connector::start_dials() {
     const PeerAddress& to = address_of(peer);
     try {
       dial.step = transport::Handshake::Step::want_write;
-      dial.handshake = std::make_unique<transport::Handshake>(
-          make_handshake(to.transport->call(to.candidates[dial.candidate]), peer, to.transport));
+      dial.handshake = std::make_unique<transport::Handshake>(make_handshake(
+          to.transport->start_connect(to.candidates[dial.candidate]), peer, to.transport));
     } catch (const os::Forbidden& error) {
       // The system may allow another address.
       dial.forbidden = options_.forbidden_is_final && to.candidates.size() == 1;

@@ -78,6 +78,14 @@ ROWS = [
         "no more pending connections than",
     ),
     (
+        "unlimited_pending_ranks",
+        "bootstrap/connector.cpp",
+        "if (admission_.is_full(pending_.size())) evict();",
+        "",
+        "flood",
+        "no more pending connections than",
+    ),
+    (
         "listener_left_open",
         "rendezvous/store_server.cpp",
         "  listener_.reset();\n  clients_.drop_pending();",
