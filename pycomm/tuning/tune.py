@@ -91,7 +91,7 @@ def measure(own: Group) -> tuple[str, list[Found]]:
         for comparison in comparisons:
             seconds = []
             for size_bytes in SIZES:
-                seconds.append(_duel(own, comparison, size_bytes))
+                seconds.append(_compare(own, comparison, size_bytes))
                 advance()
             found.append(Found(comparison, seconds, threshold(SIZES, seconds)))
     return transport, found
@@ -122,7 +122,7 @@ def table(found: Found) -> str:
     return "\n".join(lines)
 
 
-def _duel(own: Group, comparison: Comparison, size_bytes: int) -> tuple[float, float]:
+def _compare(own: Group, comparison: Comparison, size_bytes: int) -> tuple[float, float]:
     """Seconds of an all_reduce with each algorithm: medians over alternating rounds, of the slowest
     rank."""
     x = np.zeros(size_bytes // 4, np.float32)
