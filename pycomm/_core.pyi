@@ -171,7 +171,7 @@ class Member:
 class Work:
     def done(self) -> bool: ...
     def wait(self, timeout_s: float, /) -> None: ...
-    def precede(self, stream: int, /) -> None:
+    def make_stream_wait(self, stream: int, /) -> None:
         """Device calls, after wait(): later work on `stream` begins after the call."""
     @property
     def source(self) -> int | None:

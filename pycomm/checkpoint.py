@@ -153,9 +153,8 @@ def _remove_stale(path: Path) -> None:
     with os.scandir(path.parent) as entries:
         found = [entry for entry in entries if pattern.fullmatch(entry.name)]
     for entry in found:
-        with contextlib.suppress(
-            OSError
-        ):  # locked: its process is running; or another user owns it
+        # Locked: its process is running; or another user owns it.
+        with contextlib.suppress(OSError):
             descriptor = os.open(entry.path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

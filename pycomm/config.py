@@ -165,8 +165,7 @@ def known_secret() -> str:
 
 def take_secret() -> None:
     """Moves PYCOMM_SECRET from the environment into this process's memory, where environment()
-    finds
-    it: programs that this process starts do not inherit it.
+    finds it: programs that this process starts do not inherit it.
 
     Raises:
         InvalidArgument: the variable is too easy to guess.

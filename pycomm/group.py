@@ -45,10 +45,10 @@ class Group:
         "__weakref__",
         "_aborted",
         "_devices",
-        "_parts",
         "_rank",
         "_size",
         "_store",
+        "_subgroups",
         "_timeout_s",
         "core",
         "cuda_channels",
@@ -65,7 +65,7 @@ class Group:
         self._store, self._timeout_s = store, timeout_s
         self._aborted: str | None = None  # the reason
         self.cuda_channels, self.cuda_internode_transport = 1, "nccl"
-        self._parts: weakref.WeakSet[Group] = weakref.WeakSet()  # made by split()
+        self._subgroups: weakref.WeakSet[Group] = weakref.WeakSet()  # made by split()
         _groups.add(self)
 
     @property
@@ -105,9 +105,9 @@ class Group:
         core = self.core.split(-1 if color is None else color, self._rank if key is None else key)
         if core is None:
             return None
-        part = self._like(core)
-        self._adopt_subgroup(part)
-        return part
+        subgroup = self._like(core)
+        self._adopt_subgroup(subgroup)
+        return subgroup
 
     def _like(self, core: _core.Group) -> Group:
         """Wraps a group of some of this group's ranks."""
@@ -118,13 +118,13 @@ class Group:
         )
         return made
 
-    def _adopt_subgroup(self, part: Group) -> None:
-        """Makes abort() of this group abort `part` too."""
+    def _adopt_subgroup(self, subgroup: Group) -> None:
+        """Makes abort() of this group abort `subgroup` too."""
         with _lock:
-            self._parts.add(part)
+            self._subgroups.add(subgroup)
             reason = self._aborted
         if reason is not None:  # another thread aborted this group meanwhile
-            part.abort(reason)
+            subgroup.abort(reason)
 
     def shrink(self, timeout_s: float | None = None) -> Group:
         """Makes a group of the ranks that still live, in their order. Collective over the
@@ -176,12 +176,12 @@ class Group:
         those of torch's new_group() and split_group().
         """
         with _lock:
-            self._aborted, parts = reason, list(self._parts)
+            self._aborted, subgroups = reason, list(self._subgroups)
         for core in list(self._devices.values()):
             core.abort(reason)
         self.core.abort(reason)
-        for part in parts:
-            part.abort(reason)
+        for subgroup in subgroups:
+            subgroup.abort(reason)
 
     def _key_store(self) -> tuple[Store, str, float]:
         """For objects/: the store of this group's keys, their prefix, and the limit in seconds.

@@ -400,7 +400,7 @@ void bind_calls(py::module_& module) {
   py::class_<Started>(module, "Work")
       .def("done", [](const Started& started) { return started.work->done(); })
       .def("wait", &wait)
-      .def("precede",
+      .def("make_stream_wait",
            [](const Started& started, uintptr_t stream) {
              started.work->make_stream_wait(reinterpret_cast<void*>(stream));
            })

@@ -80,15 +80,15 @@ py::dict status(const GroupHandle& handle) {
   for (const group::Status::Peer& peer : now.peers) {
     py::dict known;
     known["connected"] = peer.connected;
-    known["left_reason"] = peer.departed;
-    known["last_seen_s"] = peer.silent_s;
-    known["current_call"] = peer.doing;
+    known["left_reason"] = peer.left_reason;
+    known["last_seen_s"] = peer.last_seen_s;
+    known["current_call"] = peer.current_call;
     known["bytes_written"] = peer.bytes_written;
     known["bytes_received"] = peer.bytes_received;
     peers.append(known);
   }
   py::dict all;
-  all["current_call"] = now.doing;
+  all["current_call"] = now.current_call;
   all["peers"] = peers;
   return all;
 }

@@ -71,8 +71,8 @@ void Connector::start_dials() {
     const PeerAddress& to = address_of(peer);
     try {
       dial.step = transport::Handshake::Step::want_write;
-      dial.handshake = std::make_unique<transport::Handshake>(
-          make_handshake(to.transport->call(to.candidates[dial.candidate]), peer, to.transport));
+      dial.handshake = std::make_unique<transport::Handshake>(make_handshake(
+          to.transport->start_connect(to.candidates[dial.candidate]), peer, to.transport));
     } catch (const os::Forbidden& error) {
       // The system may allow another address.
       dial.forbidden = options_.forbidden_is_final && to.candidates.size() == 1;
@@ -141,7 +141,7 @@ void Connector::accept() {
       for (int i = 0; i < kAcceptsInARound; ++i) {
         os::Fd fd = os::accept_from(listener, &out_of_descriptors_);
         if (!fd) break;
-        if (pending_.size() >= max_pending_) evict();
+        if (admission_.is_full(pending_.size())) evict();
         const uint64_t source = transport::source_of(fd.get());
         pending_.push_back(
             {transport.get(), make_handshake(std::move(fd), -1, transport.get()), source});
@@ -154,11 +154,9 @@ void Connector::accept() {
 }
 
 void Connector::evict() {
-  std::vector<transport::Pending> pending;
-  for (const PendingConnection& one : pending_)
-    pending.push_back({one.source, one.handshake.greeted()});
-  pending_.erase(
-      std::next(pending_.begin(), static_cast<long>(transport::choose_evicted(pending, random_))));
+  (void)admission_.evict(pending_, [](const PendingConnection& one) {
+    return transport::Pending{one.source, one.handshake.greeted()};
+  });
 }
 
 void Connector::advance_dials() {

@@ -112,8 +112,7 @@ class Connector {
   std::list<PendingExchange> exchanges_;
   std::vector<engine::ConnectResult> results_;
   bool out_of_descriptors_ = false;
-  const size_t max_pending_ = transport::max_pending();
-  std::minstd_rand random_ = transport::eviction_random();
+  transport::Admission admission_;
 };
 
 }  // namespace pycomm::bootstrap

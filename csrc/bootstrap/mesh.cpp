@@ -155,8 +155,8 @@ class MeshBuilder {
                               (why.empty() ? "" : ": " + why),
                           {.op = "init", .rank = request_.rank, .peer = peer});
       transport = by->name();
-      auto theirs = ways(*by, peer, request_.rank);
-      if (theirs.empty() || ways(*by, request_.rank, peer).empty())
+      auto theirs = candidates(*by, peer, request_.rank);
+      if (theirs.empty() || candidates(*by, request_.rank, peer).empty())
         throw Unsupported(name(peer) +
                               " and this rank are on different hosts, and the address of " +
                               (theirs.empty() ? "the former, " + info.tcp : "this, " + info_.tcp) +
@@ -178,11 +178,12 @@ class MeshBuilder {
   }
 
   // The addresses at which `caller` may dial `listener`; one of them is this rank.
-  std::vector<std::string> ways(const transport::SocketTransport& by, int listener,
-                                int caller) const {
+  std::vector<std::string> candidates(const transport::SocketTransport& by, int listener,
+                                      int caller) const {
     const RankInfo& called = infos_[static_cast<size_t>(listener)];
     const RankInfo& calling = infos_[static_cast<size_t>(caller)];
-    return by.ways(by.name() == "shm" ? called.shm : called.tcp, on_one_machine(called, calling));
+    return by.candidates(by.name() == "shm" ? called.shm : called.tcp,
+                         on_one_machine(called, calling));
   }
 
   // Shares memory only if, on every host, all pairs have the same kind of memory and all ranks want
@@ -195,8 +196,8 @@ class MeshBuilder {
       for (size_t b = 0; b < a; ++b)
         if (infos_[a].host_id == infos_[b].host_id)
           by_host[infos_[a].host_id].insert(between(infos_[a], infos_[b]));
-    for (const auto& [host, ways] : by_host)
-      if (ways.size() > 1 || ways.contains("tcp")) return;
+    for (const auto& [host, transports] : by_host)
+      if (transports.size() > 1 || transports.contains("tcp")) return;
     if (by_host.empty()) return;
     const bool local = by_host[info_.host_id].contains("local");
     for (size_t i = 0; i < infos_.size(); ++i) {
@@ -400,8 +401,8 @@ class MeshBuilder {
   // For a rank that should have dialed this one: the addresses to dial.
   std::string awaited_addresses(const Connector& connector, int peer) const {
     std::string text = ", which did not call", between = " ";
-    for (const std::string& way : ways(connector.transport(peer), request_.rank, peer)) {
-      text += between + way;
+    for (const std::string& address : candidates(connector.transport(peer), request_.rank, peer)) {
+      text += between + address;
       between = " or ";
     }
     return text;

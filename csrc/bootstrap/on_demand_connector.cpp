@@ -36,7 +36,7 @@ OnDemandConnector::OnDemandConnector(Connector::Options options, size_t ring_byt
 
 void OnDemandConnector::request(int peer) {
   if (local_[static_cast<size_t>(peer)]) {
-    if (listener_->call(peer)) return;
+    if (listener_->connect(peer)) return;
     std::vector<engine::ConnectResult> none(1);
     none[0] = {.peer = peer, .why = "it has left"};
     return add_results(std::move(none));

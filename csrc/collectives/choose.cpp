@@ -40,7 +40,7 @@ constexpr std::array<Entry, 32> kPlans{{
     {Operation::all_reduce, Algorithm::ring, rootless<ring_all_reduce>},
     {Operation::all_reduce, Algorithm::tree, rootless<tree_all_reduce>},
     {Operation::all_reduce, Algorithm::direct, rootless<direct_all_reduce>},
-    {Operation::all_reduce, Algorithm::owner, rootless<owner_all_reduce>},
+    {Operation::all_reduce, Algorithm::direct_two_phase, rootless<direct_two_phase_all_reduce>},
     {Operation::all_reduce, Algorithm::halving, rootless<halving_all_reduce>},
     {Operation::broadcast, Algorithm::ring, rooted<ring_broadcast>},
     {Operation::broadcast, Algorithm::tree, rooted<tree_broadcast>},
@@ -85,7 +85,8 @@ bool needs_fold(const AlgorithmQuery& query) {
 // All contributions to an element must be received by one rank.
 Algorithm choose_fold(const AlgorithmQuery& query) {
   const bool small = query.count * bytes_of(query.dtype) <= query.thresholds.small_bytes;
-  return query.operation == Operation::all_reduce && !small ? Algorithm::owner : Algorithm::direct;
+  return query.operation == Operation::all_reduce && !small ? Algorithm::direct_two_phase
+                                                            : Algorithm::direct;
 }
 
 }  // namespace

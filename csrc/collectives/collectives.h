@@ -42,7 +42,7 @@ Plan direct_gather(int rank, int size, size_t count, int root);
 Plan direct_scatter(int rank, int size, size_t count, int root);
 Plan direct_all_to_all(const CollectiveShape& at);
 
-Plan owner_all_reduce(int rank, int size, size_t count);
+Plan direct_two_phase_all_reduce(int rank, int size, size_t count);
 
 Plan halving_all_reduce(int rank, int size, size_t count);
 Plan halving_all_gather(const CollectiveShape& at);

@@ -7,7 +7,7 @@ namespace pycomm::collectives {
 // With three ranks that hold a, b and c, and root 0:
 //
 //           rank 0       rank 1           rank 2
-//   step 1               empty to 0                        the root hears from all ranks
+//   step 1               empty to 0                        the root receives from all ranks
 //   step 2                                empty to 0
 //   step 3               b to rank 0                       directly to its place
 //   step 4                                c to rank 0

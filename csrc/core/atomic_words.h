@@ -6,6 +6,7 @@
 #include <bit>
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <type_traits>
 
 namespace pycomm {
@@ -32,8 +33,9 @@ class AtomicWords {
   std::array<std::atomic<uint64_t>, kWords> words_;
 };
 
-// A value that one thread at a time writes and any thread reads, without a lock.
-template <typename T>
+// A value that one thread at a time writes and any thread reads, without a lock (a seqlock).
+// `Words`: tests replace it to read during a write and to write during a read.
+template <typename T, typename Words = AtomicWords<T>>
 class Published {
  public:
   void store(const T& value) {
@@ -43,16 +45,20 @@ class Published {
     version_.store(before + 2, std::memory_order_release);
   }
   T load() const {
-    for (;;) {
-      const uint64_t before = version_.load(std::memory_order_acquire);
-      const T value = words_.load();
-      if (before % 2 == 0 && version_.load(std::memory_order_relaxed) == before) return value;
-    }
+    for (;;)
+      if (const std::optional<T> value = try_load()) return *value;
+  }
+  // Nothing if a write is under way, or began since this call did.
+  std::optional<T> try_load() const {
+    const uint64_t before = version_.load(std::memory_order_acquire);
+    const T value = words_.load();
+    if (before % 2 == 0 && version_.load(std::memory_order_relaxed) == before) return value;
+    return std::nullopt;
   }
 
  private:
   std::atomic<uint64_t> version_{0};
-  AtomicWords<T> words_{};
+  Words words_{};
 };
 
 }  // namespace pycomm

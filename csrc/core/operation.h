@@ -35,12 +35,12 @@ enum class Algorithm : uint8_t {
   ring,
   tree,
   direct,
-  owner,
+  direct_two_phase,
   halving,
   hierarchical,
   shared_memory,
-  nccl,    // NCCL's collectives
-  staged,  // device arrays, by a collective in host memory
+  nccl,         // NCCL's collectives
+  host_staged,  // device arrays, by a collective in host memory
 };
 
 inline constexpr std::array<std::string_view, 10> kAlgorithms{

@@ -183,7 +183,7 @@ DeviceCall DeviceGroup::begin(const group::Call& given) {
   call.algorithm = executor_->algorithm_for(given);
   if (call.timeout.count() == 0) call.timeout = timeout_;
   group::Call asked = call;
-  if (asked.algorithm == Algorithm::nccl || asked.algorithm == Algorithm::staged ||
+  if (asked.algorithm == Algorithm::nccl || asked.algorithm == Algorithm::host_staged ||
       !group::is_plan(asked.operation))
     asked.algorithm = Algorithm::automatic;
   group::check_call(asked, rank(), size());

@@ -45,7 +45,7 @@ class HostStagedExecutor final : public DeviceExecutor {
     const group::Stats sent = data_->stats();
     return {.frames_sent = sent.frames_sent,
             .bytes_sent = sent.bytes_sent,
-            .algorithm = Algorithm::staged};
+            .algorithm = Algorithm::host_staged};
   }
 
   std::optional<Error> trouble(const std::string& what) override;
@@ -77,7 +77,7 @@ Algorithm HostStagedExecutor::algorithm_for(const group::Call& call) const {
   if (call.algorithm == Algorithm::nccl)
     group::throw_unsupported(
         call, "NCCL refuses ranks that share a GPU; omit the algorithm or choose another");
-  return call.algorithm == Algorithm::automatic ? Algorithm::staged : call.algorithm;
+  return call.algorithm == Algorithm::automatic ? Algorithm::host_staged : call.algorithm;
 }
 
 HostStagedExecutor::Layout HostStagedExecutor::layout_of(const group::Call& call) const {
@@ -105,7 +105,7 @@ std::shared_ptr<device::Event> HostStagedExecutor::enqueue(const DeviceCall& dev
   here.input = layout.input > 0 ? staging : nullptr;
   here.output = layout.output > 0 ? output : nullptr;
   here.source = nullptr;  // set earlier; its owner may be gone
-  if (call.algorithm == Algorithm::staged) here.algorithm = Algorithm::automatic;
+  if (call.algorithm == Algorithm::host_staged) here.algorithm = Algorithm::automatic;
 
   auto over = event();
   before.stream_wait(stream_.raw());

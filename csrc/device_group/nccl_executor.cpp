@@ -179,7 +179,7 @@ Algorithm NcclExecutor::algorithm_for(const group::Call& call) const {
         call,
         "NCCL does not support this dtype, op or list of counts; omit the algorithm or "
         "choose another");
-  if (call.algorithm == Algorithm::staged)
+  if (call.algorithm == Algorithm::host_staged)
     group::throw_unsupported(call, "the algorithm host_staged is for ranks that share a GPU");
   if (call.algorithm == Algorithm::nccl && size == 1) return Algorithm::direct;
   if (call.algorithm != Algorithm::automatic) return call.algorithm;

@@ -85,7 +85,7 @@ std::optional<Error> Watchdog::lost(const Entry& oldest) {
   }
   for (int peer = 0; peer < static_cast<int>(now.peers.size()); ++peer) {
     const group::Status::Peer& seen = now.peers[static_cast<size_t>(peer)];
-    const bool never_met = seen.departed.empty() && seen.bytes_received == 0;
+    const bool never_met = seen.left_reason.empty() && seen.bytes_received == 0;
     const bool needed = oldest.peer == kAllPeers || oldest.peer == peer;
     if (peer == host_.rank() || !needed || seen.connected || never_met) continue;
     if (!missed_for_long()) return std::nullopt;
@@ -93,7 +93,7 @@ std::optional<Error> Watchdog::lost(const Entry& oldest) {
     return PeerLost(
         oldest.what + " waits on the device for rank " + std::to_string(peer) + " (" + who.host +
             ", pid " + std::to_string(who.pid) + "), which " +
-            (seen.departed.empty() ? "closed its connection unexpectedly" : seen.departed),
+            (seen.left_reason.empty() ? "closed its connection unexpectedly" : seen.left_reason),
         fields(oldest, peer));
   }
   return std::nullopt;
@@ -103,7 +103,7 @@ std::optional<Error> Watchdog::lost(const Entry& oldest) {
 Error Watchdog::explained(const Error& trouble, const Entry& oldest) {
   if (trouble.kind() == ErrorKind::peer_lost) {
     try {
-      host_.hear(kReasonTime);
+      host_.check_for_failures(kReasonTime);
     } catch (const Error& error) {
       return Error(error.kind(), trouble.what() + std::string("; ") + error.what(),
                    fields(oldest, error.fields().peer));

@@ -23,7 +23,7 @@ PlanTask::PlanTask(const PeerTable& peers, FrameSender& sender, FrameDispatcher&
   skip();
 }
 
-const std::byte* PlanTask::place(const collectives::Range& range) const {
+const std::byte* PlanTask::address_of(const collectives::Range& range) const {
   size_t begin = range.begin;
   if (range.space == collectives::Space::scratch) return scratch_ + begin * job_.element_bytes;
   if (job_.piece != 0) begin = begin / job_.piece * job_.stride + begin % job_.piece;
@@ -31,9 +31,9 @@ const std::byte* PlanTask::place(const collectives::Range& range) const {
   return base + begin * job_.element_bytes;
 }
 
-std::byte* PlanTask::place_out(const collectives::Range& range) const {
+std::byte* PlanTask::address_of_output(const collectives::Range& range) const {
   check(range.space != collectives::Space::input, "a plan writes to its input");
-  return const_cast<std::byte*>(place(range));
+  return const_cast<std::byte*>(address_of(range));
 }
 
 // Each cursor skips the moves of the other; the receiving cursor executes local moves.
@@ -48,13 +48,13 @@ int PlanTask::sending_to() const { return may_send() ? move(sending_).to : colle
 
 // kNoRank while the target range is not free yet: then the run waits for an earlier send.
 int PlanTask::receiving_from() const {
-  if (!may_receive() || needs(receiving_).land_after >= static_cast<int>(sending_))
+  if (!may_receive() || needs(receiving_).receive_after >= static_cast<int>(sending_))
     return collectives::kNoRank;
   return move(receiving_).from != rank_ ? move(receiving_).from : collectives::kNoRank;
 }
 
 size_t PlanTask::receiving_bytes() const {
-  return may_receive() ? bytes(move(receiving_).in) - landed_ : 0;
+  return may_receive() ? bytes(move(receiving_).in) - received_ : 0;
 }
 
 // Whether the first `upto` bytes of the sending move are available.
@@ -62,7 +62,7 @@ bool PlanTask::sendable(size_t upto) const {
   const Needs& need = needs(sending_);
   const auto after = static_cast<size_t>(need.send_after);
   if (need.send_after < 0 || after < receiving_) return true;
-  return after == receiving_ && need.streams && landed_ >= upto;
+  return after == receiving_ && need.streams && received_ >= upto;
 }
 
 bool PlanTask::send_step() {
@@ -76,7 +76,7 @@ bool PlanTask::send_step() {
     if (!job_.peer_counts.empty()) header_.count = job_.peer_counts[static_cast<size_t>(now.to)];
     const size_t next = std::min(sent_ + frame + transport::kSegmentBytes, total);
     const bool more = sent_ + frame < total && sendable(next);
-    const transport::ConstBytes payload{total > 0 ? place(now.out) + sent_ : nullptr, frame};
+    const transport::ConstBytes payload{total > 0 ? address_of(now.out) + sent_ : nullptr, frame};
     if (!sender_.open(now.to, header_, payload, more)) return false;
     frame_open_ = true;
   }
@@ -95,32 +95,32 @@ bool PlanTask::send_step() {
 bool PlanTask::receive_step() {
   if (!may_receive()) return false;
   const collectives::Move& now = move(receiving_);
-  if (needs(receiving_).land_after >= static_cast<int>(sending_)) return false;
+  if (needs(receiving_).receive_after >= static_cast<int>(sending_)) return false;
   if (now.from == rank_) {
     do_locally(now);
   } else {
     Link* link = dispatcher_.incoming(now.from);
     if (link == nullptr) return false;
-    const size_t before = landed_;
-    if (link->payload_left() > 0 && !land(*link, now)) return false;
-    if (link->payload_left() > 0) return landed_ > before;
+    const size_t before = received_;
+    if (link->payload_left() > 0 && !receive_payload(*link, now)) return false;
+    if (link->payload_left() > 0) return received_ > before;
     link->finish();
-    if (landed_ < bytes(now.in)) return true;
+    if (received_ < bytes(now.in)) return true;
   }
-  landed_ = 0;
+  received_ = 0;
   ++receiving_;
   skip();
   return true;
 }
 
 // Takes some payload of the frame at the front. False if less than one element has arrived.
-bool PlanTask::land(Link& link, const collectives::Move& now) {
-  peers_.require_valid(now.from, landed_ + link.payload_left() <= bytes(now.in),
+bool PlanTask::receive_payload(Link& link, const collectives::Move& now) {
+  peers_.require_valid(now.from, received_ + link.payload_left() <= bytes(now.in),
                        "a frame is longer than the plan says");
-  std::byte* into = place_out(now.in) + landed_;
+  std::byte* into = address_of_output(now.in) + received_;
   if (now.combine == collectives::Combine::copy) {
     const size_t n = link.receive({into, std::min(link.payload_left(), kStepBytes)});
-    landed_ += n;
+    received_ += n;
     return n > 0;
   }
   peers_.require_valid(now.from, link.payload_left() % job_.element_bytes == 0,
@@ -128,21 +128,21 @@ bool PlanTask::land(Link& link, const collectives::Move& now) {
   const transport::ConstBytes here = link.peek();
   const size_t count = std::min(here.size(), kStepBytes) / job_.element_bytes;
   if (count == 0) return false;
-  const std::byte* with = place(now.with) + landed_;
+  const std::byte* with = address_of(now.with) + received_;
   const auto size = static_cast<int>(job_.size);
   if (now.combine == collectives::Combine::finish)
     job_.reducer->finish(into, with, here.data(), count, size);
   else
     job_.reducer->reduce(into, with, here.data(), count);
   link.take(count * job_.element_bytes);
-  landed_ += count * job_.element_bytes;
+  received_ += count * job_.element_bytes;
   return true;
 }
 
 void PlanTask::do_locally(const collectives::Move& now) const {
   if (now.in.count == 0) return;
-  std::byte* into = place_out(now.in);
-  const std::byte* arrived = place(now.out);
+  std::byte* into = address_of_output(now.in);
+  const std::byte* arrived = address_of(now.out);
   switch (now.combine) {
     case collectives::Combine::copy:
       if (now.out.count == 0)
@@ -151,9 +151,9 @@ void PlanTask::do_locally(const collectives::Move& now) const {
         std::memmove(into, arrived, bytes(now.in));
       return;
     case collectives::Combine::reduce:
-      return job_.reducer->reduce(into, place(now.with), arrived, now.in.count);
+      return job_.reducer->reduce(into, address_of(now.with), arrived, now.in.count);
     case collectives::Combine::finish:
-      return job_.reducer->finish(into, place(now.with), arrived, now.in.count, job_.size);
+      return job_.reducer->finish(into, address_of(now.with), arrived, now.in.count, job_.size);
     case collectives::Combine::fold:
       return job_.reducer->fold(into, arrived, now.in.count,
                                 static_cast<int>(now.out.count / now.in.count));

@@ -55,14 +55,14 @@ class PlanTask final : public Task {
   size_t end() const { return job_.schedule->plan.moves.size(); }
   const collectives::Move& move(size_t i) const { return job_.schedule->plan.moves[i]; }
   const Needs& needs(size_t i) const { return job_.schedule->needs[i]; }
-  const std::byte* place(const collectives::Range& range) const;
-  std::byte* place_out(const collectives::Range& range) const;
+  const std::byte* address_of(const collectives::Range& range) const;
+  std::byte* address_of_output(const collectives::Range& range) const;
   size_t bytes(const collectives::Range& range) const { return range.count * job_.element_bytes; }
   void skip();
   bool sendable(size_t upto) const;
   bool send_step();
   bool receive_step();
-  bool land(Link& link, const collectives::Move& move);
+  bool receive_payload(Link& link, const collectives::Move& move);
   void do_locally(const collectives::Move& move) const;
 
   const PeerTable& peers_;
@@ -74,7 +74,7 @@ class PlanTask final : public Task {
   std::byte* scratch_;
   size_t allowed_ = SIZE_MAX;
   size_t sending_ = 0, receiving_ = 0;  // the two cursors
-  size_t sent_ = 0, landed_ = 0;        // bytes done of the moves at the cursors
+  size_t sent_ = 0, received_ = 0;      // bytes done of the moves at the cursors
   bool frame_open_ = false;             // a frame of the sending move is partly sent
 };
 

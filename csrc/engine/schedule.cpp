@@ -42,7 +42,7 @@ Schedule make_schedule(collectives::Plan plan, int rank) {
       needs[i].streams = whole;
     }
     if (move.from != collectives::kNoRank)
-      needs[i].land_after = last_before(i, [&](const collectives::Move& m) {
+      needs[i].receive_after = last_before(i, [&](const collectives::Move& m) {
         return m.to != collectives::kNoRank && m.to != rank && overlap(m.out, move.in);
       });
   }

@@ -14,7 +14,7 @@ struct Needs {
   int send_after = -1;
   bool streams = false;
   // The last earlier move that sends what this one overwrites, or -1.
-  int land_after = -1;
+  int receive_after = -1;
 };
 
 struct Schedule {

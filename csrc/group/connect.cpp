@@ -382,8 +382,9 @@ std::shared_ptr<Group> make_group(const ConnectOptions& options,
 
 namespace {
 
-std::shared_ptr<Group> meet(rendezvous::Store& store, ConnectOptions options,
-                            std::vector<int> ranks, bool made_key, const Deadline& deadline) {
+std::shared_ptr<Group> form_through_store(rendezvous::Store& store, ConnectOptions options,
+                                          std::vector<int> ranks, bool made_key,
+                                          const Deadline& deadline) {
   if (made_key) {
     const auto bytes = os::random_bytes();
     store.set(key_of_key(options), std::string(bytes.begin(), bytes.end()), deadline);
@@ -458,7 +459,7 @@ std::shared_ptr<Group> connect(rendezvous::Store& store, ConnectOptions options,
   std::shared_ptr<Group> group;
   bool by_tcp = false;
   try {
-    group = meet(store, watching, ranks, made_key, deadline);
+    group = form_through_store(store, watching, ranks, made_key, deadline);
   } catch (const std::exception& error) {
     try {
       by_tcp = may_use_tcp && !deadline.expired() && fallback->is_there(true);

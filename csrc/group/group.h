@@ -105,7 +105,7 @@ struct Stats {
   uint64_t bytes_written = 0;
   uint64_t bytes_received = 0;
   double seconds = 0;  // inside calls
-  // Device group: the default algorithm, nccl, or staged if ranks share a GPU. Else automatic:
+  // Device group: the default algorithm, nccl, or host_staged if ranks share a GPU. Else automatic:
   // chosen for each call.
   Algorithm algorithm = Algorithm::automatic;
 };
@@ -114,14 +114,14 @@ struct Stats {
 struct Status {
   struct Peer {
     bool connected = false;
-    std::string departed;  // why it left, if it did
-    double silent_s = 0;   // since its last frame
-    std::string doing;     // from its last frame; empty if it sent none
+    std::string left_reason;   // why it left, if it did
+    double last_seen_s = 0;    // since its last frame
+    std::string current_call;  // from its last frame; empty if it sent none
     uint64_t bytes_written = 0, bytes_received = 0;
   };
-  std::string doing;        // this rank's last call; empty before the first
-  std::string broken;       // why the group broke; `peers` is then frozen
-  std::vector<Peer> peers;  // by rank; default values for this rank
+  std::string current_call;  // this rank's last call; empty before the first
+  std::string broken;        // why the group broke; `peers` is then frozen
+  std::vector<Peer> peers;   // by rank; default values for this rank
 };
 
 // What does not change while a group exists.
@@ -211,7 +211,7 @@ class Group : public Collectives {
 
   // Between calls: throws the error of a peer that aborted the group, or that a peer died. Waits up
   // to `limit` for either.
-  virtual void hear(std::chrono::nanoseconds limit) = 0;
+  virtual void check_for_failures(std::chrono::nanoseconds limit) = 0;
 };
 
 }  // namespace pycomm::group

@@ -215,12 +215,13 @@ void HostGroup::execute(PreparedCall prepared) {
 
 Status HostGroup::status() const {
   engine::EngineStatus now = engine_.status();
-  Status status{.doing = std::move(now.current_call), .broken = std::move(now.broken), .peers = {}};
+  Status status{
+      .current_call = std::move(now.current_call), .broken = std::move(now.broken), .peers = {}};
   for (engine::PeerStatus& seen : now.peers)
     status.peers.push_back({.connected = seen.connected,
-                            .departed = seen.left_reason.value_or(""),
-                            .silent_s = seen.last_seen_s,
-                            .doing = std::move(seen.current_call),
+                            .left_reason = seen.left_reason.value_or(""),
+                            .last_seen_s = seen.last_seen_s,
+                            .current_call = std::move(seen.current_call),
                             .bytes_written = seen.bytes_written,
                             .bytes_received = seen.bytes_received});
   status.peers.resize(static_cast<size_t>(info_.size));
@@ -250,7 +251,7 @@ void HostGroup::close() noexcept {
   log_.close();
 }
 
-void HostGroup::hear(std::chrono::nanoseconds limit) {
+void HostGroup::check_for_failures(std::chrono::nanoseconds limit) {
   std::vector<int> others(static_cast<size_t>(info_.size));
   std::iota(others.begin(), others.end(), 0);
   std::erase(others, info_.rank);

@@ -43,7 +43,7 @@ class HostGroup final : public Group {
   void set_timeout(std::chrono::nanoseconds timeout) override;
   void close() noexcept override;
   void abort(const std::string& reason) noexcept override;
-  void hear(std::chrono::nanoseconds limit) override;
+  void check_for_failures(std::chrono::nanoseconds limit) override;
 
   // Starts sending heartbeats. Call once, when the group is complete.
   void start_heartbeat();

@@ -40,8 +40,9 @@ size_t PlanCache::block_of(const Call& call, Algorithm algorithm, size_t count) 
   const bool simple = algorithm == Algorithm::ring || algorithm == Algorithm::direct;
   if (!reduces(call.operation) || (call.operation == Operation::reduce_scatter && !simple))
     return count;
-  const bool alike = call.operation != Operation::reduce &&
-                     (simple || algorithm == Algorithm::owner || algorithm == Algorithm::tree);
+  const bool alike =
+      call.operation != Operation::reduce &&
+      (simple || algorithm == Algorithm::direct_two_phase || algorithm == Algorithm::tree);
   const auto scratch_of = [&](size_t block) {
     size_t most = 0;
     for (int rank = 0; rank < (alike ? 1 : info_.size); ++rank)

@@ -23,14 +23,17 @@ ProcessorExclusion::~ProcessorExclusion() {
 }
 
 bool ProcessorExclusion::leave(int current, std::span<const int> taken) {
+  cpu_set_t now{};
   // Fails on a machine with more processors than a cpu_set_t holds.
-  if (!moved_ && ::sched_getaffinity(0, sizeof before_, &before_) != 0) return false;
+  if (::sched_getaffinity(0, sizeof now, &now) != 0) return false;
+  const bool own = moved_ && CPU_EQUAL(&now, &during_);  // this object set the present mask
+  if (!own) before_ = now;
   cpu_set_t free = before_, others = before_;
   exclude(current, others);
   exclude(current, free);
   for (const int processor : taken) exclude(processor, free);
   const bool left = restrict_to(free, during_) || restrict_to(others, during_);
-  moved_ |= left;
+  moved_ = own || left;
   return left;
 }
 

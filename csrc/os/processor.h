@@ -16,7 +16,8 @@ inline int current_processor() { return ::sched_getcpu(); }
 inline void yield_processor() { (void)::sched_yield(); }
 
 // Keeps the calling thread off some processors until the end of its lifetime; then the thread gets
-// its affinity mask back, unless another program has set one meanwhile. Use it on one thread.
+// its affinity mask back. A mask that the user or another thread sets meanwhile takes precedence.
+// Use it on one thread.
 class ProcessorExclusion {
  public:
   ProcessorExclusion() = default;
@@ -25,8 +26,8 @@ class ProcessorExclusion {
   ~ProcessorExclusion();
 
   // Moves the thread to a processor outside `taken` or, if its affinity mask has no such one, to
-  // any other than `current`. Never leaves the mask that the thread had. False: it has no other
-  // processor.
+  // any other than `current`. Never leaves the mask that the thread had, or was given since. False:
+  // it has no other processor.
   bool leave(int current, std::span<const int> taken);
 
  private:

@@ -24,8 +24,6 @@
 namespace pycomm::os {
 namespace {
 
-std::string reason(int error) { return std::generic_category().message(error); }
-
 constexpr std::string_view kPaced = "bbr";
 
 bool is_paced(int fd) {
@@ -121,15 +119,17 @@ void bind_source(int fd, const Address& from) {
   const Address source = from.with_port(0);
   if (::bind(fd, as_sockaddr(source), source.length) == 0) return;
   const int error = errno;
-  throw PeerLost("cannot connect from " + from.host() + ": " + reason(error) + " (errno " +
+  throw PeerLost("cannot connect from " + from.host() + ": " + error_text(error) + " (errno " +
                  std::to_string(error) + ")");
 }
 
 }  // namespace
 
+std::string error_text(int error) { return std::generic_category().message(error); }
+
 void throw_errno(const std::string& doing) {
   const int error = errno;
-  throw InternalError(doing + " failed: " + reason(error) + " (errno " + std::to_string(error) +
+  throw InternalError(doing + " failed: " + error_text(error) + " (errno " + std::to_string(error) +
                       ")");
 }
 
@@ -243,8 +243,8 @@ Fd listen_on(const Address& address, int backlog) {
   if (::bind(fd.get(), as_sockaddr(address), address.length) != 0 ||
       ::listen(fd.get(), backlog) != 0) {
     const int error = errno;
-    throw InvalidArgument("cannot listen on " + address.text() + ": " + reason(error) + " (errno " +
-                          std::to_string(error) + ")");
+    throw InvalidArgument("cannot listen on " + address.text() + ": " + error_text(error) +
+                          " (errno " + std::to_string(error) + ")");
   }
   return fd;
 }
@@ -266,7 +266,7 @@ Fd start_connect(const Address& address, const Address* from) {
   // After an immediate refusal (loopback, unknown Unix name, full Unix backlog) poll() reports
   // POLLHUP, by which connect_error() recognizes it.
   if (error == EINPROGRESS || error == EINTR || error == ECONNREFUSED || error == EAGAIN) return fd;
-  const std::string why = "cannot connect to " + address.text() + ": " + reason(error) +
+  const std::string why = "cannot connect to " + address.text() + ": " + error_text(error) +
                           " (errno " + std::to_string(error) + ")";
   if (error == EACCES || error == EPERM) throw Forbidden(why);
   throw PeerLost(why);

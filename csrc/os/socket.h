@@ -92,6 +92,9 @@ Fd accept_from(int fd, bool* exhausted = nullptr);
 // poll() on one descriptor: the events, or 0 if the limit passed first.
 short poll_one(int fd, short events, std::chrono::nanoseconds limit);
 
+// The text of an errno: "Connection refused".
+std::string error_text(int error);
+
 // Throws InternalError: "<doing> failed: <text of errno> (errno N)".
 [[noreturn]] void throw_errno(const std::string& doing);
 

@@ -30,7 +30,10 @@ class ClientConnection {
       : source_(source), handshake_(std::move(handshake)) {}
 
   bool is_pending() const { return handshake_.has_value(); }  // not authenticated
-  transport::Pending pending() const { return {source_, handshake_->greeted()}; }
+  std::optional<transport::Pending> pending() const {
+    if (!handshake_) return std::nullopt;
+    return transport::Pending{source_, handshake_->greeted()};
+  }
   // The event that it waits for, and the end of that wait.
   pollfd awaited() const;
   Clock::time_point deadline() const;

@@ -36,7 +36,7 @@ void ConnectedClients::accept_from(const os::Fd& listener) {
     if (exhausted && !evict()) accept_again_ = Clock::now() + kAcceptPause;
     if (!fd) return;
     os::keep_alive(fd.get());
-    if (pending >= max_pending_ && evict()) --pending;
+    if (admission_.is_full(pending) && evict()) --pending;
     const uint64_t source = transport::source_of(fd.get());
     clients_.emplace_back(
         transport::Handshake(std::move(fd), transport::Handshake::Role::listener, key_,
@@ -50,20 +50,6 @@ void ConnectedClients::accept_from(const os::Fd& listener) {
     clients_.pop_back();
     --pending;
   }
-}
-
-// Closes one of the pending connections; false if there is none.
-bool ConnectedClients::evict() {
-  std::vector<transport::Pending> pending;
-  std::vector<std::list<ClientConnection>::iterator> places;
-  for (auto client = clients_.begin(); client != clients_.end(); ++client) {
-    if (!client->is_pending()) continue;
-    pending.push_back(client->pending());
-    places.push_back(client);
-  }
-  if (pending.empty()) return false;
-  clients_.erase(places[transport::choose_evicted(pending, random_)]);
-  return true;
 }
 
 void ConnectedClients::append_awaited(std::vector<pollfd>& polled) const {

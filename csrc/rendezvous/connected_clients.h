@@ -9,8 +9,8 @@
 
 #include <chrono>
 #include <cstddef>
+#include <functional>
 #include <list>
-#include <random>
 #include <span>
 #include <string>
 #include <vector>
@@ -43,14 +43,13 @@ class ConnectedClients {
   void clear() { clients_.clear(); }
 
  private:
-  bool evict();
+  bool evict() { return admission_.evict(clients_, std::mem_fn(&ClientConnection::pending)); }
 
   RequestHandler& handler_;
   std::string key_;
   std::chrono::nanoseconds handshake_limit_;
   std::list<ClientConnection> clients_;  // in order of arrival
-  size_t max_pending_ = transport::max_pending();
-  std::minstd_rand random_ = transport::eviction_random();
+  transport::Admission admission_;
   Clock::time_point accept_again_{};
 };
 

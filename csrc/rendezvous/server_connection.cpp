@@ -6,9 +6,9 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <system_error>
 
 #include "core/errors.h"
+#include "os/socket.h"
 
 namespace pycomm::rendezvous {
 
@@ -33,7 +33,7 @@ bool ServerConnection::send_all(const std::string& bytes, const Deadline& deadli
     else if (error == EAGAIN && !wait_->wait(fd_.get(), POLLOUT, deadline))
       return false;
     else if (error != EAGAIN && error != EINTR)
-      throw PeerLost(std::generic_category().message(error));
+      throw PeerLost(os::error_text(error));
   }
   return true;
 }
@@ -56,7 +56,7 @@ bool ServerConnection::receive(const Deadline& deadline, store_frame::Reply& rep
     in_.resize(had + static_cast<size_t>(std::max<ssize_t>(got, 0)));
     if (got == 0) throw PeerLost("it closed the connection");
     if (got > 0 || error == EINTR) continue;
-    if (error != EAGAIN) throw PeerLost(std::generic_category().message(error));
+    if (error != EAGAIN) throw PeerLost(os::error_text(error));
     if (!wait_->wait(fd_.get(), POLLIN, deadline)) return false;
   }
 }

@@ -38,7 +38,7 @@ bool RemoteReadTask::advance() {
   if (turn_ < size_) return collect_more();
   if (!shown_) {
     if (!all_in_call()) return false;  // a peer that left may have overwritten its array
-    keep_own_row();
+    copy_own_row();
     count();
     publish(region_.own().done, first_ + 1);
     return shown_ = true;
@@ -60,7 +60,8 @@ bool RemoteReadTask::sum_more() {
     return scratch + static_cast<size_t>(before) * n * element;
   };
   for (int turn = 1; turn < size_; ++turn)
-    if (!pull(peer(turn), of(peer(turn)).input_at + offset(rank_), place(peer(turn)), n * element))
+    if (!read_from(peer(turn), of(peer(turn)).input_at + offset(rank_), place(peer(turn)),
+                   n * element))
       return false;
   add_up(
       job_, size_, job_.output + at_ * element, n,
@@ -105,7 +106,7 @@ bool RemoteReadTask::collect_more() {
     if (summed && is_missing(from, region_.of(from).reduced[first_ % kSlots].flag, first_ + 1))
       return false;
     const size_t n = std::min(take.bytes - taken_, kStepBytes);
-    if (!pull(from, take.from + taken_, take.into + taken_, n)) return false;
+    if (!read_from(from, take.from + taken_, take.into + taken_, n)) return false;
     taken_ += n;
   }
   if (taken_ == take.bytes) {
@@ -115,7 +116,7 @@ bool RemoteReadTask::collect_more() {
   return true;
 }
 
-void RemoteReadTask::keep_own_row() {
+void RemoteReadTask::copy_own_row() {
   if (job_.operation != Operation::all_gather) return;
   const size_t bytes = job_.count * job_.element_bytes;
   cpu::copy(job_.output + static_cast<size_t>(rank_) * bytes, job_.input, bytes);
@@ -139,7 +140,7 @@ void RemoteReadTask::count() {
 
 // A peer that cannot be read died or aborted, because its arrays were readable during the buffer
 // exchange. The engine detects which.
-bool RemoteReadTask::pull(int peer, uint64_t from, std::byte* into, size_t bytes) {
+bool RemoteReadTask::read_from(int peer, uint64_t from, std::byte* into, size_t bytes) {
   if (!os::read_process(of(peer).process, from, into, bytes)) {
     awaited_ = peer;
     return false;

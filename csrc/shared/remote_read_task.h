@@ -43,10 +43,10 @@ class RemoteReadTask final : public FlagTask {
   bool sum_more();
   Take take_from(int peer) const;
   bool collect_more();
-  void keep_own_row();
+  void copy_own_row();
   bool have_all_read();
   void count();
-  bool pull(int peer, uint64_t from, std::byte* into, size_t bytes);
+  bool read_from(int peer, uint64_t from, std::byte* into, size_t bytes);
 
   const SharedJob& job_;
   std::vector<RemoteBuffer> buffers_;    // by rank

@@ -224,7 +224,7 @@ void StagedTask::end_nontemporal() {
 }
 
 // Copies from an array of this rank into its slot, for peers to read.
-void StagedTask::lay_out(std::byte* into, const std::byte* from, size_t bytes) {
+void StagedTask::copy_to_slot(std::byte* into, const std::byte* from, size_t bytes) {
   if (nontemporal_ && bytes >= kLeastStream)
     nontemporal_copy(into, from, bytes);
   else
@@ -233,7 +233,7 @@ void StagedTask::lay_out(std::byte* into, const std::byte* from, size_t bytes) {
 }
 
 // Copies from another rank's slot into an array of this rank.
-void StagedTask::take(std::byte* into, const std::byte* from, size_t bytes) {
+void StagedTask::copy_from_slot(std::byte* into, const std::byte* from, size_t bytes) {
   cpu::copy(into, from, bytes);
   region_.bytes_received += bytes;
 }
@@ -244,18 +244,18 @@ void StagedTask::fill(const Chunk& at) {
   if (has_row_per_rank(job_.operation)) {
     for (int peer = 0; peer < parts_; ++peer)
       if (peer != rank_)
-        lay_out(into + static_cast<size_t>(peer) * row_bytes, row(peer, at), row_bytes);
+        copy_to_slot(into + static_cast<size_t>(peer) * row_bytes, row(peer, at), row_bytes);
   } else if (two_shots_) {
     for (int peer = 0; peer < size_; ++peer) {
       const collectives::Range part =
           collectives::piece(collectives::Space::input, at.count, size_, peer);
       if (peer != rank_)
-        lay_out(into + bytes(part.begin), row(0, at) + bytes(part.begin), bytes(part.count));
+        copy_to_slot(into + bytes(part.begin), row(0, at) + bytes(part.begin), bytes(part.count));
     }
   } else if (job_.operation == Operation::broadcast) {
-    lay_out(into, out_row(0, at), row_bytes);
+    copy_to_slot(into, out_row(0, at), row_bytes);
   } else if (row_bytes > 0) {
-    lay_out(into, row(0, at), row_bytes);
+    copy_to_slot(into, row(0, at), row_bytes);
   }
   end_nontemporal();
   // The fence of a wake-up waits until the flag has left this core. A tiny call looks for the
@@ -298,7 +298,7 @@ void StagedTask::combine(const Sum& to, uint64_t ticket) {
       job_, size_, to.into, to.count,
       [&](int i) { return i == rank_ ? to.own : slot(i, ticket) + to.at; },
       [&](size_t offset, size_t n) {
-        if (to.again != nullptr) lay_out(to.again + offset, to.into + offset, n);
+        if (to.again != nullptr) copy_to_slot(to.again + offset, to.into + offset, n);
       });
 }
 
@@ -312,29 +312,31 @@ void StagedTask::collect(const Chunk& at) {
             collectives::piece(collectives::Space::output, at.count, size_, peer);
         const size_t place = bytes(part.begin);
         if (peer != rank_)
-          take(out_row(0, at) + place, slot(peer, at.ticket) + place, bytes(part.count));
+          copy_from_slot(out_row(0, at) + place, slot(peer, at.ticket) + place, bytes(part.count));
       }
       return;
     case Operation::all_gather:
     case Operation::gather:
       for (int peer = 0; peer < parts_; ++peer)
-        if (peer != rank_) take(out_row(peer, at), slot(peer, at.ticket), row_bytes);
+        if (peer != rank_) copy_from_slot(out_row(peer, at), slot(peer, at.ticket), row_bytes);
       if (rank_ < parts_) cpu::copy(out_row(rank_, at), row(0, at), row_bytes);
       return;
     case Operation::all_to_all: {
       const size_t place = static_cast<size_t>(rank_) * row_bytes;
       for (int peer = 0; peer < size_; ++peer)
-        if (peer != rank_) take(out_row(peer, at), slot(peer, at.ticket) + place, row_bytes);
+        if (peer != rank_)
+          copy_from_slot(out_row(peer, at), slot(peer, at.ticket) + place, row_bytes);
       cpu::copy(out_row(rank_, at), row(rank_, at), row_bytes);
       return;
     }
     case Operation::broadcast:
-      if (rank_ != job_.root) take(out_row(0, at), slot(job_.root, at.ticket), row_bytes);
+      if (rank_ != job_.root) copy_from_slot(out_row(0, at), slot(job_.root, at.ticket), row_bytes);
       return;
     case Operation::scatter:
       if (rank_ == job_.root) return cpu::copy(out_row(0, at), row(rank_, at), row_bytes);
-      take(out_row(0, at), slot(job_.root, at.ticket) + static_cast<size_t>(rank_) * row_bytes,
-           row_bytes);
+      copy_from_slot(out_row(0, at),
+                     slot(job_.root, at.ticket) + static_cast<size_t>(rank_) * row_bytes,
+                     row_bytes);
       return;
     case Operation::reduce_scatter:
     case Operation::barrier:

@@ -45,8 +45,8 @@ class StagedTask final : public FlagTask {
   void begin_stores(size_t call_bytes);
   void work(uint64_t i, void (StagedTask::*step)(const Chunk&));
   void record_try(uint64_t i);
-  void lay_out(std::byte* into, const std::byte* from, size_t bytes);
-  void take(std::byte* into, const std::byte* from, size_t bytes);
+  void copy_to_slot(std::byte* into, const std::byte* from, size_t bytes);
+  void copy_from_slot(std::byte* into, const std::byte* from, size_t bytes);
   void fill(const Chunk& chunk);
   void reduce(const Chunk& chunk);
   void collect(const Chunk& chunk);

@@ -10,8 +10,11 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <list>
+#include <optional>
 #include <random>
 #include <span>
+#include <vector>
 
 namespace pycomm::transport {
 
@@ -33,5 +36,32 @@ size_t choose_evicted(std::span<const Pending> pending, std::minstd_rand& random
 
 // Seeded by the system, so that a client cannot predict the choice.
 std::minstd_rand eviction_random();
+
+// Limits the pending connections of one owner, on one thread.
+class Admission {
+ public:
+  bool is_full(size_t pending) const { return pending >= max_pending_; }
+
+  // Erases the pending connection that choose_evicted() selects; false if there is none.
+  // `describe(connection)`: a Pending, or nullopt after the handshake.
+  template <typename Connection, typename Describe>
+  bool evict(std::list<Connection>& connections, Describe describe) {
+    std::vector<Pending> pending;
+    std::vector<typename std::list<Connection>::const_iterator> places;
+    for (auto at = connections.cbegin(); at != connections.cend(); ++at) {
+      const std::optional<Pending> one = describe(*at);
+      if (!one) continue;
+      pending.push_back(*one);
+      places.push_back(at);
+    }
+    if (pending.empty()) return false;
+    connections.erase(places[choose_evicted(pending, random_)]);
+    return true;
+  }
+
+ private:
+  size_t max_pending_ = max_pending();
+  std::minstd_rand random_ = eviction_random();
+};
 
 }  // namespace pycomm::transport

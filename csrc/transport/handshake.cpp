@@ -4,18 +4,12 @@
 #include <sys/socket.h>
 
 #include <cerrno>
-#include <system_error>
 #include <utility>
 
 #include "core/errors.h"
 #include "os/socket.h"
 
 namespace pycomm::transport {
-namespace {
-
-std::string reason(int error) { return std::generic_category().message(error); }
-
-}  // namespace
 
 Handshake::Handshake(os::Fd fd, Role role, std::string key, HandshakeParams params,
                      std::chrono::nanoseconds limit)
@@ -56,7 +50,7 @@ bool Handshake::finish_connecting() {
   connected_ = error == 0;
   if (error != 0 && error != EINPROGRESS)
     protocol_.refuse(error == ECONNREFUSED ? Refusal::Cause::no_listener : Refusal::Cause::other,
-                     reason(error));
+                     os::error_text(error));
   return connected_;
 }
 
@@ -81,7 +75,7 @@ bool Handshake::transfer() {
     } else if (errno != EINTR) {
       const bool closed = errno == ECONNRESET || errno == EPIPE;
       protocol_.refuse(closed ? Refusal::Cause::disconnected : Refusal::Cause::other,
-                       "the connection broke during the handshake: " + reason(errno));
+                       "the connection broke during the handshake: " + os::error_text(errno));
       return false;
     }
   }

@@ -151,7 +151,7 @@ InProcessListener::~InProcessListener() {
   registry_->closed.insert(rank_);
 }
 
-bool InProcessListener::call(int peer) {
+bool InProcessListener::connect(int peer) {
   const std::lock_guard lock(registry_->mutex);
   if (registry_->met.contains(std::minmax(rank_, peer))) return true;
   if (registry_->closed.contains(peer)) return false;

@@ -26,15 +26,15 @@ class InProcessListener {
  public:
   using OnConnected = std::function<void(int peer, std::unique_ptr<Channel> channel)>;
 
-  // `on_connected` is called once for each peer, on the thread of the rank that calls; it must not
-  // wait or call a listener. Throws Mismatch if the first rank passed a different `agreed`; calls
-  // to this rank then return false.
+  // `on_connected` is called once for each peer, on the thread of the rank that connects; it must
+  // not wait or call a listener. Throws Mismatch if the first rank passed a different `agreed`;
+  // connect() to this rank then returns false.
   InProcessListener(const InProcessGroup& of, int rank, size_t ring_bytes,
                     OnConnected on_connected);
   ~InProcessListener();  // no call of on_connected after it
   // Passes both ranks their ends; the peer's end is kept until it listens. False: the peer stopped
   // listening. A second call has no effect.
-  bool call(int peer);
+  bool connect(int peer);
 
  private:
   struct Registry;

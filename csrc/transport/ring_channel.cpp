@@ -9,11 +9,11 @@
 #include <cerrno>
 #include <new>
 #include <span>
-#include <system_error>
 
 #include "core/errors.h"
 #include "cpu/copy.h"
 #include "os/processor.h"
+#include "os/socket.h"
 
 namespace pycomm::transport {
 namespace {
@@ -33,8 +33,7 @@ os::Fd poll_descriptor_of(int socket) {
   os::Fd epoll(::epoll_create1(EPOLL_CLOEXEC));
   epoll_event event{.events = EPOLLIN | EPOLLRDHUP, .data = {}};
   if (!epoll || ::epoll_ctl(epoll.get(), EPOLL_CTL_ADD, socket, &event) != 0)
-    throw Unsupported("cannot create an epoll descriptor: " +
-                      std::generic_category().message(errno));
+    throw Unsupported("cannot create an epoll descriptor: " + os::error_text(errno));
   return epoll;
 }
 

@@ -38,24 +38,24 @@ std::string not_our_user(uint32_t user) {
 // memory segment, and its heap if it has one.
 constexpr size_t kLeastFds = 2, kMostFds = 3;
 
-struct Passed {
+struct DescriptorMessage {
   char byte = 0;
   iovec data{&byte, 1};
   alignas(cmsghdr) char control[CMSG_SPACE(kMostFds * sizeof(int))] = {};
   msghdr message{};
 
-  Passed() {
+  DescriptorMessage() {
     message.msg_iov = &data;
     message.msg_iovlen = 1;
     message.msg_control = control;
     message.msg_controllen = sizeof control;
   }
-  Passed(const Passed&) = delete;
-  Passed& operator=(const Passed&) = delete;
+  DescriptorMessage(const DescriptorMessage&) = delete;
+  DescriptorMessage& operator=(const DescriptorMessage&) = delete;
 };
 
-void pass(int socket, std::span<const int> fds) {
-  Passed passed;
+void send_descriptors(int socket, std::span<const int> fds) {
+  DescriptorMessage passed;
   cmsghdr* head = CMSG_FIRSTHDR(&passed.message);
   head->cmsg_level = SOL_SOCKET;
   head->cmsg_type = SCM_RIGHTS;
@@ -68,29 +68,33 @@ void pass(int socket, std::span<const int> fds) {
 }
 
 // In the order above; the last one is empty if the sender has no heap.
-std::array<os::Fd, kMostFds> take_passed(int socket, const Deadline& deadline) {
-  Passed passed;
+std::array<os::Fd, kMostFds> receive_descriptors(int socket, const Deadline& deadline) {
+  DescriptorMessage passed;
   for (;;) {
     const auto n = ::recvmsg(socket, &passed.message, MSG_CMSG_CLOEXEC | MSG_DONTWAIT);
     if (n == 0) throw PeerLost("it closed the connection during its setup");
     if (n > 0) break;
     if (errno != EAGAIN && errno != EINTR)
-      throw PeerLost(std::string("the connection failed during its setup: ") +
-                     std::strerror(errno));
+      throw PeerLost("the connection failed during its setup: " + os::error_text(errno));
     if (deadline.expired()) throw Timeout("it connected but sent no shared memory");
     pollfd wait{socket, POLLIN, 0};
     ::poll(&wait, 1, 100);
   }
   const cmsghdr* head = CMSG_FIRSTHDR(&passed.message);
   std::array<os::Fd, kMostFds> fds;
-  if (head == nullptr || head->cmsg_type != SCM_RIGHTS) throw PeerLost("it sent no shared memory");
-  const size_t count = (head->cmsg_len - CMSG_LEN(0)) / sizeof(int);
+  const bool has_fds = head != nullptr && head->cmsg_type == SCM_RIGHTS;
+  const size_t count = has_fds ? (head->cmsg_len - CMSG_LEN(0)) / sizeof(int) : 0;
   for (size_t i = 0; i < count; ++i) {
     int fd = -1;
     std::memcpy(&fd, CMSG_DATA(head) + i * sizeof fd, sizeof fd);
     os::Fd one(fd);  // closes those beyond kMostFds
     if (i < kMostFds) fds[i] = std::move(one);
   }
+  // The kernel drops the descriptors for which this process has no number left.
+  if (count < kMostFds && (passed.message.msg_flags & MSG_CTRUNC) != 0)
+    throw PeerLost(
+        "its shared memory was not received: the limit of open files of this process is reached; "
+        "raise it (ulimit -n)");
   if (count < kLeastFds || count > kMostFds)
     throw PeerLost("invalid shared memory: it sent " + std::to_string(count) +
                    " descriptors, expected 2 or 3");
@@ -111,11 +115,11 @@ class Shm final : public SocketTransport {
   std::string_view name() const override { return "shm"; }
   const std::string& address() const override { return address_; }
   std::vector<int> listeners() const override { return {listener_.get()}; }
-  std::vector<std::string> ways(const std::string& address, bool) const override {
+  std::vector<std::string> candidates(const std::string& address, bool) const override {
     return {address};
   }
-  os::Fd call(const std::string& way) const override {
-    return os::start_connect(os::abstract_unix_address(way));
+  os::Fd start_connect(const std::string& address) const override {
+    return os::start_connect(os::abstract_unix_address(address));
   }
 
   // Each side creates the ring that it reads and passes it to the other, which writes it. Both
@@ -125,7 +129,7 @@ class Shm final : public SocketTransport {
     os::Fd memory = os::make_shared_memory(os::RingMemory::file_bytes(ring_bytes_));
     const std::array<int, kMostFds> fds{memory.get(), memory_.get(),
                                         heap_ ? heap_->descriptor() : -1};
-    pass(fd, std::span(fds).first(heap_ ? kMostFds : kLeastFds));
+    send_descriptors(fd, std::span(fds).first(heap_ ? kMostFds : kLeastFds));
     sent_memory_[fd] = std::move(memory);
   }
 
@@ -134,7 +138,7 @@ class Shm final : public SocketTransport {
   std::unique_ptr<Channel> accept(os::Fd fd, const Deadline& deadline) override {
     auto mine = sent_memory_.extract(fd.get());
     check(!mine.empty(), "accept() was called without send_memory()");
-    const auto [theirs, memory, heap] = take_passed(fd.get(), deadline);
+    const auto [theirs, memory, heap] = receive_descriptors(fd.get(), deadline);
     if (!os::is_shared_memory(theirs.get(), os::RingMemory::file_bytes(ring_bytes_)) ||
         !os::is_shared_memory(memory.get(), memory_bytes_))
       throw PeerLost("invalid shared memory: it is not sealed or has a different size");

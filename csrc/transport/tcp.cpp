@@ -204,7 +204,7 @@ class Tcp final : public SocketTransport {
   }
 
   // A loopback address is the best one on the same host and unusable on another.
-  std::vector<std::string> ways(const std::string& address, bool same_host) const override {
+  std::vector<std::string> candidates(const std::string& address, bool same_host) const override {
     std::vector<std::string> inside, outside;
     std::istringstream words(address);
     for (std::string word; words >> word;)
@@ -214,8 +214,8 @@ class Tcp final : public SocketTransport {
     return inside;
   }
 
-  os::Fd call(const std::string& way) const override {
-    const os::Address to = os::parse_tcp_address(way);
+  os::Fd start_connect(const std::string& address) const override {
+    const os::Address to = os::parse_tcp_address(address);
     const auto from = std::ranges::find(sources_, to.storage.ss_family,
                                         [](const os::Address& a) { return a.storage.ss_family; });
     return os::start_connect(to, from == sources_.end() ? nullptr : &*from);

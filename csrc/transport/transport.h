@@ -93,10 +93,10 @@ class SocketTransport {
   virtual std::vector<int> listeners() const = 0;
   // The addresses in a listener's address() at which a caller on the same host, or on another one,
   // may reach it; best first, perhaps none.
-  virtual std::vector<std::string> ways(const std::string& address, bool same_host) const = 0;
+  virtual std::vector<std::string> candidates(const std::string& address, bool same_host) const = 0;
   // Starts to connect to one of them. The descriptor becomes writable when the connection is
   // established or failed. Throws PeerLost if it cannot be started.
-  virtual os::Fd call(const std::string& way) const = 0;
+  virtual os::Fd start_connect(const std::string& address) const = 0;
   // Sends the shared memory that the other side needs. Never blocks for long.
   virtual void send_memory(int fd) = 0;
   // Whether accept() waits for the other side's memory; it has arrived when the descriptor is

@@ -50,8 +50,7 @@ class TorchStore:
     Every call ends within its time limit; torch's own call can wait forever for a server.
 
     Any client that can connect to torch's store can write to it. With a `secret`, which is not in
-    the store, each value is stored behind an HMAC-SHA256 of its key and itself, and an unsigned
-    value
+    the store, each value is stored behind an HMAC-SHA256 of its key and itself. An unsigned value
     counts as absent: a client without the secret can disturb the run but not change its decisions.
     Without a secret every client of the store is trusted.
     """
@@ -90,14 +89,11 @@ class TorchStore:
         Raises:
             InvalidArgument: the value is not a number.
         """
-
         if self._key is None:
             try:
                 return int(self._call(timeout_s, "add", key, amount))
-            except (
-                ValueError,
-                IndexError,
-            ):  # from torch's in-memory stores; others close the connection
+            # From torch's in-memory stores; others close the connection.
+            except (ValueError, IndexError):
                 text = f"the value of {key!r} in torch's store is not a number"
                 raise InvalidArgument(text) from None
         if amount == 0:
@@ -254,10 +250,10 @@ def find_store(config: Config, timeout_s: float) -> _core.Store | _core.PythonSt
 
 
 def _is_loopback(host: str) -> bool:
-    """Whether rank 0's address is a loopback address, so that all ranks run on this host. Names are
-    not
-    resolved: a host's own name may resolve to its loopback here and to its network address
-        elsewhere.
+    """Whether rank 0's address is a loopback address, so that all ranks run on this host.
+
+    Names are not resolved: a host's own name may resolve to its loopback here and to its network
+    address elsewhere.
     """
     if host == "localhost":
         return True

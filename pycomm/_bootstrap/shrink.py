@@ -8,6 +8,17 @@
 Ranks are numbered as in the broken group; after a failed forming, as in the group that failed to
 form, whose name is used. So a rank that formed the new group and then loses a peer meets the others
 in the next attempt.
+
+Keys in the store, under <name>/shrink/:
+
+    came/<word>           bit mask of 32 ranks that called shrink()
+    dead/<rank>           above 0: a survivor saw the process end
+    lost/<rank>           above 0: a survivor reports the rank as lost
+    marks/0, losses/0     counters of changes to the three above; to `dead` and `lost`
+    unreachable/<rank>    a peer to which the rank could not connect
+    unconnected/0         number of ranks that wrote one
+    read/0                number of ranks that read why shrink() failed
+    decided               the surviving ranks, or "none"; the first write is final
 """
 
 from __future__ import annotations
@@ -50,9 +61,7 @@ def regroup(core: _core.Group, store: Store, timeout_s: float) -> _core.Group:
     core.abort(f"rank {core.rank} calls shrink()")
     name, members, form_s = core.name, list(range(core.size)), FORM_S
     lost: Sequence[int] = core.lost()
-    unreachable: int | None = (
-        None  # the peer that this rank could not connect to in the last forming
-    )
+    unreachable: int | None = None  # the peer that it could not connect to in the last forming
     unconnected: set[tuple[int, int]] = set()  # pairs of ranks in the last forming
     with _processes(core) as processes, _store_is_there(core):
         while True:
@@ -179,7 +188,7 @@ class _SurvivorElection:
             if marks != self._marks or now >= next_full:
                 if (decided := self._decided()) is not None:
                     break
-                self._read_board()
+                self._read_store()
                 self._marks, next_full = marks, now + FULL_S
             here = self._here(processes)
             excluded = self._dead | (self._lost if now - begin >= GRACE_S else set())
@@ -208,7 +217,7 @@ class _SurvivorElection:
                 self._dead.add(rank)
         return self._came - self._dead
 
-    def _read_board(self) -> None:
+    def _read_store(self) -> None:
         """Reads which ranks joined and, if that changed, which are dead or lost."""
         losses = self._add("losses", 0, 0)
         words = [self._add("came", i, 0) for i in range((self._size + WORD - 1) // WORD)]

@@ -138,11 +138,11 @@ def as_array_ref(x: Any, name: str, *, write: bool = False) -> ArrayRef:
         return found
     try:
         if _is_torch(x):
-            return _locate_torch(x)
+            return _torch_ref(x)
         if hasattr(x, "__cuda_array_interface__"):
-            return _locate_cuda(x, write)
+            return _cuda_ref(x, write)
         array = _as_numpy(x, write)
-        dtype = _numpy_names.get(array.dtype) or _learn_numpy(array.dtype)
+        dtype = _numpy_names.get(array.dtype) or _numpy_name(array.dtype)
     except (InvalidArgument, Unsupported) as error:
         raise type(error)(f"{name}: {error}") from None
     if not array.flags.c_contiguous:
@@ -186,7 +186,7 @@ def new(like: Like, shape: tuple[int, ...], dtype: str, *, zeros: bool = False) 
         ) from None
 
 
-def _locate_torch(x: Any) -> ArrayRef:
+def _torch_ref(x: Any) -> ArrayRef:
     dtype = _torch_name(x)
     if x.layout is not sys.modules["torch"].strided or not (x.is_cpu or on_gpu(x)):
         raise Unsupported(_why_not(x))
@@ -196,7 +196,7 @@ def _locate_torch(x: Any) -> ArrayRef:
     return ArrayRef(x.data_ptr(), dtype, x.numel(), tuple(x.shape), device, x)
 
 
-def _locate_cuda(x: Any, write: bool) -> ArrayRef:
+def _cuda_ref(x: Any, write: bool) -> ArrayRef:
     """For CuPy's arrays and other objects with the CUDA array interface."""
     shown = x.__cuda_array_interface__
     dtype = np.dtype(shown["typestr"])
@@ -211,8 +211,8 @@ def _locate_cuda(x: Any, write: bool) -> ArrayRef:
             f"a {type(x).__name__} does not name its device (__dlpack_device__): wrap it"
         )
     device = Device("cuda", int(x.__dlpack_device__()[1]))
-    learnt = _numpy_names.get(dtype) or _learn_numpy(dtype)
-    return ArrayRef(pointer or 0, learnt, count, tuple(shown["shape"]), device, x)
+    name = _numpy_names.get(dtype) or _numpy_name(dtype)
+    return ArrayRef(pointer or 0, name, count, tuple(shown["shape"]), device, x)
 
 
 def view(x: Any, *, write: bool = False) -> ArrayRef:
@@ -315,7 +315,7 @@ def _refuse_devices(x: Any) -> None:
 def _numpy_view(x: Any, write: bool) -> ArrayRef:
     if type(x) is not np.ndarray:
         x = _as_numpy(x, write)
-    name = _numpy_names.get(x.dtype) or _learn_numpy(x.dtype)
+    name = _numpy_names.get(x.dtype) or _numpy_name(x.dtype)
     flags = x.flags
     if write and not flags.writeable:
         raise InvalidArgument("the array is read-only and the call would change it: pass x.copy()")
@@ -329,7 +329,7 @@ def _numpy_view(x: Any, write: bool) -> ArrayRef:
     )
 
 
-def _learn_numpy(dtype: Any) -> str:
+def _numpy_name(dtype: Any) -> str:
     """Checks and caches the name of a NumPy dtype; raises Unsupported if pycomm does not send
     it."""
     if not dtype.isnative:

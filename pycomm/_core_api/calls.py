@@ -40,8 +40,7 @@ class Work:
     """A call that was started with async_op. Do not access its arrays until it is complete.
 
     wait() and result() copy the result into an array that is not contiguous. On a device they
-    return
-    once the call is enqueued: later work on the current stream runs after it.
+    return once the call is enqueued: later work on the current stream runs after it.
     """
 
     __slots__ = ("_array", "_core", "_output", "_result")
@@ -71,7 +70,7 @@ class Work:
         """
         self._core.wait(limit(timeout_s))
         if self._array is not None:
-            self._core.precede(device_groups.stream(self._array.device, self._array.array))
+            self._core.make_stream_wait(device_groups.stream(self._array.device, self._array.array))
         output, self._output = self._output, None
         if output is not None:
             output.finish()

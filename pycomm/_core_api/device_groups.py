@@ -57,11 +57,11 @@ def core(
         return group.core
     found = group._devices.get(device.index)
     if found is None:
-        lines = group.cuda_channels, group.cuda_internode_transport
+        transport = group.cuda_channels, group.cuda_internode_transport
         timeout_s = group._timeout_s
         limit_s = call.timeout_s or timeout_s
         agree = functools.partial(call.agree_on_first_message, group.core, *memory)
-        found = _meet(group.core._capsule(), device.index, timeout_s, limit_s, *lines, agree)
+        found = _make(group.core._capsule(), device.index, timeout_s, limit_s, *transport, agree)
         group._devices[device.index] = found
     return found
 
@@ -79,7 +79,7 @@ def on_device(
         raise Unsupported(
             f"tensors on {kind} are not supported: move them to host memory or a CUDA device"
         )
-    return _meet(host, index, timeout_s, timeout_s, channels, internode_transport)._capsule()
+    return _make(host, index, timeout_s, timeout_s, channels, internode_transport)._capsule()
 
 
 def stream(device: Device, array: Any) -> int:
@@ -95,16 +95,16 @@ def check_channels(channels: int) -> None:
         )
 
 
-def check_internode_transport(way: str) -> None:
+def check_internode_transport(transport: str) -> None:
     """Raises InvalidArgument unless there is such a transport between hosts."""
-    if way not in INTERNODE_TRANSPORTS:
+    if transport not in INTERNODE_TRANSPORTS:
         known = ", ".join(map(repr, INTERNODE_TRANSPORTS))
         raise InvalidArgument(
-            f"invalid cuda_internode_transport: got {way!r}, expected one of {known}"
+            f"invalid cuda_internode_transport: got {transport!r}, expected one of {known}"
         )
 
 
-def _meet(
+def _make(
     host: object,
     index: int,
     timeout_s: float,
@@ -125,8 +125,8 @@ def _meet(
     if agree is not None:
         agree()
     shares = config.nccl_shares_gpus()
-    lines = channels, internode_transport == "nccl"
-    made = _core.on_device(host, opened, library, why_none, shares, lines, timeout_s, limit_s)
+    transport = channels, internode_transport == "nccl"
+    made = _core.on_device(host, opened, library, why_none, shares, transport, timeout_s, limit_s)
     if made.rank == 0 and made.stats().algorithm == "host_staged":
         logging.getLogger("pycomm").warning(
             "ranks of the group %r share a GPU, which NCCL does not support: their arrays are sent "

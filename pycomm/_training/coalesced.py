@@ -58,9 +58,8 @@ def bcast_value(value: Any, src: int, group: Group) -> Any:
             whole = _saved(value)
         except Exception as error:  # of any kind: the other ranks wait for the length
             fault, whole = error, f"{type(error).__name__}: {error}".encode()
-    length = torch.tensor(
-        [-len(whole) if fault else len(whole)]
-    )  # negative: the length of an error text
+    # Negative: the length of an error text.
+    length = torch.tensor([-len(whole) if fault else len(whole)])
     collectives.broadcast(length, src, group=group)
     content = np.empty(abs(int(length)), np.uint8)
     if group.rank == src:

@@ -1,9 +1,10 @@
 """The exchange "sharded": each rank owns a shard of the coordinates and sums the packets for it.
 
     cut         the selected elements by owner, encoded as one compact packet for each owner
-    all-to-all  packets to their owners, one message for each pair of ranks
+    all-to-all  int32 lengths [size, units], then packets to their owners
     sum         the owner adds the packets in rank order to its residual and selects the largest
-    all-gather  the encoded selection; the rest and the quantization error stay in the residual
+    all-gather  the encoded selection, with indices relative to the shard; the rest and the
+                quantization error stay in the residual
 
 A rank receives about (1 + owner_k_factor) k elements, independent of the number of ranks. The owner
 residual is part of P3: sent + v + owner_residual = gradients.

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from torch.utils import data
 
-from pycomm.data.sampler import ShardedSampler, place
+from pycomm.data.sampler import ShardedSampler, rank_and_size
 
 __all__ = ["DataLoader"]
 
@@ -44,7 +44,7 @@ class DataLoader(data.DataLoader[Any]):
         # torch takes only Python's integers.
         whole = {name: int(v) for name, v in given.items() if isinstance(v, np.integer)}
         named: dict[str, Any] = {**given, **whole}
-        rank, size = place(None, None)
+        rank, size = rank_and_size(None, None)
         self._sharded: ShardedSampler | None = None
         self._epoch = 0
         if size > 1 and isinstance(dataset, data.IterableDataset):

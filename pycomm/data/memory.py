@@ -12,7 +12,7 @@ import numpy as np
 from pycomm import objects
 from pycomm._core_api import arrays
 from pycomm.default_group import default
-from pycomm.errors import InvalidArgument, Unsupported
+from pycomm.errors import Error, InvalidArgument, Unsupported
 from pycomm.group import Group
 
 __all__ = ["share"]
@@ -34,33 +34,34 @@ def share(array: Any, *, group: Group | None = None) -> Any:
 
     Raises:
         InvalidArgument: on every rank: the first rank of a host has no array.
+        Error: on every rank: the first rank of a host cannot store it; there the original error.
         Unsupported: on every rank: a rank cannot open files of its host's first rank, for example
             because it runs in another container (PID namespace).
     """
     group = group or default()
     hosts = group.core.hosts
     leader = hosts.index(hosts[group.rank])
-    note: Any = None
-    descriptor = -1
+    stored: Any = None
+    descriptor, failure = -1, None
     if leader == group.rank and array is not None:
-        source = arrays.plain(array)
-        is_torch = not isinstance(source, np.ndarray)
-        whole = np.ascontiguousarray(source.numpy() if is_torch else source)
-        descriptor = os.memfd_create("pycomm_share")
-        os.truncate(descriptor, max(1, whole.nbytes))
-        with mmap.mmap(descriptor, max(1, whole.nbytes)) as target:
-            target[: whole.nbytes] = whole.tobytes()
-        file = os.getpid(), descriptor, *_identity(os.fstat(descriptor))
-        note = (file, whole.dtype.str, list(whole.shape), is_torch)
+        try:
+            descriptor, stored = _stored(array)
+        except Exception as error:  # of any kind: raised on all ranks
+            failure = error
     try:
-        notes = objects.all_gather_object(note, group=group)
+        text = "" if failure is None else f"{type(failure).__name__}: {failure}"
+        received = objects.all_gather_object((stored, text), group=group)
+        if failure is not None:
+            raise failure
         for first in map(hosts.index, set(hosts)):
-            if notes[first] is None:
-                name = group.peer_info()[first].host
+            name = group.peer_info()[first].host
+            if received[first][1]:
+                raise Error(f"share: rank {first}, the first on {name}: {received[first][1]}")
+            if received[first][0] is None:
                 raise InvalidArgument(f"share: rank {first}, the first on {name}, has no array")
         mapped, fault = None, ""
         try:
-            mapped = _mapped(*notes[leader])
+            mapped = _mapped(*received[leader][0])
         except OSError as error:  # sent to the others, so that all ranks raise
             fault = f"share: rank {group.rank} cannot open the memory of rank {leader}: {error}"
         if fault := next(filter(None, objects.all_gather_object(fault, group=group)), ""):
@@ -69,6 +70,23 @@ def share(array: Any, *, group: Group | None = None) -> Any:
     finally:
         if descriptor >= 0:
             os.close(descriptor)
+
+
+def _stored(array: Any) -> tuple[int, Any]:
+    """A new memfd with the array's elements, and the arguments of _mapped()."""
+    source = arrays.plain(array)
+    is_torch = not isinstance(source, np.ndarray)
+    whole = np.ascontiguousarray(source.numpy() if is_torch else source)
+    descriptor = os.memfd_create("pycomm_share")
+    try:
+        os.truncate(descriptor, max(1, whole.nbytes))
+        with mmap.mmap(descriptor, max(1, whole.nbytes)) as target:
+            target.write(whole.reshape(-1).view(np.uint8).data)
+    except BaseException:  # the caller does not get the descriptor
+        os.close(descriptor)
+        raise
+    file = os.getpid(), descriptor, *_identity(os.fstat(descriptor))
+    return descriptor, (file, whole.dtype.str, list(whole.shape), is_torch)
 
 
 def _mapped(where: tuple[int, int, int, int], dtype: str, shape: list[int], is_torch: bool) -> Any:

@@ -19,10 +19,10 @@ from torch.utils.data import Sampler
 from pycomm import config, default_group
 from pycomm.errors import InvalidArgument
 
-__all__ = ["InfiniteSampler", "ShardedSampler", "place"]
+__all__ = ["InfiniteSampler", "ShardedSampler", "rank_and_size"]
 
 
-def place(rank: int | None, size: int | None) -> tuple[int, int]:
+def rank_and_size(rank: int | None, size: int | None) -> tuple[int, int]:
     """Rank and size: as given, else of the default group, else of the environment.
 
     Raises:
@@ -75,7 +75,7 @@ class ShardedSampler(Sampler[int]):
             )
         if pad and drop_last:
             raise InvalidArgument("pad=True and drop_last=True: pass only one of them")
-        self.rank, self.size = place(rank, size)
+        self.rank, self.size = rank_and_size(rank, size)
         self.epoch = 0
         self._data, self._shuffle, self._seed = data, shuffle, seed
         self._strided, self._pad, self._drop_last = order == "strided", pad, drop_last

@@ -20,7 +20,7 @@ from torch.distributed.elastic.rendezvous.api import RendezvousError
 from torch.distributed.elastic.utils import store as together
 from torch.distributed.launcher import api
 
-from pycomm.launch import meeting
+from pycomm.launch import local_rendezvous
 from pycomm.launch.hosts import SILENT_S, Hosts
 
 if TYPE_CHECKING:
@@ -63,7 +63,9 @@ class Agent(local_elastic_agent.LocalElasticAgent):
         self._hosts = Hosts(
             self._store, worker_group.group_rank or 0, worker_group.group_world_size or 1
         )
-        self._logs_specs.variables.update(meeting.variables(self._port(worker_group.group_rank)))
+        self._logs_specs.variables.update(
+            local_rendezvous.variables(self._port(worker_group.group_rank))
+        )
 
     def _port(self, own: int) -> int:
         """The port at which rank 0 serves pycomm's store; the first host's launcher stores it.
@@ -74,11 +76,11 @@ class Agent(local_elastic_agent.LocalElasticAgent):
         if own == 0:
             if self._reserved is None:
                 assert self._hosts is not None
-                self._reserved = meeting.reserve_port(self._hosts.count > 1)
-            self._store.set(meeting.PORT_KEY, str(self._reserved.getsockname()[1]))
+                self._reserved = local_rendezvous.reserve_port(self._hosts.count > 1)
+            self._store.set(local_rendezvous.PORT_KEY, str(self._reserved.getsockname()[1]))
         try:
-            self._store.wait([meeting.PORT_KEY], timedelta(seconds=PORT_LIMIT_S))
-            return int(self._store.get(meeting.PORT_KEY))
+            self._store.wait([local_rendezvous.PORT_KEY], timedelta(seconds=PORT_LIMIT_S))
+            return int(self._store.get(local_rendezvous.PORT_KEY))
         except RuntimeError as error:
             raise RendezvousError(
                 "the first host's launcher did not announce the port of pycomm's store: start the "

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from pycomm import _secret as secret
 from pycomm.errors import InvalidArgument
-from pycomm.launch import failure, folder, meeting, tables, worker_setup
+from pycomm.launch import failure, folder, local_rendezvous, tables, worker_setup
 
 if TYPE_CHECKING:
     from torch.distributed.launcher.api import LaunchConfig
@@ -126,21 +126,21 @@ def prepared(options: argparse.Namespace, errors: str) -> tuple[LaunchConfig, li
     key = _key(options)
     if options.encrypt:
         _encrypt(options, key)
-    _choose_meeting(options)
-    everybody = options.tee not in ("0", 0)  # torchrun's option
+    _choose_rendezvous(options)
+    all_ranks = options.tee not in ("0", 0)  # torchrun's option
     options.tee = options.redirects = "0"  # in our logs, not in torch's
     config, _, _ = run.config_from_args(options)
     rows = _rows(options, count, devices)
-    logs = config.logs_specs = tables.Logs(options.log_dir, everybody, rows, errors)
+    logs = config.logs_specs = tables.Logs(options.log_dir, all_ranks, rows, errors)
     if not key and _several(options):
         where = options.rdzv_endpoint or f"{options.master_addr}:{options.master_port}"
-        print(f"pycomm launch: {meeting.missing_secret_warning(where)}", file=sys.stderr)
+        print(f"pycomm launch: {local_rendezvous.missing_secret_warning(where)}", file=sys.stderr)
     elif not key:
-        key = meeting.new_key()
+        key = local_rendezvous.new_key()
     logs.variables = {"PYCOMM_SECRET": key} if key else {}
     if config.log_line_prefix_template is None:  # torch treats an empty one as unset
         config.role = "" if options.role == "default" else options.role
-        config.log_line_prefix_template = "[rank ${rank}] " if everybody else "${role_name}"
+        config.log_line_prefix_template = "[rank ${rank}] " if all_ranks else "${role_name}"
     return config, _command(options, devices > 0)
 
 
@@ -188,7 +188,7 @@ def _encrypt(options: argparse.Namespace, key: str) -> None:
     os.environ["PYCOMM_ENCRYPT"] = "1"
 
 
-def _choose_meeting(options: argparse.Namespace) -> None:
+def _choose_rendezvous(options: argparse.Namespace) -> None:
     """Chooses the rendezvous: on one host the loopback address and a free port, on several hosts
     the given endpoint.
     """
@@ -199,12 +199,12 @@ def _choose_meeting(options: argparse.Namespace) -> None:
         and _is_local(options.rdzv_endpoint)
     ):
         port = options.rdzv_endpoint.rpartition(":")[2] or options.master_port or 0
-        options.rdzv_backend = meeting.register_rendezvous()
-        options.rdzv_endpoint = f"{meeting.LOOPBACK}:{port}"
-        options.rdzv_id, options.local_addr = str(uuid.uuid4()), meeting.LOOPBACK
+        options.rdzv_backend = local_rendezvous.register_rendezvous()
+        options.rdzv_endpoint = f"{local_rendezvous.LOOPBACK}:{port}"
+        options.rdzv_id, options.local_addr = str(uuid.uuid4()), local_rendezvous.LOOPBACK
     elif several and options.rdzv_endpoint and options.rdzv_backend == "static":
         options.rdzv_backend = "c10d"
-    if options.rdzv_endpoint and options.rdzv_backend != meeting.BACKEND:
+    if options.rdzv_endpoint and options.rdzv_backend != local_rendezvous.BACKEND:
         own, here = _local_address(options.rdzv_endpoint)
         options.local_addr = options.local_addr or own
         if options.rdzv_backend == "c10d" and (here or not _own_name_resolves()):
@@ -262,7 +262,7 @@ def _rows(options: argparse.Namespace, count: int, devices: int) -> list[tuple[s
     """The configuration, for the table."""
     seen = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(devices)))
     bound = f"{options.cpus_per_rank}, bound" if options.cpus_per_rank else "shared by all"
-    meeting = options.rdzv_endpoint or f"{options.master_addr}:{options.master_port}"
+    endpoint = options.rdzv_endpoint or f"{options.master_addr}:{options.master_port}"
     return [
         ("program", " ".join([options.training_script, *options.training_script_args])),
         ("hosts", "1" if str(options.nnodes) == "1:1" else str(options.nnodes)),
@@ -270,7 +270,7 @@ def _rows(options: argparse.Namespace, count: int, devices: int) -> list[tuple[s
         ("devices", seen if devices else "none, training on the CPU"),
         ("processors per rank", bound),
         ("log directory", options.log_dir),
-        ("hosts meet at", f"{meeting} ({options.rdzv_backend})"),
+        ("rendezvous", f"{endpoint} ({options.rdzv_backend})"),
     ]
 
 

@@ -22,7 +22,7 @@ from typing import Any, overload
 from pycomm import config, default_group
 from pycomm._process_pool import ProcessPool, picklable, send_answer
 from pycomm.errors import Error, InvalidArgument
-from pycomm.launch import failure, meeting, worker_setup
+from pycomm.launch import failure, local_rendezvous, worker_setup
 
 __all__ = ["Launcher", "launcher"]
 
@@ -172,16 +172,21 @@ class _Ranks:
         """Starts the processes, receives their results and ends them."""
         several = self._size > self._count
         key = config.known_secret()
-        host, port, _store = self._meeting(several)
+        host, port, _store = self._torch_store(several)
         if several and not key:
             where = f"{host}:{port}"
-            print(f"pycomm.launcher: {meeting.missing_secret_warning(where)}", file=sys.stderr)
-        key = key or ("" if several else meeting.new_key())
+            print(
+                f"pycomm.launcher: {local_rendezvous.missing_secret_warning(where)}",
+                file=sys.stderr,
+            )
+        key = key or ("" if several else local_rendezvous.new_key())
         reserved, store_port = self._reserve(several, _store)
         try:
             with ProcessPool(GRACE_S, self._failure_of_exit) as pool:
                 for local in range(self._count):
-                    variables = self._variables(local, host, port) | meeting.variables(store_port)
+                    variables = self._variables(local, host, port) | local_rendezvous.variables(
+                        store_port
+                    )
                     with _environment(variables):
                         pool.start(_enter, os.getpid(), local, self._devices > 0, (key, job))
                 pool.collect()
@@ -192,14 +197,14 @@ class _Ranks:
             self._raise(pool.failures)
         return [pool.results[local] for local in range(self._count)]
 
-    def _meeting(self, several: bool) -> tuple[str, int, Any]:
+    def _torch_store(self, several: bool) -> tuple[str, int, Any]:
         """Address and port of torch's store, and the store, which the first host serves."""
         from torch.distributed import TCPStore  # type: ignore[attr-defined]  # its stubs hide it
 
         host, port = self._options.master_addr, self._options.master_port
         if not several:
-            store = meeting.local_store(port)
-            return meeting.LOOPBACK, store.port, store
+            store = local_rendezvous.local_store(port)
+            return local_rendezvous.LOOPBACK, store.port, store
         first = self._options.rank_start == 0
         listen = "0.0.0.0" if first else host
         store = TCPStore(listen, port, is_master=first, wait_for_workers=False, multi_tenant=first)
@@ -208,9 +213,9 @@ class _Ranks:
     def _reserve(self, several: bool, store: Any) -> tuple[socket.socket | None, int]:
         """The port of pycomm's store, and on rank 0's host the socket that reserves it."""
         if self._options.rank_start:
-            return None, int(store.get(meeting.PORT_KEY))
-        reserved = meeting.reserve_port(several)
-        store.set(meeting.PORT_KEY, str(reserved.getsockname()[1]))
+            return None, int(store.get(local_rendezvous.PORT_KEY))
+        reserved = local_rendezvous.reserve_port(several)
+        store.set(local_rendezvous.PORT_KEY, str(reserved.getsockname()[1]))
         return reserved, reserved.getsockname()[1]
 
     def _variables(self, local: int, host: str, port: int) -> dict[str, str]:

@@ -23,7 +23,7 @@ class Logs(LogsSpecs):
 
     Args:
         folder: for the files; created if missing.
-        everybody: show all ranks.
+        all_ranks: show all ranks.
         rows: name and value of the configuration.
         errors: a folder for the failure reports of ranks.
 
@@ -32,11 +32,11 @@ class Logs(LogsSpecs):
     """
 
     def __init__(
-        self, folder: str, everybody: bool, rows: list[tuple[str, str]], errors: str
+        self, folder: str, all_ranks: bool, rows: list[tuple[str, str]], errors: str
     ) -> None:
         super().__init__(folder)
         self.variables: dict[str, str] = {}
-        self._folder, self._everybody, self._rows, self._errors = folder, everybody, rows, errors
+        self._folder, self._all_ranks, self._rows, self._errors = folder, all_ranks, rows, errors
 
     @property
     def root_log_dir(self) -> str:
@@ -58,7 +58,7 @@ class Logs(LogsSpecs):
         return LogsDest(
             stdouts=logs,
             stderrs=dict.fromkeys(envs, ""),  # the rank joins it to its output
-            tee_stdouts=logs if self._everybody else {0: logs[0]},
+            tee_stdouts=logs if self._all_ranks else {0: logs[0]},
             error_files=errors,
         )
 

@@ -49,7 +49,8 @@ def cores_of(local_rank: int, cores_per_rank: int) -> list[int]:
     if len(mine) < cores_per_rank:
         raise InvalidArgument(
             f"{local_rank + 1} ranks with {cores_per_rank} processors each need "
-            f"{(local_rank + 1) * cores_per_rank}, but this host has {len(cores)}"
+            f"{(local_rank + 1) * cores_per_rank}, but this process may use {len(cores)}: pass a "
+            "smaller --cpus-per-rank, or 0 to bind to none"
         )
     return mine
 

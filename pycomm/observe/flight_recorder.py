@@ -44,9 +44,8 @@ CALL = np.dtype(
         ("unused", "V5"),
     ]
 )
-MEMORY_BYTES = (
-    HEAD_BYTES + 256 * CALL.itemsize
-)  # of a rank's memory: csrc/observe/flight_recorder.cpp
+# Of a rank's memory: csrc/observe/flight_recorder.cpp.
+MEMORY_BYTES = HEAD_BYTES + 256 * CALL.itemsize
 TABLES = {
     "operation": _core.OPERATIONS,
     "dtype": _core.DTYPES,

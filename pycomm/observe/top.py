@@ -52,7 +52,7 @@ def _group(ranks: list[FlightRecord], now: Sample, before: Sample | None) -> Tab
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("current call")
     earlier = {(one.id, one.rank): one for one in before.flight_records} if before else {}
-    most = max(_place(one) for one in ranks)
+    most = max(_progress(one) for one in ranks)
     for one in ranks:
         then = earlier.get((one.id, one.rank))
         since = before.at_ns if before and then else one.steady_ns
@@ -64,12 +64,12 @@ def _group(ranks: list[FlightRecord], now: Sample, before: Sample | None) -> Tab
             *(str(one.rank), str(one.pid), f"{calls / seconds:,.0f}"),
             *(f"{sent / seconds / 1e6:,.1f}", f"{100 * waited / seconds:.0f} %"),
             _mark(one, most, now.at_ns),
-            Text(_doing(one, now.at_ns)),
+            Text(_activity(one, now.at_ns)),
         )
     return table
 
 
-def _place(one: FlightRecord) -> tuple[int, int, bool]:
+def _progress(one: FlightRecord) -> tuple[int, int, bool]:
     """A rank's progress: epoch and sequence of its last call, and whether it is complete."""
     if not len(one.records):
         return -1, -1, False
@@ -83,7 +83,7 @@ def _mark(one: FlightRecord, most: tuple[int, int, bool], at_ns: int) -> Text:
         return Text("broken", "red")
     if _is_stopped(one):
         return Text("stopped", "red")
-    behind = not one.is_inside() and _place(one)[:2] < most[:2]
+    behind = not one.is_inside() and _progress(one)[:2] < most[:2]
     if behind and (at_ns - int(one.records[-1]["ended"])) / 1e9 > LATE_S:
         return Text("late", "yellow")
     return Text("")
@@ -97,7 +97,7 @@ def _is_stopped(one: FlightRecord) -> bool:
     return False
 
 
-def _doing(one: FlightRecord, at_ns: int) -> str:
+def _activity(one: FlightRecord, at_ns: int) -> str:
     if one.reason:
         return one.reason
     if not len(one.records):

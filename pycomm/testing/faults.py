@@ -27,7 +27,7 @@ class FaultPlan:
         peer: count and act on the channel to this rank only; None: on all.
         seconds: of a delay.
         chunk_bytes: bytes that a throttled channel shows at a time.
-        timestamp_file: the rank writes time.monotonic() of the fault (noise: of its sending) to
+        timestamp_file: the rank writes time.monotonic() of the fault ("corrupt": of its sending) to
             this file before the others can notice it; "": none.
 
     The fault affects the group that run_ranks makes. Subgroups of split() have channels of their

@@ -334,6 +334,13 @@ def test_slow_bursts_of_other_libraries_are_no_fault() -> None:
     assert bursts.faults(bursts.rows_of(by_rank)) == []
 
 
+def test_bursts_within_the_limit_are_no_fault() -> None:
+    by_rank = [[series(True, 10, 10), series(False, 15, 10)]]
+    (row,) = bursts.rows_of(by_rank)
+    assert row.slow == 0
+    assert bursts.faults([row]) == []
+
+
 def test_bursts_after_a_pause(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     stored = tmp_path / "idle.json"
     options = ["--idle", "0.001", "--rounds", "2", "--sizes", "4K", "--peers", "gloo"]

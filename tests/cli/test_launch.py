@@ -106,6 +106,22 @@ def test_ranks_get_an_equal_share_of_the_processors(tmp_path: Path) -> None:
         assert report_of(tmp_path / "log" / f"rank{rank}.log")["cores"] == wanted
 
 
+def test_ranks_use_only_the_processors_of_the_launcher(tmp_path: Path) -> None:
+    """As in a cpuset or under taskset."""
+    before = os.sched_getaffinity(0)
+    last = max(before)
+    os.sched_setaffinity(0, {last})  # of this thread, whose child inherits it
+    try:
+        done = launch(tmp_path, "--nproc", "1", "--cpus-per-rank", "1", PROGRAM, "place")
+        too_many = launch(tmp_path, "--nproc", "1", "--cpus-per-rank", "2", PROGRAM, "place")
+    finally:
+        os.sched_setaffinity(0, before)
+    assert done.returncode == 0, done.stderr
+    assert report_of(tmp_path / "log" / "rank0.log")["cores"] == [last]
+    assert too_many.returncode == 2
+    assert "but this process may use 1" in too_many.stderr
+
+
 @pytest.mark.parametrize("words", [["--cpus-per-rank", "0", "--nproc", "2"], ["--nproc", "1"]])
 def test_ranks_share_the_processors(words: list[str], tmp_path: Path) -> None:
     done = launch(tmp_path, *words, PROGRAM, "place")
@@ -128,7 +144,7 @@ def test_modules_and_commands(tmp_path: Path) -> None:
     ("arguments", "text"),
     [
         (["--nnodes", "2"], "several hosts need a rendezvous"),
-        (["--cpus-per-rank", "4000"], "this host has"),
+        (["--cpus-per-rank", "4000"], "this process may use"),
         (["--cpus-per-rank", "-1"], "at least 0"),
         (["--devices", "a,b"], "numbers with commas"),
         (["--devices", "0,1", "--nproc", "3"], "means --nproc 2"),
@@ -235,7 +251,7 @@ def test_default_counts_and_cores(monkeypatch: Any) -> None:
     assert worker_setup.threads_for(2 * len(cores), None) == {"OMP_NUM_THREADS": "1"}
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
     assert worker_setup.threads_for(1, 3) == {}
-    with pytest.raises(InvalidArgument, match="this host has"):
+    with pytest.raises(InvalidArgument, match="this process may use"):
         worker_setup.cores_of(1, len(cores))
 
 

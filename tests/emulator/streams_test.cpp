@@ -79,7 +79,7 @@ const Test kBits{
         };
         for (const ReduceOp op :
              {ReduceOp::sum, ReduceOp::avg, ReduceOp::product, ReduceOp::min, ReduceOp::max})
-          for (const Algorithm algorithm : {Algorithm::direct, Algorithm::owner}) {
+          for (const Algorithm algorithm : {Algorithm::direct, Algorithm::direct_two_phase}) {
             std::vector<float> slots;
             for (int rank = 0; rank < 3; ++rank)
               for (size_t i = 0; i < kCount; ++i) slots.push_back(odd(rank, i));

@@ -87,7 +87,7 @@ const ByTransport kUnlike{
       ranks::run_groups(2, by, [](group::Group& group) {
         group::Call of_ints = take(0, 8), staged = take(0, 8);
         of_ints.dtype = Dtype::int32;
-        staged.algorithm = Algorithm::staged;
+        staged.algorithm = Algorithm::host_staged;
         for (const group::Call& other : {take(0, 7), of_ints, staged, take(group::kAnySource, 9)}) {
           const bool sends = group.rank() == 0;
           const Ending ending = ending_of([&] { group.run(sends ? offer(1, 8) : other); });

@@ -53,8 +53,8 @@ void rules_test() {
   is({Operation::all_reduce, Dtype::float32, sum, 8, 4097}, Algorithm::ring);
   is({Operation::all_reduce, Dtype::float32, sum, 9, 4097}, Algorithm::halving);
   is({Operation::all_reduce, Dtype::float32, sum, 9, (1 << 18) + 1}, Algorithm::ring);
-  is({Operation::all_reduce, Dtype::float32, sum, 8, 4097, true}, Algorithm::owner);
-  is({Operation::all_reduce, Dtype::float16, sum, 2, 8193}, Algorithm::owner);
+  is({Operation::all_reduce, Dtype::float32, sum, 8, 4097, true}, Algorithm::direct_two_phase);
+  is({Operation::all_reduce, Dtype::float16, sum, 2, 8193}, Algorithm::direct_two_phase);
   is({Operation::all_reduce, Dtype::float16, max, 2, 8193}, Algorithm::ring);
   is({Operation::all_reduce, Dtype::float32, sum, 1, 1 << 20}, Algorithm::direct);
   is({Operation::broadcast, Dtype::float32, sum, 4, 4096}, Algorithm::tree);
@@ -98,7 +98,7 @@ void hosts_test() {
   expect(two(Operation::barrier, 0, 9, 2) == Algorithm::hierarchical, "barrier");
   const collectives::AlgorithmQuery half{
       Operation::all_reduce, Dtype::bfloat16, sum, 4, 1 << 20, false, false, 2};
-  expect(collectives::choose(half) == Algorithm::owner, "a fold");
+  expect(collectives::choose(half) == Algorithm::direct_two_phase, "a fold");
 }
 const Test kHosts{"ranks that share hosts make two levels", hosts_test};
 
@@ -134,7 +134,7 @@ const Test kRules{"the rules of the choice", rules_test};
 
 void unsupported_test() {
   const std::string error = expect_throws<Unsupported>([] {
-    collectives::make_plan(Algorithm::owner, Operation::broadcast,
+    collectives::make_plan(Algorithm::direct_two_phase, Operation::broadcast,
                            {.rank = 0, .size = 2, .count = 8, .root = 0});
   });
   expect_equal(error,

@@ -142,7 +142,7 @@ Cost tree_cost(int rank, int size, const Case& what) {
   return {};
 }
 
-Cost owner_cost(int rank, int size, const Case& what) {
+Cost direct_two_phase_cost(int rank, int size, const Case& what) {
   const auto n = static_cast<size_t>(size);
   const size_t own = collectives::piece(collectives::Space::input, what.count, size, rank).count;
   return {2 * (n - 1), what.count - own + (n - 1) * own, 2 * (size - 1)};
@@ -211,14 +211,14 @@ Cost cost_of(Algorithm algorithm, int rank, int size, const Case& what) {
       return direct_cost(rank, size, what);
     case Algorithm::tree:
       return tree_cost(rank, size, what);
-    case Algorithm::owner:
-      return owner_cost(rank, size, what);
+    case Algorithm::direct_two_phase:
+      return direct_two_phase_cost(rank, size, what);
     case Algorithm::halving:
       return halving_cost(rank, size, what);
     case Algorithm::automatic:
     case Algorithm::shared_memory:  // no plan
     case Algorithm::nccl:
-    case Algorithm::staged:  // no plan
+    case Algorithm::host_staged:  // no plan
       break;
   }
   return {};

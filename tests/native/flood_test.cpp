@@ -1,24 +1,29 @@
 // A distant rank connects during a flood of hostile connections: to the listener of a group and to
 // the store. The round trip is emulated: the rank sends its proof that much after the answer.
-// benchmarks/reliability/connection_flood.py measures the time.
+// benchmarks/reliability/connection_flood.py measures the time. Also a rank that has no descriptor
+// left.
 #include <poll.h>
 
 #include <algorithm>
 #include <atomic>
 #include <deque>
 #include <functional>
+#include <optional>
 #include <random>
 #include <string>
 #include <thread>
 #include <vector>
 
 #include "bootstrap/connector.h"
+#include "descriptors.h"
 #include "harness.h"
+#include "os/shared_memory.h"
 #include "os/socket.h"
 #include "ranks.h"
 #include "rendezvous/store_frame.h"
 #include "rendezvous/tcp_store.h"
 #include "transport/admission.h"
+#include "transport/shm.h"
 
 namespace {
 
@@ -182,6 +187,48 @@ const Test kChoice{"eviction: from the largest source, without a greeting, then 
                      expect(transport::max_pending() >= 64 && transport::max_pending() <= 1024,
                             "how many are held");
                    }};
+
+const Test kLimit{
+    "a connector holds no more pending connections than the descriptors allow", [] {
+      bootstrap::Connector::Options request;
+      request.key = "key";
+      request.context = "test";
+      request.transports.push_back(transport::make_tcp("127.0.0.1", ""));
+      request.addresses.resize(2);
+      const std::string address = request.transports[0]->address();
+      std::optional<bootstrap::Connector> connector;
+      {
+        const FewDescriptors few(200);  // of which a quarter is less than 64, the minimum
+        connector.emplace(std::move(request));
+      }
+      const int before = open_descriptors();
+      std::vector<os::Fd> clients;
+      for (int i = 0; i < 100; ++i) {
+        clients.push_back(os::start_connect(os::parse_tcp_address(address)));
+        os::poll_one(clients.back().get(), POLLOUT, 5s);
+      }
+      std::vector<pollfd> none;
+      for (int round = 0; round < 10; ++round) {
+        (void)connector->poll(10ms, none);
+        const int held = open_descriptors() - before - 100;
+        expect(held > 0 && held <= 64, std::to_string(held) + " connections are pending");
+      }
+    }};
+
+const Test kFewDescriptors{
+    "shm: a rank that cannot receive descriptors names the limit of open files", [] {
+      std::string why;
+      const auto caller = transport::make_shm(os::page_bytes(), os::page_bytes(), why);
+      const auto listener = transport::make_shm(os::page_bytes(), os::page_bytes(), why);
+      expect(caller && listener, why);
+      ranks::Sockets sockets = ranks::connect_sockets(*caller, *listener);
+      caller->send_memory(sockets.out.get());
+      listener->send_memory(sockets.in.get());
+      const FewDescriptors one(1);
+      const ranks::Ending ending =
+          ranks::ending_of([&] { (void)caller->accept(std::move(sockets.out), Deadline(10s)); });
+      expect(ending.says("ulimit -n"), ending.text());
+    }};
 
 // As an evicted rank sees it: its connection is accepted, then closed.
 const Test kCut{

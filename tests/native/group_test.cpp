@@ -65,7 +65,8 @@ const Test kBlocks{
     "a call with too much scratch runs in blocks", [] {
       constexpr size_t kCount = 2'500'001;  // 3 ranks: from 10 MB of scratch on
       std::vector<std::pair<Operation, Algorithm>> verbs{
-          {Operation::all_reduce, Algorithm::owner}, {Operation::reduce_scatter, Algorithm::ring}};
+          {Operation::all_reduce, Algorithm::direct_two_phase},
+          {Operation::reduce_scatter, Algorithm::ring}};
       if (kSlowdown == 1) {
         verbs.push_back({Operation::all_reduce, Algorithm::tree});
         verbs.push_back({Operation::all_reduce, Algorithm::direct});
@@ -352,7 +353,7 @@ const Test kRefuses{
                               .input = data,
                               .output = data,
                               .count = 1,
-                              .algorithm = Algorithm::owner});
+                              .algorithm = Algorithm::direct_two_phase});
         run_case(group, {Operation::all_reduce, Algorithm::ring, Dtype::float32, ReduceOp::sum, 4,
                          0, false, 0});
       });

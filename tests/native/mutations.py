@@ -72,9 +72,17 @@ ROWS = [
     (
         "unlimited_pending_connections",
         "rendezvous/connected_clients.cpp",
-        "pending >= max_pending_ &&",
-        "pending >= 1000 * max_pending_ &&",
+        "admission_.is_full(pending) &&",
+        "admission_.is_full(pending / 1000) &&",
         "store",
+        "no more pending connections than",
+    ),
+    (
+        "unlimited_pending_ranks",
+        "bootstrap/connector.cpp",
+        "if (admission_.is_full(pending_.size())) evict();",
+        "",
+        "flood",
         "no more pending connections than",
     ),
     (

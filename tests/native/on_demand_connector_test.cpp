@@ -171,7 +171,7 @@ const BySocket kStrangers{
       std::vector<os::Fd> crowd;
       const auto more = [&] {
         for (int i = 0; i < 100; ++i) {
-          crowd.push_back(way.call(address));
+          crowd.push_back(way.start_connect(address));
           if (i % 2 == 0)
             (void)!::send(crowd.back().get(), "GET / HTTP/1.1\r\n\r\n", 18, MSG_NOSIGNAL);
         }

@@ -37,7 +37,7 @@ void expect_proven(Algorithm algorithm, int size, const Case& what) {
       expect_equal(proof.steps, cost.steps, name + ": steps");
     expect(proof.steps <= cost.steps, name + ": more steps than promised");
   }
-  if (algorithm == Algorithm::direct || algorithm == Algorithm::owner)
+  if (algorithm == Algorithm::direct || algorithm == Algorithm::direct_two_phase)
     expect(proof.folded, name + ": not folded in rank order");
 }
 

@@ -9,6 +9,7 @@
 #include <functional>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "core/atomic_words.h"
@@ -23,7 +24,7 @@ struct Pair {
   uint64_t a, b;
 };
 
-const Test kPublished{"a reader never sees a mix of two published values", [] {
+const Test kPublished{"a reader sees the values in the order of the writes", [] {
                         Published<Pair> published;
                         std::atomic<bool> ended{false};
                         std::thread writer([&] {
@@ -42,6 +43,52 @@ const Test kPublished{"a reader never sees a mix of two published values", [] {
                         expect_equal(decreased, uint64_t{0}, "values older than the last one");
                         expect_equal(published.load().a, uint64_t{200'000}, "the last value");
                       }};
+
+// Runs `between` once, after the first word of the next store or load.
+class SteppedWords {
+ public:
+  static inline std::function<void()> between;
+
+  void store(const Pair& value) {
+    value_.a = value.a;
+    step();
+    value_.b = value.b;
+  }
+  Pair load() const {
+    const uint64_t a = value_.a;
+    step();
+    return {a, value_.b};
+  }
+
+ private:
+  static void step() {
+    if (const auto body = std::exchange(between, {})) body();
+  }
+  Pair value_{};
+};
+
+const Test kReadDuringWrite{"a read during a write gives no value", [] {
+                              Published<Pair, SteppedWords> published;
+                              published.store({1, 1});
+                              bool read = false;
+                              SteppedWords::between = [&] {
+                                read = true;
+                                expect(!published.try_load(), "a mix of two values");
+                              };
+                              published.store({2, 2});
+                              expect(read, "the read was during the write");
+                              expect_equal(published.load().b, uint64_t{2}, "after the write");
+                            }};
+
+const Test kWriteDuringRead{"a write during a read is detected", [] {
+                              Published<Pair, SteppedWords> published;
+                              published.store({1, 1});
+                              SteppedWords::between = [&] { published.store({2, 2}); };
+                              expect(!published.try_load(), "a mix of two values");
+                              SteppedWords::between = [&] { published.store({3, 3}); };
+                              const Pair seen = published.load();
+                              expect(seen.a == 3 && seen.b == 3, "load() reads again");
+                            }};
 
 std::vector<int> processors_of(const cpu_set_t& mask) {
   std::vector<int> found;
@@ -136,6 +183,23 @@ const Test kKeepsForeignMask{"a mask that another program sets meanwhile stays",
                                  expect(allowed() == std::vector<int>{here}, "the new mask");
                                });
                              }};
+
+const Test kLeavesInForeignMask{
+    "a thread that leaves again stays in a mask that was set meanwhile", [] {
+      on_a_thread([] {
+        const std::vector<int> before = allowed();
+        if (before.size() < 2) return;
+        const int here = os::current_processor();
+        {
+          os::ProcessorExclusion exclusion;
+          expect(exclusion.leave(here, {}), "there is another processor");
+          restrict_to(here);
+          expect(!exclusion.leave(here, {}), "the new mask has no other processor");
+          expect(allowed() == std::vector<int>{here}, "the new mask during the wait");
+        }
+        expect(allowed() == std::vector<int>{here}, "the new mask after the wait");
+      });
+    }};
 
 const Test kProcessors{"ends that share memory know each other's processor", [] {
                          for (const std::string by : {"local", "shm"}) {

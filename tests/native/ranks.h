@@ -179,6 +179,27 @@ inline bool is_mine(int in, int out) {
          caller.sin_port == own.sin_port;
 }
 
+// A connection between two transports of this process, without a handshake.
+struct Sockets {
+  pycomm::os::Fd out, in;
+};
+
+inline Sockets connect_sockets(const pycomm::transport::SocketTransport& caller,
+                               const pycomm::transport::SocketTransport& listener) {
+  using namespace pycomm;
+  using namespace std::chrono_literals;
+  os::Fd out = caller.start_connect(listener.address());
+  const int door = listener.listeners().at(0);
+  expect((os::poll_one(door, POLLIN, 10s) & POLLIN) != 0, "no connection arrived");
+  os::Fd in = os::accept_from(door);
+  while (in && !is_mine(in.get(), out.get())) {  // support/attack.py connects to all
+    expect((os::poll_one(door, POLLIN, 10s) & POLLIN) != 0, "only other clients connected");
+    in = os::accept_from(door);
+  }
+  expect(in && (os::poll_one(out.get(), POLLOUT, 10s) & POLLOUT) != 0, "no connection");
+  return {std::move(out), std::move(in)};
+}
+
 inline Ends channel_pair(const std::string& transport, size_t ring_bytes) {
   using namespace pycomm;
   using namespace std::chrono_literals;
@@ -195,15 +216,7 @@ inline Ends channel_pair(const std::string& transport, size_t ring_bytes) {
   };
   const auto caller = make(), listener = make();
   expect(caller && listener, why);
-  os::Fd out = caller->call(listener->address());
-  const int door = listener->listeners().at(0);
-  expect((os::poll_one(door, POLLIN, 10s) & POLLIN) != 0, "no connection arrived");
-  os::Fd in = os::accept_from(door);
-  while (in && !is_mine(in.get(), out.get())) {  // support/attack.py connects to all
-    expect((os::poll_one(door, POLLIN, 10s) & POLLIN) != 0, "only other clients connected");
-    in = os::accept_from(door);
-  }
-  expect(in && (os::poll_one(out.get(), POLLOUT, 10s) & POLLOUT) != 0, "no connection");
+  auto [out, in] = connect_sockets(*caller, *listener);
   caller->send_memory(out.get());
   listener->send_memory(in.get());
   const Deadline deadline(10s);

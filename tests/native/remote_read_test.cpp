@@ -276,6 +276,18 @@ void missing_test() {
 }
 const Test kMissing{"a trial of which turns are missing ends", missing_test};
 
+// Ranks that missed different turns must make the same trials from then on.
+void skipped_test() {
+  shared::OnlineTuner each(0, 8, 256), last(0, 8, 256);
+  for (uint64_t turn = 0; turn < 500; ++turn) each.advance_to(turn);
+  for (uint64_t turn = 500; turn < 900; ++turn) {
+    each.advance_to(turn);
+    last.advance_to(turn);
+    expect(each.tries(turn) == last.tries(turn), "turn " + std::to_string(turn));
+  }
+}
+const Test kSkipped{"skipped turns do not shift later trials", skipped_test};
+
 void unreached_test() {
   Host host(3);
   host.of(1).region.reaches = shared::SharedMemoryRegion::Reach::not_all;

@@ -194,7 +194,7 @@ size_t try_every_death(Scene scene) {
 // Calls of three ranks with some 10,000 orders for each death.
 bool has_many_orders(const Call& call) {
   return call.operation == Operation::all_reduce &&
-         (call.algorithm == Algorithm::owner || call.algorithm == Algorithm::halving);
+         (call.algorithm == Algorithm::direct_two_phase || call.algorithm == Algorithm::halving);
 }
 
 const Test kDeaths{"every death of one rank of three, in every order", [] {

@@ -1,7 +1,6 @@
 // The stores: the guarantees of every store, the TCP store's bytes, and unauthenticated clients.
 #include "rendezvous/store.h"
 
-#include <fcntl.h>
 #include <poll.h>
 #include <sys/resource.h>
 #include <sys/socket.h>
@@ -361,23 +360,6 @@ class Child {
  private:
   int write_end_ = -1;
   pid_t pid_ = -1;
-};
-
-// During its lifetime this process may open only this many further descriptors.
-class FewDescriptors {
- public:
-  explicit FewDescriptors(int more) {
-    ::getrlimit(RLIMIT_NOFILE, &old_);
-    rlimit few = old_;
-    few.rlim_cur = 0;  // one more than the highest number that may be given out
-    for (int free = 0; free < more || is_open(static_cast<int>(few.rlim_cur)); ++few.rlim_cur)
-      free += is_open(static_cast<int>(few.rlim_cur)) ? 0 : 1;
-    ::setrlimit(RLIMIT_NOFILE, &few);
-  }
-  ~FewDescriptors() { ::setrlimit(RLIMIT_NOFILE, &old_); }
-
- private:
-  rlimit old_{};
 };
 
 // One of 2,000: random bytes, silence, half a close, a greeting only, or an immediate close. The

@@ -1,13 +1,12 @@
 // Shared by the suites of the stores: a key, an address, and each kind of store with two ends.
 #pragma once
 
-#include <fcntl.h>
-
 #include <chrono>
 #include <functional>
 #include <string>
 
 #include "core/deadline.h"
+#include "descriptors.h"
 #include "harness.h"
 #include "os/socket.h"
 #include "rendezvous/local_store.h"
@@ -23,16 +22,6 @@ inline Deadline within(std::chrono::nanoseconds limit) { return Deadline(limit);
 
 inline void expect_says(const std::string& text, const std::string& part) {
   expect(text.find(part) != std::string::npos, "'" + text + "' does not say '" + part + "'");
-}
-
-inline constexpr int kManyDescriptors = 4096;
-
-inline bool is_open(int fd) { return ::fcntl(fd, F_GETFD) != -1; }
-
-inline int open_descriptors() {
-  int count = 0;
-  for (int fd = 0; fd < kManyDescriptors; ++fd) count += is_open(fd) ? 1 : 0;
-  return count;
 }
 
 inline uint16_t free_port() {

@@ -25,7 +25,7 @@ from pycomm.data import (
     ShardedSampler,
     memory,
 )
-from pycomm.errors import InvalidArgument, Unsupported
+from pycomm.errors import Error, InvalidArgument, Unsupported
 from pycomm.testing import run_ranks
 
 ORDERS = st.sampled_from(["strided", "contiguous"])
@@ -254,6 +254,9 @@ def shared(group: Group) -> Any:
     assert tensor[0, 0] == group.rank + 5.0
     with pytest.raises(InvalidArgument, match=r"rank 0, the first on .*, has no array"):
         pycomm.data.share(None)
+    objects = np.array([None]) if group.rank == 0 else None
+    with pytest.raises(TypeError if group.rank == 0 else Error, match="array of references"):
+        pycomm.data.share(objects)
     with (
         mock.patch("os.getpid", os.getppid),  # as in another pid namespace
         pytest.raises(Unsupported, match="cannot open the memory of rank 0"),

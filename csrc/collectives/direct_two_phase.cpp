@@ -15,7 +15,7 @@ namespace pycomm::collectives {
 //
 // Steps: 2 (size - 1). Elements sent: count + (size - 2) piece(rank), about 2 count (size - 1) /
 // size: as few as in a ring, but added in rank order, with one rounding.
-Plan owner_all_reduce(int rank, int size, size_t count) {
+Plan direct_two_phase_all_reduce(int rank, int size, size_t count) {
   if (size == 1) return copy_plan({Space::input, 0, count}, {Space::output, 0, count});
   const auto output_piece = [&](int i) { return piece(Space::output, count, size, i); };
   const auto input_piece = [&](int i) { return piece(Space::input, count, size, i); };

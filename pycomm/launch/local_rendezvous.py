@@ -70,10 +70,10 @@ def local_store(port: int) -> TCPStore:
 
 
 def reserve_port(several_hosts: bool) -> socket.socket:
-    """Reserves a port for pycomm's store of rank 0 while the socket is open. The socket does not
-    listen: rank 0 binds the same port, which SO_REUSEADDR permits as long as only one of them
-        listens. The
-    system does not assign the port to other processes.
+    """Reserves a port for pycomm's store of rank 0 while the socket is open.
+
+    The system does not assign the port to other processes. The socket does not listen: rank 0 binds
+    the same port, which SO_REUSEADDR permits as long as only one of them listens.
     """
     reserved = socket.socket()
     reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
