@@ -36,9 +36,9 @@ from rich.table import Table
 
 from benchmarks.reliability import connection_flood_rank
 from benchmarks.reliability.connection_flood_rank import FORM_LIMIT_S, STANDS, Held, Place
-from benchmarks.reliability.delayed_flood import CASES, measure, missing
+from benchmarks.reliability.delayed_flood import CASES, measure
 from benchmarks.reliability.delayed_flood import table as distant_table
-from pycomm.bench.support import machine, summaries
+from pycomm.bench.support import delayed_link, machine, summaries
 
 BACKENDS = ("pycomm", "gloo")
 PER_S = 2000  # calls of the unauthenticated clients
@@ -108,7 +108,7 @@ def main(argv: Sequence[str]) -> int:
             bar.update(task, advance=2, description=f"{backend}: starts and stops")
             rounds.append(cycles(context, backend, options.cycles, lambda: bar.advance(task)))
         bar.update(task, description="ranks far away")
-        why_not = "no rounds" if options.rounds < 1 else missing()
+        why_not = "no rounds" if options.rounds < 1 else delayed_link.missing()
         far = [] if why_not else measure(options.rounds, lambda: bar.advance(task))
     console.print(_flood_table(floods))
     console.print(_cycle_table(rounds))

@@ -1,7 +1,7 @@
 """Distant ranks join a group, and connect to a rank that they have not met, during a flood.
 
-Two hosts in namespaces have a round-trip time between them (delayed_link.py). A process on the
-first opens hostile connections to one listener at a given rate:
+Two hosts in namespaces have a round-trip time between them (pycomm.bench.support.delayed_link). A
+process on the first opens hostile connections to one listener at a given rate:
 
     store     four ranks form a group, two on each host; the connections are to rank 0's store
     mesh      the same; to the listener of rank 1, which is on the first host too
@@ -25,8 +25,8 @@ from typing import Any
 
 from rich.table import Table
 
-from benchmarks.reliability.delayed_link import TUN, DelayedLink
-from pycomm.bench.support import netns, summaries
+from pycomm.bench.support import summaries
+from pycomm.bench.support.delayed_link import DelayedLink, Line
 from pycomm.bench.support.netns import Host, Network
 
 FLOODS = ((10, 8000), (50, 1500), (100, 800))
@@ -61,11 +61,6 @@ class DelayedFlood:
         return not self.error and bool(self.flooded_s) and late <= MOST_LATE_S
 
 
-def missing() -> str:
-    """The reason why this cannot run here, or ""."""
-    return netns.missing() or ("" if TUN.exists() else f"needs {TUN}")
-
-
 def measure(rounds: int, advance: Callable[[], None]) -> list[DelayedFlood]:
     """All cases, in `rounds` rounds each; calls `advance` after each of CASES."""
     found = []
@@ -90,8 +85,8 @@ def _try(one: DelayedFlood, case: Callable[[DelayedFlood], None]) -> None:
 
 def _form(one: DelayedFlood) -> None:
     for flooded in (False, True):
-        with Network(2, links=0) as net, DelayedLink(*net.hosts) as line:
-            line.set(one.round_trip_ms / 1e3)
+        with Network(2, links=0) as net, DelayedLink(net.hosts) as link:
+            link.set(Line(one.round_trip_ms / 2e3))
             ranks = [_Process(net.hosts[i // 2], ["rank"], _place(net, i, 4)) for i in range(4)]
             for rank in ranks:
                 rank.expect("ready")
@@ -109,7 +104,7 @@ def _form(one: DelayedFlood) -> None:
 
 def _mid_run(rounds: int, advance: Callable[[], None]) -> list[DelayedFlood]:
     found = [DelayedFlood(MID_RUN, *flood) for flood in FLOODS]
-    with Network(2, links=0) as net, DelayedLink(*net.hosts) as line:
+    with Network(2, links=0) as net, DelayedLink(net.hosts) as link:
         hosts = [net.hosts[0]] * NEAR + [net.hosts[1]]
         ranks = [
             _Process(host, ["rank"], _place(net, rank, len(hosts)))
@@ -130,7 +125,7 @@ def _mid_run(rounds: int, advance: Callable[[], None]) -> list[DelayedFlood]:
             found[0].error = str(error)
             return found
         for one in found:
-            line.set(one.round_trip_ms / 1e3)
+            link.set(Line(one.round_trip_ms / 2e3))
             for _ in range(rounds):
                 _try(one, lambda one: _meet(one, net.hosts[0], ranks, unmet))
             advance()
