@@ -188,7 +188,7 @@ def measure(rate: str, loss: float, options: argparse.Namespace) -> Iterator[lis
     """
     size = options.hosts * options.ranks_per_host
     cases = [
-        (verb, size_bytes, max(1, min(20, 2**26 // size_bytes)), pause_s)
+        (verb, size_bytes, max(1, min(5 if pause_s else 20, 2**26 // size_bytes)), pause_s)
         for verb in options.ops
         for size_bytes in options.sizes
         for pause_s in options.pauses
