@@ -26,6 +26,8 @@ from pycomm.bench.collectives.worker import Barrier
 
 PORT = 29400
 TIMEOUT = timedelta(seconds=60)
+FAR_CALLS = 4
+"""Calls of each case before the first that is measured, until a distant connection has its rate."""
 
 
 @dataclass(frozen=True)
@@ -38,8 +40,9 @@ class Orders:
     address: str  # of this rank's host
     flags: str  # the file of worker.Barrier
     peers: list[str]
-    cases: list[tuple[str, int, int]]  # verb, bytes, calls of each round
+    cases: list[tuple[str, int, int, float]]  # verb, bytes, calls of each round, pause_s
     rounds: int
+    far: bool  # whether the link has a delay
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,7 @@ class RankTimes:
     wrong: dict[str, int]
     seconds: dict[str, list[list[float]]]
     cpu_s: dict[str, list[list[float]]]  # of all threads, and of the kernel for them
+    pause_s: float = 0.0  # before each call
 
 
 def main() -> None:
@@ -65,12 +69,12 @@ def main() -> None:
     groups = Groups(peers, store, orders.rank, orders.size)
     ring = None
     if sockets.NAME in orders.peers:
-        ring = sockets.Ring(store, orders.rank, orders.size, orders.address)
+        ring = sockets.Ring(store, orders.rank, orders.size, orders.address, orders.far)
     barrier = Barrier(Path(orders.flags), orders.rank, orders.size)
-    for verb, size_bytes, calls in orders.cases:
+    for verb, size_bytes, calls, pause_s in orders.cases:
         arrays = Arrays(Case(verb, "float32", size_bytes, orders.size), orders.rank)
         contestants = {peer.name: groups.call(peer, arrays) for peer in peers}
-        times = RankTimes(verb, arrays.case.bytes, {}, {}, {})
+        times = RankTimes(verb, arrays.case.bytes, {}, {}, {}, pause_s)
         if ring:
             sent = int(arrays.case.bytes * VERBS[verb].bus_factor(orders.size))
             contestants[sockets.NAME] = ring.call(
@@ -80,12 +84,15 @@ def main() -> None:
             barrier()
             wrong = arrays.wrong(call)
             times.wrong[name] = wrong if name != sockets.NAME else 0  # it computes nothing
+            for _ in range(FAR_CALLS if orders.far else 0):
+                barrier()
+                call()
             times.seconds[name], times.cpu_s[name] = [], []
         for turn in range(orders.rounds):
             names = list(contestants)
             first = turn % len(names)  # no contestant always follows the same one
             for name in names[first:] + names[:first]:
-                seconds, cpu_s = _series(contestants[name], arrays, barrier, calls)
+                seconds, cpu_s = _series(contestants[name], arrays, barrier, (calls, pause_s))
                 times.seconds[name].append(seconds)
                 times.cpu_s[name].append(cpu_s)
         print(json.dumps(asdict(times)), flush=True)
@@ -94,13 +101,17 @@ def main() -> None:
 
 
 def _series(
-    call: Call, arrays: Arrays, barrier: Barrier, calls: int
+    call: Call, arrays: Arrays, barrier: Barrier, repeats: tuple[int, float]
 ) -> tuple[list[float], list[float]]:
-    """Seconds and processor seconds of each of `calls` calls, after one that warms up."""
-    seconds, cpu_s = [], []
+    """Seconds and processor seconds of each of so many calls, after one that warms up; before each
+    is a pause of so many seconds.
+    """
+    (calls, pause_s), seconds, cpu_s = repeats, [], []
     gc.disable()
     for _ in range(calls + 1):
         arrays.rewrite()
+        if pause_s:
+            time.sleep(pause_s)  # the connections are idle, as during a computation
         barrier()
         start, cpu_start = time.perf_counter(), time.process_time()
         call()

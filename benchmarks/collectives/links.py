@@ -11,6 +11,10 @@ to a rate by `tc tbf`; "none" leaves them as fast as the kernel is. At each rate
 `--peers sockets` is no contestant but a bound: the same bytes through plain sockets (sockets.py).
 `--peers pycomm,pycomm-encrypted` compares `Options(encrypt=True)` with plain connections. With
 LD_LIBRARY_PATH=DIR the libcrypto.so.3 of DIR encrypts.
+`--delay 50ms --loss 0.1` adds 50 ms one way and drops 0.1 % of the packets in each direction, by a
+forwarding process instead of tc (pycomm.bench.support.delayed_link). `--pauses 0,1` repeats each
+case with 1 s without traffic before each call, as during a computation. `--sysctl NAME=VALUE`
+applies to all hosts, such as the largest windows of TCP.
 With --training it measures training steps instead, with other options
 (benchmarks/training/steps.py).
 """
@@ -18,7 +22,10 @@ With --training it measures training steps instead, with other options
 from __future__ import annotations
 
 import argparse
+import contextlib
+import itertools
 import json
+import re
 import secrets
 import ssl
 import statistics
@@ -41,12 +48,15 @@ from pycomm.bench.collectives import table, worker
 from pycomm.bench.collectives.peers import ENCRYPTED
 from pycomm.bench.collectives.plot import COLORS
 from pycomm.bench.collectives.verbs import VERBS
-from pycomm.bench.support import machine, summaries
+from pycomm.bench.support import delayed_link, machine, summaries
+from pycomm.bench.support.delayed_link import DelayedLink, Line
 from pycomm.bench.support.netns import RATE, Network, missing
 from pycomm.bench.support.sizes import format_size, parse_sizes
 
 UNSHAPED = "none"
 MBIT = {"mbit": 1, "gbit": 1000}
+SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
+NEITHER = Line()  # delay nor loss
 CONTESTANTS = ["pycomm", "pycomm-direct", ENCRYPTED.name, "gloo", sockets.NAME]
 
 
@@ -55,6 +65,9 @@ class Row:
     """One contestant in one case; times are the slowest rank's medians, a GB is 10^9 bytes."""
 
     rate: str
+    delay_ms: float  # one way
+    loss_percent: float
+    pause_s: float  # before each call
     verb: str
     size_bytes: int
     peer: str
@@ -85,19 +98,21 @@ def main(argv: Sequence[str]) -> int:
         parser.error("at least 2 hosts, 1 rank on each and 1 round are needed")
     if options.ranks_per_host > 1 and sockets.NAME in options.peers:
         parser.error(f"--peers {sockets.NAME} is for one rank on each host")
-    if why := missing():
+    if bad := [word for word in options.sysctl if "=" not in word]:
+        parser.error(f"--sysctl takes NAME=VALUE, not {', '.join(bad)}")
+    if why := delayed_link.missing() if options.delay or any(options.loss) else missing():
         print(f"pycomm bench links {why}", file=sys.stderr)
         return 2
     console = Console(soft_wrap=True, highlight=False)
     found: list[Row] = []
     try:
         with Progress(console=console, disable=not console.is_terminal, transient=True) as bar:
-            cases = len(options.ops) * len(options.sizes)
-            task = bar.add_task("", total=cases * len(options.rates))
+            cases = len(options.ops) * len(options.sizes) * len(options.pauses)
+            task = bar.add_task("", total=cases * len(options.rates) * len(options.loss))
             console.print(HEADER)
-            for rate in options.rates:
+            for rate, loss in itertools.product(options.rates, options.loss):
                 bar.update(task, description=rate)
-                for rows in measure(rate, options):
+                for rows in measure(rate, loss, options):
                     found += rows
                     for row in rows:
                         console.print(text(row))
@@ -122,25 +137,65 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--ops", default="all_reduce", help=",".join(VERBS))
     parser.add_argument("--peers", default="pycomm,gloo", help=",".join(CONTESTANTS))
     parser.add_argument("--rounds", type=int, default=5, help="turns of each contestant")
+    parser.add_argument("--delay", type=_seconds, default=0.0, help="one way, such as 50ms")
+    parser.add_argument("--loss", type=_numbers, default=[0.0], help="percent, such as 0,0.1")
+    parser.add_argument("--mtu", type=int, default=1500, help="of links with delay or loss")
+    parser.add_argument("--pauses", type=_numbers, default=[0.0], help="seconds before each call")
+    parser.add_argument("--sysctl", action="append", default=[], help="NAME=VALUE, of all hosts")
     parser.add_argument("--json", type=Path, help="where to store all figures")
     parser.add_argument("--plot", type=Path, help="where to draw bandwidth over size")
     return parser
 
 
-def measure(rate: str, options: argparse.Namespace) -> Iterator[list[Row]]:
-    """The rows of each case at one rate, as soon as all ranks have reported.
+def _seconds(text: str) -> float:
+    """The value of a duration such as "50ms"."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)(s|ms|us)", text)
+    if not match:
+        raise argparse.ArgumentTypeError(f"{text!r} is no duration: write 50ms")
+    return float(match[1]) * SECONDS[match[2]]
+
+
+def _numbers(text: str) -> list[float]:
+    """The numbers of a list such as "0,0.1"; none is negative."""
+    numbers = [float(word) for word in text.split(",")]
+    if min(numbers) < 0:
+        raise argparse.ArgumentTypeError(f"{text!r} has a negative number")
+    return numbers
+
+
+@contextlib.contextmanager
+def _network(rate: str, line: Line, options: argparse.Namespace) -> Iterator[Network]:
+    """The hosts, with links of tc's if there is neither delay nor loss."""
+    delayed = line.delay_s > 0 or line.loss > 0
+    with (
+        Network(options.hosts, links=0 if delayed else 1, ipv6=False) as net,
+        contextlib.ExitStack() as ending,
+    ):
+        for host in net.hosts:
+            for setting in options.sysctl:
+                host.run("sysctl", "-q", "-w", setting)
+        if delayed:
+            ending.enter_context(DelayedLink(net.hosts, options.mtu)).set(line)
+        elif rate != UNSHAPED:
+            net.shape(0, rate)
+        yield net
+
+
+def measure(rate: str, loss: float, options: argparse.Namespace) -> Iterator[list[Row]]:
+    """The rows of each case at one rate and loss, as soon as all ranks have reported.
 
     Raises RuntimeError if a rank failed; its output is on this process's stderr.
     """
     size = options.hosts * options.ranks_per_host
     cases = [
-        (verb, size_bytes, max(1, min(20, 2**26 // size_bytes)))
+        (verb, size_bytes, max(1, min(5 if pause_s else 20, 2**26 // size_bytes)), pause_s)
         for verb in options.ops
         for size_bytes in options.sizes
+        for pause_s in options.pauses
     ]
-    with Network(options.hosts, ipv6=False) as net, tempfile.NamedTemporaryFile() as flags:
-        if rate != UNSHAPED:
-            net.shape(0, rate)
+    limit = 0.0 if rate == UNSHAPED else bytes_s(rate)
+    line = Line(options.delay, limit, loss / 100)
+    with _network(rate, line, options) as net, tempfile.NamedTemporaryFile() as flags:
         flags.write(bytes(8 * size * worker.SLOT))
         flags.flush()
         ranks = []
@@ -149,7 +204,7 @@ def measure(rate: str, options: argparse.Namespace) -> Iterator[list[Row]]:
             host = net.hosts[rank // options.ranks_per_host]
             orders = Orders(
                 *(rank, size, net.hosts[0].ipv4(), host.ipv4(), flags.name),
-                *(options.peers, cases, options.rounds),
+                *(options.peers, cases, options.rounds, options.delay > 0),
             )
             process = host.start(
                 [sys.executable, "-m", "benchmarks.collectives.link_rank"],
@@ -162,7 +217,7 @@ def measure(rate: str, options: argparse.Namespace) -> Iterator[list[Row]]:
             process.stdin.flush()
             ranks.append(process)
         for _ in cases:
-            yield rows_of(rate, options.hosts, [_receive(process) for process in ranks])
+            yield rows_of(rate, options.hosts, [_receive(process) for process in ranks], line)
 
 
 def _receive(process: subprocess.Popen[str]) -> RankTimes:
@@ -172,7 +227,7 @@ def _receive(process: subprocess.Popen[str]) -> RankTimes:
     raise RuntimeError(f"a rank ended with exit status {process.wait()}; its output is above")
 
 
-def rows_of(rate: str, hosts: int, by_rank: Sequence[RankTimes]) -> list[Row]:
+def rows_of(rate: str, hosts: int, by_rank: Sequence[RankTimes], line: Line = NEITHER) -> list[Row]:
     """The rows of one case, from the reports of all ranks."""
     first = by_rank[0]
     sent = first.size_bytes * VERBS[first.verb].bus_factor(hosts)
@@ -183,6 +238,9 @@ def rows_of(rate: str, hosts: int, by_rank: Sequence[RankTimes]) -> list[Row]:
         rows.append(
             Row(
                 rate=rate,
+                delay_ms=line.delay_s * 1e3,
+                loss_percent=line.loss * 100,
+                pause_s=first.pause_s,
                 verb=first.verb,
                 size_bytes=first.size_bytes,
                 peer=name,
@@ -209,8 +267,9 @@ def bytes_s(rate: str) -> float:
 
 
 HEADER = (
-    f"{'# rate':8} {'verb':>14} {'size':>6} {'peer':>14} {'time (ms)':>10} {'GB/s':>6} "
-    f"{'% of line':>9} {'vs gloo':>8} {'CPU s/GB':>8} {'#wrong':>6}"
+    f"{'# rate':8} {'delay':>7} {'loss':>6} {'pause':>6} {'verb':>14} {'size':>6} "
+    f"{'peer':>14} {'time (ms)':>10} {'GB/s':>6} {'% of line':>9} {'vs gloo':>8} "
+    f"{'CPU s/GB':>8} {'#wrong':>6}"
 )
 
 
@@ -219,7 +278,8 @@ def text(row: Row) -> str:
     line = "-" if row.line_percent is None else f"{row.line_percent:.1f}"
     ratio = "-" if row.ratio is None else f"{row.ratio:.2f}x"
     return (
-        f"{row.rate:8} {row.verb:>14} {format_size(row.size_bytes):>6} {row.peer:>14} "
+        f"{row.rate:8} {row.delay_ms:>5g}ms {row.loss_percent:>5g}% {row.pause_s:>5g}s "
+        f"{row.verb:>14} {format_size(row.size_bytes):>6} {row.peer:>14} "
         f"{row.time_ms:>10.3f} {row.bandwidth_gbs:>6.3f} {line:>9} {ratio:>8} "
         f"{row.cpu_s_per_gb:>8.2f} {row.wrong:>6}"
     )
@@ -231,6 +291,10 @@ def _store(found: Sequence[Row], options: argparse.Namespace) -> None:
         settings = {
             name: getattr(options, name) for name in ("hosts", "ranks_per_host", "rounds", "peers")
         }
+        if options.delay or any(options.loss):
+            settings["mtu"] = options.mtu
+        if options.sysctl:
+            settings["sysctl"] = options.sysctl
         if ENCRYPTED.name in options.peers:
             settings["openssl"] = ssl.OPENSSL_VERSION  # Python's ssl and pycomm load the same copy
         content = {"machine": where, "settings": settings, "rows": [asdict(row) for row in found]}

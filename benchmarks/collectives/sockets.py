@@ -12,6 +12,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]  # torch's stu
 from pycomm.bench.collectives.verbs import Call
 
 NAME = "sockets"
+BBR = b"bbr"
 PIECE = 1 << 18
 """Bytes of a system call; more were no faster, fewer were slower."""
 
@@ -21,9 +22,10 @@ class Ring:
 
     Args:
         address: this rank's, by which others reach it.
+        far: whether BBR remains if it is the system's default, because the hosts are distant.
     """
 
-    def __init__(self, store: Store, rank: int, size: int, address: str) -> None:
+    def __init__(self, store: Store, rank: int, size: int, address: str, far: bool) -> None:
         with socket.create_server((address, 0)) as listener:
             store.set(f"{NAME}/{rank}", f"{address} {listener.getsockname()[1]}")
             calls = size > 2 or rank == 0
@@ -35,7 +37,9 @@ class Ring:
                 self._to = self._from
         for connection in (self._to, self._from):
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            if b"bbr" in connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16):
+            if not far and BBR in connection.getsockopt(
+                socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16
+            ):
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"cubic")
             connection.setblocking(False)
 

@@ -27,6 +27,7 @@ from dataclasses import asdict, dataclass, field
 from benchmarks.reliability import command, delayed_flood
 from benchmarks.reliability.command import Child
 from benchmarks.reliability.delayed_flood import clients_on, ranks_on
+from pycomm.bench.support import delayed_link
 
 BACKENDS = ("pycomm", "gloo")
 PER_S = 2000  # calls of the unauthenticated clients
@@ -104,7 +105,7 @@ def main(argv: Sequence[str]) -> int:
     options = parser.parse_args(argv)
     floods = [flood(backend, options.connections) for backend in options.peers]
     rounds = [cycles(backend, options.cycles) for backend in options.peers]
-    why_not = "no rounds" if options.rounds < 1 else delayed_flood.missing()
+    why_not = "no rounds" if options.rounds < 1 else delayed_link.missing()
     far = [] if why_not else delayed_flood.measure(options.rounds)
     command.report(
         options.json,

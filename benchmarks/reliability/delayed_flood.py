@@ -23,8 +23,8 @@ from typing import Any
 
 from benchmarks.reliability import command
 from benchmarks.reliability.command import Child
-from benchmarks.reliability.delayed_link import TUN, DelayedLink
-from pycomm.bench.support import netns, summaries
+from pycomm.bench.support import summaries
+from pycomm.bench.support.delayed_link import DelayedLink, Line
 from pycomm.bench.support.netns import Host, Network
 
 FLOODS = ((10, 8000), (50, 1500), (100, 800))
@@ -56,11 +56,6 @@ class DelayedFlood:
         """Whether no rank was delayed by more than MOST_LATE_S."""
         late = max(self.flooded_s, default=0.0) - statistics.median(self.quiet_s or [0.0])
         return not self.error and bool(self.flooded_s) and late <= MOST_LATE_S
-
-
-def missing() -> str:
-    """The reason why this cannot run here, or ""."""
-    return netns.missing() or ("" if TUN.exists() else f"needs {TUN}")
 
 
 def measure(rounds: int) -> list[DelayedFlood]:
@@ -128,13 +123,13 @@ def _address(host: Host | None) -> str:
 
 @contextlib.contextmanager
 def _two_hosts() -> Iterator[tuple[DelayedLink, Sequence[Host]]]:
-    with Network(2, links=0) as net, DelayedLink(*net.hosts) as line:
+    with Network(2, links=0) as net, DelayedLink(net.hosts) as line:
         yield line, net.hosts
 
 
 def _form(one: DelayedFlood, flooded: bool) -> None:
     with _two_hosts() as (line, (near, far)), ranks_on([near, near, far, far], PORT) as ranks:
-        line.set(one.round_trip_ms / 1e3)
+        line.set(Line(one.round_trip_ms / 2e3))
         for rank in ranks[:2]:
             rank.send("form")
         attacked = (PORT, ranks[:0]) if one.where == "store" else (0, ranks[1:2])
@@ -156,7 +151,7 @@ def _mid_run(found: Sequence[DelayedFlood], rounds: int) -> None:
         if len(unmet) < 2 * rounds * len(found):
             raise RuntimeError(f"only {len(unmet)} ranks were not met")
         for one in found:
-            line.set(one.round_trip_ms / 1e3)
+            line.set(Line(one.round_trip_ms / 2e3))
             for turn in range(2 * rounds):
                 met, flooded = unmet.pop(), turn % 2 == 1
                 with _flooded(one, near, 0, [ranks[met]], flooded):

@@ -15,6 +15,7 @@
 #include <charconv>
 #include <cstddef>
 #include <cstring>
+#include <fstream>
 #include <memory>
 #include <string_view>
 #include <system_error>
@@ -36,6 +37,15 @@ bool is_paced(int fd) {
 bool take_congestion_control(int fd, std::string_view name) {
   return ::setsockopt(fd, IPPROTO_TCP, TCP_CONGESTION, name.data(),
                       static_cast<socklen_t>(name.size())) == 0;
+}
+
+// 0 if the file cannot be read, as in a container of an older kernel.
+int last_number_of(const char* path) {
+  std::ifstream file(path);
+  int number = 0;
+  while (file >> number) {
+  }
+  return number;
 }
 
 // Accepted connections inherit the listener's congestion control.
@@ -294,7 +304,16 @@ int connect_error(int fd) {
 
 void pace_if_usual(int fd) {
   const Fd other(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
-  if (other && is_paced(other.get())) take_congestion_control(fd, kPaced);
+  if (other && is_paced(other.get())) pace(fd);
+}
+
+void pace(int fd) { take_congestion_control(fd, kPaced); }
+
+void enlarge_send_buffer(int fd) {
+  // SO_SNDBUF ends the kernel's own growth, and the kernel doubles its value.
+  const int most = last_number_of("/proc/sys/net/core/wmem_max");
+  if (most <= last_number_of("/proc/sys/net/ipv4/tcp_wmem") / 2) return;
+  ::setsockopt(fd, SOL_SOCKET, SO_SNDBUF, &most, sizeof most);
 }
 
 Fd accept_from(int fd, bool* exhausted) {

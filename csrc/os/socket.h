@@ -74,6 +74,14 @@ int connect_error(int fd);
 // selected later: between two namespaces 4 KiB then took up to 2 ms, and 12 us without.
 void pace_if_usual(int fd);
 
+// The same even if BBR is not the system's default. No effect if the system does not offer it.
+void pace(int fd);
+
+// The unacknowledged bytes of a connection fit into its send buffer, so a buffer limits the rate to
+// its size in each round trip. Sets the largest buffer that an unprivileged process may set, if the
+// kernel does not enlarge the buffer that far by itself.
+void enlarge_send_buffer(int fd);
+
 // Whether the process at the other end of a Unix socket had this process's user id when it
 // connected or started to listen. `user` becomes its id.
 bool is_our_user(int fd, uint32_t& user);

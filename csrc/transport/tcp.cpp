@@ -38,6 +38,11 @@ constexpr size_t kMostAwaited = size_t{256} << 10;
 // Below this round-trip time the hosts are in one local network.
 constexpr uint32_t kNearUs = 1000;
 
+// From this round-trip time on, slow start after a pause and recovery from a lost packet take
+// longer than the data. `bench links --delay 50ms --pauses 1 --loss 0,0.1` with 16 MiB at 1 Gbit/s:
+// 0.19 s with BBR and 0.38 s with Reno; with loss 0.38 s and 31 s.
+constexpr uint32_t kFarUs = 10000;
+
 template <typename T>
 void set_tcp(int fd, int option, const T& value) {
   ::setsockopt(fd, IPPROTO_TCP, option, &value, sizeof value);
@@ -45,11 +50,16 @@ void set_tcp(int fd, int option, const T& value) {
 
 // BBR is for long distances. On a short one its timers cost more processor time than the data: an
 // all_reduce of 16 MiB between two namespaces at 10 Gbit/s took 30 ms with it, and 22 without.
-void pace_if_far(int fd) {
+void adapt_to_distance(int fd) {
   tcp_info info{};
   socklen_t length = sizeof info;
-  if (::getsockopt(fd, IPPROTO_TCP, TCP_INFO, &info, &length) == 0 && info.tcpi_min_rtt >= kNearUs)
+  if (::getsockopt(fd, IPPROTO_TCP, TCP_INFO, &info, &length) != 0) return;
+  if (info.tcpi_min_rtt >= kFarUs) {
+    os::pace(fd);
+    os::enlarge_send_buffer(fd);
+  } else if (info.tcpi_min_rtt >= kNearUs) {
     os::pace_if_usual(fd);
+  }
 }
 
 class TcpChannel final : public Channel {
@@ -57,7 +67,7 @@ class TcpChannel final : public Channel {
   explicit TcpChannel(os::Fd fd) : fd_(std::move(fd)), buffer_(kBufferBytes) {
     set_tcp(fd_.get(), TCP_NODELAY, 1);
     set_tcp(fd_.get(), TCP_NOTSENT_LOWAT, kUnsentBytes);
-    pace_if_far(fd_.get());
+    adapt_to_distance(fd_.get());
   }
 
   ~TcpChannel() override { close_gracefully(std::move(fd_), {}); }

@@ -11,12 +11,15 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 from host_runs import LIMIT_S, Run
 
 from benchmarks.reliability.unauthenticated import MANNERS
+from pycomm.bench.support import delayed_link
+from pycomm.bench.support.delayed_link import DelayedLink, Line
 from pycomm.bench.support.netns import Counters, Host, Network, missing
 
 WHY_NOT = missing()
@@ -296,6 +299,34 @@ def test_near_hosts_are_not_rate_limited() -> None:
         run.results()
     assert len(sockets.splitlines()) == 2, sockets  # to the store, and to the other rank
     assert "bbr" not in sockets
+
+
+@pytest.mark.skipif(bool(delayed_link.missing()), reason=delayed_link.missing())
+@pytest.mark.parametrize(("delay_ms", "far"), [(2, False), (20, True)])
+def test_connections_to_far_hosts_are_paced_and_buffered(delay_ms: int, far: bool) -> None:
+    """Even if BBR is not the system's default. The kernel's buffer remains if it grows more."""
+    most = int(Path("/proc/sys/net/core/wmem_max").read_text())
+    with Network(2, links=0, ipv6=False) as net, DelayedLink(net.hosts) as link:
+        link.set(Line(delay_ms / 1e3))
+        grows = {net.hosts[0]: most, net.hosts[1]: 4 * most}
+        for host, largest in grows.items():
+            host.run("sysctl", "-qw", "net.ipv4.tcp_congestion_control=reno")
+            host.run("sysctl", "-qw", f"net.ipv4.tcp_wmem=4096 16384 {largest}")
+        run = Run(net, [0, 1], "traffic").start_all()
+        for rank in (0, 1):
+            assert run.ranks[rank].stdout.readline().strip() == "ready"
+        words = ("ss", "-tinmHO", "state", "established")
+        sockets = [host.run(*words).splitlines() for host in net.hosts]
+        for _ in ("ready", "done"):
+            for rank in (0, 1):
+                run.ranks[rank].stdin.write("\n")
+                run.ranks[rank].stdin.flush()
+        run.results()
+    available = "bbr" in Path("/proc/sys/net/ipv4/tcp_available_congestion_control").read_text()
+    for lines in sockets:
+        assert sum(" bbr " in line for line in lines) == (1 if far and available else 0), lines
+    for lines, enlarged in zip(sockets, (far, False), strict=True):
+        assert sum(f",tb{2 * most}," in line for line in lines) == enlarged, lines
 
 
 def test_hierarchical_exchange_sends_one_packet_per_host() -> None:
