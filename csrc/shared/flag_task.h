@@ -51,7 +51,8 @@ class FlagTask : public engine::Task {
   bool have_reduced(uint64_t ticket);
   // Whether no rank has aborted this call.
   bool all_in_call();
-  // Publishes the filled slot. `now` = false: the next publish() or wake_sleepers() wakes the peers.
+  // Publishes the filled slot. `now` = false: the next publish() or wake_sleepers() wakes the
+  // peers.
   void show_filled(uint64_t ticket, bool now = true);
   void publish(std::atomic<uint64_t>& flag, uint64_t value);
   // Wakes the peers that sleep until a flag changes.

@@ -59,8 +59,8 @@ class StagedTask final : public FlagTask {
   std::byte* out_row(int i, const Chunk& chunk) const;
 
   const SharedJob& job_;
-  int parts_;          // ranks that have a part
-  bool tiny_ = false;  // data is stored in the flags' cache lines
+  int parts_;              // ranks that have a part
+  bool tiny_ = false;      // data is stored in the flags' cache lines
   bool wake_due_ = false;  // for the flag of a filled slot
   bool two_shots_ = false;
   OnlineTuner* stores_ = nullptr;                // null: plain stores
