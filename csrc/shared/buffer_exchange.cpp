@@ -1,20 +1,13 @@
 #include "shared/buffer_exchange.h"
 
-#include <unistd.h>
-
 #include <algorithm>
 #include <cstring>
-#include <string>
-
-#include "os/process_memory.h"
 
 namespace pycomm::shared {
 namespace {
 
 // Below this size the exchange saves nothing over slots.
 constexpr size_t kMinBytes = size_t{16} << 10;
-// Below this size system calls take longer than slots: the test for readable memory takes 1 us.
-constexpr size_t kMinRemoteReadBytes = size_t{256} << 10;
 
 uint64_t address_of(const void* at) { return reinterpret_cast<uintptr_t>(at); }
 
@@ -51,16 +44,12 @@ BufferExchange::Needed BufferExchange::Needed::of(const SharedJob& job, int size
   return {};
 }
 
-// Contents of the cache line of the flag. Addresses belong to the rank's own process. The last
-// three are 0 or 1; they are no bool, because another rank wrote them.
+// Contents of the cache line of the flag. Addresses belong to the rank's own process.
 struct BufferExchange::BufferDescriptor {
   uint64_t input, output;
-  uint64_t heap;             // start of its heap
-  uint64_t token_at, token;  // a reader of its process must find `token` there
-  int32_t process;
-  uint8_t mapped;          // all arrays that peers access are in its heap
-  uint8_t readable;        // peers can read the arrays, and this rank can read all peers
-  uint8_t reads_remotely;  // its preference
+  uint64_t heap;  // start of its heap
+  uint64_t
+      mapped;  // 1: all arrays that peers access are in its heap. No bool: another rank wrote it
 };
 
 bool BufferExchange::applies_to(const SharedJob& job, const SharedMemoryRegion& region) {
@@ -68,9 +57,8 @@ bool BufferExchange::applies_to(const SharedJob& job, const SharedMemoryRegion& 
 }
 
 BufferExchange::BufferExchange(engine::Engine& engine, SharedMemoryRegion& region,
-                               const SharedJob& job, const transport::Header& header,
-                               bool prefers_remote_read)
-    : FlagTask(engine, region, header, 1), job_(job), prefers_remote_read_(prefers_remote_read) {}
+                               const SharedJob& job, const transport::Header& header)
+    : FlagTask(engine, region, header, 1), job_(job) {}
 
 bool BufferExchange::advance() {
   awaited_ = collectives::kNoRank;
@@ -86,12 +74,6 @@ bool BufferExchange::advance() {
   return true;
 }
 
-bool BufferExchange::are_readable(const Needed& needed) const {
-  if (!os::is_readable(job_.input, needed.input)) return false;
-  const bool in_place = job_.input == job_.output && needed.input == needed.output;
-  return in_place || os::is_readable(job_.output, needed.output);
-}
-
 // A misaligned array counts as not mapped, because peers would have to process it.
 void BufferExchange::publish_buffer() {
   static_assert(sizeof(BufferDescriptor) <= kTinyBytes);
@@ -105,13 +87,7 @@ void BufferExchange::publish_buffer() {
       .input = address_of(job_.input),
       .output = address_of(job_.output),
       .heap = address_of(region_.heap(rank_).base.get()),
-      .token_at = address_of(&region_.token),
-      .token = region_.token,
-      .process = getpid(),
-      .mapped = mapped,
-      .readable = region_.reaches == SharedMemoryRegion::Reach::all &&
-                  needed.most() >= kMinRemoteReadBytes && (mapped || are_readable(needed)),
-      .reads_remotely = prefers_remote_read_,
+      .mapped = mapped ? 1U : 0U,
   };
   std::memcpy(region_.own().filled[first_ % kSlots].tiny.data(), &mine, sizeof mine);
   show_filled(first_);
@@ -125,9 +101,7 @@ BufferExchange::BufferDescriptor BufferExchange::descriptor_of(int peer) const {
 }
 
 RemoteBuffer BufferExchange::remote_buffer_of(int peer, const BufferDescriptor& descriptor) const {
-  RemoteBuffer place{
-      .input_at = descriptor.input, .output_at = descriptor.output, .process = descriptor.process};
-  if (descriptor.mapped == 0) return place;
+  if (descriptor.mapped == 0) return {};
   const os::HeapView& heap = region_.heap(peer);
   const auto at = [&](uint64_t address, size_t bytes) -> std::byte* {
     const uint64_t offset = address - descriptor.heap;
@@ -138,41 +112,18 @@ RemoteBuffer BufferExchange::remote_buffer_of(int peer, const BufferDescriptor& 
     return heap.base.get() + offset;
   };
   const Needed needed = Needed::of(job_, size_);
-  place.input = at(descriptor.input, needed.input);
-  place.output = at(descriptor.output, needed.output);
-  return place;
+  return {.input = at(descriptor.input, needed.input),
+          .output = at(descriptor.output, needed.output)};
 }
 
 void BufferExchange::choose_access_mode() {
   bool all_mapped = true;
-  can_read_remotely_ = true;
   for (int peer = 0; peer < size_; ++peer) {
     const BufferDescriptor descriptor = descriptor_of(peer);
     all_mapped &= descriptor.mapped != 0;
-    can_read_remotely_ &= descriptor.readable != 0;
     buffers_.push_back(remote_buffer_of(peer, descriptor));
   }
-  can_read_remotely_ &= !all_mapped;
-  if (all_mapped)
-    mode_ = AccessMode::zero_copy;
-  else if (can_read_remotely_ && descriptor_of(0).reads_remotely != 0)
-    mode_ = AccessMode::remote_read;
-  if (region_.reaches == SharedMemoryRegion::Reach::unknown)
-    region_.reaches =
-        reaches_all() ? SharedMemoryRegion::Reach::all : SharedMemoryRegion::Reach::not_all;
-}
-
-// Another namespace can reuse a process id, so the value read must be the peer's token.
-bool BufferExchange::reaches_all() const {
-  for (int peer = 0; peer < size_; ++peer) {
-    const BufferDescriptor descriptor = descriptor_of(peer);
-    uint64_t found = 0;
-    if (!os::read_process(descriptor.process, descriptor.token_at,
-                          reinterpret_cast<std::byte*>(&found), sizeof found) ||
-        found != descriptor.token)
-      return false;
-  }
-  return true;
+  mode_ = all_mapped ? AccessMode::zero_copy : AccessMode::staged;
 }
 
 }  // namespace pycomm::shared

@@ -7,7 +7,6 @@
 #include <optional>
 #include <variant>
 
-#include "shared/remote_read_task.h"
 #include "shared/staged_task.h"
 #include "shared/zero_copy_task.h"
 
@@ -39,18 +38,14 @@ class SharedCall final : public engine::Task {
 
  private:
   engine::Task* begin(const BufferExchange& exchange);
-  void record_cost();
 
   engine::Engine& engine_;
   SharedMemoryRegion& region_;
   const SharedJob& job_;
   const transport::Header& header_;
-  std::variant<std::monostate, BufferExchange, ZeroCopyTask, RemoteReadTask, StagedTask> tasks_;
+  std::variant<std::monostate, BufferExchange, ZeroCopyTask, StagedTask> tasks_;
   engine::Task* now_;  // the active one
   std::optional<AccessMode> mode_;
-  bool measures_ = false;  // this rank measures the duration
-  uint64_t turn_ = 0;
-  Clock::time_point begun_{};
 };
 
 }  // namespace pycomm::shared

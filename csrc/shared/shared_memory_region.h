@@ -3,16 +3,12 @@
 #pragma once
 
 #include <array>
-#include <bit>
 #include <cstdint>
-#include <map>
 #include <memory>
 #include <utility>
 #include <vector>
 
-#include "core/operation.h"
 #include "os/processor.h"
-#include "os/random.h"
 #include "os/shared_heap.h"
 #include "shared/online_tuner.h"
 #include "shared/segment.h"
@@ -59,8 +55,6 @@ class SharedMemoryRegion {
   uint64_t take(uint64_t count) { return std::exchange(next_, next_ + count); }
   // The first ticket of this epoch. Slots of earlier epochs are free once `done` reaches it.
   uint64_t base() const { return base_; }
-  // Whether every slot was used before. First use includes page faults, so nothing is measured.
-  bool is_warm() const { return next_ >= kSlots; }
   // The last value read from the `done` flag of a peer.
   uint64_t& known_done(int peer) { return known_done_[static_cast<size_t>(peer)]; }
   // True if `peer` is in a different call at the same sequence number; `theirs` is its header.
@@ -79,15 +73,6 @@ class SharedMemoryRegion {
   OnlineTuner& store_tuner(size_t bytes) {
     return stores_[bytes < (size_t{256} << 10) ? 0 : bytes < (size_t{4} << 20) ? 1 : 2];
   }
-  // Selects slots or remote reads for private arrays. The lowest rank decides, by operation and
-  // size of the call. Calls are counted.
-  OnlineTuner& read_tuner(Operation operation, size_t bytes) {
-    return read_tuners_.try_emplace({operation, std::bit_width(bytes)}, 0, 8, 256).first->second;
-  }
-  // Whether this rank may read the processes of all peers; the first buffer exchange sets it.
-  enum class Reach { unknown, not_all, all } reaches = Reach::unknown;
-  // Value that a peer must find when it reads this process, to confirm the process id.
-  uint64_t token = std::bit_cast<std::array<uint64_t, 4>>(os::random_bytes())[0];
   // Since the group was created: bytes that this rank wrote for peers, and read from theirs.
   uint64_t bytes_sent = 0, bytes_received = 0;
 
@@ -97,11 +82,10 @@ class SharedMemoryRegion {
   std::vector<os::HeapView> heaps_;  // by number, or empty
   int rank_;
   std::vector<uint64_t> known_done_;
-  // In the long run 8 of 256 chunks are trials, half of them with the slower stores; 8 of 256
-  // calls. The first chunks fault their pages in.
+  // In the long run 8 of 256 chunks are trials, half of them with the slower stores. The first
+  // chunks fault their pages in.
   std::array<OnlineTuner, 3> stores_{OnlineTuner{kSlots, 8, 256}, OnlineTuner{kSlots, 8, 256},
                                      OnlineTuner{kSlots, 8, 256}};
-  std::map<std::pair<Operation, int>, OnlineTuner> read_tuners_;
   uint16_t epoch_ = 0;
   uint64_t base_ = 0, next_ = 0;
 };

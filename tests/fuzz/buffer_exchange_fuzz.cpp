@@ -57,8 +57,6 @@ struct Rank {
     header.operation = static_cast<uint8_t>(operation);
     header.count = job.count;
     region.begin(header);
-    region.reaches = shared::SharedMemoryRegion::Reach::all;
-    region.read_tuner(operation, job.count * sizeof(float)).turns = 1;  // prefers to read
     task.emplace(engine, region, job, header);
   }
   engine::Engine engine;

@@ -45,7 +45,6 @@ NEEDS = {
     "buffer_exchange": [
         *ENGINE,
         *("collectives", "cpu/copy.cpp", "cpu/isa.cpp", "shared"),
-        *(f"os/{name}.cpp" for name in ("process_memory", "random")),
     ],
     "packets": ["codec/cpu", "cpu/isa.cpp"],
     "store": [],

@@ -105,14 +105,11 @@ void all_reduce_mapped(engine::Engine& engine, shared::SharedMemoryRegion* regio
   run_shared(engine, region, Operation::all_reduce, x, x, scene.count);
 }
 
-void all_reduce_pulled(engine::Engine& engine, shared::SharedMemoryRegion* region,
+void all_reduce_staged(engine::Engine& engine, shared::SharedMemoryRegion* region,
                        const Scene& scene, float* x) {
   std::vector<float> own(x, x + scene.count);
-  region->reaches = shared::SharedMemoryRegion::Reach::all;
-  region->read_tuner(Operation::all_reduce, scene.count * sizeof(float)).turns =
-      1;  // a trial by reading
   run_shared(engine, region, Operation::all_reduce, own.data(), own.data(), scene.count,
-             shared::AccessMode::remote_read);
+             shared::AccessMode::staged);
 }
 
 void broadcast_mapped(engine::Engine& engine, shared::SharedMemoryRegion* region,
@@ -191,12 +188,12 @@ void mapped_test() {
 }
 const Test kMapped{"all ranks detect a death in a call on arrays in heaps", mapped_test};
 
-void pulled_test() {
+void staged_test() {
   int mortal = 0;
   for (const int additions : {-1, 0, 1, 30, 65})
-    play({{0, 0, 0}, 200'003, mortal++ % 3, additions}, all_reduce_pulled);
+    play({{0, 0, 0}, 200'003, mortal++ % 3, additions}, all_reduce_staged);
 }
-const Test kPulled{"all ranks detect a death while they read each other's arrays", pulled_test};
+const Test kStaged{"all ranks detect a death while they copy through slots", staged_test};
 
 // Blocks of 1 MiB: the first sum inside, one while the first block crosses, the last.
 void two_levels_test() {

@@ -57,7 +57,7 @@ MAY_INCLUDE = {
     "device/": ["core/", "device/", "collectives/plan.h", "nccl/", "os/thread.h"],
     "shared/": [
         *("core/", "shared/", "collectives/plan.h", "engine/engine.h", "kernels/kernels.h"),
-        *("cpu/copy.h", "os/process_memory.h", "os/processor.h", "os/random.h", "os/shared_heap.h"),
+        *("cpu/copy.h", "os/processor.h", "os/shared_heap.h"),
         "transport/frame.h",
     ],
     # A plan between hosts runs beside the sums inside a host.

@@ -22,7 +22,6 @@ class Line:
     size_bytes: int
     count: int
     dtype: str
-    redop: str
     verb: str
     peer: str
     time_us: float  # median over rounds of each round's median
@@ -60,7 +59,6 @@ def _line(name: str, by_rank: Sequence[Times], times: dict[str, float], fastest_
         size_bytes=case.bytes,
         count=case.count,
         dtype=case.dtype,
-        redop=verb.redop,
         verb=case.verb,
         peer=name,
         time_us=time_s * 1e6,
@@ -108,8 +106,9 @@ def header(peers: Sequence[str]) -> str:
 def text(line: Line) -> str:
     """One line under header()."""
     ratio = "-" if line.ratio is None else f"{line.ratio:.2f}x"
+    redop = VERBS[line.verb].redop
     return (
-        f"{line.size_bytes:>12} {line.count:>10} {line.dtype:>8} {line.redop:>5} {line.peer:>14} "
+        f"{line.size_bytes:>12} {line.count:>10} {line.dtype:>8} {redop:>5} {line.peer:>14} "
         f"{line.time_us:>10.2f} {line.p99_us:>10.2f} {line.algbw_gbs:>7.2f} {line.busbw_gbs:>7.2f} "
         f"{line.wrong:>6} {ratio:>8} {line.limit_percent:>7.1f}"
     )
