@@ -8,7 +8,7 @@ import pytest
 from benchmarks.reliability import connection_flood, delayed_flood
 from benchmarks.reliability.connection_flood import Cycles, Flood
 from benchmarks.reliability.delayed_flood import DelayedFlood
-from pycomm.bench.support import summaries
+from pycomm.bench.support import delayed_link, summaries
 
 HELD = {"descriptors": 20, "threads": 3, "mappings": 100}
 KEPT = Flood("pycomm", 900, 100, 0.1, 0.1, 1000.0, 990.0, 20, 20)
@@ -34,7 +34,7 @@ def test_the_command_runs_and_stores(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert cycles["last"]["descriptors"] == cycles["first"]["descriptors"]
 
 
-@pytest.mark.skipif(bool(delayed_flood.missing()), reason=delayed_flood.missing() or "it is there")
+@pytest.mark.skipif(bool(delayed_link.missing()), reason=delayed_link.missing() or "it is there")
 @pytest.mark.parametrize("where", delayed_flood.FORMING)
 def test_a_distant_rank_joins_beside_a_flood(where: str) -> None:
     """The benchmark checks the time: here the machine may be busy."""

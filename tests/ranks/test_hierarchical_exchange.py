@@ -311,7 +311,7 @@ def test_survivors_continue(on: Any, monkeypatch: pytest.MonkeyPatch, lost: list
         while step < 8:
             if step == 4 and me in lost:
                 gone.set()
-                for one in (*group._parts, group):  # as where its process ends
+                for one in (*group._subgroups, group):  # as where its process ends
                     one.close()
                 return None
             if step == 4:
