@@ -81,7 +81,7 @@ class Cycles:
     failures: list[str] = field(default_factory=list)
     first: Held | None = None  # at least, in some cycles
     last: Held | None = None
-    files: int = 0  # left in /dev/shm
+    files: int = 0  # of pycomm, left in /dev/shm
     seconds: float = 0.0
 
     def kept(self) -> bool:
@@ -170,7 +170,7 @@ def cycles(backend: str, count: int) -> Cycles:
     """Starts and stops; ranks that fail or hang are restarted."""
     found, held = Cycles(backend), list[Held]()  # after each cycle of this rank 0
     port = command.free_port()
-    before, begin = set(os.listdir("/dev/shm")), time.monotonic()
+    before, begin = _shared_files(), time.monotonic()
     with contextlib.ExitStack() as stack:
         pair: list[Child] = []
         for number in command.progress(range(count), f"{backend}: starts and stops"):
@@ -194,8 +194,13 @@ def cycles(backend: str, count: int) -> Cycles:
     found.first = _least(held[WARM_CYCLES : 2 * WARM_CYCLES])
     found.last = _least(held[-WARM_CYCLES:])
     found.seconds = time.monotonic() - begin
-    found.files = len(set(os.listdir("/dev/shm")) - before)
+    found.files = len(_shared_files() - before)
     return found
+
+
+def _shared_files() -> set[str]:
+    """pycomm's files in /dev/shm; other programs may make some meanwhile."""
+    return {name for name in os.listdir("/dev/shm") if name.startswith("pycomm")}
 
 
 def _least(some: Sequence[Held]) -> Held | None:

@@ -389,13 +389,13 @@ def test_ddp_trains_as_on_the_cpu(run: Run) -> None:
 
 
 def _options(at: Any) -> None:
-    met, plain = [], device_groups._meet
+    met, plain = [], device_groups._make
 
     def noted(*given: Any) -> Any:
         met.append(given[4:])
         return plain(*given)
 
-    device_groups._meet = noted
+    device_groups._make = noted
     try:
         requested = torch_backend.Options(cuda_channels=2, cuda_internode_transport="tcp")
         both = "cpu:pycomm,privateuseone:pycomm"
@@ -408,7 +408,7 @@ def _options(at: Any) -> None:
         part.allreduce([x]).wait()
         assert (x.cpu() == group.size() ** 2).all()
     finally:
-        device_groups._meet = plain
+        device_groups._make = plain
     assert met == [(2, "tcp"), (2, "tcp")]
     with pytest.raises(errors.InvalidArgument, match=r"got 'udp', expected one of 'nccl', 'tcp'"):
         torch_backend.Options(cuda_internode_transport="udp")
