@@ -45,7 +45,7 @@ class Rank:
             word, *given = line.split()
             try:
                 _answer(getattr(self, word)(*map(int, given)))
-            except RuntimeError as error:
+            except RuntimeError as error:  # the parent reports it
                 _answer(f"{type(error).__name__}: {error}")
 
     def form(self) -> float:

@@ -170,36 +170,26 @@ const Test kStays{"a thread that is bound to one processor stays there", [] {
                     });
                   }};
 
-const Test kKeepsForeignMask{"a mask that another program sets meanwhile stays", [] {
-                               on_a_thread([] {
-                                 const std::vector<int> before = allowed();
-                                 if (before.size() < 2) return;
-                                 const int here = os::current_processor();
-                                 {
-                                   os::ProcessorExclusion exclusion;
-                                   expect(exclusion.leave(here, {}), "there is another processor");
-                                   restrict_to(here);
-                                 }
-                                 expect(allowed() == std::vector<int>{here}, "the new mask");
-                               });
-                             }};
-
-const Test kLeavesInForeignMask{
-    "a thread that leaves again stays in a mask that was set meanwhile", [] {
-      on_a_thread([] {
-        const std::vector<int> before = allowed();
-        if (before.size() < 2) return;
-        const int here = os::current_processor();
-        {
-          os::ProcessorExclusion exclusion;
-          expect(exclusion.leave(here, {}), "there is another processor");
-          restrict_to(here);
-          expect(!exclusion.leave(here, {}), "the new mask has no other processor");
-          expect(allowed() == std::vector<int>{here}, "the new mask during the wait");
-        }
-        expect(allowed() == std::vector<int>{here}, "the new mask after the wait");
-      });
-    }};
+// `again`: the thread tries to leave a second time.
+void foreign_mask_test(bool again) {
+  on_a_thread([again] {
+    const std::vector<int> before = allowed();
+    if (before.size() < 2) return;
+    const int here = os::current_processor();
+    {
+      os::ProcessorExclusion exclusion;
+      expect(exclusion.leave(here, {}), "there is another processor");
+      restrict_to(here);
+      if (again) expect(!exclusion.leave(here, {}), "the new mask has no other processor");
+      expect(allowed() == std::vector<int>{here}, "the new mask during the wait");
+    }
+    expect(allowed() == std::vector<int>{here}, "the new mask after the wait");
+  });
+}
+const Test kKeepsForeignMask{"a mask that another program sets meanwhile stays",
+                             [] { foreign_mask_test(false); }};
+const Test kLeavesInForeignMask{"a thread that leaves again stays in a mask set meanwhile",
+                                [] { foreign_mask_test(true); }};
 
 const Test kProcessors{"ends that share memory know each other's processor", [] {
                          for (const std::string by : {"local", "shm"}) {

@@ -370,7 +370,7 @@ assert pycomm.all_reduce(x[::2]) is not None and pycomm.all_reduce(x, async_op=T
 assert left == ["all_reduce"] * 2
 for call in (lambda: _core.Call("barrier")(group), lambda: _core.Call("barrier")(group=group)):
     try: call()
-    except TypeError as error: print(error)
+    except TypeError as error: print(error)  # compared below
 with as_thread_default(group): pycomm.barrier()
 assert left[2:] == ["barrier"]
 pycomm.shutdown()
