@@ -91,6 +91,7 @@ def parts(count: int, results: Path) -> list[Part]:
         Part("shared-multi-rank", [*own, "shared", "--way", "multi-rank"], 120),
         Part("shared-host-id", [*own, "shared", "--way", "host-id"], 120),
         Part("training", [*own, "training", "--ranks", str(ranks)], 600),
+        Part("training-shared", [*own, "training", "--ranks", "2", "--way", "host-id"], 600),
         Part("bench-kernels", [*bench, "kernels", "--device", "cuda", *stored], 2400),
     ]
     if count < 2:

@@ -42,14 +42,14 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.gpu_ranks", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("what", choices=("alone", "shared", "training"))
-    parser.add_argument("--way", choices=tuple(WAYS), default="multi-rank")
+    parser.add_argument("--way", choices=tuple(WAYS), help="how NCCL lets ranks share a GPU")
     parser.add_argument("--ranks", type=int, default=1)
     options = parser.parse_args(argv)
     if options.what == "alone":
         return alone()
     if options.what == "shared":
-        return shared(options.way)
-    return training(options.ranks)
+        return shared(options.way or "multi-rank")
+    return training(options.ranks, options.way)
 
 
 def alone() -> int:
@@ -82,13 +82,14 @@ def _share(rank: Rank, way: str) -> None:
     rank.send(fine)
 
 
-def training(ranks: int) -> int:
-    """Compares the losses of every way to train with those of nccl, within rounding."""
+def training(ranks: int, way: str | None = None) -> int:
+    """Compares the losses of every way to train with those of nccl, within rounding. All ranks
+    share the first GPU if `way` is given."""
     losses: dict[str, list[float]] = {}
-    for way, title in TRAINED.items():
+    for trained, title in TRAINED.items():
         by_rank: dict[int, list[float]] = {}
-        processes.run(train, (way, "cuda"), ranks, by_rank.__setitem__)
-        losses[way] = by_rank[0]
+        processes.run(train, (trained, "cuda", way), ranks, by_rank.__setitem__)
+        losses[trained] = by_rank[0]
         print(f"{title}: {' '.join(f'{loss:.6f}' for loss in by_rank[0])}", flush=True)
     return judge(losses)
 
@@ -109,10 +110,15 @@ def judge(losses: Mapping[str, Sequence[float]]) -> int:
     return 0 if fine else 1
 
 
-def train(rank: Rank, way: str, kind: str) -> None:
+def train(rank: Rank, way: str, kind: str, shares: str | None = None) -> None:
     """STEPS steps of a small model; sends the losses, each the mean over ranks."""
     backend = way if way in ("nccl", "gloo") else "pycomm"
-    device = torch.device(kind, rank.rank) if kind != "cpu" else torch.device(kind)
+    if shares:
+        os.environ.update(WAYS[shares](rank.rank))
+    index = 0 if shares else rank.rank
+    device = torch.device(kind, index) if kind != "cpu" else torch.device(kind)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     bound: dict[str, Any] = {"device_id": device} if device.type == "cuda" else {}
     dist.init_process_group(
         backend, store=rank.store, rank=rank.rank, world_size=rank.size, **bound

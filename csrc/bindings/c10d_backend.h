@@ -225,7 +225,7 @@ class Backend : public c10d::Backend {
                                           const c10d::ReduceScatterOptions& opts) override {
     return submit(opts, [&] {
       return reduce_scatter_from(slot(), outputs, inputs, opts.reduceOp,
-                                 c10d::OpType::REDUCE_SCATTER_TENSOR_COALESCED);
+                                 reduce_scatter_coalesced_type());
     });
   }
 

@@ -100,11 +100,21 @@ inline void check_pairs(Job& job, const Tensors& outputs, const Tensors& inputs)
   job.staged = SharedMemory::is_written_twice(uses);
 }
 
+// torch 2.11 has no type of its own for coalesced reduce_scatter calls.
+template <class Type = c10d::OpType>
+constexpr Type reduce_scatter_coalesced_type() {
+  if constexpr (requires { Type::REDUCE_SCATTER_TENSOR_COALESCED; })
+    return Type::REDUCE_SCATTER_TENSOR_COALESCED;
+  else
+    return Type::_REDUCE_SCATTER_BASE;
+}
+
 // `plain` or, for PREMUL_SUM, a scaled copy.
 inline at::Tensor scaled(Job& job, const at::Tensor& plain, const c10d::ReduceOp& op) {
   if (op.op_ != c10d::ReduceOp::PREMUL_SUM) return plain;
   BelowAutograd guard;
-  const auto& factor = static_cast<const c10d::PreMulSumSupplement&>(*op.supplement_);
+  // The name that torch 2.11 uses; in later versions it is an alias.
+  const auto& factor = static_cast<const c10d::NCCLPreMulSumSupplement&>(*op.supplement_);
   const at::Tensor product =
       factor.tensor_factor.defined() ? plain * factor.tensor_factor : plain * factor.double_factor;
   job.held.push_back(product.to(plain.scalar_type()));

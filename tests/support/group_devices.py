@@ -1,12 +1,14 @@
 """Devices for the tests of device groups: NumPy arrays as inputs, one device for each rank.
 
 A device is emulated (tests/emulator, with a fake NCCL), or a GPU of this machine, seen through
-torch. Each rank has its own device, or two share one, which NCCL rejects. A test takes a Machine,
-whose ranks are threads or processes.
+torch. Each rank has its own device, or two share one, which NCCL rejects. With fewer GPUs than
+ranks, ranks that need their own device share GPUs under NCCL: each is a process with another
+NCCL_HOSTID. A test takes a Machine, whose ranks are threads or processes.
 """
 
 from __future__ import annotations
 
+import os
 from contextlib import ExitStack
 from typing import Any
 
@@ -195,9 +197,16 @@ class Machine:
     def run(self, n: int, fn: Any, *args: Any, **options: Any) -> list[Any]:
         """Runs `fn(group, device, *args)` in each of n ranks; the results by rank."""
         needed = (n + 1) // 2 if self.shared else n
-        if needed > self.most:
+        if needed > self.most and (self.shared or not self.most):
             pytest.skip("needs a GPU" if needed == 1 else f"needs {needed} GPUs")
-        return pycomm.testing.run_ranks(n, _rank, self.device, self.shared, fn, args, **options)
+        indices = [rank // 2 if self.shared else rank % self.most for rank in range(n)]
+        crowded = needed > self.most
+        if crowded:
+            options["processes"] = True
+            if options.get("transport", "local") == "local":
+                options["transport"] = ""
+        device = (self.device, indices, crowded)
+        return pycomm.testing.run_ranks(n, _rank, device, fn, args, **options)
 
 
 EMULATED = ["emulated", "emulated, shared"]
@@ -227,10 +236,15 @@ class EmulatedHere(ExitStack):
         return self
 
 
-def _rank(group: pycomm.Group, kind: str, shared: bool, fn: Any, args: tuple[Any, ...]) -> Any:
+def _rank(
+    group: pycomm.Group, chosen: tuple[str, list[int], bool], fn: Any, args: tuple[Any, ...]
+) -> Any:
+    kind, indices, crowded = chosen
     alone = kind == "emulated" and device_groups._Source.module is None  # a separate process
     with EmulatedHere() if alone else ExitStack():
-        device = DEVICES[kind](group.rank // 2 if shared else group.rank)
+        if crowded:  # NCCL takes ranks with different host ids for ranks of different hosts
+            os.environ["NCCL_HOSTID"] = f"pycomm-{group.rank}"
+        device = DEVICES[kind](indices[group.rank])
         try:
             return fn(group, device, *args)
         finally:
