@@ -90,6 +90,16 @@ __device__ __forceinline__ void store_release(unsigned* p, unsigned value) {
   asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(p), "r"(value) : "memory");
 }
 
+// A word that other blocks of the same launch read and write, without an order of other accesses.
+__device__ __forceinline__ unsigned long long load_relaxed(const unsigned long long* p) {
+  unsigned long long value;
+  asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(value) : "l"(p) : "memory");
+  return value;
+}
+__device__ __forceinline__ void store_relaxed(unsigned long long* p, unsigned long long value) {
+  asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(p), "l"(value) : "memory");
+}
+
 // Adds, and publishes what this thread (and, after a __syncthreads, its block) wrote before.
 __device__ __forceinline__ unsigned add_release(unsigned* p, unsigned value) {
   unsigned old;
@@ -121,9 +131,11 @@ using emulator::lane_id;
 using emulator::load;
 using emulator::load_acquire;
 using emulator::load_fresh;
+using emulator::load_relaxed;
 using emulator::pause;
 using emulator::shared;
 using emulator::store;
+using emulator::store_relaxed;
 using emulator::store_release;
 
 template <class... P, class... A>

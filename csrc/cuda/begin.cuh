@@ -29,7 +29,8 @@ __device__ __forceinline__ void begin_selection(const Tables& t, const AnyPage& 
   if (threadIdx.x != 0) return;
   const uint64_t bound = t.memory[s].bound;
   t.selections[s] = page.selections[at];
-  t.states[s] = {bound == 0 ? kNoBound : bound - 1, 0, 0, 0};
+  t.states[s] = {};
+  t.states[s].bound = bound == 0 ? kNoBound : bound - 1;
 }
 
 // Grid: one block per selection of the page, at least one.
@@ -40,6 +41,8 @@ __global__ void __launch_bounds__(kThreads)
   for (unsigned i = blockIdx.x * kThreads + threadIdx.x; i < page.piece_count;
        i += gridDim.x * kThreads)
     t.pieces[page.first_piece + i] = page.pieces[i];
+  for (unsigned i = blockIdx.x * kThreads + threadIdx.x; i < t.units; i += gridDim.x * kThreads)
+    t.unit_counts[i] = 0;
   if (blockIdx.x < page.selection_count) begin_selection<V>(t, page, blockIdx.x, kThreads);
 }
 
@@ -64,14 +67,27 @@ __global__ void __launch_bounds__(kSampleThreads)
     t.pieces[0] = page.pieces[0];
     t.memory[0] = {};
   }
+  for (unsigned i = threadIdx.x; i < t.units; i += kSampleThreads) t.unit_counts[i] = 0;
   begin_selection<V>(t, page, 0, kSampleThreads);
   const unsigned count = page.pieces[0].count;
   const V* x = static_cast<const V*>(page.pieces[0].v);
   Key<V> keys[kSampleEach];
+  const unsigned quads = count / 4;  // four neighbours cost no more than one element
+  if (page.pieces[0].aligned && quads >= kSample / 4) {
+    Quad<V> four[kSampleEach / 4];
 #pragma unroll
-  for (unsigned j = 0; j < kSampleEach; ++j) {
-    const uint64_t at = uint64_t{j * kSampleThreads + threadIdx.x} * count / kSample;
-    keys[j] = count == 0 ? Key<V>{0} : magnitude(gpu::load(&x[at]));
+    for (unsigned j = 0; j < kSampleEach / 4; ++j) {
+      const uint64_t at = uint64_t{j * kSampleThreads + threadIdx.x} * quads / (kSample / 4);
+      four[j] = load_quad(x + 4 * at);
+    }
+#pragma unroll
+    for (unsigned j = 0; j < kSampleEach; ++j) keys[j] = magnitude(four[j / 4].at[j % 4]);
+  } else {
+#pragma unroll
+    for (unsigned j = 0; j < kSampleEach; ++j) {
+      const uint64_t at = uint64_t{j * kSampleThreads + threadIdx.x} * count / kSample;
+      keys[j] = count == 0 ? Key<V>{0} : magnitude(gpu::load(&x[at]));
+    }
   }
   auto& bins = gpu::shared<SampleSpace>().bins;
   Key<V> bound = 0;

@@ -63,56 +63,45 @@ struct Found {
   unsigned want;  // its rank within the bin
 };
 
+inline constexpr unsigned kMostBins = 2048;  // of a histogram
+
 template <unsigned kThreads, class Bin>
 __device__ __forceinline__ Found narrow(unsigned bins, unsigned want, Bin bin) {
+  constexpr unsigned kMost = (kMostBins + kThreads - 1) / kThreads;
   auto& found = gpu::shared<Found>();
   const unsigned each = (bins + kThreads - 1) / kThreads;
-  const unsigned top = bins - min(bins, threadIdx.x * each), low = top - min(top, each);
-  unsigned mine = 0;
-  for (unsigned b = low; b < top; ++b) mine += bin(b);
+  const unsigned top = bins - min(bins, threadIdx.x * each);
+  unsigned counts[kMost], mine = 0;  // from the thread's highest bin down
+#pragma unroll
+  for (unsigned j = 0; j < kMost; ++j) {
+    counts[j] = j < min(each, top) ? bin(top - 1 - j) : 0;
+    mine += counts[j];
+  }
   const unsigned upto = scan_block<kThreads>(mine);
   unsigned above = upto - mine;
-  if (above < want && want <= upto) {
-    unsigned b = top - 1;
-    for (unsigned here = bin(b); above + here < want; here = bin(b)) {
-      above += here;
-      --b;
-    }
-    found = {b, want - above};
+#pragma unroll
+  for (unsigned j = 0; j < kMost; ++j) {
+    if (above < want && want <= above + counts[j]) found = {top - 1 - j, want - above};
+    above += counts[j];
   }
   __syncthreads();
   return found;  // valid until the barrier in the scan of the next call
 }
 
-// Several passes in one launch: blocks take tickets as they start, and `blocks` of them form a
-// pass. A block waits until all earlier passes are complete. It waits only for blocks with lower
-// tickets, which already run. So there is always progress, however few blocks fit on the device.
-struct Turns {
-  unsigned ticket;
-  unsigned done;
-};
-struct Turn {
-  unsigned pass;
-  unsigned rank;  // within the pass
+struct Ticket {
+  unsigned number;
 };
 
-__device__ __forceinline__ Turn take_turn(Turns& turns, unsigned blocks) {
-  auto& mine = gpu::shared<Turn>();
-  if (threadIdx.x == 0) {
-    const unsigned ticket = atomicAdd(&turns.ticket, 1u);
-    const unsigned pass = ticket / blocks;
-    while (gpu::load_acquire(&turns.done) < pass * blocks) gpu::pause();
-    mine = {pass, ticket - pass * blocks};
-  }
+// The block's number in the order in which blocks start. A block may wait for blocks with lower
+// tickets, because they already run. So there is always progress, however few blocks fit on the
+// device.
+__device__ __forceinline__ unsigned take_ticket(unsigned& next) {
+  auto& mine = gpu::shared<Ticket>().number;
+  if (threadIdx.x == 0) mine = atomicAdd(&next, 1u);
   __syncthreads();
-  const Turn turn = mine;
+  const unsigned ticket = mine;
   __syncthreads();
-  return turn;
-}
-
-__device__ __forceinline__ void end_turn(Turns& turns) {
-  __syncthreads();
-  if (threadIdx.x == 0) gpu::add_release(&turns.done, 1u);
+  return ticket;
 }
 
 }  // namespace pycomm::cuda

@@ -5,6 +5,7 @@
 
 #include "cuda/begin.cuh"
 #include "cuda/host.hpp"
+#include "cuda/pack.cuh"
 #include "kernels/device_kernels.h"
 
 namespace pycomm::cuda {
@@ -13,7 +14,8 @@ namespace pycomm::cuda {
 struct Rows {
   std::vector<Piece> pieces;
   std::vector<Selection> selections;
-  unsigned tiles = 0, units = 0, pool = 0;
+  unsigned tiles = 0, pool = 0;
+  unsigned units = 0;  // of pack, with the shortest runs
 };
 
 // Capacity of the pool. Dense selections (above 1/16) read the whole tensors instead.
@@ -41,11 +43,10 @@ inline void add_selection(Rows& rows, Selection selection, unsigned first_tile, 
   selection.count = count;
   selection.first_tile = first_tile;
   selection.tiles = rows.tiles - first_tile;
-  selection.first_unit = rows.units;
   selection.pool = rows.pool;
   selection.capacity = capacity;
-  rows.units += (selection.tiles + kRun - 1) / kRun;
-  rows.pool += capacity;
+  rows.units += (selection.tiles + kWarps - 1) / kWarps;
+  rows.pool += (capacity + 3) / 4 * 4;  // so that 16-byte accesses are aligned
   rows.selections.push_back(selection);
 }
 
@@ -74,7 +75,6 @@ Tables lay_out(const Rows& rows, void* workspace, size_t& bytes) {
   t.piece_count = static_cast<unsigned>(rows.pieces.size());
   t.selection_count = static_cast<unsigned>(rows.selections.size());
   t.tiles = rows.tiles;
-  t.units = rows.units;
   BumpAllocator allocator(workspace);
   allocator.take(t.memory, t.selection_count);
   allocator.take(t.header, 1);
@@ -83,8 +83,7 @@ Tables lay_out(const Rows& rows, void* workspace, size_t& bytes) {
   allocator.take(t.selections, t.selection_count);
   allocator.take(t.bins, size_t{t.selection_count} * kBins<V>);
   allocator.take(t.spans, t.tiles);
-  allocator.take(t.unit_counts, t.units);
-  allocator.take(t.warp_counts, size_t{t.units} * (kThreads / 32));
+  allocator.take(t.unit_counts, rows.units);
   allocator.take(t.pool_places, rows.pool);
   V* values = nullptr;
   allocator.take(values, rows.pool);
@@ -93,11 +92,18 @@ Tables lay_out(const Rows& rows, void* workspace, size_t& bytes) {
   return t;
 }
 
-// Grids of the passes: enough blocks for all units of work, few enough to be resident together.
-inline void size_passes(Tables& t) {
-  const unsigned most = 4 * multiprocessors();
-  t.select_blocks = std::clamp(std::max(t.tiles, t.selection_count), 1u, most);
-  t.pack_blocks = std::clamp(t.units, 1u, most);
+// Divides the work of select and pack. Units of pack are as long as needed for all blocks to be
+// resident at once, because each of them waits for those before it.
+inline void divide_work(Tables& t, Rows& rows) {
+  const unsigned processors = multiprocessors();
+  t.select_blocks = std::clamp(std::max(t.tiles, t.selection_count), 1u, 2 * processors);
+  const unsigned resident = kPackBlocks * processors * kWarps;  // warps of pack
+  t.run = std::max(1u, (t.tiles + resident - 1) / resident) * kWarps;
+  t.units = 0;
+  for (Selection& selection : rows.selections) {
+    selection.first_unit = t.units;
+    t.units += (selection.tiles + t.run - 1) / t.run;
+  }
 }
 
 template <class AnyPage>

@@ -1,103 +1,147 @@
 // Writes exactly k elements of every selection, in index order; of equal magnitudes the lower index
 // wins.
 //
-// A unit is a run of kRun tiles of one selection, shared by the warps of a block. The first pass
-// counts the elements above and at the k-th magnitude for each unit and warp; the second sums the
-// counts of earlier units and writes. So the order depends on positions only, not on the order of
-// execution.
+// A unit is a run of tiles of one selection, shared by the warps of a block. A block counts the
+// elements above and at the k-th magnitude in its unit, publishes both counts, adds those of all
+// earlier units, and writes. So the order depends on positions only, not on the order of execution.
 #pragma once
 
 #include "cuda/tables.cuh"
 
 namespace pycomm::cuda {
 
-inline constexpr unsigned kWarps = kThreads / 32;
-static_assert(kRun % kWarps == 0);
+// Loads of a lane before the first is used: of tiles, and within a tile.
+inline constexpr unsigned kTilesAhead = 4, kAhead = 8;
+
+inline constexpr unsigned kPackBlocks = 4;  // of a multiprocessor
 
 struct CountSpace {
   Counts by_warp[kWarps];
-  Counts before;
+  Counts before[kWarps];
 };
 
-// Sums over the warp, in all lanes.
-__device__ __forceinline__ Counts sum_warp(Counts c) {
-  for (int by = 16; by > 0; by /= 2) {
-    c.greater += __shfl_xor_sync(gpu::kFullWarp, c.greater, by);
-    c.equal += __shfl_xor_sync(gpu::kFullWarp, c.equal, by);
-  }
-  return c;
+__device__ __forceinline__ void operator+=(Counts& a, const Counts& b) {
+  a.greater += b.greater;
+  a.equal += b.equal;
 }
 
-// Calls visit(items, piece) for the tiles of a unit of this warp.
+// The sum over the warp, in all lanes.
+__device__ __forceinline__ Counts sum_warp(Counts c) {
+  return {sum_lanes(c.greater), sum_lanes(c.equal)};
+}
+
+// Both counts are below 2^31. The highest bit is set.
+__device__ __forceinline__ PackedCounts packed(Counts c) {
+  return PackedCounts{1} << 63 | PackedCounts{c.greater} << 31 | c.equal;
+}
+__device__ __forceinline__ Counts unpacked(PackedCounts c) {
+  return {static_cast<unsigned>(c >> 31), static_cast<unsigned>(c & 0x7fffffffu)};
+}
+
+// Calls visit(items, piece, loaded) for the tiles of a unit of this warp, in order. `loaded` is the
+// lane's first value. It is loaded for kTilesAhead tiles at once.
 template <class V, class Visit>
 __device__ __forceinline__ void each_tile(const Tables& t, unsigned s, unsigned unit, Visit visit) {
   const Selection& selection = t.selections[s];
   const bool all = needs_all(selection, t.states[s]);
-  const unsigned run = (unit - selection.first_unit) * kRun + threadIdx.x / 32 * (kRun / kWarps);
-  for (unsigned i = run; i < min(run + kRun / kWarps, selection.tiles); ++i) {
-    const unsigned tile = selection.first_tile + i;
-    const Span span = t.spans[tile];
-    if (!all && span.count == 0) continue;
-    const Piece& piece = piece_of(t, tile);
-    visit(all ? items_of_tile<V>(piece, tile) : items_of_pool<V>(t, selection, span), piece);
+  const unsigned each = t.run / kWarps, lane = gpu::lane_id();
+  const unsigned from = (unit - selection.first_unit) * t.run + threadIdx.x / 32 * each;
+  const unsigned end = selection.first_tile + min(from + each, selection.tiles);
+  unsigned first = selection.first_tile + from;
+  if (first >= end) return;
+  const Piece* piece = &piece_of(t, first);
+  for (; first < end; first += kTilesAhead) {
+    const unsigned mine = first + lane;
+    const Span span = !all && lane < kTilesAhead && mine < end ? t.spans[mine] : Span{0, 0};
+    const auto items_of = [&](unsigned a) -> Items<V> {
+      const Span there{__shfl_sync(gpu::kFullWarp, span.first, static_cast<int>(a)),
+                       __shfl_sync(gpu::kFullWarp, span.count, static_cast<int>(a))};
+      if (!all) return items_of_pool<V>(t, selection, there);
+      return first + a < end ? items_of_tile<V>(*piece, first + a) : Items<V>{};
+    };
+    const auto advance = [&](unsigned a) {
+      while (first + a < end && first + a - piece->first_tile >= (piece->count + kTile - 1) / kTile)
+        ++piece;
+    };
+    const Piece* const start = piece;
+    V loaded[kTilesAhead];
+#pragma unroll
+    for (unsigned a = 0; a < kTilesAhead; ++a) {
+      if (all) advance(a);
+      const Items<V> items = items_of(a);
+      loaded[a] = lane < items.count ? gpu::load(&items.values[lane]) : V{};
+    }
+    piece = start;
+#pragma unroll
+    for (unsigned a = 0; a < kTilesAhead; ++a) {
+      advance(a);
+      const Items<V> items = items_of(a);
+      if (items.count != 0) visit(items, *piece, loaded[a]);
+    }
   }
 }
 
+// Calls visit(i, value) for the elements of a tile, 32 at once, in order: i is the lane's element,
+// and may be past the end.
+template <class V, class Visit>
+__device__ __forceinline__ void each_element(const Items<V>& items, V loaded, Visit visit) {
+  const unsigned lane = gpu::lane_id();
+  visit(lane, loaded);
+  for (unsigned first = 32; first < items.count; first += 32 * kAhead) {
+    V values[kAhead];
+#pragma unroll
+    for (unsigned a = 0; a < kAhead; ++a) {
+      const unsigned i = first + 32 * a + lane;
+      values[a] = i < items.count ? gpu::load(&items.values[i]) : V{};
+    }
+#pragma unroll
+    for (unsigned a = 0; a < kAhead; ++a)
+      if (first + 32 * a < items.count) visit(first + 32 * a + lane, values[a]);
+  }
+}
+
+// The counts of the warp's tiles.
 template <class V>
-__device__ __forceinline__ void count_unit(const Tables& t, unsigned s, unsigned unit) {
-  auto& space = gpu::shared<CountSpace>();
+__device__ __forceinline__ Counts count_tiles(const Tables& t, unsigned s, unsigned unit) {
   const Key<V> kth = static_cast<Key<V>>(t.states[s].kth);
   Counts mine{0, 0};
-  each_tile<V>(t, s, unit, [&](const Items<V>& items, const Piece&) {
-    for (unsigned i = gpu::lane_id(); i < items.count; i += 32) {
-      const Key<V> key = magnitude(items.value(i));
-      mine.greater += key > kth;
-      mine.equal += key == kth;
-    }
+  each_tile<V>(t, s, unit, [&](const Items<V>& items, const Piece&, V loaded) {
+    each_element<V>(items, loaded, [&](unsigned i, V value) {
+      const Key<V> key = magnitude(value);
+      mine.greater += i < items.count && key > kth;
+      mine.equal += i < items.count && key == kth;
+    });
   });
-  mine = sum_warp(mine);
+  return sum_warp(mine);
+}
+
+// Publishes the counts of the unit. Returns those before this warp's tiles in the selection.
+__device__ __forceinline__ Counts counts_before(const Tables& t, unsigned s, unsigned unit,
+                                                Counts mine) {
+  auto& space = gpu::shared<CountSpace>();
   const unsigned warp = threadIdx.x / 32;
-  if (gpu::lane_id() == 0) {
-    space.by_warp[warp] = mine;
-    t.warp_counts[size_t{unit} * kWarps + warp] = mine;
-  }
+  if (gpu::lane_id() == 0) space.by_warp[warp] = mine;
   __syncthreads();
   if (threadIdx.x == 0) {
     Counts sum{0, 0};
-    for (const Counts& c : space.by_warp) {
-      sum.greater += c.greater;
-      sum.equal += c.equal;
-    }
-    t.unit_counts[unit] = sum;
+    for (const Counts& one : space.by_warp) sum += one;
+    gpu::store_relaxed(&t.unit_counts[unit], packed(sum));
   }
+  Counts earlier{0, 0};
+  for (unsigned i = t.selections[s].first_unit + threadIdx.x; i < unit; i += kThreads) {
+    PackedCounts counts = gpu::load_relaxed(&t.unit_counts[i]);
+    for (; counts == 0; counts = gpu::load_relaxed(&t.unit_counts[i])) gpu::pause();
+    earlier += unpacked(counts);
+  }
+  earlier = sum_warp(earlier);
+  if (gpu::lane_id() == 0) space.before[warp] = earlier;
   __syncthreads();
+  Counts before{0, 0};
+  for (const Counts& one : space.before) before += one;
+  for (unsigned w = 0; w < warp; ++w) before += space.by_warp[w];
+  return before;
 }
 
-// The counts before this warp's tiles in the selection.
-__device__ __forceinline__ Counts counts_before(const Tables& t, unsigned s, unsigned unit) {
-  auto& space = gpu::shared<CountSpace>();
-  const unsigned warp = threadIdx.x / 32;
-  Counts sum{0, 0};
-  for (unsigned i = t.selections[s].first_unit + threadIdx.x; i < unit; i += kThreads) {
-    sum.greater += gpu::load_fresh(&t.unit_counts[i].greater);
-    sum.equal += gpu::load_fresh(&t.unit_counts[i].equal);
-  }
-  sum = sum_warp(sum);
-  if (gpu::lane_id() == 0) space.by_warp[warp] = sum;
-  __syncthreads();
-  sum = {0, 0};
-  for (const Counts& c : space.by_warp) {
-    sum.greater += c.greater;
-    sum.equal += c.equal;
-  }
-  for (unsigned w = 0; w < warp; ++w) {
-    const Counts& c = t.warp_counts[size_t{unit} * kWarps + w];
-    sum.greater += gpu::load_fresh(&c.greater);
-    sum.equal += gpu::load_fresh(&c.equal);
-  }
-  __syncthreads();
-  return sum;
-}
 
 template <class V>
 __device__ __forceinline__ bool is_finite(V x) {
@@ -115,23 +159,23 @@ __device__ __forceinline__ void take(const Tables& t, const Piece& piece, unsign
 }
 
 template <class V, bool kTake>
-__device__ __forceinline__ void write_unit(const Tables& t, unsigned s, unsigned unit) {
+__device__ __forceinline__ void write_tiles(const Tables& t, unsigned s, unsigned unit,
+                                            Counts before) {
   const Selection& selection = t.selections[s];
   const Key<V> kth = static_cast<Key<V>>(t.states[s].kth);
   const unsigned ties = t.states[s].ties, below = gpu::lanes_below();
-  Counts before = counts_before(t, s, unit);
-  each_tile<V>(t, s, unit, [&](const Items<V>& items, const Piece& piece) {
-    for (unsigned first = 0; first < items.count; first += 32) {
-      const unsigned i = first + gpu::lane_id();
+  each_tile<V>(t, s, unit, [&](const Items<V>& items, const Piece& piece, V loaded) {
+    each_element<V>(items, loaded, [&](unsigned i, V value) {
       const bool inside = i < items.count;
-      const V value = inside ? items.value(i) : V{};
       const Key<V> key = magnitude(value);
       const unsigned greater = __ballot_sync(gpu::kFullWarp, inside && key > kth);
       const unsigned equal = __ballot_sync(gpu::kFullWarp, inside && key == kth);
       const unsigned g = before.greater + static_cast<unsigned>(__popc(greater & below));
       const unsigned e = before.equal + static_cast<unsigned>(__popc(equal & below));
-      if (inside && (key > kth || (key == kth && e < ties))) {
-        const unsigned at = g + min(e, ties), place = items.place_of(i);
+      const unsigned at = g + min(e, ties);
+      // Elements past k exist only if another kernel changes v during the step.
+      if (inside && at < selection.k && (key > kth || (key == kth && e < ties))) {
+        const unsigned place = items.place_of(i);
         if (selection.indices != nullptr)
           selection.indices[at] = static_cast<int32_t>(selection.first + place);
         if (selection.values != nullptr) static_cast<V*>(selection.values)[at] = value;
@@ -142,17 +186,17 @@ __device__ __forceinline__ void write_unit(const Tables& t, unsigned s, unsigned
       }
       before.greater += static_cast<unsigned>(__popc(greater));
       before.equal += static_cast<unsigned>(__popc(equal));
-    }
+    });
   });
 }
 
 // The packet of a skipped step: the first k indices, with zero values.
 template <class V>
-__device__ __forceinline__ void write_nothing(const Tables& t, unsigned rank) {
+__device__ __forceinline__ void write_nothing(const Tables& t) {
   for (unsigned s = 0; s < t.selection_count; ++s) {
     const Selection& selection = t.selections[s];
-    for (unsigned i = rank * kThreads + threadIdx.x; i < selection.k;
-         i += t.pack_blocks * kThreads) {
+    for (unsigned i = blockIdx.x * kThreads + threadIdx.x; i < selection.k;
+         i += gridDim.x * kThreads) {
       selection.indices[i] = static_cast<int32_t>(selection.first + i);
       static_cast<V*>(selection.values)[i] = V{0};
       if (selection.u_values != nullptr) static_cast<V*>(selection.u_values)[i] = V{0};
@@ -160,24 +204,16 @@ __device__ __forceinline__ void write_nothing(const Tables& t, unsigned rank) {
   }
 }
 
-// Grid: 2 * pack_blocks blocks. kTake: clear sent elements in u and v.
+// Grid: one block per unit. kTake: clear sent elements in u and v.
 template <class V, bool kTake>
-__global__ void __launch_bounds__(kThreads) pack(const __grid_constant__ Tables t) {
-  const Turn turn = take_turn(t.header->pack, t.pack_blocks);
-  if (stopped(t)) {
-    if (turn.pass == 1) write_nothing<V>(t, turn.rank);
-  } else {
-    for (unsigned unit = turn.rank; unit < t.units; unit += t.pack_blocks) {
-      const unsigned s = find_last(t.selection_count, unit,
-                                   [&](unsigned i) { return t.selections[i].first_unit; });
-      if (t.selections[s].k == 0) continue;
-      if (turn.pass == 0)
-        count_unit<V>(t, s, unit);
-      else
-        write_unit<V, kTake>(t, s, unit);
-    }
-  }
-  end_turn(t.header->pack);
+__global__ void __launch_bounds__(kThreads, kPackBlocks) pack(const __grid_constant__ Tables t) {
+  if (stopped(t)) return write_nothing<V>(t);
+  const unsigned unit = take_ticket(t.header->pack);
+  const unsigned s = find_last(t.selection_count, unit,
+                               [&](unsigned i) { return t.selections[i].first_unit; });
+  if (t.selections[s].k == 0) return;  // no block waits for its counts
+  const Counts before = counts_before(t, s, unit, count_tiles<V>(t, s, unit));
+  write_tiles<V, kTake>(t, s, unit, before);
 }
 
 }  // namespace pycomm::cuda

@@ -83,23 +83,23 @@ void update_as(const kernels::DgcStep& step, const Tables& t, cudaStream_t strea
 
 template <class V>
 void run_step(const kernels::DgcStep& step, cudaStream_t stream) {
-  const Rows rows = rows_of(step.tables, bytes_of(step.grad_dtype),
-                            step.weight_decay == 0 ? sizeof(V) : bytes_of(step.weight_dtype));
+  Rows rows = rows_of(step.tables, bytes_of(step.grad_dtype),
+                      step.weight_decay == 0 ? sizeof(V) : bytes_of(step.weight_dtype));
   if (rows.selections.empty()) return;
   size_t bytes = 0;
   Tables t = lay_out<V>(rows, step.workspace.data, bytes);
   check(bytes <= step.workspace.bytes, "dgc_step: the workspace is too small");
   t.found_inf = step.found_inf;
   t.masking = step.masking;
-  size_passes(t);
+  divide_work(t, rows);
   if (rows.pieces.size() <= 16)
     begin_pages<V, SmallPage>(t, rows, stream);
   else
     begin_pages<V, LargePage>(t, rows, stream);
   if (t.tiles == 0) return;
   update_as<V>(step, t, stream);
-  launch("select", select<V>, {(kDigits<V> + 1) * t.select_blocks, kThreads, stream}, t);
-  launch("pack", pack<V, true>, {2 * t.pack_blocks, kThreads, stream}, t);
+  launch("select", select<V>, {kDigits<V> * t.select_blocks, kThreads, stream}, t);
+  launch("pack", pack<V, true>, {t.units, kThreads, stream}, t);
 }
 
 }  // namespace

@@ -21,7 +21,7 @@ namespace pycomm::cuda {
 inline constexpr unsigned kThreads = 256;
 inline constexpr unsigned kRows = 4;                     // 4 elements per thread in each row
 inline constexpr unsigned kTile = kThreads * 4 * kRows;  // 4096 elements, 16 per thread
-inline constexpr unsigned kRun = 32;                     // tiles that a block packs together
+inline constexpr unsigned kWarps = kThreads / 32;
 inline constexpr uint64_t kNoBound = ~uint64_t{0};       // no element enters the pool
 
 struct Piece {
@@ -44,7 +44,7 @@ struct Selection {
   unsigned count;  // elements of its pieces
   unsigned first;  // added to every index
   unsigned first_tile, tiles;
-  unsigned first_unit;  // of pack: runs of tiles
+  unsigned first_unit;  // of pack: runs of tiles, Tables::run of them in each
   unsigned pool, capacity;
 };
 
@@ -54,15 +54,21 @@ struct Memory {
   uint64_t reach;  // the 1.5k-th magnitude of the last step, plus 1
 };
 
+// `select` finds the magnitudes of two ranks digit by digit: k, and the one at `reach_of`.
 struct State {
-  uint64_t bound;  // of this step
-  uint64_t kth;    // the k-th magnitude
-  unsigned ties;   // elements of that magnitude among the k
-  unsigned count;  // elements at or above the lower bound
+  uint64_t bound;     // of this step
+  uint64_t kth;       // the k-th magnitude
+  uint64_t reach;     // the magnitude down to which the pool should reach; two digits of it
+  unsigned ties;      // the rank of the k-th among the elements that begin with these digits; in
+                      // the end: elements of the k-th magnitude among the k
+  unsigned left;      // the same for `reach`
+  unsigned count;     // elements at or above the lower bound
+  unsigned finished;  // units that blocks of `select` have counted, over all digits
+  unsigned digits;    // that are known
 };
 
 struct Header {
-  Turns select, pack;
+  unsigned select, pack;  // next tickets
 };
 struct Span {  // the pool entries of a tile
   unsigned first, count;
@@ -70,6 +76,7 @@ struct Span {  // the pool entries of a tile
 struct Counts {
   unsigned greater, equal;  // than the k-th magnitude
 };
+using PackedCounts = unsigned long long;  // 0: not yet known
 
 struct Tables {
   Header* header;
@@ -79,14 +86,14 @@ struct Tables {
   Selection* selections;
   unsigned* bins;       // [selections, kBins]
   Span* spans;          // [tiles]
-  Counts* unit_counts;  // [units]
-  Counts* warp_counts;  // [units, warps of a block]
+  PackedCounts* unit_counts;  // [units]
   unsigned* pool_places;
   void* pool_values;
   void* threshold;  // topk's; may be null
   const float* found_inf;
   unsigned piece_count, selection_count, tiles, units;
-  unsigned select_blocks, pack_blocks;  // of one pass
+  unsigned run;            // tiles of a unit, a multiple of kWarps
+  unsigned select_blocks;  // for one digit
   bool masking;
 };
 
@@ -112,8 +119,8 @@ struct Items {
   const unsigned* places;  // null: consecutive from `place`
   unsigned place;
   unsigned count;
+  bool aligned;  // to four elements or 16 bytes
 
-  __device__ __forceinline__ V value(unsigned i) const { return gpu::load(&values[i]); }
   __device__ __forceinline__ unsigned place_of(unsigned i) const {
     return places == nullptr ? place + i : gpu::load(&places[i]);
   }
@@ -123,13 +130,14 @@ template <class V>
 __device__ __forceinline__ Items<V> items_of_tile(const Piece& piece, unsigned tile) {
   const unsigned offset = (tile - piece.first_tile) * kTile;
   return {static_cast<const V*>(piece.v) + offset, nullptr, piece.place + offset,
-          min(kTile, piece.count - offset)};
+          min(kTile, piece.count - offset), piece.aligned};
 }
 template <class V>
 __device__ __forceinline__ Items<V> items_of_pool(const Tables& t, const Selection& selection,
                                                   Span span) {
   const unsigned at = selection.pool + span.first;
-  return {static_cast<const V*>(t.pool_values) + at, t.pool_places + at, 0, span.count};
+  return {static_cast<const V*>(t.pool_values) + at, t.pool_places + at, 0, span.count,
+          at % 4 == 0};
 }
 
 }  // namespace pycomm::cuda

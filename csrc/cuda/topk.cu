@@ -42,18 +42,18 @@ unsigned sample_rank(size_t count, size_t k) {
 template <class V>
 void run_topk(kernels::TypedArray x, const kernels::DeviceKernels::TopK& what,
               cudaStream_t stream) {
-  const Rows rows = rows_of_topk(x.count, what.k, x.data, &what);
+  Rows rows = rows_of_topk(x.count, what.k, x.data, &what);
   size_t bytes = 0;
   Tables t = lay_out<V>(rows, what.workspace.data, bytes);
   check(bytes <= what.workspace.bytes, "topk: the workspace is too small");
   t.threshold = what.threshold;
-  size_passes(t);
+  divide_work(t, rows);
   launch("begin_topk", begin_topk<V>, {1, kSampleThreads, stream}, t, page_of<SmallPage>(rows, 0),
          sample_rank(x.count, what.k));
   launch("collect", collect<V>, {t.tiles, kThreads, stream}, t);
-  launch("select", select<V>, {(kDigits<V> + 1) * t.select_blocks, kThreads, stream}, t);
+  launch("select", select<V>, {kDigits<V> * t.select_blocks, kThreads, stream}, t);
   if (what.indices != nullptr || what.values != nullptr)
-    launch("pack", pack<V, false>, {2 * t.pack_blocks, kThreads, stream}, t);
+    launch("pack", pack<V, false>, {t.units, kThreads, stream}, t);
 }
 
 }  // namespace

@@ -4,7 +4,7 @@
 // tile reserves its part of the pool with one atomic and fills it in index order.
 #pragma once
 
-#include "cuda/tables.cuh"
+#include "cuda/tile.cuh"
 
 namespace pycomm::cuda {
 
@@ -25,51 +25,6 @@ struct Rule {
     }
   }
 };
-
-// The elements of one thread in a tile: element e of row r is number (r * kThreads + thread) * 4 +
-// e.
-template <class T>
-struct Share {
-  Quad<T> row[kRows];
-};
-
-__device__ __forceinline__ unsigned place_in_tile(unsigned row) {
-  return (row * kThreads + threadIdx.x) * 4;
-}
-
-// `left`: elements of the tensor from the start of the tile. kWhole: `left` is at least kTile, and
-// p is aligned.
-template <bool kWhole, class T>
-__device__ __forceinline__ Share<T> load_share(const T* p, unsigned left) {
-  Share<T> share;
-#pragma unroll
-  for (unsigned r = 0; r < kRows; ++r) {
-    const unsigned i = place_in_tile(r);
-    if constexpr (kWhole) {
-      share.row[r] = load_quad(p + i);
-    } else {
-#pragma unroll
-      for (unsigned e = 0; e < 4; ++e)
-        share.row[r].at[e] = i + e < left ? gpu::load(p + i + e) : T{};
-    }
-  }
-  return share;
-}
-
-template <bool kWhole, class T>
-__device__ __forceinline__ void store_share(T* p, const Share<T>& share, unsigned left) {
-#pragma unroll
-  for (unsigned r = 0; r < kRows; ++r) {
-    const unsigned i = place_in_tile(r);
-    if constexpr (kWhole) {
-      store_quad(p + i, share.row[r]);
-    } else {
-#pragma unroll
-      for (unsigned e = 0; e < 4; ++e)
-        if (i + e < left) gpu::store(p + i + e, share.row[r].at[e]);
-    }
-  }
-}
 
 struct PoolSpace {
   unsigned counts[kThreads / 32];          // by warp: one byte for each of its four rows

@@ -76,6 +76,15 @@ inline unsigned load_acquire(const unsigned* p, Where where = Where::current()) 
   spin(where);
   return __atomic_load_n(p, __ATOMIC_ACQUIRE);
 }
+inline unsigned long long load_relaxed(const unsigned long long* p,
+                                       Where where = Where::current()) {
+  spin(where);
+  return __atomic_load_n(p, __ATOMIC_RELAXED);
+}
+inline void store_relaxed(unsigned long long* p, unsigned long long value) {
+  __atomic_store_n(p, value, __ATOMIC_RELAXED);
+  maybe_switch();
+}
 inline void store_release(unsigned* p, unsigned value) {
   __atomic_store_n(p, value, __ATOMIC_RELEASE);
   maybe_switch();
