@@ -91,6 +91,7 @@ __global__ void __launch_bounds__(kSampleThreads)
   }
   auto& bins = gpu::shared<SampleSpace>().bins;
   Key<V> bound = 0;
+#pragma unroll 1
   for (unsigned d = 0; d < kDigits<V> && rank != 0; ++d) {
     const unsigned size = 1u << digit_bits<V>(d);
     for (unsigned b = threadIdx.x; b < size; b += kSampleThreads) bins[b] = 0;

@@ -135,26 +135,39 @@ inline constexpr unsigned kDigits = sizeof(V) == 8   ? 6
                                     : sizeof(V) == 4 ? 3
                                                      : 2;
 
+// Expressions without loops: kernels compute them for every key.
 template <class V>
 __host__ __device__ constexpr unsigned digit_bits(unsigned digit) {
   if (sizeof(V) == 8) return digit < 3 ? 11 : 10;
   if (sizeof(V) == 4) return digit < 1 ? 11 : 10;
   return digit < 1 ? 8 : 7;
 }
+// The bits below a digit.
 template <class V>
 __host__ __device__ constexpr unsigned digit_shift(unsigned digit) {
-  unsigned shift = kKeyBits<V>;
-  for (unsigned d = 0; d <= digit; ++d) shift -= digit_bits<V>(d);
-  return shift;
+  if (sizeof(V) == 8) return digit < 3 ? 52 - 11 * digit : 50 - 10 * digit;
+  return sizeof(V) == 4 ? 20 - 10 * digit : 7 - 7 * digit;
 }
 // Offset of the bins of a digit in the histograms of a selection. The second digit of the second
 // rank follows the last digit.
 template <class V>
 __host__ __device__ constexpr unsigned first_bin(unsigned digit) {
-  unsigned bin = 0;
-  for (unsigned d = 0; d < digit; ++d) bin += 1u << digit_bits<V>(d);
-  return bin;
+  if (sizeof(V) == 8) return digit < 3 ? 2048 * digit : 3072 + 1024 * digit;
+  return sizeof(V) == 4 ? (digit < 1 ? 0 : 1024 + 1024 * digit) : 256 * digit;
 }
+
+template <class V>
+constexpr bool digits_fit() {
+  unsigned shift = kKeyBits<V>, bin = 0;
+  for (unsigned d = 0; d < kDigits<V>; ++d) {
+    shift -= digit_bits<V>(d);
+    if (digit_shift<V>(d) != shift || first_bin<V>(d) != bin) return false;
+    bin += 1u << digit_bits<V>(d);
+  }
+  return shift == 0 && first_bin<V>(kDigits<V>) >= bin;
+}
+static_assert(digits_fit<double>() && digits_fit<float>() && digits_fit<Half>());
+
 template <class V>
 inline constexpr unsigned kReachBins = first_bin<V>(kDigits<V>);
 template <class V>

@@ -38,6 +38,14 @@ __device__ __forceinline__ Counts unpacked(PackedCounts c) {
   return {static_cast<unsigned>(c >> 31), static_cast<unsigned>(c & 0x7fffffffu)};
 }
 
+// Registers have no index: the next value moves to the first place, so that a loop over the values
+// need not be unrolled. The time of a small selection is that of loading the instructions.
+template <unsigned kCount, class V>
+__device__ __forceinline__ void shift_down(V (&values)[kCount]) {
+#pragma unroll
+  for (unsigned i = 0; i + 1 < kCount; ++i) values[i] = values[i + 1];
+}
+
 // Calls visit(items, piece, loaded) for the tiles of a unit of this warp, in order. `loaded` is the
 // lane's first value. It is loaded for kTilesAhead tiles at once.
 template <class V, class Visit>
@@ -72,11 +80,12 @@ __device__ __forceinline__ void each_tile(const Tables& t, unsigned s, unsigned 
       loaded[a] = lane < items.count ? gpu::load(&items.values[lane]) : V{};
     }
     piece = start;
-#pragma unroll
+#pragma unroll 1
     for (unsigned a = 0; a < kTilesAhead; ++a) {
       advance(a);
       const Items<V> items = items_of(a);
-      if (items.count != 0) visit(items, *piece, loaded[a]);
+      if (items.count != 0) visit(items, *piece, loaded[0]);
+      shift_down(loaded);
     }
   }
 }
@@ -86,17 +95,21 @@ __device__ __forceinline__ void each_tile(const Tables& t, unsigned s, unsigned 
 template <class V, class Visit>
 __device__ __forceinline__ void each_element(const Items<V>& items, V loaded, Visit visit) {
   const unsigned lane = gpu::lane_id();
-  visit(lane, loaded);
-  for (unsigned first = 32; first < items.count; first += 32 * kAhead) {
-    V values[kAhead];
+  V values[kAhead] = {loaded};
+  unsigned left = 1;  // values that are loaded
+#pragma unroll 1
+  for (unsigned first = 0; first < items.count; first += 32) {
+    if (left == 0) {
 #pragma unroll
-    for (unsigned a = 0; a < kAhead; ++a) {
-      const unsigned i = first + 32 * a + lane;
-      values[a] = i < items.count ? gpu::load(&items.values[i]) : V{};
+      for (unsigned a = 0; a < kAhead; ++a) {
+        const unsigned i = first + 32 * a + lane;
+        values[a] = i < items.count ? gpu::load(&items.values[i]) : V{};
+      }
+      left = kAhead;
     }
-#pragma unroll
-    for (unsigned a = 0; a < kAhead; ++a)
-      if (first + 32 * a < items.count) visit(first + 32 * a + lane, values[a]);
+    visit(first + lane, values[0]);
+    shift_down(values);
+    --left;
   }
 }
 

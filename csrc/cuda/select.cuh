@@ -7,6 +7,9 @@
 // the first two digits.
 //
 // A selection of few units is done by one block, for all digits, in shared memory.
+//
+// Loops are not unrolled where a block runs once through them: the time of a small selection is
+// that of loading the instructions.
 #pragma once
 
 #include "cuda/tile.cuh"
@@ -14,6 +17,7 @@
 namespace pycomm::cuda {
 
 inline constexpr unsigned kAlone = 2;  // units that one block counts for all digits
+inline constexpr unsigned kNoSelection = ~0u;
 
 // State of a rank across the digits.
 template <class V>
@@ -160,19 +164,29 @@ __device__ __forceinline__ void settle(const Tables& t, unsigned s, const Ranks<
   if (t.threshold != nullptr) *static_cast<V*>(t.threshold) = from_magnitude<V>(ranks.kth.prefix);
 }
 
-// A block's bins for one selection.
+// The bins of a block for one digit of one selection.
 template <class V>
 struct Counter {
   const Tables& t;
-  unsigned digit;
-  unsigned selection = ~0u;
-  unsigned units = 0;  // of it that are counted
+  unsigned selection = kNoSelection;
+  unsigned digit = 0;
+  bool alone = false;  // no other block counts this selection
+  unsigned units = 0;  // of the selection that are counted
   Ranks<V> ranks{};
 
   __device__ __forceinline__ bool apart() const {
     return digit == 1 && !agree<V>(ranks.kth.prefix, ranks.reach.prefix, 1);
   }
-  __device__ __forceinline__ void clear() {
+  // Begins a digit. A block that is alone has the digits before.
+  __device__ __forceinline__ void begin(unsigned s, unsigned new_digit, bool is_alone) {
+    selection = s;
+    digit = new_digit;
+    alone = is_alone;
+    units = 0;
+    if (digit == 0)
+      ranks = first_ranks<V>(t.selections[s], t.states[s]);
+    else if (!alone)
+      ranks = wait_for_ranks<V>(t.states[s], digit);
     auto& space = gpu::shared<BinSpace<V>>();
     for (unsigned b = threadIdx.x; b < 1u << digit_bits<V>(digit); b += kThreads) {
       space.kth[b] = 0;
@@ -180,53 +194,61 @@ struct Counter {
     }
     __syncthreads();
   }
-  __device__ __forceinline__ void turn_to(unsigned s) {
-    if (s == selection) return;
-    selection = s;
-    ranks = digit == 0 ? first_ranks<V>(t.selections[s], t.states[s])
-                       : wait_for_ranks<V>(t.states[s], digit);
-    clear();
-  }
-  __device__ __forceinline__ void count(const Share<V>& share, unsigned left) {
+  __device__ __forceinline__ void count(Share<V> share, unsigned left) {
     auto& space = gpu::shared<BinSpace<V>>();
-#pragma unroll
-    for (unsigned r = 0; r < kRows; ++r)
+    const bool both = apart();
+#pragma unroll 1
+    for (unsigned r = 0; r < kRows; ++r) {
 #pragma unroll
       for (unsigned e = 0; e < 4; ++e) {
         if (place_in_tile(r) + e >= left) continue;
-        const Key<V> key = magnitude(share.row[r].at[e]);
+        const Key<V> key = magnitude(share.row[0].at[e]);
         if (agree<V>(key, ranks.kth.prefix, digit))
           atomicAdd(&space.kth[digit_of<V>(key, digit)], 1u);
-        if (apart() && agree<V>(key, ranks.reach.prefix, 1))
+        if (both && agree<V>(key, ranks.reach.prefix, 1))
           atomicAdd(&space.reach[digit_of<V>(key, 1)], 1u);
       }
+      // Registers have no index: the next row moves to the first.
+#pragma unroll
+      for (unsigned next = 0; next + 1 < kRows; ++next) share.row[next] = share.row[next + 1];
+    }
     ++units;
   }
-  // Adds the bins to those of other blocks. The last block of the selection finds the digit.
+  // Ends the digit. Of several blocks, the one that finishes the selection's last unit finds it.
   __device__ __forceinline__ void finish() {
     auto& space = gpu::shared<BinSpace<V>>();
+    State& state = t.states[selection];
     unsigned* bins = t.bins + size_t{selection} * kBins<V>;
     __syncthreads();
+    if (!alone && !add_bins(bins, state)) return;
+    follow<V>(ranks, digit, [&](bool own, unsigned b) {
+      if (alone) return own ? space.kth[b] : space.reach[b];
+      return gpu::load_fresh(&bins[(own ? first_bin<V>(digit) : kReachBins<V>) + b]);
+    });
+    if (threadIdx.x == 0) publish(state);
+  }
+
+ private:
+  // Adds the bins to those of other blocks. Returns whether all units are counted.
+  __device__ __forceinline__ bool add_bins(unsigned* bins, State& state) {
+    auto& space = gpu::shared<BinSpace<V>>();
+    const bool both = apart();
+#pragma unroll 1
     for (unsigned b = threadIdx.x; b < 1u << digit_bits<V>(digit); b += kThreads) {
       if (space.kth[b] != 0) atomicAdd(&bins[first_bin<V>(digit) + b], space.kth[b]);
-      if (apart() && space.reach[b] != 0) atomicAdd(&bins[kReachBins<V> + b], space.reach[b]);
+      if (both && space.reach[b] != 0) atomicAdd(&bins[kReachBins<V> + b], space.reach[b]);
     }
-    const unsigned s = selection;
-    State& state = t.states[s];
-    selection = ~0u;
     auto& last = gpu::shared<LastSpace>().is;
     __syncthreads();
     if (threadIdx.x == 0)
       last = gpu::add_release(&state.finished, units) + units ==
-             units_of(t.selections[s], state) * (digit + 1);
+             units_of(t.selections[selection], state) * (digit + 1);
     __syncthreads();
-    units = 0;
-    if (!last) return;
-    follow<V>(ranks, digit, [&](bool own, unsigned b) {
-      return gpu::load_fresh(&bins[(own ? first_bin<V>(digit) : kReachBins<V>) + b]);
-    });
-    if (threadIdx.x != 0) return;
-    if (digit + 1 == kDigits<V>) return settle<V>(t, s, ranks);
+    return last;
+  }
+  __device__ __forceinline__ void publish(State& state) const {
+    if (digit + 1 == kDigits<V>) return settle<V>(t, selection, ranks);
+    if (alone) return;
     state.kth = ranks.kth.prefix;
     state.ties = ranks.kth.want;
     state.reach = ranks.reach.prefix;
@@ -234,26 +256,6 @@ struct Counter {
     gpu::store_release(&state.digits, digit + 1);
   }
 };
-
-// Finds all digits of a selection in this block.
-template <class V>
-__device__ __forceinline__ void select_alone(const Tables& t, unsigned s) {
-  auto& space = gpu::shared<BinSpace<V>>();
-  const unsigned units = units_of(t.selections[s], t.states[s]);
-  Counter<V> counter{t, 0};
-  counter.ranks = first_ranks<V>(t.selections[s], t.states[s]);
-  for (; counter.digit < kDigits<V>; ++counter.digit) {
-    counter.clear();
-    for (unsigned unit = 0; unit < units; ++unit) {
-      const Items<V> items = items_of_unit<V>(t, s, unit);
-      counter.count(load_items(items), items.count);
-    }
-    __syncthreads();
-    follow<V>(counter.ranks, counter.digit,
-              [&](bool own, unsigned b) { return own ? space.kth[b] : space.reach[b]; });
-  }
-  if (threadIdx.x == 0) settle<V>(t, s, counter.ranks);
-}
 
 // The units of all selections for the first digit and for each later one.
 struct Work {
@@ -282,42 +284,65 @@ __device__ __forceinline__ Work all_work(const Tables& t) {
   return all;
 }
 
-template <class V>
-__device__ __forceinline__ void count_digit(const Tables& t, unsigned digit, unsigned rank,
-                                            unsigned blocks) {
-  auto& list = gpu::shared<ListSpace>().first;
-  Counter<V> counter{t, digit};
-  unsigned first = 0, listed = 0, all = 0, unit = rank;  // unit of the listed selections
-  for (;;) {
-    while (unit >= all && listed < t.selection_count) {
+// Units of one selection.
+struct Job {
+  unsigned selection, first, end;
+  bool alone;
+};
+
+// The jobs of a block for a digit: every `stride`-th unit from `unit` on.
+struct Jobs {
+  const Tables& t;
+  unsigned digit, unit, stride;
+  unsigned first = 0, listed = 0, all = 0;  // the selections in the list, and their units
+
+  // The next job; its selection is kNoSelection if there is none. Called by all threads.
+  __device__ __forceinline__ Job next() {
+    auto& list = gpu::shared<ListSpace>().first;
+    while (unit >= all) {
+      if (listed >= t.selection_count) return {kNoSelection, 0, 0, false};
+      unit -= all;
       first = listed;
       listed += kThreads;
-      unit -= all;
-      const unsigned mine = first + threadIdx.x;
-      const unsigned units = mine < t.selection_count ? units_of(t.selections[mine], t.states[mine])
-                                                      : 0;
+      const unsigned s = first + threadIdx.x;
+      const unsigned units =
+          s < t.selection_count ? units_of(t.selections[s], t.states[s]) : 0;
       __syncthreads();
       list[threadIdx.x + 1] = scan_block<kThreads>(shared_units(units, digit));
       if (threadIdx.x == 0) list[0] = 0;
       __syncthreads();
       all = list[kThreads];
     }
-    const bool over = unit >= all;
-    const unsigned at =
-        over ? 0 : find_last(kThreads, unit, [&](unsigned i) { return list[i]; });
-    const unsigned s = first + at;
-    const bool alone = !over && units_of(t.selections[s], t.states[s]) <= kAlone;
-    if (counter.selection != ~0u && (over || s != counter.selection)) counter.finish();
-    if (over) return;
-    if (alone) {
-      select_alone<V>(t, s);
-    } else {
-      const Items<V> items = items_of_unit<V>(t, s, unit - list[at]);
-      const Share<V> share = load_items(items);  // before the wait for the digits before
-      counter.turn_to(s);
+    const unsigned at = find_last(kThreads, unit, [&](unsigned i) { return list[i]; });
+    const unsigned s = first + at, here = unit - list[at];
+    const unsigned units = units_of(t.selections[s], t.states[s]);
+    unit += stride;
+    return units <= kAlone ? Job{s, 0, units, true} : Job{s, here, here + 1, false};
+  }
+};
+
+template <class V>
+__device__ __forceinline__ void count_units(const Tables& t, unsigned digit, unsigned rank,
+                                            unsigned blocks) {
+  Jobs jobs{t, digit, rank, blocks};
+  Counter<V> counter{t};
+  Job job{};
+  bool again = false;  // the same job, for the next digit
+#pragma unroll 1
+  for (;;) {
+    if (!again) job = jobs.next();
+    const bool same = !again && job.selection == counter.selection;
+    if (counter.selection != kNoSelection && !same) counter.finish();
+    if (job.selection == kNoSelection) return;
+#pragma unroll 1
+    for (unsigned unit = job.first; unit < job.end; ++unit) {
+      const Items<V> items = items_of_unit<V>(t, job.selection, unit);
+      const Share<V> share = load_items(items);  // before the wait for earlier digits
+      if (unit == job.first && !same)
+        counter.begin(job.selection, again ? counter.digit + 1 : digit, job.alone);
       counter.count(share, items.count);
     }
-    unit += blocks;
+    again = job.alone && counter.digit + 1 < kDigits<V>;
   }
 }
 
@@ -325,16 +350,14 @@ __device__ __forceinline__ void count_digit(const Tables& t, unsigned digit, uns
 template <class V>
 __global__ void __launch_bounds__(kThreads, 2) select(const __grid_constant__ Tables t) {
   if (stopped(t)) return;
-  const unsigned ticket = take_ticket(t.header->select);
   const Work work = all_work(t);
   const unsigned first = min(t.select_blocks, work.first);
   const unsigned later = min(t.select_blocks, work.later);
-  if (ticket < first) {
-    count_digit<V>(t, 0, ticket, first);
-  } else if (later != 0 && ticket - first < (kDigits<V> - 1) * later) {
-    const unsigned rank = ticket - first;
-    count_digit<V>(t, 1 + rank / later, rank % later, later);
-  }
+  if (blockIdx.x >= first + (kDigits<V> - 1) * later) return;
+  const unsigned ticket = take_ticket(t.header->select);
+  const unsigned digit = ticket < first ? 0 : 1 + (ticket - first) / later;
+  count_units<V>(t, digit, digit == 0 ? ticket : (ticket - first) % later,
+                 digit == 0 ? first : later);
 }
 
 }  // namespace pycomm::cuda

@@ -95,15 +95,6 @@ ROWS = [
         "packets",
         RACE,
     ),
-    (
-        "alone_bins_barrier",
-        "select.cuh",
-        "    __syncthreads();\n    follow<V>(counter.ranks",
-        "    follow<V>(counter.ranks",
-        "tsan",
-        "brief",
-        RACE,
-    ),
     # ---- flags, fences and atomics
     (
         "plain_flag",
