@@ -56,22 +56,17 @@ __device__ __forceinline__ unsigned lane_id() {
   return lane;
 }
 
-// Global memory that is touched once: do not keep it in the caches. Sizes 1 to 16 bytes.
+// Global memory in hot loops, in sizes of 1 to 16 bytes. Without a cache hint: on an H200 loads
+// marked to be evicted first (.cs) reach 94 % of the rate of plain ones.
 template <class T>
 __device__ __forceinline__ T load(const T* p) {
-  if constexpr (sizeof(T) == 1) {  // whatever type a byte has
-    const unsigned char byte = __ldcs(reinterpret_cast<const unsigned char*>(p));
-    return *reinterpret_cast<const T*>(&byte);
-  } else {
-    return __ldcs(p);
-  }
+  __builtin_assume(__isGlobal(p));
+  return *p;
 }
 template <class T>
 __device__ __forceinline__ void store(T* p, T value) {
-  if constexpr (sizeof(T) == 1)
-    __stcs(reinterpret_cast<unsigned char*>(p), *reinterpret_cast<const unsigned char*>(&value));
-  else
-    __stcs(p, value);
+  __builtin_assume(__isGlobal(p));
+  *p = value;
 }
 
 // Global memory that another block of the same launch wrote before a release that this thread's

@@ -5,15 +5,15 @@
 
 namespace pycomm::cuda {
 
-// The elements of one thread in a tile: element e of row r is number (r * kThreads + thread) * 4 +
-// e.
+// The elements of one thread in a tile: element e of row r is number
+// ((warp * kRows + r) * 32 + lane) * 4 + e. So the rows of a warp are consecutive.
 template <class T>
 struct Share {
   Quad<T> row[kRows];
 };
 
 __device__ __forceinline__ unsigned place_in_tile(unsigned row) {
-  return (row * kThreads + threadIdx.x) * 4;
+  return ((threadIdx.x / 32 * kRows + row) * 32 + gpu::lane_id()) * 4;
 }
 
 // `left`: elements of the array from the start of the tile. kWhole: `left` is at least kTile, and

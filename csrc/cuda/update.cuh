@@ -27,12 +27,12 @@ struct Rule {
 };
 
 struct PoolSpace {
-  unsigned counts[kThreads / 32];          // by warp: one byte for each of its four rows
-  unsigned starts[kRows * kThreads / 32];  // by row, then warp
-  unsigned first;                          // start of the tile's part of the pool
+  unsigned counts[kWarps];          // by warp: one byte for each of its four rows
+  unsigned starts[kWarps * kRows];  // by warp, then row
+  unsigned first;                   // start of the tile's part of the pool
 };
 
-// Elements at or above the lower bound enter the pool, in order: row, then thread, then element.
+// Elements at or above the lower bound enter the pool, in order: warp, row, lane, element.
 template <class V>
 __device__ __forceinline__ void pool_share(const Tables& t, unsigned tile, const Piece& piece,
                                            const Share<V>& share) {
@@ -62,9 +62,8 @@ __device__ __forceinline__ void pool_share(const Tables& t, unsigned tile, const
   if (lane == 31) space.counts[warp] = upto;
   __syncthreads();
   if (warp == 0) {  // one lane per row and warp
-    static_assert(kRows * kThreads / 32 == 32);
-    const unsigned mine =
-        space.counts[lane % (kThreads / 32)] >> (lane / (kThreads / 32) * 8) & 255;
+    static_assert(kWarps * kRows == 32);
+    const unsigned mine = space.counts[lane / kRows] >> (lane % kRows * 8) & 255;
     unsigned sum = mine;
     for (unsigned by = 1; by < 32; by *= 2) {
       const unsigned below = __shfl_up_sync(gpu::kFullWarp, sum, by);
@@ -84,7 +83,7 @@ __device__ __forceinline__ void pool_share(const Tables& t, unsigned tile, const
 #pragma unroll
   for (unsigned r = 0; r < kRows; ++r) {
     unsigned at =
-        space.first + space.starts[r * (kThreads / 32) + warp] + ((upto - counts) >> (r * 8) & 255);
+        space.first + space.starts[warp * kRows + r] + ((upto - counts) >> (r * 8) & 255);
 #pragma unroll
     for (unsigned e = 0; e < 4; ++e) {
       if ((hits >> (r * 4 + e) & 1) == 0) continue;
