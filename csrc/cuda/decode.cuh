@@ -1,23 +1,45 @@
 // Decodes the packets of all ranks into a sum, or an update of the parameters, in one launch.
 //
-// A warp processes a run of tiles of kWidth positions, with a cursor into every packet. For each
-// tile it reads the packets in list order, so every element is summed in rank order. No two lanes
-// write the same element, because a packet has an index once. Indices out of range are skipped.
+// A block owns a range of positions. It searches the bounds of the range in every packet, all at
+// once, and reads the entries between them, all at once. A hash table in shared memory gives the
+// entries of one index one slot. There they are added in list order, so in rank order:
 //
-//             tile 0    tile 1         cursors point to the start of the next tile
-//   packet 0  3 17      40 41 50       the lanes read 32 entries at a time
-//   packet 1  17        44
-//   sums      [3] [17]  [40] [41] [44] [50], then written
+//   packet 0   3 17      40           entries  3  17  40  17  44
+//   packet 1   17        44           turn     0   0   0   1   0    packets before with this index
+//
+// In turn 0 each slot receives its first value, in turn 1 the second is added, and so on. The time
+// depends on the entries and not on the length of the range, except for the zeros of a sum.
+//
+// The host chooses ranges whose entries fill a part of the table on average. A block with too many
+// entries divides its range, down to kWidth positions, which have their sums in shared memory.
+//
+// No two threads write the same element, because a packet has an index once. Indices out of range
+// are skipped.
 #pragma once
 
+#include "cuda/block.cuh"
 #include "cuda/numbers.cuh"
 
 namespace pycomm::cuda {
 
-inline constexpr unsigned kDecodeThreads = 128;
-inline constexpr unsigned kWidth = 1024;
+inline constexpr unsigned kDecodeThreads = 512;
+// Blocks that a multiprocessor holds, which limits the registers. 7.5 holds 1,024 threads.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
+inline constexpr unsigned kDecodeResident = 2;
+#else
+inline constexpr unsigned kDecodeResident = 3;
+#endif
+inline constexpr unsigned kWidth = 1024;  // positions of a dense part
 inline constexpr unsigned kMostPackets = 512;
 inline constexpr unsigned kMostArrays = 512;
+inline constexpr unsigned kFewPackets = 32;  // have a thread for each bound; more save loads
+
+template <class Real>
+inline constexpr unsigned kEntriesEach = sizeof(Real) == 8 ? 2 : 4;  // of a thread
+template <class Real>
+inline constexpr unsigned kCapacity = kEntriesEach<Real> * kDecodeThreads;
+template <class Real>
+inline constexpr unsigned kSlots = 2 * kCapacity<Real>;
 
 struct Entries {
   const int32_t* indices;
@@ -32,122 +54,372 @@ struct Entry {
 struct Decoding {
   unsigned packet_count, array_count;
   unsigned begin, end;  // positions of these arrays
-  unsigned run;         // tiles of a warp
+  unsigned range;       // positions of a block
   Entries packets[kMostPackets];
   Entry arrays[kMostArrays];
 };
 static_assert(sizeof(Decoding) <= 32000);
 
-template <class Real>
-struct Sums {
-  Real* sum;         // [kWidth]
-  unsigned* there;   // [kWidth / 32] bits: whether there is a sum
-  unsigned* cursor;  // [packets]
+inline constexpr unsigned kNone = ~0u;  // no index
 
-  __host__ __device__ static unsigned bytes(unsigned packets) {
-    return (kWidth * sizeof(Real) + kWidth / 8 + packets * 4 + 15) / 16 * 16;
-  }
+// The shared memory of a block.
+template <class Real>
+struct alignas(16) DecodeSpace {
+  unsigned keys[kSlots<Real>];  // the index of a slot; in a dense part bits: there is a sum
+  union {
+    unsigned masks[kSlots<Real>];  // the packets of a slot
+    Real sums[kSlots<Real>];
+  };
+  unsigned begins[kMostPackets];  // the first entry in the current part of the range
+  unsigned ends[kMostPackets];
+  unsigned before[kMostPackets + 1];  // entries of the part in all packets before
+};
+static_assert(sizeof(DecodeSpace<float>) <= 40000 && sizeof(DecodeSpace<double>) <= 40000);
+
+// The part of a range that a block decodes at once, and its numbers of the result.
+template <class Real>
+struct Part {
+  unsigned low, high, total;  // positions, entries
+  Real scale, lr;
 };
 
-__device__ __forceinline__ unsigned lower_bound(const Entries& packet, int64_t position) {
-  unsigned low = 0, high = packet.count;
+// The first entry in [low, high) with at least this index. Each round of loads, all at once,
+// divides the entries by kWays: more ways have less latency and more loads.
+template <unsigned kWays>
+__device__ __forceinline__ unsigned lower_bound(const int32_t* indices, unsigned low, unsigned high,
+                                                int32_t position) {
   while (low < high) {
-    const unsigned middle = low + (high - low) / 2;
-    if (packet.indices[middle] < position)
-      low = middle + 1;
+    const unsigned step = (high - low + kWays - 1) / kWays;
+    int32_t found[kWays - 1];
+#pragma unroll
+    for (unsigned i = 0; i < kWays - 1; ++i)  // none waits for a branch or a predicate
+      found[i] = indices[min(low + (i + 1) * step, high) - 1];
+    unsigned less = 0;
+#pragma unroll
+    for (unsigned i = 0; i < kWays - 1; ++i)
+      less += low + (i + 1) * step <= high && found[i] < position ? 1 : 0;
+    low += less * step;
+    if (less + 1 < kWays) high = min(high, low + step - 1);
+  }
+  return low;
+}
+__device__ __forceinline__ unsigned lower_bound(const Entries& packet, int32_t position) {
+  return lower_bound<2>(packet.indices, 0, packet.count, position);
+}
+
+// The same for an entry that is expected soon after `low`.
+__device__ __forceinline__ unsigned lower_bound_near(const int32_t* indices, unsigned low,
+                                                     unsigned high, int32_t position) {
+  unsigned window = 64;
+  for (; high - low > window && indices[low + window - 1] < position; window *= 2) low += window;
+  return lower_bound<8>(indices, low, min(high, low + window), position);
+}
+
+// The array of a position.
+__device__ __forceinline__ unsigned array_of(const Decoding& d, unsigned position) {
+  unsigned low = 0, high = d.array_count;
+  while (high - low > 1) {
+    const unsigned middle = (low + high) / 2;
+    if (d.arrays[middle].first <= position)
+      low = middle;
     else
       high = middle;
   }
   return low;
 }
 
-// Adds the entries of one packet in [low, high); advances its cursor. Called by a warp.
-template <class V, class Real>
-__device__ __forceinline__ void add_packet(const Entries& packet, unsigned& cursor,
-                                           const Sums<Real>& sums, int64_t low, int64_t high) {
-  const unsigned lane = gpu::lane_id();
-  unsigned at = cursor, taken = 32;
-  while (taken == 32) {
-    const bool some = at + lane < packet.count;
-    const int64_t index = some ? gpu::load(&packet.indices[at + lane]) : high;
-    if (index >= low && index < high) {
-      const unsigned i = static_cast<unsigned>(index - low);
-      const Real value =
-          static_cast<Real>(widen(gpu::load(&static_cast<const V*>(packet.values)[at + lane])));
-      const unsigned bit = 1u << (i % 32);
-      const bool more = (atomicOr(&sums.there[i / 32], bit) & bit) != 0;
-      sums.sum[i] = more ? add(sums.sum[i], value) : value;
-    }
-    taken = static_cast<unsigned>(__popc(__ballot_sync(gpu::kFullWarp, some && index < high)));
-    at += taken;
-  }
-  __syncwarp();
-  if (lane == 0) cursor = at;
-  __syncwarp();
+template <class T>
+__device__ __forceinline__ T* element(const Decoding& d, unsigned position) {
+  const Entry& array = d.arrays[array_of(d, position)];
+  return static_cast<T*>(array.data) + (position - array.first);
 }
 
-// Writes the part of a tile within its array, four elements at a time if aligned. Returns the
-// number of elements. Called by a warp.
-template <class T, class Real>
-__device__ __forceinline__ unsigned store_quads(const Decoding& d, unsigned array,
-                                                const Sums<Real>& sums, int64_t low, int64_t high,
-                                                Real scale) {
-  T* const to = static_cast<T*>(d.arrays[array].data) + (low - d.arrays[array].first);
-  if (reinterpret_cast<uintptr_t>(to) % (sizeof(T) < 4 ? 4 * sizeof(T) : 16) != 0) return 0;
-  const int64_t end =
-      array + 1 < d.array_count ? min(high, static_cast<int64_t>(d.arrays[array + 1].first)) : high;
-  const unsigned whole = static_cast<unsigned>(end - low) / 4 * 4;
-  for (unsigned i = 4 * gpu::lane_id(); i < whole; i += 128) {
-    Quad<T> quad;
-#pragma unroll
-    for (unsigned e = 0; e < 4; ++e) {
-      const bool there = sums.there[i / 32] >> (i % 32 + e) & 1;
-      quad.at[e] = narrow<T>(there ? multiply(scale, sums.sum[i + e]) : Real{0});
-    }
-    store_quad(to + i, quad);
+// Writes zeros to [low, high), 16 bytes at a time. Called by a block.
+template <class T>
+__device__ __forceinline__ void fill_zeros(const Decoding& d, unsigned low, unsigned high) {
+  for (unsigned a = array_of(d, low); a < d.array_count && d.arrays[a].first < high; ++a) {
+    const unsigned first = max(low, d.arrays[a].first);
+    const unsigned last = a + 1 < d.array_count ? min(high, d.arrays[a + 1].first) : high;
+    T* const to = static_cast<T*>(d.arrays[a].data) + (first - d.arrays[a].first);
+    const unsigned count = last - first;
+    const auto past = static_cast<unsigned>(reinterpret_cast<uintptr_t>(to) % 16);
+    const unsigned head = min(count, static_cast<unsigned>((16 - past) % 16 / sizeof(T)));
+    constexpr unsigned kEach = 16 / sizeof(T);
+    const unsigned whole = (count - head) / kEach;
+    for (unsigned i = threadIdx.x; i < whole; i += kDecodeThreads)
+      gpu::store(reinterpret_cast<uint4*>(to + head) + i, uint4{});
+    if (threadIdx.x < head) gpu::store(to + threadIdx.x, T{0});
+    const unsigned at = head + whole * kEach + threadIdx.x;
+    if (at < count) gpu::store(to + at, T{0});
   }
-  return whole;
+}
+
+template <bool kUpdate, class T, class Real>
+__device__ __forceinline__ void write(T* to, T old, Real sum, const Part<Real>& part) {
+  const Real mean = multiply(part.scale, sum);
+  if constexpr (kUpdate)
+    gpu::store(to, narrow<T>(fused(-part.lr, mean, widen(old))));
+  else
+    gpu::store(to, narrow<T>(mean));
+}
+
+// Sets one word for each slot. Called by a block.
+template <unsigned kWords>
+__device__ __forceinline__ void fill_words(unsigned (&words)[kWords], unsigned value) {
+  static_assert(kWords % (4 * kDecodeThreads) == 0);
+#pragma unroll
+  for (unsigned i = 0; i < kWords / 4; i += kDecodeThreads)
+    reinterpret_cast<uint4*>(words)[i + threadIdx.x] = uint4{value, value, value, value};
+}
+
+// Searches the range of the block in all packets.
+template <class Real>
+__device__ __forceinline__ void find_bounds(const Decoding& d, DecodeSpace<Real>& space,
+                                            unsigned start, unsigned stop) {
+  if (d.packet_count <= kFewPackets) {
+    const unsigned p = threadIdx.x % kFewPackets;
+    if (p >= d.packet_count || threadIdx.x >= 2 * kFewPackets) return;
+    const bool end = threadIdx.x >= kFewPackets;
+    const Entries& packet = d.packets[p];
+    (end ? space.ends : space.begins)[p] =
+        lower_bound<8>(packet.indices, 0, packet.count, static_cast<int32_t>(end ? stop : start));
+    return;
+  }
+  for (unsigned p = threadIdx.x; p < d.packet_count; p += kDecodeThreads) {
+    const Entries& packet = d.packets[p];
+    const unsigned begin =
+        lower_bound<4>(packet.indices, 0, packet.count, static_cast<int32_t>(start));
+    space.begins[p] = begin;
+    space.ends[p] =
+        lower_bound_near(packet.indices, begin, packet.count, static_cast<int32_t>(stop));
+  }
+}
+
+// Counts the entries of the current part and fills `before`. Called by a block.
+template <class Real>
+__device__ __forceinline__ unsigned count_entries(DecodeSpace<Real>& space, unsigned packets) {
+  static_assert(kMostPackets == kDecodeThreads, "a packet for each thread");
+  const unsigned p = threadIdx.x;
+  unsigned count = 0;
+  if (p < packets) {
+    const unsigned begin = space.begins[p], end = space.ends[p];
+    count = end > begin ? min(end - begin, 1u << 20) : 0;  // the sum of all has 32 bits
+  }
+  const unsigned upto = scan_block<kDecodeThreads>(count);
+  if (p < packets) space.before[p] = upto - count;
+  if (p == kDecodeThreads - 1) space.before[packets] = upto;
+  __syncthreads();
+  return space.before[packets];
+}
+
+// The place of an entry in the table.
+struct Place {
+  unsigned slot : 12;
+  unsigned packet : 9;
+  unsigned turn : 9;   // number of earlier packets with its index
+  unsigned there : 1;  // whether the index is in the part
+  unsigned first : 1;  // whether this entry took the slot: its thread writes the element
+};
+static_assert(kSlots<float> <= 1u << 12 && kMostPackets <= 1u << 9);
+
+// Finds the turn of each entry of the thread, from the packets of each slot, 32 at a time. `masks`
+// are cleared.
+template <class Real>
+__device__ __forceinline__ void find_turns(DecodeSpace<Real>& space, unsigned packets,
+                                           Place (&place)[kEntriesEach<Real>]) {
+  for (unsigned group = 0;; group += 32) {
+#pragma unroll
+    for (Place& p : place)
+      if (p.there && p.packet / 32 == group / 32)
+        atomicOr(&space.masks[p.slot], 1u << (p.packet % 32));
+    __syncthreads();
+#pragma unroll
+    for (Place& p : place) {
+      if (!p.there || p.packet < group) continue;
+      const unsigned below = p.packet < group + 32 ? (1u << (p.packet % 32)) - 1u : ~0u;
+      p.turn += static_cast<unsigned>(__popc(space.masks[p.slot] & below));
+    }
+    __syncthreads();
+    if (group + 32 >= packets) return;
+    fill_words(space.masks, 0);
+    __syncthreads();
+  }
+}
+
+// Decodes a part of at most kCapacity entries, at least one.
+template <bool kUpdate, class T, class V, class Real>
+__device__ __forceinline__ void decode_sparse(const Decoding& d, DecodeSpace<Real>& space,
+                                              const Part<Real>& part) {
+  constexpr unsigned kEach = kEntriesEach<Real>;
+  Place place[kEach];
+  unsigned packet[kEach] = {}, index[kEach];
+  V sent[kEach];
+  Real value[kEach];
+  T old[kEach];
+  // A thread without an entry reads the last one, so that no load waits for a branch.
+  for (unsigned step = 1u << (31 - __clz(static_cast<int>(d.packet_count))); step > 0; step /= 2) {
+#pragma unroll
+    for (unsigned e = 0; e < kEach; ++e) {
+      const unsigned number = min(threadIdx.x + e * kDecodeThreads, part.total - 1);
+      const unsigned next = packet[e] + step;
+      if (next < d.packet_count && space.before[next] <= number) packet[e] = next;
+    }
+  }
+#pragma unroll
+  for (unsigned e = 0; e < kEach; ++e) {
+    const unsigned number = min(threadIdx.x + e * kDecodeThreads, part.total - 1);
+    const Entries& from = d.packets[packet[e]];
+    const unsigned at = space.begins[packet[e]] + (number - space.before[packet[e]]);
+    index[e] = static_cast<unsigned>(gpu::load(&from.indices[at]));
+    sent[e] = gpu::load(&static_cast<const V*>(from.values)[at]);
+  }
+  fill_words(space.keys, kNone);
+  fill_words(space.masks, 0);
+  __syncthreads();
+#pragma unroll
+  for (unsigned e = 0; e < kEach; ++e) {
+    place[e] = {};
+    place[e].packet = packet[e];
+    value[e] = static_cast<Real>(widen(sent[e]));
+    if (threadIdx.x + e * kDecodeThreads >= part.total) continue;
+    if (index[e] - part.low >= part.high - part.low) continue;
+    place[e].there = 1;
+    unsigned slot = index[e] * 2654435769u / (~0u / kSlots<Real> + 1);  // Fibonacci hashing
+    while (true) {
+      const unsigned found = atomicCAS(&space.keys[slot], kNone, index[e]);
+      place[e].first = found == kNone;
+      if (found == kNone || found == index[e]) break;
+      slot = (slot + 1) % kSlots<Real>;
+    }
+    place[e].slot = slot;
+    if (kUpdate && place[e].first) old[e] = gpu::load(element<T>(d, index[e]));
+  }
+  find_turns(space, d.packet_count, place);
+  for (unsigned turn = 0;; ++turn) {
+    bool more = false;
+#pragma unroll
+    for (unsigned e = 0; e < kEach; ++e) {
+      if (!place[e].there) continue;
+      Real& sum = space.sums[place[e].slot];
+      if (place[e].turn == turn) sum = turn == 0 ? value[e] : add(sum, value[e]);
+      more = more || place[e].turn > turn;
+    }
+    if (__syncthreads_or(more) == 0) break;
+  }
+#pragma unroll
+  for (unsigned e = 0; e < kEach; ++e) {
+    if (!place[e].first) continue;
+    const unsigned slot = place[e].slot;
+    write<kUpdate>(element<T>(d, space.keys[slot]), old[e], space.sums[slot], part);
+  }
+}
+
+// What a thread has loaded of a packet.
+template <class V>
+struct Loaded {
+  unsigned index[kWidth / kDecodeThreads];
+  V value[kWidth / kDecodeThreads];
+};
+template <class V, class Real>
+__device__ __forceinline__ Loaded<V> load_packet(const Decoding& d, DecodeSpace<Real>& space,
+                                                 unsigned packet) {
+  Loaded<V> loaded;
+  const Entries& from = d.packets[packet];
+  const unsigned begin = space.begins[packet], end = space.ends[packet];
+#pragma unroll
+  for (unsigned e = 0; e < kWidth / kDecodeThreads; ++e) {
+    const unsigned at = begin + threadIdx.x + e * kDecodeThreads;
+    loaded.index[e] = kNone;
+    loaded.value[e] = V{};
+    if (at >= end) continue;
+    loaded.index[e] = static_cast<unsigned>(gpu::load(&from.indices[at]));
+    loaded.value[e] = gpu::load(&static_cast<const V*>(from.values)[at]);
+  }
+  return loaded;
+}
+
+// Decodes a part of at most kWidth positions, packet by packet. The next packet is loaded before
+// one is added.
+template <bool kUpdate, class T, class V, class Real>
+__device__ __forceinline__ void decode_dense(const Decoding& d, DecodeSpace<Real>& space,
+                                             const Part<Real>& part) {
+  constexpr unsigned kEach = kWidth / kDecodeThreads;
+  unsigned* const there = space.keys;
+  if (threadIdx.x < kWidth / 32) there[threadIdx.x] = 0;
+  Loaded<V> next = load_packet<V>(d, space, 0);
+  for (unsigned p = 0; p < d.packet_count; ++p) {
+    const Loaded<V> now = next;
+    if (p + 1 < d.packet_count) next = load_packet<V>(d, space, p + 1);
+    __syncthreads();
+#pragma unroll
+    for (unsigned e = 0; e < kEach; ++e) {
+      const unsigned i = now.index[e] - part.low;
+      if (i >= part.high - part.low) continue;
+      const auto value = static_cast<Real>(widen(now.value[e]));
+      const unsigned bit = 1u << (i % 32);
+      const bool more = (atomicOr(&there[i / 32], bit) & bit) != 0;
+      space.sums[i] = more ? add(space.sums[i], value) : value;
+    }
+  }
+  __syncthreads();
+  T old[kEach];
+#pragma unroll
+  for (unsigned e = 0; e < kEach; ++e) {
+    const unsigned i = threadIdx.x + e * kDecodeThreads;
+    if (kUpdate && (there[i / 32] >> (i % 32) & 1) != 0)
+      old[e] = gpu::load(element<T>(d, part.low + i));
+  }
+#pragma unroll
+  for (unsigned e = 0; e < kEach; ++e) {
+    const unsigned i = threadIdx.x + e * kDecodeThreads;
+    if ((there[i / 32] >> (i % 32) & 1) != 0)
+      write<kUpdate>(element<T>(d, part.low + i), old[e], space.sums[i], part);
+  }
 }
 
 // kUpdate: param = fma(-lr, scale * sum, param) if a packet has the element; else out = scale *
 // sum, 0 without a packet.
 template <bool kUpdate, class T, class V>
-__global__ void __launch_bounds__(kDecodeThreads)
+__global__ void __launch_bounds__(kDecodeThreads, sizeof(V) == 8 ? 1 : kDecodeResident)
     decode(const __grid_constant__ Decoding d, Wide<T> scale, Wide<T> lr) {
   using Real = Wide<T>;
-  const unsigned lane = gpu::lane_id(), warp = threadIdx.x / 32;
-  char* const mine = gpu::dynamic_shared<char>() + warp * Sums<Real>::bytes(d.packet_count);
-  const Sums<Real> sums{reinterpret_cast<Real*>(mine),
-                        reinterpret_cast<unsigned*>(mine + kWidth * sizeof(Real)),
-                        reinterpret_cast<unsigned*>(mine + kWidth * sizeof(Real) + kWidth / 8)};
-  const uint64_t first = uint64_t{blockIdx.x * (kDecodeThreads / 32) + warp} * d.run * kWidth;
-  const int64_t start = static_cast<int64_t>(d.begin + first);
-  const int64_t stop = min(static_cast<int64_t>(d.end), start + int64_t{d.run} * kWidth);
-  for (unsigned p = lane; p < d.packet_count; p += 32)
-    sums.cursor[p] = lower_bound(d.packets[p], start);
-  unsigned array = 0;
-  for (int64_t low = start; low < stop; low += kWidth) {
-    const int64_t high = min(stop, low + int64_t{kWidth});
-    sums.there[lane] = 0;
-    static_assert(kWidth / 32 == 32, "a lane for each word");
-    __syncwarp();
-    for (unsigned p = 0; p < d.packet_count; ++p)
-      add_packet<V>(d.packets[p], sums.cursor[p], sums, low, high);
-    while (array + 1 < d.array_count && d.arrays[array + 1].first <= low) ++array;
-    const unsigned whole = kUpdate ? 0 : store_quads<T>(d, array, sums, low, high, scale);
-    for (unsigned i = whole + lane; low + i < high; i += 32) {
-      const unsigned position = static_cast<unsigned>(low) + i;
-      const bool there = sums.there[i / 32] >> (i % 32) & 1;
-      if (kUpdate && !there) continue;
-      while (array + 1 < d.array_count && d.arrays[array + 1].first <= position) ++array;
-      T* const to = static_cast<T*>(d.arrays[array].data) + (position - d.arrays[array].first);
-      const Real sum = there ? multiply(scale, sums.sum[i]) : Real{0};
-      if constexpr (kUpdate)
-        *to = narrow<T>(fused(-lr, sum, widen(*to)));
-      else
-        gpu::store(to, narrow<T>(sum));
+  constexpr unsigned kTarget = kCapacity<Real> / 2;
+  auto& space = gpu::shared<DecodeSpace<Real>>();
+  const unsigned start = d.begin + blockIdx.x * d.range;
+  const unsigned stop = start + min(d.end - start, d.range);
+  find_bounds(d, space, start, stop);
+  // The threads without a search come here at once.
+  if (!kUpdate) fill_zeros<T>(d, start, stop);
+  __syncthreads();
+  unsigned length = d.range;
+  Part<Real> part{start, stop, 0, scale, lr};
+  while (true) {
+    const unsigned positions = part.high - part.low;
+    part.total = count_entries(space, d.packet_count);
+    const bool sparse = part.total <= kCapacity<Real>;
+    const bool done = sparse || positions <= kWidth;
+    if (!done) {
+      length = max(kWidth, static_cast<unsigned>(uint64_t{positions} * kTarget / part.total));
+    } else {
+      if (!sparse)
+        decode_dense<kUpdate, T, V>(d, space, part);
+      else if (part.total != 0)
+        decode_sparse<kUpdate, T, V>(d, space, part);
+      if (part.high == stop) return;
+      if (part.total < kTarget / 2) length = 2 * min(length, d.range / 2);
+      part.low = part.high;
     }
-    __syncwarp();
+    part.high = part.low + min(stop - part.low, length);
+    __syncthreads();
+    for (unsigned p = threadIdx.x; p < d.packet_count; p += kDecodeThreads) {
+      const unsigned begin = done ? space.ends[p] : space.begins[p];
+      const Entries& packet = d.packets[p];
+      const unsigned most = min(packet.count - begin, part.high - part.low);
+      space.begins[p] = begin;
+      space.ends[p] =
+          lower_bound_near(packet.indices, begin, begin + most, static_cast<int32_t>(part.high));
+    }
+    __syncthreads();
   }
 }
 

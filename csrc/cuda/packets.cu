@@ -145,8 +145,22 @@ Entries entries(const codec::Packet& packet) {
 
 // ---- decode -------------------------------------------------------------------------------------
 
+// The shape of a decode launch: as few blocks as their shared memory allows for the average number
+// of entries, and enough of them to occupy the device.
+template <bool kUpdate, class Real>
+gpu::Launch shape_decoding(Decoding& d, double entries_each, cudaStream_t stream) {
+  const size_t positions = d.end - d.begin;
+  const size_t entries = static_cast<size_t>(entries_each * static_cast<double>(positions));
+  // A sum writes zeros while other blocks search, so it needs blocks in reserve.
+  const size_t least = size_t{kUpdate ? 1 : 2} * kDecodeResident * multiprocessors();
+  const size_t blocks = std::max(least, entries / (kCapacity<Real> / 8 * 5));
+  constexpr size_t kStep = 64;  // so that blocks share no sector of aligned arrays
+  d.range = static_cast<unsigned>((positions + blocks * kStep - 1) / (blocks * kStep) * kStep);
+  return {static_cast<unsigned>((positions + d.range - 1) / d.range), kDecodeThreads, stream};
+}
+
 // Calls f(decoding, shape) for launches that together cover all arrays.
-template <class Real, class F>
+template <bool kUpdate, class Real, class F>
 void each_decoding(const kernels::Chain& chain, std::span<const codec::Packet> packets,
                    cudaStream_t stream, F f) {
   if (packets.size() > kMostPackets)
@@ -155,6 +169,9 @@ void each_decoding(const kernels::Chain& chain, std::span<const codec::Packet> p
   Decoding d{};
   d.packet_count = static_cast<unsigned>(packets.size());
   std::transform(packets.begin(), packets.end(), d.packets, entries);
+  double sent = 0, count = 0;
+  for (const codec::Packet& packet : packets) sent += static_cast<double>(packet.count);
+  for (const kernels::Array& array : chain.arrays) count += static_cast<double>(array.count);
   for (size_t done = 0; done < chain.arrays.size();) {
     d.begin = d.end;
     for (d.array_count = 0; done < chain.arrays.size() && d.array_count < kMostArrays; ++done) {
@@ -164,14 +181,8 @@ void each_decoding(const kernels::Chain& chain, std::span<const codec::Packet> p
       d.end += static_cast<unsigned>(array.count);
     }
     if (d.begin == d.end) continue;
-    const size_t tiles = (size_t{d.end} - d.begin + kWidth - 1) / kWidth;
-    const size_t most = size_t{32} * multiprocessors();  // warps
-    d.run = static_cast<unsigned>((tiles + most - 1) / most);
-    const size_t warps = (tiles + d.run - 1) / d.run;
-    constexpr unsigned kWarps = kDecodeThreads / 32;
-    const size_t bytes = Sums<Real>::bytes(d.packet_count);
-    f(d, gpu::Launch{static_cast<unsigned>((warps + kWarps - 1) / kWarps), kDecodeThreads, stream,
-                     kWarps * bytes});
+    const gpu::Launch shape = shape_decoding<kUpdate, Real>(d, sent / count, stream);
+    f(d, shape);
   }
 }
 
@@ -182,10 +193,11 @@ void decode_as(const kernels::Chain& chain, std::span<const codec::Packet> packe
     with_float(value_dtype, [&](auto value) {
       using T = typename decltype(out)::type;
       using V = typename decltype(value)::type;
-      each_decoding<Wide<T>>(chain, packets, stream, [&](const Decoding& d, const gpu::Launch& l) {
-        launch("decode", decode<kUpdate, T, V>, l, d, static_cast<Wide<T>>(how.scale),
-               static_cast<Wide<T>>(how.lr));
-      });
+      each_decoding<kUpdate, Wide<T>>(
+          chain, packets, stream, [&](const Decoding& d, const gpu::Launch& l) {
+            launch("decode", decode<kUpdate, T, V>, l, d, static_cast<Wide<T>>(how.scale),
+                   static_cast<Wide<T>>(how.lr));
+          });
     });
   });
 }

@@ -210,3 +210,7 @@ template <class T>
 T atomicExch(T* p, std::type_identity_t<T> v) {
   return emulator::atomic_update(p, [v](T) { return v; });
 }
+template <class T>
+T atomicCAS(T* p, std::type_identity_t<T> expected, std::type_identity_t<T> v) {
+  return emulator::atomic_update(p, [expected, v](T x) { return x == expected ? v : x; });
+}
