@@ -22,13 +22,20 @@
 
 namespace pycomm::cuda {
 
-inline constexpr unsigned kDecodeThreads = 256;
+inline constexpr unsigned kDecodeThreads = 512;
+// Blocks that a multiprocessor holds, which limits the registers. 7.5 holds 1,024 threads.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
+inline constexpr unsigned kDecodeResident = 2;
+#else
+inline constexpr unsigned kDecodeResident = 3;
+#endif
 inline constexpr unsigned kWidth = 1024;  // positions of a dense part
 inline constexpr unsigned kMostPackets = 512;
 inline constexpr unsigned kMostArrays = 512;
+inline constexpr unsigned kFewPackets = 32;  // have a thread for each bound; more save loads
 
 template <class Real>
-inline constexpr unsigned kEntriesEach = sizeof(Real) == 8 ? 4 : 8;  // of a thread
+inline constexpr unsigned kEntriesEach = sizeof(Real) == 8 ? 2 : 4;  // of a thread
 template <class Real>
 inline constexpr unsigned kCapacity = kEntriesEach<Real> * kDecodeThreads;
 template <class Real>
@@ -57,26 +64,17 @@ inline constexpr unsigned kNone = ~0u;  // no index
 
 // The shared memory of a block.
 template <class Real>
-struct DecodeSpace {
-  unsigned* keys;    // [kSlots] the index of a slot; of a dense part: whether there is a sum, bits
-  Real* sums;        // [kSlots]
-  unsigned* masks;   // [kSlots] the packets of a slot, in the memory of `sums`
-  unsigned* begins;  // [packets] the first entry in the current part of the range
-  unsigned* ends;    // [packets]
-  unsigned* before;  // [packets + 1] entries of the part in all packets before
-
-  __host__ __device__ static unsigned bytes(unsigned packets) {
-    return kSlots<Real> * (4 + static_cast<unsigned>(sizeof(Real))) + (3 * packets + 1) * 4;
-  }
-  __device__ static DecodeSpace of(unsigned packets) {
-    char* const base = gpu::dynamic_shared<char>();
-    auto* const sums = reinterpret_cast<Real*>(base);
-    auto* const words = reinterpret_cast<unsigned*>(base + kSlots<Real> * sizeof(Real));
-    unsigned* const begins = words + kSlots<Real>;
-    return {words,  sums, reinterpret_cast<unsigned*>(base), begins, begins + packets,
-            begins + 2 * packets};
-  }
+struct alignas(16) DecodeSpace {
+  unsigned keys[kSlots<Real>];  // the index of a slot; in a dense part bits: there is a sum
+  union {
+    unsigned masks[kSlots<Real>];  // the packets of a slot
+    Real sums[kSlots<Real>];
+  };
+  unsigned begins[kMostPackets];  // the first entry in the current part of the range
+  unsigned ends[kMostPackets];
+  unsigned before[kMostPackets + 1];  // entries of the part in all packets before
 };
+static_assert(sizeof(DecodeSpace<float>) <= 40000 && sizeof(DecodeSpace<double>) <= 40000);
 
 // The part of a range that a block decodes at once, and its numbers of the result.
 template <class Real>
@@ -85,26 +83,36 @@ struct Part {
   Real scale, lr;
 };
 
-// The first entry in [low, high) with at least this index. Each round of loads, all at once, divides
-// the entries by kWays: more ways have less latency and more loads.
+// The first entry in [low, high) with at least this index. Each round of loads, all at once,
+// divides the entries by kWays: more ways have less latency and more loads.
 template <unsigned kWays>
 __device__ __forceinline__ unsigned lower_bound(const int32_t* indices, unsigned low, unsigned high,
-                                                int64_t position) {
+                                                int32_t position) {
   while (low < high) {
     const unsigned step = (high - low + kWays - 1) / kWays;
+    int32_t found[kWays - 1];
+#pragma unroll
+    for (unsigned i = 0; i < kWays - 1; ++i)  // none waits for a branch or a predicate
+      found[i] = indices[min(low + (i + 1) * step, high) - 1];
     unsigned less = 0;
 #pragma unroll
-    for (unsigned i = 1; i < kWays; ++i) {
-      const unsigned at = low + i * step - 1;
-      less += at < high && indices[at] < position ? 1 : 0;
-    }
+    for (unsigned i = 0; i < kWays - 1; ++i)
+      less += low + (i + 1) * step <= high && found[i] < position ? 1 : 0;
     low += less * step;
     if (less + 1 < kWays) high = min(high, low + step - 1);
   }
   return low;
 }
-__device__ __forceinline__ unsigned lower_bound(const Entries& packet, int64_t position) {
+__device__ __forceinline__ unsigned lower_bound(const Entries& packet, int32_t position) {
   return lower_bound<2>(packet.indices, 0, packet.count, position);
+}
+
+// The same for an entry that is expected soon after `low`.
+__device__ __forceinline__ unsigned lower_bound_near(const int32_t* indices, unsigned low,
+                                                     unsigned high, int32_t position) {
+  unsigned window = 64;
+  for (; high - low > window && indices[low + window - 1] < position; window *= 2) low += window;
+  return lower_bound<8>(indices, low, min(high, low + window), position);
 }
 
 // The array of a position.
@@ -155,28 +163,51 @@ __device__ __forceinline__ void write(T* to, T old, Real sum, const Part<Real>& 
     gpu::store(to, narrow<T>(mean));
 }
 
-// Clears `count` words, a multiple of four.
-__device__ __forceinline__ void fill_words(unsigned* words, unsigned count, unsigned value) {
-  for (unsigned i = threadIdx.x; i < count / 4; i += kDecodeThreads)
-    reinterpret_cast<uint4*>(words)[i] = uint4{value, value, value, value};
+// Sets one word for each slot. Called by a block.
+template <unsigned kWords>
+__device__ __forceinline__ void fill_words(unsigned (&words)[kWords], unsigned value) {
+  static_assert(kWords % (4 * kDecodeThreads) == 0);
+#pragma unroll
+  for (unsigned i = 0; i < kWords / 4; i += kDecodeThreads)
+    reinterpret_cast<uint4*>(words)[i + threadIdx.x] = uint4{value, value, value, value};
+}
+
+// Searches the range of the block in all packets.
+template <class Real>
+__device__ __forceinline__ void find_bounds(const Decoding& d, DecodeSpace<Real>& space,
+                                            unsigned start, unsigned stop) {
+  if (d.packet_count <= kFewPackets) {
+    const unsigned p = threadIdx.x % kFewPackets;
+    if (p >= d.packet_count || threadIdx.x >= 2 * kFewPackets) return;
+    const bool end = threadIdx.x >= kFewPackets;
+    const Entries& packet = d.packets[p];
+    (end ? space.ends : space.begins)[p] =
+        lower_bound<8>(packet.indices, 0, packet.count, static_cast<int32_t>(end ? stop : start));
+    return;
+  }
+  for (unsigned p = threadIdx.x; p < d.packet_count; p += kDecodeThreads) {
+    const Entries& packet = d.packets[p];
+    const unsigned begin =
+        lower_bound<4>(packet.indices, 0, packet.count, static_cast<int32_t>(start));
+    space.begins[p] = begin;
+    space.ends[p] =
+        lower_bound_near(packet.indices, begin, packet.count, static_cast<int32_t>(stop));
+  }
 }
 
 // Counts the entries of the current part and fills `before`. Called by a block.
 template <class Real>
-__device__ __forceinline__ unsigned count_entries(const DecodeSpace<Real>& space,
-                                                  unsigned packets) {
-  static_assert(kMostPackets == 2 * kDecodeThreads, "two packets for each thread");
-  const unsigned p = 2 * threadIdx.x;
-  unsigned count[2] = {0, 0};
-  for (unsigned i = 0; i < 2; ++i) {
-    if (p + i >= packets) continue;
-    const unsigned begin = space.begins[p + i], end = space.ends[p + i];
-    count[i] = end > begin ? min(end - begin, 1u << 20) : 0;  // the sum of all has 32 bits
+__device__ __forceinline__ unsigned count_entries(DecodeSpace<Real>& space, unsigned packets) {
+  static_assert(kMostPackets == kDecodeThreads, "a packet for each thread");
+  const unsigned p = threadIdx.x;
+  unsigned count = 0;
+  if (p < packets) {
+    const unsigned begin = space.begins[p], end = space.ends[p];
+    count = end > begin ? min(end - begin, 1u << 20) : 0;  // the sum of all has 32 bits
   }
-  const unsigned upto = scan_block<kDecodeThreads>(count[0] + count[1]);
-  if (p < packets) space.before[p] = upto - count[1] - count[0];
-  if (p + 1 < packets) space.before[p + 1] = upto - count[1];
-  if (threadIdx.x == kDecodeThreads - 1) space.before[packets] = upto;
+  const unsigned upto = scan_block<kDecodeThreads>(count);
+  if (p < packets) space.before[p] = upto - count;
+  if (p == kDecodeThreads - 1) space.before[packets] = upto;
   __syncthreads();
   return space.before[packets];
 }
@@ -194,7 +225,7 @@ static_assert(kSlots<float> <= 1u << 12 && kMostPackets <= 1u << 9);
 // Finds the turn of each entry of the thread, from the packets of each slot, 32 at a time. `masks`
 // are cleared.
 template <class Real>
-__device__ __forceinline__ void find_turns(const DecodeSpace<Real>& space, unsigned packets,
+__device__ __forceinline__ void find_turns(DecodeSpace<Real>& space, unsigned packets,
                                            Place (&place)[kEntriesEach<Real>]) {
   for (unsigned group = 0;; group += 32) {
 #pragma unroll
@@ -210,19 +241,20 @@ __device__ __forceinline__ void find_turns(const DecodeSpace<Real>& space, unsig
     }
     __syncthreads();
     if (group + 32 >= packets) return;
-    fill_words(space.masks, kSlots<Real>, 0);
+    fill_words(space.masks, 0);
     __syncthreads();
   }
 }
 
 // Decodes a part of at most kCapacity entries, at least one.
 template <bool kUpdate, class T, class V, class Real>
-__device__ __forceinline__ void decode_sparse(const Decoding& d, const DecodeSpace<Real>& space,
+__device__ __forceinline__ void decode_sparse(const Decoding& d, DecodeSpace<Real>& space,
                                               const Part<Real>& part) {
   constexpr unsigned kEach = kEntriesEach<Real>;
   Place place[kEach];
   unsigned packet[kEach] = {}, index[kEach];
-  V value[kEach];
+  V sent[kEach];
+  Real value[kEach];
   T old[kEach];
   // A thread without an entry reads the last one, so that no load waits for a branch.
   for (unsigned step = 1u << (31 - __clz(static_cast<int>(d.packet_count))); step > 0; step /= 2) {
@@ -239,15 +271,16 @@ __device__ __forceinline__ void decode_sparse(const Decoding& d, const DecodeSpa
     const Entries& from = d.packets[packet[e]];
     const unsigned at = space.begins[packet[e]] + (number - space.before[packet[e]]);
     index[e] = static_cast<unsigned>(gpu::load(&from.indices[at]));
-    value[e] = gpu::load(&static_cast<const V*>(from.values)[at]);
+    sent[e] = gpu::load(&static_cast<const V*>(from.values)[at]);
   }
-  fill_words(space.keys, kSlots<Real>, kNone);
-  fill_words(space.masks, kSlots<Real>, 0);
+  fill_words(space.keys, kNone);
+  fill_words(space.masks, 0);
   __syncthreads();
 #pragma unroll
   for (unsigned e = 0; e < kEach; ++e) {
     place[e] = {};
     place[e].packet = packet[e];
+    value[e] = static_cast<Real>(widen(sent[e]));
     if (threadIdx.x + e * kDecodeThreads >= part.total) continue;
     if (index[e] - part.low >= part.high - part.low) continue;
     place[e].there = 1;
@@ -268,8 +301,7 @@ __device__ __forceinline__ void decode_sparse(const Decoding& d, const DecodeSpa
     for (unsigned e = 0; e < kEach; ++e) {
       if (!place[e].there) continue;
       Real& sum = space.sums[place[e].slot];
-      const auto x = static_cast<Real>(widen(value[e]));
-      if (place[e].turn == turn) sum = turn == 0 ? x : add(sum, x);
+      if (place[e].turn == turn) sum = turn == 0 ? value[e] : add(sum, value[e]);
       more = more || place[e].turn > turn;
     }
     if (__syncthreads_or(more) == 0) break;
@@ -289,7 +321,7 @@ struct Loaded {
   V value[kWidth / kDecodeThreads];
 };
 template <class V, class Real>
-__device__ __forceinline__ Loaded<V> load_packet(const Decoding& d, const DecodeSpace<Real>& space,
+__device__ __forceinline__ Loaded<V> load_packet(const Decoding& d, DecodeSpace<Real>& space,
                                                  unsigned packet) {
   Loaded<V> loaded;
   const Entries& from = d.packets[packet];
@@ -309,7 +341,7 @@ __device__ __forceinline__ Loaded<V> load_packet(const Decoding& d, const Decode
 // Decodes a part of at most kWidth positions, packet by packet. The next packet is loaded before
 // one is added.
 template <bool kUpdate, class T, class V, class Real>
-__device__ __forceinline__ void decode_dense(const Decoding& d, const DecodeSpace<Real>& space,
+__device__ __forceinline__ void decode_dense(const Decoding& d, DecodeSpace<Real>& space,
                                              const Part<Real>& part) {
   constexpr unsigned kEach = kWidth / kDecodeThreads;
   unsigned* const there = space.keys;
@@ -348,19 +380,14 @@ __device__ __forceinline__ void decode_dense(const Decoding& d, const DecodeSpac
 // kUpdate: param = fma(-lr, scale * sum, param) if a packet has the element; else out = scale *
 // sum, 0 without a packet.
 template <bool kUpdate, class T, class V>
-__global__ void __launch_bounds__(kDecodeThreads)
+__global__ void __launch_bounds__(kDecodeThreads, sizeof(V) == 8 ? 1 : kDecodeResident)
     decode(const __grid_constant__ Decoding d, Wide<T> scale, Wide<T> lr) {
   using Real = Wide<T>;
   constexpr unsigned kTarget = kCapacity<Real> / 2;
-  const auto space = DecodeSpace<Real>::of(d.packet_count);
+  auto& space = gpu::shared<DecodeSpace<Real>>();
   const unsigned start = d.begin + blockIdx.x * d.range;
   const unsigned stop = start + min(d.end - start, d.range);
-  for (unsigned i = threadIdx.x; i < 2 * d.packet_count; i += kDecodeThreads) {
-    const bool end = i >= d.packet_count;
-    const unsigned p = end ? i - d.packet_count : i;
-    (end ? space.ends : space.begins)[p] =
-        lower_bound<8>(d.packets[p].indices, 0, d.packets[p].count, end ? stop : start);
-  }
+  find_bounds(d, space, start, stop);
   // The threads without a search come here at once.
   if (!kUpdate) fill_zeros<T>(d, start, stop);
   __syncthreads();
@@ -386,9 +413,11 @@ __global__ void __launch_bounds__(kDecodeThreads)
     __syncthreads();
     for (unsigned p = threadIdx.x; p < d.packet_count; p += kDecodeThreads) {
       const unsigned begin = done ? space.ends[p] : space.begins[p];
-      const unsigned most = min(d.packets[p].count - begin, part.high - part.low);
+      const Entries& packet = d.packets[p];
+      const unsigned most = min(packet.count - begin, part.high - part.low);
       space.begins[p] = begin;
-      space.ends[p] = lower_bound<8>(d.packets[p].indices, begin, begin + most, part.high);
+      space.ends[p] =
+          lower_bound_near(packet.indices, begin, begin + most, static_cast<int32_t>(part.high));
     }
     __syncthreads();
   }

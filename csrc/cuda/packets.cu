@@ -152,12 +152,11 @@ gpu::Launch shape_decoding(Decoding& d, double entries_each, cudaStream_t stream
   const size_t positions = d.end - d.begin;
   const size_t entries = static_cast<size_t>(entries_each * static_cast<double>(positions));
   // A sum writes zeros while other blocks search, so it needs blocks in reserve.
-  const size_t least = size_t{kUpdate ? 4 : 8} * multiprocessors();
+  const size_t least = size_t{kUpdate ? 1 : 2} * kDecodeResident * multiprocessors();
   const size_t blocks = std::max(least, entries / (kCapacity<Real> / 8 * 5));
   constexpr size_t kStep = 64;  // so that blocks share no sector of aligned arrays
   d.range = static_cast<unsigned>((positions + blocks * kStep - 1) / (blocks * kStep) * kStep);
-  return {static_cast<unsigned>((positions + d.range - 1) / d.range), kDecodeThreads, stream,
-          DecodeSpace<Real>::bytes(d.packet_count)};
+  return {static_cast<unsigned>((positions + d.range - 1) / d.range), kDecodeThreads, stream};
 }
 
 // Calls f(decoding, shape) for launches that together cover all arrays.
@@ -194,10 +193,11 @@ void decode_as(const kernels::Chain& chain, std::span<const codec::Packet> packe
     with_float(value_dtype, [&](auto value) {
       using T = typename decltype(out)::type;
       using V = typename decltype(value)::type;
-      each_decoding<kUpdate, Wide<T>>(chain, packets, stream, [&](const Decoding& d, const gpu::Launch& l) {
-        launch("decode", decode<kUpdate, T, V>, l, d, static_cast<Wide<T>>(how.scale),
-               static_cast<Wide<T>>(how.lr));
-      });
+      each_decoding<kUpdate, Wide<T>>(
+          chain, packets, stream, [&](const Decoding& d, const gpu::Launch& l) {
+            launch("decode", decode<kUpdate, T, V>, l, d, static_cast<Wide<T>>(how.scale),
+                   static_cast<Wide<T>>(how.lr));
+          });
     });
   });
 }

@@ -58,6 +58,41 @@ def test_decode(device, count, ranks, seed, kind, dtype, value_dtype, scale):
         same(device.get(out), want)
 
 
+def some(ranks, k, low, high):
+    """Indices of packets: for each rank k of those from `low` to `high`."""
+    rng = np.random.default_rng(ranks + k)
+    return [np.sort(rng.choice(np.arange(low, high), k, replace=False)) for _ in range(ranks)]
+
+
+# Elements, and packets that do not spread evenly over them. The first two are large so that a GPU,
+# too, has blocks with more entries than they hold at once.
+SKEWED = {
+    "one range": (600_000, lambda n: some(6, 1500, 7000, 9000) + some(2, 50, 0, n)),
+    "one packet": (600_000, lambda n: [np.arange(5000, 12_000), *some(3, 40, 0, n)]),
+    "identical": (30_011, lambda n: some(1, 700, 0, n) * 40),
+    "single entries": (30_011, lambda n: some(70, 1, 0, n) + some(3, 1, n - 1, n)),
+    "everything": (30_011, lambda n: [np.arange(n)] * 5),
+    "empty packets": (30_011, lambda n: some(60, 0, 0, n) + some(60, 9, 0, n) + some(60, 0, 0, n)),
+    "few elements": (5, lambda n: some(500, 3, 0, n)),
+}
+
+
+@pytest.mark.parametrize(("dtype", "value_dtype"), [("float32", "float32"), ("float16", "float64")])
+@pytest.mark.parametrize("shape", SKEWED)
+def test_decode_of_skewed_packets(device, shape, dtype, value_dtype):
+    count, packets_of_all = SKEWED[shape]
+    packets = [
+        (i.astype(np.int32), made("plain", len(i), n, value_dtype))
+        for n, i in enumerate(packets_of_all(count))
+    ]
+    mine = [(device.put(i), device.put(v)) for i, v in packets]
+    start = made("plain", count, 5, dtype)
+    out = kernels.decode_sum(device.put(np.ones_like(start)), mine, 1 / 3)
+    same(device.get(out), reference.decode_sum(start, packets, 1 / 3))
+    out = kernels.decode_update(device.put(start), mine, 0.1, 1 / 3)
+    same(device.get(out), reference.decode_update(start, packets, 0.1, 1 / 3))
+
+
 def test_decode_update_of_float64(device):
     packets = packets_of(300, 4, 3, "odd ones", "float64")
     start = made("tiny", 300, 4, "float64")

@@ -196,6 +196,29 @@ def test_a_thousand_replays_give_the_same_bits(device):
             assert now == first
 
 
+def test_more_selections_than_threads_of_a_block(device):
+    """Small tensors, each of which a block selects alone, around some that blocks share."""
+    counts = [40] * 260
+    counts[100], counts[250], counts[258] = 3 * TILE, 5 * TILE + 1, 9 * TILE
+    ks = [max(1, n // 100) for n in counts]
+    us, vs = ([made("plain", n, s + n + i) for i, n in enumerate(counts)] for s in (1, 2))
+    mine = [[device.put(x) for x in column] for column in (us, vs)]
+    workspace = kernels.dgc_workspace(*mine, ks)
+    for step in range(2):
+        grads = [made("ties", n, 9 * step + n + i) for i, n in enumerate(counts)]
+        indices, values = kernels.dgc_step(
+            [device.put(x) for x in grads], *mine, ks, momentum=0.9, workspace=workspace
+        )
+        wanted = [
+            reference.dgc_step(g, u, v, k, momentum=0.9)
+            for g, u, v, k in zip(grads, us, vs, ks, strict=True)
+        ]
+        us, vs = [x.u for x in wanted], [x.v for x in wanted]
+        for i, one in enumerate(wanted):
+            same(device.get(indices[i]), one.indices)
+            same(device.get(values[i]), one.values)
+
+
 RAGGED = [1, 3, 0, TILE, 5000, 31, 70_001, 2]
 
 
