@@ -215,7 +215,7 @@ ROWS = [
     ),
     (
         "tail_overflow",
-        "update.cuh",
+        "tile.cuh",
         "i + e < left ? gpu::load(p + i + e) : T{}",
         "gpu::load(p + i + e)",
         "asan",
@@ -295,10 +295,10 @@ ROWS = [
         r"WRONG|deadlock|no progress",
     ),
     (
-        "counts_not_cleared",
-        "begin.cuh",
-        "    t.unit_counts[i] = 0;\n  if (blockIdx",
-        "    static_cast<void>(t.unit_counts[i]);\n  if (blockIdx",
+        "earlier_units_ignored",
+        "pack.cuh",
+        "    earlier += unpacked(counts);",
+        "    static_cast<void>(unpacked(counts));",
         "plain",
         "step",
         WRONG,
