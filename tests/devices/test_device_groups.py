@@ -263,6 +263,29 @@ def test_calls_are_captured_in_a_graph(machine):
     machine.run(2, replays, machine.own)
 
 
+def one_replays(group: pycomm.Group, device: Any) -> str:
+    x = device.put(numbers(group.rank))
+    pycomm.all_reduce(x)
+    device.get(x)
+    device.capture()
+    pycomm.all_reduce(x, timeout_s=1)
+    launch = device.end_capture()
+    if group.rank == 0:
+        launch()
+        device.get(x)  # until the limit
+    with pytest.raises(errors.Error) as caught:
+        for _ in range(3):  # the first call of rank 1 may meet the replay of rank 0
+            raise_failure_in_graph(device, x)
+    return str(caught.value)
+
+
+@on("emulated, shared", "cuda, shared")  # NCCL has no limit inside a graph
+def test_a_failed_replay_is_reported_by_a_later_call(machine):
+    first, _ = machine.run(2, one_replays)
+    assert "staged in host memory: " in first
+    assert "rank 1" in first
+
+
 def watched_while_capturing(group: pycomm.Group, device: Any) -> None:
     x, y = device.put(numbers(group.rank)), device.put(numbers(group.rank))
     for each in (x, y):
