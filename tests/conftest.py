@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from attack import AttackPlugin, no_attack
+from gpu_devices import start_cuda
 from tiers import tier_of
 
 from benchmarks.reliability.leak_check import leaked, resources
@@ -39,10 +40,11 @@ def device(request: pytest.FixtureRequest) -> Iterator[Any]:
 
 @pytest.fixture(scope="session", autouse=True)
 def held_by_libraries(request: pytest.FixtureRequest) -> None:
-    """Starts what libraries keep for the rest of the process: a child of multiprocessing, and what
-    torch_first_store describes if the test files imported torch."""
+    """Starts what libraries keep for the rest of the process: a child of multiprocessing, and, if
+    the test files imported torch, CUDA and what torch_first_store describes."""
     resource_tracker.ensure_running()
     if "torch" in sys.modules:
+        start_cuda()
         request.getfixturevalue("torch_first_store")
 
 

@@ -79,13 +79,16 @@ def parts(count: int, results: Path) -> list[Part]:
     """The parts for `count` GPUs, the short and informative ones first."""
     python = sys.executable
     ranks = min(count, 8)
-    pytest = [python, "-m", "pytest", "-q"]
+    pytest = [python, "-m", "pytest", "-q", "-rf", "--tb=short", "--no-attack"]
+    # Each worker starts up to four processes that initialize CUDA; more at once exceed their time
+    # limits. The ranks of one process use all GPUs.
+    several = ["-n", str(min(4, max(1, (os.cpu_count() or 1) // 4)))]
     own = [python, "-m", "benchmarks.gpu.gpu_ranks"]
     bench = [python, "-m", "pycomm", "bench"]
     stored = ["--json", str(results / "kernels.json"), "--plot", str(results / "kernels.png")]
     found = [
-        Part("tests", [*pytest, "-k", "cuda", *tests_with(ON_GPUS)], 1500),
-        Part("tests-torch", [*pytest, *tests_with(EMULATED)], 600),
+        Part("tests", [*pytest, *several, "-k", "cuda", *tests_with(ON_GPUS)], 1500),
+        Part("tests-torch", [*pytest, *several, *tests_with(EMULATED)], 600),
         Part("nccl", [*own, "alone"], 120),
         # Two ranks that share a GPU under NCCL, by each way to allow it.
         Part("shared-multi-rank", [*own, "shared", "--way", "multi-rank"], 120),

@@ -21,6 +21,7 @@ LEAVE_S = 5.0
 TASKS = Path("/proc/self/task")
 MEMORY = re.compile("memfd:pycomm[^ \n]*")
 FONTS = (".ttf", ".otf", ".ttc")  # matplotlib's own, or the system's
+GPUS = "/dev/nvidia"
 M_ARENA_MAX = -8  # of malloc.h
 OURS = re.compile("pycomm(?!_)")  # pycomm_... belong to a launcher, another process
 
@@ -31,7 +32,7 @@ Resources = dict[str, Counter[str]]
 def resources() -> Resources:
     """Counts them now. Threads are Python's and pycomm's, except those of its kernels, which stay
     for the next call. Caches of libraries are not counted: torch's threads, matplotlib's open
-    fonts."""
+    fonts, CUDA's descriptors of GPUs, which increase with use and stay until the process ends."""
     found: Resources = {
         "descriptors": Counter(),
         "threads": Counter(thread.name for thread in threading.enumerate()),
@@ -42,7 +43,7 @@ def resources() -> Resources:
     for number in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):  # the one that reads the folder
             link = os.readlink(f"/proc/self/fd/{number}")
-            if not link.startswith(sys.prefix) and not link.endswith(FONTS):
+            if not link.startswith((sys.prefix, GPUS)) and not link.endswith(FONTS):
                 found["descriptors"][_kind(link)] += 1
     for task in os.listdir(TASKS):
         with contextlib.suppress(OSError):  # it has ended meanwhile

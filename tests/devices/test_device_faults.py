@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 # pytest finds the fixture by name, so that it looks unused.
-from group_devices import EMULATED, KINDS, machine_fixture, numbers, on  # noqa: F401 - fixture
+from group_devices import EMULATED, KINDS, Signal, machine_fixture, numbers, on  # noqa: F401 - fixture
 from thread_limit import no_new_threads
 
 import pycomm
@@ -175,7 +175,7 @@ def test_call_with_a_dead_rank_never_succeeds(machine):
     assert all(isinstance(message, str) for message in living), living
 
 
-def late(group: pycomm.Group, device: Any) -> str:
+def late(group: pycomm.Group, device: Any, over: Signal) -> str:
     x = device.put(numbers(group.rank))
     pycomm.all_reduce(x)
     if group.rank == 1:
@@ -189,12 +189,8 @@ def late(group: pycomm.Group, device: Any) -> str:
     return str(caught.value)
 
 
-over = threading.Event()
-
-
-def test_missing_rank_is_named(machine):
-    over.clear()
-    message, _ = machine.run(2, late)
+def test_missing_rank_is_named(machine, tmp_path):
+    message, _ = machine.run(2, late, Signal(tmp_path))
     assert "all_reduce" in message
 
 
@@ -225,7 +221,7 @@ def test_abort_ends_running_calls(machine):
     assert [text for text in messages if not any(word in text for word in known)] == []
 
 
-def two_threads(group: pycomm.Group, device: Any) -> list[str]:
+def two_threads(group: pycomm.Group, device: Any, refused_one: Signal) -> list[str]:
     x = device.put(numbers(group.rank))
     pycomm.all_reduce(x)
     messages: list[str] = []
@@ -247,12 +243,8 @@ def two_threads(group: pycomm.Group, device: Any) -> list[str]:
     return messages
 
 
-refused_one = threading.Event()
-
-
-def test_second_thread_is_rejected(machine):
-    refused_one.clear()
-    messages, _ = machine.run(2, two_threads)
+def test_second_thread_is_rejected(machine, tmp_path):
+    messages, _ = machine.run(2, two_threads, Signal(tmp_path))
     assert [text for text in messages if "another thread is inside" in text] == messages != []
 
 

@@ -13,14 +13,14 @@ import numpy as np
 import pytest
 
 # pytest finds the fixture by name, so that it looks unused.
-from group_devices import machine_fixture, numbers, odd, on  # noqa: F401 - fixture
+from group_devices import LackOfNccl, machine_fixture, numbers, odd, on  # noqa: F401 - fixture
 from test_device_channels import rings
 from test_device_groups import every_verb, same_bits
 from test_device_messages import from_any_source, round_trip
 
 import pycomm
 from pycomm import errors
-from pycomm._core_api import device_groups, nccl
+from pycomm._core_api import device_groups
 from pycomm.testing import run_ranks
 
 pytestmark = pytest.mark.timeout(300)
@@ -133,10 +133,6 @@ def test_option_changes_nothing_on_one_host(machine):
     assert on_hosts(machine, ["a", "a"], of_one_host) == ["nccl"] * 2
 
 
-def has_no_nccl(*_: Any) -> Any:
-    raise errors.Unsupported("there is none")
-
-
 def without_nccl(group: pycomm.Group, device: Any) -> np.ndarray:
     x = device.put(numbers(group.rank))
     pycomm.all_reduce(x)
@@ -145,11 +141,11 @@ def without_nccl(group: pycomm.Group, device: Any) -> np.ndarray:
 
 @on("emulated", "cuda")
 def test_single_rank_of_a_host_needs_no_nccl(machine, monkeypatch):
-    monkeypatch.setattr(nccl, "load", has_no_nccl)
-    for got in on_hosts(machine, ["a", "b"], without_nccl):
+    lack = LackOfNccl(monkeypatch, range(3))
+    for got in on_hosts(machine, ["a", "b"], lack.run, without_nccl):
         np.testing.assert_array_equal(got, numbers(0) + numbers(1))
-    with pytest.raises(errors.Unsupported, match="there is none"):
-        on_hosts(machine, ["a", "a", "b"], without_nccl)
+    with pytest.raises(errors.Unsupported, match="no NCCL anywhere"):
+        on_hosts(machine, ["a", "a", "b"], lack.run, without_nccl)
 
 
 def refused(group: pycomm.Group, device: Any) -> str:

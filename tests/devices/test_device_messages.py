@@ -11,7 +11,14 @@ import numpy as np
 import pytest
 
 # pytest finds the fixture by name, so that it looks unused.
-from group_devices import EMULATED, machine_fixture, numbers, on  # noqa: F401 - fixture
+from group_devices import (
+    EMULATED,
+    Signal,
+    machine_fixture,  # noqa: F401 - fixture
+    numbers,
+    on,
+    raise_failure_in_graph,
+)
 
 import pycomm
 from pycomm import errors
@@ -98,7 +105,9 @@ def test_message_is_received_from_any_source(machine):
 
 def is_ordered_with_stream(group: pycomm.Group, device: Any, async_op: bool) -> None:
     x = device.put(numbers(0))
-    pycomm.all_reduce(x)
+    # NCCL connects two ranks at their first message, which may wait for the device.
+    pycomm.send(x, 1) if group.rank == 0 else pycomm.recv(x, 0)
+    device.get(x)
     for turn in range(10):
         go_on = device.delay()
         if group.rank == 0:
@@ -141,10 +150,14 @@ def replays(group: pycomm.Group, device: Any) -> None:
     device.capture()
     there_and_back()
     launch = device.end_capture()
+    found = []
     for turn in range(3):
         device.write(x, numbers(rank + turn))
         launch()
-        np.testing.assert_array_equal(device.get(y), numbers(1 - rank + turn))
+        found.append(device.get(y))
+    raise_failure_in_graph(device, x)
+    for turn in range(3):
+        np.testing.assert_array_equal(found[turn], numbers(1 - rank + turn))
 
 
 def test_messages_are_captured_in_a_graph(machine):
@@ -186,10 +199,7 @@ def test_mismatch_is_reported_to_both_ranks_before_data_moves(machine, transport
         assert "each waits for the other to receive" in messages[4]
 
 
-over = threading.Event()
-
-
-def late(group: pycomm.Group, device: Any) -> str:
+def late(group: pycomm.Group, device: Any, over: Signal) -> str:
     x = device.put(numbers(group.rank))
     pycomm.all_reduce(x)
     for peer in (group.rank, 2):
@@ -206,9 +216,8 @@ def late(group: pycomm.Group, device: Any) -> str:
     return str(caught.value)
 
 
-def test_missing_receiver_is_named(machine):
-    over.clear()
-    message, _ = machine.run(2, late)
+def test_missing_receiver_is_named(machine, tmp_path):
+    message, _ = machine.run(2, late, Signal(tmp_path))
     assert message.startswith("send: Timed out after 0.3")
 
 

@@ -66,6 +66,10 @@ SOUND = {
     "calls": "run_ranks(2, lambda group: pycomm.all_reduce(np.ones(9), group=group))",
     "moment": "threading.Timer(0.1, int).start()",
     "font": "kept.append(open(tempfile.gettempdir() + '/some.ttf', 'w'))",
+    "gpu": """
+        leak_check.GPUS = tempfile.gettempdir() + "/nvidia"
+        kept.append(open(leak_check.GPUS + "0", "w"))
+        """,
     "cycle": """
         cycle = [socket.socket()]
         cycle.append(cycle)

@@ -1,23 +1,30 @@
 """Devices for the tests of device groups: NumPy arrays as inputs, one device for each rank.
 
 A device is emulated (tests/emulator, with a fake NCCL), or a GPU of this machine, seen through
-torch. Each rank has its own device, or two share one, which NCCL rejects. With fewer GPUs than
-ranks, ranks that need their own device share GPUs under NCCL: each is a process with another
-NCCL_HOSTID. A test takes a Machine, whose ranks are threads or processes.
+torch (gpu_devices.py). Each rank has its own device, or two share one, which NCCL rejects. With
+fewer GPUs than ranks, ranks that need their own device share GPUs under NCCL, each with another
+NCCL_HOSTID. A test takes a Machine, whose ranks are threads or processes. Ranks that share a GPU
+are processes.
 """
 
 from __future__ import annotations
 
+import functools
 import os
+import time
+from collections.abc import Sequence
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import programs
 import pytest
+from gpu_devices import Cuda, start_cuda
 
 import pycomm
-from pycomm._core_api import device_groups
+from pycomm import errors
+from pycomm._core_api import device_groups, nccl
 
 
 class Array:
@@ -121,51 +128,6 @@ class Emulated:
         return dict(self.module.nccl.take_counts())
 
 
-class Cuda:
-    """The GPU of a rank."""
-
-    name = "cuda"
-
-    def __init__(self, index: int) -> None:
-        import torch
-
-        self.index, self.torch = index, torch
-        torch.cuda.set_device(index)
-        self.stream = torch.cuda.Stream(index)
-        torch.cuda.set_stream(self.stream)
-
-    def put(self, x: Any) -> Any:
-        return self.torch.from_numpy(np.array(x)).to(f"cuda:{self.index}")
-
-    def write(self, there: Any, x: Any) -> None:
-        there.copy_(self.torch.from_numpy(np.array(x)))
-
-    def empty(self, shape: Any, dtype: Any) -> Any:
-        made = self.torch.from_numpy(np.empty(shape, dtype))
-        return self.torch.empty_like(made, device=f"cuda:{self.index}")
-
-    def get(self, x: Any) -> np.ndarray:
-        return np.asarray(x.cpu())
-
-    def delay(self) -> Any:
-        self.torch.cuda._sleep(1 << 30)  # cycles: about half a second, to delay the stream
-        return lambda: None
-
-    def end(self) -> None:
-        pass
-
-    def capture(self) -> None:
-        self._graph = self.torch.cuda.CUDAGraph()
-        self._graph.capture_begin(capture_error_mode="thread_local")
-
-    def end_capture(self) -> Any:
-        self._graph.capture_end()
-        return self._graph.replay
-
-    def idle(self) -> bool:
-        return bool(self.stream.query())
-
-
 DEVICES = {"emulated": Emulated, "cuda": Cuda}
 
 
@@ -184,6 +146,7 @@ class Machine:
         if not self.emulated:
             torch = pytest.importorskip("torch")
             self.most = torch.cuda.device_count()
+            start_cuda()
         else:
             if programs.nvcc() is None:
                 pytest.skip("needs nvcc, for the headers of CUDA")
@@ -201,12 +164,66 @@ class Machine:
             pytest.skip("needs a GPU" if needed == 1 else f"needs {needed} GPUs")
         indices = [rank // 2 if self.shared else rank % self.most for rank in range(n)]
         crowded = needed > self.most
-        if crowded:
-            options["processes"] = True
-            if options.get("transport", "local") == "local":
-                options["transport"] = ""
+        if crowded or (self.shared and not self.emulated):
+            options = _processes(**options)
         device = (self.device, indices, crowded)
         return pycomm.testing.run_ranks(n, _rank, device, fn, args, **options)
+
+
+def _processes(transport: str = "local", **given: Any) -> dict[str, Any]:
+    """The options of ranks that share a GPU. In one process, a rank's cuStreamWaitValue32 could
+    block another rank's work in the same hardware queue: CUDA does not know their order. The limits
+    include the start of CUDA, and the turns that other processes have on the GPU."""
+    limits = {"timeout_s": 150.0, "exit_timeout_s": 60.0, **given}
+    return {**limits, "processes": True, "transport": "" if transport == "local" else transport}
+
+
+def raise_failure_in_graph(device: Any, x: Any) -> None:
+    """Makes a call, which reports the failure of an earlier call in a graph."""
+    work = pycomm.all_reduce(x, async_op=True)
+    work.wait()
+    device.get(x)
+    while not work.done():
+        pass
+    work.wait()
+
+
+class LackOfNccl:
+    """Ranks that find no NCCL, while the test runs: threads, or processes that run with it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, lacking: Sequence[int]) -> None:
+        self.lacking = lacking
+        monkeypatch.setattr(nccl, "load", functools.partial(self.load, nccl.load))
+
+    def load(self, load: Any, module: Any) -> Any:
+        if pycomm.rank() in self.lacking:
+            raise errors.Unsupported("no NCCL anywhere")
+        return load(module)
+
+    def run(self, group: pycomm.Group, device: Any, body: Any, *args: Any) -> Any:
+        """In a rank."""
+        if not isinstance(nccl.load, functools.partial):  # a process, which ends with the test
+            nccl.load = functools.partial(self.load, nccl.load)
+        return body(group, device, *args)
+
+
+class Signal:
+    """A file with which one rank continues others, whether they are threads or processes."""
+
+    def __init__(self, folder: Path) -> None:
+        self._file = folder / "signal"
+
+    def set(self) -> None:
+        self._file.touch()
+
+    def wait(self, limit_s: float) -> bool:
+        """Whether it was set within the limit."""
+        end = time.monotonic() + limit_s
+        while not self._file.exists():
+            if time.monotonic() > end:
+                return False
+            time.sleep(0.01)  # files send no notification
+        return True
 
 
 EMULATED = ["emulated", "emulated, shared"]
