@@ -292,6 +292,24 @@ const Test kTwice{
       expect(said[0].find("Duplicate GPU") != std::string::npos, said[0]);
     }};
 
+const Test kDefault{"a capture is no capture of the default stream", [] {
+                      each_rank(1, [](Rank& r) {
+                        fine(cudaStreamBeginCapture(r.stream, cudaStreamCaptureModeGlobal));
+                        const bool captured = r.device->capturing(r.stream);
+                        std::string refused;
+                        try {
+                          expect(!r.device->capturing(nullptr), "the default stream is captured");
+                        } catch (const std::exception& error) {  // rethrown after the capture
+                          refused = error.what();
+                        }
+                        cudaGraph_t graph = nullptr;
+                        fine(cudaStreamEndCapture(r.stream, &graph));
+                        fine(cudaGraphDestroy(graph));
+                        expect(captured, "the captured stream is not");
+                        expect(refused.empty(), refused);
+                      });
+                    }};
+
 const Test kStrict{"the fake refuses what NCCL's documents forbid", [] {
                      each_rank(2, [](Rank& r) {
                        FakeNccl& nccl = *r.nccl;
