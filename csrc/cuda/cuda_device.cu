@@ -39,6 +39,7 @@ class CudaDevice final : public device::Device {
     if (index < 0 || index >= count)
       throw Unsupported("no CUDA device " + std::to_string(index) + ": " + std::to_string(count) +
                         " are visible");
+    load_reductions(index);
   }
 
   int index() const override { return index_; }

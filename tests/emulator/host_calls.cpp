@@ -8,6 +8,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <memory>
+#include <set>
 #include <string_view>
 #include <thread>
 
@@ -65,6 +66,25 @@ CUresult primary_context_state(CUdevice device, unsigned* flags, int* active) {
   return CUDA_SUCCESS;
 }
 
+// ThreadSanitizer sees no lock here: as in fake_nccl.cpp.
+struct Loaded {
+  std::atomic_flag taken;
+  std::set<const void*> kernels;
+  std::atomic<uint64_t> lazy = 0;
+
+  template <class F>
+  auto locked(F body) {
+    while (taken.test_and_set(std::memory_order_acquire)) std::this_thread::yield();
+    const auto result = body();
+    taken.clear(std::memory_order_release);
+    return result;
+  }
+};
+Loaded& loaded() {
+  static Loaded all;
+  return all;
+}
+
 struct DriverFunction {
   std::string_view name;
   void* address;
@@ -77,7 +97,19 @@ const std::array kDriver{
 
 bool emulator::inside_host_call() { return inside; }
 
+uint64_t emulator::lazy_launches() { return loaded().lazy; }
+void emulator::note_launch(const void* kernel) {
+  if (!loaded().locked([&] { return loaded().kernels.contains(kernel); })) ++loaded().lazy;
+}
+
 extern "C" {
+
+cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* found, const void* kernel) {
+  emulator::use_context();
+  *found = {};
+  loaded().locked([&] { return loaded().kernels.insert(kernel).second; });
+  return cudaSuccess;
+}
 
 cudaError_t cudaLaunchHostFunc(cudaStream_t stream, cudaHostFn_t function, void* data) {
   return emulator::enqueue_polled(stream, [=, call = std::shared_ptr<HostCall>()]() mutable {

@@ -26,6 +26,11 @@ void use_context();
 // By device: whether this process has a context there.
 bool has_context(int device);
 
+// How many launches were of kernels that cudaFuncGetAttributes had not loaded. CUDA loads such a
+// kernel then, and may wait for the device.
+uint64_t lazy_launches();
+void note_launch(const void* kernel);
+
 // Whether the thread is one of cudaLaunchHostFunc, which must not call CUDA.
 bool inside_host_call();
 

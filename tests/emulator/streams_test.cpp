@@ -17,6 +17,7 @@
 #include "cuda/cuda_device.h"
 #include "device/stream_engine.h"
 #include "emulator/fake_nccl.hpp"
+#include "emulator/runtime.hpp"
 #include "kernels/kernels.h"
 #include "native/harness.h"
 #include "stream_ranks.hpp"
@@ -309,6 +310,16 @@ const Test kDefault{"a capture is no capture of the default stream", [] {
                         expect(refused.empty(), refused);
                       });
                     }};
+
+const Test kLoaded{"kernels are loaded before they run beside NCCL's", [] {
+                     each_rank(2, [](Rank& r) {
+                       Floats x(64, 0);
+                       const Lanes stages = stages_of(r, Algorithm::ring, 64);
+                       r.run(all_reduce(x, 64, &stages));
+                       r.finish();
+                     });
+                     expect_equal(emulator::lazy_launches(), uint64_t{0}, "kernels loaded late");
+                   }};
 
 const Test kStrict{"the fake refuses what NCCL's documents forbid", [] {
                      each_rank(2, [](Rank& r) {
