@@ -1,6 +1,4 @@
 // Streams, events, memory and the reduction kernel for the stream engine, over the CUDA runtime.
-#include <cudaTypedefs.h>
-
 #include <array>
 #include <string>
 
@@ -14,19 +12,23 @@ namespace {
 cudaStream_t raw_stream(void* stream) { return static_cast<cudaStream_t>(stream); }
 cudaEvent_t raw_event(void* event) { return static_cast<cudaEvent_t>(event); }
 
-// A driver function without a runtime equivalent, looked up at run time so that no driver is
-// linked.
 PFN_cuStreamWaitValue32_v11070 stream_wait_value() {
-  constexpr unsigned kVersion = 11070;
-  void* found = nullptr;
-  cudaDriverEntryPointQueryResult result{};
-  check_cuda(cudaGetDriverEntryPointByVersion("cuStreamWaitValue32", &found, kVersion,
-                                              cudaEnableDefault, &result),
-             "cudaGetDriverEntryPointByVersion");
-  if (result != cudaDriverEntryPointSuccess || found == nullptr)
+  static const auto found =
+      driver_function<PFN_cuStreamWaitValue32_v11070>("cuStreamWaitValue32", 11070);
+  if (found == nullptr)
     throw Unsupported(
         "the NVIDIA driver has no cuStreamWaitValue32: CUDA 11.7 or newer is required");
-  return reinterpret_cast<PFN_cuStreamWaitValue32_v11070>(found);
+  return found;
+}
+
+// For destruction: at the end of a process there may be no driver any more.
+template <class Call>
+void quietly(int device, Call call) noexcept {
+  try {
+    const OnDevice on({.device = device});
+    (void)call();
+  } catch (const Error&) {  // see above; what would be destroyed is gone with the driver
+  }
 }
 
 class CudaDevice final : public device::Device {
@@ -37,6 +39,7 @@ class CudaDevice final : public device::Device {
     if (index < 0 || index >= count)
       throw Unsupported("no CUDA device " + std::to_string(index) + ": " + std::to_string(count) +
                         " are visible");
+    load_reductions(index);
   }
 
   int index() const override { return index_; }
@@ -58,13 +61,19 @@ class CudaDevice final : public device::Device {
                "cudaStreamCreateWithFlags");
     return stream;
   }
-  void drop_stream(void* stream) noexcept override { (void)cudaStreamDestroy(raw_stream(stream)); }
+  void drop_stream(void* stream) noexcept override {
+    quietly(index_, [=] { return cudaStreamDestroy(raw_stream(stream)); });
+  }
   bool capturing(void* stream) override {
+    if (stream == nullptr) return false;  // CUDA does not capture the default stream
+    const OnDevice on({.device = index_});
     cudaStreamCaptureStatus status{};
     check_cuda(cudaStreamIsCapturing(raw_stream(stream), &status), "cudaStreamIsCapturing");
     return status != cudaStreamCaptureStatusNone;
   }
-  void finish(void* stream) noexcept override { (void)cudaStreamSynchronize(raw_stream(stream)); }
+  void finish(void* stream) noexcept override {
+    quietly(index_, [=] { return cudaStreamSynchronize(raw_stream(stream)); });
+  }
 
   void* make_event() override {
     const OnDevice on({.device = index_});
@@ -73,7 +82,9 @@ class CudaDevice final : public device::Device {
                "cudaEventCreateWithFlags");
     return event;
   }
-  void drop_event(void* event) noexcept override { (void)cudaEventDestroy(raw_event(event)); }
+  void drop_event(void* event) noexcept override {
+    quietly(index_, [=] { return cudaEventDestroy(raw_event(event)); });
+  }
   void record(void* event, void* stream) override {
     const OnDevice on({.device = index_});  // whose default stream a null one is
     check_cuda(cudaEventRecord(raw_event(event), raw_stream(stream)), "cudaEventRecord");
@@ -85,6 +96,7 @@ class CudaDevice final : public device::Device {
   // Relaxed mode, because a query by a thread in another mode would invalidate a capture of another
   // thread in the mode that torch uses.
   bool passed(void* event) override {
+    const OnDevice on({.device = index_});
     cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
     check_cuda(cudaThreadExchangeStreamCaptureMode(&mode), "cudaThreadExchangeStreamCaptureMode");
     const cudaError_t state = cudaEventQuery(raw_event(event));
@@ -100,7 +112,9 @@ class CudaDevice final : public device::Device {
     check_cuda(cudaMalloc(&memory, bytes), "cudaMalloc");
     return memory;
   }
-  void release(void* memory) noexcept override { (void)cudaFree(memory); }
+  void release(void* memory) noexcept override {
+    quietly(index_, [=] { return cudaFree(memory); });
+  }
 
   void* allocate_host(size_t bytes) override {
     const OnDevice on({.device = index_});
@@ -108,12 +122,16 @@ class CudaDevice final : public device::Device {
     check_cuda(cudaHostAlloc(&memory, bytes, cudaHostAllocPortable), "cudaHostAlloc");
     return memory;
   }
-  void release_host(void* memory) noexcept override { (void)cudaFreeHost(memory); }
+  void release_host(void* memory) noexcept override {
+    quietly(index_, [=] { return cudaFreeHost(memory); });
+  }
 
   void call(void* stream, void (*body)(void*), void* data) override {
+    const OnDevice on({.device = index_});
     check_cuda(cudaLaunchHostFunc(raw_stream(stream), body, data), "cudaLaunchHostFunc");
   }
   void wait_until(void* stream, const uint32_t* at, uint32_t value) override {
+    const OnDevice on({.device = index_});
     const CUresult result = stream_wait_value()(
         raw_stream(stream), reinterpret_cast<CUdeviceptr>(at), value, CU_STREAM_WAIT_VALUE_EQ);
     if (result != CUDA_SUCCESS)
@@ -121,10 +139,12 @@ class CudaDevice final : public device::Device {
   }
 
   void copy(void* to, const void* from, size_t bytes, void* stream) override {
+    const OnDevice on({.device = index_});
     check_cuda(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, raw_stream(stream)),
                "cudaMemcpyAsync");
   }
   void clear(void* to, size_t bytes, void* stream) override {
+    const OnDevice on({.device = index_});
     check_cuda(cudaMemsetAsync(to, 0, bytes, raw_stream(stream)), "cudaMemsetAsync");
   }
   void reduce(const device::Reduction& r, void* stream) override {

@@ -372,6 +372,17 @@ void reduce_into(kernels::TypedArray out, std::span<const void* const> xs, Reduc
   });
 }
 
+void load_reductions(int device) {
+  const OnDevice on({.device = device});
+  for (size_t dtype = 0; dtype < kDtypes.size(); ++dtype)
+    with_any(static_cast<Dtype>(dtype), [](auto type) {
+      cudaFuncAttributes found{};
+      const auto kernel = reduce_all<typename decltype(type)::type>;
+      check_cuda(cudaFuncGetAttributes(&found, reinterpret_cast<const void*>(kernel)),
+                 "cudaFuncGetAttributes");
+    });
+}
+
 void CudaKernels::reduce(kernels::TypedArray out, std::span<const void* const> xs, ReduceOp op,
                          kernels::Queue queue) {
   reduce_into(out, xs, {op, static_cast<unsigned>(xs.size())}, queue);

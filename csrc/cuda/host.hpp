@@ -1,6 +1,8 @@
 // Host code of every kernel: errors, the current device, and dtypes as types.
 #pragma once
 
+#include <cudaTypedefs.h>
+
 #include <algorithm>
 #include <string>
 #include <type_traits>
@@ -21,7 +23,30 @@ inline void check_cuda(cudaError_t error, const char* what) {
   throw InternalError(text);
 }
 
-// Makes the device of a call the thread's current one during its lifetime.
+// A driver function without a runtime equivalent, looked up at run time so that no driver is
+// linked; null if the driver lacks it.
+template <class Function>
+Function driver_function(const char* name, unsigned version) {
+  void* found = nullptr;
+  cudaDriverEntryPointQueryResult result{};
+  check_cuda(cudaGetDriverEntryPointByVersion(name, &found, version, cudaEnableDefault, &result),
+             "cudaGetDriverEntryPointByVersion");
+  return result == cudaDriverEntryPointSuccess ? reinterpret_cast<Function>(found) : nullptr;
+}
+
+// Whether this process has a context on the device.
+inline bool has_context(int device) {
+  static const auto get_state =
+      driver_function<PFN_cuDevicePrimaryCtxGetState_v7000>("cuDevicePrimaryCtxGetState", 7000);
+  unsigned flags = 0;
+  int active = 1;
+  return get_state == nullptr || get_state(device, &flags, &active) != CUDA_SUCCESS || active != 0;
+}
+
+// Makes the device of a call the thread's current one during its lifetime. Required by every CUDA
+// call that may create a context, which would be on the current device. Afterwards the thread stays
+// on the device if this process has no context on the one before: cudaSetDevice would create it,
+// which takes hundreds of megabytes.
 class OnDevice {
  public:
   explicit OnDevice(kernels::Queue queue) {
@@ -30,7 +55,7 @@ class OnDevice {
     changed_ = before_ != queue.device;
   }
   ~OnDevice() {
-    if (changed_) cudaSetDevice(before_);
+    if (changed_ && has_context(before_)) cudaSetDevice(before_);
   }
   OnDevice(const OnDevice&) = delete;
   OnDevice& operator=(const OnDevice&) = delete;

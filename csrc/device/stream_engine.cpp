@@ -195,14 +195,17 @@ size_t StreamEngine::staged_bytes(const StreamStages& stages, Dtype dtype) const
 std::shared_ptr<Event> StreamEngine::enqueue(const StreamJob& job, Event& before,
                                              const Deadline& deadline) {
   auto over = event();
-  before.stream_wait(lanes_[0]->stream.raw());
-  if (job.plan != nullptr)
-    run(job, deadline);
-  else if (is_message(job.operation))
-    run_stage({job, *lanes_[0], nullptr}, message_of(job), deadline);
-  else
-    run_nccl(job, deadline);
-  over->record(lanes_[0]->stream.raw());
+  // NCCL sets the device of a communicator and then the thread's own again.
+  device_->while_current([&] {
+    before.stream_wait(lanes_[0]->stream.raw());
+    if (job.plan != nullptr)
+      run(job, deadline);
+    else if (is_message(job.operation))
+      run_stage({job, *lanes_[0], nullptr}, message_of(job), deadline);
+    else
+      run_nccl(job, deadline);
+    over->record(lanes_[0]->stream.raw());
+  });
   return over;
 }
 

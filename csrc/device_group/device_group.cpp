@@ -4,6 +4,7 @@
 #include <array>
 #include <condition_variable>
 #include <mutex>
+#include <optional>
 #include <set>
 #include <string>
 #include <thread>
@@ -162,8 +163,9 @@ class DeviceGroup final : public group::Collectives,
   std::unique_ptr<DeviceExecutor> executor_;
   uint64_t calls_ = 0;
   Watchdog watchdog_;
-  std::mutex ending_;  // guards ended_
+  std::mutex ending_;  // guards ended_, cause_, and calls that enter the watchdog
   bool ended_ = false;
+  std::optional<Error> cause_;  // none if close() ended the group
   observe::HeartbeatThread
       watchdog_thread_;  // last member: its thread ends before the members it uses
 };
@@ -251,6 +253,9 @@ std::shared_ptr<device::Event> DeviceGroup::enqueue(const DeviceCall& device_cal
     ++calls_;
     const bool captured = device_->capturing(device_call.call.device.stream);
     auto over = executor_->enqueue(device_call, before, deadline);
+    // An abort in the meantime has not seen this call, whose event passes without a result.
+    const std::lock_guard ending(ending_);
+    if (cause_) throw Error(*cause_);
     // Calls in a graph are not watched: the program that launches the graph waits for them.
     if (!captured)
       watchdog_.add(
@@ -260,7 +265,8 @@ std::shared_ptr<device::Event> DeviceGroup::enqueue(const DeviceCall& device_cal
     return over;
   } catch (const Error& error) {  // the peers have enqueued the call
     fail(error);
-    throw;
+    const std::lock_guard ending(ending_);
+    throw Error(cause_.value_or(error));  // `error` may follow from an earlier cause
   }
 }
 
@@ -282,6 +288,7 @@ void DeviceGroup::fail(const Error& error) noexcept {
   {
     const std::lock_guard lock(ending_);
     if (std::exchange(ended_, true)) return;
+    cause_ = error;
   }
   watchdog_.end(std::make_exception_ptr(Error(error)));
   executor_->abort(error.what());

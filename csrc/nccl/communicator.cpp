@@ -12,6 +12,9 @@ namespace {
 constexpr int kEager = 1000;
 constexpr std::chrono::microseconds kPatient{200};
 
+// The state of a communicator that was aborted: an error that NCCL does not use.
+constexpr NcclResult kAborted{-1};
+
 bool is_fine(NcclResult result) {
   return result == NcclResult::success || result == NcclResult::in_progress;
 }
@@ -21,7 +24,10 @@ bool is_fine(NcclResult result) {
 Communicator::Communicator(NcclApi& nccl, const NcclId& id, int rank, int size)
     : nccl_(nccl), rank_(rank) {
   const NcclResult result = nccl_.comm_init_rank(comm_, size, id, rank, false);
-  if (!is_fine(result)) throw error_of("ncclCommInitRankConfig", result);
+  if (is_fine(result)) return;
+  const Error error = error_of("ncclCommInitRankConfig", result);
+  abort();  // NCCL may have created it before it failed
+  throw Error(error);
 }
 
 void Communicator::meet(const Deadline& deadline) {
@@ -34,16 +40,8 @@ void Communicator::meet(const Deadline& deadline) {
 }
 
 void Communicator::launch(const Calls& calls, const Deadline& deadline) {
-  {
-    const std::lock_guard lock(mutex_);
-    if (comm_ == nullptr) throw GroupBroken("the NCCL communicator was aborted", {.rank = rank_});
-    NcclResult result = nccl_.group_start();
-    if (result == NcclResult::success) result = calls(nccl_, comm_);
-    const NcclResult ended = nccl_.group_end();  // even after a failure: the thread is in a group
-    if (is_fine(result)) result = ended;
-    if (!is_fine(result)) throw error_of("ncclGroupEnd", result);
-  }
-  const NcclResult result = settle(deadline);
+  NcclResult result = enqueue(calls);
+  if (is_fine(result)) result = settle(deadline);
   if (result == NcclResult::in_progress)
     throw Timeout("NCCL could not enqueue a call within " + std::to_string(deadline.limit_s()) +
                       " s: a rank may be missing",
@@ -51,9 +49,18 @@ void Communicator::launch(const Calls& calls, const Deadline& deadline) {
   if (result != NcclResult::success) throw error_of("ncclGroupEnd", result);
 }
 
+NcclResult Communicator::enqueue(const Calls& calls) {
+  const std::lock_guard lock(mutex_);
+  if (comm_ == nullptr) return kAborted;
+  NcclResult result = nccl_.group_start();
+  if (result == NcclResult::success) result = calls(nccl_, comm_);
+  const NcclResult ended = nccl_.group_end();  // even after a failure: the thread is in a group
+  return is_fine(result) ? ended : result;
+}
+
 NcclResult Communicator::state() {
   const std::lock_guard lock(mutex_);
-  if (comm_ == nullptr) return NcclResult::success;
+  if (comm_ == nullptr) return kAborted;
   NcclResult error{};
   const NcclResult asked = nccl_.comm_async_error(comm_, error);
   return asked == NcclResult::success ? error : asked;
@@ -71,11 +78,17 @@ NcclResult Communicator::settle(const Deadline& deadline) {
 }
 
 Error Communicator::error_of(const std::string& function, NcclResult result) {
-  const std::string text = nccl_error_text(nccl_, function, result, comm_);
   const ErrorFields fields{.op = "nccl", .rank = rank_};
+  if (result == kAborted) return GroupBroken("the NCCL communicator was aborted", fields);
+  const std::string text = nccl_error_text(nccl_, function, result, current());
   if (result == NcclResult::remote_error) return PeerLost(text, fields);
   if (result == NcclResult::timeout) return Timeout(text, fields);
   return GroupBroken(text, fields);
+}
+
+NcclComm* Communicator::current() {
+  const std::lock_guard lock(mutex_);
+  return comm_;
 }
 
 void Communicator::close(const Deadline& deadline) noexcept {

@@ -26,11 +26,11 @@ class Communicator {
   void meet(const Deadline& deadline);
 
   // Runs calls of NcclApi as one group, which is enqueued when this returns. Throws error_of() of a
-  // result, GroupBroken after abort(), or Timeout if NCCL does not finish enqueueing.
+  // result, also if abort() comes before that, or Timeout if NCCL does not finish enqueueing.
   using Calls = std::function<NcclResult(NcclApi&, NcclComm*)>;
   void launch(const Calls& calls, const Deadline& deadline);
 
-  // The state of enqueued calls: success unless one failed.
+  // The state of enqueued calls: success unless one failed. An error after abort() or close().
   NcclResult state();
   // PeerLost or Timeout if NCCL reports that, otherwise GroupBroken.
   Error error_of(const std::string& function, NcclResult result);
@@ -40,7 +40,9 @@ class Communicator {
   void abort() noexcept;
 
  private:
+  NcclResult enqueue(const Calls& calls);
   NcclResult settle(const Deadline& deadline);
+  NcclComm* current();
 
   NcclApi& nccl_;
   const int rank_;

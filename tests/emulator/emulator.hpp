@@ -101,6 +101,7 @@ template <class... P>
 cudaError_t launch(void (*kernel)(P...), const Shape& shape, cudaStream_t stream,
                    std::type_identity_t<P>... arguments) {
   using Call = std::pair<void (*)(P...), std::tuple<P...>>;
+  note_launch(reinterpret_cast<const void*>(kernel));
   Call call{kernel, {std::move(arguments)...}};
   return enqueue(stream, [shape, call = std::move(call)]() mutable {
     const auto entry = [](void* p) {

@@ -63,10 +63,13 @@ class Lock {
 };
 
 struct Comm {
-  Comm(int size, int rank, bool blocks) : wires(size, rank), blocking(blocks) {}
+  Comm(int size, int rank, bool blocks) : wires(size, rank), blocking(blocks) {
+    cudaGetDevice(&device);
+  }
   Lock mutex;  // guards all below but `aborted` and `connector`
   Wires wires;
   const bool blocking;
+  int device = 0;
   bool connecting = true, busy = false, finalizing = false;
   int asks_left = 0;  // before it completes the last call
   uint64_t issued = 0, finished = 0;
@@ -80,6 +83,21 @@ struct Comm {
     message = failed.what();
     wires.hang_up();
   }
+};
+
+// As NCCL does: the device of the communicator, and then the thread's own again.
+class OnDevice {
+ public:
+  explicit OnDevice(int device) {
+    cudaGetDevice(&before_);
+    cudaSetDevice(device);
+  }
+  ~OnDevice() { cudaSetDevice(before_); }
+  OnDevice(const OnDevice&) = delete;
+  OnDevice& operator=(const OnDevice&) = delete;
+
+ private:
+  int before_ = 0;
 };
 
 struct Call {
@@ -282,6 +300,7 @@ NcclResult FakeNccl::State::flush() {
 
 NcclResult FakeNccl::State::issue(const std::shared_ptr<Comm>& comm, std::vector<Call> calls,
                                   void* stream) {
+  const OnDevice on(comm->device);
   auto* const queue = static_cast<cudaStream_t>(stream);
   cudaStreamCaptureStatus capture{};
   cudaStreamIsCapturing(queue, &capture);
@@ -369,16 +388,14 @@ NcclResult FakeNccl::comm_init_rank(NcclComm*& handle, int size, const NcclId& i
   if (size < 1 || rank < 0 || rank >= size)
     return state_->refuse(NcclResult::invalid_argument, "rank or size cannot be");
   const auto comm = std::make_shared<Comm>(size, rank, blocking);
-  int device = 0;
-  cudaGetDevice(&device);
   handle = reinterpret_cast<NcclComm*>(comm.get());
   {
     const std::lock_guard lock(state_->mutex);
     state_->live[handle] = comm;
   }
-  comm->connector = std::thread([comm = comm.get(), id, device] {
+  comm->connector = std::thread([comm = comm.get(), id] {
     try {
-      comm->wires.connect(id, device, [&] { return comm->aborted.load(); });
+      comm->wires.connect(id, comm->device, [&] { return comm->aborted.load(); });
       const std::lock_guard lock(comm->mutex);
       comm->connecting = false;
     } catch (const Failed& failed) {

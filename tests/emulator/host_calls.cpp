@@ -2,10 +2,13 @@
 // for. Part of the CUDA runtime of runtime.hpp.
 #include <cuda.h>
 
+#include <algorithm>
+#include <array>
 #include <atomic>
 #include <cstdio>
 #include <cstdlib>
 #include <memory>
+#include <set>
 #include <string_view>
 #include <thread>
 
@@ -57,11 +60,56 @@ CUresult stream_wait_value(CUstream stream, CUdeviceptr at, cuuint32_t value, un
   return error == cudaSuccess ? CUDA_SUCCESS : CUDA_ERROR_UNKNOWN;
 }
 
+CUresult primary_context_state(CUdevice device, unsigned* flags, int* active) {
+  *flags = 0;
+  *active = emulator::has_context(device) ? 1 : 0;
+  return CUDA_SUCCESS;
+}
+
+// ThreadSanitizer sees no lock here: as in fake_nccl.cpp.
+struct Loaded {
+  std::atomic_flag taken;
+  std::set<const void*> kernels;
+  std::atomic<uint64_t> lazy = 0;
+
+  template <class F>
+  auto locked(F body) {
+    while (taken.test_and_set(std::memory_order_acquire)) std::this_thread::yield();
+    const auto result = body();
+    taken.clear(std::memory_order_release);
+    return result;
+  }
+};
+Loaded& loaded() {
+  static Loaded all;
+  return all;
+}
+
+struct DriverFunction {
+  std::string_view name;
+  void* address;
+};
+const std::array kDriver{
+    DriverFunction{"cuStreamWaitValue32", reinterpret_cast<void*>(&stream_wait_value)},
+    DriverFunction{"cuDevicePrimaryCtxGetState", reinterpret_cast<void*>(&primary_context_state)}};
+
 }  // namespace
 
 bool emulator::inside_host_call() { return inside; }
 
+uint64_t emulator::lazy_launches() { return loaded().lazy; }
+void emulator::note_launch(const void* kernel) {
+  if (!loaded().locked([&] { return loaded().kernels.contains(kernel); })) ++loaded().lazy;
+}
+
 extern "C" {
+
+cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* found, const void* kernel) {
+  emulator::use_context();
+  *found = {};
+  loaded().locked([&] { return loaded().kernels.insert(kernel).second; });
+  return cudaSuccess;
+}
 
 cudaError_t cudaLaunchHostFunc(cudaStream_t stream, cudaHostFn_t function, void* data) {
   return emulator::enqueue_polled(stream, [=, call = std::shared_ptr<HostCall>()]() mutable {
@@ -73,7 +121,10 @@ cudaError_t cudaLaunchHostFunc(cudaStream_t stream, cudaHostFn_t function, void*
 }
 
 cudaError_t cudaHostAlloc(void** p, size_t bytes, unsigned) { return cudaMalloc(p, bytes); }
-cudaError_t cudaFreeHost(void* p) { return std::free(p), cudaSuccess; }
+cudaError_t cudaFreeHost(void* p) {
+  emulator::use_context();
+  return std::free(p), cudaSuccess;
+}
 
 cudaError_t cudaDeviceGetPCIBusId(char* text, int length, int device) {
   std::snprintf(text, static_cast<size_t>(length), "0000:%02x:00.0", static_cast<unsigned>(device));
@@ -83,9 +134,10 @@ cudaError_t cudaDeviceGetPCIBusId(char* text, int length, int device) {
 cudaError_t cudaGetDriverEntryPointByVersion(const char* name, void** found, unsigned,
                                              unsigned long long,
                                              cudaDriverEntryPointQueryResult* result) {
-  const bool known = std::string_view(name) == "cuStreamWaitValue32";
-  *found = known ? reinterpret_cast<void*>(&stream_wait_value) : nullptr;
-  *result = known ? cudaDriverEntryPointSuccess : cudaDriverEntryPointSymbolNotFound;
+  const auto* known = std::ranges::find(kDriver, std::string_view(name), &DriverFunction::name);
+  const bool is_known = known != kDriver.end();
+  *found = is_known ? known->address : nullptr;
+  *result = is_known ? cudaDriverEntryPointSuccess : cudaDriverEntryPointSymbolNotFound;
   return cudaSuccess;
 }
 

@@ -5,18 +5,21 @@
 // For kernels alone, each of which is complete when it returns, it is eager; for groups it is not,
 // so that missing ordering shows.
 #include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
 
 #include <atomic>
 #include <cstring>
 #include <memory>
 #include <string>
 #include <tuple>
+#include <vector>
 
 #include "bindings/cuda_device.h"
 #include "bindings/cuda_nccl.h"
 #include "bindings/kernels.h"
 #include "core/errors.h"
 #include "cuda/cuda_kernels.h"
+#include "cuda/host.hpp"
 #include "fake_nccl.hpp"
 #include "fiber.hpp"
 #include "grid.hpp"
@@ -50,12 +53,9 @@ void expect(cudaError_t error) {
 cudaStream_t stream_at(uintptr_t stream) { return at<CUstream_st>(stream); }
 
 uintptr_t make_stream(int device) {
-  int before = 0;
+  const pycomm::cuda::OnDevice on({.device = device});
   cudaStream_t made = nullptr;
-  expect(cudaGetDevice(&before));
-  expect(cudaSetDevice(device));
   expect(cudaStreamCreateWithFlags(&made, cudaStreamNonBlocking));
-  expect(cudaSetDevice(before));
   return reinterpret_cast<uintptr_t>(made);
 }
 
@@ -63,6 +63,15 @@ uintptr_t allocate(size_t bytes) {
   void* made = nullptr;
   expect(cudaMalloc(&made, bytes));
   return reinterpret_cast<uintptr_t>(made);
+}
+
+std::vector<int> contexts() {
+  std::vector<int> devices;
+  int count = 0;
+  expect(cudaGetDeviceCount(&count));
+  for (int device = 0; device < count; ++device)
+    if (emulator::has_context(device)) devices.push_back(device);
+  return devices;
 }
 
 // `host` must stay alive until the copy is made.
@@ -110,6 +119,7 @@ void bind_runtime(py::module_&& module) {
   py::class_<Gate>(module, "Gate").def(py::init<uintptr_t>()).def("open", &Gate::open);
   module.def("set_eager", [](bool eager) { emulator::options().eager = eager; });
   module.def("make_stream", &make_stream);
+  module.def("contexts", &contexts);
   module.def("allocate", &allocate);
   module.def("copy", [](uintptr_t to, uintptr_t from, size_t bytes, uintptr_t stream) {
     expect(cudaMemcpyAsync(at(to), at(from), bytes, cudaMemcpyDeviceToDevice, stream_at(stream)));

@@ -30,6 +30,7 @@ constexpr int kDevices = 8;
 thread_local int current_device = 0;
 thread_local cudaStreamCaptureMode capture_mode = cudaStreamCaptureModeGlobal;
 std::atomic<uint64_t> events = 0, event_queries = 0;
+std::atomic<unsigned> contexts = 0;  // a bit for each device
 
 // "Everything that was submitted to this stream so far."
 struct Point {
@@ -99,7 +100,10 @@ State& state() {
 }
 
 CUstream_st* default_of(int device) { return state().streams[static_cast<size_t>(device)]; }
-CUstream_st* resolve(cudaStream_t s) { return s == nullptr ? default_of(current_device) : s; }
+CUstream_st* resolve(cudaStream_t s) {
+  emulator::use_context();
+  return s == nullptr ? default_of(current_device) : s;
+}
 
 bool reached(const Point& p) { return p.stream == nullptr || p.stream->completed >= p.sequence; }
 
@@ -231,6 +235,7 @@ cudaError_t wait_captured(CUstream_st* s, const CUevent_st& event) {
 }
 
 cudaError_t allocate(void** p, size_t bytes) {
+  emulator::use_context();
   const std::lock_guard lock(state().mutex);
   if (capturing()) return refuse_capture();
   if (posix_memalign(p, 256, bytes == 0 ? 1 : bytes) != 0) return cudaErrorMemoryAllocation;
@@ -257,6 +262,9 @@ cudaError_t emulator::enqueue(cudaStream_t stream, std::function<void()> operati
   return enqueue_polled(stream, [run = std::move(operation)] { return run(), true; });
 }
 
+void emulator::use_context() { contexts |= 1U << current_device; }
+bool emulator::has_context(int device) { return (contexts >> device & 1) != 0; }
+
 uint64_t emulator::events_made() { return events; }
 uint64_t emulator::queries() { return event_queries; }
 
@@ -273,7 +281,8 @@ cudaError_t cudaGetDeviceCount(int* count) { return *count = kDevices, cudaSucce
 cudaError_t cudaGetDevice(int* device) { return *device = current_device, cudaSuccess; }
 cudaError_t cudaSetDevice(int device) {
   if (device < 0 || device >= kDevices) return cudaErrorInvalidDevice;
-  return current_device = device, cudaSuccess;
+  current_device = device;
+  return emulator::use_context(), cudaSuccess;
 }
 cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr what, int) {
   if (what != cudaDevAttrMultiProcessorCount) return cudaErrorInvalidValue;
@@ -290,6 +299,7 @@ const char* cudaGetErrorString(cudaError_t error) {
 cudaError_t cudaMalloc(void** p, size_t bytes) { return allocate(p, bytes); }
 cudaError_t cudaMallocAsync(void** p, size_t bytes, cudaStream_t) { return allocate(p, bytes); }
 cudaError_t cudaDeviceSynchronize() {
+  emulator::use_context();
   std::vector<Point> all;
   {
     const std::lock_guard lock(state().mutex);
@@ -300,6 +310,7 @@ cudaError_t cudaDeviceSynchronize() {
   return state().error;
 }
 cudaError_t cudaFree(void* p) {
+  emulator::use_context();
   {
     const std::lock_guard lock(state().mutex);
     if (capturing()) return refuse_capture();
@@ -331,6 +342,7 @@ cudaError_t cudaMemsetAsync(void* p, int value, size_t bytes, cudaStream_t s) {
 }
 
 cudaError_t cudaStreamCreateWithFlags(cudaStream_t* s, unsigned flags) {
+  emulator::use_context();
   const std::lock_guard lock(state().mutex);
   *s = new CUstream_st;
   (*s)->blocking = (flags & cudaStreamNonBlocking) == 0;
@@ -371,11 +383,15 @@ cudaError_t cudaStreamWaitEvent(cudaStream_t s, cudaEvent_t event, unsigned) {
 }
 
 cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned) {
+  emulator::use_context();
   ++events;
   return *event = new CUevent_st, cudaSuccess;
 }
 cudaError_t cudaEventCreate(cudaEvent_t* event) { return cudaEventCreateWithFlags(event, 0); }
-cudaError_t cudaEventDestroy(cudaEvent_t event) { return delete event, cudaSuccess; }
+cudaError_t cudaEventDestroy(cudaEvent_t event) {
+  emulator::use_context();
+  return delete event, cudaSuccess;
+}
 cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
   const std::lock_guard lock(state().mutex);
   CUstream_st* s = resolve(stream);
@@ -391,6 +407,7 @@ cudaError_t cudaEventSynchronize(cudaEvent_t event) {
   return event->captured ? cudaErrorCapturedEvent : wait(event->point);
 }
 cudaError_t cudaEventQuery(cudaEvent_t event) {
+  emulator::use_context();
   const std::lock_guard lock(state().mutex);
   if (event->captured) return cudaErrorCapturedEvent;
   if (!may_query()) return cudaErrorStreamCaptureUnsupported;
@@ -431,7 +448,9 @@ cudaError_t cudaStreamEndCapture(cudaStream_t s, cudaGraph_t* graph) {
   return cudaSuccess;
 }
 cudaError_t cudaStreamIsCapturing(cudaStream_t s, cudaStreamCaptureStatus* status) {
+  emulator::use_context();
   const std::lock_guard lock(state().mutex);
+  if (s == nullptr && capturing()) return cudaErrorStreamCaptureImplicit;
   *status =
       s != nullptr && s->captured ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
   return cudaSuccess;

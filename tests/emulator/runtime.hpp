@@ -20,6 +20,17 @@ cudaError_t enqueue(cudaStream_t stream, std::function<void()> operation);
 // The same for work that may not be ready yet: it returns whether it is done. Used for NCCL.
 cudaError_t enqueue_polled(cudaStream_t stream, std::function<bool()> operation);
 
+// What a call that needs a context does: creates it on the thread's current device.
+void use_context();
+
+// By device: whether this process has a context there.
+bool has_context(int device);
+
+// How many launches were of kernels that cudaFuncGetAttributes had not loaded. CUDA loads such a
+// kernel then, and may wait for the device.
+uint64_t lazy_launches();
+void note_launch(const void* kernel);
+
 // Whether the thread is one of cudaLaunchHostFunc, which must not call CUDA.
 bool inside_host_call();
 

@@ -17,6 +17,7 @@
 #include "cuda/cuda_device.h"
 #include "device/stream_engine.h"
 #include "emulator/fake_nccl.hpp"
+#include "emulator/runtime.hpp"
 #include "kernels/kernels.h"
 #include "native/harness.h"
 #include "stream_ranks.hpp"
@@ -246,7 +247,7 @@ const Test kAbort{"an abort ends what waits for a rank that does not call", [] {
                       r.engine.communicators().front()->abort();
                       r.finish();
                       const auto again = [&] { r.run(all_reduce(x, 64, &stages)); };
-                      (void)expect_throws<GroupBroken>(again);
+                      (void)expect_throws<Error>(again);
                     });
                   }};
 
@@ -291,6 +292,34 @@ const Test kTwice{
       for (std::thread& thread : threads) thread.join();
       expect(said[0].find("Duplicate GPU") != std::string::npos, said[0]);
     }};
+
+const Test kDefault{"a capture is no capture of the default stream", [] {
+                      each_rank(1, [](Rank& r) {
+                        fine(cudaStreamBeginCapture(r.stream, cudaStreamCaptureModeGlobal));
+                        const bool captured = r.device->capturing(r.stream);
+                        std::string refused;
+                        try {
+                          expect(!r.device->capturing(nullptr), "the default stream is captured");
+                        } catch (const std::exception& error) {  // rethrown after the capture
+                          refused = error.what();
+                        }
+                        cudaGraph_t graph = nullptr;
+                        fine(cudaStreamEndCapture(r.stream, &graph));
+                        fine(cudaGraphDestroy(graph));
+                        expect(captured, "the captured stream is not");
+                        expect(refused.empty(), refused);
+                      });
+                    }};
+
+const Test kLoaded{"kernels are loaded before they run beside NCCL's", [] {
+                     each_rank(2, [](Rank& r) {
+                       Floats x(64, 0);
+                       const Lanes stages = stages_of(r, Algorithm::ring, 64);
+                       r.run(all_reduce(x, 64, &stages));
+                       r.finish();
+                     });
+                     expect_equal(emulator::lazy_launches(), uint64_t{0}, "kernels loaded late");
+                   }};
 
 const Test kStrict{"the fake refuses what NCCL's documents forbid", [] {
                      each_rank(2, [](Rank& r) {

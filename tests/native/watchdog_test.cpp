@@ -10,40 +10,14 @@
 
 #include "device_group/device_executor.h"
 #include "harness.h"
+#include "played_devices.h"
 #include "ranks.h"
 
 namespace {
 
 using namespace pycomm;
 using namespace std::chrono_literals;
-
-// A device whose events pass on command.
-class PlayedDevice final : public device::Device {
- public:
-  bool through = false;
-
-  int index() const override { return 0; }
-  std::string bus_id() override { return "played"; }
-  void while_current(const std::function<void()>& body) override { body(); }
-  void* make_stream() override { return this; }
-  void drop_stream(void*) noexcept override {}
-  bool capturing(void*) override { return false; }
-  void finish(void*) noexcept override {}
-  void* make_event() override { return this; }
-  void drop_event(void*) noexcept override {}
-  void record(void*, void*) override {}
-  void wait(void*, void*) override {}
-  bool passed(void*) override { return through; }
-  void* allocate(size_t) override { return nullptr; }
-  void release(void*) noexcept override {}
-  void* allocate_host(size_t) override { return nullptr; }
-  void release_host(void*) noexcept override {}
-  void call(void*, void (*)(void*), void*) override {}
-  void wait_until(void*, const uint32_t*, uint32_t) override {}
-  void copy(void*, const void*, size_t, void*) override {}
-  void clear(void*, size_t, void*) override {}
-  void reduce(const device::Reduction&, void*) override {}
-};
+using played::PlayedDevice;
 
 class PlayedCarrier final : public device_group::DeviceExecutor {
  public:

@@ -1,0 +1,96 @@
+// A device and an NCCL that do what a test says, for groups on devices.
+#pragma once
+
+#include <atomic>
+#include <functional>
+#include <memory>
+#include <string>
+
+#include "device/device.h"
+#include "nccl/nccl.h"
+
+namespace played {
+
+// A device whose events pass on command.
+class PlayedDevice final : public pycomm::device::Device {
+ public:
+  explicit PlayedDevice(int index = 0) : index_(index) {}
+
+  std::atomic<bool> through = false;
+  std::function<void()> on_record{};  // before an event is recorded
+
+  int index() const override { return index_; }
+  std::string bus_id() override { return "played " + std::to_string(index_); }
+  void while_current(const std::function<void()>& body) override { body(); }
+  void* make_stream() override { return this; }
+  void drop_stream(void*) noexcept override {}
+  bool capturing(void*) override { return false; }
+  void finish(void*) noexcept override {}
+  void* make_event() override { return this; }
+  void drop_event(void*) noexcept override {}
+  void record(void*, void*) override {
+    if (on_record) on_record();
+  }
+  void wait(void*, void*) override {}
+  bool passed(void*) override { return through; }
+  void* allocate(size_t) override { return nullptr; }
+  void release(void*) noexcept override {}
+  void* allocate_host(size_t) override { return nullptr; }
+  void release_host(void*) noexcept override {}
+  void call(void*, void (*)(void*), void*) override {}
+  void wait_until(void*, const uint32_t*, uint32_t) override {}
+  void copy(void*, const void*, size_t, void*) override {}
+  void clear(void*, size_t, void*) override {}
+  void reduce(const pycomm::device::Reduction&, void*) override {}
+
+ private:
+  int index_;
+};
+
+using pycomm::nccl::NcclComm;
+using pycomm::nccl::NcclResult;
+
+// An NCCL whose calls succeed unless a test says otherwise, and which counts its communicators.
+class PlayedNccl final : public pycomm::nccl::NcclApi {
+ public:
+  std::atomic<int> live = 0;  // communicators that were neither destroyed nor aborted
+  std::atomic<NcclResult> init = NcclResult::success, state = NcclResult::success;
+  std::function<void()> on_group_end{};
+
+  int version() const override { return 23203; }
+  std::string origin() const override { return "tests/native"; }
+  std::string error_string(NcclResult) override { return "a played error"; }
+  std::string last_error(NcclComm*) override { return {}; }
+  NcclResult get_unique_id(pycomm::nccl::NcclId& id) override { return id = {}, state.load(); }
+  NcclResult comm_init_rank(NcclComm*& comm, int, const pycomm::nccl::NcclId&, int, bool) override {
+    comm = reinterpret_cast<NcclComm*>(this);
+    return ++live, init.load();
+  }
+  NcclResult comm_finalize(NcclComm*) override { return NcclResult::success; }
+  NcclResult comm_destroy(NcclComm*) override { return --live, NcclResult::success; }
+  NcclResult comm_abort(NcclComm*) override { return --live, NcclResult::success; }
+  NcclResult comm_async_error(NcclComm*, NcclResult& error) override {
+    return error = state, NcclResult::success;
+  }
+  NcclResult group_start() override { return NcclResult::success; }
+  NcclResult group_end() override {
+    if (on_group_end) on_group_end();
+    return NcclResult::success;
+  }
+  NcclResult send(pycomm::nccl::NcclData, int, pycomm::nccl::NcclQueue) override { return state; }
+  NcclResult recv(pycomm::nccl::NcclData, int, pycomm::nccl::NcclQueue) override { return state; }
+  NcclResult all_reduce(pycomm::nccl::NcclData, pycomm::nccl::NcclOp,
+                        pycomm::nccl::NcclQueue) override {
+    return state;
+  }
+  NcclResult all_gather(pycomm::nccl::NcclData, pycomm::nccl::NcclQueue) override { return state; }
+  NcclResult reduce_scatter(pycomm::nccl::NcclData, pycomm::nccl::NcclOp,
+                            pycomm::nccl::NcclQueue) override {
+    return state;
+  }
+  NcclResult broadcast(pycomm::nccl::NcclData, int, pycomm::nccl::NcclQueue) override {
+    return state;
+  }
+};
+
+}  // namespace played
