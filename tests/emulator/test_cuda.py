@@ -179,10 +179,14 @@ def test_hot_kernels_move_sixteen_bytes_at_a_time():
     assert re.search(r"st\.global\.v4\.[ubf]32", reduce)
     (decode,) = body(packets, r"entry \w*6decodeILb0Eff\w*")
     assert re.search(r"st\.global\.v4\.[ubf]32", decode)
-    for types, loaded, stored in (("f13__nv_bfloat16", 32, 16), ("13__nv_bfloat16f", 16, 32)):
-        (cast,) = body(dense, rf"entry \w*8cast_allI{types}E\w*")  # four elements of either
-        assert re.search(rf"ld\.global\.v4\.[ubf]{loaded}", cast)
-        assert re.search(rf"st\.global\.v4\.[ubf]{stored}", cast)
+    floats, halves = r"v4\.[ubf]32", r"(v4\.[ubf]16|v2\.[ubf]32)"  # four elements
+    for types, loaded, stored in (
+        ("f13__nv_bfloat16", floats, halves),
+        ("13__nv_bfloat16f", halves, floats),
+    ):
+        (cast,) = body(dense, rf"entry \w*8cast_allI{types}E\w*")
+        assert re.search(rf"ld\.global\.{loaded}", cast)
+        assert re.search(rf"st\.global\.{stored}", cast)
     for kernel in (update, collect):
         assert "fma.rn.ftz" not in kernel
         assert ".local" not in kernel
