@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import re
 import time
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -44,6 +45,16 @@ class Event:
         return (end.at - self.at) * 1e3
 
 
+class Graph:
+    """A torch graph that has captured nothing."""
+
+    def __init__(self, notes: list[str]) -> None:
+        self._notes = notes
+
+    def replay(self) -> None:
+        self._notes.append("replay")
+
+
 class TorchCuda:
     """The part of torch.cuda that places.Cuda uses. Records the order of events."""
 
@@ -53,6 +64,7 @@ class TorchCuda:
         self.notes: list[str] = []
         self._gpu = SimpleNamespace(name="none", L2_cache_size=l2_bytes, total_memory=1 << 30)
         self.free = 1 << 30
+        self._used: dict[int, Any] = {}  # pools
 
     def current_device(self) -> int:
         return 0
@@ -61,8 +73,8 @@ class TorchCuda:
         assert index == 0
         return self._gpu
 
-    def graph_pool_handle(self) -> object:
-        return object()
+    def graph_pool_handle(self) -> Any:
+        return weakref.WeakSet()  # of its graphs
 
     def mem_get_info(self) -> tuple[int, int]:
         return self.free, 1 << 30
@@ -74,12 +86,14 @@ class TorchCuda:
         self.notes.append("empty_cache")
 
     def CUDAGraph(self) -> Any:  # noqa: N802 - torch's name
-        return SimpleNamespace(replay=lambda: self.notes.append("replay"))
+        return Graph(self.notes)
 
     @contextlib.contextmanager
-    def graph(self, graph: Any, *, pool: object) -> Iterator[None]:
-        assert pool is not None
-        assert graph is not None
+    def graph(self, graph: Any, *, pool: Any) -> Iterator[None]:
+        if id(pool) in self._used and not pool:
+            raise RuntimeError("use_count > 0 INTERNAL ASSERT FAILED")  # as torch 2.11 does
+        self._used[id(pool)] = pool
+        pool.add(graph)
         self.notes.append("begin capture")
         yield
         self.notes.append("end capture")
@@ -215,7 +229,9 @@ class Fake(device_timing.Cuda):
 def test_a_call_is_captured_once_for_each_step_and_replayed() -> None:
     cuda = TorchCuda()
     calls: list[int] = []
-    timer = Fake(cuda).timer(calls.append)
+    place = Fake(cuda)
+    cuda.notes.clear()
+    timer = place.timer(calls.append)
     for step in (0, 1, 0, 1):
         timer(step)
     assert calls == [0, 1]
@@ -224,10 +240,20 @@ def test_a_call_is_captured_once_for_each_step_and_replayed() -> None:
     assert cuda.notes == [*captured, *replayed, *captured, *replayed, *replayed, *replayed]
 
 
+def test_the_graphs_share_a_pool_that_outlives_them() -> None:
+    """torch refuses a pool whose graphs are all gone."""
+    place = Fake(TorchCuda())
+    for _ in range(2):
+        for step in range(2):
+            assert place.result(lambda step: step + 1) == 1, step
+        place.forget()
+
+
 def test_the_cache_is_emptied_before_the_first_event(monkeypatch: pytest.MonkeyPatch) -> None:
     """It reads four times its bytes; writing would leave dirty lines to write back."""
     cuda = TorchCuda(l2_bytes=4_000)
     place = Fake(cuda)
+    cuda.notes.clear()
     assert place._flushed.nbytes == 4 * 4_000
     flushed = place._flushed
 

@@ -121,7 +121,12 @@ class Cuda(Host):
         self._gpu = cuda.get_device_properties(cuda.current_device())
         words = self._gpu.L2_cache_size  # four times its bytes, in words of four
         self._flushed = torch.zeros(words, dtype=torch.float32, device=self.device)
-        self._pool = cuda.graph_pool_handle()
+        self._new_pool()
+
+    def _new_pool(self) -> None:
+        # torch frees a pool with its last graph and refuses to use it again, so one graph is kept.
+        self._pool = self._cuda.graph_pool_handle()
+        self._kept = self.captured(lambda _: self._flushed[:1].zero_(), 0)[1]
 
     def describe(self) -> dict[str, Any]:
         """Settings to store beside the machine."""
@@ -178,7 +183,7 @@ class Cuda(Host):
 
     def forget(self) -> None:
         """Gives back the memory of the graphs."""
-        self._pool = self._cuda.graph_pool_handle()
+        self._new_pool()
         self._cuda.empty_cache()
 
     def streams(self, count: int) -> dict[str, Call]:
