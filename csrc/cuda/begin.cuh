@@ -39,8 +39,10 @@ __global__ void __launch_bounds__(kThreads)
     begin(const __grid_constant__ Tables t, const __grid_constant__ AnyPage page) {
   if (blockIdx.x == 0 && threadIdx.x == 0) *t.header = {};
   for (unsigned i = blockIdx.x * kThreads + threadIdx.x; i < page.piece_count;
-       i += gridDim.x * kThreads)
+       i += gridDim.x * kThreads) {
     t.pieces[page.first_piece + i] = page.pieces[i];
+    t.first_tiles[page.first_piece + i] = page.pieces[i].first_tile;
+  }
   for (unsigned i = blockIdx.x * kThreads + threadIdx.x; i < t.units; i += gridDim.x * kThreads)
     t.unit_counts[i] = 0;
   if (blockIdx.x < page.selection_count) begin_selection<V>(t, page, blockIdx.x, kThreads);
@@ -65,6 +67,7 @@ __global__ void __launch_bounds__(kSampleThreads)
   if (threadIdx.x == 0) {
     *t.header = {};
     t.pieces[0] = page.pieces[0];
+    t.first_tiles[0] = 0;
     t.memory[0] = {};
   }
   for (unsigned i = threadIdx.x; i < t.units; i += kSampleThreads) t.unit_counts[i] = 0;

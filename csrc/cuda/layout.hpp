@@ -80,6 +80,7 @@ Tables lay_out(const Rows& rows, void* workspace, size_t& bytes) {
   allocator.take(t.header, 1);
   allocator.take(t.states, t.selection_count);
   allocator.take(t.pieces, t.piece_count);
+  allocator.take(t.first_tiles, t.piece_count);
   allocator.take(t.selections, t.selection_count);
   allocator.take(t.bins, size_t{t.selection_count} * kBins<V>);
   allocator.take(t.spans, t.tiles);

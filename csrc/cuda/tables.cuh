@@ -19,7 +19,7 @@
 namespace pycomm::cuda {
 
 inline constexpr unsigned kThreads = 256;
-inline constexpr unsigned kRows = 4;                     // 4 elements per thread in each row
+inline constexpr unsigned kRows = 2;                     // 4 elements per thread in each row
 inline constexpr unsigned kTile = kThreads * 4 * kRows;  // 4096 elements, 16 per thread
 inline constexpr unsigned kWarps = kThreads / 32;
 inline constexpr uint64_t kNoBound = ~uint64_t{0};       // no element enters the pool
@@ -83,6 +83,7 @@ struct Tables {
   Memory* memory;
   State* states;
   Piece* pieces;
+  unsigned* first_tiles;  // [pieces]
   Selection* selections;
   unsigned* bins;       // [selections, kBins]
   Span* spans;          // [tiles]
@@ -108,8 +109,19 @@ __device__ __forceinline__ bool needs_all(const Selection& selection, const Stat
 
 // The piece of a tile. Called by a warp.
 __device__ __forceinline__ const Piece& piece_of(const Tables& t, unsigned tile) {
-  return t
-      .pieces[find_last(t.piece_count, tile, [&](unsigned i) { return t.pieces[i].first_tile; })];
+  return t.pieces[find_last(t.piece_count, tile, [&](unsigned i) { return t.first_tiles[i]; })];
+}
+
+// The same for a block, whose warps need not search all pieces.
+__device__ __forceinline__ const Piece& piece_of_block(const Tables& t, unsigned tile) {
+  if (t.piece_count == 1) return t.pieces[0];
+  unsigned begun = 0;  // pieces that begin at or before the tile
+  for (unsigned first = 0; first < t.piece_count; first += kThreads) {
+    const unsigned i = first + threadIdx.x;
+    begun += static_cast<unsigned>(
+        __syncthreads_count(i < t.piece_count && t.first_tiles[i] <= tile));
+  }
+  return t.pieces[begun - 1];
 }
 
 // The elements that select and pack read: a part of the pool, or a tile of a tensor.

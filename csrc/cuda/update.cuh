@@ -27,7 +27,7 @@ struct Rule {
 };
 
 struct PoolSpace {
-  unsigned counts[kWarps];          // by warp: one byte for each of its four rows
+  unsigned counts[kWarps];          // by warp: one byte for each of its rows
   unsigned starts[kWarps * kRows];  // by warp, then row
   unsigned first;                   // start of the tile's part of the pool
 };
@@ -62,14 +62,15 @@ __device__ __forceinline__ void pool_share(const Tables& t, unsigned tile, const
   if (lane == 31) space.counts[warp] = upto;
   __syncthreads();
   if (warp == 0) {  // one lane per row and warp
-    static_assert(kWarps * kRows == 32);
-    const unsigned mine = space.counts[lane / kRows] >> (lane % kRows * 8) & 255;
+    static_assert(kWarps * kRows <= 32);
+    const bool used = lane < kWarps * kRows;
+    const unsigned mine = used ? space.counts[lane / kRows] >> (lane % kRows * 8) & 255 : 0;
     unsigned sum = mine;
     for (unsigned by = 1; by < 32; by *= 2) {
       const unsigned below = __shfl_up_sync(gpu::kFullWarp, sum, by);
       if (lane >= by) sum += below;
     }
-    space.starts[lane] = sum - mine;
+    if (used) space.starts[lane] = sum - mine;
     if (lane == 31) {
       space.first = sum == 0 ? 0 : atomicAdd(&state.count, sum);
       gpu::store(&t.spans[tile].first, space.first);
@@ -128,7 +129,7 @@ __global__ void __launch_bounds__(kThreads)
     update(const __grid_constant__ Tables t, const __grid_constant__ Rule<V> rule) {
   if (stopped(t)) return;
   const unsigned tile = blockIdx.x;
-  const Piece& entry = piece_of(t, tile);
+  const Piece& entry = piece_of_block(t, tile);
   const Piece piece = entry;
   const unsigned offset = (tile - piece.first_tile) * kTile;
   const V scale = rule.scales == nullptr ? rule.scale : rule.scales[&entry - t.pieces];
@@ -142,7 +143,7 @@ __global__ void __launch_bounds__(kThreads)
 template <class V>
 __global__ void __launch_bounds__(kThreads) collect(const __grid_constant__ Tables t) {
   const unsigned tile = blockIdx.x;
-  const Piece piece = piece_of(t, tile);
+  const Piece piece = piece_of_block(t, tile);
   const unsigned offset = (tile - piece.first_tile) * kTile, left = piece.count - offset;
   const V* const at = static_cast<const V*>(piece.v) + offset;
   const Share<V> x =
