@@ -155,14 +155,15 @@ def test_each_compared_kernel_is_checked(tmp_path: Path) -> None:
     steps, choices = {"eager": torch_steps.eager}, {"torch.topk": torch_steps.torch_topk}
     found += sparse.comparisons(sparse.Case(recorded, 9_000), steps, choices)
     for one in found:
-        assert verification.wrong(one, here) == ""
+        assert verification.all_wrong([one], here) == ""
         for peer, call in one.calls.items():
             if peer in one.unlike:
                 continue
             bad = corrupted(call, peer == "pycomm" or not one.rounding)
             wrong = dataclasses.replace(one, calls=one.calls | {peer: bad})
             assert (
-                verification.wrong(wrong, here) == f"{one.kernel}: {peer} and the reference differ"
+                verification.all_wrong([wrong], here)
+                == f"{one.kernel}: {peer} and the reference differ"
             )
 
 

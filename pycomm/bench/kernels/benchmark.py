@@ -32,7 +32,7 @@ from pycomm.bench.kernels.residuals import STEPS
 from pycomm.bench.kernels.sparse import Case
 from pycomm.bench.kernels.table import HEADER, Missing, Row, missing_text, store, text
 from pycomm.bench.kernels.torch_steps import TORCH_STEPS, Choose, Step, torch_topk
-from pycomm.bench.kernels.verification import wrong
+from pycomm.bench.kernels.verification import all_wrong
 from pycomm.bench.support import packages
 from pycomm.bench.support.sizes import format_size
 from pycomm.errors import Unsupported
@@ -96,7 +96,7 @@ def main(argv: Sequence[str]) -> int:
             comparisons.append(sparse.whole_step(case))
         comparisons, refused = able(comparisons)
         missing += [one for one in refused if one not in missing]
-        if message := next(filter(None, (wrong(one, place) for one in comparisons)), ""):
+        if message := all_wrong(comparisons, place):
             print(f"{case.count} elements: {message}")
             return 1
         new = measured(place, case.count, comparisons, options.rounds)

@@ -2,17 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
 
 from pycomm.bench.kernels.comparison import OURS, Array, Comparison, host
 from pycomm.bench.kernels.device_timing import Host
 
 
-def wrong(comparison: Comparison, place: Host) -> str:
-    """Names the peer whose result, computed as it is timed, differs from the reference; else ""."""
-    compared = [peer for peer in comparison.calls if peer not in comparison.unlike]
-    wanted = [np.asarray(x).reshape(-1) for x in comparison.wanted()] if compared else []
-    for peer in compared:
+def all_wrong(comparisons: Sequence[Comparison], place: Host) -> str:
+    """Names the first peer whose result, computed as it is timed, differs from the reference; else
+    "". NumPy needs seconds for a large result, so all references are computed at once."""
+    with ThreadPoolExecutor() as pool:
+        wanted = list(pool.map(_wanted, comparisons))
+    found = (_wrong(*pair, place) for pair in zip(comparisons, wanted, strict=True))
+    return next(filter(None, found), "")
+
+
+def _compared(comparison: Comparison) -> list[str]:
+    return [peer for peer in comparison.calls if peer not in comparison.unlike]
+
+
+def _wanted(comparison: Comparison) -> list[Array]:
+    if not _compared(comparison):
+        return []
+    return [np.asarray(x).reshape(-1) for x in comparison.wanted()]
+
+
+def _wrong(comparison: Comparison, wanted: Sequence[Array], place: Host) -> str:
+    for peer in _compared(comparison):
         comparison.restart()
         given = place.result(comparison.calls[peer], waits=peer in comparison.waits)
         found = [host(x).reshape(-1) for x in given]
