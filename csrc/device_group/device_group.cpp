@@ -23,6 +23,9 @@ namespace {
 // How often enqueued calls are polled. Polling does not slow them.
 constexpr std::chrono::milliseconds kLook{100};
 
+// How long close() waits for NCCL once all calls are complete.
+constexpr std::chrono::seconds kClosing{5};
+
 // An asynchronous call. The host group's worker runs the agreement and then enqueues the call.
 class DeviceWork final : public group::Work {
  public:
@@ -291,8 +294,8 @@ void DeviceGroup::fail(const Error& error) noexcept {
     cause_ = error;
   }
   watchdog_.end(std::make_exception_ptr(Error(error)));
+  host_->abort(error.what());  // first, so that peers learn the reason before they miss this rank
   executor_->abort(error.what());
-  host_->abort(error.what());
 }
 
 // Waits for the enqueued calls first, as peers may need them.
@@ -305,7 +308,8 @@ void DeviceGroup::close() noexcept {
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
   watchdog_thread_.join();
   const std::lock_guard lock(ending_);
-  if (!std::exchange(ended_, true)) executor_->close(Deadline(timeout_));
+  if (!std::exchange(ended_, true))
+    executor_->close(Deadline(std::min<std::chrono::nanoseconds>(timeout_, kClosing)));
 }
 
 group::Stats DeviceGroup::stats() const {
