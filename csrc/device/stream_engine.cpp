@@ -11,6 +11,9 @@
 namespace pycomm::device {
 namespace {
 
+// How long destruction waits for NCCL's aborts, which usually take milliseconds.
+constexpr std::chrono::seconds kAborting{2};
+
 // The NCCL type of a dtype. `exact` is false if that type only has the same size, which is enough
 // to move elements but not to add them.
 struct NcclSpelling {
@@ -104,13 +107,24 @@ StreamEngine::StreamEngine(std::shared_ptr<nccl::NcclApi> nccl, std::shared_ptr<
       rank_(rank),
       size_(size),
       events_(std::make_shared<EventPool>(device_)),
-      scratch_(device_, GrowableBuffer::Where::device) {
+      scratch_(std::make_unique<GrowableBuffer>(device_, GrowableBuffer::Where::device)),
+      aborts_(device_) {
   lanes_.push_back(std::make_unique<Lane>(device_));
 }
 
-// Aborts first, because destroying a stream waits for its work.
+// Aborts first, because destroying a stream and releasing memory wait for the device. If NCCL does
+// not end, its work does not either, and what that uses is leaked.
 StreamEngine::~StreamEngine() {
-  for (nccl::Communicator* const communicator : communicators()) communicator->abort();
+  abort_communicators();
+  if (aborts_.wait(Deadline(kAborting))) return;
+  for (auto& lane : lanes_) (void)lane.release();
+  (void)scratch_.release();
+}
+
+void StreamEngine::abort_communicators() noexcept {
+  for (const auto& lane : lanes_)
+    if (lane->communicator)
+      aborts_.start([nccl = nccl_, communicator = lane->communicator] { communicator->abort(); });
 }
 
 void StreamEngine::meet(std::span<const nccl::NcclId> ids, RemoteRanks remote,
@@ -130,7 +144,7 @@ void StreamEngine::meet(std::span<const nccl::NcclId> ids, RemoteRanks remote,
     if (together == 1) continue;
     device_->while_current([&] {
       lane.communicator =
-          std::make_unique<nccl::Communicator>(*nccl_, ids[i], local_rank(rank_), together);
+          std::make_shared<nccl::Communicator>(*nccl_, ids[i], local_rank(rank_), together);
     });
     lane.communicator->meet(deadline);
   }
@@ -151,17 +165,18 @@ std::optional<Error> StreamEngine::trouble() {
 }
 
 void StreamEngine::abort(const std::string& reason) noexcept {
-  for (const auto& lane : lanes_) {
+  for (const auto& lane : lanes_)
     if (lane->staging) lane->staging->abort(reason);
-    if (lane->communicator) lane->communicator->abort();
-  }
+  abort_communicators();
 }
 
 void StreamEngine::close(const Deadline& deadline) noexcept {
+  bool closed = true;
   for (const auto& lane : lanes_) {
     if (lane->staging) lane->staging->close();
-    if (lane->communicator) lane->communicator->close(deadline);
+    if (lane->communicator) closed = lane->communicator->close(deadline) && closed;
   }
+  if (!closed) abort_communicators();
 }
 
 void StreamEngine::prepare(const StreamJob& job, void* caller) {
@@ -172,7 +187,7 @@ void StreamEngine::prepare(const StreamJob& job, void* caller) {
   }
   size_t bytes = 0;
   for (const StreamStages& stages : *job.plan) bytes += scratch_bytes(stages, job.dtype);
-  scratch_.reserve(bytes, caller);
+  scratch_->reserve(bytes, caller);
   for (size_t i = 0; i < job.plan->size(); ++i)
     if (lanes_.at(i)->staging)
       lanes_[i]->staging->reserve(staged_bytes((*job.plan)[i], job.dtype), caller);
@@ -198,6 +213,8 @@ std::shared_ptr<Event> StreamEngine::enqueue(const StreamJob& job, Event& before
   // NCCL sets the device of a communicator and then the thread's own again.
   device_->while_current([&] {
     before.stream_wait(lanes_[0]->stream.raw());
+    if (device_->capturing(lanes_[0]->stream.raw()))
+      for (nccl::Communicator* const communicator : communicators()) communicator->keep_for_graph();
     if (job.plan != nullptr)
       run(job, deadline);
     else if (is_message(job.operation))
@@ -213,7 +230,7 @@ std::shared_ptr<Event> StreamEngine::enqueue(const StreamJob& job, Event& before
 // continues after all of them. All stages of a lane are enqueued before the next lane, so all ranks
 // launch in the same order, as NCCL requires for communicators on one device.
 void StreamEngine::run(const StreamJob& job, const Deadline& deadline) {
-  std::byte* scratch = scratch_.data();
+  std::byte* scratch = scratch_->data();
   void* const first = lanes_[0]->stream.raw();
   const size_t count = job.plan->size();
   std::shared_ptr<Event> begin;

@@ -24,6 +24,7 @@
 
 #include "core/deadline.h"
 #include "core/operation.h"
+#include "device/detached_calls.h"
 #include "device/device.h"
 #include "device/growable_buffer.h"
 #include "device/host_staging_channel.h"
@@ -68,7 +69,7 @@ class StreamEngine {
   // For `size` ranks, each on a device. A group of one needs no communicator.
   StreamEngine(std::shared_ptr<nccl::NcclApi> nccl, std::shared_ptr<Device> device, int rank,
                int size);
-  ~StreamEngine();  // aborts running calls
+  ~StreamEngine();  // aborts running calls; waits a short time for that
   StreamEngine(const StreamEngine&) = delete;
   StreamEngine& operator=(const StreamEngine&) = delete;
 
@@ -89,8 +90,8 @@ class StreamEngine {
   bool reaches_all() const { return local_ranks_.empty(); }  // whether communicators join all ranks
   // Thread-safe, after meet(): the error of failed messages between hosts.
   std::optional<Error> trouble();
-  void abort(const std::string& reason) noexcept;
-  void close(const Deadline& deadline) noexcept;  // call it when all enqueued work is done
+  void abort(const std::string& reason) noexcept;  // does not wait for NCCL
+  void close(const Deadline& deadline) noexcept;   // call it when all enqueued work is done
   std::shared_ptr<Event> event() { return events_->take(); }
   Device& device() { return *device_; }
   const StreamTraffic& traffic() const { return traffic_; }
@@ -99,7 +100,7 @@ class StreamEngine {
   struct Lane {
     explicit Lane(const std::shared_ptr<Device>& device) : stream(device) {}
     Stream stream;
-    std::unique_ptr<nccl::Communicator> communicator{};  // none if it would join one rank
+    std::shared_ptr<nccl::Communicator> communicator{};  // none if it would join one rank
     std::unique_ptr<HostStagingChannel> staging{};       // none if it joins all ranks
   };
   // A job as one lane runs it.
@@ -108,6 +109,7 @@ class StreamEngine {
     Lane& lane;
     std::byte* scratch;
   };
+  void abort_communicators() noexcept;
   void run(const StreamJob& job, const Deadline& deadline);
   void run_stage(const LaneJob& lane_job, const StreamStage& stage, const Deadline& deadline);
   void launch(const LaneJob& lane_job, const StreamStage& stage, const Deadline& deadline);
@@ -128,7 +130,8 @@ class StreamEngine {
   int rank_, size_;
   std::vector<int> local_ranks_;  // as in RemoteRanks
   std::shared_ptr<EventPool> events_;
-  GrowableBuffer scratch_;
+  std::unique_ptr<GrowableBuffer> scratch_;
+  DetachedCalls aborts_;
   StreamTraffic traffic_;
   std::vector<std::unique_ptr<Lane>> lanes_;  // at least one; last, as it uses the others
 };

@@ -23,6 +23,9 @@ namespace {
 // How often enqueued calls are polled. Polling does not slow them.
 constexpr std::chrono::milliseconds kLook{100};
 
+// How long close() waits for NCCL once all calls are complete.
+constexpr std::chrono::seconds kClosing{5};
+
 // An asynchronous call. The host group's worker runs the agreement and then enqueues the call.
 class DeviceWork final : public group::Work {
  public:
@@ -108,17 +111,40 @@ void set_source(group::Call& call, int source) {
   if (call.source != nullptr) *call.source = source;
 }
 
-// One thread at a time inside a group.
-class CallLock {
+// One thread at a time inside a group; others wait for it.
+class Turns {
  public:
-  explicit CallLock(std::mutex& mutex) : lock_(mutex, std::try_to_lock) {
-    if (!lock_)
-      throw InvalidArgument(
-          "another thread is inside a call of this group; use group.split() for each thread");
+  // Throws Timeout.
+  void take(std::chrono::nanoseconds limit) {
+    std::unique_lock lock(mutex_);
+    if (!given_up_.wait_for(lock, limit, [this] { return !taken_; }))
+      throw Timeout("another thread was inside calls of this group for " +
+                    std::to_string(std::chrono::duration<double>(limit).count()) + " s");
+    taken_ = true;
+  }
+  void give_up() {
+    {
+      const std::lock_guard lock(mutex_);
+      taken_ = false;
+    }
+    given_up_.notify_one();
   }
 
  private:
-  std::unique_lock<std::mutex> lock_;
+  std::mutex mutex_;  // guards taken_
+  std::condition_variable given_up_;
+  bool taken_ = false;
+};
+
+class Turn {
+ public:
+  Turn(Turns& turns, std::chrono::nanoseconds limit) : turns_(turns) { turns_.take(limit); }
+  Turn(const Turn&) = delete;
+  Turn& operator=(const Turn&) = delete;
+  ~Turn() { turns_.give_up(); }
+
+ private:
+  Turns& turns_;
 };
 
 class DeviceGroup final : public group::Collectives,
@@ -147,6 +173,9 @@ class DeviceGroup final : public group::Collectives,
   }
 
  private:
+  std::chrono::nanoseconds limit_of(const group::Call& call) const {
+    return call.timeout.count() == 0 ? timeout_ : call.timeout;
+  }
   DeviceCall begin(const group::Call& given);
   std::shared_ptr<device::Event> mark(void* stream);
   using Failed = std::function<void(std::exception_ptr)>;
@@ -158,7 +187,7 @@ class DeviceGroup final : public group::Collectives,
   std::shared_ptr<group::Group> host_;
   std::shared_ptr<device::Device> device_;
   const std::chrono::nanoseconds timeout_;
-  std::mutex turn_;           // held inside run() and start()
+  Turns turns_;               // of run() and start()
   mutable std::mutex mutex_;  // guards the executor and calls_
   std::unique_ptr<DeviceExecutor> executor_;
   uint64_t calls_ = 0;
@@ -183,7 +212,7 @@ DeviceCall DeviceGroup::begin(const group::Call& given) {
     group::throw_unsupported(given, "the algorithm shared_memory is for arrays in host memory");
   group::Call call = given;
   call.algorithm = executor_->algorithm_for(given);
-  if (call.timeout.count() == 0) call.timeout = timeout_;
+  call.timeout = limit_of(given);
   group::Call asked = call;
   if (asked.algorithm == Algorithm::nccl || asked.algorithm == Algorithm::host_staged ||
       !group::is_plan(asked.operation))
@@ -194,7 +223,7 @@ DeviceCall DeviceGroup::begin(const group::Call& given) {
 }
 
 void DeviceGroup::run(const group::Call& given) {
-  const CallLock turn(turn_);
+  const Turn turn(turns_, limit_of(given));
   DeviceCall device_call = begin(given);
   const Deadline deadline(device_call.call.timeout);
   const auto before = mark(given.device.stream);
@@ -206,7 +235,7 @@ void DeviceGroup::run(const group::Call& given) {
 
 std::shared_ptr<group::Work> DeviceGroup::start(const group::Call& given,
                                                 std::function<void(std::exception_ptr)> then) {
-  const CallLock turn(turn_);
+  const Turn turn(turns_, limit_of(given));
   const auto work =
       std::make_shared<DeviceWork>([weak = weak_from_this()](const device::Event& over) {
         const auto self = weak.lock();
@@ -291,8 +320,8 @@ void DeviceGroup::fail(const Error& error) noexcept {
     cause_ = error;
   }
   watchdog_.end(std::make_exception_ptr(Error(error)));
+  host_->abort(error.what());  // first, so that peers learn the reason before they miss this rank
   executor_->abort(error.what());
-  host_->abort(error.what());
 }
 
 // Waits for the enqueued calls first, as peers may need them.
@@ -305,7 +334,8 @@ void DeviceGroup::close() noexcept {
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
   watchdog_thread_.join();
   const std::lock_guard lock(ending_);
-  if (!std::exchange(ended_, true)) executor_->close(Deadline(timeout_));
+  if (!std::exchange(ended_, true))
+    executor_->close(Deadline(std::min<std::chrono::nanoseconds>(timeout_, kClosing)));
 }
 
 group::Stats DeviceGroup::stats() const {

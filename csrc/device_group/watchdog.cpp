@@ -11,8 +11,8 @@ namespace {
 // complete theirs; after that the rank counts as lost.
 constexpr std::chrono::seconds kGrace{2};
 
-// A rank that aborts ends its executor first: the reason arrives on the host group within this time
-// after the executor's error.
+// The reason of a rank that aborts may arrive on the host group this long after the executor's
+// error.
 constexpr std::chrono::seconds kReasonTime{1};
 
 }  // namespace
@@ -37,14 +37,18 @@ bool Watchdog::is_over(const device::Event& over) {
 }
 
 std::optional<Error> Watchdog::look() {
-  const std::lock_guard lock(mutex_);
+  std::unique_lock lock(mutex_);
   const auto trouble = forget_passed();
   if (under_way_.empty()) {
     missed_ = {};
     return std::nullopt;  // an error of the executor fails the next call
   }
   const Entry& oldest = under_way_.front();
-  if (trouble) return explained(*trouble, oldest);
+  if (trouble) {
+    const Entry copy = oldest;
+    lock.unlock();  // it waits, and is_over() may be called with Python's lock
+    return explained(*trouble, copy);
+  }
   if (auto error = lost(oldest)) return error;
   if (!oldest.deadline.expired()) return std::nullopt;
   return Timeout(oldest.what + " was enqueued but did not complete on the device within " +

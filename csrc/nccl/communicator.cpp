@@ -91,20 +91,30 @@ NcclComm* Communicator::current() {
   return comm_;
 }
 
-void Communicator::close(const Deadline& deadline) noexcept {
-  {
-    const std::lock_guard lock(mutex_);
-    if (comm_ == nullptr || !is_fine(nccl_.comm_finalize(comm_))) return;
-  }
-  const bool through = settle(deadline) == NcclResult::success;
+NcclComm* Communicator::take() {
   const std::lock_guard lock(mutex_);
-  if (through && comm_ != nullptr && is_fine(nccl_.comm_destroy(comm_))) comm_ = nullptr;
+  return std::exchange(comm_, nullptr);
 }
 
+bool Communicator::close(const Deadline& deadline) noexcept {
+  if (captured_) {
+    (void)take();  // see keep_for_graph()
+    return true;
+  }
+  {
+    const std::lock_guard lock(mutex_);
+    if (comm_ == nullptr) return true;
+    if (!is_fine(nccl_.comm_finalize(comm_))) return false;
+  }
+  if (settle(deadline) != NcclResult::success) return false;
+  NcclComm* const comm = take();
+  return comm == nullptr || is_fine(nccl_.comm_destroy(comm));
+}
+
+// Unlocked, because NCCL waits here: for streams that wait for other work, and for graphs.
 void Communicator::abort() noexcept {
-  const std::lock_guard lock(mutex_);
-  if (comm_ != nullptr) (void)nccl_.comm_abort(comm_);
-  comm_ = nullptr;
+  NcclComm* const comm = take();
+  if (comm != nullptr) (void)nccl_.comm_abort(comm);
 }
 
 }  // namespace pycomm::nccl

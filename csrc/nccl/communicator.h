@@ -2,6 +2,7 @@
 // cancelled. It ends with close() or, during calls, with abort().
 #pragma once
 
+#include <atomic>
 #include <functional>
 #include <mutex>
 #include <string>
@@ -35,19 +36,28 @@ class Communicator {
   // PeerLost or Timeout if NCCL reports that, otherwise GroupBroken.
   Error error_of(const std::string& function, NcclResult result);
 
-  // Call once all enqueued calls are complete. Aborts if it does not finish by the deadline.
-  void close(const Deadline& deadline) noexcept;
+  // Call it before a call that a CUDA graph captures. NCCL ends a communicator only after the last
+  // graph that captured its calls, and waits for that; so close() keeps the communicator for ever.
+  void keep_for_graph() { captured_ = true; }
+
+  // Call once all enqueued calls are complete. If it returns false, abort() has to follow.
+  bool close(const Deadline& deadline) noexcept;
+  // Ends calls in progress at once. May block long after that: as long as a graph lives that
+  // captured calls, or the stream of a call is busy with earlier work. Other functions do not wait
+  // for it.
   void abort() noexcept;
 
  private:
   NcclResult enqueue(const Calls& calls);
   NcclResult settle(const Deadline& deadline);
   NcclComm* current();
+  NcclComm* take();
 
   NcclApi& nccl_;
   const int rank_;
   std::mutex mutex_;  // guards comm_ against destruction
   NcclComm* comm_ = nullptr;
+  std::atomic<bool> captured_ = false;
 };
 
 }  // namespace pycomm::nccl

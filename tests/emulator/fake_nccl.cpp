@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <array>
 #include <atomic>
+#include <chrono>
 #include <cstdio>
 #include <cstring>
 #include <map>
@@ -73,10 +74,25 @@ struct Comm {
   bool connecting = true, busy = false, finalizing = false;
   int asks_left = 0;  // before it completes the last call
   uint64_t issued = 0, finished = 0;
+  std::set<cudaStream_t> streams;                         // of calls
+  std::shared_ptr<int> graphs = std::make_shared<int>();  // captured calls own it too
   NcclResult error = NcclResult::success;
   std::string message;
   std::atomic<bool> aborted{false};
   std::thread connector;
+
+  void cut() {
+    aborted = true;
+    if (connector.joinable()) connector.join();
+    const std::lock_guard lock(mutex);
+    wires.hang_up();
+  }
+  bool in_graphs() const { return graphs.use_count() > 1; }
+  // As NCCL waits at the end of a communicator, even at an abort.
+  void wait_for_streams_and_graphs() {
+    for (cudaStream_t const stream : streams) emulator::finish(stream);
+    while (in_graphs()) std::this_thread::sleep_for(std::chrono::milliseconds(1));  // no event
+  }
 
   void fail(const Failed& failed) {
     error = failed.result;
@@ -311,10 +327,12 @@ NcclResult FakeNccl::State::issue(const std::shared_ptr<Comm>& comm, std::vector
     if (comm->connecting || comm->asks_left > 0)
       return refuse(NcclResult::invalid_usage, "the communicator is still in progress");
     if (counted) ++comm->issued;
+    if (counted) comm->streams.insert(queue);
     if (!comm->blocking) comm->asks_left = kAsks;
   }
   // A graph runs copies of this, each of which begins anew.
   const auto run = [self = shared_from_this(), comm, counted, calls = std::move(calls),
+                    graph = counted ? nullptr : comm->graphs,
                     running = std::shared_ptr<Running>()]() mutable {
     const std::lock_guard lock(comm->mutex);
     bool over = comm->aborted || comm->error != NcclResult::success;
@@ -345,7 +363,7 @@ FakeNccl::FakeNccl() : state_(std::make_shared<State>()) {}
 FakeNccl::~FakeNccl() {
   std::vector<NcclComm*> left;
   for (const auto& [handle, comm] : state_->live) left.push_back(handle);
-  for (NcclComm* handle : left) (void)FakeNccl::comm_abort(handle);
+  for (NcclComm* handle : left) state_->take(handle)->cut();
 }
 
 Counts FakeNccl::take_counts() {
@@ -434,10 +452,8 @@ NcclResult FakeNccl::comm_destroy(NcclComm* handle) {
 NcclResult FakeNccl::comm_abort(NcclComm* handle) {
   const auto comm = state_->take(handle);
   if (!comm) return state_->gone();
-  comm->aborted = true;
-  if (comm->connector.joinable()) comm->connector.join();
-  const std::lock_guard lock(comm->mutex);
-  comm->wires.hang_up();
+  comm->cut();
+  comm->wait_for_streams_and_graphs();
   return NcclResult::success;
 }
 
@@ -446,7 +462,7 @@ NcclResult FakeNccl::comm_async_error(NcclComm* handle, NcclResult& error) {
   if (!comm) return state_->gone();
   const std::lock_guard lock(comm->mutex);
   error = comm->error;
-  const bool ending = comm->finalizing && comm->issued != comm->finished;
+  const bool ending = comm->finalizing && (comm->issued != comm->finished || comm->in_graphs());
   if (error == NcclResult::success && (comm->connecting || comm->asks_left > 0 || ending)) {
     error = NcclResult::in_progress;
     if (comm->asks_left > 0) --comm->asks_left;

@@ -4,7 +4,8 @@
 // non-blocking communicator must be polled to completion before its next call, a destroyed handle
 // is invalid, each rank has its own device, and the calls of a group use one stream. A send waits
 // for its receive, counts and dtypes are compared, a dead rank gives remote_error, and an abort
-// ends running operations. As with NCCL, the wait for a missing rank has no limit.
+// ends running operations, but returns only when the streams are idle and no graph has calls. As
+// with NCCL, the wait for a missing rank has no limit.
 #pragma once
 
 #include <cstdint>

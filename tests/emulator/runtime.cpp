@@ -28,6 +28,7 @@ using Run = std::function<bool()>;
 // They share all memory, and each has streams of its own; a thread has one of them at a time.
 constexpr int kDevices = 8;
 thread_local int current_device = 0;
+thread_local Token* begun = nullptr;  // of a thread that runs streams without having used any
 thread_local cudaStreamCaptureMode capture_mode = cudaStreamCaptureModeGlobal;
 std::atomic<uint64_t> events = 0, event_queries = 0;
 std::atomic<unsigned> contexts = 0;  // a bit for each device
@@ -137,6 +138,7 @@ void step(CUstream_st* s) {
     emulator::__tsan_switch_to_fiber(s->fiber, emulator::kNoSync);
   }
   op.submitted.acquire();
+  if (begun != nullptr) begun->acquire();
   for (const Point& p : op.after)
     if (p.stream != nullptr) p.stream->done.acquire();
   std::optional<emulator::Unseen> unseen(std::in_place);
@@ -256,6 +258,15 @@ cudaError_t emulator::enqueue_polled(cudaStream_t stream, Run operation) {
   submit(s, std::move(operation));
   while (options().eager && !s->queue.empty() && progress()) continue;
   return state().error;
+}
+
+cudaError_t emulator::finish(cudaStream_t stream) {
+  Token here;
+  here.release();
+  begun = &here;
+  const cudaError_t error = wait(last_of(stream));
+  begun = nullptr;
+  return error;
 }
 
 cudaError_t emulator::enqueue(cudaStream_t stream, std::function<void()> operation) {
@@ -444,7 +455,7 @@ cudaError_t cudaStreamEndCapture(cudaStream_t s, cudaGraph_t* graph) {
   *graph = nullptr;
   if (all->broken) return cudaErrorStreamCaptureInvalidated;
   if (!joined) return cudaErrorStreamCaptureUnjoined;
-  *graph = new CUgraph_st{all->nodes};
+  *graph = new CUgraph_st{std::move(all->nodes)};  // events may keep `all`
   return cudaSuccess;
 }
 cudaError_t cudaStreamIsCapturing(cudaStream_t s, cudaStreamCaptureStatus* status) {

@@ -20,6 +20,9 @@ cudaError_t enqueue(cudaStream_t stream, std::function<void()> operation);
 // The same for work that may not be ready yet: it returns whether it is done. Used for NCCL.
 cudaError_t enqueue_polled(cudaStream_t stream, std::function<bool()> operation);
 
+// Waits until the stream has done all that was submitted so far, even while it is captured.
+cudaError_t finish(cudaStream_t stream);
+
 // What a call that needs a context does: creates it on the thread's current device.
 void use_context();
 

@@ -4,6 +4,7 @@
 #include <cuda_runtime.h>
 
 #include <array>
+#include <atomic>
 #include <functional>
 #include <latch>
 #include <memory>
@@ -262,6 +263,58 @@ const Test kGone{"waiting for a rank that left ends with an error", [] {
                      r.finish();
                    });
                  }};
+
+// Whether `body` returns within 10 s; then `release` is called, or at the end of that time, as
+// `body` may wait for it.
+bool returns_before(const std::function<void()>& release, const std::function<void()>& body) {
+  constexpr double kTooLong = 10;
+  std::atomic<bool> returned = false;
+  bool late = false;
+  std::thread releases([&, begin = soon()] {
+    while (!returned && begin.elapsed_s() < kTooLong) std::this_thread::yield();
+    late = !returned;
+    release();
+  });
+  body();
+  returned = true;
+  releases.join();
+  return !late;
+}
+
+// NCCL waits for the last graph with its calls before it ends a communicator.
+const Test kGraphLives{
+    "an engine is closed while a graph with its calls lives", [] {
+      each_rank(2, [](Rank& r) {
+        Floats x(64, 0);
+        const Lanes stages = stages_of(r, Algorithm::ring, 64);
+        r.run(all_reduce(x, 64, &stages));
+        r.finish();
+        fine(cudaStreamBeginCapture(r.stream, cudaStreamCaptureModeRelaxed));
+        r.run(all_reduce(x, 64, &stages));
+        cudaGraph_t graph = nullptr;
+        fine(cudaStreamEndCapture(r.stream, &graph));
+        expect(returns_before([&] { cudaGraphDestroy(graph); }, [&] { r.engine.close(soon()); }),
+               "close() waited for the graph");
+      });
+    }};
+
+// Its stream waits for the caller's, which hangs: NCCL's abort does not return.
+const Test kHangs{"an abort returns while the caller's stream hangs", [] {
+                    each_rank(2, [](Rank& r) {
+                      Floats x(64, 0);
+                      const Lanes stages = stages_of(r, Algorithm::ring, 64);
+                      r.run(all_reduce(x, 64, &stages));
+                      r.finish();
+                      const auto open = std::make_shared<std::atomic<bool>>(false);
+                      const auto gate = [open] { return open->load(); };
+                      fine(emulator::enqueue_polled(r.stream, gate));
+                      r.run(all_reduce(x, 64, &stages));
+                      const bool returned = returns_before([&] { open->store(true); },
+                                                           [&] { r.engine.abort("enough"); });
+                      r.finish();
+                      expect(returned, "the abort waited for the stream");
+                    });
+                  }};
 
 const Test kMissing{"waiting for a missing rank ends at the deadline", [] {
                       FakeNccl names;

@@ -16,7 +16,7 @@ class PlayedDevice final : public pycomm::device::Device {
  public:
   explicit PlayedDevice(int index = 0) : index_(index) {}
 
-  std::atomic<bool> through = false;
+  std::atomic<bool> through = false, captures = false;
   std::function<void()> on_record{};  // before an event is recorded
 
   int index() const override { return index_; }
@@ -24,7 +24,7 @@ class PlayedDevice final : public pycomm::device::Device {
   void while_current(const std::function<void()>& body) override { body(); }
   void* make_stream() override { return this; }
   void drop_stream(void*) noexcept override {}
-  bool capturing(void*) override { return false; }
+  bool capturing(void*) override { return captures; }
   void finish(void*) noexcept override {}
   void* make_event() override { return this; }
   void drop_event(void*) noexcept override {}
@@ -54,8 +54,9 @@ using pycomm::nccl::NcclResult;
 class PlayedNccl final : public pycomm::nccl::NcclApi {
  public:
   std::atomic<int> live = 0;  // communicators that were neither destroyed nor aborted
-  std::atomic<NcclResult> init = NcclResult::success, state = NcclResult::success;
-  std::function<void()> on_group_end{};
+  std::atomic<NcclResult> init = NcclResult::success, state = NcclResult::success,
+                          finalized = NcclResult::success;
+  std::function<void()> on_group_end{}, on_abort{};
 
   int version() const override { return 23203; }
   std::string origin() const override { return "tests/native"; }
@@ -66,9 +67,12 @@ class PlayedNccl final : public pycomm::nccl::NcclApi {
     comm = reinterpret_cast<NcclComm*>(this);
     return ++live, init.load();
   }
-  NcclResult comm_finalize(NcclComm*) override { return NcclResult::success; }
+  NcclResult comm_finalize(NcclComm*) override { return finalized; }
   NcclResult comm_destroy(NcclComm*) override { return --live, NcclResult::success; }
-  NcclResult comm_abort(NcclComm*) override { return --live, NcclResult::success; }
+  NcclResult comm_abort(NcclComm*) override {
+    if (on_abort) on_abort();
+    return --live, NcclResult::success;
+  }
   NcclResult comm_async_error(NcclComm*, NcclResult& error) override {
     return error = state, NcclResult::success;
   }
