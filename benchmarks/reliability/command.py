@@ -11,12 +11,13 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Collection, Iterable, Mapping
+import time
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 from rich.console import Console
-from rich.progress import track
+from rich.progress import Progress, track
 from rich.table import Table
 
 from pycomm.bench.support import summaries
@@ -55,6 +56,19 @@ def progress(items: Collection[T], description: str) -> Iterable[T]:
     """The items, with a progress bar if the output is a terminal."""
     hidden = not CONSOLE.is_terminal
     return track(items, description, console=CONSOLE, transient=True, disable=hidden)
+
+
+def timed(items: Iterable[T], minutes: float, name: str) -> Generator[T, None, None]:
+    """The items, until the minutes have passed, with a progress bar over them and the number of
+    items done if the output is a terminal."""
+    start = time.monotonic()
+    with Progress(console=CONSOLE, transient=True, disable=not CONSOLE.is_terminal) as bar:
+        task = bar.add_task("", total=minutes)
+        for done, item in enumerate(items):
+            if (passed := (time.monotonic() - start) / 60) >= minutes:
+                break
+            bar.update(task, completed=passed, description=f"{done} {name}")
+            yield item
 
 
 def report(path: Path | None, **content: Any) -> None:

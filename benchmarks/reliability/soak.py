@@ -10,7 +10,6 @@ determines everything: --seed with --first repeats an epoch. Exits with 1 if any
 from __future__ import annotations
 
 import contextlib
-import itertools
 import random
 import secrets
 import tempfile
@@ -185,10 +184,10 @@ def main(argv: Sequence[str]) -> int:
     seed = secrets.randbelow(10**9) if options.seed is None else options.seed
     command.CONSOLE.print(f"seed {seed}")
     start, tally = time.monotonic(), Tally()
-    end = start + 60 * options.minutes
     every = range(options.first, options.first + options.epochs)
-    numbers = itertools.takewhile(lambda _: time.monotonic() < end, every)
-    with contextlib.suppress(KeyboardInterrupt):  # the results so far are stored
+    numbers = command.timed(every, options.minutes, "epochs")
+    # After Ctrl-C the results so far are stored; closing ends the progress bar first.
+    with contextlib.suppress(KeyboardInterrupt), contextlib.closing(numbers):
         soak(tally, seed, numbers, options.late_ms)
     command.report(
         options.json,

@@ -2,6 +2,7 @@
 fault, and that it detects violations.
 """
 
+import io
 import json
 import os
 from pathlib import Path
@@ -9,9 +10,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from rich.console import Console
 
 import pycomm
-from benchmarks.reliability import leak_check, soak, soak_rank
+from benchmarks.reliability import command, leak_check, soak, soak_rank
 from benchmarks.reliability.fault_rank import DISAGREEMENTS, Seen
 from benchmarks.reliability.soak import FAULTS, Tally, epoch_of
 from pycomm import Group, errors
@@ -97,6 +99,15 @@ def test_survivors_that_do_not_continue_are_detected() -> None:
 
     assert judged(others) == []
     assert "it continued with ()" in judged(())[0]
+
+
+def test_epochs_end_with_the_minutes_and_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    output = io.StringIO()
+    terminal = Console(file=output, force_terminal=True, width=80)
+    monkeypatch.setattr(command, "CONSOLE", terminal)
+    assert list(command.timed(range(3), 1.0, "epochs")) == [0, 1, 2]
+    assert "2 epochs" in output.getvalue()
+    assert list(command.timed(range(3), 0.0, "epochs")) == []
 
 
 def test_command_stores_and_replays(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -357,8 +357,8 @@ def mutated(row: tuple[str, ...]) -> Path:
     name, file, old, new, suite, _ = row
     text = (CSRC / file).read_text()
     assert text.count(old) == 1, f"{name}: its text occurs {text.count(old)} times in {file}"
-    build("plain", [suite])
-    plain = ROOT / "build" / "native" / "plain"
+    build("product", [suite])
+    product = ROOT / "build" / "native" / "product"
     folder = ROOT / "build" / "native" / "mutated" / name
     folder.mkdir(parents=True, exist_ok=True)
     source, program = folder / Path(file).name, folder / suite
@@ -369,6 +369,6 @@ def mutated(row: tuple[str, ...]) -> Path:
     compiler = os.environ.get("CXX", "g++")
     made = folder / "mutated.o"
     subprocess.run([compiler, *flags, "-c", str(source), "-o", str(made)], check=True)
-    parts = [str(plain / f"{suite}.o"), str(made), str(plain / "library.a")]
+    parts = [str(product / f"{suite}.o"), str(made), str(product / "library.a")]
     subprocess.run([compiler, *flags, *parts, "-ldl", "-o", str(program)], check=True)
     return program

@@ -41,7 +41,7 @@ def test_a_mutated_check_is_found(row: tuple[str, ...]) -> None:
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize(("suite", "test"), sorted({row[4:] for row in ROWS}), ids=lambda s: s)
 def test_a_sound_check_passes(suite: str, test: str) -> None:
-    (program,) = build("plain", [suite])
+    (program,) = build("product", [suite])
     status, found = run_mutant(program, test)
     assert status == 0, found
     assert " passed, 0 failed" in found
