@@ -202,6 +202,7 @@ def aborts(group: pycomm.Group, device: Any) -> str:
     if group.rank:
         device.delay()
     pycomm.all_reduce(x)
+    pycomm.barrier()  # both have enqueued the call
     if group.rank:
         group.abort("enough")
         assert went_on.wait(60), "the other rank's stream still waits"
