@@ -3,7 +3,7 @@ training over pycomm and torch's DDP over nccl.
 
     python -m benchmarks.gpu.gpu_ranks {alone,shared,training} [options]
 
-Exits with 0 if all is as expected. The caller must end a hang. Not yet run on a GPU.
+Exits with 0 if all is as expected. The caller must end a hang.
 """
 
 from __future__ import annotations

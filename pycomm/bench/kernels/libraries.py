@@ -2,7 +2,7 @@
 
 A missing library is left out, with the reason. Each selects by an operation that its users would
 take, and updates u and v in one loop: CUB after torch.compile's loop, Triton (triton_step.py)
-before torch.topk, CuPy by an elementwise kernel and argpartition. Not yet run on a GPU.
+before torch.topk, CuPy by an elementwise kernel and argpartition.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """The update of a DGC step as a kernel of Triton's. Needs Triton,
-which is part of torch for CUDA. Not yet run on a GPU."""
+which is part of torch for CUDA."""
 
 from __future__ import annotations
 
