@@ -5,7 +5,6 @@
 
 #include "cuda/begin.cuh"
 #include "cuda/host.hpp"
-#include "cuda/pack.cuh"
 #include "kernels/device_kernels.h"
 
 namespace pycomm::cuda {

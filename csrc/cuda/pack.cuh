@@ -10,10 +10,8 @@
 
 namespace pycomm::cuda {
 
-// Loads of a lane before the first is used: of tiles, and within a tile.
-inline constexpr unsigned kTilesAhead = 4, kAhead = 8;
-
-inline constexpr unsigned kPackBlocks = 4;  // of a multiprocessor
+// Loads of a lane before the first is used: from the pool, and from a tile.
+inline constexpr unsigned kAhead = 4, kTileAhead = 8;
 
 struct CountSpace {
   Counts by_warp[kWarps];
@@ -46,71 +44,108 @@ __device__ __forceinline__ void shift_down(V (&values)[kCount]) {
   for (unsigned i = 0; i + 1 < kCount; ++i) values[i] = values[i + 1];
 }
 
-// Calls visit(items, piece, loaded) for the tiles of a unit of this warp, in order. `loaded` is the
-// lane's first value. It is loaded for kTilesAhead tiles at once.
-template <class V, class Visit>
-__device__ __forceinline__ void each_tile(const Tables& t, unsigned s, unsigned unit, Visit visit) {
-  const Selection& selection = t.selections[s];
-  const bool all = needs_all(selection, t.states[s]);
-  const unsigned each = t.run / kWarps, lane = gpu::lane_id();
+// The tiles of a warp in a unit: [first, end).
+struct TileRange {
+  unsigned first, end;
+};
+
+__device__ __forceinline__ TileRange tiles_of_warp(const Tables& t, const Selection& selection,
+                                                   unsigned unit) {
+  const unsigned each = t.run / kWarps;
   const unsigned from = (unit - selection.first_unit) * t.run + threadIdx.x / 32 * each;
-  const unsigned end = selection.first_tile + min(from + each, selection.tiles);
-  unsigned first = selection.first_tile + from;
-  if (first >= end) return;
-  const Piece* piece = &piece_of(t, first);
-  for (; first < end; first += kTilesAhead) {
-    const unsigned mine = first + lane;
-    const Span span = !all && lane < kTilesAhead && mine < end ? t.spans[mine] : Span{0, 0};
-    const auto items_of = [&](unsigned a) -> Items<V> {
-      const Span there{__shfl_sync(gpu::kFullWarp, span.first, static_cast<int>(a)),
-                       __shfl_sync(gpu::kFullWarp, span.count, static_cast<int>(a))};
-      if (!all) return items_of_pool<V>(t, selection, there);
-      return first + a < end ? items_of_tile<V>(*piece, first + a) : Items<V>{};
-    };
-    const auto advance = [&](unsigned a) {
-      while (first + a < end && first + a - piece->first_tile >= (piece->count + kTile - 1) / kTile)
-        ++piece;
-    };
-    const Piece* const start = piece;
-    V loaded[kTilesAhead];
-#pragma unroll
-    for (unsigned a = 0; a < kTilesAhead; ++a) {
-      if (all) advance(a);
-      const Items<V> items = items_of(a);
-      loaded[a] = lane < items.count ? gpu::load(&items.values[lane]) : V{};
-    }
-    piece = start;
+  return {selection.first_tile + min(from, selection.tiles),
+          selection.first_tile + min(from + each, selection.tiles)};
+}
+
+// The elements of a lane that are loaded before the first is used.
+template <class V>
+struct PoolEntries {
+  V values[kAhead];
+  unsigned places[kAhead], pieces[kAhead];
+
+  __device__ __forceinline__ void next() {
+    shift_down(values);
+    shift_down(places);
+    shift_down(pieces);
+  }
+};
+
+// Calls visit(inside, value, place, piece) for the pool entries of the warp's tiles, 32 at once, in
+// order. Lanes past the end are not inside. The entries of 32 tiles are one list: lane i has the
+// end of tile i in it.
+template <bool kPlaces, class V, class Visit>
+__device__ __forceinline__ void each_in_pool(const Tables& t, const Selection& selection,
+                                             TileRange tiles, Visit visit) {
+  const unsigned lane = gpu::lane_id();
+  const V* const values = static_cast<const V*>(t.pool_values) + selection.pool;
+  const unsigned* const places = t.pool_places + selection.pool;
 #pragma unroll 1
-    for (unsigned a = 0; a < kTilesAhead; ++a) {
-      advance(a);
-      const Items<V> items = items_of(a);
-      if (items.count != 0) visit(items, *piece, loaded[0]);
-      shift_down(loaded);
+  for (unsigned first = tiles.first; first < tiles.end; first += 32) {
+    const unsigned mine = first + lane;
+    const Span span = mine < tiles.end ? t.spans[mine] : Span{0, 0};
+    const unsigned end = scan_lanes(span.count), shift = span.first - (end - span.count);
+    const unsigned piece = kPlaces ? piece_of_lane(t, min(mine, tiles.end - 1)) : 0;
+    const unsigned count = __shfl_sync(gpu::kFullWarp, end, 31);
+#pragma unroll 1
+    for (unsigned begin = 0; begin < count; begin += 32 * kAhead) {
+      PoolEntries<V> ahead;
+#pragma unroll
+      for (unsigned a = 0; a < kAhead; ++a) {
+        const unsigned i = begin + 32 * a + lane;
+        unsigned tile = 0;  // the tiles that end at or before entry i
+#pragma unroll
+        for (unsigned step = 16; step > 0; step /= 2)
+          if (__shfl_sync(gpu::kFullWarp, end, static_cast<int>(tile + step - 1)) <= i)
+            tile += step;
+        const unsigned at = i + __shfl_sync(gpu::kFullWarp, shift, static_cast<int>(tile));
+        ahead.pieces[a] = __shfl_sync(gpu::kFullWarp, piece, static_cast<int>(tile));
+        ahead.values[a] = i < count ? gpu::load(&values[at]) : V{};
+        ahead.places[a] = kPlaces && i < count ? gpu::load(&places[at]) : 0;
+      }
+#pragma unroll 1
+      for (unsigned i = begin; i < min(count, begin + 32 * kAhead); i += 32) {
+        visit(i + lane < count, ahead.values[0], ahead.places[0], ahead.pieces[0]);
+        ahead.next();
+      }
     }
   }
 }
 
-// Calls visit(i, value) for the elements of a tile, 32 at once, in order: i is the lane's element,
-// and may be past the end.
+// The same for all elements of the tiles.
 template <class V, class Visit>
-__device__ __forceinline__ void each_element(const Items<V>& items, V loaded, Visit visit) {
+__device__ __forceinline__ void each_in_tiles(const Tables& t, TileRange tiles, Visit visit) {
   const unsigned lane = gpu::lane_id();
-  V values[kAhead] = {loaded};
-  unsigned left = 1;  // values that are loaded
 #pragma unroll 1
-  for (unsigned first = 0; first < items.count; first += 32) {
-    if (left == 0) {
+  for (unsigned tile = tiles.first; tile < tiles.end; ++tile) {
+    const Piece& piece = piece_of(t, tile);
+    const Items<V> items = items_of_tile<V>(piece, tile);
+    const unsigned number = static_cast<unsigned>(&piece - t.pieces);
+#pragma unroll 1
+    for (unsigned begin = 0; begin < items.count; begin += 32 * kTileAhead) {
+      V values[kTileAhead];
 #pragma unroll
-      for (unsigned a = 0; a < kAhead; ++a) {
-        const unsigned i = first + 32 * a + lane;
+      for (unsigned a = 0; a < kTileAhead; ++a) {
+        const unsigned i = begin + 32 * a + lane;
         values[a] = i < items.count ? gpu::load(&items.values[i]) : V{};
       }
-      left = kAhead;
+#pragma unroll 1
+      for (unsigned i = begin; i < min(items.count, begin + 32 * kTileAhead); i += 32) {
+        visit(i + lane < items.count, values[0], items.place + i + lane, number);
+        shift_down(values);
+      }
     }
-    visit(first + lane, values[0]);
-    shift_down(values);
-    --left;
   }
+}
+
+template <bool kPlaces, class V, class Visit>
+__device__ __forceinline__ void each_element(const Tables& t, unsigned s, unsigned unit,
+                                             Visit visit) {
+  const Selection& selection = t.selections[s];
+  const TileRange tiles = tiles_of_warp(t, selection, unit);
+  if (needs_all(selection, t.states[s]))
+    each_in_tiles<V>(t, tiles, visit);
+  else
+    each_in_pool<kPlaces, V>(t, selection, tiles, visit);
 }
 
 // The counts of the warp's tiles.
@@ -118,12 +153,10 @@ template <class V>
 __device__ __forceinline__ Counts count_tiles(const Tables& t, unsigned s, unsigned unit) {
   const Key<V> kth = static_cast<Key<V>>(t.states[s].kth);
   Counts mine{0, 0};
-  each_tile<V>(t, s, unit, [&](const Items<V>& items, const Piece&, V loaded) {
-    each_element<V>(items, loaded, [&](unsigned i, V value) {
-      const Key<V> key = magnitude(value);
-      mine.greater += i < items.count && key > kth;
-      mine.equal += i < items.count && key == kth;
-    });
+  each_element<false, V>(t, s, unit, [&](bool inside, V value, unsigned, unsigned) {
+    const Key<V> key = magnitude(value);
+    mine.greater += inside && key > kth;
+    mine.equal += inside && key == kth;
   });
   return sum_warp(mine);
 }
@@ -155,7 +188,6 @@ __device__ __forceinline__ Counts counts_before(const Tables& t, unsigned s, uns
   return before;
 }
 
-
 template <class V>
 __device__ __forceinline__ bool is_finite(V x) {
   return widen(x) - widen(x) == Wide<V>{0};
@@ -177,29 +209,26 @@ __device__ __forceinline__ void write_tiles(const Tables& t, unsigned s, unsigne
   const Selection& selection = t.selections[s];
   const Key<V> kth = static_cast<Key<V>>(t.states[s].kth);
   const unsigned ties = t.states[s].ties, below = gpu::lanes_below();
-  each_tile<V>(t, s, unit, [&](const Items<V>& items, const Piece& piece, V loaded) {
-    each_element<V>(items, loaded, [&](unsigned i, V value) {
-      const bool inside = i < items.count;
-      const Key<V> key = magnitude(value);
-      const unsigned greater = __ballot_sync(gpu::kFullWarp, inside && key > kth);
-      const unsigned equal = __ballot_sync(gpu::kFullWarp, inside && key == kth);
-      const unsigned g = before.greater + static_cast<unsigned>(__popc(greater & below));
-      const unsigned e = before.equal + static_cast<unsigned>(__popc(equal & below));
-      const unsigned at = g + min(e, ties);
-      // Elements past k exist only if another kernel changes v during the step.
-      if (inside && at < selection.k && (key > kth || (key == kth && e < ties))) {
-        const unsigned place = items.place_of(i);
-        if (selection.indices != nullptr)
-          selection.indices[at] = static_cast<int32_t>(selection.first + place);
-        if (selection.values != nullptr) static_cast<V*>(selection.values)[at] = value;
-        if constexpr (kTake) {
-          V* const u_values = static_cast<V*>(selection.u_values);
-          take(t, piece, place - piece.place, u_values == nullptr ? nullptr : u_values + at, value);
-        }
+  each_element<true, V>(t, s, unit, [&](bool inside, V value, unsigned place, unsigned number) {
+    const Key<V> key = magnitude(value);
+    const unsigned greater = __ballot_sync(gpu::kFullWarp, inside && key > kth);
+    const unsigned equal = __ballot_sync(gpu::kFullWarp, inside && key == kth);
+    const unsigned g = before.greater + static_cast<unsigned>(__popc(greater & below));
+    const unsigned e = before.equal + static_cast<unsigned>(__popc(equal & below));
+    const unsigned at = g + min(e, ties);
+    // Elements past k exist only if another kernel changes v during the step.
+    if (inside && at < selection.k && (key > kth || (key == kth && e < ties))) {
+      if (selection.indices != nullptr)
+        selection.indices[at] = static_cast<int32_t>(selection.first + place);
+      if (selection.values != nullptr) static_cast<V*>(selection.values)[at] = value;
+      if constexpr (kTake) {
+        const Piece& piece = t.pieces[number];
+        V* const u_values = static_cast<V*>(selection.u_values);
+        take(t, piece, place - piece.place, u_values == nullptr ? nullptr : u_values + at, value);
       }
-      before.greater += static_cast<unsigned>(__popc(greater));
-      before.equal += static_cast<unsigned>(__popc(equal));
-    });
+    }
+    before.greater += static_cast<unsigned>(__popc(greater));
+    before.equal += static_cast<unsigned>(__popc(equal));
   });
 }
 
@@ -222,8 +251,8 @@ template <class V, bool kTake>
 __global__ void __launch_bounds__(kThreads, kPackBlocks) pack(const __grid_constant__ Tables t) {
   if (stopped(t)) return write_nothing<V>(t);
   const unsigned unit = take_ticket(t.header->pack);
-  const unsigned s = find_last(t.selection_count, unit,
-                               [&](unsigned i) { return t.selections[i].first_unit; });
+  const unsigned s =
+      find_last(t.selection_count, unit, [&](unsigned i) { return t.selections[i].first_unit; });
   if (t.selections[s].k == 0) return;  // no block waits for its counts
   const Counts before = counts_before(t, s, unit, count_tiles<V>(t, s, unit));
   write_tiles<V, kTake>(t, s, unit, before);

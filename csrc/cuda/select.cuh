@@ -223,7 +223,7 @@ struct Counter {
     if (!alone && !add_bins(bins, state)) return;
     follow<V>(ranks, digit, [&](bool own, unsigned b) {
       if (alone) return own ? space.kth[b] : space.reach[b];
-      return gpu::load_fresh(&bins[(own ? first_bin<V>(digit) : kReachBins<V>) + b]);
+      return gpu::load_fresh(&bins[(own ? first_bin<V>(digit) : kReachBins<V>)+b]);
     });
     if (threadIdx.x == 0) publish(state);
   }
@@ -305,8 +305,7 @@ struct Jobs {
       first = listed;
       listed += kThreads;
       const unsigned s = first + threadIdx.x;
-      const unsigned units =
-          s < t.selection_count ? units_of(t.selections[s], t.states[s]) : 0;
+      const unsigned units = s < t.selection_count ? units_of(t.selections[s], t.states[s]) : 0;
       __syncthreads();
       list[threadIdx.x + 1] = scan_block<kThreads>(shared_units(units, digit));
       if (threadIdx.x == 0) list[0] = 0;

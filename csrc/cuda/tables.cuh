@@ -22,7 +22,8 @@ inline constexpr unsigned kThreads = 256;
 inline constexpr unsigned kRows = 2;                     // 4 elements per thread in each row
 inline constexpr unsigned kTile = kThreads * 4 * kRows;  // 4096 elements, 16 per thread
 inline constexpr unsigned kWarps = kThreads / 32;
-inline constexpr uint64_t kNoBound = ~uint64_t{0};       // no element enters the pool
+inline constexpr unsigned kPackBlocks = 4;          // of pack, on a multiprocessor
+inline constexpr uint64_t kNoBound = ~uint64_t{0};  // no element enters the pool
 
 struct Piece {
   const void* grad;
@@ -85,8 +86,8 @@ struct Tables {
   Piece* pieces;
   unsigned* first_tiles;  // [pieces]
   Selection* selections;
-  unsigned* bins;       // [selections, kBins]
-  Span* spans;          // [tiles]
+  unsigned* bins;             // [selections, kBins]
+  Span* spans;                // [tiles]
   PackedCounts* unit_counts;  // [units]
   unsigned* pool_places;
   void* pool_values;
@@ -112,14 +113,26 @@ __device__ __forceinline__ const Piece& piece_of(const Tables& t, unsigned tile)
   return t.pieces[find_last(t.piece_count, tile, [&](unsigned i) { return t.first_tiles[i]; })];
 }
 
+// The number of the piece, for a tile of each lane.
+__device__ __forceinline__ unsigned piece_of_lane(const Tables& t, unsigned tile) {
+  unsigned low = 0;
+  for (unsigned count = t.piece_count; count > 1;) {
+    const unsigned half = count / 2;
+    const bool above = t.first_tiles[low + half] <= tile;
+    low += above ? half : 0;
+    count = above ? count - half : half;
+  }
+  return low;
+}
+
 // The same for a block, whose warps need not search all pieces.
 __device__ __forceinline__ const Piece& piece_of_block(const Tables& t, unsigned tile) {
   if (t.piece_count == 1) return t.pieces[0];
   unsigned begun = 0;  // pieces that begin at or before the tile
   for (unsigned first = 0; first < t.piece_count; first += kThreads) {
     const unsigned i = first + threadIdx.x;
-    begun += static_cast<unsigned>(
-        __syncthreads_count(i < t.piece_count && t.first_tiles[i] <= tile));
+    begun +=
+        static_cast<unsigned>(__syncthreads_count(i < t.piece_count && t.first_tiles[i] <= tile));
   }
   return t.pieces[begun - 1];
 }
@@ -128,28 +141,22 @@ __device__ __forceinline__ const Piece& piece_of_block(const Tables& t, unsigned
 template <class V>
 struct Items {
   const V* values;
-  const unsigned* places;  // null: consecutive from `place`
-  unsigned place;
+  unsigned place;  // of the first one in the selection; unused for the pool
   unsigned count;
   bool aligned;  // to four elements or 16 bytes
-
-  __device__ __forceinline__ unsigned place_of(unsigned i) const {
-    return places == nullptr ? place + i : gpu::load(&places[i]);
-  }
 };
 
 template <class V>
 __device__ __forceinline__ Items<V> items_of_tile(const Piece& piece, unsigned tile) {
   const unsigned offset = (tile - piece.first_tile) * kTile;
-  return {static_cast<const V*>(piece.v) + offset, nullptr, piece.place + offset,
+  return {static_cast<const V*>(piece.v) + offset, piece.place + offset,
           min(kTile, piece.count - offset), piece.aligned};
 }
 template <class V>
 __device__ __forceinline__ Items<V> items_of_pool(const Tables& t, const Selection& selection,
                                                   Span span) {
   const unsigned at = selection.pool + span.first;
-  return {static_cast<const V*>(t.pool_values) + at, t.pool_places + at, 0, span.count,
-          at % 4 == 0};
+  return {static_cast<const V*>(t.pool_values) + at, 0, span.count, at % 4 == 0};
 }
 
 }  // namespace pycomm::cuda

@@ -83,8 +83,7 @@ __device__ __forceinline__ void pool_share(const Tables& t, unsigned tile, const
   unsigned* places = t.pool_places + selection.pool;
 #pragma unroll
   for (unsigned r = 0; r < kRows; ++r) {
-    unsigned at =
-        space.first + space.starts[warp * kRows + r] + ((upto - counts) >> (r * 8) & 255);
+    unsigned at = space.first + space.starts[warp * kRows + r] + ((upto - counts) >> (r * 8) & 255);
 #pragma unroll
     for (unsigned e = 0; e < 4; ++e) {
       if ((hits >> (r * 4 + e) & 1) == 0) continue;

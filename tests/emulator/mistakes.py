@@ -189,8 +189,8 @@ ROWS = [
     (
         "lanes_leave_early",
         "pack.cuh",
-        "      const bool inside = i < items.count;",
-        "      const bool inside = i < items.count;\n      if (!inside) return;",
+        "    const Key<V> key = magnitude(value);\n    const unsigned greater",
+        "    if (!inside) return;\n    const Key<V> key = magnitude(value);\n    const unsigned greater",
         "plain",
         "step",
         STUCK,
