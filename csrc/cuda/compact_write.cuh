@@ -12,7 +12,7 @@
 #pragma once
 
 #include "cuda/compact_bits.cuh"
-#include "cuda/decode.cuh"
+#include "cuda/search.cuh"
 
 namespace pycomm::cuda {
 

@@ -8,7 +8,12 @@
 //   packet 1   17        44           turn     0   0   0   1   0    packets before with this index
 //
 // In turn 0 each slot receives its first value, in turn 1 the second is added, and so on. The time
-// depends on the entries and not on the length of the range, except for the zeros of a sum.
+// depends on the entries and not on the length of the range, except for the zeros of a sum. A chunk
+// of zeros is followed at once by its sums, so that both are in the L2 cache: a sector of which a
+// part is written later is read and written again.
+//
+// Slots follow the positions if these spread evenly, so that accesses to neighbours come together:
+// memory is read and written in rows.
 //
 // The host chooses ranges whose entries fill a part of the table on average. A block with too many
 // entries divides its range, down to kWidth positions, which have their sums in shared memory.
@@ -19,20 +24,23 @@
 
 #include "cuda/block.cuh"
 #include "cuda/numbers.cuh"
+#include "cuda/search.cuh"
 
 namespace pycomm::cuda {
 
-inline constexpr unsigned kDecodeThreads = 512;
+// Small blocks: while one waits, others of the multiprocessor have accesses in flight.
+inline constexpr unsigned kDecodeThreads = 256;
 // Blocks that a multiprocessor holds, which limits the registers. 7.5 holds 1,024 threads.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
-inline constexpr unsigned kDecodeResident = 2;
+inline constexpr unsigned kDecodeResident = 4;
 #else
-inline constexpr unsigned kDecodeResident = 3;
+inline constexpr unsigned kDecodeResident = 5;
 #endif
-inline constexpr unsigned kWidth = 1024;  // positions of a dense part
+inline constexpr unsigned kWidth = 512;       // positions of a dense part
+inline constexpr unsigned kZeroChunk = 4096;  // positions with zeros before their sums are written
+inline constexpr unsigned kNear = 8;          // slots near its place that an index may have
 inline constexpr unsigned kMostPackets = 512;
 inline constexpr unsigned kMostArrays = 512;
-inline constexpr unsigned kFewPackets = 32;  // have a thread for each bound; more save loads
 
 template <class Real>
 inline constexpr unsigned kEntriesEach = sizeof(Real) == 8 ? 2 : 4;  // of a thread
@@ -41,11 +49,6 @@ inline constexpr unsigned kCapacity = kEntriesEach<Real> * kDecodeThreads;
 template <class Real>
 inline constexpr unsigned kSlots = 2 * kCapacity<Real>;
 
-struct Entries {
-  const int32_t* indices;
-  const void* values;
-  unsigned count;
-};
 struct Entry {
   void* data;
   unsigned first;  // its first position
@@ -55,6 +58,7 @@ struct Decoding {
   unsigned packet_count, array_count;
   unsigned begin, end;  // positions of these arrays
   unsigned range;       // positions of a block
+  float each;           // 1 / positions of all arrays
   Entries packets[kMostPackets];
   Entry arrays[kMostArrays];
 };
@@ -80,44 +84,17 @@ static_assert(sizeof(DecodeSpace<float>) <= 40000 && sizeof(DecodeSpace<double>)
 template <class Real>
 struct Part {
   unsigned low, high, total;  // positions, entries
+  unsigned filled;            // positions of a sum before this one have zeros or sums
   Real scale, lr;
 };
 
-// The first entry in [low, high) with at least this index. Each round of loads, all at once,
-// divides the entries by kWays: more ways have less latency and more loads.
-template <unsigned kWays>
-__device__ __forceinline__ unsigned lower_bound(const int32_t* indices, unsigned low, unsigned high,
-                                                int32_t position) {
-  while (low < high) {
-    const unsigned step = (high - low + kWays - 1) / kWays;
-    int32_t found[kWays - 1];
-#pragma unroll
-    for (unsigned i = 0; i < kWays - 1; ++i)  // none waits for a branch or a predicate
-      found[i] = indices[min(low + (i + 1) * step, high) - 1];
-    unsigned less = 0;
-#pragma unroll
-    for (unsigned i = 0; i < kWays - 1; ++i)
-      less += low + (i + 1) * step <= high && found[i] < position ? 1 : 0;
-    low += less * step;
-    if (less + 1 < kWays) high = min(high, low + step - 1);
-  }
-  return low;
-}
-__device__ __forceinline__ unsigned lower_bound(const Entries& packet, int32_t position) {
-  return lower_bound<2>(packet.indices, 0, packet.count, position);
-}
-
-// The same for an entry that is expected soon after `low`.
-__device__ __forceinline__ unsigned lower_bound_near(const int32_t* indices, unsigned low,
-                                                     unsigned high, int32_t position) {
-  unsigned window = 64;
-  for (; high - low > window && indices[low + window - 1] < position; window *= 2) low += window;
-  return lower_bound<8>(indices, low, min(high, low + window), position);
-}
+// How a part follows the one before in the range of the block.
+enum class Order : uint8_t { first, next, shorter };
 
 // The array of a position.
 __device__ __forceinline__ unsigned array_of(const Decoding& d, unsigned position) {
   unsigned low = 0, high = d.array_count;
+#pragma unroll 1
   while (high - low > 1) {
     const unsigned middle = (low + high) / 2;
     if (d.arrays[middle].first <= position)
@@ -137,6 +114,7 @@ __device__ __forceinline__ T* element(const Decoding& d, unsigned position) {
 // Writes zeros to [low, high), 16 bytes at a time. Called by a block.
 template <class T>
 __device__ __forceinline__ void fill_zeros(const Decoding& d, unsigned low, unsigned high) {
+#pragma unroll 1
   for (unsigned a = array_of(d, low); a < d.array_count && d.arrays[a].first < high; ++a) {
     const unsigned first = max(low, d.arrays[a].first);
     const unsigned last = a + 1 < d.array_count ? min(high, d.arrays[a + 1].first) : high;
@@ -146,6 +124,7 @@ __device__ __forceinline__ void fill_zeros(const Decoding& d, unsigned low, unsi
     const unsigned head = min(count, static_cast<unsigned>((16 - past) % 16 / sizeof(T)));
     constexpr unsigned kEach = 16 / sizeof(T);
     const unsigned whole = (count - head) / kEach;
+#pragma unroll 1
     for (unsigned i = threadIdx.x; i < whole; i += kDecodeThreads)
       gpu::store(reinterpret_cast<uint4*>(to + head) + i, uint4{});
     if (threadIdx.x < head) gpu::store(to + threadIdx.x, T{0});
@@ -172,42 +151,64 @@ __device__ __forceinline__ void fill_words(unsigned (&words)[kWords], unsigned v
     reinterpret_cast<uint4*>(words)[i + threadIdx.x] = uint4{value, value, value, value};
 }
 
-// Searches the range of the block in all packets.
+// Searches the bounds of the part in all packets. The first part has two bounds in each, any other
+// begins at a known entry.
 template <class Real>
 __device__ __forceinline__ void find_bounds(const Decoding& d, DecodeSpace<Real>& space,
-                                            unsigned start, unsigned stop) {
-  if (d.packet_count <= kFewPackets) {
-    const unsigned p = threadIdx.x % kFewPackets;
-    if (p >= d.packet_count || threadIdx.x >= 2 * kFewPackets) return;
-    const bool end = threadIdx.x >= kFewPackets;
+                                            const Part<Real>& part, Order order) {
+  const unsigned bounds = (order == Order::first ? 2 : 1) * d.packet_count;
+  unsigned bits = 5;
+#pragma unroll 1
+  while (bits > 0 && bounds << bits > kDecodeThreads) --bits;
+#pragma unroll 1
+  for (unsigned base = 0; base < bounds; base += kDecodeThreads >> bits) {
+    const unsigned bound = base + (threadIdx.x >> bits);
+    const bool mine = bound < bounds, start = order == Order::first && bound < d.packet_count;
+    const unsigned skipped = order == Order::first && !start ? d.packet_count : 0;
+    const unsigned p = mine ? bound - skipped : 0;
+    const unsigned position = start ? part.low : part.high;
     const Entries& packet = d.packets[p];
-    (end ? space.ends : space.begins)[p] =
-        lower_bound<8>(packet.indices, 0, packet.count, static_cast<int32_t>(end ? stop : start));
-    return;
-  }
-  for (unsigned p = threadIdx.x; p < d.packet_count; p += kDecodeThreads) {
-    const Entries& packet = d.packets[p];
-    const unsigned begin =
-        lower_bound<4>(packet.indices, 0, packet.count, static_cast<int32_t>(start));
-    space.begins[p] = begin;
-    space.ends[p] =
-        lower_bound_near(packet.indices, begin, packet.count, static_cast<int32_t>(stop));
+    Search search{};
+    unsigned begin = 0;
+    if (order == Order::first) {
+      if (mine) search = expected(packet, static_cast<float>(position) * d.each, bits);
+    } else if (mine) {
+      begin = order == Order::next ? space.ends[p] : space.begins[p];
+      search = {begin, begin + min(packet.count - begin, part.high - part.low), 0, 0};
+      spread(search, bits);
+    }
+    const unsigned found = find_entry(packet.indices, search, bits, static_cast<int32_t>(position));
+    __syncwarp();  // all lanes have read `ends`
+    if (!mine || (threadIdx.x & ((1u << bits) - 1)) != 0) continue;
+    if (order != Order::first) space.begins[p] = begin;
+    (start ? space.begins : space.ends)[p] = found;
   }
 }
 
 // Counts the entries of the current part and fills `before`. Called by a block.
 template <class Real>
 __device__ __forceinline__ unsigned count_entries(DecodeSpace<Real>& space, unsigned packets) {
-  static_assert(kMostPackets == kDecodeThreads, "a packet for each thread");
-  const unsigned p = threadIdx.x;
-  unsigned count = 0;
-  if (p < packets) {
-    const unsigned begin = space.begins[p], end = space.ends[p];
-    count = end > begin ? min(end - begin, 1u << 20) : 0;  // the sum of all has 32 bits
+  constexpr unsigned kEach = kMostPackets / kDecodeThreads;
+  static_assert(kMostPackets % kDecodeThreads == 0);
+  unsigned counts[kEach], mine = 0;
+#pragma unroll
+  for (unsigned i = 0; i < kEach; ++i) {
+    const unsigned p = threadIdx.x * kEach + i;
+    counts[i] = 0;
+    if (p < packets) {
+      const unsigned begin = space.begins[p], end = space.ends[p];
+      counts[i] = end > begin ? min(end - begin, 1u << 20) : 0;  // the sum of all has 32 bits
+    }
+    mine += counts[i];
   }
-  const unsigned upto = scan_block<kDecodeThreads>(count);
-  if (p < packets) space.before[p] = upto - count;
-  if (p == kDecodeThreads - 1) space.before[packets] = upto;
+  unsigned before = scan_block<kDecodeThreads>(mine) - mine;
+#pragma unroll
+  for (unsigned i = 0; i < kEach; ++i) {
+    const unsigned p = threadIdx.x * kEach + i;
+    if (p < packets) space.before[p] = before;
+    before += counts[i];
+  }
+  if (threadIdx.x == kDecodeThreads - 1) space.before[packets] = before;
   __syncthreads();
   return space.before[packets];
 }
@@ -218,7 +219,6 @@ struct Place {
   unsigned packet : 9;
   unsigned turn : 9;   // number of earlier packets with its index
   unsigned there : 1;  // whether the index is in the part
-  unsigned first : 1;  // whether this entry took the slot: its thread writes the element
 };
 static_assert(kSlots<float> <= 1u << 12 && kMostPackets <= 1u << 9);
 
@@ -227,6 +227,7 @@ static_assert(kSlots<float> <= 1u << 12 && kMostPackets <= 1u << 9);
 template <class Real>
 __device__ __forceinline__ void find_turns(DecodeSpace<Real>& space, unsigned packets,
                                            Place (&place)[kEntriesEach<Real>]) {
+#pragma unroll 1
   for (unsigned group = 0;; group += 32) {
 #pragma unroll
     for (Place& p : place)
@@ -246,55 +247,80 @@ __device__ __forceinline__ void find_turns(DecodeSpace<Real>& space, unsigned pa
   }
 }
 
-// Decodes a part of at most kCapacity entries, at least one.
+// Takes the slot of an index, or finds it. Indices that do not spread evenly have no slot near
+// their place in the part, so that they are hashed.
+template <class Real>
+__device__ __forceinline__ unsigned take_slot(unsigned (&keys)[kSlots<Real>], unsigned index,
+                                              unsigned place) {
+  unsigned slot = min(place, kSlots<Real> - 1);
+#pragma unroll 1
+  for (unsigned tries = 1;; ++tries) {
+    const unsigned found = atomicCAS(&keys[slot], kNone, index);
+    if (found == kNone || found == index) return slot;
+    slot = (slot + 1) % kSlots<Real>;
+    if (tries == kNear) slot = index * 2654435769u / (~0u / kSlots<Real> + 1);  // Fibonacci hashing
+  }
+}
+
+// A slot of which the thread writes the element. A warp has consecutive ones.
+template <class Real>
+__device__ __forceinline__ unsigned own_slot(unsigned i) {
+  constexpr unsigned kOwn = kSlots<Real> / kDecodeThreads;
+  return (threadIdx.x / 32 * kOwn + i) * 32 + threadIdx.x % 32;
+}
+
+// Decodes a part of at most kCapacity entries.
 template <bool kUpdate, class T, class V, class Real>
 __device__ __forceinline__ void decode_sparse(const Decoding& d, DecodeSpace<Real>& space,
-                                              const Part<Real>& part) {
-  constexpr unsigned kEach = kEntriesEach<Real>;
+                                              Part<Real>& part) {
+  constexpr unsigned kEach = kEntriesEach<Real>, kOwn = kSlots<Real> / kDecodeThreads;
   Place place[kEach];
   unsigned packet[kEach] = {}, index[kEach];
   V sent[kEach];
   Real value[kEach];
-  T old[kEach];
-  // A thread without an entry reads the last one, so that no load waits for a branch.
-  for (unsigned step = 1u << (31 - __clz(static_cast<int>(d.packet_count))); step > 0; step /= 2) {
+  T old[kOwn];
+#pragma unroll 1
+  for (unsigned step = 1u << (31 - __clz(static_cast<int>(d.packet_count | 1))); step > 0;
+       step /= 2) {
 #pragma unroll
     for (unsigned e = 0; e < kEach; ++e) {
-      const unsigned number = min(threadIdx.x + e * kDecodeThreads, part.total - 1);
-      const unsigned next = packet[e] + step;
+      const unsigned number = threadIdx.x + e * kDecodeThreads, next = packet[e] + step;
       if (next < d.packet_count && space.before[next] <= number) packet[e] = next;
     }
   }
 #pragma unroll
   for (unsigned e = 0; e < kEach; ++e) {
-    const unsigned number = min(threadIdx.x + e * kDecodeThreads, part.total - 1);
+    const unsigned number = threadIdx.x + e * kDecodeThreads;
     const Entries& from = d.packets[packet[e]];
     const unsigned at = space.begins[packet[e]] + (number - space.before[packet[e]]);
-    index[e] = static_cast<unsigned>(gpu::load(&from.indices[at]));
-    sent[e] = gpu::load(&static_cast<const V*>(from.values)[at]);
+    const bool mine = number < part.total;
+    index[e] = mine ? static_cast<unsigned>(gpu::load(&from.indices[at])) : kNone;
+    sent[e] = mine ? gpu::load(&static_cast<const V*>(from.values)[at]) : V{};
   }
   fill_words(space.keys, kNone);
   fill_words(space.masks, 0);
   __syncthreads();
+  const float slots_each =
+      static_cast<float>(kSlots<Real>) / static_cast<float>(part.high - part.low);
 #pragma unroll
   for (unsigned e = 0; e < kEach; ++e) {
     place[e] = {};
     place[e].packet = packet[e];
     value[e] = static_cast<Real>(widen(sent[e]));
-    if (threadIdx.x + e * kDecodeThreads >= part.total) continue;
-    if (index[e] - part.low >= part.high - part.low) continue;
+    const unsigned at = index[e] - part.low;
+    if (at >= part.high - part.low) continue;
     place[e].there = 1;
-    unsigned slot = index[e] * 2654435769u / (~0u / kSlots<Real> + 1);  // Fibonacci hashing
-    while (true) {
-      const unsigned found = atomicCAS(&space.keys[slot], kNone, index[e]);
-      place[e].first = found == kNone;
-      if (found == kNone || found == index[e]) break;
-      slot = (slot + 1) % kSlots<Real>;
-    }
-    place[e].slot = slot;
-    if (kUpdate && place[e].first) old[e] = gpu::load(element<T>(d, index[e]));
+    place[e].slot = take_slot<Real>(space.keys, index[e],
+                                    static_cast<unsigned>(static_cast<float>(at) * slots_each));
+  }
+  __syncthreads();
+#pragma unroll
+  for (unsigned i = 0; i < kOwn && kUpdate; ++i) {
+    const unsigned at = space.keys[own_slot<Real>(i)];
+    if (at != kNone) old[i] = gpu::load(element<T>(d, at));
   }
   find_turns(space, d.packet_count, place);
+#pragma unroll 1
   for (unsigned turn = 0;; ++turn) {
     bool more = false;
 #pragma unroll
@@ -306,11 +332,20 @@ __device__ __forceinline__ void decode_sparse(const Decoding& d, DecodeSpace<Rea
     }
     if (__syncthreads_or(more) == 0) break;
   }
+  unsigned low = part.low;
+#pragma unroll 1
+  while (true) {
 #pragma unroll
-  for (unsigned e = 0; e < kEach; ++e) {
-    if (!place[e].first) continue;
-    const unsigned slot = place[e].slot;
-    write<kUpdate>(element<T>(d, space.keys[slot]), old[e], space.sums[slot], part);
+    for (unsigned i = 0; i < kOwn; ++i) {
+      const unsigned slot = own_slot<Real>(i), at = space.keys[slot];
+      if (at == kNone || (!kUpdate && at - low >= part.filled - low)) continue;
+      write<kUpdate>(element<T>(d, at), old[i], space.sums[slot], part);
+    }
+    if (kUpdate || part.filled >= part.high) return;
+    low = part.filled;
+    part.filled = low + min(part.high - low, kZeroChunk);
+    fill_zeros<T>(d, low, part.filled);
+    __syncthreads();
   }
 }
 
@@ -342,11 +377,12 @@ __device__ __forceinline__ Loaded<V> load_packet(const Decoding& d, DecodeSpace<
 // one is added.
 template <bool kUpdate, class T, class V, class Real>
 __device__ __forceinline__ void decode_dense(const Decoding& d, DecodeSpace<Real>& space,
-                                             const Part<Real>& part) {
+                                             Part<Real>& part) {
   constexpr unsigned kEach = kWidth / kDecodeThreads;
   unsigned* const there = space.keys;
   if (threadIdx.x < kWidth / 32) there[threadIdx.x] = 0;
   Loaded<V> next = load_packet<V>(d, space, 0);
+#pragma unroll 1
   for (unsigned p = 0; p < d.packet_count; ++p) {
     const Loaded<V> now = next;
     if (p + 1 < d.packet_count) next = load_packet<V>(d, space, p + 1);
@@ -374,7 +410,10 @@ __device__ __forceinline__ void decode_dense(const Decoding& d, DecodeSpace<Real
     const unsigned i = threadIdx.x + e * kDecodeThreads;
     if ((there[i / 32] >> (i % 32) & 1) != 0)
       write<kUpdate>(element<T>(d, part.low + i), old[e], space.sums[i], part);
+    else if (!kUpdate && i < part.high - part.low)
+      gpu::store(element<T>(d, part.low + i), T{0});
   }
+  part.filled = max(part.filled, part.high);
 }
 
 // kUpdate: param = fma(-lr, scale * sum, param) if a packet has the element; else out = scale *
@@ -387,38 +426,34 @@ __global__ void __launch_bounds__(kDecodeThreads, sizeof(V) == 8 ? 1 : kDecodeRe
   auto& space = gpu::shared<DecodeSpace<Real>>();
   const unsigned start = d.begin + blockIdx.x * d.range;
   const unsigned stop = start + min(d.end - start, d.range);
-  find_bounds(d, space, start, stop);
-  // The threads without a search come here at once.
-  if (!kUpdate) fill_zeros<T>(d, start, stop);
-  __syncthreads();
+  Part<Real> part{start, stop, 0, start, scale, lr};
+  if (!kUpdate) {  // the device writes during the searches
+    part.filled = start + min(stop - start, 2 * kZeroChunk);
+    fill_zeros<T>(d, start, part.filled);
+  }
   unsigned length = d.range;
-  Part<Real> part{start, stop, 0, scale, lr};
+  Order order = Order::first;
+#pragma unroll 1
   while (true) {
+    find_bounds(d, space, part, order);
+    __syncthreads();
     const unsigned positions = part.high - part.low;
     part.total = count_entries(space, d.packet_count);
     const bool sparse = part.total <= kCapacity<Real>;
-    const bool done = sparse || positions <= kWidth;
-    if (!done) {
-      length = max(kWidth, static_cast<unsigned>(uint64_t{positions} * kTarget / part.total));
+    if (!sparse && positions > kWidth) {
+      order = Order::shorter;
+      length = max(kWidth, positions / (part.total / kTarget + 1));
     } else {
       if (!sparse)
         decode_dense<kUpdate, T, V>(d, space, part);
-      else if (part.total != 0)
+      else if (!kUpdate || part.total != 0)
         decode_sparse<kUpdate, T, V>(d, space, part);
       if (part.high == stop) return;
+      order = Order::next;
       if (part.total < kTarget / 2) length = 2 * min(length, d.range / 2);
       part.low = part.high;
     }
     part.high = part.low + min(stop - part.low, length);
-    __syncthreads();
-    for (unsigned p = threadIdx.x; p < d.packet_count; p += kDecodeThreads) {
-      const unsigned begin = done ? space.ends[p] : space.begins[p];
-      const Entries& packet = d.packets[p];
-      const unsigned most = min(packet.count - begin, part.high - part.low);
-      space.begins[p] = begin;
-      space.ends[p] =
-          lower_bound_near(packet.indices, begin, begin + most, static_cast<int32_t>(part.high));
-    }
     __syncthreads();
   }
 }

@@ -147,20 +147,19 @@ Entries entries(const codec::Packet& packet) {
 
 // The shape of a decode launch: as few blocks as their shared memory allows for the average number
 // of entries, and enough of them to occupy the device.
-template <bool kUpdate, class Real>
+template <class Real>
 gpu::Launch shape_decoding(Decoding& d, double entries_each, cudaStream_t stream) {
   const size_t positions = d.end - d.begin;
   const size_t entries = static_cast<size_t>(entries_each * static_cast<double>(positions));
-  // A sum writes zeros while other blocks search, so it needs blocks in reserve.
-  const size_t least = size_t{kUpdate ? 1 : 2} * kDecodeResident * multiprocessors();
-  const size_t blocks = std::max(least, entries / (kCapacity<Real> / 8 * 5));
+  const size_t least = size_t{kDecodeResident} * multiprocessors();
+  const size_t blocks = std::max(least, entries / (kCapacity<Real> / 4 * 3));
   constexpr size_t kStep = 64;  // so that blocks share no sector of aligned arrays
   d.range = static_cast<unsigned>((positions + blocks * kStep - 1) / (blocks * kStep) * kStep);
   return {static_cast<unsigned>((positions + d.range - 1) / d.range), kDecodeThreads, stream};
 }
 
 // Calls f(decoding, shape) for launches that together cover all arrays.
-template <bool kUpdate, class Real, class F>
+template <class Real, class F>
 void each_decoding(const kernels::Chain& chain, std::span<const codec::Packet> packets,
                    cudaStream_t stream, F f) {
   if (packets.size() > kMostPackets)
@@ -172,6 +171,7 @@ void each_decoding(const kernels::Chain& chain, std::span<const codec::Packet> p
   double sent = 0, count = 0;
   for (const codec::Packet& packet : packets) sent += static_cast<double>(packet.count);
   for (const kernels::Array& array : chain.arrays) count += static_cast<double>(array.count);
+  d.each = static_cast<float>(1 / std::max(count, 1.));
   for (size_t done = 0; done < chain.arrays.size();) {
     d.begin = d.end;
     for (d.array_count = 0; done < chain.arrays.size() && d.array_count < kMostArrays; ++done) {
@@ -181,7 +181,7 @@ void each_decoding(const kernels::Chain& chain, std::span<const codec::Packet> p
       d.end += static_cast<unsigned>(array.count);
     }
     if (d.begin == d.end) continue;
-    const gpu::Launch shape = shape_decoding<kUpdate, Real>(d, sent / count, stream);
+    const gpu::Launch shape = shape_decoding<Real>(d, sent / count, stream);
     f(d, shape);
   }
 }
@@ -193,11 +193,10 @@ void decode_as(const kernels::Chain& chain, std::span<const codec::Packet> packe
     with_float(value_dtype, [&](auto value) {
       using T = typename decltype(out)::type;
       using V = typename decltype(value)::type;
-      each_decoding<kUpdate, Wide<T>>(
-          chain, packets, stream, [&](const Decoding& d, const gpu::Launch& l) {
-            launch("decode", decode<kUpdate, T, V>, l, d, static_cast<Wide<T>>(how.scale),
-                   static_cast<Wide<T>>(how.lr));
-          });
+      each_decoding<Wide<T>>(chain, packets, stream, [&](const Decoding& d, const gpu::Launch& l) {
+        launch("decode", decode<kUpdate, T, V>, l, d, static_cast<Wide<T>>(how.scale),
+               static_cast<Wide<T>>(how.lr));
+      });
     });
   });
 }

@@ -100,6 +100,9 @@ void try_decodes(std::mt19937& random) {
   for (size_t rank = 0; rank < 4; ++rank) send(3000, 4300, 1200);  // too many for a block
   send(6000, 12'000, 5000);
   try_decode(random, {40'000}, all);
+  all.clear();
+  for (size_t rank = 0; rank < 3; ++rank) send(0, 170'000, 2000);  // several chunks of zeros
+  try_decode(random, {170'000}, all);
 }
 
 // Indices that neither ascend nor are in range: what is written is unspecified, and is not outside.

@@ -80,8 +80,8 @@ ROWS = [
     (
         "decode_cleared_table_barrier",
         "decode.cuh",
-        "  fill_words(space.masks, 0);\n  __syncthreads();\n#pragma unroll",
-        "  fill_words(space.masks, 0);\n#pragma unroll",
+        "  fill_words(space.masks, 0);\n  __syncthreads();\n  const float",
+        "  fill_words(space.masks, 0);\n  const float",
         "tsan",
         "packets",
         RACE,
@@ -100,6 +100,15 @@ ROWS = [
         "decode.cuh",
         "next = load_packet<V>(d, space, p + 1);\n    __syncthreads();",
         "next = load_packet<V>(d, space, p + 1);",
+        "tsan",
+        "packets",
+        RACE,
+    ),
+    (
+        "decode_zeros_barrier",
+        "decode.cuh",
+        "fill_zeros<T>(d, low, part.filled);\n    __syncthreads();",
+        "fill_zeros<T>(d, low, part.filled);",
         "tsan",
         "packets",
         RACE,
@@ -234,7 +243,7 @@ ROWS = [
     (
         "index_not_checked",
         "decode.cuh",
-        "if (index[e] - part.low >= part.high - part.low) continue;",
+        "if (at >= part.high - part.low) continue;",
         "",
         "asan",
         "packets",
@@ -317,6 +326,24 @@ ROWS = [
         "decode.cuh",
         "(1u << (p.packet % 32)) - 1u : ~0u",
         "~((2u << (p.packet % 32)) - 1u) : ~0u",
+        "plain",
+        "packets",
+        WRONG,
+    ),
+    (
+        "two_slots_of_an_index",
+        "decode.cuh",
+        "if (found == kNone || found == index) return slot;",
+        "if (found == kNone) return slot;",
+        "plain",
+        "packets",
+        WRONG,
+    ),
+    (
+        "search_leaves_out_an_entry",
+        "search.cuh",
+        "s.probe + (less - 1) * s.step + 1",
+        "s.probe + (less - 1) * s.step + 2",
         "plain",
         "packets",
         WRONG,
@@ -486,7 +513,7 @@ ROWS = [
     ),
 ]
 
-UNIT = {"dense.cu": "dense", "decode.cuh": "packets"}  # else step.cu
+UNIT = {"dense.cu": "dense", "decode.cuh": "packets", "search.cuh": "packets"}  # else step.cu
 UNIT |= {f"compact_{name}.cuh": "compact" for name in ("bits", "read", "values", "write")}
 
 MISTAKES = {
