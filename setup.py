@@ -7,9 +7,10 @@ pyproject.toml contains the metadata. pip uses this file (`pip install .`,
     _c10d   the torch.distributed backend; only if torch is importable
     _cuda   the CUDA kernels, and NCCL through dlopen; only if nvcc is found
 
-_cuda is built for the GPUs of this machine; without any as PTX, which the driver compiles at the
-first load on any GPU from 7.5 on. CUDAARCHS="80;90" (as for CMake) selects others. The CUDA runtime
-is linked statically, so _cuda loads on any machine.
+_cuda is built for the GPUs of this machine and later ones; without any as PTX, which the driver
+compiles at the first load on any GPU from 7.5 on. CUDAARCHS, as for CMake, selects others: a wheel
+for other machines is built with "80-real;90-real;100-real;120". nvcc has to be 12.5 or newer. The
+CUDA runtime is linked statically, so _cuda loads on any machine.
 
 If torch is importable every module uses torch's own pybind11 headers: modules that were built with
 different ones cannot exchange classes.
@@ -19,6 +20,7 @@ import fcntl
 import importlib.metadata
 import importlib.util
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -109,15 +111,39 @@ def nvcc() -> str | None:
     return shutil.which("nvcc") or (usual if os.access(usual, os.X_OK) else None)
 
 
+def gpus_here() -> list[str]:
+    """The architectures of this machine's GPUs, for CUDAARCHS."""
+    smi = shutil.which("nvidia-smi")
+    if smi is None:
+        return []
+    query = [smi, "--query-gpu=compute_cap", "--format=csv,noheader"]
+    done = subprocess.run(query, capture_output=True, text=True, check=False)
+    found = re.findall(r"^(\d+)\.(\d)$", done.stdout, re.MULTILINE)
+    return sorted({major + minor for major, minor in found})
+
+
 def gpu_flags() -> list[str]:
     """nvcc's options for the GPU architectures: see the module docstring."""
     requested = os.environ.get("CUDAARCHS", "").replace(",", ";").split(";")
-    names = [name.removesuffix("-real") for name in requested if name]
-    if names:
-        return [f"-gencode=arch=compute_{n},code=[sm_{n},compute_{n}]" for n in names]
-    if os.path.exists("/proc/driver/nvidia/version"):
-        return ["-arch=native"]
-    return ["-gencode=arch=compute_75,code=compute_75"]
+    names = [name.strip() for name in requested if name.strip()]
+    if names in (["all"], ["all-major"]):
+        return [f"-arch={names[0]}"]
+    if names == ["native"] or (not names and os.path.exists("/proc/driver/nvidia/version")):
+        # Not -arch=native, which makes no PTX: the module would run on no later GPU.
+        names = gpus_here()
+    flags = []
+    for name in names or ["75-virtual"]:
+        parts = re.fullmatch(r"(\d+[af]?)(-real|-virtual)?", name)
+        if parts is None:
+            sys.exit(
+                f"pycomm: CUDAARCHS: {name!r} is no architecture. Use all, all-major, native, or a "
+                "list such as 80-real;90-real;120 (80: compute capability 8.0)"
+            )
+        number, kind = parts.groups()
+        code = {"-real": f"sm_{number}", "-virtual": f"compute_{number}"}
+        both = f"[sm_{number},compute_{number}]"
+        flags.append(f"-gencode=arch=compute_{number},code={code.get(kind, both)}")
+    return flags
 
 
 def cuda_module(python: list[str]) -> Module:

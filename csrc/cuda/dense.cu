@@ -391,7 +391,10 @@ void CudaKernels::reduce(kernels::TypedArray out, std::span<const void* const> x
 std::string why_not() {
   int count = 0;
   const cudaError_t error = cudaGetDeviceCount(&count);
-  if (error != cudaSuccess) return cudaGetErrorString(error);
+  if (error != cudaSuccess) {
+    const std::string remedy = remedy_for(error);
+    return cudaGetErrorString(error) + (remedy.empty() ? "" : "; " + remedy);
+  }
   return count == 0 ? "no GPU is visible" : "";
 }
 

@@ -15,11 +15,34 @@
 
 namespace pycomm::cuda {
 
+// What a user can do about an error of the installation; empty for other errors.
+inline std::string remedy_for(cudaError_t error) {
+  const auto version = [](int code) {
+    return "CUDA " + std::to_string(code / 1000) + "." + std::to_string(code % 1000 / 10);
+  };
+  int driver = 0;
+  if (cudaDriverGetVersion(&driver) != cudaSuccess) driver = 0;
+  const std::string versions = "NVIDIA's driver supports " + version(driver) +
+                               ", and pycomm._cuda was built with " + version(CUDART_VERSION);
+  const bool no_driver = error == cudaErrorInsufficientDriver && driver == 0;
+  if (error == cudaErrorNoDevice || no_driver) return "CUDA arrays need NVIDIA's driver and a GPU";
+  if (error == cudaErrorInsufficientDriver)
+    return versions + ": install a newer driver, or build with an older toolkit";
+  if (error == cudaErrorUnsupportedPtxVersion)
+    return versions +
+           ": install a newer driver, or build for this GPU with CUDAARCHS (90 for compute "
+           "capability 9.0)";
+  if (error == cudaErrorNoKernelImageForDevice)
+    return "pycomm._cuda was built for other GPUs: build it with CUDAARCHS for this one (90 for "
+           "compute capability 9.0)";
+  return {};
+}
+
 inline void check_cuda(cudaError_t error, const char* what) {
   if (error == cudaSuccess) return;
   const std::string text = std::string(what) + ": " + cudaGetErrorString(error);
-  if (error == cudaErrorInsufficientDriver || error == cudaErrorNoDevice)
-    throw Unsupported(text + "; CUDA arrays need NVIDIA's driver and a GPU");
+  const std::string remedy = remedy_for(error);
+  if (!remedy.empty()) throw Unsupported(text + "; " + remedy);
   throw InternalError(text);
 }
 

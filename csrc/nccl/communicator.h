@@ -37,7 +37,8 @@ class Communicator {
   Error error_of(const std::string& function, NcclResult result);
 
   // Call it before a call that a CUDA graph captures. NCCL ends a communicator only after the last
-  // graph that captured its calls, and waits for that; so close() keeps the communicator for ever.
+  // graph that captured its calls, and waits for that; so close() keeps the communicator
+  // permanently.
   void keep_for_graph() { captured_ = true; }
 
   // Call once all enqueued calls are complete. If it returns false, abort() has to follow.

@@ -120,6 +120,8 @@ cudaError_t cudaLaunchHostFunc(cudaStream_t stream, cudaHostFn_t function, void*
   });
 }
 
+cudaError_t cudaDriverGetVersion(int* version) { return *version = 12080, cudaSuccess; }
+
 cudaError_t cudaHostAlloc(void** p, size_t bytes, unsigned) { return cudaMalloc(p, bytes); }
 cudaError_t cudaFreeHost(void* p) {
   emulator::use_context();

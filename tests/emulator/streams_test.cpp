@@ -16,6 +16,7 @@
 #include "collectives/choose.h"
 #include "core/errors.h"
 #include "cuda/cuda_device.h"
+#include "cuda/host.hpp"
 #include "device/stream_engine.h"
 #include "emulator/fake_nccl.hpp"
 #include "emulator/runtime.hpp"
@@ -363,6 +364,23 @@ const Test kDefault{"a capture is no capture of the default stream", [] {
                         expect(refused.empty(), refused);
                       });
                     }};
+
+const Test kRemedies{"errors of an installation name what to change", [] {
+                       const auto text_of = [](cudaError_t error) {
+                         return expect_throws<Unsupported>([&] { cuda::check_cuda(error, "f"); });
+                       };
+                       const auto names = [](const std::string& text, const std::string& part) {
+                         expect(text.find(part) != std::string::npos, text);
+                       };
+                       for (const cudaError_t error :
+                            {cudaErrorInsufficientDriver, cudaErrorUnsupportedPtxVersion}) {
+                         names(text_of(error), "driver supports CUDA 12.8");
+                         names(text_of(error), "was built with CUDA 1");
+                       }
+                       names(text_of(cudaErrorUnsupportedPtxVersion), "CUDAARCHS");
+                       names(text_of(cudaErrorNoKernelImageForDevice), "CUDAARCHS");
+                       names(text_of(cudaErrorNoDevice), "need NVIDIA's driver and a GPU");
+                     }};
 
 const Test kLoaded{"kernels are loaded before they run beside NCCL's", [] {
                      each_rank(2, [](Rank& r) {
