@@ -23,7 +23,7 @@ CSRC = ROOT / "csrc"
 CLANGS = ["clang++", *(f"clang++-{version}" for version in range(25, 16, -1))]
 PACKAGES = "apt-get install clang-19 libclang-rt-19-dev"
 FLAGS = [
-    *("-std=c++20", "-O1", "-g", "-fno-omit-frame-pointer", "-ffp-contract=off", "-pthread"),
+    *("-std=c++20", "-O1", "-g1", "-fno-omit-frame-pointer", "-ffp-contract=off", "-pthread"),
     "-Wno-deprecated-declarations",  # of libstdc++, in itself
     *("-fsanitize=address,undefined", "-fno-sanitize-recover=all", f"-I{CSRC}", f"-I{HERE}"),
 ]

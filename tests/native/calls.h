@@ -90,15 +90,20 @@ inline size_t input_count(const Case& c, int rank, int size) {
   return c.given(rank, 0, size);
 }
 
+// A part of an output: elements of one rank's input, or of their reduction.
+struct Part {
+  static constexpr int kReduced = -1;
+  int from;
+  size_t begin, count;
+};
+
 // What the output of `rank` must hold.
-inline std::vector<int> values(const Case& c, int rank, int size) {
-  std::vector<int> all;
-  const auto reduce = [&](size_t begin) {
-    for (size_t i = 0; i < c.count; ++i) all.push_back(reduced(c, size, begin + i));
-  };
+inline std::vector<Part> parts(const Case& c, int rank, int size) {
+  std::vector<Part> all;
   const auto copy = [&](int from, size_t begin, size_t count) {
-    for (size_t i = 0; i < count; ++i) all.push_back(element(from, begin + i, c.call));
+    all.push_back({from, begin, count});
   };
+  const auto reduce = [&](size_t begin) { copy(Part::kReduced, begin, c.count); };
   const size_t mine = static_cast<size_t>(rank) * c.count;
   switch (c.operation) {
     case pycomm::Operation::all_reduce:
@@ -137,10 +142,22 @@ inline std::vector<int> values(const Case& c, int rank, int size) {
   return all;
 }
 
+inline size_t output_count(const Case& c, int rank, int size) {
+  size_t count = 0;
+  for (const Part& part : parts(c, rank, size)) count += part.count;
+  return count;
+}
+
 inline Array wanted(const Case& c, int rank, int size) {
-  const std::vector<int> all = values(c, rank, size);
-  Array array(c.dtype, all.size());
-  array.fill([&](size_t i) { return all[i]; });
+  Array array(c.dtype, output_count(c, rank, size));
+  size_t at = 0;
+  for (const Part& part : parts(c, rank, size)) {
+    array.fill(at, part.count, [&](size_t i) {
+      return part.from == Part::kReduced ? reduced(c, size, part.begin + i)
+                                         : element(part.from, part.begin + i, c.call);
+    });
+    at += part.count;
+  }
   return array;
 }
 
@@ -148,7 +165,7 @@ inline Array wanted(const Case& c, int rank, int size) {
 // without elements has no address.
 struct Arrays {
   Arrays(const Case& c, int rank, int size)
-      : input(c.dtype, input_count(c, rank, size)), output(c.dtype, values(c, rank, size).size()) {
+      : input(c.dtype, input_count(c, rank, size)), output(c.dtype, output_count(c, rank, size)) {
     input.fill([&](size_t i) { return element(rank, i, c.call); });
     call = {.operation = c.operation,
             .dtype = c.dtype,

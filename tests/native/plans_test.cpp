@@ -14,8 +14,8 @@
 namespace pycomm {
 namespace {
 
-// Sanitizers check the code, not the plans, and are slow.
-#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+// Sanitizers and the emulator of aarch64 check the code, not the plans, and are slow.
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__) || defined(__aarch64__)
 constexpr int kMaxSize = 24;
 #else
 constexpr int kMaxSize = 64;

@@ -93,7 +93,9 @@ void run_once(group::Group& group, group::Call call) {
     output.fill([&](size_t i) { return element(rank, i); });
   Array truth = output;
   if (call.count > 0 && wanted(call, rank, size, 0) >= 0)
-    truth.fill([&](size_t i) { return wanted(call, rank, size, i); });
+    for (size_t row = 0; row < rows_out(call.operation, size); ++row)
+      truth.fill(row * call.count, call.count,
+                 [&](size_t i) { return wanted(call, rank, size, row * call.count + i); });
   const Array before = input;
   call.input = input.data();
   call.output = output.data();

@@ -9,6 +9,7 @@ import sysconfig
 from pathlib import Path
 
 import numpy as np
+import programs
 import pybind11
 import pytest
 from paths import ROOT
@@ -123,7 +124,7 @@ def test_package_works_with_numpy_alone(environment: Path) -> None:
 
 
 # A compiler that copies the objects without Python headers from the existing build: they are the
-# same, and take minutes. Objects with pybind11 are compiled, quickly.
+# same, and take minutes. Objects with pybind11 are compiled, quickly. It also serves as nvcc.
 COMPILER = """#!/bin/sh
 for word in "$@"; do last=$word; done
 case "$*" in
@@ -131,6 +132,20 @@ case "$*" in
 *) mkdir -p "$(dirname "$last")" && cp "{built}/$last" "$last" && : > "$last.d" ;;
 esac
 """
+
+
+def copying_nvcc(folder: Path, compiler: str) -> list[str]:
+    """The folders for PATH with this text as nvcc, beside the libraries of the real one, if any."""
+    real = programs.nvcc()
+    if real is None:
+        return []
+    (folder / "bin").mkdir(parents=True)
+    nvcc = folder / "bin" / "nvcc"
+    nvcc.write_text(compiler)
+    nvcc.chmod(0o755)
+    for name in ("lib64", "lib"):
+        (folder / name).symlink_to(Path(real).resolve().parent.parent / name)
+    return [str(nvcc.parent)]
 
 
 def test_the_core_is_built_against_pybind11_alone(environment: Path, tmp_path: Path) -> None:
@@ -142,12 +157,15 @@ def test_the_core_is_built_against_pybind11_alone(environment: Path, tmp_path: P
         shutil.copytree(ROOT / folder, copy / folder, ignore=leave)
     for file in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / file, copy)
-    compiler.write_text(COMPILER.format(cxx=os.environ.get("CXX", "g++"), built=built))
+    text = COMPILER.format(cxx=os.environ.get("CXX", "g++"), built=built)
+    compiler.write_text(text)
     compiler.chmod(0o755)
+    env = clean(environment) | {"CXX": str(compiler)}
+    env["PATH"] = os.pathsep.join([*copying_nvcc(tmp_path / "cuda", text), env["PATH"]])
     done = subprocess.run(
         [environment, "setup.py", "-q", "build_ext", "--inplace"],
         cwd=copy,
-        env=clean(environment) | {"CXX": str(compiler)},
+        env=env,
         capture_output=True,
         text=True,
         timeout=350,
