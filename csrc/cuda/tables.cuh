@@ -19,7 +19,7 @@
 namespace pycomm::cuda {
 
 inline constexpr unsigned kThreads = 256;
-inline constexpr unsigned kRows = 2;                     // 4 elements per thread in each row
+inline constexpr unsigned kRows = 4;                     // 4 elements per thread in each row
 inline constexpr unsigned kTile = kThreads * 4 * kRows;  // 4096 elements, 16 per thread
 inline constexpr unsigned kWarps = kThreads / 32;
 inline constexpr unsigned kPackBlocks = 4;          // of pack, on a multiprocessor

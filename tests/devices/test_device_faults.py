@@ -237,6 +237,7 @@ def two_threads(group: pycomm.Group, device: Any) -> list[np.ndarray]:
     return [device.get(each) for each in x]
 
 
+@on(*EMULATED)  # another thread has another current stream on a GPU
 def test_two_threads_take_turns(machine):
     for results in machine.run(2, two_threads):
         for x in results:
