@@ -117,8 +117,10 @@ StreamEngine::StreamEngine(std::shared_ptr<nccl::NcclApi> nccl, std::shared_ptr<
 StreamEngine::~StreamEngine() {
   abort_communicators();
   if (aborts_.wait(Deadline(kAborting))) return;
+  // NOLINTBEGIN(bugprone-unused-return-value): nothing may destroy them
   for (auto& lane : lanes_) (void)lane.release();
   (void)scratch_.release();
+  // NOLINTEND(bugprone-unused-return-value)
 }
 
 void StreamEngine::abort_communicators() noexcept {
