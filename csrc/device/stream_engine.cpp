@@ -2,6 +2,8 @@
 
 #include <algorithm>
 #include <array>
+#include <memory>
+#include <mutex>
 #include <optional>
 #include <string>
 #include <utility>
@@ -78,6 +80,13 @@ std::optional<nccl::NcclOp> nccl_op(ReduceOp op) {
   return std::nullopt;
 }
 
+void keep_forever(std::shared_ptr<void> object) {
+  static std::mutex mutex;
+  static auto& kept = *new std::vector<std::shared_ptr<void>>;  // never destroyed
+  const std::lock_guard lock(mutex);
+  kept.push_back(std::move(object));
+}
+
 }  // namespace
 
 bool has_nccl(Operation operation, Dtype dtype, ReduceOp op) {
@@ -113,14 +122,12 @@ StreamEngine::StreamEngine(std::shared_ptr<nccl::NcclApi> nccl, std::shared_ptr<
 }
 
 // Aborts first, because destroying a stream and releasing memory wait for the device. If NCCL does
-// not end, its work does not either, and what that uses is leaked.
+// not end, its work does not either, and what that uses is kept until the process ends.
 StreamEngine::~StreamEngine() {
   abort_communicators();
   if (aborts_.wait(Deadline(kAborting))) return;
-  // NOLINTBEGIN(bugprone-unused-return-value): nothing may destroy them
-  for (auto& lane : lanes_) (void)lane.release();
-  (void)scratch_.release();
-  // NOLINTEND(bugprone-unused-return-value)
+  for (auto& lane : lanes_) keep_forever(std::move(lane));
+  keep_forever(std::move(scratch_));
 }
 
 void StreamEngine::abort_communicators() noexcept {

@@ -6,10 +6,7 @@ plain build finds wrong numbers and errors of the emulator.
 """
 
 import programs
-
-RACE = r"data race"
-WRONG = r"WRONG: "
-STUCK = r"deadlock|has returned|meet at different|no progress"
+from mistakes_compact import COMPACT, RACE, STUCK, WRONG
 
 # ruff: noqa: E501 - source text is quoted exactly, on one line
 ROWS = [
@@ -375,142 +372,7 @@ ROWS = [
         "step",
         WRONG,
     ),
-    # ---- compact packets
-    (
-        "remainders_unordered",
-        "compact_write.cuh",
-        "  numbers[2 * lane + 1] = pair.gap[1] & mask;\n  __syncwarp();",
-        "  numbers[2 * lane + 1] = pair.gap[1] & mask;",
-        "tsan",
-        "compact_brief",
-        RACE,
-    ),
-    (
-        "plain_ones",
-        "compact_write.cuh",
-        "atomicOr(&ones[at / 32], 1u << at % 32);",
-        "ones[at / 32] |= 1u << at % 32;",
-        "tsan",
-        "compact_brief",
-        RACE,
-    ),
-    (
-        "run_sums_barrier",
-        "compact_write.cuh",
-        "const bool any_bad = __syncthreads_or(bad) != 0;",
-        "const bool any_bad = bad;",
-        "tsan",
-        "compact_brief",
-        RACE,
-    ),
-    (
-        "shared_code_of_equal_length",
-        "compact_write.cuh",
-        "if (bytes[other] < bytes[code]) code = other;",
-        "if (bytes[other] <= bytes[code]) code = other;",
-        "plain",
-        "compact",
-        WRONG,
-    ),
-    (
-        "levels_read_too_soon",
-        "compact_values.cuh",
-        "    write_levels(w.value_code, n, to);\n    __syncthreads();",
-        "    write_levels(w.value_code, n, to);",
-        "tsan",
-        "compact_brief",
-        RACE,
-    ),
-    (
-        "range_read_too_soon",
-        "compact_values.cuh",
-        "  if (gpu::lane_id() == 0) by_warp[threadIdx.x / 32] = range;\n  __syncthreads();",
-        "  if (gpu::lane_id() == 0) by_warp[threadIdx.x / 32] = range;",
-        "tsan",
-        "compact_brief",
-        RACE,
-    ),
-    (
-        "grid_without_a_floor",
-        "compact_values.cuh",
-        "min(range.largest - range.least, kGridReach)",
-        "(range.largest - range.least)",
-        "plain",
-        "compact",
-        WRONG,
-    ),
-    (
-        "sums_in_another_order",
-        "compact_values.cuh",
-        "for (unsigned half = kValueThreads / 2; half > 0; half /= 2) {\n    if (lane < half) {",
-        "for (unsigned half = kValueThreads / 2; half > 0; half /= 2) {\n    __syncthreads();\n    if (lane <= half) {",
-        "tsan",
-        "compact_brief",
-        RACE,
-    ),
-    (
-        "wrong_indices_written",
-        "compact_values.cuh",
-        "  if (w.choice->all.bad) return;\n",
-        "",
-        "asan",
-        "compact",
-        r"WRONG|heap-buffer-overflow",
-    ),
-    (
-        "level_not_refined",
-        "compact_values.cuh",
-        "if (refined == 2) return levels;",
-        "if (refined == 1) return levels;",
-        "plain",
-        "compact",
-        WRONG,
-    ),
-    (
-        "header_believed",
-        "compact_read.cuh",
-        "    if (i != 3 && r.bytes[i] != r.head[i]) return bad;\n",
-        "    if (i != 3 && r.bytes[i] != r.head[i]) continue;\n",
-        "plain",
-        "compact_bits",
-        WRONG,
-    ),
-    (
-        "bits_behind_the_last_quotient",
-        "compact_read.cuh",
-        "return zeros_behind(end) && zeros_behind(",
-        "return zeros_behind(",
-        "plain",
-        "compact_bits",
-        WRONG,
-    ),
-    (
-        "list_not_checked",
-        "compact_read.cuh",
-        "if (index <= before || static_cast<unsigned>(index) >= r.count)",
-        "if (static_cast<unsigned>(index) >= r.count)",
-        "plain",
-        "compact_bits",
-        WRONG,
-    ),
-    (
-        "plain_verdict",
-        "compact_read.cuh",
-        "        if (!sound || sum > r.count) atomicOr(&r.verdict->unsorted, 1u);",
-        "        r.verdict->unsorted |= !sound || sum > r.count;",
-        "tsan",
-        "compact_brief",
-        RACE,
-    ),
-    (
-        "a_byte_behind_the_packet",
-        "compact_bits.cuh",
-        "last = (at + width - 1) / 8;",
-        "last = (at + width) / 8;",
-        "asan",
-        "compact",
-        r"heap-buffer-overflow",
-    ),
+    *COMPACT,
 ]
 
 UNIT = {"dense.cu": "dense", "decode.cuh": "packets", "search.cuh": "packets"}  # else step.cu
