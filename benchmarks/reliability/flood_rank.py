@@ -89,6 +89,8 @@ class Rank:
         for call in (lambda: self.train(dies * sys.maxsize), leave):
             with contextlib.suppress(*expected):
                 call()
+        if self._ours:
+            del self._group  # a closed group keeps two descriptors until it is destroyed
         return self.held()
 
     def forked(self, dies: int) -> int:
