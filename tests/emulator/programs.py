@@ -218,7 +218,8 @@ def _rules(mutants: Iterable[Mutant]) -> str:
     lines += _torch_module(flags)
     for m in mutants:
         folder = f"mutants/{m.name}"
-        own = [f"-I{OUT / folder}", *flags, *KINDS[m.kind], "-w"]  # what is unused, say
+        # -O0: most are compiled for one short case. -w: names may be unused.
+        own = [f"-I{OUT / folder}", *flags, *KINDS[m.kind], "-O0", "-g0", "-w"]
         lines += _compile(f"{folder}/{m.unit}.o", OUT / folder / "cuda" / f"{m.unit}.cu", own)
         others = [o for o in objects[m.kind] if o != f"{m.kind}/{m.unit}.o"]
         needed = " ".join([f"{folder}/{m.unit}.o", *others, *emulator])
