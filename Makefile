@@ -4,14 +4,15 @@ PYTHON ?= python3
 PY := .venv/bin/python
 AT_ONCE ?= $(shell n=$$(nproc); echo $$((n < 8 ? n + 1 : 8)))
 
-.PHONY: help venv build demo test-unit test test-all nightly lint format sanitize bench compat
-.PHONY: faults soak gpu fuzz docs simulate alone clean
+.PHONY: help venv build demo test-unit test test-full test-all nightly lint format sanitize bench
+.PHONY: compat faults soak gpu fuzz docs simulate alone clean
 
 help:
 	@echo "make demo      train a small model on 2 processes with gloo and with pycomm (draws demo.png)"
 	@echo "make test      build, then the quick tests: less than six minutes on two processors"
 	@echo "make test-unit build, then the tests within one process: about a minute"
-	@echo "make test-all  build, lint, all tests, with an attack by unauthenticated clients"
+	@echo "make test-full lint, documentation, and the tests that are not quick: about 40 minutes"
+	@echo "make test-all  both"
 	@echo "make nightly   each test file alone, long simulations, fuzzing, fault injection, soak test (hours)"
 	@echo "make build     build the compiled modules in place"
 	@echo "make lint      check format, lint and types make format    format all files"
@@ -49,12 +50,14 @@ PYTEST := $(PY) -m pytest --numprocesses=$(AT_ONCE) --dist=worksteal
 test-unit: build
 	$(PYTEST) --no-attack -m unit
 
+# Unauthenticated clients connect to the ranks of these tests and the next.
 test: build
-	$(PYTEST) --no-attack -m "unit or quick"
+	$(PYTEST) -m "unit or quick"
 
-# Includes the quick tests, while unauthenticated clients connect to their ranks.
-test-all: build lint docs .venv/programs
-	$(PYTEST)
+test-full: build lint docs .venv/programs
+	$(PYTEST) -m full
+
+test-all: test test-full
 
 nightly: alone simulate fuzz faults soak
 

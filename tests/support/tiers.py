@@ -2,7 +2,8 @@
 
     make test-unit   unit: no ranks beyond one process, below a minute
     make test        unit and quick: for users, below six minutes on two cores
-    make test-all    everything, with unauthenticated clients that connect meanwhile (attack.py)
+    make test-full   full: all others
+    make test-all    both
     make nightly     each file alone, long simulations, fuzzing, soak: see the Makefile
 
 conftest.py gives each test the marker of its tier, so that no test needs a decorator.
@@ -10,7 +11,7 @@ conftest.py gives each test the marker of its tier, so that no test needs a deco
 
 from pathlib import Path
 
-# Tests in other folders of tests/ are "full": only `make test-all` runs them.
+# Tests in other folders of tests/ are "full": `make test-full` runs them.
 FOLDERS = {"unit": "unit", "ranks": "quick"}
 FILES = {
     # Too long for the tier of their folder.
