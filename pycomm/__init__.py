@@ -132,8 +132,13 @@ _MODULES = ("data", "kernels", "metrics", "reference", "testing")
 
 
 def __getattr__(name: str) -> object:
+    if name == "__version__":
+        return import_module("importlib.metadata").version("pycomm-collectives")
     if name in _MODULES:
         return import_module(f"pycomm.{name}")
     if name not in _TRAINING:
-        raise AttributeError(f"module 'pycomm' has no attribute {name!r}")
+        other = import_module("pycomm._names").hint(name)
+        raise AttributeError(
+            f"module 'pycomm' has no attribute {name!r}{f': {other}' if other else ''}"
+        )
     return getattr(import_module(_TRAINING[name]), name)

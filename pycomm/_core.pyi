@@ -17,6 +17,9 @@ class SharedMemory:
 
     def __init__(self, nbytes: int, /) -> None: ...
 
+def reduce_op_name(op: Any) -> str:
+    """The name in REDUCE_OPS of an op as pycomm.all_reduce takes it."""
+
 def set_call_fallback(run: Callable[..., Any]) -> None:
     """What Call.__call__ leaves to Python: run(group, call, input, output, result, async_op)."""
 
@@ -44,7 +47,7 @@ class Call:
         /,
         *,
         timeout_s: float | None = None,
-        op: str = "sum",
+        op: Any = "sum",
         peer: int = 0,
         tag: int = 0,
         algorithm: str | None = None,

@@ -15,13 +15,18 @@ After Timeout, PeerLost and GroupBroken the contents of the call's output are un
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from pycomm import _core
 from pycomm._core_api import arrays, calls
 from pycomm.default_group import default
 from pycomm.errors import InvalidArgument
 from pycomm.group import Group
+
+if TYPE_CHECKING:
+    from torch.distributed import ReduceOp
+
+    Op: TypeAlias = str | ReduceOp | ReduceOp.RedOpType
 
 __all__ = [
     "algorithms",
@@ -44,7 +49,7 @@ _SUM = _core.Call("all_reduce")  # an all_reduce with default arguments
 
 def all_reduce(
     x: Any,
-    op: str = "sum",
+    op: Op = "sum",
     *,
     algorithm: str | None = None,
     group: Group | None = None,
@@ -55,8 +60,9 @@ def all_reduce(
 
     Args:
         x: the array, of the same count and dtype on every rank.
-        op: "sum", "avg", "product", "min", "max", "band", "bor" or "bxor". 16-bit floats are added
-            in float32. "avg" takes floats only; bit operations take integers and bool.
+        op: "sum", "avg" (or "mean"), "product" (or "prod"), "min", "max", "band", "bor", "bxor", or
+            one of torch's ReduceOp. 16-bit floats are added in float32. "avg" takes floats only;
+            bit operations take integers and bool.
         algorithm: one of algorithms(), to force it; None: chosen by size and number of ranks.
         group: the group to call in; None: the default group.
         async_op: True: returns a Work at once instead of the result.
@@ -77,7 +83,7 @@ def all_reduce(
 def reduce(
     x: Any,
     dst: int = 0,
-    op: str = "sum",
+    op: Op = "sum",
     *,
     algorithm: str | None = None,
     group: Group | None = None,
@@ -236,7 +242,7 @@ def all_gather_v(
 
 def reduce_scatter(
     x: Any,
-    op: str = "sum",
+    op: Op = "sum",
     out: Any = None,
     *,
     algorithm: str | None = None,

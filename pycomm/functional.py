@@ -9,6 +9,7 @@ Source of the idea: MegEngine's distributed.functional.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,8 +17,9 @@ from torch import Tensor
 
 from pycomm import _core, collectives
 from pycomm._core_api import arrays
+from pycomm._names import also_named
 from pycomm.default_group import default
-from pycomm.errors import InvalidArgument
+from pycomm.errors import InvalidArgument, Mismatch
 from pycomm.group import Group
 
 __all__ = ["remote_recv", "remote_send"]
@@ -26,6 +28,7 @@ MOST_DIMENSIONS = 8
 FORWARD, BACKWARD = 0xFFFFFF01, 0xFFFFFF02  # tags
 
 
+@also_named(dest_rank="dst")
 def remote_send(x: Tensor, dst: int, *, group: Group | None = None) -> Tensor:
     """Sends `x` to rank `dst`, which calls remote_recv; returns a handle.
 
@@ -56,7 +59,14 @@ def remote_send(x: Tensor, dst: int, *, group: Group | None = None) -> Tensor:
     return handle
 
 
-def remote_recv(src: int, *, group: Group | None = None) -> Tensor:
+@also_named(src_rank="src")
+def remote_recv(
+    src: int,
+    shape: Sequence[int] | None = None,
+    dtype: torch.dtype | None = None,
+    *,
+    group: Group | None = None,
+) -> Tensor:
     """Receives the tensor that rank `src` sends with remote_send, in host memory.
 
     The backward pass sends the gradient to `src`, which waits for it if its tensor requires one:
@@ -64,21 +74,29 @@ def remote_recv(src: int, *, group: Group | None = None) -> Tensor:
 
     Args:
         src: another rank.
+        shape, dtype: what `src` is expected to send; None: anything.
         group: the group of `src`; None: the default group.
 
     Returns:
         A tensor of the shape and dtype that were sent.
 
     Raises:
+        Mismatch: `src` sent another shape or dtype. The tensor is discarded, and a backward pass of
+            `src` would wait in vain.
         Error: as pycomm.recv.
     """
     own = group or default()
     words = torch.empty(3 + MOST_DIMENSIONS, dtype=torch.int64)
     collectives.recv(words, src, FORWARD, group=own)
-    kind, dimensions, needs_gradient, *shape = words.tolist()
-    dtype = getattr(torch, _core.DTYPES[kind])
-    x = torch.empty(shape[:dimensions], dtype=dtype)
+    kind, dimensions, needs_gradient, *sizes = words.tolist()
+    x = torch.empty(sizes[:dimensions], dtype=getattr(torch, _core.DTYPES[kind]))
     collectives.recv(x, src, FORWARD, group=own)
+    wanted = tuple(x.shape if shape is None else shape), dtype or x.dtype
+    if wanted != (tuple(x.shape), x.dtype):
+        raise Mismatch(
+            f"remote_recv: rank {src} sent {tuple(x.shape)} of {x.dtype}, expected {wanted[0]} of "
+            f"{wanted[1]}"
+        )
     if not needs_gradient:
         return x
     received: Tensor = _Received.apply(  # type: ignore[no-untyped-call]  # torch's own

@@ -3,6 +3,7 @@
 // The type is written with Python's own interface: pybind11's dispatch (overloads, conversions)
 // takes a quarter of the time of a 4-byte call.
 #include <array>
+#include <cctype>
 #include <cstddef>
 #include <memory>
 #include <new>
@@ -51,6 +52,20 @@ std::string_view text_of(const py::handle& x) {
   return {text, static_cast<size_t>(bytes)};
 }
 
+// The reduction of a name, NumPy's or torch's too, or of a torch.distributed.ReduceOp.
+ReduceOp reduce_op_from(const py::handle& x) {
+  if (PyUnicode_Check(x.ptr()) != 0) {
+    const std::string_view name = text_of(x);
+    if (name == "mean") return ReduceOp::avg;
+    if (name == "prod") return ReduceOp::product;
+    return find<ReduceOp>(kReduceOps, name, "op");
+  }
+  const py::object kind = py::getattr(x, "op", py::reinterpret_borrow<py::object>(x));
+  auto name = py::cast<std::string>(py::str(py::getattr(kind, "name", py::repr(x))));
+  for (char& letter : name) letter = static_cast<char>(std::tolower(letter));
+  return find<ReduceOp>(kReduceOps, name, "op");
+}
+
 // Reads one or two counts for each rank.
 std::vector<size_t> counts_from(const py::handle& given) {
   std::vector<size_t> counts;
@@ -78,8 +93,7 @@ std::chrono::nanoseconds timeout_from(const py::handle& given) {
 constexpr std::array<Field, 7> kFields{{
     {"timeout_s", [](group::Call& call, const py::handle& x) { call.timeout = timeout_from(x); },
      true},
-    {"op", [](group::Call& call,
-              const py::handle& x) { call.op = find<ReduceOp>(kReduceOps, text_of(x), "op"); }},
+    {"op", [](group::Call& call, const py::handle& x) { call.op = reduce_op_from(x); }},
     {"peer", [](group::Call& call, const py::handle& x) { call.peer = x.cast<int>(); }},
     {"tag", [](group::Call& call, const py::handle& x) { call.tag = x.cast<uint32_t>(); }},
     {"algorithm",
@@ -406,6 +420,7 @@ void bind_calls(py::module_& module) {
            })
       .def_property_readonly("source", &source_of);
   bind_call(module);
+  module.def("reduce_op_name", [](const py::handle& op) { return name_of(reduce_op_from(op)); });
   module.def("set_call_fallback",
              [](const py::function& run) { python.fallback = run.inc_ref().ptr(); });
   module.def("set_profiler", [](const py::module_& profiler) {

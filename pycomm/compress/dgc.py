@@ -38,7 +38,7 @@ class DGC:
         rampup_step: number of steps of the sparsity warm-up, shared evenly by the levels of
             `sparsity`; afterwards the last level stays.
         sparsity: the fraction of elements that is not sent, by level, in 0 <= s < 1 and not
-            decreasing. An empty list is [0.999].
+            decreasing. A number is one level, an empty list [0.999].
         clip_norm: C: the gradient of each of N ranks is clipped to a norm of C sqrt(N) before
             accumulation, an averaged gradient to C. None: no clipping.
         clip: "parameter": the norm of each parameter; "global": one norm of all that is compressed.
@@ -82,7 +82,7 @@ class DGC:
         optimizer: torch.optim.Optimizer,
         rampup_begin_step: int = 0,
         rampup_step: int = 1,
-        sparsity: Sequence[float] = (0.999,),
+        sparsity: float | Sequence[float] = (0.999,),
         *,
         clip_norm: float | None = None,
         clip: str = "parameter",

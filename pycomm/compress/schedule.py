@@ -83,14 +83,15 @@ class Ramp:
     sparsity: tuple[float, ...]
 
     @classmethod
-    def of(cls, begin: int, length: int, sparsity: Sequence[float]) -> Ramp:
-        """A valid warm-up; an empty list of levels is [0.999].
+    def of(cls, begin: int, length: int, sparsity: float | Sequence[float]) -> Ramp:
+        """A valid warm-up; a number is one level, an empty list [0.999].
 
         Raises:
             InvalidArgument: a negative begin, a length below 1, or levels outside 0 <= s < 1 or
                 decreasing.
         """
-        levels = tuple(float(s) for s in sparsity) or (0.999,)
+        given = [sparsity] if isinstance(sparsity, (int, float)) else sparsity
+        levels = tuple(float(s) for s in given) or (0.999,)
         if begin < 0 or length < 1:
             raise InvalidArgument(
                 f"rampup_begin_step={begin}, rampup_step={length}: expected at least 0 and at "

@@ -173,7 +173,7 @@ def reduce_(out: Any, xs: Sequence[Any], op: str = "sum") -> Any:
     Args:
         out: any dtype that collectives accept, any shape.
         xs: at least one array, of the shape and dtype of `out`.
-        op: "sum", "avg", "product", "min", "max", "band", "bor" or "bxor".
+        op: as in pycomm.all_reduce.
 
     Raises:
         InvalidArgument: an unknown op, no arrays, or arrays that do not agree; nothing changes.
@@ -183,10 +183,7 @@ def reduce_(out: Any, xs: Sequence[Any], op: str = "sum") -> Any:
     found = [inputs.array(x, f"xs[{i}]", (result.dtype,)) for i, x in enumerate(xs)]
     if not found:
         raise InvalidArgument("reduce_: xs is empty")
-    if op not in _core.REDUCE_OPS:
-        raise InvalidArgument(
-            f"reduce_: invalid op: got {op!r}, expected one of {', '.join(_core.REDUCE_OPS)}"
-        )
+    name = _core.reduce_op_name(op)
     for i, x in enumerate(found):
         inputs.same_shape(result, x, ("out", f"xs[{i}]"))
     same = result.pointer, result.device
@@ -197,7 +194,7 @@ def reduce_(out: Any, xs: Sequence[Any], op: str = "sum") -> Any:
         (result.pointer, result.count),
         result.dtype,
         table.address,
-        op,
+        name,
         *devices.queue(result.device, result.array),
     )
     return out

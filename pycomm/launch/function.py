@@ -20,6 +20,7 @@ from multiprocessing.connection import Connection
 from typing import Any, overload
 
 from pycomm import config, default_group
+from pycomm._names import also_named
 from pycomm._process_pool import ProcessPool, picklable, send_answer
 from pycomm.errors import Error, InvalidArgument
 from pycomm.launch import failure, local_rendezvous, worker_setup
@@ -58,6 +59,7 @@ def launcher(
 ) -> Callable[[Callable[..., Any]], Launcher]: ...
 
 
+@also_named(n_gpus="nproc", world_size="size", master_ip="master_addr", port="master_port")
 def launcher(
     function: Callable[..., Any] | None = None,
     /,
@@ -76,7 +78,8 @@ def launcher(
     values are best. The processes import the function: define it at the top level of a module, and
     in a script call it under `if __name__ == "__main__":`.
 
-    On several hosts run the same program on each, with a different `rank_start`.
+    On several hosts run the same program on each, with a different `rank_start`. MegEngine's names
+    of the arguments are accepted too: n_gpus, world_size, master_ip, port.
 
     Args:
         nproc: processes on this host; None: one per CUDA device, else one per two processors.

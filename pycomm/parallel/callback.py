@@ -10,6 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from pycomm import _core
 from pycomm._core_api.calls import Work
 from pycomm._training.communicators import CommunicatorPool
 from pycomm.errors import InvalidArgument, Unsupported
@@ -27,7 +28,7 @@ def make_allreduce_cb(op: str, group: Group | None = None) -> Callable[[Tensor],
     the same order on all ranks, as with identical models.
 
     Args:
-        op: "sum" or "mean".
+        op: "sum" or "mean" (or "avg").
         group: the group to call in; None: the default group.
 
     Returns:
@@ -36,9 +37,10 @@ def make_allreduce_cb(op: str, group: Group | None = None) -> Callable[[Tensor],
     Raises:
         InvalidArgument: `op` is invalid.
     """
-    if op not in ("sum", "mean"):
+    name = _core.reduce_op_name(op)
+    if name not in ("sum", "avg"):
         raise InvalidArgument(f'invalid op: got {op!r}, expected "sum" or "mean"')
-    packer = _Packer(CommunicatorPool(group, 1), "avg" if op == "mean" else "sum")
+    packer = _Packer(CommunicatorPool(group, 1), name)
     return packer.take
 
 

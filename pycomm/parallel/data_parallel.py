@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from pycomm import collectives
 from pycomm._core_api import arrays
+from pycomm._names import also_named
 from pycomm._training.coalesced import bcast_list_, bcast_value
 from pycomm._training.communicators import CommunicatorPool
 from pycomm.compress.dgc import DGC, compressor_of
@@ -63,6 +64,15 @@ class DataParallel(nn.Module):
             differ.
     """
 
+    @also_named(
+        bucket_cap_mb="bucket_mb",
+        comm_buffer_size="bucket_mb",
+        device_ids="move the module to its device before wrapping it",
+        output_device="the output stays on the device of the module",
+        process_group="pass a pycomm group as group=",
+        gradient_as_bucket_view="gradients are always views of the buckets",
+        static_graph="it is not needed",
+    )
     def __init__(
         self,
         module: nn.Module,

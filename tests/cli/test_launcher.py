@@ -43,7 +43,7 @@ def goes_wrong(how: str) -> None:
     pycomm.barrier()
 
 
-@pycomm.launcher(nproc=2, device="cpu")
+@pycomm.launcher(n_gpus=2, world_size=2, master_ip="127.0.0.1", port=0, device="cpu")  # MegEngine's
 def with_torch() -> Any:
     import torch
     import torch.distributed as dist

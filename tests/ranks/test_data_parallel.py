@@ -440,6 +440,11 @@ def test_bad_arguments() -> None:
                 pycomm.DataParallel(nn.Linear(2, 2), **wrong)
         with pytest.raises(InvalidArgument, match="no parameter"):
             pycomm.DataParallel(nn.Tanh())
+        for name in ("bucket_cap_mb", "comm_buffer_size"):  # DDP's and Paddle's
+            with pytest.raises(InvalidArgument, match="bucket_mb"):
+                pycomm.DataParallel(nn.Linear(2, 2), **{name: -1})
+        with pytest.raises(TypeError, match=r"DataParallel\(\) has no argument 'device_ids': move"):
+            pycomm.DataParallel(nn.Linear(2, 2), device_ids=[0])
         for compression in ("dgc", 0.999, {"sparsity": 0.9}, pycomm.DGC, pycomm.dgc_hook, False):
             with pytest.raises(InvalidArgument, match=r"expected None or a DGC"):
                 pycomm.DataParallel(nn.Linear(2, 2), compression=compression)

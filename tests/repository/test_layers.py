@@ -118,7 +118,7 @@ MAY_INCLUDE_TORCH = "bindings/c10d"
 # Modules and packages of pycomm, lowest layer first: each may import itself and lower layers.
 LAYERS = [
     ["_core", "_cuda", "_c10d"],
-    ["errors", "reference"],
+    ["errors", "reference", "_names"],
     ["_secret", "_process_pool"],
     ["config"],
     ["_bootstrap"],

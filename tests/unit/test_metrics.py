@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 import pycomm
 from pycomm import Group
-from pycomm.errors import Error, InvalidArgument, Unsupported
+from pycomm.errors import Error, InvalidArgument, Mismatch, Unsupported
 from pycomm.metrics import Accuracy, Mean
 from pycomm.testing import run_ranks
 
@@ -198,6 +198,23 @@ def test_shape_and_dtype_are_sent(dtype: torch.dtype, shape: tuple[int, ...]) ->
     assert ours.dtype == theirs.dtype
     assert torch.equal(ours, theirs)
     assert not theirs.requires_grad
+
+
+def test_megengine_names_and_expectations() -> None:
+    x = torch.ones(2, 3)
+
+    def program(group: Group) -> None:
+        if group.rank == 0:
+            for _ in range(3):
+                pycomm.remote_send(x, dest_rank=1)
+            return
+        assert torch.equal(pycomm.remote_recv(src_rank=0, shape=[2, 3], dtype=torch.float32), x)
+        with pytest.raises(Mismatch, match=r"rank 0 sent \(2, 3\) of .*, expected \(3, 2\) of"):
+            pycomm.remote_recv(0, (3, 2))
+        with pytest.raises(Mismatch, match=r"expected \(2, 3\) of torch.float64"):
+            pycomm.remote_recv(0, dtype=torch.float64)
+
+    run_ranks(2, program)
 
 
 def test_unsupported_values_raise() -> None:
