@@ -1,7 +1,8 @@
 """Plain values between ranks: gathered from all ranks, or stored under a key.
 
-Plain values are None, bool, int, float, str and bytes, and lists, tuples and dicts of them
-(serialization.py): a value from another rank can never run code. Keys are kept in the rendezvous
+Plain values are None, bool, int, float, str, bytes and NumPy arrays of numbers, and lists, tuples
+and dicts of them (serialization.py): a value from another rank can never run code. A NumPy scalar
+arrives as a Python number, a torch.Size as a tuple. Keys are kept in the rendezvous
 store, separately for each group. That is torch's store if torch created the group; otherwise
 rank 0's process serves it until it leaves.
 """
@@ -40,7 +41,8 @@ def all_gather_object(
     """Gathers every rank's plain value. Collective.
 
     Args:
-        value: None, bool, int, float, str, bytes, or lists, tuples and dicts of them.
+        value: None, bool, int, float, str, bytes, a NumPy array of numbers, or lists, tuples and
+            dicts of them. NumPy scalars become Python numbers, a torch.Size a tuple.
         group: the group to call in; None: the default group.
         timeout_s: time limit in seconds; None: the group's.
 
@@ -77,8 +79,8 @@ def user_set(key: str, value: Any, *, group: Group | None = None) -> None:
 
     Args:
         key: 1 to MAX_KEY_BYTES bytes of UTF-8.
-        value: plain; at most MAX_VALUE_BYTES bytes when encoded (8 to 10 bytes of overhead for each
-            element).
+        value: plain, as in all_gather_object; at most MAX_VALUE_BYTES bytes when encoded (8 to 10
+            bytes of overhead for each element).
         group: the group that has the key; None: the default group.
 
     Raises:

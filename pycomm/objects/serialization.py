@@ -1,6 +1,7 @@
 """Serialization of plain values that ranks exchange, without pickle.
 
-Plain values are None, bool, int, float, str and bytes, and lists, tuples and dicts of them. The
+Plain values are None, bool, int, float, str, bytes and NumPy arrays of numbers, and lists, tuples
+and dicts of them. A NumPy scalar becomes a Python number, a torch.Size a tuple. The
 decoder checks every length against the available bytes: any bytes give a value or InvalidArgument,
 in time and memory proportional to their number.
 
@@ -15,14 +16,20 @@ A value is one byte that gives its kind, followed by
     f        a float (8 bytes, IEEE 754, little-endian)
     l t d    the number of elements (8) and: the values of a list or tuple; of a dict key, value,
              key, ...
+    a        a tuple that describes an array: the dtype, such as "<f4", the shape, and the elements
+             in row-major order
 """
 
 from __future__ import annotations
 
+import math
 import struct
+import sys
 from collections import Counter
 from collections.abc import Iterable
 from typing import Any
+
+import numpy as np
 
 from pycomm.errors import InvalidArgument
 
@@ -31,6 +38,9 @@ __all__ = ["MAX_DEPTH", "MAX_EQUAL_HASHES", "decode", "encode"]
 MAX_DEPTH = 100  # nesting; also ends the encoding of a list that contains itself
 MAX_EQUAL_HASHES = 64  # up to 35 powers of two among floats share a hash
 SHOWN = 60  # characters of a value in an error text
+
+DTYPES = ("|b1", "|i1", "|u1", *(f"<{kind}" for kind in ("i2", "i4", "i8", "u2", "u4", "u8")))
+DTYPES += ("<f2", "<f4", "<f8")
 
 _CONSTANTS = {None: b"N", True: b"T", False: b"F"}
 _length = struct.Struct("<Q")
@@ -49,6 +59,10 @@ def encode(value: Any) -> bytes:
 
 
 def _write(out: bytearray, value: Any, place: str, depth: int) -> None:
+    if isinstance(value, (np.number, np.bool_, np.character)):
+        value = value.item()
+    elif "torch" in sys.modules and type(value) is sys.modules["torch"].Size:
+        value = tuple(value)
     kind = type(value)  # exact type: decoding would lose a subclass
     if value is None or kind is bool:
         out += _CONSTANTS[value]
@@ -64,10 +78,16 @@ def _write(out: bytearray, value: Any, place: str, depth: int) -> None:
         if depth == 0:
             raise InvalidArgument(f"the value is nested more than {MAX_DEPTH} deep")
         _write_parts(out, value, place, depth - 1)
+    elif kind is np.ndarray and (dtype := value.dtype.newbyteorder("<")).str in DTYPES:
+        out += b"a"
+        content = value.astype(dtype, copy=False).tobytes()
+        _write(out, (dtype.str, value.shape, content), place, depth)
     else:
+        found = f"{kind.__module__}.{kind.__qualname__}"
         raise InvalidArgument(
-            f"{place} is a {kind.__module__}.{kind.__qualname__}, not a plain value: expected "
-            "None, bool, int, float, str, bytes, or lists, tuples and dicts of them"
+            f"{place} is a {found}{f' of {value.dtype}' if kind is np.ndarray else ''}, not a "
+            "plain value: expected None, bool, int, float, str, bytes, a NumPy array of numbers, "
+            "or lists, tuples and dicts of them"
         )
 
 
@@ -127,6 +147,8 @@ class _Reader:
             return {b"N": None, b"T": True, b"F": False}[kind]
         if kind == b"f":
             return _float.unpack(self._take(8))[0]
+        if kind == b"a":
+            return self._array(self.value(depth))
         if kind in b"isb":
             return self._text(kind, self._take(self._number()))
         if kind not in b"ltd":
@@ -150,6 +172,20 @@ class _Reader:
             return content.decode("utf-8", "surrogatepass")
         except UnicodeDecodeError as error:
             raise _broken(f"a text in it is not UTF-8 ({error.reason})") from None
+
+    def _array(self, described: Any) -> np.ndarray[Any, Any]:
+        if type(described) is not tuple or len(described) != 3:
+            raise _broken("an array in it is not three values")
+        name, shape, content = described
+        plain = type(name) is str and name in DTYPES and type(content) is bytes
+        if not plain or type(shape) is not tuple or any(type(n) is not int for n in shape):
+            raise _broken("an array in it has no valid dtype, shape or content")
+        if min(shape, default=0) < 0 or math.prod(shape) * int(name[2:]) != len(content):
+            raise _broken(f"an array in it has {len(content)} bytes for shape {_short(shape)}")
+        try:
+            return np.frombuffer(content, name).reshape(shape).copy()
+        except ValueError as error:  # too many dimensions, or one of 2^63 beside one of 0
+            raise _broken(f"an array in it has an invalid shape ({error})") from None
 
     def _dict(self, count: int, depth: int) -> dict[Any, Any]:
         values = {}

@@ -36,6 +36,61 @@ def test_plain_values_round_trip(value: Any) -> None:
     assert math.isnan(serialization.decode(serialization.encode(math.nan)))
 
 
+ARRAYS = [
+    *(
+        np.arange(6, dtype=name).reshape(2, 3)
+        for name in ("i1", "<u2", ">i4", "u8", "f2", "f4", ">f8")
+    ),
+    *(np.array([True, False]), np.array(2.5), np.zeros((0, 3), np.int64), np.ones((1,) * 32, "f4")),
+    np.arange(12.0).reshape(3, 4).T[::2],
+]
+
+
+@pytest.mark.parametrize("x", ARRAYS, ids=lambda x: f"{x.dtype}{x.shape}"[:20])
+def test_arrays_round_trip(x: np.ndarray) -> None:
+    (back,) = serialization.decode(serialization.encode([x]))
+    assert (back.shape, back.dtype) == (x.shape, x.dtype.newbyteorder("="))
+    assert np.array_equal(back, x)
+    back[...] = 1  # it is writable
+
+
+@pytest.mark.parametrize(
+    ("value", "plain"),
+    [
+        *((np.int64(3), 3), (np.float32(0.5), 0.5), (np.float64(0.1), 0.1), (np.bool_(1), True)),
+        *((np.str_("a"), "a"), (np.bytes_(b"a"), b"a"), ({np.int8(1): [np.uint64(2)]}, {1: [2]})),
+    ],
+)
+def test_numpy_scalars_become_plain(value: Any, plain: Any) -> None:
+    assert repr(serialization.decode(serialization.encode(value))) == repr(plain)
+
+
+def test_a_shape_of_torch_becomes_a_tuple() -> None:
+    torch = pytest.importorskip("torch")
+    back = serialization.decode(serialization.encode({"shape": torch.empty(2, 3).shape}))
+    assert repr(back) == "{'shape': (2, 3)}"
+
+
+@pytest.mark.parametrize(
+    ("described", "message"),
+    [
+        (("<f4", (2,), bytes(7)), "7 bytes for shape"),
+        (("<f4", (-1, -1), bytes(4)), "bytes for shape"),
+        (("<f4", (0, 1 << 63), b""), "invalid shape"),
+        (("<f4", (1,) * 65, bytes(4)), "invalid shape"),
+        (("|O8", (1,), bytes(8)), "no valid dtype"),
+        ((["<f4"], (1,), bytes(4)), "no valid dtype"),
+        (("<f4", (True,), bytes(4)), "no valid dtype"),
+        (("<f4", [1], bytes(4)), "no valid dtype"),
+        (("<f4", (1,)), "not three values"),
+        ([1], "not three values"),
+    ],
+)
+def test_an_invalid_array_is_rejected(described: Any, message: str) -> None:
+    with pytest.raises(errors.InvalidArgument, match=message):
+        serialization.decode(b"a" + serialization.encode(described))
+
+
 class Text(str):
     """A subclass of str, which is no plain value."""
 
@@ -50,8 +105,11 @@ def endless() -> Any:
     ("value", "message"),
     [
         (object(), r"value is a builtins\.object"),
-        ([1, {"a": (0, np.int64(3))}], r"value\[1\]\['a'\]\[1\] is a numpy\.int64"),
-        ([np.float64(1)], r"value\[0\] is a numpy\.float64"),
+        ([1, {"a": (0, 3j)}], r"value\[1\]\['a'\]\[1\] is a builtins\.complex"),
+        ([np.longdouble(1)], r"value\[0\] is a numpy\.longdouble"),
+        (np.array([1j]), r"value is a numpy\.ndarray of complex128"),
+        (np.array([None]), r"value is a numpy\.ndarray of object"),
+        (np.ma.masked_array([1]), r"value is a .*MaskedArray"),
         ({"x": {1}}, r"value\['x'\] is a builtins\.set"),
         ({Text("k"): 1}, r"the key 'k' of value is a .*Text"),
         (bytearray(b"a"), "bytearray"),
@@ -71,12 +129,12 @@ def test_arbitrary_bytes_are_a_value_or_rejected() -> None:
             return False
         return True
 
-    whole = serialization.encode([{"key": (1, 2.5)}, "text", b"bytes", None])
+    whole = serialization.encode([{"key": (1, 2.5)}, "text", b"bytes", np.ones(2), None])
     assert decodes(whole)
     assert not any(decodes(whole[:cut]) for cut in range(len(whole)))
     assert not decodes(whole + b"N")
     huge = (1 << 63).to_bytes(8, "little")
-    for kind in b"isbltd":
+    for kind in b"isbltda":
         assert not decodes(bytes([kind]) + huge)
     assert not decodes(b"l" + (1).to_bytes(8, "little") * 5000)
     deep = (b"l" + (1).to_bytes(8, "little")) * 5000 + b"N"
