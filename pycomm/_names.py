@@ -43,7 +43,7 @@ ROWS: dict[str, tuple[Row, ...]] = {
         Row(
             "`bucket_cap_mb=`, `process_group=`, `device_ids=`",
             "`bucket_mb=`, `group=`, none",
-            "`bucket_cap_mb` is accepted, the others are errors; move the module to its device first",
+            "`bucket_cap_mb` is accepted; move the module to its device first",
         ),
         Row(
             "`get_rank()`, `get_world_size()`",
@@ -138,7 +138,7 @@ ROWS: dict[str, tuple[Row, ...]] = {
         ),
         Row(
             "`python -m paddle.distributed.launch --gpus=0,1 x.py`",
-            "`pycomm launch --devices 0,1 x.py`",
+            "`pycomm launch --gpus=0,1 x.py`",
             "prints the configuration tables; `--log-dir` for logs",
         ),
         Row(

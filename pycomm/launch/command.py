@@ -35,7 +35,7 @@ def parser() -> argparse.ArgumentParser:
     made.epilog = "The options above pycomm's own are torchrun's."
     ours = made.add_argument_group("pycomm")
     ours.add_argument("--nproc", dest="nproc_per_node", metavar="N", help="ranks on this host")
-    ours.add_argument("--devices", metavar="0,1", help="GPUs to use; one rank on each")
+    ours.add_argument("--devices", "--gpus", metavar="0,1", help="GPUs to use; one rank on each")
     ours.add_argument(
         "--encrypt", action="store_true", help="encrypt traffic between hosts (docs/launching.md)"
     )
@@ -105,15 +105,9 @@ def prepared(options: argparse.Namespace, errors: str) -> tuple[LaunchConfig, li
     Raises:
         InvalidArgument: the options do not fit together, or exceed this host's resources.
     """
-    import torch
     from torch.distributed import run
 
-    if options.devices is not None:
-        _choose_devices(options)
-    devices = torch.cuda.device_count()
-    if options.nproc_per_node is None:
-        options.nproc_per_node = str(worker_setup.default_count(devices))
-    count = run.determine_local_world_size(options.nproc_per_node)
+    count, devices, ranks = _ranks(options)
     if options.cpus_per_rank is None:
         options.cpus_per_rank = worker_setup.share_of(count)
     if options.cpus_per_rank < 0:
@@ -130,7 +124,7 @@ def prepared(options: argparse.Namespace, errors: str) -> tuple[LaunchConfig, li
     all_ranks = options.tee not in ("0", 0)  # torchrun's option
     options.tee = options.redirects = "0"  # in our logs, not in torch's
     config, _, _ = run.config_from_args(options)
-    rows = _rows(options, count, devices)
+    rows = _rows(options, ranks, devices)
     logs = config.logs_specs = tables.Logs(options.log_dir, all_ranks, rows, errors)
     if not key and _several(options):
         where = options.rdzv_endpoint or f"{options.master_addr}:{options.master_port}"
@@ -159,6 +153,30 @@ def _key(options: argparse.Namespace) -> str:
     elif text:
         secret.check(text, "PYCOMM_SECRET")
     return secret.key_of(text) if text else ""
+
+
+def _ranks(options: argparse.Namespace) -> tuple[int, int, str]:
+    """The ranks and the usable GPUs of this host, and a text about the ranks for the table."""
+    import torch
+    from torch.distributed import run
+
+    if options.devices is not None:
+        _choose_devices(options)
+    devices = torch.cuda.device_count()
+    if options.devices is not None and devices < len(options.devices.split(",")):
+        raise InvalidArgument(
+            f"--devices {options.devices}: CUDA finds {devices} of these; to train on the CPU, "
+            "pass --nproc N instead"
+        )
+    note = ""
+    if options.nproc_per_node is None:
+        options.nproc_per_node = str(worker_setup.default_count(devices))
+        if not devices:
+            note = f": one per {worker_setup.CORES_PER_RANK} processors; --nproc N sets it"
+    count = run.determine_local_world_size(options.nproc_per_node)
+    if 0 < devices < count:
+        note = f", on {devices} GPUs: NCCL refuses two ranks of a group on one GPU"
+    return count, devices, f"{count}{note}"
 
 
 def _choose_devices(options: argparse.Namespace) -> None:
@@ -258,7 +276,7 @@ def _command(options: argparse.Namespace, devices: bool) -> list[str]:
     return [*line, "--", options.training_script, *options.training_script_args]
 
 
-def _rows(options: argparse.Namespace, count: int, devices: int) -> list[tuple[str, str]]:
+def _rows(options: argparse.Namespace, ranks: str, devices: int) -> list[tuple[str, str]]:
     """The configuration, for the table."""
     seen = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(devices)))
     bound = f"{options.cpus_per_rank}, bound" if options.cpus_per_rank else "shared by all"
@@ -266,7 +284,7 @@ def _rows(options: argparse.Namespace, count: int, devices: int) -> list[tuple[s
     return [
         ("program", " ".join([options.training_script, *options.training_script_args])),
         ("hosts", "1" if str(options.nnodes) == "1:1" else str(options.nnodes)),
-        ("ranks on this host", str(count)),
+        ("ranks on this host", ranks),
         ("devices", seen if devices else "none, training on the CPU"),
         ("processors per rank", bound),
         ("log directory", options.log_dir),

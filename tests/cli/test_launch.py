@@ -148,6 +148,7 @@ def test_modules_and_commands(tmp_path: Path) -> None:
         (["--cpus-per-rank", "-1"], "at least 0"),
         (["--devices", "a,b"], "numbers with commas"),
         (["--devices", "0,1", "--nproc", "3"], "means --nproc 2"),
+        (["--gpus=0,77"], "--devices 0,77: CUDA finds"),  # Paddle's name, and no such device
     ],
 )
 def test_invalid_options_are_rejected_before_ranks_start(
@@ -180,6 +181,33 @@ def test_requested_devices_are_assigned(tmp_path: Path, monkeypatch: Any) -> Non
     code += "; setup_worker(os.getppid(), 3, None, True)"
     rank = [sys.executable, "-c", code]  # a session of its own: it must end with its parent
     assert subprocess.check_output(rank, env=CLEAN, timeout=LIMIT_S) == b"1\n"
+
+
+@pytest.mark.parametrize(
+    ("options", "devices", "text"),
+    [
+        ([], 0, ": one per 2 processors; --nproc N sets it"),
+        (["--nproc", "3"], 0, ""),
+        (["--nproc", "3"], 2, ", on 2 GPUs: NCCL refuses two ranks of a group on one GPU"),
+        ([], 2, ""),
+    ],
+)
+def test_the_table_tells_how_ranks_are_counted(
+    options: list[str], devices: int, text: str, monkeypatch: Any
+) -> None:
+    import torch
+
+    from pycomm.launch import command
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: devices)
+    count, found, shown = command._ranks(command.parser().parse_args([*options, PROGRAM]))
+    assert (found, shown) == (devices, f"{count}{text}")
+
+
+def test_the_package_runs_as_a_module() -> None:
+    command = [sys.executable, "-m", "pycomm.launch", "--help"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    assert done.stdout.startswith("usage: pycomm launch"), done.stderr
 
 
 def test_restart_has_separate_logs(tmp_path: Path, capsys: Any) -> None:
