@@ -260,7 +260,7 @@ ROWS: dict[str, tuple[Row, ...]] = {
         Row(
             "sampler with shards",
             '`pycomm.data.DataLoader`, `ShardedSampler(order="contiguous")`',
-            "samples are not repeated; an explicit sampler is used unchanged",
+            "samples are not repeated; a sampler that is given is sharded, or refused",
         ),
         Row(
             "a rank exits early, others hang",

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 from torch.utils import data
 
-from pycomm.data.sampler import ShardedSampler, rank_and_size
+from pycomm.data.sampler import InfiniteSampler, ShardedSampler, rank_and_size
+from pycomm.errors import InvalidArgument
 
 __all__ = ["DataLoader"]
 
@@ -28,14 +29,18 @@ class DataLoader(data.DataLoader[Any]):
             for x, y in loader: ...
 
     Takes torch's arguments; batch_size is per rank. Without `sampler` and `batch_sampler` it makes
-    a ShardedSampler, seeded by `generator` if given, and shuffles every epoch differently. Of an
-    IterableDataset this rank gets every size-th sample.
+    a ShardedSampler, seeded by `generator` if given, and shuffles every epoch differently. In place
+    of torch's SequentialSampler and RandomSampler, also within a BatchSampler, it uses a
+    ShardedSampler of the same order. Samplers that know the ranks are used unchanged:
+    ShardedSampler, InfiniteSampler, and those with `num_replicas`, as torch's DistributedSampler.
+    Of an IterableDataset this rank gets every size-th sample.
 
     With drop_last=True all ranks get the same number of batches. Otherwise some may get one more:
     then train within model.join().
 
     Raises:
-        InvalidArgument: the rank in the environment is invalid.
+        InvalidArgument: the rank in the environment is invalid, or a sampler cannot be divided
+            among the ranks: each would read all samples.
         ValueError: torch's, for arguments that do not fit together.
     """
 
@@ -49,17 +54,45 @@ class DataLoader(data.DataLoader[Any]):
         self._epoch = 0
         if size > 1 and isinstance(dataset, data.IterableDataset):
             dataset = _EveryNth(dataset, rank, size)
-        elif size > 1 and named.get("sampler") is None and named.get("batch_sampler") is None:
-            made = named.get("generator")
-            self._sharded = named["sampler"] = ShardedSampler(
-                dataset,  # type: ignore[arg-type]  # it has a length, as torch requires
-                shuffle=bool(named.pop("shuffle", False)),
-                seed=0 if made is None else made.initial_seed(),
-                drop_last=bool(named.get("drop_last")),
-                rank=rank,
-                size=size,
-            )
+        elif size > 1:
+            place = {"drop_last": bool(named.get("drop_last")), "rank": rank, "size": size}
+            for name in ("batch_sampler", "sampler"):
+                if (sampler := named.get(name)) is not None:
+                    named[name] = self._divided(sampler, place)
+                    break
+            else:
+                named["sampler"] = self._shard(
+                    dataset, bool(named.pop("shuffle", False)), named.get("generator"), place
+                )
         super().__init__(dataset, **named)
+
+    def _shard(self, dataset: Any, shuffle: bool, made: Any, place: dict[str, Any]) -> Any:
+        """The sampler of this rank, whose epochs set_epoch() sets."""
+        seed = 0 if made is None else made.initial_seed()
+        self._sharded = ShardedSampler(dataset, shuffle=shuffle, seed=seed, **place)
+        return self._sharded
+
+    def _divided(self, sampler: Any, place: dict[str, Any]) -> Any:
+        """The part of a given sampler that this rank reads."""
+        ours = isinstance(sampler, (ShardedSampler, InfiniteSampler))
+        if ours or hasattr(sampler, "num_replicas"):
+            return sampler
+        if type(sampler) is data.SequentialSampler:
+            return self._shard(sampler.data_source, False, None, place)
+        if (
+            type(sampler) is data.RandomSampler
+            and not sampler.replacement
+            and sampler.num_samples == len(sampler.data_source)
+        ):
+            return self._shard(sampler.data_source, True, sampler.generator, place)
+        if type(sampler) is data.BatchSampler:
+            inner = self._divided(sampler.sampler, {**place, "drop_last": sampler.drop_last})
+            return data.BatchSampler(inner, sampler.batch_size, sampler.drop_last)
+        raise InvalidArgument(
+            f"a {type(sampler).__name__} cannot be divided among {place['size']} ranks: "
+            "pass a pycomm.data.ShardedSampler or give it the attribute num_replicas if it divides "
+            "them itself; torch.utils.data.DataLoader lets every rank read all samples"
+        )
 
     def set_epoch(self, epoch: int) -> None:
         """Sets the epoch of the next iteration, as after a restart; by default counted from 0.

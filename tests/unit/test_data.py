@@ -13,7 +13,16 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils.data import DistributedSampler, IterableDataset, SequentialSampler, TensorDataset
+from torch.utils.data import (
+    BatchSampler,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
 
 import pycomm
 from pycomm import Group
@@ -137,9 +146,6 @@ def test_loader_shards_the_data() -> None:
         seeded = DataLoader(data, batch_size=2, shuffle=True, generator=made)
         assert [int(i) for (batch,) in seeded for i in batch] != seen[0]
         even = [len(x) for (x,) in DataLoader(data, 2, drop_last=True)]
-        # An explicit sampler has precedence.
-        own = DataLoader(data, sampler=SequentialSampler(data))
-        assert len(list(own)) == 10
         stream = [int(i) for batch in DataLoader(Stream(), batch_size=2) for i in batch]
         return seen, even, stream
 
@@ -149,6 +155,70 @@ def test_loader_shards_the_data() -> None:
         assert everything == list(range(10))
     assert [even for _, even, _ in results] == [[2]] * 3
     assert [stream for _, _, stream in results] == [[0, 3, 6, 9], [1, 4, 7], [2, 5, 8]]
+
+
+class Halves:
+    """A sampler that knows the ranks."""
+
+    num_replicas = 2
+
+    def __iter__(self) -> Any:
+        return iter([7, 7])
+
+
+ONE_BATCH = [[0, 2], [1, 3]]
+GIVEN: list[tuple[Any, list[list[int]] | None]] = [
+    (lambda data: {"sampler": SequentialSampler(data)}, [[0, 2, 4, 6, 8], [1, 3, 5, 7, 9]]),
+    # Both have one batch: rank 0's fourth sample is dropped.
+    (lambda _: {"batch_sampler": BatchSampler(SequentialSampler(range(7)), 2, True)}, ONE_BATCH),
+    (lambda data: {"sampler": RandomSampler(data)}, None),
+    (lambda data: {"sampler": RandomSampler(data, generator=torch.Generator())}, None),
+    (lambda data: {"sampler": ShardedSampler(data, order="contiguous")}, None),
+    (lambda data: {"sampler": Halves()}, [[7, 7], [7, 7]]),
+]
+
+
+@pytest.mark.parametrize(("options", "wanted"), GIVEN)
+def test_a_given_sampler_is_divided(options: Any, wanted: list[list[int]] | None) -> None:
+    def program(group: Group) -> Any:
+        data = TensorDataset(torch.arange(10))
+        loader = DataLoader(data, **options(data))
+        epochs = [[int(i) for (batch,) in loader for i in batch] for _ in range(2)]
+        loader.set_epoch(0)
+        assert [int(i) for (batch,) in loader for i in batch] == epochs[0]
+        if "sampler" in options(data) and type(options(data)["sampler"]) is RandomSampler:
+            assert epochs[0] != epochs[1]
+        return epochs[0]
+
+    results = run_ranks(2, program)
+    if wanted is not None:
+        assert results == wanted
+    else:
+        assert sorted(results[0] + results[1]) == list(range(10))
+
+
+@pytest.mark.parametrize(
+    "sampler",
+    [
+        RandomSampler(range(10), replacement=True),
+        RandomSampler(range(10), num_samples=4),
+        WeightedRandomSampler([1.0] * 10, 4),
+        SubsetRandomSampler(range(4)),
+        BatchSampler(SubsetRandomSampler(range(4)), 2, False),
+    ],
+    ids=lambda sampler: type(sampler).__name__,
+)
+def test_a_sampler_that_every_rank_would_read_whole_is_refused(sampler: Any) -> None:
+    def program(group: Group) -> None:
+        name = "batch_sampler" if type(sampler) is BatchSampler else "sampler"
+        if group.size == 1:
+            DataLoader(range(10), **{name: sampler})  # one rank reads everything
+            return
+        with pytest.raises(InvalidArgument, match=r"Sampler cannot be divided among 2 ranks"):
+            DataLoader(range(10), **{name: sampler})
+
+    run_ranks(1, program)
+    run_ranks(2, program)
 
 
 def test_scattered_batches() -> None:
