@@ -197,6 +197,11 @@ ROWS: dict[str, tuple[Row, ...]] = {
             "`hierarchical=`, `lanes=`",
             "2 lanes between hosts by default",
         ),
+        Row(
+            "`paddle.metric.accuracy(input, label, k)`",
+            "`pycomm.metrics.accuracy(scores, labels, k)`",
+            "of this rank; `pycomm.metrics.Accuracy` counts over all ranks",
+        ),
         Row("`fetch_frequency`", "`pycomm.metrics.Mean(every=n)`"),
         Row(
             "`use_double_buffer`, uint8 reader",

@@ -15,7 +15,44 @@ from pycomm.default_group import default
 from pycomm.errors import InvalidArgument
 from pycomm.group import Group
 
-__all__ = ["Accuracy", "Mean"]
+__all__ = ["Accuracy", "Mean", "accuracy"]
+
+
+def accuracy(scores: Tensor, labels: Tensor, k: int = 1) -> Tensor:
+    """The share of this rank's samples whose label is among the k classes with the highest scores.
+    Does not communicate; `Accuracy` counts over all ranks.
+
+    Args:
+        scores: [n, classes]. With fewer than k classes every sample counts as a hit.
+        labels: [n] or [n, 1], class indices.
+        k: at least 1.
+
+    Returns:
+        A float32 scalar on the device of `scores`; NaN without samples.
+
+    Raises:
+        InvalidArgument: other shapes, or k below 1.
+    """
+    (hits,) = _hits(scores, labels, _checked([k]))
+    return hits / len(labels)
+
+
+def _checked(topk: Sequence[int]) -> tuple[int, ...]:
+    if not topk or min(topk) < 1:
+        raise InvalidArgument(f"invalid topk: got {topk}, expected numbers from 1")
+    return tuple(topk)
+
+
+def _hits(scores: Tensor, labels: Tensor, topk: Sequence[int]) -> list[Tensor]:
+    """For each k, how many labels are among the k highest scores."""
+    if scores.dim() != 2 or labels.shape not in ((len(scores),), (len(scores), 1)):
+        raise InvalidArgument(
+            f"invalid shapes: got scores {list(scores.shape)} and labels {list(labels.shape)}, "
+            "expected [n, classes] and [n] or [n, 1]"
+        )
+    most = min(max(topk), scores.shape[1])
+    hits = scores.detach().topk(most, 1).indices == labels.detach().reshape(-1, 1)
+    return [hits[:, :k].any(1).sum() for k in topk]
 
 
 class _Sums:
@@ -111,9 +148,7 @@ class Accuracy:
     def __init__(
         self, topk: Sequence[int] = (1, 5), every: int = 1, group: Group | None = None
     ) -> None:
-        if not topk or min(topk) < 1:
-            raise InvalidArgument(f"invalid topk: got {topk}, expected numbers from 1")
-        self._topk = tuple(topk)
+        self._topk = _checked(topk)
         self._sums = _Sums(len(self._topk) + 1, torch.int64, every, group)
         self._last = (float("nan"),) * len(self._topk)
 
@@ -122,19 +157,12 @@ class Accuracy:
 
         Args:
             scores: [n, classes]. With fewer than k classes every sample counts as a hit.
-            labels: [n], class indices.
+            labels: [n] or [n, 1], class indices.
 
         Raises:
             InvalidArgument: other shapes.
         """
-        if scores.dim() != 2 or labels.shape != scores.shape[:1]:
-            raise InvalidArgument(
-                f"invalid shapes: got scores {list(scores.shape)} and labels {list(labels.shape)}, "
-                "expected [n, classes] and [n]"
-            )
-        most = min(max(self._topk), scores.shape[1])
-        hits = scores.detach().topk(most, 1).indices == labels.detach()[:, None]
-        found = [hits[:, :k].any(1).sum() for k in self._topk]
+        found = _hits(scores, labels, self._topk)
         self._sums.add(torch.stack([*found, found[0].new_tensor(len(labels))]))
 
     def compute(self, now: bool = False) -> tuple[float, ...]:

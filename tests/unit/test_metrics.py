@@ -15,7 +15,7 @@ from torch.nn import functional as F
 import pycomm
 from pycomm import Group
 from pycomm.errors import Error, InvalidArgument, Mismatch, Unsupported
-from pycomm.metrics import Accuracy, Mean
+from pycomm.metrics import Accuracy, Mean, accuracy
 from pycomm.testing import run_ranks
 
 
@@ -28,16 +28,16 @@ def test_the_value_is_that_of_one_process(counts: list[int], seed: int) -> None:
     losses = torch.randint(0, 1000, (sum(counts),), generator=made)  # exact sums
 
     def measure(own_scores: Any, own_labels: Any, own_losses: Any) -> Any:
-        accuracy, mean = Accuracy((1, 5)), Mean()
+        shares, mean = Accuracy((1, 5)), Mean()
         for half in (slice(None, 2), slice(2, None)):  # two batches, of unequal size
-            accuracy.update(own_scores[half], own_labels[half])
+            shares.update(own_scores[half], own_labels[half])
             if len(own_losses[half]):
                 mean.update(own_losses[half].double().mean(), len(own_losses[half]))
-        return accuracy, mean
+        return shares, mean
 
     def program(group: Group) -> Any:
-        accuracy, mean = measure(*(x.split(counts)[group.rank] for x in (scores, labels, losses)))
-        return accuracy.compute(), mean.compute()
+        shares, mean = measure(*(x.split(counts)[group.rank] for x in (scores, labels, losses)))
+        return shares.compute(), mean.compute()
 
     if sum(counts) == 0:
         return
@@ -46,6 +46,23 @@ def test_the_value_is_that_of_one_process(counts: list[int], seed: int) -> None:
     for shares, mean in run_ranks(3, program):
         assert shares == wanted
         assert mean == pytest.approx(losses.double().mean().item(), rel=1e-14)
+
+
+def test_accuracy_of_a_batch_as_in_paddle() -> None:
+    scores = torch.tensor([[0.1, 0.7, 0.2], [0.5, 0.2, 0.3], [0.0, 0.4, 0.6], [0.9, 0.1, 0.0]])
+    labels = torch.tensor([1, 2, 2, 1])
+    for either in (labels, labels[:, None]):  # Paddle's labels have a second dimension
+        found = [accuracy(scores, either, k) for k in (1, 2, 9)]
+        assert [(x.dtype, x.item()) for x in found] == [(torch.float32, y) for y in (0.5, 1.0, 1.0)]
+    shares = Accuracy((1, 2))
+    shares.update(scores, labels[:, None])
+    assert shares._sums._sums.tolist() == [2, 4, 4]
+    assert math.isnan(accuracy(torch.ones(0, 3), torch.ones(0)))
+    for wrong in (labels[:3], labels[None], labels[:, None, None], labels[0]):
+        with pytest.raises(InvalidArgument, match=r"expected \[n, classes\] and \[n\] or \[n, 1\]"):
+            accuracy(scores, wrong)
+    with pytest.raises(InvalidArgument, match="numbers from 1"):
+        accuracy(scores, labels, 0)
 
 
 def test_value_is_fetched_at_intervals() -> None:
