@@ -105,8 +105,39 @@ class Config:
     log: str = "warning"
 
 
-def environment(values: Mapping[str, str] | None = None, secret: str | None = None) -> Config:
-    """The configuration in `values` (os.environ if None); `secret` takes precedence.
+@dataclass(frozen=True)
+class Place:
+    """A rank that a program gives itself, in place of a launcher."""
+
+    rank: int
+    size: int
+    host: str = ""  # of rank 0
+    port: int = 0
+
+    @classmethod
+    def of(cls, rank: int | None, size: int | None, master: str | None) -> Place | None:
+        """The place of init()'s arguments; None without them.
+
+        Raises:
+            InvalidArgument: they do not fit together.
+        """
+        if rank is None and size is None and master is None:
+            return None
+        if rank is None or size is None or not 0 <= rank < size:
+            raise InvalidArgument(f"rank={rank}, size={size}: expected both, with 0 <= rank < size")
+        host, _, port = (master or "").rpartition(":")
+        if (master or size > 1) and not (host and port.isdecimal() and 0 < int(port) < 1 << 16):
+            raise InvalidArgument(
+                f"invalid master: got {master!r}, expected rank 0's host and a free port there, "
+                "such as 10.0.0.1:29500"
+            )
+        return cls(rank, size, _without_brackets(host), int(port or 0))
+
+
+def environment(
+    values: Mapping[str, str] | None = None, secret: str | None = None, place: Place | None = None
+) -> Config:
+    """The configuration in `values` (os.environ if None); `secret` and `place` take precedence.
 
     In a run of several ranks it removes PYCOMM_SECRET from os.environ: see take_secret().
 
@@ -115,8 +146,12 @@ def environment(values: Mapping[str, str] | None = None, secret: str | None = No
     """
     env = os.environ if values is None else values
     launcher = next((known for known in LAUNCHERS if _is_from(env, known)), None)
-    host, port = _master(env, launcher.name if launcher else "")
-    rank, size = _rank_and_size(env, launcher)
+    if place is None:
+        host, port = _master(env, launcher.name if launcher else "")
+        rank, size = _rank_and_size(env, launcher)
+    else:
+        launcher = None
+        rank, size, host, port = place.rank, place.size, place.host, place.port
     if values is None and size > 1:
         take_secret()
     if secret is None:
@@ -133,9 +168,9 @@ def environment(values: Mapping[str, str] | None = None, secret: str | None = No
         local_size=_number(env, launcher.local_size, 1) if launcher else None,
         master_host=host,
         master_port=port,
-        agent_store=env.get("TORCHELASTIC_USE_AGENT_STORE", "") == "True",
+        agent_store=not place and env.get("TORCHELASTIC_USE_AGENT_STORE", "") == "True",
         encrypt=_choice(env, "PYCOMM_ENCRYPT", ("0", "1"), "0") == "1",
-        store_port=_port(env, STORE_PORT, env.get(STORE_PORT, "")),
+        store_port=0 if place else _port(env, STORE_PORT, env.get(STORE_PORT, "")),
         secret=secrets.key_of(secret) if secret else "",
         address=env.get("GLOO_SOCKET_IFNAME", ""),
         transport=_choice(env, "PYCOMM_TRANSPORT", ("shm", "tcp"), ""),

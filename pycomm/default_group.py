@@ -18,6 +18,7 @@ from pycomm import _core, config
 from pycomm import _secret as secrets
 from pycomm._bootstrap import launcher_watch, rendezvous
 from pycomm._bootstrap.shrink import Store
+from pycomm._names import also_named
 from pycomm.errors import GroupBroken, InvalidArgument
 from pycomm.group import DEFAULT_TIMEOUT_S, Group, abort_all, on_shrink
 
@@ -76,8 +77,12 @@ _state = _State()
 _thread = _Thread()
 
 
+@also_named(world_size="size")
 def init(
     *,
+    rank: int | None = None,
+    size: int | None = None,
+    master: str | None = None,
     timeout_s: float = DEFAULT_TIMEOUT_S,
     transport: str | None = None,
     secret: str | None = None,
@@ -85,12 +90,16 @@ def init(
     reproducible: bool = False,
     heartbeat_s: float = DEFAULT_HEARTBEAT_S,
 ) -> Group:
-    """Forms the default group from the environment. Collective over the processes of the run.
+    """Forms the default group. Collective over the processes of the run.
 
-    A second call returns the same group and ignores its arguments. After torch's
+    The environment gives each process its rank; or the program does, with `rank` and `size`. A
+    second call returns the same group and ignores its arguments. After torch's
     init_process_group("pycomm") the group uses that backend's engine.
 
     Args:
+        rank, size: the rank of this process, and their number; None: those of the environment.
+        master: "host:port", where rank 0 serves the store; the same on every rank. Needed if
+            `size` is given, and above 1.
         timeout_s: limit in seconds of the forming and of every call without one of its own.
         transport: "shm" or "tcp": this one only; None: PYCOMM_TRANSPORT, or the best for each pair.
         secret: the run's shared secret; None: PYCOMM_SECRET.
@@ -128,7 +137,7 @@ def init(
             )
         if secret is not None:
             secrets.check(secret, "secret")
-        here = config.environment(secret=secret)
+        here = config.environment(secret=secret, place=config.Place.of(rank, size, master))
         if encrypt is not None:
             here = dataclasses.replace(here, encrypt=encrypt)
         group = _form(here, timeout_s, transport, reproducible, heartbeat_s)

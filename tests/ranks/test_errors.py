@@ -3,6 +3,7 @@
 import os
 import pickle
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -13,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from ports import free_port
 
 import pycomm
 from pycomm import Group, _core, config, errors
@@ -73,6 +75,53 @@ BAD_ENVIRONMENTS = [
 def test_invalid_variable_is_named(values: dict[str, str], name: str) -> None:
     with pytest.raises(errors.InvalidArgument, match=name):
         config.environment(values)
+
+
+@pytest.mark.parametrize(
+    ("place", "text"),
+    [
+        ((0, None, None), "rank=0, size=None: expected both"),
+        ((None, 2, "h:1"), "rank=None, size=2: expected both"),
+        ((None, None, "h:1"), "rank=None, size=None: expected both"),
+        ((2, 2, "h:1"), "rank=2, size=2"),
+        ((-1, 2, "h:1"), "rank=-1, size=2"),
+        ((0, 2, None), "invalid master: got None"),
+        *(((0, 2, text), "invalid master") for text in ("h", "h:", ":1", "h:0", "h:70000", "h:a")),
+    ],
+)
+def test_an_invalid_place_is_rejected(place: tuple[Any, ...], text: str) -> None:
+    with pytest.raises(errors.InvalidArgument, match=text):
+        config.Place.of(*place)
+
+
+def test_a_place_may_be_alone_or_have_an_ipv6_address() -> None:
+    assert config.Place.of(None, None, None) is None
+    assert config.Place.of(0, 1, None) == config.Place(0, 1)
+    assert config.Place.of(1, 2, "[fd00::1]:29500") == config.Place(1, 2, "fd00::1", 29500)
+
+
+GIVEN = """
+import sys
+import numpy as np, pycomm
+group = pycomm.init(rank=int(sys.argv[1]), size=2, master=sys.argv[2], timeout_s=30)
+print(group.rank, group.size, pycomm.local_rank(), pycomm.all_reduce(np.ones(2)).tolist(), end=" ")
+print(group.peer_info()[-1].transport)
+"""
+
+
+@pytest.mark.parametrize("secret", ["", "0123456789abcdef"])
+def test_processes_rendezvous_by_arguments(secret: str) -> None:
+    """The variables of a launcher are ignored."""
+    master = f"127.0.0.1:{free_port()}"
+    env = {**os.environ, "RANK": "3", "WORLD_SIZE": "9", "LOCAL_RANK": "3", "PYCOMM_SECRET": secret}
+    env |= {"MASTER_ADDR": "192.0.2.1", "MASTER_PORT": "1", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    command = [sys.executable, "-c", GIVEN]
+    ranks = [
+        subprocess.Popen([*command, str(rank), master], env=env, stdout=subprocess.PIPE)
+        for rank in range(2)
+    ]
+    outputs = [process.communicate(timeout=180)[0].decode().strip() for process in ranks]
+    assert outputs == ["0 2 0 [2.0, 2.0] shm", "1 2 1 [2.0, 2.0] self"]
 
 
 GOOD_ENVIRONMENTS = [
