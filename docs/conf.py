@@ -49,6 +49,7 @@ default_role = "literal"  # docstrings have `x` for code
 myst_heading_anchors = 4
 nitpicky = True
 nitpick_ignore_regex = [
+    ("py:class", r"Op|Launcher"),  # an alias of a type and a private class, in signatures
     (r"py:.*", r"(collections|contextlib|numpy|os|torch)\..*"),
     (r"py:.*", r"(Store|_DistributedBackendOptions|timedelta)"),  # torch's and datetime's
     (r"py:.*", r"(pycomm\.)?(_core|_c10d)\..*"),
