@@ -221,6 +221,11 @@ ROWS: dict[str, tuple[Row, ...]] = {
             "`size`, `rank_start`, `master_addr`, `master_port`",
             "MegEngine's names are accepted",
         ),
+        Row(
+            "`dist.init_process_group(master_ip, port, world_size, rank)`",
+            '`pycomm.init(rank=rank, size=world_size, master=f"{ip}:{port}")`',
+            "or without arguments, by the environment",
+        ),
         Row("`dist.group_barrier()`", "`pycomm.barrier()`", "", "group_barrier"),
         Row("`dist.is_distributed()`", "`pycomm.is_initialized()`", "", "is_distributed"),
         Row(

@@ -30,9 +30,9 @@ class DataLoader(data.DataLoader[Any]):
 
     Takes torch's arguments; batch_size is per rank. Without `sampler` and `batch_sampler` it makes
     a ShardedSampler, seeded by `generator` if given, and shuffles every epoch differently. In place
-    of torch's SequentialSampler and RandomSampler, also within a BatchSampler, it uses a
-    ShardedSampler of the same order. Samplers that know the ranks are used unchanged:
-    ShardedSampler, InfiniteSampler, and those with `num_replicas`, as torch's DistributedSampler.
+    of torch's SequentialSampler and RandomSampler, also within a BatchSampler or InfiniteSampler,
+    it uses a ShardedSampler of the same order. Samplers that know the ranks are used unchanged:
+    ShardedSampler, and those with `num_replicas`, as torch's DistributedSampler.
     Of an IterableDataset this rank gets every size-th sample.
 
     With drop_last=True all ranks get the same number of batches. Otherwise some may get one more:
@@ -74,9 +74,10 @@ class DataLoader(data.DataLoader[Any]):
 
     def _divided(self, sampler: Any, place: dict[str, Any]) -> Any:
         """The part of a given sampler that this rank reads."""
-        ours = isinstance(sampler, (ShardedSampler, InfiniteSampler))
-        if ours or hasattr(sampler, "num_replicas"):
+        if isinstance(sampler, ShardedSampler) or hasattr(sampler, "num_replicas"):
             return sampler
+        if isinstance(sampler, InfiniteSampler):
+            return InfiniteSampler(self._divided(sampler.sampler, place))
         if type(sampler) is data.SequentialSampler:
             return self._shard(sampler.data_source, False, None, place)
         if (

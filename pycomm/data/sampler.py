@@ -129,16 +129,16 @@ class InfiniteSampler(Sampler[Any]):
     """
 
     def __init__(self, sampler: Sampler[Any]) -> None:
-        self._sampler = sampler
+        self.sampler = sampler
 
     def __iter__(self) -> Iterator[Any]:
         """The indices without end; ends only if the sampler is empty."""
-        epoch = getattr(self._sampler, "epoch", 0)
+        epoch = getattr(self.sampler, "epoch", 0)
         while True:
-            if hasattr(self._sampler, "set_epoch"):
-                self._sampler.set_epoch(epoch)
+            if hasattr(self.sampler, "set_epoch"):
+                self.sampler.set_epoch(epoch)
             nothing = True
-            for index in self._sampler:
+            for index in self.sampler:
                 nothing = False
                 yield index
             if nothing:

@@ -41,6 +41,7 @@ SHOWN = 60  # characters of a value in an error text
 
 DTYPES = ("|b1", "|i1", "|u1", *(f"<{kind}" for kind in ("i2", "i4", "i8", "u2", "u4", "u8")))
 DTYPES += ("<f2", "<f4", "<f8")
+MAX_DIMENSIONS = 64  # NumPy's limit; the product of many large numbers would take long
 
 _CONSTANTS = {None: b"N", True: b"T", False: b"F"}
 _length = struct.Struct("<Q")
@@ -178,13 +179,15 @@ class _Reader:
             raise _broken("an array in it is not three values")
         name, shape, content = described
         plain = type(name) is str and name in DTYPES and type(content) is bytes
-        if not plain or type(shape) is not tuple or any(type(n) is not int for n in shape):
+        if not plain or type(shape) is not tuple or len(shape) > MAX_DIMENSIONS:
             raise _broken("an array in it has no valid dtype, shape or content")
-        if min(shape, default=0) < 0 or math.prod(shape) * int(name[2:]) != len(content):
+        if any(type(n) is not int or not 0 <= n < 1 << 63 for n in shape):
+            raise _broken("an array in it has an invalid shape")
+        if math.prod(shape) * int(name[2:]) != len(content):
             raise _broken(f"an array in it has {len(content)} bytes for shape {_short(shape)}")
         try:
             return np.frombuffer(content, name).reshape(shape).copy()
-        except ValueError as error:  # too many dimensions, or one of 2^63 beside one of 0
+        except ValueError as error:  # too many dimensions, or a large one beside one of 0
             raise _broken(f"an array in it has an invalid shape ({error})") from None
 
     def _dict(self, count: int, depth: int) -> dict[Any, Any]:

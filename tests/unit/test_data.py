@@ -205,6 +205,7 @@ def test_a_given_sampler_is_divided(options: Any, wanted: list[list[int]] | None
         WeightedRandomSampler([1.0] * 10, 4),
         SubsetRandomSampler(range(4)),
         BatchSampler(SubsetRandomSampler(range(4)), 2, False),
+        InfiniteSampler(SubsetRandomSampler(range(4))),
     ],
     ids=lambda sampler: type(sampler).__name__,
 )
@@ -219,6 +220,15 @@ def test_a_sampler_that_every_rank_would_read_whole_is_refused(sampler: Any) -> 
 
     run_ranks(1, program)
     run_ranks(2, program)
+
+
+def test_an_infinite_sampler_is_divided() -> None:
+    def program(group: Group) -> Any:
+        data = TensorDataset(torch.arange(6))
+        loader = DataLoader(data, sampler=InfiniteSampler(SequentialSampler(data)))
+        return [int(x) for (x,) in itertools.islice(loader, 5)]
+
+    assert run_ranks(2, program) == [[0, 2, 4, 0, 2], [1, 3, 5, 1, 3]]
 
 
 def test_scattered_batches() -> None:
