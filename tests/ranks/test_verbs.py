@@ -209,7 +209,7 @@ def test_wrong_arguments_raise_before_data_is_sent() -> None:
         cases = [
             (lambda: pycomm.reduce(x, 2), "rank 2"),
             (lambda: pycomm.reduce(x, -1), "rank -1"),
-            (lambda: pycomm.reduce(x, 0, "mean"), "mean"),
+            (lambda: pycomm.reduce(x, 0, "median"), "median"),
             (lambda: pycomm.gather(x, 5), "rank 5"),
             (lambda: pycomm.gather(x, me, np.ones(8, np.float32)), "shape"),
             (lambda: pycomm.gather(x, me, np.ones((2, 4))), "dtype"),
@@ -263,7 +263,7 @@ def test_values_of_all_ranks() -> None:
 
 def test_unsupported_value_is_reported_on_every_rank() -> None:
     def fn(group: Group) -> Any:
-        value = {"loss": np.float32(1)} if group.rank == 1 else 1.5
+        value = {"loss": 1j} if group.rank == 1 else 1.5
         with pytest.raises(errors.InvalidArgument, match=r"rank 1: value\['loss'\]") as caught:
             pycomm.all_gather_object(value, group=group)
         return caught.value.peer, pycomm.all_gather_object(group.rank, group=group)
@@ -314,6 +314,7 @@ def exchanged(group: Group) -> list[int]:
     assert (out == 1).all()
     with pytest.raises(errors.Mismatch):  # some compare the counts and others do not
         exchange(group.rank == 0)
+    pycomm.barrier(group=group)  # a rank that leaves before another has met rank 0 is lost to it
     return frames
 
 

@@ -140,7 +140,7 @@ WRONG_CALLS = {
     "limit": (lambda: kernels.clip_(np.ones(3, F32), -1), "never negative"),
     "cast": (lambda: kernels.cast(np.ones(3, F32), "int8"), "one of float16"),
     "reduce": (lambda: kernels.reduce_(np.ones(3, F32), []), "empty"),
-    "reduce op": (lambda: kernels.reduce_(np.ones(3, F32), [np.ones(3, F32)], "mean"), "one of"),
+    "reduce op": (lambda: kernels.reduce_(np.ones(3, F32), [np.ones(3, F32)], "median"), "one of"),
     "reduce shape": (lambda: kernels.reduce_(np.ones(3, F32), [np.ones(4, F32)]), "shape"),
     "reduce dtype": (lambda: kernels.reduce_(np.ones(3, F32), [np.ones(3)]), "it must be"),
 }  # fmt: skip
