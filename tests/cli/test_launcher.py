@@ -27,6 +27,7 @@ def sums(x: np.ndarray, *, factor: int) -> Any:
     places = [os.environ[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "PYCOMM_SIZE")]
     pycomm.user_set(f"of {pycomm.rank()}", pycomm.rank())
     other = pycomm.user_get(f"of {1 - pycomm.rank()}")
+    pycomm.barrier()  # the store ends with rank 0
     return total, pycomm.rank(), pycomm.local_size(), places, other
 
 
