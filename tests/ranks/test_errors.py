@@ -105,13 +105,13 @@ import sys
 import numpy as np, pycomm
 group = pycomm.init(rank=int(sys.argv[1]), size=2, master=sys.argv[2], timeout_s=30)
 print(group.rank, group.size, pycomm.local_rank(), pycomm.all_reduce(np.ones(2)).tolist(), end=" ")
-print(group.peer_info()[-1].transport)
+print(group.peer_info()[-1].transport, "torch" in sys.modules)
 """
 
 
 @pytest.mark.parametrize("secret", ["", "0123456789abcdef"])
 def test_processes_rendezvous_by_arguments(secret: str) -> None:
-    """The variables of a launcher are ignored."""
+    """The variables of a launcher are ignored: with a secret, torch's store is not used."""
     master = f"127.0.0.1:{free_port()}"
     env = {**os.environ, "RANK": "3", "WORLD_SIZE": "9", "LOCAL_RANK": "3", "PYCOMM_SECRET": secret}
     env |= {"MASTER_ADDR": "192.0.2.1", "MASTER_PORT": "1", "TORCHELASTIC_USE_AGENT_STORE": "True"}
@@ -121,7 +121,8 @@ def test_processes_rendezvous_by_arguments(secret: str) -> None:
         for rank in range(2)
     ]
     outputs = [process.communicate(timeout=180)[0].decode().strip() for process in ranks]
-    assert outputs == ["0 2 0 [2.0, 2.0] shm", "1 2 1 [2.0, 2.0] self"]
+    torch = not secret
+    assert outputs == [f"0 2 0 [2.0, 2.0] shm {torch}", f"1 2 1 [2.0, 2.0] self {torch}"]
 
 
 GOOD_ENVIRONMENTS = [
