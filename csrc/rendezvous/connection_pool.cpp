@@ -10,13 +10,24 @@ namespace pycomm::rendezvous {
 std::optional<ServerConnection> ConnectionPool::take(const Deadline& deadline) {
   {
     std::unique_lock lock(mutex_);
-    while (idle_.empty() && settled_ && in_use_ > 0) {
-      if (deadline.expired()) return std::nullopt;
-      given_back_.wait_for(lock,
-                           std::min<std::chrono::nanoseconds>(kPollInterval, deadline.left()));
+    const auto turn = turns_.insert(turns_.end(), std::monostate{});
+    const auto may_take = [&] {
+      return turn == turns_.begin() && (!idle_.empty() || !settled_ || in_use_ == 0);
+    };
+    bool interrupted = false;
+    while (!may_take() && !interrupted && !deadline.expired()) {
+      changed_.wait_for(lock, std::min<std::chrono::nanoseconds>(kPollInterval, deadline.left()));
+      lock.unlock();
+      interrupted = wait_.is_interrupted();
+      lock.lock();
+    }
+    const bool may = may_take();
+    turns_.erase(turn);
+    changed_.notify_all();
+    if (!may) {
       lock.unlock();
       wait_.check_interrupted();
-      lock.lock();
+      return std::nullopt;
     }
     ++in_use_;
     if (!idle_.empty()) {
@@ -39,7 +50,7 @@ void ConnectionPool::give_back(std::optional<ServerConnection> connection) {
     --in_use_;
     if (connection) idle_.push_back(std::move(*connection));
   }
-  given_back_.notify_all();
+  changed_.notify_all();
 }
 
 void ConnectionPool::settle() {

@@ -3,8 +3,10 @@
 
 #include <condition_variable>
 #include <cstddef>
+#include <list>
 #include <mutex>
 #include <optional>
+#include <variant>
 #include <vector>
 
 #include "core/deadline.h"
@@ -14,7 +16,8 @@
 
 namespace pycomm::rendezvous {
 
-// Thread-safe.
+// Thread-safe. Calls take connections in the order of their arrival: a get that repeats its request
+// would otherwise take a connection back before the call that waits for it wakes.
 class ConnectionPool {
  public:
   ConnectionPool(ServerDialer& dialer, const ClientWait& wait) : dialer_(dialer), wait_(wait) {}
@@ -31,7 +34,8 @@ class ConnectionPool {
   ServerDialer& dialer_;
   const ClientWait& wait_;
   std::mutex mutex_;
-  std::condition_variable given_back_;
+  std::condition_variable changed_;
+  std::list<std::monostate> turns_;  // one for each take() that waits, in order of arrival
   std::vector<ServerConnection> idle_;
   size_t in_use_ = 0;
   bool settled_ = false;

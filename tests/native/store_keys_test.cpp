@@ -18,6 +18,9 @@
 #include "core/errors.h"
 #include "group/connect.h"
 #include "harness.h"
+#include "rendezvous/client_wait.h"
+#include "rendezvous/connection_pool.h"
+#include "rendezvous/server_dialer.h"
 #include "rendezvous/store_frame.h"
 #include "rendezvous/store_server.h"
 #include "stores.h"
@@ -136,6 +139,35 @@ const Test kSettled{
       // Its port is free for the next run while these connections are open.
       const auto next = rendezvous::TcpStore::serve(kHost, server->port(), kKey);
       expect_equal(client->add("count", 1), 2, "beside the next run");
+    }};
+
+// Without an order, a get that repeats its request takes the only connection back each time before
+// the call that waits for it wakes.
+const Test kOrder{
+    "tcp store: calls that share a connection take it in the order of their arrival", [] {
+      const auto server = rendezvous::TcpStore::serve(kHost, 0, kKey);
+      std::atomic<bool> asked{false}, returned{false};
+      const rendezvous::ClientWait wait("the server", [&] {  // the first to ask waits for its turn
+        if (!asked.exchange(true)) {
+          asked.notify_all();
+          returned.wait(false);
+        }
+        return false;
+      });
+      const rendezvous::ClientWait no_wait("the server", {});
+      rendezvous::ServerDialer dialer(kHost, server->port(), kKey, no_wait, {});
+      rendezvous::ConnectionPool pool(dialer, wait);
+      auto held = pool.take(within(10s));
+      pool.settle();
+      auto waiting = std::async(std::launch::async, [&] { return pool.take(within(20s)); });
+      asked.wait(false);
+      pool.give_back(std::move(held));
+      const bool overtook = pool.take(within(0s)).has_value();
+      returned = true;
+      returned.notify_all();
+      expect(!overtook, "a call that arrives later takes nothing");
+      pool.give_back(waiting.get());
+      expect(pool.take(within(0s)).has_value(), "free again");
     }};
 
 const Test kSettledGone{
