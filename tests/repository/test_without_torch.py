@@ -123,14 +123,15 @@ def test_package_works_with_numpy_alone(environment: Path) -> None:
     assert use_everything(environment, ROOT) == [pycomm._core.__file__] * 2
 
 
-# A compiler that copies the objects without Python headers from the existing build: they are the
-# same, and take minutes. Objects with pybind11 are compiled, quickly. It also serves as nvcc.
+# A compiler that copies the objects from the existing build: they are the same, and take minutes.
+# It preprocesses the sources with Python headers, since torch's are not there. It serves as nvcc.
 COMPILER = """#!/bin/sh
 for word in "$@"; do last=$word; done
 case "$*" in
-*/csrc/bindings/*|*" -shared "*) exec {cxx} "$@" -O0 ;;
-*) mkdir -p "$(dirname "$last")" && cp "{built}/$last" "$last" && : > "$last.d" ;;
+*" -shared "*) exec {cxx} "$@" ;;
+*/csrc/bindings/*) mkdir -p "$(dirname "$last")" && {cxx} "$@" -E || exit 1 ;;
 esac
+mkdir -p "$(dirname "$last")" && cp "{built}/$last" "$last" && : > "$last.d"
 """
 
 
