@@ -9,6 +9,7 @@ failures on their own.
 from __future__ import annotations
 
 import contextlib
+import socket
 import time
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -21,18 +22,15 @@ from torch.distributed.elastic.utils import store as together
 from torch.distributed.launcher import api
 
 from pycomm.launch import local_rendezvous
-from pycomm.launch.hosts import SILENT_S, Hosts
+from pycomm.launch.hosts import SILENT_S, START_LIMIT_S, Hosts
 
 if TYPE_CHECKING:
-    import socket
-
     from torch.distributed.launcher.api import LaunchConfig
 
 __all__ = ["launch"]
 
 FAILED_LIMIT_S = 10.0  # a failed host may serve the store in which others report their failures
 STOPPED_LIMIT_S = 1.0  # after a signal the launcher must exit soon
-PORT_LIMIT_S = 30.0  # for the first host's launcher to store the port, which it does at its start
 POLL_S = 0.2  # between polls of the barrier; torch's wait() would log each of them
 
 
@@ -63,29 +61,33 @@ class Agent(local_elastic_agent.LocalElasticAgent):
         self._hosts = Hosts(
             self._store, worker_group.group_rank or 0, worker_group.group_world_size or 1
         )
-        self._logs_specs.variables.update(
-            local_rendezvous.variables(self._port(worker_group.group_rank))
-        )
+        try:
+            port = self._port(worker_group.group_rank)
+            self._logs_specs.variables.update(local_rendezvous.variables(port))
+            self._logs_specs.places = self._places(worker_group)
+        except RuntimeError as error:
+            raise RendezvousError(
+                "another host's launcher did not announce its port or its ranks: start the ranks "
+                "of every host with pycomm launch"
+            ) from error
 
     def _port(self, own: int) -> int:
-        """The port at which rank 0 serves pycomm's store; the first host's launcher stores it.
-
-        Raises:
-            RendezvousError: it did not.
-        """
+        """The port at which rank 0 serves pycomm's store; the first host's launcher stores it."""
         if own == 0:
             if self._reserved is None:
                 assert self._hosts is not None
                 self._reserved = local_rendezvous.reserve_port(self._hosts.count > 1)
             self._store.set(local_rendezvous.PORT_KEY, str(self._reserved.getsockname()[1]))
-        try:
-            self._store.wait([local_rendezvous.PORT_KEY], timedelta(seconds=PORT_LIMIT_S))
-            return int(self._store.get(local_rendezvous.PORT_KEY))
-        except RuntimeError as error:
-            raise RendezvousError(
-                "the first host's launcher did not announce the port of pycomm's store: start the "
-                "ranks of every host with pycomm launch"
-            ) from error
+        self._store.wait([local_rendezvous.PORT_KEY], timedelta(seconds=START_LIMIT_S))
+        return int(self._store.get(local_rendezvous.PORT_KEY))
+
+    def _places(self, worker_group: Any) -> list[tuple[str, str]]:
+        """The ranks of each host, and its name and address, for the table."""
+        assert self._hosts is not None
+        ranks = sorted(worker.global_rank for worker in worker_group.workers)
+        name = f"ranks {ranks[0]} to {ranks[-1]}" if len(ranks) > 1 else f"rank {ranks[0]}"
+        where = ", ".join(filter(None, [socket.gethostname(), worker_group.spec.local_addr]))
+        return [(name, where)] if self._hosts.count == 1 else self._hosts.places(name, where)
 
     def _monitor_workers(self, worker_group: Any) -> Any:
         """torch calls this several times a second while ranks run."""

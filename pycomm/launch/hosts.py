@@ -1,4 +1,4 @@
-"""Liveness of the other hosts' launchers: each writes heartbeats to torch's store.
+"""The other hosts' launchers: each writes its place and heartbeats to torch's store.
 
 A heartbeat counts as missing after a time without change on the local clock, as hosts' clocks
 differ. This says nothing about ranks, which detect failures on their own.
@@ -7,13 +7,16 @@ differ. This says nothing about ranks, which detect failures on their own.
 from __future__ import annotations
 
 import time
+from datetime import timedelta
 from typing import Any
 
-__all__ = ["SILENT_S", "Hosts"]
+__all__ = ["SILENT_S", "START_LIMIT_S", "Hosts"]
 
 HEARTBEAT_S = 5.0  # between heartbeats
 SILENT_S = 30.0  # without a heartbeat; a launcher never blocks for so long
+START_LIMIT_S = 30.0  # for another host's launcher to write a value, which it does at its start
 KEY = "pycomm/launcher/{}"
+PLACE_KEY = "pycomm/launcher/{}/place"
 ENDED = b"ended"
 
 
@@ -25,6 +28,18 @@ class Hosts:
         self._store, self._own = store, own
         self._beats, self._next = 0, 0.0
         self._last_seen: dict[int, tuple[bytes, float]] = {}
+
+    def places(self, ranks: str, where: str) -> list[tuple[str, str]]:
+        """The ranks and the place of every host, this one's among them.
+
+        Raises:
+            RuntimeError: a host's launcher did not write its own.
+        """
+        self._store.set(PLACE_KEY.format(self._own), f"{ranks}\n{where}")
+        keys = [PLACE_KEY.format(host) for host in range(self.count)]
+        self._store.wait(keys, timedelta(seconds=START_LIMIT_S))
+        found = [self._store.get(key).decode().split("\n") for key in keys]
+        return [(name, place) for name, place in found]
 
     def send_heartbeat(self) -> None:
         """Writes a heartbeat if one is due; call it often. Raises RuntimeError if the store

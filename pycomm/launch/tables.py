@@ -29,6 +29,7 @@ class Logs(LogsSpecs):
 
     Attributes:
         variables: further environment variables of the ranks, which are not shown, such as the key.
+        places: the ranks of each host, and its name and address.
     """
 
     def __init__(
@@ -36,6 +37,7 @@ class Logs(LogsSpecs):
     ) -> None:
         super().__init__(folder)
         self.variables: dict[str, str] = {}
+        self.places: list[tuple[str, str]] = []
         self._folder, self._all_ranks, self._rows, self._errors = folder, all_ranks, rows, errors
 
     @property
@@ -66,7 +68,7 @@ class Logs(LogsSpecs):
         numbers = [int(env[name]) for name in SHOWN[2:]]
         first = {**os.environ, **env, **worker_setup.variables(*numbers)}
         names = [*SHOWN, *worker_setup.variables(*numbers), *(n for n in ALSO_SHOWN if n in first)]
-        print("pycomm launch: configuration\n" + table(self._rows))
+        print("pycomm launch: configuration\n" + table([*self._rows, *self.places]))
         print(
             f"pycomm launch: starting {numbers[3]} of {numbers[1]} processes on this host; ", end=""
         )

@@ -6,6 +6,7 @@ import os
 import re
 import select
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -61,6 +62,7 @@ def test_places_tables_and_logs(tmp_path: Path) -> None:
         assert found["sum"] == 1.0
     assert re.search(r"\| program +\| .*launched.py place --epochs 3 +\|", done.stdout)
     assert re.search(r"\| PYCOMM_SIZE +\| 2 +\|", done.stdout)
+    assert re.search(rf"\| ranks 0 to 1 +\| {socket.gethostname()}, 127.0.0.1 +\|", done.stdout)
     shown = [line for line in done.stdout.splitlines() if "arguments" in line]
     assert len(shown) == 1  # the output of the first rank, unchanged
     assert shown[0].startswith("OMP")
@@ -307,6 +309,8 @@ def test_two_hosts_train_together(secret: str, tmp_path: Path) -> None:
             out, err = process.communicate(timeout=LIMIT_S)
             assert process.returncode == 0, out + err
             assert ("any client that can reach" in err) != bool(secret)
+            for host in net.hosts:  # the places of all ranks, on each host
+                assert re.search(rf"\| ranks? \d( to \d)? +\| \S+, {host.ipv4()} +\|", out), out
     logs = sorted(tmp_path.glob("rank*.log"))
     assert len(logs) == 3
     lines = {line for log in logs for line in log.read_text().splitlines() if "bits" in line}
