@@ -14,32 +14,47 @@ from torch import Tensor
 
 from pycomm import collectives
 from pycomm.default_group import default
-from pycomm.errors import Error
+from pycomm.errors import Error, InvalidArgument
 from pycomm.group import Group
 
 __all__ = ["average", "bcast_list_", "bcast_value"]
 
 
-def bcast_list_(tensors: Iterable[Tensor], src: int = 0, group: Group | None = None) -> None:
+def bcast_list_(
+    tensors: Iterable[Tensor | np.ndarray], src: int = 0, group: Group | None = None
+) -> None:
     """Broadcasts every tensor of a list from rank `src`, in place: one call per dtype and device.
 
     Collective.
 
     Args:
-        tensors: the tensors to overwrite; the same shapes, dtypes and kinds of device on every
-            rank, in the same order.
+        tensors: the tensors or NumPy arrays to overwrite; the same shapes, dtypes and kinds of
+            device on every rank, in the same order.
         src: the rank whose elements are sent.
         group: the group to call in; None: the default group.
 
     Raises:
+        InvalidArgument: an item is neither, or is a read-only array.
         Error: as pycomm.broadcast.
     """
     group = group or default()
-    listed = list(tensors)
+    listed = [_tensor(item) for item in tensors]
     new = _through(listed, lambda flat: collectives.broadcast(flat, src, group=group))
     if group.rank != src:
         for tensor, content in zip(listed, new, strict=True):
             tensor.detach().copy_(content)
+
+
+def _tensor(item: Any) -> Tensor:
+    """The tensor, or one that shares the memory of the NumPy array."""
+    if isinstance(item, Tensor):
+        return item
+    if not isinstance(item, np.ndarray) or not item.flags.writeable:
+        what = "a read-only array" if isinstance(item, np.ndarray) else type(item).__name__
+        raise InvalidArgument(
+            f"bcast_list_: got {what}, expected tensors or writable NumPy arrays to overwrite"
+        )
+    return torch.from_numpy(item)
 
 
 def bcast_value(value: Any, src: int, group: Group) -> Any:

@@ -174,8 +174,8 @@ def _ranks(options: argparse.Namespace) -> tuple[int, int, str]:
         if not devices:
             note = f": one per {worker_setup.CORES_PER_RANK} processors; --nproc N sets it"
     count = run.determine_local_world_size(options.nproc_per_node)
-    if 0 < devices < count:
-        note = f", on {devices} GPUs: NCCL refuses two ranks of a group on one GPU"
+    if shared := worker_setup.shared_devices(count, devices):
+        note = f", {shared}"
     return count, devices, f"{count}{note}"
 
 

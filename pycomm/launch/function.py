@@ -161,6 +161,8 @@ def _counts(options: Options) -> tuple[int, int, int]:
         )
     if size > count and options.master_port == 0:
         raise InvalidArgument("several hosts need a rendezvous: pass the same master_port on all")
+    if shared := worker_setup.shared_devices(count, devices):
+        print(f"pycomm.launcher: {count} ranks {shared}", file=sys.stderr)
     return count, size, devices
 
 

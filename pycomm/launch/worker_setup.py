@@ -12,7 +12,7 @@ import sys
 
 from pycomm.errors import InvalidArgument
 
-__all__ = ["cores_of", "default_count", "setup_worker", "share_of", "threads_for", "variables"]
+__all__ = ["cores_of", "default_count", "setup_worker", "share_of", "shared_devices", "threads_for", "variables"]
 
 PR_SET_PDEATHSIG = 1
 CORES_PER_RANK = 2  # default without devices
@@ -31,6 +31,13 @@ def variables(rank: int, size: int, local_rank: int, local_size: int) -> dict[st
 def default_count(devices: int) -> int:
     """The default number of ranks of this host: one per device, or per two processors."""
     return devices or max(1, len(os.sched_getaffinity(0)) // CORES_PER_RANK)
+
+
+def shared_devices(count: int, devices: int) -> str:
+    """A text about this host's ranks and devices if ranks share one; else empty."""
+    if not 0 < devices < count:
+        return ""
+    return f"on {devices} GPUs: NCCL refuses two ranks of a group on one GPU"
 
 
 def share_of(local_size: int) -> int:

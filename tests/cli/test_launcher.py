@@ -171,6 +171,20 @@ def test_two_hosts(tmp_path: Path) -> None:
             assert out == "[([0, 1], 2)]\n"
 
 
+def test_ranks_that_share_a_gpu_are_reported(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import torch
+
+    from pycomm.launch import function
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert function._counts(function.Options(nproc=2)) == (2, 2, 2)
+    assert capsys.readouterr().err == ""
+    assert function._counts(function.Options(nproc=4)) == (4, 4, 2)
+    assert "pycomm.launcher: 4 ranks on 2 GPUs: NCCL refuses two" in capsys.readouterr().err
+
+
 def test_script_without_a_main_guard_is_reported(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(

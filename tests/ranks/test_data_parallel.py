@@ -5,6 +5,7 @@ import threading
 import time
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -386,6 +387,28 @@ def test_deleted_wrapper_holds_no_resources() -> None:
         assert group.stats().calls == calls + 1  # of the last wrapper alone
 
     run_ranks(2, program, replicas(2))
+
+
+def test_lists_of_numpy_arrays_are_broadcast() -> None:
+    def program(group: pycomm.Group) -> list[Any]:
+        mine = [np.full((2, 3), group.rank, "f4"), torch.full((3,), float(group.rank))]
+        mine.append(np.full((4, 6), group.rank, "i8")[:, ::2])  # with strides
+        pycomm.bcast_list_(mine, src=1)
+        return [array.tolist() for array in mine]
+
+    wanted = [[[1] * 3] * 2, [1] * 3, [[1] * 3] * 4]
+    assert run_ranks(2, program) == [wanted, wanted]
+
+
+@pytest.mark.parametrize("item", [[1.0], np.frombuffer(b"01234567")])
+def test_lists_to_broadcast_have_writable_arrays(item: Any) -> None:
+    def program(group: pycomm.Group) -> int:
+        before = group.stats().calls
+        with pytest.raises(InvalidArgument, match="tensors or writable NumPy arrays"):
+            pycomm.bcast_list_([np.ones(2), item])
+        return group.stats().calls - before
+
+    assert run_ranks(1, program) == [0]
 
 
 @pytest.mark.parametrize("op", ["sum", "mean"])
