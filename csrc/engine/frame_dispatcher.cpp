@@ -175,10 +175,14 @@ void FrameDispatcher::throw_peer_error(int peer) {
   const Peer& state = peers_.at(peer);
   poll(peer);
   while (const transport::Header* header = front(peer)) {
-    if (header->kind != transport::FrameKind::goodbye)
+    const bool ends_call = header->kind == transport::FrameKind::mismatch &&
+                           calls_.running() != nullptr && calls_.order_of(*header) == 0;
+    if (!ends_call && header->kind != transport::FrameKind::goodbye) {
       state.link->discard();
-    else if (read_notice(peer, *header); !state.left_reason)
-      break;  // it never arrived completely
+      continue;
+    }
+    read_notice(peer, *header);  // throws Mismatch if it ends the call
+    if (!state.left_reason) break;  // it never arrived completely
   }
   throw peers_.lost(peer);
 }

@@ -10,6 +10,7 @@
 
 #include "collectives/choose.h"
 #include "engine/engine.h"
+#include "engine/goodbye.h"
 #include "harness.h"
 #include "kernels/kernels.h"
 #include "mortal.h"
@@ -42,6 +43,15 @@ struct Scene {
   }
 };
 
+transport::Header signature_of(const Scene& scene) {
+  transport::Header signature;
+  signature.operation = static_cast<uint8_t>(scene.operation);
+  signature.count = scene.count;
+  signature.algorithm = static_cast<uint8_t>(scene.algorithm);
+  signature.dtype = static_cast<uint8_t>(Dtype::float32);
+  return signature;
+}
+
 // One call of an engine over float32; all_reduce or broadcast from rank 0.
 void run_call(engine::Engine& engine, const Scene& scene, Array& array,
               const Deadline& deadline = Deadline(20s)) {
@@ -50,10 +60,7 @@ void run_call(engine::Engine& engine, const Scene& scene, Array& array,
                              {.rank = engine.rank(), .size = scene.size, .count = scene.count}),
       engine.rank());
   engine::PlanJob job{.schedule = &schedule};
-  job.signature.operation = static_cast<uint8_t>(scene.operation);
-  job.signature.count = scene.count;
-  job.signature.algorithm = static_cast<uint8_t>(scene.algorithm);
-  job.signature.dtype = static_cast<uint8_t>(Dtype::float32);
+  job.signature = signature_of(scene);
   job.input = job.output = array.data();
   job.element_bytes = 4;
   job.reducer = &kernels::reducer(Dtype::float32, ReduceOp::sum);
@@ -228,6 +235,37 @@ const ByTransport kGarbage{
         if (hangs_up) expect(ending.says("protocol error from rank 1"), ending.text());
         expect(!ending.says("bug in pycomm"), ending.text());
       }
+    }};
+
+// Rank 1 sent data of a call, was told that a third rank made another call, and left.
+const ByTransport kMismatchThenLeft{
+    "a mismatch is reported although the rank that reports it left", [](const std::string& by) {
+      const Scene scene{Operation::all_reduce, Algorithm::direct, 2, 1, 1, 0};
+      ranks::Ends ends = ranks::channel_pair(by, size_t{64} << 10);
+      const auto send = [&](transport::Header header, std::string_view payload) {
+        header.bytes = static_cast<uint32_t>(payload.size());
+        const auto head = std::as_bytes(std::span(&header, 1));
+        const auto body = std::as_bytes(std::span(payload));
+        expect_equal(ends.b->send(head, body), head.size() + body.size(), "bytes that fit");
+      };
+      send(signature_of(scene), "1234");
+      send({.kind = transport::FrameKind::mismatch}, "rank 2 made another call");
+      const std::string clean =
+          std::string(1, engine::Goodbye::kLeftCleanly) + "\xff\xff\xff\xff";  // blames none
+      send({.kind = transport::FrameKind::goodbye, .epoch = 1}, clean + "it closed the group");
+      ends.b->wake_peer();
+      ends.b->close({});
+      wait_for_end(*ends.a);
+      std::vector<std::unique_ptr<transport::Channel>> channels(2);
+      channels[1] = std::move(ends.a);
+      engine::EngineOptions options;
+      options.names = {"rank 0", "rank 1"};
+      engine::Engine engine(std::move(channels), options);
+      Array array(Dtype::float32, 1);
+      const auto ending = ranks::ending_of([&] { run_call(engine, scene, array); });
+      expect(ending.is(ErrorKind::mismatch) && ending.says("rank 2 made another"), ending.text());
+      const auto next = ranks::ending_of([&] { run_call(engine, scene, array); });
+      expect(next.is(ErrorKind::peer_lost) && next.says("it closed the group"), next.text());
     }};
 
 // check_for_failures() between calls: the next call reports ranks that are not awaited.
