@@ -131,6 +131,8 @@ def main() -> None:
         sys.exit(f"pycomm: Python 3.10 or newer is needed, {sys.executable} is {sys.version}")
     if sys.argv[1:] == ["--has-torch"]:
         sys.exit(not has_fitting_torch())
+    if VENV.is_symlink():  # it would be emptied for this interpreter, and installed for this folder
+        sys.exit(f"pycomm: {VENV} is a symbolic link: remove it, or run make where it leads")
     if STAMP.exists() and STAMP.read_text() == wanted():
         return
     make()
