@@ -1,33 +1,33 @@
-"""A data pipeline: one copy of the data per host, endless prefetching, conversion on the device.
+"""A data pipeline: one decoded copy per host, endless prefetching, conversion on the device.
 
 pycomm launch --nproc 2 examples/reader.py
 """
 
 import itertools
 
-import numpy as np
 import torch
 
 import pycomm
-from pycomm.data import InfiniteSampler, Prefetcher, ShardedSampler, share
+from pycomm.data import DataLoader, InfiniteSampler, Prefetcher, ShardedSampler
 
 IMAGES, BATCH, STEPS = 200, 10, 25  # two and a half epochs
 
 
 class Images(torch.utils.data.Dataset):
-    """uint8 images in memory that all ranks of a host share."""
-
-    def __init__(self) -> None:
-        made = None
-        if pycomm.local_rank() == 0:
-            made = np.random.default_rng(0).integers(0, 256, (IMAGES, 3, 16, 16), dtype=np.uint8)
-        self.array = share(made)
+    """uint8 images, as a decoder returns them."""
 
     def __len__(self) -> int:
-        return len(self.array)
+        return IMAGES
 
     def __getitem__(self, i: int) -> tuple[torch.Tensor, int]:
-        return torch.tensor(self.array[i]), i
+        made = torch.Generator().manual_seed(i)
+        return torch.randint(0, 256, (3, 16, 16), dtype=torch.uint8, generator=made), i
+
+
+def flipped(sample: tuple[torch.Tensor, int]) -> tuple[torch.Tensor, int]:
+    """Random augmentation of the decoded sample, different in each epoch."""
+    image, number = sample
+    return image.flip(-1) if torch.rand(()) < 0.5 else image, number
 
 
 def to_floats(batch: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -40,7 +40,10 @@ def main() -> None:
     group = pycomm.init()
     images = Images()
     sampler = InfiniteSampler(ShardedSampler(images, seed=1))  # each image on one rank, per epoch
-    loader = torch.utils.data.DataLoader(images, BATCH, sampler=sampler, num_workers=1)
+    # Each rank decodes its share of the images now; all ranks and workers read the one copy.
+    loader = DataLoader(
+        images, BATCH, sampler=sampler, num_workers=1, shared=True, transform=flipped
+    )
     device = "cuda" if torch.cuda.is_available() else "cpu"
     mean, seen = pycomm.metrics.Mean(), []
     for x, numbers in itertools.islice(Prefetcher(loader, device, convert=to_floats), STEPS):

@@ -164,8 +164,13 @@ ROWS: dict[str, tuple[Row, ...]] = {
         Row(
             "`paddle.io.DistributedBatchSampler`",
             "`pycomm.data.DataLoader`",
-            "repeats samples only on request",
+            "repeats samples only with `pad=True`",
             "DistributedBatchSampler",
+        ),
+        Row(
+            "generator, infinite reader",
+            "`pycomm.data.DataLoader(function, transform=)`",
+            "divided among ranks and workers; [an iterable needs `divide=`](data.md#streams)",
         ),
         Row(
             "`strategy.dgc`, `dgc_configs`",
@@ -271,6 +276,11 @@ ROWS: dict[str, tuple[Row, ...]] = {
             "sampler with shards",
             '`pycomm.data.DataLoader`, `ShardedSampler(order="contiguous")`',
             "samples are not repeated; a sampler that is given is sharded, or refused",
+        ),
+        Row(
+            "the DataLoaders of a host share memory",
+            "`pycomm.data.DataLoader(data, shared=True)`",
+            "[one decoded copy](data.md#one-decoded-copy-per-host), made in the constructor",
         ),
         Row(
             "a rank exits early, others hang",

@@ -48,6 +48,9 @@ BENCHMARKS = {
     "training": Benchmark("benchmarks.training.training", "training steps on each backend"),
     "convergence": Benchmark("benchmarks.training.convergence", "loss of DGC, LocalSGD and others"),
     "wire": Benchmark("benchmarks.training.received_bytes", "bytes that a rank of DGC receives"),
+    "shared_data": Benchmark(
+        "benchmarks.training.shared_data", "memory and seconds of one copy per host", _NO_PLOT
+    ),
     "cancellation": Benchmark(
         "benchmarks.reliability.cancellation", "Ctrl-C in every wait", _NO_PLOT
     ),

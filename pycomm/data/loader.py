@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 from torch.utils import data
 
 from pycomm.data.sampler import InfiniteSampler, ShardedSampler, rank_and_size
+from pycomm.data.shared import Transformed, shared_copy
+from pycomm.data.streams import Divided, as_stream, choose_divide
+from pycomm.default_group import default
 from pycomm.errors import InvalidArgument
 
 __all__ = ["DataLoader"]
@@ -19,6 +21,9 @@ NAMES = (
     *("batch_size", "shuffle", "sampler", "batch_sampler", "num_workers", "collate_fn"),
     *("pin_memory", "drop_last", "timeout", "worker_init_fn", "multiprocessing_context"),
 )
+
+# Of the workers that decode a data set.
+WORKERS = ("num_workers", "multiprocessing_context", "worker_init_fn", "timeout")
 
 
 class DataLoader(data.DataLoader[Any]):
@@ -33,38 +38,101 @@ class DataLoader(data.DataLoader[Any]):
     of torch's SequentialSampler and RandomSampler, also within a BatchSampler or InfiniteSampler,
     it uses a ShardedSampler of the same order. Samplers that know the ranks are used unchanged:
     ShardedSampler, and those with `num_replicas`, as torch's DistributedSampler.
-    Of an IterableDataset this rank gets every size-th sample.
 
-    With drop_last=True all ranks get the same number of batches. Otherwise some may get one more:
-    then train within model.join().
+    The data set may be a stream: a function that returns an iterator, such as a generator function,
+    or an iterable. It yields the same samples in every rank and worker, and each sample is used in
+    one of them. An iterable, such as an IterableDataset, may divide its samples itself: `divide`
+    says whether it does.
+
+    With drop_last=True all ranks get the same number of batches; of a stream, every worker omits
+    its last incomplete batch. With pad=True they do too. Otherwise some may get more: then train
+    within model.join().
+
+    Args:
+        dataset: torch's, or a stream.
+        pad: repeat samples from the start, so that every rank gets the same number; `padding` is
+            the number of repeats at the end of this rank's. Not for streams.
+        divide: of a stream: the loader divides its samples among "both" ranks and workers, "ranks"
+            (the stream differs by worker), "workers" (it differs by rank) or "none" (by both).
+            None: "both" for a function; several ranks or workers that read an iterable need a
+            value.
+        shared: decode the data set now, and keep one copy in memory that all ranks of a host and
+            their workers read. Collective: the ranks of a host, with `num_workers` each, decode a
+            share each. Samples are CPU tensors, NumPy arrays and numbers, or tuples, lists and
+            dicts of them, with the same shapes and dtypes. Random augmentation in the data set
+            would be the same in every epoch: pass it as `transform`.
+        transform: applied to each sample that this rank reads, in its worker.
+        *args, **kwargs: torch's.
 
     Raises:
         InvalidArgument: the rank in the environment is invalid, or a sampler cannot be divided
-            among the ranks: each would read all samples.
+            among the ranks: each would read all samples. Or `divide` is missing, or an argument is
+            not for this data set, or `shared` cannot store a sample.
+        Mismatch: `shared`, and the ranks' data sets differ.
+        Error: `shared`, and another rank failed.
         ValueError: torch's, for arguments that do not fit together.
     """
 
-    def __init__(self, dataset: data.Dataset[Any], *args: Any, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        dataset: Any,
+        *args: Any,
+        pad: bool = False,
+        divide: str | None = None,
+        shared: bool = False,
+        transform: Callable[[Any], Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
         given = {**dict(zip(NAMES, args, strict=False)), **kwargs}
         # torch takes only Python's integers.
         whole = {name: int(v) for name, v in given.items() if isinstance(v, np.integer)}
         named: dict[str, Any] = {**given, **whole}
         rank, size = rank_and_size(None, None)
+        workers = named.get("num_workers", 0)
+        drop_last = bool(named.get("drop_last"))
         self._sharded: ShardedSampler | None = None
         self._epoch = 0
-        if size > 1 and isinstance(dataset, data.IterableDataset):
-            dataset = _EveryNth(dataset, rank, size)
-        elif size > 1:
-            place = {"drop_last": bool(named.get("drop_last")), "rank": rank, "size": size}
-            for name in ("batch_sampler", "sampler"):
-                if (sampler := named.get(name)) is not None:
-                    named[name] = self._divided(sampler, place)
-                    break
-            else:
-                named["sampler"] = self._shard(
-                    dataset, bool(named.pop("shuffle", False)), named.get("generator"), place
-                )
+        if (stream := as_stream(dataset)) is not None:
+            if pad or shared:
+                name = "pad" if pad else "shared"
+                raise InvalidArgument(f"{name}=True needs a data set with a length and indices")
+            divide = choose_divide(stream, divide, size, workers)
+            own = isinstance(stream, data.IterableDataset) and divide == "none"
+            if not own or transform is not None:
+                dataset = Divided(stream, divide, (rank, size), drop_last, transform)
+        else:
+            if divide is not None:
+                raise InvalidArgument("divide= is for a stream: a sampler divides this data set")
+            if shared:
+                options = {name: named[name] for name in WORKERS if name in named}
+                dataset = shared_copy(dataset, default(), **options)
+            if transform is not None:
+                dataset = Transformed(dataset, transform)
+            if size > 1:
+                place = {"drop_last": drop_last, "pad": pad, "rank": rank, "size": size}
+                self._divide_samplers(dataset, named, place)
         super().__init__(dataset, **named)
+
+    @property
+    def padding(self) -> int:
+        """The number of repeats at the end of this rank's samples; exclude them from metrics."""
+        return 0 if self._sharded is None else self._sharded.padding
+
+    def _divide_samplers(self, dataset: Any, named: dict[str, Any], place: dict[str, Any]) -> None:
+        """Sets the sampler of this rank in torch's arguments."""
+        for name in ("batch_sampler", "sampler"):
+            if (sampler := named.get(name)) is not None:
+                named[name] = self._divided(sampler, place)
+                break
+        else:
+            named["sampler"] = self._shard(
+                dataset, bool(named.pop("shuffle", False)), named.get("generator"), place
+            )
+        if place["pad"] and self._sharded is None:
+            raise InvalidArgument(
+                f"pad=True cannot change a {type(sampler).__name__}, which divides its samples "
+                "itself: pass pad to the sampler"
+            )
 
     def _shard(self, dataset: Any, shuffle: bool, made: Any, place: dict[str, Any]) -> Any:
         """The sampler of this rank, whose epochs set_epoch() sets."""
@@ -109,13 +177,3 @@ class DataLoader(data.DataLoader[Any]):
             self._sharded.set_epoch(self._epoch)
         self._epoch += 1
         return super().__iter__()
-
-
-class _EveryNth(data.IterableDataset[Any]):
-    """This rank's samples of a stream that is the same on all ranks."""
-
-    def __init__(self, stream: data.IterableDataset[Any], rank: int, size: int) -> None:
-        self._stream, self._rank, self._size = stream, rank, size
-
-    def __iter__(self) -> Iterator[Any]:
-        return itertools.islice(iter(self._stream), self._rank, None, self._size)

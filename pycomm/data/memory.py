@@ -1,10 +1,13 @@
-"""pycomm.data.share: one copy of an array per host."""
+"""One copy per host: pycomm.data.share of an array, HostMemory of any bytes."""
 
 from __future__ import annotations
 
+import functools
 import mmap
 import os
 import sys
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -15,7 +18,10 @@ from pycomm.default_group import default
 from pycomm.errors import Error, InvalidArgument, Unsupported
 from pycomm.group import Group
 
-__all__ = ["share"]
+__all__ = ["HostMemory", "share"]
+
+Where = tuple[int, int, int, int]
+"""Of an open file: process, descriptor, device, inode."""
 
 
 def share(array: Any, *, group: Group | None = None) -> Any:
@@ -38,14 +44,60 @@ def share(array: Any, *, group: Group | None = None) -> Any:
         Unsupported: on every rank: a rank cannot open files of its host's first rank, for example
             because it runs in another container (PID namespace).
     """
-    group = group or default()
+    store = None if array is None else functools.partial(_stored, array)
+    return _from_first(group or default(), "share", store, _mapped)
+
+
+class HostMemory:
+    """Bytes that all ranks of a host map, initially zero, and their workers too.
+
+    The file descriptor stays open, so that a worker that does not inherit the mapping opens it.
+    """
+
+    def __init__(self, where: Where, size: int) -> None:
+        self._descriptor = _opened(where, os.O_RDWR)
+        self._size = size
+        weakref.finalize(self, os.close, self._descriptor)
+        memory = mmap.mmap(self._descriptor, max(1, size))
+        self.bytes = np.frombuffer(memory, np.uint8, size)
+
+    @classmethod
+    def allocate(cls, size: int, group: Group) -> HostMemory:
+        """New bytes. Collective; all ranks of a host pass the same size.
+
+        Raises:
+            Error, Unsupported: as share.
+        """
+        made: HostMemory = _from_first(
+            group, "shared=True", functools.partial(_reserved, size), cls
+        )
+        return made
+
+    def __reduce__(self) -> Any:
+        file = os.getpid(), self._descriptor, *_identity(os.fstat(self._descriptor))
+        return HostMemory, (file, self._size)
+
+
+def _from_first(
+    group: Group,
+    call: str,
+    store: Callable[[], tuple[int, Any]] | None,
+    attach: Callable[..., Any],
+) -> Any:
+    """What the first rank of this host stored, in this rank. Collective; errors name the call.
+
+    Args:
+        store: returns a descriptor and the arguments of `attach`; called on the first rank of each
+            host.
+        attach: maps the memory on every rank.
+    """
     hosts = group.core.hosts
     leader = hosts.index(hosts[group.rank])
     stored: Any = None
     descriptor, failure = -1, None
-    if leader == group.rank and array is not None:
+    if leader == group.rank and store is not None:
         try:
-            descriptor, stored = _stored(array)
+            descriptor, stored = store()
         except Exception as error:  # of any kind: raised on all ranks
             failure = error
     try:
@@ -56,14 +108,14 @@ def share(array: Any, *, group: Group | None = None) -> Any:
         for first in map(hosts.index, set(hosts)):
             name = group.peer_info()[first].host
             if received[first][1]:
-                raise Error(f"share: rank {first}, the first on {name}: {received[first][1]}")
+                raise Error(f"{call}: rank {first}, the first on {name}: {received[first][1]}")
             if received[first][0] is None:
-                raise InvalidArgument(f"share: rank {first}, the first on {name}, has no array")
+                raise InvalidArgument(f"{call}: rank {first}, the first on {name}, has no array")
         mapped, fault = None, ""
         try:
-            mapped = _mapped(*received[leader][0])
+            mapped = attach(*received[leader][0])
         except OSError as error:  # sent to the others, so that all ranks raise
-            fault = f"share: rank {group.rank} cannot open the memory of rank {leader}: {error}"
+            fault = f"{call}: rank {group.rank} cannot open the memory of rank {leader}: {error}"
         if fault := next(filter(None, objects.all_gather_object(fault, group=group)), ""):
             raise Unsupported(fault)
         return mapped
@@ -77,34 +129,52 @@ def _stored(array: Any) -> tuple[int, Any]:
     source = arrays.plain(array)
     is_torch = not isinstance(source, np.ndarray)
     whole = np.ascontiguousarray(source.numpy() if is_torch else source)
-    descriptor = os.memfd_create("pycomm_share")
+    elements = whole.reshape(-1).view(np.uint8)
+    descriptor, (file, _) = _reserved(whole.nbytes)
     try:
-        os.truncate(descriptor, max(1, whole.nbytes))
         with mmap.mmap(descriptor, max(1, whole.nbytes)) as target:
-            target.write(whole.reshape(-1).view(np.uint8).data)
+            target.write(elements.data)
     except BaseException:  # the caller does not get the descriptor
         os.close(descriptor)
         raise
-    file = os.getpid(), descriptor, *_identity(os.fstat(descriptor))
     return descriptor, (file, whole.dtype.str, list(whole.shape), is_torch)
 
 
-def _mapped(where: tuple[int, int, int, int], dtype: str, shape: list[int], is_torch: bool) -> Any:
-    """The array in the file that another process has open; `where`: its pid, descriptor, identity.
+def _reserved(size: int) -> tuple[int, Any]:
+    """A new memfd of this size, and the arguments of HostMemory()."""
+    descriptor = os.memfd_create("pycomm_share")
+    try:
+        os.truncate(descriptor, max(1, size))
+    except BaseException:  # the caller does not get the descriptor
+        os.close(descriptor)
+        raise
+    return descriptor, ((os.getpid(), descriptor, *_identity(os.fstat(descriptor))), size)
 
-    Checks before opening: the path may belong to another process, and opening its pipe would block.
-    """
+
+def _mapped(where: Where, dtype: str, shape: list[int], is_torch: bool) -> Any:
+    """The array in the file that another process has open."""
     kind = np.dtype(dtype)
     count = int(np.prod(shape, dtype=np.int64))
     access = mmap.ACCESS_COPY if is_torch else mmap.ACCESS_READ
+    descriptor = _opened(where, os.O_RDONLY)
+    try:
+        memory = mmap.mmap(descriptor, max(1, count * kind.itemsize), access=access)
+    finally:
+        os.close(descriptor)
+    array = np.frombuffer(memory, kind, count).reshape(shape)
+    return sys.modules["torch"].from_numpy(array) if is_torch else array
+
+
+def _opened(where: Where, mode: int) -> int:
+    """A descriptor of the file that another process has open.
+
+    Checks before opening: the path may belong to another process, and opening its pipe would block.
+    """
     pid, descriptor, *identity = where
     path = f"/proc/{pid}/fd/{descriptor}"
     if [*_identity(os.stat(path))] != identity:  # another process: its ids are not ours
         raise OSError(f"process {pid} is a different process here")
-    with open(path, "rb") as file:
-        memory = mmap.mmap(file.fileno(), max(1, count * kind.itemsize), access=access)
-    array = np.frombuffer(memory, kind, count).reshape(shape)
-    return sys.modules["torch"].from_numpy(array) if is_torch else array
+    return os.open(path, mode | os.O_CLOEXEC)
 
 
 def _identity(status: os.stat_result) -> tuple[int, int]:

@@ -94,9 +94,18 @@ class Prefetcher:
         convert = self._convert or (lambda b: b)
         if stream is None:
             return convert(on_tensors(batch, lambda x: x.to(self._device))), None
+        source = torch.cuda.current_stream(self._device)  # of this thread, and the loader
+
+        def move(x: torch.Tensor) -> torch.Tensor:
+            if x.is_cuda:  # for example the rows of a ScatterLoader, which may not have arrived
+                here = x.device == stream.device
+                stream.wait_stream(source if here else torch.cuda.current_stream(x.device))
+                if here:
+                    x.record_stream(stream)
+            return _pinned(x).to(self._device, non_blocking=True)
+
         with torch.cuda.stream(stream):
-            there = on_tensors(batch, lambda x: _pinned(x).to(self._device, non_blocking=True))
-            there = convert(there)
+            there = convert(on_tensors(batch, move))
             return there, stream.record_event()
 
 

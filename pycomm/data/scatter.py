@@ -3,6 +3,8 @@
 rank 0   header: batch, its layout    rows 0, 1, 2  ->  itself
 rank 1   <- header                     rows 3, 4     <-  rank 0
 rank 2   <- header                     rows 5, 6     <-  rank 0
+
+Rows on a device are sent by a scatter of the group, which pads them to one length.
 """
 
 from __future__ import annotations
@@ -39,6 +41,7 @@ class ScatterLoader:
         loader: on `src` any iterable of batches for all ranks; None on the other ranks.
         src: the rank that reads.
         group: the group to call in; None: the default group.
+        device: of this rank's rows; None: host memory, and for rank `src` the device of its batch.
 
     Iterating raises on every rank.
 
@@ -48,15 +51,22 @@ class ScatterLoader:
     """
 
     def __init__(
-        self, loader: Iterable[Any] | None, src: int = 0, group: Group | None = None
+        self,
+        loader: Iterable[Any] | None,
+        src: int = 0,
+        group: Group | None = None,
+        device: torch.device | str | None = None,
     ) -> None:
         self._group = group or default()
         if (self._group.rank == src) != (loader is not None):
             raise InvalidArgument(f"invalid loader: pass it on rank {src} only, None on the others")
         self._loader, self._src = loader, src
+        self._device = None if device is None else torch.device(device)
 
     def __iter__(self) -> Iterator[Any]:
         """Iterates once over the loader."""
+        on_gpu = self._device is not None and self._device.type == arrays.torch_kind
+        direct = all(objects.all_gather_object(on_gpu, group=self._group))
         if self._loader is None:
             while True:
                 kind, layout = self._share_header(None)
@@ -66,18 +76,21 @@ class ScatterLoader:
                     raise RuntimeError(f"rank {self._src}'s loader failed: {layout}")
                 yield self._received(*layout)
         else:
-            yield from self._sending(iter(self._loader))
+            yield from self._sending(iter(self._loader), direct)
 
     def _share_header(self, mine: Any) -> Any:
         return objects.all_gather_object(mine, group=self._group)[self._src]
 
-    def _sending(self, batches: Iterator[Any]) -> Iterator[Any]:
+    def _sending(self, batches: Iterator[Any], direct: bool) -> Iterator[Any]:
         while True:
             try:
                 tensors, outline = flattened(next(batches))
                 sizes = _rows(tensors, self._group.size)
-                sent = [arrays.in_host_memory(x) for x in tensors]
-                kinds = [(list(x.shape[1:]), str(x.dtype).removeprefix("torch.")) for x in tensors]
+                sent = [self._prepared(x, direct) for x in tensors]
+                kinds = [
+                    (list(x.shape[1:]), str(x.dtype).removeprefix("torch."), arrays.on_gpu(x))
+                    for x in sent
+                ]
             except StopIteration:  # sent to the others
                 self._share_header((END, None))
                 return
@@ -86,12 +99,27 @@ class ScatterLoader:
                 raise
             self._share_header((BATCH, (sizes, kinds, outline)))
             self._send_rows(sent, sizes)
-            yield _filled(outline, [torch.split(x, sizes)[self._src] for x in tensors])
+            mine = [torch.split(x, sizes)[self._src] for x in tensors]
+            yield _filled(outline, [self._placed(x) for x in mine])
+
+    def _prepared(self, x: Tensor, direct: bool) -> Tensor:
+        """The tensor to send, contiguous: on this rank's device, or in host memory."""
+        if not (direct and arrays.on_gpu(x)):
+            return arrays.in_host_memory(x)  # type: ignore[no-any-return]  # a tensor
+        x = x.detach().to(self._device).contiguous().resolve_neg()
+        arrays.view(x)  # raises for a dtype that cannot be sent
+        return x
+
+    def _placed(self, x: Tensor) -> Tensor:
+        return x if self._device is None else x.to(self._device)
 
     def _send_rows(self, tensors: list[Tensor], sizes: list[int]) -> None:
-        """Sends the others their rows, from host memory."""
+        """Sends the others their rows."""
         under_way = []
         for x in tensors:
+            if arrays.on_gpu(x):
+                self._scatter(x, x, sizes)
+                continue
             for rank, part in enumerate(torch.split(x, sizes)):
                 if rank != self._src and part.numel():
                     under_way.append(
@@ -102,12 +130,32 @@ class ScatterLoader:
 
     def _received(self, sizes: list[int], kinds: list[Any], outline: Any) -> Any:
         parts = []
-        for shape, dtype in kinds:
-            part = torch.empty([sizes[self._group.rank], *shape], dtype=getattr(torch, dtype))
+        for shape, dtype, direct in kinds:
+            count = sizes[self._group.rank]
+            if direct:
+                like = torch.empty([0, *shape], dtype=getattr(torch, dtype), device=self._device)
+                parts.append(self._scatter(None, like, sizes))
+                continue
+            part = torch.empty([count, *shape], dtype=getattr(torch, dtype))
             if part.numel():
                 collectives.recv(part, self._src, TAG, group=self._group)
-            parts.append(part)
+            parts.append(self._placed(part))
         return _filled(outline, parts)
+
+    def _scatter(self, x: Tensor | None, like: Tensor, sizes: list[int]) -> Tensor:
+        """This rank's rows of `x` on a device, which rank `src` passes; `like` has their dtype."""
+        most, row = max(sizes), like.shape[1:]
+        out = like.new_empty([most, *row])
+        if out.numel():
+            if x is not None and sum(sizes) < most * len(sizes):
+                padded = x.new_zeros([len(sizes), most, *row])
+                for target, part in zip(padded, torch.split(x, sizes), strict=True):
+                    target[: len(part)] = part
+                x = padded
+            if x is not None:
+                x = x.reshape(len(sizes), most, *row)
+            collectives.scatter(x, self._src, out, group=self._group)
+        return out[: sizes[self._group.rank]]
 
 
 def _rows(tensors: list[Tensor], size: int) -> list[int]:

@@ -275,3 +275,31 @@ def scatters(at: Any) -> None:
 
 def test_batches_on_a_device_are_scattered(run: Run) -> None:
     run(2, scatters)
+
+
+def scatters_to_devices(at: Any) -> None:
+    """Also batches in host memory; 5 rows do not divide evenly, and rank 1 gets none of 1."""
+    group = pycomm.init()
+    wholes = [torch.arange(rows * 4.0).reshape(rows, 4) for rows in (6, 5, 1)]
+    batches = [{"x": x.to(at.device)[:, 1:3], "y": x[:, 0]} for x in wholes]
+    mine = batches if group.rank == 1 else None
+    at.counts()
+    for x, batch in zip(wholes, ScatterLoader(mine, src=1, device=at.device), strict=True):
+        rows = torch.tensor_split(x, 2)[group.rank]
+        for name, wanted in (("x", rows[:, 1:3]), ("y", rows[:, 0])):
+            assert batch[name].device == at.device
+            assert torch.equal(batch[name].cpu(), wanted)
+    counts = at.counts()
+    assert sum(counts.values()) > 0  # by NCCL
+    device = at.device if group.rank == 1 else None  # rank 0 has none: through host memory
+    for x, batch in zip(wholes, ScatterLoader(mine, src=1, device=device), strict=True):
+        assert batch["x"].device == (at.device if group.rank == 1 else torch.device("cpu"))
+        assert torch.equal(batch["x"].cpu(), torch.tensor_split(x, 2)[group.rank][:, 1:3])
+    assert sum(at.counts().values()) == 0
+    with pytest.raises((errors.Unsupported, RuntimeError), match=r"pass torch\.view"):
+        wrong = [batches[0]["x"].to(torch.complex64)] if group.rank == 1 else None
+        list(ScatterLoader(wrong, src=1, device=at.device))
+
+
+def test_rows_are_sent_from_device_to_device(run: Run) -> None:
+    run(2, scatters_to_devices)

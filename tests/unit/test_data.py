@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from torch.utils.data import (
     BatchSampler,
     DistributedSampler,
-    IterableDataset,
     RandomSampler,
     SequentialSampler,
     SubsetRandomSampler,
@@ -127,9 +126,8 @@ def test_infinite() -> None:
     assert list(InfiniteSampler(SequentialSampler([]))) == []
 
 
-class Stream(IterableDataset):
-    def __iter__(self) -> Any:
-        return iter(range(10))
+def range_of_10() -> Any:
+    return iter(range(10))
 
 
 def test_loader_shards_the_data() -> None:
@@ -146,7 +144,7 @@ def test_loader_shards_the_data() -> None:
         seeded = DataLoader(data, batch_size=2, shuffle=True, generator=made)
         assert [int(i) for (batch,) in seeded for i in batch] != seen[0]
         even = [len(x) for (x,) in DataLoader(data, 2, drop_last=True)]
-        stream = [int(i) for batch in DataLoader(Stream(), batch_size=2) for i in batch]
+        stream = [int(i) for batch in DataLoader(range_of_10, batch_size=2) for i in batch]
         return seen, even, stream
 
     results = run_ranks(3, program)
@@ -229,6 +227,39 @@ def test_an_infinite_sampler_is_divided() -> None:
         return [int(x) for (x,) in itertools.islice(loader, 5)]
 
     assert run_ranks(2, program) == [[0, 2, 4, 0, 2], [1, 3, 5, 1, 3]]
+
+
+PADDED: list[tuple[Any, list[list[int]]]] = [
+    (lambda _: {}, [[0, 2, 4], [1, 3, 0]]),
+    (lambda data: {"batch_sampler": BatchSampler(SequentialSampler(data), 2, False)},
+     [[0, 2, 4], [1, 3, 0]]),
+    (lambda data: {"sampler": InfiniteSampler(SequentialSampler(data))},
+     [[0, 2, 4, 0, 2, 4], [1, 3, 0, 1, 3, 0]]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("options", "wanted"), PADDED)
+def test_padding_gives_all_ranks_the_same_number(options: Any, wanted: list[list[int]]) -> None:
+    def program(group: Group) -> Any:
+        data = TensorDataset(torch.arange(5))
+        loader = DataLoader(data, pad=True, **options(data))
+        assert loader.padding == group.rank
+        assert DataLoader(data, drop_last=True).padding == 0
+        return [int(i) for (x,) in itertools.islice(loader, 6) for i in x]
+
+    assert run_ranks(2, program) == wanted
+
+
+def test_padding_that_has_no_effect_is_refused() -> None:
+    def program(group: Group) -> None:
+        for sampler in (ShardedSampler(range(5)), Halves()):
+            with pytest.raises(InvalidArgument, match="which divides its samples itself"):
+                DataLoader(range(5), pad=True, sampler=sampler)
+        with pytest.raises(InvalidArgument, match="pass only one of them"):
+            DataLoader(range(5), pad=True, drop_last=True)
+
+    run_ranks(2, program)
+    assert DataLoader(range(5), pad=True).padding == 0  # one rank
 
 
 def test_scattered_batches() -> None:
