@@ -181,7 +181,7 @@ void FrameDispatcher::throw_peer_error(int peer) {
       state.link->discard();
       continue;
     }
-    read_notice(peer, *header);  // throws Mismatch if it ends the call
+    read_notice(peer, *header);     // throws Mismatch if it ends the call
     if (!state.left_reason) break;  // it never arrived completely
   }
   throw peers_.lost(peer);
