@@ -77,7 +77,7 @@ sanitize: venv
 bench: build
 	$(PY) -m pycomm bench collectives
 
-# Third-party packages, about 1.2 GB, whose programs must run unchanged, or that tests call.
+# Third-party packages, about 1.4 GB, whose programs must run unchanged, or that tests call.
 .venv/programs: pyproject.toml | build
 	$(PY) -m pip install -q --disable-pip-version-check --no-build-isolation -e '.[programs]'
 	@touch $@

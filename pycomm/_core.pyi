@@ -241,6 +241,11 @@ def on_device(
     `lines`: the number of channels for large arrays, and whether NCCL is used between hosts; rank
     0's apply; `timeout_s`: of later calls; `limit_s`: within which all ranks must call."""
 
+def describe_device(device: object, /) -> str:
+    """Name, PCI bus id, compute capability, versions of driver and runtime.
+
+    `device`: as of on_device()."""
+
 def check_address(address: str, /) -> None: ...
 def regroup(
     group: Group,

@@ -176,7 +176,7 @@ def kernels(data: Row, spec: Row) -> Lines:
 
 
 def convergence(data: Row, spec: Row) -> Lines:
-    """Mean and standard deviation of the score over seeds, and the bytes that were saved."""
+    """Mean and deviation of the score over seeds, the bytes that were saved, and the rate."""
     cells = []
     for (workload, method), rows in grouped(data["rows"], ("workload", "method")).items():
         digits, scores = (2 if workload == "images" else 3), [row["score"] for row in rows]
@@ -184,9 +184,11 @@ def convergence(data: Row, spec: Row) -> Lines:
         name = " ".join(SPEC["words"].get(word, word) for word in method.split())
         fewer = number(statistics.mean(row["dense_mb"] / row["sent_mb"] for row in rows), "x")
         score = f"{statistics.mean(scores):.{digits}f}{spread}"
-        cells.append([workload, name, len(rows), rows[0]["steps"], score, fewer])
+        rates = [row["samples_per_s"] for row in rows if row.get("samples_per_s")]
+        rate = number(statistics.median(rates)) if rates else ""
+        cells.append([workload, name, len(rows), rows[0]["steps"], score, fewer, rate])
     header = ["data", "method", "seeds", "steps", "accuracy, % (images) or loss, nats (text)"]
-    return table([*header, "fewer bytes, whole run"], cells)
+    return table([*header, "fewer bytes, whole run", "images or texts per second"], cells)
 
 
 def failures(data: Row, spec: Row) -> Lines:

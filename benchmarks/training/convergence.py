@@ -99,7 +99,7 @@ METHODS = {
         ),
         Method("dgc sharded over a gentle ramp", SHARDED_GENTLY, ramp=0.5),
         Method("dgc sharded 4 k without masking", SHARDED_4K),
-        *(Method(f"local {k}", local={"k_steps": k}) for k in (2, 4, 8, 16)),
+        *(Method(f"local {k}", local={"k_steps": k}) for k in (1, 2, 4, 8, 16)),
         Method("local adaptive", local={"init_k_steps": 4}),
     )
 }
@@ -121,6 +121,8 @@ class Run:
     replicas_equal: bool
     losses: list[float]  # means of the parts of the run (summaries.ends), of rank 0's batches
     mb: list[float]  # sent so far, at the end of each part
+    samples_per_s: float | None = None  # of all ranks: images or texts; None: not measured
+    link_mbit: float | None = None  # of each rank, in Mbit/s; None: not limited
 
 
 def main(argv: Sequence[str]) -> int:
@@ -132,6 +134,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--methods", default=",".join(METHODS), help="(%(default)s)")
     parser.add_argument("--seeds", type=int, default=3, help="how many, from 0 (%(default)s)")
     parser.add_argument("--steps", type=int, help="instead of the workload's own")
+    parser.add_argument("--link-mbit", type=float, help="limit each rank's link (not limited)")
     parser.add_argument("--json", type=Path, help="where figures are stored, and taken up again")
     parser.add_argument("--plot", type=Path, help="where to draw loss over steps and over MB")
     options = parser.parse_args(argv)
@@ -147,10 +150,13 @@ def main(argv: Sequence[str]) -> int:
     found = _stored(options.json)
     for seed, name, method in itertools.product(range(options.seeds), workloads, methods):
         steps = options.steps or WORKLOADS[name].steps
-        key = (name, method, seed, options.ranks, steps)
-        if any(key == (r.workload, r.method, r.seed, r.ranks, r.steps) for r in found):
+        key = (name, method, seed, options.ranks, steps, options.link_mbit)
+        if any(key == (r.workload, r.method, r.seed, r.ranks, r.steps, r.link_mbit) for r in found):
             continue
-        found.append(train(WORKLOADS[name], METHODS[method], seed, options.ranks, steps))
+        workload = WORKLOADS[name]
+        found.append(
+            train(workload, METHODS[method], seed, options.ranks, steps, options.link_mbit)
+        )
         console.print(_said(found[-1]))
         _store(options.json, found)
     lines, good = summary(found)
@@ -161,16 +167,24 @@ def main(argv: Sequence[str]) -> int:
     return 0 if good else 1
 
 
-def train(workload: Workload, method: Method, seed: int, ranks: int, steps: int) -> Run:
+def train(
+    workload: Workload,
+    method: Method,
+    seed: int,
+    ranks: int,
+    steps: int,
+    link_mbit: float | None = None,
+) -> Run:
     """One run, on `ranks` threads."""
     models = [workload.model(seed) for _ in range(ranks)]  # here: threads share torch's generator
-    workload.batch(ranks, torch.Generator())  # reads the data, once for all threads
+    x, _ = workload.batch(ranks, torch.Generator())  # reads the data, once for all threads
     start = time.perf_counter()
     names = workload.name, method.name
     gc.freeze()  # otherwise each collection scans all objects of torch
-    results = run_ranks(
-        ranks, rank_runs, names, seed, steps, models, timeout_s=600, heartbeat_s=600
-    )
+    link_bytes_per_s = None if link_mbit is None else link_mbit * 1e6 / 8
+    options: dict[str, Any] = {"timeout_s": 600, "heartbeat_s": 600}
+    options["link_bytes_per_s"] = link_bytes_per_s
+    results = run_ranks(ranks, rank_runs, names, seed, steps, models, **options)
     gc.unfreeze()
     seconds = time.perf_counter() - start
     losses, sent, first = results[0]
@@ -187,6 +201,8 @@ def train(workload: Workload, method: Method, seed: int, ranks: int, steps: int)
         replicas_equal=all(torch.equal(parameters, first) for _, _, parameters in results),
         losses=summaries.curve(losses),
         mb=[sent[end - 1] / MB for end in summaries.ends(steps)],
+        samples_per_s=steps * ranks * len(x) / seconds,
+        link_mbit=link_mbit,
     )
 
 
@@ -288,7 +304,8 @@ def _parallel(
 def _said(run: Run) -> str:
     return (
         f"{run.workload} {run.method}, seed {run.seed}: {run.score:.3f}, "
-        f"{run.dense_mb / run.sent_mb:.0f}x fewer bytes, {run.seconds:.0f} s"
+        f"{run.dense_mb / run.sent_mb:.0f}x fewer bytes, {run.seconds:.0f} s, "
+        f"{run.samples_per_s or math.nan:,.0f} samples/s"
     )
 
 

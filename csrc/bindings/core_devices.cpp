@@ -50,6 +50,9 @@ void bind_devices(py::module_& module) {
     return std::make_unique<GroupHandle>(taken<group::Group>(group, "pycomm.Group"));
   });
   module.def("on_device", &on_device);
+  module.def("describe_device", [](const py::capsule& device) {
+    return taken<device::Device>(device, "pycomm.Device")->description();
+  });
 }
 
 }  // namespace pycomm::bindings

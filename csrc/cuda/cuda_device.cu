@@ -49,6 +49,16 @@ class CudaDevice final : public device::Device {
                "cudaDeviceGetPCIBusId");
     return text.data();
   }
+  std::string description() override {
+    int driver = 0, runtime = 0;
+    cudaDeviceProp properties{};
+    check_cuda(cudaGetDeviceProperties(&properties, index_), "cudaGetDeviceProperties");
+    check_cuda(cudaDriverGetVersion(&driver), "cudaDriverGetVersion");
+    check_cuda(cudaRuntimeGetVersion(&runtime), "cudaRuntimeGetVersion");
+    return std::string(properties.name) + ", " + bus_id() + ", capability " +
+           std::to_string(properties.major) + "." + std::to_string(properties.minor) + ", driver " +
+           version_text(driver) + ", runtime " + version_text(runtime);
+  }
   void while_current(const std::function<void()>& body) override {
     const OnDevice on({.device = index_});
     body();

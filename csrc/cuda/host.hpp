@@ -15,15 +15,18 @@
 
 namespace pycomm::cuda {
 
+// A version of CUDA as "12.8".
+inline std::string version_text(int code) {
+  return std::to_string(code / 1000) + "." + std::to_string(code % 1000 / 10);
+}
+
 // What a user can do about an error of the installation; empty for other errors.
 inline std::string remedy_for(cudaError_t error) {
-  const auto version = [](int code) {
-    return "CUDA " + std::to_string(code / 1000) + "." + std::to_string(code % 1000 / 10);
-  };
   int driver = 0;
   if (cudaDriverGetVersion(&driver) != cudaSuccess) driver = 0;
-  const std::string versions = "NVIDIA's driver supports " + version(driver) +
-                               ", and pycomm._cuda was built with " + version(CUDART_VERSION);
+  const std::string versions = "NVIDIA's driver supports CUDA " + version_text(driver) +
+                               ", and pycomm._cuda was built with CUDA " +
+                               version_text(CUDART_VERSION);
   const bool no_driver = error == cudaErrorInsufficientDriver && driver == 0;
   if (error == cudaErrorNoDevice || no_driver) return "CUDA arrays need NVIDIA's driver and a GPU";
   if (error == cudaErrorInsufficientDriver)

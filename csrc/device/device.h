@@ -46,6 +46,8 @@ class Device {
   virtual int index() const = 0;
   // The PCI bus id, by which NCCL identifies devices: "0000:3b:00.0".
   virtual std::string bus_id() = 0;
+  // For the log: "NVIDIA H200, 0000:3b:00.0, capability 9.0, driver 13.0, runtime 12.8".
+  virtual std::string description() = 0;
   // Runs `body` with the device as the calling thread's current one, as NCCL requires.
   virtual void while_current(const std::function<void()>& body) = 0;
 

@@ -286,7 +286,7 @@ void announce(const Group& group, const ConnectOptions& options) {
               std::to_string(group.info().host_count) + " hosts; rank 0 is local rank " +
               std::to_string(group.info().local_rank) + " of " +
               std::to_string(group.info().local_size) + " on " + group.info().members[0].host +
-              ", device cpu" + (by.empty() ? "" : ", " + by) + "; algorithm by size" +
+              (by.empty() ? "" : ", " + by) + "; algorithm by size" +
               (options.reproducible ? ", sums in rank order" : "") +
               (options.encrypt && group.info().host_count > 1 ? ", encrypted between hosts" : ""));
 }

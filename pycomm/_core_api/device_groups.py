@@ -117,23 +117,40 @@ def _make(
     check_internode_transport(internode_transport)
     module = _compiled()
     opened = module.open_device(index)
-    library, why_none = None, ""
+    library: Any = None
+    why_none = ""
     try:
-        library = nccl.load(module)._capsule()
+        library = nccl.load(module)
     except Unsupported as error:  # ranks that share a GPU need no NCCL: _core decides
         why_none = str(error)
     if agree is not None:
         agree()
     shares = config.nccl_shares_gpus()
     transport = channels, internode_transport == "nccl"
-    made = _core.on_device(host, opened, library, why_none, shares, transport, timeout_s, limit_s)
+    capsule = library and library._capsule()
+    made = _core.on_device(host, opened, capsule, why_none, shares, transport, timeout_s, limit_s)
+    logger = logging.getLogger("pycomm")
+    if logger.isEnabledFor(logging.INFO):
+        logger.info(
+            'group "%s": rank %d of %d is on device %d: %s, %s',
+            *(made.name, made.rank, made.size, index, _core.describe_device(opened)),
+            _sent_by(made.stats().algorithm, library),
+        )
     if made.rank == 0 and made.stats().algorithm == "host_staged":
-        logging.getLogger("pycomm").warning(
+        logger.warning(
             "ranks of the group %r share a GPU, which NCCL does not support: their arrays are sent "
             "through host memory, which is slow",
             made.name,
         )
     return made
+
+
+def _sent_by(algorithm: str, library: Any) -> str:
+    """How a device group with this default algorithm sends arrays, for the log."""
+    if algorithm == "host_staged":
+        return "staged in host memory"
+    version = f"NCCL {library.version}" if library else "no NCCL"
+    return version if algorithm == "nccl" else f"{version} inside hosts, TCP between hosts"
 
 
 def _compiled() -> Any:

@@ -18,7 +18,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from pycomm.observe import flight_recorder
+from pycomm.observe import flight_recorder, gpus
 from pycomm.observe.flight_recorder import FlightRecord
 
 __all__ = ["main", "view"]
@@ -28,19 +28,23 @@ LATE_S = 1.0  # after this time a rank that others wait for is marked as late
 
 
 class Sample:
-    """The flight records at one instant; `at_ns` is the host's steady clock, as in the records."""
+    """The flight records and GPUs at one instant; `at_ns` is the host's steady clock, as in the
+    records."""
 
     def __init__(self) -> None:
         self.flight_records = flight_recorder.running()
+        self.gpus = gpus.running()
         self.at_ns = time.monotonic_ns()
 
 
 def view(now: Sample, before: Sample | None = None) -> RenderableType:
-    """Tables of all groups; rates are since `before`, or since the group was formed."""
+    """Tables of all groups, and of the GPUs if NVML is installed; rates are since `before`, or
+    since the group was formed."""
     groups = flight_recorder.groups_of(now.flight_records)
     if not groups:
         return Text("no ranks of this user run on this host")
-    return Group(*(_group(ranks, now, before) for ranks in groups))
+    tables = [_group(ranks, now, before) for ranks in groups]
+    return Group(*tables, _gpus(now)) if now.gpus else Group(*tables)
 
 
 def _group(ranks: list[FlightRecord], now: Sample, before: Sample | None) -> Table:
@@ -65,6 +69,24 @@ def _group(ranks: list[FlightRecord], now: Sample, before: Sample | None) -> Tab
             *(f"{sent / seconds / 1e6:,.1f}", f"{100 * waited / seconds:.0f} %"),
             _mark(one, most, now.at_ns),
             Text(_activity(one, now.at_ns)),
+        )
+    return table
+
+
+def _gpus(now: Sample) -> Table:
+    table = Table(title=Text("GPUs of this host"), title_justify="left")
+    for name in ("GPU", "busy", "memory", "pids of ranks"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("model")
+    ranks = {one.pid for one in now.flight_records}
+    for gpu in now.gpus:
+        used, total = gpu.memory or (0, 0)
+        table.add_row(
+            str(gpu.index),
+            "" if gpu.busy_percent is None else f"{gpu.busy_percent} %",
+            f"{used / 2**30:.1f} of {total / 2**30:.1f} GiB" if gpu.memory else "",
+            ", ".join(map(str, sorted(gpu.pids & ranks))),
+            Text(f"{gpu.name}, {gpu.bus_id}"),
         )
     return table
 

@@ -13,7 +13,9 @@ from benchmarks.training.convergence import Run
 from benchmarks.training.workloads import WORKLOADS
 from pycomm.bench.support import summaries
 from pycomm.testing import run_ranks
+from tools import tables
 
+ADDED = ("samples_per_s", "link_mbit")  # to the rows, since the first version
 METHODS = ["dense", "dgc", "top-k without feedback", "local 2", "local adaptive"]
 
 
@@ -33,11 +35,37 @@ def test_runs_are_stored_and_resumed(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert [row["method"] for row in rows] == METHODS
     assert all(row["replicas_equal"] and 0 < row["score"] < 6 for row in rows)
     dense, dgc, _, local, _ = rows
+    for row in rows:  # of 8 texts per rank and step
+        assert row["samples_per_s"] == pytest.approx(2 * 4 * 8 / row["seconds"], rel=1e-6)
     assert dense["sent_mb"] == dense["dense_mb"]
     assert dgc["sent_mb"] < dense["sent_mb"] / 2
     assert local["sent_mb"] == dense["sent_mb"] * 2 / 4  # after steps 1 and 3
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
     assert "top-k without feedback" in capsys.readouterr().out
+
+
+def test_link_limits_the_rate(tmp_path: Path) -> None:
+    path = tmp_path / "out.json"
+    free = run(path, ["dense"])
+    rows = run(path, ["dense", "local 1"], "--link-mbit", "10")
+    assert [row["link_mbit"] for row in rows] == [None, 10, 10]  # the first is another case
+    for row in rows[1:]:
+        assert row["seconds"] > 8 * row["sent_mb"] * 2**20 / 10e6 / 2  # half: bursts are free
+        assert row["sent_mb"] == row["dense_mb"]
+    assert rows[1]["score"] == free[0]["score"]
+
+
+def test_rows_of_older_versions_are_read(tmp_path: Path) -> None:
+    """Without a rate, for which the table has no column if no row has one."""
+    path = tmp_path / "out.json"
+    rows = run(path, ["dense"])
+    with_rate = tables.convergence({"rows": rows}, {})
+    assert "per second" in with_rate[0]
+    assert f" {tables.number(rows[0]['samples_per_s'])} |" in with_rate[2]
+    older = [{k: v for k, v in row.items() if k not in ADDED} for row in rows]
+    assert "per second" not in "\n".join(tables.convergence({"rows": older}, {}))
+    summaries.write(path, {"rows": older})
+    assert run(path, ["dense", "local 1"])[0] == {**older[0], **dict.fromkeys(ADDED)}
 
 
 def test_threads_train_as_processes_do() -> None:

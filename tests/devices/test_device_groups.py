@@ -4,6 +4,7 @@ Ranks are threads or processes with a device each (tests/support/group_devices.p
 """
 
 import gc
+import logging
 import re
 import weakref
 from typing import Any, ClassVar
@@ -58,10 +59,18 @@ def log_and_stats(group: pycomm.Group, device: Any) -> str:
 
 
 def test_log_and_stats_report_the_device_transport(machine, caplog):
+    caplog.set_level(logging.INFO, "pycomm")
     assert machine.run(3, log_and_stats) == [machine.own] * 3
     warnings = [text for text in caplog.messages if "share a GPU" in text]
     threads = machine.emulated  # the messages of processes are not here
     assert len(warnings) == (1 if machine.shared and threads else 0)
+    if threads:
+        how = "staged in host memory" if machine.shared else r"NCCL 2\.32\.3"
+        line = r'group "world": rank (\d) of 3 is on device (\d): emulated on the CPU, '
+        line += rf"0000:0\2:00\.0, capability 0\.0, driver 12\.8, runtime \d+\.\d, {how}"
+        found = [re.fullmatch(line, text) for text in caplog.messages if "is on device" in text]
+        devices = ["0", "0", "1"] if machine.shared else ["0", "1", "2"]
+        assert sorted(one.groups() for one in found) == [*zip("012", devices, strict=True)]
 
 
 def every_verb(group: pycomm.Group, device: Any, async_op: bool) -> None:

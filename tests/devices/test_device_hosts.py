@@ -5,6 +5,7 @@ The hosts are simulated: ranks of this machine, threads or processes with a devi
 (tests/support/group_devices.py), use different host names.
 """
 
+import logging
 import os
 import signal
 from typing import Any
@@ -15,7 +16,7 @@ import pytest
 # pytest finds the fixture by name, so that it looks unused.
 from group_devices import LackOfNccl, machine_fixture, numbers, odd, on  # noqa: F401 - fixture
 from test_device_channels import rings
-from test_device_groups import every_verb, same_bits
+from test_device_groups import every_verb, log_and_stats, same_bits
 from test_device_messages import from_any_source, round_trip
 
 import pycomm
@@ -51,6 +52,15 @@ def test_every_verb_crosses_hosts(machine, hosts, async_op):
 @on("emulated", "cuda")
 def test_bits_are_those_of_the_host(machine, hosts):
     on_hosts(machine, hosts, same_bits)
+
+
+@on("emulated")
+def test_log_says_what_connects_the_hosts(machine, caplog):
+    caplog.set_level(logging.INFO, "pycomm")
+    assert on_hosts(machine, ["a", "a", "b"], log_and_stats) == ["auto"] * 3
+    lines = [text for text in caplog.messages if "is on device" in text]
+    how = "NCCL 2.32.3 inside hosts, TCP between hosts"
+    assert [line.endswith(how) for line in lines] == [True] * 3
 
 
 def unencrypted_is_rejected(group: pycomm.Group, device: Any) -> None:

@@ -121,6 +121,12 @@ cudaError_t cudaLaunchHostFunc(cudaStream_t stream, cudaHostFn_t function, void*
 }
 
 cudaError_t cudaDriverGetVersion(int* version) { return *version = 12080, cudaSuccess; }
+cudaError_t cudaRuntimeGetVersion(int* version) { return *version = CUDART_VERSION, cudaSuccess; }
+cudaError_t cudaGetDeviceProperties(cudaDeviceProp* found, int) {  // no GPU, so capability 0.0
+  *found = {};
+  std::snprintf(found->name, sizeof found->name, "emulated on the CPU");
+  return cudaSuccess;
+}
 
 cudaError_t cudaHostAlloc(void** p, size_t bytes, unsigned) { return cudaMalloc(p, bytes); }
 cudaError_t cudaFreeHost(void* p) {

@@ -21,6 +21,7 @@ class PlayedDevice final : public pycomm::device::Device {
 
   int index() const override { return index_; }
   std::string bus_id() override { return "played " + std::to_string(index_); }
+  std::string description() override { return "played"; }
   void while_current(const std::function<void()>& body) override { body(); }
   void* make_stream() override { return this; }
   void drop_stream(void*) noexcept override {}

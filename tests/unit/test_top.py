@@ -1,6 +1,7 @@
 """`pycomm top`: ranks that run, wait or are stopped, as another process sees them."""
 
 import dataclasses
+import importlib.util
 import os
 import re
 import resource
@@ -8,14 +9,18 @@ import signal
 import subprocess
 import sys
 import time
+import types
+from collections.abc import Iterator
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 from rich.console import Console
 
 import pycomm
-from pycomm.observe import flight_recorder, top
+from pycomm.observe import flight_recorder, gpus, top
 from pycomm.testing import run_ranks
 
 LIMIT_S = 60.0  # against hanging
@@ -88,6 +93,92 @@ def rates(group: pycomm.Group) -> list[str]:
 def test_rates_are_computed_between_two_samples() -> None:
     row = next(line for line in run_ranks(1, rates)[0] if str(os.getpid()) in line)
     assert row.split("│")[3].strip() == "500"
+
+
+class FakeNvml(types.ModuleType):
+    """In place of pynvml: GPU 0 runs this process, GPU 1 supports no query, GPU 2 is lost."""
+
+    class NVMLError(Exception):
+        pass
+
+    def __init__(self, driver: bool = True) -> None:
+        super().__init__("pynvml")
+        self.__spec__ = ModuleSpec("pynvml", None)
+        self.driver = driver
+
+    def nvmlInit(self) -> None:  # noqa: N802 - NVML's name
+        if not self.driver:
+            raise self.NVMLError("NVML Shared Library Not Found")
+
+    def nvmlDeviceGetCount(self) -> int:  # noqa: N802 - NVML's name
+        return 3
+
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> int:  # noqa: N802 - NVML's name
+        return self._supported(index, index < 2, index)
+
+    def nvmlDeviceGetName(self, handle: int) -> str:  # noqa: N802 - NVML's name
+        return f"model [/b] {handle}"
+
+    def nvmlDeviceGetPciInfo(self, handle: int) -> Any:  # noqa: N802 - NVML's name
+        return types.SimpleNamespace(busId=f"00000000:{handle + 10:02X}:00.0")
+
+    def nvmlDeviceGetUtilizationRates(self, handle: int) -> Any:  # noqa: N802 - NVML's name
+        return self._supported(handle, handle == 0, types.SimpleNamespace(gpu=93, memory=41))
+
+    def nvmlDeviceGetMemoryInfo(self, handle: int) -> Any:  # noqa: N802 - NVML's name
+        memory = types.SimpleNamespace(used=3 << 29, total=80 << 30)
+        return self._supported(handle, handle == 0, memory)
+
+    def nvmlDeviceGetComputeRunningProcesses(self, handle: int) -> Any:  # noqa: N802 - NVML's name
+        pids = (os.getpid(), os.getppid())  # the parent is no rank
+        return self._supported(handle, handle == 0, [types.SimpleNamespace(pid=p) for p in pids])
+
+    def _supported(self, handle: int, supported: bool, value: Any) -> Any:
+        if not supported:
+            raise self.NVMLError(f"Not Supported by {handle}")
+        return value
+
+
+@pytest.fixture
+def nvml(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeNvml]:
+    fake = FakeNvml()
+    monkeypatch.setitem(sys.modules, "pynvml", fake)
+    gpus.library.cache_clear()
+    yield fake
+    gpus.library.cache_clear()
+
+
+def gpu_lines(_: pycomm.Group) -> list[str]:
+    lines = seen(top.Sample())
+    at = [i for i, line in enumerate(lines) if "GPUs of this host" in line]
+    return lines[at[0] :] if at else []
+
+
+def test_gpus_are_shown_with_nvml(nvml: FakeNvml) -> None:
+    lines = run_ranks(1, gpu_lines)[0]
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in lines[4:-1]]
+    assert rows == [
+        ["0", "93 %", "1.5 of 80.0 GiB", str(os.getpid()), "model [/b] 0, 0000:0a:00.0"],
+        ["1", "", "", "", "model [/b] 1, 0000:0b:00.0"],
+    ]
+
+
+def test_no_gpus_are_shown_without_a_driver_or_the_package(
+    nvml: FakeNvml, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nvml.driver = False
+    assert run_ranks(1, gpu_lines)[0] == []
+    gpus.library.cache_clear()
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(importlib, "import_module", None)
+    assert gpus.running() == []
+
+
+def test_fake_nvml_has_the_functions_of_the_package() -> None:
+    real = pytest.importorskip("pynvml")
+    used = [name for name in vars(FakeNvml) if name.startswith(("nvml", "NVML"))]
+    assert "nvmlInit" in used
+    assert all(callable(getattr(real, name)) for name in used)
 
 
 STOPS = "import os, signal, pycomm; pycomm.init(); os.kill(os.getpid(), signal.SIGSTOP)"
