@@ -47,7 +47,7 @@ from pycomm.memory import empty
 from pycomm.objects import all_gather_object, user_get, user_pop, user_set
 
 if TYPE_CHECKING:
-    from pycomm import data, kernels, metrics, reference, testing
+    from pycomm import data, functional, kernels, metrics, reference, testing
     from pycomm._training.coalesced import bcast_list_
     from pycomm.checkpoint import load, save
     from pycomm.compress import DGC, dgc_hook
@@ -78,6 +78,7 @@ __all__ = [
     "dgc_hook",
     "empty",
     "errors",
+    "functional",
     "gather",
     "host_count",
     "init",
@@ -128,7 +129,7 @@ _TRAINING = {
     "remote_send": "pycomm.functional",
     "save": "pycomm.checkpoint",
 }
-_MODULES = ("data", "kernels", "metrics", "reference", "testing")
+_MODULES = ("data", "functional", "kernels", "metrics", "reference", "testing")
 
 
 def __getattr__(name: str) -> object:
