@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from pycomm.functional import remote_recv, remote_send
     from pycomm.launch import launcher
     from pycomm.optim import AdaptiveLocalSGD, LocalSGD, StaticLossScaler
-    from pycomm.parallel import DataParallel, make_allreduce_cb
+    from pycomm.parallel import DataParallel, SyncBatchNorm, make_allreduce_cb
     from pycomm.tuning.planner import plan
 
 __all__ = [
@@ -64,6 +64,7 @@ __all__ = [
     "Group",
     "LocalSGD",
     "StaticLossScaler",
+    "SyncBatchNorm",
     "Work",
     "algorithms",
     "all_gather",
@@ -118,6 +119,7 @@ _TRAINING = {
     "AdaptiveLocalSGD": "pycomm.optim",
     "LocalSGD": "pycomm.optim",
     "StaticLossScaler": "pycomm.optim",
+    "SyncBatchNorm": "pycomm.parallel",
     "bcast_list_": "pycomm._training.coalesced",
     "dgc_hook": "pycomm.compress",
     "launcher": "pycomm.launch",
