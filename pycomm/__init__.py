@@ -47,14 +47,14 @@ from pycomm.memory import empty
 from pycomm.objects import all_gather_object, user_get, user_pop, user_set
 
 if TYPE_CHECKING:
-    from pycomm import data, kernels, metrics, reference, testing
+    from pycomm import data, functional, kernels, metrics, reference, testing
     from pycomm._training.coalesced import bcast_list_
     from pycomm.checkpoint import load, save
     from pycomm.compress import DGC, dgc_hook
     from pycomm.functional import remote_recv, remote_send
     from pycomm.launch import launcher
     from pycomm.optim import AdaptiveLocalSGD, LocalSGD, StaticLossScaler
-    from pycomm.parallel import DataParallel, make_allreduce_cb
+    from pycomm.parallel import DataParallel, SyncBatchNorm, make_allreduce_cb
     from pycomm.tuning.planner import plan
 
 __all__ = [
@@ -64,6 +64,7 @@ __all__ = [
     "Group",
     "LocalSGD",
     "StaticLossScaler",
+    "SyncBatchNorm",
     "Work",
     "algorithms",
     "all_gather",
@@ -78,6 +79,7 @@ __all__ = [
     "dgc_hook",
     "empty",
     "errors",
+    "functional",
     "gather",
     "host_count",
     "init",
@@ -117,6 +119,7 @@ _TRAINING = {
     "AdaptiveLocalSGD": "pycomm.optim",
     "LocalSGD": "pycomm.optim",
     "StaticLossScaler": "pycomm.optim",
+    "SyncBatchNorm": "pycomm.parallel",
     "bcast_list_": "pycomm._training.coalesced",
     "dgc_hook": "pycomm.compress",
     "launcher": "pycomm.launch",
@@ -128,7 +131,7 @@ _TRAINING = {
     "remote_send": "pycomm.functional",
     "save": "pycomm.checkpoint",
 }
-_MODULES = ("data", "kernels", "metrics", "reference", "testing")
+_MODULES = ("data", "functional", "kernels", "metrics", "reference", "testing")
 
 
 def __getattr__(name: str) -> object:

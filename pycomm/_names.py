@@ -118,6 +118,17 @@ ROWS: dict[str, tuple[Row, ...]] = {
             "PostLocalSGDOptimizer",
         ),
         Row(
+            "`nn.SyncBatchNorm.convert_sync_batchnorm(net)`",
+            "`pycomm.SyncBatchNorm.convert_sync_batchnorm(net)`",
+            "torch's raises an error on the CPU; `group=` in place of `process_group=`",
+            "convert_sync_batchnorm",
+        ),
+        Row(
+            "`distributed.nn.functional.all_reduce(x)`, `all_gather(x)`",
+            "`pycomm.functional.all_reduce(x)`, `pycomm.functional.all_gather(x)`",
+            "all_gather returns [size, ...]; gradients of gradients too",
+        ),
+        Row(
             "`torchrun`",
             "`torchrun` or `pycomm launch`",
             "one log per rank; the first failure is printed first",
@@ -161,6 +172,11 @@ ROWS: dict[str, tuple[Row, ...]] = {
             "fleet",
         ),
         Row("`paddle.DataParallel(model)`", "`pycomm.DataParallel(model)`"),
+        Row(
+            "`paddle.nn.SyncBatchNorm.convert_sync_batchnorm(net)`",
+            "`pycomm.SyncBatchNorm.convert_sync_batchnorm(net)`",
+            "on the CPU too",
+        ),
         Row(
             "`paddle.io.DistributedBatchSampler`",
             "`pycomm.data.DataLoader`",
@@ -236,7 +252,7 @@ ROWS: dict[str, tuple[Row, ...]] = {
         Row(
             "`functional.all_reduce_sum(x)`, `all_reduce_max`, `all_reduce_min`",
             '`pycomm.all_reduce(x, "sum")`, `"max"`, `"min"`',
-            "in place",
+            "in place; `pycomm.functional.all_reduce` has gradients",
             "all_reduce_sum all_reduce_max all_reduce_min",
         ),
         Row(
@@ -271,6 +287,11 @@ ROWS: dict[str, tuple[Row, ...]] = {
             "`remote_recv(src_rank, shape, dtype)`",
             "`pycomm.remote_recv(src)`",
             "shape and dtype are sent, and checked if given; `src_rank=` is accepted",
+        ),
+        Row(
+            "`module.SyncBatchNorm(channels, group=)`",
+            "`pycomm.SyncBatchNorm(channels, group=)`",
+            "`momentum=0.1` is MegEngine's 0.9; `eval()` of the layer in place of `freeze=True`",
         ),
         Row(
             "sampler with shards",
@@ -332,6 +353,7 @@ ROWS: dict[str, tuple[Row, ...]] = {
             "in place",
             "allreduce allreduce_ Average Sum",
         ),
+        Row("`hvd.SyncBatchNorm(channels)`", "`pycomm.SyncBatchNorm(channels)`"),
         Row("`hvd.join()`", "`with model.join():`", "", "join"),
         Row("`backward_passes_per_step`", "`with model.no_sync():`"),
         Row(

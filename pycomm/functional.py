@@ -1,8 +1,14 @@
-"""Point-to-point transfer of tensors with gradients: a model split over several processes.
+"""Communication with gradients: a model split over processes, or a loss over all ranks' outputs.
 
     rank 0   feature = lower(x);  sent = remote_send(feature, 1);         sent.backward()
                                         | shape, dtype, elements              ^ gradient
     rank 1                        feature = remote_recv(0);  loss(...).backward()
+
+`all_reduce` and `all_gather` return new tensors. Their backward pass gives each rank the gradient
+of the sum of all ranks' losses, as in torch.distributed.nn.functional: it is a collective call, of
+all_reduce or reduce_scatter. DataParallel's mean over the ranks turns it into the gradient of the
+mean loss. Every rank runs the same passes in the same order, so the input requires a gradient on
+every rank or on none. Gradients of gradients are supported.
 
 Source of the idea: MegEngine's distributed.functional.
 """
@@ -22,10 +28,53 @@ from pycomm.default_group import default
 from pycomm.errors import InvalidArgument, Mismatch
 from pycomm.group import Group
 
-__all__ = ["remote_recv", "remote_send"]
+__all__ = ["all_gather", "all_reduce", "remote_recv", "remote_send"]
 
 MOST_DIMENSIONS = 8
 FORWARD, BACKWARD = 0xFFFFFF01, 0xFFFFFF02  # tags
+
+
+def all_reduce(x: Tensor, op: str = "sum", *, group: Group | None = None) -> Tensor:
+    """The sum or mean of `x` over all ranks, with gradients. `x` is unchanged. Collective.
+
+    Args:
+        x: a tensor of floats in host memory or on a CUDA device, of any shape; the same count and
+            dtype on every rank.
+        op: "sum" or "mean" (or "avg").
+        group: the group to call in, also in the backward pass; None: the default group.
+
+    Returns:
+        A new tensor of the shape, dtype and device of `x`. Its backward pass reduces the gradients
+        with the same `op`.
+
+    Raises:
+        InvalidArgument: `op` is another one.
+        Error: as pycomm.all_reduce, also in the backward pass.
+    """
+    name = _core.reduce_op_name(op)
+    if name not in ("sum", "avg"):
+        raise InvalidArgument(f'all_reduce: invalid op: got {op!r}, expected "sum" or "mean"')
+    return _applied(_AllReduce, x, name, group or default())
+
+
+def all_gather(x: Tensor, *, group: Group | None = None) -> Tensor:
+    """Stacks the ranks' tensors on every rank, with gradients: row i is rank i's `x`. Collective.
+
+    `.flatten(0, 1)` of the result concatenates batches.
+
+    Args:
+        x: a tensor of floats in host memory or on a CUDA device, of any shape; the same count and
+            dtype on every rank.
+        group: the group to call in, also in the backward pass; None: the default group.
+
+    Returns:
+        A new tensor of shape [size, *x.shape]. Its backward pass adds the ranks' gradients of row
+        i on rank i (reduce_scatter).
+
+    Raises:
+        Error: as pycomm.all_gather, also in the backward pass.
+    """
+    return _applied(_AllGather, x, group or default())
 
 
 @also_named(dest_rank="dst")
@@ -103,6 +152,55 @@ def remote_recv(
         x.requires_grad_(), src, own
     )
     return received
+
+
+def _applied(function: type[torch.autograd.Function], *args: Any) -> Tensor:
+    y: Tensor = function.apply(*args)  # type: ignore[no-untyped-call]  # torch's own
+    return y
+
+
+class _AllReduce(torch.autograd.Function):
+    """Forward and backward: reduces a copy."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, op: str, group: Group) -> Tensor:
+        ctx.op, ctx.group = op, group
+        y: Tensor = collectives.all_reduce(
+            x.clone(memory_format=torch.contiguous_format), op, group=group
+        )
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        return _applied(_AllReduce, gradients[0], ctx.op, ctx.group), None, None
+
+
+class _AllGather(torch.autograd.Function):
+    """Forward: x -> [size, *x.shape]. Backward: the sum of the ranks' gradients of this row."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        y: Tensor = collectives.all_gather(x.contiguous(), group=group)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        return _applied(_ReduceScatter, gradients[0], ctx.group), None
+
+
+class _ReduceScatter(torch.autograd.Function):
+    """The backward pass of _AllGather, and its reverse."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        y: Tensor = collectives.reduce_scatter(x.contiguous(), group=group)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        return _applied(_AllGather, gradients[0], ctx.group), None
 
 
 class _Send(torch.autograd.Function):

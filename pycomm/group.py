@@ -192,6 +192,10 @@ class Group:
             raise GroupBroken("this rank has left the group: it was closed", rank=self._rank)
         return self._store, f"{name}/user/", self._timeout_s
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Group:
+        """The group itself: a copy of a module communicates in the same group."""
+        return self
+
     def __repr__(self) -> str:
         """For example <pycomm.Group 'world' rank 0 of 2>."""
         name = self.core.name if not self.core.forked else "of the parent process"

@@ -21,6 +21,7 @@ from pycomm.compress.dgc import DGC, compressor_of
 from pycomm.elastic import ShrinkResult, most_advanced_rank, shrink_result
 from pycomm.errors import InvalidArgument, Unsupported
 from pycomm.group import Group
+from pycomm.parallel.batch_norm import SyncBatchNorm
 from pycomm.parallel.buckets import Limits, slots_of
 from pycomm.parallel.exchange import Exchange, Mean
 from pycomm.parallel.reducer import Reducer, check_unwrapped
@@ -164,8 +165,15 @@ class DataParallel(nn.Module):
                 missed; any objects with state_dict() and load_state_dict().
 
         Raises:
+            Unsupported: the module has a SyncBatchNorm layer, whose passes every rank makes: give
+                it empty batches, without join, on the ranks that are done.
             Error: as pycomm.all_reduce, at the end.
         """
+        if self._synchronized_layers():
+            raise Unsupported(
+                "join: a rank without data cannot take part in the passes of SyncBatchNorm: leave "
+                "out join, and pass empty batches on the ranks that are done"
+            )
         self._joining = True
         try:
             yield
@@ -203,6 +211,9 @@ class DataParallel(nn.Module):
         """
         before = self._group
         self._pool.shrink(timeout_s)
+        for layer in self._synchronized_layers():
+            if layer.group is before:
+                layer.group = self._group
         step, source = most_advanced_rank(self._reducer.passes, self._group)
         self._broadcast_all(source)
         for other in others:
@@ -216,6 +227,9 @@ class DataParallel(nn.Module):
         word = torch.tensor([self._group.rank if active else -1])
         collectives.all_reduce(word, "max", group=self._group)
         return int(word.item())
+
+    def _synchronized_layers(self) -> list[SyncBatchNorm]:
+        return [layer for layer in self.module.modules() if isinstance(layer, SyncBatchNorm)]
 
     def _broadcast_all(self, src: int) -> None:
         bcast_list_((tensor for _, tensor in self._named_tensors()), src, self._group)
