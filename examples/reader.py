@@ -41,9 +41,7 @@ def shards() -> Iterable:
     """Every rank reads its own images. Each decodes a share now; all ranks read the one copy."""
     images = Images()
     sampler = InfiniteSampler(ShardedSampler(images, seed=1))  # each image on one rank, per epoch
-    return DataLoader(
-        images, BATCH, sampler=sampler, num_workers=1, shared=True, transform=flipped
-    )
+    return DataLoader(images, BATCH, sampler=sampler, num_workers=1, shared=True, transform=flipped)
 
 
 def scatter() -> Iterable:
