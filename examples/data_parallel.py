@@ -1,6 +1,12 @@
 """Trains a small network on several processes, which end with equal parameters.
 
-torchrun --standalone --nproc-per-node 2 examples/data_parallel.py
+    torchrun --standalone --nproc-per-node 2 examples/data_parallel.py
+
+Prints
+
+    step 50: loss 0.0260
+    step 200: loss 0.0050
+    2 equal replicas, 1916816 bytes sent
 """
 
 import torch

@@ -1,6 +1,11 @@
 """torch's DistributedDataParallel with the backend "pycomm"; nothing else is specific to pycomm.
 
-torchrun --standalone --nproc-per-node 2 examples/ddp.py
+    torchrun --standalone --nproc-per-node 2 examples/ddp.py
+
+Prints
+
+    epoch 0: loss 1.3228, 70.5% of the test set right
+    epoch 2: loss 0.2670, 85.5% of the test set right
 """
 
 import os

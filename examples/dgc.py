@@ -1,6 +1,11 @@
 """Deep gradient compression: after a sparsity warm-up one thousandth of each gradient is sent.
 
-torchrun --standalone --nproc-per-node 2 examples/dgc.py
+    torchrun --standalone --nproc-per-node 2 examples/dgc.py
+
+Prints
+
+    step 50: loss 0.2777, sparsity 0.9375, 50240 of 279616 bytes (gather)
+    step 200: loss 0.1622, sparsity 0.999, 18000 of 279616 bytes (gather)
 """
 
 import torch

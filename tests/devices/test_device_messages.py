@@ -3,6 +3,7 @@
 Ranks are threads or processes with a device each, or share one (tests/support/group_devices.py).
 """
 
+import re
 import threading
 import time
 from typing import Any
@@ -280,6 +281,25 @@ def test_first_message_against_an_end_on_the_host_is_a_mismatch(machine, sends, 
         assert on_device in text
         assert on_host in text
         assert ("no data was sent" if sends else "the message is dropped") in text
+
+
+def reduces_from_the_host(group: pycomm.Group, device: Any) -> str:
+    """The root passes an array on a device, the others pass arrays in host memory."""
+    x, y = device.put(numbers(group.rank)), np.zeros(100, np.float32)
+    pycomm.all_reduce(x)
+    if group.rank != 0:
+        pycomm.reduce(y, 0)  # returns: this rank only sends
+    with pytest.raises(errors.Mismatch) as caught:
+        pycomm.reduce(x, 0) if group.rank == 0 else pycomm.barrier()
+    np.testing.assert_array_equal(device.get(x), sum(numbers(r) for r in range(group.size)))
+    return str(caught.value)
+
+
+@on(*EMULATED)
+@pytest.mark.parametrize("transport", ["local", "tcp"])
+def test_a_rank_that_only_sends_from_the_host_learns_it_at_its_next_call(machine, transport):
+    for text in machine.run(3, reduces_from_the_host, transport=transport):
+        assert re.search(r"reduce\(float32, count 100, sum, root 0, \w+, on CUDA devices\)", text)
 
 
 def first_of_two(group: pycomm.Group, device: Any) -> str:
