@@ -297,7 +297,7 @@ def reduces_from_the_host(group: pycomm.Group, device: Any) -> str:
 
 @on(*EMULATED)
 @pytest.mark.parametrize("transport", ["local", "tcp"])
-def test_a_rank_that_only_sends_from_the_host_learns_it_at_its_next_call(machine, transport):
+def test_a_rank_that_only_sends_from_the_host_raises_at_its_next_call(machine, transport):
     for text in machine.run(3, reduces_from_the_host, transport=transport):
         assert re.search(r"reduce\(float32, count 100, sum, root 0, \w+, on CUDA devices\)", text)
 

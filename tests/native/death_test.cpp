@@ -237,7 +237,7 @@ const ByTransport kGarbage{
       }
     }};
 
-// Rank 1 sent data of a call, was told that a third rank made another call, and left.
+// Rank 1 sent data of a call, received the notice that a third rank made another call, and left.
 const ByTransport kMismatchThenLeft{
     "a mismatch is reported although the rank that reports it left", [](const std::string& by) {
       const Scene scene{Operation::all_reduce, Algorithm::direct, 2, 1, 1, 0};
