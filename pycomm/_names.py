@@ -157,6 +157,11 @@ ROWS: dict[str, tuple[Row, ...]] = {
             "prints the configuration tables; `--log-dir` for logs",
         ),
         Row(
+            "`--ips=host0,host1`",
+            "`pycomm launch --nnodes 2 --rdzv-endpoint host0:29400`",
+            "the same line on each host, with one endpoint for all",
+        ),
+        Row(
             "`paddle.distributed.spawn(train, nprocs=2)`",
             "`@pycomm.launcher(nproc=2)`",
             "a decorator of `train`",
