@@ -305,8 +305,7 @@ ROWS: dict[str, tuple[Row, ...]] = {
         Row(
             "samplers that divide the data themselves",
             "`pycomm.data.DataLoader(data, sampler=sampler)`",
-            "divides the data without a sampler, and torch's sequential and random samplers; "
-            "refuses others that do not know the ranks",
+            "divides torch's sequential and random samplers; others must know the ranks",
         ),
         Row(
             "slices of ceil(n / size)",

@@ -15,7 +15,7 @@ Source of the idea: MegEngine's distributed.functional.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -31,6 +31,7 @@ from pycomm.group import Group
 __all__ = ["all_gather", "all_reduce", "remote_recv", "remote_send"]
 
 MOST_DIMENSIONS = 8
+Call = Callable[[Tensor], Tensor]
 FORWARD, BACKWARD = 0xFFFFFF01, 0xFFFFFF02  # tags
 
 
@@ -54,7 +55,14 @@ def all_reduce(x: Tensor, op: str = "sum", *, group: Group | None = None) -> Ten
     name = _core.reduce_op_name(op)
     if name not in ("sum", "avg"):
         raise InvalidArgument(f'all_reduce: invalid op: got {op!r}, expected "sum" or "mean"')
-    return _applied(_AllReduce, x, name, group or default())
+    group = group or default()
+
+    def reduced(x: Tensor) -> Tensor:
+        y = x.clone(memory_format=torch.contiguous_format)
+        collectives.all_reduce(y, name, group=group)
+        return y
+
+    return _linear(x, reduced, reduced)
 
 
 def all_gather(x: Tensor, *, group: Group | None = None) -> Tensor:
@@ -74,7 +82,17 @@ def all_gather(x: Tensor, *, group: Group | None = None) -> Tensor:
     Raises:
         Error: as pycomm.all_gather, also in the backward pass.
     """
-    return _applied(_AllGather, x, group or default())
+    group = group or default()
+
+    def gathered(x: Tensor) -> Tensor:
+        y: Tensor = collectives.all_gather(x.contiguous(), group=group)
+        return y
+
+    def scattered(x: Tensor) -> Tensor:
+        y: Tensor = collectives.reduce_scatter(x.contiguous(), group=group)
+        return y
+
+    return _linear(x, gathered, scattered)
 
 
 @also_named(dest_rank="dst")
@@ -154,53 +172,23 @@ def remote_recv(
     return received
 
 
-def _applied(function: type[torch.autograd.Function], *args: Any) -> Tensor:
-    y: Tensor = function.apply(*args)  # type: ignore[no-untyped-call]  # torch's own
+def _linear(x: Tensor, call: Call, transposed: Call) -> Tensor:
+    """call(x), with transposed(gradient) as its backward pass."""
+    y: Tensor = _Linear.apply(x, call, transposed)  # type: ignore[no-untyped-call]  # torch's own
     return y
 
 
-class _AllReduce(torch.autograd.Function):
-    """Forward and backward: reduces a copy."""
+class _Linear(torch.autograd.Function):
+    """A collective that is linear in its input; its gradient is linear, too."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, op: str, group: Group) -> Tensor:
-        ctx.op, ctx.group = op, group
-        y: Tensor = collectives.all_reduce(
-            x.clone(memory_format=torch.contiguous_format), op, group=group
-        )
-        return y
+    def forward(ctx: Any, x: Tensor, call: Call, transposed: Call) -> Tensor:
+        ctx.calls = transposed, call
+        return call(x)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
-        return _applied(_AllReduce, gradients[0], ctx.op, ctx.group), None, None
-
-
-class _AllGather(torch.autograd.Function):
-    """Forward: x -> [size, *x.shape]. Backward: the sum of the ranks' gradients of this row."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        y: Tensor = collectives.all_gather(x.contiguous(), group=group)
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
-        return _applied(_ReduceScatter, gradients[0], ctx.group), None
-
-
-class _ReduceScatter(torch.autograd.Function):
-    """The backward pass of _AllGather, and its reverse."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        y: Tensor = collectives.reduce_scatter(x.contiguous(), group=group)
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
-        return _applied(_AllGather, gradients[0], ctx.group), None
+        return _linear(gradients[0], *ctx.calls), None, None
 
 
 class _Send(torch.autograd.Function):

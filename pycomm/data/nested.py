@@ -7,20 +7,23 @@ from typing import Any
 
 from torch import Tensor
 
-__all__ = ["flattened", "on_tensors"]
+__all__ = ["flattened", "on_tensors", "on_values"]
+
+
+def on_values(batch: Any, fn: Callable[[Any], Any]) -> Any:
+    """The batch with fn(value) for each value in its lists, tuples and dicts."""
+    if isinstance(batch, dict):
+        return {key: on_values(part, fn) for key, part in batch.items()}
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(on_values(part, fn) for part in batch))
+    if isinstance(batch, (list, tuple)):
+        return type(batch)(on_values(part, fn) for part in batch)
+    return fn(batch)
 
 
 def on_tensors(batch: Any, fn: Callable[[Tensor], Any]) -> Any:
     """The batch with fn(tensor) for each tensor; other values are unchanged."""
-    if isinstance(batch, Tensor):
-        return fn(batch)
-    if isinstance(batch, dict):
-        return {key: on_tensors(part, fn) for key, part in batch.items()}
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(on_tensors(part, fn) for part in batch))
-    if isinstance(batch, (list, tuple)):
-        return type(batch)(on_tensors(part, fn) for part in batch)
-    return batch
+    return on_values(batch, lambda value: fn(value) if isinstance(value, Tensor) else value)
 
 
 def flattened(batch: Any) -> tuple[list[Tensor], Any]:

@@ -17,6 +17,7 @@ from torch.utils import data
 
 from pycomm import objects
 from pycomm.data.memory import HostMemory
+from pycomm.data.nested import on_values
 from pycomm.errors import Error, InvalidArgument, Mismatch
 from pycomm.group import Group
 
@@ -108,19 +109,8 @@ def _layout(sample: Any, index: int) -> _Layout:
         made.stride += -(-size // ALIGNMENT) * ALIGNMENT
         return len(made.values) - 1
 
-    made.outline = _mapped(sample, add)
+    made.outline = on_values(sample, add)
     return made
-
-
-def _mapped(sample: Any, fn: Callable[[Any], Any]) -> Any:
-    """The sample with fn(value) in place of each value in its tuples, lists and dicts."""
-    if isinstance(sample, dict):
-        return {key: _mapped(part, fn) for key, part in sample.items()}
-    if isinstance(sample, tuple) and hasattr(sample, "_fields"):
-        return type(sample)(*(_mapped(part, fn) for part in sample))
-    if isinstance(sample, (list, tuple)):
-        return type(sample)(_mapped(part, fn) for part in sample)
-    return fn(sample)
 
 
 def _described(value: Any, index: int) -> tuple[str, tuple[int, ...], int]:
@@ -155,7 +145,7 @@ class _Copy(data.Dataset[Any]):
         if not 0 <= number < self._count:
             raise IndexError(f"sample {number} of {self._count}")
         values = [self._value(number, *where) for where in self._layout.values]
-        return _mapped(self._layout.outline, values.__getitem__)
+        return on_values(self._layout.outline, values.__getitem__)
 
     def _value(self, index: int, first: int, last: int, kind: str, shape: tuple[int, ...]) -> Any:
         at = index * self._layout.stride
@@ -190,7 +180,7 @@ class _Copy(data.Dataset[Any]):
 
 def _values(sample: Any) -> Iterator[Any]:
     found: list[Any] = []
-    _mapped(sample, found.append)
+    on_values(sample, found.append)
     return iter(found)
 
 

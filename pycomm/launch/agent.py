@@ -65,7 +65,7 @@ class Agent(local_elastic_agent.LocalElasticAgent):
             port = self._port(worker_group.group_rank)
             self._logs_specs.variables.update(local_rendezvous.variables(port))
             self._logs_specs.places = self._places(worker_group)
-        except RuntimeError as error:
+        except RuntimeError as error:  # of torch's store: no value in time
             raise RendezvousError(
                 "another host's launcher did not announce its port or its ranks: start the ranks "
                 "of every host with pycomm launch"

@@ -37,7 +37,7 @@ class Gpu:
 
 
 @functools.cache
-def library() -> Any:
+def load_nvml() -> Any:
     """The initialized module pynvml; None without the package or without a driver."""
     if importlib.util.find_spec("pynvml") is None:
         return None
@@ -51,7 +51,7 @@ def library() -> Any:
 
 def running() -> list[Gpu]:
     """The GPUs of this host; empty without NVML."""
-    nvml, found = library(), list[Gpu]()
+    nvml, found = load_nvml(), list[Gpu]()
     for index in range(nvml.nvmlDeviceGetCount() if nvml else 0):
         with contextlib.suppress(nvml.NVMLError):  # this GPU was lost, or is not permitted
             found.append(_gpu(nvml, index))

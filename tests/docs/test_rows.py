@@ -178,10 +178,7 @@ def epochs(group: Group) -> None:
     assert padded.padding == group.rank
 
 
-@holds(
-    "divides the data without a sampler, and torch's sequential and random samplers; "
-    "refuses others that do not know the ranks"
-)
+@holds("divides torch's sequential and random samplers; others must know the ranks")
 def samplers(group: Group) -> None:
     whole = list(range(8))
     for sampler in (None, RandomSampler(whole)):
@@ -406,7 +403,7 @@ def calls(code: str) -> list[ast.Call]:
     whole = re.sub(r"=(?=[,)])", "=None", code.lstrip("@")).removeprefix("with ").rstrip(":")
     try:
         tree = ast.parse(whole)
-    except SyntaxError:
+    except SyntaxError:  # words, or a part of a call
         return []
     return [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
 
@@ -437,7 +434,7 @@ def complaint(call: ast.Call) -> str:
         if function is data.DataLoader:  # which passes the rest to torch's
             theirs = {name: None for name in named if name not in OF_OUR_LOADER}
             inspect.signature(torch.utils.data.DataLoader).bind_partial(*positional, **theirs)
-    except TypeError as error:
+    except TypeError as error:  # the arguments do not fit
         return str(error)
     return ""
 

@@ -143,9 +143,9 @@ class FakeNvml(types.ModuleType):
 def nvml(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeNvml]:
     fake = FakeNvml()
     monkeypatch.setitem(sys.modules, "pynvml", fake)
-    gpus.library.cache_clear()
+    gpus.load_nvml.cache_clear()
     yield fake
-    gpus.library.cache_clear()
+    gpus.load_nvml.cache_clear()
 
 
 def gpu_lines(_: pycomm.Group) -> list[str]:
@@ -168,7 +168,7 @@ def test_no_gpus_are_shown_without_a_driver_or_the_package(
 ) -> None:
     nvml.driver = False
     assert run_ranks(1, gpu_lines)[0] == []
-    gpus.library.cache_clear()
+    gpus.load_nvml.cache_clear()
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     monkeypatch.setattr(importlib, "import_module", None)
     assert gpus.running() == []
