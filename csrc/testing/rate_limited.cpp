@@ -43,25 +43,18 @@ class RateLimited final : public transport::Channel {
   }
   void expect_more(bool more) override { inner_->expect_more(more); }
 
-  transport::ConstBytes peek(size_t want) override {
-    const size_t may = std::min(want, link_->in.available());
-    const transport::ConstBytes there = inner_->peek(may);
-    limited_ = may < want && there.size() >= may;
-    return there.first(std::min(there.size(), may));
-  }
+  transport::ConstBytes peek(size_t want) override { return inner_->peek(readable(want)); }
   void take(size_t bytes) override {
     inner_->take(bytes);
     link_->in.take(bytes);
   }
   size_t receive(transport::Bytes into) override {
-    const size_t may = std::min(into.size(), link_->in.available());
-    const size_t n = inner_->receive(into.first(may));
-    limited_ = may < into.size() && n == may;
+    const size_t n = inner_->receive(into.first(readable(into.size())));
     link_->in.take(n);
     return n;
   }
 
-  bool is_closed() const override { return inner_->is_closed() && !limited_; }
+  bool is_closed() const override { return inner_->is_closed(); }
   std::string_view protocol_error() const override { return inner_->protocol_error(); }
 
   // Bytes that the link holds back are ready in `inner_`, and would end each sleep immediately.
@@ -82,11 +75,16 @@ class RateLimited final : public transport::Channel {
   void close(transport::ConstBytes unsent) override { inner_->close(unsent); }
 
  private:
+  // A reader takes bytes that have not arrived when a peer has left for lost, so none are held back
+  // then.
+  size_t readable(size_t want) {
+    return inner_->is_closed() ? want : std::min(want, link_->in.available());
+  }
+
   std::unique_ptr<transport::Channel> inner_;
   std::shared_ptr<RateLimitedLink> link_;
   os::Fd timer_;
   bool timer_armed_ = false;
-  bool limited_ = false;  // the link passed fewer bytes than requested
 };
 
 }  // namespace
