@@ -18,7 +18,7 @@ namespace {
 // Throws the error of a failed call.
 void expect_success(nccl::NcclApi& nccl, const char* function, nccl::NcclResult result) {
   if (result == nccl::NcclResult::success) return;
-  const std::string text = nccl::nccl_error_text(nccl, function, result, nullptr);
+  const std::string text = nccl::nccl_error_text(nccl, function, result);
   if (result == nccl::NcclResult::cuda_error) {
     const std::string why = cuda::why_not();
     if (!why.empty()) throw Unsupported(text + "; NCCL requires NVIDIA's driver and a GPU: " + why);
@@ -38,7 +38,6 @@ void try_communicator(nccl::NcclApi& nccl) {
   expect_success(nccl, "ncclGetUniqueId", nccl.get_unique_id(id));
   nccl::NcclComm* comm = nullptr;
   expect_success(nccl, "ncclCommInitRankConfig", nccl.comm_init_rank(comm, 1, id, 0, true));
-  expect_success(nccl, "ncclCommFinalize", nccl.comm_finalize(comm));
   expect_success(nccl, "ncclCommDestroy", nccl.comm_destroy(comm));
 }
 

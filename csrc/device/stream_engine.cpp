@@ -13,7 +13,7 @@
 namespace pycomm::device {
 namespace {
 
-// How long destruction waits for NCCL's aborts, which usually take milliseconds.
+// How long destruction waits for NCCL to end communicators, which usually takes milliseconds.
 constexpr std::chrono::seconds kAborting{2};
 
 // The NCCL type of a dtype. `exact` is false if that type only has the same size, which is enough
@@ -117,23 +117,24 @@ StreamEngine::StreamEngine(std::shared_ptr<nccl::NcclApi> nccl, std::shared_ptr<
       size_(size),
       events_(std::make_shared<EventPool>(device_)),
       scratch_(std::make_unique<GrowableBuffer>(device_, GrowableBuffer::Where::device)),
-      aborts_(device_) {
+      ends_(device_) {
   lanes_.push_back(std::make_unique<Lane>(device_));
 }
 
 // Aborts first, because destroying a stream and releasing memory wait for the device. If NCCL does
 // not end, its work does not either, and what that uses is kept until the process ends.
 StreamEngine::~StreamEngine() {
-  abort_communicators();
-  if (aborts_.wait(Deadline(kAborting))) return;
+  end_communicators(&nccl::Communicator::abort);
+  if (ends_.wait(Deadline(kAborting))) return;
   for (auto& lane : lanes_) keep_forever(std::move(lane));
   keep_forever(std::move(scratch_));
 }
 
-void StreamEngine::abort_communicators() noexcept {
+// On other threads, as NCCL may wait there.
+void StreamEngine::end_communicators(void (nccl::Communicator::*end)() noexcept) noexcept {
   for (const auto& lane : lanes_)
     if (lane->communicator)
-      aborts_.start([nccl = nccl_, communicator = lane->communicator] { communicator->abort(); });
+      ends_.start([nccl = nccl_, one = lane->communicator, end] { (one.get()->*end)(); });
 }
 
 void StreamEngine::meet(std::span<const nccl::NcclId> ids, RemoteRanks remote,
@@ -176,16 +177,14 @@ std::optional<Error> StreamEngine::trouble() {
 void StreamEngine::abort(const std::string& reason) noexcept {
   for (const auto& lane : lanes_)
     if (lane->staging) lane->staging->abort(reason);
-  abort_communicators();
+  end_communicators(&nccl::Communicator::abort);
 }
 
 void StreamEngine::close(const Deadline& deadline) noexcept {
-  bool closed = true;
-  for (const auto& lane : lanes_) {
+  for (const auto& lane : lanes_)
     if (lane->staging) lane->staging->close();
-    if (lane->communicator) closed = lane->communicator->close(deadline) && closed;
-  }
-  if (!closed) abort_communicators();
+  end_communicators(&nccl::Communicator::close);
+  (void)ends_.wait(deadline);
 }
 
 void StreamEngine::prepare(const StreamJob& job, void* caller) {
@@ -216,8 +215,7 @@ size_t StreamEngine::staged_bytes(const StreamStages& stages, Dtype dtype) const
   return most;
 }
 
-std::shared_ptr<Event> StreamEngine::enqueue(const StreamJob& job, Event& before,
-                                             const Deadline& deadline) {
+std::shared_ptr<Event> StreamEngine::enqueue(const StreamJob& job, Event& before) {
   auto over = event();
   // NCCL sets the device of a communicator and then the thread's own again.
   device_->while_current([&] {
@@ -225,11 +223,11 @@ std::shared_ptr<Event> StreamEngine::enqueue(const StreamJob& job, Event& before
     if (device_->capturing(lanes_[0]->stream.raw()))
       for (nccl::Communicator* const communicator : communicators()) communicator->keep_for_graph();
     if (job.plan != nullptr)
-      run(job, deadline);
+      run(job);
     else if (is_message(job.operation))
-      run_stage({job, *lanes_[0], nullptr}, message_of(job), deadline);
+      run_stage({job, *lanes_[0], nullptr}, message_of(job));
     else
-      run_nccl(job, deadline);
+      run_nccl(job);
     over->record(lanes_[0]->stream.raw());
   });
   return over;
@@ -238,7 +236,7 @@ std::shared_ptr<Event> StreamEngine::enqueue(const StreamJob& job, Event& before
 // Lanes start after the work on the first lane, with which they share scratch; the first lane
 // continues after all of them. All stages of a lane are enqueued before the next lane, so all ranks
 // launch in the same order, as NCCL requires for communicators on one device.
-void StreamEngine::run(const StreamJob& job, const Deadline& deadline) {
+void StreamEngine::run(const StreamJob& job) {
   std::byte* scratch = scratch_->data();
   void* const first = lanes_[0]->stream.raw();
   const size_t count = job.plan->size();
@@ -251,7 +249,7 @@ void StreamEngine::run(const StreamJob& job, const Deadline& deadline) {
     const StreamStages& stages = (*job.plan)[i];
     Lane& lane = *lanes_.at(i);
     if (i > 0) begin->stream_wait(lane.stream.raw());
-    for (const StreamStage& stage : stages.stages) run_stage({job, lane, scratch}, stage, deadline);
+    for (const StreamStage& stage : stages.stages) run_stage({job, lane, scratch}, stage);
     scratch += scratch_bytes(stages, job.dtype);
   }
   for (size_t i = 1; i < count; ++i) {
@@ -272,15 +270,13 @@ StreamStage StreamEngine::message_of(const StreamJob& job) {
 }
 
 // Messages between hosts start first, and NCCL's messages run concurrently.
-void StreamEngine::run_stage(const LaneJob& lane_job, const StreamStage& stage,
-                             const Deadline& deadline) {
+void StreamEngine::run_stage(const LaneJob& lane_job, const StreamStage& stage) {
   const std::vector<HostMessage> messages = messages_of(lane_job, stage);
   if (!messages.empty()) {
     lane_job.lane.staging->begin(messages, lane_job.job.timeout);
     ++traffic_.groups;
   }
-  if (messages.size() < stage.sends.size() + stage.receives.size())
-    launch(lane_job, stage, deadline);
+  if (messages.size() < stage.sends.size() + stage.receives.size()) launch(lane_job, stage);
   if (!messages.empty()) lane_job.lane.staging->end();
   for (const StreamStage::Message& sent : stage.sends)
     traffic_.bytes_sent += sent.range.count * bytes_of(lane_job.job.dtype);
@@ -301,8 +297,7 @@ std::vector<HostMessage> StreamEngine::messages_of(const LaneJob& lane_job,
   return messages;
 }
 
-void StreamEngine::launch(const LaneJob& lane_job, const StreamStage& stage,
-                          const Deadline& deadline) {
+void StreamEngine::launch(const LaneJob& lane_job, const StreamStage& stage) {
   const auto [dtype, each, exact] = spelling_of(lane_job.job.dtype);
   const auto calls = [&, dtype = dtype, each = each](nccl::NcclApi& nccl, nccl::NcclComm* comm) {
     const nccl::NcclQueue queue{comm, lane_job.lane.stream.raw()};
@@ -319,7 +314,7 @@ void StreamEngine::launch(const LaneJob& lane_job, const StreamStage& stage,
         keep(nccl.recv({nullptr, place(lane_job, range), range.count * each, dtype}, from, queue));
     return result;
   };
-  lane_job.lane.communicator->launch(calls, deadline);
+  lane_job.lane.communicator->launch(calls);
   ++traffic_.groups;
 }
 
@@ -364,7 +359,7 @@ void StreamEngine::reduce(const LaneJob& lane_job, const StreamStage::Step& step
   ++traffic_.kernels;
 }
 
-void StreamEngine::run_nccl(const StreamJob& job, const Deadline& deadline) {
+void StreamEngine::run_nccl(const StreamJob& job) {
   const auto [dtype, each, exact] = spelling_of(job.dtype);
   const nccl::NcclData data{job.input, job.output, job.count * each, dtype};
   const auto calls = [&](nccl::NcclApi& nccl, nccl::NcclComm* comm) {
@@ -376,7 +371,7 @@ void StreamEngine::run_nccl(const StreamJob& job, const Deadline& deadline) {
       return nccl.all_reduce(data, nccl_op(job.op).value(), queue);
     return nccl.reduce_scatter(data, nccl_op(job.op).value(), queue);
   };
-  lanes_[0]->communicator->launch(calls, deadline);
+  lanes_[0]->communicator->launch(calls);
   ++traffic_.groups;
 }
 

@@ -82,7 +82,7 @@ class StreamEngine {
   void prepare(const StreamJob& job, void* caller);
   // Enqueues the job after `before`, an event of the caller's stream; returns the event of its end.
   // Throws as Communicator::launch does. prepare() and enqueue() are not thread-safe.
-  std::shared_ptr<Event> enqueue(const StreamJob& job, Event& before, const Deadline& deadline);
+  std::shared_ptr<Event> enqueue(const StreamJob& job, Event& before);
 
   // By lane; none if a rank has no peers in communicators, and none before meet().
   std::vector<nccl::Communicator*> communicators();
@@ -91,7 +91,8 @@ class StreamEngine {
   // Thread-safe, after meet(): the error of failed messages between hosts.
   std::optional<Error> trouble();
   void abort(const std::string& reason) noexcept;  // does not wait for NCCL
-  void close(const Deadline& deadline) noexcept;   // call it when all enqueued work is done
+  // Call it when all enqueued work is done. Waits for NCCL until the deadline.
+  void close(const Deadline& deadline) noexcept;
   std::shared_ptr<Event> event() { return events_->take(); }
   Device& device() { return *device_; }
   const StreamTraffic& traffic() const { return traffic_; }
@@ -109,16 +110,16 @@ class StreamEngine {
     Lane& lane;
     std::byte* scratch;
   };
-  void abort_communicators() noexcept;
-  void run(const StreamJob& job, const Deadline& deadline);
-  void run_stage(const LaneJob& lane_job, const StreamStage& stage, const Deadline& deadline);
-  void launch(const LaneJob& lane_job, const StreamStage& stage, const Deadline& deadline);
+  void end_communicators(void (nccl::Communicator::*end)() noexcept) noexcept;
+  void run(const StreamJob& job);
+  void run_stage(const LaneJob& lane_job, const StreamStage& stage);
+  void launch(const LaneJob& lane_job, const StreamStage& stage);
   std::vector<HostMessage> messages_of(const LaneJob& lane_job, const StreamStage& stage) const;
   size_t staged_bytes(const StreamStages& stages, Dtype dtype) const;
   static StreamStage message_of(const StreamJob& job);
   void run_step(const LaneJob& lane_job, const StreamStage::Step& step);
   void reduce(const LaneJob& lane_job, const StreamStage::Step& step);
-  void run_nccl(const StreamJob& job, const Deadline& deadline);  // a collective
+  void run_nccl(const StreamJob& job);  // a collective
   static std::byte* place(const LaneJob& lane_job, const collectives::Range& range);
   // The rank in the communicators, or kNoRank; an unknown rank (kNoRank) stays kNoRank.
   int local_rank(int rank) const {
@@ -131,7 +132,7 @@ class StreamEngine {
   std::vector<int> local_ranks_;  // as in RemoteRanks
   std::shared_ptr<EventPool> events_;
   std::unique_ptr<GrowableBuffer> scratch_;
-  DetachedCalls aborts_;
+  DetachedCalls ends_;
   StreamTraffic traffic_;
   std::vector<std::unique_ptr<Lane>> lanes_;  // at least one; last, as it uses the others
 };

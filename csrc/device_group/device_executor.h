@@ -40,10 +40,10 @@ class DeviceExecutor {
   // captured and memory would have to grow.
   virtual DeviceCall prepare(const group::Call& call) = 0;
   virtual std::shared_ptr<device::Event> event() = 0;
-  // Enqueues the call after `before`, an event of its stream. Returns the event of its end.
+  // Enqueues the call after `before`, an event of its stream. Returns the event of its end. May
+  // wait for other ranks, until abort().
   virtual std::shared_ptr<device::Event> enqueue(const DeviceCall& device_call,
-                                                 device::Event& before,
-                                                 const Deadline& deadline) = 0;
+                                                 device::Event& before) = 0;
   virtual group::Stats stats() const = 0;  // all fields but `calls`
 
   // Any thread. The error because of which enqueued calls failed or will not finish, if any. `what`

@@ -281,16 +281,18 @@ std::shared_ptr<device::Event> DeviceGroup::enqueue(const DeviceCall& device_cal
     const std::lock_guard lock(mutex_);
     ++calls_;
     const bool captured = device_->capturing(device_call.call.device.stream);
-    auto over = executor_->enqueue(device_call, before, deadline);
-    // An abort in the meantime has not seen this call, whose event passes without a result.
+    const bool all = group::is_plan(device_call.call.operation);
+    {
+      const std::lock_guard ending(ending_);
+      if (cause_) throw Error(*cause_);
+      watchdog_.add(text_of(device_call.call), all ? Watchdog::kAllPeers : device_call.call.peer,
+                    deadline, std::move(failed));
+    }
+    auto over = executor_->enqueue(device_call, before);
     const std::lock_guard ending(ending_);
-    if (cause_) throw Error(*cause_);
+    if (cause_) throw Error(*cause_);  // the call's event passes without a result
     // Calls in a graph are not watched: the program that launches the graph waits for them.
-    if (!captured)
-      watchdog_.add(
-          text_of(device_call.call),
-          group::is_plan(device_call.call.operation) ? Watchdog::kAllPeers : device_call.call.peer,
-          deadline, over, std::move(failed));
+    watchdog_.set_end(captured ? nullptr : over);
     return over;
   } catch (const Error& error) {  // the peers have enqueued the call
     fail(error);

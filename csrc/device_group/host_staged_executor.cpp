@@ -39,8 +39,8 @@ class HostStagedExecutor final : public DeviceExecutor {
   Algorithm algorithm_for(const group::Call& call) const override;
   DeviceCall prepare(const group::Call& call) override;
   std::shared_ptr<device::Event> event() override { return events_->take(); }
-  std::shared_ptr<device::Event> enqueue(const DeviceCall& device_call, device::Event& before,
-                                         const Deadline& deadline) override;
+  std::shared_ptr<device::Event> enqueue(const DeviceCall& device_call,
+                                         device::Event& before) override;
   group::Stats stats() const override {
     const group::Stats sent = data_->stats();
     return {.frames_sent = sent.frames_sent,
@@ -94,8 +94,7 @@ DeviceCall HostStagedExecutor::prepare(const group::Call& call) {
 }
 
 std::shared_ptr<device::Event> HostStagedExecutor::enqueue(const DeviceCall& device_call,
-                                                           device::Event& before,
-                                                           const Deadline& /*deadline*/) {
+                                                           device::Event& before) {
   const group::Call& call = device_call.call;
   const Layout layout = layout_of(call);
   const bool gives_output = call.operation == Operation::broadcast && call.peer == data_->rank();

@@ -58,9 +58,9 @@ class NcclExecutor final : public DeviceExecutor {
   Algorithm algorithm_for(const group::Call& call) const override;
   DeviceCall prepare(const group::Call& call) override;
   std::shared_ptr<device::Event> event() override { return engine_.event(); }
-  std::shared_ptr<device::Event> enqueue(const DeviceCall& device_call, device::Event& before,
-                                         const Deadline& deadline) override {
-    return engine_.enqueue(job_of(device_call), before, deadline);
+  std::shared_ptr<device::Event> enqueue(const DeviceCall& device_call,
+                                         device::Event& before) override {
+    return engine_.enqueue(job_of(device_call), before);
   }
   group::Stats stats() const override {
     const device::StreamTraffic& traffic = engine_.traffic();
@@ -115,7 +115,7 @@ std::vector<nccl::NcclId> NcclExecutor::create_ids(const DeviceOptions& options,
   if (static_cast<size_t>(host_->rank()) == first && together > 1)
     for (nccl::NcclId& id : mine)
       if (const nccl::NcclResult made = nccl_->get_unique_id(id); made != nccl::NcclResult::success)
-        throw InternalError(nccl::nccl_error_text(*nccl_, "ncclGetUniqueId", made, nullptr));
+        throw InternalError(nccl::nccl_error_text(*nccl_, "ncclGetUniqueId", made));
   host_->run({.operation = Operation::all_gather,
               .input = mine.data(),
               .output = all.data(),

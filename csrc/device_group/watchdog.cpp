@@ -18,10 +18,18 @@ constexpr std::chrono::seconds kReasonTime{1};
 }  // namespace
 
 void Watchdog::add(std::string what, int peer, const Deadline& deadline,
-                   std::shared_ptr<device::Event> over,
                    std::function<void(std::exception_ptr)> failed) {
   const std::lock_guard lock(mutex_);
-  under_way_.push_back({std::move(what), peer, deadline, std::move(over), std::move(failed)});
+  under_way_.push_back({std::move(what), peer, deadline, nullptr, std::move(failed)});
+}
+
+void Watchdog::set_end(std::shared_ptr<device::Event> over) {
+  const std::lock_guard lock(mutex_);
+  if (under_way_.empty()) return;
+  if (over)
+    under_way_.back().over = std::move(over);
+  else
+    under_way_.pop_back();
 }
 
 bool Watchdog::idle() {
@@ -51,9 +59,12 @@ std::optional<Error> Watchdog::look() {
   }
   if (auto error = lost(oldest)) return error;
   if (!oldest.deadline.expired()) return std::nullopt;
-  return Timeout(oldest.what + " was enqueued but did not complete on the device within " +
-                     std::to_string(oldest.deadline.limit_s()) +
-                     " s: a device hangs, or earlier work on the stream of some rank does",
+  const std::string limit = std::to_string(oldest.deadline.limit_s()) + " s: ";
+  if (!oldest.over)
+    return Timeout(oldest.what + " could not be enqueued within " + limit + "a rank may be missing",
+                   fields(oldest, -1));
+  return Timeout(oldest.what + " was enqueued but did not complete on the device within " + limit +
+                     "a device hangs, or earlier work on the stream of some rank does",
                  fields(oldest, -1));
 }
 
@@ -62,7 +73,7 @@ std::optional<Error> Watchdog::look() {
 std::optional<Error> Watchdog::forget_passed() {
   if (under_way_.empty()) return std::nullopt;
   auto first = under_way_.begin();
-  while (first != under_way_.end() && first->over->passed()) ++first;
+  while (first != under_way_.end() && first->over && first->over->passed()) ++first;
   auto trouble = executor_.trouble(under_way_.front().what);
   if (!trouble) under_way_.erase(under_way_.begin(), first);
   return trouble;

@@ -24,11 +24,13 @@ class Watchdog {
   // `host` reports lost ranks, `executor` failed calls.
   Watchdog(group::Group& host, DeviceExecutor& executor) : host_(host), executor_(executor) {}
 
-  // `peer`: the only other rank that a call needs, or kAllPeers. end() calls `failed` if the call
-  // is not complete by then; it may be empty.
+  // Adds a call that is about to be enqueued. `peer`: the only other rank that it needs, or
+  // kAllPeers. end() calls `failed` if the call is not complete by then; it may be empty.
   static constexpr int kAllPeers = -1;
   void add(std::string what, int peer, const Deadline& deadline,
-           std::shared_ptr<device::Event> over, std::function<void(std::exception_ptr)> failed);
+           std::function<void(std::exception_ptr)> failed);
+  // The call that was added last ends with `over`; null: it is no longer watched. None after end().
+  void set_end(std::shared_ptr<device::Event> over);
   bool idle();  // whether no call is in progress, as of the last look()
   // Whether the added call that ends with `over` is complete, or end() reported its failure.
   bool is_over(const device::Event& over);
@@ -44,7 +46,7 @@ class Watchdog {
     std::string what;  // "all_reduce(float32, count 10, sum, nccl, on CUDA devices)"
     int peer;
     Deadline deadline;
-    std::shared_ptr<device::Event> over;
+    std::shared_ptr<device::Event> over;  // null while the call is being enqueued
     std::function<void(std::exception_ptr)> failed;
   };
   std::optional<Error> lost(const Entry& oldest);

@@ -4,6 +4,7 @@
 
 #include <dlfcn.h>
 
+#include <limits>
 #include <string>
 
 #include "core/errors.h"
@@ -11,18 +12,20 @@
 
 namespace pycomm::nccl::abi {
 
-// 2.14 is the first version with ncclCommInitRankConfig, ncclCommFinalize and nonblocking
-// communicators. Everything else is older: ncclGetLastError is from 2.13, bfloat16 and avg from
-// 2.10.
-inline constexpr int kLeastVersion = 21400;
+// 2.18.1 is the first version with ncclCommSplit and splitShare. Everything else is older.
+inline constexpr int kLeastVersion = 21801;
 
-// ncclConfig_t of 2.14. Later versions only add members, and use their defaults for a `version`
+// ncclConfig_t of 2.18. Later versions only add members, and use their defaults for a `version`
 // that lacks them.
+inline constexpr int kUndefined = std::numeric_limits<int>::min();
 struct Config {
   size_t size = sizeof(Config);
   unsigned magic = 0xcafebeef;
   unsigned version = kLeastVersion;
   int blocking = 1;
+  int cga_cluster_size = kUndefined, min_ctas = kUndefined, max_ctas = kUndefined;
+  const char* net_name = nullptr;
+  int split_share = 0;
 };
 
 // Converts to the function type that it is assigned to.
@@ -55,7 +58,7 @@ struct Functions {
   Result (*get_unique_id)(NcclId*) = symbol(handle, "ncclGetUniqueId");
   Result (*comm_init_rank_config)(Comm*, int, NcclId, int,
                                   Config*) = symbol(handle, "ncclCommInitRankConfig");
-  Result (*comm_finalize)(Comm) = symbol(handle, "ncclCommFinalize");
+  Result (*comm_split)(Comm, int, int, Comm*, Config*) = symbol(handle, "ncclCommSplit");
   Result (*comm_destroy)(Comm) = symbol(handle, "ncclCommDestroy");
   Result (*comm_abort)(Comm) = symbol(handle, "ncclCommAbort");
   Result (*comm_get_async_error)(Comm, Result*) = symbol(handle, "ncclCommGetAsyncError");

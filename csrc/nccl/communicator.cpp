@@ -7,12 +7,10 @@
 namespace pycomm::nccl {
 namespace {
 
-// NCCL sends no notification, so a waiting thread polls: often at first, as enqueueing takes
-// microseconds, then less often, as missing ranks may take seconds.
-constexpr int kEager = 1000;
-constexpr std::chrono::microseconds kPatient{200};
+// NCCL sends no notification, so meet() polls, until all ranks have come.
+constexpr std::chrono::microseconds kPoll{200};
 
-// The state of a communicator that was aborted: an error that NCCL does not use.
+// The state of a communicator that was ended: an error that NCCL does not use.
 constexpr NcclResult kAborted{-1};
 
 bool is_fine(NcclResult result) {
@@ -23,7 +21,7 @@ bool is_fine(NcclResult result) {
 
 Communicator::Communicator(NcclApi& nccl, const NcclId& id, int rank, int size)
     : nccl_(nccl), rank_(rank) {
-  const NcclResult result = nccl_.comm_init_rank(comm_, size, id, rank, false);
+  const NcclResult result = nccl_.comm_init_rank(parent_, size, id, rank, false);
   if (is_fine(result)) return;
   const Error error = error_of("ncclCommInitRankConfig", result);
   abort();  // NCCL may have created it before it failed
@@ -31,90 +29,100 @@ Communicator::Communicator(NcclApi& nccl, const NcclId& id, int rank, int size)
 }
 
 void Communicator::meet(const Deadline& deadline) {
-  const NcclResult result = settle(deadline);
-  if (result == NcclResult::in_progress)
-    throw Timeout("not all ranks joined an NCCL communicator within " +
-                      std::to_string(deadline.limit_s()) + " s",
-                  {.op = "nccl", .rank = rank_, .elapsed_s = deadline.elapsed_s()});
-  if (result != NcclResult::success) throw error_of("ncclCommInitRankConfig", result);
+  settle("ncclCommInitRankConfig", deadline);
+  NcclResult result = kAborted;
+  {
+    const std::lock_guard lock(mutex_);
+    if (!ended_) result = nccl_.comm_split(parent_, rank_, child_);
+  }
+  if (!is_fine(result)) throw error_of("ncclCommSplit", result);
+  settle("ncclCommSplit", deadline);
 }
 
-void Communicator::launch(const Calls& calls, const Deadline& deadline) {
-  NcclResult result = enqueue(calls);
-  if (is_fine(result)) result = settle(deadline);
-  if (result == NcclResult::in_progress)
-    throw Timeout("NCCL could not enqueue a call within " + std::to_string(deadline.limit_s()) +
-                      " s: a rank may be missing",
-                  {.op = "nccl", .rank = rank_, .elapsed_s = deadline.elapsed_s()});
+// Waits until the parent is no longer in progress.
+void Communicator::settle(const std::string& function, const Deadline& deadline) {
+  for (;;) {
+    NcclResult result = kAborted;
+    {
+      const std::lock_guard lock(mutex_);
+      NcclResult state{};
+      if (!ended_) result = nccl_.comm_async_error(parent_, state);
+      if (result == NcclResult::success) result = state;
+    }
+    if (result == NcclResult::success) return;
+    if (result != NcclResult::in_progress) throw error_of(function, result);
+    if (deadline.expired())
+      throw Timeout("not all ranks joined an NCCL communicator within " +
+                        std::to_string(deadline.limit_s()) + " s",
+                    {.op = "nccl", .rank = rank_, .elapsed_s = deadline.elapsed_s()});
+    std::this_thread::sleep_for(kPoll);  // see kPoll
+  }
+}
+
+// Null after abort() or close(). Otherwise end_call() must follow, until which the child lives.
+NcclComm* Communicator::begin_call() {
+  const std::lock_guard lock(mutex_);
+  if (ended_) return nullptr;
+  ++calls_;
+  return child_;
+}
+
+void Communicator::end_call() {
+  const std::lock_guard lock(mutex_);
+  --calls_;
+  returned_.notify_all();
+}
+
+void Communicator::launch(const Calls& calls) {
+  NcclComm* const comm = begin_call();
+  if (comm == nullptr) throw error_of("ncclGroupEnd", kAborted);
+  NcclResult result = nccl_.group_start();
+  if (result == NcclResult::success) result = calls(nccl_, comm);
+  const NcclResult ended = nccl_.group_end();  // even after a failure: the thread is in a group
+  if (result == NcclResult::success) result = ended;
+  end_call();
+  const std::lock_guard lock(mutex_);
+  if (ended_) result = kAborted;
   if (result != NcclResult::success) throw error_of("ncclGroupEnd", result);
 }
 
-NcclResult Communicator::enqueue(const Calls& calls) {
-  const std::lock_guard lock(mutex_);
-  if (comm_ == nullptr) return kAborted;
-  NcclResult result = nccl_.group_start();
-  if (result == NcclResult::success) result = calls(nccl_, comm_);
-  const NcclResult ended = nccl_.group_end();  // even after a failure: the thread is in a group
-  return is_fine(result) ? ended : result;
-}
-
 NcclResult Communicator::state() {
-  const std::lock_guard lock(mutex_);
-  if (comm_ == nullptr) return kAborted;
+  NcclComm* const comm = begin_call();
+  if (comm == nullptr) return kAborted;
   NcclResult error{};
-  const NcclResult asked = nccl_.comm_async_error(comm_, error);
+  const NcclResult asked = nccl_.comm_async_error(comm, error);
+  end_call();
   return asked == NcclResult::success ? error : asked;
-}
-
-NcclResult Communicator::settle(const Deadline& deadline) {
-  for (int looks = 0;; ++looks) {
-    const NcclResult now = state();
-    if (now != NcclResult::in_progress || deadline.expired()) return now;
-    if (looks < kEager)
-      std::this_thread::yield();
-    else
-      std::this_thread::sleep_for(kPatient);  // see kPatient
-  }
 }
 
 Error Communicator::error_of(const std::string& function, NcclResult result) {
   const ErrorFields fields{.op = "nccl", .rank = rank_};
   if (result == kAborted) return GroupBroken("the NCCL communicator was aborted", fields);
-  const std::string text = nccl_error_text(nccl_, function, result, current());
+  const std::string text = nccl_error_text(nccl_, function, result);
   if (result == NcclResult::remote_error) return PeerLost(text, fields);
   if (result == NcclResult::timeout) return Timeout(text, fields);
   return GroupBroken(text, fields);
 }
 
-NcclComm* Communicator::current() {
-  const std::lock_guard lock(mutex_);
-  return comm_;
+// Unlocked in NCCL, which waits there: for streams that wait for other work, and for graphs.
+void Communicator::close() noexcept {
+  std::unique_lock lock(mutex_);
+  if (std::exchange(ended_, true) || captured_) return;  // see keep_for_graph()
+  returned_.wait(lock, [this] { return calls_ == 0; });
+  lock.unlock();
+  if (child_ != nullptr) (void)nccl_.comm_destroy(child_);
+  (void)nccl_.comm_destroy(parent_);
 }
 
-NcclComm* Communicator::take() {
-  const std::lock_guard lock(mutex_);
-  return std::exchange(comm_, nullptr);
-}
-
-bool Communicator::close(const Deadline& deadline) noexcept {
-  if (captured_) {
-    (void)take();  // see keep_for_graph()
-    return true;
-  }
-  {
-    const std::lock_guard lock(mutex_);
-    if (comm_ == nullptr) return true;
-    if (!is_fine(nccl_.comm_finalize(comm_))) return false;
-  }
-  if (settle(deadline) != NcclResult::success) return false;
-  NcclComm* const comm = take();
-  return comm == nullptr || is_fine(nccl_.comm_destroy(comm));
-}
-
-// Unlocked, because NCCL waits here: for streams that wait for other work, and for graphs.
 void Communicator::abort() noexcept {
-  NcclComm* const comm = take();
-  if (comm != nullptr) (void)nccl_.comm_abort(comm);
+  std::unique_lock lock(mutex_);
+  if (std::exchange(ended_, true) || parent_ == nullptr) return;
+  lock.unlock();
+  (void)nccl_.comm_abort(parent_);
+  lock.lock();
+  returned_.wait(lock, [this] { return calls_ == 0; });
+  lock.unlock();
+  if (child_ != nullptr) (void)nccl_.comm_abort(child_);
 }
 
 }  // namespace pycomm::nccl

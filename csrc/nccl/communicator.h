@@ -1,8 +1,9 @@
-// One nonblocking NCCL communicator, so that waits for a missing rank or a hanging call can be
-// cancelled. It ends with close() or, during calls, with abort().
+// An NCCL communicator whose waits can be cancelled. It ends with close() or, during calls, with
+// abort().
 #pragma once
 
 #include <atomic>
+#include <condition_variable>
 #include <functional>
 #include <mutex>
 #include <string>
@@ -13,7 +14,11 @@
 
 namespace pycomm::nccl {
 
-// Thread-safe.
+// The ranks meet in a nonblocking communicator, so that the wait for a missing rank can end. Calls
+// run on a blocking child of it, as NCCL starts a thread for each group of calls on a nonblocking
+// one. A call on the child may wait for other ranks too; an abort of the parent, which shares its
+// abort flag with the child, ends that wait. The child itself must not be aborted before its calls
+// have returned. Thread-safe.
 class Communicator {
  public:
   // Begins to connect to the other ranks on the thread's current device; meet() waits for them.
@@ -23,13 +28,14 @@ class Communicator {
   Communicator(const Communicator&) = delete;
   Communicator& operator=(const Communicator&) = delete;
 
-  // Throws Timeout if ranks are missing.
+  // Call it once, before launch(). Throws Timeout if ranks are missing.
   void meet(const Deadline& deadline);
 
-  // Runs calls of NcclApi as one group, which is enqueued when this returns. Throws error_of() of a
-  // result, also if abort() comes before that, or Timeout if NCCL does not finish enqueueing.
+  // Runs calls of NcclApi as one group, which is enqueued when this returns. Waits for the other
+  // ranks where NCCL connects to them first, until abort(). Throws error_of() of a result, also if
+  // abort() comes before that.
   using Calls = std::function<NcclResult(NcclApi&, NcclComm*)>;
-  void launch(const Calls& calls, const Deadline& deadline);
+  void launch(const Calls& calls);
 
   // The state of enqueued calls: success unless one failed. An error after abort() or close().
   NcclResult state();
@@ -41,23 +47,26 @@ class Communicator {
   // permanently.
   void keep_for_graph() { captured_ = true; }
 
-  // Call once all enqueued calls are complete. If it returns false, abort() has to follow.
-  bool close(const Deadline& deadline) noexcept;
+  // Call once all enqueued calls are complete. May block as abort() does.
+  void close() noexcept;
   // Ends calls in progress at once. May block long after that: as long as a graph lives that
   // captured calls, or the stream of a call is busy with earlier work. Other functions do not wait
   // for it.
   void abort() noexcept;
 
  private:
-  NcclResult enqueue(const Calls& calls);
-  NcclResult settle(const Deadline& deadline);
-  NcclComm* current();
-  NcclComm* take();
+  void settle(const std::string& function, const Deadline& deadline);
+  NcclComm* begin_call();
+  void end_call();
 
   NcclApi& nccl_;
   const int rank_;
-  std::mutex mutex_;  // guards comm_ against destruction
-  NcclComm* comm_ = nullptr;
+  std::mutex mutex_;  // guards the members below
+  std::condition_variable returned_;
+  int calls_ = 0;  // that have not returned from NCCL
+  bool ended_ = false;
+  NcclComm* parent_ = nullptr;
+  NcclComm* child_ = nullptr;  // NCCL sets it while meet() waits
   std::atomic<bool> captured_ = false;
 };
 

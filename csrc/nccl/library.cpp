@@ -30,8 +30,8 @@ class Library final : public NcclApi {
   int version() const override { return version_; }
   std::string origin() const override { return origin_; }
   std::string error_string(NcclResult result) override { return call_.get_error_string(result); }
-  std::string last_error(NcclComm* comm) override {
-    const char* text = call_.get_last_error(comm);
+  std::string last_error() override {
+    const char* text = call_.get_last_error(nullptr);
     return text == nullptr ? "" : text;
   }
 
@@ -40,9 +40,13 @@ class Library final : public NcclApi {
                             bool blocking) override {
     abi::Config config;
     config.blocking = blocking ? 1 : 0;
+    config.split_share = 1;
     return call_.comm_init_rank_config(&comm, size, id, rank, &config);
   }
-  NcclResult comm_finalize(NcclComm* comm) override { return call_.comm_finalize(comm); }
+  NcclResult comm_split(NcclComm* parent, int rank, NcclComm*& child) override {
+    abi::Config config;
+    return call_.comm_split(parent, 0, rank, &child, &config);
+  }
   NcclResult comm_destroy(NcclComm* comm) override { return call_.comm_destroy(comm); }
   NcclResult comm_abort(NcclComm* comm) override { return call_.comm_abort(comm); }
   NcclResult comm_async_error(NcclComm* comm, NcclResult& error) override {
@@ -107,9 +111,8 @@ std::string nccl_version_text(int code) {
          std::to_string(code % 100);
 }
 
-std::string nccl_error_text(NcclApi& nccl, const std::string& function, NcclResult result,
-                            NcclComm* comm) {
-  const std::string more = nccl.last_error(comm);
+std::string nccl_error_text(NcclApi& nccl, const std::string& function, NcclResult result) {
+  const std::string more = nccl.last_error();
   return function + ": " + nccl.error_string(result) + (more.empty() ? "" : ": " + more) +
          " (NCCL " + nccl_version_text(nccl.version()) + ", " + nccl.origin() + ")";
 }

@@ -77,16 +77,18 @@ class NcclApi {
   virtual int version() const = 0;         // NCCL's code, such as 23203
   virtual std::string origin() const = 0;  // the file it was loaded from
   virtual std::string error_string(NcclResult result) = 0;
-  virtual std::string last_error(NcclComm* comm) = 0;  // details, or empty; comm may be null
+  virtual std::string last_error() = 0;  // details of the process's last error, or empty
 
   virtual NcclResult get_unique_id(NcclId& id) = 0;
   // Waits for all ranks unless `blocking` is false: then `comm` is in progress at first.
   virtual NcclResult comm_init_rank(NcclComm*& comm, int size, const NcclId& id, int rank,
                                     bool blocking) = 0;
-  virtual NcclResult comm_finalize(NcclComm* comm) = 0;
-  virtual NcclResult comm_destroy(NcclComm* comm) = 0;
-  virtual NcclResult comm_abort(
-      NcclComm* comm) = 0;  // cancels calls in progress, destroys the communicator
+  // Sets `child` to a blocking communicator of the same ranks, which shares the resources and the
+  // abort of `parent`. If that is nonblocking, it is in progress until `child` is set.
+  virtual NcclResult comm_split(NcclComm* parent, int rank, NcclComm*& child) = 0;
+  virtual NcclResult comm_destroy(NcclComm* comm) = 0;  // once its calls are complete
+  // Cancels calls in progress, then destroys the communicator.
+  virtual NcclResult comm_abort(NcclComm* comm) = 0;
   virtual NcclResult comm_async_error(NcclComm* comm, NcclResult& error) = 0;
 
   virtual NcclResult group_start() = 0;
@@ -103,8 +105,7 @@ class NcclApi {
 std::string nccl_version_text(int code);
 
 // Describes a result of `function`, with NCCL's message and the library.
-std::string nccl_error_text(NcclApi& nccl, const std::string& function, NcclResult result,
-                            NcclComm* comm);
+std::string nccl_error_text(NcclApi& nccl, const std::string& function, NcclResult result);
 
 // A possible place of the library.
 struct NcclPlace {

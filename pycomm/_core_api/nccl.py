@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import importlib.util
+import os
 from pathlib import Path
 from typing import Any
 
@@ -48,8 +49,13 @@ def load(module: Any = None) -> Any:
 
     Raises:
         Unsupported: `_cuda` is not built, or no place has a complete library; the text lists each
-            place and why it failed.
+            place and why it failed. Or the environment forbids what pycomm needs of NCCL.
     """
+    if os.environ.get("NCCL_COMM_SPLIT_SHARE_RESOURCES") == "0":
+        raise Unsupported(
+            "NCCL_COMM_SPLIT_SHARE_RESOURCES=0: a call that waits for a lost rank could not be "
+            "cancelled; unset it"
+        )
     if module is None:
         if importlib.util.find_spec("pycomm._cuda") is None:
             raise Unsupported("NCCL not searched: pycomm._cuda is not built")

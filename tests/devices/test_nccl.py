@@ -26,7 +26,7 @@ CSRC = programs.CSRC
 NAMES = re.findall(r'"(nccl[A-Z]\w+)"\)', (CSRC / "nccl" / "abi.h").read_text())
 
 
-def stub(folder: Path, version: int = 21400, lacks: str = "", result: int = 0) -> str:
+def stub(folder: Path, version: int = 21801, lacks: str = "", result: int = 0) -> str:
     """A compiled library with all functions but one; its file."""
     lines = [f"int ncclGetVersion(int *v) {{ *v = {version}; return {result}; }}"]
     lines += [f"int {n}(void) {{ return 0; }}" for n in NAMES if n not in ("ncclGetVersion", lacks)]
@@ -95,12 +95,12 @@ def test_info_names_version_and_file():
 def test_oldest_version_with_all_functions_is_accepted(tmp_path):
     file = stub(tmp_path / "good")
     library = load(("a stub", file, False))
-    assert (library.version, library.origin) == ("2.14.0", file)
+    assert (library.version, library.origin) == ("2.18.1", file)
 
 
 def test_unusable_libraries_are_named_and_skipped(tmp_path):
     """Each stub has the same soname: one left open would be found for the next path."""
-    old = stub(tmp_path / "old", version=21304)
+    old = stub(tmp_path / "old", version=21800)
     outdated = stub(tmp_path / "ancient", version=2804)
     lacking = stub(tmp_path / "lacking", lacks="ncclCommAbort")
     broken = stub(tmp_path / "broken", result=3)
@@ -112,7 +112,7 @@ def test_unusable_libraries_are_named_and_skipped(tmp_path):
     with pytest.raises(Unsupported) as raised:
         load(*bad, ("left open", old, True))
     assert str(raised.value) == (
-        f"NCCL 2.14.0 or newer was not found (old: {old} is NCCL 2.13.4; "
+        f"NCCL 2.18.1 or newer was not found (old: {old} is NCCL 2.18.0; "
         f"ancient: {outdated} is NCCL 2.8.4; lacking: it has no ncclCommAbort; "
         f"broken: ncclGetVersion returned 3; absent: {absent}: cannot open shared object file: "
         "No such file or directory; package: not installed; left open: none); "
@@ -120,6 +120,12 @@ def test_unusable_libraries_are_named_and_skipped(tmp_path):
     )
     good = stub(tmp_path / "good", version=22807)
     assert load(*bad, ("good", good, False)).version == "2.28.7"
+
+
+def test_unshared_communicators_are_refused(monkeypatch):
+    monkeypatch.setenv("NCCL_COMM_SPLIT_SHARE_RESOURCES", "0")
+    with pytest.raises(Unsupported, match=r"SHARE_RESOURCES=0: a call that waits .*; unset it"):
+        nccl.load()
 
 
 def test_every_function_is_needed():
@@ -154,7 +160,13 @@ static_assert(offsetof(abi::Config, magic) == offsetof(ncclConfig_t, magic));
 static_assert(offsetof(abi::Config, version) == offsetof(ncclConfig_t, version));
 static_assert(offsetof(abi::Config, blocking) == offsetof(ncclConfig_t, blocking));
 static_assert(sizeof(abi::Config) <= sizeof(ncclConfig_t));
-static_assert(NCCL_VERSION(2, 14, 0) == abi::kLeastVersion);
+static_assert(offsetof(abi::Config, cga_cluster_size) == offsetof(ncclConfig_t, cgaClusterSize));
+static_assert(offsetof(abi::Config, min_ctas) == offsetof(ncclConfig_t, minCTAs));
+static_assert(offsetof(abi::Config, max_ctas) == offsetof(ncclConfig_t, maxCTAs));
+static_assert(offsetof(abi::Config, net_name) == offsetof(ncclConfig_t, netName));
+static_assert(offsetof(abi::Config, split_share) == offsetof(ncclConfig_t, splitShare));
+static_assert(abi::kUndefined == NCCL_CONFIG_UNDEF_INT);
+static_assert(NCCL_VERSION(2, 18, 1) == abi::kLeastVersion);
 static_assert(abi::Config{}.magic == ncclConfig_t NCCL_CONFIG_INITIALIZER.magic);
 """
 NUMBERS = {

@@ -30,8 +30,6 @@ using pycomm::nccl::NcclOp;
 using pycomm::nccl::NcclQueue;
 using pycomm::nccl::NcclResult;
 
-constexpr int kAsks = 2;  // "in progress" answers of a non-blocking communicator after each call
-
 // By NcclDtype. Reductions of those without a counterpart here are refused.
 struct Type {
   size_t bytes;
@@ -64,15 +62,19 @@ class Lock {
 };
 
 struct Comm {
-  Comm(int size, int rank, bool blocks) : wires(size, rank), blocking(blocks) {
+  Comm(int size, const NcclId& named, int rank, bool blocks)
+      : wires(size, rank), id(named), blocking(blocks) {
     cudaGetDevice(&device);
   }
   Lock mutex;  // guards all below but `aborted` and `connector`
   Wires wires;
+  const NcclId id;
   const bool blocking;
   int device = 0;
-  bool connecting = true, busy = false, finalizing = false;
-  int asks_left = 0;  // before it completes the last call
+  bool connecting = true, busy = false;
+  int splits = 0;
+  std::shared_ptr<Comm> child;        // of the last split
+  NcclComm** child_handle = nullptr;  // to be set when the child is connected
   uint64_t issued = 0, finished = 0;
   std::set<cudaStream_t> streams;                         // of calls
   std::shared_ptr<int> graphs = std::make_shared<int>();  // captured calls own it too
@@ -81,11 +83,26 @@ struct Comm {
   std::atomic<bool> aborted{false};
   std::thread connector;
 
+  void connect() {
+    connector = std::thread([this] {
+      try {
+        wires.connect(id, device, [this] { return aborted.load(); });
+        const std::lock_guard lock(mutex);
+        connecting = false;
+      } catch (const Failed& failed) {
+        const std::lock_guard lock(mutex);
+        connecting = false;
+        fail(failed);
+      }
+    });
+  }
   void cut() {
     aborted = true;
     if (connector.joinable()) connector.join();
     const std::lock_guard lock(mutex);
     wires.hang_up();
+    if (child) child->aborted = true;  // the flag that they share
+    if (child_handle != nullptr) child->cut();
   }
   bool in_graphs() const { return graphs.use_count() > 1; }
   // As NCCL waits at the end of a communicator, even at an abort.
@@ -99,6 +116,7 @@ struct Comm {
     message = failed.what();
     wires.hang_up();
   }
+  bool in_progress() const { return connecting || child_handle != nullptr; }
 };
 
 // As NCCL does: the device of the communicator, and then the thread's own again.
@@ -304,14 +322,12 @@ NcclResult FakeNccl::State::flush() {
     stream = one.queue.stream;
     calls.push_back(one.call);
   }
-  NcclResult result = NcclResult::success;
   for (auto& [handle, batch] : by_comm) {
     const auto comm = find(handle);
-    const NcclResult one = comm ? issue(comm, std::move(batch.second), batch.first) : gone();
-    if (one != NcclResult::success && one != NcclResult::in_progress) return one;
-    if (one == NcclResult::in_progress) result = one;
+    const NcclResult result = comm ? issue(comm, std::move(batch.second), batch.first) : gone();
+    if (result != NcclResult::success) return result;
   }
-  return result;
+  return NcclResult::success;
 }
 
 NcclResult FakeNccl::State::issue(const std::shared_ptr<Comm>& comm, std::vector<Call> calls,
@@ -324,11 +340,10 @@ NcclResult FakeNccl::State::issue(const std::shared_ptr<Comm>& comm, std::vector
   {
     const std::lock_guard lock(comm->mutex);
     if (comm->error != NcclResult::success) return refuse(comm->error, comm->message);
-    if (comm->connecting || comm->asks_left > 0)
-      return refuse(NcclResult::invalid_usage, "the communicator is still in progress");
+    if (comm->connecting || !comm->blocking)
+      return refuse(NcclResult::invalid_usage, "in progress, or not blocking");
     if (counted) ++comm->issued;
     if (counted) comm->streams.insert(queue);
-    if (!comm->blocking) comm->asks_left = kAsks;
   }
   // A graph runs copies of this, each of which begins anew.
   const auto run = [self = shared_from_this(), comm, counted, calls = std::move(calls),
@@ -355,7 +370,7 @@ NcclResult FakeNccl::State::issue(const std::shared_ptr<Comm>& comm, std::vector
     return true;
   };
   if (emulator::enqueue_polled(queue, run) != cudaSuccess) return NcclResult::cuda_error;
-  return comm->blocking ? NcclResult::success : NcclResult::in_progress;
+  return NcclResult::success;
 }
 
 FakeNccl::FakeNccl() : state_(std::make_shared<State>()) {}
@@ -384,11 +399,7 @@ std::string FakeNccl::error_string(NcclResult result) {
   return kTexts.at(static_cast<size_t>(result));
 }
 
-std::string FakeNccl::last_error(NcclComm* handle) {
-  if (const auto comm = state_->find(handle)) {
-    const std::lock_guard lock(comm->mutex);
-    if (comm->error != NcclResult::success) return comm->message;
-  }
+std::string FakeNccl::last_error() {
   const std::lock_guard lock(state_->mutex);
   return state_->last_error;
 }
@@ -405,37 +416,34 @@ NcclResult FakeNccl::comm_init_rank(NcclComm*& handle, int size, const NcclId& i
                                     bool blocking) {
   if (size < 1 || rank < 0 || rank >= size)
     return state_->refuse(NcclResult::invalid_argument, "rank or size cannot be");
-  const auto comm = std::make_shared<Comm>(size, rank, blocking);
+  const auto comm = std::make_shared<Comm>(size, id, rank, blocking);
   handle = reinterpret_cast<NcclComm*>(comm.get());
   {
     const std::lock_guard lock(state_->mutex);
     state_->live[handle] = comm;
   }
-  comm->connector = std::thread([comm = comm.get(), id] {
-    try {
-      comm->wires.connect(id, comm->device, [&] { return comm->aborted.load(); });
-      const std::lock_guard lock(comm->mutex);
-      comm->connecting = false;
-    } catch (const Failed& failed) {
-      const std::lock_guard lock(comm->mutex);
-      comm->connecting = false;
-      comm->fail(failed);
-    }
-  });
+  comm->connect();
   if (!blocking) return NcclResult::in_progress;
   comm->connector.join();
   return comm->error == NcclResult::success ? comm->error
                                             : state_->refuse(comm->error, comm->message);
 }
 
-NcclResult FakeNccl::comm_finalize(NcclComm* handle) {
-  const auto comm = state_->find(handle);
-  if (!comm) return state_->gone();
-  const std::lock_guard lock(comm->mutex);
-  if (comm->connecting || comm->asks_left > 0)
-    return state_->refuse(NcclResult::invalid_usage, "the communicator is still in progress");
-  comm->finalizing = true;
-  return comm->blocking ? NcclResult::success : NcclResult::in_progress;
+NcclResult FakeNccl::comm_split(NcclComm* handle, int rank, NcclComm*& child) {
+  const auto parent = state_->find(handle);
+  if (!parent) return state_->gone();
+  const OnDevice on(parent->device);
+  const std::lock_guard lock(parent->mutex);
+  if (parent->error != NcclResult::success) return state_->refuse(parent->error, parent->message);
+  if (parent->in_progress() || parent->blocking)
+    return state_->refuse(NcclResult::invalid_usage, "in progress, or blocking");
+  NcclId id = parent->id;
+  std::snprintf(id.bytes.data() + 32, 16, "-%d", ++parent->splits);
+  child = nullptr;
+  parent->child = std::make_shared<Comm>(parent->wires.size(), id, rank, true);
+  parent->child_handle = &child;
+  parent->child->connect();
+  return NcclResult::in_progress;
 }
 
 NcclResult FakeNccl::comm_destroy(NcclComm* handle) {
@@ -443,7 +451,7 @@ NcclResult FakeNccl::comm_destroy(NcclComm* handle) {
   if (!comm) return state_->gone();
   {
     const std::lock_guard lock(comm->mutex);
-    if (comm->connecting || comm->asks_left > 0 || comm->issued != comm->finished)
+    if (comm->in_progress() || comm->issued != comm->finished)
       return state_->refuse(NcclResult::invalid_usage, "the communicator is not through");
   }
   return comm_abort(handle);
@@ -461,12 +469,21 @@ NcclResult FakeNccl::comm_async_error(NcclComm* handle, NcclResult& error) {
   const auto comm = state_->find(handle);
   if (!comm) return state_->gone();
   const std::lock_guard lock(comm->mutex);
-  error = comm->error;
-  const bool ending = comm->finalizing && (comm->issued != comm->finished || comm->in_graphs());
-  if (error == NcclResult::success && (comm->connecting || comm->asks_left > 0 || ending)) {
-    error = NcclResult::in_progress;
-    if (comm->asks_left > 0) --comm->asks_left;
+  if (comm->child_handle != nullptr) {
+    const std::lock_guard both(comm->child->mutex);
+    if (!comm->child->connecting) {
+      NcclComm*& child = *std::exchange(comm->child_handle, nullptr);
+      if (comm->child->error != NcclResult::success)
+        comm->fail(Failed(comm->child->error, comm->child->message));
+      child = reinterpret_cast<NcclComm*>(comm->child.get());
+      const std::lock_guard all(state_->mutex);
+      state_->live[child] = comm->child;
+    }
   }
+  error = comm->error;
+  if (error != NcclResult::success)
+    return (void)state_->refuse(error, comm->message), NcclResult::success;
+  if (comm->in_progress()) error = NcclResult::in_progress;
   return NcclResult::success;
 }
 

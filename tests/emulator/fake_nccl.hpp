@@ -2,7 +2,8 @@
 //
 // It gives only the guarantees of NCCL's documentation, and refuses what that forbids. A
 // non-blocking communicator must be polled to completion before its next call, a destroyed handle
-// is invalid, each rank has its own device, and the calls of a group use one stream. A send waits
+// is invalid, each rank has its own device, and the calls of a group use one stream. Calls need a
+// blocking communicator; a child has the abort flag of its parent. A send waits
 // for its receive, counts and dtypes are compared, a dead rank gives remote_error, and an abort
 // ends running operations, but returns only when the streams are idle and no graph has calls. As
 // with NCCL, the wait for a missing rank has no limit.
@@ -33,12 +34,13 @@ class FakeNccl final : public pycomm::nccl::NcclApi {
   int version() const override { return 23203; }
   std::string origin() const override { return "tests/emulator"; }
   std::string error_string(pycomm::nccl::NcclResult result) override;
-  std::string last_error(pycomm::nccl::NcclComm* comm) override;
+  std::string last_error() override;
   pycomm::nccl::NcclResult get_unique_id(pycomm::nccl::NcclId& id) override;
   pycomm::nccl::NcclResult comm_init_rank(pycomm::nccl::NcclComm*& comm, int size,
                                           const pycomm::nccl::NcclId& id, int rank,
                                           bool blocking) override;
-  pycomm::nccl::NcclResult comm_finalize(pycomm::nccl::NcclComm* comm) override;
+  pycomm::nccl::NcclResult comm_split(pycomm::nccl::NcclComm* parent, int rank,
+                                      pycomm::nccl::NcclComm*& child) override;
   pycomm::nccl::NcclResult comm_destroy(pycomm::nccl::NcclComm* comm) override;
   pycomm::nccl::NcclResult comm_abort(pycomm::nccl::NcclComm* comm) override;
   pycomm::nccl::NcclResult comm_async_error(pycomm::nccl::NcclComm* comm,

@@ -27,7 +27,7 @@ struct Hello {
 socklen_t address(sockaddr_un& at, const pycomm::nccl::NcclId& id, int rank) {
   at = {};
   at.sun_family = AF_UNIX;  // an abstract name: no file, closed with its socket
-  const int n = std::snprintf(at.sun_path + 1, sizeof at.sun_path - 1, "fake-nccl-%.32s-%d",
+  const int n = std::snprintf(at.sun_path + 1, sizeof at.sun_path - 1, "fake-nccl-%.48s-%d",
                               id.bytes.data(), rank);
   return static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + static_cast<size_t>(n));
 }

@@ -24,33 +24,49 @@ using played::PlayedNccl;
 
 NcclResult nothing(nccl::NcclApi&, nccl::NcclComm*) { return NcclResult::success; }
 
+// A communicator that has met its peers.
+struct Met {
+  Met() { communicator.meet(Deadline(60s)); }
+  PlayedNccl nccl;
+  nccl::Communicator communicator{nccl, {}, 0, 2};
+};
+
 const Test kEnqueueing{
-    "a call that is aborted while NCCL enqueues it fails", [] {
-      PlayedNccl nccl;
-      nccl::Communicator communicator(nccl, {}, 0, 2);
-      nccl.state = NcclResult::in_progress;
-      std::jthread other;
-      nccl.on_group_end = [&] {
-        other = std::jthread([&] {
-          std::this_thread::sleep_for(20ms);  // launch() polls by then
-          communicator.abort();
-        });
+    "an abort ends the wait of a call and then the child", [] {
+      Met met;
+      std::latch called(1), parent_aborted(1);
+      std::atomic<bool> answered = false, returned = false, too_early = false;
+      met.nccl.on_group_end = [&] {
+        called.count_down();
+        parent_aborted.wait();  // as NCCL waits for a peer to connect
+        std::this_thread::yield();
+        returned = true;
       };
-      const std::string text =
-          expect_throws<Error>([&] { communicator.launch(nothing, Deadline(60s)); });
+      met.nccl.on_abort = [&](bool of_parent) {
+        if (of_parent) return parent_aborted.count_down();
+        too_early = !returned;
+      };
+      std::jthread other([&] {
+        called.wait();
+        answered = met.communicator.state() == NcclResult::success;
+        met.communicator.abort();
+      });
+      const std::string text = expect_throws<Error>([&] { met.communicator.launch(nothing); });
       other.join();
       expect_equal(text, std::string("the NCCL communicator was aborted"), "why");
+      expect(answered, "the state during a call");
+      expect(!too_early, "NCCL freed a communicator that a call uses");
+      expect_equal(met.nccl.live.load(), 0, "communicators left");
     }};
 
 const Test kState{"the state of an aborted communicator is an error", [] {
-                    PlayedNccl nccl;
-                    nccl::Communicator communicator(nccl, {}, 0, 2);
-                    expect(communicator.state() == NcclResult::success, "before");
-                    communicator.abort();
-                    const NcclResult state = communicator.state();
+                    Met met;
+                    expect(met.communicator.state() == NcclResult::success, "before");
+                    met.communicator.abort();
+                    const NcclResult state = met.communicator.state();
                     expect(state != NcclResult::success && state != NcclResult::in_progress,
                            "after");
-                    const Error error = communicator.error_of("ncclAllReduce", state);
+                    const Error error = met.communicator.error_of("ncclAllReduce", state);
                     expect(error.kind() == ErrorKind::group_broken, error.what());
                   }};
 
@@ -61,15 +77,25 @@ const Test kRefused{"a communicator that NCCL creates and then refuses is not le
                       expect_equal(nccl.live.load(), 0, "communicators left");
                     }};
 
+const Test kUnsplit{"a communicator that NCCL does not split is not leaked", [] {
+                      PlayedNccl nccl;
+                      nccl.split = NcclResult::system_error;
+                      const std::string text = expect_throws<Error>(
+                          [&] { nccl::Communicator(nccl, {}, 0, 2).meet(Deadline(60s)); });
+                      expect(text.starts_with("ncclCommSplit: "), text);
+                      expect_equal(nccl.live.load(), 0, "communicators left");
+                    }};
+
 // A rank of a group on played devices.
 struct Member {
   explicit Member(group::Group& group) : host(&group, [](group::Group*) {}) {}
-  void run() {
+  void run(std::chrono::nanoseconds timeout = 60s) {
     group->run({.operation = Operation::all_reduce,
                 .dtype = Dtype::float32,
                 .input = device.get(),
                 .output = device.get(),
-                .count = 1});
+                .count = 1,
+                .timeout = timeout});
   }
 
   std::shared_ptr<group::Group> host;  // not its owner
@@ -93,17 +119,34 @@ const Test kBetween{"a call that ends with an abort of the group fails with its 
                       });
                     }};
 
+// A rank whose peer dies as NCCL connects to it, or stops.
+const Test kLimit{"a call that NCCL does not enqueue ends at its limit", [] {
+                    ranks::World world{.size = 2, .transport = "local"};
+                    ranks::run_groups(world, [](group::Group& host) {
+                      Member member(host);
+                      std::latch aborted(1);
+                      member.nccl->on_group_end = [&] { aborted.wait(); };
+                      member.nccl->on_abort = [&](bool of_parent) {
+                        if (of_parent) aborted.count_down();
+                      };
+                      const std::string text = expect_throws<Error>([&] { member.run(300ms); });
+                      expect(text.find("could not be enqueued within 0.3") != std::string::npos,
+                             text);
+                    });
+                  }};
+
 // Runs `body` in both ranks of a group while NCCL's aborts do not return, as where a stream hangs
 // before NCCL's kernel or a graph lives.
-void run_with_stuck_aborts(const std::function<void(Member&)>& body) {
+void run_with_stuck_aborts(
+    const std::function<void(Member&, const std::function<void()>& stuck)>& body) {
   const auto over = std::make_shared<std::latch>(1);
   auto ranks = std::async(std::launch::async, [&] {
     ranks::World world{.size = 2, .transport = "local"};
     ranks::run_groups(world, [&](group::Group& host) {
       Member member(host);
-      member.nccl->on_abort = [over] { over->wait(); };
+      member.nccl->on_abort = [over](bool) { over->wait(); };
       member.run();
-      body(member);
+      body(member, [over] { over->wait(); });
     });
   });
   const bool returned = ranks.wait_for(20s) == std::future_status::ready;
@@ -113,7 +156,7 @@ void run_with_stuck_aborts(const std::function<void(Member&)>& body) {
 }
 
 const Test kStuck{"an abort that NCCL does not finish delays neither peers nor destruction", [] {
-                    run_with_stuck_aborts([](Member& member) {
+                    run_with_stuck_aborts([](Member& member, const auto&) {
                       if (member.host->rank() == 0) member.group->abort("enough");
                       const auto peer = [&] { member.host->run({.timeout = 60s}); };
                       const std::string text = expect_throws<Error>(peer);
@@ -123,27 +166,27 @@ const Test kStuck{"an abort that NCCL does not finish delays neither peers nor d
                   }};
 
 const Test kUnfinished{"close() waits for NCCL a few seconds", [] {
-                         run_with_stuck_aborts([](Member& member) {
+                         run_with_stuck_aborts([](Member& member, const auto&) {
                            member.device->through = true;
                            member.group->close();
-                           expect_equal(member.nccl->live.load(), 0, "closed");
+                           expect_equal(member.nccl->live.load(), 0, "communicators");
                          });
-                         run_with_stuck_aborts([](Member& member) {
+                         run_with_stuck_aborts([](Member& member, const auto& stuck) {
                            member.device->through = true;
-                           member.nccl->state = NcclResult::in_progress;
+                           member.nccl->on_destroy = stuck;
                            member.group->close();
                            member.group.reset();
                          });
                        }};
 
 const Test kGraph{"a communicator in a graph is kept when the group is closed", [] {
-                    run_with_stuck_aborts([](Member& member) {
+                    run_with_stuck_aborts([](Member& member, const auto&) {
                       member.device->through = true;
                       member.device->captures = true;
                       member.run();
                       member.group->close();
                       member.group.reset();
-                      expect_equal(member.nccl->live.load(), 1, "communicators");
+                      expect_equal(member.nccl->live.load(), 2, "communicators");
                     });
                   }};
 

@@ -55,23 +55,31 @@ using pycomm::nccl::NcclResult;
 class PlayedNccl final : public pycomm::nccl::NcclApi {
  public:
   std::atomic<int> live = 0;  // communicators that were neither destroyed nor aborted
-  std::atomic<NcclResult> init = NcclResult::success, state = NcclResult::success,
-                          finalized = NcclResult::success;
-  std::function<void()> on_group_end{}, on_abort{};
+  std::atomic<NcclResult> init = NcclResult::success, split = NcclResult::in_progress,
+                          state = NcclResult::success;
+  std::function<void()> on_group_end{}, on_destroy{};
+  std::function<void(bool of_parent)> on_abort{};
 
   int version() const override { return 23203; }
   std::string origin() const override { return "tests/native"; }
   std::string error_string(NcclResult) override { return "a played error"; }
-  std::string last_error(NcclComm*) override { return {}; }
+  std::string last_error() override { return {}; }
   NcclResult get_unique_id(pycomm::nccl::NcclId& id) override { return id = {}, state.load(); }
   NcclResult comm_init_rank(NcclComm*& comm, int, const pycomm::nccl::NcclId&, int, bool) override {
-    comm = reinterpret_cast<NcclComm*>(this);
+    comm = reinterpret_cast<NcclComm*>(&parent_);
     return ++live, init.load();
   }
-  NcclResult comm_finalize(NcclComm*) override { return finalized; }
-  NcclResult comm_destroy(NcclComm*) override { return --live, NcclResult::success; }
-  NcclResult comm_abort(NcclComm*) override {
-    if (on_abort) on_abort();
+  NcclResult comm_split(NcclComm*, int, NcclComm*& child) override {
+    if (split != NcclResult::in_progress) return split;
+    child = reinterpret_cast<NcclComm*>(&child_);
+    return ++live, split.load();
+  }
+  NcclResult comm_destroy(NcclComm*) override {
+    if (on_destroy) on_destroy();
+    return --live, NcclResult::success;
+  }
+  NcclResult comm_abort(NcclComm* comm) override {
+    if (on_abort) on_abort(comm == reinterpret_cast<NcclComm*>(&parent_));
     return --live, NcclResult::success;
   }
   NcclResult comm_async_error(NcclComm*, NcclResult& error) override {
@@ -96,6 +104,9 @@ class PlayedNccl final : public pycomm::nccl::NcclApi {
   NcclResult broadcast(pycomm::nccl::NcclData, int, pycomm::nccl::NcclQueue) override {
     return state;
   }
+
+ private:
+  char parent_{}, child_{};  // their addresses are the communicators
 };
 
 }  // namespace played

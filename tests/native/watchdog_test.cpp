@@ -26,8 +26,7 @@ class PlayedCarrier final : public device_group::DeviceExecutor {
   Algorithm algorithm_for(const group::Call&) const override { return Algorithm::nccl; }
   device_group::DeviceCall prepare(const group::Call& call) override { return {.call = call}; }
   std::shared_ptr<device::Event> event() override { return nullptr; }
-  std::shared_ptr<device::Event> enqueue(const device_group::DeviceCall&, device::Event&,
-                                         const Deadline&) override {
+  std::shared_ptr<device::Event> enqueue(const device_group::DeviceCall&, device::Event&) override {
     return nullptr;
   }
   group::Stats stats() const override { return {}; }
@@ -48,11 +47,15 @@ struct Watched {
   device_group::Watchdog watchdog{*host, executor};
   std::exception_ptr told;
 
+  void begin(std::chrono::nanoseconds limit = 60s, int peer = device_group::Watchdog::kAllPeers) {
+    watchdog.add("all_reduce(of a test)", peer, Deadline(limit),
+                 [this](std::exception_ptr error) { told = std::move(error); });
+  }
   std::shared_ptr<device::Event> add(std::chrono::nanoseconds limit = 60s,
                                      int peer = device_group::Watchdog::kAllPeers) {
     auto over = std::make_shared<device::Event>(device);
-    watchdog.add("all_reduce(of a test)", peer, Deadline(limit), over,
-                 [this](std::exception_ptr error) { told = std::move(error); });
+    begin(limit, peer);
+    watchdog.set_end(over);
     return over;
   }
 };
@@ -93,6 +96,24 @@ const Test kLate{"a call that is not complete at its limit is named", [] {
                    expect(said.starts_with("all_reduce(of a test)"), said);
                    expect(said.find("did not complete on the device") != std::string::npos, said);
                  }};
+
+const Test kEnqueueing{"a call is watched while it is enqueued", [] {
+                         Watched all;
+                         all.device->through = true;
+                         all.begin(1ns);
+                         expect(!all.watchdog.idle(), "begun");
+                         const auto error = all.watchdog.look();
+                         expect(error && error->kind() == ErrorKind::timeout, "a timeout");
+                         const std::string said = error->what();
+                         expect(said.find("could not be enqueued") != std::string::npos, said);
+                         all.watchdog.end(std::make_exception_ptr(Error(*error)));
+                         expect(static_cast<bool>(all.told), "told");
+                         all.watchdog.set_end(std::make_shared<device::Event>(all.device));
+                         expect(all.watchdog.idle(), "an ended call does not return");
+                         all.begin();
+                         all.watchdog.set_end(nullptr);
+                         expect(all.watchdog.idle(), "a captured call is not watched");
+                       }};
 
 const Test kNeeded{"a rank that leaves ends the calls that need it, and no others", [] {
                      ranks::World world{.size = 3, .transport = "tcp", .heartbeat = 500ms};
