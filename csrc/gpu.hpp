@@ -37,9 +37,10 @@ struct Launch {
 #ifdef __CUDACC__
 
 // The block's only object of type T in shared memory. T needs no constructor and starts as garbage.
+// Aligned, so that no vector load of it reads a neighbour, which racecheck reports.
 template <class T>
 __device__ __forceinline__ T& shared() {
-  __shared__ T object;
+  __shared__ __align__(16) T object;
   return object;
 }
 

@@ -261,8 +261,7 @@ struct Counter {
 struct Work {
   unsigned first, later;
 };
-// Aligned, so that no vector load of it reads its neighbour, which racecheck reports.
-struct alignas(16) WorkSpace {
+struct WorkSpace {
   Work by_warp[kWarps];
 };
 
