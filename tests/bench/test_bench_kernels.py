@@ -100,6 +100,18 @@ def test_tiny_run_is_stored_and_plotted(
     assert drawn.stat().st_size > 10_000
 
 
+def test_named_kernels_run_with_the_step(
+    residuals: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(residuals, "--kernels", "topk,norm")
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    shown = {row[0] for row in rows if "pycomm" in row[2:3]}
+    assert shown == {"dgc_step", "topk", "norm"}
+    with pytest.raises(SystemExit):
+        run(residuals, "--kernels", "topk,wrong")
+    assert "'wrong' is not among" in capsys.readouterr().err
+
+
 def test_limit_is_the_slowest_of_read_write_and_copy() -> None:
     """Loops that read at 30, write at 20 and do both at 40: no loop reads at 40."""
     speeds = {"step": comparison.Traffic(24, 16), "read": comparison.Traffic(30, 0)}

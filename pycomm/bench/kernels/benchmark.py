@@ -16,10 +16,11 @@ from __future__ import annotations
 
 import argparse
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import chain, zip_longest
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -56,6 +57,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--rounds", type=int, default=3, help="of 5 steps each (%(default)s)")
     parser.add_argument("--sizes", type=_numbers, help="elements, with commas")
     parser.add_argument("--peers", help="of dgc_step, with commas (all)")
+    parser.add_argument("--kernels", help="dgc_step and these, with commas (all)")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--json", type=Path, help="where to store all figures")
     parser.add_argument("--plot", type=Path, help="where to draw the fraction of the limit")
@@ -94,7 +96,7 @@ def main(argv: Sequence[str]) -> int:
         comparisons += single_kernels.comparisons(case.v, case.packets, case.gradients)
         if place.name == "cpu":
             comparisons.append(sparse.whole_step(case))
-        comparisons, refused = able(comparisons)
+        comparisons, refused = able(select(comparisons, options.kernels, parser.error))
         missing += [one for one in refused if one not in missing]
         if message := all_wrong(comparisons, place):
             print(f"{case.count} elements: {message}")
@@ -117,6 +119,19 @@ def main(argv: Sequence[str]) -> int:
         message = f"{row.peer}: {row.kernel} of {row.count} runs at {row.limit_percent:.0f} %"
         print(f"{message}: the limit is wrong")
     return 1 if fast else 0
+
+
+def select(
+    comparisons: Sequence[Comparison], kernels: str | None, error: Callable[[str], Any]
+) -> list[Comparison]:
+    """Those of the named kernels, and of dgc_step, of whose time all rows give a share."""
+    chosen = {one.kernel for one in comparisons}
+    if kernels is not None:
+        unknown = set(kernels.split(",")) - chosen
+        if unknown:
+            error(f"{min(unknown)!r} is not among {', '.join(sorted(chosen))}")
+        chosen = {"dgc_step", *kernels.split(",")}
+    return [one for one in comparisons if one.kernel in chosen]
 
 
 def comparators(names: Sequence[str]) -> tuple[dict[str, Step], dict[str, Choose], list[Missing]]:
