@@ -13,6 +13,7 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -30,6 +31,13 @@ ON_GPUS = ("group_devices", "kernel_devices")
 """Modules of tests that run a test on emulated devices and, in cases named "cuda", on GPUs."""
 EMULATED = ("torch_devices",)
 """The same on emulated devices alone, with the torch that is installed."""
+
+SANITIZERS = ("memcheck", "racecheck", "synccheck")
+EXAMPLES = {
+    "example-resnet": ["examples/resnet.py", "dgc", "--small"],
+    "example-practices": ["examples/best_practices.py"],
+    "example-reader": ["examples/reader.py", "shards"],
+}
 
 
 @dataclass(frozen=True)
@@ -85,6 +93,11 @@ def parts(count: int, results: Path) -> list[Part]:
     several = ["-n", str(min(4, max(1, (os.cpu_count() or 1) // 4)))]
     own = [python, "-m", "benchmarks.gpu.gpu_ranks"]
     bench = [python, "-m", "pycomm", "bench"]
+    launch = [python, "-m", "pycomm", "launch", "--nproc", str(ranks)]
+    # A tool of the CUDA toolkit, which machines with a driver alone lack.
+    found_at = shutil.which("compute-sanitizer")
+    sanitizer = [found_at, "--error-exitcode", "9", "--tool"] if found_at else []
+    kernels = [*pytest, "-p", "no:timeout", "-k", "cuda and step", "tests/unit/test_kernels.py"]
     stored = ["--json", str(results / "kernels.json"), "--plot", str(results / "kernels.png")]
     found = [
         Part("tests", [*pytest, *several, "-k", "cuda", *tests_with(ON_GPUS)], 1500),
@@ -93,8 +106,13 @@ def parts(count: int, results: Path) -> list[Part]:
         # Two ranks that share a GPU under NCCL, by each way to allow it.
         Part("shared-multi-rank", [*own, "shared", "--way", "multi-rank"], 120),
         Part("shared-host-id", [*own, "shared", "--way", "host-id"], 120),
+        Part("layers", [*own, "layers", "--ranks", str(ranks)], 120),
+        Part("layers-shared", [*own, "layers", "--ranks", "2", "--way", "host-id"], 120),
         Part("training", [*own, "training", "--ranks", str(ranks)], 600),
         Part("training-shared", [*own, "training", "--ranks", "2", "--way", "host-id"], 600),
+        *(Part(name, [*launch, *arguments], 300) for name, arguments in EXAMPLES.items()),
+        Part("top", [python, "-m", "pycomm", "top", "--once"], 60),
+        *(Part(tool, [*sanitizer, tool, *kernels], 900) for tool in SANITIZERS if sanitizer),
         Part("bench-kernels", [*bench, "kernels", "--device", "cuda", *stored], 2400),
     ]
     if count < 2:

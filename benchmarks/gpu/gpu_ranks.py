@@ -1,7 +1,7 @@
-"""The multi-rank parts of `python -m benchmarks gpu`: NCCL alone, two ranks that share a GPU, and
-training over pycomm and torch's DDP over nccl.
+"""The multi-rank parts of `python -m benchmarks gpu`: NCCL alone, two ranks that share a GPU,
+layers that communicate, and training over pycomm and torch's DDP over nccl.
 
-    python -m benchmarks.gpu.gpu_ranks {alone,shared,training} [options]
+    python -m benchmarks.gpu.gpu_ranks {alone,shared,layers,training} [options]
 
 Exits with 0 if all is as expected. The caller must end a hang.
 """
@@ -41,7 +41,7 @@ def main(argv: Sequence[str]) -> int:
     """Runs one of the programs; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.gpu_ranks", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("what", choices=("alone", "shared", "training"))
+    parser.add_argument("what", choices=("alone", "shared", "layers", "training"))
     parser.add_argument("--way", choices=tuple(WAYS), help="how NCCL lets ranks share a GPU")
     parser.add_argument("--ranks", type=int, default=1)
     options = parser.parse_args(argv)
@@ -49,6 +49,8 @@ def main(argv: Sequence[str]) -> int:
         return alone()
     if options.what == "shared":
         return shared(options.way or "multi-rank")
+    if options.what == "layers":
+        return layers(options.ranks, options.way)
     return training(options.ranks, options.way)
 
 
@@ -82,6 +84,60 @@ def _share(rank: Rank, way: str) -> None:
     rank.send(fine)
 
 
+def layers(ranks: int, way: str | None = None) -> int:
+    """Compares what layers that communicate return on GPUs and in host memory, with gradients."""
+    worst: dict[int, float] = {}
+    processes.run(_compare_layers, (way,), ranks, worst.__setitem__)
+    largest = max(worst.values())
+    print(f"SyncBatchNorm, functional and ScatterLoader on {ranks} ranks:")
+    print(f"largest difference to host memory, relative to the largest element: {largest:.1e}")
+    return 0 if len(worst) == ranks and largest < 1e-5 else 1
+
+
+def _compare_layers(rank: Rank, way: str | None) -> None:
+    device = _join(rank, "pycomm", "cuda", way)
+    pycomm.init()  # torch's default group
+    here, there = (layer_results(place, rank.rank) for place in (torch.device("cpu"), device))
+    differences = [
+        ((one - other).abs().max() / one.abs().max().clamp(min=1)).item()
+        for one, other in zip(here, there, strict=True)
+        if one.numel()
+    ]
+    batches = [torch.arange(rows * 4.0, device=device).view(rows, 4) for rows in (6, 5, 1)]
+    loader = pycomm.data.ScatterLoader(batches if rank.rank == 0 else None, device=device)
+    for whole, rows in zip(batches, loader, strict=True):
+        own = torch.tensor_split(whole, rank.size)[rank.rank]
+        if rows.device != device or not torch.equal(rows, own):
+            raise AssertionError(f"ScatterLoader: got {rows}, expected {own}")
+    rank.send(max(differences))
+
+
+def layer_results(device: torch.device | str, rank: int) -> list[torch.Tensor]:
+    """Results and gradients of a normalization, with an empty batch too, and of a loss over all
+    ranks' outputs. Collective over the default group."""
+    found: list[torch.Tensor] = []
+    layer = pycomm.SyncBatchNorm(4).to(device)
+    made = torch.Generator().manual_seed(rank)
+    for count in (3 + rank, 5 * rank):
+        x = torch.randn(count, 4, 3, generator=made).to(device).requires_grad_()
+        y = layer(x)
+        loss = y.square().mul(torch.arange(4.0).view(4, 1).to(device)).sum()
+        torch.autograd.backward(loss)
+        found += [y, _gradient(x), *(b.clone() for b in layer.buffers())]
+        found += [_gradient(p).clone() for p in (layer.weight, layer.bias)]
+    x = torch.randn(2, 3, generator=made).to(device).requires_grad_()
+    rows = pycomm.functional.all_gather(x.t())
+    total = pycomm.functional.all_reduce(x.square(), "mean")
+    torch.autograd.backward(rows.square().sum() * (rank + 1) + (total**3).sum())
+    return [y.detach().cpu() for y in (*found, rows, total, _gradient(x))]
+
+
+def _gradient(x: torch.Tensor) -> torch.Tensor:
+    if x.grad is None:
+        raise AssertionError("the backward pass gave no gradient")
+    return x.grad
+
+
 def training(ranks: int, way: str | None = None) -> int:
     """Compares the losses of every way to train with those of nccl, within rounding. All ranks
     share the first GPU if `way` is given."""
@@ -112,20 +168,10 @@ def judge(losses: Mapping[str, Sequence[float]]) -> int:
 
 def train(rank: Rank, way: str, kind: str, shares: str | None = None) -> None:
     """STEPS steps of a small model; sends the losses, each the mean over ranks."""
-    backend = way if way in ("nccl", "gloo") else "pycomm"
-    if shares:
-        os.environ.update(WAYS[shares](rank.rank))
-    index = 0 if shares else rank.rank
-    device = torch.device(kind, index) if kind != "cpu" else torch.device(kind)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    bound: dict[str, Any] = {"device_id": device} if device.type == "cuda" else {}
-    dist.init_process_group(
-        backend, store=rank.store, rank=rank.rank, world_size=rank.size, **bound
-    )
+    device = _join(rank, way if way in ("nccl", "gloo") else "pycomm", kind, shares)
     torch.manual_seed(0)
-    layers = (torch.nn.Linear(256, 512), torch.nn.GELU(), torch.nn.Linear(512, 10))
-    net = torch.nn.Sequential(*layers).to(device)
+    parts = (torch.nn.Linear(256, 512), torch.nn.GELU(), torch.nn.Linear(512, 10))
+    net = torch.nn.Sequential(*parts).to(device)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
     model = _wrapped(net, optimizer, way)
     made = torch.Generator().manual_seed(rank.rank)
@@ -141,6 +187,22 @@ def train(rank: Rank, way: str, kind: str, shares: str | None = None) -> None:
         dist.all_reduce(mean)
         losses.append(mean.item() / rank.size)
     rank.send(losses)
+
+
+def _join(rank: Rank, backend: str, kind: str, shares: str | None) -> torch.device:
+    """Creates torch's default group; returns the device of this rank, the first GPU if `shares`
+    names a way to share it."""
+    if shares:
+        os.environ.update(WAYS[shares](rank.rank))
+    index = 0 if shares else rank.rank
+    device = torch.device(kind, index) if kind != "cpu" else torch.device(kind)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    bound: dict[str, Any] = {"device_id": device} if device.type == "cuda" else {}
+    dist.init_process_group(
+        backend, store=rank.store, rank=rank.rank, world_size=rank.size, **bound
+    )
+    return device
 
 
 def _wrapped(net: torch.nn.Module, optimizer: torch.optim.SGD, way: str) -> torch.nn.Module:

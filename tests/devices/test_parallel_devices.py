@@ -15,6 +15,7 @@ from torch_devices import MARKS, Stream, run_fixture  # noqa: F401 - the fixture
 from torch_ranks import Run
 
 import pycomm
+from benchmarks.gpu.gpu_ranks import layer_results
 from pycomm import errors
 from pycomm.data import ScatterLoader
 
@@ -260,29 +261,11 @@ def test_device_tensor_is_sent_and_its_gradient_is_returned(run: Run) -> None:
     run(2, sends_to_another)
 
 
-def passes_over_all_ranks(device: Any, rank: int) -> list[Tensor]:
-    """Results and gradients of a normalization, with an empty batch too, and of a loss over all
-    ranks' outputs."""
-    found: list[Tensor] = []
-    layer = pycomm.SyncBatchNorm(4).to(device)
-    made = torch.Generator().manual_seed(rank)
-    for rows in (3 + rank, 5 * rank):
-        x = torch.randn(rows, 4, 3, generator=made).to(device).requires_grad_()
-        y = layer(x)
-        y.square().mul(torch.arange(4.0).view(4, 1).to(device)).sum().backward()
-        found += [y, x.grad, *layer.buffers(), layer.weight.grad.clone(), layer.bias.grad.clone()]
-    x = torch.randn(2, 3, generator=made).to(device).requires_grad_()
-    rows = pycomm.functional.all_gather(x.t())
-    total = pycomm.functional.all_reduce(x.square(), "mean")
-    (rows.square().sum() * (rank + 1) + (total**3).sum()).backward()
-    return [y.detach().cpu().clone() for y in (*found, rows, total, x.grad)]
-
-
 def normalizes_and_gathers(at: Any) -> None:
     group = pycomm.init()
-    there = passes_over_all_ranks(at.device, group.rank)
+    there = layer_results(at.device, group.rank)
     assert sum(at.counts().values()) > 0
-    here = passes_over_all_ranks("cpu", group.rank)
+    here = layer_results("cpu", group.rank)
     for one, other in zip(there, here, strict=True):
         torch.testing.assert_close(one, other)
 
