@@ -38,7 +38,8 @@ class LocalSGD:
     on all ranks. Its result has the same bits on all ranks. The constructor is collective: all
     ranks take rank 0's parameters and buffers. With an optimizer other than SGD, or rule "torch",
     ranks average gradients instead of parameters while step <= begin_step, because an average of
-    Adam's parameters is not a step of Adam.
+    Adam's parameters is not a step of Adam. After step begin_step they take rank 0's parameters
+    once, as a processor or library may round one rank's step differently.
 
     Args:
         model: the module itself, not a wrapper that averages gradients, such as DataParallel.
@@ -152,6 +153,8 @@ class LocalSGD:
             skip = bool(getattr(self, "found_inf", 0))
         result: float | None = None if skip else self.optimizer.step(closure)
         if self._gradients_first and self.step_count <= self._begin:
+            if self.step_count == self._begin:  # equal gradients need not give equal bits
+                coalesced.bcast_list_(self._parameters, 0, self._group)
             self._keep(self._parameters)
         return result
 

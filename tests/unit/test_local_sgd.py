@@ -123,6 +123,27 @@ def test_adam_is_synchronous_until_begin_step() -> None:
     torch.testing.assert_close(results[0], alone(perceptron(), 5, 2, adam))
 
 
+class RoundedUp(torch.optim.Adam):
+    """As on a processor, or with a library, whose last bits differ."""
+
+    def step(self, closure: Any = None) -> Any:
+        result = super().step(closure)
+        for p in self.param_groups[0]["params"]:
+            p.data.copy_(torch.nextafter(p.data, torch.tensor(math.inf)))
+        return result
+
+
+def test_averages_are_equal_though_ranks_round_differently() -> None:
+    def program(group: pycomm.Group) -> list[Tensor]:
+        model = perceptron(group.rank)
+        optimizer = (RoundedUp if group.rank else torch.optim.Adam)(model.parameters(), lr=0.01)
+        local = pycomm.LocalSGD(model, optimizer, k_steps=2, begin_step=3)
+        assert run_steps(local, model, group.rank, range(7)) == [1, 2, 3, 5, 7]
+        return parameters(model)
+
+    assert equal(*run_ranks(2, program))
+
+
 @pytest.mark.parametrize("momentum", ["local", "averaged"])
 def test_momentum(momentum: str) -> None:
     def program(group: pycomm.Group) -> list[Tensor]:
