@@ -14,6 +14,7 @@ MODULES = {  # by command
     "tune": "tuning.tune",
     "trace": "observe.trace",
     "top": "observe.top",
+    "doctor": "observe.doctor",
 }
 
 
@@ -25,6 +26,7 @@ def parser() -> argparse.ArgumentParser:
     info.add_argument(
         "--flight", nargs="+", metavar="FILE", help="show the ranks' last calls from flight records"
     )
+    doctor = commands.add_parser("doctor", help="check a machine or a cluster", add_help=False)
     launch = commands.add_parser("launch", help="start a program's ranks", add_help=False)
     tune = commands.add_parser("tune", help="measure algorithm thresholds", add_help=False)
     plan = commands.add_parser("plan", help="predict step times for more ranks", add_help=False)
@@ -32,7 +34,7 @@ def parser() -> argparse.ArgumentParser:
     trace = commands.add_parser("trace", help="merge traces into one timeline", add_help=False)
     top = commands.add_parser("top", help="show running ranks of this host", add_help=False)
     bench = commands.add_parser("bench", help="run a benchmark", add_help=False)
-    for command in (launch, tune, plan, demo, trace, top, bench):
+    for command in (doctor, launch, tune, plan, demo, trace, top, bench):
         command.set_defaults(rest=[])
     return main
 

@@ -1,1 +1,1 @@
-"""The commands that show ranks and their calls: `pycomm info`, `top` and `trace`."""
+"""The commands that show machines, ranks and calls: `pycomm info`, `doctor`, `top` and `trace`."""

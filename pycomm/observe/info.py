@@ -11,7 +11,7 @@ import numpy as np
 from pycomm import _core, collectives, config, errors, testing
 from pycomm._core_api import nccl
 
-__all__ = ["report"]
+__all__ = ["report", "version", "why_not"]
 
 PROBE_S = 5.0
 
@@ -20,7 +20,7 @@ def report() -> str:
     """The text of `pycomm info`."""
     sections = {
         "built": _built(),
-        "transports": [(name, _probe(name)) for name in config.TRANSPORTS],
+        "transports": [(name, _viable(name)) for name in config.TRANSPORTS],
         "collectives": [
             ("dtypes", " ".join(_core.DTYPES)),
             ("reductions", " ".join(_core.REDUCE_OPS)),
@@ -40,7 +40,7 @@ def report() -> str:
 
 def _built() -> list[tuple[str, str]]:
     return [
-        ("pycomm", _version("pycomm-collectives")),
+        ("pycomm", version("pycomm-collectives")),
         ("python", f"{platform.python_version()}, numpy {np.__version__}"),
         ("_core", f"g++ {_core.compiler}"),
         ("_c10d", _c10d()),
@@ -49,7 +49,8 @@ def _built() -> list[tuple[str, str]]:
     ]
 
 
-def _version(distribution: str) -> str:
+def version(distribution: str) -> str:
+    """The version of an installed distribution, or "not installed"."""
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:  # shown in the table
@@ -58,19 +59,24 @@ def _version(distribution: str) -> str:
 
 def _c10d() -> str:
     """Whether the torch.distributed backend is built, and torch's version."""
-    torch = _version("torch")
+    torch = version("torch")
     if importlib.util.find_spec("pycomm._c10d") is None:
         return f"not built (torch {torch})"
     return f"built (torch {torch})"
 
 
-def _probe(transport: str) -> str:
-    """Whether two ranks can communicate with this transport here; runs two ranks."""
+def _viable(transport: str) -> str:
+    why = why_not(transport)
+    return f"no: {why}" if why else "yes"
+
+
+def why_not(transport: str) -> str:
+    """Why two ranks cannot communicate with this transport here, or "". Runs two ranks."""
     try:
         testing.run_ranks(2, _hello, transport=transport, timeout_s=PROBE_S)
-    except errors.Error as error:  # shown in the table
-        return f"no: {error}"
-    return "yes"
+    except errors.Error as error:  # shown in a table
+        return str(error)
+    return ""
 
 
 def _hello(group: object) -> None:

@@ -1,0 +1,168 @@
+"""`pycomm doctor`: checks a machine, or a cluster, before a run.
+
+Alone it checks this machine. Started on every host by a launcher
+(`pycomm launch ... -m pycomm doctor`) it also forms a group, compares the hosts and measures links:
+between two ranks of each host, and between the hosts. Exits with 1 if a check failed: then calls
+would fail too. A warning means that something is slow, or that a part cannot be used.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from pycomm import collectives, config, default_group, objects
+from pycomm.errors import Error
+from pycomm.group import Group
+from pycomm.observe import host_checks, link_checks
+from pycomm.observe.host_checks import FAILED, OK, WARNING, Finding
+from pycomm.observe.link_checks import Link
+
+MOST_CLOCK_MS = 100.0
+LEAST_SHARE = 0.5  # of the median rate of links by the same transport
+LIMIT_S = 60.0
+
+
+@dataclass(frozen=True)
+class Rank:
+    """What a rank tells rank 0 of its host.
+
+    Attributes:
+        processors: on which it may run.
+        quota: as of host_checks.quota().
+        found: the findings of the host, from its first rank only.
+    """
+
+    versions: str
+    processors: list[int]
+    quota: float | None
+    found: list[Finding]
+
+    @classmethod
+    def of(cls, plain: dict[str, Any]) -> Rank:
+        """The inverse of asdict()."""
+        return cls(**{**plain, "found": [Finding(**one) for one in plain["found"]]})
+
+
+def main(argv: Sequence[str]) -> int:
+    """Checks and prints; returns the exit status, the same on all ranks."""
+    parser = argparse.ArgumentParser(prog="pycomm doctor", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.parse_args(argv)
+    here = config.environment()
+    own = Rank(
+        versions=host_checks.versions(),
+        processors=sorted(os.sched_getaffinity(0)),
+        quota=host_checks.quota(),
+        found=host_checks.check(here.size) if here.size == 1 or here.local_rank == 0 else [],
+    )
+    if here.size == 1:
+        return _end(_print_hosts([own], [socket.gethostname()]))
+    try:
+        group = default_group.init(timeout_s=LIMIT_S)
+    except Error as error:
+        advice = "start the same command on every host; check the endpoint and GLOO_SOCKET_IFNAME"
+        found = _print_hosts([own], [socket.gethostname()])
+        return _end([*found, *_print("", [Finding("group", FAILED, str(error), advice)])])
+    return cluster(group, own)
+
+
+def cluster(group: Group, own: Rank) -> int:
+    """Compares the hosts and measures links. Collective; rank 0 prints."""
+    by_rank = [Rank.of(one) for one in objects.all_gather_object(asdict(own), group=group)]
+    hosts = labels([member.host for member in group.peer_info()], group.core.hosts)
+    found = _print_hosts(by_rank, hosts) if group.rank == 0 else []
+    links: list[Link] = []
+    for link in link_checks.measure(group, link_checks.pairs(hosts)):
+        if link is not None:
+            _print_link(link, hosts, first=not links)
+            links.append(link)
+    status = np.zeros(1, np.int64)
+    if group.rank == 0:
+        more = [compare([one.versions for one in by_rank]), *judge(links)]
+        status[0] = _end([*found, *_print("all hosts", more)])
+    collectives.broadcast(status, 0, group=group)
+    return int(status[0])
+
+
+def labels(names: Sequence[str], numbers: Sequence[int]) -> list[str]:
+    """The host of each rank: its name, with its number if another host has the same name."""
+    distinct = set(zip(names, numbers, strict=True))
+    alone = [sum(name == other for other, _ in distinct) == 1 for name in names]
+    return [
+        name if single else f"{name} #{number}"
+        for name, number, single in zip(names, numbers, alone, strict=True)
+    ]
+
+
+def compare(versions: Sequence[str]) -> Finding:
+    """Whether all ranks have the same versions."""
+    if len(set(versions)) == 1:
+        return Finding("equal versions", OK, "on all ranks")
+    text = "; ".join(sorted(set(versions)))
+    return Finding("equal versions", WARNING, text, "install the same on every host")
+
+
+def judge(links: Sequence[Link]) -> list[Finding]:
+    """What the links show: clocks that differ, and links that are slow beside the others of their
+    transport."""
+    found = []
+    far = max(links, key=lambda one: abs(one.clock_ms), default=None)
+    if far is not None and abs(far.clock_ms) > MOST_CLOCK_MS:
+        text = f"ranks {far.a} and {far.b} differ by {far.clock_ms:.0f} ms"
+        advice = "synchronize the clocks (chrony): traces and logs do not align"
+        found.append(Finding("clocks", WARNING, text, advice))
+    for transport in sorted({one.transport for one in links}):
+        alike = [one for one in links if one.transport == transport]
+        alike.sort(key=lambda one: one.rate_gb_s)
+        slow, usual = alike[0], alike[len(alike) // 2].rate_gb_s
+        if slow.rate_gb_s < LEAST_SHARE * usual:
+            text = f"ranks {slow.a} and {slow.b}: {slow.rate_gb_s:.2f} GB/s, median {usual:.2f}"
+            advice = "check the speed of this link, and tcp_wmem if the hosts are distant"
+            found.append(Finding(f"slow {transport}", WARNING, text, advice))
+    return found
+
+
+def _print_hosts(by_rank: Sequence[Rank], hosts: Sequence[str]) -> list[Finding]:
+    all_found: list[Finding] = []
+    for host in dict.fromkeys(hosts):
+        there = [one for one, name in zip(by_rank, hosts, strict=True) if name == host]
+        usable = {processor for one in there for processor in one.processors}
+        found = [Finding("versions", OK, there[0].versions)]
+        found.append(host_checks.processors(len(there), len(usable), there[0].quota))
+        found += [finding for one in there for finding in one.found]
+        all_found += _print(host, found)
+    return all_found
+
+
+def _print(title: str, found: list[Finding]) -> list[Finding]:
+    if title:
+        print(title)
+    for one in found:
+        print(f"  {one.status:<8} {one.name:<16} {one.text}")
+        if one.advice:
+            print(f"  {'':<25} {one.advice}")
+    return found
+
+
+def _print_link(one: Link, hosts: Sequence[str], first: bool) -> None:
+    if first:
+        print(f"  {'ranks':<9} {'hosts':<28} {'by':<6} {'us':>8} {'GB/s':>7} {'clock, ms':>10}")
+    names = hosts[one.a] if hosts[one.a] == hosts[one.b] else f"{hosts[one.a]}, {hosts[one.b]}"
+    place = f"  {f'{one.a}, {one.b}':<9} {names:<28} {one.transport:<6}"
+    figures = f"{one.latency_us:>8.1f} {one.rate_gb_s:>7.2f} {one.clock_ms:>10.2f}"
+    print(f"{place} {figures}", flush=True)
+
+
+def _end(found: Sequence[Finding]) -> int:
+    """Prints the last line; returns the exit status."""
+    failed = sum(one.status == FAILED for one in found)
+    warned = sum(one.status == WARNING for one in found)
+    print(f"{len(found)} checks: {failed} failed, {warned} with a warning", flush=True)
+    return 1 if failed else 0

@@ -1,0 +1,111 @@
+"""The checks of links between ranks for `pycomm doctor`: latency, rate and clock of pairs."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from pycomm import collectives
+from pycomm.group import Group
+
+__all__ = ["Link", "measure", "pairs"]
+
+ALL_PAIRS = 8  # hosts, up to which every pair of hosts is measured
+ROUNDS, MESSAGES, MESSAGE_BYTES = 50, 8, 4 << 20
+
+
+@dataclass(frozen=True)
+class Link:
+    """A pair of ranks.
+
+    Attributes:
+        transport: local, shm or tcp.
+        latency_us: half the median round trip of 8 bytes.
+        rate_gb_s: bytes of large messages in one direction, in 1e9 bytes a second.
+        clock_ms: the clock of `b` minus that of `a`.
+    """
+
+    a: int
+    b: int
+    transport: str
+    latency_us: float
+    rate_gb_s: float
+    clock_ms: float
+
+
+def pairs(hosts: list[str]) -> list[tuple[int, int]]:
+    """The pairs of ranks to measure, given the host of each rank: the first two ranks of each host,
+    and the first ranks of every two hosts; of more than ALL_PAIRS hosts, those of neighbours."""
+    by_host: dict[str, list[int]] = {}
+    for rank, host in enumerate(hosts):
+        by_host.setdefault(host, []).append(rank)
+    found = [(ranks[0], ranks[1]) for ranks in by_host.values() if len(ranks) > 1]
+    first = [ranks[0] for ranks in by_host.values()]
+    if len(first) <= ALL_PAIRS:
+        return found + list(itertools.combinations(first, 2))
+    return found + list(zip(first, first[1:] + first[:1], strict=True))
+
+
+def measure(group: Group, chosen: list[tuple[int, int]]) -> Iterator[Link | None]:
+    """Measures the pairs, one after the other. Collective; the Link is for rank 0, after each."""
+    for a, b in chosen:
+        found = np.zeros(3)
+        if group.rank in (a, b):
+            found[:] = _ping(group, b if group.rank == a else a, group.rank == a)
+        collectives.broadcast(found, a, group=group)
+        by = group.peer_info()[b].transport if group.rank == a else ""
+        code = np.array([("", "local", "shm", "tcp").index(by)])
+        collectives.broadcast(code, a, group=group)
+        names = ("", "local", "shm", "tcp")
+        yield Link(a, b, names[int(code[0])], *found.tolist()) if group.rank == 0 else None
+
+
+def _ping(group: Group, peer: int, leads: bool) -> tuple[float, float, float]:
+    """Latency, rate and clock difference; right where `leads`."""
+    mine, theirs = np.zeros(1), np.zeros(1)
+    trips, clocks = [], []
+    for _ in range(ROUNDS):
+        if leads:
+            begin = time.time()
+            collectives.send(mine, peer, group=group)
+            collectives.recv(theirs, peer, group=group)
+            end = time.time()
+            trips.append(end - begin)
+            clocks.append(float(theirs[0]) - (begin + end) / 2)
+        else:
+            collectives.recv(theirs, peer, group=group)
+            mine[0] = time.time()
+            collectives.send(mine, peer, group=group)
+    return _median(trips) / 2 * 1e6, _rate(group, peer, leads), _best(trips, clocks) * 1e3
+
+
+def _rate(group: Group, peer: int, leads: bool) -> float:
+    large, answer = np.zeros(MESSAGE_BYTES, np.uint8), np.zeros(1)
+    rates = []
+    for _ in range(3):
+        begin = time.perf_counter()
+        for _ in range(MESSAGES):
+            if leads:
+                collectives.send(large, peer, group=group)
+            else:
+                collectives.recv(large, peer, group=group)
+        if leads:
+            collectives.recv(answer, peer, group=group)
+        else:
+            collectives.send(answer, peer, group=group)
+        rates.append(MESSAGES * MESSAGE_BYTES / (time.perf_counter() - begin) / 1e9)
+    return max(rates)
+
+
+def _median(seconds: list[float]) -> float:
+    return statistics.median(seconds) if seconds else 0.0
+
+
+def _best(trips: list[float], clocks: list[float]) -> float:
+    """The clock difference of the shortest round trip, which is the most exact."""
+    return min(zip(trips, clocks, strict=True))[1] if trips else 0.0
