@@ -16,6 +16,8 @@ from pycomm.errors import Unsupported
 
 PACKAGE = "nvidia-nccl-cu13"
 LIBRARY = "libnccl.so.2"
+HARMLESS = {"NCCL_COMM_SPLIT_SHARE_RESOURCES": "1", "NCCL_COMM_BLOCKING": ""}
+"""Variables that replace what pycomm sets for its communicators, and values that change nothing."""
 
 __all__ = ["described", "load", "places"]
 
@@ -51,11 +53,12 @@ def load(module: Any = None) -> Any:
         Unsupported: `_cuda` is not built, or no place has a complete library; the text lists each
             place and why it failed. Or the environment forbids what pycomm needs of NCCL.
     """
-    if os.environ.get("NCCL_COMM_SPLIT_SHARE_RESOURCES") == "0":
-        raise Unsupported(
-            "NCCL_COMM_SPLIT_SHARE_RESOURCES=0: a call that waits for a lost rank could not be "
-            "cancelled; unset it"
-        )
+    for variable, harmless in HARMLESS.items():
+        if os.environ.get(variable, harmless) != harmless:
+            raise Unsupported(
+                f"{variable}={os.environ[variable]}: a call that waits for a lost rank could not "
+                "be cancelled; unset it"
+            )
     if module is None:
         if importlib.util.find_spec("pycomm._cuda") is None:
             raise Unsupported("NCCL not searched: pycomm._cuda is not built")

@@ -122,9 +122,12 @@ def test_unusable_libraries_are_named_and_skipped(tmp_path):
     assert load(*bad, ("good", good, False)).version == "2.28.7"
 
 
-def test_unshared_communicators_are_refused(monkeypatch):
-    monkeypatch.setenv("NCCL_COMM_SPLIT_SHARE_RESOURCES", "0")
-    with pytest.raises(Unsupported, match=r"SHARE_RESOURCES=0: a call that waits .*; unset it"):
+@pytest.mark.parametrize(
+    "setting", ["NCCL_COMM_SPLIT_SHARE_RESOURCES=0", "NCCL_COMM_BLOCKING=0", "NCCL_COMM_BLOCKING=1"]
+)
+def test_settings_that_prevent_an_abort_are_refused(setting, monkeypatch):
+    monkeypatch.setenv(*setting.split("="))
+    with pytest.raises(Unsupported, match=f"{setting}: a call that waits .*; unset it"):
         nccl.load()
 
 
