@@ -37,7 +37,7 @@ void try_communicator(nccl::NcclApi& nccl) {
   nccl::NcclId id{};
   expect_success(nccl, "ncclGetUniqueId", nccl.get_unique_id(id));
   nccl::NcclComm* comm = nullptr;
-  expect_success(nccl, "ncclCommInitRankConfig", nccl.comm_init_rank(comm, 1, id, 0, true));
+  expect_success(nccl, "ncclCommInitRankConfig", nccl.comm_init_rank(comm, 1, id, 0, {}));
   expect_success(nccl, "ncclCommDestroy", nccl.comm_destroy(comm));
 }
 

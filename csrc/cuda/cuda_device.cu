@@ -59,6 +59,10 @@ class CudaDevice final : public device::Device {
            std::to_string(properties.major) + "." + std::to_string(properties.minor) + ", driver " +
            version_text(driver) + ", runtime " + version_text(runtime);
   }
+  int multiprocessors() override {
+    const OnDevice on({.device = index_});
+    return static_cast<int>(cuda::multiprocessors());
+  }
   void while_current(const std::function<void()>& body) override {
     const OnDevice on({.device = index_});
     body();

@@ -48,6 +48,7 @@ class Device {
   virtual std::string bus_id() = 0;
   // For the log: "NVIDIA H200, 0000:3b:00.0, capability 9.0, driver 13.0, runtime 12.8".
   virtual std::string description() = 0;
+  virtual int multiprocessors() = 0;
   // Runs `body` with the device as the calling thread's current one, as NCCL requires.
   virtual void while_current(const std::function<void()>& body) = 0;
 

@@ -146,6 +146,10 @@ void StreamEngine::meet(std::span<const nccl::NcclId> ids, RemoteRanks remote,
           ? size_
           : size_ - static_cast<int>(std::ranges::count(local_ranks_, collectives::kNoRank));
   while (lanes_.size() < ids.size()) lanes_.push_back(std::make_unique<Lane>(device_));
+  // Calls of all lanes must fit on the device together. A call whose blocks wait for those of
+  // another lane could otherwise wait for a peer that has them in the opposite order.
+  const int max_ctas =
+      ids.size() > 1 ? std::max(1, device_->multiprocessors() / static_cast<int>(ids.size())) : 0;
   for (size_t i = 0; i < ids.size(); ++i) {
     Lane& lane = *lanes_[i];
     if (!local_ranks_.empty())
@@ -153,8 +157,8 @@ void StreamEngine::meet(std::span<const nccl::NcclId> ids, RemoteRanks remote,
                                                           std::move(remote.transports.at(i)));
     if (together == 1) continue;
     device_->while_current([&] {
-      lane.communicator =
-          std::make_shared<nccl::Communicator>(*nccl_, ids[i], local_rank(rank_), together);
+      lane.communicator = std::make_shared<nccl::Communicator>(*nccl_, ids[i], local_rank(rank_),
+                                                               together, max_ctas);
     });
     lane.communicator->meet(deadline);
   }

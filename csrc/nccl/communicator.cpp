@@ -19,9 +19,10 @@ bool is_fine(NcclResult result) {
 
 }  // namespace
 
-Communicator::Communicator(NcclApi& nccl, const NcclId& id, int rank, int size)
-    : nccl_(nccl), rank_(rank) {
-  const NcclResult result = nccl_.comm_init_rank(parent_, size, id, rank, false);
+Communicator::Communicator(NcclApi& nccl, const NcclId& id, int rank, int size, int max_ctas)
+    : nccl_(nccl), rank_(rank), max_ctas_(max_ctas) {
+  const NcclOptions options{.blocking = false, .max_ctas = max_ctas};
+  const NcclResult result = nccl_.comm_init_rank(parent_, size, id, rank, options);
   if (is_fine(result)) return;
   const Error error = error_of("ncclCommInitRankConfig", result);
   abort();  // NCCL may have created it before it failed
@@ -33,7 +34,7 @@ void Communicator::meet(const Deadline& deadline) {
   NcclResult result = kAborted;
   {
     const std::lock_guard lock(mutex_);
-    if (!ended_) result = nccl_.comm_split(parent_, rank_, child_);
+    if (!ended_) result = nccl_.comm_split(parent_, rank_, child_, {.max_ctas = max_ctas_});
   }
   if (!is_fine(result)) throw error_of("ncclCommSplit", result);
   settle("ncclCommSplit", deadline);

@@ -22,8 +22,8 @@ namespace pycomm::nccl {
 class Communicator {
  public:
   // Begins to connect to the other ranks on the thread's current device; meet() waits for them.
-  // Throws as launch() does.
-  Communicator(NcclApi& nccl, const NcclId& id, int rank, int size);
+  // `max_ctas`: as in NcclOptions. Throws as launch() does.
+  Communicator(NcclApi& nccl, const NcclId& id, int rank, int size, int max_ctas = 0);
   ~Communicator() { abort(); }
   Communicator(const Communicator&) = delete;
   Communicator& operator=(const Communicator&) = delete;
@@ -60,7 +60,7 @@ class Communicator {
   void end_call();
 
   NcclApi& nccl_;
-  const int rank_;
+  const int rank_, max_ctas_;
   std::mutex mutex_;  // guards the members below
   std::condition_variable returned_;
   int calls_ = 0;  // that have not returned from NCCL

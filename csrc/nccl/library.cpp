@@ -22,6 +22,13 @@ std::string file_of(void* library) {
   return map->l_name;
 }
 
+abi::Config config_of(NcclOptions options) {
+  abi::Config config;
+  config.blocking = options.blocking ? 1 : 0;
+  if (options.max_ctas > 0) config.max_ctas = options.max_ctas;
+  return config;
+}
+
 class Library final : public NcclApi {
  public:
   explicit Library(abi::Functions functions, int version)
@@ -37,14 +44,14 @@ class Library final : public NcclApi {
 
   NcclResult get_unique_id(NcclId& id) override { return call_.get_unique_id(&id); }
   NcclResult comm_init_rank(NcclComm*& comm, int size, const NcclId& id, int rank,
-                            bool blocking) override {
-    abi::Config config;
-    config.blocking = blocking ? 1 : 0;
+                            NcclOptions options) override {
+    abi::Config config = config_of(options);
     config.split_share = 1;
     return call_.comm_init_rank_config(&comm, size, id, rank, &config);
   }
-  NcclResult comm_split(NcclComm* parent, int rank, NcclComm*& child) override {
-    abi::Config config;
+  NcclResult comm_split(NcclComm* parent, int rank, NcclComm*& child,
+                        NcclOptions options) override {
+    abi::Config config = config_of(options);
     return call_.comm_split(parent, 0, rank, &child, &config);
   }
   NcclResult comm_destroy(NcclComm* comm) override { return call_.comm_destroy(comm); }

@@ -64,6 +64,12 @@ struct NcclQueue {
   void* stream;
 };
 
+// Of a communicator. `max_ctas`: thread blocks of a call, at most; 0: NCCL's choice.
+struct NcclOptions {
+  bool blocking = true;
+  int max_ctas = 0;
+};
+
 // Any thread may call, one at a time for each communicator. A communicator's device is the thread's
 // current one at creation. The calls from send to broadcast enqueue and return. Between group_start
 // and group_end they are only recorded, per thread, and group_end enqueues them as one.
@@ -80,12 +86,13 @@ class NcclApi {
   virtual std::string last_error() = 0;  // details of the process's last error, or empty
 
   virtual NcclResult get_unique_id(NcclId& id) = 0;
-  // Waits for all ranks unless `blocking` is false: then `comm` is in progress at first.
+  // Waits for all ranks unless `options.blocking` is false: then `comm` is in progress at first.
   virtual NcclResult comm_init_rank(NcclComm*& comm, int size, const NcclId& id, int rank,
-                                    bool blocking) = 0;
-  // Sets `child` to a blocking communicator of the same ranks, which shares the resources and the
-  // abort of `parent`. If that is nonblocking, it is in progress until `child` is set.
-  virtual NcclResult comm_split(NcclComm* parent, int rank, NcclComm*& child) = 0;
+                                    NcclOptions options) = 0;
+  // Sets `child` to a communicator of the same ranks, which shares the resources and the abort of
+  // `parent`. If that is nonblocking, it is in progress until `child` is set.
+  virtual NcclResult comm_split(NcclComm* parent, int rank, NcclComm*& child,
+                                NcclOptions options) = 0;
   virtual NcclResult comm_destroy(NcclComm* comm) = 0;  // once its calls are complete
   // Cancels calls in progress, then destroys the communicator.
   virtual NcclResult comm_abort(NcclComm* comm) = 0;

@@ -413,23 +413,24 @@ NcclResult FakeNccl::get_unique_id(NcclId& id) {
 }
 
 NcclResult FakeNccl::comm_init_rank(NcclComm*& handle, int size, const NcclId& id, int rank,
-                                    bool blocking) {
+                                    pycomm::nccl::NcclOptions options) {
   if (size < 1 || rank < 0 || rank >= size)
     return state_->refuse(NcclResult::invalid_argument, "rank or size cannot be");
-  const auto comm = std::make_shared<Comm>(size, id, rank, blocking);
+  const auto comm = std::make_shared<Comm>(size, id, rank, options.blocking);
   handle = reinterpret_cast<NcclComm*>(comm.get());
   {
     const std::lock_guard lock(state_->mutex);
     state_->live[handle] = comm;
   }
   comm->connect();
-  if (!blocking) return NcclResult::in_progress;
+  if (!options.blocking) return NcclResult::in_progress;
   comm->connector.join();
   return comm->error == NcclResult::success ? comm->error
                                             : state_->refuse(comm->error, comm->message);
 }
 
-NcclResult FakeNccl::comm_split(NcclComm* handle, int rank, NcclComm*& child) {
+NcclResult FakeNccl::comm_split(NcclComm* handle, int rank, NcclComm*& child,
+                                pycomm::nccl::NcclOptions options) {
   const auto parent = state_->find(handle);
   if (!parent) return state_->gone();
   const OnDevice on(parent->device);
@@ -440,7 +441,7 @@ NcclResult FakeNccl::comm_split(NcclComm* handle, int rank, NcclComm*& child) {
   NcclId id = parent->id;
   std::snprintf(id.bytes.data() + 32, 16, "-%d", ++parent->splits);
   child = nullptr;
-  parent->child = std::make_shared<Comm>(parent->wires.size(), id, rank, true);
+  parent->child = std::make_shared<Comm>(parent->wires.size(), id, rank, options.blocking);
   parent->child_handle = &child;
   parent->child->connect();
   return NcclResult::in_progress;

@@ -38,9 +38,10 @@ class FakeNccl final : public pycomm::nccl::NcclApi {
   pycomm::nccl::NcclResult get_unique_id(pycomm::nccl::NcclId& id) override;
   pycomm::nccl::NcclResult comm_init_rank(pycomm::nccl::NcclComm*& comm, int size,
                                           const pycomm::nccl::NcclId& id, int rank,
-                                          bool blocking) override;
+                                          pycomm::nccl::NcclOptions options) override;
   pycomm::nccl::NcclResult comm_split(pycomm::nccl::NcclComm* parent, int rank,
-                                      pycomm::nccl::NcclComm*& child) override;
+                                      pycomm::nccl::NcclComm*& child,
+                                      pycomm::nccl::NcclOptions options) override;
   pycomm::nccl::NcclResult comm_destroy(pycomm::nccl::NcclComm* comm) override;
   pycomm::nccl::NcclResult comm_abort(pycomm::nccl::NcclComm* comm) override;
   pycomm::nccl::NcclResult comm_async_error(pycomm::nccl::NcclComm* comm,

@@ -329,23 +329,22 @@ const Test kMissing{"waiting for a missing rank ends at the deadline", [] {
                       (void)expect_throws<Timeout>(meet);
                     }};
 
-const Test kTwice{
-    "two ranks on one device are refused, as by NCCL", [] {
-      FakeNccl names;
-      nccl::NcclId id{};
-      (void)names.get_unique_id(id);
-      std::vector<std::string> said(2);
-      std::vector<std::thread> threads;
-      for (int rank = 0; rank < 2; ++rank)
-        threads.emplace_back([&, rank] {
-          FakeNccl nccl;
-          nccl::NcclComm* comm = nullptr;
-          if (nccl.comm_init_rank(comm, 2, id, rank, true) != nccl::NcclResult::success)
-            said[static_cast<size_t>(rank)] = nccl.last_error();
-        });
-      for (std::thread& thread : threads) thread.join();
-      expect(said[0].find("Duplicate GPU") != std::string::npos, said[0]);
-    }};
+const Test kTwice{"two ranks on one device are refused, as by NCCL", [] {
+                    FakeNccl names;
+                    nccl::NcclId id{};
+                    (void)names.get_unique_id(id);
+                    std::vector<std::string> said(2);
+                    std::vector<std::thread> threads;
+                    for (int rank = 0; rank < 2; ++rank)
+                      threads.emplace_back([&, rank] {
+                        FakeNccl nccl;
+                        nccl::NcclComm* comm = nullptr;
+                        if (nccl.comm_init_rank(comm, 2, id, rank, {}) != nccl::NcclResult::success)
+                          said[static_cast<size_t>(rank)] = nccl.last_error();
+                      });
+                    for (std::thread& thread : threads) thread.join();
+                    expect(said[0].find("Duplicate GPU") != std::string::npos, said[0]);
+                  }};
 
 const Test kDefault{"a capture is no capture of the default stream", [] {
                       each_rank(1, [](Rank& r) {

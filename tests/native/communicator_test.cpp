@@ -135,6 +135,24 @@ const Test kLimit{"a call that NCCL does not enqueue ends at its limit", [] {
                     });
                   }};
 
+const Test kBlocks{"calls of all channels fit on the device together", [] {
+                     for (const auto& [channels, processors, wanted] :
+                          {std::tuple(1, 132, 0), {8, 132, 16}, {8, 4, 1}}) {
+                       ranks::World world{.size = 2, .transport = "local"};
+                       ranks::run_groups(world, [&](group::Group& host) {
+                         const auto device = std::make_shared<PlayedDevice>(host.rank());
+                         const auto nccl = std::make_shared<PlayedNccl>();
+                         device->processors = processors;
+                         const std::shared_ptr<group::Group> here(&host, [](group::Group*) {});
+                         (void)device_group::make_device_group(
+                             here, {.device = device, .nccl = nccl, .options = {.lanes = channels}},
+                             60s, 60s);
+                         expect_equal(nccl->max_ctas.load(), wanted, "thread blocks");
+                         expect_equal(nccl->childs_max_ctas.load(), wanted, "of the child");
+                       });
+                     }
+                   }};
+
 // Runs `body` in both ranks of a group while NCCL's aborts do not return, as where a stream hangs
 // before NCCL's kernel or a graph lives.
 void run_with_stuck_aborts(

@@ -17,11 +17,13 @@ class PlayedDevice final : public pycomm::device::Device {
   explicit PlayedDevice(int index = 0) : index_(index) {}
 
   std::atomic<bool> through = false, captures = false;
+  int processors = 132;
   std::function<void()> on_record{};  // before an event is recorded
 
   int index() const override { return index_; }
   std::string bus_id() override { return "played " + std::to_string(index_); }
   std::string description() override { return "played"; }
+  int multiprocessors() override { return processors; }
   void while_current(const std::function<void()>& body) override { body(); }
   void* make_stream() override { return this; }
   void drop_stream(void*) noexcept override {}
@@ -57,6 +59,7 @@ class PlayedNccl final : public pycomm::nccl::NcclApi {
   std::atomic<int> live = 0;  // communicators that were neither destroyed nor aborted
   std::atomic<NcclResult> init = NcclResult::success, split = NcclResult::in_progress,
                           state = NcclResult::success;
+  std::atomic<int> max_ctas = -1, childs_max_ctas = -1;  // of the last communicator
   std::function<void()> on_group_end{}, on_destroy{};
   std::function<void(bool of_parent)> on_abort{};
 
@@ -65,11 +68,15 @@ class PlayedNccl final : public pycomm::nccl::NcclApi {
   std::string error_string(NcclResult) override { return "a played error"; }
   std::string last_error() override { return {}; }
   NcclResult get_unique_id(pycomm::nccl::NcclId& id) override { return id = {}, state.load(); }
-  NcclResult comm_init_rank(NcclComm*& comm, int, const pycomm::nccl::NcclId&, int, bool) override {
+  NcclResult comm_init_rank(NcclComm*& comm, int, const pycomm::nccl::NcclId&, int,
+                            pycomm::nccl::NcclOptions options) override {
+    max_ctas = options.max_ctas;
     comm = reinterpret_cast<NcclComm*>(&parent_);
     return ++live, init.load();
   }
-  NcclResult comm_split(NcclComm*, int, NcclComm*& child) override {
+  NcclResult comm_split(NcclComm*, int, NcclComm*& child,
+                        pycomm::nccl::NcclOptions options) override {
+    childs_max_ctas = options.max_ctas;
     if (split != NcclResult::in_progress) return split;
     child = reinterpret_cast<NcclComm*>(&child_);
     return ++live, split.load();
