@@ -239,6 +239,16 @@ def nccl_shares_gpus() -> bool:
     return env.get("NCCL_MULTI_RANK_GPU_ENABLE", "") == "1" or bool(env.get("NCCL_HOSTID", ""))
 
 
+def nccl_prevents_aborts() -> str:
+    """A variable of NCCL that replaces what pycomm sets for its communicators, as "NAME=value"; ""
+    if there is none. Calls on such communicators could not be cancelled."""
+    usual = {"NCCL_COMM_SPLIT_SHARE_RESOURCES": "1", "NCCL_COMM_BLOCKING": ""}
+    for name, value in usual.items():
+        if os.environ.get(name, value) != value:
+            return f"{name}={os.environ[name]}"
+    return ""
+
+
 def cache_folder() -> Path:
     """The folder of this user's cached files; it need not exist."""
     home = os.environ.get("XDG_CACHE_HOME", "")  # its specification: relative paths are ignored

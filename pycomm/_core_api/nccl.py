@@ -8,16 +8,14 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import importlib.util
-import os
 from pathlib import Path
 from typing import Any
 
+from pycomm import config
 from pycomm.errors import Unsupported
 
 PACKAGE = "nvidia-nccl-cu13"
 LIBRARY = "libnccl.so.2"
-HARMLESS = {"NCCL_COMM_SPLIT_SHARE_RESOURCES": "1", "NCCL_COMM_BLOCKING": ""}
-"""Variables that replace what pycomm sets for its communicators, and values that change nothing."""
 
 __all__ = ["described", "load", "places"]
 
@@ -53,12 +51,10 @@ def load(module: Any = None) -> Any:
         Unsupported: `_cuda` is not built, or no place has a complete library; the text lists each
             place and why it failed. Or the environment forbids what pycomm needs of NCCL.
     """
-    for variable, harmless in HARMLESS.items():
-        if os.environ.get(variable, harmless) != harmless:
-            raise Unsupported(
-                f"{variable}={os.environ[variable]}: a call that waits for a lost rank could not "
-                "be cancelled; unset it"
-            )
+    if setting := config.nccl_prevents_aborts():
+        raise Unsupported(
+            f"{setting}: a call that waits for a lost rank could not be cancelled; unset it"
+        )
     if module is None:
         if importlib.util.find_spec("pycomm._cuda") is None:
             raise Unsupported("NCCL not searched: pycomm._cuda is not built")
