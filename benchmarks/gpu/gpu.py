@@ -97,7 +97,7 @@ def parts(count: int, results: Path) -> list[Part]:
     # A tool of the CUDA toolkit, which machines with a driver alone lack.
     found_at = shutil.which("compute-sanitizer")
     sanitizer = [found_at, "--error-exitcode", "9", "--tool"] if found_at else []
-    kernels = [*pytest, "-p", "no:timeout", "-k", "cuda and step", "tests/unit/test_kernels.py"]
+    kernels = [*pytest, "-k", "cuda and step", "tests/unit/test_kernels.py"]
     stored = ["--json", str(results / "kernels.json"), "--plot", str(results / "kernels.png")]
     found = [
         Part("tests", [*pytest, *several, "-k", "cuda", *tests_with(ON_GPUS)], 1500),
