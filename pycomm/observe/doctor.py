@@ -66,7 +66,7 @@ def main(argv: Sequence[str]) -> int:
         return _end(_print_hosts([own], [socket.gethostname()]))
     try:
         group = default_group.init(timeout_s=LIMIT_S)
-    except Error as error:
+    except Error as error:  # it is one of the findings
         advice = "start the same command on every host; check the endpoint and GLOO_SOCKET_IFNAME"
         found = _print_hosts([own], [socket.gethostname()])
         return _end([*found, *_print("", [Finding("group", FAILED, str(error), advice)])])

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pycomm import collectives
+from pycomm import collectives, config
 from pycomm.group import Group
 
 __all__ = ["Link", "measure", "pairs"]
@@ -54,15 +54,17 @@ def pairs(hosts: list[str]) -> list[tuple[int, int]]:
 def measure(group: Group, chosen: list[tuple[int, int]]) -> Iterator[Link | None]:
     """Measures the pairs, one after the other. Collective; the Link is for rank 0, after each."""
     for a, b in chosen:
-        found = np.zeros(3)
-        if group.rank in (a, b):
-            found[:] = _ping(group, b if group.rank == a else a, group.rank == a)
+        found = np.zeros(4)  # the transport's index, and the figures
+        if group.rank == a:
+            found[:] = (
+                config.TRANSPORTS.index(group.peer_info()[b].transport),
+                *_ping(group, b, True),
+            )
+        elif group.rank == b:
+            _ping(group, a, False)
         collectives.broadcast(found, a, group=group)
-        by = group.peer_info()[b].transport if group.rank == a else ""
-        code = np.array([("", "local", "shm", "tcp").index(by)])
-        collectives.broadcast(code, a, group=group)
-        names = ("", "local", "shm", "tcp")
-        yield Link(a, b, names[int(code[0])], *found.tolist()) if group.rank == 0 else None
+        by, *figures = found.tolist()
+        yield Link(a, b, config.TRANSPORTS[int(by)], *figures) if group.rank == 0 else None
 
 
 def _ping(group: Group, peer: int, leads: bool) -> tuple[float, float, float]:
