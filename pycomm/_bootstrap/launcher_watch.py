@@ -55,7 +55,7 @@ def _launchers() -> list[int]:
     while config.under_torchrun(found[-1]) and len(found) < MOST_ANCESTORS:
         try:
             stat = Path(f"/proc/{found[-1]}/stat").read_text()
-        except OSError:
+        except OSError:  # it has ended
             break
         found.append(int(stat.rpartition(")")[2].split()[1]))
     return found

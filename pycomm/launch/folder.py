@@ -42,7 +42,7 @@ def _lock(folder: str | Path) -> int | None:
     """
     try:
         held = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except OSError:
+    except OSError:  # it does not exist, or is not a folder of ours
         return None
     try:
         if os.fstat(held).st_uid != os.geteuid():
@@ -50,7 +50,7 @@ def _lock(folder: str | Path) -> int | None:
         fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if not os.path.samestat(os.fstat(held), os.lstat(folder)):
             raise FileNotFoundError
-    except OSError:
+    except OSError:  # another user's, locked, or replaced
         os.close(held)
         return None
     return held

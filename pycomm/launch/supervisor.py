@@ -103,7 +103,7 @@ def _kill_descendants() -> None:
                 os.kill(pid, signal.SIGKILL)
         try:
             os.waitpid(-1, 0)
-        except ChildProcessError:
+        except ChildProcessError:  # none is left
             return
 
 
