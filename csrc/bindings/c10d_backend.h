@@ -22,6 +22,7 @@
 #include "bindings/c10d_exchange.h"
 #include "bindings/c10d_monitor.h"
 #include "bindings/c10d_open_groups.h"
+#include "bindings/c10d_options.h"
 #include "bindings/c10d_overlap.h"
 #include "bindings/c10d_python.h"
 #include "bindings/c10d_sparse.h"
@@ -33,17 +34,6 @@
 namespace pycomm::bindings {
 
 using WorkPtr = c10::intrusive_ptr<c10d::Work>;
-inline constexpr const char* kName = "pycomm";
-
-class Options : public c10d::Backend::Options {
- public:
-  Options(milliseconds timeout, DeviceOptions on_devices, std::optional<bool> encrypted)
-      : c10d::Backend::Options(kName, timeout),
-        devices(std::move(on_devices)),
-        encrypt(encrypted) {}
-  DeviceOptions devices;
-  std::optional<bool> encrypt;  // read by Python, which connects the ranks; none: not given
-};
 
 class Backend : public c10d::Backend {
  public:
@@ -74,7 +64,7 @@ class Backend : public c10d::Backend {
   const std::string getBackendName() const override { return kName; }
   // A copy, because torch writes the name and timeout of a split or merged group into it.
   c10::intrusive_ptr<c10d::Backend::Options> getBackendOptions() override {
-    return c10::make_intrusive<bindings::Options>(*options_);
+    return options_->clone();
   }
   const c10::intrusive_ptr<bindings::Options>& options() const { return options_; }
   bool supportsCoalescing() const override { return true; }
@@ -134,9 +124,11 @@ class Backend : public c10d::Backend {
       ended();
   }
 
-  // Collective over this group. Ranks in `ranks` get a backend of their own, the others null.
+  // Collective over this group. Ranks in `ranks` get a backend of their own, the others null. torch
+  // calls it for each device type of the backend, with one store: members once or, before 2.14,
+  // each time, and other ranks each time. A repeated call returns the result of the first.
   c10::intrusive_ptr<c10d::Backend> split(
-      const c10::intrusive_ptr<c10d::Store>& /*store*/, const std::vector<int>& ranks,
+      const c10::intrusive_ptr<c10d::Store>& store, const std::vector<int>& ranks,
       const c10::intrusive_ptr<c10d::Backend::Options>& opts) override {
     return with_python_errors([&]() -> c10::intrusive_ptr<c10d::Backend> {
       check_process();
@@ -145,13 +137,23 @@ class Backend : public c10d::Backend {
         throw InvalidArgument(
             "split requires a list of ranks, and options made by pycomm.torch_backend");
       const auto place = std::find(ranks.begin(), ranks.end(), rank_);
+      if (last_split_ && last_split_->store.lock() == store) {
+        auto made = last_split_->made.lock();
+        if (made || place == ranks.end()) return made;
+      }
       const int color = place == ranks.end() ? -1 : *std::min_element(ranks.begin(), ranks.end());
       std::shared_ptr<group::Group> part;
       without_gil([&] { part = group_->split(color, static_cast<int>(place - ranks.begin())); });
-      if (!part) return {};
-      auto ended = attach(part, theirs->timeout);
-      return c10::make_intrusive<Backend>(
-          std::move(part), c10::make_intrusive<bindings::Options>(*theirs), true, std::move(ended));
+      c10::intrusive_ptr<Backend> made;
+      if (part) {
+        auto ended = attach(part, theirs->timeout);
+        made = c10::make_intrusive<Backend>(std::move(part),
+                                            c10::make_intrusive<bindings::Options>(*theirs), true,
+                                            std::move(ended));
+      }
+      last_split_.emplace(Split{c10::weak_intrusive_ptr<c10d::Store>(store),
+                                c10::weak_intrusive_ptr<c10d::Backend>(made)});
+      return made;
     });
   }
 
@@ -231,8 +233,14 @@ class Backend : public c10d::Backend {
 
   WorkPtr gather(std::vector<Tensors>& outputs, Tensors& inputs,
                  const c10d::GatherOptions& opts) override {
-    return submit(opts, [&] { return bindings::gather(slot(), outputs, inputs, opts); });
+    return submit(opts, [&] { return gather_lists(slot(), outputs, inputs, opts); });
   }
+#ifdef C10D_BACKEND_HAS_RECONFIGURE  // torch 2.14, which forwards the other _single names itself
+  WorkPtr gather_single(at::Tensor& output, at::Tensor& input,
+                        const c10d::GatherOptions& opts) override {
+    return submit(opts, [&] { return gather_into(slot(), output, input, opts); });
+  }
+#endif
   WorkPtr scatter(Tensors& outputs, std::vector<Tensors>& inputs,
                   const c10d::ScatterOptions& opts) override {
     return submit(opts, [&] { return bindings::scatter(slot(), outputs, inputs, opts); });
@@ -443,36 +451,13 @@ class Backend : public c10d::Backend {
     return {};
   }
 
-  // Sets what get_error() returns: the first error that broke the group.
-  static void record_error(std::atomic<c10d::ErrorType>& type, const std::exception_ptr& thrown) {
-    if (!thrown || type != c10d::ErrorType::SUCCESS) return;
-    try {
-      std::rethrow_exception(thrown);
-    } catch (const Error& error) {
-      type = error_type_of(error.kind());
-    } catch (...) {  // from torch, while copying: the group is intact
-    }
-  }
-
-  // By kind, because exception classes of another module cannot be compared.
-  static c10d::ErrorType error_type_of(ErrorKind kind) {
-    switch (kind) {
-      case ErrorKind::timeout:
-        return c10d::ErrorType::TIMEOUT;
-      case ErrorKind::peer_lost:
-        return c10d::ErrorType::REMOTE_ERROR;
-      case ErrorKind::group_broken:
-      case ErrorKind::internal:
-        return c10d::ErrorType::COMM_ERROR;
-      case ErrorKind::invalid_argument:
-      case ErrorKind::unsupported:
-      case ErrorKind::mismatch:
-        break;  // a usage error: the group is intact
-    }
-    return c10d::ErrorType::SUCCESS;
-  }
+  struct Split {
+    c10::weak_intrusive_ptr<c10d::Store> store;
+    c10::weak_intrusive_ptr<c10d::Backend> made;
+  };
 
   std::shared_ptr<group::Group> group_;
+  std::optional<Split> last_split_;
   std::unordered_map<c10::Device, DeviceSide> sides_;  // devices used so far
   const c10::intrusive_ptr<bindings::Options> options_;
   const bool owner_;

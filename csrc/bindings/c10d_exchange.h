@@ -76,27 +76,46 @@ inline const Tensors& roots_list(Job& job, RankSlot slot, const std::vector<Tens
   return lists.front();
 }
 
-inline Job gather(RankSlot slot, const std::vector<Tensors>& outputs, const Tensors& inputs,
-                  const c10d::GatherOptions& opts) {
-  Job job{.type = c10d::OpType::GATHER, .title = "pycomm:gather", .inputs = inputs};
-  const at::Tensor input = readable(job, only(job, inputs));
+// `output` is called on the root: memory for the tensors of all ranks, one after the other.
+template <typename Output>
+Job gather(RankSlot slot, const at::Tensor& tensor, const c10d::GatherOptions& opts,
+           const Output& output) {
+  Job job{.type = c10d::OpType::GATHER, .title = "pycomm:gather", .inputs = {tensor}};
+  const at::Tensor input = readable(job, tensor);
   check_root(job, slot, opts.rootRank);
   group::Call call = moving(Operation::gather, input);
   call.input = bytes_at(input);
   call.peer = static_cast<int>(opts.rootRank);
   if (slot.rank == call.peer) {
-    job.outputs = roots_list(job, slot, outputs, input);
-    char* const flat = gathered(job, job.outputs);
+    char* const flat = output(job, input);
     const size_t bytes = input.nbytes();
-    const MemoryRange all{flat, flat + bytes * job.outputs.size()};
+    const MemoryRange all{flat, flat + bytes * static_cast<size_t>(slot.size)};
     call.input =
         bytes_at(without_overlap(job, input, all, flat + bytes * static_cast<size_t>(slot.rank)));
     call.output = flat;
-  } else if (!outputs.empty()) {
-    job.throw_invalid("only the root may pass outputs");
   }
   job.calls.push_back(call);
   return job;
+}
+
+inline Job gather_lists(RankSlot slot, const std::vector<Tensors>& outputs, const Tensors& inputs,
+                        const c10d::GatherOptions& opts) {
+  const Job blank{.type = c10d::OpType::GATHER, .title = "pycomm:gather"};
+  if (slot.rank != opts.rootRank && !outputs.empty())
+    blank.throw_invalid("only the root may pass outputs");
+  return gather(slot, only(blank, inputs), opts, [&](Job& job, const at::Tensor& input) {
+    job.outputs = roots_list(job, slot, outputs, input);
+    return gathered(job, job.outputs);
+  });
+}
+
+inline Job gather_into(RankSlot slot, const at::Tensor& output, const at::Tensor& input,
+                       const c10d::GatherOptions& opts) {
+  return gather(slot, input, opts, [&](Job& job, const at::Tensor& plain) {
+    check_elements(job, output, plain, plain.numel() * slot.size);
+    job.outputs = {output};
+    return bytes_at(writable(job, output, Values::unused));
+  });
 }
 
 inline Job scatter(RankSlot slot, const Tensors& outputs, const std::vector<Tensors>& inputs,

@@ -25,9 +25,9 @@ namespace pycomm::bindings {
 
 using std::chrono::milliseconds;
 
-// The Python exception for an error of pycomm, made by the translator of the module that made the
-// group. torch's python_error keeps its class through autograd's threads and can be raised more
-// than once, unlike types that torch does not know.
+// The Python exception for an error of pycomm, made by translate() of errors.h. torch's
+// python_error keeps its class through autograd's threads and can be raised more than once, unlike
+// types that torch does not know.
 inline python_error as_python(const std::exception_ptr& ours) {
   py::gil_scoped_acquire gil;
   try {
@@ -47,6 +47,35 @@ auto with_python_errors(const Body& body) {
     return body();
   } catch (const Error&) {
     throw as_python(std::current_exception());
+  }
+}
+
+// By kind, because exception classes of another module cannot be compared.
+inline c10d::ErrorType error_type_of(ErrorKind kind) {
+  switch (kind) {
+    case ErrorKind::timeout:
+      return c10d::ErrorType::TIMEOUT;
+    case ErrorKind::peer_lost:
+      return c10d::ErrorType::REMOTE_ERROR;
+    case ErrorKind::group_broken:
+    case ErrorKind::internal:
+      return c10d::ErrorType::COMM_ERROR;
+    case ErrorKind::invalid_argument:
+    case ErrorKind::unsupported:
+    case ErrorKind::mismatch:
+      break;  // a usage error: the group is intact
+  }
+  return c10d::ErrorType::SUCCESS;
+}
+
+// Sets what get_error() returns: the first error that broke the group.
+inline void record_error(std::atomic<c10d::ErrorType>& type, const std::exception_ptr& thrown) {
+  if (!thrown || type != c10d::ErrorType::SUCCESS) return;
+  try {
+    std::rethrow_exception(thrown);
+  } catch (const Error& error) {
+    type = error_type_of(error.kind());
+  } catch (...) {  // from torch, while copying: the group is intact
   }
 }
 

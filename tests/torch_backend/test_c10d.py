@@ -94,6 +94,11 @@ def _movers() -> None:
             dist.gather(every[rank], listed, dst=1)
             for got, wanted in zip(listed or [], every if listed else [], strict=True):
                 same(got, wanted, ("gather", shape, dtype))
+            if hasattr(dist, "gather_single"):  # from torch 2.14 on
+                flat = torch.empty((size, *shape), dtype=dtype) if rank == 1 else None
+                dist.gather_single(every[rank], flat, dst=1)
+                for got, wanted in zip([] if flat is None else flat, every, strict=rank == 1):
+                    same(got, wanted, ("gather_single", shape, dtype))
             got = torch.empty_like(every[0])
             dist.scatter(got, [e.clone() for e in every] if rank == 0 else None, src=0)
             same(got, every[rank], ("scatter", shape, dtype))
