@@ -3,17 +3,18 @@
 pyproject.toml contains the metadata. pip uses this file (`pip install .`,
 `pip install -e . --no-build-isolation`), as does `python setup.py build_ext --inplace`.
 
-    _core   the engine and its Python bindings; needs no torch
-    _c10d   the torch.distributed backend; only if torch is importable
-    _cuda   the CUDA kernels, and NCCL through dlopen; only if nvcc is found
+    _core                      the engine and its Python bindings; needs no torch
+    _c10d.torch_<major>_<minor>  the torch.distributed backend; only if torch is importable
+    _cuda                      the CUDA kernels, and NCCL through dlopen; only if nvcc is found
 
 _cuda is built for the GPUs of this machine and later ones; without any as PTX, which the driver
 compiles at the first load on any GPU from 7.5 on. CUDAARCHS, as for CMake, selects others: a wheel
 for other machines is built with "80-real;90-real;100-real;120". nvcc has to be 12.5 or newer. The
 CUDA runtime is linked statically, so _cuda loads on any machine.
 
-If torch is importable every module uses torch's own pybind11 headers: modules that were built with
-different ones cannot exchange classes.
+PYCOMM_TORCH_HEADERS, the folder that tools/torch_headers.py writes, compiles the backend for each
+version of torch in it instead of for the installed one. Torch is not linked: symbols are found in
+its libraries when the module is loaded, and stand-ins without content name them to the linker.
 """
 
 import fcntl
@@ -54,10 +55,15 @@ rule cuda
   depfile = $out.d
   deps = gcc
   description = nvcc $in
+rule stand_in
+  command = $cxx -shared -nostdlib -Wl,-soname,$out -x c /dev/null -o $out
 rule link
   command = $cxx -shared -pthread $in $libs -o $out
   description = link $out
 """
+
+
+TORCH_LIBRARIES = ("torch", "torch_cpu", "torch_python", "c10")
 
 
 @dataclass(frozen=True)
@@ -77,8 +83,21 @@ def torch_root() -> Path | None:
     return Path(spec.origin).parent if spec and spec.origin else None
 
 
-def python_flags(torch: Path | None) -> list[str]:
-    """Include paths of Python and pybind11. Exits with a message if headers are missing."""
+def torch_headers() -> dict[str, Path]:
+    """The folders of headers to compile the backend with, by <major>_<minor>."""
+    given = os.environ.get("PYCOMM_TORCH_HEADERS")
+    if given:
+        found = {folder.name: folder / "include" for folder in Path(given).resolve().iterdir()}
+        if not found:
+            sys.exit(f"pycomm: PYCOMM_TORCH_HEADERS={given}: no headers: tools/torch_headers.py")
+    else:
+        torch = torch_root()
+        found = {importlib.metadata.version("torch"): torch / "include"} if torch else {}
+    return {"_".join(re.findall(r"\d+", version)[:2]): found[version] for version in sorted(found)}
+
+
+def python_include() -> Path:
+    """The folder of Python's headers. Exits with a message if they are missing."""
     include = Path(sysconfig.get_paths()["include"])
     if not (include / "Python.h").exists():
         major, minor = sys.version_info[:2]
@@ -86,13 +105,7 @@ def python_flags(torch: Path | None) -> list[str]:
             f"pycomm: {include}/Python.h not found: the build needs Python's headers. "
             f"On Debian: apt-get install python{major}.{minor}-dev"
         )
-    if torch is not None:
-        pybind = str(torch / "include")
-    else:
-        import pybind11
-
-        pybind = pybind11.get_include()
-    return ["-isystem", str(include), "-isystem", pybind]
+    return include
 
 
 def c10d_sources() -> list[Path]:
@@ -158,31 +171,29 @@ def cuda_module(python: list[str]) -> Module:
     return Module("_cuda", sources, python, [*libs, "-lcudart_static", "-ldl", "-lrt"], flags)
 
 
+def c10d_module(version: str, torch: Path, python: list[str]) -> Module:
+    """The backend for one version of torch, with torch's own pybind11."""
+    includes = [torch, torch / "torch/csrc/api/include"]
+    flags = [*python, *(word for folder in includes for word in ("-isystem", str(folder)))]
+    name = f"torch_{version}"
+    # No rpath: the module is imported after torch, which loads these libraries.
+    libs = ["-Wl,--no-as-needed", "-L.", *(f"-l{library}" for library in TORCH_LIBRARIES)]
+    return Module(f"_c10d.{name}", c10d_sources(), [*flags, f"-DBACKEND_MODULE={name}"], libs)
+
+
 def modules() -> list[Module]:
     """The modules that can be built here."""
-    torch = torch_root()
-    python = [f"-I{CSRC}", *python_flags(torch)]
-    c10d = c10d_sources()
-    excluded = {*c10d, *cuda_sources()}
+    import pybind11
+
+    python = [f"-I{CSRC}", "-isystem", str(python_include())]
+    bound = [*python, "-isystem", pybind11.get_include()]
+    excluded = {*c10d_sources(), *cuda_sources()}
     every = [p for p in sorted(CSRC.rglob("*.cpp")) if CSRC / "cuda" not in p.parents]
-    found = [Module("_core", [p for p in every if p not in excluded], python)]
+    found = [Module("_core", [p for p in every if p not in excluded], bound)]
     if nvcc() is not None:
-        found.append(cuda_module(python))
-    if torch is not None and c10d:
-        version = importlib.metadata.version("torch").split("+")[0]
-        # No rpath: _c10d is imported after torch, which loads these libraries.
-        found.append(
-            Module(
-                "_c10d",
-                c10d,
-                [
-                    *python,
-                    *("-isystem", str(torch / "include/torch/csrc/api/include")),
-                    f'-DPYCOMM_TORCH_VERSION="{version}"',
-                ],
-                [f"-L{torch / 'lib'}", "-ltorch", "-ltorch_cpu", "-ltorch_python", "-lc10"],
-            )
-        )
+        found.append(cuda_module(bound))
+    for version, torch in torch_headers().items():
+        found.append(c10d_module(version, torch, python))
     return found
 
 
@@ -221,6 +232,8 @@ def shell(words: list[str]) -> str:
 def write_ninja(folder: Path, built: list[Module]) -> None:
     """Writes build.ninja into `folder`: objects in <folder>/<module>/, modules in <folder>."""
     lines = [NINJA_RULES, f"cxx = {compiler()}", f"nvcc = {nvcc()}", "builddir = ."]
+    stand_ins = [f"lib{library}.so" for library in TORCH_LIBRARIES]
+    lines += [f"build {name}: stand_in" for name in stand_ins]
     for module in built:
         lines.append(f"{module.name}_compile = {shell(FLAGS + module.flags)}")
         lines.append(f"{module.name}_cuda = {shell(module.cuda_flags)}")
@@ -230,11 +243,11 @@ def write_ninja(folder: Path, built: list[Module]) -> None:
             rule = "cuda" if source.suffix == ".cu" else "compile"
             lines += [
                 f"build {target}: {rule} {escape(source)}",
-                f"  flags = ${module.name}_{rule}",
+                f"  flags = ${{{module.name}_{rule}}}",
             ]
             objects.append(target)
         lines += [
-            f"build {module.name}.so: link {' '.join(objects)}",
+            f"build {module.name}.so: link {' '.join(objects)} || {' '.join(stand_ins)}",
             f"  libs = {shell(module.libs)}",
         ]
     text = "\n".join(lines) + "\n"
@@ -248,7 +261,8 @@ class NinjaBuild(build_ext):
 
     def build_extensions(self) -> None:
         """Builds every module and copies it to setuptools' destination."""
-        folder = ROOT / "build" / str(sysconfig.get_config_var("SOABI"))
+        kind = ".wheel" if "PYCOMM_TORCH_HEADERS" in os.environ else ""  # other flags
+        folder = ROOT / "build" / f"{sysconfig.get_config_var('SOABI')}{kind}"
         folder.mkdir(parents=True, exist_ok=True)
         lock = (folder / "lock").open(
             "w"
@@ -268,9 +282,7 @@ class NinjaBuild(build_ext):
 
 def extensions() -> list[Extension]:
     """The module names for setuptools. Must not compile: `sdist` calls it, too."""
-    names = ["_core"]
-    if torch_root() is not None and c10d_sources():
-        names.append("_c10d")
+    names = ["_core", *(f"_c10d.torch_{version}" for version in torch_headers())]
     if nvcc() is not None:
         names.append("_cuda")
     return [Extension(f"pycomm.{name}", []) for name in names]

@@ -13,10 +13,9 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, cast
 
-import torch
 import torch.distributed as dist
 
-from pycomm import _core, _torch_autoload, config, default_group
+from pycomm import _c10d, _core, _torch_autoload, config, default_group
 from pycomm._bootstrap import rendezvous
 from pycomm._core_api import device_groups
 from pycomm.errors import InvalidArgument, Unsupported
@@ -25,36 +24,19 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store, _DistributedBackendOptions
     from torch.distributed.distributed_c10d import GroupName
 
-    from pycomm import _c10d
+    from pycomm._c10d import compiled
 
 __all__ = ["Options", "create", "is_available", "merge", "stats"]
-
-REBUILD = "rebuild it in its folder: `pip install --no-build-isolation --no-deps .`"
 
 _torch_autoload.register()
 
 
 @functools.cache
 def _module() -> Any:
-    """The compiled module. Raises Unsupported if it is missing or was built for another torch."""
-    try:
-        from pycomm import _c10d
-    except ImportError as error:
-        raise Unsupported(
-            f"pycomm's torch backend cannot be loaded with torch {torch.__version__} ({error}); "
-            f"it works with one version of torch only: {REBUILD}"
-        ) from error
-    _check_version(_c10d.torch_version, torch.__version__)
-    atexit.register(_c10d.close_all)
-    return _c10d
-
-
-def _check_version(built_for: str, running: str) -> None:
-    if built_for != running.partition("+")[0]:
-        raise Unsupported(
-            f"pycomm's torch backend was built for torch {built_for} and this is torch {running}; "
-            f"{REBUILD}"
-        )
+    """The compiled module. Raises Unsupported if none fits this torch."""
+    module = _c10d.load()
+    atexit.register(module.close_all)
+    return module
 
 
 def is_available() -> bool:
@@ -71,7 +53,7 @@ def Options(  # noqa: N802 - as torch's
     cuda_channels: int = 1,
     cuda_internode_transport: str = "nccl",
     encrypt: bool | None = None,
-) -> _c10d.Options:
+) -> compiled.Options:
     """Options of a group, for `init_process_group(pg_options=...)` and `new_group`.
 
     Args:
@@ -86,7 +68,7 @@ def Options(  # noqa: N802 - as torch's
     device_groups.check_internode_transport(cuda_internode_transport)
     device_groups.check_channels(cuda_channels)
     given = {} if timeout is None else {"timeout": timeout}
-    made: _c10d.Options = _module().Options(
+    made: compiled.Options = _module().Options(
         **given,
         cuda_channels=cuda_channels,
         cuda_internode_transport=cuda_internode_transport,
@@ -95,7 +77,7 @@ def Options(  # noqa: N802 - as torch's
     return made
 
 
-def create(options: _DistributedBackendOptions, backend_options: object) -> _c10d.Backend:
+def create(options: _DistributedBackendOptions, backend_options: object) -> compiled.Backend:
     """Connects the ranks of a new torch group and returns its backend. Collective over that group.
 
     torch's default group shares the engine of `pycomm.init` if it has the same ranks; the engine
@@ -118,11 +100,11 @@ def create(options: _DistributedBackendOptions, backend_options: object) -> _c10
     if shared is None:
         return _form(options, ours, default_group.register_core)
     _encrypt(ours, shared)
-    backend: _c10d.Backend = _module().Backend(shared._capsule(), ours, False, None)
+    backend: compiled.Backend = _module().Backend(shared._capsule(), ours, False, None)
     return backend
 
 
-def merge(store: Store, ours: _c10d.Options, rank: int, size: int) -> _c10d.Backend:
+def merge(store: Store, ours: compiled.Options, rank: int, size: int) -> compiled.Backend:
     """Connects ranks of several torch groups or runs that meet in `store`; returns the backend of
     their group. Collective over them. abort() of the default group aborts it too.
 
@@ -151,16 +133,16 @@ def merge(store: Store, ours: _c10d.Options, rank: int, size: int) -> _c10d.Back
 
 def _form(
     options: _DistributedBackendOptions,
-    ours: _c10d.Options,
+    ours: compiled.Options,
     enter: Callable[[_core.Group, rendezvous.TorchStore, float], Callable[[], None]],
-) -> _c10d.Backend:
+) -> compiled.Backend:
     """Connects the ranks of a new group; `enter` registers it beside the default group."""
     module, timeout = _module(), ours._timeout
     encrypt = _encrypt(ours, None)
     store = rendezvous.TorchStore(options.store, config.environment().secret)
     core = _connect(store, options, timeout, encrypt)
     ended = enter(core, store, timeout.total_seconds())
-    backend: _c10d.Backend = module.Backend(core._capsule(), ours, True, ended)
+    backend: compiled.Backend = module.Backend(core._capsule(), ours, True, ended)
     return backend
 
 
@@ -171,17 +153,17 @@ def register_backend(part: object, timeout_s: float) -> Callable[[], None]:
     return default_group.register_backend(_core.group_of(part), None, timeout_s)
 
 
-def _options(given: object, timeout: timedelta) -> _c10d.Options:
+def _options(given: object, timeout: timedelta) -> compiled.Options:
     if given is not None and not isinstance(given, _module().Options):
         raise InvalidArgument(
             f"invalid pg_options: got {type(given).__name__}, expected pycomm.torch_backend.Options"
         )
-    ours: _c10d.Options = _module().Options() if given is None else given
+    ours: compiled.Options = _module().Options() if given is None else given
     ours._timeout = timeout
     return ours
 
 
-def _encrypt(ours: _c10d.Options, shared: _core.Group | None) -> bool:
+def _encrypt(ours: compiled.Options, shared: _core.Group | None) -> bool:
     """Whether a new group is encrypted: as its options say, else as the default group, so that a
     subgroup of an encrypted group is never unencrypted by accident.
     """

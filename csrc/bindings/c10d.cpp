@@ -1,4 +1,5 @@
-// The Python module _c10d: the torch.distributed backend on top of a pycomm::Group.
+// The torch.distributed backend on top of a pycomm::Group: a Python module for each version of
+// torch, _c10d.torch_<major>_<minor>, which setup.py names in BACKEND_MODULE.
 //
 // This file and the c10d_*.h beside it are the only C++ that includes torch. Of pycomm they include
 // group/group.h only and link nothing: the group comes in a capsule from the module _core.
@@ -12,6 +13,7 @@
 #include <utility>
 
 #include "bindings/c10d_backend.h"
+#include "bindings/errors.h"
 #include "group/group.h"
 
 namespace pycomm::bindings {
@@ -38,10 +40,10 @@ py::dict stats(const Backend& backend) {
 }  // namespace
 }  // namespace pycomm::bindings
 
-PYBIND11_MODULE(_c10d, module) {
+PYBIND11_MODULE(BACKEND_MODULE, module) {
   using namespace pycomm::bindings;
   module.doc() = "pycomm for torch.distributed. Private: use pycomm.torch_backend.";
-  module.attr("torch_version") = PYCOMM_TORCH_VERSION;
+  py::register_exception_translator(&translate);
   pthread_atfork(nullptr, nullptr, [] { fork_count.fetch_add(1); });
   py::module_::import("torch.distributed");  // registers the base classes
 

@@ -3,6 +3,31 @@
 #include "bindings/core.h"
 
 #include <pybind11/numpy.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cmath>
+
+#include "bindings/errors.h"
+
+namespace pycomm::bindings {
+
+bool interrupted() {
+  if (gettid() != getpid() || Py_IsInitialized() == 0) return false;
+  const py::gil_scoped_acquire gil;
+  return PyErr_Occurred() != nullptr || PyErr_CheckSignals() != 0;
+}
+
+std::chrono::nanoseconds nanoseconds(double seconds) {
+  if (std::isnan(seconds) || seconds < 0)
+    throw InvalidArgument("invalid timeout: expected a positive number of seconds, got " +
+                          std::to_string(seconds));
+  constexpr double kYears = 1e8;  // three years: nanoseconds do not overflow
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(
+      std::chrono::duration<double>(std::min(seconds, kYears)));
+}
+
+}  // namespace pycomm::bindings
 
 namespace {
 
@@ -15,7 +40,7 @@ uintptr_t address(const pybind11::array& array) {
 
 PYBIND11_MODULE(_core, module) {
   module.doc() = "The engine of pycomm. Private: use the functions of the package.";
-  pycomm::bindings::bind_errors();
+  pybind11::register_exception_translator(&pycomm::bindings::translate);
   pycomm::bindings::bind_stores(module);
   pycomm::bindings::bind_group(module);
   pycomm::bindings::bind_devices(module);

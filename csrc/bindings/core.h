@@ -109,7 +109,6 @@ Enum find(const std::array<std::string_view, kSize>& names, std::string_view nam
                         "'; one of: " + list(names));
 }
 
-void bind_errors();                          // core_errors.cpp
 void bind_stores(py::module_& module);       // core_store.cpp
 void bind_group(py::module_& module);        // core_group.cpp
 void bind_devices(py::module_& module);      // core_devices.cpp

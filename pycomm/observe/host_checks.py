@@ -11,9 +11,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from pycomm import _core, config
+from pycomm import _c10d, _core, config
 from pycomm._core_api import nccl
-from pycomm.errors import Error
+from pycomm.errors import Error, Unsupported
 from pycomm.observe import info
 
 __all__ = ["FAILED", "OK", "WARNING", "Finding", "check", "processors", "quota", "versions"]
@@ -53,17 +53,15 @@ def versions() -> str:
 
 
 def _torch_backend() -> Finding:
-    """Whether `_c10d` can be loaded: it was compiled for one version of torch."""
+    """Whether a module of `_c10d` fits the installed torch and can be loaded."""
     name = "torch backend"
     if importlib.util.find_spec("torch") is None:
         return Finding(name, OK, "torch is not installed; NumPy arrays work")
-    if importlib.util.find_spec("pycomm._c10d") is None:
-        return Finding(name, WARNING, "_c10d is not built", "install torch, then pycomm again")
     try:
-        importlib.import_module("torch")  # whose symbols it uses
-        importlib.import_module("pycomm._c10d")
-    except ImportError as error:  # it was built for another torch
-        return Finding(name, WARNING, str(error), "install pycomm again, with this torch")
+        _c10d.load()
+    except Unsupported as error:
+        what, _, remedy = str(error).partition("; ")
+        return Finding(name, WARNING, what, remedy)
     return Finding(name, OK, "loaded")
 
 

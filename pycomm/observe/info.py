@@ -8,7 +8,7 @@ import platform
 
 import numpy as np
 
-from pycomm import _core, collectives, config, errors, testing
+from pycomm import _c10d, _core, collectives, config, errors, testing
 from pycomm._core_api import nccl
 
 __all__ = ["report", "version", "why_not"]
@@ -43,7 +43,7 @@ def _built() -> list[tuple[str, str]]:
         ("pycomm", version("pycomm-collectives")),
         ("python", f"{platform.python_version()}, numpy {np.__version__}"),
         ("_core", f"g++ {_core.compiler}"),
-        ("_c10d", _c10d()),
+        ("_c10d", _torch_backend()),
         ("_cuda", "built" if importlib.util.find_spec("pycomm._cuda") else "not built"),
         ("nccl", nccl.described()),
     ]
@@ -57,12 +57,10 @@ def version(distribution: str) -> str:
         return "not installed"
 
 
-def _c10d() -> str:
-    """Whether the torch.distributed backend is built, and torch's version."""
-    torch = version("torch")
-    if importlib.util.find_spec("pycomm._c10d") is None:
-        return f"not built (torch {torch})"
-    return f"built (torch {torch})"
+def _torch_backend() -> str:
+    """For which versions of torch the backend is built, and the installed version."""
+    built = ", ".join(f"{major}.{minor}" for major, minor in _c10d.versions())
+    return f"built for torch {built or 'no version'} (torch {version('torch')})"
 
 
 def _viable(transport: str) -> str:

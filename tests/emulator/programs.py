@@ -30,6 +30,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import pybind11
+
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 CSRC = ROOT / "csrc"
@@ -129,7 +131,7 @@ def _torch_module(flags: list[str]) -> list[str]:
     root = torch_root()
     if root is None:
         return []
-    more = [*python_flags(), f"-isystem {root}/include/torch/csrc/api/include"]
+    more = [*python_flags(f"{root}/include"), f"-isystem {root}/include/torch/csrc/api/include"]
     libs = "-ltorch -ltorch_cpu -ltorch_python -lc10"
     source = HERE / "torch_device.cpp"
     return [
@@ -139,15 +141,8 @@ def _torch_module(flags: list[str]) -> list[str]:
     ]
 
 
-def python_flags() -> list[str]:
-    """Headers for a module that shares pybind11 with _core: torch's copy where there is torch."""
-    root = torch_root()
-    if root is not None:
-        pybind = str(root / "include")
-    else:
-        import pybind11
-
-        pybind = pybind11.get_include()
+def python_flags(pybind: str = pybind11.get_include()) -> list[str]:
+    """Headers for a module: by default with the pybind11 of _core, with which it shares classes."""
     return ["-fvisibility=hidden", f"-isystem {sysconfig.get_paths()['include']} -isystem {pybind}"]
 
 

@@ -90,7 +90,14 @@ MAY_INCLUDE = {
         *("group/check.h", "group/group.h", "nccl/nccl.h", "observe/heartbeat_thread.h"),
     ],
     "bindings/core": [
-        *("bindings/core", "bindings/kernels.h", "core/", "codec/compact.h", "cpu/isa.h"),
+        *(
+            "bindings/core",
+            "bindings/errors.h",
+            "bindings/kernels.h",
+            "core/",
+            "codec/compact.h",
+            "cpu/isa.h",
+        ),
         *("device_group/device_group.h", "group/group.h", "group/connect.h"),
         *("kernels/kernels.h", "kernels/bandwidth.h", "os/fd.h", "os/shared_heap.h"),
         *("rendezvous/", "testing/"),
@@ -98,7 +105,8 @@ MAY_INCLUDE = {
     "bindings/kernels.h": [
         *("core/", "codec/compact.h", "codec/packet.h", "kernels/device_kernels.h"),
     ],
-    "bindings/c10d": ["bindings/c10d", "group/group.h"],
+    "bindings/errors.h": ["core/"],
+    "bindings/c10d": ["bindings/c10d", "bindings/errors.h", "group/group.h"],
     "bindings/cuda": [
         *("bindings/cuda", "bindings/kernels.h", "core/", "cuda/cuda_kernels.h", "nccl/nccl.h"),
         *("cuda/cuda_device.h", "cuda/bandwidth.h"),
@@ -117,8 +125,9 @@ MAY_INCLUDE_TORCH = "bindings/c10d"
 
 # Modules and packages of pycomm, lowest layer first: each may import itself and lower layers.
 LAYERS = [
-    ["_core", "_cuda", "_c10d"],
+    ["_core", "_cuda"],
     ["errors", "reference", "_names"],
+    ["_c10d"],
     ["_secret", "_process_pool"],
     ["config"],
     ["_bootstrap"],
@@ -157,7 +166,7 @@ MAY_SEE_ENVIRONMENT = [
 LONGEST_FILE = 500
 MOST_VARIABLES = 10
 # Set by setup.py for the compiler, and by pycomm's launchers for their ranks: not for users.
-NOT_VARIABLES = {"PYCOMM_TORCH_VERSION", "PYCOMM_STORE_PORT"}
+NOT_VARIABLES = {"PYCOMM_STORE_PORT"}
 
 
 def name_of(path: Path) -> str:
@@ -300,7 +309,7 @@ def imports(path: Path) -> Iterator[tuple[int, str]]:
 
 def is_pycomm(dotted: str) -> bool:
     path = ROOT.joinpath(*dotted.split("."))
-    compiled = dotted in ("pycomm._core", "pycomm._cuda", "pycomm._c10d")
+    compiled = dotted in ("pycomm._core", "pycomm._cuda")
     return compiled or path.is_dir() or path.with_suffix(".py").exists()
 
 

@@ -1,18 +1,20 @@
-// Converts errors of the core to the classes of pycomm.errors, and signals to errors.
+// Converts errors of the core to the classes of pycomm.errors.
 //
-// The translator serves every module that shares this pybind11: an Error that passes through
-// torch's bindings becomes the same class. Nothing here may fail, because it runs during error
-// handling.
-#include <unistd.h>
+// _core registers the translator, also for _cuda, which is compiled with the same pybind11. So does
+// the module of c10d, for itself and for torch's own bindings: torch brings another pybind11.
+#pragma once
 
-#include <cmath>
+#include <pybind11/pybind11.h>
+
 #include <exception>
+#include <string>
+#include <string_view>
 
-#include "bindings/core.h"
 #include "core/errors.h"
 
 namespace pycomm::bindings {
-namespace {
+
+namespace py = pybind11;
 
 // None if the field does not apply.
 template <typename Value>
@@ -21,7 +23,7 @@ py::object field(const Value& value, const Value& absent) {
   return py::cast(value);
 }
 
-py::object to_python(const Error& error) {
+inline py::object to_python(const Error& error) {
   const auto& name = kErrorNames[static_cast<size_t>(error.kind())];
   const ErrorFields& fields = error.fields();
   // A text can contain bytes from another rank that are not UTF-8.
@@ -39,8 +41,9 @@ py::object to_python(const Error& error) {
   return raised;
 }
 
-// pybind11 requires a parameter by value.
-void translate(std::exception_ptr thrown) {  // NOLINT(performance-unnecessary-value-param)
+// Nothing here may fail, because it runs during error handling. pybind11 requires a parameter by
+// value.
+inline void translate(std::exception_ptr thrown) {  // NOLINT(performance-unnecessary-value-param)
   try {
     if (thrown) std::rethrow_exception(thrown);
   } catch (const Error& error) {
@@ -54,24 +57,5 @@ void translate(std::exception_ptr thrown) {  // NOLINT(performance-unnecessary-v
     }
   }
 }
-
-}  // namespace
-
-bool interrupted() {
-  if (gettid() != getpid() || Py_IsInitialized() == 0) return false;
-  const py::gil_scoped_acquire gil;
-  return PyErr_Occurred() != nullptr || PyErr_CheckSignals() != 0;
-}
-
-std::chrono::nanoseconds nanoseconds(double seconds) {
-  if (std::isnan(seconds) || seconds < 0)
-    throw InvalidArgument("invalid timeout: expected a positive number of seconds, got " +
-                          std::to_string(seconds));
-  constexpr double kYears = 1e8;  // three years: nanoseconds do not overflow
-  return std::chrono::duration_cast<std::chrono::nanoseconds>(
-      std::chrono::duration<double>(std::min(seconds, kYears)));
-}
-
-void bind_errors() { py::register_exception_translator(&translate); }
 
 }  // namespace pycomm::bindings

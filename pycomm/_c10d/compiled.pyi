@@ -1,4 +1,4 @@
-"""The compiled backend for torch.distributed. Private: use `pycomm.torch_backend`."""
+"""The modules torch_<major>_<minor>: the backend for torch.distributed, compiled."""
 
 from collections.abc import Callable
 from datetime import timedelta
@@ -6,8 +6,6 @@ from typing import Any
 
 from torch._C._distributed_c10d import Backend as _C10dBackend
 from torch._C._distributed_c10d import ErrorType
-
-torch_version: str
 
 class Options(_C10dBackend.Options):
     def __init__(
