@@ -5,7 +5,7 @@ PY := .venv/bin/python
 AT_ONCE ?= $(shell n=$$(nproc); echo $$((n < 8 ? n + 1 : 8)))
 
 .PHONY: help venv build demo test-unit test test-full test-all nightly lint format sanitize bench
-.PHONY: compat faults soak gpu fuzz docs simulate alone clean
+.PHONY: ci sdist wheel matrix compat faults soak gpu fuzz docs simulate alone clean
 
 help:
 	@echo "make demo      train a small model on 2 processes with gloo and with pycomm (draws demo.png)"
@@ -21,6 +21,8 @@ help:
 	@echo "make compat    torch's own tests and third-party programs, on gloo and on pycomm (15 minutes)"
 	@echo "make faults    fault injection in every call, rank failures, unauthenticated clients (40 minutes)"
 	@echo "make soak      random faults in running groups, for MINUTES=60"
+	@echo "make wheel     the wheel for this Python and every supported torch, in dist/"
+	@echo "make matrix    wheels of all Pythons here tested with all supported torches (an hour, 40 GB)"
 	@echo "make gpu       all tests and benchmarks that need a GPU, for one or eight GPUs (up to an hour)"
 	@echo "make fuzz      fuzz every parser of external data (6 minutes, needs clang)"
 	@echo "make docs      documentation pages and API reference as HTML, build/docs"
@@ -59,7 +61,10 @@ test-full: build lint docs .venv/programs
 
 test-all: test test-full
 
-nightly: alone simulate fuzz faults soak
+ci:
+	.ci/run
+
+nightly: alone simulate fuzz faults soak matrix
 
 lint: venv
 	$(PY) tools/lint.py
@@ -90,6 +95,16 @@ faults: build
 	$(PY) -m benchmarks rank_failure --json benchmarks/results/rank_failure.json
 	$(PY) -m benchmarks connection_flood --json benchmarks/results/connection_flood.json
 
+# Builds without network: the build requirements are in .venv.
+sdist: venv
+	$(PY) setup.py -q sdist --dist-dir dist
+
+wheel: venv
+	$(PY) tools/wheel.py
+
+matrix: venv
+	$(PY) tools/matrix.py --json benchmarks/results/matrix.json
+
 MINUTES ?= 60
 soak: build
 	$(PY) -m benchmarks soak --minutes $(MINUTES) --json benchmarks/results/soak.json
@@ -113,4 +128,4 @@ simulate: venv
 	bin=$$($(PY) tests/native/build.py plain simulation) && $$bin && $$bin long
 
 clean:
-	rm -rf build dist *.egg-info pycomm/*.so
+	rm -rf build dist *.egg-info pycomm/*.so pycomm/_c10d/*.so

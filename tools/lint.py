@@ -97,12 +97,14 @@ def main() -> None:
     typed = [name for name in TYPED if any((ROOT / name).rglob("*.py"))]
     folders = (CSRC, ROOT / "tests", ROOT / "benchmarks")
     ours = [str(p) for f in folders for end in NATIVE for p in sorted(f.rglob(f"*{end}"))]
+    workflows = sorted(str(p.relative_to(ROOT)) for p in (ROOT / ".github").rglob("*.yml"))
     content = [
         run(tool("ruff"), "check", *(["--fix"] if fix else []), *python),
         run(tool("ruff"), "format", *([] if fix else ["--check"]), *python),
         run(tool("clang-format"), *(["-i"] if fix else ["--dry-run", "-Werror"]), *ours),
         run(sys.executable, "-m", "mypy", "--strict", *typed),
         run(sys.executable, "tools/language.py"),
+        run(tool("check-jsonschema"), "--builtin-schema", "vendor.github-workflows", *workflows),
         tidy_all(),
     ]
     print("lint:", "clean" if all(content) else "see above", flush=True)

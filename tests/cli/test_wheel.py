@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 from paths import ROOT
 
+from tools import wheel as tools_wheel
+
 Pycomm = Callable[..., subprocess.CompletedProcess[str]]
 
 pytestmark = pytest.mark.timeout(900)  # a build, if the compiled modules are old
@@ -26,17 +28,16 @@ residuals.store(residuals.record(2, 1), Path(sys.argv[1]))
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel of this tree. setup.py builds in build/, where `make build` has left the objects;
-    all else is in a temporary folder, so that no file of an earlier wheel is in this one."""
-    folder = tmp_path_factory.mktemp("wheel")
-    command = [sys.executable, "setup.py", "-q", "egg_info", f"--egg-base={folder}"]
-    command += ["build", f"--build-base={folder / 'build'}"]
-    command += ["bdist_wheel", f"--bdist-dir={folder / 'bdist'}", f"--dist-dir={folder / 'dist'}"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    (built,) = (folder / "dist").glob("*.whl")
-    return built
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel of this tree, for the installed torch. setup.py builds in build/, where `make
+    build` has left the objects."""
+    return tools_wheel.build(tmp_path_factory.mktemp("wheel"), {})
+
+
+@pytest.fixture(scope="module")
+def wheel(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same with the name that auditwheel gives it."""
+    return tools_wheel.repair(built, tmp_path_factory.mktemp("repaired"))
 
 
 @pytest.fixture(scope="module")

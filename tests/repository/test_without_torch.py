@@ -2,10 +2,10 @@
 
 import os
 import secrets
-import shutil
 import subprocess
 import sys
 import sysconfig
+import tarfile
 from pathlib import Path
 
 import numpy as np
@@ -149,15 +149,22 @@ def copying_nvcc(folder: Path, compiler: str) -> list[str]:
     return [str(nvcc.parent)]
 
 
-def test_the_core_is_built_against_pybind11_alone(environment: Path, tmp_path: Path) -> None:
+def unpacked_sdist(folder: Path) -> Path:
+    """The source distribution of this tree, unpacked."""
+    command = [sys.executable, "setup.py", "-q", "egg_info", f"--egg-base={folder}"]
+    command += ["sdist", f"--dist-dir={folder}"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    (archive,) = folder.glob("*.tar.gz")
+    with tarfile.open(archive) as tar:
+        tar.extractall(folder)
+    return folder / archive.name.removesuffix(".tar.gz")
+
+
+def test_the_sdist_is_built_with_pybind11_alone(environment: Path, tmp_path: Path) -> None:
     built = ROOT / "build" / str(sysconfig.get_config_var("SOABI"))
     assert (built / "_core").is_dir(), "build the package in place first"
-    copy, compiler = tmp_path / "copy", tmp_path / "compiler"
-    for folder in ("csrc", "pycomm"):
-        leave = shutil.ignore_patterns("*.so", "__pycache__")
-        shutil.copytree(ROOT / folder, copy / folder, ignore=leave)
-    for file in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / file, copy)
+    copy, compiler = unpacked_sdist(tmp_path), tmp_path / "compiler"
     text = COMPILER.format(cxx=os.environ.get("CXX", "g++"), built=built)
     compiler.write_text(text)
     compiler.chmod(0o755)
