@@ -195,11 +195,11 @@ def failures(data: Row, spec: Row) -> Lines:
     """When survivors receive the error, and when a new group works."""
     cells = []
     for row in data["rows"]:
-        names = [label(row[key]) for key in ("backend", "moment", "ranks")]
+        names = [label(row[key]) for key in ("backend", "ranks")]
         figures = [_late(row[key], f) for key in ("noticed_ms", "works_ms") for f in FIGURES]
         share = 100 * row["named"] / row["survivors"]
         cells.append([*names, row["survivors"], *figures, f"{share:.0f}"])
-    header = ["backend", "moment", "ranks", "survivors", "error, ms", "worst, ms"]
+    header = ["backend", "ranks", "survivors", "error, ms", "worst, ms"]
     return table([*header, "new group, ms", "its worst, ms", "error names the rank, %"], cells)
 
 
@@ -210,9 +210,8 @@ def faults(data: Row, spec: Row) -> Lines:
         figures = [_late(row["noticed_ms"], figure) for figure in FIGURES]
         names = (label(row["action"]), label(row["transport"]))
         cells.append([*names, row["cells"], row["violations"], *figures])
-    left_out = sum(row["cells"] for row in data["left_out"])
     header = ["fault", "transport", "cases", "violations", "error, ms", "worst, ms"]
-    return [*table(header, cells), f"{left_out} cases do not exist and are left out.", ""]
+    return table(header, cells)
 
 
 FIGURES = ("median", "worst")

@@ -1,27 +1,29 @@
 """`python -m benchmarks check_overhead`: the cost of checking that all ranks make the same call.
 
-The objects of the compiled core are linked twice to check_overhead.cpp: unchanged, and
-with four sources compiled without their checks (REMOVED; each text must be found). Both programs
-make the same calls between two ranks, in turn; the cost is the difference of their times. Needs an
-in-place build and its compiler. Exits with 1 if the cost exceeds the limit in docs/errors.md.
+The objects of the compiled core are linked twice to check_overhead.cpp: unchanged, and with four
+sources compiled without their checks (REMOVED; each text must be found). Both programs make the
+same calls between two ranks, in turn; the cost is the difference of their times. Needs an in-place
+build and its compiler. Exits with 1 if the cost exceeds the limit of its case.
 """
 
 from __future__ import annotations
 
+import math
 import shlex
 import statistics
 import subprocess
-import sys
 import sysconfig
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from benchmarks.reliability import command
 from benchmarks.reliability.command import ROOT
 
 CSRC = ROOT / "csrc"
+LIMIT_S = 600.0  # of one program
 
 REMOVED = {
     "shared/flag_task.cpp": [
@@ -64,8 +66,8 @@ class Case:
     transport: str
     bytes: int
     calls: int  # of a batch
-    most_ns: float | None = None
-    most_percent: float | None = None
+    most_ns: float = math.inf
+    most_percent: float = math.inf
 
 
 CASES = [
@@ -75,92 +77,66 @@ CASES = [
 BATCHES = 5  # of one process
 
 
-@dataclass(frozen=True)
-class Cost:
-    """Nanoseconds of a call with its checks and without."""
-
-    transport: str
-    bytes: int
-    with_ns: float
-    without_ns: float
-    cost_ns: float
-    """The median over rounds of the difference between consecutive runs."""
-    spread_ns: float
-    """Half of the distance between the quartiles of those differences."""
-    kept: bool
-
-
-class NotBuilt(Exception):
-    """There are no objects to link, or a source no longer contains a text of REMOVED."""
-
-
 def without_checks(path: str) -> str:
-    """The text of csrc/`path` without its checks.
-
-    Raises NotBuilt if one of them is missing.
-    """
+    """The text of csrc/`path` without its checks. Raises ValueError if one of them is missing."""
     text = (CSRC / path).read_text()
     for old, new in REMOVED[path]:
         if text.count(old) != 1:
-            raise NotBuilt(f"csrc/{path} has {text.count(old)} times, not once: {old}")
+            raise ValueError(f"csrc/{path} has {text.count(old)} times, not once: {old}")
         text = text.replace(old, new)
     return text
 
 
 def build(folder: Path) -> dict[str, Path]:
-    """The two programs, in `folder`. Raises NotBuilt, also if compilation fails."""
+    """The two programs, in `folder`. Raises OSError or CalledProcessError without the build."""
     built = ROOT / "build" / sysconfig.get_config_var("SOABI")
-    sources = [p.relative_to(CSRC) for p in sorted(CSRC.rglob("*.cpp"))]
-    compiled = {
-        p: built / "_core" / p.with_suffix(".o") for p in sources if p.parts[0] != "bindings"
-    }
-    objects = {p: o for p, o in compiled.items() if o.exists()}  # others: of another module
-    if not objects:
-        raise NotBuilt("the core is not built: run `make build`")
     # The compiler and its options, as build.ninja has them for the core.
     text = (built / "build.ninja").read_text().splitlines()
     named = dict(line.split(" = ", 1) for line in text if " = " in line and line[0] != " ")
     compiler, flags = shlex.split(named["cxx"]), shlex.split(named["_core_compile"])
 
-    def compile_(source: Path, into: str) -> Path:
-        _run([*compiler, *flags, "-c", str(source), "-o", str(folder / into)])
-        return folder / into
+    def compile_(source: Path, made: Path, *more: str) -> Path:
+        subprocess.check_call([*compiler, *flags, *more, "-c", source, "-o", made])
+        return made
 
-    main = compile_(Path(__file__).with_suffix(".cpp"), "checks.o")
+    code, headers = Path(__file__).with_suffix(".cpp"), f"-I{ROOT}/tests/native"
+    main = compile_(code, folder / "checks.o", headers)
+    core = built / "_core"
+    objects = {o: o for o in core.rglob("*.o") if o.parent.name != "bindings"}
     instead = {}
     for path in REMOVED:
-        (folder / path).parent.mkdir(parents=True, exist_ok=True)
-        (folder / path).write_text(without_checks(path))
-        instead[Path(path)] = compile_(folder / path, f"{path}.o")
+        source = folder / path
+        source.parent.mkdir(exist_ok=True)
+        source.write_text(without_checks(path))
+        instead[(core / path).with_suffix(".o")] = compile_(source, source.with_suffix(".o"))
     programs = {"with": folder / "with", "without": folder / "without"}
     for linked, program in zip((objects, objects | instead), programs.values(), strict=True):
-        files = map(str, [main, *linked.values()])
-        _run([compiler[0], "-pthread", *files, "-ldl", "-o", str(program)])
+        files = [main, *linked.values()]
+        subprocess.check_call([compiler[0], "-pthread", *files, "-ldl", "-o", program])
     return programs
 
 
-def measure(programs: dict[str, Path], case: Case, rounds: int) -> Cost:
-    """Both programs in turn, `rounds` times; of each process its best batch counts."""
+def measure(programs: dict[str, Path], case: Case, rounds: int) -> dict[str, Any]:
+    """Both programs in turn, `rounds` times; of each process its best batch counts. The cost is the
+    median difference of consecutive runs, the spread half of the distance between the quartiles."""
     best: dict[str, list[float]] = {name: [] for name in programs}
     what = [case.transport, str(case.bytes // 4), str(case.calls), str(BATCHES)]
     for _ in command.progress(range(rounds), f"{case.transport}, {case.bytes} B"):
         for name, program in programs.items():
-            output = _run([str(program), *what])
+            output = subprocess.check_output([program, *what], text=True, timeout=LIMIT_S)
             best[name].append(min(map(float, output.split())))
     differences = [a - b for a, b in zip(best["with"], best["without"], strict=True)]
     low, cost, high = statistics.quantiles(differences, n=4)
     without = statistics.median(best["without"])
-    kept = case.most_ns is None or cost <= case.most_ns
-    kept &= case.most_percent is None or 100 * cost / without <= case.most_percent
-    return Cost(
-        case.transport,
-        case.bytes,
-        statistics.median(best["with"]),
-        without,
-        cost,
-        (high - low) / 2,
-        kept,
-    )
+    return {
+        "transport": case.transport,
+        "bytes": case.bytes,
+        "with_ns": statistics.median(best["with"]),
+        "without_ns": without,
+        "cost_ns": cost,
+        "spread_ns": (high - low) / 2,
+        "kept": cost <= case.most_ns and 100 * cost / without <= case.most_percent,
+    }
 
 
 def main(argv: Sequence[str]) -> int:
@@ -168,19 +144,8 @@ def main(argv: Sequence[str]) -> int:
     parser = command.parser("check_overhead", __doc__)
     parser.add_argument("--rounds", type=int, default=21, help="of both programs (21)")
     args = parser.parse_args(argv)
-    try:
-        with tempfile.TemporaryDirectory() as folder:
-            programs = build(Path(folder))
-            costs = [measure(programs, case, args.rounds) for case in CASES]
-    except NotBuilt as error:
-        print(f"check_overhead: {error}", file=sys.stderr)
-        return 2
-    command.report(args.json, rounds=args.rounds, costs=[asdict(one) for one in costs])
-    return 0 if all(cost.kept for cost in costs) else 1
-
-
-def _run(command: list[str]) -> str:
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
-    if done.returncode:
-        raise NotBuilt(f"{shlex.join(command)}\n{done.stdout}{done.stderr}")
-    return done.stdout
+    with tempfile.TemporaryDirectory() as folder:
+        programs = build(Path(folder))
+        costs = [measure(programs, case, args.rounds) for case in CASES]
+    command.report(args.json, rounds=args.rounds, costs=costs)
+    return 0 if all(cost["kept"] for cost in costs) else 1

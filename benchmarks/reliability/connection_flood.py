@@ -1,66 +1,77 @@
-"""`python -m benchmarks connection_flood`: hostile connections, and starts and stops on one port.
+"""`python -m benchmarks connection_flood`: jobs beside hostile connections.
 
-    flood      two ranks with 1,024 descriptors form and train while unauthenticated clients connect
-               to every listener, in each of the manners of unauthenticated.py. The step rate is
-               compared with the rate while they connect to an unused port, so that both include the
-               processor time of the clients
-    cycles     rank 0 starts and stops a group on one port in one process, with a rank 1 that is
-               another process each time and is killed in every second one
-    distant    ranks that are 10, 50 and 100 ms away join a group, and connect in mid-run to a rank
-               that they have not met, beside 8,000, 1,500 and 800 hostile connections a second
-               (delayed_flood.py): pycomm only, since gloo forms no group among unauthenticated
-               clients
-
-The first two use pycomm and gloo, in turn. Exits with 1 if pycomm failed, leaked a descriptor, made
-less than nine tenths of the steps, or delayed a distant rank by more than 2 s.
+Two ranks with 1,024 descriptors form a group and train while unauthenticated clients connect to
+every listener, in each of the manners of unauthenticated.py. Jobs in which the clients connect to
+an unused port instead take turns with these, so that both include the processor time of the
+clients. The backends are pycomm and gloo. Exits with 1 if pycomm failed, let a client in, leaked a
+descriptor, or made less than nine tenths of the steps. The native suite `flood` tests distant
+ranks, tests/reliability/test_restart.py restarts on one port.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib
+import multiprocessing
 import os
+import resource
+import secrets
 import statistics
+import threading
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from typing import Any
 
-from benchmarks.reliability import command, delayed_flood
-from benchmarks.reliability.command import Child
-from benchmarks.reliability.delayed_flood import clients_on, ranks_on
-from pycomm.bench.support import delayed_link
+import numpy as np
+
+import pycomm
+from benchmarks.reliability import command
+from benchmarks.reliability.unauthenticated import (
+    UnauthenticatedClients,
+    descendants,
+    inodes,
+    listeners,
+)
 
 BACKENDS = ("pycomm", "gloo")
 PER_S = 2000  # calls of the unauthenticated clients
-STEPS = 3000  # of a stretch: about half a second
-STRETCHES = 5
-WARM_CYCLES = 10  # before what is open is counted
-MOST_FAILURES = 5  # then the cycles end
+BURST = 50  # connections between two looks at the open ones
+LOOK_S = 0.025  # between two looks for the ports of the ranks
+STEPS = 3000  # of a job
+JOBS = 5
 LEAST_KEPT = 0.9
+LIMIT_S = 60.0  # of forming, and of a call
+FEW_DESCRIPTORS = 1024
+COUNT = 1 << 16  # float32: a gradient of 256 KiB
 
-Held = dict[str, int]
+
+@dataclass
+class Rank:
+    """The observations of a rank."""
+
+    forming_s: float
+    steps_per_s: float
+    descriptors: int
 
 
 @dataclass
 class Flood:
-    """The outcome of one job among unauthenticated clients; seconds and rates of rank 0."""
+    """The outcome of jobs beside unauthenticated clients; medians, of rank 1, which forms last."""
 
     backend: str
     connected: int = 0  # connections of unauthenticated clients
     refused: int = 0
     forming_quiet_s: float = -1.0
-    forming_s: float = -1.0  # of rank 1, the last
+    forming_s: float = -1.0
     steps_per_s_decoy: float = 0.0
     steps_per_s: float = 0.0
     descriptors_quiet: int = 0
-    descriptors: int = 0  # after the flood
+    descriptors: int = 0
     let_in: int = 0  # clients that received more than an unauthenticated client may
     error: str = ""
-
-    def add(self, counted: Mapping[str, float]) -> None:
-        """Adds the counts of clients."""
-        self.connected += int(counted.get("connected", 0))
-        self.refused += int(counted.get("refused", 0))
-        self.let_in += int(counted.get("let_in", 0))
 
     def kept(self) -> bool:
         """Whether pycomm did what it guarantees."""
@@ -72,137 +83,119 @@ class Flood:
         )
 
 
-@dataclass
-class Cycles:
-    """The outcome of starts and stops; what was open after the first and the last of them."""
-
-    backend: str
-    cycles: int = 0
-    failures: list[str] = field(default_factory=list)
-    first: Held | None = None  # at least, in some cycles
-    last: Held | None = None
-    files: int = 0  # of pycomm, left in /dev/shm
-    seconds: float = 0.0
-
-    def kept(self) -> bool:
-        """Whether pycomm did not fail, and left no descriptor, thread or file."""
-        first, last = self.first or {}, self.last or {}
-        more = [
-            name for name in ("descriptors", "threads") if last.get(name, 0) > first.get(name, 0)
-        ]
-        return self.backend != "pycomm" or not (self.failures or more or self.files)
-
-
 def main(argv: Sequence[str]) -> int:
     """Runs, prints, stores; returns the exit status."""
     parser = command.parser("connection_flood", __doc__)
-    parser.add_argument("--connections", type=int, default=10_000, help="(%(default)s)")
-    parser.add_argument("--cycles", type=int, default=1000, help="(%(default)s)")
-    parser.add_argument(
-        "--peers", type=command.some_of(BACKENDS), default=",".join(BACKENDS), help="(%(default)s)"
-    )
-    parser.add_argument("--rounds", type=int, default=5, help="of each distance (%(default)s)")
+    parser.add_argument("--connections", type=int, default=10_000, help="at least (%(default)s)")
+    parser.add_argument("--peers", nargs="+", choices=BACKENDS, default=BACKENDS, help="(all)")
     options = parser.parse_args(argv)
     floods = [flood(backend, options.connections) for backend in options.peers]
-    rounds = [cycles(backend, options.cycles) for backend in options.peers]
-    why_not = "no rounds" if options.rounds < 1 else delayed_link.missing()
-    far = [] if why_not else delayed_flood.measure(options.rounds)
-    command.report(
-        options.json,
-        flood=[asdict(one) for one in floods],
-        cycles=[asdict(one) for one in rounds],
-        distant=[one.summary() for one in far],
-    )
-    if why_not:
-        command.CONSOLE.print(f"no distant ranks: {why_not}")
-    kept = [one.kept() for some in (floods, rounds, far) for one in some]
-    return 0 if all(kept) else 1
+    command.report(options.json, flood=[asdict(one) for one in floods])
+    return 0 if all(one.kept() for one in floods) else 1
 
 
 def flood(backend: str, connections: int) -> Flood:
-    """Runs a job without unauthenticated clients, then one with them, while it forms and while it
-    trains."""
-    found = Flood(backend)
-    with ranks_on([None, None], command.free_port(), backend) as pair:
-        for rank in pair:
-            rank.send("form")
-        found.forming_quiet_s = [rank.figure() for rank in pair][1]
-        _rate(pair)
-        found.descriptors_quiet = _held(pair)
-    port = command.free_port()
-    with ranks_on([None, None], port, backend) as pair:
+    """Runs the jobs, until one fails."""
+    found, seen = Flood(backend), dict[bool, list[Rank]]({False: [], True: []})
+    try:
+        for number in command.progress(range(2 * JOBS), f"{backend}: flood"):
+            attacked = number % 2 == 1
+            rank, clients = _job(backend, attacked, connections // JOBS)
+            seen[attacked].append(rank)
+            if attacked:
+                found.connected += clients.connected
+                found.refused += clients.refused
+                found.let_in += clients.let_in
+    except RuntimeError as error:  # is reported in the table
+        found.error = f"{type(error).__name__}: {error}"
+    if quiet := seen[False]:
+        found.forming_quiet_s = statistics.median(one.forming_s for one in quiet)
+        found.steps_per_s_decoy = statistics.median(one.steps_per_s for one in quiet)
+        found.descriptors_quiet = max(one.descriptors for one in quiet)
+    if flooded := seen[True]:
+        found.forming_s = statistics.median(one.forming_s for one in flooded)
+        found.steps_per_s = statistics.median(one.steps_per_s for one in flooded)
+        found.descriptors = max(one.descriptors for one in flooded)
+    return found
+
+
+def _job(backend: str, attacked: bool, connections: int) -> tuple[Rank, UnauthenticatedClients]:
+    """One job: rank 1, which starts when the clients have, and the clients."""
+    port, secret = command.free_port(), secrets.token_hex(32)
+    target = port if attacked else command.free_port()
+    with ProcessPoolExecutor(2, multiprocessing.get_context("spawn")) as pool:
+        first = pool.submit(run_rank, backend, 0, port, secret)
+        with _flooded(target, attacked, connections) as clients:
+            last = pool.submit(run_rank, backend, 1, port, secret)
+            first.result()
+            return last.result(), clients
+
+
+@contextlib.contextmanager
+def _flooded(port: int, attacked: bool, least: int) -> Iterator[UnauthenticatedClients]:
+    """Clients connect to `port` and, if `attacked`, to the listeners of all child processes, until
+    the context ends, and at least so many times. From a tenth of that on the context runs."""
+    clients, begun, ended = UnauthenticatedClients(), threading.Event(), threading.Event()
+
+    def connect() -> None:
+        begin, looked, calls, ports = time.monotonic(), 0.0, 0, [port]
+        while calls < least or not ended.is_set():
+            if (now := time.monotonic()) - looked > LOOK_S:
+                theirs, looked = inodes(descendants(os.getpid()) if attacked else ()), now
+                found = {one.address[1] for inode, one in listeners().items() if inode in theirs}
+                ports = sorted({port} | found)
+                clients.go_on()
+            due = min(int((now - begin) * PER_S), calls + BURST)
+            while calls < due:
+                clients.call(("127.0.0.1", ports[calls % len(ports)]))
+                calls += 1
+            if calls >= least // 10:
+                begun.set()
+            time.sleep(0.0005)  # the next connections are due later: no busy loop
+        clients.close()
+
+    with ThreadPoolExecutor(1) as thread:
+        done = thread.submit(connect)
+        done.add_done_callback(lambda _: begun.set())
+        begun.wait()
         try:
-            pair[0].send("form")
-            with clients_on(None, PER_S, port, pair, connections) as counted:
-                pair[1].send("form")
-                found.forming_s = [rank.figure() for rank in pair][1]
-            found.add(counted)
-            rates: dict[bool, list[float]] = {False: [], True: []}
-            for stretch in command.progress(range(2 * STRETCHES), f"{backend}: flood"):
-                decoy, goal = stretch % 2 == 0, connections // STRETCHES
-                attacked = (command.free_port(), pair[:0]) if decoy else (port, pair)
-                with clients_on(None, PER_S, *attacked, goal) as counted:
-                    rates[decoy].append(_rate(pair))
-                found.add({} if decoy else counted)
-            found.steps_per_s_decoy = statistics.median(rates[True])
-            found.steps_per_s = statistics.median(rates[False])
-            found.descriptors = _held(pair)
-        except RuntimeError as error:  # is reported in the table
-            found.error = str(error)
-    return found
+            yield clients
+        finally:
+            ended.set()
+        done.result()
 
 
-def _rate(pair: Sequence[Child]) -> float:
-    """Steps per second of one stretch."""
-    for rank in pair:
-        rank.send(f"train {STEPS}")
-    rates = [rank.figure() for rank in pair]
-    return rates[0]
-
-
-def _held(pair: Sequence[Child]) -> int:
-    """The descriptors of rank 0."""
-    pair[0].send("held")
-    return int(pair[0].answer()["descriptors"])
-
-
-def cycles(backend: str, count: int) -> Cycles:
-    """Starts and stops; ranks that fail or hang are restarted."""
-    found, held = Cycles(backend), list[Held]()  # after each cycle of this rank 0
-    port = command.free_port()
-    before, begin = _shared_files(), time.monotonic()
-    with contextlib.ExitStack() as stack:
-        pair: list[Child] = []
-        for number in command.progress(range(count), f"{backend}: starts and stops"):
-            dies = number % 2
-            found.cycles += 1
-            try:
-                pair = pair or stack.enter_context(ranks_on([None, None], port, backend))
-                pair[0].send(f"cycle {dies}")
-                pair[1].send(f"forked {dies}")
-                if not isinstance(open_ := pair[0].answer(), dict):
-                    raise RuntimeError(open_)
-                if (code := pair[1].figure()) != -9 * dies:
-                    raise RuntimeError(f"rank 1 ended with {code}")
-                held.append(open_)
-            except RuntimeError as error:  # is counted; another pair continues
-                found.failures.append(f"cycle {number}: {str(error)[:200]}")
-                stack.close()
-                pair, held = [], []
-                if len(found.failures) == MOST_FAILURES:
-                    break
-    found.first = _least(held[WARM_CYCLES : 2 * WARM_CYCLES])
-    found.last = _least(held[-WARM_CYCLES:])
-    found.seconds = time.monotonic() - begin
-    found.files = len(_shared_files() - before)
-    return found
-
-
-def _shared_files() -> set[str]:
-    """pycomm's files in /dev/shm; other programs may make some meanwhile."""
-    return {name for name in os.listdir("/dev/shm") if name.startswith("pycomm")}
-
-
-def _least(some: Sequence[Held]) -> Held | None:
-    """The least of each count: a socket that still sends its last bytes counts for a while."""
-    return {name: min(one[name] for one in some) for name in some[0]} if some else None
+def run_rank(backend: str, rank: int, port: int, secret: str) -> Rank:
+    """A rank, in its own process: some work and an all_reduce in each step."""
+    resource.setrlimit(resource.RLIMIT_NOFILE, (FEW_DESCRIPTORS, FEW_DESCRIPTORS))
+    torch: Any = None
+    dist: Any = None
+    x = np.ones(COUNT, np.float32)
+    if backend == "gloo":  # importing torch takes seconds
+        torch, dist = map(importlib.import_module, ("torch", "torch.distributed"))
+        torch.set_num_threads(1)
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    start, master = time.monotonic(), f"127.0.0.1:{port}"
+    if dist:
+        place, limit = {"rank": rank, "world_size": 2}, timedelta(seconds=LIMIT_S)
+        dist.init_process_group("gloo", f"tcp://{master}", limit, **place)
+    else:
+        pycomm.init(
+            rank=rank,
+            size=2,
+            master=master,
+            transport="tcp",
+            secret=secret,
+            timeout_s=LIMIT_S,
+            heartbeat_s=LIMIT_S,
+        )
+    formed = time.monotonic()
+    for _ in range(STEPS):
+        x[:] = np.sqrt(np.abs(x) + 1.0)
+        if torch:
+            dist.all_reduce(torch.from_numpy(x), dist.ReduceOp.MAX)
+        else:
+            pycomm.all_reduce(x, "max")
+    rate, descriptors = STEPS / (time.monotonic() - formed), len(os.listdir("/proc/self/fd"))
+    (dist.destroy_process_group if dist else pycomm.shutdown)()
+    return Rank(formed - start, rate, descriptors)

@@ -1,4 +1,4 @@
-"""Calls with known results, and calls of a rank with a fault, for faults.py and soak.py.
+"""The ranks of faults.py and soak.py: calls with known results, and a fault of one rank.
 
 Element i of what rank r brings to a call with salt s is (3 i + 5 r + s) mod 11, exact in every
 dtype, and outputs hold UNTOUCHED. So every right result is known without another run, and every
@@ -10,13 +10,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import random
 import signal
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import numpy as np
@@ -33,9 +33,15 @@ ONE_WAY = ("broadcast", "reduce", "gather", "scatter")
 """Data flows to or from the root: a rank that is done before the others disagree cannot know."""
 TWO_WAY = ("all_reduce", "reduce_scatter", "all_gather", "all_gather_v", "all_to_all", "barrier")
 UNTOUCHED = 99
-CALLS = 3  # of the cell's verb; the fault happens in the second
+VERBS = (*TWO_WAY, *ONE_WAY, "messages")
+DTYPES = ("float32", "float64", "float16", "int32", "int64", "uint8")
+ROWS = (1, 5, 100, 3_000, 60_000)  # elements for each rank, in random calls
+SLOW = ("delay", "throttle")
+SLOW_ROWS = ROWS[:3]  # where bytes arrive one at a time
+CALLS = 3  # of the job's call; the fault happens in the second
 MOST_CALLS = 100_000  # for a fault at a random moment
 STRUCK = "struck"  # the file in which the victim, or its transport, stores the time
+SHRINK_S = 30.0
 
 
 class Raised(Exception):
@@ -138,85 +144,135 @@ DISAGREEMENTS: dict[str, Callable[[Call, int], Call]] = {
 
 
 @dataclass(frozen=True)
-class Seen:
+class Job:
+    """A run of a group in which one rank has a fault."""
+
+    action: str  # "" for none
+    moment: str
+    call: Call
+    transport: str
+    processes: bool
+    ranks: int = 3
+    victim: int = 2
+    seed: int = 0
+    before: int = 0  # random calls before those with the fault
+    after: int = 0  # and after them
+    reproducible: bool = False
+
+
+@dataclass
+class Report:
     """The observations of a rank."""
 
     error: str = ""  # class, "" for none
     text: str = ""
     peer: int | None = None
     noticed_ms: float = 0.0  # from the fault or, if its time is unknown, from the start of the call
-    wrong: int = 0  # wrong results, or bytes that a disagreement changed
+    wrong: int = 0  # wrong results, or elements that a disagreement changed
     usable: bool = True  # after a disagreement: a right call gives the right result
+    calls: int = 0  # random ones
+    survivors: tuple[int, ...] = ()  # the ranks with which it continued
+    complaints: list[str] = field(default_factory=list)
 
+    def see(self, error: BaseException, since_s: float | None = None) -> Report:
+        """Adds an error, and how long it took."""
+        self.error, self.text = type(error).__name__, str(error)
+        self.peer = getattr(error, "peer", None)
+        self.noticed_ms = 0.0 if since_s is None else 1e3 * (time.monotonic() - since_s)
+        return self
 
-def seen_of(error: BaseException, since_s: float | None = None, **more: Any) -> Seen:
-    """The observations of a rank that got this error."""
-    noticed_ms = 0.0 if since_s is None else 1e3 * (time.monotonic() - since_s)
-    return Seen(type(error).__name__, str(error), getattr(error, "peer", None), noticed_ms, **more)
+    def make_random_calls(self, group: Group, job: Job, count: int, drawn: Random) -> None:
+        """Makes calls, some in subgroups, which may have different sizes, and checks them."""
+        for _ in range(count):
+            if drawn.randrange(8) > 0:
+                self._make_random_call(group, job, drawn)
+                continue
+            part = group.split([drawn.randrange(2) for _ in range(group.size)][group.rank])
+            assert part is not None
+            self._make_random_call(part, job, Random(part.size))
+            part.close()
 
+    def _make_random_call(self, group: Group, job: Job, drawn: Random) -> None:
+        n, rows = group.size, SLOW_ROWS if job.action in SLOW else ROWS
+        verb, count, dtype = drawn.choice(VERBS), n * drawn.choice(rows), drawn.choice(DTYPES)
+        call = Call(verb, count, dtype, drawn.choice(("sum", "max", "min")), drawn.randrange(n))
+        salt, shared = drawn.randrange(11), drawn.randrange(4) == 0
+        x, out = call.arrays(group.rank, n, salt)
+        if shared:
+            private, x = x, pycomm.empty(x.shape, x.dtype)
+            x[...] = private
+        call.make(group, x, out)
+        self.calls += 1
+        if wrong := differing((x, out), call.results(group.rank, n, salt)):
+            self.complaints.append(f"{wrong} elements are wrong after {call} on {group!r}")
 
-@dataclass(frozen=True)
-class Job:
-    """The parameters of a cell for its ranks."""
+    def make_faulty_calls(self, group: Group, job: Job, folder: str) -> None:
+        """Makes the job's calls, with its fault. Checks the arrays after a disagreement."""
+        victim, place = group.rank == job.victim, (group.rank, group.size)
 
-    call: Call
-    victim: int
-    action: str
-    moment: str
-    folder: str  # for files shared by the ranks; the same on all
-    seed: int = 0
+        @functools.cache
+        def known(call: Call) -> tuple[Arrays, Arrays]:
+            return call.arrays(*place), call.results(*place)
 
-
-def rank_of_cell(group: Group, job: Job) -> Seen:
-    """A rank of the matrix: the calls alone."""
-    seen = make_calls(group, job)
-    if job.action == "stop":
-        bury(group, job)
-    return seen
-
-
-def make_calls(group: Group, job: Job) -> Seen:
-    """Makes the calls until one fails. Checks the arrays after a disagreement."""
-    victim, place, wrong = group.rank == job.victim, (group.rank, group.size), 0
-
-    @functools.cache
-    def known(call: Call) -> tuple[Arrays, Arrays]:
-        return call.arrays(*place), call.results(*place)
-
-    call, start = job.call, time.monotonic()
-    held = known(call)[0]
-    try:
-        pycomm.barrier(group=group)  # forming is complete on every rank
+        call, start, held = job.call, time.monotonic(), known(job.call)[0]
         if job.moment == "meanwhile" and victim:
-            at_s = random.Random(job.seed).uniform(0.0, 0.03)
-            timer = threading.Timer(at_s, strike, [job, group])
+            at_s = Random(job.seed).uniform(0.0, 0.03)
+            timer = threading.Timer(at_s, strike, [job, group, folder])
             timer.daemon = True
             timer.start()
-        for turn in range(MOST_CALLS if job.moment == "meanwhile" else CALLS):
-            call = job.call
-            if victim and turn == 1 and job.action in DISAGREEMENTS:
-                call = DISAGREEMENTS[job.action](call, group.size)
-            elif victim and turn == 1 and job.moment == "idle":
-                strike(job, group)
-            (x, out), right = known(call)
-            held = x.copy(), None if out is None else out.copy()
-            start = time.monotonic()
-            call.make(group, *held)
-            wrong += differing(held, right)
-        pycomm.barrier(group=group)  # ranks without an error so far get it here
-    except errors.Error as error:  # the expected outcome
-        seen = seen_of(error, struck(job.folder, start), wrong=wrong)
-        if isinstance(error, errors.Mismatch):
-            seen = replace(seen, wrong=differing(held, known(call)[0]), usable=_usable(group))
-        return seen
+        try:
+            for turn in range(MOST_CALLS if job.moment == "meanwhile" else CALLS):
+                call = job.call
+                if victim and turn == 1 and job.action in DISAGREEMENTS:
+                    call = DISAGREEMENTS[job.action](call, group.size)
+                elif victim and turn == 1 and job.moment == "idle":
+                    strike(job, group, folder)
+                (x, out), right = known(call)
+                held = x.copy(), None if out is None else out.copy()
+                start = time.monotonic()
+                call.make(group, *held)
+                self.wrong += differing(held, right)
+            pycomm.barrier(group=group)  # ranks that saw no mismatch so far get it here
+        except errors.Mismatch as error:
+            self.see(error, start)
+            self.wrong, self.usable = differing(held, known(call)[0]), _usable(group)
+
+
+def live(group: Group, job: Job, folder: str) -> Report:
+    """A rank of a job. All draw the same random calls; `folder` is for files that they share."""
+    report, drawn, victim = Report(), Random(job.seed), group.rank == job.victim
+    try:
+        pycomm.barrier(group=group)  # forming is complete on every rank
+        report.make_random_calls(group, job, job.before, drawn)
+        report.make_faulty_calls(group, job, folder)
+        report.make_random_calls(group, job, job.after, drawn)
+        pycomm.barrier(group=group)  # no rank leaves while others wait
+    except errors.Error as error:
+        report.see(error, _struck(folder))
+    if report.error == "PeerLost" and job.after and job.action != "corrupt" and not victim:
+        _continue(group, job, report)
+    if job.action == "stop" and not victim:
+        _bury(group, job, folder)
     if job.moment == "closing" and victim:
-        strike(job, group)
-    return Seen(wrong=wrong)
+        strike(job, group, folder)
+    return report
 
 
-def strike(job: Job, group: Group) -> None:
+def _continue(group: Group, job: Job, report: Report) -> None:
+    """After a loss the others continue without the victim."""
+    try:
+        rest = group.shrink(SHRINK_S)
+        report.survivors = tuple(rest.ranks)
+        report.make_random_calls(rest, job, 5, Random(job.seed + 1))
+        pycomm.barrier(group=rest)
+        rest.close()
+    except errors.Error as error:  # reported as a failure
+        report.complaints.append(f"after the loss: {type(error).__name__}: {error}")
+
+
+def strike(job: Job, group: Group, folder: str) -> None:
     """The victim ends by the action of the job."""
-    Path(job.folder, STRUCK).write_text(str(time.monotonic()))
+    Path(folder, STRUCK).write_text(str(time.monotonic()))
     match job.action:
         case "kill":
             os.kill(os.getpid(), signal.SIGKILL)
@@ -231,12 +287,11 @@ def strike(job: Job, group: Group) -> None:
             group.abort("by itself")
 
 
-def struck(folder: str, otherwise: float) -> float:
+def _struck(folder: str) -> float | None:
     """When, as stored by the victim or its transport."""
-    try:
+    with contextlib.suppress(FileNotFoundError):  # no fault: ranks disagree
         return float(Path(folder, STRUCK).read_text())
-    except FileNotFoundError:  # no fault: ranks disagree, or the group was forming
-        return otherwise
+    return None
 
 
 def _usable(group: Group) -> bool:
@@ -245,9 +300,9 @@ def _usable(group: Group) -> bool:
     return bool((x == sum(range(1, group.size + 1))).all())
 
 
-def bury(group: Group, job: Job) -> None:
+def _bury(group: Group, job: Job, folder: str) -> None:
     """Kills a stopped victim after all others have called this, so that the run ends."""
-    Path(job.folder, f"reported{group.rank}").touch()
-    if len(list(Path(job.folder).glob("reported*"))) == group.size - 1:
+    Path(folder, f"reported{group.rank}").touch()
+    if len(list(Path(folder).glob("reported*"))) == group.size - 1:
         with contextlib.suppress(ProcessLookupError):
             os.kill(group.peer_info()[job.victim].pid, signal.SIGKILL)

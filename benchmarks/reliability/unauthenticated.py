@@ -1,24 +1,18 @@
 """Unauthenticated clients: they connect to listening ranks, hold no key and send invalid bytes.
 
-Callers choose the targets and the rate: tests/support/attack.py, and the main program for
-delayed_flood.py. Imports only the standard library, so that a client starts at once.
-
-    python -m benchmarks.reliability.unauthenticated RATE GOAL ADDRESS PORT [PID]...
+Callers choose the targets and the rate: tests/support/attack.py and connection_flood.py. Imports
+only the standard library, so that a client starts at once.
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 import os
 import re
-import resource
 import select
 import socket
 import struct
-import sys
-import time
 from collections import OrderedDict
 from collections.abc import Iterable
 from pathlib import Path
@@ -26,9 +20,6 @@ from typing import Any, NamedTuple
 
 KEPT = 900  # connections that are held open; the oldest is closed first
 WAIT_S = 1.0  # for a connection to be accepted
-BURST = 50  # connections between two looks at the open ones
-LOOK_S = 0.025  # between two looks for the ports of the processes
-WARM = 1000  # connections before the rate of an endless client is measured
 GREETING = 36  # bytes of the first message of a handshake
 ANSWER = 68  # bytes of a listener's reply to a greeting: it expects a proof next
 DIAG, BY_FAMILY, DUMP, LISTEN = 4, 20, 0x301, 1 << 10  # the kernel's: sock_diag(7)
@@ -222,39 +213,3 @@ def descendants(pid: int) -> set[int]:
                 for child in Path(f"/proc/{pid}/task/{task}/children").read_text().split():
                     found |= {int(child)} | descendants(int(child))
     return found
-
-
-def client(per_s: float, goal: int, address: str, port: int, pids: list[int]) -> None:
-    """Connects at a rate to `port` (0: none) and to all TCP ports at which the processes listen:
-    `goal` times, or if that is 0 until a line arrives. Answers after the first connections, and at
-    the end with the counts."""
-    clients, ports = UnauthenticatedClients(), [port] if port else []
-    begin = busy = time.monotonic()
-    looked, calls, warm = 0.0, 0, -1
-    while calls < goal or not (goal or select.select([sys.stdin], [], [], 0)[0]):
-        now = time.monotonic()
-        if now - looked > LOOK_S:
-            theirs, looked = inodes(pids), now
-            found = {one.address[1] for inode, one in listeners().items() if inode in theirs}
-            ports = sorted(found | ({port} if port else set()))
-            clients.go_on()
-        if not ports:
-            begin = now - calls / per_s
-        due = min(int((now - begin) * per_s), calls + BURST)
-        while calls < due:
-            clients.call((address, ports[calls % len(ports)]))
-            calls += 1
-        if warm < 0 and (calls >= goal // 10 if goal else clients.connected >= WARM):
-            warm, busy = clients.connected, time.monotonic()
-            print(json.dumps("in full course"), flush=True)
-        time.sleep(0.0005)  # the next connections are due later: no busy loop
-    clients.close()
-    reached = (clients.connected - warm) / (time.monotonic() - busy)
-    counted = {name: getattr(clients, name) for name in ("connected", "refused", "let_in")}
-    print(json.dumps({**counted, "per_s": reached}), flush=True)
-
-
-if __name__ == "__main__":
-    resource.setrlimit(resource.RLIMIT_NOFILE, (2 * KEPT, 2 * KEPT))
-    rate, goal_, address_, port_, *pids_ = sys.argv[1:]
-    client(float(rate), int(goal_), address_, int(port_), list(map(int, pids_)))

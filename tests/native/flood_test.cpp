@@ -1,7 +1,6 @@
 // A distant rank connects during a flood of hostile connections: to the listener of a group and to
 // the store. The round trip is emulated: the rank sends its proof that much after the answer.
-// benchmarks/reliability/connection_flood.py measures the time. Also a rank that has no descriptor
-// left.
+// Also a rank that has no descriptor left.
 #include <poll.h>
 
 #include <algorithm>
