@@ -11,8 +11,9 @@ Two times are measured without a compiler on PATH: `pip install` of the wheel, a
 end of a first all_reduce of two ranks, started by `pycomm launch`.
 """
 
+from __future__ import annotations
+
 import argparse
-import json
 import os
 import platform
 import re
@@ -21,13 +22,16 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from xml.etree import ElementTree
 
-from torch_headers import VERSIONS
-
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from pycomm.bench.support import machine, summaries  # noqa: E402 - the path comes first
+from tools.torch_headers import VERSIONS  # noqa: E402 - likewise
+
 OUT = ROOT / "build" / "matrix"
 MAIN_TORCH = "2.13.0"
 OLDEST = (3, 10)
@@ -58,7 +62,7 @@ class Row:
     first_call_s: float = 0.0
     passed: int = 0
     skipped: int = 0
-    failed: list[str] = field(default_factory=list)
+    failed: int = 0
 
 
 def run(*command: str | Path, folder: Path = ROOT, **more: str) -> None:
@@ -143,7 +147,8 @@ def tested(python: Path, row: Row, folder: Path) -> None:
     for case in ElementTree.parse(results).iter("testcase"):
         kinds = {child.tag for child in case}
         if kinds & {"failure", "error"}:
-            row.failed.append(f"{case.get('classname', '').rpartition('.')[2]}::{case.get('name')}")
+            row.failed += 1
+            print(f"failed: {case.get('classname')}::{case.get('name')}", flush=True)
         elif "skipped" in kinds:
             row.skipped += 1
         else:
@@ -175,9 +180,10 @@ def main() -> None:
             row.install_s, row.first_call_s = first_call(python, wheel, Path(folder))
             tested(python, row, Path(folder))
         rows.append(row)
-        print(json.dumps(asdict(row)), flush=True)
+        print(row, flush=True)
     if options.json:
-        options.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
+        content = {"machine": machine.describe(), "rows": [asdict(row) for row in rows]}
+        summaries.write(options.json, content)
     sys.exit(any(row.failed for row in rows))
 
 

@@ -1,6 +1,7 @@
 """The wheel, installed outside the repository: the demo and the benchmarks that it contains run."""
 
 import os
+import re
 import site
 import subprocess
 import sys
@@ -80,6 +81,15 @@ def test_wheel_contains_the_package_alone(wheel: Path) -> None:
         for file in (ROOT / "pycomm").rglob(suffix)
     }
     assert sources - set(names) == set()
+
+
+def test_the_name_has_the_oldest_glibc_and_no_library_is_added(built: Path, wheel: Path) -> None:
+    assert re.search(r"-manylinux_2_\d+_(x86_64|aarch64)\.whl$", wheel.name)
+    metadata = re.compile(r"\.dist-info/(WHEEL|RECORD)$")
+    names = [zipfile.ZipFile(file).namelist() for file in (built, wheel)]
+    kept = [{n for n in some if not (n.endswith("/") or metadata.search(n))} for some in names]
+    assert kept[0] == kept[1]
+    assert any(re.match(r"pycomm/_c10d/torch_\d+_\d+\.", name) for name in kept[1])
 
 
 def test_pycomm_comes_from_the_wheel(run: Pycomm, installed: Path) -> None:

@@ -35,6 +35,7 @@ from typing import Any
 
 SUITE = "torch.testing._internal.distributed.distributed_test"
 LEFT_OUT = Path(__file__).with_name("excluded.txt")
+LISTED_FOR = "2.13."  # the torch whose tests it names; other versions may lack some
 GROUP_LIMIT_S = 30  # the timeout of the tests' process groups
 GRACE_S = 1.0  # for the other ranks to report after one failed
 
@@ -139,7 +140,8 @@ class Runner:
         bases = (self.suite.TestDistBackend, self.suite.DistributedTest._DistTestBase)
         self.tests = type("Suite", bases, {})
         self.names = sorted(name for name in dir(self.tests) if name.startswith("test_"))
-        if unknown := set(self.needs) - set(self.names):
+        unknown = set(self.needs) - set(self.names)
+        if unknown and self.ranks.torch.__version__.startswith(LISTED_FOR):
             raise ValueError(f"{LEFT_OUT.name} names unknown tests: {sorted(unknown)}")
 
     def run(self, name: str) -> Outcome:
