@@ -2,8 +2,9 @@
 
     python tests/native/build.py [VARIANT] [suite ...]    builds, prints the binaries
 
-VARIANT is plain, product, unoptimized, asan, tsan, aarch64 or odr. product links the objects of the
-module _core, as `make build` left them, so that only the suites are compiled.
+VARIANT is plain, product, unoptimized, asan, tsan, aarch64, odr or mutated (for mutations.py).
+product links the objects of the module _core, as `make build` left them, so that only the suites
+are compiled.
 
 A suite is its own file with harness.cpp, the other files of this folder and all of csrc that needs
 no Python. The suites of one sanitizer share objects, in build/native/<sanitizer>/ with the
@@ -31,6 +32,7 @@ SANITIZERS = {
     "unoptimized": ["-O0"],  # every function has a frame, for the suite frames
     "asan": ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"],
     "tsan": ["-fsanitize=thread"],
+    "mutated": ["-O0", "-g0", "-w"],  # one file of csrc, changed: mutations.py
     "aarch64": ["-g0", "-static"],
     "odr": ["-O0", "-g0", "-flto=auto", "-fPIC", "-fvisibility=hidden", "-Werror=odr"],
 }
@@ -42,7 +44,8 @@ FLAGS = [
     # g++ 12 reports false positives in std::string; the modules are built with these warnings.
     *("-Wno-restrict", "-Wno-array-bounds", "-Wno-stringop-overflow", "-Wno-stringop-overread"),
 ]
-# -include looks first in the folder where the compiler runs: precompiled.h.gch is there.
+PRECOMPILED = "precompiled.h.gch"
+# -include looks first in the folder where the compiler runs: PRECOMPILED is there.
 RULES = """\
 rule precompile
   command = $cxx -MMD -MF $out.d $flags -x c++-header $in -o $out
@@ -86,10 +89,15 @@ def python_flags() -> list[str]:
     return [f"-isystem {folder}" for folder in folders]
 
 
+def flags_of(sanitizer: str) -> list[str]:
+    """The options of the compiler for a variant."""
+    return [*FLAGS, *SANITIZERS[sanitizer], f"-I{CSRC}", f"-I{HERE}", f"-I{HERE.parent}"]
+
+
 def write_ninja(folder: Path, sanitizer: str) -> None:
     """Writes build.ninja into `folder`. All other objects form one archive, with main() of
     harness.cpp; a suite links the objects that it uses."""
-    flags = [*FLAGS, *SANITIZERS[sanitizer], f"-I{CSRC}", f"-I{HERE}", f"-I{HERE.parent}"]
+    flags = flags_of(sanitizer)
     apart = (CSRC / "bindings", CSRC / "cuda")
     library = [p for p in sorted(CSRC.rglob("*.cpp")) if not any(a in p.parents for a in apart)]
     built = ROOT / "build" / str(sysconfig.get_config_var("SOABI")) / "_core"
@@ -107,7 +115,7 @@ def write_ninja(folder: Path, sanitizer: str) -> None:
     if sanitizer == "aarch64":
         compiler = CROSS_COMPILER
         library = [p for p in library if p.stem not in ("fiber", "simulation")]
-    header = "precompiled.h.gch"
+    header = PRECOMPILED
     lines = [f"cxx = {compiler}", f"flags = {' '.join(flags)}", RULES]
     lines.append(f"build {header}: precompile {HERE / 'precompiled.h'}")
     for source in library:

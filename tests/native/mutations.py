@@ -8,7 +8,7 @@ import os
 import subprocess
 from pathlib import Path
 
-from build import CSRC, FLAGS, HERE, ROOT, build
+from build import CSRC, PRECOMPILED, ROOT, build, flags_of
 
 # ruff: noqa: E501 - source text is quoted exactly
 ROWS = [
@@ -363,12 +363,13 @@ def mutated(row: tuple[str, ...]) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     source, program = folder / Path(file).name, folder / suite
     source.write_text(text.replace(old, new))
-    # The object precedes the archive, so the linker does not take the original.
-    ways = [f"-I{CSRC}", f"-I{HERE}", f"-I{HERE.parent}"]
-    flags = [*(flag for flag in FLAGS if flag not in ("-O1", "-g1", "-Werror")), "-O0", *ways]
+    (header,) = build("mutated", [PRECOMPILED])
+    flags = [*flags_of("mutated"), "-include", "precompiled.h"]
     compiler = os.environ.get("CXX", "g++")
     made = folder / "mutated.o"
-    subprocess.run([compiler, *flags, "-c", str(source), "-o", str(made)], check=True)
+    command = [compiler, *flags, "-c", str(source), "-o", str(made)]
+    subprocess.run(command, cwd=header.parent, check=True)
+    # The object precedes the archive, so the linker does not take the original.
     parts = [str(product / f"{suite}.o"), str(made), str(product / "library.a")]
-    subprocess.run([compiler, *flags, *parts, "-ldl", "-o", str(program)], check=True)
+    subprocess.run([compiler, "-pthread", *parts, "-ldl", "-o", str(program)], check=True)
     return program

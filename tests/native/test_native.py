@@ -1,4 +1,5 @@
-"""Runs every native suite under the address and undefined, and under the thread sanitizer.
+"""Runs every native suite under the address and undefined, and those with threads under the thread
+sanitizer.
 
 The suites are C++ (tests/native/*_test.cpp); tests/native/build.py builds them. A report of a
 sanitizer fails the suite: there are no suppressions.
@@ -21,14 +22,39 @@ RUN_LIMIT_S = 600  # of one suite, which takes 5 to 170 s on an idle machine
 # sanitizer's copies of frames take minutes. Most of their time is simulation.
 SIMULATION = "simulation"
 SHORT = "of three, in every order"  # of its tests; `make simulate` runs all of them
+# They start no thread, so they have no data race for the thread sanitizer to find.
+SINGLE_THREADED = ["choose", "compact", "encrypted", "halves", "handshake", "kernels", "levels"]
+SINGLE_THREADED += ["link", "mutants", "online_tuner", "plans", "stages"]
+THREAD_STARTS = ("_M_start_thread", "pthread_create", "thrd_create")  # parts of symbols
+
+RUNS = [("asan", name) for name in suites() if name != SIMULATION]
+RUNS += [("tsan", name) for _, name in RUNS if name not in SINGLE_THREADED]
 
 
 # The first test of a sanitizer compiles all of csrc.
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("suite", [name for name in suites() if name != SIMULATION])
-@pytest.mark.parametrize("sanitizer", ["asan", "tsan"])
+@pytest.mark.parametrize(("sanitizer", "suite"), RUNS)
 def test_native(sanitizer: str, suite: str) -> None:
     run(sanitizer, suite)
+
+
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("suite", SINGLE_THREADED)
+def test_suite_without_threads_cannot_start_one(suite: str) -> None:
+    assert not starts_threads(suite), "remove it from SINGLE_THREADED"
+
+
+@pytest.mark.timeout(1200)
+def test_suite_with_threads_is_recognized() -> None:
+    assert starts_threads("sparse")
+
+
+def starts_threads(suite: str) -> bool:
+    """Whether the suite, with all of csrc that it links, calls a function that starts a thread."""
+    (binary,) = build("asan", [suite])
+    done = subprocess.run(["nm", "-u", str(binary)], capture_output=True, text=True, check=True)
+    assert "__cxa_throw" in done.stdout
+    return any(name in done.stdout for name in THREAD_STARTS)
 
 
 @pytest.mark.timeout(1200)
