@@ -192,9 +192,9 @@ def modules() -> list[Module]:
     found = [Module("_core", [p for p in every if p not in excluded], bound)]
     if nvcc() is not None:
         found.append(cuda_module(bound))
-    for version, torch in torch_headers().items():
-        found.append(c10d_module(version, torch, python))
-    return found
+    # First: their file compiles longest, and one processor alone would end the build with it.
+    backends = [c10d_module(version, torch, python) for version, torch in torch_headers().items()]
+    return [*backends, *found]
 
 
 def compiler() -> str:
