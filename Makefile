@@ -48,6 +48,9 @@ demo: build
 
 # Most tests wait for ranks that wait for each other: run one more than there are processors.
 PYTEST := $(PY) -m pytest --numprocesses=$(AT_ONCE) --dist=worksteal
+LINT := $(PY) tools/lint.py
+# Fails on every warning, such as a link without a target or an invalid docstring.
+DOCS := $(PY) -m sphinx -q -E -W --keep-going -b html -d build/doctrees docs build/docs
 
 test-unit: build
 	$(PYTEST) --no-attack -m unit
@@ -56,8 +59,14 @@ test-unit: build
 test: build
 	$(PYTEST) -m "unit or quick"
 
-test-full: build lint docs .venv/programs
-	$(PYTEST) -m full
+# Lint and the documentation use what the tests leave of the processors; their output comes last.
+test-full: build .venv/docs .venv/programs
+	@nice -n 19 $(LINT) > build/lint.txt 2>&1 & lint=$$!; \
+	nice -n 19 $(DOCS) > build/docs.txt 2>&1 & docs=$$!; \
+	trap 'kill $$lint $$docs 2> /dev/null' EXIT; \
+	$(PYTEST) -m full; status=$$?; \
+	wait $$lint || status=1; wait $$docs || status=1; \
+	cat build/lint.txt build/docs.txt; exit $$status
 
 test-all: test test-full
 
@@ -67,7 +76,7 @@ ci:
 nightly: alone simulate fuzz faults soak matrix
 
 lint: venv
-	$(PY) tools/lint.py
+	$(LINT)
 
 format: venv
 	$(PY) tools/lint.py --fix
@@ -115,9 +124,8 @@ gpu: build
 fuzz: venv
 	$(PY) tests/fuzz/hunt.py
 
-# Fails on every warning, such as a link without a target or an invalid docstring.
 docs: build .venv/docs
-	$(PY) -m sphinx -q -E -W --keep-going -b html -d build/doctrees docs build/docs
+	$(DOCS)
 	@echo "build/docs/index.html"
 
 .venv/docs: pyproject.toml | build
