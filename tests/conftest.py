@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from attack import AttackPlugin, no_attack
 from gpu_devices import start_cuda
+from order import longest_first
 from tiers import tier_of
 
 from benchmarks.reliability.leak_check import leaked, resources
@@ -97,11 +98,19 @@ def no_leaks(request: pytest.FixtureRequest, skip_attack: None) -> Iterator[Reso
         pytest.fail(f"left behind: {found}", pytrace=False)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Gives each test the marker of its tier (tiers.py)."""
+@pytest.hookimpl(wrapper=True)
+def pytest_collection_modifyitems(
+    config: pytest.Config, items: list[pytest.Item]
+) -> Iterator[None]:
+    """Gives each test the marker of its tier (tiers.py), by which pytest then selects, and orders
+    the selected ones for xdist (order.py)."""
     for item in items:
         name = getattr(item, "originalname", item.name)
         item.add_marker(tier_of(item.path, name))
+    yield
+    if (worker := getattr(config, "workerinput", None)) is not None:
+        order = longest_first([item.nodeid for item in items], worker["workercount"])
+        items[:] = [items[i] for i in order]
 
 
 @pytest.hookimpl(trylast=True)
