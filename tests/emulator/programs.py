@@ -20,6 +20,7 @@ import fcntl
 import importlib.metadata
 import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -240,30 +241,26 @@ def _write(path: Path, text: str) -> None:
         path.write_text(text)
 
 
-# A mutant of step.cu has only float32, which compiles in a fraction of the time: the file that its
-# folder has instead of csrc's, and what it lacks.
+# A mutant of these units has only the dtypes of its cases, which compile in a fraction of the time:
+# the file that its folder has instead of csrc's, and the dtypes that this lacks.
 DTYPES_FILE = Path("core", "visit_float.h")
-FLOAT32_ALONE = (
-    "      return f(std::integral_constant<Dtype, Dtype::float16>());\n",
-    "      return f(std::integral_constant<Dtype, Dtype::bfloat16>());\n",
-    "      return f(std::integral_constant<Dtype, Dtype::float64>());\n",
-    "  if (dtype == Dtype::float64) return f(std::integral_constant<Dtype, Dtype::float64>());\n",
-)
+LEFT_OUT = {"step": ("float16", "bfloat16", "float64"), "packets": ("float16", "float64")}
 
 
-def _float32_alone() -> str:
+def _few_dtypes(left_out: Iterable[str]) -> str:
     text = (CSRC / DTYPES_FILE).read_text()
-    for line in FLOAT32_ALONE:
-        if line not in text:
-            raise BuildFailed(f"{DTYPES_FILE} no longer has {line.strip()}")
-        text = text.replace(line, "")
+    for name in left_out:
+        line = rf"^.* return f\(std::integral_constant<Dtype, Dtype::{name}>\(\)\);\n"
+        text, found = re.subn(line, "", text, flags=re.MULTILINE)
+        if not found:
+            raise BuildFailed(f"{DTYPES_FILE} no longer visits {name}")
     return text
 
 
 def _plant(mutant: Mutant) -> None:
     folder = OUT / "mutants" / mutant.name / "cuda"
-    if mutant.unit == "step":
-        _write(folder.parent / DTYPES_FILE, _float32_alone())
+    if mutant.unit in LEFT_OUT:
+        _write(folder.parent / DTYPES_FILE, _few_dtypes(LEFT_OUT[mutant.unit]))
     for source in (CSRC / "cuda").iterdir():
         text = source.read_text()
         if source.name == mutant.file:
