@@ -7,6 +7,9 @@ combination has an environment in build/matrix, into which the wheel of tools/wh
 The tests run in a copy of their folders, where no source of the package is. PyPI has CUDA builds of
 torch, with which an environment takes 6 GB.
 
+With --json, PyTorch's own suite also runs on three processes with each other torch, on gloo and on
+pycomm; tests/compat/table.py shows the results.
+
 Two times are measured without a compiler on PATH: `pip install` of the wheel, and from there to the
 end of a first all_reduce of two ranks, started by `pycomm launch`.
 """
@@ -143,7 +146,8 @@ def tested(python: Path, row: Row, folder: Path) -> None:
         shutil.copytree(source, target) if source.is_dir() else shutil.copy(source, target)
     results = folder / "results.xml"
     command = [python, "-m", "pytest", "-q", "-n", str((os.cpu_count() or 1) + 1), "--no-attack"]
-    subprocess.run([*command, f"--junitxml={results}", *TESTS], cwd=folder, check=False)
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    subprocess.run([*command, f"--junitxml={results}", *TESTS], cwd=folder, env=env, check=False)
     for case in ElementTree.parse(results).iter("testcase"):
         kinds = {child.tag for child in case}
         if kinds & {"failure", "error"}:
@@ -153,6 +157,15 @@ def tested(python: Path, row: Row, folder: Path) -> None:
             row.skipped += 1
         else:
             row.passed += 1
+
+
+def run_torchs_suite(python: Path, torch: str, folder: Path, results: Path) -> None:
+    """Runs PyTorch's own suite on both backends in the copy, and stores the results."""
+    for backend in ("gloo", "pycomm"):
+        stored = results / f"torch_suite_{backend}_3_torch_{torch.rpartition('.')[0]}.json"
+        command = [python, "tests/compat/torch_suite.py", "--backend", backend]
+        command += ["--world-size", "3", "--json", stored.resolve()]
+        subprocess.run(command, cwd=folder, check=False)  # a failing test is a result too
 
 
 def main() -> None:
@@ -179,6 +192,8 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             row.install_s, row.first_call_s = first_call(python, wheel, Path(folder))
             tested(python, row, Path(folder))
+            if options.json and version == here and torch != MAIN_TORCH:
+                run_torchs_suite(python, torch, Path(folder), options.json.parent)
         rows.append(row)
         print(row, flush=True)
     if options.json:

@@ -151,3 +151,30 @@ def test_a_module_that_cannot_be_loaded_is_reported(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(_c10d.importlib.metadata, "version", lambda name: "2.98.0")
     with pytest.raises(Unsupported, match=r"cannot be loaded with torch 2\.98\.0.*; build it: "):
         _c10d.load()
+
+
+WITHOUT_A_MODULE = """
+import torch, torch.distributed as dist
+import pycomm
+from pycomm import _c10d, torch_backend
+from pycomm.testing import run_ranks
+_c10d.versions = list
+x = run_ranks(2, lambda group: pycomm.all_reduce(torch.ones(3), group=group).tolist())
+assert x == [[2.0] * 3] * 2
+net = torch.nn.Linear(4, 2)
+pycomm.init()
+pycomm.DataParallel(net)(torch.ones(1, 4)).sum().backward()
+pycomm.shutdown()
+assert not torch_backend.is_available()
+try:
+    dist.init_process_group("pycomm", rank=0, world_size=1, store=dist.HashStore())
+except pycomm.errors.Unsupported as error:
+    print(error)
+"""
+
+
+def test_without_a_module_all_but_the_backend_works() -> None:
+    command = [sys.executable, "-c", WITHOUT_A_MODULE]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=150, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "(for: no version); build it: pip install" in done.stdout

@@ -30,6 +30,7 @@ SUITES = {  # suffix of the file name: options of torch_suite.py
     "4": ["--world-size", "4"],
     "3_cuda_as_cpu": ["--world-size", "3", "--cuda-as-cpu"],
 }
+OTHER_TORCHES = "3_torch_"  # with a version: what tools/matrix.py stored
 PROGRAMS = {  # names in programs.py
     "accelerate_script": "`test_script`",
     "accelerate_sync": "`test_sync`",
@@ -65,7 +66,9 @@ def _script(name: str, *options: str) -> None:
 def table() -> str:
     """The table as Markdown."""
     lines = ["| program | gloo | pycomm |", "|---|---|---|"]
-    suites = [{b: _read(suite_file(kind, b)) for b in BACKENDS} for kind in SUITES]
+    others = sorted(RESULTS.glob(suite_file(f"{OTHER_TORCHES}*", "pycomm").name))
+    kinds = [*SUITES, *(path.stem.removeprefix("torch_suite_pycomm_") for path in others)]
+    suites = [{b: _read(suite_file(kind, b)) for b in BACKENDS} for kind in kinds]
     for suite in suites:
         cells = (_counts(suite[backend]) for backend in BACKENDS)
         lines.append(f"| {_suite_name(suite['pycomm'])} | {' | '.join(cells)} |")
