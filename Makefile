@@ -26,7 +26,7 @@ help:
 	@echo "make gpu       all tests and benchmarks that need a GPU, for one or eight GPUs (up to an hour)"
 	@echo "make fuzz      fuzz every parser of external data (6 minutes, needs clang)"
 	@echo "make docs      documentation pages and API reference as HTML, build/docs"
-	@echo "make simulate  simulated rank failures in all orders of events, and a million random ones (long)"
+	@echo "make simulate  rank failures in all orders of events, a million random ones, weak memory (long)"
 	@echo "make alone     each test file in a separate process (hours)"
 	@echo "make clean     remove build outputs (keeps .venv)"
 
@@ -133,7 +133,7 @@ docs: build .venv/docs
 	@touch $@
 
 simulate: venv
-	bin=$$($(PY) tests/native/build.py plain simulation) && $$bin && $$bin long
+	for bin in $$($(PY) tests/native/build.py plain simulation weak_memory); do $$bin && $$bin long || exit; done
 
 clean:
 	rm -rf build dist *.egg-info pycomm/*.so pycomm/_c10d/*.so

@@ -5,6 +5,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cerrno>
 #include <cstring>
 #include <filesystem>
@@ -110,8 +111,10 @@ CallRecord& FlightRecorder::slot(uint64_t call) {
 }
 
 // Another process may read at any time. A reader accepts a record if it is unchanged at the second
-// read of `begun` and is not next to be overwritten.
+// read of `begun` and is not next to be overwritten. So `begun` is stored after the record, and the
+// next record after `begun`.
 void FlightRecorder::begin(const CallRecord& record) {
+  std::atomic_thread_fence(std::memory_order_release);
   slot(head_.begun) = record;
   __atomic_store_n(&head_.begun, head_.begun + 1, __ATOMIC_RELEASE);
 }

@@ -7,8 +7,6 @@
 #include <utility>
 #include <vector>
 
-#include "core/fence.h"
-
 namespace pycomm::shared {
 namespace {
 
@@ -36,8 +34,8 @@ FlagTask::FlagTask(engine::Engine& engine, SharedMemoryRegion& region,
   signature_ = region.signature = signature_of(header, region.signature);
 }
 
-bool FlagTask::is_missing(int peer, const std::atomic<uint64_t>& flag, uint64_t need) {
-  if (flag.load(std::memory_order_acquire) >= need) return false;
+bool FlagTask::is_missing(int peer, const Flag<>& flag, uint64_t need) {
+  if (flag.reached(need)) return false;
   awaited_ = peer;
   awaited_flag_ = &flag;
   awaited_value_ = need;
@@ -53,7 +51,7 @@ bool FlagTask::may_fill(uint64_t ticket) {
     if (peer == rank_ || known >= need) continue;
     const auto& done = region_.of(peer).done;
     if (is_missing(peer, done, need)) return false;
-    known = done.load(std::memory_order_acquire);
+    known = done.value();
   }
   return true;
 }
@@ -103,38 +101,31 @@ bool FlagTask::all_in_call() {
   return true;
 }
 
-// Sleep and wake-up, as in a ring buffer: the sleeper stores `sleeps` and then loads the flags,
-// this rank stores a flag and then loads `sleeps`. A fence keeps each pair in order.
-void FlagTask::publish(std::atomic<uint64_t>& flag, uint64_t value) {
-  flag.store(value, std::memory_order_release);
+void FlagTask::publish(Flag<>& flag, uint64_t value) {
+  flag.raise(value);
   wake_sleepers();
 }
 
 void FlagTask::wake_sleepers() {
-  store_load_fence();
-  for (int peer = 0; peer < size_; ++peer) {
-    if (peer == rank_) continue;
-    auto& sleeps = region_.of(peer).sleeps;
-    if (sleeps.load() != 0 && sleeps.exchange(0) != 0) engine_.wake_peer(region_.member(peer));
-  }
+  const auto sleeps_of = [&](int peer) -> SleepFlag<>& { return region_.of(peer).sleeps; };
+  shared::wake_sleepers(size_, rank_, sleeps_of,
+                        [&](int peer) { engine_.wake_peer(region_.member(peer)); });
 }
 
 void FlagTask::arm() {
-  region_.own().sleeps.store(1);
-  store_load_fence();
+  region_.own().sleeps.arm();
   transport::Header theirs;
   for (int peer = 0; peer < size_; ++peer)
     if (peer != rank_ && region_.differs(peer, header_, theirs))
       engine_.mismatches().throw_mismatch(region_.member(peer), theirs);
   // A peer in a later call has finished this one, so the missing flag will never be set.
   if (awaited_ != collectives::kNoRank && awaited_flag_ != nullptr &&
-      region_.is_past(awaited_, header_, theirs) &&
-      awaited_flag_->load(std::memory_order_acquire) < awaited_value_)
+      region_.is_past(awaited_, header_, theirs) && !awaited_flag_->reached(awaited_value_))
     engine_.mismatches().throw_mismatch_on_end(region_.member(awaited_), theirs);
 }
 
 void FlagTask::disarm() {
-  region_.own().sleeps.store(0);
+  region_.own().sleeps.disarm();
   region_.publish_processor();  // the system may wake this thread on another one
 }
 
@@ -160,7 +151,7 @@ void FlagTask::show_filled(uint64_t ticket, bool now) {
   filled.signature = signature_;
   own.reduced[ticket % kSlots].header.store(header_);
   own.reduced[ticket % kSlots].before.store(before_);
-  filled.flag.store(ticket + 1, std::memory_order_release);
+  filled.flag.raise(ticket + 1);
   if (now) wake_sleepers();
 }
 

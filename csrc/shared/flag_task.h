@@ -2,7 +2,6 @@
 // agree. segment.h documents the flags.
 #pragma once
 
-#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <optional>
@@ -43,7 +42,7 @@ class FlagTask : public engine::Task {
            uint64_t tickets);
 
   // Whether a flag of `peer` is below `need`. If so, this rank waits for that flag.
-  bool is_missing(int peer, const std::atomic<uint64_t>& flag, uint64_t need);
+  bool is_missing(int peer, const Flag<>& flag, uint64_t need);
   // Whether all ranks have read the previous contents of the ticket's slot.
   bool may_fill(uint64_t ticket);
   // Whether `peer` has filled its slot. Ends the call if the slot belongs to a different call.
@@ -54,7 +53,7 @@ class FlagTask : public engine::Task {
   // Publishes the filled slot. `now` = false: the next publish() or wake_sleepers() wakes the
   // peers.
   void show_filled(uint64_t ticket, bool now = true);
-  void publish(std::atomic<uint64_t>& flag, uint64_t value);
+  void publish(Flag<>& flag, uint64_t value);
   // Wakes the peers that sleep until a flag changes.
   void wake_sleepers();
 
@@ -70,7 +69,7 @@ class FlagTask : public engine::Task {
 
   transport::Header before_{};
   uint32_t signature_ = 0;
-  const std::atomic<uint64_t>* awaited_flag_ = nullptr;
+  const Flag<>* awaited_flag_ = nullptr;
   uint64_t awaited_value_ = 0;
 };
 

@@ -12,6 +12,7 @@
 #include <cstdint>
 
 #include "core/atomic_words.h"
+#include "shared/flags.h"
 #include "transport/frame.h"
 
 namespace pycomm::shared {
@@ -26,31 +27,29 @@ inline constexpr size_t kTinyBytes = 48;
 using SharedHeader = AtomicWords<transport::Header>;
 
 struct Segment {
-  // If the flag is t + 1, all data of ticket t is visible: the flag is stored last, with release,
-  // and loaded first, with acquire.
+  // If the flag is t + 1, all data of ticket t is visible.
   struct alignas(64) Filled {
-    std::atomic<uint64_t> flag;
+    Flag<> flag;
     // Hash of the headers of this call and of all earlier ones in the epoch. If it differs, the
     // headers are compared.
     uint32_t signature;
     alignas(8) std::array<std::byte, kTinyBytes> tiny;
   };
   struct alignas(64) Reduced {
-    std::atomic<uint64_t> flag;
+    Flag<> flag;
     SharedHeader header, before;  // for Filled: of this call and of the previous one
   };
   // The current call of the owner, whichever engine runs it.
   struct alignas(64) Begun {
-    std::atomic<uint64_t> call;  // number_of() its header; stored last
-    SharedHeader header;
+    CurrentCall<transport::Header> call;
     std::atomic<int32_t> processor;  // on which the owner ran when it stored it, + 1; 0: unknown
   };
 
   std::array<Filled, kSlots> filled;
   std::array<Reduced, kSlots> reduced;
   Begun begun;
-  alignas(64) std::atomic<uint64_t> done;    // all lower tickets were read: their slots are free
-  alignas(64) std::atomic<uint32_t> sleeps;  // 1: wake the owner when a flag changes
+  alignas(64) Flag<> done;         // all lower tickets were read: their slots are free
+  alignas(64) SleepFlag<> sleeps;  // wake the owner when a flag changes
   alignas(4096) std::array<std::array<std::byte, kSlotBytes>, kSlots> slots;
 };
 

@@ -17,10 +17,7 @@ uint64_t number_of(const transport::Header& header) {
 }  // namespace
 
 void SharedMemoryRegion::begin(const transport::Header& header) {
-  Segment::Begun& begun = own().begun;
-  begun.call.store(0, std::memory_order_relaxed);
-  begun.header.store(header);
-  begun.call.store(number_of(header), std::memory_order_release);
+  own().begun.call.publish(number_of(header), header);
   (void)publish_processor();
 }
 
@@ -30,10 +27,10 @@ int SharedMemoryRegion::publish_processor() {
   return processor;
 }
 
-void SharedMemoryRegion::leave() { own().begun.call.store(0); }
+void SharedMemoryRegion::leave() { own().begun.call.withdraw(); }
 
 bool SharedMemoryRegion::is_in(int peer, const transport::Header& header) const {
-  return of(peer).begun.call.load(std::memory_order_acquire) == number_of(header);
+  return of(peer).begun.call.number() == number_of(header);
 }
 
 bool SharedMemoryRegion::enter(uint16_t epoch) {
@@ -49,19 +46,17 @@ bool SharedMemoryRegion::enter(uint16_t epoch) {
 
 bool SharedMemoryRegion::differs(int peer, const transport::Header& mine,
                                  transport::Header& theirs) const {
-  const Segment::Begun& begun = of(peer).begun;
-  if (begun.call.load(std::memory_order_acquire) != number_of(mine)) return false;
-  theirs = begun.header.load();
-  if (begun.call.load(std::memory_order_relaxed) != number_of(mine)) return false;  // next call
+  const auto call = of(peer).begun.call.read();
+  if (!call || call->number != number_of(mine)) return false;
+  theirs = call->header;
   return !engine::same_call(theirs, mine);
 }
 
 bool SharedMemoryRegion::is_past(int peer, const transport::Header& mine,
                                  transport::Header& theirs) const {
-  const Segment::Begun& begun = of(peer).begun;
-  const uint64_t call = begun.call.load(std::memory_order_acquire);
-  theirs = begun.header.load();
-  if (call == 0 || begun.call.load(std::memory_order_relaxed) != call) return false;
+  const auto call = of(peer).begun.call.read();
+  if (!call) return false;
+  theirs = call->header;
   return theirs.epoch == mine.epoch && engine::order(theirs, mine.epoch, mine.sequence) > 0;
 }
 

@@ -7,7 +7,6 @@
 #include <algorithm>
 #include <array>
 #include <cerrno>
-#include <new>
 #include <span>
 
 #include "core/errors.h"
@@ -47,14 +46,9 @@ RingChannel::RingChannel(std::string_view transport, std::shared_ptr<os::RingMem
       out_(std::move(out)),
       wakeup_socket_(std::move(wakeup_socket)),
       wakeup_poll_(poll_descriptor_of(wakeup_socket_.get())),
-      peer_memory_(std::move(peer_memory)) {}
-
-// No wake-up is lost: the sleeping side stores `sleeps`, then loads the position; the other side
-// stores the position, then loads `sleeps`. All four operations are sequentially consistent, so at
-// least one side sees the store of the other.
-void RingChannel::wake_if_sleeping(std::atomic<uint32_t>& sleeps) {
-  if (sleeps.load() != 0 && sleeps.exchange(0) != 0) wake_peer();
-}
+      peer_memory_(std::move(peer_memory)),
+      writer_(head_of(*out_), out_->bytes()),
+      reader_(head_of(*in_)) {}
 
 void RingChannel::wake_peer() {
   if (closed_) return;
@@ -65,16 +59,11 @@ void RingChannel::wake_peer() {
 size_t RingChannel::put(ConstBytes bytes) {
   size_t done = 0;
   while (done < bytes.size()) {
-    if (written_ - peer_read_ == out_->bytes())
-      peer_read_ = out().read.load(std::memory_order_acquire);  // its reads end before we overwrite
-    const size_t space = out_->bytes() - (written_ - peer_read_);
-    const size_t n = std::min({space, bytes.size() - done, kPublishBytes});
+    const size_t n = std::min({writer_.space(), bytes.size() - done, kPublishBytes});
     if (n == 0) break;
-    cpu::copy(out_->ring() + written_ % out_->bytes(), bytes.data() + done, n);
-    written_ += n;
+    cpu::copy(out_->ring() + writer_.position() % out_->bytes(), bytes.data() + done, n);
     done += n;
-    out().written.store(written_);
-    wake_if_sleeping(out().reader_sleeps);
+    if (writer_.publish(n)) wake_peer();
   }
   return done;
 }
@@ -91,14 +80,13 @@ ConstBytes RingChannel::peek(size_t want) {
     const ConstBytes here = ConstBytes(remaining_).subspan(remaining_taken_);
     return here.first(std::min(here.size(), want));
   }
-  const uint64_t written =
-      in().written.load(std::memory_order_acquire);  // then its bytes are valid
-  if (written - read_ > in_->bytes()) {              // the peer wrote an invalid position
+  const uint64_t available = reader_.available();
+  if (available > in_->bytes()) {  // the peer wrote an invalid position
     corrupt_ = true;
     close({});
     return {};
   }
-  return {in_->ring() + read_ % in_->bytes(), std::min<size_t>(written - read_, want)};
+  return {in_->ring() + reader_.position() % in_->bytes(), std::min<size_t>(available, want)};
 }
 
 void RingChannel::take(size_t bytes) {
@@ -106,9 +94,7 @@ void RingChannel::take(size_t bytes) {
     remaining_taken_ += bytes;
     return;
   }
-  read_ += bytes;
-  in().read.store(read_);
-  wake_if_sleeping(in().writer_sleeps);
+  if (reader_.take(bytes)) wake_peer();
 }
 
 size_t RingChannel::receive(Bytes into) {
@@ -120,22 +106,19 @@ size_t RingChannel::receive(Bytes into) {
 }
 
 int RingChannel::swap_processors(int own) {
-  out().writer_processor.store(own + 1, std::memory_order_relaxed);
-  return in().writer_processor.load(std::memory_order_relaxed) - 1;
+  head_of(*out_).writer_processor.store(own + 1, std::memory_order_relaxed);
+  return head_of(*in_).writer_processor.load(std::memory_order_relaxed) - 1;
 }
 
 pollfd RingChannel::arm(Want want) {
-  if (want.receive) in().reader_sleeps.store(1);
-  if (want.send) out().writer_sleeps.store(1);
-  // Only for the order of sequentially consistent operations; the caller polls for progress next.
-  if (want.receive) (void)in().written.load();
-  if (want.send) peer_read_ = out().read.load();
+  if (want.receive) reader_.arm();  // the caller polls for progress next
+  if (want.send) writer_.arm();
   return {wakeup_poll_.get(), POLLIN, 0};
 }
 
 void RingChannel::disarm(short revents) {
-  in().reader_sleeps.store(0);
-  out().writer_sleeps.store(0);
+  reader_.disarm();
+  writer_.disarm();
   if (revents == 0 || closed_) return;
   std::array<char, 4096> bytes;
   for (;;) {

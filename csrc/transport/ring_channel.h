@@ -6,24 +6,15 @@
 // socket. local.cpp and shm.cpp differ only in how two ranks obtain the same rings.
 #pragma once
 
-#include <atomic>
 #include <memory>
 #include <vector>
 
 #include "os/fd.h"
 #include "os/shared_memory.h"
+#include "transport/ring_positions.h"
 #include "transport/transport.h"
 
 namespace pycomm::transport {
-
-// The first page of a ring. Positions count all bytes since the start and never wrap.
-struct RingHead {
-  alignas(64) std::atomic<uint64_t> written;
-  alignas(64) std::atomic<uint64_t> read;
-  alignas(64) std::atomic<uint32_t> reader_sleeps;
-  alignas(64) std::atomic<uint32_t> writer_sleeps;
-  std::atomic<int32_t> writer_processor;  // on which the writer ran when it stored it, + 1
-};
 
 // Memory that a peer shares in addition to the rings.
 struct PeerMemory {
@@ -55,10 +46,10 @@ class RingChannel final : public Channel {
   os::HeapView heap() const override { return peer_memory_.heap; }
 
  private:
-  RingHead& in() const { return *reinterpret_cast<RingHead*>(in_->head()); }
-  RingHead& out() const { return *reinterpret_cast<RingHead*>(out_->head()); }
+  static RingHead<>& head_of(const os::RingMemory& ring) {
+    return *reinterpret_cast<RingHead<>*>(ring.head());
+  }
   size_t put(ConstBytes bytes);
-  void wake_if_sleeping(std::atomic<uint32_t>& sleeps);
   void send_goodbye(ConstBytes unsent);
   void drain_wakeup(ConstBytes bytes);
   void append_goodbye();
@@ -68,8 +59,8 @@ class RingChannel final : public Channel {
   os::Fd wakeup_socket_;
   os::Fd wakeup_poll_;  // readable while the socket is
   PeerMemory peer_memory_;
-  uint64_t written_ = 0, read_ = 0;   // own positions; the copies in the rings are for the peer
-  uint64_t peer_read_ = 0;            // the peer's read position when last loaded
+  RingWriter<> writer_;
+  RingReader<> reader_;
   std::vector<std::byte> goodbye_;    // received on the wake-up socket
   std::vector<std::byte> remaining_;  // ring and goodbye, after the peer closed; replaces the ring
   size_t remaining_taken_ = 0;

@@ -379,7 +379,7 @@ const Test kSpoiltRing{
                                        .count = 16};
         if (inside) (void)peer.send(std::as_bytes(std::span(&header, 1)), {});
         const auto memory = ring(in);
-        reinterpret_cast<transport::RingHead*>(memory->head())->written += kRing + 1;
+        reinterpret_cast<transport::RingHead<>*>(memory->head())->written += kRing + 1;
         std::vector<std::unique_ptr<transport::Channel>> channels(2);
         channels[1] = std::make_unique<transport::RingChannel>("shm", ring(in), ring(out),
                                                                os::Fd(wake_ups[0]));

@@ -1,7 +1,7 @@
 """Checks of csrc that are removed or weakened, and the test that detects each mutation.
 
 A row: name, file of csrc, the text (found there once), its replacement, the suite that detects it,
-and a part of the name of the test.
+and a part of the name of the test. In a header the suite itself is compiled with the mutation.
 """
 
 import os
@@ -209,7 +209,7 @@ ROWS = [
     (
         "ring_of_any_content",
         "transport/ring_channel.cpp",
-        "if (written - read_ > in_->bytes()) {",
+        "if (available > in_->bytes()) {",
         "if (false) {",
         "death",
         "a rank that corrupts its shared ring",
@@ -352,6 +352,73 @@ ROWS = [
 ]
 
 
+# ---- memory orders: each is weakened alone
+_RELAXED = "std::memory_order_relaxed"
+for _name, _file, _text, _test in [
+    ("words_stored", "core/atomic_words.h", "store(words[i], {release}", "a published value is"),
+    ("words_loaded", "core/atomic_words.h", "words_[i].load({acquire}", "a published value is"),
+    ("version_stored", "core/atomic_words.h", "before + 2, {release}", "a published value is"),
+    ("version_loaded", "core/atomic_words.h", "version_.load({acquire}", "a published value is"),
+    ("flag_raised", "shared/flags.h", "value_.store(value, {release}", "a slot is read"),
+    ("flag_read", "shared/flags.h", "value_.load({acquire}", "a slot is read"),
+    ("call_published", "shared/flags.h", "number_.store(number, {release}", "number of a rank's"),
+    ("call_read", "shared/flags.h", "number_.load({acquire}", "number of a rank's"),
+    ("free_space", "transport/ring_positions.h", "head_.read.load({acquire}", "a ring of one"),
+    ("bytes_read", "transport/ring_positions.h", "head_.written.load({acquire}", "a ring of one"),
+]:
+    _old = _text.format(release="std::memory_order_release", acquire="std::memory_order_acquire")
+    _order = _old[_old.index("std::") :]
+    ROWS.append(
+        (f"relaxed_{_name}", _file, _old, _old.replace(_order, _RELAXED), "weak_memory", _test)
+    )
+for _name, _file, _old, _new, _test in [
+    (
+        "bytes_published",
+        "transport/ring_positions.h",
+        "store(written_);",
+        "store(written_, {r});",
+        "a ring of one",
+    ),
+    (
+        "bytes_taken",
+        "transport/ring_positions.h",
+        "store(read_);",
+        "store(read_, {r});",
+        "a ring of one",
+    ),
+    (
+        "sleep_claimed",
+        "core/sleep_flag.h",
+        "asleep_.load() != 0",
+        "asleep_.load({a}) != 0",
+        "a ring of one",
+    ),
+    (
+        "armed_without_fence",
+        "core/sleep_flag.h",
+        "    Atomics::store_load_fence();\n",
+        "",
+        "a slot is read",
+    ),
+    (
+        "raised_without_fence",
+        "shared/flags.h",
+        "  Atomics::store_load_fence();\n",
+        "",
+        "a slot is read",
+    ),
+    (
+        "own_sleep_claimed",
+        "shared/flags.h",
+        "i != own && flag",
+        "own >= 0 && flag",
+        "its own sleep",
+    ),
+]:
+    _new = _new.format(r="std::memory_order_release", a="std::memory_order_acquire")
+    ROWS.append((f"weaker_{_name}", _file, _old, _new, "weak_memory", _test))
+
+
 def mutated(row: tuple[str, ...]) -> Path:
     """Builds the suite of a row with its weakened check. Raises BuildFailed."""
     name, file, old, new, suite, _ = row
@@ -361,15 +428,18 @@ def mutated(row: tuple[str, ...]) -> Path:
     product = ROOT / "build" / "native" / "product"
     folder = ROOT / "build" / "native" / "mutated" / name
     folder.mkdir(parents=True, exist_ok=True)
-    source, program = folder / Path(file).name, folder / suite
+    source, program = folder / "csrc" / file, folder / suite
+    source.parent.mkdir(parents=True, exist_ok=True)
     source.write_text(text.replace(old, new))
-    (header,) = build("mutated", [PRECOMPILED])
-    flags = [*flags_of("mutated"), "-include", "precompiled.h"]
+    header = source.suffix == ".h"
+    (precompiled,) = build("mutated", [PRECOMPILED])
+    flags = [f"-I{folder / 'csrc'}", *flags_of("mutated"), "-include", "precompiled.h"]
     compiler = os.environ.get("CXX", "g++")
     made = folder / "mutated.o"
-    command = [compiler, *flags, "-c", str(source), "-o", str(made)]
-    subprocess.run(command, cwd=header.parent, check=True)
+    compiled = HERE / f"{suite}_test.cpp" if header else source
+    command = [compiler, *flags, "-c", str(compiled), "-o", str(made)]
+    subprocess.run(command, cwd=precompiled.parent, check=True)
     # The object precedes the archive, so the linker does not take the original.
-    parts = [str(product / f"{suite}.o"), str(made), str(product / "library.a")]
+    parts = [str(product / f"{suite}.o")] * (not header) + [str(made), str(product / "library.a")]
     subprocess.run([compiler, "-pthread", *parts, "-ldl", "-o", str(program)], check=True)
     return program

@@ -21,13 +21,14 @@ RUN_LIMIT_S = 600  # of one suite, which takes 5 to 170 s on an idle machine
 # They use fibers, which the thread sanitizer does not support, and for whose stacks the address
 # sanitizer's copies of frames take minutes. Most of their time is simulation.
 SIMULATION = "simulation"
+WEAK_MEMORY = "weak_memory"  # so does this one, which tests orders: test_weak_memory.py
 SHORT = "of three, in every order"  # of its tests; `make simulate` runs all of them
 # They start no thread, so they have no data race for the thread sanitizer to find.
 SINGLE_THREADED = ["choose", "compact", "encrypted", "halves", "handshake", "kernels", "levels"]
 SINGLE_THREADED += ["link", "mutants", "online_tuner", "plans", "stages"]
 THREAD_STARTS = ("_M_start_thread", "pthread_create", "thrd_create")  # parts of symbols
 
-RUNS = [("asan", name) for name in suites() if name != SIMULATION]
+RUNS = [("asan", name) for name in suites() if name not in (SIMULATION, WEAK_MEMORY)]
 RUNS += [("tsan", name) for _, name in RUNS if name not in SINGLE_THREADED]
 
 
