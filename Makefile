@@ -5,7 +5,7 @@ PY := .venv/bin/python
 AT_ONCE ?= $(shell n=$$(nproc); echo $$((n < 8 ? n + 1 : 8)))
 
 .PHONY: help venv build demo test-unit test test-full test-all nightly lint format sanitize bench
-.PHONY: ci sdist wheel matrix compat faults soak gpu fuzz docs simulate alone clean
+.PHONY: ci sdist wheel matrix compat faults soak gpu fuzz docs simulate alone aarch64 clean
 
 help:
 	@echo "make demo      train a small model on 2 processes with gloo and with pycomm (draws demo.png)"
@@ -13,7 +13,7 @@ help:
 	@echo "make test-unit build, then the tests within one process: about a minute"
 	@echo "make test-full lint, documentation, and the tests that are not quick: about 40 minutes"
 	@echo "make test-all  both"
-	@echo "make nightly   each test file alone, long simulations, fuzzing, fault injection, soak test (hours)"
+	@echo "make nightly   each test file alone, long simulations, aarch64, fuzzing, faults, soak test (hours)"
 	@echo "make build     build the compiled modules in place"
 	@echo "make lint      check format, lint and types make format    format all files"
 	@echo "make sanitize  native tests with address, undefined-behaviour and thread sanitizers"
@@ -27,6 +27,7 @@ help:
 	@echo "make fuzz      fuzz every parser of external data (6 minutes, needs clang)"
 	@echo "make docs      documentation pages and API reference as HTML, build/docs"
 	@echo "make simulate  rank failures in all orders of events, a million random ones, weak memory (long)"
+	@echo "make aarch64   the package on aarch64 under qemu (20 minutes, downloads 500 MB)"
 	@echo "make alone     each test file in a separate process (hours)"
 	@echo "make clean     remove build outputs (keeps .venv)"
 
@@ -73,7 +74,7 @@ test-all: test test-full
 ci:
 	.ci/run
 
-nightly: alone simulate fuzz faults soak matrix
+nightly: alone simulate aarch64 fuzz faults soak matrix
 
 lint: venv
 	$(LINT)
@@ -134,6 +135,9 @@ docs: build .venv/docs
 
 simulate: venv
 	for bin in $$($(PY) tests/native/build.py plain simulation weak_memory); do $$bin && $$bin long || exit; done
+
+aarch64: venv
+	$(PY) tools/aarch64/run.py
 
 clean:
 	rm -rf build dist *.egg-info pycomm/*.so pycomm/_c10d/*.so

@@ -21,6 +21,7 @@ import fcntl
 import importlib.metadata
 import importlib.util
 import os
+import platform
 import re
 import shlex
 import shutil
@@ -256,11 +257,21 @@ def write_ninja(folder: Path, built: list[Module]) -> None:
         path.write_text(text)
 
 
+def check_libc() -> None:
+    """Exits with a message if this Python does not use glibc."""
+    if platform.libc_ver()[0] != "glibc":
+        sys.exit(
+            "pycomm: this Python does not use glibc; musl (Alpine Linux) is not supported, by "
+            "torch either. Use a Python of a glibc system, such as the image python:3.12-slim"
+        )
+
+
 class NinjaBuild(build_ext):
     """build_ext that runs ninja: parallel and incremental."""
 
     def build_extensions(self) -> None:
         """Builds every module and copies it to setuptools' destination."""
+        check_libc()
         kind = ".wheel" if "PYCOMM_TORCH_HEADERS" in os.environ else ""  # other flags
         folder = ROOT / "build" / f"{sysconfig.get_config_var('SOABI')}{kind}"
         folder.mkdir(parents=True, exist_ok=True)
