@@ -436,7 +436,7 @@ def mutated(row: tuple[str, ...]) -> Path:
     flags = [f"-I{folder / 'csrc'}", *flags_of("mutated"), "-include", "precompiled.h"]
     compiler = os.environ.get("CXX", "g++")
     made = folder / "mutated.o"
-    compiled = HERE / f"{suite}_test.cpp" if header else source
+    compiled = Path(__file__).with_name(f"{suite}_test.cpp") if header else source
     command = [compiler, *flags, "-c", str(compiled), "-o", str(made)]
     subprocess.run(command, cwd=precompiled.parent, check=True)
     # The object precedes the archive, so the linker does not take the original.
