@@ -15,6 +15,6 @@ for count in (1, 12, 5_000, 100_000):  # in the flag's line, one exchange, two e
         assert np.array_equal(out, (2 * (np.arange(count) % 100) + 1).astype(dtype)), (count, dtype)
 array = pycomm.empty(50_000, "float32")  # zero-copy
 array[:] = group.rank + 1
-pycomm.all_reduce_(array)
+pycomm.all_reduce(array)
 assert np.all(array == 3)
 pycomm.barrier()

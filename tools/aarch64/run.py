@@ -21,6 +21,7 @@ import subprocess
 import sys
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import stubs
 
@@ -51,9 +52,9 @@ CPU revision\t: 1
 """
 
 
-def run(*command: str | Path, **options: object) -> None:
+def run(*command: str | Path, **options: Any) -> None:
     """Runs a command; exits if it fails."""
-    done = subprocess.run([str(word) for word in command], check=False, **options)  # type: ignore[call-overload]  # options of subprocess.run
+    done = subprocess.run([str(word) for word in command], check=False, **options)
     if done.returncode:
         sys.exit(f"aarch64: failed: {' '.join(map(str, command))}")
 
@@ -149,14 +150,15 @@ def run_ranks(program: str, page_bytes: int, **extra: str) -> None:
         )
         for rank in range(2)
     ]
+    what = " ".join([program, *extra.values(), f"with pages of {page_bytes >> 10} KiB"])
     try:
         status = [rank.wait(LIMIT_S) for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()
     if any(status):
-        sys.exit(f"aarch64: {program} {extra} with pages of {page_bytes}: exit status {status}")
-    print(f"aarch64: {program} {extra or ''}, pages of {page_bytes >> 10} KiB: passed", flush=True)
+        sys.exit(f"aarch64: {what}: exit status {status}")
+    print(f"aarch64: {what}: passed", flush=True)
 
 
 def main() -> None:
