@@ -19,6 +19,14 @@ struct StdAtomics {
     std::atomic_thread_fence(std::memory_order_seq_cst);
 #endif
   }
+
+  // Orders earlier loads and stores before later stores. Without effect for ThreadSanitizer, which
+  // sees no other process.
+  static void release_fence() {
+#if !defined(__SANITIZE_THREAD__)
+    std::atomic_thread_fence(std::memory_order_release);
+#endif
+  }
 };
 
 }  // namespace pycomm

@@ -5,13 +5,13 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <atomic>
 #include <cerrno>
 #include <cstring>
 #include <filesystem>
 #include <new>
 #include <system_error>
 
+#include "core/atomics.h"
 #include "core/errors.h"
 #include "os/shared_memory.h"
 
@@ -114,7 +114,7 @@ CallRecord& FlightRecorder::slot(uint64_t call) {
 // read of `begun` and is not next to be overwritten. So `begun` is stored after the record, and the
 // next record after `begun`.
 void FlightRecorder::begin(const CallRecord& record) {
-  std::atomic_thread_fence(std::memory_order_release);
+  StdAtomics::release_fence();
   slot(head_.begun) = record;
   __atomic_store_n(&head_.begun, head_.begun + 1, __ATOMIC_RELEASE);
 }

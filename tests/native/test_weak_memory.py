@@ -16,7 +16,7 @@ RUN_LIMIT_S = 300  # takes some 10 s
 # What the suite models in its own words, because other processes read plain memory there.
 QUOTED = {
     "observe/flight_recorder.cpp": """\
-  std::atomic_thread_fence(std::memory_order_release);
+  StdAtomics::release_fence();
   slot(head_.begun) = record;
   __atomic_store_n(&head_.begun, head_.begun + 1, __ATOMIC_RELEASE);
 """,
