@@ -9,6 +9,7 @@
 #include <chrono>
 #include <deque>
 #include <memory>
+#include <mutex>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -64,7 +65,7 @@ class Handle {
   group::Collectives& collectives() const;
   const std::shared_ptr<group::Collectives>& shared() const { return collectives_; }
   bool in_child() const { return os::forks() != born_; }
-  // Keeps `arrays` alive until `work` is complete.
+  // Keeps `arrays` alive until `work` is complete. Any thread.
   void keep(std::shared_ptr<group::Work> work, py::object arrays);
 
  private:
@@ -73,6 +74,7 @@ class Handle {
     py::object arrays;
   };
   std::shared_ptr<group::Collectives> collectives_;
+  std::mutex mutex_;       // guards kept_; not held while Python objects are freed
   std::deque<Kept> kept_;  // in call order, which is also the order of completion
   unsigned born_;
 };

@@ -3,8 +3,10 @@
 // time of the buffer protocol.
 #include "bindings/core_arrays.h"
 
+#include <pybind11/gil_safe_call_once.h>
 #include <pybind11/numpy.h>
 
+#include <atomic>
 #include <cstdint>
 #include <string_view>
 
@@ -73,17 +75,17 @@ bool is_row_major(const DlTensor& tensor) {
 
 // DLPack's table of torch.Tensor if `type` is exactly that type or torch.nn.Parameter: subclasses
 // may store their elements elsewhere. Each type is checked once; torch's types live permanently.
+// Threads that check at the same time store the same values.
 const DlApi* api_of(PyTypeObject* type) {
-  static PyTypeObject* known[2] = {};
-  static const DlApi* api = nullptr;
+  static std::atomic<PyTypeObject*> known[2] = {};
+  static std::atomic<const DlApi*> api = nullptr;
   if (type == known[0] || type == known[1]) return api;
   if (known[1] != nullptr) return nullptr;
   const std::string_view name = type->tp_name;
   if (name.find("Tensor") == name.npos && name.find("Parameter") == name.npos) return nullptr;
-  PyObject* modules = PyImport_GetModuleDict();
-  PyObject* torch = PyDict_GetItemString(modules, "torch");
-  PyObject* nn = PyDict_GetItemString(modules, "torch.nn");
-  if (torch == nullptr || nn == nullptr) return nullptr;
+  const auto torch = py::reinterpret_steal<py::object>(PyImport_GetModule(py::str("torch").ptr()));
+  const auto nn = py::reinterpret_steal<py::object>(PyImport_GetModule(py::str("torch.nn").ptr()));
+  if (!torch || !nn) return nullptr;
   const auto tensor = py::getattr(torch, "Tensor", py::none());
   const auto parameter = py::getattr(nn, "Parameter", py::none());
   const auto capsule = py::getattr(tensor, "__dlpack_c_exchange_api__", py::none());
@@ -94,13 +96,15 @@ const DlApi* api_of(PyTypeObject* type) {
   api = table;
   known[0] = reinterpret_cast<PyTypeObject*>(tensor.ptr());
   known[1] = reinterpret_cast<PyTypeObject*>(parameter.ptr());
-  return type == known[0] || type == known[1] ? api : nullptr;
+  return type == known[0] || type == known[1] ? api.load() : nullptr;
 }
 
 // Whether the tensor's memory holds its values: false for lazy views with the negative bit.
 bool is_literal(PyObject* x) {
-  static PyObject* name = PyUnicode_InternFromString("is_neg");
-  PyObject* answer = PyObject_CallMethodNoArgs(x, name);
+  PYBIND11_CONSTINIT static py::gil_safe_call_once_and_store<PyObject*> name;
+  PyObject* answer = PyObject_CallMethodNoArgs(
+      x, name.call_once_and_store_result([] { return PyUnicode_InternFromString("is_neg"); })
+             .get_stored());
   const bool literal = answer == Py_False;
   Py_XDECREF(answer);
   return literal;
@@ -159,7 +163,7 @@ bool ContiguousArray::read_tensor(PyObject* x) {
 }
 
 bool ContiguousArray::read_numpy(PyObject* x, bool write) {
-  static PyTypeObject* type = nullptr;  // numpy.ndarray, which is never unloaded
+  static std::atomic<PyTypeObject*> type = nullptr;  // numpy.ndarray, which is never unloaded
   if (Py_TYPE(x) != type) {
     if (type != nullptr || std::string_view(Py_TYPE(x)->tp_name) != "numpy.ndarray") return false;
     type = Py_TYPE(x);

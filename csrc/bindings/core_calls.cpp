@@ -2,7 +2,10 @@
 //
 // The type is written with Python's own interface: pybind11's dispatch (overloads, conversions)
 // takes a quarter of the time of a 4-byte call.
+#include <pybind11/critical_section.h>
+
 #include <array>
+#include <atomic>
 #include <cctype>
 #include <cstddef>
 #include <memory>
@@ -28,11 +31,15 @@ struct CallObject {
   vectorcallfunc vectorcall;
 };
 
-// What Python sets for calls. Python's objects live as long as the process.
+// What Python sets for calls. Python's objects live as long as the process, except `group`.
 struct {
-  PyObject* fallback = nullptr;  // pycomm._core_api.calls.run
-  PyObject* profiler = nullptr;  // variables of torch's profiler, or null
-  PyObject* group = nullptr;     // weak reference to the default group's handle, or null
+  std::atomic<PyObject*> fallback = nullptr;  // pycomm._core_api.calls.run
+  std::atomic<PyObject*> profiler = nullptr;  // variables of torch's profiler, or null
+  // Weak reference to the default group's handle, or null. A critical section of `lock` guards it.
+  std::atomic<PyObject*> group = nullptr;
+  PyObject* lock = nullptr;
+  PyObject* core_name = nullptr;      // strings
+  PyObject* profiler_flag = nullptr;
 } python;
 
 // Sets a field from a keyword argument.
@@ -262,21 +269,28 @@ PyObject* run(PyObject* self, PyObject* const* given, Py_ssize_t count) {
 }
 
 bool is_profiled() {
-  static PyObject* const name = PyUnicode_InternFromString("_is_profiler_enabled");
-  return python.profiler != nullptr && PyDict_GetItem(python.profiler, name) != Py_False;
+  PyObject* const profiler = python.profiler;
+  // The object may be freed meanwhile: only its address is used.
+  return profiler != nullptr && PyDict_GetItem(profiler, python.profiler_flag) != Py_False;
 }
 
 // The handle of a pycomm.Group, or of the default group for None. Empty if there is none.
 py::object handle_in(PyObject* group) {
-  static PyObject* const name = PyUnicode_InternFromString("core");
-  if (group != Py_None) return py::reinterpret_steal<py::object>(PyObject_GetAttr(group, name));
+  if (group != Py_None)
+    return py::reinterpret_steal<py::object>(PyObject_GetAttr(group, python.core_name));
   if (python.group == nullptr) return {};
+  py::object reference;
+  {
+    const py::scoped_critical_section lock(python.lock);
+    reference = py::reinterpret_borrow<py::object>(python.group);
+  }
+  if (!reference) return {};
 #if PY_VERSION_HEX >= 0x030D0000
   PyObject* found = nullptr;
-  (void)PyWeakref_GetRef(python.group, &found);
+  (void)PyWeakref_GetRef(reference.ptr(), &found);
   return py::reinterpret_steal<py::object>(found);
 #else
-  PyObject* const found = PyWeakref_GetObject(python.group);
+  PyObject* const found = PyWeakref_GetObject(reference.ptr());
   return py::reinterpret_borrow<py::object>(found == Py_None ? nullptr : found);
 #endif
 }
@@ -296,10 +310,11 @@ PyObject* run_or_fall_back(PyObject* self, PyObject* const* given, size_t flags,
       }
       PyErr_Clear();  // Python's side reports what is no group
     }
-    if (python.fallback == nullptr) throw std::runtime_error("pycomm is not imported");
+    PyObject* const fallback = python.fallback;
+    if (fallback == nullptr) throw std::runtime_error("pycomm is not imported");
     const std::array<PyObject*, 6> arguments{given[0], self,     given[1],
                                              given[2], given[3], given[4]};
-    return PyObject_Vectorcall(python.fallback, arguments.data(), arguments.size(), nullptr);
+    return PyObject_Vectorcall(fallback, arguments.data(), arguments.size(), nullptr);
   } catch (...) {
     return raise_current();
   }
@@ -411,6 +426,9 @@ py::object inspect(const py::handle& x, bool write) {
 }  // namespace
 
 void bind_calls(py::module_& module) {
+  python.lock = py::list().release().ptr();
+  python.core_name = PyUnicode_InternFromString("core");
+  python.profiler_flag = PyUnicode_InternFromString("_is_profiler_enabled");
   py::class_<Started>(module, "Work")
       .def("done", [](const Started& started) { return started.work->done(); })
       .def("wait", &wait)
@@ -427,8 +445,10 @@ void bind_calls(py::module_& module) {
     python.profiler = py::object(profiler.attr("__dict__")).release().ptr();
   });
   module.def("set_default_group", [](const py::object& handle) {
-    auto old = py::reinterpret_steal<py::object>(python.group);
-    python.group = handle.is_none() ? nullptr : py::weakref(handle).release().ptr();
+    PyObject* const made = handle.is_none() ? nullptr : py::weakref(handle).release().ptr();
+    py::object old;  // freed after the critical section
+    const py::scoped_critical_section lock(python.lock);
+    old = py::reinterpret_steal<py::object>(python.group.exchange(made));
   });
   module.def("inspect", &inspect);
 }

@@ -6,11 +6,14 @@
 #include <string>
 #include <string_view>
 #include <utility>
+#include <vector>
 
 #include "bindings/core.h"
 
 namespace pycomm::bindings {
 namespace {
+
+PyTypeObject* group_type = nullptr;  // of GroupHandle
 
 // A group whose destruction suits Python: without the GIL, because goodbyes may wait; and not in a
 // forked child, where the goodbyes would be sent on the parent's sockets.
@@ -151,16 +154,19 @@ group::Collectives& Handle::collectives() const {
 
 Handle& handle_of(PyObject* object) {
   // pybind11's cast looks a hash table up, which takes as long as a message between two ranks.
-  static const auto* const type =
-      reinterpret_cast<PyTypeObject*>(py::type::of<GroupHandle>().release().ptr());
   auto* const instance = reinterpret_cast<py::detail::instance*>(object);
-  if (Py_TYPE(object) == type && instance->simple_layout && instance->owned)
+  if (Py_TYPE(object) == group_type && instance->simple_layout && instance->owned)
     return *static_cast<GroupHandle*>(instance->simple_value_holder[0]);
   return py::handle(object).cast<Handle&>();
 }
 
 void Handle::keep(std::shared_ptr<group::Work> work, py::object arrays) {
-  while (!kept_.empty() && kept_.front().work->done()) kept_.pop_front();
+  std::vector<Kept> complete;  // freed after the lock: a destructor in Python may call keep()
+  const std::lock_guard lock(mutex_);
+  while (!kept_.empty() && kept_.front().work->done()) {
+    complete.push_back(std::move(kept_.front()));
+    kept_.pop_front();
+  }
   kept_.push_back({std::move(work), std::move(arrays)});
 }
 
@@ -189,7 +195,9 @@ void bind_group(py::module_& module) {
       .def("close", &close)
       .def("abort", &abort)
       .def("_capsule", &collectives_capsule);
-  py::class_<GroupHandle, Handle>(module, "Group")
+  py::class_<GroupHandle, Handle> group(module, "Group");
+  group_type = reinterpret_cast<PyTypeObject*>(group.ptr());
+  group
       .def("allocate",
            [](const GroupHandle& handle, size_t bytes) -> std::optional<SharedMemory> {
              auto memory = handle.group().allocate(bytes);

@@ -21,6 +21,18 @@ constexpr size_t kMostElements = std::numeric_limits<int32_t>::max();  // limit 
 
 using Words = py::array_t<uint64_t>;
 
+// An element of a list, which other threads may change: empty if it has no such element.
+py::object element(const py::list& list, size_t i) {
+  const auto index = static_cast<Py_ssize_t>(i);
+#if PY_VERSION_HEX >= 0x030D0000
+  PyObject* const found = PyList_GetItemRef(list.ptr(), index);
+#else
+  PyObject* const found = Py_XNewRef(PyList_GetItem(list.ptr(), index));
+#endif
+  if (found == nullptr) PyErr_Clear();
+  return py::reinterpret_steal<py::object>(found);
+}
+
 // What is known about the arrays of a call.
 class Lists {
  public:
@@ -58,8 +70,9 @@ class Lists {
     uint64_t& count = words[lists_.size()];
     shaped_ = false;
     for (size_t i = 0; i < lists_.size(); ++i) {
-      const auto plain =
-          ContiguousArray::of(PyList_GET_ITEM(lists_[i].ptr(), static_cast<Py_ssize_t>(row)));
+      const py::object array = element(lists_[i], row);
+      if (!array) return false;
+      const auto plain = ContiguousArray::of(array.ptr());
       if (!plain || plain->count() > kMostElements) return false;
       if (row == 0) dtypes_[i] = plain->dtype();
       if (i == 0) count = plain->count();
