@@ -10,7 +10,7 @@ import atexit
 import contextlib
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from pycomm import _core
@@ -25,7 +25,8 @@ DEFAULT_TIMEOUT_S = 600.0
 # What shrink() calls with the old and the new group.
 on_shrink: list[Callable[[Group, Group], None]] = []
 
-_groups: weakref.WeakSet[Group] = weakref.WeakSet()
+# A WeakSet cannot be iterated while another thread drops a group.
+_groups: set[weakref.ref[Group]] = set()
 _lock = threading.RLock()  # of the subgroups to abort; reentrant for aborts by signal handlers
 
 
@@ -65,8 +66,8 @@ class Group:
         self._store, self._timeout_s = store, timeout_s
         self._aborted: str | None = None  # the reason
         self.cuda_channels, self.cuda_internode_transport = 1, "nccl"
-        self._subgroups: weakref.WeakSet[Group] = weakref.WeakSet()  # made by split()
-        _groups.add(self)
+        self._subgroups: list[weakref.ref[Group]] = []  # made by split()
+        _groups.add(weakref.ref(self, _groups.discard))
 
     @property
     def rank(self) -> int:
@@ -121,7 +122,8 @@ class Group:
     def _adopt_subgroup(self, subgroup: Group) -> None:
         """Makes abort() of this group abort `subgroup` too."""
         with _lock:
-            self._subgroups.add(subgroup)
+            living = [*_living(self._subgroups), subgroup]
+            self._subgroups = [weakref.ref(one) for one in living]
             reason = self._aborted
         if reason is not None:  # another thread aborted this group meanwhile
             subgroup.abort(reason)
@@ -162,7 +164,7 @@ class Group:
 
         Subgroups made by split() stay open until they are closed or the process exits.
         """
-        for core in self._devices.values():
+        for core in list(self._devices.values()):
             core.close()
         self.core.close()
         if not self.core.forked:
@@ -176,7 +178,7 @@ class Group:
         those of torch's new_group() and split_group().
         """
         with _lock:
-            self._aborted, subgroups = reason, list(self._subgroups)
+            self._aborted, subgroups = reason, _living(self._subgroups)
         for core in list(self._devices.values()):
             core.abort(reason)
         self.core.abort(reason)
@@ -202,16 +204,21 @@ class Group:
         return f"<pycomm.Group {name!r} rank {self._rank} of {self._size}>"
 
 
+def _living(groups: Iterable[weakref.ref[Group]]) -> list[Group]:
+    """The groups that exist. Any thread."""
+    return [group for reference in list(groups) if (group := reference()) is not None]
+
+
 def abort_all(reason: str) -> None:
     """Aborts every group of this process with an error that contains `reason`."""
-    for group in list(_groups):
+    for group in _living(_groups):
         with contextlib.suppress(Exception):  # closed meanwhile
             group.abort(reason)
 
 
 def _close_all(*_: Any) -> None:
     """At exit: leaves every group cleanly, so that no peer reports a loss."""
-    for group in list(_groups):
+    for group in _living(_groups):
         with contextlib.suppress(Exception):  # closed or broken already
             group.close()
 

@@ -38,7 +38,7 @@ struct {
   // Weak reference to the default group's handle, or null. A critical section of `lock` guards it.
   std::atomic<PyObject*> group = nullptr;
   PyObject* lock = nullptr;
-  PyObject* core_name = nullptr;      // strings
+  PyObject* core_name = nullptr;  // strings
   PyObject* profiler_flag = nullptr;
 } python;
 
