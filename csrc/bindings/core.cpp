@@ -38,7 +38,8 @@ uintptr_t address(const pybind11::array& array) {
 
 }  // namespace
 
-PYBIND11_MODULE(_core, module) {
+// csrc/bindings/core_*.cpp lock what the GIL protects: tests/reliability/test_concurrent_calls.py.
+PYBIND11_MODULE(_core, module, pybind11::mod_gil_not_used()) {
   module.doc() = "The engine of pycomm. Private: use the functions of the package.";
   pybind11::register_exception_translator(&pycomm::bindings::translate);
   pycomm::bindings::bind_stores(module);
