@@ -233,7 +233,7 @@ class Report:
                 call.make(group, *held)
                 self.wrong += differing(held, right)
             pycomm.barrier(group=group)  # ranks that saw no mismatch so far get it here
-        except errors.Mismatch as error:
+        except errors.Mismatch as error:  # reported: the ranks' calls differ on purpose
             self.see(error, start)
             self.wrong, self.usable = differing(held, known(call)[0]), _usable(group)
 
@@ -247,7 +247,7 @@ def live(group: Group, job: Job, folder: str) -> Report:
         report.make_faulty_calls(group, job, folder)
         report.make_random_calls(group, job, job.after, drawn)
         pycomm.barrier(group=group)  # no rank leaves while others wait
-    except errors.Error as error:
+    except errors.Error as error:  # the result of the cell
         report.see(error, _struck(folder))
     if report.error == "PeerLost" and job.after and job.action != "corrupt" and not victim:
         _continue(group, job, report)

@@ -51,7 +51,7 @@ def load() -> Any:
     importlib.import_module("torch")  # whose symbols the module uses
     try:
         return importlib.import_module(f"pycomm._c10d.torch_{major}_{minor}")
-    except ImportError as error:
+    except ImportError as error:  # raised below, with a remedy
         raise Unsupported(
             f"pycomm's torch backend cannot be loaded with torch {version} ({error}); {BUILD}"
         ) from error

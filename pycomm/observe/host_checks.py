@@ -59,7 +59,7 @@ def _torch_backend() -> Finding:
         return Finding(name, OK, "torch is not installed; NumPy arrays work")
     try:
         _c10d.load()
-    except Unsupported as error:
+    except Unsupported as error:  # it is the finding
         what, _, remedy = str(error).partition("; ")
         return Finding(name, WARNING, what, remedy)
     return Finding(name, OK, "loaded")
