@@ -294,12 +294,15 @@ class Backend : public c10d::Backend {
       throw as_python(
           std::make_exception_ptr(InvalidArgument("pycomm: end of coalescing without a start")));
     Job job = *std::exchange(batch_, std::nullopt);
-    const std::vector<Use> uses = std::exchange(batch_uses_, {});
+    std::vector<Use> uses = std::exchange(batch_uses_, {});
     const bool transfers =
         std::all_of(job.calls.begin(), job.calls.end(), [](const group::Call& call) {
           return call.operation == Operation::send || call.operation == Operation::recv;
         });
-    if (transfers) sort_transfers(job.calls, rank_);
+    if (transfers) {
+      separate_receives(job, uses);
+      sort_transfers(job.calls, rank_);
+    }
     return with_python_errors([&] {
       check_apart(job, uses);
       return start(std::move(job));

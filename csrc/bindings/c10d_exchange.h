@@ -6,7 +6,9 @@
 #include <cstdint>
 #include <memory>
 #include <numeric>
+#include <set>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 #include "bindings/c10d_verbs.h"
@@ -42,6 +44,23 @@ void sort_transfers(Calls& calls, int rank) {
   };
   std::stable_sort(calls.begin(), calls.end(),
                    [&](const group::Call& a, const group::Call& b) { return place(a) < place(b); });
+}
+
+// Receives of a batch into the same tensor, which torch's pipelines make up to 2.13: the last one of
+// the list stays, as in a sequence of calls. The others receive into temporaries.
+inline void separate_receives(Job& batch, std::vector<Use>& uses) {
+  std::set<std::pair<void*, size_t>> later;
+  auto use = uses.rbegin();
+  for (auto call = batch.calls.rbegin(); call != batch.calls.rend(); ++call) {
+    if (call->operation != Operation::recv) continue;
+    use = std::find_if(use, uses.rend(), [](const Use& one) { return one.written; });
+    const Use received = *use++;
+    if (later.emplace(call->output, received.tensor.nbytes()).second) continue;
+    batch.held.push_back(at::empty_like(received.tensor));
+    call->output = bytes_at(batch.held.back());
+    for (Use& one : uses)
+      if (one.call == received.call) one.tensor.reset();
+  }
 }
 
 inline Job send(const Tensors& tensors, int peer, int tag) {

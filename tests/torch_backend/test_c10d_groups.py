@@ -279,6 +279,8 @@ class Threads:
     def run(self, fn: Callable[[int, int], None]) -> None:
         from torch.testing._internal.distributed import multi_threaded_pg
 
+        if not hasattr(multi_threaded_pg.ThreadLocalWorld, "comms"):  # torch 2.11 reads it anyway
+            multi_threaded_pg.ThreadLocalWorld.comms = []
         multi_threaded_pg._install_threaded_pg()
         torch._C._distributed_c10d._set_thread_isolation_mode(True)
         try:

@@ -175,6 +175,15 @@ def _batches() -> None:
         ops = [dist.P2POp(dist.isend, one, peer), dist.P2POp(dist.irecv, other, peer)]
         with pytest.raises(InvalidArgument, match="do not overlap"):
             dist.batch_isend_irecv(ops)
+    twice, first = torch.zeros(8), torch.full((8,), 7.0)
+    ops = [dist.P2POp(dist.isend, sent, peer) for sent in (first, x)]
+    ops += [dist.P2POp(dist.irecv, twice, peer) for _ in range(2)]
+    for work in dist.batch_isend_irecv(ops):
+        work.wait()
+    assert (twice == 4).all(), "the last of the list stays"
+    ops = [dist.P2POp(dist.irecv, part, peer) for part in (twice[:5], twice[:6])]
+    with pytest.raises(InvalidArgument, match="do not overlap"):
+        dist.batch_isend_irecv(ops)
     ops = [dist.P2POp(dist.isend, x, peer), dist.P2POp(dist.isend, x, peer)]
     got = torch.empty(8, 2)
     ops += [dist.P2POp(dist.irecv, column, peer) for column in got.t()]

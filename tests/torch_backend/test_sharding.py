@@ -96,7 +96,9 @@ def _gradients() -> list[torch.Tensor]:
     scattered = functional.reduce_scatter_tensor_autograd(x * x, "sum", 0, group)
     even = [1] * size
     swapped = functional.all_to_all_single_autograd(x * 3, even, even, group)
-    loss = (rank + 1) * (gathered.sum() + scattered.sum()) + (swapped * swapped).sum()
+    ones = [torch.ones_like(one) for one in (gathered, scattered)]  # for contiguous gradients
+    loss = (rank + 1) * ((gathered * ones[0]).sum() + (scattered * ones[1]).sum())
+    loss = loss + (swapped * swapped).sum()
     loss.backward()
     assert x.grad is not None
     return [x.grad, loss.detach()]
