@@ -46,8 +46,8 @@ void sort_transfers(Calls& calls, int rank) {
                    [&](const group::Call& a, const group::Call& b) { return place(a) < place(b); });
 }
 
-// Receives of a batch into the same tensor, which torch's pipelines make up to 2.13: the last one of
-// the list stays, as in a sequence of calls. The others receive into temporaries.
+// Receives of a batch into the same tensor, which torch's pipelines make up to 2.13: the last one
+// of the list stays, as in a sequence of calls. The others receive into temporaries.
 inline void separate_receives(Job& batch, std::vector<Use>& uses) {
   std::set<std::pair<void*, size_t>> later;
   auto use = uses.rbegin();

@@ -70,6 +70,17 @@ class Engine {
   // dtype or count differs.
   int receive(int from, const transport::Header& signature, transport::Bytes into,
               const Deadline& deadline);
+  // Waits for the first message of several receives; `received.index`: the one that errors name.
+  // False if suspend_receive() ended the wait; a later call continues it. Until then the memory of
+  // all receives must stay valid. Throws Mismatch as receive() does, for the receive that
+  // `received` names.
+  bool receive_any(std::span<const Awaited> receives, Received& received,
+                   const Deadline& deadline) {
+    return messenger_.receive_any(receives, received, deadline);
+  }
+  // From any thread: ends receive_any(), and later ones at once, until resume_receive().
+  void suspend_receive() noexcept { loop_.suspend(); }
+  void resume_receive() noexcept { loop_.resume(); }
   // All concurrently; messages of one peer in order. No receive may name kAnyPeer. Throws Mismatch
   // as receive() does, after all other messages are complete.
   void exchange(std::span<const MessageRequest> messages, const Deadline& deadline);

@@ -34,8 +34,9 @@ bool Mailbox::announced_to_other(int peer) const {
 // A receive can end (on an error) before its message is complete. The received part is copied to a
 // buffer, and the rest must not be written to an array that may be freed.
 void Mailbox::end_receives() {
+  const bool kept = std::exchange(kept_, false);
   for (const Awaited& one : awaited_) {
-    if (one.from == kAnyPeer) continue;  // its messages are buffered first
+    if (kept || one.from == kAnyPeer) continue;  // messages from any peer are buffered first
     for (Message& message : at(one.from).messages) {
       if (message.into == nullptr || message.into != one.into.data()) continue;
       message.buffer.assign(message.into, message.into + message.have);
@@ -104,13 +105,17 @@ bool Mailbox::start(int peer, const transport::Header& header) {
 }
 
 // The buffer of the receive that will take a message which begins to arrive; null: no receive waits
-// for it, or it does not match. Earlier messages belong to earlier receives.
+// for it, it does not match, or a receive from any peer may take it. Earlier messages belong to
+// earlier receives.
 std::byte* Mailbox::destination_for(int peer, const transport::Header& header) const {
   auto before = std::ranges::count_if(at(peer).messages,
                                       [&](const Message& m) { return is_meant(m.header, header); });
-  for (const Awaited& one : awaited_)
-    if (one.from == peer && is_meant(header, one.signature) && before-- == 0)
+  for (const Awaited& one : awaited_) {
+    if (!is_meant(header, one.signature)) continue;
+    if (one.from == kAnyPeer) return nullptr;
+    if (one.from == peer && before-- == 0)
       return same_call(header, one.signature) ? one.into.data() : nullptr;
+  }
   return nullptr;
 }
 

@@ -60,8 +60,10 @@ class Mailbox {
   // accepts mismatch errors only from its receiver: if the receiver takes the message, both must
   // continue. Call only if awaits().
   bool announced_to_other(int peer) const;
-  // No receive waits any more.
+  // No receive waits any more. After keep_receives() those whose messages are arriving continue in
+  // a later call, with the same memory.
   void end_receives();
+  void keep_receives() { kept_ = true; }
 
   // Whether the message at the front of a link may be read.
   bool has_space(int peer, const transport::Header& header) const;
@@ -112,6 +114,7 @@ class Mailbox {
   std::vector<Inbox> inboxes_;
   std::vector<Awaited> awaited_;
   bool sending_ = false;  // an exchange still has messages to send
+  bool kept_ = false;     // keep_receives() was called
   std::vector<RefusedMessage> refused_;
   uint64_t arrivals_ = 0;  // number of messages that began to arrive
 };

@@ -1,6 +1,8 @@
 #include "engine/message_tasks.h"
 
 #include <algorithm>
+#include <set>
+#include <utility>
 #include <vector>
 
 namespace pycomm::engine {
@@ -20,10 +22,38 @@ bool SendMessage::advance() {
   return true;
 }
 
+ReceiveMessage::ReceiveMessage(FrameDispatcher& dispatcher, std::span<const Awaited> receives,
+                               bool can_be_suspended)
+    : dispatcher_(dispatcher), receives_(receives), can_be_suspended_(can_be_suspended) {
+  if (receives.size() == 1) {
+    first_.push_back(0);
+    return;
+  }
+  std::set<uint32_t> tags;  // of the receives so far
+  std::set<std::pair<int, uint32_t>> taken;
+  for (size_t i = 0; i < receives.size(); ++i) {
+    const auto tag = static_cast<uint32_t>(receives[i].signature.peer);
+    const bool precedes =
+        receives[i].from == kAnyPeer
+            ? tags.contains(tag)
+            : taken.contains({kAnyPeer, tag}) || taken.contains({receives[i].from, tag});
+    if (!precedes) first_.push_back(i);
+    tags.insert(tag);
+    taken.insert({receives[i].from, tag});
+  }
+}
+
 bool ReceiveMessage::advance() {
-  message_ = dispatcher_.take_message(from_, wanted_);
-  if (!message_ && from_ != kAnyPeer) dispatcher_.check_arrives(from_, wanted_);
-  return message_.has_value();
+  for (const size_t i : first_) {
+    sender_ = receives_[i].from;
+    index_ = i;
+    message_ = dispatcher_.take_message(sender_, receives_[i].signature);
+    if (message_) return true;
+    if (sender_ == kAnyPeer) continue;
+    dispatcher_.check_arrives(sender_, receives_[i].signature);
+    if (i > 0) dispatcher_.check_peers_needed(sender_, collectives::kNoRank);
+  }
+  return false;
 }
 
 // One message at a time to each peer, all peers concurrently: a slow peer delays no other.

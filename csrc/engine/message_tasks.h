@@ -1,8 +1,11 @@
 // The tasks of messages: one to send, one to receive, and an exchange of several.
 #pragma once
 
+#include <cstddef>
 #include <deque>
 #include <optional>
+#include <span>
+#include <vector>
 
 #include "engine/frame_dispatcher.h"
 #include "engine/frame_sender.h"
@@ -30,22 +33,34 @@ class SendMessage final : public Task {
   bool frame_open_ = false, done_ = false;
 };
 
+// Waits for the message of one of several receives, which remain in order if the same message can
+// complete two of them.
 class ReceiveMessage final : public Task {
  public:
-  ReceiveMessage(FrameDispatcher& dispatcher, int from, const transport::Header& wanted)
-      : dispatcher_(dispatcher), from_(from), wanted_(wanted) {}
+  // `can_be_suspended`: as in Task.
+  ReceiveMessage(FrameDispatcher& dispatcher, std::span<const Awaited> receives,
+                 bool can_be_suspended);
   bool advance() override;
   bool done() const override { return message_.has_value(); }
+  bool can_be_suspended() const override { return can_be_suspended_; }
   int sending_to() const override { return collectives::kNoRank; }
-  int receiving_from() const override { return from_ == kAnyPeer ? collectives::kNoRank : from_; }
+  int receiving_from() const override {
+    const int from = receives_.front().from;
+    return from == kAnyPeer ? collectives::kNoRank : from;
+  }
+  // After done().
   Message& message() { return *message_; }
-  int sender() const { return from_; }  // after done()
+  int sender() const { return sender_; }
+  size_t index() const { return index_; }  // of the receive
 
  private:
   FrameDispatcher& dispatcher_;
-  int from_;
-  transport::Header wanted_;
+  std::span<const Awaited> receives_;
+  std::vector<size_t> first_;  // the receives that no earlier one precedes
+  const bool can_be_suspended_;
   std::optional<Message> message_;
+  int sender_ = collectives::kNoRank;
+  size_t index_ = 0;
 };
 
 // Sends messages to peers while the mailbox receives the awaited ones.

@@ -18,11 +18,12 @@ void Messenger::send(int to, const transport::Header& signature, transport::Cons
 // `signature`: the call that errors and heartbeats of this rank report.
 Message Messenger::await(int& from, const transport::Header& wanted, transport::Bytes into,
                          const transport::Header& signature, const Deadline& deadline) {
+  const Awaited receive{from, wanted, into};
   {
     const std::lock_guard turn(turn_);  // IdleMonitor::check_for_failures() reads it
-    mailbox_.await({from, wanted, into});
+    mailbox_.await(receive);
   }
-  ReceiveMessage task(dispatcher_, from, wanted);
+  ReceiveMessage task(dispatcher_, {&receive, 1}, false);
   runner_.run(task, {.signature = signature, .is_collective = false}, deadline);
   from = task.sender();
   return std::move(task.message());
@@ -31,11 +32,41 @@ Message Messenger::await(int& from, const transport::Header& wanted, transport::
 int Messenger::receive(int from, const transport::Header& signature, transport::Bytes into,
                        const Deadline& deadline) {
   const Message message = await(from, signature, into, signature, deadline);
+  accept(from, message, signature, into, deadline);
+  return from;
+}
+
+// A message that does not match its receive is dropped, and the other receives continue.
+bool Messenger::receive_any(std::span<const Awaited> receives, Received& received,
+                            const Deadline& deadline) {
+  const transport::Header first = receives[received.index].signature;
+  {
+    const std::lock_guard turn(turn_);  // IdleMonitor::check_for_failures() reads it
+    for (const Awaited& one : receives) mailbox_.await(one);
+    mailbox_.keep_receives();
+  }
+  ReceiveMessage task(dispatcher_, receives, true);
+  try {
+    runner_.run(task, {.signature = first, .is_collective = false}, deadline);
+  } catch (const Mismatch&) {  // no message can arrive for this one
+    received.index = task.index();
+    throw;
+  }
+  if (!task.done()) return false;
+  received = {.index = task.index(), .from = task.sender()};
+  const Awaited& one = receives[received.index];
+  accept(received.from, task.message(), one.signature, one.into, deadline);
+  return true;
+}
+
+void Messenger::accept(int from, const Message& message, const transport::Header& signature,
+                       transport::Bytes into, const Deadline& deadline) {
   const bool announced = is_agreement(message.header);
   if (announced) send(from, answer_of(signature), {}, deadline);
   if (!same_call(message.header, signature)) refuse({from, message.header, signature});
-  if (!message.buffer.empty()) std::memcpy(into.data(), message.buffer.data(), into.size());
-  return from;
+  // A receive inside a `then` may take a message that arrived in the memory of one that waits.
+  const std::byte* const arrived = message.into != nullptr ? message.into : message.buffer.data();
+  if (arrived != into.data() && !into.empty()) std::memcpy(into.data(), arrived, into.size());
 }
 
 // A message that does not match its receive is dropped, and the other messages continue.

@@ -23,6 +23,12 @@ struct MessageRequest {
   transport::Bytes into{};      // or buffer to receive into
 };
 
+// Which of several receives is complete, and the sender of its message.
+struct Received {
+  size_t index = 0;
+  int from = collectives::kNoRank;
+};
+
 class Messenger {
  public:
   // `turn` is held by the thread that uses the links.
@@ -41,12 +47,15 @@ class Messenger {
             const Deadline& deadline);
   int receive(int from, const transport::Header& signature, transport::Bytes into,
               const Deadline& deadline);
+  bool receive_any(std::span<const Awaited> receives, Received& received, const Deadline& deadline);
   void exchange(std::span<const MessageRequest> messages, const Deadline& deadline);
   void announce_send(int to, const transport::Header& signature, const Deadline& deadline);
 
  private:
   Message await(int& from, const transport::Header& wanted, transport::Bytes into,
                 const transport::Header& signature, const Deadline& deadline);
+  void accept(int from, const Message& message, const transport::Header& signature,
+              transport::Bytes into, const Deadline& deadline);
   [[noreturn]] void refuse(const RefusedMessage& message) const;
 
   std::mutex& turn_;

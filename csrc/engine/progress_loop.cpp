@@ -40,7 +40,8 @@ void ProgressLoop::drive(Task& task, const Deadline& deadline) {
   Clock::time_point idle_since{}, idle_until{};
   os::ProcessorExclusion exclusion;
   bool apart = true;  // from the processor of the awaited peer
-  while (!task.done()) {
+  const bool can_be_suspended = task.can_be_suspended();
+  while (!task.done() && !(can_be_suspended && stop_.suspended())) {
     if (task.advance()) {
       waited_ += idle_until - idle_since;
       idle_since = idle_until = {};

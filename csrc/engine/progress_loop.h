@@ -37,9 +37,13 @@ class ProgressLoop {
         dispatcher_(dispatcher),
         poller_(peers, liveness, connections, dispatcher) {}
 
+  // Returns when the task is done or suspended.
   void drive(Task& task, const Deadline& deadline);
   // From any thread: ends the current wait, and later ones, with GroupBroken.
   void stop(const std::string& reason) noexcept { stop_.request(reason); }
+  // From any thread: a task that can be suspended ends now, and later ones at once, until resume().
+  void suspend() noexcept { stop_.suspend(); }
+  void resume() noexcept { stop_.resume(); }
   // Total time in which tasks made no progress, without waits of a few microseconds, during which
   // no clock is read.
   std::chrono::nanoseconds waited() const { return waited_; }

@@ -13,6 +13,17 @@ void StopSignal::request(const std::string& reason) noexcept {
   wake_.notify();
 }
 
+void StopSignal::suspend() noexcept {
+  suspended_.store(true);
+  wake_.notify();
+}
+
+void StopSignal::resume() noexcept {
+  suspended_.store(false);
+  wake_.clear();
+  if (requested_.load()) wake_.notify();  // request() may have come before clear()
+}
+
 void StopSignal::throw_requested() const {
   const std::lock_guard lock(mutex_);
   throw GroupBroken("the group was aborted: " + reason_);

@@ -1,4 +1,4 @@
-// Ends the wait of another thread.
+// Ends or suspends the wait of another thread.
 #pragma once
 
 #include <poll.h>
@@ -19,12 +19,16 @@ class StopSignal {
   void check() const {
     if (requested_.load()) throw_requested();
   }
+  // From any thread: ends the wait of a task that can be suspended, until resume().
+  void suspend() noexcept;
+  void resume() noexcept;
+  bool suspended() const { return suspended_.load(); }
   pollfd to_poll() const { return {wake_.descriptor(), POLLIN, 0}; }
 
  private:
   [[noreturn]] void throw_requested() const;
 
-  std::atomic<bool> requested_{false};
+  std::atomic<bool> requested_{false}, suspended_{false};
   os::WakeEvent wake_;
   mutable std::mutex mutex_;  // guards reason_
   std::string reason_;

@@ -17,6 +17,8 @@ class Task {
   // The peer that it waits for, or kNoRank.
   virtual int sending_to() const = 0;
   virtual int receiving_from() const = 0;
+  // Whether it can end before it is done, for a later task to continue.
+  virtual bool can_be_suspended() const { return false; }
   // A lower bound of the bytes that it still expects from that peer.
   virtual size_t receiving_bytes() const { return 0; }
   // If the awaited peer last ran on the processor of this thread, moves the thread to another one

@@ -112,6 +112,11 @@ std::unique_ptr<shared::SharedMemoryRegion> region_of(bootstrap::Mesh& mesh, int
   return region;
 }
 
+// A receive on the host; an agreement about one on devices is a call like others.
+bool is_receive(const Call& call) {
+  return call.operation == Operation::recv && !call.device.agreement;
+}
+
 }  // namespace
 
 HostGroup::HostGroup(ConnectOptions options, bootstrap::Mesh mesh, std::vector<int> ranks)
@@ -123,7 +128,9 @@ HostGroup::HostGroup(ConnectOptions options, bootstrap::Mesh mesh, std::vector<i
       runner_(engine_, info_, thresholds_of(mesh), region_of(mesh, info_.local_rank),
               !mesh.memories.empty() && info_.host_count > 1),
       log_(head_of(options_, mesh), options_.recorder),
-      worker_(options_.interrupted) {
+      worker_(options_.interrupted, {.wait = [this](auto pending) { return receive_any(pending); },
+                                     .suspend = [this] { engine_.suspend_receive(); },
+                                     .resume = [this] { engine_.resume_receive(); }}) {
   options_.tuned = std::move(mesh.tuned);  // for split()
   // Heaps exist on a single host only.
   if (runner_.region() != nullptr && runner_.region()->has_heaps()) heap_ = std::move(mesh.heap);
@@ -141,6 +148,7 @@ const kernels::Reducer* HostGroup::check(const Call& call) const {
 }
 
 void HostGroup::run(const Call& call) {
+  if (is_receive(call) && worker_.receives()) return start(call, {})->wait();  // keeps the order
   const kernels::Reducer* const reducer = check(call);
   const Worker::Turn turn = take_turn(call);
   execute({.call = call, .reducer = reducer, .deadline = {turn.since(), limit_of(call)}});
@@ -148,11 +156,48 @@ void HostGroup::run(const Call& call) {
 
 std::shared_ptr<Work> HostGroup::start(const Call& call,
                                        std::function<void(std::exception_ptr)> then) {
-  return worker_.start(
-      [this, call, reducer = check(call)] {
-        execute({.call = call, .reducer = reducer, .deadline = Deadline(limit_of(call))});
-      },
-      std::move(then));
+  const auto body = [this, call, reducer = check(call)] {
+    execute({.call = call, .reducer = reducer, .deadline = Deadline(limit_of(call))});
+  };
+  if (is_receive(call))
+    return worker_.start_receive({call, Deadline(limit_of(call))}, body, std::move(then));
+  return worker_.start(body, std::move(then));
+}
+
+// Errors name the receive that times out first.
+std::optional<Worker::Completed> HostGroup::receive_any(
+    std::span<const PendingReceive* const> pending) {
+  std::vector<PreparedCall> calls;
+  std::vector<engine::Awaited> awaited;
+  engine::Received received;
+  for (const PendingReceive* const one : pending) {
+    PreparedCall& prepared = calls.emplace_back(
+        PreparedCall{.call = one->call, .reducer = nullptr, .deadline = one->deadline});
+    runner_.prepare(prepared);
+    awaited.push_back({.from = one->call.peer == kAnySource ? engine::kAnyPeer : one->call.peer,
+                       .signature = prepared.header,
+                       .into = {static_cast<std::byte*>(one->call.output),
+                                one->call.count * bytes_of(one->call.dtype)}});
+    if (one->deadline.left() < pending[received.index]->deadline.left())
+      received.index = calls.size() - 1;
+  }
+  const Deadline first = calls[received.index].deadline;
+  std::exception_ptr error;
+  try {
+    engine_.check_usable();
+    if (!engine_.receive_any(awaited, received, first)) return std::nullopt;
+    if (int* const source = pending[received.index]->call.source) *source = received.from;
+  } catch (...) {
+    error = std::current_exception();
+  }
+  try {
+    log_call(calls[received.index], [&] {
+      if (error) std::rethrow_exception(error);
+    });
+  } catch (...) {
+    error = std::current_exception();
+  }
+  return Worker::Completed{received.index, error};
 }
 
 void HostGroup::exchange(std::span<const Call> calls) {
@@ -195,12 +240,18 @@ Worker::Turn HostGroup::take_turn(const Call& call) {
 void HostGroup::execute(PreparedCall prepared) {
   engine_.check_usable();  // before this rank publishes the call in shared memory
   runner_.prepare(prepared);
+  log_call(prepared, [&] { runner_.run(prepared); });
+}
+
+// Records the call, and adds to its error where the flight record is.
+template <typename Run>
+void HostGroup::log_call(const PreparedCall& prepared, const Run& run) {
   log_.begin(prepared);
   const auto end = [&](bool failed) {
     log_.end(prepared, engine_.traffic(), runner_.region(), failed);
   };
   try {
-    runner_.run(prepared);
+    run();
   } catch (const Error& error) {
     end(true);
     const std::string where = log_.record_failure(error);

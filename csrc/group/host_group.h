@@ -4,6 +4,8 @@
 #include <atomic>
 #include <functional>
 #include <memory>
+#include <optional>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -56,6 +58,9 @@ class HostGroup final : public Group {
     return call.timeout.count() > 0 ? call.timeout : timeout_.load();
   }
   void execute(PreparedCall prepared);
+  std::optional<Worker::Completed> receive_any(std::span<const PendingReceive* const> pending);
+  template <typename Run>
+  void log_call(const PreparedCall& prepared, const Run& run);
   std::vector<std::string> gather_texts(const std::string& mine);
   ConnectOptions subgroup_options(const std::vector<int>& members, const std::string& name) const;
 

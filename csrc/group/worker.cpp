@@ -1,7 +1,9 @@
 #include "group/worker.h"
 
 #include <atomic>
+#include <cstddef>
 #include <utility>
+#include <vector>
 
 #include "os/thread.h"
 
@@ -16,7 +18,7 @@ constexpr const char* kClosed = "this group can no longer be used: it was closed
 
 }  // namespace
 
-class Worker::Started final : public Work {
+class Worker::Started : public Work {
  public:
   Started(Worker& worker, Body body, Then then)
       : interrupted_(worker.interrupted_), body_(std::move(body)), then_(std::move(then)) {}
@@ -53,6 +55,10 @@ class Worker::Started final : public Work {
     } catch (...) {
       error = std::current_exception();
     }
+    complete(error);
+  }
+
+  void complete(const std::exception_ptr& error) {
     {
       const std::lock_guard lock(mutex_);
       done_ = true;
@@ -72,6 +78,16 @@ class Worker::Started final : public Work {
   std::condition_variable changed_;
   bool done_ = false;
   std::exception_ptr error_;
+};
+
+class Worker::Receiving final : public Started {
+ public:
+  Receiving(Worker& worker, const PendingReceive& receive, Body body, Then then)
+      : Started(worker, std::move(body), std::move(then)), receive_(receive) {}
+  const PendingReceive& receive() const { return receive_; }
+
+ private:
+  PendingReceive receive_;
 };
 
 Worker::~Worker() { join(); }
@@ -98,6 +114,7 @@ Clock::time_point Worker::enter(std::chrono::nanoseconds limit) {
   };
   const auto since = Clock::now();
   if (!our_turn()) {
+    state.suspend_receives();
     const Deadline deadline(since, limit);
     while (!state.changed.wait_for(
         lock, std::min<std::chrono::nanoseconds>(kPollInterval, deadline.left()), our_turn)) {
@@ -134,6 +151,7 @@ void Worker::run_exclusive(const Body& body) {
   std::unique_lock lock(state.mutex);
   state.caller.lock_out();
   ++state.waiting;
+  state.suspend_receives();
   if (!state.caller.is_this_thread()) {
     state.changed.wait(lock, [&] {
       return state.thread == std::this_thread::get_id() ||
@@ -143,6 +161,7 @@ void Worker::run_exclusive(const Body& body) {
   }
   --state.waiting;
   state.let_in();
+  state.changed.notify_all();
 }
 
 std::shared_ptr<Work> Worker::start(Body body, Then then) {
@@ -154,6 +173,33 @@ std::shared_ptr<Work> Worker::start(Body body, Then then) {
     started->execute();
     return started;
   }
+  require_worker();
+  state.queue.push_back(started);
+  state.suspend_receives();
+  state.changed.notify_all();
+  return started;
+}
+
+std::shared_ptr<Work> Worker::start_receive(const PendingReceive& receive, Body body, Then then) {
+  auto started = std::make_shared<Receiving>(*this, receive, std::move(body), std::move(then));
+  State& state = *state_;
+  std::unique_lock lock(state.mutex);
+  if (state.thread == std::this_thread::get_id()) {
+    lock.unlock();
+    started->execute();
+    return started;
+  }
+  require_worker();
+  state.receives.push_back(started);
+  state.receives_pending = true;
+  state.suspend_receives();  // to wait for this one too
+  state.changed.notify_all();
+  return started;
+}
+
+// With the mutex: the thread runs, and no thread is inside a call.
+void Worker::require_worker() {
+  State& state = *state_;
   if (state.ending) throw GroupBroken(kClosed);
   if (!thread_.joinable()) {  // first: queue nothing if no thread can be created
     thread_ = os::start_thread("pycomm-worker", [held = state_] { loop(*held); });
@@ -164,18 +210,16 @@ std::shared_ptr<Work> Worker::start(Body body, Then then) {
     state.let_in();
     throw InvalidArgument(kSecondThread);
   }
-  state.queue.push_back(started);
-  state.changed.notify_all();
-  return started;
 }
 
 void Worker::loop(State& state) {
   std::unique_lock lock(state.mutex);
   for (;;) {
-    state.changed.wait(lock, [&] { return state.ending || !state.queue.empty(); });
-    if (state.queue.empty()) return;
+    state.changed.wait(lock,
+                       [&] { return state.ending || !state.queue.empty() || state.may_receive(); });
+    if (state.queue.empty() && state.receives.empty()) return;
     state.worker_inside = true;
-    run_next(state, lock);
+    state.queue.empty() ? receive_next(state, lock) : run_next(state, lock);
     state.worker_inside = false;
     state.let_in();
     state.changed.notify_all();
@@ -191,9 +235,29 @@ void Worker::run_next(State& state, std::unique_lock<std::mutex>& lock) {
   lock.lock();
 }
 
+void Worker::receive_next(State& state, std::unique_lock<std::mutex>& lock) {
+  std::vector<const PendingReceive*> pending;
+  for (const auto& one : state.receives) pending.push_back(&one->receive());
+  state.receiving = true;
+  state.receiver.resume();
+  lock.unlock();
+  const auto completed = state.receiver.wait(pending);
+  lock.lock();
+  state.receiving = false;
+  if (!completed) return;
+  const auto found = state.receives.begin() + static_cast<std::ptrdiff_t>(completed->index);
+  auto one = std::move(*found);
+  state.receives.erase(found);
+  state.receives_pending = !state.receives.empty();
+  lock.unlock();
+  one->complete(completed->error);
+  one.reset();
+  lock.lock();
+}
+
 bool Worker::busy() const {
   const std::lock_guard lock(state_->mutex);
-  return state_->caller.is_inside() || state_->worker_inside || !state_->queue.empty();
+  return state_->caller.is_inside() || !state_->is_over();
 }
 
 void Worker::join() {
@@ -205,10 +269,11 @@ void Worker::join() {
   const auto me = std::this_thread::get_id();
   const bool in_then = state.thread == me;
   while (in_then && !state.queue.empty()) run_next(state, lock);
+  while (in_then && !state.receives.empty()) receive_next(state, lock);
   // A caller that joins inside its own call (through `interrupted`) does not wait for itself.
   state.changed.wait(lock, [&] {
     const bool caller_out = !state.caller.is_inside() || state.caller.is_this_thread();
-    return caller_out && (in_then || (state.queue.empty() && !state.worker_inside));
+    return caller_out && (in_then || state.is_over());
   });
   std::thread ended = std::move(thread_);
   lock.unlock();

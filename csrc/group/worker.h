@@ -1,4 +1,5 @@
 // Orders the calls of a group: one caller at a time, and asynchronous calls in order on one thread.
+// Asynchronous receives wait there only while no other call runs or waits for its turn.
 #pragma once
 
 #include <pthread.h>
@@ -11,6 +12,8 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <optional>
+#include <span>
 #include <thread>
 
 #include "core/deadline.h"
@@ -47,10 +50,27 @@ class Caller {
   std::atomic<uintptr_t> word_{0};
 };
 
+// An asynchronous receive.
+struct PendingReceive {
+  Call call;
+  Deadline deadline;
+};
+
 class Worker {
   struct State;
 
  public:
+  struct Completed {
+    size_t index;
+    std::exception_ptr error;
+  };
+  // How the worker waits for messages.
+  struct Receiver {
+    // Waits until one of the receives is complete. Empty if suspend() ended the wait.
+    std::function<std::optional<Completed>(std::span<const PendingReceive* const>)> wait;
+    std::function<void()> suspend;  // from any thread: ends wait(), until resume()
+    std::function<void()> resume;
+  };
   // The turn of a call on its caller's thread; it ends with the object.
   class Turn {
    public:
@@ -70,49 +90,72 @@ class Worker {
   using Then = std::function<void(std::exception_ptr)>;
 
   // `interrupted` is polled while a caller waits for its turn or for a Work.
-  explicit Worker(std::function<bool()> interrupted) : interrupted_(std::move(interrupted)) {}
+  Worker(std::function<bool()> interrupted, Receiver receiver)
+      : interrupted_(std::move(interrupted)),
+        state_(std::make_shared<State>(std::move(receiver))) {}
   ~Worker();
 
-  // Waits until all calls started before are complete. Throws InvalidArgument if another thread is
-  // inside, and Timeout if the turn does not come within `limit`. Inside a `then` it returns at
-  // once.
+  // Waits until all calls started before are complete, but for receives. Throws InvalidArgument if
+  // another thread is inside, and Timeout if the turn does not come within `limit`. Inside a `then`
+  // it returns at once.
   Turn take_turn(std::chrono::nanoseconds limit);
   // Inside a `then`, `body` runs at once: a wait for the Work there must not block the thread
   // that would run it, and the order is the same as for a `then` that was added too late for the
   // worker and runs on the adding thread.
   std::shared_ptr<Work> start(Body body, Then then);
+  // Starts a receive; other calls do not wait for it. `body` receives at once, inside a `then`.
+  std::shared_ptr<Work> start_receive(const PendingReceive& receive, Body body, Then then);
   // Runs `body` between two calls, after all started ones and the caller inside; not at all on a
   // thread that is itself inside a call.
   void run_exclusive(const Body& body);
   // True if a call runs or waits.
   bool busy() const;
+  // Whether a receive waits, so that one that begins now must wait behind it.
+  bool receives() const { return state_->receives_pending.load(); }
   // Rejects new calls, and ends the thread after the started calls and the caller inside. A thread
   // that calls join() inside a `then` may destroy the worker there.
   void join();
 
  private:
   class Started;
+  class Receiving;
   // State of the thread. It may outlive the worker until the end of the `then` that destroyed it.
   struct State {
+    explicit State(Receiver how) : receiver(std::move(how)) {}
     // Lets callers enter without the lock again, if nothing else is under way.
     void let_in() {
-      if (!ending && !worker_inside && waiting == 0 && queue.empty()) caller.let_in();
+      if (!ending && !worker_inside && waiting == 0 && queue.empty() && receives.empty())
+        caller.let_in();
     }
+    bool may_receive() const {
+      return !receives.empty() && (ending || (waiting == 0 && !caller.is_inside()));
+    }
+    // For a call that must not wait for receives.
+    void suspend_receives() const {
+      if (receiving) receiver.suspend();
+    }
+    bool is_over() const { return queue.empty() && receives.empty() && !worker_inside; }
 
+    const Receiver receiver;
     std::mutex mutex;
     std::condition_variable changed;
     std::deque<std::shared_ptr<Started>> queue;
+    std::deque<std::shared_ptr<Receiving>> receives;
+    std::atomic<bool> receives_pending{false};
     bool worker_inside = false, ending = false;
-    int waiting = 0;  // threads that wait until no call runs
+    bool receiving = false;  // the worker waits in receiver.wait()
+    int waiting = 0;         // threads that wait until no call runs
     Caller caller;
     std::atomic<std::thread::id> thread;
   };
   Clock::time_point enter(std::chrono::nanoseconds limit);
   static void loop(State& state);
   static void run_next(State& state, std::unique_lock<std::mutex>& lock);
+  static void receive_next(State& state, std::unique_lock<std::mutex>& lock);
+  void require_worker();
 
   std::function<bool()> interrupted_;
-  std::shared_ptr<State> state_ = std::make_shared<State>();
+  std::shared_ptr<State> state_;
   std::thread thread_;
 };
 
