@@ -304,6 +304,7 @@ const ByTransport kSeveralReceives{"a receive completes while an earlier one wai
                                          return send(group, 10, 1, 0, 0);
                                        }
                                        Started first(group, 10, 1, 0);
+                                       (void)numbers(1'000'000, 0);  // the worker begins to wait
                                        Started second(group, 10, 2, 0);
                                        second.expect_message(2);
                                        send(group, 10, 0, 1, 0);
