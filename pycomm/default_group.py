@@ -172,7 +172,7 @@ def _form(
         log=here.log != "warning",
     )
     core.set_timeout(timeout_s)  # of its calls; forming used the remaining time
-    store.settle()
+    store.all_ranks_connected()
     launcher_watch.start(abort_all)
     return Group(core, store, timeout_s)
 

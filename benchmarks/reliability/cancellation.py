@@ -76,10 +76,10 @@ class _Echo:
     def __init__(self) -> None:
         self._store = _core.LocalStore()
         self.set, self.add, self.remove = self._store.set, self._store.add, self._store.remove
-        self.claim, self.settle = self._store.claim, self._store.settle
+        self.claim, self.all_ranks_connected = self._store.claim, self._store.all_ranks_connected
 
     def get(self, key: str, timeout_s: float) -> bytes:
-        return self._store.get(key.replace("/note/1", "/note/0"), timeout_s)
+        return self._store.get(key.replace("/rank_info/1", "/rank_info/0"), timeout_s)
 
 
 def _connect(port: int) -> _core.TcpStore:

@@ -88,31 +88,25 @@ std::unique_ptr<rendezvous::TcpStore> serve(const std::string& host, uint16_t po
   return rendezvous::TcpStore::serve(host, port, key);
 }
 
-std::unique_ptr<rendezvous::TcpStore> reach(const std::string& host, uint16_t port,
-                                            const std::string& key, double timeout_s) {
+std::unique_ptr<rendezvous::TcpStore> connect_store(const std::string& host, uint16_t port,
+                                                    const std::string& key, double timeout_s) {
   const Blocking blocking;
   return rendezvous::TcpStore::connect(host, port, key, Deadline(nanoseconds(timeout_s)),
                                        {.log = &log, .interrupted = &interrupted});
 }
 
-template <size_t kSize>
-int number_of(const std::array<std::string_view, kSize>& names, const std::string& name) {
-  const auto found = std::ranges::find(names, name);
-  if (found == names.end()) throw InvalidArgument("unknown kind of fault '" + name + "'");
-  return static_cast<int>(found - names.begin());
-}
-
 // (action, operation or "", bytes, peer or -1, seconds, chunk bytes, file), see pycomm.testing.
 testing::Fault fault_from(const py::tuple& given) {
   const auto at = given[1].cast<std::string>();
-  return {.action = static_cast<testing::FaultAction>(
-              number_of(testing::kFaultActions, given[0].cast<std::string>())),
-          .operation = at.empty() ? -1 : number_of(kOperations, at),
+  return {.action = find<testing::FaultAction>(testing::kFaultActions, given[0].cast<std::string>(),
+                                               "kind of fault"),
+          .operation =
+              at.empty() ? -1 : static_cast<int>(find<Operation>(kOperations, at, "operation")),
           .after_bytes = given[2].cast<uint64_t>(),
           .peer = given[3].cast<int>(),
           .delay = nanoseconds(given[4].cast<double>()),
-          .grain = given[5].cast<size_t>(),
-          .moment_file = given[6].cast<std::string>()};
+          .chunk_bytes = given[5].cast<size_t>(),
+          .timestamp_file = given[6].cast<std::string>()};
 }
 
 // Makes the core use the same OpenSSL as Python, wherever it is stored.
@@ -232,17 +226,17 @@ py::bytes claim(rendezvous::Store& store, const std::string& key, const py::byte
                 double timeout_s) {
   const Deadline deadline(nanoseconds(timeout_s));
   const std::string copy = value;
-  std::string standing;
+  std::string held;
   {
     const Blocking blocking;
-    standing = store.claim(key, copy, deadline);
+    held = store.claim(key, copy, deadline);
   }
-  return standing;
+  return held;
 }
 
-void settle(rendezvous::Store& store) {
+void all_ranks_connected(rendezvous::Store& store) {
   const Blocking blocking;
-  store.settle();
+  store.all_ranks_connected();
 }
 
 }  // namespace
@@ -255,11 +249,11 @@ void bind_stores(py::module_& module) {
       .def("add", &add, py::arg(), py::arg(), py::arg() = limit_s)
       .def("remove", &remove, py::arg(), py::arg() = limit_s)
       .def("claim", &claim, py::arg(), py::arg(), py::arg() = limit_s)
-      .def("settle", &settle);
+      .def("all_ranks_connected", &all_ranks_connected);
   py::class_<rendezvous::LocalStore, rendezvous::Store>(module, "LocalStore").def(py::init<>());
   py::class_<rendezvous::TcpStore, rendezvous::Store>(module, "TcpStore")
       .def_static("serve", &serve)
-      .def_static("connect", &reach)
+      .def_static("connect", &connect_store)
       .def_property_readonly("port", &rendezvous::TcpStore::port);
   module.def("connect", &connect_from);
   module.def("regroup", &regroup);

@@ -95,8 +95,8 @@ void Connector::failed(int peer, Dial& dial, const std::string& why) {
   if (options_.log)
     options_.log("connect to " + to.name + " failed " + std::to_string(dial.failures) +
                  " times with reason: " + dial.why + "; retry after 0.05 seconds");
-  const bool hopeless =
-      dial.forbidden || dial.refused >= options_.max_refusals || dial.failures >= options_.failures;
+  const bool hopeless = dial.forbidden || dial.refused >= options_.max_refusals ||
+                        dial.failures >= options_.max_failures;
   if (hopeless && dial.reports_lost) {
     connected_[static_cast<size_t>(peer)] = true;  // never again
     const std::string_view hint = to.transport->name() == "shm"
@@ -217,9 +217,9 @@ void Connector::reject(int peer, const std::string& why) {
   results_.push_back({.peer = peer, .channel = {}, .why = why, .differs = true});
 }
 
-// Both ends accepted this connection. A dial of our own is dropped. `called`: this rank dialed.
-void Connector::add_connection(int peer, transport::Handshake& handshake, bool called) {
-  transport::Session session{.secret = handshake.session_secret(), .connector = called};
+// Both ends accepted this connection. A dial of our own is dropped. `dialed`: by this rank.
+void Connector::add_connection(int peer, transport::Handshake& handshake, bool dialed) {
+  transport::Session session{.secret = handshake.session_secret(), .connector = dialed};
   os::Fd fd = handshake.release();
   connected_[static_cast<size_t>(peer)] = true;
   if (const auto dial = dials_.find(peer); dial != dials_.end()) dial->second.handshake.reset();

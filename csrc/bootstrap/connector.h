@@ -41,8 +41,8 @@ class Connector {
     std::string agreed{};  // must be equal on all ranks: HandshakeParams::agreed
     std::vector<std::unique_ptr<transport::SocketTransport>> transports;
     std::vector<PeerAddress> addresses;  // by rank
-    int failures = 100;                  // other failed attempts; disconnects do not count
-    int max_refusals = 100;              // refused calls, 50 ms apart, before a peer counts as lost
+    int max_failures = 100;              // failed dials in all; disconnects do not count
+    int max_refusals = 100;              // refused dials, 50 ms apart, before a peer counts as lost
     // Whether a peer is lost immediately if the system forbids connections to it. Otherwise this
     // rank retries as for a refused connection: a rank that failed sooner would remove its rank
     // info from the store before all ranks have read it.
@@ -99,7 +99,7 @@ class Connector {
   void advance_dials();
   void advance_pending();
   void reject(int peer, const std::string& why);
-  void add_connection(int peer, transport::Handshake& handshake, bool called);
+  void add_connection(int peer, transport::Handshake& handshake, bool dialed);
   void exchange();
   const PeerAddress& address_of(int peer) const {
     return options_.addresses[static_cast<size_t>(peer)];

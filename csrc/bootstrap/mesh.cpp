@@ -63,7 +63,7 @@ class MeshBuilder {
     info_.heap = std::to_string(heap_ ? heap_->view().bytes : 0);
     if (shm_) info_.shm = shm_->address();
     if (tcp_) info_.tcp = tcp_->address();
-    for (const uint8_t byte : os::random_bytes()) info_.token += static_cast<char>('a' + byte % 16);
+    info_.token = os::random_name();
     for (const std::string& text : exchange(encode(info_)))
       infos_.push_back(decode_rank_info(text));
     check_options();
@@ -108,9 +108,9 @@ class MeshBuilder {
       if (info.host_id != infos_[0].host_id)
         throw Unsupported(
             "encrypt=True on several hosts requires a secret that is not in the store: rank 0 "
-            "stored "
-            "a random one, because PYCOMM_SECRET is not set; set it to the same value on all "
-            "hosts, for example from python -c \"import secrets; print(secrets.token_hex(32))\"",
+            "stored a random one, because PYCOMM_SECRET is not set; set it to the same value on "
+            "all hosts, for example from python -c \"import secrets; "
+            "print(secrets.token_hex(32))\"",
             {.op = "init", .rank = request_.rank});
   }
 
@@ -157,11 +157,11 @@ class MeshBuilder {
       transport = by->name();
       auto theirs = candidates(*by, peer, request_.rank);
       if (theirs.empty() || candidates(*by, request_.rank, peer).empty())
-        throw Unsupported(name(peer) +
-                              " and this rank are on different hosts, and the address of " +
-                              (theirs.empty() ? "the former, " + info.tcp : "this, " + info_.tcp) +
-                              ", is unreachable from there; choose another with GLOO_SOCKET_IFNAME",
-                          {.op = "init", .rank = request_.rank, .peer = peer});
+        throw Unsupported(
+            name(peer) + " and this rank are on different hosts, and the address of " +
+                (theirs.empty() ? "that rank, " + info.tcp : "this rank, " + info_.tcp) +
+                ", is unreachable from the other; choose another with GLOO_SOCKET_IFNAME",
+            {.op = "init", .rank = request_.rank, .peer = peer});
       const bool leaves = info.host_id != info_.host_id;
       addresses_[static_cast<size_t>(peer)] = {by, std::move(theirs), name(peer),
                                                request_.encrypt && leaves};
@@ -177,13 +177,12 @@ class MeshBuilder {
     if (agreed != mine) different_ = peer;
   }
 
-  // The addresses at which `caller` may dial `listener`; one of them is this rank.
+  // The addresses at which `dialer` may dial `listener`; one of them is this rank.
   std::vector<std::string> candidates(const transport::SocketTransport& by, int listener,
-                                      int caller) const {
-    const RankInfo& called = infos_[static_cast<size_t>(listener)];
-    const RankInfo& calling = infos_[static_cast<size_t>(caller)];
-    return by.candidates(by.name() == "shm" ? called.shm : called.tcp,
-                         on_one_machine(called, calling));
+                                      int dialer) const {
+    const RankInfo& to = infos_[static_cast<size_t>(listener)];
+    const RankInfo& from = infos_[static_cast<size_t>(dialer)];
+    return by.candidates(by.name() == "shm" ? to.shm : to.tcp, on_one_machine(to, from));
   }
 
   // Shares memory only if, on every host, all pairs have the same kind of memory and all ranks want
@@ -400,7 +399,7 @@ class MeshBuilder {
 
   // For a rank that should have dialed this one: the addresses to dial.
   std::string awaited_addresses(const Connector& connector, int peer) const {
-    std::string text = ", which did not call", between = " ";
+    std::string text = ", which did not connect to", between = " ";
     for (const std::string& address : candidates(connector.transport(peer), request_.rank, peer)) {
       text += between + address;
       between = " or ";

@@ -1,6 +1,5 @@
 #include "bootstrap/on_demand_connector.h"
 
-#include <algorithm>
 #include <utility>
 
 #include "core/errors.h"

@@ -8,7 +8,6 @@
 #include <atomic>
 #include <mutex>
 #include <optional>
-#include <string>
 #include <thread>
 #include <vector>
 

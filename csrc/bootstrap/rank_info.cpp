@@ -20,19 +20,14 @@ constexpr size_t kMaxInfoBytes = 4096;
 // In a host_id, precedes the name of a simulated host.
 constexpr char kSimulatedHost = '/';
 
-std::string random_word() {
-  std::string word;
-  for (const uint8_t byte : os::random_bytes()) word += static_cast<char>('a' + byte % 16);
-  return word;
-}
-
 // Boot id and network namespace: two containers on one machine are two hosts unless they share
 // both.
 std::string host_identity() {
   std::string boot;
   std::ifstream("/proc/sys/kernel/random/boot_id") >> boot;
   struct stat space{};
-  if (::stat("/proc/self/ns/net", &space) != 0 || boot.empty()) return "unknown-" + random_word();
+  if (::stat("/proc/self/ns/net", &space) != 0 || boot.empty())
+    return "unknown-" + os::random_name();
   return boot + "-" + std::to_string(space.st_ino);
 }
 
@@ -79,11 +74,11 @@ std::vector<TunedThresholds> decode_tuned(const std::string& text) {
 }  // namespace
 
 RankInfo own_rank_info(const std::string& host) {
-  // A forked child inherits the word; the pid distinguishes it.
-  static const std::string word = random_word();
+  // A forked child inherits the name; the pid distinguishes it.
+  static const std::string name = os::random_name();
   RankInfo info;
   info.pid = ::getpid();
-  info.process = word + "-" + std::to_string(info.pid);
+  info.process = name + "-" + std::to_string(info.pid);
   info.host_id = host_identity() + (host.empty() ? "" : kSimulatedHost + host);
   info.host = host.empty() ? host_name() : host;
   struct stat pids{};

@@ -21,15 +21,16 @@ namespace pycomm::group {
 namespace {
 
 std::string key_of_info(const ConnectOptions& options, int rank) {
-  return options.name + "/note/" + std::to_string(rank);
+  return options.name + "/rank_info/" + std::to_string(rank);
 }
 
-std::string key_of_key(const ConnectOptions& options) { return options.name + "/key"; }
+std::string key_of_secret(const ConnectOptions& options) { return options.name + "/key"; }
 
 // In a larger group, rank 0 reads all rank infos and stores them again in blocks of this many. A
 // rank then reads a few values instead of `size`, and the store serves far fewer than size x size
 // reads.
 constexpr int kInfosPerBlock = 64;
+// Kept for finding out which ranks are missing, if the blocks do not appear in time.
 constexpr std::chrono::seconds kNamingTime{1};
 
 constexpr size_t kMostHostName = 12;  // the size of the flight record's field
@@ -49,7 +50,7 @@ constexpr std::chrono::milliseconds kLastAnswerTime{200};
 constexpr std::chrono::milliseconds kFinalPollTimeout{100};
 
 std::string key_of_block(const ConnectOptions& options, int block) {
-  return options.name + "/notes/" + std::to_string(block);
+  return options.name + "/rank_infos/" + std::to_string(block);
 }
 
 // If the system forbids Unix sockets between two ranks of a host, one of them sets a flag in the
@@ -61,14 +62,14 @@ class TcpFallbackFlag {
   TcpFallbackFlag(rendezvous::Store& store, std::string key)
       : store_(&store), key_(std::move(key)) {}
 
-  void leave(const std::string& why) {
+  void set(const std::string& why) {
     if (store_ != nullptr) store_->set(key_, why, Deadline(kCleanUpTime));
   }
   // Whether the flag is set, as of kFallbackPollInterval ago or, with `now`, as of now.
-  bool is_there(bool now) {
+  bool is_set(bool now) {
     if (store_ == nullptr || !why_.empty()) return !why_.empty();
-    if (!now && Clock::now() - looked_ < kFallbackPollInterval) return false;
-    looked_ = Clock::now();
+    if (!now && Clock::now() - checked_at_ < kFallbackPollInterval) return false;
+    checked_at_ = Clock::now();
     try {
       why_ = store_->get(key_, Deadline(std::chrono::nanoseconds{0}));
     } catch (const Error& error) {
@@ -88,7 +89,7 @@ class TcpFallbackFlag {
  private:
   rendezvous::Store* store_;
   std::string key_, why_;
-  Clock::time_point looked_ = Clock::now();
+  Clock::time_point checked_at_ = Clock::now();
 };
 
 std::string seconds_of(const Deadline& deadline) {
@@ -269,12 +270,8 @@ void check_options(const ConnectOptions& options) {
   if (options.encrypt) (void)os::crypto_library();
 }
 
-}  // namespace
-
-namespace {
-
 // Logs one line on rank 0: ranks, hosts and transports.
-void announce(const Group& group, const ConnectOptions& options) {
+void log_formed(const Group& group, const ConnectOptions& options) {
   if (!options.log || options.rank != 0) return;
   std::map<std::string, int> peers;
   for (const Member& member : group.info().members) ++peers[member.transport];
@@ -337,7 +334,7 @@ std::shared_ptr<Group> form(const ConnectOptions& options, const bootstrap::Exch
                                                             std::chrono::milliseconds(1))});
   *elsewhere = {};
   group->start_heartbeat();
-  announce(*group, options);
+  log_formed(*group, options);
   return group;
 }
 
@@ -387,12 +384,12 @@ std::shared_ptr<Group> form_through_store(rendezvous::Store& store, ConnectOptio
                                           const Deadline& deadline) {
   if (made_key) {
     const auto bytes = os::random_bytes();
-    store.set(key_of_key(options), std::string(bytes.begin(), bytes.end()), deadline);
+    store.set(key_of_secret(options), std::string(bytes.begin(), bytes.end()), deadline);
   }
   options.open_key = options.open_key || options.secret.empty();
   if (options.secret.empty() && options.size > 1)
     options.secret =
-        rendezvous::get_in_slices(store, key_of_key(options), deadline, options.interrupted);
+        rendezvous::get_in_slices(store, key_of_secret(options), deadline, options.interrupted);
   if (ranks.empty()) {
     ranks.resize(static_cast<size_t>(options.size));
     std::iota(ranks.begin(), ranks.end(), 0);
@@ -444,16 +441,16 @@ std::shared_ptr<Group> connect(rendezvous::Store& store, ConnectOptions options,
     for (int i = 0; options.rank == 0 && options.size > kInfosPerBlock && i < options.size;
          i += kInfosPerBlock)
       store.remove(key_of_block(options, i / kInfosPerBlock), limit);
-    if (made_key) store.remove(key_of_key(options), limit);
+    if (made_key) store.remove(key_of_secret(options), limit);
   };
   const std::string fallback_key = options.name + "/by tcp";
   const auto fallback = std::make_shared<TcpFallbackFlag>(store, fallback_key);
   ConnectOptions watching = options;
   const bool may_use_tcp = options.size > 1 && options.transport.empty();
   if (may_use_tcp) {
-    watching.forbidden = [fallback](const std::string& why) { fallback->leave(why); };
+    watching.forbidden = [fallback](const std::string& why) { fallback->set(why); };
     watching.interrupted = [fallback, ask = options.interrupted] {
-      return fallback->is_there(false) || (ask && ask());
+      return fallback->is_set(false) || (ask && ask());
     };
   }
   std::shared_ptr<Group> group;
@@ -462,7 +459,7 @@ std::shared_ptr<Group> connect(rendezvous::Store& store, ConnectOptions options,
     group = form_through_store(store, watching, ranks, made_key, deadline);
   } catch (const std::exception& error) {
     try {
-      by_tcp = may_use_tcp && !deadline.expired() && fallback->is_there(true);
+      by_tcp = may_use_tcp && !deadline.expired() && fallback->is_set(true);
       const auto* ours = dynamic_cast<const Error*>(&error);
       const bool refused = ours != nullptr && (ours->kind() == ErrorKind::mismatch ||
                                                ours->kind() == ErrorKind::unsupported);

@@ -21,4 +21,10 @@ std::array<uint8_t, 32> random_bytes() {
   return bytes;
 }
 
+std::string random_name() {
+  std::string name;
+  for (const uint8_t byte : random_bytes()) name += static_cast<char>('a' + byte % 16);
+  return name;
+}
+
 }  // namespace pycomm::os

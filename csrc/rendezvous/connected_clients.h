@@ -8,7 +8,6 @@
 #include <poll.h>
 
 #include <chrono>
-#include <cstddef>
 #include <functional>
 #include <list>
 #include <span>

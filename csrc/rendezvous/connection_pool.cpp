@@ -12,7 +12,7 @@ std::optional<ServerConnection> ConnectionPool::take(const Deadline& deadline) {
     std::unique_lock lock(mutex_);
     const auto turn = turns_.insert(turns_.end(), std::monostate{});
     const auto may_take = [&] {
-      return turn == turns_.begin() && (!idle_.empty() || !settled_ || in_use_ == 0);
+      return turn == turns_.begin() && (!idle_.empty() || !fixed_size_ || in_use_ == 0);
     };
     bool interrupted = false;
     while (!may_take() && !interrupted && !deadline.expired()) {
@@ -53,10 +53,10 @@ void ConnectionPool::give_back(std::optional<ServerConnection> connection) {
   changed_.notify_all();
 }
 
-void ConnectionPool::settle() {
-  dialer_.settle();
+void ConnectionPool::stop_growing() {
+  dialer_.only_reconnect();
   const std::lock_guard lock(mutex_);
-  settled_ = true;
+  fixed_size_ = true;
 }
 
 }  // namespace pycomm::rendezvous

@@ -28,7 +28,7 @@ class ConnectionPool {
   // After each take() that returned one. `connection` is empty if it was lost.
   void give_back(std::optional<ServerConnection> connection);
   // From now on opens a connection only if all were lost.
-  void settle();
+  void stop_growing();
 
  private:
   ServerDialer& dialer_;
@@ -38,7 +38,7 @@ class ConnectionPool {
   std::list<std::monostate> turns_;  // one for each take() that waits, in order of arrival
   std::vector<ServerConnection> idle_;
   size_t in_use_ = 0;
-  bool settled_ = false;
+  bool fixed_size_ = false;
 };
 
 }  // namespace pycomm::rendezvous

@@ -57,7 +57,7 @@ ServerConnection ServerDialer::open(const Deadline& deadline) {
     Failure last;
     if (auto connection = attempt_all(deadline, last)) return std::move(*connection);
     if (!server_name_.empty() && last.no_server)
-      throw PeerLost("the store at " + wait_.server() + " has gone: " + last.why);
+      throw PeerLost("lost the store at " + wait_.server() + ": " + last.why);
     length = std::min(length, deadline.left());
     if (deadline.expired()) throw_unreachable(wait_.server(), deadline, attempts, last.why);
     if (log_) log_(retry_line(wait_.server(), attempts, last.why, length));
@@ -76,7 +76,7 @@ void ServerDialer::pause(std::chrono::nanoseconds length) const {
 std::optional<ServerConnection> ServerDialer::attempt_all(const Deadline& deadline,
                                                           Failure& failure) {
   std::vector<uint16_t> ports;
-  if (!settled_) ports.push_back(port_);
+  if (!only_reconnects_) ports.push_back(port_);
   if (reconnect_port_ != 0) ports.push_back(reconnect_port_);
   for (const uint16_t port : ports) {
     try {

@@ -26,7 +26,7 @@ class ServerDialer {
   // if the server ended, GroupBroken after an interruption. Thread-safe once it has succeeded.
   ServerConnection open(const Deadline& deadline);
   // From now on the server's public port is closed: connects at its other port only. Thread-safe.
-  void settle() { settled_ = true; }
+  void only_reconnect() { only_reconnects_ = true; }
 
  private:
   struct Failure {
@@ -45,7 +45,7 @@ class ServerDialer {
   std::string key_;
   const ClientWait& wait_;
   std::function<void(const std::string&)> log_;
-  std::atomic<bool> settled_{false};
+  std::atomic<bool> only_reconnects_{false};
   std::string server_name_;      // its random name; empty before the first connection
   uint16_t reconnect_port_ = 0;  // its port for clients that lost a connection
 };

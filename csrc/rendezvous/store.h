@@ -1,5 +1,5 @@
 // The rendezvous store: key-value pairs by which ranks exchange their addresses while a group is
-// created, and later those of the program's user_set(). No collective uses it.
+// created, and later the values of the program (pycomm.user_set). No collective uses it.
 #pragma once
 
 #include <chrono>
@@ -35,7 +35,7 @@ class Store {
   virtual std::string claim(const std::string& key, const std::string& value,
                             const Deadline& deadline = store_limit()) = 0;
   // All ranks are connected: from now on the store accepts only clients that reconnect.
-  virtual void settle() {}
+  virtual void all_ranks_connected() {}
 };
 
 // store.get() in slices of at most 100 ms. Throws GroupBroken if `interrupted`, which may be empty,

@@ -82,7 +82,7 @@ std::optional<Reply> StoreClient::ask(const Request& request, const Deadline& de
     } catch (const PeerLost& error) {  // try another connection
       pool_.give_back(std::nullopt);
       if (++lost == kMostLost)
-        throw PeerLost("the store at " + wait_.server() + " has gone: " + error.what());
+        throw PeerLost("lost the store at " + wait_.server() + ": " + error.what());
       continue;
     } catch (...) {  // this connection is closed
       pool_.give_back(std::nullopt);

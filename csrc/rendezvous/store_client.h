@@ -29,7 +29,7 @@ class StoreClient final : public TcpStore {
   std::optional<std::string> remove(const std::string& key, const Deadline& deadline) override;
   std::string claim(const std::string& key, const std::string& value,
                     const Deadline& deadline) override;
-  void settle() override { pool_.settle(); }
+  void all_ranks_connected() override { pool_.stop_growing(); }
 
  private:
   std::optional<store_frame::Reply> ask(const store_frame::Request& request,

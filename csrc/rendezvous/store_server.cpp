@@ -18,15 +18,10 @@
 namespace pycomm::rendezvous {
 namespace {
 
-std::string random_name() {
-  std::string name;
-  for (const uint8_t byte : os::random_bytes()) name += static_cast<char>('a' + byte % 16);
-  return name;
-}
-
 // The reply to `hello`: the server's random name, a blank, the port for clients that reconnect.
 std::string hello(const os::Fd& reconnect_listener) {
-  return random_name() + " " + std::to_string(os::local_address(reconnect_listener.get()).port());
+  return os::random_name() + " " +
+         std::to_string(os::local_address(reconnect_listener.get()).port());
 }
 
 }  // namespace

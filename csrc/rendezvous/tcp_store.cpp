@@ -44,7 +44,7 @@ class ServedStore final : public TcpStore {
     server_->wake();
     return held;
   }
-  void settle() override { server_->stop_listening(); }
+  void all_ranks_connected() override { server_->stop_listening(); }
 
  private:
   std::unique_ptr<StoreServer> server_;

@@ -19,8 +19,9 @@ struct StoreHooks {
 };
 
 // One end of the store: of the process that serves it, or of a client. Thread-safe. Concurrent
-// calls use separate connections; after settle() no more are opened, and a call may wait 100 ms for
-// another one. A key has 1 to 1024 bytes, a value at most 1 MiB (else InvalidArgument).
+// calls use separate connections; after all_ranks_connected() no more are opened, and a call may
+// wait 100 ms for another one. A key has 1 to 1024 bytes, a value at most 1 MiB (else
+// InvalidArgument).
 //
 // A connection that is lost, or without an answer for some seconds, is replaced within the call's
 // limit, and the request is sent again. The server applies no change twice.
@@ -30,9 +31,9 @@ struct StoreHooks {
 class TcpStore : public Store {
  public:
   // Serves the store in this process. An empty host: every interface; port 0: any free port. After
-  // settle() that port is closed, and clients that lost their connection use another one, which the
-  // kernel chose. The destructor stops the server, and waiting clients get PeerLost. Throws
-  // InvalidArgument: address in use or unknown, empty key.
+  // all_ranks_connected() that port is closed, and clients that lost their connection use another
+  // one, which the kernel chose. The destructor stops the server, and waiting clients get PeerLost.
+  // Throws InvalidArgument: address in use or unknown, empty key.
   static std::unique_ptr<TcpStore> serve(const std::string& host, uint16_t port,
                                          const std::string& key);
 
@@ -43,7 +44,7 @@ class TcpStore : public Store {
                                            StoreHooks hooks = {});
 
   // Call it on both ends: the server closes its public port, a client opens no more connections.
-  void settle() override = 0;
+  void all_ranks_connected() override = 0;
 
   uint16_t port() const { return port_; }
 

@@ -34,12 +34,12 @@ void DelayedBuffer::add(size_t bytes, std::optional<std::chrono::nanoseconds> de
   }
 }
 
-void DelayedBuffer::reveal(size_t grain) {
+void DelayedBuffer::reveal(size_t chunk_bytes) {
   while (!delayed_.empty() && delayed_.front().at <= Clock::now()) {
     due_ += delayed_.front().bytes;
     delayed_.pop_front();
   }
-  shown_ += std::min(due_ - shown_, grain);
+  shown_ += std::min(due_ - shown_, chunk_bytes);
 }
 
 std::chrono::nanoseconds DelayedBuffer::until_next() const {

@@ -21,8 +21,8 @@ class DelayedBuffer {
   // they become visible now, with all that arrived before.
   void add(size_t bytes, std::optional<std::chrono::nanoseconds> delay);
 
-  // Makes at most `grain` more bytes visible, whose delay is over.
-  void reveal(size_t grain);
+  // Makes at most `chunk_bytes` more bytes visible, of those whose delay is over.
+  void reveal(size_t chunk_bytes);
   // Whether bytes will become visible, and the time until reveal() has an effect.
   bool is_pending() const { return shown_ < due_ || !delayed_.empty(); }
   std::chrono::nanoseconds until_next() const;

@@ -28,13 +28,13 @@ class Faulty;
 struct FaultState {
   Fault fault;
   uint64_t left = 0;         // bytes until it strikes
-  bool struck = false;       // for delay, trickle and garbage: in force
+  bool struck = false;       // for delay, throttle and corrupt: in force
   bool timestamped = false;  // the time was written to the file
 };
 
 // Called before the fault has any effect, so that an observer of the effect finds the time there.
 void write_timestamp(FaultState& state) {
-  const std::string& path = state.fault.moment_file;
+  const std::string& path = state.fault.timestamp_file;
   if (path.empty() || std::exchange(state.timestamped, true)) return;
   const std::chrono::duration<double> now = Clock::now().time_since_epoch();
   const std::string text = std::to_string(now.count());
@@ -159,14 +159,14 @@ class Faulty final : public transport::Channel {
   ~Faulty() override { std::erase(faults_->channels, this); }
 
   int peer() const { return peer_; }
-  void cut() { inner_.reset(); }
+  void disconnect() { inner_.reset(); }
 
   std::string_view transport() const override { return transport_; }
 
   size_t send(transport::ConstBytes head, transport::ConstBytes body) override {
     const size_t total = head.size() + body.size();
     if (!inner_) return total;
-    if (!noise_.send(*inner_, watched_.in_force(FaultAction::garbage))) return 0;
+    if (!noise_.send(*inner_, watched_.in_force(FaultAction::corrupt))) return 0;
     const auto [allowed, due] = watched_.until_due(head, body);
     const transport::ConstBytes first = head.first(std::min(head.size(), allowed));
     const transport::ConstBytes second = body.first(allowed - first.size());
@@ -251,9 +251,9 @@ class Faulty final : public transport::Channel {
   }
 
   void reveal() {
-    const FaultState* state = watched_.in_force(FaultAction::trickle);
+    const FaultState* state = watched_.in_force(FaultAction::throttle);
     const bool unwatched = armed_ && !timed_;  // nothing would wake the rank for later bytes
-    arrived_.reveal(state == nullptr || unwatched ? SIZE_MAX : state->fault.grain);
+    arrived_.reveal(state == nullptr || unwatched ? SIZE_MAX : state->fault.chunk_bytes);
   }
 
   std::unique_ptr<transport::Channel> inner_;  // null: disconnected
@@ -272,11 +272,11 @@ class Faulty final : public transport::Channel {
 void Faults::strike(FaultState& state) {
   if (state.struck) return;
   state.struck = true;
-  if (state.fault.action != FaultAction::garbage) write_timestamp(state);  // noise is sent later
+  if (state.fault.action != FaultAction::corrupt) write_timestamp(state);  // noise is sent later
   switch (state.fault.action) {
-    case FaultAction::cut:
+    case FaultAction::disconnect:
       for (Faulty* channel : channels)
-        if (state.fault.peer < 0 || channel->peer() == state.fault.peer) channel->cut();
+        if (state.fault.peer < 0 || channel->peer() == state.fault.peer) channel->disconnect();
       return;
     case FaultAction::kill:
       ::kill(::getpid(), SIGKILL);
@@ -285,8 +285,8 @@ void Faults::strike(FaultState& state) {
       ::kill(::getpid(), SIGSTOP);
       return;
     case FaultAction::delay:
-    case FaultAction::trickle:
-    case FaultAction::garbage:
+    case FaultAction::throttle:
+    case FaultAction::corrupt:
       return;
   }
 }

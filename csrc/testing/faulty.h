@@ -17,25 +17,26 @@
 namespace pycomm::testing {
 
 enum class FaultAction : uint8_t {
-  cut,      // the channels are closed, as when the process dies
-  kill,     // SIGKILL to this process
-  stop,     // SIGSTOP to this process
-  delay,    // from now on received bytes are visible `delay` later
-  trickle,  // from now on received bytes become visible `grain` bytes at a time
-  garbage,  // 32 bytes of noise are sent before each channel's next frame
+  disconnect,  // the channels are closed, as when the process dies
+  kill,        // SIGKILL to this process
+  stop,        // SIGSTOP to this process
+  delay,       // from now on received bytes are visible `delay` later
+  throttle,    // from now on received bytes become visible `chunk_bytes` at a time
+  corrupt,     // 32 bytes of noise are sent before each channel's next frame
 };
 
 inline constexpr std::array<std::string_view, 6> kFaultActions{"disconnect", "kill",     "stop",
                                                                "delay",      "throttle", "corrupt"};
 
 struct Fault {
-  FaultAction action = FaultAction::cut;
+  FaultAction action = FaultAction::disconnect;
   int operation = -1;  // count only data frames of this operation; -1: everything
   uint64_t after_bytes = 0;
   int peer = -1;  // count and strike only on the channel to this rank; -1: on all
   std::chrono::nanoseconds delay{0};
-  size_t grain = 1;
-  std::string moment_file{};  // receives the time of the fault, in s of the steady clock; or empty
+  size_t chunk_bytes = 1;
+  // Receives the time of the fault, in s of the steady clock; or empty.
+  std::string timestamp_file{};
 };
 
 // The state of the faults, shared by the channels of one rank.

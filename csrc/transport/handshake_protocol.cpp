@@ -127,7 +127,7 @@ void HandshakeProtocol::check_connector() {
   const std::string theirs = message_.substr(0, params_.agreed.size());
   const auto proof = std::string_view(message_).substr(theirs.size());
   if (!transcript_.is_proven(proof, HandshakeRole::connector, theirs)) return refuse_proof();
-  if (!accept_peer(claimed_rank_, "called")) return;
+  if (!accept_peer(claimed_rank_, "connected")) return;
   const bool wanted = !params_.wanted || params_.wanted(peer_);
   message_.assign(1, theirs != params_.agreed ? kDifferent : wanted ? kYes : kNo);
 }

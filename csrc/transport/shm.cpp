@@ -19,16 +19,6 @@
 namespace pycomm::transport {
 namespace {
 
-std::string random_name() {
-  constexpr std::string_view kDigits = "0123456789abcdef";
-  std::string name;
-  for (const uint8_t byte : os::random_bytes()) {
-    name += kDigits[byte >> 4];
-    name += kDigits[byte & 15];
-  }
-  return name;
-}
-
 std::string not_our_user(uint32_t user) {
   return "it runs as user " + std::to_string(user) + ", this rank as user " +
          std::to_string(::geteuid()) + ": shared memory requires one user for all ranks of a host";
@@ -109,7 +99,7 @@ class Shm final : public SocketTransport {
         memory_bytes_(memory_bytes),
         memory_(os::make_shared_memory(memory_bytes)),
         mapped_(os::map_shared_memory(memory_.get(), memory_bytes)),
-        address_("pycomm-" + random_name()),
+        address_("pycomm-" + os::random_name()),
         listener_(os::listen_on(os::abstract_unix_address(address_))) {}
 
   std::string_view name() const override { return "shm"; }

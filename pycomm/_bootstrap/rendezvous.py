@@ -120,7 +120,7 @@ class TorchStore:
         """Stores `value` under `key` unless there is a value; returns the stored one."""
         return self._replace(key, lambda found: value if found is None else found, timeout_s)
 
-    def settle(self) -> None:
+    def all_ranks_connected(self) -> None:
         """Does nothing: this process serves no store."""
 
     def _replace(

@@ -209,7 +209,7 @@ def test_loopback_is_rejected_for_another_host(by: int) -> None:
             assert result["error"] == "Unsupported", result
             assert result["peer"] == 1 - rank
             assert f"rank {1 - rank} (host " in result["text"]
-            assert ("the former, 127.0.0.1:", "this, 127.0.0.1:")[rank == by] in result["text"]
+            assert ("that rank, 127.0.0.1:", "this rank, 127.0.0.1:")[rank == by] in result["text"]
 
 
 @pytest.mark.parametrize("how", ["silent", "unreachable"])
@@ -231,7 +231,7 @@ def test_unreachable_address_is_named(two_links: Network, how: str) -> None:
         assert "No route to host" in one["text"] or "unreachable" in one["text"]
     assert zero["error"] == "Timeout"
     assert "rank 1 (host " in zero["text"]
-    assert f"which did not call {target}:" in zero["text"]
+    assert f"which did not connect to {target}:" in zero["text"]
 
 
 @pytest.mark.timeout(300)

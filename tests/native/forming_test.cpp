@@ -328,7 +328,7 @@ const Test kInterrupted{
       const auto ending = ranks::ending_of([&] { (void)group::connect(store, options); });
       expect(ending.is(ErrorKind::group_broken) && ending.says("was interrupted"), ending.text());
       expect(ending.seconds < 30, "it waited for its limit");
-      expect(!store.find("world/note/0"), "its info is still there");
+      expect(!store.find("world/rank_info/0"), "its info is still there");
     }};
 
 bootstrap::RankInfo sound_note() {
@@ -346,7 +346,7 @@ bootstrap::RankInfo sound_note() {
 const Test kRefused{
     "a rank with other options than a rank that left waits no longer than its limit", [] {
       rendezvous::LocalStore store;
-      store.set("world/note/1", bootstrap::encode(sound_note()));
+      store.set("world/rank_info/1", bootstrap::encode(sound_note()));
       const auto ending =
           ranks::ending_of([&] { (void)group::connect(store, options_of_two(300ms)); });
       expect(ending.is(ErrorKind::mismatch), ending.text());

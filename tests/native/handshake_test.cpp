@@ -186,7 +186,9 @@ const Test kWrong{
           {{"a guess", {"world/1", 3, 5}}, kListener, "does not hold the same key"},
           {{"the key", {"world/2", 3, 5}}, kListener, "another group"},
           {{"the key", {"world/1", 3, 4}}, kListener, "rank 5 answered where rank 4 was expected"},
-          {kConnector, {"the key", {"world/1", 5, 2}}, "rank 3 called where rank 2 was expected"},
+          {kConnector,
+           {"the key", {"world/1", 5, 2}},
+           "rank 3 connected where rank 2 was expected"},
       };
       for (const Case& wrong : cases) {
         const Outcome outcome = converse(wrong.connector, wrong.listener);

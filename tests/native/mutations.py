@@ -91,7 +91,7 @@ ROWS = [
         "  listener_.reset();\n  clients_.drop_pending();",
         "  clients_.drop_pending();",
         "store_keys",
-        "after settle the public port is closed",
+        "after all ranks connected the public port is closed",
     ),
     # ---- received data
     (
@@ -234,7 +234,7 @@ ROWS = [
     (
         "past_calls_ignored",
         "engine/frame_dispatcher.cpp",
-        "if (header.context != running->context) mismatches_.throw_mismatch_on_past(peer);",
+        "if (header.context != running->context) mismatches_.throw_mismatch_before(peer);",
         "",
         "verbs",
         "a rank that a wrong root does not affect",

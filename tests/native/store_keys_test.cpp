@@ -116,7 +116,8 @@ const Test kRoom{"local store: a removal frees space, an addition uses it", [] {
                  }};
 
 const Test kSettled{
-    "tcp store: after settle the public port is closed, and present clients continue", [] {
+    "tcp store: after all ranks connected the public port is closed, and present clients continue",
+    [] {
       const auto server = rendezvous::TcpStore::serve(kHost, 0, kKey);
       const auto client = rendezvous::TcpStore::connect(kHost, server->port(), kKey, within(10s));
       const auto other = rendezvous::TcpStore::connect(kHost, server->port(), kKey, within(10s));
@@ -124,7 +125,7 @@ const Test kSettled{
       for (rendezvous::Store* store : {static_cast<rendezvous::Store*>(client.get()),
                                        static_cast<rendezvous::Store*>(server.get()),
                                        static_cast<rendezvous::Store*>(server.get())})
-        store->settle();
+        store->all_ranks_connected();
       expect_equal(open_descriptors(), before - 1, "descriptors without the public listener");
       expect_says(expect_throws<Timeout>([&] {
                     rendezvous::TcpStore::connect(kHost, server->port(), kKey, within(100ms));
@@ -158,7 +159,7 @@ const Test kOrder{
       rendezvous::ServerDialer dialer(kHost, server->port(), kKey, no_wait, {});
       rendezvous::ConnectionPool pool(dialer, wait);
       auto held = pool.take(within(10s));
-      pool.settle();
+      pool.stop_growing();
       auto waiting = std::async(std::launch::async, [&] { return pool.take(within(20s)); });
       asked.wait(false);
       pool.give_back(std::move(held));
@@ -171,16 +172,16 @@ const Test kOrder{
     }};
 
 const Test kSettledGone{
-    "tcp store: a settled client without its server gets an error in every thread", [] {
+    "tcp store: a connected client without its server gets an error in every thread", [] {
       auto server = rendezvous::TcpStore::serve(kHost, 0, kKey);
       const auto client = rendezvous::TcpStore::connect(kHost, server->port(), kKey, within(10s));
-      client->settle();
-      server->settle();
+      client->all_ranks_connected();
+      server->all_ranks_connected();
       std::vector<std::future<void>> waiting;
       for (int i = 0; i < 3; ++i)
         waiting.push_back(std::async(std::launch::async, [&] {
           expect_says(expect_throws<PeerLost>([&] { client->get("never", within(20s)); }),
-                      "has gone");
+                      "lost the store");
         }));
       client->set("key", "value");
       server.reset();
@@ -244,13 +245,13 @@ void all_form_again(const std::vector<rendezvous::Store*>& stores) {
         "each group has a name of its own");
 }
 
-const Test kLocalAgain{
-    "store: five groups of one name, one after another, in one local store", [] {
-      rendezvous::LocalStore store;
-      all_form_again({&store, &store, &store});
-      for (const std::string key : {"world/note/0", "world#2/note/1", "world/key", "world#5/key"})
-        expect(!store.find(key).has_value(), key + " is still there");
-    }};
+const Test kLocalAgain{"store: five groups of one name, one after another, in one local store", [] {
+                         rendezvous::LocalStore store;
+                         all_form_again({&store, &store, &store});
+                         for (const std::string key : {"world/rank_info/0", "world#2/rank_info/1",
+                                                       "world/key", "world#5/key"})
+                           expect(!store.find(key).has_value(), key + " is still there");
+                       }};
 
 const Test kTcpAgain{
     "store: five groups of one name, one after another, in one tcp store", [] {
@@ -265,7 +266,7 @@ const Test kFailedForming{"store: a failed forming does not count, and leaves no
                             const group::ConnectOptions alone = options_of(0, 2, 50ms);
                             for (int i = 0; i < 2; ++i)
                               expect_throws<Timeout>([&] { group::connect(store, alone); });
-                            expect(!store.find("world/note/0").has_value(), "no note");
+                            expect(!store.find("world/rank_info/0").has_value(), "no note");
                             all_form_again({&store, &store});
                           }};
 
@@ -311,10 +312,10 @@ const Test kOtherOptions{
       Watched first(store), last(store);
       std::promise<void> acted;
       first.after_change = [&, once = false](const std::string& last_got) mutable {
-        if (last_got == "world/note/1" && !std::exchange(once, true)) acted.set_value();
+        if (last_got == "world/rank_info/1" && !std::exchange(once, true)) acted.set_value();
       };
       last.before_get = [&](const std::string& key) {
-        if (key == "world/note/0") acted.get_future().wait();
+        if (key == "world/rank_info/0") acted.get_future().wait();
       };
       const auto refused = [](rendezvous::Store& end, int rank) {
         group::ConnectOptions options = options_of(rank, 2, 5s);
@@ -325,8 +326,8 @@ const Test kOtherOptions{
       auto other = std::async(std::launch::async, [&] { refused(last, 1); });
       refused(first, 0);
       other.get();
-      for (const std::string key :
-           {"world/note/0", "world/note/1", "world/key", "world/refused", "world/refused/all"})
+      for (const std::string key : {"world/rank_info/0", "world/rank_info/1", "world/key",
+                                    "world/refused", "world/refused/all"})
         expect(!store.find(key).has_value(), key + " is still there");
       auto again = std::async(std::launch::async, [&] {
         return group::connect(store, options_of(1, 2, 5s))->info().name;

@@ -198,9 +198,9 @@ const Test kGone{
         // A second client passes its handshake only when the server's thread runs.
         rendezvous::TcpStore::connect(kHost, port, kKey, within(10s))->set("key", "value");
         server.reset();
-        expect_says(text.get(), "has gone");
+        expect_says(text.get(), "lost the store");
         // The server does not return: a call that would connect does not try for its 30 s.
-        expect_says(expect_throws<PeerLost>([&] { client->remove("key"); }), "has gone");
+        expect_says(expect_throws<PeerLost>([&] { client->remove("key"); }), "lost the store");
       }
       expect_throws<Timeout>(
           [&] { rendezvous::TcpStore::connect(kHost, port, kKey, within(10ms)); });

@@ -74,8 +74,8 @@ struct Conformance {
       Test("throttled " + transport + ": " + name, [=] { body(throttled_pair(transport)); });
       Test("late " + transport + ": " + name,
            [=] { body(faulty_pair(transport, {.action = FaultAction::delay, .delay = 20us})); });
-      Test("trickling " + transport + ": " + name,
-           [=] { body(faulty_pair(transport, {.action = FaultAction::trickle, .grain = 997})); });
+      const Fault slow{.action = FaultAction::throttle, .chunk_bytes = 997};
+      Test("trickling " + transport + ": " + name, [=] { body(faulty_pair(transport, slow)); });
     }
   }
 };

@@ -222,11 +222,11 @@ def test_invalid_keys_and_values_are_rejected() -> None:
 
 
 def test_a_get_waits_for_another_thread_on_one_connection() -> None:
-    """After settle() a client has one connection for all its threads."""
+    """After all_ranks_connected() a client has one connection for all its threads."""
     server = _core.TcpStore.serve("127.0.0.1", 0, "a key of the run")
     client = _core.TcpStore.connect("127.0.0.1", server.port, "a key of the run", 10.0)
-    server.settle()
-    client.settle()
+    server.all_ranks_connected()
+    client.all_ranks_connected()
     with pytest.raises(errors.Timeout):
         _core.TcpStore.connect("127.0.0.1", server.port, "a key of the run", 0.1)
     got: list[bytes] = []

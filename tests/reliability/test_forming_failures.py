@@ -37,7 +37,7 @@ def test_rank_killed_before_all_join_is_named(lives: int, dies: int) -> None:
     }
     try:
         for rank in ranks:
-            server.get(f"world/note/{rank}", 60.0)
+            server.get(f"world/rank_info/{rank}", 60.0)
         ranks[dies].kill()
         output, _ = ranks[lives].communicate(timeout=60)
         assert output.startswith(f"PeerLost {dies} True"), output

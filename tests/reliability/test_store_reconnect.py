@@ -33,11 +33,11 @@ except pycomm.errors.PeerLost:  # rank 2 is killed
 """
 
 
-def settled(relay: Relay, server: _core.TcpStore) -> _core.TcpStore:
+def connected(relay: Relay, server: _core.TcpStore) -> _core.TcpStore:
     """A client behind a relay, in its state after the group was formed."""
     client = _core.TcpStore.connect("127.0.0.1", relay.port, KEY, 10.0)
-    server.settle()
-    client.settle()
+    server.all_ranks_connected()
+    client.all_ranks_connected()
     return client
 
 
@@ -47,7 +47,7 @@ def settled(relay: Relay, server: _core.TcpStore) -> _core.TcpStore:
 def test_calls_continue_when_a_connection_is_lost(lose: Callable[[Relay], None]) -> None:
     server = _core.TcpStore.serve("127.0.0.1", 0, KEY)
     with relayed(server.port) as relay:
-        client = settled(relay, server)
+        client = connected(relay, server)
         client.set("key", b"value", 20.0)
         lose(relay)
         assert client.add("count", 1, 20.0) == 1
@@ -61,7 +61,7 @@ def test_a_change_whose_reply_was_lost_is_applied_once() -> None:
     """The server gets the request, and the connection is closed before the client has the reply."""
     server = _core.TcpStore.serve("127.0.0.1", 0, KEY)
     with relayed(server.port) as relay:
-        client = settled(relay, server)
+        client = connected(relay, server)
         relay.drop_replies.set()
         assert client.add("count", 1, 20.0) == 1
         assert server.get("count", 1.0) == b"1"
@@ -73,10 +73,10 @@ def test_a_change_whose_reply_was_lost_is_applied_once() -> None:
 def test_client_of_an_ended_server_raises_immediately() -> None:
     server = _core.TcpStore.serve("127.0.0.1", 0, KEY)
     with relayed(server.port) as relay:
-        client = settled(relay, server)
+        client = connected(relay, server)
         del server
         begin = time.monotonic()
-        with pytest.raises(errors.PeerLost, match="has gone"):
+        with pytest.raises(errors.PeerLost, match="lost the store"):
             client.add("count", 1, 30.0)
         assert time.monotonic() - begin < 15
 

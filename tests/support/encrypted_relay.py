@@ -118,9 +118,9 @@ class Forger:
 
     def set(self, key: str, value: bytes, timeout_s: float = 30.0) -> None:
         """Stores `value`, or its forgery."""
-        if key.endswith("/note/0"):
+        if key.endswith("/rank_info/0"):
             value = self._relay.forge_address(value)
-        if key.endswith("/note/1"):
+        if key.endswith("/rank_info/1"):
             value = self._relay.hide_address(value)
         self._store.set(key, value, timeout_s)
 
