@@ -52,11 +52,11 @@ class Backend : public c10d::Backend {
   ~Backend() override {
     shutdown();
     if (born_ != fork_count) {  // the parent owns the sockets: send no goodbye on them
-      [[maybe_unused]] auto* leaked = new std::pair(std::move(group_), std::move(sides_));
+      [[maybe_unused]] auto* leaked = new std::pair(std::move(group_), std::move(device_states_));
       return;
     }
     without_gil([this] {
-      sides_.clear();
+      device_states_.clear();
       group_.reset();
     });
   }
@@ -89,15 +89,15 @@ class Backend : public c10d::Backend {
   // Device calls are counted by the host group, where the ranks agree about them.
   group::Stats stats() const {
     group::Stats all = group_->stats();
-    for (const auto& [device, side] : sides_) {
-      const group::Stats there = side.group->stats();
+    for (const auto& [device, state] : device_states_) {
+      const group::Stats there = state.group->stats();
       all.frames_sent += there.frames_sent;
       all.bytes_sent += there.bytes_sent;
     }
     return all;
   }
   void eagerConnectSingleDevice(at::Device device) override {
-    with_python_errors([&] { (void)device_side(device); });
+    with_python_errors([&] { (void)device_state(device); });
   }
 
   // The timeout of torch's calls. The group's own timeout is unchanged, as it may have other users.
@@ -107,7 +107,7 @@ class Backend : public c10d::Backend {
     if (born_ == fork_count)
       without_gil([this] {
         const std::string reason = "rank " + std::to_string(rank_) + " called abort()";
-        for (const auto& [device, side] : sides_) side.group->abort(reason);
+        for (const auto& [device, state] : device_states_) state.group->abort(reason);
         group_->abort(reason);
       });
   }
@@ -116,7 +116,7 @@ class Backend : public c10d::Backend {
   void shutdown() override {
     if (born_ != fork_count) return;
     without_gil([this] {
-      for (const auto& [device, side] : sides_) side.group->close();
+      for (const auto& [device, state] : device_states_) state.group->close();
       if (owner_) group_->close();
     });
     if (!owner_) return;
@@ -304,7 +304,7 @@ class Backend : public c10d::Backend {
       sort_transfers(job.calls, rank_);
     }
     return with_python_errors([&] {
-      check_apart(job, uses);
+      check_no_overlap(job, uses);
       return start(std::move(job));
     });
   }
@@ -348,28 +348,28 @@ class Backend : public c10d::Backend {
   }
 
   // For a job on a device: sets the streams of its calls and returns the device's group.
-  DeviceSide* set_streams(Job& job) {
+  DeviceState* set_streams(Job& job) {
     if (!job.device || job.device->is_cpu()) return nullptr;
-    if (!sides_.contains(*job.device) && !job.calls.empty())
+    if (!device_states_.contains(*job.device) && !job.calls.empty())
       group::agree_on_first_message(*group_, job.calls.front());
-    DeviceSide& side = device_side(*job.device);
+    DeviceState& state = device_state(*job.device);
     void* const stream = current_stream(*job.device).native_handle();
     for (group::Call& call : job.calls) call.device.stream = stream;
-    return &side;
+    return &state;
   }
 
-  DeviceSide& device_side(c10::Device device) {
-    const auto found = sides_.find(device);
-    if (found != sides_.end()) return found->second;
-    DeviceSide made = make_device_side(group_, device, options_->devices, options_->timeout);
+  DeviceState& device_state(c10::Device device) {
+    const auto found = device_states_.find(device);
+    if (found != device_states_.end()) return found->second;
+    DeviceState made = make_device_state(group_, device, options_->devices, options_->timeout);
     open_groups.add(made.group);
-    return sides_.emplace(device, std::move(made)).first->second;
+    return device_states_.emplace(device, std::move(made)).first->second;
   }
 
   void run(Job& job) {
-    DeviceSide* const side = set_streams(job);
+    DeviceState* const state = set_streams(job);
     recording_errors([&] {
-      for (const auto& call : job.calls) (side ? side->group : group_)->run(call);
+      for (const auto& call : job.calls) (state ? state->group : group_)->run(call);
       if (job.after) job.after(*group_, job.calls.front().timeout);
     });
     EngineWork::copy_back(job);
@@ -391,18 +391,18 @@ class Backend : public c10d::Backend {
   }
 
   WorkPtr start(Job job) {
-    DeviceSide* const side = set_streams(job);
+    DeviceState* const state = set_streams(job);
     std::shared_ptr<DeviceCompletion> completion;
-    if (side) {
-      completion = std::make_shared<DeviceCompletion>(side->completion);
-      for (group::Call& call : job.calls) call.device.follower = side->completion.native_handle();
+    if (state) {
+      completion = std::make_shared<DeviceCompletion>(state->completion);
+      for (group::Call& call : job.calls) call.device.follower = state->completion.native_handle();
     }
     auto work = c10::make_intrusive<EngineWork>(rank_, ++sequence_, std::move(job), completion);
     const size_t count = work->job().calls.size();
     for (size_t i = 0; i < count; ++i) {
       try {
         auto call =
-            (side ? side->group : group_)
+            (state ? state->group : group_)
                 ->start(work->job().calls[i],
                         [work, error = error_, group = group_.get()](std::exception_ptr thrown) {
                           if (!thrown) thrown = work->follow(*group);
@@ -461,7 +461,7 @@ class Backend : public c10d::Backend {
 
   std::shared_ptr<group::Group> group_;
   std::optional<Split> last_split_;
-  std::unordered_map<c10::Device, DeviceSide> sides_;  // devices used so far
+  std::unordered_map<c10::Device, DeviceState> device_states_;  // devices used so far
   const c10::intrusive_ptr<bindings::Options> options_;
   const bool owner_;
   std::function<void()> ended_;

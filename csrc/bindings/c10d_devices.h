@@ -108,28 +108,29 @@ class DeviceCompletion {
 
 // How device tensors are sent; see pycomm.Group.
 struct DeviceOptions {
-  int lanes = 1;
-  std::string between_hosts = "nccl";
+  int channels = 1;
+  std::string internode_transport = "nccl";
 };
 
 // A backend's group and completion stream for one device.
-struct DeviceSide {
+struct DeviceState {
   std::shared_ptr<group::Collectives> group;
   c10::Stream completion;
 };
 
 // Collective over `host`: the group for `device`. Python finds and opens the devices.
-inline DeviceSide make_device_side(const std::shared_ptr<group::Group>& host, c10::Device device,
-                                   const DeviceOptions& options,
-                                   std::chrono::milliseconds timeout) {
+inline DeviceState make_device_state(const std::shared_ptr<group::Group>& host, c10::Device device,
+                                     const DeviceOptions& options,
+                                     std::chrono::milliseconds timeout) {
   const auto completion =
       c10::impl::VirtualGuardImpl(device.type()).getStreamFromGlobalPool(device);
-  return in_python([&]() -> DeviceSide {
+  return in_python([&]() -> DeviceState {
     const py::object on_device =
         py::module_::import("pycomm._core_api.device_groups").attr("on_device");
-    const py::capsule made = on_device(
-        in_capsule(host), c10::DeviceTypeName(device.type(), true), int{device.index()},
-        std::chrono::duration<double>(timeout).count(), options.lanes, options.between_hosts);
+    const py::capsule made =
+        on_device(group_capsule(host), c10::DeviceTypeName(device.type(), true),
+                  int{device.index()}, std::chrono::duration<double>(timeout).count(),
+                  options.channels, options.internode_transport);
     return {*made.get_pointer<std::shared_ptr<group::Collectives>>(), completion};
   });
 }

@@ -3,7 +3,6 @@
 
 #include <chrono>
 #include <optional>
-#include <string>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <utility>
 

@@ -23,7 +23,7 @@ struct Use {
   bool written;
 };
 
-class SharedMemory {
+class MemoryOverlap {
  public:
   // Whether a call writes memory that another call reads or writes.
   static bool is_written_twice(const std::vector<Use>& uses) {

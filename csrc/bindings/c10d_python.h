@@ -10,6 +10,7 @@
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
+#include "bindings/capsule.h"
 #include "group/group.h"
 
 namespace pycomm::bindings {
@@ -31,12 +32,8 @@ auto in_python(const Body& body) {
 }
 
 // A capsule like that of _core.Group._capsule().
-inline py::capsule in_capsule(const std::shared_ptr<group::Group>& group) {
-  const auto drop = [](PyObject* capsule) {
-    delete static_cast<std::shared_ptr<group::Group>*>(
-        PyCapsule_GetPointer(capsule, "pycomm.Group"));
-  };
-  return py::capsule(new std::shared_ptr<group::Group>(group), "pycomm.Group", drop);
+inline py::capsule group_capsule(const std::shared_ptr<group::Group>& group) {
+  return in_capsule(group, "pycomm.Group");
 }
 
 // Registers a subgroup, so that it ends with the default group. Returns a function that unregisters
@@ -45,7 +42,8 @@ inline std::function<void()> attach(const std::shared_ptr<group::Group>& part,
                                     std::chrono::milliseconds timeout) {
   return in_python([&] {
     return py::module_::import("pycomm.torch_backend")
-        .attr("register_backend")(in_capsule(part), std::chrono::duration<double>(timeout).count())
+        .attr("register_backend")(group_capsule(part),
+                                  std::chrono::duration<double>(timeout).count())
         .cast<std::function<void()>>();
   });
 }

@@ -80,8 +80,8 @@ inline void add_uses(std::vector<Use>& uses, const Job& job, size_t call) {
 }
 
 // Calls of a batch are unordered, so an overlap would make what a call reads undefined.
-inline void check_apart(const Job& batch, const std::vector<Use>& uses) {
-  if (SharedMemory::is_written_twice(uses))
+inline void check_no_overlap(const Job& batch, const std::vector<Use>& uses) {
+  if (MemoryOverlap::is_written_twice(uses))
     batch.throw_invalid(
         "one call writes memory that another call reads or writes; pass tensors that do not "
         "overlap, or make the calls one after another");
@@ -97,7 +97,7 @@ inline void check_pairs(Job& job, const Tensors& outputs, const Tensors& inputs)
   std::vector<Use> uses;
   add_uses(uses, outputs, true);
   add_uses(uses, inputs, false);
-  job.staged = SharedMemory::is_written_twice(uses);
+  job.staged = MemoryOverlap::is_written_twice(uses);
 }
 
 // torch 2.11 has no type of its own for coalesced reduce_scatter calls.
@@ -135,7 +135,7 @@ inline Job all_reduce(const Tensors& tensors, const c10d::ReduceOp& op, c10d::Op
   if (tensors.size() > 1) {
     std::vector<Use> uses;
     add_uses(uses, tensors, true);
-    job.staged = SharedMemory::is_written_twice(uses);
+    job.staged = MemoryOverlap::is_written_twice(uses);
   }
   for (const auto& tensor : tensors) add_all_reduce(job, tensor, op);
   return job;
@@ -295,7 +295,7 @@ inline Job all_gather_lists(RankSlot slot, const std::vector<Tensors>& outputs,
     check_list(job, of_rank);
     add_uses(uses, of_rank, true);
   }
-  job.staged = SharedMemory::is_written_twice(uses);
+  job.staged = MemoryOverlap::is_written_twice(uses);
   for (size_t i = 0; i < inputs.size(); ++i) {
     Tensors of_input;
     for (const auto& of_rank : outputs) of_input.push_back(of_rank[i]);

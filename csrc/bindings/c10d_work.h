@@ -135,7 +135,7 @@ class EngineWork : public c10d::Work {
     job_.after = {};
     finish(error_);
     over_.store(true, std::memory_order_release);
-    settle();
+    complete_future();
   }
 
   static void copy_back(Job& job) {
@@ -175,7 +175,8 @@ class EngineWork : public c10d::Work {
           std::chrono::duration_cast<milliseconds>(std::chrono::steady_clock::now() - start);
       if (limit > kNoTimeout && spent >= limit)
         throw as_python(std::make_exception_ptr(timed_out(limit)));
-      cv_.wait_for(lock, limit > kNoTimeout ? std::min(kSlice, limit - spent) : kSlice,
+      cv_.wait_for(lock,
+                   limit > kNoTimeout ? std::min(kSignalInterval, limit - spent) : kSignalInterval,
                    [this] { return completed_; });
       if (completed_) break;
       lock.unlock();
@@ -202,14 +203,14 @@ class EngineWork : public c10d::Work {
         future_ =
             c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()));
     }
-    settle();
+    complete_future();
     return future_;
   }
 
  private:
   static constexpr int kSpins = 20;  // about 10 us of yields, enough for most small calls
-  static constexpr milliseconds kSlice{100};
-  static constexpr milliseconds kPollInterval{1};  // poll interval: devices send no notification
+  static constexpr milliseconds kSignalInterval{100};
+  static constexpr milliseconds kDevicePollInterval{1};  // devices send no notification
 
   std::exception_ptr late_error() const { return completion_ ? completion_->error() : nullptr; }
 
@@ -218,7 +219,7 @@ class EngineWork : public c10d::Work {
       if (const auto error = late_error()) throw as_python(error);
       completion_->join();
       if (limit <= kNoTimeout || completion_->passed()) return;
-      std::this_thread::sleep_for(kPollInterval);
+      std::this_thread::sleep_for(kDevicePollInterval);
       raise_pending_signal();
     } while (std::chrono::steady_clock::now() - start < limit);
     throw as_python(std::make_exception_ptr(timed_out(limit)));
@@ -235,10 +236,10 @@ class EngineWork : public c10d::Work {
 
   // Completes the future once both the future and the result exist. The thread that adds the second
   // one calls this.
-  void settle() {
+  void complete_future() {
     {
       std::lock_guard lock(mutex_);
-      if (!future_ || !completed_ || std::exchange(settled_, true)) return;
+      if (!future_ || !completed_ || std::exchange(future_completed_, true)) return;
     }
     if (exception_) {
       future_->setErrorIfNeeded(std::make_exception_ptr(as_python(exception_)));
@@ -261,7 +262,7 @@ class EngineWork : public c10d::Work {
   std::exception_ptr error_;
   std::atomic<bool> over_{false};
   c10::intrusive_ptr<c10::ivalue::Future> future_;
-  bool settled_ = false;
+  bool future_completed_ = false;
 };
 
 }  // namespace pycomm::bindings

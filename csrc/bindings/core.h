@@ -5,15 +5,13 @@
 
 #include <pybind11/pybind11.h>
 
-#include <array>
 #include <chrono>
 #include <deque>
 #include <memory>
 #include <mutex>
-#include <string>
-#include <string_view>
 #include <utility>
 
+#include "bindings/names.h"
 #include "group/group.h"
 #include "os/fd.h"
 
@@ -87,29 +85,6 @@ class GroupHandle : public Handle {
 
 // The handle in a Python object. Throws if it is none.
 Handle& handle_of(PyObject* object);
-
-inline constexpr auto kDtypeNames = [] {
-  std::array<std::string_view, kDtypes.size()> names{};
-  for (size_t i = 0; i < names.size(); ++i) names[i] = kDtypes[i].name;
-  return names;
-}();
-
-template <size_t kSize>
-std::string list(const std::array<std::string_view, kSize>& names) {
-  std::string text;
-  for (const auto name : names) text += (text.empty() ? "" : ", ") + std::string(name);
-  return text;
-}
-
-// The index of a name in its table. Throws InvalidArgument listing the valid names.
-template <typename Enum, size_t kSize>
-Enum find(const std::array<std::string_view, kSize>& names, std::string_view name,
-          std::string_view what) {
-  for (size_t i = 0; i < kSize; ++i)
-    if (names[i] == name) return static_cast<Enum>(i);
-  throw InvalidArgument("unknown " + std::string(what) + " '" + std::string(name) +
-                        "'; one of: " + list(names));
-}
 
 void bind_stores(py::module_& module);       // core_store.cpp
 void bind_group(py::module_& module);        // core_group.cpp

@@ -137,11 +137,11 @@ std::optional<Dtype> dtype_of(const py::dtype& type) {
 }  // namespace
 
 std::optional<ContiguousArray> ContiguousArray::of(PyObject* x, bool write) {
-  ContiguousArray plain;
-  const bool seen = plain.read_numpy(x, write) || plain.read_tensor(x);
+  ContiguousArray array;
+  const bool known = array.read_numpy(x, write) || array.read_tensor(x);
   if (PyErr_Occurred() != nullptr) PyErr_Clear();
-  if (!seen) return std::nullopt;
-  return plain;
+  if (!known) return std::nullopt;
+  return array;
 }
 
 bool ContiguousArray::read_tensor(PyObject* x) {

@@ -8,6 +8,7 @@
 #include <utility>
 #include <vector>
 
+#include "bindings/capsule.h"
 #include "bindings/core.h"
 
 namespace pycomm::bindings {
@@ -56,15 +57,6 @@ void abort(const Handle& handle, const std::string& reason) {
   if (handle.in_child()) return;
   const Blocking blocking;
   handle.shared()->abort(reason);
-}
-
-template <typename T>
-py::capsule in_capsule(std::shared_ptr<T> group, const char* name) {
-  const auto drop = [](PyObject* object) {
-    delete static_cast<std::shared_ptr<T>*>(
-        PyCapsule_GetPointer(object, PyCapsule_GetName(object)));
-  };
-  return py::capsule(new std::shared_ptr<T>(std::move(group)), name, drop);
 }
 
 py::capsule collectives_capsule(const Handle& handle) {

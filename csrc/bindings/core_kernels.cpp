@@ -31,7 +31,7 @@ std::tuple<size_t, size_t, std::string_view, std::string_view> packet_header(uin
 
 // Encodes adjacent compact packets, each with one of the `lengths` and of an array of `count`
 // elements. A length of 0 produces no bytes.
-void bind_bundles(py::module_& module) {
+void bind_batches(py::module_& module) {
   using Free = py::call_guard<py::gil_scoped_release>;
   using Sizes = std::vector<size_t>;
   module.def(
@@ -100,8 +100,8 @@ void bind_bundles(py::module_& module) {
       Free());
 }
 
-// The loops of nontemporal_copy.h, for benchmarks.
-void bind_streams(py::module_& module) {
+// The loops of kernels/bandwidth.h, for benchmarks.
+void bind_bandwidth(py::module_& module) {
   using Free = py::call_guard<py::gil_scoped_release>;
   module.def(
       "stream_step",
@@ -111,8 +111,8 @@ void bind_streams(py::module_& module) {
       Free());
   module.def(
       "stream_copy",
-      [](uintptr_t from, uintptr_t to, size_t count, bool around) {
-        kernels::stream_copy(at<const float>(from), at<float>(to), count, around);
+      [](uintptr_t from, uintptr_t to, size_t count, bool nontemporal) {
+        kernels::stream_copy(at<const float>(from), at<float>(to), count, nontemporal);
       },
       Free());
   module.def(
@@ -140,8 +140,8 @@ void bind_cpu_kernels(py::module_& module) {
         codec::read_compact_header({at<const std::byte>(head), bytes}, size);
     return std::pair(header.k, header.count);
   });
-  bind_bundles(module);
-  bind_streams(module);
+  bind_batches(module);
+  bind_bandwidth(module);
 }
 
 }  // namespace pycomm::bindings

@@ -7,7 +7,6 @@
 #include <cstdint>
 #include <limits>
 #include <span>
-#include <string_view>
 #include <vector>
 
 #include "bindings/core.h"
@@ -44,13 +43,13 @@ class Lists {
     for (const py::handle list : lists) lists_.push_back(list.cast<py::list>());
   }
 
-  // Whether all arrays are contiguous and match: arrays of a row have the same number of elements
-  // and, unless flat, the same shape.
-  bool see() {
+  // False unless all arrays are contiguous and match: arrays of a row have the same number of
+  // elements and, unless flat, the same shape.
+  bool read() {
     for (const py::list& list : lists_)
       if (list.size() != count_) return false;
     for (size_t row = 0; row < count_; ++row)
-      if (!see_row(row)) return false;
+      if (!read_row(row)) return false;
     return true;
   }
 
@@ -65,7 +64,7 @@ class Lists {
   bool flat() const { return flat_; }  // whether all arrays are one-dimensional
 
  private:
-  bool see_row(size_t row) {
+  bool read_row(size_t row) {
     uint64_t* const words = words_.mutable_data(row);
     uint64_t& count = words[lists_.size()];
     shaped_ = false;
@@ -109,7 +108,7 @@ class Lists {
 // Returns (words, memory, dtypes by list, GPU or -1, whether all are flat), or None.
 py::object rows(const py::tuple& given) {
   Lists lists(given);
-  if (!lists.see()) return py::none();
+  if (!lists.read()) return py::none();
   return py::make_tuple(lists.words(), lists.memory(), lists.dtypes(), lists.gpu(), lists.flat());
 }
 

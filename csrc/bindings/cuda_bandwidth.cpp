@@ -5,7 +5,7 @@
 
 namespace pycomm::bindings {
 
-void bind_streams(py::module_& module) {
+void bind_bandwidth(py::module_& module) {
   using Free = py::call_guard<py::gil_scoped_release>;
   module.def(
       "stream_step",

@@ -1,6 +1,7 @@
 // open_device(index): a CUDA device for _core.on_device().
 #include "bindings/cuda_device.h"
 
+#include "bindings/capsule.h"
 #include "cuda/cuda_device.h"
 
 namespace pycomm::bindings {

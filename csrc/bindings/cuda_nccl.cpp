@@ -8,7 +8,7 @@
 #include <tuple>
 #include <vector>
 
-#include "bindings/cuda_device.h"
+#include "bindings/capsule.h"
 #include "core/errors.h"
 #include "cuda/cuda_kernels.h"
 

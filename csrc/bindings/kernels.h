@@ -8,17 +8,15 @@
 
 #include <pybind11/pybind11.h>
 
-#include <algorithm>
-#include <array>
 #include <cstdint>
 #include <span>
-#include <string>
 #include <string_view>
+#include <utility>
 
+#include "bindings/names.h"
 #include "codec/compact.h"
 #include "codec/packet.h"
 #include "core/dtype.h"
-#include "core/errors.h"
 #include "core/reduce_op.h"
 #include "kernels/device_kernels.h"
 
@@ -32,17 +30,7 @@ T* at(uintptr_t address) {
   return reinterpret_cast<T*>(address);  // NOLINT(performance-no-int-to-ptr): Python's view
 }
 
-inline Dtype dtype_named(std::string_view name) {
-  for (size_t i = 0; i < kDtypes.size(); ++i)
-    if (kDtypes[i].name == name) return static_cast<Dtype>(i);
-  throw InvalidArgument("unknown dtype '" + std::string(name) + "'");
-}
-
-inline ReduceOp op_named(std::string_view name) {
-  for (size_t i = 0; i < kReduceOps.size(); ++i)
-    if (kReduceOps[i] == name) return static_cast<ReduceOp>(i);
-  throw InvalidArgument("unknown op '" + std::string(name) + "'");
-}
+inline Dtype dtype_named(std::string_view name) { return find<Dtype>(kDtypeNames, name, "dtype"); }
 
 // A table in Python: (address, rows).
 using Rows = std::pair<uintptr_t, size_t>;
@@ -173,22 +161,16 @@ inline void bind_packets(py::module_& module, kernels::DeviceKernels& kernels) {
       Free());
 }
 
-template <typename Code, size_t kCount>
-Code code_named(const std::array<std::string_view, kCount>& names, std::string_view name) {
-  const auto* const found = std::find(names.begin(), names.end(), name);
-  if (found == names.end()) throw InvalidArgument("unknown code '" + std::string(name) + "'");
-  return static_cast<Code>(found - names.begin());
-}
-
 inline codec::CompactEncoding compact_encoding(size_t count, std::string_view index_code,
                                                std::string_view value_code) {
   const bool automatic = index_code == "auto";
   return {.count = count,
           .dtype = Dtype::float32,
           .automatic = automatic,
-          .index_code = automatic ? codec::IndexCode::list
-                                  : code_named<codec::IndexCode>(codec::kIndexCodes, index_code),
-          .value_code = code_named<codec::ValueCode>(codec::kValueCodes, value_code),
+          .index_code = automatic
+                            ? codec::IndexCode::list
+                            : find<codec::IndexCode>(codec::kIndexCodes, index_code, "index code"),
+          .value_code = find<codec::ValueCode>(codec::kValueCodes, value_code, "value code"),
           .residual = nullptr};
 }
 
@@ -274,7 +256,7 @@ inline void bind_dense(py::module_& module, kernels::DeviceKernels& kernels) {
       [&kernels](Rows out, std::string_view dtype, Rows xs, std::string_view op, int device,
                  uintptr_t stream) {
         kernels.reduce({at(out.first), out.second, dtype_named(dtype)}, table<const void*>(xs),
-                       op_named(op), queue(device, stream));
+                       find<ReduceOp>(kReduceOps, op, "op"), queue(device, stream));
       },
       Free());
 }

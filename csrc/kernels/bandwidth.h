@@ -10,7 +10,7 @@ namespace pycomm::kernels {
 void stream_step(const float* grad, float* u, float* v, size_t count);
 
 // to[i] = from[i], with plain or non-temporal stores.
-void stream_copy(const float* from, float* to, size_t count, bool around);
+void stream_copy(const float* from, float* to, size_t count, bool nontemporal);
 
 // Reads x. Returns the bits of the largest magnitude, so that the compiler keeps the loads.
 unsigned stream_read(const float* x, size_t count);

@@ -91,9 +91,11 @@ MAY_INCLUDE = {
     ],
     "bindings/core": [
         *(
+            "bindings/capsule.h",
             "bindings/core",
             "bindings/errors.h",
             "bindings/kernels.h",
+            "bindings/names.h",
             "core/",
             "codec/compact.h",
             "cpu/isa.h",
@@ -103,13 +105,18 @@ MAY_INCLUDE = {
         *("rendezvous/", "testing/"),
     ],
     "bindings/kernels.h": [
-        *("core/", "codec/compact.h", "codec/packet.h", "kernels/device_kernels.h"),
+        *("bindings/names.h", "core/", "codec/compact.h", "codec/packet.h"),
+        "kernels/device_kernels.h",
     ],
     "bindings/errors.h": ["core/"],
-    "bindings/c10d": ["bindings/c10d", "bindings/errors.h", "group/group.h"],
+    "bindings/names.h": ["core/"],
+    "bindings/capsule.h": [],
+    "bindings/c10d": [
+        *("bindings/c10d", "bindings/capsule.h", "bindings/errors.h", "group/group.h"),
+    ],
     "bindings/cuda": [
-        *("bindings/cuda", "bindings/kernels.h", "core/", "cuda/cuda_kernels.h", "nccl/nccl.h"),
-        *("cuda/cuda_device.h", "cuda/bandwidth.h"),
+        *("bindings/capsule.h", "bindings/cuda", "bindings/kernels.h", "core/", "nccl/nccl.h"),
+        *("cuda/bandwidth.h", "cuda/cuda_device.h", "cuda/cuda_kernels.h"),
     ],
     "nccl/": ["core/", "nccl/"],
     "cuda/": [

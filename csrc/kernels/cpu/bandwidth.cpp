@@ -40,7 +40,7 @@ struct ReadLoop {
   }
 };
 
-void copy_around(const float* from, float* to, size_t count) {
+void copy_nontemporal(const float* from, float* to, size_t count) {
 #ifdef __x86_64__
   for (; count > 0 && reinterpret_cast<uintptr_t>(to) % 16 != 0; --count) *to++ = *from++;
   for (; count >= 16; count -= 16, from += 16, to += 16)
@@ -65,10 +65,10 @@ void stream_step(const float* grad, float* u, float* v, size_t count) {
   });
 }
 
-void stream_copy(const float* from, float* to, size_t count, bool around) {
+void stream_copy(const float* from, float* to, size_t count, bool nontemporal) {
   by_ranges(count, [=](size_t begin, size_t n) {
-    if (around)
-      copy_around(from + begin, to + begin, n);
+    if (nontemporal)
+      copy_nontemporal(from + begin, to + begin, n);
     else
       for (size_t i = begin; i < begin + n; i += 4096)  // small enough for plain stores in memcpy
         std::memcpy(to + i, from + i, std::min<size_t>(4096, begin + n - i) * sizeof(float));
@@ -76,11 +76,11 @@ void stream_copy(const float* from, float* to, size_t count, bool around) {
 }
 
 unsigned stream_read(const float* x, size_t count) {
-  std::atomic<uint32_t> sum{0};
+  std::atomic<uint32_t> bits{0};
   by_ranges(count, [&](size_t begin, size_t n) {
-    sum.fetch_or(cpu::run_on<ReadLoop>(cpu::isa_here(), x + begin, n), std::memory_order_relaxed);
+    bits.fetch_or(cpu::run_on<ReadLoop>(cpu::isa_here(), x + begin, n), std::memory_order_relaxed);
   });
-  return sum;
+  return bits;
 }
 
 }  // namespace pycomm::kernels
