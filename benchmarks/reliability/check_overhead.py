@@ -40,9 +40,9 @@ REMOVED = {
         ("return !engine::same_call(theirs, mine);", "return false;"),
     ],
     "engine/call_sequence.cpp": [
-        ("past_ = followed_by(past_, header);", ""),
-        ("signature.context = static_cast<uint16_t>(past_);", ""),
-        ("uint64_t followed_by(", "[[maybe_unused]] uint64_t followed_by("),
+        ("call_hash_ = next_hash(call_hash_, header);", ""),
+        ("signature.context = static_cast<uint16_t>(call_hash_);", ""),
+        ("uint64_t next_hash(", "[[maybe_unused]] uint64_t next_hash("),
     ],
     "engine/frame_dispatcher.cpp": [
         (
@@ -51,7 +51,7 @@ REMOVED = {
             "",
         ),
         (
-            "if (header.context != running->context) mismatches_.throw_mismatch_on_past(peer);",
+            "if (header.context != running->context) mismatches_.throw_mismatch_before(peer);",
             "",
         ),
     ],

@@ -72,7 +72,7 @@ struct InterHostPlan {
   std::vector<Block> blocks;
 };
 inline constexpr size_t kSumsAhead = 2;
-InterHostPlan cross_all_reduce(const CollectiveShape& at, size_t block);
+InterHostPlan inter_host_all_reduce(const CollectiveShape& at, size_t block);
 
 Plan tree_all_reduce(int rank, int size, size_t count);
 Plan tree_broadcast(int rank, int size, size_t count, int root);
@@ -107,7 +107,7 @@ void append_pipelined_reduce(Plan& plan, const CollectiveShape& at);
 void append_pipelined_broadcast(Plan& plan, const CollectiveShape& at);
 
 // ring_all_gather without the announcement: for stages in which each rank represents several.
-Plan ring_spread(const CollectiveShape& at);
+Plan ring_all_gather_stage(const CollectiveShape& at);
 
 // Number of pieces of a ring broadcast or reduce of `count` elements.
 size_t ring_broadcast_pieces(int size, size_t count);

@@ -11,7 +11,7 @@
 // all-gather is Bruck's.
 //
 // "log" below is log2(size) rounded up, the number of skips.
-#include <utility>
+#include <algorithm>
 #include <vector>
 
 #include "collectives/collectives.h"

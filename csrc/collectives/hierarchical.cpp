@@ -32,11 +32,11 @@ void append_sum_inside(Plan& plan, const Levels& levels, size_t count) {
 }
 
 // All ranks of a host receive the lanes' pieces of the output.
-void append_spread_inside(Plan& plan, const Levels& levels, size_t count) {
+void append_all_gather_inside(Plan& plan, const Levels& levels, size_t count) {
   const auto counts = lane_counts(levels, count);
   const CollectiveShape at{.rank = levels.index, .size = levels.local_size(), .counts = counts};
   if (at.size == 1) return;
-  append_stage(plan, is_long(count) ? ring_spread(at) : halving_all_gather(at),
+  append_stage(plan, is_long(count) ? ring_all_gather_stage(at) : halving_all_gather(at),
                {.members = levels.here(),
                 .input_at = part(Space::output, 0, counts, at.rank).begin,
                 .input = Space::output});
@@ -72,13 +72,13 @@ Plan hierarchical_all_reduce(const CollectiveShape& at) {
                   .scratch_at = own.count,
                   .finishes = true});
   }
-  append_spread_inside(plan, levels, at.count);
+  append_all_gather_inside(plan, levels, at.count);
   return plan;
 }
 
 // Each block is as in hierarchical_all_reduce without the stages inside hosts. Pieces are equal;
 // the remainder is a block of its own in one lane.
-InterHostPlan cross_all_reduce(const CollectiveShape& at, size_t block) {
+InterHostPlan inter_host_all_reduce(const CollectiveShape& at, size_t block) {
   const Levels levels(at);
   const auto lanes = static_cast<size_t>(levels.lanes);
   const size_t even = at.count - at.count % lanes;
@@ -179,7 +179,7 @@ Plan hierarchical_broadcast(const CollectiveShape& at) {
     append_stage(plan, one_level(levels.host, levels.hosts(), mine.count, home),
                  {.members = levels.lane(levels.index), .output_at = mine.begin});
   }
-  append_spread_inside(plan, levels, at.count);
+  append_all_gather_inside(plan, levels, at.count);
   return plan;
 }
 

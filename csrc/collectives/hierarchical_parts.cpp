@@ -71,7 +71,7 @@ Plan hierarchical_all_gather(const CollectiveShape& at) {
   const Order order(levels, at.count);
   const Range input{Space::input, 0, at.count};
   const size_t whole = static_cast<size_t>(at.size) * at.count;
-  const auto collect = is_large ? ring_spread : halving_all_gather;
+  const auto collect = is_large ? ring_all_gather_stage : halving_all_gather;
   Plan plan;
   plan.scratch = whole;
   const size_t lane_at =

@@ -1,6 +1,7 @@
 #include "collectives/levels.h"
 
-#include <climits>
+#include <algorithm>
+#include <cstdint>
 
 namespace pycomm::collectives {
 

@@ -135,12 +135,12 @@ Plan ring_all_gather(const CollectiveShape& at) {
   Plan plan;
   // With two ranks the data of the only peer is the announcement.
   if (at.size > 2) append_announcement(plan, at.rank, at.size);
-  const Plan round = ring_spread(at);
+  const Plan round = ring_all_gather_stage(at);
   plan.moves.insert(plan.moves.end(), round.moves.begin(), round.moves.end());
   return plan;
 }
 
-Plan ring_spread(const CollectiveShape& at) {
+Plan ring_all_gather_stage(const CollectiveShape& at) {
   const auto place = [&at](int i) {
     return part(Space::output, at.count, at.counts, (i + at.size) % at.size);
   };

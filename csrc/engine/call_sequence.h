@@ -32,7 +32,7 @@ class CallSequence {
   uint16_t epoch() const { return epoch_; }
   uint32_t sequence() const { return sequence_; }
   // The last completed call of this epoch.
-  const transport::Header& before() const { return before_; }
+  const transport::Header& last_call() const { return last_call_; }
   // The current collective, if any.
   const transport::Header* running() const { return running_; }
   // The order of a frame's call relative to this rank's next or current one.
@@ -48,8 +48,8 @@ class CallSequence {
  private:
   uint16_t epoch_ = 0;
   uint32_t sequence_ = 0;
-  uint64_t past_ = 0;  // hash of this epoch's calls, sent in their frames
-  transport::Header before_{};
+  uint64_t call_hash_ = 0;  // hash of this epoch's calls, sent in their frames
+  transport::Header last_call_{};
   const transport::Header* running_ = nullptr;
   std::span<const size_t> peer_counts_;
 };

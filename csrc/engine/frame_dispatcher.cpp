@@ -27,7 +27,8 @@ FrameDispatcher::Front FrameDispatcher::poll_link(int peer) {
   if (!state.link) return Front::nothing;
   Link& link = *state.link;
   for (int frames = 0; frames < kFramesPerPoll; ++frames) {
-    const bool last = peers_.over(peer);  // checked first: all that it sent before has arrived now
+    const bool last =
+        peers_.has_closed(peer);  // checked first: all that it sent before has arrived now
     const transport::Header* header = this->front(peer);
     const Front front = header == nullptr ? Front::nothing : dispatch_frame(peer, *header);
     front_of(peer) = front;
@@ -86,7 +87,7 @@ FrameDispatcher::Front FrameDispatcher::dispatch_data(int peer, const transport:
   const transport::Header* const running = calls_.running();
   if (when > 0 || running == nullptr) return Front::later;
   if (!same_call(header, calls_.expected_from(peer))) mismatches_.throw_mismatch(peer, header);
-  if (header.context != running->context) mismatches_.throw_mismatch_on_past(peer);
+  if (header.context != running->context) mismatches_.throw_mismatch_before(peer);
   return Front::ours;
 }
 
@@ -135,7 +136,7 @@ bool FrameDispatcher::must_wait(int peer, bool awaited) const {
 
 void FrameDispatcher::check_peers_needed(int from, int to) {
   // No message can follow a frame of a later call; a collective would detect the mismatch.
-  if (calls_.running() == nullptr && from >= 0 && peers_.at(from).link && peers_.over(from) &&
+  if (calls_.running() == nullptr && from >= 0 && peers_.at(from).link && peers_.has_closed(from) &&
       !peers_.at(from).left_reason && peers_.at(from).link->has_front() &&
       front_of(from) == Front::later)
     throw_peer_error(from);

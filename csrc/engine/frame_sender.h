@@ -12,8 +12,8 @@ class FrameSender {
   FrameSender(PeerTable& peers, Connections& connections, FrameDispatcher& dispatcher)
       : peers_(peers), connections_(connections), dispatcher_(dispatcher) {}
 
-  // Begins a frame, whose payload must stay valid until over(). False while unsent notices precede
-  // it, or the peer is not connected yet. `more`: another frame follows immediately.
+  // Begins a frame, whose payload must stay valid until is_sent(). False while unsent notices
+  // precede it, or the peer is not connected yet. `more`: another frame follows immediately.
   bool open(int peer, const transport::Header& header, transport::ConstBytes payload,
             bool more = false);
   // Sends what fits now; returns the payload bytes sent.
@@ -22,8 +22,8 @@ class FrameSender {
     payload_sent_ += n;
     return n;
   }
-  // The frame is sent.
-  bool over(int peer) const { return peers_.at(peer).link->idle(); }
+  // Whether all of the frame is sent.
+  bool is_sent(int peer) const { return peers_.at(peer).link->idle(); }
   uint64_t payload_sent() const { return payload_sent_; }
 
  private:

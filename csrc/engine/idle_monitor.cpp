@@ -85,7 +85,7 @@ void IdleMonitor::wait_for_close(const std::vector<int>& awaited) {
 
 // Polls the descriptor, because some channels detect a closed connection only by it.
 bool IdleMonitor::has_closed(int peer) {
-  if (peers_.over(peer)) return true;
+  if (peers_.has_closed(peer)) return true;
   transport::Channel& channel = peers_.at(peer).link->channel();
   pollfd polled = channel.arm({});
   ::poll(&polled, 1, 0);
@@ -93,7 +93,7 @@ bool IdleMonitor::has_closed(int peer) {
   ProcessWatch& processes = peers_.processes();
   if (!peers_.at(peer).left_reason) processes.look(peer);
   if (processes.pending()) processes.update();
-  return peers_.over(peer);
+  return peers_.has_closed(peer);
 }
 
 // Whether a clean goodbye of `peer` follows the frame at the front, which the next call may read.

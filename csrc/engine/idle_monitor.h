@@ -26,7 +26,7 @@ class IdleMonitor {
         dispatcher_(dispatcher),
         shutdown_(shutdown) {}
 
-  // From any thread. During a call it only leaves a note for end_call(). False once the engine is
+  // From any thread. During a call it only sets a flag for end_call(). False once the engine is
   // broken.
   bool heartbeat() noexcept;
   // A call ends; with `turn` held.

@@ -30,7 +30,7 @@ bool Liveness::note_bytes(int peer) {
 void Liveness::send(Clock::time_point now) {
   if (limit_.count() == 0) return;
   for (int peer = 0; peer < peers_.size(); ++peer) {
-    if (!peers_.at(peer).link || peers_.at(peer).left_reason || peers_.over(peer)) continue;
+    if (!peers_.at(peer).link || peers_.at(peer).left_reason || peers_.has_closed(peer)) continue;
     Link& link = *peers_.at(peer).link;
     State& state = at(peer);
     if (link.bytes_written() == state.bytes_sent_seen && now - state.sent_at >= interval() &&
@@ -82,7 +82,7 @@ void Liveness::publish(Clock::time_point now) {
     const Peer& known = peers_.at(peer);
     PeerStatus seen;
     if (known.link) {
-      seen.connected = !known.left_reason && !peers_.over(peer);
+      seen.connected = !known.left_reason && !peers_.has_closed(peer);
       seen.left_reason = known.left_reason;
       // Bytes may have arrived since `now` was read.
       const auto silent = std::max(Clock::duration{0}, now - at(peer).last_received_at);

@@ -56,7 +56,8 @@ bool Mailbox::has_space(int peer, const transport::Header& header) const {
       is_agreement(header))
     return true;
   const Message& last = inbox.messages.back();
-  if (last.have < last.bytes || !peers_.at(peer).link->idle() || peers_.over(peer)) return true;
+  if (last.have < last.bytes || !peers_.at(peer).link->idle() || peers_.has_closed(peer))
+    return true;
   return std::ranges::any_of(awaited_, [&](const Awaited& one) {
     return (one.from == peer || one.from == kAnyPeer) &&
            (is_meant(header, one.signature) || is_answer(one.signature));

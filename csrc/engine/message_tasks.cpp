@@ -15,7 +15,7 @@ bool SendMessage::advance() {
     frame_open_ = true;
   }
   const size_t pushed = sender_.push(to_);
-  if (!sender_.over(to_)) return pushed > 0;
+  if (!sender_.is_sent(to_)) return pushed > 0;
   frame_open_ = false;
   sent_ += header_.bytes;
   done_ = sent_ == bytes_.size();

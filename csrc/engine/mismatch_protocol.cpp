@@ -47,11 +47,11 @@ void MismatchProtocol::throw_mismatch_on_end(int peer, const transport::Header& 
 
 // A rank that missed a mismatch in a one-directional call detects it at the next receive from the
 // mismatching peer.
-void MismatchProtocol::throw_mismatch_on_past(int peer) {
-  abort_call(peer, calls_.before().sequence,
+void MismatchProtocol::throw_mismatch_before(int peer) {
+  abort_call(peer, calls_.last_call().sequence,
              "ranks disagree about a call before " + describe(*calls_.running()) + ": " +
                  peers_.name(peers_.rank()) + " and " + peers_.name(peer) +
-                 " made different calls; the last one here was " + describe(calls_.before()) +
+                 " made different calls; the last one here was " + describe(calls_.last_call()) +
                  "; what the call writes is undefined");
 }
 

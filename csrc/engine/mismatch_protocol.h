@@ -23,7 +23,7 @@ class MismatchProtocol {
   // The same if the peer continued with the call `theirs`, or this rank already completed it.
   [[noreturn]] void throw_mismatch_on_end(int peer, const transport::Header& theirs);
   // The same if both make the same call but made different calls before it.
-  [[noreturn]] void throw_mismatch_on_past(int peer);
+  [[noreturn]] void throw_mismatch_before(int peer);
   // The same for a call of this epoch that some ranks completed, with `text` as the error text.
   [[noreturn]] void abort_call(int peer, uint32_t sequence, const std::string& text);
 

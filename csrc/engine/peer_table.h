@@ -44,7 +44,7 @@ class PeerTable {
   void connect(int peer, std::unique_ptr<transport::Channel> channel);
   // It closed its connection, or its process ended and everything that it sent has arrived. Only of
   // a connected peer.
-  bool over(int peer) const {
+  bool has_closed(int peer) const {
     return processes_.ended(peer) || at(peer).link->channel().is_closed();
   }
   // Sends the unsent bytes of all links, for a limited time. Does not read, because peers that wait

@@ -46,7 +46,7 @@ void PlanTask::skip() {
 
 int PlanTask::sending_to() const { return may_send() ? move(sending_).to : collectives::kNoRank; }
 
-// kNoRank while the target range is not free yet: then the run waits for an earlier send.
+// kNoRank while the target range is not free yet: then the task waits for an earlier send.
 int PlanTask::receiving_from() const {
   if (!may_receive() || needs(receiving_).receive_after >= static_cast<int>(sending_))
     return collectives::kNoRank;
@@ -81,7 +81,7 @@ bool PlanTask::send_step() {
     frame_open_ = true;
   }
   const size_t pushed = sender_.push(now.to);
-  if (!sender_.over(now.to)) return pushed > 0;
+  if (!sender_.is_sent(now.to)) return pushed > 0;
   frame_open_ = false;
   sent_ += header_.bytes;
   if (sent_ == total) {

@@ -30,8 +30,8 @@ struct PlanJob {
   size_t scratch_bytes() const { return schedule->plan.scratch * element_bytes; }
 };
 
-// One cursor sends and one receives, both in the order of the moves. Received data
-// is reduced as it arrives. Data that depends on it is forwarded frame by frame.
+// One cursor sends and one receives, both in the order of the moves. Received data is reduced as it
+// arrives. Data that depends on it is forwarded frame by frame.
 class PlanTask final : public Task {
  public:
   // `scratch`: at least job.scratch_bytes().

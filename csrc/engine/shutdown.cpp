@@ -120,7 +120,7 @@ bool Shutdown::answers(int peer, const Deadline& deadline) {
   } catch (const PeerLost&) {  // a protocol error is an answer, too
     return true;
   }
-  return state.left_reason || peers_.over(peer);
+  return state.left_reason || peers_.has_closed(peer);
 }
 
 // The blamed rank, unless it sent the reason of its own abort; ranks whose connection closed
@@ -137,7 +137,7 @@ std::vector<int> Shutdown::find_lost(const Error& error) {
     if (state.link && !state.left_reason && answers(peer, deadline)) {
       const transport::ConstBytes goodbye =
           state.link->has_front() ? state.link->peek() : transport::ConstBytes{};
-      is_lost |= goodbye.empty() ? peers_.over(peer) : is_clean_goodbye(goodbye);
+      is_lost |= goodbye.empty() ? peers_.has_closed(peer) : is_clean_goodbye(goodbye);
     }
     if (is_lost || state.left_cleanly) found.push_back(peer);
   }

@@ -48,8 +48,8 @@ BufferExchange::Needed BufferExchange::Needed::of(const SharedJob& job, int size
 struct BufferExchange::BufferDescriptor {
   uint64_t input, output;
   uint64_t heap;  // start of its heap
-  uint64_t
-      mapped;  // 1: all arrays that peers access are in its heap. No bool: another rank wrote it
+  // 1: all arrays that peers access are in its heap. No bool: another rank wrote it.
+  uint64_t mapped;
 };
 
 bool BufferExchange::applies_to(const SharedJob& job, const SharedMemoryRegion& region) {
@@ -90,7 +90,7 @@ void BufferExchange::publish_buffer() {
       .mapped = mapped ? 1U : 0U,
   };
   std::memcpy(region_.own().filled[first_ % kSlots].tiny.data(), &mine, sizeof mine);
-  show_filled(first_);
+  publish_filled(first_);
   published_ = true;
 }
 

@@ -145,7 +145,7 @@ std::optional<bool> FlagTask::leave_processor_of_peer(os::ProcessorExclusion& ex
 }
 
 // Publishes the filled slot, with the headers of the call.
-void FlagTask::show_filled(uint64_t ticket, bool now) {
+void FlagTask::publish_filled(uint64_t ticket, bool now) {
   Segment& own = region_.own();
   auto& filled = own.filled[ticket % kSlots];
   filled.signature = signature_;

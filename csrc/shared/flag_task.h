@@ -52,7 +52,7 @@ class FlagTask : public engine::Task {
   bool all_in_call();
   // Publishes the filled slot. `now` = false: the next publish() or wake_sleepers() wakes the
   // peers.
-  void show_filled(uint64_t ticket, bool now = true);
+  void publish_filled(uint64_t ticket, bool now = true);
   void publish(Flag<>& flag, uint64_t value);
   // Wakes the peers that sleep until a flag changes.
   void wake_sleepers();

@@ -11,8 +11,8 @@ namespace {
 
 // Bytes of a block: small enough to pipeline several, large enough that ranks rarely wait.
 constexpr size_t kBlockBytes = size_t{1} << 20;
-// A larger call runs in segments, so that plans stay short.
-constexpr size_t kPartBytes = size_t{64} << 20;
+// A larger call runs as several, so that plans stay short.
+constexpr size_t kMaxPlanBytes = size_t{64} << 20;
 constexpr size_t kMaxPlans = 64;
 
 class HierarchicalTask final : public engine::Task {
@@ -25,25 +25,25 @@ class HierarchicalTask final : public engine::Task {
         job_(job),
         header_(header),
         blocks_(blocks),
-        across_(engine.plan_task(job, header)) {
-    if (region_ == nullptr) summed_ = spread_ = blocks_.size();
+        inter_host_(engine.plan_task(job, header)) {
+    if (region_ == nullptr) summed_ = gathered_ = blocks_.size();
     allow();
   }
 
   bool advance() override {
-    const bool crossed = across_.advance();
-    return advance_inside() || crossed;
+    const bool moved = inter_host_.advance();
+    return advance_inside() || moved;
   }
-  bool done() const override { return spread_ == blocks_.size() && across_.done(); }
-  int sending_to() const override { return across_.sending_to(); }
-  // While a block crosses hosts, the ranks of this host wait for the same remote ranks.
+  bool done() const override { return gathered_ == blocks_.size() && inter_host_.done(); }
+  int sending_to() const override { return inter_host_.sending_to(); }
+  // While a block is sent between hosts, the ranks of this host wait for the same remote ranks.
   int receiving_from() const override {
-    if (const int from = across_.receiving_from(); from != collectives::kNoRank) return from;
+    if (const int from = inter_host_.receiving_from(); from != collectives::kNoRank) return from;
     return inside_ && sending_to() == collectives::kNoRank ? inside_->receiving_from()
                                                            : collectives::kNoRank;
   }
   size_t receiving_bytes() const override {
-    return across_.receiving_from() == collectives::kNoRank ? 0 : across_.receiving_bytes();
+    return inter_host_.receiving_from() == collectives::kNoRank ? 0 : inter_host_.receiving_bytes();
   }
   void arm() override {
     if (inside_) inside_->arm();
@@ -57,26 +57,26 @@ class HierarchicalTask final : public engine::Task {
     if (!inside_) return begin_inside();
     if (!inside_->done()) return inside_->advance();
     inside_.reset();
-    if (!std::exchange(spreads_, false)) {
+    if (!std::exchange(gathers_, false)) {
       ++summed_;
       allow();
     } else {
-      ++spread_;
+      ++gathered_;
     }
     return true;
   }
 
   void allow() {
-    across_.allow(summed_ == blocks_.size() ? SIZE_MAX
-                  : summed_ == 0            ? 0
-                                            : blocks_[summed_ - 1].end);
+    inter_host_.allow(summed_ == blocks_.size() ? SIZE_MAX
+                      : summed_ == 0            ? 0
+                                                : blocks_[summed_ - 1].end);
   }
 
   bool begin_inside() {
-    if (spread_ == blocks_.size()) return false;
-    spreads_ = summed_ == blocks_.size() || summed_ == spread_ + collectives::kSumsAhead;
-    const collectives::InterHostPlan::Block& block = blocks_[spreads_ ? spread_ : summed_];
-    if (spreads_ && across_.passed() < block.end) return false;
+    if (gathered_ == blocks_.size()) return false;
+    gathers_ = summed_ == blocks_.size() || summed_ == gathered_ + collectives::kSumsAhead;
+    const collectives::InterHostPlan::Block& block = blocks_[gathers_ ? gathered_ : summed_];
+    if (gathers_ && inter_host_.passed() < block.end) return false;
     const auto mine = static_cast<size_t>(region_->rank());
     const size_t piece = block.count / static_cast<size_t>(block.lanes);
     step_ = {.operation = Operation::reduce_scatter,
@@ -86,7 +86,7 @@ class HierarchicalTask final : public engine::Task {
              .reducer = job_.reducer,
              .finishes = false,
              .parts = block.lanes};
-    if (spreads_) {
+    if (gathers_) {
       step_.operation = Operation::all_gather;
       step_.output = job_.output + bytes(block.begin);
       step_.input = step_.output + (region_->rank() < block.lanes ? mine * bytes(piece) : 0);
@@ -105,9 +105,9 @@ class HierarchicalTask final : public engine::Task {
   const engine::PlanJob& job_;
   const transport::Header& header_;
   const std::vector<collectives::InterHostPlan::Block>& blocks_;
-  engine::PlanTask across_;
-  size_t summed_ = 0, spread_ = 0;  // blocks
-  bool spreads_ = false;            // whether inside_ spreads a block; else it sums one
+  engine::PlanTask inter_host_;
+  size_t summed_ = 0, gathered_ = 0;  // blocks
+  bool gathers_ = false;              // whether inside_ gathers a block; else it sums one
   SharedJob step_;
   std::optional<StagedTask> inside_;
 };
@@ -120,7 +120,7 @@ const HierarchicalAllReduce::PlannedBlocks& HierarchicalAllReduce::planned(
   if (const auto found = plans_.find(key); found != plans_.end()) return found->second;
   if (plans_.size() >= kMaxPlans) plans_.clear();
   collectives::InterHostPlan inter_host =
-      collectives::cross_all_reduce(at, kBlockBytes / element_bytes);
+      collectives::inter_host_all_reduce(at, kBlockBytes / element_bytes);
   PlannedBlocks made{engine::make_schedule(std::move(inter_host.plan), at.rank),
                      std::move(inter_host.blocks)};
   return plans_.emplace(key, std::move(made)).first->second;
@@ -130,7 +130,7 @@ void HierarchicalAllReduce::all_reduce(engine::PlanJob job, collectives::Collect
                                        const Deadline& deadline) {
   size_t left = at.count;
   do {
-    at.count = std::min(left, kPartBytes / job.element_bytes);
+    at.count = std::min(left, kMaxPlanBytes / job.element_bytes);
     const PlannedBlocks& plan = planned(at, job.element_bytes);
     job.schedule = &plan.schedule;
     const transport::Header header = engine_.next_header(job.signature);

@@ -1,12 +1,12 @@
 // Hierarchical all_reduce over several hosts whose ranks share memory inside each. Inside a host,
-// shared/ sums blocks and copies results back; between hosts, a plan sums the blocks. The work is
-// pipelined: one block crosses hosts while its neighbours are summed and copied back.
+// shared/ sums blocks and gathers the results; between hosts, a plan sums the blocks. The work is
+// pipelined: one block is sent between hosts while its neighbours are summed and gathered.
 //
-//   inside    sum 0, sum 1, spread 0, sum 2, spread 1, ...   the same order on all ranks of a host
-//   between          cross 0,  cross 1,  ...                 each behind its sum, before its spread
+//   inside    sum 0, sum 1, gather 0, sum 2, gather 1, ...   the same order on all ranks of a host
+//   between          send 0,   send 1,   ...                 each after its sum, before its gather
 //
 // No rank writes its output before all others have made the call: a block's sum needs the ranks of
-// its host, its crossing needs the other hosts.
+// its host, and its messages need the other hosts.
 #pragma once
 
 #include <map>

@@ -1,8 +1,6 @@
 #include "shared/staged_task.h"
 
 #include <algorithm>
-#include <array>
-#include <string>
 #include <utility>
 
 #include "collectives/plan.h"
@@ -262,7 +260,7 @@ void StagedTask::fill(const Chunk& at) {
   // The fence of a wake-up waits until the flag has left this core. A tiny call looks for the
   // peers' flags meanwhile, and wakes them afterwards.
   wake_due_ = tiny_;
-  show_filled(at.ticket, !tiny_);
+  publish_filled(at.ticket, !tiny_);
 }
 
 // into = the sum of the data at byte offset `at` in every other rank's slot and, for this rank, at

@@ -55,7 +55,7 @@ void ZeroCopyTask::work_more() {
   const size_t element = job_.element_bytes;
   const size_t count = std::min(end_ - at_, kStepBytes / element);
   if (job_.operation == Operation::broadcast)
-    spread(of(job_.root).output, at_ * element, count * element, job_.root);
+    copy_to_outputs(of(job_.root).output, at_ * element, count * element, job_.root);
   else if (job_.operation == Operation::all_gather)
     gather(at_ * element, count * element);
   else
@@ -71,13 +71,13 @@ void ZeroCopyTask::add_up_piece(size_t begin, size_t count) {
       job_, size_, job_.output + begin, count,
       [&](int rank) { return of(rank).input + row + begin; },
       [&](size_t offset, size_t bytes) {
-        if (for_all) spread(job_.output, begin + offset, bytes, rank_);
+        if (for_all) copy_to_outputs(job_.output, begin + offset, bytes, rank_);
       });
   region_.bytes_received += static_cast<uint64_t>(size_ - 1) * count * job_.element_bytes;
 }
 
 // Copies from the array of `owner` at `from` into the outputs of all others.
-void ZeroCopyTask::spread(const std::byte* from, size_t begin, size_t bytes, int owner) {
+void ZeroCopyTask::copy_to_outputs(const std::byte* from, size_t begin, size_t bytes, int owner) {
   for (int peer = 0; peer < size_; ++peer) {
     if (peer == owner) continue;
     cpu::copy(of(peer).output + begin, from + begin, bytes);

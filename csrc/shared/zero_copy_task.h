@@ -34,7 +34,7 @@ class ZeroCopyTask final : public FlagTask {
   const RemoteBuffer& of(int rank) const { return buffers_[static_cast<size_t>(rank)]; }
   void work_more();
   void add_up_piece(size_t begin, size_t count);
-  void spread(const std::byte* from, size_t begin, size_t bytes, int owner);
+  void copy_to_outputs(const std::byte* from, size_t begin, size_t bytes, int owner);
   void gather(size_t begin, size_t bytes);
 
   const SharedJob& job_;
