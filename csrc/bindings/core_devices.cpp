@@ -32,7 +32,7 @@ std::unique_ptr<Handle> on_device(const py::capsule& host, const py::capsule& de
       .nccl = nccl ? taken<nccl::NcclApi>(*nccl, "pycomm.NcclApi") : nullptr,
       .why_no_nccl = why_no_nccl,
       .nccl_shares = nccl_shares,
-      .options = {.lanes = options.first, .nccl_between_hosts = options.second}};
+      .options = {.channels = options.first, .nccl_between_hosts = options.second}};
   const auto timeout = nanoseconds(timeout_s), limit = nanoseconds(limit_s);
   std::shared_ptr<group::Collectives> made;
   {

@@ -18,9 +18,10 @@ void GrowableBuffer::reserve(size_t bytes, void* caller) {
   if (bytes <= bytes_) return;
   const bool host = where_ == Where::host;
   if (device_->capturing(caller))
-    throw Unsupported("a call that is captured into a graph needs " + std::to_string(bytes) +
-                      " bytes of " + (host ? "host memory" : "scratch") + " and there are " +
-                      std::to_string(bytes_) + ": make the same call once before the capture");
+    throw Unsupported("cannot capture this call into a graph: it needs " + std::to_string(bytes) +
+                      " bytes of " + (host ? "host memory" : "scratch") + ", and only " +
+                      std::to_string(bytes_) +
+                      " are allocated; make the same call once before the capture");
   const size_t larger = std::max(bytes, 2 * bytes_);
   void* const memory = host ? device_->allocate_host(larger) : device_->allocate(larger);
   blocks_.emplace_back(static_cast<std::byte*>(memory), Release{device_, where_});

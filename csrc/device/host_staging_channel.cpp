@@ -64,7 +64,7 @@ void HostStagingChannel::exchange(std::span<const HostMessage> messages,
   if (!error_) error_ = std::move(error);
 }
 
-std::optional<Error> HostStagingChannel::trouble() {
+std::optional<Error> HostStagingChannel::async_error() {
   const std::lock_guard lock(mutex_);
   return error_;
 }

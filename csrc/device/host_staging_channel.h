@@ -1,7 +1,7 @@
-// Messages of a lane of the stream engine to and from ranks outside its communicator. They are
+// Messages of a channel of the stream engine to and from ranks outside its communicator. They are
 // staged in host memory that the device reads and writes; a host transport sends and receives them.
 //
-//   lane             | copy to the host | call | NCCL messages | wait | copy to the device |
+//   channel stream   | copy to the host | call | NCCL messages | wait | copy to the device |
 //   callback thread                             the host messages of the stage
 #pragma once
 
@@ -66,7 +66,7 @@ class HostStagingChannel {
 
   // Thread-safe. The error of a failed exchange; set before the stream continues without the
   // messages.
-  std::optional<Error> trouble();
+  std::optional<Error> async_error();
   void abort(const std::string& reason) noexcept;
   void close() noexcept { transport_->close(); }
 

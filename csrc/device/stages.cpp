@@ -87,25 +87,25 @@ class Maker {
   std::vector<collectives::Range> reads_, writes_;
 };
 
-collectives::Range slice_of(const collectives::Range& range, int lane, int lanes) {
-  const collectives::Range slice = collectives::piece(range.space, range.count, lanes, lane);
+collectives::Range slice_of(const collectives::Range& range, int channel, int channels) {
+  const collectives::Range slice = collectives::piece(range.space, range.count, channels, channel);
   return {range.space, range.begin + slice.begin, slice.count};
 }
 
-collectives::Plan lane_of(const collectives::Plan& plan, int lane, int lanes) {
+collectives::Plan channel_of(const collectives::Plan& plan, int channel, int channels) {
   collectives::Plan part = plan;
   for (collectives::Move& move : part.moves)
     for (collectives::Range* range : {&move.out, &move.in, &move.with})
-      *range = slice_of(*range, lane, lanes);
+      *range = slice_of(*range, channel, channels);
   return part;
 }
 
 }  // namespace
 
-std::vector<StreamStages> make_lanes(const collectives::Plan& plan, int rank, int lanes) {
+std::vector<StreamStages> make_channels(const collectives::Plan& plan, int rank, int channels) {
   std::vector<StreamStages> all;
-  for (int lane = 0; lane < lanes; ++lane)
-    all.push_back(make_stream_stages(lane_of(plan, lane, lanes), rank));
+  for (int channel = 0; channel < channels; ++channel)
+    all.push_back(make_stream_stages(channel_of(plan, channel, channels), rank));
   return all;
 }
 

@@ -35,10 +35,10 @@ struct StreamStages {
 // Omits messages without elements, which only signal that a rank has begun: the NCCL calls do that.
 StreamStages make_stream_stages(const collectives::Plan& plan, int rank);
 
-// Splits the plan into lanes: each has its slice of every range, so elements are combined in the
-// same order as in the whole plan. Each lane needs scratch of its own. With several lanes, each
-// range that a move reads must have been written as one range, if at all: use it for rings only.
-// One lane works for every plan.
-std::vector<StreamStages> make_lanes(const collectives::Plan& plan, int rank, int lanes);
+// Splits the plan into channels: each has its slice of every range, so elements are combined in the
+// same order as in the whole plan. Each channel needs scratch of its own. With several channels,
+// each range that a move reads must have been written as one range, if at all: use it for rings
+// only. One channel works for every plan.
+std::vector<StreamStages> make_channels(const collectives::Plan& plan, int rank, int channels);
 
 }  // namespace pycomm::device

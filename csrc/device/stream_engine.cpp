@@ -1,7 +1,6 @@
 #include "device/stream_engine.h"
 
 #include <algorithm>
-#include <array>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -14,17 +13,17 @@ namespace pycomm::device {
 namespace {
 
 // How long destruction waits for NCCL to end communicators, which usually takes milliseconds.
-constexpr std::chrono::seconds kAborting{2};
+constexpr std::chrono::seconds kAbortTimeout{2};
 
 // The NCCL type of a dtype. `exact` is false if that type only has the same size, which is enough
 // to move elements but not to add them.
-struct NcclSpelling {
+struct NcclElements {
   nccl::NcclDtype dtype;
   size_t each;  // NCCL elements per element
   bool exact;
 };
 
-NcclSpelling spelling_of(Dtype dtype) {
+NcclElements nccl_elements_of(Dtype dtype) {
   switch (dtype) {
     case Dtype::float16:
       return {nccl::NcclDtype::float16, 1, true};
@@ -50,7 +49,7 @@ NcclSpelling spelling_of(Dtype dtype) {
   return {nccl::NcclDtype::uint8, 1, false};
 }
 
-// Of a lane: a multiple of the alignment of allocations.
+// Of a channel: a multiple of the alignment of allocations.
 size_t scratch_bytes(const StreamStages& stages, Dtype dtype) {
   constexpr size_t kAligned = 256;
   return (stages.scratch * bytes_of(dtype) + kAligned - 1) / kAligned * kAligned;
@@ -98,7 +97,7 @@ bool has_nccl(Operation operation, Dtype dtype, ReduceOp op) {
       return true;
     case Operation::all_reduce:
     case Operation::reduce_scatter:
-      return spelling_of(dtype).exact && nccl_op(op).has_value();
+      return nccl_elements_of(dtype).exact && nccl_op(op).has_value();
     case Operation::barrier:
     case Operation::reduce:
     case Operation::gather:
@@ -118,91 +117,91 @@ StreamEngine::StreamEngine(std::shared_ptr<nccl::NcclApi> nccl, std::shared_ptr<
       events_(std::make_shared<EventPool>(device_)),
       scratch_(std::make_unique<GrowableBuffer>(device_, GrowableBuffer::Where::device)),
       ends_(device_) {
-  lanes_.push_back(std::make_unique<Lane>(device_));
+  channels_.push_back(std::make_unique<Channel>(device_));
 }
 
 // Aborts first, because destroying a stream and releasing memory wait for the device. If NCCL does
 // not end, its work does not either, and what that uses is kept until the process ends.
 StreamEngine::~StreamEngine() {
   end_communicators(&nccl::Communicator::abort);
-  if (ends_.wait(Deadline(kAborting))) return;
-  for (auto& lane : lanes_) keep_forever(std::move(lane));
+  if (ends_.wait(Deadline(kAbortTimeout))) return;
+  for (auto& channel : channels_) keep_forever(std::move(channel));
   keep_forever(std::move(scratch_));
 }
 
 // On other threads, as NCCL may wait there.
 void StreamEngine::end_communicators(void (nccl::Communicator::*end)() noexcept) noexcept {
-  for (const auto& lane : lanes_)
-    if (lane->communicator)
-      ends_.start([nccl = nccl_, one = lane->communicator, end] { (one.get()->*end)(); });
+  for (const auto& channel : channels_)
+    if (channel->communicator)
+      ends_.start([nccl = nccl_, one = channel->communicator, end] { (one.get()->*end)(); });
 }
 
-void StreamEngine::meet(std::span<const nccl::NcclId> ids, RemoteRanks remote,
-                        const Deadline& deadline) {
+void StreamEngine::connect(std::span<const nccl::NcclId> ids, RemoteRanks remote,
+                           const Deadline& deadline) {
   if (size_ == 1) return;
   local_ranks_ = std::move(remote.local_ranks);
   const auto together =
       local_ranks_.empty()
           ? size_
           : size_ - static_cast<int>(std::ranges::count(local_ranks_, collectives::kNoRank));
-  while (lanes_.size() < ids.size()) lanes_.push_back(std::make_unique<Lane>(device_));
-  // Calls of all lanes must fit on the device together. A call whose blocks wait for those of
-  // another lane could otherwise wait for a peer that has them in the opposite order.
+  while (channels_.size() < ids.size()) channels_.push_back(std::make_unique<Channel>(device_));
+  // Calls of all channels must fit on the device together. A call whose blocks wait for those of
+  // another channel could otherwise wait for a peer that has them in the opposite order.
   const int max_ctas =
       ids.size() > 1 ? std::max(1, device_->multiprocessors() / static_cast<int>(ids.size())) : 0;
   for (size_t i = 0; i < ids.size(); ++i) {
-    Lane& lane = *lanes_[i];
+    Channel& channel = *channels_[i];
     if (!local_ranks_.empty())
-      lane.staging = std::make_unique<HostStagingChannel>(device_, lane.stream.raw(),
-                                                          std::move(remote.transports.at(i)));
+      channel.staging = std::make_unique<HostStagingChannel>(device_, channel.stream.raw(),
+                                                             std::move(remote.transports.at(i)));
     if (together == 1) continue;
     device_->while_current([&] {
-      lane.communicator = std::make_shared<nccl::Communicator>(*nccl_, ids[i], local_rank(rank_),
-                                                               together, max_ctas);
+      channel.communicator = std::make_shared<nccl::Communicator>(*nccl_, ids[i], local_rank(rank_),
+                                                                  together, max_ctas);
     });
-    lane.communicator->meet(deadline);
+    channel.communicator->connect(deadline);
   }
 }
 
 std::vector<nccl::Communicator*> StreamEngine::communicators() {
   std::vector<nccl::Communicator*> all;
-  for (const auto& lane : lanes_)
-    if (lane->communicator) all.push_back(lane->communicator.get());
+  for (const auto& channel : channels_)
+    if (channel->communicator) all.push_back(channel->communicator.get());
   return all;
 }
 
-std::optional<Error> StreamEngine::trouble() {
-  for (const auto& lane : lanes_)
-    if (lane->staging)
-      if (auto error = lane->staging->trouble()) return error;
+std::optional<Error> StreamEngine::async_error() {
+  for (const auto& channel : channels_)
+    if (channel->staging)
+      if (auto error = channel->staging->async_error()) return error;
   return std::nullopt;
 }
 
 void StreamEngine::abort(const std::string& reason) noexcept {
-  for (const auto& lane : lanes_)
-    if (lane->staging) lane->staging->abort(reason);
+  for (const auto& channel : channels_)
+    if (channel->staging) channel->staging->abort(reason);
   end_communicators(&nccl::Communicator::abort);
 }
 
 void StreamEngine::close(const Deadline& deadline) noexcept {
-  for (const auto& lane : lanes_)
-    if (lane->staging) lane->staging->close();
+  for (const auto& channel : channels_)
+    if (channel->staging) channel->staging->close();
   end_communicators(&nccl::Communicator::close);
   (void)ends_.wait(deadline);
 }
 
 void StreamEngine::prepare(const StreamJob& job, void* caller) {
   if (job.plan == nullptr) {
-    if (is_message(job.operation) && lanes_[0]->staging)
-      lanes_[0]->staging->reserve(staged_bytes({{message_of(job)}}, job.dtype), caller);
+    if (is_message(job.operation) && channels_[0]->staging)
+      channels_[0]->staging->reserve(staged_bytes({{message_of(job)}}, job.dtype), caller);
     return;
   }
   size_t bytes = 0;
   for (const StreamStages& stages : *job.plan) bytes += scratch_bytes(stages, job.dtype);
   scratch_->reserve(bytes, caller);
   for (size_t i = 0; i < job.plan->size(); ++i)
-    if (lanes_.at(i)->staging)
-      lanes_[i]->staging->reserve(staged_bytes((*job.plan)[i], job.dtype), caller);
+    if (channels_.at(i)->staging)
+      channels_[i]->staging->reserve(staged_bytes((*job.plan)[i], job.dtype), caller);
 }
 
 // Host memory of the stage with the most data to and from ranks outside the communicators.
@@ -223,26 +222,26 @@ std::shared_ptr<Event> StreamEngine::enqueue(const StreamJob& job, Event& before
   auto over = event();
   // NCCL sets the device of a communicator and then the thread's own again.
   device_->while_current([&] {
-    before.stream_wait(lanes_[0]->stream.raw());
-    if (device_->capturing(lanes_[0]->stream.raw()))
+    before.stream_wait(channels_[0]->stream.raw());
+    if (device_->capturing(channels_[0]->stream.raw()))
       for (nccl::Communicator* const communicator : communicators()) communicator->keep_for_graph();
     if (job.plan != nullptr)
       run(job);
     else if (is_message(job.operation))
-      run_stage({job, *lanes_[0], nullptr}, message_of(job));
+      run_stage({job, *channels_[0], nullptr}, message_of(job));
     else
       run_nccl(job);
-    over->record(lanes_[0]->stream.raw());
+    over->record(channels_[0]->stream.raw());
   });
   return over;
 }
 
-// Lanes start after the work on the first lane, with which they share scratch; the first lane
-// continues after all of them. All stages of a lane are enqueued before the next lane, so all ranks
-// launch in the same order, as NCCL requires for communicators on one device.
+// Channels start after the work on the first one, with which they share scratch; the first one
+// continues after all of them. All stages of a channel are enqueued before the next channel, so all
+// ranks launch in the same order, as NCCL requires for communicators on one device.
 void StreamEngine::run(const StreamJob& job) {
   std::byte* scratch = scratch_->data();
-  void* const first = lanes_[0]->stream.raw();
+  void* const first = channels_[0]->stream.raw();
   const size_t count = job.plan->size();
   std::shared_ptr<Event> begin;
   if (count > 1) {
@@ -251,14 +250,14 @@ void StreamEngine::run(const StreamJob& job) {
   }
   for (size_t i = 0; i < count; ++i) {
     const StreamStages& stages = (*job.plan)[i];
-    Lane& lane = *lanes_.at(i);
-    if (i > 0) begin->stream_wait(lane.stream.raw());
-    for (const StreamStage& stage : stages.stages) run_stage({job, lane, scratch}, stage);
+    Channel& channel = *channels_.at(i);
+    if (i > 0) begin->stream_wait(channel.stream.raw());
+    for (const StreamStage& stage : stages.stages) run_stage({job, channel, scratch}, stage);
     scratch += scratch_bytes(stages, job.dtype);
   }
   for (size_t i = 1; i < count; ++i) {
     const auto end = event();
-    end->record(lanes_[i]->stream.raw());
+    end->record(channels_[i]->stream.raw());
     end->stream_wait(first);
   }
 }
@@ -274,37 +273,37 @@ StreamStage StreamEngine::message_of(const StreamJob& job) {
 }
 
 // Messages between hosts start first, and NCCL's messages run concurrently.
-void StreamEngine::run_stage(const LaneJob& lane_job, const StreamStage& stage) {
-  const std::vector<HostMessage> messages = messages_of(lane_job, stage);
+void StreamEngine::run_stage(const ChannelJob& channel_job, const StreamStage& stage) {
+  const std::vector<HostMessage> messages = messages_of(channel_job, stage);
   if (!messages.empty()) {
-    lane_job.lane.staging->begin(messages, lane_job.job.timeout);
+    channel_job.channel.staging->begin(messages, channel_job.job.timeout);
     ++traffic_.groups;
   }
-  if (messages.size() < stage.sends.size() + stage.receives.size()) launch(lane_job, stage);
-  if (!messages.empty()) lane_job.lane.staging->end();
+  if (messages.size() < stage.sends.size() + stage.receives.size()) launch(channel_job, stage);
+  if (!messages.empty()) channel_job.channel.staging->end();
   for (const StreamStage::Message& sent : stage.sends)
-    traffic_.bytes_sent += sent.range.count * bytes_of(lane_job.job.dtype);
-  for (const StreamStage::Step& step : stage.steps) run_step(lane_job, step);
+    traffic_.bytes_sent += sent.range.count * bytes_of(channel_job.job.dtype);
+  for (const StreamStage::Step& step : stage.steps) run_step(channel_job, step);
 }
 
-std::vector<HostMessage> StreamEngine::messages_of(const LaneJob& lane_job,
+std::vector<HostMessage> StreamEngine::messages_of(const ChannelJob& channel_job,
                                                    const StreamStage& stage) const {
   std::vector<HostMessage> messages;
   const auto add = [&](const std::vector<StreamStage::Message>& of_stage, bool sends) {
     for (const auto& [peer, range] : of_stage)
       if (local_rank(peer) == collectives::kNoRank)
-        messages.push_back(
-            {peer, sends, place(lane_job, range), range.count * bytes_of(lane_job.job.dtype)});
+        messages.push_back({peer, sends, place(channel_job, range),
+                            range.count * bytes_of(channel_job.job.dtype)});
   };
   add(stage.sends, true);
   add(stage.receives, false);
   return messages;
 }
 
-void StreamEngine::launch(const LaneJob& lane_job, const StreamStage& stage) {
-  const auto [dtype, each, exact] = spelling_of(lane_job.job.dtype);
+void StreamEngine::launch(const ChannelJob& channel_job, const StreamStage& stage) {
+  const auto [dtype, each, exact] = nccl_elements_of(channel_job.job.dtype);
   const auto calls = [&, dtype = dtype, each = each](nccl::NcclApi& nccl, nccl::NcclComm* comm) {
-    const nccl::NcclQueue queue{comm, lane_job.lane.stream.raw()};
+    const nccl::NcclQueue queue{comm, channel_job.channel.stream.raw()};
     nccl::NcclResult result = nccl::NcclResult::success;
     const auto keep = [&](nccl::NcclResult one) {
       if (result == nccl::NcclResult::success || result == nccl::NcclResult::in_progress)
@@ -312,62 +311,63 @@ void StreamEngine::launch(const LaneJob& lane_job, const StreamStage& stage) {
     };
     for (const auto& [peer, range] : stage.sends)
       if (const int to = local_rank(peer); to != collectives::kNoRank)
-        keep(nccl.send({place(lane_job, range), nullptr, range.count * each, dtype}, to, queue));
+        keep(nccl.send({place(channel_job, range), nullptr, range.count * each, dtype}, to, queue));
     for (const auto& [peer, range] : stage.receives)
       if (const int from = local_rank(peer); from != collectives::kNoRank)
-        keep(nccl.recv({nullptr, place(lane_job, range), range.count * each, dtype}, from, queue));
+        keep(nccl.recv({nullptr, place(channel_job, range), range.count * each, dtype}, from,
+                       queue));
     return result;
   };
-  lane_job.lane.communicator->launch(calls);
+  channel_job.channel.communicator->launch(calls);
   ++traffic_.groups;
 }
 
-void StreamEngine::run_step(const LaneJob& lane_job, const StreamStage::Step& step) {
-  const size_t bytes = step.in.count * bytes_of(lane_job.job.dtype);
-  void* const stream = lane_job.lane.stream.raw();
-  std::byte* into = place(lane_job, step.in);
+void StreamEngine::run_step(const ChannelJob& channel_job, const StreamStage::Step& step) {
+  const size_t bytes = step.in.count * bytes_of(channel_job.job.dtype);
+  void* const stream = channel_job.channel.stream.raw();
+  std::byte* into = place(channel_job, step.in);
   switch (step.combine) {
     case collectives::Combine::copy:
       if (step.arrived.count == 0)
         device_->clear(into, bytes, stream);
-      else if (const std::byte* from = place(lane_job, step.arrived); from != into)
+      else if (const std::byte* from = place(channel_job, step.arrived); from != into)
         device_->copy(into, from, bytes, stream);
       return;
     case collectives::Combine::reduce:
     case collectives::Combine::finish:
     case collectives::Combine::fold:
-      return reduce(lane_job, step);
+      return reduce(channel_job, step);
   }
 }
 
 // avg adds; the last addition of an element divides.
-void StreamEngine::reduce(const LaneJob& lane_job, const StreamStage::Step& step) {
-  const StreamJob& job = lane_job.job;
+void StreamEngine::reduce(const ChannelJob& channel_job, const StreamStage::Step& step) {
+  const StreamJob& job = channel_job.job;
   const size_t bytes = step.in.count * bytes_of(job.dtype);
   const bool partial = step.combine == collectives::Combine::reduce && job.op == ReduceOp::avg;
-  const std::byte* arrived = place(lane_job, step.arrived);
+  const std::byte* arrived = place(channel_job, step.arrived);
   std::vector<const void*> inputs;
   if (step.combine == collectives::Combine::fold) {
     const size_t slots = step.arrived.count / step.in.count;
     for (size_t slot = 0; slot < slots; ++slot) inputs.push_back(arrived + slot * bytes);
   } else {
-    inputs = {place(lane_job, step.with), arrived};
+    inputs = {place(channel_job, step.with), arrived};
   }
-  device_->reduce({.out = place(lane_job, step.in),
+  device_->reduce({.out = place(channel_job, step.in),
                    .inputs = inputs,
                    .count = step.in.count,
                    .dtype = job.dtype,
                    .op = partial ? ReduceOp::sum : job.op,
                    .size = size_},
-                  lane_job.lane.stream.raw());
+                  channel_job.channel.stream.raw());
   ++traffic_.kernels;
 }
 
 void StreamEngine::run_nccl(const StreamJob& job) {
-  const auto [dtype, each, exact] = spelling_of(job.dtype);
+  const auto [dtype, each, exact] = nccl_elements_of(job.dtype);
   const nccl::NcclData data{job.input, job.output, job.count * each, dtype};
   const auto calls = [&](nccl::NcclApi& nccl, nccl::NcclComm* comm) {
-    const nccl::NcclQueue queue{comm, lanes_[0]->stream.raw()};
+    const nccl::NcclQueue queue{comm, channels_[0]->stream.raw()};
     if (job.operation == Operation::broadcast)
       return nccl.broadcast({job.output, data.out, data.count, data.dtype}, job.peer, queue);
     if (job.operation == Operation::all_gather) return nccl.all_gather(data, queue);
@@ -375,21 +375,21 @@ void StreamEngine::run_nccl(const StreamJob& job) {
       return nccl.all_reduce(data, nccl_op(job.op).value(), queue);
     return nccl.reduce_scatter(data, nccl_op(job.op).value(), queue);
   };
-  lanes_[0]->communicator->launch(calls);
+  channels_[0]->communicator->launch(calls);
   ++traffic_.groups;
 }
 
-std::byte* StreamEngine::place(const LaneJob& lane_job, const collectives::Range& range) {
-  const size_t begin = range.begin * bytes_of(lane_job.job.dtype);
+std::byte* StreamEngine::place(const ChannelJob& channel_job, const collectives::Range& range) {
+  const size_t begin = range.begin * bytes_of(channel_job.job.dtype);
   switch (range.space) {
     case collectives::Space::input:
-      return const_cast<std::byte*>(lane_job.job.input) + begin;
+      return const_cast<std::byte*>(channel_job.job.input) + begin;
     case collectives::Space::output:
-      return lane_job.job.output + begin;
+      return channel_job.job.output + begin;
     case collectives::Space::scratch:
       break;
   }
-  return lane_job.scratch + begin;
+  return channel_job.scratch + begin;
 }
 
 }  // namespace pycomm::device

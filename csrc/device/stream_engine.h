@@ -1,15 +1,14 @@
 // Runs plans and NCCL collectives on a communication stream, between events of the caller's stream.
 // No function here waits for the device.
 //
-// A plan may be split into lanes, which run concurrently, each with its own stream and
-// communicator: one lane reduces while another sends.
+// A plan may be split into channels, which run concurrently, each with its own stream and
+// communicator: one channel reduces while another sends.
 //
-//   caller   ... x is ready | event                       event | what uses the result ...
-//   lane 0                    wait | event | stages | wait | event
-//   lane 1                           wait  | stages | event
+//   caller      ... x is ready | event                       event | what uses the result ...
+//   channel 0                    wait | event | stages | wait | event
+//   channel 1                           wait  | stages | event
 //
-// Messages of a stage use the lane's communicator, or, for ranks outside it, the lane's staging
-// channel.
+// Messages of a stage use the channel's communicator, or, for ranks outside it, its host staging.
 //
 // It does no validation and no failure detection; device_group/device_group.cpp does.
 #pragma once
@@ -36,7 +35,7 @@ namespace pycomm::device {
 // A call. Arrays are on the device. Without a plan it is an NCCL collective or message, for which
 // has_nccl() is true.
 struct StreamJob {
-  const std::vector<StreamStages>* plan = nullptr;  // by lane
+  const std::vector<StreamStages>* plan = nullptr;  // by channel
   Operation operation = Operation::barrier;
   Dtype dtype = Dtype::uint8;
   ReduceOp op = ReduceOp::sum;
@@ -51,7 +50,7 @@ struct StreamJob {
 struct RemoteRanks {
   // By rank: its rank in the communicators, or kNoRank. Empty: the communicators join all ranks.
   std::vector<int> local_ranks{};
-  std::vector<std::unique_ptr<HostTransport>> transports{};  // by lane, to the others
+  std::vector<std::unique_ptr<HostTransport>> transports{};  // by channel, to the others
 };
 
 // Whether NCCL implements it: messages, all_reduce, broadcast, all_gather, reduce_scatter. Its
@@ -73,9 +72,9 @@ class StreamEngine {
   StreamEngine(const StreamEngine&) = delete;
   StreamEngine& operator=(const StreamEngine&) = delete;
 
-  // Collective: creates a lane for each id. A rank without peers in its communicators needs no
+  // Collective: creates a channel for each id. A rank without peers in its communicators needs no
   // NCCL.
-  void meet(std::span<const nccl::NcclId> ids, RemoteRanks remote, const Deadline& deadline);
+  void connect(std::span<const nccl::NcclId> ids, RemoteRanks remote, const Deadline& deadline);
 
   // Call it before enqueue(): allocates the job's memory. Throws Unsupported if memory would have
   // to grow while `caller`, the stream of the call, is being captured.
@@ -84,12 +83,12 @@ class StreamEngine {
   // Throws as Communicator::launch does. prepare() and enqueue() are not thread-safe.
   std::shared_ptr<Event> enqueue(const StreamJob& job, Event& before);
 
-  // By lane; none if a rank has no peers in communicators, and none before meet().
+  // By channel; none if a rank has no peers in communicators, and none before connect().
   std::vector<nccl::Communicator*> communicators();
-  size_t lanes() const { return lanes_.size(); }
+  size_t channels() const { return channels_.size(); }
   bool reaches_all() const { return local_ranks_.empty(); }  // whether communicators join all ranks
-  // Thread-safe, after meet(): the error of failed messages between hosts.
-  std::optional<Error> trouble();
+  // Thread-safe, after connect(): the error of failed messages between hosts.
+  std::optional<Error> async_error();
   void abort(const std::string& reason) noexcept;  // does not wait for NCCL
   // Call it when all enqueued work is done. Waits for NCCL until the deadline.
   void close(const Deadline& deadline) noexcept;
@@ -98,29 +97,30 @@ class StreamEngine {
   const StreamTraffic& traffic() const { return traffic_; }
 
  private:
-  struct Lane {
-    explicit Lane(const std::shared_ptr<Device>& device) : stream(device) {}
+  struct Channel {
+    explicit Channel(const std::shared_ptr<Device>& device) : stream(device) {}
     Stream stream;
     std::shared_ptr<nccl::Communicator> communicator{};  // none if it would join one rank
     std::unique_ptr<HostStagingChannel> staging{};       // none if it joins all ranks
   };
-  // A job as one lane runs it.
-  struct LaneJob {
+  // A job as one channel runs it.
+  struct ChannelJob {
     const StreamJob& job;
-    Lane& lane;
+    Channel& channel;
     std::byte* scratch;
   };
   void end_communicators(void (nccl::Communicator::*end)() noexcept) noexcept;
   void run(const StreamJob& job);
-  void run_stage(const LaneJob& lane_job, const StreamStage& stage);
-  void launch(const LaneJob& lane_job, const StreamStage& stage);
-  std::vector<HostMessage> messages_of(const LaneJob& lane_job, const StreamStage& stage) const;
+  void run_stage(const ChannelJob& channel_job, const StreamStage& stage);
+  void launch(const ChannelJob& channel_job, const StreamStage& stage);
+  std::vector<HostMessage> messages_of(const ChannelJob& channel_job,
+                                       const StreamStage& stage) const;
   size_t staged_bytes(const StreamStages& stages, Dtype dtype) const;
   static StreamStage message_of(const StreamJob& job);
-  void run_step(const LaneJob& lane_job, const StreamStage::Step& step);
-  void reduce(const LaneJob& lane_job, const StreamStage::Step& step);
+  void run_step(const ChannelJob& channel_job, const StreamStage::Step& step);
+  void reduce(const ChannelJob& channel_job, const StreamStage::Step& step);
   void run_nccl(const StreamJob& job);  // a collective
-  static std::byte* place(const LaneJob& lane_job, const collectives::Range& range);
+  static std::byte* place(const ChannelJob& channel_job, const collectives::Range& range);
   // The rank in the communicators, or kNoRank; an unknown rank (kNoRank) stays kNoRank.
   int local_rank(int rank) const {
     return local_ranks_.empty() || rank < 0 ? rank : local_ranks_[static_cast<size_t>(rank)];
@@ -134,7 +134,7 @@ class StreamEngine {
   std::unique_ptr<GrowableBuffer> scratch_;
   DetachedCalls ends_;
   StreamTraffic traffic_;
-  std::vector<std::unique_ptr<Lane>> lanes_;  // at least one; last, as it uses the others
+  std::vector<std::unique_ptr<Channel>> channels_;  // at least one; last, as it uses the others
 };
 
 }  // namespace pycomm::device

@@ -48,7 +48,7 @@ class DeviceExecutor {
 
   // Any thread. The error because of which enqueued calls failed or will not finish, if any. `what`
   // is the oldest of these calls.
-  virtual std::optional<Error> trouble(const std::string& what) = 0;
+  virtual std::optional<Error> async_error(const std::string& what) = 0;
   // Call once all enqueued calls are complete.
   virtual void close(const Deadline& deadline) noexcept = 0;
   // Aborts the calls in progress on the device.

@@ -21,10 +21,10 @@ namespace pycomm::device_group {
 namespace {
 
 // How often enqueued calls are polled. Polling does not slow them.
-constexpr std::chrono::milliseconds kLook{100};
+constexpr std::chrono::milliseconds kWatchInterval{100};
 
 // How long close() waits for NCCL once all calls are complete.
-constexpr std::chrono::seconds kClosing{5};
+constexpr std::chrono::seconds kCloseTimeout{5};
 
 // An asynchronous call. The host group's worker runs the agreement and then enqueues the call.
 class DeviceWork final : public group::Work {
@@ -35,14 +35,14 @@ class DeviceWork final : public group::Work {
 
   void capture() { captured_ = true; }
   bool captured() const override { return captured_; }
-  // Sets the agreement, after which the worker calls settle().
-  void follow(std::shared_ptr<group::Work> agreed) { agreed_ = std::move(agreed); }
-  void settle(std::shared_ptr<device::Event> over, std::exception_ptr error) {
+  // Sets the agreement, after which the worker calls complete().
+  void set_agreement(std::shared_ptr<group::Work> agreed) { agreed_ = std::move(agreed); }
+  void complete(std::shared_ptr<device::Event> over, std::exception_ptr error) {
     {
       const std::lock_guard lock(mutex_);
       over_ = std::move(over);
       if (error) error_ = std::move(error);  // fail() may come first
-      settled_ = true;
+      completed_ = true;
     }
     changed_.notify_all();
   }
@@ -57,7 +57,7 @@ class DeviceWork final : public group::Work {
     std::shared_ptr<device::Event> over;
     {
       const std::lock_guard lock(mutex_);
-      if (!settled_) return false;
+      if (!completed_) return false;
       if (error_ || captured_) return true;
       over = over_;
     }
@@ -74,12 +74,12 @@ class DeviceWork final : public group::Work {
   void wait(std::chrono::nanoseconds limit) override {
     if (agreed_) agreed_->wait(limit);
     std::unique_lock lock(mutex_);
-    changed_.wait(lock, [this] { return settled_; });  // short: only enqueueing remains
+    changed_.wait(lock, [this] { return completed_; });  // short: only enqueueing remains
     if (error_) std::rethrow_exception(error_);
   }
   void make_stream_wait(void* stream) override {
     const std::lock_guard lock(mutex_);
-    check(settled_ && over_, "wait() must return before make_stream_wait()");
+    check(completed_ && over_, "wait() must return before make_stream_wait()");
     over_->stream_wait(stream);
   }
 
@@ -88,7 +88,7 @@ class DeviceWork final : public group::Work {
   std::shared_ptr<group::Work> agreed_;
   mutable std::mutex mutex_;
   std::condition_variable changed_;
-  bool settled_ = false, captured_ = false;
+  bool completed_ = false, captured_ = false;
   std::shared_ptr<device::Event> over_;
   std::exception_ptr error_;
 };
@@ -157,7 +157,7 @@ class DeviceGroup final : public group::Collectives,
         timeout_(timeout),
         executor_(std::move(executor)),
         watchdog_(*host_, *executor_) {
-    watchdog_thread_.start(kLook, [this] { return look(); });
+    watchdog_thread_.start(kWatchInterval, [this] { return look(); });
   }
   ~DeviceGroup() override { watchdog_thread_.join(); }
 
@@ -260,7 +260,7 @@ std::shared_ptr<group::Work> DeviceGroup::start(const group::Call& given,
     } catch (...) {  // reported through the work
       error = std::current_exception();
     }
-    work->settle(std::move(over), error);
+    work->complete(std::move(over), error);
     if (then) then(error);
   };
   const group::Call agreement = group::agreement_about(device_call.call, source.get());
@@ -269,7 +269,7 @@ std::shared_ptr<group::Work> DeviceGroup::start(const group::Call& given,
     host_->run(agreement);
     enqueued(nullptr);
   } else {
-    work->follow(host_->start(agreement, enqueued));
+    work->set_agreement(host_->start(agreement, enqueued));
   }
   return work;
 }
@@ -297,7 +297,7 @@ std::shared_ptr<device::Event> DeviceGroup::enqueue(const DeviceCall& device_cal
   } catch (const Error& error) {  // the peers have enqueued the call
     fail(error);
     const std::lock_guard ending(ending_);
-    throw Error(cause_.value_or(error));  // `error` may follow from an earlier cause
+    throw Error(cause_.value_or(error));  // `error` may set_agreement from an earlier cause
   }
 }
 
@@ -328,16 +328,16 @@ void DeviceGroup::fail(const Error& error) noexcept {
 
 // Waits for the enqueued calls first, as peers may need them.
 void DeviceGroup::close() noexcept {
-  const auto through = [this] {
+  const auto is_idle = [this] {
     const std::lock_guard lock(ending_);
     return ended_ || watchdog_.idle();
   };
-  while (!through() && look())  // polls: the device sends no notification
+  while (!is_idle() && look())  // polls: the device sends no notification
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
   watchdog_thread_.join();
   const std::lock_guard lock(ending_);
   if (!std::exchange(ended_, true))
-    executor_->close(Deadline(std::min<std::chrono::nanoseconds>(timeout_, kClosing)));
+    executor_->close(Deadline(std::min<std::chrono::nanoseconds>(timeout_, kCloseTimeout)));
 }
 
 group::Stats DeviceGroup::stats() const {
@@ -356,20 +356,20 @@ constexpr const char* kAllRanks =
 struct DeviceInfo {
   std::array<char, 28> bus_id;  // padded with zeros
   bool nccl_shares, has_nccl, nccl_between_hosts;
-  uint8_t lanes;
+  uint8_t channels;
 };
 static_assert(sizeof(DeviceInfo) == 32);
 
 // Runs at the first call with device arrays, whichever call that is.
 std::vector<DeviceInfo> exchange_device_info(group::Group& host, const DeviceResources& resources,
                                              std::chrono::nanoseconds limit) {
-  const auto [lanes, nccl_between_hosts] = resources.options;
-  check(lanes >= 1 && lanes <= 255, "invalid cuda_channels: it must be between 1 and 255");
+  const auto [channels, nccl_between_hosts] = resources.options;
+  check(channels >= 1 && channels <= 255, "invalid cuda_channels: it must be between 1 and 255");
   DeviceInfo mine{{},
                   resources.nccl_shares,
                   resources.nccl != nullptr,
                   nccl_between_hosts,
-                  static_cast<uint8_t>(lanes)};
+                  static_cast<uint8_t>(channels)};
   const std::string bus_id = resources.device->bus_id();
   std::copy_n(bus_id.begin(), std::min(bus_id.size(), mine.bus_id.size()), mine.bus_id.begin());
   std::vector<DeviceInfo> all(static_cast<size_t>(host.size()));
@@ -433,7 +433,7 @@ std::shared_ptr<group::Collectives> make_device_group(std::shared_ptr<group::Gro
   } else {
     check_encrypted(*host, infos[0]);
     check_nccl(*host, infos, resources);
-    const DeviceOptions options{.lanes = infos[0].lanes,
+    const DeviceOptions options{.channels = infos[0].channels,
                                 .nccl_between_hosts = infos[0].nccl_between_hosts};
     executor =
         make_nccl_executor(host, resources.device, std::move(resources.nccl), options, timeout);

@@ -25,10 +25,10 @@ namespace pycomm::device_group {
 
 // Collective over `host`; calls of both groups share one order. All ranks must call within `limit`.
 // `timeout` limits the setup of NCCL, and by default the agreement and the execution of each call.
-// Throws the errors of `host`; Unsupported if a device does
-// not suit NCCL, and on every rank if one needs NCCL and has none; Timeout if a rank is missing.
+// Throws the errors of `host`; Unsupported if a device does not suit NCCL, and on every rank if one
+// needs NCCL and has none; Timeout if a rank is missing.
 std::shared_ptr<group::Collectives> make_device_group(std::shared_ptr<group::Group> host,
-                                                      DeviceResources parts,
+                                                      DeviceResources resources,
                                                       std::chrono::nanoseconds timeout,
                                                       std::chrono::nanoseconds limit);
 

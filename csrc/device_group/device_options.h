@@ -11,7 +11,7 @@ namespace pycomm::device_group {
 
 // How device arrays are sent. The values of rank 0 apply to all ranks.
 struct DeviceOptions {
-  int lanes = 1;                   // channels for large arrays, 1 to 255
+  int channels = 1;                // channels for large arrays, 1 to 255
   bool nccl_between_hosts = true;  // false: TCP through host memory
 };
 

@@ -48,7 +48,7 @@ class HostStagedExecutor final : public DeviceExecutor {
             .algorithm = Algorithm::host_staged};
   }
 
-  std::optional<Error> trouble(const std::string& what) override;
+  std::optional<Error> async_error(const std::string& what) override;
   void close(const Deadline& /*deadline*/) noexcept override { data_->close(); }
   void abort(const std::string& reason) noexcept override {
     (void)callbacks_.stop();
@@ -132,7 +132,7 @@ void HostStagedExecutor::run(const group::Call& call) noexcept {
   if (!error_) error_ = std::move(error);
 }
 
-std::optional<Error> HostStagedExecutor::trouble(const std::string& what) {
+std::optional<Error> HostStagedExecutor::async_error(const std::string& what) {
   const std::lock_guard lock(mutex_);
   if (!error_) return std::nullopt;
   return Error(error_->kind(), what + ", staged in host memory: " + error_->what(),

@@ -53,7 +53,7 @@ class NcclExecutor final : public DeviceExecutor {
         nccl_(std::move(nccl)),
         engine_(nccl_, std::move(device), host_->rank(), host_->size()) {}
 
-  void meet(const DeviceOptions& options, std::chrono::nanoseconds timeout);
+  void connect(const DeviceOptions& options, std::chrono::nanoseconds timeout);
 
   Algorithm algorithm_for(const group::Call& call) const override;
   DeviceCall prepare(const group::Call& call) override;
@@ -69,7 +69,7 @@ class NcclExecutor final : public DeviceExecutor {
             .algorithm = engine_.reaches_all() ? Algorithm::nccl : Algorithm::automatic};
   }
 
-  std::optional<Error> trouble(const std::string& what) override;
+  std::optional<Error> async_error(const std::string& what) override;
   void close(const Deadline& deadline) noexcept override { engine_.close(deadline); }
   void abort(const std::string& reason) noexcept override { engine_.abort(reason); }
 
@@ -110,8 +110,8 @@ std::vector<nccl::NcclId> NcclExecutor::create_ids(const DeviceOptions& options,
   const auto first =
       near.empty() ? size_t{0} : static_cast<size_t>(std::ranges::find(near, 0) - near.begin());
   const auto together = near.empty() ? host_->size() : host_->info().local_size;
-  const auto lanes = static_cast<size_t>(options.lanes);
-  std::vector<nccl::NcclId> mine(lanes), all(lanes * static_cast<size_t>(host_->size()));
+  const auto channels = static_cast<size_t>(options.channels);
+  std::vector<nccl::NcclId> mine(channels), all(channels * static_cast<size_t>(host_->size()));
   if (static_cast<size_t>(host_->rank()) == first && together > 1)
     for (nccl::NcclId& id : mine)
       if (const nccl::NcclResult made = nccl_->get_unique_id(id); made != nccl::NcclResult::success)
@@ -119,24 +119,24 @@ std::vector<nccl::NcclId> NcclExecutor::create_ids(const DeviceOptions& options,
   host_->run({.operation = Operation::all_gather,
               .input = mine.data(),
               .output = all.data(),
-              .count = lanes * sizeof(nccl::NcclId),
+              .count = channels * sizeof(nccl::NcclId),
               .timeout = timeout});
-  const auto named = std::span(all).subspan(first * lanes, lanes);
+  const auto named = std::span(all).subspan(first * channels, channels);
   return {named.begin(), named.end()};
 }
 
 // A rank that cannot create a communicator fails, and so do the ranks that wait for it and ranks of
 // other hosts whose communicators are complete.
-void NcclExecutor::meet(const DeviceOptions& options, std::chrono::nanoseconds timeout) {
+void NcclExecutor::connect(const DeviceOptions& options, std::chrono::nanoseconds timeout) {
   const Deadline deadline(timeout);
   device::RemoteRanks far{.local_ranks = local_ranks_of(options)};
   const auto ids = create_ids(options, far.local_ranks, timeout);
-  for (size_t lane = 0; !far.local_ranks.empty() && lane < ids.size(); ++lane)
+  for (size_t channel = 0; !far.local_ranks.empty() && channel < ids.size(); ++channel)
     far.transports.push_back(std::make_unique<GroupTransport>(host_->split(0, host_->rank())));
   const bool apart = !far.local_ranks.empty();
   std::optional<Error> failure;
   try {
-    engine_.meet(ids, std::move(far), deadline);
+    engine_.connect(ids, std::move(far), deadline);
     communicators_ = engine_.communicators();
   } catch (const Error& error) {
     failure =
@@ -199,7 +199,7 @@ Algorithm NcclExecutor::algorithm_for(const group::Call& call) const {
 int NcclExecutor::channels_of(const group::Call& call) const {
   if (call.algorithm != Algorithm::ring) return 1;
   const size_t worth = call.count * bytes_of(call.dtype) / kBytesPerChannel;
-  return static_cast<int>(std::clamp<size_t>(worth, 1, engine_.lanes()));
+  return static_cast<int>(std::clamp<size_t>(worth, 1, engine_.channels()));
 }
 
 // Null for NCCL's collectives.
@@ -212,14 +212,14 @@ std::shared_ptr<const std::vector<device::StreamStages>> NcclExecutor::plan_of(
                                         .root = group::is_rooted(call.operation) ? call.peer : 0,
                                         .counts = call.counts,
                                         .hosts = host_->info().hosts};
-  const int lanes = channels_of(call);
+  const int channels = channels_of(call);
   const auto made = [&] {
     const collectives::Plan plan = collectives::make_plan(call.algorithm, call.operation, at);
     return std::make_shared<const std::vector<device::StreamStages>>(
-        device::make_lanes(plan, at.rank, lanes));
+        device::make_channels(plan, at.rank, channels));
   };
   if (!call.counts.empty()) return made();  // counts change between calls
-  const auto key = std::tuple(call.operation, call.algorithm, call.count, at.root, lanes);
+  const auto key = std::tuple(call.operation, call.algorithm, call.count, at.root, channels);
   if (const auto found = plans_.find(key); found != plans_.end()) return found->second;
   if (plans_.size() >= kMaxPlans) plans_.clear();
   return plans_.emplace(key, made()).first->second;
@@ -244,13 +244,13 @@ DeviceCall NcclExecutor::prepare(const group::Call& call) {
   return device_call;
 }
 
-std::optional<Error> NcclExecutor::trouble(const std::string& what) {
+std::optional<Error> NcclExecutor::async_error(const std::string& what) {
   for (nccl::Communicator* const communicator : communicators_) {
     const nccl::NcclResult state = communicator->state();
     if (state != nccl::NcclResult::success && state != nccl::NcclResult::in_progress)
       return communicator->error_of(what, state);
   }
-  if (const auto error = engine_.trouble())
+  if (const auto error = engine_.async_error())
     return Error(error->kind(), what + ", between hosts: " + error->what(), error->fields());
   return std::nullopt;
 }
@@ -264,7 +264,7 @@ std::unique_ptr<DeviceExecutor> make_nccl_executor(std::shared_ptr<group::Group>
                                                    std::chrono::nanoseconds timeout) {
   auto executor =
       std::make_unique<NcclExecutor>(std::move(host), std::move(device), std::move(nccl));
-  executor->meet(options, timeout);
+  executor->connect(options, timeout);
   return executor;
 }
 

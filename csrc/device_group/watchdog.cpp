@@ -39,23 +39,23 @@ bool Watchdog::idle() {
 
 bool Watchdog::is_over(const device::Event& over) {
   const std::lock_guard lock(mutex_);
-  (void)forget_passed();
+  (void)remove_passed();
   return std::ranges::none_of(under_way_,
                               [&](const Entry& entry) { return entry.over.get() == &over; });
 }
 
 std::optional<Error> Watchdog::look() {
   std::unique_lock lock(mutex_);
-  const auto trouble = forget_passed();
+  const auto failure = remove_passed();
   if (under_way_.empty()) {
-    missed_ = {};
+    lost_since_ = {};
     return std::nullopt;  // an error of the executor fails the next call
   }
   const Entry& oldest = under_way_.front();
-  if (trouble) {
+  if (failure) {
     const Entry copy = oldest;
     lock.unlock();  // it waits, and is_over() may be called with Python's lock
-    return explained(*trouble, copy);
+    return with_reason(*failure, copy);
   }
   if (auto error = lost(oldest)) return error;
   if (!oldest.deadline.expired()) return std::nullopt;
@@ -70,19 +70,19 @@ std::optional<Error> Watchdog::look() {
 
 // An aborted call passes its event too: passed calls are complete only if the executor reports no
 // error afterwards.
-std::optional<Error> Watchdog::forget_passed() {
+std::optional<Error> Watchdog::remove_passed() {
   if (under_way_.empty()) return std::nullopt;
   auto first = under_way_.begin();
   while (first != under_way_.end() && first->over && first->over->passed()) ++first;
-  auto trouble = executor_.trouble(under_way_.front().what);
-  if (!trouble) under_way_.erase(under_way_.begin(), first);
-  return trouble;
+  auto failure = executor_.async_error(under_way_.front().what);
+  if (!failure) under_way_.erase(under_way_.begin(), first);
+  return failure;
 }
 
 void Watchdog::end(const std::exception_ptr& error) noexcept {
   const std::lock_guard lock(mutex_);
   try {
-    (void)forget_passed();
+    (void)remove_passed();
   } catch (const InternalError&) {  // the device failed: no call can complete
   }
   for (const Entry& entry : under_way_)
@@ -93,7 +93,7 @@ void Watchdog::end(const std::exception_ptr& error) noexcept {
 std::optional<Error> Watchdog::lost(const Entry& oldest) {
   const group::Status now = host_.status();
   if (!now.broken.empty()) {
-    if (!missed_for_long()) return std::nullopt;
+    if (!lost_for_long()) return std::nullopt;
     return GroupBroken(
         oldest.what + " waits on the device for ranks of a group that is broken: " + now.broken,
         fields(oldest, -1));
@@ -103,7 +103,7 @@ std::optional<Error> Watchdog::lost(const Entry& oldest) {
     const bool never_met = seen.left_reason.empty() && seen.bytes_received == 0;
     const bool needed = oldest.peer == kAllPeers || oldest.peer == peer;
     if (peer == host_.rank() || !needed || seen.connected || never_met) continue;
-    if (!missed_for_long()) return std::nullopt;
+    if (!lost_for_long()) return std::nullopt;
     const Member& who = host_.info().members[static_cast<size_t>(peer)];
     return PeerLost(
         oldest.what + " waits on the device for rank " + std::to_string(peer) + " (" + who.host +
@@ -115,21 +115,21 @@ std::optional<Error> Watchdog::lost(const Entry& oldest) {
 }
 
 // The executor's error, with the reason of the rank that aborted, if it sent one.
-Error Watchdog::explained(const Error& trouble, const Entry& oldest) {
-  if (trouble.kind() == ErrorKind::peer_lost) {
+Error Watchdog::with_reason(const Error& failure, const Entry& oldest) {
+  if (failure.kind() == ErrorKind::peer_lost) {
     try {
       host_.check_for_failures(kReasonTime);
     } catch (const Error& error) {
-      return Error(error.kind(), trouble.what() + std::string("; ") + error.what(),
+      return Error(error.kind(), failure.what() + std::string("; ") + error.what(),
                    fields(oldest, error.fields().peer));
     }
   }
-  return Error(trouble.kind(), trouble.what(), fields(oldest, trouble.fields().peer));
+  return Error(failure.kind(), failure.what(), fields(oldest, failure.fields().peer));
 }
 
-bool Watchdog::missed_for_long() {
-  if (missed_ == Clock::time_point{}) missed_ = Clock::now();
-  return Clock::now() - missed_ >= kGrace;
+bool Watchdog::lost_for_long() {
+  if (lost_since_ == Clock::time_point{}) lost_since_ = Clock::now();
+  return Clock::now() - lost_since_ >= kGrace;
 }
 
 ErrorFields Watchdog::fields(const Entry& oldest, int peer) const {

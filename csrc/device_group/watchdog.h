@@ -50,9 +50,9 @@ class Watchdog {
     std::function<void(std::exception_ptr)> failed;
   };
   std::optional<Error> lost(const Entry& oldest);
-  Error explained(const Error& trouble, const Entry& oldest);
-  bool missed_for_long();
-  std::optional<Error> forget_passed();
+  Error with_reason(const Error& failure, const Entry& oldest);
+  bool lost_for_long();
+  std::optional<Error> remove_passed();
   ErrorFields fields(const Entry& oldest, int peer) const;
 
   group::Group& host_;
@@ -60,7 +60,7 @@ class Watchdog {
   std::mutex mutex_;
   std::deque<Entry> under_way_;
   // When a lost rank or a broken group was first seen; {} if not yet.
-  Clock::time_point missed_{};
+  Clock::time_point lost_since_{};
 };
 
 }  // namespace pycomm::device_group

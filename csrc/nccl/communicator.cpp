@@ -7,7 +7,7 @@
 namespace pycomm::nccl {
 namespace {
 
-// NCCL sends no notification, so meet() polls, until all ranks have come.
+// NCCL sends no notification, so connect() polls until all ranks have joined.
 constexpr std::chrono::microseconds kPoll{200};
 
 // The state of a communicator that was ended: an error that NCCL does not use.
@@ -29,19 +29,19 @@ Communicator::Communicator(NcclApi& nccl, const NcclId& id, int rank, int size, 
   throw Error(error);
 }
 
-void Communicator::meet(const Deadline& deadline) {
-  settle("ncclCommInitRankConfig", deadline);
+void Communicator::connect(const Deadline& deadline) {
+  wait_until_ready("ncclCommInitRankConfig", deadline);
   NcclResult result = kAborted;
   {
     const std::lock_guard lock(mutex_);
     if (!ended_) result = nccl_.comm_split(parent_, rank_, child_, {.max_ctas = max_ctas_});
   }
   if (!is_fine(result)) throw error_of("ncclCommSplit", result);
-  settle("ncclCommSplit", deadline);
+  wait_until_ready("ncclCommSplit", deadline);
 }
 
 // Waits until the parent is no longer in progress.
-void Communicator::settle(const std::string& function, const Deadline& deadline) {
+void Communicator::wait_until_ready(const std::string& function, const Deadline& deadline) {
   for (;;) {
     NcclResult result = kAborted;
     {

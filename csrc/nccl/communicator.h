@@ -14,14 +14,14 @@
 
 namespace pycomm::nccl {
 
-// The ranks meet in a nonblocking communicator, so that the wait for a missing rank can end. Calls
-// run on a blocking child of it, as NCCL starts a thread for each group of calls on a nonblocking
-// one. A call on the child may wait for other ranks too; an abort of the parent, which shares its
-// abort flag with the child, ends that wait. The child itself must not be aborted before its calls
-// have returned. Thread-safe.
+// The ranks connect in a nonblocking communicator, so that the wait for a missing rank can end.
+// Calls run on a blocking child of it, as NCCL starts a thread for each group of calls on a
+// nonblocking one. A call on the child may wait for other ranks too; an abort of the parent, which
+// shares its abort flag with the child, ends that wait. The child itself must not be aborted before
+// its calls have returned. Thread-safe.
 class Communicator {
  public:
-  // Begins to connect to the other ranks on the thread's current device; meet() waits for them.
+  // Begins to connect to the other ranks on the thread's current device; connect() waits for them.
   // `max_ctas`: as in NcclOptions. Throws as launch() does.
   Communicator(NcclApi& nccl, const NcclId& id, int rank, int size, int max_ctas = 0);
   ~Communicator() { abort(); }
@@ -29,7 +29,7 @@ class Communicator {
   Communicator& operator=(const Communicator&) = delete;
 
   // Call it once, before launch(). Throws Timeout if ranks are missing.
-  void meet(const Deadline& deadline);
+  void connect(const Deadline& deadline);
 
   // Runs calls of NcclApi as one group, which is enqueued when this returns. Waits for the other
   // ranks where NCCL connects to them first, until abort(). Throws error_of() of a result, also if
@@ -55,7 +55,7 @@ class Communicator {
   void abort() noexcept;
 
  private:
-  void settle(const std::string& function, const Deadline& deadline);
+  void wait_until_ready(const std::string& function, const Deadline& deadline);
   NcclComm* begin_call();
   void end_call();
 
@@ -66,7 +66,7 @@ class Communicator {
   int calls_ = 0;  // that have not returned from NCCL
   bool ended_ = false;
   NcclComm* parent_ = nullptr;
-  NcclComm* child_ = nullptr;  // NCCL sets it while meet() waits
+  NcclComm* child_ = nullptr;  // NCCL sets it while connect() waits
   std::atomic<bool> captured_ = false;
 };
 

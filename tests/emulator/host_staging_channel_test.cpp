@@ -65,7 +65,7 @@ const Test kReplayed{
                 [](Rank& r) {
                   constexpr size_t kCount = 1000;
                   Floats x(kCount);
-                  const Lanes stages = device::make_lanes(
+                  const Lanes stages = device::make_channels(
                       collectives::ring_all_reduce(r.rank, r.size, kCount), r.rank, 2);
                   const device::StreamJob job{.plan = &stages,
                                               .operation = Operation::all_reduce,
@@ -128,16 +128,16 @@ const Test kTrouble{
     "the reason of missing messages is known when the stream continues", [] {
       Bench bench;
       bench.post->body = [] { throw PeerLost("rank 1 died", {.peer = 1}); };
-      expect(!bench.bridge.trouble(), "nothing has happened");
+      expect(!bench.bridge.async_error(), "nothing has happened");
       bench.cross();
       bench.device->finish(bench.stream.raw());
-      const auto error = bench.bridge.trouble();
+      const auto error = bench.bridge.async_error();
       expect(error && error->kind() == ErrorKind::peer_lost && error->fields().peer == 1,
              "the error of the post");
       bench.post->body = [] { throw Timeout("late"); };
       bench.cross();
       bench.device->finish(bench.stream.raw());
-      expect(bench.bridge.trouble()->kind() == ErrorKind::peer_lost, "the first error stays");
+      expect(bench.bridge.async_error()->kind() == ErrorKind::peer_lost, "the first error stays");
     }};
 
 const Test kAborted{"abort() ends running operations, and the stream continues", [] {

@@ -172,7 +172,7 @@ inline void each_rank(int size, const std::function<void(Rank&)>& body,
         Rank mine{.rank = rank, .size = size};
         const auto host = hosts.empty() ? 0 : hosts[static_cast<size_t>(rank)];
         mine.hosts = hosts;
-        mine.engine.meet(ids[static_cast<size_t>(host)], far_ranks(rank, hosts, mails), soon());
+        mine.engine.connect(ids[static_cast<size_t>(host)], far_ranks(rank, hosts, mails), soon());
         body(mine);
       } catch (const std::exception& error) {
         errors[static_cast<size_t>(rank)] = error.what();
@@ -257,7 +257,7 @@ inline void run_case(Rank& r, const Case& one) {
       .rank = r.rank, .size = r.size, .count = one.count, .root = one.root, .hosts = r.hosts};
   const collectives::Plan plan = collectives::make_plan(one.algorithm, one.operation, at);
   const Lanes stages =
-      device::make_lanes(plan, r.rank, one.algorithm == Algorithm::ring && r.size > 1 ? 2 : 1);
+      device::make_channels(plan, r.rank, one.algorithm == Algorithm::ring && r.size > 1 ? 2 : 1);
   const auto before = r.engine.traffic();
   r.finish();
   (void)r.nccl->take_counts();

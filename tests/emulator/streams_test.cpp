@@ -50,8 +50,8 @@ device::StreamJob all_reduce(Floats& x, size_t count, const Lanes* stages) {
 
 Lanes stages_of(const Rank& r, Algorithm algorithm, size_t count, int lanes = 1) {
   const collectives::CollectiveShape at{.rank = r.rank, .size = r.size, .count = count};
-  return device::make_lanes(collectives::make_plan(algorithm, Operation::all_reduce, at), r.rank,
-                            lanes);
+  return device::make_channels(collectives::make_plan(algorithm, Operation::all_reduce, at), r.rank,
+                               lanes);
 }
 
 const Test kRing{"a ring is 2 (n - 1) groups of a send and a receive and no collective", [] {
@@ -322,11 +322,11 @@ const Test kMissing{"waiting for a missing rank ends at the deadline", [] {
                       nccl::NcclId id{};
                       (void)names.get_unique_id(id);
                       Rank alone{.rank = 0, .size = 2};
-                      const auto meet = [&] {
-                        alone.engine.meet(std::span(&id, 1), {},
-                                          Deadline(std::chrono::milliseconds(30)));
+                      const auto connect = [&] {
+                        alone.engine.connect(std::span(&id, 1), {},
+                                             Deadline(std::chrono::milliseconds(30)));
                       };
-                      (void)expect_throws<Timeout>(meet);
+                      (void)expect_throws<Timeout>(connect);
                     }};
 
 const Test kTwice{"two ranks on one device are refused, as by NCCL", [] {

@@ -26,7 +26,7 @@ NcclResult nothing(nccl::NcclApi&, nccl::NcclComm*) { return NcclResult::success
 
 // A communicator that has met its peers.
 struct Met {
-  Met() { communicator.meet(Deadline(60s)); }
+  Met() { communicator.connect(Deadline(60s)); }
   PlayedNccl nccl;
   nccl::Communicator communicator{nccl, {}, 0, 2};
 };
@@ -81,7 +81,7 @@ const Test kUnsplit{"a communicator that NCCL does not split is not leaked", [] 
                       PlayedNccl nccl;
                       nccl.split = NcclResult::system_error;
                       const std::string text = expect_throws<Error>(
-                          [&] { nccl::Communicator(nccl, {}, 0, 2).meet(Deadline(60s)); });
+                          [&] { nccl::Communicator(nccl, {}, 0, 2).connect(Deadline(60s)); });
                       expect(text.starts_with("ncclCommSplit: "), text);
                       expect_equal(nccl.live.load(), 0, "communicators left");
                     }};
@@ -135,23 +135,23 @@ const Test kLimit{"a call that NCCL does not enqueue ends at its limit", [] {
                     });
                   }};
 
-const Test kBlocks{"calls of all channels fit on the device together", [] {
-                     for (const auto& [channels, processors, wanted] :
-                          {std::tuple(1, 132, 0), {8, 132, 16}, {8, 4, 1}}) {
-                       ranks::World world{.size = 2, .transport = "local"};
-                       ranks::run_groups(world, [&](group::Group& host) {
-                         const auto device = std::make_shared<PlayedDevice>(host.rank());
-                         const auto nccl = std::make_shared<PlayedNccl>();
-                         device->processors = processors;
-                         const std::shared_ptr<group::Group> here(&host, [](group::Group*) {});
-                         (void)device_group::make_device_group(
-                             here, {.device = device, .nccl = nccl, .options = {.lanes = channels}},
-                             60s, 60s);
-                         expect_equal(nccl->max_ctas.load(), wanted, "thread blocks");
-                         expect_equal(nccl->childs_max_ctas.load(), wanted, "of the child");
-                       });
-                     }
-                   }};
+const Test kBlocks{
+    "calls of all channels fit on the device together", [] {
+      for (const auto& [channels, processors, wanted] :
+           {std::tuple(1, 132, 0), {8, 132, 16}, {8, 4, 1}}) {
+        ranks::World world{.size = 2, .transport = "local"};
+        ranks::run_groups(world, [&](group::Group& host) {
+          const auto device = std::make_shared<PlayedDevice>(host.rank());
+          const auto nccl = std::make_shared<PlayedNccl>();
+          device->processors = processors;
+          const std::shared_ptr<group::Group> here(&host, [](group::Group*) {});
+          (void)device_group::make_device_group(
+              here, {.device = device, .nccl = nccl, .options = {.channels = channels}}, 60s, 60s);
+          expect_equal(nccl->max_ctas.load(), wanted, "thread blocks");
+          expect_equal(nccl->childs_max_ctas.load(), wanted, "of the child");
+        });
+      }
+    }};
 
 // Runs `body` in both ranks of a group while NCCL's aborts do not return, as where a stream hangs
 // before NCCL's kernel or a graph lives.

@@ -41,7 +41,7 @@ struct Case {
 
 device::StreamStages stages_of(const Case& one, int rank) {
   const collectives::Plan plan = collectives::make_plan(one.algorithm, one.operation, one.at(rank));
-  return device::make_lanes(plan, rank, one.lanes).at(static_cast<size_t>(one.lane));
+  return device::make_channels(plan, rank, one.lanes).at(static_cast<size_t>(one.lane));
 }
 
 // Ranks run their stages as streams do: a stage ends when all its messages have matched, and a

@@ -30,7 +30,7 @@ class PlayedCarrier final : public device_group::DeviceExecutor {
     return nullptr;
   }
   group::Stats stats() const override { return {}; }
-  std::optional<Error> trouble(const std::string& what) override {
+  std::optional<Error> async_error(const std::string& what) override {
     if (!troubled) return std::nullopt;
     return PeerLost(what + " was given up");
   }
