@@ -1,7 +1,6 @@
-// A compact packet: k pairs (index, value) in few bytes. The raw packet of
-// packet.h has a size that depends on k only, and its arrays are readable in place. The size of a
-// compact packet depends on its indices, and it is decoded into arrays. Little-endian; no field is
-// aligned.
+// A compact packet: k pairs (index, value) in few bytes. The raw packet of packet.h has a size that
+// depends on k only, and its arrays are readable in place. The size of a compact packet depends on
+// its indices, and it is decoded into arrays. Little-endian; no field is aligned.
 //
 //   "PL", 1          magic, version
 //   codes            one byte: index code + 16 * value code

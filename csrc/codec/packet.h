@@ -60,7 +60,8 @@ constexpr size_t raw_packet_bytes(size_t k, Dtype value_dtype) {
 // is valid. The caller must check the indices.
 inline PacketHeader read_packet_header(std::span<const std::byte> bytes) {
   const auto refuse = [&](const std::string& why) {
-    throw InvalidArgument("not a packet: " + why + " (" + std::to_string(bytes.size()) + " bytes)");
+    throw InvalidArgument("invalid packet: " + why + " (" + std::to_string(bytes.size()) +
+                          " bytes)");
   };
   PacketHeader header;
   if (bytes.size() < sizeof header) refuse("it is shorter than its header");

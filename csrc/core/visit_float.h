@@ -29,7 +29,8 @@ decltype(auto) visit_float(Dtype dtype, F&& f) {
     case Dtype::boolean:
       break;
   }
-  throw InvalidArgument(std::string(name_of(dtype)) + " is not a float dtype");
+  throw InvalidArgument("invalid dtype " + std::string(name_of(dtype)) +
+                        ": expected a float dtype");
 }
 
 // The same for the dtypes of u and v: float32 and float64.

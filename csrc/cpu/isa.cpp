@@ -17,8 +17,8 @@ std::atomic<Isa>& chosen_isa() {
 void set_kernel_isa(std::string_view name) {
   const auto* const found = std::find(kIsaNames.begin(), kIsaNames.end(), name);
   if (found == kIsaNames.end())
-    throw InvalidArgument(std::string(name) +
-                          ": not one of baseline, avx2, avx512, avx512_bf16, avx512_fp16");
+    throw InvalidArgument("unknown instruction set '" + std::string(name) +
+                          "'; one of: baseline, avx2, avx512, avx512_bf16, avx512_fp16");
   const Isa isa = kIsas[static_cast<size_t>(found - kIsaNames.begin())];
   if (!runs_here(isa)) throw Unsupported("this processor lacks " + std::string(name));
   chosen_isa().store(isa, std::memory_order_relaxed);

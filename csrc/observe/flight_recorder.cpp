@@ -67,8 +67,8 @@ os::Fd create(const std::string& path) {
 
 void check_folder(const fs::path& folder, const std::string& variable, const std::string& value) {
   if (::access(folder.empty() ? "." : folder.c_str(), W_OK | X_OK) == 0) return;
-  throw InvalidArgument(variable + " is '" + value + "', and in " + folder.string() +
-                            " no file can be made: " + std::generic_category().message(errno),
+  throw InvalidArgument("invalid " + variable + " '" + value + "': cannot create a file in " +
+                            folder.string() + ": " + std::generic_category().message(errno),
                         {.op = "init"});
 }
 
@@ -99,7 +99,7 @@ FlightRecorder::FlightRecorder(const FlightRecorderHead& head, const FlightRecor
   try {
     trace_ = create(files_.trace);
   } catch (const std::system_error& error) {
-    throw InvalidArgument("init: the trace " + files_.trace + " cannot be made: " + error.what(),
+    throw InvalidArgument("init: cannot create the trace " + files_.trace + ": " + error.what(),
                           {.op = "init", .rank = head_.rank});
   }
   flush();

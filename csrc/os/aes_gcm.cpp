@@ -75,7 +75,7 @@ void AesGcm::Free::operator()(void* context) const { crypto_library().free_conte
 
 AesGcm::AesGcm(Direction direction, Key key)
     : library_(crypto_library()), direction_(direction), context_(library_.new_context()) {
-  check(context_ != nullptr, "OpenSSL gave no cipher context");
+  check(context_ != nullptr, "OpenSSL failed: EVP_CIPHER_CTX_new");
   set_key(key);
 }
 

@@ -150,7 +150,7 @@ def decoded(packet: ArrayRef, k: int, count: int, like: Like) -> tuple[Any, Any]
     )
     decode(packet, count, (indices, values, refused))
     if int(refused[0]):
-        raise InvalidArgument(f"not a packet: {packet.nbytes} bytes with invalid content")
+        raise InvalidArgument(f"invalid packet: {packet.nbytes} bytes with invalid content")
     return indices, values
 
 

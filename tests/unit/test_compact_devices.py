@@ -192,5 +192,5 @@ def test_packet_header_in_device_memory():
     whole = as_array_ref(np.frombuffer(packet, np.uint8), "packet")
     assert compact.header(whole) == (len(indices), 9001)
     for wrong in (packet[:9], packet + bytes(9999), b"no" + packet[2:]):
-        with pytest.raises(InvalidArgument, match="not a packet"):
+        with pytest.raises(InvalidArgument, match="invalid packet"):
             compact.header(as_array_ref(np.frombuffer(wrong, np.uint8), "packet"))

@@ -130,7 +130,7 @@ def test_path_without_a_folder_is_rejected_with_the_variable_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYCOMM_FLIGHT_RECORD", str(tmp_path / "none" / "calls"))
-    with pytest.raises(errors.InvalidArgument, match=r"PYCOMM_FLIGHT_RECORD is .*none"):
+    with pytest.raises(errors.InvalidArgument, match=r"invalid PYCOMM_FLIGHT_RECORD .*none"):
         run_ranks(1, sums, 1)
 
 

@@ -128,7 +128,7 @@ WRONG_CALLS = {
         lambda: kernels.decode_sum(np.ones(9, F32), [
             kernels.encode(np.zeros(1, np.int32), np.ones(1, F32), 9, "float16")]),
         "value_dtype is float32"),
-    "no packet": (lambda: kernels.unpack(np.zeros(40, np.uint8)), "not a packet"),
+    "no packet": (lambda: kernels.unpack(np.zeros(40, np.uint8)), "invalid packet"),
     "value dtype": (lambda: kernels.packet_bytes(3, "int8"), "one of float16"),
     "encode k": (
         lambda: kernels.encode(np.arange(4, dtype=np.int32), np.ones(4, F32), 3), "0..3"),

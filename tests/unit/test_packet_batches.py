@@ -105,5 +105,5 @@ def test_invalid_batches_are_rejected():
     refused("sizes sum to 1 bytes", decode, message, [1], 9)
     refused("sizes sum to", decode, message, [sizes[0] + sizes[1] + 1, -1], 9)
     refused("an array of 9 elements, expected 8", decode, message, sizes, 8)
-    refused("not a packet", decode, message, [sizes[0] - 1, sizes[1] + 1], 9)
+    refused("invalid packet", decode, message, [sizes[0] - 1, sizes[1] + 1], 9)
     refused("share memory", kernels.decode_sum, x, PacketBatch(i, x, [4]))

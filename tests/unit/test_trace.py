@@ -134,5 +134,5 @@ def test_invalid_folder_is_rejected_with_the_variable_name(
 ) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("PYCOMM_TRACE", str(tmp_path / "file" / "below"))
-    with pytest.raises(errors.InvalidArgument, match=r"PYCOMM_TRACE is .*below"):
+    with pytest.raises(errors.InvalidArgument, match=r"invalid PYCOMM_TRACE .*below"):
         run_ranks(1, many_calls, 1)

@@ -56,7 +56,7 @@ void write_all_values(const Packet& packet, const CompactEncoding& encoding, std
 }
 
 [[noreturn]] void refuse(const std::string& why, size_t bytes) {
-  throw InvalidArgument("not a packet: " + why + " (" + std::to_string(bytes) + " bytes)");
+  throw InvalidArgument("invalid packet: " + why + " (" + std::to_string(bytes) + " bytes)");
 }
 
 }  // namespace

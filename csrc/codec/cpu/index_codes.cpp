@@ -18,7 +18,7 @@ namespace {
 constexpr size_t kBlock = kPacked;
 
 [[noreturn]] void refuse(const char* why) {
-  throw InvalidArgument(std::string("not a packet: ") + why);
+  throw InvalidArgument(std::string("invalid packet: ") + why);
 }
 
 // The gaps of one block, padded with gaps that take no bits.

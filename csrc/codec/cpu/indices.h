@@ -20,8 +20,8 @@ inline void check_indices(std::span<const int32_t> indices, size_t count) {
   int64_t before = -1;
   for (size_t i = 0; i < indices.size(); before = indices[i++])
     if (indices[i] <= before || indices[i] >= static_cast<int64_t>(count))
-      throw InvalidArgument("index " + std::to_string(indices[i]) + " at place " +
-                            std::to_string(i) + ": indices ascend and lie in 0.." +
+      throw InvalidArgument("invalid index " + std::to_string(indices[i]) + " at position " +
+                            std::to_string(i) + ": indices must ascend within 0.." +
                             std::to_string(static_cast<int64_t>(count) - 1));
 }
 
