@@ -1,4 +1,4 @@
-// The seam: everything that kernels spell differently under nvcc and under the emulator.
+// Portability layer: everything that kernels spell differently under nvcc and under the emulator.
 //
 // Under nvcc each of these is one instruction or a plain language feature. Elsewhere
 // tests/emulator/emulator.hpp replaces them: it runs a kernel on the CPU with one fiber per CUDA
@@ -24,7 +24,6 @@
 namespace gpu {
 
 inline constexpr unsigned kFullWarp = ~0u;
-inline constexpr unsigned kWarpSize = 32;
 
 // Shape of a launch: a one-dimensional grid on a stream of the caller.
 struct Launch {
@@ -36,7 +35,7 @@ struct Launch {
 
 #ifdef __CUDACC__
 
-// The block's only object of type T in shared memory. T needs no constructor and starts as garbage.
+// The block's only object of type T in shared memory. T needs no constructor and is uninitialized.
 // Aligned, so that no vector load of it reads a neighbour, which racecheck reports.
 template <class T>
 __device__ __forceinline__ T& shared() {
@@ -96,7 +95,8 @@ __device__ __forceinline__ void store_relaxed(unsigned long long* p, unsigned lo
   asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(p), "l"(value) : "memory");
 }
 
-// Adds, and publishes what this thread (and, after a __syncthreads, its block) wrote before.
+// Adds with acquire and release order: publishes what this thread (and, after a __syncthreads, its
+// block) wrote before, and sees what earlier callers published.
 __device__ __forceinline__ unsigned add_release(unsigned* p, unsigned value) {
   unsigned old;
   asm volatile("atom.add.acq_rel.gpu.global.u32 %0, [%1], %2;"
@@ -106,7 +106,7 @@ __device__ __forceinline__ unsigned add_release(unsigned* p, unsigned value) {
   return old;
 }
 
-// A breath inside a spin loop.
+// Waits briefly inside a spin loop.
 __device__ __forceinline__ void pause() { __nanosleep(64); }
 
 template <class... P, class... A>

@@ -144,14 +144,14 @@ template <ReduceOp kOp, typename Integer>
 }
 
 // For bool, sum is `or` and product is `and`.
-constexpr ReduceOp spelled_in_bits(ReduceOp op) {
+constexpr ReduceOp as_bit_operation(ReduceOp op) {
   if (op == ReduceOp::sum || op == ReduceOp::max) return ReduceOp::bor;
   if (op == ReduceOp::product || op == ReduceOp::min) return ReduceOp::band;
   return op;
 }
 
 template <Dtype kDtype, ReduceOp kOp>
-inline constexpr ReduceOp kOpOf = kDtype == Dtype::boolean ? spelled_in_bits(kOp) : kOp;
+inline constexpr ReduceOp kOpOf = kDtype == Dtype::boolean ? as_bit_operation(kOp) : kOp;
 
 // Applied after the last addition. A division, because a product with 1/size would round twice.
 template <ReduceOp kOp, typename V>

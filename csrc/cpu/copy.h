@@ -1,6 +1,6 @@
 // Copies payload with vector loads and stores. glibc's memcpy uses `rep movsb` for more than some
 // kilobytes, which on some processors takes 20 times as long where the destination begins up to 15
-// bytes behind the source modulo 4096: for the whole life of a process, as its arrays lie.
+// bytes behind the source modulo 4096.
 #pragma once
 
 #include <cstddef>

@@ -67,18 +67,18 @@ void set_head(Arguments& to, const codec::CompactHead& head) {
 }  // namespace
 
 void CudaKernels::encode_compact(const codec::Packet& packet,
-                                 const codec::CompactEncoding& encoding, const CompactOutput& room,
-                                 kernels::Queue queue) {
+                                 const codec::CompactEncoding& encoding,
+                                 const CompactOutput& output, kernels::Queue queue) {
   const OnDevice on(queue);
   const size_t k = packet.count;
   Writing w{};
-  check(lay_out(w, k, room.workspace.data) <= room.workspace.bytes,
+  check(lay_out(w, k, output.workspace.data) <= output.workspace.bytes,
         "encode_compact: the workspace is too small");
   w.indices = packet.indices;
   w.values = packet.values;
   w.residual = encoding.residual;
-  w.out = reinterpret_cast<uint8_t*>(room.out);
-  w.bytes = room.bytes;
+  w.out = reinterpret_cast<uint8_t*>(output.out);
+  w.bytes = output.bytes;
   w.value_bytes = codec::value_bytes(encoding.value_code, k);
   w.count = static_cast<unsigned>(encoding.count);
   w.code = encoding.automatic ? 3 : static_cast<unsigned>(encoding.index_code);
@@ -87,7 +87,7 @@ void CudaKernels::encode_compact(const codec::Packet& packet,
   set_head(w, codec::compact_head(k, encoding.count, codec::IndexCode::list, encoding.value_code));
   cudaStream_t const stream = stream_of(queue);
   launch("measure", measure, {w.run_count, kCompactThreads, stream}, w);
-  launch("settle", settle, {1, kTableThreads, stream}, w);
+  launch("choose_code", choose_code, {1, kTableThreads, stream}, w);
   // One warp per block of gaps, or one thread per 32 bits of a bitmap.
   const size_t items = std::max<size_t>(size_t{32} * w.block_count, encoding.count / 32);
   const gpu::Launch shape{blocks_for(items, kCompactThreads), kCompactThreads, stream};

@@ -2,8 +2,7 @@
 // one block computes over all rows of a table.
 //
 // codec/compact.h has the format. Bit positions are unsigned: the quotients of k gaps take at most
-// k
-// + count bits, their parameters 61 per 64 gaps, so both together less than 2^32.
+// k + count bits, their parameters 61 per 64 gaps, so both together less than 2^32.
 #pragma once
 
 #include "cuda/block.cuh"

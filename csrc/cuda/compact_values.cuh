@@ -80,14 +80,14 @@ __device__ __forceinline__ float magnitude_at(unsigned i) {
 }
 
 // Sums of the magnitudes up to a limit and above it, and the number above.
-struct Halves {
+struct Split {
   double below, above;
   unsigned count;
 };
-__device__ __forceinline__ Halves split_at(unsigned n, float limit) {
+__device__ __forceinline__ Split split_at(unsigned n, float limit) {
   auto& lanes = gpu::shared<LaneSpace>();
   const unsigned lane = threadIdx.x;
-  Halves mine{0, 0, 0};
+  Split mine{0, 0, 0};
   for (unsigned i = lane; i < n; i += kValueThreads) {
     const float x = magnitude_at(i);
     const bool high = x > limit;
@@ -107,7 +107,7 @@ __device__ __forceinline__ Halves split_at(unsigned n, float limit) {
     }
     __syncthreads();
   }
-  const Halves all{lanes.below[0], lanes.above[0], lanes.count[0]};
+  const Split all{lanes.below[0], lanes.above[0], lanes.count[0]};
   __syncthreads();
   return all;
 }
@@ -138,10 +138,10 @@ __device__ __forceinline__ Levels find_levels(unsigned code, unsigned n) {
   if (code == kOneBit) return {level_of(mean), 0, everything};
   Levels levels{0, 0, limit_of(mean)};
   for (unsigned refined = 0;; ++refined) {
-    const Halves halves = split_at(n, levels.limit);
-    const double low = divide(halves.below, static_cast<double>(n - halves.count));
+    const Split split = split_at(n, levels.limit);
+    const double low = divide(split.below, static_cast<double>(n - split.count));
     const double high =
-        halves.count == 0 ? low : divide(halves.above, static_cast<double>(halves.count));
+        split.count == 0 ? low : divide(split.above, static_cast<double>(split.count));
     levels.low = level_of(low);
     levels.high = level_of(high);
     if (refined == 2) return levels;

@@ -2,13 +2,13 @@
 //
 //   measure          one warp per block of gaps: its parameter and its number of bits; a thread
 //                    block sums them for a run of 32
-//   settle           one block: the bit offset of each run; the code, the header, the length
+//   choose_code      one block: the bit offset of each run; the code, the header, the length
 //   write_indices    one warp per block: remainders, in place; quotients, as ones in an array of
 //                    whole words, because a byte has bits of several blocks
 //   copy_quotients   copies that array to its unaligned position after the values
 //
-// compact_values.cuh encodes the values. If the indices do not ascend, `settle` records it, and
-// later launches write nothing.
+// compact_values.cuh encodes the values. If the indices do not ascend, `choose_code` records it,
+// and later launches write nothing.
 #pragma once
 
 #include "cuda/compact_bits.cuh"
@@ -135,7 +135,7 @@ __global__ void __launch_bounds__(kCompactThreads) measure(const __grid_constant
 }
 
 // Writes the code, the header and the length. Called by one thread.
-__device__ __forceinline__ void choose(const Writing& w, const RunBits& all) {
+__device__ __forceinline__ void write_head(const Writing& w, const RunBits& all) {
   const uint64_t quotients = uint64_t{all.steps} + all.quotients;
   const uint64_t bytes[3] = {uint64_t{4} * w.k, bytes_for(w.count),
                              bytes_for(quotients) + bytes_for(all.remainders)};
@@ -152,7 +152,7 @@ __device__ __forceinline__ void choose(const Writing& w, const RunBits& all) {
     w.out[i] = static_cast<uint8_t>(w.head[i] | (i == 3 ? code : 0));
 }
 
-__global__ void __launch_bounds__(kTableThreads) settle(const __grid_constant__ Writing w) {
+__global__ void __launch_bounds__(kTableThreads) choose_code(const __grid_constant__ Writing w) {
   const Stretch mine = stretch_of(w.run_count);
   RunBits all{0, 0, 0, false}, before{0, 0, 0, false};
   before.steps = sum_before(mine, all.steps, [&](unsigned i) { return w.runs[i].steps; });
@@ -172,7 +172,7 @@ __global__ void __launch_bounds__(kTableThreads) settle(const __grid_constant__ 
     bad |= here.bad;
   }
   all.bad = __syncthreads_or(bad) != 0;
-  if (threadIdx.x == kTableThreads - 1) choose(w, all);
+  if (threadIdx.x == kTableThreads - 1) write_head(w, all);
 }
 
 struct RemainderSpace {

@@ -28,7 +28,7 @@ class CudaKernels final : public kernels::DeviceKernels {
                      Dtype value_dtype, Update update, kernels::Queue queue) override;
   void encode(const codec::Packet& packet, const Encoding& encoding, kernels::Queue queue) override;
   void encode_compact(const codec::Packet& packet, const codec::CompactEncoding& encoding,
-                      const CompactOutput& room, kernels::Queue queue) override;
+                      const CompactOutput& output, kernels::Queue queue) override;
   void decode_compact(const CompactPacket& packet, const CompactArrays& to,
                       kernels::Queue queue) override;
   size_t compact_workspace_bytes(size_t k, size_t bytes) override;

@@ -355,7 +355,7 @@ void reduce_into(kernels::TypedArray out, std::span<const void* const> xs, Reduc
     throw Unsupported(std::string(name_of(what.op)) + " is not defined for " +
                       std::string(name_of(out.dtype)));
   if (xs.size() > kMostInputs)
-    throw Unsupported("reducing " + std::to_string(xs.size()) + " arrays at once; at most " +
+    throw Unsupported("cannot reduce " + std::to_string(xs.size()) + " arrays at once: at most " +
                       std::to_string(kMostInputs));
   if (out.count == 0 || xs.empty()) return;
   const OnDevice on(queue);

@@ -72,11 +72,11 @@ void each_page(const kernels::DgcTables& tables, F f) {
     for (size_t done = 0; done < from.pieces;) {
       if (page.pieces == std::size(page.piece) || page.selections == std::size(page.selection))
         flush();
-      const size_t room = std::min(from.pieces - done, std::size(page.piece) - page.pieces);
+      const size_t fits = std::min(from.pieces - done, std::size(page.piece) - page.pieces);
       page.selection[page.selections++] = {from.indices,     from.values,          from.u_values,
                                            unsigned(from.k), unsigned(from.first), page.pieces,
-                                           unsigned(room)};
-      for (size_t i = 0; i < room; ++i, ++done, ++next) {
+                                           unsigned(fits)};
+      for (size_t i = 0; i < fits; ++i, ++done, ++next) {
         page.piece[page.pieces++] = {next->u, next->v, place, unsigned(next->count)};
         place += unsigned(next->count);
       }
@@ -163,8 +163,8 @@ template <class Real, class F>
 void each_decoding(const kernels::Chain& chain, std::span<const codec::Packet> packets,
                    cudaStream_t stream, F f) {
   if (packets.size() > kMostPackets)
-    throw Unsupported("decoding " + std::to_string(packets.size()) + " packets at once; at most " +
-                      std::to_string(kMostPackets));
+    throw Unsupported("cannot decode " + std::to_string(packets.size()) +
+                      " packets at once: at most " + std::to_string(kMostPackets));
   Decoding d{};
   d.packet_count = static_cast<unsigned>(packets.size());
   std::transform(packets.begin(), packets.end(), d.packets, entries);

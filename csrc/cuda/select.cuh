@@ -157,7 +157,7 @@ __device__ __forceinline__ Memory look_ahead(const Tables& t, unsigned s, const 
 }
 
 template <class V>
-__device__ __forceinline__ void settle(const Tables& t, unsigned s, const Ranks<V>& ranks) {
+__device__ __forceinline__ void store_result(const Tables& t, unsigned s, const Ranks<V>& ranks) {
   t.states[s].kth = ranks.kth.prefix;
   t.states[s].ties = ranks.kth.want;
   if constexpr (std::is_same_v<V, Wide<V>>) t.memory[s] = look_ahead<V>(t, s, ranks);
@@ -247,7 +247,7 @@ struct Counter {
     return last;
   }
   __device__ __forceinline__ void publish(State& state) const {
-    if (digit + 1 == kDigits<V>) return settle<V>(t, selection, ranks);
+    if (digit + 1 == kDigits<V>) return store_result<V>(t, selection, ranks);
     if (alone) return;
     state.kth = ranks.kth.prefix;
     state.ties = ranks.kth.want;

@@ -26,8 +26,8 @@ Rows rows_of_topk(size_t count, size_t k, void* x, const kernels::DeviceKernels:
     selection.values = what->values;
   }
   // A sample is less accurate than the bound of a previous step: twice the capacity.
-  const size_t room = 2 * size_t{pool_capacity(count, k)} + count / 1024;
-  add_selection(rows, selection, 0, piece.count, static_cast<unsigned>(std::min(count, room)));
+  const size_t capacity = 2 * size_t{pool_capacity(count, k)} + count / 1024;
+  add_selection(rows, selection, 0, piece.count, static_cast<unsigned>(std::min(count, capacity)));
   return rows;
 }
 

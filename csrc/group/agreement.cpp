@@ -2,8 +2,8 @@
 // barrier whose frames carry the call's signature. For a message only its two ranks agree
 // (engine/messenger.cpp).
 //
-// No rank leaves a barrier before it knows of every other rank, either directly or through
-// ranks whose signature matched. So either all ranks pass or none does.
+// No rank leaves a barrier before it knows of every other rank, either directly or through ranks
+// whose signature matched. So either all ranks pass or none does.
 //
 // Also compares the counts of an all_to_all before an output changes.
 #include <string>

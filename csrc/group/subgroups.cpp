@@ -49,31 +49,31 @@ std::vector<std::string> HostGroup::gather_texts(const std::string& mine) {
 
 ConnectOptions HostGroup::subgroup_options(const std::vector<int>& members,
                                            const std::string& name) const {
-  ConnectOptions part = options_;
-  part.inject_faults = nullptr;  // faults count the bytes of one group
-  part.timeout = timeout_;
-  part.name = name;
-  part.size = static_cast<int>(members.size());
-  part.rank = static_cast<int>(std::ranges::find(members, info_.rank) - members.begin());
-  part.secret = subgroup_secret(options_.secret, name);
-  return part;
+  ConnectOptions child = options_;
+  child.inject_faults = nullptr;  // faults count the bytes of one group
+  child.timeout = timeout_;
+  child.name = name;
+  child.size = static_cast<int>(members.size());
+  child.rank = static_cast<int>(std::ranges::find(members, info_.rank) - members.begin());
+  child.secret = subgroup_secret(options_.secret, name);
+  return child;
 }
 
 std::shared_ptr<Group> HostGroup::split(int color, int key) {
-  struct Wish {
+  struct ColorAndKey {
     int32_t color, key;
   };
-  const Wish wish{color, key};
-  std::vector<Wish> wishes(static_cast<size_t>(info_.size));
+  const ColorAndKey mine{color, key};
+  std::vector<ColorAndKey> all(static_cast<size_t>(info_.size));
   run({.operation = Operation::all_gather,
        .dtype = Dtype::int32,
-       .input = &wish,
-       .output = wishes.data(),
+       .input = &mine,
+       .output = all.data(),
        .count = 2});
   std::vector<int> members;
   for (int i = 0; i < info_.size; ++i)
-    if (color >= 0 && wishes[static_cast<size_t>(i)].color == color) members.push_back(i);
-  std::ranges::stable_sort(members, {}, [&](int i) { return wishes[static_cast<size_t>(i)].key; });
+    if (color >= 0 && all[static_cast<size_t>(i)].color == color) members.push_back(i);
+  std::ranges::stable_sort(members, {}, [&](int i) { return all[static_cast<size_t>(i)].key; });
 
   const std::string name = info_.name + "/" + std::to_string(splits_++);
   if (color < 0) {  // the others exchange their rank infos through this rank

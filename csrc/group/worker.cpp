@@ -1,6 +1,5 @@
 #include "group/worker.h"
 
-#include <atomic>
 #include <cstddef>
 #include <utility>
 #include <vector>
@@ -96,9 +95,9 @@ Worker::~Worker() { join(); }
 Clock::time_point Worker::enter(std::chrono::nanoseconds limit) {
   State& state = *state_;
   std::unique_lock lock(state.mutex);
-  state.caller.lock_out();
+  state.caller.disable_fast_path();
   const auto refuse = [&](const auto& error) {
-    state.let_in();
+    state.enable_fast_path();
     throw error;
   };
   if (state.caller.is_inside()) refuse(InvalidArgument(kSecondThread));
@@ -129,7 +128,7 @@ Clock::time_point Worker::enter(std::chrono::nanoseconds limit) {
     }
   }
   if (state.ending) leave(GroupBroken(kClosed));
-  state.let_in();
+  state.enable_fast_path();
   return since;
 }
 
@@ -149,7 +148,7 @@ Worker::Turn::~Turn() {
 void Worker::run_exclusive(const Body& body) {
   State& state = *state_;
   std::unique_lock lock(state.mutex);
-  state.caller.lock_out();
+  state.caller.disable_fast_path();
   ++state.waiting;
   state.suspend_receives();
   if (!state.caller.is_this_thread()) {
@@ -160,7 +159,7 @@ void Worker::run_exclusive(const Body& body) {
     body();  // locked: calls wait
   }
   --state.waiting;
-  state.let_in();
+  state.enable_fast_path();
   state.changed.notify_all();
 }
 
@@ -205,9 +204,9 @@ void Worker::require_worker() {
     thread_ = os::start_thread("pycomm-worker", [held = state_] { loop(*held); });
     state.thread = thread_.get_id();
   }
-  state.caller.lock_out();
+  state.caller.disable_fast_path();
   if (state.caller.is_inside()) {
-    state.let_in();
+    state.enable_fast_path();
     throw InvalidArgument(kSecondThread);
   }
 }
@@ -221,7 +220,7 @@ void Worker::loop(State& state) {
     state.worker_inside = true;
     state.queue.empty() ? receive_next(state, lock) : run_next(state, lock);
     state.worker_inside = false;
-    state.let_in();
+    state.enable_fast_path();
     state.changed.notify_all();
   }
 }
@@ -264,7 +263,7 @@ void Worker::join() {
   State& state = *state_;
   std::unique_lock lock(state.mutex);
   state.ending = true;
-  state.caller.lock_out();
+  state.caller.disable_fast_path();
   state.changed.notify_all();
   const auto me = std::this_thread::get_id();
   const bool in_then = state.thread == me;

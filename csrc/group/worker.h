@@ -33,18 +33,18 @@ class Caller {
     return word_.compare_exchange_strong(mine, 0, std::memory_order_release);
   }
 
-  // All others require the worker's mutex. From lock_out() to let_in(), try_enter() and try_leave()
-  // fail, so that the thread inside does not change without the mutex.
-  void lock_out() { word_.fetch_or(kLockedOut); }
-  void let_in() { word_.fetch_and(~kLockedOut); }
-  bool is_inside() const { return (word_.load() & ~kLockedOut) != 0; }
-  bool is_this_thread() const { return (word_.load() & ~kLockedOut) == me(); }
+  // All others require the worker's mutex. While the fast path is disabled, try_enter() and
+  // try_leave() fail, so that the thread inside does not change without the mutex.
+  void disable_fast_path() { word_.fetch_or(kFastPathDisabled); }
+  void enable_fast_path() { word_.fetch_and(~kFastPathDisabled); }
+  bool is_inside() const { return (word_.load() & ~kFastPathDisabled) != 0; }
+  bool is_this_thread() const { return (word_.load() & ~kFastPathDisabled) == me(); }
   void enter() { word_.fetch_or(me()); }
-  void leave() { word_.fetch_and(kLockedOut); }
+  void leave() { word_.fetch_and(kFastPathDisabled); }
 
  private:
   // Addresses of threads are even.
-  static constexpr uintptr_t kLockedOut = 1;
+  static constexpr uintptr_t kFastPathDisabled = 1;
   static uintptr_t me() { return static_cast<uintptr_t>(::pthread_self()); }
 
   std::atomic<uintptr_t> word_{0};
@@ -123,9 +123,9 @@ class Worker {
   struct State {
     explicit State(Receiver how) : receiver(std::move(how)) {}
     // Lets callers enter without the lock again, if nothing else is under way.
-    void let_in() {
+    void enable_fast_path() {
       if (!ending && !worker_inside && waiting == 0 && queue.empty() && receives.empty())
-        caller.let_in();
+        caller.enable_fast_path();
     }
     bool may_receive() const {
       return !receives.empty() && (ending || (waiting == 0 && !caller.is_inside()));

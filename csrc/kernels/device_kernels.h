@@ -196,7 +196,7 @@ class DeviceKernels {
     Workspace workspace;
   };
   virtual void encode_compact(const codec::Packet& packet, const codec::CompactEncoding& encoding,
-                              const CompactOutput& room, Queue queue) = 0;
+                              const CompactOutput& output, Queue queue) = 0;
 
   // Decodes a packet of k elements of an array of `count`, from arbitrary bytes. On success
   // *refused, a number on the device, is 0 and the indices ascend within 0..count-1. For invalid

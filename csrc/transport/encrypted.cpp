@@ -225,12 +225,12 @@ class Encrypted final : public Channel {
     const size_t here = cipher_end_ - cipher_begin_;
     if (here == 0) cipher_begin_ = cipher_end_ = 0;
     if (begin_ == end_) begin_ = end_ = 0;
-    if (here < kLengthBytes) return compact(), false;
+    if (here < kLengthBytes) return make_space(), false;
     const std::byte* at = cipher_.data() + cipher_begin_;
     const size_t n = length_at(at);
     if (n == 0 || n > kMostPlain)
       return refuse("a record has " + std::to_string(n) + " bytes of plaintext");
-    if (here < n + kOverhead) return compact(), false;
+    if (here < n + kOverhead) return make_space(), false;
     if (end_ + n > plain_.size()) {
       std::memmove(plain_.data(), plain_.data() + begin_, end_ - begin_);
       end_ -= begin_;
@@ -248,7 +248,7 @@ class Encrypted final : public Channel {
   }
 
   // Moves a partial record to the front of the buffer if its rest would not fit behind it.
-  void compact() {
+  void make_space() {
     if (cipher_begin_ == 0 || cipher_.size() - cipher_begin_ >= kMostRecord) return;
     std::memmove(cipher_.data(), cipher_.data() + cipher_begin_, cipher_end_ - cipher_begin_);
     cipher_end_ -= cipher_begin_;

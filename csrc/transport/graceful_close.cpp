@@ -73,7 +73,7 @@ class GracefulCloser {
   void add(ClosingSocket one) {
     const std::lock_guard lock(mutex_);
     if (!running_) {  // first: if it throws, the socket is closed and does not leak
-      os::start_thread("pycomm-linger", [this] { run(); }).detach();
+      os::start_thread("pycomm-closing", [this] { run(); }).detach();
       running_ = true;
     }
     closing_.push_back(std::move(one));

@@ -50,8 +50,7 @@ PendingEndpoints& pending_endpoints() {
 // Lives as long as the end of the first rank; its destructor drops the other end if unused.
 struct PendingEndpoint {
   const Key key;
-  std::shared_ptr<os::RingMemory>
-      in;  // the ring that the end reads; null: the endpoint is not used
+  std::shared_ptr<os::RingMemory> in;  // the ring that the end reads; null: not used
 
   explicit PendingEndpoint(Key of) : key(std::move(of)) {}
   PendingEndpoint(const PendingEndpoint&) = delete;

@@ -166,10 +166,6 @@ void CpuKernels::reduce(TypedArray out, std::span<const void* const> xs, ReduceO
   });
 }
 
-}  // namespace pycomm::kernels
-
-namespace pycomm::kernels {
-
 DeviceKernels& cpu_kernels() {
   static CpuKernels kernels;
   return kernels;

@@ -24,7 +24,7 @@ class CpuKernels final : public DeviceKernels {
                      Update update, Queue queue) override;
   void encode(const codec::Packet& packet, const Encoding& encoding, Queue queue) override;
   void encode_compact(const codec::Packet& packet, const codec::CompactEncoding& encoding,
-                      const CompactOutput& room, Queue queue) override;
+                      const CompactOutput& output, Queue queue) override;
   void decode_compact(const CompactPacket& packet, const CompactArrays& to, Queue queue) override;
   size_t compact_workspace_bytes(size_t k, size_t bytes) override;
   void norm(std::span<const Array> arrays, Dtype dtype, double* norms, Workspace workspace,

@@ -3,7 +3,6 @@
 // line of the parameters is visited once for any number of packets.
 #include <algorithm>
 #include <array>
-#include <bit>
 #include <cmath>
 #include <cstring>
 #include <string>

@@ -31,12 +31,12 @@ std::atomic<int>& wanted() {
 
 // Spin time before a thread sleeps: a kernel has several jobs in close succession, and a wake-up
 // takes longer than this on a virtual machine.
-constexpr std::chrono::microseconds kLook{50};
+constexpr std::chrono::microseconds kSpinTime{50};
 
 template <typename F>
-void look(F&& seen) {
-  const auto end = std::chrono::steady_clock::now() + kLook;
-  while (!seen() && std::chrono::steady_clock::now() < end) cpu_relax();
+void spin_until(F&& holds) {
+  const auto end = std::chrono::steady_clock::now() + kSpinTime;
+  while (!holds() && std::chrono::steady_clock::now() < end) cpu_relax();
 }
 
 class ThreadPool {
@@ -47,10 +47,10 @@ class ThreadPool {
     if (!mine) return false;
     {
       const std::lock_guard lock(mutex_);
-      while (members_ < threads - 1) enlist();
+      while (threads_ < threads - 1) add_thread();
       task_ = &task;
       tasks_ = tasks;
-      places_ = threads - 1;
+      open_places_ = threads - 1;
       next_.store(0, std::memory_order_relaxed);
       ++job_;
     }
@@ -60,28 +60,28 @@ class ThreadPool {
       const std::lock_guard lock(mutex_);
       task_ = nullptr;  // late threads take no task
     }
-    look([this] { return working_.load(std::memory_order_relaxed) == 0; });
+    spin_until([this] { return working_.load(std::memory_order_relaxed) == 0; });
     std::unique_lock lock(mutex_);
     done_.wait(lock, [this] { return working_ == 0; });
     return true;
   }
 
  private:
-  void enlist() {
+  void add_thread() {
     os::start_thread("pycomm-kernel", [this, seen = job_.load()]() mutable {
-      for (;;) member(seen);
+      for (;;) run_next_job(seen);
     }).detach();
-    ++members_;
+    ++threads_;
   }
 
-  // One wait and at most one job.
-  void member(uint64_t& seen) {
-    look([&] { return job_.load(std::memory_order_relaxed) != seen; });
+  // Waits for a job after `seen`, and runs its tasks if a place is left.
+  void run_next_job(uint64_t& seen) {
+    spin_until([&] { return job_.load(std::memory_order_relaxed) != seen; });
     std::unique_lock lock(mutex_);
     wake_.wait(lock, [&] { return job_ != seen; });
     seen = job_;
-    if (task_ == nullptr || places_ == 0) return;
-    --places_;
+    if (task_ == nullptr || open_places_ == 0) return;
+    --open_places_;
     ++working_;
     const auto& task = *task_;
     const size_t tasks = tasks_;
@@ -96,14 +96,14 @@ class ThreadPool {
   }
 
   std::mutex busy_;
-  std::mutex mutex_;  // guards all members below except next_
+  std::mutex mutex_;  // guards writes of the members below, except next_
   std::condition_variable wake_, done_;
   const std::function<void(size_t)>* task_ = nullptr;
   size_t tasks_ = 0;
   std::atomic<size_t> next_{0};
   std::atomic<uint64_t> job_{0};
   std::atomic<int> working_{0};
-  int members_ = 0, places_ = 0;
+  int threads_ = 0, open_places_ = 0;
 };
 
 // The thread pool of this process. It is never destroyed, because its threads wait in it until the
@@ -125,10 +125,6 @@ void parallel(size_t tasks, const std::function<void(size_t)>& task) {
   if (threads > 1 && thread_pool().work(tasks, task, threads)) return;
   for (size_t i = 0; i < tasks; ++i) task(i);
 }
-
-}  // namespace pycomm::kernels
-
-namespace pycomm::kernels {
 
 void set_kernel_threads(int threads) {
   wanted().store(std::max(1, threads), std::memory_order_relaxed);
