@@ -47,8 +47,8 @@ PYBIND11_MODULE(BACKEND_MODULE, module) {
   pthread_atfork(nullptr, nullptr, [] { fork_count.fetch_add(1); });
   py::module_::import("torch.distributed");  // registers the base classes
 
-  module.def("close_all", [born = fork_count.load()] {
-    if (born == fork_count) without_gil([] { open_groups.close_all(); });
+  module.def("close_all", [forks_at_creation = fork_count.load()] {
+    if (forks_at_creation == fork_count) without_gil([] { open_groups.close_all(); });
   });
   const auto copy = [](const Options& options) { return c10::make_intrusive<Options>(options); };
   py::class_<Options, c10::intrusive_ptr<Options>, c10d::Backend::Options>(module, "Options")

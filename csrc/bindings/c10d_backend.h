@@ -45,13 +45,13 @@ class Backend : public c10d::Backend {
         options_(std::move(options)),
         owner_(owner),
         ended_(std::move(ended)),
-        born_(fork_count) {
+        forks_at_creation_(fork_count) {
     if (owner_) open_groups.add(group_);
   }
 
   ~Backend() override {
     shutdown();
-    if (born_ != fork_count) {  // the parent owns the sockets: send no goodbye on them
+    if (forks_at_creation_ != fork_count) {  // the parent owns the sockets: send no goodbye on them
       [[maybe_unused]] auto* leaked = new std::pair(std::move(group_), std::move(device_states_));
       return;
     }
@@ -104,7 +104,7 @@ class Backend : public c10d::Backend {
   void setTimeout(milliseconds timeout) override { options_->timeout = timeout; }
 
   void abort() override {
-    if (born_ == fork_count)
+    if (forks_at_creation_ == fork_count)
       without_gil([this] {
         const std::string reason = "rank " + std::to_string(rank_) + " called abort()";
         for (const auto& [device, state] : device_states_) state.group->abort(reason);
@@ -114,7 +114,7 @@ class Backend : public c10d::Backend {
 
   // Does nothing in a forked child: the parent owns the group.
   void shutdown() override {
-    if (born_ != fork_count) return;
+    if (forks_at_creation_ != fork_count) return;
     without_gil([this] {
       for (const auto& [device, state] : device_states_) state.group->close();
       if (owner_) group_->close();
@@ -313,7 +313,7 @@ class Backend : public c10d::Backend {
   RankSlot slot() const { return {rank_, size_}; }
 
   void check_process() const {
-    if (born_ != fork_count)
+    if (forks_at_creation_ != fork_count)
       throw GroupBroken(
           "this process was forked after the group formed, and the group belongs to the "
           "parent; start processes with spawn, or call init_process_group() in each");
@@ -465,7 +465,7 @@ class Backend : public c10d::Backend {
   const c10::intrusive_ptr<bindings::Options> options_;
   const bool owner_;
   std::function<void()> ended_;
-  const unsigned born_;
+  const unsigned forks_at_creation_;
   std::atomic<uint64_t> sequence_{0};
   const std::shared_ptr<std::atomic<c10d::ErrorType>> error_ =
       std::make_shared<std::atomic<c10d::ErrorType>>(c10d::ErrorType::SUCCESS);

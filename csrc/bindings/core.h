@@ -62,7 +62,7 @@ class Handle {
 
   group::Collectives& collectives() const;
   const std::shared_ptr<group::Collectives>& shared() const { return collectives_; }
-  bool in_child() const { return os::forks() != born_; }
+  bool in_child() const { return os::forks() != forks_at_creation_; }
   // Keeps `arrays` alive until `work` is complete. Any thread.
   void keep(std::shared_ptr<group::Work> work, py::object arrays);
 
@@ -74,7 +74,7 @@ class Handle {
   std::shared_ptr<group::Collectives> collectives_;
   std::mutex mutex_;       // guards kept_; not held while Python objects are freed
   std::deque<Kept> kept_;  // in call order, which is also the order of completion
-  unsigned born_;
+  unsigned forks_at_creation_;
 };
 
 class GroupHandle : public Handle {

@@ -20,8 +20,9 @@ PyTypeObject* group_type = nullptr;  // of GroupHandle
 // forked child, where the goodbyes would be sent on the parent's sockets.
 std::shared_ptr<group::Collectives> guarded(std::shared_ptr<group::Collectives> group) {
   group::Collectives* raw = group.get();
-  return {raw, [group = std::move(group), born = os::forks()](group::Collectives*) mutable {
-            if (os::forks() != born) {
+  return {raw,
+          [group = std::move(group), forks_at_creation = os::forks()](group::Collectives*) mutable {
+            if (os::forks() != forks_at_creation) {
               [[maybe_unused]] auto* leaked =
                   new std::shared_ptr<group::Collectives>(std::move(group));
             } else if (Py_IsInitialized() != 0 && PyGILState_Check() != 0) {
@@ -128,7 +129,7 @@ void bind_records(py::module_& module) {
 }  // namespace
 
 Handle::Handle(std::shared_ptr<group::Collectives> collectives)
-    : collectives_(guarded(std::move(collectives))), born_(os::forks()) {}
+    : collectives_(guarded(std::move(collectives))), forks_at_creation_(os::forks()) {}
 
 Handle::~Handle() {
   collectives_.reset();  // first: no call may be in progress when the arrays are freed

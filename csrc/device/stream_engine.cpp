@@ -219,7 +219,7 @@ size_t StreamEngine::staged_bytes(const StreamStages& stages, Dtype dtype) const
 }
 
 std::shared_ptr<Event> StreamEngine::enqueue(const StreamJob& job, Event& before) {
-  auto over = event();
+  auto end_event = event();
   // NCCL sets the device of a communicator and then the thread's own again.
   device_->while_current([&] {
     before.stream_wait(channels_[0]->stream.raw());
@@ -231,9 +231,9 @@ std::shared_ptr<Event> StreamEngine::enqueue(const StreamJob& job, Event& before
       run_stage({job, *channels_[0], nullptr}, message_of(job));
     else
       run_nccl(job);
-    over->record(channels_[0]->stream.raw());
+    end_event->record(channels_[0]->stream.raw());
   });
-  return over;
+  return end_event;
 }
 
 // Channels start after the work on the first one, with which they share scratch; the first one

@@ -37,10 +37,10 @@ class DeviceWork final : public group::Work {
   bool captured() const override { return captured_; }
   // Sets the agreement, after which the worker calls complete().
   void set_agreement(std::shared_ptr<group::Work> agreed) { agreed_ = std::move(agreed); }
-  void complete(std::shared_ptr<device::Event> over, std::exception_ptr error) {
+  void complete(std::shared_ptr<device::Event> end_event, std::exception_ptr error) {
     {
       const std::lock_guard lock(mutex_);
-      over_ = std::move(over);
+      end_event_ = std::move(end_event);
       if (error) error_ = std::move(error);  // fail() may come first
       completed_ = true;
     }
@@ -54,15 +54,15 @@ class DeviceWork final : public group::Work {
 
   // A captured call is done once it is enqueued; so is a call on a device that reports an error.
   bool done() const override {
-    std::shared_ptr<device::Event> over;
+    std::shared_ptr<device::Event> end_event;
     {
       const std::lock_guard lock(mutex_);
       if (!completed_) return false;
       if (error_ || captured_) return true;
-      over = over_;
+      end_event = end_event_;
     }
     try {
-      return is_over_(*over);         // unlocked: fail() takes the lock
+      return is_over_(*end_event);    // unlocked: fail() takes the lock
     } catch (const InternalError&) {  // the next use of the device reports it
       return true;
     }
@@ -79,8 +79,8 @@ class DeviceWork final : public group::Work {
   }
   void make_stream_wait(void* stream) override {
     const std::lock_guard lock(mutex_);
-    check(completed_ && over_, "wait() must return before make_stream_wait()");
-    over_->stream_wait(stream);
+    check(completed_ && end_event_, "wait() must return before make_stream_wait()");
+    end_event_->stream_wait(stream);
   }
 
  private:
@@ -89,7 +89,7 @@ class DeviceWork final : public group::Work {
   mutable std::mutex mutex_;
   std::condition_variable changed_;
   bool completed_ = false, captured_ = false;
-  std::shared_ptr<device::Event> over_;
+  std::shared_ptr<device::Event> end_event_;
   std::exception_ptr error_;
 };
 
@@ -237,10 +237,10 @@ std::shared_ptr<group::Work> DeviceGroup::start(const group::Call& given,
                                                 std::function<void(std::exception_ptr)> then) {
   const Turn turn(turns_, limit_of(given));
   const auto work =
-      std::make_shared<DeviceWork>([weak = weak_from_this()](const device::Event& over) {
+      std::make_shared<DeviceWork>([weak = weak_from_this()](const device::Event& end_event) {
         const auto self = weak.lock();
         return !self ||
-               self->watchdog_.is_over(over);  // a destroyed group has no calls in progress
+               self->watchdog_.is_over(end_event);  // a destroyed group has no calls in progress
       });
   DeviceCall device_call = begin(given);
   const Deadline deadline(device_call.call.timeout);
@@ -248,19 +248,19 @@ std::shared_ptr<group::Work> DeviceGroup::start(const group::Call& given,
   const auto source = std::make_shared<int>(given.peer);
   auto enqueued = [self = shared_from_this(), work, device_call, before, deadline, source,
                    then = std::move(then)](std::exception_ptr error) mutable {
-    std::shared_ptr<device::Event> over;
+    std::shared_ptr<device::Event> end_event;
     try {
       if (!error) {
         set_source(device_call.call, *source);
-        over = self->enqueue(device_call, *before, deadline,
-                             [work](std::exception_ptr late) { work->fail(std::move(late)); });
+        end_event = self->enqueue(device_call, *before, deadline,
+                                  [work](std::exception_ptr late) { work->fail(std::move(late)); });
       }
-      if (over && device_call.call.device.follower != nullptr)
-        over->stream_wait(device_call.call.device.follower);
+      if (end_event && device_call.call.device.follower != nullptr)
+        end_event->stream_wait(device_call.call.device.follower);
     } catch (...) {  // reported through the work
       error = std::current_exception();
     }
-    work->complete(std::move(over), error);
+    work->complete(std::move(end_event), error);
     if (then) then(error);
   };
   const group::Call agreement = group::agreement_about(device_call.call, source.get());
@@ -288,12 +288,12 @@ std::shared_ptr<device::Event> DeviceGroup::enqueue(const DeviceCall& device_cal
       watchdog_.add(text_of(device_call.call), all ? Watchdog::kAllPeers : device_call.call.peer,
                     deadline, std::move(failed));
     }
-    auto over = executor_->enqueue(device_call, before);
+    auto end_event = executor_->enqueue(device_call, before);
     const std::lock_guard ending(ending_);
     if (cause_) throw Error(*cause_);  // the call's event passes without a result
     // Calls in a graph are not watched: the program that launches the graph waits for them.
-    watchdog_.set_end(captured ? nullptr : over);
-    return over;
+    watchdog_.set_end(captured ? nullptr : end_event);
+    return end_event;
   } catch (const Error& error) {  // the peers have enqueued the call
     fail(error);
     const std::lock_guard ending(ending_);

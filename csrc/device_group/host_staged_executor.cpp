@@ -106,7 +106,7 @@ std::shared_ptr<device::Event> HostStagedExecutor::enqueue(const DeviceCall& dev
   here.source = nullptr;  // set earlier; its owner may be gone
   if (call.algorithm == Algorithm::host_staged) here.algorithm = Algorithm::automatic;
 
-  auto over = event();
+  auto end_event = event();
   before.stream_wait(stream_.raw());
   if (layout.input > 0) device_->copy(staging, call.input, layout.input, stream_.raw());
   if (gives_output) device_->copy(output, call.output, layout.output, stream_.raw());
@@ -114,8 +114,8 @@ std::shared_ptr<device::Event> HostStagedExecutor::enqueue(const DeviceCall& dev
   callbacks_.stream_wait();
   if (layout.output > 0 && !gives_output)
     device_->copy(call.output, output, layout.output, stream_.raw());
-  over->record(stream_.raw());
-  return over;
+  end_event->record(stream_.raw());
+  return end_event;
 }
 
 // On the callback thread. Stores the error before the stream continues.

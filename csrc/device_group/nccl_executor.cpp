@@ -18,7 +18,7 @@ namespace pycomm::device_group {
 namespace {
 
 constexpr size_t kMaxPlans = 256;
-// Bytes of an array per channel, below which a further channel does not pay. To be measured.
+// Bytes of an array per channel, below which a further channel does not pay. Not measured yet.
 constexpr size_t kBytesPerChannel = size_t{1} << 20;
 
 // Sends messages through a group of the same ranks. Each channel has its own group, because its
@@ -75,7 +75,8 @@ class NcclExecutor final : public DeviceExecutor {
 
  private:
   std::vector<int> local_ranks_of(const DeviceOptions& options) const;
-  std::vector<nccl::NcclId> create_ids(const DeviceOptions& options, const std::vector<int>& near,
+  std::vector<nccl::NcclId> create_ids(const DeviceOptions& options,
+                                       const std::vector<int>& local_ranks,
                                        std::chrono::nanoseconds timeout);
   void exchange_failures(bool failed, std::chrono::nanoseconds timeout);
   static device::StreamJob job_of(const DeviceCall& device_call);
@@ -97,22 +98,24 @@ std::vector<int> NcclExecutor::local_ranks_of(const DeviceOptions& options) cons
   if (options.nccl_between_hosts || host_->info().host_count == 1) return {};
   const std::vector<int>& hosts = host_->info().hosts;
   const int mine = hosts[static_cast<size_t>(host_->rank())];
-  std::vector<int> near;
+  std::vector<int> local_ranks;
   int next = 0;
-  for (const int host : hosts) near.push_back(host == mine ? next++ : collectives::kNoRank);
-  return near;
+  for (const int host : hosts) local_ranks.push_back(host == mine ? next++ : collectives::kNoRank);
+  return local_ranks;
 }
 
 // The id of each channel's communicator, created by the lowest rank that shares it.
 std::vector<nccl::NcclId> NcclExecutor::create_ids(const DeviceOptions& options,
-                                                   const std::vector<int>& near,
+                                                   const std::vector<int>& local_ranks,
                                                    std::chrono::nanoseconds timeout) {
   const auto first =
-      near.empty() ? size_t{0} : static_cast<size_t>(std::ranges::find(near, 0) - near.begin());
-  const auto together = near.empty() ? host_->size() : host_->info().local_size;
+      local_ranks.empty()
+          ? size_t{0}
+          : static_cast<size_t>(std::ranges::find(local_ranks, 0) - local_ranks.begin());
+  const auto connected = local_ranks.empty() ? host_->size() : host_->info().local_size;
   const auto channels = static_cast<size_t>(options.channels);
   std::vector<nccl::NcclId> mine(channels), all(channels * static_cast<size_t>(host_->size()));
-  if (static_cast<size_t>(host_->rank()) == first && together > 1)
+  if (static_cast<size_t>(host_->rank()) == first && connected > 1)
     for (nccl::NcclId& id : mine)
       if (const nccl::NcclResult made = nccl_->get_unique_id(id); made != nccl::NcclResult::success)
         throw InternalError(nccl::nccl_error_text(*nccl_, "ncclGetUniqueId", made));
@@ -129,20 +132,20 @@ std::vector<nccl::NcclId> NcclExecutor::create_ids(const DeviceOptions& options,
 // other hosts whose communicators are complete.
 void NcclExecutor::connect(const DeviceOptions& options, std::chrono::nanoseconds timeout) {
   const Deadline deadline(timeout);
-  device::RemoteRanks far{.local_ranks = local_ranks_of(options)};
-  const auto ids = create_ids(options, far.local_ranks, timeout);
-  for (size_t channel = 0; !far.local_ranks.empty() && channel < ids.size(); ++channel)
-    far.transports.push_back(std::make_unique<GroupTransport>(host_->split(0, host_->rank())));
-  const bool apart = !far.local_ranks.empty();
+  device::RemoteRanks remote{.local_ranks = local_ranks_of(options)};
+  const auto ids = create_ids(options, remote.local_ranks, timeout);
+  for (size_t channel = 0; !remote.local_ranks.empty() && channel < ids.size(); ++channel)
+    remote.transports.push_back(std::make_unique<GroupTransport>(host_->split(0, host_->rank())));
+  const bool has_remote_ranks = !remote.local_ranks.empty();
   std::optional<Error> failure;
   try {
-    engine_.connect(ids, std::move(far), deadline);
+    engine_.connect(ids, std::move(remote), deadline);
     communicators_ = engine_.communicators();
   } catch (const Error& error) {
     failure =
         error.kind() == ErrorKind::timeout ? error : Unsupported(error.what(), error.fields());
   }
-  if (apart) exchange_failures(failure.has_value(), 2 * timeout);
+  if (has_remote_ranks) exchange_failures(failure.has_value(), 2 * timeout);
   if (failure) throw Error(*failure);
 }
 

@@ -23,11 +23,11 @@ void Watchdog::add(std::string what, int peer, const Deadline& deadline,
   under_way_.push_back({std::move(what), peer, deadline, nullptr, std::move(failed)});
 }
 
-void Watchdog::set_end(std::shared_ptr<device::Event> over) {
+void Watchdog::set_end(std::shared_ptr<device::Event> end_event) {
   const std::lock_guard lock(mutex_);
   if (under_way_.empty()) return;
-  if (over)
-    under_way_.back().over = std::move(over);
+  if (end_event)
+    under_way_.back().end_event = std::move(end_event);
   else
     under_way_.pop_back();
 }
@@ -37,11 +37,11 @@ bool Watchdog::idle() {
   return under_way_.empty();
 }
 
-bool Watchdog::is_over(const device::Event& over) {
+bool Watchdog::is_over(const device::Event& end_event) {
   const std::lock_guard lock(mutex_);
   (void)remove_passed();
-  return std::ranges::none_of(under_way_,
-                              [&](const Entry& entry) { return entry.over.get() == &over; });
+  return std::ranges::none_of(
+      under_way_, [&](const Entry& entry) { return entry.end_event.get() == &end_event; });
 }
 
 std::optional<Error> Watchdog::look() {
@@ -60,7 +60,7 @@ std::optional<Error> Watchdog::look() {
   if (auto error = lost(oldest)) return error;
   if (!oldest.deadline.expired()) return std::nullopt;
   const std::string limit = std::to_string(oldest.deadline.limit_s()) + " s: ";
-  if (!oldest.over)
+  if (!oldest.end_event)
     return Timeout(oldest.what + " could not be enqueued within " + limit + "a rank may be missing",
                    fields(oldest, -1));
   return Timeout(oldest.what + " was enqueued but did not complete on the device within " + limit +
@@ -73,7 +73,7 @@ std::optional<Error> Watchdog::look() {
 std::optional<Error> Watchdog::remove_passed() {
   if (under_way_.empty()) return std::nullopt;
   auto first = under_way_.begin();
-  while (first != under_way_.end() && first->over && first->over->passed()) ++first;
+  while (first != under_way_.end() && first->end_event && first->end_event->passed()) ++first;
   auto failure = executor_.async_error(under_way_.front().what);
   if (!failure) under_way_.erase(under_way_.begin(), first);
   return failure;

@@ -29,11 +29,12 @@ class Watchdog {
   static constexpr int kAllPeers = -1;
   void add(std::string what, int peer, const Deadline& deadline,
            std::function<void(std::exception_ptr)> failed);
-  // The call that was added last ends with `over`; null: it is no longer watched. None after end().
-  void set_end(std::shared_ptr<device::Event> over);
+  // The call that was added last ends with `end_event`; null: it is no longer watched. None after
+  // end().
+  void set_end(std::shared_ptr<device::Event> end_event);
   bool idle();  // whether no call is in progress, as of the last look()
-  // Whether the added call that ends with `over` is complete, or end() reported its failure.
-  bool is_over(const device::Event& over);
+  // Whether the added call that ends with `end_event` is complete, or end() reported its failure.
+  bool is_over(const device::Event& end_event);
   // Removes completed calls. Returns the error that ends the others, named after the oldest call:
   // an error of the executor, a lost rank, or the timeout.
   std::optional<Error> look();
@@ -46,7 +47,7 @@ class Watchdog {
     std::string what;  // "all_reduce(float32, count 10, sum, nccl, on CUDA devices)"
     int peer;
     Deadline deadline;
-    std::shared_ptr<device::Event> over;  // null while the call is being enqueued
+    std::shared_ptr<device::Event> end_event;  // null while the call is being enqueued
     std::function<void(std::exception_ptr)> failed;
   };
   std::optional<Error> lost(const Entry& oldest);

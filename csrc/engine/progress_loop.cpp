@@ -39,21 +39,21 @@ void ProgressLoop::drive(Task& task, const Deadline& deadline) {
   int polls = 0, steps = 0;
   Clock::time_point idle_since{}, idle_until{};
   os::ProcessorExclusion exclusion;
-  bool apart = true;  // from the processor of the awaited peer
+  bool has_processor = true;  // false: shares one with the awaited peer
   const bool can_be_suspended = task.can_be_suspended();
   while (!task.done() && !(can_be_suspended && stop_.suspended())) {
     if (task.advance()) {
       waited_ += idle_until - idle_since;
       idle_since = idle_until = {};
-      apart = true;
+      has_processor = true;
       if (++steps % kStepsPerClock == 0) check_abort_conditions(task, deadline);
       continue;
     }
     // Spin first: a peer often answers sooner than a sleeping thread wakes up.
     if (options_.spin.count() > 0 && worth_spinning(task)) {
-      apart ? cpu_relax() : os::yield_processor();
-      if (++polls % kPollsPerClock != 0 && apart) continue;
-      apart = leave_processor_of_peer(task, exclusion);
+      has_processor ? cpu_relax() : os::yield_processor();
+      if (++polls % kPollsPerClock != 0 && has_processor) continue;
+      has_processor = leave_processor_of_peer(task, exclusion);
       idle_until = Clock::now();
       if (idle_since == Clock::time_point{}) {
         idle_since = idle_until;
@@ -107,7 +107,7 @@ bool ProgressLoop::worth_spinning(const Task& task) const {
 
 // As Task::leave_processor_of_peer(), by what the task or the channel knows.
 bool ProgressLoop::leave_processor_of_peer(Task& task, os::ProcessorExclusion& exclusion) const {
-  if (const auto apart = task.leave_processor_of_peer(exclusion)) return *apart;
+  if (const auto left = task.leave_processor_of_peer(exclusion)) return *left;
   const int from = task.receiving_from(), peer = from >= 0 ? from : task.sending_to();
   if (peer < 0 || !peers_.at(peer).link) return true;
   transport::Channel& channel = peers_.at(peer).link->channel();

@@ -36,7 +36,7 @@ void close_in_child() {
 
 }  // namespace
 
-void Fd::enter() const {
+void Fd::add_to_registry() const {
   const size_t word = static_cast<size_t>(fd_) / kBits;
   if (word >= registered.size()) return;
   registered[word].fetch_or(bit(fd_), std::memory_order_relaxed);

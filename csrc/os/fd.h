@@ -24,12 +24,13 @@ class Fd {
  public:
   Fd() = default;
   explicit Fd(int fd) : fd_(fd) {
-    if (fd_ >= 0) enter();
+    if (fd_ >= 0) add_to_registry();
   }
-  Fd(Fd&& other) noexcept : fd_(std::exchange(other.fd_, -1)), born_(other.born_) {}
+  Fd(Fd&& other) noexcept
+      : fd_(std::exchange(other.fd_, -1)), forks_at_creation_(other.forks_at_creation_) {}
   Fd& operator=(Fd&& other) noexcept {
     std::swap(fd_, other.fd_);
-    std::swap(born_, other.born_);
+    std::swap(forks_at_creation_, other.forks_at_creation_);
     return *this;
   }
   Fd(const Fd&) = delete;
@@ -38,16 +39,16 @@ class Fd {
     if (get() >= 0) close();
   }
 
-  int get() const { return born_ == forks() ? fd_ : -1; }
+  int get() const { return forks_at_creation_ == forks() ? fd_ : -1; }
   explicit operator bool() const { return get() >= 0; }
   void reset() { Fd old(std::move(*this)); }
 
  private:
-  void enter() const;
+  void add_to_registry() const;
   void close() const;
 
   int fd_ = -1;
-  unsigned born_ = forks();
+  unsigned forks_at_creation_ = forks();
 };
 
 }  // namespace pycomm::os

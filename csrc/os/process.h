@@ -12,7 +12,7 @@ namespace pycomm::os {
 class Process {
  public:
   Process() = default;
-  // Without information, like a default one, if `pid` is 0 or the system has no pidfds (a kernel
+  // Observes nothing, like a default one, if `pid` is 0 or the system has no pidfds (a kernel
   // before 5.3, or a sandbox that forbids them).
   explicit Process(int64_t pid);
 

@@ -33,12 +33,12 @@ StoreServer::StoreServer(const os::Address& address, std::string key,
       port_(os::local_address(listener_.get()).port()),
       handler_(hello(reconnect_listener_), wake_),
       clients_(handler_, std::move(key), handshake_limit),
-      born_(::getpid()) {
+      owner_(::getpid()) {
   thread_ = os::start_thread("pycomm-store", [this] { run(); });
 }
 
 StoreServer::~StoreServer() {
-  if (::getpid() != born_) {  // a forked child: thread and listeners belong to the parent
+  if (::getpid() != owner_) {  // a forked child: thread and listeners belong to the parent
     thread_.detach();
     return;
   }

@@ -53,7 +53,7 @@ class StoreServer {
   ConnectedClients clients_;  // used only by the thread
   std::atomic<bool> stopping_{false};
   std::atomic<ListenerState> listener_state_{ListenerState::open};
-  pid_t born_;          // the process that has the thread: a forked child does not
+  pid_t owner_;         // the process that has the thread: a forked child does not
   std::thread thread_;  // last: it uses all members above
 };
 

@@ -28,7 +28,7 @@ FlagTask::FlagTask(engine::Engine& engine, SharedMemoryRegion& region,
       header_(header),
       rank_(region.rank()),
       size_(region.size()) {
-  if (region.enter(header.epoch)) publish(region.own().done, region.base());
+  if (region.begin_epoch(header.epoch)) publish(region.own().done, region.base());
   first_ = region.take(tickets);
   before_ = std::exchange(region.last, header);
   signature_ = region.signature = signature_of(header, region.signature);

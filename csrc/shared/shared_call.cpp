@@ -18,7 +18,7 @@ SharedCall::SharedCall(engine::Engine& engine, SharedMemoryRegion& region, const
 // Peers may read or write this rank's arrays, even before this rank has completed the exchange: the
 // peers may have completed it.
 SharedCall::~SharedCall() {
-  if (mode_ != AccessMode::staged && !done()) region_.leave();
+  if (mode_ != AccessMode::staged && !done()) region_.abort_call();
 }
 
 bool SharedCall::advance() {

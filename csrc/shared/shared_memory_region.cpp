@@ -27,13 +27,13 @@ int SharedMemoryRegion::publish_processor() {
   return processor;
 }
 
-void SharedMemoryRegion::leave() { own().begun.call.withdraw(); }
+void SharedMemoryRegion::abort_call() { own().begun.call.withdraw(); }
 
 bool SharedMemoryRegion::is_in(int peer, const transport::Header& header) const {
   return of(peer).begun.call.number() == number_of(header);
 }
 
-bool SharedMemoryRegion::enter(uint16_t epoch) {
+bool SharedMemoryRegion::begin_epoch(uint16_t epoch) {
   const auto epochs = static_cast<uint16_t>(epoch - epoch_);
   if (epochs == 0) return false;
   epoch_ = epoch;

@@ -46,11 +46,11 @@ class SharedMemoryRegion {
     return of(peer).begun.processor.load(std::memory_order_relaxed) - 1;
   }
   // Publishes that this rank aborted its current call.
-  void leave();
+  void abort_call();
   // Whether `peer` is in the same call.
   bool is_in(int peer, const transport::Header& header) const;
   // Call it before the first take() of an epoch. True if the epoch is new.
-  bool enter(uint16_t epoch);
+  bool begin_epoch(uint16_t epoch);
   // Returns the first of `count` new tickets.
   uint64_t take(uint64_t count) { return std::exchange(next_, next_ + count); }
   // The first ticket of this epoch. Slots of earlier epochs are free once `done` reaches it.

@@ -75,8 +75,8 @@ class RateLimited final : public transport::Channel {
   void close(transport::ConstBytes unsent) override { inner_->close(unsent); }
 
  private:
-  // A reader takes bytes that have not arrived when a peer has left for lost, so none are held back
-  // then.
+  // After the peer closed, a reader considers bytes lost that have not arrived, so none are held
+  // back then.
   size_t readable(size_t want) {
     return inner_->is_closed() ? want : std::min(want, link_->in.available());
   }
