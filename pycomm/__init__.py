@@ -11,8 +11,14 @@ available on this machine.
 
 from __future__ import annotations
 
-from importlib import import_module
+from importlib import import_module, machinery, util
 from typing import TYPE_CHECKING
+
+if util.find_spec("pycomm._core") is None:
+    raise ImportError(
+        f"{__path__[0]} has no _core{machinery.EXTENSION_SUFFIXES[0]}: pycomm is not compiled for "
+        "this Python; install it with this Python, or run `make build` in its repository"
+    )
 
 from pycomm import errors
 from pycomm._core_api.calls import Work

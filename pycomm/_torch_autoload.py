@@ -1,9 +1,8 @@
 """Registers the backend, so that `init_process_group("pycomm")` works without importing pycomm.
 
-torch calls `register` at the end of every `import torch` (entry point `torch.backends`; newer
-versions also `torch.distributed.backends`). It must be fast and never raise; the compiled module is
-loaded when the first group is made. `pycomm.torch_backend` also calls it, for a torch without entry
-points.
+`register` runs at the end of every `import torch`: pycomm_torch_autoload.py, beside the package, is
+the entry point. It must be fast and never raise; the compiled module is loaded when the first group
+is made. `pycomm.torch_backend` also calls it, for a torch that loads no entry points.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ if TYPE_CHECKING:
 NAME = "pycomm"
 
 
-def register(_module: object = None) -> None:
+def register() -> None:
     """Registers the backend "pycomm" with torch.distributed, for CPU tensors and, if this torch was
     built for CUDA or HIP, for CUDA tensors. A second call has no effect.
     """

@@ -65,8 +65,8 @@ FIRST = "861be9b"
 
 PAGES = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "examples/README.md"]
 PAGES += ["benchmarks/RESULTS.md"]
-SUFFIXES = {".py", ".h", ".cpp", ".hpp", ".cu", ".cuh"}
-CODE = ["csrc", "pycomm", "benchmarks", "tests", "tools", "examples"]
+SUFFIXES = {".py", ".pyi", ".h", ".cpp", ".hpp", ".cu", ".cuh"}
+CODE = ["csrc", "pycomm", "benchmarks", "tests", "tools", "examples"]  # and the files of the root
 
 
 class Finding(NamedTuple):
@@ -84,10 +84,10 @@ def pages() -> list[Path]:
 
 def sources() -> Iterator[Path]:
     """All source files."""
-    for folder in CODE:
-        for path in sorted((ROOT / folder).rglob("*")):
-            if path.suffix in SUFFIXES and path != Path(__file__):
-                yield path
+    paths = [path for folder in CODE for path in sorted((ROOT / folder).rglob("*"))]
+    for path in [*paths, *sorted(ROOT.glob("*.py"))]:
+        if path.suffix in SUFFIXES and path != Path(__file__):
+            yield path
 
 
 def python_text(source: str) -> Iterator[tuple[int, str]]:
@@ -116,7 +116,7 @@ def native_text(source: str) -> Iterator[tuple[int, str]]:
 def text_of(path: Path) -> Iterator[tuple[int, str]]:
     """The text of a file for readers, by line; of pages everything except code."""
     source = path.read_text()
-    if path.suffix == ".py":
+    if path.suffix in {".py", ".pyi"}:
         yield from python_text(source)
     elif path.suffix == ".md":
         code = False

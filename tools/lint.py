@@ -22,8 +22,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 CSRC = ROOT / "csrc"
 CLEAN = ROOT / "build" / "lint"
-PYTHON = ["pycomm", "benchmarks", "docs", "examples", "tests", "tools", "setup.py"]
-TYPED = ["pycomm", "benchmarks"]
+TYPED = ["pycomm", "benchmarks", "pycomm_torch_autoload.py"]
+PYTHON = [*TYPED, "docs", "examples", "tests", "tools", "setup.py"]
 NATIVE = [".cpp", ".hpp", ".h", ".cu", ".cuh"]
 # clang-tidy takes a minute for torch's headers; g++ -Wall -Werror checks these files.
 NOT_TIDIED = set((CSRC / "bindings").glob("c10d*.cpp"))
@@ -93,16 +93,14 @@ def tidy_all() -> bool:
 def main() -> None:
     """Runs all checks, also after a failure."""
     fix = "--fix" in sys.argv[1:]
-    python = [name for name in PYTHON if (ROOT / name).exists()]
-    typed = [name for name in TYPED if any((ROOT / name).rglob("*.py"))]
     folders = (CSRC, ROOT / "tests", ROOT / "benchmarks")
     ours = [str(p) for f in folders for end in NATIVE for p in sorted(f.rglob(f"*{end}"))]
     workflows = sorted(str(p.relative_to(ROOT)) for p in (ROOT / ".github").rglob("*.yml"))
     content = [
-        run(tool("ruff"), "check", *(["--fix"] if fix else []), *python),
-        run(tool("ruff"), "format", *([] if fix else ["--check"]), *python),
+        run(tool("ruff"), "check", *(["--fix"] if fix else []), *PYTHON),
+        run(tool("ruff"), "format", *([] if fix else ["--check"]), *PYTHON),
         run(tool("clang-format"), *(["-i"] if fix else ["--dry-run", "-Werror"]), *ours),
-        run(sys.executable, "-m", "mypy", "--strict", *typed),
+        run(sys.executable, "-m", "mypy", "--strict", *TYPED),
         run(sys.executable, "tools/language.py"),
         run(tool("check-jsonschema"), "--builtin-schema", "vendor.github-workflows", *workflows),
         tidy_all(),

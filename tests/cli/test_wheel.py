@@ -71,10 +71,13 @@ def run(installed: Path, tmp_path: Path) -> Pycomm:
     return run
 
 
-def test_wheel_contains_the_package_alone(wheel: Path) -> None:
+def test_wheel_contains_the_package_and_the_entry_point_alone(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     tops = {name.split("/")[0] for name in names}
-    assert {top for top in tops if not top.endswith(".dist-info")} == {"pycomm"}
+    assert {top for top in tops if not top.endswith(".dist-info")} == {
+        "pycomm",
+        "pycomm_torch_autoload.py",
+    }
     sources = {
         str(file.relative_to(ROOT))
         for suffix in ("*.py", "*.pyi", "*.cu", "py.typed")

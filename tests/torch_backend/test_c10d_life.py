@@ -6,6 +6,7 @@ The functions `_...` run in the processes of torch_ranks.py; test_c10d.py has th
 import copy
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -301,6 +302,7 @@ def _program(text: str, *args: str, path: Path | None = None) -> subprocess.Comp
     return subprocess.run(
         [sys.executable, "-c", textwrap.dedent(text), *args],
         env=env,
+        cwd=path,
         capture_output=True,
         text=True,
         timeout=180,
@@ -308,15 +310,21 @@ def _program(text: str, *args: str, path: Path | None = None) -> subprocess.Comp
     )
 
 
-def test_torch_finds_the_backend_without_an_import(tmp_path: Path) -> None:
-    """By the entry points of pyproject.toml, as with an installed pycomm."""
+def _install_entry_point(folder: Path) -> None:
+    """Makes a distribution in `folder` with pyproject.toml's entry point for torch. Its name hides
+    an installed pycomm's."""
     text = (ROOT / "pyproject.toml").read_text()
     found = re.search(r'\[project\.entry-points\."(torch\.backends)"\]\n(\w+) = "(.*)"', text)
     assert found is not None
-    info = tmp_path / "probe-1.0.dist-info"
+    info = folder / "pycomm_collectives-1.0.dist-info"
     info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: probe\nVersion: 1.0\n")
+    name = "Metadata-Version: 2.1\nName: pycomm-collectives\nVersion: 1.0\n"
+    (info / "METADATA").write_text(name)
     (info / "entry_points.txt").write_text(f"[{found[1]}]\n{found[2]} = {found[3]}\n")
+
+
+def test_torch_finds_the_backend_without_an_import(tmp_path: Path) -> None:
+    _install_entry_point(tmp_path)
     done = _program(
         """
         import sys, torch, torch.distributed as dist
@@ -329,6 +337,26 @@ def test_torch_finds_the_backend_without_an_import(tmp_path: Path) -> None:
         path=tmp_path,
     )
     assert (done.stdout, done.returncode) == ("True pycomm [1.0, 1.0]\n", 0), done.stderr
+
+
+def test_torch_is_imported_beside_a_pycomm_of_another_python(tmp_path: Path) -> None:
+    """The package is found before the one of the sources, and has no compiled module that fits."""
+    _install_entry_point(tmp_path)
+    (tmp_path / "pycomm").mkdir()
+    shutil.copy(ROOT / "pycomm" / "__init__.py", tmp_path / "pycomm")
+    (tmp_path / "pycomm" / "_core.cpython-39-x86_64-linux-gnu.so").touch()
+    done = _program(
+        """
+        import sys  # an editable installation would find the compiled module of the sources
+        sys.meta_path = [finder for finder in sys.meta_path if "Editable" not in repr(finder)]
+        import torch
+        print(torch.ones(1).item())
+        """,
+        path=tmp_path,
+    )
+    assert (done.stdout, done.returncode) == ("1.0\n", 0), done.stderr
+    assert "pycomm is not compiled for this Python" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
 
 
 @pytest.mark.parametrize(
