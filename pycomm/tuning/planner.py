@@ -93,7 +93,7 @@ def expected(
     compute_s: float,
     loads: tuple[Load, Load],
     codings: tuple[Coding, Coding],
-    where: tuple[int, float],
+    network: tuple[int, float],
     local_steps: int = 8,
 ) -> dict[str, float]:
     """The predicted seconds of a step by method.
@@ -101,10 +101,10 @@ def expected(
     Args:
         compute_s: seconds of a step without communication.
         loads, codings: of raw and of compact packets: their sizes and coding speeds.
-        where: number of ranks, and Gbit/s of each rank's link.
+        network: number of ranks, and Gbit/s of each rank's link.
         local_steps: as of plan().
     """
-    ranks, gbit = where
+    ranks, gbit = network
     link = Link(CALL_S, 8 / (gbit * 1e9))
     raw, compact = (
         predicted(load, ranks, link, coding) for load, coding in zip(loads, codings, strict=True)
@@ -145,8 +145,12 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--layers", type=int, default=20, help="(%(default)s: 41 M parameters)")
     parser.add_argument("--rows", type=int, default=64, help="rows of a batch (%(default)s)")
     parser.add_argument("--ranks", default=",".join(map(str, RANKS)), help="(%(default)s)")
-    parser.add_argument("--gbit", default="1,10,100", help="of a rank's link (%(default)s)")
-    parser.add_argument("--json", type=Path, help="file for all figures")
+    parser.add_argument(
+        "--gbit",
+        default=",".join(f"{rate:g}" for rate in RATES_GBIT),
+        help="of a rank's link (%(default)s)",
+    )
+    parser.add_argument("--json", type=Path, help="where to store all figures")
     options = parser.parse_args(argv)
     width, layers = options.width, range(options.layers)
     model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in layers))

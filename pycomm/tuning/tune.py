@@ -11,10 +11,13 @@ Measure with the number of ranks of later runs, or with 4: for 3 to 8 ranks the 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import math
 import statistics
+import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import TypeVar
 
 import numpy as np
 
@@ -32,21 +35,21 @@ COMPARISONS = [("direct", "ring"), ("halving", "ring")]
 Seconds = list[tuple[float, float]]
 """By size: of the two algorithms of a comparison."""
 
+T = TypeVar("T")
+
 
 def main(argv: Sequence[str]) -> int:
     """Measures, prints a table and stores the thresholds; returns the exit status."""
     parser = argparse.ArgumentParser(prog="pycomm tune", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    text = "number of ranks to start (%(default)s)"
-    parser.add_argument("--ranks", type=int, default=4, help=text)
-    options = parser.parse_args(argv)
-    if options.ranks < 2:
-        parser.error("invalid --ranks: expected at least 2")
+    parser.add_argument("--ranks", type=int, default=4, help="ranks to start (%(default)s)")
+    ranks = parser.parse_args(argv).ranks
+    if ranks < 2:
+        parser.error(f"invalid --ranks: got {ranks}, expected at least 2")
     if config.environment().size > 1:
         transport, found = measure(default_group.init())
     else:
-        by_rank = testing.run_ranks(options.ranks, measure, transport="tcp", processes=True)
-        transport, found = by_rank[0]
+        transport, found = testing.run_ranks(ranks, measure, transport="tcp", processes=True)[0]
     if config.environment().rank != 0:
         return 0
     at = list(thresholds.BUILT_IN)
@@ -64,22 +67,33 @@ def measure(own: Group) -> tuple[str, list[Seconds]]:
     names = {member.transport for member in own.peer_info()}
     transport = next(by for by in ("tcp", "shm", "local") if by in names)
     comparisons = COMPARISONS[: 1 if own.size <= FEW else 2]
-    return transport, [[_compare(own, pair, size) for size in SIZES] for pair in comparisons]
+    cases = progress([(pair, size) for pair in comparisons for size in SIZES], own.rank)
+    seconds = [_compare(own, *case) for case in cases]
+    return transport, [seconds[i : i + len(SIZES)] for i in range(0, len(seconds), len(SIZES))]
+
+
+def progress(items: Sequence[T], rank: int) -> Iterable[T]:
+    """The items; rank 0 shows a progress bar if its output is a terminal and rich is installed."""
+    if rank != 0 or not sys.stdout.isatty() or importlib.util.find_spec("rich") is None:
+        return items
+    from rich.progress import track
+
+    # Without its thread, which would take processor time from the measured calls.
+    return track(items, "measuring", auto_refresh=False, transient=True)
 
 
 def threshold(sizes: Sequence[int], seconds: Sequence[tuple[float, float]]) -> int:
-    """The size up to which to use the first algorithm, so that the total loss over all sizes is
-    least.
+    """The size in bytes up to which to use the first algorithm; 0 if it is never faster.
 
-    A loss is log(time / time of the faster one), so noise at one size has little effect. 0 if the
-    first algorithm is never faster.
+    It minimizes the sum over all sizes of log(time / time of the faster algorithm), so noise at one
+    size has little effect.
     """
-    cuts = [0, *sizes]
-    losses = []
-    for cut in range(len(cuts)):
-        taken = [pair[0 if i < cut else 1] for i, pair in enumerate(seconds)]
-        losses.append(sum(math.log(t / min(pair)) for t, pair in zip(taken, seconds, strict=True)))
-    return cuts[losses.index(min(losses))]
+
+    def loss(largest: int) -> float:
+        pairs = zip(sizes, seconds, strict=True)
+        return sum(math.log(pair[size > largest] / min(pair)) for size, pair in pairs)
+
+    return min([0, *sizes], key=loss)
 
 
 def table(comparison: tuple[str, str], seconds: Seconds, at_bytes: int) -> str:
@@ -93,8 +107,8 @@ def table(comparison: tuple[str, str], seconds: Seconds, at_bytes: int) -> str:
 
 
 def _compare(own: Group, algorithms: tuple[str, str], size_bytes: int) -> tuple[float, float]:
-    """Seconds of an all_reduce with each algorithm: medians over alternating rounds, of the slowest
-    rank."""
+    """Seconds of an all_reduce with each algorithm: the slowest rank's median over rounds in which
+    they alternate. Collective."""
     x = np.zeros(size_bytes // 4, np.float32)
     rounds: tuple[list[float], list[float]] = ([], [])
     for turn in range(ROUNDS + 1):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -123,6 +124,19 @@ def test_command_measures_and_stores_thresholds(capsys: pytest.CaptureFixture[st
     output = capsys.readouterr().out
     assert f"small_bytes {small}" in output
     assert str(thresholds.path()) in output
+
+
+def test_rank_0_shows_progress_on_a_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert list(tune.progress([1, 2], 0)) == [1, 2]
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("TERM", "xterm")
+    assert list(tune.progress([1, 2], 1)) == [1, 2]
+    assert capsys.readouterr().out == ""
+    assert list(tune.progress([1, 2], 0)) == [1, 2]
+    shown = capsys.readouterr().out
+    assert [f"{percent}%" in shown for percent in (0, 50, 100)] == [True] * 3
 
 
 def test_one_rank_has_nothing_to_tune() -> None:
