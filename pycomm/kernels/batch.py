@@ -52,9 +52,11 @@ def encode_batch(
         Unsupported: the arrays are on a GPU.
     """
     pair = elements_of(batch)
-    inputs.how_many(pair[0].count and max(batch.lengths), count)
+    inputs.whole_number(pair[0].count and max(batch.lengths), count, "length of a packet")
     if pair[1].dtype not in ("float32", "float64"):
-        raise InvalidArgument(f"values are {pair[1].dtype}; encode takes float32 or float64")
+        raise InvalidArgument(
+            f"invalid values: got dtype {pair[1].dtype}, expected float32 or float64"
+        )
     _on_host(pair, "encode_batch")
     lengths = list(batch.lengths)
     compact.most_bytes(0, int(count), value_dtype, codec)  # validates value_dtype and codec
@@ -93,7 +95,10 @@ def decode_batch(packets: Any, sizes: Sequence[int], count: int) -> PacketBatch:
     _on_host([found], "decode_batch")
     sizes = list(sizes)
     if sum(sizes) != found.nbytes or min(sizes, default=0) < 0:
-        raise InvalidArgument(f"sizes sum to {sum(sizes)} bytes; packets has {found.nbytes}")
+        raise InvalidArgument(
+            f"invalid sizes: got a sum of {sum(sizes)} bytes, expected {found.nbytes}, those of "
+            "packets"
+        )
     lengths = _core.batch_lengths(found.pointer, sizes, int(count))
     kept = sum(lengths)
     indices, values = (arrays.new(found, (kept,), dtype) for dtype in ("int32", "float32"))
@@ -116,7 +121,8 @@ def elements_of(batch: PacketBatch) -> list[ArrayRef]:
     total = sum(batch.lengths)
     if not where.count == what.count == total or min(batch.lengths, default=0) < 0:
         raise InvalidArgument(
-            f"{where.count} indices and {what.count} values; lengths sum to {total}"
+            f"invalid batch: got {where.count} indices, {what.count} values and lengths with a "
+            f"sum of {total}, expected the same number"
         )
     return [where, what]
 

@@ -91,7 +91,7 @@ def clip_scale(
     found = inputs.array(norms, "norms", ("float64",))
     limit = _limit(limit)
     if dtype not in ("float32", "float64"):
-        raise InvalidArgument(f"factors are float32 or float64, not {dtype}")
+        raise InvalidArgument(f"invalid dtype: got {dtype!r}, expected float32 or float64")
     out, factors = inputs.output(out, "out", found, found.count, dtype)
     inputs.check_memory("clip_scale", [factors], [found])
     devices.module(found.device).clip_scale(
@@ -182,7 +182,7 @@ def reduce_(out: Any, xs: Sequence[Any], op: str = "sum") -> Any:
     result = inputs.array(out, "out", _core.DTYPES, write=True)
     found = [inputs.array(x, f"xs[{i}]", (result.dtype,)) for i, x in enumerate(xs)]
     if not found:
-        raise InvalidArgument("reduce_: xs is empty")
+        raise InvalidArgument("reduce_: invalid xs: got an empty list, expected at least one array")
     name = _core.reduce_op_name(op)
     for i, x in enumerate(found):
         inputs.same_shape(result, x, ("out", f"xs[{i}]"))
@@ -204,12 +204,12 @@ def _several(x: Any) -> Rows:
     """The rows of an array or of a list of arrays."""
     listed = list(x) if isinstance(x, list | tuple) else [x]
     if not listed:
-        raise InvalidArgument("norm: the list is empty")
+        raise InvalidArgument("norm: invalid x: got an empty list, expected at least one array")
     return Rows.of({"x": listed}, {"x": inputs.FLOATS}, "norm")
 
 
 def _limit(limit: Any) -> float:
     number = inputs.finite(limit, "limit")
     if number < 0:
-        raise InvalidArgument(f"invalid limit: got {number}; a norm is never negative")
+        raise InvalidArgument(f"invalid limit: got {number}, expected at least 0")
     return number

@@ -38,14 +38,16 @@ def array(
     """
     found = arrays.as_array_ref(x, name, write=write)
     if found.dtype not in dtypes:
-        raise InvalidArgument(f"{name} is {found.dtype}; it must be {' or '.join(dtypes)}")
+        raise InvalidArgument(
+            f"invalid {name}: got dtype {found.dtype}, expected {' or '.join(dtypes)}"
+        )
     if found.count > MOST_ELEMENTS:
         raise InvalidArgument(
             f"{name} has {found.count} elements, and an int32 index counts at most "
             f"{MOST_ELEMENTS}: split the array"
         )
     if count is not None and found.shape != (count,):
-        raise InvalidArgument(f"{name} has the shape {found.shape}; it must be ({count},)")
+        raise InvalidArgument(f"invalid {name}: got shape {found.shape}, expected ({count},)")
     return found
 
 
@@ -53,9 +55,7 @@ def same_shape(one: ArrayRef, other: ArrayRef, names: tuple[str, str]) -> None:
     """Raises InvalidArgument unless both have one shape, or one count and one of them is 1-D."""
     flat = len(one.shape) == 1 or len(other.shape) == 1
     if one.count != other.count or not (flat or one.shape == other.shape):
-        raise InvalidArgument(
-            f"{names[0]} has the shape {one.shape} and {names[1]} {other.shape}: they must agree"
-        )
+        raise InvalidArgument(f"{names[0]} has shape {one.shape}, but {names[1]} has {other.shape}")
 
 
 def same_device(name: str, *found: ArrayRef | Spans) -> None:
@@ -63,7 +63,7 @@ def same_device(name: str, *found: ArrayRef | Spans) -> None:
     first = found[0].device
     if any(x.device is not first and x.device != first for x in found):
         places = " and ".join(sorted({str(x.device) for x in found}))
-        raise InvalidArgument(f"{name}: arrays lie on {places}; move them to one device")
+        raise InvalidArgument(f"{name}: the arrays are on {places}: move them to one device")
 
 
 def check_memory(
@@ -100,20 +100,27 @@ def workspace(x: Any, like: Like, nbytes: int, *, zeros: bool = False) -> ArrayR
         x = arrays.new(like, (nbytes,), "uint8", zeros=zeros)
     found = array(x, "workspace", ("uint8",), write=True)
     if found.nbytes < nbytes:
-        raise InvalidArgument(f"workspace has {found.nbytes} bytes; this call needs {nbytes}")
+        raise InvalidArgument(
+            f"invalid workspace: got {found.nbytes} bytes, expected at least {nbytes}"
+        )
     if found.pointer % 16:
-        raise InvalidArgument("workspace must be aligned to 16 bytes: do not pass a slice")
+        raise InvalidArgument(
+            f"invalid workspace: got address {found.pointer:#x}, expected a multiple of 16: do "
+            "not pass a slice"
+        )
     return found
 
 
-def how_many(k: Any, count: int) -> int:
-    """k as an int in 0..count."""
+def whole_number(value: Any, most: int, name: str = "k") -> int:
+    """The value as an int in 0..most."""
     try:
-        number = k.__index__()
+        number = value.__index__()
     except (AttributeError, TypeError):
-        raise InvalidArgument(f"k must be a whole number, not {k!r:.40}") from None
-    if not 0 <= number <= count:
-        raise InvalidArgument(f"invalid k: got {number}, expected 0..{count}")
+        raise InvalidArgument(
+            f"invalid {name}: got {value!r:.40}, expected a whole number"
+        ) from None
+    if not 0 <= number <= most:
+        raise InvalidArgument(f"invalid {name}: got {number}, expected 0..{most}")
     return int(number)
 
 
@@ -122,9 +129,9 @@ def finite(value: Any, name: str) -> float:
     try:
         number = float(value)
     except (TypeError, ValueError):
-        raise InvalidArgument(f"{name} must be a number, not {value!r:.40}") from None
+        raise InvalidArgument(f"invalid {name}: got {value!r:.40}, expected a number") from None
     if not math.isfinite(number):
-        raise InvalidArgument(f"{name} = {number} is not finite")
+        raise InvalidArgument(f"invalid {name}: got {number}, expected a finite number")
     return number
 
 

@@ -160,16 +160,20 @@ def encode(
         Unsupported: another kind of array, or CUDA kernels that are not built.
     """
     pair = _pair(indices, values)
-    k = inputs.how_many(pair[0].count, count)
+    k = inputs.whole_number(pair[0].count, count, "number of indices")
     if pair[1].dtype not in ("float32", "float64"):
-        raise InvalidArgument(f"values are {pair[1].dtype}; encode takes float32 or float64")
+        raise InvalidArgument(
+            f"invalid values: got dtype {pair[1].dtype}, expected float32 or float64"
+        )
     nbytes = packet_bytes(k, value_dtype, codec=codec, count=count)
     out, packet = inputs.output(out, "out", pair[1], nbytes, "uint8")
     written, rest = [packet], None
     if residual is not None:
         rest = inputs.array(residual, "residual", (pair[1].dtype,), write=True)
         if rest.count != count:
-            raise InvalidArgument(f"residual has {rest.count} elements; count is {count}")
+            raise InvalidArgument(
+                f"invalid residual: got {rest.count} elements, expected count={count}"
+            )
         written.append(rest)
     inputs.check_memory("encode", written, pair)
     if codec != "raw":
@@ -230,8 +234,11 @@ def unpack(
     found = inputs.array(packet, "packet", ("uint8",))
     if into is not None:
         if count is None:
-            raise InvalidArgument("unpack: into goes with count, the elements of the encoded array")
-        compact.decode(found, inputs.how_many(count, inputs.MOST_ELEMENTS), into, workspace)
+            raise InvalidArgument(
+                "unpack: into= also needs count=, the elements of the encoded array"
+            )
+        count = inputs.whole_number(count, inputs.MOST_ELEMENTS, "count")
+        compact.decode(found, count, into, workspace)
         return into[0], into[1]
     if found.device.kind == "cpu":
         k, of, value_dtype, codec = _core.read_packet_header(found.pointer, found.nbytes)
@@ -305,14 +312,19 @@ def _as(x: Any, dtype: str) -> Any:
 
 def _aligned(packet: ArrayRef, value_dtype: str) -> None:
     if packet.pointer % max(4, VALUE_BYTES[value_dtype]):
-        raise InvalidArgument("the packet is not aligned to its values: do not pass a slice")
+        raise InvalidArgument(
+            f"invalid packet: got address {packet.pointer:#x}, which is not a multiple of the "
+            f"size of its {value_dtype} values: do not pass a slice"
+        )
 
 
 def _pair(indices: Any, values: Any) -> list[ArrayRef]:
     where = inputs.array(indices, "indices", ("int32",))
     what = inputs.array(values, "values", inputs.FLOATS)
     if where.count != what.count:
-        raise InvalidArgument(f"{where.count} indices and {what.count} values")
+        raise InvalidArgument(
+            f"invalid packet: got {where.count} indices and {what.count} values, expected as many"
+        )
     return [where, what]
 
 
@@ -322,7 +334,7 @@ class _Chain:
     def __init__(self, x: Any, name: str) -> None:
         several = list(x) if isinstance(x, list | tuple) else [x]
         if not several:
-            raise InvalidArgument(f"{name}: the list is empty")
+            raise InvalidArgument(f"invalid {name}: got an empty list, expected at least one array")
         self.rows = Rows.of({name: several}, {name: inputs.FLOATS}, name, write=(name,))
         self.spans = self.rows.spans(name)
         self.count = int(self.rows.counts.sum())
@@ -366,7 +378,8 @@ def _table(
         rows, read, dtypes = _located(out, packets, value_dtype)
     if len(set(dtypes)) > 1:
         raise InvalidArgument(
-            f"{name}: values are {' and '.join(sorted(set(dtypes)))}; expected one dtype"
+            f"{name}: invalid packets: got values of {' and '.join(sorted(set(dtypes)))}, expected "
+            "one dtype"
         )
     inputs.check_memory(name, out.spans, read)
     return inputs.Table(rows, read), dtypes[0] if dtypes else value_dtype
@@ -407,9 +420,13 @@ def _of_encoded(found: ArrayRef, count: int, value_dtype: str) -> tuple[int, str
         return _k_of(found.nbytes, value_dtype), value_dtype, "raw"
     k, of, dtype, codec = _core.read_packet_header(found.pointer, found.nbytes)
     if of != count:
-        raise InvalidArgument(f"packet of an array of {of} elements; the array has {count}")
+        raise InvalidArgument(
+            f"invalid packet: got one of an array of {of} elements, expected {count}"
+        )
     if codec != "raw":
         return k, "float32", codec
     if dtype != value_dtype:
-        raise InvalidArgument(f"a packet has {dtype} values; value_dtype is {value_dtype}")
+        raise InvalidArgument(
+            f"invalid packet: got {dtype} values, expected value_dtype={value_dtype!r}"
+        )
     return k, dtype, codec

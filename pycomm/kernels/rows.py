@@ -123,5 +123,5 @@ def _located(given: list[Any], name: str, dtypes: Collection[str], write: bool) 
 def _same_dtype(name: str, i: int, one: ArrayRef, first: ArrayRef) -> None:
     if one.dtype != first.dtype:
         raise InvalidArgument(
-            f"{name}[{i}] is {one.dtype} and {name}[0] {first.dtype}: one call takes one dtype"
+            f"invalid {name}[{i}]: got dtype {one.dtype}, expected {first.dtype}, as {name}[0] has"
         )

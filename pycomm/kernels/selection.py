@@ -31,7 +31,7 @@ def topk(
         Unsupported: another kind of array, or CUDA kernels that are not built.
     """
     found = inputs.array(x, "x", inputs.FLOATS)
-    k = inputs.how_many(k, found.count)
+    k = inputs.whole_number(k, found.count)
     indices, where = inputs.output(indices, "indices", found, k, "int32")
     values, what = inputs.output(values, "values", found, k, found.dtype)
     _select(found, k, where, what, None, workspace, "topk")
@@ -55,7 +55,7 @@ def threshold(x: Any, k: int, *, out: Any = None, workspace: Any = None) -> Any:
         Unsupported: another kind of array, or CUDA kernels that are not built.
     """
     found = inputs.array(x, "x", inputs.FLOATS)
-    k = inputs.how_many(k, found.count)
+    k = inputs.whole_number(k, found.count)
     if k == 0:
         raise InvalidArgument("threshold: invalid k: got 0, expected at least 1")
     out, result = inputs.output(out, "out", found, 1, found.dtype)
@@ -79,7 +79,7 @@ def topk_workspace(x: Any, k: int) -> Any:
         Unsupported: another kind of array, or CUDA kernels that are not built.
     """
     found = inputs.array(x, "x", inputs.FLOATS)
-    k = inputs.how_many(k, found.count)
+    k = inputs.whole_number(k, found.count)
     nbytes = devices.module(found.device).topk_workspace_bytes(found.count, k, found.dtype)
     return arrays.new(found, (nbytes,), "uint8")
 

@@ -88,7 +88,9 @@ def dgc_step(  # noqa: PLR0913 - all but the first four by name
     numbers = inputs.finite(momentum, "momentum"), inputs.finite(weight_decay, "weight_decay")
     decay = numbers[1] != 0
     if decay and weight is None:
-        raise InvalidArgument("weight_decay without weight: pass the parameters")
+        raise InvalidArgument(
+            f"invalid weight: got None, expected the parameters, as weight_decay={numbers[1]}"
+        )
     others = {"grad": grad, **({"weight": weight} if decay else {})}
     step = _Step.of(u, v, k, others, "dgc_step", together=together)
     chosen = _Chosen.of(step, indices, values, u_values)
@@ -224,15 +226,15 @@ class _Step:
         lists = {name: _listed(x, name, several) for name, x in given.items()}
         lengths = {name: len(x) for name, x in lists.items()}
         if len(set(lengths.values())) > 1:
-            raise InvalidArgument(f"the lists have different lengths: {lengths}")
+            raise InvalidArgument(f"invalid lists: got lengths {lengths}, expected one length")
         if lengths["u"] == 0:
-            raise InvalidArgument("the lists are empty")
+            raise InvalidArgument("invalid lists: got empty ones, expected at least one array")
         dtypes = {name: REAL if name in ("u", "v") else inputs.FLOATS for name in lists}
         rows = Rows.of(lists, dtypes, call, write=("u", "v"))
         _check_dtypes(rows.dtypes)
         listed = isinstance(k, list | tuple)
         if listed and not several:
-            raise InvalidArgument("a list of k goes with lists of arrays")
+            raise InvalidArgument("invalid k: got a list, expected a number, as u is one array")
         counts = rows.counts.tolist()
         together = together or not listed
         if together and sum(counts) > inputs.MOST_ELEMENTS:
@@ -241,9 +243,11 @@ class _Step:
                 f"most {inputs.MOST_ELEMENTS}: select from fewer"
             )
         if listed and len(k) != len(counts):
-            raise InvalidArgument(f"{len(k)} values of k for {len(counts)} arrays")
+            raise InvalidArgument(
+                f"invalid k: got {len(k)} numbers, expected one for each of {len(counts)} arrays"
+            )
         pairs = list(zip(k, counts, strict=True)) if listed else [(k, sum(counts))]
-        ks = [inputs.how_many(one, count) for one, count in pairs]
+        ks = [inputs.whole_number(one, count) for one, count in pairs]
         return cls(rows, ks, together, 1 if listed else len(counts))
 
     def tables(self, chosen: _Chosen | None) -> tuple[tuple[int, int], tuple[int, int], str]:
@@ -307,7 +311,9 @@ class _Chosen:
         """Adds one array for each packet."""
         ks = self._step.ks
         if len(each) != len(ks):
-            raise InvalidArgument(f"{name} has {len(each)} arrays for {len(ks)} of k")
+            raise InvalidArgument(
+                f"invalid {name}: got {len(each)} arrays, expected one for each of {len(ks)} k"
+            )
         rows = Rows.try_fast({name: each})
         if rows is None or (rows.dtype, rows.flat, rows.counts.tolist()) != (dtype, True, ks):
             for one, k in zip(each, ks, strict=True):
@@ -329,22 +335,23 @@ def _check_dtypes(dtypes: dict[str, str]) -> None:
     grad = dtypes.get("grad", u)
     if (grad == "float64") != (u == "float64"):
         raise InvalidArgument(
-            f"grad is {grad} and u {u}: float64 goes with float64, all other floats with float32"
+            f"invalid grad: got dtype {grad} with u of {u}: float64 needs float64, other floats "
+            "float32"
         )
     weight = dtypes.get("weight", u)
     if weight not in (grad, u):
-        raise InvalidArgument(f"weight is {weight}; it must be {grad} or {u}")
+        raise InvalidArgument(f"invalid weight: got dtype {weight}, expected {grad} or {u}")
 
 
 def _same_dtype(u: str, v: str) -> None:
     if u != v:
-        raise InvalidArgument(f"u is {u} and v {v}: they must agree")
+        raise InvalidArgument(f"invalid v: got dtype {v}, expected {u}, as u has")
 
 
 def _listed(x: Any, name: str, several: bool) -> list[Any]:
     if isinstance(x, list | tuple) != several:
-        kind = "a list" if several else "an array"
-        raise InvalidArgument(f"{name} must be {kind}, as u is" if name != "u" else f"u: {kind}")
+        kind = "a list, as u is" if several else "an array, as u is"
+        raise InvalidArgument(f"invalid {name}: got {type(x).__name__}, expected {kind}")
     return list(x) if several else [x]
 
 
@@ -353,7 +360,7 @@ def _flag(found_inf: Any) -> list[ArrayRef]:
         return []
     flag = inputs.array(found_inf, "found_inf", ("float32",))
     if flag.count != 1:
-        raise InvalidArgument(f"found_inf has {flag.count} elements; it must have one")
+        raise InvalidArgument(f"invalid found_inf: got {flag.count} elements, expected one")
     return [flag]
 
 
@@ -363,5 +370,8 @@ def _scale(scale: Any, step: _Step) -> tuple[float, list[ArrayRef]]:
         return inputs.finite(scale, "scale"), []
     factors = inputs.array(scale, "scale", (step.rows.dtype,))
     if factors.count != len(step.rows):
-        raise InvalidArgument(f"scale has {factors.count} numbers for {len(step.rows)} arrays")
+        raise InvalidArgument(
+            f"invalid scale: got {factors.count} numbers, expected one for each of "
+            f"{len(step.rows)} arrays"
+        )
     return 1.0, [factors]

@@ -26,9 +26,9 @@ WRONG_STEPS = {
     "shape": ({"u": np.ones((10, 10), F32), "v": np.ones((20, 5), F32)}, "shape"),
     "count": ({"grad": np.ones(99, F32)}, "shape"),
     "dtype of u": ({"u": np.ones(100, np.float16)}, "float32 or float64"),
-    "dtype of v": ({"v": np.ones(100)}, "must agree"),
-    "float64 gradient": ({"grad": np.ones(100)}, "float64 goes with float64"),
-    "integers": ({"grad": np.ones(100, np.int32)}, "int32; it must be"),
+    "dtype of v": ({"v": np.ones(100)}, "got dtype float64, expected float32"),
+    "float64 gradient": ({"grad": np.ones(100)}, "float64 needs float64"),
+    "integers": ({"grad": np.ones(100, np.int32)}, "got dtype int32, expected"),
     "no array": ({"grad": 3.0}, "expected an array"),
     "strides": ({"grad": np.ones(200, F32)[::2]}, "not contiguous"),
     "torch strides": ({"grad": torch.ones(200)[::2]}, "not contiguous"),
@@ -37,21 +37,21 @@ WRONG_STEPS = {
     "k too large": ({"k": 101}, "0..100"),
     "k negative": ({"k": -1}, "0..100"),
     "k no number": ({"k": 1.5}, "whole number"),
-    "list of k": ({"k": [1]}, "goes with lists"),
+    "list of k": ({"k": [1]}, "expected a number, as u is one array"),
     "momentum": ({"momentum": float("nan")}, "finite"),
     "scale": ({"scale": float("inf")}, "finite"),
-    "scale array": ({"scale": np.ones(2, F32)}, "2 numbers for 1"),
-    "decay without weight": ({"weight_decay": 0.1}, "without weight"),
-    "weight dtype": ({"weight_decay": 1, "weight": np.ones(100, np.float16)}, "weight is float16"),
-    "found_inf": ({"found_inf": np.zeros(2, F32)}, "must have one"),
-    "indices dtype": ({"indices": np.zeros(5, np.int64)}, "must be int32"),
-    "values length": ({"values": np.zeros(6, F32)}, "must be"),
-    "workspace size": ({"workspace": np.zeros(1, np.uint8)}, "needs"),
+    "scale array": ({"scale": np.ones(2, F32)}, "got 2 numbers, expected one for each of 1"),
+    "decay without weight": ({"weight_decay": 0.1}, "invalid weight: got None"),
+    "weight dtype": ({"weight_decay": 1, "weight": np.ones(100, np.float16)}, "got dtype float16"),
+    "found_inf": ({"found_inf": np.zeros(2, F32)}, "got 2 elements, expected one"),
+    "indices dtype": ({"indices": np.zeros(5, np.int64)}, "expected int32"),
+    "values length": ({"values": np.zeros(6, F32)}, "got shape"),
+    "workspace size": ({"workspace": np.zeros(1, np.uint8)}, "got 1 bytes, expected"),
     "lists of other lengths": (
         {"grad": [np.ones(3, F32)], "u": [np.ones(3, F32)] * 2, "v": [np.ones(3, F32)] * 2},
-        "different lengths",
+        "expected one length",
     ),
-    "one list": ({"u": [np.ones(100, F32)]}, "must be a list"),
+    "one list": ({"u": [np.ones(100, F32)]}, "expected a list"),
     "no tensors": ({"grad": [], "u": [], "v": []}, "empty"),
 }  # fmt: skip
 
@@ -107,7 +107,7 @@ def test_more_elements_than_an_index_counts():
 
 WRONG_CALLS = {
     "topk": (lambda: kernels.topk(np.ones(3, F32), 4), "0..3"),
-    "topk of integers": (lambda: kernels.topk(np.ones(3, int), 1), "it must be"),
+    "topk of integers": (lambda: kernels.topk(np.ones(3, int), 1), "got dtype int64, expected"),
     "threshold": (lambda: kernels.threshold(np.ones(3, F32), 0), "at least 1"),
     "mask of nothing": (
         lambda: kernels.momentum_mask(None, None, np.zeros(1, np.int32)), "neither"),
@@ -116,18 +116,18 @@ WRONG_CALLS = {
         "2 indices and 1"),
     "index dtype": (
         lambda: kernels.scatter_add(np.ones(3, F32), np.zeros(1, np.int64), np.ones(1, F32)),
-        "must be int32"),
+        "expected int32"),
     "mixed packets": (
         lambda: kernels.decode_sum(np.ones(3, F32), [
             (np.zeros(1, np.int32), np.ones(1, F32)), (np.zeros(1, np.int32), np.ones(1))]),
-        "one dtype"),
+        "expected one"),
     "foreign packet": (
         lambda: kernels.decode_sum(np.ones(3, F32), [
             kernels.encode(np.zeros(1, np.int32), np.ones(1, F32), 9)]), "of an array of 9"),
     "packet of halves": (
         lambda: kernels.decode_sum(np.ones(9, F32), [
             kernels.encode(np.zeros(1, np.int32), np.ones(1, F32), 9, "float16")]),
-        "value_dtype is float32"),
+         "expected value_dtype='float32'"),
     "no packet": (lambda: kernels.unpack(np.zeros(40, np.uint8)), "invalid packet"),
     "value dtype": (lambda: kernels.packet_bytes(3, "int8"), "one of float16"),
     "encode k": (
@@ -136,13 +136,14 @@ WRONG_CALLS = {
         lambda: kernels.encode(np.zeros(1, np.int32), np.ones(1, F32), 3, residual=np.ones(4, F32)),
         "4 elements"),
     "norm of nothing": (lambda: kernels.norm([]), "empty"),
-    "norms": (lambda: kernels.norm([np.ones(2, F32), np.ones(2)]), "one dtype"),
-    "limit": (lambda: kernels.clip_(np.ones(3, F32), -1), "never negative"),
+    "norms": (lambda: kernels.norm([np.ones(2, F32), np.ones(2)]), "got dtype float64"),
+    "limit": (lambda: kernels.clip_(np.ones(3, F32), -1), "at least 0"),
     "cast": (lambda: kernels.cast(np.ones(3, F32), "int8"), "one of float16"),
     "reduce": (lambda: kernels.reduce_(np.ones(3, F32), []), "empty"),
     "reduce op": (lambda: kernels.reduce_(np.ones(3, F32), [np.ones(3, F32)], "median"), "one of"),
     "reduce shape": (lambda: kernels.reduce_(np.ones(3, F32), [np.ones(4, F32)]), "shape"),
-    "reduce dtype": (lambda: kernels.reduce_(np.ones(3, F32), [np.ones(3)]), "it must be"),
+    "reduce dtype": (
+        lambda: kernels.reduce_(np.ones(3, F32), [np.ones(3)]), "got dtype float64, expected"),
 }  # fmt: skip
 
 
@@ -193,7 +194,7 @@ def test_cuda_arrays_without_cuda_kernels(monkeypatch):
 
 
 def test_arrays_of_two_devices():
-    with pytest.raises(InvalidArgument, match="lie on cpu and cuda:1; move them"):
+    with pytest.raises(InvalidArgument, match="are on cpu and cuda:1: move them"):
         kernels.dgc_step(OnCuda(), *np.ones((2, 4), F32), 1, momentum=0.9)
 
 
