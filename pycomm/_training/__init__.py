@@ -1,1 +1,1 @@
-"""Private: what `compress`, `optim` and `parallel` share."""
+"""Private: helpers that `compress`, `optim` and `parallel` share."""

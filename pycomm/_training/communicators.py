@@ -97,14 +97,16 @@ class CommunicatorPool:
         work: Work = collectives.all_to_all(x, out, group=self._next(), async_op=True)
         return work
 
-    def all_to_all_v(self, x: Any, out: Any, give: Sequence[int], take: Sequence[int]) -> Work:
+    def all_to_all_v(
+        self, x: Any, out: Any, send_counts: Sequence[int], recv_counts: Sequence[int]
+    ) -> Work:
         """Starts an all_to_all with different counts on the next communicator.
 
-        `x` and `out` are flat: `give[i]` elements of `x` are sent to rank i, in order, and
-        `take[i]` elements from it are stored in `out`. The ranks have exchanged the counts, so the
-        call does not compare them again.
+        `x` and `out` are flat: `send_counts[i]` elements of `x` are sent to rank i, in order, and
+        `recv_counts[i]` elements from it are stored in `out`. The ranks have exchanged the counts,
+        so the call does not compare them again.
         """
-        return self._uneven("all_to_all", x, out, [*give, *take])
+        return self._uneven("all_to_all", x, out, [*send_counts, *recv_counts])
 
     def _uneven(self, verb: str, x: Any, out: Any, counts: Sequence[int]) -> Work:
         call = _core.Call(verb, counts=counts, counts_fit=verb == "all_to_all")

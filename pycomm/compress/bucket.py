@@ -40,9 +40,9 @@ class CompressionBucket:
         for memory, (indices, _) in self._cut(self.indices, self.values):
             yield memory, indices
 
-    def restore_error(self, lost: Tensor) -> None:
-        """Adds the quantization error `lost` [k] to v, which is 0 at the selected elements."""
-        for memory, (indices, values) in self._cut(self.indices, lost):
+    def restore_error(self, error: Tensor) -> None:
+        """Adds the quantization error [k] to v, which is 0 at the selected elements."""
+        for memory, (indices, values) in self._cut(self.indices, error):
             assert memory.v is not None
             memory.v[indices] += values
 
@@ -72,12 +72,12 @@ class ReceivedPackets:
     """A bucket and the packets received for it, to be added in this order.
 
     Attributes:
-        lost: [k], the quantization error of this rank's values; None: no error.
+        error: [k], the quantization error of this rank's values; None: no error.
     """
 
     unit: CompressionBucket
     pairs: Sequence[Pair] | PacketBatch
-    lost: Tensor | None = None
+    error: Tensor | None = None
 
 
 def _each(pairs: Sequence[Pair] | PacketBatch) -> Iterable[Pair]:

@@ -71,7 +71,7 @@ class Compressor:
     @property
     def level(self) -> int | None:
         """The index of the sparsity level of the next step; None: dense."""
-        return self._options.ramp.level_at(self.state.step_count)
+        return self._options.warmup.level_at(self.state.step_count)
 
     @property
     def exchanges(self) -> dict[int, str]:
@@ -184,13 +184,13 @@ class Compressor:
 
     def stats(self) -> dict[str, Any]:
         """See DGC.stats."""
-        ramp, steps = self._options.ramp, self.state.step_count
-        level = ramp.level_at(max(steps - 1, 0))
+        warmup, steps = self._options.warmup, self.state.step_count
+        level = warmup.level_at(max(steps - 1, 0))
         plan = DENSE if level is None else self._chooser.planned(level)
         counted = [memory.parameter for memory in self.state.memories.values()]
         return {
             "step": steps,
-            "level": None if level is None else ramp.sparsity[level],
+            "level": None if level is None else warmup.sparsity[level],
             "k": plan.k if isinstance(plan.k, int) else sum(plan.k.values()),
             "sent_bytes": self._sent_bytes,
             "dense_bytes": sum(p.numel() * p.element_size() for p in counted),
@@ -306,7 +306,7 @@ class Compressor:
         return hosts - max(state.by_host)
 
     def _cancel_failed_pass(self, method: str) -> None:
-        """Cancels a failed backward pass: its unsent elements return to the residual (P3)."""
+        """Cancels a failed backward pass: its unsent elements return to the residual."""
         if self._step is not None and torch._C._current_graph_task_id() != -1:
             raise InvalidArgument(
                 f"DGC.{method}() cannot be called inside backward(), where a step is incomplete: "

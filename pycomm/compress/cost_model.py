@@ -22,11 +22,11 @@ from pycomm.group import Group
 __all__ = [
     "FLAT",
     "Coding",
-    "Levels",
     "Link",
+    "Topology",
     "measure_coding",
+    "measure_exchanges",
     "measure_link",
-    "of_exchanges",
     "predicted",
 ]
 
@@ -46,14 +46,14 @@ class Link:
 
 
 @dataclass(frozen=True)
-class Levels:
+class Topology:
     """The number of hosts, each with one link, and the speed of transfers inside a host."""
 
     hosts: int
     inside: Link
 
 
-FLAT = Levels(1, Link(0.0, 0.0))  # a link for each rank
+FLAT = Topology(1, Link(0.0, 0.0))  # a link for each rank
 
 
 @dataclass(frozen=True)
@@ -74,16 +74,16 @@ class Coding:
     add: float
 
 
-def of_exchanges(load: Load, pool: CommunicatorPool, may_be_dense: bool) -> dict[str, float]:
+def measure_exchanges(load: Load, pool: CommunicatorPool, may_be_dense: bool) -> dict[str, float]:
     """Collective: this rank's estimated seconds of a step by exchange; "dense" if it is allowed."""
-    group, of_rank, levels = pool.group, hosts_of(pool.group), FLAT
+    group, of_rank, topology = pool.group, hosts_of(pool.group), FLAT
     hosts = max(of_rank) + 1
     if 1 < hosts < group.size:
         here = group.split(of_rank[group.rank])
         assert here is not None  # every rank is on a host
-        levels = Levels(hosts, measure_link(here))
+        topology = Topology(hosts, measure_link(here))
         here.close()
-    found = predicted(load, pool.size, measure_link(group, hosts), measure_coding(load), levels)
+    found = predicted(load, pool.size, measure_link(group, hosts), measure_coding(load), topology)
     found["dense"] += load.count * _momentum_s()  # dgc_step includes it for compressed steps
     if not may_be_dense:
         del found["dense"]
@@ -91,7 +91,7 @@ def of_exchanges(load: Load, pool: CommunicatorPool, may_be_dense: bool) -> dict
 
 
 def predicted(
-    load: Load, size: int, link: Link, coding: Coding, levels: Levels = FLAT
+    load: Load, size: int, link: Link, coding: Coding, topology: Topology = FLAT
 ) -> dict[str, float]:
     """Seconds of a step beyond its backward pass, by exchange; "dense" compresses nothing.
 
@@ -103,9 +103,9 @@ def predicted(
         load: the elements that each rank selects.
         size: number of ranks.
         link, coding: measured speeds.
-        levels: for several ranks behind one link.
+        topology: for several ranks behind one link.
     """
-    received = received_bytes(load, size, levels.hosts)
+    received = received_bytes(load, size, topology.hosts)
     transfer = {name: bytes_ * link.byte_s + link.call_s for name, bytes_ in received.items()}
     k, scan = load.k, coding.scan * load.count
     kept = k * (coding.encode + coding.decode + coding.add)
@@ -127,7 +127,7 @@ def predicted(
         found["sharded"] = every + transfer["sharded"] + 3 * link.call_s + coded + 2 * scan / size
     if "hierarchical" in received:
         # Sums inside a host, then the exchange between hosts, then a broadcast inside a host.
-        hosts, inside = levels.hosts, levels.inside
+        hosts, inside = topology.hosts, topology.inside
         summed = 2 * (1 - hosts / size) * load.count * load.itemsize
         found["hierarchical"] = (
             predicted(load, hosts, link, coding)[inter_host_exchange(load, hosts)]

@@ -9,7 +9,7 @@ import torch
 
 from pycomm.compress.compressor import Compressor
 from pycomm.compress.options import Options
-from pycomm.compress.schedule import Ramp
+from pycomm.compress.schedule import SparsityWarmup
 
 __all__ = ["DGC", "compressor_of"]
 
@@ -100,7 +100,7 @@ class DGC:
         fused: bool = False,
     ) -> None:
         options = Options(
-            ramp=Ramp.of(rampup_begin_step, rampup_step, sparsity),
+            warmup=SparsityWarmup.of(rampup_begin_step, rampup_step, sparsity),
             clip_norm=clip_norm,
             clip=clip,
             masking=masking,
@@ -199,5 +199,5 @@ class DGC:
 
 
 def compressor_of(dgc: DGC) -> Compressor:
-    """What runs `dgc`, for the reducers of pycomm and of torch."""
+    """The compressor of `dgc`, for the reducers of pycomm and of torch."""
     return dgc._compressor

@@ -104,7 +104,7 @@ class Chooser:
             return self._planned[level]
         options = self._options
         counts = [memory.count for memory in memories]
-        sparsity = options.ramp.sparsity[level]
+        sparsity = options.warmup.sparsity[level]
         k: Mapping[ParameterState, int] | int
         if options.selects_model:
             if len({memory.hyper for memory in memories}) > 1:
@@ -138,7 +138,7 @@ class Chooser:
             elif options.exchange == "auto":
                 costs = received_bytes(load, pool.size, _hosts(pool))
             else:
-                costs = cost_model.of_exchanges(load, pool, may_be_dense)
+                costs = cost_model.measure_exchanges(load, pool, may_be_dense)
             shared = torch.tensor(list(costs.values()), dtype=torch.float64)
             collectives.broadcast(shared, 0, group=pool.group)
             costs = dict(zip(costs, shared.tolist(), strict=True))

@@ -83,9 +83,11 @@ class Hosts:
         """See CommunicatorPool."""
         return self._led(out, lambda pool: pool.all_to_all(x, out))
 
-    def all_to_all_v(self, x: Any, out: Any, give: Sequence[int], take: Sequence[int]) -> Work:
+    def all_to_all_v(
+        self, x: Any, out: Any, send_counts: Sequence[int], recv_counts: Sequence[int]
+    ) -> Work:
         """See CommunicatorPool."""
-        return self._led(out, lambda pool: pool.all_to_all_v(x, out, give, take))
+        return self._led(out, lambda pool: pool.all_to_all_v(x, out, send_counts, recv_counts))
 
     def abort(self, reason: str) -> None:
         """Aborts the subgroups after a failed step, so that no rank waits for this one. The other

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pycomm.compress.schedule import K_RULES, VALUE_DTYPES, Ramp
+from pycomm.compress.schedule import K_RULES, VALUE_DTYPES, SparsityWarmup
 from pycomm.errors import InvalidArgument
 
 __all__ = ["Options"]
@@ -15,13 +15,13 @@ EXCHANGES = ("auto", "gather", "dense_masked", "sharded", "hierarchical", "auto_
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """The arguments of DGC, which describes them; the first three are one Ramp.
+    """The arguments of DGC, which describes them; the first three are one SparsityWarmup.
 
     Raises:
         InvalidArgument: a value is not allowed, or two values contradict each other.
     """
 
-    ramp: Ramp
+    warmup: SparsityWarmup
     clip_norm: float | None
     clip: str
     masking: bool

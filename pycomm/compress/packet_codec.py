@@ -66,5 +66,5 @@ def _decode_pair(packet: Tensor, count: int, device: torch.device) -> Pair:
 
 def quantization_error(values: Tensor, decoded: Tensor) -> Tensor:
     """The residual of `values` after quantization; 0 where it would be NaN or infinite."""
-    lost = values - decoded
-    return torch.where(lost.isfinite(), lost, 0)
+    error = values - decoded
+    return torch.where(error.isfinite(), error, 0)

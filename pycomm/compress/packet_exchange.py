@@ -48,7 +48,7 @@ class PacketTransport(Protocol):
         """See CommunicatorPool."""
 
     def all_to_all_v(
-        self, x: Tensor, out: Tensor, give: Sequence[int], take: Sequence[int]
+        self, x: Tensor, out: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int]
     ) -> Work:
         """See CommunicatorPool."""
 
@@ -65,7 +65,7 @@ class PacketExchange(Protocol):
     def commit(self) -> None:
         """Stores the persistent result of exchange()."""
 
-    def lost(self, units: Sequence[CompressionBucket], size: int) -> list[Tensor]:
+    def quantization_errors(self, units: Sequence[CompressionBucket], size: int) -> list[Tensor]:
         """The quantization error [k] of each bucket, for an exchange of `size` ranks that failed on
         this rank after other ranks completed it."""
 
@@ -95,7 +95,7 @@ class AllGatherExchange:
     def commit(self) -> None:
         """Does nothing: there is no state between steps."""
 
-    def lost(self, units: Sequence[CompressionBucket], size: int) -> list[Tensor]:
+    def quantization_errors(self, units: Sequence[CompressionBucket], size: int) -> list[Tensor]:
         """The quantization error of each bucket, which is deterministic."""
         return [
             quantization_error(

@@ -14,7 +14,7 @@ __all__ = [
     "K_RULES",
     "VALUE_DTYPES",
     "Load",
-    "Ramp",
+    "SparsityWarmup",
     "code_at",
     "index_bits",
     "inter_host_exchange",
@@ -69,7 +69,7 @@ class Load:
 
 
 @dataclass(frozen=True)
-class Ramp:
+class SparsityWarmup:
     """The sparsity warm-up: the levels share `length` steps evenly, and the last one remains.
 
     Attributes:
@@ -83,7 +83,7 @@ class Ramp:
     sparsity: tuple[float, ...]
 
     @classmethod
-    def of(cls, begin: int, length: int, sparsity: float | Sequence[float]) -> Ramp:
+    def of(cls, begin: int, length: int, sparsity: float | Sequence[float]) -> SparsityWarmup:
         """A valid warm-up; a number is one level, an empty list [0.999].
 
         Raises:

@@ -6,8 +6,8 @@
     all-gather  the encoded selection, with indices relative to the shard; the rest and the
                 quantization error stay in the residual
 
-A rank receives about (1 + owner_k_factor) k elements, independent of the number of ranks. The owner
-residual is part of P3: sent + v + owner_residual = gradients.
+A rank receives about (1 + owner_k_factor) k elements, independent of the number of ranks. No
+gradient is lost: sent + v + owner_residual = gradients.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class ShardedExchange:
         for unit, share, cut, packets in zip(units, shares, cuts, gathered, strict=True):
             sums = decode(packets, share.places, unit.values.device)
             decoded = sums._replace(indices=share.joined(sums))
-            found.append(ReceivedPackets(unit, decoded, _lost(unit, share, cut)))
+            found.append(ReceivedPackets(unit, decoded, _error_to_owners(unit, share, cut)))
         return found, given + sent
 
     def commit(self) -> None:
@@ -125,11 +125,11 @@ class ShardedExchange:
         self.owner_residual.update(self._next)
         self._next = {}
 
-    def lost(self, units: Sequence[CompressionBucket], size: int) -> list[Tensor]:
+    def quantization_errors(self, units: Sequence[CompressionBucket], size: int) -> list[Tensor]:
         """The quantization error of the packets to owners, for each bucket."""
         shares = [Sharding(unit.count, size) for unit in units]
         cuts = self._cut(units, shares)
-        return [_lost(*one) for one in zip(units, shares, cuts, strict=True)]
+        return [_error_to_owners(*one) for one in zip(units, shares, cuts, strict=True)]
 
     def _cut(self, units: Sequence[CompressionBucket], shares: Sequence[Sharding]) -> list[Cut]:
         """The elements of each bucket by owner, with their packets."""
@@ -158,26 +158,26 @@ class ShardedExchange:
         return packet[0]
 
 
-def _lost(unit: CompressionBucket, share: Sharding, cut: Cut) -> Tensor:
+def _error_to_owners(unit: CompressionBucket, share: Sharding, cut: Cut) -> Tensor:
     """The quantization error of this rank's packets to owners, in the order of its values."""
     batch, packets = cut
     decoded = decode(packets, share.places, batch.values.device)
-    lost = quantization_error(batch.values, decoded.values).to(unit.values.dtype)
-    return lost[torch.argsort(share.joined(batch))]
+    error = quantization_error(batch.values, decoded.values).to(unit.values.dtype)
+    return error[torch.argsort(share.joined(batch))]
 
 
 def _to_owners(packets: Sequence[Packets], transport: PacketTransport) -> tuple[list[Packets], int]:
     """Collective. Sends each bucket's packets to their owners. Returns for each bucket the packets
     of all ranks for this owner, in rank order; and the bytes sent to other ranks."""
     mine = torch.tensor([sizes for _, sizes in packets], dtype=torch.int32)
-    give = mine.T.contiguous()  # [size, units]
-    take = torch.empty_like(give)
-    transport.all_to_all(give, take).wait()
+    sent_sizes = mine.T.contiguous()  # [size, units]
+    received_sizes = torch.empty_like(sent_sizes)
+    transport.all_to_all(sent_sizes, received_sizes).wait()
     by_owner = transpose_packets(torch.cat([message for message, _ in packets]), mine)
     message = torch.cat([part for part, _ in by_owner])
-    totals = [lengths.sum(1).tolist() for lengths in (give, take)]
+    totals = [lengths.sum(1).tolist() for lengths in (sent_sizes, received_sizes)]
     received = message.new_empty(sum(totals[1]))
     transport.all_to_all_v(message, received, *totals).wait()
-    kept = give[transport.rank]
-    sent = message.nbytes - int(kept.sum()) + give.nbytes - kept.nbytes
-    return transpose_packets(received, take), sent
+    own = sent_sizes[transport.rank]
+    sent = message.nbytes - int(own.sum()) + sent_sizes.nbytes - own.nbytes
+    return transpose_packets(received, received_sizes), sent

@@ -33,7 +33,7 @@ from pycomm.compress.sharded import Sharding
 from pycomm.errors import InvalidArgument
 from pycomm.group import Group
 
-__all__ = ["CompressorState", "of_rank", "with_owner_residual"]
+__all__ = ["CompressorState", "rank_state", "with_owner_residual"]
 
 VERSION = 1
 
@@ -97,7 +97,7 @@ class CompressorState:
         """
         sources = _sources(saved, group)
         if len(sources) > 1 or _hosts(sources[0]) not in ([], hosts_of(group)):
-            sources = [of_rank(source) for source in sources]
+            sources = [rank_state(source) for source in sources]
         owner_residual = self._fitting(sources)
         if owner_residual is None:
             sources = [with_owner_residual(source) for source in sources]
@@ -141,7 +141,7 @@ class CompressorState:
         collective."""
         if not self.by_host:
             return
-        mine = of_rank(self._copied(group))
+        mine = rank_state(self._copied(group))
         for memory in self.compressed:
             assert memory.v is not None
             memory.u.copy_(mine["u"][memory.name])
@@ -225,7 +225,7 @@ def _holder(source: Mapping[str, Any]) -> tuple[int, int]:
     return (hosts[source["rank"]], max(hosts) + 1) if hosts else (source["rank"], source["size"])
 
 
-def of_rank(source: Mapping[str, Any]) -> Mapping[str, Any]:
+def rank_state(source: Mapping[str, Any]) -> Mapping[str, Any]:
     """A rank's state with u and v of the rank instead of its host, without an owner residual."""
     hosts = _hosts(source)
     if not hosts:

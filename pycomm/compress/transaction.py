@@ -168,10 +168,9 @@ class Step:
             packet.mark_sent(self._plan.masking)
         if self._plan.packet_exchange is not None:
             units = [unit for packet in self._undone for unit in packet.units()]
-            for unit, lost in zip(
-                units, self._plan.packet_exchange.lost(units, self._size), strict=True
-            ):
-                unit.restore_error(lost)
+            errors = self._plan.packet_exchange.quantization_errors(units, self._size)
+            for unit, error in zip(units, errors, strict=True):
+                unit.restore_error(error)
             self._plan.packet_exchange.commit()
         self._undone = []
 
@@ -291,8 +290,8 @@ class Step:
     def _commit(self) -> None:
         """Removes sent elements from the residual and applies momentum to dense gradients."""
         for one in self._compact:
-            if one.lost is not None:
-                one.unit.restore_error(one.lost)
+            if one.error is not None:
+                one.unit.restore_error(one.error)
         if self._plan.packet_exchange is not None:
             self._plan.packet_exchange.commit()
         averaged = self._averaged()

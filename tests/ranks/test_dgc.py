@@ -19,7 +19,7 @@ from torch.nn import functional as F
 import pycomm
 from pycomm.compress.dense import clip_averaged
 from pycomm.compress.dgc import compressor_of
-from pycomm.compress.schedule import Load, Ramp, received_bytes, to_send
+from pycomm.compress.schedule import Load, SparsityWarmup, received_bytes, to_send
 from pycomm.errors import InvalidArgument
 from pycomm.testing import run_ranks
 
@@ -345,8 +345,8 @@ def test_how_many_are_sent(count: int, sparsity: float, by_rule: dict[str, int])
 
 def test_warm_up_schedule() -> None:
     def levels_at(steps: range, begin: int, length: int, levels: int) -> list[int | None]:
-        ramp = Ramp.of(begin, length, [0.5] * levels)
-        return [ramp.level_at(step) for step in steps]
+        warmup = SparsityWarmup.of(begin, length, [0.5] * levels)
+        return [warmup.level_at(step) for step in steps]
 
     at = levels_at(range(130), 2, 100, 5)
     assert at[:2] == [None, None]
@@ -358,10 +358,12 @@ def test_warm_up_schedule() -> None:
     levels = levels_at(range(6 * epoch), 2 * epoch, 3 * epoch, 3)
     assert levels == [None] * 2 * epoch + [0] * epoch + [1] * epoch + [2] * 2 * epoch
     assert levels_at(range(4 * epoch - 1, 4 * epoch + 2), 4 * epoch, 1, 1) == [None, 0, 0]
-    assert Ramp.of(0, 1, []).sparsity == Ramp.of(0, 1, 0.999).sparsity == (0.999,)
+    assert (
+        SparsityWarmup.of(0, 1, []).sparsity == SparsityWarmup.of(0, 1, 0.999).sparsity == (0.999,)
+    )
     for wrong in ((-1, 1, [0.5]), (0, 0, [0.5]), (0, 1, [1.0]), (0, 1, [0.9, 0.5]), (0, 1, [-0.1])):
         with pytest.raises(InvalidArgument):
-            Ramp.of(*wrong)
+            SparsityWarmup.of(*wrong)
 
 
 @pytest.mark.parametrize(("size", "even"), [(4, 0.75), (16, 0.9375), (64, 0.984375), (1000, 0.999)])

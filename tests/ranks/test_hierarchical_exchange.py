@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import pycomm
 from pycomm.compress import cost_model, exchange_policy, hierarchical, state
-from pycomm.compress.cost_model import Coding, Levels, Link, predicted
+from pycomm.compress.cost_model import Coding, Link, Topology, predicted
 from pycomm.compress.dgc import compressor_of
 from pycomm.compress.hierarchical import Hosts
 from pycomm.compress.schedule import Load, received_bytes
@@ -129,7 +129,7 @@ def test_buckets_fusion_and_a_resume_change_no_bit(on: Any, hosts: list[int]) ->
 
 def residual(dgc: pycomm.DGC, group: pycomm.Group) -> Tensor:
     """The residual of this rank, its own and as an owner, as if each rank of a host had its own."""
-    (v,) = state.with_owner_residual(state.of_rank(dgc.state_dict()))["v"].values()
+    (v,) = state.with_owner_residual(state.rank_state(dgc.state_dict()))["v"].values()
     return v.double()
 
 
@@ -213,7 +213,7 @@ def test_residual_is_the_same_on_other_hosts(
     settings = {"exchange": "hierarchical", "value_dtype": "2bit", "select": select}
 
     def means(dgc: pycomm.DGC) -> list[Tensor]:
-        own = state.with_owner_residual(state.of_rank(dgc.state_dict()))
+        own = state.with_owner_residual(state.rank_state(dgc.state_dict()))
         return [
             pycomm.all_reduce(x.double(), "avg") for key in ("u", "v") for x in own[key].values()
         ]
@@ -391,9 +391,9 @@ def test_auto_and_auto_time_consider_hosts(on: Any) -> None:
     assert "hierarchical" not in received_bytes(Load([10**5], [10**7], 4, None), 8, 2)
     assert "hierarchical" not in received_bytes(load, 8, 8)
     coding = Coding(select=1e-9, scan=1e-10, encode=4e-9, decode=4e-9, add=2e-9)
-    slow = predicted(load, 64, Link(1e-3, 1e-7), coding, Levels(8, Link(1e-5, 1e-10)))
+    slow = predicted(load, 64, Link(1e-3, 1e-7), coding, Topology(8, Link(1e-5, 1e-10)))
     assert min(slow, key=lambda name: slow[name]) == "hierarchical"
-    stuck = predicted(load, 64, Link(1e-5, 1e-9), coding, Levels(8, Link(1e-5, 1e-6)))
+    stuck = predicted(load, 64, Link(1e-5, 1e-9), coding, Topology(8, Link(1e-5, 1e-6)))
     assert min(stuck, key=lambda name: stuck[name]) != "hierarchical"
     on(PAIRS)
 

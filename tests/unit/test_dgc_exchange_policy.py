@@ -188,7 +188,7 @@ def test_auto_time_is_decided_once_by_rank_0() -> None:
         return {name: 1.0 + (name != low) for name in names}
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cost_model, "of_exchanges", by_rank)
+        patch.setattr(cost_model, "measure_exchanges", by_rank)
         results = run_ranks(3, program)
     for steps, exchanges, kept in results:
         assert [one["exchange"] for one in steps] == ["sharded"] * 6
