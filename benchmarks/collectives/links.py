@@ -5,7 +5,7 @@ to a rate by `tc tbf`; "none" leaves them as fast as the kernel is. At each rate
 (link_rank.py) hold a group of every contestant, check every case and take turns. Needs root.
 
     bytes       that a host must send in a case: S times nccl-tests' bus factor for hosts
-    % of line   bytes / time, of the rate
+    % of link   bytes / time, of the rate
     CPU s/GB    processor seconds of all ranks of a host, the kernel's among them, / bytes (10^9)
 
 `--peers sockets` is no contestant but a bound: the same bytes through plain sockets (sockets.py).
@@ -49,14 +49,14 @@ from pycomm.bench.collectives.peers import ENCRYPTED
 from pycomm.bench.collectives.plot import COLORS
 from pycomm.bench.collectives.verbs import VERBS
 from pycomm.bench.support import delayed_link, machine, summaries
-from pycomm.bench.support.delayed_link import DelayedLink, Line
+from pycomm.bench.support.delayed_link import DelayedLink, LinkSettings
 from pycomm.bench.support.netns import RATE, Network, missing
 from pycomm.bench.support.sizes import format_size, parse_sizes
 
 UNSHAPED = "none"
 MBIT = {"mbit": 1, "gbit": 1000}
 SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
-NEITHER = Line()  # delay nor loss
+NEITHER = LinkSettings()  # delay nor loss
 CONTESTANTS = ["pycomm", "pycomm-direct", ENCRYPTED.name, "gloo", sockets.NAME]
 
 
@@ -164,9 +164,9 @@ def _numbers(text: str) -> list[float]:
 
 
 @contextlib.contextmanager
-def _network(rate: str, line: Line, options: argparse.Namespace) -> Iterator[Network]:
+def _network(rate: str, link: LinkSettings, options: argparse.Namespace) -> Iterator[Network]:
     """The hosts, with links of tc's if there is neither delay nor loss."""
-    delayed = line.delay_s > 0 or line.loss > 0
+    delayed = link.delay_s > 0 or link.loss > 0
     with (
         Network(options.hosts, links=0 if delayed else 1, ipv6=False) as net,
         contextlib.ExitStack() as ending,
@@ -175,7 +175,7 @@ def _network(rate: str, line: Line, options: argparse.Namespace) -> Iterator[Net
             for setting in options.sysctl:
                 host.run("sysctl", "-q", "-w", setting)
         if delayed:
-            ending.enter_context(DelayedLink(net.hosts, options.mtu)).set(line)
+            ending.enter_context(DelayedLink(net.hosts, options.mtu)).set(link)
         elif rate != UNSHAPED:
             net.shape(0, rate)
         yield net
@@ -194,8 +194,8 @@ def measure(rate: str, loss: float, options: argparse.Namespace) -> Iterator[lis
         for pause_s in options.pauses
     ]
     limit = 0.0 if rate == UNSHAPED else bytes_s(rate)
-    line = Line(options.delay, limit, loss / 100)
-    with _network(rate, line, options) as net, tempfile.NamedTemporaryFile() as flags:
+    link = LinkSettings(options.delay, limit, loss / 100)
+    with _network(rate, link, options) as net, tempfile.NamedTemporaryFile() as flags:
         flags.write(bytes(8 * size * worker.SLOT))
         flags.flush()
         ranks = []
@@ -217,7 +217,7 @@ def measure(rate: str, loss: float, options: argparse.Namespace) -> Iterator[lis
             process.stdin.flush()
             ranks.append(process)
         for _ in cases:
-            yield rows_of(rate, options.hosts, [_receive(process) for process in ranks], line)
+            yield rows_of(rate, options.hosts, [_receive(process) for process in ranks], link)
 
 
 def _receive(process: subprocess.Popen[str]) -> RankTimes:
@@ -227,7 +227,9 @@ def _receive(process: subprocess.Popen[str]) -> RankTimes:
     raise RuntimeError(f"a rank ended with exit status {process.wait()}; its output is above")
 
 
-def rows_of(rate: str, hosts: int, by_rank: Sequence[RankTimes], line: Line = NEITHER) -> list[Row]:
+def rows_of(
+    rate: str, hosts: int, by_rank: Sequence[RankTimes], link: LinkSettings = NEITHER
+) -> list[Row]:
     """The rows of one case, from the reports of all ranks."""
     first = by_rank[0]
     sent = first.size_bytes * VERBS[first.verb].bus_factor(hosts)
@@ -238,8 +240,8 @@ def rows_of(rate: str, hosts: int, by_rank: Sequence[RankTimes], line: Line = NE
         rows.append(
             Row(
                 rate=rate,
-                delay_ms=line.delay_s * 1e3,
-                loss_percent=line.loss * 100,
+                delay_ms=link.delay_s * 1e3,
+                loss_percent=link.loss * 100,
                 pause_s=first.pause_s,
                 verb=first.verb,
                 size_bytes=first.size_bytes,
@@ -268,7 +270,7 @@ def bytes_s(rate: str) -> float:
 
 HEADER = (
     f"{'# rate':8} {'delay':>7} {'loss':>6} {'pause':>6} {'verb':>14} {'size':>6} "
-    f"{'peer':>14} {'time (ms)':>10} {'GB/s':>6} {'% of line':>9} {'vs gloo':>8} "
+    f"{'peer':>14} {'time (ms)':>10} {'GB/s':>6} {'% of link':>9} {'vs gloo':>8} "
     f"{'CPU s/GB':>8} {'#wrong':>6}"
 )
 
@@ -317,7 +319,7 @@ def draw(path: Path, found: Sequence[Row], caption: str) -> None:
             sizes, speeds = [r.size_bytes for r in own], [r.bandwidth_gbs for r in own]
             axes.plot(sizes, speeds, marker="o", ms=3.5, color=COLORS.get(peer), label=peer)
         if rate != UNSHAPED:
-            axes.axhline(bytes_s(rate) / 1e9, ls="--", lw=1, color="#d93025", label="line")
+            axes.axhline(bytes_s(rate) / 1e9, ls="--", lw=1, color="#d93025", label="link rate")
         axes.set(xscale="log", xlabel="bytes", ylabel="GB/s of a host", title=f"{verb}, {rate}")
         axes.set_ylim(bottom=0)
         axes.set_xticks(sorted({row.size_bytes for row in chosen}), minor=False)

@@ -50,5 +50,5 @@ def main(argv: Sequence[str]) -> int:
     from pycomm.demo.show import show
     from pycomm.demo.training import Settings
 
-    settings = Settings(options.steps, line=options.rate)
+    settings = Settings(options.steps, link_rate=options.rate)
     return show([rows.ROWS[key] for key in chosen], settings, options.processes, options.out)

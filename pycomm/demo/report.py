@@ -101,7 +101,7 @@ def _curves(of: Result) -> dict[str, list[float]]:
 
 
 def _title(settings: Settings) -> str:
-    link = f"; one host per rank, links of {settings.line}" if settings.line else ""
+    link = f"; one host per rank, links of {settings.link_rate}" if settings.link_rate else ""
     return f"the same training with each method{link}"
 
 

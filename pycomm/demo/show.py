@@ -80,6 +80,6 @@ def _train(
                 highlight=False,
             )
 
-    with bar, netns.behind(settings.line, size) as hosts:
+    with bar, netns.behind(settings.link_rate, size) as hosts:
         processes.run(training.train, (row.key, settings), size, on_message, hosts)
     return [outcomes[rank] for rank in range(size)]

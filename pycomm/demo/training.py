@@ -26,10 +26,12 @@ class Settings:
     steps: int
     seed: int = 0
     batch: int = 8  # windows per rank and step
-    rate: float = 0.5
+    learning_rate: float = 0.5
     momentum: float = 0.9
     warmup: int = 20  # steps
-    line: str = ""  # link rate of one simulated host per rank; "": all ranks on this host
+    link_rate: str = (
+        ""  # of one simulated host per rank, such as "1gbit"; "": all ranks on this host
+    )
 
 
 @dataclass(frozen=True)
@@ -73,7 +75,7 @@ def train(rank: Rank, key: str, settings: Settings) -> None:
     for step in range(settings.steps):
         start = time.perf_counter()
         for group in optimizer.param_groups:
-            group["lr"] = _rate(settings, step)
+            group["lr"] = _learning_rate(settings, step)
         x, y = text.batch(training_text, settings.batch, model.shape.context, random)
         loss = F.cross_entropy(parallel.forward(x).flatten(0, 1), y.flatten())
         optimizer.zero_grad()
@@ -101,10 +103,11 @@ def train(rank: Rank, key: str, settings: Settings) -> None:
     dist.barrier()  # no rank exits while another still needs it
 
 
-def _rate(settings: Settings, step: int) -> float:
+def _learning_rate(settings: Settings, step: int) -> float:
     """Linear warm-up, then half a cosine down."""
     rising = min(1.0, (step + 1) / settings.warmup)
-    return settings.rate * rising * (0.525 + 0.475 * math.cos(math.pi * step / settings.steps))
+    cosine = math.cos(math.pi * step / settings.steps)
+    return settings.learning_rate * rising * (0.525 + 0.475 * cosine)
 
 
 def _difference(before: tuple[int, str] | None, after: tuple[int, str] | None) -> tuple[int, str]:

@@ -161,7 +161,7 @@ def comparisons() -> list[comparison.Comparison]:
 def test_each_compared_kernel_is_checked(tmp_path: Path) -> None:
     """One number of one result changed, by a bit, or by a hundredth where torch rounds
     differently."""
-    found, here = comparisons(), device_timing.Host()
+    found, here = comparisons(), device_timing.Cpu()
     assert {c.kernel: c.calls.keys() - {"pycomm"} for c in found} == ALONE
     recorded = load(write_residuals(tmp_path / "residuals.npz", 2_000))
     steps, choices = {"eager": torch_steps.eager}, {"torch.topk": torch_steps.torch_topk}
@@ -169,7 +169,7 @@ def test_each_compared_kernel_is_checked(tmp_path: Path) -> None:
     for one in found:
         assert verification.all_wrong([one], here) == ""
         for peer, call in one.calls.items():
-            if peer in one.unlike:
+            if peer in one.skipped:
                 continue
             bad = corrupted(call, peer == "pycomm" or not one.rounding)
             wrong = dataclasses.replace(one, calls=one.calls | {peer: bad})
@@ -202,8 +202,8 @@ def test_bandwidth_loops_move_the_stated_bytes() -> None:
         summed = v + moved
         _core.stream_step(*pointers, count)
         assert (u.tobytes(), v.tobytes()) == (moved.tobytes(), summed.tobytes())
-        for around in (False, True):
+        for nontemporal in (False, True):
             copy = np.zeros(count + 2, np.float32)
-            _core.stream_copy(pointers[0], int(copy[1:].ctypes.data), count, around)
+            _core.stream_copy(pointers[0], int(copy[1:].ctypes.data), count, nontemporal)
             assert copy[1:-1].tobytes() == grad.tobytes()
             assert copy[0] == copy[-1] == 0

@@ -123,7 +123,7 @@ class Emulated(device_timing.Cuda):
 def emulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     module = programs.emulated()
     module.set_order("forward", 1, 4)
-    monkeypatch.setitem(device_timing.PLACES, "cuda", Emulated)
+    monkeypatch.setitem(device_timing.DEVICES, "cuda", Emulated)
     before = torch.get_num_threads(), _core.kernel_threads()
     with devices.override_kernels("cpu", module.kernels):
         yield module
@@ -199,7 +199,7 @@ def test_a_graph_that_gives_another_result_fails_the_command(
             result, replay = super().captured(call, step)
             return result, lambda: (replay(), replay())
 
-    monkeypatch.setitem(device_timing.PLACES, "cuda", Twice)
+    monkeypatch.setitem(device_timing.DEVICES, "cuda", Twice)
     assert run(tmp_path, "--peers", "") == 1
     assert "9600 elements: dgc_step: pycomm and the reference differ" in capsys.readouterr().out
 

@@ -22,7 +22,7 @@ from pycomm.bench.support.delayed_link import (
     GSO_TCPV4,
     VNET,
     DelayedLink,
-    Line,
+    LinkSettings,
     Packet,
     Router,
 )
@@ -97,7 +97,7 @@ def test_a_single_packet_is_lost_whole() -> None:
 
 def test_packets_arrive_after_the_delay_at_their_host() -> None:
     router = Router(HOSTS)
-    router.set(Line(delay_s=0.05))
+    router.set(LinkSettings(delay_s=0.05))
     router.put(packet(b"one", 0, 1), 10.0)
     router.put(packet(b"two", 1, 2), 10.01)
     router.put(b"\0" * VNET.size + b"\x60" + bytes(60), 10.0)  # IPv6
@@ -120,7 +120,7 @@ def test_packets_arrive_at_the_rate() -> None:
     count = 8 * BURST // each
     for senders, targets in (([0], [1]), ([0, 2], [1]), ([0], [1, 2])):
         router = Router(HOSTS)
-        router.set(Line(0.01, 1e6, queue_bytes=1e9))
+        router.set(LinkSettings(0.01, 1e6, queue_bytes=1e9))
         for source, target, _ in itertools.product(senders, targets, range(count)):
             router.put(packet(bytes(4096), source, target), 5.0)
         sent = len(senders) * len(targets) * count * each
@@ -129,7 +129,7 @@ def test_packets_arrive_at_the_rate() -> None:
 
 def test_directions_do_not_share_the_rate() -> None:
     router = Router(HOSTS)
-    router.set(Line(0.01, 1e6))
+    router.set(LinkSettings(0.01, 1e6))
     for source, target in ((0, 1), (1, 2), (2, 0)):
         for _ in range(BURST // Packet(packet(bytes(4096))).wire_bytes()):
             router.put(packet(bytes(4096), source, target), 5.0)
@@ -140,22 +140,22 @@ def test_the_queue_has_a_limit() -> None:
     """By default the bandwidth-delay product of a round trip."""
     data = packet(bytes(4096))
     each = Packet(data).wire_bytes()
-    for line, queued in (
-        (Line(0.5, 1e6), 1e6),
-        (Line(0.5, 1e6, queue_bytes=4e5), 4e5),
-        (Line(0.0, 1e6), BURST),
+    for settings, queued in (
+        (LinkSettings(0.5, 1e6), 1e6),
+        (LinkSettings(0.5, 1e6, queue_bytes=4e5), 4e5),
+        (LinkSettings(0.0, 1e6), BURST),
     ):
         router = Router(HOSTS)
-        router.set(line)
+        router.set(settings)
         for _ in range(1000):
             router.put(data, 0.0)
         assert len([*arrivals(router)]) * each == pytest.approx(queued + BURST, abs=2 * each)
 
 
-def lost_of(line: Line, count: int) -> list[int]:
+def lost_of(settings: LinkSettings, count: int) -> list[int]:
     """The numbers of the segments that do not arrive, of `count` packets of 5."""
     router = Router(HOSTS)
-    router.set(line)
+    router.set(settings)
     missing = set(range(5 * count))
     for number in range(count):
         first = 4096 * number
@@ -168,12 +168,12 @@ def lost_of(line: Line, count: int) -> list[int]:
 
 
 def test_loss_is_a_share_of_segments_and_repeatable() -> None:
-    found = lost_of(Line(loss=0.01, seed=3), 4000)
+    found = lost_of(LinkSettings(loss=0.01, seed=3), 4000)
     assert len(found) == pytest.approx(200, abs=60)  # 4 standard deviations
-    assert lost_of(Line(loss=0.01, seed=3), 4000) == found
-    assert lost_of(Line(loss=0.01, seed=4), 4000) != found
-    assert lost_of(Line(), 100) == []
-    assert len(lost_of(Line(loss=1.0), 20)) == 100
+    assert lost_of(LinkSettings(loss=0.01, seed=3), 4000) == found
+    assert lost_of(LinkSettings(loss=0.01, seed=4), 4000) != found
+    assert lost_of(LinkSettings(), 100) == []
+    assert len(lost_of(LinkSettings(loss=1.0), 20)) == 100
 
 
 def on(host: netns.Host, call: Callable[[], T]) -> T:
@@ -205,7 +205,7 @@ def connect(net: netns.Network) -> tuple[socket.socket, socket.socket]:
 
 def test_a_real_link_delays(network: netns.Network) -> None:
     with DelayedLink(network.hosts) as link:
-        link.set(Line(delay_s=0.05))
+        link.set(LinkSettings(delay_s=0.05))
         start = time.monotonic()
         near, far = connect(network)
         with near, far:
@@ -222,7 +222,7 @@ def test_a_real_link_limits_and_loses(network: netns.Network) -> None:
     count, rate = 2_000_000, 10e6
     data = bytes(bytearray(i * i % 251 for i in range(count)))
     with DelayedLink(network.hosts) as link:
-        link.set(Line(0.001, rate, loss=0.02, seed=1, queue_bytes=1e9))
+        link.set(LinkSettings(0.001, rate, loss=0.02, seed=1, queue_bytes=1e9))
         near, far = connect(network)
         with near, far:
             sender = threading.Thread(target=near.sendall, args=[data])

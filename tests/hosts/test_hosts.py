@@ -19,7 +19,7 @@ from host_runs import LIMIT_S, Run
 
 from benchmarks.reliability.unauthenticated import MANNERS
 from pycomm.bench.support import delayed_link
-from pycomm.bench.support.delayed_link import DelayedLink, Line
+from pycomm.bench.support.delayed_link import DelayedLink, LinkSettings
 from pycomm.bench.support.netns import Counters, Host, Network, missing
 
 WHY_NOT = missing()
@@ -307,7 +307,7 @@ def test_connections_to_far_hosts_are_paced_and_buffered(delay_ms: int, far: boo
     """Even if BBR is not the system's default. The kernel's buffer remains if it grows more."""
     most = int(Path("/proc/sys/net/core/wmem_max").read_text())
     with Network(2, links=0, ipv6=False) as net, DelayedLink(net.hosts) as link:
-        link.set(Line(delay_ms / 1e3))
+        link.set(LinkSettings(delay_ms / 1e3))
         grows = {net.hosts[0]: most, net.hosts[1]: 4 * most}
         for host, largest in grows.items():
             host.run("sysctl", "-qw", "net.ipv4.tcp_congestion_control=reno")

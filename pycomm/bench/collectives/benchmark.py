@@ -57,7 +57,7 @@ def main(argv: Sequence[str]) -> int:
         parser.error("nothing to measure: at least one contestant, 2 ranks and 1 round are needed")
     if options.plot and (why := packages.missing("matplotlib")):
         parser.error(f"--plot {why}")
-    if why := _misplaced(options):
+    if why := _unsupported(options):
         parser.error(why)
     prefixes = dict(options.mpi_prefix)
     if why := _absent(options.peers, prefixes):
@@ -101,11 +101,11 @@ def main(argv: Sequence[str]) -> int:
     return 1 if faults else 0
 
 
-def _misplaced(options: argparse.Namespace) -> str:
+def _unsupported(options: argparse.Namespace) -> str:
     """The part of the request that the device or --idle does not support, or ""."""
     if options.idle:
-        apart = options.busy or options.plot or any(name in mpi.PACKAGES for name in options.peers)
-        if options.idle < 0 or options.device != "cpu" or apart:
+        others = options.busy or options.plot or any(name in mpi.PACKAGES for name in options.peers)
+        if options.idle < 0 or options.device != "cpu" or others:
             return "--idle takes seconds, and neither --device cuda, --busy, --plot nor an MPI"
     if options.device == "cpu":
         return "nccl takes arrays on devices: --device cuda" if "nccl" in options.peers else ""

@@ -96,7 +96,7 @@ class Arrays:
         self.input = torch.empty_like(self.source)
         if shares:
             if case.verb != "all_reduce":
-                raise NotImplementedError("stages as with any other array")
+                raise NotImplementedError("only all_reduce is measured on arrays of pycomm.empty")
             import pycomm
 
             self.input = pycomm.empty(len(self.source), self.dtype)

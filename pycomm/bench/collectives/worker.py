@@ -142,7 +142,7 @@ def measure(
             arrays = private
             if peer.shares:
                 if device.type != "cpu":
-                    raise NotImplementedError("memory that ranks map is the host's")
+                    raise NotImplementedError("pycomm.empty allocates host memory only")
                 arrays = Arrays(case, rank, shares=True)
             call = call_of(peer, arrays)
             wrong = arrays.wrong(call)

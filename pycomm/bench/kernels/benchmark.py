@@ -28,7 +28,7 @@ import pycomm
 from pycomm.bench.collectives.limits import TOLERANCE
 from pycomm.bench.kernels import libraries, residuals, single_kernels, sparse
 from pycomm.bench.kernels.comparison import OURS, Call, Comparison, Traffic
-from pycomm.bench.kernels.device_timing import PLACES, STREAMS, Host, Spent
+from pycomm.bench.kernels.device_timing import DEVICES, STREAMS, Cpu, Spent
 from pycomm.bench.kernels.residuals import STEPS
 from pycomm.bench.kernels.sparse import Case
 from pycomm.bench.kernels.table import HEADER, Missing, Row, missing_text, store, text
@@ -69,7 +69,7 @@ def main(argv: Sequence[str]) -> int:
     if options.plot and (why := packages.missing("matplotlib")):
         parser.error(f"--plot {why}")
     try:
-        place = PLACES[options.device]()
+        place = DEVICES[options.device]()
     except Unsupported as error:
         parser.error(f"--device {options.device}: no GPU can be used here: {error}")
     recorded = residuals.load(options.residuals) if options.residuals else residuals.record()
@@ -88,7 +88,7 @@ def main(argv: Sequence[str]) -> int:
         missing.append(Missing("DGC", OURS, "its ranks communicate in host memory: no kernel time"))
     rows: list[Row] = []
     for size in options.sizes or SIZES[options.device]:
-        if why := place.no_room(BYTES_EACH * size):
+        if why := place.memory_shortage(BYTES_EACH * size):
             missing.append(Missing(f"all of {format_size(size)}", "all", why))
             continue
         case = Case(recorded, size, place.device)
@@ -163,7 +163,7 @@ def able(comparisons: Sequence[Comparison]) -> tuple[list[Comparison], list[Miss
     return left, missing
 
 
-def measured(place: Host, count: int, comparisons: Sequence[Comparison], rounds: int) -> list[Row]:
+def measured(place: Cpu, count: int, comparisons: Sequence[Comparison], rounds: int) -> list[Row]:
     """All contestants in turn; each round runs the recorded steps once. The first step, after the
     reset to the recorded state, is not timed."""
     by_kernel = {one.kernel: one for one in comparisons}

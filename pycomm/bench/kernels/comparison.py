@@ -31,7 +31,7 @@ class Traffic(NamedTuple):
     written: float
 
 
-def _as_they_are(results: Sequence[Array]) -> Sequence[Array]:
+def _all_results(results: Sequence[Array]) -> Sequence[Array]:
     return results
 
 
@@ -45,9 +45,9 @@ class Comparison:
     calls: dict[str, Call]
     restart: Callable[[], object] = lambda: None
     rounding: float = 0  # of others' results, beside the largest magnitude of the reference's
-    alike: Callable[[Sequence[Array]], Sequence[Array]] = _as_they_are
+    compared: Callable[[Sequence[Array]], Sequence[Array]] = _all_results
     """The part of the results that must match."""
-    unlike: Collection[str] = ()  # peers whose results are not compared
+    skipped: Collection[str] = ()  # peers whose results are not compared
     waits: Collection[str] = ()  # peers that wait for the device, so no graph can hold them
     more: dict[str, Traffic] = field(default_factory=dict)  # peers that need more traffic
 

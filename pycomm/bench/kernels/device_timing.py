@@ -26,7 +26,7 @@ from pycomm.errors import Unsupported
 STREAMS = {
     "step": Traffic(12, 8),
     "copy": Traffic(4, 4),
-    "copy around": Traffic(4, 4),
+    "copy nontemporal": Traffic(4, 4),
     "torch's copy": Traffic(4, 4),
     "read": Traffic(4, 0),
     "fill": Traffic(0, 4),
@@ -44,7 +44,7 @@ class Spent(NamedTuple):
 Timer = Callable[[int], Spent]
 
 
-class Host:
+class Cpu:
     """Host memory, and all threads."""
 
     name = "cpu"
@@ -59,7 +59,7 @@ class Host:
         """Settings to store beside the machine."""
         return {"device": self.name}
 
-    def no_room(self, nbytes: int) -> str:
+    def memory_shortage(self, nbytes: int) -> str:
         """ "": the caller checks host memory."""
         del nbytes
         return ""
@@ -96,7 +96,7 @@ class Host:
         return {
             "step": step,
             "copy": lambda _: _core.stream_copy(pairs[0], pairs[1], count, False),
-            "copy around": lambda _: _core.stream_copy(pairs[2], pairs[3], count, True),
+            "copy nontemporal": lambda _: _core.stream_copy(pairs[2], pairs[3], count, True),
             "read": lambda _: _core.stream_read(read, count),
             **self._of_torch(count),
         }
@@ -109,7 +109,7 @@ class Host:
         }
 
 
-class Cuda(Host):
+class Cuda(Cpu):
     """The current GPU. `cuda` is torch.cuda, or its replacement in a test."""
 
     name = "cuda"
@@ -138,7 +138,7 @@ class Cuda(Host):
             "cuda": torch.version.cuda,
         }
 
-    def no_room(self, nbytes: int) -> str:
+    def memory_shortage(self, nbytes: int) -> str:
         """The reason why so many bytes do not fit, else ""."""
         free = self._cuda.mem_get_info()[0]
         need = f"{nbytes / 2**30:.1f} GiB are needed and {free / 2**30:.1f} are free"
@@ -219,4 +219,4 @@ def first_gpu() -> Cuda:
     return Cuda()
 
 
-PLACES: dict[str, Callable[[], Host]] = {"cpu": Host, "cuda": first_gpu}
+DEVICES: dict[str, Callable[[], Cpu]] = {"cpu": Cpu, "cuda": first_gpu}

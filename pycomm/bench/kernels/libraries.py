@@ -70,16 +70,16 @@ def _cub() -> Library:
         indices = torch.empty(k, dtype=torch.int32, device=x.device)
         size = ctypes.c_size_t(0)
 
-        def call(room: int | None) -> None:
+        def call(workspace: int | None) -> None:
             arrays = (x.data_ptr(), magnitudes.data_ptr(), indices.data_ptr(), x.numel(), k)
             stream = torch.cuda.current_stream(x.device).cuda_stream
-            error = library.cub_topk(room, ctypes.byref(size), *arrays, stream)
+            error = library.cub_topk(workspace, ctypes.byref(size), *arrays, stream)
             if error:
                 raise RuntimeError(f"{name}: {library.cub_error(error).decode()}")
 
         call(None)  # the needed workspace
-        room = torch.empty(size.value, dtype=torch.uint8, device=x.device)
-        call(room.data_ptr())
+        workspace = torch.empty(size.value, dtype=torch.uint8, device=x.device)
+        call(workspace.data_ptr())
         return magnitudes, indices
 
     def step(t: Tensors, grad: Tensor) -> Tensor:

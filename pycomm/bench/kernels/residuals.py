@@ -111,7 +111,7 @@ class _Training:
         self._tokens, _ = text.load()
         self._parameters = list(self._model.parameters())
         self._weights = torch.cat([p.detach().reshape(-1) for p in self._parameters]).numpy()
-        self._hand_out()
+        self._alias_parameters()
         self.count = self._weights.size
         self.k = round(self.count * (1 - SPARSITY))
         self.u, self.v, self.gradients = np.zeros((3, WORKERS, self.count), np.float32)
@@ -134,8 +134,8 @@ class _Training:
         packets = list(zip(self.indices, self._values, strict=True))
         kernels.decode_update(self._weights, packets, LEARNING_RATE, 1 / WORKERS)
 
-    def _hand_out(self) -> None:
-        """The parameters become views of the weights."""
+    def _alias_parameters(self) -> None:
+        """Makes the parameters views of the weights."""
         whole, begin = torch.from_numpy(self._weights), 0
         for p in self._parameters:
             p.data = whole[begin : begin + p.numel()].view(p.shape)

@@ -33,27 +33,27 @@ def comparisons(
 
 
 def _threshold(x: Tensor, k: int) -> Comparison:
-    room, out = kernels.topk_workspace(x, k), x.new_empty(1)
+    workspace, out = kernels.topk_workspace(x, k), x.new_empty(1)
     return Comparison(
         "threshold",
         Traffic(x.nbytes, 4),
         lambda: [reference.threshold(host(x), k)],
         {
-            OURS: lambda _: [kernels.threshold(x, k, out=out, workspace=room)],
+            OURS: lambda _: [kernels.threshold(x, k, out=out, workspace=workspace)],
             "torch.topk": lambda _: [x.abs().topk(k, sorted=False).values.min()],
         },
     )
 
 
 def _norm(x: Tensor) -> Comparison:
-    room, out = kernels.norm_workspace(x), torch.empty(1, dtype=torch.float64, device=x.device)
+    workspace, out = kernels.norm_workspace(x), torch.empty(1, dtype=torch.float64, device=x.device)
     norm = torch.linalg.vector_norm
     return Comparison(
         "norm",
         Traffic(x.nbytes, 8),
         lambda: [reference.norm(host(x))],
         {
-            OURS: lambda _: [kernels.norm(x, out=out, workspace=room)],
+            OURS: lambda _: [kernels.norm(x, out=out, workspace=workspace)],
             "vector_norm": lambda _: [norm(x)],
             "in float64": lambda _: [norm(x, dtype=torch.float64)],
         },
@@ -191,7 +191,7 @@ def _encoded(x: Tensor) -> list[Comparison]:
     indices = torch.arange(0, count, 4, dtype=torch.int32, device=x.device)
     values = x[::4].clone()
     packet = kernels.encode(indices, values, count)
-    room, head = torch.empty_like(packet), kernels.packet_bytes(0)
+    workspace, head = torch.empty_like(packet), kernels.packet_bytes(0)
     into, middle = torch.empty_like(packet), packet.numel() - indices.nbytes
 
     def encoded() -> bytes:
@@ -205,7 +205,7 @@ def _encoded(x: Tensor) -> list[Comparison]:
             Traffic(indices.nbytes + values.nbytes, packet.nbytes),
             lambda: [np.frombuffer(encoded(), np.uint8)],
             {
-                OURS: lambda _: [kernels.encode(indices, values, count, out=room)],
+                OURS: lambda _: [kernels.encode(indices, values, count, out=workspace)],
                 "torch.cat": lambda _: [torch.cat(parts, out=into)],
             },
         ),

@@ -49,13 +49,13 @@ class Case:
         length = recorded.u.shape[1]
         windows = max(1, round(count / length))
 
-        def laid(x: Array) -> Tensor:
+        def windows_of(x: Array) -> Tensor:
             there = torch.from_numpy(np.ascontiguousarray(x[:windows])).to(device)
             repeated = there.repeat(-(-windows // len(there)), 1) if windows > len(x) else there
             return repeated[:windows].reshape(-1)
 
-        self.u, self.v = laid(recorded.u), laid(recorded.v)
-        self.gradients = [laid(g) for g in recorded.gradients]
+        self.u, self.v = windows_of(recorded.u), windows_of(recorded.v)
+        self.gradients = [windows_of(g) for g in recorded.gradients]
         self.count = windows * length
         self.k = kept(self.count)
         self.packets: list[Packet] = []
@@ -109,7 +109,7 @@ def _dgc_step(
 ) -> Comparison:
     u, v = (x.clone() for x in start)
     count, k = u.numel(), kept(u.numel())
-    room = None if cold else kernels.dgc_workspace(u, v, k)
+    workspace = None if cold else kernels.dgc_workspace(u, v, k)
     indices = torch.empty(k, dtype=torch.int32, device=u.device)
     values = u.new_empty(k)
 
@@ -122,7 +122,7 @@ def _dgc_step(
             momentum=MOMENTUM,
             indices=indices,
             values=values,
-            workspace=room,
+            workspace=workspace,
         )
         return [u, v, indices, values]
 
@@ -146,8 +146,8 @@ def _dgc_step(
         calls,
         lambda: _restart(pairs, start),
         rounding=1e-5,
-        alike=_magnitudes,
-        unlike=(SAMPLED,),
+        compared=_magnitudes,
+        skipped=(SAMPLED,),
         waits=WAITS,
     )
 
@@ -159,7 +159,7 @@ def _dgc_step_of_many(case: Case, steps: Mapping[str, Step]) -> Comparison:
     u, v = case.u.clone(), case.v.clone()
     us, vs = (list(torch.split(x, lengths)) for x in (u, v))
     gradients = [list(torch.split(g, lengths)) for g in case.gradients]
-    room = kernels.dgc_workspace(us, vs, ks)
+    workspace = kernels.dgc_workspace(us, vs, ks)
     indices = torch.empty(sum(ks), dtype=torch.int32, device=u.device)
     values = u.new_empty(sum(ks))
     own = case.u.clone(), case.v.clone()
@@ -174,7 +174,7 @@ def _dgc_step_of_many(case: Case, steps: Mapping[str, Step]) -> Comparison:
             momentum=MOMENTUM,
             indices=indices,
             values=values,
-            workspace=room,
+            workspace=workspace,
             together=True,
         )
         return [u, v, values]
@@ -200,7 +200,7 @@ def _dgc_step_of_many(case: Case, steps: Mapping[str, Step]) -> Comparison:
         wanted,
         {OURS: ours} | calls,
         lambda: _restart([(u, v), own], (case.u, case.v)),
-        unlike=tuple(steps),  # they may choose another of two elements that round alike
+        skipped=tuple(steps),  # they may choose another of two elements that round alike
     )
 
 
@@ -225,11 +225,11 @@ def proportions(count: int) -> list[int]:
 
 
 def _topk(x: Tensor, k: int, choices: Mapping[str, Choose]) -> Comparison:
-    room = kernels.topk_workspace(x, k)
+    workspace = kernels.topk_workspace(x, k)
     indices, values = torch.empty(k, dtype=torch.int32, device=x.device), x.new_empty(k)
 
     def ours(_: int) -> list[Tensor]:
-        kernels.topk(x, k, indices=indices, values=values, workspace=room)
+        kernels.topk(x, k, indices=indices, values=values, workspace=workspace)
         return [indices, values]
 
     def others(choose: Choose, _: int) -> list[Tensor]:
@@ -241,7 +241,7 @@ def _topk(x: Tensor, k: int, choices: Mapping[str, Choose]) -> Comparison:
         Traffic(x.nbytes, 8 * k),
         lambda: reference.topk(host(x), k),
         {OURS: ours} | calls,
-        alike=_magnitudes,
+        compared=_magnitudes,
         waits=WAITS,
     )
 
@@ -291,7 +291,7 @@ def whole_step(case: Case) -> Comparison:
         list,
         calls,
         lambda: [restart() for restart in restarts],
-        unlike=tuple(calls),  # the tests of DGC check the results
+        skipped=tuple(calls),  # the tests of DGC check the results
         more={"through p.grad": Traffic(20 * n, 16 * n)},
     )
 

@@ -1,1 +1,1 @@
-"""What the benchmarks and the demo share: processes, simulated hosts, a model and its text."""
+"""Helpers of the benchmarks and the demo: processes, simulated hosts, a model and its text."""

@@ -1,7 +1,7 @@
 """A link with delay, rate and loss between hosts of pycomm.bench.support.netns.
 
     with Network(2, links=0) as net, DelayedLink(net.hosts) as link:
-        link.set(Line(delay_s=0.05, bytes_per_s=125e6, loss=0.001))
+        link.set(LinkSettings(delay_s=0.05, bytes_per_s=125e6, loss=0.001))
 
 Each host gets the interface eth0, a TUN device. A separate process forwards the IPv4 packets, as a
 router does: in each direction of each host a token bucket limits the rate, and a queue of limited
@@ -33,7 +33,7 @@ from socket import inet_aton
 from pycomm.bench.support import netns
 from pycomm.bench.support.netns import Host, enter
 
-__all__ = ["DelayedLink", "Line", "missing"]
+__all__ = ["DelayedLink", "LinkSettings", "missing"]
 
 TUN = Path("/dev/net/tun")
 TUNSETIFF, TUNSETOFFLOAD = 0x400454CA, 0x400454D0  # linux/if_tun.h
@@ -51,7 +51,7 @@ BURST = 256 << 10  # bytes of a token bucket, as in Network.shape()
 
 
 @dataclass(frozen=True)
-class Line:
+class LinkSettings:
     """The same for every host, in both directions.
 
     Args:
@@ -108,11 +108,11 @@ class DelayedLink:
             self._process.kill()
             self._process.communicate()
 
-    def set(self, line: Line) -> None:
+    def set(self, settings: LinkSettings) -> None:
         """Applies to packets from now on. Forgets the state of the random loss."""
         assert self._process is not None
         assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(asdict(line)) + "\n")
+        self._process.stdin.write(json.dumps(asdict(settings)) + "\n")
         self._process.stdin.flush()
         self._answer()
 
@@ -184,14 +184,14 @@ class Router:
 
     def __init__(self, addresses: Sequence[bytes]) -> None:
         self._waiting: dict[bytes, deque[tuple[float, bytes]]] = {a: deque() for a in addresses}
-        self.set(Line())
+        self.set(LinkSettings())
 
-    def set(self, line: Line) -> None:
+    def set(self, settings: LinkSettings) -> None:
         """Applies to packets from now on."""
-        self._line = line
+        self._settings = settings
         # The time at which the last packet of a host has been sent, by address and direction.
         self._sent_at: dict[tuple[bytes, str], float] = {}
-        self._random = random.Random(line.seed)
+        self._random = random.Random(settings.seed)
         self._kept = self._until_loss()
 
     def put(self, data: bytes, now: float) -> None:
@@ -219,19 +219,19 @@ class Router:
 
     def _forward(self, packet: Packet, now: float) -> None:
         arrives = now
-        if self._line.bytes_per_s:
-            took = packet.wire_bytes() / self._line.bytes_per_s
-            begins = now - BURST / self._line.bytes_per_s
+        if self._settings.bytes_per_s:
+            took = packet.wire_bytes() / self._settings.bytes_per_s
+            begins = now - BURST / self._settings.bytes_per_s
             places = (packet.source, "out"), (packet.target, "in")
             ends = {}
             for place in places:
                 begins = max(begins, self._sent_at.get(place, begins))
                 ends[place] = begins + took
-            if begins - now > self._line.queue_s():
+            if begins - now > self._settings.queue_s():
                 return
             self._sent_at |= ends
             arrives = max(now, begins + took)
-        self._waiting[packet.target].append((arrives + self._line.delay_s, packet.data))
+        self._waiting[packet.target].append((arrives + self._settings.delay_s, packet.data))
 
     def _lost(self, segments: int) -> Iterator[int]:
         """The indices of the next packets that are lost, of so many."""
@@ -243,7 +243,7 @@ class Router:
 
     def _until_loss(self) -> float:
         """The number of packets that are not lost before the next one that is."""
-        loss = self._line.loss
+        loss = self._settings.loss
         if loss <= 0:
             return math.inf
         if loss >= 1:
@@ -278,7 +278,7 @@ def _forward(ends: Mapping[bytes, int]) -> None:
                 words = sys.stdin.readline()
                 if not words:
                     return
-                router.set(Line(**json.loads(words)))
+                router.set(LinkSettings(**json.loads(words)))
                 print("set", flush=True)
                 continue
             with contextlib.suppress(BlockingIOError):  # no more packets

@@ -45,7 +45,7 @@ def write(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """What write() stored, with rows as dictionaries."""
+    """The results that write() stored, with rows as dictionaries."""
     stored: dict[str, Any] = json.loads(path.read_text())
     return {name: _rows(value) for name, value in stored.items()}
 
