@@ -34,8 +34,8 @@ def main() -> None:
             if group.rank == 0:
                 print(f"step {step + 1}: loss {mean.item():.4f}")
 
-    everybody = pycomm.all_gather(nn.utils.parameters_to_vector(model.parameters()).detach())
-    assert all(torch.equal(one, everybody[0]) for one in everybody)
+    replicas = pycomm.all_gather(nn.utils.parameters_to_vector(model.parameters()).detach())
+    assert all(torch.equal(one, replicas[0]) for one in replicas)
     if group.rank == 0:
         print(f"{group.size} equal replicas, {group.stats().bytes} bytes sent")
     pycomm.shutdown()

@@ -37,8 +37,8 @@ def main() -> None:
                 f"{stats['sent_bytes']} of {stats['dense_bytes']} bytes ({stats['exchange']})"
             )
 
-    everybody = pycomm.all_gather(nn.utils.parameters_to_vector(module.parameters()).detach())
-    assert all(torch.equal(one, everybody[0]) for one in everybody)
+    replicas = pycomm.all_gather(nn.utils.parameters_to_vector(module.parameters()).detach())
+    assert all(torch.equal(one, replicas[0]) for one in replicas)
     pycomm.shutdown()
 
 

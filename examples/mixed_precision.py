@@ -40,8 +40,8 @@ def main() -> None:
         scaler.update()
         if step == OVERFLOW:
             pycomm.print0("skipped:", torch.equal(before, net[0].weight))
-    everybody = pycomm.all_gather(net[0].weight.detach())
-    pycomm.print0("loss", f"{loss.item():.4f};", "equal:", torch.equal(everybody[0], everybody[1]))
+    replicas = pycomm.all_gather(net[0].weight.detach())
+    pycomm.print0("loss", f"{loss.item():.4f};", "equal:", torch.equal(replicas[0], replicas[1]))
     pycomm.shutdown()
 
 

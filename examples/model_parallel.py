@@ -2,7 +2,8 @@
 
     python examples/model_parallel.py
 
-Rank 0 tells rank 1 shape and dtype of the features, and sends them. Their gradients return. Prints
+Rank 0 sends rank 1 the shape and dtype of the features, then the features. Rank 1 sends their
+gradients. Prints
 
     features torch.float32 [32, 32], from cpu to cpu
     loss 1.4879 at first, 0.4561 after 60 steps

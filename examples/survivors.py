@@ -52,8 +52,8 @@ def train(rank: int, port: int) -> None:
                 f"rank {result.lost[0]} was lost in step {step}: {result.group.size} ranks "
                 f"continue; lost residual norm about {result.lost_residual_norm:.3f}"
             )
-    everybody = pycomm.all_gather(nn.utils.parameters_to_vector(module.parameters()).detach())
-    assert all(torch.equal(one, everybody[0]) for one in everybody)
+    replicas = pycomm.all_gather(nn.utils.parameters_to_vector(module.parameters()).detach())
+    assert all(torch.equal(one, replicas[0]) for one in replicas)
     pycomm.print0(f"step {step}: loss {loss.item():.4f}, equal parameters on all ranks")
     pycomm.shutdown()
 

@@ -43,8 +43,8 @@ def main() -> None:
         value = mean.compute()
         if step % 10 == 0:
             pycomm.print0(f"step {step}: loss {value:.4f}")
-    everybody = pycomm.all_gather(nn.utils.parameters_to_vector(net.parameters()).detach())
-    assert all(torch.equal(one, everybody[0]) for one in everybody)
+    replicas = pycomm.all_gather(nn.utils.parameters_to_vector(net.parameters()).detach())
+    assert all(torch.equal(one, replicas[0]) for one in replicas)
     pycomm.print0(f"{group.size} equal replicas on {pycomm.host_count()} hosts")
     pycomm.shutdown()
 

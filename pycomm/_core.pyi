@@ -21,10 +21,11 @@ def reduce_op_name(op: Any) -> str:
     """The name in REDUCE_OPS of an op as pycomm.all_reduce takes it."""
 
 def set_call_fallback(run: Callable[..., Any]) -> None:
-    """What Call.__call__ leaves to Python: run(group, call, input, output, result, async_op)."""
+    """The Python function that Call.__call__ calls for all calls that the core does not run
+    itself: run(group, call, input, output, result, async_op)."""
 
 def set_profiler(profiler: ModuleType) -> None:
-    """The module whose `_is_profiler_enabled` makes calls go to the fallback."""
+    """The module whose `_is_profiler_enabled` passes all calls to the fallback."""
 
 def set_default_group(group: Group | None) -> None:
     """The handle that Call.__call__ uses for None; the caller keeps it. None: the fallback."""
@@ -59,8 +60,9 @@ class Call:
     @property
     def timeout_s(self) -> float: ...
     def __call__(self, group: Any, input: Any, output: Any, result: Any, async_op: bool, /) -> Any:
-        """Runs the call in a pycomm.Group, None: the default group, and returns `result`. What is
-        not such a call on arrays in host memory goes to the function of set_call_fallback()."""
+        """Runs the call in a pycomm.Group, None: the default group, and returns `result`. Any other
+        call, for example on arrays on a device, is passed to the function of
+        set_call_fallback()."""
     # An array is None, a contiguous tensor or NumPy array in host memory, or the description of any
     # array: (address, dtype, count, owner). `stream`: the caller's, for a device group.
     def run(self, group: Collectives, input: Any, output: Any, stream: int = 0, /) -> bool:
@@ -181,7 +183,7 @@ class Work:
         """The sender for a recv; None for another call, or before it is complete."""
 
 class Collectives:
-    """What groups for arrays in host memory and on devices have in common."""
+    """The methods that groups for arrays in host memory and on devices share."""
 
     @property
     def rank(self) -> int: ...
@@ -229,7 +231,7 @@ def on_device(
     nccl: object | None,
     why_no_nccl: str,
     nccl_shares: bool,
-    lines: tuple[int, bool],
+    options: tuple[int, bool],
     timeout_s: float,
     limit_s: float,
     /,
@@ -238,7 +240,7 @@ def on_device(
 
     `group`, `device` and `nccl` are capsules; the last two come from the module that has CUDA;
     `why_no_nccl`: if there is none; `nccl_shares`: NCCL lets ranks share a device;
-    `lines`: the number of channels for large arrays, and whether NCCL is used between hosts; rank
+    `options`: the number of channels for large arrays, and whether NCCL is used between hosts; rank
     0's apply; `timeout_s`: of later calls; `limit_s`: within which all ranks must call."""
 
 def describe_device(device: object, /) -> str:

@@ -385,7 +385,7 @@ ROWS: dict[str, tuple[Row, ...]] = {
 
 
 def hint(name: str) -> str:
-    """What to write in place of a name of another library, or ""."""
+    """A text with pycomm's equivalent of a name of another library, or ""."""
     for system, rows in ROWS.items():
         for row in rows:
             if name in row.names.split():

@@ -22,7 +22,7 @@ __all__ = ["DEFAULT_TIMEOUT_S", "Group", "abort_all", "on_shrink"]
 
 DEFAULT_TIMEOUT_S = 600.0
 
-# What shrink() calls with the old and the new group.
+# Called by shrink() with the old and the new group.
 on_shrink: list[Callable[[Group, Group], None]] = []
 
 # A WeakSet cannot be iterated while another thread drops a group.

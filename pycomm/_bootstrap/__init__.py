@@ -1,1 +1,1 @@
-"""Private: what forms a group: the rendezvous, the survivors' agreement, stored thresholds."""
+"""Private: forming a group: the rendezvous, the survivors' agreement, stored thresholds."""

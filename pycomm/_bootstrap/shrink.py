@@ -63,7 +63,7 @@ def regroup(core: _core.Group, store: Store, timeout_s: float) -> _core.Group:
     lost: Sequence[int] = core.lost()
     unreachable: int | None = None  # the peer that it could not connect to in the last forming
     unconnected: set[tuple[int, int]] = set()  # pairs of ranks in the last forming
-    with _processes(core) as processes, _store_is_there(core):
+    with _processes(core) as processes, _report_lost_store(core):
         while True:
             election = _SurvivorElection(store, name, members.index(core.rank), len(members), end)
             election.post_unreachable(unreachable)
@@ -149,7 +149,7 @@ def _has_ended(descriptor: int | None) -> bool:
 
 
 @contextlib.contextmanager
-def _store_is_there(core: _core.Group) -> Iterator[None]:
+def _report_lost_store(core: _core.Group) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:  # torch's stores raise errors of their own

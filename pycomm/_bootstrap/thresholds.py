@@ -46,16 +46,18 @@ def thresholds() -> Thresholds:
     except FileNotFoundError:  # `pycomm tune` did not run here
         return []
     except (OSError, UnicodeDecodeError, RuntimeError) as error:
-        return _refuse(f"cannot be read: {error}")
+        return _warn_invalid(f"cannot be read: {error}")
     try:
         content = json.loads(text)
         if content["format"] != FORMAT:
-            return _refuse(f"has format {content['format']}, but this pycomm reads {FORMAT}")
+            return _warn_invalid(f"has format {content['format']}, but this pycomm reads {FORMAT}")
         if content["machine"] != machine():
-            return _refuse(f"is of another machine ({content['machine']}), not of {machine()}")
-        return [_sound(by, **found) for by, found in content["thresholds"].items()]
+            return _warn_invalid(
+                f"is of another machine ({content['machine']}), not of {machine()}"
+            )
+        return [_checked(by, **found) for by, found in content["thresholds"].items()]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        return _refuse(f"is damaged ({type(error).__name__}: {error})")
+        return _warn_invalid(f"is damaged ({type(error).__name__}: {error})")
 
 
 def save(found: Thresholds) -> Path:
@@ -77,7 +79,7 @@ def save(found: Thresholds) -> Path:
     return file
 
 
-def _sound(by: str, small_bytes: int, middle_bytes: int) -> tuple[str, int, int]:
+def _checked(by: str, small_bytes: int, middle_bytes: int) -> tuple[str, int, int]:
     if by not in config.TRANSPORTS:
         raise ValueError(f"no transport {by!r}")
     for value in (small_bytes, middle_bytes):
@@ -86,7 +88,7 @@ def _sound(by: str, small_bytes: int, middle_bytes: int) -> tuple[str, int, int]
     return by, small_bytes, middle_bytes
 
 
-def _refuse(why: str) -> Thresholds:
+def _warn_invalid(why: str) -> Thresholds:
     logging.getLogger("pycomm").warning(
         "%s %s; using the built-in thresholds. `pycomm tune` writes a new file.", path(), why
     )

@@ -1,1 +1,1 @@
-"""Private: what the API needs to call the compiled modules: arrays, devices, NCCL, calls."""
+"""Private: how the API calls the compiled modules: arrays, devices, NCCL, calls."""

@@ -89,10 +89,10 @@ def run(
     result: Any,
     async_op: bool,
 ) -> Any:
-    """What calling a `_core.Call` leaves to Python. Returns `result`, or a Work.
+    """Runs or starts a call that `_core.Call` does not run itself. Returns `result`, or a Work.
 
-    That is: a call that torch's profiler records, one that is started, one on arrays that the core
-    cannot read itself, and one whose default group is that of a thread, or missing, which raises.
+    These are: a call that torch's profiler records, one that is started, one on arrays that the
+    core cannot read, and one whose default group is that of a thread, or missing, which raises.
 
     Args:
         group: None: the default group.

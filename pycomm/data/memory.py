@@ -84,7 +84,7 @@ def _from_first(
     store: Callable[[], tuple[int, Any]] | None,
     attach: Callable[..., Any],
 ) -> Any:
-    """What the first rank of this host stored, in this rank. Collective; errors name the call.
+    """Maps the value that the first rank of this host stored. Collective; errors name the call.
 
     Args:
         store: returns a descriptor and the arguments of `attach`; called on the first rank of each

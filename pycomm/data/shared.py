@@ -70,7 +70,7 @@ def shared_copy(dataset: Any, group: Group, **workers: Any) -> _Copy:
 
 
 def _agreed(group: Group, fn: Callable[[], str]) -> list[str]:
-    """What fn returned on each rank; raises on all ranks if one failed."""
+    """The results of fn on all ranks, by rank; raises on all ranks if one failed. Collective."""
     failure: Exception | None = None
     text, failed = "", ""
     try:

@@ -31,7 +31,7 @@ LIMIT_S = 60.0
 
 @dataclass(frozen=True)
 class Rank:
-    """What a rank tells rank 0 of its host.
+    """A rank's report on its host, for rank 0.
 
     Attributes:
         processors: on which it may run.
@@ -85,7 +85,7 @@ def cluster(group: Group, own: Rank) -> int:
             links.append(link)
     status = np.zeros(1, np.int64)
     if group.rank == 0:
-        more = [compare([one.versions for one in by_rank]), *judge(links)]
+        more = [compare_versions([one.versions for one in by_rank]), *check_links(links)]
         status[0] = _end([*found, *_print("all hosts", more)])
     collectives.broadcast(status, 0, group=group)
     return int(status[0])
@@ -101,7 +101,7 @@ def labels(names: Sequence[str], numbers: Sequence[int]) -> list[str]:
     ]
 
 
-def compare(versions: Sequence[str]) -> Finding:
+def compare_versions(versions: Sequence[str]) -> Finding:
     """Whether all ranks have the same versions."""
     if len(set(versions)) == 1:
         return Finding("equal versions", OK, "on all ranks")
@@ -109,8 +109,8 @@ def compare(versions: Sequence[str]) -> Finding:
     return Finding("equal versions", WARNING, text, "install the same on every host")
 
 
-def judge(links: Sequence[Link]) -> list[Finding]:
-    """What the links show: clocks that differ, and links that are slow beside the others of their
+def check_links(links: Sequence[Link]) -> list[Finding]:
+    """Findings about clocks that differ, and links that are slow beside others of their
     transport."""
     found = []
     far = max(links, key=lambda one: abs(one.clock_ms), default=None)

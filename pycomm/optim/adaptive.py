@@ -146,8 +146,8 @@ class AdaptiveLocalSGD(LocalSGD):
         collectives.broadcast(steps, 0, group=self._group)
         self.k_steps = int(steps.item())
 
-    def _follow(self, src: int, last: int) -> None:
-        super()._follow(src, last)
+    def _sync_from(self, src: int, last: int) -> None:
+        super()._sync_from(src, last)
         self._reference = coalesced.bcast_value(self._reference, src, self._group)
 
     def state_dict(self) -> dict[str, Any]:

@@ -155,7 +155,7 @@ class LocalSGD:
         if self._gradients_first and self.step_count <= self._begin:
             if self.step_count == self._begin:  # equal gradients need not give equal bits
                 coalesced.bcast_list_(self._parameters, 0, self._group)
-            self._keep(self._parameters)
+            self._take_snapshot(self._parameters)
         return result
 
     def _with_gradient(self) -> list[Any]:
@@ -185,7 +185,7 @@ class LocalSGD:
         else:
             for p, s, mean in zip(self._parameters, self._snapshot, means, strict=False):
                 p.data.copy_(s - mean)
-        self._keep(self._parameters)
+        self._take_snapshot(self._parameters)
 
     def shrink(self, timeout_s: float | None = None) -> ShrinkResult:
         """Collective over the surviving ranks after a rank failed: continues with these ranks.
@@ -205,12 +205,12 @@ class LocalSGD:
         """
         before, self._group = self._group, self._group.shrink(timeout_s)
         last, source = most_advanced_rank(self.last_sync, self._group)
-        self._follow(source, last)
+        self._sync_from(source, last)
         self.step_count, _ = most_advanced_rank(self.step_count, self._group)
         self.last_sync = last
         return shrink_result(before, self._group, self.step_count)
 
-    def _follow(self, src: int, last: int) -> None:
+    def _sync_from(self, src: int, last: int) -> None:
         """Takes from rank `src` the shared state after the average of step `last`, and the
         parameters if this rank missed that average."""
         coalesced.bcast_list_(self._snapshot, src, self._group)
@@ -226,7 +226,7 @@ class LocalSGD:
             for p, s in zip(self._parameters, self._snapshot, strict=True):
                 p.data.copy_(s)
 
-    def _keep(self, parameters: list[nn.Parameter]) -> None:
+    def _take_snapshot(self, parameters: list[nn.Parameter]) -> None:
         """Stores the snapshot: these parameters are equal on all ranks."""
         for s, p in zip(self._snapshot, parameters, strict=True):
             s.copy_(p.detach())

@@ -150,16 +150,16 @@ def fuse(slots: Iterable[Slot], limits: Limits) -> list[list[Slot]]:
     """
     full: list[list[Slot]] = []
     open_: dict[tuple[object, ...], list[Slot]] = {}
-    came: dict[Slot, int] = {}
+    position: dict[Slot, int] = {}
     for slot in slots:
-        came[slot] = len(came)
+        position[slot] = len(position)
         key = (slot.parameter.dtype, slot.parameter.device, slot.kind)
         bucket = open_.setdefault(key, [])
         if bucket and _is_full(bucket, slot, limits, first=not full):
             full.append(bucket)
             bucket = open_[key] = []
         bucket.append(slot)
-    return sorted(full + list(open_.values()), key=lambda bucket: came[bucket[-1]])
+    return sorted(full + list(open_.values()), key=lambda bucket: position[bucket[-1]])
 
 
 def _is_full(bucket: list[Slot], new: Slot, limits: Limits, first: bool) -> bool:

@@ -127,7 +127,7 @@ class DataParallel(nn.Module):
         """
         if self._reducer.sync and torch.is_grad_enabled():
             if self._joining:
-                self._source = self._who_is_active(active=True)
+                self._source = self._highest_active_rank(active=True)
             self._before_pass()
         return self.module(*args, **kwargs)
 
@@ -177,7 +177,7 @@ class DataParallel(nn.Module):
         self._joining = True
         try:
             yield
-            while (source := self._who_is_active(active=False)) >= 0:
+            while (source := self._highest_active_rank(active=False)) >= 0:
                 self._source = source
                 self._reducer.prepare()
                 if self._broadcast_buffers and any(True for _ in self.module.buffers()):
@@ -222,7 +222,7 @@ class DataParallel(nn.Module):
         self._reducer.resume_after_shrink(self._group, step, source)
         return shrink_result(before, self._group, step, lost)
 
-    def _who_is_active(self, active: bool) -> int:
+    def _highest_active_rank(self, active: bool) -> int:
         """The highest rank that has data; -1 if none. Collective."""
         word = torch.tensor([self._group.rank if active else -1])
         collectives.all_reduce(word, "max", group=self._group)

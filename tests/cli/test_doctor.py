@@ -118,14 +118,14 @@ def test_pairs_join_ranks_of_a_host_and_hosts() -> None:
 
 def test_slow_links_and_clocks_are_warnings() -> None:
     alike = [LINK, dataclasses.replace(LINK, b=2), dataclasses.replace(LINK, a=1, b=2)]
-    assert doctor.judge(alike) == []
-    assert doctor.judge([]) == []
+    assert doctor.check_links(alike) == []
+    assert doctor.check_links([]) == []
     slow = dataclasses.replace(LINK, a=2, b=3, rate_gb_s=0.4)
-    found = doctor.judge([*alike, slow, dataclasses.replace(slow, transport="shm")])
+    found = doctor.check_links([*alike, slow, dataclasses.replace(slow, transport="shm")])
     assert [(one.name, one.status) for one in found] == [("slow tcp", WARNING)]
     assert found[0].text == "ranks 2 and 3: 0.40 GB/s, median 1.00"
     late = dataclasses.replace(LINK, clock_ms=-250.0)
-    assert doctor.judge([LINK, late])[0].text == "ranks 0 and 1 differ by -250 ms"
+    assert doctor.check_links([LINK, late])[0].text == "ranks 0 and 1 differ by -250 ms"
 
 
 def test_links_are_measured() -> None:
@@ -148,8 +148,8 @@ def test_hosts_of_one_name_have_numbers() -> None:
 
 
 def test_different_versions_are_a_warning() -> None:
-    assert doctor.compare(["pycomm 1", "pycomm 1"]).status == OK
-    found = doctor.compare(["pycomm 1", "pycomm 2", "pycomm 1"])
+    assert doctor.compare_versions(["pycomm 1", "pycomm 1"]).status == OK
+    found = doctor.compare_versions(["pycomm 1", "pycomm 2", "pycomm 1"])
     assert (found.status, found.text) == (WARNING, "pycomm 1; pycomm 2")
 
 
