@@ -64,7 +64,9 @@ def _lengths(shape: Any) -> tuple[int, ...]:
         text = f"invalid shape: got {shape!r}, expected a length or a sequence of lengths"
         raise InvalidArgument(text, op="empty") from None
     if min(lengths, default=0) < 0:
-        raise InvalidArgument(f"invalid shape: {lengths} has a negative length", op="empty")
+        raise InvalidArgument(
+            f"invalid shape: got {lengths}, expected none of them negative", op="empty"
+        )
     return lengths
 
 

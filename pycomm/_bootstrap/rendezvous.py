@@ -47,7 +47,7 @@ FORGED = (
 class TorchStore:
     """Adapts a torch.distributed store to the core's interface (_core.pyi, PythonStore).
 
-    Every call ends within its time limit; torch's own call can wait forever for a server.
+    Every call ends within its time limit; torch's own call can wait without limit for a server.
 
     Any client that can connect to torch's store can write to it. With a `secret`, which is not in
     the store, each value is stored behind an HMAC-SHA256 of its key and itself. An unsigned value

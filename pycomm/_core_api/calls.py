@@ -239,10 +239,13 @@ def into_list(whole: ArrayRef, parts: list[Any], out: Any) -> ArrayRef:
     """The view `whole`; its finish() copies its `parts` to the arrays of the list `out`."""
     if not isinstance(out, (list, tuple)) or len(out) != len(parts):
         raise InvalidArgument(
-            f"invalid out: expected a list of {len(parts)} arrays, one for each rank"
+            f"invalid out: got {type(out).__name__}, expected a list of {len(parts)} arrays, one "
+            "for each rank"
         )
     for one, part in zip(out, parts, strict=True):
         output(one, part, tuple(part.shape))
         if arrays.view(one, write=True).dtype != whole.dtype:
-            raise InvalidArgument(f"invalid out: an array has another dtype than x ({whole.dtype})")
+            raise InvalidArgument(
+                f"invalid out: got another dtype, expected that of x, {whole.dtype}"
+            )
     return dataclasses.replace(whole, array=parts, target=list(out))

@@ -107,9 +107,10 @@ class Chooser:
         sparsity = options.warmup.sparsity[level]
         k: Mapping[ParameterState, int] | int
         if options.selects_model:
-            if len({memory.hyper for memory in memories}) > 1:
+            if len(found := {memory.hyper for memory in memories}) > 1:
                 raise InvalidArgument(
-                    'select="model" needs one momentum, weight decay and Nesterov in all groups'
+                    f'select="model": got {found}, expected one momentum, weight decay and '
+                    "Nesterov in all groups of the optimizer"
                 )
             counts = [sum(counts)]
             ks = [to_send(counts[0], sparsity, options.k_rule)]

@@ -264,7 +264,10 @@ def _check(optimizer: torch.optim.Optimizer) -> None:
         )
     for group in optimizer.param_groups:
         if group["dampening"] != 0 or group["maximize"]:
-            raise InvalidArgument("DGC does not support dampening and maximize: leave them out")
+            raise InvalidArgument(
+                f"DGC: invalid optimizer: got dampening={group['dampening']} and "
+                f"maximize={group['maximize']}, expected 0 and False: leave them out"
+            )
         for parameter in group["params"]:
             if hasattr(parameter, "device_mesh"):
                 raise Unsupported(

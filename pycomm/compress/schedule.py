@@ -94,8 +94,8 @@ class SparsityWarmup:
         levels = tuple(float(s) for s in given) or (0.999,)
         if begin < 0 or length < 1:
             raise InvalidArgument(
-                f"rampup_begin_step={begin}, rampup_step={length}: expected at least 0 and at "
-                "least 1"
+                f"invalid rampup_begin_step or rampup_step: got {begin} and {length}, expected at "
+                "least 0 and at least 1"
             )
         if not all(0 <= s < 1 for s in levels) or list(levels) != sorted(levels):
             raise InvalidArgument(

@@ -245,7 +245,10 @@ def with_owner_residual(source: Mapping[str, Any]) -> Mapping[str, Any]:
         names = [key] if key in v else list(v)
         share, offset = Sharding(sum(v[name].numel() for name in names), size), 0
         if len(owner_residual) != share.places:
-            raise InvalidArgument(f"DGC: owner_residual of {key!r} does not fit v in the state")
+            raise InvalidArgument(
+                f"DGC: invalid owner_residual of {key!r}: got {len(owner_residual)} elements, "
+                f"expected {share.places}, which fit v in the state"
+            )
         places = owner_residual.nonzero().flatten()
         indices = share.whole(rank, places)
         for name in names:

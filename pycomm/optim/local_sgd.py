@@ -81,7 +81,8 @@ class LocalSGD:
         _check(model, optimizer, momentum)
         if k_steps < 1 or begin_step < 1:
             raise InvalidArgument(
-                f"k_steps={k_steps}, begin_step={begin_step}: expected at least 1"
+                f"invalid k_steps or begin_step: got {k_steps} and {begin_step}, expected at "
+                "least 1"
             )
         if rule not in ("paddle", "torch"):
             raise InvalidArgument(f'invalid rule: got {rule!r}, expected "paddle" or "torch"')
@@ -279,7 +280,8 @@ class LocalSGD:
         shapes = [tuple(s.shape) for s in state["snapshot"]]
         if shapes != [tuple(s.shape) for s in self._snapshot]:
             raise InvalidArgument(
-                "LocalSGD: the state is of a model with parameters of other shapes"
+                f"LocalSGD: invalid state: got {len(shapes)} parameters, expected "
+                f"{len(self._snapshot)} with the shapes of the model's"
             )
         for mine, saved in zip(self._snapshot, state["snapshot"], strict=True):
             mine.copy_(saved)
@@ -297,4 +299,6 @@ def _check(model: nn.Module, optimizer: torch.optim.Optimizer, momentum: str) ->
     if momentum not in ("local", "averaged"):
         raise InvalidArgument(f'invalid momentum: got {momentum!r}, expected "local" or "averaged"')
     if momentum == "averaged" and not isinstance(optimizer, torch.optim.SGD):
-        raise InvalidArgument(f'momentum="averaged" needs SGD, got {type(optimizer).__name__}')
+        raise InvalidArgument(
+            f'momentum="averaged": got {type(optimizer).__name__}, expected torch.optim.SGD'
+        )
