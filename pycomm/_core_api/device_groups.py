@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib
-import importlib.util
 import logging
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -115,7 +113,7 @@ def _make(
 ) -> _core.Collectives:
     check_channels(channels)
     check_internode_transport(internode_transport)
-    module = _compiled()
+    module = devices.cuda_module() if _Source.module is None else _Source.module
     opened = module.open_device(index)
     library: Any = None
     why_none = ""
@@ -151,14 +149,6 @@ def _sent_by(algorithm: str, library: Any) -> str:
         return "staged in host memory"
     version = f"NCCL {library.version}" if library else "no NCCL"
     return version if algorithm == "nccl" else f"{version} inside hosts, TCP between hosts"
-
-
-def _compiled() -> Any:
-    if _Source.module is not None:
-        return _Source.module
-    if importlib.util.find_spec("pycomm._cuda") is None:
-        raise Unsupported(devices.HOW_TO_BUILD)
-    return importlib.import_module("pycomm._cuda")
 
 
 @contextlib.contextmanager

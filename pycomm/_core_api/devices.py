@@ -28,12 +28,16 @@ _modules: dict[str, Any] = {"cpu": _core.kernels}
 
 def module(device: Device) -> Any:
     """The compiled functions for arrays on `device`; raises Unsupported if they are not built."""
-    found = _modules.get(device.kind)
-    if found is None:
-        if importlib.util.find_spec("pycomm._cuda") is None:
-            raise Unsupported(HOW_TO_BUILD)
-        found = _modules["cuda"] = importlib.import_module("pycomm._cuda").kernels
-    return found
+    if device.kind not in _modules:
+        _modules["cuda"] = cuda_module().kernels
+    return _modules[device.kind]
+
+
+def cuda_module() -> Any:
+    """The compiled module `_cuda`; raises Unsupported if it is not built."""
+    if importlib.util.find_spec("pycomm._cuda") is None:
+        raise Unsupported(HOW_TO_BUILD)
+    return importlib.import_module("pycomm._cuda")
 
 
 @contextlib.contextmanager
