@@ -18,14 +18,14 @@ from pycomm import collectives
 from pycomm._core_api import arrays
 from pycomm._training import coalesced
 from pycomm._training.communicators import CommunicatorPool
-from pycomm.compress.exchange_policy import DENSE, Chooser, Level
-from pycomm.compress.hierarchical import Hosts
+from pycomm.compress.exchange_policy import DENSE, Chooser, LevelPlan
+from pycomm.compress.hierarchical import HostGroups
 from pycomm.compress.options import Options
 from pycomm.compress.packet_exchange import AllGatherExchange, PacketExchange
 from pycomm.compress.parameter_state import AdoptedMomentum, ParameterState
 from pycomm.compress.sharded import ShardedExchange
 from pycomm.compress.state import CompressorState
-from pycomm.compress.transaction import Plan, Step
+from pycomm.compress.transaction import Step, StepPlan
 from pycomm.errors import InvalidArgument, Unsupported
 from pycomm.group import Group
 
@@ -62,7 +62,7 @@ class Compressor:
         self._level_plan = DENSE  # the plan of the last step
         self._workspaces: dict[tuple[str, ...], Tensor] = {}
         self._pool: CommunicatorPool | None = None
-        self._hosts: Hosts | None = None
+        self._hosts: HostGroups | None = None
         self._sent_bytes = 0
         self.idle = False
         self._step: Step | None = None
@@ -222,10 +222,10 @@ class Compressor:
             self._pool = CommunicatorPool(None, 1)
         return self._pool
 
-    def _host_groups(self) -> Hosts:
+    def _host_groups(self) -> HostGroups:
         """The hosts of the communicators. Collective if they must be created."""
         if self._hosts is None or self._hosts.broken:
-            self._hosts = Hosts(self._communicators().group)
+            self._hosts = HostGroups(self._communicators().group)
         return self._hosts
 
     def _begin(self) -> Step:
@@ -239,7 +239,7 @@ class Compressor:
         if now is not self._level_plan:
             self._change_level(now)
         packets = now.exchange in ("gather", "sharded", "hierarchical")
-        plan = Plan(
+        plan = StepPlan(
             now.exchange,
             now.k,
             masking=options.masking,
@@ -269,7 +269,7 @@ class Compressor:
                 memory.u.mul_(memory.hyper.momentum)
         self.state.switched = True
 
-    def _change_level(self, now: Level) -> None:
+    def _change_level(self, now: LevelPlan) -> None:
         """Converts the state to the exchange of another level."""
         self._level_plan = now
         self._workspaces.clear()
@@ -282,7 +282,7 @@ class Compressor:
         elif not by_host:
             state.to_ranks(group)
 
-    def _packet_exchange(self, now: Level) -> PacketExchange | None:
+    def _packet_exchange(self, now: LevelPlan) -> PacketExchange | None:
         if now.value_dtype is None:
             return None
         residual = self.state.owner_residual

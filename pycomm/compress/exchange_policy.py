@@ -27,11 +27,11 @@ from pycomm.compress.schedule import (
 )
 from pycomm.errors import InvalidArgument
 
-__all__ = ["DENSE", "Chooser", "Level"]
+__all__ = ["DENSE", "Chooser", "LevelPlan"]
 
 
 @dataclass(frozen=True)
-class Level:
+class LevelPlan:
     """The plan of one level.
 
     Attributes:
@@ -54,7 +54,7 @@ class Level:
         return "sharded" in (self.exchange, self.between)
 
 
-DENSE = Level("dense", {}, None, {})
+DENSE = LevelPlan("dense", {}, None, {})
 
 
 class Chooser:
@@ -66,7 +66,7 @@ class Chooser:
 
     def __init__(self, options: Options) -> None:
         self._options = options
-        self._planned: dict[int, Level] = {}
+        self._planned: dict[int, LevelPlan] = {}
         self._exchange_costs: dict[int, Mapping[str, float]] = {}
         self.exchanges: dict[int, str] = {}
 
@@ -76,7 +76,7 @@ class Chooser:
         self._exchange_costs.clear()
         self.exchanges = dict(exchanges or {})
 
-    def planned(self, level: int) -> Level:
+    def planned(self, level: int) -> LevelPlan:
         """The result of plan() for this level; DENSE before the first call."""
         return self._planned.get(level, DENSE)
 
@@ -86,7 +86,7 @@ class Chooser:
         memories: Sequence[ParameterState],
         pool: CommunicatorPool,
         may_be_dense: bool,
-    ) -> Level:
+    ) -> LevelPlan:
         """The plan of a level. Collective at the first step of the level.
 
         Args:
@@ -126,7 +126,7 @@ class Chooser:
         compact = exchange in ("gather", "sharded", "hierarchical")
         inter_host = inter_host_exchange(load, _hosts(pool)) if exchange == "hierarchical" else ""
         costs = self._exchange_costs.get(level, {})
-        plan = Level(exchange, k, code if compact else None, costs, inter_host)
+        plan = LevelPlan(exchange, k, code if compact else None, costs, inter_host)
         self._planned[level] = plan
         return plan
 

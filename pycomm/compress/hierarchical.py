@@ -21,7 +21,7 @@ from pycomm._core_api.calls import Work
 from pycomm._training.communicators import CommunicatorPool
 from pycomm.group import Group
 
-__all__ = ["Hosts", "hosts_of"]
+__all__ = ["HostGroups", "hosts_of"]
 
 
 def hosts_of(group: Group) -> list[int]:
@@ -29,7 +29,7 @@ def hosts_of(group: Group) -> list[int]:
     return list(group.core.hosts)
 
 
-class Hosts:
+class HostGroups:
     """Communicators between hosts, with the methods of a CommunicatorPool.
 
     All ranks of a host make the same calls with the same packets. The constructor is collective.

@@ -28,7 +28,7 @@ __all__ = [
 
 
 class PacketTransport(Protocol):
-    """Transfers packets: a CommunicatorPool between ranks, or Hosts, where a host is a rank."""
+    """Transfers packets: a CommunicatorPool of ranks, or HostGroups, where a host is a rank."""
 
     @property
     def rank(self) -> int:

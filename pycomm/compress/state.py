@@ -27,7 +27,7 @@ from torch import Tensor
 
 from pycomm import collectives
 from pycomm.compress.bucket import elements_between
-from pycomm.compress.hierarchical import Hosts, hosts_of
+from pycomm.compress.hierarchical import HostGroups, hosts_of
 from pycomm.compress.parameter_state import ParameterState
 from pycomm.compress.sharded import Sharding
 from pycomm.errors import InvalidArgument
@@ -126,7 +126,7 @@ class CompressorState:
             memory.v.copy_(v[memory.name])
         self.owner_residual.clear()
 
-    def to_hosts(self, hosts: Hosts) -> None:
+    def to_hosts(self, hosts: HostGroups) -> None:
         """Collective. Converts u and v from one for each rank to one for each host."""
         old = [x for memory in self.compressed for x in memory.tensors]
         new = [x.clone() for x in old]

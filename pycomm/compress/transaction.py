@@ -19,18 +19,18 @@ from pycomm._core_api.calls import Work
 from pycomm._training.communicators import CommunicatorPool
 from pycomm.compress.bucket import ReceivedPackets
 from pycomm.compress.dense import apply_momentum, clip_averaged
-from pycomm.compress.hierarchical import Hosts
+from pycomm.compress.hierarchical import HostGroups
 from pycomm.compress.interrupts import defer_sigint
 from pycomm.compress.packet import Packet, Update
 from pycomm.compress.packet_exchange import PacketExchange, PacketTransport
 from pycomm.compress.parameter_state import ParameterState, flat_view
 from pycomm.errors import Mismatch
 
-__all__ = ["Plan", "Step"]
+__all__ = ["Step", "StepPlan"]
 
 
 @dataclass(frozen=True)
-class Plan:
+class StepPlan:
     """The plan of one step, the same on all ranks.
 
     Attributes:
@@ -54,7 +54,7 @@ class Plan:
     loss_scale: float | None = None
     fused: bool = False
     packet_exchange: PacketExchange | None = None
-    hosts: Hosts | None = None
+    hosts: HostGroups | None = None
 
     @property
     def waits(self) -> bool:
@@ -95,7 +95,7 @@ class Step:
 
     def __init__(
         self,
-        plan: Plan,
+        plan: StepPlan,
         memories: Mapping[Tensor, ParameterState],
         workspaces: dict[tuple[str, ...], Tensor],
         pool: CommunicatorPool,

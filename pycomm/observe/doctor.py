@@ -30,7 +30,7 @@ LIMIT_S = 60.0
 
 
 @dataclass(frozen=True)
-class Rank:
+class RankReport:
     """A rank's report on its host, for rank 0.
 
     Attributes:
@@ -45,7 +45,7 @@ class Rank:
     found: list[Finding]
 
     @classmethod
-    def of(cls, plain: dict[str, Any]) -> Rank:
+    def of(cls, plain: dict[str, Any]) -> RankReport:
         """The inverse of asdict()."""
         return cls(**{**plain, "found": [Finding(**one) for one in plain["found"]]})
 
@@ -56,7 +56,7 @@ def main(argv: Sequence[str]) -> int:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.parse_args(argv)
     here = config.environment()
-    own = Rank(
+    own = RankReport(
         versions=host_checks.versions(),
         processors=sorted(os.sched_getaffinity(0)),
         quota=host_checks.quota(),
@@ -73,9 +73,9 @@ def main(argv: Sequence[str]) -> int:
     return cluster(group, own)
 
 
-def cluster(group: Group, own: Rank) -> int:
+def cluster(group: Group, own: RankReport) -> int:
     """Compares the hosts and measures links. Collective; rank 0 prints."""
-    by_rank = [Rank.of(one) for one in objects.all_gather_object(asdict(own), group=group)]
+    by_rank = [RankReport.of(one) for one in objects.all_gather_object(asdict(own), group=group)]
     hosts = labels([member.host for member in group.peer_info()], group.core.hosts)
     found = _print_hosts(by_rank, hosts) if group.rank == 0 else []
     links: list[Link] = []
@@ -129,7 +129,7 @@ def check_links(links: Sequence[Link]) -> list[Finding]:
     return found
 
 
-def _print_hosts(by_rank: Sequence[Rank], hosts: Sequence[str]) -> list[Finding]:
+def _print_hosts(by_rank: Sequence[RankReport], hosts: Sequence[str]) -> list[Finding]:
     all_found: list[Finding] = []
     for host in dict.fromkeys(hosts):
         there = [one for one, name in zip(by_rank, hosts, strict=True) if name == host]

@@ -30,7 +30,7 @@ VIEWER = "https://ui.perfetto.dev"  # also chrome://tracing; the page keeps the 
 
 
 @dataclass
-class Rank:
+class RankTrace:
     """One rank of the run: its flight records, one for each group, and its totals.
 
     Times are in nanoseconds; `late` is how long others waited because this rank was last.
@@ -58,7 +58,7 @@ class Timeline:
             waited for another to begin the call, and the other's rank in the group.
     """
 
-    ranks: list[Rank]
+    ranks: list[RankTrace]
     shifts: dict[str, int]
     uncertainties: dict[str, int]
     waits: dict[tuple[str, int], tuple[int, int]]
@@ -90,15 +90,15 @@ def _newest(groups: list[list[FlightRecord]]) -> list[list[FlightRecord]]:
     return list(newest.values())
 
 
-def _ranks(groups: list[list[FlightRecord]]) -> list[Rank]:
+def _ranks(groups: list[list[FlightRecord]]) -> list[RankTrace]:
     """Matches the ranks of several groups: by process, or by thread if ranks are threads."""
-    found: dict[tuple[Any, ...], Rank] = {}
+    found: dict[tuple[Any, ...], RankTrace] = {}
     for group in sorted(groups, key=lambda group: (-group[0].size, group[0].name)):
         processes = {(one.host_id, one.pid) for one in group}
         for one in group:
             thread = () if len(processes) == len(group) else (one.rank,)
             label = f"rank {one.rank} ({one.host}, pid {one.pid})"
-            rank = found.setdefault((one.host_id, one.pid, *thread), Rank(label))
+            rank = found.setdefault((one.host_id, one.pid, *thread), RankTrace(label))
             rank.flight_records.append(one)
             rank.calls += one.begun
             rank.inside += one.inside

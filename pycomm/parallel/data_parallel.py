@@ -23,7 +23,7 @@ from pycomm.errors import InvalidArgument, Unsupported
 from pycomm.group import Group
 from pycomm.parallel.batch_norm import SyncBatchNorm
 from pycomm.parallel.buckets import Limits, slots_of
-from pycomm.parallel.exchange import Exchange, Mean
+from pycomm.parallel.exchange import DenseExchange, Exchange
 from pycomm.parallel.reducer import Reducer, check_unwrapped
 from pycomm.parallel.replicas import check_equal, check_layout
 
@@ -105,7 +105,7 @@ class DataParallel(nn.Module):
             check_equal(self._named_tensors(), self._group)
         else:
             self._broadcast_all(0)
-        exchange: Exchange = Mean(made)
+        exchange: Exchange = DenseExchange(made)
         if compression is not None:
             compressor = compressor_of(compression)
             compressor.attach({s.name: s.parameter for s in slots if not s.sparse}, made)

@@ -1,6 +1,6 @@
 """The interface between the reducer and the exchange of a full bucket.
 
-`Mean` is the dense exchange; pycomm.compress has the compressed one.
+`DenseExchange` sends gradients uncompressed; pycomm.compress has the compressed one.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pycomm._core_api.calls import Work
 from pycomm._training.communicators import CommunicatorPool
 from pycomm.group import Group
 
-__all__ = ["Exchange", "Mean"]
+__all__ = ["DenseExchange", "Exchange"]
 
 
 class Exchange(Protocol):
@@ -59,7 +59,7 @@ class Exchange(Protocol):
         ...
 
 
-class Mean:
+class DenseExchange:
     """Sums over all ranks and divides once, after the last addition."""
 
     def __init__(self, pool: CommunicatorPool) -> None:

@@ -19,7 +19,7 @@ import pycomm
 from pycomm.compress import cost_model, exchange_policy, hierarchical, state
 from pycomm.compress.cost_model import Coding, Link, Topology, predicted
 from pycomm.compress.dgc import compressor_of
-from pycomm.compress.hierarchical import Hosts
+from pycomm.compress.hierarchical import HostGroups
 from pycomm.compress.schedule import Load, received_bytes
 from pycomm.errors import Error, GroupBroken, PeerLost
 from pycomm.group import _living
@@ -243,14 +243,14 @@ def test_failed_exchange_sends_nothing(on: Any, monkeypatch: pytest.MonkeyPatch)
     """The first rank of a host fails between hosts: all ranks raise, and only their gradient was
     added to the state; the next step works."""
     on(PAIRS)
-    real, failing = Hosts.all_gather_v, threading.Event()
+    real, failing = HostGroups.all_gather_v, threading.Event()
 
-    def sometimes(hosts: Hosts, *given: Any) -> Any:
+    def sometimes(hosts: HostGroups, *given: Any) -> Any:
         if failing.is_set() and threading.current_thread().name == "rank 2":
             raise ArithmeticError
         return real(hosts, *given)
 
-    monkeypatch.setattr(Hosts, "all_gather_v", sometimes)
+    monkeypatch.setattr(HostGroups, "all_gather_v", sometimes)
     options = {"exchange": "hierarchical", "value_dtype": "2bit"}
 
     def program(group: pycomm.Group) -> tuple[list[Tensor], float]:
@@ -288,16 +288,16 @@ def test_survivors_continue(on: Any, monkeypatch: pytest.MonkeyPatch, lost: list
     before it adds its gradient, unlike rank 2; both continue from the same state."""
     hosts = [0, 0, 1, 1, 2]
     on(hosts)
-    real, gone, raised = Hosts.agree, threading.Event(), threading.Event()
+    real, gone, raised = HostGroups.agree, threading.Event(), threading.Event()
 
-    def agree(self: Hosts, here: bool) -> bool:
+    def agree(self: HostGroups, here: bool) -> bool:
         result = real(self, here)
         if threading.current_thread().name == "rank 3" and gone.is_set() and not raised.is_set():
             raised.set()
             raise PeerLost("heard early")
         return result
 
-    monkeypatch.setattr(Hosts, "agree", agree)
+    monkeypatch.setattr(HostGroups, "agree", agree)
 
     def program(group: pycomm.Group) -> Any:
         layer = nn.Linear(COUNT, 1, bias=False)
