@@ -16,6 +16,7 @@ MODULES = {  # by command
     "top": "observe.top",
     "doctor": "observe.doctor",
 }
+NEEDS = {"launch": "torch", "plan": "torch", "top": "rich"}  # the optional package of a command
 
 
 def parser() -> argparse.ArgumentParser:
@@ -42,11 +43,15 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; returns its exit status."""
     words = list(sys.argv[1:] if argv is None else argv)
-    if words[:1] == ["launch"]:  # its options end where the program's begin
+    name = words[0] if words else ""
+    if name in NEEDS and (why := packages.missing(NEEDS[name])):
+        print(f"pycomm: {name} {why}", file=sys.stderr)
+        return 2
+    if name == "launch":  # its options end where the program's begin
         from pycomm.launch import command
 
         return command.main(words[1:])
-    if words[:1] == ["bench"]:
+    if name == "bench":
         from pycomm import bench
 
         return bench.main(words[1:])
@@ -56,9 +61,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             parser().error(f"info: unexpected arguments: {' '.join(rest)}")
         return _info(chosen.flight)
     if chosen.command in MODULES:
-        if chosen.command == "top" and (why := packages.missing("rich")):
-            print(f"pycomm: top {why}", file=sys.stderr)
-            return 2
         module = importlib.import_module(f"pycomm.{MODULES[chosen.command]}")
         return int(module.main(rest))
     from pycomm import demo

@@ -13,6 +13,7 @@ from paths import ROOT
 
 from pycomm import bench as command
 from pycomm import demo
+from pycomm.__main__ import NEEDS, main
 from pycomm.bench.collectives import benchmark as collectives
 from pycomm.bench.kernels import benchmark as kernels
 from pycomm.bench.support import packages
@@ -73,6 +74,15 @@ def test_missing_packages_are_named(
         with pytest.raises(SystemExit):
             benchmark.main(["--plot", "out.png"])
         assert "--plot needs matplotlib: pip install" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", NEEDS)
+def test_commands_name_a_missing_package(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    assert main([name, "--help"]) == 2
+    assert f"pycomm: {name} needs {NEEDS[name]}: pip install" in capsys.readouterr().err
 
 
 def test_requirements_are_those_of_the_extras() -> None:
