@@ -27,7 +27,8 @@ def blocks() -> list:
 
 @pytest.mark.parametrize("code", blocks())
 def test_block_runs(code, tmp_path):
-    command = [sys.executable, "-c", code]
+    (tmp_path / "block.py").write_text(code)
+    command = [sys.executable, "block.py"]
     done = subprocess.run(
         command, cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False
     )
