@@ -60,11 +60,11 @@ def test_generated_tables_match_the_stored_results():
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_every_promise_names_existing_tests():
-    page = (ROOT / "docs" / "internals" / "promises.md").read_text()
-    _, _, rest = page.partition("## Which test holds what")
+def test_every_guarantee_names_existing_tests():
+    page = (ROOT / "docs" / "internals" / "guarantees.md").read_text()
+    _, _, rest = page.partition("## Tests by guarantee")
     table = rest.partition("## ")[0]
-    rows = [line for line in table.splitlines() if re.match(r"\| (?!promise )", line)]
+    rows = [line for line in table.splitlines() if re.match(r"\| (?!guarantee )", line)]
     assert len(rows) > 20
     assert [line for line in rows if not re.search(r"`test_\w+`", line)] == []
     sources = "".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
