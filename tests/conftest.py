@@ -19,7 +19,7 @@ from gpu_devices import start_cuda
 from order import longest_first
 from tiers import tier_of
 
-from benchmarks.reliability.leak_check import leaked, resources
+from benchmarks.support.leak_check import leaked, resources
 
 EXCUSE = re.compile(r"needs (a GPU|\d+ GPUs)")
 _skips: dict[str, str] = {}

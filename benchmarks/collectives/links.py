@@ -38,23 +38,21 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
-from rich.console import Console
-from rich.progress import Progress
 
 from benchmarks.collectives import sockets
 from benchmarks.collectives.link_rank import Orders, RankTimes
+from benchmarks.support import command
+from benchmarks.support.command import CONSOLE, UNSHAPED, bytes_s
 from benchmarks.training import steps
 from pycomm.bench.collectives import table, worker
 from pycomm.bench.collectives.peers import ENCRYPTED
 from pycomm.bench.collectives.plot import COLORS
 from pycomm.bench.collectives.verbs import VERBS
-from pycomm.bench.support import delayed_link, machine, summaries
+from pycomm.bench.support import delayed_link, machine
 from pycomm.bench.support.delayed_link import DelayedLink, LinkSettings
-from pycomm.bench.support.netns import RATE, Network, missing
-from pycomm.bench.support.sizes import format_size, parse_sizes
+from pycomm.bench.support.netns import Network, missing
+from pycomm.bench.support.sizes import format_size, names, parse_sizes
 
-UNSHAPED = "none"
-MBIT = {"mbit": 1, "gbit": 1000}
 SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
 NEITHER = LinkSettings()  # delay nor loss
 CONTESTANTS = ["pycomm", "pycomm-direct", ENCRYPTED.name, "gloo", sockets.NAME]
@@ -87,15 +85,9 @@ def main(argv: Sequence[str]) -> int:
         return steps.main([word for word in argv if word != "--training"])
     parser = _parser()
     options = parser.parse_args(argv)
-    lists = {"rates": None, "ops": VERBS, "peers": CONTESTANTS}
-    for name, known in lists.items():
-        chosen = [word.strip() for word in getattr(options, name).split(",") if word.strip()]
-        bad = [w for w in chosen if w not in (known or [UNSHAPED]) and (known or not RATE.match(w))]
-        if not chosen or bad:
-            parser.error(f"--{name} takes some of {', '.join(known or ['10gbit', UNSHAPED])}")
-        setattr(options, name, chosen)
-    if options.hosts < 2 or min(options.ranks_per_host, options.rounds) < 1:
-        parser.error("at least 2 hosts, 1 rank on each and 1 round are needed")
+    counts = len(options.peers), len(options.ops), options.ranks_per_host, options.rounds
+    if options.hosts < 2 or min(counts) < 1:
+        parser.error("at least 2 hosts, and 1 rank on each, peer, op and round are needed")
     if options.ranks_per_host > 1 and sockets.NAME in options.peers:
         parser.error(f"--peers {sockets.NAME} is for one rank on each host")
     if bad := [word for word in options.sysctl if "=" not in word]:
@@ -103,47 +95,45 @@ def main(argv: Sequence[str]) -> int:
     if why := delayed_link.missing() if options.delay or any(options.loss) else missing():
         print(f"pycomm bench links {why}", file=sys.stderr)
         return 2
-    console = Console(soft_wrap=True, highlight=False)
     found: list[Row] = []
     try:
-        with Progress(console=console, disable=not console.is_terminal, transient=True) as bar:
+        with command.bar() as bar:
             cases = len(options.ops) * len(options.sizes) * len(options.pauses)
             task = bar.add_task("", total=cases * len(options.rates) * len(options.loss))
-            console.print(HEADER)
+            CONSOLE.print(HEADER)
             for rate, loss in itertools.product(options.rates, options.loss):
                 bar.update(task, description=rate)
                 for rows in measure(rate, loss, options):
                     found += rows
                     for row in rows:
-                        console.print(text(row))
+                        CONSOLE.print(text(row))
                     bar.advance(task)
     except RuntimeError as error:
-        console.print(str(error), style="red", markup=False)
+        CONSOLE.print(str(error), style="red", markup=False)
         return 1
     except KeyboardInterrupt:
-        console.print("interrupted")
+        CONSOLE.print("interrupted")
         return 130
     _store(found, options)
     return 1 if any(row.wrong for row in found) else 0
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="pycomm bench links", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser = command.parser("links", __doc__, plot="bandwidth over size")
     parser.add_argument("--hosts", type=int, default=2)
     parser.add_argument("--ranks-per-host", type=int, default=1)
-    parser.add_argument("--rates", default="1gbit,10gbit,none", help="(%(default)s)")
+    usual = "1gbit,10gbit,none"
+    parser.add_argument("--rates", type=command.rates, default=usual, help="(%(default)s)")
     parser.add_argument("--sizes", type=parse_sizes, default="1M:64M:4", help="(%(default)s)")
-    parser.add_argument("--ops", default="all_reduce", help=",".join(VERBS))
-    parser.add_argument("--peers", default="pycomm,gloo", help=",".join(CONTESTANTS))
+    verbs, peers = ",".join(VERBS), ",".join(CONTESTANTS)
+    parser.add_argument("--ops", type=names(VERBS), default="all_reduce", help=verbs)
+    parser.add_argument("--peers", type=names(CONTESTANTS), default="pycomm,gloo", help=peers)
     parser.add_argument("--rounds", type=int, default=5, help="turns of each contestant")
     parser.add_argument("--delay", type=_seconds, default=0.0, help="one way, such as 50ms")
     parser.add_argument("--loss", type=_numbers, default=[0.0], help="percent, such as 0,0.1")
     parser.add_argument("--mtu", type=int, default=1500, help="of links with delay or loss")
     parser.add_argument("--pauses", type=_numbers, default=[0.0], help="seconds before each call")
     parser.add_argument("--sysctl", action="append", default=[], help="NAME=VALUE, of all hosts")
-    parser.add_argument("--json", type=Path, help="where to store all figures")
-    parser.add_argument("--plot", type=Path, help="where to draw bandwidth over size")
     return parser
 
 
@@ -261,13 +251,6 @@ def rows_of(
     return [replace(row, ratio=gloo / row.time_ms if gloo else None) for row in rows]
 
 
-def bytes_s(rate: str) -> float:
-    """Bytes per second of a rate such as "10gbit"."""
-    match = RATE.fullmatch(rate)
-    assert match, rate
-    return int(match[1]) * MBIT[match[2]] * 1e6 / 8
-
-
 HEADER = (
     f"{'# rate':8} {'delay':>7} {'loss':>6} {'pause':>6} {'verb':>14} {'size':>6} "
     f"{'peer':>14} {'time (ms)':>10} {'GB/s':>6} {'% of link':>9} {'vs gloo':>8} "
@@ -288,20 +271,15 @@ def text(row: Row) -> str:
 
 
 def _store(found: Sequence[Row], options: argparse.Namespace) -> None:
-    where = machine.describe()
-    if options.json:
-        settings = {
-            name: getattr(options, name) for name in ("hosts", "ranks_per_host", "rounds", "peers")
-        }
-        if options.delay or any(options.loss):
-            settings["mtu"] = options.mtu
-        if options.sysctl:
-            settings["sysctl"] = options.sysctl
-        if ENCRYPTED.name in options.peers:
-            settings["openssl"] = ssl.OPENSSL_VERSION  # Python's ssl and pycomm load the same copy
-        content = {"machine": where, "settings": settings, "rows": [asdict(row) for row in found]}
-        summaries.write(options.json, content)
+    chosen = ["hosts", "ranks_per_host", "rounds", "peers"]
+    chosen += ["mtu"] if options.delay or any(options.loss) else []
+    chosen += ["sysctl"] if options.sysctl else []
+    settings = {name: getattr(options, name) for name in chosen}
+    if ENCRYPTED.name in options.peers:
+        settings["openssl"] = ssl.OPENSSL_VERSION  # Python's ssl and pycomm load the same copy
+    command.store(options.json, settings=settings, rows=[asdict(row) for row in found])
     if options.plot:
+        where = machine.describe()
         shape = f"{options.hosts} hosts x {options.ranks_per_host} ranks"
         draw(options.plot, found, f"{shape}, {where['cpu']}, {where['cores']} cores")
 

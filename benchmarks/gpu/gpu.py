@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
 import re
 import shutil
@@ -22,9 +21,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from benchmarks.support import command
+from benchmarks.support.command import ROOT
 from pycomm.bench.support import machine
 
-ROOT = Path(__file__).resolve().parent.parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "gpu"
 NO_GPU = 3  # the exit status
 ON_GPUS = ("group_devices", "kernel_devices")
@@ -138,12 +138,8 @@ def run(chosen: Sequence[Part], results: Path, names: Sequence[str]) -> int:
         outcome = run_part(part, results / f"{part.name}.txt")
         found.append(outcome)
         print(f"== {part.name}: {outcome.failure or 'fine'}, {outcome.seconds:.0f} s", flush=True)
-    summary = {
-        "machine": machine.describe(),
-        "gpus": list(names),
-        "parts": [asdict(outcome) for outcome in found],
-    }
-    (results / "gpu.json").write_text(json.dumps(summary, indent=1) + "\n")
+    outcomes = [asdict(outcome) for outcome in found]
+    command.store(results / "gpu.json", gpus=list(names), parts=outcomes)
     failed = [outcome.name for outcome in found if outcome.failure]
     print(f"{len(found) - len(failed)} of {len(found)} parts are fine; {results} has all output")
     if failed:

@@ -8,7 +8,6 @@ values, headers, and every check. The comparison is a copy of the pairs (8 bytes
 
 from __future__ import annotations
 
-import argparse
 import math
 import statistics
 import time
@@ -20,9 +19,10 @@ from typing import Any
 import numpy as np
 
 import pycomm
+from benchmarks.support import command
 from pycomm import _core, kernels
 from pycomm.bench.kernels import residuals
-from pycomm.bench.support import machine, summaries
+from pycomm.bench.support.sizes import names
 from pycomm.kernels.compact import VALUES
 
 SPARSITIES = (0.75, 0.9375, 0.984375, 0.996, 0.999, 0.9999)
@@ -53,35 +53,25 @@ class Row:
 
 def main(argv: Sequence[str]) -> int:
     """Measures, prints, stores; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="pycomm bench codec", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser = command.parser("codec", __doc__)
     parser.add_argument("--count", type=int, default=2**24, help="elements (%(default)s)")
     parser.add_argument("--most", type=int, default=2**20, help="kept elements (%(default)s)")
     parser.add_argument("--rounds", type=int, default=21, help="(%(default)s)")
-    parser.add_argument("--values", default=",".join(VALUES), help="codes (%(default)s)")
+    codes = ",".join(VALUES)
+    parser.add_argument("--values", type=names(VALUES), default=codes, help="(%(default)s)")
     parser.add_argument("--residuals", type=Path, help="of `python -m benchmarks residuals`")
-    parser.add_argument("--json", type=Path, help="where to store all figures")
     options = parser.parse_args(argv)
-    values = options.values.split(",")
-    if unknown := [code for code in values if code not in VALUES]:
-        parser.error(f"{unknown[0]!r} is not among {', '.join(VALUES)}")
     before = _core.kernel_threads()
     pycomm.set_num_threads(1)
-    rows = []
-    print(HEADER)
-    for name, sparsity, count, indices in _sets(options.count, options.most, options.residuals):
-        for code in values:
-            row = measured((name, sparsity, count), indices, code, options.rounds)
-            rows.append(row)
-            print(text(row), flush=True)
+    sets = _sets(options.count, options.most, options.residuals)
+    rows = [
+        asdict(measured(named, indices, code, options.rounds))
+        for *named, indices in command.progress(sets, "index sets")
+        for code in options.values
+    ]
     pycomm.set_num_threads(before)
-    if options.json:
-        content = {
-            "machine": machine.describe(),
-            "settings": {"threads": 1, "rounds": options.rounds, "isa": _core.kernel_isa()},
-            "rows": [asdict(row) for row in rows],
-        }
-        summaries.write(options.json, content)
+    settings = {"threads": 1, "rounds": options.rounds, "isa": _core.kernel_isa()}
+    command.report(options.json, settings=settings, rows=rows)
     return 0
 
 
@@ -101,8 +91,8 @@ def _sets(count: int, most: int, stored: Path | None) -> Iterator[tuple[str, flo
             yield "residuals", sparsity, some.size, kernels.topk(some, k)[0]
 
 
-def measured(named: tuple[str, float, int], indices: Array, code: str, rounds: int) -> Row:
-    """All in turn, round by round; the first round is not timed."""
+def measured(named: Sequence[Any], indices: Array, code: str, rounds: int) -> Row:
+    """All in turn, round by round; the first round is not timed. `named`: data, sparsity, count."""
     name, sparsity, count = named
     k = indices.size
     magnitudes = 1 + np.random.default_rng(1).exponential(size=k)
@@ -176,20 +166,3 @@ def entropy_bits(count: int, k: int) -> float:
     """Of an index, where all sets of k indices are alike: log2 C(count, k) / k."""
     ways = math.lgamma(count + 1) - math.lgamma(k + 1) - math.lgamma(count - k + 1)
     return ways / math.log(2) / k
-
-
-HEADER = (
-    f"{'# data':11} {'sparsity':>9} {'kept':>8} {'values':>9} {'indices':>8} {'B each':>7} "
-    f"{'bits/index':>11} {'entropy':>8} {'encode M/s':>11} {'best':>5} {'decode M/s':>11} "
-    f"{'best':>5} {'copy M/s':>9} {'best':>5}"
-)
-
-
-def text(row: Row) -> str:
-    """One line under HEADER."""
-    return (
-        f"{row.data:11} {row.sparsity:>9} {row.k:>8} {row.values:>9} {row.indices:>8} "
-        f"{row.bytes_each:>7.3f} {row.index_bits:>11.3f} {row.entropy_bits:>8.3f} "
-        f"{row.encode_rate:>11.0f} {row.encode_best:>5.0f} {row.decode_rate:>11.0f} "
-        f"{row.decode_best:>5.0f} {row.copy_rate:>9.0f} {row.copy_best:>5.0f}"
-    )

@@ -22,7 +22,8 @@ from typing import Any
 import numpy as np
 
 import pycomm
-from benchmarks.reliability import command
+from benchmarks.support import command
+from benchmarks.support.ports import free_port
 from pycomm import Group, _core
 from pycomm.testing.threads import join
 
@@ -106,7 +107,7 @@ WAITS: dict[str, Callable[[], Wait]] = {
     "forming, absent peer": lambda: _forming(_Echo()),
     "split": lambda: _alone(lambda group: group.split(0)),
     "shrink": lambda: _alone(Group.shrink, size=3),
-    "store without a server": lambda: lambda: _connect(command.free_port()),
+    "store without a server": lambda: lambda: _connect(free_port()),
     "silent store": _silent_store,
 }
 

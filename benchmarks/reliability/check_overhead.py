@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.reliability import command
-from benchmarks.reliability.command import ROOT
+from benchmarks.support import command
+from benchmarks.support.command import ROOT
 
 CSRC = ROOT / "csrc"
 LIMIT_S = 600.0  # of one program

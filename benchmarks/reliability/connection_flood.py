@@ -28,12 +28,13 @@ from typing import Any
 import numpy as np
 
 import pycomm
-from benchmarks.reliability import command
-from benchmarks.reliability.unauthenticated import (
+from benchmarks.support import command
+from benchmarks.support.ports import free_port
+from benchmarks.support.unauthenticated import (
     UnauthenticatedClients,
-    descendants,
     inodes,
     listeners,
+    with_descendants,
 )
 
 BACKENDS = ("pycomm", "gloo")
@@ -121,8 +122,8 @@ def flood(backend: str, connections: int) -> Flood:
 
 def _job(backend: str, attacked: bool, connections: int) -> tuple[Rank, UnauthenticatedClients]:
     """One job: rank 1, which starts when the clients have, and the clients."""
-    port, secret = command.free_port(), secrets.token_hex(32)
-    target = port if attacked else command.free_port()
+    port, secret = free_port(), secrets.token_hex(32)
+    target = port if attacked else free_port()
     with ProcessPoolExecutor(2, multiprocessing.get_context("spawn")) as pool:
         first = pool.submit(run_rank, backend, 0, port, secret)
         with _flooded(target, attacked, connections) as clients:
@@ -136,12 +137,13 @@ def _flooded(port: int, attacked: bool, least: int) -> Iterator[UnauthenticatedC
     """Clients connect to `port` and, if `attacked`, to the listeners of all child processes, until
     the context ends, and at least so many times. From a tenth of that on the context runs."""
     clients, begun, ended = UnauthenticatedClients(), threading.Event(), threading.Event()
+    me = os.getpid()  # holds hundreds of connections, and no listener
 
     def connect() -> None:
         begin, looked, calls, ports = time.monotonic(), 0.0, 0, [port]
         while calls < least or not ended.is_set():
             if (now := time.monotonic()) - looked > LOOK_S:
-                theirs, looked = inodes(descendants(os.getpid()) if attacked else ()), now
+                theirs, looked = inodes(with_descendants(me) - {me} if attacked else ()), now
                 found = {one.address[1] for inode, one in listeners().items() if inode in theirs}
                 ports = sorted({port} | found)
                 clients.go_on()

@@ -21,7 +21,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from random import Random
 
-from benchmarks.reliability import command
 from benchmarks.reliability.fault_rank import (
     DISAGREEMENTS,
     ONE_WAY,
@@ -34,6 +33,7 @@ from benchmarks.reliability.fault_rank import (
     Report,
     live,
 )
+from benchmarks.support import command
 from pycomm.bench.support import summaries
 from pycomm.testing import FaultPlan, run_ranks
 

@@ -29,7 +29,7 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 
 import pycomm
 import pycomm.torch_backend  # registers the backend
-from benchmarks.reliability import command
+from benchmarks.support import command
 from pycomm import Group
 from pycomm.bench.support import summaries
 from pycomm.testing import run_ranks

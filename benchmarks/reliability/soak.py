@@ -19,10 +19,11 @@ from dataclasses import dataclass, field
 from multiprocessing import resource_tracker
 from random import Random
 
-from benchmarks.reliability import command, faults
+from benchmarks.reliability import faults
 from benchmarks.reliability.fault_rank import DISAGREEMENTS, Job
 from benchmarks.reliability.faults import MOMENTS, PROCESSES
-from benchmarks.reliability.leak_check import leaked, memory_mb, one_arena, resources
+from benchmarks.support import command
+from benchmarks.support.leak_check import leaked, memory_mb, one_arena, resources
 
 ACTIONS = ("", *MOMENTS)
 RANDOM_CALLS = 30  # of an epoch

@@ -8,7 +8,6 @@ with expected_costs.py; the exit status is 1 if one is worse or replicas differ.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import itertools
 import math
@@ -22,13 +21,14 @@ from typing import Any
 import matplotlib
 import torch
 from matplotlib.figure import Figure
-from rich.console import Console
 from torch import nn
 
 import pycomm
+from benchmarks.support import command
 from benchmarks.training.expected_costs import WANTED, disordered, judged
 from benchmarks.training.workloads import WORKLOADS, Workload, missing
-from pycomm.bench.support import machine, summaries
+from pycomm.bench.support import summaries
+from pycomm.bench.support.sizes import names
 from pycomm.compress.dgc import compressor_of
 from pycomm.testing import run_ranks
 
@@ -127,28 +127,21 @@ class Run:
 
 def main(argv: Sequence[str]) -> int:
     """Trains, prints, stores; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="pycomm bench convergence", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser = command.parser("convergence", __doc__, plot="loss over steps and over MB")
     parser.add_argument("--ranks", type=int, default=8)
-    parser.add_argument("--workloads", default=",".join(WORKLOADS), help="(%(default)s)")
-    parser.add_argument("--methods", default=",".join(METHODS), help="(%(default)s)")
+    for name, known in ("workloads", [*WORKLOADS]), ("methods", [*METHODS]):
+        all_, kind = ",".join(known), names(known)
+        parser.add_argument(f"--{name}", type=kind, default=all_, help="(%(default)s)")
     parser.add_argument("--seeds", type=int, default=3, help="how many, from 0 (%(default)s)")
     parser.add_argument("--steps", type=int, help="instead of the workload's own")
     parser.add_argument("--link-mbit", type=float, help="limit each rank's link (not limited)")
-    parser.add_argument("--json", type=Path, help="where figures are stored, and taken up again")
-    parser.add_argument("--plot", type=Path, help="where to draw loss over steps and over MB")
     options = parser.parse_args(argv)
-    workloads, methods = options.workloads.split(","), options.methods.split(",")
-    for given, known in ((workloads, WORKLOADS), (methods, METHODS)):
-        for name in given:
-            if name not in known:
-                parser.error(f"no {name!r}: choose among {', '.join(known)}")
-    for name in workloads:
+    for name in options.workloads:
         if why := missing(name):
             parser.error(why)
-    console = Console(soft_wrap=True, highlight=False)
     found = _stored(options.json)
-    for seed, name, method in itertools.product(range(options.seeds), workloads, methods):
+    cases = itertools.product(range(options.seeds), options.workloads, options.methods)
+    for seed, name, method in cases:
         steps = options.steps or WORKLOADS[name].steps
         key = (name, method, seed, options.ranks, steps, options.link_mbit)
         if any(key == (r.workload, r.method, r.seed, r.ranks, r.steps, r.link_mbit) for r in found):
@@ -157,11 +150,10 @@ def main(argv: Sequence[str]) -> int:
         found.append(
             train(workload, METHODS[method], seed, options.ranks, steps, options.link_mbit)
         )
-        console.print(_said(found[-1]))
-        _store(options.json, found)
+        command.CONSOLE.print(_said(found[-1]))
+        command.store(options.json, rows=[asdict(run) for run in found])
     lines, good = summary(found)
-    for line in lines:
-        console.print(line)
+    command.CONSOLE.print("\n".join(lines))
     if options.plot:
         draw(options.plot, found)
     return 0 if good else 1
@@ -400,9 +392,3 @@ def _stored(path: Path | None) -> list[Run]:
     if path is None or not path.exists():
         return []
     return [Run(**row) for row in summaries.read(path)["rows"]]
-
-
-def _store(path: Path | None, found: Sequence[Run]) -> None:
-    if path is not None:
-        content = {"machine": machine.describe(), "rows": [asdict(run) for run in found]}
-        summaries.write(path, content)

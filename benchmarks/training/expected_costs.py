@@ -15,8 +15,6 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-__all__ = ["ORDERS", "WANTED", "Band", "disordered", "judged"]
-
 SEEDS = 3
 USUAL = {"images": 0.25, "text": 0.013}
 """Lower bounds of deviations, as three seeds are few: accuracy in points, nats."""

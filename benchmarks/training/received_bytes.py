@@ -18,7 +18,6 @@ does not offer. Four frames of each other rank and their lengths are counted.
 
 from __future__ import annotations
 
-import argparse
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -27,15 +26,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from rich.console import Console
-from rich.progress import Progress
-from rich.table import Table
 
 from benchmarks.kernels.codec import entropy_bits
+from benchmarks.support import command
 from benchmarks.training import received_bytes_plot, received_bytes_ranks
 from pycomm import kernels
 from pycomm.bench.kernels import residuals
-from pycomm.bench.support import machine, summaries
 from pycomm.bench.support.model import CharGPT, Shape
 from pycomm.compress.bucket import Pair
 from pycomm.compress.packet_codec import decode, encode
@@ -132,24 +128,18 @@ def _taken(found: residuals.Residuals, window: int, k: int) -> tuple[Array, Arra
 
 def main(argv: Sequence[str]) -> int:
     """Counts, prints, stores; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks wire", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser = command.parser("wire", __doc__, plot="bytes over ranks")
     parser.add_argument("residuals", type=Path, help="of `python -m benchmarks residuals`")
     parser.add_argument("--elements", type=int, default=3 * 10**8, help="(%(default)s)")
     parser.add_argument("--ranks", default="8,16,64,128,256,1024", help="(%(default)s)")
     parser.add_argument("--processes", default="2,4,8,16", help="that count (%(default)s)")
     parser.add_argument("--counted", type=int, default=1 << 23, help="elements (%(default)s)")
     parser.add_argument("--sparsities", default="0.999", help="for --ranks (%(default)s)")
-    parser.add_argument("--json", type=Path, help="where to store all figures")
-    parser.add_argument("--plot", type=Path, help="where to draw bytes over ranks")
     options = parser.parse_args(argv)
     sizes = [int(word) for word in options.ranks.split(",")]
     sparsities = [float(word) for word in options.sparsities.split(",")]
     found = residuals.load(options.residuals)
-    console = Console(soft_wrap=True, highlight=False)
-    if not console.is_terminal:
-        console.width = 140  # a file has no width, and columns would be cut
-    with Progress(console=console, disable=not console.is_terminal, transient=True) as bar:
+    with command.bar() as bar:
         cases = sum(min(size, found.v.shape[0]) for size in sizes) * len(sparsities)
         real = [int(word) for word in options.processes.split(",")]
         task = bar.add_task("packets", total=cases + len(RAMP) + 2 * len(real))
@@ -164,9 +154,8 @@ def main(argv: Sequence[str]) -> int:
                 {"sparsity": sparsity, "values": code, "of_ring": of_ring(pair, sets, code)}
             )
             bar.advance(task)
-        for sparsity in (0.99,):
-            sets = Sets(found, sparsity, min(options.elements, 10**7))
-            packets.append(packets_of(sparsity, sets.of(0), sets.count, "2bit"))
+        sets = Sets(found, 0.99, min(options.elements, 10**7))
+        packets.append(packets_of(0.99, sets.of(0), sets.count, "2bit"))
         ranks = []
         for sparsity in sparsities:
             sets = Sets(found, sparsity, options.elements)
@@ -179,25 +168,18 @@ def main(argv: Sequence[str]) -> int:
             for exchange in ("gather", "sharded"):
                 counted.append(received_bytes_ranks.counted(exchange, size, options.counted))
                 bar.advance(task)
-    for table in [*tables(packets, ramp, ranks), counted_table(counted)]:
-        console.print(table)
-    where = machine.describe()
-    if options.json:
-        content = {
-            "machine": where,
-            "settings": {
-                "elements": options.elements,
-                "counted": options.counted,
-                "residuals": found.digest,
-            },
-            "packets": [asdict(one) for one in packets],
-            "ramp": ramp,
-            "ranks": [asdict(one) for one in ranks],
-            "counted": [asdict(one) for one in counted],
-        }
-        summaries.write(options.json, content)
+    by_size = [asdict(one) for one in ranks]
+    command.report(
+        options.json,
+        settings={name: getattr(options, name) for name in ("elements", "counted")}
+        | {"residuals": found.digest},
+        packets=[asdict(one) for one in packets],
+        ramp=ramp,
+        ranks=by_size,
+        counted=[asdict(one) for one in counted],
+    )
     if options.plot:
-        received_bytes_plot.draw(options.plot, [asdict(one) for one in ranks], options.elements)
+        received_bytes_plot.draw(options.plot, by_size, options.elements)
     return 0
 
 
@@ -278,47 +260,3 @@ def _answer(total: torch.Tensor, k: int, size: int, code: str) -> torch.Tensor:
     places, values = kernels.topk(total, min(-(-k // size), len(total)))
     some = values != 0
     return encode(PacketBatch(places[some], values[some], [int(some.sum())]), len(total), code)[0]
-
-
-def tables(
-    packets: Sequence[Packets], ramp: Sequence[dict[str, Any]], ranks: Sequence[Ranks]
-) -> list[Table]:
-    """Formats the results as tables."""
-    first = _table("one packet", ["sparsity", "values", "k", "B each", "bits/index", "/ entropy"])
-    for one in packets:
-        bits = f"{one.index_bits:.3f}", f"{one.over_entropy:.3f}"
-        first.add_row(f"{one.sparsity}", one.values, f"{one.k}", f"{one.bytes_each:.3f}", *bits)
-    second = _table("a level's bytes over a bf16 ring's", ["sparsity", "values", "of the ring"])
-    for level in ramp:
-        second.add_row(f"{level['sparsity']}", level["values"], f"{level['of_ring']:.4f}")
-    names = ["sparsity", "ranks", "gather MB", "sharded MB", "B/element", "fewer"]
-    third = _table("received", [*names, "k->4k", "busiest/mean", "by ranges"])
-    for row in ranks:
-        third.add_row(
-            *(
-                f"{row.sparsity}",
-                f"{row.size}",
-                f"{row.gather / 1e6:.2f}",
-                f"{row.sharded / 1e6:.3f}",
-            ),
-            *(f"{row.per_element:.5f}", f"{row.fewer:.0f}x", f"{row.fewer4:.0f}x"),
-            *(f"{row.busiest:.2f}", f"{row.busiest_range:.1f}"),
-        )
-    return [first, second, third]
-
-
-def counted_table(counted: Sequence[received_bytes_ranks.Counted]) -> Table:
-    """Formats the results as tables."""
-    names = ["exchange", "ranks", "received kB", "most kB", "reckoned kB", "B/element"]
-    table = _table("received, by the transports' counters", names)
-    for one in counted:
-        kilo = (f"{x / 1e3:.1f}" for x in (one.received, one.most, one.expected))
-        table.add_row(one.exchange, f"{one.size}", *kilo, f"{one.per_element:.5f}")
-    return table
-
-
-def _table(title: str, names: Sequence[str]) -> Table:
-    table = Table(title=title, box=None, title_justify="left")
-    for name in names:
-        table.add_column(name, justify="right", no_wrap=True)
-    return table

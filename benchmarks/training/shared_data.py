@@ -2,13 +2,13 @@
 
 Ranks of one host, each a process without workers, read shuffled epochs of images that zlib
 decompresses: "decode" in each epoch, "cache" in a dict of each rank, "shared" in one copy of the
-host. Memory is the sum over the ranks of the increase in PSS (smaps_rollup), which divides shared
-pages among the processes that map them. Seconds are of the slowest rank.
+host. "mib" is the memory of the host, the sum over the ranks of the increase in PSS (smaps_rollup),
+which divides shared pages among the processes that map them. "seconds" are the slowest rank's: of
+the constructor, then of each epoch.
 """
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import time
 import zlib
@@ -21,7 +21,7 @@ import torch
 from torch.utils.data import Dataset
 
 import pycomm
-from pycomm.bench.support import machine, summaries
+from benchmarks.support import command
 from pycomm.testing import run_ranks
 
 WAYS = ("decode", "cache", "shared")
@@ -31,18 +31,13 @@ BYTES = int(np.prod(SHAPE))
 
 def main(argv: Sequence[str]) -> int:
     """Measures, prints, stores; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="pycomm bench shared_data", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser = command.parser("shared_data", __doc__)
     parser.add_argument("--ranks", type=int, default=2, help="(%(default)s)")
     parser.add_argument("--count", type=int, default=2000, help="images (%(default)s)")
     parser.add_argument("--epochs", type=int, default=4, help="(%(default)s)")
-    parser.add_argument("--json", type=Path, help="where to store all figures")
     options = parser.parse_args(argv)
     rows = []
-    epochs = "".join(f"{f'epoch {i + 1}':>10}" for i in range(options.epochs))
-    print(f"{options.count * BYTES / 2**20:.0f} MiB decoded; seconds, MiB of the host")
-    print(f"{'':8}{'construct':>10}{epochs}{'MiB':>10}")
-    for way in WAYS:
+    for way in command.progress(WAYS, "ways to read"):
         ranks = run_ranks(
             options.ranks, measure, way, options.count, options.epochs,
             transport="", processes=True, timeout_s=600.0,
@@ -50,11 +45,9 @@ def main(argv: Sequence[str]) -> int:
         seconds = [max(times) for times in zip(*(times for times, _ in ranks), strict=True)]
         mib = sum(grown for _, grown in ranks) / 2**20
         rows.append({"way": way, "seconds": seconds, "mib": mib})
-        print(f"{way:8}{''.join(f'{s:10.2f}' for s in seconds)}{mib:10.0f}", flush=True)
-    if options.json:
-        settings = {"ranks": options.ranks, "count": options.count, "shape": list(SHAPE)}
-        content = {"machine": machine.describe(), "settings": settings, "rows": rows}
-        summaries.write(options.json, content)
+    settings = {"ranks": options.ranks, "count": options.count, "shape": list(SHAPE)}
+    settings["decoded_mib"] = options.count * BYTES / 2**20
+    command.report(options.json, settings=settings, rows=rows)
     return 0
 
 

@@ -34,18 +34,19 @@ from typing import Any, Protocol
 
 import torch
 from matplotlib.figure import Figure
-from rich.console import Console
-from rich.progress import Progress
 from rich.table import Table
 from torch import nn
 from torch.multiprocessing.spawn import ProcessException
 
 import pycomm
+from benchmarks.support import command
+from benchmarks.support.command import UNSHAPED, bytes_s
 from pycomm import collectives
 from pycomm.bench.collectives.peers import OURS, Groups
 from pycomm.bench.collectives.plot import COLORS
 from pycomm.bench.support import machine, processes, summaries
-from pycomm.bench.support.netns import RATE, Network, missing
+from pycomm.bench.support.netns import Network, missing
+from pycomm.bench.support.sizes import names
 from pycomm.compress.cost_model import Coding, measure_coding
 from pycomm.compress.schedule import Load, code_at, to_send
 from pycomm.errors import Error
@@ -53,14 +54,12 @@ from pycomm.testing import run_ranks
 from pycomm.tuning import planner
 
 LAYERS = 20
-UNSHAPED = "none"
 PADDLE = {"1gbit": 6.533, "10gbit": 1.467, "100gbit": 0.993}
 EVERY = 8  # steps between the sums of LocalSGD
 SPARSITY = 0.999
 # The planner's names of the ways.
 PLANNED = {"dense": "dense", "dgc": "dgc gather", "compact": "dgc 2bit gather"}
 PLANNED |= {"local": f"local {EVERY}"}
-GBIT = {"mbit": 1e-3, "gbit": 1.0}
 ONE_BUCKET_MB = 1 << 20
 BUCKET = "token bucket in the transport"
 FIRST = 2  # steps that are not counted
@@ -118,48 +117,41 @@ class Row:
 
 def main(argv: Sequence[str]) -> int:
     """Measures, prints, stores; returns the exit status: 2 if hosts are impossible here."""
-    parser = argparse.ArgumentParser(prog="pycomm bench links --training", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser = command.parser("links --training", __doc__, plot="seconds per step")
     parser.add_argument("--hosts", type=int, default=2)
-    parser.add_argument("--rates", default="100mbit,1gbit,10gbit,none", help="(%(default)s)")
-    parser.add_argument("--ways", default=",".join(WAYS), help="(%(default)s)")
+    usual, ways = "100mbit,1gbit,10gbit,none", ",".join(WAYS)
+    parser.add_argument("--rates", type=command.rates, default=usual, help="(%(default)s)")
+    parser.add_argument("--ways", type=names(WAYS), default=ways, help="(%(default)s)")
     parser.add_argument(
         "--steps", type=int, default=8, help="of each way; 1 where it takes seconds"
     )
     parser.add_argument("--width", type=int, default=1432, help="of a layer (%(default)s)")
     parser.add_argument("--compute-s", type=float, default=0.3725, help="a step's (%(default)s)")
     parser.add_argument("--throttle", action="store_true", help="token buckets, not tc")
-    parser.add_argument("--json", type=Path, help="where to store all figures")
-    parser.add_argument("--plot", type=Path, help="where to draw seconds per step")
     options = parser.parse_args(argv)
-    rates, ways = options.rates.split(","), options.ways.split(",")
-    if not all(rate == UNSHAPED or RATE.fullmatch(rate) for rate in rates):
-        parser.error(f"--rates takes some like 10gbit, or {UNSHAPED}")
-    if not {"compute", "overlap"} <= {*ways} <= {*WAYS}:
-        parser.error(f"--ways takes compute, overlap and some of {', '.join(WAYS)}")
-    console = Console(soft_wrap=True, highlight=False)
-    if not console.is_terminal:
-        console.width = 140  # a file has no width, and columns would be cut
+    if not {"compute", "overlap"} <= {*options.ways}:
+        parser.error("--ways needs compute and overlap")
     if not options.throttle and (why := missing()):
-        console.print(f"tc {why}: each line is a {BUCKET}", markup=False)
+        command.CONSOLE.print(f"tc {why}: each line is a {BUCKET}", markup=False)
         options.throttle = True
     settings = {name: getattr(options, name) for name in ("hosts", "steps", "compute_s")}
-    settings |= {"elements": LAYERS * options.width**2, "ways": ways}
+    settings |= {"elements": LAYERS * options.width**2, "ways": options.ways}
     if options.throttle:
         settings["lines"] = BUCKET
     found = stored(options.json, settings)
-    rates = [rate for rate in rates if all(row.rate != rate for row in found)]
+    rates = [rate for rate in options.rates if all(row.rate != rate for row in found)]
     try:
-        with Progress(console=console, disable=not console.is_terminal, transient=True) as bar:
-            task = bar.add_task("", total=len(rates) * len(ways))
+        with command.bar() as bar:
+            task = bar.add_task("", total=len(rates) * len(options.ways))
             for rate in rates:
                 bar.update(task, description=rate)
-                found += measure(rate, ways, options, lambda: bar.advance(task))
-                store(options.json, settings, found)
+                found += measure(rate, options, lambda: bar.advance(task))
+                rows = [asdict(row) for row in found]
+                command.store(options.json, settings=settings, rows=rows)
     except (ProcessException, Error) as error:
-        console.print(f"a rank failed\n{error}", style="red", markup=False)
+        command.CONSOLE.print(f"a rank failed\n{error}", style="red", markup=False)
         return 1
-    console.print(table(found, BUCKET if options.throttle else ""))
+    command.CONSOLE.print(table(found, BUCKET if options.throttle else ""))
     if options.plot:
         where = machine.describe()
         hosts = f"{options.hosts} ranks, {BUCKET}" if options.throttle else f"{options.hosts} hosts"
@@ -175,21 +167,11 @@ def stored(path: Path | None, settings: dict[str, object]) -> list[Row]:
     return [Row(**row) for row in content["rows"]] if content["settings"] == settings else []
 
 
-def store(path: Path | None, settings: dict[str, object], found: Sequence[Row]) -> None:
-    """Writes all rows."""
-    if path is not None:
-        rows = [asdict(row) for row in found]
-        content = {"machine": machine.describe(), "settings": settings, "rows": rows}
-        summaries.write(path, content)
-
-
-def measure(
-    rate: str, ways: list[str], options: argparse.Namespace, advance: Callable[[], object]
-) -> list[Row]:
+def measure(rate: str, options: argparse.Namespace, advance: Callable[[], object]) -> list[Row]:
     """The rows of one link."""
     took: dict[str, list[float]] = {}
     codings: list[tuple[Coding, Coding]] = []
-    speed = None if rate == UNSHAPED else gbit_of(rate) * 1e9 / 8
+    speed = None if rate == UNSHAPED else bytes_s(rate)
 
     def on_message(rank: int, message: tuple[str, float] | tuple[Coding, Coding]) -> None:
         if isinstance(message[0], Coding):
@@ -200,7 +182,7 @@ def measure(
         if rank == 0:
             advance()
 
-    args = (ways, options.steps, options.width, options.compute_s)
+    args = (options.ways, options.steps, options.width, options.compute_s)
     if options.throttle:
         limits: dict[str, Any] = {"timeout_s": LIMIT_S, "link_bytes_per_s": speed}
         messages_by_rank = run_ranks(
@@ -215,11 +197,11 @@ def measure(
                 net.shape(0, rate)
             hosts = [host.name for host in net.hosts]
             processes.run(work, args, options.hosts, on_message, hosts)
-    slowest = {way: max(took[way]) for way in ways}
+    slowest = {way: max(took[way]) for way in options.ways}
     found = max(took["line"]) if "line" in took and speed else None
     expected: dict[str, float] = {}
     if rate != UNSHAPED:
-        where = options.hosts, gbit_of(rate)
+        where = options.hosts, bytes_s(rate) * 8e-9  # in Gbit/s
         loads = loads_of(LAYERS * options.width**2)
         expected = planner.expected(slowest["compute"], loads, codings[0], where, EVERY)
     return [
@@ -234,11 +216,6 @@ def measure(
         )
         for way, seconds in slowest.items()
     ]
-
-
-def gbit_of(rate: str) -> float:
-    """Of a rate as tc spells it: 0.1 of "100mbit"."""
-    return float(rate[:-4]) * GBIT[rate[-4:]]
 
 
 def loads_of(count: int) -> tuple[Load, Load]:

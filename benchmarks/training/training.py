@@ -22,8 +22,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from matplotlib.figure import Figure
-from rich.console import Console
-from rich.progress import Progress
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 from torch.multiprocessing.spawn import ProcessException
@@ -31,11 +29,14 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import pycomm
+from benchmarks.support import command
+from benchmarks.support.command import UNSHAPED
 from benchmarks.training.models import TASKS, Task
 from pycomm.bench.collectives import table
 from pycomm.bench.collectives.peers import OURS, PEERS, Groups
 from pycomm.bench.collectives.plot import COLORS
-from pycomm.bench.support import machine, netns, processes, summaries
+from pycomm.bench.support import machine, netns, processes
+from pycomm.bench.support.sizes import names
 
 BACKENDS = ("gloo", "pycomm", "fake")
 ALONE = "alone"
@@ -80,45 +81,36 @@ class Row:
 
 def main(argv: Sequence[str]) -> int:
     """Measures, prints, stores; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="pycomm bench training", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser = command.parser("training", __doc__, plot="samples per second")
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--models", default=",".join(TASKS), help="(%(default)s)")
+    models = ",".join(TASKS)
+    parser.add_argument("--models", type=names(TASKS), default=models, help="(%(default)s)")
     parser.add_argument("--rounds", type=int, default=7, help="turns of each contestant")
     parser.add_argument("--steps", type=int, default=10, help="of each turn (%(default)s)")
-    parser.add_argument("--rates", help='"1gbit,10gbit": a host for each rank, behind such lines')
-    parser.add_argument("--json", type=Path, help="where to store all figures")
-    parser.add_argument("--plot", type=Path, help="where to draw samples per second")
+    limited = '"1gbit,10gbit": a host for each rank, behind such links'
+    parser.add_argument("--rates", type=command.rates, help=limited)
     options = parser.parse_args(argv)
-    names = [name.strip() for name in options.models.split(",") if name.strip()]
-    if not names or any(name not in TASKS for name in names):
-        parser.error(f"--models takes some of {', '.join(TASKS)}")
-    if min(options.ranks - 1, options.rounds, options.steps) < 1:
-        parser.error("at least 2 ranks, 1 round and 1 step are needed")
-    rates: Sequence[str] = [""]
-    if options.rates is not None:
-        rates = [rate.strip() for rate in options.rates.split(",")]
-        if not all(map(netns.RATE.fullmatch, rates)):
-            parser.error("--rates takes some like 1gbit, with commas between")
-        if why := netns.missing():
-            parser.error(f"--rates {why}")
-    console = Console(soft_wrap=True, highlight=False)
+    if not options.models or min(options.ranks - 1, options.rounds, options.steps) < 1:
+        parser.error("at least 1 model, 2 ranks, 1 round and 1 step are needed")
+    if options.rates and UNSHAPED in options.rates:
+        parser.error(f"--rates {UNSHAPED}: without --rates no link is limited")
+    if options.rates and (why := netns.missing()):
+        parser.error(f"--rates {why}")
     try:
-        found = [row for rate in rates for row in _measure(console, names, rate, options)]
+        found = [row for rate in options.rates or [""] for row in _measure(rate, options)]
     except ProcessException as error:
-        console.print(f"a rank failed\n{error}", style="red", markup=False)
+        command.CONSOLE.print(f"a rank failed\n{error}", style="red", markup=False)
         return 1
     except KeyboardInterrupt:
-        console.print("interrupted")
+        command.CONSOLE.print("interrupted")
         return 130
     if options.rates:
-        console.print(by_rate(found))
-    where = machine.describe()
-    if options.json:
-        settings = {name: getattr(options, name) for name in ("ranks", "rounds", "steps", "rates")}
-        content = {"machine": where, "settings": settings, "rows": [asdict(row) for row in found]}
-        summaries.write(options.json, content)
+        command.CONSOLE.print(by_rate(found))
+    settings = {name: getattr(options, name) for name in ("ranks", "rounds", "steps")}
+    settings["rates"] = options.rates and ",".join(options.rates)
+    command.store(options.json, settings=settings, rows=[asdict(row) for row in found])
     if options.plot:
+        where = machine.describe()
         draw(options.plot, found, f"{options.ranks} ranks, {where['cpu']}, {where['cores']} cores")
     return 0
 
@@ -190,14 +182,12 @@ def draw(path: Path, found: Sequence[Row], caption: str) -> None:
     figure.savefig(path, dpi=150)
 
 
-def _measure(
-    console: Console, names: list[str], rate: str, options: argparse.Namespace
-) -> list[Row]:
+def _measure(rate: str, options: argparse.Namespace) -> list[Row]:
     found: list[Row] = []
     waiting: dict[str, dict[int, RankTimes]] = {}
-    console.print(HEADER + (f"   {rate}" if rate else ""))
-    with Progress(console=console, disable=not console.is_terminal, transient=True) as bar:
-        task = bar.add_task("training", total=len(names) * options.rounds)
+    command.CONSOLE.print(HEADER + (f"   {rate}" if rate else ""))
+    with command.bar() as bar:
+        task = bar.add_task("training", total=len(options.models) * options.rounds)
 
         def on_message(rank: int, message: RankTimes | None) -> None:
             if message is None:  # rank 0 finished a round
@@ -209,9 +199,9 @@ def _measure(
                 new = rows(rate, [by_rank[r] for r in range(options.ranks)])
                 found.extend(new)
                 for row in new:
-                    console.print(text(row))
+                    command.CONSOLE.print(text(row))
 
-        args = (names, options.rounds, options.steps)
+        args = (options.models, options.rounds, options.steps)
         with netns.behind(rate, options.ranks) as hosts:
             processes.run(work, args, options.ranks, on_message, hosts)
     return found

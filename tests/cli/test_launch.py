@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 from paths import ROOT, SUPPORT
-from ports import free_port
 
+from benchmarks.support.ports import free_port
 from pycomm.bench.support.netns import Network, missing
 from pycomm.errors import InvalidArgument
 from pycomm.launch import failure, worker_setup

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from test_launch import CLEAN, LAUNCH, LIMIT_S, launch
 
-from benchmarks.reliability.unauthenticated import descendants, inodes
+from benchmarks.support.unauthenticated import inodes, with_descendants
 from pycomm import _secret as secret
 from pycomm import config
 from pycomm.errors import InvalidArgument
@@ -28,7 +28,7 @@ LOOPBACKS = ("127.", "::1", "::ffff:127.")
 
 def where_it_listens(pid: int) -> list[str]:
     """The addresses of the TCP listeners of a process and all its descendants."""
-    theirs = {str(inode) for inode in inodes({pid} | descendants(pid))}
+    theirs = {str(inode) for inode in inodes(with_descendants(pid))}
     found = []
     for family, name in ((socket.AF_INET, "tcp"), (socket.AF_INET6, "tcp6")):
         for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]:

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from host_runs import LIMIT_S, Run
 
-from benchmarks.reliability.unauthenticated import MANNERS
+from benchmarks.support.unauthenticated import MANNERS
 from pycomm.bench.support import delayed_link
 from pycomm.bench.support.delayed_link import DelayedLink, LinkSettings
 from pycomm.bench.support.netns import Counters, Host, Network, missing
@@ -127,7 +127,7 @@ def test_next_address_is_tried_when_one_is_unreachable() -> None:
 # unauthenticated client may.
 CLIENT = """
 import json, sys
-from benchmarks.reliability.unauthenticated import MANNERS, UnauthenticatedClients
+from benchmarks.support.unauthenticated import MANNERS, UnauthenticatedClients
 clients = UnauthenticatedClients()
 for host, port in (word.rsplit(":", 1) for word in sys.argv[1:] * 3):
     for _ in MANNERS:

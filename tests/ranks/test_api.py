@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from ports import free_port
 
 import pycomm
+from benchmarks.support.ports import free_port
 from pycomm import Group, errors
 from pycomm.testing import run_ranks
 from pycomm.testing.threads import join

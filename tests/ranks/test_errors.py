@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from ports import free_port
 
 import pycomm
+from benchmarks.support.ports import free_port
 from pycomm import Group, _core, config, errors
 from pycomm._bootstrap.rendezvous import TorchStore
 from pycomm.testing import run_ranks

@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from ports import free_port
 
 import pycomm
+from benchmarks.support.ports import free_port
 from pycomm import Group, _core, errors
 from pycomm.objects import MAX_KEY_BYTES, MAX_VALUE_BYTES, serialization
 from pycomm.testing import run_ranks

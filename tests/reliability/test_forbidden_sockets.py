@@ -15,7 +15,8 @@ from pathlib import Path
 
 import pytest
 from paths import ROOT
-from ports import free_port
+
+from benchmarks.support.ports import free_port
 
 pytestmark = [
     pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler"),

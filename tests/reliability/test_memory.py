@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 import pycomm
-from benchmarks.reliability.leak_check import leaked, memory_mb, one_arena, resources
+from benchmarks.support.leak_check import leaked, memory_mb, one_arena, resources
 from pycomm import errors, testing
 
 MOST = 16 << 20  # bytes of a rank, as documented

@@ -10,10 +10,10 @@ from concurrent.futures import ProcessPoolExecutor
 
 import numpy as np
 import pytest
-from ports import free_port
 
 import pycomm
-from benchmarks.reliability.leak_check import leaked, resources
+from benchmarks.support.leak_check import leaked, resources
+from benchmarks.support.ports import free_port
 from pycomm import errors
 
 CYCLES = 100

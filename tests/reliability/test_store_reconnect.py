@@ -8,9 +8,9 @@ import time
 from collections.abc import Callable
 
 import pytest
-from ports import free_port
 from store_relay import KEY, Relay, relayed
 
+from benchmarks.support.ports import free_port
 from pycomm import _core, errors
 
 RANK = """

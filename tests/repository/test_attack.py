@@ -19,7 +19,8 @@ import pytest
 from attack import BACKLOG, MANY, Attack, Result, no_attack, unrecognizable
 from paths import ROOT, SUPPORT, TESTS
 
-from benchmarks.reliability.unauthenticated import ANSWER, MANNERS, UnauthenticatedClients
+from benchmarks.support.ports import free_port
+from benchmarks.support.unauthenticated import ANSWER, MANNERS, UnauthenticatedClients
 from pycomm import _core
 
 LIMIT_S = 60.0
@@ -77,13 +78,11 @@ def test_client_that_passes_the_handshake_is_counted_as_accepted(more: int, let_
 
 @RECOGNIZABLE
 def test_attack_connects_to_each_pycomm_listener_and_no_other() -> None:
-    environment = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    environment = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    environment["MASTER_PORT"] = str(free_port())
     store = _core.TcpStore.serve("127.0.0.1", 0, 16 * "k")
     attack = Attack(os.getpid())
-    with socket.create_server(("127.0.0.1", 0)) as foreign, socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        environment["MASTER_PORT"] = str(probe.getsockname()[1])
-        probe.close()
+    with socket.create_server(("127.0.0.1", 0)) as foreign:
         rank = subprocess.Popen([sys.executable, "-c", FORMS], env={**os.environ, **environment})
         try:
             end = time.monotonic() + LIMIT_S

@@ -19,7 +19,7 @@ import mmap, os, socket, subprocess, sys, tempfile, threading
 import numpy as np
 import pytest
 import pycomm
-from benchmarks.reliability import leak_check
+from benchmarks.support import leak_check
 from pycomm import _core
 from pycomm.testing import run_ranks
 

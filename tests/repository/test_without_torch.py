@@ -13,7 +13,8 @@ import programs
 import pybind11
 import pytest
 from paths import ROOT
-from ports import free_port
+
+from benchmarks.support.ports import free_port
 
 # Every call of the package, in two processes that have only a secret and an address.
 BASE = """

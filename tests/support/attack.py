@@ -30,14 +30,14 @@ from pathlib import Path
 import pytest
 from paths import ROOT
 
-from benchmarks.reliability.unauthenticated import (
+from benchmarks.support.unauthenticated import (
     MANNERS,
     Address,
     UnauthenticatedClients,
-    descendants,
     inodes,
     listeners,
     unix_sockets,
+    with_descendants,
 )
 
 BACKLOG = 4093  # kBacklog in csrc/os/socket.h
@@ -191,11 +191,6 @@ class Attack:
         if some.keys() - self._calls.keys() - self._foreign:
             self._foreign = some.keys() - inodes(with_descendants(self._pid))
         return {i: address for i, address in some.items() if i not in self._foreign | spared}
-
-
-def with_descendants(pid: int) -> set[int]:
-    """A process and all its descendants."""
-    return {pid} | descendants(pid)
 
 
 def main(pid: int) -> None:

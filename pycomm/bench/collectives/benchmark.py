@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import argparse
 import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
@@ -23,7 +23,7 @@ from pycomm.bench.collectives import bursts, deepspeed, mpi, table, worker
 from pycomm.bench.collectives.peers import OURS, PEERS, Peer
 from pycomm.bench.collectives.verbs import DTYPES, VERBS, Case
 from pycomm.bench.support import machine, packages, processes, summaries
-from pycomm.bench.support.sizes import format_size, parse_sizes
+from pycomm.bench.support.sizes import format_size, names, parse_sizes
 
 
 @dataclass(frozen=True)
@@ -134,9 +134,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--sizes", type=_sizes, default="4:64M", help="first:last[:factor] or a list (%(default)s)"
     )
-    parser.add_argument("--ops", type=_names(VERBS), default="all_reduce", help=",".join(VERBS))
-    parser.add_argument("--dtypes", type=_names(DTYPES), default="float32", help=",".join(DTYPES))
-    parser.add_argument("--peers", type=_names(PEERS), default="gloo", help=",".join(PEERS))
+    parser.add_argument("--ops", type=names(VERBS), default="all_reduce", help=",".join(VERBS))
+    parser.add_argument("--dtypes", type=names(DTYPES), default="float32", help=",".join(DTYPES))
+    parser.add_argument("--peers", type=names(PEERS), default="gloo", help=",".join(PEERS))
     parser.add_argument(
         "--mpi-prefix",
         type=_prefix,
@@ -151,7 +151,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--ours",
-        type=_names(OURS),
+        type=names(OURS),
         default=",".join(OURS),
         help="pycomm through torch.distributed, called directly, and on arrays of pycomm.empty "
         "(%(default)s)",
@@ -188,19 +188,6 @@ def _prefix(text: str) -> tuple[str, Path]:
         known = ", ".join(mpi.PACKAGES)
         raise argparse.ArgumentTypeError(f"got {text!r}, expected MPI=DIR with one of {known}")
     return name, Path(folder).absolute()
-
-
-def _names(known: Iterable[str]) -> Callable[[str], list[str]]:
-    names = list(known)
-
-    def parse(text: str) -> list[str]:
-        chosen = [name.strip() for name in text.split(",") if name.strip()]
-        for name in chosen:
-            if name not in names:
-                raise argparse.ArgumentTypeError(f"{name!r} is not among {', '.join(names)}")
-        return chosen
-
-    return parse
 
 
 def _measure(console: Console, run: Run, name: str) -> list[table.Line]:

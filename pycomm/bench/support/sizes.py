@@ -1,8 +1,25 @@
-"""Parses sizes of command lines: "4", "64K", "1.5M", "4:64M", "4:64M:4", "4,1K,1M"."""
+"""Parses lists of command lines: names; sizes such as "4", "64K", "1.5M", "4:64M:4", "4,1K,1M"."""
 
 from __future__ import annotations
 
+import argparse
+from collections.abc import Callable, Iterable
+
 UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
+
+
+def names(known: Iterable[str]) -> Callable[[str], list[str]]:
+    """The type of an argument that is a list of such names, by comma."""
+    listed = list(known)
+
+    def parse(text: str) -> list[str]:
+        chosen = [name.strip() for name in text.split(",") if name.strip()]
+        for name in chosen:
+            if name not in listed:
+                raise argparse.ArgumentTypeError(f"{name!r} is not among {', '.join(listed)}")
+        return chosen
+
+    return parse
 
 
 def parse_size(text: str) -> int:

@@ -1,4 +1,6 @@
-"""Free ports for processes that a test starts and that need a rendezvous address."""
+"""Free ports for processes that need a rendezvous address."""
+
+from __future__ import annotations
 
 import socket
 

@@ -9,20 +9,20 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-import re
 import select
 import socket
 import struct
 from collections import OrderedDict
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 KEPT = 900  # connections that are held open; the oldest is closed first
 WAIT_S = 1.0  # for a connection to be accepted
 GREETING = 36  # bytes of the first message of a handshake
 ANSWER = 68  # bytes of a listener's reply to a greeting: it expects a proof next
 DIAG, BY_FAMILY, DUMP, LISTEN = 4, 20, 0x301, 1 << 10  # the kernel's: sock_diag(7)
+SOCKET = "socket:["  # in front of the inode, in the link of a descriptor
 
 
 class Manner(NamedTuple):
@@ -197,19 +197,18 @@ def inodes(pids: Iterable[int]) -> set[int]:
         with contextlib.suppress(OSError):  # it has ended
             for name in os.listdir(f"/proc/{pid}/fd"):
                 with contextlib.suppress(OSError):  # it was closed meanwhile
-                    socket_of: Any = re.match(
-                        r"socket:\[(\d+)\]", os.readlink(f"/proc/{pid}/fd/{name}")
-                    )
-                    found |= {int(socket_of[1])} if socket_of else set()
+                    link = os.readlink(f"/proc/{pid}/fd/{name}")
+                    if link.startswith(SOCKET):
+                        found.add(int(link[len(SOCKET) : -1]))
     return found
 
 
-def descendants(pid: int) -> set[int]:
-    """All descendants of this process."""
-    found: set[int] = set()
+def with_descendants(pid: int) -> set[int]:
+    """A process and all its descendants."""
+    found = {pid}
     with contextlib.suppress(OSError):  # it has ended
         for task in os.listdir(f"/proc/{pid}/task"):
             with contextlib.suppress(OSError):  # the thread has
                 for child in Path(f"/proc/{pid}/task/{task}/children").read_text().split():
-                    found |= {int(child)} | descendants(int(child))
+                    found |= with_descendants(int(child))
     return found

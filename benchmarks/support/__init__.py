@@ -1,0 +1,1 @@
+"""Command lines and output, unauthenticated clients, and leak checks; tests use them too."""
