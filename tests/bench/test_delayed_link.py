@@ -6,16 +6,16 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
 import pytest
+from bench_runs import stored
 
 from benchmarks.collectives import links
-from pycomm import bench as command
-from pycomm.bench.support import delayed_link, netns, summaries
+from pycomm.bench.support import delayed_link, netns
 from pycomm.bench.support.delayed_link import (
     BURST,
     ETHERNET,
@@ -28,9 +28,11 @@ from pycomm.bench.support.delayed_link import (
 )
 
 T = TypeVar("T")
+NEEDS_TUN = pytest.mark.skipif(bool(delayed_link.missing()), reason=delayed_link.missing())
 HOSTS = [socket.inet_aton(f"10.99.0.{i + 1}") for i in range(3)]
 HEADERS = 20 + 32  # IPv4, TCP with time stamps
 SEGMENT = 1000
+WRAPS = 2**32 - 1500  # a sequence number that wraps in the second segment
 FIN, PSH, ACK = 1, 8, 16
 
 
@@ -38,16 +40,20 @@ def ones_complement(data: bytes) -> int:
     return int(sum(struct.unpack(f"!{len(data) // 2}H", data)) % 0xFFFF)
 
 
-def packet(payload: bytes, source: int = 0, target: int = 1, sequence: int = 2**32 - 1500) -> bytes:
+def pseudo_of(ip: bytes, length: int) -> int:
+    """The sum of the pseudo header, which the kernel leaves in the checksum."""
+    return ones_complement(ip[12:20] + struct.pack("!HH", 6, length - 20))
+
+
+def packet(payload: bytes, source: int = 0, target: int = 1, sequence: int = WRAPS) -> bytes:
     """What the kernel passes for one TCP packet, of several segments if the payload is long."""
     length = HEADERS + len(payload)
     kind, segment = (GSO_TCPV4, SEGMENT) if len(payload) > SEGMENT else (0, 0)
     ip = struct.pack("!BBHHHBBH", 0x45, 0, length, 7, 0x4000, 64, 6, 0)
     ip += HOSTS[source] + HOSTS[target]
     ip = ip[:10] + struct.pack("!H", 0xFFFF - ones_complement(ip)) + ip[12:]
-    pseudo = ones_complement(ip[12:20] + struct.pack("!HH", 6, length - 20))
-    flags = FIN | PSH | ACK
-    tcp = struct.pack("!HHIIBBHHH", 1, 2, sequence, 3, 0x80, flags, 500, pseudo, 0) + bytes(12)
+    checksum, flags = pseudo_of(ip, length), FIN | PSH | ACK
+    tcp = struct.pack("!HHIIBBHHH", 1, 2, sequence, 3, 0x80, flags, 500, checksum, 0) + bytes(12)
     return VNET.pack(1, kind, HEADERS, segment, 20, 16) + ip + tcp + payload
 
 
@@ -58,8 +64,7 @@ def fields(data: bytes) -> tuple[int, bytes, int]:
     assert ones_complement(ip) == 0
     (length,) = struct.unpack_from("!H", ip, 2)
     assert length == HEADERS + len(payload)
-    pseudo = ones_complement(ip[12:20] + struct.pack("!HH", 6, length - 20))
-    assert struct.unpack_from("!H", tcp, 16)[0] == pseudo
+    assert struct.unpack_from("!H", tcp, 16)[0] == pseudo_of(ip, length)
     _, kind, _, segment, _, _ = VNET.unpack_from(data)
     assert (kind, segment) == ((GSO_TCPV4, SEGMENT) if len(payload) > SEGMENT else (0, 0))
     return struct.unpack_from("!I", tcp, 4)[0], payload, tcp[13]
@@ -68,36 +73,30 @@ def fields(data: bytes) -> tuple[int, bytes, int]:
 def test_a_lost_segment_leaves_the_others() -> None:
     """Any of them, with the headers that they would have had; sequence numbers wrap."""
     payload = bytes(range(256)) * 16  # 5 segments, the last of 96 bytes
-    whole = Packet(packet(payload))
-    assert whole.segments == 5
+    whole, single = Packet(packet(payload)), Packet(packet(b"abcd"))
+    assert (whole.segments, single.segments) == (5, 1)
     assert whole.wire_bytes() == 4096 + 5 * (HEADERS + ETHERNET)
-    for count in range(1, 6):
-        for lost in itertools.combinations(range(5), count):
-            parts = whole.without(lost)
-            assert sum(part.segments for part in parts) == 5 - count
-            arrived = bytearray(payload)
-            for begin in (index * SEGMENT for index in lost):
-                end = min(begin + SEGMENT, len(payload))
-                arrived[begin:end] = b"?" * (end - begin)
-            for part in parts:
-                sequence, found, flags = fields(part.data)
-                at = (sequence + 1500) % 2**32
-                assert found == arrived[at : at + len(found)]
-                last = at + len(found) == len(payload)
-                assert flags == (FIN | PSH | ACK if last else ACK)
-                arrived[at : at + len(found)] = bytes(len(found))
-            assert set(arrived) <= set(b"\0?")
-
-
-def test_a_single_packet_is_lost_whole() -> None:
-    single = Packet(packet(b"abcd"))
-    assert (single.segments, single.wire_bytes()) == (1, HEADERS + 4 + ETHERNET)
+    assert single.wire_bytes() == 4 + HEADERS + ETHERNET
     assert single.without([0]) == []
+    for lost in (some for n in range(1, 6) for some in itertools.combinations(range(5), n)):
+        parts = whole.without(lost)
+        assert sum(part.segments for part in parts) == 5 - len(lost)
+        arrived = bytearray(payload)
+        for begin in (index * SEGMENT for index in lost):
+            end = min(begin + SEGMENT, len(payload))
+            arrived[begin:end] = b"?" * (end - begin)
+        for part in parts:
+            sequence, found, flags = fields(part.data)
+            at = (sequence - WRAPS) % 2**32
+            assert found == arrived[at : at + len(found)]
+            last = at + len(found) == len(payload)
+            assert flags == (FIN | PSH | ACK if last else ACK)
+            arrived[at : at + len(found)] = bytes(len(found))
+        assert set(arrived) <= set(b"\0?")
 
 
 def test_packets_arrive_after_the_delay_at_their_host() -> None:
-    router = Router(HOSTS)
-    router.set(LinkSettings(delay_s=0.05))
+    router = router_of(LinkSettings(delay_s=0.05))
     router.put(packet(b"one", 0, 1), 10.0)
     router.put(packet(b"two", 1, 2), 10.01)
     router.put(b"\0" * VNET.size + b"\x60" + bytes(60), 10.0)  # IPv6
@@ -108,55 +107,53 @@ def test_packets_arrive_after_the_delay_at_their_host() -> None:
     assert router.next_s() is None
 
 
-def arrivals(router: Router) -> Iterator[float]:
+def router_of(line: LinkSettings) -> Router:
+    router = Router(HOSTS)
+    router.set(line)
+    return router
+
+
+def arrivals(line: LinkSettings, pairs: list[tuple[int, int]], count: int) -> list[float]:
+    """When packets of 4 KiB arrive of which each of these (source, target) puts `count` at 5.0."""
+    router, found = router_of(line), []
+    for source, target in pairs * count:
+        router.put(packet(bytes(4096), source, target), 5.0)
     while (at := router.next_s()) is not None:
-        yield from (at for _ in router.take(at))
+        found += [at for _ in router.take(at)]
+    return found
 
 
-def test_packets_arrive_at_the_rate() -> None:
+EACH = Packet(packet(bytes(4096))).wire_bytes()
+
+
+@pytest.mark.parametrize("pairs", [[(0, 1)], [(0, 1), (2, 1)], [(0, 1), (0, 2)]])
+def test_packets_arrive_at_the_rate(pairs: list[tuple[int, int]]) -> None:
     """Of the sender and of the receiver: two senders share the rate of one receiver."""
-    data = packet(bytes(4096))
-    each = Packet(data).wire_bytes()
-    count = 8 * BURST // each
-    for senders, targets in (([0], [1]), ([0, 2], [1]), ([0], [1, 2])):
-        router = Router(HOSTS)
-        router.set(LinkSettings(0.01, 1e6, queue_bytes=1e9))
-        for source, target, _ in itertools.product(senders, targets, range(count)):
-            router.put(packet(bytes(4096), source, target), 5.0)
-        sent = len(senders) * len(targets) * count * each
-        assert max(arrivals(router)) == pytest.approx(5.01 + (sent - BURST) / 1e6, abs=1e-6)
+    found = arrivals(LinkSettings(0.01, 1e6, queue_bytes=1e9), pairs, 8 * BURST // EACH)
+    assert max(found) == pytest.approx(5.01 + (len(found) * EACH - BURST) / 1e6, abs=1e-6)
 
 
 def test_directions_do_not_share_the_rate() -> None:
-    router = Router(HOSTS)
-    router.set(LinkSettings(0.01, 1e6))
-    for source, target in ((0, 1), (1, 2), (2, 0)):
-        for _ in range(BURST // Packet(packet(bytes(4096))).wire_bytes()):
-            router.put(packet(bytes(4096), source, target), 5.0)
-    assert max(arrivals(router)) == pytest.approx(5.01)
+    found = arrivals(LinkSettings(0.01, 1e6), [(0, 1), (1, 2), (2, 0)], BURST // EACH)
+    assert max(found) == pytest.approx(5.01)
 
 
-def test_the_queue_has_a_limit() -> None:
-    """By default the bandwidth-delay product of a round trip."""
-    data = packet(bytes(4096))
-    each = Packet(data).wire_bytes()
-    for settings, queued in (
-        (LinkSettings(0.5, 1e6), 1e6),
+@pytest.mark.parametrize(
+    ("line", "queued"),
+    [
+        (LinkSettings(0.5, 1e6), 1e6),  # by default the bandwidth-delay product of a round trip
         (LinkSettings(0.5, 1e6, queue_bytes=4e5), 4e5),
         (LinkSettings(0.0, 1e6), BURST),
-    ):
-        router = Router(HOSTS)
-        router.set(settings)
-        for _ in range(1000):
-            router.put(data, 0.0)
-        assert len([*arrivals(router)]) * each == pytest.approx(queued + BURST, abs=2 * each)
+    ],
+)
+def test_the_queue_has_a_limit(line: LinkSettings, queued: float) -> None:
+    found = arrivals(line, [(0, 1)], 1000)
+    assert len(found) * EACH == pytest.approx(queued + BURST, abs=2 * EACH)
 
 
 def lost_of(settings: LinkSettings, count: int) -> list[int]:
     """The numbers of the segments that do not arrive, of `count` packets of 5."""
-    router = Router(HOSTS)
-    router.set(settings)
-    missing = set(range(5 * count))
+    router, missing = router_of(line), set(range(5 * count))
     for number in range(count):
         first = 4096 * number
         router.put(packet(bytes(4096), sequence=first), 0.0)
@@ -187,84 +184,60 @@ def on(host: netns.Host, call: Callable[[], T]) -> T:
         return thread.submit(body).result()
 
 
-@pytest.fixture
-def network() -> Iterator[netns.Network]:
-    if delayed_link.missing():
-        pytest.skip(delayed_link.missing())
-    with netns.Network(2, links=0, ipv6=False) as net:
-        yield net
-
-
-def connect(net: netns.Network) -> tuple[socket.socket, socket.socket]:
-    near, far = net.hosts
-    with on(far, lambda: socket.create_server((far.ipv4(), 0))) as listener:
-        address = listener.getsockname()
-        connected = on(near, lambda: socket.create_connection(address, timeout=20))
-        return connected, listener.accept()[0]
-
-
-def test_a_real_link_delays(network: netns.Network) -> None:
-    with DelayedLink(network.hosts) as link:
+@NEEDS_TUN
+def test_a_real_link_delays_limits_and_loses() -> None:
+    """The bytes are correct, the sender had to repeat some, and they take their time."""
+    count, rate = 2_000_000, 10e6
+    data = bytes(bytearray(i * i % 251 for i in range(count)))
+    with netns.Network(2, links=0, ipv6=False) as net, DelayedLink(net.hosts) as link:
+        near_host, far_host = net.hosts
         link.set(LinkSettings(delay_s=0.05))
-        start = time.monotonic()
-        near, far = connect(network)
+        with on(far_host, lambda: socket.create_server((far_host.ipv4(), 0))) as listener:
+            address, start = listener.getsockname(), time.monotonic()
+            near = on(near_host, lambda: socket.create_connection(address, timeout=20))
+            assert time.monotonic() - start >= 0.1
+            far = listener.accept()[0]
         with near, far:
-            assert 0.1 <= time.monotonic() - start < 1
             start = time.monotonic()
             near.send(b"a")
             far.send(far.recv(1))
             near.recv(1)
-            assert 0.1 <= time.monotonic() - start < 1
-
-
-def test_a_real_link_limits_and_loses(network: netns.Network) -> None:
-    """The bytes are correct, the sender had to repeat some, and they take their time."""
-    count, rate = 2_000_000, 10e6
-    data = bytes(bytearray(i * i % 251 for i in range(count)))
-    with DelayedLink(network.hosts) as link:
-        link.set(LinkSettings(0.001, rate, loss=0.02, seed=1, queue_bytes=1e9))
-        near, far = connect(network)
-        with near, far:
+            assert time.monotonic() - start >= 0.1
+            link.set(LinkSettings(0.001, rate, loss=0.02, seed=1, queue_bytes=1e9))
             sender = threading.Thread(target=near.sendall, args=[data])
-            start = time.monotonic()
+            start, received = time.monotonic(), bytearray()
             sender.start()
-            received = bytearray()
             while len(received) < count:
                 received += far.recv(1 << 16)
             took = time.monotonic() - start
             sender.join()
-            assert hashlib.sha256(received).digest() == hashlib.sha256(data).digest()
-            assert took > (count - BURST) / rate
             info = near.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 104)
-            (repeated,) = struct.unpack_from("I", info, 100)  # tcpi_total_retrans
-            assert repeated > 0
+    assert hashlib.sha256(received).digest() == hashlib.sha256(data).digest()
+    assert took > (count - BURST) / rate
+    (repeated,) = struct.unpack_from("I", info, 100)  # tcpi_total_retrans
+    assert repeated > 0
 
 
-@pytest.mark.skipif(bool(delayed_link.missing()), reason=delayed_link.missing())
-def test_a_tiny_run_over_a_delayed_link(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@NEEDS_TUN
+def test_links_run_with_a_delay(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A small call takes one way, and a row says over which link it was."""
-    stored = tmp_path / "bench.json"
-    args = ["links", "--rates", "1gbit", "--delay", "50ms", "--loss", "0,0.5", "--sizes", "4"]
-    args += ["--rounds", "1", "--pauses", "0,0.01", "--peers", "pycomm,sockets"]
-    args += ["--sysctl", "net.ipv4.tcp_wmem=4096 16384 8388608", "--json", str(stored)]
-    assert command.main(args) == 0
-    content = summaries.read(stored)
-    assert content["settings"]["mtu"] == 1500
-    assert content["settings"]["sysctl"] == ["net.ipv4.tcp_wmem=4096 16384 8388608"]
+    words = "links --rates 1gbit --delay 50ms --loss 0,0.5 --sizes 4 --rounds 1 --pauses 0,0.01"
+    memory = "net.ipv4.tcp_wmem=4096 16384 8388608"
+    content = stored(tmp_path, f"{words} --peers pycomm,sockets --sysctl '{memory}'")
+    assert (content["settings"]["mtu"], content["settings"]["sysctl"]) == (1500, [memory])
     rows = content["rows"]
     assert [(row["loss_percent"], row["pause_s"], row["peer"]) for row in rows] == [
         *itertools.product((0.0, 0.5), (0.0, 0.01), ("pycomm", "sockets"))
     ]
-    assert all(row["delay_ms"] == 50 for row in rows)
-    assert all(50 <= row["time_ms"] < 100 for row in rows)
+    assert all(row["delay_ms"] == 50 <= row["time_ms"] < 100 for row in rows)
     assert " 50ms   0.5%  0.01s " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
-    "args", [["--delay", "50"], ["--loss", "-1"], ["--pauses", ""], ["--sysctl", "name"]]
+    "words", ["--delay 50", "--loss -1", "--pauses=", "--sysctl name", "--rates 1g", "--peers="]
 )
-def test_invalid_options_are_rejected(args: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_options_of_links_are_rejected(words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (links, delayed_link):  # else an accepted option would start a measurement
         monkeypatch.setattr(module, "missing", lambda: "stops here")
     with pytest.raises(SystemExit):
-        links.main(args)
+        links.main(words.split())

@@ -1,5 +1,5 @@
 """Ranks that are stopped or busy: the error names the right rank, and no rank hangs. Also tests the
-tools for fault injection.
+tools for fault injection and for simulated links.
 
 Other faults: test_fault_matrix.py.
 """
@@ -288,3 +288,26 @@ def test_run_ranks_raises_the_cause_although_a_consequence_came_first() -> None:
 
     with pytest.raises(ValueError, match="the cause"):
         run_ranks(2, fn)
+
+
+def test_rate_limited_link_delays_data() -> None:
+    """In each direction, in the group and in a subgroup."""
+    speed, x = 10e6, np.zeros(600_000, np.float32)
+    burst = 0.02 * speed
+
+    def program(group: Group) -> list[float]:
+        found = []
+        for one in (group, group.split(0)):
+            pycomm.barrier(group=one)
+            start = time.perf_counter()
+            if group.rank == 0:
+                pycomm.send(x, 1, group=one)
+            else:
+                pycomm.recv(np.empty_like(x), 0, group=one)
+            found.append(time.perf_counter() - start)
+        return found
+
+    for seconds in run_ranks(2, program, transport="tcp", link_bytes_per_s=speed)[1]:
+        assert seconds > (x.nbytes - 2 * burst) / speed
+    with pytest.raises(errors.InvalidArgument, match="invalid link_bytes_per_s: got 0"):
+        run_ranks(2, program, link_bytes_per_s=0)

@@ -1,0 +1,243 @@
+"""The benchmarks of training: arithmetic, and a small run of each."""
+
+import gzip
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from bench_runs import stored
+
+from benchmarks.training import convergence, shared_data, steps, training, workloads
+from benchmarks.training.convergence import Run
+from benchmarks.training.models import TASKS
+from benchmarks.training.workloads import WORKLOADS
+from pycomm.bench.kernels import residuals
+from pycomm.bench.support import netns, summaries
+from pycomm.bench.support.model import CharGPT, Shape
+from pycomm.testing import run_ranks
+from tools import tables
+
+NEEDS_HOSTS = pytest.mark.skipif(bool(netns.missing()), reason=netns.missing())
+BACKENDS = ["gloo", "pycomm", "wrapper", "dgc", "fused", "fake", "alone"]
+
+
+def test_training_results_are_those_of_the_slowest_rank() -> None:
+    first = {"gloo": [[0.2]], "pycomm": [[0.1]], "fake": [[0.08]], "alone": [[0.075]]}
+    second = {"gloo": [[0.3]], "pycomm": [[0.05]], "fake": [[0.09]]}
+    times = [training.RankTimes("mlp", 30, first), training.RankTimes("mlp", 30, second)]
+    gloo, ours, fake, alone = training.rows("1gbit", times)
+    assert (gloo.ratio, fake.of_fake_percent, alone.efficiency_percent) == (1, 100, 100)
+    assert (ours.step_ms, ours.samples_per_second) == (pytest.approx(100), pytest.approx(600))
+    assert alone.samples_per_second == pytest.approx(400)
+    assert ours.ratio == pytest.approx(3)
+    assert ours.of_fake_percent == pytest.approx(90)
+    assert ours.efficiency_percent == pytest.approx(75)
+
+
+def test_training_runs(tmp_path: Path) -> None:
+    content = stored(tmp_path, "training --models mlp --rounds 1 --steps 1", plot=True)
+    assert [row["backend"] for row in content["rows"]] == BACKENDS
+    assert all(row["step_ms"] > 0 for row in content["rows"])
+
+
+@NEEDS_HOSTS
+def test_tiny_training_run_between_hosts_obeys_the_link_rate(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = "training --models mlp --rounds 1 --steps 1 --rates 400mbit,800mbit"
+    content = stored(tmp_path, words)
+    lines = capsys.readouterr().out.split("# s/step")[1].splitlines()
+    assert [line.split()[:2] for line in lines[1:]] == [["mlp", "400mbit"], ["mlp", "800mbit"]]
+    assert content["settings"]["rates"] == "400mbit,800mbit"
+    assert [row["rate"] for row in content["rows"]] == 7 * ["400mbit"] + 7 * ["800mbit"]
+    took_ms = {row["backend"]: row["step_ms"] for row in content["rows"][:7]}
+    assert list(took_ms) == BACKENDS
+    gradients = sum(p.nbytes for p in TASKS["mlp"].model().parameters())
+    link_ms = 1e3 * gradients / (400e6 / 8)  # with two ranks each sends that much
+    assert min(took_ms[dense] for dense in ("gloo", "pycomm", "wrapper")) > 0.9 * link_ms
+
+
+# ---- steps over links ----------------------------------------------------------------------------
+
+STEPS = "links --training --steps 1 --compute-s 0.05"
+
+
+@NEEDS_HOSTS
+def test_steps_between_hosts_run_and_are_resumed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = f"{STEPS} --ways compute,overlap,dgc --width 128 --rates 10gbit"
+    before = stored(tmp_path, words, plot=True)["rows"]
+    assert [row["way"] for row in before] == ["compute", "overlap", "dgc"]
+    assert all(row["step_s"] > 0 for row in before)
+    compute, overlap, dgc = before
+    assert compute["expected_s"] is overlap["expected_s"] is None
+    assert dgc["expected_s"] > compute["step_s"]
+    monkeypatch.delattr(steps, "measure")
+    assert stored(tmp_path, words)["rows"] == before
+    out = capsys.readouterr().out
+    assert "1.467x" in out
+    assert f"{dgc['expected_s']:.3f}" in out
+
+
+def test_steps_behind_token_buckets(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without root, and the output says so; a dense step waits for its bytes."""
+    monkeypatch.setattr(steps, "missing", lambda: "needs root")
+    words = f"{STEPS} --ways compute,overlap,compact --width 256 --rates 100mbit"
+    content = stored(tmp_path, words)
+    assert steps.BUCKET in " ".join(capsys.readouterr().out.split())
+    assert content["settings"]["lines"] == steps.BUCKET
+    compute, overlap, compact = content["rows"]
+    bytes_ = 20 * 256**2 * 4  # which each of two ranks sends once
+    assert overlap["step_s"] > 0.8 * (bytes_ - 2 * 0.02 * 12.5e6) / 12.5e6
+    assert all(row["step_s"] > 0 for row in (compute, compact))
+    assert 0 < overlap["line_of_rate"] < 1.1
+
+
+# ---- bytes and memory ----------------------------------------------------------------------------
+
+
+def test_bytes_that_ranks_receive(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Ranks beyond the 16 windows are copies, and the bytes of all are counted."""
+    count = sum(p.numel() for p in CharGPT(Shape(width=64, layers=2)).parameters())
+    u, v, g = np.random.default_rng(0).standard_normal((3, 16, count), np.float32)
+    random = residuals.Residuals(u, v, g[None], np.zeros((1, 16, 1), np.int32))
+    residuals.store(random, tmp_path / "r.npz")
+    words = f"wire {tmp_path / 'r.npz'} --elements 400000 --ranks 4,32 --processes 2"
+    content = stored(tmp_path, f"{words} --counted 1000000", plot=True)
+    few, many = content["ranks"]
+    assert [few["size"], many["size"]] == [4, 32]
+    assert many["gather"] > 7 * few["gather"]
+    assert many["sharded"] < many["sharded4"] < many["gather"]
+    assert 1 <= many["busiest"] < 1.5  # drawn uniformly
+    k = next(one["k"] for one in content["packets"] if one["sparsity"] == 0.999)
+    assert many["fewer"] == pytest.approx(31 * 8 * k / many["sharded"])
+    assert all(level["of_ring"] <= 1 / 8 for level in content["ramp"])
+    for one in content["counted"]:
+        assert one["received"] == pytest.approx(one["expected"], rel=0.1)
+    assert "busiest" in capsys.readouterr().out
+
+
+def test_one_copy_needs_less_memory_than_caches(tmp_path: Path) -> None:
+    rows = stored(tmp_path, "shared_data --count 200 --epochs 6")["rows"]
+    assert [row["way"] for row in rows] == list(shared_data.WAYS)
+    assert all(len(row["seconds"]) == 7 for row in rows)
+    mib = {row["way"]: row["mib"] for row in rows}
+    data = 200 * shared_data.BYTES / 2**20  # of which each cache has nearly all after six epochs
+    assert mib["shared"] < mib["cache"] - data / 2
+
+
+# ---- convergence ---------------------------------------------------------------------------------
+
+
+def train(folder: Path, methods: str, more: str = "") -> list[Any]:
+    words = f"convergence --ranks 2 --steps 4 --workloads text --seeds 1 --methods '{methods}'"
+    found: list[Any] = stored(folder, f"{words} {more}", plot=True)["rows"]
+    return found
+
+
+def test_convergence_runs_and_is_resumed(tmp_path: Path) -> None:
+    """Also after a version without rates, for which the table then has no column."""
+    added = ("samples_per_s", "link_mbit")
+    (first,) = train(tmp_path, "dense")
+    head, _, line, *_ = tables.convergence({"rows": [first]}, {})
+    assert "per second" in head
+    assert f" {tables.number(first['samples_per_s'])} |" in line
+    older = {name: value for name, value in first.items() if name not in added}
+    assert "per second" not in tables.convergence({"rows": [older]}, {})[0]
+    summaries.write(tmp_path / "out.json", {"rows": [older]})
+    dense, dgc, top, local, adaptive = train(
+        tmp_path, "dense,dgc,top-k without feedback,local 2,local adaptive"
+    )
+    assert dense == {**older, **dict.fromkeys(added)}  # not trained a second time
+    for row in (dgc, top, local, adaptive):
+        assert row["replicas_equal"]
+        assert 0 < row["score"] < 6
+        # Of 8 texts per rank and step.
+        assert row["samples_per_s"] == pytest.approx(2 * 4 * 8 / row["seconds"], rel=1e-6)
+    assert dense["sent_mb"] == dense["dense_mb"]
+    assert dgc["sent_mb"] < dense["sent_mb"] / 2
+    assert local["sent_mb"] == dense["sent_mb"] * 2 / 4  # after steps 1 and 3
+    *_, limited = train(tmp_path, "dense", "--link-mbit 10")
+    assert (limited["link_mbit"], limited["score"]) == (10, dense["score"])  # another case
+    assert limited["seconds"] > 8 * limited["sent_mb"] * 2**20 / 10e6 / 2  # half: bursts are free
+
+
+def test_threads_train_as_processes_do() -> None:
+    """20 steps of DGC, bit for bit."""
+    results = []
+    for where in ({"transport": "local"}, {"transport": "", "processes": True}):
+        models = [WORKLOADS["text"].model(0) for _ in range(2)]
+        given = (("text", "dgc"), 0, 20, models)
+        per_rank = run_ranks(2, convergence.rank_runs, *given, timeout_s=200, **where)
+        results += [parameters for _, _, parameters in per_rank]
+    assert all(torch.equal(result, results[0]) for result in results)
+
+
+def test_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files in Fashion-MNIST's format; the brightness of an image encodes its label."""
+    labels = torch.arange(200, dtype=torch.uint8) % 10
+    pixels = (labels * 25)[:, None].expand(200, 784).contiguous()
+    for name, header, content in (("images-idx3", 16, pixels), ("labels-idx1", 8, labels)):
+        packed = gzip.compress(bytes(header) + content.numpy().tobytes())
+        for part in ("train", "t10k"):
+            (tmp_path / f"{part}-{name}-ubyte.gz").write_bytes(packed)
+    monkeypatch.setattr(workloads, "IMAGES", tmp_path)
+    monkeypatch.setattr(workloads, "_images", workloads._images.__wrapped__)
+    images = WORKLOADS["images"]
+    x, y = images.batch(8, torch.Generator().manual_seed(0))
+    assert x.shape == (8, 1, 28, 28)
+    assert torch.equal(x[:, 0, 5, 7], (y * 25 / 255 - 0.286) / 0.353)
+    run = convergence.train(images, convergence.METHODS["dgc"], 0, 2, 100)
+    assert images.score(images.model(0)) <= 20 < run.score <= 100
+    assert run.replicas_equal
+
+
+def runs(scores: dict[str, list[float]]) -> list[Run]:
+    """Complete runs of the text, with 6 of 100 MB, 1 in the second half."""
+    rest: dict[str, Any] = {"ranks": 8, "steps": WORKLOADS["text"].steps, "seconds": 1.0}
+    rest |= {"dense_mb": 100.0, "sent_mb": 6.0, "mb": [4.0, 5.0, 5.5, 6.0]}
+    rest |= {"replicas_equal": True, "losses": [4.0, 2.0, 2.0, 2.0]}
+    return [
+        Run(workload="text", method=method, seed=seed, score=score, **rest)
+        for method, of_seeds in scores.items()
+        for seed, score in enumerate(of_seeds)
+    ]
+
+
+GOOD = {"dense": [1.71, 1.72], "dgc": [1.88, 1.89], "dgc without masking": [1.91, 1.92]}
+
+
+@pytest.mark.parametrize(
+    ("changed", "message", "fits"),
+    [
+        ({}, " 16.7x    50.0x equal", True),
+        ({"dense": [1.8, 1.81]}, " better ", True),
+        ({"dgc": [2.0, 2.01]}, " worse ", False),
+        ({"dense": [1.6, 1.61]}, " worse ", False),
+        ({"dgc": [1.6, 1.61]}, "'dgc' ranked before 'dense'", False),
+        ({"dgc": [1.91, 1.92], "dgc without masking": [1.85, 1.86]}, " before 'dgc'", False),
+    ],
+)
+def test_scores_are_checked_against_bands_and_order(
+    changed: dict[str, list[float]], message: str, fits: bool
+) -> None:
+    lines, good = convergence.summary(runs(GOOD | changed))
+    assert good == fits
+    assert message in "\n".join(lines)
+
+
+def test_unequal_replicas_and_accuracies_and_short_runs() -> None:
+    lines, good = convergence.summary([replace(runs(GOOD)[0], replicas_equal=False)])
+    assert not good
+    assert "DIFFER" in lines[1]
+    short = [replace(run, steps=4, score=9.0) for run in runs(GOOD)]
+    assert convergence.summary(short)[1]  # bands are of complete runs
+    (dense,) = [replace(run, workload="images", steps=2000) for run in runs({"dense": [88.0]})]
+    lines, _ = convergence.summary([dense, replace(dense, method="dgc", score=87.3)])
+    assert " 0.700 " in lines[2]
