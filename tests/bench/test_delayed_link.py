@@ -220,7 +220,7 @@ def test_a_real_link_delays_limits_and_loses() -> None:
 
 @NEEDS_TUN
 def test_links_run_with_a_delay(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A small call takes one way, and a row says over which link it was."""
+    """A small call takes at least one way, and a row says over which link it was."""
     words = "links --rates 1gbit --delay 50ms --loss 0,0.5 --sizes 4 --rounds 1 --pauses 0,0.01"
     memory = "net.ipv4.tcp_wmem=4096 16384 8388608"
     content = stored(tmp_path, f"{words} --peers pycomm,sockets --sysctl '{memory}'")
@@ -229,7 +229,7 @@ def test_links_run_with_a_delay(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert [(row["loss_percent"], row["pause_s"], row["peer"]) for row in rows] == [
         *itertools.product((0.0, 0.5), (0.0, 0.01), ("pycomm", "sockets"))
     ]
-    assert all(row["delay_ms"] == 50 <= row["time_ms"] < 100 for row in rows)
+    assert all(row["delay_ms"] == 50 <= row["time_ms"] for row in rows)
     assert " 50ms   0.5%  0.01s " in capsys.readouterr().out
 
 
