@@ -216,7 +216,7 @@ GOOD = {"dense": [1.71, 1.72], "dgc": [1.88, 1.89], "dgc without masking": [1.91
 @pytest.mark.parametrize(
     ("changed", "message", "fits"),
     [
-        ({}, " 16.7x    50.0x equal", True),
+        ({}, " in       16.7x   50.0x equal", True),
         ({"dense": [1.8, 1.81]}, " better ", True),
         ({"dgc": [2.0, 2.01]}, " worse ", False),
         ({"dense": [1.6, 1.61]}, " worse ", False),
