@@ -12,7 +12,6 @@ from paths import ROOT
 
 from pycomm import bench as command
 from pycomm import demo
-from pycomm.__main__ import NEEDS, main
 from pycomm.bench.collectives import benchmark as collectives
 from pycomm.bench.kernels import benchmark as kernels
 from pycomm.bench.support import packages

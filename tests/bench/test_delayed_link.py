@@ -107,15 +107,15 @@ def test_packets_arrive_after_the_delay_at_their_host() -> None:
     assert router.next_s() is None
 
 
-def router_of(line: LinkSettings) -> Router:
+def router_of(settings: LinkSettings) -> Router:
     router = Router(HOSTS)
-    router.set(line)
+    router.set(settings)
     return router
 
 
-def arrivals(line: LinkSettings, pairs: list[tuple[int, int]], count: int) -> list[float]:
+def arrivals(settings: LinkSettings, pairs: list[tuple[int, int]], count: int) -> list[float]:
     """When packets of 4 KiB arrive of which each of these (source, target) puts `count` at 5.0."""
-    router, found = router_of(line), []
+    router, found = router_of(settings), []
     for source, target in pairs * count:
         router.put(packet(bytes(4096), source, target), 5.0)
     while (at := router.next_s()) is not None:
@@ -139,21 +139,21 @@ def test_directions_do_not_share_the_rate() -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "queued"),
+    ("settings", "queued"),
     [
         (LinkSettings(0.5, 1e6), 1e6),  # by default the bandwidth-delay product of a round trip
         (LinkSettings(0.5, 1e6, queue_bytes=4e5), 4e5),
         (LinkSettings(0.0, 1e6), BURST),
     ],
 )
-def test_the_queue_has_a_limit(line: LinkSettings, queued: float) -> None:
-    found = arrivals(line, [(0, 1)], 1000)
+def test_the_queue_has_a_limit(settings: LinkSettings, queued: float) -> None:
+    found = arrivals(settings, [(0, 1)], 1000)
     assert len(found) * EACH == pytest.approx(queued + BURST, abs=2 * EACH)
 
 
 def lost_of(settings: LinkSettings, count: int) -> list[int]:
     """The numbers of the segments that do not arrive, of `count` packets of 5."""
-    router, missing = router_of(line), set(range(5 * count))
+    router, missing = router_of(settings), set(range(5 * count))
     for number in range(count):
         first = 4096 * number
         router.put(packet(bytes(4096), sequence=first), 0.0)
