@@ -61,6 +61,7 @@ void Engine::fail(const Error& error) noexcept {
 EngineStatus Engine::status() const {
   EngineStatus now = liveness_.status();
   now.broken = shutdown_.cause();
+  now.lost = shutdown_.lost();
   return now;
 }
 

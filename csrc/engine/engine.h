@@ -71,16 +71,15 @@ class Engine {
   int receive(int from, const transport::Header& signature, transport::Bytes into,
               const Deadline& deadline);
   // Waits for the first message of several receives; `received.index`: the one that errors name.
-  // False if suspend_receive() ended the wait; a later call continues it. Until then the memory of
+  // False if set_suspended() ended the wait; a later call continues it. Until then the memory of
   // all receives must stay valid. Throws Mismatch as receive() does, for the receive that
   // `received` names.
   bool receive_any(std::span<const Awaited> receives, Received& received,
                    const Deadline& deadline) {
     return messenger_.receive_any(receives, received, deadline);
   }
-  // From any thread: ends receive_any(), and later ones at once, until resume_receive().
-  void suspend_receive() noexcept { loop_.suspend(); }
-  void resume_receive() noexcept { loop_.resume(); }
+  // From any thread: whether receive_any() ends, also a later one, before it has a message.
+  void set_suspended(bool suspended) noexcept { suspended ? loop_.suspend() : loop_.resume(); }
   // All concurrently; messages of one peer in order. No receive may name kAnyPeer. Throws Mismatch
   // as receive() does, after all other messages are complete.
   void exchange(std::span<const MessageRequest> messages, const Deadline& deadline);
@@ -114,8 +113,6 @@ class Engine {
   std::chrono::nanoseconds heartbeat_interval() const { return liveness_.interval(); }
   // From any thread, also during a call.
   EngineStatus status() const;
-  // From any thread: the ranks that are known to be lost, once the engine is broken.
-  std::vector<int> lost() const { return shutdown_.lost(); }
   // For the thread that makes the calls: as of the end of the last one.
   const EngineTraffic& traffic() const { return runner_.traffic(); }
 

@@ -32,6 +32,7 @@ struct EngineStatus {
   std::string current_call{};       // this rank's last call; empty: none yet
   std::string broken{};             // the first cause; empty: not broken
   std::vector<PeerStatus> peers{};  // by rank
+  std::vector<int> lost{};          // the ranks that are known to be lost, once it is broken
 };
 
 class Liveness {

@@ -129,8 +129,8 @@ HostGroup::HostGroup(ConnectOptions options, bootstrap::Mesh mesh, std::vector<i
               !mesh.memories.empty() && info_.host_count > 1),
       log_(head_of(options_, mesh), options_.recorder),
       worker_(options_.interrupted, {.wait = [this](auto pending) { return receive_any(pending); },
-                                     .suspend = [this] { engine_.suspend_receive(); },
-                                     .resume = [this] { engine_.resume_receive(); }}) {
+                                     .suspend = [this] { engine_.set_suspended(true); },
+                                     .resume = [this] { engine_.set_suspended(false); }}) {
   options_.tuned = std::move(mesh.tuned);  // for split()
   // Heaps exist on a single host only.
   if (runner_.region() != nullptr && runner_.region()->has_heaps()) heap_ = std::move(mesh.heap);

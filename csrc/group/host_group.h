@@ -33,7 +33,7 @@ class HostGroup final : public Group {
                               std::function<void(std::exception_ptr)> then) override;
   void exchange(std::span<const Call> calls) override;
   std::shared_ptr<Group> split(int color, int key) override;
-  std::vector<int> lost() const override { return engine_.lost(); }
+  std::vector<int> lost() const override { return engine_.status().lost; }
   std::shared_ptr<Group> regroup(rendezvous::Store& store, const std::string& name,
                                  const std::vector<int>& members,
                                  std::chrono::nanoseconds timeout) override;

@@ -132,5 +132,5 @@ void fuzz::one(Input input) {
     }
   }
   (void)engine.heartbeat();
-  (void)engine.lost();
+  (void)engine.status();
 }

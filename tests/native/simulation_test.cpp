@@ -98,7 +98,7 @@ void play(engine::Engine& engine, const Scene& scene, Outcome& outcome) {
       if (error.kind() != ErrorKind::mismatch) break;
     }
   }
-  outcome.lost = engine.lost();
+  outcome.lost = engine.status().lost;
 }
 
 struct Play {

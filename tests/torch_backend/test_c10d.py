@@ -303,6 +303,30 @@ def test_send_and_recv(run: Run, size: int) -> None:
     run(size, _point_to_point)
 
 
+def _exchange() -> None:
+    """All ranks receive before any sends, and make a collective in between."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    others = [r for r in range(size) if r != rank]
+    for count in (1, 1000, 1_000_000):
+        got = {r: torch.empty(count) for r in others}
+        receives = {r: dist.irecv(x, r) for r, x in got.items()}
+        dist.barrier()
+        assert not any(work.is_completed() for work in receives.values())
+        dist.barrier()
+        sent = torch.full((count,), float(rank))
+        sends = [dist.isend(sent, r) for r in others]
+        for r in reversed(others):
+            receives[r].wait()
+            assert (got[r] == r).all()
+        for work in sends:
+            work.wait()
+
+
+@SIZES
+def test_exchange_by_isend_and_irecv(run: Run, size: int) -> None:
+    run(size, _exchange)
+
+
 def _objects() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     mine = {"rank": rank, "text": "x" * (10**rank)}

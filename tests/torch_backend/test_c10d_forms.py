@@ -73,30 +73,6 @@ def test_batch_isend_irecv(run: Run, size: int) -> None:
     run(size, _batch)
 
 
-def _exchange() -> None:
-    """All ranks receive before any sends, and make a collective in between."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-    others = [r for r in range(size) if r != rank]
-    for count in (1, 1000, 1_000_000):
-        got = {r: torch.empty(count) for r in others}
-        receives = {r: dist.irecv(x, r) for r, x in got.items()}
-        dist.barrier()
-        assert not any(work.is_completed() for work in receives.values())
-        dist.barrier()
-        sent = torch.full((count,), float(rank))
-        sends = [dist.isend(sent, r) for r in others]
-        for r in reversed(others):
-            receives[r].wait()
-            assert (got[r] == r).all()
-        for work in sends:
-            work.wait()
-
-
-@SIZES
-def test_exchange_by_isend_and_irecv(run: Run, size: int) -> None:
-    run(size, _exchange)
-
-
 def _functional() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     group = dist.group.WORLD
