@@ -183,7 +183,7 @@ const ByTransport kHeardLate{
       const auto told = ranks::ending_of([&] { run_call(*busy, scene, array); });
       expect(told.is(ErrorKind::peer_lost) && told.says("rank 2 died"), told.text());
       expect(told.error->fields().peer == 2, "another rank is named");
-      expect(busy->lost() == std::vector<int>{2}, "a live rank is counted as lost");
+      expect(busy->status().lost == std::vector<int>{2}, "a live rank is counted as lost");
     }};
 
 // Bytes that are no frame, behind a frame that is not received yet; then perhaps a close.
@@ -410,7 +410,7 @@ const ByTransport kPartings{
         unread.disarm(0);  // no notice of the end
       }
       left->fail(PeerLost("no more", {.peer = 1}));
-      expect(left->lost() == std::vector<int>{1, 2}, "the call waits for a rank that left");
+      expect(left->status().lost == std::vector<int>{1, 2}, "the call waits for a rank that left");
     }};
 
 }  // namespace

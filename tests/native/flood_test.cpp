@@ -239,7 +239,7 @@ const Test kCut{
       request.rank = 1;
       request.key = "key";
       request.context = "test";
-      request.failures = 3;
+      request.max_failures = 3;
       request.transports.push_back(transport::make_tcp("127.0.0.1", ""));
       request.addresses = {
           {request.transports[0].get(), {os::local_address(door.get()).text()}, "rank 0"}, {}};

@@ -49,7 +49,7 @@ ONE_BY_ONE = {
     "flat, then two shapes": [[torch.ones(6)], [torch.ones(2, 3)], [torch.ones(3, 2)]],
 }
 WRONG = {
-    "dtypes": ([[torch.ones(4), torch.ones(4).double()]], r"a\[1\]: got dtype float64, expected float32"),
+    "dtypes": ([[torch.ones(4), torch.ones(4).double()]], r"a\[1\]: got dtype float64"),
     "counts": ([[torch.ones(4)], [torch.ones(5)]], r"a has shape \(4,\), but b has \(5,\)"),
     "shapes": ([[torch.ones(2, 3)], [torch.ones(3, 2)]], "shape"),
     "number of dimensions": ([[torch.tensor(1.0)], [torch.ones(1, 1)]], "shape"),
