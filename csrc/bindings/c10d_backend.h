@@ -409,7 +409,10 @@ class Backend : public c10d::Backend {
                           record_error(*error, thrown);
                           work->complete_calls(1, thrown);
                         });
-        if (completion) completion->add(std::move(call));
+        if (completion)
+          completion->add(std::move(call));
+        else if (count == 1 && work->job().calls[0].operation == Operation::recv)
+          work->set_receive(std::move(call));
       } catch (...) {  // earlier calls still use the job's memory
         work->complete_calls(count - i, std::current_exception());
         if (i == 0) throw;

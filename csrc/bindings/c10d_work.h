@@ -108,6 +108,9 @@ class EngineWork : public c10d::Work {
 
   const Job& job() const { return job_; }
 
+  // The job's only call, a receive in host memory. It may begin with the first use of it.
+  void set_receive(std::shared_ptr<group::Work> receive) { receive_ = std::move(receive); }
+
   // Makes the calls that depend on the first one's result. Returns their error.
   std::exception_ptr follow(group::Collectives& group) noexcept {
     try {
@@ -146,11 +149,16 @@ class EngineWork : public c10d::Work {
 
   // On a device: whether it has completed the call.
   bool isCompleted() override {
+    start_receive();
     if (!c10d::Work::isCompleted()) return false;
     return !completion_ || !isSuccess() || completion_->passed();
   }
-  bool isSuccess() const override { return c10d::Work::isSuccess() && !late_error(); }
+  bool isSuccess() const override {
+    start_receive();
+    return c10d::Work::isSuccess() && !late_error();
+  }
   std::exception_ptr exception() const override {
+    start_receive();
     std::exception_ptr error = late_error();
     {
       const std::lock_guard lock(mutex_);
@@ -167,6 +175,10 @@ class EngineWork : public c10d::Work {
   // A limit of 0 waits as long as the call may take. A wait that times out leaves the call running.
   bool wait(milliseconds limit) override {
     const auto start = std::chrono::steady_clock::now();
+    if (limit > kNoTimeout)
+      start_receive();
+    else if (receive_)
+      receive_->advance();
     for (int i = 0; i < kSpins && !over_.load(std::memory_order_acquire); ++i)
       std::this_thread::yield();
     std::unique_lock lock(mutex_);
@@ -197,6 +209,7 @@ class EngineWork : public c10d::Work {
   uint64_t getSequencenumber() const override { return sequence_; }
 
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override {
+    start_receive();
     {
       std::lock_guard lock(mutex_);
       if (!future_)
@@ -211,6 +224,11 @@ class EngineWork : public c10d::Work {
   static constexpr int kSpins = 20;  // about 10 us of yields, enough for most small calls
   static constexpr milliseconds kSignalInterval{100};
   static constexpr milliseconds kDevicePollInterval{1};  // devices send no notification
+
+  // Leaves a deferred receive to the worker.
+  void start_receive() const {
+    if (receive_) (void)receive_->done();
+  }
 
   std::exception_ptr late_error() const { return completion_ ? completion_->error() : nullptr; }
 
@@ -257,6 +275,7 @@ class EngineWork : public c10d::Work {
   const uint64_t sequence_;
   Job job_;
   const std::shared_ptr<DeviceCompletion> completion_;
+  std::shared_ptr<group::Work> receive_;
   std::atomic<size_t> left_;
   std::atomic<bool> failed_{false};
   std::exception_ptr error_;

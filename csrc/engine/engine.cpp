@@ -30,24 +30,6 @@ void Engine::run(Task& task, const transport::Header& header, const Deadline& de
   runner_.run(task, {.signature = header}, deadline);
 }
 
-void Engine::send(int to, const transport::Header& signature, transport::ConstBytes bytes,
-                  const Deadline& deadline) {
-  messenger_.send(to, signature, bytes, deadline);
-}
-
-int Engine::receive(int from, const transport::Header& signature, transport::Bytes into,
-                    const Deadline& deadline) {
-  return messenger_.receive(from, signature, into, deadline);
-}
-
-void Engine::exchange(std::span<const MessageRequest> messages, const Deadline& deadline) {
-  messenger_.exchange(messages, deadline);
-}
-
-void Engine::announce_send(int to, const transport::Header& signature, const Deadline& deadline) {
-  messenger_.announce_send(to, signature, deadline);
-}
-
 void Engine::leave() noexcept {
   const std::lock_guard turn(turn_);
   shutdown_.leave();

@@ -64,30 +64,9 @@ class Engine {
     return calls_.next_header(signature);
   }
 
-  void send(int to, const transport::Header& signature, transport::ConstBytes bytes,
-            const Deadline& deadline);
-  // `from` may be kAnyPeer. Returns the sender. Throws Mismatch, and drops the message, if its
-  // dtype or count differs.
-  int receive(int from, const transport::Header& signature, transport::Bytes into,
-              const Deadline& deadline);
-  // Waits for the first message of several receives; `received.index`: the one that errors name.
-  // False if set_suspended() ended the wait; a later call continues it. Until then the memory of
-  // all receives must stay valid. Throws Mismatch as receive() does, for the receive that
-  // `received` names.
-  bool receive_any(std::span<const Awaited> receives, Received& received,
-                   const Deadline& deadline) {
-    return messenger_.receive_any(receives, received, deadline);
-  }
+  Messenger& messenger() { return messenger_; }
   // From any thread: whether receive_any() ends, also a later one, before it has a message.
   void set_suspended(bool suspended) noexcept { suspended ? loop_.suspend() : loop_.resume(); }
-  // All concurrently; messages of one peer in order. No receive may name kAnyPeer. Throws Mismatch
-  // as receive() does, after all other messages are complete.
-  void exchange(std::span<const MessageRequest> messages, const Deadline& deadline);
-  // Replaces send() for an array on a device: sends no payload and returns when the receiver, whose
-  // receive() has no bytes either, accepted the message. Throws Mismatch, as receive() does there,
-  // if the receiver expects a different message, and if both ranks announce at the same time, which
-  // would be a deadlock.
-  void announce_send(int to, const transport::Header& signature, const Deadline& deadline);
 
   // Sends a goodbye message and closes the connections. Data already sent is still delivered.
   void leave() noexcept;

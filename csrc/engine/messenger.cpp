@@ -15,6 +15,13 @@ void Messenger::send(int to, const transport::Header& signature, transport::Cons
   runner_.run(task, {.signature = signature, .is_collective = false}, deadline);
 }
 
+bool Messenger::can_send_at_once(int to, size_t bytes) {
+  const std::lock_guard turn(turn_);
+  const Peer& peer = peers_.at(to);
+  return bytes <= transport::kSegmentBytes && peer.link && !peer.left_reason && peer.link->idle() &&
+         peer.link->channel().has_space(sizeof(transport::Header) + bytes);
+}
+
 // `signature`: the call that errors and heartbeats of this rank report.
 Message Messenger::await(int& from, const transport::Header& wanted, transport::Bytes into,
                          const transport::Header& signature, const Deadline& deadline) {

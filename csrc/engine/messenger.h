@@ -32,7 +32,7 @@ struct Received {
 class Messenger {
  public:
   // `turn` is held by the thread that uses the links.
-  Messenger(std::mutex& turn, const PeerTable& peers, const CallSequence& calls, Mailbox& mailbox,
+  Messenger(std::mutex& turn, PeerTable& peers, const CallSequence& calls, Mailbox& mailbox,
             FrameSender& sender, FrameDispatcher& dispatcher, TaskRunner& runner)
       : turn_(turn),
         peers_(peers),
@@ -42,13 +42,26 @@ class Messenger {
         dispatcher_(dispatcher),
         runner_(runner) {}
 
-  // As the methods of Engine.
   void send(int to, const transport::Header& signature, transport::ConstBytes bytes,
             const Deadline& deadline);
+  // Whether send() of so many bytes, if it is the next call, copies them and does not wait.
+  bool can_send_at_once(int to, size_t bytes);
+  // `from` may be kAnyPeer. Returns the sender. Throws Mismatch, and drops the message, if its
+  // dtype or count differs.
   int receive(int from, const transport::Header& signature, transport::Bytes into,
               const Deadline& deadline);
+  // Waits for the first message of several receives; `received.index`: the one that errors name.
+  // False if Engine::set_suspended() ended the wait; a later call continues it. Until then the
+  // memory of all receives must stay valid. Throws Mismatch as receive() does, for the receive that
+  // `received` names.
   bool receive_any(std::span<const Awaited> receives, Received& received, const Deadline& deadline);
+  // All concurrently; messages of one peer in order. No receive may name kAnyPeer. Throws Mismatch
+  // as receive() does, after all other messages are complete.
   void exchange(std::span<const MessageRequest> messages, const Deadline& deadline);
+  // Replaces send() for an array on a device: sends no payload and returns when the receiver, whose
+  // receive() has no bytes either, accepted the message. Throws Mismatch, as receive() does there,
+  // if the receiver expects a different message, and if both ranks announce at the same time, which
+  // would be a deadlock.
   void announce_send(int to, const transport::Header& signature, const Deadline& deadline);
 
  private:
@@ -59,7 +72,7 @@ class Messenger {
   [[noreturn]] void refuse(const RefusedMessage& message) const;
 
   std::mutex& turn_;
-  const PeerTable& peers_;
+  PeerTable& peers_;
   const CallSequence& calls_;
   Mailbox& mailbox_;
   FrameSender& sender_;

@@ -52,7 +52,8 @@ void CallRunner::prepare(PreparedCall& prepared) const {
 
 void CallRunner::run(const PreparedCall& prepared) {
   const Call& call = prepared.call;
-  if (!prepared.messages.empty()) return engine_.exchange(prepared.messages, prepared.deadline);
+  if (!prepared.messages.empty())
+    return engine_.messenger().exchange(prepared.messages, prepared.deadline);
   if (!is_plan(call.operation)) return run_message(prepared);
   if (call.device.agreement) return agree(prepared);
   const auto* const input = static_cast<const std::byte*>(call.input);
@@ -105,15 +106,15 @@ void CallRunner::run_message(const PreparedCall& prepared) {
   const Call& call = prepared.call;
   const size_t bytes = call.device.agreement ? 0 : call.count * bytes_of(call.dtype);
   if (call.operation == Operation::recv) {
-    const int source =
-        engine_.receive(call.peer == kAnySource ? engine::kAnyPeer : call.peer, prepared.header,
-                        {static_cast<std::byte*>(call.output), bytes}, prepared.deadline);
+    const int source = engine_.messenger().receive(
+        call.peer == kAnySource ? engine::kAnyPeer : call.peer, prepared.header,
+        {static_cast<std::byte*>(call.output), bytes}, prepared.deadline);
     if (call.source != nullptr) *call.source = source;
   } else if (call.device.agreement) {
-    engine_.announce_send(call.peer, prepared.header, prepared.deadline);
+    engine_.messenger().announce_send(call.peer, prepared.header, prepared.deadline);
   } else {
-    engine_.send(call.peer, prepared.header, {static_cast<const std::byte*>(call.input), bytes},
-                 prepared.deadline);
+    engine_.messenger().send(call.peer, prepared.header,
+                             {static_cast<const std::byte*>(call.input), bytes}, prepared.deadline);
   }
 }
 

@@ -86,6 +86,9 @@ class Work {
   // Waits until the call is complete and throws its error if it failed. Throws Timeout after
   // `limit`; the call itself continues. A limit of 0 waits as long as the call may take.
   virtual void wait(std::chrono::nanoseconds limit = std::chrono::nanoseconds{0}) = 0;
+  // Waits on this thread for a receive that no other thread waits for yet. It may return before the
+  // call is complete.
+  virtual void advance() {}
   // The error of a completed call, or null. Device group: also an error that occurred after the
   // call was enqueued, which wait() throws from then on.
   virtual std::exception_ptr error() const = 0;
@@ -147,8 +150,8 @@ class Collectives {
 
   // Throws InvalidArgument and Unsupported before any data is sent.
   virtual void run(const Call& call) = 0;
-  // `then` runs once, on the worker, when the call is complete, with its error or null. It must not
-  // throw.
+  // `then` runs once, when the call is complete, with its error or null: on the worker, or on a
+  // thread that starts a small send or waits for a small receive. It must not throw.
   virtual std::shared_ptr<Work> start(const Call& call,
                                       std::function<void(std::exception_ptr)> then = {}) = 0;
   virtual Stats stats() const = 0;

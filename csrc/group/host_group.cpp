@@ -18,6 +18,10 @@ namespace {
 // on an idle machine, but 110, 180 and 400 us beside a busy process (benchmarks/results/spin.json).
 constexpr std::chrono::microseconds kSpin{20};
 
+// A send of at most this size is copied at once, and a receive left to the thread that waits for
+// it. One such message fits the memory between two ranks.
+constexpr size_t kSmallMessageBytes = size_t{32} << 10;
+
 engine::EngineOptions engine_options(const ConnectOptions& options, const bootstrap::Mesh& mesh,
                                      engine::PeerConnector* connector) {
   engine::EngineOptions engine{.rank = options.rank,
@@ -159,8 +163,14 @@ std::shared_ptr<Work> HostGroup::start(const Call& call,
   const auto body = [this, call, reducer = check(call)] {
     execute({.call = call, .reducer = reducer, .deadline = Deadline(limit_of(call))});
   };
+  const size_t bytes = call.count * bytes_of(call.dtype);
+  const bool small = bytes <= kSmallMessageBytes;
   if (is_receive(call))
-    return worker_.start_receive({call, Deadline(limit_of(call))}, body, std::move(then));
+    return worker_.start_receive({call, Deadline(limit_of(call))}, small, body, std::move(then));
+  if (small && call.operation == Operation::send && !call.device.agreement)
+    return worker_.start_at_once(
+        [&] { return engine_.messenger().can_send_at_once(call.peer, bytes); }, body,
+        std::move(then));
   return worker_.start(body, std::move(then));
 }
 
@@ -185,7 +195,7 @@ std::optional<Worker::Completed> HostGroup::receive_any(
   std::exception_ptr error;
   try {
     engine_.check_usable();
-    if (!engine_.receive_any(awaited, received, first)) return std::nullopt;
+    if (!engine_.messenger().receive_any(awaited, received, first)) return std::nullopt;
     if (int* const source = pending[received.index]->call.source) *source = received.from;
   } catch (...) {
     error = std::current_exception();

@@ -1,6 +1,7 @@
 #include "group/worker.h"
 
 #include <cstddef>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -47,16 +48,15 @@ class Worker::Started : public Work {
     if (error_) std::rethrow_exception(error_);
   }
 
-  void execute() {
-    std::exception_ptr error;
+  void execute() { complete(run()); }
+  std::exception_ptr run() {
     try {
       body_();
     } catch (...) {
-      error = std::current_exception();
+      return std::current_exception();
     }
-    complete(error);
+    return nullptr;
   }
-
   void complete(const std::exception_ptr& error) {
     {
       const std::lock_guard lock(mutex_);
@@ -82,10 +82,29 @@ class Worker::Started : public Work {
 class Worker::Receiving final : public Started {
  public:
   Receiving(Worker& worker, const PendingReceive& receive, Body body, Then then)
-      : Started(worker, std::move(body), std::move(then)), receive_(receive) {}
+      : Started(worker, std::move(body), std::move(then)),
+        state_(worker.state_),
+        receive_(receive) {}
   const PendingReceive& receive() const { return receive_; }
 
+  bool done() const override { return end_deferral(), Started::done(); }
+  std::exception_ptr error() const override { return end_deferral(), Started::error(); }
+  void wait(std::chrono::nanoseconds limit) override {
+    limit.count() == 0 ? advance() : end_deferral();
+    Started::wait(limit);
+  }
+  void advance() override {
+    receive_here(*state_, *this);
+    end_deferral();
+  }
+
  private:
+  void end_deferral() const {
+    const std::lock_guard lock(state_->mutex);
+    if (state_->deferred.get() == this) state_->end_deferral();
+  }
+
+  std::shared_ptr<State> state_;
   PendingReceive receive_;
 };
 
@@ -165,22 +184,42 @@ void Worker::run_exclusive(const Body& body) {
 
 std::shared_ptr<Work> Worker::start(Body body, Then then) {
   auto started = std::make_shared<Started>(*this, std::move(body), std::move(then));
-  State& state = *state_;
-  std::unique_lock lock(state.mutex);
-  if (state.thread == std::this_thread::get_id()) {
-    lock.unlock();
-    started->execute();
-    return started;
-  }
-  require_worker();
-  state.queue.push_back(started);
-  state.suspend_receives();
-  state.changed.notify_all();
-  return started;
+  return start_or_execute(started, [&](State& state) { state.queue.push_back(started); });
 }
 
-std::shared_ptr<Work> Worker::start_receive(const PendingReceive& receive, Body body, Then then) {
+std::shared_ptr<Work> Worker::start_at_once(const std::function<bool()>& possible, Body body,
+                                            Then then) {
+  auto started = std::make_shared<Started>(*this, std::move(body), std::move(then));
+  std::exception_ptr error;
+  bool runs = false;
+  replace_worker(*state_, [&](std::unique_lock<std::mutex>& lock) {
+    lock.unlock();
+    runs = possible();
+    if (runs) error = started->run();
+    lock.lock();
+  });
+  if (runs) return started->complete(error), started;
+  return start_or_execute(started, [&](State& state) { state.queue.push_back(started); });
+}
+
+std::shared_ptr<Work> Worker::start_receive(const PendingReceive& receive, bool deferrable,
+                                            Body body, Then then) {
   auto started = std::make_shared<Receiving>(*this, receive, std::move(body), std::move(then));
+  return start_or_execute(started, [&](State& state) {
+    state.receives_pending = true;
+    if (deferrable && !state.deferred && state.is_idle()) {
+      state.deferred = started;
+      return state.enable_fast_path();
+    }
+    state.end_deferral();
+    state.receives.push_back(started);
+  });
+}
+
+// Adds a call to the worker's, or executes it at once inside a `then`. `add` runs with the mutex,
+// when the thread runs and no thread is inside a call.
+std::shared_ptr<Work> Worker::start_or_execute(std::shared_ptr<Started> started,
+                                               const std::function<void(State&)>& add) {
   State& state = *state_;
   std::unique_lock lock(state.mutex);
   if (state.thread == std::this_thread::get_id()) {
@@ -188,17 +227,6 @@ std::shared_ptr<Work> Worker::start_receive(const PendingReceive& receive, Body 
     started->execute();
     return started;
   }
-  require_worker();
-  state.receives.push_back(started);
-  state.receives_pending = true;
-  state.suspend_receives();  // to wait for this one too
-  state.changed.notify_all();
-  return started;
-}
-
-// With the mutex: the thread runs, and no thread is inside a call.
-void Worker::require_worker() {
-  State& state = *state_;
   if (state.ending) throw GroupBroken(kClosed);
   if (!thread_.joinable()) {  // first: queue nothing if no thread can be created
     thread_ = os::start_thread("pycomm-worker", [held = state_] { loop(*held); });
@@ -209,16 +237,22 @@ void Worker::require_worker() {
     state.enable_fast_path();
     throw InvalidArgument(kSecondThread);
   }
+  add(state);
+  if (state.is_idle()) return started;  // a deferred receive
+  state.suspend_receives();             // to run this one first, or to wait for it too
+  state.changed.notify_all();
+  return started;
 }
 
 void Worker::loop(State& state) {
   std::unique_lock lock(state.mutex);
   for (;;) {
-    state.changed.wait(lock,
-                       [&] { return state.ending || !state.queue.empty() || state.may_receive(); });
+    state.changed.wait(lock, [&] {
+      return !state.worker_inside && (state.ending || !state.queue.empty() || state.may_receive());
+    });
     if (state.queue.empty() && state.receives.empty()) return;
     state.worker_inside = true;
-    state.queue.empty() ? receive_next(state, lock) : run_next(state, lock);
+    state.queue.empty() ? complete_next_receive(state, lock) : run_next(state, lock);
     state.worker_inside = false;
     state.enable_fast_path();
     state.changed.notify_all();
@@ -234,7 +268,9 @@ void Worker::run_next(State& state, std::unique_lock<std::mutex>& lock) {
   lock.lock();
 }
 
-void Worker::receive_next(State& state, std::unique_lock<std::mutex>& lock) {
+// Returns the receive that is complete and its error; null if the wait was suspended.
+std::pair<std::shared_ptr<Worker::Receiving>, std::exception_ptr> Worker::receive_next(
+    State& state, std::unique_lock<std::mutex>& lock) {
   std::vector<const PendingReceive*> pending;
   for (const auto& one : state.receives) pending.push_back(&one->receive());
   state.receiving = true;
@@ -243,36 +279,69 @@ void Worker::receive_next(State& state, std::unique_lock<std::mutex>& lock) {
   const auto completed = state.receiver.wait(pending);
   lock.lock();
   state.receiving = false;
-  if (!completed) return;
+  if (!completed) return {};
   const auto found = state.receives.begin() + static_cast<std::ptrdiff_t>(completed->index);
   auto one = std::move(*found);
   state.receives.erase(found);
   state.receives_pending = !state.receives.empty();
+  return {std::move(one), completed->error};
+}
+
+void Worker::complete_next_receive(State& state, std::unique_lock<std::mutex>& lock) {
+  auto [one, error] = receive_next(state, lock);
   lock.unlock();
-  one->complete(completed->error);
+  if (one) one->complete(error);
   one.reset();
   lock.lock();
 }
 
+// Runs `body`, with the mutex, as the worker would, if nothing else is under way.
+template <typename Run>
+void Worker::replace_worker(State& state, const Run& body) {
+  std::unique_lock lock(state.mutex);
+  state.caller.disable_fast_path();
+  if (!state.caller.is_inside() && !state.ending && state.waiting == 0 && state.is_idle()) {
+    state.worker_inside = true;
+    body(lock);
+    state.worker_inside = false;
+  }
+  state.enable_fast_path();
+  if (state.ending || state.waiting > 0 || state.caller.is_inside() || !state.is_idle())
+    state.changed.notify_all();
+}
+
+// Until the receive is complete or another call needs the turn.
+void Worker::receive_here(State& state, const Receiving& receive) {
+  std::shared_ptr<Receiving> one;
+  std::exception_ptr error;
+  replace_worker(state, [&](std::unique_lock<std::mutex>& lock) {
+    if (state.deferred.get() != &receive) return;
+    state.receives.push_back(std::move(state.deferred));
+    std::tie(one, error) = receive_next(state, lock);
+  });
+  if (one) one->complete(error);
+}
+
 bool Worker::busy() const {
   const std::lock_guard lock(state_->mutex);
-  return state_->caller.is_inside() || !state_->is_over();
+  return state_->caller.is_inside() || state_->deferred || !state_->is_idle();
 }
 
 void Worker::join() {
   State& state = *state_;
   std::unique_lock lock(state.mutex);
+  state.end_deferral();
   state.ending = true;
   state.caller.disable_fast_path();
   state.changed.notify_all();
   const auto me = std::this_thread::get_id();
   const bool in_then = state.thread == me;
   while (in_then && !state.queue.empty()) run_next(state, lock);
-  while (in_then && !state.receives.empty()) receive_next(state, lock);
+  while (in_then && !state.receives.empty()) complete_next_receive(state, lock);
   // A caller that joins inside its own call (through `interrupted`) does not wait for itself.
   state.changed.wait(lock, [&] {
     const bool caller_out = !state.caller.is_inside() || state.caller.is_this_thread();
-    return caller_out && (in_then || state.is_over());
+    return caller_out && (in_then || state.is_idle());
   });
   std::thread ended = std::move(thread_);
   lock.unlock();

@@ -30,6 +30,7 @@ class RingChannel final : public Channel {
 
   std::string_view transport() const override { return transport_; }
   size_t send(ConstBytes head, ConstBytes body) override;
+  bool has_space(size_t bytes) override { return !closed_ && writer_.has_space(bytes); }
   ConstBytes peek(size_t want) override;
   void take(size_t bytes) override;
   size_t receive(Bytes into) override;

@@ -34,9 +34,13 @@ class RingWriter {
   uint64_t position() const { return written_; }
   // Free bytes at position(). Loads the peer's position only if the known one leaves no space.
   size_t space() {
-    if (written_ - read_ == bytes_)
-      read_ = head_.read.load(std::memory_order_acquire);  // its reads end before we overwrite
+    (void)has_space(1);
     return bytes_ - (written_ - read_);
+  }
+  bool has_space(size_t n) {
+    if (bytes_ - (written_ - read_) < n)
+      read_ = head_.read.load(std::memory_order_acquire);  // its reads end before we overwrite
+    return bytes_ - (written_ - read_) >= n;
   }
   // Publishes `n` more bytes. True: wake the reader. Sequentially consistent, for claim(); release
   // order is part of it: the bytes are stored before.

@@ -41,6 +41,8 @@ class Channel {
   // The next send() or close() must start with the bytes that were not taken. After the peer closed
   // the connection, bytes are taken and lost.
   virtual size_t send(ConstBytes head, ConstBytes body) = 0;
+  // Whether the next send() surely takes so many bytes.
+  virtual bool has_space(size_t /*bytes*/) { return false; }
   // A hint for the next sends: whether more follow immediately, so that the end of the data may be
   // held back for them (MSG_MORE).
   virtual void expect_more(bool) {}

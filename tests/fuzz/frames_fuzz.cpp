@@ -100,14 +100,14 @@ void call(engine::Engine& engine, int what) {
   }
   signature.operation = static_cast<uint8_t>(Operation::send);
   signature.peer = 7;
-  if (what == 1) return engine.send(1, signature, bytes, deadline);
+  if (what == 1) return engine.messenger().send(1, signature, bytes, deadline);
   if (what < 4) {
-    (void)engine.receive(what == 2 ? 1 : engine::kAnyPeer, signature, bytes, deadline);
+    (void)engine.messenger().receive(what == 2 ? 1 : engine::kAnyPeer, signature, bytes, deadline);
     return;
   }
   signature.algorithm = transport::kOnDevice;
-  if (what == 4) return engine.announce_send(1, signature, deadline);
-  (void)engine.receive(1, signature, {}, deadline);
+  if (what == 4) return engine.messenger().announce_send(1, signature, deadline);
+  (void)engine.messenger().receive(1, signature, {}, deadline);
 }
 
 }  // namespace

@@ -225,7 +225,7 @@ const ByTransport kGarbage{
             const std::vector<std::byte> message(1000);
             transport::Header signature;
             signature.count = message.size();
-            return engine.send(1, signature, message, Deadline(20s));
+            return engine.messenger().send(1, signature, message, Deadline(20s));
           }
           const Scene scene{Operation::all_reduce, Algorithm::direct, 2, 1, 1, 0};
           Array array(Dtype::float32, 1);

@@ -39,7 +39,7 @@ Ending receive(engine::Engine& engine, std::chrono::nanoseconds timeout) {
   std::array<std::byte, 4> into{};
   transport::Header signature{.operation = static_cast<uint8_t>(Operation::send),
                               .count = into.size()};
-  return ending_of([&] { engine.receive(1, signature, into, Deadline(timeout)); });
+  return ending_of([&] { engine.messenger().receive(1, signature, into, Deadline(timeout)); });
 }
 
 const Test kSilent{

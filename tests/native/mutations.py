@@ -147,7 +147,7 @@ ROWS = [
         "engine/messenger.cpp",
         "if (!same_call(message.header, signature))",
         "if (message.header.peer != signature.peer)",
-        "group",
+        "messages",
         "a message of another kind",
     ),
     (

@@ -112,8 +112,8 @@ struct Busy {
 
 void wait_for_message(engine::Engine& engine, const Deadline& deadline) {
   std::byte into{};
-  (void)engine.receive(1, {.operation = static_cast<uint8_t>(Operation::send), .count = 1},
-                       {&into, 1}, deadline);
+  (void)engine.messenger().receive(
+      1, {.operation = static_cast<uint8_t>(Operation::send), .count = 1}, {&into, 1}, deadline);
 }
 
 std::vector<Busy> all_busy() {

@@ -231,9 +231,9 @@ bool act_once(engine::Engine& engine, const Act& act) {
                               .algorithm = transport::kOnDevice,
                               .count = act.count};
   if (act.verb == Verb::offer)
-    engine.announce_send(act.peer, signature, deadline);
+    engine.messenger().announce_send(act.peer, signature, deadline);
   else
-    (void)engine.receive(act.peer, signature, {}, deadline);
+    (void)engine.messenger().receive(act.peer, signature, {}, deadline);
   return true;
 }
 

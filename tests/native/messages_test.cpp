@@ -1,0 +1,292 @@
+// Messages between two ranks over every transport: order, mismatches, and receives that wait while
+// other calls run. Failures are in engine_test.cpp.
+#include <atomic>
+#include <deque>
+#include <future>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "calls.h"
+#include "harness.h"
+#include "ranks.h"
+
+namespace {
+
+using namespace pycomm;
+using ranks::Array;
+using ranks::ByTransport;
+using ranks::Case;
+using ranks::element;
+using ranks::run_case;
+
+group::Call message(Operation operation, Array& array, size_t count, int peer, uint32_t tag = 0) {
+  return {.operation = operation,
+          .dtype = Dtype::int64,
+          .input = array.data(),
+          .output = array.data(),
+          .count = count,
+          .peer = peer,
+          .tag = tag};
+}
+
+Array numbers(size_t count, int seed) {
+  Array array(Dtype::int64, count);
+  array.fill([&](size_t i) { return element(seed, i); });
+  return array;
+}
+
+void send(group::Group& group, size_t count, int seed, int peer, uint32_t tag) {
+  Array array = numbers(count, seed);
+  group.run(message(Operation::send, array, count, peer, tag));
+}
+
+void receive(group::Group& group, size_t count, int seed, int peer, uint32_t tag) {
+  Array array(Dtype::int64, count);
+  group.run(message(Operation::recv, array, count, peer, tag));
+  expect(array == numbers(count, seed), "message " + std::to_string(seed) + " is wrong");
+}
+
+const ByTransport kMessages{
+    "messages are kept by tag, in order, until they are received", [](const std::string& by) {
+      ranks::run_groups(3, by, [](group::Group& group) {
+        if (group.rank() == 0) {
+          for (int i = 0; i < 4; ++i) send(group, 1000, i, 1, 5);
+          send(group, 0, 0, 1, 6);
+          send(group, 300'000, 9, 1, 7);
+        }
+        group.run({.operation = Operation::barrier});
+        if (group.rank() == 1) {
+          receive(group, 300'000, 9, 0, 7);
+          for (int i = 0; i < 4; ++i) receive(group, 1000, i, 0, 5);
+          receive(group, 0, 0, 0, 6);
+        }
+        group.run({.operation = Operation::barrier});
+        // All ranks send to all before any receives, far more than any buffer holds.
+        constexpr size_t kMany = 500'000;
+        for (int step = 1; step < 3; ++step)
+          send(group, kMany, group.rank() * 3 + step, (group.rank() + step) % 3, 1);
+        for (int step = 1; step < 3; ++step) {
+          const int from = (group.rank() + 3 - step) % 3;
+          receive(group, kMany, from * 3 + step, from, 1);
+        }
+      });
+    }};
+
+const ByTransport kMismatched{
+    "a message of another kind is dropped; the group continues", [](const std::string& by) {
+      ranks::run_groups(2, by, [](group::Group& group) {
+        for (int i = 0; i < 3; ++i) {
+          if (group.rank() == 0) {
+            send(group, 4, 1, 1, 0);
+            send(group, 50'000, 2, 1, 0);
+          } else {
+            Array array(Dtype::int64, 3);
+            const Array before = array;
+            const auto ending =
+                ranks::ending_of([&] { group.run(message(Operation::recv, array, 3, 0)); });
+            expect(
+                ending.is(ErrorKind::mismatch) && ending.says("count 4") && ending.says("count 3"),
+                ending.text());
+            expect(array == before, "a wrong message was written");
+            const auto work = group.start(message(Operation::recv, array, 3, 0), {});
+            expect_throws<Mismatch>([&] { work->wait(); });
+            expect(work->done() && work->error() && array == before, "the error of the work");
+          }
+          run_case(group, {Operation::all_reduce, Algorithm::ring, Dtype::float32, ReduceOp::sum,
+                           500, 0, true, i});
+        }
+      });
+    }};
+
+// A receive that was started, and its array.
+struct Started {
+  Started(group::Group& group, size_t count, int peer, uint32_t tag)
+      : array(Dtype::int64, count),
+        work(group.start(message(Operation::recv, array, count, peer, tag), {})) {}
+  void expect_message(int seed) {
+    work->wait();
+    expect(array == numbers(count(), seed), "message " + std::to_string(seed) + " is wrong");
+  }
+  size_t count() const { return array.bytes() / sizeof(int64_t); }
+  Array array;
+  std::shared_ptr<group::Work> work;
+};
+
+const ByTransport kPendingReceives{
+    "other calls pass receives that wait", [](const std::string& by) {
+      ranks::run_groups(3, by, [](group::Group& group) {
+        const int rank = group.rank(), next = (rank + 1) % 3, last = (rank + 2) % 3;
+        for (const size_t count : {0, 10, 100'000, 600'000}) {
+          // All ranks receive before any sends. The second receive is complete first.
+          Started from_last(group, count, last, 1), from_next(group, count, next, 1);
+          run_case(group, {Operation::all_reduce, Algorithm::ring, Dtype::float32, ReduceOp::sum,
+                           70'000, 0, true, 1});
+          Array sent = numbers(count, rank);
+          const auto send_next = group.start(message(Operation::send, sent, count, next, 1), {});
+          from_last.expect_message(last);
+          expect(!from_next.work->done(), "received before it was sent");
+          group.run({.operation = Operation::barrier});
+          send(group, count, rank, last, 1);
+          from_next.expect_message(next);
+          send_next->wait();
+        }
+      });
+    }};
+
+const ByTransport kSeveralReceives{"a receive completes while an earlier one waits",
+                                   [](const std::string& by) {
+                                     ranks::run_groups(3, by, [](group::Group& group) {
+                                       if (group.rank() == 2) return send(group, 10, 2, 0, 0);
+                                       if (group.rank() == 1) {
+                                         receive(group, 10, 0, 0, 0);
+                                         return send(group, 10, 1, 0, 0);
+                                       }
+                                       Started first(group, 10, 1, 0);
+                                       (void)numbers(1'000'000, 0);  // the worker begins to wait
+                                       Started second(group, 10, 2, 0);
+                                       second.expect_message(2);
+                                       send(group, 10, 0, 1, 0);
+                                       first.expect_message(1);
+                                     });
+                                   }};
+
+const ByTransport kReceiveOrder{
+    "receives of a tag get the messages in the order of their calls", [](const std::string& by) {
+      for (const int count : {4, 30})  // with 4, the first receive of a tag is deferred
+        for (const size_t n : {10, 5000})
+          ranks::run_groups(2, by, [=](group::Group& group) {
+            const auto tag = [](int i) { return static_cast<uint32_t>(i % 3); };
+            if (group.rank() == 0) {
+              group.run({.operation = Operation::barrier});
+              for (int i = 0; i < count; ++i) send(group, n, i, 1, tag(i));
+              return;
+            }
+            std::deque<Started> started;
+            for (int i = 0; i < count - 3; ++i)
+              started.emplace_back(group, n, i % 2 == 0 ? 0 : group::kAnySource, tag(i));
+            group.run({.operation = Operation::barrier});
+            for (int i = count - 3; i < count; ++i)  // on this thread, behind those
+              receive(group, n, i, 0, tag(i));
+            for (int i = count - 4; i >= 0; --i) started[static_cast<size_t>(i)].expect_message(i);
+          });
+    }};
+
+const ByTransport kMismatchedAmongReceives{
+    "of receives that wait, the one that does not match its message fails",
+    [](const std::string& by) {
+      ranks::run_groups(2, by, [](group::Group& group) {
+        if (group.rank() == 0) {
+          send(group, 7, 1, 1, 1);
+          receive(group, 1, 3, 1, 0);
+          return send(group, 5, 2, 1, 0);
+        }
+        Started first(group, 5, 0, 0), second(group, 5, 0, 1);
+        const auto ending = ranks::ending_of([&] { second.work->wait(); });
+        expect(ending.is(ErrorKind::mismatch) && ending.says("count 7"), ending.text());
+        send(group, 1, 3, 0, 0);
+        first.expect_message(2);
+      });
+    }};
+
+const ByTransport kEndedReceives{
+    "close and abort end the receives that wait", [](const std::string& by) {
+      for (const bool aborts : {false, true})
+        for (const int count : {1, 2})  // one alone is deferred
+          ranks::run_groups(2, by, [&](group::Group& group) {
+            std::deque<Started> started;
+            for (int i = 0; i < count; ++i)
+              started.emplace_back(group, 5, 1 - group.rank(), static_cast<uint32_t>(i));
+            group.run({.operation = Operation::barrier});
+            aborts ? group.abort("for this test") : group.close();
+            for (Started& one : started) {
+              const auto ending = ranks::ending_of([&] { one.work->wait(); });
+              expect(ending.is(ErrorKind::group_broken) || ending.is(ErrorKind::peer_lost),
+                     ending.text());
+            }
+          });
+    }};
+
+// A small receive with nothing else under way runs on the thread that waits for it.
+const ByTransport kDeferredReceive{
+    "a deferred receive completes for every use of its work", [](const std::string& by) {
+      ranks::run_groups(2, by, [](group::Group& group) {
+        const Case sum{
+            Operation::all_reduce, Algorithm::ring, Dtype::float32, ReduceOp::sum, 900, 0, true, 1};
+        for (int round = 0; round < 20; ++round) {
+          if (group.rank() == 0) {
+            send(group, 10, round, 1, 0);  // for a wait without a limit
+            send(group, 10, round, 1, 0);  // with one
+            send(group, 10, round, 1, 0);  // for done()
+            run_case(group, sum);
+            send(group, 10, round, 1, 0);  // for another thread, which this rank's call suspends
+            run_case(group, sum);
+            continue;
+          }
+          Started(group, 10, 0, 0).expect_message(round);
+          Started with_limit(group, 10, 0, 0);
+          with_limit.work->wait(std::chrono::minutes(1));
+          with_limit.expect_message(round);
+          Started polled(group, 10, 0, 0);
+          while (!polled.work->done()) std::this_thread::yield();
+          polled.expect_message(round);
+          Started deferred(group, 10, 0, 0);
+          std::thread waiter([&] { deferred.work->wait(); });
+          run_case(group, sum);
+          waiter.join();
+          deferred.expect_message(round);
+          run_case(group, sum);
+        }
+      });
+    }};
+
+const ByTransport kSmallSends{
+    "small sends do not wait for their receivers and stay in order", [](const std::string& by) {
+      std::promise<void> started;
+      ranks::run_groups(2, by, [&](group::Group& group) {
+        constexpr int kCount = 2000;  // 32 MB, more than any buffer holds
+        constexpr size_t kElements = 2000;
+        group.run({.operation = Operation::barrier});
+        if (group.rank() == 1) {
+          started.get_future().wait();
+          receive(group, 1, -1, 0, 1);
+          for (int i = 0; i < kCount; ++i) receive(group, kElements, i, 0, 0);
+          return;
+        }
+        Array first = numbers(1, -1);
+        const auto work = group.start(message(Operation::send, first, 1, 1, 1), {});
+        expect(by == "tcp" || work->done(), "a message that fits the ring waited for the worker");
+        std::deque<Array> arrays;
+        std::vector<std::shared_ptr<group::Work>> sends;
+        for (int i = 0; i < kCount; ++i) {
+          arrays.push_back(numbers(kElements, i));
+          sends.push_back(
+              group.start(message(Operation::send, arrays.back(), kElements, 1, 0), {}));
+        }
+        started.set_value();
+        for (const auto& one : sends) one->wait();
+      });
+    }};
+
+const ByTransport kOneThread{
+    "a second thread that enters is rejected", [](const std::string& by) {
+      std::promise<void> refused;
+      ranks::run_groups(2, by, [&](group::Group& group) {
+        if (group.rank() == 1) {
+          refused.get_future().wait();
+          return send(group, 100, 1, 0, 0);
+        }
+        std::atomic<int> entered{0}, turned_away{0};
+        ranks::run(2, [&](int) {
+          const auto ending = ranks::ending_of([&] { receive(group, 100, 1, 1, 0); });
+          ++(ending.is(ErrorKind::invalid_argument) ? turned_away : entered);
+          if (ending.is(ErrorKind::invalid_argument)) {
+            expect(ending.says("split"), ending.text());
+            refused.set_value();
+          }
+        });
+        expect(entered == 1 && turned_away == 1, "one thread enters, one is rejected");
+      });
+    }};
+
+}  // namespace
