@@ -42,7 +42,8 @@ void ProgressLoop::drive(Task& task, const Deadline& deadline) {
   bool has_processor = true;  // false: shares one with the awaited peer
   const bool can_be_suspended = task.can_be_suspended();
   while (!task.done() && !(can_be_suspended && stop_.suspended())) {
-    if (task.advance()) {
+    // Two ranks that send to each other fill both channels, so one that cannot send reads.
+    if (task.advance() || (task.receiving_from() == collectives::kNoRank && poller_.poll())) {
       waited_ += idle_until - idle_since;
       idle_since = idle_until = {};
       has_processor = true;

@@ -18,9 +18,9 @@ namespace {
 // on an idle machine, but 110, 180 and 400 us beside a busy process (benchmarks/results/spin.json).
 constexpr std::chrono::microseconds kSpin{20};
 
-// A send of at most this size is copied at once, and a receive left to the thread that waits for
-// it. One such message fits the memory between two ranks.
-constexpr size_t kSmallMessageBytes = size_t{32} << 10;
+// A send of at most this size is copied at once, and a receive is left to the thread that waits for
+// it: one frame, which fits an empty ring between two ranks.
+constexpr size_t kSmallMessageBytes = transport::kSegmentBytes;
 
 engine::EngineOptions engine_options(const ConnectOptions& options, const bootstrap::Mesh& mesh,
                                      engine::PeerConnector* connector) {

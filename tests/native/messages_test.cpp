@@ -154,7 +154,7 @@ const ByTransport kSeveralReceives{"a receive completes while an earlier one wai
 const ByTransport kReceiveOrder{
     "receives of a tag get the messages in the order of their calls", [](const std::string& by) {
       for (const int count : {4, 30})  // with 4, the first receive of a tag is deferred
-        for (const size_t n : {10, 5000})
+        for (const size_t n : {10, 20'000})
           ranks::run_groups(2, by, [=](group::Group& group) {
             const auto tag = [](int i) { return static_cast<uint32_t>(i % 3); };
             if (group.rank() == 0) {

@@ -199,15 +199,16 @@ const Test kAccused{
             return ending_of([&] {
               std::byte into{};
               if (busy.how == "the call makes tiny steps") return busy.wait(middle, Deadline(1h));
-              (void)middle.receive(2,
-                                   {.operation = static_cast<uint8_t>(Operation::send), .count = 1},
-                                   {&into, 1}, Deadline(1h));
+              (void)middle.messenger().receive(
+                  2, {.operation = static_cast<uint8_t>(Operation::send), .count = 1}, {&into, 1},
+                  Deadline(1h));
             });
           });
           std::byte into{};
           const Ending ending = ending_of([&] {
-            (void)waits.receive(0, {.operation = static_cast<uint8_t>(Operation::send), .count = 1},
-                                {&into, 1}, Deadline(3 * kHeartbeat));
+            (void)waits.messenger().receive(
+                0, {.operation = static_cast<uint8_t>(Operation::send), .count = 1}, {&into, 1},
+                Deadline(3 * kHeartbeat));
           });
           middle.stop("enough");
           (void)works.get();

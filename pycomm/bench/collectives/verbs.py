@@ -1,4 +1,4 @@
-"""The measured collectives: their arrays, calls, right answers and factors."""
+"""The measured verbs: their arrays, calls, right answers and factors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DTYPES = (
 
 @dataclass(frozen=True)
 class Verb:
-    """One collective. `size` below is ranks, S the bytes that nccl-tests calls size."""
+    """One verb. `size` below is ranks, S the bytes that nccl-tests calls size."""
 
     name: str
     redop: str  # as nccl-tests prints it
@@ -27,16 +27,19 @@ class Verb:
     whole_output: bool
     bus_factor: Callable[[int], float]  # busbw / algbw, as in nccl-tests
     traffic: Callable[[int], float]  # bytes a rank reads and writes at least, in S
+    in_place: bool = False  # the verb changes its input
 
 
 VERBS = {
     verb.name: verb
     for verb in (
-        Verb("all_reduce", "sum", True, True, lambda n: 2 * (n - 1) / n, lambda n: 2),
+        Verb("all_reduce", "sum", True, True, lambda n: 2 * (n - 1) / n, lambda n: 2, True),
         # The root only reads, the others only write.
-        Verb("broadcast", "none", True, True, lambda n: 1, lambda n: 1),
+        Verb("broadcast", "none", True, True, lambda n: 1, lambda n: 1, True),
         Verb("all_gather", "none", False, True, lambda n: (n - 1) / n, lambda n: 2),
         Verb("reduce_scatter", "sum", True, False, lambda n: (n - 1) / n, lambda n: 1 + 1 / n),
+        # Each rank sends to the next one and receives from the one before, as in nccl-tests.
+        Verb("send_recv", "none", True, True, lambda n: 1, lambda n: 2),
     )
 }
 
@@ -58,18 +61,23 @@ class Case:
     @property
     def in_place(self) -> bool:
         """Whether the verb changes its input."""
+        return VERBS[self.verb].in_place
+
+    @property
+    def whole(self) -> bool:
+        """Whether input and output have the same size."""
         return VERBS[self.verb].whole_input and VERBS[self.verb].whole_output
 
     @property
     def count(self) -> int:
         """Elements as nccl-tests prints them: of the smaller of input and output, at least one."""
         elements = self.wanted_bytes // self.itemsize
-        return max(1, elements if self.in_place else elements // self.size)
+        return max(1, elements if self.whole else elements // self.size)
 
     @property
     def whole_count(self) -> int:
         """Elements of the larger of input and output."""
-        return self.count if self.in_place else self.count * self.size
+        return self.count if self.whole else self.count * self.size
 
     @property
     def bytes(self) -> int:
@@ -107,6 +115,11 @@ class Arrays:
             else torch.empty(self._length(verb.whole_output), dtype=self.dtype, device=device)
         )
 
+    @property
+    def neighbours(self) -> tuple[int, int]:
+        """The next rank and the one before."""
+        return (self.rank + 1) % self.case.size, (self.rank - 1) % self.case.size
+
     def rewrite(self) -> None:
         """Puts the input back as it was before the call."""
         self.input.copy_(self.source)
@@ -116,6 +129,8 @@ class Arrays:
         case = self.case
         if case.verb == "broadcast":
             return pattern(0, case.count, self.dtype)
+        if case.verb == "send_recv":
+            return pattern((self.rank - 1) % case.size, case.count, self.dtype)
         if case.verb == "all_gather":
             return torch.cat([pattern(r, case.count, self.dtype) for r in range(case.size)])
         total = pattern(0, case.whole_count, self.dtype)
@@ -147,7 +162,21 @@ def through_torch(arrays: Arrays, group: dist.ProcessGroup | None) -> Call:
         "broadcast": lambda: dist.broadcast(x, 0, group=group),
         "all_gather": lambda: gather(out, x, group=group),
         "reduce_scatter": lambda: scatter(out, x, group=group),
+        "send_recv": lambda: _exchange(arrays, group),
     }[arrays.case.verb]
+
+
+def _exchange(arrays: Arrays, group: dist.ProcessGroup | None) -> None:
+    x, out, following, previous = arrays.input, arrays.output, *arrays.neighbours
+    if x.is_cuda:  # NCCL needs both in one batch
+        batch = [dist.P2POp(dist.isend, x, following, group)]
+        batch.append(dist.P2POp(dist.irecv, out, previous, group))
+        for work in dist.batch_isend_irecv(batch):
+            work.wait()
+        return
+    sent: Any = dist.isend(x, following, group=group)
+    dist.recv(out, previous, group=group)
+    sent.wait()
 
 
 def direct(arrays: Arrays) -> Call:
@@ -155,10 +184,17 @@ def direct(arrays: Arrays) -> Call:
     import pycomm
 
     size = arrays.case.size
-    x, out = arrays.input, arrays.output
+    x, out, following, previous = arrays.input, arrays.output, *arrays.neighbours
+
+    def exchange() -> None:
+        sent = pycomm.send(x, following, async_op=True)
+        pycomm.recv(out, previous)
+        sent.wait()
+
     return {
         "all_reduce": lambda: pycomm.all_reduce(x),
         "broadcast": lambda: pycomm.broadcast(x, src=0),
         "all_gather": lambda: pycomm.all_gather(x, out=out.view(size, -1)),
         "reduce_scatter": lambda: pycomm.reduce_scatter(x.view(size, -1), out=out),
+        "send_recv": exchange,
     }[arrays.case.verb]
