@@ -275,15 +275,32 @@ def register_core(core: _core.Group, store: Store, timeout_s: float) -> Callable
         else:
             _separate_threads()
         _thread.own = own
+    return lambda: _unregister(group, own)
 
-    def unregister() -> None:
-        with _state.lock:
-            own.clear()
-            if _state.group is group:
-                _set(None)
-                _state.ended = "torch's process group was destroyed"
 
-    return unregister
+def _unregister(group: Group, own: list[Group]) -> None:
+    with _state.lock:
+        own.clear()
+        if _state.group is group:
+            _set(None)
+            _state.ended = "torch's process group was destroyed"
+
+
+def register_shrunk(
+    core: _core.Group, smaller: _core.Group, store: Store, timeout_s: float
+) -> Callable[[], None]:
+    """Registers the engine of torch's shrink_group(): as the default group if `core` was it, else
+    as register_backend(). Returns a function that unregisters it.
+    """
+    old = _find()
+    if old is None or old.name != core.name:
+        return register_backend(smaller, store, timeout_s)
+    group = Group(smaller, store, timeout_s)
+    with _state.lock:
+        _replace(old, group)
+        _state.adopted |= _state.group is group
+        own = _thread.own if isinstance(_thread.own, list) else []
+    return lambda: _unregister(group, own)
 
 
 def register_backend(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import atexit
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, cast
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from pycomm._c10d import compiled
 
-__all__ = ["Options", "create", "is_available", "merge", "stats"]
+__all__ = ["Options", "create", "is_available", "merge", "shrink", "stats"]
 
 _torch_autoload.register()
 
@@ -100,7 +100,9 @@ def create(options: _DistributedBackendOptions, backend_options: object) -> comp
     if shared is None:
         return _form(options, ours, default_group.register_core)
     _encrypt(ours, shared)
-    backend: compiled.Backend = _module().Backend(shared._capsule(), ours, False, None)
+    backend: compiled.Backend = _module().Backend(
+        shared._capsule(), options.store, ours, False, None
+    )
     return backend
 
 
@@ -131,19 +133,54 @@ def merge(store: Store, ours: compiled.Options, rank: int, size: int) -> compile
     return _form(options, ours, default_group.register_backend)
 
 
+def shrink(
+    part: object, store: Store, excluded: Sequence[int], ours: compiled.Options
+) -> compiled.Backend:
+    """Connects the ranks of a group that are not excluded; returns their backend. Collective over
+    them. The group may be broken. `torch.distributed.shrink_group` calls it, and closes the group.
+
+    A default group of pycomm on the same engine is replaced too.
+
+    Args:
+        part: a capsule of the group.
+        store: the store in which the group's ranks met.
+        excluded: ranks of the group in ascending order, the same on all ranks that stay.
+        ours: options of the new group, with its time limit.
+
+    Raises:
+        Timeout, PeerLost, Mismatch: the group did not form; the text names the ranks.
+    """
+    core, timeout_s = _core.group_of(part), ours._timeout.total_seconds()
+    kept = [rank for rank in range(core.size) if rank not in excluded]
+    name = f"{core.name}-{','.join(map(str, excluded))}"
+    met = rendezvous.TorchStore(store, config.environment().secret)
+    smaller = _core.regroup(core, met, name, kept, timeout_s)
+    smaller.set_timeout(timeout_s)
+    ours.global_ranks_in_group, ours.group_name = smaller.ranks, cast("GroupName", name)
+    return _owner(
+        smaller, store, ours, default_group.register_shrunk(core, smaller, met, timeout_s)
+    )
+
+
+def _owner(
+    core: _core.Group, store: Store, ours: compiled.Options, ended: Callable[[], None]
+) -> compiled.Backend:
+    backend: compiled.Backend = _module().Backend(core._capsule(), store, ours, True, ended)
+    return backend
+
+
 def _form(
     options: _DistributedBackendOptions,
     ours: compiled.Options,
     enter: Callable[[_core.Group, rendezvous.TorchStore, float], Callable[[], None]],
 ) -> compiled.Backend:
     """Connects the ranks of a new group; `enter` registers it beside the default group."""
-    module, timeout = _module(), ours._timeout
+    timeout = ours._timeout
     encrypt = _encrypt(ours, None)
     store = rendezvous.TorchStore(options.store, config.environment().secret)
     core = _connect(store, options, timeout, encrypt)
     ended = enter(core, store, timeout.total_seconds())
-    backend: compiled.Backend = module.Backend(core._capsule(), ours, True, ended)
-    return backend
+    return _owner(core, options.store, ours, ended)
 
 
 def register_backend(part: object, timeout_s: float) -> Callable[[], None]:

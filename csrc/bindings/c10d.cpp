@@ -21,11 +21,12 @@ namespace {
 
 // The group in a capsule that _core.Group._capsule() made.
 c10::intrusive_ptr<Backend> backend_from(const py::capsule& capsule,
+                                         const c10::intrusive_ptr<c10d::Store>& store,
                                          const c10::intrusive_ptr<Options>& options, bool owner,
                                          std::function<void()> ended) {
   if (std::string_view(capsule.name()) != "pycomm.Group")
     throw py::type_error("invalid capsule: expected one of pycomm._core.Group");
-  return c10::make_intrusive<Backend>(*capsule.get_pointer<std::shared_ptr<group::Group>>(),
+  return c10::make_intrusive<Backend>(*capsule.get_pointer<std::shared_ptr<group::Group>>(), store,
                                       options, owner, std::move(ended));
 }
 
@@ -67,8 +68,8 @@ PYBIND11_MODULE(BACKEND_MODULE, module) {
       .def("__deepcopy__",
            [copy](const Options& options, const py::dict&) { return copy(options); });
   py::class_<Backend, c10::intrusive_ptr<Backend>, c10d::Backend>(module, "Backend")
-      .def(py::init(&backend_from), py::arg("capsule"), py::arg("options"), py::arg("owner"),
-           py::arg("ended") = py::none())
+      .def(py::init(&backend_from), py::arg("capsule"), py::arg("store"), py::arg("options"),
+           py::arg("owner"), py::arg("ended") = py::none())
       .def_property_readonly("options", &Backend::options)
       .def(
           "perform_nocolor_split", [](Backend&, const py::object& /*device*/) {},

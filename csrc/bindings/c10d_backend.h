@@ -37,11 +37,13 @@ using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 
 class Backend : public c10d::Backend {
  public:
-  // `owner`: this backend closes the group, then calls `ended`. Otherwise the caller closes it.
-  Backend(std::shared_ptr<group::Group> group, c10::intrusive_ptr<bindings::Options> options,
-          bool owner, std::function<void()> ended)
+  // `owner`: this backend closes the group, then calls `ended`. Otherwise the caller closes it. The
+  // ranks met in `store`.
+  Backend(std::shared_ptr<group::Group> group, c10::intrusive_ptr<c10d::Store> store,
+          c10::intrusive_ptr<bindings::Options> options, bool owner, std::function<void()> ended)
       : c10d::Backend(group->rank(), group->size()),
         group_(std::move(group)),
+        store_(std::move(store)),
         options_(std::move(options)),
         owner_(owner),
         ended_(std::move(ended)),
@@ -69,6 +71,7 @@ class Backend : public c10d::Backend {
   const c10::intrusive_ptr<bindings::Options>& options() const { return options_; }
   bool supportsCoalescing() const override { return true; }
   bool supportsSplitting() const override { return true; }
+  bool supportsShrinking() const override { return true; }
   bool supportsTensorAlloc(c10::DeviceIndex /*device*/) override { return true; }
   // In shared memory if the ranks share any. torch's DistributedDataParallel can allocate its
   // buckets here.
@@ -147,7 +150,7 @@ class Backend : public c10d::Backend {
       c10::intrusive_ptr<Backend> made;
       if (part) {
         auto ended = attach(part, theirs->timeout);
-        made = c10::make_intrusive<Backend>(std::move(part),
+        made = c10::make_intrusive<Backend>(std::move(part), store,
                                             c10::make_intrusive<bindings::Options>(*theirs), true,
                                             std::move(ended));
       }
@@ -166,6 +169,16 @@ class Backend : public c10d::Backend {
       check_process();
       return merged<c10::intrusive_ptr<Backend>>(store, opts, rank, size);
     });
+  }
+
+  // Collective over the other ranks, whose order stays. The group may be broken; torch closes it.
+  c10::intrusive_ptr<c10d::Backend> shrink(
+      const std::vector<int64_t>& ranks_to_exclude, int flags,
+      const c10::intrusive_ptr<c10d::Backend::Options>& override) override {
+    check_process();
+    if (flags != 0) abort();  // NCCL's NCCL_SHRINK_ABORT
+    return shrunk<c10::intrusive_ptr<Backend>>(group_, store_, ranks_to_exclude,
+                                               override ? override : options_->clone());
   }
 
   WorkPtr allreduce(Tensors& tensors, const c10d::AllreduceOptions& opts) override {
@@ -463,6 +476,7 @@ class Backend : public c10d::Backend {
   };
 
   std::shared_ptr<group::Group> group_;
+  const c10::intrusive_ptr<c10d::Store> store_;
   std::optional<Split> last_split_;
   std::unordered_map<c10::Device, DeviceState> device_states_;  // devices used so far
   const c10::intrusive_ptr<bindings::Options> options_;

@@ -9,6 +9,7 @@
 #include <memory>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
+#include <vector>
 
 #include "bindings/capsule.h"
 #include "group/group.h"
@@ -56,6 +57,18 @@ Made merged(const c10::intrusive_ptr<c10d::Store>& store,
   return in_python([&] {
     return py::module_::import("pycomm.torch_backend")
         .attr("merge")(store, options, rank, size)
+        .template cast<Made>();
+  });
+}
+
+// The backend of a new group of the ranks of `group` that are not excluded. Collective over them.
+template <typename Made>
+Made shrunk(const std::shared_ptr<group::Group>& group,
+            const c10::intrusive_ptr<c10d::Store>& store, const std::vector<int64_t>& excluded,
+            const c10::intrusive_ptr<c10d::Backend::Options>& options) {
+  return in_python([&] {
+    return py::module_::import("pycomm.torch_backend")
+        .attr("shrink")(group_capsule(group), store, excluded, options)
         .template cast<Made>();
   });
 }

@@ -5,7 +5,7 @@ from datetime import timedelta
 from typing import Any
 
 from torch._C._distributed_c10d import Backend as _C10dBackend
-from torch._C._distributed_c10d import ErrorType
+from torch._C._distributed_c10d import ErrorType, Store
 
 class Options(_C10dBackend.Options):
     def __init__(
@@ -24,7 +24,7 @@ class Options(_C10dBackend.Options):
     def __deepcopy__(self, memo: dict[int, Any]) -> Options: ...
 
 class Backend(_C10dBackend):
-    """A backend for the group in a capsule of _core.Group._capsule().
+    """A backend for the group in a capsule of _core.Group._capsule(), whose ranks met in `store`.
 
     `owner`: the backend closes the group and then calls `ended`.
     """
@@ -32,6 +32,7 @@ class Backend(_C10dBackend):
     def __init__(
         self,
         capsule: object,
+        store: Store,
         options: Options,
         owner: bool,
         ended: Callable[[], object] | None = None,
