@@ -297,7 +297,10 @@ void HostGroup::set_timeout(std::chrono::nanoseconds timeout) {
 void HostGroup::start_heartbeat() {
   if (engine_.heartbeat_interval().count() == 0) return;
   try {
-    heartbeat_.start(engine_.heartbeat_interval(), [this] { return engine_.heartbeat(); });
+    heartbeat_.start(engine_.heartbeat_interval(), [this] {
+      worker_.end_deferral();  // of a receive that the caller does not wait for
+      return engine_.heartbeat();
+    });
   } catch (const Error& error) {  // peers would wait for a rank that sends no heartbeat
     engine_.fail(error);
     throw;

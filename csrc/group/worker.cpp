@@ -322,6 +322,11 @@ void Worker::receive_here(State& state, const Receiving& receive) {
   if (one) one->complete(error);
 }
 
+void Worker::end_deferral() {
+  const std::lock_guard lock(state_->mutex);
+  state_->end_deferral();
+}
+
 bool Worker::busy() const {
   const std::lock_guard lock(state_->mutex);
   return state_->caller.is_inside() || state_->deferred || !state_->is_idle();

@@ -110,9 +110,11 @@ class Worker {
   std::shared_ptr<Work> start_at_once(const std::function<bool()>& possible, Body body, Then then);
   // Starts a receive; other calls do not wait for it. `body` receives at once, inside a `then`.
   // `deferrable`: if nothing else is under way, the receive begins with the first use of its Work,
-  // on the thread that waits for it, or with the next receive.
+  // on the thread that waits for it, or with the next receive, or with end_deferral().
   std::shared_ptr<Work> start_receive(const PendingReceive& receive, bool deferrable, Body body,
                                       Then then);
+  // From any thread: the worker waits for a deferred receive.
+  void end_deferral();
   // Runs `body` between two calls, after all started ones and the caller inside; not at all on a
   // thread that is itself inside a call.
   void run_exclusive(const Body& body);

@@ -240,6 +240,25 @@ const ByTransport kDeferredReceive{
       });
     }};
 
+const ByTransport kUnusedReceive{
+    "a receive whose work is not used begins with a heartbeat", [](const std::string& by) {
+      if (by == "local") return;  // ranks of one process send no heartbeats
+      ranks::World world{.size = 2, .transport = by, .heartbeat = std::chrono::seconds(1)};
+      std::promise<void> promise;
+      const std::shared_future<void> received = promise.get_future().share();
+      ranks::run_groups(world, [&](group::Group& group) {
+        if (group.rank() == 0) {
+          send(group, 10, 1, 1, 0);
+          return received.wait();
+        }
+        Array array(Dtype::int64, 10);
+        const auto work = group.start(message(Operation::recv, array, 10, 0),
+                                      [&](const std::exception_ptr&) { promise.set_value(); });
+        received.wait();
+        expect(!work->error() && array == numbers(10, 1), "the message");
+      });
+    }};
+
 const ByTransport kSmallSends{
     "small sends do not wait for their receivers and stay in order", [](const std::string& by) {
       std::promise<void> started;
