@@ -10,8 +10,10 @@
 #include "bindings/core.h"
 #include "bindings/kernels.h"
 #include "codec/compact.h"
+#include "codec/groups.h"
 #include "cpu/isa.h"
 #include "kernels/bandwidth.h"
+#include "kernels/groups.h"
 
 namespace pycomm::bindings {
 namespace {
@@ -100,6 +102,93 @@ void bind_batches(py::module_& module) {
       Free());
 }
 
+codec::ValueCode value_code_named(std::string_view name) {
+  return find<codec::ValueCode>(codec::kValueCodes, name, "value code");
+}
+
+// The update step and its packets. Packets are adjacent, with these sizes.
+void bind_groups(py::module_& module) {
+  using Free = py::call_guard<py::gil_scoped_release>;
+  using Sizes = std::vector<size_t>;
+  module.def(
+      "topk_groups",
+      [](Rows tensors, size_t group, size_t k, uintptr_t indices, uintptr_t sizes) {
+        kernels::topk_groups(table<kernels::Array>(tensors), group, k, at<int32_t>(indices),
+                             at<float>(sizes));
+      },
+      Free());
+  module.def("most_group_bytes", [](size_t k, size_t count, size_t values, std::string_view code) {
+    return codec::most_group_bytes(k, count, values, value_code_named(code));
+  });
+  module.def("update_workspace_bytes", &kernels::update_workspace_bytes);
+  module.def(
+      "update_step",
+      [](Rows pieces, std::string_view dtype, size_t group, size_t k, std::string_view value_code,
+         uintptr_t indices, uintptr_t values, uintptr_t packet, Rows workspace) {
+        const auto sizes =
+            kernels::update_step({.pieces = table<kernels::UpdatePiece>(pieces),
+                                  .dtype = dtype_named(dtype),
+                                  .group = group,
+                                  .k = k,
+                                  .value_code = value_code_named(value_code),
+                                  .indices = at<int32_t>(indices),
+                                  .values = at<float>(values),
+                                  .packet = at<std::byte>(packet),
+                                  .workspace = {at(workspace.first), workspace.second}});
+        return std::pair(sizes.values, sizes.bytes);
+      },
+      Free());
+  module.def(
+      "group_elements",
+      [](Rows counts, size_t group, Rows indices, uintptr_t elements) {
+        return kernels::group_elements(table<uint64_t>(counts), group, table<int32_t>(indices),
+                                       at<int32_t>(elements));
+      },
+      Free());
+  // The number of values of each packet.
+  module.def(
+      "group_batch_lengths",
+      [](uintptr_t packets, const Sizes& sizes) {
+        const auto* packet = at<const std::byte>(packets);
+        Sizes lengths;
+        for (const size_t bytes : sizes) {
+          lengths.push_back(codec::read_group_header({packet, bytes}).values);
+          packet += bytes;
+        }
+        return lengths;
+      },
+      Free());
+  module.def(
+      "decode_group_batch",
+      [](uintptr_t packets, const Sizes& sizes, Rows counts, size_t group, uintptr_t elements,
+         uintptr_t values) {
+        const auto tensors = table<uint64_t>(counts);
+        const size_t groups = kernels::group_count(tensors, group);
+        const auto* packet = at<const std::byte>(packets);
+        auto* where = at<int32_t>(elements);
+        auto* what = at<float>(values);
+        std::vector<int32_t> indices;
+        for (const size_t bytes : sizes) {
+          const codec::GroupHeader header = codec::read_group_header({packet, bytes});
+          if (header.count != groups)
+            throw InvalidArgument("invalid packet of groups: it is of " +
+                                  std::to_string(header.count) + " groups, expected " +
+                                  std::to_string(groups));
+          indices.resize(header.k);
+          codec::decode_groups({packet, bytes}, indices.data(), what);
+          if (kernels::group_elements(tensors, group, indices, nullptr) != header.values)
+            throw InvalidArgument("invalid packet of groups: it has " +
+                                  std::to_string(header.values) +
+                                  " values, which its groups do not have");
+          kernels::group_elements(tensors, group, indices, where);
+          packet += bytes;
+          where += header.values;
+          what += header.values;
+        }
+      },
+      Free());
+}
+
 // The loops of kernels/bandwidth.h, for benchmarks.
 void bind_bandwidth(py::module_& module) {
   using Free = py::call_guard<py::gil_scoped_release>;
@@ -141,6 +230,7 @@ void bind_cpu_kernels(py::module_& module) {
     return std::pair(header.k, header.count);
   });
   bind_batches(module);
+  bind_groups(module);
   bind_bandwidth(module);
 }
 

@@ -13,6 +13,15 @@ if the CUDA kernels are not built, and for arrays of another kind.
 from pycomm.kernels.batch import PacketBatch, decode_batch, encode_batch
 from pycomm.kernels.compact import codec_workspace
 from pycomm.kernels.dense import cast, clip_, clip_scale, norm, norm_workspace, reduce_
+from pycomm.kernels.groups import (
+    UpdatePacket,
+    UpdateWorkspace,
+    decode_groups,
+    topk_groups,
+    update_rollback,
+    update_step,
+    update_workspace,
+)
 from pycomm.kernels.packets import (
     decode_sum,
     decode_update,
@@ -26,11 +35,14 @@ from pycomm.kernels.step import dgc_rollback, dgc_step, dgc_workspace, momentum_
 
 __all__ = [
     "PacketBatch",
+    "UpdatePacket",
+    "UpdateWorkspace",
     "cast",
     "clip_",
     "clip_scale",
     "codec_workspace",
     "decode_batch",
+    "decode_groups",
     "decode_sum",
     "decode_update",
     "dgc_rollback",
@@ -46,6 +58,10 @@ __all__ = [
     "scatter_add",
     "threshold",
     "topk",
+    "topk_groups",
     "topk_workspace",
     "unpack",
+    "update_rollback",
+    "update_step",
+    "update_workspace",
 ]

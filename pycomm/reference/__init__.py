@@ -11,6 +11,8 @@ Arguments have the shapes and dtypes of the kernels and are not validated: inval
 NumPy's errors (IndexError, ValueError) or give undefined results.
 """
 
+from pycomm.reference.groups import Update as Update  # documented, but not by `import *`
+from pycomm.reference.groups import group_elements, topk_groups, update_step
 from pycomm.reference.kernels import Step as Step  # documented, but not by `import *`
 from pycomm.reference.kernels import (
     cast,
@@ -42,6 +44,7 @@ __all__ = [
     "dgc_step",
     "encode",
     "fma",
+    "group_elements",
     "magnitude",
     "momentum_mask",
     "norm",
@@ -49,5 +52,7 @@ __all__ = [
     "scatter_add",
     "threshold",
     "topk",
+    "topk_groups",
     "unpack",
+    "update_step",
 ]

@@ -13,7 +13,16 @@ import numpy as np
 
 from pycomm.reference.kernels import cast
 
-__all__ = ["INDEX_CODES", "VALUE_CODES", "encode", "unpack"]
+__all__ = [
+    "INDEX_CODES",
+    "VALUE_CODES",
+    "encode",
+    "read_values",
+    "unpack",
+    "varint",
+    "write_indices",
+    "write_values",
+]
 
 Array = Any  # a NumPy array
 INDEX_CODES = ("list", "bitmap", "rice")
@@ -51,12 +60,9 @@ def encode(
     Raises:
         ValueError: an unknown code.
     """
-    if index_code == "auto":
-        nbytes = {"list": 4 * len(indices), "bitmap": -(-count // 8)}
-        nbytes["rice"] = len(_rice(indices, count))
-        index_code = min(INDEX_CODES, key=lambda code: nbytes[code])
-    codes = INDEX_CODES.index(index_code) + 16 * VALUE_CODES.index(value_code)
-    head = MAGIC + bytes([codes]) + _varint(len(indices)) + _varint(count)
+    code, places = write_indices(indices, count, index_code)
+    codes = INDEX_CODES.index(code) + 16 * VALUE_CODES.index(value_code)
+    head = MAGIC + bytes([codes]) + varint(len(indices)) + varint(count)
     body = write_values(values, value_code)
     if residual is not None:
         residual = residual.copy()
@@ -64,7 +70,7 @@ def encode(
         with np.errstate(all="ignore"):
             lost = values - read_values(body, len(values), value_code).astype(values.dtype)
             flat[indices] = _one_nan(flat[indices] + lost)
-    return head + body + _WRITE[index_code](indices, count), residual
+    return head + body + places, residual
 
 
 def unpack(packet: bytes) -> tuple[Array, Array]:
@@ -83,6 +89,13 @@ def unpack(packet: bytes) -> tuple[Array, Array]:
 
 
 # ---- indices -------------------------------------------------------------------------------------
+
+
+def write_indices(indices: Array, count: int, code: str = "auto") -> tuple[str, bytes]:
+    """The index code and the bytes; "auto": the shortest, the first among equals."""
+    written = {name: _WRITE[name](indices, count) for name in INDEX_CODES if code in ("auto", name)}
+    chosen = min(written, key=lambda name: len(written[name]))
+    return chosen, written[chosen]
 
 
 def parameters_of(gaps: Array) -> Array:
@@ -293,7 +306,8 @@ def _bits(body: bytes) -> Array:
     return np.unpackbits(np.frombuffer(body, np.uint8), bitorder="little")
 
 
-def _varint(number: int) -> bytes:
+def varint(number: int) -> bytes:
+    """7 bits in each byte, lowest first; the top bit is set if another byte follows."""
     found = bytearray()
     while number >= 0x80:
         found.append(number & 0x7F | 0x80)

@@ -33,8 +33,8 @@ MAY_INCLUDE = {
     "cpu/": ["core/", "cpu/"],
     "codec/": ["core/", "codec/", "cpu/"],
     "kernels/": [
-        *("core/", "kernels/", "codec/compact.h", "codec/packet.h", "codec/cpu/indices.h", "cpu/"),
-        "os/thread.h",
+        *("core/", "kernels/", "codec/compact.h", "codec/groups.h", "codec/packet.h"),
+        *("codec/cpu/indices.h", "cpu/", "os/thread.h"),
     ],
     # The store authenticates clients with the transports' handshake.
     "rendezvous/": [
@@ -98,10 +98,12 @@ MAY_INCLUDE = {
             "bindings/names.h",
             "core/",
             "codec/compact.h",
+            "codec/groups.h",
             "cpu/isa.h",
         ),
         *("device_group/device_group.h", "group/group.h", "group/connect.h"),
-        *("kernels/kernels.h", "kernels/bandwidth.h", "os/fd.h", "os/shared_heap.h"),
+        *("kernels/kernels.h", "kernels/bandwidth.h", "kernels/groups.h"),
+        *("os/fd.h", "os/shared_heap.h"),
         *("rendezvous/", "testing/"),
     ],
     "bindings/kernels.h": [

@@ -11,6 +11,7 @@
 #include "codec/cpu/index_codes.h"
 #include "codec/cpu/indices.h"
 #include "codec/cpu/value_codes.h"
+#include "codec/cpu/varint.h"
 #include "codec/format.h"
 #include "core/errors.h"
 #include "core/visit_float.h"
@@ -18,19 +19,6 @@
 
 namespace pycomm::codec {
 namespace {
-
-// Returns nothing if the varint does not end, is longer than necessary, or is 2^31 or more.
-std::optional<size_t> read_varint(std::span<const std::byte> bytes, size_t& at) {
-  uint64_t number = 0;
-  for (size_t i = 0; i < kMostVarint && at < bytes.size(); ++i) {
-    const auto byte = std::to_integer<uint64_t>(bytes[at++]);
-    number |= (byte & 0x7f) << 7 * i;
-    if (byte >= 0x80) continue;
-    if ((byte == 0 && i > 0) || number >> 31 != 0) return {};
-    return number;
-  }
-  return {};
-}
 
 // Writes the values, and adds their rounding errors to the residual.
 template <typename Real>
@@ -94,29 +82,16 @@ size_t most_compact_bytes(size_t k, const CompactEncoding& encoding) {
 size_t encode_compact(const Packet& packet, const CompactEncoding& encoding, std::byte* out) {
   const std::span indices(packet.indices, packet.count);
   check_indices(indices, encoding.count);
-  IndexCode code = encoding.index_code;
-  RicePlan plan;
-  if (encoding.automatic || code == IndexCode::rice) plan = plan_rice(indices, encoding.count);
-  if (encoding.automatic) {
-    const std::array bytes{indices.size_bytes(), bitmap_bytes(encoding.count), plan.bytes()};
-    code = static_cast<IndexCode>(std::min_element(bytes.begin(), bytes.end()) - bytes.begin());
-  }
-  const CompactHead head = compact_head(packet.count, encoding.count, code, encoding.value_code);
+  const std::optional<IndexCode> fixed =
+      encoding.automatic ? std::nullopt : std::optional(encoding.index_code);
+  const IndexPlan plan = plan_indices(indices, encoding.count, fixed);
+  const CompactHead head =
+      compact_head(packet.count, encoding.count, plan.code, encoding.value_code);
   std::byte* at = std::copy_n(head.bytes.begin(), head.size, out);
   visit_real(encoding.dtype,
              [&](auto dtype) { write_all_values<cpu::Stored<dtype()>>(packet, encoding, at); });
   at += value_bytes(encoding.value_code, packet.count);
-  switch (code) {
-    case IndexCode::list:
-      at = write_list(indices, at);
-      break;
-    case IndexCode::bitmap:
-      at = write_bitmap(indices, encoding.count, at);
-      break;
-    case IndexCode::rice:
-      at = write_rice(indices, encoding.count, plan, at);
-      break;
-  }
+  at = write_indices(indices, encoding.count, plan, at);
   return static_cast<size_t>(at - out);
 }
 

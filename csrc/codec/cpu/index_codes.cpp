@@ -207,9 +207,9 @@ void read_bitmap(std::span<const std::byte> bytes, size_t count, std::span<int32
     refuse("the number of ones in its bitmap is not k");
 }
 
-}  // namespace
-
-size_t RicePlan::bytes() const { return bytes_of_bits(unary_bits) + bytes_of_bits(remainder_bits); }
+size_t rice_bytes(const RicePlan& plan) {
+  return bytes_of_bits(plan.unary_bits) + bytes_of_bits(plan.remainder_bits);
+}
 
 RicePlan plan_rice(std::span<const int32_t> indices, size_t count) {
   RicePlan plan;
@@ -249,6 +249,33 @@ std::byte* write_rice(std::span<const int32_t> indices, size_t count, const Rice
                                                 &unary, out + bytes_of_bits(plan.unary_bits));
   unary.finish();
   return end;
+}
+
+}  // namespace
+
+IndexPlan plan_indices(std::span<const int32_t> indices, size_t count,
+                       std::optional<IndexCode> fixed) {
+  IndexPlan plan{fixed.value_or(IndexCode::rice), {}};
+  if (plan.code == IndexCode::rice) plan.rice = plan_rice(indices, count);
+  if (!fixed) {
+    const std::array bytes{indices.size_bytes(), bitmap_bytes(count), rice_bytes(plan.rice)};
+    plan.code =
+        static_cast<IndexCode>(std::min_element(bytes.begin(), bytes.end()) - bytes.begin());
+  }
+  return plan;
+}
+
+std::byte* write_indices(std::span<const int32_t> indices, size_t count, const IndexPlan& plan,
+                         std::byte* out) {
+  switch (plan.code) {
+    case IndexCode::list:
+      return write_list(indices, out);
+    case IndexCode::bitmap:
+      return write_bitmap(indices, count, out);
+    case IndexCode::rice:
+      return write_rice(indices, count, plan.rice, out);
+  }
+  return out;
 }
 
 void read_indices(IndexCode code, std::span<const std::byte> bytes, size_t count,

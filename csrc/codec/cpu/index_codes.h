@@ -3,10 +3,11 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <span>
 #include <vector>
 
-#include "codec/compact.h"
+#include "codec/format.h"
 
 namespace pycomm::codec {
 
@@ -16,15 +17,20 @@ struct RicePlan {
   std::vector<uint8_t> parameters;  // of each block
   uint64_t unary_bits = 0;
   uint64_t remainder_bits = 0;
-  size_t bytes() const;
 };
-RicePlan plan_rice(std::span<const int32_t> indices, size_t count);
 
-// Write ascending indices to as many bytes as were computed; return the position of the next byte.
-std::byte* write_list(std::span<const int32_t> indices, std::byte* out);
-std::byte* write_bitmap(std::span<const int32_t> indices, size_t count, std::byte* out);
-std::byte* write_rice(std::span<const int32_t> indices, size_t count, const RicePlan& plan,
-                      std::byte* out);
+// How to write an index set.
+struct IndexPlan {
+  IndexCode code;
+  RicePlan rice;  // if computed
+};
+// With the fixed code, or with the one of the fewest bytes: the first of the enum if equal.
+IndexPlan plan_indices(std::span<const int32_t> indices, size_t count,
+                       std::optional<IndexCode> fixed);
+
+// Writes ascending indices as planned; returns the position of the next byte.
+std::byte* write_indices(std::span<const int32_t> indices, size_t count, const IndexPlan& plan,
+                         std::byte* out);
 
 // Reads k = indices.size() indices of `count`. Throws InvalidArgument unless the bytes end with the
 // code, padding is zero and the indices ascend in 0..count-1; `indices` may have changed then. It

@@ -1,0 +1,57 @@
+// A packet of groups: the values of k groups of neighbours, and the index of each group. The layout
+// is that of a compact packet (compact.h) with these differences:
+//
+//   "PL", 2          magic, version
+//   k, count, values three varints: selected groups, all groups, and values in the packet
+//   values           [values] instead of [k]: all values of the groups, in order
+//   indices          of groups; no bytes if k = count
+//
+// The number of values is k times the size of a group, less what the last groups of tensors lack.
+// The receiver knows the sizes.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <span>
+
+#include "codec/format.h"
+
+namespace pycomm::codec {
+
+struct GroupHeader {
+  IndexCode index_code;
+  ValueCode value_code;
+  size_t k;
+  size_t count;
+  size_t values;
+  size_t bytes;  // of the header itself
+};
+
+// Reads the header of arbitrary bytes; throws InvalidArgument unless every field is valid.
+GroupHeader read_group_header(std::span<const std::byte> bytes);
+
+struct Groups {
+  std::span<const int32_t> indices;
+  std::span<const float> values;
+  size_t count;
+  ValueCode value_code;
+};
+
+// Maximum size of such a packet.
+size_t most_group_bytes(size_t k, size_t count, size_t values, ValueCode value_code);
+
+// Calls task(i) for each i below `tasks`, in any order, and returns when all are done.
+using RunTasks = std::function<void(size_t tasks, const std::function<void(size_t)>& task)>;
+
+// Writes a packet to `out`, of most_group_bytes(), with the shortest index code, and returns its
+// size. errors[i] = values[i] - decoded value, or 0 if that is not finite; it may be values.data().
+// Throws InvalidArgument, before any change, unless the indices ascend in 0..count-1.
+size_t encode_groups(const Groups& groups, float* errors, std::byte* out, const RunTasks& run);
+
+// Decodes a packet into indices [k] and values [values]. Throws InvalidArgument unless the size
+// matches the header, padding is zero and the indices ascend in 0..count-1; the arrays may have
+// changed then.
+void decode_groups(std::span<const std::byte> bytes, int32_t* indices, float* values);
+
+}  // namespace pycomm::codec

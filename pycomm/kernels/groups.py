@@ -1,0 +1,333 @@
+"""The update step: selection of groups of neighbours, and their packets. In host memory only.
+
+csrc/kernels/groups.h has the formulas, csrc/codec/groups.h the layout of a packet, and
+pycomm.reference the meaning in NumPy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pycomm import _core
+from pycomm._core_api import arrays
+from pycomm._core_api.arrays import ArrayRef
+from pycomm.errors import InvalidArgument, Unsupported
+from pycomm.kernels import compact, inputs
+from pycomm.kernels.batch import PacketBatch
+from pycomm.kernels.inputs import Spans
+from pycomm.kernels.rows import Rows
+
+MOST_GROUP = 1024
+PARAMETERS = ("float16", "bfloat16", "float32")
+
+
+class UpdateWorkspace(NamedTuple):
+    """Buffers of an update step, which keep nothing between calls.
+
+    Attributes:
+        packet: uint8, for the largest packet.
+        indices: int32 [k].
+        values: float32 [k * group].
+        scratch: uint8.
+    """
+
+    packet: Any
+    indices: Any
+    values: Any
+    scratch: Any
+
+
+class UpdatePacket(NamedTuple):
+    """What a rank sends in an update step, and what a rollback needs.
+
+    Attributes:
+        packet: uint8 [bytes], a packet of groups, which `decode_groups` reads.
+        indices: int32 [k], ascending, the selected groups.
+        values: float32 [n], the residual in these groups before they were sent.
+    """
+
+    packet: Any
+    indices: Any
+    values: Any
+
+
+def topk_groups(x: Any, k: int, group: int = 16) -> tuple[Any, Any]:
+    """The k groups of neighbours with the largest norm. Exact and deterministic.
+
+    Each array has its own groups; the last one of an array may be shorter. The squares of a group
+    are padded with zeros and added in pairs of neighbours, in float32. NaN ranks above infinity and
+    infinity above all numbers; among equal sums the lower index is selected.
+
+    Args:
+        x: float32 array in host memory, any shape, or a list of arrays. Indices of groups count
+            through all of them, each in C order.
+        k: number of groups to select, 0 to the number of groups.
+        group: elements of a group: 1, 2, 4, ... 1024.
+
+    Returns:
+        (indices int32 [k], ascending, sums of squares float32 [k]).
+
+    Raises:
+        InvalidArgument: wrong dtype, layout, k or group.
+        Unsupported: arrays on a GPU or of another kind.
+    """
+    rows = Rows.of({"x": _listed(x)}, {"x": ("float32",)}, "topk_groups")
+    group, k = _checked(rows, group, k, "topk_groups")
+    indices, sums = (arrays.new(rows, (k,), dtype) for dtype in ("int32", "float32"))
+    table = inputs.Table(rows.words)
+    _core.topk_groups(table.address, group, k, _pointer(indices), _pointer(sums))
+    return indices, sums
+
+
+def update_step(
+    theta: Any,
+    param: Any,
+    residual: Any,
+    k: int,
+    *,
+    group: int = 16,
+    value_dtype: str = "1bit",
+    workspace: UpdateWorkspace | None = None,
+) -> UpdatePacket:
+    """Compresses an optimizer's update with error feedback, in one pass over memory.
+
+    `residual += theta - param; param = theta`. Then the k groups of the residual with the largest
+    norm are selected as by `topk_groups`, and encoded. There the residual becomes the rounding
+    error, or 0 if that is not finite: a NaN in the residual makes all values that share its
+    magnitudes NaN at every receiver.
+
+    All arrays can be lists of arrays; the selection is among all of them.
+
+    Args:
+        theta: parameters before the optimizer's steps, float16, bfloat16 or float32. Read only.
+        param: parameters after them, of the dtype and shape of theta or flat. In place.
+        residual: float32, of the shape of theta or flat: what was not sent so far. In place.
+        k: number of groups to select, 0 to the number of groups.
+        group: elements of a group: 1, 2, 4, ... 1024.
+        value_dtype: "1bit", "2bit", "3bit", "bfloat16" or "float32", as in `encode`.
+        workspace: from `update_workspace`; None: allocated by the call.
+
+    Returns:
+        The packet, and the selection for `update_rollback`: views of the workspace.
+
+    Raises:
+        InvalidArgument: invalid arrays, k, group or value_dtype; nothing changes.
+        Unsupported: arrays on a GPU or of another kind.
+    """
+    lists = {
+        name: _listed(x) for name, x in (("theta", theta), ("param", param), ("residual", residual))
+    }
+    _same_length(lists)
+    dtypes = {"theta": PARAMETERS, "param": PARAMETERS, "residual": ("float32",)}
+    rows = Rows.of(lists, dtypes, "update_step", write=("param", "residual"))
+    if rows.dtypes["param"] != rows.dtype:
+        raise InvalidArgument(
+            f"invalid param: got dtype {rows.dtypes['param']}, expected {rows.dtype}, as theta has"
+        )
+    _known_values(value_dtype)
+    group, k = _checked(rows, group, k, "update_step")
+    if workspace is None:
+        workspace = _workspace(rows, k, group, value_dtype)
+    groups = group_count(rows.counts, group)
+    most = _core.most_group_bytes(k, groups, k * group, value_dtype)
+    packet = _buffer(workspace.packet, "workspace.packet", "uint8", most)
+    indices = _buffer(workspace.indices, "workspace.indices", "int32", k)
+    values = _buffer(workspace.values, "workspace.values", "float32", k * group)
+    scratch = inputs.workspace(
+        workspace.scratch, rows, _core.update_workspace_bytes(groups, group, k)
+    )
+    written: list[ArrayRef | Spans] = [*rows.spans("param", "residual")]
+    written += [packet, indices, values, scratch]
+    inputs.check_memory("update_step", written, rows.spans("theta"))
+    table = inputs.Table(rows.words)
+    count, nbytes = _core.update_step(
+        table.address,
+        rows.dtype,
+        group,
+        k,
+        value_dtype,
+        indices.pointer,
+        values.pointer,
+        packet.pointer,
+        (scratch.pointer, scratch.nbytes),
+    )
+    return UpdatePacket(workspace.packet[:nbytes], workspace.indices[:k], workspace.values[:count])
+
+
+def update_workspace(
+    theta: Any, k: int, *, group: int = 16, value_dtype: str = "1bit"
+) -> UpdateWorkspace:
+    """New buffers for `update_step`.
+
+    Args:
+        theta: as in `update_step`; also fits fewer or smaller arrays.
+        k: number of groups to select, or more.
+        group: elements of a group, as in that step.
+        value_dtype: as in that step.
+
+    Raises:
+        InvalidArgument: invalid arrays, k, group or value_dtype.
+        Unsupported: arrays on a GPU or of another kind.
+    """
+    rows = Rows.of({"theta": _listed(theta)}, {"theta": PARAMETERS}, "update_workspace")
+    _known_values(value_dtype)
+    group, k = _checked(rows, group, k, "update_workspace")
+    return _workspace(rows, k, group, value_dtype)
+
+
+def update_rollback(residual: Any, indices: Any, values: Any, *, group: int = 16) -> None:
+    """Writes values to the selected groups of the residual, in place.
+
+    With the result of `update_step` the step has sent nothing; its update stays in the residual.
+
+    Args:
+        residual: float32, one array or a list, as in that step. In place.
+        indices: int32 [k], ascending, groups.
+        values: float32 [n], the elements of these groups.
+        group: elements of a group, as in that step.
+
+    Raises:
+        InvalidArgument: invalid or inconsistent arrays; nothing changes.
+        Unsupported: arrays on a GPU or of another kind.
+    """
+    rows = Rows.of(
+        {"residual": _listed(residual)},
+        {"residual": ("float32",)},
+        "update_rollback",
+        write=("residual",),
+    )
+    group, _ = _checked(rows, group, 0, "update_rollback")
+    where = inputs.array(indices, "indices", ("int32",))
+    what = inputs.array(values, "values", ("float32",))
+    inputs.check_memory("update_rollback", rows.spans("residual"), [where, what])
+    counts = inputs.Table(rows.counts[:, None])
+    groups = (where.pointer, where.count)
+    count = _core.group_elements(counts.address, group, groups, 0)
+    if count != what.count:
+        raise InvalidArgument(
+            f"invalid values: got {what.count} elements, expected {count}, those of the groups"
+        )
+    elements = arrays.new(rows, (count,), "int32")
+    _core.group_elements(counts.address, group, groups, _pointer(elements))
+    ends = np.cumsum(rows.counts).tolist()
+    places = np.asarray(elements)
+    for x, first, end in zip(rows.given["residual"], [0, *ends], ends, strict=False):
+        low, high = np.searchsorted(places, [first, end])
+        np.asarray(x).reshape(-1)[places[low:high] - first] = np.asarray(values)[low:high]
+
+
+def decode_groups(
+    packets: Any, sizes: Sequence[int], counts: Sequence[int], *, group: int = 16
+) -> PacketBatch:
+    """Decodes packets of groups to elements, for `decode_sum` and `decode_update`.
+
+    Args:
+        packets: uint8 [sum(sizes)] in host memory: concatenated packets of `update_step`.
+        sizes: bytes of each packet.
+        counts: elements of each array of the step.
+        group: elements of a group, as in that step.
+
+    Returns:
+        The batch: indices of elements count through all arrays; values are float32.
+
+    Raises:
+        InvalidArgument: the bytes are not packets of groups of such arrays.
+        Unsupported: the packets are on a GPU.
+    """
+    found = inputs.array(packets, "packets", ("uint8",))
+    _on_host(found, "decode_groups")
+    group = _group(group)
+    sizes = list(sizes)
+    if sum(sizes) != found.nbytes or min(sizes, default=0) < 0:
+        raise InvalidArgument(
+            f"invalid sizes: got a sum of {sum(sizes)} bytes, expected {found.nbytes}, those of "
+            "packets"
+        )
+    lengths = _core.group_batch_lengths(found.pointer, sizes)
+    indices, values = (arrays.new(found, (sum(lengths),), dtype) for dtype in ("int32", "float32"))
+    table = inputs.Table(np.array(counts, np.uint64)[:, None])
+    _core.decode_group_batch(
+        found.pointer, sizes, table.address, group, _pointer(indices), _pointer(values)
+    )
+    return PacketBatch(indices, values, lengths)
+
+
+def group_count(counts: Sequence[int] | NDArray[np.uint64], group: int) -> int:
+    """Groups of arrays with these numbers of elements."""
+    return sum(-(-int(count) // group) for count in counts)
+
+
+def _workspace(rows: Rows, k: int, group: int, value_dtype: str) -> UpdateWorkspace:
+    groups = group_count(rows.counts, group)
+    sizes = {
+        "packet": (_core.most_group_bytes(k, groups, k * group, value_dtype), "uint8"),
+        "indices": (k, "int32"),
+        "values": (k * group, "float32"),
+        "scratch": (_core.update_workspace_bytes(groups, group, k), "uint8"),
+    }
+    return UpdateWorkspace(
+        **{name: arrays.new(rows, (count,), dtype) for name, (count, dtype) in sizes.items()}
+    )
+
+
+def _buffer(x: Any, name: str, dtype: str, least: int) -> ArrayRef:
+    found = inputs.array(x, name, (dtype,), write=True)
+    if found.count < least:
+        raise InvalidArgument(
+            f"invalid {name}: got {found.count} elements, expected at least {least}"
+        )
+    return found
+
+
+def _known_values(value_dtype: str) -> None:
+    if value_dtype not in compact.VALUES:
+        raise InvalidArgument(
+            f"invalid value_dtype: got {value_dtype!r}, expected one of {', '.join(compact.VALUES)}"
+        )
+
+
+def _group(group: int) -> int:
+    number = inputs.whole_number(group, MOST_GROUP, "group")
+    if number & (number - 1) or not number:
+        raise InvalidArgument(f"invalid group: got {number}, expected 1, 2, 4, ... {MOST_GROUP}")
+    return number
+
+
+def _checked(rows: Rows, group: int, k: int, call: str) -> tuple[int, int]:
+    """The validated group and k."""
+    if rows.device.kind != "cpu":
+        raise Unsupported(f"{call} needs host memory, got arrays on {rows.device}: move them there")
+    group = _group(group)
+    total = int(rows.counts.sum())
+    if total > inputs.MOST_ELEMENTS:
+        raise InvalidArgument(
+            f"the arrays have {total} elements together, and an int32 index counts at most "
+            f"{inputs.MOST_ELEMENTS}: select from fewer"
+        )
+    return group, inputs.whole_number(k, group_count(rows.counts, group))
+
+
+def _listed(x: Any) -> list[Any]:
+    found = list(x) if isinstance(x, list | tuple) else [x]
+    if not found:
+        raise InvalidArgument("invalid lists: got empty ones, expected at least one array")
+    return found
+
+
+def _same_length(lists: dict[str, list[Any]]) -> None:
+    lengths = {name: len(x) for name, x in lists.items()}
+    if len(set(lengths.values())) > 1:
+        raise InvalidArgument(f"invalid lists: got lengths {lengths}, expected one length")
+
+
+def _pointer(x: Any) -> int:
+    return arrays.as_array_ref(x, "result", write=True).pointer
+
+
+def _on_host(found: ArrayRef, name: str) -> None:
+    if found.device.kind != "cpu":
+        raise Unsupported(f"{name} needs host memory, got an array on {found.device}")

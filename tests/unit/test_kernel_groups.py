@@ -1,0 +1,225 @@
+"""The update step against pycomm.reference, bit by bit, its packets and its rollback."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from kernel_devices import KINDS, SETTINGS, Cpu, made, same
+
+from pycomm import _core, kernels, reference
+from pycomm.errors import InvalidArgument, Unsupported
+
+CPU = Cpu()
+VALUES = ("1bit", "2bit", "3bit", "bfloat16", "float32")
+DTYPES = ("float32", "bfloat16", "float16")
+counts = st.lists(st.sampled_from([0, 1, 15, 16, 17, 64, 1000, 1024, 5003]), min_size=1, max_size=4)
+groups = st.sampled_from([1, 2, 16, 64, 1024])
+shares = st.sampled_from([0.0, 0.01, 0.3, 1.0])
+
+
+def number_of_groups(counts: list[int], group: int) -> int:
+    return sum(-(-count // group) for count in counts)
+
+
+def inputs_of(counts: list[int], kind: str, seed: int, dtype: str) -> list[list[np.ndarray]]:
+    """theta, param and residual: one array for each count."""
+    kinds = [(kind, dtype), (kind, dtype), ("plain", "float32")]
+    return [
+        [made(name, count, seed + 10 * j + i, kept) for i, count in enumerate(counts)]
+        for j, (name, kept) in enumerate(kinds)
+    ]
+
+
+def run_step(lists: list[list[np.ndarray]], k: int, dtype: str, **options: Any) -> Any:
+    """(the packet, residuals and parameters after the step) of the kernel."""
+    theta, param = ([CPU.put(x, dtype) for x in each] for each in lists[:2])
+    residual = [CPU.put(x, torch_too=dtype == "bfloat16") for x in lists[2]]
+    found = kernels.update_step(theta, param, residual, k, **options)
+    return found, residual, param
+
+
+@SETTINGS
+@given(
+    counts=counts,
+    group=groups,
+    share=shares,
+    kind=st.sampled_from(KINDS),
+    seed=st.integers(0, 2**32 - 100),
+    dtype=st.sampled_from(DTYPES),
+    value_dtype=st.sampled_from(VALUES),
+)
+def test_one_update(counts, group, share, kind, seed, dtype, value_dtype):
+    k = round(share * number_of_groups(counts, group))
+    lists = inputs_of(counts, kind, seed, dtype)
+    options = {"group": group, "value_dtype": value_dtype}
+    wanted = reference.update_step(*lists, k, **options)
+    found, residual, param = run_step(lists, k, dtype, **options)
+    assert bytes(np.asarray(found.packet)) == wanted.packet
+    same(CPU.get(found.indices), wanted.indices)
+    same(CPU.get(found.values), wanted.values)
+    for got, want in zip(residual, wanted.residual, strict=True):
+        same(CPU.get(got), want)
+    for got, want in zip(param, lists[0], strict=True):
+        same(CPU.get(got).astype(want.dtype), want)
+
+
+@SETTINGS
+@given(counts=counts, group=groups, share=shares, kind=st.sampled_from(KINDS), seed=st.integers(0))
+def test_selection(counts, group, share, kind, seed):
+    k = round(share * number_of_groups(counts, group))
+    arrays = [made(kind, count, (seed + i) % 2**32) for i, count in enumerate(counts)]
+    for found, wanted in zip(
+        kernels.topk_groups(arrays, k, group), reference.topk_groups(arrays, k, group), strict=True
+    ):
+        same(found, wanted)
+
+
+@pytest.fixture
+def settings_of_kernels():
+    threads, isa = _core.kernel_threads(), _core.kernel_isa()
+    yield
+    _core.set_kernel_threads(threads)
+    _core.set_kernel_isa(isa)
+
+
+@pytest.mark.parametrize("isa", ["baseline", "avx2", "avx512"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_many_elements_on_threads(isa, dtype, settings_of_kernels):
+    """Several tasks of each pass, and a selection in several parts."""
+    try:
+        _core.set_kernel_isa(isa)
+    except Unsupported:
+        pytest.skip("this processor lacks these instructions")
+    _core.set_kernel_threads(3)
+    counts = [700_001, 300, 500_000]
+    lists = inputs_of(counts, "plain", 7, dtype)
+    k = number_of_groups(counts, 16) // 8
+    wanted = reference.update_step(*lists, k)
+    found, residual, _ = run_step(lists, k, dtype)
+    assert bytes(np.asarray(found.packet)) == wanted.packet
+    for got, want in zip(residual, wanted.residual, strict=True):
+        same(CPU.get(got), want)
+
+
+@pytest.mark.parametrize("value_dtype", VALUES)
+def test_nothing_is_lost(value_dtype):
+    """The residual has everything that is not in the packet, to rounding."""
+    counts = [1000, 77]
+    lists = inputs_of(counts, "plain", 3, "float32")
+    whole = [t - p + e for t, p, e in zip(*lists, strict=True)]
+    found, residual, _ = run_step(lists, 20, "float32", value_dtype=value_dtype)
+    batch = kernels.decode_groups(found.packet, [len(found.packet)], counts)
+    assert len(batch.indices) == batch.lengths[0] == len(found.values)
+    sent = kernels.decode_sum([np.empty(count, np.float32) for count in counts], batch)
+    for total, rest, one in zip(whole, residual, sent, strict=True):
+        np.testing.assert_allclose(rest + one, total, atol=1e-5)
+
+
+def test_rollback_restores_the_residual():
+    lists = inputs_of([1000, 77, 3], "plain", 4, "float32")
+    whole = [e + (t - p) for t, p, e in zip(*lists, strict=True)]
+    found, residual, _ = run_step(lists, 30, "float32")
+    assert not all(np.array_equal(a, b) for a, b in zip(residual, whole, strict=True))
+    kernels.update_rollback(residual, found.indices, found.values)
+    for got, want in zip(residual, whole, strict=True):
+        same(got, want)
+    tensors = [torch.from_numpy(x) for x in residual]
+    kernels.update_rollback(
+        tensors, torch.from_numpy(found.indices), torch.from_numpy(found.values * 0)
+    )
+    assert sum(int((x == 0).sum()) for x in residual) == len(found.values)
+
+
+def test_packets_of_several_ranks():
+    counts = [100, 33]
+    packets = []
+    for seed in (1, 50):
+        found, *_ = run_step(inputs_of(counts, "plain", seed, "float32"), 3, "float32")
+        packets.append((found.packet, found.indices))
+    message = np.concatenate([packet for packet, _ in packets])
+    sizes = [len(packet) for packet, _ in packets]
+    batch = kernels.decode_groups(message, sizes, counts)
+    parts = np.split(batch.indices, np.cumsum(batch.lengths)[:-1])
+    for part, (_, indices) in zip(parts, packets, strict=True):
+        same(part, reference.group_elements(counts, 16, indices))
+
+
+def test_all_groups_need_no_indices():
+    lists = inputs_of([4096], "plain", 1, "float32")
+    found, *_ = run_step(lists, 256, "float32")
+    assert len(found.packet) == 4 + 2 + 2 + 2 + 2 + 4096 // 8
+
+
+def test_wrong_packets():
+    """Each changed byte of the header, each length, other counts, and no crash for any bytes."""
+    found, *_ = run_step(inputs_of([1000], "plain", 1, "float32"), 5, "float32")
+    packet, counts = found.packet, [1000]
+
+    def refused(some: np.ndarray, counts: list[int]) -> bool:
+        try:
+            batch = kernels.decode_groups(some, [len(some)], counts)
+        except InvalidArgument:
+            return True
+        assert len(batch.indices) == 0 or (batch.indices >= 0).all()
+        assert len(batch.indices) == 0 or (batch.indices < sum(counts)).all()
+        return False
+
+    assert not refused(packet, counts)
+    assert all(refused(packet[:n], counts) for n in range(len(packet)))
+    assert refused(packet, [1016])
+    assert refused(packet, [500, 500])  # the number of groups is the same, their values are not
+    for place in range(7):  # magic, codes, k, count
+        for bit in range(8):
+            changed = packet.copy()
+            changed[place] ^= 1 << bit
+            assert refused(changed, counts) or place == 3, (place, bit)
+    rng = np.random.default_rng(1)
+    for _ in range(2000):
+        changed = packet.copy()
+        changed[rng.integers(0, len(packet), 3)] = rng.integers(0, 256, 3)
+        refused(changed, counts)
+
+
+F32 = np.float32
+WRONG = {
+    "shape": ({"param": np.ones(99, F32)}, "shape"),
+    "dtype": ({"param": np.ones(100, np.float16)}, "as theta has"),
+    "residual": ({"residual": np.ones(100, np.float16)}, "got dtype float16, expected float32"),
+    "float64": ({"theta": np.ones(100)}, "got dtype float64, expected float16 or bfloat16"),
+    "k": ({"k": 8}, "0..7"),
+    "group": ({"group": 12}, "1, 2, 4"),
+    "large group": ({"group": 2048}, "0..1024"),
+    "value_dtype": ({"value_dtype": "float16"}, "expected one of float32, bfloat16"),
+    "lengths": ({"theta": [np.ones(100, F32)] * 2}, "expected one length"),
+    "empty": ({"theta": [], "param": [], "residual": []}, "empty"),
+    "read only": ({"residual": np.broadcast_to(F32(1), 100)}, "invalid|share|read-only|contiguous"),
+    "meta": ({"theta": torch.ones(100, device="meta")}, "not supported"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_updates(name):
+    changed, message = WRONG[name]
+    given = {n: np.full(100, i, F32) for i, n in enumerate(("theta", "param", "residual"))}
+    given = {**given, "k": 5, **changed}
+    before = {n: x.copy() for n, x in given.items() if isinstance(x, np.ndarray)}
+    with pytest.raises((InvalidArgument, Unsupported), match=message):
+        kernels.update_step(**given)
+    for n, x in before.items():
+        assert np.array_equal(given[n], x), n
+
+
+def test_wrong_calls():
+    x = np.ones(100, F32)
+    with pytest.raises(InvalidArgument, match="share memory"):
+        kernels.update_step(x, x, np.ones(100, F32), 1)
+    with pytest.raises(InvalidArgument, match="got 3 elements, expected 16"):
+        kernels.update_rollback(x, np.zeros(1, np.int32), np.ones(3, F32))
+    with pytest.raises(InvalidArgument, match="ascend"):
+        kernels.update_rollback(x, np.full(1, 7, np.int32), np.ones(16, F32))
+    with pytest.raises(InvalidArgument, match="invalid sizes"):
+        kernels.decode_groups(np.ones(9, np.uint8), [3], [100])
+    assert (x == 1).all()
