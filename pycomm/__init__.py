@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     from pycomm import data, functional, kernels, metrics, reference, testing
     from pycomm._training.coalesced import bcast_list_
     from pycomm.checkpoint import load, save
-    from pycomm.compress import DGC, dgc_hook
+    from pycomm.compress import DGC, TopK, dgc_hook
     from pycomm.functional import remote_recv, remote_send
     from pycomm.launch import launcher
     from pycomm.optim import AdaptiveLocalSGD, LocalSGD, StaticLossScaler
@@ -71,6 +71,7 @@ __all__ = [
     "LocalSGD",
     "StaticLossScaler",
     "SyncBatchNorm",
+    "TopK",
     "Work",
     "algorithms",
     "all_gather",
@@ -126,6 +127,7 @@ _TRAINING = {
     "LocalSGD": "pycomm.optim",
     "StaticLossScaler": "pycomm.optim",
     "SyncBatchNorm": "pycomm.parallel",
+    "TopK": "pycomm.compress",
     "bcast_list_": "pycomm._training.coalesced",
     "dgc_hook": "pycomm.compress",
     "launcher": "pycomm.launch",

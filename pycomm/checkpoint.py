@@ -92,12 +92,15 @@ def load(
 
 
 def _refuse_own_state(obj: Any) -> None:
-    """Raises InvalidArgument if `obj` contains the DGC state of only one of several ranks."""
+    """Raises InvalidArgument if `obj` contains the state of only one of several ranks, of DGC or of
+    a LocalSGD with compression."""
     if isinstance(obj, dict):
-        if obj.keys() >= {"rank", "size", "u", "v"} and obj["size"] != 1:
+        own = [{"rank", "size", *names} for names in (("u", "v"), ("residual",))]
+        if any(obj.keys() >= names for names in own) and obj["size"] != 1:
+            name = "DGC" if "u" in obj else "LocalSGD"
             raise InvalidArgument(
-                "save: DGC's state differs by rank: save the result of dgc.gather_state(), or each "
-                "rank's state with torch.save"
+                f"save: {name}'s state differs by rank: save the result of its gather_state(), or "
+                "each rank's state with torch.save"
             )
         if not obj.keys() >= {"size", "ranks"}:  # the state of all ranks may be saved
             for part in obj.values():

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from pycomm.compress.parameter_state import ParameterState, flat_view
 
-__all__ = ["apply_momentum", "clip_averaged"]
+__all__ = ["apply_momentum", "clip_gradients"]
 
 
-def clip_averaged(gradients: Sequence[Tensor], limit: float, together: bool) -> None:
+def clip_gradients(gradients: Sequence[Tensor], limit: float, together: bool) -> None:
     """Clips each gradient, or all `together`, to a norm of at most `limit`, in place."""
     norms = [float(torch.linalg.vector_norm(g, dtype=torch.float64)) for g in gradients]
     if together:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from pycomm.errors import InvalidArgument, Unsupported
 
-__all__ = ["AdoptedMomentum", "Hyper", "ParameterState", "flat_view"]
+__all__ = ["AdoptedMomentum", "Hyper", "ParameterState", "flat_view", "is_dense"]
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,8 @@ def flat_view(x: Tensor) -> Tensor:
     return torch.as_strided(x.detach(), (x.numel(),), (1,))
 
 
-def _is_dense(x: Tensor) -> bool:
+def is_dense(x: Tensor) -> bool:
+    """Whether the memory of a tensor has no gaps."""
     reach = sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True))
     return x.numel() == 0 or reach + 1 == x.numel()
 
@@ -105,7 +106,7 @@ class AdoptedMomentum:
     def _memory(
         self, name: str, parameter: Tensor, group: dict[str, Any], min_count: int
     ) -> ParameterState:
-        if not _is_dense(parameter):
+        if not is_dense(parameter):
             raise Unsupported(f"DGC: the memory of {name!r} has gaps: pass a clone of it")
         dtype = torch.float64 if parameter.dtype == torch.float64 else torch.float32
         u = torch.zeros(parameter.numel(), dtype=dtype, device=parameter.device)
@@ -259,8 +260,8 @@ def _has_values(gradient: Tensor) -> bool:
 def _check(optimizer: torch.optim.Optimizer) -> None:
     if not isinstance(optimizer, torch.optim.SGD):
         raise Unsupported(
-            f"DGC needs torch.optim.SGD, got {type(optimizer).__name__}: use SGD, or "
-            "pycomm.LocalSGD, which supports any optimizer"
+            f"DGC needs torch.optim.SGD, got {type(optimizer).__name__}: for this optimizer write "
+            "pycomm.LocalSGD(model, optimizer, compression=pycomm.TopK(ratio=200))"
         )
     for group in optimizer.param_groups:
         if group["dampening"] != 0 or group["maximize"]:

@@ -33,7 +33,7 @@ from pycomm.compress.sharded import Sharding
 from pycomm.errors import InvalidArgument
 from pycomm.group import Group
 
-__all__ = ["CompressorState", "rank_state", "with_owner_residual"]
+__all__ = ["VERSION", "CompressorState", "rank_state", "sources_of", "with_owner_residual"]
 
 VERSION = 1
 
@@ -95,7 +95,7 @@ class CompressorState:
             The saved exchange of each level; {} at another number of ranks, on which the bytes of
             an exchange depend.
         """
-        sources = _sources(saved, group)
+        sources = sources_of(saved, group, "DGC")
         if len(sources) > 1 or _hosts(sources[0]) not in ([], hosts_of(group)):
             sources = [rank_state(source) for source in sources]
         owner_residual = self._fitting(sources)
@@ -192,22 +192,23 @@ class CompressorState:
             yield from ([memory] for memory in self.compressed)
 
 
-def _sources(saved: Mapping[str, Any], group: Group) -> list[Mapping[str, Any]]:
-    """The saved states of single ranks that this rank loads: its own, or all of them.
+def sources_of(saved: Mapping[str, Any], group: Group, owner: str) -> list[Mapping[str, Any]]:
+    """The saved states of single ranks that this rank loads: its own, or all of them. `owner` is
+    the class, for errors.
 
     Raises:
         InvalidArgument: another version, or the state of another rank or number of ranks.
     """
     if saved.get("version") != VERSION:
         raise InvalidArgument(
-            f"DGC: invalid state version: got {saved.get('version')!r}, expected {VERSION}"
+            f"{owner}: invalid state version: got {saved.get('version')!r}, expected {VERSION}"
         )
     if "ranks" in saved:
         ranks: list[Mapping[str, Any]] = saved["ranks"]
         return [ranks[group.rank]] if saved["size"] == group.size else ranks
     if (saved["size"], saved["rank"]) != (group.size, group.rank):
         raise InvalidArgument(
-            f"DGC: state of rank {saved['rank']} of {saved['size']} on rank {group.rank} of "
+            f"{owner}: state of rank {saved['rank']} of {saved['size']} on rank {group.rank} of "
             f"{group.size}: each rank must load its own state, or all that of gather_state()"
         )
     return [saved]

@@ -18,7 +18,7 @@ from pycomm import collectives, kernels
 from pycomm._core_api.calls import Work
 from pycomm._training.communicators import CommunicatorPool
 from pycomm.compress.bucket import ReceivedPackets
-from pycomm.compress.dense import apply_momentum, clip_averaged
+from pycomm.compress.dense import apply_momentum, clip_gradients
 from pycomm.compress.hierarchical import HostGroups
 from pycomm.compress.interrupts import defer_sigint
 from pycomm.compress.packet import Packet, Update
@@ -281,7 +281,7 @@ class Step:
         if self._plan.loss_scale is not None:
             _multiply(gradients, 1.0 / self._plan.loss_scale)
         if self._plan.clip is not None:
-            clip_averaged(gradients, self._plan.clip, self._plan.together)
+            clip_gradients(gradients, self._plan.clip, self._plan.together)
 
     def _averaged(self) -> list[StateAndGradient]:
         """The uncompressed parameters and their averaged gradients."""

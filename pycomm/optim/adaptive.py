@@ -63,7 +63,8 @@ class AdaptiveLocalSGD(LocalSGD):
             both with change = (lr_0 * loss) / (lr * loss_0), rounded up.
         reference: the step that defines loss_0 and lr_0: the "first", or "begin" for begin_step,
             which suits a learning rate with warm-up.
-        options: momentum, buffers, outer and group as in LocalSGD, whose rule is "paddle".
+        options: momentum, buffers, outer, group, compression and clip_norm as in LocalSGD, whose
+            rule is "paddle".
 
     Raises:
         InvalidArgument: an argument outside its range, or as LocalSGD.
@@ -111,9 +112,7 @@ class AdaptiveLocalSGD(LocalSGD):
         """
         result = self._local_step(None)
         step = self.step_count
-        due = self.is_due(step)
-        if due:
-            self.average()
+        due = self._average_if_due()
         if step == self._reference_step:
             self._reference = self._measure(loss)
         elif due and step > self._begin:

@@ -11,6 +11,9 @@ Source: Lin et al., "Don't Use Large Mini-Batches, Use Local SGD" (arXiv 1808.07
 
 from __future__ import annotations
 
+import contextlib
+import math
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -19,10 +22,16 @@ from torch import Tensor, nn
 
 from pycomm import collectives
 from pycomm._training import coalesced
+from pycomm.compress.dense import clip_gradients
+from pycomm.compress.interrupts import defer_sigint
+from pycomm.compress.state import VERSION, sources_of
+from pycomm.compress.topk import TopK
+from pycomm.compress.updates import UpdateCompressor
 from pycomm.default_group import default
 from pycomm.elastic import ShrinkResult, most_advanced_rank, shrink_result
 from pycomm.errors import InvalidArgument
 from pycomm.group import Group
+from pycomm.optim.weight_decay import multiply_factors, without_decay
 
 __all__ = ["LocalSGD"]
 
@@ -41,6 +50,9 @@ class LocalSGD:
     Adam's parameters is not a step of Adam. After step begin_step they take rank 0's parameters
     once, as a processor or library may round one rank's step differently.
 
+    With `compression`, ranks exchange the largest part of snapshot - p instead, and keep the rest
+    in a residual: see TopK. Every average is one of updates then, from the first step on.
+
     Args:
         model: the module itself, not a wrapper that averages gradients, such as DataParallel.
         optimizer: any torch optimizer over the model's parameters.
@@ -53,6 +65,12 @@ class LocalSGD:
         outer: a torch optimizer over the same parameters that steps after each average beyond
             begin_step, with gradient mean(snapshot - p) (DiLoCo, arXiv 2311.08105).
         group: the process group; None: the default group.
+        compression: a TopK, which compresses the updates (k_steps > 1: SparseLoCo, arXiv
+            2508.15706). Decoupled weight decay (AdamW) is applied to the snapshot on all ranks, so
+            learning rate and weight decay must be equal on all ranks. Needs rule "paddle" and
+            momentum "local".
+        clip_norm: C: the gradient of each of N ranks is clipped to a norm of C sqrt(N), all
+            parameters together; averaged gradients to C. None: no clipping.
 
     Attributes:
         step_count: steps so far, including skipped ones.
@@ -61,12 +79,14 @@ class LocalSGD:
 
     Raises:
         InvalidArgument: k_steps or begin_step below 1, an unknown rule or momentum, averaged
-            momentum without torch.optim.SGD, or a model that averages gradients itself.
+            momentum without torch.optim.SGD, a model that averages gradients itself, arguments
+            that contradict each other, or a model too small for the ratio of the compression.
+        Unsupported: parameters that the compression cannot process, see TopK.
     """
 
     _step_supports_amp_scaling = True  # GradScaler.step() always calls step() and passes found_inf
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - all but the first two have defaults
         self,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
@@ -77,6 +97,9 @@ class LocalSGD:
         buffers: bool = True,
         outer: torch.optim.Optimizer | None = None,
         group: Group | None = None,
+        *,
+        compression: TopK | None = None,
+        clip_norm: float | None = None,
     ) -> None:
         _check(model, optimizer, momentum)
         if k_steps < 1 or begin_step < 1:
@@ -86,15 +109,33 @@ class LocalSGD:
             )
         if rule not in ("paddle", "torch"):
             raise InvalidArgument(f'invalid rule: got {rule!r}, expected "paddle" or "torch"')
+        if compression is not None and (rule, momentum) != ("paddle", "local"):
+            raise InvalidArgument(
+                f'compression: got rule={rule!r} and momentum={momentum!r}, expected "paddle" and '
+                '"local"'
+            )
+        if clip_norm is not None and not clip_norm > 0:
+            raise InvalidArgument(f"invalid clip_norm: got {clip_norm}, expected above 0, or None")
         self.optimizer, self.outer = optimizer, outer
         self.k_steps, self.step_count, self.last_sync = k_steps, 0, 0
         self._begin, self._rule, self._group = begin_step, rule, group or default()
-        self._gradients_first = rule == "torch" or not isinstance(optimizer, torch.optim.SGD)
+        self._gradients_first = rule == "torch" or not (
+            isinstance(optimizer, torch.optim.SGD) or compression is not None
+        )
         self._average_momentum = momentum == "averaged"
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         self._buffers = [b for b in model.buffers() if b.is_floating_point()] if buffers else []
         coalesced.bcast_list_([*model.parameters(), *model.buffers()], 0, self._group)
         self._snapshot = [p.detach().clone() for p in self._parameters]
+        self._clip_norm, self._skipped_together = clip_norm, False
+        self._compressor: UpdateCompressor | None = None
+        if compression is not None:
+            self._compressor = UpdateCompressor(
+                compression, self._parameters, self._snapshot, self._group
+            )
+            _warn_about_momentum(optimizer, self._compressor.ratio)
+        self._places = {p: i for i, p in enumerate(self._parameters)}
+        self._decay = [1.0] * len(self._parameters)  # of the snapshot, since the last average
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -119,9 +160,15 @@ class LocalSGD:
             PeerLost, Timeout, Mismatch: errors of the average; see shrink() to continue.
         """
         result = self._local_step(closure)
-        if self.is_due(self.step_count):
-            self.average()
+        self._average_if_due()
         return result
+
+    def _average_if_due(self) -> bool:
+        """Whether this step was due; all ranks may have skipped it."""
+        due = self.is_due(self.step_count) and not self._skipped_together
+        if due:
+            self.average()
+        return due
 
     def is_due(self, step: int) -> bool:
         """Whether parameters are averaged after a step.
@@ -141,23 +188,46 @@ class LocalSGD:
     def _local_step(self, closure: Callable[[], float] | None) -> float | None:
         """The optimizer's step, skipped for Inf or NaN; step_count always increases."""
         self.step_count += 1
-        skip = False
+        skip = self._skipped_together = False
         scale = getattr(self, "grad_scale", None)  # set by GradScaler.step()
         if scale is not None:
             for p in self._with_gradient():
                 p.grad.mul_(1.0 / scale)
-        if self._gradients_first and self.step_count <= self._begin:
+        averaged = self._gradients_first and self.step_count <= self._begin
+        if averaged:
             self._average_gradients()
             if hasattr(self, "found_inf"):  # of this rank only; the averages are equal on all ranks
                 skip = not all(bool(p.grad.isfinite().all()) for p in self._with_gradient())
-        else:
-            skip = bool(getattr(self, "found_inf", 0))
-        result: float | None = None if skip else self.optimizer.step(closure)
-        if self._gradients_first and self.step_count <= self._begin:
+        elif hasattr(self, "found_inf"):
+            skip = bool(self.found_inf)
+            if self._compressor is not None and (self.k_steps == 1 or self._is_first_phase()):
+                skip = self._skipped_together = self._any_rank(skip)
+        result: float | None = None
+        if not skip:
+            self._clip(1.0 if averaged else math.sqrt(self._group.size))
+            outside = without_decay(self.optimizer) if self._compressor is not None else None
+            with outside or contextlib.nullcontext():
+                result = self.optimizer.step(closure)
+        if self._compressor is not None and not self._skipped_together:
+            multiply_factors(self._decay, self.optimizer, self._places)
+        if averaged:
             if self.step_count == self._begin:  # equal gradients need not give equal bits
                 coalesced.bcast_list_(self._parameters, 0, self._group)
             self._take_snapshot(self._parameters)
         return result
+
+    def _is_first_phase(self) -> bool:
+        return self.step_count <= self._begin
+
+    def _any_rank(self, flag: bool) -> bool:
+        word = torch.tensor([float(flag)])
+        collectives.all_reduce(word, "max", group=self._group)
+        return bool(word)
+
+    def _clip(self, factor: float) -> None:
+        if self._clip_norm is not None:
+            gradients = [p.grad for p in self._with_gradient()]
+            clip_gradients(gradients, self._clip_norm * factor, True)
 
     def _with_gradient(self) -> list[Any]:
         return [p for p in self._parameters if p.grad is not None]
@@ -176,6 +246,9 @@ class LocalSGD:
         Raises:
             PeerLost, Timeout, Mismatch: errors of the exchange.
         """
+        if self._compressor is not None:
+            self._average_compressed(self._compressor)
+            return
         others = [*self._momenta(), *self._buffers]
         deltas = [s - p.detach() for s, p in zip(self._snapshot, self._parameters, strict=True)]
         means = coalesced.average([*deltas, *others], self._group)
@@ -188,12 +261,32 @@ class LocalSGD:
                 p.data.copy_(s - mean)
         self._take_snapshot(self._parameters)
 
+    def _average_compressed(self, compressor: UpdateCompressor) -> None:
+        """The same with compressed updates. If it fails, the parameters are the snapshot, and the
+        updates are in the residual."""
+        with contextlib.ExitStack() as ending:
+            with compressor.exchange(self.step_count, self._decay) as received:
+                buffers = coalesced.average(self._buffers, self._group) if self._buffers else []
+                ending.enter_context(defer_sigint())
+            for buffer, mean in zip(self._buffers, buffers, strict=True):
+                buffer.copy_(mean)
+            if self.outer is not None and self.step_count > self._begin:
+                for snapshot, factor in zip(self._snapshot, self._decay, strict=True):
+                    snapshot.mul_(factor)
+                self._step_outer(compressor.means(received))
+                compressor.commit_outer()
+            else:
+                compressor.commit(received, self._decay)
+            self._decay = [1.0] * len(self._decay)
+            self.last_sync = self.step_count
+
     def shrink(self, timeout_s: float | None = None) -> ShrinkResult:
         """Collective over the surviving ranks after a rank failed: continues with these ranks.
 
         All ranks use the last average that any of them completed. A rank where that average failed
         takes it over and loses its steps since the average before; the others keep their steps. The
-        failed average is repeated with the next due step.
+        failed average is repeated with the next due step. With compression no steps are lost: they
+        are in the residual.
 
         Args:
             timeout_s: in seconds, as of Group.shrink.
@@ -205,11 +298,15 @@ class LocalSGD:
             PeerLost: another rank failed during the call: call again.
         """
         before, self._group = self._group, self._group.shrink(timeout_s)
+        residual = 0.0
+        if self._compressor is not None:
+            lost = before.size - self._group.size
+            residual = self._compressor.resume_after_shrink(self._group, lost)
         last, source = most_advanced_rank(self.last_sync, self._group)
         self._sync_from(source, last)
         self.step_count, _ = most_advanced_rank(self.step_count, self._group)
         self.last_sync = last
-        return shrink_result(before, self._group, self.step_count)
+        return shrink_result(before, self._group, self.step_count, residual)
 
     def _sync_from(self, src: int, last: int) -> None:
         """Takes from rank `src` the shared state after the average of step `last`, and the
@@ -226,6 +323,9 @@ class LocalSGD:
         if self.last_sync < last:
             for p, s in zip(self._parameters, self._snapshot, strict=True):
                 p.data.copy_(s)
+            self._decay = [1.0] * len(self._decay)
+            if self._compressor is not None:
+                self._compressor.commit_missed()
 
     def _take_snapshot(self, parameters: list[nn.Parameter]) -> None:
         """Stores the snapshot: these parameters are equal on all ranks."""
@@ -257,26 +357,94 @@ class LocalSGD:
                 found.append(state["momentum_buffer"])
         return found
 
+    def stats(self) -> dict[str, Any]:
+        """Numbers of the last average, on this rank.
+
+        Returns:
+            step: the step count. sent_bytes: with compression, bytes that this rank sent, as coded,
+            else 0. dense_bytes: 4 for each parameter. groups: with compression, groups that each
+            rank sends, else 0.
+        """
+        dense = 4 * sum(p.numel() for p in self._parameters)
+        one = self._compressor
+        return {
+            "step": self.step_count,
+            "sent_bytes": 0 if one is None else one.sent_bytes,
+            "dense_bytes": dense,
+            "groups": 0 if one is None else one.groups,
+        }
+
     def state_dict(self) -> dict[str, Any]:
         """The state of this rank: plain values and tensors. Save the model and the optimizer too;
-        they differ by rank between two averages."""
-        return {
+        they differ by rank between two averages, with compression always.
+
+        With compression it also has version, rank, size, decay (by parameter, the factor of the
+        snapshot since the last average), and residual: by parameter, float32 [elements].
+        """
+        state = {
             "step_count": self.step_count,
             "last_sync": self.last_sync,
             "k_steps": self.k_steps,
             "snapshot": [s.clone() for s in self._snapshot],
             "outer": None if self.outer is None else self.outer.state_dict(),
         }
+        if self._compressor is not None:
+            state |= {
+                "version": VERSION,
+                "rank": self._group.rank,
+                "size": self._group.size,
+                "decay": list(self._decay),
+                "residual": [x.clone() for x in self._compressor.residual],
+            }
+        return state
+
+    def gather_state(self, dst: int = 0) -> dict[str, Any] | None:
+        """Collective. With compression: gathers the states of all ranks; the result loads at any
+        number of ranks.
+
+        Args:
+            dst: the rank that receives the states.
+
+        Returns:
+            On rank `dst` version, size, and ranks: a list of what state_dict() returns on each
+            rank. None on the others.
+
+        Raises:
+            InvalidArgument: there is no compression.
+            Error: as pycomm.gather.
+        """
+        if self._compressor is None:
+            raise InvalidArgument("LocalSGD.gather_state() is for states with compression")
+        mine = self.state_dict()
+        size = self._group.size
+        ranks: list[dict[str, Any]] = [dict(mine, rank=rank, residual=[]) for rank in range(size)]
+        for residual in mine["residual"]:
+            rows = collectives.gather(residual, dst, group=self._group)
+            if rows is not None:
+                for state, row in zip(ranks, rows, strict=True):
+                    state["residual"].append(row.clone())
+        if self._group.rank != dst:
+            return None
+        return {"version": VERSION, "size": size, "ranks": ranks}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restores a state. Load the model and the optimizer of the same step too.
+
+        With compression, each rank loads its own state, or the result of gather_state(). At another
+        number of ranks each rank takes the mean residual of the saved ranks.
 
         Args:
             state: from state_dict() of this class, with an outer optimizer if this one has one.
 
         Raises:
-            InvalidArgument: the parameters have other shapes; nothing changes.
+            InvalidArgument: the parameters have other shapes, or, with compression, as
+                DGC.load_state_dict; nothing changes.
         """
+        residual: list[Tensor] = []
+        if self._compressor is not None:
+            sources = sources_of(state, self._group, "LocalSGD")
+            state = dict(sources[0])
+            residual = self._compressor.load(sources)
         shapes = [tuple(s.shape) for s in state["snapshot"]]
         if shapes != [tuple(s.shape) for s in self._snapshot]:
             raise InvalidArgument(
@@ -289,6 +457,21 @@ class LocalSGD:
         self.k_steps = state["k_steps"]
         if self.outer is not None:
             self.outer.load_state_dict(state["outer"])
+        if self._compressor is not None:
+            self._compressor.take(residual)
+            self._decay = list(state["decay"])
+
+
+def _warn_about_momentum(optimizer: torch.optim.Optimizer, ratio: float) -> None:
+    group = optimizer.param_groups[0]
+    first = float(group["betas"][0]) if "betas" in group else float(group.get("momentum", 0))
+    if first > 0.5 and ratio > 20:
+        name = "betas[0]" if "betas" in group else "momentum"
+        warnings.warn(
+            f"{type(optimizer).__name__} with {name}={first} trains worse with a compression above "
+            "20, because the residual already acts as momentum: use 0",
+            stacklevel=3,
+        )
 
 
 def _check(model: nn.Module, optimizer: torch.optim.Optimizer, momentum: str) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import pycomm
-from pycomm.compress.dense import clip_averaged
+from pycomm.compress.dense import clip_gradients
 from pycomm.compress.dgc import compressor_of
 from pycomm.compress.schedule import Load, SparsityWarmup, received_bytes, to_send
 from pycomm.errors import InvalidArgument
@@ -221,7 +221,7 @@ def test_dense_gradients_are_clipped_after_averaging(options: dict[str, Any]) ->
 def test_an_average_that_is_not_finite_is_not_clipped(together: bool) -> None:
     for wrong in (math.nan, math.inf):
         gradient = torch.tensor([3.0, wrong, 4.0])
-        clip_averaged([gradient], 1.0, together)
+        clip_gradients([gradient], 1.0, together)
         assert gradient.tolist()[::2] == [3.0, 4.0]
 
 

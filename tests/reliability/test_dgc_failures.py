@@ -40,7 +40,7 @@ FAILING: list[tuple[Any, str, int, dict[str, Any]]] = [
     # After the exchange, when memory is short, for example.
     *((CompressionBucket, "decode", 2, o) for o in ({}, COMPACT, SPLIT)),
     (CompressionBucket, "decode", 1, SOME_DENSE),
-    (transaction, "clip_averaged", 1, CLIPPED),
+    (transaction, "clip_gradients", 1, CLIPPED),
 ]
 
 
