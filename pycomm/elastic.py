@@ -20,8 +20,8 @@ class ShrinkResult:
         group: the group of the survivors.
         lost: the ranks that were lost, numbered as in the first group.
         step: completed steps, the same on all ranks.
-        lost_residual_norm: DGC: estimated norm of the residual lost with the failed ranks (assumes
-            the mean residual of the survivors); else 0.
+        lost_residual_norm: with compression: estimated norm of the residual lost with the failed
+            ranks (assumes the mean residual of the survivors); else 0.
     """
 
     group: Group

@@ -252,13 +252,16 @@ class UpdateCompressor:
                 self._restore(unit, unit.packet, unit.rest)
         self._finish()
 
-    def resume_after_shrink(self, group: Group, lost: int) -> float:
-        """Collective over `group`, the survivors. Estimates the norm of the residual of `lost`
-        ranks: the mean residual of the survivors."""
+    def use_group(self, group: Group) -> None:
+        """Exchanges among the ranks of this group from now on."""
         self._pool = CommunicatorPool(group, 1)
+
+    def estimate_lost_residual(self, lost: int) -> float:
+        """Collective. An estimate of the norm of the residual of `lost` ranks: the mean residual of
+        this group."""
         squares = sum(float(x.double().square().sum()) for x in self.residual)
         mean = collectives.all_reduce(
-            torch.tensor([squares], dtype=torch.float64), "avg", group=group
+            torch.tensor([squares], dtype=torch.float64), "avg", group=self._pool.group
         )
         return math.sqrt(float(mean) * lost)
 

@@ -298,15 +298,16 @@ class LocalSGD:
             PeerLost: another rank failed during the call: call again.
         """
         before, self._group = self._group, self._group.shrink(timeout_s)
-        residual = 0.0
         if self._compressor is not None:
-            lost = before.size - self._group.size
-            residual = self._compressor.resume_after_shrink(self._group, lost)
+            self._compressor.use_group(self._group)
         last, source = most_advanced_rank(self.last_sync, self._group)
         self._sync_from(source, last)
         self.step_count, _ = most_advanced_rank(self.step_count, self._group)
         self.last_sync = last
-        return shrink_result(before, self._group, self.step_count, residual)
+        norm = 0.0
+        if self._compressor is not None:
+            norm = self._compressor.estimate_lost_residual(before.size - self._group.size)
+        return shrink_result(before, self._group, self.step_count, norm)
 
     def _sync_from(self, src: int, last: int) -> None:
         """Takes from rank `src` the shared state after the average of step `last`, and the

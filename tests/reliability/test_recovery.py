@@ -17,7 +17,7 @@ import torch
 import pycomm
 from pycomm import Group, errors, testing
 from pycomm._training import coalesced
-from pycomm.compress import state
+from pycomm.compress import state, updates
 from pycomm.compress.packet_exchange import AllGatherExchange
 from pycomm.compress.sharded import ShardedExchange, Sharding
 from pycomm.compress.transaction import Step
@@ -261,3 +261,70 @@ def test_local_sgd_continues(rule: str, outer: bool, monkeypatch: pytest.MonkeyP
     assert first == second
     assert first[1][0] == [0]
     assert first[1][2] == (4 if rule == "paddle" else 5)  # the average that rank 1 had missed
+
+
+def train_updates(group: Group, late: Late | None) -> Any:
+    """SGD on the plane with compressed updates. Rank 2 leaves before step 4; or after it, while
+    rank 1 regards that step as failed."""
+    me, ranks = group.rank, group.size
+    model = Plane(ranks)
+    opt = torch.optim.SGD(model.parameters(), lr=LR)
+    compression = pycomm.TopK(density=0.1, group=4, value_dtype="bfloat16")
+    local = pycomm.LocalSGD(model, opt, compression=compression)
+    slope, steps, before = slope_of(me, ranks), 0, None
+    while local.step_count < LAST:
+        step = local.step_count
+        if me == LOST and before is None and step == (5 if late else 4):
+            if late:
+                late.leave(group)
+            else:
+                group.close()
+            return None
+        if late and me == 1 and step == 4:
+            late.armed = True
+        try:
+            local.zero_grad()
+            model(slope).backward()
+            steps += 1
+            local.step()
+        except (errors.PeerLost, errors.GroupBroken):  # another rank was lost
+            left = local.shrink()
+            before = {
+                "w": model.w.detach().clone(),
+                "residual": local.state_dict()["residual"][0],
+                "steps": steps,
+                "last_sync": local.last_sync,
+                "lost": left.lost,
+                "lost_residual_norm": left.lost_residual_norm,
+            }
+    local.average()
+    after = {"w": model.w.detach(), "residual": local.state_dict()["residual"][0], "steps": steps}
+    return before, after
+
+
+@pytest.mark.parametrize("in_doubt", [False, True], ids=["before a step", "late error"])
+def test_updates_continue_and_the_residual_of_survivors_is_kept(
+    in_doubt: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For each survivor: sent values, computed from the parameters, and the residual sum to all its
+    updates; divided by three ranks until the failure, and by two since."""
+    late = None
+    if in_doubt:
+        late = Late(updates.all_gather)
+        monkeypatch.setattr(updates, "all_gather", late)
+    results = run_ranks(3, train_updates, late)[:2]
+    for rank, (before, after) in enumerate(results):
+        assert before["last_sync"] == (5 if in_doubt else 4)
+        assert before["lost"] == [LOST]
+        assert torch.equal(before["w"], results[0][0]["w"])
+        assert torch.equal(after["w"], results[0][1]["w"])
+        own = slice(rank * COUNT, (rank + 1) * COUNT)
+        update = LR * slope_of(rank, 3)[rank]
+        sent = -3 * before["w"][rank]
+        total = sent + before["residual"][own]
+        torch.testing.assert_close(total, before["steps"] * update, rtol=1e-5, atol=1e-4)
+        sent -= 2 * (after["w"] - before["w"])[rank]
+        total = sent + after["residual"][own]
+        torch.testing.assert_close(total, after["steps"] * update, rtol=1e-5, atol=1e-4)
+    squares = [float(before["residual"].square().sum()) for before, _ in results]
+    assert results[0][0]["lost_residual_norm"] == pytest.approx(np.mean(squares) ** 0.5, rel=1e-4)
