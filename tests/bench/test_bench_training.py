@@ -168,6 +168,18 @@ def test_convergence_runs_and_is_resumed(tmp_path: Path) -> None:
     assert limited["seconds"] > 8 * limited["sent_mb"] * 2**20 / 10e6 / 2  # half: bursts are free
 
 
+def test_convergence_with_adamw(tmp_path: Path) -> None:
+    """Costs are those against dense AdamW, bytes those of the ratio."""
+    adamw, topk = train(tmp_path, "adamw,adamw topk 200")
+    for row in (adamw, topk):
+        assert row["replicas_equal"]
+        assert 0 < row["score"] < 6
+    assert adamw["sent_mb"] == adamw["dense_mb"]
+    assert topk["dense_mb"] / topk["sent_mb"] == pytest.approx(200, rel=0.1)
+    scores = {"dense": [9.0], "adamw": [1.7], "adamw topk 200": [1.725]}
+    assert " 0.025 " in convergence.summary(runs(scores))[0][3]
+
+
 def test_threads_train_as_processes_do() -> None:
     """20 steps of DGC, bit for bit."""
     results = []
