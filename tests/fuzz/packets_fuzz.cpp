@@ -1,4 +1,4 @@
-// Encoded packets, raw and compact, as they arrive from other ranks.
+// Encoded packets, raw, compact and of groups, as they arrive from other ranks.
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -7,6 +7,7 @@
 
 #include "codec/compact.h"
 #include "codec/cpu/indices.h"
+#include "codec/groups.h"
 #include "codec/packet.h"
 #include "core/errors.h"
 #include "fuzz.h"
@@ -67,6 +68,15 @@ void read_compact(std::span<const std::byte> bytes) {
   fuzz::demand(std::ranges::equal(second.values, first.values, same), "values come back as others");
 }
 
+void read_groups(std::span<const std::byte> bytes) {
+  const codec::GroupHeader header = codec::read_group_header(bytes);
+  fuzz::demand(header.values <= 8 * bytes.size(), "a packet of more values than bits");
+  std::vector<int32_t> indices(header.k);
+  std::vector<float> values(header.values);
+  codec::decode_groups(bytes, indices.data(), values.data());
+  demand_sound(indices, header.count);
+}
+
 }  // namespace
 
 void fuzz::one(Input input) {
@@ -75,7 +85,9 @@ void fuzz::one(Input input) {
   std::copy(input.begin(), input.end(), own.get());
   const std::span<const std::byte> bytes(own.get(), input.size());
   try {
-    if (codec::is_compact(bytes)) return read_compact(bytes);
+    if (codec::is_compact(bytes))
+      return bytes.size() > 2 && bytes[2] == std::byte{2} ? read_groups(bytes)
+                                                          : read_compact(bytes);
     read_raw(bytes);
   } catch (const InvalidArgument&) {
   }
