@@ -37,7 +37,8 @@ class _Unit:
 
     Attributes:
         places: positions among the model's parameters.
-        parameters, theta: flat views of the parameters and of the shared ones.
+        own: the parameters.
+        theta: flat views of the shared parameters.
         residual: float32, as theta.
         k: number of groups that a rank sends.
         workspace: of the update step.
@@ -46,13 +47,18 @@ class _Unit:
     """
 
     places: list[int]
-    parameters: list[Tensor]
+    own: list[Tensor]
     theta: list[Tensor]
     residual: list[Tensor]
     k: int
     workspace: kernels.UpdateWorkspace
     packet: UpdatePacket | None = None
     rest: Tensor | None = None
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        """Flat views of the parameters, whose memory the program may have replaced."""
+        return [flat_view(x) for x in self.own]
 
     @property
     def counts(self) -> list[int]:
@@ -71,6 +77,8 @@ class UpdateCompressor:
 
     Attributes:
         sent_bytes: bytes that this rank sent in the last exchange, without headers of frames.
+        decay: for each parameter, the factor of the shared one at the next commit.
+        skipped: all ranks skip this step.
 
     Raises:
         Unsupported: parameters on a GPU, with gaps in memory, or not float32 or 16-bit floats.
@@ -90,13 +98,15 @@ class UpdateCompressor:
             alike.setdefault(parameter.dtype, []).append(place)
         self._units = [self._unit(places) for places in alike.values()]
         self.sent_bytes = 0
+        self.decay = [1.0] * len(self._parameters)
+        self.skipped = False
 
     def _unit(self, places: list[int]) -> _Unit:
         theta = [flat_view(self._theta[i]) for i in places]
         k = self._options.groups([x.numel() for x in theta])
         return _Unit(
             places,
-            [flat_view(self._parameters[i]) for i in places],
+            [self._parameters[i] for i in places],
             theta,
             [torch.zeros(x.numel()) for x in theta],
             k,
@@ -125,24 +135,24 @@ class UpdateCompressor:
         return [x for _, x in sorted(found, key=lambda pair: pair[0])]
 
     @contextlib.contextmanager
-    def exchange(self, step: int, decay: Sequence[float]) -> Iterator[list[PacketBatch]]:
+    def exchange(self, step: int) -> Iterator[list[PacketBatch]]:
         """Collective. The packets of all ranks; the parameters are those of the snapshot again.
 
         If the exchange or the block fails, this rank has sent nothing: its updates are in the
         residuals.
 
         Args:
-            step: its number, which must be the same on all ranks.
-            decay: for each parameter the factor of `commit`, the same on all ranks.
+            step: its number, which must be the same on all ranks, as `decay` and the options.
 
         Raises:
             Mismatch: on all ranks, if ranks differ in their step, decay or number of groups.
         """
+        self._forget()
         try:
             with defer_sigint():
                 packets = [self._prepare(unit) for unit in self._units]
-            word = struct.pack(f"q{len(decay)}d", step, *decay) + repr(self._options).encode()
-            word = struct.pack("I", zlib.crc32(word))
+            values = struct.pack(f"q{len(self.decay)}d", step, *self.decay)
+            word = struct.pack("I", zlib.crc32(values + repr(self._options).encode()))
             check = torch.frombuffer(bytearray(word), dtype=torch.uint8)
             gathered, self.sent_bytes = all_gather([*packets, check], self._pool)
             words, _ = gathered.pop()
@@ -160,7 +170,6 @@ class UpdateCompressor:
             raise
 
     def _prepare(self, unit: _Unit) -> Tensor:
-        unit.packet = unit.rest = None
         unit.packet = kernels.update_step(
             unit.theta,
             unit.parameters,
@@ -190,15 +199,11 @@ class UpdateCompressor:
     def _restore(self, unit: _Unit, packet: UpdatePacket, values: Tensor) -> None:
         kernels.update_rollback(unit.residual, packet.indices, values, group=self._options.group)
 
-    def commit(self, received: Sequence[PacketBatch], decay: Sequence[float]) -> None:
-        """Subtracts the mean of the received updates from the snapshot and the parameters.
-
-        Args:
-            received: from `exchange`.
-            decay: for each parameter a factor, by which theta is multiplied first.
-        """
+    def commit(self, received: Sequence[PacketBatch]) -> None:
+        """Multiplies the shared parameters by `decay`, and subtracts the mean of the received
+        updates."""
         for unit, batch in zip(self._units, received, strict=True):
-            factors = [decay[place] for place in unit.places]
+            factors = [self.decay[place] for place in unit.places]
             if unit.theta[0].dtype == torch.float32:
                 for x, y, factor in zip(unit.theta, unit.parameters, factors, strict=True):
                     if factor != 1:
@@ -224,7 +229,10 @@ class UpdateCompressor:
             residual.add_(torch.where(error.isfinite(), error, 0))
 
     def means(self, received: Sequence[PacketBatch]) -> list[Tensor]:
-        """The mean of the received updates of each parameter, dense, of its shape and dtype."""
+        """The mean of the received updates of each parameter, dense, of its shape and dtype. The
+        shared parameters are multiplied by `decay`."""
+        for theta, factor in zip(self._theta, self.decay, strict=True):
+            theta.mul_(factor)
         found = [torch.empty_like(x, requires_grad=False) for x in self._parameters]
         for unit, batch in zip(self._units, received, strict=True):
             dense = [flat_view(found[place]) for place in unit.places]
@@ -238,9 +246,15 @@ class UpdateCompressor:
                 theta.copy_(parameter)
         self._finish()
 
-    def _finish(self) -> None:
+    def _forget(self) -> None:
+        """Ends the last exchange, which cannot be rolled back any more."""
         for unit in self._units:
             unit.packet = unit.rest = None
+
+    def _finish(self) -> None:
+        self._forget()
+        self.decay = [1.0] * len(self.decay)
+        for unit in self._units:
             if not self._options.error_feedback:
                 for residual in unit.residual:
                     residual.zero_()
@@ -288,12 +302,12 @@ class UpdateCompressor:
         columns = zip(*(source["residual"] for source in sources), strict=True)
         return [torch.stack([x.double() for x in each]).mean(0).float() for each in columns]
 
-    def take(self, residual: Sequence[Tensor]) -> None:
-        """Replaces the residuals, and forgets a failed exchange."""
+    def take(self, residual: Sequence[Tensor], decay: Sequence[float]) -> None:
+        """Replaces the residuals and the decay, and forgets a failed exchange."""
+        self.decay = list(decay)
         for mine, saved in zip(self.residual, residual, strict=True):
             mine.copy_(saved)
-        for unit in self._units:
-            unit.packet = unit.rest = None
+        self._forget()
 
 
 def _check(parameters: Sequence[Tensor]) -> None:

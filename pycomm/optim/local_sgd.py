@@ -119,23 +119,24 @@ class LocalSGD:
         self.optimizer, self.outer = optimizer, outer
         self.k_steps, self.step_count, self.last_sync = k_steps, 0, 0
         self._begin, self._rule, self._group = begin_step, rule, group or default()
-        self._gradients_first = rule == "torch" or not (
-            isinstance(optimizer, torch.optim.SGD) or compression is not None
-        )
         self._average_momentum = momentum == "averaged"
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         self._buffers = [b for b in model.buffers() if b.is_floating_point()] if buffers else []
         coalesced.bcast_list_([*model.parameters(), *model.buffers()], 0, self._group)
         self._snapshot = [p.detach().clone() for p in self._parameters]
-        self._clip_norm, self._skipped_together = clip_norm, False
+        self._clip_norm = clip_norm
         self._compressor: UpdateCompressor | None = None
         if compression is not None:
             self._compressor = UpdateCompressor(
                 compression, self._parameters, self._snapshot, self._group
             )
             _warn_about_momentum(optimizer, self._compressor.ratio)
-        self._places = {p: i for i, p in enumerate(self._parameters)}
-        self._decay = [1.0] * len(self._parameters)  # of the snapshot, since the last average
+
+    @property
+    def _gradients_first(self) -> bool:
+        """Whether ranks average gradients instead of parameters up to begin_step."""
+        sgd = isinstance(self.optimizer, torch.optim.SGD)
+        return self._rule == "torch" or not (sgd or self._compressor is not None)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -165,7 +166,8 @@ class LocalSGD:
 
     def _average_if_due(self) -> bool:
         """Whether this step was due; all ranks may have skipped it."""
-        due = self.is_due(self.step_count) and not self._skipped_together
+        skipped = self._compressor is not None and self._compressor.skipped
+        due = self.is_due(self.step_count) and not skipped
         if due:
             self.average()
         return due
@@ -188,7 +190,9 @@ class LocalSGD:
     def _local_step(self, closure: Callable[[], float] | None) -> float | None:
         """The optimizer's step, skipped for Inf or NaN; step_count always increases."""
         self.step_count += 1
-        skip = self._skipped_together = False
+        skip = False
+        compressor = self._compressor
+        together = compressor is not None and (self.k_steps == 1 or self.step_count <= self._begin)
         scale = getattr(self, "grad_scale", None)  # set by GradScaler.step()
         if scale is not None:
             for p in self._with_gradient():
@@ -200,24 +204,23 @@ class LocalSGD:
                 skip = not all(bool(p.grad.isfinite().all()) for p in self._with_gradient())
         elif hasattr(self, "found_inf"):
             skip = bool(self.found_inf)
-            if self._compressor is not None and (self.k_steps == 1 or self._is_first_phase()):
-                skip = self._skipped_together = self._any_rank(skip)
+            if together:
+                skip = self._any_rank(skip)
         result: float | None = None
         if not skip:
             self._clip(1.0 if averaged else math.sqrt(self._group.size))
-            outside = without_decay(self.optimizer) if self._compressor is not None else None
+            outside = without_decay(self.optimizer) if compressor is not None else None
             with outside or contextlib.nullcontext():
                 result = self.optimizer.step(closure)
-        if self._compressor is not None and not self._skipped_together:
-            multiply_factors(self._decay, self.optimizer, self._places)
+        if compressor is not None:
+            compressor.skipped = together and skip
+            if not compressor.skipped:
+                multiply_factors(compressor.decay, self.optimizer, self._parameters)
         if averaged:
             if self.step_count == self._begin:  # equal gradients need not give equal bits
                 coalesced.bcast_list_(self._parameters, 0, self._group)
             self._take_snapshot(self._parameters)
         return result
-
-    def _is_first_phase(self) -> bool:
-        return self.step_count <= self._begin
 
     def _any_rank(self, flag: bool) -> bool:
         word = torch.tensor([float(flag)])
@@ -265,19 +268,16 @@ class LocalSGD:
         """The same with compressed updates. If it fails, the parameters are the snapshot, and the
         updates are in the residual."""
         with contextlib.ExitStack() as ending:
-            with compressor.exchange(self.step_count, self._decay) as received:
+            with compressor.exchange(self.step_count) as received:
                 buffers = coalesced.average(self._buffers, self._group) if self._buffers else []
                 ending.enter_context(defer_sigint())
             for buffer, mean in zip(self._buffers, buffers, strict=True):
                 buffer.copy_(mean)
             if self.outer is not None and self.step_count > self._begin:
-                for snapshot, factor in zip(self._snapshot, self._decay, strict=True):
-                    snapshot.mul_(factor)
                 self._step_outer(compressor.means(received))
                 compressor.commit_outer()
             else:
-                compressor.commit(received, self._decay)
-            self._decay = [1.0] * len(self._decay)
+                compressor.commit(received)
             self.last_sync = self.step_count
 
     def shrink(self, timeout_s: float | None = None) -> ShrinkResult:
@@ -324,7 +324,6 @@ class LocalSGD:
         if self.last_sync < last:
             for p, s in zip(self._parameters, self._snapshot, strict=True):
                 p.data.copy_(s)
-            self._decay = [1.0] * len(self._decay)
             if self._compressor is not None:
                 self._compressor.commit_missed()
 
@@ -394,7 +393,7 @@ class LocalSGD:
                 "version": VERSION,
                 "rank": self._group.rank,
                 "size": self._group.size,
-                "decay": list(self._decay),
+                "decay": list(self._compressor.decay),
                 "residual": [x.clone() for x in self._compressor.residual],
             }
         return state
@@ -459,8 +458,7 @@ class LocalSGD:
         if self.outer is not None:
             self.outer.load_state_dict(state["outer"])
         if self._compressor is not None:
-            self._compressor.take(residual)
-            self._decay = list(state["decay"])
+            self._compressor.take(residual, state["decay"])
 
 
 def _warn_about_momentum(optimizer: torch.optim.Optimizer, ratio: float) -> None:

@@ -7,7 +7,7 @@ shared parameters.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -38,16 +38,18 @@ def without_decay(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
 
 def multiply_factors(
-    factors: list[float], optimizer: torch.optim.Optimizer, places: Mapping[nn.Parameter, int]
+    factors: list[float], optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter]
 ) -> None:
     """Multiplies the factor of each parameter by that of one step.
 
     Args:
-        factors: by parameter, in place.
+        factors: of `parameters`, in place.
         optimizer: its groups have learning rate and weight decay.
-        places: the position of each parameter in `factors`.
+        parameters: those that ranks share.
     """
-    for group in _decoupled_groups(optimizer):
+    groups = list(_decoupled_groups(optimizer))
+    places = {parameter: i for i, parameter in enumerate(parameters)} if groups else {}
+    for group in groups:
         factor = 1.0 - float(group["lr"]) * float(group["weight_decay"])
         for parameter in group["params"]:
             if parameter in places:

@@ -466,6 +466,21 @@ def test_buffers_and_other_layouts() -> None:
     assert equal(*run_ranks(2, program))
 
 
+def test_memory_of_parameters_may_be_replaced() -> None:
+    def program(group: pycomm.Group) -> list[Tensor]:
+        model = perceptron()
+        local = pycomm.LocalSGD(model, adamw(model), compression=SMALL)
+        for step in range(4):
+            for p in model.parameters():
+                p.data = p.data.clone()
+            before = parameters(model)
+            step_on(model, batch(group.rank, step), local)
+            assert not equal(before, parameters(model))
+        return parameters(model)
+
+    assert equal(*run_ranks(2, program))
+
+
 def test_without_error_feedback_the_rest_is_dropped() -> None:
     def program(group: pycomm.Group) -> None:
         model = perceptron()
