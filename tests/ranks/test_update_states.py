@@ -1,0 +1,113 @@
+"""States of LocalSGD with TopK: resumed bit for bit, by another number of ranks, and refused."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from small_models import batch, equal, parameters, perceptron, step_on
+from torch import Tensor
+from update_training import SMALL, adamw, residuals
+
+import pycomm
+from pycomm._training.coalesced import bcast_value
+from pycomm.errors import Error, InvalidArgument
+from pycomm.testing import run_ranks
+
+
+def states_after(
+    group: pycomm.Group, steps: range, state: Any = None, k_steps: int = 1
+) -> tuple[Any, ...]:
+    """(parameters, the state of model, optimizer and LocalSGD, the gathered state)."""
+    model = perceptron(3)
+    optimizer = adamw(model)
+    local = pycomm.LocalSGD(model, optimizer, k_steps, compression=SMALL)
+    if state is not None:
+        for one, saved in zip((model, optimizer, local), copy.deepcopy(state), strict=True):
+            one.load_state_dict(saved)
+    for step in steps:
+        step_on(model, batch(group.rank, step), local)
+    saved = [copy.deepcopy(one.state_dict()) for one in (model, optimizer, local)]
+    return parameters(model), saved, local.gather_state(1 if group.size > 1 else 0)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("k_steps", [1, 3])
+@pytest.mark.parametrize("gathered", [False, True])
+def test_resume_is_bitwise(ranks: int, k_steps: int, gathered: bool) -> None:
+    def program(group: pycomm.Group) -> None:
+        whole, _, _ = states_after(group, range(10), k_steps=k_steps)
+        _, state, every = states_after(group, range(5), k_steps=k_steps)
+        assert (every is not None) == (group.rank == 1)
+        if gathered:
+            state[2] = bcast_value(every, 1, group)
+        resumed, _, _ = states_after(group, range(5, 10), state, k_steps)
+        assert equal(whole, resumed)
+
+    run_ranks(ranks, program)
+
+
+def test_another_number_of_ranks_conserves_the_mean_residual() -> None:
+    def four(group: pycomm.Group) -> Any:
+        _, state, every = states_after(group, range(5))
+        return state, every
+
+    results = run_ranks(4, four)
+    (model, optimizer, own), every = results[0][0], results[1][1]
+    columns = zip(*(one["residual"] for one in every["ranks"]), strict=True)
+    mean = [torch.stack(rows).double().mean(0) for rows in columns]
+    assert sum(float(x.abs().sum()) for x in mean) > 0
+    for rank in run_ranks(2, loaded, model, optimizer, every, own):
+        for x, wanted in zip(rank, mean, strict=True):
+            torch.testing.assert_close(x, wanted, atol=1e-7, rtol=0)
+
+
+def loaded(group: pycomm.Group, model: Any, optimizer: Any, every: Any, own: Any) -> list[Tensor]:
+    """The mean residual after the state of four ranks was loaded by this group."""
+    _, (_, _, state), _ = states_after(group, range(0), [model, optimizer, every])
+    assert state["step_count"] == 5
+    assert (state["rank"], state["size"]) == (group.rank, 2)
+    with pytest.raises(
+        InvalidArgument, match=f"LocalSGD: state of rank 0 of 4 on rank {group.rank}"
+    ):
+        states_after(group, range(0), [model, optimizer, own])
+    return [pycomm.all_reduce(e.double(), "avg") for e in state["residual"]]
+
+
+def test_a_state_of_one_rank_is_not_saved_for_all(tmp_path: Any) -> None:
+    def program(group: pycomm.Group) -> None:
+        model = perceptron()
+        local = pycomm.LocalSGD(model, adamw(model), compression=SMALL)
+        step_on(model, batch(group.rank, 0), local)
+        before = residuals(local)
+        with pytest.raises(Error, match="LocalSGD's state differs by rank"):
+            pycomm.save({"local": local.state_dict()}, tmp_path / "state")
+        pycomm.save({"local": local.gather_state()}, tmp_path / "state")
+        step_on(model, batch(group.rank, 1), local)
+        assert not equal(before, residuals(local))
+        local.load_state_dict(pycomm.load(tmp_path / "state")["local"])
+        assert equal(before, residuals(local))
+
+    run_ranks(2, program)
+
+
+def test_wrong_states_change_nothing() -> None:
+    def program(group: pycomm.Group) -> None:
+        model = perceptron()
+        local = pycomm.LocalSGD(model, adamw(model), compression=SMALL)
+        step_on(model, batch(group.rank, 0), local)
+        state = local.state_dict()
+        before = residuals(local)
+        for wrong, message in (
+            ({"version": 7}, "version"),
+            ({"size": 3}, "of 3 on rank"),
+            ({"residual": state["residual"][1:]}, "residuals of"),
+            ({"snapshot": state["snapshot"][1:]}, "shapes"),
+        ):
+            with pytest.raises(InvalidArgument, match=message):
+                local.load_state_dict({**state, **wrong})
+        assert equal(before, residuals(local))
+        with pytest.raises(InvalidArgument, match="with compression"):
+            pycomm.LocalSGD(model, adamw(model)).gather_state()
+
+    run_ranks(2, program)
