@@ -50,6 +50,12 @@ constexpr size_t packed_bits(ValueCode code) {
   return 0;
 }
 
+// Bytes of the levels of a block, and of the whole block, for a code of 1, 2, 3, 4 or 8 bits.
+constexpr size_t level_bytes(unsigned bits) { return bits == 1 ? 2 : 4; }
+constexpr size_t level_block_bytes(unsigned bits, size_t count) {
+  return level_bytes(bits) + bytes_of_bits(count * bits);
+}
+
 // For `count` values of one block.
 constexpr size_t value_block_bytes(ValueCode code, size_t count) {
   switch (code) {
@@ -58,10 +64,9 @@ constexpr size_t value_block_bytes(ValueCode code, size_t count) {
     case ValueCode::bfloat16:
       return 2 * count;
     case ValueCode::two_bit:
-    case ValueCode::three_bit:
-      return 4 + bytes_of_bits(count * packed_bits(code));
     case ValueCode::one_bit:
-      return 2 + bytes_of_bits(count * packed_bits(code));
+    case ValueCode::three_bit:
+      return level_block_bytes(static_cast<unsigned>(packed_bits(code)), count);
   }
   return 0;
 }

@@ -30,6 +30,7 @@ from pycomm.kernels.packets import (
     scatter_add,
     unpack,
 )
+from pycomm.kernels.quantized import dequantize, quantize, quantized_bytes
 from pycomm.kernels.selection import threshold, topk, topk_workspace
 from pycomm.kernels.step import dgc_rollback, dgc_step, dgc_workspace, momentum_mask
 
@@ -45,6 +46,7 @@ __all__ = [
     "decode_groups",
     "decode_sum",
     "decode_update",
+    "dequantize",
     "dgc_rollback",
     "dgc_step",
     "dgc_workspace",
@@ -54,6 +56,8 @@ __all__ = [
     "norm",
     "norm_workspace",
     "packet_bytes",
+    "quantize",
+    "quantized_bytes",
     "reduce_",
     "scatter_add",
     "threshold",

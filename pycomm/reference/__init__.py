@@ -33,6 +33,7 @@ from pycomm.reference.kernels import (
     topk,
     unpack,
 )
+from pycomm.reference.quantized import dequantize, quantize
 
 __all__ = [
     "cast",
@@ -40,6 +41,7 @@ __all__ = [
     "clip_scale",
     "decode_sum",
     "decode_update",
+    "dequantize",
     "dgc_rollback",
     "dgc_step",
     "encode",
@@ -48,6 +50,7 @@ __all__ = [
     "magnitude",
     "momentum_mask",
     "norm",
+    "quantize",
     "reduce",
     "scatter_add",
     "threshold",

@@ -6,6 +6,7 @@ csrc/codec/compact.h defines the layout and the choice of parameters. `encode` w
 
 from __future__ import annotations
 
+import functools
 import struct
 from typing import Any
 
@@ -226,16 +227,17 @@ def _write_one_bit(x: Array) -> bytes:
     return _levels([level]) + _packed(np.signbit(x))
 
 
-def _write_three_bit(x: Array) -> bytes:
+def write_grid(x: Array, bits: int) -> bytes:
+    """One block: the sign, and the number of one of 2^(bits - 1) equal steps of the exponent."""
     low, step = NO_LEVEL, 0
     numbers = np.zeros(len(x), np.uint32)
     if np.isfinite(x).all():
         halves = (np.abs(x).view(np.uint32) >> 16).astype(np.int64)  # bfloat16, rounded down
         low = max(halves.min(), halves.max() - REACH)
-        step = (halves.max() - low) // 4 + 1
+        step = (halves.max() - low) // (1 << (bits - 1)) + 1
         numbers = np.maximum(halves - low, 0) // step
-    bits = np.stack([np.signbit(x), numbers & 1, numbers >> 1], axis=1).reshape(-1)
-    return struct.pack("<HH", low, step) + _packed(bits)
+    columns = [np.signbit(x), *(numbers >> place & 1 for place in range(bits - 1))]
+    return struct.pack("<HH", low, step) + _packed(np.stack(columns, axis=1).reshape(-1))
 
 
 def _read_two_bit(body: bytes, n: int) -> tuple[Array, int]:
@@ -252,20 +254,21 @@ def _read_one_bit(body: bytes, n: int) -> tuple[Array, int]:
     return np.where(signs, np.float32(-1), np.float32(1)) * _from_half(body, 1)[0], taken
 
 
-def _read_three_bit(body: bytes, n: int) -> tuple[Array, int]:
+def read_grid(body: bytes, n: int, bits: int) -> tuple[Array, int]:
+    """(the n values of a block of write_grid, its bytes)."""
     low, step = struct.unpack_from("<HH", body)
-    taken = 4 + -(-3 * n // 8)
-    bits = _bits(body[4:taken])[: 3 * n].reshape(n, 3).astype(np.uint32)
-    halves = low + (bits[:, 1] + 2 * bits[:, 2]) * step + step // 2
+    taken = 4 + -(-bits * n // 8)
+    columns = _bits(body[4:taken])[: bits * n].reshape(n, bits).astype(np.uint32)
+    halves = low + (columns[:, 1:] << np.arange(bits - 1)).sum(axis=1) * step + step // 2
     halves = np.minimum(halves, LARGEST_LEVEL) if low <= LARGEST_LEVEL else halves * 0 + NO_LEVEL
     magnitudes = (halves.astype(np.uint32) << 16).view(np.float32)
-    return np.where(bits[:, 0], -magnitudes, magnitudes), taken
+    return np.where(columns[:, 0], -magnitudes, magnitudes), taken
 
 
 _BLOCKS: dict[str, tuple[Any, Any]] = {
     "2bit": (_write_two_bit, _read_two_bit),
     "1bit": (_write_one_bit, _read_one_bit),
-    "3bit": (_write_three_bit, _read_three_bit),
+    "3bit": (functools.partial(write_grid, bits=3), functools.partial(read_grid, bits=3)),
 }
 
 

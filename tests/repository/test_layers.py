@@ -34,7 +34,7 @@ MAY_INCLUDE = {
     "codec/": ["core/", "codec/", "cpu/"],
     "kernels/": [
         *("core/", "kernels/", "codec/compact.h", "codec/groups.h", "codec/packet.h"),
-        *("codec/cpu/indices.h", "cpu/", "os/thread.h"),
+        *("codec/cpu/indices.h", "codec/cpu/value_codes.h", "cpu/", "os/thread.h"),
     ],
     # The store authenticates clients with the transports' handshake.
     "rendezvous/": [
@@ -102,7 +102,7 @@ MAY_INCLUDE = {
             "cpu/isa.h",
         ),
         *("device_group/device_group.h", "group/group.h", "group/connect.h"),
-        *("kernels/kernels.h", "kernels/bandwidth.h", "kernels/groups.h"),
+        *("kernels/kernels.h", "kernels/bandwidth.h", "kernels/groups.h", "kernels/quantize.h"),
         *("os/fd.h", "os/shared_heap.h"),
         *("rendezvous/", "testing/"),
     ],

@@ -133,12 +133,61 @@ using Codes = std::array<uint8_t, kValueBlock>;
 template <unsigned kBits>
 void pack(Codes& codes, size_t n, std::byte* out) {
   std::memset(codes.data() + n, 0, (kValueBlock - n) % 8);
-  const std::byte* const end = out + (n * kBits + 7) / 8;
-  for (size_t i = 0; i < n; i += 8, out += kBits) {
+  const std::byte* const end = out + bytes_of_bits(n * kBits);
+  size_t i = 0;
+  for (; end - out >= 8; i += 8, out += kBits) {  // the next codes overwrite the bytes after these
+    const uint64_t bits = packed<kBits>(codes.data() + i);
+    std::memcpy(out, &bits, sizeof bits);
+  }
+  for (; i < n; i += 8, out += kBits) {
     const uint64_t bits = packed<kBits>(codes.data() + i);
     std::memcpy(out, &bits, std::min<size_t>(kBits, static_cast<size_t>(end - out)));
   }
 }
+
+// The inverse of packed(): each of 8 codes in a byte of its own.
+template <unsigned kBits>
+uint64_t spread(uint64_t eight) {
+  constexpr uint64_t kCode = (1 << kBits) - 1, kPair = (1 << 2 * kBits) - 1;
+  constexpr uint64_t kFour = (1 << 4 * kBits) - 1;
+  eight = (eight & kFour) | (eight & kFour << 4 * kBits) << (32 - 4 * kBits);
+  eight = (eight | eight << (16 - 2 * kBits)) & kPair * 0x0001000100010001;
+  return (eight | eight << (8 - kBits)) & kCode * 0x0101010101010101;
+}
+
+// The inverse of pack().
+template <unsigned kBits>
+void unpack(const std::byte* in, size_t n, Codes& codes) {
+  const std::byte* const end = in + bytes_of_bits(n * kBits);
+  for (size_t i = 0; i < n; i += 8, in += kBits) {
+    uint64_t eight = 0;
+    if (end - in >= 8) [[likely]]
+      std::memcpy(&eight, in, sizeof eight);
+    else
+      std::memcpy(&eight, in, std::min<size_t>(kBits, static_cast<size_t>(end - in)));
+    eight = spread<kBits>(eight);
+    std::memcpy(codes.data() + i, &eight, sizeof eight);
+  }
+}
+
+// The bits of a float with this magnitude and the sign in the lowest bit of a code; one NaN.
+[[gnu::always_inline]] inline float with_sign(uint32_t magnitude, uint32_t code) {
+  const uint32_t bits = magnitude ^ code << 31;
+  const bool is_nan = (bits & 0x7fffffff) > 0x7f800000;
+  return std::bit_cast<float>(is_nan ? std::bit_cast<uint32_t>(kNaN) : bits);
+}
+
+// Values of codes of Signs.
+struct FromSigns {
+  template <cpu::Isa>
+  [[gnu::always_inline]] static void run(const uint8_t* codes, size_t n, uint32_t low,
+                                         uint32_t high, float* values) {
+    for (size_t i = 0; i < n; ++i) {
+      const uint32_t code = codes[i], above = -(code >> 1 & 1);
+      values[i] = with_sign(low ^ ((low ^ high) & above), code);
+    }
+  }
+};
 
 template <unsigned kBits>
 void pack_signs(std::span<const float> values, float limit, std::byte* out) {
@@ -146,21 +195,6 @@ void pack_signs(std::span<const float> values, float limit, std::byte* out) {
   cpu::run_on<Signs>(cpu::isa_here(), values.data(), values.size(), limit, codes.data());
   pack<kBits>(codes, values.size(), out);
 }
-
-// values[i] = one of the 2^kBits values of the block. No code crosses a byte boundary.
-template <unsigned kBits>
-void unpack(const std::byte* in, std::array<float, 1 << kBits> meanings, std::span<float> values) {
-  constexpr size_t kEach = 8 / kBits, kMask = (1 << kBits) - 1;
-  const auto value = [&](size_t i, size_t j) {
-    return meanings[std::to_integer<size_t>(in[i / kEach]) >> kBits * j & kMask];
-  };
-  const size_t whole = values.size() / kEach * kEach;
-  for (size_t i = 0; i < whole; i += kEach)
-    for (size_t j = 0; j < kEach; ++j) values[i + j] = value(i, j);
-  for (size_t i = whole; i < values.size(); ++i) values[i] = value(i, i - whole);
-}
-
-float negative(float level) { return cpu::with_one_nan(-level); }
 
 void write_one_bit(std::span<const float> values, std::byte* out) {
   const Magnitudes magnitudes(values);
@@ -196,16 +230,14 @@ void write_two_bit(std::span<const float> values, std::byte* out) {
   pack_signs<2>(values, limit, out + sizeof levels);
 }
 
-void read_one_bit(const std::byte* in, std::span<float> values) {
-  const float level = cpu::load<Dtype::bfloat16>(in, 0);
-  unpack<1>(in + 2, {cpu::with_one_nan(level), negative(level)}, values);
-}
-
-void read_two_bit(const std::byte* in, std::span<float> values) {
-  const float low = cpu::load<Dtype::bfloat16>(in, 0), high = cpu::load<Dtype::bfloat16>(in, 1);
-  unpack<2>(in + 4,
-            {cpu::with_one_nan(low), negative(low), cpu::with_one_nan(high), negative(high)},
-            values);
+template <unsigned kBits>
+void read_signs(const std::byte* in, std::span<float> values) {
+  std::array<uint16_t, 2> levels{};
+  std::memcpy(levels.data(), in, kBits * sizeof levels[0]);
+  alignas(64) Codes codes;
+  unpack<kBits>(in + kBits * sizeof levels[0], values.size(), codes);
+  cpu::run_on<FromSigns>(cpu::isa_here(), codes.data(), values.size(), uint32_t{levels[0]} << 16,
+                         uint32_t{levels[1]} << 16, values.data());
 }
 
 // ---- equal steps of the exponent ----------------------------------------------------------------
@@ -229,70 +261,150 @@ struct Halves {
   }
 };
 
-// The header of a block of 3bit values.
+// The header of a block of 3bit or 4bit values.
 struct Grid {
   uint16_t low, step;
-
-  uint16_t at(unsigned number) const {
-    if (low > kLargestLevel) return cpu::narrow_bfloat16(kNaN);
-    const unsigned bits = low + number * step + step / 2u;
-    return static_cast<uint16_t>(std::min<unsigned>(bits, kLargestLevel));
-  }
 };
 
-// One byte per value: its sign, and in the next two bits its number on the grid.
+// One byte per value: its sign, and in the next bits its number on a grid of kSteps.
+template <int kSteps>
 struct ValueNumbers {
   template <cpu::Isa>
   [[gnu::always_inline]] static void run(const float* values, const uint16_t* halves, size_t n,
                                          Grid grid, uint8_t* codes) {
-    const int first = grid.low + grid.step, second = first + grid.step;
-    const int third = second + grid.step;
     for (size_t i = 0; i < n; ++i) {
       const int half = halves[i];
-      const int number = (half >= first) + (half >= second) + (half >= third);
+      int number = 0;
+#pragma GCC unroll 8
+      for (int step = 1; step < kSteps; ++step) number += half >= grid.low + step * grid.step;
       const uint32_t sign = std::bit_cast<uint32_t>(values[i]) >> 31;
       codes[i] = static_cast<uint8_t>(sign | static_cast<uint32_t>(number) << 1);
     }
   }
 };
 
-void write_three_bit(std::span<const float> values, std::byte* out) {
+// Values of codes of ValueNumbers. `low` is finite.
+struct FromNumbers {
+  template <cpu::Isa>
+  [[gnu::always_inline]] static void run(const uint8_t* codes, size_t n, Grid grid, float* values) {
+    const uint32_t middle = grid.low + grid.step / 2u, step = grid.step;
+    for (size_t i = 0; i < n; ++i) {
+      const uint32_t code = codes[i];
+      const uint32_t half = std::min<uint32_t>(middle + (code >> 1) * step, kLargestLevel);
+      values[i] = with_sign(half << 16, code);
+    }
+  }
+};
+
+template <unsigned kBits>
+void write_grid(std::span<const float> values, std::byte* out) {
+  constexpr int kSteps = 1 << (kBits - 1);
   Halves halves;
   cpu::run_on<Halves>(cpu::isa_here(), values.data(), values.size(), &halves);
   Grid grid{cpu::narrow_bfloat16(kNaN), 0};
   alignas(64) Codes codes;
   if (halves.largest <= kLargestLevel) {
     const int low = std::max(halves.least, halves.largest - kReach);
-    grid = {static_cast<uint16_t>(low), static_cast<uint16_t>((halves.largest - low) / 4 + 1)};
-    cpu::run_on<ValueNumbers>(cpu::isa_here(), values.data(), halves.value.data(), values.size(),
-                              grid, codes.data());
+    grid = {static_cast<uint16_t>(low), static_cast<uint16_t>((halves.largest - low) / kSteps + 1)};
+    cpu::run_on<ValueNumbers<kSteps>>(cpu::isa_here(), values.data(), halves.value.data(),
+                                      values.size(), grid, codes.data());
   } else {
     cpu::run_on<Signs>(cpu::isa_here(), values.data(), values.size(), kEverything, codes.data());
   }
   std::memcpy(out, &grid, sizeof grid);
-  pack<3>(codes, values.size(), out + sizeof grid);
+  pack<kBits>(codes, values.size(), out + sizeof grid);
 }
 
-void read_three_bit(const std::byte* in, std::span<float> values) {
+template <unsigned kBits>
+void read_grid(const std::byte* in, std::span<float> values) {
   Grid grid{};
   std::memcpy(&grid, in, sizeof grid);
-  in += sizeof grid;
-  std::array<float, 8> meanings;
-  for (unsigned number = 0; number < 4; ++number) {
-    const float level = cpu::widen_bfloat16(grid.at(number));
-    meanings[2 * number] = cpu::with_one_nan(level);
-    meanings[2 * number + 1] = negative(level);
+  if (grid.low > kLargestLevel) return std::fill(values.begin(), values.end(), kNaN);
+  alignas(64) Codes codes;
+  unpack<kBits>(in + sizeof grid, values.size(), codes);
+  cpu::run_on<FromNumbers>(cpu::isa_here(), codes.data(), values.size(), grid, values.data());
+}
+
+// ---- equal steps of the value -------------------------------------------------------------------
+
+constexpr float kMostSteps = 127;
+
+struct LargestKey {
+  template <cpu::Isa>
+  [[gnu::always_inline]] static uint32_t run(const float* values, size_t n) {
+    uint32_t largest = 0;
+    for (size_t i = 0; i < n; ++i) largest = std::max(largest, cpu::key_of(values[i]));
+    return largest;
   }
-  const std::byte* const end = in + (3 * values.size() + 7) / 8;
-  for (size_t i = 0; i < values.size(); i += 8, in += 3) {
-    uint32_t bits = 0;
-    std::memcpy(&bits, in, std::min<size_t>(3, static_cast<size_t>(end - in)));
-    const size_t some = std::min<size_t>(8, values.size() - i);
-    for (size_t j = 0; j < some; ++j) values[i + j] = meanings[bits >> 3 * j & 7];
+};
+
+struct ToSteps {
+  template <cpu::Isa>
+  [[gnu::always_inline]] static void run(const float* values, size_t n, float step,
+                                         int8_t* numbers) {
+    constexpr float kInteger = 12582912;  // 1.5 * 2^23: a sum with it is rounded to an integer
+    constexpr int32_t kBits = std::bit_cast<int32_t>(kInteger);
+    for (size_t i = 0; i < n; ++i) {
+      const float steps = std::max(std::min(values[i] / step, kMostSteps), -kMostSteps);
+      numbers[i] = static_cast<int8_t>(std::bit_cast<int32_t>(steps + kInteger) - kBits);
+    }
   }
+};
+
+struct FromSteps {
+  template <cpu::Isa>
+  [[gnu::always_inline]] static void run(const int8_t* numbers, size_t n, float step,
+                                         float* values) {
+    for (size_t i = 0; i < n; ++i)
+      values[i] = cpu::with_one_nan(static_cast<float>(numbers[i]) * step);
+  }
+};
+
+void write_steps(std::span<const float> values, std::byte* out) {
+  const cpu::Isa isa = cpu::isa_here();
+  const auto largest =
+      std::bit_cast<float>(cpu::run_on<LargestKey>(isa, values.data(), values.size()));
+  const float step = cpu::is_finite(largest) ? largest / kMostSteps : kNaN;
+  std::memcpy(out, &step, sizeof step);
+  auto* const numbers = reinterpret_cast<int8_t*>(out + sizeof step);
+  if (step > 0)
+    cpu::run_on<ToSteps>(isa, values.data(), values.size(), step, numbers);
+  else  // also if the step is rounded to 0
+    std::memset(numbers, 0, values.size());
+}
+
+void read_steps(const std::byte* in, std::span<float> values) {
+  float step = 0;
+  std::memcpy(&step, in, sizeof step);
+  cpu::run_on<FromSteps>(cpu::isa_here(), reinterpret_cast<const int8_t*>(in + sizeof step),
+                         values.size(), step, values.data());
 }
 
 }  // namespace
+
+void write_levels(unsigned bits, std::span<const float> values, std::byte* out) {
+  if (bits == 1) return write_one_bit(values, out);
+  if (bits == 2) return write_two_bit(values, out);
+  if (bits == 3) return write_grid<3>(values, out);
+  if (bits == 4) return write_grid<4>(values, out);
+  write_steps(values, out);
+}
+
+void read_levels(unsigned bits, const std::byte* in, std::span<float> values) {
+  if (bits == 1) return read_signs<1>(in, values);
+  if (bits == 2) return read_signs<2>(in, values);
+  if (bits == 3) return read_grid<3>(in, values);
+  if (bits == 4) return read_grid<4>(in, values);
+  read_steps(in, values);
+}
+
+bool has_finite_levels(unsigned bits, const std::byte* in) {
+  uint32_t words = 0;
+  std::memcpy(&words, in, level_bytes(bits));
+  if (bits == 8) return cpu::is_finite(std::bit_cast<float>(words));
+  const auto is_level = [](uint32_t half) { return (half & 0x7fff) <= kLargestLevel; };
+  return is_level(words) && (bits != 2 || is_level(words >> 16));
+}
 
 void write_values(ValueCode code, std::span<const float> values, std::byte* out) {
   switch (code) {
@@ -303,11 +415,11 @@ void write_values(ValueCode code, std::span<const float> values, std::byte* out)
       for (size_t i = 0; i < values.size(); ++i) cpu::store<Dtype::bfloat16>(out, i, values[i]);
       return;
     case ValueCode::two_bit:
-      return write_two_bit(values, out);
+      return write_levels(2, values, out);
     case ValueCode::one_bit:
-      return write_one_bit(values, out);
+      return write_levels(1, values, out);
     case ValueCode::three_bit:
-      return write_three_bit(values, out);
+      return write_levels(3, values, out);
   }
 }
 
@@ -320,11 +432,11 @@ void read_values(ValueCode code, const std::byte* in, std::span<float> values) {
       for (size_t i = 0; i < values.size(); ++i) values[i] = cpu::load<Dtype::bfloat16>(in, i);
       return;
     case ValueCode::two_bit:
-      return read_two_bit(in, values);
+      return read_levels(2, in, values);
     case ValueCode::one_bit:
-      return read_one_bit(in, values);
+      return read_levels(1, in, values);
     case ValueCode::three_bit:
-      return read_three_bit(in, values);
+      return read_levels(3, in, values);
   }
 }
 

@@ -1,0 +1,207 @@
+"""Quantized arrays: 1 to 8 bits for each value. csrc/kernels/quantize.h defines the layout,
+pycomm/reference/quantized.py the meaning.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from pycomm import _core
+from pycomm._core_api.arrays import ArrayRef
+from pycomm.errors import InvalidArgument, Unsupported
+from pycomm.kernels import inputs
+
+BITS = (1, 2, 3, 4, 8)
+BLOCK = 4096  # elements that share levels
+FLOATS = ("float32", "float16", "bfloat16")
+
+
+class Blocks:
+    """Parts of a flat array that are quantized, in the order of the packet.
+
+    Args:
+        offsets: index of the first element of each block.
+        counts: number of elements of each block, 1 to 4096. Blocks do not overlap.
+
+    Attributes:
+        end: the index after the last element of all blocks.
+
+    Raises:
+        InvalidArgument: the blocks overlap, or a number is out of range.
+    """
+
+    __slots__ = ("_table", "end")
+
+    def __init__(self, offsets: Any, counts: Any) -> None:
+        words = np.stack([np.asarray(offsets, np.int64), np.asarray(counts, np.int64)], axis=1)
+        ascending = words[np.argsort(words[:, 0])]
+        ends = ascending.sum(1)
+        if len(words) and (
+            ascending[0, 0] < 0
+            or ends[-1] > inputs.MOST_ELEMENTS
+            or words[:, 1].min() < 1
+            or words[:, 1].max() > BLOCK
+            or (ends[:-1] > ascending[1:, 0]).any()
+        ):
+            raise InvalidArgument(
+                f"invalid blocks: expected at most {BLOCK} elements each that do not overlap, "
+                f"between 0 and {inputs.MOST_ELEMENTS}"
+            )
+        self.end = int(ends[-1]) if len(words) else 0
+        self._table = inputs.Table(words.astype(np.uint64))
+
+    @classmethod
+    def of(cls, count: int) -> Blocks:
+        """The consecutive blocks of an array of `count` elements."""
+        offsets = np.arange(0, count, BLOCK)
+        return cls(offsets, np.minimum(count - offsets, BLOCK))
+
+    @property
+    def address(self) -> tuple[int, int]:
+        """The table for the core."""
+        return self._table.address
+
+    def nbytes(self, bits: int) -> int:
+        """Bytes of a packet of these blocks."""
+        return _core.quantized_bytes(self.address, check_bits(bits))
+
+
+def check_bits(bits: int, name: str = "bits") -> int:
+    """The number of bits; raises InvalidArgument for another than 1, 2, 3, 4 and 8."""
+    if isinstance(bits, bool) or bits not in BITS:
+        raise InvalidArgument(f"invalid {name}: got {bits!r:.40}, expected 1, 2, 3, 4 or 8")
+    return int(bits)
+
+
+def quantized_bytes(count: int, bits: int) -> int:
+    """Bytes of a packet of `quantize`.
+
+    Args:
+        count: number of elements.
+        bits: 1, 2, 3, 4 or 8.
+
+    Raises:
+        InvalidArgument: an argument is out of range.
+    """
+    return Blocks.of(inputs.whole_number(count, inputs.MOST_ELEMENTS, "count")).nbytes(bits)
+
+
+def quantize(x: Any, bits: int, residual: Any = None, out: Any = None) -> Any:
+    """Encodes x + residual with `bits` per value, and updates the residual: error feedback.
+
+    4096 consecutive values share levels. 1, 2 and 3 bits are the codes of compact packets. 4 bits
+    are a sign and one of eight even steps of the exponent, over at most eight octaves. 8 bits are
+    even steps of the largest magnitude / 127, rounded to nearest even. If a value is not finite,
+    all that share its levels decode to NaN, and their residual stays as it was.
+
+    Args:
+        x: float32, float16 or bfloat16, of any shape, in host memory.
+        bits: 1, 2, 3, 4 or 8.
+        residual: float32 [count], added to x in float32; then x + residual - decoded. None: 0.
+        out: buffer for the packet, uint8 [quantized_bytes(count, bits)].
+
+    Returns:
+        The packet, uint8 [bytes].
+
+    Raises:
+        InvalidArgument: wrong dtype, layout, buffer or number of bits; nothing changes.
+        Unsupported: the arrays are on a GPU, or of another kind.
+    """
+    return encode(x, bits, residual, out)
+
+
+def encode(
+    x: Any,
+    bits: int,
+    residual: Any = None,
+    out: Any = None,
+    *,
+    lost: Any = None,
+    blocks: Blocks | None = None,
+) -> Any:
+    """As `quantize`, of the `blocks` of the flat x. With `lost`, float32 [count], the new residual
+    is written there, and the residual stays as it was."""
+    found = inputs.array(x, "x", FLOATS)
+    _on_host(found, "quantize")
+    cut = _blocks(blocks, found)
+    out, packet = inputs.output(out, "out", found, cut.nbytes(bits), "uint8")
+    written, read, before, after = [packet], [found], 0, 0
+    if residual is not None:
+        old = inputs.array(residual, "residual", ("float32",), write=True, count=found.count)
+        before = after = old.pointer
+        (written if lost is None else read).append(old)
+        if lost is not None:
+            new = inputs.array(lost, "lost", ("float32",), write=True, count=found.count)
+            after = new.pointer
+            written.append(new)
+    inputs.check_memory("quantize", written, read)
+    _core.quantize(
+        (found.pointer, found.count), found.dtype, cut.address, bits, before, after, packet.pointer
+    )
+    return out
+
+
+def dequantize(
+    packet: Any, bits: int, out: Any, *, accumulate: bool = False, scale: float = 1.0
+) -> Any:
+    """out = scale * decoded values, or out + scale * decoded values, in float32. Returns `out`.
+
+    Args:
+        packet: uint8 [quantized_bytes(count, bits)], of `quantize`. Any bytes are valid.
+        bits: 1, 2, 3, 4 or 8.
+        out: float32, float16 or bfloat16, of any shape, in host memory.
+        accumulate: add to `out`.
+        scale: factor of the values, rounded to float32.
+
+    Raises:
+        InvalidArgument: wrong dtype, layout, size or number of bits; nothing changes.
+        Unsupported: the arrays are on a GPU, or of another kind.
+    """
+    decode(packet, bits, out, accumulate=accumulate, scale=scale)
+    return out
+
+
+def decode(
+    packet: Any,
+    bits: int,
+    out: Any,
+    *,
+    accumulate: bool = False,
+    scale: float = 1.0,
+    blocks: Blocks | None = None,
+) -> bool:
+    """As `dequantize`, of the `blocks` of the flat `out`. Returns whether all values that were
+    encoded were finite."""
+    found = inputs.array(out, "out", FLOATS, write=True)
+    _on_host(found, "dequantize")
+    cut = _blocks(blocks, found)
+    source = inputs.array(packet, "packet", ("uint8",), count=cut.nbytes(bits))
+    inputs.check_memory("dequantize", [found], [source])
+    return _core.dequantize(
+        source.pointer,
+        cut.address,
+        bits,
+        inputs.finite(scale, "scale"),
+        bool(accumulate),
+        (found.pointer, found.count),
+        found.dtype,
+    )
+
+
+def _blocks(given: Blocks | None, x: ArrayRef) -> Blocks:
+    """The blocks of a call, which must be parts of `x`."""
+    if given is None:
+        return Blocks.of(x.count)
+    if given.end > x.count:
+        raise InvalidArgument(f"invalid blocks: got end {given.end}, x has {x.count} elements")
+    return given
+
+
+def _on_host(x: ArrayRef, name: str) -> None:
+    if x.device.kind != "cpu":
+        raise Unsupported(
+            f"{name}: got an array on {x.device}, and quantization has no CUDA kernels yet: copy "
+            "the array to host memory"
+        )
