@@ -23,6 +23,7 @@ if util.find_spec("pycomm._core") is None:
 from pycomm import errors
 from pycomm._core_api.calls import Work
 from pycomm._core_api.devices import set_num_threads
+from pycomm._quantize import Quantize
 from pycomm.collectives import (
     algorithms,
     all_gather,
@@ -69,6 +70,7 @@ __all__ = [
     "DataParallel",
     "Group",
     "LocalSGD",
+    "Quantize",
     "StaticLossScaler",
     "SyncBatchNorm",
     "TopK",

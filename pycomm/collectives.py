@@ -19,8 +19,10 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from pycomm import _core
 from pycomm._core_api import arrays, calls
+from pycomm._quantize import Quantize, QuantizeState
+from pycomm._quantize import all_reduce as quantized_all_reduce
 from pycomm.default_group import default
-from pycomm.errors import InvalidArgument
+from pycomm.errors import InvalidArgument, Unsupported
 from pycomm.group import Group
 
 if TYPE_CHECKING:
@@ -55,6 +57,8 @@ def all_reduce(
     group: Group | None = None,
     async_op: bool = False,
     timeout_s: float | None = None,
+    compression: Quantize | None = None,
+    state: QuantizeState | None = None,
 ) -> Any:
     """Reduces `x` over all ranks, in place; every rank gets the same bits. Returns `x`.
 
@@ -67,12 +71,22 @@ def all_reduce(
         group: the group to call in; None: the default group.
         async_op: True: returns a Work at once instead of the result.
         timeout_s: time limit in seconds; None: the group's.
+        compression: a pycomm.Quantize, to send few bits for each value; None: exact. `x` is then
+            float32, float16 or bfloat16 in host memory, `op` "sum" or "mean", without `algorithm`
+            and `async_op`. A value that is not finite makes all that share its levels NaN.
+        state: of compression.state(), one for each array: adds what earlier calls lost. If the call
+            fails, or a sum is not finite, it stays as it was. None: nothing is added.
 
     Raises:
         InvalidArgument, Unsupported: an argument or array is invalid; no data was sent.
         Mismatch: the ranks' calls differ; no array changed.
-        Timeout, PeerLost, GroupBroken: the group failed; `x` is undefined.
+        Timeout, PeerLost, GroupBroken: the group failed; `x` is undefined, but with `compression`
+            it is unchanged.
     """
+    if compression is not None or state is not None:
+        if algorithm is not None or async_op:
+            raise Unsupported("all_reduce: compression excludes algorithm and async_op")
+        return quantized_all_reduce(x, op, compression, state, group or default(), timeout_s)
     if op == "sum" and algorithm is None and timeout_s is None:
         call = _SUM
     else:

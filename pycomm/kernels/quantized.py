@@ -58,6 +58,11 @@ class Blocks:
         offsets = np.arange(0, count, BLOCK)
         return cls(offsets, np.minimum(count - offsets, BLOCK))
 
+    @classmethod
+    def packed(cls, counts: Any) -> Blocks:
+        """Blocks of these lengths without elements between them."""
+        return cls(np.cumsum(counts) - counts, counts)
+
     @property
     def address(self) -> tuple[int, int]:
         """The table for the core."""
@@ -197,6 +202,13 @@ def _blocks(given: Blocks | None, x: ArrayRef) -> Blocks:
     if given.end > x.count:
         raise InvalidArgument(f"invalid blocks: got end {given.end}, x has {x.count} elements")
     return given
+
+
+def check_array(x: ArrayRef, name: str) -> None:
+    """Raises InvalidArgument or Unsupported unless the call `name` can quantize x."""
+    _on_host(x, name)
+    if x.dtype not in FLOATS:
+        raise InvalidArgument(f"{name}: got dtype {x.dtype}, expected {' or '.join(FLOATS)}")
 
 
 def _on_host(x: ArrayRef, name: str) -> None:
