@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     from pycomm import data, functional, kernels, metrics, reference, testing
     from pycomm._training.coalesced import bcast_list_
     from pycomm.checkpoint import load, save
-    from pycomm.compress import DGC, TopK, dgc_hook
+    from pycomm.compress import DGC, QuantizedGradients, TopK, dgc_hook, quantize_hook
     from pycomm.functional import remote_recv, remote_send
     from pycomm.launch import launcher
     from pycomm.optim import AdaptiveLocalSGD, LocalSGD, StaticLossScaler
@@ -71,6 +71,7 @@ __all__ = [
     "Group",
     "LocalSGD",
     "Quantize",
+    "QuantizedGradients",
     "StaticLossScaler",
     "SyncBatchNorm",
     "TopK",
@@ -102,6 +103,7 @@ __all__ = [
     "metrics",
     "plan",
     "print0",
+    "quantize_hook",
     "rank",
     "recv",
     "reduce",
@@ -127,6 +129,7 @@ _TRAINING = {
     "DataParallel": "pycomm.parallel",
     "AdaptiveLocalSGD": "pycomm.optim",
     "LocalSGD": "pycomm.optim",
+    "QuantizedGradients": "pycomm.compress",
     "StaticLossScaler": "pycomm.optim",
     "SyncBatchNorm": "pycomm.parallel",
     "TopK": "pycomm.compress",
@@ -137,6 +140,7 @@ _TRAINING = {
     "make_allreduce_cb": "pycomm.parallel",
     "plan": "pycomm.tuning.planner",
     "print0": "pycomm.printing",
+    "quantize_hook": "pycomm.compress",
     "remote_recv": "pycomm.functional",
     "remote_send": "pycomm.functional",
     "save": "pycomm.checkpoint",

@@ -37,7 +37,8 @@ def save(obj: Any, path: str | os.PathLike[str], *, group: Group | None = None) 
         group: the group to call in; None: the default group.
 
     Raises:
-        InvalidArgument: `obj` holds per-rank state, such as DGC's: use gather_state().
+        InvalidArgument: `obj` holds per-rank state, of DGC or QuantizedGradients: use
+            gather_state().
         Error: rank 0 could not write; on rank 0 the original error.
     """
     own = group or default()
@@ -92,15 +93,14 @@ def load(
 
 
 def _refuse_own_state(obj: Any) -> None:
-    """Raises InvalidArgument if `obj` contains the state of only one of several ranks, of DGC or of
-    a LocalSGD with compression."""
+    """Raises InvalidArgument if `obj` contains a compression's state of only one of several
+    ranks."""
     if isinstance(obj, dict):
-        own = [{"rank", "size", *names} for names in (("u", "v"), ("residual",))]
-        if any(obj.keys() >= names for names in own) and obj["size"] != 1:
-            name = "DGC" if "u" in obj else "LocalSGD"
+        own = obj.keys() >= {"rank", "size"} and not obj.keys().isdisjoint({"v", "residual"})
+        if own and obj["size"] != 1:
             raise InvalidArgument(
-                f"save: {name}'s state differs by rank: save the result of its gather_state(), or "
-                "each rank's state with torch.save"
+                "save: the state of a compression differs by rank: save the result of its "
+                "gather_state(), or each rank's state with torch.save"
             )
         if not obj.keys() >= {"size", "ranks"}:  # the state of all ranks may be saved
             for part in obj.values():

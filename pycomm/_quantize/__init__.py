@@ -7,7 +7,7 @@ all-gather  the sums, quantized again
 """
 
 from pycomm._quantize.exchange import QuantizedExchange, all_reduce
-from pycomm._quantize.layout import Layout, fold
+from pycomm._quantize.layout import Layout, blocks_of, fold, own_count
 from pycomm._quantize.options import Quantize
 from pycomm._quantize.state import Feedback, QuantizeState
 
@@ -18,5 +18,7 @@ __all__ = [
     "QuantizeState",
     "QuantizedExchange",
     "all_reduce",
+    "blocks_of",
     "fold",
+    "own_count",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import time
 from collections.abc import Sequence
@@ -114,6 +115,12 @@ class QuantizedExchange:
         """Stores what was lost for the next exchange."""
         if self._feedback is not None:
             self._feedback.commit()
+
+    def cancel(self) -> None:
+        """Waits for a transfer that was started; a failed one is complete, too."""
+        with contextlib.suppress(Exception):  # the pass failed, and its error was raised
+            if self._work is not None:
+                self._wait()
 
     def _wait(self) -> None:
         work, self._work = self._work, None

@@ -1,7 +1,10 @@
-"""Sparse training with torch: deep gradient compression, and compression of updates."""
+"""Compressed training with torch: deep gradient compression, compression of updates, and quantized
+gradients.
+"""
 
 from pycomm.compress.dgc import DGC
-from pycomm.compress.hook import dgc_hook
+from pycomm.compress.hook import dgc_hook, quantize_hook
+from pycomm.compress.quantized_gradients import QuantizedGradients
 from pycomm.compress.topk import TopK
 
-__all__ = ["DGC", "TopK", "dgc_hook"]
+__all__ = ["DGC", "QuantizedGradients", "TopK", "dgc_hook", "quantize_hook"]

@@ -1,13 +1,16 @@
-"""DGC as a communication hook of torch's DistributedDataParallel."""
+"""DGC and quantized gradients as communication hooks of torch's DistributedDataParallel."""
 
 # No `from __future__ import annotations`: torch checks the annotations of a hook.
 import torch
 from torch import Tensor
 from torch.distributed import GradBucket  # type: ignore[attr-defined]  # torch's stubs hide it
 
+from pycomm.compress.compressor import Compressor
 from pycomm.compress.dgc import DGC, compressor_of
+from pycomm.compress.gradient_exchange import GradientExchange
+from pycomm.compress.quantized_gradients import QuantizedGradients, exchange_of
 
-__all__ = ["dgc_hook"]
+__all__ = ["dgc_hook", "quantize_hook"]
 
 
 def dgc_hook(dgc: DGC, bucket: GradBucket) -> torch.futures.Future[Tensor]:
@@ -28,13 +31,41 @@ def dgc_hook(dgc: DGC, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         PeerLost, Timeout, Mismatch: errors of the exchange; the step was rolled back.
         InvalidArgument, Unsupported: settings of DGC that the model does not support.
     """
-    compressor = compressor_of(dgc)
+    return _exchanged(compressor_of(dgc), bucket)
+
+
+def quantize_hook(
+    quantized: QuantizedGradients, bucket: GradBucket
+) -> torch.futures.Future[Tensor]:
+    """DDP communication hook: `ddp.register_comm_hook(quantized, pycomm.quantize_hook)`.
+
+    Groups and the order of calls are as with dgc_hook. For names without "module." make `quantized`
+    from the parameters of the model inside of DDP.
+
+    Args:
+        quantized: of the parameters of the DDP module.
+        bucket: flat gradients [n] of some parameters, as DDP passes them; changed in place.
+
+    Returns:
+        A completed future of the bucket's buffer [n]. Its content is final after the call with the
+        last bucket.
+
+    Raises:
+        PeerLost, Timeout, Mismatch: errors of the exchange; the residuals stay as they were.
+        InvalidArgument: a parameter of the model is unknown to `quantized`.
+    """
+    return _exchanged(exchange_of(quantized), bucket)
+
+
+def _exchanged(
+    exchange: Compressor | GradientExchange, bucket: GradBucket
+) -> torch.futures.Future[Tensor]:
     if bucket.index() == 0:
-        compressor.cancel()  # an earlier backward pass may have failed
+        exchange.cancel()  # an earlier backward pass may have failed
     flat = bucket.buffer()
-    compressor.add(flat, bucket.parameters(), bucket.gradients())
+    exchange.add(flat, bucket.parameters(), bucket.gradients())
     if bucket.is_last():
-        compressor.finish()
+        exchange.finish()
     # torch reads buckets only after the call with the last one, when all of them are final.
     future: torch.futures.Future[Tensor] = torch.futures.Future()
     future.set_result(flat)

@@ -15,9 +15,11 @@ from torch import Tensor, nn
 from pycomm import collectives
 from pycomm._core_api import arrays
 from pycomm._names import also_named
+from pycomm._quantize import Quantize
 from pycomm._training.coalesced import bcast_list_, bcast_value
 from pycomm._training.communicators import CommunicatorPool
 from pycomm.compress.dgc import DGC, compressor_of
+from pycomm.compress.quantized_gradients import QuantizedGradients, exchange_of
 from pycomm.elastic import ShrinkResult, most_advanced_rank, shrink_result
 from pycomm.errors import InvalidArgument, Unsupported
 from pycomm.group import Group
@@ -43,7 +45,8 @@ class DataParallel(nn.Module):
     Args:
         module: any module with parameters and buffers on the CPU or on CUDA devices; its forward
             gets all arguments.
-        compression: a pycomm.DGC made for its optimizer; None sends gradients uncompressed.
+        compression: a pycomm.Quantize, or a pycomm.QuantizedGradients of the module, for any
+            optimizer; a pycomm.DGC made for its SGD; None sends gradients uncompressed.
         bucket_mb: maximum MB of gradients in one call; "auto": a tenth of all, from 1 to 64.
         bucket_layers: maximum layers (modules that own parameters) in one call; None: unlimited.
         lanes: communicators used in turn; None: 1 on one host, 2 between hosts.
@@ -56,6 +59,9 @@ class DataParallel(nn.Module):
         find_unused_parameters: parameters may have no gradient. If no rank uses a parameter it
             keeps its gradient; if another rank uses it, its gradient counts as zero here. Otherwise
             such a parameter raises InvalidArgument at the end of backward.
+
+    Attributes:
+        compression: the DGC or QuantizedGradients in use, with its state; None: none.
 
     Raises:
         InvalidArgument: an argument is invalid, or another live DataParallel has a parameter of
@@ -77,7 +83,7 @@ class DataParallel(nn.Module):
     def __init__(
         self,
         module: nn.Module,
-        compression: DGC | None = None,
+        compression: Quantize | QuantizedGradients | DGC | None = None,
         bucket_mb: float | str = 25,
         bucket_layers: int | None = None,
         lanes: int | None = None,
@@ -91,6 +97,9 @@ class DataParallel(nn.Module):
         if init not in ("broadcast", "check"):
             raise InvalidArgument(f'invalid init: got {init!r}, expected "broadcast" or "check"')
         _check_compression(compression)
+        if isinstance(compression, Quantize):
+            compression = QuantizedGradients(module.named_parameters(), compression)
+        self.compression = compression
         slots = slots_of(module)
         check_unwrapped(slots)
         limits = Limits.of(bucket_mb, bucket_layers, sum(slot.bytes for slot in slots))
@@ -107,7 +116,11 @@ class DataParallel(nn.Module):
             self._broadcast_all(0)
         exchange: Exchange = DenseExchange(made)
         if compression is not None:
-            compressor = compressor_of(compression)
+            compressor = (
+                compressor_of(compression)
+                if isinstance(compression, DGC)
+                else exchange_of(compression)
+            )
             compressor.attach({s.name: s.parameter for s in slots if not s.sparse}, made)
             exchange = compressor
         for slot in slots:
@@ -255,10 +268,12 @@ class DataParallel(nn.Module):
 
 
 def _check_compression(compression: object) -> None:
-    """Raises InvalidArgument unless this is a DGC or None."""
-    if compression is not None and not isinstance(compression, DGC):
+    """Raises InvalidArgument unless this is one of DataParallel's compressions or None."""
+    known = DGC, Quantize, QuantizedGradients
+    if compression is not None and not isinstance(compression, known):
         name = compression.__name__ if isinstance(compression, type) else repr(compression)
         raise InvalidArgument(
             f"DataParallel: invalid compression: got {name} of type {type(compression).__name__}, "
-            "expected None or a DGC for the optimizer: compression=pycomm.DGC(optimizer)"
+            "expected None or a DGC for the optimizer: compression=pycomm.DGC(optimizer); for any "
+            "optimizer: compression=pycomm.Quantize()"
         )

@@ -181,7 +181,7 @@ def test_bytes_on_the_transport(ranks: int, bits: int, down_bits: int) -> None:
     assert wanted <= written <= 1.03 * wanted
 
 
-def test_ranks_that_differ_in_bits_are_told() -> None:
+def test_ranks_that_differ_in_bits_raise() -> None:
     def program(group: pycomm.Group) -> None:
         x = values(group.rank, 0)
         with pytest.raises(Mismatch):

@@ -1,0 +1,229 @@
+"""The exchange of quantized gradients, for the reducers of pycomm.DataParallel and torch's DDP;
+pycomm.parallel.exchange has the contract.
+
+    backward  bucket 0: quantize, all-to-all ... sum, all-gather ........ decode, commit
+                        bucket 1: quantize, all-to-all ... sum, all-gather
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pycomm import collectives
+from pycomm._core_api.calls import Work
+from pycomm._quantize import Quantize, QuantizedExchange
+from pycomm._training import coalesced
+from pycomm._training.communicators import CommunicatorPool
+from pycomm.compress.gradient_residuals import VERSION, GradientResiduals
+from pycomm.compress.interrupts import defer_sigint
+from pycomm.errors import InvalidArgument
+from pycomm.group import Group
+
+__all__ = ["GradientExchange"]
+
+# A bucket is summed when this many later ones are on their way, so that backward rarely waits.
+BUCKETS_BETWEEN = 2
+
+
+class GradientExchange:
+    """Exchanges the gradients of one backward pass after another.
+
+    Residuals change at the end of a pass, and only if all gradients are finite: then they are so on
+    all ranks.
+
+    Attributes:
+        idle: this rank has no data and only takes part in a pass of the others.
+    """
+
+    def __init__(
+        self,
+        named: Iterable[tuple[str, Tensor]],
+        options: Quantize,
+        scaler: torch.amp.GradScaler | None,
+    ) -> None:
+        self.idle = False
+        self._options, self._scaler = options, scaler
+        self._residuals = GradientResiduals(named, options.error_feedback)
+        self._pool: CommunicatorPool | None = None
+        self._passing: list[tuple[QuantizedExchange, Tensor]] = []
+        self._dense: list[tuple[Work, Tensor]] = []
+        self._failed: list[tuple[QuantizedExchange, Tensor]] = []  # of the last pass, if it failed
+        self._step, self._scale = 0, 1.0
+        self._sent_bytes = self._dense_bytes = 0
+
+    def attach(self, named: Mapping[str, Tensor], pool: CommunicatorPool) -> None:
+        """Uses the communicators of DataParallel, whose parameters must be known."""
+        for parameter in named.values():
+            self._residuals.quantizes(parameter)
+        self._pool = pool
+
+    def compresses(self, parameter: Tensor) -> bool:
+        """Whether the parameter has 16 or 32 bits."""
+        return self._residuals.quantizes(parameter)
+
+    def add(self, flat: Tensor, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+        """Starts the exchange of a bucket, and sums an earlier one. `gradients` fill `flat`."""
+        group = self._communicators().group
+        if not self._passing and not self._dense:
+            self._begin()
+        if group.size == 1:
+            return
+        self._dense_bytes += flat.nbytes
+        if not all(self._residuals.quantizes(parameter) for parameter in parameters):
+            self._dense.append((self._communicators().all_reduce(flat, "avg"), flat))
+            return
+        layout = self._residuals.layout(parameters, group)
+        feedback = self._residuals.feedback(parameters, layout)
+        exchange = QuantizedExchange(self._options, layout, feedback, self._communicators())
+        self._passing.append((exchange, flat))
+        exchange.start(flat)
+        if len(self._passing) > BUCKETS_BETWEEN:
+            self._passing[-1 - BUCKETS_BETWEEN][0].sum_up()
+
+    def finish(self) -> None:
+        """Writes the mean of all ranks to the gradients, and commits."""
+        passing, dense = self._passing, self._dense
+        self._passing, self._dense = [], []
+        self._failed = passing
+        for exchange, _ in passing[-BUCKETS_BETWEEN:]:
+            exchange.sum_up()
+        finite = True
+        for exchange, flat in passing:
+            finite &= exchange.finish(flat, 1.0 / self._communicators().size)
+            if flat.dtype == torch.float16:  # what is finite in float32 may overflow
+                finite &= bool(flat.isfinite().all())
+        for work, flat in dense:
+            work.wait()
+            finite &= bool(flat.isfinite().all())
+        if finite:
+            with defer_sigint():
+                self._commit(passing)
+                self._step += 1
+        self._sent_bytes = sum(exchange.sent_bytes for exchange, _ in passing)
+        self._sent_bytes += sum(flat.nbytes for _, flat in dense)
+        self._failed = []
+
+    def cancel(self) -> None:
+        """Discards a pass: the residuals stay as they were before it."""
+        passing, dense = self._passing, self._dense
+        self._passing, self._dense = [], []
+        for exchange, _ in passing:
+            exchange.cancel()
+        for work, _ in dense:
+            with contextlib.suppress(Exception):  # of a pass that failed
+                work.wait()
+
+    def sync_from(self, src: int) -> None:
+        """Takes the loss scale of rank `src`."""
+        scaler = self._scaler
+        if scaler is not None:
+            group = self._communicators().group
+            scaler.load_state_dict(coalesced.bcast_value(scaler.state_dict(), src, group))
+
+    def resume_after_shrink(self, before: Group, counted: bool, src: int) -> float:
+        """Commits the failed pass if rank `src` did; see Exchange."""
+        failed = self._passing or self._failed
+        self.cancel()
+        self._failed = []
+        group = self._communicators().group
+        word = torch.tensor([self._step])
+        collectives.broadcast(word, src, group=group)
+        if counted and int(word) > self._step:
+            self._commit(failed)
+        self._step = int(word)
+        self._residuals.fold_owned(before)
+        self.sync_from(src)
+        squares = torch.tensor([self._residuals.squares()], dtype=torch.float64)
+        mean = float(collectives.all_reduce(squares, "avg", group=group))
+        return math.sqrt(mean * (before.size - group.size))
+
+    def stats(self) -> dict[str, Any]:
+        """See QuantizedGradients.stats."""
+        return {
+            "step": self._step,
+            "bits": self._options.bits,
+            "down_bits": self._options.down_bits,
+            "sent_bytes": self._sent_bytes,
+            "dense_bytes": self._dense_bytes,
+        }
+
+    def save(self) -> dict[str, Any]:
+        """See QuantizedGradients.state_dict."""
+        self._cancel_failed_pass("state_dict")
+        group = self._communicators().group
+        return {**self._described(group.rank), **self._residuals.save()}
+
+    def gather(self, dst: int) -> dict[str, Any] | None:
+        """See QuantizedGradients.gather_state."""
+        self._cancel_failed_pass("gather_state")
+        group = self._communicators().group
+        found = self._residuals.gather(group, dst)
+        if found is None:
+            return None
+        ranks = [{**self._described(rank), **one} for rank, one in enumerate(found)]
+        return {"version": VERSION, "size": group.size, "ranks": ranks}
+
+    def load(self, saved: Mapping[str, Any]) -> None:
+        """See QuantizedGradients.load_state_dict."""
+        self._cancel_failed_pass("load_state_dict")
+        group = self._communicators().group
+        sources = _sources(saved, group)
+        self._residuals.load(sources, group)
+        self._step, self._scale = int(sources[0]["step"]), float(sources[0]["scale"])
+
+    def _described(self, rank: int) -> dict[str, Any]:
+        size = self._communicators().size
+        step, scale = self._step, self._scale
+        return {"version": VERSION, "rank": rank, "size": size, "step": step, "scale": scale}
+
+    def _communicators(self) -> CommunicatorPool:
+        """The communicators of DataParallel; without it, the default group."""
+        if self._pool is None:
+            self._pool = CommunicatorPool(None, 1)
+        return self._pool
+
+    def _begin(self) -> None:
+        """Converts the residuals if the loss scale changed."""
+        self._failed, self._dense_bytes = [], 0
+        scaler = self._scaler
+        scale = scaler.get_scale() if scaler is not None and scaler.is_enabled() else 1.0
+        if scale != self._scale:
+            self._residuals.multiply(scale / self._scale)
+            self._scale = scale
+
+    def _commit(self, passing: Sequence[tuple[QuantizedExchange, Tensor]]) -> None:
+        for exchange, _ in passing:
+            exchange.commit()
+
+    def _cancel_failed_pass(self, method: str) -> None:
+        if self._passing and torch._C._current_graph_task_id() != -1:
+            raise InvalidArgument(
+                f"QuantizedGradients.{method}() cannot be called inside backward(): call it before "
+                "or after"
+            )
+        self.cancel()
+
+
+def _sources(saved: Mapping[str, Any], group: Group) -> list[Mapping[str, Any]]:
+    """The states of single ranks that this rank loads: its own, or all of them."""
+    if saved.get("version") != VERSION:
+        raise InvalidArgument(
+            f"QuantizedGradients: invalid state version: got {saved.get('version')!r}, expected "
+            f"{VERSION}"
+        )
+    if "ranks" in saved:
+        ranks: list[Mapping[str, Any]] = saved["ranks"]
+        return [ranks[group.rank]] if saved["size"] == group.size else ranks
+    if (saved["size"], saved["rank"]) != (group.size, group.rank):
+        raise InvalidArgument(
+            f"QuantizedGradients: state of rank {saved['rank']} of {saved['size']} on rank "
+            f"{group.rank} of {group.size}: each rank must load its own state, or all that of "
+            "gather_state()"
+        )
+    return [saved]

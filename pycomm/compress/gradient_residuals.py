@@ -1,0 +1,219 @@
+"""The residuals of quantized gradients by parameter, whichever bucket a parameter is in.
+
+    {"version", "rank", "size", "step", "scale", "residual": {name: [count]},
+     "owner_residual": {name: [elements that the rank owns]}}                  of one rank
+    {"version", "size", "ranks": [one rank's, ...]}                            of all
+
+Both are float32, flat, in the order of the parameter's memory, in units of gradients times `scale`,
+the loss scale. A name is missing if its parameter was not exchanged yet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from pycomm import collectives
+from pycomm._quantize import Feedback, Layout, blocks_of, fold, own_count
+from pycomm.errors import InvalidArgument, Unsupported
+from pycomm.group import Group
+
+__all__ = ["GradientResiduals"]
+
+VERSION = 1
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+Floats = NDArray[np.float32]
+Pair = tuple[Floats, Floats]  # residual and owner residual
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """A parameter: its name, its elements and the number of its first block."""
+
+    name: str
+    count: int
+    first: int
+
+
+class GradientResiduals:
+    """What this rank has not sent, of each parameter with 16 or 32 bits.
+
+    Args:
+        named: the parameters, in an order that is the same on all ranks.
+        enabled: False: there is no error feedback.
+
+    Raises:
+        Unsupported: a parameter is not in host memory.
+    """
+
+    def __init__(self, named: Iterable[tuple[str, Tensor]], enabled: bool) -> None:
+        self._shapes: dict[Tensor, _Shape] = {}
+        self._known: set[Tensor] = set()
+        self._enabled = enabled
+        self._buckets: dict[tuple[str, ...], Feedback] = {}
+        self._loose: dict[str, Pair] = {}  # of parameters that are in no bucket
+        first = 0
+        for name, parameter in named:
+            self._known.add(parameter)
+            if parameter.dtype not in DTYPES:
+                continue
+            if not parameter.is_cpu:
+                raise Unsupported(
+                    f"Quantize: {name!r} is on {parameter.device}, and quantization has no CUDA "
+                    "kernels yet: train in host memory, or without compression"
+                )
+            self._shapes[parameter] = _Shape(name, parameter.numel(), first)
+            first += blocks_of(parameter.numel())
+
+    def quantizes(self, parameter: Tensor) -> bool:
+        """Whether the gradient is quantized.
+
+        Raises:
+            InvalidArgument: an unknown parameter.
+        """
+        if parameter not in self._known:
+            raise InvalidArgument(
+                f"QuantizedGradients: a parameter of shape {tuple(parameter.shape)} is not among "
+                "named_parameters: pass those of the whole model"
+            )
+        return parameter in self._shapes
+
+    def layout(self, parameters: Sequence[Tensor], group: Group) -> Layout:
+        """The blocks of a bucket with these parameters."""
+        shapes = [self._shapes[parameter] for parameter in parameters]
+        return Layout([(shape.count, shape.first) for shape in shapes], group.rank, group.size)
+
+    def feedback(self, parameters: Sequence[Tensor], layout: Layout) -> Feedback | None:
+        """The residuals of a bucket; those of its parameters move into it."""
+        if not self._enabled:
+            return None
+        shapes = [self._shapes[parameter] for parameter in parameters]
+        key = tuple(shape.name for shape in shapes)
+        if key not in self._buckets:
+            made = Feedback(layout)
+            for shape, new in zip(shapes, _parts(made), strict=True):
+                for part, old in zip(new, self._take(shape.name) or (), strict=False):
+                    if len(old) > 0:  # else the owner residual was folded: it is 0
+                        part[:] = old
+            self._buckets[key] = made
+        return self._buckets[key]
+
+    def multiply(self, factor: float) -> None:
+        """Converts to another loss scale."""
+        for _, pair in self._all():
+            for part in pair:
+                np.multiply(part, np.float32(factor), out=part)
+
+    def fold_owned(self, group: Group) -> None:
+        """Moves the owner residuals of this rank in `group` into its residuals."""
+        firsts = {shape.name: shape.first for shape in self._shapes.values()}
+        for key in list(self._buckets):
+            self._loosen(key)
+        for name, (residual, owned) in self._loose.items():
+            fold(residual, owned, firsts[name], group.rank, group.size)
+        self._loose = {name: (pair[0], pair[1][:0]) for name, pair in self._loose.items()}
+
+    def squares(self) -> float:
+        """The sum of the squares of the residuals."""
+        return float(sum(np.square(pair[0], dtype=np.float64).sum() for _, pair in self._all()))
+
+    def save(self) -> dict[str, dict[str, Tensor]]:
+        """The residuals of this rank, as copies."""
+        found = {name: [torch.from_numpy(x.copy()) for x in pair] for name, pair in self._all()}
+        return {
+            "residual": {name: pair[0] for name, pair in found.items()},
+            "owner_residual": {name: pair[1] for name, pair in found.items()},
+        }
+
+    def gather(self, group: Group, dst: int) -> list[dict[str, dict[str, Tensor]]] | None:
+        """Collective. What save() returns on each rank, on `dst`; None elsewhere."""
+        ranks: list[dict[str, dict[str, Tensor]]] = [
+            {"residual": {}, "owner_residual": {}} for _ in range(group.size)
+        ]
+        pairs = dict(self._all())
+        for shape in self._shapes.values():
+            if shape.name not in pairs:
+                continue
+            sizes = [own_count(shape.count, shape.first, r, group.size) for r in range(group.size)]
+            residual, owned = pairs[shape.name]
+            padded = np.zeros(max(sizes), np.float32)
+            padded[: len(owned)] = owned
+            for key, part in (("residual", residual.copy()), ("owner_residual", padded)):
+                rows = collectives.gather(torch.from_numpy(part), dst, group=group)
+                for rank, row in enumerate(() if rows is None else rows):
+                    kept = shape.count if key == "residual" else sizes[rank]
+                    ranks[rank][key][shape.name] = row[:kept].clone()
+        return ranks if group.rank == dst else None
+
+    def load(self, sources: Sequence[Mapping[str, Any]], group: Group) -> None:
+        """Replaces the residuals by those of one rank, this one, or by the mean over all ranks.
+
+        Raises:
+            InvalidArgument: they do not fit; nothing changes.
+        """
+        shapes = {shape.name: shape for shape in self._shapes.values()}
+        new: dict[str, Pair] = {}
+        for name in sources[0]["residual"]:
+            if name not in shapes:
+                raise InvalidArgument(f"QuantizedGradients: the state has an unknown {name!r}")
+            pairs = [_pair(source, shapes[name]) for source in sources]
+            if len(sources) == 1:
+                new[name] = pairs[0]
+                continue
+            total = np.zeros(shapes[name].count)
+            for source, (residual, owned) in zip(sources, pairs, strict=True):
+                fold(residual, owned, shapes[name].first, source["rank"], source["size"])
+                total += residual
+            new[name] = (total / len(sources)).astype(np.float32), np.zeros(0, np.float32)
+        self._buckets, self._loose = {}, new
+
+    def _all(self) -> Iterator[tuple[str, Pair]]:
+        """The residuals of each parameter, as views."""
+        for key, feedback in self._buckets.items():
+            yield from zip(key, _parts(feedback), strict=True)
+        yield from self._loose.items()
+
+    def _take(self, name: str) -> Pair | None:
+        """Removes and returns the residuals of a parameter."""
+        for key in list(self._buckets):
+            if name in key:
+                self._loosen(key)
+        return self._loose.pop(name, None)
+
+    def _loosen(self, key: tuple[str, ...]) -> None:
+        """Dissolves a bucket."""
+        for name, (residual, owned) in zip(key, _parts(self._buckets.pop(key)), strict=True):
+            self._loose[name] = residual.copy(), owned.copy()
+
+
+def _parts(feedback: Feedback) -> Iterator[Pair]:
+    """The parts of each parameter in the current residuals of a bucket."""
+    layout, (residual, owned) = feedback.layout, feedback.current
+    at = own = 0
+    for count, first in layout.arrays:
+        kept = own_count(count, first, layout.rank, layout.size)
+        yield residual[at : at + count], owned[own : own + kept]
+        at, own = at + count, own + kept
+
+
+def _pair(source: Mapping[str, Any], shape: _Shape) -> Pair:
+    """Copies of the residuals of a parameter in a rank's state."""
+    owned = own_count(shape.count, shape.first, source["rank"], source["size"])
+    found = []
+    for key, counts in (("residual", (shape.count,)), ("owner_residual", (owned, 0))):
+        tensor = source[key].get(shape.name)
+        if tensor is None or tensor.dim() != 1 or len(tensor) not in counts:
+            raise InvalidArgument(
+                f"QuantizedGradients: invalid {key} of {shape.name!r}: got "
+                f"{None if tensor is None else tuple(tensor.shape)}, expected ({counts[0]},): the "
+                "state is of another model"
+            )
+        found.append(np.array(tensor.numpy(), np.float32))
+    return found[0], found[1]

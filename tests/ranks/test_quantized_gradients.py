@@ -1,0 +1,326 @@
+"""Training with compression=Quantize(), in DataParallel and as a hook of DDP: replicas, residuals
+and loss scales. Ranks are threads; DDP runs in processes. States and failures:
+test_quantized_states.py.
+"""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from quantized_training import adam, owed, train, wide
+from small_models import batch, equal, parameters, perceptron, replicas, step_on
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+from torch_ranks import Run, run_fixture  # noqa: F401 - a fixture
+
+import pycomm
+from pycomm import reference
+from pycomm.errors import InvalidArgument, Unsupported
+from pycomm.testing import run_ranks
+
+FORMS: list[dict[str, Any]] = [{}, {"bucket_layers": 1}, {"bucket_mb": 1e-4}, {"lanes": 2}]
+
+
+def mean_gradients(ranks: int, steps: int, quantize: pycomm.Quantize) -> list[list[np.ndarray]]:
+    """A model in NumPy: the mean gradients of each step at fixed parameters."""
+    model = wide()
+    shapes = [p.numel() for p in model.parameters()]
+    residuals = [[np.zeros(n, np.float32) for n in shapes] for _ in range(ranks)]
+    owned = [np.zeros(n, np.float32) for n in shapes]
+    found = []
+    for step in range(steps):
+        totals = [np.zeros(n, np.float32) for n in shapes]
+        for rank in range(ranks):
+            model.zero_grad()
+            x, y = batch(rank, step)
+            F.mse_loss(model(x), y).backward()
+            for i, p in enumerate(model.parameters()):
+                assert p.grad is not None
+                packet, residuals[rank][i] = reference.quantize(
+                    p.grad.flatten().numpy(), quantize.bits, residuals[rank][i]
+                )
+                totals[i] = totals[i] + reference.dequantize(packet, shapes[i], quantize.bits)
+        means = []
+        for i, total in enumerate(totals):
+            packet, owned[i] = reference.quantize(total, quantize.down_bits, owned[i])
+            sent = reference.dequantize(packet, shapes[i], quantize.down_bits)
+            means.append(sent * np.float32(1 / ranks))
+        found.append(means)
+    return found
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_gradients_are_those_of_the_model_in_all_buckets(ranks: int, form: dict[str, Any]) -> None:
+    quantize = pycomm.Quantize(2, 4)
+
+    def program(group: pycomm.Group) -> list[list[np.ndarray]]:
+        model = pycomm.DataParallel(wide(), compression=quantize, **form)
+        found = []
+        for step in range(3):
+            model.zero_grad()
+            x, y = batch(group.rank, step)
+            F.mse_loss(model(x), y).backward()
+            found.append([p.grad.flatten().numpy().copy() for p in model.parameters()])
+        return found
+
+    wanted = mean_gradients(ranks, 3, quantize)
+    for steps in run_ranks(ranks, program):
+        for got, want in zip(steps, wanted, strict=True):
+            assert all(np.array_equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+@pytest.mark.parametrize("quantize", [pycomm.Quantize(), pycomm.Quantize(1, 2)])
+def test_replicas_stay_equal(quantize: pycomm.Quantize) -> None:
+    def program(group: pycomm.Group, models: list[nn.Module]) -> list[Tensor]:
+        return parameters(train(group, models[group.rank], compression=quantize))
+
+    results = run_ranks(4, program, replicas(4))
+    assert all(equal(result, results[0]) for result in results)
+    assert not equal(results[0], parameters(perceptron()))
+
+
+@pytest.mark.parametrize("quantize", [pycomm.Quantize(), pycomm.Quantize(2, 3)])
+def test_feedback_conserves_the_gradients(quantize: pycomm.Quantize) -> None:
+    """The mean gradients that arrived, times the ranks, plus the residuals: all gradients."""
+
+    def program(group: pycomm.Group) -> Any:
+        module = wide()
+        model = pycomm.DataParallel(module, compression=quantize)
+        given = {name: 0.0 for name, _ in module.named_parameters()}
+        arrived = dict(given)
+        for step in range(8):
+            x, y = batch(group.rank, step)
+            names, ps = zip(*module.named_parameters(), strict=True)
+            own = torch.autograd.grad(F.mse_loss(module(x), y), ps)
+            model.zero_grad()
+            F.mse_loss(model(x), y).backward()
+            for name, p, g in zip(names, ps, own, strict=True):
+                given[name] += float(g.double().sum())
+                arrived[name] += float(p.grad.double().sum()) * group.size
+        return given, arrived, model.compression.gather_state()
+
+    ranks = run_ranks(3, program)
+    state = ranks[0][2]
+    assert ranks[1][2] is None
+    for name in ranks[0][0]:
+        given = sum(rank[0][name] for rank in ranks)
+        assert abs(owed(state, name)) > 1e-6
+        assert ranks[0][1][name] + owed(state, name) == pytest.approx(given, abs=1e-4)
+
+
+def test_accumulation_exchanges_the_sum_once() -> None:
+    quantize = pycomm.Quantize(8, 8)
+
+    def program(group: pycomm.Group) -> list[Tensor]:
+        model = pycomm.DataParallel(wide(), compression=quantize)
+        with model.no_sync():
+            x, y = batch(group.rank, 0)
+            F.mse_loss(model(x), y).backward()
+        assert model.compression.stats()["step"] == 0
+        x, y = batch(group.rank, 1)
+        F.mse_loss(model(x), y).backward()
+        assert model.compression.stats()["step"] == 1
+        return [p.grad.clone() for p in model.parameters()]
+
+    exact = wide()
+    for rank in range(2):
+        for step in range(2):
+            x, y = batch(rank, step)
+            (F.mse_loss(exact(x), y) / 2).backward()
+    for result in run_ranks(2, program):
+        for got, p in zip(result, exact.parameters(), strict=True):
+            torch.testing.assert_close(got, p.grad, atol=2e-2 * float(p.grad.abs().max()), rtol=0)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("double", [False, True])
+def test_an_overflow_on_one_rank_skips_the_step_on_all(bad: float, double: bool) -> None:
+    """With a parameter of float64, which is sent exactly, the overflow may be in it only."""
+
+    def program(group: pycomm.Group) -> None:
+        module = wide()
+        if double:
+            module.register_parameter("extra", nn.Parameter(torch.ones(3, dtype=torch.float64)))
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        quantized = pycomm.QuantizedGradients(module.named_parameters(), scaler=scaler)
+        model = pycomm.DataParallel(module, compression=quantized)
+        optimizer = adam(model)
+        for step in range(4):
+            before, weights = quantized.state_dict(), parameters(module)
+            x, y = batch(group.rank, step)
+            factor = bad if step == 2 and group.rank == 1 else 1.0
+            optimizer.zero_grad()
+            loss = F.mse_loss(model(x), y)
+            loss = loss + (module.extra.sum() * factor).float() if double else loss * factor
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            skipped = equal(weights, parameters(module))
+            assert skipped == (step == 2)
+            if skipped:
+                assert scaler.get_scale() == 512.0
+                after = quantized.state_dict()
+                assert after["step"] == before["step"] == 2
+                for key in ("residual", "owner_residual"):
+                    assert equal([*after[key].values()], [*before[key].values()])
+
+    run_ranks(2, program)
+
+
+def test_residuals_follow_the_loss_scale() -> None:
+    """A power of two changes nothing: the same bits as without a scale."""
+
+    def program(group: pycomm.Group, scales: list[float]) -> list[Tensor]:
+        module = wide()
+        scaler = pycomm.StaticLossScaler(scales[0])
+        quantized = pycomm.QuantizedGradients(module.named_parameters(), scaler=scaler)
+        model = pycomm.DataParallel(module, compression=quantized)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        for step, scale in enumerate(scales):
+            x, y = batch(group.rank, step)
+            optimizer.zero_grad()
+            assert scaler.get_scale() == scale
+            scaler.scale(F.mse_loss(model(x), y)).backward()
+            scaler.step(optimizer)
+            scaler.update(scales[(step + 1) % len(scales)])
+        return parameters(module)
+
+    scaled = run_ranks(2, program, [8.0, 8.0, 4.0, 64.0])
+    assert equal(scaled[0], run_ranks(2, program, [1.0] * 4)[0])
+
+
+def test_unused_parameters_and_uneven_data() -> None:
+    def program(group: pycomm.Group) -> list[Tensor]:
+        module = wide()
+        model = pycomm.DataParallel(
+            module, compression=pycomm.Quantize(), find_unused_parameters=True
+        )
+        optimizer = adam(model)
+        with model.join(optimizer):
+            for step in range(2 + group.rank):
+                step_on(model, batch(group.rank, step), optimizer)
+        return parameters(module)
+
+    results = run_ranks(3, program)
+    assert all(equal(result, results[0]) for result in results)
+
+
+class Sums(nn.Module):
+    """Weights of float64 and bfloat16, whose gradients are x / 3 and x."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.exact = nn.Parameter(torch.ones(5, dtype=torch.float64))
+        self.low = nn.Parameter(torch.ones(5000, dtype=torch.bfloat16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.exact.sum() / 3 + self.low.sum().double()) * x
+
+
+def test_float64_is_exact_and_bfloat16_is_quantized() -> None:
+    def program(group: pycomm.Group) -> Any:
+        module = Sums()
+        model = pycomm.DataParallel(module, compression=pycomm.Quantize(8, 8))
+        model(torch.tensor(group.rank + 1.0, dtype=torch.float64)).backward()
+        assert list(model.compression.state_dict()["residual"]) == ["low"]
+        return module.exact.grad, module.low.grad
+
+    for exact, low in run_ranks(2, program):
+        torch.testing.assert_close(exact, torch.full_like(exact, 0.5), rtol=1e-15, atol=0)
+        torch.testing.assert_close(low, torch.full_like(low, 1.5), atol=0.02, rtol=0)
+
+
+def test_bytes_of_a_step() -> None:
+    def program(group: pycomm.Group) -> tuple[int, int, int]:
+        layer = nn.Linear(512, 256, bias=False)
+        model = pycomm.DataParallel(layer, compression=pycomm.Quantize(), broadcast_buffers=False)
+        for _ in range(2):
+            before = group.stats().bytes_written
+            model(torch.ones(1, 512)).sum().backward()
+        stats = model.compression.stats()
+        return group.stats().bytes_written - before, stats["sent_bytes"], stats["dense_bytes"]
+
+    ranks = run_ranks(4, program)
+    wanted = 3 * 512 * 256 * 11 / 8
+    assert wanted <= sum(rank[0] for rank in ranks) <= 1.03 * wanted
+    assert ranks[0][2] == 4 * 512 * 256
+    assert ranks[0][1] == pytest.approx(512 * 256 * (0.75 * 3 + 0.25 * 8) / 8, rel=0.01)
+
+
+def test_converges_as_dense_adamw() -> None:
+    """Regression to a fixed network with noise: the last loss of 3 bits up and 8 down is that of
+    exact gradients; 1 bit without feedback loses."""
+
+    def program(group: pycomm.Group, compression: Any) -> float:
+        teacher, module = perceptron(5), wide()
+        model = pycomm.DataParallel(module, compression=compression)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 150)
+        for step in range(150):
+            x, noise = batch(group.rank, step, rows=16)
+            optimizer.zero_grad()
+            F.mse_loss(model(x), teacher(x).detach() + 0.3 * noise).backward()
+            optimizer.step()
+            schedule.step()
+        x, _ = batch(0, 1000, rows=500)
+        return float(F.mse_loss(module(x), teacher(x)).detach())
+
+    def last(compression: Any) -> float:
+        return float(np.mean(run_ranks(2, program, compression)))
+
+    dense = last(None)
+    assert last(pycomm.Quantize()) < 1.1 * dense
+    assert last(pycomm.Quantize(1, 1, error_feedback=False)) > 1.3 * dense
+
+
+def test_wrong_arguments() -> None:
+    module = wide()
+    with pytest.raises(InvalidArgument):
+        pycomm.QuantizedGradients(module.named_parameters(), "3bit")
+    with pytest.raises(Unsupported):
+        pycomm.QuantizedGradients([("w", torch.ones(3, device="meta"))])
+
+    def program(group: pycomm.Group) -> None:
+        quantized = pycomm.QuantizedGradients(list(module.named_parameters())[:2])
+        with pytest.raises(InvalidArgument, match="named_parameters"):
+            pycomm.DataParallel(module, compression=quantized, group=group)
+
+    run_ranks(1, program)
+
+
+def _hook(buckets: float) -> tuple[list[Tensor], list[Tensor], dict[str, Any]]:
+    """The parameters after training with DDP's hook, and with DataParallel."""
+    rank, found = dist.get_rank(), []
+    for wrapped in ("ddp", "pycomm"):
+        module = wide()
+        quantized = pycomm.QuantizedGradients(module.named_parameters(), pycomm.Quantize(2, 4))
+        if wrapped == "ddp":
+            model: Any = DistributedDataParallel(module, bucket_cap_mb=buckets)
+            model.register_comm_hook(quantized, pycomm.quantize_hook)
+        else:
+            model = pycomm.DataParallel(module, compression=quantized)
+        optimizer = adam(model)
+        for step in range(4):
+            if step == 2:
+                with model.no_sync():
+                    F.mse_loss(model(batch(rank, 9)[0]), batch(rank, 9)[1]).backward()
+            x, y = batch(rank, step)
+            F.mse_loss(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(parameters(module))
+    return found[0], found[1], quantized.stats()
+
+
+@pytest.mark.parametrize("buckets", [25, 0.01])
+@pytest.mark.parametrize("size", [2, 4])
+def test_the_hook_of_ddp_equals_data_parallel(run: Run, size: int, buckets: float) -> None:
+    results = run(size, _hook, buckets)
+    assert results[0][2]["step"] == 4
+    for ddp, parallel, _ in results:
+        assert equal(ddp, parallel)
+        assert equal(ddp, results[0][0])

@@ -1,0 +1,161 @@
+"""Quantized gradients: states, failed exchanges and lost ranks. Ranks are threads."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from quantized_training import adam, owed, train, wide
+from small_models import batch, equal, parameters, step_on
+from torch import Tensor
+
+import pycomm
+from pycomm._training.communicators import CommunicatorPool
+from pycomm.errors import Error, InvalidArgument
+from pycomm.testing import FaultPlan, run_ranks
+
+
+def saved(group: pycomm.Group, steps: int) -> Any:
+    """A model after some steps, with optimizer and the states of the compression."""
+    module = wide()
+    model = pycomm.DataParallel(module, compression=pycomm.Quantize(2, 3), bucket_layers=1)
+    optimizer = adam(model)
+    for step in range(steps):
+        step_on(model, batch(group.rank, step), optimizer)
+    quantized = model.compression
+    own, every = quantized.state_dict(), quantized.gather_state(dst=1)
+    return module.state_dict(), optimizer.state_dict(), own, every
+
+
+def resumed(group: pycomm.Group, states: Any, every: Any, own: bool) -> Any:
+    """Trains from step 3 to 6, in other buckets."""
+    weights, optimized, mine, _ = states[group.rank % len(states)]
+    module = wide(9)
+    module.load_state_dict(weights)
+    model = pycomm.DataParallel(module, compression=pycomm.Quantize(2, 3))
+    optimizer = adam(model)
+    optimizer.load_state_dict(copy.deepcopy(optimized))
+    model.compression.load_state_dict(mine if own else every)
+    start = model.compression.gather_state()
+    for step in range(3, 6):
+        step_on(model, batch(group.rank, step), optimizer)
+    return parameters(module), start
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_a_state_resumes_bit_for_bit(own: bool) -> None:
+    states = run_ranks(3, saved, 3)
+    assert states[0][3] is None
+    results = run_ranks(3, resumed, states, states[1][3], own)
+    whole = run_ranks(3, saved, 6)
+    for (found, _), (weights, *_) in zip(results, whole, strict=True):
+        assert equal(found, list(weights.values()))
+
+
+def test_another_number_of_ranks_conserves_the_mean_residual() -> None:
+    states = run_ranks(4, saved, 3)
+    before = states[1][3]
+    results = run_ranks(2, resumed, states, before, False)
+    assert equal(results[0][0], results[1][0])
+    after = results[0][1]
+    assert (before["size"], after["size"]) == (4, 2)
+    for name in before["ranks"][0]["residual"]:
+        assert owed(after, name) / 2 == pytest.approx(owed(before, name) / 4, rel=1e-4, abs=1e-6)
+
+
+def test_wrong_states_change_nothing() -> None:
+    def program(group: pycomm.Group) -> None:
+        quantized = train(group, wide()).compression
+        state = quantized.state_dict()
+        name = next(iter(state["residual"]))
+        for wrong in (
+            {**state, "version": 5},
+            {**state, "rank": 1 - group.rank},
+            {**state, "residual": {"other": torch.zeros(3)}},
+            {**state, "residual": {**state["residual"], name: torch.zeros(7)}},
+        ):
+            with pytest.raises(InvalidArgument):
+                quantized.load_state_dict(wrong)
+        assert equal([*quantized.state_dict()["residual"].values()], [*state["residual"].values()])
+        with pytest.raises(Error, match="gather_state"):
+            pycomm.save(state, "never written")
+
+    run_ranks(2, program)
+
+
+class Broken(Exception):
+    """The error of a part of an exchange."""
+
+
+@pytest.mark.parametrize(("verb", "call"), [("all_to_all_v", 2), ("all_gather_v", 3)])
+def test_a_failed_exchange_changes_no_residual(
+    monkeypatch: pytest.MonkeyPatch, verb: str, call: int
+) -> None:
+    """All ranks fail in a bucket of a step, and repeat the step: the run is as without failure."""
+    real, at, calls = getattr(CommunicatorPool, verb), [-1, -1], [0, 0]
+
+    def sometimes(*args: Any) -> Any:
+        rank = pycomm.rank()
+        calls[rank] += 1
+        if calls[rank] == at[rank]:
+            raise Broken
+        return real(*args)
+
+    monkeypatch.setattr(CommunicatorPool, verb, sometimes)
+
+    def program(group: pycomm.Group, fail: bool) -> list[Tensor]:
+        module = wide()
+        form = {"bucket_layers": 1, "compression": pycomm.Quantize()}
+        model = pycomm.DataParallel(module, **form)
+        optimizer = adam(model)
+        for step in range(4):
+            if step == 2 and fail:
+                before = model.compression.state_dict()
+                at[group.rank] = calls[group.rank] + call
+                with pytest.raises(Broken):
+                    step_on(model, batch(group.rank, step), optimizer)
+                after = model.compression.state_dict()
+                assert after["step"] == before["step"] == 2
+                assert equal([*after["residual"].values()], [*before["residual"].values()])
+            step_on(model, batch(group.rank, step), optimizer)
+        return parameters(module)
+
+    assert equal(run_ranks(2, program, True)[0], run_ranks(2, program, False)[0])
+
+
+def test_survivors_keep_their_residuals() -> None:
+    """A rank is lost in a step: the others shrink, and the residuals of their owners with them."""
+
+    def program(group: pycomm.Group) -> list[Tensor] | None:
+        module = wide()
+        model = pycomm.DataParallel(module, compression=pycomm.Quantize(2, 2))
+        optimizer = adam(model)
+        step, before = 0, {}
+        try:
+            for step in range(20):
+                before = model.compression.state_dict()
+                step_on(model, batch(group.rank, step), optimizer)
+        except Error:
+            if group.rank == 2:
+                return None
+        rank, size = group.rank, group.size
+        sums = {
+            k: sum(float(x.double().sum()) for x in before[k].values())
+            for k in ("residual", "owner_residual")
+        }
+        result = model.shrink(optimizer)
+        assert result.group.size == 2
+        assert result.lost_residual_norm > 0
+        after = model.compression.state_dict()
+        assert (after["rank"], after["size"]) == (rank, 2)
+        assert size == 3
+        if after["step"] == before["step"]:
+            total = sum(float(x.double().sum()) for x in after["residual"].values())
+            assert total == pytest.approx(sum(sums.values()), abs=1e-4)
+        step_on(model, batch(rank, 30), optimizer)
+        return parameters(module)
+
+    fault = FaultPlan(rank=2, action="disconnect", at="all_to_all", after_bytes=20_000)
+    results = run_ranks(3, program, faults=[fault], timeout_s=20)
+    assert results[2] is None
+    assert equal(results[0], results[1])
