@@ -80,11 +80,13 @@ def fold(residual: Any, owned: Any, first: int, rank: int, size: int) -> None:
 
     Args:
         residual: [count], changed.
-        owned: [own_count()].
+        owned: [own_count()], or empty: nothing is added.
         first: number of the first block of the array.
         rank, size: of the owner.
     """
     at = 0
+    if len(owned) == 0:
+        return
     for offset in _own_offsets(len(residual), first, rank, size):
         n = min(BLOCK, len(residual) - offset)
         residual[offset : offset + n] += owned[at : at + n]

@@ -22,8 +22,8 @@ class Quantize:
     added to the next values, on each rank and on the owner: error feedback. All ranks get the same
     bits. Optimizer and learning rate stay as they are without compression.
 
-    Source: 1-bit SGD (Seide et al., Interspeech 2014), for quantization with error feedback, and
-    the two phases with feedback on both sides. pycomm.kernels.quantize describes the codes.
+    pycomm.kernels.quantize describes the codes. Sources: Seide et al., 1-bit SGD (Interspeech
+    2014), for error feedback; Tang et al., DoubleSqueeze (ICML 2019), for feedback in both phases.
 
     Args:
         bits: of each value that is sent to its owner: 1, 2, 3, 4 or 8.

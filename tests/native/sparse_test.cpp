@@ -8,6 +8,7 @@
 #include <cstring>
 #include <numeric>
 #include <random>
+#include <span>
 #include <thread>
 #include <vector>
 
@@ -16,6 +17,7 @@
 #include "cpu/isa.h"
 #include "harness.h"
 #include "kernels/device_kernels.h"
+#include "kernels/quantize.h"
 
 namespace {
 
@@ -416,6 +418,37 @@ const Test kOnePacket{
         });
       }
       expect(same(out, before), "refused, but changed");
+    }};
+
+// ---- quantized ----------------------------------------------------------------------------------
+
+const Test kQuantized{
+    "sparse: quantized arrays have the same bits on every instruction set, in exact memory", [] {
+      std::mt19937 random(9);
+      for (const unsigned bits : {1u, 2u, 3u, 4u, 8u})
+        for (const size_t count : {1, 7, 4095, 4097, 70'003}) {
+          const Floats x = numbers(random, count), residual = numbers(random, count, 1, false);
+          std::vector<kernels::Block> table;
+          for (size_t at = 0; at < count; at += 4096)
+            table.push_back({at, std::min<size_t>(4096, count - at)});
+          const kernels::Blocks blocks{table, bits};
+          std::vector<std::vector<std::byte>> first;
+          on_each_isa([&](const std::string& where) {
+            Floats copy = x, lost = residual, out = residual;
+            std::vector<std::byte> packet(kernels::quantized_bytes(blocks));
+            kernels::quantize({copy.data(), count, Dtype::float32}, blocks,
+                              {lost.data(), lost.data()}, packet.data());
+            kernels::dequantize(packet.data(), blocks, {.scale = 0.5f, .accumulate = true},
+                                {out.data(), count, Dtype::float32});
+            std::vector<std::vector<std::byte>> found{packet};
+            for (const Floats& floats : {lost, out}) {
+              const auto bytes = std::as_bytes(std::span(floats));
+              found.emplace_back(bytes.begin(), bytes.end());
+            }
+            if (first.empty()) first = found;
+            expect(found == first, where);
+          });
+        }
     }};
 
 // ---- dense --------------------------------------------------------------------------------------

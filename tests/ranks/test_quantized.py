@@ -55,6 +55,7 @@ def model(
         pycomm.Quantize(bits=1, down_bits=4),
         pycomm.Quantize(bits=4, down_bits=2),
         pycomm.Quantize(bits=8, down_bits=3, error_feedback=False),
+        pycomm.Quantize(bits=8, down_bits=8),  # the only sums whose bits depend on the order
     ],
 )
 def test_all_ranks_get_the_bits_of_the_model(ranks: int, quantize: pycomm.Quantize) -> None:

@@ -63,6 +63,23 @@ def test_another_number_of_ranks_conserves_the_mean_residual() -> None:
         assert owed(after, name) / 2 == pytest.approx(owed(before, name) / 4, rel=1e-4, abs=1e-6)
 
 
+def test_a_loaded_state_can_be_saved_and_shrunk_before_a_step() -> None:
+    """At another number of ranks a state has no owner residuals."""
+    states = run_ranks(4, saved, 3)
+
+    def program(group: pycomm.Group) -> None:
+        module = wide()
+        model = pycomm.DataParallel(module, compression=pycomm.Quantize(2, 3))
+        model.compression.load_state_dict(states[1][3])
+        before = model.compression.state_dict()
+        model.compression.load_state_dict(before)
+        model.shrink()
+        after = model.compression.state_dict()
+        assert equal([*after["residual"].values()], [*before["residual"].values()])
+
+    run_ranks(2, program)
+
+
 def test_wrong_states_change_nothing() -> None:
     def program(group: pycomm.Group) -> None:
         quantized = train(group, wide()).compression
