@@ -23,7 +23,7 @@ if util.find_spec("pycomm._core") is None:
 from pycomm import errors
 from pycomm._core_api.calls import Work
 from pycomm._core_api.devices import set_num_threads
-from pycomm._quantize import Quantize
+from pycomm._quantize import Quantize, QuantizeState
 from pycomm.collectives import (
     algorithms,
     all_gather,
@@ -71,6 +71,7 @@ __all__ = [
     "Group",
     "LocalSGD",
     "Quantize",
+    "QuantizeState",
     "QuantizedGradients",
     "StaticLossScaler",
     "SyncBatchNorm",
