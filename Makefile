@@ -5,7 +5,7 @@ PY := .venv/bin/python
 AT_ONCE ?= $(shell n=$$(nproc); echo $$((n < 8 ? n + 1 : 8)))
 
 .PHONY: help venv build demo test-unit test test-full test-all nightly lint format sanitize bench
-.PHONY: ci sdist wheel matrix compat faults soak gpu fuzz docs simulate alone aarch64 clean
+.PHONY: ci sdist wheel matrix compat faults soak gpu fuzz docs simulate alone aarch64 nccl clean
 
 help:
 	@echo "make demo      train a small model on 2 processes with gloo and with pycomm (draws demo.png)"
@@ -13,7 +13,7 @@ help:
 	@echo "make test-unit build, then the tests within one process: about a minute"
 	@echo "make test-full lint, documentation, and the tests that are not quick: about 40 minutes"
 	@echo "make test-all  both"
-	@echo "make nightly   each test file alone, long simulations, aarch64, fuzzing, faults, soak test (hours)"
+	@echo "make nightly   each test file alone, long simulations, aarch64, fuzzing, faults, soak (hours)"
 	@echo "make build     build the compiled modules in place"
 	@echo "make lint      check format, lint and types make format    format all files"
 	@echo "make sanitize  native tests with address, undefined-behaviour and thread sanitizers"
@@ -28,6 +28,7 @@ help:
 	@echo "make docs      documentation pages and API reference as HTML, build/docs"
 	@echo "make simulate  rank failures in all orders of events, a million random ones, weak memory (long)"
 	@echo "make aarch64   the package on aarch64 under qemu (20 minutes, downloads 500 MB)"
+	@echo "make nccl      abi.h against the headers and libraries of other NCCL versions (downloads 1.3 GB)"
 	@echo "make alone     each test file in a separate process (hours)"
 	@echo "make clean     remove build outputs (keeps .venv)"
 
@@ -74,7 +75,7 @@ test-all: test test-full
 ci:
 	.ci/run
 
-nightly: alone simulate aarch64 fuzz faults soak matrix
+nightly: alone simulate aarch64 nccl fuzz faults soak matrix
 
 lint: venv
 	$(LINT)
@@ -135,6 +136,10 @@ docs: build .venv/docs
 
 simulate: venv
 	for bin in $$($(PY) tests/native/build.py plain simulation weak_memory); do $$bin && $$bin long || exit; done
+
+# Needs nvcc, for its headers.
+nccl: venv
+	$(PY) tests/emulator/nccl_abi.py
 
 aarch64: venv
 	$(PY) tools/aarch64/run.py
