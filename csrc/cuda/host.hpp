@@ -38,6 +38,14 @@ inline std::string remedy_for(cudaError_t error) {
   if (error == cudaErrorNoKernelImageForDevice)
     return "pycomm._cuda was built for other GPUs: build it with CUDAARCHS for this one (90 for "
            "compute capability 9.0)";
+  if (error == cudaErrorDevicesUnavailable)
+    return "another process uses the GPU, and its compute mode allows one: end that process, or "
+           "set the mode with nvidia-smi -c DEFAULT";
+  if (error == cudaErrorSystemDriverMismatch)
+    return "NVIDIA's kernel module and libcuda.so.1 have different versions: load the module of "
+           "the installed driver, for example by a restart";
+  if (error == cudaErrorSystemNotReady)
+    return "a service of NVIDIA's driver does not run: with NVSwitch, start nvidia-fabricmanager";
   return {};
 }
 
