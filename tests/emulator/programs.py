@@ -9,8 +9,9 @@ Targets, in build/emulator/:
                                    with their streams, and the fake NCCL
     _emulated_torch.so             torch tensors on the devices of _emulated.so
     mutants/<name>/cases           cases.<kind> with one change in the text of a kernel
-    ptx/<unit>.<front>.ptx         nvcc's output, for 7.5 or for 8.0 and newer
-    cubin/<unit>.<arch>.cubin      ptxas' code, with <unit>.<arch>.log: registers, spills
+    ptx/<unit>.ptx                 nvcc's output for a build without CUDAARCHS
+    cubin/<unit>.<arch>.cubin      machine code as in a wheel, or as the driver makes of the PTX,
+                                   with <unit>.<arch>.log: registers, spills
 
 The emulator itself is never instrumented; kernels are. Ninja builds only what has changed, and a
 mutant compiles one file. CUDA's headers come with nvcc; nothing of this can be built without it.
@@ -21,6 +22,7 @@ import importlib.metadata
 import importlib.util
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -30,6 +32,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pybind11
 
@@ -38,7 +41,8 @@ ROOT = HERE.parent.parent
 CSRC = ROOT / "csrc"
 OUT = ROOT / "build" / "emulator"
 
-ARCHITECTURES = ("75", "80", "86", "89", "90", "100", "120")
+WHEEL = ("80", "90", "100", "120")  # machine code in a wheel
+ARCHITECTURES = ("75", "86", "89", *WHEEL)
 KINDS = {
     "plain": ["-O1", "-g1"],
     "coverage": ["-O0", "-g1", "--coverage"],
@@ -77,11 +81,16 @@ rule link
 rule module
   command = $cxx -shared -Wl,-Bsymbolic $flags $in -o $out
 rule ptx
-  command = $nvcc -MD -MF $out.d $flags -ptx -arch=compute_$front $in -o $out
+  command = $nvcc -MD -MF $out.d $flags -ptx $in -o $out
   depfile = $out.d
   deps = gcc
-rule cubin
+rule assemble
   command = $ptxas -v -arch=sm_$arch $in -o $out > $log 2>&1 || { cat $log; false; }
+rule cubin
+  command = $nvcc -MD -MF $out.d $flags -Xptxas=-v -cubin $in -o $out $
+    > $log 2>&1 || { cat $log; false; }
+  depfile = $out.d
+  deps = gcc
 """
 
 
@@ -142,6 +151,14 @@ def _torch_module(flags: list[str]) -> list[str]:
     ]
 
 
+@cache
+def device_flags(architectures: str) -> str:
+    """nvcc's options, as setup.py passes them with this value of CUDAARCHS."""
+    with mock.patch("setuptools.setup"), mock.patch.dict(os.environ, CUDAARCHS=architectures):
+        flags = runpy.run_path(str(ROOT / "setup.py"))["cuda_module"]([]).cuda_flags
+    return " ".join([*flags, "-Werror all-warnings"])
+
+
 def python_flags(pybind: str = pybind11.get_include()) -> list[str]:
     """Headers for a module: by default with the pybind11 of _core, with which it shares classes."""
     return ["-fvisibility=hidden", f"-isystem {sysconfig.get_paths()['include']} -isystem {pybind}"]
@@ -168,6 +185,22 @@ def ninja_binary() -> str:
 def _compile(target: str, source: Path, flags: Iterable[str], more: str = "") -> list[str]:
     lines = [f"build {target}: compile {source}", f"  flags = {' '.join(flags)}"]
     return [*lines, f"  more = {more}"] if more else lines
+
+
+def _device_rules() -> list[str]:
+    """What nvcc makes of each unit."""
+    lines = []
+    for unit in units():
+        source = CSRC / "cuda" / f"{unit}.cu"
+        lines += [f"build ptx/{unit}.ptx: ptx {source}", f"  flags = {device_flags('75-virtual')}"]
+        for arch in ARCHITECTURES:
+            target = f"build cubin/{unit}.{arch}.cubin"
+            if arch in WHEEL:
+                lines += [f"{target}: cubin {source}", f"  flags = {device_flags(f'{arch}-real')}"]
+            else:
+                lines += [f"{target}: assemble ptx/{unit}.ptx", f"  arch = {arch}"]
+            lines += [f"  log = cubin/{unit}.{arch}.log"]
+    return lines
 
 
 def _rules(mutants: Iterable[Mutant]) -> str:
@@ -221,17 +254,7 @@ def _rules(mutants: Iterable[Mutant]) -> str:
         needed = " ".join([f"{folder}/{m.unit}.o", *others, *emulator])
         lines += [f"build {folder}/cases: link {needed}"]
         lines += [f"  flags = {' '.join(KINDS[m.kind])} -pthread"]
-    device = f"-std=c++20 -O3 -I{CSRC} -Werror all-warnings"
-    for unit in units():
-        source = CSRC / "cuda" / f"{unit}.cu"
-        for front in ("75", "80"):
-            lines += [f"build ptx/{unit}.{front}.ptx: ptx {source}", f"  flags = {device}"]
-            lines += [f"  front = {front}"]
-        for arch in ARCHITECTURES:
-            ptx = f"ptx/{unit}.{'75' if arch == '75' else '80'}.ptx"
-            lines += [f"build cubin/{unit}.{arch}.cubin: cubin {ptx}", f"  arch = {arch}"]
-            lines += [f"  log = cubin/{unit}.{arch}.log"]
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, *_device_rules()]) + "\n"
 
 
 def _write(path: Path, text: str) -> None:
