@@ -55,6 +55,8 @@ size_t PlanCache::block_of(const Call& call, Algorithm algorithm, size_t count) 
     const size_t scratch = scratch_of(block);
     if (scratch <= kScratchBytes || block <= 1) return block;
     block = std::max<size_t>(1, std::min(block - 1, block / (scratch / kScratchBytes + 1)));
+    // Each block starts where a piece may.
+    if (block > collectives::kPieceGrain) block -= block % collectives::kPieceGrain;
   }
 }
 

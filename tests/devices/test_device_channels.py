@@ -5,7 +5,6 @@ Emulated devices with a fake NCCL, and GPUs; ranks are threads (tests/support/gr
 
 from typing import Any
 
-import numpy as np
 import pytest
 
 # pytest finds the fixture by name, so that it looks unused.
@@ -30,9 +29,9 @@ def rings(group: pycomm.Group, device: Any, counted: bool) -> None:
     if counted:
         counts = device.counts()
         assert counts["groups"] == counts["sends"] == 2 * 2 * (group.size - 1)
-        pieces = np.array_split(x, group.size)  # the first ones are the longer ones
-        sent = 2 * LARGE - len(pieces[group.rank]) - len(pieces[(group.rank + 1) % group.size])
-        assert counts["bytes_sent"] == 4 * sent
+        # All pieces but two, which are within 128 elements of the mean.
+        sent = 2 * LARGE * (group.size - 1) / group.size
+        assert abs(counts["bytes_sent"] / 4 - sent) < 2 * 128
     device.write(there, x)
     pycomm.barrier()  # no allocation while another thread captures
     device.capture()

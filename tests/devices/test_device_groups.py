@@ -108,7 +108,7 @@ def test_every_verb(machine, async_op):
 
 
 def launches(group: pycomm.Group, device: Any, algorithm: str) -> Any:
-    x = device.put(numbers(group.rank, 4000))
+    x = device.put(numbers(group.rank, 4096))
     pycomm.all_reduce(x, algorithm=algorithm)
     device.get(x)
     device.counts()
@@ -122,13 +122,13 @@ def test_ring_follows_its_plan_and_native_nccl_is_one_call(machine):
     if machine.shared:
         for counts, stats in machine.run(4, launches, "ring", transport="local"):
             assert not any(counts.values())
-            assert (stats.calls, stats.frames_sent, stats.bytes_sent) == (2, 12, 12 * 4000)
+            assert (stats.calls, stats.frames_sent, stats.bytes_sent) == (2, 12, 12 * 4096)
         return
     for counts, stats in machine.run(4, launches, "ring"):
         assert counts == {
-            "groups": 6, "sends": 6, "receives": 6, "bytes_sent": 6 * 4000, "collectives": 0
+            "groups": 6, "sends": 6, "receives": 6, "bytes_sent": 6 * 4096, "collectives": 0
         }  # fmt: skip
-        assert (stats.calls, stats.frames_sent, stats.bytes_sent) == (2, 12, 12 * 4000)
+        assert (stats.calls, stats.frames_sent, stats.bytes_sent) == (2, 12, 12 * 4096)
     for counts, _ in machine.run(4, launches, "nccl"):
         assert counts["collectives"] == counts["groups"] == 1
         assert counts["sends"] == 0

@@ -97,7 +97,7 @@ def test_channels_and_graphs(machine):
 
 
 def sent_by(group: pycomm.Group, device: Any) -> Any:
-    x = device.put(numbers(group.rank, 4000))
+    x = device.put(numbers(group.rank, 4096))
     for _ in range(2):
         device.counts()
         pycomm.all_reduce(x, algorithm="ring")
@@ -115,9 +115,9 @@ def test_only_inter_host_data_uses_tcp(machine):
         # others receive from it.
         even = rank % 2 == 0
         assert (counts["sends"], counts["receives"]) == ((6, 0) if even else (0, 6))
-        assert counts["bytes_sent"] == (6 * 4000 if even else 0)
+        assert counts["bytes_sent"] == (6 * 4096 if even else 0)
         assert (counts["groups"], counts["collectives"]) == (6, 0)
-        assert (sent, groups, algorithm) == (2 * 6 * 4000, 2 * 2 * 6, "auto")
+        assert (sent, groups, algorithm) == (2 * 6 * 4096, 2 * 2 * 6, "auto")
 
 
 def asked_for_nccl(group: pycomm.Group, device: Any) -> None:

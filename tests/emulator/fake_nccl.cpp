@@ -165,6 +165,8 @@ void FakeNccl::State::count(const std::vector<Call>& calls) {
     }
     ++(call.sends ? counts.sends : counts.receives);
     if (call.sends) counts.bytes_sent += bytes_of(call);
+    const void* const at = call.sends ? call.data.in : call.data.out;
+    counts.misaligned += reinterpret_cast<uintptr_t>(at) % 16 != 0;
   }
 }
 

@@ -19,9 +19,10 @@
 
 namespace fake_nccl {
 
-// Counters. `groups` are launches: one for each group_end that enqueued work.
+// Counters. `groups` are launches: one for each group_end that enqueued work. `misaligned` are
+// messages at an address that is no multiple of 16: NCCL copies them byte by byte.
 struct Counts {
-  uint64_t groups = 0, sends = 0, receives = 0, bytes_sent = 0, collectives = 0;
+  uint64_t groups = 0, sends = 0, receives = 0, bytes_sent = 0, collectives = 0, misaligned = 0;
 };
 
 class FakeNccl final : public pycomm::nccl::NcclApi {

@@ -281,6 +281,8 @@ inline void run_case(Rank& r, const Case& one) {
   const fake_nccl::Counts counts = r.nccl->take_counts();
   expect_equal(counts.bytes_sent, by_nccl, text_of(one, r) + ": bytes are the plan's");
   expect_equal(counts.collectives, uint64_t{0}, "no collective of NCCL's");
+  if (one.count % 4 == 0 && one.count >= 64 * size)
+    expect_equal(counts.misaligned, uint64_t{0}, text_of(one, r) + ": messages off 16 bytes");
   expect_equal(r.engine.traffic().bytes_sent - before.bytes_sent, planned, "bytes as counted");
   if (r.hosts.empty())
     expect_equal(counts.groups, r.engine.traffic().groups - before.groups, "groups too");

@@ -115,6 +115,29 @@ void large_test() {
 }
 const Test kLarge{"large arrays are proven, past 2^32 elements", large_test};
 
+// Of arrays of whole 16 bytes in float32, and of 128 bytes in any dtype if they are long.
+void pieces_are_aligned() {
+  for (const auto& [count, grain] : {std::pair<size_t, size_t>{25'557'032, 128},
+                                     {size_t{128} * 16 * 64, 128},
+                                     {size_t{64} * 64, 4},
+                                     {4000, 1}})
+    for (int size = 1; size <= 64; ++size) {
+      size_t end = 0;
+      for (int i = 0; i < size; ++i) {
+        const auto piece = collectives::piece(collectives::Space::input, count, size, i);
+        const std::string name =
+            std::to_string(count) + " in " + std::to_string(size) + ", " + std::to_string(i);
+        expect_equal(piece.begin, end, name + ": where the one before ends");
+        expect_equal(piece.begin % grain, size_t{0}, name + ": aligned");
+        const size_t mean = count / static_cast<size_t>(size);
+        expect(piece.count <= mean + mean / 16 + 1, name + ": not much longer than others");
+        end += piece.count;
+      }
+      expect_equal(end, count, "nothing is left");
+    }
+}
+const Test kAlignedPieces{"pieces of long arrays are aligned", pieces_are_aligned};
+
 void broadcast_is_cut() {
   expect_equal(collectives::ring_broadcast_pieces(3, 0), size_t{1}, "nothing to cut");
   expect_equal(collectives::ring_broadcast_pieces(2, 1 << 30), size_t{1}, "no rank to forward to");

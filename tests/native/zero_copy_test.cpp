@@ -10,6 +10,7 @@
 #include <utility>
 #include <vector>
 
+#include "collectives/plan.h"
 #include "core/errors.h"
 #include "engine/engine.h"
 #include "group/group.h"
@@ -77,8 +78,9 @@ group::Call sum_of(Floats& input, Floats& output, size_t count) {
 
 // Bytes that this rank writes into others' memory in a zero-copy call.
 uint64_t mapped_bytes(const group::Group& group, size_t count) {
-  const auto size = static_cast<size_t>(group.size()), rank = static_cast<size_t>(group.rank());
-  return (size - 1) * (count / size + (rank < count % size ? 1 : 0)) * sizeof(float);
+  const auto own =
+      collectives::piece(collectives::Space::output, count, group.size(), group.rank());
+  return static_cast<size_t>(group.size() - 1) * own.count * sizeof(float);
 }
 
 void sums_test() {

@@ -205,7 +205,7 @@ def test_ring_sends_the_expected_bytes(n: int) -> None:
 
     def fn(group: Group) -> Any:
         before = group.stats()
-        pycomm.all_reduce(np.ones(n * 10_000, np.float32), algorithm="ring", group=group)
+        pycomm.all_reduce(np.ones(n * 10_240, np.float32), algorithm="ring", group=group)
         after = group.stats()
         assert after.calls == before.calls + 1
         assert after.seconds > before.seconds
@@ -218,7 +218,7 @@ def test_ring_sends_the_expected_bytes(n: int) -> None:
         assert after.bytes_received - before.bytes_received > payload
         return payload
 
-    assert run_ranks(n, fn) == [2 * (n - 1) * 10_000 * 4] * n
+    assert run_ranks(n, fn) == [2 * (n - 1) * 10_240 * 4] * n
 
 
 def shapes_and_arguments(group: Group) -> float:
