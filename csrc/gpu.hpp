@@ -25,12 +25,14 @@ namespace gpu {
 
 inline constexpr unsigned kFullWarp = ~0u;
 
-// Shape of a launch: a one-dimensional grid on a stream of the caller.
+// Shape of a launch: `rows` times `blocks` blocks (blockIdx.y, blockIdx.x) on a stream of the
+// caller.
 struct Launch {
   unsigned blocks;
   unsigned threads;
   cudaStream_t stream = nullptr;
   size_t dynamic_bytes = 0;
+  unsigned rows = 1;
 };
 
 #ifdef __CUDACC__
@@ -112,7 +114,7 @@ __device__ __forceinline__ void pause() { __nanosleep(64); }
 template <class... P, class... A>
 cudaError_t launch(void (*kernel)(P...), const Launch& shape, A&&... arguments) {
   cudaLaunchConfig_t config{};
-  config.gridDim = shape.blocks;
+  config.gridDim = dim3(shape.blocks, shape.rows);
   config.blockDim = shape.threads;
   config.dynamicSmemBytes = shape.dynamic_bytes;
   config.stream = shape.stream;
@@ -136,8 +138,8 @@ using emulator::store_release;
 
 template <class... P, class... A>
 cudaError_t launch(void (*kernel)(P...), const Launch& shape, A&&... arguments) {
-  return emulator::launch(kernel, {shape.blocks, shape.threads, shape.dynamic_bytes}, shape.stream,
-                          static_cast<P>(arguments)...);
+  return emulator::launch(kernel, {shape.blocks, shape.threads, shape.dynamic_bytes, shape.rows},
+                          shape.stream, static_cast<P>(arguments)...);
 }
 
 #endif

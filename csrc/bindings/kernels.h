@@ -194,10 +194,9 @@ inline void bind_compact(py::module_& module, kernels::DeviceKernels& kernels) {
       Free());
   module.def(
       "decode_compact",
-      [&kernels](uintptr_t packet, size_t bytes, size_t k, size_t count, uintptr_t indices,
-                 uintptr_t values, uintptr_t refused, Rows workspace, int device,
-                 uintptr_t stream) {
-        kernels.decode_compact({{at<const std::byte>(packet), bytes}, k, count},
+      [&kernels](Rows packets, size_t count, uintptr_t indices, uintptr_t values, uintptr_t refused,
+                 Rows workspace, int device, uintptr_t stream) {
+        kernels.decode_compact(table<kernels::DeviceKernels::CompactPacket>(packets), count,
                                {.indices = at<int32_t>(indices),
                                 .values = at<float>(values),
                                 .refused = at<uint32_t>(refused),

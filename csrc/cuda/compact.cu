@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <cstring>
 #include <iterator>
+#include <span>
+#include <vector>
 
 #include "codec/format.h"
 #include "cuda/compact_read.cuh"
@@ -64,6 +66,49 @@ void set_head(Arguments& to, const codec::CompactHead& head) {
   std::memcpy(to.head, head.bytes.data(), head.size);
 }
 
+// What is known of a packet before its bytes are read.
+void describe(Reading& r, const CudaKernels::CompactPacket& packet, size_t count) {
+  const size_t k = packet.k;
+  r.bytes = reinterpret_cast<const uint8_t*>(packet.bytes);
+  r.size = packet.size;
+  for (size_t code = 0; code < std::size(r.value_bytes); ++code)
+    r.value_bytes[code] = codec::value_bytes(static_cast<codec::ValueCode>(code), k);
+  for (size_t code = 0; code < std::size(r.least); ++code) {
+    r.least[code] = codec::least_index_bytes(static_cast<codec::IndexCode>(code), k, count);
+    r.most[code] = codec::most_index_bytes(static_cast<codec::IndexCode>(code), k, count);
+  }
+  r.count = static_cast<unsigned>(count);
+  r.start = start_of(k, count);
+  set_head(r, codec::compact_head(k, count, codec::IndexCode::list, codec::ValueCode::float32));
+}
+
+// The launches for the packets of `rows`, at most Packets::kMost.
+template <class Packets>
+void read_packets(std::span<const Reading> rows, cudaStream_t stream) {
+  Packets packets{};
+  std::ranges::copy(rows, packets.of);
+  unsigned chunks = 0, runs = 0, blocks = 0;  // the most of any packet
+  for (const Reading& r : rows) {
+    chunks = std::max(chunks, r.chunk_count);
+    runs = std::max(runs, r.run_count);
+    blocks = std::max(blocks, r.block_count);
+  }
+  const auto count = static_cast<unsigned>(rows.size());
+  const auto shape = [&](unsigned x, unsigned threads) {
+    return gpu::Launch{x, threads, stream, 0, count};
+  };
+  launch("count_ones", count_ones<Packets>, shape(chunks, kCompactThreads), packets);
+  launch("sum_ones", sum_ones<Packets>, shape(1, kTableThreads), packets);
+  launch("place_ones", place_ones<Packets>, shape(chunks, kCompactThreads), packets);
+  if (blocks > 0) {
+    launch("read_parameters", read_parameters<Packets>, shape(1, kTableThreads), packets);
+    launch("sum_gaps", sum_gaps<Packets>, shape(runs, kCompactThreads), packets);
+  }
+  launch("sum_runs", sum_runs<Packets>, shape(1, kTableThreads), packets);
+  launch("read_indices", read_indices<Packets>,
+         shape(blocks_for(size_t{32} * blocks, kCompactThreads), kCompactThreads), packets);
+}
+
 }  // namespace
 
 void CudaKernels::encode_compact(const codec::Packet& packet,
@@ -100,41 +145,30 @@ void CudaKernels::encode_compact(const codec::Packet& packet,
   });
 }
 
-void CudaKernels::decode_compact(const CompactPacket& packet, const CompactArrays& to,
-                                 kernels::Queue queue) {
+void CudaKernels::decode_compact(std::span<const CompactPacket> packets, size_t count,
+                                 const CompactArrays& to, kernels::Queue queue) {
   const OnDevice on(queue);
-  const size_t k = packet.k;
-  Reading r{};
-  check(lay_out(r, k, packet.bytes.size(), to.workspace.data) <= to.workspace.bytes,
-        "decode_compact: the workspace is too small");
-  r.bytes = reinterpret_cast<const uint8_t*>(packet.bytes.data());
-  r.size = packet.bytes.size();
-  r.indices = to.indices;
-  r.values = to.values;
-  r.refused = to.refused;
-  for (size_t code = 0; code < std::size(r.value_bytes); ++code)
-    r.value_bytes[code] = codec::value_bytes(static_cast<codec::ValueCode>(code), k);
-  for (size_t code = 0; code < std::size(r.least); ++code) {
-    r.least[code] = codec::least_index_bytes(static_cast<codec::IndexCode>(code), k, packet.count);
-    r.most[code] = codec::most_index_bytes(static_cast<codec::IndexCode>(code), k, packet.count);
+  std::vector<Reading> rows;
+  size_t first = 0, used = 0;  // of the elements and the workspace
+  for (const CompactPacket& packet : packets) {
+    Reading& r = rows.emplace_back();
+    used += lay_out(r, packet.k, packet.size, static_cast<std::byte*>(to.workspace.data) + used);
+    describe(r, packet, count);
+    r.indices = to.indices + first;
+    r.values = to.values + first;
+    r.refused = to.refused + (rows.size() - 1);
+    first += packet.k;
   }
-  r.count = static_cast<unsigned>(packet.count);
-  r.start = start_of(k, packet.count);
-  set_head(r,
-           codec::compact_head(k, packet.count, codec::IndexCode::list, codec::ValueCode::float32));
-  cudaStream_t const stream = stream_of(queue);
-  const gpu::Launch chunks{r.chunk_count, kCompactThreads, stream};
-  const gpu::Launch one{1, kTableThreads, stream};
-  launch("count_ones", count_ones, chunks, r);
-  launch("sum_ones", sum_ones, one, r);
-  launch("place_ones", place_ones, chunks, r);
-  if (k > 0) {
-    launch("read_parameters", read_parameters, one, r);
-    launch("sum_gaps", sum_gaps, {r.run_count, kCompactThreads, stream}, r);
+  check(used <= to.workspace.bytes, "decode_compact: the workspace is too small");
+  for (std::span<const Reading> left = rows; !left.empty();) {
+    const bool few = left.size() <= FewReadings::kMost;
+    const auto now = left.first(std::min<size_t>(left.size(), ManyReadings::kMost));
+    if (few)
+      read_packets<FewReadings>(now, stream_of(queue));
+    else
+      read_packets<ManyReadings>(now, stream_of(queue));
+    left = left.subspan(now.size());
   }
-  launch("sum_runs", sum_runs, one, r);
-  launch("read_indices", read_indices,
-         {blocks_for(size_t{32} * r.block_count, kCompactThreads), kCompactThreads, stream}, r);
 }
 
 size_t CudaKernels::compact_workspace_bytes(size_t k, size_t bytes) {

@@ -1,4 +1,6 @@
-// Decodes the bytes of a compact packet, which may be invalid, into indices and values.
+// Decodes the bytes of compact packets, which may be invalid, into indices and values. Each launch
+// has a row of blocks for each packet. Its length is that of the packet that needs most, so blocks
+// of others may be superfluous.
 //
 //   count_ones        checks the header; counts the ones in each kilobyte of the bitmap or of the
 //                     quotients
@@ -53,6 +55,16 @@ struct Reading {
   uint8_t head[kCompactHead];  // without the codes
 };
 
+// The packets of a launch, by row: an argument, so that no table is copied to the device first.
+template <unsigned kRows>
+struct Readings {
+  static constexpr unsigned kMost = kRows;
+  Reading of[kRows];
+};
+using FewReadings = Readings<8>;
+using ManyReadings = Readings<128>;
+static_assert(sizeof(ManyReadings) <= 32000);
+
 // Whether the bits after the last value are zero.
 __device__ __forceinline__ bool end_in_zeros(const Reading& r, unsigned code, uint64_t end) {
   const unsigned width = code == kTwoBit ? 2 : code == kOneBit ? 1 : code == kThreeBit ? 3 : 0;
@@ -83,8 +95,12 @@ __device__ __forceinline__ unsigned word_at(const Reading& r, const Verdict& v, 
 }
 
 // Grid: one block per chunk.
-__global__ void __launch_bounds__(kCompactThreads) count_ones(const __grid_constant__ Reading r) {
+template <class Packets>
+__global__ void __launch_bounds__(kCompactThreads)
+    count_ones(const __grid_constant__ Packets packets) {
+  const Reading& r = packets.of[blockIdx.y];
   auto& found = gpu::shared<Verdict>();
+  if (blockIdx.x >= r.chunk_count) return;
   if (threadIdx.x == 0) {
     found = read_head(r);
     if (blockIdx.x == 0) *r.verdict = found;
@@ -97,7 +113,9 @@ __global__ void __launch_bounds__(kCompactThreads) count_ones(const __grid_const
   if (threadIdx.x == kCompactThreads - 1) r.chunks[blockIdx.x] = upto;
 }
 
-__global__ void __launch_bounds__(kTableThreads) sum_ones(const __grid_constant__ Reading r) {
+template <class Packets>
+__global__ void __launch_bounds__(kTableThreads) sum_ones(const __grid_constant__ Packets packets) {
+  const Reading& r = packets.of[blockIdx.y];
   const Verdict v = *r.verdict;
   if (v.bad != 0 || v.index_code == 0) return;
   const Stretch mine = stretch_of(r.chunk_count);
@@ -127,10 +145,14 @@ __device__ __forceinline__ void read_list(const Reading& r, const Verdict& v) {
 }
 
 // Grid: one block per chunk.
-__global__ void __launch_bounds__(kCompactThreads) place_ones(const __grid_constant__ Reading r) {
+template <class Packets>
+__global__ void __launch_bounds__(kCompactThreads)
+    place_ones(const __grid_constant__ Packets packets) {
+  const Reading& r = packets.of[blockIdx.y];
   if (r.verdict->bad != 0) return;
   const Verdict v{0, 0, r.verdict->index_code, 0, r.verdict->index_at, r.verdict->index_bytes, 0};
   if (v.index_code == 0) return read_list(r, v);
+  if (blockIdx.x >= r.chunk_count) return;
   unsigned word = word_at(r, v, blockIdx.x);
   const auto ones = static_cast<unsigned>(__popc(word));
   unsigned rank = r.chunks[blockIdx.x] + scan_block<kCompactThreads>(ones) - ones;
@@ -173,10 +195,11 @@ __device__ __forceinline__ bool planes_fit(const Reading& r, Verdict& v, unsigne
   return zeros_behind(end) && zeros_behind(8 * v.quotient_bytes + remainders);
 }
 
+template <class Packets>
 __global__ void __launch_bounds__(kTableThreads)
-    read_parameters(const __grid_constant__ Reading r) {
-  Verdict v = *r.verdict;
-  if (v.bad != 0 || v.index_code != 2) return;
+    read_parameters(const __grid_constant__ Packets packets) {
+  const Reading& r = packets.of[blockIdx.y];
+  if (r.k == 0 || r.verdict->bad != 0 || r.verdict->index_code != 2) return;
   const Stretch mine = stretch_of(r.block_count);
   unsigned all;
   unsigned parameter =
@@ -200,6 +223,7 @@ __global__ void __launch_bounds__(kTableThreads)
   }
   __syncthreads();
   if (threadIdx.x != kTableThreads - 1) return;
+  Verdict v = *r.verdict;
   v.bad = planes_fit(r, v, widths) ? 0 : 1;
   *r.verdict = v;
 }
@@ -220,7 +244,11 @@ struct SumSpace {
 };
 
 // Grid: one block per run.
-__global__ void __launch_bounds__(kCompactThreads) sum_gaps(const __grid_constant__ Reading r) {
+template <class Packets>
+__global__ void __launch_bounds__(kCompactThreads)
+    sum_gaps(const __grid_constant__ Packets packets) {
+  const Reading& r = packets.of[blockIdx.y];
+  if (r.k == 0 || blockIdx.x >= r.run_count) return;
   if (r.verdict->bad != 0 || r.verdict->index_code != 2) return;
   const Verdict v{
       0, 0, 2, 0, r.verdict->index_at, r.verdict->index_bytes, r.verdict->quotient_bytes};
@@ -248,7 +276,9 @@ __global__ void __launch_bounds__(kCompactThreads) sum_gaps(const __grid_constan
   if (lane == 0) r.runs[blockIdx.x] = all;
 }
 
-__global__ void __launch_bounds__(kTableThreads) sum_runs(const __grid_constant__ Reading r) {
+template <class Packets>
+__global__ void __launch_bounds__(kTableThreads) sum_runs(const __grid_constant__ Packets packets) {
+  const Reading& r = packets.of[blockIdx.y];
   const Verdict v = *r.verdict;
   uint64_t all = 0;
   if (v.bad == 0 && v.index_code == 2 && r.k > 0) {
@@ -279,7 +309,10 @@ __device__ __forceinline__ void read_block(const Reading& r, const Verdict& v, u
   if (i + 1 < r.k) r.indices[i + 1] = static_cast<int32_t>(upto - 1);
 }
 
-__global__ void __launch_bounds__(kCompactThreads) read_indices(const __grid_constant__ Reading r) {
+template <class Packets>
+__global__ void __launch_bounds__(kCompactThreads)
+    read_indices(const __grid_constant__ Packets packets) {
+  const Reading& r = packets.of[blockIdx.y];
   const Verdict v = *r.verdict;
   const unsigned thread = blockIdx.x * kCompactThreads + threadIdx.x;
   const unsigned threads = gridDim.x * kCompactThreads;

@@ -29,7 +29,7 @@ class CudaKernels final : public kernels::DeviceKernels {
   void encode(const codec::Packet& packet, const Encoding& encoding, kernels::Queue queue) override;
   void encode_compact(const codec::Packet& packet, const codec::CompactEncoding& encoding,
                       const CompactOutput& output, kernels::Queue queue) override;
-  void decode_compact(const CompactPacket& packet, const CompactArrays& to,
+  void decode_compact(std::span<const CompactPacket> packets, size_t count, const CompactArrays& to,
                       kernels::Queue queue) override;
   size_t compact_workspace_bytes(size_t k, size_t bytes) override;
   void norm(std::span<const kernels::Array> arrays, Dtype dtype, double* norms,

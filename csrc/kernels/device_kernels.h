@@ -198,22 +198,23 @@ class DeviceKernels {
   virtual void encode_compact(const codec::Packet& packet, const codec::CompactEncoding& encoding,
                               const CompactOutput& output, Queue queue) = 0;
 
-  // Decodes a packet of k elements of an array of `count`, from arbitrary bytes. On success
-  // *refused, a number on the device, is 0 and the indices ascend within 0..count-1. For invalid
-  // bytes the CPU throws; a GPU sets *refused to 1, all indices to -1 and all values to 0.
+  // Decodes packets of arrays of `count` elements, from arbitrary bytes. Where refused[p] is 0, the
+  // indices of packet p ascend within 0..count-1. For invalid bytes the CPU throws; a GPU sets
+  // refused[p] to 1, the packet's indices to -1 and its values to 0.
   struct CompactPacket {
-    std::span<const std::byte> bytes;
+    const std::byte* bytes;
+    size_t size;
     size_t k;
-    size_t count;
   };
+  // Elements of all packets, in order.
   struct CompactArrays {
-    int32_t* indices;  // [k]
-    float* values;     // [k]
-    uint32_t* refused;
-    Workspace workspace;
+    int32_t* indices;
+    float* values;
+    uint32_t* refused;    // [packets], on the device
+    Workspace workspace;  // as for each packet, added up
   };
-  virtual void decode_compact(const CompactPacket& packet, const CompactArrays& to,
-                              Queue queue) = 0;
+  virtual void decode_compact(std::span<const CompactPacket> packets, size_t count,
+                              const CompactArrays& to, Queue queue) = 0;
   // Workspace of both, for k elements; `bytes`: size of the packet to decode, or 0.
   virtual size_t compact_workspace_bytes(size_t k, size_t bytes) = 0;
 

@@ -26,10 +26,7 @@ def encode(batch: PacketBatch, count: int, value_dtype: str) -> Packets:
     if batch.values.is_cpu:
         packets: Packets = kernels.encode_batch(batch, count, value_dtype)
         return packets
-    lengths = list(batch.lengths)
-    parts = (torch.split(part, lengths) for part in (batch.indices, batch.values))
-    each = [_encode_pair(pair, count, value_dtype) for pair in zip(*parts, strict=True)]
-    return torch.cat(each), [len(packet) for packet in each]
+    return _encode_on_device(batch, count, value_dtype)
 
 
 def decode(packets: Packets, count: int, device: torch.device) -> PacketBatch:
@@ -41,27 +38,31 @@ def decode(packets: Packets, count: int, device: torch.device) -> PacketBatch:
     message, sizes = packets
     if device.type == "cpu":
         return kernels.decode_batch(message, sizes, count)
-    pairs = [_decode_pair(packet, count, device) for packet in torch.split(message, list(sizes))]
-    indices, values = (torch.cat(parts) for parts in zip(*pairs, strict=True))
-    return PacketBatch(indices, values, [len(pair[0]) for pair in pairs])
+    lengths = kernels.batch_lengths(message, sizes, count)
+    return kernels.decode_batch(message.to(device), sizes, count, lengths=lengths)
 
 
-def _encode_pair(pair: Pair, count: int, value_dtype: str) -> Tensor:
-    if not len(pair[0]):
-        return torch.empty(0, dtype=torch.uint8)
-    packet: Tensor = kernels.encode(*pair, count, value_dtype, codec="auto")
-    return packet.cpu()
-
-
-def _decode_pair(packet: Tensor, count: int, device: torch.device) -> Pair:
-    if not len(packet):
-        return torch.empty(0, dtype=torch.int32, device=device), torch.empty(0, device=device)
-    indices, values = kernels.unpack(packet.to(device), codec="auto")
-    if len(indices) and int(indices[-1]) >= count:
-        raise InvalidArgument(
-            f"DGC: invalid index in a packet: got {int(indices[-1])}, expected below {count}"
-        )
-    return indices, values
+def _encode_on_device(batch: PacketBatch, count: int, value_dtype: str) -> Packets:
+    """Waits for the device twice: for the lengths of all packets, and for their bytes."""
+    full = [i for i, length in enumerate(batch.lengths) if length]
+    most = [kernels.packet_bytes(n, value_dtype, codec="auto", count=count) for n in batch.lengths]
+    device = batch.values.device
+    room = torch.empty(sum(most[i] for i in full), dtype=torch.uint8, device=device)
+    nbytes = torch.zeros(len(batch.lengths), dtype=torch.int64, device=device)
+    places = list(torch.split(room, [most[i] for i in full]))
+    workspace = kernels.codec_workspace(room, max(batch.lengths, default=0))
+    parts = (torch.split(part, list(batch.lengths)) for part in (batch.indices, batch.values))
+    pairs: list[Pair] = list(zip(*parts, strict=True))
+    for place, i in zip(places, full, strict=True):
+        kernels.encode(
+            *pairs[i], count, value_dtype, codec="auto", out=place, length=nbytes[i : i + 1],
+            workspace=workspace,
+        )  # fmt: skip
+    sizes: list[int] = nbytes.tolist()
+    if any(sizes[i] == 0 for i in full):
+        raise InvalidArgument(f"DGC: invalid indices: they must ascend in 0..{count - 1}")
+    used = [place[: sizes[i]] for place, i in zip(places, full, strict=True)]
+    return torch.cat(used).cpu() if used else room.cpu(), sizes
 
 
 def quantization_error(values: Tensor, decoded: Tensor) -> Tensor:

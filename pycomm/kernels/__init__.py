@@ -10,7 +10,7 @@ several devices and for outputs that share memory with other arguments. Unsuppor
 if the CUDA kernels are not built, and for arrays of another kind.
 """
 
-from pycomm.kernels.batch import PacketBatch, decode_batch, encode_batch
+from pycomm.kernels.batch import PacketBatch, batch_lengths, decode_batch, encode_batch
 from pycomm.kernels.compact import codec_workspace
 from pycomm.kernels.dense import cast, clip_, clip_scale, norm, norm_workspace, reduce_
 from pycomm.kernels.groups import (
@@ -38,6 +38,7 @@ __all__ = [
     "PacketBatch",
     "UpdatePacket",
     "UpdateWorkspace",
+    "batch_lengths",
     "cast",
     "clip_",
     "clip_scale",

@@ -75,30 +75,50 @@ def encode_batch(
     return out[: sum(sizes)], sizes
 
 
-def decode_batch(packets: Any, sizes: Sequence[int], count: int) -> PacketBatch:
-    """Decodes the result of `encode_batch`.
+def batch_lengths(packets: Any, sizes: Sequence[int], count: int) -> list[int]:
+    """Number of elements of each packet, from their headers.
 
     Args:
         packets: uint8 [sum(sizes)] in host memory: concatenated compact packets.
         sizes: bytes of each packet; 0 for a packet without elements.
         count: number of elements of the array that the indices refer to.
 
+    Raises:
+        InvalidArgument: as `decode_batch`.
+        Unsupported: the packets are on a GPU.
+    """
+    found = _packets(packets, sizes)
+    _on_host([found], "batch_lengths")
+    return _core.batch_lengths(found.pointer, list(sizes), int(count))
+
+
+def decode_batch(
+    packets: Any, sizes: Sequence[int], count: int, *, lengths: Sequence[int] | None = None
+) -> PacketBatch:
+    """Decodes the result of `encode_batch`.
+
+    On a GPU all packets are decoded together, and the call waits for the GPU once.
+
+    Args:
+        packets: uint8 [sum(sizes)]: concatenated compact packets.
+        sizes: bytes of each packet; 0 for a packet without elements.
+        count: number of elements of the array that the indices refer to.
+        lengths: number of elements of each packet, from `batch_lengths`. Only for packets on a
+            GPU, where they are required.
+
     Returns:
-        The batch; its values are float32.
+        The batch, on the device of the packets; its values are float32.
 
     Raises:
         InvalidArgument: the bytes are not compact packets of an array of `count` elements, or the
-            sizes do not sum to the number of bytes.
-        Unsupported: the packets are on a GPU.
+            sizes do not sum to the number of bytes. Or the packets are on a GPU and there are no
+            lengths, or other ones than sizes.
+        Unsupported: another kind of array, or CUDA kernels that are not built.
     """
-    found = inputs.array(packets, "packets", ("uint8",))
-    _on_host([found], "decode_batch")
+    found = _packets(packets, sizes)
     sizes = list(sizes)
-    if sum(sizes) != found.nbytes or min(sizes, default=0) < 0:
-        raise InvalidArgument(
-            f"invalid sizes: got a sum of {sum(sizes)} bytes, expected {found.nbytes}, those of "
-            "packets"
-        )
+    if found.device.kind != "cpu":
+        return _decode_on_device(found, sizes, int(count), lengths)
     lengths = _core.batch_lengths(found.pointer, sizes, int(count))
     kept = sum(lengths)
     indices, values = (arrays.new(found, (kept,), dtype) for dtype in ("int32", "float32"))
@@ -108,6 +128,34 @@ def decode_batch(packets: Any, sizes: Sequence[int], count: int) -> PacketBatch:
     )
     _core.decode_batch(found.pointer, sizes, lengths, where.pointer, what.pointer)
     return PacketBatch(indices, values, lengths)
+
+
+def _packets(packets: Any, sizes: Sequence[int]) -> ArrayRef:
+    found = inputs.array(packets, "packets", ("uint8",))
+    if sum(sizes) != found.nbytes or min(sizes, default=0) < 0:
+        raise InvalidArgument(
+            f"invalid sizes: got a sum of {sum(sizes)} bytes, expected {found.nbytes}, those of "
+            "packets"
+        )
+    return found
+
+
+def _decode_on_device(
+    packets: ArrayRef, sizes: list[int], count: int, lengths: Sequence[int] | None
+) -> PacketBatch:
+    if lengths is None or len(lengths) != len(sizes) or min(lengths, default=0) < 0:
+        raise InvalidArgument(
+            f"invalid lengths: got {lengths}, expected one of each of {len(sizes)} packets on a GPU"
+        )
+    full = [i for i, size in enumerate(sizes) if size]
+    if any(lengths[i] for i, size in enumerate(sizes) if not size):
+        raise InvalidArgument("invalid lengths: a packet of 0 bytes has elements")
+    if not full:
+        indices, values = (arrays.new(packets, (0,), dtype) for dtype in ("int32", "float32"))
+        return PacketBatch(indices, values, list(lengths))
+    each = [sizes[i] for i in full], [lengths[i] for i in full]
+    indices, values = compact.decode_batch(packets, each, count)
+    return PacketBatch(indices, values, list(lengths))
 
 
 def elements_of(batch: PacketBatch) -> list[ArrayRef]:
@@ -142,5 +190,5 @@ def _on_host(found: Sequence[ArrayRef], name: str) -> None:
     for one in found:
         if one.device.kind != "cpu":
             raise Unsupported(
-                f"{name} needs host memory: on a GPU call encode or unpack per packet"
+                f"{name} needs host memory: on a GPU call encode for each packet, or decode_batch"
             )

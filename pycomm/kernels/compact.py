@@ -8,6 +8,7 @@ buffer for that result.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -111,20 +112,55 @@ def decode(packet: ArrayRef, count: int, into: tuple[Any, Any, Any], workspace: 
             f"invalid into: got {places.count} indices, {numbers.count} values and "
             f"{refused.count} refused, expected [k], [k] and [1]"
         )
-    module = devices.module(packet.device)
     inputs.check_memory("unpack", [places, numbers, refused], [packet])
-    needed = module.codec_workspace_bytes(places.count, packet.nbytes)
-    scratch = _Scratch(workspace, packet, needed)
+    lengths = [packet.nbytes], [places.count]
+    _decode(packet, lengths, count, (places, numbers, refused), workspace)
+
+
+def decode_batch(
+    packets: ArrayRef, lengths: tuple[Sequence[int], Sequence[int]], count: int
+) -> tuple[Any, Any]:
+    """(indices int32 [n], values float32 [n]) of concatenated packets, in one set of launches.
+
+    Waits for the device once. `lengths`: bytes and number of elements of each packet, at least one.
+
+    Raises:
+        InvalidArgument: the bytes are not such packets of arrays of `count` elements.
+    """
+    sizes, kept = lengths
+    shapes = (sum(kept), "int32"), (sum(kept), "float32"), (len(sizes), "int32")
+    made = [arrays.new(packets, (n,), dtype) for n, dtype in shapes]
+    into = [
+        inputs.array(x, "out", (dtype,), write=True)
+        for x, (_, dtype) in zip(made, shapes, strict=True)
+    ]
+    _decode(packets, lengths, count, into, None)
+    refused = [i for i, bad in enumerate(made[2].tolist()) if bad]
+    if refused:
+        raise InvalidArgument(
+            f"invalid packets: got invalid content in {refused}, expected compact packets of an "
+            f"array of {count} elements"
+        )
+    return made[0], made[1]
+
+
+def _decode(
+    packets: ArrayRef, lengths: tuple[Sequence[int], Sequence[int]], count: int,
+    into: Sequence[ArrayRef], workspace: Any,
+) -> None:  # fmt: skip
+    """Reads concatenated packets into (indices, values, refused)."""
+    module = devices.module(packets.device)
+    sizes, kept = (np.array(numbers, np.uint64) for numbers in lengths)
+    begin = np.uint64(packets.pointer) + np.cumsum(sizes) - sizes
+    rows = np.stack([begin, sizes, kept], axis=1)
+    needed = sum(map(module.codec_workspace_bytes, lengths[1], lengths[0]))
+    scratch = _Scratch(workspace, packets, needed)
     module.decode_compact(
-        packet.pointer,
-        packet.nbytes,
-        places.count,
+        (rows.ctypes.data, len(rows)),
         count,
-        places.pointer,
-        numbers.pointer,
-        refused.pointer,
+        *(one.pointer for one in into),
         scratch.address,
-        *devices.queue(packet.device, packet.array),
+        *devices.queue(packets.device, packets.array),
     )
 
 

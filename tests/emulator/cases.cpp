@@ -28,6 +28,7 @@ constexpr std::pair<std::string_view, void (*)(std::mt19937&)> kCases[] = {
     {"dense", cases::run_dense},
     {"compact", cases::run_compact},
     {"compact_bits", cases::run_compact_bits},
+    {"compact_batch", cases::run_compact_batch},
     {"compact_brief", cases::run_compact_brief},
     {"compact_graph", cases::run_compact_graph},
 };

@@ -67,7 +67,7 @@ class Device {
   Device(const Device&) = delete;
   Device& operator=(const Device&) = delete;
 
-  T* at() { return base_ + skew_; }
+  T* at() const { return base_ + skew_; }
   size_t size() const { return count_; }
   void write(const std::vector<T>& from) {
     check_cuda(
@@ -129,6 +129,7 @@ void run_infinity(std::mt19937& random);  // without masking
 void run_packets(std::mt19937& random);
 void run_compact(std::mt19937& random);
 void run_compact_bits(std::mt19937& random);
+void run_compact_batch(std::mt19937& random);
 void run_compact_brief(std::mt19937& random);
 void run_compact_graph(std::mt19937& random);
 void run_dense(std::mt19937& random);

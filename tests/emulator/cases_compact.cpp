@@ -65,7 +65,8 @@ Decoded decode_there(const Bytes& packet, size_t k, size_t count) {
   Device<float> values(k);
   Device<uint32_t> refused(1);
   Device<std::byte> room(kernels().compact_workspace_bytes(k, packet.size()));
-  kernels().decode_compact({{bytes.at(), packet.size()}, k, count},
+  const kernels::DeviceKernels::CompactPacket one{bytes.at(), packet.size(), k};
+  kernels().decode_compact({&one, 1}, count,
                            {indices.at(), values.at(), refused.at(), {room.at(), room.size()}},
                            queue());
   return {refused.read()[0] != 0, indices.read(), values.read()};
@@ -199,6 +200,68 @@ void run_compact_brief(std::mt19937& random) {
           3);
 }
 
+namespace {
+
+// Packets of many lengths and codes, some of them spoilt, at once: as each alone.
+void try_batch(std::mt19937& random, const std::vector<size_t>& lengths) {
+  constexpr size_t kCount = 5000;
+  std::vector<Bytes> packets;
+  Bytes all;
+  std::vector<int32_t> indices;
+  std::vector<float> values;
+  std::vector<uint32_t> refused;
+  for (const size_t k : lengths) {
+    const Set set = set_of(random, kCount, k);
+    const codec::CompactEncoding how{kCount,
+                                     Dtype::float32,
+                                     false,
+                                     codec::IndexCode(random() % 3),
+                                     codec::ValueCode(random() % 5),
+                                     nullptr};
+    Bytes packet(codec::most_compact_bytes(k, how));
+    packet.resize(
+        codec::encode_compact({set.indices.data(), set.values.data(), k}, how, packet.data()));
+    if (random() % 4 == 0) packet[random() % packet.size()] ^= std::byte{4};
+    const Decoded here = decode_here(packet, k, kCount);
+    indices.insert(indices.end(), here.indices.begin(), here.indices.end());
+    values.insert(values.end(), here.values.begin(), here.values.end());
+    refused.push_back(here.refused);
+    all.insert(all.end(), packet.begin(), packet.end());
+    packets.push_back(packet);
+  }
+  const Device<std::byte> bytes(all);
+  std::vector<kernels::DeviceKernels::CompactPacket> rows;
+  size_t at = 0, room_bytes = 0;
+  for (size_t i = 0; i < packets.size(); ++i) {
+    rows.push_back({bytes.at() + at, packets[i].size(), lengths[i]});
+    at += packets[i].size();
+    room_bytes += kernels().compact_workspace_bytes(lengths[i], packets[i].size());
+  }
+  Device<int32_t> found(indices.size());
+  Device<float> numbers_found(values.size());
+  Device<uint32_t> verdicts(rows.size());
+  Device<std::byte> room(room_bytes);
+  const uint64_t before = emulator::traffic().launches;
+  kernels().decode_compact(
+      rows, kCount, {found.at(), numbers_found.at(), verdicts.at(), {room.at(), room.size()}},
+      queue());
+  finish();
+  const uint64_t pages = (rows.size() + 127) / 128;
+  check(emulator::traffic().launches - before == 7 * pages, "other launches");
+  check(verdicts.read() == refused, "other packets were refused");
+  check(found.read() == indices, "a batch gave other indices");
+  check(same_bits(numbers_found.read(), values), "a batch gave other values");
+}
+
+}  // namespace
+
+void run_compact_batch(std::mt19937& random) {
+  try_batch(random, {130, 0, 1, 64, 700, 65, 2113, 3});
+  std::vector<size_t> many;
+  for (size_t i = 0; i < 150; ++i) many.push_back(random() % 40);
+  try_batch(random, many);
+}
+
 // Captured once, replayed with other numbers in the same places.
 void run_compact_graph(std::mt19937& random) {
   constexpr size_t kCount = 3000, kEach = 200;
@@ -219,7 +282,8 @@ void run_compact_graph(std::mt19937& random) {
   check_cuda(cudaStreamBeginCapture(stream(), cudaStreamCaptureModeThreadLocal));
   kernels().encode_compact({indices.at(), values.at(), kEach}, how,
                            {out.at(), bytes.at(), {room.at(), room.size()}}, queue());
-  kernels().decode_compact({{out.at(), length}, kEach, kCount},
+  const kernels::DeviceKernels::CompactPacket one{out.at(), length, kEach};
+  kernels().decode_compact({&one, 1}, kCount,
                            {found.at(), numbers_found.at(), refused.at(), {room.at(), room.size()}},
                            queue());
   cudaGraph_t graph = nullptr;

@@ -20,6 +20,7 @@ namespace {
 
 constexpr size_t kArena = size_t{256} << 10;
 constexpr size_t kMostStatic = size_t{48} << 10, kMostShared = size_t{99} << 10;  // of 8.6 and 8.9
+constexpr unsigned kMostRows = 65535;
 constexpr size_t kRedZone = 64;
 
 thread_local std::unique_ptr<Grid> grid;
@@ -96,9 +97,9 @@ void start(Block& block, unsigned index) {
   for (unsigned i = 0; i < threads; ++i) {
     Lane& lane = block.lanes[i];
     lane.thread_index = {i, 0, 0};
-    lane.block_index = {index, 0, 0};
+    lane.block_index = {index % grid->shape.blocks, index / grid->shape.blocks, 0};
     lane.block_size = dim3(threads);
-    lane.grid_size = dim3(grid->shape.blocks);
+    lane.grid_size = dim3(grid->shape.blocks, grid->shape.rows);
     lane.rank = i;
     lane.lane = i % 32;
     lane.block = &block;
@@ -146,10 +147,11 @@ bool pass(Block& block) {
 
 void prepare(const Shape& shape) {
   if (current != nullptr) throw std::logic_error("a kernel cannot launch a kernel");
-  if (shape.threads == 0 || shape.threads > 1024 || shape.blocks == 0 ||
-      shape.dynamic_bytes > kMostShared)
-    throw std::runtime_error("a launch that no GPU accepts: " + std::to_string(shape.blocks) +
-                             " blocks of " + std::to_string(shape.threads) + " threads, " +
+  if (shape.threads == 0 || shape.threads > 1024 || shape.blocks == 0 || shape.rows == 0 ||
+      shape.rows > kMostRows || shape.dynamic_bytes > kMostShared)
+    throw std::runtime_error("a launch that no GPU accepts: " + std::to_string(shape.rows) +
+                             " times " + std::to_string(shape.blocks) + " blocks of " +
+                             std::to_string(shape.threads) + " threads, " +
                              std::to_string(shape.dynamic_bytes) + " bytes of shared memory");
   if (!grid) grid = std::make_unique<Grid>();
   grid->main.adopt();
@@ -157,7 +159,7 @@ void prepare(const Shape& shape) {
   grid->random = Random(options().seed);
   grid->spins = 0;
   grid->failure.clear();
-  const unsigned slots = std::clamp(options().resident_blocks, 1u, shape.blocks);
+  const unsigned slots = std::clamp(options().resident_blocks, 1u, shape.blocks * shape.rows);
   while (grid->blocks.size() < slots) grid->blocks.push_back(std::make_unique<Block>());
   for (unsigned i = 0; i < slots; ++i) {
     auto& lanes = grid->blocks[i]->lanes;
@@ -167,7 +169,7 @@ void prepare(const Shape& shape) {
 }
 
 void run() {
-  const unsigned total = grid->shape.blocks;
+  const unsigned total = grid->shape.blocks * grid->shape.rows;
   Walk walk(total);
   unsigned started = 0, done = 0;
   while (done < total && grid->failure.empty()) {

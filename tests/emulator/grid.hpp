@@ -41,6 +41,7 @@ struct Shape {
   unsigned blocks;
   unsigned threads;
   size_t dynamic_bytes = 0;
+  unsigned rows = 1;
 };
 
 enum class WarpOp : uint8_t { sync, ballot, all, any, match, shuffle, up, down, across };

@@ -375,7 +375,12 @@ ROWS = [
     *COMPACT,
 ]
 
-UNIT = {"dense.cu": "dense", "decode.cuh": "packets", "search.cuh": "packets"}  # else step.cu
+UNIT = {
+    "dense.cu": "dense",
+    "compact.cu": "compact",
+    "decode.cuh": "packets",
+    "search.cuh": "packets",
+}  # else step.cu
 UNIT |= {f"compact_{name}.cuh": "compact" for name in ("bits", "read", "values", "write")}
 
 MISTAKES = {

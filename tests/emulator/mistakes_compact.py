@@ -136,6 +136,15 @@ COMPACT = [
         RACE,
     ),
     (
+        "values_of_the_first_packet",
+        "compact.cu",
+        "    r.values = to.values + first;\n",
+        "    r.values = to.values;\n",
+        "plain",
+        "compact_batch",
+        WRONG,
+    ),
+    (
         "a_byte_behind_the_packet",
         "compact_bits.cuh",
         "last = (at + width - 1) / 8;",

@@ -17,6 +17,9 @@ from test_emulator import run
 
 from pycomm import kernels
 from pycomm._core_api import devices
+from pycomm._core_api.arrays import as_array_ref
+from pycomm.errors import InvalidArgument
+from pycomm.kernels import compact
 
 pytestmark = [
     pytest.mark.skipif(programs.nvcc() is None, reason="needs nvcc"),
@@ -24,7 +27,7 @@ pytestmark = [
 ]
 
 CASES = ["topk", "step", "brief", "graph", "infinity", "packets", "dense"]
-CASES += ["compact", "compact_bits", "compact_brief", "compact_graph"]
+CASES += ["compact", "compact_bits", "compact_batch", "compact_brief", "compact_graph"]
 # A thousand packets take minutes; the other cases cover the same code.
 TOO_SLOW = ("tsan", "compact_bits")
 MOST_REGISTERS = 128  # of a hot kernel in float32: 2 blocks of 256 threads on every architecture
@@ -107,6 +110,29 @@ def test_many_tensors_take_the_same_launches():
     with devices.override_kernels("cpu", emulated.kernels):
         kernels.dgc_step(grads, us, vs, [1 + n // 100 for n in sizes], momentum=0.9)
     assert emulated.take_traffic()[2] <= 4
+
+
+def test_many_packets_take_the_launches_of_one():
+    """Packets without elements among them; one after the other they took 7 launches each."""
+    emulated = programs.emulated()
+    rng = np.random.default_rng(5)
+    count, lengths = 900, [40, 1, 900, 0, 65, 128, 7, 300, 11, 2]
+    indices = [np.sort(rng.choice(count, k, replace=False)).astype(np.int32) for k in lengths]
+    batch = kernels.PacketBatch(
+        np.concatenate(indices), rng.standard_normal(sum(lengths)).astype(np.float32), lengths
+    )
+    message, sizes = kernels.encode_batch(batch, count, "2bit")
+    want = kernels.decode_batch(message, sizes, count)
+    full = [size for size in sizes if size], [length for length in lengths if length]
+    emulated.take_traffic()
+    with devices.override_kernels("cpu", emulated.kernels):
+        found = compact.decode_batch(as_array_ref(message, "packets"), full, count)
+        assert emulated.take_traffic()[2] == 7
+        message[sizes[0] + 3] ^= 0x80
+        with pytest.raises(InvalidArgument, match=r"got invalid content in \[1\], expected"):
+            compact.decode_batch(as_array_ref(message, "packets"), full, count)
+    assert found[0].tobytes() == want.indices.tobytes()
+    assert found[1].tobytes() == want.values.tobytes()
 
 
 # ---- nvcc ----------------------------------------------------------------------------------------

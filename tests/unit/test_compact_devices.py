@@ -110,9 +110,8 @@ def test_arbitrary_bytes_decode_or_raise(device, seed, shape, flips, longer, off
         here = np.empty(k, np.int32), np.empty(k, np.float32), np.empty(1, np.int32)
         pointers = [x.ctypes.data for x in here]
         fits = (k, count) == found[:2]
-        _core.kernels.decode_compact(
-            corrupted.ctypes.data, corrupted.size, k, count, *pointers, (0, 0), 0, 0
-        )
+        row = np.array([corrupted.ctypes.data, corrupted.size, k], np.uint64)
+        _core.kernels.decode_compact((row.ctypes.data, 1), count, *pointers, (0, 0), 0, 0)
         assert fits
         wanted = here[0], here[1], False
     except InvalidArgument:  # the device must reject it too

@@ -25,7 +25,8 @@ class CpuKernels final : public DeviceKernels {
   void encode(const codec::Packet& packet, const Encoding& encoding, Queue queue) override;
   void encode_compact(const codec::Packet& packet, const codec::CompactEncoding& encoding,
                       const CompactOutput& output, Queue queue) override;
-  void decode_compact(const CompactPacket& packet, const CompactArrays& to, Queue queue) override;
+  void decode_compact(std::span<const CompactPacket> packets, size_t count, const CompactArrays& to,
+                      Queue queue) override;
   size_t compact_workspace_bytes(size_t k, size_t bytes) override;
   void norm(std::span<const Array> arrays, Dtype dtype, double* norms, Workspace workspace,
             Queue queue) override;
