@@ -390,8 +390,9 @@ class Backend : public c10d::Backend {
 
   WorkPtr run_profiled(Job job) {
     std::shared_ptr<DeviceCompletion> completion;
-    if (set_streams(job) != nullptr)
-      completion = std::make_shared<DeviceCompletion>(current_stream(*job.device));
+    if (DeviceState* const state = set_streams(job))
+      completion = std::make_shared<DeviceCompletion>(current_stream(*job.device),
+                                                      state->group->make_event());
     auto work = c10::make_intrusive<EngineWork>(rank_, sequence_, Job(job), std::move(completion));
     try {
       run(job);
@@ -407,7 +408,8 @@ class Backend : public c10d::Backend {
     DeviceState* const state = set_streams(job);
     std::shared_ptr<DeviceCompletion> completion;
     if (state) {
-      completion = std::make_shared<DeviceCompletion>(state->completion);
+      completion =
+          std::make_shared<DeviceCompletion>(state->completion, state->group->make_event());
       for (group::Call& call : job.calls) call.device.follower = state->completion.native_handle();
     }
     auto work = c10::make_intrusive<EngineWork>(rank_, ++sequence_, std::move(job), completion);

@@ -6,10 +6,11 @@
 //   completion                                 wait | copies | event, futures
 //
 // Nothing here blocks on a device or includes a CUDA header: torch accesses its devices through
-// c10::impl::VirtualGuardImpl, so tests run all of it on emulated devices.
+// c10::impl::VirtualGuardImpl, so tests run all of it on emulated devices. Events are the device
+// group's: a query of torch's own ends a CUDA graph capture of another thread, and its events are
+// made anew for each call.
 #pragma once
 
-#include <c10/core/Event.h>
 #include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
@@ -24,6 +25,7 @@
 
 #include "bindings/c10d_python.h"
 #include "bindings/c10d_tensors.h"
+#include "device/device.h"
 #include "group/group.h"
 
 namespace pycomm::bindings {
@@ -38,9 +40,9 @@ inline c10::Stream current_stream(c10::Device device) {
 // It may outlive the Work and its caller's tensors. Any thread may call.
 class DeviceCompletion {
  public:
-  // `stream`: where results are copied back, after the call.
-  explicit DeviceCompletion(const c10::Stream& stream)
-      : stream_(stream), over_(stream.device_type()) {}
+  // `stream`: where results are copied back, after the call. `over`: an event of its device.
+  DeviceCompletion(const c10::Stream& stream, std::shared_ptr<device::Event> over)
+      : stream_(stream), over_(std::move(over)) {}
   DeviceCompletion(const DeviceCompletion&) = delete;
   DeviceCompletion& operator=(const DeviceCompletion&) = delete;
 
@@ -62,7 +64,7 @@ class DeviceCompletion {
   // Records the end, once all work of the call is on the stream.
   void record() {
     const std::lock_guard lock(mutex_);
-    over_.record(stream_);
+    over_->record(stream_.native_handle());
     recorded_ = true;
   }
   // Work put on the thread's current stream from now on begins after the call. Call it after
@@ -70,7 +72,7 @@ class DeviceCompletion {
   void join() {
     std::vector<at::Tensor> passed_on;  // destroyed unlocked: that may call Python
     const std::lock_guard lock(mutex_);
-    over_.block(current_stream(stream_.device()));
+    over_->stream_wait(current_stream(stream_.device()).native_handle());
     passed_on.swap(held_);
   }
   // Events of a captured graph cannot be queried: the program that launches the graph waits for it.
@@ -84,8 +86,8 @@ class DeviceCompletion {
     const std::lock_guard lock(mutex_);
     try {
       return captured_ ||
-             (recorded_ && over_.query() && std::all_of(works_.begin(), works_.end(), done));
-    } catch (const c10::Error&) {  // the next use of the device reports it
+             (recorded_ && over_->passed() && std::all_of(works_.begin(), works_.end(), done));
+    } catch (const Error&) {  // the next use of the device reports it
       return true;
     }
   }
@@ -100,7 +102,7 @@ class DeviceCompletion {
  private:
   mutable std::mutex mutex_;
   const c10::Stream stream_;
-  c10::Event over_;
+  const std::shared_ptr<device::Event> over_;
   bool recorded_ = false, captured_ = false;
   std::vector<std::shared_ptr<group::Work>> works_;
   std::vector<at::Tensor> held_;

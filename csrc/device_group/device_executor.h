@@ -32,7 +32,7 @@ class DeviceExecutor {
   DeviceExecutor& operator=(const DeviceExecutor&) = delete;
   virtual ~DeviceExecutor() = default;  // cancels calls in progress
 
-  // One thread at a time may call the functions from here to stats().
+  // One thread at a time may call the functions from here to stats(), but for event().
 
   // The call's algorithm, or the one that all ranks choose for it. Throws Unsupported.
   virtual Algorithm algorithm_for(const group::Call& call) const = 0;

@@ -167,6 +167,7 @@ class DeviceGroup final : public group::Collectives,
   std::shared_ptr<group::Work> start(const group::Call& given,
                                      std::function<void(std::exception_ptr)> then) override;
   group::Stats stats() const override;
+  std::shared_ptr<device::Event> make_event() override { return executor_->event(); }
   void close() noexcept override;
   void abort(const std::string& reason) noexcept override {
     fail(GroupBroken("the group was aborted: " + reason, {.rank = rank()}));

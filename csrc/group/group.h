@@ -29,6 +29,9 @@
 namespace pycomm::rendezvous {
 class Store;  // rendezvous/store.h
 }  // namespace pycomm::rendezvous
+namespace pycomm::device {
+class Event;  // device/device.h
+}  // namespace pycomm::device
 
 namespace pycomm::group {
 
@@ -155,6 +158,8 @@ class Collectives {
   virtual std::shared_ptr<Work> start(const Call& call,
                                       std::function<void(std::exception_ptr)> then = {}) = 0;
   virtual Stats stats() const = 0;
+  // Device group: an event for streams of its device, to be recorded. Otherwise null.
+  virtual std::shared_ptr<device::Event> make_event() { return nullptr; }
 
   // Leaves cleanly: peers that need nothing more from this rank are not affected. A second call has
   // no effect. Later calls raise GroupBroken.

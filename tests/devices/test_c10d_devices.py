@@ -7,6 +7,7 @@ order between operations. The code of CUDA builds of torch has not run.
 import copy
 import gc
 import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
 
@@ -362,6 +363,32 @@ def _captured(at: Any) -> None:
 
 def test_calls_are_captured_in_a_graph(run: Run) -> None:
     run(2, _captured)
+
+
+def _asks_during_a_capture(at: Any) -> None:
+    x, y = (torch.ones(100, device=at.device) for _ in range(2))
+    dist.all_reduce(y)
+    y.cpu()
+    go_on = at.delay()
+    work = dist.all_reduce(x, async_op=True)
+    work.wait()
+    before = at.stream(2)
+    stream = at.module.stream(at.index)
+    at.runtime.begin_capture(stream)  # in the global mode, which torch uses
+    backend = dist.group.WORLD._get_backend(at.device)
+    with ThreadPoolExecutor() as other:
+        assert not other.submit(work.is_completed).result()
+        other.submit(backend.get_error).result()
+    dist.all_reduce(y)
+    at.runtime.end_capture(stream)  # raises if a query ended the capture
+    at.stream(before)
+    go_on()
+    x.cpu()
+    assert work.is_completed()
+
+
+def test_another_thread_asks_during_a_capture(run: Run) -> None:
+    run(2, _asks_during_a_capture)
 
 
 def _train(device: Any) -> list[torch.Tensor]:

@@ -327,6 +327,7 @@ def emulated() -> Any:
 def emulated_torch() -> Any:
     """The module _emulated_torch, built: torch tensors on the devices of emulated()."""
     module = _loaded("_emulated_torch")
+    module.set_query(emulated().runtime.query_address())
     for index in range(8):
         module.add(emulated().open_device(index))
     return module

@@ -13,6 +13,7 @@
 #include <ATen/ops/view_native.h>
 #include <c10/core/Allocator.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <driver_types.h>
 #include <pybind11/pybind11.h>
 #include <torch/library.h>
 
@@ -41,6 +42,10 @@ constexpr c10::StreamId kStreams = 8;  // of a device; 0 is its default one, the
 constexpr size_t kDevices = 8;
 
 c10::Device device_at(DeviceIndex index) { return {kType, index}; }
+
+// cudaEventQuery() of _emulated.
+using Query = int (*)(void*);
+Query query = nullptr;
 
 thread_local DeviceIndex current_device = 0;
 thread_local std::array<c10::StreamId, kDevices> current_streams{};
@@ -113,8 +118,11 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
   void block(void* event, const c10::Stream& s) const override {
     if (event != nullptr) side_at(s.device_index()).device->wait(raw(s), event);
   }
-  bool queryEvent(void* event) const override {
-    return event == nullptr || side_at(0).device->passed(event);
+  bool queryEvent(void* event) const override {  // in the thread's capture mode, as torch asks
+    if (event == nullptr) return true;
+    const int error = query(event);
+    TORCH_CHECK(error == cudaSuccess || error == cudaErrorNotReady, "CUDA error ", error);
+    return error == cudaSuccess;
   }
   void destroyEvent(void* event, const DeviceIndex) const noexcept override {
     if (event != nullptr) side_at(0).device->drop_event(event);
@@ -317,6 +325,7 @@ c10::StreamId use_stream(int device, c10::StreamId id) {
 PYBIND11_MODULE(_emulated_torch, module) {
   at::RegisterPrivateUse1HooksInterface(new Hooks);  // torch keeps it
   module.def("add", &add);
+  module.def("set_query", [](uintptr_t at) { query = reinterpret_cast<Query>(at); });
   module.def("stream", &stream_of_thread);
   module.def("use_stream", &use_stream);
 }
