@@ -70,9 +70,6 @@ class Call:
     def start(self, group: Collectives, input: Any, output: Any, stream: int = 0, /) -> Work | None:
         """Like run(), on the group's worker; keeps the arrays alive until the call is complete.
         None if an array needs a description."""
-    def agree_on_first_message(self, host: Collectives, input: Any, output: Any, /) -> None:
-        """Before the device group forms, with the descriptions of arrays on a device: raises
-        Mismatch if this is a message in a group of two and the peer's end is not on a device."""
 
 def rows(lists: tuple[list[Any], ...], /) -> tuple[Any, Any, tuple[str, ...], int, bool] | None:
     """Describes lists of equal length of contiguous arrays, in host memory or on one GPU: uint64
@@ -261,6 +258,11 @@ class Collectives:
         """By rank: its host's number, from 0 in order of the hosts' lowest ranks."""
     @property
     def forked(self) -> bool: ...
+    @property
+    def formed(self) -> bool:
+        """Whether the ranks of a device group are connected; True for other groups."""
+    def form(self, limit_s: float, /) -> None:
+        """Collective for a device group: connects its ranks within the limit, if they are not."""
     def stats(self) -> Stats: ...
     def close(self) -> None: ...
     def abort(self, reason: str, /) -> None: ...
@@ -286,15 +288,14 @@ def on_device(
     nccl_shares: bool,
     options: tuple[int, bool],
     timeout_s: float,
-    limit_s: float,
     /,
 ) -> Collectives:
-    """Collective. The device group of the same ranks.
+    """The device group of the same ranks, not connected yet.
 
     `group`, `device` and `nccl` are capsules; the last two come from the module that has CUDA;
     `why_no_nccl`: if there is none; `nccl_shares`: NCCL lets ranks share a device;
     `options`: the number of channels for large arrays, and whether NCCL is used between hosts; rank
-    0's apply; `timeout_s`: of later calls; `limit_s`: within which all ranks must call."""
+    0's apply; `timeout_s`: of calls without their own."""
 
 def describe_device(device: object, /) -> str:
     """Name, PCI bus id, compute capability, versions of driver and runtime.

@@ -100,7 +100,7 @@ class Backend : public c10d::Backend {
     return all;
   }
   void eagerConnectSingleDevice(at::Device device) override {
-    with_python_errors([&] { (void)device_state(device); });
+    with_python_errors([&] { device_state(device).form(options_->timeout); });
   }
 
   // The timeout of torch's calls. The group's own timeout is unchanged, as it may have other users.
@@ -308,11 +308,7 @@ class Backend : public c10d::Backend {
           std::make_exception_ptr(InvalidArgument("pycomm: end of coalescing without a start")));
     Job job = *std::exchange(batch_, std::nullopt);
     std::vector<Use> uses = std::exchange(batch_uses_, {});
-    const bool transfers =
-        std::all_of(job.calls.begin(), job.calls.end(), [](const group::Call& call) {
-          return call.operation == Operation::send || call.operation == Operation::recv;
-        });
-    if (transfers) {
+    if (is_transfer(job)) {
       separate_receives(job, uses);
       sort_transfers(job.calls, rank_);
     }
@@ -363,9 +359,8 @@ class Backend : public c10d::Backend {
   // For a job on a device: sets the streams of its calls and returns the device's group.
   DeviceState* set_streams(Job& job) {
     if (!job.device || job.device->is_cpu()) return nullptr;
-    if (!device_states_.contains(*job.device) && !job.calls.empty())
-      group::agree_on_first_message(*group_, job.calls.front());
     DeviceState& state = device_state(*job.device);
+    if (!job.calls.empty() && !is_transfer(job)) state.form(job.calls.front().timeout);
     void* const stream = current_stream(*job.device).native_handle();
     for (group::Call& call : job.calls) call.device.stream = stream;
     return &state;

@@ -13,10 +13,12 @@
 
 #include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
+#include <pybind11/functional.h>
 
 #include <algorithm>
 #include <chrono>
 #include <exception>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -117,10 +119,17 @@ struct DeviceOptions {
 // A backend's group and completion stream for one device.
 struct DeviceState {
   std::shared_ptr<group::Collectives> group;
+  std::function<void(double)> form_in_python;
   c10::Stream completion;
+
+  // Collective: connects the ranks.
+  void form(std::chrono::nanoseconds limit) const {
+    if (group->formed()) return;
+    in_python([&] { form_in_python(std::chrono::duration<double>(limit).count()); });
+  }
 };
 
-// Collective over `host`: the group for `device`. Python finds and opens the devices.
+// The group for `device` of the ranks of `host`. Python finds and opens the devices.
 inline DeviceState make_device_state(const std::shared_ptr<group::Group>& host, c10::Device device,
                                      const DeviceOptions& options,
                                      std::chrono::milliseconds timeout) {
@@ -129,11 +138,13 @@ inline DeviceState make_device_state(const std::shared_ptr<group::Group>& host, 
   return in_python([&]() -> DeviceState {
     const py::object on_device =
         py::module_::import("pycomm._core_api.device_groups").attr("on_device");
-    const py::capsule made =
+    const py::tuple made =
         on_device(group_capsule(host), c10::DeviceTypeName(device.type(), true),
                   int{device.index()}, std::chrono::duration<double>(timeout).count(),
                   options.channels, options.internode_transport);
-    return {*made.get_pointer<std::shared_ptr<group::Collectives>>(), completion};
+    const py::capsule group = made[0];
+    return {*group.get_pointer<std::shared_ptr<group::Collectives>>(),
+            made[1].cast<std::function<void(double)>>(), completion};
   });
 }
 

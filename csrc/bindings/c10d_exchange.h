@@ -33,6 +33,13 @@ inline void add_recv(Job& job, const at::Tensor& tensor, int peer, uint32_t tag)
   job.calls.push_back(call);
 }
 
+// Whether the job consists of messages.
+inline bool is_transfer(const Job& job) {
+  return std::all_of(job.calls.begin(), job.calls.end(), [](const group::Call& call) {
+    return call.operation == Operation::send || call.operation == Operation::recv;
+  });
+}
+
 // Orders the sends and receives of several ranks so that they cannot deadlock in a ring. All ranks
 // use the same order: pairs in order, and within a pair the lower rank's message first. So both
 // ends always work on the first unfinished transfer.

@@ -326,22 +326,6 @@ struct Started {
   std::shared_ptr<int> source;
 };
 
-PyObject* agree_on_first_message(PyObject* self, PyObject* const* given, Py_ssize_t count) {
-  try {
-    group::Call call = call_of(self, {given, static_cast<size_t>(count)});
-    group::Collectives& host = handle_of(given[0]).collectives();
-    set_arrays(call, given[1], given[2], host.size());  // descriptions of arrays on a device
-    {
-      const Blocking blocking;
-      pycomm::group::agree_on_first_message(host, call);
-    }
-    throw_pending();
-    return Py_NewRef(Py_None);
-  } catch (...) {
-    return raise_current();
-  }
-}
-
 PyObject* start(PyObject* self, PyObject* const* given, Py_ssize_t count) {
   try {
     group::Call call = call_of(self, {given, static_cast<size_t>(count)});
@@ -387,10 +371,8 @@ PyCFunction fast(PyObject* (*function)(PyObject*, PyObject* const*, Py_ssize_t))
 }
 
 void bind_call(py::module_& module) {
-  static std::array<PyMethodDef, 4> methods{
-      {{"run", fast(run), METH_FASTCALL, nullptr},
-       {"start", fast(start), METH_FASTCALL, nullptr},
-       {"agree_on_first_message", fast(agree_on_first_message), METH_FASTCALL, nullptr}}};
+  static std::array<PyMethodDef, 3> methods{
+      {{"run", fast(run), METH_FASTCALL, nullptr}, {"start", fast(start), METH_FASTCALL, nullptr}}};
   static std::array<PyGetSetDef, 3> properties{
       {{"operation", operation_of, nullptr, nullptr, nullptr},
        {"timeout_s", timeout_of, nullptr, nullptr, nullptr}}};

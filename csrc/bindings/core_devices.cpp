@@ -24,8 +24,7 @@ std::shared_ptr<T> taken(const py::capsule& capsule, std::string_view name) {
 std::unique_ptr<Handle> on_device(const py::capsule& host, const py::capsule& device,
                                   const std::optional<py::capsule>& nccl,
                                   const std::string& why_no_nccl, bool nccl_shares,
-                                  const std::pair<int, bool>& options, double timeout_s,
-                                  double limit_s) {
+                                  const std::pair<int, bool>& options, double timeout_s) {
   auto group = taken<group::Group>(host, "pycomm.Group");
   device_group::DeviceResources resources{
       .device = taken<device::Device>(device, "pycomm.Device"),
@@ -33,14 +32,8 @@ std::unique_ptr<Handle> on_device(const py::capsule& host, const py::capsule& de
       .why_no_nccl = why_no_nccl,
       .nccl_shares = nccl_shares,
       .options = {.channels = options.first, .nccl_between_hosts = options.second}};
-  const auto timeout = nanoseconds(timeout_s), limit = nanoseconds(limit_s);
-  std::shared_ptr<group::Collectives> made;
-  {
-    const Blocking blocking;
-    made = device_group::make_device_group(std::move(group), std::move(resources), timeout, limit);
-  }
-  throw_pending();
-  return std::make_unique<Handle>(std::move(made));
+  return std::make_unique<Handle>(device_group::make_device_group(
+      std::move(group), std::move(resources), nanoseconds(timeout_s)));
 }
 
 }  // namespace

@@ -48,6 +48,15 @@ py::object split(const GroupHandle& handle, int color, int key) {
   return held;
 }
 
+void form(const Handle& handle, double limit_s) {
+  {
+    const auto limit = nanoseconds(limit_s);
+    const Blocking blocking;
+    handle.collectives().form(limit);
+  }
+  throw_pending();
+}
+
 void close(const Handle& handle) {
   if (handle.in_child()) return;
   const Blocking blocking;
@@ -184,6 +193,8 @@ void bind_group(py::module_& module) {
       .def_property_readonly("host_count", info(&group::GroupInfo::host_count))
       .def_property_readonly("encrypted", info(&group::GroupInfo::encrypted))
       .def_property_readonly("forked", &Handle::in_child)
+      .def_property_readonly("formed", [](const Handle& h) { return h.collectives().formed(); })
+      .def("form", &form)
       .def("stats", [](const Handle& h) { return h.collectives().stats(); })
       .def("close", &close)
       .def("abort", &abort)

@@ -32,14 +32,13 @@ class DeviceExecutor {
   DeviceExecutor& operator=(const DeviceExecutor&) = delete;
   virtual ~DeviceExecutor() = default;  // cancels calls in progress
 
-  // One thread at a time may call the functions from here to stats(), but for event().
+  // One thread at a time may call the functions from here to stats().
 
   // The call's algorithm, or the one that all ranks choose for it. Throws Unsupported.
   virtual Algorithm algorithm_for(const group::Call& call) const = 0;
   // Allocates memory, before the ranks agree. Throws Unsupported if the call's stream is being
   // captured and memory would have to grow.
   virtual DeviceCall prepare(const group::Call& call) = 0;
-  virtual std::shared_ptr<device::Event> event() = 0;
   // Enqueues the call after `before`, an event of its stream. Returns the event of its end. May
   // wait for other ranks, until abort().
   virtual std::shared_ptr<device::Event> enqueue(const DeviceCall& device_call,
@@ -63,8 +62,25 @@ std::unique_ptr<DeviceExecutor> make_nccl_executor(std::shared_ptr<group::Group>
                                                    const DeviceOptions& options,
                                                    std::chrono::nanoseconds timeout);
 
+// The other rank of a message, and the id of the communicator.
+struct NcclPeer {
+  int peer;
+  nccl::NcclId id;
+};
+
+// For messages with one rank, which calls this too. Throws as the above.
+std::unique_ptr<DeviceExecutor> make_nccl_executor_of_two(std::shared_ptr<group::Group> host,
+                                                          std::shared_ptr<device::Device> device,
+                                                          std::shared_ptr<nccl::NcclApi> nccl,
+                                                          const NcclPeer& peer,
+                                                          const Deadline& deadline);
+
 // Collective over `host`, for ranks of which some share a device.
 std::unique_ptr<DeviceExecutor> make_host_staged_executor(const std::shared_ptr<group::Group>& host,
                                                           std::shared_ptr<device::Device> device);
+
+// For messages between the two ranks of `pair`, whose calls name the peer by its rank elsewhere.
+std::unique_ptr<DeviceExecutor> make_host_staged_executor_of_two(
+    std::shared_ptr<group::Group> pair, std::shared_ptr<device::Device> device);
 
 }  // namespace pycomm::device_group

@@ -1,17 +1,15 @@
 #include "device_group/device_group.h"
 
 #include <algorithm>
-#include <array>
 #include <condition_variable>
 #include <mutex>
 #include <optional>
-#include <set>
 #include <string>
 #include <thread>
 #include <utility>
-#include <vector>
 
 #include "device_group/device_executor.h"
+#include "device_group/executors.h"
 #include "device_group/watchdog.h"
 #include "engine/engine.h"
 #include "group/check.h"
@@ -150,13 +148,14 @@ class Turn {
 class DeviceGroup final : public group::Collectives,
                           public std::enable_shared_from_this<DeviceGroup> {
  public:
-  DeviceGroup(std::shared_ptr<group::Group> host, std::shared_ptr<device::Device> device,
-              std::unique_ptr<DeviceExecutor> executor, std::chrono::nanoseconds timeout)
+  DeviceGroup(std::shared_ptr<group::Group> host, DeviceResources resources,
+              std::chrono::nanoseconds timeout)
       : host_(std::move(host)),
-        device_(std::move(device)),
+        device_(resources.device),
         timeout_(timeout),
-        executor_(std::move(executor)),
-        watchdog_(*host_, *executor_) {
+        events_(std::make_shared<device::EventPool>(device_)),
+        executors_(host_, std::move(resources), timeout),
+        watchdog_(*host_, executors_) {
     watchdog_thread_.start(kWatchInterval, [this] { return look(); });
   }
   ~DeviceGroup() override { watchdog_thread_.join(); }
@@ -167,7 +166,12 @@ class DeviceGroup final : public group::Collectives,
   std::shared_ptr<group::Work> start(const group::Call& given,
                                      std::function<void(std::exception_ptr)> then) override;
   group::Stats stats() const override;
-  std::shared_ptr<device::Event> make_event() override { return executor_->event(); }
+  void form(std::chrono::nanoseconds limit) override {
+    const Turn turn(turns_, limit);
+    executors_.form(limit);
+  }
+  bool formed() const override { return executors_.of_all() != nullptr; }
+  std::shared_ptr<device::Event> make_event() override { return events_->take(); }
   void close() noexcept override;
   void abort(const std::string& reason) noexcept override {
     fail(GroupBroken("the group was aborted: " + reason, {.rank = rank()}));
@@ -180,17 +184,19 @@ class DeviceGroup final : public group::Collectives,
   DeviceCall begin(const group::Call& given);
   std::shared_ptr<device::Event> mark(void* stream);
   using Failed = std::function<void(std::exception_ptr)>;
-  std::shared_ptr<device::Event> enqueue(const DeviceCall& device_call, device::Event& before,
+  std::shared_ptr<device::Event> enqueue(DeviceCall& device_call, device::Event& before,
                                          const Deadline& deadline, Failed failed);
+  DeviceExecutor& executor_for(DeviceCall& device_call, const Deadline& deadline);
   bool look() noexcept;
   void fail(const Error& error) noexcept;
 
   std::shared_ptr<group::Group> host_;
   std::shared_ptr<device::Device> device_;
   const std::chrono::nanoseconds timeout_;
-  Turns turns_;               // of run() and start()
-  mutable std::mutex mutex_;  // guards the executor and calls_
-  std::unique_ptr<DeviceExecutor> executor_;
+  Turns turns_;  // of run() and start()
+  std::shared_ptr<device::EventPool> events_;
+  mutable std::mutex mutex_;  // guards the calls of executors_, and calls_
+  Executors executors_;
   uint64_t calls_ = 0;
   Watchdog watchdog_;
   std::mutex ending_;  // guards ended_, cause_, and calls that enter the watchdog
@@ -202,25 +208,41 @@ class DeviceGroup final : public group::Collectives,
 
 // Records the event on the caller's stream after which a call begins.
 std::shared_ptr<device::Event> DeviceGroup::mark(void* stream) {
-  auto event = executor_->event();
+  auto event = events_->take();
   event->record(stream);
   return event;
 }
 
-// Rejects what this rank can reject without its peers.
+// Rejects what this rank can reject without its peers. The algorithm of a message is known once its
+// executor is.
 DeviceCall DeviceGroup::begin(const group::Call& given) {
   if (given.algorithm == Algorithm::shared_memory)
     group::throw_unsupported(given, "the algorithm shared_memory is for arrays in host memory");
   group::Call call = given;
-  call.algorithm = executor_->algorithm_for(given);
   call.timeout = limit_of(given);
+  const bool is_message = !group::is_plan(given.operation);
+  if (!is_message) executors_.form(call.timeout);
+  DeviceExecutor* const executor = executors_.of_all();
+  call.algorithm = is_message ? Algorithm::direct : executor->algorithm_for(given);
   group::Call asked = call;
-  if (asked.algorithm == Algorithm::nccl || asked.algorithm == Algorithm::host_staged ||
-      !group::is_plan(asked.operation))
+  if (asked.algorithm == Algorithm::nccl || asked.algorithm == Algorithm::host_staged || is_message)
     asked.algorithm = Algorithm::automatic;
   group::check_call(asked, rank(), size());
+  if (executor == nullptr) return {.call = call};
   const std::lock_guard lock(mutex_);
-  return executor_->prepare(call);
+  return executor->prepare(call);
+}
+
+// For a call that the ranks agreed about.
+DeviceExecutor& DeviceGroup::executor_for(DeviceCall& device_call, const Deadline& deadline) {
+  group::Call& call = device_call.call;
+  if (group::is_plan(call.operation)) return *executors_.of_all();
+  DeviceExecutor& executor = executors_.for_message(call.peer, deadline);
+  call.algorithm = Algorithm::automatic;
+  call.algorithm = executor.algorithm_for(call);
+  const std::lock_guard lock(mutex_);
+  device_call = executor.prepare(call);
+  return executor;
 }
 
 void DeviceGroup::run(const group::Call& given) {
@@ -275,9 +297,9 @@ std::shared_ptr<group::Work> DeviceGroup::start(const group::Call& given,
   return work;
 }
 
-std::shared_ptr<device::Event> DeviceGroup::enqueue(const DeviceCall& device_call,
-                                                    device::Event& before, const Deadline& deadline,
-                                                    Failed failed) {
+std::shared_ptr<device::Event> DeviceGroup::enqueue(DeviceCall& device_call, device::Event& before,
+                                                    const Deadline& deadline, Failed failed) {
+  DeviceExecutor& executor = executor_for(device_call, deadline);
   try {
     const std::lock_guard lock(mutex_);
     ++calls_;
@@ -289,7 +311,7 @@ std::shared_ptr<device::Event> DeviceGroup::enqueue(const DeviceCall& device_cal
       watchdog_.add(text_of(device_call.call), all ? Watchdog::kAllPeers : device_call.call.peer,
                     deadline, std::move(failed));
     }
-    auto end_event = executor_->enqueue(device_call, before);
+    auto end_event = executor.enqueue(device_call, before);
     const std::lock_guard ending(ending_);
     if (cause_) throw Error(*cause_);  // the call's event passes without a result
     // Calls in a graph are not watched: the program that launches the graph waits for them.
@@ -324,7 +346,7 @@ void DeviceGroup::fail(const Error& error) noexcept {
   }
   watchdog_.end(std::make_exception_ptr(Error(error)));
   host_->abort(error.what());  // first, so that peers learn the reason before they miss this rank
-  executor_->abort(error.what());
+  executors_.abort(error.what());
 }
 
 // Waits for the enqueued calls first, as peers may need them.
@@ -338,109 +360,22 @@ void DeviceGroup::close() noexcept {
   watchdog_thread_.join();
   const std::lock_guard lock(ending_);
   if (!std::exchange(ended_, true))
-    executor_->close(Deadline(std::min<std::chrono::nanoseconds>(timeout_, kCloseTimeout)));
+    executors_.close(Deadline(std::min<std::chrono::nanoseconds>(timeout_, kCloseTimeout)));
 }
 
 group::Stats DeviceGroup::stats() const {
   const std::lock_guard lock(mutex_);
-  group::Stats stats = executor_->stats();
+  group::Stats stats = executors_.stats();
   stats.calls = calls_;
   return stats;
-}
-
-constexpr const char* kAllRanks =
-    "the first call with device arrays, even a send or recv, needs all ranks of the group, "
-    "each with an array on its device; begin with a collective call on devices, or for torch with "
-    "init_process_group(device_id=...): ";
-
-// What a rank publishes of its DeviceResources.
-struct DeviceInfo {
-  std::array<char, 28> bus_id;  // padded with zeros
-  bool nccl_shares, has_nccl, nccl_between_hosts;
-  uint8_t channels;
-};
-static_assert(sizeof(DeviceInfo) == 32);
-
-// Runs at the first call with device arrays, whichever call that is.
-std::vector<DeviceInfo> exchange_device_info(group::Group& host, const DeviceResources& resources,
-                                             std::chrono::nanoseconds limit) {
-  const auto [channels, nccl_between_hosts] = resources.options;
-  check(channels >= 1 && channels <= 255, "invalid cuda_channels: it must be between 1 and 255");
-  DeviceInfo mine{{},
-                  resources.nccl_shares,
-                  resources.nccl != nullptr,
-                  nccl_between_hosts,
-                  static_cast<uint8_t>(channels)};
-  const std::string bus_id = resources.device->bus_id();
-  std::copy_n(bus_id.begin(), std::min(bus_id.size(), mine.bus_id.size()), mine.bus_id.begin());
-  std::vector<DeviceInfo> all(static_cast<size_t>(host.size()));
-  try {
-    host.run({.operation = Operation::all_gather,
-              .input = &mine,
-              .output = all.data(),
-              .count = sizeof(DeviceInfo),
-              .timeout = limit});
-  } catch (const Error& error) {
-    if (error.kind() != ErrorKind::timeout) throw;
-    throw Timeout(kAllRanks + std::string(error.what()), error.fields());
-  }
-  return all;
-}
-
-// Whether the group stages calls in host memory: NCCL refuses two ranks on one device of a host.
-bool is_host_staged(const group::Group& host, const std::vector<DeviceInfo>& all) {
-  std::set<std::pair<int, decltype(DeviceInfo::bus_id)>> devices;
-  for (size_t rank = 0; rank < all.size(); ++rank)
-    devices.emplace(host.info().hosts[rank], all[rank].bus_id);
-  return devices.size() < all.size() && !std::ranges::all_of(all, &DeviceInfo::nccl_shares);
-}
-
-// Throws Unsupported on all ranks if NCCL would send unencrypted data although encrypt=True.
-void check_encrypted(const group::Group& host, const DeviceInfo& first) {
-  if (host.info().encrypted && host.info().host_count > 1 && first.nccl_between_hosts)
-    throw Unsupported(
-        "encrypt=True: NCCL between hosts does not encrypt; use cuda_internode_transport=\"tcp\" "
-        "for "
-        "arrays on CUDA devices");
-}
-
-// Throws Unsupported if a rank needs NCCL and has none. If NCCL is used inside hosts only, a rank
-// that is alone on its host does not need it.
-void check_nccl(const group::Group& host, const std::vector<DeviceInfo>& all,
-                const DeviceResources& resources) {
-  const auto needs = [&](size_t rank) {
-    return all[0].nccl_between_hosts ||
-           std::ranges::count(host.info().hosts, host.info().hosts[rank]) > 1;
-  };
-  for (size_t rank = 0; rank < all.size(); ++rank) {
-    if (all[rank].has_nccl || !needs(rank)) continue;
-    if (!resources.nccl) throw Unsupported(resources.why_no_nccl);
-    throw Unsupported("rank " + std::to_string(rank) +
-                      " could not load NCCL, which calls on CUDA arrays require; see the error of "
-                      "that rank for the places it searched");
-  }
 }
 
 }  // namespace
 
 std::shared_ptr<group::Collectives> make_device_group(std::shared_ptr<group::Group> host,
                                                       DeviceResources resources,
-                                                      std::chrono::nanoseconds timeout,
-                                                      std::chrono::nanoseconds limit) {
-  const auto infos = exchange_device_info(*host, resources, limit);
-  std::unique_ptr<DeviceExecutor> executor;
-  if (is_host_staged(*host, infos)) {
-    executor = make_host_staged_executor(host, resources.device);
-  } else {
-    check_encrypted(*host, infos[0]);
-    check_nccl(*host, infos, resources);
-    const DeviceOptions options{.channels = infos[0].channels,
-                                .nccl_between_hosts = infos[0].nccl_between_hosts};
-    executor =
-        make_nccl_executor(host, resources.device, std::move(resources.nccl), options, timeout);
-  }
-  return std::make_shared<DeviceGroup>(std::move(host), std::move(resources.device),
-                                       std::move(executor), timeout);
+                                                      std::chrono::nanoseconds timeout) {
+  return std::make_shared<DeviceGroup>(std::move(host), std::move(resources), timeout);
 }
 
 }  // namespace pycomm::device_group

@@ -4,7 +4,8 @@
 //
 // A device group has a host group: through it the ranks agree about every call before one enqueues
 // it, with the same checks, timeouts and errors, and detect failed peers. Then the call runs on the
-// group's own stream, between events of the caller's stream.
+// group's own stream, between events of the caller's stream. The first collective call connects the
+// ranks; a message before it connects its two ranks only.
 //
 //   host     agree: all ranks have made the same call
 //   caller   ... x is ready | event                      event | what uses the result ...
@@ -23,13 +24,12 @@
 
 namespace pycomm::device_group {
 
-// Collective over `host`; calls of both groups share one order. All ranks must call within `limit`.
-// `timeout` limits the setup of NCCL, and by default the agreement and the execution of each call.
-// Throws the errors of `host`; Unsupported if a device does not suit NCCL, and on every rank if one
-// needs NCCL and has none; Timeout if a rank is missing.
+// For the ranks of `host`; calls of both groups share one order. `timeout` limits the setup of
+// NCCL, and by default the agreement and the execution of each call. The call that connects the
+// ranks throws the errors of `host`; Unsupported if a device does not suit NCCL, and on every rank
+// if one needs NCCL and has none; Timeout if a rank is missing.
 std::shared_ptr<group::Collectives> make_device_group(std::shared_ptr<group::Group> host,
                                                       DeviceResources resources,
-                                                      std::chrono::nanoseconds timeout,
-                                                      std::chrono::nanoseconds limit);
+                                                      std::chrono::nanoseconds timeout);
 
 }  // namespace pycomm::device_group

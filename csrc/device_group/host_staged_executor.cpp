@@ -25,9 +25,12 @@ size_t aligned(size_t bytes) { return (bytes + kAligned - 1) / kAligned * kAlign
 
 class HostStagedExecutor final : public DeviceExecutor {
  public:
-  HostStagedExecutor(std::shared_ptr<device::Device> device, std::shared_ptr<group::Group> data)
+  // `of_two`: for messages between the two ranks of `data`.
+  HostStagedExecutor(std::shared_ptr<device::Device> device, std::shared_ptr<group::Group> data,
+                     bool of_two)
       : device_(std::move(device)),
         data_(std::move(data)),
+        of_two_(of_two),
         stream_(device_),
         events_(std::make_shared<device::EventPool>(device_)),
         staging_(device_, device::GrowableBuffer::Where::host),
@@ -38,7 +41,6 @@ class HostStagedExecutor final : public DeviceExecutor {
 
   Algorithm algorithm_for(const group::Call& call) const override;
   DeviceCall prepare(const group::Call& call) override;
-  std::shared_ptr<device::Event> event() override { return events_->take(); }
   std::shared_ptr<device::Event> enqueue(const DeviceCall& device_call,
                                          device::Event& before) override;
   group::Stats stats() const override {
@@ -65,6 +67,7 @@ class HostStagedExecutor final : public DeviceExecutor {
 
   std::shared_ptr<device::Device> device_;
   std::shared_ptr<group::Group> data_;
+  const bool of_two_;
   device::Stream stream_;
   std::shared_ptr<device::EventPool> events_;
   device::GrowableBuffer staging_;
@@ -103,10 +106,11 @@ std::shared_ptr<device::Event> HostStagedExecutor::enqueue(const DeviceCall& dev
   group::Call here = call;
   here.input = layout.input > 0 ? staging : nullptr;
   here.output = layout.output > 0 ? output : nullptr;
+  if (of_two_) here.peer = 1 - data_->rank();
   here.source = nullptr;  // set earlier; its owner may be gone
   if (call.algorithm == Algorithm::host_staged) here.algorithm = Algorithm::automatic;
 
-  auto end_event = event();
+  auto end_event = events_->take();
   before.stream_wait(stream_.raw());
   if (layout.input > 0) device_->copy(staging, call.input, layout.input, stream_.raw());
   if (gives_output) device_->copy(output, call.output, layout.output, stream_.raw());
@@ -143,7 +147,13 @@ std::optional<Error> HostStagedExecutor::async_error(const std::string& what) {
 
 std::unique_ptr<DeviceExecutor> make_host_staged_executor(const std::shared_ptr<group::Group>& host,
                                                           std::shared_ptr<device::Device> device) {
-  return std::make_unique<HostStagedExecutor>(std::move(device), host->split(0, host->rank()));
+  return std::make_unique<HostStagedExecutor>(std::move(device), host->split(0, host->rank()),
+                                              false);
+}
+
+std::unique_ptr<DeviceExecutor> make_host_staged_executor_of_two(
+    std::shared_ptr<group::Group> pair, std::shared_ptr<device::Device> device) {
+  return std::make_unique<HostStagedExecutor>(std::move(device), std::move(pair), true);
 }
 
 }  // namespace pycomm::device_group

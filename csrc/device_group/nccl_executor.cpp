@@ -52,12 +52,22 @@ class NcclExecutor final : public DeviceExecutor {
       : host_(std::move(host)),
         nccl_(std::move(nccl)),
         engine_(nccl_, std::move(device), host_->rank(), host_->size()) {}
+  // For messages with `peer`. The communicator has rank 0 for the lower of the two ranks.
+  NcclExecutor(std::shared_ptr<group::Group> host, std::shared_ptr<device::Device> device,
+               std::shared_ptr<nccl::NcclApi> nccl, int peer)
+      : host_(std::move(host)),
+        nccl_(std::move(nccl)),
+        of_two_(true),
+        engine_(nccl_, std::move(device), host_->rank() < peer ? 0 : 1, 2) {}
 
+  void connect_two(const nccl::NcclId& id, const Deadline& deadline) {
+    engine_.connect({&id, 1}, {}, deadline);
+    communicators_ = engine_.communicators();
+  }
   void connect(const DeviceOptions& options, std::chrono::nanoseconds timeout);
 
   Algorithm algorithm_for(const group::Call& call) const override;
   DeviceCall prepare(const group::Call& call) override;
-  std::shared_ptr<device::Event> event() override { return engine_.event(); }
   std::shared_ptr<device::Event> enqueue(const DeviceCall& device_call,
                                          device::Event& before) override {
     return engine_.enqueue(job_of(device_call), before);
@@ -79,12 +89,13 @@ class NcclExecutor final : public DeviceExecutor {
                                        const std::vector<int>& local_ranks,
                                        std::chrono::nanoseconds timeout);
   void exchange_failures(bool failed, std::chrono::nanoseconds timeout);
-  static device::StreamJob job_of(const DeviceCall& device_call);
+  device::StreamJob job_of(const DeviceCall& device_call) const;
   int channels_of(const group::Call& call) const;
   std::shared_ptr<const std::vector<device::StreamStages>> plan_of(const group::Call& call);
 
   std::shared_ptr<group::Group> host_;
   std::shared_ptr<nccl::NcclApi> nccl_;
+  const bool of_two_ = false;  // the communicator has two ranks of the group, in their order
   device::StreamEngine engine_;
   std::vector<nccl::Communicator*> communicators_;  // owned by engine_, by channel
   std::map<std::tuple<Operation, Algorithm, size_t, int, int>,
@@ -116,9 +127,7 @@ std::vector<nccl::NcclId> NcclExecutor::create_ids(const DeviceOptions& options,
   const auto channels = static_cast<size_t>(options.channels);
   std::vector<nccl::NcclId> mine(channels), all(channels * static_cast<size_t>(host_->size()));
   if (static_cast<size_t>(host_->rank()) == first && connected > 1)
-    for (nccl::NcclId& id : mine)
-      if (const nccl::NcclResult made = nccl_->get_unique_id(id); made != nccl::NcclResult::success)
-        throw InternalError(nccl::nccl_error_text(*nccl_, "ncclGetUniqueId", made));
+    for (nccl::NcclId& id : mine) nccl::create_id(*nccl_, id);
   host_->run({.operation = Operation::all_gather,
               .input = mine.data(),
               .output = all.data(),
@@ -228,7 +237,7 @@ std::shared_ptr<const std::vector<device::StreamStages>> NcclExecutor::plan_of(
   return plans_.emplace(key, made()).first->second;
 }
 
-device::StreamJob NcclExecutor::job_of(const DeviceCall& device_call) {
+device::StreamJob NcclExecutor::job_of(const DeviceCall& device_call) const {
   const group::Call& call = device_call.call;
   return {.plan = device_call.plan.get(),
           .operation = call.operation,
@@ -237,7 +246,7 @@ device::StreamJob NcclExecutor::job_of(const DeviceCall& device_call) {
           .input = static_cast<const std::byte*>(call.input),
           .output = static_cast<std::byte*>(call.output),
           .count = call.count,
-          .peer = call.peer,
+          .peer = of_two_ ? static_cast<int>(host_->rank() < call.peer) : call.peer,
           .timeout = call.timeout};
 }
 
@@ -268,6 +277,17 @@ std::unique_ptr<DeviceExecutor> make_nccl_executor(std::shared_ptr<group::Group>
   auto executor =
       std::make_unique<NcclExecutor>(std::move(host), std::move(device), std::move(nccl));
   executor->connect(options, timeout);
+  return executor;
+}
+
+std::unique_ptr<DeviceExecutor> make_nccl_executor_of_two(std::shared_ptr<group::Group> host,
+                                                          std::shared_ptr<device::Device> device,
+                                                          std::shared_ptr<nccl::NcclApi> nccl,
+                                                          const NcclPeer& peer,
+                                                          const Deadline& deadline) {
+  auto executor = std::make_unique<NcclExecutor>(std::move(host), std::move(device),
+                                                 std::move(nccl), peer.peer);
+  executor->connect_two(peer.id, deadline);
   return executor;
 }
 

@@ -13,7 +13,7 @@
 #include "core/deadline.h"
 #include "core/errors.h"
 #include "device/device.h"
-#include "device_group/device_executor.h"
+#include "device_group/executors.h"
 #include "group/group.h"
 
 namespace pycomm::device_group {
@@ -21,8 +21,8 @@ namespace pycomm::device_group {
 // Any thread may call.
 class Watchdog {
  public:
-  // `host` reports lost ranks, `executor` failed calls.
-  Watchdog(group::Group& host, DeviceExecutor& executor) : host_(host), executor_(executor) {}
+  // `host` reports lost ranks, `executors` failed calls.
+  Watchdog(group::Group& host, const Executors& executors) : host_(host), executors_(executors) {}
 
   // Adds a call that is about to be enqueued. `peer`: the only other rank that it needs, or
   // kAllPeers. end() calls `failed` if the call is not complete by then; it may be empty.
@@ -57,7 +57,7 @@ class Watchdog {
   ErrorFields fields(const Entry& oldest, int peer) const;
 
   group::Group& host_;
-  DeviceExecutor& executor_;
+  const Executors& executors_;
   std::mutex mutex_;
   std::deque<Entry> under_way_;
   // When a lost rank or a broken group was first seen; {} if not yet.

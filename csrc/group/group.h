@@ -37,6 +37,8 @@ namespace pycomm::group {
 
 // recv: any rank that sent a message with the tag.
 inline constexpr int kAnySource = -1;
+// The tag of messages that a group sends for itself. Programs do not use it.
+inline constexpr uint32_t kInternalTag = 0xffffffff;
 
 // The part of a call that only arrays on devices have.
 struct OnDevice {
@@ -158,6 +160,10 @@ class Collectives {
   virtual std::shared_ptr<Work> start(const Call& call,
                                       std::function<void(std::exception_ptr)> then = {}) = 0;
   virtual Stats stats() const = 0;
+  // Device group: connects the ranks, before their first collective call, which does it otherwise.
+  // Collective; no effect if done. Throws as make_device_group() says.
+  virtual void form(std::chrono::nanoseconds /*limit*/) {}
+  virtual bool formed() const { return true; }
   // Device group: an event for streams of its device, to be recorded. Otherwise null.
   virtual std::shared_ptr<device::Event> make_event() { return nullptr; }
 
@@ -177,16 +183,6 @@ inline Call agreement_about(Call call, int* source) {
   return call;
 }
 
-// The first call on devices, before the device group forms. In a group of two a message is agreed
-// as later ones are, so that a peer whose end is in host memory gets Mismatch too. In larger groups
-// that could wait forever: the peer may already wait for this rank in the forming.
-inline void agree_on_first_message(Collectives& host, const Call& first) {
-  if (host.size() != 2) return;
-  if (first.operation != Operation::send && first.operation != Operation::recv) return;
-  int source = kAnySource;
-  host.run(agreement_about(first, &source));
-}
-
 // For arrays in host memory. Its destructor sends goodbye first, as close() does.
 class Group : public Collectives {
  public:
@@ -195,9 +191,16 @@ class Group : public Collectives {
   // does. If a message does not fit its recv, it is dropped and the others complete.
   virtual void exchange(std::span<const Call> calls) = 0;
 
+  // Runs `body`, whose calls run one after another without other calls of this rank between them.
+  // Throws Timeout if earlier calls are not complete within `limit`.
+  virtual void run_together(const std::function<void()>& body, std::chrono::nanoseconds limit) = 0;
+
   // Collective. Ranks with the same color form a group, ordered by (key, rank). A rank with a
   // negative color takes part and gets null.
   virtual std::shared_ptr<Group> split(int color, int key) = 0;
+
+  // Collective over this rank and `peer`, once for each peer: the group of the two, in their order.
+  virtual std::shared_ptr<Group> pair_with(int peer) = 0;
 
   // For a broken group: the ranks that this rank knew to be lost when the group broke. They died,
   // were silent for too long or left cleanly.

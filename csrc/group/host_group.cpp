@@ -234,6 +234,12 @@ void HostGroup::exchange(std::span<const Call> calls) {
            .messages = posted});
 }
 
+void HostGroup::run_together(const std::function<void()>& body, std::chrono::nanoseconds limit) {
+  const Worker::Turn turn = worker_.take_turn(limit);
+  const Worker::Nesting nesting(worker_);
+  body();
+}
+
 Worker::Turn HostGroup::take_turn(const Call& call) {
   const auto limit = limit_of(call);
   try {

@@ -32,7 +32,9 @@ class HostGroup final : public Group {
   std::shared_ptr<Work> start(const Call& call,
                               std::function<void(std::exception_ptr)> then) override;
   void exchange(std::span<const Call> calls) override;
+  void run_together(const std::function<void()>& body, std::chrono::nanoseconds limit) override;
   std::shared_ptr<Group> split(int color, int key) override;
+  std::shared_ptr<Group> pair_with(int peer) override;
   std::vector<int> lost() const override { return engine_.status().lost; }
   std::shared_ptr<Group> regroup(rendezvous::Store& store, const std::string& name,
                                  const std::vector<int>& members,
@@ -62,6 +64,7 @@ class HostGroup final : public Group {
   template <typename Run>
   void log_call(const PreparedCall& prepared, const Run& run);
   std::vector<std::string> gather_texts(const std::string& mine);
+  void swap_with(int peer, std::span<const std::byte> mine, std::span<std::byte> theirs);
   ConnectOptions subgroup_options(const std::vector<int>& members, const std::string& name) const;
 
   ConnectOptions options_;

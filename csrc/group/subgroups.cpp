@@ -1,5 +1,7 @@
 // Subgroups: split() of a working group, and regroup() of the survivors of a broken one.
 #include <algorithm>
+#include <array>
+#include <cstddef>
 #include <utility>
 
 #include "core/sha256.h"
@@ -88,6 +90,37 @@ std::shared_ptr<Group> HostGroup::split(int color, int key) {
     return ours;
   };
   return make_group(child, exchange, world_ranks(info_, members),
+                    [&](auto limit) { engine_.check_for_failures(limit, members); });
+}
+
+void HostGroup::swap_with(int peer, std::span<const std::byte> mine, std::span<std::byte> theirs) {
+  const Call out{.operation = Operation::send,
+                 .input = mine.data(),
+                 .count = mine.size(),
+                 .peer = peer,
+                 .tag = kInternalTag};
+  const Call in{.operation = Operation::recv,
+                .output = theirs.data(),
+                .count = theirs.size(),
+                .peer = peer,
+                .tag = kInternalTag};
+  exchange(std::array{out, in});
+}
+
+std::shared_ptr<Group> HostGroup::pair_with(int peer) {
+  const std::vector<int> members{std::min(info_.rank, peer), std::max(info_.rank, peer)};
+  const std::string name =
+      info_.name + "/pair." + std::to_string(members[0]) + "." + std::to_string(members[1]);
+  const bootstrap::Exchange exchange = [&](const std::string& mine) {
+    const size_t bytes = mine.size();
+    size_t length = 0;
+    swap_with(peer, std::as_bytes(std::span(&bytes, 1)),
+              std::as_writable_bytes(std::span(&length, 1)));
+    std::string theirs(length, '\0');
+    swap_with(peer, std::as_bytes(std::span(mine)), std::as_writable_bytes(std::span(theirs)));
+    return info_.rank < peer ? std::vector{mine, theirs} : std::vector{theirs, mine};
+  };
+  return make_group(subgroup_options(members, name), exchange, world_ranks(info_, members),
                     [&](auto limit) { engine_.check_for_failures(limit, members); });
 }
 

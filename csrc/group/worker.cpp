@@ -152,7 +152,8 @@ Clock::time_point Worker::enter(std::chrono::nanoseconds limit) {
 }
 
 Worker::Turn Worker::take_turn(std::chrono::nanoseconds limit) {
-  if (state_->thread == std::this_thread::get_id()) return {nullptr, Clock::now()};
+  const auto me = std::this_thread::get_id();
+  if (state_->thread == me || state_->nested == me) return {nullptr, Clock::now()};
   if (state_->caller.try_enter()) return {state_.get(), Clock::now()};
   return {state_.get(), enter(limit)};
 }

@@ -100,7 +100,7 @@ class Worker {
 
   // Waits until all calls started before are complete, but for receives. Throws InvalidArgument if
   // another thread is inside, and Timeout if the turn does not come within `limit`. Inside a `then`
-  // it returns at once.
+  // or a Nesting it returns at once.
   Turn take_turn(std::chrono::nanoseconds limit);
   // Inside a `then`, `body` runs at once: a wait for the Work there must not block the thread
   // that would run it, and the order is the same as for a `then` that was added too late for the
@@ -108,6 +108,19 @@ class Worker {
   std::shared_ptr<Work> start(Body body, Then then);
   // As start(), but on this thread if nothing else is under way and `possible` is true then.
   std::shared_ptr<Work> start_at_once(const std::function<bool()>& possible, Body body, Then then);
+  // While it lives, the calls of this thread, which has the turn, are part of that turn.
+  class Nesting {
+   public:
+    explicit Nesting(Worker& worker) : nested_(worker.state_->nested) {
+      nested_ = std::this_thread::get_id();
+    }
+    Nesting(const Nesting&) = delete;
+    Nesting& operator=(const Nesting&) = delete;
+    ~Nesting() { nested_ = std::thread::id(); }
+
+   private:
+    std::atomic<std::thread::id>& nested_;
+  };
   // Starts a receive; other calls do not wait for it. `body` receives at once, inside a `then`.
   // `deferrable`: if nothing else is under way, the receive begins with the first use of its Work,
   // on the thread that waits for it, or with the next receive, or with end_deferral().
@@ -164,6 +177,7 @@ class Worker {
     int waiting = 0;                             // threads that wait until no call runs
     Caller caller;
     std::atomic<std::thread::id> thread;
+    std::atomic<std::thread::id> nested;  // see Nesting
   };
   Clock::time_point enter(std::chrono::nanoseconds limit);
   static void loop(State& state);

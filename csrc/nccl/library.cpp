@@ -124,6 +124,11 @@ std::string nccl_error_text(NcclApi& nccl, const std::string& function, NcclResu
          " (NCCL " + nccl_version_text(nccl.version()) + ", " + nccl.origin() + ")";
 }
 
+void create_id(NcclApi& nccl, NcclId& id) {
+  if (const NcclResult made = nccl.get_unique_id(id); made != NcclResult::success)
+    throw InternalError(nccl_error_text(nccl, "ncclGetUniqueId", made));
+}
+
 std::unique_ptr<NcclApi> load_nccl(std::span<const NcclPlace> places) {
   std::string seen;
   for (const NcclPlace& place : places) {

@@ -114,6 +114,9 @@ std::string nccl_version_text(int code);
 // Describes a result of `function`, with NCCL's message and the library.
 std::string nccl_error_text(NcclApi& nccl, const std::string& function, NcclResult result);
 
+// Throws InternalError.
+void create_id(NcclApi& nccl, NcclId& id);
+
 // A possible place of the library.
 struct NcclPlace {
   std::string what;  // description: "the package nvidia-nccl-cu13"

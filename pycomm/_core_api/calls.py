@@ -144,7 +144,7 @@ def _run_described(
     core: _core.Collectives = group.core
     stream = 0
     if array is not None:
-        core = device_groups.core(group, array.device, call, memory)
+        core = device_groups.core(group, array.device, call)
         stream = device_groups.stream(array.device, array.array)
     if async_op:
         work = call.start(core, *memory, stream)

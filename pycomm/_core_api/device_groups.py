@@ -1,4 +1,5 @@
-"""Device groups: the ranks of a group for CUDA arrays, made at the first call with such arrays.
+"""Device groups: the ranks of a group for CUDA arrays, made at the first call with such arrays, and
+connected at the first collective one.
 
 Devices and NCCL come from the compiled module _cuda. Tests replace it with
 `override_device_module`, to run without a GPU.
@@ -30,6 +31,13 @@ __all__ = [
 # Transports of CUDA arrays between hosts.
 INTERNODE_TRANSPORTS = ("nccl", "tcp")
 MAX_CHANNELS = 8
+MESSAGES = ("send", "recv")
+# By the default algorithm of a device group: how it sends arrays, for the log.
+SENT_BY = {
+    "nccl": "with NCCL",
+    "auto": "with NCCL inside hosts, with TCP between hosts",
+    "host_staged": "through host memory",
+}
 
 
 class _Source:
@@ -38,37 +46,35 @@ class _Source:
     module: Any = None  # replaces _cuda if set
 
 
-def core(
-    group: Group, device: Device, call: _core.Call, memory: tuple[Any, Any]
-) -> _core.Collectives:
-    """The device group of `group` on `device`, for a call; collective when it is made.
+def core(group: Group, device: Device, call: _core.Call) -> _core.Collectives:
+    """The device group of `group` on `device`, connected unless the call is a message.
 
-    All ranks must call within the time limit of the call. `memory` describes its arrays.
+    All ranks must make their first collective call within the time limit of the call.
 
     Raises:
-        Mismatch: in a group of two the call is a message, and the peer's end is not on a device.
         Unsupported: no driver or GPU; or, if ranks do not share GPUs: a rank has no NCCL (raised on
             every rank) or an NCCL that refuses this device.
-        Timeout: not all ranks called, for example because the first call is a send or recv.
+        Timeout: not all ranks called.
     """
     if device.kind == "cpu":
         return group.core
     found = group._devices.get(device.index)
     if found is None:
         transport = group.cuda_channels, group.cuda_internode_transport
-        timeout_s = group._timeout_s
-        limit_s = call.timeout_s or timeout_s
-        agree = functools.partial(call.agree_on_first_message, group.core, *memory)
-        found = _make(group.core._capsule(), device.index, timeout_s, limit_s, *transport, agree)
+        found = _make(group.core._capsule(), device.index, group._timeout_s, *transport)
         group._devices[device.index] = found
+    if not found.formed and call.operation not in MESSAGES:
+        _form(found, device.index, call.timeout_s or group._timeout_s)
     return found
 
 
 def on_device(
     host: object, kind: str, index: int, timeout_s: float, channels: int, internode_transport: str
-) -> object:
-    """The same for torch: `host` and the result are capsules of groups; `kind` is torch's device
-    type.
+) -> tuple[object, Callable[[float], None]]:
+    """The same for torch, which connects the ranks with the second result, within a limit in
+    seconds.
+
+    `host` and the first result are capsules of groups; `kind` is torch's device type.
 
     Raises:
         Unsupported: also for devices of another kind.
@@ -77,7 +83,8 @@ def on_device(
         raise Unsupported(
             f"tensors on {kind} are not supported: move them to host memory or a CUDA device"
         )
-    return _make(host, index, timeout_s, timeout_s, channels, internode_transport)._capsule()
+    made = _make(host, index, timeout_s, channels, internode_transport)
+    return made._capsule(), functools.partial(_form, made, index)
 
 
 def stream(device: Device, array: Any) -> int:
@@ -106,10 +113,8 @@ def _make(
     host: object,
     index: int,
     timeout_s: float,
-    limit_s: float,
     channels: int,
     internode_transport: str,
-    agree: Callable[[], None] | None = None,
 ) -> _core.Collectives:
     check_channels(channels)
     check_internode_transport(internode_transport)
@@ -121,34 +126,35 @@ def _make(
         library = nccl.load(module)
     except Unsupported as error:  # ranks that share a GPU need no NCCL: _core decides
         why_none = str(error)
-    if agree is not None:
-        agree()
     shares = config.nccl_shares_gpus()
     transport = channels, internode_transport == "nccl"
     capsule = library and library._capsule()
-    made = _core.on_device(host, opened, capsule, why_none, shares, transport, timeout_s, limit_s)
+    made = _core.on_device(host, opened, capsule, why_none, shares, transport, timeout_s)
     logger = logging.getLogger("pycomm")
     if logger.isEnabledFor(logging.INFO):
         logger.info(
             'group "%s": rank %d of %d is on device %d: %s, %s',
             *(made.name, made.rank, made.size, index, _core.describe_device(opened)),
-            _sent_by(made.stats().algorithm, library),
+            f"NCCL {library.version}" if library else "no NCCL",
         )
-    if made.rank == 0 and made.stats().algorithm == "host_staged":
+    return made
+
+
+def _form(made: _core.Collectives, index: int, limit_s: float) -> None:
+    """Connects the ranks of a device group; logs how their arrays are sent."""
+    made.form(limit_s)
+    algorithm = made.stats().algorithm
+    logger = logging.getLogger("pycomm")
+    logger.info(
+        'group "%s": rank %d sends arrays of device %d %s',
+        *(made.name, made.rank, index, SENT_BY[algorithm]),
+    )
+    if made.rank == 0 and algorithm == "host_staged":
         logger.warning(
             "ranks of the group %r share a GPU, which NCCL does not support: their arrays are sent "
             "through host memory, which is slow",
             made.name,
         )
-    return made
-
-
-def _sent_by(algorithm: str, library: Any) -> str:
-    """How a device group with this default algorithm sends arrays, for the log."""
-    if algorithm == "host_staged":
-        return "staged in host memory"
-    version = f"NCCL {library.version}" if library else "no NCCL"
-    return version if algorithm == "nccl" else f"{version} inside hosts, TCP between hosts"
 
 
 @contextlib.contextmanager

@@ -1,6 +1,5 @@
 """Messages of the backend "pycomm" between tensors on devices (tests/support/torch_devices.py)."""
 
-from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -82,7 +81,7 @@ def _first_call_disagrees(at: Any) -> None:
     on_device = x.to(at.device)
     with pytest.raises(errors.Mismatch, match="no data was sent"):
         if dist.get_rank() == 0:
-            dist.isend(on_device, 1, group)
+            dist.isend(on_device, 1, group).wait()
         else:
             dist.recv(x, 0, group)
     dist.all_reduce(on_device, group=group)
@@ -93,19 +92,19 @@ def test_first_message_against_an_end_on_the_host_is_a_mismatch(run: Run) -> Non
     run(2, _first_call_disagrees)
 
 
-def _first_of_two(at: Any) -> str:
-    group = dist.new_group(timeout=timedelta(seconds=2))
-    x = torch.ones(10, device=at.device)
-    message = ""
+def _first_of_two(at: Any, shared: bool) -> None:
+    if shared:
+        share_a_device(at)
+    group = dist.new_group()
+    x = torch.full((10,), float(dist.get_rank()), device=at.device)
     if dist.get_rank() < 2:
-        with pytest.raises(errors.Timeout) as caught:
-            dist.recv(x, 0, group) if dist.get_rank() else dist.send(x, 1, group)
-        message = str(caught.value)
+        dist.recv(x, 0, group) if dist.get_rank() else dist.send(x, 1, group)
+        assert (x.cpu() == 0).all()
     dist.barrier()  # of the tensors in host memory
-    return message
+    dist.all_reduce(x, group=group)
+    assert (x.cpu() == 2).all()
 
 
-def test_first_message_requires_all_ranks(run: Run) -> None:
-    for text in run(3, _first_of_two)[:2]:
-        assert "needs all ranks of the group" in text
-        assert "device_id" in text
+@pytest.mark.parametrize("shared", [False, True], ids=["separate devices", "one device"])
+def test_first_message_connects_its_two_ranks_only(run: Run, shared: bool) -> None:
+    run(3, _first_of_two, shared)

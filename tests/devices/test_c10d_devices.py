@@ -419,7 +419,7 @@ def _options(at: Any) -> None:
     met, plain = [], device_groups._make
 
     def noted(*given: Any) -> Any:
-        met.append(given[4:])
+        met.append(given[3:])
         return plain(*given)
 
     device_groups._make = noted

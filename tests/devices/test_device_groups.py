@@ -65,12 +65,13 @@ def test_log_and_stats_report_the_device_transport(machine, caplog):
     threads = machine.emulated  # the messages of processes are not here
     assert len(warnings) == (1 if machine.shared and threads else 0)
     if threads:
-        how = "staged in host memory" if machine.shared else r"NCCL 2\.32\.3"
         line = r'group "world": rank (\d) of 3 is on device (\d): emulated on the CPU, '
-        line += rf"0000:0\2:00\.0, capability 0\.0, driver 12\.8, runtime \d+\.\d, {how}"
+        line += r"0000:0\2:00\.0, capability 0\.0, driver 12\.8, runtime \d+\.\d, NCCL 2\.32\.3"
         found = [re.fullmatch(line, text) for text in caplog.messages if "is on device" in text]
         devices = ["0", "0", "1"] if machine.shared else ["0", "1", "2"]
         assert sorted(one.groups() for one in found) == [*zip("012", devices, strict=True)]
+        how = "through host memory" if machine.shared else "with NCCL"
+        assert sum(text.endswith(how) for text in caplog.messages) == 3
 
 
 def every_verb(group: pycomm.Group, device: Any, async_op: bool) -> None:

@@ -58,8 +58,8 @@ def test_bits_are_those_of_the_host(machine, hosts):
 def test_log_says_what_connects_the_hosts(machine, caplog):
     caplog.set_level(logging.INFO, "pycomm")
     assert on_hosts(machine, ["a", "a", "b"], log_and_stats) == ["auto"] * 3
-    lines = [text for text in caplog.messages if "is on device" in text]
-    how = "NCCL 2.32.3 inside hosts, TCP between hosts"
+    lines = [text for text in caplog.messages if "sends arrays of device" in text]
+    how = "with NCCL inside hosts, with TCP between hosts"
     assert [line.endswith(how) for line in lines] == [True] * 3
 
 

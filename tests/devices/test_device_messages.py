@@ -192,7 +192,7 @@ def disagree(group: pycomm.Group, device: Any) -> list[str]:
 @pytest.mark.parametrize("transport", ["local", "shm", "tcp"])
 def test_mismatch_is_reported_to_both_ranks_before_data_moves(machine, transport):
     for messages in machine.run(2, disagree, transport=transport):
-        assert all(f"send(float32, count 100, tag 0, {machine.own}, on CUDA devices)" in text
+        assert all("send(float32, count 100, tag 0, direct, on CUDA devices)" in text
                    for text in messages)  # fmt: skip
         assert "recv(float32, count 50, tag 0" in messages[0]
         assert "recv(int32, count 100, tag 0" in messages[1]
@@ -275,7 +275,7 @@ def first_call_disagrees(group: pycomm.Group, device: Any, sends: bool) -> str:
 @pytest.mark.parametrize("sends", [True, False], ids=["send", "recv"])
 def test_first_message_against_an_end_on_the_host_is_a_mismatch(machine, sends, transport):
     texts = machine.run(2, first_call_disagrees, sends, transport=transport)
-    on_device = f"{'send' if sends else 'recv'}(float32, count 100, tag 0, auto, on CUDA devices)"
+    on_device = f"{'send' if sends else 'recv'}(float32, count 100, tag 0, direct, on CUDA devices)"
     on_host = f"{'recv' if sends else 'send'}(float32, count 100, tag 0, direct)"
     for text in texts[: 2 if sends else 1]:
         assert on_device in text
@@ -302,26 +302,40 @@ def test_a_rank_that_only_sends_from_the_host_raises_at_its_next_call(machine, t
         assert re.search(r"reduce\(float32, count 100, sum, root 0, \w+, on CUDA devices\)", text)
 
 
-def first_of_two(group: pycomm.Group, device: Any) -> str:
+def two_of_four(group: pycomm.Group, device: Any, talkers: tuple[int, int], reverse: bool) -> Any:
+    """Two ranks talk while the others make no call; then all ranks make a collective one."""
     x = device.put(numbers(group.rank))
-    if group.rank == 2:
-        assert reported.wait(60), "the other two still wait"
-        return ""
-    with pytest.raises(errors.Timeout) as caught:
-        pycomm.send(x, 1, timeout_s=1) if group.rank == 0 else pycomm.recv(x, 0, timeout_s=1)
-    reported.set()
-    return str(caught.value)
+    talks, peer = group.rank in talkers, sum(talkers) - group.rank
+    if talks:
+        first = (group.rank == talkers[0]) != reverse
+        for sends in first, not first:
+            (pycomm.send if sends else pycomm.recv)(x, peer)
+        work = (pycomm.send if first else pycomm.recv)(x, peer, async_op=True)
+        work.wait()
+        device.get(x)
+        assert not group._devices[device.index].formed
+    both_talked.wait(60)  # before the first call of the others
+    y = device.put(numbers(group.rank))
+    pycomm.all_reduce(y)
+    device.get(y)
+    before = group._devices[device.index].stats()
+    if talks:
+        (pycomm.send if first else pycomm.recv)(y, peer)
+    after = group._devices[device.index].stats()
+    return device.get(x), device.get(y), after.frames_sent - before.frames_sent
 
 
-reported = threading.Event()
+both_talked = threading.Barrier(4)
 
 
 @on(*EMULATED)
-def test_first_message_requires_all_ranks(machine):
-    reported.clear()
-    began = time.monotonic()
-    messages = machine.run(3, first_of_two)
-    assert time.monotonic() - began < 30  # the call's limit, not the group's
-    for text in messages[:2]:
-        assert "needs all ranks of the group" in text
-        assert "rank 2" in text
+@pytest.mark.parametrize("reverse", [False, True])
+def test_first_messages_connect_their_two_ranks_only(machine, reverse):
+    both_talked.reset()
+    talkers = (0, 1) if machine.shared else (1, 3)
+    found = machine.run(4, two_of_four, talkers, reverse, transport="local")
+    for rank, (x, y, groups) in enumerate(found):
+        wanted = talkers[reverse] if rank in talkers else rank
+        np.testing.assert_array_equal(x, numbers(wanted))
+        np.testing.assert_array_equal(y, sum(numbers(r) for r in range(4)))
+        assert groups == (rank in talkers) or machine.shared  # with the group's communicator
