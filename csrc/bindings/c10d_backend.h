@@ -281,7 +281,10 @@ class Backend : public c10d::Backend {
     return submit(opts, [&] { return all_reduce_sparse(slot(), tensors, opts); });
   }
 
+  // Without async_op it first waits for this rank's current streams, so that afterwards all ranks'
+  // work before the barrier is complete.
   WorkPtr barrier(const c10d::BarrierOptions& opts) override {
+    if (!opts.asyncOp) with_python_errors([&] { finish_streams(opts.timeout); });
     return submit(opts, [] {
       Job job{.type = c10d::OpType::BARRIER, .title = "pycomm:barrier"};
       job.calls.push_back({.operation = Operation::barrier});
@@ -364,6 +367,20 @@ class Backend : public c10d::Backend {
     void* const stream = current_stream(*job.device).native_handle();
     for (group::Call& call : job.calls) call.device.stream = stream;
     return &state;
+  }
+
+  // Waits for the current streams of all devices that this backend used.
+  void finish_streams(milliseconds timeout) {
+    check_process();
+    const milliseconds limit = timeout > kNoTimeout ? timeout : options_->timeout;
+    for (const auto& [device, state] : device_states_) {
+      DeviceCompletion earlier(current_stream(device), state.group->make_event());
+      earlier.record();
+      if (!wait_for_device(earlier, limit, std::chrono::steady_clock::now()))
+        throw Timeout("pycomm barrier: earlier work on " + device.str() +
+                          " did not complete within " + std::to_string(limit.count()) + " ms",
+                      {.op = "barrier", .rank = rank_});
+    }
   }
 
   DeviceState& device_state(c10::Device device) {

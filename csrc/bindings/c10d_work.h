@@ -88,6 +88,18 @@ inline void raise_pending_signal() {
   throw python_error(error);
 }
 
+// Whether the call is complete on the device, or failed, within the limit.
+inline bool wait_for_device(const DeviceCompletion& call, milliseconds limit,
+                            std::chrono::steady_clock::time_point start) {
+  constexpr milliseconds kPollInterval{1};  // devices send no notification
+  while (!call.error() && !call.passed()) {
+    std::this_thread::sleep_for(kPollInterval);
+    raise_pending_signal();
+    if (std::chrono::steady_clock::now() - start >= limit) return false;
+  }
+  return true;
+}
+
 class EngineWork : public c10d::Work {
  public:
   // `completion`: for a job on a device, otherwise null.
@@ -223,7 +235,6 @@ class EngineWork : public c10d::Work {
  private:
   static constexpr int kSpins = 20;  // about 10 us of yields, enough for most small calls
   static constexpr milliseconds kSignalInterval{100};
-  static constexpr milliseconds kDevicePollInterval{1};  // devices send no notification
 
   // Leaves a deferred receive to the worker.
   void start_receive() const {
@@ -233,14 +244,12 @@ class EngineWork : public c10d::Work {
   std::exception_ptr late_error() const { return completion_ ? completion_->error() : nullptr; }
 
   void join(milliseconds limit, std::chrono::steady_clock::time_point start) {
-    do {
-      if (const auto error = late_error()) throw as_python(error);
-      completion_->join();
-      if (limit <= kNoTimeout || completion_->passed()) return;
-      std::this_thread::sleep_for(kDevicePollInterval);
-      raise_pending_signal();
-    } while (std::chrono::steady_clock::now() - start < limit);
-    throw as_python(std::make_exception_ptr(timed_out(limit)));
+    if (const auto error = late_error()) throw as_python(error);
+    completion_->join();
+    if (limit <= kNoTimeout) return;
+    const bool over = wait_for_device(*completion_, limit, start);
+    if (const auto error = late_error()) throw as_python(error);
+    if (!over) throw as_python(std::make_exception_ptr(timed_out(limit)));
   }
 
   Timeout timed_out(milliseconds limit) const {

@@ -391,6 +391,28 @@ def test_another_thread_asks_during_a_capture(run: Run) -> None:
     run(2, _asks_during_a_capture)
 
 
+def _barrier(at: Any) -> None:
+    x = torch.ones(10, device=at.device)
+    dist.all_reduce(x)
+    x.cpu()
+    go_on = at.delay()
+    work = dist.all_reduce(x, async_op=True)
+    work.wait()
+    with pytest.raises(errors.Timeout, match="barrier: earlier work on"):
+        opts = dist.BarrierOptions()
+        opts.timeout, opts.asyncOp = timedelta(milliseconds=100), False
+        dist.group.WORLD.barrier(opts)
+    dist.barrier(async_op=True).wait()  # of the CPU threads
+    assert not work.is_completed()
+    go_on()
+    dist.barrier()
+    assert work.is_completed()
+
+
+def test_barrier_waits_for_the_device(run: Run) -> None:
+    run(2, _barrier)
+
+
 def _train(device: Any) -> list[torch.Tensor]:
     torch.manual_seed(0)
     layers = (torch.nn.Linear(20, 30), torch.nn.ReLU(), torch.nn.Linear(30, 5))
