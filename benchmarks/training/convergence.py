@@ -70,8 +70,8 @@ class Adam:
         return self.rates[workload] * min(1, (step + 1) / (steps / 20)) * (0.02 + 0.98 * cosine)
 
 
-DENSE_ADAM = Adam((0.7, 0.95), {"images": 0.004, "text": 0.006})
-COMPRESSED_ADAM = Adam((0.0, 0.99), {"images": 0.008, "text": 0.012}, 200)
+DENSE_ADAM = Adam((0.7, 0.95), {"images": 0.004, "text": 0.009})
+COMPRESSED_ADAM = Adam((0.0, 0.99), {"images": 0.008, "text": 0.016}, 200)
 
 
 @dataclass(frozen=True)
