@@ -8,10 +8,8 @@
 
 #include <algorithm>
 #include <atomic>
-#include <deque>
 #include <functional>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <string>
 #include <unordered_map>
@@ -86,7 +84,7 @@ class Backend : public c10d::Backend {
   void setSequenceNumberForGroup() override {}  // all ranks count from 0
   uint64_t getSequenceNumberForGroup() override { return sequence_; }
   c10d::ErrorType getError() override {
-    release_completed();
+    completions_.release();
     return *error_;
   }
   // Device calls are counted by the host group, where the ranks agree about them.
@@ -447,24 +445,10 @@ class Backend : public c10d::Backend {
       }
     }
     if (completion && !completion->captured()) {
-      release_completed();
-      const std::lock_guard lock(completions_mutex_);
-      completions_.push_back(std::move(completion));
+      completions_.release();
+      completions_.add(std::move(completion));
     }
     return work;
-  }
-
-  // Releases the completed device calls and records their errors.
-  void release_completed() {
-    // Destroyed after the lock is released: that may call Python.
-    std::vector<std::shared_ptr<DeviceCompletion>> over;
-    const std::lock_guard lock(completions_mutex_);
-    for (; !completions_.empty(); completions_.pop_front()) {
-      const auto error = completions_.front()->error();
-      if (!error && !completions_.front()->passed()) return;
-      record_error(*error_, error);
-      over.push_back(std::move(completions_.front()));
-    }
   }
 
   WorkPtr add_to_batch(Job job) {
@@ -503,8 +487,8 @@ class Backend : public c10d::Backend {
   std::optional<Job> batch_;
   std::vector<Use> batch_uses_;  // what the calls of the batch read and write
   size_t batch_size_ = 0;        // numbers the calls in batch_uses_
-  std::mutex completions_mutex_;
-  std::deque<std::shared_ptr<DeviceCompletion>> completions_;  // of device calls, in call order
+  DeviceCompletions completions_{
+      [error = error_](const std::exception_ptr& thrown) { record_error(*error, thrown); }};
 };
 
 }  // namespace pycomm::bindings

@@ -17,6 +17,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <deque>
 #include <exception>
 #include <functional>
 #include <memory>
@@ -108,6 +109,35 @@ class DeviceCompletion {
   bool recorded_ = false, captured_ = false;
   std::vector<std::shared_ptr<group::Work>> works_;
   std::vector<at::Tensor> held_;
+};
+
+// The device calls of a backend that may be under way, in their order.
+class DeviceCompletions {
+ public:
+  // `ended`: called with the error of each call that is complete, or null.
+  explicit DeviceCompletions(std::function<void(const std::exception_ptr&)> ended)
+      : ended_(std::move(ended)) {}
+
+  void add(std::shared_ptr<DeviceCompletion> completion) {
+    const std::lock_guard lock(mutex_);
+    completions_.push_back(std::move(completion));
+  }
+  // Releases the complete calls.
+  void release() {
+    std::vector<std::shared_ptr<DeviceCompletion>> over;  // destroyed unlocked: may call Python
+    const std::lock_guard lock(mutex_);
+    for (; !completions_.empty(); completions_.pop_front()) {
+      const auto error = completions_.front()->error();
+      if (!error && !completions_.front()->passed()) return;
+      ended_(error);
+      over.push_back(std::move(completions_.front()));
+    }
+  }
+
+ private:
+  const std::function<void(const std::exception_ptr&)> ended_;
+  std::mutex mutex_;
+  std::deque<std::shared_ptr<DeviceCompletion>> completions_;
 };
 
 // How device tensors are sent; see pycomm.Group.
