@@ -106,6 +106,12 @@ def grouped(rows: Iterable[Row], keys: Iterable[str]) -> dict[tuple[Any, ...], l
     return found
 
 
+def selected(spec: Row) -> list[Row]:
+    """The rows of a specification's file that have one of its values in each named field."""
+    of, rows = spec.get("where", {}).items(), _read(spec["files"])[1]["rows"]
+    return [row for row in rows if all(row[key] in values for key, values in of)]
+
+
 def pivot(data: Row, spec: Row) -> Lines:
     """A row for each case and a column for each contestant and value, then the ratios."""
     lines: Lines = []
@@ -141,7 +147,7 @@ def _pivoted(rows: Sequence[Row], columns: Sequence[str], spec: Row) -> tuple[Li
         title = f"{label(one)} / {label(other)}"
         add(title, (_ratio(of, one, other, first) for of in cases.values()))
     for more in spec.get("also", ()):
-        theirs = grouped(_read(more["files"])[1]["rows"], spec["index"])
+        theirs = grouped(selected(more), spec["index"])
         for one, other in more["ratios"]:
             found = ({r[spec["column"]]: r for r in theirs.get(case, ())} for case in cases)
             add(f"{label(one)} / {label(other)}", (_ratio(of, one, other, first) for of in found))
@@ -272,10 +278,7 @@ def summary(text: str) -> str:
 
     def replaced(mark: re.Match[str]) -> str:
         spec = SPEC["summaries"][mark[2]]
-        of = spec.get("where", {}).items()
-        rows = _read(spec["files"])[1]["rows"]
-        shown = [row for row in rows if all(row[key] in values for key, values in of)]
-        lines = LAYOUTS[spec["layout"]]({"rows": shown}, spec)
+        lines = LAYOUTS[spec["layout"]]({"rows": selected(spec)}, spec)
         return f"{mark[1]}\n\n" + "\n".join(lines) + f"\n{mark[3]}"
 
     return re.sub(r"(<!-- table (\w+) -->)\n.*?(<!-- end -->)", replaced, text, flags=re.DOTALL)
