@@ -155,7 +155,8 @@ class DeviceGroup final : public group::Collectives,
         timeout_(timeout),
         events_(std::make_shared<device::EventPool>(device_)),
         executors_(host_, std::move(resources), timeout),
-        watchdog_(*host_, executors_) {
+        watchdog_(*host_,
+                  [this](const std::string& what) { return executors_.async_error(what); }) {
     watchdog_thread_.start(kWatchInterval, [this] { return look(); });
   }
   ~DeviceGroup() override { watchdog_thread_.join(); }

@@ -74,7 +74,7 @@ std::optional<Error> Watchdog::remove_passed() {
   if (under_way_.empty()) return std::nullopt;
   auto first = under_way_.begin();
   while (first != under_way_.end() && first->end_event && first->end_event->passed()) ++first;
-  auto failure = executors_.async_error(under_way_.front().what);
+  auto failure = async_error_(under_way_.front().what);
   if (!failure) under_way_.erase(under_way_.begin(), first);
   return failure;
 }

@@ -9,11 +9,11 @@
 #include <mutex>
 #include <optional>
 #include <string>
+#include <utility>
 
 #include "core/deadline.h"
 #include "core/errors.h"
 #include "device/device.h"
-#include "device_group/executors.h"
 #include "group/group.h"
 
 namespace pycomm::device_group {
@@ -21,8 +21,11 @@ namespace pycomm::device_group {
 // Any thread may call.
 class Watchdog {
  public:
-  // `host` reports lost ranks, `executors` failed calls.
-  Watchdog(group::Group& host, const Executors& executors) : host_(host), executors_(executors) {}
+  // As DeviceExecutor::async_error().
+  using AsyncError = std::function<std::optional<Error>(const std::string& what)>;
+  // `host` reports lost ranks, `async_error` failed calls.
+  Watchdog(group::Group& host, AsyncError async_error)
+      : host_(host), async_error_(std::move(async_error)) {}
 
   // Adds a call that is about to be enqueued. `peer`: the only other rank that it needs, or
   // kAllPeers. end() calls `failed` if the call is not complete by then; it may be empty.
@@ -57,7 +60,7 @@ class Watchdog {
   ErrorFields fields(const Entry& oldest, int peer) const;
 
   group::Group& host_;
-  const Executors& executors_;
+  const AsyncError async_error_;
   std::mutex mutex_;
   std::deque<Entry> under_way_;
   // When a lost rank or a broken group was first seen; {} if not yet.

@@ -102,7 +102,7 @@ struct Member {
   std::shared_ptr<PlayedDevice> device = std::make_shared<PlayedDevice>(host->rank());
   std::shared_ptr<PlayedNccl> nccl = std::make_shared<PlayedNccl>();
   std::shared_ptr<group::Collectives> group =
-      device_group::make_device_group(host, {.device = device, .nccl = nccl}, 60s, 60s);
+      device_group::make_device_group(host, {.device = device, .nccl = nccl}, 60s);
 };
 
 // The device is reached last by a call: its end is recorded when NCCL has all of it.
@@ -145,8 +145,9 @@ const Test kBlocks{
           const auto nccl = std::make_shared<PlayedNccl>();
           device->processors = processors;
           const std::shared_ptr<group::Group> here(&host, [](group::Group*) {});
-          (void)device_group::make_device_group(
-              here, {.device = device, .nccl = nccl, .options = {.channels = channels}}, 60s, 60s);
+          device_group::make_device_group(
+              here, {.device = device, .nccl = nccl, .options = {.channels = channels}}, 60s)
+              ->form(60s);
           expect_equal(nccl->max_ctas.load(), wanted, "thread blocks");
           expect_equal(nccl->childs_max_ctas.load(), wanted, "of the child");
         });

@@ -25,7 +25,6 @@ class PlayedCarrier final : public device_group::DeviceExecutor {
 
   Algorithm algorithm_for(const group::Call&) const override { return Algorithm::nccl; }
   device_group::DeviceCall prepare(const group::Call& call) override { return {.call = call}; }
-  std::shared_ptr<device::Event> event() override { return nullptr; }
   std::shared_ptr<device::Event> enqueue(const device_group::DeviceCall&, device::Event&) override {
     return nullptr;
   }
@@ -44,7 +43,8 @@ struct Watched {
   std::shared_ptr<group::Group> host;
   std::shared_ptr<PlayedDevice> device = std::make_shared<PlayedDevice>();
   PlayedCarrier executor;
-  device_group::Watchdog watchdog{*host, executor};
+  device_group::Watchdog watchdog{
+      *host, [this](const std::string& what) { return executor.async_error(what); }};
   std::exception_ptr told;
 
   void begin(std::chrono::nanoseconds limit = 60s, int peer = device_group::Watchdog::kAllPeers) {
