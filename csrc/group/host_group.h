@@ -64,7 +64,6 @@ class HostGroup final : public Group {
   template <typename Run>
   void log_call(const PreparedCall& prepared, const Run& run);
   std::vector<std::string> gather_texts(const std::string& mine);
-  void swap_with(int peer, std::span<const std::byte> mine, std::span<std::byte> theirs);
   ConnectOptions subgroup_options(const std::vector<int>& members, const std::string& name) const;
 
   ConnectOptions options_;

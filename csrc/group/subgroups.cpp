@@ -18,6 +18,22 @@ std::vector<int> world_ranks(const GroupInfo& info, const std::vector<int>& memb
   return ranks;
 }
 
+// Exchanges messages of the group's own with `peer`.
+void swap_with(Group& group, int peer, std::span<const std::byte> mine,
+               std::span<std::byte> theirs) {
+  const Call out{.operation = Operation::send,
+                 .input = mine.data(),
+                 .count = mine.size(),
+                 .peer = peer,
+                 .tag = kInternalTag};
+  const Call in{.operation = Operation::recv,
+                .output = theirs.data(),
+                .count = theirs.size(),
+                .peer = peer,
+                .tag = kInternalTag};
+  group.exchange(std::array{out, in});
+}
+
 }  // namespace
 
 std::string subgroup_secret(const std::string& secret, const std::string& name) {
@@ -93,20 +109,6 @@ std::shared_ptr<Group> HostGroup::split(int color, int key) {
                     [&](auto limit) { engine_.check_for_failures(limit, members); });
 }
 
-void HostGroup::swap_with(int peer, std::span<const std::byte> mine, std::span<std::byte> theirs) {
-  const Call out{.operation = Operation::send,
-                 .input = mine.data(),
-                 .count = mine.size(),
-                 .peer = peer,
-                 .tag = kInternalTag};
-  const Call in{.operation = Operation::recv,
-                .output = theirs.data(),
-                .count = theirs.size(),
-                .peer = peer,
-                .tag = kInternalTag};
-  exchange(std::array{out, in});
-}
-
 std::shared_ptr<Group> HostGroup::pair_with(int peer) {
   const std::vector<int> members{std::min(info_.rank, peer), std::max(info_.rank, peer)};
   const std::string name =
@@ -114,10 +116,11 @@ std::shared_ptr<Group> HostGroup::pair_with(int peer) {
   const bootstrap::Exchange exchange = [&](const std::string& mine) {
     const size_t bytes = mine.size();
     size_t length = 0;
-    swap_with(peer, std::as_bytes(std::span(&bytes, 1)),
+    swap_with(*this, peer, std::as_bytes(std::span(&bytes, 1)),
               std::as_writable_bytes(std::span(&length, 1)));
     std::string theirs(length, '\0');
-    swap_with(peer, std::as_bytes(std::span(mine)), std::as_writable_bytes(std::span(theirs)));
+    swap_with(*this, peer, std::as_bytes(std::span(mine)),
+              std::as_writable_bytes(std::span(theirs)));
     return info_.rank < peer ? std::vector{mine, theirs} : std::vector{theirs, mine};
   };
   return make_group(subgroup_options(members, name), exchange, world_ranks(info_, members),
