@@ -30,7 +30,7 @@ def test_content_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert summaries.read(path) == content | {"empty": []}
     assert path.read_text().count("\n") == 8  # one row a line
     summaries.write(path, {"rows": [{"a": 0.1234567891234, "b": True}]})
-    assert summaries.read(path)["rows"] == [{"a": 0.1234568, "b": True}]
+    assert summaries.read(path)["rows"] == [{"a": 0.123456789, "b": True}]
     with pytest.raises(ValueError, match="rows with different fields"):
         summaries.write(path, {"rows": [{"a": 1}, {"b": 1}]})
 

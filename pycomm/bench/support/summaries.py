@@ -1,7 +1,7 @@
 """The format of stored results: a median, a worst value and a count in place of samples.
 
 A list of rows with the same fields is stored as {"columns": names, "rows": lists of values}, one
-row a line, and read back as a list of dictionaries. Figures have seven significant digits.
+row a line, and read back as a list of dictionaries. Figures have nine significant digits.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 PARTS = 20  # points of a stored curve
-DIGITS = 7  # a rounded figure in the tables can differ in its last digit
+DIGITS = 9  # fewer change the last digit of a rounded figure in the tables
 
 
 def summarize(samples: Iterable[float]) -> dict[str, Any]:
