@@ -14,7 +14,7 @@ from pycomm import errors
 from pycomm.testing import run_ranks
 
 PAGE = os.sysconf("SC_PAGESIZE")
-COUNT = 100_000
+COUNT = 102_400  # ranks sum equal halves of it: long arrays are cut at 128 elements
 
 
 def staged(group: pycomm.Group, x: Any) -> bool:
@@ -142,7 +142,7 @@ def _buckets(group: pycomm.Group) -> int:
 def test_gradient_buckets_are_summed_in_place() -> None:
     gradients = (300 * 300 + 300) * 4
     for sent in run_ranks(2, _buckets, transport="shm", processes=True):
-        assert gradients // 2 <= sent < gradients
+        assert gradients // 2 - 4 * 128 <= sent < gradients  # cut at 128 elements
 
 
 def _any_access_mode(group: pycomm.Group) -> None:

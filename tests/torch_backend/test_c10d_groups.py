@@ -261,7 +261,8 @@ def _sums_half_of_its_bytes() -> None:
         model(torch.ones(2, 300) * (dist.get_rank() + 1)).sum().backward()
         assert torch.equal(model.module.weight.grad, torch.full((300, 300), 3.0))
         if step > 0:
-            assert gradients // 2 <= torch_backend.stats()["bytes_sent"] - before < gradients
+            sent = torch_backend.stats()["bytes_sent"] - before
+            assert gradients // 2 - 4 * 128 <= sent < gradients  # cut at 128 elements
 
 
 def test_buckets_of_torch_ddp(run: Run) -> None:
