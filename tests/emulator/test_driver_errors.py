@@ -40,7 +40,7 @@ OPEN = """
 from pycomm import _cuda
 try:
     _cuda.open_device(0)
-except Exception as error:
+except Exception as error:  # the test reads its text
     print(f"{type(error).__name__}: {error}")
 print(_cuda.why_not())
 """

@@ -153,7 +153,7 @@ def test_a_failed_call_changes_nothing(verb: str, after: int) -> None:
             x, before = values(group.rank, step), state.state_dict()
             try:
                 pycomm.all_reduce(x, compression=quantize, state=state)
-            except Error:
+            except Error:  # the exchange that the test made fail
                 assert step > 0
                 same(x, values(group.rank, step))
                 for name in ("residual", "owner_residual"):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from quantized_training import adam, owed, train, wide
+from quantized_training import adam, total_residual, train, wide
 from small_models import batch, equal, parameters, perceptron, replicas, step_on
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -108,8 +108,8 @@ def test_feedback_conserves_the_gradients(quantize: pycomm.Quantize) -> None:
     assert ranks[1][2] is None
     for name in ranks[0][0]:
         given = sum(rank[0][name] for rank in ranks)
-        assert abs(owed(state, name)) > 1e-6
-        assert ranks[0][1][name] + owed(state, name) == pytest.approx(given, abs=1e-4)
+        assert abs(total_residual(state, name)) > 1e-6
+        assert ranks[0][1][name] + total_residual(state, name) == pytest.approx(given, abs=1e-4)
 
 
 def test_accumulation_exchanges_the_sum_once() -> None:

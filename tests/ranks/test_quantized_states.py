@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from quantized_training import adam, owed, train, wide
+from quantized_training import adam, total_residual, train, wide
 from small_models import batch, equal, parameters, step_on
 from torch import Tensor
 
@@ -60,7 +60,9 @@ def test_another_number_of_ranks_conserves_the_mean_residual() -> None:
     after = results[0][1]
     assert (before["size"], after["size"]) == (4, 2)
     for name in before["ranks"][0]["residual"]:
-        assert owed(after, name) / 2 == pytest.approx(owed(before, name) / 4, rel=1e-4, abs=1e-6)
+        assert total_residual(after, name) / 2 == pytest.approx(
+            total_residual(before, name) / 4, rel=1e-4, abs=1e-6
+        )
 
 
 def test_a_loaded_state_can_be_saved_and_shrunk_before_a_step() -> None:
@@ -152,7 +154,7 @@ def test_survivors_keep_their_residuals() -> None:
             for step in range(20):
                 before = model.compression.state_dict()
                 step_on(model, batch(group.rank, step), optimizer)
-        except Error:
+        except Error:  # another rank was lost
             if group.rank == 2:
                 return None
         rank, size = group.rank, group.size

@@ -29,7 +29,7 @@ def train(
     return parallel
 
 
-def owed(state: dict[str, Any], name: str) -> float:
+def total_residual(state: dict[str, Any], name: str) -> float:
     """The sum of a parameter's residuals."""
     return sum(
         float(rank[key][name].double().sum())

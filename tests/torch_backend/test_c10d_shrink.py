@@ -90,7 +90,7 @@ def _lose_rank(rank: int, path: Path, answers: "multiprocessing.SimpleQueue[obje
         os.kill(os.getpid(), signal.SIGKILL)
     try:
         _expect_sum(None, rank, [0, 1, 2])
-    except Error as error:
+    except Error as error:  # checked below
         lost = str(error)
     dist.shrink_group([1], shrink_flags=ABORT)
     _expect_sum(None, rank, [0, 2])

@@ -91,7 +91,7 @@ def test_many_elements_on_threads(isa, dtype, settings_of_kernels):
     """Several tasks of each pass, and a selection in several parts."""
     try:
         _core.set_kernel_isa(isa)
-    except Unsupported:
+    except Unsupported:  # an older processor
         pytest.skip("this processor lacks these instructions")
     _core.set_kernel_threads(3)
     counts = [700_001, 300, 500_000]
@@ -161,7 +161,7 @@ def test_wrong_packets():
     def refused(some: np.ndarray, counts: list[int]) -> bool:
         try:
             batch = kernels.decode_groups(some, [len(some)], counts)
-        except InvalidArgument:
+        except InvalidArgument:  # the allowed error
             return True
         assert len(batch.indices) == 0 or (batch.indices >= 0).all()
         assert len(batch.indices) == 0 or (batch.indices < sum(counts)).all()

@@ -22,7 +22,7 @@ def isa(request):
     before = _core.kernel_isa()
     try:
         _core.set_kernel_isa(request.param)
-    except Unsupported:
+    except Unsupported:  # an older processor
         pytest.skip(f"this processor lacks {request.param}")
     yield request.param
     _core.set_kernel_isa(before)
