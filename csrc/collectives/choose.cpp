@@ -1,6 +1,7 @@
 // The selection rules and the table of plans.
 #include "collectives/choose.h"
 
+#include <algorithm>
 #include <array>
 #include <string>
 
@@ -13,6 +14,10 @@ namespace {
 // Up to this many ranks one step with size - 1 messages is assumed to be faster than the 2
 // log2(size) steps of a tree with one message each. Not measured yet.
 constexpr int kFewRanks = 8;
+
+// 100 Mbit/s; few links between hosts are slower. On a slower link, one step of more than two ranks
+// may take longer than a ring for messages just below the threshold.
+constexpr double kBytesPerUs = 12.5;
 
 struct Entry {
   Operation operation;
@@ -90,6 +95,16 @@ Algorithm choose_fold(const AlgorithmQuery& query) {
 }
 
 }  // namespace
+
+// Up to kFewRanks, one step to all ranks costs less than the steps of a ring as long as a message
+// takes at most a round trip.
+Thresholds adapted(Thresholds thresholds, int size, std::chrono::microseconds round_trip) {
+  const auto in_round_trip =
+      static_cast<size_t>(kBytesPerUs * static_cast<double>(round_trip.count()));
+  size_t& threshold = size <= kFewRanks ? thresholds.small_bytes : thresholds.middle_bytes;
+  threshold = std::max(threshold, in_round_trip);
+  return thresholds;
+}
 
 Algorithm choose(const AlgorithmQuery& query) {
   check(query.operation != Operation::send && query.operation != Operation::recv,

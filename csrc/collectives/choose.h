@@ -1,6 +1,7 @@
 // Selects the plan of a call. Pure functions, so all ranks select the same plan.
 #pragma once
 
+#include <chrono>
 #include <cstddef>
 #include <vector>
 
@@ -20,6 +21,10 @@ struct Thresholds {
   // copy are faster than the size - 1 steps of a ring. Not measured yet.
   size_t middle_bytes = size_t{1} << 20;
 };
+
+// The thresholds of a group of `size` ranks whose slowest connection has this round trip: over a
+// distance, fewer steps are faster for larger messages. The arguments must be equal on all ranks.
+Thresholds adapted(Thresholds thresholds, int size, std::chrono::microseconds round_trip);
 
 // `count` as in collectives.h. If counts differ by rank: in all_gather their mean, rounded up, and
 // in all_to_all 0, because ranks that see different counts must select the same plan. `dtype` and

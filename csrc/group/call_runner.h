@@ -34,6 +34,11 @@ class CallRunner {
   void prepare(PreparedCall& prepared) const;
   void run(const PreparedCall& prepared);
 
+  // All ranks must call it with the same round trip, between the same calls.
+  void adapt_to(std::chrono::microseconds round_trip) {
+    thresholds_ = collectives::adapted(thresholds_, info_.size, round_trip);
+  }
+
   const shared::SharedMemoryRegion* region() const { return region_.get(); }
 
  private:

@@ -288,6 +288,23 @@ void log_formed(const Group& group, const ConnectOptions& options) {
               (options.encrypt && group.info().host_count > 1 ? ", encrypted between hosts" : ""));
 }
 
+// No rank continues or leaves before all are connected: until then a closed connection means that
+// the peer died. Returns the longest round trip of all ranks.
+std::chrono::microseconds wait_for_all(Group& group, std::chrono::microseconds round_trip,
+                                       const Deadline& deadline) {
+  const bool several_hosts = group.info().host_count > 1;
+  int64_t longest = round_trip.count();
+  group.run({.operation = several_hosts ? Operation::all_reduce : Operation::barrier,
+             .dtype = Dtype::int64,
+             .op = ReduceOp::max,
+             .input = &longest,
+             .output = &longest,
+             .count = several_hosts ? size_t{1} : 0,
+             .timeout = std::max<std::chrono::nanoseconds>(deadline.left(),
+                                                           std::chrono::milliseconds(1))});
+  return std::chrono::microseconds(longest);
+}
+
 std::shared_ptr<Group> form(const ConnectOptions& options, const bootstrap::Exchange& exchange,
                             std::vector<int> ranks, const bootstrap::CheckAborted& check_aborted) {
   const Deadline deadline(options.timeout);
@@ -326,14 +343,13 @@ std::shared_ptr<Group> form(const ConnectOptions& options, const bootstrap::Exch
     if (*elsewhere) (*elsewhere)({});
     return ask && ask();
   };
+  std::chrono::microseconds round_trip{0};
+  for (const auto& channel : mesh.channels)
+    if (channel) round_trip = std::max(round_trip, channel->round_trip());
   auto group = std::make_shared<HostGroup>(checking, std::move(mesh), std::move(ranks));
-  // No rank continues or leaves before all are connected: until then a closed connection means that
-  // the peer died.
-  group->run({.operation = Operation::barrier,
-              .timeout = std::max<std::chrono::nanoseconds>(deadline.left(),
-                                                            std::chrono::milliseconds(1))});
+  const auto slowest = wait_for_all(*group, round_trip, deadline);
   *elsewhere = {};
-  group->start_heartbeat();
+  group->complete(slowest);
   log_formed(*group, options);
   return group;
 }

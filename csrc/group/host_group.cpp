@@ -300,7 +300,8 @@ void HostGroup::set_timeout(std::chrono::nanoseconds timeout) {
   timeout_ = timeout;
 }
 
-void HostGroup::start_heartbeat() {
+void HostGroup::complete(std::chrono::microseconds round_trip) {
+  runner_.adapt_to(round_trip);
   if (engine_.heartbeat_interval().count() == 0) return;
   try {
     heartbeat_.start(engine_.heartbeat_interval(), [this] {

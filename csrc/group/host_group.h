@@ -49,8 +49,9 @@ class HostGroup final : public Group {
   void abort(const std::string& reason) noexcept override;
   void check_for_failures(std::chrono::nanoseconds limit) override;
 
-  // Starts sending heartbeats. Call once, when the group is complete.
-  void start_heartbeat();
+  // Selects plans for the longest round trip of all ranks from now on, and starts to send
+  // heartbeats. Call once, when the group is complete.
+  void complete(std::chrono::microseconds round_trip);
 
  private:
   const kernels::Reducer* check(const Call& call) const;

@@ -162,6 +162,9 @@ class Faulty final : public transport::Channel {
   void disconnect() { inner_.reset(); }
 
   std::string_view transport() const override { return transport_; }
+  std::chrono::microseconds round_trip() const override {
+    return inner_ ? inner_->round_trip() : std::chrono::microseconds{};
+  }
 
   size_t send(transport::ConstBytes head, transport::ConstBytes body) override {
     const size_t total = head.size() + body.size();

@@ -30,6 +30,7 @@ class RateLimited final : public transport::Channel {
   }
 
   std::string_view transport() const override { return inner_->transport(); }
+  std::chrono::microseconds round_trip() const override { return inner_->round_trip(); }
 
   size_t send(transport::ConstBytes head, transport::ConstBytes body) override {
     if (inner_->is_closed()) return inner_->send(head, body);  // taken and lost

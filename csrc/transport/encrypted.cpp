@@ -93,6 +93,7 @@ class Encrypted final : public Channel {
         plain_(kPlainBytes + kMostPlain) {}
 
   std::string_view transport() const override { return inner_->transport(); }
+  std::chrono::microseconds round_trip() const override { return inner_->round_trip(); }
   void expect_more(bool more) override { inner_->expect_more(more); }
   bool polling_is_expensive() const override { return inner_->polling_is_expensive(); }
   void wake_peer() override { inner_->wake_peer(); }

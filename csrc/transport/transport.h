@@ -7,6 +7,7 @@
 
 #include <poll.h>
 
+#include <chrono>
 #include <cstddef>
 #include <memory>
 #include <span>
@@ -66,6 +67,9 @@ class Channel {
 
   // Whether polling costs about as much as it saves: then sleep while much data is in transit.
   virtual bool polling_is_expensive() const { return false; }
+
+  // The round trip between the hosts, measured while connecting; 0 inside a host.
+  virtual std::chrono::microseconds round_trip() const { return {}; }
 
   // Publishes the processor on which this rank runs to the peer, and returns the last one that the
   // peer published; -1: unknown.

@@ -21,6 +21,7 @@ from benchmarks.support.unauthenticated import MANNERS
 from pycomm.bench.support import delayed_link
 from pycomm.bench.support.delayed_link import DelayedLink, LinkSettings
 from pycomm.bench.support.netns import Counters, Host, Network, missing
+from pycomm.observe import flight_recorder
 
 WHY_NOT = missing()
 pytestmark = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
@@ -327,6 +328,20 @@ def test_connections_to_far_hosts_are_paced_and_buffered(delay_ms: int, far: boo
         assert sum(" bbr " in line for line in lines) == (1 if far and available else 0), lines
     for lines, enlarged in zip(sockets, (far, False), strict=True):
         assert sum(f",tb{2 * most}," in line for line in lines) == enlarged, lines
+
+
+@pytest.mark.skipif(bool(delayed_link.missing()), reason=delayed_link.missing())
+@pytest.mark.parametrize(("delay_ms", "algorithm"), [(2, "ring"), (20, "direct")])
+def test_distant_ranks_add_in_one_step(delay_ms: int, algorithm: str, tmp_path: Path) -> None:
+    """By the round trip that they measured while they connected."""
+    with Network(2, links=0, ipv6=False) as net, DelayedLink(net.hosts) as link:
+        link.set(LinkSettings(delay_ms / 1e3))
+        Run(net, [0, 1], "middle_sum", {"PYCOMM_TRACE": str(tmp_path)}).start_all().results()
+    records = [flight_recorder.read(path) for path in sorted(tmp_path.glob("*.trace"))]
+    assert len(records) == 2
+    for record in records:
+        (call,) = record.records[record.records["count"] == 100_000]
+        assert flight_recorder.TABLES["algorithm"][call["algorithm"]] == algorithm
 
 
 def test_hierarchical_exchange_sends_one_packet_per_host() -> None:

@@ -1,8 +1,10 @@
 // The choice of an algorithm, and the table behind it.
 #include "collectives/choose.h"
 
+#include <chrono>
 #include <set>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "core/errors.h"
@@ -131,6 +133,23 @@ void links_test() {
 const Test kLinks{"large groups need few links", links_test};
 
 const Test kRules{"the rules of the choice", rules_test};
+
+void distance_test() {
+  using std::chrono::microseconds;
+  const collectives::Thresholds built_in;
+  const auto bytes = [&](int size, microseconds round_trip) {
+    const auto found = collectives::adapted(built_in, size, round_trip);
+    return std::pair(found.small_bytes, found.middle_bytes);
+  };
+  const std::pair near(built_in.small_bytes, built_in.middle_bytes);
+  expect(bytes(2, microseconds(0)) == near, "inside a host");
+  expect(bytes(8, microseconds(1000)) == near, "in one building");
+  expect(bytes(8, microseconds(100'000)) == std::pair(size_t{1'250'000}, near.second), "few ranks");
+  expect(bytes(9, microseconds(100'000)) == std::pair(near.first, size_t{1'250'000}), "many ranks");
+  expect_equal(collectives::adapted({.small_bytes = 2 << 20}, 2, microseconds(100'000)).small_bytes,
+               size_t{2 << 20}, "a larger measured threshold");
+}
+const Test kDistance{"over a distance larger messages take fewer steps", distance_test};
 
 void unsupported_test() {
   const std::string error = expect_throws<Unsupported>([] {

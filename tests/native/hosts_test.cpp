@@ -1,7 +1,10 @@
 // The hierarchical algorithm: groups with simulated hosts, over every transport, with and without
 // memory that the ranks of a host share, against a plain model. levels_test.cpp proves the plans;
 // tests/hosts/test_hosts.py uses real hosts.
+#include <algorithm>
+#include <chrono>
 #include <functional>
+#include <memory>
 #include <numeric>
 #include <string>
 #include <utility>
@@ -11,7 +14,9 @@
 #include "group/host_group.h"
 #include "harness.h"
 #include "ranks.h"
+#include "rendezvous/local_store.h"
 #include "shared/segment.h"
+#include "transport/transport.h"
 
 namespace {
 
@@ -198,6 +203,55 @@ const Test kBlocks{
       for (const auto& hosts :
            {std::vector{0, 1, 1}, {0, 1, 0, 1}, {0, 0, 1, 1, 1}, {0, 0, 1, 1, 2, 2, 3, 3}})
         if (kSlowdown == 1 || hosts.size() == 4) run_on_hosts(hosts, "local", body, true);
+    }};
+
+// A channel that reports another round trip.
+class Distant final : public transport::Channel {
+ public:
+  Distant(std::unique_ptr<transport::Channel> inner, std::chrono::microseconds round_trip)
+      : inner_(std::move(inner)), round_trip_(round_trip) {}
+  std::string_view transport() const override { return inner_->transport(); }
+  std::chrono::microseconds round_trip() const override { return round_trip_; }
+  size_t send(transport::ConstBytes head, transport::ConstBytes body) override {
+    return inner_->send(head, body);
+  }
+  transport::ConstBytes peek(size_t want) override { return inner_->peek(want); }
+  void take(size_t bytes) override { inner_->take(bytes); }
+  size_t receive(transport::Bytes into) override { return inner_->receive(into); }
+  bool is_closed() const override { return inner_->is_closed(); }
+  pollfd arm(transport::Want want) override { return inner_->arm(want); }
+  void disarm(short revents) override { inner_->disarm(revents); }
+  void close(transport::ConstBytes unsent) override { inner_->close(unsent); }
+
+ private:
+  std::unique_ptr<transport::Channel> inner_;
+  std::chrono::microseconds round_trip_;
+};
+
+const Test kRoundTrips{
+    "ranks that measured different round trips choose the same algorithm", [] {
+      rendezvous::LocalStore store;
+      ranks::run(2, [&](int rank) {
+        group::ConnectOptions options;
+        options.rank = rank;
+        options.size = 2;
+        options.timeout = std::chrono::seconds(30);  // far beyond any call that works
+        options.transport = "tcp";
+        options.address = "127.0.0.1";
+        options.host = "host" + std::to_string(rank);
+        options.limit_rate = [rank](std::unique_ptr<transport::Channel> inner, int) {
+          const std::chrono::milliseconds round_trip(rank == 0 ? 1 : 100);
+          return std::make_unique<Distant>(std::move(inner), round_trip);
+        };
+        const auto group = group::connect(store, options);
+        std::vector<float> x(100'000, 1.0F);
+        group->run({.operation = Operation::all_reduce,
+                    .dtype = Dtype::float32,
+                    .input = x.data(),
+                    .output = x.data(),
+                    .count = x.size()});
+        expect(std::ranges::count(x, 2.0F) == static_cast<std::ptrdiff_t>(x.size()), "the sum");
+      });
     }};
 
 }  // namespace

@@ -132,6 +132,13 @@ def traffic() -> dict[str, Any]:
     }
 
 
+def middle_sum() -> dict[str, Any]:
+    """An all_reduce of 400,000 bytes."""
+    pycomm.init(timeout_s=TIMEOUT_S)
+    assert (pycomm.all_reduce(np.ones(100_000, np.float32)) == pycomm.size()).all()
+    return {}
+
+
 def emit(text: str) -> None:
     """Prints a line and flushes it."""
     print(text, flush=True)
@@ -229,7 +236,7 @@ def hierarchical() -> dict[str, Any]:
 
 PROGRAMS = {
     "verbs": verbs, "traffic": traffic, "form": form, "training": training, "hierarchical":
-    hierarchical, "shrinking": shrinking,
+    hierarchical, "shrinking": shrinking, "middle_sum": middle_sum,
 }  # fmt: skip
 
 if __name__ == "__main__":
