@@ -25,7 +25,8 @@ from torch import nn
 
 import pycomm
 from benchmarks.support import command
-from benchmarks.training.expected_costs import WANTED, disordered, judged
+from benchmarks.training.expected_costs import LIMITS, WANTED, disordered, judged
+from benchmarks.training.soap import SOAP
 from benchmarks.training.workloads import WORKLOADS, Workload, missing
 from pycomm.bench.support import summaries
 from pycomm.bench.support.sizes import names
@@ -51,18 +52,24 @@ MB = 2**20
 
 
 @dataclass(frozen=True)
-class Adam:
-    """AdamW instead of SGD: dense, or with compressed updates. Without weight decay.
+class Adaptive:
+    """An optimizer instead of SGD, without weight decay: dense, or with compression.
 
     Attributes:
-        betas: of AdamW.
+        kind: "adamw", "soap" or "muon"; Muon's other parameters have AdamW.
+        betas: of AdamW and SOAP.
         rates: the peak of the learning rate by workload, found by seed 0.
-        ratio: of TopK; None: dense.
+        updates: of LocalSGD, if updates are compressed: compression, k_steps, outer.
+        gradients: of DataParallel, if gradients are compressed.
+        reference: the method that costs are relative to.
     """
 
+    kind: str
     betas: tuple[float, float]
     rates: dict[str, float]
-    ratio: float | None = None
+    updates: dict[str, Any] | None = None
+    gradients: pycomm.Quantize | None = None
+    reference: str = "adamw"
 
     def rate_at(self, workload: str, step: int, steps: int) -> float:
         """Rises over a twentieth of the run, then half a cosine down to 2 %."""
@@ -70,18 +77,30 @@ class Adam:
         return self.rates[workload] * min(1, (step + 1) / (steps / 20)) * (0.02 + 0.98 * cosine)
 
 
-DENSE_ADAM = Adam((0.7, 0.95), {"images": 0.004, "text": 0.009})
-COMPRESSED_ADAM = Adam((0.0, 0.99), {"images": 0.008, "text": 0.016}, 200)
+def _updates(ratio: float, rate: float, kind: str = "adamw", reference: str = "adamw") -> Adaptive:
+    rates = {"images": 0.008, "text": rate}
+    return Adaptive(
+        kind, (0.0, 0.99), rates, {"compression": pycomm.TopK(ratio=ratio)}, None, reference
+    )
+
+
+def _rounds(k_steps: int) -> Adaptive:
+    """A quantized exchange every `k_steps` steps."""
+    return replace(ADAMW, updates={"compression": pycomm.TopK(ratio=50), "k_steps": k_steps})
+
+
+ADAMW = Adaptive("adamw", (0.7, 0.95), {"images": 0.004, "text": 0.009})
+SOAP_OPTIMIZER = Adaptive("soap", (0.7, 0.95), {"images": 0.004, "text": 0.006}, reference="soap")
 
 
 @dataclass(frozen=True)
 class Method:
-    """DGC's options, or LocalSGD's, or AdamW, or neither: dense SGD."""
+    """DGC's options, or LocalSGD's, or another optimizer's, or neither: dense SGD."""
 
     name: str
     dgc: dict[str, Any] | None = None
     local: dict[str, Any] | None = None
-    adam: Adam | None = None
+    adaptive: Adaptive | None = None
     feedback: bool = True  # False: no residual, unsent elements are dropped
     ramp: float = 0.25  # fraction of the run
     clip: bool = True  # if dense clips
@@ -126,9 +145,22 @@ METHODS = {
         Method("dgc sharded 4 k without masking", SHARDED_4K),
         *(Method(f"local {k}", local={"k_steps": k}) for k in (1, 2, 4, 8, 16)),
         Method("local adaptive", local={"init_k_steps": 4}),
-        Method("adamw", adam=DENSE_ADAM),
-        Method("adamw topk 200", adam=COMPRESSED_ADAM),
-        Method("adamw topk 500", adam=replace(COMPRESSED_ADAM, ratio=500)),
+        Method("adamw", adaptive=ADAMW),
+        Method("adamw usual betas", adaptive=replace(ADAMW, betas=(0.9, 0.95))),
+        *(Method(f"adamw topk {n}", adaptive=_updates(n, 0.016)) for n in (50, 200, 500)),
+        *(
+            Method(
+                f"adamw quantize {up} {down}",
+                adaptive=replace(ADAMW, gradients=pycomm.Quantize(up, down)),
+            )
+            for up, down in ((3, 8), (3, 3))
+        ),
+        *(Method(f"adamw topk 50 every {k} steps", adaptive=_rounds(k)) for k in (5, 30)),
+        Method("soap", adaptive=SOAP_OPTIMIZER),
+        *(
+            Method(f"soap topk {n}", adaptive=_updates(n, 0.018, "soap", "soap"))
+            for n in (200, 500)
+        ),
     )
 }
 
@@ -157,9 +189,14 @@ def main(argv: Sequence[str]) -> int:
     """Trains, prints, stores; returns the exit status."""
     parser = command.parser("convergence", __doc__, plot="loss over steps and over MB")
     parser.add_argument("--ranks", type=int, default=8)
-    for name, known in ("workloads", [*WORKLOADS]), ("methods", [*METHODS]):
-        all_, kind = ",".join(known), names(known)
-        parser.add_argument(f"--{name}", type=kind, default=all_, help="(%(default)s)")
+    sgd = [method.name for method in METHODS.values() if method.adaptive is None]
+    for name, known, usual in (
+        ("workloads", WORKLOADS, [*WORKLOADS]),
+        ("methods", METHODS, sgd),
+    ):
+        parser.add_argument(
+            f"--{name}", type=names([*known]), default=",".join(usual), help="(%(default)s)"
+        )
     parser.add_argument("--seeds", type=int, default=3, help="how many, from 0 (%(default)s)")
     parser.add_argument("--steps", type=int, help="instead of the workload's own")
     parser.add_argument("--link-mbit", type=float, help="limit each rank's link (not limited)")
@@ -250,15 +287,17 @@ def rank_runs(
     torch.set_num_threads(1)  # of the process; how a sum is split decides its bits
     workload, model = WORKLOADS[names[0]], models[group.rank]
     method = METHODS[names[1]]
-    adam = method.adam
+    adaptive = method.adaptive
     optimizer: torch.optim.Optimizer
-    if adam is not None:
-        optimizer = torch.optim.AdamW(model.parameters(), 0.0, adam.betas, weight_decay=0.0)
-    else:
+    if adaptive is None:
         optimizer = torch.optim.SGD(
             model.parameters(), lr=0.0, momentum=0.9, weight_decay=workload.weight_decay
         )
-    parallel = _parallel(model, optimizer, workload, method, steps)
+    elif adaptive.kind == "soap":
+        optimizer = SOAP(model.parameters(), adaptive.betas)
+    else:
+        optimizer = torch.optim.AdamW(model.parameters(), 0.0, adaptive.betas, weight_decay=0.0)
+    parallel = _parallel(group, model, optimizer, workload, method, steps)
     random = torch.Generator().manual_seed(1000 * seed + group.rank)
     losses: list[float] = []
     sent: list[int] = []
@@ -266,8 +305,8 @@ def rank_runs(
         for parameters in optimizer.param_groups:
             parameters["lr"] = (
                 workload.rate_at(step, steps)
-                if adam is None
-                else adam.rate_at(workload.name, step, steps)
+                if adaptive is None
+                else adaptive.rate_at(workload.name, step, steps)
             )
         loss = workload.loss(parallel.forward, *workload.batch(group.size, random))
         optimizer.zero_grad()
@@ -280,6 +319,7 @@ def rank_runs(
 
 
 def _parallel(
+    group: pycomm.Group,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     workload: Workload,
@@ -294,28 +334,37 @@ def _parallel(
             nn.utils.clip_grad_norm_(model.parameters(), limit)
 
     if method.local is not None:
-        adaptive = "init_k_steps" in method.local
-        kind: Any = pycomm.AdaptiveLocalSGD if adaptive else pycomm.LocalSGD
+        chooses = "init_k_steps" in method.local
+        kind: Any = pycomm.AdaptiveLocalSGD if chooses else pycomm.LocalSGD
         local = kind(model, optimizer, **method.local)
 
         def local_step(loss: torch.Tensor) -> None:
             clip()
-            local.step(loss) if adaptive else local.step()
+            local.step(loss) if chooses else local.step()
 
         averaged = lambda: whole * (local.last_sync == local.step_count)  # noqa: E731 - read as one line
         return _Parallel(model, local_step, averaged, local.average)
-    if method.adam is not None and method.adam.ratio is not None:
-        compression = pycomm.TopK(ratio=method.adam.ratio)
-        updates = pycomm.LocalSGD(model, optimizer, compression=compression, clip_norm=limit)
+    if method.adaptive is not None and method.adaptive.updates is not None:
+        updates = pycomm.LocalSGD(model, optimizer, clip_norm=limit, **method.adaptive.updates)
+
+        def sent_bytes() -> int:
+            synced = updates.last_sync == updates.step_count
+            return int(updates.stats()["sent_bytes"]) if synced else 0
+
+        rounds = updates.k_steps > 1
         return _Parallel(
-            model, lambda _: updates.step(), lambda: int(updates.stats()["sent_bytes"])
+            model, lambda _: updates.step(), sent_bytes, updates.average if rounds else lambda: None
         )
     if method.dgc is None:
+        quantize = None if method.adaptive is None else method.adaptive.gradients
 
         def dense_step(_: torch.Tensor) -> None:
             clip()
             optimizer.step()
 
+        if quantize is not None:
+            gradients = pycomm.DataParallel(model, compression=quantize)
+            return _Parallel(gradients, dense_step, _written(group))
         return _Parallel(pycomm.DataParallel(model), dense_step, lambda: whole)
     dgc = pycomm.DGC(
         optimizer,
@@ -335,6 +384,20 @@ def _parallel(
 
     parallel = pycomm.DataParallel(model, compression=dgc)
     return _Parallel(parallel, sparse_step, lambda: int(dgc.stats()["sent_bytes"]))
+
+
+def _written(group: pycomm.Group) -> Callable[[], int]:
+    """Counts the bytes that this rank wrote since the last call, of an all-reduce in two phases.
+
+    A dense ring writes 2 (N - 1) / N times the array; the result is relative to that.
+    """
+    before = [group.stats().bytes_written]
+
+    def count() -> int:
+        before.append(group.stats().bytes_written)
+        return round((before[-1] - before[-2]) * group.size / (2 * (group.size - 1)))
+
+    return count
 
 
 def _said(run: Run) -> str:
@@ -379,7 +442,7 @@ def _costs(runs: Sequence[Run], method: str) -> list[float]:
     """The loss of a method against dense with the same optimizer, for each seed that both have."""
     sign = -1 if WORKLOADS[runs[0].workload].higher_is_better else 1
     known = METHODS.get(method)  # a stored run may have an older name
-    against = "dense" if known is None or known.adam is None else "adamw"
+    against = "dense" if known is None or known.adaptive is None else known.adaptive.reference
     dense = {run.seed: run.score for run in runs if run.method == against}
     return [
         sign * (run.score - dense[run.seed])
@@ -392,13 +455,16 @@ def _row(runs: Sequence[Run], costs: Sequence[float]) -> tuple[str, bool]:
     workload, method = runs[0].workload, runs[0].method
     scores = [run.score for run in runs]
     spread = statistics.stdev(scores) if len(scores) > 1 else 0.0
-    band = WANTED.get((workload, method)) if costs and _whole(runs) else None
-    verdict = judged(workload, method, costs) if band else ""
+    whole = bool(costs) and _whole(runs)
+    band = WANTED.get((workload, method)) if whole else None
+    verdict = judged(workload, method, costs) if whole else ""
+    limit = LIMITS.get(method) if whole and workload == "text" else None
+    wanted = f"{band.cost:.3f}" if band else f"<={limit:.3f}" if limit else ""
     equal = all(run.replicas_equal for run in runs)
     line = (
         f"{workload:10} {method:42} {len(runs):>4} {statistics.mean(scores):>7.3f} {spread:>6.3f} "
         f"{f'{statistics.mean(costs):.3f}' if costs else '':>7} "
-        f"{f'{band.cost:.3f}' if band else '':>7} "
+        f"{wanted:>7} "
         f"{f'{band.reach(len(costs)):.3f}' if band else '':>6} {verdict:6} "
         f"{statistics.mean(run.dense_mb / run.sent_mb for run in runs):>6.1f}x "
         f"{statistics.mean(map(_later, runs)):>6.1f}x {'equal' if equal else 'DIFFER'}"

@@ -13,6 +13,7 @@ from bench_runs import stored
 from benchmarks.training import convergence, shared_data, steps, training, workloads
 from benchmarks.training.convergence import Run
 from benchmarks.training.models import TASKS
+from benchmarks.training.soap import SOAP
 from benchmarks.training.workloads import WORKLOADS
 from pycomm.bench.kernels import residuals
 from pycomm.bench.support import netns, summaries
@@ -178,6 +179,52 @@ def test_convergence_with_adamw(tmp_path: Path) -> None:
     assert topk["dense_mb"] / topk["sent_mb"] == pytest.approx(200, rel=0.1)
     scores = {"dense": [9.0], "adamw": [1.7], "adamw topk 200": [1.725]}
     assert " 0.025 " in convergence.summary(runs(scores))[0][3]
+
+
+@pytest.mark.parametrize(
+    ("method", "costs", "message", "fits"),
+    [
+        ("adamw topk 200", [0.02, 0.05, 0.03], " <=0.035        in ", True),
+        ("adamw topk 200", [0.02, 0.05, 0.04], " <=0.035        worse ", False),
+        ("adamw topk 200", [0.02, 0.06], " <=0.035               ", True),  # of three seeds
+        ("soap topk 500", [0.11, 0.12, 0.14], " <=0.115        worse ", False),
+    ],
+)
+def test_costs_of_compression_have_limits(
+    method: str, costs: list[float], message: str, fits: bool
+) -> None:
+    """Against the same optimizer without compression."""
+    dense = [1.70] * len(costs)
+    scores = {"adamw": dense, "soap": [x - 0.1 for x in dense]}
+    reference = method.split(maxsplit=1)[0]
+    scores[method] = [x + cost for x, cost in zip(scores[reference], costs, strict=True)]
+    lines, good = convergence.summary(runs(scores))
+    assert good == fits
+    assert message in lines[-1]
+
+
+def test_quantized_gradients_and_soap(tmp_path: Path) -> None:
+    """Bytes of quantized gradients are those of both phases of the all-reduce."""
+    quantized, soap = train(tmp_path, "adamw quantize 3 8,soap", "--ranks 4")
+    assert quantized["dense_mb"] / quantized["sent_mb"] == pytest.approx(64 / 11, rel=0.1)
+    for row in (quantized, soap):
+        assert row["replicas_equal"]
+        assert 0 < row["score"] < 6
+
+
+def test_soap_is_adam_in_eigenbases() -> None:
+    """One step of a diagonal gradient is Adam's; a rotated gradient gives the rotated step."""
+    steps = []
+    random = torch.Generator().manual_seed(0)
+    turn = torch.linalg.qr(torch.randn(4, 4, generator=random, dtype=torch.float64))[0]
+    grad = torch.diag(torch.tensor([4.0, 3.0, 2.0, 1.0], dtype=torch.float64))
+    for given in (grad, turn @ grad):
+        parameter = torch.nn.Parameter(torch.zeros_like(grad))
+        parameter.grad = given.clone()
+        SOAP([parameter], lr=0.5).step()
+        steps.append(parameter.detach())
+    torch.testing.assert_close(steps[0], grad.sign() * -0.5, atol=1e-5, rtol=0)
+    torch.testing.assert_close(steps[1], turn @ steps[0], atol=1e-5, rtol=0)
 
 
 def test_threads_train_as_processes_do() -> None:
