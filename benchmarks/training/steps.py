@@ -14,6 +14,9 @@ says so. The ways to train run one after another:
     compact      the same with 2-bit values, exchange="auto"
     tuned     the same, exchange="auto_time"
     local     LocalSGD, models averaged every 8 steps
+    adamw     as overlap, with AdamW; the others have SGD with momentum
+    quantize  AdamW, gradients at 3 bits and sums at 8 bits
+    topk      AdamW, updates at a ratio of 200
 
 A figure is the slowest rank's median step, of LocalSGD the mean; Paddle's ratio is what its page of
 DGC gives. The table also has the estimate of `pycomm plan` (pycomm/tuning/planner.py) for that
@@ -87,8 +90,17 @@ def _local(model: nn.Module) -> Wrapped:
     return model, pycomm.LocalSGD(model, _sgd(model), EVERY)
 
 
+def _topk(model: nn.Module) -> Wrapped:
+    compression = pycomm.TopK(ratio=200)
+    return model, pycomm.LocalSGD(model, _adamw(model, 0.0), compression=compression)
+
+
 def _sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=1e-6, momentum=0.9)
+
+
+def _adamw(model: nn.Module, beta: float = 0.9) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), 1e-6, (beta, 0.99), weight_decay=0.0)
 
 
 WAYS: dict[str, Callable[[nn.Module], Wrapped]] = {
@@ -99,6 +111,12 @@ WAYS: dict[str, Callable[[nn.Module], Wrapped]] = {
     "compact": lambda model: _dgc(model, {"value_dtype": "2bit"}),
     "auto_time": lambda model: _dgc(model, {"value_dtype": "2bit", "exchange": "auto_time"}),
     "local": _local,
+    "adamw": lambda model: (pycomm.DataParallel(model), _adamw(model)),
+    "quantize": lambda model: (
+        pycomm.DataParallel(model, compression=pycomm.Quantize()),
+        _adamw(model),
+    ),
+    "topk": _topk,
 }
 
 
