@@ -19,7 +19,7 @@ from pycomm.demo.rows import Row
 from pycomm.demo.training import Outcome, Settings
 
 MB = 2**20
-COLORS = ("#9aa0a6", "#1a73e8", "#e8710a", "#188038")
+COLORS = ("#9aa0a6", "#1a73e8", "#e8710a", "#188038", "#9334e6", "#d01884")
 SMOOTHED_STEPS = 10
 
 

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import SGD
+from torch.optim import SGD, AdamW, Optimizer
 
-from pycomm.compress import DGC
+from pycomm.compress import DGC, TopK
 from pycomm.optim import LocalSGD
 from pycomm.parallel import DataParallel
 
 CLIP_NORM = 1.0
+SGD_RATE = 0.5
+ADAMW_RATE = 0.006
 
 
 def _nothing() -> None:
@@ -37,8 +39,23 @@ class Row:
     key: str
     name: str
     backend: str
-    wrap: Callable[[nn.Module, SGD], Parallel]
+    wrap: Callable[[nn.Module, Optimizer], Parallel]
     """Runs on every rank, after init_process_group, with equal models on all ranks."""
+    optimizer: Callable[[Iterable[nn.Parameter]], Optimizer]
+    rate: float
+    """The peak of the learning rate."""
+
+
+def _sgd(parameters: Iterable[nn.Parameter]) -> Optimizer:
+    return SGD(parameters, lr=0.0, momentum=0.9)
+
+
+def _adamw(parameters: Iterable[nn.Parameter]) -> Optimizer:
+    return AdamW(parameters, lr=0.0, betas=(0.7, 0.95), weight_decay=0.0)
+
+
+def _adamw_without_momentum(parameters: Iterable[nn.Parameter]) -> Optimizer:
+    return AdamW(parameters, lr=0.0, betas=(0.0, 0.99), weight_decay=0.0)
 
 
 def _clipped(model: nn.Module, step: Callable[[], object]) -> Callable[[], object]:
@@ -49,11 +66,11 @@ def _clipped(model: nn.Module, step: Callable[[], object]) -> Callable[[], objec
     return clip_and_step
 
 
-def _dense(model: nn.Module, optimizer: SGD) -> Parallel:
+def _dense(model: nn.Module, optimizer: Optimizer) -> Parallel:
     return Parallel(DistributedDataParallel(model), _clipped(model, optimizer.step))
 
 
-def _sparse(model: nn.Module, optimizer: SGD) -> Parallel:
+def _sparse(model: nn.Module, optimizer: Optimizer) -> Parallel:
     """Sends 0.1 % of all gradients after a sparsity warm-up of 100 steps; DGC clips itself."""
     dgc = DGC(
         optimizer,
@@ -67,18 +84,26 @@ def _sparse(model: nn.Module, optimizer: SGD) -> Parallel:
     return Parallel(DataParallel(model, compression=dgc), optimizer.step)
 
 
-def _local(model: nn.Module, optimizer: SGD) -> Parallel:
+def _local(model: nn.Module, optimizer: Optimizer) -> Parallel:
     """Averages after each of the first 100 steps, then after every eighth step."""
     local = LocalSGD(model, optimizer, k_steps=8, begin_step=100)
     return Parallel(model, _clipped(model, local.step), local.average)
 
 
+def _updates(model: nn.Module, optimizer: Optimizer) -> Parallel:
+    """Sends 200 times fewer bytes: the largest updates of AdamW, one bit for each."""
+    local = LocalSGD(model, optimizer, compression=TopK(ratio=200), clip_norm=CLIP_NORM)
+    return Parallel(model, local.step)
+
+
 ROWS = {
     row.key: row
     for row in (
-        Row("gloo", "gloo dense", "gloo", _dense),
-        Row("pycomm", "pycomm dense", "pycomm", _dense),
-        Row("dgc", "pycomm DGC 99.9 %", "pycomm", _sparse),
-        Row("local", "pycomm LocalSGD", "pycomm", _local),
+        Row("gloo", "gloo dense", "gloo", _dense, _sgd, SGD_RATE),
+        Row("pycomm", "pycomm dense", "pycomm", _dense, _sgd, SGD_RATE),
+        Row("dgc", "pycomm DGC 99.9 %", "pycomm", _sparse, _sgd, SGD_RATE),
+        Row("local", "pycomm LocalSGD", "pycomm", _local, _sgd, SGD_RATE),
+        Row("adamw", "AdamW dense", "pycomm", _dense, _adamw, ADAMW_RATE),
+        Row("topk", "AdamW TopK 200", "pycomm", _updates, _adamw_without_momentum, ADAMW_RATE),
     )
 }
