@@ -41,6 +41,7 @@ struct Call {
   Header header;
   int peer;  // of a message
   bool sends;
+  std::vector<Launched> before{};  // of a collective, by peer: as in Header
 };
 
 inline size_t bytes_of(const Call& call) {
@@ -61,9 +62,11 @@ class Collective {
     }
     for (int peer = 0; peer < size_; ++peer) {
       if (peer == rank_) continue;
-      if (gives) transfers.emplace_back(call.header, peer, given_to(peer), bytes_, true);
+      Header header = call.header;
+      if (!call.before.empty()) header.before = call.before.at(static_cast<size_t>(peer));
+      if (gives) transfers.emplace_back(header, peer, given_to(peer), bytes_, true);
       if (!one_way || peer == call.header.root)
-        transfers.emplace_back(call.header, peer, slot(peer), bytes_, false);
+        transfers.emplace_back(header, peer, slot(peer), bytes_, false);
     }
   }
 

@@ -1,9 +1,12 @@
 #include "fake_nccl.hpp"
 
+#include <unistd.h>
+
 #include <array>
 #include <atomic>
 #include <chrono>
 #include <cstdio>
+#include <functional>
 #include <map>
 #include <random>
 #include <set>
@@ -25,25 +28,24 @@ using pycomm::nccl::NcclOp;
 using pycomm::nccl::NcclQueue;
 using pycomm::nccl::NcclResult;
 
-// ThreadSanitizer does not see this lock, as this folder is not instrumented. A visible lock would
-// order streams and threads that a GPU does not order, and hide a missing event.
-class Lock {
- public:
-  void lock() {
-    while (taken_.test_and_set(std::memory_order_acquire)) std::this_thread::yield();
-  }
-  void unlock() { taken_.clear(std::memory_order_release); }
+std::atomic<int> waiting = 0;
+std::atomic<long> longest_delay_us = 0;
 
- private:
-  std::atomic_flag taken_;
-};
+void delay() {
+  const long most = longest_delay_us;
+  thread_local std::minstd_rand random(std::random_device{}());
+  if (most > 0)
+    std::this_thread::sleep_for(
+        std::chrono::microseconds(std::uniform_int_distribution<long>(0, most)(random)));
+}
 
 struct Comm {
   Comm(int size, const NcclId& named, int rank, bool blocks)
       : wires(size, rank), id(named), blocking(blocks) {
     cudaGetDevice(&device);
   }
-  Lock mutex;  // guards all below but `aborted` and `connector`
+  Lock mutex;    // guards all below but `aborted`, `connector` and `meeting`
+  Lock meeting;  // of the thread in wires.meet()
   Wires wires;
   const NcclId id;
   const bool blocking;
@@ -52,7 +54,7 @@ struct Comm {
   int splits = 0;
   std::shared_ptr<Comm> child;        // of the last split
   NcclComm** child_handle = nullptr;  // to be set when the child is connected
-  uint64_t issued = 0, finished = 0;
+  uint64_t issued = 0, finished = 0, collectives = 0;
   std::set<cudaStream_t> streams;                         // of calls
   std::shared_ptr<int> graphs = std::make_shared<int>();  // captured calls own it too
   NcclResult error = NcclResult::success;
@@ -73,9 +75,13 @@ struct Comm {
       }
     });
   }
+  uint64_t number() const { return std::hash<std::string>()(id.bytes.data()); }
   void cut() {
+    forget_order(number());
     aborted = true;
     if (connector.joinable()) connector.join();
+    const std::lock_guard met(meeting);  // its thread sees the flag
+    wires.end_meetings();
     const std::lock_guard lock(mutex);
     wires.hang_up();
     if (child) child->aborted = true;  // the flag that they share
@@ -89,9 +95,38 @@ struct Comm {
   }
 
   void fail(const Failed& failed) {
+    forget_order(number());
     error = failed.result;
     message = failed.what();
     wires.hang_up();
+  }
+  // Connects to the ranks of these calls, which wait for each other at the first calls.
+  void meet(const std::vector<Call>& calls) {
+    std::set<int> for_messages, for_collectives;
+    for (const Call& call : calls)
+      if (call.header.kind == Kind::message)
+        for_messages.insert(call.peer);
+      else
+        for (int peer = 0; peer < wires.size(); ++peer)
+          if (peer != wires.rank()) for_collectives.insert(peer);
+    const auto given_up = [this] { return aborted.load(); };
+    const std::lock_guard lock(meeting);
+    const struct Waiting {
+      Waiting() { ++waiting; }
+      ~Waiting() { --waiting; }
+    } counted;
+    wires.meet(for_messages, true, given_up);
+    wires.meet(for_collectives, false, given_up);
+  }
+  // Numbers the collectives in the order of the calls.
+  void note_order(std::vector<Call>& calls) {
+    for (Call& call : calls) {
+      if (call.header.kind == Kind::message) continue;
+      const Launched now{number(), ++collectives};
+      for (int peer = 0; peer < wires.size(); ++peer)
+        call.before.push_back(
+            peer == wires.rank() ? now : exchange_last({getpid(), device}, wires.place(peer), now));
+    }
   }
   bool in_progress() const { return connecting || child_handle != nullptr; }
 };
@@ -202,6 +237,7 @@ NcclResult FakeNccl::State::flush() {
 
 NcclResult FakeNccl::State::issue(const std::shared_ptr<Comm>& comm, std::vector<Call> calls,
                                   void* stream) {
+  delay();
   const OnDevice on(comm->device);
   auto* const queue = static_cast<cudaStream_t>(stream);
   cudaStreamCaptureStatus capture{};
@@ -214,6 +250,15 @@ NcclResult FakeNccl::State::issue(const std::shared_ptr<Comm>& comm, std::vector
       return refuse(NcclResult::invalid_usage, "in progress, or not blocking");
     if (counted) ++comm->issued;
     if (counted) comm->streams.insert(queue);
+    if (counted) comm->note_order(calls);
+  }
+  try {
+    comm->meet(calls);
+  } catch (const Failed& failed) {
+    const std::lock_guard lock(comm->mutex);
+    if (counted) ++comm->finished;
+    if (!comm->aborted) comm->fail(failed);
+    return refuse(failed.result, failed.what());
   }
   // A graph runs copies of this, each of which begins anew.
   const auto run = [self = shared_from_this(), comm, counted, calls = std::move(calls),
@@ -242,6 +287,9 @@ NcclResult FakeNccl::State::issue(const std::shared_ptr<Comm>& comm, std::vector
   if (emulator::enqueue_polled(queue, run) != cudaSuccess) return NcclResult::cuda_error;
   return NcclResult::success;
 }
+
+int waiting_calls() { return waiting; }
+void delay_calls(std::chrono::microseconds most) { longest_delay_us = most.count(); }
 
 FakeNccl::FakeNccl() : state_(std::make_shared<State>()) {}
 

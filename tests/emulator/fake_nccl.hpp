@@ -3,12 +3,15 @@
 // It gives only the guarantees of NCCL's documentation, and refuses what that forbids. A
 // non-blocking communicator must be polled to completion before its next call, a destroyed handle
 // is invalid, each rank has its own device, and the calls of a group use one stream. Calls need a
-// blocking communicator; a child has the abort flag of its parent. A send waits
-// for its receive, counts and dtypes are compared, a dead rank gives remote_error, and an abort
-// ends running operations, but returns only when the streams are idle and no graph has calls. As
-// with NCCL, the wait for a missing rank has no limit.
+// blocking communicator; a child has the abort flag of its parent. The first collective of a
+// communicator, and the first message of two ranks, wait for the peers where they are enqueued. A
+// send waits for its receive, counts and dtypes are compared, a dead rank gives remote_error, and
+// an abort ends running operations, but returns only when the streams are idle and no graph has
+// calls. As with NCCL, the wait for a missing rank has no limit. Stricter than NCCL: two ranks that
+// enqueue collectives of several communicators in different orders get invalid_usage.
 #pragma once
 
+#include <chrono>
 #include <cstdint>
 #include <memory>
 #include <mutex>
@@ -24,6 +27,13 @@ namespace fake_nccl {
 struct Counts {
   uint64_t groups = 0, sends = 0, receives = 0, bytes_sent = 0, collectives = 0, misaligned = 0;
 };
+
+// Calls wait a random time before they are enqueued, at most so long, as on a busy machine. 0:
+// none.
+void delay_calls(std::chrono::microseconds most);
+
+// How many threads of this process wait in a first call for their peers.
+int waiting_calls();
 
 class FakeNccl final : public pycomm::nccl::NcclApi {
  public:

@@ -8,7 +8,10 @@
 #include <array>
 #include <cerrno>
 #include <cstdio>
+#include <map>
+#include <mutex>
 #include <set>
+#include <utility>
 
 #include "fiber.hpp"
 
@@ -21,7 +24,8 @@ constexpr int kLook = 5;  // ms between checks for an abort while ranks connect
 constexpr char kYes = 1, kNo = 2;
 
 struct Hello {
-  int32_t rank, size, device;
+  int32_t rank, size, device, process;
+  bool for_meet;
 };
 
 socklen_t address(sockaddr_un& at, const pycomm::nccl::NcclId& id, int rank) {
@@ -65,20 +69,68 @@ std::string text(const Header& header) {
          ")";
 }
 
-Wires::~Wires() { hang_up(); }
+namespace {
+
+// Of this process.
+struct Order {
+  Lock mutex;
+  std::map<std::pair<Place, Place>, Launched> last;
+  std::set<uint64_t> ended;
+};
+Order& order() {
+  static auto& made = *new Order;  // never destroyed: streams may outlive main()
+  return made;
+}
+
+bool in_order(const Launched& mine, const Launched& theirs) {
+  const std::lock_guard lock(order().mutex);
+  const auto& ended = order().ended;
+  return mine == theirs || ended.contains(mine.communicator) || ended.contains(theirs.communicator);
+}
+
+}  // namespace
+
+Launched exchange_last(Place mine, Place theirs, Launched now) {
+  const std::lock_guard lock(order().mutex);
+  return std::exchange(order().last[{mine, theirs}], now);
+}
+
+void forget_order(uint64_t communicator) {
+  const std::lock_guard lock(order().mutex);
+  order().ended.insert(communicator);
+}
+
+namespace {
+
+void close_all(std::vector<int>& side) {
+  for (const int fd : side)
+    if (fd >= 0) ::close(fd);
+  side.clear();
+}
+
+}  // namespace
+
+Wires::~Wires() {
+  hang_up();
+  end_meetings();
+}
 
 void Wires::hang_up() {
-  for (auto* side : {&out_, &in_}) {
-    for (const int fd : *side)
-      if (fd >= 0) ::close(fd);
-    side->clear();
-  }
+  close_all(out_);
+  close_all(in_);
+}
+
+void Wires::end_meetings() {
+  close_all(meet_out_);
+  close_all(meet_in_);
 }
 
 void Wires::connect(const pycomm::nccl::NcclId& id, int device,
                     const std::function<bool()>& given_up) {
   out_.assign(static_cast<size_t>(size_), -1);
-  in_ = out_;
+  meet_out_ = meet_in_ = in_ = out_;
+  places_.resize(static_cast<size_t>(size_));
+  met_.resize(static_cast<size_t>(size_));
   sockaddr_un at;
   const struct Listener {
     int fd = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
@@ -86,27 +138,55 @@ void Wires::connect(const pycomm::nccl::NcclId& id, int device,
   } listener;
   socklen_t length = address(at, id, rank_);
   if (bind(listener.fd, reinterpret_cast<sockaddr*>(&at), length) != 0 ||
-      listen(listener.fd, size_) != 0)
+      listen(listener.fd, 2 * size_) != 0)
     throw Failed(NcclResult::invalid_usage, "rank " + std::to_string(rank_) + " is there twice");
-  Hello mine{rank_, size_, device};
-  for (int peer = 0; peer < size_; ++peer) {
-    if (peer == rank_) continue;
-    length = address(at, id, peer);
-    whole(out_[static_cast<size_t>(peer)] = call(at, length, given_up), mine, true);
+  Hello mine{rank_, size_, device, getpid(), false};
+  for (auto* const side : {&out_, &meet_out_}) {
+    for (int peer = 0; peer < size_; ++peer) {
+      if (peer == rank_) continue;
+      length = address(at, id, peer);
+      whole((*side)[static_cast<size_t>(peer)] = call(at, length, given_up), mine, true);
+    }
+    mine.for_meet = true;
   }
   std::set<int> devices{device};
-  for (int met = 1; met < size_; ++met) {
+  for (int accepted = 0; accepted < 2 * (size_ - 1); ++accepted) {
     pollfd door{listener.fd, POLLIN, 0};
     while (poll(&door, 1, kLook) == 0) heed(given_up);
     const int fd = accept4(listener.fd, nullptr, nullptr, SOCK_CLOEXEC);
     Hello theirs{};
     whole(fd, theirs, false);
-    in_[static_cast<size_t>(theirs.rank)] = fd;
+    (theirs.for_meet ? meet_in_ : in_)[static_cast<size_t>(theirs.rank)] = fd;
+    places_[static_cast<size_t>(theirs.rank)] = {theirs.process, theirs.device};
     if (theirs.size != size_)
       throw Failed(NcclResult::invalid_argument, "ranks disagree about the communicator's size");
-    if (!devices.insert(theirs.device).second)
+    if (!theirs.for_meet && !devices.insert(theirs.device).second)
       throw Failed(NcclResult::invalid_usage,
                    "Duplicate GPU detected: device " + std::to_string(theirs.device));
+  }
+}
+
+void Wires::meet(const std::set<int>& peers, bool for_messages,
+                 const std::function<bool()>& given_up) {
+  const auto gone = [](int peer) {
+    return Failed(NcclResult::remote_error, "rank " + std::to_string(peer) + " has gone");
+  };
+  heed(given_up);
+  const char mine = static_cast<char>(for_messages);
+  for (const int peer : peers) {
+    const auto at = static_cast<size_t>(peer);
+    if (std::exchange(met_.at(at)[for_messages].sent, true)) continue;
+    if (send(meet_out_.at(at), &mine, 1, MSG_NOSIGNAL) != 1) throw gone(peer);
+  }
+  for (const int peer : peers) {
+    const auto at = static_cast<size_t>(peer);
+    while (!met_.at(at)[for_messages].received) {
+      pollfd door{meet_in_.at(at), POLLIN, 0};
+      while (poll(&door, 1, kLook) == 0) heed(given_up);
+      char theirs = 0;
+      if (recv(door.fd, &theirs, 1, 0) != 1) throw gone(peer);
+      met_[at].at(static_cast<size_t>(theirs)).received = true;
+    }
   }
 }
 
@@ -126,10 +206,18 @@ bool Transfer::move(int fd, void* at, size_t bytes, bool out) {
 }
 
 void Transfer::judge(const Wires& wires) {
-  answer_ = seen_ == header_ ? kYes : kNo;
+  const bool ordered = in_order(header_.before, seen_.before);
+  seen_.before = header_.before;
+  answer_ = ordered && seen_ == header_ ? kYes : kNo;
   if (answer_ == kYes) return;
   const int fd = wires.in_[static_cast<size_t>(peer_)];
   (void)send(fd, &answer_, 1, MSG_DONTWAIT | MSG_NOSIGNAL);  // a byte always fits here
+  if (!ordered)
+    throw Failed(NcclResult::invalid_usage,
+                 "rank " + std::to_string(peer_) + " and rank " + std::to_string(wires.rank()) +
+                     " enqueued calls of several communicators in different orders, of which one "
+                     "is " +
+                     text(header_));
   throw Failed(NcclResult::invalid_usage,
                "mismatch: rank " + std::to_string(peer_) + " has " + text(seen_) + ", rank " +
                    std::to_string(wires.rank()) + " has " + text(header_));

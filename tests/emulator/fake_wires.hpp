@@ -5,18 +5,42 @@
 // the contents.
 #pragma once
 
+#include <array>
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <set>
 #include <stdexcept>
 #include <string>
+#include <thread>
+#include <utility>
 #include <vector>
 
 #include "nccl/nccl.h"
 
 namespace fake_nccl {
 
+// ThreadSanitizer does not see this lock, as this folder is not instrumented. A visible lock would
+// order streams and threads that a GPU does not order, and hide a missing event.
+class Lock {
+ public:
+  void lock() {
+    while (taken_.test_and_set(std::memory_order_acquire)) std::this_thread::yield();
+  }
+  void unlock() { taken_.clear(std::memory_order_release); }
+
+ private:
+  std::atomic_flag taken_;
+};
+
 enum class Kind : uint32_t { message, all_reduce, all_gather, reduce_scatter, broadcast };
+
+// A collective of a communicator. Its first one has the number 1; 0: none.
+struct Launched {
+  uint64_t communicator = 0, number = 0;
+  bool operator==(const Launched&) const = default;
+};
 
 // What precedes every message; both sides must agree on all of it.
 struct Header {
@@ -25,9 +49,19 @@ struct Header {
   pycomm::nccl::NcclOp op{};
   int32_t root = 0;
   uint64_t count = 0;
+  // A collective: the last one that was enqueued before it, of any communicator of both devices.
+  Launched before{};
   bool operator==(const Header&) const = default;
 };
 std::string text(const Header& header);
+
+// The collectives that this process enqueued for two devices, in the order of the calls, to compare
+// it with the order of the peer. A device is a process and its number.
+using Place = std::pair<int, int>;
+// The last one of both devices, which `now` replaces.
+Launched exchange_last(Place mine, Place theirs, Launched now);
+// From now on ranks may have enqueued different calls of it.
+void forget_order(uint64_t communicator);
 
 struct Failed : std::runtime_error {
   pycomm::nccl::NcclResult result;
@@ -46,6 +80,12 @@ class Wires {
   // Connects to all ranks, each with its own device. Blocks; `given_up` ends that. Throws Failed.
   void connect(const pycomm::nccl::NcclId& id, int device, const std::function<bool()>& given_up);
   void hang_up();
+  // NCCL connects ranks at their first messages or collective: waits until these peers call it too,
+  // and returns at once from then on. Blocks and throws as connect() does. One thread at a time.
+  void meet(const std::set<int>& peers, bool for_messages, const std::function<bool()>& given_up);
+  void end_meetings();  // while no thread is in meet(), which throws from then on
+  // The process and the device of a rank.
+  Place place(int rank) const { return places_.at(static_cast<size_t>(rank)); }
 
   int size() const { return size_; }
   int rank() const { return rank_; }
@@ -53,7 +93,13 @@ class Wires {
  private:
   friend class Transfer;
   int size_, rank_;
-  std::vector<int> out_, in_;  // by peer; nothing for oneself
+  std::vector<int> out_, in_;            // by peer; nothing for oneself
+  std::vector<int> meet_out_, meet_in_;  // the same, for meet(); empty: see end_meetings()
+  std::vector<Place> places_;
+  struct Met {
+    bool sent = false, received = false;
+  };
+  std::vector<std::array<Met, 2>> met_;  // by peer, and whether for messages
 };
 
 // One message, sent or received. step() does what can be done without waiting.

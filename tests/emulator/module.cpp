@@ -173,6 +173,8 @@ PYBIND11_MODULE(_emulated, module) {
   py::module_ nccl = module.def_submodule("nccl");
   pycomm::bindings::bind_nccl(nccl, &load_fake);
   nccl.def("take_counts", &take_nccl_counts);
+  nccl.def("delay_calls",
+           [](long most_us) { fake_nccl::delay_calls(std::chrono::microseconds(most_us)); });
   bind_runtime(module.def_submodule("runtime"));
   module.def("set_order", &set_order);
   module.def("take_traffic", &take_traffic);

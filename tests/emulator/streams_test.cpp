@@ -237,13 +237,15 @@ const Test kMismatch{
 const Test kAbort{"an abort ends what waits for a rank that does not call", [] {
                     std::latch over(1);
                     each_rank(2, [&](Rank& r) {
+                      Floats x(64, 0);
+                      const Lanes stages = stages_of(r, Algorithm::ring, 64);
+                      r.run(all_reduce(x, 64, &stages));  // the first call waits where it is made
+                      r.finish();
                       if (r.rank == 1) return over.wait();
                       const struct Tell {
                         std::latch& over;
                         ~Tell() { over.count_down(); }  // also where a check fails
                       } tell{over};
-                      Floats x(64, 0);
-                      const Lanes stages = stages_of(r, Algorithm::ring, 64);
                       r.run(all_reduce(x, 64, &stages));
                       (void)cudaStreamQuery(r.stream);
                       r.engine.communicators().front()->abort();
@@ -252,6 +254,85 @@ const Test kAbort{"an abort ends what waits for a rank that does not call", [] {
                       (void)expect_throws<Error>(again);
                     });
                   }};
+
+// NCCL connects the ranks of a communicator at its first call, which waits for the peers.
+const Test kFirstCall{"an abort ends a first call that waits for a rank", [] {
+                        std::latch over(1);
+                        each_rank(2, [&](Rank& r) {
+                          if (r.rank == 1) return over.wait();
+                          const struct Tell {
+                            std::latch& over;
+                            ~Tell() { over.count_down(); }  // also where a check fails
+                          } tell{over};
+                          Floats x(64, 0);
+                          const Lanes stages = stages_of(r, Algorithm::ring, 64);
+                          std::atomic<bool> late = false;
+                          std::jthread aborts([&] {
+                            const Deadline limit = soon();
+                            while (fake_nccl::waiting_calls() == 0 && !limit.expired())
+                              std::this_thread::yield();
+                            late = limit.expired();
+                            r.engine.communicators().front()->abort();
+                          });
+                          const std::string why =
+                              expect_throws<Error>([&] { r.run(all_reduce(x, 64, &stages)); });
+                          aborts.join();
+                          expect(!late, "the call did not wait");
+                          expect(why.find("aborted") != std::string::npos, why);
+                        });
+                      }};
+
+// The text of the first error of the ranks' engines.
+std::string first_error(Rank& r, std::span<device::StreamEngine* const> engines) {
+  for (const Deadline limit = soon(); !limit.expired(); std::this_thread::yield()) {
+    (void)cudaStreamQuery(r.stream);  // lets operations run
+    for (device::StreamEngine* const engine : engines) {
+      nccl::Communicator& used = *engine->communicators().front();
+      const nccl::NcclResult now = used.state();
+      if (now != nccl::NcclResult::success && now != nccl::NcclResult::in_progress)
+        return used.error_of("ncclGroupEnd", now).what();
+    }
+  }
+  return "no error";
+}
+
+// Adds to `found` if this rank's error names the order.
+void compare_orders(Rank& r, const nccl::NcclId& id, bool same, std::atomic<int>& found) {
+  device::StreamEngine second(r.nccl, r.device, r.rank, r.size);
+  second.connect({&id, 1}, {}, soon());
+  const std::array engines{&r.engine, &second};
+  Floats x(64, 0), y(64, 0);
+  device::Event before(r.device);
+  before.record(r.stream);
+  std::vector<std::shared_ptr<device::Event>> ends;
+  const auto run = [&](device::StreamEngine& engine) {
+    Floats& array = &engine == &second ? y : x;
+    ends.push_back(engine.enqueue(all_reduce(array, 64, nullptr), before));
+  };
+  const auto finish = [&] {
+    for (const auto& end : ends) end->stream_wait(r.stream);
+    r.finish();
+  };
+  for (device::StreamEngine* const engine : engines) run(*engine);  // connects them
+  finish();
+  const bool turned = !same && r.rank == 1;
+  for (device::StreamEngine* const engine : {engines.at(turned), engines.at(!turned)}) run(*engine);
+  if (same) return finish();
+  const std::string why = first_error(r, engines);
+  for (device::StreamEngine* const engine : engines) engine->abort("enough");
+  finish();
+  found += why.find("in different orders") != std::string::npos;
+}
+
+const Test kLaunchOrder{"the fake finds communicators that ranks use in different orders", [] {
+                          for (const bool same : {true, false}) {
+                            nccl::NcclId id{};
+                            (void)FakeNccl().get_unique_id(id);
+                            std::atomic<int> found = 0;
+                            each_rank(2, [&](Rank& r) { compare_orders(r, id, same, found); });
+                            expect_equal(found > 0, !same, "an error names the order");
+                          }
+                        }};
 
 const Test kGone{"waiting for a rank that left ends with an error", [] {
                    each_rank(3, [](Rank& r) {
