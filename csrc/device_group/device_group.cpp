@@ -10,6 +10,7 @@
 
 #include "device_group/device_executor.h"
 #include "device_group/executors.h"
+#include "device_group/launch_order.h"
 #include "device_group/watchdog.h"
 #include "engine/engine.h"
 #include "group/check.h"
@@ -154,6 +155,7 @@ class DeviceGroup final : public group::Collectives,
         device_(resources.device),
         timeout_(timeout),
         events_(std::make_shared<device::EventPool>(device_)),
+        order_(LaunchOrder::of(device_->bus_id())),
         executors_(host_, std::move(resources), timeout),
         watchdog_(*host_,
                   [this](const std::string& what) { return executors_.async_error(what); }) {
@@ -183,10 +185,15 @@ class DeviceGroup final : public group::Collectives,
     return call.timeout.count() == 0 ? timeout_ : call.timeout;
   }
   DeviceCall begin(const group::Call& given);
-  std::shared_ptr<device::Event> mark(void* stream);
-  using Failed = std::function<void(std::exception_ptr)>;
-  std::shared_ptr<device::Event> enqueue(DeviceCall& device_call, device::Event& before,
-                                         const Deadline& deadline, Failed failed);
+  // What enqueue() needs besides the call. `ticket`: none for a message.
+  struct Launch {
+    std::shared_ptr<device::Event> before;
+    Deadline deadline;
+    std::shared_ptr<LaunchOrder::Ticket> ticket;
+    std::function<void(std::exception_ptr)> failed{};
+  };
+  Launch launch_of(const DeviceCall& device_call);
+  std::shared_ptr<device::Event> enqueue(DeviceCall& device_call, const Launch& launch);
   DeviceExecutor& executor_for(DeviceCall& device_call, const Deadline& deadline);
   bool look() noexcept;
   void fail(const Error& error) noexcept;
@@ -196,6 +203,7 @@ class DeviceGroup final : public group::Collectives,
   const std::chrono::nanoseconds timeout_;
   Turns turns_;  // of run() and start()
   std::shared_ptr<device::EventPool> events_;
+  const std::shared_ptr<LaunchOrder> order_;
   mutable std::mutex mutex_;  // guards the calls of executors_, and calls_
   Executors executors_;
   uint64_t calls_ = 0;
@@ -207,11 +215,15 @@ class DeviceGroup final : public group::Collectives,
       watchdog_thread_;  // last member: its thread ends before the members it uses
 };
 
-// Records the event on the caller's stream after which a call begins.
-std::shared_ptr<device::Event> DeviceGroup::mark(void* stream) {
-  auto event = events_->take();
-  event->record(stream);
-  return event;
+// Call it on the caller's thread, before the agreement. The event on the caller's stream is the one
+// after which the call begins.
+DeviceGroup::Launch DeviceGroup::launch_of(const DeviceCall& device_call) {
+  const group::Call& call = device_call.call;
+  Launch launch{.before = events_->take(), .deadline = Deadline(call.timeout), .ticket = nullptr};
+  launch.before->record(call.device.stream);
+  if (group::is_plan(call.operation))
+    launch.ticket = order_->take(std::string(name_of(call.operation)) + " of group " + info().name);
+  return launch;
 }
 
 // Rejects what this rank can reject without its peers. The algorithm of a message is known once its
@@ -249,12 +261,11 @@ DeviceExecutor& DeviceGroup::executor_for(DeviceCall& device_call, const Deadlin
 void DeviceGroup::run(const group::Call& given) {
   const Turn turn(turns_, limit_of(given));
   DeviceCall device_call = begin(given);
-  const Deadline deadline(device_call.call.timeout);
-  const auto before = mark(given.device.stream);
+  const Launch launch = launch_of(device_call);
   int source = given.peer;
   host_->run(group::agreement_about(device_call.call, &source));
   set_source(device_call.call, source);
-  enqueue(device_call, *before, deadline, {})->stream_wait(given.device.stream);
+  enqueue(device_call, launch)->stream_wait(given.device.stream);
 }
 
 std::shared_ptr<group::Work> DeviceGroup::start(const group::Call& given,
@@ -267,23 +278,23 @@ std::shared_ptr<group::Work> DeviceGroup::start(const group::Call& given,
                self->watchdog_.is_over(end_event);  // a destroyed group has no calls in progress
       });
   DeviceCall device_call = begin(given);
-  const Deadline deadline(device_call.call.timeout);
-  const auto before = mark(given.device.stream);
+  Launch launch = launch_of(device_call);
+  launch.failed = [work](std::exception_ptr late) { work->fail(std::move(late)); };
   const auto source = std::make_shared<int>(given.peer);
-  auto enqueued = [self = shared_from_this(), work, device_call, before, deadline, source,
+  auto enqueued = [self = shared_from_this(), work, device_call, launch = std::move(launch), source,
                    then = std::move(then)](std::exception_ptr error) mutable {
     std::shared_ptr<device::Event> end_event;
     try {
       if (!error) {
         set_source(device_call.call, *source);
-        end_event = self->enqueue(device_call, *before, deadline,
-                                  [work](std::exception_ptr late) { work->fail(std::move(late)); });
+        end_event = self->enqueue(device_call, launch);
       }
       if (end_event && device_call.call.device.follower != nullptr)
         end_event->stream_wait(device_call.call.device.follower);
     } catch (...) {  // reported through the work
       error = std::current_exception();
     }
+    if (launch.ticket) launch.ticket->end();  // also while others hold a copy of this function
     work->complete(std::move(end_event), error);
     if (then) then(error);
   };
@@ -298,10 +309,14 @@ std::shared_ptr<group::Work> DeviceGroup::start(const group::Call& given,
   return work;
 }
 
-std::shared_ptr<device::Event> DeviceGroup::enqueue(DeviceCall& device_call, device::Event& before,
-                                                    const Deadline& deadline, Failed failed) {
-  DeviceExecutor& executor = executor_for(device_call, deadline);
+std::shared_ptr<device::Event> DeviceGroup::enqueue(DeviceCall& device_call, const Launch& launch) {
+  DeviceExecutor& executor = executor_for(device_call, launch.deadline);
   try {
+    const auto failed = [this] {
+      const std::lock_guard ending(ending_);
+      return cause_.has_value();
+    };
+    if (launch.ticket) launch.ticket->wait(launch.deadline, failed);
     const std::lock_guard lock(mutex_);
     ++calls_;
     const bool captured = device_->capturing(device_call.call.device.stream);
@@ -310,9 +325,9 @@ std::shared_ptr<device::Event> DeviceGroup::enqueue(DeviceCall& device_call, dev
       const std::lock_guard ending(ending_);
       if (cause_) throw Error(*cause_);
       watchdog_.add(text_of(device_call.call), all ? Watchdog::kAllPeers : device_call.call.peer,
-                    deadline, std::move(failed));
+                    launch.deadline, launch.failed);
     }
-    auto end_event = executor.enqueue(device_call, before);
+    auto end_event = executor.enqueue(device_call, *launch.before);
     const std::lock_guard ending(ending_);
     if (cause_) throw Error(*cause_);  // the call's event passes without a result
     // Calls in a graph are not watched: the program that launches the graph waits for them.
@@ -345,6 +360,7 @@ void DeviceGroup::fail(const Error& error) noexcept {
     if (std::exchange(ended_, true)) return;
     cause_ = error;
   }
+  order_->wake();
   watchdog_.end(std::make_exception_ptr(Error(error)));
   host_->abort(error.what());  // first, so that peers learn the reason before they miss this rank
   executors_.abort(error.what());
