@@ -66,8 +66,7 @@ void check_encrypted(const group::Group& host, const DeviceInfo& first) {
   if (host.info().encrypted && host.info().host_count > 1 && first.nccl_between_hosts)
     throw Unsupported(
         "encrypt=True: NCCL between hosts does not encrypt; use cuda_internode_transport=\"tcp\" "
-        "for "
-        "arrays on CUDA devices");
+        "for arrays on CUDA devices");
 }
 
 // Throws Unsupported if a rank needs NCCL and has none. If NCCL is used inside hosts only, a rank

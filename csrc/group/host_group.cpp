@@ -236,7 +236,7 @@ void HostGroup::exchange(std::span<const Call> calls) {
 
 void HostGroup::run_together(const std::function<void()>& body, std::chrono::nanoseconds limit) {
   const Worker::Turn turn = worker_.take_turn(limit);
-  const Worker::Nesting nesting(worker_);
+  const Worker::ReentrantTurn reentrant(worker_);
   body();
 }
 

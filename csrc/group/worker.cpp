@@ -153,7 +153,7 @@ Clock::time_point Worker::enter(std::chrono::nanoseconds limit) {
 
 Worker::Turn Worker::take_turn(std::chrono::nanoseconds limit) {
   const auto me = std::this_thread::get_id();
-  if (state_->thread == me || state_->nested == me) return {nullptr, Clock::now()};
+  if (state_->thread == me || state_->reentrant_thread == me) return {nullptr, Clock::now()};
   if (state_->caller.try_enter()) return {state_.get(), Clock::now()};
   return {state_.get(), enter(limit)};
 }

@@ -100,7 +100,7 @@ class Worker {
 
   // Waits until all calls started before are complete, but for receives. Throws InvalidArgument if
   // another thread is inside, and Timeout if the turn does not come within `limit`. Inside a `then`
-  // or a Nesting it returns at once.
+  // or a ReentrantTurn it returns at once.
   Turn take_turn(std::chrono::nanoseconds limit);
   // Inside a `then`, `body` runs at once: a wait for the Work there must not block the thread
   // that would run it, and the order is the same as for a `then` that was added too late for the
@@ -109,17 +109,17 @@ class Worker {
   // As start(), but on this thread if nothing else is under way and `possible` is true then.
   std::shared_ptr<Work> start_at_once(const std::function<bool()>& possible, Body body, Then then);
   // While it lives, the calls of this thread, which has the turn, are part of that turn.
-  class Nesting {
+  class ReentrantTurn {
    public:
-    explicit Nesting(Worker& worker) : nested_(worker.state_->nested) {
-      nested_ = std::this_thread::get_id();
+    explicit ReentrantTurn(Worker& worker) : thread_(worker.state_->reentrant_thread) {
+      thread_ = std::this_thread::get_id();
     }
-    Nesting(const Nesting&) = delete;
-    Nesting& operator=(const Nesting&) = delete;
-    ~Nesting() { nested_ = std::thread::id(); }
+    ReentrantTurn(const ReentrantTurn&) = delete;
+    ReentrantTurn& operator=(const ReentrantTurn&) = delete;
+    ~ReentrantTurn() { thread_ = std::thread::id(); }
 
    private:
-    std::atomic<std::thread::id>& nested_;
+    std::atomic<std::thread::id>& thread_;
   };
   // Starts a receive; other calls do not wait for it. `body` receives at once, inside a `then`.
   // `deferrable`: if nothing else is under way, the receive begins with the first use of its Work,
@@ -177,7 +177,7 @@ class Worker {
     int waiting = 0;                             // threads that wait until no call runs
     Caller caller;
     std::atomic<std::thread::id> thread;
-    std::atomic<std::thread::id> nested;  // see Nesting
+    std::atomic<std::thread::id> reentrant_thread;  // see ReentrantTurn
   };
   Clock::time_point enter(std::chrono::nanoseconds limit);
   static void loop(State& state);

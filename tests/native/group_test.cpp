@@ -7,6 +7,7 @@
 #include <bit>
 #include <cmath>
 #include <cstring>
+#include <future>
 #include <map>
 #include <random>
 #include <string>
@@ -207,6 +208,32 @@ const ByTransport kSplit{
         const auto all = group.split(7, 0);
         run_case(*all, c);
         run_case(group, c);
+      });
+    }};
+
+const ByTransport kTogether{
+    "no other call runs between those of run_together", [](const std::string& by) {
+      ranks::run_groups(2, by, [](group::Group& group) {
+        const group::Call barrier{.operation = Operation::barrier};
+        const Case sum{
+            Operation::all_reduce, Algorithm::ring, Dtype::int32, ReduceOp::sum, 100, 0, false, 1};
+        const auto earlier = group.start(barrier);
+        const auto refuses = [&](const std::function<void()>& call) {
+          auto refused =
+              std::async(std::launch::async, [&] { (void)expect_throws<InvalidArgument>(call); });
+          refused.get();
+        };
+        group.run_together(
+            [&] {
+              expect(earlier->done(), "it waits for earlier calls");
+              run_case(group, sum);
+              refuses([&] { group.run(barrier); });
+              refuses([&] { (void)group.start(barrier); });
+              run_case(group, sum);
+            },
+            std::chrono::seconds(60));
+        group.start(barrier)->wait();  // in turns again
+        run_case(group, sum);
       });
     }};
 
