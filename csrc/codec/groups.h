@@ -33,8 +33,8 @@ GroupHeader read_group_header(std::span<const std::byte> bytes);
 
 struct Groups {
   std::span<const int32_t> indices;
-  std::span<const float> values;
   size_t count;
+  size_t values;
   ValueCode value_code;
 };
 
@@ -44,10 +44,22 @@ size_t most_group_bytes(size_t k, size_t count, size_t values, ValueCode value_c
 // Calls task(i) for each i below `tasks`, in any order, and returns when all are done.
 using RunTasks = std::function<void(size_t tasks, const std::function<void(size_t)>& task)>;
 
+// The values of a packet, as the caller stores them; called from several threads.
+class GroupValues {
+ public:
+  // Copies the values from `first` on.
+  virtual void read(size_t first, std::span<float> values) const = 0;
+  // Receives value - decoded value, or 0 if that is not finite, after these values were read.
+  virtual void write_errors(size_t first, std::span<const float> errors) const = 0;
+
+ protected:
+  ~GroupValues() = default;
+};
+
 // Writes a packet to `out`, of most_group_bytes(), with the shortest index code, and returns its
-// size. errors[i] = values[i] - decoded value, or 0 if that is not finite; it may be values.data().
-// Throws InvalidArgument, before any change, unless the indices ascend in 0..count-1.
-size_t encode_groups(const Groups& groups, float* errors, std::byte* out, const RunTasks& run);
+// size. Throws InvalidArgument, before any change, unless the indices ascend in 0..count-1.
+size_t encode_groups(const Groups& groups, const GroupValues& values, std::byte* out,
+                     const RunTasks& run);
 
 // Decodes a packet into indices [k] and values [values]. Throws InvalidArgument unless the size
 // matches the header, padding is zero and the indices ascend in 0..count-1; the arrays may have

@@ -47,7 +47,7 @@ struct UpdateSizes {
   size_t bytes;
 };
 UpdateSizes update_step(const UpdateStep& step);
-size_t update_workspace_bytes(size_t groups, size_t group, size_t k);
+size_t update_workspace_bytes(size_t groups, size_t k);
 
 // The k largest groups of float32 tensors: their numbers, ascending, and their sizes. Allocates.
 void topk_groups(std::span<const Array> tensors, size_t group, size_t k, int32_t* indices,

@@ -138,7 +138,7 @@ def update_step(
     indices = _buffer(workspace.indices, "workspace.indices", "int32", k)
     values = _buffer(workspace.values, "workspace.values", "float32", k * group)
     scratch = inputs.workspace(
-        workspace.scratch, rows, _core.update_workspace_bytes(groups, group, k)
+        workspace.scratch, rows, _core.update_workspace_bytes(groups, k)
     )
     written: list[ArrayRef | Spans] = [*rows.spans("param", "residual")]
     written += [packet, indices, values, scratch]
@@ -267,7 +267,7 @@ def _workspace(rows: Rows, k: int, group: int, value_dtype: str) -> UpdateWorksp
         "packet": (_core.most_group_bytes(k, groups, k * group, value_dtype), "uint8"),
         "indices": (k, "int32"),
         "values": (k * group, "float32"),
-        "scratch": (_core.update_workspace_bytes(groups, group, k), "uint8"),
+        "scratch": (_core.update_workspace_bytes(groups, k), "uint8"),
     }
     return UpdateWorkspace(
         **{name: arrays.new(rows, (count,), dtype) for name, (count, dtype) in sizes.items()}

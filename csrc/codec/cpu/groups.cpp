@@ -13,6 +13,7 @@
 #include "codec/cpu/varint.h"
 #include "core/errors.h"
 #include "cpu/floats.h"
+#include "cpu/isa.h"
 
 namespace pycomm::codec {
 namespace {
@@ -30,7 +31,7 @@ std::byte* write_head(const Groups& groups, IndexCode index_code, std::byte* out
   const auto put = [&](size_t byte) { *out++ = static_cast<std::byte>(byte & 0xff); };
   for (const char letter : kMagic) put(static_cast<unsigned char>(letter));
   put(static_cast<size_t>(index_code) | static_cast<size_t>(groups.value_code) << 4);
-  for (size_t number : {groups.indices.size(), groups.count, groups.values.size()}) {
+  for (size_t number : {groups.indices.size(), groups.count, groups.values}) {
     for (; number >= 0x80; number >>= 7) put((number & 0x7f) | 0x80);
     put(number);
   }
@@ -43,17 +44,35 @@ std::array<size_t, 2> index_bytes(IndexCode code, size_t k, size_t count) {
   return {least_index_bytes(code, k, count), most_index_bytes(code, k, count)};
 }
 
-void write_block(ValueCode code, std::span<const float> values, float* errors, std::byte* out) {
-  const cpu::ExactFloats exact;
-  std::array<float, kValueBlock> own, sent;
-  const size_t n = values.size();
-  for (size_t i = 0; i < n; ++i) own[i] = cpu::with_one_nan(values[i]);
+struct OneNan {
+  template <cpu::Isa>
+  [[gnu::always_inline]] static void run(float* values, size_t n) {
+    for (size_t i = 0; i < n; ++i) values[i] = cpu::with_one_nan(values[i]);
+  }
+};
+
+// sent = own - sent, or 0 if that is not finite.
+struct Errors {
+  template <cpu::Isa>
+  [[gnu::always_inline]] static void run(const float* own, size_t n, float* sent) {
+    for (size_t i = 0; i < n; ++i) {
+      const float error = own[i] - sent[i];
+      sent[i] = cpu::is_finite(error) ? error : 0;
+    }
+  }
+};
+
+// Values from `first` on, which share levels.
+void write_block(ValueCode code, const GroupValues& values, size_t first, size_t n,
+                 std::byte* out) {
+  const cpu::Isa isa = cpu::isa_here();
+  alignas(64) std::array<float, kValueBlock> own, sent;
+  values.read(first, std::span(own).first(n));
+  cpu::run_on<OneNan>(isa, own.data(), n);
   write_values(code, std::span(own).first(n), out);
   read_values(code, out, std::span(sent).first(n));
-  for (size_t i = 0; i < n; ++i) {
-    const float error = own[i] - sent[i];
-    errors[i] = cpu::is_finite(error) ? error : 0;
-  }
+  cpu::run_on<Errors, const float*>(isa, own.data(), n, sent.data());
+  values.write_errors(first, std::span(sent).first(n));
 }
 
 }  // namespace
@@ -89,23 +108,29 @@ size_t most_group_bytes(size_t k, size_t count, size_t values, ValueCode value_c
          index_bytes(IndexCode::list, k, count)[1];
 }
 
-size_t encode_groups(const Groups& groups, float* errors, std::byte* out, const RunTasks& run) {
+size_t encode_groups(const Groups& groups, const GroupValues& values, std::byte* out,
+                     const RunTasks& run) {
   check_indices(groups.indices, groups.count);
-  const bool all = groups.indices.size() == groups.count;
-  IndexPlan plan{IndexCode::list, {}};
-  if (!all) plan = plan_indices(groups.indices, groups.count, std::nullopt);
-  std::byte* const begin = write_head(groups, plan.code, out);
-  const size_t count = groups.values.size(), each = kBlocksPerTask * kValueBlock;
-  run((count + each - 1) / each, [&](size_t task) {
-    const size_t end = std::min(count, (task + 1) * each);
-    for (size_t first = task * each; first < end; first += kValueBlock)
-      write_block(groups.value_code,
-                  groups.values.subspan(first, std::min(kValueBlock, end - first)), errors + first,
+  // The size of the head does not depend on the index code.
+  std::byte* const begin = write_head(groups, IndexCode::list, out);
+  std::byte* const places = begin + value_bytes(groups.value_code, groups.values);
+  std::byte* end = places;
+  constexpr size_t kEach = kBlocksPerTask * kValueBlock;
+  run((groups.values + kEach - 1) / kEach + 1, [&](size_t task) {
+    const cpu::ExactFloats exact;
+    if (task == 0) {
+      if (groups.indices.size() == groups.count) return;
+      const IndexPlan plan = plan_indices(groups.indices, groups.count, std::nullopt);
+      write_head(groups, plan.code, out);
+      end = write_indices(groups.indices, groups.count, plan, places);
+      return;
+    }
+    const size_t last = std::min(groups.values, task * kEach);
+    for (size_t first = (task - 1) * kEach; first < last; first += kValueBlock)
+      write_block(groups.value_code, values, first, std::min(kValueBlock, last - first),
                   begin + value_bytes(groups.value_code, first));
   });
-  std::byte* at = begin + value_bytes(groups.value_code, count);
-  if (!all) at = write_indices(groups.indices, groups.count, plan, at);
-  return static_cast<size_t>(at - out);
+  return static_cast<size_t>(end - out);
 }
 
 void decode_groups(std::span<const std::byte> bytes, int32_t* indices, float* values) {

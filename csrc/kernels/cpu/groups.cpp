@@ -1,5 +1,6 @@
-// The update step on the CPU: one pass over memory adds the update to the residual and computes the
-// size of each group; then the selection of topk, and one pass over the selected groups.
+// The update step on the CPU: one pass over memory adds the update to the residual, and computes
+// the size of each group and the histogram of the sizes' leading digits; then the selection of
+// topk, and one pass over the selected groups.
 #include "kernels/groups.h"
 
 #include <algorithm>
@@ -13,17 +14,17 @@
 #include "cpu/floats.h"
 #include "cpu/isa.h"
 #include "kernels/cpu/chunk.h"
-#include "kernels/cpu/kernels.h"
 #include "kernels/cpu/select.h"
 #include "kernels/cpu/threads.h"
+#include "kernels/cpu/topk.h"
 
 namespace pycomm::kernels {
 namespace {
 
 constexpr size_t kRun = 1024;         // elements in the L1 cache; a multiple of every group
 constexpr size_t kRunsPerTask = 128;  // of a thread
-constexpr size_t kGroupsPerTask = 1 << 12;
-constexpr size_t kSerial = 1 << 17;  // fewer elements do not pay for a wake-up
+constexpr size_t kPrefetch = 48;      // selected groups
+constexpr size_t kSerial = 1 << 17;   // fewer elements do not pay for a wake-up
 static_assert(kRun % kMostGroup == 0);
 
 // Sums of the squares of each group. `squares` has whole groups.
@@ -141,100 +142,194 @@ size_t elements_of(std::span<const Piece> pieces) {
   return count;
 }
 
-// Selects from the sizes of all groups.
-void select(float* all, size_t count, size_t k, int32_t* indices, float* sizes,
-            Workspace workspace) {
-  cpu_kernels().topk(
-      {all, count, Dtype::float32},
-      {.k = k, .indices = indices, .values = sizes, .threshold = nullptr, .workspace = workspace},
-      {});
-}
+// The sizes of all groups, and what the selection knows of them in advance.
+class Sizes {
+ public:
+  Sizes(float* all, size_t count, size_t k)
+      : all_(all), count_(count), k_(k), counts_(reads_leading(count, k)) {}
+
+  float* of(const Run& run) const { return all_ + run.first_group; }
+
+  // Counts the leading digits of a task's sizes. Neighbours often have the same digit, and an
+  // increment waits for the one before it, so four counts take turns.
+  class Counts {
+   public:
+    explicit Counts(Sizes& sizes) : sizes_(sizes) {}
+    ~Counts() {
+      for (const auto& each : counts_) add_counts(each, sizes_.leading_);
+    }
+    Counts(const Counts&) = delete;
+    Counts& operator=(const Counts&) = delete;
+
+    void add(const float* sizes, size_t count) {
+      if (!sizes_.counts_) return;
+      for (size_t i = 0; i < count; ++i) ++counts_[i % 4][cpu::key_of(sizes[i]) >> kShift];
+    }
+
+   private:
+    static constexpr int kShift = kFirstShift<uint32_t>;
+    Sizes& sizes_;
+    std::array<std::array<uint32_t, 1 << (31 - kShift)>, 4> counts_{};
+  };
+
+  void select(int32_t* indices, float* sizes, Workspace workspace) const {
+    const Histogram leading = sum_of(leading_);
+    topk({all_, count_},
+         {.k = k_,
+          .indices = indices,
+          .values = sizes,
+          .threshold = nullptr,
+          .workspace = workspace},
+         counts_ ? &leading : nullptr);
+  }
+
+ private:
+  float* all_;
+  size_t count_, k_;
+  bool counts_;
+  SharedHistogram leading_{};
+};
 
 size_t select_bytes(size_t count, size_t k) {
   return cpu_kernels().topk_workspace_bytes(count, k, Dtype::float32);
 }
 
-// Where a selected group is: in the residual and in the packet.
-struct Selected {
-  float* at;
-  size_t count;
-  size_t first;  // value
-};
-
-// Returns the number of values.
-size_t locate(const UpdateStep& step, std::span<Selected> found) {
-  const UpdatePiece* piece = step.pieces.data();
-  size_t first_group = 0, value = 0;
-  for (size_t i = 0; i < step.k; ++i) {
-    const auto index = static_cast<size_t>(step.indices[i]);
-    while (index - first_group >= groups_in(piece->count, step.group))
-      first_group += groups_in(piece++->count, step.group);
-    const size_t begin = (index - first_group) * step.group;
-    found[i] = {piece->residual + begin, std::min(step.group, piece->count - begin), value};
-    value += found[i].count;
-  }
-  return value;
+// Calls pass(run, sizes) for each run, on several threads. It writes the sizes of the run's groups.
+template <typename F>
+void each_run(std::span<const Run> runs, size_t group, size_t elements, Sizes& sizes, F&& pass) {
+  each_of((runs.size() + kRunsPerTask - 1) / kRunsPerTask, 1, elements, [&](size_t task) {
+    Sizes::Counts counts(sizes);
+    const size_t first = task * kRunsPerTask;
+    for (const Run& run : runs.subspan(first, std::min(kRunsPerTask, runs.size() - first))) {
+      float* const to = sizes.of(run);
+      pass(run, to);
+      counts.add(to, groups_in(run.count, group));  // here it overlaps with reads of memory
+    }
+  });
 }
 
-// The parts of the workspace.
-struct Scratch {
-  std::span<Selected> selected;
-  float* all;
-  float* sizes;
-  float* errors;
-  Workspace select;
+template <typename To, typename From>
+[[gnu::always_inline]] inline void copy_group(To* to, const From* from, size_t count) {
+  constexpr size_t kUsual = 16;  // a copy of constant size is a few instructions
+  for (; count >= kUsual; count -= kUsual, to += kUsual, from += kUsual)
+    std::memcpy(to, from, kUsual * sizeof(float));
+  std::memcpy(to, from, count * sizeof(float));
+}
 
-  Scratch(const UpdateStep& step, size_t groups) {
-    BumpAllocator allocator(step.workspace.data, step.workspace.bytes);
-    const size_t bytes = select_bytes(groups, step.k);
-    select = {allocator.take<std::byte>(bytes), bytes};
-    selected = {allocator.take<Selected>(step.k), step.k};
-    all = allocator.take<float>(groups);
-    sizes = allocator.take<float>(step.k);
-    errors = allocator.take<float>(step.k * step.group);
+// The values of the selected groups, in the residual.
+class SelectedValues final : public codec::GroupValues {
+ public:
+  explicit SelectedValues(const UpdateStep& step) : step_(step), indices_(step.indices, step.k) {
+    size_t selected = 0, value = 0, first_group = 0;
+    for (const UpdatePiece& piece : step.pieces) {
+      const size_t groups = groups_in(piece.count, step.group);
+      const auto end = static_cast<size_t>(
+          std::lower_bound(indices_.begin(), indices_.end(), first_group + groups,
+                           [](int32_t a, size_t b) { return static_cast<size_t>(a) < b; }) -
+          indices_.begin());
+      if (end > selected) {
+        tensors_.push_back({&piece, first_group, selected, end, value});
+        const size_t last = static_cast<size_t>(indices_[end - 1]) - first_group;
+        value += (end - selected - 1) * step.group +
+                 std::min(step.group, piece.count - last * step.group);
+      }
+      selected = end;
+      first_group += groups;
+    }
+    count_ = value;
   }
+
+  size_t count() const { return count_; }
+
+  void read(size_t first, std::span<float> values) const override {
+    each(first, values.size(),
+         [&](const float* at, size_t i, size_t n) { copy_group(values.data() + i, at, n); });
+    std::copy(values.begin(), values.end(), step_.values + first);
+  }
+
+  void write_errors(size_t first, std::span<const float> errors) const override {
+    each(first, errors.size(),
+         [&](float* at, size_t i, size_t n) { copy_group(at, errors.data() + i, n); });
+  }
+
+ private:
+  // A tensor with selected groups.
+  struct Tensor {
+    const UpdatePiece* piece;
+    size_t first_group;
+    size_t begin, end;  // its part of the selection
+    size_t value;       // its first one
+  };
+
+  // Calls f(address, i, n) for n neighbours in the residual, the values from first + i on.
+  template <typename F>
+  [[gnu::always_inline]] void each(size_t first, size_t count, F&& f) const {
+    const Tensor* tensor =
+        &*std::upper_bound(tensors_.begin(), tensors_.end(), first,
+                           [](size_t a, const Tensor& b) { return a < b.value; }) -
+        1;
+    size_t at = tensor->begin + (first - tensor->value) / step_.group;
+    size_t skipped = (first - tensor->value) % step_.group;
+    for (size_t i = 0; i < count; ++at) {
+      if (at == tensor->end) ++tensor;
+      const size_t begin = begin_of(*tensor, at);
+      if (at + kPrefetch < tensor->end) {
+        const float* const ahead = tensor->piece->residual + begin_of(*tensor, at + kPrefetch);
+        __builtin_prefetch(ahead, 1);
+        __builtin_prefetch(ahead + step_.group - 1, 1);  // often in the next cache line
+      }
+      const size_t size = std::min(step_.group, tensor->piece->count - begin);
+      const size_t n = std::min(size - skipped, count - i);
+      f(tensor->piece->residual + begin + skipped, i, n);
+      i += n;
+      skipped = 0;
+    }
+  }
+
+  size_t begin_of(const Tensor& tensor, size_t at) const {
+    return (static_cast<size_t>(indices_[at]) - tensor.first_group) * step_.group;
+  }
+
+  const UpdateStep& step_;
+  std::span<const int32_t> indices_;
+  std::vector<Tensor> tensors_;
+  size_t count_;
 };
 
 }  // namespace
 
 UpdateSizes update_step(const UpdateStep& step) {
   const std::vector<Run> runs = runs_of(step.pieces, step.group);
-  const size_t elements = elements_of(step.pieces);
   size_t count = 0;
   for (const auto& piece : step.pieces) count += groups_in(piece.count, step.group);
-  const Scratch scratch(step, count);
+  BumpAllocator allocator(step.workspace.data, step.workspace.bytes);
+  const size_t bytes = select_bytes(count, step.k);
+  const Workspace scratch{allocator.take<std::byte>(bytes), bytes};
+  Sizes sizes(allocator.take<float>(count), count, step.k);
+  auto* const selected_sizes = allocator.take<float>(step.k);
   const cpu::Isa isa = cpu::isa_here();
   visit_float(step.dtype, [&](auto dtype) {
     if constexpr (dtype() != Dtype::float64)
-      each_of(runs.size(), kRunsPerTask, elements, [&](size_t i) {
-        const Run& run = runs[i];
+      each_run(runs, step.group, elements_of(step.pieces), sizes, [&](const Run& run, float* to) {
         cpu::run_on<AccumulateRun<dtype()>>(isa, &step.pieces[run.piece], run.begin, run.count,
-                                            step.group, scratch.all + run.first_group);
+                                            step.group, to);
       });
   });
-  select(scratch.all, count, step.k, step.indices, scratch.sizes, scratch.select);
+  sizes.select(step.indices, selected_sizes, scratch);
 
-  const auto groups = scratch.selected;
-  const size_t values = locate(step, groups);
-  each_of(groups.size(), kGroupsPerTask, values, [&](size_t i) {
-    std::copy_n(groups[i].at, groups[i].count, step.values + groups[i].first);
-  });
+  const SelectedValues values(step);
   const codec::Groups packet{.indices = {step.indices, step.k},
-                             .values = {step.values, values},
                              .count = count,
+                             .values = values.count(),
                              .value_code = step.value_code};
-  const size_t bytes = codec::encode_groups(
-      packet, scratch.errors, step.packet,
-      [&](size_t tasks, const auto& task) { each_of(tasks, 1, values, task); });
-  each_of(groups.size(), kGroupsPerTask, values, [&](size_t i) {
-    std::copy_n(scratch.errors + groups[i].first, groups[i].count, groups[i].at);
-  });
-  return {values, bytes};
+  const auto run_tasks = [&](size_t tasks, const auto& task) {
+    each_of(tasks, 1, values.count(), task);
+  };
+  return {values.count(), codec::encode_groups(packet, values, step.packet, run_tasks)};
 }
 
-size_t update_workspace_bytes(size_t groups, size_t group, size_t k) {
-  const size_t floats = groups + k + k * group;
-  return select_bytes(groups, k) + k * sizeof(Selected) + floats * sizeof(float) + 5 * 8;
+size_t update_workspace_bytes(size_t groups, size_t k) {
+  return select_bytes(groups, k) + (groups + k) * sizeof(float) + 3 * 8;
 }
 
 void topk_groups(std::span<const Array> tensors, size_t group, size_t k, int32_t* indices,
@@ -243,16 +338,16 @@ void topk_groups(std::span<const Array> tensors, size_t group, size_t k, int32_t
   size_t count = 0;
   for (const auto& tensor : tensors) count += groups_in(tensor.count, group);
   const auto all = std::make_unique_for_overwrite<float[]>(count);
+  Sizes of_groups(all.get(), count, k);
   const cpu::Isa isa = cpu::isa_here();
-  each_of(runs.size(), kRunsPerTask, elements_of(tensors), [&](size_t i) {
-    const Run& run = runs[i];
+  each_run(runs, group, elements_of(tensors), of_groups, [&](const Run& run, float* to) {
     const auto* const x = static_cast<const float*>(tensors[run.piece].data) + run.begin;
-    cpu::run_on<SizesOfRun>(isa, x, run.count, group, all.get() + run.first_group);
+    cpu::run_on<SizesOfRun>(isa, x, run.count, group, to);
   });
   const size_t bytes = select_bytes(count, k);
   const auto scratch =
       std::make_unique_for_overwrite<std::max_align_t[]>(bytes / sizeof(std::max_align_t) + 1);
-  select(all.get(), count, k, indices, sizes, {scratch.get(), bytes});
+  of_groups.select(indices, sizes, {scratch.get(), bytes});
 }
 
 size_t group_count(std::span<const uint64_t> counts, size_t group) {

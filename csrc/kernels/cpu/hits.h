@@ -35,6 +35,18 @@ inline constexpr size_t kTile = 16 * kGroup;  // elements processed while in the
   return bits;
 }
 
+[[gnu::target("avx512f")]] inline uint64_t hit_bits_of_group_512(const float* elements,
+                                                                 uint32_t bound) {
+  const __m512i below = _mm512_set1_epi32(static_cast<int>(bound - 1));
+  const __m512i magnitude = _mm512_set1_epi32(0x7fffffff);
+  uint64_t bits = 0;
+  for (size_t i = 0; i < kGroup; i += 16) {
+    const __m512i keys = _mm512_and_si512(_mm512_loadu_si512(elements + i), magnitude);
+    bits |= uint64_t{_mm512_cmpgt_epi32_mask(keys, below)} << i;
+  }
+  return bits;
+}
+
 // A bit for each group of a tile with such an element.
 [[gnu::target("avx2")]] inline unsigned hit_groups_of_tile(const float* elements, uint32_t bound) {
   const __m256i below = _mm256_set1_epi32(static_cast<int>(bound - 1));
@@ -72,7 +84,9 @@ uint64_t hit_bits(cpu::Isa isa, const Element* elements, size_t count,
                   decltype(cpu::key_of(Element{})) bound) {
 #ifdef __x86_64__
   if constexpr (sizeof(Element) == 4)
-    if (isa != cpu::Isa::baseline && count == kGroup) return hit_bits_of_group(elements, bound);
+    if (isa != cpu::Isa::baseline && count == kGroup)
+      return isa == cpu::Isa::avx2 ? hit_bits_of_group(elements, bound)
+                                   : hit_bits_of_group_512(elements, bound);
 #endif
   alignas(8) std::array<uint8_t, kGroup> hits{};
   cpu::run_on<Hits<Element>>(isa, elements, count, bound, hits.data());

@@ -9,7 +9,8 @@
 //
 // The first lower bound affects the time but never the result: if fewer than k elements reach it,
 // the caller collects again with a lower bound. Above one element in 64, pools would be large, so
-// all elements are read instead, as often as necessary (`dense`).
+// all elements are read instead, as often as necessary (`dense`): once for each digit of the k-th
+// magnitude, and once each to count and to emit. The caller may know the counts of the first digit.
 #pragma once
 
 #include <algorithm>
@@ -71,16 +72,20 @@ class BumpAllocator {
   size_t left_;
 };
 
-using Histogram = std::array<uint32_t, 2048>;
+inline constexpr int kDigit = 11;  // bits of a key that are counted together
+using Histogram = std::array<uint32_t, 1 << kDigit>;
+
+// The shift of the first digit that kth_largest() counts: the upper bits of a key.
+template <typename Key>
+inline constexpr int kFirstShift = (8 * static_cast<int>(sizeof(Key)) - 2) / kDigit * kDigit;
 
 // Finds the k-th largest key, 1 <= k <= number of keys. `count(prefix, shift)` returns the
 // histogram of the 11 bits above `shift` over the keys whose bits above those are `prefix`. Also
 // returns how many keys of that value are among the k largest.
 template <typename Key, typename Count>
 Key kth_largest(size_t k, size_t& ties, Count&& count) {
-  constexpr int kDigit = 11, kWidth = 8 * sizeof(Key) - 1;
   Key prefix = 0;
-  for (int shift = (kWidth - 1) / kDigit * kDigit; shift >= 0; shift -= kDigit) {
+  for (int shift = kFirstShift<Key>; shift >= 0; shift -= kDigit) {
     const Histogram histogram = count(prefix, shift);
     size_t bin = histogram.size() - 1;
     while (histogram[bin] < k) k -= histogram[bin--];
@@ -90,10 +95,22 @@ Key kth_largest(size_t k, size_t& ties, Count&& count) {
   return prefix;
 }
 
+// Sums of histograms that several threads count.
+using SharedHistogram = std::array<std::atomic<uint32_t>, std::tuple_size_v<Histogram>>;
+inline void add_counts(std::span<const uint32_t> histogram, SharedHistogram& sums) {
+  for (size_t bin = 0; bin < histogram.size(); ++bin)
+    if (histogram[bin] != 0) sums[bin].fetch_add(histogram[bin], std::memory_order_relaxed);
+}
+inline Histogram sum_of(const SharedHistogram& sums) {
+  Histogram histogram;
+  for (size_t bin = 0; bin < sums.size(); ++bin) histogram[bin] = sums[bin].load();
+  return histogram;
+}
+
 template <typename Key>
 [[gnu::always_inline]] inline void tally(Histogram& histogram, Key key, Key prefix, int shift) {
   // Two shifts, because a shift by the whole width is undefined.
-  if (static_cast<Key>(key >> shift) >> 11 == prefix)
+  if (static_cast<Key>(key >> shift) >> kDigit == prefix)
     ++histogram[key >> shift & (histogram.size() - 1)];
 }
 
@@ -190,6 +207,7 @@ struct Choice {
 
   size_t k;
   bool dense;
+  const Histogram* leading;  // of the first digit of all keys, if known
   size_t first_part;
   size_t parts = 0;
   Key kth = 0;      // of the k-th magnitude
@@ -222,10 +240,12 @@ class Selection {
   std::vector<Part<Element>> parts;
   std::vector<Slice<Element>> slices;
 
-  // Starts a selection of k from `count` elements; add() adds its tensors in order.
-  void open(size_t count, size_t k, BumpAllocator& allocator) {
+  // Starts a selection of k from `count` elements; add() adds its tensors in order. `leading`,
+  // which may be null, is the histogram of the first digit of all keys.
+  void open(size_t count, size_t k, BumpAllocator& allocator, const Histogram* leading = nullptr) {
     const Shape shape(count, k);
-    choices.push_back({.k = k, .dense = shape.capacity == 0, .first_part = parts.size()});
+    choices.push_back(
+        {.k = k, .dense = shape.capacity == 0, .leading = leading, .first_part = parts.size()});
     allocator_ = &allocator;
     capacity_ = shape.capacity;
     part_count_ = shape.part_count;
@@ -328,8 +348,7 @@ class Selection {
     if (!choice.dense) part.pool.keep(choice.kth, ties);
     const Slice<Element>* slice = slices.data() + part.first_slice;
     each(part, [&](size_t place, Element element) {
-      const Key key = cpu::key_of(element);
-      if (choice.dense && (key < choice.kth || (key == choice.kth && on++ >= ties))) return;
+      if (choice.dense && cpu::key_of(element) == choice.kth && on++ >= ties) return;
       while (place >= slice->place + slice->begin + slice->count) ++slice;
       winner(at++, element, *slice, place - slice->place);
     });
@@ -380,25 +399,30 @@ class Selection {
 
   void cut_all(Choice<Element>& choice) {
     const auto own = parts_of(choice);
-    const auto counted = [&](const Part<Element>& part, Key prefix, int shift) {
-      Histogram histogram{};
+    choice.kth = kth_largest<Key>(choice.k, choice.ties, [&](Key prefix, int shift) {
+      if (shift == kFirstShift<Key> && choice.leading != nullptr) return *choice.leading;
+      if (own.size() == 1) return counted(own[0], prefix, shift);  // small: the sum would dominate
+      SharedHistogram sums{};
+      parallel(own.size(), [&](size_t p) { add_counts(counted(own[p], prefix, shift), sums); });
+      return sum_of(sums);
+    });
+  }
+
+  // The histogram of one digit over the keys of a part that have this prefix.
+  Histogram counted(const Part<Element>& part, Key prefix, int shift) const {
+    Histogram histogram{};
+    if (shift == kFirstShift<Key>) {
       for (const auto& slice : slices_of(part))
         for (size_t i = slice.begin; i < slice.begin + slice.count; ++i)
           tally(histogram, cpu::key_of(slice.elements[i]), prefix, shift);
       return histogram;
-    };
-    choice.kth = kth_largest<Key>(choice.k, choice.ties, [&](Key prefix, int shift) {
-      if (own.size() == 1) return counted(own[0], prefix, shift);  // small: the sum would dominate
-      std::array<std::atomic<uint32_t>, std::tuple_size_v<Histogram>> sums{};
-      parallel(own.size(), [&](size_t p) {
-        const Histogram histogram = counted(own[p], prefix, shift);
-        for (size_t bin = 0; bin < sums.size(); ++bin)
-          sums[bin].fetch_add(histogram[bin], std::memory_order_relaxed);
-      });
-      Histogram histogram{};
-      for (size_t bin = 0; bin < sums.size(); ++bin) histogram[bin] = sums[bin].load();
-      return histogram;
+    }
+    const Key low = static_cast<Key>(prefix << (shift + kDigit));
+    const auto end = static_cast<Key>(low + (Key{1} << (shift + kDigit)));
+    each_hit(part, low, end, [&](size_t, Element element) {
+      tally(histogram, cpu::key_of(element), prefix, shift);
     });
+    return histogram;
   }
 
   void count_winners(Part<Element>& part) {
@@ -418,14 +442,34 @@ class Selection {
     const Choice<Element>& choice = choices[part.choice];
     if (choice.k == 0) return;
     if (choice.dense) {
-      for (const auto& slice : slices_of(part))
-        for (size_t i = slice.begin; i < slice.begin + slice.count; ++i)
-          f(slice.place + i, slice.elements[i]);
+      each_hit(part, choice.kth, kEveryKey, f);
     } else {
       const auto elements = part.pool.elements();
       for (size_t i = 0; i < elements.size(); ++i) f(part.pool.place(i), elements[i]);
     }
   }
+
+  // The same for the elements of a part with a key in low..end-1.
+  template <typename F>
+  void each_hit(const Part<Element>& part, Key low, Key end, F&& f) const {
+    const cpu::Isa isa = cpu::isa_here();
+    for (const auto& slice : slices_of(part))
+      for (size_t begin = slice.begin, left = slice.count; left > 0;) {
+        const Element* const group = slice.elements + begin;
+        const size_t n = std::min(left, kGroup);
+        uint64_t bits = hit_bits(isa, group, n, low);
+        if (end != kEveryKey && bits != 0) bits &= ~hit_bits(isa, group, n, end);
+        for (; bits != 0; bits &= bits - 1) {
+          const auto i = static_cast<size_t>(std::countr_zero(bits));
+          f(slice.place + begin + i, group[i]);
+        }
+        begin += n;
+        left -= n;
+      }
+  }
+
+  // An `end` above all keys.
+  static constexpr Key kEveryKey = std::numeric_limits<Key>::max() / 2 + 1;
 
   BumpAllocator* allocator_ = nullptr;
   size_t capacity_ = 0, part_count_ = 0;  // of the current selection
