@@ -137,9 +137,7 @@ def update_step(
     packet = _buffer(workspace.packet, "workspace.packet", "uint8", most)
     indices = _buffer(workspace.indices, "workspace.indices", "int32", k)
     values = _buffer(workspace.values, "workspace.values", "float32", k * group)
-    scratch = inputs.workspace(
-        workspace.scratch, rows, _core.update_workspace_bytes(groups, k)
-    )
+    scratch = inputs.workspace(workspace.scratch, rows, _core.update_workspace_bytes(groups, k))
     written: list[ArrayRef | Spans] = [*rows.spans("param", "residual")]
     written += [packet, indices, values, scratch]
     inputs.check_memory("update_step", written, rows.spans("theta"))
