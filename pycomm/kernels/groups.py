@@ -289,9 +289,14 @@ def _known_values(value_dtype: str) -> None:
 
 
 def _group(group: int) -> int:
-    number = inputs.whole_number(group, MOST_GROUP, "group")
-    if number & (number - 1) or not number:
-        raise InvalidArgument(f"invalid group: got {number}, expected 1, 2, 4, ... {MOST_GROUP}")
+    number = inputs.whole_number(group, inputs.MOST_ELEMENTS, "group")
+    if number & (number - 1) or not 0 < number <= MOST_GROUP:
+        low = min(1 << max(number, 1).bit_length() - 1, MOST_GROUP)
+        near = sorted({low, min(2 * low, MOST_GROUP)} if number else {1})
+        raise InvalidArgument(
+            f"invalid group: got {number}, expected a power of two up to {MOST_GROUP}, for "
+            f"example {' or '.join(map(str, near))}"
+        )
     return number
 
 
