@@ -13,14 +13,15 @@ __all__ = ["Quantize"]
 
 @dataclass(frozen=True)
 class Quantize:
-    """A dense all-reduce of quantized values, for gradients of any optimizer.
+    """A dense all-reduce of quantized values, for gradients or updates of any optimizer.
 
         model = pycomm.DataParallel(model, compression=pycomm.Quantize())
+        local = pycomm.LocalSGD(model, optimizer, compression=pycomm.Quantize(bits=1))
 
     Each rank quantizes its values for the owner of each block of 4096. The owner adds the values of
     all ranks in rank order, in float32, and sends the quantized sums to all ranks. What is lost is
     added to the next values, on each rank and on the owner: error feedback. All ranks get the same
-    bits. Optimizer and learning rate stay as they are without compression.
+    bits. With DataParallel, optimizer and learning rate stay as they are without compression.
 
     pycomm.kernels.quantize describes the codes. Sources: Seide et al., 1-bit SGD (Interspeech
     2014), for error feedback; Tang et al., DoubleSqueeze (ICML 2019), for feedback in both phases.

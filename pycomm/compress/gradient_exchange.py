@@ -20,8 +20,8 @@ from pycomm._core_api.calls import Work
 from pycomm._quantize import Quantize, QuantizedExchange
 from pycomm._training import coalesced
 from pycomm._training.communicators import CommunicatorPool
-from pycomm.compress.gradient_residuals import VERSION, GradientResiduals
 from pycomm.compress.interrupts import defer_sigint
+from pycomm.compress.quantized_residuals import VERSION, QuantizedResiduals
 from pycomm.errors import InvalidArgument
 from pycomm.group import Group
 
@@ -49,7 +49,7 @@ class GradientExchange:
     ) -> None:
         self.idle = False
         self._options, self._scaler = options, scaler
-        self._residuals = GradientResiduals(named, options.error_feedback)
+        self._residuals = QuantizedResiduals(named, options.error_feedback)
         self._pool: CommunicatorPool | None = None
         self._passing: list[tuple[QuantizedExchange, Tensor]] = []
         self._dense: list[tuple[Work, Tensor]] = []

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -21,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from pycomm import collectives
+from pycomm._quantize import Quantize
 from pycomm._training import coalesced
 from pycomm.compress.dense import clip_gradients
 from pycomm.compress.interrupts import defer_sigint
@@ -31,6 +31,7 @@ from pycomm.default_group import default
 from pycomm.elastic import ShrinkResult, most_advanced_rank, shrink_result
 from pycomm.errors import InvalidArgument
 from pycomm.group import Group
+from pycomm.optim.compression import update_compressor, warn_about_momentum
 from pycomm.optim.weight_decay import multiply_factors, without_decay
 
 __all__ = ["LocalSGD"]
@@ -50,8 +51,9 @@ class LocalSGD:
     Adam's parameters is not a step of Adam. After step begin_step they take rank 0's parameters
     once, as a processor or library may round one rank's step differently.
 
-    With `compression`, ranks exchange the largest part of snapshot - p instead, and keep the rest
-    in a residual: see TopK. Every average is one of updates then, from the first step on.
+    With `compression`, ranks exchange the largest part of snapshot - p instead (TopK), or all of it
+    at a few bits for each value (Quantize). They keep the rest in a residual: error feedback. Every
+    average is one of updates then, from the first step on.
 
     Args:
         model: the module itself, not a wrapper that averages gradients, such as DataParallel.
@@ -65,10 +67,10 @@ class LocalSGD:
         outer: a torch optimizer over the same parameters that steps after each average beyond
             begin_step, with gradient mean(snapshot - p) (DiLoCo, arXiv 2311.08105).
         group: the process group; None: the default group.
-        compression: a TopK, which compresses the updates (k_steps > 1: SparseLoCo, arXiv
-            2508.15706). Decoupled weight decay (AdamW) is applied to the snapshot on all ranks, so
-            learning rate and weight decay must be equal on all ranks. Needs rule "paddle" and
-            momentum "local".
+        compression: a TopK or Quantize, which compresses the updates (k_steps > 1: SparseLoCo,
+            arXiv 2508.15706). Decoupled weight decay (AdamW) is applied to the snapshot on all
+            ranks, so learning rate and weight decay must be equal on all ranks. Needs rule "paddle"
+            and momentum "local".
         clip_norm: C: the gradient of each of N ranks is clipped to a norm of C sqrt(N), all
             parameters together; averaged gradients to C. None: no clipping.
 
@@ -81,7 +83,8 @@ class LocalSGD:
         InvalidArgument: k_steps or begin_step below 1, an unknown rule or momentum, averaged
             momentum without torch.optim.SGD, a model that averages gradients itself, arguments
             that contradict each other, or a model too small for the ratio of the compression.
-        Unsupported: parameters that the compression cannot process, see TopK.
+        Unsupported: parameters that the compression cannot process: on a GPU, or of another dtype
+            than float32, bfloat16 and float16.
     """
 
     _step_supports_amp_scaling = True  # GradScaler.step() always calls step() and passes found_inf
@@ -98,7 +101,7 @@ class LocalSGD:
         outer: torch.optim.Optimizer | None = None,
         group: Group | None = None,
         *,
-        compression: TopK | None = None,
+        compression: TopK | Quantize | None = None,
         clip_norm: float | None = None,
     ) -> None:
         _check(model, optimizer, momentum)
@@ -125,12 +128,12 @@ class LocalSGD:
         coalesced.bcast_list_([*model.parameters(), *model.buffers()], 0, self._group)
         self._snapshot = [p.detach().clone() for p in self._parameters]
         self._clip_norm = clip_norm
-        self._compressor: UpdateCompressor | None = None
+        self._compressor: UpdateCompressor[Any] | None = None
         if compression is not None:
-            self._compressor = UpdateCompressor(
+            self._compressor = update_compressor(
                 compression, self._parameters, self._snapshot, self._group
             )
-            _warn_about_momentum(optimizer, self._compressor.ratio)
+            warn_about_momentum(optimizer, self._compressor.ratio)
 
     @property
     def _gradients_first(self) -> bool:
@@ -264,7 +267,7 @@ class LocalSGD:
                 p.data.copy_(s - mean)
         self._take_snapshot(self._parameters)
 
-    def _average_compressed(self, compressor: UpdateCompressor) -> None:
+    def _average_compressed(self, compressor: UpdateCompressor[Any]) -> None:
         """The same with compressed updates. If it fails, the parameters are the snapshot, and the
         updates are in the residual."""
         with contextlib.ExitStack() as ending:
@@ -298,14 +301,13 @@ class LocalSGD:
             PeerLost: another rank failed during the call: call again.
         """
         before, self._group = self._group, self._group.shrink(timeout_s)
-        if self._compressor is not None:
-            self._compressor.use_group(self._group)
         last, source = most_advanced_rank(self.last_sync, self._group)
         self._sync_from(source, last)
         self.step_count, _ = most_advanced_rank(self.step_count, self._group)
         self.last_sync = last
         norm = 0.0
         if self._compressor is not None:
+            self._compressor.use_group(self._group)
             norm = self._compressor.estimate_lost_residual(before.size - self._group.size)
         return shrink_result(before, self._group, self.step_count, norm)
 
@@ -379,7 +381,8 @@ class LocalSGD:
         they differ by rank between two averages, with compression always.
 
         With compression it also has version, rank, size, decay (by parameter, the factor of the
-        snapshot since the last average), and residual: by parameter, float32 [elements].
+        snapshot since the last average), and residual: by parameter, float32 [elements]. With
+        Quantize also owner_residual, by parameter, of the elements that this rank owns.
         """
         state = {
             "step_count": self.step_count,
@@ -394,7 +397,7 @@ class LocalSGD:
                 "rank": self._group.rank,
                 "size": self._group.size,
                 "decay": list(self._compressor.decay),
-                "residual": [x.clone() for x in self._compressor.residual],
+                **self._compressor.save(),
             }
         return state
 
@@ -415,16 +418,11 @@ class LocalSGD:
         """
         if self._compressor is None:
             raise InvalidArgument("LocalSGD.gather_state() is for states with compression")
-        mine = self.state_dict()
-        size = self._group.size
-        ranks: list[dict[str, Any]] = [dict(mine, rank=rank, residual=[]) for rank in range(size)]
-        for residual in mine["residual"]:
-            rows = collectives.gather(residual, dst, group=self._group)
-            if rows is not None:
-                for state, row in zip(ranks, rows, strict=True):
-                    state["residual"].append(row.clone())
-        if self._group.rank != dst:
+        found, size = self._compressor.gather(dst), self._group.size
+        if found is None:
             return None
+        mine = self.state_dict()
+        ranks = [dict(mine, rank=rank, **one) for rank, one in enumerate(found)]
         return {"version": VERSION, "size": size, "ranks": ranks}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -440,37 +438,24 @@ class LocalSGD:
             InvalidArgument: the parameters have other shapes, or, with compression, as
                 DGC.load_state_dict; nothing changes.
         """
-        residual: list[Tensor] = []
+        sources = [state]
         if self._compressor is not None:
-            sources = sources_of(state, self._group, "LocalSGD")
-            state = dict(sources[0])
-            residual = self._compressor.load(sources)
+            sources = [dict(one) for one in sources_of(state, self._group, "LocalSGD")]
+            state = sources[0]
         shapes = [tuple(s.shape) for s in state["snapshot"]]
         if shapes != [tuple(s.shape) for s in self._snapshot]:
             raise InvalidArgument(
                 f"LocalSGD: invalid state: got {len(shapes)} parameters, expected "
                 f"{len(self._snapshot)} with the shapes of the model's"
             )
+        if self._compressor is not None:
+            self._compressor.load(sources)
         for mine, saved in zip(self._snapshot, state["snapshot"], strict=True):
             mine.copy_(saved)
         self.step_count, self.last_sync = state["step_count"], state["last_sync"]
         self.k_steps = state["k_steps"]
         if self.outer is not None:
             self.outer.load_state_dict(state["outer"])
-        if self._compressor is not None:
-            self._compressor.take(residual, state["decay"])
-
-
-def _warn_about_momentum(optimizer: torch.optim.Optimizer, ratio: float) -> None:
-    group = optimizer.param_groups[0]
-    first = float(group["betas"][0]) if "betas" in group else float(group.get("momentum", 0))
-    if first > 0.5 and ratio > 20:
-        name = "betas[0]" if "betas" in group else "momentum"
-        warnings.warn(
-            f"{type(optimizer).__name__} with {name}={first} trains worse with a compression above "
-            "20, because the residual already acts as momentum: use 0",
-            stacklevel=3,
-        )
 
 
 def _check(model: nn.Module, optimizer: torch.optim.Optimizer, momentum: str) -> None:

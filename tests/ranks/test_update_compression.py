@@ -1,4 +1,4 @@
-"""LocalSGD with TopK: equal replicas, bytes, faults and convergence."""
+"""LocalSGD with TopK and Quantize: equal replicas, bytes and faults."""
 
 import copy
 import math
@@ -10,19 +10,16 @@ import torch
 from small_models import batch, equal, parameters, perceptron, seeded, step_on
 from torch import Tensor, nn
 from torch.nn import functional as F
-from update_training import SMALL, adamw, residuals
+from update_training import FEW_BITS, SMALL, Compression, adamw, big_model, residuals, sgd
 
 import pycomm
-from pycomm import TopK
-from pycomm.compress.updates import UpdateCompressor
-from pycomm.errors import Error, InvalidArgument, Mismatch, Unsupported
+from pycomm import Quantize, TopK
+from pycomm.compress import quantized_updates
+from pycomm.errors import Error, Mismatch
 from pycomm.testing import run_ranks
 
 RANKS = pytest.mark.parametrize("ranks", [2, 4])
-
-
-def sgd(model: nn.Module) -> torch.optim.SGD:
-    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.4, weight_decay=1e-3)
+BOTH = pytest.mark.parametrize("compression", [SMALL, FEW_BITS], ids=["topk", "quantize"])
 
 
 def rmsprop(model: nn.Module) -> torch.optim.RMSprop:
@@ -32,13 +29,20 @@ def rmsprop(model: nn.Module) -> torch.optim.RMSprop:
 @RANKS
 @pytest.mark.parametrize("make", [adamw, sgd, rmsprop])
 @pytest.mark.parametrize("k_steps", [1, 3])
-@pytest.mark.parametrize("value_dtype", ["1bit", "float32"])
-def test_replicas_are_equal(ranks: int, make: Any, k_steps: int, value_dtype: str) -> None:
+@pytest.mark.parametrize(
+    "compression",
+    [
+        TopK(density=0.1, group=4),
+        TopK(density=0.1, group=4, value_dtype="float32"),
+        FEW_BITS,
+    ],
+    ids=["1bit", "float32", "quantize"],
+)
+def test_replicas_are_equal(ranks: int, make: Any, k_steps: int, compression: Compression) -> None:
     """After every average; the constructor takes rank 0's parameters."""
 
     def program(group: pycomm.Group) -> list[list[Tensor]]:
         model = perceptron(group.rank)
-        compression = TopK(density=0.1, group=4, value_dtype=value_dtype)
         local = pycomm.LocalSGD(model, make(model), k_steps, compression=compression)
         seen = []
         for step in range(7):
@@ -57,14 +61,15 @@ def test_replicas_are_equal(ranks: int, make: Any, k_steps: int, value_dtype: st
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("k_steps", [1, 3])
-def test_no_update_is_lost(dtype: torch.dtype, k_steps: int) -> None:
+@BOTH
+def test_no_update_is_lost(compression: Compression, dtype: torch.dtype, k_steps: int) -> None:
     """Without weight decay: start - parameters = the mean over ranks of all updates - residuals.
     With bfloat16 also the rounding of the parameters is in the residual."""
 
     def program(group: pycomm.Group) -> list[Tensor]:
         model = perceptron().to(dtype)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        local = pycomm.LocalSGD(model, optimizer, k_steps, compression=SMALL)
+        local = pycomm.LocalSGD(model, optimizer, k_steps, compression=compression)
         start = [p.float() for p in parameters(model)]
         updates = [torch.zeros_like(p) for p in start]
         for step in range(6 * k_steps + 1):
@@ -115,12 +120,13 @@ def test_all_values_of_full_precision_are_the_mean_of_updates() -> None:
 
 
 @pytest.mark.parametrize("k_steps", [1, 3])
-def test_decay_is_no_part_of_the_updates(k_steps: int) -> None:
+@BOTH
+def test_decay_is_no_part_of_the_updates(compression: Compression, k_steps: int) -> None:
     """With gradients of 0 nothing is sent, and theta shrinks on all ranks, in all elements."""
 
     def program(group: pycomm.Group) -> None:
         model = perceptron()
-        local = pycomm.LocalSGD(model, adamw(model), k_steps, compression=SMALL)
+        local = pycomm.LocalSGD(model, adamw(model), k_steps, compression=compression)
         start = parameters(model)
         for _ in range(k_steps + 1):
             for p in model.parameters():
@@ -136,27 +142,23 @@ def test_decay_is_no_part_of_the_updates(k_steps: int) -> None:
     run_ranks(2, program)
 
 
-def test_weight_decay_must_be_equal_on_all_ranks() -> None:
+@BOTH
+def test_weight_decay_must_be_equal_on_all_ranks(compression: Compression) -> None:
     """Otherwise the replicas would differ: every rank raises, and nothing changes."""
 
     def program(group: pycomm.Group) -> None:
         model = perceptron()
-        local = pycomm.LocalSGD(model, adamw(model, lr=0.01 + group.rank), compression=SMALL)
+        local = pycomm.LocalSGD(model, adamw(model, lr=0.01 + group.rank), compression=compression)
         start = parameters(model)
         with pytest.raises(Mismatch, match="learning rate or weight decay"):
             step_on(model, batch(group.rank, 0), local)
         assert equal(start, parameters(model))
         plain = pycomm.LocalSGD(
-            model, adamw(model, lr=0.01 + group.rank, weight_decay=0.0), compression=SMALL
+            model, adamw(model, lr=0.01 + group.rank, weight_decay=0.0), compression=compression
         )
         step_on(model, batch(group.rank, 0), plain)  # rates of their own are fine without decay
 
     run_ranks(2, program)
-
-
-def big_model() -> nn.Module:
-    return seeded(nn.Sequential(nn.Linear(16, 400), nn.Tanh(), nn.Linear(400, 300), nn.Tanh(),
-                                nn.Linear(300, 3)), 1)  # fmt: skip
 
 
 @RANKS
@@ -195,11 +197,30 @@ def test_bytes_on_the_transport(ranks: int, compression: TopK) -> None:
         assert sent <= 1.35 * compression.ratio  # k uses what was asked for
 
 
-def test_an_overflow_skips_the_step_everywhere() -> None:
+@RANKS
+def test_quantized_bytes_on_the_transport(ranks: int) -> None:
+    """One bit for each value to the owners, eight from them, and headers of 1 %."""
+
+    def program(group: pycomm.Group) -> float:
+        model = big_model()
+        local = pycomm.LocalSGD(model, adamw(model), compression=Quantize(bits=1))
+        step_on(model, batch(group.rank, 0), local)
+        before = group.stats().bytes_written
+        for step in range(1, 9):
+            step_on(model, batch(group.rank, step), local)
+        return (group.stats().bytes_written - before) / 8
+
+    count = sum(p.numel() for p in big_model().parameters())
+    written = sum(run_ranks(ranks, program))
+    assert written / (ranks - 1) < count * (1 + 8) / 8 / 0.97
+
+
+@BOTH
+def test_an_overflow_skips_the_step_everywhere(compression: Compression) -> None:
     def program(group: pycomm.Group) -> list[Tensor]:
         model = perceptron()
         scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
-        local = pycomm.LocalSGD(model, adamw(model), compression=SMALL)
+        local = pycomm.LocalSGD(model, adamw(model), compression=compression)
         for step in range(6):
             before = parameters(model), residuals(local), copy.deepcopy(local.optimizer.state)
             local.zero_grad()
@@ -224,11 +245,12 @@ def test_an_overflow_skips_the_step_everywhere() -> None:
     assert equal(*run_ranks(2, program))
 
 
-def test_a_loss_scale_changes_nothing_else() -> None:
+@BOTH
+def test_a_loss_scale_changes_nothing_else(compression: Compression) -> None:
     def program(group: pycomm.Group, scaled: bool, unscale: bool) -> list[Tensor]:
         model = perceptron()
         scaler = torch.amp.GradScaler("cpu", init_scale=64.0, enabled=scaled)
-        local = pycomm.LocalSGD(model, adamw(model), compression=SMALL, clip_norm=0.1)
+        local = pycomm.LocalSGD(model, adamw(model), compression=compression, clip_norm=0.1)
         for step in range(5):
             local.zero_grad()
             loss = F.mse_loss(model(batch(group.rank, step)[0]), batch(group.rank, step)[1])
@@ -242,6 +264,22 @@ def test_a_loss_scale_changes_nothing_else() -> None:
     plain = run_ranks(2, program, False, False)[0]
     for unscale in (False, True):
         assert equal(run_ranks(2, program, True, unscale)[0], plain)
+
+
+def test_buckets_do_not_change_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One bucket, or one for each parameter: six, so that sums overlap with later buckets."""
+
+    def program(group: pycomm.Group) -> list[Tensor]:
+        model = perceptron()
+        local = pycomm.LocalSGD(model, adamw(model), compression=FEW_BITS)
+        for step in range(3):
+            step_on(model, batch(group.rank, step), local)
+        return [*parameters(model), *residuals(local)]
+
+    whole = run_ranks(2, program)
+    monkeypatch.setattr(quantized_updates, "BUCKET", 1)
+    for one, other in zip(whole, run_ranks(2, program), strict=True):
+        assert equal(one, other)
 
 
 def test_local_clipping() -> None:
@@ -261,13 +299,14 @@ def test_local_clipping() -> None:
         assert norm == pytest.approx(0.02, rel=1e-3)
 
 
-def test_a_failed_exchange_sends_nothing() -> None:
+@BOTH
+def test_a_failed_exchange_sends_nothing(compression: Compression) -> None:
     """The parameters are the snapshot; the residual has the whole update."""
 
     def program(group: pycomm.Group) -> None:
         model = perceptron()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        local = pycomm.LocalSGD(model, optimizer, compression=SMALL)
+        local = pycomm.LocalSGD(model, optimizer, compression=compression)
         for step in range(3):
             step_on(model, batch(group.rank, step), local)
         before, rest = parameters(model), residuals(local)
@@ -289,7 +328,8 @@ def test_a_failed_exchange_sends_nothing() -> None:
 
 
 @pytest.mark.parametrize("rate", [1.0, 0.7])
-def test_an_outer_optimizer(rate: float) -> None:
+@BOTH
+def test_an_outer_optimizer(compression: Compression, rate: float) -> None:
     """Rate 1 without momentum is the step without an outer optimizer."""
 
     def program(group: pycomm.Group, rate: float | None) -> tuple[list[Tensor], list[Tensor]]:
@@ -298,7 +338,7 @@ def test_an_outer_optimizer(rate: float) -> None:
         if rate is not None:
             nesterov = {"momentum": 0.9, "nesterov": True} if rate != 1 else {}
             outer = torch.optim.SGD(model.parameters(), lr=rate, **nesterov)
-        local = pycomm.LocalSGD(model, adamw(model), 2, compression=SMALL, outer=outer)
+        local = pycomm.LocalSGD(model, adamw(model), 2, compression=compression, outer=outer)
         for step in range(9):
             step_on(model, batch(group.rank, step), local)
         return parameters(model), residuals(local)
@@ -311,10 +351,13 @@ def test_an_outer_optimizer(rate: float) -> None:
         assert not equal(plain[0][0], around[0][0])
 
 
-def test_adaptive_intervals() -> None:
+@BOTH
+def test_adaptive_intervals(compression: Compression) -> None:
     def program(group: pycomm.Group) -> list[tuple[int, list[Tensor]]]:
         model = perceptron()
-        local = pycomm.AdaptiveLocalSGD(model, adamw(model), 4, begin_step=2, compression=SMALL)
+        local = pycomm.AdaptiveLocalSGD(
+            model, adamw(model), 4, begin_step=2, compression=compression
+        )
         scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
         averaged = []
         for step in range(14):
@@ -335,7 +378,8 @@ def test_adaptive_intervals() -> None:
         assert equal(x, y)
 
 
-def test_buffers_and_other_layouts() -> None:
+@BOTH
+def test_buffers_and_other_layouts(compression: Compression) -> None:
     """Buffers are averaged; a channels-last weight keeps its memory order."""
 
     def program(group: pycomm.Group) -> list[Tensor]:
@@ -344,7 +388,7 @@ def test_buffers_and_other_layouts() -> None:
             memory_format=torch.channels_last
         )
         model.insert(1, layers[1])
-        local = pycomm.LocalSGD(model, adamw(model), compression=SMALL)
+        local = pycomm.LocalSGD(model, adamw(model), compression=compression)
         made = torch.Generator().manual_seed(group.rank)
         for _ in range(3):
             local.zero_grad()
@@ -356,10 +400,11 @@ def test_buffers_and_other_layouts() -> None:
     assert equal(*run_ranks(2, program))
 
 
-def test_memory_of_parameters_may_be_replaced() -> None:
+@BOTH
+def test_memory_of_parameters_may_be_replaced(compression: Compression) -> None:
     def program(group: pycomm.Group) -> list[Tensor]:
         model = perceptron()
-        local = pycomm.LocalSGD(model, adamw(model), compression=SMALL)
+        local = pycomm.LocalSGD(model, adamw(model), compression=compression)
         for step in range(4):
             for p in model.parameters():
                 p.data = p.data.clone()
@@ -371,84 +416,16 @@ def test_memory_of_parameters_may_be_replaced() -> None:
     assert equal(*run_ranks(2, program))
 
 
-def test_without_error_feedback_the_rest_is_dropped() -> None:
+@pytest.mark.parametrize(
+    "compression",
+    [TopK(density=0.2, group=4, error_feedback=False), Quantize(error_feedback=False)],
+    ids=["topk", "quantize"],
+)
+def test_without_error_feedback_the_rest_is_dropped(compression: Compression) -> None:
     def program(group: pycomm.Group) -> None:
         model = perceptron()
-        compression = TopK(density=0.2, group=4, error_feedback=False)
         local = pycomm.LocalSGD(model, adamw(model), compression=compression)
         step_on(model, batch(group.rank, 0), local)
         assert not any(bool(e.any()) for e in residuals(local))
 
     run_ranks(2, program)
-
-
-def test_bad_arguments() -> None:
-    def program(group: pycomm.Group) -> None:
-        model = perceptron()
-        for wrong in ({"rule": "torch"}, {"momentum": "averaged"}, {"clip_norm": 0.0}):
-            with pytest.raises(InvalidArgument):
-                pycomm.LocalSGD(model, sgd(model), compression=SMALL, **wrong)
-        with pytest.raises(InvalidArgument, match=r"invalid ratio: got 200.0, expected at most"):
-            pycomm.LocalSGD(model, adamw(model), compression=TopK())
-        for other, message in (
-            (perceptron().double(), "float64"),
-            (perceptron().to("meta"), "is on meta"),
-        ):
-            with pytest.raises(Unsupported, match=message):
-                UpdateCompressor(SMALL, list(other.parameters()), parameters(other), group)
-        with pytest.raises(InvalidArgument, match="no parameters"):
-            UpdateCompressor(SMALL, [], [], group)
-
-    run_ranks(1, program)
-
-
-@pytest.mark.parametrize(
-    ("make", "compression", "warned"),
-    [
-        (lambda m: adamw(m, betas=(0.9, 0.99)), TopK(ratio=50), "AdamW with betas\\[0\\]=0.9"),
-        (lambda m: torch.optim.SGD(m.parameters(), lr=1.0, momentum=0.9), TopK(ratio=50), "SGD"),
-        (adamw, TopK(ratio=50), None),
-        (lambda m: adamw(m, betas=(0.5, 0.99)), TopK(ratio=50), None),
-        (lambda m: adamw(m, betas=(0.9, 0.99)), TopK(density=1, value_dtype="2bit"), None),
-    ],
-)
-def test_a_first_moment_is_warned_about(make: Any, compression: TopK, warned: str | None) -> None:
-    def program(group: pycomm.Group) -> None:
-        model = big_model()
-        pycomm.LocalSGD(model, make(model), compression=compression)
-
-    with warnings.catch_warnings(record=True) as found:
-        warnings.simplefilter("always")
-        run_ranks(1, program)
-    texts = [str(one.message) for one in found if "residual already" in str(one.message)]
-    assert len(texts) == (warned is not None)
-    if warned is not None:
-        assert texts[0].startswith(warned.replace("\\", ""))
-
-
-def test_convergence_is_near_that_of_dense_adamw() -> None:
-    """A teacher's regression on 2 ranks, 200 times fewer bytes. Without error feedback it fails."""
-
-    def data(rank: int, step: int) -> tuple[Tensor, Tensor]:
-        x = batch(rank, step, 32)[0]
-        with torch.no_grad():
-            return x, perceptron(7)(x) * 3
-
-    def program(group: pycomm.Group, compression: TopK | None) -> float:
-        model = big_model()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.004, betas=(0.0, 0.99))
-        local = pycomm.LocalSGD(model, optimizer, begin_step=1000, compression=compression)
-        for step in range(120):
-            optimizer.param_groups[0]["lr"] = 0.004 * (1 - step / 120)
-            step_on(model, data(group.rank, step), local)
-        x, y = data(0, 999)
-        with torch.no_grad():
-            return float(F.mse_loss(model(x), y) / y.square().mean())
-
-    dense, compressed, dropped = (
-        run_ranks(2, program, compression)[0]
-        for compression in (None, TopK(ratio=200), TopK(ratio=200, error_feedback=False))
-    )
-    assert dense < 0.01
-    assert compressed < 1.2 * dense
-    assert dropped > 1.2 * dense

@@ -1,4 +1,4 @@
-"""States of LocalSGD with TopK: resumed bit for bit, by another number of ranks, and refused."""
+"""States of LocalSGD with compression: resumed bit for bit, by other ranks, and refused."""
 
 import copy
 from typing import Any
@@ -7,21 +7,23 @@ import pytest
 import torch
 from small_models import batch, equal, parameters, perceptron, step_on
 from torch import Tensor
-from update_training import SMALL, adamw, residuals
+from update_training import FEW_BITS, SMALL, adamw, residuals, residuals_of
 
 import pycomm
 from pycomm._training.coalesced import bcast_value
 from pycomm.errors import Error, InvalidArgument
 from pycomm.testing import run_ranks
 
+BOTH = pytest.mark.parametrize("compression", [SMALL, FEW_BITS], ids=["topk", "quantize"])
+
 
 def states_after(
-    group: pycomm.Group, steps: range, state: Any = None, k_steps: int = 1
+    group: pycomm.Group, compression: Any, steps: range, state: Any = None, k_steps: int = 1
 ) -> tuple[Any, ...]:
     """(parameters, the state of model, optimizer and LocalSGD, the gathered state)."""
     model = perceptron(3)
     optimizer = adamw(model)
-    local = pycomm.LocalSGD(model, optimizer, k_steps, compression=SMALL)
+    local = pycomm.LocalSGD(model, optimizer, k_steps, compression=compression)
     if state is not None:
         for one, saved in zip((model, optimizer, local), copy.deepcopy(state), strict=True):
             one.load_state_dict(saved)
@@ -34,50 +36,55 @@ def states_after(
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("k_steps", [1, 3])
 @pytest.mark.parametrize("gathered", [False, True])
-def test_resume_is_bitwise(ranks: int, k_steps: int, gathered: bool) -> None:
+@BOTH
+def test_resume_is_bitwise(ranks: int, k_steps: int, gathered: bool, compression: Any) -> None:
     def program(group: pycomm.Group) -> None:
-        whole, _, _ = states_after(group, range(10), k_steps=k_steps)
-        _, state, every = states_after(group, range(5), k_steps=k_steps)
+        whole, _, _ = states_after(group, compression, range(10), k_steps=k_steps)
+        _, state, every = states_after(group, compression, range(5), k_steps=k_steps)
         assert (every is not None) == (group.rank == 1)
         if gathered:
             state[2] = bcast_value(every, 1, group)
-        resumed, _, _ = states_after(group, range(5, 10), state, k_steps)
+        resumed, _, _ = states_after(group, compression, range(5, 10), state, k_steps)
         assert equal(whole, resumed)
 
     run_ranks(ranks, program)
 
 
-def test_another_number_of_ranks_conserves_the_mean_residual() -> None:
+@BOTH
+def test_another_number_of_ranks_conserves_the_mean_residual(compression: Any) -> None:
     def four(group: pycomm.Group) -> Any:
-        _, state, every = states_after(group, range(5))
+        _, state, every = states_after(group, compression, range(5))
         return state, every
 
     results = run_ranks(4, four)
     (model, optimizer, own), every = results[0][0], results[1][1]
-    columns = zip(*(one["residual"] for one in every["ranks"]), strict=True)
+    columns = zip(*(residuals_of(one) for one in every["ranks"]), strict=True)
     mean = [torch.stack(rows).double().mean(0) for rows in columns]
     assert sum(float(x.abs().sum()) for x in mean) > 0
-    for rank in run_ranks(2, loaded, model, optimizer, every, own):
+    for rank in run_ranks(2, loaded, compression, model, optimizer, every, own):
         for x, wanted in zip(rank, mean, strict=True):
             torch.testing.assert_close(x, wanted, atol=1e-7, rtol=0)
 
 
-def loaded(group: pycomm.Group, model: Any, optimizer: Any, every: Any, own: Any) -> list[Tensor]:
+def loaded(
+    group: pycomm.Group, compression: Any, model: Any, optimizer: Any, every: Any, own: Any
+) -> list[Tensor]:
     """The mean residual after the state of four ranks was loaded by this group."""
-    _, (_, _, state), _ = states_after(group, range(0), [model, optimizer, every])
+    _, (_, _, state), _ = states_after(group, compression, range(0), [model, optimizer, every])
     assert state["step_count"] == 5
     assert (state["rank"], state["size"]) == (group.rank, 2)
     with pytest.raises(
         InvalidArgument, match=f"LocalSGD: state of rank 0 of 4 on rank {group.rank}"
     ):
-        states_after(group, range(0), [model, optimizer, own])
-    return [pycomm.all_reduce(e.double(), "avg") for e in state["residual"]]
+        states_after(group, compression, range(0), [model, optimizer, own])
+    return [pycomm.all_reduce(e.double(), "avg") for e in residuals_of(state)]
 
 
-def test_a_state_of_one_rank_is_not_saved_for_all(tmp_path: Any) -> None:
+@BOTH
+def test_a_state_of_one_rank_is_not_saved_for_all(tmp_path: Any, compression: Any) -> None:
     def program(group: pycomm.Group) -> None:
         model = perceptron()
-        local = pycomm.LocalSGD(model, adamw(model), compression=SMALL)
+        local = pycomm.LocalSGD(model, adamw(model), compression=compression)
         step_on(model, batch(group.rank, 0), local)
         before = residuals(local)
         with pytest.raises(Error, match="the state of a compression differs by rank"):
@@ -91,10 +98,11 @@ def test_a_state_of_one_rank_is_not_saved_for_all(tmp_path: Any) -> None:
     run_ranks(2, program)
 
 
-def test_wrong_states_change_nothing() -> None:
+@BOTH
+def test_wrong_states_change_nothing(compression: Any) -> None:
     def program(group: pycomm.Group) -> None:
         model = perceptron()
-        local = pycomm.LocalSGD(model, adamw(model), compression=SMALL)
+        local = pycomm.LocalSGD(model, adamw(model), compression=compression)
         step_on(model, batch(group.rank, 0), local)
         state = local.state_dict()
         before = residuals(local)
@@ -102,6 +110,7 @@ def test_wrong_states_change_nothing() -> None:
             ({"version": 7}, "version"),
             ({"size": 3}, "of 3 on rank"),
             ({"residual": state["residual"][1:]}, "residuals of"),
+            ({"residual": state["residual"][:-1]}, "residuals of"),
             ({"snapshot": state["snapshot"][1:]}, "shapes"),
         ):
             with pytest.raises(InvalidArgument, match=message):

@@ -13,11 +13,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from update_training import residuals
 
 import pycomm
 from pycomm import Group, errors, testing
+from pycomm._quantize import QuantizedExchange
 from pycomm._training import coalesced
-from pycomm.compress import state, updates
+from pycomm.compress import state, topk_updates
 from pycomm.compress.packet_exchange import AllGatherExchange
 from pycomm.compress.sharded import ShardedExchange, Sharding
 from pycomm.compress.transaction import Step
@@ -263,23 +265,26 @@ def test_local_sgd_continues(rule: str, outer: bool, monkeypatch: pytest.MonkeyP
     assert first[1][2] == (4 if rule == "paddle" else 5)  # the average that rank 1 had missed
 
 
-def train_updates(group: Group, late: Late | None) -> Any:
+TOPK = pycomm.TopK(density=0.1, group=4, value_dtype="bfloat16")
+
+
+def train_updates(group: Group, compression: Any, late: Late | None) -> Any:
     """SGD on the plane with compressed updates. Rank 2 leaves before step 4; or after it, while
     rank 1 regards that step as failed."""
     me, ranks = group.rank, group.size
     model = Plane(ranks)
     opt = torch.optim.SGD(model.parameters(), lr=LR)
-    compression = pycomm.TopK(density=0.1, group=4, value_dtype="bfloat16")
     local = pycomm.LocalSGD(model, opt, compression=compression)
     slope, steps, before = slope_of(me, ranks), 0, None
     while local.step_count < LAST:
         step = local.step_count
         if me == LOST and before is None and step == (5 if late else 4):
+            rest = residuals(local)[0]
             if late:
                 late.leave(group)
             else:
                 group.close()
-            return None
+            return rest
         if late and me == 1 and step == 4:
             late.armed = True
         try:
@@ -291,28 +296,33 @@ def train_updates(group: Group, late: Late | None) -> Any:
             left = local.shrink()
             before = {
                 "w": model.w.detach().clone(),
-                "residual": local.state_dict()["residual"][0],
+                "residual": residuals(local)[0],
                 "steps": steps,
                 "last_sync": local.last_sync,
                 "lost": left.lost,
                 "lost_residual_norm": left.lost_residual_norm,
             }
     local.average()
-    after = {"w": model.w.detach(), "residual": local.state_dict()["residual"][0], "steps": steps}
+    after = {"w": model.w.detach(), "residual": residuals(local)[0], "steps": steps}
     return before, after
 
 
 @pytest.mark.parametrize("in_doubt", [False, True], ids=["before a step", "late error"])
+@pytest.mark.parametrize("compression", [TOPK, pycomm.Quantize()], ids=["topk", "quantize"])
 def test_updates_continue_and_the_residual_of_survivors_is_kept(
-    in_doubt: bool, monkeypatch: pytest.MonkeyPatch
+    compression: Any, in_doubt: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """For each survivor: sent values, computed from the parameters, and the residual sum to all its
-    updates; divided by three ranks until the failure, and by two since."""
+    """Sent values, computed from the parameters, and the residuals of all ranks sum to all updates
+    of a survivor; divided by three ranks until the failure, and by two since."""
     late = None
-    if in_doubt:
-        late = Late(updates.all_gather)
-        monkeypatch.setattr(updates, "all_gather", late)
-    results = run_ranks(3, train_updates, late)[:2]
+    if in_doubt and compression is TOPK:
+        late = Late(topk_updates.all_gather)
+        monkeypatch.setattr(topk_updates, "all_gather", late)
+    elif in_doubt:
+        late = Late(QuantizedExchange.finish)
+        monkeypatch.setattr(QuantizedExchange, "finish", late.method())
+    *results, dropped = run_ranks(3, train_updates, compression, late)
+    rests = [sum((one[at]["residual"] for one in results), dropped) for at in (0, 1)]
     for rank, (before, after) in enumerate(results):
         assert before["last_sync"] == (5 if in_doubt else 4)
         assert before["lost"] == [LOST]
@@ -321,10 +331,10 @@ def test_updates_continue_and_the_residual_of_survivors_is_kept(
         own = slice(rank * COUNT, (rank + 1) * COUNT)
         update = LR * slope_of(rank, 3)[rank]
         sent = -3 * before["w"][rank]
-        total = sent + before["residual"][own]
+        total = sent + rests[0][own]
         torch.testing.assert_close(total, before["steps"] * update, rtol=1e-5, atol=1e-4)
         sent -= 2 * (after["w"] - before["w"])[rank]
-        total = sent + after["residual"][own]
+        total = sent + rests[1][own]
         torch.testing.assert_close(total, after["steps"] * update, rtol=1e-5, atol=1e-4)
     squares = [float(before["residual"].square().sum()) for before, _ in results]
     assert results[0][0]["lost_residual_norm"] == pytest.approx(np.mean(squares) ** 0.5, rel=1e-4)

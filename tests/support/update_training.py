@@ -3,11 +3,15 @@
 from typing import Any
 
 import torch
+from small_models import seeded
 from torch import Tensor, nn
 
 import pycomm
+from pycomm._quantize import blocks_of, fold
 
+Compression = pycomm.TopK | pycomm.Quantize
 SMALL = pycomm.TopK(density=0.2, group=4)
+FEW_BITS = pycomm.Quantize(bits=2, down_bits=4)
 
 
 def adamw(model: nn.Module, **options: Any) -> torch.optim.AdamW:
@@ -15,5 +19,24 @@ def adamw(model: nn.Module, **options: Any) -> torch.optim.AdamW:
     return torch.optim.AdamW(model.parameters(), **given)
 
 
+def sgd(model: nn.Module) -> torch.optim.SGD:
+    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.4, weight_decay=1e-3)
+
+
+def big_model() -> nn.Module:
+    return seeded(nn.Sequential(nn.Linear(16, 400), nn.Tanh(), nn.Linear(400, 300), nn.Tanh(),
+                                nn.Linear(300, 3)), 1)  # fmt: skip
+
+
 def residuals(local: pycomm.LocalSGD) -> list[Tensor]:
-    return [x.clone() for x in local.state_dict()["residual"]]
+    """What this rank has not sent, as a sender and as an owner of blocks."""
+    return residuals_of(local.state_dict())
+
+
+def residuals_of(state: dict[str, Any]) -> list[Tensor]:
+    found = [x.clone() for x in state["residual"]]
+    first = 0
+    for x, owned in zip(found, state.get("owner_residual", ()), strict=False):
+        fold(x.numpy(), owned.numpy(), first, state["rank"], state["size"])
+        first += blocks_of(len(x))
+    return found

@@ -1,11 +1,11 @@
-"""The residuals of quantized gradients by parameter, whichever bucket a parameter is in.
+"""The residuals of quantized gradients or updates by parameter, whichever bucket it is in.
 
     {"version", "rank", "size", "step", "scale", "residual": {name: [count]},
      "owner_residual": {name: [elements that the rank owns]}}                  of one rank
     {"version", "size", "ranks": [one rank's, ...]}                            of all
 
-Both are float32, flat, in the order of the parameter's memory, in units of gradients times `scale`,
-the loss scale. A name is missing if its parameter was not exchanged yet.
+Both are float32, flat, in the order of the parameter's memory; of gradients in units of gradients
+times `scale`, the loss scale. A name is missing if its parameter was not exchanged yet.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pycomm._quantize import Feedback, Layout, blocks_of, fold, own_count
 from pycomm.errors import InvalidArgument, Unsupported
 from pycomm.group import Group
 
-__all__ = ["GradientResiduals"]
+__all__ = ["QuantizedResiduals"]
 
 VERSION = 1
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -42,18 +42,25 @@ class _Shape:
     first: int
 
 
-class GradientResiduals:
+class QuantizedResiduals:
     """What this rank has not sent, of each parameter with 16 or 32 bits.
 
     Args:
         named: the parameters, in an order that is the same on all ranks.
         enabled: False: there is no error feedback.
+        owner: the class, for errors.
 
     Raises:
         Unsupported: a parameter is not in host memory.
     """
 
-    def __init__(self, named: Iterable[tuple[str, Tensor]], enabled: bool) -> None:
+    def __init__(
+        self,
+        named: Iterable[tuple[str, Tensor]],
+        enabled: bool = True,
+        owner: str = "QuantizedGradients",
+    ) -> None:
+        self._owner = owner
         self._shapes: dict[Tensor, _Shape] = {}
         self._known: set[Tensor] = set()
         self._enabled = enabled
@@ -80,7 +87,7 @@ class GradientResiduals:
         """
         if parameter not in self._known:
             raise InvalidArgument(
-                f"QuantizedGradients: a parameter of shape {tuple(parameter.shape)} is not among "
+                f"{self._owner}: a parameter of shape {tuple(parameter.shape)} is not among "
                 "named_parameters: pass those of the whole model"
             )
         return parameter in self._shapes
@@ -124,6 +131,12 @@ class GradientResiduals:
         """The sum of the squares of the residuals."""
         return float(sum(np.square(pair[0], dtype=np.float64).sum() for _, pair in self._all()))
 
+    def views(self) -> list[Tensor]:
+        """The residuals of the exchanged parameters, in the order of `named`, without copies."""
+        found = dict(self._all())
+        names = [shape.name for shape in self._shapes.values() if shape.name in found]
+        return [torch.from_numpy(found[name][0]) for name in names]
+
     def save(self) -> dict[str, dict[str, Tensor]]:
         """The residuals of this rank, as copies."""
         found = {name: [torch.from_numpy(x.copy()) for x in pair] for name, pair in self._all()}
@@ -162,8 +175,8 @@ class GradientResiduals:
         new: dict[str, Pair] = {}
         for name in sources[0]["residual"]:
             if name not in shapes:
-                raise InvalidArgument(f"QuantizedGradients: the state has an unknown {name!r}")
-            pairs = [_pair(source, shapes[name]) for source in sources]
+                raise InvalidArgument(f"{self._owner}: the state has an unknown {name!r}")
+            pairs = [_pair(source, shapes[name], self._owner) for source in sources]
             if len(sources) == 1:
                 new[name] = pairs[0]
                 continue
@@ -203,7 +216,7 @@ def _parts(feedback: Feedback) -> Iterator[Pair]:
         at, own = at + count, own + kept
 
 
-def _pair(source: Mapping[str, Any], shape: _Shape) -> Pair:
+def _pair(source: Mapping[str, Any], shape: _Shape, owner: str) -> Pair:
     """Copies of the residuals of a parameter in a rank's state."""
     owned = own_count(shape.count, shape.first, source["rank"], source["size"])
     found = []
@@ -211,7 +224,7 @@ def _pair(source: Mapping[str, Any], shape: _Shape) -> Pair:
         tensor = source[key].get(shape.name)
         if tensor is None or tensor.dim() != 1 or len(tensor) not in counts:
             raise InvalidArgument(
-                f"QuantizedGradients: invalid {key} of {shape.name!r}: got "
+                f"{owner}: invalid {key} of {shape.name!r}: got "
                 f"{None if tensor is None else tuple(tensor.shape)}, expected ({counts[0]},): the "
                 "state is of another model"
             )

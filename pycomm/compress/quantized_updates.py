@@ -1,0 +1,230 @@
+"""The exchange of all updates at a few bits for each value, for LocalSGD with Quantize.
+
+bucket 0: quantize, all-to-all ................ sum, all-gather ........ decode
+          bucket 1: quantize, all-to-all ................ sum, all-gather ........ decode
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pycomm._quantize import Quantize, QuantizedExchange
+from pycomm.compress.interrupts import defer_sigint
+from pycomm.compress.parameter_state import flat_view
+from pycomm.compress.quantized_residuals import QuantizedResiduals
+from pycomm.compress.updates import UpdateCompressor, commit_rounded
+from pycomm.group import Group
+
+__all__ = ["QuantizedUpdates"]
+
+BUCKET = 1 << 20  # elements; a bucket has whole parameters, so it may be larger
+KEYS = ("residual", "owner_residual")  # of a state
+BUCKETS_BETWEEN = 2  # a bucket is summed when this many later ones are on their way
+
+
+@dataclass(eq=False)
+class _Bucket:
+    """Parameters that are exchanged together.
+
+    Attributes:
+        places: positions among the model's parameters.
+        counts: elements of each.
+        exchange: the current one, or the last one if that failed.
+        update: float32 [elements], what this rank gave to it.
+        restored: the update is in the residual: the exchange failed.
+    """
+
+    places: list[int]
+    counts: list[int]
+    exchange: QuantizedExchange | None = None
+    update: Tensor | None = None
+    restored: bool = False
+
+
+class QuantizedUpdates(UpdateCompressor[list[Tensor]]):
+    """See UpdateCompressor. `exchange` yields the mean update of each parameter, float32, flat."""
+
+    def __init__(
+        self,
+        options: Quantize,
+        parameters: Sequence[Tensor],
+        snapshot: Sequence[Tensor],
+        group: Group,
+    ) -> None:
+        super().__init__(options, parameters, snapshot, group)
+        self._options = options
+        named = ((str(place), p) for place, p in enumerate(self._parameters))
+        self._residuals = QuantizedResiduals(named, owner="LocalSGD")
+        self._buckets: list[_Bucket] = []
+        for place, parameter in enumerate(self._parameters):
+            if not self._buckets or sum(self._buckets[-1].counts) >= BUCKET:
+                self._buckets.append(_Bucket([], []))
+            self._buckets[-1].places.append(place)
+            self._buckets[-1].counts.append(parameter.numel())
+        for bucket in self._buckets:
+            self._new_exchange(bucket)  # makes the residuals
+
+    @property
+    def ratio(self) -> float:
+        return 32 / self._options.bits
+
+    @property
+    def groups(self) -> int:
+        return 0
+
+    @property
+    def residual(self) -> list[Tensor]:
+        return self._residuals.views()
+
+    @contextlib.contextmanager
+    def exchange(self, step: int) -> Iterator[list[Tensor]]:
+        self._forget()
+        word = self._check_word(step)
+        words = word.new_empty((self._pool.size, len(word)))
+        try:
+            compared = self._pool.all_gather(word, words)
+            try:
+                with defer_sigint():
+                    for bucket in self._buckets:
+                        self._take_update(bucket)
+            finally:
+                compared.wait()
+            self._compare(words)
+            means = self._exchange_all()
+            self.sent_bytes = len(word) + sum(one.sent_bytes for one in self._exchanges())
+            yield means
+        except BaseException:  # includes Ctrl-C: the updates must be restored
+            self._roll_back()
+            raise
+
+    def _exchanges(self) -> list[QuantizedExchange]:
+        return [bucket.exchange for bucket in self._buckets if bucket.exchange is not None]
+
+    def _new_exchange(self, bucket: _Bucket) -> QuantizedExchange:
+        own = [self._parameters[place] for place in bucket.places]
+        layout = self._residuals.layout(own, self._pool.group)
+        feedback = self._residuals.feedback(own, layout)
+        return QuantizedExchange(self._options, layout, feedback, self._pool)
+
+    def _take_update(self, bucket: _Bucket) -> None:
+        """Computes the update of this rank, and restores the parameters."""
+        update = torch.empty(sum(bucket.counts))
+        for place, part in zip(bucket.places, torch.split(update, bucket.counts), strict=True):
+            theta, parameter = flat_view(self._theta[place]), flat_view(self._parameters[place])
+            torch.sub(theta.float(), parameter.float(), out=part)
+            parameter.copy_(theta)
+        bucket.update, bucket.restored = update, False
+
+    def _exchange_all(self) -> list[Tensor]:
+        """The mean update of each parameter."""
+        started: list[QuantizedExchange] = []
+        for bucket in self._buckets:
+            bucket.exchange = self._new_exchange(bucket)
+            started.append(bucket.exchange)
+            bucket.exchange.start(bucket.update)
+            if len(started) > BUCKETS_BETWEEN:
+                started[-1 - BUCKETS_BETWEEN].sum_up()
+        for exchange in started[-BUCKETS_BETWEEN:]:
+            exchange.sum_up()
+        means: list[Tensor] = []
+        for bucket, exchange in zip(self._buckets, started, strict=True):
+            mean = torch.empty(sum(bucket.counts))
+            exchange.finish(mean, 1.0 / self._pool.size)
+            means += torch.split(mean, bucket.counts)
+        return means
+
+    def _roll_back(self) -> None:
+        for exchange in self._exchanges():
+            exchange.cancel()
+        residual = self.residual
+        for bucket in self._buckets:
+            if bucket.update is None or bucket.restored:
+                continue
+            bucket.restored = True
+            for place, part in zip(
+                bucket.places, torch.split(bucket.update, bucket.counts), strict=True
+            ):
+                residual[place].add_(part)
+
+    def commit(self, received: list[Tensor]) -> None:
+        self._commit_exchanges()
+        residual = self.residual
+        for place, (mean, factor) in enumerate(zip(received, self.decay, strict=True)):
+            theta, parameter = flat_view(self._theta[place]), flat_view(self._parameters[place])
+            if theta.dtype == torch.float32:
+                theta.mul_(factor).sub_(mean)
+                parameter.copy_(theta)
+            else:
+                commit_rounded(theta, parameter, residual[place], mean, factor)
+        self._finish()
+
+    def means(self, received: list[Tensor]) -> list[Tensor]:
+        self._decay_shared()
+        found = [torch.empty_like(x, requires_grad=False) for x in self._parameters]
+        for x, mean in zip(found, received, strict=True):
+            flat_view(x).copy_(mean)
+        return found
+
+    def commit_outer(self) -> None:
+        self._commit_exchanges()
+        super().commit_outer()
+
+    def commit_missed(self) -> None:
+        if all(bucket.restored for bucket in self._buckets):
+            self._commit_exchanges()
+        self._finish()
+
+    def use_group(self, group: Group) -> None:
+        self._residuals.fold_owned(self._pool.group)
+        super().use_group(group)
+        for bucket in self._buckets:
+            self._new_exchange(bucket)
+
+    def save(self) -> dict[str, list[Tensor]]:
+        return _as_lists(self._residuals.save())
+
+    def gather(self, dst: int) -> list[dict[str, list[Tensor]]] | None:
+        found = self._residuals.gather(self._pool.group, dst)
+        return None if found is None else [_as_lists(one) for one in found]
+
+    def load(self, sources: Sequence[Mapping[str, Any]]) -> None:
+        self._check_sources(sources)
+        named = [
+            {**source, **{key: _by_place(source.get(key, [])) for key in KEYS}}
+            for source in sources
+        ]
+        self._residuals.load(named, self._pool.group)
+        self.decay = list(sources[0]["decay"])
+        self._forget()
+        for bucket in self._buckets:
+            self._new_exchange(bucket)
+
+    def _commit_exchanges(self) -> None:
+        for exchange in self._exchanges():
+            exchange.commit()
+
+    def _forget(self) -> None:
+        """Ends the last exchange, which cannot be rolled back any more."""
+        for bucket in self._buckets:
+            bucket.exchange, bucket.update, bucket.restored = None, None, False
+
+    def _finish(self) -> None:
+        self._forget()
+        self.decay = [1.0] * len(self.decay)
+        if not self._options.error_feedback:
+            self._residuals.multiply(0.0)
+
+
+def _as_lists(found: Mapping[str, Mapping[str, Tensor]]) -> dict[str, list[Tensor]]:
+    """The residuals in the order of the parameters."""
+    return {key: [one[str(place)] for place in range(len(one))] for key, one in found.items()}
+
+
+def _by_place(tensors: Sequence[Tensor]) -> dict[str, Tensor]:
+    return {str(place): tensor for place, tensor in enumerate(tensors)}

@@ -1,0 +1,217 @@
+"""The exchange of the largest groups of the updates, for LocalSGD with TopK."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pycomm import collectives, kernels
+from pycomm.compress.interrupts import defer_sigint
+from pycomm.compress.packet_exchange import all_gather
+from pycomm.compress.parameter_state import flat_view
+from pycomm.compress.topk import TopK, sent_bytes
+from pycomm.compress.updates import UpdateCompressor, commit_rounded
+from pycomm.group import Group
+from pycomm.kernels import PacketBatch, UpdatePacket
+
+__all__ = ["TopKUpdates"]
+
+
+@dataclass(eq=False)
+class _Unit:
+    """Parameters of one dtype, from which groups are selected together.
+
+    Attributes:
+        places: positions among the model's parameters.
+        own: the parameters.
+        theta: flat views of the shared parameters.
+        residual: float32, as theta.
+        k: number of groups that a rank sends.
+        workspace: of the update step.
+        packet: what this rank sent in the current exchange, or in the last one if that failed.
+        rest: the values of the selected groups after they were sent, if an exchange failed.
+    """
+
+    places: list[int]
+    own: list[Tensor]
+    theta: list[Tensor]
+    residual: list[Tensor]
+    k: int
+    workspace: kernels.UpdateWorkspace
+    packet: UpdatePacket | None = None
+    rest: Tensor | None = None
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        """Flat views of the parameters, whose memory the program may have replaced."""
+        return [flat_view(x) for x in self.own]
+
+    @property
+    def counts(self) -> list[int]:
+        """Elements of each parameter."""
+        return [x.numel() for x in self.theta]
+
+
+class TopKUpdates(UpdateCompressor[list[PacketBatch]]):
+    """See UpdateCompressor.
+
+    Raises:
+        InvalidArgument: the parameters are too few for the ratio.
+    """
+
+    def __init__(
+        self, options: TopK, parameters: Sequence[Tensor], snapshot: Sequence[Tensor], group: Group
+    ) -> None:
+        super().__init__(options, parameters, snapshot, group)
+        self._options = options
+        alike: dict[torch.dtype, list[int]] = {}
+        for place, parameter in enumerate(parameters):
+            alike.setdefault(parameter.dtype, []).append(place)
+        self._units = [self._unit(places) for places in alike.values()]
+
+    def _unit(self, places: list[int]) -> _Unit:
+        theta = [flat_view(self._theta[i]) for i in places]
+        k = self._options.groups([x.numel() for x in theta])
+        return _Unit(
+            places,
+            [self._parameters[i] for i in places],
+            theta,
+            [torch.zeros(x.numel()) for x in theta],
+            k,
+            kernels.update_workspace(
+                theta, k, group=self._options.group, value_dtype=self._options.value_dtype
+            ),
+        )
+
+    @property
+    def groups(self) -> int:
+        return sum(unit.k for unit in self._units)
+
+    @property
+    def ratio(self) -> float:
+        sent = sum(sent_bytes(self._options, unit.k, unit.counts) for unit in self._units)
+        return 4 * sum(sum(unit.counts) for unit in self._units) / sent
+
+    @property
+    def residual(self) -> list[Tensor]:
+        found: list[tuple[int, Tensor]] = []
+        for unit in self._units:
+            found += zip(unit.places, unit.residual, strict=True)
+        return [x for _, x in sorted(found, key=lambda pair: pair[0])]
+
+    @contextlib.contextmanager
+    def exchange(self, step: int) -> Iterator[list[PacketBatch]]:
+        self._forget()
+        try:
+            with defer_sigint():
+                packets = [self._prepare(unit) for unit in self._units]
+            gathered, self.sent_bytes = all_gather([*packets, self._check_word(step)], self._pool)
+            words, _ = gathered.pop()
+            self._compare(words)
+            yield [
+                kernels.decode_groups(message, sizes, unit.counts, group=self._options.group)
+                for unit, (message, sizes) in zip(self._units, gathered, strict=True)
+            ]
+        except BaseException:  # includes Ctrl-C: what was selected must be restored
+            self._roll_back()
+            raise
+
+    def _prepare(self, unit: _Unit) -> Tensor:
+        unit.packet = kernels.update_step(
+            unit.theta,
+            unit.parameters,
+            unit.residual,
+            unit.k,
+            group=self._options.group,
+            value_dtype=self._options.value_dtype,
+            workspace=unit.workspace,
+        )
+        packet: Tensor = unit.packet.packet
+        return packet
+
+    def _roll_back(self) -> None:
+        for unit in self._units:
+            if unit.packet is not None and unit.rest is None:
+                unit.rest = self._selected(unit, unit.packet)
+                self._restore(unit, unit.packet, unit.packet.values)
+
+    def _selected(self, unit: _Unit, packet: UpdatePacket) -> Tensor:
+        """The residual in the selected groups, which is the rounding error after a step."""
+        sent = kernels.decode_groups(
+            packet.packet, [len(packet.packet)], unit.counts, group=self._options.group
+        )
+        error = packet.values - sent.values
+        return torch.where(error.isfinite(), error, 0)
+
+    def _restore(self, unit: _Unit, packet: UpdatePacket, values: Tensor) -> None:
+        kernels.update_rollback(unit.residual, packet.indices, values, group=self._options.group)
+
+    def commit(self, received: Sequence[PacketBatch]) -> None:
+        for unit, batch in zip(self._units, received, strict=True):
+            factors = [self.decay[place] for place in unit.places]
+            if unit.theta[0].dtype == torch.float32:
+                for x, y, factor in zip(unit.theta, unit.parameters, factors, strict=True):
+                    if factor != 1:
+                        x.mul_(factor)
+                        y.copy_(x)
+                for tensors in (unit.theta, unit.parameters):
+                    kernels.decode_update(tensors, batch, 1.0, 1.0 / self._pool.size)
+            else:
+                means = [torch.empty(count) for count in unit.counts]
+                kernels.decode_sum(means, batch, 1.0 / self._pool.size)
+                rows = (unit.theta, unit.parameters, unit.residual, means, factors)
+                for row in zip(*rows, strict=True):
+                    commit_rounded(*row)
+        self._finish()
+
+    def means(self, received: Sequence[PacketBatch]) -> list[Tensor]:
+        self._decay_shared()
+        found = [torch.empty_like(x, requires_grad=False) for x in self._parameters]
+        for unit, batch in zip(self._units, received, strict=True):
+            dense = [flat_view(found[place]) for place in unit.places]
+            kernels.decode_sum(dense, batch, 1.0 / self._pool.size)
+        return found
+
+    def _forget(self) -> None:
+        """Ends the last exchange, which cannot be rolled back any more."""
+        for unit in self._units:
+            unit.packet = unit.rest = None
+
+    def _finish(self) -> None:
+        self._forget()
+        self.decay = [1.0] * len(self.decay)
+        for unit in self._units:
+            if not self._options.error_feedback:
+                for residual in unit.residual:
+                    residual.zero_()
+
+    def commit_missed(self) -> None:
+        for unit in self._units:
+            if unit.packet is not None and unit.rest is not None:
+                self._restore(unit, unit.packet, unit.rest)
+        self._finish()
+
+    def save(self) -> dict[str, list[Tensor]]:
+        return {"residual": [x.clone() for x in self.residual]}
+
+    def gather(self, dst: int) -> list[dict[str, list[Tensor]]] | None:
+        group = self._pool.group
+        ranks: list[dict[str, list[Tensor]]] = [{"residual": []} for _ in range(group.size)]
+        for residual in self.save()["residual"]:
+            rows = collectives.gather(residual, dst, group=group)
+            for rank, row in enumerate(() if rows is None else rows):
+                ranks[rank]["residual"].append(row.clone())
+        return ranks if group.rank == dst else None
+
+    def load(self, sources: Sequence[Mapping[str, Any]]) -> None:
+        self._check_sources(sources)
+        columns = zip(*(source["residual"] for source in sources), strict=True)
+        for mine, each in zip(self.residual, columns, strict=True):
+            mine.copy_(torch.stack([x.double() for x in each]).mean(0))
+        self.decay = list(sources[0]["decay"])
+        self._forget()

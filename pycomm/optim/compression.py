@@ -1,0 +1,49 @@
+"""Which compressor LocalSGD uses, and a warning about the optimizer."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pycomm._quantize import Quantize
+from pycomm.compress.quantized_updates import QuantizedUpdates
+from pycomm.compress.topk import TopK
+from pycomm.compress.topk_updates import TopKUpdates
+from pycomm.compress.updates import UpdateCompressor
+from pycomm.errors import InvalidArgument
+from pycomm.group import Group
+
+__all__ = ["update_compressor", "warn_about_momentum"]
+
+
+def update_compressor(
+    compression: TopK | Quantize,
+    parameters: list[nn.Parameter],
+    snapshot: list[Tensor],
+    group: Group,
+) -> UpdateCompressor[Any]:
+    """The compressor of a TopK or Quantize; the arguments are those of UpdateCompressor."""
+    if isinstance(compression, TopK):
+        return TopKUpdates(compression, parameters, snapshot, group)
+    if isinstance(compression, Quantize):
+        return QuantizedUpdates(compression, parameters, snapshot, group)
+    raise InvalidArgument(
+        f"LocalSGD: invalid compression: got {compression!r:.80}, expected pycomm.TopK() or "
+        "pycomm.Quantize()"
+    )
+
+
+def warn_about_momentum(optimizer: torch.optim.Optimizer, ratio: float) -> None:
+    """Warns if the optimizer's momentum trains worse with a compression of this ratio."""
+    group = optimizer.param_groups[0]
+    first = float(group["betas"][0]) if "betas" in group else float(group.get("momentum", 0))
+    if first > 0.5 and ratio > 20:
+        name = "betas[0]" if "betas" in group else "momentum"
+        warnings.warn(
+            f"{type(optimizer).__name__} with {name}={first} trains worse with a compression above "
+            "20, because the residual already acts as momentum: use 0",
+            stacklevel=3,
+        )
