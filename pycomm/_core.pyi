@@ -307,12 +307,14 @@ def regroup(
     group: Group,
     store: Store | PythonStore,
     name: str,
-    members: Sequence[int],
+    rank: int,
+    ranks: Sequence[int],
     timeout_s: float,
     /,
 ) -> Group:
-    """Collective over `members` of `group`, in this order: the group of them, formed through
-    `store`. `group` may be broken."""
+    """Collective over some ranks of `group`, and over processes that join them by connect(): their
+    group, formed through `store`. `rank`: this process's; `ranks`: the group's. `group` may be
+    broken."""
 
 def connect(
     store: Store | PythonStore,
@@ -335,4 +337,5 @@ def connect(
     link_bytes_per_s: float = 0.0,
     host: str = "",
     encrypt: bool = False,
+    ranks: Sequence[int] = ...,
 ) -> Group: ...

@@ -23,6 +23,8 @@ TRANSPORTS = ("local", "shm", "tcp")
 LOG_LEVELS = ("warning", "info", "debug")
 # Set by pycomm's launchers for their ranks, not by users: the port of pycomm's store on rank 0.
 STORE_PORT = "PYCOMM_STORE_PORT"
+# The file of an elastic group; and "1" in a process that joins one.
+ELASTIC_FILE, ELASTIC_JOINS = "PYCOMM_ELASTIC_FILE", "PYCOMM_ELASTIC_JOINS"
 
 VARIABLES = {
     "PYCOMM_RANK": "rank of this process, 0 to size - 1",
@@ -87,6 +89,8 @@ class Config:
             separated by commas, of which the first that the host has is used; "": the best.
         transport: the only transport to use, or "" for the best for each pair.
         log: one of LOG_LEVELS.
+        elastic: the file of an elastic group; "": the group is not elastic.
+        joins: this process joins an elastic group.
     """
 
     launcher: str = ""
@@ -103,6 +107,8 @@ class Config:
     address: str = ""
     transport: str = ""
     log: str = "warning"
+    elastic: str = ""
+    joins: bool = False
 
 
 @dataclass(frozen=True)
@@ -175,6 +181,8 @@ def environment(
         address=env.get("GLOO_SOCKET_IFNAME", ""),
         transport=_choice(env, "PYCOMM_TRANSPORT", ("shm", "tcp"), ""),
         log=_choice(env, "PYCOMM_LOG", LOG_LEVELS, "warning"),
+        elastic=env.get(ELASTIC_FILE, ""),
+        joins=env.get(ELASTIC_JOINS, "") == "1",
     )
 
 

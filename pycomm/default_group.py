@@ -13,10 +13,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 from pycomm import _core, config
 from pycomm import _secret as secrets
-from pycomm._bootstrap import launcher_watch, rendezvous
+from pycomm._bootstrap import elastic_store, joining, launcher_watch, rendezvous
+from pycomm._bootstrap.elastic_store import Elastic
 from pycomm._bootstrap.shrink import Store
 from pycomm._names import also_named
 from pycomm.errors import GroupBroken, InvalidArgument
@@ -30,6 +32,7 @@ __all__ = [
     "host_count",
     "init",
     "is_initialized",
+    "join",
     "local_rank",
     "local_size",
     "log_at",
@@ -89,6 +92,7 @@ def init(
     encrypt: bool | None = None,
     reproducible: bool = False,
     heartbeat_s: float = DEFAULT_HEARTBEAT_S,
+    elastic: str | None = None,
 ) -> Group:
     """Forms the default group. Collective over the processes of the run.
 
@@ -110,6 +114,11 @@ def init(
         heartbeat_s: a peer without a heartbeat for so many seconds counts as lost: it is stopped or
             its host failed. A busy rank sends heartbeats, also while it holds the GIL. 0: no limit,
             for debuggers. The same on every rank.
+        elastic: a path for a file of this run: makes the group elastic, so that Group.replace and
+            Group.grow can add processes, and any rank may die. Needs a secret. Each rank listens
+            for clients that know it. The ranks' addresses are written to the file, which the hosts
+            may share. `pycomm launch --replace` sets the path; init() of a new process then calls
+            join().
 
     Raises:
         InvalidArgument: an argument or variable is invalid; or `encrypt`, but the default group
@@ -137,44 +146,134 @@ def init(
             )
         if secret is not None:
             secrets.check(secret, "secret")
-        here = config.environment(secret=secret, place=config.Place.of(rank, size, master))
+        place = config.Place.of(rank, size, master)
+        here = config.environment(secret=secret, place=place)
         if encrypt is not None:
             here = dataclasses.replace(here, encrypt=encrypt)
-        group = _form(here, timeout_s, transport, reproducible, heartbeat_s)
+        here = dataclasses.replace(here, transport=transport or here.transport)
+        if elastic is not None:
+            here = dataclasses.replace(here, elastic=elastic, joins=False)
+        if here.joins:
+            group = _join(here, here.rank, timeout_s)
+        else:
+            group = _form(here, timeout_s, reproducible, heartbeat_s)
         _set(group)
         return group
 
 
-def _form(
-    here: config.Config,
-    timeout_s: float,
-    transport: str | None,
-    reproducible: bool,
-    heartbeat_s: float,
+def join(
+    file: str,
+    *,
+    rank: int | None = None,
+    timeout_s: float = DEFAULT_TIMEOUT_S,
+    secret: str | None = None,
 ) -> Group:
+    """Joins an elastic group, whose ranks call Group.replace or Group.grow; it becomes the default
+    group. The options of the group apply.
+
+    Args:
+        file: that of init(elastic=FILE).
+        rank: the only rank to take; None: the lowest that is free, in order of arrival.
+        timeout_s: limit in seconds of the wait and of every call without one of its own.
+        secret: the run's shared secret; None: PYCOMM_SECRET.
+
+    Raises:
+        InvalidArgument: an argument is invalid; or the process has a default group.
+        Timeout: the ranks did not call replace() or grow() in time.
+        PeerLost: no rank of the group lives, or none has this secret.
+    """
+    with _state.lock:
+        if _find() is not None:
+            raise InvalidArgument("join: this process has a default group: call shutdown() before")
+        if not timeout_s > 0:
+            raise InvalidArgument(f"invalid timeout_s: got {timeout_s}, expected more than 0")
+        if secret is not None:
+            secrets.check(secret, "secret")
+        here = config.environment(secret=secret)
+        group = _join(dataclasses.replace(here, elastic=file), rank, timeout_s)
+        _set(group)
+        return group
+
+
+def _form(here: config.Config, timeout_s: float, reproducible: bool, heartbeat_s: float) -> Group:
     log_at(here.log)
     _core.check_address(here.address)
     end = time.monotonic() + timeout_s
+    if here.elastic:
+        _require_secret(here)
     store = rendezvous.find_store(here, timeout_s)
+    options: dict[str, Any] = {
+        "reproducible": reproducible,
+        "heartbeat_s": heartbeat_s,
+        "encrypt": here.encrypt,
+    }
+    own = None
+    if here.elastic:
+        loopback = not here.master_host or rendezvous.is_loopback(here.master_host)
+        own = elastic_store.publish(store, here.rank, here.master_host, loopback, here.secret)
     core = rendezvous.connect(
         store,
         rank=here.rank,
         size=here.size,
         name="world",
         timeout_s=max(0.1, end - time.monotonic()),
-        secret=here.secret,
-        encrypt=here.encrypt,
-        transport=transport or here.transport,
-        address=here.address,
-        route_hint=here.master_host,
-        reproducible=reproducible,
-        heartbeat_s=heartbeat_s,
-        log=here.log != "warning",
+        **_own_options(here),
+        **options,
     )
     core.set_timeout(timeout_s)  # of its calls; forming used the remaining time
+    servers = elastic_store.published(store, here.size) if own else []
     store.all_ranks_connected()
     launcher_watch.start(abort_all)
-    return Group(core, store, timeout_s)
+    if own is None:
+        return Group(core, store, timeout_s)
+    elastic = Elastic(here.elastic, here.secret, servers, own, options, first_store=store)
+    return Group.of_elastic(core, elastic, timeout_s)
+
+
+def _join(here: config.Config, rank: int | None, timeout_s: float) -> Group:
+    """Joins an elastic group."""
+    log_at(here.log)
+    _core.check_address(here.address)
+    _require_secret(here)
+
+    def connect(store: Store, given: joining.Answer) -> _core.Group:
+        if here.encrypt and not given.options["encrypt"]:
+            raise InvalidArgument("init: encrypt=True, but the elastic group is not encrypted")
+        return rendezvous.connect(
+            store,
+            rank=given.rank,
+            size=len(given.ranks),
+            ranks=given.ranks,
+            name=given.name,
+            timeout_s=given.form_s,
+            **_own_options(here),
+            **given.options,
+        )
+
+    end = time.monotonic() + timeout_s
+    core, elastic = joining.join(here.elastic, here.secret, rank, end, connect)
+    core.set_timeout(timeout_s)
+    launcher_watch.start(abort_all)
+    return Group.of_elastic(core, elastic, timeout_s)
+
+
+def _require_secret(here: config.Config) -> None:
+    if not here.secret:
+        raise InvalidArgument(
+            "init: an elastic group needs a secret: set PYCOMM_SECRET to the same on all ranks, "
+            'made by python -c "import secrets; print(secrets.token_hex(32))"'
+        )
+
+
+def _own_options(here: config.Config) -> dict[str, Any]:
+    """Arguments of rendezvous.connect() that need not be equal on all ranks, and the secret."""
+    return {
+        "secret": here.secret,
+        "transport": here.transport,
+        "address": here.address,
+        "route_hint": here.master_host,
+        "log": here.log != "warning",
+    }
 
 
 def log_at(level: str) -> None:

@@ -9,12 +9,15 @@ from __future__ import annotations
 import atexit
 import contextlib
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
 from pycomm import _core
-from pycomm._bootstrap import shrink
+from pycomm._bootstrap import grow, shrink
+from pycomm._bootstrap.elastic_store import Elastic, SurvivingStore, write_file
+from pycomm._bootstrap.joining import Joiners
 from pycomm._bootstrap.shrink import Store
 from pycomm.errors import GroupBroken, InvalidArgument
 
@@ -22,7 +25,10 @@ __all__ = ["DEFAULT_TIMEOUT_S", "Group", "abort_all", "on_shrink"]
 
 DEFAULT_TIMEOUT_S = 600.0
 
-# Called by shrink() with the old and the new group.
+# How long replace() waits for processes that join.
+DEFAULT_WAIT_S = 60.0
+
+# Called by shrink(), replace() and grow() with the old and the new group.
 on_shrink: list[Callable[[Group, Group], None]] = []
 
 # A WeakSet cannot be iterated while another thread drops a group.
@@ -40,12 +46,14 @@ class Group:
             copy it.
         cuda_internode_transport: "nccl", or "tcp" to send CUDA arrays between hosts through host
             memory and pycomm's connections. Set it as cuda_channels.
+        joined: ranks of the processes that joined when replace() or grow() made this group.
     """
 
     __slots__ = (
         "__weakref__",
         "_aborted",
         "_devices",
+        "_elastic",
         "_rank",
         "_size",
         "_store",
@@ -54,6 +62,7 @@ class Group:
         "core",
         "cuda_channels",
         "cuda_internode_transport",
+        "joined",
     )
 
     def __init__(
@@ -67,6 +76,8 @@ class Group:
         self._aborted: str | None = None  # the reason
         self.cuda_channels, self.cuda_internode_transport = 1, "nccl"
         self._subgroups: list[weakref.ref[Group]] = []  # made by split()
+        self._elastic: Elastic | None = None
+        self.joined: list[int] = []
         _groups.add(weakref.ref(self, _groups.discard))
 
     @property
@@ -106,18 +117,14 @@ class Group:
         core = self.core.split(-1 if color is None else color, self._rank if key is None else key)
         if core is None:
             return None
-        subgroup = self._like(core)
+        subgroup = Group(core, self._store, self._timeout_s)
+        self._copy_options(subgroup)
         self._adopt_subgroup(subgroup)
         return subgroup
 
-    def _like(self, core: _core.Group) -> Group:
-        """Wraps a group of some of this group's ranks."""
-        made = Group(core, self._store, self._timeout_s)
-        made.cuda_channels, made.cuda_internode_transport = (
-            self.cuda_channels,
-            self.cuda_internode_transport,
-        )
-        return made
+    def _copy_options(self, to: Group) -> None:
+        to.cuda_channels = self.cuda_channels
+        to.cuda_internode_transport = self.cuda_internode_transport
 
     def _adopt_subgroup(self, subgroup: Group) -> None:
         """Makes abort() of this group abort `subgroup` too."""
@@ -146,14 +153,98 @@ class Group:
             PeerLost: the rendezvous store ended, with the rank that served it.
             Timeout: the survivors could not meet in time.
         """
-        store, _, limit_s = self._key_store()
-        limit_s = limit_s if timeout_s is None else timeout_s
-        if not limit_s > 0:
-            raise InvalidArgument(f"shrink: timeout_s: got {limit_s}, expected more than 0 seconds")
-        group = self._like(shrink.regroup(self.core, store, limit_s))
-        for callback in on_shrink:
-            callback(self, group)
+        return self._regroup("shrink", timeout_s, None)
+
+    def replace(self, timeout_s: float | None = None, wait_s: float = DEFAULT_WAIT_S) -> Group:
+        """As shrink(), but new processes take the ranks that were lost. Collective over the
+        survivors and the processes that call pycomm.join. Of an elastic group.
+
+        The survivors keep their ranks. A process gets the lost rank that it asks for; others get
+        the lowest in order of arrival. `joined` of the new group lists these ranks.
+
+        Args:
+            timeout_s: limit of the call; None: the group's.
+            wait_s: how long to wait for new processes. Afterwards the group continues without those
+                that are missing; ranks above a missing one are renumbered.
+
+        Raises:
+            InvalidArgument: the group is not elastic, or a time is invalid.
+            GroupBroken, PeerLost, Timeout: as shrink().
+        """
+        self._check_elastic("replace")
+        if not wait_s >= 0:
+            raise InvalidArgument(f"replace: wait_s: got {wait_s}, expected at least 0 seconds")
+        return self._regroup("replace", timeout_s, wait_s)
+
+    def grow(self, count: int = 1, timeout_s: float | None = None) -> Group:
+        """Adds new processes to this group, which must be elastic and intact. Collective over its
+        ranks and the processes that call pycomm.join.
+
+        The ranks keep their numbers. A process gets the new rank that it asks for; others get the
+        lowest in order of arrival. The new group becomes the default if this one was it. This group
+        is closed.
+
+        Args:
+            count: number of processes to add.
+            timeout_s: limit of the call; None: the group's.
+
+        Raises:
+            InvalidArgument: the group is not elastic, or an argument is invalid.
+            Timeout: not all ranks called it, or fewer than `count` processes joined. The group
+                stays usable.
+            PeerLost: a rank died, or a process that was to join. The group stays usable, unless a
+                rank died.
+        """
+        elastic = self._check_elastic("grow")
+        limit_s = self._limit("grow", timeout_s)
+        if count < 1:
+            raise InvalidArgument(f"grow: count: got {count}, expected at least 1")
+        store = self._key_store()[0]
+        assert isinstance(store, SurvivingStore)
+        core, elastic = grow.grow(self.core, store, elastic, count, limit_s)
+        group = self._inherit(Group.of_elastic(core, elastic, self._timeout_s))
+        self.close()
         return group
+
+    def _regroup(self, op: str, timeout_s: float | None, wait_s: float | None) -> Group:
+        store, limit_s = self._key_store()[0], self._limit(op, timeout_s)
+        joiners = None
+        if wait_s is not None:  # leaves time to form the group
+            wait_s = min(wait_s, max(limit_s - 2 * shrink.FORM_S, limit_s / 2))
+            joiners = Joiners(None, time.monotonic() + wait_s)
+        core, elastic = shrink.regroup(self.core, store, limit_s, self._elastic, joiners)
+        if elastic is not None:
+            return self._inherit(Group.of_elastic(core, elastic, self._timeout_s))
+        return self._inherit(Group(core, self._store, self._timeout_s))
+
+    def _limit(self, op: str, timeout_s: float | None) -> float:
+        limit_s = self._timeout_s if timeout_s is None else timeout_s
+        if not limit_s > 0:
+            raise InvalidArgument(f"{op}: timeout_s: got {limit_s}, expected more than 0 seconds")
+        return limit_s
+
+    @classmethod
+    def of_elastic(cls, core: _core.Group, elastic: Elastic, timeout_s: float) -> Group:
+        """Wraps an elastic group, and writes its file."""
+        made = cls(core, elastic.store(core.rank), timeout_s)
+        made._elastic, made.joined = elastic, list(elastic.joined)
+        write_file(elastic.file, elastic.servers)
+        return made
+
+    def _inherit(self, made: Group) -> Group:
+        """Gives `made`, which replaces this group, what it copies from it."""
+        self._copy_options(made)
+        for callback in on_shrink:
+            callback(self, made)
+        return made
+
+    def _check_elastic(self, op: str) -> Elastic:
+        if self._elastic is None:
+            raise InvalidArgument(
+                f"{op}: the group is not elastic: pass elastic=FILE to pycomm.init on all ranks, "
+                "or start them with pycomm launch --replace"
+            )
+        return self._elastic
 
     def stats(self) -> _core.Stats:
         """This rank's totals: bytes written to peers, calls, seconds. GroupBroken in a fork."""

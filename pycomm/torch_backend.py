@@ -154,7 +154,8 @@ def shrink(
     kept = [rank for rank in range(core.size) if rank not in excluded]
     name = f"{core.name}-{','.join(map(str, excluded))}"
     met = rendezvous.TorchStore(store, config.environment().secret)
-    smaller = _core.regroup(core, met, name, kept, timeout_s)
+    ranks = [core.ranks[rank] for rank in kept]
+    smaller = _core.regroup(core, met, name, kept.index(core.rank), ranks, timeout_s)
     smaller.set_timeout(timeout_s)
     ours.global_ranks_in_group, ours.group_name = smaller.ranks, cast("GroupName", name)
     return _owner(

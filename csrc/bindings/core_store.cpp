@@ -62,8 +62,10 @@ class PythonStore : public rendezvous::Store {
     try {
       return object_.attr(method)(std::forward<Given>(given)..., left_s);
     } catch (py::error_already_set& error) {
-      if (!error.matches(py::module_::import("pycomm.errors").attr("Timeout"))) throw;
-      throw Timeout(py::str(error.value()));
+      const auto errors = py::module_::import("pycomm.errors");
+      if (error.matches(errors.attr("Timeout"))) throw Timeout(py::str(error.value()));
+      if (error.matches(errors.attr("PeerLost"))) throw PeerLost(py::str(error.value()));
+      throw;
     }
   }
 
@@ -157,13 +159,15 @@ group::ConnectOptions options_from(const py::kwargs& named) {
 
 std::unique_ptr<GroupHandle> connect_from(const py::object& object, const py::kwargs& named) {
   group::ConnectOptions options = options_from(named);
+  std::vector<int> ranks;
+  if (named.contains("ranks")) ranks = named["ranks"].cast<std::vector<int>>();
   PythonStore adapter(object);
   rendezvous::Store& store =
       py::isinstance<rendezvous::Store>(object) ? object.cast<rendezvous::Store&>() : adapter;
   std::shared_ptr<group::Group> group;
   {
     const Blocking blocking;
-    group = group::connect(store, std::move(options));
+    group = group::connect(store, std::move(options), std::move(ranks));
   }
   auto handle = std::make_unique<GroupHandle>(std::move(group));
   throw_pending();
@@ -171,7 +175,7 @@ std::unique_ptr<GroupHandle> connect_from(const py::object& object, const py::kw
 }
 
 std::unique_ptr<GroupHandle> regroup(const GroupHandle& broken, const py::object& object,
-                                     const std::string& name, const std::vector<int>& members,
+                                     const std::string& name, int rank, std::vector<int> ranks,
                                      double timeout_s) {
   PythonStore adapter(object);
   rendezvous::Store& store =
@@ -181,7 +185,7 @@ std::unique_ptr<GroupHandle> regroup(const GroupHandle& broken, const py::object
     group::Group& group = broken.group();
     const auto limit = nanoseconds(timeout_s);
     const Blocking blocking;
-    part = group.regroup(store, name, members, limit);
+    part = group.regroup(store, name, rank, std::move(ranks), limit);
   }
   auto handle = std::make_unique<GroupHandle>(std::move(part));
   throw_pending();

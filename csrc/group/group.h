@@ -205,10 +205,11 @@ class Group : public Collectives {
   // For a broken group: the ranks that this rank knew to be lost when the group broke. They died,
   // were silent for too long or left cleanly.
   virtual std::vector<int> lost() const = 0;
-  // Collective over `members`, ranks of this group in their new order: returns the group of them,
-  // named `name`, formed through `store`. This group may be broken. Throws as connect() does.
+  // Collective over some ranks of this group, and over processes that join them by connect():
+  // returns their group, named `name`, formed through `store`. `rank`: this process's rank in it;
+  // `ranks`: its ranks(). This group may be broken. Throws as connect() does.
   virtual std::shared_ptr<Group> regroup(rendezvous::Store& store, const std::string& name,
-                                         const std::vector<int>& members,
+                                         int rank, std::vector<int> ranks,
                                          std::chrono::nanoseconds timeout) = 0;
 
   // Memory with arbitrary contents for arrays of this group's calls, which sum it in place

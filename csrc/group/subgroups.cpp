@@ -128,12 +128,14 @@ std::shared_ptr<Group> HostGroup::pair_with(int peer) {
 }
 
 std::shared_ptr<Group> HostGroup::regroup(rendezvous::Store& store, const std::string& name,
-                                          const std::vector<int>& members,
+                                          int rank, std::vector<int> ranks,
                                           std::chrono::nanoseconds timeout) {
-  ConnectOptions child = subgroup_options(members, name);
+  ConnectOptions child = subgroup_options({}, name);
+  child.rank = rank;
+  child.size = static_cast<int>(ranks.size());
   child.secret = options_.secret;  // the same on all survivors, whatever subgroups they formed
   const auto calls = std::exchange(child.timeout, timeout);
-  auto group = connect(store, std::move(child), world_ranks(info_, members));
+  auto group = connect(store, std::move(child), std::move(ranks));
   group->set_timeout(calls);
   return group;
 }

@@ -245,11 +245,11 @@ def find_store(config: Config, timeout_s: float) -> _core.Store | _core.PythonSt
         )
     host, port = config.master_host, config.store_port or config.master_port
     if config.rank == 0:
-        return _core.TcpStore.serve(host if _is_loopback(host) else "", port, config.secret)
+        return _core.TcpStore.serve(host if is_loopback(host) else "", port, config.secret)
     return _core.TcpStore.connect(host, port, config.secret, timeout_s)
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
     """Whether rank 0's address is a loopback address, so that all ranks run on this host.
 
     Names are not resolved: a host's own name may resolve to its loopback here and to its network

@@ -24,15 +24,18 @@ Keys in the store, under <name>/shrink/:
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import re
 import select
 import time
 from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Set as AbstractSet
 from typing import TypeAlias
 
 from pycomm import _core
+from pycomm._bootstrap.elastic_store import Elastic, StoreMoved
+from pycomm._bootstrap.joining import Joiners, invite, process_start
 from pycomm.errors import Error, GroupBroken, PeerLost, Timeout
 
 __all__ = ["Store", "regroup"]
@@ -46,11 +49,28 @@ GRACE_S = 0.5
 # For the survivors to form a group; doubled after each failure.
 FORM_S = 2.0
 FULL_S = 1.0  # longest interval between full reads of the store
+# The survivors, then the ranks and requests of the processes that join: Decision.text().
+DECISION = re.compile(
+    rb"([0-9]{1,9}(?: [0-9]{1,9})*)(?:\+([0-9]{1,9}=[0-9]{1,9}(?: [0-9]{1,9}=[0-9]{1,9})*))?"
+)
 WORD = 32  # ranks per number in the store: a bit for each rank that joined
 
 
-def regroup(core: _core.Group, store: Store, timeout_s: float) -> _core.Group:
-    """Forms the group of the survivors. Collective over them.
+def regroup(
+    core: _core.Group,
+    store: Store,
+    timeout_s: float,
+    elastic: Elastic | None = None,
+    joiners: Joiners | None = None,
+) -> tuple[_core.Group, Elastic | None]:
+    """Forms the group of the survivors and of processes that join them. Collective over them.
+
+    Args:
+        elastic: of an elastic group.
+        joiners: chooses the processes that join; None: none.
+
+    Returns:
+        The group; and of an elastic group what it passes on.
 
     Raises:
         GroupBroken: the survivors are no majority, or the others continued without this rank.
@@ -58,30 +78,106 @@ def regroup(core: _core.Group, store: Store, timeout_s: float) -> _core.Group:
         Timeout: they could not meet in `timeout_s` seconds.
     """
     end = time.monotonic() + timeout_s
-    core.abort(f"rank {core.rank} calls shrink()")
-    name, members, form_s = core.name, list(range(core.size)), FORM_S
-    lost: Sequence[int] = core.lost()
-    unreachable: int | None = None  # the peer that it could not connect to in the last forming
-    unconnected: set[tuple[int, int]] = set()  # pairs of ranks in the last forming
-    with _processes(core) as processes, _report_lost_store(core):
+    core.abort(f"rank {core.rank} calls {'replace' if joiners else 'shrink'}()")
+    with processes_of(core) as processes, _report_lost_store(core):
+        regrouping = _Regrouping(core, store, processes, end)
+        if elastic is not None:
+            regrouping.elastic = elastic
+        regrouping.joiners = joiners
+        return regrouping.run(), regrouping.elastic
+
+
+class _Regrouping:
+    """Elections and attempts to form the chosen group, until one succeeds.
+
+    Attributes:
+        elastic: of the group that failed last, or was formed.
+        joiners: as of regroup().
+    """
+
+    elastic: Elastic | None = None
+    joiners: Joiners | None = None
+
+    def __init__(
+        self, core: _core.Group, store: Store, processes: Sequence[int | None], end: float
+    ) -> None:
+        self._core, self._store, self._processes, self._end = core, store, processes, end
+        self._name, self._ranks = core.name, list(core.ranks)
+        # By rank of the group that failed last: the rank in `core`; -1: the process was to join.
+        self._members = list(range(core.size))
+        self._lost: Sequence[int] = core.lost()
+        # The peer that this rank could not connect to in the last forming.
+        self._unreachable: int | None = None
+        self._unconnected: set[tuple[int, int]] = set()  # pairs of ranks in the last forming
+        self._decisions: dict[str, bytes] = {}  # by group name
+
+    def run(self) -> _core.Group:
+        """The new group."""
+        form_s = FORM_S
         while True:
-            election = _SurvivorElection(store, name, members.index(core.rank), len(members), end)
-            election.post_unreachable(unreachable)
-            chosen = election.agree([processes[m] for m in members], lost)
-            pairs = {(members[a], members[b]) for a, b in election.unconnected(chosen)}
-            if both := pairs & unconnected:
-                election.wait_until_read(len(chosen))
-                raise _never_connected(core, *min(both))
-            unconnected = pairs
-            name, members, lost = _after(name), [members[i] for i in chosen], ()
             try:
-                limit_s = max(0.1, min(form_s, end - time.monotonic()))
-                return _core.regroup(core, store, name, members, limit_s)
+                decision = self._elect()
+            except StoreMoved:  # again in the store of the next rank
+                continue
+            try:
+                return self._form(decision, form_s)
             except (PeerLost, Timeout) as error:  # a rank was lost meanwhile: again among the rest
-                unreachable = error.unreachable
-                if time.monotonic() > end:
+                self._unreachable = error.unreachable
+                if time.monotonic() > self._end:
                     raise
                 form_s *= 2
+
+    def _elect(self) -> Decision:
+        """Agrees on the survivors of the group that failed last, and on who joins them."""
+        left_s = max(LEAST_S, self._end - time.monotonic())
+        for name, text in self._decisions.items():  # another rank's store does not have them
+            self._store.claim(f"{name}/shrink/decided", text, left_s)
+        members = self._members
+        election = SurvivorElection(
+            self._store, self._name, members.index(self._core.rank), len(members), self._end
+        )
+        election.joiners = self.joiners
+        election.absent = {rank for rank, member in enumerate(members) if member < 0}
+        election.post_unreachable(self._unreachable)
+        decision = election.agree(
+            [self._processes[m] if m >= 0 else None for m in members],
+            [*self._lost, *election.absent],
+        )
+        self._decisions[self._name] = decision.text()
+        pairs = {
+            (members[a], members[b])
+            for a, b in election.unconnected(decision.survivors)
+            if members[a] >= 0 and members[b] >= 0
+        }
+        if both := pairs & self._unconnected:
+            election.wait_until_read(len(decision.survivors))
+            raise _never_connected(self._core, *min(both))
+        self._unconnected = pairs
+        return decision
+
+    def _form(self, decision: Decision, form_s: float) -> _core.Group:
+        """One attempt. Raises PeerLost or Timeout if a rank was lost meanwhile."""
+        chosen = set(decision.survivors)
+        slots = sorted([*chosen, *decision.joined])
+        ended = [s for s in chosen if self._members[s] >= 0 and self._has_ended(self._members[s])]
+        self._name = _after(self._name)
+        self._members = [self._members[s] if s in chosen else -1 for s in slots]
+        self._ranks, self._lost = [self._ranks[s] for s in slots], ()
+        limit_s = max(0.1, min(form_s, self._end - time.monotonic()))
+        before = self.elastic
+        if before is not None:  # what applies if this attempt fails
+            self.elastic = before.after(slots, dict.fromkeys(decision.joined))
+        if ended:  # before the processes that join are told
+            raise PeerLost(f"shrink: rank {ended[0]} ended after it was chosen", op="shrink")
+        if before is not None:
+            self.elastic = invite(
+                self._store, before, self._name, self._ranks, slots, decision.joined, limit_s
+            )
+        rank = self._members.index(self._core.rank)
+        return _core.regroup(self._core, self._store, self._name, rank, self._ranks, limit_s)
+
+    def _has_ended(self, member: int) -> bool:
+        return has_ended(self._processes[member])
 
 
 def _never_connected(core: _core.Group, first: int, second: int) -> PeerLost:
@@ -106,7 +202,7 @@ def _after(name: str) -> str:
 
 
 @contextlib.contextmanager
-def _processes(core: _core.Group) -> Iterator[list[int | None]]:
+def processes_of(core: _core.Group) -> Iterator[list[int | None]]:
     """By rank: a pidfd, readable after the process ended; -1: it ended; None: it is not visible."""
     descriptors: list[int | None] = []
     try:
@@ -127,22 +223,13 @@ def _processes(core: _core.Group) -> Iterator[list[int | None]]:
 def _opened(member: _core.Member) -> int:
     """A pidfd of the member's process; -1 if another process has its process id now."""
     descriptor = os.pidfd_open(member.pid)
-    if member.started and _started(member.pid) not in (0, member.started):
+    if member.started and process_start(member.pid) not in (0, member.started):
         os.close(descriptor)
         return -1
     return descriptor
 
 
-def _started(pid: int) -> int:
-    """When a process started, as Member.started; 0 if unknown."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_bytes()
-    except OSError:  # it ended, or /proc hides it
-        return 0
-    return int(stat.rpartition(b")")[2].split()[19])
-
-
-def _has_ended(descriptor: int | None) -> bool:
+def has_ended(descriptor: int | None) -> bool:
     if descriptor is None or descriptor < 0:
         return descriptor is not None
     return bool(select.select([descriptor], [], [], 0)[0])
@@ -163,10 +250,32 @@ def _report_lost_store(core: _core.Group) -> Iterator[None]:
         ) from error
 
 
-class _SurvivorElection:
+@dataclasses.dataclass(frozen=True)
+class Decision:
+    """The surviving ranks, in ascending order, and the number of the request of the process that
+    joins, by rank.
+    """
+
+    survivors: list[int]
+    joined: dict[int, int] = dataclasses.field(default_factory=dict)
+
+    def text(self) -> bytes:
+        """For the store: "0 2 3" or "0 2 3+1=7", where request 7 gets rank 1."""
+        joined = " ".join(f"{rank}={n}" for rank, n in sorted(self.joined.items()))
+        return (" ".join(map(str, self.survivors)) + (f"+{joined}" if joined else "")).encode()
+
+
+class SurvivorElection:
     """The agreement of the `size` ranks of one group on the survivors, in the store, until `end` by
     the steady clock.
+
+    Attributes:
+        joiners: chooses processes that join; None: none do.
+        absent: ranks whose processes were to join and that have no vote unless they come.
     """
+
+    joiners: Joiners | None = None
+    absent: AbstractSet[int] = frozenset()
 
     def __init__(self, store: Store, name: str, rank: int, size: int, end: float) -> None:
         self._store, self._rank, self._size, self._end = store, rank, size, end
@@ -176,8 +285,9 @@ class _SurvivorElection:
         self._came: set[int] = set()
         self._marks = self._losses = -1  # the store's counters as of the last read
 
-    def agree(self, processes: Sequence[int | None], lost: Sequence[int]) -> list[int]:
-        """The survivors, the same on all of them and including this rank. Collective."""
+    def agree(self, processes: Sequence[int | None], lost: Sequence[int]) -> Decision:
+        """The survivors, including this rank, and who joins them; the same on all of them.
+        Collective."""
         for rank in lost:
             self._mark("lost", rank)
         self._mark("came", self._rank // WORD, 1 << self._rank % WORD)
@@ -192,27 +302,36 @@ class _SurvivorElection:
                 self._marks, next_full = marks, now + FULL_S
             here = self._here(processes)
             excluded = self._dead | (self._lost if now - begin >= GRACE_S else set())
+            joined = None
             if now >= self._end or len(here | excluded) == self._size:
-                decided = self._claim(here)
+                joined = self._joined(here)
+            if joined is not None:
+                decided = self._claim(Decision(sorted(here), joined))
                 self._add("marks", 0, 1)
                 break
             time.sleep(PAUSE_S)  # polls: a store sends no notifications
-        if not decided:
+        if not decided.survivors:
             raise self._error(
                 f"too few of {self._size} ranks are left to continue: the others may still live; "
                 "only a majority of a group may continue"
             )
-        if self._rank not in decided:
+        if self._rank not in decided.survivors:
             raise self._error(
                 f"the others of {self._size} ranks continued without this one: it joined too late "
                 "or was reported as lost"
             )
         return decided
 
+    def _joined(self, here: set[int]) -> dict[int, int] | None:
+        """As Decision.joined; None: wait for processes that join."""
+        if self.joiners is None:
+            return {}
+        return self.joiners.chosen(self._store, here, self._size, self._left_s())
+
     def _here(self, processes: Sequence[int | None]) -> set[int]:
         """The ranks that joined and live; reports processes that ended."""
         for rank in set(range(self._size)) - self._dead:
-            if _has_ended(processes[rank]):
+            if has_ended(processes[rank]):
                 self._mark("dead", rank)
                 self._dead.add(rank)
         return self._came - self._dead
@@ -271,36 +390,41 @@ class _SurvivorElection:
                 time.sleep(PAUSE_S)  # polls: a store sends no notifications
                 read = self._add("read", 0, 0)
 
-    def _claim(self, here: set[int]) -> list[int]:
-        """Decides that the ranks in `here` continue, if they are enough, unless there is a
-        decision."""
-        alive = sorted(set(range(self._size)) - self._dead)
+    def _claim(self, decision: Decision) -> Decision:
+        """Decides for these survivors, if they are enough, unless there is a decision."""
+        here = set(decision.survivors)
+        alive = sorted(set(range(self._size)) - self._dead - (self.absent - here))
         half = 2 * len(here) == len(alive) and alive[0] in here
         enough = 2 * len(here) > len(alive) or half
-        text = " ".join(map(str, sorted(here))) if enough else "none"
-        return self._parsed(
-            self._store.claim(self._prefix + "decided", text.encode(), self._left_s())
-        )
+        text = decision.text() if enough else b"none"
+        return self._parsed(self._store.claim(self._prefix + "decided", text, self._left_s()))
 
-    def _decided(self) -> list[int] | None:
+    def _decided(self) -> Decision | None:
         try:
             text = self._store.get(self._prefix + "decided", 0.0)
         except Timeout:  # no decision yet
             return None
         return self._parsed(text)
 
-    def _parsed(self, text: bytes) -> list[int]:
-        """The ranks of a decision; raises GroupBroken for invalid bytes."""
+    def _parsed(self, text: bytes) -> Decision:
+        """The decision in these bytes; raises GroupBroken for invalid bytes."""
         if text == b"none":
-            return []
-        words = text.split(b" ") if re.fullmatch(rb"[0-9]{1,9}( [0-9]{1,9})*", text) else []
-        ranks = [int(word) for word in words]
-        if not ranks or ranks != sorted({rank for rank in ranks if rank < self._size}):
+            return Decision([])
+        match = DECISION.fullmatch(text)
+        ranks = [int(word) for word in match[1].split()] if match else []
+        pairs = [one.split(b"=") for one in (match[2] or b"").split()] if match else []
+        joined = {int(rank): int(n) for rank, n in pairs}
+        if (
+            not ranks
+            or ranks != sorted({rank for rank in ranks if rank < self._size})
+            or len(joined) < len(pairs)
+            or joined.keys() & set(ranks)
+        ):
             raise self._error(
                 f"invalid decision in the store: got {text[:60]!r}, expected ascending ranks "
                 f"below {self._size}: another program or version of pycomm wrote it"
             )
-        return ranks
+        return Decision(ranks, joined)
 
     def _add(self, kind: str, number: int, amount: int) -> int:
         return self._store.add(f"{self._prefix}{kind}/{number}", amount, self._left_s())

@@ -65,8 +65,8 @@ def test_reused_process_id_is_reported_dead() -> None:
         def seen(began: int) -> bool:
             member = SimpleNamespace(pid=child.pid, visible=True, started=began)
             core: Any = SimpleNamespace(members=[member])
-            with shrink._processes(core) as (descriptor,):
-                return shrink._has_ended(descriptor)
+            with shrink.processes_of(core) as (descriptor,):
+                return shrink.has_ended(descriptor)
 
         assert [seen(now), seen(0), seen(now - 1)] == [False, False, True]
         before = len(os.listdir("/proc/self/fd"))
@@ -98,7 +98,7 @@ def test_polling_unchanged_votes_is_one_call(monkeypatch: pytest.MonkeyPatch) ->
             clock[0] = 100.0
 
     monkeypatch.setattr(shrink, "time", SimpleNamespace(monotonic=lambda: clock[0], sleep=pause))
-    election = shrink._SurvivorElection(store, "world", 0, 200, 50.0)
+    election = shrink.SurvivorElection(store, "world", 0, 200, 50.0)
     with pytest.raises(pycomm.errors.GroupBroken, match="too few"):
         election.agree([None] * 200, [])
     assert looks[0] == 50

@@ -147,8 +147,8 @@ LAYERS = [
     ["kernels", "memory", "_torch_autoload"],
     ["_quantize"],
     ["collectives"],
-    ["objects", "elastic", "_training"],
-    ["compress", "data", "metrics", "checkpoint", "printing"],
+    ["objects", "_training"],
+    ["elastic", "compress", "data", "metrics", "checkpoint", "printing"],
     ["parallel", "optim", "functional"],
     ["launch", "torch_backend", "testing"],
     ["observe", "tuning"],
@@ -178,7 +178,7 @@ MAY_SEE_ENVIRONMENT = [
 LONGEST_FILE = 500
 MOST_VARIABLES = 10
 # Set by setup.py for the compiler, and by pycomm's launchers for their ranks: not for users.
-NOT_VARIABLES = {"PYCOMM_STORE_PORT"}
+NOT_VARIABLES = {"PYCOMM_STORE_PORT", "PYCOMM_ELASTIC_FILE", "PYCOMM_ELASTIC_JOINS"}
 
 
 def name_of(path: Path) -> str:

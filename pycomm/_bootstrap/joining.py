@@ -1,0 +1,276 @@
+"""Processes that join an elastic group: their requests, the survivors' choice and answers.
+
+Keys in the store, under elastic/:
+
+    arrived/0      number of requests
+    request/<n>    the n-th, from 1: the rank that the process asks for, its process id, its server
+    answered/<n>   above 0: it has an answer
+    answer/<n>     the group that it joins
+
+Values are JSON. Every survivor writes the same answers, so that one that dies delays nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pycomm import _core
+from pycomm._bootstrap.elastic_store import (
+    Elastic,
+    Server,
+    SurvivingStore,
+    read_file,
+    rows_of,
+    serve,
+    servers_of,
+)
+from pycomm.errors import Error, GroupBroken, Mismatch, PeerLost, Timeout
+
+__all__ = ["Answer", "Joiners", "invite", "join", "process_start"]
+
+PREFIX = "elastic/"
+LEAST_S = 0.3  # what a store gets to answer in, even at the end of the limit
+PAUSE_S = 0.01  # between two polls of the store
+# Between two looks at the file while a process waits for an answer.
+LOOK_S = 0.5
+# For a new file, after all ranks in the old one ended.
+STALE_S = 1.0
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a joining process asks for. `rank`: -1 for any."""
+
+    rank: int
+    server: Server
+    machine: str
+    pid: int
+    started: int
+
+    def is_alive(self) -> bool:
+        """False if the process is known to have ended."""
+        return self.machine != _machine() or process_start(self.pid) == self.started
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The group that a process joins, and its rank there.
+
+    Attributes:
+        name, rank, ranks: of the group; `ranks` is Group.ranks.
+        servers: of the ranks.
+        options: that must be equal on all ranks.
+        form_s: limit of the forming.
+        outcome: the key in the store under which the ranks decide whether the group is used; "": it
+            is.
+    """
+
+    name: str
+    rank: int
+    ranks: list[int]
+    servers: list[Server]
+    options: dict[str, Any]
+    form_s: float
+    outcome: str
+
+
+def process_start(pid: int) -> int:
+    """When a process started, as Member.started; 0 if it ended, or unknown."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_bytes()
+    except OSError:  # it ended, or /proc hides it
+        return 0
+    fields = stat.rpartition(b")")[2].split()
+    return 0 if fields[0] in (b"Z", b"X") else int(fields[19])
+
+
+def _machine() -> str:
+    """Equal for processes that see each other's process ids."""
+    with contextlib.suppress(OSError):  # /proc is hidden
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    return ""
+
+
+class Joiners:
+    """Chooses processes for the free ranks of a group.
+
+    Args:
+        count: how many ranks to add; None: as many as were lost.
+        until: by the steady clock: afterwards do without those that are missing.
+    """
+
+    def __init__(self, count: int | None, until: float) -> None:
+        self.count, self.until = count, until
+        self._requests: dict[int, Request | None] = {}  # None: answered, or invalid
+
+    def chosen(self, store: Any, here: set[int], size: int, left_s: float) -> dict[int, int] | None:
+        """The number of the request for each free rank; None: wait for more requests."""
+        free = (
+            set(range(size)) - here if self.count is None else set(range(size, size + self.count))
+        )
+        self._look(store, left_s)
+        waiting = {n: one.rank for n, one in self._requests.items() if one and one.is_alive()}
+        chosen = {rank: n for n, rank in reversed(waiting.items()) if rank in free}
+        anywhere = [n for n, rank in waiting.items() if rank < 0]
+        chosen |= zip(sorted(free - chosen.keys()), anywhere, strict=False)
+        missing = len(chosen) < len(free)
+        return None if missing and time.monotonic() < self.until else chosen
+
+    def _look(self, store: Any, left_s: float) -> None:
+        """Reads new requests, and which ones have an answer."""
+        arrived = store.add(f"{PREFIX}arrived/0", 0, left_s)
+        for n in sorted(set(range(1, arrived + 1)) - self._requests.keys()):
+            with contextlib.suppress(Timeout):  # the process has yet to write its request
+                self._requests[n] = read_request(store, n)
+        for n in [n for n, request in self._requests.items() if request is not None]:
+            if store.add(f"{PREFIX}answered/{n}", 0, left_s):  # perhaps in an attempt that failed
+                self._requests[n] = None
+
+
+def read_request(store: Any, n: int) -> Request | None:
+    """The n-th request; None if it is invalid. Raises Timeout if there is none."""
+    text = store.get(f"{PREFIX}request/{n}", 0.0)
+    try:
+        rank, machine, pid, started, server = json.loads(text)
+        return Request(int(rank), servers_of([server])[0], str(machine), int(pid), int(started))
+    except (ValueError, TypeError, RecursionError):  # of another version of pycomm
+        return None
+
+
+def invite(
+    store: Any,
+    elastic: Elastic,
+    name: str,
+    ranks: list[int],
+    slots: list[int],
+    joined: dict[int, int],
+    limit_s: float,
+    outcome: str = "",
+) -> Elastic:
+    """Tells the processes that join which group it is; returns what the group passes on.
+
+    Args:
+        elastic: of the group before.
+        name, ranks: of the new group.
+        slots: by rank of the new group: that in the group before.
+        joined: by rank in the group before: the number of the request.
+        limit_s: of the forming.
+        outcome: as of Answer.
+
+    Raises:
+        PeerLost: a request is not in this store: it was in that of a rank that ended.
+    """
+    servers = {}
+    for slot, n in joined.items():
+        request = None
+        with contextlib.suppress(Timeout):  # handled below
+            request = read_request(store, n)
+        if request is None:
+            raise PeerLost(f"the process that was to become rank {slot} asked another store")
+        servers[slot] = request.server
+    after = elastic.after(slots, servers)
+    for slot, n in joined.items():
+        rank = slots.index(slot)
+        given = Answer(name, rank, ranks, after.servers, elastic.options, limit_s, outcome)
+        text = json.dumps({**vars(given), "servers": rows_of(after.servers)})
+        store.add(f"{PREFIX}answered/{n}", 1, limit_s)
+        store.set(f"{PREFIX}answer/{n}", text.encode(), limit_s)
+    return after
+
+
+def _answer_of(text: bytes) -> Answer:
+    try:
+        given = json.loads(text)
+        return Answer(**{**given, "servers": servers_of(given["servers"])})
+    except (ValueError, TypeError, KeyError, RecursionError):  # of another version of pycomm
+        raise Mismatch("join: invalid answer: the group has another version of pycomm") from None
+
+
+def join(
+    file: str,
+    key: str,
+    rank: int | None,
+    end: float,
+    connect: Callable[[SurvivingStore, Answer], _core.Group],
+) -> tuple[_core.Group, Elastic]:
+    """Joins the elastic group whose ranks' addresses are in `file`.
+
+    Args:
+        end: the time limit, by the steady clock.
+        rank: the rank that this process asks for; None: any.
+        connect: forms the group of an answer.
+
+    Raises:
+        Timeout: the group did not call grow() or replace() in time.
+        PeerLost: no rank of the group lives.
+        InvalidArgument: the file is invalid.
+    """
+    own: tuple[_core.TcpStore, Server] | None = None
+    while True:
+        servers = _wait_for_servers(file, end)
+        first = servers[0].host
+        own = own or serve(first, first == "127.0.0.1", key, 0)
+        store = SurvivingStore(servers, key)
+        try:
+            given = _ask(store, own[1], -1 if rank is None else rank, file, end)
+            core = connect(store, given)
+            try:
+                _wait_for_outcome(store, given)
+            except Error:  # the others do not use this group
+                core.abort("the group that was to grow stays as it was")
+                raise
+            last = max(one.generation for one in given.servers)
+            new = tuple(r for r, one in enumerate(given.servers) if one.generation == last)
+            return core, Elastic(file, key, given.servers, own[0], given.options, new)
+        # Another rank was lost meanwhile, or this process was not quick enough: ask again.
+        except (PeerLost, Timeout, GroupBroken):
+            if time.monotonic() >= end or _all_ended(store, file, servers):
+                raise
+
+
+def _all_ended(store: SurvivingStore, file: str, servers: list[Server]) -> bool:
+    """Whether no server lives, and no other file appears."""
+    end = time.monotonic() + STALE_S
+    while store.server is None and read_file(file) == servers:
+        if time.monotonic() >= end:
+            return True
+        time.sleep(PAUSE_S)  # polls: a file sends no notifications
+    return False
+
+
+def _wait_for_servers(file: str, end: float) -> list[Server]:
+    while not (servers := read_file(file)):
+        if time.monotonic() >= end:
+            raise Timeout(f"join: no elastic group wrote {file}", op="init")
+        time.sleep(PAUSE_S)  # polls: a file sends no notifications
+    return servers
+
+
+def _ask(store: SurvivingStore, own: Server, rank: int, file: str, end: float) -> Answer:
+    """Writes a request and waits for the answer. Raises StoreMoved if it has to be repeated."""
+    pid = os.getpid()
+    text = json.dumps([rank, _machine(), pid, process_start(pid), *rows_of([own])])
+    left_s = max(LEAST_S, end - time.monotonic())
+    n = store.add(f"{PREFIX}arrived/0", 1, left_s)
+    store.set(f"{PREFIX}request/{n}", text.encode(), left_s)
+    while True:
+        left = store.server in read_file(file)
+        with contextlib.suppress(Timeout):
+            return _answer_of(store.get(f"{PREFIX}answer/{n}", LOOK_S if left else 0.0))
+        if time.monotonic() >= end:
+            raise Timeout("join: the group did not call grow() or replace() in time", op="init")
+        if not left:  # the others continued without the rank that serves this store
+            raise PeerLost("join: the rank that served the store left the group", op="init")
+
+
+def _wait_for_outcome(store: SurvivingStore, given: Answer) -> None:
+    if given.outcome and store.get(given.outcome, given.form_s) != b"formed":
+        raise GroupBroken("join: a rank did not form the new group", op="init")

@@ -1,0 +1,439 @@
+"""Group.replace() and Group.grow(): processes join a group, and any rank may die, the first too.
+
+Ranks are processes that are killed, also in the middle of replace() and grow().
+"""
+
+import contextlib
+import os
+import select
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from elastic_ranks import ElasticRun, check_works, die, die_at, until_broken, wait_until
+
+import pycomm
+from pycomm import _core, errors
+from pycomm._bootstrap import elastic_store
+from pycomm._bootstrap.elastic_store import Server, StoreMoved, SurvivingStore
+from pycomm._bootstrap.shrink import SurvivorElection
+
+KEY = "0123456789abcdef" * 4
+# Where a process dies, as arguments of die_at().
+ASKED = ("get", "elastic/answer")
+ANSWERED = ("add", "/formed/")
+FORMING = ("get", "/rank_info/")
+VOTED = ("add", "/shrink/came", True)
+DECIDES = ("claim", "/shrink/decided")
+DECIDED = ("claim", "/shrink/decided", True)
+INVITED = ("set", "elastic/answer", True)
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> str:
+    return str(tmp_path / "group")
+
+
+def lose(init: Any, victims: list[int], stages: dict[int, Any]) -> Any:
+    """`victims` die after a call, and are replaced; others die at a stage of that."""
+    group = init()
+    pycomm.all_reduce(np.ones(1000))
+    if group.rank in victims:
+        die()
+    processes = [os.pidfd_open(group.peer_info()[rank].pid) for rank in stages]
+    until_broken(group)
+    if group.rank in stages:
+        die_at(*stages[group.rank])
+    else:
+        wait_before_claim(processes)
+    replaced = group.replace()
+    with pytest.raises(errors.GroupBroken):
+        pycomm.barrier(group=group)  # the first cause remains
+    return check_works(replaced)
+
+
+def wait_before_claim(processes: list[int]) -> None:
+    """Lets this rank decide only after these processes ended."""
+    claim = SurvivorElection._claim
+
+    def claim_later(election: Any, decision: Any) -> Any:
+        for process in processes:
+            select.select([process], [], [])
+        return claim(election, decision)
+
+    SurvivorElection._claim = claim_later  # type: ignore[method-assign]  # of this process
+
+
+def join(init: Any, *stage: Any) -> Any:
+    """Joins, or dies at a stage of that."""
+    if stage:
+        die_at(*stage)
+    return check_works(init())
+
+
+@pytest.mark.parametrize("victim", [0, 1, 2])
+def test_a_new_process_takes_the_rank_of_a_dead_one(file: str, victim: int) -> None:
+    with ElasticRun(file, 3) as run:
+        run.start_ranks(lose, [victim], {})
+        run.start_joiner("new", join)
+        results = run.wait_for()
+    assert results.pop(f"rank {victim}") is None
+    assert results.pop("new") == (victim, 3, [victim], [0, 1, 2])
+    for name, (rank, *group) in results.items():
+        assert name == f"rank {rank}", "survivors keep their ranks"
+        assert group == [3, [victim], [0, 1, 2]]
+
+
+def test_processes_get_the_ranks_that_they_ask_for(file: str) -> None:
+    with ElasticRun(file, 5) as run:
+        run.start_ranks(lose, [1, 3], {})
+        run.start_joiner("third", join, rank=3)
+        run.start_joiner("any", join)
+        results = run.wait_for()
+    assert results["third"] == (3, 5, [1, 3], [0, 1, 2, 3, 4])
+    assert results["any"] == (1, 5, [1, 3], [0, 1, 2, 3, 4])
+
+
+def lose_in_turn(init: Any, victims: list[int], dies: bool) -> Any:
+    """Ranks die in turn, and are replaced; this process is the next of them if `dies`."""
+    group = init()
+    for victim in victims:
+        pycomm.all_reduce(np.ones(1000))
+        if dies and group.rank == victim:
+            die()
+        until_broken(group)
+        group = group.replace()
+    return check_works(group)
+
+
+def test_every_rank_is_replaced_in_turn(file: str) -> None:
+    """At the end no process of the first group lives: its store moved three times."""
+    with ElasticRun(file, 3) as run:
+        run.start_ranks(lose_in_turn, [0, 1, 2], True)
+        for victim in range(3):
+            left = list(range(victim + 1, 3))
+            run.start_joiner(f"new {victim}", lose_in_turn, left, False, rank=victim)
+            run.wait_for(f"rank {victim}")
+        results = run.wait_for()
+    for rank in range(3):
+        assert results[f"rank {rank}"] is None
+        assert results[f"new {rank}"] == (rank, 3, [2], [0, 1, 2])
+
+
+@pytest.mark.parametrize("stage", [ASKED, ANSWERED, FORMING])
+@pytest.mark.parametrize("victim", [0, 2])
+def test_a_process_that_dies_while_it_joins_is_replaced(file: str, stage: Any, victim: int) -> None:
+    with ElasticRun(file, 3, form_s=0.5) as run:
+        run.start_ranks(lose, [victim], {})
+        run.start_joiner("dies", join, *stage)
+        assert run.wait_for("dies") == {"dies": None}
+        run.start_joiner("new", join)
+        results = run.wait_for()
+    assert results["new"] == (victim, 3, [victim], [0, 1, 2])
+
+
+@pytest.mark.parametrize("stage", [VOTED, DECIDES, DECIDED, INVITED, FORMING])
+@pytest.mark.parametrize("second", [0, 1])
+def test_a_survivor_dies_in_replace(file: str, stage: Any, second: int) -> None:
+    """Rank 3 of 5 dies, then in replace() another one, which serves the store if it is rank 0."""
+    with ElasticRun(file, 5, form_s=0.5) as run:
+        run.start_ranks(lose, [3], {second: stage})
+        run.start_joiner("one", join)
+        run.start_joiner("two", join)
+        results = run.wait_for()
+    alive = [found for found in results.values() if found is not None]
+    assert sorted(found[0] for found in alive) == [0, 1, 2, 3, 4]
+    assert all(found[1] == 5 and found[3] == [0, 1, 2, 3, 4] for found in alive)
+
+
+def shrink_and_grow(init: Any) -> Any:
+    group = init()
+    pycomm.all_reduce(np.ones(1000))
+    if group.rank == 0:
+        die()
+    until_broken(group)
+    smaller = group.replace(wait_s=0.0)
+    return check_works(smaller), check_works(smaller.grow())
+
+
+def test_without_new_processes_the_survivors_continue_and_grow_later(file: str) -> None:
+    with ElasticRun(file, 3) as run:
+        run.start_ranks(shrink_and_grow)
+        wait_until(lambda: len(elastic_store.read_file(file)) == 2)
+        run.start_joiner("new", join)
+        results = run.wait_for()
+    assert results["rank 1"] == ((0, 2, [], [1, 2]), (0, 3, [2], [1, 2, 3]))
+    assert results["new"] == (2, 3, [2], [1, 2, 3])
+
+
+def grow(init: Any, counts: list[int]) -> Any:
+    group = init()
+    found = [check_works(group)]
+    for count in counts:
+        larger = group.grow(count)
+        with pytest.raises(errors.GroupBroken, match="closed"):
+            pycomm.barrier(group=group)
+        found.append(check_works(larger))
+        group = larger
+    return found
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_a_group_grows(file: str, size: int) -> None:
+    """By one process, then by two, which are numbered in the order of arrival or as they ask."""
+    with ElasticRun(file, size) as run:
+        run.start_ranks(grow, [1, 2])
+        run.start_joiner("first", grow, [2])
+        wait_until(lambda: len(elastic_store.read_file(file)) == size + 1)
+        run.start_joiner("second", join, rank=size + 2)
+        run.start_joiner("third", join)
+        results = run.wait_for()
+    ranks = list(range(size + 3))
+    assert results["second"] == (size + 2, size + 3, [size + 1, size + 2], ranks)
+    assert results["third"] == (size + 1, size + 3, [size + 1, size + 2], ranks)
+    assert results["first"] == [
+        (size, size + 1, [size], ranks[: size + 1]),
+        (size, size + 3, [size + 1, size + 2], ranks),
+    ]
+    for rank in range(size):
+        assert results[f"rank {rank}"] == [
+            (rank, size, [], ranks[:size]),
+            (rank, size + 1, [size], ranks[: size + 1]),
+            (rank, size + 3, [size + 1, size + 2], ranks),
+        ]
+
+
+def grow_until_joined(init: Any, timeout_s: float) -> Any:
+    """Calls grow() until it succeeds; until then the group is usable as before. Returns the first
+    error, and check_works()."""
+    group, first = init(), ""
+    while True:
+        try:
+            return first, check_works(group.grow(timeout_s=timeout_s))
+        except (errors.Timeout, errors.PeerLost) as raised:
+            first = first or f"{type(raised).__name__}: {raised}"
+            check_works(group)
+            Path(os.environ["FAILED_ONCE"]).touch()
+
+
+def test_a_group_that_nobody_joins_stays_usable(
+    file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failed = tmp_path / "failed"
+    monkeypatch.setenv("FAILED_ONCE", str(failed))
+    with ElasticRun(file, 2) as run:
+        run.start_ranks(grow_until_joined, 2.0)
+        wait_until(failed.exists)
+        run.start_joiner("new", join)
+        results = run.wait_for()
+    error, found = results["rank 0"]
+    assert error.startswith('Timeout: grow: "world" stays as it is: 0 of 1 processes asked to join')
+    assert found == (0, 3, [2], [0, 1, 2])
+    assert results["new"] == (2, 3, [2], [0, 1, 2])
+
+
+@pytest.mark.parametrize("stage", [ANSWERED, FORMING])
+def test_a_group_stays_usable_when_the_new_process_dies(
+    file: str, stage: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failed = tmp_path / "failed"
+    monkeypatch.setenv("FAILED_ONCE", str(failed))
+    with ElasticRun(file, 2, form_s=0.5) as run:
+        run.start_ranks(grow_until_joined, 10.0)
+        run.start_joiner("dies", join, *stage)
+        wait_until(failed.exists)
+        run.start_joiner("new", join)
+        results = run.wait_for()
+    assert results["dies"] is None
+    assert results["new"] == (2, 3, [2], [0, 1, 2])
+    error, found = results["rank 0"]
+    assert error.startswith('PeerLost: grow: "world" stays as it is: ')
+    assert found == (0, 3, [2], [0, 1, 2])
+
+
+def lose_in_grow(init: Any, victim: int, *stage: Any) -> Any:
+    """A rank dies in grow(): the others raise its number, and replace it."""
+    group = init()
+    if group.rank == victim:
+        die_at(*stage)
+    with pytest.raises(errors.PeerLost, match=f"rank {victim} .*died|the store|did not form"):
+        group.grow()
+    until_broken(group)
+    return check_works(group.replace())
+
+
+@pytest.mark.parametrize("stage", [VOTED, FORMING])
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_that_dies_in_grow_is_named_and_replaced(file: str, stage: Any, victim: int) -> None:
+    with ElasticRun(file, 3, form_s=0.5) as run:
+        run.start_ranks(lose_in_grow, victim, *stage)
+        run.start_joiner("new", join)
+        results = run.wait_for()
+    assert results["new"] == (victim, 3, [victim], [0, 1, 2])
+
+
+def join_stopped(init: Any) -> Any:
+    """Stops when it has the answer; continues after the others did without it."""
+    call = SurvivingStore._call
+
+    def stop(store: Any, limit_s: float, verb: str, key: str, *rest: Any) -> Any:
+        answer = call(store, limit_s, verb, key, *rest)
+        if verb == "get" and "elastic/answer" in key:
+            SurvivingStore._call = call  # type: ignore[method-assign]
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return answer
+
+    SurvivingStore._call = stop  # type: ignore[method-assign]
+    return check_works(init())
+
+
+def lose_twice(init: Any) -> Any:
+    """Rank 1 dies, and after it was replaced rank 2."""
+    group = init()
+    for victim in (1, 2):
+        pycomm.all_reduce(np.ones(1000))
+        if group.rank == victim:
+            die()
+        until_broken(group)
+        group = group.replace()
+    return check_works(group)
+
+
+def join_and_lose(init: Any) -> Any:
+    group = init()
+    pycomm.all_reduce(np.ones(1000))
+    until_broken(group)
+    return check_works(group.replace())
+
+
+def test_a_process_that_stops_while_it_joins_joins_later(file: str) -> None:
+    """Another process gets its rank; it asks again, and gets the next one."""
+    with ElasticRun(file, 3, form_s=0.5) as run:
+        run.start_ranks(lose_twice)
+        run.start_joiner("stops", join_stopped)
+        stopped = run.processes["stops"].pid
+        wait_until(lambda: Path(f"/proc/{stopped}/stat").read_text().split()[2] == "T")
+        run.start_joiner("new", join_and_lose, rank=1)
+        run.wait_for("rank 2")
+        os.kill(stopped, signal.SIGCONT)
+        results = run.wait_for()
+    assert results["new"] == (1, 3, [2], [0, 1, 2])
+    assert results["stops"] == (2, 3, [2], [0, 1, 2])
+
+
+def refused(init: Any, secret: str) -> str:
+    with pytest.raises(errors.PeerLost) as raised:
+        init(secret=secret)
+    return str(raised.value)
+
+
+def test_a_process_without_the_secret_cannot_join(file: str) -> None:
+    with ElasticRun(file, 2) as run:
+        run.start_ranks(lose, [1], {})
+        run.start_joiner("stranger", refused, "fedcba9876543210" * 4)
+        text = run.wait_for("stranger")["stranger"]
+        run.start_joiner("new", join)
+        run.wait_for()
+    assert "no rank of the elastic group can be reached" in text
+    assert "does not hold the same key" in text
+
+
+# Ranks as threads would share the default group: the store alone.
+
+
+@contextlib.contextmanager
+def servers(count: int) -> Iterator[tuple[list[Server], list[Any]]]:
+    served = [_core.TcpStore.serve("127.0.0.1", 0, KEY) for _ in range(count)]
+    yield [Server(0, "127.0.0.1", one.port) for one in served], served
+    served.clear()
+
+
+def test_the_store_of_the_next_rank_is_used_after_the_first_ended() -> None:
+    with servers(2) as (addresses, served):
+        store = SurvivingStore(addresses, KEY)
+        store.set("a", b"1")
+        served[1].set("b", b"2")
+        served[0] = None
+        with pytest.raises(StoreMoved):
+            store.get("a", 5.0)
+        assert store.get("b", 5.0) == b"2"
+        assert store.claim("c", b"3") == b"3"
+        assert store.add("n", 4) == 4
+        assert store.remove("c") == b"3"
+        assert served[1].get("n", 0.0) == b"4"
+        assert store.server == addresses[1]
+        served[1] = None
+        with pytest.raises(StoreMoved):
+            store.add("n", 1)
+        with pytest.raises(errors.PeerLost, match="can be reached"):
+            store.add("n", 1)
+
+
+def test_ranks_of_earlier_generations_serve_first() -> None:
+    with servers(3) as (addresses, served):
+        generations = [2, 0, 1]
+        given = [Server(g, s.host, s.port) for g, s in zip(generations, addresses, strict=True)]
+        SurvivingStore(given, KEY).set("a", b"1")
+        assert served[1].get("a", 0.0) == b"1"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *(b"", b"{}", b"[1]", b"[[0, 1, 2]]", b'[["0", "a", 1]]', b'[[0, "a", 0]]', b"\xff"),
+        *(b'[[0, "a b", 1]]', b'[[0, "", 1]]', b'[[0, "a", 65536]]', b"[" * 100_000),
+        *(b'[[0, "a", 1, 2]]', b'[[true, "a", 1]]'),
+    ],
+)
+def test_an_invalid_file_is_refused(file: str, text: bytes) -> None:
+    Path(file).write_bytes(text)
+    with pytest.raises(errors.InvalidArgument, match="no file of an elastic group"):
+        elastic_store.read_file(file)
+
+
+def test_the_file_is_private_and_complete(file: str) -> None:
+    given = [Server(3, "127.0.0.1", 5000), Server(0, "fe80::1%eth0", 1)]
+    elastic_store.write_file(file, given)
+    assert elastic_store.read_file(file) == given
+    assert os.stat(file).st_mode & 0o777 == 0o600
+    assert os.listdir(os.path.dirname(file)) == [os.path.basename(file)]
+    with pytest.raises(errors.InvalidArgument, match="cannot write"):
+        elastic_store.write_file(f"{file}/below", given)
+
+
+def test_a_group_that_is_not_elastic_says_so() -> None:
+    group = pycomm.init()
+    try:
+        for call in (group.grow, group.replace):
+            with pytest.raises(errors.InvalidArgument, match=r"pass elastic=FILE to pycomm.init"):
+                call()
+        with pytest.raises(errors.InvalidArgument, match="has a default group"):
+            pycomm.join("/nowhere")
+    finally:
+        pycomm.shutdown()
+
+
+def test_an_elastic_group_needs_a_secret(file: str) -> None:
+    with pytest.raises(errors.InvalidArgument, match="needs a secret"):
+        pycomm.init(elastic=file)
+    with pytest.raises(errors.InvalidArgument, match="needs a secret"):
+        pycomm.join(file)
+
+
+def test_join_ends_at_its_limit(file: str) -> None:
+    """Without a file; with a file whose ranks do not live; with ranks that do not call grow()."""
+    start = time.monotonic()
+    with pytest.raises(errors.Timeout, match="no elastic group wrote"):
+        pycomm.join(file, secret=KEY, timeout_s=0.2)
+    with servers(1) as (addresses, served):
+        elastic_store.write_file(file, addresses)
+        with pytest.raises(errors.Timeout, match="did not call grow"):
+            pycomm.join(file, secret=KEY, timeout_s=0.2)
+        served.clear()
+    with pytest.raises(errors.PeerLost, match="can be reached"):
+        pycomm.join(file, secret=KEY, timeout_s=30.0)
+    assert time.monotonic() - start < 15.0
