@@ -90,7 +90,6 @@ class Config:
         transport: the only transport to use, or "" for the best for each pair.
         log: one of LOG_LEVELS.
         elastic: the file of an elastic group; "": the group is not elastic.
-        joins: this process joins an elastic group.
     """
 
     launcher: str = ""
@@ -108,7 +107,6 @@ class Config:
     transport: str = ""
     log: str = "warning"
     elastic: str = ""
-    joins: bool = False
 
 
 @dataclass(frozen=True)
@@ -182,8 +180,12 @@ def environment(
         transport=_choice(env, "PYCOMM_TRANSPORT", ("shm", "tcp"), ""),
         log=_choice(env, "PYCOMM_LOG", LOG_LEVELS, "warning"),
         elastic=env.get(ELASTIC_FILE, ""),
-        joins=env.get(ELASTIC_JOINS, "") == "1",
     )
+
+
+def joins_elastic_group() -> bool:
+    """Whether the launcher started this process in place of one that failed."""
+    return os.environ.get(ELASTIC_JOINS, "") == "1"
 
 
 class _Taken:

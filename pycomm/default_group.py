@@ -152,8 +152,8 @@ def init(
             here = dataclasses.replace(here, encrypt=encrypt)
         here = dataclasses.replace(here, transport=transport or here.transport)
         if elastic is not None:
-            here = dataclasses.replace(here, elastic=elastic, joins=False)
-        if here.joins:
+            here = dataclasses.replace(here, elastic=elastic)
+        if elastic is None and config.joins_elastic_group():
             group = _join(here, here.rank, timeout_s)
         else:
             group = _form(here, timeout_s, reproducible, heartbeat_s)

@@ -1,15 +1,27 @@
-"""The result of shrink() for a training loop: the new group and the agreed step."""
+"""Training that goes on after ranks were lost: the agreed step, and the state of new ranks."""
 
 from __future__ import annotations
 
+import hashlib
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
+from torch import Tensor
 
-from pycomm import collectives
+from pycomm import _core, collectives
+from pycomm.default_group import default
+from pycomm.errors import InvalidArgument, Mismatch
 from pycomm.group import Group
+from pycomm.objects import all_gather_object
+from pycomm.objects.serialization import encode
 
-__all__ = ["ShrinkResult", "most_advanced_rank", "shrink_result"]
+__all__ = ["ShrinkResult", "most_advanced_rank", "shrink_result", "sync_state"]
+
+PIECE_BYTES = 16 << 20  # that a rank sends in one call
 
 
 @dataclass(frozen=True)
@@ -42,3 +54,145 @@ def most_advanced_rank(count: int, group: Group) -> tuple[int, int]:
     """The highest count, and the lowest rank that has it. Collective."""
     counts = collectives.all_gather(torch.tensor([count]), group=group).flatten().tolist()
     return max(counts), counts.index(max(counts))
+
+
+def sync_state(state: Any, step: int, *, group: Group | None = None) -> tuple[Any, int]:
+    """Sends the state of the ranks with the most completed steps to all others, such as new ranks.
+    Collective.
+
+    All ranks that have that state send a share of it at once. The ranks compare SHA-256 of the
+    whole state, so that equal states are certain.
+
+    Args:
+        state: dicts with plain keys, lists and tuples of tensors and plain values, such as
+            state_dict(). Ranks in `group.joined` may pass anything: it is not sent.
+        step: completed steps of this rank; not used of ranks in `group.joined`.
+        group: None: the default group.
+
+    Returns:
+        state, step: of the most advanced ranks. These get their own `state` back, other ranks a new
+        one with tensors on the CPU.
+
+    Raises:
+        InvalidArgument: a state has other values, `step` is negative, or all ranks joined.
+        Mismatch: the states of the most advanced ranks differ; raised on all ranks.
+        Error: as pycomm.all_reduce.
+    """
+    group = group or default()
+    new = group.rank in group.joined
+    tensors: list[Tensor] = []
+    layout: Any = None if new else _layout(state, tensors)
+    rows = all_gather_object([-1 if new else int(step), layout], group=group)
+    steps = [int(row[0]) for row in rows]
+    most = max(steps)
+    if most < 0 or any(one < 0 for r, one in enumerate(steps) if r not in group.joined):
+        raise InvalidArgument(
+            f"sync_state: invalid steps of the ranks: got {steps}, expected at least 0, and a rank "
+            "that has the state"
+        )
+    sources = [rank for rank, one in enumerate(steps) if one == most]
+    texts = {rank: encode(rows[rank][1]) for rank in sources}
+    different = [rank for rank in sources if texts[rank] != texts[sources[0]]]
+    if different:
+        raise _differ(sources[0], different, "names, shapes or values")
+    if len(sources) == group.size:
+        return state, most
+    layout = rows[sources[0]][1]
+    is_source = group.rank in sources
+    if not is_source:
+        tensors = []
+        state = _made(layout, tensors)
+    flat = _exchanged(tensors, sources, is_source, group)
+    mine = np.frombuffer(hashlib.sha256(flat.data).digest(), np.uint8)
+    digests = collectives.all_gather(mine, group=group)
+    different = [rank for rank, one in enumerate(digests) if (one != digests[sources[0]]).any()]
+    if different:
+        raise _differ(sources[0], different, "tensors")
+    if not is_source:
+        at = 0
+        for tensor in tensors:
+            part = flat[at : at + tensor.nbytes]
+            _bytes_of(tensor)[:] = part
+            at += tensor.nbytes
+    return state, most
+
+
+def _differ(first: int, ranks: list[int], what: str) -> Mismatch:
+    return Mismatch(
+        f"sync_state: the {what} of ranks {ranks} differ from those of rank {first}, which "
+        "completed as many steps; no state was changed"
+    )
+
+
+def _bytes_of(tensor: Tensor) -> np.ndarray[Any, Any]:
+    """The bytes of a contiguous tensor in host memory."""
+    flat: np.ndarray[Any, Any] = tensor.reshape(-1).view(torch.uint8).numpy()
+    return flat
+
+
+def _exchanged(
+    tensors: Sequence[Tensor], sources: Sequence[int], is_source: bool, group: Group
+) -> np.ndarray[Any, Any]:
+    """All bytes of the tensors: of `tensors`, or as received from the sources."""
+    total = sum(tensor.nbytes for tensor in tensors)
+    flat = np.empty(total, np.uint8)
+    if is_source:
+        parts = [_bytes_of(one.detach().cpu().contiguous()) for one in tensors]
+        np.concatenate(parts or [flat], out=flat)
+    bounds = [total * i // len(sources) for i in range(len(sources) + 1)]
+    longest = max(b - a for a, b in itertools.pairwise(bounds))
+    receivers = [rank for rank in range(group.size) if rank not in sources]
+    for begin in range(0, longest, PIECE_BYTES):
+        pieces = {  # by source
+            rank: slice(min(a + begin, b), min(a + begin + PIECE_BYTES, b))
+            for rank, a, b in zip(sources, bounds[:-1], bounds[1:], strict=True)
+        }
+        lengths = [0] * group.size
+        for rank, piece in pieces.items():
+            lengths[rank] = piece.stop - piece.start
+        send_counts = [0] * group.size
+        if is_source:
+            for rank in receivers:
+                send_counts[rank] = lengths[group.rank]
+            source = np.tile(flat[pieces[group.rank]], len(receivers))
+            lengths = [0] * group.size
+        else:
+            source = np.empty(0, np.uint8)
+        out = np.empty(sum(lengths), np.uint8)
+        call = _core.Call("all_to_all", counts=[*send_counts, *lengths], counts_fit=True)
+        call(group, source, out, out, False)
+        at = 0
+        for rank, piece in pieces.items():
+            flat[piece] = flat[piece] if is_source else out[at : at + lengths[rank]]
+            at += lengths[rank]
+    return flat
+
+
+def _layout(value: Any, tensors: list[Tensor]) -> Any:
+    """The value as plain values, without the contents of tensors, which are appended."""
+    if isinstance(value, Tensor) and value.layout == torch.strided and not value.is_quantized:
+        tensors.append(value)
+        return ["tensor", str(value.dtype).removeprefix("torch."), list(value.shape)]
+    if isinstance(value, dict):
+        return ["dict", [[key, _layout(one, tensors)] for key, one in value.items()]]
+    if isinstance(value, (list, tuple)):
+        kind = "list" if isinstance(value, list) else "tuple"
+        return [kind, [_layout(one, tensors) for one in value]]
+    return ["value", value]
+
+
+def _made(layout: Any, tensors: list[Tensor]) -> Any:
+    """The value with this layout; its tensors, which are not initialized, are appended."""
+    kind, content = layout[0], layout[1]
+    if kind == "tensor":
+        dtype = getattr(torch, content, None)
+        if not isinstance(dtype, torch.dtype):
+            raise InvalidArgument(f"sync_state: this torch has no dtype {content}")
+        tensors.append(torch.empty(layout[2], dtype=dtype))
+        return tensors[-1]
+    if kind == "dict":
+        return {key: _made(one, tensors) for key, one in content}
+    if kind in ("list", "tuple"):
+        made = [_made(one, tensors) for one in content]
+        return made if kind == "list" else tuple(made)
+    return content

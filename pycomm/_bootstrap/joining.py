@@ -135,6 +135,14 @@ class Joiners:
                 self._requests[n] = None
 
 
+def write_request(store: Any, rank: int, server: Server, pid: int, left_s: float) -> int:
+    """Asks for a rank, -1 for any, for the process `pid`; returns the number of the request."""
+    text = json.dumps([rank, _machine(), pid, process_start(pid), *rows_of([server])])
+    n = int(store.add(f"{PREFIX}arrived/0", 1, left_s))
+    store.set(f"{PREFIX}request/{n}", text.encode(), left_s)
+    return n
+
+
 def read_request(store: Any, n: int) -> Request | None:
     """The n-th request; None if it is invalid. Raises Timeout if there is none."""
     text = store.get(f"{PREFIX}request/{n}", 0.0)
@@ -256,11 +264,7 @@ def _wait_for_servers(file: str, end: float) -> list[Server]:
 
 def _ask(store: SurvivingStore, own: Server, rank: int, file: str, end: float) -> Answer:
     """Writes a request and waits for the answer. Raises StoreMoved if it has to be repeated."""
-    pid = os.getpid()
-    text = json.dumps([rank, _machine(), pid, process_start(pid), *rows_of([own])])
-    left_s = max(LEAST_S, end - time.monotonic())
-    n = store.add(f"{PREFIX}arrived/0", 1, left_s)
-    store.set(f"{PREFIX}request/{n}", text.encode(), left_s)
+    n = write_request(store, rank, own, os.getpid(), max(LEAST_S, end - time.monotonic()))
     while True:
         left = store.server in read_file(file)
         with contextlib.suppress(Timeout):

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from pycomm import _secret as secret
+from pycomm.config import ELASTIC_FILE
 from pycomm.errors import InvalidArgument
 from pycomm.launch import failure, folder, local_rendezvous, tables, worker_setup
 
@@ -44,6 +45,14 @@ def parser() -> argparse.ArgumentParser:
         type=int,
         metavar="N",
         help="bind each to N processors; 0: to none (default: an equal share, if there is one)",
+    )
+    ours.add_argument(
+        "--replace",
+        type=int,
+        default=0,
+        metavar="N",
+        help="start a new process in place of one that fails, at most N times for each rank; the "
+        "others stay up (docs/launching.md)",
     )
     key = ours.add_mutually_exclusive_group()
     key.add_argument(
@@ -120,6 +129,10 @@ def prepared(options: argparse.Namespace, errors: str) -> tuple[LaunchConfig, li
     key = _key(options)
     if options.encrypt:
         _encrypt(options, key)
+    if options.replace < 0 or (options.replace and _several(options) and not key):
+        raise InvalidArgument(
+            f"--replace {options.replace}: expected at least 0 and, on several hosts, PYCOMM_SECRET"
+        )
     _choose_rendezvous(options)
     all_ranks = options.tee not in ("0", 0)  # torchrun's option
     options.tee = options.redirects = "0"  # in our logs, not in torch's
@@ -132,6 +145,8 @@ def prepared(options: argparse.Namespace, errors: str) -> tuple[LaunchConfig, li
     elif not key:
         key = local_rendezvous.new_key()
     logs.variables = {"PYCOMM_SECRET": key} if key else {}
+    if options.replace:
+        logs.variables[ELASTIC_FILE] = os.path.join(errors, "elastic_group")
     if config.log_line_prefix_template is None:  # torch treats an empty one as unset
         config.role = "" if options.role == "default" else options.role
         config.log_line_prefix_template = "[rank ${rank}] " if all_ranks else "${role_name}"
@@ -273,6 +288,7 @@ def _command(options: argparse.Namespace, devices: bool) -> list[str]:
     line += ["--join-streams"]
     line += [f"--cpus-per-rank={options.cpus_per_rank}"] if options.cpus_per_rank else []
     line += ["--set-device"] if devices and kind != "command" else []
+    line += [f"--replace={options.replace}"] if options.replace else []
     return [*line, "--", options.training_script, *options.training_script_args]
 
 

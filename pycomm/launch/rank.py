@@ -28,6 +28,7 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--cpus-per-rank", type=int)
     options.add_argument("--set-device", action="store_true")
     options.add_argument("--join-streams", action="store_true")
+    options.add_argument("--replace", type=int, default=0)
     options.add_argument("--kind", choices=("script", "module", "command"), required=True)
     options.add_argument("program")
     options.add_argument("rest", nargs=argparse.REMAINDER)
@@ -37,6 +38,8 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs the program; writes a failure report for the launcher."""
     options = parser().parse_args(argv)
+    if options.replace:
+        _supervise(options.parent, options.replace, _replaceable(options))
     env = os.environ
     if options.join_streams:  # one log for both, in order
         os.dup2(1, 2)
@@ -50,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     try:
         if options.kind == "command":
-            _supervise(options.parent, [options.program, *options.rest])
+            _supervise(options.parent, 0, [options.program, *options.rest])
         sys.argv = [options.program, *options.rest]
         if options.kind == "module":
             runpy.run_module(options.program, run_name="__main__", alter_sys=True)
@@ -66,12 +69,25 @@ def main(argv: Sequence[str] | None = None) -> None:
         sys.exit(1)
 
 
-def _supervise(launcher: int, command: list[str]) -> None:
+def _replaceable(options: argparse.Namespace) -> list[str]:
+    """The command line of a rank whose launcher is this process."""
+    line = [sys.executable, "-u", "-m", "pycomm.launch.rank", f"--parent={os.getpid()}"]
+    line += [f"--kind={options.kind}"]
+    line += [f"--cpus-per-rank={options.cpus_per_rank}"] if options.cpus_per_rank else []
+    line += ["--set-device"] if options.set_device else []
+    line += ["--join-streams"] if options.join_streams else []
+    return [*line, "--", options.program, *options.rest]
+
+
+def _supervise(launcher: int, replacements: int, command: list[str]) -> None:
     """Replaces this process by the supervisor of a command; does not return."""
     if shutil.which(command[0]) is None:
         raise FileNotFoundError(f"{command[0]} not found or not executable")
     script = str(Path(__file__).with_name("supervisor.py"))
-    os.execv(sys.executable, [sys.executable, "-I", "-S", script, str(launcher), *command])
+    os.execv(
+        sys.executable,
+        [sys.executable, "-I", "-S", script, str(launcher), str(replacements), *command],
+    )
 
 
 def _failed(error: BaseException) -> str:
@@ -86,7 +102,8 @@ def _failed(error: BaseException) -> str:
     with contextlib.suppress(Exception):  # there is no group, or it is broken already
         default_group.default().abort(f"rank {mine.rank} failed with {mine.kind}: {mine.text}")
     # Last: a store that does not answer or has invalid content must not delay the above.
-    if env["WORLD_SIZE"] != env["LOCAL_WORLD_SIZE"]:
+    # A rank that is replaced has not failed for other hosts.
+    if env["WORLD_SIZE"] != env["LOCAL_WORLD_SIZE"] and "PYCOMM_ELASTIC_FILE" not in env:
         cause = failure.post(mine, env["MASTER_ADDR"], int(env["MASTER_PORT"]))
         if file and cause:
             failure.write(file, mine, cause)

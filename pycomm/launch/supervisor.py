@@ -1,6 +1,9 @@
 """The process of a rank that is a command (`pycomm launch --no-python`): ends as the command ends.
 
-    python -I -S supervisor.py LAUNCHER_PID COMMAND ARGUMENT ...
+    python -I -S supervisor.py LAUNCHER_PID REPLACEMENTS COMMAND ARGUMENT ...
+
+With REPLACEMENTS above 0 (`pycomm launch --replace`) it starts the command again, so many times, if
+it fails. The new process joins the elastic group, if there is one.
 
 All processes of the command end with the launcher: the kernel signals the launcher's death to this
 process, and the command's orphans become its children (prctl(2)). Signals are forwarded, except
@@ -30,7 +33,7 @@ SI_KERNEL = 128  # si_code of a terminal's signals, which the command receives a
 CANNOT_EXECUTE = 126  # the shell's exit status for it
 
 
-def main(launcher: int, command: list[str]) -> NoReturn:
+def main(launcher: int, replacements: int, command: list[str]) -> NoReturn:
     """Runs the command; ends with its exit status, or by the signal that ended it."""
     waited = {signal.SIGCHLD, LAUNCHER_ENDED, *FORWARDED}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, waited)
@@ -40,13 +43,17 @@ def main(launcher: int, command: list[str]) -> NoReturn:
     if os.getppid() != launcher:  # it died before prctl
         sys.exit("pycomm: the launcher ended")
     own = os.getpid()
-    child = os.fork()
-    if child == 0:
-        libc.prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
-        if os.getppid() == own:
-            _execute(command, before)
-        os._exit(1)
-    stopped, status = False, None
+
+    def start() -> int:
+        child = os.fork()
+        if child == 0:
+            libc.prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+            if os.getppid() == own:
+                _execute(command, before)
+            os._exit(1)
+        return child
+
+    child, started, stopped, status = start(), 0, False, None
     while status is None:
         found = signal.sigwaitinfo(waited)
         if found.si_signo == LAUNCHER_ENDED:
@@ -55,6 +62,10 @@ def main(launcher: int, command: list[str]) -> NoReturn:
                 sys.exit(1)
         elif found.si_signo == signal.SIGCHLD:
             status = _reap(child)
+            if status and not stopped and started < replacements:
+                started += 1
+                _prepare_replacement(status, started, replacements)
+                child, status = start(), None
         elif found.si_pid == launcher:
             stopped = True
         elif found.si_code != SI_KERNEL:
@@ -62,6 +73,21 @@ def main(launcher: int, command: list[str]) -> NoReturn:
     if stopped:  # the launcher waits for this process, and kills the group after its limit
         _wait_for_descendants(launcher, waited)
     _end_as(status)
+
+
+def _prepare_replacement(status: int, number: int, most: int) -> None:
+    """Prints why a new process starts, and sets the environment that lets it join the group."""
+    how = f"signal {os.WTERMSIG(status)}" if os.WIFSIGNALED(status) else "an error"
+    print(
+        f"pycomm launch: rank {os.environ['RANK']} ended by {how}; starting a new process in its "
+        f"place, {number} of at most {most}",
+        file=sys.stderr,
+        flush=True,
+    )
+    with contextlib.suppress(OSError):  # the process that ended wrote no report
+        os.unlink(os.environ.get("TORCHELASTIC_ERROR_FILE", ""))
+    if os.path.exists(os.environ["PYCOMM_ELASTIC_FILE"]):  # else the first group has yet to form
+        os.environ["PYCOMM_ELASTIC_JOINS"] = "1"
 
 
 def _execute(command: list[str], mask: set[int | signal.Signals]) -> None:
@@ -135,4 +161,4 @@ def _end_as(status: int) -> NoReturn:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2:])
+    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3:])

@@ -3,26 +3,30 @@
 Ranks are processes that are killed, also in the middle of replace() and grow().
 """
 
-import contextlib
 import os
 import select
 import signal
-import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from elastic_ranks import ElasticRun, check_works, die, die_at, until_broken, wait_until
+from elastic_ranks import (
+    LIMIT_S,
+    ElasticRun,
+    check_works,
+    die,
+    die_at,
+    until_broken,
+    wait_until,
+)
 
 import pycomm
-from pycomm import _core, errors
+from pycomm import errors
 from pycomm._bootstrap import elastic_store
-from pycomm._bootstrap.elastic_store import Server, StoreMoved, SurvivingStore
+from pycomm._bootstrap.elastic_store import SurvivingStore
 from pycomm._bootstrap.shrink import SurvivorElection
 
-KEY = "0123456789abcdef" * 4
 # Where a process dies, as arguments of die_at().
 ASKED = ("get", "elastic/answer")
 ANSWERED = ("add", "/formed/")
@@ -125,15 +129,17 @@ def test_every_rank_is_replaced_in_turn(file: str) -> None:
 
 
 @pytest.mark.parametrize("stage", [ASKED, ANSWERED, FORMING])
-@pytest.mark.parametrize("victim", [0, 2])
-def test_a_process_that_dies_while_it_joins_is_replaced(file: str, stage: Any, victim: int) -> None:
-    with ElasticRun(file, 3, form_s=0.5) as run:
+@pytest.mark.parametrize(("size", "victim"), [(2, 0), (3, 2)])
+def test_a_process_that_dies_while_it_joins_is_replaced(
+    file: str, stage: Any, size: int, victim: int
+) -> None:
+    with ElasticRun(file, size, form_s=0.5) as run:
         run.start_ranks(lose, [victim], {})
         run.start_joiner("dies", join, *stage)
         assert run.wait_for("dies") == {"dies": None}
         run.start_joiner("new", join)
         results = run.wait_for()
-    assert results["new"] == (victim, 3, [victim], [0, 1, 2])
+    assert results["new"] == (victim, size, [victim], list(range(size)))
 
 
 @pytest.mark.parametrize("stage", [VOTED, DECIDES, DECIDED, INVITED, FORMING])
@@ -148,6 +154,45 @@ def test_a_survivor_dies_in_replace(file: str, stage: Any, second: int) -> None:
     alive = [found for found in results.values() if found is not None]
     assert sorted(found[0] for found in alive) == [0, 1, 2, 3, 4]
     assert all(found[1] == 5 and found[3] == [0, 1, 2, 3, 4] for found in alive)
+
+
+def lose_with_late_readers(init: Any) -> Any:
+    """Rank 3 dies. Rank 0, which serves the store, decides and dies when rank 1 has read that; the
+    others have not."""
+    group = init()
+    pycomm.all_reduce(np.ones(1000))
+    if group.rank == 3:
+        die()
+    first = os.pidfd_open(group.peer_info()[0].pid)
+    until_broken(group)
+    if group.rank == 0:
+        die_at("get", "/rank_info/")
+    elif group.rank == 1:
+        wait_before_claim([first])
+    else:
+        decided, claim = SurvivorElection._decided, SurvivorElection._claim
+
+        def decided_later(election: Any) -> Any:
+            ended = bool(select.select([first], [], [], 0)[0])
+            return decided(election) if ended else None
+
+        def claim_later(election: Any, decision: Any) -> Any:
+            select.select([first], [], [])
+            return claim(election, decision)
+
+        SurvivorElection._decided = decided_later  # type: ignore[method-assign]
+        SurvivorElection._claim = claim_later  # type: ignore[method-assign]
+    return check_works(group.replace(timeout_s=10 * LIMIT_S))
+
+
+def test_a_decision_outlives_the_rank_that_served_it(file: str) -> None:
+    with ElasticRun(file, 5, form_s=0.5) as run:
+        run.start_ranks(lose_with_late_readers)
+        run.start_joiner("one", join)
+        run.start_joiner("two", join)
+        results = run.wait_for()
+    alive = [found for found in results.values() if found is not None]
+    assert sorted(found[0] for found in alive) == [0, 1, 2, 3, 4]
 
 
 def shrink_and_grow(init: Any) -> Any:
@@ -340,100 +385,3 @@ def test_a_process_without_the_secret_cannot_join(file: str) -> None:
         run.wait_for()
     assert "no rank of the elastic group can be reached" in text
     assert "does not hold the same key" in text
-
-
-# Ranks as threads would share the default group: the store alone.
-
-
-@contextlib.contextmanager
-def servers(count: int) -> Iterator[tuple[list[Server], list[Any]]]:
-    served = [_core.TcpStore.serve("127.0.0.1", 0, KEY) for _ in range(count)]
-    yield [Server(0, "127.0.0.1", one.port) for one in served], served
-    served.clear()
-
-
-def test_the_store_of_the_next_rank_is_used_after_the_first_ended() -> None:
-    with servers(2) as (addresses, served):
-        store = SurvivingStore(addresses, KEY)
-        store.set("a", b"1")
-        served[1].set("b", b"2")
-        served[0] = None
-        with pytest.raises(StoreMoved):
-            store.get("a", 5.0)
-        assert store.get("b", 5.0) == b"2"
-        assert store.claim("c", b"3") == b"3"
-        assert store.add("n", 4) == 4
-        assert store.remove("c") == b"3"
-        assert served[1].get("n", 0.0) == b"4"
-        assert store.server == addresses[1]
-        served[1] = None
-        with pytest.raises(StoreMoved):
-            store.add("n", 1)
-        with pytest.raises(errors.PeerLost, match="can be reached"):
-            store.add("n", 1)
-
-
-def test_ranks_of_earlier_generations_serve_first() -> None:
-    with servers(3) as (addresses, served):
-        generations = [2, 0, 1]
-        given = [Server(g, s.host, s.port) for g, s in zip(generations, addresses, strict=True)]
-        SurvivingStore(given, KEY).set("a", b"1")
-        assert served[1].get("a", 0.0) == b"1"
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        *(b"", b"{}", b"[1]", b"[[0, 1, 2]]", b'[["0", "a", 1]]', b'[[0, "a", 0]]', b"\xff"),
-        *(b'[[0, "a b", 1]]', b'[[0, "", 1]]', b'[[0, "a", 65536]]', b"[" * 100_000),
-        *(b'[[0, "a", 1, 2]]', b'[[true, "a", 1]]'),
-    ],
-)
-def test_an_invalid_file_is_refused(file: str, text: bytes) -> None:
-    Path(file).write_bytes(text)
-    with pytest.raises(errors.InvalidArgument, match="no file of an elastic group"):
-        elastic_store.read_file(file)
-
-
-def test_the_file_is_private_and_complete(file: str) -> None:
-    given = [Server(3, "127.0.0.1", 5000), Server(0, "fe80::1%eth0", 1)]
-    elastic_store.write_file(file, given)
-    assert elastic_store.read_file(file) == given
-    assert os.stat(file).st_mode & 0o777 == 0o600
-    assert os.listdir(os.path.dirname(file)) == [os.path.basename(file)]
-    with pytest.raises(errors.InvalidArgument, match="cannot write"):
-        elastic_store.write_file(f"{file}/below", given)
-
-
-def test_a_group_that_is_not_elastic_says_so() -> None:
-    group = pycomm.init()
-    try:
-        for call in (group.grow, group.replace):
-            with pytest.raises(errors.InvalidArgument, match=r"pass elastic=FILE to pycomm.init"):
-                call()
-        with pytest.raises(errors.InvalidArgument, match="has a default group"):
-            pycomm.join("/nowhere")
-    finally:
-        pycomm.shutdown()
-
-
-def test_an_elastic_group_needs_a_secret(file: str) -> None:
-    with pytest.raises(errors.InvalidArgument, match="needs a secret"):
-        pycomm.init(elastic=file)
-    with pytest.raises(errors.InvalidArgument, match="needs a secret"):
-        pycomm.join(file)
-
-
-def test_join_ends_at_its_limit(file: str) -> None:
-    """Without a file; with a file whose ranks do not live; with ranks that do not call grow()."""
-    start = time.monotonic()
-    with pytest.raises(errors.Timeout, match="no elastic group wrote"):
-        pycomm.join(file, secret=KEY, timeout_s=0.2)
-    with servers(1) as (addresses, served):
-        elastic_store.write_file(file, addresses)
-        with pytest.raises(errors.Timeout, match="did not call grow"):
-            pycomm.join(file, secret=KEY, timeout_s=0.2)
-        served.clear()
-    with pytest.raises(errors.PeerLost, match="can be reached"):
-        pycomm.join(file, secret=KEY, timeout_s=30.0)
-    assert time.monotonic() - start < 15.0

@@ -1,7 +1,7 @@
 """Training that loses a rank and continues: equal replicas, and the residuals of survivors are
 kept.
 
-Most ranks are threads, and the lost rank leaves: test_shrink.py and examples/survivors.py kill. The
+Most ranks are threads, and the lost rank leaves: test_shrink.py and test_elastic.py kill. The
 model is a plane whose gradient is this rank's own data and nothing else. The sent values can thus
 be computed from the parameters, and the residuals from DGC's state.
 """

@@ -42,6 +42,35 @@ def fail() -> None:
     pycomm.barrier()
 
 
+def replaced() -> None:
+    """Ranks fail as the arguments say (RANK:HOW ...), each once; all end when they are replaced."""
+    how = dict(one.split(":") for one in sys.argv[2:])
+    group = pycomm.init(timeout_s=60.0)
+    fails = "" if group.rank in group.joined else how.get(str(group.rank), "")
+    done: set[str] = set()
+    while True:
+        try:
+            known = [*done, *map(str, group.joined)]
+            done.update(*pycomm.all_gather_object(known, group=group))
+            if done == how.keys():
+                break
+            if fails == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if fails == "raise":
+                raise LookupError("a failure")
+            pycomm.barrier(group=group)
+        except (pycomm.errors.PeerLost, pycomm.errors.GroupBroken):
+            group = group.replace()
+    emit(json.dumps({"rank": group.rank, "size": group.size, "pid": os.getpid()}))
+
+
+def fail_always() -> None:
+    """Rank 1 fails at once, again and again."""
+    if os.environ["RANK"] == "1":
+        sys.exit(3)
+    pycomm.init(timeout_s=60.0)
+
+
 def wait() -> None:
     """Prints its pid and waits until it is killed."""
     group = pycomm.init()
@@ -86,6 +115,7 @@ def train() -> None:
 
 
 if __name__ == "__main__":
-    {"place": place, "fail": fail, "part": end_separately, "wait": wait, "train": train}[
-        sys.argv[1]
-    ]()
+    {
+        **{"place": place, "fail": fail, "part": end_separately, "wait": wait, "train": train},
+        **{"replaced": replaced, "fail_always": fail_always},
+    }[sys.argv[1]]()

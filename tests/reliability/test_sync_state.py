@@ -1,0 +1,109 @@
+"""pycomm.elastic.sync_state: the state of the most advanced ranks on all ranks."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import pycomm
+from pycomm import Group, elastic, errors
+from pycomm.testing import run_ranks
+
+RANKS = 5
+
+
+def state_of(seed: int) -> dict[str, Any]:
+    made = torch.Generator().manual_seed(seed)
+    return {
+        "model": {"w": torch.randn(300, 7, generator=made), "b": torch.tensor(float(seed))},
+        "half": [torch.randn(11, generator=made).to(torch.bfloat16), torch.tensor([True, False])],
+        "empty": (torch.empty(0, 3), [], {}),
+        "strided": torch.arange(40).reshape(5, 8).t()[::2],
+        3: {"lr": 0.1, "name": "adam", "none": None, "bytes": b"\0\1", "big": 1 << 60},
+    }
+
+
+def equal(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.Tensor):
+        return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a, b)
+    if isinstance(a, dict):
+        return type(b) is dict and list(a) == list(b) and all(equal(a[k], b[k]) for k in a)
+    if isinstance(a, (list, tuple)):
+        return type(a) is type(b) and len(a) == len(b) and all(map(equal, a, b))
+    return type(a) is type(b) and a == b
+
+
+def sync(group: Group, steps: list[int | None], piece_bytes: int) -> Any:
+    """`steps`: by rank: completed steps; None: the rank is new."""
+    elastic.PIECE_BYTES = piece_bytes
+    group.joined = [rank for rank, step in enumerate(steps) if step is None]
+    mine = steps[group.rank]
+    given = object() if mine is None else state_of(mine)
+    before = group.stats().bytes_sent
+    state, step = elastic.sync_state(given, mine or 0, group=group)
+    sent = group.stats().bytes_sent - before
+    most = max(one for one in steps if one is not None)
+    assert step == most
+    assert equal(state, state_of(most))
+    assert (state is given) == (mine == most)
+    return sent
+
+
+@pytest.mark.parametrize("piece_bytes", [1000, 16 << 20])
+@pytest.mark.parametrize(
+    "steps", [[7, None, 7, 7, 7], [None, 7, 6, 7, None], [None, None, None, None, 7], [7] * 5]
+)
+def test_all_ranks_get_the_most_advanced_state(steps: list[int | None], piece_bytes: int) -> None:
+    run_ranks(RANKS, sync, steps, piece_bytes)
+
+
+def send_large(group: Group) -> int:
+    group.joined = [1]
+    state = {"w": torch.zeros(1 << 20)}
+    before = group.stats().bytes_sent
+    elastic.sync_state(state, 1, group=group)
+    return group.stats().bytes_sent - before
+
+
+def test_all_ranks_with_the_state_send_a_share() -> None:
+    sent = run_ranks(RANKS, send_large, transport="tcp", processes=True)
+    share = (4 << 20) / (RANKS - 1)
+    for rank, count in enumerate(sent):
+        assert count == pytest.approx(0 if rank == 1 else share, abs=0.1 * share), sent
+
+
+def differ(group: Group, what: str) -> str:
+    group.joined = [0]
+    state = state_of(3)
+    if group.rank == 2:
+        if what == "tensors":
+            state["model"]["w"][0, 0] += 1
+        elif what == "names, shapes or values":
+            state[3]["lr"] = 0.2
+    with pytest.raises(errors.Mismatch, match=rf"the {what} of ranks \[2\] differ") as raised:
+        elastic.sync_state(state, 3, group=group)
+    pycomm.barrier(group=group)  # the group stays usable
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("what", ["tensors", "names, shapes or values"])
+def test_different_states_are_named_on_all_ranks(what: str) -> None:
+    texts = run_ranks(4, differ, what)
+    assert len(set(texts)) == 1
+
+
+def refuse(group: Group, case: str) -> None:
+    group.joined = list(range(group.size)) if case == "all new" else [0]
+    state: Any = {"a": object()} if case == "object" and group.rank == 1 else {}
+    if case == "sparse" and group.rank == 1:
+        state = {"a": torch.eye(3).to_sparse()}
+    step = -1 if case == "negative" else 0
+    with pytest.raises(errors.InvalidArgument):
+        elastic.sync_state(state, step, group=group)
+    assert pycomm.all_reduce(np.ones(1), group=group)[0] == group.size
+
+
+@pytest.mark.parametrize("case", ["all new", "negative", "object", "sparse"])
+def test_invalid_states_are_refused_on_all_ranks(case: str) -> None:
+    run_ranks(3, refuse, case)
