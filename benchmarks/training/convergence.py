@@ -84,8 +84,14 @@ def _updates(ratio: float, rate: float, kind: str = "adamw", reference: str = "a
     )
 
 
+def _bits(up: int, down: int) -> Adaptive:
+    """All updates, at a few bits."""
+    options = {"compression": pycomm.Quantize(up, down)}
+    return Adaptive("adamw", (0.5, 0.99), {"images": 0.006, "text": 0.01}, options)
+
+
 def _rounds(k_steps: int) -> Adaptive:
-    """A quantized exchange every `k_steps` steps."""
+    """A compressed exchange every `k_steps` steps."""
     return replace(ADAMW, updates={"compression": pycomm.TopK(ratio=50), "k_steps": k_steps})
 
 
@@ -154,6 +160,10 @@ METHODS = {
                 adaptive=replace(ADAMW, gradients=pycomm.Quantize(up, down)),
             )
             for up, down in ((3, 8), (3, 3))
+        ),
+        *(
+            Method(f"adamw quantized updates {up} {down}", adaptive=_bits(up, down))
+            for up, down in ((1, 8), (1, 1))
         ),
         *(Method(f"adamw topk 50 every {k} steps", adaptive=_rounds(k)) for k in (5, 30)),
         Method("soap", adaptive=SOAP_OPTIMIZER),
@@ -351,9 +361,12 @@ def _parallel(
             synced = updates.last_sync == updates.step_count
             return int(updates.stats()["sent_bytes"]) if synced else 0
 
-        rounds = updates.k_steps > 1
+        quantizes = isinstance(method.adaptive.updates["compression"], pycomm.Quantize)
         return _Parallel(
-            model, lambda _: updates.step(), sent_bytes, updates.average if rounds else lambda: None
+            model,
+            lambda _: updates.step(),
+            _written(group) if quantizes else sent_bytes,
+            updates.average if updates.k_steps > 1 else lambda: None,
         )
     if method.dgc is None:
         quantize = None if method.adaptive is None else method.adaptive.gradients

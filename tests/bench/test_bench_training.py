@@ -213,6 +213,12 @@ def test_quantized_gradients_and_soap(tmp_path: Path) -> None:
         assert 0 < row["score"] < 6
 
 
+def test_quantized_updates(tmp_path: Path) -> None:
+    (row,) = train(tmp_path, "adamw quantized updates 1 1", "--ranks 4")
+    assert row["dense_mb"] / row["sent_mb"] == pytest.approx(32, rel=0.15)
+    assert row["replicas_equal"]
+
+
 def test_soap_is_adam_in_eigenbases() -> None:
     """One step of a diagonal gradient is Adam's; a rotated gradient gives the rotated step."""
     steps = []
