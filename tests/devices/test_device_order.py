@@ -29,9 +29,7 @@ def alternate(group: pycomm.Group, device: Any) -> None:
         pycomm.all_reduce(x, group=one)  # connects it
     for call in range(ROUNDS):
         pairs = [(arrays[i % 3], groups[i % 3]) for i in range(call, call + 4)]
-        works = [
-            pycomm.all_reduce(x, op="max", group=one, async_op=True) for x, one in pairs[:3]
-        ]
+        works = [pycomm.all_reduce(x, op="max", group=one, async_op=True) for x, one in pairs[:3]]
         pycomm.all_reduce(pairs[3][0], op="max", group=pairs[3][1])
         for work in works:
             work.wait()
@@ -79,7 +77,7 @@ def no_common_order(group: pycomm.Group, device: Any) -> None:
     device.get(y)
     if group.rank == 0:
         first = pycomm.all_reduce(x, async_op=True, group=group)
-        with pytest.raises(errors.Timeout, match="after all_reduce of group .*same order"):
+        with pytest.raises(errors.Timeout, match=r"after all_reduce of group .*same order"):
             pycomm.all_reduce(y, group=other, timeout_s=1.0)
         with pytest.raises(errors.Error):
             first.wait()
