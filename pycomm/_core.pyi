@@ -136,28 +136,6 @@ def decode_group_batch(
     /,
 ) -> None: ...
 def quantized_bytes(blocks: tuple[int, int], bits: int, /) -> int: ...
-def quantize(
-    x: tuple[int, int],
-    dtype: str,
-    blocks: tuple[int, int],
-    bits: int,
-    residual: int,
-    lost: int,
-    out: int,
-    /,
-) -> None: ...
-def dequantize(
-    packet: int,
-    blocks: tuple[int, int],
-    bits: int,
-    scale: float,
-    accumulate: bool,
-    out: tuple[int, int],
-    dtype: str,
-    /,
-) -> bool:
-    """Whether all blocks are finite."""
-
 def set_kernel_threads(threads: int, /) -> None: ...
 def kernel_threads() -> int: ...
 def set_kernel_isa(name: str, /) -> None: ...

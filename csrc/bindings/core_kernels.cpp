@@ -190,36 +190,6 @@ void bind_groups(py::module_& module) {
       Free());
 }
 
-// kernels/quantize.h, for addresses and tables of blocks.
-void bind_quantization(py::module_& module) {
-  using Free = py::call_guard<py::gil_scoped_release>;
-  module.def(
-      "quantized_bytes",
-      [](Rows blocks, unsigned bits) {
-        return kernels::quantized_bytes({table<kernels::Block>(blocks), bits});
-      },
-      Free());
-  module.def(
-      "quantize",
-      [](Rows x, std::string_view dtype, Rows blocks, unsigned bits, uintptr_t residual,
-         uintptr_t lost, uintptr_t out) {
-        kernels::quantize(
-            {at(x.first), x.second, dtype_named(dtype)}, {table<kernels::Block>(blocks), bits},
-            {.residual = at<const float>(residual), .lost = at<float>(lost)}, at<std::byte>(out));
-      },
-      Free());
-  module.def(
-      "dequantize",
-      [](uintptr_t packet, Rows blocks, unsigned bits, float scale, bool accumulate, Rows out,
-         std::string_view dtype) {
-        return kernels::dequantize(at<const std::byte>(packet),
-                                   {table<kernels::Block>(blocks), bits},
-                                   {.scale = scale, .accumulate = accumulate},
-                                   {at(out.first), out.second, dtype_named(dtype)});
-      },
-      Free());
-}
-
 // The loops of kernels/bandwidth.h, for benchmarks.
 void bind_bandwidth(py::module_& module) {
   using Free = py::call_guard<py::gil_scoped_release>;
@@ -262,7 +232,9 @@ void bind_cpu_kernels(py::module_& module) {
   });
   bind_batches(module);
   bind_groups(module);
-  bind_quantization(module);
+  module.def("quantized_bytes", [](Rows blocks, unsigned bits) {
+    return kernels::quantized_bytes({table<kernels::Block>(blocks), bits});
+  });
   bind_bandwidth(module);
 }
 

@@ -210,6 +210,31 @@ inline void bind_compact(py::module_& module, kernels::DeviceKernels& kernels) {
       Free());
 }
 
+inline void bind_quantization(py::module_& module, kernels::DeviceKernels& kernels) {
+  using Free = py::call_guard<py::gil_scoped_release>;
+  module.def(
+      "quantize",
+      [&kernels](Rows x, std::string_view dtype, Rows blocks, unsigned bits, uintptr_t residual,
+                 uintptr_t lost, uintptr_t out, int device, uintptr_t stream) {
+        kernels.quantize({at(x.first), x.second, dtype_named(dtype)},
+                         {table<kernels::Block>(blocks), bits},
+                         {.residual = at<const float>(residual), .lost = at<float>(lost)},
+                         at<std::byte>(out), queue(device, stream));
+      },
+      Free());
+  module.def(
+      "dequantize",
+      [&kernels](uintptr_t packet, Rows blocks, unsigned bits, float scale, bool accumulate,
+                 uintptr_t not_finite, Rows out, std::string_view dtype, int device,
+                 uintptr_t stream) {
+        kernels.dequantize(
+            at<const std::byte>(packet), {table<kernels::Block>(blocks), bits},
+            {.scale = scale, .accumulate = accumulate, .not_finite = at<uint32_t>(not_finite)},
+            {at(out.first), out.second, dtype_named(dtype)}, queue(device, stream));
+      },
+      Free());
+}
+
 inline void bind_dense(py::module_& module, kernels::DeviceKernels& kernels) {
   using Free = py::call_guard<py::gil_scoped_release>;
   module.def(
@@ -266,6 +291,7 @@ inline void bind_kernels(py::module_& module, kernels::DeviceKernels& kernels) {
   bind_selection(module, kernels);
   bind_packets(module, kernels);
   bind_compact(module, kernels);
+  bind_quantization(module, kernels);
   bind_dense(module, kernels);
 }
 

@@ -1,5 +1,5 @@
-// The CUDA implementation of kernels/device_kernels.h, in step.cu, topk.cu, packets.cu, compact.cu
-// and dense.cu. This header needs no CUDA header.
+// The CUDA implementation of kernels/device_kernels.h, in step.cu, topk.cu, packets.cu, compact.cu,
+// quantize.cu and dense.cu. This header needs no CUDA header.
 #pragma once
 
 #include <string>
@@ -32,6 +32,11 @@ class CudaKernels final : public kernels::DeviceKernels {
   void decode_compact(std::span<const CompactPacket> packets, size_t count, const CompactArrays& to,
                       kernels::Queue queue) override;
   size_t compact_workspace_bytes(size_t k, size_t bytes) override;
+  void quantize(kernels::TypedArray x, const kernels::Blocks& blocks, kernels::Feedback feedback,
+                std::byte* out, kernels::Queue queue) override;
+  void dequantize(const std::byte* packet, const kernels::Blocks& blocks,
+                  const kernels::Decoding& decoding, kernels::TypedArray out,
+                  kernels::Queue queue) override;
   void norm(std::span<const kernels::Array> arrays, Dtype dtype, double* norms,
             kernels::Workspace workspace, kernels::Queue queue) override;
   size_t norm_workspace_bytes(std::span<const kernels::Array> arrays) override;

@@ -29,6 +29,7 @@
 #include "codec/packet.h"
 #include "core/dtype.h"
 #include "core/reduce_op.h"
+#include "kernels/quantize.h"
 
 namespace pycomm::kernels {
 
@@ -217,6 +218,16 @@ class DeviceKernels {
                               const CompactArrays& to, Queue queue) = 0;
   // Workspace of both, for k elements; `bytes`: size of the packet to decode, or 0.
   virtual size_t compact_workspace_bytes(size_t k, size_t bytes) = 0;
+
+  // ---- quantized arrays, quantize.h -------------------------------------------------------------
+
+  // x: float16, bfloat16 or float32; x, residual and lost have one length. Writes
+  // quantized_bytes().
+  virtual void quantize(TypedArray x, const Blocks& blocks, Feedback feedback, std::byte* out,
+                        Queue queue) = 0;
+  // Writes `not_finite` only to set it to 1.
+  virtual void dequantize(const std::byte* packet, const Blocks& blocks, const Decoding& decoding,
+                          TypedArray out, Queue queue) = 0;
 
   // ---- dense ------------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-// Quantization of whole arrays on the CPU: few bits for each value, and levels for each block. A
+// Quantization of whole arrays: few bits for each value, and levels for each block. A
 // packet is the blocks in their order, without a header:
 //
 //   1, 2, 3 bits   the codes "1bit", "2bit" and "3bit" of codec/compact.h
@@ -13,8 +13,6 @@
 #include <cstddef>
 #include <cstdint>
 #include <span>
-
-#include "kernels/device_kernels.h"
 
 namespace pycomm::kernels {
 
@@ -39,15 +37,13 @@ struct Feedback {
   const float* residual;
   float* lost;
 };
-// x: float16, bfloat16 or float32; x, residual and lost have one length. Writes quantized_bytes().
-void quantize(TypedArray x, const Blocks& blocks, Feedback feedback, std::byte* out);
 
 // out[i] = scale * decoded, or out[i] + scale * decoded, in float32, for the elements of the
-// blocks. Any bytes are valid. Returns whether all blocks are finite.
+// blocks. Any bytes are valid.
 struct Decoding {
   float scale;
   bool accumulate;
+  uint32_t* not_finite;  // [1], on the device: 1 if a block is not finite; may be null
 };
-bool dequantize(const std::byte* packet, const Blocks& blocks, Decoding decoding, TypedArray out);
 
 }  // namespace pycomm::kernels

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from pycomm import _core
+from pycomm._core_api import arrays, devices
 from pycomm._core_api.arrays import ArrayRef
 from pycomm.errors import InvalidArgument, Unsupported
 from pycomm.kernels import inputs
@@ -102,7 +103,7 @@ def quantize(x: Any, bits: int, residual: Any = None, out: Any = None) -> Any:
     all that share its levels decode to NaN, and their residual stays as it was.
 
     Args:
-        x: float32, float16 or bfloat16, of any shape, in host memory.
+        x: float32, float16 or bfloat16, of any shape.
         bits: 1, 2, 3, 4 or 8.
         residual: float32 [count], added to x in float32; then x + residual - decoded. None: 0.
         out: buffer for the packet, uint8 [quantized_bytes(count, bits)].
@@ -112,7 +113,7 @@ def quantize(x: Any, bits: int, residual: Any = None, out: Any = None) -> Any:
 
     Raises:
         InvalidArgument: wrong dtype, layout, buffer or number of bits; nothing changes.
-        Unsupported: the arrays are on a GPU, or of another kind.
+        Unsupported: another kind of array, or CUDA kernels that are not built.
     """
     return encode(x, bits, residual, out)
 
@@ -129,7 +130,6 @@ def encode(
     """As `quantize`, of the `blocks` of the flat x. With `lost`, float32 [count], the new residual
     is written there, and the residual stays as it was."""
     found = inputs.array(x, "x", FLOATS)
-    _on_host(found, "quantize")
     cut = _blocks(blocks, found)
     out, packet = inputs.output(out, "out", found, cut.nbytes(bits), "uint8")
     written, read, before, after = [packet], [found], 0, 0
@@ -142,8 +142,15 @@ def encode(
             after = new.pointer
             written.append(new)
     inputs.check_memory("quantize", written, read)
-    _core.quantize(
-        (found.pointer, found.count), found.dtype, cut.address, bits, before, after, packet.pointer
+    devices.module(found.device).quantize(
+        (found.pointer, found.count),
+        found.dtype,
+        cut.address,
+        bits,
+        before,
+        after,
+        packet.pointer,
+        *devices.queue(found.device, found.array),
     )
     return out
 
@@ -156,15 +163,16 @@ def dequantize(
     Args:
         packet: uint8 [quantized_bytes(count, bits)], of `quantize`. Any bytes are valid.
         bits: 1, 2, 3, 4 or 8.
-        out: float32, float16 or bfloat16, of any shape, in host memory.
+        out: float32, float16 or bfloat16, of any shape.
         accumulate: add to `out`.
         scale: factor of the values, rounded to float32.
 
     Raises:
         InvalidArgument: wrong dtype, layout, size or number of bits; nothing changes.
-        Unsupported: the arrays are on a GPU, or of another kind.
+        Unsupported: another kind of array, or CUDA kernels that are not built.
     """
-    decode(packet, bits, out, accumulate=accumulate, scale=scale)
+    found = inputs.array(out, "out", FLOATS, write=True)
+    _decode(packet, bits, found, (bool(accumulate), scale), Blocks.of(found.count), None)
     return out
 
 
@@ -178,20 +186,33 @@ def decode(
     blocks: Blocks | None = None,
 ) -> bool:
     """As `dequantize`, of the `blocks` of the flat `out`. Returns whether all values that were
-    encoded were finite."""
+    encoded were finite, for which it waits for the device."""
     found = inputs.array(out, "out", FLOATS, write=True)
-    _on_host(found, "dequantize")
-    cut = _blocks(blocks, found)
-    source = inputs.array(packet, "packet", ("uint8",), count=cut.nbytes(bits))
-    inputs.check_memory("dequantize", [found], [source])
-    return _core.dequantize(
+    not_finite = arrays.new(found, (1,), "int32", zeros=True)
+    flag = inputs.array(not_finite, "not_finite", ("int32",), write=True)
+    _decode(packet, bits, found, (bool(accumulate), scale), _blocks(blocks, found), flag)
+    return not int(not_finite[0])
+
+
+def _decode(
+    packet: Any, bits: int, out: ArrayRef, how: tuple[bool, float], blocks: Blocks,
+    not_finite: ArrayRef | None,
+) -> None:  # fmt: skip
+    """`how`: accumulate and scale. `not_finite`: int32 [1], which a block that is not finite sets
+    to 1."""
+    source = inputs.array(packet, "packet", ("uint8",), count=blocks.nbytes(bits))
+    inputs.check_memory("dequantize", [out], [source])
+    accumulate, scale = how
+    devices.module(out.device).dequantize(
         source.pointer,
-        cut.address,
+        blocks.address,
         bits,
         inputs.finite(scale, "scale"),
-        bool(accumulate),
-        (found.pointer, found.count),
-        found.dtype,
+        accumulate,
+        0 if not_finite is None else not_finite.pointer,
+        (out.pointer, out.count),
+        out.dtype,
+        *devices.queue(out.device, out.array),
     )
 
 
@@ -205,15 +226,11 @@ def _blocks(given: Blocks | None, x: ArrayRef) -> Blocks:
 
 
 def check_array(x: ArrayRef, name: str) -> None:
-    """Raises InvalidArgument or Unsupported unless the call `name` can quantize x."""
-    _on_host(x, name)
-    if x.dtype not in FLOATS:
-        raise InvalidArgument(f"{name}: got dtype {x.dtype}, expected {' or '.join(FLOATS)}")
-
-
-def _on_host(x: ArrayRef, name: str) -> None:
+    """Raises InvalidArgument or Unsupported unless the call `name` can exchange x quantized."""
     if x.device.kind != "cpu":
         raise Unsupported(
-            f"{name}: got an array on {x.device}, and quantization has no CUDA kernels yet: copy "
-            "the array to host memory"
+            f"{name}: got an array on {x.device}, and quantized arrays are exchanged in host "
+            "memory: copy the array there"
         )
+    if x.dtype not in FLOATS:
+        raise InvalidArgument(f"{name}: got dtype {x.dtype}, expected {' or '.join(FLOATS)}")

@@ -2,7 +2,7 @@
 // and threads.
 //
 //     cases topk|step|brief|graph|infinity|packets|compact|compact_bits|compact_brief|compact_graph
-//           |dense [forward|reverse|random [seed [blocks]]]
+//           |dense|quantize [forward|reverse|random [seed [blocks]]]
 //
 // where `blocks` are those that make progress together.
 //
@@ -26,6 +26,7 @@ constexpr std::pair<std::string_view, void (*)(std::mt19937&)> kCases[] = {
     {"infinity", cases::run_infinity},
     {"packets", cases::run_packets},
     {"dense", cases::run_dense},
+    {"quantize", cases::run_quantize},
     {"compact", cases::run_compact},
     {"compact_bits", cases::run_compact_bits},
     {"compact_batch", cases::run_compact_batch},

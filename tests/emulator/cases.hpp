@@ -133,5 +133,6 @@ void run_compact_batch(std::mt19937& random);
 void run_compact_brief(std::mt19937& random);
 void run_compact_graph(std::mt19937& random);
 void run_dense(std::mt19937& random);
+void run_quantize(std::mt19937& random);
 
 }  // namespace cases

@@ -378,6 +378,8 @@ ROWS = [
 UNIT = {
     "dense.cu": "dense",
     "compact.cu": "compact",
+    "quantize.cuh": "quantize",
+    "value_codes.cuh": "quantize",
     "decode.cuh": "packets",
     "search.cuh": "packets",
 }  # else step.cu

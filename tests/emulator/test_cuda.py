@@ -26,7 +26,7 @@ pytestmark = [
     pytest.mark.timeout(900),
 ]
 
-CASES = ["topk", "step", "brief", "graph", "infinity", "packets", "dense"]
+CASES = ["topk", "step", "brief", "graph", "infinity", "packets", "dense", "quantize"]
 CASES += ["compact", "compact_bits", "compact_batch", "compact_brief", "compact_graph"]
 # A thousand packets take minutes; the other cases cover the same code.
 TOO_SLOW = ("tsan", "compact_bits")
@@ -204,4 +204,5 @@ def test_coverage_of_the_kernels():
     hot = ("begin.cuh", "block.cuh", "decode.cuh", "pack.cuh", "search.cuh", "select.cuh")
     hot += ("update.cuh", "bandwidth.cu")
     hot += tuple(f"compact_{name}.cuh" for name in ("bits", "read", "values", "write"))
+    hot += ("quantize.cuh", "value_codes.cuh")
     assert {name: best[name] for name in hot if best[name][0] < 90} == {}

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_devices import KINDS, SETTINGS, Cpu, made, same
 
@@ -28,16 +28,15 @@ def isa(request):
     _core.set_kernel_isa(before)
 
 
-def compare(x, residual, bits, dtype="float32"):
+def compare(x, residual, bits, dtype="float32", device=DEVICE):
     wanted, lost = reference.quantize(x, bits, residual)
-    mine = None if residual is None else residual.copy()
-    packet = kernels.quantize(DEVICE.put(x, dtype), bits, mine)
-    same(np.asarray(packet), np.frombuffer(wanted, np.uint8))
+    mine = None if residual is None else device.put(residual.copy())
+    packet = kernels.quantize(device.put(x, dtype), bits, mine)
+    same(device.get(packet), np.frombuffer(wanted, np.uint8))
     if mine is not None:
-        same(mine, lost)
-    out = kernels.dequantize(np.asarray(packet), bits, np.empty(x.size, np.float32))
-    same(out, reference.dequantize(wanted, x.size, bits))
-    return out
+        same(device.get(mine), lost)
+    out = kernels.dequantize(packet, bits, device.put(np.empty(x.size, np.float32)))
+    same(device.get(out), reference.dequantize(wanted, x.size, bits))
 
 
 @SETTINGS
@@ -52,6 +51,62 @@ def compare(x, residual, bits, dtype="float32"):
 def test_quantize_equals_the_reference(isa, count, kind, seed, bits, dtype, feedback):
     x = made(kind, count, seed, dtype)
     compare(x, made("plain", count, seed + 1, "float32") if feedback else None, bits, dtype)
+
+
+@settings(SETTINGS, max_examples=30)
+@given(
+    count=st.sampled_from([0, 1, 9, 127, 129, 4096, 2 * 4096 + 17]),
+    kind=st.sampled_from(KINDS),
+    seed=st.integers(0, 2**32 - 1),
+    bits=st.sampled_from(BITS),
+    dtype=st.sampled_from(["float32", "float16", "bfloat16"]),
+    feedback=st.booleans(),
+)
+def test_devices_equal_the_reference(device, count, kind, seed, bits, dtype, feedback):
+    x = made(kind, count, seed, dtype)
+    residual = made("plain", count, seed + 1, "float32") if feedback else None
+    compare(x, residual, bits, dtype, device)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("bits", BITS)
+def test_devices_decode_any_bytes(device, bits, dtype):
+    """Also levels that are not finite, with a scale and a sum in the output."""
+    rng = np.random.default_rng(bits)
+    for count in (1, 4096, 5000):
+        size = kernels.quantized_bytes(count, bits)
+        packet = rng.integers(0, 256, size, np.uint8)
+        before = reference.cast(rng.standard_normal(count).astype(np.float32), dtype)
+        out = device.put(before, dtype)
+        with np.errstate(all="ignore"):
+            decoded = np.float32(1 / 3) * reference.dequantize(packet.tobytes(), count, bits)
+            wanted = reference.cast(before.astype(np.float32) + decoded, dtype)
+        found = kernels.dequantize(device.put(packet), bits, out, accumulate=True, scale=1 / 3)
+        same(device.get(found).astype(np.float32), wanted.astype(np.float32))
+    finite = np.ones(100, np.float32)
+    for x in (finite, np.where(np.arange(100) == 50, np.inf, finite).astype(np.float32)):
+        packet = kernels.quantize(device.put(x), bits)
+        into = device.put(finite)
+        assert quantized.decode(packet, bits, into) == np.isfinite(x).all()
+
+
+def test_devices_read_blocks_of_an_array(device):
+    """In another order than in memory, in two launches, and with another array for what is lost."""
+    rng = np.random.default_rng(5)
+    x = rng.standard_normal(9100).astype(np.float32)
+    counts = np.array([1000, *[1] * 2700, 2400])
+    offsets = np.concatenate([[8000], np.arange(2700) * 2, [5500]])
+    blocks = quantized.Blocks(offsets, counts)
+    residual, lost = device.put(np.ones_like(x)), device.put(np.zeros_like(x))
+    packet = quantized.encode(device.put(x), 4, residual, lost=lost, blocks=blocks)
+    wanted, rest = b"", np.zeros_like(x)
+    for offset, count in zip(offsets.tolist(), counts.tolist(), strict=True):
+        part = x[offset : offset + count]
+        coded, rest[offset : offset + count] = reference.quantize(part, 4, np.ones_like(part))
+        wanted += coded
+    same(device.get(packet), np.frombuffer(wanted, np.uint8))
+    same(device.get(lost), rest)
+    same(device.get(residual), np.ones_like(x))
 
 
 @SETTINGS

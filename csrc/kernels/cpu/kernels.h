@@ -1,5 +1,6 @@
-// The CPU implementation of DeviceKernels, in step.cpp, topk.cpp, packets.cpp, compact.cpp and
-// dense.cpp. cpu_kernels() in dense.cpp returns the only object, which is stateless.
+// The CPU implementation of DeviceKernels, in step.cpp, topk.cpp, packets.cpp, compact.cpp,
+// quantize.cpp and dense.cpp. cpu_kernels() in dense.cpp returns the only object, which is
+// stateless.
 #pragma once
 
 #include <span>
@@ -28,6 +29,10 @@ class CpuKernels final : public DeviceKernels {
   void decode_compact(std::span<const CompactPacket> packets, size_t count, const CompactArrays& to,
                       Queue queue) override;
   size_t compact_workspace_bytes(size_t k, size_t bytes) override;
+  void quantize(TypedArray x, const Blocks& blocks, Feedback feedback, std::byte* out,
+                Queue queue) override;
+  void dequantize(const std::byte* packet, const Blocks& blocks, const Decoding& decoding,
+                  TypedArray out, Queue queue) override;
   void norm(std::span<const Array> arrays, Dtype dtype, double* norms, Workspace workspace,
             Queue queue) override;
   size_t norm_workspace_bytes(std::span<const Array> arrays) override;

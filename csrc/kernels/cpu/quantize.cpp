@@ -11,6 +11,7 @@
 #include "cpu/floats.h"
 #include "cpu/isa.h"
 #include "kernels/cpu/chunk.h"
+#include "kernels/cpu/kernels.h"
 #include "kernels/cpu/threads.h"
 
 namespace pycomm::kernels {
@@ -84,7 +85,8 @@ size_t quantized_bytes(const Blocks& blocks) {
   return bytes;
 }
 
-void quantize(TypedArray x, const Blocks& blocks, Feedback feedback, std::byte* out) {
+void CpuKernels::quantize(TypedArray x, const Blocks& blocks, Feedback feedback, std::byte* out,
+                          Queue) {
   const cpu::Isa isa = cpu::isa_here();
   visit_float(x.dtype, [&](auto dtype) {
     if constexpr (dtype() != Dtype::float64)
@@ -109,7 +111,8 @@ void quantize(TypedArray x, const Blocks& blocks, Feedback feedback, std::byte* 
   });
 }
 
-bool dequantize(const std::byte* packet, const Blocks& blocks, Decoding decoding, TypedArray out) {
+void CpuKernels::dequantize(const std::byte* packet, const Blocks& blocks, const Decoding& decoding,
+                            TypedArray out, Queue) {
   const cpu::Isa isa = cpu::isa_here();
   std::atomic<bool> finite{true};
   visit_float(out.dtype, [&](auto dtype) {
@@ -123,7 +126,7 @@ bool dequantize(const std::byte* packet, const Blocks& blocks, Decoding decoding
             isa, values.data(), block.count, decoding, element(out.data, block.offset, out.dtype));
       });
   });
-  return finite.load(std::memory_order_relaxed);
+  if (decoding.not_finite != nullptr && !finite) *decoding.not_finite = 1;
 }
 
 }  // namespace pycomm::kernels
