@@ -33,6 +33,7 @@ struct Launch {
   cudaStream_t stream = nullptr;
   size_t dynamic_bytes = 0;
   unsigned rows = 1;
+  bool waits_for_peers = false;  // for launches on other devices; the emulator must run them too
 };
 
 #ifdef __CUDACC__
@@ -87,6 +88,22 @@ __device__ __forceinline__ void store_release(unsigned* p, unsigned value) {
   asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(p), "r"(value) : "memory");
 }
 
+// A word that launches on other devices of the host access too: device memory that they map, or
+// host memory. Release and acquire as above, for all their accesses.
+__device__ __forceinline__ unsigned load_acquire_system(const unsigned* p) {
+  unsigned value;
+  asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(p) : "memory");
+  return value;
+}
+__device__ __forceinline__ void store_release_system(unsigned* p, unsigned value) {
+  asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(p), "r"(value) : "memory");
+}
+__device__ __forceinline__ unsigned load_relaxed_system(const unsigned* p) {
+  unsigned value;
+  asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(p) : "memory");
+  return value;
+}
+
 // A word that other blocks of the same launch read and write, without an order of other accesses.
 __device__ __forceinline__ unsigned long long load_relaxed(const unsigned long long* p) {
   unsigned long long value;
@@ -128,18 +145,22 @@ using emulator::dynamic_shared;
 using emulator::lane_id;
 using emulator::load;
 using emulator::load_acquire;
+using emulator::load_acquire_system;
 using emulator::load_fresh;
 using emulator::load_relaxed;
+using emulator::load_relaxed_system;
 using emulator::pause;
 using emulator::shared;
 using emulator::store;
 using emulator::store_relaxed;
 using emulator::store_release;
+using emulator::store_release_system;
 
 template <class... P, class... A>
 cudaError_t launch(void (*kernel)(P...), const Launch& shape, A&&... arguments) {
-  return emulator::launch(kernel, {shape.blocks, shape.threads, shape.dynamic_bytes, shape.rows},
-                          shape.stream, static_cast<P>(arguments)...);
+  return emulator::launch(
+      kernel, {shape.blocks, shape.threads, shape.dynamic_bytes, shape.rows, shape.waits_for_peers},
+      shape.stream, static_cast<P>(arguments)...);
 }
 
 #endif

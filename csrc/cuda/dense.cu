@@ -1,6 +1,6 @@
 // Kernels over whole arrays: norms, clipping, casts, reductions. kernels/device_kernels.h has the
 // formulas.
-#include "codec/packet.h"
+#include "cuda/arithmetic.cuh"
 #include "cuda/block.cuh"
 #include "cuda/cuda_kernels.h"
 #include "cuda/host.hpp"
@@ -10,8 +10,6 @@ namespace pycomm::cuda {
 namespace {
 
 constexpr unsigned kThreads = 256;
-
-bool is_aligned(const void* p, size_t bytes) { return reinterpret_cast<uintptr_t>(p) % bytes == 0; }
 
 // Whether it is aligned for quads of elements of this size.
 bool has_quads(const void* p, size_t element) {
@@ -69,69 +67,6 @@ struct Inputs {
   unsigned count;
 };
 
-// A bool in memory: any byte except 0 is true.
-struct Bool {
-  uint8_t byte;
-};
-
-template <class T>
-inline constexpr bool kIsFloat = std::is_same_v<T, Half> || std::is_same_v<T, Bfloat16> ||
-                                 std::is_same_v<T, float> || std::is_same_v<T, double>;
-
-template <class T>
-__device__ __forceinline__ auto to_sum(T x) {
-  if constexpr (std::is_same_v<T, Bool>)
-    return x.byte != 0;
-  else if constexpr (kIsFloat<T>)
-    return widen(x);
-  else
-    return x;
-}
-
-template <class T, class Sum>
-__device__ __forceinline__ T from_sum(ReduceOp op, Sum sum, unsigned size) {
-  if constexpr (kIsFloat<T>)
-    return narrow<T>(op == ReduceOp::avg ? divide(sum, static_cast<Sum>(size)) : sum);
-  else if constexpr (std::is_same_v<T, Bool>)
-    return {static_cast<uint8_t>(sum)};
-  else
-    return sum;
-}
-
-// Both operand orders give the same bits: if neither is less, both are equal, or -0 and 0, or one
-// is a NaN, and `or` combines their bits.
-template <class Real>
-__device__ __forceinline__ Real least(Real a, Real b) {
-  return bits_as<Real>(static_cast<Word<Real>>(bits_as<Word<Real>>(a < b ? a : b) |
-                                               bits_as<Word<Real>>(b < a ? b : a)));
-}
-
-__device__ __forceinline__ bool join(ReduceOp op, bool a, bool b) {
-  if (op == ReduceOp::bxor) return a != b;
-  const bool both = op == ReduceOp::product || op == ReduceOp::min || op == ReduceOp::band;
-  return both ? a && b : a || b;
-}
-
-template <class T>
-__device__ __forceinline__ T join(ReduceOp op, T a, T b) {
-  if constexpr (kIsFloat<T>) {
-    if (op == ReduceOp::product) return multiply(a, b);
-    if (op == ReduceOp::min) return least(a, b);
-    if (op == ReduceOp::max) return -least(-a, -b);
-    return add(a, b);
-  } else {
-    using Wrapping = std::conditional_t<sizeof(T) == 8, uint64_t, uint32_t>;
-    const auto x = static_cast<Wrapping>(a), y = static_cast<Wrapping>(b);
-    if (op == ReduceOp::product) return static_cast<T>(x * y);
-    if (op == ReduceOp::min) return a < b ? a : b;
-    if (op == ReduceOp::max) return a < b ? b : a;
-    if (op == ReduceOp::band) return static_cast<T>(x & y);
-    if (op == ReduceOp::bor) return static_cast<T>(x | y);
-    if (op == ReduceOp::bxor) return static_cast<T>(x ^ y);
-    return static_cast<T>(x + y);
-  }
-}
-
 template <class T>
 __global__ void __launch_bounds__(kThreads)
     reduce_all(T* out, const __grid_constant__ Inputs inputs, Reducing what, size_t count,
@@ -161,30 +96,6 @@ __global__ void __launch_bounds__(kThreads)
         }
         gpu::store(out + i, from_sum<T>(op, sum, what.size));
       });
-}
-
-// Calls f(Type<T>{}) for the element type of any dtype.
-template <class F>
-void with_any(Dtype dtype, F f) {
-  switch (dtype) {
-    case Dtype::int8:
-      return f(Type<int8_t>{});
-    case Dtype::int16:
-      return f(Type<int16_t>{});
-    case Dtype::int32:
-      return f(Type<int32_t>{});
-    case Dtype::int64:
-      return f(Type<int64_t>{});
-    case Dtype::uint8:
-      return f(Type<uint8_t>{});
-    case Dtype::boolean:
-      return f(Type<Bool>{});
-    case Dtype::float16:
-    case Dtype::bfloat16:
-    case Dtype::float32:
-    case Dtype::float64:
-      return with_float(dtype, f);
-  }
 }
 
 // ---- norms --------------------------------------------------------------------------------------
@@ -349,11 +260,7 @@ void CudaKernels::cast(kernels::TypedArray x, kernels::TypedArray out, kernels::
 
 void reduce_into(kernels::TypedArray out, std::span<const void* const> xs, Reducing what,
                  kernels::Queue queue) {
-  const bool bits =
-      what.op == ReduceOp::band || what.op == ReduceOp::bor || what.op == ReduceOp::bxor;
-  if (codec::is_float(out.dtype) ? bits : what.op == ReduceOp::avg)
-    throw Unsupported(std::string(name_of(what.op)) + " is not defined for " +
-                      std::string(name_of(out.dtype)));
+  check_defined(out.dtype, what.op);
   if (xs.size() > kMostInputs)
     throw Unsupported("cannot reduce " + std::to_string(xs.size()) + " arrays at once: at most " +
                       std::to_string(kMostInputs));

@@ -108,6 +108,10 @@ inline unsigned multiprocessors() {
   return static_cast<unsigned>(count);
 }
 
+inline bool is_aligned(const void* p, size_t bytes) {
+  return reinterpret_cast<uintptr_t>(p) % bytes == 0;
+}
+
 // Number of blocks of `threads` for `count` items, at most a few per multiprocessor.
 inline unsigned blocks_for(size_t count, unsigned threads) {
   const size_t needed = (count + threads - 1) / threads;

@@ -23,10 +23,6 @@ inline unsigned pool_capacity(size_t count, size_t k) {
   return static_cast<unsigned>(std::min(count, sparse + kSample));
 }
 
-inline bool is_aligned(const void* p, size_t bytes) {
-  return reinterpret_cast<uintptr_t>(p) % bytes == 0;
-}
-
 inline void add_piece(Rows& rows, const Piece& like, unsigned place) {
   Piece piece = like;
   piece.first_tile = rows.tiles;

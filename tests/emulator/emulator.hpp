@@ -76,6 +76,18 @@ inline unsigned load_acquire(const unsigned* p, Where where = Where::current()) 
   spin(where);
   return __atomic_load_n(p, __ATOMIC_ACQUIRE);
 }
+// As above, and the thread that sets the word is of another grid.
+inline unsigned load_acquire_system(const unsigned* p, Where where = Where::current()) {
+  wait_for_peer(where);
+  return __atomic_load_n(p, __ATOMIC_ACQUIRE);
+}
+inline unsigned load_relaxed_system(const unsigned* p) {
+  return __atomic_load_n(p, __ATOMIC_RELAXED);
+}
+inline void store_release_system(unsigned* p, unsigned value) {
+  __atomic_store_n(p, value, __ATOMIC_RELEASE);
+  maybe_switch();
+}
 inline unsigned long long load_relaxed(const unsigned long long* p,
                                        Where where = Where::current()) {
   spin(where);
@@ -103,13 +115,14 @@ cudaError_t launch(void (*kernel)(P...), const Shape& shape, cudaStream_t stream
   using Call = std::pair<void (*)(P...), std::tuple<P...>>;
   note_launch(reinterpret_cast<const void*>(kernel));
   Call call{kernel, {std::move(arguments)...}};
-  return enqueue(stream, [shape, call = std::move(call)]() mutable {
+  const auto run = [shape, call = std::move(call)]() mutable {
     const auto entry = [](void* p) {
       auto& [function, values] = *static_cast<Call*>(p);
       std::apply(function, values);
     };
     run_grid(shape, entry, &call);
-  });
+  };
+  return shape.waits_for_peers ? enqueue_beside(stream, run) : enqueue(stream, run);
 }
 
 template <class T, class F>

@@ -1,6 +1,7 @@
 // Blocks and threads: the next fiber to run, barriers, shared memory, and the report of a deadlock.
 #include "grid.hpp"
 
+#include <sched.h>
 #include <sys/mman.h>
 
 #include <algorithm>
@@ -158,6 +159,7 @@ void prepare(const Shape& shape) {
   grid->shape = shape;
   grid->random = Random(options().seed);
   grid->spins = 0;
+  grid->started = std::chrono::steady_clock::now();
   grid->failure.clear();
   const unsigned slots = std::clamp(options().resident_blocks, 1u, shape.blocks * shape.rows);
   while (grid->blocks.size() < slots) grid->blocks.push_back(std::make_unique<Block>());
@@ -208,14 +210,15 @@ Traffic& traffic() {
   return sum;
 }
 
-void count_load(size_t bytes) { traffic().loaded += bytes; }
-void count_store(size_t bytes) { traffic().stored += bytes; }
+// Grids of several devices count at once.
+void count_load(size_t bytes) { __atomic_fetch_add(&traffic().loaded, bytes, __ATOMIC_RELAXED); }
+void count_store(size_t bytes) { __atomic_fetch_add(&traffic().stored, bytes, __ATOMIC_RELAXED); }
 
 void run_grid(const Shape& shape, void (*entry)(void*), void* argument) {
   prepare(shape);
   grid->entry = entry;
   grid->argument = argument;
-  ++traffic().launches;
+  __atomic_fetch_add(&traffic().launches, 1, __ATOMIC_RELAXED);
   try {
     run();
   } catch (const std::runtime_error& error) {
@@ -290,6 +293,16 @@ void spin(Where where) {
   learn();
   if (++grid->spins > options().most_spins)
     fail("no progress: threads spin for a condition that no thread sets", where);
+  leave(self());
+}
+
+void wait_for_peer(Where where) {
+  if (current == nullptr) return;
+  learn();
+  if (std::chrono::steady_clock::now() - grid->started >
+      std::chrono::seconds(options().most_wait_s))
+    fail("no progress: a grid waits for one of another device", where);
+  sched_yield();
   leave(self());
 }
 

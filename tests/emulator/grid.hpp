@@ -25,7 +25,8 @@ struct Options {
   unsigned resident_blocks = 4;  // blocks that make progress together
   unsigned char poison = 0xff;   // the contents of fresh shared and device memory
   uint64_t most_spins = 1u << 20;
-  bool eager = false;  // an operation runs when it is enqueued, for callers that never wait
+  unsigned most_wait_s = 60;  // of a grid for those of other devices
+  bool eager = false;         // an operation runs when it is enqueued, for callers that never wait
 };
 Options& options();
 
@@ -42,6 +43,7 @@ struct Shape {
   unsigned threads;
   size_t dynamic_bytes = 0;
   unsigned rows = 1;
+  bool waits_for_peers = false;
 };
 
 enum class WarpOp : uint8_t { sync, ballot, all, any, match, shuffle, up, down, across };
@@ -55,16 +57,18 @@ struct WarpCall {
   Where where = Where::current();
 };
 
-// Runs the grid to its end. Throws std::runtime_error with file, line and the state of every thread
-// for a mistake: a deadlock, barriers that diverge, a mask that cannot be, too much shared memory.
+// Runs the grid to its end; several threads may run one each. Throws std::runtime_error with file,
+// line and the state of every thread for a mistake: a deadlock, barriers that diverge, a mask that
+// cannot be, too much shared memory.
 void run_grid(const Shape& shape, void (*entry)(void*), void* argument);
 
 // The functions behind emulator.hpp.
 unsigned sync_block(bool predicate, Where where);  // how many threads' predicate held
 uint64_t warp(const WarpCall& call);
-void spin(Where where);  // lets every other thread of the grid run; inside each spin loop
-void learn();            // the thread acquired what others released
-void maybe_switch();     // in random order: lets others run now and then; around atomics
+void spin(Where where);           // lets every other thread of the grid run; inside each spin loop
+void wait_for_peer(Where where);  // the same for words that a grid of another thread sets
+void learn();                     // the thread acquired what others released
+void maybe_switch();              // in random order: lets others run now and then; around atomics
 void* shared_memory(const void* key, size_t bytes, size_t alignment);
 void* dynamic_shared_memory();
 void count_load(size_t bytes);

@@ -7,10 +7,13 @@
 #include <atomic>
 #include <cstdio>
 #include <cstdlib>
+#include <exception>
+#include <functional>
 #include <memory>
 #include <set>
 #include <string_view>
 #include <thread>
+#include <utility>
 
 #include "fiber.hpp"
 #include "runtime.hpp"
@@ -19,16 +22,19 @@ namespace {
 
 thread_local bool inside = false;
 
-// A host function that a stream has reached: it runs on a separate thread, as in CUDA, so that
-// ThreadSanitizer sees it.
+// A host function or a grid that a stream has reached. Host functions run on a separate thread as
+// in CUDA, so that ThreadSanitizer sees them.
 class HostCall {
  public:
-  HostCall(cudaHostFn_t function, void* data) {
+  explicit HostCall(std::function<void()> body) {
     begun_.release();
-    thread_ = std::thread([this, function, data] {
+    thread_ = std::thread([this, body = std::move(body)] {
       begun_.acquire();
-      inside = true;
-      function(data);
+      try {
+        body();
+      } catch (...) {  // of a grid: over() throws it
+        error_ = std::current_exception();
+      }
       ended_.release();
       over_ = true;
     });
@@ -40,11 +46,13 @@ class HostCall {
   bool over() {
     if (!over_) return false;
     ended_.acquire();
+    if (error_) std::rethrow_exception(error_);
     return true;
   }
 
  private:
   emulator::Token begun_, ended_;
+  std::exception_ptr error_;
   std::atomic<bool> over_ = false;
   std::thread thread_;
 };
@@ -97,6 +105,16 @@ const std::array kDriver{
 
 bool emulator::inside_host_call() { return inside; }
 
+cudaError_t emulator::enqueue_beside(cudaStream_t stream, std::function<void()> operation) {
+  return enqueue_polled(
+      stream, [operation = std::move(operation), call = std::shared_ptr<HostCall>()]() mutable {
+        if (!call) call = std::make_shared<HostCall>(operation);
+        if (!call->over()) return false;
+        call = nullptr;  // a graph runs this again
+        return true;
+      });
+}
+
 uint64_t emulator::lazy_launches() { return loaded().lazy; }
 void emulator::note_launch(const void* kernel) {
   if (!loaded().locked([&] { return loaded().kernels.contains(kernel); })) ++loaded().lazy;
@@ -112,11 +130,9 @@ cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* found, const void* kernel)
 }
 
 cudaError_t cudaLaunchHostFunc(cudaStream_t stream, cudaHostFn_t function, void* data) {
-  return emulator::enqueue_polled(stream, [=, call = std::shared_ptr<HostCall>()]() mutable {
-    if (!call) call = std::make_shared<HostCall>(function, data);
-    if (!call->over()) return false;
-    call = nullptr;  // a graph runs this again
-    return true;
+  return emulator::enqueue_beside(stream, [=] {
+    inside = true;
+    function(data);
   });
 }
 

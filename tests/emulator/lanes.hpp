@@ -2,6 +2,7 @@
 #pragma once
 
 #include <array>
+#include <chrono>
 #include <deque>
 #include <memory>
 #include <string>
@@ -81,6 +82,7 @@ struct Grid {
   void* argument = nullptr;
   Random random{1};
   uint64_t spins = 0;
+  std::chrono::steady_clock::time_point started{};
   std::string failure;
   Token finished;
 };

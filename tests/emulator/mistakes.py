@@ -7,6 +7,7 @@ plain build finds wrong numbers and errors of the emulator.
 
 import programs
 from mistakes_compact import COMPACT, RACE, STUCK, WRONG
+from mistakes_symmetric import SYMMETRIC
 
 # ruff: noqa: E501 - source text is quoted exactly, on one line
 ROWS = [
@@ -373,6 +374,7 @@ ROWS = [
         WRONG,
     ),
     *COMPACT,
+    *SYMMETRIC,
 ]
 
 UNIT = {
@@ -382,6 +384,7 @@ UNIT = {
     "value_codes.cuh": "quantize",
     "decode.cuh": "packets",
     "search.cuh": "packets",
+    "symmetric.cu": "symmetric",
 }  # else step.cu
 UNIT |= {f"compact_{name}.cuh": "compact" for name in ("bits", "read", "values", "write")}
 

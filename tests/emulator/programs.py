@@ -56,7 +56,7 @@ FLAGS = [
     *("-std=c++20", "-fPIC", "-ffp-contract=off", "-fno-omit-frame-pointer", "-Wall", "-Wextra"),
     *("-Werror", "-Wno-restrict", "-Wno-unknown-pragmas"),  # nvcc knows `unroll`
 ]
-EMULATOR = ("fiber", "grid", "lanes", "runtime", "host_calls")
+EMULATOR = ("fiber", "grid", "lanes", "runtime", "host_calls", "peers")
 FAKE_NCCL = ("fake_nccl", "fake_wires")  # of the emulator, for programs with several ranks
 ENGINE = (  # of csrc: the stream engine and the arithmetic of the fake
     *("collectives/*.cpp", "device/*.cpp", "nccl/*.cpp", "kernels/reducers.cpp"),
@@ -69,7 +69,7 @@ MODULE = tuple(
 )
 CASES = (
     *("cases", "cases_step", "cases_packets", "cases_compact", "cases_dense"),
-    "cases_quantize",
+    *("cases_quantize", "cases_symmetric"),
 )
 CODEC = ("codec/cpu/*.cpp", "cpu/isa.cpp")  # of csrc, to compare with
 
@@ -270,7 +270,11 @@ def _write(path: Path, text: str) -> None:
 # A mutant of these units has only the dtypes of its cases, which compile in a fraction of the time:
 # the file that its folder has instead of csrc's, and the dtypes that this lacks.
 DTYPES_FILE = Path("core", "visit_float.h")
-LEFT_OUT = {"step": ("float16", "bfloat16", "float64"), "packets": ("float16", "float64")}
+LEFT_OUT = {
+    "step": ("float16", "bfloat16", "float64"),
+    "packets": ("float16", "float64"),
+    "symmetric": ("float16", "bfloat16", "float64"),
+}
 
 
 def _few_dtypes(left_out: Iterable[str]) -> str:

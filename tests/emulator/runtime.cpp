@@ -3,6 +3,7 @@
 
 #include <sched.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cstdlib>
 #include <cstring>
@@ -240,7 +241,10 @@ cudaError_t allocate(void** p, size_t bytes) {
   emulator::use_context();
   const std::lock_guard lock(state().mutex);
   if (capturing()) return refuse_capture();
-  if (posix_memalign(p, 256, bytes == 0 ? 1 : bytes) != 0) return cudaErrorMemoryAllocation;
+  const size_t aligned = bytes < emulator::kSharable ? 256 : emulator::kPage;
+  const size_t rounded = bytes < emulator::kSharable ? std::max<size_t>(bytes, 1)
+                                                     : (bytes + aligned - 1) / aligned * aligned;
+  if (posix_memalign(p, aligned, rounded) != 0) return cudaErrorMemoryAllocation;
   std::memset(*p, emulator::options().poison, bytes);
   return cudaSuccess;
 }
@@ -327,6 +331,7 @@ cudaError_t cudaFree(void* p) {
     if (capturing()) return refuse_capture();
   }
   cudaDeviceSynchronize();
+  emulator::end_sharing(p);
   std::free(p);
   return state().error;
 }

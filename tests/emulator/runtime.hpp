@@ -20,6 +20,9 @@ cudaError_t enqueue(cudaStream_t stream, std::function<void()> operation);
 // The same for work that may not be ready yet: it returns whether it is done. Used for NCCL.
 cudaError_t enqueue_polled(cudaStream_t stream, std::function<bool()> operation);
 
+// The same for work that waits for other streams: on a thread of its own, so that they proceed.
+cudaError_t enqueue_beside(cudaStream_t stream, std::function<void()> operation);
+
 // Waits until the stream has done all that was submitted so far, even while it is captured.
 cudaError_t finish(cudaStream_t stream);
 
@@ -33,6 +36,13 @@ bool has_context(int device);
 // kernel then, and may wait for the device.
 uint64_t lazy_launches();
 void note_launch(const void* kernel);
+
+// Allocations of this size and more are whole pages, which other processes can map
+// (cudaIpcGetMemHandle). end_sharing() comes before their memory is freed.
+inline constexpr size_t kSharable = size_t{1} << 20, kPage = 4096;
+void end_sharing(void* memory);
+// From now on this process cannot map memory of others, as without peer access.
+void refuse_peers(bool refuse);
 
 // Whether the thread is one of cudaLaunchHostFunc, which must not call CUDA.
 bool inside_host_call();

@@ -104,7 +104,7 @@ def _near(code: list[Instruction], at: int, step: int, opcode: str) -> bool:
 
 @dataclass(frozen=True)
 class Order:
-    """Accesses of a kernel by the order that they have among blocks."""
+    """Accesses of a kernel by the order that they have in a scope."""
 
     release_stores: int  # behind a MEMBAR
     release_atomics: int  # behind a MEMBAR, and followed by an invalidation of the L1 cache
@@ -113,14 +113,18 @@ class Order:
     fresh_loads: int  # past the L1 cache, without an order of other accesses
 
 
-def order(code: list[Instruction]) -> Order:
-    """Counts the accesses with the scope of the GPU."""
+def order(code: list[Instruction], scope: str = "GPU") -> Order:
+    """Counts the accesses with the scope of the GPU, or "SYS": of all GPUs and the host.
+
+    A fence of a wider scope counts, too.
+    """
     counts = dict.fromkeys(Order.__dataclass_fields__, 0)
+    fences = [f"MEMBAR.{how}.{of}" for how in ("ALL", "SC") for of in {scope, "SYS"}]
     for i, one in enumerate(code):
         kind, *modifiers = one.opcode.split(".")
-        if not {"STRONG", "GPU"} <= set(modifiers):
+        if not {"STRONG", scope} <= set(modifiers):
             continue
-        behind = _near(code, i, -1, "MEMBAR.")
+        behind = any(_near(code, i, -1, fence) for fence in fences)
         invalidates = _near(code, i, 1, "CCTL.IVALL")
         if kind in ("ST", "STG"):
             counts["release_stores" if behind else "relaxed_stores"] += 1

@@ -28,15 +28,16 @@ pytestmark = [
 
 CASES = ["topk", "step", "brief", "graph", "infinity", "packets", "dense", "quantize"]
 CASES += ["compact", "compact_bits", "compact_batch", "compact_brief", "compact_graph"]
-# A thousand packets take minutes; the other cases cover the same code.
-TOO_SLOW = ("tsan", "compact_bits")
+CASES += ["symmetric", "symmetric_brief"]
+# These take minutes; the other cases cover the same code.
+TOO_SLOW = [("tsan", "compact_bits"), ("tsan", "symmetric")]
 MOST_REGISTERS = 128  # of a hot kernel in float32: 2 blocks of 256 threads on every architecture
 HOT = ("update", "collect", "select", "pack", "decode")
 
 
 @pytest.mark.parametrize(
     ("kind", "case"),
-    [(k, c) for k in ("plain", "asan", "tsan") for c in CASES if (k, c) != TOO_SLOW],
+    [(k, c) for k in ("plain", "asan", "tsan") for c in CASES if (k, c) not in TOO_SLOW],
 )
 def test_kernels_are_correct_under_sanitizers(kind, case):
     (program,) = programs.build([f"cases.{kind}"])
