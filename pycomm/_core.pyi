@@ -264,7 +264,7 @@ def on_device(
     nccl: object | None,
     why_no_nccl: str,
     nccl_shares: bool,
-    options: tuple[int, bool],
+    options: tuple[int, bool, bool],
     timeout_s: float,
     /,
 ) -> Collectives:

@@ -47,6 +47,8 @@ class Group:
         cuda_internode_transport: "nccl", or "tcp" to send CUDA arrays between hosts through host
             memory and pycomm's connections. Set it as cuda_channels.
         joined: ranks of the processes that joined when replace() or grow() made this group.
+        cuda_symmetric_memory: whether ranks of one host map memory of each other's GPUs, for the
+            algorithm "symmetric_memory" (docs/cuda.md). Set it as cuda_channels.
     """
 
     __slots__ = (
@@ -63,6 +65,7 @@ class Group:
         "cuda_channels",
         "cuda_internode_transport",
         "joined",
+        "cuda_symmetric_memory",
     )
 
     def __init__(
@@ -75,6 +78,7 @@ class Group:
         self._store, self._timeout_s = store, timeout_s
         self._aborted: str | None = None  # the reason
         self.cuda_channels, self.cuda_internode_transport = 1, "nccl"
+        self.cuda_symmetric_memory = True
         self._subgroups: list[weakref.ref[Group]] = []  # made by split()
         self._elastic: Elastic | None = None
         self.joined: list[int] = []
@@ -125,6 +129,7 @@ class Group:
     def _copy_options(self, to: Group) -> None:
         to.cuda_channels = self.cuda_channels
         to.cuda_internode_transport = self.cuda_internode_transport
+        to.cuda_symmetric_memory = self.cuda_symmetric_memory
 
     def _adopt_subgroup(self, subgroup: Group) -> None:
         """Makes abort() of this group abort `subgroup` too."""

@@ -53,12 +53,14 @@ def Options(  # noqa: N802 - as torch's
     cuda_channels: int = 1,
     cuda_internode_transport: str = "nccl",
     encrypt: bool | None = None,
+    cuda_symmetric_memory: bool = True,
 ) -> compiled.Options:
     """Options of a group, for `init_process_group(pg_options=...)` and `new_group`.
 
     Args:
         timeout: time limit of each call; None: torch's default.
-        cuda_channels, cuda_internode_transport: as of `pycomm.Group`, for tensors on CUDA devices.
+        cuda_channels, cuda_internode_transport, cuda_symmetric_memory: as of `pycomm.Group`, for
+            tensors on CUDA devices.
         encrypt: as of `pycomm.init`; None: as the default group, if there is one.
 
     Raises:
@@ -73,6 +75,7 @@ def Options(  # noqa: N802 - as torch's
         cuda_channels=cuda_channels,
         cuda_internode_transport=cuda_internode_transport,
         encrypt=encrypt,
+        cuda_symmetric_memory=cuda_symmetric_memory,
     )
     return made
 

@@ -144,6 +144,7 @@ class DeviceCompletions {
 struct DeviceOptions {
   int channels = 1;
   std::string internode_transport = "nccl";
+  bool symmetric_memory = true;
 };
 
 // A backend's group and completion stream for one device.
@@ -171,7 +172,7 @@ inline DeviceState make_device_state(const std::shared_ptr<group::Group>& host, 
     const py::tuple made =
         on_device(group_capsule(host), c10::DeviceTypeName(device.type(), true),
                   int{device.index()}, std::chrono::duration<double>(timeout).count(),
-                  options.channels, options.internode_transport);
+                  options.channels, options.internode_transport, options.symmetric_memory);
     const py::capsule group = made[0];
     return {*group.get_pointer<std::shared_ptr<group::Collectives>>(),
             made[1].cast<std::function<void(double)>>(), completion};

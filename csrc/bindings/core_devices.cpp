@@ -6,6 +6,7 @@
 #include <optional>
 #include <string>
 #include <string_view>
+#include <tuple>
 #include <utility>
 
 #include "bindings/core.h"
@@ -24,14 +25,17 @@ std::shared_ptr<T> taken(const py::capsule& capsule, std::string_view name) {
 std::unique_ptr<Handle> on_device(const py::capsule& host, const py::capsule& device,
                                   const std::optional<py::capsule>& nccl,
                                   const std::string& why_no_nccl, bool nccl_shares,
-                                  const std::pair<int, bool>& options, double timeout_s) {
+                                  const std::tuple<int, bool, bool>& options, double timeout_s) {
+  const auto [channels, nccl_between_hosts, symmetric_memory] = options;
   auto group = taken<group::Group>(host, "pycomm.Group");
   device_group::DeviceResources resources{
       .device = taken<device::Device>(device, "pycomm.Device"),
       .nccl = nccl ? taken<nccl::NcclApi>(*nccl, "pycomm.NcclApi") : nullptr,
       .why_no_nccl = why_no_nccl,
       .nccl_shares = nccl_shares,
-      .options = {.channels = options.first, .nccl_between_hosts = options.second}};
+      .options = {.channels = channels,
+                  .nccl_between_hosts = nccl_between_hosts,
+                  .symmetric_memory = symmetric_memory}};
   return std::make_unique<Handle>(device_group::make_device_group(
       std::move(group), std::move(resources), nanoseconds(timeout_s)));
 }

@@ -219,11 +219,8 @@ size_t StreamEngine::staged_bytes(const StreamStages& stages, Dtype dtype) const
 }
 
 std::shared_ptr<Event> StreamEngine::enqueue(const StreamJob& job, Event& before) {
-  auto end_event = event();
-  // NCCL sets the device of a communicator and then the thread's own again.
-  device_->while_current([&] {
-    before.stream_wait(channels_[0]->stream.raw());
-    if (device_->capturing(channels_[0]->stream.raw()))
+  const auto run_job = [&](void* /*stream*/, bool captured) {
+    if (captured)
       for (nccl::Communicator* const communicator : communicators()) communicator->keep_for_graph();
     if (job.plan != nullptr)
       run(job);
@@ -231,7 +228,19 @@ std::shared_ptr<Event> StreamEngine::enqueue(const StreamJob& job, Event& before
       run_stage({job, *channels_[0], nullptr}, message_of(job));
     else
       run_nccl(job);
-    end_event->record(channels_[0]->stream.raw());
+  };
+  return enqueue(run_job, before);
+}
+
+std::shared_ptr<Event> StreamEngine::enqueue(
+    const std::function<void(void* stream, bool captured)>& body, Event& before) {
+  auto end_event = event();
+  void* const stream = channels_[0]->stream.raw();
+  // NCCL sets the device of a communicator and then the thread's own again.
+  device_->while_current([&] {
+    before.stream_wait(stream);
+    body(stream, device_->capturing(stream));
+    end_event->record(stream);
   });
   return end_event;
 }

@@ -15,6 +15,7 @@
 
 #include <chrono>
 #include <cstddef>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <span>
@@ -82,6 +83,11 @@ class StreamEngine {
   // Enqueues the job after `before`, an event of the caller's stream; returns the event of its end.
   // Throws as Communicator::launch does. prepare() and enqueue() are not thread-safe.
   std::shared_ptr<Event> enqueue(const StreamJob& job, Event& before);
+
+  // Enqueues what `body` enqueues on the stream of the first channel, in the same way. `captured`:
+  // into a graph.
+  std::shared_ptr<Event> enqueue(const std::function<void(void* stream, bool captured)>& body,
+                                 Event& before);
 
   // By channel; none if a rank has no peers in communicators, and none before connect().
   std::vector<nccl::Communicator*> communicators();

@@ -238,8 +238,7 @@ DeviceCall DeviceGroup::begin(const group::Call& given) {
   DeviceExecutor* const executor = executors_.of_all();
   call.algorithm = is_message ? Algorithm::direct : executor->algorithm_for(given);
   group::Call asked = call;
-  if (asked.algorithm == Algorithm::nccl || asked.algorithm == Algorithm::host_staged || is_message)
-    asked.algorithm = Algorithm::automatic;
+  if (is_for_devices(asked.algorithm) || is_message) asked.algorithm = Algorithm::automatic;
   group::check_call(asked, rank(), size());
   if (executor == nullptr) return {.call = call};
   const std::lock_guard lock(mutex_);

@@ -13,6 +13,7 @@ namespace pycomm::device_group {
 struct DeviceOptions {
   int channels = 1;                // channels for large arrays, 1 to 255
   bool nccl_between_hosts = true;  // false: TCP through host memory
+  bool symmetric_memory = true;    // of the ranks of one host
 };
 
 // What one rank needs to form a device group.

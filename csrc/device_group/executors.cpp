@@ -16,19 +16,20 @@ constexpr const char* kAllRanks =
 
 // What a rank publishes of its DeviceResources.
 struct DeviceInfo {
-  std::array<char, 28> bus_id;  // padded with zeros
-  bool nccl_shares, has_nccl, nccl_between_hosts;
+  std::array<char, 27> bus_id;  // padded with zeros
+  bool nccl_shares, has_nccl, nccl_between_hosts, symmetric_memory;
   uint8_t channels;
 };
 static_assert(sizeof(DeviceInfo) == 32);
 
 DeviceInfo device_info_of(const DeviceResources& resources) {
-  const auto [channels, nccl_between_hosts] = resources.options;
+  const auto [channels, nccl_between_hosts, symmetric_memory] = resources.options;
   check(channels >= 1 && channels <= 255, "invalid cuda_channels: it must be between 1 and 255");
   DeviceInfo mine{{},
                   resources.nccl_shares,
                   resources.nccl != nullptr,
                   nccl_between_hosts,
+                  symmetric_memory,
                   static_cast<uint8_t>(channels)};
   const std::string bus_id = resources.device->bus_id();
   std::copy_n(bus_id.begin(), std::min(bus_id.size(), mine.bus_id.size()), mine.bus_id.begin());
@@ -127,7 +128,8 @@ std::unique_ptr<DeviceExecutor> Executors::make_of_all(std::chrono::nanoseconds 
   check_encrypted(*host_, infos[0]);
   check_nccl(*host_, infos, resources_);
   const DeviceOptions options{.channels = infos[0].channels,
-                              .nccl_between_hosts = infos[0].nccl_between_hosts};
+                              .nccl_between_hosts = infos[0].nccl_between_hosts,
+                              .symmetric_memory = infos[0].symmetric_memory};
   return make_nccl_executor(host_, resources_.device, resources_.nccl, options, timeout_);
 }
 

@@ -11,6 +11,9 @@ namespace {
 // complete theirs; after that the rank counts as lost.
 constexpr std::chrono::seconds kGrace{2};
 
+// Connections of the host group are polled only for calls that take longer.
+constexpr std::chrono::seconds kUsualTime{1};
+
 // The reason of a rank that aborts may arrive on the host group this long after the executor's
 // error.
 constexpr std::chrono::seconds kReasonTime{1};
@@ -91,6 +94,14 @@ void Watchdog::end(const std::exception_ptr& error) noexcept {
 }
 
 std::optional<Error> Watchdog::lost(const Entry& oldest) {
+  // A kernel of ours that waits for a lost rank reports nothing, and an idle host group finds out
+  // through heartbeats only.
+  if (oldest.peer == kAllPeers && oldest.deadline.elapsed_s() >= kUsualTime.count()) {
+    try {
+      host_.check_for_failures({});
+    } catch (const Error&) {  // now in the status
+    }
+  }
   const group::Status now = host_.status();
   if (!now.broken.empty()) {
     if (!lost_for_long()) return std::nullopt;

@@ -11,7 +11,7 @@ import contextlib
 import functools
 import logging
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from pycomm import _core, config
 from pycomm._core_api import arrays, devices, nccl
@@ -40,6 +40,14 @@ SENT_BY = {
 }
 
 
+class Options(NamedTuple):
+    """How a device group sends arrays, as of pycomm.Group."""
+
+    channels: int
+    internode_transport: str
+    symmetric_memory: bool
+
+
 class _Source:
     """The module that provides devices."""
 
@@ -60,8 +68,10 @@ def core(group: Group, device: Device, call: _core.Call) -> _core.Collectives:
         return group.core
     found = group._devices.get(device.index)
     if found is None:
-        transport = group.cuda_channels, group.cuda_internode_transport
-        found = _make(group.core._capsule(), device.index, group._timeout_s, *transport)
+        options = Options(
+            group.cuda_channels, group.cuda_internode_transport, group.cuda_symmetric_memory
+        )
+        found = _make(group.core._capsule(), device.index, group._timeout_s, options)
         group._devices[device.index] = found
     if not found.formed and call.operation not in MESSAGES:
         _form(found, device.index, call.timeout_s or group._timeout_s)
@@ -69,12 +79,13 @@ def core(group: Group, device: Device, call: _core.Call) -> _core.Collectives:
 
 
 def on_device(
-    host: object, kind: str, index: int, timeout_s: float, channels: int, internode_transport: str
+    host: object, kind: str, index: int, timeout_s: float, *options: Any
 ) -> tuple[object, Callable[[float], None]]:
     """The same for torch, which connects the ranks with the second result, within a limit in
     seconds.
 
-    `host` and the first result are capsules of groups; `kind` is torch's device type.
+    `host` and the first result are capsules of groups; `kind` is torch's device type; `options` are
+    the fields of Options.
 
     Raises:
         Unsupported: also for devices of another kind.
@@ -83,7 +94,7 @@ def on_device(
         raise Unsupported(
             f"tensors on {kind} are not supported: move them to host memory or a CUDA device"
         )
-    made = _make(host, index, timeout_s, channels, internode_transport)
+    made = _make(host, index, timeout_s, Options(*options))
     return made._capsule(), functools.partial(_form, made, index)
 
 
@@ -109,15 +120,9 @@ def check_internode_transport(transport: str) -> None:
         )
 
 
-def _make(
-    host: object,
-    index: int,
-    timeout_s: float,
-    channels: int,
-    internode_transport: str,
-) -> _core.Collectives:
-    check_channels(channels)
-    check_internode_transport(internode_transport)
+def _make(host: object, index: int, timeout_s: float, options: Options) -> _core.Collectives:
+    check_channels(options.channels)
+    check_internode_transport(options.internode_transport)
     module = devices.cuda_module() if _Source.module is None else _Source.module
     opened = module.open_device(index)
     library: Any = None
@@ -127,9 +132,13 @@ def _make(
     except Unsupported as error:  # ranks that share a GPU need no NCCL: _core decides
         why_none = str(error)
     shares = config.nccl_shares_gpus()
-    transport = channels, internode_transport == "nccl"
+    given = (
+        options.channels,
+        options.internode_transport == "nccl",
+        bool(options.symmetric_memory),
+    )
     capsule = library and library._capsule()
-    made = _core.on_device(host, opened, capsule, why_none, shares, transport, timeout_s)
+    made = _core.on_device(host, opened, capsule, why_none, shares, given, timeout_s)
     logger = logging.getLogger("pycomm")
     if logger.isEnabledFor(logging.INFO):
         logger.info(

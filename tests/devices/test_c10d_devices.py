@@ -446,19 +446,22 @@ def _options(at: Any) -> None:
 
     device_groups._make = noted
     try:
-        requested = torch_backend.Options(cuda_channels=2, cuda_internode_transport="tcp")
+        requested = torch_backend.Options(
+            cuda_channels=2, cuda_internode_transport="tcp", cuda_symmetric_memory=False
+        )
         both = "cpu:pycomm,privateuseone:pycomm"
         group = dist.new_group(backend=both, pg_options=requested)
         x = torch.ones(10, device=at.device)
         dist.all_reduce(x, group=group)
         options = copy.deepcopy(group._get_backend(at.device).options)
         assert (options.cuda_channels, options.cuda_internode_transport) == (2, "tcp")
+        assert not options.cuda_symmetric_memory
         part = group.split_group(list(range(group.size())), opts=options, group_name="part")
         part.allreduce([x]).wait()
         assert (x.cpu() == group.size() ** 2).all()
     finally:
         device_groups._make = plain
-    assert met == [(2, "tcp"), (2, "tcp")]
+    assert met == [(device_groups.Options(2, "tcp", False),)] * 2
     with pytest.raises(errors.InvalidArgument, match=r"got 'udp', expected one of 'nccl', 'tcp'"):
         torch_backend.Options(cuda_internode_transport="udp")
     with pytest.raises(errors.InvalidArgument, match="cuda_channels: got 0"):
