@@ -40,6 +40,7 @@ class UpdateCompressor(ABC, Generic[Received]):
     Attributes:
         sent_bytes: bytes that this rank sent in the last exchange, without headers of frames.
         decay: for each parameter, the factor of the shared one at the next commit.
+        settings: further numbers that must be the same on all ranks.
         skipped: all ranks skip this step.
 
     Raises:
@@ -58,6 +59,7 @@ class UpdateCompressor(ABC, Generic[Received]):
         self._described = repr(options).encode()
         self.sent_bytes = 0
         self.decay = [1.0] * len(self._parameters)
+        self.settings: list[float] = []
         self.skipped = False
 
     @property
@@ -83,7 +85,8 @@ class UpdateCompressor(ABC, Generic[Received]):
         residuals.
 
         Args:
-            step: its number, which must be the same on all ranks, as `decay` and the options.
+            step: its number, which must be the same on all ranks, as `decay`, `settings` and the
+                options.
 
         Raises:
             Mismatch: on all ranks, if ranks differ in their step, decay or options.
@@ -149,7 +152,8 @@ class UpdateCompressor(ABC, Generic[Received]):
 
     def _check_word(self, step: int) -> Tensor:
         """Bytes that must be equal on all ranks."""
-        values = struct.pack(f"q{len(self.decay)}d", step, *self.decay)
+        numbers = [*self.decay, *self.settings]
+        values = struct.pack(f"q{len(numbers)}d", step, *numbers)
         word = struct.pack("I", zlib.crc32(values + self._described))
         return torch.frombuffer(bytearray(word), dtype=torch.uint8)
 

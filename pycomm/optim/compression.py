@@ -16,7 +16,16 @@ from pycomm.compress.updates import UpdateCompressor
 from pycomm.errors import InvalidArgument
 from pycomm.group import Group
 
-__all__ = ["update_compressor", "warn_about_momentum"]
+__all__ = ["check_schedule", "update_compressor", "warn_about_momentum"]
+
+
+def check_schedule(rule: str, momentum: str) -> None:
+    """Raises InvalidArgument unless compression knows this schedule of LocalSGD."""
+    if (rule, momentum) != ("paddle", "local"):
+        raise InvalidArgument(
+            f'compression: got rule={rule!r} and momentum={momentum!r}, expected "paddle" and '
+            '"local"'
+        )
 
 
 def update_compressor(

@@ -31,7 +31,8 @@ from pycomm.default_group import default
 from pycomm.elastic import ShrinkResult, most_advanced_rank, shrink_result
 from pycomm.errors import InvalidArgument
 from pycomm.group import Group
-from pycomm.optim.compression import update_compressor, warn_about_momentum
+from pycomm.optim.compression import check_schedule, update_compressor, warn_about_momentum
+from pycomm.optim.muon import MuonMatrices
 from pycomm.optim.weight_decay import multiply_factors, without_decay
 
 __all__ = ["LocalSGD"]
@@ -73,6 +74,9 @@ class LocalSGD:
             and momentum "local".
         clip_norm: C: the gradient of each of N ranks is clipped to a norm of C sqrt(N), all
             parameters together; averaged gradients to C. None: no clipping.
+        muon: a torch.optim.Muon over some matrices; `optimizer` has all other parameters. The
+            matrices' gradients are scaled and compressed; Muon steps with their mean, on all ranks
+            alike. Needs `compression`, k_steps=1, no outer, and float32 parameters.
 
     Attributes:
         step_count: steps so far, including skipped ones.
@@ -103,6 +107,7 @@ class LocalSGD:
         *,
         compression: TopK | Quantize | None = None,
         clip_norm: float | None = None,
+        muon: torch.optim.Optimizer | None = None,
     ) -> None:
         _check(model, optimizer, momentum)
         if k_steps < 1 or begin_step < 1:
@@ -112,11 +117,10 @@ class LocalSGD:
             )
         if rule not in ("paddle", "torch"):
             raise InvalidArgument(f'invalid rule: got {rule!r}, expected "paddle" or "torch"')
-        if compression is not None and (rule, momentum) != ("paddle", "local"):
-            raise InvalidArgument(
-                f'compression: got rule={rule!r} and momentum={momentum!r}, expected "paddle" and '
-                '"local"'
-            )
+        if compression is not None:
+            check_schedule(rule, momentum)
+        if muon is not None and (compression is None or k_steps != 1 or outer is not None):
+            raise InvalidArgument("LocalSGD: muon needs compression, k_steps=1 and no outer")
         if clip_norm is not None and not clip_norm > 0:
             raise InvalidArgument(f"invalid clip_norm: got {clip_norm}, expected above 0, or None")
         self.optimizer, self.outer = optimizer, outer
@@ -134,6 +138,7 @@ class LocalSGD:
                 compression, self._parameters, self._snapshot, self._group
             )
             warn_about_momentum(optimizer, self._compressor.ratio)
+        self._muon = None if muon is None else MuonMatrices(muon, optimizer, self._parameters)
 
     @property
     def _gradients_first(self) -> bool:
@@ -143,12 +148,17 @@ class LocalSGD:
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The optimizer's parameter groups, which GradScaler reads."""
-        return self.optimizer.param_groups
+        """The optimizers' parameter groups, which GradScaler reads."""
+        return [group for optimizer in self._optimizers for group in optimizer.param_groups]
+
+    @property
+    def _optimizers(self) -> list[torch.optim.Optimizer]:
+        return [self.optimizer] if self._muon is None else [self.optimizer, self._muon.optimizer]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Calls the optimizer's zero_grad()."""
-        self.optimizer.zero_grad(set_to_none)
+        """Calls zero_grad() of the optimizers."""
+        for optimizer in self._optimizers:
+            optimizer.zero_grad(set_to_none)
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """One step of this rank; averages if this step is due.
@@ -215,6 +225,8 @@ class LocalSGD:
             outside = without_decay(self.optimizer) if compressor is not None else None
             with outside or contextlib.nullcontext():
                 result = self.optimizer.step(closure)
+            if self._muon is not None:
+                self._muon.local_step()
         if compressor is not None:
             compressor.skipped = together and skip
             if not compressor.skipped:
@@ -253,7 +265,9 @@ class LocalSGD:
             PeerLost, Timeout, Mismatch: errors of the exchange.
         """
         if self._compressor is not None:
-            self._average_compressed(self._compressor)
+            stepped = self.last_sync < self.step_count and not self._compressor.skipped
+            if self._muon is None or stepped:  # Muon must not step without new gradients
+                self._average_compressed(self._compressor)
             return
         others = [*self._momenta(), *self._buffers]
         deltas = [s - p.detach() for s, p in zip(self._snapshot, self._parameters, strict=True)]
@@ -270,13 +284,17 @@ class LocalSGD:
     def _average_compressed(self, compressor: UpdateCompressor[Any]) -> None:
         """The same with compressed updates. If it fails, the parameters are the snapshot, and the
         updates are in the residual."""
+        compressor.settings = [] if self._muon is None else self._muon.settings
         with contextlib.ExitStack() as ending:
             with compressor.exchange(self.step_count) as received:
                 buffers = coalesced.average(self._buffers, self._group) if self._buffers else []
                 ending.enter_context(defer_sigint())
             for buffer, mean in zip(self._buffers, buffers, strict=True):
                 buffer.copy_(mean)
-            if self.outer is not None and self.step_count > self._begin:
+            if self._muon is not None:
+                self._muon.step(self._snapshot, compressor.means(received))
+                compressor.commit_outer()
+            elif self.outer is not None and self.step_count > self._begin:
                 self._step_outer(compressor.means(received))
                 compressor.commit_outer()
             else:
@@ -316,7 +334,8 @@ class LocalSGD:
         parameters if this rank missed that average."""
         coalesced.bcast_list_(self._snapshot, src, self._group)
         together = self._gradients_first and last <= self._begin  # gradients are averaged so far
-        for optimizer in (self.optimizer if together else None, self.outer):
+        muon = None if self._muon is None else self._muon.optimizer
+        for optimizer in (self.optimizer if together else None, self.outer, muon):
             if optimizer is not None:
                 state = coalesced.bcast_value(optimizer.state_dict(), src, self._group)
                 optimizer.load_state_dict(state)
@@ -382,7 +401,8 @@ class LocalSGD:
 
         With compression it also has version, rank, size, decay (by parameter, the factor of the
         snapshot since the last average), and residual: by parameter, float32 [elements]. With
-        Quantize also owner_residual, by parameter, of the elements that this rank owns.
+        Quantize also owner_residual, by parameter, of the elements that this rank owns. With muon
+        also its state, and mean_squares, float64 [matrices, 2]: of the gradients of this rank.
         """
         state = {
             "step_count": self.step_count,
@@ -399,6 +419,8 @@ class LocalSGD:
                 "decay": list(self._compressor.decay),
                 **self._compressor.save(),
             }
+        if self._muon is not None:
+            state |= self._muon.save()
         return state
 
     def gather_state(self, dst: int = 0) -> dict[str, Any] | None:
@@ -419,17 +441,20 @@ class LocalSGD:
         if self._compressor is None:
             raise InvalidArgument("LocalSGD.gather_state() is for states with compression")
         found, size = self._compressor.gather(dst), self._group.size
-        if found is None:
+        other = [{}] * size if self._muon is None else self._muon.gather(self._group, dst)
+        if found is None or other is None:
             return None
         mine = self.state_dict()
-        ranks = [dict(mine, rank=rank, **one) for rank, one in enumerate(found)]
+        parts = enumerate(zip(found, other, strict=True))
+        ranks = [mine | {"rank": rank} | one | more for rank, (one, more) in parts]
         return {"version": VERSION, "size": size, "ranks": ranks}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restores a state. Load the model and the optimizer of the same step too.
 
         With compression, each rank loads its own state, or the result of gather_state(). At another
-        number of ranks each rank takes the mean residual of the saved ranks.
+        number of ranks each rank takes the mean residual of the saved ranks, and with muon the mean
+        of their mean_squares.
 
         Args:
             state: from state_dict() of this class, with an outer optimizer if this one has one.
@@ -450,6 +475,8 @@ class LocalSGD:
             )
         if self._compressor is not None:
             self._compressor.load(sources)
+        if self._muon is not None:
+            self._muon.load(sources)
         for mine, saved in zip(self._snapshot, state["snapshot"], strict=True):
             mine.copy_(saved)
         self.step_count, self.last_sync = state["step_count"], state["last_sync"]

@@ -1,0 +1,229 @@
+"""LocalSGD with Muon for matrices: the formulas, equal replicas, faults and states."""
+
+import copy
+import itertools
+import math
+from typing import Any
+
+import pytest
+import torch
+from small_models import batch, equal, parameters, perceptron, step_on
+from torch import Tensor, nn
+from torch.nn import functional as F
+from update_training import FEW_BITS, SMALL, Compression, residuals
+
+import pycomm
+from pycomm import TopK
+from pycomm._training.coalesced import bcast_value
+from pycomm.errors import Error, InvalidArgument, Mismatch, Unsupported
+from pycomm.testing import run_ranks
+
+BOTH = pytest.mark.parametrize("compression", [SMALL, FEW_BITS], ids=["topk", "quantize"])
+EXACT = TopK(density=1, value_dtype="float32")
+
+
+def matrices(model: nn.Module) -> list[nn.Parameter]:
+    return [p for p in model.parameters() if p.dim() == 2]
+
+
+def muon_of(model: nn.Module, **options: Any) -> torch.optim.Muon:
+    return torch.optim.Muon(matrices(model), **{"lr": 0.02, "weight_decay": 0.1, **options})
+
+
+def rest_of(model: nn.Module) -> torch.optim.AdamW:
+    rest = [p for p in model.parameters() if p.dim() != 2]
+    return torch.optim.AdamW(rest, lr=0.01, betas=(0.0, 0.99), weight_decay=0.1)
+
+
+def local_of(model: nn.Module, compression: Compression, **options: Any) -> pycomm.LocalSGD:
+    given = {"muon": muon_of(model), **options}
+    return pycomm.LocalSGD(model, rest_of(model), compression=compression, **given)
+
+
+def test_the_formulas() -> None:
+    """All values of full precision: Muon on the mean of scaled gradients, AdamW's mean update. The
+    gradients of rank 1 are ten times as large."""
+
+    def program(group: pycomm.Group) -> tuple[list[Tensor], list[Tensor]]:
+        model, twin = perceptron(), perceptron()
+        local = local_of(model, EXACT)
+        muon, rest = muon_of(twin), rest_of(twin)
+        squares = [0.0] * 3
+        for step in range(1, 5):
+            x, y = batch(group.rank, step)
+            for one, optimizer in ((model, local), (twin, None)):
+                one.zero_grad()
+                (F.mse_loss(one(x), y) * (1 + 9 * group.rank)).backward()
+                if optimizer:
+                    optimizer.step()
+            for i, p in enumerate(matrices(twin)):
+                squares[i] = 0.99 * squares[i] + 0.01 * float(p.grad.square().mean())
+                rms = math.sqrt(squares[i] / (1 - 0.99**step))
+                p.grad = pycomm.all_reduce(0.02 * p.grad / rms, "avg")
+            muon.step()
+            rest.step()
+            for p in twin.parameters():
+                if p.dim() != 2:
+                    p.data.copy_(pycomm.all_reduce(p.detach().clone(), "avg"))
+        return parameters(model), parameters(twin)
+
+    start = parameters(perceptron())
+    for pair in run_ranks(2, program):
+        for old, found, wanted in zip(start, *pair, strict=True):  # Muon computes in bfloat16
+            assert float((found - wanted).norm()) < 0.05 * float((wanted - old).norm())
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@BOTH
+def test_replicas_are_equal(ranks: int, compression: Compression) -> None:
+    """After every step, which keeps the gradients. An average without a step changes nothing."""
+
+    def program(group: pycomm.Group) -> list[list[Tensor]]:
+        model = perceptron(group.rank)
+        local = local_of(model, compression)
+        seen = []
+        for step in range(5):
+            local.zero_grad()
+            x, y = batch(group.rank, step)
+            F.mse_loss(model(x), y).backward()
+            gradient = [p.grad.clone() for p in model.parameters()]
+            local.step()
+            seen.append(parameters(model))
+            local.average()
+            assert equal(seen[-1], parameters(model))
+            assert equal(gradient, [p.grad for p in model.parameters()])
+        assert not any(equal(a, b) for a, b in itertools.pairwise(seen))
+        assert any(bool(e.any()) for e in residuals(local))
+        return seen
+
+    first, *others = run_ranks(ranks, program)
+    for other in others:
+        assert all(equal(a, b) for a, b in zip(first, other, strict=True))
+
+
+@BOTH
+def test_an_overflow_skips_the_step_everywhere(compression: Compression) -> None:
+    def program(group: pycomm.Group) -> list[Tensor]:
+        model = perceptron()
+        local = local_of(model, compression)
+        scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+        for step in range(4):
+            before = parameters(model), residuals(local), copy.deepcopy(local.state_dict())
+            local.zero_grad()
+            x, y = batch(group.rank, step)
+            loss = F.mse_loss(model(x), y)
+            scaler.scale(loss * math.inf if group.rank == 1 and step == 2 else loss).backward()
+            scaler.step(local)
+            scaler.update()
+            assert equal(before[0], parameters(model)) == (step == 2)
+            assert equal(before[1], residuals(local)) == (step == 2)
+            same = torch.equal(before[2]["mean_squares"], local.state_dict()["mean_squares"])
+            assert same == (step == 2)
+        return parameters(model)
+
+    assert equal(*run_ranks(2, program))
+
+
+@BOTH
+def test_a_failed_exchange_sends_nothing(compression: Compression) -> None:
+    """Parameters and Muon's momentum stay; the scaled gradient is in the residual."""
+
+    def program(group: pycomm.Group) -> None:
+        model = perceptron()
+        local = local_of(model, compression)
+        step_on(model, batch(group.rank, 0), local)
+        before, rest = parameters(model), residuals(local)
+        muon = copy.deepcopy(local.state_dict()["muon"])
+        pycomm.barrier()
+        if group.rank == 0:
+            group.abort("a rank is lost")
+        with pytest.raises(Error):
+            step_on(model, batch(group.rank, 1), local)
+        assert equal(before, parameters(model))
+        state = local.state_dict()
+        for mine, saved in zip(
+            state["muon"]["state"].values(), muon["state"].values(), strict=True
+        ):
+            assert torch.equal(mine["momentum_buffer"], saved["momentum_buffer"])
+        scaled = list(model.parameters())
+        places = [i for i, p in enumerate(scaled) if p.dim() == 2]
+        for row, place in zip(state["mean_squares"], places, strict=True):
+            update = 0.02 * scaled[place].grad / float(row[0] / row[1]) ** 0.5
+            torch.testing.assert_close(
+                residuals(local)[place], rest[place] + update.flatten(), rtol=1e-4, atol=1e-6
+            )
+
+    results = run_ranks(2, program, return_exceptions=True)
+    assert all(isinstance(result, (Error, type(None))) for result in results), results
+    assert None in results
+
+
+@BOTH
+@pytest.mark.parametrize("gathered", [False, True])
+def test_resume_is_bitwise(compression: Compression, gathered: bool) -> None:
+    def program(group: pycomm.Group) -> None:
+        def run(steps: range, states: Any = None) -> tuple[list[Tensor], Any]:
+            model = perceptron(3)
+            rest = rest_of(model)
+            local = pycomm.LocalSGD(model, rest, compression=compression, muon=muon_of(model))
+            for one, saved in zip((model, rest, local), copy.deepcopy(states or ()), strict=False):
+                one.load_state_dict(saved)
+            for step in steps:
+                step_on(model, batch(group.rank, step), local)
+            whole = local.gather_state()
+            whole = bcast_value(whole, 0, group) if gathered else local.state_dict()
+            return parameters(model), [model.state_dict(), rest.state_dict(), whole]
+
+        whole, _ = run(range(6))
+        _, states = run(range(3))
+        resumed, _ = run(range(3, 6), states)
+        assert equal(whole, resumed)
+
+    run_ranks(2, program)
+
+
+def test_another_number_of_ranks_takes_the_mean_square() -> None:
+    def trained(group: pycomm.Group) -> Any:
+        model = perceptron()
+        local = local_of(model, SMALL)
+        for step in range(3):
+            step_on(model, batch(group.rank, step), local)
+        return local.gather_state(), local.state_dict()["mean_squares"]
+
+    results = run_ranks(4, trained)
+    whole = results[0][0]
+    mean = torch.stack([row for _, row in results]).mean(0)
+    assert not torch.equal(results[0][1], results[1][1])
+
+    def loaded(group: pycomm.Group) -> None:
+        model = perceptron()
+        local = local_of(model, SMALL)
+        local.load_state_dict(copy.deepcopy(whole))
+        torch.testing.assert_close(local.state_dict()["mean_squares"], mean)
+        with pytest.raises(InvalidArgument, match="got 2 matrices of Muon, expected 3"):
+            local.load_state_dict(
+                {**local.state_dict(), "mean_squares": torch.zeros(2, 2, dtype=torch.float64)}
+            )
+
+    run_ranks(2, loaded)
+
+
+def test_bad_arguments() -> None:
+    def program(group: pycomm.Group) -> None:
+        model = perceptron()
+        rest = rest_of(model)
+        for wrong in ({"compression": None}, {"k_steps": 2}, {"outer": rest_of(model)}):
+            with pytest.raises(InvalidArgument, match="muon needs compression, k_steps=1"):
+                local_of(model, **{"compression": SMALL, **wrong})
+        every = torch.optim.AdamW(model.parameters(), betas=(0.0, 0.99))
+        with pytest.raises(InvalidArgument, match="in both optimizers"):
+            pycomm.LocalSGD(model, every, compression=SMALL, muon=muon_of(model))
+        with pytest.raises(InvalidArgument, match="no parameter of the model"):
+            pycomm.LocalSGD(model, rest, compression=SMALL, muon=muon_of(perceptron()))
+        with pytest.raises(Unsupported, match="expected float32"):
+            local_of(perceptron().bfloat16(), SMALL)
+        uneven = local_of(model, SMALL, muon=muon_of(model, lr=0.01 * (1 + group.rank)))
+        with pytest.raises(Mismatch, match="learning rate"):
+            step_on(model, batch(group.rank, 0), uneven)
+
+    run_ranks(2, program)
