@@ -1,4 +1,4 @@
-"""Training that goes on after ranks were lost: the agreed step, and the state of new ranks."""
+"""Training that continues after ranks were lost: the agreed step, and the state of new ranks."""
 
 from __future__ import annotations
 

@@ -167,7 +167,7 @@ class _Regrouping:
         before = self.elastic
         if before is not None:  # what applies if this attempt fails
             self.elastic = before.after(slots, dict.fromkeys(decision.joined))
-        if ended:  # before the processes that join are told
+        if ended:  # before the processes that join get an answer
             raise PeerLost(f"shrink: rank {ended[0]} ended after it was chosen", op="shrink")
         if before is not None:
             self.elastic = invite(

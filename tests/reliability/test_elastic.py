@@ -265,7 +265,7 @@ def grow_until_joined(init: Any, timeout_s: float) -> Any:
             Path(os.environ["FAILED_ONCE"]).touch()
 
 
-def test_a_group_that_nobody_joins_stays_usable(
+def test_a_group_that_no_process_joins_stays_usable(
     file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     failed = tmp_path / "failed"
@@ -379,8 +379,8 @@ def refused(init: Any, secret: str) -> str:
 def test_a_process_without_the_secret_cannot_join(file: str) -> None:
     with ElasticRun(file, 2) as run:
         run.start_ranks(lose, [1], {})
-        run.start_joiner("stranger", refused, "fedcba9876543210" * 4)
-        text = run.wait_for("stranger")["stranger"]
+        run.start_joiner("unauthenticated", refused, "fedcba9876543210" * 4)
+        text = run.wait_for("unauthenticated")["unauthenticated"]
         run.start_joiner("new", join)
         run.wait_for()
     assert "no rank of the elastic group can be reached" in text
