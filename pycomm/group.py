@@ -64,8 +64,8 @@ class Group:
         "core",
         "cuda_channels",
         "cuda_internode_transport",
-        "joined",
         "cuda_symmetric_memory",
+        "joined",
     )
 
     def __init__(
