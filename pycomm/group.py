@@ -78,7 +78,7 @@ class Group:
         self._store, self._timeout_s = store, timeout_s
         self._aborted: str | None = None  # the reason
         self.cuda_channels, self.cuda_internode_transport = 1, "nccl"
-        self.cuda_symmetric_memory = True
+        self.cuda_symmetric_memory = False
         self._subgroups: list[weakref.ref[Group]] = []  # made by split()
         self._elastic: Elastic | None = None
         self.joined: list[int] = []

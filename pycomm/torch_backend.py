@@ -53,7 +53,7 @@ def Options(  # noqa: N802 - as torch's
     cuda_channels: int = 1,
     cuda_internode_transport: str = "nccl",
     encrypt: bool | None = None,
-    cuda_symmetric_memory: bool = True,
+    cuda_symmetric_memory: bool = False,
 ) -> compiled.Options:
     """Options of a group, for `init_process_group(pg_options=...)` and `new_group`.
 

@@ -61,7 +61,7 @@ PYBIND11_MODULE(BACKEND_MODULE, module) {
            }),
            py::arg("timeout") = milliseconds(kBackendDefaultTimeout), py::arg("cuda_channels") = 1,
            py::arg("cuda_internode_transport") = "nccl", py::arg("encrypt") = py::none(),
-           py::arg("cuda_symmetric_memory") = true)
+           py::arg("cuda_symmetric_memory") = false)
       .def_property_readonly("encrypt", [](const Options& o) { return o.encrypt; })
       .def_property_readonly("cuda_channels", [](const Options& o) { return o.devices.channels; })
       .def_property_readonly("cuda_internode_transport",

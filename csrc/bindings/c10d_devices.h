@@ -144,7 +144,7 @@ class DeviceCompletions {
 struct DeviceOptions {
   int channels = 1;
   std::string internode_transport = "nccl";
-  bool symmetric_memory = true;
+  bool symmetric_memory = false;
 };
 
 // A backend's group and completion stream for one device.

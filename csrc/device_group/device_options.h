@@ -13,7 +13,7 @@ namespace pycomm::device_group {
 struct DeviceOptions {
   int channels = 1;                // channels for large arrays, 1 to 255
   bool nccl_between_hosts = true;  // false: TCP through host memory
-  bool symmetric_memory = true;    // of the ranks of one host
+  bool symmetric_memory = false;   // of the ranks of one host; off until it has run on GPUs
 };
 
 // What one rank needs to form a device group.

@@ -14,7 +14,7 @@ class Options(_C10dBackend.Options):
         cuda_channels: int = 1,
         cuda_internode_transport: str = "nccl",
         encrypt: bool | None = None,
-        cuda_symmetric_memory: bool = True,
+        cuda_symmetric_memory: bool = False,
     ) -> None: ...
     @property
     def cuda_channels(self) -> int: ...

@@ -447,7 +447,7 @@ def _options(at: Any) -> None:
     device_groups._make = noted
     try:
         requested = torch_backend.Options(
-            cuda_channels=2, cuda_internode_transport="tcp", cuda_symmetric_memory=False
+            cuda_channels=2, cuda_internode_transport="tcp", cuda_symmetric_memory=True
         )
         both = "cpu:pycomm,privateuseone:pycomm"
         group = dist.new_group(backend=both, pg_options=requested)
@@ -455,7 +455,7 @@ def _options(at: Any) -> None:
         dist.all_reduce(x, group=group)
         options = copy.deepcopy(group._get_backend(at.device).options)
         assert (options.cuda_channels, options.cuda_internode_transport) == (2, "tcp")
-        assert not options.cuda_symmetric_memory
+        assert options.cuda_symmetric_memory
         part = group.split_group(list(range(group.size())), opts=options, group_name="part")
         part.allreduce([x]).wait()
         assert (x.cpu() == group.size() ** 2).all()

@@ -59,7 +59,7 @@ def test_a_call_that_hangs_on_a_device_is_named_and_ended(machine):
     went_on.clear()
     ranks = machine.run(2, stuck)
     for text in (text for messages in ranks for text in messages):
-        assert f"all_reduce(float32, count 100, sum, {machine.small}, on CUDA devices)" in text
+        assert f"all_reduce(float32, count 100, sum, {machine.own}, on CUDA devices)" in text
     # The first rank past the limit aborts the communicator, which may be what the other rank sees.
     late = "did not complete on the device within 1"
     assert any(all(late in text for text in messages) for messages in ranks), ranks

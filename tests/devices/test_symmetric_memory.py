@@ -28,6 +28,13 @@ def options_of(processes: bool) -> dict[str, Any]:
     return {"processes": True, "transport": ""} if processes else {}
 
 
+def turned_on(group: pycomm.Group, device: Any, body: Any, *args: Any) -> Any:
+    """Calls `body` in a group that may use it."""
+    assert not group.cuda_symmetric_memory
+    group.cuda_symmetric_memory = True
+    return body(group, device, *args)
+
+
 def same_bits(group: pycomm.Group, device: Any) -> None:
     """In a group whose sums in host memory are in rank order."""
 
@@ -54,7 +61,7 @@ def same_bits(group: pycomm.Group, device: Any) -> None:
 @BOTH
 @on("emulated", "cuda")
 def test_the_bits_are_those_of_the_host_in_rank_order(machine, processes):
-    machine.run(3, same_bits, reproducible=True, **options_of(processes))
+    machine.run(3, turned_on, same_bits, reproducible=True, **options_of(processes))
 
 
 def choices(group: pycomm.Group, device: Any, enabled: bool) -> list[tuple[str, int, int]]:
@@ -106,7 +113,7 @@ def refused(group: pycomm.Group, device: Any, shared: bool) -> None:
 
 @on("emulated", "emulated, shared", "cuda")
 def test_calls_that_cannot_use_it_raise(machine):
-    machine.run(2, refused, machine.shared)
+    machine.run(2, turned_on, refused, machine.shared)
 
 
 def without_access(group: pycomm.Group, device: Any) -> str:
@@ -122,7 +129,7 @@ def without_access(group: pycomm.Group, device: Any) -> str:
 
 @on("emulated")
 def test_a_rank_without_access_to_its_peers_is_named_and_nccl_used(machine):
-    texts = machine.run(3, without_access, processes=True, transport="")
+    texts = machine.run(3, turned_on, without_access, processes=True, transport="")
     assert all("not available: rank 1: cudaIpcOpenMemHandle: " in text for text in texts), texts
 
 
@@ -146,7 +153,7 @@ def repeats(group: pycomm.Group, device: Any) -> None:
 
 @on("emulated", "cuda")
 def test_a_graph_repeats_it_between_other_calls(machine):
-    machine.run(3, repeats, reproducible=True)
+    machine.run(3, turned_on, repeats, reproducible=True)
 
 
 def killed(group: pycomm.Group, device: Any) -> tuple[str, bytes]:
@@ -169,7 +176,7 @@ def killed(group: pycomm.Group, device: Any) -> tuple[str, bytes]:
 @on("emulated")  # until the test releases it: a GPU's delay ends by itself
 def test_a_kernel_that_waits_for_a_lost_rank_ends_without_a_result(machine):
     options = {**options_of(True), "return_exceptions": True, "exit_timeout_s": 60.0}
-    *living, dead = machine.run(3, killed, **options)
+    *living, dead = machine.run(3, turned_on, killed, **options)
     assert isinstance(dead, errors.PeerLost)
     for found in living:
         assert isinstance(found, tuple), found
@@ -193,4 +200,4 @@ def many_groups(group: pycomm.Group, device: Any) -> None:
 @BOTH
 @on("emulated", "cuda")
 def test_groups_share_a_pool_of_regions(machine, processes):
-    machine.run(3, many_groups, **options_of(processes))
+    machine.run(3, turned_on, many_groups, **options_of(processes))

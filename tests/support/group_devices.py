@@ -140,8 +140,6 @@ class Machine:
         self.own = (
             "host_staged" if self.shared else "nccl"
         )  # the transport of a call without an algorithm
-        # The algorithm of an all_reduce of a small array between emulated devices.
-        self.small = self.own if self.shared else "symmetric_memory"
         self._stack = ExitStack()
 
     def __enter__(self) -> Machine:
