@@ -7,13 +7,14 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 import pycomm
 from pycomm import _core, errors
-from pycomm._bootstrap import elastic_store
+from pycomm._bootstrap import elastic_store, shrink
 from pycomm._bootstrap.elastic_store import Elastic, Server, StoreMoved, SurvivingStore
 from pycomm._bootstrap.joining import Joiners, invite, write_request
 
@@ -51,6 +52,22 @@ def test_the_store_of_the_next_rank_is_used_after_the_first_ended() -> None:
             store.add("n", 1)
         with pytest.raises(errors.PeerLost, match="can be reached"):
             store.add("n", 1)
+
+
+def test_a_decision_is_repeated_in_the_store_of_the_next_rank() -> None:
+    """For ranks that had not read it when the rank that served the store ended."""
+    core: Any = SimpleNamespace(name="world", rank=0, size=2, ranks=[0, 1], lost=lambda: [1])
+    with servers(2) as (addresses, served):
+        store: Any = SurvivingStore(addresses, KEY)
+        regrouping = shrink._Regrouping(core, store, [None, -1], time.monotonic() + 60)
+        assert regrouping._elect().survivors == [0]  # rank 1's process ended
+        regrouping._name, regrouping._members = "world~1", [0]
+        served[0] = None
+        with pytest.raises(StoreMoved):
+            regrouping._elect()
+        assert regrouping._elect().survivors == [0]
+        assert served[1].get("world/shrink/decided", 0.0) == b"0"
+        assert served[1].get("world~1/shrink/decided", 0.0) == b"0"
 
 
 def test_ranks_of_earlier_generations_serve_first() -> None:
