@@ -368,7 +368,7 @@ ROWS: dict[str, tuple[Row, ...]] = {
             "allreduce allreduce_ Average Sum",
         ),
         Row("`hvd.SyncBatchNorm(channels)`", "`pycomm.SyncBatchNorm(channels)`"),
-        Row("`hvd.join()`", "`with model.join():`", "", "join"),
+        Row("`hvd.join()`", "`with model.join():`"),
         Row("`backward_passes_per_step`", "`with model.no_sync():`"),
         Row(
             "`horovodrun -np 4 -H a:2,b:2`",
@@ -377,7 +377,7 @@ ROWS: dict[str, tuple[Row, ...]] = {
         ),
         Row(
             "elastic training",
-            "torchrun's restarts, or `group.shrink()`",
+            "torchrun's restarts, `group.shrink()` or `group.replace()`",
             "see [rank failures](training.md#rank-failures)",
         ),
     ),
