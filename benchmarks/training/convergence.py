@@ -160,28 +160,21 @@ def rank_runs(
     workload, model = WORKLOADS[names[0]], models[group.rank]
     method = METHODS[names[1]]
     adaptive = method.adaptive
-    optimizer: torch.optim.Optimizer
-    if adaptive is None:
-        optimizer = torch.optim.SGD(
-            model.parameters(), lr=0.0, momentum=0.9, weight_decay=workload.weight_decay
-        )
-    elif adaptive.kind == "soap":
-        optimizer = SOAP(model.parameters(), adaptive.betas)
-    else:
-        optimizer = torch.optim.AdamW(model.parameters(), 0.0, adaptive.betas, weight_decay=0.0)
-    parallel = _parallel(group, model, optimizer, workload, method, steps)
+    optimizers = _optimizers(model, workload, method)
+    parallel = _parallel(group, model, optimizers, workload, method, steps)
     random = torch.Generator().manual_seed(1000 * seed + group.rank)
     losses: list[float] = []
     sent: list[int] = []
     for step in range(steps):
-        for parameters in optimizer.param_groups:
-            parameters["lr"] = (
-                workload.rate_at(step, steps)
-                if adaptive is None
-                else adaptive.rate_at(workload.name, step, steps)
-            )
+        rate = (
+            workload.rate_at(step, steps)
+            if adaptive is None
+            else adaptive.rate_at(workload.name, step, steps)
+        )
+        for parameters in [group for one in optimizers for group in one.param_groups]:
+            parameters["lr"] = rate
         loss = workload.loss(parallel.forward, *workload.batch(group.size, random))
-        optimizer.zero_grad()
+        model.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]  # torch's own
         parallel.step(loss.detach())
         losses.append(loss.item())
@@ -190,16 +183,36 @@ def rank_runs(
     return losses, sent, nn.utils.parameters_to_vector(model.parameters()).detach()
 
 
+def _optimizers(
+    model: nn.Module, workload: Workload, method: Method
+) -> list[torch.optim.Optimizer]:
+    """One optimizer; of Muon, the one of all other parameters first."""
+    adaptive = method.adaptive
+    if adaptive is None:
+        decay = workload.weight_decay
+        return [torch.optim.SGD(model.parameters(), 0.0, momentum=0.9, weight_decay=decay)]
+    if adaptive.kind == "soap":
+        return [SOAP(model.parameters(), adaptive.betas)]
+    rest = dict(model.named_parameters())
+    matrices: list[nn.Parameter] = []
+    if adaptive.kind == "muon":
+        inside = [name for name, p in rest.items() if p.ndim == 2 and name.startswith("blocks.")]
+        matrices = [rest.pop(name) for name in inside]
+    others = torch.optim.AdamW(rest.values(), 0.0, adaptive.betas, weight_decay=0.0)
+    return [others, *([torch.optim.Muon(matrices, 0.0, weight_decay=0.0)] if matrices else [])]
+
+
 def _parallel(
     group: pycomm.Group,
     model: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizers: Sequence[torch.optim.Optimizer],
     workload: Workload,
     method: Method,
     steps: int,
 ) -> _Parallel:
     whole = sum(p.nbytes for p in model.parameters())
     limit = workload.clip_norm
+    optimizer, *muon = optimizers
 
     def clip() -> None:
         if limit is not None:
@@ -217,7 +230,8 @@ def _parallel(
         averaged = lambda: whole * (local.last_sync == local.step_count)  # noqa: E731 - read as one line
         return _Parallel(model, local_step, averaged, local.average)
     if method.adaptive is not None and method.adaptive.updates is not None:
-        updates = pycomm.LocalSGD(model, optimizer, clip_norm=limit, **method.adaptive.updates)
+        options = method.adaptive.updates | ({"muon": muon[0]} if muon else {})
+        updates = pycomm.LocalSGD(model, optimizer, clip_norm=limit, **options)
 
         def sent_bytes() -> int:
             synced = updates.last_sync == updates.step_count
@@ -235,7 +249,8 @@ def _parallel(
 
         def dense_step(_: torch.Tensor) -> None:
             clip()
-            optimizer.step()
+            for one in optimizers:
+                one.step()
 
         if quantize is not None:
             gradients = pycomm.DataParallel(model, compression=quantize)

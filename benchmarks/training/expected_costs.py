@@ -73,6 +73,7 @@ LIMITS = {
     "adamw quantize 3 8": 0.015,
     "adamw quantize 3 3": 0.035,
     "adamw quantized updates 1 1": 0.04,
+    "muon topk 50": 0.05,
     "soap topk 200": 0.045,
     "soap topk 500": 0.115,
 }

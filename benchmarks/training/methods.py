@@ -32,7 +32,8 @@ class Adaptive:
     """An optimizer instead of SGD, without weight decay: dense, or with compression.
 
     Attributes:
-        kind: "adamw", "soap" or "muon"; Muon's other parameters have AdamW.
+        kind: "adamw", "soap" or "muon", which has the matrices inside of blocks; AdamW has the
+            other parameters, with the same rate.
         betas: of AdamW and SOAP.
         rates: the peak of the learning rate by workload, found by seed 0.
         updates: of LocalSGD, if updates are compressed: compression, k_steps, outer.
@@ -72,6 +73,8 @@ def _rounds(k_steps: int) -> Adaptive:
 
 
 ADAMW = Adaptive("adamw", (0.7, 0.95), {"images": 0.004, "text": 0.009})
+MUON = Adaptive("muon", (0.7, 0.95), {"images": 0.004, "text": 0.01}, reference="muon")
+MUON_TOPK = {"compression": pycomm.TopK(ratio=50)}
 SOAP_OPTIMIZER = Adaptive("soap", (0.7, 0.95), {"images": 0.004, "text": 0.006}, reference="soap")
 
 
@@ -142,6 +145,13 @@ METHODS = {
             for up, down in ((1, 8), (1, 1))
         ),
         *(Method(f"adamw topk 50 every {k} steps", adaptive=_rounds(k)) for k in (5, 30)),
+        Method("muon", adaptive=MUON),
+        Method(
+            "muon topk 50",
+            adaptive=replace(
+                MUON, betas=(0.0, 0.99), rates={"images": 0.008, "text": 0.015}, updates=MUON_TOPK
+            ),
+        ),
         Method("soap", adaptive=SOAP_OPTIMIZER),
         *(
             Method(f"soap topk {n}", adaptive=_updates(n, 0.018, "soap", "soap"))

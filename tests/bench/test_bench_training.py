@@ -213,6 +213,19 @@ def test_quantized_gradients_and_soap(tmp_path: Path) -> None:
         assert 0 < row["score"] < 6
 
 
+def test_muon_steps_the_matrices_of_blocks(tmp_path: Path) -> None:
+    dense, topk = train(tmp_path, "muon,muon topk 50")
+    assert dense["replicas_equal"]
+    assert topk["replicas_equal"]
+    assert topk["dense_mb"] / topk["sent_mb"] == pytest.approx(50, rel=0.1)
+    model = WORKLOADS["text"].model(0)
+    others, muon = convergence._optimizers(
+        model, WORKLOADS["text"], convergence.METHODS["muon topk 50"]
+    )
+    assert len(muon.param_groups[0]["params"]) == 2 * 4  # two blocks
+    assert len(others.param_groups[0]["params"]) + 8 == len(list(model.parameters()))
+
+
 def test_quantized_updates(tmp_path: Path) -> None:
     (row,) = train(tmp_path, "adamw quantized updates 1 1", "--ranks 4")
     assert row["dense_mb"] / row["sent_mb"] == pytest.approx(32, rel=0.15)
