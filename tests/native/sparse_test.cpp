@@ -436,10 +436,11 @@ const Test kQuantized{
           on_each_isa([&](const std::string& where) {
             Floats copy = x, lost = residual, out = residual;
             std::vector<std::byte> packet(kernels::quantized_bytes(blocks));
-            kernels::quantize({copy.data(), count, Dtype::float32}, blocks,
-                              {lost.data(), lost.data()}, packet.data());
-            kernels::dequantize(packet.data(), blocks, {.scale = 0.5f, .accumulate = true},
-                                {out.data(), count, Dtype::float32});
+            kernels::cpu_kernels().quantize({copy.data(), count, Dtype::float32}, blocks,
+                                            {lost.data(), lost.data()}, packet.data(), {});
+            kernels::cpu_kernels().dequantize(
+                packet.data(), blocks, {.scale = 0.5f, .accumulate = true, .not_finite = nullptr},
+                {out.data(), count, Dtype::float32}, {});
             std::vector<std::vector<std::byte>> found{packet};
             for (const Floats& floats : {lost, out}) {
               const auto bytes = std::as_bytes(std::span(floats));
