@@ -461,7 +461,7 @@ def _options(at: Any) -> None:
         assert (x.cpu() == group.size() ** 2).all()
     finally:
         device_groups._make = plain
-    assert met == [(device_groups.Options(2, "tcp", False),)] * 2
+    assert met == [(device_groups.Options(2, "tcp", True),)] * 2
     with pytest.raises(errors.InvalidArgument, match=r"got 'udp', expected one of 'nccl', 'tcp'"):
         torch_backend.Options(cuda_internode_transport="udp")
     with pytest.raises(errors.InvalidArgument, match="cuda_channels: got 0"):
