@@ -225,7 +225,7 @@ __device__ __forceinline__ bool two_shot(const Regions& regions, const Arrays& a
 }
 
 template <class T, bool kTwoShot>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, 1)  // without the 1, ptxas spills
     all_reduce_symmetric(const __grid_constant__ Regions regions, const T* in, T* out,
                          const __grid_constant__ Arrays arrays) {
   const size_t span = size_t{arrays.piece} * (kTwoShot ? regions.size : 1);
