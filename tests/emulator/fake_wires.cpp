@@ -48,12 +48,14 @@ void heed(const std::function<bool()>& given_up) {
   if (given_up()) throw Failed(NcclResult::internal_error, "given up while ranks were missing");
 }
 
-int call(const sockaddr_un& at, socklen_t length, const std::function<bool()>& given_up) {
+// `met`: the peer listened before, so that it has failed if it does not now; then -1.
+int call(const sockaddr_un& at, socklen_t length, bool met, const std::function<bool()>& given_up) {
   for (;;) {
     const int fd = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
     if (::connect(fd, reinterpret_cast<const sockaddr*>(&at), length) == 0) return fd;
     close(fd);
     heed(given_up);
+    if (met) return -1;
     poll(nullptr, 0, kLook);  // there is no event for the start of a peer's listener
   }
 }
@@ -144,18 +146,24 @@ void Wires::connect(const pycomm::nccl::NcclId& id, int device,
       listen(listener.fd, 2 * size_) != 0)
     throw Failed(NcclResult::invalid_usage, "rank " + std::to_string(rank_) + " is there twice");
   Hello mine{rank_, size_, device, getpid(), false};
+  bool gone = false;  // a peer failed; what it sent before may tell why
   for (auto* const side : {&out_, &meet_out_}) {
     for (int peer = 0; peer < size_; ++peer) {
       if (peer == rank_) continue;
       length = address(at, id, peer);
-      whole((*side)[static_cast<size_t>(peer)] = call(at, length, given_up), mine, true);
+      const int fd = call(at, length, side == &meet_out_, given_up);
+      gone = gone || fd < 0;
+      if (fd >= 0) whole((*side)[static_cast<size_t>(peer)] = fd, mine, true);
     }
     mine.for_meet = true;
   }
   std::set<int> devices{device};
   for (int accepted = 0; accepted < 2 * (size_ - 1); ++accepted) {
     pollfd door{listener.fd, POLLIN, 0};
-    while (poll(&door, 1, kLook) == 0) heed(given_up);
+    while (poll(&door, 1, kLook) == 0) {
+      heed(given_up);
+      if (gone) throw Failed(NcclResult::remote_error, "a peer failed to connect");
+    }
     const int fd = accept4(listener.fd, nullptr, nullptr, SOCK_CLOEXEC);
     Hello theirs{};
     whole(fd, theirs, false);
