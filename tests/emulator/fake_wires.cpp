@@ -44,7 +44,7 @@ void whole(int fd, Hello& hello, bool out) {
     throw Failed(NcclResult::remote_error, "a peer went away while the communicator was made");
 }
 
-void heed(const std::function<bool()>& given_up) {
+void throw_if_given_up(const std::function<bool()>& given_up) {
   if (given_up()) throw Failed(NcclResult::internal_error, "given up while ranks were missing");
 }
 
@@ -54,7 +54,7 @@ int call(const sockaddr_un& at, socklen_t length, bool met, const std::function<
     const int fd = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
     if (::connect(fd, reinterpret_cast<const sockaddr*>(&at), length) == 0) return fd;
     close(fd);
-    heed(given_up);
+    throw_if_given_up(given_up);
     if (met) return -1;
     poll(nullptr, 0, kLook);  // there is no event for the start of a peer's listener
   }
@@ -161,7 +161,7 @@ void Wires::connect(const pycomm::nccl::NcclId& id, int device,
   for (int accepted = 0; accepted < 2 * (size_ - 1); ++accepted) {
     pollfd door{listener.fd, POLLIN, 0};
     while (poll(&door, 1, kLook) == 0) {
-      heed(given_up);
+      throw_if_given_up(given_up);
       if (gone) throw Failed(NcclResult::remote_error, "a peer failed to connect");
     }
     const int fd = accept4(listener.fd, nullptr, nullptr, SOCK_CLOEXEC);
@@ -183,7 +183,7 @@ void Wires::meet(const std::set<int>& peers, bool for_messages,
   const auto gone = [](int peer) {
     return Failed(NcclResult::remote_error, "rank " + std::to_string(peer) + " has gone");
   };
-  heed(given_up);
+  throw_if_given_up(given_up);
   const char mine = static_cast<char>(for_messages);
   for (const int peer : peers) {
     const auto at = static_cast<size_t>(peer);
@@ -195,7 +195,7 @@ void Wires::meet(const std::set<int>& peers, bool for_messages,
     const auto at = static_cast<size_t>(peer);
     while (!met_.at(at)[for_messages].received) {
       pollfd door{meet_in_.at(at), POLLIN, 0};
-      while (poll(&door, 1, kLook) == 0) heed(given_up);
+      while (poll(&door, 1, kLook) == 0) throw_if_given_up(given_up);
       char theirs = 0;
       if (syscall(SYS_recvfrom, door.fd, &theirs, 1, 0, nullptr, nullptr) != 1) throw gone(peer);
       met_[at].at(static_cast<size_t>(theirs)).received = true;
