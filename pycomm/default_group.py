@@ -207,10 +207,6 @@ def _form(here: config.Config, timeout_s: float, reproducible: bool, heartbeat_s
         "heartbeat_s": heartbeat_s,
         "encrypt": here.encrypt,
     }
-    own = None
-    if here.elastic:
-        loopback = not here.master_host or rendezvous.is_loopback(here.master_host)
-        own = elastic_store.publish(store, here.rank, here.master_host, loopback, here.secret)
     core = rendezvous.connect(
         store,
         rank=here.rank,
@@ -221,13 +217,20 @@ def _form(here: config.Config, timeout_s: float, reproducible: bool, heartbeat_s
         **options,
     )
     core.set_timeout(timeout_s)  # of its calls; forming used the remaining time
-    servers = elastic_store.published(store, here.size) if own else []
+    elastic = _elastic(here, core, options) if here.elastic else None
     store.all_ranks_connected()
     launcher_watch.start(abort_all)
-    if own is None:
+    if elastic is None:
         return Group(core, store, timeout_s)
-    elastic = Elastic(here.elastic, here.secret, servers, own, options, first_store=store)
     return Group.of_elastic(core, elastic, timeout_s)
+
+
+def _elastic(here: config.Config, core: _core.Group, options: dict[str, Any]) -> Elastic:
+    """Serves this rank's store; when it returns, all ranks know the stores of all."""
+    loopback = not here.master_host or rendezvous.is_loopback(here.master_host)
+    own, server = elastic_store.serve(here.master_host, loopback, here.secret, 0)
+    servers = elastic_store.exchange_servers(core, server)
+    return Elastic(here.elastic, here.secret, servers, own, options)
 
 
 def _join(here: config.Config, rank: int | None, timeout_s: float) -> Group:

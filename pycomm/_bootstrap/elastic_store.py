@@ -23,6 +23,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from pycomm import _core
 from pycomm.errors import InvalidArgument, PeerLost, Timeout
 
@@ -31,8 +33,7 @@ __all__ = [
     "Server",
     "StoreMoved",
     "SurvivingStore",
-    "publish",
-    "published",
+    "exchange_servers",
     "read_file",
     "rows_of",
     "serve",
@@ -44,7 +45,7 @@ LIMIT_S = 30.0  # default time limit of a call
 # A server whose host does not answer for so long is skipped.
 CONNECT_S = 2.0
 ATTEMPT_S = 0.1  # limit of the first attempt to connect; doubled after each
-PUBLISHED = "elastic/server/"  # and the rank: a key in the first group's store
+ROW_BYTES = 256  # of a server in exchange_servers()
 LOOPBACK = "127.0.0.1"
 FILE_BYTES = 1 << 20  # a larger file of addresses is invalid
 
@@ -77,7 +78,6 @@ class Elastic:
         options: for joining processes: the options that must be equal on all ranks.
         joined: the ranks that joined when the group formed.
         grown: how often grow() was called.
-        first_store: that of the first group, which other ranks may still read.
     """
 
     file: str
@@ -87,7 +87,6 @@ class Elastic:
     options: dict[str, Any]
     joined: tuple[int, ...] = ()
     grown: int = 0
-    first_store: object = None
 
     def after(self, slots: Sequence[int], joined: Mapping[int, Server | None]) -> Elastic:
         """What the next group passes on.
@@ -132,17 +131,17 @@ def serve(towards: str, loopback: bool, key: str, generation: int) -> tuple[_cor
     return store, Server(generation, host, store.port)
 
 
-def publish(store: Any, rank: int, towards: str, loopback: bool, key: str) -> _core.TcpStore:
-    """Serves this rank's store, and writes its address to the store of the first group."""
-    own, server = serve(towards, loopback, key, 0)
-    store.set(f"{PUBLISHED}{rank}", json.dumps(rows_of([server])).encode())
-    return own
+def exchange_servers(core: _core.Group, own: Server) -> list[Server]:
+    """By rank: the server of each rank of the first group. All ranks call it.
 
-
-def published(store: Any, size: int) -> list[Server]:
-    """By rank: what publish() wrote. Raises ValueError for other values, of another version."""
-    texts = [store.get(f"{PUBLISHED}{rank}", LIMIT_S) for rank in range(size)]
-    return [servers_of(json.loads(text))[0] for text in texts]
+    Raises:
+        ValueError: a rank of another version wrote its server differently.
+        Error: as all_reduce.
+    """
+    row = json.dumps(rows_of([own])).encode().ljust(ROW_BYTES)
+    rows = np.empty((core.size, ROW_BYTES), np.uint8)
+    _core.Call("all_gather").run(core, np.frombuffer(row, np.uint8), rows)
+    return [servers_of(json.loads(one.tobytes()))[0] for one in rows]
 
 
 class SurvivingStore:

@@ -6,6 +6,7 @@ Ranks are processes that are killed, also in the middle of replace() and grow().
 import os
 import select
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -298,6 +299,29 @@ def test_a_group_stays_usable_when_the_new_process_dies(
     error, found = results["rank 0"]
     assert error.startswith('PeerLost: grow: "world" stays as it is: ')
     assert found == (0, 3, [2], [0, 1, 2])
+
+
+def form_with_a_slow_rank(init: Any, left: Path) -> Any:
+    """Rank 2 learns the others' stores late; no rank ends its init() before."""
+    exchange = elastic_store.exchange_servers
+
+    def late(core: Any, own: Any) -> Any:
+        if core.rank == 2:
+            time.sleep(0.3)  # the time in which another rank would leave
+            assert not left.exists()
+        return exchange(core, own)
+
+    elastic_store.exchange_servers = late
+    group = init()
+    left.touch()
+    return check_works(group)
+
+
+def test_all_know_the_stores_of_all_before_a_rank_may_die(file: str, tmp_path: Path) -> None:
+    """If rank 0 died before, the store that had the addresses would be gone."""
+    with ElasticRun(file, 3) as run:
+        run.start_ranks(form_with_a_slow_rank, tmp_path / "left")
+        assert len(run.wait_for()) == 3
 
 
 def lose_in_grow(init: Any, victim: int, *stage: Any) -> Any:
