@@ -252,6 +252,15 @@ def test_training_on_two_hosts_equals_one_host() -> None:
 
 
 HEADERS = {"ipv4": 14 + 20 + 32, "ipv6": 14 + 40 + 32}  # Ethernet, IP, TCP with timestamps
+SEGMENT = 1448  # bytes of data in a packet at most
+
+
+def resent_packets(host: Host) -> int:
+    """The TCP segments that the host has sent again."""
+    names, values = (
+        line.split() for line in host.run("grep", "Tcp:", "/proc/net/snmp").splitlines()
+    )
+    return int(values[names.index("RetransSegs")])
 
 
 @pytest.mark.parametrize("family", HEADERS)
@@ -267,19 +276,22 @@ def test_counted_bytes_match_the_interface(family: str, cut: bool) -> None:
         for word in ("ready", "done"):
             for rank in (0, 1):
                 assert run.ranks[rank].stdout.readline().strip() == word
-            marks.append(host.counters())
+            marks.append((host.counters(), *map(resent_packets, net.hosts)))
             for rank in (0, 1):
                 run.ranks[rank].stdin.write("\n")
                 run.ranks[rank].stdin.flush()
         result = run.results()[0]
-    before, after = marks
+    before, *resent_before = marks[0]
+    after, *resent_after = marks[1]
     headers = HEADERS[family]
     packets = after.packets_sent - before.packets_sent
     sent = after.sent - before.sent - headers * packets
     received = after.received - before.received
     received -= headers * (after.packets_received - before.packets_received)
-    assert result["written"] == pytest.approx(sent, rel=0.03)
-    assert result["received"] == pytest.approx(received, rel=0.03)
+    # On a busy machine the bridge drops packets, and the interface counts those sent again too.
+    resent = [SEGMENT * (b - a) for a, b in zip(resent_before, resent_after, strict=True)]
+    assert 0.97 * (sent - resent[0]) <= result["written"] <= 1.03 * sent
+    assert 0.97 * (received - resent[1]) <= result["received"] <= 1.03 * received
     assert result["written"] > 64 << 20
 
 

@@ -22,6 +22,7 @@ import torch.distributed as dist
 import pycomm.torch_backend  # noqa: F401 - registers the backend
 
 LIMIT_S = 180  # of one function in all processes
+CALL_S = 120  # of a call: the other ranks may be slow to start
 
 
 def _serve(rank: int, size: int, pipe: Connection) -> None:
@@ -38,7 +39,7 @@ def _serve(rank: int, size: int, pipe: Connection) -> None:
                 init_method=f"file://{path}",
                 rank=rank,
                 world_size=size,
-                timeout=timedelta(seconds=20),
+                timeout=timedelta(seconds=CALL_S),
             )
             try:
                 if backend == "gloo":

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 # pytest finds the fixtures by name, so that they look unused.
-from torch_ranks import SIZES, Run, run_fixture, same  # noqa: F401 - a fixture
+from torch_ranks import CALL_S, SIZES, Run, run_fixture, same  # noqa: F401 - a fixture
 
 import pycomm
 from pycomm import torch_backend
@@ -57,7 +57,7 @@ def _subsets() -> None:
     short = dist.new_group(timeout=timedelta(milliseconds=300))
     options = short._get_backend(CPU).options
     assert options._timeout == timedelta(milliseconds=300)
-    assert dist.group.WORLD._get_backend(CPU).options._timeout == timedelta(seconds=20)
+    assert dist.group.WORLD._get_backend(CPU).options._timeout == timedelta(seconds=CALL_S)
     if rank == 0:
         start = time.monotonic()
         with pytest.raises(Timeout):

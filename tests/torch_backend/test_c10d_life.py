@@ -23,7 +23,7 @@ from paths import ROOT
 from torch.nn.parallel import DistributedDataParallel
 
 # pytest finds the fixtures by name, so that they look unused.
-from torch_ranks import LIMIT_S, SIZES, Ranks, Run, run_fixture, same  # noqa: F401 - a fixture
+from torch_ranks import CALL_S, LIMIT_S, SIZES, Ranks, Run, run_fixture, same  # noqa: F401 - a fixture
 
 import pycomm
 from pycomm import torch_backend
@@ -210,7 +210,7 @@ def _backend_api() -> None:
     assert dist.get_backend() == "pycomm"
     assert backend.name() == "pycomm"
     options = backend.options
-    assert options._timeout == timedelta(seconds=20)
+    assert options._timeout == timedelta(seconds=CALL_S)
     assert copy.deepcopy(options)._timeout == options._timeout
     group.set_timeout(timedelta(seconds=30))
     assert options._timeout == timedelta(seconds=30)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from paths import ROOT
 
 # pytest finds the fixtures by name, so that they look unused.
-from torch_ranks import LIMIT_S, Run, run_fixture  # noqa: F401 - a fixture
+from torch_ranks import CALL_S, LIMIT_S, Run, run_fixture  # noqa: F401 - a fixture
 
 from pycomm.errors import InvalidArgument, Timeout
 
@@ -45,7 +45,7 @@ def _merge(way: str) -> None:
     backend = merged._get_backend(CPU)
     assert backend.name() == "pycomm"
     assert backend.options._timeout == limit
-    for group, seconds in ((part, 30), (dist.group.WORLD, 20)):
+    for group, seconds in ((part, 30), (dist.group.WORLD, CALL_S)):
         assert group._get_backend(CPU).options._timeout == timedelta(seconds=seconds)
 
     x = torch.full((1000,), float(rank))
