@@ -29,8 +29,8 @@ def test_content_is_read_as_it_was_written(tmp_path: Path) -> None:
     summaries.write(path, content | {"empty": []})
     assert summaries.read(path) == content | {"empty": []}
     assert path.read_text().count("\n") == 8  # one row a line
-    summaries.write(path, {"rows": [{"a": 0.1234567891234, "b": True}]})
-    assert summaries.read(path)["rows"] == [{"a": 0.123456789, "b": True}]
+    summaries.write(path, {"rows": [{"a": 0.1234567891234, "b": [0.123456789]}]})
+    assert summaries.read(path)["rows"] == [{"a": 0.123456789, "b": [0.12346]}]
     with pytest.raises(ValueError, match="rows with different fields"):
         summaries.write(path, {"rows": [{"a": 1}, {"b": 1}]})
 

@@ -1,7 +1,8 @@
 """The format of stored results: a median, a worst value and a count in place of samples.
 
 A list of rows with the same fields is stored as {"columns": names, "rows": lists of values}, one
-row a line, and read back as a list of dictionaries. Figures have nine significant digits.
+row a line, and read back as a list of dictionaries. Figures have nine significant digits, those of
+a curve five.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any
 
 PARTS = 20  # points of a stored curve
 DIGITS = 9  # fewer change the last digit of a rounded figure in the tables
+CURVE_DIGITS = 5  # of a list within a row, which is only drawn
 
 
 def summarize(samples: Iterable[float]) -> dict[str, Any]:
@@ -56,7 +58,7 @@ def _text(value: Any) -> str:
     columns = list(value[0])
     if any(list(row) != columns for row in value):
         raise ValueError(f"rows with different fields: {columns}")
-    rows = (json.dumps(_rounded(list(row.values())), separators=(",", ":")) for row in value)
+    rows = (json.dumps(_rounded_row(row), separators=(",", ":")) for row in value)
     return f'{{"columns": {json.dumps(columns)}, "rows": [\n' + ",\n".join(rows) + "\n]}"
 
 
@@ -66,11 +68,17 @@ def _rows(value: Any) -> Any:
     return value
 
 
-def _rounded(value: Any) -> Any:
+def _rounded(value: Any, digits: int = DIGITS) -> Any:
     if isinstance(value, Mapping):
-        return {name: _rounded(one) for name, one in value.items()}
+        return {name: _rounded(one, digits) for name, one in value.items()}
     if isinstance(value, list | tuple):
-        return [_rounded(one) for one in value]
+        return [_rounded(one, digits) for one in value]
     if isinstance(value, float) and math.isfinite(value):
-        return float(f"{value:.{DIGITS}g}")
+        return float(f"{value:.{digits}g}")
     return value
+
+
+def _rounded_row(row: Mapping[str, Any]) -> list[Any]:
+    return [
+        _rounded(one, CURVE_DIGITS if isinstance(one, list) else DIGITS) for one in row.values()
+    ]
