@@ -22,7 +22,7 @@ from pycomm._bootstrap.elastic_store import Elastic
 from pycomm._bootstrap.shrink import Store
 from pycomm._names import also_named
 from pycomm.errors import GroupBroken, InvalidArgument
-from pycomm.group import DEFAULT_TIMEOUT_S, Group, abort_all, on_shrink
+from pycomm.group import DEFAULT_TIMEOUT_S, Group, abort_all, elastic_group, on_shrink
 
 __all__ = [
     "as_thread_default",
@@ -222,7 +222,7 @@ def _form(here: config.Config, timeout_s: float, reproducible: bool, heartbeat_s
     launcher_watch.start(abort_all)
     if elastic is None:
         return Group(core, store, timeout_s)
-    return Group.of_elastic(core, elastic, timeout_s)
+    return elastic_group(core, elastic, timeout_s)
 
 
 def _elastic(here: config.Config, core: _core.Group, options: dict[str, Any]) -> Elastic:
@@ -257,7 +257,7 @@ def _join(here: config.Config, rank: int | None, timeout_s: float) -> Group:
     core, elastic = joining.join(here.elastic, here.secret, rank, end, connect)
     core.set_timeout(timeout_s)
     launcher_watch.start(abort_all)
-    return Group.of_elastic(core, elastic, timeout_s)
+    return elastic_group(core, elastic, timeout_s)
 
 
 def _require_secret(here: config.Config) -> None:

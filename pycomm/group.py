@@ -21,7 +21,7 @@ from pycomm._bootstrap.joining import Joiners
 from pycomm._bootstrap.shrink import Store
 from pycomm.errors import GroupBroken, InvalidArgument
 
-__all__ = ["DEFAULT_TIMEOUT_S", "Group", "abort_all", "on_shrink"]
+__all__ = ["DEFAULT_TIMEOUT_S", "Group", "abort_all", "elastic_group", "on_shrink"]
 
 DEFAULT_TIMEOUT_S = 600.0
 
@@ -207,7 +207,7 @@ class Group:
         store = self._key_store()[0]
         assert isinstance(store, SurvivingStore)
         core, elastic = grow.grow(self.core, store, elastic, count, limit_s)
-        group = self._inherit(Group.of_elastic(core, elastic, self._timeout_s))
+        group = self._inherit(elastic_group(core, elastic, self._timeout_s))
         self.close()
         return group
 
@@ -219,7 +219,7 @@ class Group:
             joiners = Joiners(None, time.monotonic() + wait_s)
         core, elastic = shrink.regroup(self.core, store, limit_s, self._elastic, joiners)
         if elastic is not None:
-            return self._inherit(Group.of_elastic(core, elastic, self._timeout_s))
+            return self._inherit(elastic_group(core, elastic, self._timeout_s))
         return self._inherit(Group(core, self._store, self._timeout_s))
 
     def _limit(self, op: str, timeout_s: float | None) -> float:
@@ -227,14 +227,6 @@ class Group:
         if not limit_s > 0:
             raise InvalidArgument(f"{op}: timeout_s: got {limit_s}, expected more than 0 seconds")
         return limit_s
-
-    @classmethod
-    def of_elastic(cls, core: _core.Group, elastic: Elastic, timeout_s: float) -> Group:
-        """Wraps an elastic group, and writes its file."""
-        made = cls(core, elastic.store(core.rank), timeout_s)
-        made._elastic, made.joined = elastic, list(elastic.joined)
-        write_file(elastic.file, elastic.servers)
-        return made
 
     def _inherit(self, made: Group) -> Group:
         """Gives `made`, which replaces this group, what it copies from it."""
@@ -298,6 +290,14 @@ class Group:
         """For example <pycomm.Group 'world' rank 0 of 2>."""
         name = self.core.name if not self.core.forked else "of the parent process"
         return f"<pycomm.Group {name!r} rank {self._rank} of {self._size}>"
+
+
+def elastic_group(core: _core.Group, elastic: Elastic, timeout_s: float) -> Group:
+    """Wraps an elastic group, and writes its file."""
+    made = Group(core, elastic.store(core.rank), timeout_s)
+    made._elastic, made.joined = elastic, list(elastic.joined)
+    write_file(elastic.file, elastic.servers)
+    return made
 
 
 def _living(groups: Iterable[weakref.ref[Group]]) -> list[Group]:
