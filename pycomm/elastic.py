@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import hashlib
 import itertools
 from collections.abc import Sequence
@@ -98,22 +99,16 @@ def sync_state(state: Any, step: int, *, group: Group | None = None) -> tuple[An
     if len(sources) == group.size:
         return state, most
     layout = rows[sources[0]][1]
-    is_source = group.rank in sources
-    if not is_source:
+    if group.rank not in sources:
         tensors = []
         state = _made(layout, tensors)
-    flat = _exchanged(tensors, sources, is_source, group)
-    mine = np.frombuffer(hashlib.sha256(flat.data).digest(), np.uint8)
+    content = _Content(tensors)
+    _exchange(content, sources, group)
+    mine = np.frombuffer(content.sha256(), np.uint8)
     digests = collectives.all_gather(mine, group=group)
     different = [rank for rank, one in enumerate(digests) if (one != digests[sources[0]]).any()]
     if different:
         raise _differ(sources[0], different, "tensors")
-    if not is_source:
-        at = 0
-        for tensor in tensors:
-            part = flat[at : at + tensor.nbytes]
-            _bytes_of(tensor)[:] = part
-            at += tensor.nbytes
     return state, most
 
 
@@ -124,48 +119,75 @@ def _differ(first: int, ranks: list[int], what: str) -> Mismatch:
     )
 
 
-def _bytes_of(tensor: Tensor) -> np.ndarray[Any, Any]:
-    """The bytes of a contiguous tensor in host memory."""
-    flat: np.ndarray[Any, Any] = tensor.reshape(-1).view(torch.uint8).numpy()
-    return flat
+class _Content:
+    """The bytes of tensors, one tensor after the other; without a copy if they are contiguous and
+    on the CPU."""
 
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        whole = (tensor.detach().cpu().contiguous() for tensor in tensors)
+        self._parts = [one.reshape(-1).view(torch.uint8).numpy() for one in whole]
+        self._ends = list(itertools.accumulate(part.size for part in self._parts))
+        self.size = self._ends[-1] if self._ends else 0
 
-def _exchanged(
-    tensors: Sequence[Tensor], sources: Sequence[int], is_source: bool, group: Group
-) -> np.ndarray[Any, Any]:
-    """All bytes of the tensors: of `tensors`, or as received from the sources."""
-    total = sum(tensor.nbytes for tensor in tensors)
-    flat = np.empty(total, np.uint8)
-    if is_source:
-        parts = [_bytes_of(one.detach().cpu().contiguous()) for one in tensors]
-        np.concatenate(parts or [flat], out=flat)
-    bounds = [total * i // len(sources) for i in range(len(sources) + 1)]
-    longest = max(b - a for a, b in itertools.pairwise(bounds))
-    receivers = [rank for rank in range(group.size) if rank not in sources]
-    for begin in range(0, longest, PIECE_BYTES):
-        pieces = {  # by source
-            rank: slice(min(a + begin, b), min(a + begin + PIECE_BYTES, b))
-            for rank, a, b in zip(sources, bounds[:-1], bounds[1:], strict=True)
-        }
-        lengths = [0] * group.size
-        for rank, piece in pieces.items():
-            lengths[rank] = piece.stop - piece.start
-        send_counts = [0] * group.size
-        if is_source:
-            for rank in receivers:
-                send_counts[rank] = lengths[group.rank]
-            source = np.tile(flat[pieces[group.rank]], len(receivers))
-            lengths = [0] * group.size
-        else:
-            source = np.empty(0, np.uint8)
-        out = np.empty(sum(lengths), np.uint8)
-        call = _core.Call("all_to_all", counts=[*send_counts, *lengths], counts_fit=True)
-        call(group, source, out, out, False)
+    def views(self, begin: int, end: int) -> list[np.ndarray[Any, Any]]:
+        """The parts of the bytes from `begin` to `end`."""
+        found, at = [], bisect.bisect_right(self._ends, begin)
+        while begin < end:
+            first = self._ends[at] - self._parts[at].size
+            stop = min(end, self._ends[at])
+            found.append(self._parts[at][begin - first : stop - first])
+            begin, at = stop, at + 1
+        return found
+
+    def read(self, begin: int, end: int) -> np.ndarray[Any, Any]:
+        """A copy of the bytes from `begin` to `end`."""
+        return np.concatenate([np.empty(0, np.uint8), *self.views(begin, end)])
+
+    def write(self, begin: int, content: np.ndarray[Any, Any]) -> None:
+        """Changes the bytes that start at `begin`."""
         at = 0
-        for rank, piece in pieces.items():
-            flat[piece] = flat[piece] if is_source else out[at : at + lengths[rank]]
-            at += lengths[rank]
-    return flat
+        for view in self.views(begin, begin + content.size):
+            view[:] = content[at : at + view.size]
+            at += view.size
+
+    def sha256(self) -> bytes:
+        """The digest of all bytes."""
+        digest = hashlib.sha256()
+        for part in self._parts:
+            digest.update(part.data)
+        return digest.digest()
+
+
+def _exchange(content: _Content, sources: Sequence[int], group: Group) -> None:
+    """Each source sends its share of the bytes to the ranks that are none."""
+    total, is_source = content.size, group.rank in sources
+    bounds = [total * i // len(sources) for i in range(len(sources) + 1)]
+    shares = dict(zip(sources, itertools.pairwise(bounds), strict=True))
+    receivers = [rank for rank in range(group.size) if rank not in sources]
+    longest = max(end - begin for begin, end in shares.values())
+    for offset in range(0, longest, PIECE_BYTES):
+        pieces = {
+            rank: (min(begin + offset, end), min(begin + offset + PIECE_BYTES, end))
+            for rank, (begin, end) in shares.items()
+        }
+        sent, received = [0] * group.size, [0] * group.size
+        source = np.empty(0, np.uint8)
+        if is_source:
+            mine = content.read(*pieces[group.rank])
+            source = np.tile(mine, len(receivers)) if len(receivers) > 1 else mine
+            for rank in receivers:
+                sent[rank] = mine.size
+        else:
+            for rank, (begin, end) in pieces.items():
+                received[rank] = end - begin
+        out = np.empty(sum(received), np.uint8)
+        call = _core.Call("all_to_all", counts=[*sent, *received], counts_fit=True)
+        call(group, source, out, out, False)
+        if not is_source:
+            at = 0
+            for rank, (begin, _) in pieces.items():
+                content.write(begin, out[at : at + received[rank]])
+                at += received[rank]
 
 
 def _layout(value: Any, tensors: list[Tensor]) -> Any:
