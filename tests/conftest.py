@@ -5,7 +5,6 @@ The timeout of every test is in pyproject.toml (pytest-timeout).
 """
 
 import contextlib
-import multiprocessing
 import os
 import re
 import sys
@@ -42,11 +41,10 @@ def device(request: pytest.FixtureRequest) -> Iterator[Any]:
 
 @pytest.fixture(scope="session", autouse=True)
 def held_by_libraries(request: pytest.FixtureRequest) -> None:
-    """Starts what libraries keep for the rest of the process: a child of multiprocessing, and, if
+    """Starts what libraries keep for the rest of the process: children of multiprocessing, and, if
     the test files imported torch, CUDA and what torch_first_store describes."""
     resource_tracker.ensure_running()
-    if multiprocessing.get_start_method() == "forkserver":  # from Python 3.14 on
-        forkserver.ensure_running()
+    forkserver.ensure_running()
     if "torch" in sys.modules:
         start_cuda()
         request.getfixturevalue("torch_first_store")

@@ -62,6 +62,7 @@ BENCHMARKS = {
         "unauthenticated clients at every listener",
         _NO_PLOT,
     ),
+    "elastic": Benchmark("benchmarks.reliability.elastic", "killed ranks that are replaced"),
     "faults": Benchmark("benchmarks.reliability.faults", "fault injection in every call", _NO_PLOT),
     "rank_failure": Benchmark(
         "benchmarks.reliability.rank_failure", "detection and recovery", _NO_PLOT

@@ -15,6 +15,7 @@ from benchmarks.reliability import (
     cancellation,
     check_overhead,
     connection_flood,
+    elastic,
     faults,
     rank_failure,
     soak,
@@ -170,6 +171,36 @@ def test_connection_flood_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 )
 def test_harmful_flood_is_detected(found: Flood, kept: bool) -> None:
     assert found.kept() == kept
+
+
+# ---- elastic -------------------------------------------------------------------------------------
+
+
+@pytest.mark.timeout(300)  # 12 processes import torch
+def test_elastic_runs(tmp_path: Path) -> None:
+    picture = tmp_path / "loss.png"
+    words = "elastic --ranks 3 --state-mb 1 --rounds 2 --minutes 0.05 --interval 1.5"
+    content = stored(tmp_path, f"{words} --starts forked --plot {picture}")
+    (replaced,) = content["replacements"]
+    assert 0 < replaced["join_ms"] <= replaced["join_worst_ms"]
+    assert 0 < replaced["idle_ms"] <= replaced["idle_worst_ms"]
+    quiet, killed = content["training"]
+    assert (quiet["kills"], killed["kills"]) == (0, 2)
+    assert killed["bitwise_equal"]
+    assert killed["compared"] > 0
+    assert picture.stat().st_size > 0
+
+
+def test_other_parameters_are_detected() -> None:
+    run = {"kind": "forked", "seconds": 2.0, "steps": 100, "waited_s": 0.5, "kills_at": [50]}
+    first = {**run, "marks": {50: {7}, 100: {8}}}
+    (_, row), equal = elastic.compared([first, {**run, "steps": 50, "marks": {50: {7}}}])
+    assert equal
+    assert (row["share"], row["share_without_start"]) == (0.5, pytest.approx(2 / 3))
+    for marks in ({50: {7, 9}}, {50: {9}}, {}):
+        rows, equal = elastic.compared([first, {**run, "marks": marks}])
+        assert not equal
+        assert not rows[1]["bitwise_equal"]
 
 
 # ---- soak ----------------------------------------------------------------------------------------

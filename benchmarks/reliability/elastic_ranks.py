@@ -1,0 +1,236 @@
+"""The processes of `python -m benchmarks elastic`: ranks of an elastic group, and one that waits to
+take the place of a rank that is killed."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import secrets
+import signal
+import time
+import traceback
+import zlib
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import torch
+from torch import nn
+
+import pycomm
+from benchmarks.support.ports import free_port
+from pycomm import Group, elastic
+from pycomm.errors import GroupBroken, PeerLost
+
+LIMIT_S = 120.0  # of a call, and of the wait for an answer
+MARK = 50  # steps between two checksums
+BATCH, WIDTH = 64, 256
+LOADED = ["benchmarks.reliability.elastic_ranks"]  # by the server that forks processes
+
+Answer = tuple[str, Any]
+Say = Callable[[str, Any], None]
+Body = Callable[..., None]
+
+
+class Ranks:
+    """Ranks as processes that run body(group, say, *args), and one more that waits. The context
+    begins when they have started, and kills them at its end.
+
+    Args:
+        file: for the addresses of the ranks.
+        start: "spawn" imports the libraries in each process; "forkserver" once for all.
+        ready: whether the process that takes the next place starts before the kill.
+    """
+
+    def __init__(self, file: str, size: int, start: str, ready: bool, body: Body) -> None:
+        self._context = multiprocessing.get_context(start)
+        if start == "forkserver":
+            self._context.set_forkserver_preload(LOADED)
+        self._file, self._ready, self._body = file, ready, body
+        self._secret = secrets.token_hex(32)
+        self._next: tuple[Any, Connection] | None = None
+        self.waited_s = 0.0  # for processes to start, after kills
+        given = {"size": size, "master": f"127.0.0.1:{free_port()}", "elastic": file}
+        self._ranks = [self._start({**given, "rank": rank}) for rank in range(size)]
+
+    def __enter__(self) -> Ranks:
+        for _, pipe in self._ranks:
+            _receive(pipe, "up")
+        self.prepare()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process, pipe in [*self._ranks, *([self._next] if self._next else [])]:
+            process.kill()
+            process.join()
+            pipe.close()
+
+    def form(self, *args: Any) -> None:
+        """Lets the ranks form the group and run the body."""
+        for _, pipe in self._ranks:
+            pipe.send(args)
+
+    def replace(self, victim: int, *args: Any) -> float:
+        """Kills a rank and lets a process take its place. Returns when the rank was killed, in
+        seconds of time.monotonic()."""
+        process, pipe = self._ranks[victim]
+        os.kill(process.pid, signal.SIGKILL)
+        killed_s = time.monotonic()
+        if self._next is None:
+            self._prepare()
+            self.waited_s += time.monotonic() - killed_s
+        assert self._next is not None
+        self._ranks[victim], self._next = self._next, None
+        self._ranks[victim][1].send((victim, *args))
+        process.join()
+        pipe.close()
+        return killed_s
+
+    def prepare(self) -> None:
+        """Starts the process for the next place, unless it starts after the kill."""
+        if self._ready:
+            self._prepare()
+
+    def answers(self, kind: str) -> dict[int, Any]:
+        """The next answer of that kind of each rank; others are dropped."""
+        return {rank: _receive(pipe, kind) for rank, (_, pipe) in enumerate(self._ranks)}
+
+    def joined(self, rank: int) -> tuple[float, float]:
+        """When the rank called init() or join(), and when it had the group."""
+        begin_s, end_s = _receive(self._ranks[rank][1], "joined")
+        return begin_s, end_s
+
+    def poll(self, until_s: float) -> Iterator[tuple[int, str, Any]]:
+        """Answers of all ranks as they come, until a moment of time.monotonic() or until all have
+        ended."""
+        pipes = {pipe: rank for rank, (_, pipe) in enumerate(self._ranks)}
+        while pipes and (left_s := until_s - time.monotonic()) > 0:
+            for pipe in wait(list(pipes), left_s):
+                assert isinstance(pipe, Connection)
+                try:
+                    answer = pipe.recv()
+                except EOFError:  # it has ended
+                    del pipes[pipe]
+                    continue
+                yield (pipes[pipe], *_checked(answer))
+
+    def _prepare(self) -> None:
+        self._next = self._start({"file": self._file})
+        _receive(self._next[1], "up")
+
+    def _start(self, given: dict[str, Any]) -> tuple[Any, Connection]:
+        ours, theirs = self._context.Pipe()
+        given = {"secret": self._secret, "timeout_s": LIMIT_S, **given}
+        process = self._context.Process(target=_main, args=(theirs, given, self._body), daemon=True)
+        process.start()
+        theirs.close()
+        return process, ours
+
+
+def _checked(answer: Answer) -> Answer:
+    if answer[0] == "error":
+        raise RuntimeError(answer[1])
+    return answer
+
+
+def _receive(pipe: Connection, kind: str) -> Any:
+    end = time.monotonic() + LIMIT_S
+    while True:
+        if not pipe.poll(max(0.0, end - time.monotonic())):
+            raise RuntimeError(f"a rank did not answer {kind} within {LIMIT_S} s")
+        found, value = _checked(pipe.recv())
+        if found == kind:
+            return value
+
+
+def _main(pipe: Connection, given: dict[str, Any], body: Body) -> None:
+    torch.set_num_threads(1)
+
+    def say(kind: str, value: Any = None) -> None:
+        pipe.send((kind, value))
+
+    try:
+        say("up")
+        args = pipe.recv()
+        begin_s = time.monotonic()
+        if "file" in given:
+            rank, *args = args
+            group = pycomm.join(**given, rank=rank)
+        else:
+            group = pycomm.init(**given)
+        say("joined", (begin_s, time.monotonic()))
+        body(group, say, *args)
+    except BaseException:  # reported by the parent process
+        say("error", traceback.format_exc())
+
+
+def steps(group: Group, say: Say, state_bytes: int) -> None:
+    """Ranks that have a state make calls; the first one after each failure is reported."""
+    state: dict[str, Any] = {"state": torch.ones(state_bytes // 4)}
+    x, step, new = torch.ones(1 << 18), 0, group.joined
+    report = True
+    while True:
+        try:
+            if new:
+                state, step = elastic.sync_state(state, step, group=group)
+                new = []
+            pycomm.all_reduce(x, "max", group=group)
+            step += 1
+            if report:
+                say("step", time.monotonic())
+                report = False
+        except (PeerLost, GroupBroken):
+            group = group.replace()
+            new, report = group.joined, True
+
+
+def train(group: Group, say: Say, end_s: float) -> None:
+    """Trains until a moment of time.monotonic(), at least MARK steps. Reports after each MARK steps
+    and at the end."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH), nn.ReLU())
+    model.append(nn.Linear(WIDTH, 8))
+    target = nn.Linear(64, 8)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    parameters = list(model.parameters())
+    step, new, ended, losses = 0, group.joined, False, []
+    while True:
+        try:
+            if new:
+                state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+                state, step = elastic.sync_state(state, step, group=group)
+                model.load_state_dict(state["model"])
+                optimizer.load_state_dict(state["optimizer"])
+                new = []
+            if ended:
+                break
+            # One part of the data for each step and rank, whichever process has the rank.
+            data = torch.Generator().manual_seed(step * group.size + group.rank)
+            x = torch.randn(BATCH, 64, generator=data)
+            loss = nn.functional.mse_loss(model(x), target(x).detach())
+            optimizer.zero_grad()
+            loss.backward()
+            over = torch.tensor([float(step >= MARK and time.monotonic() > end_s), loss.item()])
+            sums = torch.cat([over, *(p.grad.flatten() for p in parameters)])
+            pycomm.all_reduce(sums, "avg", group=group)
+            ended = bool(sums[0] > 0)
+            losses.append(float(sums[1]))
+            at = 2
+            for p in parameters:
+                p.grad.copy_(sums[at : at + p.numel()].view_as(p))
+                at += p.numel()
+            optimizer.step()
+            step += 1
+            if step % MARK == 0:
+                say("mark", (step, checksum(parameters), sum(losses) / len(losses)))
+                losses = []
+        except (PeerLost, GroupBroken):
+            group = group.replace()
+            new = group.joined
+    say("end", step)
+    pycomm.shutdown()
+
+
+def checksum(parameters: list[nn.Parameter]) -> int:
+    """CRC-32 of the bytes of all parameters."""
+    return zlib.crc32(nn.utils.parameters_to_vector(parameters).detach().numpy().tobytes())
