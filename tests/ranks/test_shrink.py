@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from elastic_ranks import until_broken
 
 import pycomm
 from pycomm import Group, errors, testing
@@ -25,16 +26,6 @@ TRANSPORTS = ["shm", "tcp"]
 def _long_timeouts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Survivors have the whole time of the test."""
     monkeypatch.setattr(testing, "EXIT_TIMEOUT_S", 90.0)
-
-
-def until_broken(group: Group) -> errors.Error:
-    """Calls until the group is broken."""
-    x = np.ones(1 << 16, np.float32)
-    while True:
-        try:
-            pycomm.all_reduce(x, "max", group=group)
-        except (errors.PeerLost, errors.GroupBroken) as error:
-            return error
 
 
 def die(group: Group, *others: int) -> None:

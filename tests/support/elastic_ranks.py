@@ -113,7 +113,7 @@ def die(*_: Any, **__: Any) -> Any:
 
 def until_broken(group: Group) -> errors.Error:
     """Calls until the group is broken."""
-    x = np.ones(1 << 12, np.float32)
+    x = np.ones(1 << 16, np.float32)
     while True:
         try:
             pycomm.all_reduce(x, "max", group=group)

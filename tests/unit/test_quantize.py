@@ -39,29 +39,24 @@ def compare(x, residual, bits, dtype="float32", device=DEVICE):
     same(device.get(out), reference.dequantize(wanted, x.size, bits))
 
 
+CASES = {
+    "kind": st.sampled_from(KINDS),
+    "seed": st.integers(0, 2**32 - 1),
+    "bits": st.sampled_from(BITS),
+    "dtype": st.sampled_from(["float32", "float16", "bfloat16"]),
+    "feedback": st.booleans(),
+}
+
+
 @SETTINGS
-@given(
-    count=st.sampled_from(COUNTS),
-    kind=st.sampled_from(KINDS),
-    seed=st.integers(0, 2**32 - 1),
-    bits=st.sampled_from(BITS),
-    dtype=st.sampled_from(["float32", "float16", "bfloat16"]),
-    feedback=st.booleans(),
-)
+@given(count=st.sampled_from(COUNTS), **CASES)
 def test_quantize_equals_the_reference(isa, count, kind, seed, bits, dtype, feedback):
     x = made(kind, count, seed, dtype)
     compare(x, made("plain", count, seed + 1, "float32") if feedback else None, bits, dtype)
 
 
 @settings(SETTINGS, max_examples=30)
-@given(
-    count=st.sampled_from([0, 1, 9, 127, 129, 4096, 2 * 4096 + 17]),
-    kind=st.sampled_from(KINDS),
-    seed=st.integers(0, 2**32 - 1),
-    bits=st.sampled_from(BITS),
-    dtype=st.sampled_from(["float32", "float16", "bfloat16"]),
-    feedback=st.booleans(),
-)
+@given(count=st.sampled_from([0, 1, 9, 127, 129, 4096, 2 * 4096 + 17]), **CASES)
 def test_devices_equal_the_reference(device, count, kind, seed, bits, dtype, feedback):
     x = made(kind, count, seed, dtype)
     residual = made("plain", count, seed + 1, "float32") if feedback else None
