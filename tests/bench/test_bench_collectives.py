@@ -1,5 +1,6 @@
 """The benchmarks of collectives, on one host and over links: arithmetic, and small real runs."""
 
+import argparse
 import inspect
 import math
 import os
@@ -18,9 +19,19 @@ from pycomm.bench.collectives import bursts, limits, table, verbs
 from pycomm.bench.collectives.peers import Peer
 from pycomm.bench.collectives.worker import Times
 from pycomm.bench.support import netns
-from pycomm.bench.support.sizes import parse_sizes
+from pycomm.bench.support.sizes import names, parse_sizes
 
 NEEDS_HOSTS = pytest.mark.skipif(bool(netns.missing()), reason=netns.missing())
+
+
+def test_names_are_chosen_by_patterns() -> None:
+    """In the order of the list, each once."""
+    parse = names(["adamw", "adamw topk", "soap", "soap topk"])
+    assert parse("soap, adamw*, *topk") == ["soap", "adamw", "adamw topk", "soap topk"]
+    with pytest.raises(
+        argparse.ArgumentTypeError, match=r"'muon\*' is not among adamw, adamw topk"
+    ):
+        parse("soap,muon*")
 
 
 def test_sizes_are_parsed() -> None:

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import argparse
+import fnmatch
 from collections.abc import Callable, Iterable
 
 UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
 
 
 def names(known: Iterable[str]) -> Callable[[str], list[str]]:
-    """The type of an argument that is a list of such names, by comma."""
+    """The type of an argument that is a list of such names or patterns like "adamw*", by comma."""
     listed = list(known)
 
     def parse(text: str) -> list[str]:
-        chosen = [name.strip() for name in text.split(",") if name.strip()]
-        for name in chosen:
-            if name not in listed:
-                raise argparse.ArgumentTypeError(f"{name!r} is not among {', '.join(listed)}")
+        chosen: list[str] = []
+        for pattern in filter(None, map(str.strip, text.split(","))):
+            found = fnmatch.filter(listed, pattern)
+            if not found:
+                raise argparse.ArgumentTypeError(f"{pattern!r} is not among {', '.join(listed)}")
+            chosen += [name for name in found if name not in chosen]
         return chosen
 
     return parse
