@@ -33,7 +33,7 @@ struct Launch {
   cudaStream_t stream = nullptr;
   size_t dynamic_bytes = 0;
   unsigned rows = 1;
-  bool waits_for_peers = false;  // for launches on other devices; the emulator must run them too
+  bool waits_for_peers = false;  // or for the host; the emulator must run those too
 };
 
 #ifdef __CUDACC__
@@ -127,6 +127,8 @@ __device__ __forceinline__ unsigned add_release(unsigned* p, unsigned value) {
 
 // Waits briefly inside a spin loop.
 __device__ __forceinline__ void pause() { __nanosleep(64); }
+// The same in a loop that waits for the host: about this long.
+__device__ __forceinline__ void sleep(unsigned ns) { __nanosleep(ns); }
 
 template <class... P, class... A>
 cudaError_t launch(void (*kernel)(P...), const Launch& shape, A&&... arguments) {
@@ -151,6 +153,7 @@ using emulator::load_relaxed;
 using emulator::load_relaxed_system;
 using emulator::pause;
 using emulator::shared;
+using emulator::sleep;
 using emulator::store;
 using emulator::store_relaxed;
 using emulator::store_release;

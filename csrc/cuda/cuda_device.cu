@@ -4,6 +4,7 @@
 
 #include "cuda/cuda_device.h"
 #include "cuda/host.hpp"
+#include "cuda/host_word.hpp"
 #include "cuda/reduce.hpp"
 #include "cuda/symmetric.hpp"
 
@@ -12,15 +13,6 @@ namespace {
 
 cudaStream_t raw_stream(void* stream) { return static_cast<cudaStream_t>(stream); }
 cudaEvent_t raw_event(void* event) { return static_cast<cudaEvent_t>(event); }
-
-PFN_cuStreamWaitValue32_v11070 stream_wait_value() {
-  static const auto found =
-      driver_function<PFN_cuStreamWaitValue32_v11070>("cuStreamWaitValue32", 11070);
-  if (found == nullptr)
-    throw Unsupported(
-        "the NVIDIA driver has no cuStreamWaitValue32: CUDA 11.7 or newer is required");
-  return found;
-}
 
 // For destruction: at the end of a process there may be no driver any more.
 template <class Call>
@@ -42,6 +34,7 @@ class CudaDevice final : public device::Device {
                         " are visible");
     load_reductions(index);
     load_symmetric(index);
+    load_host_word(index);
   }
 
   int index() const override { return index_; }
@@ -147,11 +140,7 @@ class CudaDevice final : public device::Device {
     check_cuda(cudaLaunchHostFunc(raw_stream(stream), body, data), "cudaLaunchHostFunc");
   }
   void wait_until(void* stream, const uint32_t* at, uint32_t value) override {
-    const OnDevice on({.device = index_});
-    const CUresult result = stream_wait_value()(
-        raw_stream(stream), reinterpret_cast<CUdeviceptr>(at), value, CU_STREAM_WAIT_VALUE_EQ);
-    if (result != CUDA_SUCCESS)
-      throw InternalError("cuStreamWaitValue32: error " + std::to_string(result) + " from CUDA");
+    wait_for_host_word(at, value, {index_, stream});
   }
 
   void copy(void* to, const void* from, size_t bytes, void* stream) override {

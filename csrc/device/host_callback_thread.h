@@ -3,6 +3,9 @@
 //   stream            ... | call | other work | wait for the flag | ...
 //   callback thread             run the body, then set the flag
 //
+// The wait occupies no hardware channel (see Device::wait_until), so that later work of other
+// streams, which a peer may need before it joins the body, can start.
+//
 // The body runs on a thread of its own: CUDA may run the callbacks of several streams on one
 // thread, so a callback that waits for another rank could block that rank.
 #pragma once

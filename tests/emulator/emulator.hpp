@@ -7,9 +7,11 @@
 
 #include <algorithm>
 #include <bit>
+#include <chrono>
 #include <cmath>
 #include <cstring>
 #include <functional>
+#include <thread>
 #include <tuple>
 #include <type_traits>
 #include <utility>
@@ -107,6 +109,10 @@ inline unsigned add_release(unsigned* p, unsigned value) {
   return __atomic_fetch_add(p, value, __ATOMIC_ACQ_REL);
 }
 inline void pause(Where where = Where::current()) { spin(where); }
+// Longer, so that a thread that waits for the host leaves it the processor.
+inline void sleep(unsigned ns) {
+  std::this_thread::sleep_for(std::chrono::microseconds(20) + std::chrono::nanoseconds(ns));
+}
 
 // Enqueues a grid with its arguments by value, as CUDA does.
 template <class... P>
@@ -122,7 +128,8 @@ cudaError_t launch(void (*kernel)(P...), const Shape& shape, cudaStream_t stream
     };
     run_grid(shape, entry, &call);
   };
-  return shape.waits_for_peers ? enqueue_beside(stream, run) : enqueue(stream, run);
+  return shape.waits_for_peers ? enqueue_beside(stream, run, {.threads = resident_threads(shape)})
+                               : enqueue(stream, run);
 }
 
 template <class T, class F>

@@ -28,6 +28,9 @@ using pycomm::nccl::NcclOp;
 using pycomm::nccl::NcclQueue;
 using pycomm::nccl::NcclResult;
 
+// Of a call: two communicators fill a device, unless their number of blocks is limited.
+constexpr unsigned kBlocks = 4, kThreadsOfBlock = 512;
+
 std::atomic<int> waiting = 0;
 std::atomic<long> longest_delay_us = 0;
 
@@ -40,8 +43,11 @@ void delay() {
 }
 
 struct Comm {
-  Comm(int size, const NcclId& named, int rank, bool blocks)
-      : wires(size, rank), id(named), blocking(blocks) {
+  Comm(int size, const NcclId& named, int rank, pycomm::nccl::NcclOptions options)
+      : wires(size, rank),
+        id(named),
+        blocking(options.blocking),
+        ctas(options.max_ctas > 0 ? static_cast<unsigned>(options.max_ctas) : kBlocks) {
     cudaGetDevice(&device);
   }
   Lock mutex;    // guards all below but `aborted`, `connector` and `meeting`
@@ -49,6 +55,7 @@ struct Comm {
   Wires wires;
   const NcclId id;
   const bool blocking;
+  const unsigned ctas;  // thread blocks of a call
   int device = 0;
   bool connecting = true, busy = false;
   int splits = 0;
@@ -284,7 +291,8 @@ NcclResult FakeNccl::State::issue(const std::shared_ptr<Comm>& comm, std::vector
     if (counted) ++comm->finished;
     return true;
   };
-  if (emulator::enqueue_polled(queue, run) != cudaSuccess) return NcclResult::cuda_error;
+  const emulator::Occupies occupies{.threads = comm->ctas * kThreadsOfBlock};
+  if (emulator::enqueue_polled(queue, run, occupies) != cudaSuccess) return NcclResult::cuda_error;
   return NcclResult::success;
 }
 
@@ -334,7 +342,7 @@ NcclResult FakeNccl::comm_init_rank(NcclComm*& handle, int size, const NcclId& i
                                     pycomm::nccl::NcclOptions options) {
   if (size < 1 || rank < 0 || rank >= size)
     return state_->refuse(NcclResult::invalid_argument, "rank or size cannot be");
-  const auto comm = std::make_shared<Comm>(size, id, rank, options.blocking);
+  const auto comm = std::make_shared<Comm>(size, id, rank, options);
   handle = reinterpret_cast<NcclComm*>(comm.get());
   {
     const std::lock_guard lock(state_->mutex);
@@ -359,7 +367,7 @@ NcclResult FakeNccl::comm_split(NcclComm* handle, int rank, NcclComm*& child,
   NcclId id = parent->id;
   std::snprintf(id.bytes.data() + 32, 16, "-%d", ++parent->splits);
   child = nullptr;
-  parent->child = std::make_shared<Comm>(parent->wires.size(), id, rank, options.blocking);
+  parent->child = std::make_shared<Comm>(parent->wires.size(), id, rank, options);
   parent->child_handle = &child;
   parent->child->connect();
   return NcclResult::in_progress;

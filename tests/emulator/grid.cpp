@@ -5,6 +5,7 @@
 #include <sys/mman.h>
 
 #include <algorithm>
+#include <cstdlib>
 #include <memory>
 #include <numeric>
 #include <stdexcept>
@@ -201,7 +202,13 @@ Block::~Block() {
 }
 
 Options& options() {
-  static Options all;
+  static Options all = [] {
+    Options made;
+    const char* const channels = std::getenv("CUDA_DEVICE_MAX_CONNECTIONS");
+    if (channels != nullptr)
+      made.channels = static_cast<unsigned>(std::clamp(std::atoi(channels), 1, 32));
+    return made;
+  }();
   return all;
 }
 

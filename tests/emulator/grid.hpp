@@ -27,6 +27,8 @@ struct Options {
   uint64_t most_spins = 1u << 20;
   unsigned most_wait_s = 60;  // of a grid for those of other devices
   bool eager = false;         // an operation runs when it is enqueued, for callers that never wait
+  unsigned channels = 8;      // of a device, shared by its streams; CUDA_DEVICE_MAX_CONNECTIONS
+  unsigned resident_threads = 4096;  // of kernels that wait for others, on a device
 };
 Options& options();
 
@@ -45,6 +47,11 @@ struct Shape {
   unsigned rows = 1;
   bool waits_for_peers = false;
 };
+
+// How many threads must be resident at once if the grid waits for others.
+inline unsigned resident_threads(const Shape& shape) {
+  return shape.blocks * shape.rows * ((shape.threads + 31) / 32 * 32);
+}
 
 enum class WarpOp : uint8_t { sync, ballot, all, any, match, shuffle, up, down, across };
 

@@ -60,11 +60,12 @@ class HostCall {
 CUresult stream_wait_value(CUstream stream, CUdeviceptr at, cuuint32_t value, unsigned flags) {
   if (flags != CU_STREAM_WAIT_VALUE_EQ) return CUDA_ERROR_INVALID_VALUE;
   auto* const word = reinterpret_cast<uint32_t*>(at);
-  const cudaError_t error = emulator::enqueue_polled(stream, [=] {
+  const auto is_set = [=] {
     if (std::atomic_ref(*word).load(std::memory_order_acquire) != value) return false;
     if (emulator::__tsan_acquire) emulator::__tsan_acquire(word);  // what its writer released
     return true;
-  });
+  };
+  const cudaError_t error = emulator::enqueue_polled(stream, is_set, {.channel = true});
   return error == cudaSuccess ? CUDA_SUCCESS : CUDA_ERROR_UNKNOWN;
 }
 
@@ -105,14 +106,16 @@ const std::array kDriver{
 
 bool emulator::inside_host_call() { return inside; }
 
-cudaError_t emulator::enqueue_beside(cudaStream_t stream, std::function<void()> operation) {
-  return enqueue_polled(
-      stream, [operation = std::move(operation), call = std::shared_ptr<HostCall>()]() mutable {
-        if (!call) call = std::make_shared<HostCall>(operation);
-        if (!call->over()) return false;
-        call = nullptr;  // a graph runs this again
-        return true;
-      });
+cudaError_t emulator::enqueue_beside(cudaStream_t stream, std::function<void()> operation,
+                                     Occupies occupies) {
+  const auto run = [operation = std::move(operation),
+                    call = std::shared_ptr<HostCall>()]() mutable {
+    if (!call) call = std::make_shared<HostCall>(operation);
+    if (!call->over()) return false;
+    call = nullptr;  // a graph runs this again
+    return true;
+  };
+  return enqueue_polled(stream, run, occupies);
 }
 
 uint64_t emulator::lazy_launches() { return loaded().lazy; }

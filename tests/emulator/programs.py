@@ -71,6 +71,10 @@ CASES = (
     *("cases", "cases_step", "cases_packets", "cases_compact", "cases_dense"),
     *("cases_quantize", "cases_symmetric"),
 )
+STREAMS = (
+    *("streams_test", "host_staging_channel_test", "host_callback_thread_test"),
+    "channels_test",
+)
 CODEC = ("codec/cpu/*.cpp", "cpu/isa.cpp")  # of csrc, to compare with
 
 RULES = """\
@@ -231,8 +235,7 @@ def _rules(mutants: Iterable[Mutant]) -> str:
             lines += _compile(objects[kind][-1], source, [*flags, *special])
         compiled = [f"{kind}/{unit}.o" for unit in units()]
         streams = [*compiled, *fake]
-        names = ("streams_test", "host_staging_channel_test", "host_callback_thread_test")
-        suites = [HERE / f"{name}.cpp" for name in names]
+        suites = [HERE / f"{name}.cpp" for name in STREAMS]
         for source in [*suites, *csrc_sources(ENGINE), ROOT / "tests" / "native" / "harness.cpp"]:
             streams.append(f"{kind}/engine/{source.parent.name}_{source.stem}.o")
             lines += _compile(streams[-1], source, [*flags, *special])

@@ -4,10 +4,12 @@
 #include <sched.h>
 
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <cstdlib>
 #include <cstring>
 #include <deque>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -19,66 +21,22 @@
 #include "fiber.hpp"
 #include "grid.hpp"
 #include "lanes.hpp"
+#include "stream_types.hpp"
 
+using emulator::current_device;
+using emulator::kDevices;
+using emulator::Node;
+using emulator::Operation;
+using emulator::Point;
+using emulator::Run;
 using emulator::Token;
 
 namespace {
 
-using Run = std::function<bool()>;
-
-// They share all memory, and each has streams of its own; a thread has one of them at a time.
-constexpr int kDevices = 8;
-thread_local int current_device = 0;
 thread_local Token* begun = nullptr;  // of a thread that runs streams without having used any
 thread_local cudaStreamCaptureMode capture_mode = cudaStreamCaptureModeGlobal;
 std::atomic<uint64_t> events = 0, event_queries = 0;
 std::atomic<unsigned> contexts = 0;  // a bit for each device
-
-// "Everything that was submitted to this stream so far."
-struct Point {
-  CUstream_st* stream = nullptr;
-  uint64_t sequence = 0;
-};
-
-struct Operation {
-  Run run;
-  std::vector<Point> after;
-  Token submitted;
-};
-
-}  // namespace
-
-struct CUgraph_st {
-  std::vector<Run> nodes;  // in the order of their submission, which every dependency agrees with
-  bool broken = false;
-  bool global = false;  // a query by any thread that is not relaxed ends the capture
-};
-struct CUgraphExec_st {
-  std::vector<Run> nodes;
-};
-
-struct CUstream_st {
-  int device = current_device;
-  bool blocking = true;  // waits for the default stream, and the default stream for it
-  std::deque<std::unique_ptr<Operation>> queue;
-  uint64_t submitted = 0, completed = 0;
-  Token done;
-  void* fiber = emulator::__tsan_create_fiber ? emulator::__tsan_create_fiber(0) : nullptr;
-  // The capture that the stream is part of: begun here, or joined by waiting for an event of it.
-  std::shared_ptr<CUgraph_st> captured;
-  bool began = false;
-  uint64_t nodes = 0;  // so far, in this capture
-  bool loose = false;  // has nodes that no other stream of the capture has waited for
-};
-
-struct CUevent_st {
-  Point point;
-  std::shared_ptr<CUgraph_st> captured;  // recorded in this capture, when `from` had `nodes`
-  CUstream_st* from = nullptr;
-  uint64_t nodes = 0;
-};
-
-namespace {
 
 // Never destroyed: a test may end with work in a stream.
 struct State {
@@ -92,7 +50,10 @@ struct State {
     return all;
   }();
   emulator::Random random{1};
-  cudaError_t error = cudaSuccess;  // stays, as after a fault on a GPU
+  uint64_t submitted = 0;                          // operations
+  std::map<uint64_t, CUstream_st*> channel_waits;  // operations that occupy a channel, by number
+  std::array<unsigned, kDevices> streams_made{}, resident{};  // resident: threads
+  cudaError_t error = cudaSuccess;                            // stays, as after a fault on a GPU
   std::string text;
 };
 
@@ -116,10 +77,12 @@ bool capturing() {
   return false;
 }
 
-void submit(CUstream_st* s, Run run, std::vector<Point> after = {}) {
-  auto op = std::make_unique<Operation>();
-  op->run = std::move(run);
-  op->after = std::move(after);
+void submit(CUstream_st* s, Run run, std::vector<Point> after = {},
+            emulator::Occupies occupies = {}) {
+  occupies.threads = std::min(occupies.threads, emulator::options().resident_threads);
+  auto op = std::make_unique<Operation>(
+      Operation{std::move(run), std::move(after), occupies, ++state().submitted});
+  if (occupies.channel) state().channel_waits[op->number] = s;
   CUstream_st* base = default_of(s->device);
   for (CUstream_st* other : state().streams)
     if (other != s && other->device == s->device && other->blocking && s->blocking &&
@@ -133,6 +96,9 @@ void submit(CUstream_st* s, Run run, std::vector<Point> after = {}) {
 // Runs the first operation of a stream at the stream's place in the happens-before order.
 void step(CUstream_st* s) {
   Operation& op = *s->queue.front();
+  unsigned& resident = state().resident.at(static_cast<size_t>(s->device));
+  const unsigned threads = op.occupies.threads;
+  if (!std::exchange(op.started, true)) resident += threads;
   void* host = nullptr;
   if (emulator::__tsan_get_current_fiber) {
     host = emulator::__tsan_get_current_fiber();
@@ -151,6 +117,8 @@ void step(CUstream_st* s) {
     state().text = error.what();
   }
   if (finished) {
+    resident -= threads;
+    state().channel_waits.erase(op.number);
     s->queue.pop_front();  // here, as the stream owns what the operation holds
     ++s->completed;
   }
@@ -159,15 +127,45 @@ void step(CUstream_st* s) {
   if (host != nullptr) emulator::__tsan_switch_to_fiber(host, emulator::kNoSync);
 }
 
+// Whether an operation of another stream occupies the channel before this one.
+bool behind_channel_wait(const CUstream_st* s, uint64_t number) {
+  const unsigned channels = emulator::options().channels;
+  return std::ranges::any_of(state().channel_waits, [&](const auto& wait) {
+    const auto& [earlier, other] = wait;
+    return earlier < number && other != s && other->device == s->device &&
+           other->index % channels == s->index % channels;
+  });
+}
+
+// Removes the streams whose next operation does not fit on its device beside those that run, and
+// those of the device that were submitted later and have not started either.
+void keep_resident(std::vector<CUstream_st*>& ready) {
+  const auto next = [](const CUstream_st* s) -> const Operation& { return *s->queue.front(); };
+  std::array<uint64_t, kDevices> first{};  // operation that would start, by device
+  for (const CUstream_st* s : ready) {
+    uint64_t& least = first.at(static_cast<size_t>(s->device));
+    if (next(s).occupies.threads > 0 && !next(s).started && (least == 0 || next(s).number < least))
+      least = next(s).number;
+  }
+  std::erase_if(ready, [&](const CUstream_st* s) {
+    const auto device = static_cast<size_t>(s->device);
+    const unsigned threads = next(s).occupies.threads;
+    return threads > 0 && !next(s).started &&
+           (next(s).number != first.at(device) ||
+            state().resident.at(device) + threads > emulator::options().resident_threads);
+  });
+}
+
 // Runs one operation of any stream. Returns whether there was one.
 bool progress() {
   std::vector<CUstream_st*> ready;
   for (CUstream_st* s : state().streams) {
     if (s->queue.empty()) continue;
-    bool may = true;
+    bool may = !behind_channel_wait(s, s->queue.front()->number);
     for (const Point& p : s->queue.front()->after) may &= reached(p);
     if (may) ready.push_back(s);
   }
+  keep_resident(ready);
   if (ready.empty()) return false;
   step(ready[state().random.below(static_cast<unsigned>(ready.size()))]);
   return true;
@@ -216,8 +214,8 @@ bool may_query() {
   return may;
 }
 
-void add_node(CUstream_st* s, Run run) {
-  s->captured->nodes.push_back(std::move(run));
+void add_node(CUstream_st* s, Node node) {
+  s->captured->nodes.push_back(std::move(node));
   ++s->nodes;
   s->loose = true;
 }
@@ -251,15 +249,15 @@ cudaError_t allocate(void** p, size_t bytes) {
 
 }  // namespace
 
-cudaError_t emulator::enqueue_polled(cudaStream_t stream, Run operation) {
+cudaError_t emulator::enqueue_polled(cudaStream_t stream, Run operation, Occupies occupies) {
   if (inside_host_call()) return cudaErrorNotPermitted;
   const std::lock_guard lock(state().mutex);
   CUstream_st* s = resolve(stream);
   if (s->captured) {
-    add_node(s, std::move(operation));
+    add_node(s, {std::move(operation), occupies});
     return state().error;
   }
-  submit(s, std::move(operation));
+  submit(s, std::move(operation), {}, occupies);
   while (options().eager && !s->queue.empty() && progress()) continue;
   return state().error;
 }
@@ -362,6 +360,7 @@ cudaError_t cudaStreamCreateWithFlags(cudaStream_t* s, unsigned flags) {
   const std::lock_guard lock(state().mutex);
   *s = new CUstream_st;
   (*s)->blocking = (flags & cudaStreamNonBlocking) == 0;
+  (*s)->index = ++state().streams_made.at(static_cast<size_t>(current_device));
   state().streams.push_back(*s);
   return cudaSuccess;
 }
@@ -475,7 +474,7 @@ cudaError_t cudaGraphInstantiate(cudaGraphExec_t* exec, cudaGraph_t graph, unsig
   return *exec = new CUgraphExec_st{graph->nodes}, cudaSuccess;
 }
 cudaError_t cudaGraphLaunch(cudaGraphExec_t exec, cudaStream_t s) {
-  for (const Run& node : exec->nodes) emulator::enqueue_polled(s, node);
+  for (const Node& node : exec->nodes) emulator::enqueue_polled(s, node.run, node.occupies);
   return state().error;
 }
 cudaError_t cudaGraphDestroy(cudaGraph_t graph) { return delete graph, cudaSuccess; }

@@ -17,11 +17,22 @@ namespace emulator {
 // node of the graph instead.
 cudaError_t enqueue(cudaStream_t stream, std::function<void()> operation);
 
+// What an operation occupies while it waits.
+struct Occupies {
+  // Its hardware channel: later commands cannot start, also of other streams that share it.
+  bool channel = false;
+  // Resident threads of its device, from its start to its end. It starts when they fit, after all
+  // earlier operations that could start.
+  unsigned threads = 0;
+};
+
 // The same for work that may not be ready yet: it returns whether it is done. Used for NCCL.
-cudaError_t enqueue_polled(cudaStream_t stream, std::function<bool()> operation);
+cudaError_t enqueue_polled(cudaStream_t stream, std::function<bool()> operation,
+                           Occupies occupies = {});
 
 // The same for work that waits for other streams: on a thread of its own, so that they proceed.
-cudaError_t enqueue_beside(cudaStream_t stream, std::function<void()> operation);
+cudaError_t enqueue_beside(cudaStream_t stream, std::function<void()> operation,
+                           Occupies occupies = {});
 
 // Waits until the stream has done all that was submitted so far, even while it is captured.
 cudaError_t finish(cudaStream_t stream);

@@ -15,7 +15,7 @@ pytestmark = [
     pytest.mark.timeout(300),
 ]
 
-UNITS = ("bandwidth", "dense", "packets", "step", "symmetric", "topk")
+UNITS = ("bandwidth", "dense", "host_word", "packets", "step", "symmetric", "topk")
 # A part of the symbol of each kernel: the modifiers of its loads, and how many are in flight
 # before the first is used.
 IN_FLIGHT = {
@@ -136,3 +136,13 @@ def test_ranks_exchange_flags_behind_a_fence_of_the_system(kernels):
             assert order.fresh_loads >= rounds  # whether the call was aborted
             assert not any("STRONG.GPU" in i.opcode for i in code)
             assert barriers_around_flags(code) == rounds
+
+
+def test_wait_for_the_host_polls_with_acquire_order_and_sleeps(kernels):
+    """Each poll invalidates the L1 cache: later work reads what the host wrote before the word."""
+    for code in matching(kernels, r"13wait_for_word"):
+        order = sass.order(code, "SYS")
+        assert order.acquire_loads >= 1
+        assert order.fresh_loads == 0
+        assert any(one.opcode == "NANOSLEEP" for one in code)
+        assert [i.opcode for i in code if i.opcode.startswith(("LDL", "STL"))] == []

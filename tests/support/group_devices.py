@@ -171,9 +171,9 @@ class Machine:
 
 
 def _processes(transport: str = "local", **given: Any) -> dict[str, Any]:
-    """The options of ranks that share a GPU. In one process, a rank's cuStreamWaitValue32 could
-    block another rank's work in the same hardware queue: CUDA does not know their order. The limits
-    include the start of CUDA, and the turns that other processes have on the GPU."""
+    """The options of ranks that share a GPU. In one process, a copy that waits for one rank could
+    block another rank's work in the same hardware channel. The limits include the start of CUDA,
+    and the turns that other processes have on the GPU."""
     limits = {"timeout_s": 150.0, "exit_timeout_s": 60.0, **given}
     return {**limits, "processes": True, "transport": "" if transport == "local" else transport}
 
