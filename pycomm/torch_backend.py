@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch.distributed as dist
 
 from pycomm import _c10d, _core, _torch_autoload, config, default_group
-from pycomm._bootstrap import rendezvous
+from pycomm._bootstrap import reconfigure, rendezvous
 from pycomm._core_api import device_groups
 from pycomm.errors import InvalidArgument, Unsupported
 
@@ -85,7 +85,8 @@ def create(options: _DistributedBackendOptions, backend_options: object) -> comp
 
     torch's default group shares the engine of `pycomm.init` if it has the same ranks; the engine
     then stays open when torch's group ends. Otherwise torch's engine is pycomm's default group
-    until torch's group ends.
+    until torch's group ends. With enable_reconfigure=True (torch 2.14) no ranks are connected:
+    reconfigure() does that.
 
     Raises:
         Unsupported: the compiled module does not fit this torch.
@@ -97,6 +98,8 @@ def create(options: _DistributedBackendOptions, backend_options: object) -> comp
     ours = _options(backend_options, timeout)
     ours.global_ranks_in_group = options.global_ranks_in_group
     ours.group_name = cast("GroupName", options.group_id)
+    if any(getattr(one, "enable_reconfigure", False) for one in (options, ours)):
+        return _reconfigurable(options, ours)
     if options.global_ranks_in_group:
         return _form(options, ours, default_group.register_backend)
     shared = _engine_of_init(options)
@@ -127,13 +130,65 @@ def merge(store: Store, ours: compiled.Options, rank: int, size: int) -> compile
             f"merge_remote_group: this is rank {rank} in the store, and the group has {size}: "
             "use a separate store or PrefixStore for each merge"
         )
+    options = _described(store, str(ours.group_name), rank, size, ours._timeout)
+    ours.global_ranks_in_group = []
+    return _form(options, ours, default_group.register_backend)
+
+
+def _described(
+    store: Store, name: str, rank: int, size: int, timeout: timedelta
+) -> _DistributedBackendOptions:
+    """The argument of create() for a group that torch did not ask for."""
     from torch._C import _distributed_c10d as c10d
 
     options = c10d._DistributedBackendOptions()
-    options.store, options.group_id = store, str(ours.group_name)
-    options.group_rank, options.group_size, options.timeout = rank, size, ours._timeout
-    ours.global_ranks_in_group = []
-    return _form(options, ours, default_group.register_backend)
+    options.store, options.group_id = store, name
+    options.group_rank, options.group_size, options.timeout = rank, size, timeout
+    return options
+
+
+def _reconfigurable(
+    options: _DistributedBackendOptions, ours: compiled.Options
+) -> compiled.ReconfigurableBackend:
+    """A backend without ranks, which reconfigure() connects."""
+    encrypt = _encrypt(ours, None)
+
+    def connect(
+        store: _core.Store, name: str, rank: int, size: int, timeout_s: float
+    ) -> _core.Group:
+        timeout = timedelta(seconds=timeout_s)
+        return _connect(
+            store, _described(options.store, name, rank, size, timeout), timeout, encrypt
+        )
+
+    def register(core: _core.Group, store: _core.TcpStore) -> Callable[[], None]:
+        timeout_s = ours._timeout.total_seconds()
+        core.set_timeout(timeout_s)  # of its calls; forming used the remaining time
+        return enter(core, store, timeout_s)
+
+    is_default = not options.global_ranks_in_group and default_group.default_core() is None
+    enter = default_group.register_core if is_default else default_group.register_backend
+    membership = reconfigure.Membership(
+        connect,
+        register,
+        config.environment().secret,
+        rendezvous.host_of(options.store) or config.environment().master_host,
+    )
+    timeout_s = ours._timeout.total_seconds()
+    core = connect(_core.LocalStore(), options.group_id or "default", 0, 1, timeout_s)
+    membership.register(core)
+    core.abort(reconfigure.WAITING)
+    backend: compiled.ReconfigurableBackend = _module().ReconfigurableBackend(
+        core._capsule(),
+        options.store,
+        ours,
+        membership.unregister,
+        options.group_rank,
+        options.group_size,
+        membership.handle,
+        membership.prepare,
+    )
+    return backend
 
 
 def shrink(
@@ -231,7 +286,7 @@ def _engine_of_init(options: _DistributedBackendOptions) -> _core.Group | None:
 
 
 def _connect(
-    store: rendezvous.TorchStore,
+    store: _core.Store | rendezvous.TorchStore,
     options: _DistributedBackendOptions,
     timeout: timedelta,
     encrypt: bool,

@@ -13,6 +13,7 @@
 #include <utility>
 
 #include "bindings/c10d_backend.h"
+#include "bindings/c10d_reconfigure.h"
 #include "bindings/errors.h"
 #include "group/group.h"
 
@@ -20,15 +21,29 @@ namespace pycomm::bindings {
 namespace {
 
 // The group in a capsule that _core.Group._capsule() made.
+std::shared_ptr<group::Group> group_in(const py::capsule& capsule) {
+  if (std::string_view(capsule.name()) != "pycomm.Group")
+    throw py::type_error("invalid capsule: expected one of pycomm._core.Group");
+  return *capsule.get_pointer<std::shared_ptr<group::Group>>();
+}
+
 c10::intrusive_ptr<Backend> backend_from(const py::capsule& capsule,
                                          const c10::intrusive_ptr<c10d::Store>& store,
                                          const c10::intrusive_ptr<Options>& options, bool owner,
                                          std::function<void()> ended) {
-  if (std::string_view(capsule.name()) != "pycomm.Group")
-    throw py::type_error("invalid capsule: expected one of pycomm._core.Group");
-  return c10::make_intrusive<Backend>(*capsule.get_pointer<std::shared_ptr<group::Group>>(), store,
-                                      options, owner, std::move(ended));
+  return c10::make_intrusive<Backend>(group_in(capsule), store, options, owner, std::move(ended));
 }
+
+#ifdef C10D_BACKEND_HAS_RECONFIGURE
+c10::intrusive_ptr<ReconfigurableBackend> reconfigurable_from(
+    const py::capsule& capsule, const c10::intrusive_ptr<c10d::Store>& store,
+    const c10::intrusive_ptr<Options>& options, std::function<void()> ended, int rank, int size,
+    std::string handle, ReconfigurableBackend::Prepare prepare) {
+  return c10::make_intrusive<ReconfigurableBackend>(group_in(capsule), store, options,
+                                                    std::move(ended), rank, size, std::move(handle),
+                                                    std::move(prepare));
+}
+#endif
 
 py::dict stats(const Backend& backend) {
   const group::Stats now = backend.stats();
@@ -79,5 +94,14 @@ PYBIND11_MODULE(BACKEND_MODULE, module) {
           "perform_nocolor_split", [](Backend&, const py::object& /*device*/) {},
           "Called on ranks that are not in a new group. Does nothing.")
       .def("get_error", &Backend::getError)
+      .def("register_abort_hook", &Backend::registerAbortHook, py::arg("hook_id"), py::arg("hook"))
+      .def("unregister_abort_hook", &Backend::unregisterAbortHook, py::arg("hook_id"))
       .def("stats", &stats);
+#ifdef C10D_BACKEND_HAS_RECONFIGURE
+  py::class_<ReconfigurableBackend, c10::intrusive_ptr<ReconfigurableBackend>, Backend>(
+      module, "ReconfigurableBackend")
+      .def(py::init(&reconfigurable_from), py::arg("capsule"), py::arg("store"), py::arg("options"),
+           py::arg("ended"), py::arg("rank"), py::arg("size"), py::arg("handle"),
+           py::arg("prepare"));
+#endif
 }

@@ -85,8 +85,15 @@ class Backend : public c10d::Backend {
   uint64_t getSequenceNumberForGroup() override { return sequence_; }
   c10d::ErrorType getError() override {
     completions_.release();
-    return *error_;
+    return error_->type();
   }
+  // From torch 2.14 on (supportsAbortHooks: 2.15) these override: the hooks run when a call finds
+  // that the group broke, before it raises.
+  bool supportsAbortHooks() const { return true; }
+  void registerAbortHook(int64_t id, std::function<void()> hook) {
+    error_->set_hook(id, std::move(hook));
+  }
+  void unregisterAbortHook(int64_t id) { error_->remove_hook(id); }
   // Device calls are counted by the host group, where the ranks agree about them.
   group::Stats stats() const {
     group::Stats all = group_->stats();
@@ -319,7 +326,7 @@ class Backend : public c10d::Backend {
     });
   }
 
- private:
+ protected:  // ReconfigurableBackend replaces the group
   RankSlot slot() const { return {rank_, size_}; }
 
   void check_process() const {
@@ -352,7 +359,7 @@ class Backend : public c10d::Backend {
     try {
       body();
     } catch (...) {
-      record_error(*error_, std::current_exception());
+      error_->record(std::current_exception());
       throw;
     }
   }
@@ -431,7 +438,7 @@ class Backend : public c10d::Backend {
                 ->start(work->job().calls[i],
                         [work, error = error_, group = group_.get()](std::exception_ptr thrown) {
                           if (!thrown) thrown = work->follow(*group);
-                          record_error(*error, thrown);
+                          error->record(thrown);
                           work->complete_calls(1, thrown);
                         });
         if (completion)
@@ -482,13 +489,12 @@ class Backend : public c10d::Backend {
   std::function<void()> ended_;
   const unsigned forks_at_creation_;
   std::atomic<uint64_t> sequence_{0};
-  const std::shared_ptr<std::atomic<c10d::ErrorType>> error_ =
-      std::make_shared<std::atomic<c10d::ErrorType>>(c10d::ErrorType::SUCCESS);
+  const std::shared_ptr<BreakingError> error_ = std::make_shared<BreakingError>();
   std::optional<Job> batch_;
   std::vector<Use> batch_uses_;  // what the calls of the batch read and write
   size_t batch_size_ = 0;        // numbers the calls in batch_uses_
   DeviceCompletions completions_{
-      [error = error_](const std::exception_ptr& thrown) { record_error(*error, thrown); }};
+      [error = error_](const std::exception_ptr& thrown) { error->record(thrown); }};
 };
 
 }  // namespace pycomm::bindings

@@ -12,6 +12,8 @@
 #include <atomic>
 #include <chrono>
 #include <exception>
+#include <functional>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -68,16 +70,59 @@ inline c10d::ErrorType error_type_of(ErrorKind kind) {
   return c10d::ErrorType::SUCCESS;
 }
 
-// Sets what get_error() returns: the first error that broke the group.
-inline void record_error(std::atomic<c10d::ErrorType>& type, const std::exception_ptr& thrown) {
-  if (!thrown || type != c10d::ErrorType::SUCCESS) return;
-  try {
-    std::rethrow_exception(thrown);
-  } catch (const Error& error) {
-    type = error_type_of(error.kind());
-  } catch (...) {  // from torch, while copying: the group is intact
+// The first error that broke a group, and the functions to call then. Any thread may call.
+class BreakingError {
+ public:
+  // What get_error() returns.
+  c10d::ErrorType type() const { return type_; }
+
+  // Keeps the type of a first error, and then calls the hooks. Ignores a usage error, and null.
+  void record(const std::exception_ptr& thrown) {
+    auto expected = c10d::ErrorType::SUCCESS;
+    const c10d::ErrorType type = type_of(thrown);
+    if (type == expected || !type_.compare_exchange_strong(expected, type)) return;
+    for (const auto& [id, hook] : hooks()) {
+      try {
+        hook();
+      } catch (const std::exception& error) {
+        TORCH_WARN("pycomm: abort hook ", id, " failed: ", error.what());
+      }
+    }
   }
-}
+  // For the next group.
+  void reset() { type_ = c10d::ErrorType::SUCCESS; }
+
+  // Replaces the hook with this number.
+  void set_hook(int64_t id, std::function<void()> hook) {
+    const std::lock_guard lock(mutex_);
+    hooks_[id].swap(hook);
+  }
+  void remove_hook(int64_t id) {
+    std::map<int64_t, std::function<void()>>::node_type removed;  // destroyed unlocked
+    const std::lock_guard lock(mutex_);
+    removed = hooks_.extract(id);
+  }
+
+ private:
+  static c10d::ErrorType type_of(const std::exception_ptr& thrown) {
+    if (!thrown) return c10d::ErrorType::SUCCESS;
+    try {
+      std::rethrow_exception(thrown);
+    } catch (const Error& error) {
+      return error_type_of(error.kind());
+    } catch (...) {  // from torch, while copying: the group is intact
+    }
+    return c10d::ErrorType::SUCCESS;
+  }
+  std::map<int64_t, std::function<void()>> hooks() const {
+    const std::lock_guard lock(mutex_);
+    return hooks_;
+  }
+
+  std::atomic<c10d::ErrorType> type_{c10d::ErrorType::SUCCESS};
+  mutable std::mutex mutex_;
+  std::map<int64_t, std::function<void()>> hooks_;
+};
 
 // Ctrl-C must end a wait. Only the main thread receives it, and only with the GIL.
 inline void raise_pending_signal() {

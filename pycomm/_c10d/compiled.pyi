@@ -44,7 +44,28 @@ class Backend(_C10dBackend):
     def options(self) -> Options: ...
     def perform_nocolor_split(self, device: object) -> None: ...
     def get_error(self) -> ErrorType: ...
+    def register_abort_hook(self, hook_id: int, hook: Callable[[], None]) -> None: ...
+    def unregister_abort_hook(self, hook_id: int) -> None: ...
     def stats(self) -> dict[str, float]: ...
+
+class ReconfigurableBackend(Backend):
+    """A backend for a group that reconfigure() makes. From torch 2.14 on.
+
+    `capsule`: an aborted group of one rank, used until then; `rank`, `size`: those that torch was
+    given; `handle`, `prepare`: of a Membership.
+    """
+
+    def __init__(
+        self,
+        capsule: object,
+        store: Store,
+        options: Options,
+        ended: Callable[[], object],
+        rank: int,
+        size: int,
+        handle: str,
+        prepare: Callable[[int, list[str], bool], Callable[[float], object]],
+    ) -> None: ...
 
 def close_all() -> None:
     """Closes every open group; runs when the interpreter ends."""
