@@ -7,6 +7,9 @@ combination has an environment in build/matrix, into which the wheel of tools/wh
 The tests run in a copy of their folders, where no source of the package is. PyPI has CUDA builds of
 torch, with which an environment takes 6 GB.
 
+From torch 2.14 on, PyTorch's own tests of reconfigure run too: they are downloaded from its
+repository.
+
 With --json, PyTorch's own suite also runs on three processes with each other torch, on gloo and on
 pycomm; tests/compat/table.py shows the results.
 
@@ -38,6 +41,7 @@ from tools.torch_headers import VERSIONS  # noqa: E402 - likewise
 
 OUT = ROOT / "build" / "matrix"
 MAIN_TORCH = "2.13.0"
+RECONFIGURES = VERSIONS[VERSIONS.index("2.14.1") :]  # the versions with enable_reconfigure
 OLDEST = (3, 10)
 OLDEST_FREE_THREADED = (3, 14)  # PyPI has no MAIN_TORCH for 3.13t
 NAMES = [f"python3.{minor}{kind}" for minor in range(OLDEST[1], 20) for kind in ("", "t")]
@@ -176,6 +180,12 @@ def run_torchs_suite(python: Path, torch: str, folder: Path, results: Path) -> N
         subprocess.run(command, cwd=folder, check=False)  # a failing test is a result too
 
 
+def fails_torchs_reconfigure(python: Path, folder: Path) -> bool:
+    """Runs PyTorch's own tests of reconfigure in the copy."""
+    command = [python, "tests/compat/fault_tolerance.py"]
+    return subprocess.run(command, cwd=folder, check=False).returncode != 0
+
+
 def store(path: Path, new: dict[str, Any]) -> None:
     """Stores a row beside those of other combinations that are stored already."""
     old = summaries.read(path)["rows"] if path.exists() else []
@@ -209,6 +219,8 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             row.install_s, row.first_call_s = first_call(python, wheel, Path(folder))
             tested(python, row, Path(folder))
+            if version == here and torch in RECONFIGURES:
+                row.failed += fails_torchs_reconfigure(python, Path(folder))
             if options.json and version == here and torch != MAIN_TORCH:
                 run_torchs_suite(python, torch, Path(folder), options.json.parent)
         failed += row.failed
