@@ -175,7 +175,7 @@ def test_lists_that_differ_form_no_group() -> None:
     assert "differ from those of rank 0" in str(second)
 
 
-def test_a_handle_admits_nobody_who_lacks_the_secret() -> None:
+def test_a_handle_admits_only_processes_with_the_secret() -> None:
     """With a secret a handle is no key; without one it is."""
     (rank,) = members(1, "s" * 64)
     (intruder,) = members(1, "t" * 64)
