@@ -58,7 +58,14 @@ if TYPE_CHECKING:
     from pycomm import data, functional, kernels, metrics, reference, testing
     from pycomm._training.coalesced import bcast_list_
     from pycomm.checkpoint import load, save
-    from pycomm.compress import DGC, QuantizedGradients, TopK, dgc_hook, quantize_hook
+    from pycomm.compress import (
+        DGC,
+        QuantizedGradients,
+        TopK,
+        dgc_hook,
+        quantize_hook,
+        quantize_hsdp,
+    )
     from pycomm.functional import remote_recv, remote_send
     from pycomm.launch import launcher
     from pycomm.optim import AdaptiveLocalSGD, LocalSGD, StaticLossScaler
@@ -107,6 +114,7 @@ __all__ = [
     "plan",
     "print0",
     "quantize_hook",
+    "quantize_hsdp",
     "rank",
     "recv",
     "reduce",
@@ -144,6 +152,7 @@ _TRAINING = {
     "plan": "pycomm.tuning.planner",
     "print0": "pycomm.printing",
     "quantize_hook": "pycomm.compress",
+    "quantize_hsdp": "pycomm.compress",
     "remote_recv": "pycomm.functional",
     "remote_send": "pycomm.functional",
     "save": "pycomm.checkpoint",

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -53,6 +53,9 @@ class GradientExchange:
         self._pool: CommunicatorPool | None = None
         self._passing: list[tuple[QuantizedExchange, Tensor]] = []
         self._dense: list[tuple[Work, Tensor]] = []
+        self._averaged: list[tuple[QuantizedExchange, Tensor]] = []  # not committed yet
+        self._running = False  # a pass has begun
+        self._finite = True  # so far in this pass
         self._failed: list[tuple[QuantizedExchange, Tensor]] = []  # of the last pass, if it failed
         self._step, self._scale = 0, 1.0
         self._sent_bytes = self._dense_bytes = 0
@@ -70,7 +73,7 @@ class GradientExchange:
     def add(self, flat: Tensor, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
         """Starts the exchange of a bucket, and sums an earlier one. `gradients` fill `flat`."""
         group = self._communicators().group
-        if not self._passing and not self._dense:
+        if not self._running:
             self._begin()
         if group.size == 1:
             return
@@ -86,11 +89,30 @@ class GradientExchange:
         if len(self._passing) > BUCKETS_BETWEEN:
             self._passing[-1 - BUCKETS_BETWEEN][0].sum_up()
 
-    def finish(self) -> None:
-        """Writes the mean of all ranks to the gradients, and commits."""
+    def average(self, flat: Tensor, parameters: Sequence[Tensor]) -> None:
+        """Writes the mean of all ranks to one bucket; finish() commits. For hooks that wait."""
+        self.add(flat, parameters, ())
+        self._average_started()
+
+    def finish(self, agree: Callable[[bool], bool] = bool) -> None:
+        """Writes the mean of all ranks to the gradients, and commits.
+
+        Args:
+            agree: whether gradients are finite on all ranks, given whether they are in this group.
+        """
+        self._average_started()
+        if agree(self._finite):
+            with defer_sigint():
+                self._commit(self._averaged)
+                self._step += 1
+        self._running, self._finite, self._averaged, self._failed = False, True, [], []
+
+    def _average_started(self) -> None:
+        """Waits for the buckets that were added, and writes their means."""
         passing, dense = self._passing, self._dense
         self._passing, self._dense = [], []
-        self._failed = passing
+        self._averaged += passing
+        self._failed = self._averaged
         for exchange, _ in passing[-BUCKETS_BETWEEN:]:
             exchange.sum_up()
         finite = True
@@ -101,18 +123,14 @@ class GradientExchange:
         for work, flat in dense:
             work.wait()
             finite &= bool(flat.isfinite().all())
-        if finite:
-            with defer_sigint():
-                self._commit(passing)
-                self._step += 1
-        self._sent_bytes = sum(exchange.sent_bytes for exchange, _ in passing)
+        self._finite &= finite
+        self._sent_bytes += sum(exchange.sent_bytes for exchange, _ in passing)
         self._sent_bytes += sum(flat.nbytes for _, flat in dense)
-        self._failed = []
 
     def cancel(self) -> None:
         """Discards a pass: the residuals stay as they were before it."""
         passing, dense = self._passing, self._dense
-        self._passing, self._dense = [], []
+        self._running, self._passing, self._dense, self._averaged = False, [], [], []
         for exchange, _ in passing:
             exchange.cancel()
         for work, _ in dense:
@@ -190,7 +208,8 @@ class GradientExchange:
 
     def _begin(self) -> None:
         """Converts the residuals if the loss scale changed."""
-        self._failed, self._dense_bytes = [], 0
+        self._running, self._finite, self._failed = True, True, []
+        self._dense_bytes = self._sent_bytes = 0
         scaler = self._scaler
         scale = scaler.get_scale() if scaler is not None and scaler.is_enabled() else 1.0
         if scale != self._scale:
@@ -202,7 +221,7 @@ class GradientExchange:
             exchange.commit()
 
     def _cancel_failed_pass(self, method: str) -> None:
-        if self._passing and torch._C._current_graph_task_id() != -1:
+        if self._running and torch._C._current_graph_task_id() != -1:
             raise InvalidArgument(
                 f"QuantizedGradients.{method}() cannot be called inside backward(): call it before "
                 "or after"

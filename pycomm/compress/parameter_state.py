@@ -272,7 +272,8 @@ def _check(optimizer: torch.optim.Optimizer) -> None:
         for parameter in group["params"]:
             if hasattr(parameter, "device_mesh"):
                 raise Unsupported(
-                    "DGC needs full replicas, not shards (DTensor, FSDP, ZeRO): train shards dense"
+                    "DGC needs full replicas, not shards (DTensor, FSDP, ZeRO): use "
+                    "pycomm.quantize_hsdp with fully_shard"
                 )
             if not parameter.is_floating_point():
                 raise Unsupported(f"DGC needs real floating parameters, got {parameter.dtype}")

@@ -201,8 +201,6 @@ def _check(parameters: Sequence[Tensor], name: str) -> None:
                 f"{name}: parameter {place} is {parameter.dtype}: it compresses float32, bfloat16 "
                 "and float16"
             )
-        if hasattr(parameter, "device_mesh"):
-            raise Unsupported(f"{name} needs full replicas, not shards (DTensor, FSDP, ZeRO)")
         if not parameter.is_cpu:
             raise Unsupported(
                 f"{name}: parameter {place} is on {parameter.device}: its kernels run on the CPU "

@@ -13,19 +13,26 @@ from pycomm.compress.quantized_updates import QuantizedUpdates
 from pycomm.compress.topk import TopK
 from pycomm.compress.topk_updates import TopKUpdates
 from pycomm.compress.updates import UpdateCompressor
-from pycomm.errors import InvalidArgument
+from pycomm.errors import InvalidArgument, Unsupported
 from pycomm.group import Group
 
-__all__ = ["check_schedule", "update_compressor", "warn_about_momentum"]
+__all__ = ["check_supported", "update_compressor", "warn_about_momentum"]
 
 
-def check_schedule(rule: str, momentum: str) -> None:
-    """Raises InvalidArgument unless compression knows this schedule of LocalSGD."""
+def check_supported(model: nn.Module, rule: str, momentum: str) -> None:
+    """Raises an error unless compression knows this schedule of LocalSGD, and no parameter of the
+    model is a shard."""
     if (rule, momentum) != ("paddle", "local"):
         raise InvalidArgument(
             f'compression: got rule={rule!r} and momentum={momentum!r}, expected "paddle" and '
             '"local"'
         )
+    for name, parameter in model.named_parameters():
+        if hasattr(parameter, "device_mesh"):
+            raise Unsupported(
+                f"LocalSGD: {name!r} is a shard (DTensor, FSDP, ZeRO), and compression of updates "
+                "needs full replicas: for HSDP use pycomm.quantize_hsdp"
+            )
 
 
 def update_compressor(

@@ -31,7 +31,7 @@ from pycomm.default_group import default
 from pycomm.elastic import ShrinkResult, most_advanced_rank, shrink_result
 from pycomm.errors import InvalidArgument
 from pycomm.group import Group
-from pycomm.optim.compression import check_schedule, update_compressor, warn_about_momentum
+from pycomm.optim.compression import check_supported, update_compressor, warn_about_momentum
 from pycomm.optim.muon import MuonMatrices
 from pycomm.optim.weight_decay import multiply_factors, without_decay
 
@@ -118,7 +118,7 @@ class LocalSGD:
         if rule not in ("paddle", "torch"):
             raise InvalidArgument(f'invalid rule: got {rule!r}, expected "paddle" or "torch"')
         if compression is not None:
-            check_schedule(rule, momentum)
+            check_supported(model, rule, momentum)
         if muon is not None and (compression is None or k_steps != 1 or outer is not None):
             raise InvalidArgument("LocalSGD: muon needs compression, k_steps=1 and no outer")
         if clip_norm is not None and not clip_norm > 0:
