@@ -1,4 +1,4 @@
-"""Which compressor LocalSGD uses, and a warning about the optimizer."""
+"""Checks of the arguments of LocalSGD, and which compressor it uses."""
 
 from __future__ import annotations
 
@@ -16,7 +16,21 @@ from pycomm.compress.updates import UpdateCompressor
 from pycomm.errors import InvalidArgument, Unsupported
 from pycomm.group import Group
 
-__all__ = ["check_supported", "update_compressor", "warn_about_momentum"]
+__all__ = ["check_model", "check_supported", "update_compressor", "warn_about_momentum"]
+
+
+def check_model(model: nn.Module, optimizer: torch.optim.Optimizer, momentum: str) -> None:
+    """Raises InvalidArgument for a wrapper, or momentum that cannot be averaged."""
+    if hasattr(model, "no_sync"):
+        raise InvalidArgument(
+            f"LocalSGD: {type(model).__name__} averages gradients: pass the module inside it"
+        )
+    if momentum not in ("local", "averaged"):
+        raise InvalidArgument(f'invalid momentum: got {momentum!r}, expected "local" or "averaged"')
+    if momentum == "averaged" and not isinstance(optimizer, torch.optim.SGD):
+        raise InvalidArgument(
+            f'momentum="averaged": got {type(optimizer).__name__}, expected torch.optim.SGD'
+        )
 
 
 def check_supported(model: nn.Module, rule: str, momentum: str) -> None:

@@ -31,7 +31,13 @@ from pycomm.default_group import default
 from pycomm.elastic import ShrinkResult, most_advanced_rank, shrink_result
 from pycomm.errors import InvalidArgument
 from pycomm.group import Group
-from pycomm.optim.compression import check_supported, update_compressor, warn_about_momentum
+from pycomm.optim.compression import (
+    check_model,
+    check_supported,
+    update_compressor,
+    warn_about_momentum,
+)
+from pycomm.optim.moments import mean_state
 from pycomm.optim.muon import MuonMatrices
 from pycomm.optim.weight_decay import multiply_factors, without_decay
 
@@ -109,7 +115,7 @@ class LocalSGD:
         clip_norm: float | None = None,
         muon: torch.optim.Optimizer | None = None,
     ) -> None:
-        _check(model, optimizer, momentum)
+        check_model(model, optimizer, momentum)
         if k_steps < 1 or begin_step < 1:
             raise InvalidArgument(
                 f"invalid k_steps or begin_step: got {k_steps} and {begin_step}, expected at "
@@ -424,15 +430,16 @@ class LocalSGD:
         return state
 
     def gather_state(self, dst: int = 0) -> dict[str, Any] | None:
-        """Collective. With compression: gathers the states of all ranks; the result loads at any
-        number of ranks.
+        """Collective. With compression: gathers the states of all ranks, and the mean state of the
+        optimizer; the result loads at any number of ranks.
 
         Args:
             dst: the rank that receives the states.
 
         Returns:
-            On rank `dst` version, size, and ranks: a list of what state_dict() returns on each
-            rank. None on the others.
+            On rank `dst` version, size, ranks: a list of what state_dict() returns on each rank,
+            and optimizer: the optimizer's state_dict() with the mean of the moments over all ranks.
+            None on the others.
 
         Raises:
             InvalidArgument: there is no compression.
@@ -442,19 +449,20 @@ class LocalSGD:
             raise InvalidArgument("LocalSGD.gather_state() is for states with compression")
         found, size = self._compressor.gather(dst), self._group.size
         other = [{}] * size if self._muon is None else self._muon.gather(self._group, dst)
+        mean = mean_state(self.optimizer, self._group)
         if found is None or other is None:
             return None
         mine = self.state_dict()
         parts = enumerate(zip(found, other, strict=True))
         ranks = [mine | {"rank": rank} | one | more for rank, (one, more) in parts]
-        return {"version": VERSION, "size": size, "ranks": ranks}
+        return {"version": VERSION, "size": size, "ranks": ranks, "optimizer": mean}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restores a state. Load the model and the optimizer of the same step too.
 
         With compression, each rank loads its own state, or the result of gather_state(). At another
-        number of ranks each rank takes the mean residual of the saved ranks, and with muon the mean
-        of their mean_squares.
+        number of ranks each rank takes the mean residual of the saved ranks, with muon the mean of
+        their mean_squares, and loads the optimizer with the mean of its moments.
 
         Args:
             state: from state_dict() of this class, with an outer optimizer if this one has one.
@@ -463,7 +471,7 @@ class LocalSGD:
             InvalidArgument: the parameters have other shapes, or, with compression, as
                 DGC.load_state_dict; nothing changes.
         """
-        sources = [state]
+        sources, optimized = [state], state.get("optimizer")
         if self._compressor is not None:
             sources = [dict(one) for one in sources_of(state, self._group, "LocalSGD")]
             state = sources[0]
@@ -477,22 +485,11 @@ class LocalSGD:
             self._compressor.load(sources)
         if self._muon is not None:
             self._muon.load(sources)
+        if optimized is not None and len(sources) > 1:
+            self.optimizer.load_state_dict(optimized)
         for mine, saved in zip(self._snapshot, state["snapshot"], strict=True):
             mine.copy_(saved)
         self.step_count, self.last_sync = state["step_count"], state["last_sync"]
         self.k_steps = state["k_steps"]
         if self.outer is not None:
             self.outer.load_state_dict(state["outer"])
-
-
-def _check(model: nn.Module, optimizer: torch.optim.Optimizer, momentum: str) -> None:
-    if hasattr(model, "no_sync"):
-        raise InvalidArgument(
-            f"LocalSGD: {type(model).__name__} averages gradients: pass the module inside it"
-        )
-    if momentum not in ("local", "averaged"):
-        raise InvalidArgument(f'invalid momentum: got {momentum!r}, expected "local" or "averaged"')
-    if momentum == "averaged" and not isinstance(optimizer, torch.optim.SGD):
-        raise InvalidArgument(
-            f'momentum="averaged": got {type(optimizer).__name__}, expected torch.optim.SGD'
-        )

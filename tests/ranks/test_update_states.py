@@ -81,6 +81,66 @@ def loaded(
 
 
 @BOTH
+def test_another_number_of_ranks_takes_the_mean_second_moments(compression: Any) -> None:
+    def three(group: pycomm.Group) -> Any:
+        return states_after(group, compression, range(4))[1:]
+
+    results = run_ranks(3, three)
+    model, optimizer, _ = results[0][0]
+    every = results[1][1]
+    moments = [[one["exp_avg_sq"] for one in state[1]["state"].values()] for state, _ in results]
+    mean = [torch.stack(rows).mean(0) for rows in zip(*moments, strict=True)]
+    assert not equal(moments[0], moments[1])
+
+    def two(group: pycomm.Group) -> None:
+        _, (_, found, _), _ = states_after(group, compression, range(0), [model, optimizer, every])
+        for one, wanted in zip(found["state"].values(), mean, strict=True):
+            torch.testing.assert_close(one["exp_avg_sq"], wanted)
+            assert one["step"] == 4
+
+    run_ranks(2, two)
+
+
+class Bases(torch.optim.SGD):
+    """SGD with a state that is no moment, as SOAP's."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # no loss
+        super().step(closure)
+        for group in self.param_groups:
+            for p in group["params"]:
+                moment = p.grad.clone()
+                bases = torch.full((2, 5), float(p.grad.sum())) if p.dim() == 2 else None
+                self.state[p] = {"moment": moment, "bases": bases, "step": torch.tensor(1.0)}
+
+
+def test_states_with_bases_are_not_averaged() -> None:
+    """A vector has a moment, which is averaged. Rank 1 has no state of the last bias."""
+
+    def program(group: pycomm.Group) -> None:
+        model = perceptron()
+        optimizer = Bases(model.parameters(), lr=0.1)
+        local = pycomm.LocalSGD(model, optimizer, compression=SMALL)
+        step_on(model, batch(group.rank, 0), local)
+        own = [copy.deepcopy(optimizer.state[p]) for p in model.parameters()]
+        if group.rank == 1:
+            del optimizer.state[model[4].bias]  # type: ignore[index]  # a Sequential
+        wanted = [pycomm.all_reduce(one["moment"].clone(), "mean") for one in own]
+        state = local.gather_state()
+        if state is None:
+            return
+        found = state["optimizer"]["state"]
+        for place, p in enumerate(model.parameters()):
+            averaged = p.dim() == 1 and place != 5
+            torch.testing.assert_close(
+                found[place]["moment"], wanted[place] if averaged else own[place]["moment"]
+            )
+            if not averaged:
+                assert equal([found[place]["moment"]], [own[place]["moment"]])
+
+    run_ranks(2, program)
+
+
+@BOTH
 def test_a_state_of_one_rank_is_not_saved_for_all(tmp_path: Any, compression: Any) -> None:
     def program(group: pycomm.Group) -> None:
         model = perceptron()

@@ -1,0 +1,53 @@
+"""LocalSGD with compression and the forms of torch's optimizers and models: foreach, fused,
+compiled, with autocast, and with accumulated gradients. Ranks are processes, as torch.compile is
+not made for threads.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from small_models import batch, equal, parameters, perceptron
+from torch import Tensor
+from torch.nn import functional as F
+from torch_ranks import Run, run_fixture  # noqa: F401 - a fixture
+from update_training import FEW_BITS, SMALL, Compression, adamw
+
+import pycomm
+
+EXACT = pycomm.TopK(density=1, value_dtype="float32")
+
+
+def _trained(form: str, compression: Compression) -> list[Tensor]:
+    """Parameters after three steps of two backward passes each."""
+    model = perceptron()
+    options = {form: True} if form in ("foreach", "fused") else {}
+    optimizer = adamw(model, **options)
+    local = pycomm.LocalSGD(model, optimizer, compression=compression)
+    forward: Any = model
+    if form == "compiled":
+        forward = torch.compile(model, backend="aot_eager")
+        optimizer.step = torch.compile(optimizer.step, backend="eager")  # type: ignore[method-assign]  # as users do
+    for step in range(3):
+        local.zero_grad()
+        for part in range(2):
+            x, y = batch(dist.get_rank(), 2 * step + part)
+            with torch.autocast("cpu", enabled=form == "autocast"):
+                output = forward(x)
+            (F.mse_loss(output.float(), y) / 2).backward()
+        assert local.step_count == step
+        local.step()
+    return parameters(model)
+
+
+@pytest.mark.parametrize("form", ["foreach", "fused", "compiled", "autocast"])
+def test_forms_train_as_the_plain_one(run: Run, form: str) -> None:
+    """Exact values are close to those of the plain form: 1 bit would turn roundings into signs."""
+    first, second = run(2, _trained, form, EXACT)
+    assert equal(first, second)
+    tolerance = 2e-2 if form == "autocast" else 1e-5
+    for got, wanted in zip(first, run(2, _trained, "plain", EXACT)[0], strict=True):
+        torch.testing.assert_close(got, wanted, atol=tolerance, rtol=0)
+    for compression in (SMALL, FEW_BITS):
+        assert equal(*run(2, _trained, form, compression))
