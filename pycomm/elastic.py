@@ -159,7 +159,7 @@ class _Content:
 
 
 def _exchange(content: _Content, sources: Sequence[int], group: Group) -> None:
-    """Each source sends its share of the bytes to the ranks that are none."""
+    """Each source sends its share of the bytes to all other ranks."""
     total, is_source = content.size, group.rank in sources
     bounds = [total * i // len(sources) for i in range(len(sources) + 1)]
     shares = dict(zip(sources, itertools.pairwise(bounds), strict=True))

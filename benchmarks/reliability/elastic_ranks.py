@@ -43,7 +43,7 @@ class Ranks:
     """
 
     def __init__(self, file: str, size: int, start: str, ready: bool, body: Body) -> None:
-        self._context = multiprocessing.get_context(start)
+        self._context: Any = multiprocessing.get_context(start)
         if start == "forkserver":
             self._context.set_forkserver_preload(LOADED)
         self._file, self._ready, self._body = file, ready, body
@@ -209,15 +209,15 @@ def train(group: Group, say: Say, end_s: float) -> None:
             x = torch.randn(BATCH, 64, generator=data)
             loss = nn.functional.mse_loss(model(x), target(x).detach())
             optimizer.zero_grad()
-            loss.backward()
+            torch.autograd.backward(loss)
             over = torch.tensor([float(step >= MARK and time.monotonic() > end_s), loss.item()])
-            sums = torch.cat([over, *(p.grad.flatten() for p in parameters)])
+            sums = torch.cat([over, *(_gradient(p).flatten() for p in parameters)])
             pycomm.all_reduce(sums, "avg", group=group)
             ended = bool(sums[0] > 0)
             losses.append(float(sums[1]))
             at = 2
             for p in parameters:
-                p.grad.copy_(sums[at : at + p.numel()].view_as(p))
+                _gradient(p).copy_(sums[at : at + p.numel()].view_as(p))
                 at += p.numel()
             optimizer.step()
             step += 1
@@ -229,6 +229,11 @@ def train(group: Group, say: Say, end_s: float) -> None:
             new = group.joined
     say("end", step)
     pycomm.shutdown()
+
+
+def _gradient(parameter: nn.Parameter) -> torch.Tensor:
+    assert parameter.grad is not None
+    return parameter.grad
 
 
 def checksum(parameters: list[nn.Parameter]) -> int:

@@ -1,5 +1,5 @@
 // What streams of a device share: hardware channels, on which a command of one stream may wait
-// behind one of another, and room for resident blocks. Part of the program `streams`.
+// behind one of another, and the number of resident blocks. Part of the program `streams`.
 #include <cuda.h>
 #include <cudaTypedefs.h>
 
