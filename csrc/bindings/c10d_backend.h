@@ -431,6 +431,11 @@ class Backend : public c10d::Backend {
     }
     auto work = c10::make_intrusive<EngineWork>(rank_, ++sequence_, std::move(job), completion);
     const size_t count = work->job().calls.size();
+    if (state && count > 1 && is_transfer(work->job())) {
+      completion->add(start_messages(*state->group, work, error_));
+      completions_.add(std::move(completion));
+      return work;
+    }
     for (size_t i = 0; i < count; ++i) {
       try {
         auto call =
@@ -451,10 +456,7 @@ class Backend : public c10d::Backend {
         break;
       }
     }
-    if (completion && !completion->captured()) {
-      completions_.release();
-      completions_.add(std::move(completion));
-    }
+    if (completion) completions_.add(std::move(completion));
     return work;
   }
 

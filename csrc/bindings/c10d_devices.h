@@ -118,7 +118,10 @@ class DeviceCompletions {
   explicit DeviceCompletions(std::function<void(const std::exception_ptr&)> ended)
       : ended_(std::move(ended)) {}
 
+  // Releases the complete calls first. A captured call cannot be queried, and is not kept.
   void add(std::shared_ptr<DeviceCompletion> completion) {
+    if (completion->captured()) return;
+    release();
     const std::lock_guard lock(mutex_);
     completions_.push_back(std::move(completion));
   }

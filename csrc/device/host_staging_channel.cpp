@@ -26,11 +26,11 @@ size_t HostStagingChannel::staged_bytes(size_t bytes) {
 }
 
 // The stages of a stream run one after another, so each may use all of the memory.
-void HostStagingChannel::begin(std::span<const HostMessage> messages,
+void HostStagingChannel::begin(std::span<const PeerMessage> messages,
                                std::chrono::nanoseconds timeout) {
   std::byte* free = staging_.data();
-  std::vector<HostMessage> staged(messages.begin(), messages.end());
-  for (HostMessage& message : staged) {
+  std::vector<PeerMessage> staged(messages.begin(), messages.end());
+  for (PeerMessage& message : staged) {
     std::byte* const device_data = std::exchange(message.data, free);
     free += staged_bytes(message.bytes);
     if (message.sends)
@@ -49,7 +49,7 @@ void HostStagingChannel::end() {
 }
 
 // Runs on the callback thread.
-void HostStagingChannel::exchange(std::span<const HostMessage> messages,
+void HostStagingChannel::exchange(std::span<const PeerMessage> messages,
                                   std::chrono::nanoseconds timeout) noexcept {
   std::optional<Error> error;
   try {

@@ -21,8 +21,8 @@
 
 namespace pycomm::device {
 
-// A message to `peer`, or from it.
-struct HostMessage {
+// A message to `peer`, or from it. Where `data` is stored depends on the function.
+struct PeerMessage {
   int peer;
   bool sends;
   std::byte* data;
@@ -38,7 +38,7 @@ class HostTransport {
   virtual ~HostTransport() = default;
   // Exchanges all messages concurrently; those of one peer in order. Throws errors that end the
   // group.
-  virtual void exchange(std::span<const HostMessage> messages,
+  virtual void exchange(std::span<const PeerMessage> messages,
                         std::chrono::nanoseconds timeout) = 0;
   // Thread-safe. Ends the current exchange, here and on the peers.
   virtual void abort(const std::string& reason) noexcept = 0;
@@ -61,7 +61,7 @@ class HostStagingChannel {
 
   // The arrays of `messages` are on the device. Received data is visible to work enqueued after
   // end(). Work that need not wait is enqueued between the two. Not thread-safe.
-  void begin(std::span<const HostMessage> messages, std::chrono::nanoseconds timeout);
+  void begin(std::span<const PeerMessage> messages, std::chrono::nanoseconds timeout);
   void end();
 
   // Thread-safe. The error of a failed exchange; set before the stream continues without the
@@ -71,7 +71,7 @@ class HostStagingChannel {
   void close() noexcept { transport_->close(); }
 
  private:
-  void exchange(std::span<const HostMessage> messages, std::chrono::nanoseconds timeout) noexcept;
+  void exchange(std::span<const PeerMessage> messages, std::chrono::nanoseconds timeout) noexcept;
 
   struct CopyBack {
     std::byte* to;

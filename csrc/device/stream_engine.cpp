@@ -55,10 +55,6 @@ size_t scratch_bytes(const StreamStages& stages, Dtype dtype) {
   return (stages.scratch * bytes_of(dtype) + kAligned - 1) / kAligned * kAligned;
 }
 
-bool is_message(Operation operation) {
-  return operation == Operation::send || operation == Operation::recv;
-}
-
 std::optional<nccl::NcclOp> nccl_op(ReduceOp op) {
   switch (op) {
     case ReduceOp::sum:
@@ -191,17 +187,26 @@ void StreamEngine::close(const Deadline& deadline) noexcept {
 }
 
 void StreamEngine::prepare(const StreamJob& job, void* caller) {
-  if (job.plan == nullptr) {
-    if (is_message(job.operation) && channels_[0]->staging)
-      channels_[0]->staging->reserve(staged_bytes({{message_of(job)}}, job.dtype), caller);
-    return;
-  }
+  if (job.plan == nullptr) return;
   size_t bytes = 0;
   for (const StreamStages& stages : *job.plan) bytes += scratch_bytes(stages, job.dtype);
   scratch_->reserve(bytes, caller);
   for (size_t i = 0; i < job.plan->size(); ++i)
     if (channels_.at(i)->staging)
       channels_[i]->staging->reserve(staged_bytes((*job.plan)[i], job.dtype), caller);
+}
+
+void StreamEngine::prepare(std::span<const PeerMessage> messages, void* caller) {
+  size_t bytes = 0;
+  for (const PeerMessage& one : messages)
+    if (local_rank(one.peer) == collectives::kNoRank)
+      bytes += HostStagingChannel::staged_bytes(one.bytes);
+  if (channels_[0]->staging) channels_[0]->staging->reserve(bytes, caller);  // also for any source
+}
+
+bool StreamEngine::is_connected(int peer, bool sends) const {
+  return local_rank(peer) == collectives::kNoRank ||
+         channels_[0]->connected.contains({peer, sends});
 }
 
 // Host memory of the stage with the most data to and from ranks outside the communicators.
@@ -220,16 +225,24 @@ size_t StreamEngine::staged_bytes(const StreamStages& stages, Dtype dtype) const
 
 std::shared_ptr<Event> StreamEngine::enqueue(const StreamJob& job, Event& before) {
   const auto run_job = [&](void* /*stream*/, bool captured) {
-    if (captured)
-      for (nccl::Communicator* const communicator : communicators()) communicator->keep_for_graph();
-    if (job.plan != nullptr)
-      run(job);
-    else if (is_message(job.operation))
-      run_stage({job, *channels_[0], nullptr}, message_of(job));
-    else
-      run_nccl(job);
+    keep_for_graph(captured);
+    job.plan != nullptr ? run(job) : run_nccl(job);
   };
   return enqueue(run_job, before);
+}
+
+std::shared_ptr<Event> StreamEngine::enqueue(std::span<const PeerMessage> messages,
+                                             std::chrono::nanoseconds timeout, Event& before) {
+  const auto body = [&](void* /*stream*/, bool captured) {
+    keep_for_graph(captured);
+    exchange(*channels_[0], messages, timeout);
+  };
+  return enqueue(body, before);
+}
+
+void StreamEngine::keep_for_graph(bool captured) {
+  for (nccl::Communicator* const communicator : communicators())
+    if (captured) communicator->keep_for_graph();
 }
 
 std::shared_ptr<Event> StreamEngine::enqueue(
@@ -271,63 +284,52 @@ void StreamEngine::run(const StreamJob& job) {
   }
 }
 
-// A single message is a stage; an empty message gives an empty stage.
-StreamStage StreamEngine::message_of(const StreamJob& job) {
-  const bool sends = job.operation == Operation::send;
-  const collectives::Range range{sends ? collectives::Space::input : collectives::Space::output, 0,
-                                 job.count};
-  StreamStage stage;
-  if (job.count > 0) (sends ? stage.sends : stage.receives).push_back({job.peer, range});
-  return stage;
-}
-
-// Messages between hosts start first, and NCCL's messages run concurrently.
 void StreamEngine::run_stage(const ChannelJob& channel_job, const StreamStage& stage) {
-  const std::vector<HostMessage> messages = messages_of(channel_job, stage);
-  if (!messages.empty()) {
-    channel_job.channel.staging->begin(messages, channel_job.job.timeout);
-    ++traffic_.groups;
-  }
-  if (messages.size() < stage.sends.size() + stage.receives.size()) launch(channel_job, stage);
-  if (!messages.empty()) channel_job.channel.staging->end();
-  for (const StreamStage::Message& sent : stage.sends)
-    traffic_.bytes_sent += sent.range.count * bytes_of(channel_job.job.dtype);
-  for (const StreamStage::Step& step : stage.steps) run_step(channel_job, step);
-}
-
-std::vector<HostMessage> StreamEngine::messages_of(const ChannelJob& channel_job,
-                                                   const StreamStage& stage) const {
-  std::vector<HostMessage> messages;
+  std::vector<PeerMessage> messages;
   const auto add = [&](const std::vector<StreamStage::Message>& of_stage, bool sends) {
     for (const auto& [peer, range] : of_stage)
-      if (local_rank(peer) == collectives::kNoRank)
-        messages.push_back({peer, sends, place(channel_job, range),
-                            range.count * bytes_of(channel_job.job.dtype)});
+      messages.push_back(
+          {peer, sends, place(channel_job, range), range.count * bytes_of(channel_job.job.dtype)});
   };
   add(stage.sends, true);
   add(stage.receives, false);
-  return messages;
+  exchange(channel_job.channel, messages, channel_job.job.timeout);
+  for (const StreamStage::Step& step : stage.steps) run_step(channel_job, step);
 }
 
-void StreamEngine::launch(const ChannelJob& channel_job, const StreamStage& stage) {
-  const auto [dtype, each, exact] = nccl_elements_of(channel_job.job.dtype);
-  const auto calls = [&, dtype = dtype, each = each](nccl::NcclApi& nccl, nccl::NcclComm* comm) {
-    const nccl::NcclQueue queue{comm, channel_job.channel.stream.raw()};
+// Messages between hosts start first, and NCCL's messages run concurrently.
+void StreamEngine::exchange(Channel& channel, std::span<const PeerMessage> messages,
+                            std::chrono::nanoseconds timeout) {
+  std::vector<PeerMessage> local, remote;
+  for (const PeerMessage& one : messages) {
+    (local_rank(one.peer) == collectives::kNoRank ? remote : local).push_back(one);
+    if (one.sends) traffic_.bytes_sent += one.bytes;
+  }
+  if (!remote.empty()) {
+    channel.staging->begin(remote, timeout);
+    ++traffic_.groups;
+  }
+  if (!local.empty()) launch(channel, local);
+  if (!remote.empty()) channel.staging->end();
+}
+
+// As bytes, which NCCL sends whatever the dtype.
+void StreamEngine::launch(Channel& channel, std::span<const PeerMessage> messages) {
+  const auto calls = [&](nccl::NcclApi& nccl, nccl::NcclComm* comm) {
+    const nccl::NcclQueue queue{comm, channel.stream.raw()};
     nccl::NcclResult result = nccl::NcclResult::success;
-    const auto keep = [&](nccl::NcclResult one) {
+    for (const auto& [peer, sends, data, bytes] : messages) {
+      const int other = local_rank(peer);
+      const nccl::NcclResult one =
+          sends ? nccl.send({data, nullptr, bytes, nccl::NcclDtype::uint8}, other, queue)
+                : nccl.recv({nullptr, data, bytes, nccl::NcclDtype::uint8}, other, queue);
       if (result == nccl::NcclResult::success || result == nccl::NcclResult::in_progress)
         result = one;
-    };
-    for (const auto& [peer, range] : stage.sends)
-      if (const int to = local_rank(peer); to != collectives::kNoRank)
-        keep(nccl.send({place(channel_job, range), nullptr, range.count * each, dtype}, to, queue));
-    for (const auto& [peer, range] : stage.receives)
-      if (const int from = local_rank(peer); from != collectives::kNoRank)
-        keep(nccl.recv({nullptr, place(channel_job, range), range.count * each, dtype}, from,
-                       queue));
+    }
     return result;
   };
-  channel_job.channel.communicator->launch(calls);
+  channel.communicator->launch(calls);
+  for (const PeerMessage& one : messages) channel.connected.emplace(one.peer, one.sends);
   ++traffic_.groups;
 }
 

@@ -18,8 +18,10 @@
 #include <functional>
 #include <memory>
 #include <optional>
+#include <set>
 #include <span>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "core/deadline.h"
@@ -33,8 +35,8 @@
 
 namespace pycomm::device {
 
-// A call. Arrays are on the device. Without a plan it is an NCCL collective or message, for which
-// has_nccl() is true.
+// A collective. Arrays are on the device. Without a plan it is one of NCCL, for which has_nccl() is
+// true.
 struct StreamJob {
   const std::vector<StreamStages>* plan = nullptr;  // by channel
   Operation operation = Operation::barrier;
@@ -83,6 +85,14 @@ class StreamEngine {
   // Enqueues the job after `before`, an event of the caller's stream; returns the event of its end.
   // Throws as Communicator::launch does. prepare() and enqueue() are not thread-safe.
   std::shared_ptr<Event> enqueue(const StreamJob& job, Event& before);
+  // The same for messages, whose data is on the device. They are concurrent, as one group; those of
+  // one peer and direction stay in order.
+  void prepare(std::span<const PeerMessage> messages, void* caller);
+  std::shared_ptr<Event> enqueue(std::span<const PeerMessage> messages,
+                                 std::chrono::nanoseconds timeout, Event& before);
+  // Whether a message to or from the peer does not wait for it on this thread: NCCL waits at the
+  // first one of each direction.
+  bool is_connected(int peer, bool sends) const;
 
   // Enqueues what `body` enqueues on the stream of the first channel, in the same way. `captured`:
   // into a graph.
@@ -108,6 +118,7 @@ class StreamEngine {
     Stream stream;
     std::shared_ptr<nccl::Communicator> communicator{};  // none if it would join one rank
     std::unique_ptr<HostStagingChannel> staging{};       // none if it joins all ranks
+    std::set<std::pair<int, bool>> connected{};          // peers and directions of messages so far
   };
   // A job as one channel runs it.
   struct ChannelJob {
@@ -118,11 +129,11 @@ class StreamEngine {
   void end_communicators(void (nccl::Communicator::*end)() noexcept) noexcept;
   void run(const StreamJob& job);
   void run_stage(const ChannelJob& channel_job, const StreamStage& stage);
-  void launch(const ChannelJob& channel_job, const StreamStage& stage);
-  std::vector<HostMessage> messages_of(const ChannelJob& channel_job,
-                                       const StreamStage& stage) const;
+  void exchange(Channel& channel, std::span<const PeerMessage> messages,
+                std::chrono::nanoseconds timeout);
+  void launch(Channel& channel, std::span<const PeerMessage> messages);
+  void keep_for_graph(bool captured);
   size_t staged_bytes(const StreamStages& stages, Dtype dtype) const;
-  static StreamStage message_of(const StreamJob& job);
   void run_step(const ChannelJob& channel_job, const StreamStage::Step& step);
   void reduce(const ChannelJob& channel_job, const StreamStage::Step& step);
   void run_nccl(const StreamJob& job);  // a collective

@@ -5,6 +5,7 @@
 #include <chrono>
 #include <memory>
 #include <optional>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -34,7 +35,7 @@ class DeviceExecutor {
 
   // One thread at a time may call the functions from here to stats().
 
-  // The call's algorithm, or the one that all ranks choose for it. Throws Unsupported.
+  // A collective's algorithm, or the one that all ranks choose for it. Throws Unsupported.
   virtual Algorithm algorithm_for(const group::Call& call) const = 0;
   // Allocates memory, before the ranks agree. Throws Unsupported if the call's stream is being
   // captured and memory would have to grow.
@@ -43,6 +44,13 @@ class DeviceExecutor {
   // wait for other ranks, until abort().
   virtual std::shared_ptr<device::Event> enqueue(const DeviceCall& device_call,
                                                  device::Event& before) = 0;
+  // The same for messages, which are concurrent; those of one peer and direction stay in order.
+  virtual Algorithm algorithm_for_messages() const = 0;
+  virtual void prepare_messages(std::span<const group::Call> messages) = 0;
+  virtual std::shared_ptr<device::Event> enqueue_messages(std::span<const group::Call> messages,
+                                                          device::Event& before) = 0;
+  // Whether the message can be enqueued while its peer waits for another rank.
+  virtual bool is_connected(const group::Call& message) const = 0;
   virtual group::Stats stats() const = 0;  // all fields but `calls`
 
   // Any thread. The error because of which enqueued calls failed or will not finish, if any. `what`

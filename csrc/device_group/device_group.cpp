@@ -2,13 +2,17 @@
 
 #include <algorithm>
 #include <condition_variable>
+#include <map>
 #include <mutex>
 #include <optional>
+#include <span>
 #include <string>
 #include <thread>
 #include <utility>
+#include <vector>
 
 #include "device_group/device_executor.h"
+#include "device_group/device_work.h"
 #include "device_group/executors.h"
 #include "device_group/launch_order.h"
 #include "device_group/watchdog.h"
@@ -24,73 +28,6 @@ constexpr std::chrono::milliseconds kWatchInterval{100};
 
 // How long close() waits for NCCL once all calls are complete.
 constexpr std::chrono::seconds kCloseTimeout{5};
-
-// An asynchronous call. The host group's worker runs the agreement and then enqueues the call.
-class DeviceWork final : public group::Work {
- public:
-  // `is_over`: whether the device has reached the call's event and the call was not aborted.
-  explicit DeviceWork(std::function<bool(const device::Event&)> is_over)
-      : is_over_(std::move(is_over)) {}
-
-  void capture() { captured_ = true; }
-  bool captured() const override { return captured_; }
-  // Sets the agreement, after which the worker calls complete().
-  void set_agreement(std::shared_ptr<group::Work> agreed) { agreed_ = std::move(agreed); }
-  void complete(std::shared_ptr<device::Event> end_event, std::exception_ptr error) {
-    {
-      const std::lock_guard lock(mutex_);
-      end_event_ = std::move(end_event);
-      if (error) error_ = std::move(error);  // fail() may come first
-      completed_ = true;
-    }
-    changed_.notify_all();
-  }
-  // The call was enqueued but aborted before it completed.
-  void fail(std::exception_ptr error) {
-    const std::lock_guard lock(mutex_);
-    if (!error_) error_ = std::move(error);
-  }
-
-  // A captured call is done once it is enqueued; so is a call on a device that reports an error.
-  bool done() const override {
-    std::shared_ptr<device::Event> end_event;
-    {
-      const std::lock_guard lock(mutex_);
-      if (!completed_) return false;
-      if (error_ || captured_) return true;
-      end_event = end_event_;
-    }
-    try {
-      return is_over_(*end_event);    // unlocked: fail() takes the lock
-    } catch (const InternalError&) {  // the next use of the device reports it
-      return true;
-    }
-  }
-  std::exception_ptr error() const override {
-    const std::lock_guard lock(mutex_);
-    return error_;
-  }
-  void wait(std::chrono::nanoseconds limit) override {
-    if (agreed_) agreed_->wait(limit);
-    std::unique_lock lock(mutex_);
-    changed_.wait(lock, [this] { return completed_; });  // short: only enqueueing remains
-    if (error_) std::rethrow_exception(error_);
-  }
-  void make_stream_wait(void* stream) override {
-    const std::lock_guard lock(mutex_);
-    check(completed_ && end_event_, "wait() must return before make_stream_wait()");
-    end_event_->stream_wait(stream);
-  }
-
- private:
-  std::function<bool(const device::Event&)> is_over_;
-  std::shared_ptr<group::Work> agreed_;
-  mutable std::mutex mutex_;
-  std::condition_variable changed_;
-  bool completed_ = false, captured_ = false;
-  std::shared_ptr<device::Event> end_event_;
-  std::exception_ptr error_;
-};
 
 // "send(float32, count 10, tag 0, nccl, on CUDA devices) to rank 1"
 std::string text_of(const group::Call& call) {
@@ -108,6 +45,12 @@ void set_source(group::Call& call, int source) {
   if (call.operation != Operation::recv) return;
   call.peer = source;
   if (call.source != nullptr) *call.source = source;
+}
+
+// Makes the stream of OnDevice::follower, if there is one, wait.
+void follow(const Events& end_events, void* follower) {
+  if (follower == nullptr) return;
+  for (const auto& end_event : end_events) end_event->stream_wait(follower);
 }
 
 // One thread at a time inside a group; others wait for it.
@@ -168,6 +111,8 @@ class DeviceGroup final : public group::Collectives,
   void run(const group::Call& given) override;
   std::shared_ptr<group::Work> start(const group::Call& given,
                                      std::function<void(std::exception_ptr)> then) override;
+  std::shared_ptr<group::Work> start_messages(
+      std::vector<group::Call> calls, std::function<void(std::exception_ptr)> then) override;
   group::Stats stats() const override;
   void form(std::chrono::nanoseconds limit) override {
     const Turn turn(turns_, limit);
@@ -192,9 +137,17 @@ class DeviceGroup final : public group::Collectives,
     std::shared_ptr<LaunchOrder::Ticket> ticket;
     std::function<void(std::exception_ptr)> failed{};
   };
-  Launch launch_of(const DeviceCall& device_call);
-  std::shared_ptr<device::Event> enqueue(DeviceCall& device_call, const Launch& launch);
-  DeviceExecutor& executor_for(DeviceCall& device_call, const Deadline& deadline);
+  std::shared_ptr<DeviceWork> make_work();
+  Launch launch_of(const group::Call& call);
+  std::shared_ptr<device::Event> enqueue(const DeviceCall& device_call, const Launch& launch);
+  std::shared_ptr<device::Event> enqueue_messages(std::vector<group::Call> calls,
+                                                  const Launch& launch);
+  using Put = std::function<std::shared_ptr<device::Event>()>;
+  std::shared_ptr<device::Event> watch(std::span<const group::Call> calls, const Launch& launch,
+                                       const Put& put);
+  std::vector<std::span<const group::Call>> concurrent_parts(
+      std::span<const group::Call> calls) const;
+  void run_messages(std::span<const group::Call> calls, const Launch& launch, Events& end_events);
   bool look() noexcept;
   void fail(const Error& error) noexcept;
 
@@ -217,8 +170,7 @@ class DeviceGroup final : public group::Collectives,
 
 // Call it on the caller's thread, before the agreement. The event on the caller's stream is the one
 // after which the call begins.
-DeviceGroup::Launch DeviceGroup::launch_of(const DeviceCall& device_call) {
-  const group::Call& call = device_call.call;
+DeviceGroup::Launch DeviceGroup::launch_of(const group::Call& call) {
   Launch launch{.before = events_->take(), .deadline = Deadline(call.timeout), .ticket = nullptr};
   launch.before->record(call.device.stream);
   if (group::is_plan(call.operation))
@@ -242,59 +194,50 @@ DeviceCall DeviceGroup::begin(const group::Call& given) {
   group::check_call(asked, rank(), size());
   if (executor == nullptr) return {.call = call};
   const std::lock_guard lock(mutex_);
-  return executor->prepare(call);
-}
-
-// For a call that the ranks agreed about.
-DeviceExecutor& DeviceGroup::executor_for(DeviceCall& device_call, const Deadline& deadline) {
-  group::Call& call = device_call.call;
-  if (group::is_plan(call.operation)) return *executors_.of_all();
-  DeviceExecutor& executor = executors_.for_message(call.peer, deadline);
-  call.algorithm = Algorithm::automatic;
-  call.algorithm = executor.algorithm_for(call);
-  const std::lock_guard lock(mutex_);
-  device_call = executor.prepare(call);
-  return executor;
+  if (!is_message) return executor->prepare(call);
+  executor->prepare_messages({&call, 1});
+  return {.call = call};
 }
 
 void DeviceGroup::run(const group::Call& given) {
   const Turn turn(turns_, limit_of(given));
   DeviceCall device_call = begin(given);
-  const Launch launch = launch_of(device_call);
+  const Launch launch = launch_of(device_call.call);
   int source = given.peer;
   host_->run(group::agreement_about(device_call.call, &source));
   set_source(device_call.call, source);
   enqueue(device_call, launch)->stream_wait(given.device.stream);
 }
 
+std::shared_ptr<DeviceWork> DeviceGroup::make_work() {
+  return std::make_shared<DeviceWork>([weak = weak_from_this()](const device::Event& end_event) {
+    const auto self = weak.lock();
+    return !self || self->watchdog_.is_over(end_event);  // a destroyed group has no calls
+  });
+}
+
 std::shared_ptr<group::Work> DeviceGroup::start(const group::Call& given,
                                                 std::function<void(std::exception_ptr)> then) {
   const Turn turn(turns_, limit_of(given));
-  const auto work =
-      std::make_shared<DeviceWork>([weak = weak_from_this()](const device::Event& end_event) {
-        const auto self = weak.lock();
-        return !self ||
-               self->watchdog_.is_over(end_event);  // a destroyed group has no calls in progress
-      });
+  const auto work = make_work();
   DeviceCall device_call = begin(given);
-  Launch launch = launch_of(device_call);
+  Launch launch = launch_of(device_call.call);
   launch.failed = [work](std::exception_ptr late) { work->fail(std::move(late)); };
   const auto source = std::make_shared<int>(given.peer);
   auto enqueued = [self = shared_from_this(), work, device_call, launch = std::move(launch), source,
                    then = std::move(then)](std::exception_ptr error) mutable {
-    std::shared_ptr<device::Event> end_event;
+    Events end_events;
     try {
       if (!error) {
         set_source(device_call.call, *source);
-        end_event = self->enqueue(device_call, launch);
+        end_events.push_back(self->enqueue(device_call, launch));
+        follow(end_events, device_call.call.device.follower);
       }
-      if (end_event && device_call.call.device.follower != nullptr)
-        end_event->stream_wait(device_call.call.device.follower);
     } catch (...) {  // reported through the work
       error = std::current_exception();
     }
     if (launch.ticket) launch.ticket->end();  // also while others hold a copy of this function
-    work->complete(std::move(end_event), error);
+    work->complete(std::move(end_events), error);
     if (then) then(error);
   };
   const group::Call agreement = group::agreement_about(device_call.call, source.get());
@@ -308,8 +251,102 @@ std::shared_ptr<group::Work> DeviceGroup::start(const group::Call& given,
   return work;
 }
 
-std::shared_ptr<device::Event> DeviceGroup::enqueue(DeviceCall& device_call, const Launch& launch) {
-  DeviceExecutor& executor = executor_for(device_call, launch.deadline);
+std::shared_ptr<group::Work> DeviceGroup::start_messages(
+    std::vector<group::Call> calls, std::function<void(std::exception_ptr)> then) {
+  const auto limit = limit_of(calls.front());
+  const Turn turn(turns_, limit);
+  const auto work = make_work();
+  for (group::Call& call : calls) call = begin(call).call;
+  if (DeviceExecutor* const executor = executors_.of_all()) {
+    const std::lock_guard lock(mutex_);
+    executor->prepare_messages(calls);
+  }
+  Launch launch = launch_of(calls.front());
+  launch.failed = [work](std::exception_ptr late) { work->fail(std::move(late)); };
+  const bool captured = device_->capturing(calls.front().device.stream);
+  const auto end_events = std::make_shared<Events>();
+  const auto body = [self = shared_from_this(), calls = std::move(calls),
+                     launch = std::move(launch),
+                     end_events] { self->run_messages(calls, launch, *end_events); };
+  const auto completed = [work, end_events, then = std::move(then)](std::exception_ptr error) {
+    work->complete(*end_events, error);
+    if (then) then(error);
+  };
+  if (!captured) {
+    work->set_agreement(host_->start_together(body, completed));
+    return work;
+  }
+  work->capture();
+  host_->run_together(body, limit);
+  completed(nullptr);
+  return work;
+}
+
+// On the worker or, for a capture, on the caller's thread.
+void DeviceGroup::run_messages(std::span<const group::Call> calls, const Launch& launch,
+                               Events& end_events) {
+  std::optional<Error> mismatch;
+  for (const std::span<const group::Call> part : concurrent_parts(calls)) {
+    std::vector<group::Call> asked;
+    for (const group::Call& call : part) asked.push_back(group::agreement_about(call, call.source));
+    group::AgreedCalls found = host_->agree(asked);
+    if (!mismatch) mismatch = std::move(found.mismatch);
+    std::map<int, std::vector<group::Call>> by_executor;
+    for (group::Call& call : found.agreed) {
+      call.device.agreement = false;
+      by_executor[executors_.of_all() != nullptr ? group::kAnySource : call.peer].push_back(call);
+    }
+    for (auto& [peer, messages] : by_executor) {
+      end_events.push_back(enqueue_messages(std::move(messages), launch));
+      follow({end_events.back()}, calls.front().device.follower);
+    }
+  }
+  if (mismatch) throw Error(*mismatch);
+}
+
+// Messages that may be enqueued together. All, unless NCCL would wait for a peer that it is not
+// connected to: that peer may wait for another message of this rank. Then those of one peer and
+// direction, which the peer waits for too.
+std::vector<std::span<const group::Call>> DeviceGroup::concurrent_parts(
+    std::span<const group::Call> calls) const {
+  const bool connected = std::ranges::all_of(calls, [&](const group::Call& call) {
+    const DeviceExecutor* const executor = executors_.existing_for_message(call.peer);
+    return executor != nullptr && executor->is_connected(call);
+  });
+  if (connected) return {calls};
+  std::vector<std::span<const group::Call>> parts;
+  for (size_t begin = 0, end = 0; begin < calls.size(); begin = end) {
+    while (end < calls.size() && calls[end].peer == calls[begin].peer &&
+           calls[end].operation == calls[begin].operation)
+      ++end;
+    parts.push_back(calls.subspan(begin, end - begin));
+  }
+  return parts;
+}
+
+std::shared_ptr<device::Event> DeviceGroup::enqueue(const DeviceCall& device_call,
+                                                    const Launch& launch) {
+  if (!group::is_plan(device_call.call.operation))
+    return enqueue_messages({device_call.call}, launch);
+  return watch({&device_call.call, 1}, launch,
+               [&] { return executors_.of_all()->enqueue(device_call, *launch.before); });
+}
+
+// Messages of one executor.
+std::shared_ptr<device::Event> DeviceGroup::enqueue_messages(std::vector<group::Call> calls,
+                                                             const Launch& launch) {
+  DeviceExecutor& executor = executors_.for_message(calls.front().peer, launch.deadline);
+  for (group::Call& call : calls) call.algorithm = executor.algorithm_for_messages();
+  {
+    const std::lock_guard lock(mutex_);
+    executor.prepare_messages(calls);
+  }
+  return watch(calls, launch, [&] { return executor.enqueue_messages(calls, *launch.before); });
+}
+
+// Enqueues a collective, or messages, with `put`, after the ranks agreed.
+std::shared_ptr<device::Event> DeviceGroup::watch(std::span<const group::Call> calls,
+                                                  const Launch& launch, const Put& put) {
   try {
     const auto failed = [this] {
       const std::lock_guard ending(ending_);
@@ -317,16 +354,19 @@ std::shared_ptr<device::Event> DeviceGroup::enqueue(DeviceCall& device_call, con
     };
     if (launch.ticket) launch.ticket->wait(launch.deadline, failed);
     const std::lock_guard lock(mutex_);
-    ++calls_;
-    const bool captured = device_->capturing(device_call.call.device.stream);
-    const bool all = group::is_plan(device_call.call.operation);
+    calls_ += calls.size();
+    const bool captured = device_->capturing(calls.front().device.stream);
+    std::string text = text_of(calls.front());
+    if (calls.size() > 1) text += " and " + std::to_string(calls.size() - 1) + " more messages";
+    std::vector<int> peers;
+    for (const group::Call& call : calls)
+      if (!group::is_plan(call.operation)) peers.push_back(call.peer);
     {
       const std::lock_guard ending(ending_);
       if (cause_) throw Error(*cause_);
-      watchdog_.add(text_of(device_call.call), all ? Watchdog::kAllPeers : device_call.call.peer,
-                    launch.deadline, launch.failed);
+      watchdog_.add(std::move(text), std::move(peers), launch.deadline, launch.failed);
     }
-    auto end_event = executor.enqueue(device_call, *launch.before);
+    auto end_event = put();
     const std::lock_guard ending(ending_);
     if (cause_) throw Error(*cause_);  // the call's event passes without a result
     // Calls in a graph are not watched: the program that launches the graph waits for them.
@@ -335,7 +375,7 @@ std::shared_ptr<device::Event> DeviceGroup::enqueue(DeviceCall& device_call, con
   } catch (const Error& error) {  // the peers have enqueued the call
     fail(error);
     const std::lock_guard ending(ending_);
-    throw Error(cause_.value_or(error));  // `error` may set_agreement from an earlier cause
+    throw Error(cause_.value_or(error));  // `error` may follow from an earlier cause
   }
 }
 

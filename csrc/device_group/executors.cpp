@@ -133,9 +133,13 @@ std::unique_ptr<DeviceExecutor> Executors::make_of_all(std::chrono::nanoseconds 
   return make_nccl_executor(host_, resources_.device, resources_.nccl, options, timeout_);
 }
 
+DeviceExecutor* Executors::existing_for_message(int peer) const {
+  DeviceExecutor* const found = of_all();
+  return found != nullptr ? found : of(peer);
+}
+
 DeviceExecutor& Executors::for_message(int peer, const Deadline& deadline) {
-  if (DeviceExecutor* const found = of_all()) return *found;
-  if (DeviceExecutor* const found = of(peer)) return *found;
+  if (DeviceExecutor* const found = existing_for_message(peer)) return *found;
   if (host_->size() > 2) return keep(peer, make_of_two(peer, deadline));
   form(deadline.left());
   return *of_all();

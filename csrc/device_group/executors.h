@@ -34,6 +34,8 @@ class Executors {
   // that of the two, which both create here by the deadline. Both ranks choose alike: form() needs
   // all ranks, and none of them is in a message then.
   DeviceExecutor& for_message(int peer, const Deadline& deadline);
+  // The executor that for_message() would use; null if it would create one.
+  DeviceExecutor* existing_for_message(int peer) const;
 
   group::Stats stats() const;  // as of DeviceExecutor
   // Any thread may call these, and of_all(); as of DeviceExecutor.

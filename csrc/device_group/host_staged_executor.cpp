@@ -8,8 +8,10 @@
 // That group is separate from the host group: its calls run when the device reaches them, at a
 // different point between the host group's calls on each rank.
 #include <algorithm>
+#include <functional>
 #include <mutex>
 #include <utility>
+#include <vector>
 
 #include "device/growable_buffer.h"
 #include "device/host_callback_thread.h"
@@ -43,6 +45,11 @@ class HostStagedExecutor final : public DeviceExecutor {
   DeviceCall prepare(const group::Call& call) override;
   std::shared_ptr<device::Event> enqueue(const DeviceCall& device_call,
                                          device::Event& before) override;
+  Algorithm algorithm_for_messages() const override { return Algorithm::host_staged; }
+  void prepare_messages(std::span<const group::Call> messages) override;
+  std::shared_ptr<device::Event> enqueue_messages(std::span<const group::Call> messages,
+                                                  device::Event& before) override;
+  bool is_connected(const group::Call& /*message*/) const override { return true; }
   group::Stats stats() const override {
     const group::Stats sent = data_->stats();
     return {.frames_sent = sent.frames_sent,
@@ -63,7 +70,7 @@ class HostStagedExecutor final : public DeviceExecutor {
     size_t input, output, output_at;
   };
   Layout layout_of(const group::Call& call) const;
-  void run(const group::Call& call) noexcept;
+  void run(const std::function<void()>& body) noexcept;
 
   std::shared_ptr<device::Device> device_;
   std::shared_ptr<group::Group> data_;
@@ -110,7 +117,6 @@ std::shared_ptr<device::Event> HostStagedExecutor::enqueue(const DeviceCall& dev
   group::Call here = call;
   here.input = layout.input > 0 ? staging : nullptr;
   here.output = layout.output > 0 ? output : nullptr;
-  if (of_two_) here.peer = 1 - data_->rank();
   here.source = nullptr;  // set earlier; its owner may be gone
   if (call.algorithm == Algorithm::host_staged) here.algorithm = Algorithm::automatic;
 
@@ -118,7 +124,8 @@ std::shared_ptr<device::Event> HostStagedExecutor::enqueue(const DeviceCall& dev
   before.stream_wait(stream_.raw());
   if (layout.input > 0) device_->copy(staging, call.input, layout.input, stream_.raw());
   if (gives_output) device_->copy(output, call.output, layout.output, stream_.raw());
-  callbacks_.begin([this, here] { run(here); }, device_->capturing(call.device.stream));
+  const auto body = [this, here] { run([&] { data_->run(here); }); };
+  callbacks_.begin(body, device_->capturing(call.device.stream));
   callbacks_.stream_wait();
   if (layout.output > 0 && !gives_output)
     device_->copy(call.output, output, layout.output, stream_.raw());
@@ -126,11 +133,47 @@ std::shared_ptr<device::Event> HostStagedExecutor::enqueue(const DeviceCall& dev
   return end_event;
 }
 
+void HostStagedExecutor::prepare_messages(std::span<const group::Call> messages) {
+  size_t bytes = 0;
+  for (const group::Call& call : messages) bytes += aligned(call.count * bytes_of(call.dtype));
+  if (!messages.empty()) staging_.reserve(bytes, messages.front().device.stream);
+}
+
+std::shared_ptr<device::Event> HostStagedExecutor::enqueue_messages(
+    std::span<const group::Call> messages, device::Event& before) {
+  std::vector<group::Call> staged(messages.begin(), messages.end());
+  auto end_event = events_->take();
+  before.stream_wait(stream_.raw());
+  std::byte* free = staging_.data();
+  for (group::Call& call : staged) {
+    const size_t bytes = call.count * bytes_of(call.dtype);
+    std::byte* const here = std::exchange(free, free + aligned(bytes));
+    if (call.operation == Operation::send && bytes > 0)
+      device_->copy(here, call.input, bytes, stream_.raw());
+    if (call.operation == Operation::send)
+      call.input = here;
+    else
+      call.output = here;
+    if (of_two_) call.peer = 1 - data_->rank();
+    call.source = nullptr;  // set earlier; its owner may be gone
+    call.algorithm = Algorithm::automatic;
+  }
+  const auto body = [this, staged] { run([&] { data_->exchange(staged); }); };
+  callbacks_.begin(body, device_->capturing(messages.front().device.stream));
+  callbacks_.stream_wait();
+  for (size_t i = 0; i < staged.size(); ++i)
+    if (const size_t bytes = staged[i].count * bytes_of(staged[i].dtype);
+        staged[i].operation == Operation::recv && bytes > 0)
+      device_->copy(messages[i].output, staged[i].output, bytes, stream_.raw());
+  end_event->record(stream_.raw());
+  return end_event;
+}
+
 // On the callback thread. Stores the error before the stream continues.
-void HostStagedExecutor::run(const group::Call& call) noexcept {
+void HostStagedExecutor::run(const std::function<void()>& body) noexcept {
   std::optional<Error> error;
   try {
-    data_->run(call);
+    body();
   } catch (const Error& thrown) {
     error = thrown;
   } catch (const std::exception& thrown) {  // out of memory

@@ -31,7 +31,7 @@ constexpr size_t kSymmetricBytes = size_t{4} << 20;
 class GroupTransport final : public device::HostTransport {
  public:
   explicit GroupTransport(std::shared_ptr<group::Group> group) : group_(std::move(group)) {}
-  void exchange(std::span<const device::HostMessage> messages,
+  void exchange(std::span<const device::PeerMessage> messages,
                 std::chrono::nanoseconds timeout) override {
     std::vector<group::Call> calls;
     for (const auto& [peer, sends, data, bytes] : messages)
@@ -77,6 +77,19 @@ class NcclExecutor final : public DeviceExecutor {
   DeviceCall prepare(const group::Call& call) override;
   std::shared_ptr<device::Event> enqueue(const DeviceCall& device_call,
                                          device::Event& before) override;
+  Algorithm algorithm_for_messages() const override {
+    return engine_.reaches_all() ? Algorithm::nccl : Algorithm::direct;
+  }
+  void prepare_messages(std::span<const group::Call> messages) override {
+    if (!messages.empty()) engine_.prepare(peer_messages(messages), messages.front().device.stream);
+  }
+  std::shared_ptr<device::Event> enqueue_messages(std::span<const group::Call> messages,
+                                                  device::Event& before) override {
+    return engine_.enqueue(peer_messages(messages), messages.front().timeout, before);
+  }
+  bool is_connected(const group::Call& message) const override {
+    return engine_.is_connected(rank_of(message.peer), message.operation == Operation::send);
+  }
   group::Stats stats() const override {
     const device::StreamTraffic& traffic = engine_.traffic();
     return {.frames_sent = traffic.groups + (symmetric_ ? symmetric_->calls() : 0),
@@ -102,6 +115,9 @@ class NcclExecutor final : public DeviceExecutor {
                                        std::chrono::nanoseconds timeout);
   void exchange_failures(bool failed, std::chrono::nanoseconds timeout);
   device::StreamJob job_of(const DeviceCall& device_call) const;
+  std::vector<device::PeerMessage> peer_messages(std::span<const group::Call> messages) const;
+  // The rank of a message's peer in the engine.
+  int rank_of(int peer) const { return of_two_ ? static_cast<int>(host_->rank() < peer) : peer; }
   int channels_of(const group::Call& call) const;
   std::shared_ptr<const std::vector<device::StreamStages>> plan_of(const group::Call& call);
 
@@ -227,8 +243,6 @@ void NcclExecutor::exchange_failures(bool failed, std::chrono::nanoseconds timeo
 // collective if there is one, as NCCL knows how its GPUs are connected; not for sums in rank order.
 Algorithm NcclExecutor::algorithm_for(const group::Call& call) const {
   const int size = host_->size();
-  if (!group::is_plan(call.operation))
-    return engine_.reaches_all() ? Algorithm::nccl : Algorithm::direct;
   if (call.algorithm == Algorithm::nccl && !engine_.reaches_all())
     group::throw_unsupported(
         call,
@@ -269,7 +283,7 @@ int NcclExecutor::channels_of(const group::Call& call) const {
 // Null for NCCL's collectives.
 std::shared_ptr<const std::vector<device::StreamStages>> NcclExecutor::plan_of(
     const group::Call& call) {
-  if (call.algorithm == Algorithm::nccl || !group::is_plan(call.operation)) return nullptr;
+  if (call.algorithm == Algorithm::nccl) return nullptr;
   const collectives::CollectiveShape at{.rank = host_->rank(),
                                         .size = host_->size(),
                                         .count = call.count,
@@ -298,8 +312,22 @@ device::StreamJob NcclExecutor::job_of(const DeviceCall& device_call) const {
           .input = static_cast<const std::byte*>(call.input),
           .output = static_cast<std::byte*>(call.output),
           .count = call.count,
-          .peer = of_two_ ? static_cast<int>(host_->rank() < call.peer) : call.peer,
+          .peer = call.peer,
           .timeout = call.timeout};
+}
+
+// Empty messages are not sent.
+std::vector<device::PeerMessage> NcclExecutor::peer_messages(
+    std::span<const group::Call> messages) const {
+  std::vector<device::PeerMessage> made;
+  for (const group::Call& call : messages) {
+    const bool sends = call.operation == Operation::send;
+    void* const data = sends ? const_cast<void*>(call.input) : call.output;
+    if (call.count > 0)
+      made.push_back({rank_of(call.peer), sends, static_cast<std::byte*>(data),
+                      call.count * bytes_of(call.dtype)});
+  }
+  return made;
 }
 
 DeviceCall NcclExecutor::prepare(const group::Call& call) {

@@ -20,10 +20,10 @@ constexpr std::chrono::seconds kReasonTime{1};
 
 }  // namespace
 
-void Watchdog::add(std::string what, int peer, const Deadline& deadline,
+void Watchdog::add(std::string what, std::vector<int> peers, const Deadline& deadline,
                    std::function<void(std::exception_ptr)> failed) {
   const std::lock_guard lock(mutex_);
-  under_way_.push_back({std::move(what), peer, deadline, nullptr, std::move(failed)});
+  under_way_.push_back({std::move(what), std::move(peers), deadline, nullptr, std::move(failed)});
 }
 
 void Watchdog::set_end(std::shared_ptr<device::Event> end_event) {
@@ -96,7 +96,7 @@ void Watchdog::end(const std::exception_ptr& error) noexcept {
 std::optional<Error> Watchdog::lost(const Entry& oldest) {
   // A kernel of ours that waits for a lost rank reports nothing, and an idle host group finds out
   // through heartbeats only.
-  if (oldest.peer == kAllPeers && oldest.deadline.elapsed_s() >= kUsualTime.count()) {
+  if (oldest.peers.empty() && oldest.deadline.elapsed_s() >= kUsualTime.count()) {
     try {
       host_.check_for_failures({});
     } catch (const Error&) {  // now in the status
@@ -112,7 +112,7 @@ std::optional<Error> Watchdog::lost(const Entry& oldest) {
   for (int peer = 0; peer < static_cast<int>(now.peers.size()); ++peer) {
     const group::Status::Peer& seen = now.peers[static_cast<size_t>(peer)];
     const bool never_met = seen.left_reason.empty() && seen.bytes_received == 0;
-    const bool needed = oldest.peer == kAllPeers || oldest.peer == peer;
+    const bool needed = oldest.peers.empty() || std::ranges::count(oldest.peers, peer) > 0;
     if (peer == host_.rank() || !needed || seen.connected || never_met) continue;
     if (!lost_for_long()) return std::nullopt;
     const Member& who = host_.info().members[static_cast<size_t>(peer)];

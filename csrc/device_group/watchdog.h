@@ -10,6 +10,7 @@
 #include <optional>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "core/deadline.h"
 #include "core/errors.h"
@@ -27,10 +28,9 @@ class Watchdog {
   Watchdog(group::Group& host, AsyncError async_error)
       : host_(host), async_error_(std::move(async_error)) {}
 
-  // Adds a call that is about to be enqueued. `peer`: the only other rank that it needs, or
-  // kAllPeers. end() calls `failed` if the call is not complete by then; it may be empty.
-  static constexpr int kAllPeers = -1;
-  void add(std::string what, int peer, const Deadline& deadline,
+  // Adds a call that is about to be enqueued. `peers`: the other ranks that it needs; empty: all.
+  // end() calls `failed` if the call is not complete by then; it may be empty.
+  void add(std::string what, std::vector<int> peers, const Deadline& deadline,
            std::function<void(std::exception_ptr)> failed);
   // The call that was added last ends with `end_event`; null: it is no longer watched. None after
   // end().
@@ -47,8 +47,8 @@ class Watchdog {
 
  private:
   struct Entry {
-    std::string what;  // "all_reduce(float32, count 10, sum, nccl, on CUDA devices)"
-    int peer;
+    std::string what;        // "all_reduce(float32, count 10, sum, nccl, on CUDA devices)"
+    std::vector<int> peers;  // empty: all
     Deadline deadline;
     std::shared_ptr<device::Event> end_event;  // null while the call is being enqueued
     std::function<void(std::exception_ptr)> failed;

@@ -1,5 +1,7 @@
 #include "engine/frame_dispatcher.h"
 
+#include <algorithm>
+
 #include "engine/goodbye.h"
 
 namespace pycomm::engine {
@@ -91,9 +93,20 @@ FrameDispatcher::Front FrameDispatcher::dispatch_data(int peer, const transport:
   return Front::ours;
 }
 
-// Outside of collectives: whether a mismatch of `peer` may end the messages of this rank.
+// Outside of collectives: whether a mismatch of `peer` may end the messages of this rank. Not while
+// another peer may accept a message that this rank announced: both must continue then.
 bool FrameDispatcher::may_end_message(int peer) const {
-  return mailbox_.only_awaits() && !mailbox_.announced_to_other(peer);
+  return mailbox_.only_awaits() && std::ranges::all_of(mailbox_.announced_to(), [&](int to) {
+           return to == peer || has_notice(to);
+         });
+}
+
+// Whether the frame at the front, at the last poll, is a mismatch of this epoch.
+bool FrameDispatcher::has_notice(int peer) const {
+  Link* const link = peers_.at(peer).link.get();
+  if (link == nullptr || front_of(peer) != Front::later || !link->has_front()) return false;
+  const transport::Header& header = *link->front();
+  return header.kind == transport::FrameKind::mismatch && header.epoch == calls_.epoch();
 }
 
 void FrameDispatcher::take_heartbeat(int peer, const transport::Header& header) {

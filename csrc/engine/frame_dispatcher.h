@@ -68,6 +68,7 @@ class FrameDispatcher {
   void take_heartbeat(int peer, const transport::Header& header);
   bool contradicts_call(const transport::Header& heartbeat) const;
   bool may_end_message(int peer) const;
+  bool has_notice(int peer) const;
 
   PeerTable& peers_;
   const CallSequence& calls_;

@@ -14,9 +14,11 @@ constexpr size_t kMostMessageBytes = size_t{1} << 48;
 constexpr int kReadsPerPoll = 16;
 
 // Whether a receive for `wanted` takes the message; dtype and count may still differ. A rank that
-// waits for an answer also takes an announcement of the same peer: otherwise neither would answer.
+// waits for an answer also takes an announcement of the same peer, unless one of them receives too:
+// otherwise neither would answer.
 bool is_meant(const transport::Header& message, const transport::Header& wanted) {
-  if (is_answer(wanted) && is_agreement(message) && !is_answer(message)) return true;
+  if (is_answer(wanted) && is_agreement(message) && !is_answer(message))
+    return message.context != transport::kReceivesToo && wanted.context != transport::kReceivesToo;
   return message.operation == wanted.operation && message.peer == wanted.peer;
 }
 
@@ -27,8 +29,11 @@ size_t bytes_used_by(const Message& message) {
 
 }  // namespace
 
-bool Mailbox::announced_to_other(int peer) const {
-  return is_answer(awaited_.front().signature) && awaited_peer() != peer;
+std::vector<int> Mailbox::announced_to() const {
+  std::vector<int> peers;
+  for (const Awaited& one : awaited_)
+    if (is_answer(one.signature)) peers.push_back(one.from);
+  return peers;
 }
 
 // A receive can end (on an error) before its message is complete. The received part is copied to a

@@ -36,6 +36,7 @@ struct Awaited {
   int from = kAnyPeer;
   transport::Header signature{};
   transport::Bytes into{};
+  size_t index = 0;  // in the list of messages of an exchange
 };
 
 // A message of an exchange that did not match its receive.
@@ -56,10 +57,8 @@ class Mailbox {
   bool only_awaits() const { return awaits() && !sending_; }
   // The peer whose message is awaited first, or kNoRank.
   int awaited_peer() const { return awaits() ? awaited_.front().from : collectives::kNoRank; }
-  // Whether this rank waits for another peer to accept a message that it announced. Such a rank
-  // accepts mismatch errors only from its receiver: if the receiver takes the message, both must
-  // continue. Call only if awaits().
-  bool announced_to_other(int peer) const;
+  // The peers that have yet to accept a message that this rank announced to them.
+  std::vector<int> announced_to() const;
   // No receive waits any more. After keep_receives() those whose messages are arriving continue in
   // a later call, with the same memory.
   void end_receives();
@@ -73,24 +72,27 @@ class Mailbox {
   // oldest messages of all peers that are complete, the one that began to arrive first; `from`
   // becomes its sender.
   std::optional<Message> take(int& from, const transport::Header& wanted);
-  // Delivers the messages that take_message(from, signature) returns to the receives that wait.
-  // True if there was one.
-  template <typename Take>
-  bool deliver_awaited(const Take& take_message) {
+  // Passes the messages that take_message(from, signature) returns to `receive`, with the receives
+  // that wait for them. True if there was one.
+  template <typename Take, typename Receive>
+  bool deliver_awaited(const Take& take_message, const Receive& receive) {
     bool took = false;
     for (auto one = awaited_.begin(); one != awaited_.end();) {
-      const bool first = std::ranges::find(awaited_, one->from, &Awaited::from) == one;
+      const auto same = [&](const Awaited& other) { return is_for_same_messages(other, *one); };
+      const bool first = std::ranges::find_if(awaited_, same) == one;
       const auto message = first ? take_message(one->from, one->signature) : std::nullopt;
       if (!message) {
         ++one;
         continue;
       }
       took = true;
-      deliver(*one, *message);
+      receive(*one, *message);
       one = awaited_.erase(one);
     }
     return took;
   }
+  // Copies a message into the memory of its receive, or keeps it for take_refused().
+  void deliver(const Awaited& receive, const Message& message);
   // The messages that did not match since the last call.
   std::vector<RefusedMessage> take_refused() { return std::exchange(refused_, {}); }
   // The error of a receive whose message cannot arrive, because others fill the buffer.
@@ -106,7 +108,11 @@ class Mailbox {
   Inbox& at(int peer) { return inboxes_[static_cast<size_t>(peer)]; }
   const Inbox& at(int peer) const { return inboxes_[static_cast<size_t>(peer)]; }
   bool start(int peer, const transport::Header& header);
-  void deliver(const Awaited& receive, const Message& message);
+  // Whether two receives take the same messages, so that they must do so in order.
+  static bool is_for_same_messages(const Awaited& a, const Awaited& b) {
+    return a.from == b.from && a.signature.operation == b.signature.operation &&
+           a.signature.peer == b.signature.peer;
+  }
   std::byte* destination_for(int peer, const transport::Header& header) const;
 
   PeerTable& peers_;

@@ -67,15 +67,42 @@ bool ExchangeMessages::advance() {
     left |= !one.done();
   }
   if (!left) mailbox_.set_sending(false);  // from now on a notice may end the exchange
-  return mailbox_.deliver_awaited([&](int& from, const transport::Header& wanted) {
+  const auto take = [&](int& from, const transport::Header& wanted) {
     return dispatcher_.take_message(from, wanted);
-  }) || moved;
+  };
+  const auto received = [&](const Awaited& one, const Message& message) { receive(one, message); };
+  return mailbox_.deliver_awaited(take, received) || moved;
 }
 
 int ExchangeMessages::sending_to() const {
   for (const SendMessage& one : sends_)
     if (!one.done()) return one.sending_to();
   return collectives::kNoRank;
+}
+
+// A receive is agreed when its answer is about to be sent: the peer cannot refuse it any more.
+void AgreeOnMessages::receive(const Awaited& awaited, const Message& message) {
+  const bool sends = is_answer(awaited.signature);
+  const bool agreed = same_call(message.header, awaited.signature);
+  if (!sends && is_agreement(message.header)) {
+    transport::Header answer = answer_of(awaited.signature);
+    answer.epoch = message.header.epoch;
+    send(awaited.from, answer, {});
+  }
+  if (!agreed)
+    refused_.emplace_back(awaited.index, message.header);
+  else if (sends)
+    sent_.emplace_back(message.arrival, awaited.index);
+  else
+    received_.push_back(awaited.index);
+}
+
+std::vector<size_t> AgreeOnMessages::agreed() const {
+  std::vector<size_t> all = received_;
+  auto sent = sent_;
+  std::ranges::sort(sent);
+  for (const auto& [arrival, index] : sent) all.push_back(index);
+  return all;
 }
 
 }  // namespace pycomm::engine

@@ -5,6 +5,7 @@
 #include <deque>
 #include <optional>
 #include <span>
+#include <utility>
 #include <vector>
 
 #include "engine/frame_dispatcher.h"
@@ -64,12 +65,13 @@ class ReceiveMessage final : public Task {
 };
 
 // Sends messages to peers while the mailbox receives the awaited ones.
-class ExchangeMessages final : public Task {
+class ExchangeMessages : public Task {
  public:
   ExchangeMessages(FrameSender& sender, FrameDispatcher& dispatcher, Mailbox& mailbox)
       : sender_(sender), dispatcher_(dispatcher), mailbox_(mailbox) {}
   void send(int to, const transport::Header& header, transport::ConstBytes bytes) {
     sends_.emplace_back(sender_, to, header, bytes);
+    mailbox_.set_sending(true);
   }
   bool advance() override;
   bool done() const override {
@@ -79,10 +81,32 @@ class ExchangeMessages final : public Task {
   int receiving_from() const override { return mailbox_.awaited_peer(); }
 
  private:
+  virtual void receive(const Awaited& awaited, const Message& message) {
+    mailbox_.deliver(awaited, message);
+  }
+
   FrameSender& sender_;
   FrameDispatcher& dispatcher_;
   Mailbox& mailbox_;
   std::deque<SendMessage> sends_;
+};
+
+// Announces messages between devices, and answers those that peers announce.
+class AgreeOnMessages final : public ExchangeMessages {
+ public:
+  using ExchangeMessages::ExchangeMessages;
+  // The messages that both ends accepted, by index. For each peer, those that this rank receives
+  // are in the order of its answers, and those that it sends in the order of the peer's answers.
+  std::vector<size_t> agreed() const;
+  // Those that one end did not accept, by index, with the message of the peer.
+  const std::vector<std::pair<size_t, transport::Header>>& refused() const { return refused_; }
+
+ private:
+  void receive(const Awaited& awaited, const Message& message) override;
+
+  std::vector<size_t> received_;
+  std::vector<std::pair<uint64_t, size_t>> sent_;  // the arrival of the answer, and the index
+  std::vector<std::pair<size_t, transport::Header>> refused_;
 };
 
 }  // namespace pycomm::engine

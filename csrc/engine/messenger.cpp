@@ -1,5 +1,6 @@
 #include "engine/messenger.h"
 
+#include <algorithm>
 #include <cstring>
 #include <utility>
 
@@ -70,7 +71,8 @@ void Messenger::accept(int from, const Message& message, const transport::Header
                        transport::Bytes into, const Deadline& deadline) {
   const bool announced = is_agreement(message.header);
   if (announced) send(from, answer_of(signature), {}, deadline);
-  if (!same_call(message.header, signature)) refuse({from, message.header, signature});
+  if (!same_call(message.header, signature))
+    throw refused_receive({from, message.header, signature});
   // A receive inside a `then` may take a message that arrived in the memory of one that waits.
   const std::byte* const arrived = message.into != nullptr ? message.into : message.buffer.data();
   if (arrived != into.data() && !into.empty()) std::memcpy(into.data(), arrived, into.size());
@@ -91,37 +93,75 @@ void Messenger::exchange(std::span<const MessageRequest> messages, const Deadlin
       else
         mailbox_.await({one.peer, one.signature, one.into});
     }
-    mailbox_.set_sending(task.sending_to() != collectives::kNoRank);
   }
   runner_.run(task, {.signature = messages.front().signature, .is_collective = false}, deadline);
   const auto refused = mailbox_.take_refused();
   for (const auto& [from, theirs, mine] : refused)
     if (is_agreement(theirs)) send(from, answer_of(mine), {}, deadline);
-  if (!refused.empty()) refuse(refused.front());
+  if (!refused.empty()) throw refused_receive(refused.front());
 }
 
-void Messenger::refuse(const RefusedMessage& message) const {
+Mismatch Messenger::refused_receive(const RefusedMessage& message) const {
   const auto& [from, theirs, mine] = message;
-  throw Mismatch(peers_.name(from) + " sent " + describe(theirs) + ", but " +
-                     peers_.name(peers_.rank()) + " receives " + describe(answer_of(mine)) +
-                     (is_agreement(theirs) ? "; no data was sent" : "; the message is dropped"),
-                 {.op = "recv", .rank = peers_.rank(), .peer = from});
+  return Mismatch(peers_.name(from) + " sent " + describe(theirs) + ", but " +
+                      peers_.name(peers_.rank()) + " receives " + describe(answer_of(mine)) +
+                      (is_agreement(theirs) ? "; no data was sent" : "; the message is dropped"),
+                  {.op = "recv", .rank = peers_.rank(), .peer = from});
 }
 
+// A single call receives nothing meanwhile, so its context is not kReceivesToo.
 void Messenger::announce_send(int to, const transport::Header& signature,
                               const Deadline& deadline) {
-  send(to, signature, {}, deadline);
-  const transport::Header wanted = answer_of(signature);
+  transport::Header header = signature;
+  header.context = 0;
+  send(to, header, {}, deadline);
+  const transport::Header wanted = answer_of(header);
   const transport::Header answer = await(to, wanted, {}, signature, deadline).header;
-  if (same_call(answer, wanted)) return;
+  if (!same_call(answer, wanted)) throw refused_send(to, signature, answer);
+}
+
+Mismatch Messenger::refused_send(int to, const transport::Header& signature,
+                                 const transport::Header& answer) const {
   const std::string theirs =
       is_answer(answer)
           ? peers_.name(to) + " receives " + describe(answer)
           : peers_.name(to) + " sends this rank " + describe(answer) +
                 ", and each waits for the other to receive: let one of the two receive first";
-  throw Mismatch(peers_.name(peers_.rank()) + " sends " + describe(signature) + ", but " + theirs +
-                     "; no data was sent",
-                 {.op = "send", .rank = peers_.rank(), .peer = to});
+  return Mismatch(peers_.name(peers_.rank()) + " sends " + describe(signature) + ", but " + theirs +
+                      "; no data was sent",
+                  {.op = "send", .rank = peers_.rank(), .peer = to});
+}
+
+void Messenger::agree(std::span<const MessageRequest> messages, std::vector<size_t>& agreed,
+                      const Deadline& deadline) {
+  AgreeOnMessages task(sender_, dispatcher_, mailbox_);
+  const auto receives_from = [&](int peer) {
+    return std::ranges::any_of(
+        messages, [&](const MessageRequest& one) { return one.peer == peer && !one.sends; });
+  };
+  {
+    const std::lock_guard turn(turn_);  // IdleMonitor::check_for_failures() reads it
+    for (size_t i = 0; i < messages.size(); ++i) {
+      transport::Header header = messages[i].signature;
+      const int peer = messages[i].peer;
+      header.epoch = calls_.epoch();
+      header.context = receives_from(peer) ? transport::kReceivesToo : uint16_t{0};
+      if (messages[i].sends) task.send(peer, header, {});
+      mailbox_.await({peer, messages[i].sends ? answer_of(header) : header, {}, i});
+    }
+  }
+  try {
+    runner_.run(task, {.signature = messages.front().signature, .is_collective = false}, deadline);
+  } catch (const Mismatch&) {  // a peer is in another call
+    agreed = task.agreed();
+    throw;
+  }
+  agreed = task.agreed();
+  if (task.refused().empty()) return;
+  const auto& [index, theirs] = task.refused().front();
+  const MessageRequest& mine = messages[index];
+  if (mine.sends) throw refused_send(mine.peer, mine.signature, theirs);
+  throw refused_receive({mine.peer, theirs, mine.signature});
 }
 
 }  // namespace pycomm::engine

@@ -3,8 +3,10 @@
 
 #include <mutex>
 #include <span>
+#include <vector>
 
 #include "core/deadline.h"
+#include "core/errors.h"
 #include "engine/call_sequence.h"
 #include "engine/frame_dispatcher.h"
 #include "engine/frame_sender.h"
@@ -63,13 +65,22 @@ class Messenger {
   // if the receiver expects a different message, and if both ranks announce at the same time, which
   // would be a deadlock.
   void announce_send(int to, const transport::Header& signature, const Deadline& deadline);
+  // Replaces exchange() for arrays on devices: announces all sends, answers all receives, and
+  // returns when each message is agreed about or refused. A peer may list its messages in another
+  // order, or make single calls. Messages with one peer, direction and tag match in order.
+  // `agreed`: the messages that both ends accepted, by index, as in AgreeOnMessages. Set also
+  // before a Mismatch: these messages must be sent nevertheless.
+  void agree(std::span<const MessageRequest> messages, std::vector<size_t>& agreed,
+             const Deadline& deadline);
 
  private:
   Message await(int& from, const transport::Header& wanted, transport::Bytes into,
                 const transport::Header& signature, const Deadline& deadline);
   void accept(int from, const Message& message, const transport::Header& signature,
               transport::Bytes into, const Deadline& deadline);
-  [[noreturn]] void refuse(const RefusedMessage& message) const;
+  Mismatch refused_receive(const RefusedMessage& message) const;
+  Mismatch refused_send(int to, const transport::Header& signature,
+                        const transport::Header& answer) const;
 
   std::mutex& turn_;
   PeerTable& peers_;

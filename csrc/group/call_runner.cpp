@@ -52,6 +52,8 @@ void CallRunner::prepare(PreparedCall& prepared) const {
 
 void CallRunner::run(const PreparedCall& prepared) {
   const Call& call = prepared.call;
+  if (prepared.agreed != nullptr)
+    return engine_.messenger().agree(prepared.messages, *prepared.agreed, prepared.deadline);
   if (!prepared.messages.empty())
     return engine_.messenger().exchange(prepared.messages, prepared.deadline);
   if (!is_plan(call.operation)) return run_message(prepared);

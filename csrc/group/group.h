@@ -16,6 +16,7 @@
 #include <exception>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
@@ -159,6 +160,15 @@ class Collectives {
   // thread that starts a small send or waits for a small receive. It must not throw.
   virtual std::shared_ptr<Work> start(const Call& call,
                                       std::function<void(std::exception_ptr)> then = {}) = 0;
+  // Device group: starts several messages, each a send or a recv with an explicit source, as one
+  // call of which both ends agree about each message. They are concurrent. `calls` are in an order
+  // in which single calls would not deadlock; peers may list their messages in another order, or
+  // make single calls. A message that its peer refuses is not sent: the others are, and the call
+  // fails with Mismatch. Any other error breaks the group. The timeout is that of the first call.
+  virtual std::shared_ptr<Work> start_messages(std::vector<Call> /*calls*/,
+                                               std::function<void(std::exception_ptr)> /*then*/) {
+    throw Unsupported("several messages as one call need a group for arrays on devices");
+  }
   virtual Stats stats() const = 0;
   // Device group: connects the ranks, before their first collective call, which does it otherwise.
   // Collective; no effect if done. Throws as make_device_group() says.
@@ -183,6 +193,12 @@ inline Call agreement_about(Call call, int* source) {
   return call;
 }
 
+// What Group::agree() found.
+struct AgreedCalls {
+  std::vector<Call> agreed{};  // in an order that suits NCCL, which matches messages without tags
+  std::optional<Error> mismatch{};
+};
+
 // For arrays in host memory. Its destructor sends goodbye first, as close() does.
 class Group : public Collectives {
  public:
@@ -190,10 +206,18 @@ class Group : public Collectives {
   // source; those of one peer stay in order. The timeout is that of the first call. Throws as run()
   // does. If a message does not fit its recv, it is dropped and the others complete.
   virtual void exchange(std::span<const Call> calls) = 0;
+  // The same for messages on devices, of which it sends no data: returns when each message was
+  // accepted or refused by both ends. For each peer and direction, both have the same order of
+  // accepted messages. A Mismatch is returned, and the accepted messages must be sent nevertheless.
+  // Other errors break the group.
+  virtual AgreedCalls agree(std::span<const Call> calls) = 0;
 
   // Runs `body`, whose calls run one after another without other calls of this rank between them.
   // Throws Timeout if earlier calls are not complete within `limit`.
   virtual void run_together(const std::function<void()>& body, std::chrono::nanoseconds limit) = 0;
+  // The same on the worker, as start().
+  virtual std::shared_ptr<Work> start_together(std::function<void()> body,
+                                               std::function<void(std::exception_ptr)> then) = 0;
 
   // Collective. Ranks with the same color form a group, ordered by (key, rank). A rank with a
   // negative color takes part and gets null.

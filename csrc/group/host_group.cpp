@@ -210,28 +210,58 @@ std::optional<Worker::Completed> HostGroup::receive_any(
   return Worker::Completed{received.index, error};
 }
 
-void HostGroup::exchange(std::span<const Call> calls) {
-  std::vector<engine::MessageRequest> posted;
+std::vector<engine::MessageRequest> HostGroup::requests_of(std::span<const Call> calls,
+                                                           bool on_device) const {
+  std::vector<engine::MessageRequest> requests;
   for (const Call& call : calls) {
-    if (is_plan(call.operation) || call.device.agreement || call.peer == kAnySource)
+    if (is_plan(call.operation) || call.device.agreement != on_device || call.peer == kAnySource)
       throw InvalidArgument(
-          "exchange() accepts send and recv only, and each recv needs an explicit source rank",
+          "several messages at once must be send and recv calls, and each recv needs an explicit "
+          "source rank",
           {.op = std::string(name_of(call.operation)), .rank = info_.rank});
     (void)check(call);
-    const size_t bytes = call.count * bytes_of(call.dtype);
-    posted.push_back({.peer = call.peer,
-                      .signature = signature_of(call, Algorithm::direct),
-                      .sends = call.operation == Operation::send,
-                      .out = {static_cast<const std::byte*>(call.input), bytes},
-                      .into = {static_cast<std::byte*>(call.output), bytes}});
+    const size_t bytes = on_device ? 0 : call.count * bytes_of(call.dtype);
+    requests.push_back(
+        {.peer = call.peer,
+         .signature = signature_of(call, on_device ? call.algorithm : Algorithm::direct),
+         .sends = call.operation == Operation::send,
+         .out = {static_cast<const std::byte*>(call.input), bytes},
+         .into = {static_cast<std::byte*>(call.output), bytes}});
   }
-  if (calls.empty()) return;
+  return requests;
+}
+
+// `agreed`: as in PreparedCall.
+void HostGroup::execute_messages(std::span<const Call> calls,
+                                 std::span<const engine::MessageRequest> requests,
+                                 std::vector<size_t>* agreed) {
   const Call& first = calls.front();
   const Worker::Turn turn = take_turn(first);
   execute({.call = first,
            .reducer = nullptr,
            .deadline = {turn.since(), limit_of(first)},
-           .messages = posted});
+           .messages = requests,
+           .agreed = agreed});
+}
+
+void HostGroup::exchange(std::span<const Call> calls) {
+  const auto requests = requests_of(calls, false);
+  if (!calls.empty()) execute_messages(calls, requests, nullptr);
+}
+
+AgreedCalls HostGroup::agree(std::span<const Call> calls) {
+  const auto requests = requests_of(calls, true);
+  if (calls.empty()) return {};
+  AgreedCalls found;
+  std::vector<size_t> agreed;
+  try {
+    execute_messages(calls, requests, &agreed);
+  } catch (const Error& error) {
+    if (error.kind() != ErrorKind::mismatch) throw;
+    found.mismatch = error;
+  }
+  for (const size_t index : agreed) found.agreed.push_back(calls[index]);
+  return found;
 }
 
 void HostGroup::run_together(const std::function<void()>& body, std::chrono::nanoseconds limit) {

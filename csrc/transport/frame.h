@@ -21,6 +21,9 @@ enum class FrameKind : uint8_t {
 // same call. A message is then announced by a header `send` and answered by a header `recv`.
 inline constexpr uint8_t kOnDevice = 0x80;
 
+// The context of an announced message if its sender also receives from the receiver at that time.
+inline constexpr uint16_t kReceivesToo = 1;
+
 // The state of the sender of a heartbeat.
 enum class CallState : uint16_t { not_started, in_call, idle };
 
@@ -33,8 +36,10 @@ struct Header {
   uint8_t dtype = 0;
   uint8_t op = 0;
   uint8_t algorithm = 0;
-  uint16_t epoch = 0;     // number of mismatches of the group so far
-  uint16_t context = 0;   // heartbeat: CallState; data: a hash of the epoch's earlier calls
+  uint16_t epoch = 0;  // number of mismatches of the group so far
+  // heartbeat: CallState; data: a hash of the epoch's earlier calls; announcement or answer of a
+  // message: kReceivesToo or 0
+  uint16_t context = 0;
   uint32_t sequence = 0;  // index of the call in the epoch
   uint32_t peer = 0;      // root, tag of a message, hash of an all_gather's counts
   uint32_t bytes = 0;     // of payload behind this header

@@ -29,13 +29,12 @@ const Test kCrosses{
             hosts);
     }};
 
-device::StreamJob message(Operation operation, Floats& x, size_t count, int peer) {
-  return {.operation = operation,
-          .dtype = Dtype::float32,
-          .input = x.bytes(),
-          .output = x.bytes(),
-          .count = count,
-          .peer = peer};
+void exchange(Rank& r, const device::PeerMessage& message) {
+  const std::span messages(&message, message.bytes > 0 ? 1 : 0);  // none for an empty message
+  r.engine.prepare(messages, r.stream);
+  device::Event before(r.device);
+  before.record(r.stream);
+  r.engine.enqueue(messages, kLong, before)->stream_wait(r.stream);
 }
 
 const Test kMessages{"messages between hosts and inside one", [] {
@@ -48,9 +47,9 @@ const Test kMessages{"messages between hosts and inside one", [] {
                                          x.write([&](size_t i) { return element(r.rank, i); },
                                                  r.stream);
                                          if (from != to && r.rank == from)
-                                           r.run(message(Operation::send, x, count, to));
+                                           exchange(r, {to, true, x.bytes(), 4 * count});
                                          if (from == to || r.rank != to) continue;
-                                         r.run(message(Operation::recv, x, count, from));
+                                         exchange(r, {from, false, x.bytes(), 4 * count});
                                          const auto got = x.read(r.stream);
                                          for (size_t i = 0; i < count; ++i)
                                            expect_equal(got[i], element(from, i), "element");
@@ -104,7 +103,7 @@ class Told final : public device::HostTransport {
  public:
   std::function<void()> body;
   std::atomic<bool> aborted{false};
-  void exchange(std::span<const device::HostMessage>, std::chrono::nanoseconds) override { body(); }
+  void exchange(std::span<const device::PeerMessage>, std::chrono::nanoseconds) override { body(); }
   void abort(const std::string&) noexcept override { aborted = true; }
   void close() noexcept override {}
 };
@@ -118,7 +117,7 @@ struct Bench {
   Floats x{100};
   void cross() {
     bridge.reserve(device::HostStagingChannel::staged_bytes(400), stream.raw());
-    const device::HostMessage message{1, false, x.bytes(), 400};
+    const device::PeerMessage message{1, false, x.bytes(), 400};
     bridge.begin(std::span(&message, 1), kLong);
     bridge.end();
   }

@@ -99,10 +99,10 @@ class Mail {
 class MailPost final : public device::HostTransport {
  public:
   MailPost(int rank, std::shared_ptr<Mail> mail) : rank_(rank), mail_(std::move(mail)) {}
-  void exchange(std::span<const device::HostMessage> messages, std::chrono::nanoseconds) override {
-    for (const device::HostMessage& one : messages)
+  void exchange(std::span<const device::PeerMessage> messages, std::chrono::nanoseconds) override {
+    for (const device::PeerMessage& one : messages)
       if (one.sends) mail_->put(rank_, one.peer, {one.data, one.data + one.bytes});
-    for (const device::HostMessage& one : messages)
+    for (const device::PeerMessage& one : messages)
       if (!one.sends) {
         const auto bytes = mail_->take(one.peer, rank_);
         if (bytes.size() != one.bytes) throw Mismatch("a message of another size");

@@ -228,7 +228,7 @@ const Test kMismatch{
         expect(error == nccl::NcclResult::invalid_usage || error == nccl::NcclResult::remote_error,
                text);
         if (error == nccl::NcclResult::invalid_usage)
-          expect(text.find("count 3") != std::string::npos, text);
+          expect(text.find("count 12") != std::string::npos, text);
         r.engine.communicators().front()->abort();
         r.finish();
       });

@@ -1,7 +1,9 @@
 // Messages between devices on the host side: the sender announces, the receiver answers, and both
 // continue or neither does. The transfer between the devices is not tested here.
+#include <array>
 #include <future>
 #include <string>
+#include <vector>
 
 #include "core/operation.h"
 #include "group/group.h"
@@ -175,6 +177,119 @@ const ByTransport kNoRank{
           over.set_value();
           expect(ending.is(leaves ? ErrorKind::peer_lost : ErrorKind::timeout), ending.text());
           expect(ending.says("send: ") && ending.says("rank 1"), ending.text());
+        });
+      }
+    }};
+
+using Tags = std::vector<uint32_t>;
+
+// The tags of the agreed messages of one direction, in order.
+Tags tags_of(const group::AgreedCalls& found, Operation operation) {
+  Tags tags;
+  for (const group::Call& call : found.agreed)
+    if (call.operation == operation) tags.push_back(call.tag);
+  return tags;
+}
+
+group::AgreedCalls agree(group::Group& group, const std::vector<group::Call>& calls) {
+  return group.agree(calls);
+}
+
+const ByTransport kBatch{
+    "several messages at once are agreed about in the same order by both ranks",
+    [](const std::string& by) {
+      std::array<Tags, 2> sent, received;
+      ranks::run_groups(2, by, [&](group::Group& group) {
+        const auto me = static_cast<size_t>(group.rank());
+        for (int i = 0; i < 50; ++i) {
+          const auto found =
+              me == 0
+                  ? agree(group, {offer(1, 5, 1), take(1, 7, 3), offer(1, 6, 2), offer(1, 4, 1)})
+                  : agree(group, {take(0, 6, 2), take(0, 5, 1), take(0, 4, 1), offer(0, 7, 3)});
+          expect(!found.mismatch && found.agreed.size() == 4, "all are agreed");
+          sent[me] = tags_of(found, Operation::send);
+          received[me] = tags_of(found, Operation::recv);
+          group.run({.operation = Operation::barrier});
+          expect(sent[0] == received[1] && sent[1] == received[0], "the same order");
+          group.run({.operation = Operation::barrier});
+        }
+        expect_sound(group);
+      });
+    }};
+
+const ByTransport kBatchAndSingle{
+    "several messages at once meet single calls in another order", [](const std::string& by) {
+      ranks::run_groups(2, by, [](group::Group& group) {
+        for (int i = 0; i < 50; ++i) {
+          if (group.rank() == 1) {
+            group.run(offer(0, 7, 3));  // while rank 0 announces as well
+            for (const uint32_t tag : {4U, 2U, 1U}) group.run(take(0, 5, tag));
+          } else {
+            const auto found =
+                agree(group, {offer(1, 5, 1), offer(1, 5, 2), offer(1, 5, 4), take(1, 7, 3)});
+            expect(!found.mismatch, "all are agreed");
+            expect(tags_of(found, Operation::send) == Tags{4, 2, 1}, "the order of the receiver");
+          }
+        }
+        expect_sound(group);
+      });
+    }};
+
+const ByTransport kRing{"a ring of several messages at once does not deadlock",
+                        [](const std::string& by) {
+                          ranks::run_groups(4, by, [](group::Group& group) {
+                            const int right = (group.rank() + 1) % 4, left = (group.rank() + 3) % 4;
+                            for (int i = 0; i < 20; ++i) {
+                              const auto found = agree(group, {offer(right, 8), take(left, 8)});
+                              expect_equal(found.agreed.size(), size_t{2}, "agreed");
+                            }
+                            expect_sound(group);
+                          });
+                        }};
+
+const ByTransport kBatchUnlike{
+    "one of several messages is of another kind: the others are agreed", [](const std::string& by) {
+      ranks::run_groups(3, by, [](group::Group& group) {
+        const int rank = group.rank();
+        for (int i = 0; i < 10; ++i) {
+          group::AgreedCalls found;
+          if (rank == 0) found = agree(group, {offer(1, 5, 1), offer(1, 6, 2), offer(2, 6, 2)});
+          if (rank == 1) found = agree(group, {take(0, 9, 2), take(0, 5, 1)});
+          if (rank == 2) found = agree(group, {take(0, 6, 2)});
+          expect(found.mismatch.has_value() == (rank < 2), "only the two ranks of that message");
+          expect_equal(found.agreed.size(), rank == 0 ? size_t{2} : size_t{1}, "agreed");
+          if (found.mismatch) {
+            const std::string text = found.mismatch->what();
+            expect(found.mismatch->kind() == ErrorKind::mismatch, text);
+            expect(text.find("send(float32, count 6, tag 2") != std::string::npos, text);
+            expect(text.find("recv(float32, count 9, tag 2") != std::string::npos, text);
+          }
+          expect_sound(group);
+        }
+      });
+    }};
+
+const ByTransport kBatchLost{
+    "several messages at once fail when one rank leaves, or at the limit",
+    [](const std::string& by) {
+      for (const bool leaves : {false, true}) {
+        std::promise<void> over;
+        ranks::World world{.size = 3, .transport = by};
+        ranks::run_groups(world, [&](group::Group& group) {
+          if (group.rank() == 2) {
+            if (leaves) return group.close();
+            return over.get_future().wait();
+          }
+          if (group.rank() == 1) {
+            (void)agree(group, {take(0, 8)});
+            return;
+          }
+          std::vector calls{offer(1, 8), offer(2, 8)};
+          if (!leaves) calls[0].timeout = 100ms;
+          const Ending ending = ending_of([&] { (void)agree(group, calls); });
+          over.set_value();
+          expect(ending.is(leaves ? ErrorKind::peer_lost : ErrorKind::timeout), ending.text());
+          expect(ending.says("rank 2"), ending.text());
         });
       }
     }};

@@ -5,6 +5,7 @@
 #include <latch>
 #include <memory>
 #include <optional>
+#include <span>
 #include <string>
 #include <utility>
 
@@ -28,6 +29,13 @@ class PlayedCarrier final : public device_group::DeviceExecutor {
   std::shared_ptr<device::Event> enqueue(const device_group::DeviceCall&, device::Event&) override {
     return nullptr;
   }
+  Algorithm algorithm_for_messages() const override { return Algorithm::nccl; }
+  void prepare_messages(std::span<const group::Call>) override {}
+  std::shared_ptr<device::Event> enqueue_messages(std::span<const group::Call>,
+                                                  device::Event&) override {
+    return nullptr;
+  }
+  bool is_connected(const group::Call&) const override { return true; }
   group::Stats stats() const override { return {}; }
   std::optional<Error> async_error(const std::string& what) override {
     if (!troubled) return std::nullopt;
@@ -47,14 +55,14 @@ struct Watched {
       *host, [this](const std::string& what) { return executor.async_error(what); }};
   std::exception_ptr told;
 
-  void begin(std::chrono::nanoseconds limit = 60s, int peer = device_group::Watchdog::kAllPeers) {
-    watchdog.add("all_reduce(of a test)", peer, Deadline(limit),
+  void begin(std::chrono::nanoseconds limit = 60s, std::vector<int> peers = {}) {
+    watchdog.add("all_reduce(of a test)", std::move(peers), Deadline(limit),
                  [this](std::exception_ptr error) { told = std::move(error); });
   }
   std::shared_ptr<device::Event> add(std::chrono::nanoseconds limit = 60s,
-                                     int peer = device_group::Watchdog::kAllPeers) {
+                                     std::vector<int> peers = {}) {
     auto over = std::make_shared<device::Event>(device);
-    begin(limit, peer);
+    begin(limit, std::move(peers));
     watchdog.set_end(over);
     return over;
   }
@@ -128,7 +136,7 @@ const Test kNeeded{"a rank that leaves ends the calls that need it, and no other
                        const std::shared_ptr<group::Group> host(
                            &group, [](group::Group*) {});  // not its owner
                        Watched message(host), all(host);
-                       (void)message.add(60s, 1);
+                       (void)message.add(60s, {1});
                        (void)all.add();
                        std::optional<Error> missed;
                        for (const Deadline deadline(60s); !missed && !deadline.expired();) {
