@@ -55,6 +55,25 @@ size_t scratch_bytes(const StreamStages& stages, Dtype dtype) {
   return (stages.scratch * bytes_of(dtype) + kAligned - 1) / kAligned * kAligned;
 }
 
+// The rank in the communicators, or kNoRank; an unknown rank (kNoRank) stays kNoRank.
+int local_rank(int rank, std::span<const int> local_ranks) {
+  return local_ranks.empty() || rank < 0 ? rank : local_ranks[static_cast<size_t>(rank)];
+}
+
+// Host memory of the stage with the most data to and from ranks outside the communicators.
+size_t staged_bytes(const StreamStages& stages, Dtype dtype, std::span<const int> local_ranks) {
+  size_t most = 0;
+  for (const StreamStage& stage : stages.stages) {
+    size_t bytes = 0;
+    for (const auto* messages : {&stage.sends, &stage.receives})
+      for (const auto& [peer, range] : *messages)
+        if (local_rank(peer, local_ranks) == collectives::kNoRank)
+          bytes += HostStagingChannel::staged_bytes(range.count * bytes_of(dtype));
+    most = std::max(most, bytes);
+  }
+  return most;
+}
+
 std::optional<nccl::NcclOp> nccl_op(ReduceOp op) {
   switch (op) {
     case ReduceOp::sum:
@@ -152,8 +171,8 @@ void StreamEngine::connect(std::span<const nccl::NcclId> ids, RemoteRanks remote
                                                              std::move(remote.transports.at(i)));
     if (together == 1) continue;
     device_->while_current([&] {
-      channel.communicator = std::make_shared<nccl::Communicator>(*nccl_, ids[i], local_rank(rank_),
-                                                                  together, max_ctas);
+      channel.communicator = std::make_shared<nccl::Communicator>(
+          *nccl_, ids[i], local_rank(rank_, local_ranks_), together, max_ctas);
     });
     channel.communicator->connect(deadline);
   }
@@ -193,39 +212,24 @@ void StreamEngine::prepare(const StreamJob& job, void* caller) {
   scratch_->reserve(bytes, caller);
   for (size_t i = 0; i < job.plan->size(); ++i)
     if (channels_.at(i)->staging)
-      channels_[i]->staging->reserve(staged_bytes((*job.plan)[i], job.dtype), caller);
+      channels_[i]->staging->reserve(staged_bytes((*job.plan)[i], job.dtype, local_ranks_), caller);
 }
 
 void StreamEngine::prepare(std::span<const PeerMessage> messages, void* caller) {
   size_t bytes = 0;
   for (const PeerMessage& one : messages)
-    if (local_rank(one.peer) == collectives::kNoRank)
+    if (local_rank(one.peer, local_ranks_) == collectives::kNoRank)
       bytes += HostStagingChannel::staged_bytes(one.bytes);
   if (channels_[0]->staging) channels_[0]->staging->reserve(bytes, caller);  // also for any source
 }
 
 bool StreamEngine::is_connected(int peer, bool sends) const {
-  return local_rank(peer) == collectives::kNoRank ||
+  return local_rank(peer, local_ranks_) == collectives::kNoRank ||
          channels_[0]->connected.contains({peer, sends});
 }
 
-// Host memory of the stage with the most data to and from ranks outside the communicators.
-size_t StreamEngine::staged_bytes(const StreamStages& stages, Dtype dtype) const {
-  size_t most = 0;
-  for (const StreamStage& stage : stages.stages) {
-    size_t bytes = 0;
-    for (const auto* messages : {&stage.sends, &stage.receives})
-      for (const auto& [peer, range] : *messages)
-        if (local_rank(peer) == collectives::kNoRank)
-          bytes += HostStagingChannel::staged_bytes(range.count * bytes_of(dtype));
-    most = std::max(most, bytes);
-  }
-  return most;
-}
-
 std::shared_ptr<Event> StreamEngine::enqueue(const StreamJob& job, Event& before) {
-  const auto run_job = [&](void* /*stream*/, bool captured) {
-    keep_for_graph(captured);
+  const auto run_job = [&](void* /*stream*/, bool /*captured*/) {
     job.plan != nullptr ? run(job) : run_nccl(job);
   };
   return enqueue(run_job, before);
@@ -233,16 +237,10 @@ std::shared_ptr<Event> StreamEngine::enqueue(const StreamJob& job, Event& before
 
 std::shared_ptr<Event> StreamEngine::enqueue(std::span<const PeerMessage> messages,
                                              std::chrono::nanoseconds timeout, Event& before) {
-  const auto body = [&](void* /*stream*/, bool captured) {
-    keep_for_graph(captured);
+  const auto body = [&](void* /*stream*/, bool /*captured*/) {
     exchange(*channels_[0], messages, timeout);
   };
   return enqueue(body, before);
-}
-
-void StreamEngine::keep_for_graph(bool captured) {
-  for (nccl::Communicator* const communicator : communicators())
-    if (captured) communicator->keep_for_graph();
 }
 
 std::shared_ptr<Event> StreamEngine::enqueue(
@@ -252,7 +250,10 @@ std::shared_ptr<Event> StreamEngine::enqueue(
   // NCCL sets the device of a communicator and then the thread's own again.
   device_->while_current([&] {
     before.stream_wait(stream);
-    body(stream, device_->capturing(stream));
+    const bool captured = device_->capturing(stream);
+    for (nccl::Communicator* const communicator : communicators())
+      if (captured) communicator->keep_for_graph();
+    body(stream, captured);
     end_event->record(stream);
   });
   return end_event;
@@ -302,7 +303,7 @@ void StreamEngine::exchange(Channel& channel, std::span<const PeerMessage> messa
                             std::chrono::nanoseconds timeout) {
   std::vector<PeerMessage> local, remote;
   for (const PeerMessage& one : messages) {
-    (local_rank(one.peer) == collectives::kNoRank ? remote : local).push_back(one);
+    (local_rank(one.peer, local_ranks_) == collectives::kNoRank ? remote : local).push_back(one);
     if (one.sends) traffic_.bytes_sent += one.bytes;
   }
   if (!remote.empty()) {
@@ -319,7 +320,7 @@ void StreamEngine::launch(Channel& channel, std::span<const PeerMessage> message
     const nccl::NcclQueue queue{comm, channel.stream.raw()};
     nccl::NcclResult result = nccl::NcclResult::success;
     for (const auto& [peer, sends, data, bytes] : messages) {
-      const int other = local_rank(peer);
+      const int other = local_rank(peer, local_ranks_);
       const nccl::NcclResult one =
           sends ? nccl.send({data, nullptr, bytes, nccl::NcclDtype::uint8}, other, queue)
                 : nccl.recv({nullptr, data, bytes, nccl::NcclDtype::uint8}, other, queue);

@@ -132,16 +132,10 @@ class StreamEngine {
   void exchange(Channel& channel, std::span<const PeerMessage> messages,
                 std::chrono::nanoseconds timeout);
   void launch(Channel& channel, std::span<const PeerMessage> messages);
-  void keep_for_graph(bool captured);
-  size_t staged_bytes(const StreamStages& stages, Dtype dtype) const;
   void run_step(const ChannelJob& channel_job, const StreamStage::Step& step);
   void reduce(const ChannelJob& channel_job, const StreamStage::Step& step);
   void run_nccl(const StreamJob& job);  // a collective
   static std::byte* place(const ChannelJob& channel_job, const collectives::Range& range);
-  // The rank in the communicators, or kNoRank; an unknown rank (kNoRank) stays kNoRank.
-  int local_rank(int rank) const {
-    return local_ranks_.empty() || rank < 0 ? rank : local_ranks_[static_cast<size_t>(rank)];
-  }
 
   std::shared_ptr<nccl::NcclApi> nccl_;
   std::shared_ptr<Device> device_;

@@ -289,7 +289,7 @@ void DeviceGroup::run_messages(std::span<const group::Call> calls, const Launch&
   for (const std::span<const group::Call> part : concurrent_parts(calls)) {
     std::vector<group::Call> asked;
     for (const group::Call& call : part) asked.push_back(group::agreement_about(call, call.source));
-    group::AgreedCalls found = host_->agree(asked);
+    group::AgreedCalls found = host_->exchange(asked);
     if (!mismatch) mismatch = std::move(found.mismatch);
     std::map<int, std::vector<group::Call>> by_executor;
     for (group::Call& call : found.agreed) {

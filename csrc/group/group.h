@@ -193,7 +193,7 @@ inline Call agreement_about(Call call, int* source) {
   return call;
 }
 
-// What Group::agree() found.
+// What Group::exchange() found about messages on devices.
 struct AgreedCalls {
   std::vector<Call> agreed{};  // in an order that suits NCCL, which matches messages without tags
   std::optional<Error> mismatch{};
@@ -205,12 +205,12 @@ class Group : public Collectives {
   // Several messages in parallel, as one call: each of `calls` is a send or a recv with an explicit
   // source; those of one peer stay in order. The timeout is that of the first call. Throws as run()
   // does. If a message does not fit its recv, it is dropped and the others complete.
-  virtual void exchange(std::span<const Call> calls) = 0;
-  // The same for messages on devices, of which it sends no data: returns when each message was
-  // accepted or refused by both ends. For each peer and direction, both have the same order of
+  //
+  // Of messages on devices (Call::device.agreement) no data is sent: it returns when each message
+  // was accepted or refused by both ends. For each peer and direction, both have the same order of
   // accepted messages. A Mismatch is returned, and the accepted messages must be sent nevertheless.
   // Other errors break the group.
-  virtual AgreedCalls agree(std::span<const Call> calls) = 0;
+  virtual AgreedCalls exchange(std::span<const Call> calls) = 0;
 
   // Runs `body`, whose calls run one after another without other calls of this rank between them.
   // Throws Timeout if earlier calls are not complete within `limit`.

@@ -54,6 +54,28 @@ collectives::Thresholds thresholds_of(const bootstrap::Mesh& mesh) {
   return found == mesh.tuned.end() ? collectives::Thresholds{} : found->thresholds;
 }
 
+// Messages on devices have no bytes here.
+std::vector<engine::MessageRequest> requests_of(std::span<const Call> calls, int rank) {
+  std::vector<engine::MessageRequest> requests;
+  for (const Call& call : calls) {
+    const bool on_device = call.device.agreement;
+    if (is_plan(call.operation) || call.peer == kAnySource ||
+        on_device != calls.front().device.agreement)
+      throw InvalidArgument(
+          "several messages at once must be send and recv calls, and each recv needs an explicit "
+          "source rank",
+          {.op = std::string(name_of(call.operation)), .rank = rank});
+    const size_t bytes = on_device ? 0 : call.count * bytes_of(call.dtype);
+    requests.push_back(
+        {.peer = call.peer,
+         .signature = signature_of(call, on_device ? call.algorithm : Algorithm::direct),
+         .sends = call.operation == Operation::send,
+         .out = {static_cast<const std::byte*>(call.input), bytes},
+         .into = {static_cast<std::byte*>(call.output), bytes}});
+  }
+  return requests;
+}
+
 template <size_t kSize>
 void put(std::array<char, kSize>& into, const std::string& text) {
   std::copy_n(text.begin(), std::min(text.size(), kSize - 1), into.begin());
@@ -210,54 +232,22 @@ std::optional<Worker::Completed> HostGroup::receive_any(
   return Worker::Completed{received.index, error};
 }
 
-std::vector<engine::MessageRequest> HostGroup::requests_of(std::span<const Call> calls,
-                                                           bool on_device) const {
-  std::vector<engine::MessageRequest> requests;
-  for (const Call& call : calls) {
-    if (is_plan(call.operation) || call.device.agreement != on_device || call.peer == kAnySource)
-      throw InvalidArgument(
-          "several messages at once must be send and recv calls, and each recv needs an explicit "
-          "source rank",
-          {.op = std::string(name_of(call.operation)), .rank = info_.rank});
-    (void)check(call);
-    const size_t bytes = on_device ? 0 : call.count * bytes_of(call.dtype);
-    requests.push_back(
-        {.peer = call.peer,
-         .signature = signature_of(call, on_device ? call.algorithm : Algorithm::direct),
-         .sends = call.operation == Operation::send,
-         .out = {static_cast<const std::byte*>(call.input), bytes},
-         .into = {static_cast<std::byte*>(call.output), bytes}});
-  }
-  return requests;
-}
-
-// `agreed`: as in PreparedCall.
-void HostGroup::execute_messages(std::span<const Call> calls,
-                                 std::span<const engine::MessageRequest> requests,
-                                 std::vector<size_t>* agreed) {
-  const Call& first = calls.front();
-  const Worker::Turn turn = take_turn(first);
-  execute({.call = first,
-           .reducer = nullptr,
-           .deadline = {turn.since(), limit_of(first)},
-           .messages = requests,
-           .agreed = agreed});
-}
-
-void HostGroup::exchange(std::span<const Call> calls) {
-  const auto requests = requests_of(calls, false);
-  if (!calls.empty()) execute_messages(calls, requests, nullptr);
-}
-
-AgreedCalls HostGroup::agree(std::span<const Call> calls) {
-  const auto requests = requests_of(calls, true);
+AgreedCalls HostGroup::exchange(std::span<const Call> calls) {
+  for (const Call& call : calls) (void)check(call);
+  const auto requests = requests_of(calls, info_.rank);
   if (calls.empty()) return {};
+  const Call& first = calls.front();
   AgreedCalls found;
   std::vector<size_t> agreed;
   try {
-    execute_messages(calls, requests, &agreed);
+    const Worker::Turn turn = take_turn(first);
+    execute({.call = first,
+             .reducer = nullptr,
+             .deadline = {turn.since(), limit_of(first)},
+             .messages = requests,
+             .agreed = first.device.agreement ? &agreed : nullptr});
   } catch (const Error& error) {
-    if (error.kind() != ErrorKind::mismatch) throw;
+    if (error.kind() != ErrorKind::mismatch || !first.device.agreement) throw;
     found.mismatch = error;
   }
   for (const size_t index : agreed) found.agreed.push_back(calls[index]);

@@ -31,8 +31,7 @@ class HostGroup final : public Group {
   void run(const Call& call) override;
   std::shared_ptr<Work> start(const Call& call,
                               std::function<void(std::exception_ptr)> then) override;
-  void exchange(std::span<const Call> calls) override;
-  AgreedCalls agree(std::span<const Call> calls) override;
+  AgreedCalls exchange(std::span<const Call> calls) override;
   void run_together(const std::function<void()>& body, std::chrono::nanoseconds limit) override;
   std::shared_ptr<Work> start_together(std::function<void()> body,
                                        std::function<void(std::exception_ptr)> then) override {
@@ -65,15 +64,9 @@ class HostGroup final : public Group {
     return call.timeout.count() > 0 ? call.timeout : timeout_.load();
   }
   void execute(PreparedCall prepared);
-  std::vector<engine::MessageRequest> requests_of(std::span<const Call> calls,
-                                                  bool on_device) const;
-  void execute_messages(std::span<const Call> calls,
-                        std::span<const engine::MessageRequest> requests,
-                        std::vector<size_t>* agreed);
   std::optional<Worker::Completed> receive_any(std::span<const PendingReceive* const> pending);
   template <typename Run>
   void log_call(const PreparedCall& prepared, const Run& run);
-  std::vector<std::string> gather_texts(const std::string& mine);
   ConnectOptions subgroup_options(const std::vector<int>& members, const std::string& name) const;
 
   ConnectOptions options_;

@@ -17,8 +17,8 @@ struct PreparedCall {
   const kernels::Reducer* reducer;  // null: the call adds nothing
   Deadline deadline;
   std::span<const engine::MessageRequest>
-      messages{};                         // of an exchange() or agree(), whose first call is `call`
-  std::vector<size_t>* agreed = nullptr;  // those that agree() accepted; null: an exchange()
+      messages{};                         // of an exchange(), whose first call is `call`
+  std::vector<size_t>* agreed = nullptr;  // the accepted messages, if they are on devices
   // CallRunner::prepare() sets these when the call's turn comes.
   Algorithm algorithm = Algorithm::automatic;  // never `automatic` after prepare(), except devices
   transport::Header header{};                  // of its frames, with epoch and sequence

@@ -34,35 +34,35 @@ void swap_with(Group& group, int peer, std::span<const std::byte> mine,
   group.exchange(std::array{out, in});
 }
 
+// The texts of all ranks, by rank. Gathers the lengths first, then the texts, padded to the
+// longest.
+std::vector<std::string> gather_texts(Group& group, const std::string& mine) {
+  const auto size = static_cast<size_t>(group.size());
+  std::vector<int64_t> lengths(size);
+  const auto length = static_cast<int64_t>(mine.size());
+  group.run({.operation = Operation::all_gather,
+             .dtype = Dtype::int64,
+             .input = &length,
+             .output = lengths.data(),
+             .count = 1});
+  const auto longest = static_cast<size_t>(*std::ranges::max_element(lengths));
+  std::string padded = mine, all(size * longest, '\0');
+  padded.resize(longest);
+  group.run({.operation = Operation::all_gather,
+             .input = padded.data(),
+             .output = all.data(),
+             .count = longest});
+  std::vector<std::string> texts;
+  for (size_t i = 0; i < size; ++i)
+    texts.push_back(all.substr(i * longest, static_cast<size_t>(lengths[i])));
+  return texts;
+}
+
 }  // namespace
 
 std::string subgroup_secret(const std::string& secret, const std::string& name) {
   const Digest digest = hmac_sha256(secret, "pycomm group key\n" + name);
   return {digest.begin(), digest.end()};
-}
-
-// The texts of all ranks, by rank. Gathers the lengths first, then the texts, padded to the
-// longest.
-std::vector<std::string> HostGroup::gather_texts(const std::string& mine) {
-  const auto size = static_cast<size_t>(info_.size);
-  std::vector<int64_t> lengths(size);
-  const auto length = static_cast<int64_t>(mine.size());
-  run({.operation = Operation::all_gather,
-       .dtype = Dtype::int64,
-       .input = &length,
-       .output = lengths.data(),
-       .count = 1});
-  const auto longest = static_cast<size_t>(*std::ranges::max_element(lengths));
-  std::string padded = mine, all(size * longest, '\0');
-  padded.resize(longest);
-  run({.operation = Operation::all_gather,
-       .input = padded.data(),
-       .output = all.data(),
-       .count = longest});
-  std::vector<std::string> texts;
-  for (size_t i = 0; i < size; ++i)
-    texts.push_back(all.substr(i * longest, static_cast<size_t>(lengths[i])));
-  return texts;
 }
 
 ConnectOptions HostGroup::subgroup_options(const std::vector<int>& members,
@@ -95,12 +95,12 @@ std::shared_ptr<Group> HostGroup::split(int color, int key) {
 
   const std::string name = info_.name + "/" + std::to_string(splits_++);
   if (color < 0) {  // the others exchange their rank infos through this rank
-    (void)gather_texts({});
+    (void)gather_texts(*this, {});
     return nullptr;
   }
   const ConnectOptions child = subgroup_options(members, name + "." + std::to_string(color));
   const bootstrap::Exchange exchange = [&](const std::string& mine) {
-    const auto texts = gather_texts(mine);
+    const auto texts = gather_texts(*this, mine);
     std::vector<std::string> ours;
     for (const int member : members) ours.push_back(texts[static_cast<size_t>(member)]);
     return ours;

@@ -192,7 +192,7 @@ Tags tags_of(const group::AgreedCalls& found, Operation operation) {
 }
 
 group::AgreedCalls agree(group::Group& group, const std::vector<group::Call>& calls) {
-  return group.agree(calls);
+  return group.exchange(calls);
 }
 
 const ByTransport kBatch{
