@@ -430,22 +430,20 @@ class Backend : public c10d::Backend {
       for (group::Call& call : job.calls) call.device.follower = state->completion.native_handle();
     }
     auto work = c10::make_intrusive<EngineWork>(rank_, ++sequence_, std::move(job), completion);
-    const size_t count = work->job().calls.size();
+    size_t count = work->job().calls.size();
     if (state && count > 1 && is_transfer(work->job())) {
       completion->add(start_messages(*state->group, work, error_));
-      completions_.add(std::move(completion));
-      return work;
+      count = 0;  // of those that are left
     }
     for (size_t i = 0; i < count; ++i) {
       try {
+        auto completed = [work, error = error_, group = group_.get()](std::exception_ptr thrown) {
+          if (!thrown) thrown = work->follow(*group);
+          error->record(thrown);
+          work->complete_calls(1, thrown);
+        };
         auto call =
-            (state ? state->group : group_)
-                ->start(work->job().calls[i],
-                        [work, error = error_, group = group_.get()](std::exception_ptr thrown) {
-                          if (!thrown) thrown = work->follow(*group);
-                          error->record(thrown);
-                          work->complete_calls(1, thrown);
-                        });
+            (state ? state->group : group_)->start(work->job().calls[i], std::move(completed));
         if (completion)
           completion->add(std::move(call));
         else if (count == 1 && work->job().calls[0].operation == Operation::recv)

@@ -338,12 +338,12 @@ class EngineWork : public c10d::Work {
   bool future_completed_ = false;
 };
 
-// Starts the messages of a job, of one device, as one call. `error`: as in record_error().
-inline std::shared_ptr<group::Work> start_messages(
-    group::Collectives& group, const c10::intrusive_ptr<EngineWork>& work,
-    const std::shared_ptr<std::atomic<c10d::ErrorType>>& error) {
+// Starts the messages of a job, of one device, as one call. `error`: of the backend.
+inline std::shared_ptr<group::Work> start_messages(group::Collectives& group,
+                                                   const c10::intrusive_ptr<EngineWork>& work,
+                                                   const std::shared_ptr<BreakingError>& error) {
   const auto completed = [work, error](std::exception_ptr thrown) {
-    record_error(*error, thrown);
+    error->record(thrown);
     work->complete_calls(work->job().calls.size(), thrown);
   };
   const auto& calls = work->job().calls;
