@@ -346,8 +346,7 @@ inline std::shared_ptr<group::Work> start_messages(group::Collectives& group,
     error->record(thrown);
     work->complete_calls(work->job().calls.size(), thrown);
   };
-  const auto& calls = work->job().calls;
-  return group.start_messages({calls.begin(), calls.end()}, completed);
+  return group.start_messages(work->job().calls, completed);
 }
 
 }  // namespace pycomm::bindings

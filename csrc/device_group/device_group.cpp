@@ -112,7 +112,8 @@ class DeviceGroup final : public group::Collectives,
   std::shared_ptr<group::Work> start(const group::Call& given,
                                      std::function<void(std::exception_ptr)> then) override;
   std::shared_ptr<group::Work> start_messages(
-      std::vector<group::Call> calls, std::function<void(std::exception_ptr)> then) override;
+      std::span<const group::Call> given,
+      const std::function<void(std::exception_ptr)>& then) override;
   group::Stats stats() const override;
   void form(std::chrono::nanoseconds limit) override {
     const Turn turn(turns_, limit);
@@ -252,7 +253,8 @@ std::shared_ptr<group::Work> DeviceGroup::start(const group::Call& given,
 }
 
 std::shared_ptr<group::Work> DeviceGroup::start_messages(
-    std::vector<group::Call> calls, std::function<void(std::exception_ptr)> then) {
+    std::span<const group::Call> given, const std::function<void(std::exception_ptr)>& then) {
+  std::vector<group::Call> calls(given.begin(), given.end());
   const auto limit = limit_of(calls.front());
   const Turn turn(turns_, limit);
   const auto work = make_work();
@@ -268,7 +270,7 @@ std::shared_ptr<group::Work> DeviceGroup::start_messages(
   const auto body = [self = shared_from_this(), calls = std::move(calls),
                      launch = std::move(launch),
                      end_events] { self->run_messages(calls, launch, *end_events); };
-  const auto completed = [work, end_events, then = std::move(then)](std::exception_ptr error) {
+  const auto completed = [work, end_events, then](const std::exception_ptr& error) {
     work->complete(*end_events, error);
     if (then) then(error);
   };

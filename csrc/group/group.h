@@ -165,8 +165,8 @@ class Collectives {
   // in which single calls would not deadlock; peers may list their messages in another order, or
   // make single calls. A message that its peer refuses is not sent: the others are, and the call
   // fails with Mismatch. Any other error breaks the group. The timeout is that of the first call.
-  virtual std::shared_ptr<Work> start_messages(std::vector<Call> /*calls*/,
-                                               std::function<void(std::exception_ptr)> /*then*/) {
+  virtual std::shared_ptr<Work> start_messages(
+      std::span<const Call> /*calls*/, const std::function<void(std::exception_ptr)>& /*then*/) {
     throw Unsupported("several messages as one call need a group for arrays on devices");
   }
   virtual Stats stats() const = 0;
