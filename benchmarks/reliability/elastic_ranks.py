@@ -179,7 +179,7 @@ def steps(group: Group, say: Say, state_bytes: int) -> None:
             if report:
                 say("step", time.monotonic())
                 report = False
-        except (PeerLost, GroupBroken):
+        except (PeerLost, GroupBroken):  # a rank was killed
             group = group.replace()
             new, report = group.joined, True
 
@@ -224,7 +224,7 @@ def train(group: Group, say: Say, end_s: float) -> None:
             if step % MARK == 0:
                 say("mark", (step, checksum(parameters), sum(losses) / len(losses)))
                 losses = []
-        except (PeerLost, GroupBroken):
+        except (PeerLost, GroupBroken):  # a rank was killed
             group = group.replace()
             new = group.joined
     say("end", step)
