@@ -1,7 +1,8 @@
 // Messages between devices on the host side: the sender announces, the receiver answers, and both
 // continue or neither does. The transfer between the devices is not tested here.
-#include <array>
+#include <algorithm>
 #include <future>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -198,20 +199,23 @@ group::AgreedCalls agree(group::Group& group, const std::vector<group::Call>& ca
 const ByTransport kBatch{
     "several messages at once are agreed about in the same order by both ranks",
     [](const std::string& by) {
-      std::array<Tags, 2> sent, received;
-      ranks::run_groups(2, by, [&](group::Group& group) {
-        const auto me = static_cast<size_t>(group.rank());
+      ranks::run_groups(2, by, [](group::Group& group) {
+        const bool first = group.rank() == 0;
         for (int i = 0; i < 50; ++i) {
           const auto found =
-              me == 0
-                  ? agree(group, {offer(1, 5, 1), take(1, 7, 3), offer(1, 6, 2), offer(1, 4, 1)})
-                  : agree(group, {take(0, 6, 2), take(0, 5, 1), take(0, 4, 1), offer(0, 7, 3)});
+              first ? agree(group, {offer(1, 5, 1), take(1, 7, 3), offer(1, 6, 2), offer(1, 4, 1)})
+                    : agree(group, {take(0, 6, 2), take(0, 5, 1), take(0, 4, 1), offer(0, 7, 3)});
           expect(!found.mismatch && found.agreed.size() == 4, "all are agreed");
-          sent[me] = tags_of(found, Operation::send);
-          received[me] = tags_of(found, Operation::recv);
-          group.run({.operation = Operation::barrier});
-          expect(sent[0] == received[1] && sent[1] == received[0], "the same order");
-          group.run({.operation = Operation::barrier});
+          Tags mine = tags_of(found, first ? Operation::send : Operation::recv);  // to rank 1
+          for (const uint32_t tag : tags_of(found, first ? Operation::recv : Operation::send))
+            mine.push_back(tag);
+          Tags all(2 * mine.size());
+          group.run({.operation = Operation::all_gather,
+                     .input = mine.data(),
+                     .output = all.data(),
+                     .count = mine.size() * sizeof(uint32_t)});
+          expect(std::ranges::equal(std::span(all).first(4), std::span(all).last(4)),
+                 "the same order");
         }
         expect_sound(group);
       });
