@@ -51,7 +51,7 @@ nitpicky = True
 nitpick_ignore_regex = [
     ("py:class", r"Op|Launcher"),  # an alias of a type and a private class, in signatures
     (r"py:.*", r"(collections|contextlib|numpy|os|torch)\..*"),
-    (r"py:.*", r"(DeviceMesh|Store|_DistributedBackendOptions|timedelta)"),  # torch's and datetime's
+    (r"py:.*", r"(Store|_DistributedBackendOptions|timedelta)"),  # torch's and datetime's
     (r"py:.*", r"(pycomm\.)?(_core|_c10d|compiled)\..*"),
 ]
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from pycomm._quantize import Quantize
 from pycomm._training import coalesced
@@ -26,7 +27,6 @@ from pycomm.default_group import default
 from pycomm.errors import InvalidArgument, Unsupported
 
 if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import FSDPModule
 
 __all__ = ["quantize_hsdp"]
