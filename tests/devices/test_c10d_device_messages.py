@@ -195,8 +195,10 @@ def _mismatch_in_a_batch(at: Any, shared: bool) -> str:
                 for work in dist.batch_isend_irecv(ops):
                     work.wait()
             text = str(caught.value)
+            last = torch.zeros(1, device=at.device)  # on the stream of the first message, after it
+            dist.recv(last, 0, group) if rank else dist.send(last, 1, group)
         z = torch.ones(10, device=at.device)
-        dist.all_reduce(z, group=group)  # after the message on all streams
+        dist.all_reduce(z, group=group)
         assert (z.cpu() == dist.get_world_size()).all()
         if rank < 2:
             assert (x.cpu() == turn).all()
