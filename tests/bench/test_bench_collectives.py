@@ -16,7 +16,7 @@ from benchmarks.collectives import link_rank, links
 from benchmarks.training import training
 from pycomm.bench.collectives import benchmark as collectives
 from pycomm.bench.collectives import bursts, limits, table, verbs
-from pycomm.bench.collectives.peers import Peer
+from pycomm.bench.collectives.peers import OPERATORS, PEERS, Groups, Peer
 from pycomm.bench.collectives.worker import Times
 from pycomm.bench.support import netns
 from pycomm.bench.support.sizes import names, parse_sizes
@@ -169,6 +169,16 @@ def test_each_mpi_has_its_own_run() -> None:
     assert [peer.name for peer in run.beside("openmpi")] == ["pycomm", "openmpi", "gloo"]
 
 
+@pytest.mark.parametrize("name", OPERATORS)
+@pytest.mark.parametrize(("verb", "dtype"), [("all_gather", "float32"), ("all_reduce", "int32")])
+def test_operators_of_other_libraries_reduce_floats_alone(name: str, verb: str, dtype: str) -> None:
+    """DeepSpeed would leave integers as they are, and the run would measure nothing."""
+    arrays = verbs.Arrays(verbs.Case(verb, dtype, 64, 2), rank=0)
+    groups = Groups.__new__(Groups)  # needs no processes: the call is refused before
+    with pytest.raises(NotImplementedError, match=f"{name}: only all_reduce"):
+        groups.call(PEERS[name], arrays)
+
+
 @pytest.mark.usefixtures("any_speed")
 def test_bursts_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     words = "collectives --idle 0.001 --rounds 2 --sizes 4K --peers gloo --ours pycomm-direct"
@@ -181,6 +191,7 @@ def test_bursts_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
 
 PREFIX = "--peers mpich --mpi-prefix mpich"
 INVALID = ["--peers smoke", "--peers intelmpi", "--sizes x", "--ranks 1", PREFIX, f"{PREFIX}=/no"]
+INVALID += [f"--peers {name}" for name in OPERATORS]  # not installed, as intelmpi
 
 
 @pytest.mark.parametrize("words", INVALID)

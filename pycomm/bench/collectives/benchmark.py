@@ -19,8 +19,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch.multiprocessing.spawn import ProcessException
 
-from pycomm.bench.collectives import bursts, deepspeed, mpi, table, worker
-from pycomm.bench.collectives.peers import OURS, PEERS, Peer
+from pycomm.bench.collectives import bursts, mpi, table, worker
+from pycomm.bench.collectives.peers import OPERATORS, OURS, PEERS, Peer
 from pycomm.bench.collectives.verbs import DTYPES, VERBS, Case
 from pycomm.bench.support import machine, packages, processes, summaries
 from pycomm.bench.support.sizes import format_size, names, parse_sizes
@@ -122,8 +122,7 @@ def _unsupported(options: argparse.Namespace) -> str:
 def _absent(names: Sequence[str], prefixes: Mapping[str, Path]) -> str:
     """The first of the peers `names` that is not installed, with the remedy, or ""."""
     reasons = [mpi.missing(name, prefixes.get(name)) for name in names if name in mpi.PACKAGES]
-    if deepspeed.NAME in names:
-        reasons.append(deepspeed.missing())
+    reasons += [OPERATORS[name].missing() for name in names if name in OPERATORS]
     return next(filter(None, reasons), "")
 
 

@@ -11,12 +11,12 @@ import secrets
 from pathlib import Path
 
 import torch
+from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined]  # torch's stubs hide it
 
-from pycomm.bench.collectives.verbs import Arrays, Call
+from pycomm.bench.collectives.verbs import Call
 
 NAME = "deepspeed"
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)  # it ignores other dtypes without an error
 
 
 def missing() -> str:
@@ -40,10 +40,7 @@ def load(store: Store, rank: int, size: int) -> None:
             segment.unlink()
 
 
-def call(arrays: Arrays) -> Call:
-    """The verb on our arrays."""
-    if arrays.case.verb != "all_reduce" or arrays.dtype not in DTYPES:
-        raise NotImplementedError(f"{NAME} has all_reduce alone, of floats of 16 and 32 bits")
+def call(x: Tensor) -> Call:
+    """all_reduce of `x`, in place."""
     reduce = torch.ops.deepspeed.inference_all_reduce_
-    x = arrays.input
     return lambda: reduce(x)

@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import importlib
 from dataclasses import dataclass
+from typing import Protocol
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined]  # torch's stubs hide it
 
-from pycomm.bench.collectives import deepspeed, mpi
+from pycomm.bench.collectives import deepspeed, mpi, vllm
 from pycomm.bench.collectives.verbs import Arrays, Call, direct, through_torch
 
 
@@ -20,11 +23,24 @@ class Peer:
     """One contestant: its name, the torch.distributed backend under it."""
 
     name: str
-    backend: str  # "" for MPI and DeepSpeed
+    backend: str  # "" for MPI and operators
     bypasses_torch: bool = False  # called through pycomm's own functions
     communicates: bool = True  # else its answers are not checked
     shares: bool = False  # its arrays are pycomm.empty's
     encrypts: bool = False  # traffic between hosts
+
+
+class Operator(Protocol):
+    """A module that has the operator of another library for torch."""
+
+    def missing(self) -> str:
+        """The reason why it cannot be measured here, or ""."""
+
+    def load(self, store: Store, rank: int, size: int) -> None:
+        """Makes it ready. Collective."""
+
+    def call(self, x: Tensor) -> Call:
+        """all_reduce of `x`, in place."""
 
 
 OURS = {
@@ -36,13 +52,19 @@ OURS = {
     )
 }
 ENCRYPTED = Peer("pycomm-encrypted", "pycomm", encrypts=True)  # needs PYCOMM_SECRET
+OPERATORS: dict[str, Operator] = {deepspeed.NAME: deepspeed, vllm.NAME: vllm}
+OPERATOR_DTYPES = (
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+)  # DeepSpeed ignores others silently
 PEERS = {
     p.name: p
     for p in (
         Peer("gloo", "gloo"),
         Peer("nccl", "nccl"),  # on devices alone
         Peer("fake", "fake", communicates=False),
-        Peer(deepspeed.NAME, ""),
+        *(Peer(name, "") for name in OPERATORS),
         *(Peer(name, "") for name in mpi.PACKAGES),
     )
 }
@@ -73,8 +95,9 @@ class Groups:
             import pycomm
 
             pycomm.init()
-        if any(p.name == deepspeed.NAME for p in peers):
-            deepspeed.load(store, rank, size)
+        for name, operator in OPERATORS.items():
+            if any(p.name == name for p in peers):
+                operator.load(store, rank, size)
 
     def of(self, backend: str) -> dist.ProcessGroup | None:
         """The torch.distributed group on this backend."""
@@ -84,8 +107,10 @@ class Groups:
         """The call of `peer` on `arrays`."""
         if peer.bypasses_torch:
             return direct(arrays)
-        if peer.name == deepspeed.NAME:
-            return deepspeed.call(arrays)
+        if peer.name in OPERATORS:
+            if arrays.case.verb != "all_reduce" or arrays.dtype not in OPERATOR_DTYPES:
+                raise NotImplementedError(f"{peer.name}: only all_reduce of 16- and 32-bit floats")
+            return OPERATORS[peer.name].call(arrays.input)
         if not peer.backend:
             return mpi.call(arrays)
         group = self._encrypted if peer.encrypts else self._groups[peer.backend]
