@@ -33,7 +33,7 @@ sys.path.insert(0, str(ROOT))
 os.environ["COLUMNS"] = "100"  # width of the help texts
 
 from pycomm import __main__ as command_line  # noqa: E402 - found in ROOT
-from pycomm import config, errors  # noqa: E402
+from pycomm import config, errors  # noqa: E402 - as above
 
 # Where files outside docs/ are published, as "https://.../blob/main"; "": the checkout itself.
 SOURCE_URL = os.environ.get("SOURCE_URL", "")

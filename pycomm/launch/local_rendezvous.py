@@ -55,7 +55,7 @@ def local_store(port: int) -> TCPStore:
     Raises:
         OSError: the port is in use.
     """
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]  # stubs hide it
 
     listener = socket.create_server((LOOPBACK, port), backlog=512)
     port = listener.getsockname()[1]
@@ -90,7 +90,7 @@ def variables(port: int) -> dict[str, str]:
 def register_rendezvous() -> str:
     """Registers the rendezvous of one host with torch's launcher; returns the --rdzv-backend
     name."""
-    from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+    from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # stubs hide it
     from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
     from torch.distributed.elastic.rendezvous.api import (
         RendezvousHandler,
