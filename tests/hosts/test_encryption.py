@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch.distributed as dist
+from core_groups import connect
 from encrypted_relay import KEY, Records, Relay, two_ranks
 from torch_ranks import Run, run_fixture  # noqa: F401 - a fixture
 
@@ -165,11 +166,7 @@ def test_attack_ends_in_peer_lost(kind: str, at: int) -> None:
 
 
 def join(rank: int, store: _core.LocalStore, **options: Any) -> _core.Group:
-    given: dict[str, Any] = {
-        **{"size": 2, "name": "world", "timeout_s": 20.0, "transport": "", "address": ""},
-        **{"route_hint": "", "reproducible": False, "log": False, "host": "ab"[rank], "secret": ""},
-    }
-    return _core.connect(store, rank=rank, **(given | options))
+    return connect(store, rank, 2, **({"host": "ab"[rank]} | options))
 
 
 def both(options: list[dict[str, Any]]) -> list[BaseException]:

@@ -5,6 +5,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
+import core_groups
 import numpy as np
 import pytest
 
@@ -22,19 +23,7 @@ LOCK = threading.Lock()
 def connect(
     store: _core.Store, name: str, rank: int, size: int, timeout_s: float, secret: str = ""
 ) -> _core.Group:
-    return _core.connect(
-        store,
-        rank=rank,
-        size=size,
-        name=name,
-        timeout_s=timeout_s,
-        secret=secret,
-        transport="",
-        address="",
-        route_hint="",
-        reproducible=False,
-        log=False,
-    )
+    return core_groups.connect(store, rank, size, name=name, timeout_s=timeout_s, secret=secret)
 
 
 def register(core: _core.Group, _store: _core.TcpStore) -> Callable[[], None]:

@@ -17,9 +17,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from core_groups import connect
 
 import pycomm
-from pycomm import Group, _core, errors
+from pycomm import Group, errors
 from pycomm.testing import run_ranks
 
 RANKS = 4
@@ -247,11 +248,8 @@ class FolderStore:
 
 def form_with_one_that_dies(rank: int, transport: str, folder: str) -> None:
     try:
-        _core.connect(
-            FolderStore(folder, rank), rank=rank, size=3, name="world", timeout_s=30.0,
-            secret="k" * 32, transport=transport, address="", route_hint="", reproducible=False,
-            log=False, faults=[], tuned=[], link_bytes_per_s=0.0, full_mesh=64,
-        )  # fmt: skip
+        options = {"timeout_s": 30.0, "secret": "k" * 32, "transport": transport, "full_mesh": 64}
+        connect(FolderStore(folder, rank), rank, 3, **options)
     except errors.PeerLost as error:
         Path(folder, f"reported{rank}").write_text(f"{time.monotonic()} {error}")
 

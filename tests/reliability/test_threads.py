@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from core_groups import connect
 from thread_limit import no_new_threads
 
 import pycomm
@@ -167,11 +168,7 @@ def connect_on_demand_without_threads(group: Group) -> list[Any]:
     refused = ""
     with no_new_threads():
         try:
-            _core.connect(
-                store, rank=group.rank, size=2, name="world", timeout_s=20.0, secret=KEY,
-                transport="tcp", address="", route_hint="", reproducible=False, log=False,
-                full_mesh=1,
-            )  # fmt: skip
+            connect(store, group.rank, 2, secret=KEY, transport="tcp", full_mesh=1)
         except errors.Unsupported as error:  # the result: its text is asserted
             refused = str(error)
         gc.collect()

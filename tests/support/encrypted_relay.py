@@ -15,6 +15,8 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from core_groups import connect
+
 from pycomm import _core
 from pycomm.group import Group
 
@@ -141,22 +143,8 @@ def two_ranks(
     def one(rank: int) -> Any:
         group = None
         try:
-            core = _core.connect(
-                store,
-                rank=rank,
-                size=2,
-                name="world",
-                timeout_s=20.0,
-                secret=KEY,
-                transport="tcp",
-                address="",
-                route_hint="",
-                reproducible=False,
-                log=False,
-                host="ab"[rank],
-                encrypt=encrypt,
-                full_mesh=full_mesh,
-            )
+            options = {"encrypt": encrypt, "full_mesh": full_mesh, "host": "ab"[rank]}
+            core = connect(store, rank, 2, secret=KEY, transport="tcp", **options)
             group = Group(core, None, 20.0)
             result = body(group)
             group.close()

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from core_groups import connect
 
 import pycomm
 from pycomm import _core
@@ -72,9 +73,8 @@ def sent_by_tcp(tuned_by_rank: list[list[tuple[str, int, int]]], count: int) -> 
     size = len(tuned_by_rank)
 
     def rank(i: int) -> int:
-        options = {"name": "world", "timeout_s": 30.0, "secret": "x" * 32, "transport": "tcp"}
-        places = {"address": "", "route_hint": "", "reproducible": False, "log": False}
-        core = _core.connect(store, rank=i, size=size, **options, **places, tuned=tuned_by_rank[i])
+        options = {"timeout_s": 30.0, "secret": "x" * 32, "transport": "tcp"}
+        core = connect(store, i, size, **options, tuned=tuned_by_rank[i])
         part = Group(core, store).split(0)
         assert part is not None
         x = np.full(count, i, np.float32)
