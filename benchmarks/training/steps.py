@@ -11,8 +11,8 @@ says so. The ways to train run one after another:
     dense     one sum of all gradients behind the backward pass
     overlap   pycomm.DataParallel: sums during the backward pass
     dgc       DGC at 99.9 %, raw packets, fused
-    compact      the same with 2-bit values, exchange="auto"
-    tuned     the same, exchange="auto_time"
+    compact   the same with 2-bit values, exchange="auto"
+    auto_time the same, exchange="auto_time"
     local     LocalSGD, models averaged every 8 steps
     adamw     as overlap, with AdamW; the others have SGD with momentum
     quantize  AdamW, gradients at 3 bits and sums at 8 bits

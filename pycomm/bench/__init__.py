@@ -30,7 +30,7 @@ _NO_PLOT = ("torch", "rich")  # matplotlib only for --plot, which the benchmark 
 BENCHMARKS = {
     "collectives": Benchmark(
         "pycomm.bench.collectives.benchmark",
-        "collectives of pycomm, gloo, NCCL, MPI and DeepSpeed",
+        "collectives of pycomm, gloo, NCCL, MPI, DeepSpeed and vLLM",
         _NO_PLOT,
     ),
     "kernels": Benchmark(
@@ -47,6 +47,7 @@ BENCHMARKS = {
     "codec": Benchmark("benchmarks.kernels.codec", "bytes and seconds of compact packets"),
     "training": Benchmark("benchmarks.training.training", "training steps on each backend"),
     "convergence": Benchmark("benchmarks.training.convergence", "loss of DGC, LocalSGD and others"),
+    "quality": Benchmark("benchmarks.training.quality", "time to the loss of AdamW, by link"),
     "wire": Benchmark("benchmarks.training.received_bytes", "bytes that a rank of DGC receives"),
     "shared_data": Benchmark(
         "benchmarks.training.shared_data", "memory and seconds of one copy per host", _NO_PLOT

@@ -1,7 +1,7 @@
 """The benchmarks of training: arithmetic, and a small run of each."""
 
 import gzip
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -275,6 +275,31 @@ def test_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = convergence.train(images, convergence.METHODS["dgc"], 0, 2, 100)
     assert images.score(images.model(0)) <= 20 < run.score <= 100
     assert run.replicas_equal
+
+
+def test_time_to_quality_takes_the_shortest_run_that_reaches_the_loss(tmp_path: Path) -> None:
+    """By the mean of the seeds that both have; the time is steps times seconds of a step."""
+    dense = runs({"adamw": [1.5, 1.6], "adamw quantize 3 8": [1.54, 1.55]})
+    longer = [replace(run, steps=1250) for run in runs({"adamw topk 200": [1.52, 1.59]})]
+    (enough,) = [replace(run, steps=1500) for run in runs({"adamw topk 200": [1.48]})]
+    longest = [replace(enough, steps=1750), enough]
+    files = []
+    for name, found in (("a", dense), ("b", longer), ("c", longest)):
+        files.append(tmp_path / f"{name}.json")
+        summaries.write(files[-1], {"rows": [asdict(run) for run in found]})
+    step_s = {"adamw": 4.0, "quantize": 2.0, "topk": 0.5}
+    of_link = [{"rate": "1gbit", "way": way, "step_s": s} for way, s in step_s.items()]
+    links = tmp_path / "links.json"
+    summaries.write(links, {"settings": {"hosts": 2, "elements": 10}, "rows": of_link})
+    words = f"quality --links {links} --convergence"
+    rows = stored(tmp_path, f"{words} {' '.join(map(str, files))}", plot=True)["rows"]
+    assert [(row["method"], row["steps"], row["seconds"], row["ratio"]) for row in rows] == [
+        ("adamw", 1000, 4000.0, 1.0),
+        ("adamw quantize 3 8", 1000, 2000.0, 2.0),
+        ("adamw topk 200", 1500, 750.0, pytest.approx(4000 / 750)),
+    ]
+    assert rows[2]["reference_loss"] == 1.5  # of the only seed of its runs
+    stored(tmp_path, f"{words} {files[0]} {files[1]}", status=1)  # no topk run is good enough
 
 
 def runs(scores: dict[str, list[float]]) -> list[Run]:
