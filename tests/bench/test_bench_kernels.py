@@ -20,6 +20,7 @@ from pycomm.bench.kernels import (
     single_kernels,
     sparse,
     torch_steps,
+    update_kernels,
     verification,
 )
 from pycomm.bench.kernels.residuals import STEPS, WORKERS, Residuals, load, store
@@ -27,7 +28,7 @@ from pycomm.bench.kernels.table import Row
 
 PARAMETERS = 20_000  # of a window
 TRAINING = {"DGC", "decode_update", "dgc_step", "topk"}
-TRAINING |= {"dgc_step bfloat16", "dgc_step cold", "dgc_step x 161"}
+TRAINING |= {"dgc_step bfloat16", "dgc_step cold", "dgc_step x 161", "update_step", "quantize"}
 ALONE = {"cast", "clip_", "decode_sum", "encode", "momentum_mask", "norm", "reduce_", "scatter_add"}
 ALONE |= {"threshold", "unpack"}
 
@@ -72,15 +73,16 @@ def test_kernels_run(
     rows = [Row(**row) for row in content["rows"]]
     others = {(r.kernel, r.peer) for r in rows if r.peer != "pycomm"}
     assert {("dgc_step", "eager"), ("topk", "torch.topk"), ("DGC", "through p.grad")} < others
+    assert ("update_step", "foreach") in others
     assert {kernel for kernel, _ in others} >= ALONE
     for count in (20_000, 160_000):
         own = {r.kernel: r for r in rows if r.count == count and r.peer == "pycomm"}
         assert own.keys() == TRAINING | ALONE
         counted = {"cast": 6, "clip_": 12, "norm": 4, "reduce_": 4 * (STEPS + 1), "encode": 4}
         counted |= {name: 20 for name in own if name.startswith("dgc_step")}
-        counted |= {"dgc_step bfloat16": 18}
+        counted |= {"dgc_step bfloat16": 18, "update_step": 20, "quantize": 12 + 3 / 8}
         for kernel, each in counted.items():
-            assert own[kernel].limit_bytes == pytest.approx(each * count, abs=64)
+            assert own[kernel].limit_bytes == pytest.approx(each * count, abs=512)
         assert own["dgc_step"].ratio == own["dgc_step"].step_percent / 100 == 1
     output = capsys.readouterr().out
     assert "pycomm: topk of 20000 runs at 104 %: the limit is wrong" in output
@@ -120,7 +122,8 @@ def test_each_compared_kernel_is_checked(tmp_path: Path) -> None:
     )
     recorded = load(write_residuals(tmp_path / "residuals.npz", 2_000))
     steps, choices = {"eager": torch_steps.eager}, {"torch.topk": torch_steps.torch_topk}
-    found += sparse.comparisons(sparse.Case(recorded, 9_000), steps, choices)
+    case = sparse.Case(recorded, 9_000)
+    found += sparse.comparisons(case, steps, choices) + update_kernels.comparisons(case)
     for one in found:
         assert verification.all_wrong([one], here) == ""
         for peer in one.calls.keys() - one.skipped:

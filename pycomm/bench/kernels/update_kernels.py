@@ -1,0 +1,101 @@
+"""The kernels that compress updates and quantize gradients, as comparisons on the recorded
+residuals (residuals.py).
+
+    update_step   20 bytes an element: parameters before and after, and the residual, are read; the
+                  last two are written; on the processor
+    quantize      12 bytes an element, and the bits: gradient and residual are read, the residual
+                  and the packet are written
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pycomm import kernels, reference
+from pycomm.bench.kernels.comparison import OURS, Array, Comparison, Traffic, host
+from pycomm.bench.kernels.sparse import LEARNING_RATE, Case
+from pycomm.compress.topk import TopK
+
+RATIO = 200
+BITS = 3
+
+
+def comparisons(case: Case) -> list[Comparison]:
+    """Those of the case's device, on copies of its arrays."""
+    return [*([] if case.v.is_cuda else [_update_step(case)]), _quantize(case)]
+
+
+def _update_step(case: Case) -> Comparison:
+    """Parameters of one array, and those after a step of SGD with each recorded gradient."""
+    group = TopK(ratio=RATIO).group
+    count = case.count - case.count % group  # torch's form below has no shorter group
+    theta = torch.zeros(count)
+    after = [-LEARNING_RATE * g[:count] for g in case.gradients]
+    own, others = [x.clone() for x in after], [x.clone() for x in after]
+    start = case.v[:count]
+    residual, composed_residual = start.clone(), start.clone()
+    k = TopK(ratio=RATIO).groups([count])
+    workspace = kernels.update_workspace(theta, k, group=group)
+
+    def ours(step: int) -> list[Array]:
+        sent = kernels.update_step(theta, own[step], residual, k, group=group, workspace=workspace)
+        return [sent.packet, residual]
+
+    def composed(step: int) -> list[Tensor]:
+        """One magnitude for all values, and no packet."""
+        delta = torch._foreach_sub([theta], [others[step]])
+        torch._foreach_add_([composed_residual], delta)
+        torch._foreach_copy_([others[step]], [theta])
+        groups = composed_residual.view(-1, group)
+        chosen = groups.square().sum(1).topk(k, sorted=False).indices
+        values = groups[chosen]
+        groups[chosen] = values - values.sign() * values.abs().mean()
+        return [composed_residual]
+
+    def restart() -> None:
+        for x, y, first in zip(own, others, after, strict=True):
+            x.copy_(first)
+            y.copy_(first)
+        residual.copy_(start)
+        composed_residual.copy_(start)
+
+    def wanted() -> Sequence[Array]:
+        update = reference.update_step(
+            [host(theta)], [host(after[0])], [host(start)], k, group=group
+        )
+        return [np.frombuffer(update.packet, np.uint8), update.residual[0]]
+
+    return Comparison(
+        "update_step",
+        Traffic(12 * count, 8 * count),
+        wanted,
+        {OURS: ours, "foreach": composed},
+        restart,
+        skipped=("foreach",),  # its magnitudes are others
+    )
+
+
+def _quantize(case: Case) -> Comparison:
+    residual, start = case.v.clone(), case.v
+    size = kernels.quantized_bytes(case.count, BITS)
+    packet = torch.empty(size, dtype=torch.uint8, device=start.device)
+
+    def ours(step: int) -> list[Tensor]:
+        kernels.quantize(case.gradients[step], BITS, residual=residual, out=packet)
+        return [packet, residual]
+
+    def wanted() -> Sequence[Array]:
+        coded, lost = reference.quantize(host(case.gradients[0]), BITS, host(start))
+        return [np.frombuffer(coded, np.uint8), lost]
+
+    return Comparison(
+        "quantize",
+        Traffic(8 * case.count, 4 * case.count + packet.nbytes),
+        wanted,
+        {OURS: ours},
+        lambda: residual.copy_(start),
+    )
