@@ -105,26 +105,7 @@ def batch_lengths(packets: int, sizes: Sequence[int], count: int, /) -> list[int
 def decode_batch(
     packets: int, sizes: Sequence[int], lengths: Sequence[int], indices: int, values: int, /
 ) -> None: ...
-def topk_groups(
-    tensors: tuple[int, int], group: int, k: int, indices: int, sizes: int, /
-) -> None: ...
 def most_group_bytes(k: int, count: int, values: int, value_code: str, /) -> int: ...
-def update_step(
-    pieces: tuple[int, int],
-    dtype: str,
-    group: int,
-    k: int,
-    value_code: str,
-    indices: int,
-    values: int,
-    packet: int,
-    workspace: tuple[int, int],
-    /,
-) -> tuple[int, int]: ...
-def update_workspace_bytes(groups: int, k: int, /) -> int: ...
-def group_elements(
-    counts: tuple[int, int], group: int, indices: tuple[int, int], elements: int, /
-) -> int: ...
 def group_batch_lengths(packets: int, sizes: Sequence[int], /) -> list[int]: ...
 def decode_group_batch(
     packets: int,

@@ -103,49 +103,14 @@ void bind_batches(py::module_& module) {
       Free());
 }
 
-codec::ValueCode value_code_named(std::string_view name) {
-  return find<codec::ValueCode>(codec::kValueCodes, name, "value code");
-}
-
-// The update step and its packets. Packets are adjacent, with these sizes.
-void bind_groups(py::module_& module) {
+// Packets of the update step, adjacent, with these sizes.
+void bind_group_packets(py::module_& module) {
   using Free = py::call_guard<py::gil_scoped_release>;
   using Sizes = std::vector<size_t>;
-  module.def(
-      "topk_groups",
-      [](Rows tensors, size_t group, size_t k, uintptr_t indices, uintptr_t sizes) {
-        kernels::topk_groups(table<kernels::Array>(tensors), group, k, at<int32_t>(indices),
-                             at<float>(sizes));
-      },
-      Free());
   module.def("most_group_bytes", [](size_t k, size_t count, size_t values, std::string_view code) {
-    return codec::most_group_bytes(k, count, values, value_code_named(code));
+    return codec::most_group_bytes(k, count, values,
+                                   find<codec::ValueCode>(codec::kValueCodes, code, "value code"));
   });
-  module.def("update_workspace_bytes", &kernels::update_workspace_bytes);
-  module.def(
-      "update_step",
-      [](Rows pieces, std::string_view dtype, size_t group, size_t k, std::string_view value_code,
-         uintptr_t indices, uintptr_t values, uintptr_t packet, Rows workspace) {
-        const auto sizes =
-            kernels::update_step({.pieces = table<kernels::UpdatePiece>(pieces),
-                                  .dtype = dtype_named(dtype),
-                                  .group = group,
-                                  .k = k,
-                                  .value_code = value_code_named(value_code),
-                                  .indices = at<int32_t>(indices),
-                                  .values = at<float>(values),
-                                  .packet = at<std::byte>(packet),
-                                  .workspace = {at(workspace.first), workspace.second}});
-        return std::pair(sizes.values, sizes.bytes);
-      },
-      Free());
-  module.def(
-      "group_elements",
-      [](Rows counts, size_t group, Rows indices, uintptr_t elements) {
-        return kernels::group_elements(table<uint64_t>(counts), group, table<int32_t>(indices),
-                                       at<int32_t>(elements));
-      },
-      Free());
   // The number of values of each packet.
   module.def(
       "group_batch_lengths",
@@ -231,7 +196,7 @@ void bind_cpu_kernels(py::module_& module) {
     return std::pair(header.k, header.count);
   });
   bind_batches(module);
-  bind_groups(module);
+  bind_group_packets(module);
   module.def("quantized_bytes", [](Rows blocks, unsigned bits) {
     return kernels::quantized_bytes({table<kernels::Block>(blocks), bits});
   });

@@ -235,6 +235,57 @@ inline void bind_quantization(py::module_& module, kernels::DeviceKernels& kerne
       Free());
 }
 
+inline void bind_groups(py::module_& module, kernels::DeviceKernels& kernels) {
+  using Free = py::call_guard<py::gil_scoped_release>;
+  module.def(
+      "update_step",
+      [&kernels](Rows pieces, std::string_view dtype, size_t group, size_t k,
+                 std::string_view value_code, uintptr_t indices, uintptr_t values, uintptr_t packet,
+                 uintptr_t sizes, Rows workspace, int device, uintptr_t stream) {
+        kernels.update_step(
+            {.pieces = table<kernels::UpdatePiece>(pieces),
+             .dtype = dtype_named(dtype),
+             .group = group,
+             .k = k,
+             .value_code = find<codec::ValueCode>(codec::kValueCodes, value_code, "value code"),
+             .indices = at<int32_t>(indices),
+             .values = at<float>(values),
+             .packet = at<std::byte>(packet),
+             .sizes = at<uint64_t>(sizes),
+             .workspace = {at(workspace.first), workspace.second}},
+            queue(device, stream));
+      },
+      Free());
+  module.def(
+      "topk_groups",
+      [&kernels](Rows tensors, size_t group, size_t k, uintptr_t indices, uintptr_t sizes,
+                 Rows workspace, int device, uintptr_t stream) {
+        kernels.topk_groups({.tensors = table<kernels::Array>(tensors),
+                             .group = group,
+                             .k = k,
+                             .indices = at<int32_t>(indices),
+                             .sizes = at<float>(sizes),
+                             .workspace = {at(workspace.first), workspace.second}},
+                            queue(device, stream));
+      },
+      Free());
+  module.def(
+      "write_groups",
+      [&kernels](Rows tensors, size_t group, Rows indices, Rows values, Rows workspace, int device,
+                 uintptr_t stream) {
+        kernels.write_groups({.tensors = table<kernels::Array>(tensors),
+                              .group = group,
+                              .indices = table<int32_t>(indices),
+                              .values = table<float>(values),
+                              .workspace = {at(workspace.first), workspace.second}},
+                             queue(device, stream));
+      },
+      Free());
+  module.def("group_workspace_bytes", [&kernels](size_t tensors, size_t groups, size_t k) {
+    return kernels.group_workspace_bytes({tensors, groups, k});
+  });
+}
+
 inline void bind_dense(py::module_& module, kernels::DeviceKernels& kernels) {
   using Free = py::call_guard<py::gil_scoped_release>;
   module.def(
@@ -292,6 +343,7 @@ inline void bind_kernels(py::module_& module, kernels::DeviceKernels& kernels) {
   bind_packets(module, kernels);
   bind_compact(module, kernels);
   bind_quantization(module, kernels);
+  bind_groups(module, kernels);
   bind_dense(module, kernels);
 }
 

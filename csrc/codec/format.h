@@ -11,6 +11,7 @@
 namespace pycomm::codec {
 
 inline constexpr std::array<char, 3> kCompactMagic{'P', 'L', 1};
+inline constexpr std::array<char, 3> kGroupMagic{'P', 'L', 2};  // groups.h
 
 enum class IndexCode : uint8_t { list, bitmap, rice };
 enum class ValueCode : uint8_t { float32, bfloat16, two_bit, one_bit, three_bit };
@@ -102,13 +103,15 @@ struct CompactHead {
   size_t size = 0;
 };
 
+// With kGroupMagic: a packet of groups, up to the number of values.
 constexpr CompactHead compact_head(size_t k, size_t count, IndexCode index_code,
-                                   ValueCode value_code) {
+                                   ValueCode value_code,
+                                   const std::array<char, 3>& magic = kCompactMagic) {
   CompactHead head;
   const auto put = [&](size_t byte) {
     head.bytes[head.size++] = static_cast<std::byte>(byte & 0xff);
   };
-  for (const char letter : kCompactMagic) put(static_cast<unsigned char>(letter));
+  for (const char letter : magic) put(static_cast<unsigned char>(letter));
   put(static_cast<size_t>(index_code) | static_cast<size_t>(value_code) << 4);
   for (size_t number : {k, count}) {
     for (; number >= 0x80; number >>= 7) put((number & 0x7f) | 0x80);

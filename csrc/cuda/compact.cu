@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "codec/format.h"
+#include "cuda/compact.hpp"
 #include "cuda/compact_read.cuh"
 #include "cuda/compact_values.cuh"
 #include "cuda/compact_write.cuh"
@@ -26,20 +27,6 @@ unsigned blocks_of(size_t k) { return static_cast<unsigned>((k + kGaps - 1) / kG
 unsigned runs_of(size_t k) { return std::max(1u, (blocks_of(k) + kRunBlocks - 1) / kRunBlocks); }
 
 // The workspace of a call, and its size.
-size_t lay_out(Writing& w, size_t k, void* workspace) {
-  w.k = static_cast<unsigned>(k);
-  w.block_count = blocks_of(k);
-  w.run_count = runs_of(k);
-  w.word_count =
-      static_cast<unsigned>((3 * k + (2 * kMostWidth + 1) * size_t{w.block_count}) / 32 + 1);
-  BumpAllocator allocator(workspace);
-  allocator.take(w.choice, 1);
-  allocator.take(w.runs, w.run_count);
-  allocator.take(w.blocks, w.block_count);
-  allocator.take(w.ones, w.word_count);
-  return allocator.bytes();
-}
-
 size_t lay_out(Reading& r, size_t k, size_t size, void* workspace) {
   r.k = static_cast<unsigned>(k);
   r.block_count = blocks_of(k);
@@ -111,6 +98,39 @@ void read_packets(std::span<const Reading> rows, cudaStream_t stream) {
 
 }  // namespace
 
+size_t lay_out(Writing& w, size_t k, void* workspace) {
+  w.k = static_cast<unsigned>(k);
+  w.block_count = blocks_of(k);
+  w.run_count = runs_of(k);
+  w.word_count =
+      static_cast<unsigned>((3 * k + (2 * kMostWidth + 1) * size_t{w.block_count}) / 32 + 1);
+  BumpAllocator allocator(workspace);
+  allocator.take(w.choice, 1);
+  allocator.take(w.runs, w.run_count);
+  allocator.take(w.blocks, w.block_count);
+  allocator.take(w.ones, w.word_count);
+  return allocator.bytes();
+}
+
+void describe(Writing& w, size_t count, codec::ValueCode value_code,
+              const std::array<char, 3>& magic) {
+  w.count = static_cast<unsigned>(count);
+  w.value_code = static_cast<unsigned>(value_code);
+  w.start = start_of(w.k, count);
+  set_head(w, codec::compact_head(w.k, count, codec::IndexCode::list, value_code, magic));
+}
+
+void write_indices(const Writing& w, cudaStream_t stream) {
+  launch("measure", measure, {w.run_count, kCompactThreads, stream}, w);
+  launch("choose_code", choose_code, {1, kTableThreads, stream}, w);
+  // One warp per block of gaps, or one thread per 32 bits of a bitmap.
+  const size_t items = std::max<size_t>(size_t{32} * w.block_count, w.count / 32);
+  const gpu::Launch shape{blocks_for(items, kCompactThreads), kCompactThreads, stream};
+  launch("encode_indices", encode_indices, shape, w);
+  launch("copy_quotients", copy_quotients,
+         {blocks_for(size_t{4} * w.word_count, kCompactThreads), kCompactThreads, stream}, w);
+}
+
 void CudaKernels::encode_compact(const codec::Packet& packet,
                                  const codec::CompactEncoding& encoding,
                                  const CompactOutput& output, kernels::Queue queue) {
@@ -124,21 +144,10 @@ void CudaKernels::encode_compact(const codec::Packet& packet,
   w.residual = encoding.residual;
   w.out = reinterpret_cast<uint8_t*>(output.out);
   w.bytes = output.bytes;
-  w.value_bytes = codec::value_bytes(encoding.value_code, k);
-  w.count = static_cast<unsigned>(encoding.count);
   w.code = encoding.automatic ? 3 : static_cast<unsigned>(encoding.index_code);
-  w.value_code = static_cast<unsigned>(encoding.value_code);
-  w.start = start_of(k, encoding.count);
-  set_head(w, codec::compact_head(k, encoding.count, codec::IndexCode::list, encoding.value_code));
+  describe(w, encoding.count, encoding.value_code, codec::kCompactMagic);
   cudaStream_t const stream = stream_of(queue);
-  launch("measure", measure, {w.run_count, kCompactThreads, stream}, w);
-  launch("choose_code", choose_code, {1, kTableThreads, stream}, w);
-  // One warp per block of gaps, or one thread per 32 bits of a bitmap.
-  const size_t items = std::max<size_t>(size_t{32} * w.block_count, encoding.count / 32);
-  const gpu::Launch shape{blocks_for(items, kCompactThreads), kCompactThreads, stream};
-  launch("write_indices", write_indices, shape, w);
-  launch("copy_quotients", copy_quotients,
-         {blocks_for(size_t{4} * w.word_count, kCompactThreads), kCompactThreads, stream}, w);
+  write_indices(w, stream);
   with_wide(encoding.dtype, [&](auto type) {
     launch("write_values", write_values<typename decltype(type)::type>,
            {blocks_for(k, kLevelled), kValueThreads, stream}, w);

@@ -3,55 +3,19 @@
 //   measure          one warp per block of gaps: its parameter and its number of bits; a thread
 //                    block sums them for a run of 32
 //   choose_code      one block: the bit offset of each run; the code, the header, the length
-//   write_indices    one warp per block: remainders, in place; quotients, as ones in an array of
+//   encode_indices   one warp per block: remainders, in place; quotients, as ones in an array of
 //                    whole words, because a byte has bits of several blocks
 //   copy_quotients   copies that array to its unaligned position after the values
 //
-// compact_values.cuh encodes the values. If the indices do not ascend, `choose_code` records it,
-// and later launches write nothing.
+// compact_values.cuh encodes the values, and groups.cuh those of a packet of groups. If the indices
+// do not ascend, `choose_code` records it, and later launches write nothing.
 #pragma once
 
-#include "cuda/compact_bits.cuh"
+#include "cuda/compact_tables.cuh"
 #include "cuda/search.cuh"
+#include "cuda/value_codes.cuh"
 
 namespace pycomm::cuda {
-
-// A block of gaps: its parameter, and the number of bits of its quotients.
-struct GapBits {
-  unsigned parameter, quotients;
-};
-// The bits of a run; later: of all earlier runs.
-struct RunBits {
-  unsigned steps;  // bits of the parameters
-  unsigned quotients;
-  unsigned remainders;
-  bool bad;  // the indices do not ascend within the array
-};
-struct Choice {
-  RunBits all;
-  unsigned code;
-};
-
-// Arguments of every launch. `code` 3: choose the smallest.
-inline constexpr unsigned kCompactHead = 14;
-struct Writing {
-  const int32_t* indices;
-  const void* values;
-  void* residual;
-  uint8_t* out;
-  uint64_t* bytes;
-  GapBits* blocks;  // [block_count]
-  RunBits* runs;    // [run_count]
-  unsigned* ones;   // [word_count] bits of the quotients
-  Choice* choice;
-  uint64_t value_bytes;
-  unsigned k, count;
-  unsigned block_count, run_count, word_count;
-  unsigned code, value_code;
-  unsigned start;  // the predecessor of the first parameter
-  unsigned head_bytes;
-  uint8_t head[kCompactHead];  // of index code 0
-};
 
 // The gaps 2 * lane and 2 * lane + 1 of a block; 0 after its end.
 struct GapPair {
@@ -136,20 +100,29 @@ __global__ void __launch_bounds__(kCompactThreads) measure(const __grid_constant
 
 // Writes the code, the header and the length. Called by one thread.
 __device__ __forceinline__ void write_head(const Writing& w, const RunBits& all) {
+  const bool groups = w.value_count != nullptr, none = groups && w.k == w.count;
+  const unsigned values = groups ? *w.value_count : w.k;
   const uint64_t quotients = uint64_t{all.steps} + all.quotients;
   const uint64_t bytes[3] = {uint64_t{4} * w.k, bytes_for(w.count),
                              bytes_for(quotients) + bytes_for(all.remainders)};
-  unsigned code = w.code;
+  unsigned code = none ? 0 : w.code;
   if (code == 3) {
     code = 0;
     for (unsigned other = 1; other < 3; ++other)
       if (bytes[other] < bytes[code]) code = other;
   }
-  *w.choice = {all, code};
-  *w.bytes = all.bad ? 0 : w.head_bytes + w.value_bytes + bytes[code];
-  if (all.bad) return;
-  for (unsigned i = 0; i < w.head_bytes; ++i)
-    w.out[i] = static_cast<uint8_t>(w.head[i] | (i == 3 ? code : 0));
+  unsigned head = w.head_bytes;
+  if (!all.bad) {
+    for (unsigned i = 0; i < head; ++i)
+      w.out[i] = static_cast<uint8_t>(w.head[i] | (i == 3 ? code : 0));
+    for (unsigned left = values; groups; left >>= 7) {
+      w.out[head++] = static_cast<uint8_t>(left < 0x80 ? left : left | 0x80);
+      if (left < 0x80) break;
+    }
+  }
+  const uint64_t value_bytes = coded_bytes(w.value_code, values);
+  *w.choice = {all, none ? kNoIndices : code, head, value_bytes};
+  *w.bytes = all.bad ? 0 : head + value_bytes + (none ? 0 : bytes[code]);
 }
 
 __global__ void __launch_bounds__(kTableThreads) choose_code(const __grid_constant__ Writing w) {
@@ -203,8 +176,15 @@ __device__ __forceinline__ void put_one(unsigned* ones, unsigned at) {
   atomicOr(&ones[at / 32], 1u << at % 32);
 }
 
+// The first byte of the indices.
+__device__ __forceinline__ uint8_t* places_of(const Writing& w, const Choice& choice) {
+  return w.out + choice.head_bytes + choice.value_bytes;
+}
+
 // Called by a warp.
-__device__ __forceinline__ void write_block(const Writing& w, const RunBits& all, unsigned block) {
+__device__ __forceinline__ void write_block(const Writing& w, const Choice& choice,
+                                            unsigned block) {
+  const RunBits& all = choice.all;
   const unsigned lane = gpu::lane_id(), run = block / kRunBlocks;
   const unsigned other = run * kRunBlocks + lane, n = gaps_of(block, w.k);
   const auto parameter = [&](unsigned i) { return w.blocks[i].parameter; };
@@ -225,8 +205,7 @@ __device__ __forceinline__ void write_block(const Writing& w, const RunBits& all
   if (2 * lane < n) put_one(w.ones, at);
   if (2 * lane + 1 < n) put_one(w.ones, at + 1 + second);
 
-  uint8_t* const remainders =
-      w.out + w.head_bytes + w.value_bytes + bytes_for(uint64_t{all.steps} + all.quotients);
+  uint8_t* const remainders = places_of(w, choice) + bytes_for(uint64_t{all.steps} + all.quotients);
   if (width > 0) write_remainders(pair, n, width, remainders + before.remainders / 8);
 }
 
@@ -245,10 +224,10 @@ __device__ __forceinline__ void write_bitmap(const Writing& w, uint8_t* to) {
 }
 
 __global__ void __launch_bounds__(kCompactThreads)
-    write_indices(const __grid_constant__ Writing w) {
+    encode_indices(const __grid_constant__ Writing w) {
   const Choice choice = *w.choice;
   if (choice.all.bad) return;
-  uint8_t* const to = w.out + w.head_bytes + w.value_bytes;
+  uint8_t* const to = places_of(w, choice);
   const unsigned thread = blockIdx.x * kCompactThreads + threadIdx.x;
   const unsigned threads = gridDim.x * kCompactThreads;
   if (choice.code == 0)
@@ -257,14 +236,14 @@ __global__ void __launch_bounds__(kCompactThreads)
   if (choice.code == 1) write_bitmap(w, to);
   if (choice.code == 2)
     for (unsigned block = thread / 32; block < w.block_count; block += threads / 32)
-      write_block(w, choice.all, block);
+      write_block(w, choice, block);
 }
 
 __global__ void __launch_bounds__(kCompactThreads)
     copy_quotients(const __grid_constant__ Writing w) {
   const Choice choice = *w.choice;
   if (choice.all.bad || choice.code != 2) return;
-  uint8_t* const to = w.out + w.head_bytes + w.value_bytes;
+  uint8_t* const to = places_of(w, choice);
   const auto bytes =
       static_cast<unsigned>(bytes_for(uint64_t{choice.all.steps} + choice.all.quotients));
   for (unsigned i = blockIdx.x * kCompactThreads + threadIdx.x; i < bytes;

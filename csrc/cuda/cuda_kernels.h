@@ -1,5 +1,5 @@
 // The CUDA implementation of kernels/device_kernels.h, in step.cu, topk.cu, packets.cu, compact.cu,
-// quantize.cu and dense.cu. This header needs no CUDA header.
+// quantize.cu, groups.cu and dense.cu. This header needs no CUDA header.
 #pragma once
 
 #include <string>
@@ -37,6 +37,10 @@ class CudaKernels final : public kernels::DeviceKernels {
   void dequantize(const std::byte* packet, const kernels::Blocks& blocks,
                   const kernels::Decoding& decoding, kernels::TypedArray out,
                   kernels::Queue queue) override;
+  void update_step(const kernels::UpdateStep& step, kernels::Queue queue) override;
+  void topk_groups(const kernels::GroupSelection& selection, kernels::Queue queue) override;
+  void write_groups(const kernels::GroupValues& values, kernels::Queue queue) override;
+  size_t group_workspace_bytes(const kernels::GroupCounts& most) override;
   void norm(std::span<const kernels::Array> arrays, Dtype dtype, double* norms,
             kernels::Workspace workspace, kernels::Queue queue) override;
   size_t norm_workspace_bytes(std::span<const kernels::Array> arrays) override;

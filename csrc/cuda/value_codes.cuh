@@ -34,6 +34,26 @@ __device__ __forceinline__ unsigned levelled_bytes(unsigned code) {
   return 0;
 }
 
+// For `count` values; only the last block may be shorter.
+__device__ __forceinline__ uint64_t coded_bytes(unsigned code, unsigned count) {
+  const unsigned rest = count % kLevelled;
+  const uint64_t whole = uint64_t{count / kLevelled} * levelled_bytes(code);
+  if (rest == 0) return whole;
+  switch (code) {
+    case kFloat32:
+      return whole + 4 * rest;
+    case kBfloat16:
+      return whole + 2 * rest;
+    case kTwoBit:
+      return whole + 4 + bytes_for(2 * rest);
+    case kOneBit:
+      return whole + 2 + bytes_for(rest);
+    case kThreeBit:
+      return whole + 4 + bytes_for(3 * rest);
+  }
+  return whole;
+}
+
 // The bfloat16 bits of a magnitude, by its number on the grid.
 __device__ __forceinline__ unsigned grid_level(unsigned low, unsigned step, unsigned number) {
   return low > kMostLevel ? kNaNLevel : min(low + number * step + step / 2, kMostLevel);

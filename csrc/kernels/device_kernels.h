@@ -29,27 +29,11 @@
 #include "codec/packet.h"
 #include "core/dtype.h"
 #include "core/reduce_op.h"
+#include "kernels/groups.h"
 #include "kernels/quantize.h"
+#include "kernels/tables.h"
 
 namespace pycomm::kernels {
-
-// The device and stream of a call. The CPU ignores both.
-struct Queue {
-  int device = 0;
-  void* stream = nullptr;
-};
-
-struct Workspace {
-  void* data = nullptr;
-  size_t bytes = 0;
-};
-
-// The tables below come from Python as rows of 64-bit words, so they have no other members.
-
-struct Array {
-  void* data;
-  size_t count;
-};
 
 // One tensor of a DGC step. `grad` and `weight` are read, u and v are read and written.
 struct DgcPiece {
@@ -228,6 +212,15 @@ class DeviceKernels {
   // Writes `not_finite` only to set it to 1.
   virtual void dequantize(const std::byte* packet, const Blocks& blocks, const Decoding& decoding,
                           TypedArray out, Queue queue) = 0;
+
+  // ---- groups of neighbours, groups.h -----------------------------------------------------------
+
+  virtual void update_step(const UpdateStep& step, Queue queue) = 0;
+  virtual void topk_groups(const GroupSelection& selection, Queue queue) = 0;
+  // The CPU throws InvalidArgument unless the indices ascend in their range and have so many
+  // values. A GPU ignores those out of range.
+  virtual void write_groups(const GroupValues& values, Queue queue) = 0;
+  virtual size_t group_workspace_bytes(const GroupCounts& most) = 0;
 
   // ---- dense ------------------------------------------------------------------------------------
 

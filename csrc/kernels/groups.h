@@ -1,5 +1,5 @@
-// Kernels of groups of neighbours, for the compression of updates; on the CPU only. The rules of
-// device_kernels.h apply.
+// Groups of neighbours, for the compression of updates: the tables and formulas of the calls in
+// device_kernels.h.
 //
 // The elements of each tensor form groups of B neighbours, B a power of two up to kMostGroup; the
 // last group of a tensor may be shorter. Group numbers count through all tensors. The size of a
@@ -14,7 +14,7 @@
 
 #include "codec/groups.h"
 #include "core/dtype.h"
-#include "kernels/device_kernels.h"
+#include "kernels/tables.h"
 
 namespace pycomm::kernels {
 
@@ -40,24 +40,43 @@ struct UpdateStep {
   int32_t* indices;   // [k]
   float* values;      // [k * group]
   std::byte* packet;  // most_group_bytes()
+  uint64_t* sizes;    // [2], on the device: the number of values, and the bytes of the packet
   Workspace workspace;
 };
-struct UpdateSizes {
-  size_t values;
-  size_t bytes;
-};
-UpdateSizes update_step(const UpdateStep& step);
-size_t update_workspace_bytes(size_t groups, size_t k);
 
-// The k largest groups of float32 tensors: their numbers, ascending, and their sizes. Allocates.
-void topk_groups(std::span<const Array> tensors, size_t group, size_t k, int32_t* indices,
-                 float* sizes);
+// The k largest groups of float32 tensors: their numbers, ascending, and their sizes.
+struct GroupSelection {
+  std::span<const Array> tensors;
+  size_t group;
+  size_t k;
+  int32_t* indices;  // [k]
+  float* sizes;      // [k]
+  Workspace workspace;
+};
+
+// Writes the values of groups to float32 tensors.
+struct GroupValues {
+  std::span<const Array> tensors;
+  size_t group;
+  std::span<const int32_t> indices;  // of groups
+  std::span<const float> values;
+  Workspace workspace;
+};
+
+// The most that a call needs for these tensors.
+struct GroupCounts {
+  size_t tensors;
+  size_t groups;
+  size_t k;
+};
 
 // The number of elements in these groups of tensors with these counts; with `elements` not null
 // also their indices, which count through all tensors. Throws InvalidArgument unless the group
 // numbers ascend in their range.
 size_t group_elements(std::span<const uint64_t> counts, size_t group,
                       std::span<const int32_t> indices, int32_t* elements);
+
+constexpr size_t groups_in(size_t count, size_t group) { return (count + group - 1) / group; }
 
 // The number of groups of tensors with these counts.
 size_t group_count(std::span<const uint64_t> counts, size_t group);

@@ -1,4 +1,4 @@
-"""The update step: selection of groups of neighbours, and their packets. In host memory only.
+"""The update step: selection of groups of neighbours, and their packets.
 
 csrc/kernels/groups.h has the formulas, csrc/codec/groups.h the layout of a packet, and
 pycomm.reference the meaning in NumPy.
@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pycomm import _core
-from pycomm._core_api import arrays
+from pycomm._core_api import arrays, devices
 from pycomm._core_api.arrays import ArrayRef
 from pycomm.errors import InvalidArgument, Unsupported
 from pycomm.kernels import compact, inputs
@@ -63,8 +63,8 @@ def topk_groups(x: Any, k: int, group: int = 16) -> tuple[Any, Any]:
     infinity above all numbers; among equal sums the lower index is selected.
 
     Args:
-        x: float32 array in host memory, any shape, or a list of arrays. Indices of groups count
-            through all of them, each in C order.
+        x: float32 array of any shape, or a list of arrays. Indices of groups count through all of
+            them, each in C order.
         k: number of groups to select, 0 to the number of groups.
         group: elements of a group: 1, 2, 4, ... 1024.
 
@@ -73,13 +73,22 @@ def topk_groups(x: Any, k: int, group: int = 16) -> tuple[Any, Any]:
 
     Raises:
         InvalidArgument: wrong dtype, layout, k or group.
-        Unsupported: arrays on a GPU or of another kind.
+        Unsupported: arrays of another kind, or CUDA arrays if the CUDA kernels are not built.
     """
     rows = Rows.of({"x": _listed(x)}, {"x": ("float32",)}, "topk_groups")
-    group, k = _checked(rows, group, k, "topk_groups")
+    group, k = _checked(rows, group, k)
     indices, sums = (arrays.new(rows, (k,), dtype) for dtype in ("int32", "float32"))
     table = inputs.Table(rows.words)
-    _core.topk_groups(table.address, group, k, _pointer(indices), _pointer(sums))
+    scratch = _Scratch(rows, group, k)
+    devices.module(rows.device).topk_groups(
+        table.address,
+        group,
+        k,
+        _pointer(indices),
+        _pointer(sums),
+        scratch.address,
+        *devices.queue(rows.device, rows.array),
+    )
     return indices, sums
 
 
@@ -112,11 +121,12 @@ def update_step(
         workspace: from `update_workspace`; None: allocated by the call.
 
     Returns:
-        The packet, and the selection for `update_rollback`: views of the workspace.
+        The packet, and the selection for `update_rollback`: views of the workspace. On a GPU the
+        call waits for the device, which computes their lengths.
 
     Raises:
         InvalidArgument: invalid arrays, k, group or value_dtype; nothing changes.
-        Unsupported: arrays on a GPU or of another kind.
+        Unsupported: arrays of another kind, or CUDA arrays if the CUDA kernels are not built.
     """
     lists = {
         name: _listed(x) for name, x in (("theta", theta), ("param", param), ("residual", residual))
@@ -129,7 +139,7 @@ def update_step(
             f"invalid param: got dtype {rows.dtypes['param']}, expected {rows.dtype}, as theta has"
         )
     _known_values(value_dtype)
-    group, k = _checked(rows, group, k, "update_step")
+    group, k = _checked(rows, group, k)
     if workspace is None:
         workspace = _workspace(rows, k, group, value_dtype)
     groups = group_count(rows.counts, group)
@@ -137,12 +147,13 @@ def update_step(
     packet = _buffer(workspace.packet, "workspace.packet", "uint8", most)
     indices = _buffer(workspace.indices, "workspace.indices", "int32", k)
     values = _buffer(workspace.values, "workspace.values", "float32", k * group)
-    scratch = inputs.workspace(workspace.scratch, rows, _core.update_workspace_bytes(groups, k))
+    scratch = inputs.workspace(workspace.scratch, rows, _scratch_bytes(rows, group, k))
     written: list[ArrayRef | Spans] = [*rows.spans("param", "residual")]
     written += [packet, indices, values, scratch]
     inputs.check_memory("update_step", written, rows.spans("theta"))
     table = inputs.Table(rows.words)
-    count, nbytes = _core.update_step(
+    sizes = arrays.new(rows, (2,), "int64")
+    devices.module(rows.device).update_step(
         table.address,
         rows.dtype,
         group,
@@ -151,8 +162,11 @@ def update_step(
         indices.pointer,
         values.pointer,
         packet.pointer,
+        _pointer(sizes),
         (scratch.pointer, scratch.nbytes),
+        *devices.queue(rows.device, rows.array),
     )
+    count, nbytes = sizes.tolist()
     return UpdatePacket(workspace.packet[:nbytes], workspace.indices[:k], workspace.values[:count])
 
 
@@ -169,11 +183,11 @@ def update_workspace(
 
     Raises:
         InvalidArgument: invalid arrays, k, group or value_dtype.
-        Unsupported: arrays on a GPU or of another kind.
+        Unsupported: arrays of another kind, or CUDA arrays if the CUDA kernels are not built.
     """
     rows = Rows.of({"theta": _listed(theta)}, {"theta": PARAMETERS}, "update_workspace")
     _known_values(value_dtype)
-    group, k = _checked(rows, group, k, "update_workspace")
+    group, k = _checked(rows, group, k)
     return _workspace(rows, k, group, value_dtype)
 
 
@@ -189,8 +203,9 @@ def update_rollback(residual: Any, indices: Any, values: Any, *, group: int = 16
         group: elements of a group, as in that step.
 
     Raises:
-        InvalidArgument: invalid or inconsistent arrays; nothing changes.
-        Unsupported: arrays on a GPU or of another kind.
+        InvalidArgument: invalid or inconsistent arrays; nothing changes. A GPU cannot check the
+            indices and how many values they need; it ignores what is out of range.
+        Unsupported: arrays of another kind, or CUDA arrays if the CUDA kernels are not built.
     """
     rows = Rows.of(
         {"residual": _listed(residual)},
@@ -198,24 +213,21 @@ def update_rollback(residual: Any, indices: Any, values: Any, *, group: int = 16
         "update_rollback",
         write=("residual",),
     )
-    group, _ = _checked(rows, group, 0, "update_rollback")
     where = inputs.array(indices, "indices", ("int32",))
     what = inputs.array(values, "values", ("float32",))
+    inputs.same_device("update_rollback", where, what, *rows.spans("residual"))
+    group, k = _checked(rows, group, where.count)
     inputs.check_memory("update_rollback", rows.spans("residual"), [where, what])
-    counts = inputs.Table(rows.counts[:, None])
-    groups = (where.pointer, where.count)
-    count = _core.group_elements(counts.address, group, groups, 0)
-    if count != what.count:
-        raise InvalidArgument(
-            f"invalid values: got {what.count} elements, expected {count}, those of the groups"
-        )
-    elements = arrays.new(rows, (count,), "int32")
-    _core.group_elements(counts.address, group, groups, _pointer(elements))
-    ends = np.cumsum(rows.counts).tolist()
-    places = np.asarray(elements)
-    for x, first, end in zip(rows.given["residual"], [0, *ends], ends, strict=False):
-        low, high = np.searchsorted(places, [first, end])
-        np.asarray(x).reshape(-1)[places[low:high] - first] = np.asarray(values)[low:high]
+    table = inputs.Table(rows.words)
+    scratch = _Scratch(rows, group, k)
+    devices.module(rows.device).write_groups(
+        table.address,
+        group,
+        (where.pointer, where.count),
+        (what.pointer, what.count),
+        scratch.address,
+        *devices.queue(rows.device, rows.array),
+    )
 
 
 def decode_groups(
@@ -237,7 +249,10 @@ def decode_groups(
         Unsupported: the packets are on a GPU.
     """
     found = inputs.array(packets, "packets", ("uint8",))
-    _on_host(found, "decode_groups")
+    if found.device.kind != "cpu":
+        raise Unsupported(
+            f"decode_groups needs host memory, got an array on {found.device}: move it there"
+        )
     group = _group(group)
     sizes = list(sizes)
     if sum(sizes) != found.nbytes or min(sizes, default=0) < 0:
@@ -265,11 +280,25 @@ def _workspace(rows: Rows, k: int, group: int, value_dtype: str) -> UpdateWorksp
         "packet": (_core.most_group_bytes(k, groups, k * group, value_dtype), "uint8"),
         "indices": (k, "int32"),
         "values": (k * group, "float32"),
-        "scratch": (_core.update_workspace_bytes(groups, k), "uint8"),
+        "scratch": (_scratch_bytes(rows, group, k), "uint8"),
     }
     return UpdateWorkspace(
         **{name: arrays.new(rows, (count,), dtype) for name, (count, dtype) in sizes.items()}
     )
+
+
+def _scratch_bytes(rows: Rows, group: int, k: int) -> int:
+    module = devices.module(rows.device)
+    return int(module.group_workspace_bytes(len(rows), group_count(rows.counts, group), k))
+
+
+class _Scratch:
+    """A workspace of a call; must live until the core returns."""
+
+    def __init__(self, rows: Rows, group: int, k: int) -> None:
+        nbytes = _scratch_bytes(rows, group, k)
+        self._memory = arrays.new(rows, (nbytes,), "uint8")
+        self.address = _pointer(self._memory), nbytes
 
 
 def _buffer(x: Any, name: str, dtype: str, least: int) -> ArrayRef:
@@ -300,10 +329,8 @@ def _group(group: int) -> int:
     return number
 
 
-def _checked(rows: Rows, group: int, k: int, call: str) -> tuple[int, int]:
+def _checked(rows: Rows, group: int, k: int) -> tuple[int, int]:
     """The validated group and k."""
-    if rows.device.kind != "cpu":
-        raise Unsupported(f"{call} needs host memory, got arrays on {rows.device}: move them there")
     group = _group(group)
     total = int(rows.counts.sum())
     if total > inputs.MOST_ELEMENTS:
@@ -329,8 +356,3 @@ def _same_length(lists: dict[str, list[Any]]) -> None:
 
 def _pointer(x: Any) -> int:
     return arrays.as_array_ref(x, "result", write=True).pointer
-
-
-def _on_host(found: ArrayRef, name: str) -> None:
-    if found.device.kind != "cpu":
-        raise Unsupported(f"{name} needs host memory, got an array on {found.device}")

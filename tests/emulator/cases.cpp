@@ -2,7 +2,8 @@
 // and threads.
 //
 //     cases topk|step|brief|graph|infinity|packets|compact|compact_bits|compact_brief|compact_graph
-//           |dense|quantize|symmetric|symmetric_brief [forward|reverse|random [seed [blocks]]]
+//           |dense|quantize|groups|symmetric|symmetric_brief [forward|reverse|random [seed
+//           [blocks]]]
 //
 // where `blocks` are those that make progress together.
 //
@@ -27,6 +28,7 @@ constexpr std::pair<std::string_view, void (*)(std::mt19937&)> kCases[] = {
     {"packets", cases::run_packets},
     {"dense", cases::run_dense},
     {"quantize", cases::run_quantize},
+    {"groups", cases::run_groups},
     {"symmetric", cases::run_symmetric},
     {"symmetric_brief", cases::run_symmetric_brief},
     {"compact", cases::run_compact},

@@ -373,6 +373,34 @@ ROWS = [
         "step",
         WRONG,
     ),
+    # ---- groups of neighbours
+    (
+        "group_warps_barrier",
+        "groups.cuh",
+        "  if (gpu::lane_id() == 0) warps[threadIdx.x / 32] = sum;\n  __syncthreads();",
+        "  if (gpu::lane_id() == 0) warps[threadIdx.x / 32] = sum;",
+        "tsan",
+        "groups",
+        RACE,
+    ),
+    (
+        "group_levels_barrier",
+        "groups.cuh",
+        "    write_levels(w.value_code, n, to);\n    __syncthreads();",
+        "    write_levels(w.value_code, n, to);",
+        "tsan",
+        "groups",
+        RACE,
+    ),
+    (
+        "group_sum_order",
+        "groups.cuh",
+        "sums[w] = pair(sums[2 * w], sums[2 * w + 1]);",
+        "sums[w] = pair(sums[w], sums[w + count]);",
+        "plain",
+        "groups",
+        WRONG,
+    ),
     *COMPACT,
     *SYMMETRIC,
 ]
@@ -380,6 +408,7 @@ ROWS = [
 UNIT = {
     "dense.cu": "dense",
     "compact.cu": "compact",
+    "groups.cuh": "groups",
     "quantize.cuh": "quantize",
     "value_codes.cuh": "quantize",
     "decode.cuh": "packets",

@@ -69,7 +69,7 @@ MODULE = tuple(
 )
 CASES = (
     *("cases", "cases_step", "cases_packets", "cases_compact", "cases_dense"),
-    *("cases_quantize", "cases_symmetric"),
+    *("cases_quantize", "cases_groups", "cases_symmetric"),
 )
 STREAMS = (
     *("streams_test", "host_staging_channel_test", "host_callback_thread_test"),

@@ -13,6 +13,7 @@ from pycomm import _core, kernels, reference
 from pycomm.errors import InvalidArgument, Unsupported
 
 CPU = Cpu()
+F32 = np.float32
 VALUES = ("1bit", "2bit", "3bit", "bfloat16", "float32")
 DTYPES = ("float32", "bfloat16", "float16")
 counts = st.lists(st.sampled_from([0, 1, 15, 16, 17, 64, 1000, 1024, 5003]), min_size=1, max_size=4)
@@ -33,10 +34,12 @@ def inputs_of(counts: list[int], kind: str, seed: int, dtype: str) -> list[list[
     ]
 
 
-def run_step(lists: list[list[np.ndarray]], k: int, dtype: str, **options: Any) -> Any:
+def run_step(
+    lists: list[list[np.ndarray]], k: int, dtype: str, device: Any = CPU, **options: Any
+) -> Any:
     """(the packet, residuals and parameters after the step) of the kernel."""
-    theta, param = ([CPU.put(x, dtype) for x in each] for each in lists[:2])
-    residual = [CPU.put(x, torch_too=dtype == "bfloat16") for x in lists[2]]
+    theta, param = ([device.put(x, dtype) for x in each] for each in lists[:2])
+    residual = [device.put(x, torch_too=dtype == "bfloat16") for x in lists[2]]
     found = kernels.update_step(theta, param, residual, k, **options)
     return found, residual, param
 
@@ -51,30 +54,31 @@ def run_step(lists: list[list[np.ndarray]], k: int, dtype: str, **options: Any) 
     dtype=st.sampled_from(DTYPES),
     value_dtype=st.sampled_from(VALUES),
 )
-def test_one_update(counts, group, share, kind, seed, dtype, value_dtype):
+def test_one_update(device, counts, group, share, kind, seed, dtype, value_dtype):
     k = round(share * number_of_groups(counts, group))
     lists = inputs_of(counts, kind, seed, dtype)
     options = {"group": group, "value_dtype": value_dtype}
     wanted = reference.update_step(*lists, k, **options)
-    found, residual, param = run_step(lists, k, dtype, **options)
-    assert bytes(np.asarray(found.packet)) == wanted.packet
-    same(CPU.get(found.indices), wanted.indices)
-    same(CPU.get(found.values), wanted.values)
+    found, residual, param = run_step(lists, k, dtype, device, **options)
+    assert device.get(found.packet).tobytes() == wanted.packet
+    same(device.get(found.indices), wanted.indices)
+    same(device.get(found.values), wanted.values)
     for got, want in zip(residual, wanted.residual, strict=True):
-        same(CPU.get(got), want)
+        same(device.get(got), want)
     for got, want in zip(param, lists[0], strict=True):
-        same(CPU.get(got).astype(want.dtype), want)
+        same(device.get(got).astype(want.dtype), want)
 
 
 @SETTINGS
 @given(counts=counts, group=groups, share=shares, kind=st.sampled_from(KINDS), seed=st.integers(0))
-def test_selection(counts, group, share, kind, seed):
+def test_selection(device, counts, group, share, kind, seed):
     k = round(share * number_of_groups(counts, group))
     arrays = [made(kind, count, (seed + i) % 2**32) for i, count in enumerate(counts)]
+    there = [device.put(x) for x in arrays]
     for found, wanted in zip(
-        kernels.topk_groups(arrays, k, group), reference.topk_groups(arrays, k, group), strict=True
+        kernels.topk_groups(there, k, group), reference.topk_groups(arrays, k, group), strict=True
     ):
-        same(found, wanted)
+        same(device.get(found), wanted)
 
 
 @pytest.fixture
@@ -118,19 +122,41 @@ def test_nothing_is_lost(value_dtype):
         np.testing.assert_allclose(rest + one, total, atol=1e-5)
 
 
-def test_rollback_restores_the_residual():
-    lists = inputs_of([1000, 77, 3], "plain", 4, "float32")
+def test_rollback_restores_the_residual(device):
+    lists = inputs_of([1000, 0, 77, 3], "plain", 4, "float32")
     whole = [e + (t - p) for t, p, e in zip(*lists, strict=True)]
-    found, residual, _ = run_step(lists, 30, "float32")
-    assert not all(np.array_equal(a, b) for a, b in zip(residual, whole, strict=True))
+    found, residual, _ = run_step(lists, 30, "float32", device)
+    after = [device.get(x).copy() for x in residual]
+    assert not all(np.array_equal(a, b) for a, b in zip(after, whole, strict=True))
     kernels.update_rollback(residual, found.indices, found.values)
     for got, want in zip(residual, whole, strict=True):
-        same(got, want)
-    tensors = [torch.from_numpy(x) for x in residual]
-    kernels.update_rollback(
-        tensors, torch.from_numpy(found.indices), torch.from_numpy(found.values * 0)
-    )
-    assert sum(int((x == 0).sum()) for x in residual) == len(found.values)
+        same(device.get(got), want)
+    kernels.update_rollback(residual, found.indices, device.put(np.zeros(len(found.values), F32)))
+    assert sum(int((device.get(x) == 0).sum()) for x in residual) == len(found.values)
+
+
+def test_invalid_groups_are_ignored(device):
+    """A GPU cannot raise in time, and writes nothing else. 2^28 groups have 2^32 elements."""
+    if device.indices_are_checked:
+        return
+    residual = [device.put(np.ones(100, F32)), device.put(np.ones(7, F32))]
+    indices = device.put(np.array([-1, 2, 8, 2**28 + 7, 2**31 - 1], np.int32))
+    kernels.update_rollback(residual, indices, device.put(np.full(80, 2, F32)))
+    first, second = (device.get(x) for x in residual)
+    assert set(np.flatnonzero(first != 1)) <= set(range(32, 48))
+    assert (second == 1).all()
+
+
+def test_more_tensors_than_a_page_has(device):
+    """A launch has 600 rows, and each thread that places them has two of them from 1,024 on."""
+    counts = [5 + i % 30 for i in range(1300)]
+    lists = inputs_of(counts, "plain", 5, "float32")
+    k = number_of_groups(counts, 16) // 2
+    wanted = reference.update_step(*lists, k)
+    found, residual, _ = run_step(lists, k, "float32", device)
+    assert device.get(found.packet).tobytes() == wanted.packet
+    same(device.get(found.values), wanted.values)
+    same(np.concatenate([device.get(x) for x in residual]), np.concatenate(wanted.residual))
 
 
 def test_packets_of_several_ranks():
@@ -183,7 +209,6 @@ def test_wrong_packets():
         refused(changed, counts)
 
 
-F32 = np.float32
 WRONG = {
     "shape": ({"param": np.ones(99, F32)}, "shape"),
     "dtype": ({"param": np.ones(100, np.float16)}, "as theta has"),

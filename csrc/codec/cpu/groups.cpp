@@ -18,8 +18,7 @@
 namespace pycomm::codec {
 namespace {
 
-constexpr std::array<char, 3> kMagic{'P', 'L', 2};
-constexpr size_t kMostGroupHead = kMagic.size() + 1 + 3 * kMostVarint;
+constexpr size_t kMostGroupHead = kGroupMagic.size() + 1 + 3 * kMostVarint;
 constexpr size_t kBlocksPerTask = 8;
 
 [[noreturn]] void refuse(const std::string& why, size_t bytes) {
@@ -29,7 +28,7 @@ constexpr size_t kBlocksPerTask = 8;
 
 std::byte* write_head(const Groups& groups, IndexCode index_code, std::byte* out) {
   const auto put = [&](size_t byte) { *out++ = static_cast<std::byte>(byte & 0xff); };
-  for (const char letter : kMagic) put(static_cast<unsigned char>(letter));
+  for (const char letter : kGroupMagic) put(static_cast<unsigned char>(letter));
   put(static_cast<size_t>(index_code) | static_cast<size_t>(groups.value_code) << 4);
   for (size_t number : {groups.indices.size(), groups.count, groups.values}) {
     for (; number >= 0x80; number >>= 7) put((number & 0x7f) | 0x80);
@@ -79,10 +78,10 @@ void write_block(ValueCode code, const GroupValues& values, size_t first, size_t
 
 GroupHeader read_group_header(std::span<const std::byte> bytes) {
   const size_t size = bytes.size();
-  if (size < kMagic.size() + 4) refuse("it is shorter than its header", size);
-  if (std::memcmp(bytes.data(), kMagic.data(), kMagic.size()) != 0)
+  if (size < kGroupMagic.size() + 4) refuse("it is shorter than its header", size);
+  if (std::memcmp(bytes.data(), kGroupMagic.data(), kGroupMagic.size()) != 0)
     refuse("its magic word or its version is unknown", size);
-  size_t at = kMagic.size();
+  size_t at = kGroupMagic.size();
   const auto codes = std::to_integer<unsigned>(bytes[at++]);
   if (codes % 16 >= kIndexCodes.size() || codes / 16 >= kValueCodes.size())
     refuse("its codec is unknown", size);

@@ -6,14 +6,17 @@
 #include <algorithm>
 #include <array>
 #include <cstring>
-#include <memory>
+#include <string>
 #include <vector>
 
 #include "codec/cpu/indices.h"
+#include "codec/groups.h"
+#include "core/errors.h"
 #include "core/visit_float.h"
 #include "cpu/floats.h"
 #include "cpu/isa.h"
 #include "kernels/cpu/chunk.h"
+#include "kernels/cpu/kernels.h"
 #include "kernels/cpu/select.h"
 #include "kernels/cpu/threads.h"
 #include "kernels/cpu/topk.h"
@@ -97,8 +100,6 @@ struct AccumulateRun {
   }
 };
 
-constexpr size_t groups_in(size_t count, size_t group) { return (count + group - 1) / group; }
-
 // Runs of at most kRun elements of one tensor.
 struct Run {
   size_t piece;
@@ -139,6 +140,13 @@ template <typename Piece>
 size_t elements_of(std::span<const Piece> pieces) {
   size_t count = 0;
   for (const auto& piece : pieces) count += piece.count;
+  return count;
+}
+
+template <typename Piece>
+size_t groups_of_all(std::span<const Piece> pieces, size_t group) {
+  size_t count = 0;
+  for (const auto& piece : pieces) count += groups_in(piece.count, group);
   return count;
 }
 
@@ -298,10 +306,9 @@ class SelectedValues final : public codec::GroupValues {
 
 }  // namespace
 
-UpdateSizes update_step(const UpdateStep& step) {
+void CpuKernels::update_step(const UpdateStep& step, Queue) {
   const std::vector<Run> runs = runs_of(step.pieces, step.group);
-  size_t count = 0;
-  for (const auto& piece : step.pieces) count += groups_in(piece.count, step.group);
+  const size_t count = groups_of_all(step.pieces, step.group);
   BumpAllocator allocator(step.workspace.data, step.workspace.bytes);
   const size_t bytes = select_bytes(count, step.k);
   const Workspace scratch{allocator.take<std::byte>(bytes), bytes};
@@ -325,29 +332,46 @@ UpdateSizes update_step(const UpdateStep& step) {
   const auto run_tasks = [&](size_t tasks, const auto& task) {
     each_of(tasks, 1, values.count(), task);
   };
-  return {values.count(), codec::encode_groups(packet, values, step.packet, run_tasks)};
+  step.sizes[0] = values.count();
+  step.sizes[1] = codec::encode_groups(packet, values, step.packet, run_tasks);
 }
 
-size_t update_workspace_bytes(size_t groups, size_t k) {
-  return select_bytes(groups, k) + (groups + k) * sizeof(float) + 3 * 8;
-}
-
-void topk_groups(std::span<const Array> tensors, size_t group, size_t k, int32_t* indices,
-                 float* sizes) {
+void CpuKernels::topk_groups(const GroupSelection& selection, Queue) {
+  const auto& [tensors, group, k, indices, sizes, workspace] = selection;
   const std::vector<Run> runs = runs_of(tensors, group);
-  size_t count = 0;
-  for (const auto& tensor : tensors) count += groups_in(tensor.count, group);
-  const auto all = std::make_unique_for_overwrite<float[]>(count);
-  Sizes of_groups(all.get(), count, k);
+  const size_t count = groups_of_all(tensors, group), bytes = select_bytes(count, k);
+  BumpAllocator allocator(workspace.data, workspace.bytes);
+  const Workspace scratch{allocator.take<std::byte>(bytes), bytes};
+  Sizes of_groups(allocator.take<float>(count), count, k);
   const cpu::Isa isa = cpu::isa_here();
   each_run(runs, group, elements_of(tensors), of_groups, [&](const Run& run, float* to) {
     const auto* const x = static_cast<const float*>(tensors[run.piece].data) + run.begin;
     cpu::run_on<SizesOfRun>(isa, x, run.count, group, to);
   });
-  const size_t bytes = select_bytes(count, k);
-  const auto scratch =
-      std::make_unique_for_overwrite<std::max_align_t[]>(bytes / sizeof(std::max_align_t) + 1);
-  of_groups.select(indices, sizes, {scratch.get(), bytes});
+  of_groups.select(indices, sizes, scratch);
+}
+
+void CpuKernels::write_groups(const GroupValues& values, Queue) {
+  std::vector<uint64_t> counts;
+  for (const Array& tensor : values.tensors) counts.push_back(tensor.count);
+  const size_t count = group_elements(counts, values.group, values.indices, nullptr);
+  if (count != values.values.size())
+    throw InvalidArgument("invalid values: got " + std::to_string(values.values.size()) +
+                          " elements, expected " + std::to_string(count) + ", those of the groups");
+  size_t tensor = 0, first_group = 0;
+  const float* from = values.values.data();
+  for (const int32_t index : values.indices) {
+    while (index - first_group >= groups_in(counts[tensor], values.group))
+      first_group += groups_in(counts[tensor++], values.group);
+    const size_t begin = (index - first_group) * values.group;
+    const size_t n = std::min(values.group, counts[tensor] - begin);
+    std::copy_n(from, n, static_cast<float*>(values.tensors[tensor].data) + begin);
+    from += n;
+  }
+}
+
+size_t CpuKernels::group_workspace_bytes(const GroupCounts& most) {
+  return select_bytes(most.groups, most.k) + (most.groups + most.k) * sizeof(float) + 3 * 8;
 }
 
 size_t group_count(std::span<const uint64_t> counts, size_t group) {

@@ -1,6 +1,6 @@
 // The CPU implementation of DeviceKernels, in step.cpp, topk.cpp, packets.cpp, compact.cpp,
-// quantize.cpp and dense.cpp. cpu_kernels() in dense.cpp returns the only object, which is
-// stateless.
+// quantize.cpp, groups.cpp and dense.cpp. cpu_kernels() in dense.cpp returns the only object, which
+// is stateless.
 #pragma once
 
 #include <span>
@@ -33,6 +33,10 @@ class CpuKernels final : public DeviceKernels {
                 Queue queue) override;
   void dequantize(const std::byte* packet, const Blocks& blocks, const Decoding& decoding,
                   TypedArray out, Queue queue) override;
+  void update_step(const UpdateStep& step, Queue queue) override;
+  void topk_groups(const GroupSelection& selection, Queue queue) override;
+  void write_groups(const GroupValues& values, Queue queue) override;
+  size_t group_workspace_bytes(const GroupCounts& most) override;
   void norm(std::span<const Array> arrays, Dtype dtype, double* norms, Workspace workspace,
             Queue queue) override;
   size_t norm_workspace_bytes(std::span<const Array> arrays) override;

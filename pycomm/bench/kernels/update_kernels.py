@@ -2,7 +2,7 @@
 residuals (residuals.py).
 
     update_step   20 bytes an element: parameters before and after, and the residual, are read; the
-                  last two are written; on the processor
+                  last two are written
     quantize      12 bytes an element, and the bits: gradient and residual are read, the residual
                   and the packet are written
 """
@@ -25,15 +25,15 @@ BITS = 3
 
 
 def comparisons(case: Case) -> list[Comparison]:
-    """Those of the case's device, on copies of its arrays."""
-    return [*([] if case.v.is_cuda else [_update_step(case)]), _quantize(case)]
+    """Both, on copies of the case's arrays."""
+    return [_update_step(case), _quantize(case)]
 
 
 def _update_step(case: Case) -> Comparison:
     """Parameters of one array, and those after a step of SGD with each recorded gradient."""
     group = TopK(ratio=RATIO).group
     count = case.count - case.count % group  # torch's form below has no shorter group
-    theta = torch.zeros(count)
+    theta = torch.zeros(count, device=case.v.device)
     after = [-LEARNING_RATE * g[:count] for g in case.gradients]
     own, others = [x.clone() for x in after], [x.clone() for x in after]
     start = case.v[:count]
@@ -76,6 +76,7 @@ def _update_step(case: Case) -> Comparison:
         {OURS: ours, "foreach": composed},
         restart,
         skipped=("foreach",),  # its magnitudes are others
+        waits=(OURS,),  # for the length of the packet
     )
 
 
