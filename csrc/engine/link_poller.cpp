@@ -19,7 +19,7 @@ bool LinkPoller::poll() {
 std::optional<int> LinkPoller::sleep(Task& task, const pollfd& stop,
                                      std::chrono::nanoseconds limit) {
   ProcessWatch& processes = peers_.processes();
-  polled_.assign(1, stop);
+  polled_.assign({stop, {task.wake_descriptor(), POLLIN, 0}});  // poll() ignores -1
   connections_.add_to(polled_);
   const size_t first_process = polled_.size();
   processes.clear();

@@ -37,7 +37,7 @@ class LinkPoller {
   Liveness& liveness_;
   Connections& connections_;
   FrameDispatcher& dispatcher_;
-  // Of the current sleep: `stop`, the connector, processes, and the channels of armed_.
+  // Of the current sleep: `stop`, the task, the connector, processes, and the channels of armed_.
   std::vector<pollfd> polled_;
   std::vector<transport::Channel*> armed_;
 };

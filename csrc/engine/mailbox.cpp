@@ -146,11 +146,14 @@ std::optional<Message> Mailbox::take(int& from, const transport::Header& wanted)
 }
 
 // A message that does not match its receive is dropped, and the other messages continue.
-void Mailbox::deliver(const Awaited& receive, const Message& message) {
-  if (!same_call(message.header, receive.signature))
+bool Mailbox::deliver(const Awaited& receive, const Message& message) {
+  if (!same_call(message.header, receive.signature)) {
     refused_.push_back({receive.from, message.header, receive.signature});
-  else if (!message.buffer.empty())
+    return false;
+  }
+  if (!message.buffer.empty())
     std::memcpy(receive.into.data(), message.buffer.data(), receive.into.size());
+  return true;
 }
 
 Mismatch Mailbox::full(int from, const transport::Header& wanted) const {

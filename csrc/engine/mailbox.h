@@ -91,8 +91,16 @@ class Mailbox {
     }
     return took;
   }
-  // Copies a message into the memory of its receive, or keeps it for take_refused().
-  void deliver(const Awaited& receive, const Message& message);
+  // Passes the receives whose messages are arriving in their memory to `report`, with the number of
+  // bytes so far.
+  template <typename Report>
+  void report_arriving(const Report& report) const {
+    for (const Awaited& one : awaited_)
+      for (const Message& message : at(one.from).messages)
+        if (message.into != nullptr && message.into == one.into.data()) report(one, message.have);
+  }
+  // Copies a message into the memory of its receive, or keeps it for take_refused(): false.
+  bool deliver(const Awaited& receive, const Message& message);
   // The messages that did not match since the last call.
   std::vector<RefusedMessage> take_refused() { return std::exchange(refused_, {}); }
   // The error of a receive whose message cannot arrive, because others fill the buffer.

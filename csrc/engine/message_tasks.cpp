@@ -10,6 +10,7 @@ namespace pycomm::engine {
 bool SendMessage::advance() {
   if (!frame_open_) {
     const size_t frame = std::min(transport::kSegmentBytes, bytes_.size() - sent_);
+    if (ready_ && ready_() < sent_ + frame) return false;
     header_.bytes = static_cast<uint32_t>(frame);
     if (!sender_.open(to_, header_, bytes_.subspan(sent_, frame))) return false;
     frame_open_ = true;
@@ -56,6 +57,31 @@ bool ReceiveMessage::advance() {
   return false;
 }
 
+ExchangeMessages::ExchangeMessages(FrameSender& sender, FrameDispatcher& dispatcher,
+                                   Mailbox& mailbox, MessageProgress* progress)
+    : sender_(sender), dispatcher_(dispatcher), mailbox_(mailbox), progress_(progress) {
+  if (progress_ == nullptr) return;
+  wake_.emplace();
+  progress_->set_wake([this] { wake_->notify(); });
+}
+
+ExchangeMessages::~ExchangeMessages() {
+  if (progress_ != nullptr) progress_->set_wake({});
+}
+
+void ExchangeMessages::send(int to, const transport::Header& header, transport::ConstBytes bytes,
+                            size_t index) {
+  std::function<size_t()> ready;
+  if (progress_ != nullptr) ready = [this, index] { return progress_->ready(index); };
+  sends_.emplace_back(sender_, to, header, bytes, std::move(ready));
+  mailbox_.set_sending(true);
+}
+
+void ExchangeMessages::receive(const Awaited& awaited, const Message& message) {
+  if (mailbox_.deliver(awaited, message) && progress_ != nullptr)
+    progress_->received(awaited.index, awaited.into.size());
+}
+
 // One message at a time to each peer, all peers concurrently: a slow peer delays no other.
 bool ExchangeMessages::advance() {
   bool moved = false, left = false;
@@ -71,7 +97,11 @@ bool ExchangeMessages::advance() {
     return dispatcher_.take_message(from, wanted);
   };
   const auto received = [&](const Awaited& one, const Message& message) { receive(one, message); };
-  return mailbox_.deliver_awaited(take, received) || moved;
+  const bool delivered = mailbox_.deliver_awaited(take, received);
+  if (progress_ != nullptr)
+    mailbox_.report_arriving(
+        [&](const Awaited& one, size_t bytes) { progress_->received(one.index, bytes); });
+  return delivered || moved;
 }
 
 int ExchangeMessages::sending_to() const {

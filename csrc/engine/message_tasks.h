@@ -3,23 +3,27 @@
 
 #include <cstddef>
 #include <deque>
+#include <functional>
 #include <optional>
 #include <span>
 #include <utility>
 #include <vector>
 
+#include "core/message_progress.h"
 #include "engine/frame_dispatcher.h"
 #include "engine/frame_sender.h"
 #include "engine/mailbox.h"
 #include "engine/task.h"
+#include "os/wake_event.h"
 
 namespace pycomm::engine {
 
 class SendMessage final : public Task {
  public:
+  // `ready`: how many of the bytes may be sent; empty: all.
   SendMessage(FrameSender& sender, int to, const transport::Header& header,
-              transport::ConstBytes bytes)
-      : sender_(sender), to_(to), header_(header), bytes_(bytes) {}
+              transport::ConstBytes bytes, std::function<size_t()> ready = {})
+      : sender_(sender), to_(to), header_(header), bytes_(bytes), ready_(std::move(ready)) {}
   bool advance() override;
   bool done() const override { return done_; }
   int sending_to() const override { return to_; }
@@ -30,6 +34,7 @@ class SendMessage final : public Task {
   int to_;
   transport::Header header_;
   transport::ConstBytes bytes_;
+  std::function<size_t()> ready_;
   size_t sent_ = 0;
   bool frame_open_ = false, done_ = false;
 };
@@ -67,27 +72,33 @@ class ReceiveMessage final : public Task {
 // Sends messages to peers while the mailbox receives the awaited ones.
 class ExchangeMessages : public Task {
  public:
-  ExchangeMessages(FrameSender& sender, FrameDispatcher& dispatcher, Mailbox& mailbox)
-      : sender_(sender), dispatcher_(dispatcher), mailbox_(mailbox) {}
-  void send(int to, const transport::Header& header, transport::ConstBytes bytes) {
-    sends_.emplace_back(sender_, to, header, bytes);
-    mailbox_.set_sending(true);
-  }
+  // `progress`: null if the data of all sends is complete, and no other thread reads received data.
+  ExchangeMessages(FrameSender& sender, FrameDispatcher& dispatcher, Mailbox& mailbox,
+                   MessageProgress* progress = nullptr);
+  ~ExchangeMessages() override;
+  ExchangeMessages(const ExchangeMessages&) = delete;
+  ExchangeMessages& operator=(const ExchangeMessages&) = delete;
+  // `index`: as of MessageProgress.
+  void send(int to, const transport::Header& header, transport::ConstBytes bytes, size_t index = 0);
   bool advance() override;
   bool done() const override {
     return sending_to() == collectives::kNoRank && mailbox_.awaited_peer() == collectives::kNoRank;
   }
   int sending_to() const override;
   int receiving_from() const override { return mailbox_.awaited_peer(); }
+  void arm() override {
+    if (wake_) wake_->clear();
+  }
+  int wake_descriptor() const override { return wake_ ? wake_->descriptor() : -1; }
 
  private:
-  virtual void receive(const Awaited& awaited, const Message& message) {
-    mailbox_.deliver(awaited, message);
-  }
+  virtual void receive(const Awaited& awaited, const Message& message);
 
   FrameSender& sender_;
   FrameDispatcher& dispatcher_;
   Mailbox& mailbox_;
+  MessageProgress* progress_;
+  std::optional<os::WakeEvent> wake_;  // of progress_
   std::deque<SendMessage> sends_;
 };
 

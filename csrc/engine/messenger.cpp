@@ -79,19 +79,21 @@ void Messenger::accept(int from, const Message& message, const transport::Header
 }
 
 // A message that does not match its receive is dropped, and the other messages continue.
-void Messenger::exchange(std::span<const MessageRequest> messages, const Deadline& deadline) {
+void Messenger::exchange(std::span<const MessageRequest> messages, MessageProgress* progress,
+                         const Deadline& deadline) {
   if (messages.empty()) return;
   (void)mailbox_.take_refused();  // of an exchange that failed
-  ExchangeMessages task(sender_, dispatcher_, mailbox_);
+  ExchangeMessages task(sender_, dispatcher_, mailbox_, progress);
   {
     const std::lock_guard turn(turn_);  // IdleMonitor::check_for_failures() reads it
-    for (const MessageRequest& one : messages) {
+    for (size_t i = 0; i < messages.size(); ++i) {
+      const MessageRequest& one = messages[i];
       transport::Header header = one.signature;
       header.epoch = calls_.epoch();
       if (one.sends)
-        task.send(one.peer, header, one.out);
+        task.send(one.peer, header, one.out, i);
       else
-        mailbox_.await({one.peer, one.signature, one.into});
+        mailbox_.await({one.peer, one.signature, one.into, i});
     }
   }
   runner_.run(task, {.signature = messages.front().signature, .is_collective = false}, deadline);

@@ -7,6 +7,7 @@
 
 #include "core/deadline.h"
 #include "core/errors.h"
+#include "core/message_progress.h"
 #include "engine/call_sequence.h"
 #include "engine/frame_dispatcher.h"
 #include "engine/frame_sender.h"
@@ -58,8 +59,10 @@ class Messenger {
   // `received` names.
   bool receive_any(std::span<const Awaited> receives, Received& received, const Deadline& deadline);
   // All concurrently; messages of one peer in order. No receive may name kAnyPeer. Throws Mismatch
-  // as receive() does, after all other messages are complete.
-  void exchange(std::span<const MessageRequest> messages, const Deadline& deadline);
+  // as receive() does, after all other messages are complete. `progress`: null if the data of all
+  // sends is complete, and no other thread reads received data.
+  void exchange(std::span<const MessageRequest> messages, MessageProgress* progress,
+                const Deadline& deadline);
   // Replaces send() for an array on a device: sends no payload and returns when the receiver, whose
   // receive() has no bytes either, accepted the message. Throws Mismatch, as receive() does there,
   // if the receiver expects a different message, and if both ranks announce at the same time, which

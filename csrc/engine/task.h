@@ -31,6 +31,8 @@ class Task {
   // and the sleep, as with channels.
   virtual void arm() {}
   virtual void disarm() {}
+  // A descriptor that is readable if the task can advance, also during the sleep; or -1.
+  virtual int wake_descriptor() const { return -1; }
 };
 
 }  // namespace pycomm::engine

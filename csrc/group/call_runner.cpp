@@ -55,7 +55,7 @@ void CallRunner::run(const PreparedCall& prepared) {
   if (prepared.agreed != nullptr)
     return engine_.messenger().agree(prepared.messages, *prepared.agreed, prepared.deadline);
   if (!prepared.messages.empty())
-    return engine_.messenger().exchange(prepared.messages, prepared.deadline);
+    return engine_.messenger().exchange(prepared.messages, prepared.progress, prepared.deadline);
   if (!is_plan(call.operation)) return run_message(prepared);
   if (call.device.agreement) return agree(prepared);
   const auto* const input = static_cast<const std::byte*>(call.input);

@@ -24,6 +24,7 @@
 #include "core/dtype.h"
 #include "core/errors.h"
 #include "core/member.h"
+#include "core/message_progress.h"
 #include "core/operation.h"
 #include "core/reduce_op.h"
 
@@ -210,7 +211,10 @@ class Group : public Collectives {
   // was accepted or refused by both ends. For each peer and direction, both have the same order of
   // accepted messages. A Mismatch is returned, and the accepted messages must be sent nevertheless.
   // Other errors break the group.
-  virtual AgreedCalls exchange(std::span<const Call> calls) = 0;
+  //
+  // `progress`: null if the data of all sends is complete, and no other thread reads received data.
+  virtual AgreedCalls exchange(std::span<const Call> calls, MessageProgress* progress) = 0;
+  AgreedCalls exchange(std::span<const Call> calls) { return exchange(calls, nullptr); }
 
   // Runs `body`, whose calls run one after another without other calls of this rank between them.
   // Throws Timeout if earlier calls are not complete within `limit`.

@@ -232,7 +232,7 @@ std::optional<Worker::Completed> HostGroup::receive_any(
   return Worker::Completed{received.index, error};
 }
 
-AgreedCalls HostGroup::exchange(std::span<const Call> calls) {
+AgreedCalls HostGroup::exchange(std::span<const Call> calls, MessageProgress* progress) {
   for (const Call& call : calls) (void)check(call);
   const auto requests = requests_of(calls, info_.rank);
   if (calls.empty()) return {};
@@ -245,7 +245,8 @@ AgreedCalls HostGroup::exchange(std::span<const Call> calls) {
              .reducer = nullptr,
              .deadline = {turn.since(), limit_of(first)},
              .messages = requests,
-             .agreed = first.device.agreement ? &agreed : nullptr});
+             .agreed = first.device.agreement ? &agreed : nullptr,
+             .progress = progress});
   } catch (const Error& error) {
     if (error.kind() != ErrorKind::mismatch || !first.device.agreement) throw;
     found.mismatch = error;

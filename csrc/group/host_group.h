@@ -31,7 +31,7 @@ class HostGroup final : public Group {
   void run(const Call& call) override;
   std::shared_ptr<Work> start(const Call& call,
                               std::function<void(std::exception_ptr)> then) override;
-  AgreedCalls exchange(std::span<const Call> calls) override;
+  AgreedCalls exchange(std::span<const Call> calls, MessageProgress* progress) override;
   void run_together(const std::function<void()>& body, std::chrono::nanoseconds limit) override;
   std::shared_ptr<Work> start_together(std::function<void()> body,
                                        std::function<void(std::exception_ptr)> then) override {

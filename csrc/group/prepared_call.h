@@ -19,6 +19,7 @@ struct PreparedCall {
   std::span<const engine::MessageRequest>
       messages{};                         // of an exchange(), whose first call is `call`
   std::vector<size_t>* agreed = nullptr;  // the accepted messages, if they are on devices
+  MessageProgress* progress = nullptr;    // as of Group::exchange()
   // CallRunner::prepare() sets these when the call's turn comes.
   Algorithm algorithm = Algorithm::automatic;  // never `automatic` after prepare(), except devices
   transport::Header header{};                  // of its frames, with epoch and sequence

@@ -1,15 +1,21 @@
 // Messages between two ranks over every transport: order, mismatches, and receives that wait while
 // other calls run. Failures are in engine_test.cpp.
+#include <algorithm>
+#include <array>
 #include <atomic>
+#include <cstring>
 #include <deque>
+#include <functional>
 #include <future>
 #include <string>
 #include <thread>
 #include <vector>
 
 #include "calls.h"
+#include "core/message_progress.h"
 #include "harness.h"
 #include "ranks.h"
+#include "transport/frame.h"
 
 namespace {
 
@@ -70,6 +76,68 @@ const ByTransport kMessages{
           const int from = (group.rank() + 3 - step) % 3;
           receive(group, kMany, from * 3 + step, from, 1);
         }
+      });
+    }};
+
+// How much of each message may be sent, and what arrived.
+class Steps final : public MessageProgress {
+ public:
+  std::array<std::atomic<size_t>, 2> sendable{};
+  std::function<void(size_t index, size_t bytes)> on_received{};
+  size_t ready(size_t index) const override { return sendable.at(index); }
+  void received(size_t index, size_t bytes) override { on_received(index, bytes); }
+};
+
+const ByTransport kSteps{
+    "a message is sent as its data becomes ready, and arrives in parts", [](const std::string& by) {
+      constexpr size_t kCount = 300'000, kParts = 8, kPart = kCount / kParts * sizeof(int64_t);
+      Array wanted = numbers(kCount, 9);
+      Array sent(Dtype::int64, kCount);
+      Steps sends;
+      // The next part is written when the parts before it have arrived, as far as they fill frames.
+      const auto allow_next = [&](size_t arrived) {
+        const size_t ready = sends.sendable[0];
+        if (arrived < ready / transport::kSegmentBytes * transport::kSegmentBytes) return;
+        const size_t end = std::min(ready + kPart, sent.bytes());
+        std::memcpy(sent.data() + ready, wanted.data() + ready, end - ready);
+        sends.sendable[0] = end;
+        sends.wake();
+      };
+      allow_next(0);
+      ranks::run_groups(2, by, [&](group::Group& group) {
+        if (group.rank() == 0) {
+          group.exchange(std::array{message(Operation::send, sent, kCount, 1)}, &sends);
+          return;
+        }
+        Array array(Dtype::int64, kCount);
+        Steps receives;
+        size_t last = 0;
+        receives.on_received = [&](size_t index, size_t bytes) {
+          expect(index == 0 && bytes >= last, "bytes that arrived");
+          last = bytes;
+          allow_next(bytes);
+        };
+        group.exchange(std::array{message(Operation::recv, array, kCount, 0)}, &receives);
+        expect_equal(last, array.bytes(), "bytes that arrived");
+        expect(array == wanted, "the message is wrong");
+      });
+    }};
+
+const ByTransport kNotReady{
+    "a message that is not ready delays no other", [](const std::string& by) {
+      Steps sends;
+      sends.sendable[1] = 8000;
+      ranks::run_groups(3, by, [&](group::Group& group) {
+        if (group.rank() > 0) receive(group, 1000, group.rank(), 0, 0);
+        if (group.rank() == 2) {
+          sends.sendable[0] = 8000;
+          sends.wake();
+        }
+        if (group.rank() > 0) return;
+        Array first = numbers(1000, 1), second = numbers(1000, 2);
+        group.exchange(std::array{message(Operation::send, first, 1000, 1),
+                                  message(Operation::send, second, 1000, 2)},
+                       &sends);
       });
     }};
 
