@@ -10,12 +10,12 @@ namespace pycomm::device {
 HostCallbackThread::HostCallbackThread(std::shared_ptr<Device> device, void* stream)
     : device_(std::move(device)),
       stream_(stream),
-      flag_(static_cast<uint32_t*>(device_->allocate_host(sizeof(uint32_t)))) {
-  set_flag(1);
+      flags_(static_cast<uint32_t*>(device_->allocate_host(kSteps * sizeof(uint32_t)))) {
+  set_flags(1);
   try {
     thread_ = os::start_thread("pycomm-callback", [this] { work(); });
   } catch (...) {
-    device_->release_host(flag_);
+    device_->release_host(flags_);
     throw;
   }
 }
@@ -29,16 +29,28 @@ HostCallbackThread::~HostCallbackThread() {
   }
   changed_.notify_all();
   thread_.join();
-  device_->release_host(flag_);
+  device_->release_host(flags_);
 }
 
 // Release order: a device that sees the flag also sees the writes of the body.
-void HostCallbackThread::set_flag(uint32_t value) {
-  std::atomic_ref(*flag_).store(value, std::memory_order_release);
+void HostCallbackThread::set_flag(size_t step, uint32_t value) {
+  std::atomic_ref(flags_[step]).store(value, std::memory_order_release);
+}
+
+void HostCallbackThread::set_flags(uint32_t value) {
+  for (size_t step = 0; step < kSteps; ++step) set_flag(step, value);
 }
 
 void HostCallbackThread::begin(Body body, bool captured) {
-  auto made = std::make_unique<PendingCallback>(PendingCallback{this, std::move(body), captured});
+  enqueue({this, std::move(body), captured, false});
+}
+
+void HostCallbackThread::notify(Body body, bool captured) {
+  enqueue({this, std::move(body), captured, true});
+}
+
+void HostCallbackThread::enqueue(PendingCallback pending) {
+  auto made = std::make_unique<PendingCallback>(std::move(pending));
   PendingCallback* const callback = made.get();
   {
     const std::lock_guard lock(mutex_);
@@ -47,7 +59,9 @@ void HostCallbackThread::begin(Body body, bool captured) {
   device_->call(stream_, &arrived, callback);
 }
 
-void HostCallbackThread::stream_wait() { device_->wait_until(stream_, flag_, 1); }
+void HostCallbackThread::stream_wait(void* stream, size_t step) {
+  device_->wait_until(stream, flags_ + step, 1);
+}
 
 // Runs on a CUDA thread, which must not wait for another rank.
 void HostCallbackThread::arrived(void* callback) {
@@ -55,19 +69,23 @@ void HostCallbackThread::arrived(void* callback) {
   mine->owner->take(*mine);
 }
 
-// The stream reaches its next callback only after the last one, so the flag belongs to one callback
-// at a time.
+// The stream reaches its next begin() only after the last step of the one before, so the flags
+// belong to one body at a time.
 void HostCallbackThread::take(const PendingCallback& callback) {
+  Body now;
   {
     const std::lock_guard lock(mutex_);
-    if (!stopped_) {
-      set_flag(0);
+    if (callback.on_cuda_thread) {
+      now = callback.body;
+    } else if (!stopped_) {
+      set_flags(0);
       waiting_.push_back(callback.body);
     }
     if (!callback.captured)
       std::erase_if(pending_, [&](const auto& one) { return one.get() == &callback; });
   }
   changed_.notify_all();
+  if (now) now();
 }
 
 void HostCallbackThread::work() {
@@ -82,7 +100,7 @@ void HostCallbackThread::work() {
     body();
     lock.lock();
     working_ = false;
-    set_flag(1);
+    set_flags(1);
   }
 }
 
@@ -90,7 +108,7 @@ bool HostCallbackThread::stop() noexcept {
   const std::lock_guard lock(mutex_);
   stopped_ = true;
   waiting_.clear();
-  set_flag(1);
+  set_flags(1);
   return working_;
 }
 

@@ -13,6 +13,7 @@
 #include "collectives/choose.h"
 #include "device/stream_engine.h"
 #include "device_group/device_executor.h"
+#include "device_group/group_transport.h"
 #include "device_group/symmetric_memory.h"
 #include "group/check.h"
 
@@ -25,30 +26,6 @@ constexpr size_t kBytesPerChannel = size_t{1} << 20;
 // Up to this many bytes an all-reduce uses symmetric memory, or of any size in rank order. Not
 // measured yet.
 constexpr size_t kSymmetricBytes = size_t{4} << 20;
-
-// Sends messages through a group of the same ranks. Each channel has its own group, because its
-// calls run when the device reaches them.
-class GroupTransport final : public device::HostTransport {
- public:
-  explicit GroupTransport(std::shared_ptr<group::Group> group) : group_(std::move(group)) {}
-  void exchange(std::span<const device::PeerMessage> messages,
-                std::chrono::nanoseconds timeout) override {
-    std::vector<group::Call> calls;
-    for (const auto& [peer, sends, data, bytes] : messages)
-      calls.push_back({.operation = sends ? Operation::send : Operation::recv,
-                       .input = sends ? data : nullptr,
-                       .output = sends ? nullptr : data,
-                       .count = bytes,
-                       .peer = peer,
-                       .timeout = timeout});
-    group_->exchange(calls);
-  }
-  void abort(const std::string& reason) noexcept override { group_->abort(reason); }
-  void close() noexcept override { group_->close(); }
-
- private:
-  std::shared_ptr<group::Group> group_;
-};
 
 class NcclExecutor final : public DeviceExecutor {
  public:
@@ -81,11 +58,11 @@ class NcclExecutor final : public DeviceExecutor {
     return engine_.reaches_all() ? Algorithm::nccl : Algorithm::direct;
   }
   void prepare_messages(std::span<const group::Call> messages) override {
-    if (!messages.empty()) engine_.prepare(peer_messages(messages), messages.front().device.stream);
+    if (!messages.empty()) engine_.prepare(messages_of(messages), messages.front().device.stream);
   }
   std::shared_ptr<device::Event> enqueue_messages(std::span<const group::Call> messages,
                                                   device::Event& before) override {
-    return engine_.enqueue(peer_messages(messages), messages.front().timeout, before);
+    return engine_.enqueue(messages_of(messages), messages.front().timeout, before);
   }
   bool is_connected(const group::Call& message) const override {
     return engine_.is_connected(rank_of(message.peer), message.operation == Operation::send);
@@ -115,7 +92,9 @@ class NcclExecutor final : public DeviceExecutor {
                                        std::chrono::nanoseconds timeout);
   void exchange_failures(bool failed, std::chrono::nanoseconds timeout);
   device::StreamJob job_of(const DeviceCall& device_call) const;
-  std::vector<device::PeerMessage> peer_messages(std::span<const group::Call> messages) const;
+  std::vector<device::PeerMessage> messages_of(std::span<const group::Call> calls) const {
+    return peer_messages(calls, [this](int peer) { return rank_of(peer); });
+  }
   // The rank of a message's peer in the engine.
   int rank_of(int peer) const { return of_two_ ? static_cast<int>(host_->rank() < peer) : peer; }
   int channels_of(const group::Call& call) const;
@@ -314,20 +293,6 @@ device::StreamJob NcclExecutor::job_of(const DeviceCall& device_call) const {
           .count = call.count,
           .peer = call.peer,
           .timeout = call.timeout};
-}
-
-// Empty messages are not sent.
-std::vector<device::PeerMessage> NcclExecutor::peer_messages(
-    std::span<const group::Call> messages) const {
-  std::vector<device::PeerMessage> made;
-  for (const group::Call& call : messages) {
-    const bool sends = call.operation == Operation::send;
-    void* const data = sends ? const_cast<void*>(call.input) : call.output;
-    if (call.count > 0)
-      made.push_back({rank_of(call.peer), sends, static_cast<std::byte*>(data),
-                      call.count * bytes_of(call.dtype)});
-  }
-  return made;
 }
 
 DeviceCall NcclExecutor::prepare(const group::Call& call) {

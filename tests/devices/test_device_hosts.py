@@ -17,7 +17,7 @@ import pytest
 from group_devices import LackOfNccl, machine_fixture, numbers, odd, on  # noqa: F401 - fixture
 from test_device_channels import rings
 from test_device_groups import every_verb, log_and_stats, same_bits
-from test_device_messages import from_any_source, round_trip
+from test_device_messages import from_any_source, long_messages, round_trip
 
 import pycomm
 from pycomm import errors
@@ -52,6 +52,31 @@ def test_every_verb_crosses_hosts(machine, hosts, async_op):
 @on("emulated", "cuda")
 def test_bits_are_those_of_the_host(machine, hosts):
     on_hosts(machine, hosts, same_bits)
+
+
+def long_arrays(group: pycomm.Group, device: Any) -> None:
+    """Messages that are copied in several pieces, the last of another size; the host's bits."""
+    for count, dtype in ((5 << 20) + 3, "uint8"), ((5 << 17) + 3, "float64"):
+        x = odd(group.rank, count, dtype)
+        for algorithm in ("ring", "direct"):
+            there = pycomm.all_reduce(device.put(x), algorithm=algorithm)
+            here = pycomm.all_reduce(x.copy(), algorithm=algorithm)
+            assert device.get(there).tobytes() == here.tobytes(), (dtype, algorithm)
+        got = pycomm.all_gather(device.put(x), device.empty((group.size, count), dtype))
+        wanted = np.stack([odd(rank, count, dtype) for rank in range(group.size)])
+        assert device.get(got).tobytes() == wanted.tobytes(), dtype
+
+
+@HOSTS
+@on("emulated", "cuda")
+def test_long_arrays_cross_hosts(machine, hosts):
+    on_hosts(machine, hosts, long_arrays)
+
+
+@HOSTS
+@on("emulated", "cuda")
+def test_long_messages_cross_hosts(machine, hosts):
+    on_hosts(machine, hosts, long_messages)
 
 
 @on("emulated")

@@ -55,6 +55,24 @@ def test_arrays_on_devices_are_sent(machine, async_op, processes):
     machine.run(3, round_trip, async_op, **options)
 
 
+def long_messages(group: pycomm.Group, device: Any) -> None:
+    """Messages of each dtype that ranks without NCCL copy in several pieces."""
+    right, left = (group.rank + 1) % group.size, (group.rank - 1) % group.size
+    for dtype in ("float16", "float32", "float64", "int8", "int16", "int32", "int64", "bool"):
+        count = (5 << 20) // np.dtype(dtype).itemsize + 3
+        mine, got = device.put(numbers(group.rank, count, dtype)), device.empty(count, dtype)
+        if group.rank == 0:  # one rank of the ring receives first
+            pycomm.recv(got, left)
+        pycomm.send(mine, right)
+        if group.rank > 0:
+            pycomm.recv(got, left)
+        np.testing.assert_array_equal(device.get(got), numbers(left, count, dtype))
+
+
+def test_long_messages(machine):
+    machine.run(2, long_messages)
+
+
 def counted(group: pycomm.Group, device: Any) -> Any:
     x = device.put(numbers(group.rank))
     pycomm.all_reduce(x)

@@ -43,7 +43,7 @@ struct Bench {
           for (size_t i = 0; i < kCount; ++i) ++shared[i];
         },
         captured);
-    relay.stream_wait();
+    relay.stream_wait(stream.raw(), 0);
     device->copy(out, shared, kCount * sizeof(int), stream.raw());
   }
   void fill(int value) {  // from memory that no other operation writes meanwhile
@@ -100,9 +100,9 @@ const Test kStopped{"a stream continues when the host aborts, and no later work 
                             go_on.wait();
                           },
                           false);
-                      bench.relay.stream_wait();
+                      bench.relay.stream_wait(bench.stream.raw(), 0);
                       bench.relay.begin([&] { ++began; }, false);
-                      bench.relay.stream_wait();
+                      bench.relay.stream_wait(bench.stream.raw(), 0);
                       const auto drive = [&] {
                         (void)cudaStreamQuery(static_cast<cudaStream_t>(bench.stream.raw()));
                       };

@@ -58,6 +58,80 @@ const Test kMessages{"messages between hosts and inside one", [] {
                                  {0, 0, 1});
                      }};
 
+// Runs a sum of two ranks, captures it in a graph, and runs that with other elements.
+void replay(Rank& r, Floats& x, const device::StreamJob& job, size_t count) {
+  cudaGraph_t graph = nullptr;
+  cudaGraphExec_t exec = nullptr;
+  for (int turn = 0; turn < 4; ++turn) {
+    x.write([&](size_t i) { return element(r.rank + turn, i); }, r.stream);
+    if (turn == 0) {
+      r.run(job);
+      r.finish();  // a copy reads what is written next
+      fine(cudaStreamBeginCapture(r.stream, cudaStreamCaptureModeThreadLocal));
+      r.run(job);
+      fine(cudaStreamEndCapture(r.stream, &graph));
+      fine(cudaGraphInstantiate(&exec, graph, 0));
+    } else {
+      fine(cudaGraphLaunch(exec, r.stream));
+    }
+    const auto got = x.read(r.stream);
+    for (size_t i = 0; i < count; ++i)
+      expect_equal(got[i], element(turn, i) + element(turn + 1, i), "sum");
+  }
+  fine(cudaGraphExecDestroy(exec));
+  fine(cudaGraphDestroy(graph));
+}
+
+// Elements of a message of three pieces.
+constexpr size_t kLongCount = 5 * device::HostStagingChannel::kPieceBytes / 8 + 13;
+
+const Test kLongMessages{"messages of several pieces, in both directions at once", [] {
+                           each_rank(
+                               3,
+                               [](Rank& r) {
+                                 Floats x(kLongCount), y(kLongCount), z(kLongCount);
+                                 x.write([&](size_t i) { return element(r.rank, i); }, r.stream);
+                                 std::vector<device::PeerMessage> messages;
+                                 for (int i = 1; i < 3; ++i) {
+                                   const int peer = (r.rank + i) % 3;
+                                   Floats& into = i == 1 ? y : z;
+                                   messages.push_back({peer, true, x.bytes(), 4 * kLongCount});
+                                   messages.push_back({peer, false, into.bytes(), 4 * kLongCount});
+                                 }
+                                 r.engine.prepare(messages, r.stream);
+                                 device::Event before(r.device);
+                                 before.record(r.stream);
+                                 r.engine.enqueue(messages, kLong, before)->stream_wait(r.stream);
+                                 for (int i = 1; i < 3; ++i) {
+                                   const auto got = (i == 1 ? y : z).read(r.stream);
+                                   for (size_t k = 0; k < kLongCount; ++k)
+                                     expect_equal(got[k], element((r.rank + i) % 3, k), "element");
+                                 }
+                               },
+                               {0, 0, 1});
+                         }};
+
+const Test kLongPlans{
+    "a plan with messages of several pieces, also in a graph", [] {
+      each_rank(2,
+                [](Rank& r) {
+                  Floats x(kLongCount);
+                  const collectives::CollectiveShape at{
+                      .rank = r.rank, .size = 2, .count = kLongCount, .hosts = r.hosts};
+                  const Lanes stages = device::make_channels(
+                      collectives::make_plan(Algorithm::direct, Operation::all_reduce, at), r.rank,
+                      1);
+                  const device::StreamJob job{.plan = &stages,
+                                              .operation = Operation::all_reduce,
+                                              .dtype = Dtype::float32,
+                                              .input = x.bytes(),
+                                              .output = x.bytes(),
+                                              .count = kLongCount};
+                  replay(r, x, job, kLongCount);
+                },
+                {0, 1});
+    }};
+
 const Test kReplayed{
     "a plan between hosts is captured in a graph, once there is memory for it", [] {
       each_rank(2,
@@ -77,23 +151,7 @@ const Test kReplayed{
                   cudaGraph_t graph = nullptr;
                   fine(cudaStreamEndCapture(r.stream, &graph));
                   fine(cudaGraphDestroy(graph));
-                  x.write([&](size_t i) { return element(r.rank, i); }, r.stream);
-                  r.run(job);
-                  r.finish();  // a copy reads what is written next
-                  cudaGraphExec_t exec = nullptr;
-                  fine(cudaStreamBeginCapture(r.stream, cudaStreamCaptureModeThreadLocal));
-                  r.run(job);
-                  fine(cudaStreamEndCapture(r.stream, &graph));
-                  fine(cudaGraphInstantiate(&exec, graph, 0));
-                  for (int turn = 1; turn < 4; ++turn) {
-                    x.write([&](size_t i) { return element(r.rank + turn, i); }, r.stream);
-                    fine(cudaGraphLaunch(exec, r.stream));
-                    const auto got = x.read(r.stream);
-                    for (size_t i = 0; i < kCount; ++i)
-                      expect_equal(got[i], element(turn, i) + element(turn + 1, i), "sum");
-                  }
-                  fine(cudaGraphExecDestroy(exec));
-                  fine(cudaGraphDestroy(graph));
+                  replay(r, x, job, kCount);
                 },
                 {0, 1});
     }};
@@ -103,7 +161,10 @@ class Told final : public device::HostTransport {
  public:
   std::function<void()> body;
   std::atomic<bool> aborted{false};
-  void exchange(std::span<const device::PeerMessage>, std::chrono::nanoseconds) override { body(); }
+  void exchange(std::span<const device::PeerMessage>, std::chrono::nanoseconds,
+                MessageProgress&) override {
+    body();
+  }
   void abort(const std::string&) noexcept override { aborted = true; }
   void close() noexcept override {}
 };

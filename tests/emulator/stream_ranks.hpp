@@ -12,6 +12,8 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
+#include <set>
 #include <span>
 #include <string>
 #include <thread>
@@ -66,22 +68,41 @@ class Floats {
   float* at_ = nullptr;
 };
 
-// Data in transit between ranks without a common communicator.
+// Data in transit between ranks without a common communicator: parts of messages.
 class Mail {
  public:
-  void put(int from, int to, std::vector<std::byte> bytes) {
+  struct Part {
+    size_t of;  // bytes of the message
+    std::vector<std::byte> bytes;
+  };
+  void put(int from, int to, Part part) {
     const std::lock_guard lock(mutex_);
-    boxes_[{from, to}].push_back(std::move(bytes));
+    boxes_[{from, to}].push_back(std::move(part));
+    ++changes_;
     changed_.notify_all();
   }
-  std::vector<std::byte> take(int from, int to) {
-    std::unique_lock lock(mutex_);
+  std::optional<Part> take(int from, int to) {
+    const std::lock_guard lock(mutex_);
     auto& box = boxes_[{from, to}];
-    changed_.wait(lock, [&] { return ended_ || !box.empty(); });
-    if (ended_) throw GroupBroken("the mail has ended");
-    auto bytes = std::move(box.front());
+    if (box.empty()) return std::nullopt;
+    auto part = std::move(box.front());
     box.pop_front();
-    return bytes;
+    return part;
+  }
+  // Changes so far, and a wait for more of them than `seen`.
+  uint64_t changes() {
+    const std::lock_guard lock(mutex_);
+    return changes_;
+  }
+  void wait(uint64_t seen) {
+    std::unique_lock lock(mutex_);
+    changed_.wait(lock, [&] { return ended_ || changes_ > seen; });
+    if (ended_) throw GroupBroken("the mail has ended");
+  }
+  void wake() {
+    const std::lock_guard lock(mutex_);
+    ++changes_;
+    changed_.notify_all();
   }
   void end() noexcept {
     const std::lock_guard lock(mutex_);
@@ -93,26 +114,51 @@ class Mail {
   std::mutex mutex_;
   std::condition_variable changed_;
   bool ended_ = false;
-  std::map<std::pair<int, int>, std::deque<std::vector<std::byte>>> boxes_;
+  uint64_t changes_ = 0;
+  std::map<std::pair<int, int>, std::deque<Part>> boxes_;
 };
 
 class MailPost final : public device::HostTransport {
  public:
   MailPost(int rank, std::shared_ptr<Mail> mail) : rank_(rank), mail_(std::move(mail)) {}
-  void exchange(std::span<const device::PeerMessage> messages, std::chrono::nanoseconds) override {
-    for (const device::PeerMessage& one : messages)
-      if (one.sends) mail_->put(rank_, one.peer, {one.data, one.data + one.bytes});
-    for (const device::PeerMessage& one : messages)
-      if (!one.sends) {
-        const auto bytes = mail_->take(one.peer, rank_);
-        if (bytes.size() != one.bytes) throw Mismatch("a message of another size");
-        std::memcpy(one.data, bytes.data(), bytes.size());
+  void exchange(std::span<const device::PeerMessage> messages, std::chrono::nanoseconds,
+                MessageProgress& progress) override {
+    progress.set_wake([mail = mail_] { mail->wake(); });
+    std::vector<size_t> done(messages.size());
+    for (;;) {
+      const uint64_t seen = mail_->changes();
+      std::set<std::pair<int, bool>> busy;  // peers and directions with an earlier message
+      bool moved = false;
+      for (size_t i = 0; i < messages.size(); ++i) {
+        const device::PeerMessage& one = messages[i];
+        if (done[i] == one.bytes || !busy.emplace(one.peer, one.sends).second) continue;
+        moved |= one.sends ? send(one, progress.ready(i), done[i]) : receive(one, done[i]);
+        if (!one.sends) progress.received(i, done[i]);
       }
+      if (busy.empty()) break;
+      if (!moved) mail_->wait(seen);
+    }
+    progress.set_wake({});
   }
   void abort(const std::string&) noexcept override { mail_->end(); }
   void close() noexcept override {}
 
  private:
+  bool send(const device::PeerMessage& one, size_t ready, size_t& done) const {
+    if (ready == done) return false;
+    mail_->put(rank_, one.peer, {one.bytes, {one.data + done, one.data + ready}});
+    done = ready;
+    return true;
+  }
+  bool receive(const device::PeerMessage& one, size_t& done) const {
+    const auto part = mail_->take(one.peer, rank_);
+    if (!part) return false;
+    if (part->of != one.bytes) throw Mismatch("a message of another size");
+    std::memcpy(one.data + done, part->bytes.data(), part->bytes.size());
+    done += part->bytes.size();
+    return true;
+  }
+
   int rank_;
   std::shared_ptr<Mail> mail_;
 };

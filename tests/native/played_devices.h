@@ -12,7 +12,7 @@
 namespace played {
 
 // A device whose events pass on command.
-class PlayedDevice final : public pycomm::device::Device {
+class PlayedDevice : public pycomm::device::Device {
  public:
   explicit PlayedDevice(int index = 0) : index_(index) {}
 
