@@ -259,14 +259,16 @@ const Test kSizes{
     }};
 
 const Test kAborted{"an abort between two pieces lets the streams continue", [] {
-                      std::latch received(1);
+                      std::latch received(1), finished(1);
                       int exchanges = 0;
                       Bench bench(4 * kPiece);
+                      const Release release{received, finished};
                       bench.transport->body = [&](auto, MessageProgress& progress) {
                         ++exchanges;
                         progress.received(1, kPiece);
                         received.count_down();
                         bench.transport->aborted.wait(false);
+                        finished.wait();
                         throw GroupBroken("aborted");
                       };
                       bench.exchange();
@@ -275,6 +277,7 @@ const Test kAborted{"an abort between two pieces lets the streams continue", [] 
                       bench.channel.abort("enough");
                       bench.exchange();
                       bench.device->finish(bench.stream);
+                      finished.count_down();
                       expect_equal(exchanges, 1, "exchanges");
                     }};
 

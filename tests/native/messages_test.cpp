@@ -1,18 +1,23 @@
 // Messages between two ranks over every transport: order, mismatches, and receives that wait while
 // other calls run. Failures are in engine_test.cpp.
+#include <unistd.h>
+
 #include <algorithm>
 #include <array>
 #include <atomic>
 #include <cstring>
 #include <deque>
+#include <fstream>
 #include <functional>
 #include <future>
+#include <memory>
 #include <string>
 #include <thread>
 #include <vector>
 
 #include "calls.h"
 #include "core/message_progress.h"
+#include "engine/engine.h"
 #include "harness.h"
 #include "ranks.h"
 #include "transport/frame.h"
@@ -138,6 +143,64 @@ const ByTransport kNotReady{
         group.exchange(std::array{message(Operation::send, first, 1000, 1),
                                   message(Operation::send, second, 1000, 2)},
                        &sends);
+      });
+    }};
+
+// Lets each message be sent when the one before it has arrived and the sender sleeps.
+class InTurn final : public MessageProgress {
+ public:
+  static constexpr size_t kMessages = 400;
+  explicit InTurn(InTurn& of_sender) : of_sender_(of_sender) {}
+  void set_thread() { thread_ = gettid(); }
+  size_t ready(size_t index) const override { return index <= turn_ ? sizeof(int64_t) : 0; }
+  void received(size_t index, size_t bytes) override {
+    const bool is_last = index + 1 == kMessages;  // its sender does not sleep
+    if (bytes < sizeof(int64_t) || index < of_sender_.turn_ || is_last) return;
+    while (!of_sender_.sleeps()) std::this_thread::yield();
+    of_sender_.turn_ = index + 1;
+    of_sender_.wake();
+  }
+
+ private:
+  bool sleeps() const {
+    std::ifstream file("/proc/self/task/" + std::to_string(thread_) + "/stat");
+    std::string id, name, state;
+    return file >> id >> name >> state && state == "S";
+  }
+  InTurn& of_sender_;
+  std::atomic<size_t> turn_ = 0;
+  std::atomic<pid_t> thread_ = 0;
+};
+
+// The engines do not spin. Without the wake each message would wait for the next poll, and all for
+// longer than the timeout.
+const Test kWoken{
+    "a message that becomes ready wakes its sender", [] {
+      auto [a, b] = ranks::channel_pair("tcp", size_t{64} << 10);
+      std::array channels{std::move(a), std::move(b)};
+      InTurn sends(sends), receives(sends);
+      constexpr size_t kMessages = InTurn::kMessages;
+      ranks::run(2, [&](int rank) {
+        std::vector<std::unique_ptr<transport::Channel>> by_rank(2);
+        by_rank.at(static_cast<size_t>(1 - rank)) =
+            std::move(channels.at(static_cast<size_t>(rank)));
+        engine::Engine engine(std::move(by_rank),
+                              {.rank = rank, .names = {"rank 0", "rank 1"}, .interrupted = {}});
+        if (rank == 0) sends.set_thread();
+        Array array = rank == 0 ? numbers(kMessages, 3) : Array(Dtype::int64, kMessages);
+        std::vector<engine::MessageRequest> messages;
+        for (size_t i = 0; i < kMessages; ++i)
+          messages.push_back({.peer = 1 - rank,
+                              .signature = {.operation = static_cast<uint8_t>(Operation::send),
+                                            .dtype = static_cast<uint8_t>(Dtype::int64),
+                                            .count = 1},
+                              .sends = rank == 0,
+                              .out = {array.at(i), sizeof(int64_t)},
+                              .into = {array.at(i), sizeof(int64_t)}});
+        engine.messenger().exchange(messages, rank == 0 ? &sends : &receives,
+                                    Deadline(std::chrono::seconds(30)));
+        expect(array == numbers(kMessages, 3), "the messages are wrong");
+        engine.leave();
       });
     }};
 
