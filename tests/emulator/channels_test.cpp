@@ -97,14 +97,8 @@ void run_with_later_commands(unsigned channels) {
               constexpr size_t kCount = 100;
               Floats x(kCount);
               x.write([&](size_t i) { return element(r.rank, i); }, r.stream);
-              const Lanes stages = device::make_channels(
-                  collectives::ring_all_reduce(r.rank, r.size, kCount), r.rank, 1);
-              const device::StreamJob job{.plan = &stages,
-                                          .operation = Operation::all_reduce,
-                                          .dtype = Dtype::float32,
-                                          .input = x.bytes(),
-                                          .output = x.bytes(),
-                                          .count = kCount};
+              const Lanes stages = stages_of(r, Algorithm::ring, kCount);
+              const device::StreamJob job = all_reduce(x, kCount, &stages);
               const Streams others(r.device);
               if (r.rank == 1)
                 fine(emulator::enqueue_polled(r.stream, [&] { return worked == kChannels; }));

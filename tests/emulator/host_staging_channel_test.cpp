@@ -29,12 +29,15 @@ const Test kCrosses{
             hosts);
     }};
 
-void exchange(Rank& r, const device::PeerMessage& message) {
-  const std::span messages(&message, message.bytes > 0 ? 1 : 0);  // none for an empty message
+void run_messages(Rank& r, std::span<const device::PeerMessage> messages) {
   r.engine.prepare(messages, r.stream);
   device::Event before(r.device);
   before.record(r.stream);
   r.engine.enqueue(messages, kLong, before)->stream_wait(r.stream);
+}
+
+void run_message(Rank& r, const device::PeerMessage& message) {
+  run_messages(r, std::span(&message, message.bytes > 0 ? 1 : 0));  // none for an empty message
 }
 
 const Test kMessages{"messages between hosts and inside one", [] {
@@ -47,9 +50,9 @@ const Test kMessages{"messages between hosts and inside one", [] {
                                          x.write([&](size_t i) { return element(r.rank, i); },
                                                  r.stream);
                                          if (from != to && r.rank == from)
-                                           exchange(r, {to, true, x.bytes(), 4 * count});
+                                           run_message(r, {to, true, x.bytes(), 4 * count});
                                          if (from == to || r.rank != to) continue;
-                                         exchange(r, {from, false, x.bytes(), 4 * count});
+                                         run_message(r, {from, false, x.bytes(), 4 * count});
                                          const auto got = x.read(r.stream);
                                          for (size_t i = 0; i < count; ++i)
                                            expect_equal(got[i], element(from, i), "element");
@@ -98,10 +101,7 @@ const Test kLongMessages{"messages of several pieces, in both directions at once
                                    messages.push_back({peer, true, x.bytes(), 4 * kLongCount});
                                    messages.push_back({peer, false, into.bytes(), 4 * kLongCount});
                                  }
-                                 r.engine.prepare(messages, r.stream);
-                                 device::Event before(r.device);
-                                 before.record(r.stream);
-                                 r.engine.enqueue(messages, kLong, before)->stream_wait(r.stream);
+                                 run_messages(r, messages);
                                  for (int i = 1; i < 3; ++i) {
                                    const auto got = (i == 1 ? y : z).read(r.stream);
                                    for (size_t k = 0; k < kLongCount; ++k)
@@ -111,26 +111,16 @@ const Test kLongMessages{"messages of several pieces, in both directions at once
                                {0, 0, 1});
                          }};
 
-const Test kLongPlans{
-    "a plan with messages of several pieces, also in a graph", [] {
-      each_rank(2,
-                [](Rank& r) {
-                  Floats x(kLongCount);
-                  const collectives::CollectiveShape at{
-                      .rank = r.rank, .size = 2, .count = kLongCount, .hosts = r.hosts};
-                  const Lanes stages = device::make_channels(
-                      collectives::make_plan(Algorithm::direct, Operation::all_reduce, at), r.rank,
-                      1);
-                  const device::StreamJob job{.plan = &stages,
-                                              .operation = Operation::all_reduce,
-                                              .dtype = Dtype::float32,
-                                              .input = x.bytes(),
-                                              .output = x.bytes(),
-                                              .count = kLongCount};
-                  replay(r, x, job, kLongCount);
-                },
-                {0, 1});
-    }};
+const Test kLongPlans{"a plan with messages of several pieces, also in a graph", [] {
+                        each_rank(2,
+                                  [](Rank& r) {
+                                    Floats x(kLongCount);
+                                    const Lanes stages =
+                                        stages_of(r, Algorithm::direct, kLongCount);
+                                    replay(r, x, all_reduce(x, kLongCount, &stages), kLongCount);
+                                  },
+                                  {0, 1});
+                      }};
 
 const Test kReplayed{
     "a plan between hosts is captured in a graph, once there is memory for it", [] {
@@ -138,14 +128,8 @@ const Test kReplayed{
                 [](Rank& r) {
                   constexpr size_t kCount = 1000;
                   Floats x(kCount);
-                  const Lanes stages = device::make_channels(
-                      collectives::ring_all_reduce(r.rank, r.size, kCount), r.rank, 2);
-                  const device::StreamJob job{.plan = &stages,
-                                              .operation = Operation::all_reduce,
-                                              .dtype = Dtype::float32,
-                                              .input = x.bytes(),
-                                              .output = x.bytes(),
-                                              .count = kCount};
+                  const Lanes stages = stages_of(r, Algorithm::ring, kCount, 2);
+                  const device::StreamJob job = all_reduce(x, kCount, &stages);
                   fine(cudaStreamBeginCapture(r.stream, cudaStreamCaptureModeThreadLocal));
                   expect_throws<Unsupported>([&] { r.engine.prepare(job, r.stream); });
                   cudaGraph_t graph = nullptr;

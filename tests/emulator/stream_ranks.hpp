@@ -291,6 +291,22 @@ inline std::string text_of(const Case& one, const Rank& r) {
 
 using Lanes = std::vector<device::StreamStages>;
 
+// In place.
+inline device::StreamJob all_reduce(Floats& x, size_t count, const Lanes* stages) {
+  return {.plan = stages,
+          .operation = Operation::all_reduce,
+          .dtype = Dtype::float32,
+          .input = x.bytes(),
+          .output = x.bytes(),
+          .count = count};
+}
+
+inline Lanes stages_of(const Rank& r, Algorithm algorithm, size_t count, int lanes = 1) {
+  const collectives::CollectiveShape at{.rank = r.rank, .size = r.size, .count = count};
+  return device::make_channels(collectives::make_plan(algorithm, Operation::all_reduce, at), r.rank,
+                               lanes);
+}
+
 inline void run_case(Rank& r, const Case& one) {
   const auto size = static_cast<size_t>(r.size);
   Floats in(one.count * (has_parts_in(one.operation) ? size : 1));

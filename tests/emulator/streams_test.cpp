@@ -39,21 +39,6 @@ const Test kPlans{"every plan sends its elements, aligned, and gives the sum", [
                       });
                   }};
 
-device::StreamJob all_reduce(Floats& x, size_t count, const Lanes* stages) {
-  return {.plan = stages,
-          .operation = Operation::all_reduce,
-          .dtype = Dtype::float32,
-          .input = x.bytes(),
-          .output = x.bytes(),
-          .count = count};
-}
-
-Lanes stages_of(const Rank& r, Algorithm algorithm, size_t count, int lanes = 1) {
-  const collectives::CollectiveShape at{.rank = r.rank, .size = r.size, .count = count};
-  return device::make_channels(collectives::make_plan(algorithm, Operation::all_reduce, at), r.rank,
-                               lanes);
-}
-
 const Test kRing{"a ring is 2 (n - 1) groups of a send and a receive and no collective", [] {
                    each_rank(4, [](Rank& r) {
                      constexpr size_t kCount = 4096;

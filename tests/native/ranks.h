@@ -135,6 +135,14 @@ inline void run_groups(int size, const std::string& transport,
   run_groups(world, body);
 }
 
+// A test of `size` ranks for each transport.
+struct ByGroups {
+  ByGroups(const std::string& name, int size, void (*body)(pycomm::group::Group&)) {
+    for (const std::string& transport : kTransports)
+      Test(transport + ": " + name, [=] { run_groups(size, transport, body); });
+  }
+};
+
 // How a call ended: its error, or none, and how long it took.
 struct Ending {
   std::optional<pycomm::Error> error;
