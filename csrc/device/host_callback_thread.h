@@ -1,7 +1,7 @@
 // Runs host work that a stream waits for, without blocking the caller's thread.
 //
-//   stream            ... | call | other work | wait for a step | ... | wait for the last step |
-//   ... callback thread             run the body, which completes steps; its end completes all
+//   stream            ... | call | other work | wait for step 0 | ... | wait for the last step |
+//   callback thread             run the body, which completes steps; its end completes all
 //
 // The wait occupies no hardware channel (see Device::wait_until), so that later work of other
 // streams, which a peer may need before it joins the body, can start.

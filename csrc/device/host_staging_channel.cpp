@@ -134,6 +134,7 @@ void HostStagingChannel::begin(std::span<const PeerMessage> messages,
 }
 
 void HostStagingChannel::begin(std::function<void()> body) {
+  current_ = nullptr;
   callbacks_.begin([this, body = std::move(body)] { run(body); }, device_->capturing(stream_));
 }
 

@@ -3,10 +3,9 @@
 //
 // Long messages are copied in pieces, so that the copies and the transport work at the same time:
 //
-//   stream            | copy 0 | call | copy 1 | call | ... other work ...  | wait for the end |
-//   callback thread             exchange: send 0 | send 1 | ...   receive 0 | receive 1 | ...
-//   copy-back stream                                          wait | copy back 0 | wait | copy back
-//   1
+//   stream             copy 0 | call | copy 1 | call | ...  other work  ... | wait for the end
+//   callback thread            exchange: send 0 | send 1, receive 0 | receive 1
+//   copy-back stream                                wait | copy 0 back | wait | copy 1 back
 //
 // Pieces are of this rank only. The transport sends and receives whole messages, so that peers need
 // not agree about pieces, and the copies never wait for a peer.
@@ -76,7 +75,7 @@ class HostStagingChannel {
   // The arrays of `messages` are on the device. Received data is visible to work enqueued after
   // end(). Work that need not wait is enqueued between the two. Not thread-safe.
   void begin(std::span<const PeerMessage> messages, std::chrono::nanoseconds timeout);
-  // The same for other work on memory(), which has no pieces. It throws as exchange().
+  // The same for other work on memory(), which has no pieces. It throws as exchange() does.
   void begin(std::function<void()> body);
   void end();
   std::byte* memory() const { return staging_.data(); }  // that reserve() ensures

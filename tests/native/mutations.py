@@ -183,6 +183,14 @@ ROWS = [
         "local: two ranks that both send first",
     ),
     (
+        "sent_before_it_is_ready",
+        "engine/message_tasks.cpp",
+        "if (ready_ && ready_() < sent_ + frame) return false;",
+        "",
+        "messages",
+        "local: a message is sent as its data becomes ready",
+    ),
+    (
         "messages_in_any_order",
         "engine/message_tasks.cpp",
         "std::ranges::sort(sent);",
