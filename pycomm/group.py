@@ -46,7 +46,9 @@ class Group:
             copy it.
         cuda_internode_transport: "nccl", or "tcp" to send CUDA arrays between hosts through host
             memory and pycomm's connections. Set it as cuda_channels.
-        joined: ranks of the processes that joined when replace() or grow() made this group.
+        joined: ranks of the processes that joined when replace() or grow() made this group, or the
+            one from which split() made it.
+        successor: the group that shrink(), replace() or grow() made of this one; None: not yet.
         cuda_symmetric_memory: whether ranks of one host map memory of each other's GPUs, for the
             algorithm "symmetric_memory" (docs/cuda.md). Set it as cuda_channels.
     """
@@ -66,6 +68,7 @@ class Group:
         "cuda_internode_transport",
         "cuda_symmetric_memory",
         "joined",
+        "successor",
     )
 
     def __init__(
@@ -82,6 +85,7 @@ class Group:
         self._subgroups: list[weakref.ref[Group]] = []  # made by split()
         self._elastic: Elastic | None = None
         self.joined: list[int] = []
+        self.successor: Group | None = None
         _groups.add(weakref.ref(self, _groups.discard))
 
     @property
@@ -122,6 +126,8 @@ class Group:
         if core is None:
             return None
         subgroup = Group(core, self._store, self._timeout_s)
+        joined = {self.ranks[rank] for rank in self.joined}
+        subgroup.joined = [rank for rank, one in enumerate(subgroup.ranks) if one in joined]
         self._copy_options(subgroup)
         self._adopt_subgroup(subgroup)
         return subgroup
@@ -231,6 +237,7 @@ class Group:
     def _inherit(self, made: Group) -> Group:
         """Gives `made`, which replaces this group, what it copies from it."""
         self._copy_options(made)
+        self.successor = made
         for callback in on_shrink:
             callback(self, made)
         return made

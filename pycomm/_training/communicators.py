@@ -28,18 +28,24 @@ class CommunicatorPool:
         group: the ranks; None: the default group.
         count: number of communicators; None: 1 if all ranks share a host, else 2.
         hierarchical: reduce within hosts, between hosts, then within hosts. Ignored on one host.
+        split: False: without groups split off it until use() is called; not collective.
 
     Raises:
         InvalidArgument: `count` is below 1.
     """
 
     def __init__(
-        self, group: Group | None = None, count: int | None = None, hierarchical: bool = False
+        self,
+        group: Group | None = None,
+        count: int | None = None,
+        hierarchical: bool = False,
+        split: bool = True,
     ) -> None:
         self._asked = count, hierarchical
-        self._create(group or default())
+        self.use(group or default(), split)
 
-    def _create(self, group: Group) -> None:
+    def use(self, group: Group, split: bool = True) -> None:
+        """Replaces all communicators by ones of the ranks of `group`. Collective."""
         count, hierarchical = self._asked
         self.group = group
         hosts = self.group.core.host_count
@@ -47,15 +53,10 @@ class CommunicatorPool:
             count = 1 if hosts == 1 else BETWEEN_HOSTS
         if count < 1:
             raise InvalidArgument(f"invalid lanes: got {count}, expected at least 1")
-        parts = (self.group.split(0) for _ in range(count - 1))
+        parts = (self.group.split(0) for _ in range(count - 1 if split else 0))
         self._groups = [self.group, *(part for part in parts if part is not None)]
         self._algorithm = "hierarchical" if hierarchical and hosts > 1 else None
         self._turn = 0
-
-    def shrink(self, timeout_s: float | None = None) -> None:
-        """Replaces all communicators by ones of the survivors, as Group.shrink. Collective."""
-        self.group = self.group.shrink(timeout_s)
-        self._create(self.group)
 
     @property
     def size(self) -> int:

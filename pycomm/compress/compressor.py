@@ -7,7 +7,6 @@ warm-up, and keeps the state between steps.
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -26,6 +25,7 @@ from pycomm.compress.parameter_state import AdoptedMomentum, ParameterState
 from pycomm.compress.sharded import ShardedExchange
 from pycomm.compress.state import CompressorState
 from pycomm.compress.transaction import Step, StepPlan
+from pycomm.elastic.change import GroupChange
 from pycomm.errors import InvalidArgument, Unsupported
 from pycomm.group import Group
 
@@ -130,11 +130,12 @@ class Compressor:
         if scaler is not None:
             scaler.load_state_dict(coalesced.bcast_value(scaler.state_dict(), src, group))
 
-    def resume_after_shrink(self, before: Group, counted: bool, src: int) -> float:
-        """Rolls back or commits the failed step, after the pool shrank from the ranks of `before`.
+    def resume(self, change: GroupChange, counted: bool) -> float:
+        """Rolls back or commits the failed step, after the pool got another group.
 
-        Survivors keep u and v, and take from rank `src` everything that must be the same. Returns
-        an estimate of the norm of the lost ranks' residual: the mean residual of the survivors.
+        Survivors keep u and v, those of new ranks are 0; everything that must be the same is taken
+        from rank `change.source`. Returns an estimate of the norm of the lost ranks' residual: the
+        mean residual of the survivors.
         """
         step = self._step or self._failed
         self._step = self._failed = None
@@ -142,22 +143,19 @@ class Compressor:
             step.cancel()
             if counted:
                 step.commit_sent()
-        lost = self._keep_survivors(before)
+        lost = self._keep_survivors(change)
         self._chooser.forget()  # the bytes depend on the number of ranks
         self._level_plan = DENSE
         self._adopted.forget()
         state, group = self.state, self._communicators().group
         word = torch.tensor([state.step_count, state.switched])
-        collectives.broadcast(word, src, group=group)
+        collectives.broadcast(word, change.source, group=group)
         state.step_count, state.switched = int(word[0]), bool(word[1])
-        self.sync_from(src)
+        self.sync_from(change.source)
         squares = sum(
             float(m.v.double().square().sum()) for m in state.compressed if m.v is not None
         )
-        mean = collectives.all_reduce(
-            torch.tensor([squares], dtype=torch.float64), "avg", group=group
-        )
-        return math.sqrt(float(mean) * lost)
+        return change.lost_norm(squares, lost)
 
     def detach(self) -> None:
         """See DGC.detach."""
@@ -290,14 +288,14 @@ class Compressor:
             return ShardedExchange(now.value_dtype, residual, self._options.owner_k_factor)
         return AllGatherExchange(now.value_dtype)
 
-    def _keep_survivors(self, before: Group) -> int:
+    def _keep_survivors(self, change: GroupChange) -> int:
         """Converts u and v to the surviving ranks or hosts. Returns how many were lost."""
-        state, group = self.state, self._communicators().group
+        state, before, group = self.state, change.before, change.group
         state.take_in_owner_residual(before)
         if not _everywhere(bool(state.by_host), group):
             state.to_ranks(before)
         if not state.by_host:
-            return before.size - group.size
+            return change.lost_states
         hosts = max(state.by_host)
         self._hosts = None
         state.by_host = self._host_groups().of_rank

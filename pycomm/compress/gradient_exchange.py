@@ -8,7 +8,6 @@ pycomm.parallel.exchange has the contract.
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -22,6 +21,7 @@ from pycomm._training import coalesced
 from pycomm._training.communicators import CommunicatorPool
 from pycomm.compress.interrupts import defer_sigint
 from pycomm.compress.quantized_residuals import VERSION, QuantizedResiduals
+from pycomm.elastic.change import GroupChange
 from pycomm.errors import InvalidArgument
 from pycomm.group import Group
 
@@ -144,22 +144,19 @@ class GradientExchange:
             group = self._communicators().group
             scaler.load_state_dict(coalesced.bcast_value(scaler.state_dict(), src, group))
 
-    def resume_after_shrink(self, before: Group, counted: bool, src: int) -> float:
-        """Commits the failed pass if rank `src` did; see Exchange."""
+    def resume(self, change: GroupChange, counted: bool) -> float:
+        """Commits the failed pass if rank `change.source` did; see Exchange."""
         failed = self._passing or self._failed
         self.cancel()
         self._failed = []
-        group = self._communicators().group
         word = torch.tensor([self._step])
-        collectives.broadcast(word, src, group=group)
+        collectives.broadcast(word, change.source, group=change.group)
         if counted and int(word) > self._step:
             self._commit(failed)
         self._step = int(word)
-        self._residuals.fold_owned(before)
-        self.sync_from(src)
-        squares = torch.tensor([self._residuals.squares()], dtype=torch.float64)
-        mean = float(collectives.all_reduce(squares, "avg", group=group))
-        return math.sqrt(mean * (before.size - group.size))
+        self._residuals.resume(change)
+        self.sync_from(change.source)
+        return change.lost_norm(self._residuals.squares())
 
     def stats(self) -> dict[str, Any]:
         """See QuantizedGradients.stats."""

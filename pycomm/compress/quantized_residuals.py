@@ -21,6 +21,8 @@ from torch import Tensor
 
 from pycomm import collectives
 from pycomm._quantize import Feedback, Layout, blocks_of, fold, own_count
+from pycomm._training import coalesced
+from pycomm.elastic.change import GroupChange
 from pycomm.errors import InvalidArgument, Unsupported
 from pycomm.group import Group
 
@@ -118,7 +120,16 @@ class QuantizedResiduals:
             for part in pair:
                 np.multiply(part, np.float32(factor), out=part)
 
-    def fold_owned(self, group: Group) -> None:
+    def resume(self, change: GroupChange) -> None:
+        """Collective. Moves the owner residuals of this rank into its residuals; new ranks get
+        residuals of 0 of the parameters that were exchanged."""
+        self._fold_owned(change.before)
+        names = coalesced.bcast_value(sorted(self._loose), change.source, change.group)
+        counts = {shape.name: shape.count for shape in self._shapes.values()}
+        for name in names if change.is_new else ():
+            self._loose[name] = np.zeros(counts[name], np.float32), np.zeros(0, np.float32)
+
+    def _fold_owned(self, group: Group) -> None:
         """Moves the owner residuals of this rank in `group` into its residuals."""
         firsts = {shape.name: shape.first for shape in self._shapes.values()}
         for key in list(self._buckets):

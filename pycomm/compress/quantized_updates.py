@@ -19,6 +19,7 @@ from pycomm.compress.interrupts import defer_sigint
 from pycomm.compress.parameter_state import flat_view
 from pycomm.compress.quantized_residuals import QuantizedResiduals
 from pycomm.compress.updates import UpdateCompressor, commit_rounded
+from pycomm.elastic.change import GroupChange
 from pycomm.group import Group
 
 __all__ = ["QuantizedUpdates"]
@@ -180,11 +181,12 @@ class QuantizedUpdates(UpdateCompressor[list[Tensor]]):
             self._commit_exchanges()
         self._finish()
 
-    def use_group(self, group: Group) -> None:
-        self._residuals.fold_owned(self._pool.group)
-        super().use_group(group)
+    def resume(self, change: GroupChange) -> float:
+        self._residuals.resume(change)
+        norm = super().resume(change)
         for bucket in self._buckets:
             self._new_exchange(bucket)
+        return norm
 
     def save(self) -> dict[str, list[Tensor]]:
         return _as_lists(self._residuals.save())

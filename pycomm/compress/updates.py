@@ -6,7 +6,6 @@ are in the residuals, and this rank has sent nothing. `commit` changes the param
 
 from __future__ import annotations
 
-import math
 import struct
 import zlib
 from abc import ABC, abstractmethod
@@ -17,9 +16,9 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from pycomm import collectives
 from pycomm._training.communicators import CommunicatorPool
 from pycomm.compress.parameter_state import is_dense
+from pycomm.elastic.change import GroupChange
 from pycomm.errors import InvalidArgument, Mismatch, Unsupported
 from pycomm.group import Group
 
@@ -117,18 +116,11 @@ class UpdateCompressor(ABC, Generic[Received]):
     def _finish(self) -> None:
         """Ends a committed exchange."""
 
-    def use_group(self, group: Group) -> None:
-        """Exchanges among the ranks of this group from now on."""
-        self._pool = CommunicatorPool(group, 1)
-
-    def estimate_lost_residual(self, lost: int) -> float:
-        """Collective. An estimate of the norm of the residual of `lost` ranks: the mean residual of
-        this group."""
-        squares = sum(float(x.double().square().sum()) for x in self.residual)
-        mean = collectives.all_reduce(
-            torch.tensor([squares], dtype=torch.float64), "avg", group=self._pool.group
-        )
-        return math.sqrt(float(mean) * lost)
+    def resume(self, change: GroupChange) -> float:
+        """Collective. Exchanges among the ranks of the new group from now on; new ranks have no
+        residual. Returns ShrinkResult.lost_residual_norm."""
+        self._pool = CommunicatorPool(change.group, 1)
+        return change.lost_norm(sum(float(x.double().square().sum()) for x in self.residual))
 
     @abstractmethod
     def save(self) -> dict[str, list[Tensor]]:

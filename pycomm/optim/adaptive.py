@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from pycomm import collectives
-from pycomm._training import coalesced
 from pycomm.errors import InvalidArgument
 from pycomm.optim.local_sgd import LocalSGD
 
@@ -145,9 +144,12 @@ class AdaptiveLocalSGD(LocalSGD):
         collectives.broadcast(steps, 0, group=self._group)
         self.k_steps = int(steps.item())
 
-    def _sync_from(self, src: int, last: int) -> None:
-        super()._sync_from(src, last)
-        self._reference = coalesced.bcast_value(self._reference, src, self._group)
+    def _numbers(self) -> dict[str, Any]:
+        return {**super()._numbers(), "reference": self._reference}
+
+    def _take_numbers(self, numbers: dict[str, Any]) -> None:
+        super()._take_numbers(numbers)
+        self._reference = numbers["reference"]
 
     def state_dict(self) -> dict[str, Any]:
         """The state of LocalSGD, and loss_0 and lr_0 under "reference"."""

@@ -24,11 +24,9 @@ from pycomm._quantize import Quantize
 from pycomm._training import coalesced
 from pycomm.compress.dense import clip_gradients
 from pycomm.compress.interrupts import defer_sigint
-from pycomm.compress.state import VERSION, sources_of
 from pycomm.compress.topk import TopK
 from pycomm.compress.updates import UpdateCompressor
 from pycomm.default_group import default
-from pycomm.elastic import ShrinkResult, most_advanced_rank, shrink_result
 from pycomm.errors import InvalidArgument
 from pycomm.group import Group
 from pycomm.optim.compression import (
@@ -37,14 +35,14 @@ from pycomm.optim.compression import (
     update_compressor,
     warn_about_momentum,
 )
-from pycomm.optim.moments import mean_state
+from pycomm.optim.local_state import LocalState
 from pycomm.optim.muon import MuonMatrices
 from pycomm.optim.weight_decay import multiply_factors, without_decay
 
 __all__ = ["LocalSGD"]
 
 
-class LocalSGD:
+class LocalSGD(LocalState):
     """Steps a torch optimizer and periodically averages parameters (Lin et al., arXiv 1808.07217).
 
         local = pycomm.LocalSGD(model, optimizer, k_steps=4, begin_step=100)
@@ -116,6 +114,7 @@ class LocalSGD:
         muon: torch.optim.Optimizer | None = None,
     ) -> None:
         check_model(model, optimizer, momentum)
+        group = group or default()
         if k_steps < 1 or begin_step < 1:
             raise InvalidArgument(
                 f"invalid k_steps or begin_step: got {k_steps} and {begin_step}, expected at "
@@ -129,28 +128,27 @@ class LocalSGD:
             raise InvalidArgument("LocalSGD: muon needs compression, k_steps=1 and no outer")
         if clip_norm is not None and not clip_norm > 0:
             raise InvalidArgument(f"invalid clip_norm: got {clip_norm}, expected above 0, or None")
-        self.optimizer, self.outer = optimizer, outer
-        self.k_steps, self.step_count, self.last_sync = k_steps, 0, 0
-        self._begin, self._rule, self._group = begin_step, rule, group or default()
+        super().__init__(model, optimizer, outer, k_steps, group)
+        self._begin, self._rule = begin_step, rule
         self._average_momentum = momentum == "averaged"
-        self._parameters = [p for p in model.parameters() if p.requires_grad]
         self._buffers = [b for b in model.buffers() if b.is_floating_point()] if buffers else []
-        coalesced.bcast_list_([*model.parameters(), *model.buffers()], 0, self._group)
-        self._snapshot = [p.detach().clone() for p in self._parameters]
         self._clip_norm = clip_norm
-        self._compressor: UpdateCompressor[Any] | None = None
         if compression is not None:
             self._compressor = update_compressor(
                 compression, self._parameters, self._snapshot, self._group
             )
             warn_about_momentum(optimizer, self._compressor.ratio)
-        self._muon = None if muon is None else MuonMatrices(muon, optimizer, self._parameters)
+        if muon is not None:
+            self._muon = MuonMatrices(muon, optimizer, self._parameters)
 
     @property
     def _gradients_first(self) -> bool:
         """Whether ranks average gradients instead of parameters up to begin_step."""
         sgd = isinstance(self.optimizer, torch.optim.SGD)
         return self._rule == "torch" or not (sgd or self._compressor is not None)
+
+    def _averages_gradients(self, step: int) -> bool:
+        return self._gradients_first and step <= self._begin
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -200,7 +198,7 @@ class LocalSGD:
         Returns:
             True if the ranks average after it, with the current k_steps.
         """
-        if self._gradients_first and step <= self._begin:
+        if self._averages_gradients(step):
             return False
         if self._rule == "torch":
             return (step - 1 - self._begin) % self.k_steps == 0
@@ -208,6 +206,7 @@ class LocalSGD:
 
     def _local_step(self, closure: Callable[[], float] | None) -> float | None:
         """The optimizer's step, skipped for Inf or NaN; step_count always increases."""
+        self._membership.check("LocalSGD")
         self.step_count += 1
         skip = False
         compressor = self._compressor
@@ -216,7 +215,7 @@ class LocalSGD:
         if scale is not None:
             for p in self._with_gradient():
                 p.grad.mul_(1.0 / scale)
-        averaged = self._gradients_first and self.step_count <= self._begin
+        averaged = self._averages_gradients(self.step_count)
         if averaged:
             self._average_gradients()
             if hasattr(self, "found_inf"):  # of this rank only; the averages are equal on all ranks
@@ -307,53 +306,6 @@ class LocalSGD:
                 compressor.commit(received)
             self.last_sync = self.step_count
 
-    def shrink(self, timeout_s: float | None = None) -> ShrinkResult:
-        """Collective over the surviving ranks after a rank failed: continues with these ranks.
-
-        All ranks use the last average that any of them completed. A rank where that average failed
-        takes it over and loses its steps since the average before; the others keep their steps. The
-        failed average is repeated with the next due step. With compression no steps are lost: they
-        are in the residual.
-
-        Args:
-            timeout_s: in seconds, as of Group.shrink.
-
-        Returns:
-            The surviving ranks, and the step count, the same on all ranks.
-
-        Raises:
-            PeerLost: another rank failed during the call: call again.
-        """
-        before, self._group = self._group, self._group.shrink(timeout_s)
-        last, source = most_advanced_rank(self.last_sync, self._group)
-        self._sync_from(source, last)
-        self.step_count, _ = most_advanced_rank(self.step_count, self._group)
-        self.last_sync = last
-        norm = 0.0
-        if self._compressor is not None:
-            self._compressor.use_group(self._group)
-            norm = self._compressor.estimate_lost_residual(before.size - self._group.size)
-        return shrink_result(before, self._group, self.step_count, norm)
-
-    def _sync_from(self, src: int, last: int) -> None:
-        """Takes from rank `src` the shared state after the average of step `last`, and the
-        parameters if this rank missed that average."""
-        coalesced.bcast_list_(self._snapshot, src, self._group)
-        together = self._gradients_first and last <= self._begin  # gradients are averaged so far
-        muon = None if self._muon is None else self._muon.optimizer
-        for optimizer in (self.optimizer if together else None, self.outer, muon):
-            if optimizer is not None:
-                state = coalesced.bcast_value(optimizer.state_dict(), src, self._group)
-                optimizer.load_state_dict(state)
-        interval = torch.tensor([self.k_steps])
-        collectives.broadcast(interval, src, group=self._group)
-        self.k_steps = int(interval)
-        if self.last_sync < last:
-            for p, s in zip(self._parameters, self._snapshot, strict=True):
-                p.data.copy_(s)
-            if self._compressor is not None:
-                self._compressor.commit_missed()
-
     def _take_snapshot(self, parameters: list[nn.Parameter]) -> None:
         """Stores the snapshot: these parameters are equal on all ranks."""
         for s, p in zip(self._snapshot, parameters, strict=True):
@@ -400,96 +352,3 @@ class LocalSGD:
             "dense_bytes": dense,
             "groups": 0 if one is None else one.groups,
         }
-
-    def state_dict(self) -> dict[str, Any]:
-        """The state of this rank: plain values and tensors. Save the model and the optimizer too;
-        they differ by rank between two averages, with compression always.
-
-        With compression it also has version, rank, size, decay (by parameter, the factor of the
-        snapshot since the last average), and residual: by parameter, float32 [elements]. With
-        Quantize also owner_residual, by parameter, of the elements that this rank owns. With muon
-        also its state, and mean_squares, float64 [matrices, 2]: of the gradients of this rank.
-        """
-        state = {
-            "step_count": self.step_count,
-            "last_sync": self.last_sync,
-            "k_steps": self.k_steps,
-            "snapshot": [s.clone() for s in self._snapshot],
-            "outer": None if self.outer is None else self.outer.state_dict(),
-        }
-        if self._compressor is not None:
-            state |= {
-                "version": VERSION,
-                "rank": self._group.rank,
-                "size": self._group.size,
-                "decay": list(self._compressor.decay),
-                **self._compressor.save(),
-            }
-        if self._muon is not None:
-            state |= self._muon.save()
-        return state
-
-    def gather_state(self, dst: int = 0) -> dict[str, Any] | None:
-        """Collective. With compression: gathers the states of all ranks, and the mean state of the
-        optimizer; the result loads at any number of ranks.
-
-        Args:
-            dst: the rank that receives the states.
-
-        Returns:
-            On rank `dst` version, size, ranks: a list of what state_dict() returns on each rank,
-            and optimizer: the optimizer's state_dict() with the mean of the moments over all ranks.
-            None on the others.
-
-        Raises:
-            InvalidArgument: there is no compression.
-            Error: as pycomm.gather.
-        """
-        if self._compressor is None:
-            raise InvalidArgument("LocalSGD.gather_state() is for states with compression")
-        found, size = self._compressor.gather(dst), self._group.size
-        other = [{}] * size if self._muon is None else self._muon.gather(self._group, dst)
-        mean = mean_state(self.optimizer, self._group)
-        if found is None or other is None:
-            return None
-        mine = self.state_dict()
-        parts = enumerate(zip(found, other, strict=True))
-        ranks = [mine | {"rank": rank} | one | more for rank, (one, more) in parts]
-        return {"version": VERSION, "size": size, "ranks": ranks, "optimizer": mean}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores a state. Load the model and the optimizer of the same step too.
-
-        With compression, each rank loads its own state, or the result of gather_state(). At another
-        number of ranks each rank takes the mean residual of the saved ranks, with muon the mean of
-        their mean_squares, and loads the optimizer with the mean of its moments.
-
-        Args:
-            state: from state_dict() of this class, with an outer optimizer if this one has one.
-
-        Raises:
-            InvalidArgument: the parameters have other shapes, or, with compression, as
-                DGC.load_state_dict; nothing changes.
-        """
-        sources, optimized = [state], state.get("optimizer")
-        if self._compressor is not None:
-            sources = [dict(one) for one in sources_of(state, self._group, "LocalSGD")]
-            state = sources[0]
-        shapes = [tuple(s.shape) for s in state["snapshot"]]
-        if shapes != [tuple(s.shape) for s in self._snapshot]:
-            raise InvalidArgument(
-                f"LocalSGD: invalid state: got {len(shapes)} parameters, expected "
-                f"{len(self._snapshot)} with the shapes of the model's"
-            )
-        if self._compressor is not None:
-            self._compressor.load(sources)
-        if self._muon is not None:
-            self._muon.load(sources)
-        if optimized is not None and len(sources) > 1:
-            self.optimizer.load_state_dict(optimized)
-        for mine, saved in zip(self._snapshot, state["snapshot"], strict=True):
-            mine.copy_(saved)
-        self.step_count, self.last_sync = state["step_count"], state["last_sync"]
-        self.k_steps = state["k_steps"]
-        if self.outer is not None:
-            self.outer.load_state_dict(state["outer"])

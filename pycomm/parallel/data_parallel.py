@@ -6,7 +6,7 @@ docs/training.md describes its guarantees.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,9 +20,11 @@ from pycomm._training.coalesced import bcast_list_, bcast_value
 from pycomm._training.communicators import CommunicatorPool
 from pycomm.compress.dgc import DGC, compressor_of
 from pycomm.compress.quantized_gradients import QuantizedGradients, exchange_of
-from pycomm.elastic import ShrinkResult, most_advanced_rank, shrink_result
+from pycomm.default_group import default
+from pycomm.elastic.change import Membership, ShrinkResult
+from pycomm.elastic.state import copy_state
 from pycomm.errors import InvalidArgument, Unsupported
-from pycomm.group import Group
+from pycomm.group import DEFAULT_WAIT_S, Group
 from pycomm.parallel.batch_norm import SyncBatchNorm
 from pycomm.parallel.buckets import Limits, slots_of
 from pycomm.parallel.exchange import DenseExchange, Exchange
@@ -55,7 +57,8 @@ class DataParallel(nn.Module):
             Mismatch if they differ.
         broadcast_buffers: copy rank 0's buffers to all ranks before each forward pass that is
             followed by an exchange; passes under no_grad or no_sync do not communicate.
-        group: the ranks; None: the default group.
+        group: the ranks; None: the default group. If this process joined it, the constructor makes
+            no calls; replace() must be called first.
         find_unused_parameters: parameters may have no gradient. If no rank uses a parameter it
             keeps its gradient; if another rank uses it, its gradient counts as zero here. Otherwise
             such a parameter raises InvalidArgument at the end of backward.
@@ -108,12 +111,16 @@ class DataParallel(nn.Module):
         self._joining = False
         self._source = 0  # the rank whose buffers are used
         self._check_places()
-        made = self._pool = CommunicatorPool(group, lanes, hierarchical)
-        check_layout(self._named_tensors(), self._group)
-        if init == "check":
-            check_equal(self._named_tensors(), self._group)
-        else:
-            self._broadcast_all(0)
+        group = group or default()
+        self._membership = Membership(group)
+        new = self._membership.new
+        made = self._pool = CommunicatorPool(group, lanes, hierarchical, split=not new)
+        if not new:
+            check_layout(self._named_tensors(), group)
+            if init == "check":
+                check_equal(self._named_tensors(), group)
+            else:
+                self._broadcast_all(0)
         exchange: Exchange = DenseExchange(made)
         if compression is not None:
             compressor = (
@@ -138,6 +145,7 @@ class DataParallel(nn.Module):
         Raises:
             Error: as pycomm.broadcast, if it communicates.
         """
+        self._membership.check("DataParallel")
         if self._reducer.sync and torch.is_grad_enabled():
             if self._joining:
                 self._source = self._highest_active_rank(active=True)
@@ -222,18 +230,59 @@ class DataParallel(nn.Module):
         Raises:
             GroupBroken, PeerLost, Timeout: as of Group.shrink.
         """
-        before = self._group
-        self._pool.shrink(timeout_s)
+        return self._resume(lambda group: group.shrink(timeout_s), others)
+
+    def replace(
+        self, *others: Any, timeout_s: float | None = None, wait_s: float = DEFAULT_WAIT_S
+    ) -> ShrinkResult:
+        """As shrink(), but new processes take the ranks that were lost. Collective over the
+        survivors and the new processes.
+
+        A new process makes the same model, wrapper and `others` in the group that it joined: the
+        constructor makes no calls then. Its first replace() gets everything else. Several survivors
+        send at once; SHA-256 says that all are equal. Residuals of a new rank, and DGC's velocity
+        of compressed parameters, are 0.
+
+        If the group was replaced already, by Group.replace, Group.grow or another wrapper, that
+        group is used.
+
+        Args:
+            others: as of shrink(); the same objects on all ranks.
+            timeout_s, wait_s: as of Group.replace.
+
+        Returns:
+            The new group, and the number of steps that all have completed.
+
+        Raises:
+            InvalidArgument: the group is not elastic, a time is invalid, or all ranks joined.
+            Mismatch: on every rank: the model or `others` of a new process differ.
+            GroupBroken, PeerLost, Timeout: as of Group.replace.
+        """
+        return self._resume(lambda group: group.replace(timeout_s, wait_s), others)
+
+    def _resume(self, make: Callable[[Group], Group], others: Sequence[Any]) -> ShrinkResult:
+        """Continues in the group that `make` makes of this one. Collective over it."""
+        before, reducer = self._group, self._reducer
+        change = self._membership.change(make, (reducer.passes,))
+        self._pool.use(change.group)
         for layer in self._synchronized_layers():
             if layer.group is before:
                 layer.group = self._group
-        step, source = most_advanced_rank(self._reducer.passes, self._group)
-        self._broadcast_all(source)
-        for other in others:
-            other.load_state_dict(bcast_value(other.state_dict(), source, self._group))
-        lost = self._exchange.resume_after_shrink(before, self._reducer.passes < step, source)
-        self._reducer.resume_after_shrink(self._group, step, source)
-        return shrink_result(before, self._group, step, lost)
+        if change.new:
+            check_layout(self._named_tensors(), self._group)
+        tensors = [tensor for _, tensor in self._named_tensors()]
+        state = [tensors, [other.state_dict() for other in others]]
+        found = copy_state(state, change.source, self._group, change.new)
+        if found is not state:
+            for tensor, content in zip(tensors, found[0], strict=True):
+                tensor.detach().copy_(content)
+            for other, content in zip(others, found[1], strict=True):
+                other.load_state_dict(content)
+        (step,) = change.counts
+        lost = self._exchange.resume(change, reducer.passes < step)
+        reducer.resume(self._group, step, change.source)
+        self._membership.new = False
+        return change.result(step, lost)
 
     def _highest_active_rank(self, active: bool) -> int:
         """The highest rank that has data; -1 if none. Collective."""

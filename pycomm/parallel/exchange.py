@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pycomm._core_api.calls import Work
 from pycomm._training.communicators import CommunicatorPool
-from pycomm.group import Group
+from pycomm.elastic.change import GroupChange
 
 __all__ = ["DenseExchange", "Exchange"]
 
@@ -48,13 +48,12 @@ class Exchange(Protocol):
         """Copies the state that must be equal on all ranks from rank `src`. Collective."""
         ...
 
-    def resume_after_shrink(self, before: Group, counted: bool, src: int) -> float:
-        """Resumes after the pool has shrunk from the ranks of `before`. Collective over the
-        survivors.
+    def resume(self, change: GroupChange, counted: bool) -> float:
+        """Resumes after the pool got another group. Collective.
 
         If `counted`, a pass that failed here counts as complete, as another rank completed it.
-        State that must be equal on all ranks is copied from `src`. Returns
-        ShrinkResult.lost_residual_norm.
+        State that must be equal on all ranks is copied from `change.source`. New ranks have no
+        residual. Returns ShrinkResult.lost_residual_norm.
         """
         ...
 
@@ -88,7 +87,7 @@ class DenseExchange:
     def sync_from(self, src: int) -> None:
         """Does nothing: there is no state."""
 
-    def resume_after_shrink(self, before: Group, counted: bool, src: int) -> float:
+    def resume(self, change: GroupChange, counted: bool) -> float:
         """Discards pending calls; there is no residual."""
         self._works = []
         return 0.0

@@ -95,10 +95,9 @@ class Reducer:
         if self._passed and self._order is not None:
             self._agree_on_order()
 
-    def resume_after_shrink(self, group: Group, passes: int, src: int) -> None:
-        """Makes the buckets of rank `src` on `group`, the survivors; drops all gradients.
-        Collective over them.
-        """
+    def resume(self, group: Group, passes: int, src: int) -> None:
+        """Makes the buckets of rank `src` on `group`, the new one; drops all gradients.
+        Collective."""
         order = torch.tensor([s.place for bucket in self._buckets for s in bucket.slots])
         collectives.broadcast(order, src, group=group)
         self._group, self._order = group, None

@@ -11,6 +11,7 @@ from pycomm import Group, elastic, errors
 from pycomm.testing import run_ranks
 
 RANKS = 5
+MESSAGES = {"all new": "read a checkpoint", "sharded": "the state of rank 1: got a DTensor"}
 
 
 def state_of(seed: int) -> dict[str, Any]:
@@ -36,7 +37,7 @@ def equal(a: Any, b: Any) -> bool:
 
 def sync(group: Group, steps: list[int | None], piece_bytes: int) -> Any:
     """`steps`: by rank: completed steps; None: the rank is new."""
-    elastic.PIECE_BYTES = piece_bytes
+    elastic.state.PIECE_BYTES = piece_bytes
     group.joined = [rank for rank, step in enumerate(steps) if step is None]
     mine = steps[group.rank]
     given = object() if mine is None else state_of(mine)
@@ -93,17 +94,35 @@ def test_different_states_are_named_on_all_ranks(what: str) -> None:
     assert len(set(texts)) == 1
 
 
+def sync_shards(group: Group) -> None:
+    """Ranks 0 and 2 have copies of one shard, ranks 1 and 3 of the other; rank 2 is new."""
+    group.joined = [2]
+    shard = group.split(group.rank % 2)
+    assert shard is not None
+    assert shard.joined == ([1] if group.rank % 2 == 0 else [])
+    mine = {"shard": torch.full((5,), -1 if group.rank == 2 else group.rank % 2)}
+    state, step = elastic.sync_state(mine, 0 if group.rank == 2 else 4, group=shard)
+    assert (state["shard"].tolist(), step) == ([group.rank % 2] * 5, 4)
+
+
+def test_a_copy_of_a_shard_is_found_in_a_subgroup() -> None:
+    run_ranks(4, sync_shards)
+
+
 def refuse(group: Group, case: str) -> None:
     group.joined = list(range(group.size)) if case == "all new" else [0]
     state: Any = {"a": object()} if case == "object" and group.rank == 1 else {}
     if case == "sparse" and group.rank == 1:
         state = {"a": torch.eye(3).to_sparse()}
+    if case == "sharded" and group.rank == 1:
+        state = {"a": torch.ones(3)}
+        state["a"].device_mesh = None  # as a DTensor
     step = -1 if case == "negative" else 0
-    with pytest.raises(errors.InvalidArgument):
+    with pytest.raises(errors.InvalidArgument, match=MESSAGES.get(case)):
         elastic.sync_state(state, step, group=group)
     assert pycomm.all_reduce(np.ones(1), group=group)[0] == group.size
 
 
-@pytest.mark.parametrize("case", ["all new", "negative", "object", "sparse"])
+@pytest.mark.parametrize("case", ["all new", "negative", "object", "sparse", "sharded"])
 def test_invalid_states_are_refused_on_all_ranks(case: str) -> None:
     run_ranks(3, refuse, case)

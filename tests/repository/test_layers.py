@@ -149,7 +149,8 @@ LAYERS = [
     ["_quantize"],
     ["collectives"],
     ["objects", "_training"],
-    ["elastic", "compress", "data", "metrics", "checkpoint", "printing"],
+    ["elastic"],
+    ["compress", "data", "metrics", "checkpoint", "printing"],
     ["parallel", "optim", "functional"],
     ["launch", "torch_backend", "testing"],
     ["observe", "tuning"],
@@ -163,7 +164,7 @@ MAY_IMPORT_TORCH = [
     *("pycomm/_torch_autoload.py", "pycomm/torch_backend.py", "pycomm/launch/"),
     *("pycomm/bench/", "pycomm/demo/"),
     *("pycomm/_training/coalesced.py", "pycomm/checkpoint.py", "pycomm/compress/"),
-    *("pycomm/data/", "pycomm/elastic.py", "pycomm/functional.py", "pycomm/metrics.py"),
+    *("pycomm/data/", "pycomm/elastic/", "pycomm/functional.py", "pycomm/metrics.py"),
     *("pycomm/optim/", "pycomm/parallel/", "pycomm/tuning/planner.py"),
 ]
 # Modules that read the environment. Launchers pass it on to children.

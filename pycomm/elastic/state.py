@@ -1,12 +1,12 @@
-"""Training that continues after ranks were lost: the agreed step, and the state of new ranks."""
+"""The state of ranks that have it, sent to those that do not by several ranks at once."""
 
 from __future__ import annotations
 
 import bisect
 import hashlib
 import itertools
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,46 +15,14 @@ from torch import Tensor
 
 from pycomm import _core, collectives
 from pycomm.default_group import default
-from pycomm.errors import InvalidArgument, Mismatch
+from pycomm.errors import Error, InvalidArgument, Mismatch
 from pycomm.group import Group
 from pycomm.objects import all_gather_object
 from pycomm.objects.serialization import encode
 
-__all__ = ["ShrinkResult", "most_advanced_rank", "shrink_result", "sync_state"]
+__all__ = ["copy_state", "sync_state"]
 
 PIECE_BYTES = 16 << 20  # that a rank sends in one call
-
-
-@dataclass(frozen=True)
-class ShrinkResult:
-    """The state of a training after shrink().
-
-    Attributes:
-        group: the group of the survivors.
-        lost: the ranks that were lost, numbered as in the first group.
-        step: completed steps, the same on all ranks.
-        lost_residual_norm: with compression: estimated norm of the residual lost with the failed
-            ranks (assumes the mean residual of the survivors); else 0.
-    """
-
-    group: Group
-    lost: list[int]
-    step: int
-    lost_residual_norm: float = 0.0
-
-
-def shrink_result(
-    before: Group, group: Group, step: int, lost_residual_norm: float = 0.0
-) -> ShrinkResult:
-    """The result of shrinking `before` to `group`."""
-    lost = [rank for rank in before.ranks if rank not in group.ranks]
-    return ShrinkResult(group, lost, step, lost_residual_norm)
-
-
-def most_advanced_rank(count: int, group: Group) -> tuple[int, int]:
-    """The highest count, and the lowest rank that has it. Collective."""
-    counts = collectives.all_gather(torch.tensor([count]), group=group).flatten().tolist()
-    return max(counts), counts.index(max(counts))
 
 
 def sync_state(state: Any, step: int, *, group: Group | None = None) -> tuple[Any, int]:
@@ -75,48 +43,110 @@ def sync_state(state: Any, step: int, *, group: Group | None = None) -> tuple[An
         one with tensors on the CPU.
 
     Raises:
-        InvalidArgument: a state has other values, `step` is negative, or all ranks joined.
+        InvalidArgument: a state has other values or sharded tensors (DTensor), `step` is negative,
+            or all ranks joined.
         Mismatch: the states of the most advanced ranks differ; raised on all ranks.
         Error: as pycomm.all_reduce.
     """
     group = group or default()
     new = group.rank in group.joined
-    tensors: list[Tensor] = []
-    layout: Any = None if new else _layout(state, tensors)
-    rows = all_gather_object([-1 if new else int(step), layout], group=group)
-    steps = [int(row[0]) for row in rows]
+    states = _States(state, new, -1 if new else int(step), group)
+    steps = states.numbers
     most = max(steps)
     if most < 0 or any(one < 0 for r, one in enumerate(steps) if r not in group.joined):
         raise InvalidArgument(
             f"sync_state: invalid steps of the ranks: got {steps}, expected at least 0, and a rank "
-            "that has the state"
+            "that has the state: if all ranks that had it were lost, read a checkpoint"
         )
     sources = [rank for rank, one in enumerate(steps) if one == most]
-    texts = {rank: encode(rows[rank][1]) for rank in sources}
-    different = [rank for rank in sources if texts[rank] != texts[sources[0]]]
-    if different:
-        raise _differ(sources[0], different, "names, shapes or values")
-    if len(sources) == group.size:
-        return state, most
-    layout = rows[sources[0]][1]
-    if group.rank not in sources:
-        tensors = []
-        state = _made(layout, tensors)
-    content = _Content(tensors)
-    _exchange(content, sources, group)
-    mine = np.frombuffer(content.sha256(), np.uint8)
-    digests = collectives.all_gather(mine, group=group)
-    different = [rank for rank, one in enumerate(digests) if (one != digests[sources[0]]).any()]
-    if different:
-        raise _differ(sources[0], different, "tensors")
-    return state, most
+    states.check_equal(sources)
+    return states.copy(sources[0], range(group.size)), most
 
 
-def _differ(first: int, ranks: list[int], what: str) -> Mismatch:
-    return Mismatch(
-        f"sync_state: the {what} of ranks {ranks} differ from those of rank {first}, which "
-        "completed as many steps; no state was changed"
-    )
+def copy_state(
+    state: Any, source: int, group: Group, new: Collection[int], new_only: bool = False
+) -> Any:
+    """Sends the state of rank `source` to the others. Collective.
+
+    The ranks whose state is equal, by SHA-256, send a share of it at once.
+
+    Args:
+        state: as of sync_state.
+        source: a rank that has the state.
+        group: the ranks.
+        new: ranks without a state, whose `state` is not used.
+        new_only: only the new ranks get the state.
+
+    Returns:
+        The state of `source`; or `state` itself, if it is equal or is not to be replaced.
+    """
+    states = _States(state, group.rank in new, 0, group)
+    return states.copy(source, new if new_only else range(group.size))
+
+
+class _States:
+    """The states of all ranks. Collective to make.
+
+    Attributes:
+        numbers: by rank, what it passed as `number`.
+    """
+
+    def __init__(self, state: Any, new: bool, number: int, group: Group) -> None:
+        self._state, self._group = state, group
+        tensors: list[Tensor] = []
+        layout, problem = None, ""
+        try:
+            layout = None if new else _layout(state, tensors)
+        except InvalidArgument as error:  # raised below on all ranks, which wait for this one
+            layout, problem, tensors = None, str(error), []
+        self._content = _Content(tensors)
+        rows = all_gather_object([number, layout, self._content.sha256(), problem], group=group)
+        for rank, row in enumerate(rows):
+            if row[3]:
+                raise InvalidArgument(f"the state of rank {rank}: {row[3]}")
+        self.numbers = [int(row[0]) for row in rows]
+        self._layouts = [row[1] for row in rows]
+        self._texts = [encode(layout) for layout in self._layouts]
+        self._digests = [row[2] for row in rows]
+
+    def check_equal(self, ranks: Sequence[int]) -> None:
+        """Raises Mismatch, on every rank, if the states of these ranks differ."""
+        what = {"names, shapes or values": self._texts, "tensors": self._digests}
+        for name, found in what.items():
+            different = [rank for rank in ranks if found[rank] != found[ranks[0]]]
+            if different:
+                raise Mismatch(
+                    f"sync_state: the {name} of ranks {different} differ from those of rank "
+                    f"{ranks[0]}, which completed as many steps; no state was changed"
+                )
+
+    def copy(self, source: int, wanting: Collection[int]) -> Any:
+        """Collective. Sends the state of `source` to those of the ranks `wanting` whose state
+        differs. Returns the state of this rank."""
+        group = self._group
+        same = [
+            self._texts[rank] == self._texts[source] and digest == self._digests[source]
+            for rank, digest in enumerate(self._digests)
+        ]
+        senders = [rank for rank in range(group.size) if same[rank]]
+        receivers = [rank for rank in range(group.size) if rank in wanting and not same[rank]]
+        if not receivers:
+            return self._state
+        state, content = self._state, self._content
+        if group.rank in receivers:
+            tensors: list[Tensor] = []
+            state = _made(self._layouts[source], tensors)
+            content = _Content(tensors)
+        elif group.rank not in senders:
+            content = _Content([])
+        size = torch.tensor([content.size])
+        collectives.all_reduce(size, "max", group=group)
+        _exchange(content, int(size), senders, receivers, group)
+        correct = group.rank not in receivers or content.sha256() == self._digests[source]
+        word = torch.tensor([int(correct)])
+        if not collectives.all_reduce(word, "min", group=group):
+            raise Error("a rank received a state whose SHA-256 differs from that of the sender")
+        return state
 
 
 class _Content:
@@ -158,12 +188,12 @@ class _Content:
         return digest.digest()
 
 
-def _exchange(content: _Content, sources: Sequence[int], group: Group) -> None:
-    """Each source sends its share of the bytes to all other ranks."""
-    total, is_source = content.size, group.rank in sources
+def _exchange(
+    content: _Content, total: int, sources: Sequence[int], receivers: Sequence[int], group: Group
+) -> None:
+    """Each source sends its share of the `total` bytes to all receivers."""
     bounds = [total * i // len(sources) for i in range(len(sources) + 1)]
     shares = dict(zip(sources, itertools.pairwise(bounds), strict=True))
-    receivers = [rank for rank in range(group.size) if rank not in sources]
     longest = max(end - begin for begin, end in shares.values())
     for offset in range(0, longest, PIECE_BYTES):
         pieces = {
@@ -172,18 +202,18 @@ def _exchange(content: _Content, sources: Sequence[int], group: Group) -> None:
         }
         sent, received = [0] * group.size, [0] * group.size
         source = np.empty(0, np.uint8)
-        if is_source:
+        if group.rank in sources:
             mine = content.read(*pieces[group.rank])
             source = np.tile(mine, len(receivers)) if len(receivers) > 1 else mine
             for rank in receivers:
                 sent[rank] = mine.size
-        else:
+        elif group.rank in receivers:
             for rank, (begin, end) in pieces.items():
                 received[rank] = end - begin
         out = np.empty(sum(received), np.uint8)
         call = _core.Call("all_to_all", counts=[*sent, *received], counts_fit=True)
         call(group, source, out, out, False)
-        if not is_source:
+        if group.rank in receivers:
             at = 0
             for rank, (begin, _) in pieces.items():
                 content.write(begin, out[at : at + received[rank]])
@@ -192,9 +222,17 @@ def _exchange(content: _Content, sources: Sequence[int], group: Group) -> None:
 
 def _layout(value: Any, tensors: list[Tensor]) -> Any:
     """The value as plain values, without the contents of tensors, which are appended."""
+    if hasattr(value, "device_mesh"):
+        raise InvalidArgument(
+            "got a DTensor, whose shards differ by rank: no other rank has that of a lost one. "
+            "Read a checkpoint; or, if ranks keep copies of a shard (HSDP), call sync_state with "
+            "to_local() in the subgroup of group.split() that has this shard"
+        )
     if isinstance(value, Tensor) and value.layout == torch.strided and not value.is_quantized:
         tensors.append(value)
         return ["tensor", str(value.dtype).removeprefix("torch."), list(value.shape)]
+    if isinstance(value, Counter):  # of MultiStepLR
+        return ["counter", _layout(dict(value), tensors)]
     if isinstance(value, dict):
         return ["dict", [[key, _layout(one, tensors)] for key, one in value.items()]]
     if isinstance(value, (list, tuple)):
@@ -212,6 +250,8 @@ def _made(layout: Any, tensors: list[Tensor]) -> Any:
             raise InvalidArgument(f"sync_state: this torch has no dtype {content}")
         tensors.append(torch.empty(layout[2], dtype=dtype))
         return tensors[-1]
+    if kind == "counter":
+        return Counter(_made(content, tensors))
     if kind == "dict":
         return {key: _made(one, tensors) for key, one in content}
     if kind in ("list", "tuple"):

@@ -1,0 +1,260 @@
+"""What LocalSGD keeps between steps: its checkpoints, and how it gets to other ranks after one was
+lost.
+
+    shared       the snapshot, the states of optimizers that step on all ranks alike, k_steps, the
+                 decay of the snapshot: from the most advanced rank to all
+    of a rank    its steps since the last average, its optimizer, its residual: survivors keep them
+    of a new one the parameters are the snapshot; the optimizer's state and the buffers are those of
+                 the most advanced rank; the residual is 0
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pycomm._training import coalesced
+from pycomm.compress.state import VERSION, sources_of
+from pycomm.compress.updates import UpdateCompressor
+from pycomm.elastic.change import GroupChange, Membership, ShrinkResult
+from pycomm.elastic.state import copy_state
+from pycomm.errors import InvalidArgument
+from pycomm.group import DEFAULT_WAIT_S, Group
+from pycomm.optim.moments import mean_state
+from pycomm.optim.muon import MuonMatrices
+
+__all__ = ["LocalState"]
+
+
+class LocalState:
+    """The base of LocalSGD, which documents it. The constructor is collective, unless this process
+    joined the group: then it makes no calls."""
+
+    _compressor: UpdateCompressor[Any] | None = None
+    _muon: MuonMatrices | None = None
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        outer: torch.optim.Optimizer | None,
+        k_steps: int,
+        group: Group,
+    ) -> None:
+        self.optimizer, self.outer = optimizer, outer
+        self.k_steps, self.step_count, self.last_sync = k_steps, 0, 0
+        self._membership = Membership(group)
+        self._parameters = [p for p in model.parameters() if p.requires_grad]
+        frozen = (p for p in model.parameters() if not p.requires_grad)
+        self._constants: list[Tensor] = [*frozen, *model.buffers()]
+        if not self._membership.new:
+            coalesced.bcast_list_([*model.parameters(), *model.buffers()], 0, group)
+        self._snapshot = [p.detach().clone() for p in self._parameters]
+
+    @property
+    def _group(self) -> Group:
+        return self._membership.group
+
+    def _averages_gradients(self, step: int) -> bool:
+        """Whether ranks average gradients in this step, so that all make the same step."""
+        raise NotImplementedError
+
+    def shrink(self, timeout_s: float | None = None) -> ShrinkResult:
+        """Collective over the surviving ranks after a rank failed: continues with these ranks.
+
+        All ranks use the last average that any of them completed. A rank where that average failed
+        takes it over and loses its steps since the average before; the others keep their steps. The
+        failed average is repeated with the next due step. With compression no steps are lost: they
+        are in the residual.
+
+        Args:
+            timeout_s: in seconds, as of Group.shrink.
+
+        Returns:
+            The surviving ranks, and the step count, the same on all ranks.
+
+        Raises:
+            PeerLost: another rank failed during the call: call again.
+        """
+        return self._resume(lambda group: group.shrink(timeout_s), ())
+
+    def replace(
+        self, *others: Any, timeout_s: float | None = None, wait_s: float = DEFAULT_WAIT_S
+    ) -> ShrinkResult:
+        """As shrink(), but new processes take the ranks that were lost. Collective over the
+        survivors and the new processes.
+
+        A new process makes the same model, optimizers and wrapper in the group that it joined: the
+        constructor makes no calls then. Its first replace() gets the last average as parameters,
+        and from one of the most advanced ranks the optimizer's state, buffers and the states of
+        `others`. Its residual is 0.
+
+        If the group was replaced already, by Group.replace, Group.grow or another wrapper, that
+        group is used.
+
+        Args:
+            others: objects with state_dict() and load_state_dict(), such as a scheduler; the same
+                on all ranks.
+            timeout_s, wait_s: as of Group.replace.
+
+        Returns:
+            The new group, and the step count, the same on all ranks.
+
+        Raises:
+            InvalidArgument: the group is not elastic, a time is invalid, or all ranks joined.
+            GroupBroken, PeerLost, Timeout: as of Group.replace. After PeerLost call again.
+        """
+        return self._resume(lambda group: group.replace(timeout_s, wait_s), others)
+
+    def _resume(self, make: Callable[[Group], Group], others: Sequence[Any]) -> ShrinkResult:
+        """Continues in the group that `make` makes of this one. Collective over it."""
+        change = self._membership.change(make, (self.last_sync, self.step_count))
+        last, steps = change.counts
+        self._take_shared(change, last)
+        numbers = coalesced.bcast_value(self._numbers(), change.source, self._group)
+        if change.is_new or self.last_sync < last:
+            for p, s in zip(self._parameters, self._snapshot, strict=True):
+                p.data.copy_(s)
+            if self._compressor is not None:
+                self._compressor.commit_missed()
+        self._take_numbers(numbers)
+        if change.new:
+            self._take_local(change, others)
+        norm = 0.0 if self._compressor is None else self._compressor.resume(change)
+        self.last_sync, self.step_count = last, steps
+        self._membership.new = False
+        return change.result(steps, norm)
+
+    def _take_shared(self, change: GroupChange, last: int) -> None:
+        """The snapshot after the average of step `last`, and the states of the optimizers that step
+        on all ranks alike."""
+        together = self.optimizer if self._averages_gradients(last) else None
+        muon = None if self._muon is None else self._muon.optimizer
+        optimizers = [one for one in (together, self.outer, muon) if one is not None]
+        state = [self._snapshot, [one.state_dict() for one in optimizers]]
+        found = copy_state(state, change.source, self._group, change.new)
+        if found is not state:
+            for snapshot, content in zip(self._snapshot, found[0], strict=True):
+                snapshot.copy_(content)
+            for optimizer, content in zip(optimizers, found[1], strict=True):
+                optimizer.load_state_dict(content)
+
+    def _take_local(self, change: GroupChange, others: Sequence[Any]) -> None:
+        """New ranks get what differs by rank from the most advanced one."""
+        squares = [] if self._muon is None else [self._muon.mean_squares]
+        loaded = [self.optimizer, *others]
+        tensors = [*self._constants, *squares]
+        state = [tensors, [one.state_dict() for one in loaded]]
+        found = copy_state(state, change.source, self._group, change.new, new_only=True)
+        if found is not state:
+            for tensor, content in zip(tensors, found[0], strict=True):
+                tensor.detach().copy_(content)
+            for one, content in zip(loaded, found[1], strict=True):
+                one.load_state_dict(content)
+
+    def _numbers(self) -> dict[str, Any]:
+        """Plain values that are the same on all ranks."""
+        decay = None if self._compressor is None else self._compressor.decay
+        return {"k_steps": self.k_steps, "decay": decay}
+
+    def _take_numbers(self, numbers: dict[str, Any]) -> None:
+        """Takes the numbers of the most advanced rank."""
+        self.k_steps = numbers["k_steps"]
+        if self._compressor is not None:
+            self._compressor.decay = list(numbers["decay"])
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of this rank: plain values and tensors. Save the model and the optimizer too;
+        they differ by rank between two averages, with compression always.
+
+        With compression it also has version, rank, size, decay (by parameter, the factor of the
+        snapshot since the last average), and residual: by parameter, float32 [elements]. With
+        Quantize also owner_residual, by parameter, of the elements that this rank owns. With muon
+        also its state, and mean_squares, float64 [matrices, 2]: of the gradients of this rank.
+        """
+        state = {
+            "step_count": self.step_count,
+            "last_sync": self.last_sync,
+            "k_steps": self.k_steps,
+            "snapshot": [s.clone() for s in self._snapshot],
+            "outer": None if self.outer is None else self.outer.state_dict(),
+        }
+        if self._compressor is not None:
+            state |= {
+                "version": VERSION,
+                "rank": self._group.rank,
+                "size": self._group.size,
+                "decay": list(self._compressor.decay),
+                **self._compressor.save(),
+            }
+        if self._muon is not None:
+            state |= self._muon.save()
+        return state
+
+    def gather_state(self, dst: int = 0) -> dict[str, Any] | None:
+        """Collective. With compression: gathers the states of all ranks, and the mean state of the
+        optimizer; the result loads at any number of ranks.
+
+        Args:
+            dst: the rank that receives the states.
+
+        Returns:
+            On rank `dst` version, size, ranks: a list of what state_dict() returns on each rank,
+            and optimizer: the optimizer's state_dict() with the mean of the moments over all ranks.
+            None on the others.
+
+        Raises:
+            InvalidArgument: there is no compression.
+            Error: as pycomm.gather.
+        """
+        if self._compressor is None:
+            raise InvalidArgument("LocalSGD.gather_state() is for states with compression")
+        found, size = self._compressor.gather(dst), self._group.size
+        other = [{}] * size if self._muon is None else self._muon.gather(self._group, dst)
+        mean = mean_state(self.optimizer, self._group)
+        if found is None or other is None:
+            return None
+        mine = self.state_dict()
+        parts = enumerate(zip(found, other, strict=True))
+        ranks = [mine | {"rank": rank} | one | more for rank, (one, more) in parts]
+        return {"version": VERSION, "size": size, "ranks": ranks, "optimizer": mean}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restores a state. Load the model and the optimizer of the same step too.
+
+        With compression, each rank loads its own state, or the result of gather_state(). At another
+        number of ranks each rank takes the mean residual of the saved ranks, with muon the mean of
+        their mean_squares, and loads the optimizer with the mean of its moments.
+
+        Args:
+            state: from state_dict() of this class, with an outer optimizer if this one has one.
+
+        Raises:
+            InvalidArgument: the parameters have other shapes, or, with compression, as
+                DGC.load_state_dict; nothing changes.
+        """
+        sources, optimized = [state], state.get("optimizer")
+        if self._compressor is not None:
+            sources = [dict(one) for one in sources_of(state, self._group, "LocalSGD")]
+            state = sources[0]
+        shapes = [tuple(s.shape) for s in state["snapshot"]]
+        if shapes != [tuple(s.shape) for s in self._snapshot]:
+            raise InvalidArgument(
+                f"LocalSGD: invalid state: got {len(shapes)} parameters, expected "
+                f"{len(self._snapshot)} with the shapes of the model's"
+            )
+        if self._compressor is not None:
+            self._compressor.load(sources)
+        if self._muon is not None:
+            self._muon.load(sources)
+        if optimized is not None and len(sources) > 1:
+            self.optimizer.load_state_dict(optimized)
+        for mine, saved in zip(self._snapshot, state["snapshot"], strict=True):
+            mine.copy_(saved)
+        self.step_count, self.last_sync = state["step_count"], state["last_sync"]
+        self.k_steps = state["k_steps"]
+        if self.outer is not None:
+            self.outer.load_state_dict(state["outer"])
