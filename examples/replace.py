@@ -3,9 +3,9 @@
     pycomm launch --nproc 3 --replace 2 examples/replace.py
 
 Rank 1 is killed in step 60, and rank 0, whose process serves the rendezvous, in step 120. The
-launcher starts a new process for each. The other ranks wait for it, and send it the parameters, the
-optimizer's state and the step. At last the parameters are bitwise those of a run with --no-kills,
-and so is their checksum. Rank 0 prints
+launcher starts a new process for each. The other ranks wait for it in replace(), and send it the
+parameters, the optimizer's state and the step. At last the parameters are bitwise those of a run
+with --no-kills, and so is their checksum. Rank 0 prints
 
     step 60: rank 1 was replaced
     step 120: rank 0 was replaced
@@ -21,7 +21,6 @@ import torch
 from torch import nn
 
 import pycomm
-from pycomm import elastic
 from pycomm.errors import GroupBroken, PeerLost
 
 STEPS, KILLS = 200, {60: 1, 120: 0}  # step: rank
@@ -38,30 +37,25 @@ def main() -> None:
     target = nn.Linear(64, 8)  # the function to learn, the same on every rank
     model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 8))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    step, new = 0, group.joined
+    parallel = pycomm.DataParallel(model)
+    step, resume = 0, group.rank in group.joined
     while step < STEPS:
         try:
-            if new:
-                state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-                state, step = elastic.sync_state(state, step, group=group)
-                model.load_state_dict(state["model"])
-                optimizer.load_state_dict(state["optimizer"])
-                print(f"step {step}: rank {new[0]} was replaced", flush=True)
-                new = []
+            if resume:
+                result = parallel.replace(optimizer)
+                step, resume = result.step, False
+                print(f"step {step}: rank {result.lost[0]} was replaced", flush=True)
             if kills.get(step) == group.rank:
                 os.kill(os.getpid(), signal.SIGKILL)
             data = torch.Generator().manual_seed(step * group.size + group.rank)
             x = torch.randn(32, 64, generator=data)
-            loss = nn.functional.mse_loss(model(x), target(x).detach())
+            loss = nn.functional.mse_loss(parallel(x), target(x).detach())
             optimizer.zero_grad()
             loss.backward()
-            for parameter in model.parameters():
-                pycomm.all_reduce(parameter.grad, "avg")
             optimizer.step()
             step += 1
         except (PeerLost, GroupBroken):  # a rank died: the step is made again
-            group = group.replace()
-            new = group.joined
+            resume = True
     content = nn.utils.parameters_to_vector(model.parameters()).detach().numpy().tobytes()
     print(f"step {step}: loss {loss.item():.4f}, checksum {zlib.crc32(content)}", flush=True)
     pycomm.shutdown()

@@ -91,7 +91,7 @@ class DataLoader(data.DataLoader[Any]):
         workers = named.get("num_workers", 0)
         drop_last = bool(named.get("drop_last"))
         self._sharded: ShardedSampler | None = None
-        self._epoch = 0
+        self._epoch = self._start = 0
         if (stream := as_stream(dataset)) is not None:
             if pad or shared:
                 name = "pad" if pad else "shared"
@@ -163,17 +163,29 @@ class DataLoader(data.DataLoader[Any]):
             "them itself; torch.utils.data.DataLoader lets every rank read all samples"
         )
 
-    def set_epoch(self, epoch: int) -> None:
+    def set_epoch(self, epoch: int, start: int = 0) -> None:
         """Sets the epoch of the next iteration, as after a restart; by default counted from 0.
+
+            loader.set_epoch(*divmod(step, len(loader)))  # the batch of this step is the next one
 
         Args:
             epoch: from 0; selects the order of the samples.
+            start: how many of this rank's batches to omit in the next iteration.
+
+        Raises:
+            InvalidArgument: `start` is above 0, and the loader made no ShardedSampler.
         """
-        self._epoch = epoch
+        if start > 0 and self._sharded is None:
+            raise InvalidArgument(
+                f"set_epoch: start={start} needs a sampler of this loader: not a stream, one rank "
+                "or a sampler that knows the ranks; call its own set_epoch"
+            )
+        self._epoch, self._start = epoch, start
 
     def __iter__(self) -> Any:
         """Iterates over one epoch."""
         if self._sharded is not None:
-            self._sharded.set_epoch(self._epoch)
-        self._epoch += 1
+            batch = getattr(self.batch_sampler, "batch_size", 1)
+            self._sharded.set_epoch(self._epoch, self._start * batch)
+        self._epoch, self._start = self._epoch + 1, 0
         return super().__iter__()

@@ -76,20 +76,21 @@ class ShardedSampler(Sampler[int]):
         if pad and drop_last:
             raise InvalidArgument("pad=True and drop_last=True: pass only one of them")
         self.rank, self.size = rank_and_size(rank, size)
-        self.epoch = 0
+        self.epoch = self._start = 0
         self._data, self._shuffle, self._seed = data, shuffle, seed
         self._strided, self._pad, self._drop_last = order == "strided", pad, drop_last
 
-    def set_epoch(self, epoch: int) -> None:
-        """Sets the epoch, which selects the order; no effect without `shuffle`.
+    def set_epoch(self, epoch: int, start: int = 0) -> None:
+        """Sets the epoch, which selects the order with `shuffle`, and where it starts.
 
         Args:
             epoch: from 0; the same on every rank.
+            start: how many of this rank's indices to omit, as after a restart within the epoch.
         """
-        self.epoch = epoch
+        self.epoch, self._start = epoch, start
 
     def __len__(self) -> int:
-        """The number of indices of this rank."""
+        """The number of indices of this rank in a whole epoch."""
         return len(self._positions())
 
     @property
@@ -100,12 +101,12 @@ class ShardedSampler(Sampler[int]):
 
     def __iter__(self) -> Iterator[int]:
         """The indices of the current epoch."""
-        count = len(self._data)
+        count, positions = len(self._data), self._positions()[self._start :]
         if not self._shuffle:
-            return iter([position % count for position in self._positions()])
+            return iter([position % count for position in positions])
         made = torch.Generator().manual_seed(operator.index(self._seed + self.epoch))
         order = torch.randperm(count, generator=made).tolist()
-        return iter([order[position % count] for position in self._positions()])
+        return iter([order[position % count] for position in positions])
 
     def _positions(self) -> range:
         """This rank's positions in the order of all samples; from len(data) on they are repeats."""
@@ -122,7 +123,7 @@ class ShardedSampler(Sampler[int]):
 class InfiniteSampler(Sampler[Any]):
     """Repeats another sampler epoch after epoch, so that a loader never stops reading.
 
-    Calls set_epoch() of the sampler, if it has one, before each epoch.
+    Calls set_epoch() of the sampler, if it has one, before each epoch but the first.
 
     Args:
         sampler: the sampler of one epoch.
@@ -135,8 +136,6 @@ class InfiniteSampler(Sampler[Any]):
         """The indices without end; ends only if the sampler is empty."""
         epoch = getattr(self.sampler, "epoch", 0)
         while True:
-            if hasattr(self.sampler, "set_epoch"):
-                self.sampler.set_epoch(epoch)
             nothing = True
             for index in self.sampler:
                 nothing = False
@@ -144,3 +143,5 @@ class InfiniteSampler(Sampler[Any]):
             if nothing:
                 return
             epoch += 1
+            if hasattr(self.sampler, "set_epoch"):
+                self.sampler.set_epoch(epoch)

@@ -5,7 +5,9 @@ Ranks are processes that are killed. Where the result is not compressed, it is b
 without failures.
 """
 
+import contextlib
 import hashlib
+import time
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ import torch
 from elastic_ranks import ElasticRun, die
 
 import pycomm
-from pycomm import errors
+from pycomm import elastic, errors
 from pycomm.compress import state as compress_state
 from pycomm.elastic import state as elastic_state
 
@@ -120,6 +122,76 @@ def test_a_run_ends_as_if_no_rank_was_lost(
     results = with_loss(tmp_path, 3, victim, train_dense, moment)
     assert all(found == undisturbed for _, found in results.values())
     assert all(lost == [victim] for lost, _ in results.values())
+
+
+MICROBATCHES, GROWS = 6, 9  # of each step; the step in which the new process is taken in
+
+
+def dropout_net() -> torch.nn.Module:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(20, 64), torch.nn.Dropout(), torch.nn.Linear(64, 2))
+
+
+def loss_of(model: Any, step: int, index: int) -> torch.Tensor:
+    data = torch.Generator().manual_seed(1000 * step + index)
+    loss: torch.Tensor = model(torch.randn(8, 20, generator=data)).square().mean()
+    return loss
+
+
+def train_microbatches(init: Any, victim: int, joins: str) -> Any:
+    """The others continue at once without the victim, and take in the new process in step GROWS."""
+    while victim < 0 and not Path(joins).exists():
+        time.sleep(0.01)  # polling interval
+    run = Run(init, victim, "first")
+    model = dropout_net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    parallel = pycomm.DataParallel(model, bucket_mb=0.001)
+    batches = elastic.Microbatches(MICROBATCHES, seed=3)
+    step, waiting, taken = 0, run.new, {}
+    while step < LAST + 4:
+        try:
+            if step == GROWS and not run.new:
+                Path(joins).touch()
+                pycomm.default_group.default().grow()
+                waiting = True
+            if waiting:
+                step, waiting = parallel.replace(optimizer, wait_s=0).step, False
+            if run.armed(step, "first"):
+                model[0].bias.register_post_accumulate_grad_hook(die)
+            optimizer.zero_grad()
+            taken[step] = []
+            for one in batches.of_step(step):
+                taken[step].append(one.index)
+                with contextlib.nullcontext() if one.last else parallel.no_sync():
+                    (loss_of(parallel, step, one.index) * one.weight).backward()
+            optimizer.step()
+            step += 1
+        except (errors.PeerLost, errors.GroupBroken):
+            waiting = True
+    return taken, torch.nn.utils.parameters_to_vector(model.parameters()).detach().numpy()
+
+
+def test_each_microbatch_is_taken_in_once(tmp_path: Path) -> None:
+    """Whichever ranks there are, the parameters are those of one process with all microbatches,
+    except for rounding."""
+    results = with_loss(tmp_path, 3, 1, train_microbatches, str(tmp_path / "joins"))
+    model = dropout_net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for step in range(LAST + 4):
+        optimizer.zero_grad()
+        for index in range(MICROBATCHES):
+            elastic.manual_seed(3, step, index)
+            (loss_of(model, step, index) / MICROBATCHES).backward()
+        optimizer.step()
+    want = torch.nn.utils.parameters_to_vector(model.parameters()).detach().numpy()
+    ends = [end for _, end in results.values()]
+    assert all(end.tobytes() == ends[0].tobytes() for end in ends)
+    np.testing.assert_allclose(ends[0], want, rtol=1e-4, atol=1e-6)
+    for step in range(DEATH, LAST + 4):
+        taken = [index for found, _ in results.values() for index in found.get(step, [])]
+        assert sorted(taken) == list(range(MICROBATCHES)), step
+    sizes = {step: len(indices) for step, indices in results["rank 0"][0].items()}
+    assert [sizes[step] for step in (DEATH - 1, DEATH, GROWS)] == [2, 3, 2]
 
 
 class Plane(torch.nn.Module):

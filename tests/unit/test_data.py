@@ -126,6 +126,37 @@ def test_infinite() -> None:
     assert list(InfiniteSampler(SequentialSampler([]))) == []
 
 
+@pytest.mark.parametrize("options", [{"shuffle": False}, {}, {"pad": True}])
+def test_an_epoch_starts_at_a_position(options: Any) -> None:
+    for one in shards(20, 3, **options):
+        whole, later = list(one), iter(InfiniteSampler(one))
+        one.set_epoch(0, 4)
+        assert list(one) == whole[4:]
+        assert len(one) == len(whole)
+        one.set_epoch(1)
+        second = list(one)
+        one.set_epoch(0, 4)
+        assert list(itertools.islice(later, 8)) == (whole[4:] + second)[:8]
+
+
+def test_a_loader_starts_at_a_batch() -> None:
+    def program(group: Group) -> None:
+        data = TensorDataset(torch.arange(26))
+        for options in ({"shuffle": True}, {"sampler": RandomSampler(data)}):
+            loader = DataLoader(data, batch_size=2, drop_last=True, **options)
+            epochs = [[x.tolist() for (x,) in loader] for _ in range(2)]
+            step = len(loader) + 3
+            loader.set_epoch(*divmod(step, len(loader)))
+            assert [x.tolist() for (x,) in loader] == epochs[1][3:]
+            loader.set_epoch(0)
+            assert [x.tolist() for (x,) in loader] == epochs[0]
+        stream = DataLoader(range_of_10, batch_size=2)
+        with pytest.raises(InvalidArgument, match="call its own set_epoch"):
+            stream.set_epoch(0, 1)
+
+    run_ranks(2, program)
+
+
 def range_of_10() -> Any:
     return iter(range(10))
 

@@ -1,0 +1,121 @@
+"""A constant number of microbatches in each step, and random numbers that are independent of
+ranks."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from pycomm.default_group import default
+from pycomm.errors import InvalidArgument
+from pycomm.group import Group
+
+__all__ = ["Microbatch", "Microbatches", "RandomState", "manual_seed"]
+
+
+@dataclass(frozen=True)
+class Microbatch:
+    """A microbatch of a step.
+
+    Attributes:
+        index: its number in the step, from 0 to count - 1.
+        weight: the factor of its loss: then the mean of all ranks' gradients is the mean over the
+            microbatches.
+        last: it is this rank's last one in the step: its backward pass exchanges the gradients.
+    """
+
+    index: int
+    weight: float
+    last: bool
+
+
+class Microbatches:
+    """Divides a constant number of microbatches in each step among the ranks that there are.
+
+        for one in microbatches.of_step(step):
+            x, y = batch(step, one.index)
+            with contextlib.nullcontext() if one.last else model.no_sync():
+                (loss(model(x), y) * one.weight).backward()
+
+    After a rank was lost, the others take its microbatches; after it was replaced, its rank has
+    them again. The gradient of a step is the same in both cases, except for rounding. Rank r of N
+    gets those from r * count // N to (r + 1) * count // N - 1.
+
+    Args:
+        count: microbatches in a step, at least the number of ranks.
+        seed: sets torch's random state before each microbatch, by manual_seed(seed, step, index),
+            so that dropout is the same on any rank. None: does not change it.
+        group: the ranks; None: the default group in each step. Set the attribute `group` after the
+            group was replaced.
+
+    Raises:
+        InvalidArgument: `count` is below 1.
+    """
+
+    def __init__(self, count: int, seed: int | None = None, group: Group | None = None) -> None:
+        if count < 1:
+            raise InvalidArgument(f"invalid count of microbatches: got {count}, expected above 0")
+        self.count, self.seed, self.group = count, seed, group
+
+    def of_step(self, step: int) -> Iterator[Microbatch]:
+        """This rank's microbatches in a step, in ascending order.
+
+        Args:
+            step: its number, the same on every rank.
+
+        Raises:
+            InvalidArgument: the group has more ranks than there are microbatches.
+        """
+        group = self.group or default()
+        rank, size = group.rank, group.size
+        if size > self.count:
+            raise InvalidArgument(
+                f"{self.count} microbatches cannot be divided among {size} ranks: expected at "
+                "least one for each"
+            )
+        end = (rank + 1) * self.count // size
+        for index in range(rank * self.count // size, end):
+            if self.seed is not None:
+                manual_seed(self.seed, step, index)
+            yield Microbatch(index, size / self.count, index == end - 1)
+
+
+def manual_seed(seed: int, *numbers: int) -> None:
+    """Seeds torch's random generators, on the CPU and GPUs, from several integers.
+
+    A process that takes the place of another continues with the same random numbers if each step
+    begins with such a call.
+
+    Args:
+        seed: of the run.
+        numbers: such as the step, and the rank or the microbatch.
+    """
+    text = " ".join(str(int(one)) for one in (seed, *numbers))
+    torch.manual_seed(int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little"))
+
+
+class RandomState:
+    """torch's random state as an argument of replace(), if it is the same on all ranks.
+
+    A rank whose state differs takes that of the most advanced one. If ranks draw different numbers,
+    call manual_seed(seed, step, rank) in each step instead.
+    """
+
+    def state_dict(self) -> dict[str, Any]:
+        """The states of the CPU's generator and, if CUDA is in use, of the current device's."""
+        cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
+        return {"cpu": torch.get_rng_state(), "cuda": cuda}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Sets them.
+
+        Args:
+            state: of state_dict().
+        """
+        torch.set_rng_state(state["cpu"])
+        if state["cuda"] is not None:
+            torch.cuda.set_rng_state(state["cuda"])
