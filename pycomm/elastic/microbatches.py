@@ -107,7 +107,8 @@ class RandomState:
 
     def state_dict(self) -> dict[str, Any]:
         """The states of the CPU's generator and, if CUDA is in use, of the current device's."""
-        cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
+        used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # torch has no types
+        cuda = torch.cuda.get_rng_state() if used else None
         return {"cpu": torch.get_rng_state(), "cuda": cuda}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
