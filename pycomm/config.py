@@ -184,7 +184,7 @@ def environment(
 
 
 def joins_elastic_group() -> bool:
-    """Whether the launcher started this process in place of one that failed."""
+    """Whether the launcher started this process in place of one that failed, or as a spare."""
     return os.environ.get(ELASTIC_JOINS, "") == "1"
 
 
@@ -222,6 +222,11 @@ def take_secret() -> None:
 def keep_secret(key: str) -> None:
     """Sets the run's key, for a launcher that does not pass it in the environment."""
     _taken.key = key
+
+
+def under_pycomm_launch() -> bool:
+    """Whether `pycomm launch` started this process, which ends with it."""
+    return STORE_PORT in os.environ
 
 
 def under_torchrun(pid: int | None = None) -> bool:
@@ -302,7 +307,7 @@ def _rank_and_size(env: Mapping[str, str], launcher: Launcher | None) -> tuple[i
             raise InvalidArgument(f"{name} is not set, but other variables of the launcher are")
     assert rank is not None
     assert size is not None
-    if rank >= size:
+    if rank >= size and env.get(ELASTIC_JOINS, "") != "1":  # those of spares follow
         raise InvalidArgument(
             f"invalid {launcher.rank}: got {rank}, expected 0 to {size - 1} "
             f"({launcher.size} is {size})"

@@ -117,8 +117,8 @@ def init(
         elastic: a path for a file of this run: makes the group elastic, so that Group.replace and
             Group.grow can add processes, and any rank may die. Needs a secret. Each rank listens
             for clients that know it. The ranks' addresses are written to the file, which the hosts
-            may share. `pycomm launch --replace` sets the path; init() of a new process then calls
-            join().
+            may share. `pycomm launch` sets the path if it replaces ranks. init() of a new or spare
+            process then waits until the group needs it, without a limit.
 
     Raises:
         InvalidArgument: an argument or variable is invalid; or `encrypt`, but the default group
@@ -126,6 +126,8 @@ def init(
         Timeout: not all ranks joined; the text names the missing ones.
         PeerLost, Mismatch: a rank died, or was started with other options.
         Unsupported: `encrypt` without OpenSSL 3, or on several hosts without a secret.
+        SystemExit: `pycomm launch` started this process to replace a rank, and the training ended
+            without it; the exit status is 0.
     """
     with _state.lock:
         found = _find()
@@ -154,7 +156,7 @@ def init(
         if elastic is not None:
             here = dataclasses.replace(here, elastic=elastic)
         if elastic is None and config.joins_elastic_group():
-            group = _join(here, here.rank, timeout_s)
+            group = _join(here, here.rank, timeout_s, launched=True)
         else:
             group = _form(here, timeout_s, reproducible, heartbeat_s)
         _set(group)
@@ -173,7 +175,8 @@ def join(
 
     Args:
         file: that of init(elastic=FILE).
-        rank: the only rank to take; None: the lowest that is free, in order of arrival.
+        rank: the only rank to take, as in Group.ranks; None: the lowest that is free, in order of
+            arrival.
         timeout_s: limit in seconds of the wait and of every call without one of its own.
         secret: the run's shared secret; None: PYCOMM_SECRET.
 
@@ -233,8 +236,10 @@ def _elastic(here: config.Config, core: _core.Group, options: dict[str, Any]) ->
     return Elastic(here.elastic, here.secret, servers, own, options)
 
 
-def _join(here: config.Config, rank: int | None, timeout_s: float) -> Group:
-    """Joins an elastic group."""
+def _join(
+    here: config.Config, rank: int | None, timeout_s: float, *, launched: bool = False
+) -> Group:
+    """Joins an elastic group, as joining.join()."""
     log_at(here.log)
     _core.check_address(here.address)
     _require_secret(here)
@@ -254,7 +259,12 @@ def _join(here: config.Config, rank: int | None, timeout_s: float) -> Group:
         )
 
     end = time.monotonic() + timeout_s
-    core, elastic = joining.join(here.elastic, here.secret, rank, end, connect)
+    try:
+        core, elastic = joining.join(
+            here.elastic, here.secret, rank, end, connect, launched=launched
+        )
+    except joining.TrainingEnded:
+        sys.exit(0)
     core.set_timeout(timeout_s)
     launcher_watch.start(abort_all)
     return elastic_group(core, elastic, timeout_s)

@@ -170,13 +170,15 @@ class Group:
         """As shrink(), but new processes take the ranks that were lost. Collective over the
         survivors and the processes that call pycomm.join. Of an elastic group.
 
-        The survivors keep their ranks. A process gets the lost rank that it asks for; others get
-        the lowest in order of arrival. `joined` of the new group lists these ranks.
+        The survivors keep their ranks. A process gets the lost rank that it asks for, as in
+        `ranks`; others get the lowest in order of arrival. `joined` of the new group lists these
+        ranks.
 
         Args:
             timeout_s: limit of the call; None: the group's.
-            wait_s: how long to wait for new processes. Afterwards the group continues without those
-                that are missing; ranks above a missing one are renumbered.
+            wait_s: how long to wait for new processes; under `pycomm launch` only for those that it
+                can start. Afterwards the group continues without those that are missing; ranks
+                above a missing one are renumbered.
 
         Raises:
             InvalidArgument: the group is not elastic, or a time is invalid.
@@ -222,7 +224,7 @@ class Group:
         joiners = None
         if wait_s is not None:  # leaves time to form the group
             wait_s = min(wait_s, max(limit_s - 2 * shrink.FORM_S, limit_s / 2))
-            joiners = Joiners(None, time.monotonic() + wait_s)
+            joiners = Joiners(time.monotonic() + wait_s, self._check_elastic(op).file)
         core, elastic = shrink.regroup(self.core, store, limit_s, self._elastic, joiners)
         if elastic is not None:
             return self._inherit(elastic_group(core, elastic, self._timeout_s))

@@ -89,8 +89,9 @@ class _Growing:
     def _choose(self, count: int, end: float) -> dict[int, int]:
         """The number of the request for each new rank, until `end`. Collective."""
         core = self._core
+        slots, ranks = range(core.size, core.size + count), self._ranks(count)[core.size :]
         election = SurvivorElection(self._store, self._prefix, core.rank, core.size, end)
-        election.joiners = Joiners(count, end)
+        election.joiners, election.free = Joiners(end), dict(zip(slots, ranks, strict=True))
         try:
             decision = election.agree(self._processes, [])
         except GroupBroken:  # the survivors would not be enough for shrink()
@@ -107,15 +108,19 @@ class _Growing:
         return decision.joined
 
     def _form(self, count: int, joined: dict[int, int]) -> tuple[_core.Group, Elastic]:
-        core, next_rank = self._core, max(self._core.ranks) + 1
+        core, ranks = self._core, self._ranks(count)
         limit_s = max(0.1, min(FORM_S, self._end - time.monotonic()))
         name = f"{core.name}+{self._elastic.grown}"
-        ranks = [*core.ranks, *range(next_rank, next_rank + count)]
         slots = list(range(core.size + count))
         after = invite(
             self._store, self._elastic, name, ranks, slots, joined, limit_s, self._outcome
         )
         return _core.regroup(core, self._store, name, core.rank, ranks, limit_s), after
+
+    def _ranks(self, count: int) -> list[int]:
+        """Group.ranks of the new group."""
+        first = max(self._core.ranks) + 1
+        return [*self._core.ranks, *range(first, first + count)]
 
     @property
     def _outcome(self) -> str:

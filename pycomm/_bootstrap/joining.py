@@ -3,17 +3,24 @@
 Keys in the store, under elastic/:
 
     arrived/0      number of requests
-    request/<n>    the n-th, from 1: the rank that the process asks for, its process id, its server
+    request/<n>    the n-th, from 1: the rank that the process asks for and whether it takes no
+                   other, its process id, its server
     answered/<n>   above 0: it has an answer
     answer/<n>     the group that it joins
 
 Values are JSON. Every survivor writes the same answers, so that one that dies delays nothing.
+
+The launcher writes two files beside that of the group, and its supervisors the second:
+
+    <file>.processes    how many processes are in the run, or can still be started
+    <file>.ended        a rank ended with success
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import time
 from collections.abc import Callable
@@ -23,6 +30,7 @@ from typing import Any
 
 from pycomm import _core
 from pycomm._bootstrap.elastic_store import (
+    LIMIT_S,
     Elastic,
     Server,
     SurvivingStore,
@@ -33,22 +41,34 @@ from pycomm._bootstrap.elastic_store import (
 )
 from pycomm.errors import Error, GroupBroken, Mismatch, PeerLost, Timeout
 
-__all__ = ["Answer", "Joiners", "invite", "join", "process_start"]
+__all__ = ["Answer", "Joiners", "TrainingEnded", "invite", "join", "process_start"]
 
 PREFIX = "elastic/"
 LEAST_S = 0.3  # what a store gets to answer in, even at the end of the limit
 PAUSE_S = 0.01  # between two polls of the store
 # Between two looks at the file while a process waits for an answer.
 LOOK_S = 0.5
-# For a new file, after all ranks in the old one ended.
-STALE_S = 1.0
+# For a new file, or one that says that the training ended, after all ranks in the old one ended.
+STALE_S = 2.0
+
+
+class TrainingEnded(Exception):
+    """The ranks ended with success and did not need this process."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """What a joining process asks for. `rank`: -1 for any."""
+    """What a joining process asks for.
+
+    Attributes:
+        rank: as in Group.ranks; -1 for any.
+        only: the process takes no other rank.
+        server: the process's store.
+        machine, pid, started: the process.
+    """
 
     rank: int
+    only: bool
     server: Server
     machine: str
     pid: int
@@ -103,25 +123,33 @@ class Joiners:
     """Chooses processes for the free ranks of a group.
 
     Args:
-        count: how many ranks to add; None: as many as were lost.
         until: by the steady clock: afterwards do without those that are missing.
+        file: that of the group, to wait only for processes that its launcher can start; "": for
+            all.
     """
 
-    def __init__(self, count: int | None, until: float) -> None:
-        self.count, self.until = count, until
+    def __init__(self, until: float, file: str = "") -> None:
+        self.until, self._file = until, file
         self._requests: dict[int, Request | None] = {}  # None: answered, or invalid
 
-    def chosen(self, store: Any, here: set[int], size: int, left_s: float) -> dict[int, int] | None:
-        """The number of the request for each free rank; None: wait for more requests."""
-        free = (
-            set(range(size)) - here if self.count is None else set(range(size, size + self.count))
-        )
+    def chosen(
+        self, store: Any, here: set[int], free: dict[int, int], left_s: float
+    ) -> dict[int, int] | None:
+        """The number of the request for each free slot; None: wait for more requests.
+
+        Args:
+            here: the ranks that live.
+            free: by slot: its rank in Group.ranks.
+            left_s: the limit of a store call.
+        """
         self._look(store, left_s)
-        waiting = {n: one.rank for n, one in self._requests.items() if one and one.is_alive()}
-        chosen = {rank: n for n, rank in reversed(waiting.items()) if rank in free}
-        anywhere = [n for n, rank in waiting.items() if rank < 0]
-        chosen |= zip(sorted(free - chosen.keys()), anywhere, strict=False)
-        missing = len(chosen) < len(free)
+        waiting = {n: one for n, one in self._requests.items() if one and one.is_alive()}
+        slots = {rank: slot for slot, rank in free.items()}
+        asked = {one.rank: n for n, one in reversed(waiting.items()) if one.rank in slots}
+        chosen = {slots[rank]: n for rank, n in asked.items()}
+        others = [n for n, one in waiting.items() if not (one.only or n in chosen.values())]
+        chosen |= zip(sorted(free.keys() - chosen.keys()), others, strict=False)
+        missing = len(chosen) < min(len(free), _processes_left(self._file) - len(here))
         return None if missing and time.monotonic() < self.until else chosen
 
     def _look(self, store: Any, left_s: float) -> None:
@@ -135,9 +163,22 @@ class Joiners:
                 self._requests[n] = None
 
 
-def write_request(store: Any, rank: int, server: Server, pid: int, left_s: float) -> int:
-    """Asks for a rank, -1 for any, for the process `pid`; returns the number of the request."""
-    text = json.dumps([rank, _machine(), pid, process_start(pid), *rows_of([server])])
+def _processes_left(file: str) -> float:
+    """The number of processes in the run or still to come, by the launcher; infinite without it."""
+    if not file:
+        return math.inf
+    try:
+        return int(Path(f"{file}.processes").read_text())
+    except (OSError, ValueError):  # no launcher
+        return math.inf
+
+
+def write_request(
+    store: Any, rank: int, server: Server, pid: int, left_s: float, only: bool = True
+) -> int:
+    """Asks for a rank for the process `pid`, as of Request; returns the number of the request."""
+    only = only and rank >= 0
+    text = json.dumps([rank, only, _machine(), pid, process_start(pid), *rows_of([server])])
     n = int(store.add(f"{PREFIX}arrived/0", 1, left_s))
     store.set(f"{PREFIX}request/{n}", text.encode(), left_s)
     return n
@@ -147,8 +188,9 @@ def read_request(store: Any, n: int) -> Request | None:
     """The n-th request; None if it is invalid. Raises Timeout if there is none."""
     text = store.get(f"{PREFIX}request/{n}", 0.0)
     try:
-        rank, machine, pid, started, server = json.loads(text)
-        return Request(int(rank), servers_of([server])[0], str(machine), int(pid), int(started))
+        rank, only, machine, pid, started, server = json.loads(text)
+        address = servers_of([server])[0]
+        return Request(int(rank), bool(only), address, str(machine), int(pid), int(started))
     except (ValueError, TypeError, RecursionError):  # of another version of pycomm
         return None
 
@@ -208,27 +250,36 @@ def join(
     rank: int | None,
     end: float,
     connect: Callable[[SurvivingStore, Answer], _core.Group],
+    *,
+    launched: bool = False,
 ) -> tuple[_core.Group, Elastic]:
     """Joins the elastic group whose ranks' addresses are in `file`.
 
     Args:
         end: the time limit, by the steady clock.
-        rank: the rank that this process asks for; None: any.
+        rank: the rank that this process asks for, as in Group.ranks; None: any.
         connect: forms the group of an answer.
+        launched: the launcher started this process: it takes any rank, preferably `rank`, and waits
+            until the training ends.
 
     Raises:
+        TrainingEnded: `launched`, and the ranks ended with success.
         Timeout: the group did not call grow() or replace() in time.
         PeerLost: no rank of the group lives.
         InvalidArgument: the file is invalid.
     """
     own: tuple[_core.TcpStore, Server] | None = None
+    end = math.inf if launched else end
     while True:
         servers = _wait_for_servers(file, end)
         first = servers[0].host
         own = own or serve(first, first == "127.0.0.1", key, 0)
         store = SurvivingStore(servers, key)
         try:
-            given = _ask(store, own[1], -1 if rank is None else rank, file, end)
+            left_s = min(LIMIT_S, max(LEAST_S, end - time.monotonic()))
+            asked = -1 if rank is None else rank
+            n = write_request(store, asked, own[1], os.getpid(), left_s, not launched)
+            given = _wait_for_answer(store, n, file, end)
             core = connect(store, given)
             try:
                 _wait_for_outcome(store, given)
@@ -248,6 +299,7 @@ def _all_ended(store: SurvivingStore, file: str, servers: list[Server]) -> bool:
     """Whether no server lives, and no other file appears."""
     end = time.monotonic() + STALE_S
     while store.server is None and read_file(file) == servers:
+        _check_not_ended(file)
         if time.monotonic() >= end:
             return True
         time.sleep(PAUSE_S)  # polls: a file sends no notifications
@@ -256,15 +308,20 @@ def _all_ended(store: SurvivingStore, file: str, servers: list[Server]) -> bool:
 
 def _wait_for_servers(file: str, end: float) -> list[Server]:
     while not (servers := read_file(file)):
+        _check_not_ended(file)
         if time.monotonic() >= end:
             raise Timeout(f"join: no elastic group wrote {file}", op="init")
         time.sleep(PAUSE_S)  # polls: a file sends no notifications
     return servers
 
 
-def _ask(store: SurvivingStore, own: Server, rank: int, file: str, end: float) -> Answer:
-    """Writes a request and waits for the answer. Raises StoreMoved if it has to be repeated."""
-    n = write_request(store, rank, own, os.getpid(), max(LEAST_S, end - time.monotonic()))
+def _check_not_ended(file: str) -> None:
+    if os.path.exists(f"{file}.ended"):
+        raise TrainingEnded
+
+
+def _wait_for_answer(store: SurvivingStore, n: int, file: str, end: float) -> Answer:
+    """Raises PeerLost, also as StoreMoved, if the request has to be repeated."""
     while True:
         left = store.server in read_file(file)
         with contextlib.suppress(Timeout):

@@ -26,13 +26,13 @@ class _State:
 
 
 def start(abort: Callable[[str], None]) -> None:
-    """Starts the thread, once per process, if torch's elastic agent started this process.
+    """Starts the thread, once per process, if torchrun started this process.
 
     Args:
         abort: called once on that thread, with the reason, when the agent or a process between
             them ends.
     """
-    if not config.under_torchrun():
+    if not config.under_torchrun() or config.under_pycomm_launch():
         return
     with _State.lock:
         if _State.pid == os.getpid():

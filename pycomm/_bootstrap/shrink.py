@@ -29,8 +29,9 @@ import os
 import re
 import select
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from types import MappingProxyType
 from typing import TypeAlias
 
 from pycomm import _core
@@ -136,7 +137,7 @@ class _Regrouping:
         election = SurvivorElection(
             self._store, self._name, members.index(self._core.rank), len(members), self._end
         )
-        election.joiners = self.joiners
+        election.joiners, election.free = self.joiners, dict(enumerate(self._ranks))
         election.absent = {rank for rank, member in enumerate(members) if member < 0}
         election.post_unreachable(self._unreachable)
         decision = election.agree(
@@ -271,10 +272,13 @@ class SurvivorElection:
 
     Attributes:
         joiners: chooses processes that join; None: none do.
+        free: by slot of the next group: its rank in Group.ranks; ranks of this one that live are
+            not free.
         absent: ranks whose processes were to join and that have no vote unless they come.
     """
 
     joiners: Joiners | None = None
+    free: Mapping[int, int] = MappingProxyType({})
     absent: AbstractSet[int] = frozenset()
 
     def __init__(self, store: Store, name: str, rank: int, size: int, end: float) -> None:
@@ -326,7 +330,8 @@ class SurvivorElection:
         """As Decision.joined; None: wait for processes that join."""
         if self.joiners is None:
             return {}
-        return self.joiners.chosen(self._store, here, self._size, self._left_s())
+        free = {slot: rank for slot, rank in self.free.items() if slot not in here}
+        return self.joiners.chosen(self._store, here, free, self._left_s())
 
     def _here(self, processes: Sequence[int | None]) -> set[int]:
         """The ranks that joined and live; reports processes that ended."""

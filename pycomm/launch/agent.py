@@ -22,7 +22,8 @@ from torch.distributed.elastic.utils import store as together
 from torch.distributed.launcher import api
 
 from pycomm.launch import local_rendezvous
-from pycomm.launch.hosts import SILENT_S, START_LIMIT_S, Hosts
+from pycomm.launch.hosts import SILENT_S, START_LIMIT_S, Hosts, Place
+from pycomm.launch.losses import Losses
 
 if TYPE_CHECKING:
     from torch.distributed.launcher.api import LaunchConfig
@@ -41,6 +42,7 @@ class Agent(local_elastic_agent.LocalElasticAgent):
     _exit_barrier_timeout: float
     _hosts: Hosts | None = None
     _logs_specs: Any
+    _losses: Losses | None = None  # if ranks are replaced
     _reserved: socket.socket | None = None  # the port of pycomm's store, on the first host
     _store: Any
 
@@ -64,12 +66,31 @@ class Agent(local_elastic_agent.LocalElasticAgent):
         try:
             port = self._port(worker_group.group_rank)
             self._logs_specs.variables.update(local_rendezvous.variables(port))
-            self._logs_specs.places = self._places(worker_group)
+            places = self._hosts.places(self._place(worker_group))
         except RuntimeError as error:  # of torch's store: no value in time
             raise RendezvousError(
                 "another host's launcher did not announce its port or its ranks: start the ranks "
                 "of every host with pycomm launch"
             ) from error
+        self._logs_specs.places = [(place.name, place.where) for place in places]
+        replacement = self._logs_specs.replacement
+        if replacement is not None:
+            self._losses = Losses(replacement, self._hosts, places, self._logs_specs.group_file)
+            # No host joins later, and the host that serves torch's store may be lost.
+            worker_group.spec.rdzv_handler.num_nodes_waiting = lambda: 0
+
+    def _assign_worker_ranks(self, store: Any, group_rank: int, count: int, spec: Any) -> Any:
+        """torch's numbers, with those of spares after the ranks of all hosts."""
+        workers = super()._assign_worker_ranks(store, group_rank, count, spec)
+        spares = self._logs_specs.spares
+        for local, worker in enumerate(workers):
+            worker.world_size -= spares * count
+            worker.global_rank -= spares * group_rank
+            if local >= len(workers) - spares:
+                number = spares * group_rank + local - (len(workers) - spares)
+                worker.global_rank = worker.world_size + number
+            worker.role_rank, worker.role_world_size = worker.global_rank, worker.world_size
+        return workers
 
     def _port(self, own: int) -> int:
         """The port at which rank 0 serves pycomm's store; the first host's launcher stores it."""
@@ -81,20 +102,25 @@ class Agent(local_elastic_agent.LocalElasticAgent):
         self._store.wait([local_rendezvous.PORT_KEY], timedelta(seconds=START_LIMIT_S))
         return int(self._store.get(local_rendezvous.PORT_KEY))
 
-    def _places(self, worker_group: Any) -> list[tuple[str, str]]:
-        """The ranks of each host, and its name and address, for the table."""
-        assert self._hosts is not None
+    def _place(self, worker_group: Any) -> Place:
+        """This host."""
+        logs = self._logs_specs
         ranks = sorted(worker.global_rank for worker in worker_group.workers)
+        ranks = ranks[: len(ranks) - logs.spares]
         name = f"ranks {ranks[0]} to {ranks[-1]}" if len(ranks) > 1 else f"rank {ranks[0]}"
         where = ", ".join(filter(None, [socket.gethostname(), worker_group.spec.local_addr]))
-        return [(name, where)] if self._hosts.count == 1 else self._hosts.places(name, where)
+        options = str(logs.replacement or "")
+        return Place(name, where, len(ranks), logs.serves_rendezvous, options)
 
     def _monitor_workers(self, worker_group: Any) -> Any:
         """torch calls this several times a second while ranks run."""
         if self._hosts is not None:
             with contextlib.suppress(RuntimeError):  # the store ended: torch detects it, too
                 self._hosts.send_heartbeat()
-        return super()._monitor_workers(worker_group)
+        result = super()._monitor_workers(worker_group)
+        if self._losses is not None and not result.is_failed():
+            self._losses.check()
+        return result
 
     def _exit_barrier(self) -> None:
         """torch calls this when all ranks of this host have succeeded."""
@@ -119,9 +145,9 @@ class Agent(local_elastic_agent.LocalElasticAgent):
             )
             while time.monotonic() < end and not self._store.check([all_entered]):
                 time.sleep(POLL_S)  # polls: a store sends no notifications
-                if (host := self._hosts.find_silent()) is not None:
+                if silent := self._hosts.find_silent():
                     print(
-                        f"pycomm launch: no heartbeat from the launcher of host {host} of "
+                        f"pycomm launch: no heartbeat from the launcher of host {silent[0]} of "
                         f"{self._hosts.count} (from 0) for {SILENT_S:.0f} s; stopped waiting",
                         flush=True,
                     )

@@ -16,9 +16,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from pycomm import _secret as secret
-from pycomm.config import ELASTIC_FILE
 from pycomm.errors import InvalidArgument
 from pycomm.launch import failure, folder, local_rendezvous, tables, worker_setup
+from pycomm.launch.losses import Replacement, TooFewRanks
 
 if TYPE_CHECKING:
     from torch.distributed.launcher.api import LaunchConfig
@@ -51,8 +51,23 @@ def parser() -> argparse.ArgumentParser:
         type=int,
         default=0,
         metavar="N",
-        help="start a new process in place of one that fails, at most N times for each rank; the "
+        help="start a new process in place of one that fails, at most N times for each; the "
         "others stay up (docs/launching.md)",
+    )
+    ours.add_argument(
+        "--spares",
+        type=int,
+        default=0,
+        metavar="K",
+        help="start K more processes on this host, which wait in pycomm.init() to take the rank of "
+        "one that fails",
+    )
+    ours.add_argument(
+        "--min-ranks",
+        type=int,
+        default=0,
+        metavar="M",
+        help="continue without ranks that no process can replace, while M are left (default: all)",
     )
     key = ours.add_mutually_exclusive_group()
     key.add_argument(
@@ -70,12 +85,6 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str]) -> int:
     """Launches and waits; returns the exit status: 0, or that of the rank that failed first."""
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.elastic.rendezvous.api import RendezvousError
-
-    from pycomm.launch import agent
-
     options = parser().parse_args(argv)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True)  # also into pipes: print ranks' lines at once
@@ -87,21 +96,37 @@ def main(argv: Sequence[str]) -> int:
         except (InvalidArgument, ValueError) as error:
             print(f"pycomm launch: {error}", file=sys.stderr)
             return 2
-        try:
-            agent.launch(config, sys.executable, *command)
-        except ChildFailedError as error:
-            return _report(error, options.log_dir)
-        except RendezvousError as error:
-            print(
-                f"pycomm launch: rendezvous at {options.rdzv_endpoint} failed, or the launcher "
-                f"there ended: {error.__cause__ or error}",
-                file=sys.stderr,
-            )
-            return 1
-        except SignalException as error:
-            print(f"pycomm launch: stopped by {error.sigval.name}", file=sys.stderr)
-            return 128 + error.sigval
-    return 0
+        return _run(config, command, options)
+
+
+def _run(config: LaunchConfig, command: list[str], options: argparse.Namespace) -> int:
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous.api import RendezvousError
+
+    from pycomm.launch import agent
+
+    status = 0
+    try:
+        agent.launch(config, sys.executable, *command)
+    except (ChildFailedError, TooFewRanks) as error:
+        if isinstance(error, TooFewRanks):
+            print(f"pycomm launch: {error}", file=sys.stderr)
+        status = _report(error.failures, options.log_dir)
+    except InvalidArgument as error:  # the hosts have different options
+        print(f"pycomm launch: {error}", file=sys.stderr)
+        status = 2
+    except RendezvousError as error:
+        print(
+            f"pycomm launch: rendezvous at {options.rdzv_endpoint} failed, or the launcher there "
+            f"ended: {error.__cause__ or error}",
+            file=sys.stderr,
+        )
+        status = 1
+    except SignalException as error:
+        print(f"pycomm launch: stopped by {error.sigval.name}", file=sys.stderr)
+        status = 128 + int(error.sigval)
+    return status
 
 
 def prepared(options: argparse.Namespace, errors: str) -> tuple[LaunchConfig, list[str]]:
@@ -116,7 +141,9 @@ def prepared(options: argparse.Namespace, errors: str) -> tuple[LaunchConfig, li
     """
     from torch.distributed import run
 
+    replacement = _replacement(options)
     count, devices, ranks = _ranks(options)
+    options.nproc_per_node = str(count + options.spares)
     if options.cpus_per_rank is None:
         options.cpus_per_rank = worker_setup.share_of(count)
     if options.cpus_per_rank < 0:
@@ -129,15 +156,18 @@ def prepared(options: argparse.Namespace, errors: str) -> tuple[LaunchConfig, li
     key = _key(options)
     if options.encrypt:
         _encrypt(options, key)
-    if options.replace < 0 or (options.replace and _several(options) and not key):
+    if replacement and _several(options) and not key:
         raise InvalidArgument(
-            f"--replace {options.replace}: expected at least 0 and, on several hosts, PYCOMM_SECRET"
+            "--replace, --spares and --min-ranks need PYCOMM_SECRET on several hosts, the same on "
+            "all of them"
         )
     _choose_rendezvous(options)
     all_ranks = options.tee not in ("0", 0)  # torchrun's option
     options.tee = options.redirects = "0"  # in our logs, not in torch's
     config, _, _ = run.config_from_args(options)
     rows = _rows(options, ranks, devices)
+    if replacement:
+        rows.append(("replacement", replacement.row()))
     logs = config.logs_specs = tables.Logs(options.log_dir, all_ranks, rows, errors)
     if not key and _several(options):
         where = options.rdzv_endpoint or f"{options.master_addr}:{options.master_port}"
@@ -145,12 +175,36 @@ def prepared(options: argparse.Namespace, errors: str) -> tuple[LaunchConfig, li
     elif not key:
         key = local_rendezvous.new_key()
     logs.variables = {"PYCOMM_SECRET": key} if key else {}
-    if options.replace:
-        logs.variables[ELASTIC_FILE] = os.path.join(errors, "elastic_group")
+    logs.replacement = replacement
+    endpoint = options.rdzv_endpoint
+    logs.serves_rendezvous = _is_local(endpoint) if endpoint else options.node_rank == 0
     if config.log_line_prefix_template is None:  # torch treats an empty one as unset
         config.role = "" if options.role == "default" else options.role
         config.log_line_prefix_template = "[rank ${rank}] " if all_ranks else "${role_name}"
     return config, _command(options, devices > 0)
+
+
+def _replacement(options: argparse.Namespace) -> Replacement | None:
+    """How ranks are replaced; None: they are not."""
+    for name in ("replace", "spares", "min_ranks"):
+        if getattr(options, name) < 0:
+            raise InvalidArgument(
+                f"--{name.replace('_', '-')} {getattr(options, name)}: expected at least 0"
+            )
+    if not (options.replace or options.spares or options.min_ranks):
+        return None
+    least, _, most = str(options.nnodes).partition(":")
+    if most not in ("", least):
+        raise InvalidArgument(
+            f"--nnodes {options.nnodes}: --replace, --spares and --min-ranks need a fixed number "
+            "of hosts"
+        )
+    if options.max_restarts:
+        raise InvalidArgument(
+            f"--max-restarts {options.max_restarts} restarts all ranks; --replace, --spares and "
+            "--min-ranks replace those that fail: pass one or the other"
+        )
+    return Replacement(options.replace, options.spares, options.min_ranks)
 
 
 def _several(options: argparse.Namespace) -> bool:
@@ -185,10 +239,16 @@ def _ranks(options: argparse.Namespace) -> tuple[int, int, str]:
         )
     note = ""
     if options.nproc_per_node is None:
-        options.nproc_per_node = str(worker_setup.default_count(devices))
+        most = max(1, devices - options.spares) if devices else 0
+        options.nproc_per_node = str(worker_setup.default_count(most))
         if not devices:
             note = f": one per {worker_setup.CORES_PER_RANK} processors; --nproc N sets it"
     count = run.determine_local_world_size(options.nproc_per_node)
+    if options.spares and 0 < devices < count + options.spares:
+        raise InvalidArgument(
+            f"--spares {options.spares}: each spare process needs a GPU of its own: {count} ranks "
+            f"and {options.spares} spares need {count + options.spares}, got {devices}"
+        )
     if shared := worker_setup.shared_devices(count, devices):
         note = f", {shared}"
     return count, devices, f"{count}{note}"
@@ -205,10 +265,11 @@ def _choose_devices(options: argparse.Namespace) -> None:
         )
     if known is not None and not set(requested) <= set(known):
         raise InvalidArgument(f"--devices {options.devices}, but CUDA_VISIBLE_DEVICES is {seen}")
-    if options.nproc_per_node not in (None, str(len(requested))):
-        raise InvalidArgument(f"--devices {options.devices} means --nproc {len(requested)}")
+    count = max(1, len(requested) - options.spares)
+    if options.nproc_per_node not in (None, str(count)):
+        raise InvalidArgument(f"--devices {options.devices} means --nproc {count}")
     os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(requested)
-    options.nproc_per_node = str(len(requested))
+    options.nproc_per_node = str(count)
 
 
 def _encrypt(options: argparse.Namespace, key: str) -> None:
@@ -288,7 +349,8 @@ def _command(options: argparse.Namespace, devices: bool) -> list[str]:
     line += ["--join-streams"]
     line += [f"--cpus-per-rank={options.cpus_per_rank}"] if options.cpus_per_rank else []
     line += ["--set-device"] if devices and kind != "command" else []
-    line += [f"--replace={options.replace}"] if options.replace else []
+    elastic = options.replace or options.spares or options.min_ranks
+    line += [f"--replace={options.replace}"] if elastic else []
     return [*line, "--", options.training_script, *options.training_script_args]
 
 
@@ -308,13 +370,15 @@ def _rows(options: argparse.Namespace, ranks: str, devices: int) -> list[tuple[s
     ]
 
 
-def _report(error: Any, log_dir: str) -> int:
+def _report(failures: dict[int, Any], log_dir: str) -> int:
     """Prints the first failure with its traceback, then the others; returns the exit status."""
     known: list[failure.Failure] = []
-    for rank, one in error.failures.items():
+    for rank, one in failures.items():
         reports = failure.read(one.error_file_data)
         known += reports or [failure.of_exit(rank, one.pid, one.exitcode)]
-    cause = next((f for f in known if f.rank not in error.failures), None) or failure.first(known)
+    if not known:  # they are of other hosts
+        return 1
+    cause = next((f for f in known if f.rank not in failures), None) or failure.first(known)
     print(f"pycomm launch: the first failure was {cause}", file=sys.stderr)
     if cause.trace:
         print(cause.trace, end="", file=sys.stderr)

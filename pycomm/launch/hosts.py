@@ -6,40 +6,65 @@ differ. This says nothing about ranks, which detect failures on their own.
 
 from __future__ import annotations
 
+import json
 import time
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any
 
-__all__ = ["SILENT_S", "START_LIMIT_S", "Hosts"]
+__all__ = ["SILENT_S", "START_LIMIT_S", "Hosts", "Place"]
 
 HEARTBEAT_S = 5.0  # between heartbeats
 SILENT_S = 30.0  # without a heartbeat; a launcher never blocks for so long
 START_LIMIT_S = 30.0  # for another host's launcher to write a value, which it does at its start
 KEY = "pycomm/launcher/{}"
 PLACE_KEY = "pycomm/launcher/{}/place"
+LOST_KEY = "pycomm/launcher/{}/lost"  # processes of this host that are not replaced
+ENDED_KEY = "pycomm/launcher/ended"  # ranks ended with success
+CHANGES_KEY = "pycomm/launcher/changes"  # counts changes to the two above
 ENDED = b"ended"
+
+
+@dataclass(frozen=True)
+class Place:
+    """A host of the run.
+
+    Attributes:
+        name: its ranks, for the table.
+        where: its name and address.
+        ranks: the number of its ranks.
+        serves: its launcher serves torch's store.
+        options: how it replaces ranks; "": it does not.
+    """
+
+    name: str
+    where: str
+    ranks: int
+    serves: bool
+    options: str
 
 
 class Hosts:
     """The launchers of a run: this is number `own` of `count`; `store` is torch's."""
 
     def __init__(self, store: Any, own: int, count: int) -> None:
-        self.count = count
-        self._store, self._own = store, own
+        self.count, self.own = count, own
+        self._store = store
         self._beats, self._next = 0, 0.0
         self._last_seen: dict[int, tuple[bytes, float]] = {}
 
-    def places(self, ranks: str, where: str) -> list[tuple[str, str]]:
-        """The ranks and the place of every host, this one's among them.
+    def places(self, mine: Place) -> list[Place]:
+        """All hosts, of which this is `mine`.
 
         Raises:
             RuntimeError: a host's launcher did not write its own.
         """
-        self._store.set(PLACE_KEY.format(self._own), f"{ranks}\n{where}")
+        if self.count == 1:
+            return [mine]
+        self._store.set(PLACE_KEY.format(self.own), json.dumps(asdict(mine)))
         keys = [PLACE_KEY.format(host) for host in range(self.count)]
         self._store.wait(keys, timedelta(seconds=START_LIMIT_S))
-        found = [self._store.get(key).decode().split("\n") for key in keys]
-        return [(name, place) for name, place in found]
+        return [Place(**json.loads(self._store.get(key))) for key in keys]
 
     def send_heartbeat(self) -> None:
         """Writes a heartbeat if one is due; call it often. Raises RuntimeError if the store
@@ -47,24 +72,46 @@ class Hosts:
         now = time.monotonic()
         if self.count > 1 and now >= self._next:
             self._beats, self._next = self._beats + 1, now + HEARTBEAT_S
-            self._store.set(KEY.format(self._own), str(self._beats))
+            self._store.set(KEY.format(self.own), str(self._beats))
 
     def report_end(self) -> None:
         """Tells the others that this host's ranks have ended: no more heartbeats follow."""
-        self._store.set(KEY.format(self._own), ENDED)
+        self._store.set(KEY.format(self.own), ENDED)
 
-    def find_silent(self) -> int | None:
-        """A host whose heartbeat is missing; None if all are alive or ended, or never send
-        heartbeats, as torchrun.
+    def report(self, lost: int, ended: bool) -> None:
+        """Tells the others how many more processes of this host are lost, and that one ended."""
+        if lost:
+            self._store.add(LOST_KEY.format(self.own), lost)
+        if ended:
+            self._store.add(ENDED_KEY, 1)
+        if lost or ended:
+            self._store.add(CHANGES_KEY, 1)
+
+    def changes(self) -> int:
+        """A number that grows with each report()."""
+        return int(self._store.add(CHANGES_KEY, 0))
+
+    def lost(self, host: int) -> int:
+        """The processes that this host reported as lost."""
+        return int(self._store.add(LOST_KEY.format(host), 0))
+
+    def any_ended(self) -> bool:
+        """Whether a host reported that a rank ended with success."""
+        return bool(self._store.add(ENDED_KEY, 0))
+
+    def find_silent(self) -> list[int]:
+        """The hosts whose heartbeat is missing; not those that ended, or never send heartbeats, as
+        torchrun.
         """
+        silent = []
         for host in range(self.count):
             key = KEY.format(host)
-            if host == self._own or not self._store.check([key]):
+            if host == self.own or not self._store.check([key]):
                 continue
             word, now = self._store.get(key), time.monotonic()
             last, since = self._last_seen.get(host, (b"", now))
             if word != last:
                 self._last_seen[host] = word, now
             elif word != ENDED and now - since > SILENT_S:
-                return host
-        return None
+                silent.append(host)
+        return silent

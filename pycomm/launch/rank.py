@@ -28,7 +28,7 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--cpus-per-rank", type=int)
     options.add_argument("--set-device", action="store_true")
     options.add_argument("--join-streams", action="store_true")
-    options.add_argument("--replace", type=int, default=0)
+    options.add_argument("--replace", type=int)
     options.add_argument("--kind", choices=("script", "module", "command"), required=True)
     options.add_argument("program")
     options.add_argument("rest", nargs=argparse.REMAINDER)
@@ -38,7 +38,7 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs the program; writes a failure report for the launcher."""
     options = parser().parse_args(argv)
-    if options.replace:
+    if options.replace is not None:
         _supervise(options.parent, options.replace, _replaceable(options))
     env = os.environ
     if options.join_streams:  # one log for both, in order
@@ -48,12 +48,13 @@ def main(argv: Sequence[str] | None = None) -> None:
             *(int(env[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"))
         )
     )
-    worker_setup.setup_worker(
-        options.parent, int(env["LOCAL_RANK"]), options.cpus_per_rank, options.set_device
-    )
+    local_rank = int(env["LOCAL_RANK"])
+    spare = local_rank >= int(env["LOCAL_WORLD_SIZE"])  # uses any processor
+    cpus = None if spare else options.cpus_per_rank
+    worker_setup.setup_worker(options.parent, local_rank, cpus, options.set_device)
     try:
         if options.kind == "command":
-            _supervise(options.parent, 0, [options.program, *options.rest])
+            _supervise(options.parent, -1, [options.program, *options.rest])
         sys.argv = [options.program, *options.rest]
         if options.kind == "module":
             runpy.run_module(options.program, run_name="__main__", alter_sys=True)
@@ -99,11 +100,12 @@ def _failed(error: BaseException) -> str:
     file = env.get("TORCHELASTIC_ERROR_FILE")
     if file:
         failure.write(file, mine, None)
+    if "PYCOMM_ELASTIC_FILE" in env:  # the others replace it: they see that it leaves the group
+        return mine.trace or traceback.format_exc()
     with contextlib.suppress(Exception):  # there is no group, or it is broken already
         default_group.default().abort(f"rank {mine.rank} failed with {mine.kind}: {mine.text}")
     # Last: a store that does not answer or has invalid content must not delay the above.
-    # A rank that is replaced has not failed for other hosts.
-    if env["WORLD_SIZE"] != env["LOCAL_WORLD_SIZE"] and "PYCOMM_ELASTIC_FILE" not in env:
+    if env["WORLD_SIZE"] != env["LOCAL_WORLD_SIZE"]:
         cause = failure.post(mine, env["MASTER_ADDR"], int(env["MASTER_PORT"]))
         if file and cause:
             failure.write(file, mine, cause)

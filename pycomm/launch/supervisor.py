@@ -2,8 +2,10 @@
 
     python -I -S supervisor.py LAUNCHER_PID REPLACEMENTS COMMAND ARGUMENT ...
 
-With REPLACEMENTS above 0 (`pycomm launch --replace`) it starts the command again, so many times, if
-it fails. The new process joins the elastic group, if there is one.
+With REPLACEMENTS of 0 or more (`pycomm launch --replace`, --spares or --min-ranks) it starts the
+command again, so many times, if it fails. The new process joins the elastic group, if there is one.
+Afterwards it reports the loss to the launcher, which decides, and ends with success; losses.py
+describes the files. REPLACEMENTS is -1 otherwise.
 
 All processes of the command end with the launcher: the kernel signals the launcher's death to this
 process, and the command's orphans become its children (prctl(2)). Signals are forwarded, except
@@ -15,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import json
 import os
 import resource
 import signal
@@ -72,17 +75,53 @@ def main(launcher: int, replacements: int, command: list[str]) -> NoReturn:
             os.kill(child, found.si_signo)
     if stopped:  # the launcher waits for this process, and kills the group after its limit
         _wait_for_descendants(launcher, waited)
+    if replacements >= 0 and not stopped:
+        status = _report_end(status, child)
     _end_as(status)
+
+
+def _report_end(status: int, child: int) -> int:
+    """Writes for the launcher and for processes that wait to join how the last process ended;
+    returns the status with which to end."""
+    env, file = os.environ, os.environ["PYCOMM_ELASTIC_FILE"]
+    if status == 0:
+        with open(f"{file}.ended", "a"):
+            return 0
+    if not os.path.exists(file):  # the first group can no longer form
+        return status
+    with open(f"{file}.new.{env['RANK']}", "w") as report:
+        json.dump(
+            {
+                "local_rank": int(env["LOCAL_RANK"]),
+                "pid": child,
+                "exitcode": os.waitstatus_to_exitcode(status),
+                "error_file": env["TORCHELASTIC_ERROR_FILE"],
+            },
+            report,
+        )
+    os.replace(report.name, f"{file}.lost.{env['RANK']}")
+    _print(f"{_name()} ended by {_reason(status)} and is not replaced")
+    return 0
+
+
+def _name() -> str:
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    return f"rank {rank}" if rank < size else f"spare process {rank - size}"
+
+
+def _reason(status: int) -> str:
+    return f"signal {os.WTERMSIG(status)}" if os.WIFSIGNALED(status) else "an error"
+
+
+def _print(text: str) -> None:
+    print(f"pycomm launch: {text}", file=sys.stderr, flush=True)
 
 
 def _prepare_replacement(status: int, number: int, most: int) -> None:
     """Prints why a new process starts, and sets the environment that lets it join the group."""
-    how = f"signal {os.WTERMSIG(status)}" if os.WIFSIGNALED(status) else "an error"
-    print(
-        f"pycomm launch: rank {os.environ['RANK']} ended by {how}; starting a new process in its "
-        f"place, {number} of at most {most}",
-        file=sys.stderr,
-        flush=True,
+    _print(
+        f"{_name()} ended by {_reason(status)}; starting a new process in its place, {number} of "
+        f"at most {most}"
     )
     with contextlib.suppress(OSError):  # the process that ended wrote no report
         os.unlink(os.environ.get("TORCHELASTIC_ERROR_FILE", ""))
@@ -97,8 +136,7 @@ def _execute(command: list[str], mask: set[int | signal.Signals]) -> None:
     try:
         os.execvp(command[0], command)
     except OSError as error:
-        print(f"pycomm launch: cannot execute {command[0]}: {error.strerror}", file=sys.stderr)
-        sys.stderr.flush()
+        _print(f"cannot execute {command[0]}: {error.strerror}")
         os._exit(CANNOT_EXECUTE)
 
 

@@ -8,7 +8,9 @@ from pathlib import Path
 
 from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs
 
+from pycomm.config import ELASTIC_FILE, ELASTIC_JOINS
 from pycomm.launch import worker_setup
+from pycomm.launch.losses import Replacement
 
 __all__ = ["Logs", "table"]
 
@@ -17,7 +19,8 @@ ALSO_SHOWN = ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES")
 
 
 class Logs(LogsSpecs):
-    """A log file per rank, rank<k>.log; the terminal shows the first rank of this host, or all.
+    """A log file per rank, rank<k>.log, or per spare process, spare<k>.log; the terminal shows the
+    first rank of this host, or all.
 
     torch's elastic launcher calls reify() once it knows the ranks of this host.
 
@@ -30,7 +33,12 @@ class Logs(LogsSpecs):
     Attributes:
         variables: further environment variables of the ranks, which are not shown, such as the key.
         places: the ranks of each host, and its name and address.
+        replacement: how ranks are replaced; None: they are not.
+        serves_rendezvous: this host serves torch's store.
     """
+
+    replacement: Replacement | None = None
+    serves_rendezvous = True
 
     def __init__(
         self, folder: str, all_ranks: bool, rows: list[tuple[str, str]], errors: str
@@ -45,17 +53,37 @@ class Logs(LogsSpecs):
         """The folder."""
         return self._folder
 
+    @property
+    def spares(self) -> int:
+        """The number of spare processes of this host."""
+        return self.replacement.spares if self.replacement else 0
+
+    @property
+    def group_file(self) -> str:
+        """The file of the elastic group."""
+        return str(Path(self._errors) / "elastic_group")
+
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
         """The files by local rank; also prints the tables, as the ranks are about to start."""
         folder = Path(self._folder)
         folder.mkdir(parents=True, exist_ok=True)
         attempt = envs[0].get("TORCHELASTIC_RESTART_COUNT", "0")
         ending = ".log" if attempt == "0" else f".{attempt}.log"  # after a restart
-        logs = {local: str(folder / f"rank{env['RANK']}{ending}") for local, env in envs.items()}
+        size, ranks = int(envs[0]["WORLD_SIZE"]), len(envs) - self.spares
+        logs = {}
+        for local, env in envs.items():
+            rank = int(env["RANK"])
+            name = f"rank{rank}" if rank < size else f"spare{rank - size}"
+            logs[local] = str(folder / f"{name}{ending}")
         errors = {local: str(Path(self._errors) / f"{local}.{attempt}.json") for local in envs}
         for local, env in envs.items():
             env["TORCHELASTIC_ERROR_FILE"] = errors[local]
+            env["LOCAL_WORLD_SIZE"] = str(ranks)
             env.update(self.variables)
+            if self.replacement is not None:
+                env[ELASTIC_FILE] = self.group_file
+            if local >= ranks:
+                env[ELASTIC_JOINS] = "1"
         self._print(envs[0])
         return LogsDest(
             stdouts=logs,
@@ -70,7 +98,9 @@ class Logs(LogsSpecs):
         names = [*SHOWN, *worker_setup.variables(*numbers), *(n for n in ALSO_SHOWN if n in first)]
         print("pycomm launch: configuration\n" + table([*self._rows, *self.places]))
         print(
-            f"pycomm launch: starting {numbers[3]} of {numbers[1]} processes on this host; ", end=""
+            f"pycomm launch: starting {numbers[3]} of {numbers[1]} processes on this host"
+            + (f", spares: {self.spares}; " if self.spares else "; "),
+            end="",
         )
         print("environment of the first\n" + table([(name, first[name]) for name in names]))
         sys.stdout.flush()

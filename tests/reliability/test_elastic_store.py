@@ -83,12 +83,15 @@ def test_requests_are_chosen_once_in_order_and_of_living_processes(file: str) ->
     own = _core.TcpStore.serve("127.0.0.1", 0, KEY)
     elastic = Elastic(file, KEY, [server] * 4, own, {})
 
-    def ask(rank: int, pid: int = os.getpid()) -> int:
-        return write_request(store, rank, server, pid, 1.0)
+    def ask(rank: int, pid: int = os.getpid(), *, only: bool = True) -> int:
+        return write_request(store, rank, server, pid, 1.0, only)
 
-    def chosen(here: set[int], count: int | None = None, wait_s: float = 0.0) -> Any:
-        joiners = Joiners(count, time.monotonic() + wait_s)
-        return joiners.chosen(store, here, 4, 1.0)
+    def chosen(here: set[int], grown: int = 0, wait_s: float = 0.0, by: str = "") -> Any:
+        slots = range(4, 4 + grown) if grown else set(range(4)) - here
+        joiners = Joiners(time.monotonic() + wait_s, by)
+        return joiners.chosen(store, here, {slot: ranks[slot] for slot in slots}, 1.0)
+
+    ranks = list(range(6))
 
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
         dead = ask(-1, child.pid)
@@ -104,10 +107,23 @@ def test_requests_are_chosen_once_in_order_and_of_living_processes(file: str) ->
     assert chosen({0}) == {1: any_rank, 3: third}
     assert chosen({0, 1, 2, 3}, 1) == {4: any_rank}
     assert chosen({0, 1}, wait_s=5.0) == {2: any_rank, 3: third}
+    preferring = ask(1, only=False)
+    assert chosen({0}) == {1: preferring, 2: any_rank, 3: third}
+    assert chosen({0, 1}, 2) == {4: any_rank, 5: preferring}, "any other rank, too"
+    ranks = [0, 3, 5, 6, 7, 8]  # after ranks were lost
+    assert chosen({0}) == {1: third, 2: any_rank, 3: preferring}
+    ranks = list(range(6))
+    store.add(f"elastic/answered/{preferring}", 1)
+    Path(f"{file}.processes").write_text("3")
+    assert chosen({0, 1}, wait_s=5.0, by=file) == {2: any_rank, 3: third}
+    assert chosen({0, 1, 3}, wait_s=5.0, by=file) == {2: any_rank}
     after = invite(store, elastic, "world~1", [0, 1, 2, 3], [0, 1, 2, 3], {2: any_rank}, 1.0)
     assert [one.generation for one in after.servers] == [0, 0, 1, 0]
     assert after.joined == (2,)
     assert chosen({0}) == {3: third}, "a request is answered once"
+    assert chosen({0}, wait_s=5.0) is None, "waits"
+    Path(f"{file}.processes").write_text("2")
+    assert chosen({0}, wait_s=5.0, by=file) == {3: third}, "no other process can start"
     with pytest.raises(errors.PeerLost, match="asked another store"):
         invite(store, elastic, "world~1", [0, 1], [0, 1], {1: 99}, 1.0)
 

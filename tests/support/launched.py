@@ -64,6 +64,41 @@ def replaced() -> None:
     emit(json.dumps({"rank": group.rank, "size": group.size, "pid": os.getpid()}))
 
 
+def lost() -> None:
+    """The ranks of the arguments are killed in turn; those with a colon again and again,
+    until no process replaces them."""
+    group, turn = pycomm.init(timeout_s=600.0), 0
+    victims = sys.argv[2:]
+    while True:
+        try:
+            turn = max(pycomm.all_gather_object(turn, group=group))
+            if turn == len(victims):
+                break
+            number, again, _ = victims[turn].partition(":")
+            if group.ranks[group.rank] == int(number):
+                os.kill(os.getpid(), signal.SIGKILL)
+            pycomm.barrier(group=group)
+        except (pycomm.errors.PeerLost, pycomm.errors.GroupBroken):
+            group = group.replace(wait_s=500.0)
+            turn += not again or int(number) not in group.ranks
+    emit(json.dumps({"rank": group.rank, "size": group.size, "ranks": group.ranks}))
+
+
+def lost_host() -> None:
+    """Calls until the group is broken, then until it is complete or all others are left."""
+    group = pycomm.init(timeout_s=600.0)
+    if not group.joined:
+        pycomm.barrier(group=group)
+        emit("ready")
+        try:
+            while True:
+                pycomm.barrier(group=group)
+        except (pycomm.errors.PeerLost, pycomm.errors.GroupBroken):
+            group = group.replace(wait_s=500.0)
+    pycomm.barrier(group=group)
+    emit(json.dumps({"rank": group.rank, "size": group.size, "ranks": group.ranks}))
+
+
 def fail_always() -> None:
     """Rank 1 fails at once, again and again."""
     if os.environ["RANK"] == "1":
@@ -117,5 +152,6 @@ def train() -> None:
 if __name__ == "__main__":
     {
         **{"place": place, "fail": fail, "part": end_separately, "wait": wait, "train": train},
-        **{"replaced": replaced, "fail_always": fail_always},
+        **{"replaced": replaced, "fail_always": fail_always, "lost": lost},
+        "lost_host": lost_host,
     }[sys.argv[1]]()
