@@ -13,7 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 from elastic_ranks import (
+    CALL_S,
     LIMIT_S,
+    SECRET,
     ElasticRun,
     check_works,
     die,
@@ -299,6 +301,70 @@ def test_a_group_stays_usable_when_the_new_process_dies(
     error, found = results["rank 0"]
     assert error.startswith('PeerLost: grow: "world" stays as it is: ')
     assert found == (0, 3, [2], [0, 1, 2])
+
+
+def merge_into(init: Any, file: str, stage: Any) -> Any:
+    """All ranks of this group join another one; rank 1 dies at a stage of that, if any."""
+    group = init()
+    rank = group.rank
+    assert check_works(group)[1] == 2
+    pycomm.shutdown()
+    if stage and rank == 1:
+        die_at(*stage)
+    return check_works(pycomm.join(file, secret=SECRET, timeout_s=CALL_S))
+
+
+def take_in(init: Any, count: int) -> Any:
+    """Grows by `count` processes, or by those that live."""
+    group = init()
+    check_works(group)
+    while True:
+        try:
+            return check_works(group.grow(count, timeout_s=LIMIT_S))
+        except errors.PeerLost:
+            check_works(group)
+            count -= 1
+
+
+@pytest.mark.parametrize("stage", [None, ANSWERED])
+def test_two_groups_merge(file: str, stage: Any) -> None:
+    """Also if a rank of the one that is taken in dies meanwhile."""
+    with ElasticRun(file, 2) as run, ElasticRun(f"{file}.other", 2) as other:
+        run.start_ranks(take_in, 2)
+        wait_until(lambda: len(elastic_store.read_file(file)) == 2)
+        other.start_ranks(merge_into, file, stage)
+        results = [*run.wait_for().values(), *other.wait_for().values()]
+    size = 3 if stage else 4
+    new = list(range(2, size))
+    found = sorted(one for one in results if one is not None)
+    assert found == [(rank, size, new, list(range(size))) for rank in range(size)]
+
+
+def return_later(init: Any, file: str) -> Any:
+    """Rank 2 is stopped while the others continue; it may not, and joins them."""
+    group = init()
+    pycomm.all_reduce(np.ones(1000))
+    if group.rank == 2:
+        os.kill(os.getpid(), signal.SIGSTOP)
+        until_broken(group)
+        with pytest.raises(errors.GroupBroken, match="continued without this one|too few"):
+            group.replace()
+        pycomm.shutdown()
+        return check_works(pycomm.join(file, secret=SECRET, timeout_s=CALL_S))
+    until_broken(group)
+    smaller = group.replace(timeout_s=10.0, wait_s=0.0)
+    assert check_works(smaller)[1] == 2
+    Path(f"{file}.continued").touch()
+    return check_works(smaller.grow())
+
+
+def test_a_rank_that_was_cut_off_returns(file: str) -> None:
+    with ElasticRun(file, 3, form_s=0.5, heartbeat_s=1.0) as run:
+        run.start_ranks(return_later, file)
+        wait_until(lambda: os.path.exists(f"{file}.continued"))
+        os.kill(run.processes["rank 2"].pid, signal.SIGCONT)
+        results = run.wait_for()
+    assert results["rank 2"] == (2, 3, [2], [0, 1, 2])
 
 
 def form_with_a_slow_rank(init: Any, left: Path) -> Any:

@@ -29,9 +29,11 @@ class ElasticRun:
     Leaving its context kills those that still run.
     """
 
-    def __init__(self, file: str, size: int, *, form_s: float = shrink.FORM_S) -> None:
+    def __init__(
+        self, file: str, size: int, *, form_s: float = shrink.FORM_S, heartbeat_s: float = 10.0
+    ) -> None:
         self.file, self._size, self._port = file, size, free_port()
-        self._form_s = form_s
+        self._form_s, self._heartbeat_s = form_s, heartbeat_s
         self._context = multiprocessing.get_context("spawn")
         self._running: dict[Connection, str] = {}
         self.processes: dict[str, Any] = {}
@@ -55,7 +57,8 @@ class ElasticRun:
         """Starts body(init, *args) on all ranks of the first group, where init() forms it."""
         for rank in range(self._size):
             given = {"rank": rank, "size": self._size, "master": f"127.0.0.1:{self._port}"}
-            self._start(f"rank {rank}", {**given, "elastic": self.file}, body, args)
+            given |= {"elastic": self.file, "heartbeat_s": self._heartbeat_s}
+            self._start(f"rank {rank}", given, body, args)
 
     def start_joiner(self, name: str, body: Callable[..., Any], *args: Any, **given: Any) -> None:
         """Starts body(join, *args) in a process, where join() joins the group."""
