@@ -44,15 +44,22 @@ class QuantizedExchange:
         layout: the blocks of the array.
         feedback: of this layout; None: no error feedback.
         transport: the ranks.
+        scale: factor of the sums.
 
     Attributes:
         sent_bytes: bytes that this rank sent to other ranks in both phases, as one copy.
     """
 
     def __init__(
-        self, options: Quantize, layout: Layout, feedback: Feedback | None, transport: Transport
+        self,
+        options: Quantize,
+        layout: Layout,
+        feedback: Feedback | None,
+        transport: Transport,
+        scale: float,
     ) -> None:
         self._options, self._layout, self._transport = options, layout, transport
+        self._scale = scale
         self._feedback = feedback
         self._work: Work | None = None
         self._received = np.empty(0, np.uint8)
@@ -101,7 +108,7 @@ class QuantizedExchange:
         self._work = self._transport.all_gather_v(packet, self._received, sizes)
         self.sent_bytes += len(packet)
 
-    def finish(self, out: Any, scale: float) -> bool:
+    def finish(self, out: Any) -> bool:
         """Waits for the sums and writes scale * sum to `out`.
 
         Returns:
@@ -109,7 +116,7 @@ class QuantizedExchange:
         """
         self._wait()
         bits, blocks = self._options.down_bits, self._layout.blocks
-        return quantized.decode(self._received, bits, out, scale=scale, blocks=blocks)
+        return quantized.decode(self._received, bits, out, scale=self._scale, blocks=blocks)
 
     def commit(self) -> None:
         """Stores what was lost for the next exchange."""
@@ -169,6 +176,11 @@ def all_reduce(
         raise InvalidArgument(
             f"all_reduce: invalid compression: got {compression!r:.80}, expected pycomm.Quantize()"
         )
+    if compression.exchange != "sharded":
+        raise InvalidArgument(
+            f'all_reduce: invalid exchange: got {compression.exchange!r}, expected "sharded": the '
+            "others are for DataParallel and LocalSGD"
+        )
     if state is not None and not isinstance(state, QuantizeState):
         raise InvalidArgument(
             f"all_reduce: invalid state: got {type(state).__name__}, expected one of "
@@ -185,9 +197,11 @@ def all_reduce(
     feedback = None
     if compression.error_feedback and state is not None:
         feedback = state.feedback(layout)
-    exchange = QuantizedExchange(compression, layout, feedback, _GroupTransport(group, timeout_s))
+    transport = _GroupTransport(group, timeout_s)
+    scale = 1.0 / group.size if name == "avg" else 1.0
+    exchange = QuantizedExchange(compression, layout, feedback, transport, scale)
     exchange.start(x)
     exchange.sum_up()
-    if exchange.finish(x, 1.0 / group.size if name == "avg" else 1.0):
+    if exchange.finish(x):
         exchange.commit()
     return x

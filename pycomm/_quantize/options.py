@@ -10,6 +10,8 @@ from pycomm.kernels.quantized import check_bits
 
 __all__ = ["Quantize"]
 
+EXCHANGES = ("sharded", "auto_time")
+
 
 @dataclass(frozen=True)
 class Quantize:
@@ -31,14 +33,18 @@ class Quantize:
         down_bits: of each sum that the owners send to all ranks: 1, 2, 3, 4 or 8.
         error_feedback: add what is lost to the next values. It takes 8 bytes of memory for each
             value, and 8 for each value that this rank owns.
+        exchange: "sharded": as described. "auto_time": the shorter of "sharded" and "dense", which
+            sends everything uncompressed, from rank 0's measured link and kernels; not for
+            pycomm.all_reduce.
 
     Raises:
-        InvalidArgument: another number of bits, or error_feedback is not a bool.
+        InvalidArgument: another number of bits, error_feedback is not a bool, or another exchange.
     """
 
     bits: int = 3
     down_bits: int = 8
     error_feedback: bool = True
+    exchange: str = "sharded"
 
     def __post_init__(self) -> None:
         check_bits(self.bits)
@@ -46,6 +52,11 @@ class Quantize:
         if not isinstance(self.error_feedback, bool):
             raise InvalidArgument(
                 f"invalid error_feedback: got {self.error_feedback!r:.40}, expected True or False"
+            )
+        if self.exchange not in EXCHANGES:
+            raise InvalidArgument(
+                f"invalid exchange: got {self.exchange!r:.40}, expected one of "
+                f"{', '.join(EXCHANGES)}"
             )
 
     def state(self) -> QuantizeState:

@@ -27,6 +27,7 @@ __all__ = [
     "measure_coding",
     "measure_exchanges",
     "measure_link",
+    "median_s",
     "predicted",
 ]
 
@@ -143,7 +144,7 @@ def measure_link(group: Group, hosts: int = 1) -> Link:
 
     def all_reduce_s(nbytes: int) -> float:
         x = torch.zeros(nbytes // 4)
-        return _typical(lambda: collectives.all_reduce(x, group=group))
+        return median_s(lambda: collectives.all_reduce(x, group=group))
 
     small, large = all_reduce_s(SMALL), all_reduce_s(LARGE)
     received = 2 * (links - 1) / links * (LARGE - SMALL)
@@ -162,16 +163,16 @@ def measure_coding(load: Load) -> Coding:
     def select() -> None:
         kernels.dgc_step(g, u, v, k, momentum=0.9)
 
-    step_s = _typical(select)
-    scan_s = _typical(lambda: kernels.topk(g, k))
-    fill_s = _typical(out.zero_)
-    sum_s = _typical(lambda: kernels.decode_sum(out, [(indices, values)]))
+    step_s = median_s(select)
+    scan_s = median_s(lambda: kernels.topk(g, k))
+    fill_s = median_s(out.zero_)
+    sum_s = median_s(lambda: kernels.decode_sum(out, [(indices, values)]))
     encode_s = decode_s = 0.0
     if load.value_dtype is not None:
         code = load.value_dtype
         packet = kernels.encode(indices, values, count, code, codec="auto")
-        encode_s = _typical(lambda: kernels.encode(indices, values, count, code, codec="auto"))
-        decode_s = _typical(lambda: kernels.unpack(packet))
+        encode_s = median_s(lambda: kernels.encode(indices, values, count, code, codec="auto"))
+        decode_s = median_s(lambda: kernels.unpack(packet))
     added_s = max(0.0, sum_s - fill_s)
     return Coding(step_s / count, scan_s / count, encode_s / k, decode_s / k, added_s / k)
 
@@ -179,10 +180,10 @@ def measure_coding(load: Load) -> Coding:
 def _momentum_s() -> float:
     """Seconds per element of the momentum update after an average."""
     u, x = torch.zeros(SAMPLE), torch.zeros(SAMPLE)
-    return _typical(lambda: x.copy_(u.mul_(0.9).add_(x))) / SAMPLE
+    return median_s(lambda: x.copy_(u.mul_(0.9).add_(x))) / SAMPLE
 
 
-def _typical(call: Callable[[], object]) -> float:
+def median_s(call: Callable[[], object]) -> float:
     """The median time of a few calls, after one warm-up call."""
     call()
     found = []

@@ -26,8 +26,9 @@ from pycomm.compress.schedule import (
     to_send,
 )
 from pycomm.errors import InvalidArgument
+from pycomm.group import Group
 
-__all__ = ["DENSE", "Chooser", "LevelPlan"]
+__all__ = ["DENSE", "Chooser", "LevelPlan", "costs_of_rank_0"]
 
 
 @dataclass(frozen=True)
@@ -140,13 +141,18 @@ class Chooser:
                 costs = received_bytes(load, pool.size, _hosts(pool))
             else:
                 costs = cost_model.measure_exchanges(load, pool, may_be_dense)
-            shared = torch.tensor(list(costs.values()), dtype=torch.float64)
-            collectives.broadcast(shared, 0, group=pool.group)
-            costs = dict(zip(costs, shared.tolist(), strict=True))
+            costs = costs_of_rank_0(costs, pool.group)
             if options.is_auto:
                 self._exchange_costs[level] = costs
             self.exchanges[level] = min(costs, key=lambda name: costs[name])
         return self.exchanges[level]
+
+
+def costs_of_rank_0(costs: Mapping[str, float], group: Group) -> dict[str, float]:
+    """Collective. Rank 0's costs, so that all ranks choose the same exchange."""
+    shared = torch.tensor(list(costs.values()), dtype=torch.float64)
+    collectives.broadcast(shared, 0, group=group)
+    return dict(zip(costs, shared.tolist(), strict=True))
 
 
 def _hosts(pool: CommunicatorPool) -> int:

@@ -16,14 +16,15 @@ from torch import Tensor
 
 from pycomm import collectives
 from pycomm._core_api.calls import Work
-from pycomm._quantize import Quantize, QuantizedExchange
+from pycomm._quantize import Quantize
 from pycomm._training import coalesced
 from pycomm._training.communicators import CommunicatorPool
+from pycomm.compress.bucket_exchange import BucketExchange, BucketExchanges
 from pycomm.compress.interrupts import defer_sigint
-from pycomm.compress.quantized_residuals import VERSION, QuantizedResiduals
+from pycomm.compress.quantized_residuals import QuantizedResiduals
+from pycomm.compress.state import VERSION, sources_of
 from pycomm.elastic.change import GroupChange
 from pycomm.errors import InvalidArgument
-from pycomm.group import Group
 
 __all__ = ["GradientExchange"]
 
@@ -49,26 +50,27 @@ class GradientExchange:
     ) -> None:
         self.idle = False
         self._options, self._scaler = options, scaler
-        self._residuals = QuantizedResiduals(named, options.error_feedback)
+        residuals = QuantizedResiduals(named, options.error_feedback)
+        self._exchanges = BucketExchanges(options, residuals, in_place=True)
         self._pool: CommunicatorPool | None = None
-        self._passing: list[tuple[QuantizedExchange, Tensor]] = []
+        self._passing: list[tuple[BucketExchange, Tensor]] = []
         self._dense: list[tuple[Work, Tensor]] = []
-        self._averaged: list[tuple[QuantizedExchange, Tensor]] = []  # not committed yet
+        self._averaged: list[tuple[BucketExchange, Tensor]] = []  # not committed yet
         self._running = False  # a pass has begun
         self._finite = True  # so far in this pass
-        self._failed: list[tuple[QuantizedExchange, Tensor]] = []  # of the last pass, if it failed
+        self._failed: list[tuple[BucketExchange, Tensor]] = []  # of the last pass, if it failed
         self._step, self._scale = 0, 1.0
         self._sent_bytes = self._dense_bytes = 0
 
     def attach(self, named: Mapping[str, Tensor], pool: CommunicatorPool) -> None:
         """Uses the communicators of DataParallel, whose parameters must be known."""
         for parameter in named.values():
-            self._residuals.quantizes(parameter)
+            self._exchanges.residuals.quantizes(parameter)
         self._pool = pool
 
     def compresses(self, parameter: Tensor) -> bool:
         """Whether the parameter has 16 or 32 bits."""
-        return self._residuals.quantizes(parameter)
+        return self._exchanges.residuals.quantizes(parameter)
 
     def add(self, flat: Tensor, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
         """Starts the exchange of a bucket, and sums an earlier one. `gradients` fill `flat`."""
@@ -78,12 +80,11 @@ class GradientExchange:
         if group.size == 1:
             return
         self._dense_bytes += flat.nbytes
-        if not all(self._residuals.quantizes(parameter) for parameter in parameters):
+        if not all(self._exchanges.residuals.quantizes(parameter) for parameter in parameters):
             self._dense.append((self._communicators().all_reduce(flat, "avg"), flat))
             return
-        layout = self._residuals.layout(parameters, group)
-        feedback = self._residuals.feedback(parameters, layout)
-        exchange = QuantizedExchange(self._options, layout, feedback, self._communicators())
+        self._exchanges.prepare(self._communicators())
+        exchange = self._exchanges.make(parameters, self._communicators())
         self._passing.append((exchange, flat))
         exchange.start(flat)
         if len(self._passing) > BUCKETS_BETWEEN:
@@ -117,7 +118,7 @@ class GradientExchange:
             exchange.sum_up()
         finite = True
         for exchange, flat in passing:
-            finite &= exchange.finish(flat, 1.0 / self._communicators().size)
+            finite &= exchange.finish(flat)
             if flat.dtype == torch.float16:  # what is finite in float32 may overflow
                 finite &= bool(flat.isfinite().all())
         for work, flat in dense:
@@ -154,9 +155,11 @@ class GradientExchange:
         if counted and int(word) > self._step:
             self._commit(failed)
         self._step = int(word)
-        self._residuals.resume(change)
+        residuals = self._exchanges.residuals
+        residuals.resume(change)
+        self._exchanges.forget()
         self.sync_from(change.source)
-        return change.lost_norm(self._residuals.squares())
+        return change.lost_norm(residuals.squares())
 
     def stats(self) -> dict[str, Any]:
         """See QuantizedGradients.stats."""
@@ -164,6 +167,7 @@ class GradientExchange:
             "step": self._step,
             "bits": self._options.bits,
             "down_bits": self._options.down_bits,
+            **self._exchanges.stats(),
             "sent_bytes": self._sent_bytes,
             "dense_bytes": self._dense_bytes,
         }
@@ -172,13 +176,13 @@ class GradientExchange:
         """See QuantizedGradients.state_dict."""
         self._cancel_failed_pass("state_dict")
         group = self._communicators().group
-        return {**self._described(group.rank), **self._residuals.save()}
+        return {**self._described(group.rank), **self._exchanges.residuals.save()}
 
     def gather(self, dst: int) -> dict[str, Any] | None:
         """See QuantizedGradients.gather_state."""
         self._cancel_failed_pass("gather_state")
         group = self._communicators().group
-        found = self._residuals.gather(group, dst)
+        found = self._exchanges.residuals.gather(group, dst)
         if found is None:
             return None
         ranks = [{**self._described(rank), **one} for rank, one in enumerate(found)]
@@ -188,14 +192,21 @@ class GradientExchange:
         """See QuantizedGradients.load_state_dict."""
         self._cancel_failed_pass("load_state_dict")
         group = self._communicators().group
-        sources = _sources(saved, group)
-        self._residuals.load(sources, group)
+        sources = sources_of(saved, group, "QuantizedGradients")
+        self._exchanges.residuals.load(sources, group)
+        self._exchanges.forget(sources[0].get("exchange", "") if len(sources) == 1 else "")
         self._step, self._scale = int(sources[0]["step"]), float(sources[0]["scale"])
 
     def _described(self, rank: int) -> dict[str, Any]:
         size = self._communicators().size
-        step, scale = self._step, self._scale
-        return {"version": VERSION, "rank": rank, "size": size, "step": step, "scale": scale}
+        return {
+            "version": VERSION,
+            "rank": rank,
+            "size": size,
+            "step": self._step,
+            "scale": self._scale,
+            "exchange": self._exchanges.name,
+        }
 
     def _communicators(self) -> CommunicatorPool:
         """The communicators of DataParallel; without it, the default group."""
@@ -210,10 +221,10 @@ class GradientExchange:
         scaler = self._scaler
         scale = scaler.get_scale() if scaler is not None and scaler.is_enabled() else 1.0
         if scale != self._scale:
-            self._residuals.multiply(scale / self._scale)
+            self._exchanges.residuals.multiply(scale / self._scale)
             self._scale = scale
 
-    def _commit(self, passing: Sequence[tuple[QuantizedExchange, Tensor]]) -> None:
+    def _commit(self, passing: Sequence[tuple[BucketExchange, Tensor]]) -> None:
         for exchange, _ in passing:
             exchange.commit()
 
@@ -224,22 +235,3 @@ class GradientExchange:
                 "or after"
             )
         self.cancel()
-
-
-def _sources(saved: Mapping[str, Any], group: Group) -> list[Mapping[str, Any]]:
-    """The states of single ranks that this rank loads: its own, or all of them."""
-    if saved.get("version") != VERSION:
-        raise InvalidArgument(
-            f"QuantizedGradients: invalid state version: got {saved.get('version')!r}, expected "
-            f"{VERSION}"
-        )
-    if "ranks" in saved:
-        ranks: list[Mapping[str, Any]] = saved["ranks"]
-        return [ranks[group.rank]] if saved["size"] == group.size else ranks
-    if (saved["size"], saved["rank"]) != (group.size, group.rank):
-        raise InvalidArgument(
-            f"QuantizedGradients: state of rank {saved['rank']} of {saved['size']} on rank "
-            f"{group.rank} of {group.size}: each rank must load its own state, or all that of "
-            "gather_state()"
-        )
-    return [saved]

@@ -57,7 +57,9 @@ class QuantizedGradients:
 
         Returns:
             step: committed exchanges. bits, down_bits: of Quantize. sent_bytes: bytes that this
-            rank gave to the two phases. dense_bytes: bytes of all gradients.
+            rank gave to the exchange. dense_bytes: bytes of all gradients. exchange: "sharded",
+            "dense", or "" before the first one. exchange_costs: with "auto_time", the estimated
+            seconds of a step by exchange, if they were estimated; else {}.
         """
         return self._exchange.stats()
 

@@ -28,7 +28,6 @@ from pycomm.group import Group
 
 __all__ = ["QuantizedResiduals"]
 
-VERSION = 1
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 Floats = NDArray[np.float32]
@@ -52,6 +51,9 @@ class QuantizedResiduals:
         enabled: False: there is no error feedback.
         owner: the class, for errors.
 
+    Attributes:
+        nbytes: bytes of the parameters that are quantized.
+
     Raises:
         Unsupported: a parameter is not in host memory.
     """
@@ -68,6 +70,7 @@ class QuantizedResiduals:
         self._enabled = enabled
         self._buckets: dict[tuple[str, ...], Feedback] = {}
         self._loose: dict[str, Pair] = {}  # of parameters that are in no bucket
+        self.nbytes = 0
         first = 0
         for name, parameter in named:
             self._known.add(parameter)
@@ -80,6 +83,12 @@ class QuantizedResiduals:
                 )
             self._shapes[parameter] = _Shape(name, parameter.numel(), first)
             first += blocks_of(parameter.numel())
+            self.nbytes += parameter.numel() * parameter.element_size()
+
+    @property
+    def count(self) -> int:
+        """Elements of all parameters that are quantized."""
+        return sum(shape.count for shape in self._shapes.values())
 
     def quantizes(self, parameter: Tensor) -> bool:
         """Whether the gradient is quantized.
@@ -114,6 +123,23 @@ class QuantizedResiduals:
             self._buckets[key] = made
         return self._buckets[key]
 
+    def unsent(self, parameters: Sequence[Tensor], create: bool) -> list[Tensor]:
+        """The residual of each parameter, after fold_owned(), for an exchange that sends it
+        exactly.
+
+        Args:
+            parameters: of a bucket.
+            create: make residuals of 0 if there are none. False: the result is then empty.
+        """
+        shapes = [self._shapes[parameter] for parameter in parameters]
+        if not create and not any(shape.name in self._loose for shape in shapes):
+            return []
+        found = []
+        for shape in shapes:
+            zeros = np.zeros(shape.count, np.float32), np.zeros(0, np.float32)
+            found.append(torch.from_numpy(self._loose.setdefault(shape.name, zeros)[0]))
+        return found
+
     def multiply(self, factor: float) -> None:
         """Converts to another loss scale."""
         for _, pair in self._all():
@@ -123,13 +149,13 @@ class QuantizedResiduals:
     def resume(self, change: GroupChange) -> None:
         """Collective. Moves the owner residuals of this rank into its residuals; new ranks get
         residuals of 0 of the parameters that were exchanged."""
-        self._fold_owned(change.before)
+        self.fold_owned(change.before)
         names = coalesced.bcast_value(sorted(self._loose), change.source, change.group)
         counts = {shape.name: shape.count for shape in self._shapes.values()}
         for name in names if change.is_new else ():
             self._loose[name] = np.zeros(counts[name], np.float32), np.zeros(0, np.float32)
 
-    def _fold_owned(self, group: Group) -> None:
+    def fold_owned(self, group: Group) -> None:
         """Moves the owner residuals of this rank in `group` into its residuals."""
         firsts = {shape.name: shape.first for shape in self._shapes.values()}
         for key in list(self._buckets):

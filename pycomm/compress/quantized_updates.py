@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pycomm._quantize import Quantize, QuantizedExchange
+from pycomm._quantize import Quantize
+from pycomm.compress.bucket_exchange import BucketExchange, BucketExchanges
 from pycomm.compress.interrupts import defer_sigint
 from pycomm.compress.parameter_state import flat_view
 from pycomm.compress.quantized_residuals import QuantizedResiduals
@@ -43,7 +44,7 @@ class _Bucket:
 
     places: list[int]
     counts: list[int]
-    exchange: QuantizedExchange | None = None
+    exchange: BucketExchange | None = None
     update: Tensor | None = None
     restored: bool = False
 
@@ -68,8 +69,8 @@ class QuantizedUpdates(UpdateCompressor[list[Tensor]]):
                 self._buckets.append(_Bucket([], []))
             self._buckets[-1].places.append(place)
             self._buckets[-1].counts.append(parameter.numel())
-        for bucket in self._buckets:
-            self._new_exchange(bucket)  # makes the residuals
+        self._exchanges = BucketExchanges(options, self._residuals, in_place=False)
+        self._residuals.unsent(self._parameters, create=True)
 
     @property
     def ratio(self) -> float:
@@ -82,6 +83,9 @@ class QuantizedUpdates(UpdateCompressor[list[Tensor]]):
     @property
     def residual(self) -> list[Tensor]:
         return self._residuals.views()
+
+    def described_exchange(self) -> dict[str, Any]:
+        return self._exchanges.stats()
 
     @contextlib.contextmanager
     def exchange(self, step: int) -> Iterator[list[Tensor]]:
@@ -98,20 +102,18 @@ class QuantizedUpdates(UpdateCompressor[list[Tensor]]):
                 compared.wait()
             self._compare(words)
             means = self._exchange_all()
-            self.sent_bytes = len(word) + sum(one.sent_bytes for one in self._exchanges())
+            self.sent_bytes = len(word) + sum(one.sent_bytes for one in self._started())
             yield means
         except BaseException:  # includes Ctrl-C: the updates must be restored
             self._roll_back()
             raise
 
-    def _exchanges(self) -> list[QuantizedExchange]:
+    def _started(self) -> list[BucketExchange]:
         return [bucket.exchange for bucket in self._buckets if bucket.exchange is not None]
 
-    def _new_exchange(self, bucket: _Bucket) -> QuantizedExchange:
+    def _new_exchange(self, bucket: _Bucket) -> BucketExchange:
         own = [self._parameters[place] for place in bucket.places]
-        layout = self._residuals.layout(own, self._pool.group)
-        feedback = self._residuals.feedback(own, layout)
-        return QuantizedExchange(self._options, layout, feedback, self._pool)
+        return self._exchanges.make(own, self._pool)
 
     def _take_update(self, bucket: _Bucket) -> None:
         """Computes the update of this rank, and restores the parameters."""
@@ -124,10 +126,12 @@ class QuantizedUpdates(UpdateCompressor[list[Tensor]]):
 
     def _exchange_all(self) -> list[Tensor]:
         """The mean update of each parameter."""
-        started: list[QuantizedExchange] = []
+        self._exchanges.prepare(self._pool)
+        started: list[BucketExchange] = []
         for bucket in self._buckets:
             bucket.exchange = self._new_exchange(bucket)
             started.append(bucket.exchange)
+            assert bucket.update is not None  # of _take_update
             bucket.exchange.start(bucket.update)
             if len(started) > BUCKETS_BETWEEN:
                 started[-1 - BUCKETS_BETWEEN].sum_up()
@@ -136,12 +140,12 @@ class QuantizedUpdates(UpdateCompressor[list[Tensor]]):
         means: list[Tensor] = []
         for bucket, exchange in zip(self._buckets, started, strict=True):
             mean = torch.empty(sum(bucket.counts))
-            exchange.finish(mean, 1.0 / self._pool.size)
+            exchange.finish(mean)
             means += torch.split(mean, bucket.counts)
         return means
 
     def _roll_back(self) -> None:
-        for exchange in self._exchanges():
+        for exchange in self._started():
             exchange.cancel()
         residual = self.residual
         for bucket in self._buckets:
@@ -184,12 +188,11 @@ class QuantizedUpdates(UpdateCompressor[list[Tensor]]):
     def resume(self, change: GroupChange) -> float:
         self._residuals.resume(change)
         norm = super().resume(change)
-        for bucket in self._buckets:
-            self._new_exchange(bucket)
+        self._exchanges.forget()
         return norm
 
-    def save(self) -> dict[str, list[Tensor]]:
-        return _as_lists(self._residuals.save())
+    def save(self) -> dict[str, Any]:
+        return {"exchange": self._exchanges.name, **_as_lists(self._residuals.save())}
 
     def gather(self, dst: int) -> list[dict[str, list[Tensor]]] | None:
         found = self._residuals.gather(self._pool.group, dst)
@@ -204,11 +207,10 @@ class QuantizedUpdates(UpdateCompressor[list[Tensor]]):
         self._residuals.load(named, self._pool.group)
         self.decay = list(sources[0]["decay"])
         self._forget()
-        for bucket in self._buckets:
-            self._new_exchange(bucket)
+        self._exchanges.forget(sources[0].get("exchange", "") if len(sources) == 1 else "")
 
     def _commit_exchanges(self) -> None:
-        for exchange in self._exchanges():
+        for exchange in self._started():
             exchange.commit()
 
     def _forget(self) -> None:

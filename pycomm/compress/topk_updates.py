@@ -196,7 +196,7 @@ class TopKUpdates(UpdateCompressor[list[PacketBatch]]):
                 self._restore(unit, unit.packet, unit.rest)
         self._finish()
 
-    def save(self) -> dict[str, list[Tensor]]:
+    def save(self) -> dict[str, Any]:
         return {"residual": [x.clone() for x in self.residual]}
 
     def gather(self, dst: int) -> list[dict[str, list[Tensor]]] | None:

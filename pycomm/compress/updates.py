@@ -76,6 +76,10 @@ class UpdateCompressor(ABC, Generic[Received]):
     def residual(self) -> list[Tensor]:
         """The residual of each parameter, flat, in the order of its memory."""
 
+    def described_exchange(self) -> dict[str, Any]:
+        """What stats() reports of the exchange."""
+        return {"exchange": "gather", "exchange_costs": {}}
+
     @abstractmethod
     def exchange(self, step: int) -> AbstractContextManager[Received]:
         """Collective. The updates of all ranks; the parameters are those of the snapshot again.
@@ -123,12 +127,12 @@ class UpdateCompressor(ABC, Generic[Received]):
         return change.lost_norm(sum(float(x.double().square().sum()) for x in self.residual))
 
     @abstractmethod
-    def save(self) -> dict[str, list[Tensor]]:
-        """The residuals of this rank, as copies."""
+    def save(self) -> dict[str, Any]:
+        """The residuals of this rank, as copies, and what else resumes an exchange."""
 
     @abstractmethod
     def gather(self, dst: int) -> list[dict[str, list[Tensor]]] | None:
-        """Collective. What save() returns on each rank, on `dst`; None elsewhere."""
+        """Collective. The residuals of each rank as in save(), on `dst`; None elsewhere."""
 
     @abstractmethod
     def load(self, sources: Sequence[Mapping[str, Any]]) -> None:

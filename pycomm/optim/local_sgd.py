@@ -342,7 +342,8 @@ class LocalSGD(LocalState):
         Returns:
             step: the step count. sent_bytes: with compression, bytes that this rank sent, as coded,
             else 0. dense_bytes: 4 for each parameter. groups: with compression, groups that each
-            rank sends, else 0.
+            rank sends, else 0. exchange, exchange_costs: with compression, as in
+            QuantizedGradients.stats.
         """
         dense = 4 * sum(p.numel() for p in self._parameters)
         one = self._compressor
@@ -351,4 +352,5 @@ class LocalSGD(LocalState):
             "sent_bytes": 0 if one is None else one.sent_bytes,
             "dense_bytes": dense,
             "groups": 0 if one is None else one.groups,
+            **({} if one is None else one.described_exchange()),
         }

@@ -201,10 +201,13 @@ def test_one_rank_alone_is_exact() -> None:
 
 
 def test_wrong_arguments() -> None:
-    for wrong in ({"bits": 5}, {"down_bits": 0}, {"bits": True}, {"error_feedback": 1}):
+    for wrong in ({"bits": 5}, {"down_bits": 0}, {"bits": True}, {"error_feedback": 1},
+                  {"exchange": "gather"}):  # fmt: skip
         with pytest.raises(InvalidArgument):
             pycomm.Quantize(**wrong)
-    assert repr(pycomm.Quantize(2)) == "Quantize(bits=2, down_bits=8, error_feedback=True)"
+    assert repr(pycomm.Quantize(2)) == (
+        "Quantize(bits=2, down_bits=8, error_feedback=True, exchange='sharded')"
+    )
 
     def program(group: pycomm.Group) -> None:
         quantize, x = pycomm.Quantize(), values(0, 0)

@@ -1,0 +1,159 @@
+"""The exchange of one bucket of quantized gradients or updates, and the choice of it.
+
+    sharded  quantized, with owners of blocks (pycomm._quantize)
+    dense    an all-reduce of the uncompressed bucket, with what was not sent before
+
+The choice is made at the first step, and again after a change of the ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from pycomm._core_api.calls import Work
+from pycomm._quantize import Quantize, QuantizedExchange
+from pycomm._training.communicators import CommunicatorPool
+from pycomm.compress import quantized_cost
+from pycomm.compress.exchange_policy import costs_of_rank_0
+from pycomm.compress.quantized_cost import QuantizedLoad
+from pycomm.compress.quantized_residuals import QuantizedResiduals
+
+__all__ = ["BucketExchange", "BucketExchanges"]
+
+
+class BucketExchange(Protocol):
+    """One mean of a bucket: start(), sum_up() and finish(), then commit(); no commit() rolls it
+    back.
+
+    Attributes:
+        sent_bytes: bytes that this rank sent to other ranks, as one copy.
+    """
+
+    sent_bytes: int
+
+    def start(self, x: Tensor) -> None:
+        """Starts the exchange of x. May change x if the exchanges are in place."""
+
+    def sum_up(self) -> None:
+        """Continues it after the first transfer."""
+
+    def finish(self, out: Tensor) -> bool:
+        """Writes the mean over all ranks to `out`. Returns whether it is finite, the same on all
+        ranks. If not, do not commit."""
+
+    def commit(self) -> None:
+        """Stores what was lost for the next exchange."""
+
+    def cancel(self) -> None:
+        """Waits for a transfer that was started; a failed one is complete, too."""
+
+
+class BucketExchanges:
+    """Chooses how buckets are exchanged, the same on all ranks, and makes the exchange of each.
+
+    Args:
+        options: bits, and the exchange or how to choose it.
+        residuals: of all parameters.
+        in_place: the buckets are gradients, which an exchange may change. Otherwise they are
+            float32 updates, which it keeps.
+
+    Attributes:
+        name: "sharded" or "dense"; "": not chosen yet.
+        residuals: of all parameters.
+        costs: seconds by exchange, if they were estimated.
+    """
+
+    def __init__(self, options: Quantize, residuals: QuantizedResiduals, in_place: bool) -> None:
+        self._options, self.residuals, self._in_place = options, residuals, in_place
+        self._prepared = False
+        self.name = ""
+        self.costs: Mapping[str, float] = {}
+
+    def forget(self, name: str = "") -> None:
+        """Forgets the choice; `name`: the next choice, of a saved state, or "": choose again."""
+        self.name = name if self._options.exchange == "auto_time" else ""
+        self.costs, self._prepared = {}, False
+
+    def prepare(self, pool: CommunicatorPool) -> None:
+        """Collective at the first step and after forget(): chooses, and converts the residuals."""
+        if self._prepared:
+            return
+        if not self.name:
+            self.name = self._choose(pool)
+        if self.name == "dense":
+            self.residuals.fold_owned(pool.group)
+        self._prepared = True
+
+    def make(self, parameters: Sequence[Tensor], pool: CommunicatorPool) -> BucketExchange:
+        """The exchange of a bucket with these parameters."""
+        if self.name == "dense":
+            pending = self.residuals.unsent(parameters, create=not self._in_place)
+            return _DenseExchange(pending, pool, self._in_place)
+        layout = self.residuals.layout(parameters, pool.group)
+        feedback = self.residuals.feedback(parameters, layout)
+        return QuantizedExchange(self._options, layout, feedback, pool, 1.0 / pool.size)
+
+    def stats(self) -> dict[str, Any]:
+        """What QuantizedGradients.stats() has of the choice."""
+        return {"exchange": self.name, "exchange_costs": dict(self.costs)}
+
+    def _choose(self, pool: CommunicatorPool) -> str:
+        options, group = self._options, pool.group
+        if options.exchange != "auto_time":
+            return options.exchange
+        count = self.residuals.count
+        if count == 0 or group.size == 1:
+            return "sharded"
+        nbytes = self.residuals.nbytes if self._in_place else 4 * count
+        load = QuantizedLoad(count, nbytes, options.bits, options.down_bits)
+        self.costs = costs_of_rank_0(quantized_cost.measure_exchanges(load, group), group)
+        chosen = min(self.costs, key=lambda name: self.costs[name])
+        if group.rank == 0:
+            seconds = ", ".join(f"{name} {cost:.3g} s" for name, cost in self.costs.items())
+            logging.getLogger("pycomm").info(
+                "Quantize: exchange %r for %d elements on %d ranks; estimated for a step: %s",
+                chosen, count, group.size, seconds,
+            )  # fmt: skip
+        return chosen
+
+
+class _DenseExchange:
+    """A BucketExchange without compression, of the bucket plus its residual."""
+
+    def __init__(self, pending: list[Tensor], pool: CommunicatorPool, in_place: bool) -> None:
+        self._pending, self._pool, self._in_place = pending, pool, in_place
+        self._total = torch.empty(0)
+        self._work: Work | None = None
+        self.sent_bytes = 0
+
+    def start(self, x: Tensor) -> None:
+        self._total = x if self._in_place else x.clone()
+        if self._pending:
+            self._total += torch.cat(self._pending)
+        self._work = self._pool.all_reduce(self._total, "avg")
+        self.sent_bytes = self._total.nbytes
+
+    def sum_up(self) -> None:
+        pass
+
+    def finish(self, out: Tensor) -> bool:
+        assert self._work is not None
+        self._work.wait()
+        if not self._in_place:
+            out.copy_(self._total)
+        return bool(out.isfinite().all())
+
+    def commit(self) -> None:
+        for residual in self._pending:
+            residual.zero_()
+
+    def cancel(self) -> None:
+        with contextlib.suppress(Exception):  # the pass failed, and its error was raised
+            if self._work is not None:
+                self._work.wait()

@@ -1,0 +1,86 @@
+"""Estimates the time of each exchange of quantized arrays, as cost_model.py does for DGC.
+
+link     as in cost_model.py
+coding   the kernels on random elements: seconds per element in each phase
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from pycomm.compress.cost_model import SAMPLE, Link, measure_link, median_s
+from pycomm.compress.hierarchical import hosts_of
+from pycomm.group import Group
+from pycomm.kernels import quantized
+
+__all__ = ["PhaseCoding", "QuantizedLoad", "measure_exchanges", "measure_phase", "predicted"]
+
+
+@dataclass(frozen=True)
+class QuantizedLoad:
+    """The arrays of one step.
+
+    Attributes:
+        count: elements.
+        nbytes: bytes without compression.
+        bits, down_bits: of Quantize.
+    """
+
+    count: int
+    nbytes: int
+    bits: int
+    down_bits: int
+
+
+@dataclass(frozen=True)
+class PhaseCoding:
+    """Seconds per element of a phase: to encode it with error feedback, and to decode and add."""
+
+    encode: float
+    decode: float
+
+
+def measure_exchanges(load: QuantizedLoad, group: Group) -> dict[str, float]:
+    """Collective. This rank's estimated seconds of a step, by exchange."""
+    hosts = max(hosts_of(group)) + 1
+    link = measure_link(group, hosts)
+    up, down = (measure_phase(bits, load.count) for bits in (load.bits, load.down_bits))
+    return predicted(load, group.size, link, up, down, hosts)
+
+
+def predicted(
+    load: QuantizedLoad, size: int, link: Link, up: PhaseCoding, down: PhaseCoding, hosts: int = 1
+) -> dict[str, float]:
+    """Seconds of a step beyond its backward pass, by exchange.
+
+    As in cost_model.predicted, overlap with the backward pass is not subtracted.
+
+    Args:
+        load: the arrays.
+        size: number of ranks.
+        link: measured speed. Each rank has a link, or each host if there are several hosts.
+        up, down: measured speeds of the phases to the owners and from the owners.
+        hosts: number of hosts.
+    """
+    links = hosts if hosts > 1 else size
+    behind = size / links  # ranks of a link
+    phases = [quantized.quantized_bytes(load.count, b) for b in (load.bits, load.down_bits)]
+    received = behind * (size - behind) / size * sum(phases)
+    coded = up.encode + up.decode + down.encode / size + down.decode
+    return {
+        "dense": 2 * (links - 1) / links * load.nbytes * link.byte_s + link.call_s,
+        "sharded": received * link.byte_s + 2 * link.call_s + coded * load.count,
+    }
+
+
+def measure_phase(bits: int, count: int) -> PhaseCoding:
+    """Seconds per element on a random sample of at most `count` elements."""
+    count = min(count, SAMPLE)
+    x = torch.randn(count, generator=torch.Generator().manual_seed(0))
+    residual, total = torch.zeros(count), torch.zeros(count)
+    packet = quantized.quantize(x, bits, residual)
+    encode_s = median_s(lambda: quantized.quantize(x, bits, residual, packet))
+    decode_s = median_s(lambda: quantized.dequantize(packet, bits, total, accumulate=True))
+    return PhaseCoding(encode_s / count, decode_s / count)
