@@ -223,6 +223,30 @@ def test_a_rank_failure_is_reported_on_every_host(machine, who):
     assert all(f"rank {who}" in text or "gone" in text for text in messages), messages
 
 
+def aborts_long_array(group: pycomm.Group, device: Any) -> tuple[bool, str]:
+    """Whether the output is complete after an abort between two of its pieces, and the error."""
+    count = 8 << 20  # several seconds on the slow link
+    x, out = device.put(odd(group.rank, count, "uint8")), device.empty((2, count), "uint8")
+    pycomm.all_gather(x, out)
+    pycomm.barrier()  # both have enqueued the call
+    if group.rank == 1:
+        group.abort("enough")
+    got = device.get(out)
+    with pytest.raises(errors.GroupBroken) as caught:
+        while True:
+            pycomm.barrier()
+    return np.array_equal(got[1 - group.rank], odd(1 - group.rank, count, "uint8")), str(
+        caught.value
+    )
+
+
+@on("emulated", "cuda")
+def test_abort_ends_the_transfer_of_a_long_array(machine):
+    for complete, text in on_hosts(machine, ["a", "b"], aborts_long_array, link_bytes_per_s=2e6):
+        assert not complete
+        assert any(word in text for word in ("enough", "closed its connection")), text
+
+
 def stuck(group: pycomm.Group, device: Any) -> str:
     x = device.put(numbers(group.rank))
     pycomm.all_reduce(x)
