@@ -9,7 +9,7 @@ import dataclasses
 import math
 import sys
 import zlib
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -21,6 +21,7 @@ from pycomm.errors import InvalidArgument, Mismatch
 from pycomm.group import Group
 
 __all__ = [
+    "Waitable",
     "Work",
     "copy_if_overlapping",
     "exchange_lengths",
@@ -34,6 +35,13 @@ __all__ = [
 PROFILER = "torch.autograd.profiler"
 """It records calls by name. The core looks whether it is enabled; _torch_autoload.py tells it of a
 torch that is imported after pycomm."""
+
+
+class Waitable(Protocol):
+    """A transfer that was started: a Work, or several in turn."""
+
+    def wait(self) -> None:
+        """Waits until it is complete; raises its error."""
 
 
 class Work:

@@ -12,7 +12,7 @@ import numpy as np
 
 from pycomm import _core
 from pycomm._core_api import arrays
-from pycomm._core_api.calls import Work, limit
+from pycomm._core_api.calls import Waitable, Work, limit
 from pycomm._quantize.layout import Layout
 from pycomm._quantize.options import Quantize
 from pycomm._quantize.state import Feedback, QuantizeState
@@ -29,10 +29,10 @@ class Transport(Protocol):
 
     def all_to_all_v(
         self, x: Any, out: Any, send_counts: Sequence[int], recv_counts: Sequence[int]
-    ) -> Work:
+    ) -> Waitable:
         """See CommunicatorPool."""
 
-    def all_gather_v(self, x: Any, out: Any, counts: Sequence[int]) -> Work:
+    def all_gather_v(self, x: Any, out: Any, counts: Sequence[int]) -> Waitable:
         """See CommunicatorPool."""
 
 
@@ -61,7 +61,7 @@ class QuantizedExchange:
         self._options, self._layout, self._transport = options, layout, transport
         self._scale = scale
         self._feedback = feedback
-        self._work: Work | None = None
+        self._work: Waitable | None = None
         self._received = np.empty(0, np.uint8)
         self.sent_bytes = 0
 
@@ -176,10 +176,10 @@ def all_reduce(
         raise InvalidArgument(
             f"all_reduce: invalid compression: got {compression!r:.80}, expected pycomm.Quantize()"
         )
-    if compression.exchange != "sharded":
+    if compression.exchange == "auto_time":
         raise InvalidArgument(
-            f'all_reduce: invalid exchange: got {compression.exchange!r}, expected "sharded": the '
-            "others are for DataParallel and LocalSGD"
+            'all_reduce: invalid exchange: got "auto_time", expected "sharded" or "auto": '
+            "DataParallel and LocalSGD choose by time"
         )
     if state is not None and not isinstance(state, QuantizeState):
         raise InvalidArgument(

@@ -10,7 +10,7 @@ from pycomm.kernels.quantized import check_bits
 
 __all__ = ["Quantize"]
 
-EXCHANGES = ("sharded", "auto_time")
+EXCHANGES = ("auto", "sharded", "auto_time")
 
 
 @dataclass(frozen=True)
@@ -33,9 +33,11 @@ class Quantize:
         down_bits: of each sum that the owners send to all ranks: 1, 2, 3, 4 or 8.
         error_feedback: add what is lost to the next values. It takes 8 bytes of memory for each
             value, and 8 for each value that this rank owns.
-        exchange: "sharded": as described. "auto_time": the shorter of "sharded" and "dense", which
-            sends everything uncompressed, from rank 0's measured link and kernels; not for
-            pycomm.all_reduce.
+        exchange: "sharded": as described. "auto": the same, or "hierarchical" where several hosts
+            have several ranks: the ranks of a host average exactly, and hosts take the place of
+            ranks. "auto_time": the shortest of these and "dense", which sends everything
+            uncompressed, from rank 0's measured link and kernels. pycomm.all_reduce has "sharded"
+            only, which is its "auto".
 
     Raises:
         InvalidArgument: another number of bits, error_feedback is not a bool, or another exchange.
@@ -44,7 +46,7 @@ class Quantize:
     bits: int = 3
     down_bits: int = 8
     error_feedback: bool = True
-    exchange: str = "sharded"
+    exchange: str = "auto"
 
     def __post_init__(self) -> None:
         check_bits(self.bits)

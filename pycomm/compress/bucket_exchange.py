@@ -1,7 +1,8 @@
 """The exchange of one bucket of quantized gradients or updates, and the choice of it.
 
-    sharded  quantized, with owners of blocks (pycomm._quantize)
-    dense    an all-reduce of the uncompressed bucket, with what was not sent before
+    sharded       quantized, with owners of blocks (pycomm._quantize)
+    hierarchical  the mean inside each host, then the same with hosts in place of ranks
+    dense         an all-reduce of the uncompressed bucket, with what was not sent before
 
 The choice is made at the first step, and again after a change of the ranks.
 """
@@ -10,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -21,6 +22,7 @@ from pycomm._quantize import Quantize, QuantizedExchange
 from pycomm._training.communicators import CommunicatorPool
 from pycomm.compress import quantized_cost
 from pycomm.compress.exchange_policy import costs_of_rank_0
+from pycomm.compress.hierarchical import CurrentHostGroups, HostGroups, spans_hosts
 from pycomm.compress.quantized_cost import QuantizedLoad
 from pycomm.compress.quantized_residuals import QuantizedResiduals
 
@@ -30,12 +32,11 @@ __all__ = ["BucketExchange", "BucketExchanges"]
 class BucketExchange(Protocol):
     """One mean of a bucket: start(), sum_up() and finish(), then commit(); no commit() rolls it
     back.
-
-    Attributes:
-        sent_bytes: bytes that this rank sent to other ranks, as one copy.
     """
 
-    sent_bytes: int
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes that this rank sent to other ranks, as one copy."""
 
     def start(self, x: Tensor) -> None:
         """Starts the exchange of x. May change x if the exchanges are in place."""
@@ -64,13 +65,14 @@ class BucketExchanges:
             float32 updates, which it keeps.
 
     Attributes:
-        name: "sharded" or "dense"; "": not chosen yet.
+        name: "sharded", "hierarchical" or "dense"; "": not chosen yet.
         residuals: of all parameters.
         costs: seconds by exchange, if they were estimated.
     """
 
     def __init__(self, options: Quantize, residuals: QuantizedResiduals, in_place: bool) -> None:
         self._options, self.residuals, self._in_place = options, residuals, in_place
+        self._hosts = CurrentHostGroups()
         self._prepared = False
         self.name = ""
         self.costs: Mapping[str, float] = {}
@@ -81,13 +83,21 @@ class BucketExchanges:
         self.costs, self._prepared = {}, False
 
     def prepare(self, pool: CommunicatorPool) -> None:
-        """Collective at the first step and after forget(): chooses, and converts the residuals."""
-        if self._prepared:
+        """Collective at the first step, after forget() and after abort(): chooses, and converts the
+        residuals."""
+        hosts = self._hosts.value
+        if self._prepared and not (hosts and hosts.broken):
             return
         if not self.name:
             self.name = self._choose(pool)
-        if self.name == "dense":
-            self.residuals.fold_owned(pool.group)
+        if self.name == "hierarchical":
+            hosts, failed = self._hosts.get(pool.group)
+            if not self.residuals.by_host:
+                self.residuals.to_hosts(hosts, pool.group)
+            elif failed:
+                self.residuals.average_copies(hosts)
+        elif self.name == "dense" or self.residuals.by_host:
+            self.residuals.to_ranks(pool.group)
         self._prepared = True
 
     def make(self, parameters: Sequence[Tensor], pool: CommunicatorPool) -> BucketExchange:
@@ -95,9 +105,25 @@ class BucketExchanges:
         if self.name == "dense":
             pending = self.residuals.unsent(parameters, create=not self._in_place)
             return _DenseExchange(pending, pool, self._in_place)
-        layout = self.residuals.layout(parameters, pool.group)
+        hosts = self._hosts.value if self.name == "hierarchical" else None
+        ranks = hosts or pool
+        layout = self.residuals.layout(parameters, ranks.rank, ranks.size)
         feedback = self.residuals.feedback(parameters, layout)
-        return QuantizedExchange(self._options, layout, feedback, pool, 1.0 / pool.size)
+        exchange = QuantizedExchange(self._options, layout, feedback, ranks, 1.0 / ranks.size)
+        return exchange if hosts is None else _HostExchange(exchange, hosts)
+
+    @contextlib.contextmanager
+    def aborted_on_error(self) -> Iterator[None]:
+        """If the block fails, no rank of this host waits for this one any more."""
+        try:
+            yield
+        except BaseException as error:  # includes Ctrl-C
+            self.abort(f"{type(error).__name__}: {error}")
+            raise
+
+    def abort(self, reason: str) -> None:
+        """Ends the started exchanges between hosts. The next step makes new HostGroups."""
+        self._hosts.abort(reason)
 
     def stats(self) -> dict[str, Any]:
         """What QuantizedGradients.stats() has of the choice."""
@@ -105,6 +131,8 @@ class BucketExchanges:
 
     def _choose(self, pool: CommunicatorPool) -> str:
         options, group = self._options, pool.group
+        if options.exchange == "auto":
+            return "hierarchical" if spans_hosts(group) else "sharded"
         if options.exchange != "auto_time":
             return options.exchange
         count = self.residuals.count
@@ -121,6 +149,35 @@ class BucketExchanges:
                 chosen, count, group.size, seconds,
             )  # fmt: skip
         return chosen
+
+
+class _HostExchange:
+    """A BucketExchange of the mean over the ranks of a host."""
+
+    def __init__(self, inner: QuantizedExchange, hosts: HostGroups) -> None:
+        self._inner, self._hosts = inner, hosts
+
+    @property
+    def sent_bytes(self) -> int:
+        """Of the first rank of a host; the others send to no other host."""
+        return self._inner.sent_bytes if self._hosts.leads else 0
+
+    def start(self, x: Tensor) -> None:
+        mean = x.to(torch.float32, copy=True)
+        self._hosts.average(mean).wait()
+        self._inner.start(mean.mul_(self._hosts.share))
+
+    def sum_up(self) -> None:
+        self._inner.sum_up()
+
+    def finish(self, out: Tensor) -> bool:
+        return self._inner.finish(out)
+
+    def commit(self) -> None:
+        self._inner.commit()
+
+    def cancel(self) -> None:
+        self._inner.cancel()
 
 
 class _DenseExchange:

@@ -27,6 +27,7 @@ __all__ = [
     "measure_coding",
     "measure_exchanges",
     "measure_link",
+    "measure_links",
     "median_s",
     "predicted",
 ]
@@ -77,14 +78,8 @@ class Coding:
 
 def measure_exchanges(load: Load, pool: CommunicatorPool, may_be_dense: bool) -> dict[str, float]:
     """Collective: this rank's estimated seconds of a step by exchange; "dense" if it is allowed."""
-    group, of_rank, topology = pool.group, hosts_of(pool.group), FLAT
-    hosts = max(of_rank) + 1
-    if 1 < hosts < group.size:
-        here = group.split(of_rank[group.rank])
-        assert here is not None  # every rank is on a host
-        topology = Topology(hosts, measure_link(here))
-        here.close()
-    found = predicted(load, pool.size, measure_link(group, hosts), measure_coding(load), topology)
+    link, topology = measure_links(pool.group)
+    found = predicted(load, pool.size, link, measure_coding(load), topology)
     found["dense"] += load.count * _momentum_s()  # dgc_step includes it for compressed steps
     if not may_be_dense:
         del found["dense"]
@@ -136,6 +131,19 @@ def predicted(
             + 3 * inside.call_s
         )
     return found
+
+
+def measure_links(group: Group) -> tuple[Link, Topology]:
+    """Collective. The speed of the group's link, and that inside hosts if there are several ranks
+    on several hosts."""
+    topology, of_rank = FLAT, hosts_of(group)
+    hosts = max(of_rank) + 1
+    if 1 < hosts < group.size:
+        here = group.split(of_rank[group.rank])
+        assert here is not None  # every rank is on a host
+        topology = Topology(hosts, measure_link(here))
+        here.close()
+    return measure_link(group, hosts), topology
 
 
 def measure_link(group: Group, hosts: int = 1) -> Link:

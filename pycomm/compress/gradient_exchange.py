@@ -83,17 +83,19 @@ class GradientExchange:
         if not all(self._exchanges.residuals.quantizes(parameter) for parameter in parameters):
             self._dense.append((self._communicators().all_reduce(flat, "avg"), flat))
             return
-        self._exchanges.prepare(self._communicators())
-        exchange = self._exchanges.make(parameters, self._communicators())
-        self._passing.append((exchange, flat))
-        exchange.start(flat)
-        if len(self._passing) > BUCKETS_BETWEEN:
-            self._passing[-1 - BUCKETS_BETWEEN][0].sum_up()
+        with self._exchanges.aborted_on_error():
+            self._exchanges.prepare(self._communicators())
+            exchange = self._exchanges.make(parameters, self._communicators())
+            self._passing.append((exchange, flat))
+            exchange.start(flat)
+            if len(self._passing) > BUCKETS_BETWEEN:
+                self._passing[-1 - BUCKETS_BETWEEN][0].sum_up()
 
     def average(self, flat: Tensor, parameters: Sequence[Tensor]) -> None:
         """Writes the mean of all ranks to one bucket; finish() commits. For hooks that wait."""
         self.add(flat, parameters, ())
-        self._average_started()
+        with self._exchanges.aborted_on_error():
+            self._average_started()
 
     def finish(self, agree: Callable[[bool], bool] = bool) -> None:
         """Writes the mean of all ranks to the gradients, and commits.
@@ -101,7 +103,8 @@ class GradientExchange:
         Args:
             agree: whether gradients are finite on all ranks, given whether they are in this group.
         """
-        self._average_started()
+        with self._exchanges.aborted_on_error():
+            self._average_started()
         if agree(self._finite):
             with defer_sigint():
                 self._commit(self._averaged)
@@ -132,6 +135,8 @@ class GradientExchange:
         """Discards a pass: the residuals stay as they were before it."""
         passing, dense = self._passing, self._dense
         self._running, self._passing, self._dense, self._averaged = False, [], [], []
+        if passing:
+            self._exchanges.abort("a backward pass did not complete")
         for exchange, _ in passing:
             exchange.cancel()
         for work, _ in dense:

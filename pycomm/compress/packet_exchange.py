@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from pycomm._core_api.calls import Work
+from pycomm._core_api.calls import Waitable
 from pycomm.compress.bucket import CompressionBucket, ReceivedPackets
 from pycomm.compress.packet_codec import Packets, decode, encode, quantization_error
 from pycomm.kernels import PacketBatch
@@ -38,18 +38,18 @@ class PacketTransport(Protocol):
     def size(self) -> int:
         """The number of ranks."""
 
-    def all_gather(self, x: Tensor, out: Tensor) -> Work:
+    def all_gather(self, x: Tensor, out: Tensor) -> Waitable:
         """See CommunicatorPool."""
 
-    def all_gather_v(self, x: Tensor, out: Tensor, counts: Sequence[int]) -> Work:
+    def all_gather_v(self, x: Tensor, out: Tensor, counts: Sequence[int]) -> Waitable:
         """See CommunicatorPool."""
 
-    def all_to_all(self, x: Tensor, out: Tensor) -> Work:
+    def all_to_all(self, x: Tensor, out: Tensor) -> Waitable:
         """See CommunicatorPool."""
 
     def all_to_all_v(
         self, x: Tensor, out: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int]
-    ) -> Work:
+    ) -> Waitable:
         """See CommunicatorPool."""
 
 

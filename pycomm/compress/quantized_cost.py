@@ -10,8 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from pycomm.compress.cost_model import SAMPLE, Link, measure_link, median_s
-from pycomm.compress.hierarchical import hosts_of
+from pycomm.compress.cost_model import FLAT, SAMPLE, Link, Topology, measure_links, median_s
 from pycomm.group import Group
 from pycomm.kernels import quantized
 
@@ -44,14 +43,18 @@ class PhaseCoding:
 
 def measure_exchanges(load: QuantizedLoad, group: Group) -> dict[str, float]:
     """Collective. This rank's estimated seconds of a step, by exchange."""
-    hosts = max(hosts_of(group)) + 1
-    link = measure_link(group, hosts)
+    link, topology = measure_links(group)
     up, down = (measure_phase(bits, load.count) for bits in (load.bits, load.down_bits))
-    return predicted(load, group.size, link, up, down, hosts)
+    return predicted(load, group.size, link, up, down, topology)
 
 
 def predicted(
-    load: QuantizedLoad, size: int, link: Link, up: PhaseCoding, down: PhaseCoding, hosts: int = 1
+    load: QuantizedLoad,
+    size: int,
+    link: Link,
+    up: PhaseCoding,
+    down: PhaseCoding,
+    topology: Topology = FLAT,
 ) -> dict[str, float]:
     """Seconds of a step beyond its backward pass, by exchange.
 
@@ -62,17 +65,27 @@ def predicted(
         size: number of ranks.
         link: measured speed. Each rank has a link, or each host if there are several hosts.
         up, down: measured speeds of the phases to the owners and from the owners.
-        hosts: number of hosts.
+        topology: for several ranks behind one link.
     """
+    hosts, inside = topology.hosts, topology.inside
     links = hosts if hosts > 1 else size
     behind = size / links  # ranks of a link
     phases = [quantized.quantized_bytes(load.count, b) for b in (load.bits, load.down_bits)]
     received = behind * (size - behind) / size * sum(phases)
-    coded = up.encode + up.decode + down.encode / size + down.decode
-    return {
+    coded = (up.encode + up.decode + down.encode / size + down.decode) * load.count
+    found = {
         "dense": 2 * (links - 1) / links * load.nbytes * link.byte_s + link.call_s,
-        "sharded": received * link.byte_s + 2 * link.call_s + coded * load.count,
+        "sharded": received * link.byte_s + 2 * link.call_s + coded,
     }
+    if behind > 1:
+        # The mean inside a host in float32, then packets between hosts, then broadcasts of them.
+        summed = 2 * (1 - 1 / behind) * 4 * load.count
+        found["hierarchical"] = (
+            predicted(load, hosts, link, up, down)["sharded"]
+            + (summed + sum(phases)) * inside.byte_s
+            + 3 * inside.call_s
+        )
+    return found
 
 
 def measure_phase(bits: int, count: int) -> PhaseCoding:

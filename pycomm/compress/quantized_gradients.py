@@ -58,8 +58,8 @@ class QuantizedGradients:
         Returns:
             step: committed exchanges. bits, down_bits: of Quantize. sent_bytes: bytes that this
             rank gave to the exchange. dense_bytes: bytes of all gradients. exchange: "sharded",
-            "dense", or "" before the first one. exchange_costs: with "auto_time", the estimated
-            seconds of a step by exchange, if they were estimated; else {}.
+            "hierarchical", "dense", or "" before the first one. exchange_costs: with "auto_time",
+            the estimated seconds of a step by exchange, if they were estimated; else {}.
         """
         return self._exchange.stats()
 
@@ -69,9 +69,11 @@ class QuantizedGradients:
         It loads at the same number of ranks, bit for bit. A failed backward pass is not in it.
 
         Returns:
-            version, rank, size, step: numbers. scale: the loss scale of the residuals. residual,
-            owner_residual: by name of the parameter, float32, [elements] and [elements that this
-            rank owns]; they differ by rank. Parameters that were not exchanged yet are missing.
+            version, rank, size, step: numbers. scale: the loss scale of the residuals. exchange: as
+            in stats(). hosts: the host of each rank if the ranks of a host share residuals, else
+            []; a host then takes the place of a rank. residual, owner_residual: by name of the
+            parameter, float32, [elements] and [elements that this rank owns]; they differ by rank.
+            Parameters that were not exchanged yet are missing.
 
         Raises:
             InvalidArgument: inside backward().

@@ -1,11 +1,13 @@
 """The residuals of quantized gradients or updates by parameter, whichever bucket it is in.
 
-    {"version", "rank", "size", "step", "scale", "residual": {name: [count]},
-     "owner_residual": {name: [elements that the rank owns]}}                  of one rank
+    {"version", "rank", "size", "step", "scale", "exchange", "residual": {name: [count]},
+     "owner_residual": {name: [elements that the rank owns]}, "hosts": [...]}  of one rank
     {"version", "size", "ranks": [one rank's, ...]}                            of all
 
 Both are float32, flat, in the order of the parameter's memory; of gradients in units of gradients
-times `scale`, the loss scale. A name is missing if its parameter was not exchanged yet.
+times `scale`, the loss scale. A name is missing if its parameter was not exchanged yet. "hosts" has
+the host of each rank if the ranks of a host share their residuals (hierarchical.py), else nothing:
+then a host takes the place of a rank.
 """
 
 from __future__ import annotations
@@ -22,6 +24,15 @@ from torch import Tensor
 from pycomm import collectives
 from pycomm._quantize import Feedback, Layout, blocks_of, fold, own_count
 from pycomm._training import coalesced
+from pycomm.compress.hierarchical import (
+    HostGroups,
+    average_copies,
+    holder,
+    hosts_of,
+    rank_factor,
+    saved_holder,
+    saved_hosts,
+)
 from pycomm.elastic.change import GroupChange
 from pycomm.errors import InvalidArgument, Unsupported
 from pycomm.group import Group
@@ -53,6 +64,7 @@ class QuantizedResiduals:
 
     Attributes:
         nbytes: bytes of the parameters that are quantized.
+        by_host: by rank, the host whose residuals it holds; []: each rank holds its own.
 
     Raises:
         Unsupported: a parameter is not in host memory.
@@ -71,6 +83,7 @@ class QuantizedResiduals:
         self._buckets: dict[tuple[str, ...], Feedback] = {}
         self._loose: dict[str, Pair] = {}  # of parameters that are in no bucket
         self.nbytes = 0
+        self.by_host: list[int] = []
         first = 0
         for name, parameter in named:
             self._known.add(parameter)
@@ -103,10 +116,10 @@ class QuantizedResiduals:
             )
         return parameter in self._shapes
 
-    def layout(self, parameters: Sequence[Tensor], group: Group) -> Layout:
-        """The blocks of a bucket with these parameters."""
+    def layout(self, parameters: Sequence[Tensor], rank: int, size: int) -> Layout:
+        """The blocks of a bucket with these parameters, for an owner among `size`."""
         shapes = [self._shapes[parameter] for parameter in parameters]
-        return Layout([(shape.count, shape.first) for shape in shapes], group.rank, group.size)
+        return Layout([(shape.count, shape.first) for shape in shapes], rank, size)
 
     def feedback(self, parameters: Sequence[Tensor], layout: Layout) -> Feedback | None:
         """The residuals of a bucket; those of its parameters move into it."""
@@ -149,19 +162,39 @@ class QuantizedResiduals:
     def resume(self, change: GroupChange) -> None:
         """Collective. Moves the owner residuals of this rank into its residuals; new ranks get
         residuals of 0 of the parameters that were exchanged."""
-        self.fold_owned(change.before)
+        self.to_ranks(change.before)
         names = coalesced.bcast_value(sorted(self._loose), change.source, change.group)
         counts = {shape.name: shape.count for shape in self._shapes.values()}
         for name in names if change.is_new else ():
             self._loose[name] = np.zeros(counts[name], np.float32), np.zeros(0, np.float32)
 
+    def to_hosts(self, hosts: HostGroups, group: Group) -> None:
+        """Collective inside a host. Converts the residuals from one for each rank to one for each
+        host."""
+        self.fold_owned(group)
+        average_copies(hosts, self.views(), hosts.share)
+        self.by_host = hosts.of_rank
+
+    def average_copies(self, hosts: HostGroups) -> None:
+        """Collective inside a host. Makes the copies of its ranks equal after a failed step."""
+        parts = [torch.from_numpy(part) for _, pair in self._all() for part in pair]
+        average_copies(hosts, parts)
+
+    def to_ranks(self, group: Group) -> None:
+        """Converts the residuals of this rank in `group` from its host's to its own, if necessary,
+        without owner residuals; not collective."""
+        self.fold_owned(group)
+        self.multiply(rank_factor(self.by_host, group.rank))
+        self.by_host = []
+
     def fold_owned(self, group: Group) -> None:
         """Moves the owner residuals of this rank in `group` into its residuals."""
+        rank, size = holder(self.by_host, group.rank, group.size)
         firsts = {shape.name: shape.first for shape in self._shapes.values()}
         for key in list(self._buckets):
             self._loosen(key)
         for name, (residual, owned) in self._loose.items():
-            fold(residual, owned, firsts[name], group.rank, group.size)
+            fold(residual, owned, firsts[name], rank, size)
         self._loose = {name: (pair[0], pair[1][:0]) for name, pair in self._loose.items()}
 
     def squares(self) -> float:
@@ -174,24 +207,27 @@ class QuantizedResiduals:
         names = [shape.name for shape in self._shapes.values() if shape.name in found]
         return [torch.from_numpy(found[name][0]) for name in names]
 
-    def save(self) -> dict[str, dict[str, Tensor]]:
+    def save(self) -> dict[str, Any]:
         """The residuals of this rank, as copies."""
         found = {name: [torch.from_numpy(x.copy()) for x in pair] for name, pair in self._all()}
         return {
             "residual": {name: pair[0] for name, pair in found.items()},
             "owner_residual": {name: pair[1] for name, pair in found.items()},
+            "hosts": list(self.by_host),
         }
 
-    def gather(self, group: Group, dst: int) -> list[dict[str, dict[str, Tensor]]] | None:
+    def gather(self, group: Group, dst: int) -> list[dict[str, Any]] | None:
         """Collective. What save() returns on each rank, on `dst`; None elsewhere."""
-        ranks: list[dict[str, dict[str, Tensor]]] = [
-            {"residual": {}, "owner_residual": {}} for _ in range(group.size)
+        ranks: list[dict[str, Any]] = [
+            {"residual": {}, "owner_residual": {}, "hosts": list(self.by_host)}
+            for _ in range(group.size)
         ]
+        holders = [holder(self.by_host, rank, group.size) for rank in range(group.size)]
         pairs = dict(self._all())
         for shape in self._shapes.values():
             if shape.name not in pairs:
                 continue
-            sizes = [own_count(shape.count, shape.first, r, group.size) for r in range(group.size)]
+            sizes = [own_count(shape.count, shape.first, *one) for one in holders]
             residual, owned = pairs[shape.name]
             padded = np.zeros(max(sizes), np.float32)
             padded[: len(owned)] = owned
@@ -209,20 +245,23 @@ class QuantizedResiduals:
             InvalidArgument: they do not fit; nothing changes.
         """
         shapes = {shape.name: shape for shape in self._shapes.values()}
+        hosts = saved_hosts(sources[0])
+        kept = len(sources) == 1 and hosts in ([], hosts_of(group))
         new: dict[str, Pair] = {}
         for name in sources[0]["residual"]:
             if name not in shapes:
                 raise InvalidArgument(f"{self._owner}: the state has an unknown {name!r}")
             pairs = [_pair(source, shapes[name], self._owner) for source in sources]
-            if len(sources) == 1:
+            if kept:
                 new[name] = pairs[0]
                 continue
             total = np.zeros(shapes[name].count)
             for source, (residual, owned) in zip(sources, pairs, strict=True):
-                fold(residual, owned, shapes[name].first, source["rank"], source["size"])
-                total += residual
+                fold(residual, owned, shapes[name].first, *saved_holder(source))
+                total += residual * rank_factor(saved_hosts(source), source["rank"])
             new[name] = (total / len(sources)).astype(np.float32), np.zeros(0, np.float32)
         self._buckets, self._loose = {}, new
+        self.by_host = list(hosts) if kept else []
 
     def _all(self) -> Iterator[tuple[str, Pair]]:
         """The residuals of each parameter, as views."""
@@ -255,7 +294,7 @@ def _parts(feedback: Feedback) -> Iterator[Pair]:
 
 def _pair(source: Mapping[str, Any], shape: _Shape, owner: str) -> Pair:
     """Copies of the residuals of a parameter in a rank's state."""
-    owned = own_count(shape.count, shape.first, source["rank"], source["size"])
+    owned = own_count(shape.count, shape.first, *saved_holder(source))
     found = []
     for key, counts in (("residual", (shape.count,)), ("owner_residual", (owned, 0))):
         tensor = source[key].get(shape.name)

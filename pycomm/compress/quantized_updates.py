@@ -16,6 +16,7 @@ from torch import Tensor
 
 from pycomm._quantize import Quantize
 from pycomm.compress.bucket_exchange import BucketExchange, BucketExchanges
+from pycomm.compress.hierarchical import rank_factor
 from pycomm.compress.interrupts import defer_sigint
 from pycomm.compress.parameter_state import flat_view
 from pycomm.compress.quantized_residuals import QuantizedResiduals
@@ -104,7 +105,8 @@ class QuantizedUpdates(UpdateCompressor[list[Tensor]]):
             means = self._exchange_all()
             self.sent_bytes = len(word) + sum(one.sent_bytes for one in self._started())
             yield means
-        except BaseException:  # includes Ctrl-C: the updates must be restored
+        except BaseException as error:  # includes Ctrl-C: the updates must be restored
+            self._exchanges.abort(f"{type(error).__name__}: {error}")
             self._roll_back()
             raise
 
@@ -148,6 +150,8 @@ class QuantizedUpdates(UpdateCompressor[list[Tensor]]):
         for exchange in self._started():
             exchange.cancel()
         residual = self.residual
+        # Each copy of a host's residual gets its rank's update, so their mean gets the mean update.
+        share = 1 / rank_factor(self._residuals.by_host, self._pool.rank)
         for bucket in self._buckets:
             if bucket.update is None or bucket.restored:
                 continue
@@ -155,7 +159,7 @@ class QuantizedUpdates(UpdateCompressor[list[Tensor]]):
             for place, part in zip(
                 bucket.places, torch.split(bucket.update, bucket.counts), strict=True
             ):
-                residual[place].add_(part)
+                residual[place].add_(part, alpha=share)
 
     def commit(self, received: list[Tensor]) -> None:
         self._commit_exchanges()
@@ -194,7 +198,7 @@ class QuantizedUpdates(UpdateCompressor[list[Tensor]]):
     def save(self) -> dict[str, Any]:
         return {"exchange": self._exchanges.name, **_as_lists(self._residuals.save())}
 
-    def gather(self, dst: int) -> list[dict[str, list[Tensor]]] | None:
+    def gather(self, dst: int) -> list[dict[str, Any]] | None:
         found = self._residuals.gather(self._pool.group, dst)
         return None if found is None else [_as_lists(one) for one in found]
 
@@ -225,9 +229,10 @@ class QuantizedUpdates(UpdateCompressor[list[Tensor]]):
             self._residuals.multiply(0.0)
 
 
-def _as_lists(found: Mapping[str, Mapping[str, Tensor]]) -> dict[str, list[Tensor]]:
+def _as_lists(found: Mapping[str, Any]) -> dict[str, Any]:
     """The residuals in the order of the parameters."""
-    return {key: [one[str(place)] for place in range(len(one))] for key, one in found.items()}
+    lists = {key: [found[key][str(place)] for place in range(len(found[key]))] for key in KEYS}
+    return {**lists, "hosts": found["hosts"]}
 
 
 def _by_place(tensors: Sequence[Tensor]) -> dict[str, Tensor]:

@@ -27,7 +27,14 @@ from torch import Tensor
 
 from pycomm import collectives
 from pycomm.compress.bucket import elements_between
-from pycomm.compress.hierarchical import HostGroups, hosts_of
+from pycomm.compress.hierarchical import (
+    HostGroups,
+    average_copies,
+    hosts_of,
+    rank_factor,
+    saved_holder,
+    saved_hosts,
+)
 from pycomm.compress.parameter_state import ParameterState
 from pycomm.compress.sharded import Sharding
 from pycomm.errors import InvalidArgument
@@ -96,7 +103,7 @@ class CompressorState:
             an exchange depend.
         """
         sources = sources_of(saved, group, "DGC")
-        if len(sources) > 1 or _hosts(sources[0]) not in ([], hosts_of(group)):
+        if len(sources) > 1 or saved_hosts(sources[0]) not in ([], hosts_of(group)):
             sources = [rank_state(source) for source in sources]
         owner_residual = self._fitting(sources)
         if owner_residual is None:
@@ -113,7 +120,7 @@ class CompressorState:
             self.owner_residual.update(owner_residual or {})
         first = sources[0]
         self.step_count, self.switched = int(first["step"]), bool(first["switched"])
-        self.by_host = list(_hosts(first))
+        self.by_host = list(saved_hosts(first))
         return dict(first["exchange"]) if first["size"] == group.size else {}
 
     def take_in_owner_residual(self, group: Group) -> None:
@@ -129,11 +136,7 @@ class CompressorState:
     def to_hosts(self, hosts: HostGroups) -> None:
         """Collective. Converts u and v from one for each rank to one for each host."""
         old = [x for memory in self.compressed for x in memory.tensors]
-        new = [x.clone() for x in old]
-        for work in [hosts.average(x) for x in new]:
-            work.wait()
-        for x, content in zip(old, new, strict=True):
-            x.copy_(content.mul_(hosts.share))
+        average_copies(hosts, old, hosts.share)
         self.by_host = hosts.of_rank
 
     def to_ranks(self, group: Group) -> None:
@@ -175,7 +178,7 @@ class CompressorState:
         if self.owner_residual is None or len(sources) > 1:
             return None
         saved = sources[0].get("owner_residual", {})
-        size = _holder(sources[0])[1]
+        size = saved_holder(sources[0])[1]
         found = {}
         for unit in self._units() if saved else ():
             name, count = self._key(unit[0]), sum(memory.count for memory in unit)
@@ -214,25 +217,12 @@ def sources_of(saved: Mapping[str, Any], group: Group, owner: str) -> list[Mappi
     return [saved]
 
 
-def _hosts(source: Mapping[str, Any]) -> list[int]:
-    """The state's "hosts", which older states lack."""
-    found: list[int] = source.get("hosts", [])
-    return found
-
-
-def _holder(source: Mapping[str, Any]) -> tuple[int, int]:
-    """The index of the state's holder and the number of holders: ranks, or hosts."""
-    hosts = _hosts(source)
-    return (hosts[source["rank"]], max(hosts) + 1) if hosts else (source["rank"], source["size"])
-
-
 def rank_state(source: Mapping[str, Any]) -> Mapping[str, Any]:
     """A rank's state with u and v of the rank instead of its host, without an owner residual."""
-    hosts = _hosts(source)
+    hosts = saved_hosts(source)
     if not hosts:
         return source
-    host, count = _holder(source)
-    factor = len(hosts) / (count * hosts.count(host))
+    factor = rank_factor(hosts, source["rank"])
     v = {name: x * factor for name, x in with_owner_residual(source)["v"].items()}
     u = {name: x * factor if name in v else x for name, x in source["u"].items()}
     return {**source, "u": u, "v": v, "owner_residual": {}, "hosts": []}
@@ -241,7 +231,7 @@ def rank_state(source: Mapping[str, Any]) -> Mapping[str, Any]:
 def with_owner_residual(source: Mapping[str, Any]) -> Mapping[str, Any]:
     """A rank's state with the owner residual added to v: the sum of residuals is the same."""
     v = {name: x.clone() for name, x in source["v"].items()}
-    rank, size = _holder(source)
+    rank, size = saved_holder(source)
     for key, owner_residual in source.get("owner_residual", {}).items():
         names = [key] if key in v else list(v)
         share, offset = Sharding(sum(v[name].numel() for name in names), size), 0

@@ -45,6 +45,9 @@ class TopK:
         value_dtype: values sent as "1bit" (sign; 4096 values share one magnitude), "2bit", "3bit",
             "bfloat16" or "float32".
         error_feedback: keep what is not sent. False: drop it.
+        exchange: "gather": all-gather of the ranks' packets. "auto": the same, or "hierarchical"
+            where several hosts have several ranks: the ranks of a host average their updates and
+            share one residual, and hosts exchange packets.
 
     Raises:
         InvalidArgument: an argument out of its range. LocalSGD raises it too if the model has too
@@ -56,6 +59,7 @@ class TopK:
     group: int = 16
     value_dtype: str = "1bit"
     error_feedback: bool = True
+    exchange: str = "auto"
 
     def __post_init__(self) -> None:
         if self.value_dtype not in VALUES:
@@ -66,6 +70,10 @@ class TopK:
         if self.group not in [1 << i for i in range(MOST_GROUP.bit_length())]:
             raise InvalidArgument(
                 f"invalid group: got {self.group!r}, expected 1, 2, 4, ... {MOST_GROUP}"
+            )
+        if self.exchange not in ("auto", "gather"):
+            raise InvalidArgument(
+                f"invalid exchange: got {self.exchange!r:.40}, expected auto or gather"
             )
         if self.ratio is not None and self.density is not None:
             raise InvalidArgument(

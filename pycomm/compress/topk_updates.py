@@ -11,11 +11,21 @@ import torch
 from torch import Tensor
 
 from pycomm import collectives, kernels
+from pycomm.compress.hierarchical import (
+    CurrentHostGroups,
+    average_copies,
+    hosts_of,
+    rank_factor,
+    saved_hosts,
+    spans_hosts,
+)
 from pycomm.compress.interrupts import defer_sigint
+from pycomm.compress.packet_codec import Packets
 from pycomm.compress.packet_exchange import all_gather
 from pycomm.compress.parameter_state import flat_view
 from pycomm.compress.topk import TopK, sent_bytes
 from pycomm.compress.updates import UpdateCompressor, commit_rounded
+from pycomm.elastic.change import GroupChange
 from pycomm.group import Group
 from pycomm.kernels import PacketBatch, UpdatePacket
 
@@ -73,6 +83,10 @@ class TopKUpdates(UpdateCompressor[list[PacketBatch]]):
         for place, parameter in enumerate(parameters):
             alike.setdefault(parameter.dtype, []).append(place)
         self._units = [self._unit(places) for places in alike.values()]
+        self._current_hosts = CurrentHostGroups()
+        self._by_host: list[int] = []  # as CompressorState.by_host
+        self._holders = self._pool.size  # ranks or hosts whose packets are summed
+        self._deltas: list[Tensor] = []  # updates of this rank that are not in the residual
 
     def _unit(self, places: list[int]) -> _Unit:
         theta = [flat_view(self._theta[i]) for i in places]
@@ -107,19 +121,73 @@ class TopKUpdates(UpdateCompressor[list[PacketBatch]]):
     @contextlib.contextmanager
     def exchange(self, step: int) -> Iterator[list[PacketBatch]]:
         self._forget()
+        word = self._check_word(step)
         try:
-            with defer_sigint():
-                packets = [self._prepare(unit) for unit in self._units]
-            gathered, self.sent_bytes = all_gather([*packets, self._check_word(step)], self._pool)
-            words, _ = gathered.pop()
-            self._compare(words)
+            if self._uses_hosts():
+                gathered = self._exchange_hosts(word)
+            else:
+                with defer_sigint():
+                    self._to_ranks()
+                    packets = [self._prepare(unit) for unit in self._units]
+                gathered, self.sent_bytes = all_gather([*packets, word], self._pool)
+                words, _ = gathered.pop()
+                self._compare(words)
+                self._holders = self._pool.size
             yield [
                 kernels.decode_groups(message, sizes, unit.counts, group=self._options.group)
                 for unit, (message, sizes) in zip(self._units, gathered, strict=True)
             ]
-        except BaseException:  # includes Ctrl-C: what was selected must be restored
+        except BaseException as error:  # includes Ctrl-C: what was selected must be restored
+            self._current_hosts.abort(f"{type(error).__name__}: {error}")
             self._roll_back()
             raise
+
+    def _uses_hosts(self) -> bool:
+        return self._options.exchange == "auto" and spans_hosts(self._pool.group)
+
+    def _exchange_hosts(self, word: Tensor) -> list[Packets]:
+        """Averages the updates inside this host, and exchanges packets of the hosts' updates."""
+        with defer_sigint():
+            for place, theta in enumerate(self._theta):
+                mine, parameter = flat_view(theta), flat_view(self._parameters[place])
+                self._deltas.append(mine.float() - parameter.float())
+                parameter.copy_(mine)
+        words = word.new_empty((self._pool.size, len(word)))
+        self._pool.all_gather(word, words).wait()
+        self._compare(words)
+        hosts, failed = self._current_hosts.get(self._pool.group)
+        if not self._by_host:
+            average_copies(hosts, self.residual, hosts.share)
+            self._by_host = hosts.of_rank
+        elif failed:
+            average_copies(hosts, self.residual)
+        means = [delta.clone() for delta in self._deltas]
+        average_copies(hosts, means, hosts.share)
+        with defer_sigint():
+            for residual, mean in zip(self.residual, means, strict=True):
+                residual.add_(mean)
+            self._deltas = []
+            packets = [self._prepare(unit) for unit in self._units]
+        gathered, sent = all_gather(packets, hosts)
+        self.sent_bytes = len(word) + (sent if hosts.leads else 0)
+        self._holders = hosts.size
+        return gathered
+
+    def _to_ranks(self) -> None:
+        """Converts the residual from one for each host, if necessary; not collective."""
+        for residual in self.residual if self._by_host else ():
+            residual.mul_(rank_factor(self._by_host, self._pool.rank))
+        self._by_host = []
+
+    def resume(self, change: GroupChange) -> float:
+        self._to_ranks()
+        return super().resume(change)
+
+    def described_exchange(self) -> dict[str, Any]:
+        return {
+            "exchange": "hierarchical" if self._uses_hosts() else "gather",
+            "exchange_costs": {},
+        }
 
     def _prepare(self, unit: _Unit) -> Tensor:
         unit.packet = kernels.update_step(
@@ -135,6 +203,11 @@ class TopKUpdates(UpdateCompressor[list[PacketBatch]]):
         return packet
 
     def _roll_back(self) -> None:
+        # Each copy of a host's residual gets its rank's update, so their mean gets the mean update.
+        share = 1 / rank_factor(self._by_host, self._pool.rank)
+        for residual, delta in zip(self.residual, self._deltas, strict=False):
+            residual.add_(delta, alpha=share)
+        self._deltas = []
         for unit in self._units:
             if unit.packet is not None and unit.rest is None:
                 unit.rest = self._selected(unit, unit.packet)
@@ -160,10 +233,10 @@ class TopKUpdates(UpdateCompressor[list[PacketBatch]]):
                         x.mul_(factor)
                         y.copy_(x)
                 for tensors in (unit.theta, unit.parameters):
-                    kernels.decode_update(tensors, batch, 1.0, 1.0 / self._pool.size)
+                    kernels.decode_update(tensors, batch, 1.0, 1.0 / self._holders)
             else:
                 means = [torch.empty(count) for count in unit.counts]
-                kernels.decode_sum(means, batch, 1.0 / self._pool.size)
+                kernels.decode_sum(means, batch, 1.0 / self._holders)
                 rows = (unit.theta, unit.parameters, unit.residual, means, factors)
                 for row in zip(*rows, strict=True):
                     commit_rounded(*row)
@@ -174,7 +247,7 @@ class TopKUpdates(UpdateCompressor[list[PacketBatch]]):
         found = [torch.empty_like(x, requires_grad=False) for x in self._parameters]
         for unit, batch in zip(self._units, received, strict=True):
             dense = [flat_view(found[place]) for place in unit.places]
-            kernels.decode_sum(dense, batch, 1.0 / self._pool.size)
+            kernels.decode_sum(dense, batch, 1.0 / self._holders)
         return found
 
     def _forget(self) -> None:
@@ -197,11 +270,11 @@ class TopKUpdates(UpdateCompressor[list[PacketBatch]]):
         self._finish()
 
     def save(self) -> dict[str, Any]:
-        return {"residual": [x.clone() for x in self.residual]}
+        return {"residual": [x.clone() for x in self.residual], "hosts": list(self._by_host)}
 
-    def gather(self, dst: int) -> list[dict[str, list[Tensor]]] | None:
+    def gather(self, dst: int) -> list[dict[str, Any]] | None:
         group = self._pool.group
-        ranks: list[dict[str, list[Tensor]]] = [{"residual": []} for _ in range(group.size)]
+        ranks: list[dict[str, Any]] = [{"residual": []} for _ in range(group.size)]
         for residual in self.save()["residual"]:
             rows = collectives.gather(residual, dst, group=group)
             for rank, row in enumerate(() if rows is None else rows):
@@ -210,8 +283,13 @@ class TopKUpdates(UpdateCompressor[list[PacketBatch]]):
 
     def load(self, sources: Sequence[Mapping[str, Any]]) -> None:
         self._check_sources(sources)
+        hosts = saved_hosts(sources[0])
+        kept = len(sources) == 1 and hosts in ([], hosts_of(self._pool.group))
+        factors = [1.0 if kept else rank_factor(saved_hosts(one), one["rank"]) for one in sources]
         columns = zip(*(source["residual"] for source in sources), strict=True)
         for mine, each in zip(self.residual, columns, strict=True):
-            mine.copy_(torch.stack([x.double() for x in each]).mean(0))
+            scaled = [x.double() * factor for x, factor in zip(each, factors, strict=True)]
+            mine.copy_(torch.stack(scaled).mean(0))
+        self._by_host = list(hosts) if kept else []
         self.decay = list(sources[0]["decay"])
         self._forget()

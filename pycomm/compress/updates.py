@@ -76,9 +76,9 @@ class UpdateCompressor(ABC, Generic[Received]):
     def residual(self) -> list[Tensor]:
         """The residual of each parameter, flat, in the order of its memory."""
 
+    @abstractmethod
     def described_exchange(self) -> dict[str, Any]:
         """What stats() reports of the exchange."""
-        return {"exchange": "gather", "exchange_costs": {}}
 
     @abstractmethod
     def exchange(self, step: int) -> AbstractContextManager[Received]:
@@ -131,7 +131,7 @@ class UpdateCompressor(ABC, Generic[Received]):
         """The residuals of this rank, as copies, and what else resumes an exchange."""
 
     @abstractmethod
-    def gather(self, dst: int) -> list[dict[str, list[Tensor]]] | None:
+    def gather(self, dst: int) -> list[dict[str, Any]] | None:
         """Collective. The residuals of each rank as in save(), on `dst`; None elsewhere."""
 
     @abstractmethod

@@ -171,9 +171,10 @@ class LocalState:
         they differ by rank between two averages, with compression always.
 
         With compression it also has version, rank, size, decay (by parameter, the factor of the
-        snapshot since the last average), and residual: by parameter, float32 [elements]. With
-        Quantize also owner_residual, by parameter, of the elements that this rank owns. With muon
-        also its state, and mean_squares, float64 [matrices, 2]: of the gradients of this rank.
+        snapshot since the last average), hosts as in QuantizedGradients, and residual: by
+        parameter, float32 [elements]. With Quantize also owner_residual, by parameter, of the
+        elements that this rank owns, and exchange. With muon also its state, and mean_squares,
+        float64 [matrices, 2]: of the gradients of this rank.
         """
         state = {
             "step_count": self.step_count,

@@ -91,7 +91,8 @@ class Reducer:
         if self._running:  # the last backward pass raised
             self._exchange.cancel()
             self._reset()
-            self._order = None if self._find_unused else []
+            if self._order is not None:  # not agreed on yet
+                self._order = []
         if self._passed and self._order is not None:
             self._agree_on_order()
 

@@ -206,7 +206,7 @@ def test_wrong_arguments() -> None:
         with pytest.raises(InvalidArgument):
             pycomm.Quantize(**wrong)
     assert repr(pycomm.Quantize(2)) == (
-        "Quantize(bits=2, down_bits=8, error_feedback=True, exchange='sharded')"
+        "Quantize(bits=2, down_bits=8, error_feedback=True, exchange='auto')"
     )
 
     def program(group: pycomm.Group) -> None:

@@ -18,7 +18,7 @@ from update_training import adamw, residuals_of
 import pycomm
 from pycomm._training.communicators import CommunicatorPool
 from pycomm.compress import quantized_cost
-from pycomm.compress.cost_model import Link
+from pycomm.compress.cost_model import FLAT, Link, Topology
 from pycomm.compress.quantized_cost import PhaseCoding, QuantizedLoad, predicted
 from pycomm.errors import InvalidArgument
 from pycomm.testing import run_ranks
@@ -45,15 +45,17 @@ def fastest(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_a_fast_link_is_dense_and_a_slow_one_is_quantized() -> None:
-    """Coding at 1 GB/s and less: 10 Gbit/s and 1 Gbit/s between 2 ranks, and between 2 hosts."""
+    """Coding at 1 GB/s and less: 10 Gbit/s and 0.1 Gbit/s between 2 ranks, and between 2 hosts."""
     load, up, down = QuantizedLoad(10**7, 4 * 10**7, 3, 8), PhaseCoding(4e-9, 2e-9), PhaseCoding(
         2e-9, 1e-9
     )  # fmt: skip
-    for size, hosts in ((2, 1), (8, 1), (8, 2)):
-        fast = predicted(load, size, Link(1e-4, 8 / 1e10), up, down, hosts)
-        slow = predicted(load, size, Link(1e-4, 8 / 1e8), up, down, hosts)
-        assert fast["dense"] < fast["sharded"]
-        assert slow["dense"] > slow["sharded"]
+    inside = Link(1e-5, 1e-10)
+    for size, topology in ((2, FLAT), (8, FLAT), (8, Topology(2, inside))):
+        fast = predicted(load, size, Link(1e-4, 8 / 1e10), up, down, topology)
+        slow = predicted(load, size, Link(1e-4, 8 / 1e8), up, down, topology)
+        best = "sharded" if topology is FLAT else "hierarchical"
+        assert min(fast, key=lambda name: fast[name]) == "dense"
+        assert min(slow, key=lambda name: slow[name]) == best
     two = predicted(load, 2, Link(1e-4, 1e-8), up, down)
     assert two["dense"] == pytest.approx(4e7 * 1e-8 + 1e-4)
     assert two["sharded"] == pytest.approx(

@@ -15,7 +15,8 @@ from pycomm.errors import InvalidArgument
 def test_it_is_a_value() -> None:
     assert TopK() == TopK(ratio=200)
     assert repr(TopK(ratio=50)) == (
-        "TopK(ratio=50, density=None, group=16, value_dtype='1bit', error_feedback=True)"
+        "TopK(ratio=50, density=None, group=16, value_dtype='1bit', error_feedback=True, "
+        "exchange='auto')"
     )
     assert hash(TopK(density=0.1)) == hash(TopK(density=0.1))
     with pytest.raises(dataclasses.FrozenInstanceError):
