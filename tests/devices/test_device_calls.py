@@ -1,8 +1,15 @@
-"""The command that measures the host time of calls with device arrays: device_calls.py."""
+"""The host cost of calls with device arrays: the command device_calls.py, and runtime calls."""
+
+from typing import Any
 
 import device_calls
+import numpy as np
 import pytest
 
+# pytest finds the fixture by name, so that it looks unused.
+from group_devices import machine_fixture, on  # noqa: F401 - fixture
+
+import pycomm
 from pycomm.bench.support import summaries
 
 pytestmark = pytest.mark.timeout(300)
@@ -21,3 +28,23 @@ def test_small_measurement(tmp_path, capsys):
     assert (ring.groups, ring.sends, ring.collectives) == (4, 4, 0)
     assert (whole.sends, whole.collectives) == (0, 1)
     assert "all_reduce, ring" in capsys.readouterr().out
+
+
+def runtime_calls(group: pycomm.Group, device: Any, algorithm: str) -> int:
+    x = device.put(np.ones(10, np.float32))
+    for _ in range(3):  # the first call connects the ranks
+        before: int = device.runtime.calls_of_thread()
+        pycomm.all_reduce(x, algorithm=algorithm)
+        calls: int = device.runtime.calls_of_thread() - before
+        device.get(x)
+    return calls
+
+
+# Rank 0 uses the current device of its thread. Rank 1 sets another one and resets it five times,
+# unless it shares the device.
+@on("emulated", "emulated, shared")  # CUDA does not count its calls
+def test_a_call_makes_few_calls_of_the_runtime(machine):
+    budgets = {"host_staged": [11, 11]} if machine.shared else {"nccl": [11, 21], "ring": [16, 26]}
+    for algorithm, budget in budgets.items():
+        calls = machine.run(2, runtime_calls, algorithm)
+        assert all(np.array(calls) <= budget), (algorithm, calls)

@@ -35,6 +35,7 @@ namespace {
 
 thread_local Token* begun = nullptr;  // of a thread that runs streams without having used any
 thread_local cudaStreamCaptureMode capture_mode = cudaStreamCaptureModeGlobal;
+thread_local uint64_t calls = 0;  // of this thread that use a context
 std::atomic<uint64_t> events = 0, event_queries = 0;
 std::atomic<unsigned> contexts = 0;  // a bit for each device
 
@@ -275,7 +276,11 @@ cudaError_t emulator::enqueue(cudaStream_t stream, std::function<void()> operati
   return enqueue_polled(stream, [run = std::move(operation)] { return run(), true; });
 }
 
-void emulator::use_context() { contexts |= 1U << current_device; }
+void emulator::use_context() {
+  ++calls;
+  contexts |= 1U << current_device;
+}
+uint64_t emulator::calls_of_thread() { return calls; }
 bool emulator::has_context(int device) { return (contexts >> device & 1) != 0; }
 
 uint64_t emulator::events_made() { return events; }

@@ -39,6 +39,8 @@ cudaError_t finish(cudaStream_t stream);
 
 // What a call that needs a context does: creates it on the thread's current device.
 void use_context();
+// How many of these calls this thread has made.
+uint64_t calls_of_thread();
 
 // By device: whether this process has a context there.
 bool has_context(int device);
