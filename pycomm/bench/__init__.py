@@ -68,6 +68,9 @@ BENCHMARKS = {
     "rank_failure": Benchmark(
         "benchmarks.reliability.rank_failure", "detection and recovery", _NO_PLOT
     ),
+    "reconfigure": Benchmark(
+        "benchmarks.reliability.reconfigure", "torch's reconfigure, beside gloo", _NO_PLOT
+    ),
     "soak": Benchmark(
         "benchmarks.reliability.soak", "random calls and faults for a long time", _NO_PLOT
     ),

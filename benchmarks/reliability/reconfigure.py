@@ -1,0 +1,137 @@
+"""`python -m benchmarks reconfigure`: torch's reconfigure, of pycomm and of gloo.
+
+A rank is killed, and a process that is up already takes its place, by `dist._reconfigure` on all
+ranks. The handles are passed through pipes. `kill_ms` is the time from the kill until every rank
+has made an all_reduce in the new group, `join_ms` that of the new process from its call of
+`_reconfigure`. It needs torch 2.14.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import random
+import signal
+import statistics
+import time
+import traceback
+from collections.abc import Sequence
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.support import command
+
+DIST: Any = dist  # torch's types have neither reconfigure nor the stores
+LIMIT_S = 60.0
+LOADED = ["torch.distributed", "pycomm.torch_backend"]
+BACKENDS = ("gloo", "pycomm")
+
+
+def main(argv: Sequence[str]) -> int:
+    """Measures, prints, stores; returns 2 if torch has no reconfigure."""
+    parser = command.parser("reconfigure", __doc__)
+    parser.add_argument("--ranks", type=int, default=8, help="(%(default)s)")
+    parser.add_argument("--rounds", type=int, default=20, help="kills (%(default)s)")
+    options = parser.parse_args(argv)
+    if not hasattr(DIST, "_reconfigure"):
+        command.CONSOLE.print(f"torch {torch.__version__} has no reconfigure: 2.14 is needed")
+        return 2
+    rows = [measure(name, options.ranks, options.rounds) for name in BACKENDS]
+    command.report(options.json, rows=rows)
+    return 0
+
+
+class Process:
+    """A process with a group that is not connected yet."""
+
+    def __init__(self, context: Any, *args: Any) -> None:
+        self.pipe, theirs = context.Pipe()
+        self.process = context.Process(target=_main, args=(theirs, *args), daemon=True)
+        self.process.start()
+        theirs.close()
+
+    def receive(self) -> Any:
+        """Its next answer."""
+        if not self.pipe.poll(LIMIT_S):
+            raise RuntimeError(f"a rank did not answer within {LIMIT_S} s")
+        kind, value = self.pipe.recv()
+        if kind == "error":
+            raise RuntimeError(value)
+        return value
+
+    def kill(self) -> float:
+        """Returns when, in seconds of time.monotonic()."""
+        os.kill(self.process.pid, signal.SIGKILL)
+        return time.monotonic()
+
+
+def measure(backend: str, size: int, rounds: int) -> dict[str, Any]:
+    """Replaces a rank `rounds` times."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(LOADED)
+    choose, kills, joins = random.Random(size), [], []
+    store = DIST.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    ranks = [Process(context, backend, rank, size, store.port) for rank in range(size)]
+    handles = [one.receive() for one in ranks]
+    connect(0, ranks, handles)
+    for number in command.progress(range(rounds), f"{backend}, {size} ranks"):
+        victim = choose.randrange(size)
+        new = Process(context, backend, victim, size, store.port)
+        handle = new.receive()
+        killed_s = ranks[victim].kill()
+        ranks[victim].process.join()
+        ranks[victim], handles[victim] = new, handle
+        times = connect(1 + number, ranks, handles)
+        kills.append(1e3 * (max(end for _, end in times) - killed_s))
+        joins.append(1e3 * (times[victim][1] - times[victim][0]))
+    for one in ranks:
+        one.kill()
+        one.process.join()
+    return {
+        "backend": backend,
+        "ranks": size,
+        "kills": rounds,
+        "kill_ms": statistics.median(kills),
+        "kill_worst_ms": max(kills),
+        "join_ms": statistics.median(joins),
+        "join_worst_ms": max(joins),
+    }
+
+
+def connect(number: int, ranks: Sequence[Process], handles: list[str]) -> list[tuple[float, float]]:
+    """Reconfigures all; returns the begin and the end of each rank. The handles of a group differ
+    from those before it: the new ones replace them."""
+    for one in ranks:
+        one.pipe.send((number, handles))
+    found = [one.receive() for one in ranks]
+    handles[:] = [handle for *_, handle in found]
+    return [(begin_s, end_s) for begin_s, end_s, _ in found]
+
+
+def _main(pipe: Connection, backend: str, rank: int, size: int, port: int) -> None:
+    torch.set_num_threads(1)
+    try:
+        DIST.init_process_group(
+            backend,
+            rank=rank,
+            world_size=size,
+            store=DIST.TCPStore("127.0.0.1", port),
+            timeout=timedelta(seconds=LIMIT_S),
+            enable_reconfigure=True,
+        )
+        pipe.send(("handle", DIST._get_reconfigure_handle()))
+        x = torch.ones(4)
+        while True:
+            number, handles = pipe.recv()
+            begin_s = time.monotonic()
+            limit = timedelta(seconds=LIMIT_S)
+            DIST._reconfigure(number, handles, timeout=limit).wait()
+            dist.all_reduce(x, dist.ReduceOp.MAX)
+            end_s = time.monotonic()
+            pipe.send(("times", (begin_s, end_s, DIST._get_reconfigure_handle())))
+    except BaseException:  # reported by the parent process
+        pipe.send(("error", traceback.format_exc()))
