@@ -220,6 +220,16 @@ const Test kCounted{
       expect(bench.holds(kBytes), "the message");
     }};
 
+const Test kShort{"a short message takes a copy, a call, a wait and a copy", [] {
+                    Bench bench(kPiece);
+                    bench.transport->body = reflect;
+                    bench.exchange();
+                    expect_equal(SteppedDevice::queue(bench.stream).size(), size_t{4}, "commands");
+                    expect(SteppedDevice::queue(bench.copy_back_stream).empty(), "one stream");
+                    bench.device->finish(bench.stream);
+                    expect(bench.holds(kPiece), "the message");
+                  }};
+
 const Test kSent{"the stream does not continue while data is sent", [] {
                    std::latch received(1), sent(1);
                    Bench bench(2 * kPiece);
