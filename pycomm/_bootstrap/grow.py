@@ -3,7 +3,8 @@
     join     each rank writes to the store that it is present
     choose   all are present, and enough processes ask to join: the first rank to see that decides
     form     ranks and joining processes form a new group
-    outcome  "formed" once every rank has, else "failed"; the first write is final
+    outcome  "formed" once every rank has, else "failed"; the first write is final, in the store of
+             the next rank: a rank writes there what the first store says, before it returns
 
 Keys in the store, under <name>/grow/<how often grow() was called before>/:
 
@@ -128,14 +129,23 @@ class _Growing:
 
     def _all_formed(self, formed: bool) -> bool:
         """Whether every rank formed the new group. Collective."""
-        store, left_s = self._store, max(LEAST_S, self._end - time.monotonic())
+        left_s = max(LEAST_S, self._end - time.monotonic())
+        try:
+            text = self._first_outcome(formed, left_s)
+        except StoreMoved:  # the next rank's store has the outcome if a rank knew it
+            return self._store.claim(self._outcome, b"failed", left_s) == b"formed"
+        return self._store.claim_in_next(self._outcome, text, left_s) == b"formed"
+
+    def _first_outcome(self, formed: bool, left_s: float) -> bytes:
+        """The outcome in the store in use."""
+        store = self._store
         counter = f"{self._prefix}/formed/0"
         count = store.add(counter, int(formed), left_s)
         while formed and count < self._core.size:
             with contextlib.suppress(Timeout):  # no outcome yet
-                return store.get(self._outcome, 0.0) == b"formed"
+                return store.get(self._outcome, 0.0)
             formed = time.monotonic() < self._end and not any(map(has_ended, self._processes))
             time.sleep(PAUSE_S)  # polls: a store sends no notifications
             count = store.add(counter, 0, left_s)
         text = b"formed" if formed else b"failed"
-        return store.claim(self._outcome, text, left_s) == b"formed"
+        return store.claim(self._outcome, text, left_s)

@@ -33,6 +33,7 @@ from pycomm._bootstrap.elastic_store import (
     LIMIT_S,
     Elastic,
     Server,
+    StoreMoved,
     SurvivingStore,
     read_file,
     rows_of,
@@ -271,6 +272,7 @@ def join(
     own: tuple[_core.TcpStore, Server] | None = None
     end = math.inf if launched else end
     while True:
+        given = None
         servers = _wait_for_servers(file, end)
         first = servers[0].host
         own = own or serve(first, first == "127.0.0.1", key, 0)
@@ -291,8 +293,23 @@ def join(
             return core, Elastic(file, key, given.servers, own[0], given.options, new)
         # Another rank was lost meanwhile, or this process was not quick enough: ask again.
         except (PeerLost, Timeout, GroupBroken):
+            if given is not None:
+                _report_not_joined(store, given)
             if time.monotonic() >= end or _all_ended(store, file, servers):
                 raise
+
+
+def _report_not_joined(store: SurvivingStore, given: Answer) -> None:
+    """For a rank that formed the group with this process, and lost another one: it must not wait
+    for this process, nor count it, in the next election (shrink.py)."""
+    with contextlib.suppress(PeerLost, Timeout):  # nobody is left who could wait
+        while True:
+            try:
+                for key in (f"dead/{given.rank}", "losses/0", "marks/0"):
+                    store.add(f"{given.name}/shrink/{key}", 1, LEAST_S)
+                return
+            except StoreMoved:  # again in the store of the next rank
+                continue
 
 
 def _all_ended(store: SurvivingStore, file: str, servers: list[Server]) -> bool:

@@ -12,7 +12,7 @@ in the next attempt.
 Keys in the store, under <name>/shrink/:
 
     came/<word>           bit mask of 32 ranks that called shrink()
-    dead/<rank>           above 0: a survivor saw the process end
+    dead/<rank>           above 0: a survivor saw the process end, or it did not join: joining.py
     lost/<rank>           above 0: a survivor reports the rank as lost
     marks/0, losses/0     counters of changes to the three above; to `dead` and `lost`
     unreachable/<rank>    a peer to which the rank could not connect

@@ -54,6 +54,19 @@ def test_the_store_of_the_next_rank_is_used_after_the_first_ended() -> None:
             store.add("n", 1)
 
 
+def test_a_value_is_claimed_in_the_store_of_the_next_rank() -> None:
+    with servers(3) as (addresses, served):
+        store = SurvivingStore(addresses, KEY)
+        assert store.claim_in_next("a", b"1") == b"1"
+        assert store.claim_in_next("a", b"2") == b"1"
+        assert served[1].get("a", 0.0) == b"1"
+        served[1] = None
+        assert store.claim_in_next("a", b"2") == b"2"
+        assert served[2].get("a", 0.0) == b"2"
+        served[2] = None
+        assert store.claim_in_next("a", b"3") == b"3"
+
+
 def test_a_decision_is_repeated_in_the_store_of_the_next_rank() -> None:
     """For ranks that had not read it when the rank that served the store ended."""
     core: Any = SimpleNamespace(name="world", rank=0, size=2, ranks=[0, 1], lost=lambda: [1])
