@@ -88,7 +88,7 @@ class BucketExchanges:
         hosts = self._hosts.value
         if self._prepared and not (hosts and hosts.broken):
             return
-        if not self.name:
+        if not self.name or (self.name == "hierarchical" and not spans_hosts(pool.group)):
             self.name = self._choose(pool)
         if self.name == "hierarchical":
             hosts, failed = self._hosts.get(pool.group)

@@ -162,10 +162,11 @@ class TopKUpdates(UpdateCompressor[list[PacketBatch]]):
         elif failed:
             average_copies(hosts, self.residual)
         means = [delta.clone() for delta in self._deltas]
-        average_copies(hosts, means, hosts.share)
+        for work in [hosts.average(mean) for mean in means]:
+            work.wait()
         with defer_sigint():
             for residual, mean in zip(self.residual, means, strict=True):
-                residual.add_(mean)
+                residual.add_(mean, alpha=hosts.share)
             self._deltas = []
             packets = [self._prepare(unit) for unit in self._units]
         gathered, sent = all_gather(packets, hosts)
