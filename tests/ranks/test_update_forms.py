@@ -1,6 +1,6 @@
 """LocalSGD with compression and the forms of torch's optimizers and models: foreach, fused,
-compiled, with autocast, and with accumulated gradients. Ranks are processes, as torch.compile is
-not made for threads.
+capturable (which torch has on the CPU with fused only), compiled, with autocast, and with
+accumulated gradients. Ranks are processes, as torch.compile is not made for threads.
 """
 
 from typing import Any
@@ -22,7 +22,7 @@ EXACT = pycomm.TopK(density=1, value_dtype="float32")
 def _trained(form: str, compression: Compression) -> list[Tensor]:
     """Parameters after three steps of two backward passes each."""
     model = perceptron()
-    options = {form: True} if form in ("foreach", "fused") else {}
+    options = {name: True for name in form.split("+") if name in ("foreach", "fused", "capturable")}
     optimizer = adamw(model, **options)
     local = pycomm.LocalSGD(model, optimizer, compression=compression)
     forward: Any = model
@@ -41,7 +41,7 @@ def _trained(form: str, compression: Compression) -> list[Tensor]:
     return parameters(model)
 
 
-@pytest.mark.parametrize("form", ["foreach", "fused", "compiled", "autocast"])
+@pytest.mark.parametrize("form", ["foreach", "fused", "fused+capturable", "compiled", "autocast"])
 def test_forms_train_as_the_plain_one(run: Run, form: str) -> None:
     """Exact values are close to those of the plain form: 1 bit would turn roundings into signs."""
     first, second = run(2, _trained, form, EXACT)

@@ -10,7 +10,7 @@ import torch
 from small_models import batch, equal, parameters, perceptron, step_on
 from torch import Tensor, nn
 from torch.nn import functional as F
-from update_training import FEW_BITS, SMALL, Compression, residuals
+from update_training import FEW_BITS, SMALL, Compression, check_failed, fail_in_step, residuals
 
 import pycomm
 from pycomm import TopK
@@ -132,14 +132,8 @@ def test_a_failed_exchange_sends_nothing(compression: Compression) -> None:
         model = perceptron()
         local = local_of(model, compression)
         step_on(model, batch(group.rank, 0), local)
-        before, rest = parameters(model), residuals(local)
-        muon = copy.deepcopy(local.state_dict()["muon"])
-        pycomm.barrier()
-        if group.rank == 0:
-            group.abort("a rank is lost")
-        with pytest.raises(Error):
-            step_on(model, batch(group.rank, 1), local)
-        assert equal(before, parameters(model))
+        rest, muon = residuals(local), copy.deepcopy(local.state_dict()["muon"])
+        fail_in_step(group, model, local, 1)
         state = local.state_dict()
         for mine, saved in zip(
             state["muon"]["state"].values(), muon["state"].values(), strict=True
@@ -153,9 +147,7 @@ def test_a_failed_exchange_sends_nothing(compression: Compression) -> None:
                 residuals(local)[place], rest[place] + update.flatten(), rtol=1e-4, atol=1e-6
             )
 
-    results = run_ranks(2, program, return_exceptions=True)
-    assert all(isinstance(result, (Error, type(None))) for result in results), results
-    assert None in results
+    check_failed(program)
 
 
 @BOTH
@@ -227,3 +219,30 @@ def test_bad_arguments() -> None:
             step_on(model, batch(group.rank, 0), uneven)
 
     run_ranks(2, program)
+
+
+@BOTH
+def test_survivors_continue(compression: Compression) -> None:
+    """A rank leaves before a step: the others shrink and train on, with Muon's momentum equal."""
+
+    def program(group: pycomm.Group) -> Any:
+        model = perceptron()
+        local = local_of(model, compression)
+        result, me = None, group.rank
+        while local.step_count < 6:
+            if me == 2 and local.step_count == 3:
+                group.close()
+                return None
+            try:
+                step_on(model, batch(me, local.step_count), local)
+            except Error:  # a rank was lost
+                result = local.shrink()
+        assert result is not None
+        assert result.lost == [2]
+        assert result.lost_residual_norm > 0
+        momenta = [one["momentum_buffer"] for one in local.state_dict()["muon"]["state"].values()]
+        return [*parameters(model), *momenta], local.last_sync
+
+    first, second, _ = run_ranks(3, program)
+    assert equal(first[0], second[0])
+    assert first[1] == second[1] == 6

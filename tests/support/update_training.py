@@ -1,13 +1,17 @@
 """Helpers of the tests of LocalSGD with compressed updates."""
 
+from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
-from small_models import seeded
+from small_models import batch, equal, parameters, seeded, step_on
 from torch import Tensor, nn
 
 import pycomm
 from pycomm._quantize import blocks_of, fold
+from pycomm.errors import Error
+from pycomm.testing import run_ranks
 
 Compression = pycomm.TopK | pycomm.Quantize
 SMALL = pycomm.TopK(density=0.2, group=4)
@@ -40,3 +44,24 @@ def residuals_of(state: dict[str, Any]) -> list[Tensor]:
         fold(x.numpy(), owned.numpy(), first, state["rank"], state["size"])
         first += blocks_of(len(x))
     return found
+
+
+def fail_in_step(
+    group: pycomm.Group, model: nn.Module, local: pycomm.LocalSGD, step: int
+) -> list[Tensor]:
+    """A step in which rank 0 leaves: it raises, and the parameters stay. Returns them."""
+    before = parameters(model)
+    pycomm.barrier()
+    if group.rank == 0:
+        group.abort("a rank is lost")
+    with pytest.raises(Error):
+        step_on(model, batch(group.rank, step), local)  # type: ignore[arg-type]  # has its methods
+    assert equal(before, parameters(model))
+    return before
+
+
+def check_failed(program: Callable[[pycomm.Group], None]) -> None:
+    """Runs two ranks that use fail_in_step(); one of them at least ends without an error."""
+    results = run_ranks(2, program, return_exceptions=True)
+    assert all(isinstance(result, (Error, type(None))) for result in results), results
+    assert None in results

@@ -4,12 +4,13 @@ The functions `_...` run in the processes of torch_ranks.py, as a mesh of 2 repl
 """
 
 import pickle
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from quantized_training import adam, wide
+from quantized_training import adam, check_accumulated, wide
 from small_models import batch, equal
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -157,18 +158,18 @@ def test_a_state_resumes_bit_for_bit(run: Run) -> None:
         assert (state["size"], state["step"]) == (2, 5)
 
 
-class _Overflowing(torch.autograd.Function):
-    """The identity, whose gradient overflows in the first element."""
+def _hooked(x: Tensor, hook: Callable[[Tensor], Any]) -> Tensor:
+    """The identity, with a hook for its gradient."""
+    x = x.clone()
+    x.register_hook(hook)
+    return x
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
 
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]  # torch has *args
-        gradient = gradient.clone()
-        gradient[0, 0] = float("inf")
-        return gradient
+def _overflowed(gradient: Tensor) -> Tensor:
+    """The same, but for the first element."""
+    gradient = gradient.clone()
+    gradient[0, 0] = float("inf")
+    return gradient
 
 
 def _overflow() -> list[bool]:
@@ -178,7 +179,7 @@ def _overflow() -> list[bool]:
     optimizer, skipped, bad = adam(model), [], False
 
     def overflow(layer: Any, inputs: Any, output: Tensor) -> Tensor:
-        weight = _Overflowing.apply(layer.weight) if bad else layer.weight
+        weight = _hooked(layer.weight, _overflowed) if bad else layer.weight
         return F.linear(inputs[0], weight, layer.bias)
 
     model[4].register_forward_hook(overflow)  # type: ignore[index]  # a Sequential
@@ -215,38 +216,24 @@ def _accumulated() -> Any:
 
 
 def test_accumulation_exchanges_the_sum_once(run: Run) -> None:
-    exact = wide(1)
-    for rank in range(4):
-        for step in range(2):
-            x, y = batch(rank, step)
-            (F.mse_loss(exact(x), y) / 4).backward()
-    for found in run(4, _accumulated):
-        for got, p in zip(found, exact.parameters(), strict=True):
-            assert p.grad is not None
-            torch.testing.assert_close(got, p.grad, atol=2e-2 * float(p.grad.abs().max()), rtol=0)
+    check_accumulated(run(4, _accumulated))
 
 
 class Broken(Exception):
     """The error of a loss."""
 
 
-class _Failing(torch.autograd.Function):
-    """The identity, whose gradient fails."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]  # torch has *args
-        raise Broken
+def _fail(gradient: Tensor) -> None:
+    raise Broken
 
 
 def _failed() -> None:
     """A backward pass fails on all ranks after the last layer was exchanged."""
     model, quantized, _ = _quantized(pycomm.Quantize(2, 2))
     failing = False
-    model[1].register_forward_hook(lambda *given: _Failing.apply(given[2]) if failing else given[2])  # type: ignore[index]  # a Sequential
+    model[1].register_forward_hook(  # type: ignore[index]  # a Sequential
+        lambda layer, inputs, output: _hooked(output, _fail) if failing else output
+    )
     _backward(model, 0)
     before, failing = quantized.state_dict(), True
     with pytest.raises(Broken):
