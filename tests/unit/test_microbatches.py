@@ -69,8 +69,9 @@ def test_random_state_is_restored() -> None:
 
 
 def gradient(group: Group) -> torch.Tensor:
-    torch.manual_seed(0)
-    model = torch.nn.Linear(9, 4)
+    model, made = torch.nn.Linear(9, 4), torch.Generator().manual_seed(0)
+    for parameter in model.parameters():  # ranks are threads, which share torch's generator
+        parameter.data.copy_(torch.randn(parameter.shape, generator=made))
     parallel = pycomm.DataParallel(model)
     for one in elastic.Microbatches(6, group=group).of_step(0):
         made = torch.Generator().manual_seed(one.index)
