@@ -302,7 +302,7 @@ def join(
 def _report_not_joined(store: SurvivingStore, given: Answer) -> None:
     """For a rank that formed the group with this process, and lost another one: it must not wait
     for this process, nor count it, in the next election (shrink.py)."""
-    with contextlib.suppress(PeerLost, Timeout):  # nobody is left who could wait
+    with contextlib.suppress(PeerLost, Timeout):  # no rank is left that could wait
         while True:
             try:
                 for key in (f"dead/{given.rank}", "losses/0", "marks/0"):
