@@ -82,7 +82,8 @@ class Agent(local_elastic_agent.LocalElasticAgent):
     def _assign_worker_ranks(self, store: Any, group_rank: int, count: int, spec: Any) -> Any:
         """torch's numbers, with those of spares after the ranks of all hosts."""
         workers = super()._assign_worker_ranks(store, group_rank, count, spec)
-        spares = self._logs_specs.spares
+        if not (spares := self._logs_specs.spares):
+            return workers
         for local, worker in enumerate(workers):
             worker.world_size -= spares * count
             worker.global_rank -= spares * group_rank
