@@ -39,7 +39,7 @@ class GroupChange:
     """A group that takes the place of another, and which of its ranks have the state.
 
     Attributes:
-        before: the group in which this rank was until now.
+        before: the group to which the state of this rank belongs.
         group: the new group.
         counts: what the most advanced ranks completed, compared in this order.
         source: the lowest of these ranks.
@@ -88,6 +88,8 @@ class Membership:
 
     def __init__(self, group: Group) -> None:
         self.group, self.new = group, group.rank in group.joined
+        self._before = group  # to which the state belongs, also if a change fails
+        self._lost: set[int] = set()  # since then
         self._unused = self.new  # the others made this group, and wait in replace()
 
     def check(self, name: str) -> None:
@@ -109,14 +111,14 @@ class Membership:
             InvalidArgument: all ranks joined, so none has the state.
             Error: as `make`, or as pycomm.all_reduce.
         """
-        before = self.group
+        last, before = self.group, self._before
         if not self._unused:
-            self.group = before.successor or make(before)
+            self.group = last.successor or make(last)
         self._unused = False
         group = self.group
         replaced = {group.ranks[rank] for rank in group.joined}
-        lost = [rank for rank in before.ranks if rank not in group.ranks or rank in replaced]
-        mine = None if self.new else (counts, lost, before.size)
+        self._lost |= {rank for rank in last.ranks if rank not in group.ranks or rank in replaced}
+        mine = None if self.new else (counts, sorted(self._lost), before.size)
         rows = all_gather_object(mine, group=group)
         new = [rank for rank, row in enumerate(rows) if row is None]
         if len(new) == group.size:
@@ -126,3 +128,7 @@ class Membership:
         _, lost, size = rows[source]
         lost_states = size - (group.size - len(new))
         return GroupChange(before, group, most, source, new, lost, lost_states)
+
+    def complete(self) -> None:
+        """This rank has the state, which now belongs to the current group."""
+        self._before, self._lost, self.new = self.group, set(), False

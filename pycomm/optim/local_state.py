@@ -125,7 +125,7 @@ class LocalState:
             self._take_local(change, others)
         norm = 0.0 if self._compressor is None else self._compressor.resume(change)
         self.last_sync, self.step_count = last, steps
-        self._membership.new = False
+        self._membership.complete()
         return change.result(steps, norm)
 
     def _take_shared(self, change: GroupChange, last: int) -> None:

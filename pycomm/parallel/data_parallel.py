@@ -255,7 +255,7 @@ class DataParallel(nn.Module):
 
         Raises:
             InvalidArgument: the group is not elastic, a time is invalid, or all ranks joined.
-            Mismatch: on every rank: the model or `others` of a new process differ.
+            Mismatch: on every rank: the model of a new process differs.
             GroupBroken, PeerLost, Timeout: as of Group.replace.
         """
         return self._resume(lambda group: group.replace(timeout_s, wait_s), others)
@@ -281,7 +281,7 @@ class DataParallel(nn.Module):
         (step,) = change.counts
         lost = self._exchange.resume(change, reducer.passes < step)
         reducer.resume(self._group, step, change.source)
-        self._membership.new = False
+        self._membership.complete()
         return change.result(step, lost)
 
     def _highest_active_rank(self, active: bool) -> int:
