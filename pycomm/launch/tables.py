@@ -73,12 +73,12 @@ class Logs(LogsSpecs):
         logs = {}
         for local, env in envs.items():
             rank = int(env["RANK"])
-            name = f"rank{rank}" if rank < size else f"spare{rank - size}"
+            name = f"rank{rank}" if local < ranks else f"spare{rank - size}"
             logs[local] = str(folder / f"{name}{ending}")
         errors = {local: str(Path(self._errors) / f"{local}.{attempt}.json") for local in envs}
         for local, env in envs.items():
             env["TORCHELASTIC_ERROR_FILE"] = errors[local]
-            env["LOCAL_WORLD_SIZE"] = str(ranks)
+            env["LOCAL_WORLD_SIZE"] = str(int(env["LOCAL_WORLD_SIZE"]) - self.spares)
             env.update(self.variables)
             if self.replacement is not None:
                 env[ELASTIC_FILE] = self.group_file
