@@ -80,10 +80,9 @@ struct Order {
   std::map<std::pair<Place, Place>, Launched> last;
   std::set<uint64_t> ended;
 };
-Order& order() {
-  static auto& made = *new Order;  // never destroyed: streams may outlive main()
-  return made;
-}
+// Never destroyed: streams may outlive main(). Made before it, as the state of runtime.cpp.
+Order& all_order = *new Order;
+Order& order() { return all_order; }
 
 bool in_order(const Launched& mine, const Launched& theirs) {
   const std::lock_guard lock(order().mutex);

@@ -26,10 +26,8 @@ struct Sharing {
   std::map<void*, Shared> exported;
   std::map<void*, size_t> imported;
 };
-Sharing& sharing() {
-  static auto& all = *new Sharing;  // never destroyed, as State of runtime.cpp
-  return all;
-}
+Sharing& all_sharing = *new Sharing;  // never destroyed, and made early, as in runtime.cpp
+Sharing& sharing() { return all_sharing; }
 
 std::atomic<bool> refused = false;
 
