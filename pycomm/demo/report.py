@@ -147,7 +147,9 @@ def _bars(seconds: Axes, results: Sequence[Result]) -> None:
             i + 0.2, r.mb_per_rank_and_step, 0.36, color=color, alpha=0.45, hatch="//"
         )
         megabytes.bar_label(size_bar, fmt="%.3g MB", **upright)
-    seconds.set_xticks(range(len(results)), [r.name.replace(" ", "\n", 1) for r in results])
+    seconds.set_xticks(
+        range(len(results)), [r.name.replace(" ", "\n", 1) for r in results], fontsize=8
+    )
     seconds.set_ylabel("seconds per step (solid)")
     megabytes.set_ylabel("MB sent per rank and step (hatched)")
     seconds.margins(y=0.2)
