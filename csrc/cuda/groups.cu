@@ -34,6 +34,14 @@ struct Plan {
     cuda::lay_out(writing, counts.k, parts);
     return allocator.bytes();
   }
+  // The k largest groups; `found` are their sizes.
+  kernels::DeviceKernels::TopK largest(int32_t* indices, float* found) const {
+    return {.k = tables.k,
+            .indices = indices,
+            .values = found,
+            .threshold = nullptr,
+            .workspace = topk};
+  }
 };
 
 // fill(piece, row) sets the addresses.
@@ -119,13 +127,7 @@ void CudaKernels::update_step(const kernels::UpdateStep& step, kernels::Queue qu
     launch("measure_runs", measure_runs<typename decltype(type)::type, true>, for_runs(t, stream),
            t);
   });
-  topk({t.sizes, t.groups, Dtype::float32},
-       {.k = step.k,
-        .indices = step.indices,
-        .values = plan.sizes,
-        .threshold = nullptr,
-        .workspace = plan.topk},
-       queue);
+  topk({t.sizes, t.groups, Dtype::float32}, plan.largest(step.indices, plan.sizes), queue);
   launch("place_groups", place_groups, {1, kTableThreads, stream}, t);
   launch("move_values", move_values<false>, for_values(t, stream), t, ~0u);
 
@@ -148,12 +150,7 @@ void CudaKernels::topk_groups(const kernels::GroupSelection& selection, kernels:
   open(plan, *this, selection.workspace, stream);
   const GroupTables& t = plan.tables;
   launch("measure_runs", measure_runs<float, false>, for_runs(t, stream), t);
-  topk({t.sizes, t.groups, Dtype::float32},
-       {.k = selection.k,
-        .indices = selection.indices,
-        .values = selection.sizes,
-        .threshold = nullptr,
-        .workspace = plan.topk},
+  topk({t.sizes, t.groups, Dtype::float32}, plan.largest(selection.indices, selection.sizes),
        queue);
 }
 

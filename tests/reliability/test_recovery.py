@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from small_models import COUNT, Plane, slope_of
 from update_training import residuals
 
 import pycomm
@@ -25,27 +26,9 @@ from pycomm.compress.sharded import ShardedExchange, Sharding
 from pycomm.compress.transaction import Step
 from pycomm.testing import FaultPlan, run_ranks
 
-COUNT = 512  # elements of each rank's own part of the plane
 LR = 0.5
 LAST = 8  # step
 LOST = 2  # rank
-
-
-class Plane(torch.nn.Module):
-    """The gradient of each rank is its slope in its own part of `w`, and 0 elsewhere."""
-
-    def __init__(self, ranks: int) -> None:
-        super().__init__()
-        self.w = torch.nn.Parameter(torch.zeros(ranks, COUNT))
-
-    def forward(self, slope: torch.Tensor) -> torch.Tensor:
-        return (self.w * slope).sum()
-
-
-def slope_of(rank: int, ranks: int) -> torch.Tensor:
-    slope = torch.zeros(ranks, COUNT)
-    slope[rank] = torch.linspace(1, 2, COUNT) * (rank + 1)
-    return slope
 
 
 def digest(model: torch.nn.Module) -> str:

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from elastic_ranks import ElasticRun, die
+from small_models import COUNT, Plane, slope_of
 
 import pycomm
 from pycomm import elastic, errors
@@ -23,7 +24,6 @@ from pycomm.elastic import state as elastic_state
 
 LAST, DEATH = 8, 6  # steps
 LR = 0.125
-COUNT = 400  # elements of a rank's row of the plane
 TOPK = pycomm.TopK(density=0.1, group=4, value_dtype="bfloat16")
 
 
@@ -192,24 +192,6 @@ def test_each_microbatch_is_taken_in_once(tmp_path: Path) -> None:
         assert sorted(taken) == list(range(MICROBATCHES)), step
     sizes = {step: len(indices) for step, indices in results["rank 0"][0].items()}
     assert [sizes[step] for step in (DEATH - 1, DEATH, GROWS)] == [2, 3, 2]
-
-
-class Plane(torch.nn.Module):
-    """A plane whose gradient is the input, the rank's own data."""
-
-    def __init__(self, ranks: int) -> None:
-        super().__init__()
-        self.w = torch.nn.Parameter(torch.zeros(ranks, COUNT))
-
-    def forward(self, slope: torch.Tensor) -> torch.Tensor:
-        return (self.w * slope).sum()
-
-
-def slope_of(rank: int, ranks: int) -> torch.Tensor:
-    """Rank r's gradient: 0 outside row r, so that the rows of sent values tell their sender."""
-    slope = torch.zeros(ranks, COUNT)
-    slope[rank] = torch.linspace(1, 2, COUNT) * (rank + 1)
-    return slope
 
 
 def compression_of(name: str, optimizer: torch.optim.SGD, model: torch.nn.Module) -> Any:

@@ -76,3 +76,24 @@ def parameters(model: nn.Module) -> list[Tensor]:
 def equal(a: Sequence[Tensor], b: Sequence[Tensor]) -> bool:
     """Bitwise equality, except for the sign of zero."""
     return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+COUNT = 512  # elements of each rank's own part of a Plane
+
+
+class Plane(torch.nn.Module):
+    """A plane whose gradient is the input, the rank's own data."""
+
+    def __init__(self, ranks: int) -> None:
+        super().__init__()
+        self.w = torch.nn.Parameter(torch.zeros(ranks, COUNT))
+
+    def forward(self, slope: torch.Tensor) -> torch.Tensor:
+        return (self.w * slope).sum()
+
+
+def slope_of(rank: int, ranks: int) -> torch.Tensor:
+    """Rank r's gradient: 0 outside row r, so that the rows of sent values tell their sender."""
+    slope = torch.zeros(ranks, COUNT)
+    slope[rank] = torch.linspace(1, 2, COUNT) * (rank + 1)
+    return slope

@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from small_models import seeded
 
 import pycomm
 from pycomm import Group, elastic
@@ -69,9 +70,7 @@ def test_random_state_is_restored() -> None:
 
 
 def gradient(group: Group) -> torch.Tensor:
-    model, made = torch.nn.Linear(9, 4), torch.Generator().manual_seed(0)
-    for parameter in model.parameters():  # ranks are threads, which share torch's generator
-        parameter.data.copy_(torch.randn(parameter.shape, generator=made))
+    model = seeded(torch.nn.Linear(9, 4), 0)
     parallel = pycomm.DataParallel(model)
     for one in elastic.Microbatches(6, group=group).of_step(0):
         made = torch.Generator().manual_seed(one.index)
