@@ -263,7 +263,7 @@ def _join(
         core, elastic = joining.join(
             here.elastic, here.secret, rank, end, connect, launched=launched
         )
-    except joining.TrainingEnded:
+    except joining.TrainingEnded:  # the run needs this process no more
         sys.exit(0)
     core.set_timeout(timeout_s)
     launcher_watch.start(abort_all)

@@ -321,7 +321,7 @@ def take_in(init: Any, count: int) -> Any:
     while True:
         try:
             return check_works(group.grow(count, timeout_s=LIMIT_S))
-        except errors.PeerLost:
+        except errors.PeerLost:  # a rank died: that is tried
             check_works(group)
             count -= 1
 

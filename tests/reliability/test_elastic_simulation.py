@@ -55,7 +55,7 @@ def until_complete(world: World, group: Any, elastic: Any) -> Any:
         try:
             group.barrier()
             return group.numbers, group.ranks, elastic.joined
-        except errors.PeerLost:
+        except errors.PeerLost:  # a rank died: that is tried
             group, elastic = world.replace(group, elastic, WAIT_S)
 
 
@@ -76,7 +76,7 @@ def growing(world: World, size: int, joiners: int) -> None:
         elastic, outcome = world.elastic(number, size), "formed"
         try:
             group, elastic = world.grow(group, elastic, 1)
-        except (errors.PeerLost, errors.Timeout):
+        except (errors.PeerLost, errors.Timeout):  # a process died: that is tried
             outcome = "failed"
         return outcome, *until_complete(world, group, elastic)
 

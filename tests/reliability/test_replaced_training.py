@@ -88,7 +88,7 @@ def train_dense(init: Any, victim: int, moment: str) -> Any:
             optimizer.step()
             scheduler.step()
             step += 1
-        except (errors.PeerLost, errors.GroupBroken):
+        except (errors.PeerLost, errors.GroupBroken):  # a rank was killed
             result = parallel.replace(optimizer, scheduler)
             step, lost = result.step, result.lost
     moments = [x for one in optimizer.state.values() for x in (one["exp_avg"], one["exp_avg_sq"])]
@@ -166,7 +166,7 @@ def train_microbatches(init: Any, victim: int, joins: str) -> Any:
                     (loss_of(parallel, step, one.index) * one.weight).backward()
             optimizer.step()
             step += 1
-        except (errors.PeerLost, errors.GroupBroken):
+        except (errors.PeerLost, errors.GroupBroken):  # a rank was killed
             waiting = True
     return taken, torch.nn.utils.parameters_to_vector(model.parameters()).detach().numpy()
 
@@ -236,7 +236,7 @@ def train_compressed(init: Any, victim: int, name: str) -> Any:
             parallel(slope_of(me, ranks)).backward()
             optimizer.step()
             step += 1
-        except (errors.PeerLost, errors.GroupBroken):
+        except (errors.PeerLost, errors.GroupBroken):  # a rank was killed
             kept, waiting = residual_by(compression), True
             if name == "quantize":
                 passes -= 1  # the gradient of the failed step is dropped
@@ -312,7 +312,7 @@ def train_local(init: Any, victim: int, name: str) -> Any:
             model(run.data(local.step_count)).square().mean().backward()
             local.step()
             scheduler.step()
-        except (errors.PeerLost, errors.GroupBroken):
+        except (errors.PeerLost, errors.GroupBroken):  # a rank was killed
             waiting = True
     local.average()
     end = digest(model.parameters()), scheduler.state_dict(), local.last_sync
@@ -369,7 +369,7 @@ def lose_another(init: Any, victim: int, second: str) -> Any:
             parallel(run.data(step)).square().mean().backward()
             optimizer.step()
             step += 1
-        except (errors.PeerLost, errors.GroupBroken):
+        except (errors.PeerLost, errors.GroupBroken):  # a rank was killed
             waiting = True
     return pycomm.size(), tuple(result.lost), digest(model.parameters())
 

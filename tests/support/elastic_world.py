@@ -51,7 +51,7 @@ class Process:
         self.turn.acquire()
         try:
             self.result = body()
-        except Died:
+        except Died:  # the simulated process ends here
             self.alive = False
         except Exception as error:  # examined by the test
             self.result = error
@@ -320,6 +320,6 @@ def simulate(world: World) -> None:
         patch.setattr(SurvivorElection, "agree", record)
         try:
             world.run()
-        except BaseException:
+        except BaseException:  # includes Ctrl-C: the threads must end
             world.stop()
             raise

@@ -59,7 +59,7 @@ def replaced() -> None:
             if fails == "raise":
                 raise LookupError("a failure")
             pycomm.barrier(group=group)
-        except (pycomm.errors.PeerLost, pycomm.errors.GroupBroken):
+        except (pycomm.errors.PeerLost, pycomm.errors.GroupBroken):  # a rank was killed
             group = group.replace()
     emit(json.dumps({"rank": group.rank, "size": group.size, "pid": os.getpid()}))
 
@@ -78,7 +78,7 @@ def lost() -> None:
             if group.ranks[group.rank] == int(number):
                 os.kill(os.getpid(), signal.SIGKILL)
             pycomm.barrier(group=group)
-        except (pycomm.errors.PeerLost, pycomm.errors.GroupBroken):
+        except (pycomm.errors.PeerLost, pycomm.errors.GroupBroken):  # a rank was killed
             group = group.replace(wait_s=500.0)
             turn += not again or int(number) not in group.ranks
     emit(json.dumps({"rank": group.rank, "size": group.size, "ranks": group.ranks}))
@@ -93,7 +93,7 @@ def lost_host() -> None:
         try:
             while True:
                 pycomm.barrier(group=group)
-        except (pycomm.errors.PeerLost, pycomm.errors.GroupBroken):
+        except (pycomm.errors.PeerLost, pycomm.errors.GroupBroken):  # a rank was killed
             group = group.replace(wait_s=500.0)
     pycomm.barrier(group=group)
     emit(json.dumps({"rank": group.rank, "size": group.size, "ranks": group.ranks}))
