@@ -74,7 +74,7 @@ def reports(folder: Path) -> dict[str, Any]:
 def test_a_spare_takes_the_rank_of_a_failed_one(tmp_path: Path) -> None:
     """The process that replaces it becomes a spare, and takes the rank of the next one."""
     options = ["--nproc", "2", "--spares", "1", "--replace", "1"]
-    done = launch(tmp_path, *options, PROGRAM, "lost", "1", "0")
+    done = launch(tmp_path, *options, PROGRAM, "lost", "1", "0:late")
     assert done.returncode == 0, done.stderr
     assert re.search(
         r"\| replacement +\| spares: 1; new processes: 1 in place of each", done.stdout
@@ -99,7 +99,7 @@ def test_the_ranks_that_are_left_continue(tmp_path: Path) -> None:
     """They do not wait for processes that cannot come. Ranks are renumbered, and a new process gets
     the rank of the one that it replaces."""
     options = ["--nproc", "4", "--replace", "1", "--min-ranks", "3"]
-    done = launch(tmp_path, *options, PROGRAM, "lost", "1:", "3")
+    done = launch(tmp_path, *options, PROGRAM, "lost", "1:again", "3")
     assert done.returncode == 0, done.stderr
     found = {log: (report["rank"], report["ranks"]) for log, report in reports(tmp_path).items()}
     left = [0, 2, 3]

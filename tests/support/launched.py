@@ -65,22 +65,25 @@ def replaced() -> None:
 
 
 def lost() -> None:
-    """The ranks of the arguments are killed in turn; those with a colon again and again,
-    until no process replaces them."""
-    group, turn = pycomm.init(timeout_s=600.0), 0
+    """The ranks of the arguments are killed in turn. RANK:again is killed until no process
+    replaces it; the new process of RANK:late asks for a rank when the others have ended."""
     victims = sys.argv[2:]
+    if "PYCOMM_ELASTIC_JOINS" in os.environ and f"{os.environ['RANK']}:late" in victims:
+        while not os.path.exists(f"{os.environ['PYCOMM_ELASTIC_FILE']}.ended"):
+            time.sleep(0.01)  # polls: a file sends no notifications
+    group, turn = pycomm.init(timeout_s=600.0), 0
     while True:
         try:
             turn = max(pycomm.all_gather_object(turn, group=group))
             if turn == len(victims):
                 break
-            number, again, _ = victims[turn].partition(":")
+            number, _, how = victims[turn].partition(":")
             if group.ranks[group.rank] == int(number):
                 os.kill(os.getpid(), signal.SIGKILL)
             pycomm.barrier(group=group)
         except (pycomm.errors.PeerLost, pycomm.errors.GroupBroken):  # a rank was killed
             group = group.replace(wait_s=500.0)
-            turn += not again or int(number) not in group.ranks
+            turn += how != "again" or int(number) not in group.ranks
     emit(json.dumps({"rank": group.rank, "size": group.size, "ranks": group.ranks}))
 
 
