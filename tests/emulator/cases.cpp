@@ -1,9 +1,9 @@
 // Runs the CUDA kernels on the emulator and compares with a plain reference, in one order of blocks
 // and threads.
 //
-//     cases topk|step|brief|graph|infinity|packets|compact|compact_bits|compact_brief|compact_graph
-//           |dense|quantize|groups|symmetric|symmetric_brief [forward|reverse|random [seed
-//           [blocks]]]
+//     cases topk|step|changed|brief|graph|infinity|packets|compact|compact_bits|compact_brief
+//           |compact_graph|dense|quantize|groups|symmetric|symmetric_brief [forward|reverse|random
+//           [seed [blocks]]]
 //
 // where `blocks` are those that make progress together.
 //
@@ -22,6 +22,7 @@ namespace {
 constexpr std::pair<std::string_view, void (*)(std::mt19937&)> kCases[] = {
     {"topk", cases::run_topk},
     {"step", cases::run_step},
+    {"changed", cases::run_changed},
     {"brief", cases::run_brief},
     {"graph", cases::run_graph},
     {"infinity", cases::run_infinity},

@@ -123,6 +123,7 @@ inline std::vector<int32_t> largest(const std::vector<float>& x, size_t k) {
 
 void run_topk(std::mt19937& random);
 void run_step(std::mt19937& random);
+void run_changed(std::mt19937& random);   // an array that changes between two kernels
 void run_brief(std::mt19937& random);     // a step for the slow sanitizers
 void run_graph(std::mt19937& random);     // captured once, replayed
 void run_infinity(std::mt19937& random);  // without masking

@@ -208,6 +208,36 @@ void run_topk(std::mt19937& random) {
   try_topk(std::vector<float>(20000, 0.25f), 7, 1);  // only ties: more than the pool holds
 }
 
+void run_changed(std::mt19937& random) {
+  const size_t count = 20000, k = count / 2;  // so many that `pack` reads all elements
+  std::vector<float> x = numbers(random, count);
+  const std::vector<float> before = x;
+  unsigned grids = 0;
+  emulator::options().before_grid = [&] {
+    if (++grids == 4) std::fill(x.begin(), x.end(), 1000.f);  // `pack` finds that all are above
+  };
+  std::vector<int32_t> indices(count, -1);
+  std::vector<float> values(count, -1.f);
+  Device<std::byte> workspace(kernels().topk_workspace_bytes(count, k, Dtype::float32));
+  kernels().topk({x.data(), count, Dtype::float32},
+                 {.k = k,
+                  .indices = indices.data(),
+                  .values = values.data(),
+                  .threshold = nullptr,
+                  .workspace = {workspace.at(), workspace.size()}},
+                 queue());
+  finish();
+  emulator::options().before_grid = {};
+  check(grids == 4 && x != before, "the array changes before pack");
+  const auto end = static_cast<ptrdiff_t>(k);
+  check(std::all_of(indices.begin(), indices.begin() + end, [](int32_t i) { return i >= 0; }) &&
+            std::all_of(values.begin(), values.begin() + end, [](float v) { return v == 1000; }),
+        "topk of a changed array: k elements");
+  check(std::all_of(indices.begin() + end, indices.end(), [](int32_t i) { return i == -1; }) &&
+            std::all_of(values.begin() + end, values.end(), [](float v) { return v == -1; }),
+        "topk of a changed array: nothing is written past them");
+}
+
 void run_brief(std::mt19937& random) {
   // More selections than blocks of a pass: a block turns from one to the next.
   Steps steps(random, {9000, 517, 30, 31, 32, 33, 34, 35, 36, 37, 38, 39},

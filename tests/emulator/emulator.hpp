@@ -126,6 +126,7 @@ cudaError_t launch(void (*kernel)(P...), const Shape& shape, cudaStream_t stream
       auto& [function, values] = *static_cast<Call*>(p);
       std::apply(function, values);
     };
+    if (options().before_grid) options().before_grid();
     run_grid(shape, entry, &call);
   };
   return shape.waits_for_peers ? enqueue_beside(stream, run, {.threads = resident_threads(shape)})

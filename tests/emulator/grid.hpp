@@ -9,6 +9,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <source_location>
 #include <string>
 
@@ -29,6 +30,7 @@ struct Options {
   bool eager = false;         // an operation runs when it is enqueued, for callers that never wait
   unsigned channels = 8;      // of a device, shared by its streams; CUDA_DEVICE_MAX_CONNECTIONS
   unsigned resident_threads = 4096;  // of kernels that wait for others, on a device
+  std::function<void()> before_grid{};  // for a test that changes memory between two kernels
 };
 Options& options();
 

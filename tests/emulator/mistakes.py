@@ -373,6 +373,15 @@ ROWS = [
         "step",
         WRONG,
     ),
+    (
+        "elements_past_k",
+        "pack.cuh",
+        "if (inside && at < selection.k && (",
+        "if (inside && (",
+        "plain",
+        "changed",
+        WRONG,
+    ),
     # ---- groups of neighbours
     (
         "group_warps_barrier",
@@ -414,12 +423,13 @@ UNIT = {
     "decode.cuh": "packets",
     "search.cuh": "packets",
     "symmetric.cu": "symmetric",
+    "changed": "topk",  # a case
 }  # else step.cu
 UNIT |= {f"compact_{name}.cuh": "compact" for name in ("bits", "read", "values", "write")}
 
 MISTAKES = {
     name: (
-        programs.Mutant(name, file, old, new, UNIT.get(file, "step"), kind),
+        programs.Mutant(name, file, old, new, UNIT.get(case, UNIT.get(file, "step")), kind),
         case,
         message,
     )

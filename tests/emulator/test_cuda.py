@@ -27,7 +27,7 @@ pytestmark = [
 ]
 
 CASES = ["topk", "step", "brief", "graph", "infinity", "packets", "dense", "quantize"]
-CASES += ["groups"]
+CASES += ["changed", "groups"]
 CASES += ["compact", "compact_bits", "compact_batch", "compact_brief", "compact_graph"]
 CASES += ["symmetric", "symmetric_brief"]
 # These take minutes; the other cases cover the same code.
