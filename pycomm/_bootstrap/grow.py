@@ -93,9 +93,12 @@ class _Growing:
         slots, ranks = range(core.size, core.size + count), self._ranks(count)[core.size :]
         election = SurvivorElection(self._store, self._prefix, core.rank, core.size, end)
         election.joiners, election.free = Joiners(end), dict(zip(slots, ranks, strict=True))
+        election.needs_all = True
         try:
             decision = election.agree(self._processes, [])
         except GroupBroken:  # the survivors would not be enough for shrink()
+            if dead := [rank for rank in range(core.size) if has_ended(self._processes[rank])]:
+                raise _failed(core, f"rank {dead[0]} died") from None
             raise _failed(core, "not all ranks called grow() in time", Timeout) from None
         missing = sorted(set(range(core.size)) - set(decision.survivors))
         for rank in missing:

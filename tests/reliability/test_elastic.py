@@ -411,6 +411,30 @@ def test_a_rank_that_dies_in_grow_is_named_and_replaced(file: str, stage: Any, v
     assert results["new"] == (victim, 3, [victim], [0, 1, 2])
 
 
+def grow_after_a_death(init: Any) -> Any:
+    """Rank 0 dies when rank 1 is in grow(), so rank 1 has another store than rank 2, which calls
+    grow() afterwards."""
+    group = init()
+    if group.rank == 0:
+        store = group._key_store()[0]
+        wait_until(lambda: store.add(f"{group.name}/grow/1/shrink/came/0", 0, CALL_S) == 1 << 1)
+        die()
+    elif group.rank == 2:
+        select.select([os.pidfd_open(group.peer_info()[0].pid)], [], [])
+    with pytest.raises(errors.PeerLost, match="rank 0 died" if group.rank == 2 else "the store"):
+        group.grow()
+    until_broken(group)
+    return check_works(group.replace())
+
+
+def test_a_rank_that_calls_grow_after_a_death_does_not_wait(file: str) -> None:
+    with ElasticRun(file, 3) as run:
+        run.start_ranks(grow_after_a_death)
+        run.start_joiner("new", join)
+        results = run.wait_for()
+    assert results["new"] == (0, 3, [0], [0, 1, 2])
+
+
 def join_stopped(init: Any) -> Any:
     """Stops when it has the answer; continues after the others did without it."""
     call = SurvivingStore._call
