@@ -160,8 +160,8 @@ def rank_runs(
     workload, model = WORKLOADS[names[0]], models[group.rank]
     method = METHODS[names[1]]
     adaptive = method.adaptive
-    optimizers = _optimizers(model, workload, method)
-    parallel = _parallel(group, model, optimizers, workload, method, steps)
+    optimizers = optimizers_of(model, workload, method)
+    parallel = parallel_of(group, model, optimizers, workload, method, steps)
     random = torch.Generator().manual_seed(1000 * seed + group.rank)
     losses: list[float] = []
     sent: list[int] = []
@@ -183,7 +183,7 @@ def rank_runs(
     return losses, sent, nn.utils.parameters_to_vector(model.parameters()).detach()
 
 
-def _optimizers(
+def optimizers_of(
     model: nn.Module, workload: Workload, method: Method
 ) -> list[torch.optim.Optimizer]:
     """One optimizer; of Muon, the one of all other parameters first."""
@@ -202,7 +202,7 @@ def _optimizers(
     return [others, *([torch.optim.Muon(matrices, 0.0, weight_decay=0.0)] if matrices else [])]
 
 
-def _parallel(
+def parallel_of(
     group: pycomm.Group,
     model: nn.Module,
     optimizers: Sequence[torch.optim.Optimizer],

@@ -48,6 +48,7 @@ BENCHMARKS = {
     "training": Benchmark("benchmarks.training.training", "training steps on each backend"),
     "convergence": Benchmark("benchmarks.training.convergence", "loss of DGC, LocalSGD and others"),
     "quality": Benchmark("benchmarks.training.quality", "time to the loss of AdamW, by link"),
+    "memory": Benchmark("benchmarks.training.memory", "memory of each way to train", _NO_PLOT),
     "wire": Benchmark("benchmarks.training.received_bytes", "bytes that a rank of DGC receives"),
     "shared_data": Benchmark(
         "benchmarks.training.shared_data", "memory and seconds of one copy per host", _NO_PLOT

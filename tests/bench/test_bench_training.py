@@ -219,7 +219,7 @@ def test_muon_steps_the_matrices_of_blocks(tmp_path: Path) -> None:
     assert topk["replicas_equal"]
     assert topk["dense_mb"] / topk["sent_mb"] == pytest.approx(50, rel=0.1)
     model = WORKLOADS["text"].model(0)
-    others, muon = convergence._optimizers(
+    others, muon = convergence.optimizers_of(
         model, WORKLOADS["text"], convergence.METHODS["muon topk 50"]
     )
     assert len(muon.param_groups[0]["params"]) == 2 * 4  # two blocks
@@ -230,6 +230,15 @@ def test_quantized_updates(tmp_path: Path) -> None:
     (row,) = train(tmp_path, "adamw quantized updates 1 1", "--ranks 4")
     assert row["dense_mb"] / row["sent_mb"] == pytest.approx(32, rel=0.15)
     assert row["replicas_equal"]
+
+
+def test_memory_counts_the_state_of_the_optimizer_and_the_residuals(tmp_path: Path) -> None:
+    """4 bytes of parameters and 4 of gradients; 8 of AdamW's moments, 4 of a residual."""
+    words = "memory --ranks 2 --layers 8 --methods 'dense,adamw,adamw topk 200'"
+    rows = stored(tmp_path, words)["rows"]
+    sgd, adamw, topk = (row["after_step"] for row in rows)
+    assert 11.5 < sgd < adamw - 3.5 < topk - 7
+    assert all(row["in_step"] >= row["after_step"] for row in rows)
 
 
 def test_soap_is_adam_in_eigenbases() -> None:
