@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from core_groups import leave
 from quantized_training import adam, wide
 from small_models import batch, equal, parameters, step_on
 from torch import Tensor, nn
@@ -19,7 +20,6 @@ import pycomm
 from pycomm.compress.hierarchical import HostGroups, hosts_of, rank_factor, saved_holder
 from pycomm.compress.quantized_gradients import exchange_of
 from pycomm.errors import Error
-from pycomm.group import _living
 from pycomm.testing import run_ranks
 
 COUNT = 9000  # three blocks of quantized values
@@ -299,10 +299,7 @@ def test_survivors_continue(kind: str) -> None:
         me, step = group.rank, 0
         while step < 5:
             if step == 2 and me == 1:
-                gone.set()
-                for one in (*_living(group._subgroups), group):  # as where its process ends
-                    one.close()
-                return None
+                return leave(group, gone)
             if step == 2:
                 gone.wait()
             try:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from core_groups import leave
 from dgc_training import compressed, memory_of, same_memory, sgd
 from small_models import batch, equal, parameters, perceptron, step_on
 from test_dgc_compact import same, trained_perceptron
@@ -22,7 +23,6 @@ from pycomm.compress.dgc import compressor_of
 from pycomm.compress.hierarchical import HostGroups
 from pycomm.compress.schedule import Load, received_bytes
 from pycomm.errors import Error, GroupBroken, PeerLost
-from pycomm.group import _living
 from pycomm.testing import run_ranks
 
 COUNT = 3000
@@ -311,10 +311,7 @@ def test_survivors_continue(on: Any, monkeypatch: pytest.MonkeyPatch, lost: list
         me = group.rank
         while step < 8:
             if step == 4 and me in lost:
-                gone.set()
-                for one in (*_living(group._subgroups), group):  # as where its process ends
-                    one.close()
-                return None
+                return leave(group, gone)
             if step == 4:
                 gone.wait()
             try:
