@@ -10,6 +10,7 @@ uses the next server.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -255,11 +256,14 @@ class SurvivingStore:
 
 
 def write_file(path: str, servers: Sequence[Server]) -> None:
-    """Replaces the file of addresses, which only this user can read.
+    """Replaces the file of addresses, which only this user can read, unless it is the same.
 
     Raises:
         InvalidArgument: the file cannot be written.
     """
+    with contextlib.suppress(InvalidArgument):  # replaced
+        if read_file(path) == list(servers):
+            return
     text = json.dumps(rows_of(servers))
     made = f"{path}.{secrets.token_hex(8)}"
     try:

@@ -146,9 +146,8 @@ class _Growing:
         count = store.add(counter, int(formed), left_s)
         while formed and count < self._core.size:
             with contextlib.suppress(Timeout):  # no outcome yet
-                return store.get(self._outcome, 0.0)
+                return store.get(self._outcome, PAUSE_S)
             formed = time.monotonic() < self._end and not any(map(has_ended, self._processes))
-            time.sleep(PAUSE_S)  # polls: a store sends no notifications
             count = store.add(counter, 0, left_s)
         text = b"formed" if formed else b"failed"
         return store.claim(self._outcome, text, left_s)

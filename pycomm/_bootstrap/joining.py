@@ -23,7 +23,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,7 +42,16 @@ from pycomm._bootstrap.elastic_store import (
 )
 from pycomm.errors import Error, GroupBroken, Mismatch, PeerLost, Timeout
 
-__all__ = ["Answer", "Joiners", "TrainingEnded", "invite", "join", "process_start"]
+__all__ = [
+    "Answer",
+    "Joiners",
+    "TrainingEnded",
+    "invite",
+    "join",
+    "process_start",
+    "report_place",
+    "reported",
+]
 
 PREFIX = "elastic/"
 LEAST_S = 0.3  # what a store gets to answer in, even at the end of the limit
@@ -51,6 +60,8 @@ PAUSE_S = 0.01  # between two polls of the store
 LOOK_S = 0.5
 # For a new file, or one that says that the training ended, after all ranks in the old one ended.
 STALE_S = 2.0
+# A rank that calls shrink() again after a store call timed out repeats its reports.
+SPARE_BITS = 3
 
 
 class TrainingEnded(Exception):
@@ -118,6 +129,24 @@ def _machine() -> str:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
     return ""
+
+
+def report_place(rank: int, size: int) -> tuple[int, int]:
+    """Which number in the store counts the reports about this rank of `size`, and what adds one."""
+    bits = size.bit_length() + SPARE_BITS
+    number, place = divmod(rank, 63 // bits)
+    return number, 1 << place * bits
+
+
+def reported(sums: Mapping[int, int], size: int) -> set[int]:
+    """The ranks of `size` that were reported, of those that these numbers in the store count."""
+    places = {rank: report_place(rank, size) for rank in range(size)}
+    most = (1 << size.bit_length() + SPARE_BITS) - 1
+    return {
+        rank
+        for rank, (number, one) in places.items()
+        if number in sums and sums[number] // one & most
+    }
 
 
 class Joiners:
@@ -302,11 +331,12 @@ def join(
 def _report_not_joined(store: SurvivingStore, given: Answer) -> None:
     """For a rank that formed the group with this process, and lost another one: it must not wait
     for this process, nor count it, in the next election (shrink.py)."""
+    number, one = report_place(given.rank, len(given.ranks))
     with contextlib.suppress(PeerLost, Timeout):  # no rank is left that could wait
         while True:
             try:
-                for key in (f"dead/{given.rank}", "losses/0", "marks/0"):
-                    store.add(f"{given.name}/shrink/{key}", 1, LEAST_S)
+                for key, amount in ((f"dead/{number}", one), ("losses/0", 1), ("marks/0", 1)):
+                    store.add(f"{given.name}/shrink/{key}", amount, LEAST_S)
                 return
             except StoreMoved:  # again in the store of the next rank
                 continue

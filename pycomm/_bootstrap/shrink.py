@@ -12,13 +12,15 @@ in the next attempt.
 Keys in the store, under <name>/shrink/:
 
     came/<word>           bit mask of 32 ranks that called shrink()
-    dead/<rank>           above 0: a survivor saw the process end, or it did not join: joining.py
-    lost/<rank>           above 0: a survivor reports the rank as lost
+    dead/<word>           by rank, how many saw its process end, or that it did not join: joining.py
+    lost/<word>           by rank, how many report it as lost
     marks/0, losses/0     counters of changes to the three above; to `dead` and `lost`
     unreachable/<rank>    a peer to which the rank could not connect
     unconnected/0         number of ranks that wrote one
     read/0                number of ranks that read why shrink() failed
     decided               the surviving ranks, or "none"; the first write is final
+
+The counts of `dead` and `lost` are parts of one number for several ranks: report_place().
 """
 
 from __future__ import annotations
@@ -29,14 +31,15 @@ import os
 import re
 import select
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from types import MappingProxyType
 from typing import TypeAlias
 
 from pycomm import _core
 from pycomm._bootstrap.elastic_store import Elastic, StoreMoved
-from pycomm._bootstrap.joining import Joiners, invite, process_start
+from pycomm._bootstrap.joining import Joiners, invite, process_start, report_place, reported
 from pycomm.errors import Error, GroupBroken, PeerLost, Timeout
 
 __all__ = ["Store", "regroup"]
@@ -44,7 +47,7 @@ __all__ = ["Store", "regroup"]
 Store: TypeAlias = "_core.Store | _core.PythonStore"
 
 LEAST_S = 0.3  # what the store gets to answer in, even at the end of the limit
-PAUSE_S = 0.01  # between two polls of the store
+PAUSE_S = 0.01  # between two polls of the store, for changes other than the awaited one
 # For a rank that another reports as lost, and whose process is not visible, to join.
 GRACE_S = 0.5
 # For the survivors to form a group; doubled after each failure.
@@ -294,16 +297,15 @@ class SurvivorElection:
     def agree(self, processes: Sequence[int | None], lost: Sequence[int]) -> Decision:
         """The survivors, including this rank, and who joins them; the same on all of them.
         Collective."""
-        for rank in lost:
-            self._mark("lost", rank)
-        self._mark("came", self._rank // WORD, 1 << self._rank % WORD)
+        ended = self._find_ended(processes)
+        self._report("dead", ended)
+        self._report("lost", [rank for rank in lost if rank not in ended])
+        self._add("came", self._rank // WORD, 1 << self._rank % WORD)
+        marks = self._add("marks", 0, 1)
         begin, next_full = time.monotonic(), 0.0
         while True:
             now = time.monotonic()
-            marks = self._add("marks", 0, 0)
             if marks != self._marks or now >= next_full:
-                if (decided := self._decided()) is not None:
-                    break
                 self._read_store()
                 self._marks, next_full = marks, now + FULL_S
             here = self._here(processes)
@@ -314,9 +316,11 @@ class SurvivorElection:
                 joined = self._joined(here)
             if joined is not None:
                 decided = self._claim(Decision(sorted(here), joined))
-                self._add("marks", 0, 1)
                 break
-            time.sleep(PAUSE_S)  # polls: a store sends no notifications
+            if (found := self._decided(PAUSE_S)) is not None:
+                decided = found
+                break
+            marks = self._add("marks", 0, 0)
         if not decided.survivors:
             raise self._error(
                 f"too few of {self._size} ranks are left to continue: the others may still live; "
@@ -338,11 +342,17 @@ class SurvivorElection:
 
     def _here(self, processes: Sequence[int | None]) -> set[int]:
         """The ranks that joined and live; reports processes that ended."""
-        for rank in set(range(self._size)) - self._dead:
-            if has_ended(processes[rank]):
-                self._mark("dead", rank)
-                self._dead.add(rank)
+        if ended := self._find_ended(processes):
+            self._report("dead", ended)
+            self._add("marks", 0, 1)
         return self._came - self._dead
+
+    def _find_ended(self, processes: Sequence[int | None]) -> list[int]:
+        """The ranks that were not known to be dead, and whose processes ended."""
+        unknown = set(range(self._size)) - self._dead
+        ended = [rank for rank in sorted(unknown) if has_ended(processes[rank])]
+        self._dead.update(ended)
+        return ended
 
     def _read_store(self) -> None:
         """Reads which ranks joined and, if that changed, which are dead or lost."""
@@ -352,18 +362,22 @@ class SurvivorElection:
         if losses == self._losses:
             return
         self._losses = losses
-        for rank in set(range(self._size)) - self._dead - self._came:
-            if self._add("dead", rank, 0):
-                self._dead.add(rank)
-            elif self._add("lost", rank, 0):
-                self._lost.add(rank)
+        for kind, known in (("dead", self._dead), ("lost", self._lost)):
+            missing = set(range(self._size)) - self._dead - self._came
+            numbers = sorted({report_place(rank, self._size)[0] for rank in missing})
+            sums = {number: self._add(kind, number, 0) for number in numbers}
+            known.update(reported(sums, self._size) & missing)
 
-    def _mark(self, kind: str, number: int, amount: int = 1) -> None:
-        """Writes to the store, then to the counters that make the others read it."""
-        self._add(kind, number, amount)
-        if kind != "came":
+    def _report(self, kind: str, ranks: Iterable[int]) -> None:
+        """Counts the ranks as `kind`, for others that read the store after the next mark."""
+        amounts: Counter[int] = Counter()
+        for rank in ranks:
+            number, amount = report_place(rank, self._size)
+            amounts[number] += amount
+        for number, amount in amounts.items():
+            self._add(kind, number, amount)
+        if amounts:
             self._add("losses", 0, 1)
-        self._add("marks", 0, 1)
 
     def post_unreachable(self, peer: int | None) -> None:
         """Reports that this rank could not connect to `peer` in the last forming."""
@@ -407,9 +421,10 @@ class SurvivorElection:
         text = decision.text() if enough else b"none"
         return self._parsed(self._store.claim(self._prefix + "decided", text, self._left_s()))
 
-    def _decided(self) -> Decision | None:
+    def _decided(self, wait_s: float) -> Decision | None:
+        """The decision, which another rank wrote or writes within `wait_s`."""
         try:
-            text = self._store.get(self._prefix + "decided", 0.0)
+            text = self._store.get(self._prefix + "decided", wait_s)
         except Timeout:  # no decision yet
             return None
         return self._parsed(text)

@@ -107,7 +107,7 @@ def die_while_shrinking(group: Group, moment: str) -> Any:
         shrink.SurvivorElection._claim = choose_second
     if group.rank == 1:
         if moment == "before the choice":  # it has voted, and the others saw it
-            shrink.SurvivorElection._decided = die_here
+            shrink.SurvivorElection._read_store = die_here
         elif moment == "as it chooses":
             shrink.SurvivorElection._claim = die_here
         else:  # the others wait for it in the new group

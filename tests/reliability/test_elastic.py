@@ -175,9 +175,9 @@ def lose_with_late_readers(init: Any) -> Any:
     else:
         decided, claim = SurvivorElection._decided, SurvivorElection._claim
 
-        def decided_later(election: Any) -> Any:
-            ended = bool(select.select([first], [], [], 0)[0])
-            return decided(election) if ended else None
+        def decided_later(election: Any, wait_s: float) -> Any:
+            ended = bool(select.select([first], [], [], wait_s)[0])
+            return decided(election, wait_s) if ended else None
 
         def claim_later(election: Any, decision: Any) -> Any:
             select.select([first], [], [])

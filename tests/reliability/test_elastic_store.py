@@ -165,6 +165,20 @@ def test_the_file_is_private_and_complete(file: str) -> None:
         elastic_store.write_file(f"{file}/below", given)
 
 
+def test_the_file_is_written_only_if_it_changes(file: str) -> None:
+    """All ranks of a group write the same addresses."""
+    one, two = [Server(0, "127.0.0.1", 5000)], [Server(1, "127.0.0.1", 5001)]
+    elastic_store.write_file(file, one)
+    written = os.stat(file)
+    elastic_store.write_file(file, one)
+    assert os.stat(file) == written
+    elastic_store.write_file(file, two)
+    assert elastic_store.read_file(file) == two
+    Path(file).write_text("[")
+    elastic_store.write_file(file, two)
+    assert elastic_store.read_file(file) == two
+
+
 def test_a_group_that_is_not_elastic_says_so() -> None:
     group = pycomm.init()
     try:

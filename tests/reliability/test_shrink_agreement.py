@@ -3,6 +3,11 @@
 import os
 import subprocess
 import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,10 +17,12 @@ from host_runs import Run
 import pycomm
 from pycomm import Group, _core
 from pycomm._bootstrap import shrink
+from pycomm._bootstrap.joining import report_place, reported
 from pycomm.bench.support.netns import Network, missing
 from pycomm.testing import run_ranks
 
 WHY_NOT = missing()
+LIMIT_S = 60.0
 
 
 @pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
@@ -76,30 +83,85 @@ def test_reused_process_id_is_reported_dead() -> None:
 
 
 class Counting:
-    """A store that counts its calls."""
+    """A store that counts its calls. `wait` gives the limit of each wait for a key."""
 
-    def __init__(self, store: Any) -> None:
-        self.store, self.calls = store, 0
+    def __init__(self, store: Any, wait: Callable[[], float]) -> None:
+        self.store, self.calls, self.wait = store, 0, wait
 
     def __getattr__(self, name: str) -> Any:
         self.calls += 1
         return getattr(self.store, name)
 
+    def get(self, key: str, timeout_s: float) -> bytes:
+        self.calls += 1
+        value: bytes = self.store.get(key, self.wait() if timeout_s else 0.0)
+        return value
 
-def test_polling_unchanged_votes_is_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+
+def test_polling_unchanged_votes_is_two_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 200 ranks one has voted; 50 polls, of which the first reads all."""
-    store: Any = Counting(_core.LocalStore())
     clock, looks = [0.0], [0]
 
-    def pause(_: float) -> None:
+    def wait() -> float:
         clock[0] += 1e-6
         looks[0] += 1
         if looks[0] == 50:
             clock[0] = 100.0
+        return 0.0
 
-    monkeypatch.setattr(shrink, "time", SimpleNamespace(monotonic=lambda: clock[0], sleep=pause))
+    store: Any = Counting(_core.LocalStore(), wait)
+    monkeypatch.setattr(shrink, "time", SimpleNamespace(monotonic=lambda: clock[0]))
     election = shrink.SurvivorElection(store, "world", 0, 200, 50.0)
     with pytest.raises(pycomm.errors.GroupBroken, match="too few"):
-        election.agree([None] * 200, [])
+        election.agree([None] * 200, [5])
     assert looks[0] == 50
-    assert store.calls < 1000, "2 x 200 for the first and the last poll, one for each other poll"
+    assert store.calls < 250, "up to 60 in each of two full reads, two in each other poll"
+
+
+def test_survivors_agree_by_few_calls_of_the_store() -> None:
+    """Rank 7 of 8 ended. The others wait for the decision of the last one that comes."""
+    shared = _core.LocalStore()
+
+    def survive(rank: int) -> tuple[list[int], int]:
+        store: Any = Counting(shared, lambda: LIMIT_S)
+        election = shrink.SurvivorElection(store, "world", rank, 8, time.monotonic() + LIMIT_S)
+        decision = election.agree([None] * 7 + [-1], [7])
+        return decision.survivors, store.calls
+
+    with ThreadPoolExecutor(7) as pool:
+        results = list(pool.map(survive, range(7)))
+    assert [survivors for survivors, _ in results] == [list(range(7))] * 7
+    assert max(calls for _, calls in results) <= 10, results
+
+
+def test_a_rank_that_ended_on_another_host_is_read_from_the_store() -> None:
+    """Rank 0 sees that the process of rank 2 ended; rank 1 does not, and decides at once."""
+    shared, waits = _core.LocalStore(), threading.Event()
+
+    def wait() -> float:
+        waits.set()
+        return LIMIT_S
+
+    def never() -> float:
+        raise AssertionError("rank 1 waits")
+
+    def survive(rank: int, last: int | None, wait: Callable[[], float]) -> list[int]:
+        store: Any = Counting(shared, wait)
+        election = shrink.SurvivorElection(store, "world", rank, 3, time.monotonic() + LIMIT_S)
+        return election.agree([None, None, last], []).survivors
+
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(survive, 0, -1, wait)
+        assert waits.wait(LIMIT_S)
+        assert survive(1, None, never) == first.result() == [0, 1]
+
+
+def test_reports_about_ranks_share_numbers_of_the_store() -> None:
+    """Each rank reports each other one, several times."""
+    for size in (2, 8, 100):
+        sums: Counter[int] = Counter()
+        for rank in range(0, size, 2):
+            number, one = report_place(rank, size)
+            sums[number] += 4 * size * one
+        assert reported(sums, size) == set(range(0, size, 2))
+        assert max(sums.values()) < 1 << 63

@@ -120,7 +120,10 @@ class Store:
         self.process.world.changes += 1
 
     def get(self, key: str, timeout_s: float) -> bytes:
-        if not self._event(lambda: key in self.values, self.process.world.clock + timeout_s):
+        world = self.process.world
+        # Between two polls, as a pause.
+        wait_s = world.paused(timeout_s) if timeout_s == shrink.PAUSE_S else timeout_s
+        if not self._event(lambda: key in self.values, world.clock + wait_s):
             raise Timeout(key)
         return self.values[key]
 
@@ -204,13 +207,18 @@ class World:
             raise Died
         return can_continue()
 
-    def pause(self, seconds: float) -> None:
-        """time.sleep: longer each time while no store changes."""
+    def paused(self, seconds: float) -> float:
+        """How long this process pauses between two polls: longer each time while no store
+        changes."""
         process = self.own
         same = process.seen == self.changes
         process.pause_s = min(0.5, 2 * process.pause_s) if same else seconds
         process.seen = self.changes
-        self.wait(lambda: False, self.clock + process.pause_s)
+        return process.pause_s
+
+    def pause(self, seconds: float) -> None:
+        """As time.sleep."""
+        self.wait(lambda: False, self.clock + self.paused(seconds))
 
     def server(self, number: int, generation: int = 0) -> Server:
         return Server(generation, "h", number + 1)
