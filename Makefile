@@ -113,8 +113,9 @@ sdist: venv
 wheel: venv
 	$(PY) tools/wheel.py
 
+# ONLY=3.11,2.14.1 selects a Python and a torch.
 matrix: venv
-	$(PY) tools/matrix.py --json benchmarks/results/matrix.json
+	$(PY) tools/matrix.py $(if $(ONLY),--only $(ONLY)) --json benchmarks/results/matrix.json
 
 MINUTES ?= 60
 soak: build
