@@ -6,7 +6,7 @@ import bisect
 import hashlib
 import itertools
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,12 +15,12 @@ from torch import Tensor
 
 from pycomm import _core, collectives
 from pycomm.default_group import default
-from pycomm.errors import Error, InvalidArgument, Mismatch
+from pycomm.errors import Error, InvalidArgument, Mismatch, Unsupported
 from pycomm.group import Group
 from pycomm.objects import all_gather_object
 from pycomm.objects.serialization import encode
 
-__all__ = ["copy_state", "sync_state"]
+__all__ = ["RankStates", "check_replicated", "copy_state", "sync_state"]
 
 PIECE_BYTES = 16 << 20  # that a rank sends in one call
 
@@ -50,7 +50,7 @@ def sync_state(state: Any, step: int, *, group: Group | None = None) -> tuple[An
     """
     group = group or default()
     new = group.rank in group.joined
-    states = _States(state, new, -1 if new else int(step), group)
+    states = RankStates(state, new, -1 if new else int(step), group)
     steps = states.numbers
     most = max(steps)
     if most < 0 or any(one < 0 for r, one in enumerate(steps) if r not in group.joined):
@@ -80,11 +80,22 @@ def copy_state(
     Returns:
         The state of `source`; or `state` itself, if it is equal or is not to be replaced.
     """
-    states = _States(state, group.rank in new, 0, group)
+    states = RankStates(state, group.rank in new, 0, group)
     return states.copy(source, new if new_only else range(group.size))
 
 
-class _States:
+def check_replicated(objects: Iterable[Any]) -> None:
+    """Raises Unsupported if one of them is an optimizer whose state is on one rank only."""
+    for one in objects:
+        if any(base.__name__ == "ZeroRedundancyOptimizer" for base in type(one).__mro__):
+            raise Unsupported(
+                "no other rank has the shard of a lost rank of a ZeroRedundancyOptimizer: read a "
+                "checkpoint of its consolidate_state_dict(); or use fully_shard with a mesh of "
+                "replicas and shards (HSDP) and pycomm.elastic.ShardedTraining"
+            )
+
+
+class RankStates:
     """The states of all ranks. Collective to make.
 
     Attributes:
@@ -116,7 +127,7 @@ class _States:
             different = [rank for rank in ranks if found[rank] != found[ranks[0]]]
             if different:
                 raise Mismatch(
-                    f"sync_state: the {name} of ranks {different} differ from those of rank "
+                    f"the {name} of the states of ranks {different} differ from those of rank "
                     f"{ranks[0]}, which completed as many steps; no state was changed"
                 )
 
@@ -225,8 +236,8 @@ def _layout(value: Any, tensors: list[Tensor]) -> Any:
     if hasattr(value, "device_mesh"):
         raise InvalidArgument(
             "got a DTensor, whose shards differ by rank: no other rank has that of a lost one. "
-            "Read a checkpoint; or, if ranks keep copies of a shard (HSDP), call sync_state with "
-            "to_local() in the subgroup of group.split() that has this shard"
+            "Read a checkpoint of torch.distributed.checkpoint; or, if other ranks hold copies of "
+            "a shard (HSDP), use pycomm.elastic.ShardedTraining"
         )
     if isinstance(value, Tensor) and value.layout == torch.strided and not value.is_quantized:
         tensors.append(value)

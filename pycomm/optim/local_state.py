@@ -20,7 +20,7 @@ from pycomm._training import coalesced
 from pycomm.compress.state import VERSION, sources_of
 from pycomm.compress.updates import UpdateCompressor
 from pycomm.elastic.change import GroupChange, Membership, ShrinkResult
-from pycomm.elastic.state import copy_state
+from pycomm.elastic.state import check_replicated, copy_state
 from pycomm.errors import InvalidArgument
 from pycomm.group import DEFAULT_WAIT_S, Group
 from pycomm.optim.moments import mean_state
@@ -105,12 +105,14 @@ class LocalState:
 
         Raises:
             InvalidArgument: the group is not elastic, a time is invalid, or all ranks joined.
+            Unsupported: an optimizer is sharded (ZeRO); nothing was changed.
             GroupBroken, PeerLost, Timeout: as of Group.replace. After PeerLost call again.
         """
         return self._resume(lambda group: group.replace(timeout_s, wait_s), others)
 
     def _resume(self, make: Callable[[Group], Group], others: Sequence[Any]) -> ShrinkResult:
         """Continues in the group that `make` makes of this one. Collective over it."""
+        check_replicated([self.optimizer, *others])
         change = self._membership.change(make, (self.last_sync, self.step_count))
         last, steps = change.counts
         self._take_shared(change, last)

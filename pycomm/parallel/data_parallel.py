@@ -22,7 +22,7 @@ from pycomm.compress.dgc import DGC, compressor_of
 from pycomm.compress.quantized_gradients import QuantizedGradients, exchange_of
 from pycomm.default_group import default
 from pycomm.elastic.change import Membership, ShrinkResult
-from pycomm.elastic.state import copy_state
+from pycomm.elastic.state import check_replicated, copy_state
 from pycomm.errors import InvalidArgument, Unsupported
 from pycomm.group import DEFAULT_WAIT_S, Group
 from pycomm.parallel.batch_norm import SyncBatchNorm
@@ -255,6 +255,7 @@ class DataParallel(nn.Module):
 
         Raises:
             InvalidArgument: the group is not elastic, a time is invalid, or all ranks joined.
+            Unsupported: the optimizer is sharded (ZeRO); nothing was changed.
             Mismatch: on every rank: the model of a new process differs.
             GroupBroken, PeerLost, Timeout: as of Group.replace.
         """
@@ -262,6 +263,7 @@ class DataParallel(nn.Module):
 
     def _resume(self, make: Callable[[Group], Group], others: Sequence[Any]) -> ShrinkResult:
         """Continues in the group that `make` makes of this one. Collective over it."""
+        check_replicated(others)
         before, reducer = self._group, self._reducer
         change = self._membership.change(make, (reducer.passes,))
         self._pool.use(change.group)

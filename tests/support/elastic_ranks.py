@@ -18,7 +18,7 @@ from pycomm import Group, errors
 from pycomm._bootstrap import grow, shrink
 from pycomm._bootstrap.elastic_store import SurvivingStore
 
-LIMIT_S = 60.0  # of the whole run
+LIMIT_S = 60.0  # of the whole run, by default
 SECRET = "a1b2c3d4" * 8
 CALL_S = 30.0  # limit of calls
 
@@ -30,14 +30,20 @@ class ElasticRun:
     """
 
     def __init__(
-        self, file: str, size: int, *, form_s: float = shrink.FORM_S, heartbeat_s: float = 10.0
+        self,
+        file: str,
+        size: int,
+        *,
+        form_s: float = shrink.FORM_S,
+        heartbeat_s: float = 10.0,
+        limit_s: float = LIMIT_S,
     ) -> None:
         self.file, self._size, self._port = file, size, free_port()
         self._form_s, self._heartbeat_s = form_s, heartbeat_s
         self._context = multiprocessing.get_context("spawn")
         self._running: dict[Connection, str] = {}
         self.processes: dict[str, Any] = {}
-        self._end = time.monotonic() + LIMIT_S
+        self._end = time.monotonic() + limit_s
         self.results: dict[str, Any] = {}
 
     def __enter__(self) -> "ElasticRun":
