@@ -78,6 +78,11 @@ class Compressor:
         """The exchange of each level, as rank 0 chose it."""
         return self._chooser.exchanges
 
+    @property
+    def group(self) -> Group:
+        """The ranks."""
+        return self._communicators().group
+
     def attach(self, named: Mapping[str, Tensor], pool: CommunicatorPool) -> None:
         """Uses the communicators of DataParallel and its names of the model's parameters.
 
@@ -123,7 +128,7 @@ class Compressor:
 
     def sync_from(self, src: int) -> None:
         """Takes the loss scale and the velocity of uncompressed parameters from rank `src`."""
-        group, state = self._communicators().group, self.state
+        group, state = self.group, self.state
         dense = [m.u for m in state.memories.values() if m.v is None or not state.switched]
         coalesced.bcast_list_(dense, src, group)
         scaler = self._scaler
@@ -147,7 +152,7 @@ class Compressor:
         self._chooser.forget()  # the bytes depend on the number of ranks
         self._level_plan = DENSE
         self._adopted.forget()
-        state, group = self.state, self._communicators().group
+        state, group = self.state, self.group
         word = torch.tensor([state.step_count, state.switched])
         collectives.broadcast(word, change.source, group=group)
         state.step_count, state.switched = int(word[0]), bool(word[1])
@@ -162,7 +167,7 @@ class Compressor:
         if self._adopted.released:
             return
         self._cancel_failed_pass("detach")
-        group = self._communicators().group
+        group = self.group
         # After join() a rank without data still has a waiting step.
         if _everywhere(self._adopted.waiting, group):
             raise InvalidArgument(
@@ -200,17 +205,17 @@ class Compressor:
     def save(self) -> dict[str, Any]:
         """See DGC.state_dict."""
         self._cancel_failed_pass("state_dict")
-        return self.state.save(self._communicators().group, self.exchanges)
+        return self.state.save(self.group, self.exchanges)
 
     def gather(self, dst: int) -> dict[str, Any] | None:
         """See DGC.gather_state."""
         self._cancel_failed_pass("gather_state")
-        return self.state.gather(self._communicators().group, dst, self.exchanges)
+        return self.state.gather(self.group, dst, self.exchanges)
 
     def load(self, saved: Mapping[str, Any]) -> None:
         """See DGC.load_state_dict."""
         self._cancel_failed_pass("load_state_dict")
-        self._chooser.forget(self.state.load(saved, self._communicators().group))
+        self._chooser.forget(self.state.load(saved, self.group))
         self._level_plan = DENSE
         self._adopted.forget()
 
@@ -223,7 +228,7 @@ class Compressor:
     def _host_groups(self) -> HostGroups:
         """The hosts of the communicators. Collective if they must be created."""
         if self._hosts is None or self._hosts.broken:
-            self._hosts = HostGroups(self._communicators().group)
+            self._hosts = HostGroups(self.group)
         return self._hosts
 
     def _begin(self) -> Step:
@@ -271,7 +276,7 @@ class Compressor:
         """Converts the state to the exchange of another level."""
         self._level_plan = now
         self._workspaces.clear()
-        state, group = self.state, self._communicators().group
+        state, group = self.state, self.group
         by_host = now.exchange == "hierarchical"
         if not now.is_sharded or by_host != bool(state.by_host):
             state.take_in_owner_residual(group)  # these owners end

@@ -25,6 +25,7 @@ from pycomm.compress.quantized_residuals import QuantizedResiduals
 from pycomm.compress.state import VERSION, sources_of
 from pycomm.elastic.change import GroupChange
 from pycomm.errors import InvalidArgument
+from pycomm.group import Group
 
 __all__ = ["GradientExchange"]
 
@@ -62,6 +63,11 @@ class GradientExchange:
         self._step, self._scale = 0, 1.0
         self._sent_bytes = self._dense_bytes = 0
 
+    @property
+    def group(self) -> Group:
+        """The ranks."""
+        return self._communicators().group
+
     def attach(self, named: Mapping[str, Tensor], pool: CommunicatorPool) -> None:
         """Uses the communicators of DataParallel, whose parameters must be known."""
         for parameter in named.values():
@@ -74,7 +80,7 @@ class GradientExchange:
 
     def add(self, flat: Tensor, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
         """Starts the exchange of a bucket, and sums an earlier one. `gradients` fill `flat`."""
-        group = self._communicators().group
+        group = self.group
         if not self._running:
             self._begin()
         if group.size == 1:
@@ -147,7 +153,7 @@ class GradientExchange:
         """Takes the loss scale of rank `src`."""
         scaler = self._scaler
         if scaler is not None:
-            group = self._communicators().group
+            group = self.group
             scaler.load_state_dict(coalesced.bcast_value(scaler.state_dict(), src, group))
 
     def resume(self, change: GroupChange, counted: bool) -> float:
@@ -180,13 +186,13 @@ class GradientExchange:
     def save(self) -> dict[str, Any]:
         """See QuantizedGradients.state_dict."""
         self._cancel_failed_pass("state_dict")
-        group = self._communicators().group
+        group = self.group
         return {**self._described(group.rank), **self._exchanges.residuals.save()}
 
     def gather(self, dst: int) -> dict[str, Any] | None:
         """See QuantizedGradients.gather_state."""
         self._cancel_failed_pass("gather_state")
-        group = self._communicators().group
+        group = self.group
         found = self._exchanges.residuals.gather(group, dst)
         if found is None:
             return None
@@ -196,7 +202,7 @@ class GradientExchange:
     def load(self, saved: Mapping[str, Any]) -> None:
         """See QuantizedGradients.load_state_dict."""
         self._cancel_failed_pass("load_state_dict")
-        group = self._communicators().group
+        group = self.group
         sources = sources_of(saved, group, "QuantizedGradients")
         self._exchanges.residuals.load(sources, group)
         self._exchanges.forget(sources[0].get("exchange", "") if len(sources) == 1 else "")

@@ -9,6 +9,7 @@ from pycomm.compress.compressor import Compressor
 from pycomm.compress.dgc import DGC, compressor_of
 from pycomm.compress.gradient_exchange import GradientExchange
 from pycomm.compress.quantized_gradients import QuantizedGradients, exchange_of
+from pycomm.errors import InvalidArgument
 
 __all__ = ["dgc_hook", "quantize_hook"]
 
@@ -29,7 +30,8 @@ def dgc_hook(dgc: DGC, bucket: GradBucket) -> torch.futures.Future[Tensor]:
 
     Raises:
         PeerLost, Timeout, Mismatch: errors of the exchange; the step was rolled back.
-        InvalidArgument, Unsupported: settings of DGC that the model does not support.
+        InvalidArgument, Unsupported: settings of DGC that the model does not support; or the group
+            was replaced or shrunk, which needs pycomm.DataParallel(model, compression=dgc).
     """
     return _exchanged(compressor_of(dgc), bucket)
 
@@ -52,7 +54,7 @@ def quantize_hook(
 
     Raises:
         PeerLost, Timeout, Mismatch: errors of the exchange; the residuals stay as they were.
-        InvalidArgument: a parameter of the model is unknown to `quantized`.
+        InvalidArgument: a parameter of the model is unknown to `quantized`; or as of dgc_hook.
     """
     return _exchanged(exchange_of(quantized), bucket)
 
@@ -61,6 +63,12 @@ def _exchanged(
     exchange: Compressor | GradientExchange, bucket: GradBucket
 ) -> torch.futures.Future[Tensor]:
     if bucket.index() == 0:
+        if exchange.group.successor is not None:
+            raise InvalidArgument(
+                "the group of this communication hook was replaced or shrunk, and torch's DDP "
+                "keeps its ranks: wrap the model in pycomm.DataParallel(model, compression=...) "
+                "instead, whose replace() and shrink() keep residuals and give a new rank its state"
+            )
         exchange.cancel()  # an earlier backward pass may have failed
     flat = bucket.buffer()
     exchange.add(flat, bucket.parameters(), bucket.gradients())

@@ -127,7 +127,7 @@ class RankStates:
             different = [rank for rank in ranks if found[rank] != found[ranks[0]]]
             if different:
                 raise Mismatch(
-                    f"the {name} of the states of ranks {different} differ from those of rank "
+                    f"the {name} of ranks {different} differ from those of rank "
                     f"{ranks[0]}, which completed as many steps; no state was changed"
                 )
 

@@ -309,6 +309,33 @@ def _hook(buckets: float) -> tuple[list[Tensor], list[Tensor], dict[str, Any]]:
     return found[0], found[1], quantized.stats()
 
 
+def _hook_after_shrink(name: str) -> None:
+    """With a process group and a DDP that were made anew, and the hook's state of before."""
+    module = wide()
+    state: Any = pycomm.DGC(torch.optim.SGD(module.parameters(), lr=0.1))
+    if name == "quantize":
+        state = pycomm.QuantizedGradients(module.named_parameters())
+    x, y = batch(0, 0)
+    for changed in (False, True):
+        ddp = DistributedDataParallel(module)
+        ddp.register_comm_hook(state, getattr(pycomm, f"{name}_hook"))
+        loss = F.mse_loss(ddp(x), y)
+        if changed:
+            with pytest.raises(InvalidArgument, match=r"pycomm\.DataParallel\(model, compression="):
+                loss.backward()
+            return
+        loss.backward()
+        del ddp
+        pycomm.init().shrink()
+        dist.destroy_process_group()
+        dist.init_process_group("pycomm", store=dist.HashStore(), rank=0, world_size=1)
+
+
+@pytest.mark.parametrize("name", ["dgc", "quantize"])
+def test_the_hook_of_ddp_names_what_to_use_after_a_change_of_the_group(run: Run, name: str) -> None:
+    run(1, _hook_after_shrink, name)
+
+
 @pytest.mark.parametrize("buckets", [25, 0.01])
 @pytest.mark.parametrize("size", [2, 4])
 def test_the_hook_of_ddp_equals_data_parallel(run: Run, size: int, buckets: float) -> None:
