@@ -224,7 +224,8 @@ class Group:
         joiners = None
         if wait_s is not None:  # leaves time to form the group
             wait_s = min(wait_s, max(limit_s - 2 * shrink.FORM_S, limit_s / 2))
-            joiners = Joiners(time.monotonic() + wait_s, self._check_elastic(op).file)
+            before = self._check_elastic(op)
+            joiners = Joiners(time.monotonic() + wait_s, before.answered, before.file)
         core, elastic = shrink.regroup(self.core, store, limit_s, self._elastic, joiners)
         if elastic is not None:
             return self._inherit(elastic_group(core, elastic, self._timeout_s))

@@ -79,6 +79,8 @@ class Elastic:
         options: for joining processes: the options that must be equal on all ranks.
         joined: the ranks that joined when the group formed.
         grown: how often grow() was called.
+        answered: servers and numbers of requests to join that have an answer; shared with the
+            groups that replace this one.
     """
 
     file: str
@@ -88,6 +90,7 @@ class Elastic:
     options: dict[str, Any]
     joined: tuple[int, ...] = ()
     grown: int = 0
+    answered: set[tuple[Server | None, int]] = dataclasses.field(default_factory=set)
 
     def after(self, slots: Sequence[int], joined: Mapping[int, Server | None]) -> Elastic:
         """What the next group passes on.

@@ -92,7 +92,8 @@ class _Growing:
         core = self._core
         slots, ranks = range(core.size, core.size + count), self._ranks(count)[core.size :]
         election = SurvivorElection(self._store, self._prefix, core.rank, core.size, end)
-        election.joiners, election.free = Joiners(end), dict(zip(slots, ranks, strict=True))
+        election.joiners = Joiners(end, self._elastic.answered)
+        election.free = dict(zip(slots, ranks, strict=True))
         election.needs_all = True
         try:
             decision = election.agree(self._processes, [])

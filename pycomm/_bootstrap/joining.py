@@ -156,11 +156,15 @@ class Joiners:
         until: by the steady clock: afterwards do without those that are missing.
         file: that of the group, to wait only for processes that its launcher can start; "": for
             all.
+        answered: as of Elastic; the requests found to have an answer are added.
     """
 
-    def __init__(self, until: float, file: str = "") -> None:
-        self.until, self._file = until, file
-        self._requests: dict[int, Request | None] = {}  # None: answered, or invalid
+    def __init__(
+        self, until: float, answered: set[tuple[Server | None, int]], file: str = ""
+    ) -> None:
+        self.until, self._answered, self._file = until, answered, file
+        # By server and number; None: invalid.
+        self._requests: dict[tuple[Server | None, int], Request | None] = {}
 
     def chosen(
         self, store: Any, here: set[int], free: dict[int, int], left_s: float
@@ -172,8 +176,7 @@ class Joiners:
             free: by slot: its rank in Group.ranks.
             left_s: the limit of a store call.
         """
-        self._look(store, left_s)
-        waiting = {n: one for n, one in self._requests.items() if one and one.is_alive()}
+        waiting = {n: one for n, one in self._unanswered(store, left_s).items() if one.is_alive()}
         slots = {rank: slot for slot, rank in free.items()}
         asked = {one.rank: n for n, one in reversed(waiting.items()) if one.rank in slots}
         chosen = {slots[rank]: n for rank, n in asked.items()}
@@ -182,15 +185,22 @@ class Joiners:
         missing = len(chosen) < min(len(free), _processes_left(self._file) - len(here))
         return None if missing and time.monotonic() < self.until else chosen
 
-    def _look(self, store: Any, left_s: float) -> None:
-        """Reads new requests, and which ones have an answer."""
-        arrived = store.add(f"{PREFIX}arrived/0", 0, left_s)
-        for n in sorted(set(range(1, arrived + 1)) - self._requests.keys()):
-            with contextlib.suppress(Timeout):  # the process has yet to write its request
-                self._requests[n] = read_request(store, n)
-        for n in [n for n, request in self._requests.items() if request is not None]:
+    def _unanswered(self, store: Any, left_s: float) -> dict[int, Request]:
+        """The valid requests without an answer, by number."""
+        found = {}
+        for n in range(1, 1 + store.add(f"{PREFIX}arrived/0", 0, left_s)):
+            place = (store.server, n)
+            if place in self._answered:
+                continue
             if store.add(f"{PREFIX}answered/{n}", 0, left_s):  # perhaps in an attempt that failed
-                self._requests[n] = None
+                self._answered.add(place)
+                continue
+            if place not in self._requests:
+                with contextlib.suppress(Timeout):  # the process has yet to write its request
+                    self._requests[place] = read_request(store, n)
+            if request := self._requests.get(place):
+                found[n] = request
+        return found
 
 
 def _processes_left(file: str) -> float:
@@ -263,6 +273,7 @@ def invite(
         text = json.dumps({**vars(given), "servers": rows_of(after.servers)})
         store.add(f"{PREFIX}answered/{n}", 1, limit_s)
         store.set(f"{PREFIX}answer/{n}", text.encode(), limit_s)
+        elastic.answered.add((store.server, n))
     return after
 
 

@@ -92,7 +92,10 @@ def test_ranks_of_earlier_generations_serve_first() -> None:
 
 
 def test_requests_are_chosen_once_in_order_and_of_living_processes(file: str) -> None:
-    store, server = _core.LocalStore(), Server(0, "127.0.0.1", 5000)
+    served, server = _core.LocalStore(), Server(0, "127.0.0.1", 5000)
+    store: Any = SimpleNamespace(
+        server=server, add=served.add, set=served.set, get=served.get, claim=served.claim
+    )
     own = _core.TcpStore.serve("127.0.0.1", 0, KEY)
     elastic = Elastic(file, KEY, [server] * 4, own, {})
 
@@ -101,7 +104,7 @@ def test_requests_are_chosen_once_in_order_and_of_living_processes(file: str) ->
 
     def chosen(here: set[int], grown: int = 0, wait_s: float = 0.0, by: str = "") -> Any:
         slots = range(4, 4 + grown) if grown else set(range(4)) - here
-        joiners = Joiners(time.monotonic() + wait_s, by)
+        joiners = Joiners(time.monotonic() + wait_s, elastic.answered, by)
         return joiners.chosen(store, here, {slot: ranks[slot] for slot in slots}, 1.0)
 
     ranks = list(range(6))
@@ -139,6 +142,37 @@ def test_requests_are_chosen_once_in_order_and_of_living_processes(file: str) ->
     assert chosen({0}, wait_s=5.0, by=file) == {3: third}, "no other process can start"
     with pytest.raises(errors.PeerLost, match="asked another store"):
         invite(store, elastic, "world~1", [0, 1], [0, 1], {1: 99}, 1.0)
+
+
+def test_requests_with_an_answer_are_read_once() -> None:
+    """Also by the groups that replace the first; another server's requests have own numbers."""
+    with servers(2) as (addresses, served):
+        store = SurvivingStore(addresses, KEY)
+        elastic = Elastic("", KEY, addresses, served[1], {})
+        calls: list[Any] = []
+        call = store._call
+
+        def count(limit_s: float, *given: Any) -> Any:
+            calls.append(given)
+            return call(limit_s, *given)
+
+        store._call = count  # type: ignore[method-assign]  # of this store
+
+        def chosen() -> Any:
+            calls.clear()
+            joiners = Joiners(0.0, elastic.answered)
+            return joiners.chosen(store, {0}, {1: 1}, 1.0), len(calls)
+
+        first = write_request(store, 1, addresses[1], os.getpid(), 1.0)
+        assert chosen()[0] == {1: first}
+        elastic = invite(store, elastic, "world~1", [0, 1], [0, 1], {1: first}, 1.0)
+        assert chosen() == ({}, 1), "the number of requests"
+        served.pop(0)
+        with pytest.raises(StoreMoved):
+            chosen()
+        again = write_request(store, 1, addresses[1], os.getpid(), 1.0)
+        assert again == first
+        assert chosen()[0] == {1: again}
 
 
 @pytest.mark.parametrize(

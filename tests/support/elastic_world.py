@@ -252,7 +252,7 @@ class World:
 
     def replace(self, group: Group, elastic: Elastic, wait_s: float) -> tuple[Group, Elastic]:
         """As Group.replace()."""
-        joiners = Joiners(self.clock + wait_s)
+        joiners = Joiners(self.clock + wait_s, elastic.answered)
         core: Any = group
         made, after = shrink.regroup(core, elastic.store(group.rank), LIMIT_S, elastic, joiners)
         assert after is not None
