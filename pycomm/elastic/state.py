@@ -5,8 +5,10 @@ from __future__ import annotations
 import bisect
 import hashlib
 import itertools
+import os
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -22,7 +24,7 @@ from pycomm.objects.serialization import encode
 
 __all__ = ["RankStates", "check_replicated", "copy_state", "sync_state"]
 
-PIECE_BYTES = 16 << 20  # that a rank sends in one call
+BLOCK_BYTES = 16 << 20  # of a state: that one call sends, and one digest covers
 
 
 def sync_state(state: Any, step: int, *, group: Group | None = None) -> tuple[Any, int]:
@@ -30,7 +32,7 @@ def sync_state(state: Any, step: int, *, group: Group | None = None) -> tuple[An
     Collective.
 
     All ranks that have that state send a share of it at once. The ranks compare SHA-256 of the
-    whole state, so that equal states are certain.
+    digests of all blocks of the state, so that equal states are certain.
 
     Args:
         state: dicts with plain keys, lists and tuples of tensors and plain values, such as
@@ -111,7 +113,11 @@ class RankStates:
         except InvalidArgument as error:  # raised below on all ranks, which wait for this one
             layout, problem, tensors = None, str(error), []
         self._content = _Content(tensors)
-        rows = all_gather_object([number, layout, self._content.sha256(), problem], group=group)
+        # Ranks of one host hash at once.
+        self._threads = max(1, len(os.sched_getaffinity(0)) // group.core.local_size)
+        digest = self._content.sha256(self._threads)
+        row = [number, layout, digest, problem, self._content.size]
+        rows = all_gather_object(row, group=group)
         for rank, row in enumerate(rows):
             if row[3]:
                 raise InvalidArgument(f"the state of rank {rank}: {row[3]}")
@@ -119,6 +125,7 @@ class RankStates:
         self._layouts = [row[1] for row in rows]
         self._texts = [encode(layout) for layout in self._layouts]
         self._digests = [row[2] for row in rows]
+        self._sizes = [int(row[4]) for row in rows]
 
     def check_equal(self, ranks: Sequence[int]) -> None:
         """Raises Mismatch, on every rank, if the states of these ranks differ."""
@@ -150,10 +157,9 @@ class RankStates:
             content = _Content(tensors)
         elif group.rank not in senders:
             content = _Content([])
-        size = torch.tensor([content.size])
-        collectives.all_reduce(size, "max", group=group)
-        _exchange(content, int(size), senders, receivers, group)
-        correct = group.rank not in receivers or content.sha256() == self._digests[source]
+        with ThreadPoolExecutor(self._threads) as pool:
+            digests = _exchange(content, self._sizes[source], senders, receivers, group, pool)
+        correct = group.rank not in receivers or _sha256(digests) == self._digests[source]
         word = torch.tensor([int(correct)])
         if not collectives.all_reduce(word, "min", group=group):
             raise Error("a rank received a state whose SHA-256 differs from that of the sender")
@@ -181,8 +187,9 @@ class _Content:
         return found
 
     def read(self, begin: int, end: int) -> np.ndarray[Any, Any]:
-        """A copy of the bytes from `begin` to `end`."""
-        return np.concatenate([np.empty(0, np.uint8), *self.views(begin, end)])
+        """The bytes from `begin` to `end`; a copy if they are of several tensors."""
+        views = self.views(begin, end)
+        return views[0] if len(views) == 1 else np.concatenate([np.empty(0, np.uint8), *views])
 
     def write(self, begin: int, content: np.ndarray[Any, Any]) -> None:
         """Changes the bytes that start at `begin`."""
@@ -191,44 +198,67 @@ class _Content:
             view[:] = content[at : at + view.size]
             at += view.size
 
-    def sha256(self) -> bytes:
-        """The digest of all bytes."""
+    def sha256(self, threads: int) -> bytes:
+        """SHA-256 of the digests of all blocks."""
+        blocks = range(0, self.size, BLOCK_BYTES)
+        if min(threads, len(blocks)) < 2:
+            return _sha256(map(self.digest, blocks))
+        with ThreadPoolExecutor(threads) as pool:
+            return _sha256(pool.map(self.digest, blocks))
+
+    def digest(self, begin: int) -> bytes:
+        """SHA-256 of the block that starts at `begin`."""
         digest = hashlib.sha256()
-        for part in self._parts:
-            digest.update(part.data)
+        for view in self.views(begin, min(begin + BLOCK_BYTES, self.size)):
+            digest.update(view.data)
         return digest.digest()
 
 
+def _sha256(digests: Iterable[bytes]) -> bytes:
+    return hashlib.sha256(b"".join(digests)).digest()
+
+
 def _exchange(
-    content: _Content, total: int, sources: Sequence[int], receivers: Sequence[int], group: Group
-) -> None:
-    """Each source sends its share of the `total` bytes to all receivers."""
-    bounds = [total * i // len(sources) for i in range(len(sources) + 1)]
-    shares = dict(zip(sources, itertools.pairwise(bounds), strict=True))
-    longest = max(end - begin for begin, end in shares.values())
-    for offset in range(0, longest, PIECE_BYTES):
-        pieces = {
-            rank: (min(begin + offset, end), min(begin + offset + PIECE_BYTES, end))
-            for rank, (begin, end) in shares.items()
-        }
+    content: _Content,
+    total: int,
+    sources: Sequence[int],
+    receivers: Sequence[int],
+    group: Group,
+    pool: ThreadPoolExecutor,
+) -> list[bytes]:
+    """Each source sends its share of each block of the `total` bytes to all receivers.
+
+    Returns:
+        Of a receiver: the digests of the blocks; `pool` computes them while the next one arrives.
+    """
+    digests = []
+    buffer = np.empty(0, np.uint8)
+    for begin in range(0, total, BLOCK_BYTES):
+        length = min(BLOCK_BYTES, total - begin)
+        bounds = [begin + length * i // len(sources) for i in range(len(sources) + 1)]
+        shares = dict(zip(sources, itertools.pairwise(bounds), strict=True))
         sent, received = [0] * group.size, [0] * group.size
-        source = np.empty(0, np.uint8)
+        source = out = np.empty(0, np.uint8)
+        views = content.views(begin, begin + length) if group.rank in receivers else []
         if group.rank in sources:
-            mine = content.read(*pieces[group.rank])
+            mine = content.read(*shares[group.rank])
             source = np.tile(mine, len(receivers)) if len(receivers) > 1 else mine
             for rank in receivers:
                 sent[rank] = mine.size
-        elif group.rank in receivers:
-            for rank, (begin, end) in pieces.items():
-                received[rank] = end - begin
-        out = np.empty(sum(received), np.uint8)
+        elif len(views) == 1:
+            out = views[0]
+        elif views:
+            buffer = buffer if buffer.size else np.empty(length, np.uint8)
+            out = buffer[:length]
+        for rank, (first, end) in shares.items():
+            received[rank] = end - first if views else 0
         call = _core.Call("all_to_all", counts=[*sent, *received], counts_fit=True)
         call(group, source, out, out, False)
-        if group.rank in receivers:
-            at = 0
-            for rank, (begin, _) in pieces.items():
-                content.write(begin, out[at : at + received[rank]])
-                at += received[rank]
+        if len(views) > 1:
+            content.write(begin, out)
+        if views:
+            digests.append(pool.submit(content.digest, begin))
+    return [digest.result() for digest in digests]
 
 
 def _layout(value: Any, tensors: list[Tensor]) -> Any:

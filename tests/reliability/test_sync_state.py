@@ -35,9 +35,9 @@ def equal(a: Any, b: Any) -> bool:
     return type(a) is type(b) and a == b
 
 
-def sync(group: Group, steps: list[int | None], piece_bytes: int) -> Any:
+def sync(group: Group, steps: list[int | None], block_bytes: int) -> Any:
     """`steps`: by rank: completed steps; None: the rank is new."""
-    elastic.state.PIECE_BYTES = piece_bytes
+    elastic.state.BLOCK_BYTES = block_bytes
     group.joined = [rank for rank, step in enumerate(steps) if step is None]
     mine = steps[group.rank]
     given = object() if mine is None else state_of(mine)
@@ -51,12 +51,12 @@ def sync(group: Group, steps: list[int | None], piece_bytes: int) -> Any:
     return sent
 
 
-@pytest.mark.parametrize("piece_bytes", [1000, 16 << 20])
+@pytest.mark.parametrize("block_bytes", [1000, 16 << 20])
 @pytest.mark.parametrize(
     "steps", [[7, None, 7, 7, 7], [None, 7, 6, 7, None], [None, None, None, None, 7], [7] * 5]
 )
-def test_all_ranks_get_the_most_advanced_state(steps: list[int | None], piece_bytes: int) -> None:
-    run_ranks(RANKS, sync, steps, piece_bytes)
+def test_all_ranks_get_the_most_advanced_state(steps: list[int | None], block_bytes: int) -> None:
+    run_ranks(RANKS, sync, steps, block_bytes)
 
 
 def send_large(group: Group) -> int:
@@ -72,6 +72,42 @@ def test_all_ranks_with_the_state_send_a_share() -> None:
     share = (4 << 20) / (RANKS - 1)
     for rank, count in enumerate(sent):
         assert count == pytest.approx(0 if rank == 1 else share, abs=0.1 * share), sent
+
+
+def send_other_bytes(group: Group, block_bytes: int) -> None:
+    """Rank 1 sends bytes that differ from those of its digest."""
+    elastic.state.BLOCK_BYTES = block_bytes
+    group.joined = [2]
+    if group.rank == 1:
+        read = elastic.state._Content.read
+        elastic.state._Content.read = (  # type: ignore[method-assign]  # of this process
+            lambda content, begin, end: read(content, begin, end) ^ 1
+        )
+    with pytest.raises(errors.Error, match="whose SHA-256 differs"):
+        elastic.sync_state(state_of(3), 3, group=group)
+    pycomm.barrier(group=group)  # the group stays usable
+
+
+@pytest.mark.parametrize("block_bytes", [1000, 16 << 20])
+def test_a_different_copy_is_refused_on_all_ranks(block_bytes: int) -> None:
+    run_ranks(3, send_other_bytes, block_bytes, transport="shm", processes=True)
+
+
+def test_the_digest_does_not_depend_on_the_number_of_threads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It depends on each byte and on their number."""
+    monkeypatch.setattr(elastic.state, "BLOCK_BYTES", 1000)
+    bytes_ = np.arange(2345) % 251
+
+    def digest(content: Any, threads: int = 1) -> bytes:
+        tensors = [torch.from_numpy(part.astype(np.uint8)) for part in np.split(content, [5, 990])]
+        return elastic.state._Content(tensors).sha256(threads)
+
+    assert digest(bytes_) == digest(bytes_, 3)
+    others = [bytes_ + (np.arange(bytes_.size) == at) for at in (0, 999, 1000, 2344)]
+    others += [bytes_[:-1], np.append(bytes_, 0), np.empty(0)]
+    assert len({digest(one) for one in [bytes_, *others]}) == 1 + len(others)
 
 
 def differ(group: Group, what: str) -> str:
