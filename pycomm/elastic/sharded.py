@@ -54,6 +54,7 @@ class ShardedTraining:
         step_count: completed steps.
 
     Raises:
+        Mismatch: on every rank: copies of a shard differ: `build` needs a seed, for example.
         Unsupported: the optimizer is a ZeroRedundancyOptimizer: no other rank holds its shards.
     """
 
@@ -67,6 +68,7 @@ class ShardedTraining:
         self._membership = Membership(group or default())
         if not self._membership.new:
             self._use(*build(self._membership.group))
+            self._held_states(self._membership.group, new=False)
 
     def _use(self, model: nn.Module, optimizer: torch.optim.Optimizer, *others: Any) -> None:
         check_replicated([optimizer, *others])
@@ -126,10 +128,7 @@ class ShardedTraining:
         if not change.is_new and self.step_count < step:  # another rank passed the barrier
             self.optimizer.step()
             self.step_count = step
-        held = self._held(change)
-        states = RankStates(self._local_state(change), change.is_new, 0, group)
-        for ranks in held.values():
-            states.check_equal(ranks)
+        held, states = self._held_states(group, change.is_new)
         shared = copy_state(self._shared_state(change), change.source, group, change.new)
         buffers = self._buffers(change)
         made = self._build(group)
@@ -139,10 +138,18 @@ class ShardedTraining:
         self._membership.complete()
         return change.result(step, 0.0)
 
-    def _held(self, change: GroupChange) -> Held:
-        """Collective. By shard: the ranks that hold it. Raises Unsupported if one is lost."""
-        mine = None if change.is_new else _shard(self._parameters.values())
-        rows = all_gather_object(mine, group=change.group)
+    def _held_states(self, group: Group, new: bool) -> tuple[Held, RankStates]:
+        """Collective. Where the shards are, and their content.
+
+        Args:
+            group: the ranks.
+            new: this rank has no state.
+
+        Raises:
+            Unsupported: a shard is lost.
+            Mismatch: copies of one differ.
+        """
+        rows = all_gather_object(None if new else _shard(self._parameters.values()), group=group)
         held: Held = {}
         for rank, row in enumerate(rows):
             if row is not None:
@@ -150,12 +157,13 @@ class ShardedTraining:
         count = max(row[1] for row in rows if row is not None)
         if len(held) < count:
             raise Unsupported(f"{LOST}: of {count} shards, {list(held)} are left")
-        return held
+        states = RankStates(None if new else self._local_state(), new, 0, group)
+        for ranks in held.values():
+            states.check_equal(ranks)
+        return held, states
 
-    def _local_state(self, change: GroupChange) -> dict[str, Any] | None:
-        """The shard of this rank, as plain tensors. A new rank has none."""
-        if change.is_new:
-            return None
+    def _local_state(self) -> dict[str, Any]:
+        """The shard of this rank, as plain tensors."""
         moments = {}
         for index, parameter in enumerate(_optimized(self.optimizer)):
             state = self.optimizer.state.get(parameter, {})

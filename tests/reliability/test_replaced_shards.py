@@ -225,6 +225,22 @@ def test_the_replica_that_is_left_continues(tmp_path: Path, port: int) -> None:
     assert results == {"rank 0": left, "rank 1": left, "rank 2": None, "rank 3": None}
 
 
+def differ() -> None:
+    def build(_: Group) -> Any:
+        mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=NAMES)
+        torch.manual_seed(dist.get_rank())
+        model = fully_shard(Net(), mesh=mesh)
+        return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+    with pytest.raises(errors.Mismatch, match=r"tensors of ranks \[1\] differ"):
+        elastic.ShardedTraining(build)
+    pycomm.barrier()
+
+
+def test_copies_that_differ_at_the_start_are_named(run: TorchRun) -> None:
+    run(2, differ)
+
+
 def refuse_zero() -> None:
     model = Net()
     zero = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
