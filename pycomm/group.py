@@ -41,6 +41,8 @@ class Group:
 
     Attributes:
         core: the compiled group; internal, for pycomm's own modules.
+        cuda_agreement: "before", or "after" to enqueue a call like an earlier one on CUDA arrays
+            before the ranks compare it (docs/cuda.md). Set it as cuda_channels.
         cuda_channels: channels of rings over large CUDA arrays, 1 to 8 (docs/cuda.md). Set it
             before the first call with such arrays; rank 0's value is used. split() and shrink()
             copy it.
@@ -64,6 +66,7 @@ class Group:
         "_subgroups",
         "_timeout_s",
         "core",
+        "cuda_agreement",
         "cuda_channels",
         "cuda_internode_transport",
         "cuda_symmetric_memory",
@@ -81,7 +84,7 @@ class Group:
         self._store, self._timeout_s = store, timeout_s
         self._aborted: str | None = None  # the reason
         self.cuda_channels, self.cuda_internode_transport = 1, "nccl"
-        self.cuda_symmetric_memory = False
+        self.cuda_symmetric_memory, self.cuda_agreement = False, "before"
         self._subgroups: list[weakref.ref[Group]] = []  # made by split()
         self._elastic: Elastic | None = None
         self.joined: list[int] = []
@@ -136,6 +139,7 @@ class Group:
         to.cuda_channels = self.cuda_channels
         to.cuda_internode_transport = self.cuda_internode_transport
         to.cuda_symmetric_memory = self.cuda_symmetric_memory
+        to.cuda_agreement = self.cuda_agreement
 
     def _adopt_subgroup(self, subgroup: Group) -> None:
         """Makes abort() of this group abort `subgroup` too."""

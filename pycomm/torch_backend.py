@@ -54,21 +54,23 @@ def Options(  # noqa: N802 - as torch's
     cuda_internode_transport: str = "nccl",
     encrypt: bool | None = None,
     cuda_symmetric_memory: bool = False,
+    cuda_agreement: str = "before",
 ) -> compiled.Options:
     """Options of a group, for `init_process_group(pg_options=...)` and `new_group`.
 
     Args:
         timeout: time limit of each call; None: torch's default.
-        cuda_channels, cuda_internode_transport, cuda_symmetric_memory: as of `pycomm.Group`, for
-            tensors on CUDA devices.
+        cuda_channels, cuda_internode_transport, cuda_symmetric_memory, cuda_agreement: as of
+            `pycomm.Group`, for tensors on CUDA devices.
         encrypt: as of `pycomm.init`; None: as the default group, if there is one.
 
     Raises:
-        InvalidArgument: an invalid transport or number of channels.
+        InvalidArgument: an invalid transport, agreement or number of channels.
         Unsupported: the compiled module does not fit this torch.
     """
     device_groups.check_internode_transport(cuda_internode_transport)
     device_groups.check_channels(cuda_channels)
+    device_groups.check_agreement(cuda_agreement)
     given = {} if timeout is None else {"timeout": timeout}
     made: compiled.Options = _module().Options(
         **given,
@@ -76,6 +78,7 @@ def Options(  # noqa: N802 - as torch's
         cuda_internode_transport=cuda_internode_transport,
         encrypt=encrypt,
         cuda_symmetric_memory=cuda_symmetric_memory,
+        cuda_agreement=cuda_agreement,
     )
     return made
 

@@ -11,7 +11,7 @@ namespace {
 constexpr unsigned kShortestSleepNs = 64, kLongestSleepNs = 1024;
 
 __global__ void __launch_bounds__(1) wait_for_word(const unsigned* word, unsigned value) {
-  for (unsigned ns = kShortestSleepNs; gpu::load_acquire_system(word) != value;
+  for (unsigned ns = kShortestSleepNs; static_cast<int>(gpu::load_acquire_system(word) - value) < 0;
        ns = min(2 * ns, kLongestSleepNs))
     gpu::sleep(ns);
 }

@@ -7,8 +7,8 @@
 
 namespace pycomm::cuda {
 
-// Later work of the stream starts when *word, in pinned host memory, is `value`; it sees what the
-// host wrote before it stored that value with release order.
+// Later work of the stream starts when *word, in pinned host memory, is at least `value`, modulo
+// 2^32; it sees what the host wrote before it stored that value with release order.
 void wait_for_host_word(const uint32_t* word, uint32_t value, kernels::Queue queue);
 
 // As load_reductions() of reduce.hpp.

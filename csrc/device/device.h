@@ -74,8 +74,8 @@ class Device {
   // Calls `body(data)` on a CUDA thread when the stream reaches this point. It must make no CUDA
   // call and wait for no rank.
   virtual void call(void* stream, void (*body)(void*), void* data) = 0;
-  // The stream waits until *at, of allocate_host(), is `value`. Later commands of other streams
-  // must not wait behind it.
+  // The stream waits until *at, of allocate_host(), is at least `value`, modulo 2^32. Later
+  // commands of other streams must not wait behind it.
   virtual void wait_until(void* stream, const uint32_t* at, uint32_t value) = 0;
 
   // Source and destination: device memory or memory of allocate_host().

@@ -229,8 +229,11 @@ bool StreamEngine::is_connected(int peer, bool sends) const {
 }
 
 std::shared_ptr<Event> StreamEngine::enqueue(const StreamJob& job, Event& before) {
-  const auto run_job = [&](void* /*stream*/, bool /*captured*/) {
+  const auto run_job = [&](void* stream, bool /*captured*/) {
     job.plan != nullptr ? run(job) : run_nccl(job);
+    if (!job.gate) return;
+    channels_[0]->gate = job.gate;  // as long as the stream
+    job.gate->wait(stream);
   };
   return enqueue(run_job, before);
 }

@@ -29,6 +29,7 @@
 #include "device/detached_calls.h"
 #include "device/device.h"
 #include "device/growable_buffer.h"
+#include "device/host_gate.h"
 #include "device/host_staging_channel.h"
 #include "device/stages.h"
 #include "nccl/communicator.h"
@@ -47,6 +48,7 @@ struct StreamJob {
   size_t count = 0;                     // as in plan.h
   int peer = 0;                         // as in Call
   std::chrono::nanoseconds timeout{0};  // of the staging channels
+  std::shared_ptr<HostGate> gate{};     // later work begins after the gate; null: none
 };
 
 // Ranks outside the communicators, if any.
@@ -118,6 +120,7 @@ class StreamEngine {
     Stream stream;
     std::shared_ptr<nccl::Communicator> communicator{};  // none if it would join one rank
     std::unique_ptr<HostStagingChannel> staging{};       // none if it joins all ranks
+    std::shared_ptr<HostGate> gate{};                    // of the last job with one
     std::set<std::pair<int, bool>> connected{};          // peers and directions of messages so far
   };
   // A job as one channel runs it.

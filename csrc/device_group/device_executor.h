@@ -24,6 +24,7 @@ struct DeviceCall {
   group::Call call;  // with its algorithm and its limit
   // By channel, for a call that runs as a plan between devices.
   std::shared_ptr<const std::vector<device::StreamStages>> plan{};
+  bool before_agreement = false;  // later work begins after agreed(), too
 };
 
 class DeviceExecutor {
@@ -44,6 +45,8 @@ class DeviceExecutor {
   // wait for other ranks, until abort().
   virtual std::shared_ptr<device::Event> enqueue(const DeviceCall& device_call,
                                                  device::Event& before) = 0;
+  // Whether such a call may be enqueued before the agreement, if all ranks made one like it.
+  virtual bool can_precede_agreement(const group::Call& /*call*/) const { return false; }
   // The same for messages, which are concurrent; those of one peer and direction stay in order.
   virtual Algorithm algorithm_for_messages() const = 0;
   virtual void prepare_messages(std::span<const group::Call> messages) = 0;
@@ -53,6 +56,8 @@ class DeviceExecutor {
   virtual bool is_connected(const group::Call& message) const = 0;
   virtual group::Stats stats() const = 0;  // all fields but `calls`
 
+  // Any thread. The ranks agreed about the oldest call that was enqueued before they did.
+  virtual void agreed() noexcept {}
   // Any thread. The error because of which enqueued calls failed or will not finish, if any. `what`
   // is the oldest of these calls.
   virtual std::optional<Error> async_error(const std::string& what) = 0;

@@ -1,7 +1,6 @@
 #include "device_group/device_group.h"
 
 #include <algorithm>
-#include <condition_variable>
 #include <map>
 #include <mutex>
 #include <optional>
@@ -11,10 +10,12 @@
 #include <utility>
 #include <vector>
 
+#include "device_group/agreements.h"
 #include "device_group/device_executor.h"
 #include "device_group/device_work.h"
 #include "device_group/executors.h"
 #include "device_group/launch_order.h"
+#include "device_group/turns.h"
 #include "device_group/watchdog.h"
 #include "engine/engine.h"
 #include "group/check.h"
@@ -53,41 +54,18 @@ void follow(const Events& end_events, void* follower) {
   for (const auto& end_event : end_events) end_event->stream_wait(follower);
 }
 
-// One thread at a time inside a group; others wait for it.
-class Turns {
- public:
-  // Throws Timeout.
-  void take(std::chrono::nanoseconds limit) {
-    std::unique_lock lock(mutex_);
-    if (!given_up_.wait_for(lock, limit, [this] { return !taken_; }))
-      throw Timeout("another thread was inside calls of this group for " +
-                    std::to_string(std::chrono::duration<double>(limit).count()) + " s");
-    taken_ = true;
-  }
-  void give_up() {
-    {
-      const std::lock_guard lock(mutex_);
-      taken_ = false;
-    }
-    given_up_.notify_one();
-  }
-
- private:
-  std::mutex mutex_;  // guards taken_
-  std::condition_variable given_up_;
-  bool taken_ = false;
-};
-
-class Turn {
- public:
-  Turn(Turns& turns, std::chrono::nanoseconds limit) : turns_(turns) { turns_.take(limit); }
-  Turn(const Turn&) = delete;
-  Turn& operator=(const Turn&) = delete;
-  ~Turn() { turns_.give_up(); }
-
- private:
-  Turns& turns_;
-};
+// The error of an agreement, for a call that was enqueued before.
+Error late_error(const Error& error) {
+  if (error.kind() != ErrorKind::mismatch) return error;
+  constexpr std::string_view kUsual = "no array was changed";
+  std::string text = error.what();
+  if (const size_t at = text.find(kUsual); at != std::string::npos)
+    text.replace(at, kUsual.size(), "arrays may have changed");
+  return Mismatch(text +
+                      "; with cuda_agreement=\"after\" the call was enqueued before, so the group "
+                      "cannot be used any more",
+                  error.fields());
+}
 
 class DeviceGroup final : public group::Collectives,
                           public std::enable_shared_from_this<DeviceGroup> {
@@ -136,10 +114,15 @@ class DeviceGroup final : public group::Collectives,
     std::shared_ptr<device::Event> before;
     Deadline deadline;
     std::shared_ptr<LaunchOrder::Ticket> ticket;
+    bool captured;  // into a graph
     std::function<void(std::exception_ptr)> failed{};
   };
   std::shared_ptr<DeviceWork> make_work();
   Launch launch_of(const group::Call& call);
+  bool can_precede_agreement(const group::Call& call, const Launch& launch) const;
+  void start_agreement(DeviceCall& device_call, const Launch& launch);
+  void end_agreement(const std::exception_ptr& error) noexcept;
+  void throw_cause();
   std::shared_ptr<device::Event> enqueue(const DeviceCall& device_call, const Launch& launch);
   std::shared_ptr<device::Event> enqueue_messages(std::vector<group::Call> calls,
                                                   const Launch& launch);
@@ -160,6 +143,7 @@ class DeviceGroup final : public group::Collectives,
   const std::shared_ptr<LaunchOrder> order_;
   mutable std::mutex mutex_;  // guards the calls of executors_, and calls_
   Executors executors_;
+  Agreements agreements_;
   uint64_t calls_ = 0;
   Watchdog watchdog_;
   std::mutex ending_;  // guards ended_, cause_, and calls that enter the watchdog
@@ -172,7 +156,10 @@ class DeviceGroup final : public group::Collectives,
 // Call it on the caller's thread, before the agreement. The event on the caller's stream is the one
 // after which the call begins.
 DeviceGroup::Launch DeviceGroup::launch_of(const group::Call& call) {
-  Launch launch{.before = events_->take(), .deadline = Deadline(call.timeout), .ticket = nullptr};
+  Launch launch{.before = events_->take(),
+                .deadline = Deadline(call.timeout),
+                .ticket = nullptr,
+                .captured = device_->capturing(call.device.stream)};
   launch.before->record(call.device.stream);
   if (group::is_plan(call.operation))
     launch.ticket = order_->take(std::string(name_of(call.operation)) + " of group " + info().name);
@@ -204,10 +191,59 @@ void DeviceGroup::run(const group::Call& given) {
   const Turn turn(turns_, limit_of(given));
   DeviceCall device_call = begin(given);
   const Launch launch = launch_of(device_call.call);
-  int source = given.peer;
-  host_->run(group::agreement_about(device_call.call, &source));
-  set_source(device_call.call, source);
+  if (can_precede_agreement(device_call.call, launch)) {
+    start_agreement(device_call, launch);
+  } else {
+    int source = given.peer;
+    try {
+      host_->run(group::agreement_about(device_call.call, &source));
+    } catch (const Error&) {  // it may follow from a mismatch of an earlier call
+      agreements_.throw_mismatch();
+      throw;
+    }
+    set_source(device_call.call, source);
+  }
   enqueue(device_call, launch)->stream_wait(given.device.stream);
+}
+
+// Later calls must be enqueued later: so not while another call waits for its agreement, or for a
+// call of another group.
+bool DeviceGroup::can_precede_agreement(const group::Call& call, const Launch& launch) const {
+  return launch.ticket && !launch.captured && executors_.of_all()->can_precede_agreement(call) &&
+         agreements_.allows(call) && launch.ticket->is_first();
+}
+
+// On the worker, with the limit of the call. Call it before enqueue(): a call without an agreement
+// would wait on the device until its limit.
+void DeviceGroup::start_agreement(DeviceCall& device_call, const Launch& launch) {
+  const auto agree = [self = shared_from_this(), deadline = launch.deadline,
+                      call = group::agreement_about(device_call.call, nullptr)]() mutable {
+    self->throw_cause();
+    call.timeout = std::max(deadline.left(), std::chrono::nanoseconds(1));
+    self->host_->run(call);
+  };
+  const auto ended = [self = shared_from_this(), pending = agreements_.count_pending()](
+                         const std::exception_ptr& error) { self->end_agreement(error); };
+  (void)host_->start_together(agree, ended);
+  device_call.before_agreement = true;
+}
+
+// On the worker.
+void DeviceGroup::end_agreement(const std::exception_ptr& error) noexcept {
+  if (!error) return executors_.of_all()->agreed();
+  try {
+    std::rethrow_exception(error);
+  } catch (const Error& known) {
+    fail(late_error(known));
+  } catch (const std::exception& other) {  // out of memory
+    fail(InternalError(other.what(), {.rank = rank()}));
+  }
+}
+
+// Throws why the group ended, unless it was closed.
+void DeviceGroup::throw_cause() {
+  const std::lock_guard lock(ending_);
+  if (cause_) throw Error(*cause_);
 }
 
 std::shared_ptr<DeviceWork> DeviceGroup::make_work() {
@@ -224,12 +260,18 @@ std::shared_ptr<group::Work> DeviceGroup::start(const group::Call& given,
   DeviceCall device_call = begin(given);
   Launch launch = launch_of(device_call.call);
   launch.failed = [work](std::exception_ptr late) { work->fail(std::move(late)); };
+  const bool precedes = can_precede_agreement(device_call.call, launch);
+  const bool captured = launch.captured;
+  if (precedes) start_agreement(device_call, launch);
   const auto source = std::make_shared<int>(given.peer);
   auto enqueued = [self = shared_from_this(), work, device_call, launch = std::move(launch), source,
+                   waiting = agreements_.count_waiting(),
                    then = std::move(then)](std::exception_ptr error) mutable {
     Events end_events;
     try {
-      if (!error) {
+      if (error) {  // it may follow from a mismatch of an earlier call
+        self->agreements_.throw_mismatch();
+      } else {
         set_source(device_call.call, *source);
         end_events.push_back(self->enqueue(device_call, launch));
         follow(end_events, device_call.call.device.follower);
@@ -238,11 +280,13 @@ std::shared_ptr<group::Work> DeviceGroup::start(const group::Call& given,
       error = std::current_exception();
     }
     if (launch.ticket) launch.ticket->end();  // also while others hold a copy of this function
+    waiting.reset();
     work->complete(std::move(end_events), error);
     if (then) then(error);
   };
+  if (precedes) return enqueued(nullptr), work;
   const group::Call agreement = group::agreement_about(device_call.call, source.get());
-  if (device_->capturing(given.device.stream)) {  // on this thread: a capture may belong to it
+  if (captured) {  // on this thread: a capture may belong to it
     work->capture();
     host_->run(agreement);
     enqueued(nullptr);
@@ -265,12 +309,14 @@ std::shared_ptr<group::Work> DeviceGroup::start_messages(
   }
   Launch launch = launch_of(calls.front());
   launch.failed = [work](std::exception_ptr late) { work->fail(std::move(late)); };
-  const bool captured = device_->capturing(calls.front().device.stream);
+  const bool captured = launch.captured;
   const auto end_events = std::make_shared<Events>();
   const auto body = [self = shared_from_this(), calls = std::move(calls),
                      launch = std::move(launch),
                      end_events] { self->run_messages(calls, launch, *end_events); };
-  const auto completed = [work, end_events, then](const std::exception_ptr& error) {
+  auto completed = [work, end_events, then, waiting = agreements_.count_waiting()](
+                       const std::exception_ptr& error) mutable {
+    waiting.reset();
     work->complete(*end_events, error);
     if (then) then(error);
   };
@@ -330,8 +376,12 @@ std::shared_ptr<device::Event> DeviceGroup::enqueue(const DeviceCall& device_cal
                                                     const Launch& launch) {
   if (!group::is_plan(device_call.call.operation))
     return enqueue_messages({device_call.call}, launch);
-  return watch({&device_call.call, 1}, launch,
-               [&] { return executors_.of_all()->enqueue(device_call, *launch.before); });
+  DeviceExecutor& executor = *executors_.of_all();
+  auto end_event = watch({&device_call.call, 1}, launch,
+                         [&] { return executor.enqueue(device_call, *launch.before); });
+  if (!device_call.before_agreement && executor.can_precede_agreement(device_call.call))
+    agreements_.learn(device_call.call);
+  return end_event;
 }
 
 // Messages of one executor.
@@ -357,7 +407,6 @@ std::shared_ptr<device::Event> DeviceGroup::watch(std::span<const group::Call> c
     if (launch.ticket) launch.ticket->wait(launch.deadline, failed);
     const std::lock_guard lock(mutex_);
     calls_ += calls.size();
-    const bool captured = device_->capturing(calls.front().device.stream);
     std::string text = text_of(calls.front());
     if (calls.size() > 1) text += " and " + std::to_string(calls.size() - 1) + " more messages";
     std::vector<int> peers;
@@ -372,7 +421,7 @@ std::shared_ptr<device::Event> DeviceGroup::watch(std::span<const group::Call> c
     const std::lock_guard ending(ending_);
     if (cause_) throw Error(*cause_);  // the call's event passes without a result
     // Calls in a graph are not watched: the program that launches the graph waits for them.
-    watchdog_.set_end(captured ? nullptr : end_event);
+    watchdog_.set_end(launch.captured ? nullptr : end_event);
     return end_event;
   } catch (const Error& error) {  // the peers have enqueued the call
     fail(error);
@@ -383,7 +432,7 @@ std::shared_ptr<device::Event> DeviceGroup::watch(std::span<const group::Call> c
 
 bool DeviceGroup::look() noexcept {
   try {
-    const auto error = watchdog_.look();
+    const auto error = watchdog_.look(agreements_.any_pending());
     if (error) fail(*error);
     const std::lock_guard lock(ending_);
     return !ended_;
@@ -401,6 +450,7 @@ void DeviceGroup::fail(const Error& error) noexcept {
     if (std::exchange(ended_, true)) return;
     cause_ = error;
   }
+  agreements_.stop(error);
   order_->wake();
   watchdog_.end(std::make_exception_ptr(Error(error)));
   host_->abort(error.what());  // first, so that peers learn the reason before they miss this rank
@@ -411,7 +461,7 @@ void DeviceGroup::fail(const Error& error) noexcept {
 void DeviceGroup::close() noexcept {
   const auto is_idle = [this] {
     const std::lock_guard lock(ending_);
-    return ended_ || watchdog_.idle();
+    return ended_ || (watchdog_.idle() && !agreements_.any_pending());
   };
   while (!is_idle() && look())  // polls: the device sends no notification
     std::this_thread::sleep_for(std::chrono::milliseconds(1));

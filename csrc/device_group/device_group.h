@@ -5,7 +5,9 @@
 // A device group has a host group: through it the ranks agree about every call before one enqueues
 // it, with the same checks, timeouts and errors, and detect failed peers. Then the call runs on the
 // group's own stream, between events of the caller's stream. The first collective call connects the
-// ranks; a message before it connects its two ranks only.
+// ranks; a message before it connects its two ranks only. With DeviceOptions::agree_after a call
+// like an earlier one is enqueued first, and the stream waits for the agreement after it
+// (agreements.h).
 //
 //   host     agree: all ranks have made the same call
 //   caller   ... x is ready | event                      event | what uses the result ...

@@ -14,6 +14,7 @@ struct DeviceOptions {
   int channels = 1;                // channels for large arrays, 1 to 255
   bool nccl_between_hosts = true;  // false: TCP through host memory
   bool symmetric_memory = false;   // of the ranks of one host; off until it has run on GPUs
+  bool agree_after = false;        // enqueue repeated calls before the ranks agree about them
 };
 
 // What one rank needs to form a device group.

@@ -20,7 +20,8 @@ namespace pycomm::device_group {
 // Of the end of a call: one for each communicator, or group for staging, that it uses.
 using Events = std::vector<std::shared_ptr<device::Event>>;
 
-// The host group's worker runs the agreement and then enqueues the call.
+// The host group's worker runs the agreement and then enqueues the call, unless the caller enqueued
+// it before.
 class DeviceWork final : public group::Work {
  public:
   // `is_over`: whether the device has reached the call's event and the call was not aborted.

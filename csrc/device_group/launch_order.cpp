@@ -39,6 +39,11 @@ void LaunchOrder::Ticket::wait(const Deadline& deadline,
                 "several groups in the same order");
 }
 
+bool LaunchOrder::Ticket::is_first() const {
+  const std::lock_guard lock(order_->mutex_);
+  return order_->first(key_.first)->first == key_;
+}
+
 void LaunchOrder::Ticket::end() noexcept {
   const std::lock_guard lock(order_->mutex_);
   if (order_->tickets_.erase(key_) > 0) order_->changed_.notify_all();

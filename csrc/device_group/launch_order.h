@@ -40,6 +40,7 @@ class LaunchOrder : public std::enable_shared_from_this<LaunchOrder> {
     // Waits until this is the first ticket of its thread. Throws Timeout; returns early if
     // `stopped`, which wake() lets it ask.
     void wait(const Deadline& deadline, const std::function<bool()>& stopped) const;
+    bool is_first() const;  // whether wait() would return at once
     // Lets the next call proceed. Any thread; a second call has no effect.
     void end() noexcept;
 

@@ -54,6 +54,13 @@ class NcclExecutor final : public DeviceExecutor {
   DeviceCall prepare(const group::Call& call) override;
   std::shared_ptr<device::Event> enqueue(const DeviceCall& device_call,
                                          device::Event& before) override;
+  // Not over symmetric memory: after a mismatch its flags would differ, and later groups use the
+  // same regions. Not if the agreement compares more than the signature.
+  bool can_precede_agreement(const group::Call& call) const override {
+    return gate_ && call.algorithm != Algorithm::symmetric_memory &&
+           (call.operation != Operation::all_to_all || call.counts.empty());
+  }
+  void agreed() noexcept override { gate_->open(); }
   Algorithm algorithm_for_messages() const override {
     return engine_.reaches_all() ? Algorithm::nccl : Algorithm::direct;
   }
@@ -81,6 +88,7 @@ class NcclExecutor final : public DeviceExecutor {
   }
   void abort(const std::string& reason) noexcept override {
     if (symmetric_) symmetric_->abort();
+    if (gate_) gate_->open_forever();
     engine_.abort(reason);
   }
 
@@ -110,6 +118,7 @@ class NcclExecutor final : public DeviceExecutor {
            std::shared_ptr<const std::vector<device::StreamStages>>>
       plans_;
   std::unique_ptr<SymmetricMemory> symmetric_;  // null unless all ranks are on one host
+  std::shared_ptr<device::HostGate> gate_;      // null: each call waits for its agreement
 };
 
 // If communicators connect only the ranks of one host: by rank, the index among this host's ranks,
@@ -165,6 +174,8 @@ void NcclExecutor::connect(const DeviceOptions& options, std::chrono::nanosecond
   }
   if (has_remote_ranks) exchange_failures(failure.has_value(), 2 * timeout);
   if (failure) throw Error(*failure);
+  if (options.agree_after && engine_.reaches_all() && host_->size() > 1)
+    gate_ = std::make_shared<device::HostGate>(device_);
   const bool one_host = host_->info().host_count == 1 && host_->size() > 1;
   if (options.symmetric_memory && one_host)
     symmetric_ = std::make_unique<SymmetricMemory>(*host_, device_, timeout);
@@ -292,7 +303,8 @@ device::StreamJob NcclExecutor::job_of(const DeviceCall& device_call) const {
           .output = static_cast<std::byte*>(call.output),
           .count = call.count,
           .peer = call.peer,
-          .timeout = call.timeout};
+          .timeout = call.timeout,
+          .gate = device_call.before_agreement ? gate_ : nullptr};
 }
 
 DeviceCall NcclExecutor::prepare(const group::Call& call) {

@@ -47,7 +47,7 @@ bool Watchdog::is_over(const device::Event& end_event) {
       under_way_, [&](const Entry& entry) { return entry.end_event.get() == &end_event; });
 }
 
-std::optional<Error> Watchdog::look() {
+std::optional<Error> Watchdog::look(bool agreeing) {
   std::unique_lock lock(mutex_);
   const auto failure = remove_passed();
   if (under_way_.empty()) {
@@ -55,6 +55,9 @@ std::optional<Error> Watchdog::look() {
     return std::nullopt;  // an error of the executor fails the next call
   }
   const Entry& oldest = under_way_.front();
+  const std::chrono::duration<double> most(kReasonTime);
+  if (agreeing && oldest.deadline.elapsed_s() < oldest.deadline.limit_s() + most.count())
+    return std::nullopt;
   if (failure) {
     const Entry copy = oldest;
     lock.unlock();  // it waits, and is_over() may be called with Python's lock

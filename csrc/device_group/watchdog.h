@@ -39,8 +39,10 @@ class Watchdog {
   // Whether the added call that ends with `end_event` is complete, or end() reported its failure.
   bool is_over(const device::Event& end_event);
   // Removes completed calls. Returns the error that ends the others, named after the oldest call:
-  // an error of the executor, a lost rank, or the timeout.
-  std::optional<Error> look();
+  // an error of the executor, a lost rank, or the timeout. `agreeing`: the ranks still agree about
+  // enqueued calls, and that reports lost and late ranks. Then it returns none, unless a call
+  // exceeds its limit by a second.
+  std::optional<Error> look(bool agreeing = false);
   // Calls `failed` of all calls in progress, which will not finish. Call it before the streams
   // continue.
   void end(const std::exception_ptr& error) noexcept;

@@ -20,6 +20,7 @@ from pycomm.errors import InvalidArgument, Unsupported
 from pycomm.group import Group
 
 __all__ = [
+    "check_agreement",
     "check_channels",
     "check_internode_transport",
     "core",
@@ -30,6 +31,8 @@ __all__ = [
 
 # Transports of CUDA arrays between hosts.
 INTERNODE_TRANSPORTS = ("nccl", "tcp")
+# When the ranks agree about a call: before it is enqueued, or, if they made one like it, after.
+AGREEMENTS = ("before", "after")
 MAX_CHANNELS = 8
 MESSAGES = ("send", "recv")
 # By the default algorithm of a device group: how it sends arrays, for the log.
@@ -46,6 +49,7 @@ class Options(NamedTuple):
     channels: int
     internode_transport: str
     symmetric_memory: bool
+    agreement: str
 
 
 class _Source:
@@ -69,7 +73,10 @@ def core(group: Group, device: Device, call: _core.Call) -> _core.Collectives:
     found = group._devices.get(device.index)
     if found is None:
         options = Options(
-            group.cuda_channels, group.cuda_internode_transport, group.cuda_symmetric_memory
+            group.cuda_channels,
+            group.cuda_internode_transport,
+            group.cuda_symmetric_memory,
+            group.cuda_agreement,
         )
         found = _make(group.core._capsule(), device.index, group._timeout_s, options)
         group._devices[device.index] = found
@@ -113,16 +120,24 @@ def check_channels(channels: int) -> None:
 
 def check_internode_transport(transport: str) -> None:
     """Raises InvalidArgument unless there is such a transport between hosts."""
-    if transport not in INTERNODE_TRANSPORTS:
-        known = ", ".join(map(repr, INTERNODE_TRANSPORTS))
-        raise InvalidArgument(
-            f"invalid cuda_internode_transport: got {transport!r}, expected one of {known}"
-        )
+    _check_choice("cuda_internode_transport", transport, INTERNODE_TRANSPORTS)
+
+
+def check_agreement(agreement: str) -> None:
+    """Raises InvalidArgument unless it is one of AGREEMENTS."""
+    _check_choice("cuda_agreement", agreement, AGREEMENTS)
+
+
+def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        known = ", ".join(map(repr, choices))
+        raise InvalidArgument(f"invalid {name}: got {value!r}, expected one of {known}")
 
 
 def _make(host: object, index: int, timeout_s: float, options: Options) -> _core.Collectives:
     check_channels(options.channels)
     check_internode_transport(options.internode_transport)
+    check_agreement(options.agreement)
     module = devices.cuda_module() if _Source.module is None else _Source.module
     opened = module.open_device(index)
     library: Any = None
@@ -136,6 +151,7 @@ def _make(host: object, index: int, timeout_s: float, options: Options) -> _core
         options.channels,
         options.internode_transport == "nccl",
         bool(options.symmetric_memory),
+        options.agreement == "after",
     )
     capsule = library and library._capsule()
     made = _core.on_device(host, opened, capsule, why_none, shares, given, timeout_s)

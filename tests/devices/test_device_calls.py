@@ -30,7 +30,8 @@ def test_small_measurement(tmp_path, capsys):
     assert "all_reduce, ring" in capsys.readouterr().out
 
 
-def runtime_calls(group: pycomm.Group, device: Any, algorithm: str) -> int:
+def runtime_calls(group: pycomm.Group, device: Any, algorithm: str, agreement: str) -> int:
+    group.cuda_agreement = agreement
     x = device.put(np.ones(10, np.float32))
     for _ in range(3):  # the first call connects the ranks
         before: int = device.runtime.calls_of_thread()
@@ -46,5 +47,13 @@ def runtime_calls(group: pycomm.Group, device: Any, algorithm: str) -> int:
 def test_a_call_makes_few_calls_of_the_runtime(machine):
     budgets = {"host_staged": [11, 11]} if machine.shared else {"nccl": [11, 21], "ring": [16, 26]}
     for algorithm, budget in budgets.items():
-        calls = machine.run(2, runtime_calls, algorithm)
+        calls = machine.run(2, runtime_calls, algorithm, "before")
+        assert all(np.array(calls) <= budget), (algorithm, calls)
+
+
+# The launch of the kernel that waits for the agreement is one more call.
+@on("emulated")
+def test_a_call_that_agrees_after_makes_one_call_more(machine):
+    for algorithm, budget in {"nccl": [12, 22], "ring": [17, 27]}.items():
+        calls = machine.run(2, runtime_calls, algorithm, "after")
         assert all(np.array(calls) <= budget), (algorithm, calls)

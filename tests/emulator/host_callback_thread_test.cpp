@@ -8,9 +8,11 @@
 #include <latch>
 #include <memory>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "cuda/cuda_device.h"
+#include "device/host_gate.h"
 #include "native/harness.h"
 
 using namespace pycomm;
@@ -112,5 +114,29 @@ const Test kStopped{"a stream continues when the host aborts, and no later work 
                       go_on.count_down();
                       expect_equal(began.load(), 1, "bodies that began");
                     }};
+
+// The host is ahead of the stream, or behind it.
+const Test kGates{
+    "work behind a gate sees what the host wrote before it opened it", [] {
+      Bench bench;
+      device::HostGate gate(bench.device);
+      bench.fill(-1);
+      bench.device->copy(bench.out, bench.in, Bench::kCount * sizeof(int), bench.stream.raw());
+      std::jthread host([&] {
+        for (size_t i = 0; i < Bench::kCount; ++i) {
+          bench.shared[i] = 7;
+          gate.open();
+        }
+      });
+      for (size_t i = 0; i < Bench::kCount; ++i) {
+        gate.wait(bench.stream.raw());
+        bench.device->copy(bench.out + i, bench.shared + i, sizeof(int), bench.stream.raw());
+      }
+      bench.expect_out(7);
+      host.join();
+      for (int turn = 0; turn < 2; ++turn) gate.open_forever();
+      gate.wait(bench.stream.raw());
+      bench.device->finish(bench.stream.raw());
+    }};
 
 }  // namespace

@@ -27,6 +27,7 @@ const Test kThread{"a call waits for the earlier calls of its thread", [] {
                        second->wait(Deadline(60s), never);
                        early = !ended;
                      });
+                     expect(first->is_first() && !second->is_first(), "the first is another");
                      first->wait(Deadline(60s), never);
                      ended = true;
                      first->end();

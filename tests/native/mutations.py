@@ -93,6 +93,31 @@ ROWS = [
         "store_keys",
         "after all ranks connected the public port is closed",
     ),
+    # ---- calls that are enqueued before the ranks agree about them
+    (
+        "gate_not_awaited",
+        "device/stream_engine.cpp",
+        "job.gate->wait(stream);",
+        "static_cast<void>(stream);",
+        "agreements",
+        "a repeated call is enqueued at once",
+    ),
+    (
+        "gate_opened_before_the_agreement",
+        "device_group/device_group.cpp",
+        "device_call.before_agreement = true;",
+        "device_call.before_agreement = true;\n  executors_.of_all()->agreed();",
+        "agreements",
+        "a repeated call is enqueued at once",
+    ),
+    (
+        "late_mismatch_ignored",
+        "device_group/device_group.cpp",
+        "fail(late_error(known));",
+        "executors_.of_all()->agreed();",
+        "agreements",
+        "a mismatch is known",
+    ),
     # ---- received data
     (
         "any_magic",

@@ -7,6 +7,7 @@
 #include <optional>
 #include <span>
 #include <string>
+#include <thread>
 #include <utility>
 
 #include "device_group/device_executor.h"
@@ -104,6 +105,17 @@ const Test kLate{"a call that is not complete at its limit is named", [] {
                    expect(said.starts_with("all_reduce(of a test)"), said);
                    expect(said.find("did not complete on the device") != std::string::npos, said);
                  }};
+
+const Test kAgreeing{"... unless the agreement names the cause within a second", [] {
+                       Watched all;
+                       (void)all.add(1ns);
+                       all.executor.troubled = true;
+                       expect(!all.watchdog.look(true), "it did not wait");
+                       const Deadline limit(60s);
+                       while (!all.watchdog.look(true) && !limit.expired())
+                         std::this_thread::yield();
+                       expect(!limit.expired(), "it waits permanently");
+                     }};
 
 const Test kEnqueueing{"a call is watched while it is enqueued", [] {
                          Watched all;

@@ -36,17 +36,20 @@ __all__ = ["CALLS", "Cost", "main", "programs"]
 LIMIT_S = 300.0  # of the calls of one number of ranks
 BYTES = 1 << 20
 SIZES = (2,)  # more ranks than cores wait for each other
-CALLS = (  # verb, algorithm, bytes
-    ("all_reduce", "nccl", 0),
-    ("all_reduce", "nccl", BYTES),
-    ("all_reduce", "ring", BYTES),
-    ("all_reduce", "tree", BYTES),
-    ("all_reduce", "hierarchical", BYTES),
-    ("broadcast", "nccl", BYTES),
-    ("broadcast", "ring", BYTES),
-    ("all_gather", "nccl", BYTES),
-    ("all_gather", "ring", BYTES),
-    ("send and recv", None, BYTES),
+CALLS = (  # verb, algorithm, bytes, and cuda_agreement of the group
+    ("all_reduce", "nccl", 0, "before"),
+    ("all_reduce", "nccl", BYTES, "before"),
+    ("all_reduce", "ring", BYTES, "before"),
+    ("all_reduce", "tree", BYTES, "before"),
+    ("all_reduce", "hierarchical", BYTES, "before"),
+    ("broadcast", "nccl", BYTES, "before"),
+    ("broadcast", "ring", BYTES, "before"),
+    ("all_gather", "nccl", BYTES, "before"),
+    ("all_gather", "ring", BYTES, "before"),
+    ("send and recv", None, BYTES, "before"),
+    # Last: the fake NCCL counts for the group that was connected last.
+    ("all_reduce", "nccl", 0, "after"),
+    ("all_reduce", "nccl", BYTES, "after"),
 )
 
 
@@ -58,6 +61,7 @@ class Cost:
     verb: str
     algorithm: str | None
     bytes: int
+    agreement: str
     host_us: float
     low_us: float  # first quartile
     high_us: float  # third quartile
@@ -66,29 +70,33 @@ class Cost:
     collectives: int | None
 
 
-def call(verb: str, algorithm: str | None, x: Any, out: Any) -> None:
+def call(group: pycomm.Group, verb: str, algorithm: str | None, x: Any, out: Any) -> None:
     """One collective, or a message from each even rank to the next."""
-    rank, size = pycomm.rank(), pycomm.size()
+    rank, size = group.rank, group.size
     if verb == "all_reduce":
-        pycomm.all_reduce(x, algorithm=algorithm)
+        pycomm.all_reduce(x, algorithm=algorithm, group=group)
     elif verb == "broadcast":
-        pycomm.broadcast(x, src=0, algorithm=algorithm)
+        pycomm.broadcast(x, src=0, algorithm=algorithm, group=group)
     elif verb == "all_gather":
-        pycomm.all_gather(x, out, algorithm=algorithm)
+        pycomm.all_gather(x, out, algorithm=algorithm, group=group)
     elif rank % 2 == 0 and rank + 1 < size:
-        pycomm.send(x, rank + 1)
+        pycomm.send(x, rank + 1, group=group)
     elif rank % 2 == 1:
-        pycomm.recv(x, rank - 1)
+        pycomm.recv(x, rank - 1, group=group)
 
 
 def time_calls(group: pycomm.Group, device: Any, rounds: int) -> list[tuple[list[int], Any]]:
     """In a rank: for each of CALLS the nanoseconds of every round, and the counts of the last."""
     found = []
-    for verb, algorithm, nbytes in CALLS:
+    after = group.split(0)
+    assert after is not None
+    after.cuda_agreement = "after"
+    for verb, algorithm, nbytes, agreement in CALLS:
+        used = after if agreement == "after" else group
         count = nbytes // 4
         x = device.put(np.ones(count, np.float32))
         out = device.empty((group.size, count), "float32") if verb == "all_gather" else None
-        call(verb, algorithm, x, out)
+        call(used, verb, algorithm, x, out)
         device.get(x)
         times, counts = [], None
         for _ in range(rounds):
@@ -97,7 +105,7 @@ def time_calls(group: pycomm.Group, device: Any, rounds: int) -> list[tuple[list
             let_go = device.delay()
             pycomm.barrier()
             begin = time.perf_counter_ns()
-            call(verb, algorithm, x, out)
+            call(used, verb, algorithm, x, out)
             times.append(time.perf_counter_ns() - begin)
             let_go()
             device.get(x)
@@ -132,6 +140,7 @@ def cells(cost: Cost) -> list[str]:
     time_ = f"{cost.host_us:.0f} ({cost.low_us:.0f} to {cost.high_us:.0f})"
     counts = (cost.groups, cost.sends, cost.collectives)
     counted = ("" if n is None else str(n) for n in counts)
+    name += ", agrees after" if cost.agreement == "after" else ""
     return [str(cost.ranks), name, f"{cost.bytes:,}", time_, *counted]
 
 

@@ -1,0 +1,216 @@
+// Calls of a device group that are enqueued before the ranks agree about them: what they wait for
+// on the device, how many there are, and a mismatch. Devices and NCCL are simulated.
+#include "device_group/agreements.h"
+
+#include <atomic>
+#include <cstdlib>
+#include <latch>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "core/errors.h"
+#include "device_group/device_group.h"
+#include "harness.h"
+#include "played_devices.h"
+#include "ranks.h"
+
+namespace {
+
+using namespace pycomm;
+using namespace std::chrono_literals;
+using played::PlayedDevice;
+using played::PlayedNccl;
+
+constexpr auto kLong = 60s * ranks::kSlowdown;
+
+// Its streams reach every command at once, and continue after a gate when it is open.
+class GatedDevice final : public PlayedDevice {
+ public:
+  using PlayedDevice::PlayedDevice;
+
+  void* allocate_host(size_t bytes) override { return std::calloc(1, bytes); }
+  void release_host(void* memory) noexcept override { std::free(memory); }
+  void wait_until(void*, const uint32_t* at, uint32_t value) override {
+    const std::lock_guard lock(mutex_);
+    gates_.emplace_back(at, value);
+  }
+  bool passed(void*) override { return open() == made(); }
+
+  size_t made() const {
+    const std::lock_guard lock(mutex_);
+    return gates_.size();
+  }
+  size_t open() const {
+    const std::lock_guard lock(mutex_);
+    size_t count = 0;
+    for (const auto& [at, value] : gates_) {
+      std::atomic_ref<const uint32_t> word(*at);
+      count += static_cast<int32_t>(word.load(std::memory_order_acquire) - value) >= 0;
+    }
+    return count;
+  }
+  bool open_in_time(size_t count) const {
+    for (const Deadline limit(kLong); open() < count; std::this_thread::yield())
+      if (limit.expired()) return false;
+    return true;
+  }
+
+ private:
+  mutable std::mutex mutex_;
+  std::vector<std::pair<const uint32_t*, uint32_t>> gates_;
+};
+
+// A rank's device group. The group of `host` outlives it.
+struct Rank {
+  explicit Rank(group::Group& host)
+      : host_(&host, [](group::Group*) {}),
+        group(device_group::make_device_group(
+            host_, {.device = device, .nccl = nccl, .options = {.agree_after = true}}, kLong)) {}
+  std::shared_ptr<group::Group> host_;
+  std::shared_ptr<GatedDevice> device = std::make_shared<GatedDevice>(host_->rank());
+  std::shared_ptr<PlayedNccl> nccl = std::make_shared<PlayedNccl>();
+  std::shared_ptr<group::Collectives> group;
+  float x = 0;
+
+  group::Call all_reduce(ReduceOp op = ReduceOp::sum) {
+    return {.operation = Operation::all_reduce,
+            .dtype = Dtype::float32,
+            .op = op,
+            .input = &x,
+            .output = &x,
+            .count = 1};
+  }
+  std::shared_ptr<group::Work> start(ReduceOp op = ReduceOp::sum) {
+    return group->start(all_reduce(op));
+  }
+};
+
+// Lets the other rank begin, also if a check fails.
+struct Made {
+  std::latch& latch;
+  ~Made() { latch.count_down(); }
+};
+
+const Test kAhead{"a repeated call is enqueued at once and waits on the device", [] {
+                    std::latch made(1);
+                    ranks::run_groups(2, "local", [&](group::Group& host) {
+                      Rank r(host);
+                      r.group->run(r.all_reduce());
+                      expect_equal(r.device->made(), size_t{0}, "the first call agrees before");
+                      if (host.rank() == 1) made.wait();
+                      {
+                        std::unique_ptr<Made> tell;
+                        if (host.rank() == 0) tell.reset(new Made{made});
+                        for (int call = 0; call < 4; ++call) r.group->run(r.all_reduce());
+                        expect_equal(r.device->made(), size_t{4}, "gates");
+                        if (host.rank() == 0) expect_equal(r.device->open(), size_t{0}, "open");
+                      }
+                      expect(r.device->open_in_time(4), "the agreements open all gates");
+                      r.group->close();
+                    });
+                  }};
+
+const Test kMost{"a limited number of calls is ahead, and the others follow", [] {
+                   constexpr size_t kMost = device_group::Agreements::kMostPending;
+                   std::latch made(1);
+                   ranks::run_groups(2, "local", [&](group::Group& host) {
+                     Rank r(host);
+                     r.group->run(r.all_reduce());
+                     if (host.rank() == 1) made.wait();
+                     std::vector<std::shared_ptr<group::Work>> works;
+                     {
+                       std::unique_ptr<Made> tell;
+                       if (host.rank() == 0) tell.reset(new Made{made});
+                       for (size_t call = 0; call < kMost + 3; ++call) works.push_back(r.start());
+                       if (host.rank() == 0) {
+                         expect_equal(r.device->made(), kMost, "gates");
+                         works[kMost - 1]->wait();
+                         (void)expect_throws<Timeout>([&] { works[kMost]->wait(1ms); });
+                       }
+                     }
+                     for (const auto& work : works) work->wait();
+                     r.group->close();
+                   });
+                 }};
+
+const Test kBehind{"a call behind one that agrees before agrees before, too", [] {
+                     std::latch made(1);
+                     ranks::run_groups(2, "local", [&](group::Group& host) {
+                       Rank r(host);
+                       r.group->run(r.all_reduce());
+                       if (host.rank() == 1) made.wait();
+                       std::vector<std::shared_ptr<group::Work>> works;
+                       {
+                         std::unique_ptr<Made> tell;
+                         if (host.rank() == 0) tell.reset(new Made{made});
+                         for (const ReduceOp op : {ReduceOp::sum, ReduceOp::max, ReduceOp::sum})
+                           works.push_back(r.start(op));
+                         if (host.rank() == 0) expect_equal(r.device->made(), size_t{1}, "gates");
+                       }
+                       for (const auto& work : works) work->wait();
+                       r.group->close();
+                     });
+                   }};
+
+const Test kMismatch{
+    "a mismatch is known when the device continues", [] {
+      ranks::run_groups(2, "local", [&](group::Group& host) {
+        Rank r(host);
+        for (const ReduceOp op : {ReduceOp::sum, ReduceOp::max}) r.group->run(r.all_reduce(op));
+        const auto work = r.start(host.rank() == 0 ? ReduceOp::sum : ReduceOp::max);
+        expect(r.device->open_in_time(1), "the device waits permanently");
+        const auto ending = ranks::ending_of([&] { work->wait(); });
+        expect(ending.is(ErrorKind::mismatch), ending.text());
+        expect(ending.says("arrays may have changed"), ending.text());
+        expect(work->done(), "done");
+        for (const ErrorKind kind : {ErrorKind::mismatch, ErrorKind::group_broken}) {
+          const auto next = ranks::ending_of([&] { r.group->run(r.all_reduce()); });
+          expect(next.is(kind), next.text());
+        }
+      });
+    }};
+
+const Test kGroups{"a call behind a call of another group agrees before", [] {
+                     std::latch made(1);
+                     ranks::run_groups(2, "local", [&](group::Group& host) {
+                       Rank r(host);
+                       const auto part = host.split(0, host.rank());
+                       Rank other(*part);
+                       for (Rank* const one : {&r, &other}) one->group->run(one->all_reduce());
+                       if (host.rank() == 1) made.wait();
+                       std::shared_ptr<group::Work> first, second;
+                       {
+                         std::unique_ptr<Made> tell;
+                         if (host.rank() == 0) tell.reset(new Made{made});
+                         first = other.start(ReduceOp::max);
+                         second = r.start();
+                         if (host.rank() == 0)
+                           expect_equal(r.device->made(), size_t{0}, "it overtook the other group");
+                       }
+                       for (const auto& work : {first, second}) work->wait();
+                       for (Rank* const one : {&r, &other}) one->group->close();
+                       part->close();
+                     });
+                   }};
+
+const Test kAbort{"an abort opens the gates, also of later calls", [] {
+                    std::latch over(1);
+                    ranks::run_groups(2, "local", [&](group::Group& host) {
+                      Rank r(host);
+                      r.group->run(r.all_reduce());
+                      if (host.rank() == 1) return over.wait();
+                      const Made tell{over};
+                      const auto work = r.start();
+                      expect_equal(r.device->open(), size_t{0}, "open");
+                      r.group->abort("enough");
+                      expect(r.device->open_in_time(1), "the device waits permanently");
+                      const auto ending = ranks::ending_of([&] { work->wait(); });
+                      expect(ending.is(ErrorKind::group_broken), ending.text());
+                      expect(ending.says("enough"), ending.text());
+                    });
+                  }};
+
+}  // namespace
