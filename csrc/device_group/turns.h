@@ -16,22 +16,22 @@ class Turns {
   // Throws Timeout.
   void take(std::chrono::nanoseconds limit) {
     std::unique_lock lock(mutex_);
-    if (!given_up_.wait_for(lock, limit, [this] { return !taken_; }))
+    if (!released_.wait_for(lock, limit, [this] { return !taken_; }))
       throw Timeout("another thread was inside calls of this group for " +
                     std::to_string(std::chrono::duration<double>(limit).count()) + " s");
     taken_ = true;
   }
-  void give_up() {
+  void release() {
     {
       const std::lock_guard lock(mutex_);
       taken_ = false;
     }
-    given_up_.notify_one();
+    released_.notify_one();
   }
 
  private:
   std::mutex mutex_;  // guards taken_
-  std::condition_variable given_up_;
+  std::condition_variable released_;
   bool taken_ = false;
 };
 
@@ -40,7 +40,7 @@ class Turn {
   Turn(Turns& turns, std::chrono::nanoseconds limit) : turns_(turns) { turns_.take(limit); }
   Turn(const Turn&) = delete;
   Turn& operator=(const Turn&) = delete;
-  ~Turn() { turns_.give_up(); }
+  ~Turn() { turns_.release(); }
 
  private:
   Turns& turns_;

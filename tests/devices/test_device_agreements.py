@@ -4,6 +4,7 @@ Emulated devices. A rank runs ahead only if its calls wait for no other host: in
 other rank begins when the first one has made its calls.
 """
 
+import contextlib
 import os
 import signal
 from typing import Any
@@ -346,7 +347,8 @@ def ends(group: pycomm.Group, device: Any, made: Signal, how: str) -> str:
         device.get(x)  # the stream continues
     with pytest.raises(errors.GroupBroken) as caught:
         while True:
-            pycomm.barrier()
+            with contextlib.suppress(errors.Mismatch):  # with a pending call of rank 0
+                pycomm.barrier()
     return str(caught.value)
 
 
