@@ -122,7 +122,7 @@ class Store:
     def get(self, key: str, timeout_s: float) -> bytes:
         world = self.process.world
         # Between two polls, as a pause.
-        wait_s = world.paused(timeout_s) if timeout_s == shrink.PAUSE_S else timeout_s
+        wait_s = world.paused(timeout_s) if 0 < timeout_s <= shrink.PAUSE_S else timeout_s
         if not self._event(lambda: key in self.values, world.clock + wait_s):
             raise Timeout(key)
         return self.values[key]
