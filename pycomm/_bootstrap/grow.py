@@ -6,6 +6,8 @@
     outcome  "formed" once every rank has, else "failed"; the first write is final, in the store of
              the next rank: a rank writes there what the first store says, before it returns
 
+A rank that loses the store before the choice ends that of ranks that already use the next one.
+
 Keys in the store, under <name>/grow/<how often grow() was called before>/:
 
     shrink/...   as of shrink.py
@@ -17,7 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from pycomm import _core
 from pycomm._bootstrap.elastic_store import Elastic, StoreMoved, SurvivingStore
@@ -50,6 +52,9 @@ def grow(
         with processes_of(core) as processes:
             return _Growing(core, store, elastic, processes, end).run(count, timeout_s)
     except StoreMoved as error:
+        with contextlib.suppress(PeerLost, Timeout):  # no other rank waits there
+            election = f"{core.name}/grow/{elastic.grown}/shrink"
+            store.claim(f"{election}/decided", b"none", LEAST_S)
         raise _failed(core, f"a rank ended, which served the store ({error})") from error
 
 
@@ -94,23 +99,26 @@ class _Growing:
         election = SurvivorElection(self._store, self._prefix, core.rank, core.size, end)
         election.joiners = Joiners(end, self._elastic.answered)
         election.free = dict(zip(slots, ranks, strict=True))
-        election.needs_all = True
         try:
             decision = election.agree(self._processes, [])
-        except GroupBroken:  # the survivors would not be enough for shrink()
-            if dead := [rank for rank in range(core.size) if has_ended(self._processes[rank])]:
-                raise _failed(core, f"rank {dead[0]} died") from None
+        except GroupBroken:  # too few for shrink(), or a rank lost the store before
+            self._check_alive(range(core.size))
+            if time.monotonic() < end:
+                raise _failed(core, "a rank ended, which served the store") from None
             raise _failed(core, "not all ranks called grow() in time", Timeout) from None
         missing = sorted(set(range(core.size)) - set(decision.survivors))
-        for rank in missing:
-            if has_ended(self._processes[rank]):
-                raise _failed(core, f"rank {rank} died")
+        self._check_alive(missing)
         if missing:
             raise _failed(core, f"these ranks did not call grow(): {missing}", Timeout)
         if len(decision.joined) < count:
             text = f"{len(decision.joined)} of {count} processes asked to join in time"
             raise _failed(core, text, Timeout)
         return decision.joined
+
+    def _check_alive(self, ranks: Iterable[int]) -> None:
+        for rank in ranks:
+            if has_ended(self._processes[rank]):
+                raise _failed(self._core, f"rank {rank} died")
 
     def _form(self, count: int, joined: dict[int, int]) -> tuple[_core.Group, Elastic]:
         core, ranks = self._core, self._ranks(count)

@@ -278,13 +278,11 @@ class SurvivorElection:
         free: by slot of the next group: its rank in Group.ranks; ranks of this one that live are
             not free.
         absent: ranks whose processes were to join and that have no vote unless they come.
-        needs_all: a rank that dies ends the wait for the others.
     """
 
     joiners: Joiners | None = None
     free: Mapping[int, int] = MappingProxyType({})
     absent: AbstractSet[int] = frozenset()
-    needs_all = False
 
     def __init__(self, store: Store, name: str, rank: int, size: int, end: float) -> None:
         self._store, self._rank, self._size, self._end = store, rank, size, end
@@ -311,8 +309,7 @@ class SurvivorElection:
             here = self._here(processes)
             excluded = self._dead | (self._lost if now - begin >= GRACE_S else set())
             joined = None
-            over = now >= self._end or (self.needs_all and self._dead)
-            if over or len(here | excluded) == self._size:
+            if now >= self._end or len(here | excluded) == self._size:
                 joined = self._joined(here)
             if joined is not None:
                 decided = self._claim(Decision(sorted(here), joined))

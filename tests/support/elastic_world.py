@@ -40,6 +40,7 @@ class Process:
     def __init__(self, world: World, number: int, body: Callable[[], Any], dies_at: int) -> None:
         self.world, self.number, self.dies_at = world, number, dies_at
         self.events, self.alive, self.ended = 0, dies_at != 0, dies_at == 0
+        self.ended_at = 0.0
         self.turn = threading.Semaphore(0)
         self.can_continue: Callable[[], bool] = lambda: True
         self.until, self.pause_s, self.seen = END_S, 0.0, -1
@@ -55,7 +56,7 @@ class Process:
             self.alive = False
         except Exception as error:  # examined by the test
             self.result = error
-        self.ended = True
+        self.ended, self.ended_at = True, self.world.clock
         self.world.scheduler.release()
 
 
