@@ -169,7 +169,7 @@ def environment(
         rank=rank,
         size=size,
         local_rank=_number(env, launcher.local_rank) if launcher else None,
-        local_size=_number(env, launcher.local_size, 1) if launcher else None,
+        local_size=_number(env, launcher.local_size) if launcher else None,
         master_host=host,
         master_port=port,
         agent_store=not place and env.get("TORCHELASTIC_USE_AGENT_STORE", "") == "True",

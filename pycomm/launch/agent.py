@@ -21,6 +21,7 @@ from torch.distributed.elastic.rendezvous.api import RendezvousError
 from torch.distributed.elastic.utils import store as together
 from torch.distributed.launcher import api
 
+from pycomm.errors import InvalidArgument
 from pycomm.launch import local_rendezvous
 from pycomm.launch.hosts import SILENT_S, START_LIMIT_S, Hosts, Place
 from pycomm.launch.losses import Losses
@@ -33,6 +34,10 @@ __all__ = ["launch"]
 FAILED_LIMIT_S = 10.0  # a failed host may serve the store in which others report their failures
 STOPPED_LIMIT_S = 1.0  # after a signal the launcher must exit soon
 POLL_S = 0.2  # between polls of the barrier; torch's wait() would log each of them
+SILENT_LAUNCHER = (
+    "another host's launcher did not announce its port or its ranks: start the ranks of every host "
+    "with pycomm launch"
+)
 
 
 class Agent(local_elastic_agent.LocalElasticAgent):
@@ -42,6 +47,7 @@ class Agent(local_elastic_agent.LocalElasticAgent):
     _exit_barrier_timeout: float
     _hosts: Hosts | None = None
     _logs_specs: Any
+    _places: list[Place]  # all hosts
     _losses: Losses | None = None  # if ranks are replaced
     _reserved: socket.socket | None = None  # the port of pycomm's store, on the first host
     _store: Any
@@ -60,58 +66,59 @@ class Agent(local_elastic_agent.LocalElasticAgent):
     def _rendezvous(self, worker_group: Any) -> None:
         """torch's rendezvous with the other hosts, also after a restart."""
         super()._rendezvous(worker_group)
-        self._hosts = Hosts(
-            self._store, worker_group.group_rank or 0, worker_group.group_world_size or 1
-        )
+        logs = self._logs_specs
+        logs.places = self._places
+        first = next(host for host, place in enumerate(self._places) if place.ranks)
         try:
-            port = self._port(worker_group.group_rank)
-            self._logs_specs.variables.update(local_rendezvous.variables(port))
-            places = self._hosts.places(self._place(worker_group))
+            port = self._port(worker_group.group_rank or 0, first)
         except RuntimeError as error:  # of torch's store: no value in time
-            raise RendezvousError(
-                "another host's launcher did not announce its port or its ranks: start the ranks "
-                "of every host with pycomm launch"
-            ) from error
-        self._logs_specs.places = [(place.name, place.where) for place in places]
-        replacement = self._logs_specs.replacement
-        if replacement is not None:
-            self._losses = Losses(replacement, self._hosts, places, self._logs_specs.group_file)
+            raise RendezvousError(SILENT_LAUNCHER) from error
+        logs.variables.update(local_rendezvous.variables(port))
+        if first:  # torch's first host has spares alone; torch's own store stays there
+            worker_group.master_addr = self._places[first].address
+            if not worker_group.master_addr:
+                raise InvalidArgument("--nproc 0 with --node-rank 0: give another host this number")
+            logs.variables["TORCHELASTIC_USE_AGENT_STORE"] = "False"
+        if logs.replacement is not None:
+            assert self._hosts is not None
+            self._losses = Losses(logs.replacement, self._hosts, self._places, logs.group_file)
             # No host joins later, and the host that serves torch's store may be lost.
             worker_group.spec.rdzv_handler.num_nodes_waiting = lambda: 0
 
     def _assign_worker_ranks(self, store: Any, group_rank: int, count: int, spec: Any) -> Any:
         """torch's numbers, with those of spares after the ranks of all hosts."""
         workers = super()._assign_worker_ranks(store, group_rank, count, spec)
-        if not (spares := self._logs_specs.spares):
+        self._hosts, logs = Hosts(store, group_rank, count), self._logs_specs
+        ranks, options = len(workers) - logs.spares, str(logs.replacement or "")
+        mine = Place(
+            *(socket.gethostname(), spec.local_addr or "", ranks, logs.spares),
+            *(logs.serves_rendezvous, options),
+        )
+        try:
+            self._places = self._hosts.places(mine)
+        except RuntimeError as error:  # of torch's store: no value in time
+            raise RendezvousError(SILENT_LAUNCHER) from error
+        if not any(place.spares for place in self._places):
             return workers
+        size, before = sum(place.ranks for place in self._places), self._places[:group_rank]
+        if not size:
+            raise InvalidArgument("--nproc 0 on all hosts: there are no ranks")
         for local, worker in enumerate(workers):
-            worker.world_size -= spares * count
-            worker.global_rank -= spares * group_rank
-            if local >= len(workers) - spares:
-                number = spares * group_rank + local - (len(workers) - spares)
-                worker.global_rank = worker.world_size + number
-            worker.role_rank, worker.role_world_size = worker.global_rank, worker.world_size
+            worker.global_rank = local + sum(place.ranks for place in before)
+            if local >= ranks:
+                worker.global_rank = size + local - ranks + sum(place.spares for place in before)
+            worker.world_size = worker.role_world_size = size
+            worker.role_rank = worker.global_rank
         return workers
 
-    def _port(self, own: int) -> int:
-        """The port at which rank 0 serves pycomm's store; the first host's launcher stores it."""
-        if own == 0:
+    def _port(self, own: int, first: int) -> int:
+        """The port at which rank 0 serves pycomm's store; the launcher of its host stores it."""
+        if own == first:
             if self._reserved is None:
-                assert self._hosts is not None
-                self._reserved = local_rendezvous.reserve_port(self._hosts.count > 1)
+                self._reserved = local_rendezvous.reserve_port(len(self._places) > 1)
             self._store.set(local_rendezvous.PORT_KEY, str(self._reserved.getsockname()[1]))
         self._store.wait([local_rendezvous.PORT_KEY], timedelta(seconds=START_LIMIT_S))
         return int(self._store.get(local_rendezvous.PORT_KEY))
-
-    def _place(self, worker_group: Any) -> Place:
-        """This host."""
-        logs = self._logs_specs
-        ranks = sorted(worker.global_rank for worker in worker_group.workers)
-        ranks = ranks[: len(ranks) - logs.spares]
-        name = f"ranks {ranks[0]} to {ranks[-1]}" if len(ranks) > 1 else f"rank {ranks[0]}"
-        where = ", ".join(filter(None, [socket.gethostname(), worker_group.spec.local_addr]))
-        options = str(logs.replacement or "")
-        return Place(name, where, len(ranks), logs.serves_rendezvous, options)
 
     def _monitor_workers(self, worker_group: Any) -> Any:
         """torch calls this several times a second while ranks run."""

@@ -57,10 +57,9 @@ def parser() -> argparse.ArgumentParser:
     ours.add_argument(
         "--spares",
         type=int,
-        default=0,
         metavar="K",
         help="start K more processes on this host, which wait in pycomm.init() to take the rank of "
-        "one that fails",
+        "one that fails; with --nproc 0 it has no others, and the other hosts need --spares 0",
     )
     ours.add_argument(
         "--min-ranks",
@@ -150,9 +149,9 @@ def prepared(options: argparse.Namespace, errors: str) -> tuple[LaunchConfig, li
         raise InvalidArgument(
             f"invalid --cpus-per-rank: got {options.cpus_per_rank}, expected at least 0"
         )
-    if options.cpus_per_rank:
+    if options.cpus_per_rank and count:
         worker_setup.cores_of(count - 1, options.cpus_per_rank)
-    os.environ.update(worker_setup.threads_for(count, options.cpus_per_rank))
+    os.environ.update(worker_setup.threads_for(count or options.spares, options.cpus_per_rank))
     key = _key(options)
     if options.encrypt:
         _encrypt(options, key)
@@ -181,17 +180,17 @@ def prepared(options: argparse.Namespace, errors: str) -> tuple[LaunchConfig, li
     if config.log_line_prefix_template is None:  # torch treats an empty one as unset
         config.role = "" if options.role == "default" else options.role
         config.log_line_prefix_template = "[rank ${rank}] " if all_ranks else "${role_name}"
-    return config, _command(options, devices > 0)
+    return config, _command(options, devices > 0, replacement is not None)
 
 
 def _replacement(options: argparse.Namespace) -> Replacement | None:
     """How ranks are replaced; None: they are not."""
     for name in ("replace", "spares", "min_ranks"):
-        if getattr(options, name) < 0:
+        if (getattr(options, name) or 0) < 0:
             raise InvalidArgument(
                 f"--{name.replace('_', '-')} {getattr(options, name)}: expected at least 0"
             )
-    if not (options.replace or options.spares or options.min_ranks):
+    if not options.replace and options.spares is None and not options.min_ranks:
         return None
     least, _, most = str(options.nnodes).partition(":")
     if most not in ("", least):
@@ -204,7 +203,7 @@ def _replacement(options: argparse.Namespace) -> Replacement | None:
             f"--max-restarts {options.max_restarts} restarts all ranks; --replace, --spares and "
             "--min-ranks replace those that fail: pass one or the other"
         )
-    return Replacement(options.replace, options.spares, options.min_ranks)
+    return Replacement(options.replace, options.min_ranks, options.spares or 0)
 
 
 def _several(options: argparse.Namespace) -> bool:
@@ -229,6 +228,7 @@ def _ranks(options: argparse.Namespace) -> tuple[int, int, str]:
     import torch
     from torch.distributed import run
 
+    options.spares = options.spares or 0
     if options.devices is not None:
         _choose_devices(options)
     devices = torch.cuda.device_count()
@@ -244,6 +244,10 @@ def _ranks(options: argparse.Namespace) -> tuple[int, int, str]:
         if not devices:
             note = f": one per {worker_setup.CORES_PER_RANK} processors; --nproc N sets it"
     count = run.determine_local_world_size(options.nproc_per_node)
+    if not (count > 0 or (count == 0 and options.spares)):
+        raise InvalidArgument(
+            f"--nproc {count}: expected at least 1, or 0 with --spares on a host of spares"
+        )
     if options.spares and 0 < devices < count + options.spares:
         raise InvalidArgument(
             f"--spares {options.spares}: each spare process needs a GPU of its own: {count} ranks "
@@ -343,14 +347,13 @@ def _own_name_resolves() -> bool:
     return True
 
 
-def _command(options: argparse.Namespace, devices: bool) -> list[str]:
+def _command(options: argparse.Namespace, devices: bool, replaces: bool) -> list[str]:
     kind = "command" if options.no_python else "module" if options.module else "script"
     line = ["-u", "-m", "pycomm.launch.rank", f"--parent={os.getpid()}", f"--kind={kind}"]
     line += ["--join-streams"]
     line += [f"--cpus-per-rank={options.cpus_per_rank}"] if options.cpus_per_rank else []
     line += ["--set-device"] if devices and kind != "command" else []
-    elastic = options.replace or options.spares or options.min_ranks
-    line += [f"--replace={options.replace}"] if elastic else []
+    line += [f"--replace={options.replace}"] if replaces else []
     return [*line, "--", options.training_script, *options.training_script_args]
 
 

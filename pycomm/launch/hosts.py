@@ -22,6 +22,7 @@ PLACE_KEY = "pycomm/launcher/{}/place"
 LOST_KEY = "pycomm/launcher/{}/lost"  # processes of this host that are not replaced
 ENDED_KEY = "pycomm/launcher/ended"  # ranks ended with success
 CHANGES_KEY = "pycomm/launcher/changes"  # counts changes to the two above
+SERVERS_KEY = "pycomm/launcher/servers"  # of the elastic group, for hosts without ranks
 ENDED = b"ended"
 
 
@@ -30,18 +31,24 @@ class Place:
     """A host of the run.
 
     Attributes:
-        name: its ranks, for the table.
-        where: its name and address.
-        ranks: the number of its ranks.
+        name, address: of the host; "": unknown.
+        ranks: the number of its ranks, which follow those of the hosts before it.
+        spares: the number of its spare processes, which follow all ranks likewise.
         serves: its launcher serves torch's store.
         options: how it replaces ranks; "": it does not.
     """
 
     name: str
-    where: str
+    address: str
     ranks: int
+    spares: int
     serves: bool
     options: str
+
+    @property
+    def where(self) -> str:
+        """Its name and address."""
+        return ", ".join(filter(None, [self.name, self.address]))
 
 
 class Hosts:
@@ -94,6 +101,15 @@ class Hosts:
     def lost(self, host: int) -> int:
         """The processes that this host reported as lost."""
         return int(self._store.add(LOST_KEY.format(host), 0))
+
+    def set_servers(self, text: str) -> None:
+        """Passes the addresses of the elastic group to hosts without ranks."""
+        self._store.set(SERVERS_KEY, text)
+
+    def servers(self) -> str:
+        """The last addresses that a host passed; "" if there are none."""
+        known = self._store.check([SERVERS_KEY])
+        return self._store.get(SERVERS_KEY).decode() if known else ""
 
     def any_ended(self) -> bool:
         """Whether a host reported that a rank ended with success."""

@@ -9,6 +9,7 @@ The ranks read two files beside that of the elastic group: joining.py describes 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import time
@@ -17,6 +18,7 @@ from pathlib import Path
 
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
+from pycomm._bootstrap.elastic_store import read_file, rows_of, servers_of, write_file
 from pycomm.errors import InvalidArgument
 from pycomm.launch.hosts import Hosts, Place
 
@@ -32,13 +34,13 @@ class Replacement:
 
     Attributes:
         new: how many new processes may take the place of each one.
-        spares: processes of each host that wait to take a rank.
         min_ranks: the run ends when fewer processes are left; 0: than ranks.
+        spares: processes of this host that wait to take a rank; hosts may have different numbers.
     """
 
     new: int
-    spares: int
     min_ranks: int
+    spares: int = field(default=0, repr=False, compare=False)
 
     def row(self) -> str:
         """For the table."""
@@ -79,6 +81,7 @@ class Losses:
     _changes: int = 0
     _next_poll: float = 0.0
     _next_silent: float = 0.0
+    _servers: str = ""  # that this host passed on, or received
     _told_end: bool = False
     _written: int = -1
 
@@ -86,8 +89,9 @@ class Losses:
         for place in self.places:
             if place.options != str(self.replacement):
                 raise InvalidArgument(
-                    f"--replace, --spares and --min-ranks must be equal on all hosts: got "
-                    f"{self.replacement} here and {place.options} on {place.where}"
+                    "--replace and --min-ranks must be equal on all hosts, and --spares must be on "
+                    f"all or none: got {self.replacement} here and {place.options or 'neither'} on "
+                    f"{place.where}"
                 )
         self.size = sum(place.ranks for place in self.places)
         if self.replacement.min_ranks > self.size:
@@ -113,7 +117,7 @@ class Losses:
             )
 
     def _processes(self, host: int) -> int:
-        return self.places[host].ranks + self.replacement.spares
+        return self.places[host].ranks + self.places[host].spares
 
     def _left(self) -> int:
         total = sum(self._processes(host) for host in range(len(self.places)))
@@ -143,6 +147,7 @@ class Losses:
             return
         self._next_poll = now + POLL_S
         try:
+            self._exchange_servers()
             hosts.report(lost - self._known.get(hosts.own, 0), ended and not self._told_end)
             self._known[hosts.own], self._told_end = lost, ended
             changes = hosts.changes()
@@ -160,6 +165,21 @@ class Losses:
             for host, place in enumerate(self.places):
                 if place.serves and host != hosts.own:
                     self._lose_all(host, "the rendezvous ended with")
+
+    def _exchange_servers(self) -> None:
+        """Spares of a host without ranks find the elastic group by the addresses of the others."""
+        if all(place.ranks for place in self.places):
+            return
+        has_ranks = self.places[self.hosts.own].ranks > 0
+        text = json.dumps(rows_of(read_file(self.file))) if has_ranks else self.hosts.servers()
+        if text in ("", "[]", self._servers):
+            return
+        self._servers = text
+        if has_ranks:
+            self.hosts.set_servers(text)
+        else:
+            with contextlib.suppress(ValueError):  # a program outside the run wrote it
+                write_file(self.file, servers_of(json.loads(text)))
 
     def _lose(self, host: int, count: int) -> None:
         self._known[host] = max(count, self._known.get(host, 0))

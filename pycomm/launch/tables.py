@@ -10,6 +10,7 @@ from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs
 
 from pycomm.config import ELASTIC_FILE, ELASTIC_JOINS
 from pycomm.launch import worker_setup
+from pycomm.launch.hosts import Place
 from pycomm.launch.losses import Replacement
 
 __all__ = ["Logs", "table"]
@@ -32,7 +33,7 @@ class Logs(LogsSpecs):
 
     Attributes:
         variables: further environment variables of the ranks, which are not shown, such as the key.
-        places: the ranks of each host, and its name and address.
+        places: all hosts.
         replacement: how ranks are replaced; None: they are not.
         serves_rendezvous: this host serves torch's store.
     """
@@ -45,7 +46,7 @@ class Logs(LogsSpecs):
     ) -> None:
         super().__init__(folder)
         self.variables: dict[str, str] = {}
-        self.places: list[tuple[str, str]] = []
+        self.places: list[Place] = []
         self._folder, self._all_ranks, self._rows, self._errors = folder, all_ranks, rows, errors
 
     @property
@@ -96,7 +97,7 @@ class Logs(LogsSpecs):
         numbers = [int(env[name]) for name in SHOWN[2:]]
         first = {**os.environ, **env, **worker_setup.variables(*numbers)}
         names = [*SHOWN, *worker_setup.variables(*numbers), *(n for n in ALSO_SHOWN if n in first)]
-        print("pycomm launch: configuration\n" + table([*self._rows, *self.places]))
+        print("pycomm launch: configuration\n" + table([*self._rows, *_hosts(self.places)]))
         print(
             f"pycomm launch: starting {numbers[3]} of {numbers[1]} processes on this host"
             + (f", spares: {self.spares}; " if self.spares else "; "),
@@ -104,6 +105,17 @@ class Logs(LogsSpecs):
         )
         print("environment of the first\n" + table([(name, first[name]) for name in names]))
         sys.stdout.flush()
+
+
+def _hosts(places: list[Place]) -> list[tuple[str, str]]:
+    """The ranks of each host, and where it is."""
+    rows, rank = [], 0
+    for place in places:
+        last = rank + place.ranks - 1
+        name = f"ranks {rank} to {last}" if last > rank else f"rank {rank}"
+        rows.append((name if place.ranks else "spares", place.where))
+        rank += place.ranks
+    return rows
 
 
 def table(rows: list[tuple[str, str]]) -> str:

@@ -48,19 +48,22 @@ def test_the_run_ends_when_a_rank_fails_too_often(tmp_path: Path) -> None:
         ["--spares", "1", "--nnodes", "2", "--rdzv-endpoint", "a:1"],  # without a secret
         ["--replace", "1", "--nnodes", "1:2", "--rdzv-endpoint", "a:1"],
         ["--replace", "1", "--max-restarts", "1"],
+        ["--nproc", "0"],
+        ["--nproc", "0", "--spares", "0"],
     ],
 )
 def test_invalid_replacements_are_refused(tmp_path: Path, arguments: list[str]) -> None:
-    done = launch(tmp_path, *arguments, "--nproc", "1", PROGRAM, "place")
+    done = launch(tmp_path, "--nproc", "1", *arguments, PROGRAM, "place")
     assert done.returncode == 2
     assert done.stderr.startswith("pycomm launch: --")
     assert arguments[0] in done.stderr
 
 
-def test_hosts_must_agree_on_the_replacement() -> None:
+@pytest.mark.parametrize("other", [str(Replacement(2, 0)), str(Replacement(1, 1)), ""])
+def test_hosts_must_agree_on_the_replacement(other: str) -> None:
     hosts = Hosts(None, 0, 2)
-    mine = Replacement(1, 2, 0)
-    places = [Place("", "a", 2, True, str(one)) for one in (mine, Replacement(1, 1, 0))]
+    mine = Replacement(1, 0)
+    places = [Place("", "a", 2, 0, True, options) for options in (str(mine), other)]
     with pytest.raises(InvalidArgument, match="must be equal on all hosts"):
         Losses(mine, hosts, places, "/nowhere/file")
 
@@ -121,11 +124,15 @@ def test_the_run_ends_when_too_few_ranks_are_left(tmp_path: Path) -> None:
 
 
 def start_hosts(net: Network, folder: Path, ranks: list[int], *arguments: str) -> list[Any]:
-    """The launchers of hosts with so many ranks each."""
+    """The launchers of hosts with so many ranks each; with 0, a host of one spare."""
     meeting = ["--nnodes", str(len(ranks)), "--rdzv-endpoint", f"{net.hosts[0].ipv4()}:29400"]
+    spares = {n: ["--spares", str(int(n == 0))] if 0 in ranks else [] for n in ranks}
     return [
         host.start(
-            [*LAUNCH, *meeting, "--nproc", str(n), f"--log-dir={folder / 'log'}", *arguments],
+            [
+                *(*LAUNCH, *meeting, "--nproc", str(n), *spares[n]),
+                *(f"--log-dir={folder / 'log'}", *arguments),
+            ],
             {"PYTHONPATH": CLEAN["PYTHONPATH"], "PYCOMM_SECRET": SECRET},
         )
         for host, n in zip(net.hosts, ranks, strict=True)
@@ -172,6 +179,25 @@ def test_a_host_is_lost(tmp_path: Path, ranks: list[int], options: list[str], lo
         left = [1, 2] if lost == 0 else [0, 1]
         assert found == {f"rank{rank}": left for rank in left}
         assert f"host {lost} of 2 (from 0); its {ranks[lost]} processes count as lost" in out
+
+
+@pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
+@pytest.mark.parametrize("ranks", [[2, 1, 0], [0, 1, 2]])
+def test_a_spare_host_takes_the_place_of_a_lost_one(tmp_path: Path, ranks: list[int]) -> None:
+    """Also if it is the first, which serves the rendezvous."""
+    with Network(3, ipv6=False) as net:
+        started = start_hosts(net, tmp_path, ranks, PROGRAM, "lost_host")
+        limit = threading.Timer(LIMIT_S, started[ranks.index(2)].kill)  # ends the line below
+        limit.start()
+        assert any(line.startswith("ready") for line in started[ranks.index(2)].stdout)
+        limit.cancel()
+        started.pop(1).kill()
+        for process in started:
+            out, err = process.communicate(timeout=LIMIT_S)
+            assert process.returncode == 0, out + err
+    found = {log: report["ranks"] for log, report in reports(tmp_path).items()}
+    left = ["rank0", "rank1"] if ranks[0] else ["rank1", "rank2"]
+    assert found == {log: [0, 1, 2] for log in [*left, "spare0"]}
 
 
 def test_the_result_of_training_is_that_without_failures(tmp_path: Path) -> None:
