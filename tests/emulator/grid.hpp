@@ -29,7 +29,7 @@ struct Options {
   unsigned most_wait_s = 60;  // of a grid for those of other devices
   bool eager = false;         // an operation runs when it is enqueued, for callers that never wait
   unsigned channels = 8;      // of a device, shared by its streams; CUDA_DEVICE_MAX_CONNECTIONS
-  unsigned resident_threads = 4096;  // of kernels that wait for others, on a device
+  unsigned resident_threads = 4096;     // of kernels that wait for others, on a device
   std::function<void()> before_grid{};  // for a test that changes memory between two kernels
 };
 Options& options();
