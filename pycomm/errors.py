@@ -68,8 +68,8 @@ class Unsupported(Error, NotImplementedError):
 
 
 class Mismatch(Error, ValueError):
-    """The ranks' calls differ; no array changed and the group stays usable. With
-    cuda_agreement="after", CUDA arrays may have changed, and the group is broken."""
+    """The ranks' calls differ; no array changed and the group stays usable. If Group.cuda_agreement
+    is "after", CUDA arrays may have changed, and the group is broken."""
 
 
 class Timeout(Error, TimeoutError):
