@@ -395,7 +395,11 @@ def lose_in_grow(init: Any, victim: int, *stage: Any) -> Any:
     group = init()
     if group.rank == victim:
         die_at(*stage)
-    with pytest.raises(errors.PeerLost, match=f"rank {victim} .*died|the store|did not form"):
+    return replace_after_grow(group, f"rank {victim} .*died|the store|did not form")
+
+
+def replace_after_grow(group: Any, message: str) -> Any:
+    with pytest.raises(errors.PeerLost, match=message):
         group.grow()
     until_broken(group)
     return check_works(group.replace())
@@ -407,13 +411,11 @@ def test_a_rank_that_dies_in_grow_is_named_and_replaced(file: str, stage: Any, v
     with ElasticRun(file, 3, form_s=0.5) as run:
         run.start_ranks(lose_in_grow, victim, *stage)
         run.start_joiner("new", join)
-        results = run.wait_for()
-    assert results["new"] == (victim, 3, [victim], [0, 1, 2])
+        assert run.wait_for()["new"] == (victim, 3, [victim], [0, 1, 2])
 
 
 def grow_after_a_death(init: Any) -> Any:
-    """Rank 0 dies when rank 1 is in grow(), so rank 1 has another store than rank 2, which calls
-    grow() afterwards."""
+    """Rank 0 dies when rank 1 is in grow(). Rank 2 calls it afterwards, with another store."""
     group = init()
     if group.rank == 0:
         store = group._key_store()[0]
@@ -421,18 +423,14 @@ def grow_after_a_death(init: Any) -> Any:
         die()
     elif group.rank == 2:
         select.select([os.pidfd_open(group.peer_info()[0].pid)], [], [])
-    with pytest.raises(errors.PeerLost, match="rank 0 died" if group.rank == 2 else "the store"):
-        group.grow()
-    until_broken(group)
-    return check_works(group.replace())
+    return replace_after_grow(group, "rank 0 died" if group.rank == 2 else "the store")
 
 
 def test_a_rank_that_calls_grow_after_a_death_does_not_wait(file: str) -> None:
     with ElasticRun(file, 3) as run:
         run.start_ranks(grow_after_a_death)
         run.start_joiner("new", join)
-        results = run.wait_for()
-    assert results["new"] == (0, 3, [0], [0, 1, 2])
+        assert run.wait_for()["new"] == (0, 3, [0], [0, 1, 2])
 
 
 def join_stopped(init: Any) -> Any:
