@@ -51,7 +51,12 @@ inline void translate(std::exception_ptr thrown) {  // NOLINT(performance-unnece
     try {
       const py::object raised = to_python(error);
       PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(raised.ptr())), raised.ptr());
-    } catch (...) {  // pycomm.errors cannot be imported, as during shutdown
+    } catch (py::error_already_set& other) {
+      if (other.matches(PyExc_ImportError) || other.matches(PyExc_AttributeError))  // at shutdown
+        PyErr_SetString(PyExc_RuntimeError, error.what());
+      else
+        other.restore();  // of a signal handler, such as KeyboardInterrupt
+    } catch (...) {       // out of memory
       PyErr_Clear();
       PyErr_SetString(PyExc_RuntimeError, error.what());
     }
