@@ -240,7 +240,7 @@ def test_missing_receiver_is_named(machine, tmp_path):
     assert message.startswith("send: Timed out after 0.3")
 
 
-def stuck(group: pycomm.Group, device: Any) -> str:
+def stuck(group: pycomm.Group, device: Any, received: Signal) -> str:
     x = device.put(numbers(group.rank))
     pycomm.all_reduce(x)
     device.get(x)
@@ -253,17 +253,21 @@ def stuck(group: pycomm.Group, device: Any) -> str:
     deadline = time.monotonic() + 60
     while not work.done():
         assert time.monotonic() < deadline, "the hanging device work was not aborted"
+    if group.rank == 1:
+        received.set()
     with pytest.raises(errors.Error) as caught:
         work.wait()
     with pytest.raises(errors.GroupBroken):
         while time.monotonic() < deadline:
             pycomm.barrier()
+    # The end of this rank opens its stream, while the abort of its communicator is under way.
+    assert received.wait(60), "rank 1 still waits"
     return str(caught.value)
 
 
 @on(*EMULATED)  # a GPU's delay ends by itself
-def test_a_message_that_hangs_on_a_device_is_named_and_ended(machine):
-    sender, receiver = machine.run(2, stuck)
+def test_a_message_that_hangs_on_a_device_is_named_and_ended(machine, tmp_path):
+    sender, receiver = machine.run(2, stuck, Signal(tmp_path))
     of_both = f"(float32, count 100, tag 4, {machine.own}, on CUDA devices)"
     assert f"send{of_both} to rank 1" in sender
     assert f"recv{of_both} from rank 0" in receiver
