@@ -94,16 +94,20 @@ struct Made {
   ~Made() { latch.count_down(); }
 };
 
+std::unique_ptr<Made> let_rank_0_call_first(const group::Group& host, std::latch& made) {
+  if (host.rank() == 0) return std::unique_ptr<Made>(new Made{made});
+  made.wait();
+  return nullptr;
+}
+
 const Test kAhead{"a repeated call is enqueued at once and waits on the device", [] {
                     std::latch made(1);
                     ranks::run_groups(2, "local", [&](group::Group& host) {
                       Rank r(host);
                       r.group->run(r.all_reduce());
                       expect_equal(r.device->made(), size_t{0}, "the first call agrees before");
-                      if (host.rank() == 1) made.wait();
                       {
-                        std::unique_ptr<Made> tell;
-                        if (host.rank() == 0) tell.reset(new Made{made});
+                        const auto tell = let_rank_0_call_first(host, made);
                         for (int call = 0; call < 4; ++call) r.group->run(r.all_reduce());
                         expect_equal(r.device->made(), size_t{4}, "gates");
                         if (host.rank() == 0) expect_equal(r.device->open(), size_t{0}, "open");
@@ -119,11 +123,9 @@ const Test kMost{"a limited number of calls is ahead, and the others follow", []
                    ranks::run_groups(2, "local", [&](group::Group& host) {
                      Rank r(host);
                      r.group->run(r.all_reduce());
-                     if (host.rank() == 1) made.wait();
                      std::vector<std::shared_ptr<group::Work>> works;
                      {
-                       std::unique_ptr<Made> tell;
-                       if (host.rank() == 0) tell.reset(new Made{made});
+                       const auto tell = let_rank_0_call_first(host, made);
                        for (size_t call = 0; call < kMost + 3; ++call) works.push_back(r.start());
                        if (host.rank() == 0) {
                          expect_equal(r.device->made(), kMost, "gates");
@@ -141,11 +143,9 @@ const Test kBehind{"a call behind one that agrees before agrees before, too", []
                      ranks::run_groups(2, "local", [&](group::Group& host) {
                        Rank r(host);
                        r.group->run(r.all_reduce());
-                       if (host.rank() == 1) made.wait();
                        std::vector<std::shared_ptr<group::Work>> works;
                        {
-                         std::unique_ptr<Made> tell;
-                         if (host.rank() == 0) tell.reset(new Made{made});
+                         const auto tell = let_rank_0_call_first(host, made);
                          for (const ReduceOp op : {ReduceOp::sum, ReduceOp::max, ReduceOp::sum})
                            works.push_back(r.start(op));
                          if (host.rank() == 0) expect_equal(r.device->made(), size_t{1}, "gates");
@@ -180,11 +180,9 @@ const Test kGroups{"a call behind a call of another group agrees before", [] {
                        const auto part = host.split(0, host.rank());
                        Rank other(*part);
                        for (Rank* const one : {&r, &other}) one->group->run(one->all_reduce());
-                       if (host.rank() == 1) made.wait();
                        std::shared_ptr<group::Work> first, second;
                        {
-                         std::unique_ptr<Made> tell;
-                         if (host.rank() == 0) tell.reset(new Made{made});
+                         const auto tell = let_rank_0_call_first(host, made);
                          first = other.start(ReduceOp::max);
                          second = r.start();
                          if (host.rank() == 0)
