@@ -234,11 +234,14 @@ def _rules(mutants: Iterable[Mutant]) -> str:
             source = CSRC / "cuda" / f"{unit}.cu"
             lines += _compile(objects[kind][-1], source, [*flags, *special])
         compiled = [f"{kind}/{unit}.o" for unit in units()]
-        streams = [*compiled, *fake]
+        streams = [*compiled]
         suites = [HERE / f"{name}.cpp" for name in STREAMS]
         for source in [*suites, *csrc_sources(ENGINE), ROOT / "tests" / "native" / "harness.cpp"]:
             streams.append(f"{kind}/engine/{source.parent.name}_{source.stem}.o")
             lines += _compile(streams[-1], source, [*flags, *special])
+        # Of an inline function in several files the linker takes the first, so the files with a
+        # sanitizer come first: it must see, for example, each change of a shared_ptr's count.
+        streams += fake
         programs = {"micro": [f"{kind}/micro.o"], "cases": objects[kind], "streams": streams}
         for name, needed in programs.items():
             lines.append(f"build {name}.{kind}: link {' '.join([*needed, *emulator])}")
