@@ -7,14 +7,16 @@ medians and worst values.
 
 Then, with --minutes, ranks train with and without kills, in turn. A rank is killed every 15 s, at a
 random moment. New processes start after the kill ("after the kill"), before it ("before the kill"),
-or are forked from a process that has imported the libraries ("forked"). Every 50 steps the
-parameters of all ranks must be bitwise equal to those without kills. `steps` is the number of steps
-of the run. `share` is this number divided by that of the run without kills, and
-`share_without_start` leaves out the time that no process was there to take the place.
+or are forked from a process that has imported the libraries ("forked"). Each builds its model and
+optimizer before it joins. Every 50 steps the parameters of all ranks must be bitwise equal to those
+without kills. `steps` is the number of steps of the run. `share` is this number divided by that of
+the run without kills, and `share_without_start` leaves out the time that no process was there to
+take the place (waited_s). idle_s is the time from the kills to the next step of all survivors.
 """
 
 from __future__ import annotations
 
+import functools
 import random
 import statistics
 import tempfile
@@ -23,7 +25,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.reliability.elastic_ranks import LIMIT_S, MARK, Ranks, steps, train
+from benchmarks.reliability.elastic_ranks import LIMIT_S, MARK, Ranks, Steps, Training
 from benchmarks.support import command
 from pycomm.bench.support import summaries
 
@@ -72,16 +74,16 @@ def main(argv: Sequence[str]) -> int:
 def replacements(size: int, state_mb: int, rounds: int) -> dict[str, Any]:
     """Kills a rank `rounds` times, and lets another process take its place."""
     choose, joins, idles = random.Random(state_mb), [], []
+    body = functools.partial(Steps, state_mb * 10**6)
     with (
         tempfile.TemporaryDirectory() as folder,
-        Ranks(f"{folder}/group", size, "forkserver", True, steps) as ranks,
+        Ranks(f"{folder}/group", size, "forkserver", True, body) as ranks,
     ):
-        state_bytes = state_mb * 10**6
-        ranks.form(state_bytes)
+        ranks.form()
         ranks.answers("step")
         for _ in command.progress(range(rounds), f"{state_mb} MB"):
             victim = choose.randrange(size)
-            killed_s = ranks.replace(victim, state_bytes)
+            killed_s = ranks.replace(victim)
             begin_s, _ = ranks.joined(victim)
             for rank, done_s in ranks.answers("step").items():
                 if rank == victim:
@@ -108,9 +110,10 @@ def training(kind: str, seconds: float, interval_s: float) -> dict[str, Any]:
     losses: dict[int, float] = {}
     ended: list[int] = []
     kills_at: list[int] = []
+    idle_s: dict[float, float] = {}  # by the moment of the kill
     with (
         tempfile.TemporaryDirectory() as folder,
-        Ranks(f"{folder}/group", TRAINING_RANKS, start, ready, train) as ranks,
+        Ranks(f"{folder}/group", TRAINING_RANKS, start, ready, Training) as ranks,
         command.bar() as bar,
     ):
         end_s = time.monotonic() + FORM_S + seconds
@@ -125,6 +128,9 @@ def training(kind: str, seconds: float, interval_s: float) -> dict[str, Any]:
                     marks.setdefault(step, set()).add(checksum)
                     losses[step] = loss
                     bar.update(shown, completed=time.monotonic() - begin_s)
+                elif found == "step":
+                    killed_s = max(idle_s)
+                    idle_s[killed_s] = max(idle_s[killed_s], value - killed_s)
                 elif found == "end":
                     ended.append(value)
 
@@ -132,7 +138,7 @@ def training(kind: str, seconds: float, interval_s: float) -> dict[str, Any]:
         for number in range(kills):
             read_until(begin_s + (number + choose.uniform(0.1, 0.6)) * interval_s)
             kills_at.append(max(marks, default=0))
-            ranks.replace(choose.randrange(TRAINING_RANKS), end_s)
+            idle_s[ranks.replace(choose.randrange(TRAINING_RANKS), end_s)] = 0.0
             ranks.prepare()
         read_until(end_s + LIMIT_S)
     if ended != TRAINING_RANKS * ended[:1]:
@@ -142,6 +148,7 @@ def training(kind: str, seconds: float, interval_s: float) -> dict[str, Any]:
         "seconds": end_s - begin_s,
         "steps": ended[0],
         "waited_s": ranks.waited_s,
+        "idle_s": sum(idle_s.values()),
         "marks": marks,
         "losses": [losses[step] for step in sorted(losses)],
         "kills_at": kills_at,
@@ -166,6 +173,7 @@ def compared(runs: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]], bool
                 "kills": len(run["kills_at"]),
                 "steps": run["steps"],
                 "share": rate / first_rate,
+                "idle_s": run["idle_s"],
                 "waited_s": run["waited_s"],
                 "share_without_start": rate
                 / first_rate

@@ -15,6 +15,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import torch
+import torch._dynamo  # by the first optimizer otherwise, where it takes a second
 from torch import nn
 
 import pycomm
@@ -29,12 +30,14 @@ LOADED = ["benchmarks.reliability.elastic_ranks"]  # by the server that forks pr
 
 Answer = tuple[str, Any]
 Say = Callable[[str, Any], None]
-Body = Callable[..., None]
+Run = Callable[..., None]
+Body = Callable[[], Run]
 
 
 class Ranks:
-    """Ranks as processes that run body(group, say, *args), and one more that waits. The context
-    begins when they have started, and kills them at its end.
+    """Ranks as processes that run body()(group, say, *args), and one more that waits. The context
+    begins when they have started, and kills them at its end. A process calls body() before it
+    joins, as a training builds its model: the survivors of a kill wait only from then.
 
     Args:
         file: for the addresses of the ranks.
@@ -150,6 +153,7 @@ def _main(pipe: Connection, given: dict[str, Any], body: Body) -> None:
         pipe.send((kind, value))
 
     try:
+        run = body()
         say("up")
         args = pipe.recv()
         begin_s = time.monotonic()
@@ -159,76 +163,89 @@ def _main(pipe: Connection, given: dict[str, Any], body: Body) -> None:
         else:
             group = pycomm.init(**given)
         say("joined", (begin_s, time.monotonic()))
-        body(group, say, *args)
+        run(group, say, *args)
     except BaseException:  # reported by the parent process
         say("error", traceback.format_exc())
 
 
-def steps(group: Group, say: Say, state_bytes: int) -> None:
+class Steps:
     """Ranks that have a state make calls; the first one after each failure is reported."""
-    state: dict[str, Any] = {"state": torch.ones(state_bytes // 4)}
-    x, step, new = torch.ones(1 << 18), 0, group.joined
-    report = True
-    while True:
-        try:
-            if new:
-                state, step = elastic.sync_state(state, step, group=group)
-                new = []
-            pycomm.all_reduce(x, "max", group=group)
-            step += 1
-            if report:
-                say("step", time.monotonic())
-                report = False
-        except (PeerLost, GroupBroken):  # a rank was killed
-            group = group.replace()
-            new, report = group.joined, True
+
+    def __init__(self, state_bytes: int) -> None:
+        self._state: dict[str, Any] = {"state": torch.ones(state_bytes // 4)}
+
+    def __call__(self, group: Group, say: Say) -> None:
+        state, x, step, new = self._state, torch.ones(1 << 18), 0, group.joined
+        report = True
+        while True:
+            try:
+                if new:
+                    state, step = elastic.sync_state(state, step, group=group)
+                    new = []
+                pycomm.all_reduce(x, "max", group=group)
+                step += 1
+                if report:
+                    say("step", time.monotonic())
+                    report = False
+            except (PeerLost, GroupBroken):  # a rank was killed
+                group = group.replace()
+                new, report = group.joined, True
 
 
-def train(group: Group, say: Say, end_s: float) -> None:
-    """Trains until a moment of time.monotonic(), at least MARK steps. Reports after each MARK steps
-    and at the end."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(64, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH), nn.ReLU())
-    model.append(nn.Linear(WIDTH, 8))
-    target = nn.Linear(64, 8)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    parameters = list(model.parameters())
-    step, new, ended, losses = 0, group.joined, False, []
-    while True:
-        try:
-            if new:
-                state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-                state, step = elastic.sync_state(state, step, group=group)
-                model.load_state_dict(state["model"])
-                optimizer.load_state_dict(state["optimizer"])
-                new = []
-            if ended:
-                break
-            # One part of the data for each step and rank, whichever process has the rank.
-            data = torch.Generator().manual_seed(step * group.size + group.rank)
-            x = torch.randn(BATCH, 64, generator=data)
-            loss = nn.functional.mse_loss(model(x), target(x).detach())
-            optimizer.zero_grad()
-            torch.autograd.backward(loss)
-            over = torch.tensor([float(step >= MARK and time.monotonic() > end_s), loss.item()])
-            sums = torch.cat([over, *(_gradient(p).flatten() for p in parameters)])
-            pycomm.all_reduce(sums, "avg", group=group)
-            ended = bool(sums[0] > 0)
-            losses.append(float(sums[1]))
-            at = 2
-            for p in parameters:
-                _gradient(p).copy_(sums[at : at + p.numel()].view_as(p))
-                at += p.numel()
-            optimizer.step()
-            step += 1
-            if step % MARK == 0:
-                say("mark", (step, checksum(parameters), sum(losses) / len(losses)))
-                losses = []
-        except (PeerLost, GroupBroken):  # a rank was killed
-            group = group.replace()
-            new = group.joined
-    say("end", step)
-    pycomm.shutdown()
+class Training:
+    """Trains until a moment of time.monotonic(), at least MARK steps. Reports each MARK-th step, the
+    first one after a failure, and the end."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self._model = nn.Sequential(
+            *(nn.Linear(64, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH), nn.ReLU()),
+            nn.Linear(WIDTH, 8),
+        )
+        self._target = nn.Linear(64, 8)
+        self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=1e-3)
+
+    def __call__(self, group: Group, say: Say, end_s: float) -> None:
+        model, optimizer, parameters = self._model, self._optimizer, list(self._model.parameters())
+        step, new, failed, ended, losses = 0, group.joined, False, False, []
+        while True:
+            try:
+                if new:
+                    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+                    state, step = elastic.sync_state(state, step, group=group)
+                    model.load_state_dict(state["model"])
+                    optimizer.load_state_dict(state["optimizer"])
+                    new = []
+                if ended:
+                    break
+                # One part of the data for each step and rank, whichever process has the rank.
+                data = torch.Generator().manual_seed(step * group.size + group.rank)
+                x = torch.randn(BATCH, 64, generator=data)
+                loss = nn.functional.mse_loss(model(x), self._target(x).detach())
+                optimizer.zero_grad()
+                torch.autograd.backward(loss)
+                over = torch.tensor([float(step >= MARK and time.monotonic() > end_s), loss.item()])
+                sums = torch.cat([over, *(_gradient(p).flatten() for p in parameters)])
+                pycomm.all_reduce(sums, "avg", group=group)
+                ended = bool(sums[0] > 0)
+                losses.append(float(sums[1]))
+                at = 2
+                for p in parameters:
+                    _gradient(p).copy_(sums[at : at + p.numel()].view_as(p))
+                    at += p.numel()
+                optimizer.step()
+                step += 1
+                if failed:
+                    say("step", time.monotonic())
+                    failed = False
+                if step % MARK == 0:
+                    say("mark", (step, checksum(parameters), sum(losses) / len(losses)))
+                    losses = []
+            except (PeerLost, GroupBroken):  # a rank was killed
+                group = group.replace()
+                new, failed = group.joined, True
+        say("end", step)
+        pycomm.shutdown()
 
 
 def _gradient(parameter: nn.Parameter) -> torch.Tensor:
