@@ -2,6 +2,7 @@
 // on the device, how many there are, and a mismatch. Devices and NCCL are simulated.
 #include "device_group/agreements.h"
 
+#include <array>
 #include <atomic>
 #include <cstdlib>
 #include <latch>
@@ -83,6 +84,16 @@ struct Rank {
             .output = &x,
             .count = 1};
   }
+  // From rank 0 to rank 1.
+  group::Call message() {
+    const bool sends = host_->rank() == 0;
+    return {.operation = sends ? Operation::send : Operation::recv,
+            .dtype = Dtype::float32,
+            .input = sends ? &x : nullptr,
+            .output = sends ? nullptr : &x,
+            .count = 1,
+            .peer = sends ? 1 : 0};
+  }
   std::shared_ptr<group::Work> start(ReduceOp op = ReduceOp::sum) {
     return group->start(all_reduce(op));
   }
@@ -154,6 +165,28 @@ const Test kBehind{"a call behind one that agrees before agrees before, too", []
                        r.group->close();
                      });
                    }};
+
+const Test kMessages{"a call behind messages agrees before, too", [] {
+                       for (const bool batch : {false, true}) {
+                         std::latch made(1);
+                         ranks::run_groups(2, "local", [&](group::Group& host) {
+                           Rank r(host);
+                           r.group->run(r.all_reduce());
+                           std::shared_ptr<group::Work> message, behind;
+                           {
+                             const auto tell = let_rank_0_call_first(host, made);
+                             message =
+                                 batch ? r.group->start_messages(std::array{r.message()}, nullptr)
+                                       : r.group->start(r.message());
+                             behind = r.start();
+                             if (host.rank() == 0)
+                               expect_equal(r.device->made(), size_t{0}, "it overtook the message");
+                           }
+                           for (const auto& work : {message, behind}) work->wait();
+                           r.group->close();
+                         });
+                       }
+                     }};
 
 const Test kMismatch{
     "a mismatch is known when the device continues", [] {
