@@ -183,8 +183,8 @@ def lose_with_late_readers(init: Any) -> Any:
             select.select([first], [], [])
             return claim(election, decision)
 
-        SurvivorElection._decided = decided_later  # type: ignore[method-assign]
-        SurvivorElection._claim = claim_later  # type: ignore[method-assign]
+        SurvivorElection._decided = decided_later  # type: ignore[method-assign]  # of this process
+        SurvivorElection._claim = claim_later  # type: ignore[method-assign]  # of this process
     return check_works(group.replace(timeout_s=10 * LIMIT_S))
 
 
@@ -440,11 +440,11 @@ def join_stopped(init: Any) -> Any:
     def stop(store: Any, limit_s: float, verb: str, key: str, *rest: Any) -> Any:
         answer = call(store, limit_s, verb, key, *rest)
         if verb == "get" and "elastic/answer" in key:
-            SurvivingStore._call = call  # type: ignore[method-assign]
+            SurvivingStore._call = call  # type: ignore[method-assign]  # of this process
             os.kill(os.getpid(), signal.SIGSTOP)
         return answer
 
-    SurvivingStore._call = stop  # type: ignore[method-assign]
+    SurvivingStore._call = stop  # type: ignore[method-assign]  # of this process
     return check_works(init())
 
 
