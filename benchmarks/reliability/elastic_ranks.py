@@ -193,8 +193,8 @@ class Steps:
 
 
 class Training:
-    """Trains until a moment of time.monotonic(), at least MARK steps. Reports each MARK-th step, the
-    first one after a failure, and the end."""
+    """Trains until a moment of time.monotonic(), at least MARK steps. Reports each MARK-th step,
+    the first one after a failure, and the end."""
 
     def __init__(self) -> None:
         torch.manual_seed(0)

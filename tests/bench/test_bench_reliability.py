@@ -188,11 +188,13 @@ def test_elastic_runs(tmp_path: Path) -> None:
     assert (quiet["kills"], killed["kills"]) == (0, 2)
     assert killed["bitwise_equal"]
     assert killed["compared"] > 0
+    assert killed["idle_s"] > killed["waited_s"] > 0 == quiet["idle_s"]
     assert picture.stat().st_size > 0
 
 
 def test_other_parameters_are_detected() -> None:
-    run = {"kind": "forked", "seconds": 2.0, "steps": 100, "waited_s": 0.5, "kills_at": [50]}
+    run = {"kind": "forked", "seconds": 2.0, "steps": 100, "kills_at": [50]}
+    run |= {"waited_s": 0.5, "idle_s": 0.6}
     first = {**run, "marks": {50: {7}, 100: {8}}}
     (_, row), equal = elastic.compared([first, {**run, "steps": 50, "marks": {50: {7}}}])
     assert equal
