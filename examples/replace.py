@@ -30,13 +30,13 @@ def main() -> None:
     options = argparse.ArgumentParser()
     options.add_argument("--no-kills", action="store_true", help="train without failures")
     kills = {} if options.parse_args().no_kills else KILLS
-    group = pycomm.init()  # a new process joins the group of the others
-    if group.rank in group.joined:
-        kills = {}
     torch.manual_seed(0)
     target = nn.Linear(64, 8)  # the function to learn, the same on every rank
     model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 8))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    group = pycomm.init()  # a new process joins the group of the others, which wait for it
+    if group.rank in group.joined:
+        kills = {}
     parallel = pycomm.DataParallel(model)
     step, resume = 0, group.rank in group.joined
     while step < STEPS:
