@@ -85,7 +85,7 @@ class Backend : public c10d::Backend {
   uint64_t getSequenceNumberForGroup() override { return sequence_; }
   c10d::ErrorType getError() override {
     completions_.release();
-    return error_->type();
+    return error_->type(device_states_.empty() ? nullptr : group_.get());
   }
   // From torch 2.14 on (supportsAbortHooks: 2.15) these override: the hooks run when a call finds
   // that the group broke, before it raises.

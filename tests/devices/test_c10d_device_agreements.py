@@ -16,6 +16,8 @@ from pycomm import errors, torch_backend
 
 pytestmark = MARKS
 
+ErrorType: Any = torch._C._distributed_c10d.ErrorType
+
 
 def _runs_ahead(at: Any) -> None:
     """A repeated call needs no other host, and its Mismatch comes later."""
@@ -38,12 +40,15 @@ def _runs_ahead(at: Any) -> None:
         store.set("made", "")
     assert (x.cpu() == group.size() ** 4).all()
     assert all(work.is_completed() for work in works)
+    backend = group._get_backend(at.device)
+    assert backend.get_error() == ErrorType.SUCCESS
     op = dist.ReduceOp.MAX if dist.get_rank() else dist.ReduceOp.SUM
     work = dist.all_reduce(x, op, group=group, async_op=True)
     with pytest.raises(errors.Mismatch, match="arrays may have changed"):
         work.wait()  # at the latest when the stream has continued
         x.cpu()
         work.wait()
+    assert backend.get_error() == ErrorType.COMM_ERROR
 
 
 def test_repeated_calls_need_no_other_host(run: Run) -> None:
