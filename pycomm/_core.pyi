@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any, Protocol
 
+MOST_GROUP_HEAD: int
 OPERATIONS: tuple[str, ...]
 DTYPES: tuple[str, ...]
 REDUCE_OPS: tuple[str, ...]
@@ -106,16 +107,9 @@ def decode_batch(
     packets: int, sizes: Sequence[int], lengths: Sequence[int], indices: int, values: int, /
 ) -> None: ...
 def most_group_bytes(k: int, count: int, values: int, value_code: str, /) -> int: ...
-def group_batch_lengths(packets: int, sizes: Sequence[int], /) -> list[int]: ...
-def decode_group_batch(
-    packets: int,
-    sizes: Sequence[int],
-    counts: tuple[int, int],
-    group: int,
-    elements: int,
-    values: int,
-    /,
-) -> None: ...
+def read_group_headers(
+    heads: int, offsets: Sequence[int], sizes: Sequence[int], /
+) -> list[tuple[int, int, int]]: ...
 def quantized_bytes(blocks: tuple[int, int], bits: int, /) -> int: ...
 def set_kernel_threads(threads: int, /) -> None: ...
 def kernel_threads() -> int: ...

@@ -1,6 +1,7 @@
 // _core.kernels: the CPU kernels, as functions of addresses, and packet headers.
 #include <pybind11/stl.h>
 
+#include <algorithm>
 #include <span>
 #include <string>
 #include <string_view>
@@ -13,7 +14,6 @@
 #include "codec/groups.h"
 #include "cpu/isa.h"
 #include "kernels/bandwidth.h"
-#include "kernels/groups.h"
 #include "kernels/quantize.h"
 
 namespace pycomm::bindings {
@@ -103,56 +103,26 @@ void bind_batches(py::module_& module) {
       Free());
 }
 
-// Packets of the update step, adjacent, with these sizes.
+// Packets of the update step.
 void bind_group_packets(py::module_& module) {
-  using Free = py::call_guard<py::gil_scoped_release>;
   using Sizes = std::vector<size_t>;
+  module.attr("MOST_GROUP_HEAD") = codec::kMostGroupHead;
   module.def("most_group_bytes", [](size_t k, size_t count, size_t values, std::string_view code) {
     return codec::most_group_bytes(k, count, values,
                                    find<codec::ValueCode>(codec::kValueCodes, code, "value code"));
   });
-  // The number of values of each packet.
-  module.def(
-      "group_batch_lengths",
-      [](uintptr_t packets, const Sizes& sizes) {
-        const auto* packet = at<const std::byte>(packets);
-        Sizes lengths;
-        for (const size_t bytes : sizes) {
-          lengths.push_back(codec::read_group_header({packet, bytes}).values);
-          packet += bytes;
-        }
-        return lengths;
-      },
-      Free());
-  module.def(
-      "decode_group_batch",
-      [](uintptr_t packets, const Sizes& sizes, Rows counts, size_t group, uintptr_t elements,
-         uintptr_t values) {
-        const auto tensors = table<uint64_t>(counts);
-        const size_t groups = kernels::group_count(tensors, group);
-        const auto* packet = at<const std::byte>(packets);
-        auto* where = at<int32_t>(elements);
-        auto* what = at<float>(values);
-        std::vector<int32_t> indices;
-        for (const size_t bytes : sizes) {
-          const codec::GroupHeader header = codec::read_group_header({packet, bytes});
-          if (header.count != groups)
-            throw InvalidArgument("invalid packet of groups: it is of " +
-                                  std::to_string(header.count) + " groups, expected " +
-                                  std::to_string(groups));
-          indices.resize(header.k);
-          codec::decode_groups({packet, bytes}, indices.data(), what);
-          if (kernels::group_elements(tensors, group, indices, nullptr) != header.values)
-            throw InvalidArgument("invalid packet of groups: it has " +
-                                  std::to_string(header.values) +
-                                  " values, which its groups do not have");
-          kernels::group_elements(tensors, group, indices, where);
-          packet += bytes;
-          where += header.values;
-          what += header.values;
-        }
-      },
-      Free());
+  // (k, groups, values) of packets of these sizes. The first bytes of each, at most
+  // MOST_GROUP_HEAD, are at an offset in `heads`.
+  module.def("read_group_headers", [](uintptr_t heads, const Sizes& offsets, const Sizes& sizes) {
+    std::vector<std::tuple<size_t, size_t, size_t>> found;
+    for (size_t i = 0; i < sizes.size(); ++i) {
+      const std::span head(at<const std::byte>(heads) + offsets.at(i),
+                           std::min(sizes[i], codec::kMostGroupHead));
+      const codec::GroupHeader header = codec::read_group_header(head, sizes[i]);
+      found.emplace_back(header.k, header.count, header.values);
+    }
+    return found;
+  });
 }
 
 // The loops of kernels/bandwidth.h, for benchmarks.

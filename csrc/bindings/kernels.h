@@ -284,6 +284,27 @@ inline void bind_groups(py::module_& module, kernels::DeviceKernels& kernels) {
   module.def("group_workspace_bytes", [&kernels](size_t tensors, size_t groups, size_t k) {
     return kernels.group_workspace_bytes({tensors, groups, k});
   });
+  const auto decoding = [](Rows counts, size_t group, Rows packets) {
+    return kernels::GroupDecoding{.counts = table<uint64_t>(counts),
+                                  .group = group,
+                                  .packets = table<kernels::GroupPacket>(packets)};
+  };
+  module.def(
+      "decode_groups",
+      [&kernels, decoding](Rows counts, size_t group, Rows packets, uintptr_t elements,
+                           uintptr_t values, uintptr_t refused, Rows workspace, int device,
+                           uintptr_t stream) {
+        kernels::GroupDecoding all = decoding(counts, group, packets);
+        all.elements = at<int32_t>(elements);
+        all.values = at<float>(values);
+        all.refused = at<uint32_t>(refused);
+        all.workspace = {at(workspace.first), workspace.second};
+        kernels.decode_groups(all, queue(device, stream));
+      },
+      Free());
+  module.def("group_decoding_bytes", [&kernels, decoding](Rows counts, size_t group, Rows packets) {
+    return kernels.group_decoding_bytes(decoding(counts, group, packets));
+  });
 }
 
 inline void bind_dense(py::module_& module, kernels::DeviceKernels& kernels) {

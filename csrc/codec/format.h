@@ -6,6 +6,7 @@
 #include <bit>
 #include <cstddef>
 #include <cstdint>
+#include <initializer_list>
 #include <string_view>
 
 namespace pycomm::codec {
@@ -25,6 +26,7 @@ inline constexpr size_t kRiceBlock = 64;     // gaps that share a parameter
 inline constexpr int kMostParameter = 30;    // the quotient of a gap below 2^31 - 1 is then 0 or 1
 inline constexpr size_t kMostVarint = 5;     // bytes of a varint below 2^31
 inline constexpr size_t kMostHead = kCompactMagic.size() + 1 + 2 * kMostVarint;
+inline constexpr size_t kMostGroupHead = kGroupMagic.size() + 1 + 3 * kMostVarint;
 
 // The integer part of log2(ln 2 * count / k), or 0: near the parameter of k equal gaps.
 constexpr int rice_start(size_t k, size_t count) {
@@ -99,12 +101,12 @@ constexpr size_t most_index_bytes(IndexCode code, size_t k, size_t count) {
 }
 
 struct CompactHead {
-  std::array<std::byte, kMostHead> bytes{};
+  std::array<std::byte, kMostGroupHead> bytes{};
   size_t size = 0;
 };
 
-// With kGroupMagic: a packet of groups, up to the number of values.
-constexpr CompactHead compact_head(size_t k, size_t count, IndexCode index_code,
+// `numbers`: k and count; with kGroupMagic, a packet of groups, also the number of values.
+constexpr CompactHead compact_head(std::initializer_list<size_t> numbers, IndexCode index_code,
                                    ValueCode value_code,
                                    const std::array<char, 3>& magic = kCompactMagic) {
   CompactHead head;
@@ -113,7 +115,7 @@ constexpr CompactHead compact_head(size_t k, size_t count, IndexCode index_code,
   };
   for (const char letter : magic) put(static_cast<unsigned char>(letter));
   put(static_cast<size_t>(index_code) | static_cast<size_t>(value_code) << 4);
-  for (size_t number : {k, count}) {
+  for (size_t number : numbers) {
     for (; number >= 0x80; number >>= 7) put((number & 0x7f) | 0x80);
     put(number);
   }

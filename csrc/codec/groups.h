@@ -28,8 +28,12 @@ struct GroupHeader {
   size_t bytes;  // of the header itself
 };
 
-// Reads the header of arbitrary bytes; throws InvalidArgument unless every field is valid.
-GroupHeader read_group_header(std::span<const std::byte> bytes);
+// Reads the header of a packet of `size` arbitrary bytes; throws InvalidArgument unless every field
+// is valid. `bytes`: the first ones, at least kMostGroupHead unless the packet is shorter.
+GroupHeader read_group_header(std::span<const std::byte> bytes, size_t size);
+inline GroupHeader read_group_header(std::span<const std::byte> bytes) {
+  return read_group_header(bytes, bytes.size());
+}
 
 struct Groups {
   std::span<const int32_t> indices;

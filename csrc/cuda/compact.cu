@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstring>
 #include <iterator>
+#include <optional>
 #include <span>
 #include <vector>
 
@@ -19,29 +20,13 @@ namespace pycomm::cuda {
 namespace {
 
 static_assert(kGaps == codec::kRiceBlock && kLevelled == codec::kValueBlock);
-static_assert(kMostWidth == codec::kMostParameter && kCompactHead == codec::kMostHead);
+static_assert(kMostWidth == codec::kMostParameter);
+static_assert(kCompactHead == codec::kMostHead && kGroupHead == codec::kMostGroupHead);
 static_assert(kThreeBit == static_cast<unsigned>(codec::ValueCode::three_bit));
 static_assert(kValueCodeCount == codec::kValueCodes.size() && kGridReach == codec::kReach);
 
 unsigned blocks_of(size_t k) { return static_cast<unsigned>((k + kGaps - 1) / kGaps); }
 unsigned runs_of(size_t k) { return std::max(1u, (blocks_of(k) + kRunBlocks - 1) / kRunBlocks); }
-
-// The workspace of a call, and its size.
-size_t lay_out(Reading& r, size_t k, size_t size, void* workspace) {
-  r.k = static_cast<unsigned>(k);
-  r.block_count = blocks_of(k);
-  r.run_count = runs_of(k);
-  // Quotients and bitmaps have less than 2^32 bits; a longer packet is invalid.
-  const size_t coded = std::min<size_t>(size, size_t{1} << 29);
-  r.chunk_count = static_cast<unsigned>(std::max<size_t>(1, (coded + kChunk - 1) / kChunk));
-  BumpAllocator allocator(workspace);
-  allocator.take(r.verdict, 1);
-  allocator.take(r.chunks, r.chunk_count);
-  allocator.take(r.runs, r.run_count);
-  allocator.take(r.blocks, r.block_count);
-  allocator.take(r.ones, size_t{r.block_count} + k);
-  return allocator.bytes();
-}
 
 unsigned start_of(size_t k, size_t count) {
   return k == 0 ? 0 : static_cast<unsigned>(codec::rice_start(k, count));
@@ -53,25 +38,9 @@ void set_head(Arguments& to, const codec::CompactHead& head) {
   std::memcpy(to.head, head.bytes.data(), head.size);
 }
 
-// What is known of a packet before its bytes are read.
-void describe(Reading& r, const CudaKernels::CompactPacket& packet, size_t count) {
-  const size_t k = packet.k;
-  r.bytes = reinterpret_cast<const uint8_t*>(packet.bytes);
-  r.size = packet.size;
-  for (size_t code = 0; code < std::size(r.value_bytes); ++code)
-    r.value_bytes[code] = codec::value_bytes(static_cast<codec::ValueCode>(code), k);
-  for (size_t code = 0; code < std::size(r.least); ++code) {
-    r.least[code] = codec::least_index_bytes(static_cast<codec::IndexCode>(code), k, count);
-    r.most[code] = codec::most_index_bytes(static_cast<codec::IndexCode>(code), k, count);
-  }
-  r.count = static_cast<unsigned>(count);
-  r.start = start_of(k, count);
-  set_head(r, codec::compact_head(k, count, codec::IndexCode::list, codec::ValueCode::float32));
-}
-
 // The launches for the packets of `rows`, at most Packets::kMost.
 template <class Packets>
-void read_packets(std::span<const Reading> rows, cudaStream_t stream) {
+void read_some(std::span<const Reading> rows, cudaStream_t stream) {
   Packets packets{};
   std::ranges::copy(rows, packets.of);
   unsigned chunks = 0, runs = 0, blocks = 0;  // the most of any packet
@@ -117,7 +86,49 @@ void describe(Writing& w, size_t count, codec::ValueCode value_code,
   w.count = static_cast<unsigned>(count);
   w.value_code = static_cast<unsigned>(value_code);
   w.start = start_of(w.k, count);
-  set_head(w, codec::compact_head(w.k, count, codec::IndexCode::list, value_code, magic));
+  set_head(w, codec::compact_head({w.k, count}, codec::IndexCode::list, value_code, magic));
+}
+
+size_t lay_out(Reading& r, size_t k, size_t size, void* workspace) {
+  r.k = static_cast<unsigned>(k);
+  r.block_count = blocks_of(k);
+  r.run_count = runs_of(k);
+  // Quotients and bitmaps have less than 2^32 bits; a longer packet is invalid.
+  const size_t coded = std::min<size_t>(size, size_t{1} << 29);
+  r.chunk_count = static_cast<unsigned>(std::max<size_t>(1, (coded + kChunk - 1) / kChunk));
+  BumpAllocator allocator(workspace);
+  allocator.take(r.verdict, 1);
+  allocator.take(r.chunks, r.chunk_count);
+  allocator.take(r.runs, r.run_count);
+  allocator.take(r.blocks, r.block_count);
+  allocator.take(r.ones, size_t{r.block_count} + k);
+  return allocator.bytes();
+}
+
+void describe(Reading& r, std::span<const std::byte> packet, size_t count,
+              std::optional<size_t> values) {
+  r.bytes = reinterpret_cast<const uint8_t*>(packet.data());
+  r.size = packet.size();
+  r.count = static_cast<unsigned>(count);
+  r.value_count = static_cast<unsigned>(values.value_or(r.k));
+  r.all = values && r.k == count;
+  for (size_t code = 0; code < std::size(r.value_bytes); ++code)
+    r.value_bytes[code] = codec::value_bytes(static_cast<codec::ValueCode>(code), r.value_count);
+  for (size_t code = 0; code < std::size(r.least) && !r.all; ++code) {
+    r.least[code] = codec::least_index_bytes(static_cast<codec::IndexCode>(code), r.k, count);
+    r.most[code] = codec::most_index_bytes(static_cast<codec::IndexCode>(code), r.k, count);
+  }
+  r.start = start_of(r.k, count);
+  constexpr auto kList = codec::IndexCode::list;
+  constexpr auto kFloat = codec::ValueCode::float32;
+  set_head(r, values ? codec::compact_head({r.k, count, *values}, kList, kFloat, codec::kGroupMagic)
+                     : codec::compact_head({r.k, count}, kList, kFloat));
+}
+
+void read_packets(std::span<const Reading> rows, cudaStream_t stream) {
+  for_each_launch<FewReadings, ManyReadings>(rows, [&](auto type, std::span<const Reading> some) {
+    read_some<typename decltype(type)::type>(some, stream);
+  });
 }
 
 void write_indices(const Writing& w, cudaStream_t stream) {
@@ -162,22 +173,14 @@ void CudaKernels::decode_compact(std::span<const CompactPacket> packets, size_t 
   for (const CompactPacket& packet : packets) {
     Reading& r = rows.emplace_back();
     used += lay_out(r, packet.k, packet.size, static_cast<std::byte*>(to.workspace.data) + used);
-    describe(r, packet, count);
+    describe(r, {packet.bytes, packet.size}, count, std::nullopt);
     r.indices = to.indices + first;
     r.values = to.values + first;
     r.refused = to.refused + (rows.size() - 1);
     first += packet.k;
   }
   check(used <= to.workspace.bytes, "decode_compact: the workspace is too small");
-  for (std::span<const Reading> left = rows; !left.empty();) {
-    const bool few = left.size() <= FewReadings::kMost;
-    const auto now = left.first(std::min<size_t>(left.size(), ManyReadings::kMost));
-    if (few)
-      read_packets<FewReadings>(now, stream_of(queue));
-    else
-      read_packets<ManyReadings>(now, stream_of(queue));
-    left = left.subspan(now.size());
-  }
+  read_packets(rows, stream_of(queue));
 }
 
 size_t CudaKernels::compact_workspace_bytes(size_t k, size_t bytes) {

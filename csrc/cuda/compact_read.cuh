@@ -1,6 +1,6 @@
-// Decodes the bytes of compact packets, which may be invalid, into indices and values. Each launch
-// has a row of blocks for each packet. Its length is that of the packet that needs most, so blocks
-// of others may be superfluous.
+// Decodes the bytes of packets, compact or of groups, which may be invalid, into indices and
+// values. Each launch has a row of blocks for each packet. Its length is that of the packet that
+// needs most, so blocks of others may be superfluous.
 //
 //   count_ones        checks the header; counts the ones in each kilobyte of the bitmap or of the
 //                     quotients
@@ -21,40 +21,6 @@ namespace pycomm::cuda {
 
 inline constexpr unsigned kChunk = 4 * kCompactThreads;  // bytes per block in count_ones
 
-// A block of gaps.
-struct BlockPlace {
-  unsigned parameter;
-  unsigned remainders;  // of the blocks before it, in units of 8 bytes
-  unsigned sum;         // of the increments of its indices
-};
-struct Verdict {
-  unsigned bad;       // set by single-block launches and the first launch
-  unsigned unsorted;  // set by any thread
-  unsigned index_code, value_code;
-  uint64_t index_at, index_bytes;
-  uint64_t quotient_bytes;
-};
-
-// Arguments of every launch. The limits of a valid packet of k of `count` are known beforehand.
-struct Reading {
-  const uint8_t* bytes;
-  uint64_t size;
-  int32_t* indices;
-  float* values;
-  unsigned* refused;
-  Verdict* verdict;
-  unsigned* ones;      // [block_count + k] position of each one
-  unsigned* chunks;    // [chunk_count] ones in each; later: before each
-  BlockPlace* blocks;  // [block_count]
-  uint64_t* runs;      // [run_count] index increments in each; later: before each
-  uint64_t value_bytes[kValueCodeCount], least[3], most[3];
-  unsigned k, count;
-  unsigned block_count, run_count, chunk_count;
-  unsigned start;
-  unsigned head_bytes;
-  uint8_t head[kCompactHead];  // without the codes
-};
-
 // The packets of a launch, by row: an argument, so that no table is copied to the device first.
 template <unsigned kRows>
 struct Readings {
@@ -68,7 +34,7 @@ static_assert(sizeof(ManyReadings) <= 32000);
 // Whether the bits after the last value are zero.
 __device__ __forceinline__ bool end_in_zeros(const Reading& r, unsigned code, uint64_t end) {
   const unsigned width = code == kTwoBit ? 2 : code == kOneBit ? 1 : code == kThreeBit ? 3 : 0;
-  const unsigned used = width * (r.k % 8) % 8;
+  const unsigned used = width * (r.value_count % 8) % 8;
   return used == 0 || r.bytes[end - 1] >> used == 0;
 }
 
@@ -83,7 +49,12 @@ __device__ __forceinline__ Verdict read_head(const Reading& r) {
   if (r.size < at + r.least[index_code] || r.size > at + r.most[index_code]) return bad;
   if (!end_in_zeros(r, value_code, at)) return bad;
   if (r.k == 0 && index_code == 2 && r.size != at) return bad;
-  return {0, 0, index_code, value_code, at, r.size - at, 0};
+  return {0, 0, r.all ? kNoIndices : index_code, value_code, at, r.size - at, 0};
+}
+
+// Whether the indices are a bitmap or have quotients.
+__device__ __forceinline__ bool has_ones(const Verdict& v) {
+  return v.index_code == 1 || v.index_code == 2;
 }
 
 // 32 bits of the indices; zeros after their end.
@@ -107,7 +78,7 @@ __global__ void __launch_bounds__(kCompactThreads)
   }
   __syncthreads();
   const Verdict v = found;
-  if (v.bad != 0 || v.index_code == 0) return;
+  if (v.bad != 0 || !has_ones(v)) return;
   const auto ones = static_cast<unsigned>(__popc(word_at(r, v, blockIdx.x)));
   const unsigned upto = scan_block<kCompactThreads>(ones);
   if (threadIdx.x == kCompactThreads - 1) r.chunks[blockIdx.x] = upto;
@@ -117,7 +88,7 @@ template <class Packets>
 __global__ void __launch_bounds__(kTableThreads) sum_ones(const __grid_constant__ Packets packets) {
   const Reading& r = packets.of[blockIdx.y];
   const Verdict v = *r.verdict;
-  if (v.bad != 0 || v.index_code == 0) return;
+  if (v.bad != 0 || !has_ones(v)) return;
   const Stretch mine = stretch_of(r.chunk_count);
   unsigned all;
   unsigned before = sum_before(mine, all, [&](unsigned i) { return r.chunks[i]; });
@@ -144,6 +115,12 @@ __device__ __forceinline__ void read_list(const Reading& r, const Verdict& v) {
   }
 }
 
+__device__ __forceinline__ void number_all(const Reading& r) {
+  for (unsigned i = blockIdx.x * kCompactThreads + threadIdx.x; i < r.k;
+       i += gridDim.x * kCompactThreads)
+    r.indices[i] = static_cast<int32_t>(i);
+}
+
 // Grid: one block per chunk.
 template <class Packets>
 __global__ void __launch_bounds__(kCompactThreads)
@@ -151,6 +128,7 @@ __global__ void __launch_bounds__(kCompactThreads)
   const Reading& r = packets.of[blockIdx.y];
   if (r.verdict->bad != 0) return;
   const Verdict v{0, 0, r.verdict->index_code, 0, r.verdict->index_at, r.verdict->index_bytes, 0};
+  if (v.index_code == kNoIndices) return number_all(r);
   if (v.index_code == 0) return read_list(r, v);
   if (blockIdx.x >= r.chunk_count) return;
   unsigned word = word_at(r, v, blockIdx.x);
@@ -320,8 +298,8 @@ __global__ void __launch_bounds__(kCompactThreads)
     for (unsigned block = thread / 32; block < r.block_count; block += threads / 32)
       read_block(r, v, block);
   const uint8_t* const from = r.bytes + r.head_bytes;
-  for (unsigned i = thread; i < r.k; i += threads) {
-    if (v.bad != 0) r.indices[i] = -1;
+  for (unsigned i = thread; v.bad != 0 && i < r.k; i += threads) r.indices[i] = -1;
+  for (unsigned i = thread; i < r.value_count; i += threads) {
     const uint64_t at = uint64_t{i / kLevelled} * levelled_bytes(v.value_code);
     r.values[i] = v.bad != 0 ? 0 : read_value(v.value_code, from + at, i % kLevelled);
   }

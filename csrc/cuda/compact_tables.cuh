@@ -1,7 +1,8 @@
-// What the launches that write a packet share.
+// What the launches that write or read a packet share.
 #pragma once
 
 #include "cuda/compact_bits.cuh"
+#include "cuda/value_codes.cuh"
 
 namespace pycomm::cuda {
 
@@ -24,8 +25,8 @@ struct Choice {
 };
 inline constexpr unsigned kNoIndices = 3;  // all groups are selected
 
-// Arguments of every launch. `code` 3: choose the smallest.
-inline constexpr unsigned kCompactHead = 14;
+// Arguments of every launch that writes a packet. `code` 3: choose the smallest.
+inline constexpr unsigned kCompactHead = 14, kGroupHead = 19;
 struct Writing {
   const int32_t* indices;
   const void* values;
@@ -43,6 +44,42 @@ struct Writing {
   unsigned start;  // the predecessor of the first parameter
   unsigned head_bytes;
   uint8_t head[kCompactHead];  // of index code 0, up to the number of values
+};
+
+// A block of gaps.
+struct BlockPlace {
+  unsigned parameter;
+  unsigned remainders;  // of the blocks before it, in units of 8 bytes
+  unsigned sum;         // of the increments of its indices
+};
+struct Verdict {
+  unsigned bad;       // set by single-block launches and the first launch
+  unsigned unsorted;  // set by any thread
+  unsigned index_code, value_code;
+  uint64_t index_at, index_bytes;
+  uint64_t quotient_bytes;
+};
+
+// Arguments of every launch that reads a packet. The limits of a valid packet with these numbers
+// are known beforehand.
+struct Reading {
+  const uint8_t* bytes;
+  uint64_t size;
+  int32_t* indices;
+  float* values;
+  unsigned* refused;
+  Verdict* verdict;
+  unsigned* ones;      // [block_count + k] position of each one
+  unsigned* chunks;    // [chunk_count] ones in each; later: before each
+  BlockPlace* blocks;  // [block_count]
+  uint64_t* runs;      // [run_count] index increments in each; later: before each
+  uint64_t value_bytes[kValueCodeCount], least[3], most[3];
+  unsigned k, count, value_count;
+  unsigned block_count, run_count, chunk_count;
+  unsigned start;
+  unsigned head_bytes;
+  bool all;                  // of the groups: no bytes for the indices
+  uint8_t head[kGroupHead];  // without the codes
 };
 
 }  // namespace pycomm::cuda

@@ -41,6 +41,8 @@ class CudaKernels final : public kernels::DeviceKernels {
   void topk_groups(const kernels::GroupSelection& selection, kernels::Queue queue) override;
   void write_groups(const kernels::GroupValues& values, kernels::Queue queue) override;
   size_t group_workspace_bytes(const kernels::GroupCounts& most) override;
+  void decode_groups(const kernels::GroupDecoding& decoding, kernels::Queue queue) override;
+  size_t group_decoding_bytes(const kernels::GroupDecoding& decoding) override;
   void norm(std::span<const kernels::Array> arrays, Dtype dtype, double* norms,
             kernels::Workspace workspace, kernels::Queue queue) override;
   size_t norm_workspace_bytes(std::span<const kernels::Array> arrays) override;

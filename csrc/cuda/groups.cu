@@ -1,5 +1,7 @@
 // Host code of groups of neighbours.
+#include <algorithm>
 #include <bit>
+#include <span>
 #include <vector>
 
 #include "cuda/compact.hpp"
@@ -48,13 +50,15 @@ struct Plan {
 template <class Piece, class Fill>
 Plan plan_of(std::span<const Piece> pieces, size_t group, size_t k, Fill fill) {
   Plan plan;
-  size_t groups = 0, runs = 0;
+  size_t elements = 0, groups = 0, runs = 0;
   for (const Piece& piece : pieces) {
     GroupPiece made{};
     fill(piece, made);
     made.count = static_cast<unsigned>(piece.count);
+    made.first = static_cast<unsigned>(elements);
     made.first_group = static_cast<unsigned>(groups);
     made.first_run = static_cast<unsigned>(runs);
+    elements += piece.count;
     groups += kernels::groups_in(piece.count, group);
     runs += kernels::groups_in(piece.count, kRun);
     plan.pieces.push_back(made);
@@ -75,10 +79,7 @@ Plan plan_of(std::span<const kernels::Array> tensors, size_t group, size_t k) {
   });
 }
 
-void open(Plan& plan, CudaKernels& kernels, kernels::Workspace workspace, cudaStream_t stream) {
-  const kernels::GroupCounts counts{plan.pieces.size(), plan.tables.groups, plan.tables.k};
-  check(plan.lay_out(kernels, counts, workspace.data) <= workspace.bytes,
-        "groups: the workspace is too small");
+void store_table(const Plan& plan, cudaStream_t stream) {
   for (size_t first = 0; first < plan.pieces.size(); first += GroupPage::kMost) {
     GroupPage page{};
     page.first = static_cast<unsigned>(first);
@@ -89,11 +90,52 @@ void open(Plan& plan, CudaKernels& kernels, kernels::Workspace workspace, cudaSt
   }
 }
 
+void open(Plan& plan, CudaKernels& kernels, kernels::Workspace workspace, cudaStream_t stream) {
+  const kernels::GroupCounts counts{plan.pieces.size(), plan.tables.groups, plan.tables.k};
+  check(plan.lay_out(kernels, counts, workspace.data) <= workspace.bytes,
+        "groups: the workspace is too small");
+  store_table(plan, stream);
+}
+
 gpu::Launch for_runs(const GroupTables& t, cudaStream_t stream) {
   return {blocks_for(size_t{t.runs} * kRunThreads, kRunThreads), kRunThreads, stream};
 }
 gpu::Launch for_values(const GroupTables& t, cudaStream_t stream) {
   return {blocks_for(size_t{t.k} << t.bits, kRunThreads), kRunThreads, stream};
+}
+
+// Packets to decode, and where they are decoded.
+struct PacketRows {
+  std::vector<Reading> readings;
+  std::vector<Expansion> expansions;
+
+  // Places them, and the table of tensors, in the workspace, and returns the size.
+  size_t lay_out(GroupTables& tables, const kernels::GroupDecoding& decoding) {
+    BumpAllocator allocator(decoding.workspace.data);
+    allocator.take(tables.pieces, decoding.counts.size());
+    for (const kernels::GroupPacket& packet : decoding.packets) {
+      Reading& r = readings.emplace_back();
+      Expansion& e = expansions.emplace_back();
+      std::byte* part = nullptr;
+      allocator.take(part, cuda::lay_out(r, packet.k, packet.size, nullptr));
+      cuda::lay_out(r, packet.k, packet.size, part);
+      allocator.take(r.indices, packet.k);
+      allocator.take(e.places, decoding.counts.size());
+    }
+    return allocator.bytes();
+  }
+};
+
+template <class Packets>
+void expand(const GroupTables& t, std::span<const Expansion> rows, cudaStream_t stream) {
+  Packets packets{};
+  std::ranges::copy(rows, packets.of);
+  size_t most = 0;
+  for (const Expansion& row : rows) most = std::max<size_t>(most, row.value_count);
+  const auto count = static_cast<unsigned>(rows.size());
+  launch("place_packets", place_packets<Packets>, {1, kTableThreads, stream, 0, count}, t, packets);
+  launch("expand_groups", expand_groups<Packets>,
+         {blocks_for(most, kRunThreads), kRunThreads, stream, 0, count}, t, packets);
 }
 
 // As with_float, without float64.
@@ -165,6 +207,47 @@ void CudaKernels::write_groups(const kernels::GroupValues& values, kernels::Queu
   launch("place_groups", place_groups, {1, kTableThreads, stream}, t);
   launch("move_values", move_values<true>, for_values(t, stream), t,
          static_cast<unsigned>(values.values.size()));
+}
+
+void CudaKernels::decode_groups(const kernels::GroupDecoding& decoding, kernels::Queue queue) {
+  const OnDevice on(queue);
+  cudaStream_t const stream = stream_of(queue);
+  std::vector<kernels::Array> tensors;
+  for (const uint64_t count : decoding.counts) tensors.push_back({nullptr, count});
+  Plan plan = plan_of(tensors, decoding.group, 0);
+  GroupTables& t = plan.tables;
+  PacketRows rows;
+  check(rows.lay_out(t, decoding) <= decoding.workspace.bytes,
+        "decode_groups: the workspace is too small");
+  store_table(plan, stream);
+  size_t first = 0;
+  for (size_t i = 0; i < decoding.packets.size(); ++i) {
+    const kernels::GroupPacket& packet = decoding.packets[i];
+    Reading& r = rows.readings[i];
+    Expansion& e = rows.expansions[i];
+    describe(r, {packet.bytes, packet.size}, t.groups, packet.values);
+    r.values = decoding.values + first;
+    r.refused = decoding.refused + i;
+    e.groups = r.indices;
+    e.elements = decoding.elements + first;
+    e.values = r.values;
+    e.refused = r.refused;
+    e.k = r.k;
+    e.value_count = r.value_count;
+    first += packet.values;
+  }
+  read_packets(rows.readings, stream);
+  for_each_launch<FewExpansions, ManyExpansions>(
+      std::span<const Expansion>(rows.expansions), [&](auto type, std::span<const Expansion> some) {
+        expand<typename decltype(type)::type>(t, some, stream);
+      });
+}
+
+size_t CudaKernels::group_decoding_bytes(const kernels::GroupDecoding& decoding) {
+  kernels::GroupDecoding sized = decoding;
+  sized.workspace = {};
+  GroupTables tables{};
+  return PacketRows().lay_out(tables, sized);
 }
 
 size_t CudaKernels::group_workspace_bytes(const kernels::GroupCounts& most) {

@@ -10,6 +10,11 @@
 //   read_values    the values of the selected groups, one after the other
 //   write_indices  of compact.hpp
 //   encode_values  one block per 4096 that share levels; the rounding errors go to the residual
+//
+// To decode packets, read_packets of compact.hpp reads their groups and values; then
+//
+//   place_packets  as place_groups, one block for each packet; refuses a wrong number of values
+//   expand_groups  the indices of the elements; those of a refused packet are -1
 #pragma once
 
 #include "cuda/compact_tables.cuh"
@@ -27,8 +32,8 @@ struct GroupPiece {
   void* param;
   float* residual;
   unsigned count;
-  unsigned first_group, first_run;
-  bool aligned;  // to four elements, all of them
+  unsigned first, first_group, first_run;  // element, group and run
+  bool aligned;                            // to four elements, all of them
 };
 
 // Rows of the table: an argument, so that no host memory must outlive the call.
@@ -58,6 +63,24 @@ struct GroupTables {
   unsigned bits;  // a group has 2^bits elements
 };
 static_assert(sizeof(GroupPage) + sizeof(GroupTables) <= 32764);
+
+// A packet of groups that were read.
+struct Expansion {
+  const int32_t* groups;  // [k]
+  GroupPlace* places;     // [pieces]
+  int32_t* elements;      // [value_count]
+  float* values;          // likewise
+  unsigned* refused;
+  unsigned k, value_count;
+};
+// The packets of a launch, by row.
+template <unsigned kRows>
+struct Expansions {
+  static constexpr unsigned kMost = kRows;
+  Expansion of[kRows];
+};
+using FewExpansions = Expansions<8>;
+using ManyExpansions = Expansions<128>;
 
 __global__ void __launch_bounds__(kRunThreads)
     store_pieces(const __grid_constant__ GroupTables t, const __grid_constant__ GroupPage page) {
@@ -178,30 +201,38 @@ __global__ void __launch_bounds__(kRunThreads) measure_runs(const __grid_constan
 struct Chosen {
   unsigned begin, end, shortage;
 };
-__device__ __forceinline__ Chosen chosen_of(const GroupTables& t, unsigned p) {
+__device__ __forceinline__ Chosen chosen_of(const GroupTables& t, const Entries& groups,
+                                            unsigned p) {
   const GroupPiece& piece = t.pieces[p];
-  const unsigned groups = (piece.count + (1u << t.bits) - 1) >> t.bits;
-  const unsigned end_group = piece.first_group + groups;
-  const Entries indices{t.indices, nullptr, t.k};
-  const unsigned begin = lower_bound(indices, static_cast<int32_t>(piece.first_group));
-  const unsigned end = lower_bound(indices, static_cast<int32_t>(end_group));
-  const bool last = end > begin && static_cast<unsigned>(t.indices[end - 1]) + 1 == end_group;
-  return {begin, end, last ? (groups << t.bits) - piece.count : 0};
+  const unsigned count = (piece.count + (1u << t.bits) - 1) >> t.bits;
+  const unsigned end_group = piece.first_group + count;
+  const unsigned begin = lower_bound(groups, static_cast<int32_t>(piece.first_group));
+  const unsigned end = lower_bound(groups, static_cast<int32_t>(end_group));
+  const bool last = end > begin && static_cast<unsigned>(groups.indices[end - 1]) + 1 == end_group;
+  return {begin, end, last ? (count << t.bits) - piece.count : 0};
+}
+
+// Called by a block. Returns the number of values of these groups in the last thread.
+__device__ __forceinline__ unsigned place_values(const GroupTables& t, const Entries& groups,
+                                                 GroupPlace* places) {
+  const Stretch mine = stretch_of(t.piece_count);
+  unsigned all = 0;
+  unsigned missing =
+      sum_before(mine, all, [&](unsigned p) { return chosen_of(t, groups, p).shortage; });
+  for (unsigned p = mine.begin; p < mine.end; ++p) {
+    const Chosen chosen = chosen_of(t, groups, p);
+    places[p] = {chosen.begin, (chosen.begin << t.bits) - missing};
+    missing += chosen.shortage;
+  }
+  return (groups.count << t.bits) - all;
 }
 
 // One block.
 __global__ void __launch_bounds__(kTableThreads)
     place_groups(const __grid_constant__ GroupTables t) {
-  const Stretch mine = stretch_of(t.piece_count);
-  unsigned all = 0;
-  unsigned missing = sum_before(mine, all, [&](unsigned p) { return chosen_of(t, p).shortage; });
-  for (unsigned p = mine.begin; p < mine.end; ++p) {
-    const Chosen chosen = chosen_of(t, p);
-    t.places[p] = {chosen.begin, (chosen.begin << t.bits) - missing};
-    missing += chosen.shortage;
-  }
+  const unsigned values = place_values(t, {t.indices, nullptr, t.k}, t.places);
   if (threadIdx.x != kTableThreads - 1) return;
-  *t.value_count = (t.k << t.bits) - all;
+  *t.value_count = values;
   if (t.result != nullptr) *t.result = *t.value_count;
 }
 
@@ -263,6 +294,39 @@ __global__ void __launch_bounds__(kValueThreads)
       *spot_of(t, slot, (value - place.value) & ((1u << t.bits) - 1)).at = finite ? error : 0;
     }
     __syncthreads();
+  }
+}
+
+// Grid: a block for each packet.
+template <class Packets>
+__global__ void __launch_bounds__(kTableThreads)
+    place_packets(const __grid_constant__ GroupTables t, const __grid_constant__ Packets packets) {
+  const Expansion& e = packets.of[blockIdx.y];
+  if (*e.refused != 0) return;
+  const unsigned values = place_values(t, {e.groups, nullptr, e.k}, e.places);
+  if (threadIdx.x == kTableThreads - 1 && values != e.value_count) *e.refused = 1;
+}
+
+template <class Packets>
+__global__ void __launch_bounds__(kRunThreads)
+    expand_groups(const __grid_constant__ GroupTables t, const __grid_constant__ Packets packets) {
+  const Expansion& e = packets.of[blockIdx.y];
+  const bool refused = *e.refused != 0;
+  for (unsigned i = blockIdx.x * kRunThreads + threadIdx.x; i < e.value_count;
+       i += gridDim.x * kRunThreads) {
+    if (refused) {
+      e.elements[i] = -1;
+      e.values[i] = 0;
+      continue;
+    }
+    const unsigned p = last_piece(t, i, [&](unsigned j) { return e.places[j].value; });
+    const GroupPlace place = e.places[p];
+    const GroupPiece& piece = t.pieces[p];
+    const unsigned offset = i - place.value;
+    const auto group = static_cast<unsigned>(e.groups[place.begin + (offset >> t.bits)]);
+    const unsigned within = offset & ((1u << t.bits) - 1);
+    e.elements[i] =
+        static_cast<int32_t>(piece.first + ((group - piece.first_group) << t.bits) + within);
   }
 }
 

@@ -4,6 +4,7 @@
 #include <cudaTypedefs.h>
 
 #include <algorithm>
+#include <span>
 #include <string>
 #include <type_traits>
 
@@ -144,6 +145,20 @@ void with_wide(Dtype dtype, F f) {
 template <class... P, class... A>
 void launch(const char* what, void (*kernel)(P...), const gpu::Launch& shape, A&&... arguments) {
   check_cuda(gpu::launch(kernel, shape, std::forward<A>(arguments)...), what);
+}
+
+// Calls f(Type<Few>{} or Type<Many>{}, part) for parts of `rows` that fit into the arguments of a
+// launch.
+template <class Few, class Many, class Row, class F>
+void for_each_launch(std::span<const Row> rows, F f) {
+  while (!rows.empty()) {
+    const auto part = rows.first(std::min<size_t>(rows.size(), Many::kMost));
+    if (part.size() <= Few::kMost)
+      f(Type<Few>{}, part);
+    else
+      f(Type<Many>{}, part);
+    rows = rows.subspan(part.size());
+  }
 }
 
 inline cudaStream_t stream_of(kernels::Queue queue) {

@@ -221,6 +221,11 @@ class DeviceKernels {
   // values. A GPU ignores those out of range.
   virtual void write_groups(const GroupValues& values, Queue queue) = 0;
   virtual size_t group_workspace_bytes(const GroupCounts& most) = 0;
+  // Where refused[p] is 0, the elements of packet p ascend. For invalid bytes the CPU throws; a GPU
+  // sets refused[p] to 1, the packet's elements to -1 and its values to 0.
+  virtual void decode_groups(const GroupDecoding& decoding, Queue queue) = 0;
+  // Of the workspace; reads the counts, and the packets without their bytes.
+  virtual size_t group_decoding_bytes(const GroupDecoding& decoding) = 0;
 
   // ---- dense ------------------------------------------------------------------------------------
 

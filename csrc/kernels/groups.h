@@ -63,6 +63,25 @@ struct GroupValues {
   Workspace workspace;
 };
 
+// A packet of groups, with the numbers of its header. A row of 64-bit words from Python.
+struct GroupPacket {
+  const std::byte* bytes;
+  size_t size;
+  size_t k;
+  size_t values;
+};
+
+// Decodes packets of groups of tensors with these counts, from arbitrary bytes.
+struct GroupDecoding {
+  std::span<const uint64_t> counts;  // elements of each tensor
+  size_t group;
+  std::span<const GroupPacket> packets;
+  int32_t* elements = nullptr;  // of all packets, in order: indices that count through all tensors
+  float* values = nullptr;      // likewise
+  uint32_t* refused = nullptr;  // [packets], on the device
+  Workspace workspace{};
+};
+
 // The most that a call needs for these tensors.
 struct GroupCounts {
   size_t tensors;

@@ -6,6 +6,7 @@ pycomm.reference the meaning in NumPy.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -15,7 +16,7 @@ from numpy.typing import NDArray
 from pycomm import _core
 from pycomm._core_api import arrays, devices
 from pycomm._core_api.arrays import ArrayRef
-from pycomm.errors import InvalidArgument, Unsupported
+from pycomm.errors import InvalidArgument
 from pycomm.kernels import compact, inputs
 from pycomm.kernels.batch import PacketBatch
 from pycomm.kernels.inputs import Spans
@@ -235,8 +236,11 @@ def decode_groups(
 ) -> PacketBatch:
     """Decodes packets of groups to elements, for `decode_sum` and `decode_update`.
 
+    On a GPU it waits for the device twice: for the headers, which say how long the arrays are, and
+    for the result of the checks.
+
     Args:
-        packets: uint8 [sum(sizes)] in host memory: concatenated packets of `update_step`.
+        packets: uint8 [sum(sizes)]: concatenated packets of `update_step`.
         sizes: bytes of each packet.
         counts: elements of each array of the step.
         group: elements of a group, as in that step.
@@ -246,27 +250,68 @@ def decode_groups(
 
     Raises:
         InvalidArgument: the bytes are not packets of groups of such arrays.
-        Unsupported: the packets are on a GPU.
+        Unsupported: arrays of another kind, or CUDA arrays if the CUDA kernels are not built.
     """
     found = inputs.array(packets, "packets", ("uint8",))
-    if found.device.kind != "cpu":
-        raise Unsupported(
-            f"decode_groups needs host memory, got an array on {found.device}: move it there"
-        )
-    group = _group(group)
-    sizes = list(sizes)
+    group, sizes = _group(group), list(sizes)
     if sum(sizes) != found.nbytes or min(sizes, default=0) < 0:
         raise InvalidArgument(
             f"invalid sizes: got a sum of {sum(sizes)} bytes, expected {found.nbytes}, those of "
             "packets"
         )
-    lengths = _core.group_batch_lengths(found.pointer, sizes)
-    indices, values = (arrays.new(found, (sum(lengths),), dtype) for dtype in ("int32", "float32"))
+    _within_limit(sum(counts))
+    begins = [0, *itertools.accumulate(sizes)][: len(sizes)]
+    headers = _headers(found, begins, sizes)
+    groups = group_count(counts, group)
+    for number, (_, of_groups, _) in enumerate(headers):
+        if of_groups != groups:
+            raise InvalidArgument(
+                f"invalid packet of groups: packet {number} is of {of_groups} groups, expected "
+                f"{groups}"
+            )
+    lengths = [values for _, _, values in headers]
+    rows = np.array(
+        [
+            (found.pointer + begin, nbytes, k, values)
+            for begin, nbytes, (k, _, values) in zip(begins, sizes, headers, strict=True)
+        ],
+        np.uint64,
+    ).reshape(-1, 4)
+    shapes = (sum(lengths), "int32"), (sum(lengths), "float32"), (len(sizes), "int32")
+    indices, values, refused = (arrays.new(found, (count,), dtype) for count, dtype in shapes)
     table = inputs.Table(np.array(counts, np.uint64)[:, None])
-    _core.decode_group_batch(
-        found.pointer, sizes, table.address, group, _pointer(indices), _pointer(values)
+    given = table.address, group, (rows.ctypes.data, len(rows))
+    module = devices.module(found.device)
+    nbytes = module.group_decoding_bytes(*given)
+    scratch = arrays.new(found, (nbytes,), "uint8")
+    module.decode_groups(
+        *given,
+        *map(_pointer, (indices, values, refused)),
+        (_pointer(scratch), nbytes),
+        *devices.queue(found.device, found.array),
     )
+    wrong = [number for number, bad in enumerate(refused.tolist()) if bad]
+    if wrong:
+        raise InvalidArgument(
+            f"invalid packets of groups: got invalid content in {wrong}, expected groups of arrays "
+            f"with {list(counts)} elements"
+        )
     return PacketBatch(indices, values, lengths)
+
+
+def _headers(
+    packets: ArrayRef, begins: Sequence[int], sizes: Sequence[int]
+) -> list[tuple[int, int, int]]:
+    """(k, groups, values) of each packet; waits for the device once."""
+    if packets.device.kind == "cpu":
+        return _core.read_group_headers(packets.pointer, begins, sizes)
+    lengths = [min(nbytes, _core.MOST_GROUP_HEAD) for nbytes in sizes]
+    places = [0, *itertools.accumulate(lengths)][: len(lengths)]
+    heads = arrays.new(packets, (sum(lengths),), "uint8")
+    for place, begin, length in zip(places, begins, lengths, strict=True):
+        heads[place : place + length] = packets.array[begin : begin + length]
+    on_host = np.array(heads.tolist(), np.uint8)
+    return _core.read_group_headers(on_host.ctypes.data, places, sizes)
 
 
 def group_count(counts: Sequence[int] | NDArray[np.uint64], group: int) -> int:
@@ -332,13 +377,16 @@ def _group(group: int) -> int:
 def _checked(rows: Rows, group: int, k: int) -> tuple[int, int]:
     """The validated group and k."""
     group = _group(group)
-    total = int(rows.counts.sum())
+    _within_limit(int(rows.counts.sum()))
+    return group, inputs.whole_number(k, group_count(rows.counts, group))
+
+
+def _within_limit(total: int) -> None:
     if total > inputs.MOST_ELEMENTS:
         raise InvalidArgument(
             f"the arrays have {total} elements together, and an int32 index counts at most "
             f"{inputs.MOST_ELEMENTS}: select from fewer"
         )
-    return group, inputs.whole_number(k, group_count(rows.counts, group))
 
 
 def _listed(x: Any) -> list[Any]:

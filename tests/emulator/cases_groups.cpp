@@ -1,5 +1,5 @@
 // The update step compared with sums in the same order, a selection by sorting, and the codec of
-// the CPU: the same packet and residual; and the values written back.
+// the CPU: the same packet and residual; the packet decoded; and the values written back.
 #include <algorithm>
 
 #include "cases.hpp"
@@ -77,6 +77,53 @@ class Selected final : public codec::GroupValues {
   Floats before_;
 };
 
+// Decodes a packet of these groups twice in one call, for tensors with these counts: refused if
+// they do not have its values.
+void try_decode(const std::vector<std::byte>& packet, const std::vector<size_t>& counts,
+                size_t group, const std::vector<int32_t>& indices, size_t value_count,
+                const std::string& what) {
+  std::vector<int32_t> groups(indices.size()), elements;
+  Floats values(value_count);
+  codec::decode_groups(packet, groups.data(), values.data());
+  int32_t number = 0;
+  each_group(counts, group, [&](size_t first, size_t n) {
+    if (std::binary_search(indices.begin(), indices.end(), number++))
+      for (size_t i = 0; i < n; ++i) elements.push_back(static_cast<int32_t>(first + i));
+  });
+  const bool fits = elements.size() == value_count;
+  if (!fits) {
+    elements.assign(value_count, -1);
+    values.assign(value_count, 0);
+  }
+  constexpr size_t kCopies = 2;
+  Device<std::byte> bytes(packet);
+  Device<int32_t> found(kCopies * value_count);
+  Device<float> read(kCopies * value_count);
+  Device<uint32_t> refused(kCopies);
+  const std::vector<uint64_t> tensors(counts.begin(), counts.end());
+  const std::vector<kernels::GroupPacket> packets(
+      kCopies, {bytes.at(), packet.size(), indices.size(), value_count});
+  kernels::GroupDecoding decoding{.counts = tensors,
+                                  .group = group,
+                                  .packets = packets,
+                                  .elements = found.at(),
+                                  .values = read.at(),
+                                  .refused = refused.at(),
+                                  .workspace = {}};
+  const size_t needed = kernels().group_decoding_bytes(decoding);
+  Device<std::byte> workspace(needed);
+  decoding.workspace = {workspace.at(), needed};
+  kernels().decode_groups(decoding, queue());
+  check(refused.read() == std::vector<uint32_t>(kCopies, fits ? 0 : 1), what + ": refused");
+  const auto repeat = [](auto& list) { list.insert(list.end(), list.begin(), list.end()); };
+  elements.reserve(kCopies * value_count);
+  values.reserve(kCopies * value_count);
+  repeat(elements);
+  repeat(values);
+  check(found.read() == elements, what + ": other elements are decoded");
+  check(same_bits(read.read(), values), what + ": other values are decoded");
+}
+
 // `skew` makes the arrays unaligned.
 void try_step(Tensors x, size_t group, size_t k, codec::ValueCode code, size_t skew) {
   const std::string what = std::to_string(k) + " groups of " + std::to_string(group);
@@ -133,6 +180,10 @@ void try_step(Tensors x, size_t group, size_t k, codec::ValueCode code, size_t s
   check(coded == packet, what + ": other bytes");
   check(same_bits(residual.read(), x.residual), what + ": another residual");
   check(same_bits(param.read(), x.theta), what + ": other parameters");
+  try_decode(packet, x.counts, group, indices, values.count(), what);
+  std::vector<size_t> longer;  // as many groups, but no short ones
+  for (const size_t count : x.counts) longer.push_back(kernels::groups_in(count, group) * group);
+  try_decode(packet, longer, group, indices, values.count(), what + " of longer tensors");
   kernels().write_groups(
       {arrays, group, {chosen.at(), k}, {sent.at(), values.count()}, {workspace.at(), bytes}},
       queue());

@@ -159,18 +159,44 @@ def test_more_tensors_than_a_page_has(device):
     same(np.concatenate([device.get(x) for x in residual]), np.concatenate(wanted.residual))
 
 
-def test_packets_of_several_ranks():
+@SETTINGS
+@given(
+    counts=counts,
+    group=groups,
+    ranks=st.lists(st.tuples(shares, st.sampled_from(VALUES)), min_size=1, max_size=3),
+    kind=st.sampled_from(KINDS),
+    seed=st.integers(0, 2**32 - 200),
+)
+def test_packets_of_several_ranks(device, counts, group, ranks, kind, seed):
+    packets, wanted = [], []
+    for rank, (share, value_dtype) in enumerate(ranks):
+        k = round(share * number_of_groups(counts, group))
+        lists = inputs_of(counts, kind, seed + 50 * rank, "float32")
+        found = reference.update_step(*lists, k, group=group, value_dtype=value_dtype)
+        packets.append(np.frombuffer(found.packet, np.uint8))
+        elements = reference.group_elements(counts, group, found.indices)
+        rest = np.concatenate([np.zeros(0, F32), *found.residual])[elements]
+        wanted.append((elements, found.values, rest))
+    sizes = [len(packet) for packet in packets]
+    batch = kernels.decode_groups(device.put(np.concatenate(packets)), sizes, counts, group=group)
+    ends = np.cumsum(batch.lengths)[:-1]
+    parts = np.split(device.get(batch.indices), ends), np.split(device.get(batch.values), ends)
+    for indices, values, (elements, sent, rest) in zip(*parts, wanted, strict=True):
+        same(indices, elements)
+        with np.errstate(all="ignore"):
+            error = sent - values
+        same(np.where(np.isfinite(error), error, F32(0)), rest)
+
+
+def test_more_packets_than_a_launch_has(device):
+    """A launch has 128 packets."""
     counts = [100, 33]
-    packets = []
-    for seed in (1, 50):
-        found, *_ = run_step(inputs_of(counts, "plain", seed, "float32"), 3, "float32")
-        packets.append((found.packet, found.indices))
-    message = np.concatenate([packet for packet, _ in packets])
-    sizes = [len(packet) for packet, _ in packets]
-    batch = kernels.decode_groups(message, sizes, counts)
-    parts = np.split(batch.indices, np.cumsum(batch.lengths)[:-1])
-    for part, (_, indices) in zip(parts, packets, strict=True):
-        same(part, reference.group_elements(counts, 16, indices))
+    found, *_ = run_step(inputs_of(counts, "plain", 1, "float32"), 3, "float32")
+    packet = np.asarray(found.packet)
+    batch = kernels.decode_groups(device.put(np.tile(packet, 140)), [len(packet)] * 140, counts)
+    assert batch.lengths == [len(found.values)] * 140
+    wanted = reference.group_elements(counts, 16, found.indices)
+    same(device.get(batch.indices), np.tile(wanted, 140))
 
 
 def test_all_groups_need_no_indices():
@@ -179,18 +205,19 @@ def test_all_groups_need_no_indices():
     assert len(found.packet) == 4 + 2 + 2 + 2 + 2 + 4096 // 8
 
 
-def test_wrong_packets():
+def test_wrong_packets(device):
     """Each changed byte of the header, each length, other counts, and no crash for any bytes."""
     found, *_ = run_step(inputs_of([1000], "plain", 1, "float32"), 5, "float32")
-    packet, counts = found.packet, [1000]
+    packet, counts = np.asarray(found.packet), [1000]
 
     def refused(some: np.ndarray, counts: list[int]) -> bool:
         try:
-            batch = kernels.decode_groups(some, [len(some)], counts)
+            batch = kernels.decode_groups(device.put(some), [len(some)], counts)
         except InvalidArgument:  # the allowed error
             return True
-        assert len(batch.indices) == 0 or (batch.indices >= 0).all()
-        assert len(batch.indices) == 0 or (batch.indices < sum(counts)).all()
+        indices = device.get(batch.indices)
+        assert len(indices) == 0 or 0 <= indices[0] <= indices[-1] < sum(counts)
+        assert (np.diff(indices) > 0).all()
         return False
 
     assert not refused(packet, counts)
@@ -203,7 +230,7 @@ def test_wrong_packets():
             changed[place] ^= 1 << bit
             assert refused(changed, counts) or place == 3, (place, bit)
     rng = np.random.default_rng(1)
-    for _ in range(2000):
+    for _ in range(2000 if device.indices_are_checked else 100):
         changed = packet.copy()
         changed[rng.integers(0, len(packet), 3)] = rng.integers(0, 256, 3)
         refused(changed, counts)

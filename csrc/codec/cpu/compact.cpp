@@ -86,7 +86,7 @@ size_t encode_compact(const Packet& packet, const CompactEncoding& encoding, std
       encoding.automatic ? std::nullopt : std::optional(encoding.index_code);
   const IndexPlan plan = plan_indices(indices, encoding.count, fixed);
   const CompactHead head =
-      compact_head(packet.count, encoding.count, plan.code, encoding.value_code);
+      compact_head({packet.count, encoding.count}, plan.code, encoding.value_code);
   std::byte* at = std::copy_n(head.bytes.begin(), head.size, out);
   visit_real(encoding.dtype,
              [&](auto dtype) { write_all_values<cpu::Stored<dtype()>>(packet, encoding, at); });

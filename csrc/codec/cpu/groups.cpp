@@ -18,7 +18,6 @@
 namespace pycomm::codec {
 namespace {
 
-constexpr size_t kMostGroupHead = kGroupMagic.size() + 1 + 3 * kMostVarint;
 constexpr size_t kBlocksPerTask = 8;
 
 [[noreturn]] void refuse(const std::string& why, size_t bytes) {
@@ -27,14 +26,9 @@ constexpr size_t kBlocksPerTask = 8;
 }
 
 std::byte* write_head(const Groups& groups, IndexCode index_code, std::byte* out) {
-  const auto put = [&](size_t byte) { *out++ = static_cast<std::byte>(byte & 0xff); };
-  for (const char letter : kGroupMagic) put(static_cast<unsigned char>(letter));
-  put(static_cast<size_t>(index_code) | static_cast<size_t>(groups.value_code) << 4);
-  for (size_t number : {groups.indices.size(), groups.count, groups.values}) {
-    for (; number >= 0x80; number >>= 7) put((number & 0x7f) | 0x80);
-    put(number);
-  }
-  return out;
+  const CompactHead head = compact_head({groups.indices.size(), groups.count, groups.values},
+                                        index_code, groups.value_code, kGroupMagic);
+  return std::copy_n(head.bytes.data(), head.size, out);
 }
 
 // The lowest and highest size of the indices.
@@ -76,8 +70,7 @@ void write_block(ValueCode code, const GroupValues& values, size_t first, size_t
 
 }  // namespace
 
-GroupHeader read_group_header(std::span<const std::byte> bytes) {
-  const size_t size = bytes.size();
+GroupHeader read_group_header(std::span<const std::byte> bytes, size_t size) {
   if (size < kGroupMagic.size() + 4) refuse("it is shorter than its header", size);
   if (std::memcmp(bytes.data(), kGroupMagic.data(), kGroupMagic.size()) != 0)
     refuse("its magic word or its version is unknown", size);

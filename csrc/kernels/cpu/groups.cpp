@@ -374,6 +374,33 @@ size_t CpuKernels::group_workspace_bytes(const GroupCounts& most) {
   return select_bytes(most.groups, most.k) + (most.groups + most.k) * sizeof(float) + 3 * 8;
 }
 
+void CpuKernels::decode_groups(const GroupDecoding& decoding, Queue) {
+  const auto& [counts, group, packets, elements, values, refused, workspace] = decoding;
+  const size_t groups = group_count(counts, group);
+  std::vector<int32_t> indices;
+  size_t first = 0;
+  for (const GroupPacket& packet : packets) {
+    const std::span bytes(packet.bytes, packet.size);
+    const codec::GroupHeader header = codec::read_group_header(bytes);
+    if (header.k != packet.k || header.values != packet.values || header.count != groups)
+      throw InvalidArgument(
+          "invalid packet of groups: its header has k = " + std::to_string(header.k) + " of " +
+          std::to_string(header.count) + " groups and " + std::to_string(header.values) +
+          " values, expected " + std::to_string(packet.k) + " of " + std::to_string(groups) +
+          " and " + std::to_string(packet.values));
+    indices.resize(header.k);
+    codec::decode_groups(bytes, indices.data(), values + first);
+    if (group_elements(counts, group, indices, nullptr) != header.values)
+      throw InvalidArgument("invalid packet of groups: it has " + std::to_string(header.values) +
+                            " values, which its groups do not have");
+    group_elements(counts, group, indices, elements + first);
+    first += header.values;
+  }
+  std::fill_n(refused, packets.size(), 0);
+}
+
+size_t CpuKernels::group_decoding_bytes(const GroupDecoding&) { return 0; }
+
 size_t group_count(std::span<const uint64_t> counts, size_t group) {
   size_t groups = 0;
   for (const size_t count : counts) groups += groups_in(count, group);

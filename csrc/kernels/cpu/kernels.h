@@ -37,6 +37,8 @@ class CpuKernels final : public DeviceKernels {
   void topk_groups(const GroupSelection& selection, Queue queue) override;
   void write_groups(const GroupValues& values, Queue queue) override;
   size_t group_workspace_bytes(const GroupCounts& most) override;
+  void decode_groups(const GroupDecoding& decoding, Queue queue) override;
+  size_t group_decoding_bytes(const GroupDecoding& decoding) override;
   void norm(std::span<const Array> arrays, Dtype dtype, double* norms, Workspace workspace,
             Queue queue) override;
   size_t norm_workspace_bytes(std::span<const Array> arrays) override;
