@@ -1,4 +1,8 @@
-"""The exchange of the largest groups of the updates, for LocalSGD with TopK."""
+"""The exchange of the largest groups of the updates, for LocalSGD with TopK.
+
+Parameters on a GPU are compressed there. Their packets are sent through host memory, as those of
+DGC (packet_codec.py).
+"""
 
 from __future__ import annotations
 
@@ -34,7 +38,7 @@ __all__ = ["TopKUpdates"]
 
 @dataclass(eq=False)
 class _Unit:
-    """Parameters of one dtype, from which groups are selected together.
+    """Parameters of one dtype on one device, from which groups are selected together.
 
     Attributes:
         places: positions among the model's parameters.
@@ -74,14 +78,16 @@ class TopKUpdates(UpdateCompressor[list[PacketBatch]]):
         InvalidArgument: the parameters are too few for the ratio.
     """
 
+    _on_gpu = True
+
     def __init__(
         self, options: TopK, parameters: Sequence[Tensor], snapshot: Sequence[Tensor], group: Group
     ) -> None:
         super().__init__(options, parameters, snapshot, group)
         self._options = options
-        alike: dict[torch.dtype, list[int]] = {}
+        alike: dict[tuple[torch.dtype, torch.device], list[int]] = {}
         for place, parameter in enumerate(parameters):
-            alike.setdefault(parameter.dtype, []).append(place)
+            alike.setdefault((parameter.dtype, parameter.device), []).append(place)
         self._units = [self._unit(places) for places in alike.values()]
         self._current_hosts = CurrentHostGroups()
         self._by_host: list[int] = []  # as CompressorState.by_host
@@ -95,7 +101,7 @@ class TopKUpdates(UpdateCompressor[list[PacketBatch]]):
             places,
             [self._parameters[i] for i in places],
             theta,
-            [torch.zeros(x.numel()) for x in theta],
+            [torch.zeros(x.numel(), device=x.device) for x in theta],
             k,
             kernels.update_workspace(
                 theta, k, group=self._options.group, value_dtype=self._options.value_dtype
@@ -134,7 +140,7 @@ class TopKUpdates(UpdateCompressor[list[PacketBatch]]):
                 self._compare(words)
                 self._holders = self._pool.size
             yield [
-                kernels.decode_groups(message, sizes, unit.counts, group=self._options.group)
+                self._decode(unit, message, sizes)
                 for unit, (message, sizes) in zip(self._units, gathered, strict=True)
             ]
         except BaseException as error:  # includes Ctrl-C: what was selected must be restored
@@ -201,7 +207,11 @@ class TopKUpdates(UpdateCompressor[list[PacketBatch]]):
             workspace=unit.workspace,
         )
         packet: Tensor = unit.packet.packet
-        return packet
+        return packet.cpu()
+
+    def _decode(self, unit: _Unit, message: Tensor, sizes: Sequence[int]) -> PacketBatch:
+        there = message.to(unit.theta[0].device)
+        return kernels.decode_groups(there, sizes, unit.counts, group=self._options.group)
 
     def _roll_back(self) -> None:
         # Each copy of a host's residual gets its rank's update, so their mean gets the mean update.
@@ -216,9 +226,7 @@ class TopKUpdates(UpdateCompressor[list[PacketBatch]]):
 
     def _selected(self, unit: _Unit, packet: UpdatePacket) -> Tensor:
         """The residual in the selected groups, which is the rounding error after a step."""
-        sent = kernels.decode_groups(
-            packet.packet, [len(packet.packet)], unit.counts, group=self._options.group
-        )
+        sent = self._decode(unit, packet.packet, [len(packet.packet)])
         error = packet.values - sent.values
         return torch.where(error.isfinite(), error, 0)
 
@@ -236,7 +244,7 @@ class TopKUpdates(UpdateCompressor[list[PacketBatch]]):
                 for tensors in (unit.theta, unit.parameters):
                     kernels.decode_update(tensors, batch, 1.0, 1.0 / self._holders)
             else:
-                means = [torch.empty(count) for count in unit.counts]
+                means = [torch.empty_like(residual) for residual in unit.residual]
                 kernels.decode_sum(means, batch, 1.0 / self._holders)
                 rows = (unit.theta, unit.parameters, unit.residual, means, factors)
                 for row in zip(*rows, strict=True):

@@ -16,6 +16,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
+from pycomm._core_api import arrays
 from pycomm._training.communicators import CommunicatorPool
 from pycomm.compress.parameter_state import is_dense
 from pycomm.elastic.change import GroupChange
@@ -43,15 +44,18 @@ class UpdateCompressor(ABC, Generic[Received]):
         skipped: all ranks skip this step.
 
     Raises:
-        Unsupported: parameters on a GPU, with gaps in memory, or not float32 or 16-bit floats.
+        Unsupported: parameters on a device that the compression lacks, with gaps in memory, or not
+            float32 or 16-bit floats.
         InvalidArgument: there are no parameters.
     """
+
+    _on_gpu = False  # whether parameters may be on a GPU
 
     def __init__(
         self, options: Any, parameters: Sequence[Tensor], snapshot: Sequence[Tensor], group: Group
     ) -> None:
         self._name = type(options).__name__
-        _check(parameters, self._name)
+        _check(parameters, self._name, self._on_gpu)
         self._pool = CommunicatorPool(group, 1)
         self._parameters = list(parameters)
         self._theta = list(snapshot)
@@ -190,17 +194,18 @@ def commit_rounded(
     residual.add_(torch.where(error.isfinite(), error, 0))
 
 
-def _check(parameters: Sequence[Tensor], name: str) -> None:
+def _check(parameters: Sequence[Tensor], name: str, on_gpu: bool) -> None:
     for place, parameter in enumerate(parameters):
         if parameter.dtype not in (torch.float16, torch.bfloat16, torch.float32):
             raise Unsupported(
                 f"{name}: parameter {place} is {parameter.dtype}: it compresses float32, bfloat16 "
                 "and float16"
             )
-        if not parameter.is_cpu:
+        if not (parameter.is_cpu or (on_gpu and arrays.on_gpu(parameter))):
+            others = "TopK, or DGC with torch.optim.SGD" if not on_gpu else "the CPU or a GPU"
             raise Unsupported(
-                f"{name}: parameter {place} is on {parameter.device}: its kernels run on the CPU "
-                "only; keep the parameters there, or use DGC with torch.optim.SGD"
+                f"{name}: parameter {place} is on {parameter.device}, where it cannot compress: "
+                f"use {others}"
             )
         if not is_dense(parameter):
             raise Unsupported(

@@ -91,8 +91,8 @@ class LocalSGD(LocalState):
         InvalidArgument: k_steps or begin_step below 1, an unknown rule or momentum, averaged
             momentum without torch.optim.SGD, a model that averages gradients itself, arguments
             that contradict each other, or a model too small for the ratio of the compression.
-        Unsupported: parameters that the compression cannot process: on a GPU, or of another dtype
-            than float32, bfloat16 and float16.
+        Unsupported: parameters that the compression cannot process: of another dtype than float32,
+            bfloat16 and float16, or on a GPU with Quantize.
     """
 
     _step_supports_amp_scaling = True  # GradScaler.step() always calls step() and passes found_inf

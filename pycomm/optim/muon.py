@@ -89,8 +89,8 @@ class MuonMatrices:
                 at += 1
                 if p.grad is None:
                     continue
-                new = torch.stack([p.grad.double().square().mean(), row.new_ones(())])
-                row.mul_(DECAY).add_(new, alpha=1 - DECAY)
+                square = float(p.grad.double().square().mean())
+                row.mul_(DECAY).add_(row.new_tensor([square, 1.0]), alpha=1 - DECAY)
                 rms = float(row[0] / row[1]) ** 0.5
                 if rms != 0:  # NaN must be seen
                     p.add_(p.grad, alpha=-float(group["lr"]) / rms)

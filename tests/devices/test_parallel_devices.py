@@ -22,6 +22,7 @@ from pycomm.data import ScatterLoader
 pytestmark = MARKS
 
 STEPS = 4
+TOPK = pycomm.TopK(density=0.3, group=4, value_dtype="bfloat16")
 
 
 class Counting(nn.Module):
@@ -78,6 +79,17 @@ def local(model: nn.Module, optimizer: Any) -> Any:
     return model, pycomm.LocalSGD(model, optimizer, k_steps=2)
 
 
+def local_compressed(model: nn.Module, optimizer: Any) -> Any:
+    return model, pycomm.LocalSGD(model, optimizer, compression=TOPK)
+
+
+def local_muon(model: nn.Module, optimizer: Any) -> Any:
+    del optimizer
+    muon = torch.optim.Muon([p for p in model.parameters() if p.dim() == 2], lr=0.02)
+    rest = torch.optim.SGD([p for p in model.parameters() if p.dim() < 2], lr=0.1)
+    return model, pycomm.LocalSGD(model, rest, compression=TOPK, muon=muon)
+
+
 WAYS: dict[str, Callable[[nn.Module, Any], Any]] = {
     "dense": dense,
     "checked": checked,
@@ -87,6 +99,8 @@ WAYS: dict[str, Callable[[nn.Module, Any], Any]] = {
     "DGC, sharded": compressed(value_dtype="2bit", exchange="sharded"),
     "DGC, fused": compressed(fused=True, select="model"),
     "LocalSGD": local,
+    "LocalSGD, TopK": local_compressed,
+    "LocalSGD, TopK, Muon": local_muon,
 }
 
 
