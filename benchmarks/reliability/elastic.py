@@ -129,7 +129,7 @@ def training(kind: str, seconds: float, interval_s: float) -> dict[str, Any]:
                     losses[step] = loss
                     bar.update(shown, completed=time.monotonic() - begin_s)
                 elif found == "step":
-                    killed_s = max(idle_s)
+                    killed_s = max(moment for moment in idle_s if moment <= value)
                     idle_s[killed_s] = max(idle_s[killed_s], value - killed_s)
                 elif found == "end":
                     ended.append(value)

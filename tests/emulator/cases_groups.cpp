@@ -180,10 +180,12 @@ void try_step(Tensors x, size_t group, size_t k, codec::ValueCode code, size_t s
   check(coded == packet, what + ": other bytes");
   check(same_bits(residual.read(), x.residual), what + ": another residual");
   check(same_bits(param.read(), x.theta), what + ": other parameters");
-  try_decode(packet, x.counts, group, indices, values.count(), what);
-  std::vector<size_t> longer;  // as many groups, but no short ones
-  for (const size_t count : x.counts) longer.push_back(kernels::groups_in(count, group) * group);
-  try_decode(packet, longer, group, indices, values.count(), what + " of longer tensors");
+  if (skew == 0) {
+    try_decode(packet, x.counts, group, indices, values.count(), what);
+    std::vector<size_t> longer;  // as many groups, but no short ones
+    for (const size_t count : x.counts) longer.push_back(kernels::groups_in(count, group) * group);
+    try_decode(packet, longer, group, indices, values.count(), what + " of longer tensors");
+  }
   kernels().write_groups(
       {arrays, group, {chosen.at(), k}, {sent.at(), values.count()}, {workspace.at(), bytes}},
       queue());
