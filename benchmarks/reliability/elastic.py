@@ -11,7 +11,7 @@ or are forked from a process that has imported the libraries ("forked"). Each bu
 optimizer before it joins. Every 50 steps the parameters of all ranks must be bitwise equal to those
 without kills. `steps` is the number of steps of the run. `share` is this number divided by that of
 the run without kills, and `share_without_start` leaves out the time that no process was there to
-take the place (waited_s). idle_s is the time from the kills to the next step of all survivors.
+take the place (waited_s). idle_s is the time from the kills to the next step of all ranks.
 """
 
 from __future__ import annotations

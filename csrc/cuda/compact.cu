@@ -112,11 +112,13 @@ void describe(Reading& r, std::span<const std::byte> packet, size_t count,
   r.count = static_cast<unsigned>(count);
   r.value_count = static_cast<unsigned>(values.value_or(r.k));
   r.all = values && r.k == count;
-  for (size_t code = 0; code < std::size(r.value_bytes); ++code)
-    r.value_bytes[code] = codec::value_bytes(static_cast<codec::ValueCode>(code), r.value_count);
-  for (size_t code = 0; code < std::size(r.least) && !r.all; ++code) {
-    r.least[code] = codec::least_index_bytes(static_cast<codec::IndexCode>(code), r.k, count);
-    r.most[code] = codec::most_index_bytes(static_cast<codec::IndexCode>(code), r.k, count);
+  for (size_t code = 0; code < std::size(r.limits.value_bytes); ++code)
+    r.limits.value_bytes[code] =
+        codec::value_bytes(static_cast<codec::ValueCode>(code), r.value_count);
+  for (size_t code = 0; code < std::size(r.limits.least) && !r.all; ++code) {
+    r.limits.least[code] =
+        codec::least_index_bytes(static_cast<codec::IndexCode>(code), r.k, count);
+    r.limits.most[code] = codec::most_index_bytes(static_cast<codec::IndexCode>(code), r.k, count);
   }
   r.start = start_of(r.k, count);
   constexpr auto kList = codec::IndexCode::list;

@@ -45,8 +45,9 @@ __device__ __forceinline__ Verdict read_head(const Reading& r) {
     if (i != 3 && r.bytes[i] != r.head[i]) return bad;
   const unsigned index_code = r.bytes[3] % 16, value_code = r.bytes[3] / 16;
   if (index_code > 2 || value_code >= kValueCodeCount) return bad;
-  const uint64_t at = r.head_bytes + r.value_bytes[value_code];
-  if (r.size < at + r.least[index_code] || r.size > at + r.most[index_code]) return bad;
+  const uint64_t at = r.head_bytes + r.limits.value_bytes[value_code];
+  if (r.size < at + r.limits.least[index_code] || r.size > at + r.limits.most[index_code])
+    return bad;
   if (!end_in_zeros(r, value_code, at)) return bad;
   if (r.k == 0 && index_code == 2 && r.size != at) return bad;
   return {0, 0, r.all ? kNoIndices : index_code, value_code, at, r.size - at, 0};

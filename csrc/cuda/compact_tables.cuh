@@ -60,6 +60,11 @@ struct Verdict {
   uint64_t quotient_bytes;
 };
 
+// The bytes of the values by code, and the limits of those of the indices by code.
+struct PacketLimits {
+  uint64_t value_bytes[kValueCodeCount], least[3], most[3];
+};
+
 // Arguments of every launch that reads a packet. The limits of a valid packet with these numbers
 // are known beforehand.
 struct Reading {
@@ -73,7 +78,7 @@ struct Reading {
   unsigned* chunks;    // [chunk_count] ones in each; later: before each
   BlockPlace* blocks;  // [block_count]
   uint64_t* runs;      // [run_count] index increments in each; later: before each
-  uint64_t value_bytes[kValueCodeCount], least[3], most[3];
+  PacketLimits limits;
   unsigned k, count, value_count;
   unsigned block_count, run_count, chunk_count;
   unsigned start;

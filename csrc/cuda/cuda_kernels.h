@@ -8,10 +8,20 @@
 
 namespace pycomm::cuda {
 
+class CudaGroupKernels : public kernels::DeviceKernels {
+ public:
+  void update_step(const kernels::UpdateStep& step, kernels::Queue queue) override;
+  void topk_groups(const kernels::GroupSelection& selection, kernels::Queue queue) override;
+  void write_groups(const kernels::GroupValues& values, kernels::Queue queue) override;
+  size_t group_workspace_bytes(const kernels::GroupCounts& most) override;
+  void decode_groups(const kernels::GroupDecoding& decoding, kernels::Queue queue) override;
+  size_t group_decoding_bytes(const kernels::GroupDecoding& decoding) override;
+};
+
 // Every call enqueues on the caller's stream and returns. It allocates nothing and waits for
 // nothing, and works during a stream capture. Throws Unsupported without a driver or GPU, and
 // InternalError with the CUDA error text if a launch fails.
-class CudaKernels final : public kernels::DeviceKernels {
+class CudaKernels final : public CudaGroupKernels {
  public:
   void dgc_step(const kernels::DgcStep& step, kernels::Queue queue) override;
   size_t dgc_workspace_bytes(const kernels::DgcTables& tables) override;
@@ -37,12 +47,6 @@ class CudaKernels final : public kernels::DeviceKernels {
   void dequantize(const std::byte* packet, const kernels::Blocks& blocks,
                   const kernels::Decoding& decoding, kernels::TypedArray out,
                   kernels::Queue queue) override;
-  void update_step(const kernels::UpdateStep& step, kernels::Queue queue) override;
-  void topk_groups(const kernels::GroupSelection& selection, kernels::Queue queue) override;
-  void write_groups(const kernels::GroupValues& values, kernels::Queue queue) override;
-  size_t group_workspace_bytes(const kernels::GroupCounts& most) override;
-  void decode_groups(const kernels::GroupDecoding& decoding, kernels::Queue queue) override;
-  size_t group_decoding_bytes(const kernels::GroupDecoding& decoding) override;
   void norm(std::span<const kernels::Array> arrays, Dtype dtype, double* norms,
             kernels::Workspace workspace, kernels::Queue queue) override;
   size_t norm_workspace_bytes(std::span<const kernels::Array> arrays) override;

@@ -21,7 +21,7 @@ struct Plan {
   kernels::Workspace topk;
   float* sizes = nullptr;  // of the selected groups
 
-  size_t lay_out(CudaKernels& kernels, const kernels::GroupCounts& counts, void* workspace) {
+  size_t lay_out(CudaGroupKernels& kernels, const kernels::GroupCounts& counts, void* workspace) {
     BumpAllocator allocator(workspace);
     allocator.take(tables.pieces, counts.tensors);
     allocator.take(tables.places, counts.tensors);
@@ -90,7 +90,8 @@ void store_table(const Plan& plan, cudaStream_t stream) {
   }
 }
 
-void open(Plan& plan, CudaKernels& kernels, kernels::Workspace workspace, cudaStream_t stream) {
+void open(Plan& plan, CudaGroupKernels& kernels, kernels::Workspace workspace,
+          cudaStream_t stream) {
   const kernels::GroupCounts counts{plan.pieces.size(), plan.tables.groups, plan.tables.k};
   check(plan.lay_out(kernels, counts, workspace.data) <= workspace.bytes,
         "groups: the workspace is too small");
@@ -148,7 +149,7 @@ void with_parameter(Dtype dtype, F f) {
 
 }  // namespace
 
-void CudaKernels::update_step(const kernels::UpdateStep& step, kernels::Queue queue) {
+void CudaGroupKernels::update_step(const kernels::UpdateStep& step, kernels::Queue queue) {
   const OnDevice on(queue);
   cudaStream_t const stream = stream_of(queue);
   const size_t bytes = bytes_of(step.dtype);
@@ -185,7 +186,7 @@ void CudaKernels::update_step(const kernels::UpdateStep& step, kernels::Queue qu
          {blocks_for(step.k * step.group, kLevelled), kValueThreads, stream}, t, w);
 }
 
-void CudaKernels::topk_groups(const kernels::GroupSelection& selection, kernels::Queue queue) {
+void CudaGroupKernels::topk_groups(const kernels::GroupSelection& selection, kernels::Queue queue) {
   const OnDevice on(queue);
   cudaStream_t const stream = stream_of(queue);
   Plan plan = plan_of(selection.tensors, selection.group, selection.k);
@@ -196,7 +197,7 @@ void CudaKernels::topk_groups(const kernels::GroupSelection& selection, kernels:
        queue);
 }
 
-void CudaKernels::write_groups(const kernels::GroupValues& values, kernels::Queue queue) {
+void CudaGroupKernels::write_groups(const kernels::GroupValues& values, kernels::Queue queue) {
   const OnDevice on(queue);
   cudaStream_t const stream = stream_of(queue);
   Plan plan = plan_of(values.tensors, values.group, values.indices.size());
@@ -209,7 +210,7 @@ void CudaKernels::write_groups(const kernels::GroupValues& values, kernels::Queu
          static_cast<unsigned>(values.values.size()));
 }
 
-void CudaKernels::decode_groups(const kernels::GroupDecoding& decoding, kernels::Queue queue) {
+void CudaGroupKernels::decode_groups(const kernels::GroupDecoding& decoding, kernels::Queue queue) {
   const OnDevice on(queue);
   cudaStream_t const stream = stream_of(queue);
   std::vector<kernels::Array> tensors;
@@ -243,14 +244,14 @@ void CudaKernels::decode_groups(const kernels::GroupDecoding& decoding, kernels:
       });
 }
 
-size_t CudaKernels::group_decoding_bytes(const kernels::GroupDecoding& decoding) {
+size_t CudaGroupKernels::group_decoding_bytes(const kernels::GroupDecoding& decoding) {
   kernels::GroupDecoding sized = decoding;
   sized.workspace = {};
   GroupTables tables{};
   return PacketRows().lay_out(tables, sized);
 }
 
-size_t CudaKernels::group_workspace_bytes(const kernels::GroupCounts& most) {
+size_t CudaGroupKernels::group_workspace_bytes(const kernels::GroupCounts& most) {
   return Plan().lay_out(*this, most, nullptr);
 }
 

@@ -88,10 +88,26 @@ struct TypedArray {
   Dtype dtype;
 };
 
-class DeviceKernels {
+// The part of DeviceKernels for groups of neighbours, groups.h.
+class GroupKernels {
  public:
-  virtual ~DeviceKernels() = default;
+  virtual ~GroupKernels() = default;
 
+  virtual void update_step(const UpdateStep& step, Queue queue) = 0;
+  virtual void topk_groups(const GroupSelection& selection, Queue queue) = 0;
+  // The CPU throws InvalidArgument unless the indices ascend in their range and have so many
+  // values. A GPU ignores those out of range.
+  virtual void write_groups(const GroupValues& values, Queue queue) = 0;
+  virtual size_t group_workspace_bytes(const GroupCounts& most) = 0;
+  // Where refused[p] is 0, the elements of packet p ascend. For invalid bytes the CPU throws; a GPU
+  // sets refused[p] to 1, the packet's elements to -1 and its values to 0.
+  virtual void decode_groups(const GroupDecoding& decoding, Queue queue) = 0;
+  // Of the workspace; reads the counts, and the packets without their bytes.
+  virtual size_t group_decoding_bytes(const GroupDecoding& decoding) = 0;
+};
+
+class DeviceKernels : public GroupKernels {
+ public:
   // ---- the DGC step (arXiv 1712.01887, with momentum correction and factor masking) -------------
 
   // For each element of each tensor, with s = scales[tensor] or scale:
@@ -212,20 +228,6 @@ class DeviceKernels {
   // Writes `not_finite` only to set it to 1.
   virtual void dequantize(const std::byte* packet, const Blocks& blocks, const Decoding& decoding,
                           TypedArray out, Queue queue) = 0;
-
-  // ---- groups of neighbours, groups.h -----------------------------------------------------------
-
-  virtual void update_step(const UpdateStep& step, Queue queue) = 0;
-  virtual void topk_groups(const GroupSelection& selection, Queue queue) = 0;
-  // The CPU throws InvalidArgument unless the indices ascend in their range and have so many
-  // values. A GPU ignores those out of range.
-  virtual void write_groups(const GroupValues& values, Queue queue) = 0;
-  virtual size_t group_workspace_bytes(const GroupCounts& most) = 0;
-  // Where refused[p] is 0, the elements of packet p ascend. For invalid bytes the CPU throws; a GPU
-  // sets refused[p] to 1, the packet's elements to -1 and its values to 0.
-  virtual void decode_groups(const GroupDecoding& decoding, Queue queue) = 0;
-  // Of the workspace; reads the counts, and the packets without their bytes.
-  virtual size_t group_decoding_bytes(const GroupDecoding& decoding) = 0;
 
   // ---- dense ------------------------------------------------------------------------------------
 

@@ -188,7 +188,7 @@ def test_elastic_runs(tmp_path: Path) -> None:
     assert (quiet["kills"], killed["kills"]) == (0, 2)
     assert killed["bitwise_equal"]
     assert killed["compared"] > 0
-    assert killed["idle_s"] > killed["waited_s"] > 0 == quiet["idle_s"]
+    assert killed["idle_s"] > 0 == quiet["idle_s"]
     assert picture.stat().st_size > 0
 
 

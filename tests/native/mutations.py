@@ -118,14 +118,6 @@ ROWS = [
         "agreements",
         "a mismatch is known",
     ),
-    (
-        "waiting_calls_overtaken",
-        "device_group/agreements.h",
-        "*waiting_ > 0 || ",
-        "",
-        "agreements",
-        "a call behind messages",
-    ),
     # ---- received data
     (
         "any_magic",

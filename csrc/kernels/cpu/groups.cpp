@@ -306,7 +306,7 @@ class SelectedValues final : public codec::GroupValues {
 
 }  // namespace
 
-void CpuKernels::update_step(const UpdateStep& step, Queue) {
+void CpuGroupKernels::update_step(const UpdateStep& step, Queue) {
   const std::vector<Run> runs = runs_of(step.pieces, step.group);
   const size_t count = groups_of_all(step.pieces, step.group);
   BumpAllocator allocator(step.workspace.data, step.workspace.bytes);
@@ -336,7 +336,7 @@ void CpuKernels::update_step(const UpdateStep& step, Queue) {
   step.sizes[1] = codec::encode_groups(packet, values, step.packet, run_tasks);
 }
 
-void CpuKernels::topk_groups(const GroupSelection& selection, Queue) {
+void CpuGroupKernels::topk_groups(const GroupSelection& selection, Queue) {
   const auto& [tensors, group, k, indices, sizes, workspace] = selection;
   const std::vector<Run> runs = runs_of(tensors, group);
   const size_t count = groups_of_all(tensors, group), bytes = select_bytes(count, k);
@@ -351,7 +351,7 @@ void CpuKernels::topk_groups(const GroupSelection& selection, Queue) {
   of_groups.select(indices, sizes, scratch);
 }
 
-void CpuKernels::write_groups(const GroupValues& values, Queue) {
+void CpuGroupKernels::write_groups(const GroupValues& values, Queue) {
   std::vector<uint64_t> counts;
   for (const Array& tensor : values.tensors) counts.push_back(tensor.count);
   const size_t count = group_elements(counts, values.group, values.indices, nullptr);
@@ -370,11 +370,11 @@ void CpuKernels::write_groups(const GroupValues& values, Queue) {
   }
 }
 
-size_t CpuKernels::group_workspace_bytes(const GroupCounts& most) {
+size_t CpuGroupKernels::group_workspace_bytes(const GroupCounts& most) {
   return select_bytes(most.groups, most.k) + (most.groups + most.k) * sizeof(float) + 3 * 8;
 }
 
-void CpuKernels::decode_groups(const GroupDecoding& decoding, Queue) {
+void CpuGroupKernels::decode_groups(const GroupDecoding& decoding, Queue) {
   const auto& [counts, group, packets, elements, values, refused, workspace] = decoding;
   const size_t groups = group_count(counts, group);
   std::vector<int32_t> indices;
@@ -399,7 +399,7 @@ void CpuKernels::decode_groups(const GroupDecoding& decoding, Queue) {
   std::fill_n(refused, packets.size(), 0);
 }
 
-size_t CpuKernels::group_decoding_bytes(const GroupDecoding&) { return 0; }
+size_t CpuGroupKernels::group_decoding_bytes(const GroupDecoding&) { return 0; }
 
 size_t group_count(std::span<const uint64_t> counts, size_t group) {
   size_t groups = 0;

@@ -9,7 +9,17 @@
 
 namespace pycomm::kernels {
 
-class CpuKernels final : public DeviceKernels {
+class CpuGroupKernels : public DeviceKernels {
+ public:
+  void update_step(const UpdateStep& step, Queue queue) override;
+  void topk_groups(const GroupSelection& selection, Queue queue) override;
+  void write_groups(const GroupValues& values, Queue queue) override;
+  size_t group_workspace_bytes(const GroupCounts& most) override;
+  void decode_groups(const GroupDecoding& decoding, Queue queue) override;
+  size_t group_decoding_bytes(const GroupDecoding& decoding) override;
+};
+
+class CpuKernels final : public CpuGroupKernels {
  public:
   void dgc_step(const DgcStep& step, Queue queue) override;
   size_t dgc_workspace_bytes(const DgcTables& tables) override;
@@ -33,12 +43,6 @@ class CpuKernels final : public DeviceKernels {
                 Queue queue) override;
   void dequantize(const std::byte* packet, const Blocks& blocks, const Decoding& decoding,
                   TypedArray out, Queue queue) override;
-  void update_step(const UpdateStep& step, Queue queue) override;
-  void topk_groups(const GroupSelection& selection, Queue queue) override;
-  void write_groups(const GroupValues& values, Queue queue) override;
-  size_t group_workspace_bytes(const GroupCounts& most) override;
-  void decode_groups(const GroupDecoding& decoding, Queue queue) override;
-  size_t group_decoding_bytes(const GroupDecoding& decoding) override;
   void norm(std::span<const Array> arrays, Dtype dtype, double* norms, Workspace workspace,
             Queue queue) override;
   size_t norm_workspace_bytes(std::span<const Array> arrays) override;
