@@ -108,11 +108,12 @@ class Run:
         if self.moment == "barrier":
             vars(sharded)["collectives"] = SimpleNamespace(barrier=self.pass_barrier)
         self.training = training = elastic.ShardedTraining(self.build)
-        waiting, lost = self.new, []
+        waiting, lost, buffers = self.new, [], b""
         while waiting or training.step_count < LAST:
             try:
                 if waiting:
                     lost, waiting = training.replace().lost, False
+                    buffers = b"".join(x.numpy().tobytes() for x in training.model.buffers())
                 data = torch.Generator().manual_seed(10 * training.step_count + self.group.rank)
                 training.optimizer.zero_grad()
                 training.model(torch.randn(8, 5, generator=data)).square().mean().backward()
@@ -122,7 +123,7 @@ class Run:
                 training.others[0].step()
             except (errors.PeerLost, errors.GroupBroken):  # a rank was killed
                 waiting = True
-        return lost, self.built, contents(training)
+        return lost, self.built, contents(training), buffers
 
 
 def contents(training: elastic.ShardedTraining) -> Any:
@@ -164,9 +165,12 @@ def test_a_run_ends_as_if_no_shard_was_lost(
     assert results.pop(f"rank {victim}") is None
     results[f"rank {victim}"] = results.pop("new")
     for rank, wanted in enumerate(undisturbed):
-        lost, built, found = results[f"rank {rank}"]
+        lost, built, found, _ = results[f"rank {rank}"]
         assert (lost, built) == ([victim], 1 if rank == victim else 2)
         assert found == wanted, rank
+    *_, buffers = results.pop(f"rank {victim}")
+    assert buffers in [others for *_, others in results.values()]
+    assert buffers != b"".join(x.numpy().tobytes() for x in Net().buffers())
 
 
 def lose_shard(*given: Any) -> Any:
