@@ -21,14 +21,8 @@ namespace pycomm::cuda {
 
 inline constexpr unsigned kChunk = 4 * kCompactThreads;  // bytes per block in count_ones
 
-// The packets of a launch, by row: an argument, so that no table is copied to the device first.
-template <unsigned kRows>
-struct Readings {
-  static constexpr unsigned kMost = kRows;
-  Reading of[kRows];
-};
-using FewReadings = Readings<8>;
-using ManyReadings = Readings<128>;
+using FewReadings = LaunchRows<Reading, 8>;
+using ManyReadings = LaunchRows<Reading, 128>;
 static_assert(sizeof(ManyReadings) <= 32000);
 
 // Whether the bits after the last value are zero.

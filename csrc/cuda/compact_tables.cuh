@@ -87,4 +87,11 @@ struct Reading {
   uint8_t head[kGroupHead];  // without the codes
 };
 
+// The packets of a launch, by row: an argument, so that no table is copied to the device first.
+template <class Row, unsigned kRows>
+struct LaunchRows {
+  static constexpr unsigned kMost = kRows;
+  Row of[kRows];
+};
+
 }  // namespace pycomm::cuda

@@ -73,14 +73,8 @@ struct Expansion {
   unsigned* refused;
   unsigned k, value_count;
 };
-// The packets of a launch, by row.
-template <unsigned kRows>
-struct Expansions {
-  static constexpr unsigned kMost = kRows;
-  Expansion of[kRows];
-};
-using FewExpansions = Expansions<8>;
-using ManyExpansions = Expansions<128>;
+using FewExpansions = LaunchRows<Expansion, 8>;
+using ManyExpansions = LaunchRows<Expansion, 128>;
 
 __global__ void __launch_bounds__(kRunThreads)
     store_pieces(const __grid_constant__ GroupTables t, const __grid_constant__ GroupPage page) {
