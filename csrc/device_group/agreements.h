@@ -43,6 +43,10 @@ class Agreements {
   Count count_pending() const { return count(pending_); }  // enqueued, and not agreed about
   Count count_waiting() const { return count(waiting_); }  // to be enqueued after its agreement
   bool any_pending() const { return *pending_ > 0; }
+  // Waits until the ranks have agreed about each enqueued call, or did not within its limit.
+  void wait_for_pending() const {
+    for (int count = *pending_; count > 0; count = *pending_) pending_->wait(count);
+  }
 
   // The group ended, because of `error`.
   void stop(const Error& error) {
@@ -66,7 +70,10 @@ class Agreements {
   }
   static Count count(const Counter& counter) {
     ++*counter;
-    return {nullptr, [counter](void*) { --*counter; }};
+    return {nullptr, [counter](void*) {
+              --*counter;
+              counter->notify_all();
+            }};
   }
 
   const Counter pending_ = std::make_shared<std::atomic<int>>(0);

@@ -424,6 +424,10 @@ std::shared_ptr<device::Event> DeviceGroup::watch(std::span<const group::Call> c
     watchdog_.set_end(launch.captured ? nullptr : end_event);
     return end_event;
   } catch (const Error& error) {  // the peers have enqueued the call
+    if (error.kind() == ErrorKind::peer_lost) {
+      agreements_.wait_for_pending();  // a mismatch, of which the lost rank knew first
+      fail(watchdog_.error_of_last(error));
+    }
     fail(error);
     const std::lock_guard ending(ending_);
     throw Error(cause_.value_or(error));  // `error` may follow from an earlier cause

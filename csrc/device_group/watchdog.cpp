@@ -74,6 +74,15 @@ std::optional<Error> Watchdog::look(bool agreeing) {
                  fields(oldest, -1));
 }
 
+Error Watchdog::error_of_last(const Error& failure) {
+  std::unique_lock lock(mutex_);
+  if (under_way_.empty()) return failure;  // the group ended meanwhile
+  const Entry copy = under_way_.back();
+  lock.unlock();  // it waits, and is_over() may be called with Python's lock
+  const std::string text = copy.what + ": " + failure.what();
+  return with_reason(Error(failure.kind(), text, failure.fields()), copy);
+}
+
 // An aborted call passes its event too: passed calls are complete only if the executor reports no
 // error afterwards.
 std::optional<Error> Watchdog::remove_passed() {

@@ -43,6 +43,9 @@ class Watchdog {
   // enqueued calls, and that reports lost and late ranks. Then it returns none, unless a call
   // exceeds its limit by a second.
   std::optional<Error> look(bool agreeing = false);
+  // `failure` of the call that was added last and cannot be enqueued. With the reason of the rank
+  // that aborted, if it sent one: it may wait a second for that.
+  Error error_of_last(const Error& failure);
   // Calls `failed` of all calls in progress, which will not finish. Call it before the streams
   // continue.
   void end(const std::exception_ptr& error) noexcept;

@@ -98,9 +98,29 @@ def test_every_verb_can_be_repeated(machine, async_op):
     machine.run(3, after, twice, async_op)
 
 
+def behind_another_group(group: pycomm.Group, device: Any, made: Signal) -> None:
+    """A call waits for an earlier one of another group that waits for its agreement."""
+    x, y = agreed_array(group, device), device.put(np.ones(100, np.float32))
+    other = group.split(0)
+    pycomm.all_reduce(y, group=other)
+    if group.rank == 1:
+        assert made.wait(LIMIT_S)
+    works = [pycomm.all_reduce(y, "max", group=other, async_op=True)]
+    works.append(pycomm.all_reduce(x, async_op=True))
+    if group.rank == 0:
+        for work in works:
+            with pytest.raises(errors.Timeout, match="still under way"):
+                work.wait(timeout_s=0.1)
+        made.set()
+    for work in works:
+        work.wait()
+    np.testing.assert_array_equal(device.get(x), np.full(100, group.size))
+
+
 @on("emulated")
-def test_groups_enqueue_in_the_order_of_calls(machine):
+def test_groups_enqueue_in_the_order_of_calls(machine, tmp_path):
     machine.run(2, after, alternate)
+    machine.run(2, after, behind_another_group, Signal(tmp_path))
 
 
 def disagrees(group: pycomm.Group, device: Any, how: str) -> str:
@@ -272,9 +292,21 @@ def captured(group: pycomm.Group, device: Any) -> None:
     np.testing.assert_array_equal(device.get(x), np.full(100, group.size**9))
 
 
+def captured_mismatch(group: pycomm.Group, device: Any) -> None:
+    x = agreed_array(group, device)
+    pycomm.all_reduce(x, "max")
+    device.capture()
+    with pytest.raises(errors.Mismatch, match="no array was changed"):
+        pycomm.all_reduce(x, "sum" if group.rank == 0 else "max")
+    device.end_capture()
+    pycomm.all_reduce(x)
+    np.testing.assert_array_equal(device.get(x), np.full(100, group.size))
+
+
 @on("emulated")
-def test_a_capture_agrees_before(machine):
-    machine.run(2, after, captured)
+@pytest.mark.parametrize("body", [captured, captured_mismatch])
+def test_a_capture_agrees_before(machine, body):
+    machine.run(2, after, body)
 
 
 def killed(group: pycomm.Group, device: Any, made: Signal) -> str:

@@ -5,10 +5,12 @@
 #include <array>
 #include <atomic>
 #include <cstdlib>
+#include <functional>
 #include <latch>
 #include <memory>
 #include <mutex>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -53,6 +55,8 @@ class GatedDevice final : public PlayedDevice {
     }
     return count;
   }
+  // Whether all gates open that were made by now: none, if a call failed before it was enqueued.
+  bool open_in_time() const { return open_in_time(made()); }
   bool open_in_time(size_t count) const {
     for (const Deadline limit(kLong); open() < count; std::this_thread::yield())
       if (limit.expired()) return false;
@@ -194,7 +198,7 @@ const Test kMismatch{
         Rank r(host);
         for (const ReduceOp op : {ReduceOp::sum, ReduceOp::max}) r.group->run(r.all_reduce(op));
         const auto work = r.start(host.rank() == 0 ? ReduceOp::sum : ReduceOp::max);
-        expect(r.device->open_in_time(1), "the device waits permanently");
+        expect(r.device->open_in_time(), "the device waits permanently");
         const auto ending = ranks::ending_of([&] { work->wait(); });
         expect(ending.is(ErrorKind::mismatch), ending.text());
         expect(ending.says("arrays may have changed"), ending.text());
@@ -205,6 +209,57 @@ const Test kMismatch{
         }
       });
     }};
+
+// NCCL on rank 0 fails, as rank 1 ended its communicators before rank 0 knows why.
+void fail_nccl(Rank& r, std::function<void()> then) {
+  r.nccl->state = played::NcclResult::remote_error;
+  r.nccl->on_group_end = std::move(then);
+}
+
+const Test kCause{"a mismatch is reported although the communicator failed before it is known", [] {
+                    std::latch made(1);
+                    ranks::run_groups(2, "local", [&](group::Group& host) {
+                      Rank r(host);
+                      for (const ReduceOp op : {ReduceOp::sum, ReduceOp::max})
+                        r.group->run(r.all_reduce(op));
+                      if (host.rank() == 1) {
+                        made.wait();
+                        // Longer than rank 0 waits for the reason of an abort.
+                        std::this_thread::sleep_for(1500ms);
+                        const auto work = r.start(ReduceOp::max);
+                        expect(r.device->open_in_time(), "the device waits permanently");
+                        return;
+                      }
+                      fail_nccl(r, [&] { made.count_down(); });
+                      const auto ending =
+                          ranks::ending_of([&] { r.group->run(r.all_reduce(ReduceOp::sum)); });
+                      expect(ending.is(ErrorKind::mismatch), ending.text());
+                      expect(ending.says("arrays may have changed"), ending.text());
+                    });
+                  }};
+
+const Test kReason{"the reason of an abort is reported if the communicator failed", [] {
+                     std::latch agreed(1), over(1);
+                     ranks::run_groups(2, "local", [&](group::Group& host) {
+                       Rank r(host);
+                       r.group->run(r.all_reduce());
+                       if (host.rank() == 1) {
+                         r.group->run(r.all_reduce(ReduceOp::max));
+                         agreed.wait();
+                         r.group->abort("enough");
+                         return over.count_down();
+                       }
+                       fail_nccl(r, [&] {
+                         agreed.count_down();
+                         over.wait();
+                       });
+                       const auto ending =
+                           ranks::ending_of([&] { r.group->run(r.all_reduce(ReduceOp::max)); });
+                       expect(ending.is(ErrorKind::group_broken), ending.text());
+                       expect(ending.says("enough"), ending.text());
+                       expect(ending.says("all_reduce"), ending.text());
+                     });
+                   }};
 
 const Test kGroups{"a call behind a call of another group agrees before", [] {
                      std::latch made(1);
