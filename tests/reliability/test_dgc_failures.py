@@ -161,6 +161,7 @@ def through_ctrl_c(
     group: pycomm.Group, options: dict[str, Any], ctrl_c: bool
 ) -> tuple[list[Tensor], bool]:
     """Eight steps; in one of them Ctrl-C interrupts rank 0 during the commit."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in a background job
     module = perceptron()
     model, optimizer, dgc = compressed(module, {"bucket_layers": 1}, **options)
     real, came = transaction.apply_momentum, False
