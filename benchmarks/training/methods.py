@@ -54,11 +54,10 @@ class Adaptive:
         return self.rates[workload] * min(1, (step + 1) / (steps / 20)) * (0.02 + 0.98 * cosine)
 
 
-def _updates(ratio: float, rate: float, kind: str = "adamw", reference: str = "adamw") -> Adaptive:
+def _updates(ratio: float, rate: float, kind: str = "adamw", exchange: str = "auto") -> Adaptive:
     rates = {"images": 0.008, "text": rate}
-    return Adaptive(
-        kind, (0.0, 0.99), rates, {"compression": pycomm.TopK(ratio=ratio)}, None, reference
-    )
+    options = {"compression": pycomm.TopK(ratio=ratio, exchange=exchange)}
+    return Adaptive(kind, (0.0, 0.99), rates, options, None, kind)
 
 
 def _bits(up: int, down: int) -> Adaptive:
@@ -134,6 +133,10 @@ METHODS = {
         Method("adamw usual betas", adaptive=replace(ADAMW, betas=(0.9, 0.95))),
         *(Method(f"adamw topk {n}", adaptive=_updates(n, 0.016)) for n in (50, 200, 500)),
         *(
+            Method(f"adamw topk {n} sharded", adaptive=_updates(n, 0.016, exchange="sharded"))
+            for n in (200, 500)
+        ),
+        *(
             Method(
                 f"adamw quantize {up} {down}",
                 adaptive=replace(ADAMW, gradients=pycomm.Quantize(up, down)),
@@ -153,9 +156,6 @@ METHODS = {
             ),
         ),
         Method("soap", adaptive=SOAP_OPTIMIZER),
-        *(
-            Method(f"soap topk {n}", adaptive=_updates(n, 0.018, "soap", "soap"))
-            for n in (200, 500)
-        ),
+        *(Method(f"soap topk {n}", adaptive=_updates(n, 0.018, "soap")) for n in (200, 500)),
     )
 }

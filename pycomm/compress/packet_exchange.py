@@ -23,6 +23,7 @@ __all__ = [
     "PacketExchange",
     "PacketTransport",
     "all_gather",
+    "to_owners",
     "transpose_packets",
 ]
 
@@ -122,6 +123,23 @@ def all_gather(packets: Sequence[Tensor], transport: PacketTransport) -> tuple[l
     whole = message.new_empty(sum(totals))
     transport.all_gather_v(message, whole, totals).wait()
     return transpose_packets(whole, lengths), mine.nbytes + message.nbytes
+
+
+def to_owners(packets: Sequence[Packets], transport: PacketTransport) -> tuple[list[Packets], int]:
+    """Collective. Sends each bucket's packets to their owners. Returns for each bucket the packets
+    of all ranks for this owner, in rank order; and the bytes sent to other ranks."""
+    mine = torch.tensor([sizes for _, sizes in packets], dtype=torch.int32)
+    sent_sizes = mine.T.contiguous()  # [size, units]
+    received_sizes = torch.empty_like(sent_sizes)
+    transport.all_to_all(sent_sizes, received_sizes).wait()
+    by_owner = transpose_packets(torch.cat([message for message, _ in packets]), mine)
+    message = torch.cat([part for part, _ in by_owner])
+    totals = [lengths.sum(1).tolist() for lengths in (sent_sizes, received_sizes)]
+    received = message.new_empty(sum(totals[1]))
+    transport.all_to_all_v(message, received, *totals).wait()
+    own = sent_sizes[transport.rank]
+    sent = message.nbytes - int(own.sum()) + sent_sizes.nbytes - own.nbytes
+    return transpose_packets(received, received_sizes), sent
 
 
 def transpose_packets(message: Tensor, sizes: Tensor) -> list[Packets]:

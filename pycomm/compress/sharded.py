@@ -21,7 +21,7 @@ from torch import Tensor
 from pycomm import kernels
 from pycomm.compress.bucket import CompressionBucket, ReceivedPackets
 from pycomm.compress.packet_codec import Packets, decode, encode, quantization_error
-from pycomm.compress.packet_exchange import PacketTransport, all_gather, transpose_packets
+from pycomm.compress.packet_exchange import PacketTransport, all_gather, to_owners
 from pycomm.compress.parameter_state import ParameterState
 from pycomm.kernels import PacketBatch
 
@@ -107,7 +107,7 @@ class ShardedExchange:
         self._next = {}
         shares = [Sharding(unit.count, transport.size) for unit in units]
         cuts = self._cut(units, shares)
-        received, given = _to_owners([packets for _, packets in cuts], transport)
+        received, given = to_owners([packets for _, packets in cuts], transport)
         chosen = [
             self._choose(unit, share, packets)
             for unit, share, packets in zip(units, shares, received, strict=True)
@@ -164,20 +164,3 @@ def _error_to_owners(unit: CompressionBucket, share: Sharding, cut: Cut) -> Tens
     decoded = decode(packets, share.places, batch.values.device)
     error = quantization_error(batch.values, decoded.values).to(unit.values.dtype)
     return error[torch.argsort(share.joined(batch))]
-
-
-def _to_owners(packets: Sequence[Packets], transport: PacketTransport) -> tuple[list[Packets], int]:
-    """Collective. Sends each bucket's packets to their owners. Returns for each bucket the packets
-    of all ranks for this owner, in rank order; and the bytes sent to other ranks."""
-    mine = torch.tensor([sizes for _, sizes in packets], dtype=torch.int32)
-    sent_sizes = mine.T.contiguous()  # [size, units]
-    received_sizes = torch.empty_like(sent_sizes)
-    transport.all_to_all(sent_sizes, received_sizes).wait()
-    by_owner = transpose_packets(torch.cat([message for message, _ in packets]), mine)
-    message = torch.cat([part for part, _ in by_owner])
-    totals = [lengths.sum(1).tolist() for lengths in (sent_sizes, received_sizes)]
-    received = message.new_empty(sum(totals[1]))
-    transport.all_to_all_v(message, received, *totals).wait()
-    own = sent_sizes[transport.rank]
-    sent = message.nbytes - int(own.sum()) + sent_sizes.nbytes - own.nbytes
-    return transpose_packets(received, received_sizes), sent

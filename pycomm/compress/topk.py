@@ -38,16 +38,19 @@ class TopK:
     The page "Gradient compression" says which optimizers it suits, and how k follows from ratio.
 
     Args:
-        ratio: 4 bytes for each parameter, over the bytes that this rank sends in a step. None: 200,
-            or what `density` gives.
+        ratio: 4 bytes for each parameter, over the bytes that this rank sends in a step, as an
+            owner not counted. None: 200, or what `density` gives.
         density: instead of `ratio`, the fraction of the groups that is sent, above 0 and at most 1.
         group: neighbours that are selected together: 1, 2, 4, ... 1024.
         value_dtype: values sent as "1bit" (sign; 4096 values share one magnitude), "2bit", "3bit",
             "bfloat16" or "float32".
         error_feedback: keep what is not sent. False: drop it.
-        exchange: "gather": all-gather of the ranks' packets. "auto": the same, or "hierarchical"
-            where several hosts have several ranks: the ranks of a host average their updates and
-            share one residual, and hosts exchange packets.
+        exchange: "gather": all-gather of the ranks' packets. "sharded": each rank owns a shard of
+            the parameters, adds the packets for it, and sends the largest groups of the sum to all;
+            it keeps the rest for the next step. "auto": "sharded" for more than 16 ranks, otherwise
+            "gather". Where several hosts have several ranks, "auto" is "hierarchical": the ranks of
+            a host average their updates and share one residual, and a host counts as a rank.
+        owner_k_factor: groups that all owners together send, in multiples of what one rank sends.
 
     Raises:
         InvalidArgument: an argument out of its range. LocalSGD raises it too if the model has too
@@ -60,6 +63,7 @@ class TopK:
     value_dtype: str = "1bit"
     error_feedback: bool = True
     exchange: str = "auto"
+    owner_k_factor: int = 4
 
     def __post_init__(self) -> None:
         if self.value_dtype not in VALUES:
@@ -71,9 +75,13 @@ class TopK:
             raise InvalidArgument(
                 f"invalid group: got {self.group!r}, expected 1, 2, 4, ... {MOST_GROUP}"
             )
-        if self.exchange not in ("auto", "gather"):
+        if self.exchange not in ("auto", "gather", "sharded"):
             raise InvalidArgument(
-                f"invalid exchange: got {self.exchange!r:.40}, expected auto or gather"
+                f"invalid exchange: got {self.exchange!r:.40}, expected auto, gather or sharded"
+            )
+        if self.owner_k_factor < 1 or self.owner_k_factor != int(self.owner_k_factor):
+            raise InvalidArgument(
+                f"invalid owner_k_factor: got {self.owner_k_factor}, expected 1, 2, ..."
             )
         if self.ratio is not None and self.density is not None:
             raise InvalidArgument(

@@ -8,67 +8,39 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from pycomm import collectives, kernels
+from pycomm import collectives
+from pycomm.compress.group_shards import GroupShards
 from pycomm.compress.hierarchical import (
     CurrentHostGroups,
+    HostGroups,
     average_copies,
+    holder,
     hosts_of,
     rank_factor,
+    saved_holder,
     saved_hosts,
     spans_hosts,
 )
 from pycomm.compress.interrupts import defer_sigint
 from pycomm.compress.packet_codec import Packets
-from pycomm.compress.packet_exchange import all_gather
+from pycomm.compress.packet_exchange import PacketTransport, all_gather, to_owners
 from pycomm.compress.parameter_state import flat_view
 from pycomm.compress.topk import TopK, sent_bytes
-from pycomm.compress.updates import UpdateCompressor, commit_rounded
+from pycomm.compress.update_unit import UpdateUnit
+from pycomm.compress.updates import UpdateCompressor
 from pycomm.elastic.change import GroupChange
+from pycomm.errors import InvalidArgument
 from pycomm.group import Group
-from pycomm.kernels import PacketBatch, UpdatePacket
+from pycomm.kernels import PacketBatch
 
 __all__ = ["TopKUpdates"]
 
-
-@dataclass(eq=False)
-class _Unit:
-    """Parameters of one dtype on one device, from which groups are selected together.
-
-    Attributes:
-        places: positions among the model's parameters.
-        own: the parameters.
-        theta: flat views of the shared parameters.
-        residual: float32, as theta.
-        k: number of groups that a rank sends.
-        workspace: of the update step.
-        packet: what this rank sent in the current exchange, or in the last one if that failed.
-        rest: the values of the selected groups after they were sent, if an exchange failed.
-    """
-
-    places: list[int]
-    own: list[Tensor]
-    theta: list[Tensor]
-    residual: list[Tensor]
-    k: int
-    workspace: kernels.UpdateWorkspace
-    packet: UpdatePacket | None = None
-    rest: Tensor | None = None
-
-    @property
-    def parameters(self) -> list[Tensor]:
-        """Flat views of the parameters, whose memory the program may have replaced."""
-        return [flat_view(x) for x in self.own]
-
-    @property
-    def counts(self) -> list[int]:
-        """Elements of each parameter."""
-        return [x.numel() for x in self.theta]
+MOST_GATHERED = 16  # ranks or hosts without owners, by default
 
 
 class TopKUpdates(UpdateCompressor[list[PacketBatch]]):
@@ -88,25 +60,16 @@ class TopKUpdates(UpdateCompressor[list[PacketBatch]]):
         alike: dict[tuple[torch.dtype, torch.device], list[int]] = {}
         for place, parameter in enumerate(parameters):
             alike.setdefault((parameter.dtype, parameter.device), []).append(place)
-        self._units = [self._unit(places) for places in alike.values()]
+        self._units = [
+            UpdateUnit(
+                options, places, [parameters[i] for i in places], [snapshot[i] for i in places]
+            )
+            for places in alike.values()
+        ]
         self._current_hosts = CurrentHostGroups()
         self._by_host: list[int] = []  # as CompressorState.by_host
         self._holders = self._pool.size  # ranks or hosts whose packets are summed
         self._deltas: list[Tensor] = []  # updates of this rank that are not in the residual
-
-    def _unit(self, places: list[int]) -> _Unit:
-        theta = [flat_view(self._theta[i]) for i in places]
-        k = self._options.groups([x.numel() for x in theta])
-        return _Unit(
-            places,
-            [self._parameters[i] for i in places],
-            theta,
-            [torch.zeros(x.numel(), device=x.device) for x in theta],
-            k,
-            kernels.update_workspace(
-                theta, k, group=self._options.group, value_dtype=self._options.value_dtype
-            ),
-        )
 
     @property
     def groups(self) -> int:
@@ -126,33 +89,66 @@ class TopKUpdates(UpdateCompressor[list[PacketBatch]]):
 
     @contextlib.contextmanager
     def exchange(self, step: int) -> Iterator[list[PacketBatch]]:
-        self._forget()
+        for unit in self._units:
+            unit.forget()
         word = self._check_word(step)
         try:
             if self._uses_hosts():
-                gathered = self._exchange_hosts(word)
+                hosts = self._average_in_hosts(word)
+                packets, sent = self._exchange(hosts)
+                self.sent_bytes = len(word) + (sent if hosts.leads else 0)
             else:
                 with defer_sigint():
                     self._to_ranks()
-                    packets = [self._prepare(unit) for unit in self._units]
-                gathered, self.sent_bytes = all_gather([*packets, word], self._pool)
-                words, _ = gathered.pop()
-                self._compare(words)
-                self._holders = self._pool.size
+                packets, self.sent_bytes = self._exchange(self._pool, word)
             yield [
-                self._decode(unit, message, sizes)
-                for unit, (message, sizes) in zip(self._units, gathered, strict=True)
+                unit.shards.decode(each, unit.device)
+                for unit, each in zip(self._units, packets, strict=True)
             ]
         except BaseException as error:  # includes Ctrl-C: what was selected must be restored
             self._current_hosts.abort(f"{type(error).__name__}: {error}")
             self._roll_back()
             raise
 
+    def _exchange(
+        self, transport: PacketTransport, word: Tensor | None = None
+    ) -> tuple[list[Packets], int]:
+        """Collective. Selects and sends. For each unit the packets of all ranks, or those of the
+        owners; and the bytes that this rank sent. Compares the ranks' check word, if given."""
+        self._holders = transport.size
+        owners = transport.size if self._has_owners(transport.size) else 1
+        with defer_sigint():
+            for unit in self._units:
+                unit.lay_out(transport.rank if owners > 1 else 0, owners)
+            mine = [unit.select() for unit in self._units]
+        if word is not None:
+            mine.append([word] * owners)
+        if owners == 1:
+            packets, sent = all_gather([packet for (packet,) in mine], transport)
+        else:
+            cuts = [(torch.cat(each), [len(one) for one in each]) for each in mine]
+            packets, sent = to_owners(cuts, transport)
+        if word is not None:
+            self._compare(packets.pop()[0])
+        if owners == 1:
+            return packets, sent
+        chosen = [
+            unit.shards.choose(each, unit.k, unit.device)
+            for unit, each in zip(self._units, packets, strict=True)
+        ]
+        packets, sent_to_all = all_gather(chosen, transport)
+        return packets, sent + sent_to_all
+
+    def _has_owners(self, holders: int) -> bool:
+        if self._options.exchange == "auto":
+            return holders > MOST_GATHERED
+        return self._options.exchange == "sharded"
+
     def _uses_hosts(self) -> bool:
         return self._options.exchange == "auto" and spans_hosts(self._pool.group)
 
-    def _exchange_hosts(self, word: Tensor) -> list[Packets]:
-        """Averages the updates inside this host, and exchanges packets of the hosts' updates."""
+    def _average_in_hosts(self, word: Tensor) -> HostGroups:
+        """Collective. Averages the updates inside this host and adds the mean to the residual."""
         with defer_sigint():
             for place, theta in enumerate(self._theta):
                 mine, parameter = flat_view(theta), flat_view(self._parameters[place])
@@ -163,6 +159,7 @@ class TopKUpdates(UpdateCompressor[list[PacketBatch]]):
         self._compare(words)
         hosts, failed = self._current_hosts.get(self._pool.group)
         if not self._by_host:
+            self._fold()
             average_copies(hosts, self.residual, hosts.share)
             self._by_host = hosts.of_rank
         elif failed:
@@ -174,44 +171,36 @@ class TopKUpdates(UpdateCompressor[list[PacketBatch]]):
             for residual, mean in zip(self.residual, means, strict=True):
                 residual.add_(mean, alpha=hosts.share)
             self._deltas = []
-            packets = [self._prepare(unit) for unit in self._units]
-        gathered, sent = all_gather(packets, hosts)
-        self.sent_bytes = len(word) + (sent if hosts.leads else 0)
-        self._holders = hosts.size
-        return gathered
+        return hosts
+
+    def _fold(self) -> None:
+        """Moves what this rank has as an owner into its residual; not collective."""
+        for unit in self._units:
+            unit.lay_out(0, 1)
 
     def _to_ranks(self) -> None:
         """Converts the residual from one for each host, if necessary; not collective."""
+        if self._by_host:
+            self._fold()
         for residual in self.residual if self._by_host else ():
             residual.mul_(rank_factor(self._by_host, self._pool.rank))
         self._by_host = []
 
     def resume(self, change: GroupChange) -> float:
+        self._fold()
         self._to_ranks()
         return super().resume(change)
 
     def described_exchange(self) -> dict[str, Any]:
         return {
-            "exchange": "hierarchical" if self._uses_hosts() else "gather",
+            "exchange": self._named_exchange(),
             "exchange_costs": {},
         }
 
-    def _prepare(self, unit: _Unit) -> Tensor:
-        unit.packet = kernels.update_step(
-            unit.theta,
-            unit.parameters,
-            unit.residual,
-            unit.k,
-            group=self._options.group,
-            value_dtype=self._options.value_dtype,
-            workspace=unit.workspace,
-        )
-        packet: Tensor = unit.packet.packet
-        return packet.cpu()
-
-    def _decode(self, unit: _Unit, message: Tensor, sizes: Sequence[int]) -> PacketBatch:
-        there = message.to(unit.theta[0].device)
-        return kernels.decode_groups(there, sizes, unit.counts, group=self._options.group)
+    def _named_exchange(self) -> str:
+        if self._uses_hosts():
+            return "hierarchical"
+        return "sharded" if self._has_owners(self._pool.size) else "gather"
 
     def _roll_back(self) -> None:
         # Each copy of a host's residual gets its rank's update, so their mean gets the mean update.
@@ -220,35 +209,11 @@ class TopKUpdates(UpdateCompressor[list[PacketBatch]]):
             residual.add_(delta, alpha=share)
         self._deltas = []
         for unit in self._units:
-            if unit.packet is not None and unit.rest is None:
-                unit.rest = self._selected(unit, unit.packet)
-                self._restore(unit, unit.packet, unit.packet.values)
-
-    def _selected(self, unit: _Unit, packet: UpdatePacket) -> Tensor:
-        """The residual in the selected groups, which is the rounding error after a step."""
-        sent = self._decode(unit, packet.packet, [len(packet.packet)])
-        error = packet.values - sent.values
-        return torch.where(error.isfinite(), error, 0)
-
-    def _restore(self, unit: _Unit, packet: UpdatePacket, values: Tensor) -> None:
-        kernels.update_rollback(unit.residual, packet.indices, values, group=self._options.group)
+            unit.roll_back()
 
     def commit(self, received: Sequence[PacketBatch]) -> None:
         for unit, batch in zip(self._units, received, strict=True):
-            factors = [self.decay[place] for place in unit.places]
-            if unit.theta[0].dtype == torch.float32:
-                for x, y, factor in zip(unit.theta, unit.parameters, factors, strict=True):
-                    if factor != 1:
-                        x.mul_(factor)
-                        y.copy_(x)
-                for tensors in (unit.theta, unit.parameters):
-                    kernels.decode_update(tensors, batch, 1.0, 1.0 / self._holders)
-            else:
-                means = [torch.empty_like(residual) for residual in unit.residual]
-                kernels.decode_sum(means, batch, 1.0 / self._holders)
-                rows = (unit.theta, unit.parameters, unit.residual, means, factors)
-                for row in zip(*rows, strict=True):
-                    commit_rounded(*row)
+            unit.commit(batch, [self.decay[place] for place in unit.places], self._holders)
         self._finish()
 
     def means(self, received: Sequence[PacketBatch]) -> list[Tensor]:
@@ -256,49 +221,91 @@ class TopKUpdates(UpdateCompressor[list[PacketBatch]]):
         found = [torch.empty_like(x, requires_grad=False) for x in self._parameters]
         for unit, batch in zip(self._units, received, strict=True):
             dense = [flat_view(found[place]) for place in unit.places]
-            kernels.decode_sum(dense, batch, 1.0 / self._holders)
+            unit.decode(dense, batch, self._holders)
         return found
 
-    def _forget(self) -> None:
-        """Ends the last exchange, which cannot be rolled back any more."""
-        for unit in self._units:
-            unit.packet = unit.rest = None
-
     def _finish(self) -> None:
-        self._forget()
         self.decay = [1.0] * len(self.decay)
         for unit in self._units:
-            if not self._options.error_feedback:
-                for residual in unit.residual:
-                    residual.zero_()
+            unit.finish()
 
     def commit_missed(self) -> None:
         for unit in self._units:
-            if unit.packet is not None and unit.rest is not None:
-                self._restore(unit, unit.packet, unit.rest)
+            unit.commit_missed()
         self._finish()
 
     def save(self) -> dict[str, Any]:
-        return {"residual": [x.clone() for x in self.residual], "hosts": list(self._by_host)}
+        return {
+            "residual": [x.clone() for x in self.residual],
+            "owner_residual": [unit.owner_residual() for unit in self._sharded],
+            "hosts": list(self._by_host),
+        }
+
+    @property
+    def _sharded(self) -> list[UpdateUnit]:
+        """The units, if the last exchange had owners."""
+        return [unit for unit in self._units if unit.shards.size > 1]
 
     def gather(self, dst: int) -> list[dict[str, Any]] | None:
         group = self._pool.group
-        ranks: list[dict[str, Any]] = [{"residual": []} for _ in range(group.size)]
-        for residual in self.save()["residual"]:
+        ranks: list[dict[str, Any]] = [
+            {"residual": [], "owner_residual": []} for _ in range(group.size)
+        ]
+        for residual in self.residual:
             rows = collectives.gather(residual, dst, group=group)
             for rank, row in enumerate(() if rows is None else rows):
                 ranks[rank]["residual"].append(row.clone())
+        for unit in self._sharded:
+            rows = collectives.gather(unit.owner_residual(pad=True), dst, group=group)
+            for rank, row in enumerate(() if rows is None else rows):
+                owner, _ = holder(self._by_host, rank, group.size)
+                owned = row[: unit.shards.owner_counts[owner]].clone()
+                ranks[rank]["owner_residual"].append(owned)
         return ranks if group.rank == dst else None
 
     def load(self, sources: Sequence[Mapping[str, Any]]) -> None:
         self._check_sources(sources)
+        owners = [self._saved_shards(source) for source in sources]
         hosts = saved_hosts(sources[0])
         kept = len(sources) == 1 and hosts in ([], hosts_of(self._pool.group))
         factors = [1.0 if kept else rank_factor(saved_hosts(one), one["rank"]) for one in sources]
-        columns = zip(*(source["residual"] for source in sources), strict=True)
-        for mine, each in zip(self.residual, columns, strict=True):
-            scaled = [x.double() * factor for x, factor in zip(each, factors, strict=True)]
+        columns = [
+            [
+                saved.to(mine.device, torch.float64, copy=True)
+                for saved, mine in zip(source["residual"], self.residual, strict=True)
+            ]
+            for source in sources
+        ]
+        for unit, *each in zip(self._units, *owners, strict=True):
+            for column, shards in zip(columns, each, strict=True):
+                if not kept:
+                    shards.fold([column[place] for place in unit.places])
+            unit.shards = each[0] if kept else unit.shards_of(0, 1)
+        for mine, *rows in zip(self.residual, *columns, strict=True):
+            scaled = [x * factor for x, factor in zip(rows, factors, strict=True)]
             mine.copy_(torch.stack(scaled).mean(0))
         self._by_host = list(hosts) if kept else []
         self.decay = list(sources[0]["decay"])
-        self._forget()
+        for unit in self._units:
+            unit.forget()
+
+    def _saved_shards(self, source: Mapping[str, Any]) -> list[GroupShards]:
+        """The shards of each unit in the state of a rank.
+
+        Raises:
+            InvalidArgument: the state is of another model.
+        """
+        owned = source.get("owner_residual", [])  # older states lack it
+        if not owned:
+            return [unit.shards_of(0, 1) for unit in self._units]
+        where = saved_holder(source)
+        found = [
+            unit.shards_of(*where, mine) for unit, mine in zip(self._units, owned, strict=False)
+        ]
+        wanted = [shards.owner_counts[shards.rank] for shards in found]
+        if len(owned) != len(self._units) or wanted != [x.numel() for x in owned]:
+            raise InvalidArgument(
+                f"LocalSGD: invalid state: got an owner_residual of {[x.numel() for x in owned]} "
+                f"elements, expected {wanted}"
+            )
+        return found

@@ -174,8 +174,9 @@ class LocalState:
 
         With compression it also has version, rank, size, decay (by parameter, the factor of the
         snapshot since the last average), hosts as in QuantizedGradients, and residual: by
-        parameter, float32 [elements]. With Quantize also owner_residual, by parameter, of the
-        elements that this rank owns, and exchange. With muon also its state, and mean_squares,
+        parameter, float32 [elements]. With TopK owner_residual: if there are owners, by dtype and
+        device of the parameters, float32 [elements that this rank owns]. With Quantize that by
+        parameter, and exchange. With muon also its state, and mean_squares,
         float64 [matrices, 2]: of the gradients of this rank.
         """
         state = {

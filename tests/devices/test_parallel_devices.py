@@ -4,6 +4,7 @@ Torch's device is an emulated GPU with a fake NCCL and emulated kernels: torch_d
 """
 
 import copy
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -79,8 +80,12 @@ def local(model: nn.Module, optimizer: Any) -> Any:
     return model, pycomm.LocalSGD(model, optimizer, k_steps=2)
 
 
-def local_compressed(model: nn.Module, optimizer: Any) -> Any:
-    return model, pycomm.LocalSGD(model, optimizer, compression=TOPK)
+def local_compressed(**options: Any) -> Callable[[nn.Module, Any], Any]:
+    def wrap(model: nn.Module, optimizer: Any) -> Any:
+        compression = dataclasses.replace(TOPK, **options)
+        return model, pycomm.LocalSGD(model, optimizer, compression=compression)
+
+    return wrap
 
 
 def local_muon(model: nn.Module, optimizer: Any) -> Any:
@@ -99,7 +104,8 @@ WAYS: dict[str, Callable[[nn.Module, Any], Any]] = {
     "DGC, sharded": compressed(value_dtype="2bit", exchange="sharded"),
     "DGC, fused": compressed(fused=True, select="model"),
     "LocalSGD": local,
-    "LocalSGD, TopK": local_compressed,
+    "LocalSGD, TopK": local_compressed(),
+    "LocalSGD, TopK, sharded": local_compressed(exchange="sharded"),
     "LocalSGD, TopK, Muon": local_muon,
 }
 

@@ -2,6 +2,7 @@
 packets for a host, and one residual. Ranks are threads on simulated hosts."""
 
 import copy
+import dataclasses
 import itertools
 import threading
 from collections.abc import Callable, Sequence
@@ -17,6 +18,7 @@ from torch.nn import functional as F
 from update_training import residuals_of
 
 import pycomm
+from pycomm.compress import topk_updates
 from pycomm.compress.hierarchical import HostGroups, hosts_of, rank_factor, saved_holder
 from pycomm.compress.quantized_gradients import exchange_of
 from pycomm.errors import Error
@@ -24,9 +26,19 @@ from pycomm.testing import run_ranks
 
 COUNT = 9000  # three blocks of quantized values
 PAIRS, UNEVEN = ["a", "a", "b", "b"], ["a", "b", "a", "a", "c"]
-TOPK = pycomm.TopK(density=0.1, group=4)
 BITS = pycomm.Quantize(2, 4)
+COMPRESSIONS = {
+    "topk": pycomm.TopK(density=0.1, group=4),
+    "topk, owners": pycomm.TopK(density=0.1, group=4),
+    "quantize": BITS,
+}
 HOSTS = pytest.mark.parametrize("names", [PAIRS, UNEVEN], ids=["pairs", "uneven"])
+
+
+@pytest.fixture(autouse=True)
+def owners_of_few_hosts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if "topk, owners" in request.node.name:
+        monkeypatch.setattr(topk_updates, "MOST_GATHERED", 1)
 
 
 def on(names: Sequence[str], program: Callable[..., Any], *args: Any, **options: Any) -> list[Any]:
@@ -42,7 +54,7 @@ def values(rank: int, step: int) -> Tensor:
 class Training:
     """A layer at rate 1, whose gradient is its input: by DataParallel or by LocalSGD."""
 
-    def __init__(self, kind: str) -> None:
+    def __init__(self, kind: str, exchange: str = "auto") -> None:
         self.layer = nn.Linear(COUNT, 1, bias=False)
         nn.init.zeros_(self.layer.weight)
         self.optimizer = torch.optim.SGD(self.layer.parameters(), lr=1.0)
@@ -51,9 +63,10 @@ class Training:
             self.model = pycomm.DataParallel(self.layer, compression=BITS, broadcast_buffers=False)
             self.state, self.stepper = self.model.compression, self.optimizer
         else:
-            compression = TOPK if kind == "topk" else BITS
             self.state = self.stepper = pycomm.LocalSGD(
-                self.layer, self.optimizer, compression=compression
+                self.layer,
+                self.optimizer,
+                compression=dataclasses.replace(COMPRESSIONS[kind], exchange=exchange),
             )
 
     def step(self, x: Tensor) -> None:
@@ -74,6 +87,7 @@ def own_residual(state: dict[str, Any]) -> Tensor:
     """The residual of one rank, its own and as an owner, as if it shared it with no other."""
     rank, size = saved_holder(state)
     plain = {"rank": rank, "size": size}
+    plain |= {"exchange": state["exchange"]} if "exchange" in state else {}
     for key in ("residual", "owner_residual"):
         plain[key] = list(state[key].values()) if isinstance(state.get(key), dict) else state.get(
             key, []
@@ -86,7 +100,7 @@ def mean_residual(training: Training) -> Tensor:
     return found
 
 
-KINDS = pytest.mark.parametrize("kind", ["gradients", "topk", "quantize"])
+KINDS = pytest.mark.parametrize("kind", ["gradients", *COMPRESSIONS])
 
 
 @KINDS
@@ -176,7 +190,33 @@ def test_other_hosts_or_ranks_take_the_mean_residual(kind: str, after: list[str]
     on(after, second)
 
 
-@pytest.mark.parametrize("kind", ["gradients", "topk", "quantize"])
+@pytest.mark.parametrize(
+    "exchanges", [("auto", "gather"), ("auto", "sharded"), ("sharded", "auto")], ids=str
+)
+@pytest.mark.parametrize("kind", ["topk, owners"])
+def test_another_exchange_keeps_the_mean_residual(kind: str, exchanges: tuple[str, str]) -> None:
+    """Owners among hosts, then among ranks or none; or the other way round."""
+
+    def program(group: pycomm.Group) -> None:
+        training = Training(kind, exchanges[0])
+        for step in range(3):
+            training.step(values(group.rank, step))
+        weight, before = training.weight, mean_residual(training)
+        state = training.state.state_dict()
+        assert state["owner_residual"][0].any()
+        training = Training(kind, exchanges[1])
+        training.load(weight, state)
+        training.step(values(group.rank, 3))
+        given: Tensor = pycomm.all_reduce(values(group.rank, 3)[0].double(), "avg")
+        moved = (weight - training.weight).double()
+        torch.testing.assert_close(
+            moved + mean_residual(training), given + before, atol=1e-4, rtol=0
+        )
+
+    on(UNEVEN, program)
+
+
+@KINDS
 def test_one_set_of_packets_crosses_between_hosts(kind: str) -> None:
     """Bytes that the links between the first ranks carry, of all ranks of a host."""
 
@@ -187,7 +227,7 @@ def test_one_set_of_packets_crosses_between_hosts(kind: str) -> None:
             exchange_of(training.state)._exchanges._hosts
             if kind == "gradients"
             else training.state._compressor._current_hosts
-            if kind == "topk"
+            if kind.startswith("topk")
             else training.state._compressor._exchanges._hosts
         )
         between = owner.value._between
@@ -201,7 +241,7 @@ def test_one_set_of_packets_crosses_between_hosts(kind: str) -> None:
 
     found = on(PAIRS, program)
     # TopK: a packet with its length. Quantize: half of the values up, the sums of the other down.
-    expected = {"topk": None}.get(kind, COUNT * (2 + 4) / 2 / 8)
+    expected = None if kind.startswith("topk") else COUNT * (2 + 4) / 2 / 8
     for wire, sent, rank in found:
         if rank == 0 and wire == 0:
             assert sent <= 64  # the word that updates compare

@@ -1,6 +1,7 @@
 """LocalSGD with TopK and Quantize: equal replicas, bytes and faults."""
 
 import copy
+import dataclasses
 import math
 import warnings
 from typing import Any
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from update_training import (
     FEW_BITS,
+    SHARDED,
     SMALL,
     Compression,
     adamw,
@@ -24,12 +26,14 @@ from update_training import (
 
 import pycomm
 from pycomm import Quantize, TopK
-from pycomm.compress import quantized_updates
+from pycomm.compress import quantized_updates, topk_updates
 from pycomm.errors import Mismatch
 from pycomm.testing import run_ranks
 
 RANKS = pytest.mark.parametrize("ranks", [2, 4])
-BOTH = pytest.mark.parametrize("compression", [SMALL, FEW_BITS], ids=["topk", "quantize"])
+BOTH = pytest.mark.parametrize(
+    "compression", [SMALL, SHARDED, FEW_BITS], ids=["topk", "topk, sharded", "quantize"]
+)
 
 
 def rmsprop(model: nn.Module) -> torch.optim.RMSprop:
@@ -44,9 +48,10 @@ def rmsprop(model: nn.Module) -> torch.optim.RMSprop:
     [
         TopK(density=0.1, group=4),
         TopK(density=0.1, group=4, value_dtype="float32"),
+        SHARDED,
         FEW_BITS,
     ],
-    ids=["1bit", "float32", "quantize"],
+    ids=["1bit", "float32", "sharded", "quantize"],
 )
 def test_replicas_are_equal(ranks: int, make: Any, k_steps: int, compression: Compression) -> None:
     """After every average; the constructor takes rank 0's parameters."""
@@ -109,12 +114,13 @@ def test_no_update_is_lost(compression: Compression, dtype: torch.dtype, k_steps
         assert float(difference.abs().max()) < 1e-5
 
 
-def test_all_values_of_full_precision_are_the_mean_of_updates() -> None:
+@pytest.mark.parametrize("exchange", ["gather", "sharded"])
+def test_all_values_of_full_precision_are_the_mean_of_updates(exchange: str) -> None:
     """density=1 with float32: the mean of AdamW's parameters, weight decay included."""
 
     def program(group: pycomm.Group) -> tuple[list[Tensor], list[Tensor]]:
         model, twin = perceptron(), perceptron()
-        compression = TopK(density=1, value_dtype="float32")
+        compression = TopK(density=1, value_dtype="float32", exchange=exchange)
         local = pycomm.LocalSGD(model, adamw(model), compression=compression)
         optimizer = adamw(twin)
         for step in range(4):
@@ -163,6 +169,12 @@ def test_weight_decay_must_be_equal_on_all_ranks(compression: Compression) -> No
         with pytest.raises(Mismatch, match="learning rate or weight decay"):
             step_on(model, batch(group.rank, 0), local)
         assert equal(start, parameters(model))
+        if isinstance(compression, TopK):
+            other = dataclasses.replace(compression, group=4 << group.rank)
+            differing = pycomm.LocalSGD(model, sgd(model), compression=other)
+            with pytest.raises(Mismatch, match="or in TopK"):
+                step_on(model, batch(group.rank, 0), differing)
+            assert equal(start, parameters(model))
         plain = pycomm.LocalSGD(
             model, adamw(model, lr=0.01 + group.rank, weight_decay=0.0), compression=compression
         )
@@ -205,6 +217,41 @@ def test_bytes_on_the_transport(ranks: int, compression: TopK) -> None:
         assert compression.ratio is not None
         assert written >= 0.97 * compression.ratio
         assert sent <= 1.35 * compression.ratio  # k uses what was asked for
+
+
+@pytest.mark.parametrize(("ranks", "factor"), [(4, 4), (8, 4), (8, 1)])
+def test_owners_bound_the_bytes(ranks: int, factor: int) -> None:
+    """A rank sends its k groups to the owners, and the owners factor * k groups to all ranks."""
+    compression = TopK(ratio=50, exchange="sharded", owner_k_factor=factor)
+
+    def program(group: pycomm.Group) -> float:
+        model = big_model()
+        local = pycomm.LocalSGD(model, adamw(model), compression=compression)
+        step_on(model, batch(group.rank, 0), local)
+        before = group.stats().bytes_written
+        for step in range(1, 9):
+            step_on(model, batch(group.rank, step), local)
+        assert local.stats()["exchange"] == "sharded"
+        return (group.stats().bytes_written - before) / 8
+
+    budget = 4 * sum(p.numel() for p in big_model().parameters()) / 50
+    written = sum(run_ranks(ranks, program)) / ranks
+    headers = 256 * (ranks - 1)
+    assert written < 1.02 * (1 + factor) * (ranks - 1) / ranks * budget + headers
+    assert written > 0.5 * factor * budget
+
+
+@pytest.mark.parametrize(("ranks", "exchange"), [(2, "gather"), (3, "sharded")])
+def test_many_ranks_have_owners(monkeypatch: pytest.MonkeyPatch, ranks: int, exchange: str) -> None:
+    monkeypatch.setattr(topk_updates, "MOST_GATHERED", 2)
+
+    def program(group: pycomm.Group) -> str:
+        model = perceptron()
+        local = pycomm.LocalSGD(model, adamw(model), compression=TopK(density=0.2, group=4))
+        step_on(model, batch(group.rank, 0), local)
+        return str(local.stats()["exchange"])
+
+    assert run_ranks(ranks, program) == [exchange] * ranks
 
 
 @RANKS
@@ -421,8 +468,12 @@ def test_memory_of_parameters_may_be_replaced(compression: Compression) -> None:
 
 @pytest.mark.parametrize(
     "compression",
-    [TopK(density=0.2, group=4, error_feedback=False), Quantize(error_feedback=False)],
-    ids=["topk", "quantize"],
+    [
+        TopK(density=0.2, group=4, error_feedback=False),
+        dataclasses.replace(SHARDED, error_feedback=False),
+        Quantize(error_feedback=False),
+    ],
+    ids=["topk", "topk, sharded", "quantize"],
 )
 def test_without_error_feedback_the_rest_is_dropped(compression: Compression) -> None:
     def program(group: pycomm.Group) -> None:

@@ -10,7 +10,15 @@ import torch
 from small_models import batch, equal, parameters, perceptron, step_on
 from torch import Tensor, nn
 from torch.nn import functional as F
-from update_training import FEW_BITS, SMALL, Compression, check_failed, fail_in_step, residuals
+from update_training import (
+    FEW_BITS,
+    SHARDED,
+    SMALL,
+    Compression,
+    check_failed,
+    fail_in_step,
+    residuals,
+)
 
 import pycomm
 from pycomm import TopK
@@ -18,7 +26,9 @@ from pycomm._training.coalesced import bcast_value
 from pycomm.errors import Error, InvalidArgument, Mismatch, Unsupported
 from pycomm.testing import run_ranks
 
-BOTH = pytest.mark.parametrize("compression", [SMALL, FEW_BITS], ids=["topk", "quantize"])
+BOTH = pytest.mark.parametrize(
+    "compression", [SMALL, SHARDED, FEW_BITS], ids=["topk", "topk, sharded", "quantize"]
+)
 EXACT = TopK(density=1, value_dtype="float32")
 
 

@@ -7,14 +7,16 @@ import pytest
 import torch
 from small_models import batch, equal, parameters, perceptron, step_on
 from torch import Tensor
-from update_training import FEW_BITS, SMALL, adamw, residuals, residuals_of
+from update_training import FEW_BITS, SHARDED, SMALL, adamw, residuals, residuals_of
 
 import pycomm
 from pycomm._training.coalesced import bcast_value
 from pycomm.errors import Error, InvalidArgument
 from pycomm.testing import run_ranks
 
-BOTH = pytest.mark.parametrize("compression", [SMALL, FEW_BITS], ids=["topk", "quantize"])
+BOTH = pytest.mark.parametrize(
+    "compression", [SMALL, SHARDED, FEW_BITS], ids=["topk", "topk, sharded", "quantize"]
+)
 
 
 def states_after(
@@ -166,12 +168,16 @@ def test_wrong_states_change_nothing(compression: Any) -> None:
         step_on(model, batch(group.rank, 0), local)
         state = local.state_dict()
         before = residuals(local)
+        owned = state["owner_residual"] if compression is SHARDED else []
+        others = [{"owner_residual": [x[1:]]} for x in owned]
+        others += [{"owner_residual": [x, x]} for x in owned]
         for wrong, message in (
             ({"version": 7}, "version"),
             ({"size": 3}, "of 3 on rank"),
             ({"residual": state["residual"][1:]}, "residuals of"),
             ({"residual": state["residual"][:-1]}, "residuals of"),
             ({"snapshot": state["snapshot"][1:]}, "shapes"),
+            *((wrong, "owner_residual of") for wrong in others),
         ):
             with pytest.raises(InvalidArgument, match=message):
                 local.load_state_dict({**state, **wrong})

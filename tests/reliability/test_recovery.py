@@ -6,6 +6,7 @@ model is a plane whose gradient is this rank's own data and nothing else. The se
 be computed from the parameters, and the residuals from DGC's state.
 """
 
+import dataclasses
 import hashlib
 import threading
 from typing import Any
@@ -20,7 +21,7 @@ import pycomm
 from pycomm import Group, errors, testing
 from pycomm._quantize import QuantizedExchange
 from pycomm._training import coalesced
-from pycomm.compress import state, topk_updates
+from pycomm.compress import group_shards, state, topk_updates
 from pycomm.compress.packet_exchange import AllGatherExchange
 from pycomm.compress.sharded import ShardedExchange, Sharding
 from pycomm.compress.transaction import Step
@@ -248,7 +249,8 @@ def test_local_sgd_continues(rule: str, outer: bool, monkeypatch: pytest.MonkeyP
     assert first[1][2] == (4 if rule == "paddle" else 5)  # the average that rank 1 had missed
 
 
-TOPK = pycomm.TopK(density=0.1, group=4, value_dtype="bfloat16")
+TOPK = pycomm.TopK(density=0.1, group=4, value_dtype="bfloat16", exchange="gather")
+SHARDED = dataclasses.replace(TOPK, exchange="sharded", owner_k_factor=1)
 
 
 def train_updates(group: Group, compression: Any, late: Late | None) -> Any:
@@ -291,14 +293,17 @@ def train_updates(group: Group, compression: Any, late: Late | None) -> Any:
 
 
 @pytest.mark.parametrize("in_doubt", [False, True], ids=["before a step", "late error"])
-@pytest.mark.parametrize("compression", [TOPK, pycomm.Quantize()], ids=["topk", "quantize"])
+@pytest.mark.parametrize(
+    "compression", [TOPK, SHARDED, pycomm.Quantize()], ids=["topk", "topk, sharded", "quantize"]
+)
 def test_updates_continue_and_the_residual_of_survivors_is_kept(
     compression: Any, in_doubt: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Sent values, computed from the parameters, and the residuals of all ranks sum to all updates
     of a survivor; divided by three ranks until the failure, and by two since."""
     late = None
-    if in_doubt and compression is TOPK:
+    monkeypatch.setattr(group_shards, "LEAST_PIECE", 4)  # each rank owns groups
+    if in_doubt and isinstance(compression, pycomm.TopK):
         late = Late(topk_updates.all_gather)
         monkeypatch.setattr(topk_updates, "all_gather", late)
     elif in_doubt:

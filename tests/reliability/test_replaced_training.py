@@ -6,6 +6,7 @@ without failures.
 """
 
 import contextlib
+import dataclasses
 import hashlib
 import time
 from pathlib import Path
@@ -25,6 +26,12 @@ from pycomm.elastic import state as elastic_state
 LAST, DEATH = 8, 6  # steps
 LR = 0.125
 TOPK = pycomm.TopK(density=0.1, group=4, value_dtype="bfloat16")
+COMPRESSIONS = {
+    "topk": TOPK,
+    "topk, sharded": dataclasses.replace(TOPK, exchange="sharded"),
+    "quantize": pycomm.Quantize(),
+}
+OWNED = ("topk, sharded", "quantize")  # residuals change: they take in those of owners
 
 
 def digest(tensors: Any) -> str:
@@ -288,7 +295,7 @@ def train_local(init: Any, victim: int, name: str) -> Any:
     if name == "outer":
         outer = torch.optim.SGD(model.parameters(), lr=0.7, momentum=0.9)
     elif name != "dense":
-        compression = TOPK if name == "topk" else pycomm.Quantize()
+        compression = COMPRESSIONS[name]
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 5)
     local = pycomm.LocalSGD(
@@ -330,14 +337,14 @@ def contents(local: pycomm.LocalSGD, optimizer: torch.optim.AdamW) -> dict[str, 
     return {key: digest(tensors) for key, tensors in found.items()}
 
 
-@pytest.mark.parametrize("name", ["dense", "outer", "topk", "quantize"])
+@pytest.mark.parametrize("name", ["dense", "outer", *COMPRESSIONS])
 def test_local_sgd_gives_a_new_rank_the_last_average(tmp_path: Path, name: str) -> None:
     results = with_loss(tmp_path, 3, 1, train_local, name)
     new = results.pop("new")
     first = results["rank 0"]
     for at_join, kept, _, shared, _, end in results.values():
         assert at_join == new[0]
-        assert all(kept.values()) or (name == "quantize" and kept["model"]), kept
+        assert all(kept.values()) or (name in OWNED and kept["model"]), kept
         assert shared[0] == new[3][0], "the snapshot"
         assert end == new[5]
     assert first[0][0] == [1]

@@ -10,11 +10,13 @@ from torch import Tensor, nn
 
 import pycomm
 from pycomm._quantize import blocks_of, fold
+from pycomm.compress.group_shards import GroupShards
 from pycomm.errors import Error
 from pycomm.testing import run_ranks
 
 Compression = pycomm.TopK | pycomm.Quantize
 SMALL = pycomm.TopK(density=0.2, group=4)
+SHARDED = pycomm.TopK(density=0.2, group=4, exchange="sharded")
 FEW_BITS = pycomm.Quantize(bits=2, down_bits=4)
 
 
@@ -39,6 +41,11 @@ def residuals(local: pycomm.LocalSGD) -> list[Tensor]:
 
 def residuals_of(state: dict[str, Any]) -> list[Tensor]:
     found = [x.clone() for x in state["residual"]]
+    if "exchange" not in state:  # TopK: an owner has a shard of the parameters
+        counts = [len(x) for x in found]
+        for owned in state.get("owner_residual", ()):
+            GroupShards(counts, state["rank"], state["size"], SHARDED, owned).fold(found)
+        return found
     first = 0
     for x, owned in zip(found, state.get("owner_residual", ()), strict=False):
         fold(x.numpy(), owned.numpy(), first, state["rank"], state["size"])

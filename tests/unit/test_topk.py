@@ -16,7 +16,7 @@ def test_it_is_a_value() -> None:
     assert TopK() == TopK(ratio=200)
     assert repr(TopK(ratio=50)) == (
         "TopK(ratio=50, density=None, group=16, value_dtype='1bit', error_feedback=True, "
-        "exchange='auto')"
+        "exchange='auto', owner_k_factor=4)"
     )
     assert hash(TopK(density=0.1)) == hash(TopK(density=0.1))
     with pytest.raises(dataclasses.FrozenInstanceError):
@@ -37,6 +37,8 @@ def test_it_is_a_value() -> None:
         ({"ratio": 200, "density": 0.1}, "expected one of them"),
         ({"group": 12}, "invalid group: got 12"),
         ({"group": 2048}, "invalid group"),
+        ({"exchange": "ring"}, "got 'ring', expected auto, gather or sharded"),
+        ({"owner_k_factor": 0}, "invalid owner_k_factor: got 0"),
         ({"value_dtype": "float16"}, "expected one of float32, bfloat16, 2bit, 1bit, 3bit"),
     ],
 )
