@@ -87,12 +87,13 @@ def own_residual(state: dict[str, Any]) -> Tensor:
     """The residual of one rank, its own and as an owner, as if it shared it with no other."""
     rank, size = saved_holder(state)
     plain = {"rank": rank, "size": size}
-    plain |= {"exchange": state["exchange"]} if "exchange" in state else {}
     for key in ("residual", "owner_residual"):
         plain[key] = list(state[key].values()) if isinstance(state.get(key), dict) else state.get(
             key, []
         )  # fmt: skip
-    return residuals_of(plain)[0].double() * rank_factor(state["hosts"], state["rank"])
+    return residuals_of(plain, "exchange" not in state)[0].double() * rank_factor(
+        state["hosts"], state["rank"]
+    )
 
 
 def mean_residual(training: Training) -> Tensor:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 import pycomm
 from pycomm._quantize import blocks_of, fold
 from pycomm.compress.group_shards import GroupShards
+from pycomm.compress.topk_updates import TopKUpdates
 from pycomm.errors import Error
 from pycomm.testing import run_ranks
 
@@ -36,12 +37,12 @@ def big_model() -> nn.Module:
 
 def residuals(local: pycomm.LocalSGD) -> list[Tensor]:
     """What this rank has not sent, as a sender and as an owner of blocks."""
-    return residuals_of(local.state_dict())
+    return residuals_of(local.state_dict(), isinstance(local._compressor, TopKUpdates))
 
 
-def residuals_of(state: dict[str, Any]) -> list[Tensor]:
+def residuals_of(state: dict[str, Any], topk: bool = False) -> list[Tensor]:
     found = [x.clone() for x in state["residual"]]
-    if "exchange" not in state:  # TopK: an owner has a shard of the parameters
+    if topk:  # an owner has a shard of the parameters
         counts = [len(x) for x in found]
         for owned in state.get("owner_residual", ()):
             GroupShards(counts, state["rank"], state["size"], SHARDED, owned).fold(found)
