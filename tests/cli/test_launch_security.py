@@ -248,6 +248,7 @@ def test_several_hosts_without_a_secret_are_warned(tmp_path: Path, capsys: Any) 
     assert "any client that can reach 192.0.2.1:29400 can join this run" in stderr
 
 
+# Lives until it is killed.
 SLEEPS = """{python} -c 'import os, time
 print("pid", os.getpid(), flush=True)
 time.sleep(3600)'"""
