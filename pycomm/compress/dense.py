@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -13,11 +13,23 @@ from pycomm.compress.parameter_state import ParameterState, flat_view
 __all__ = ["apply_momentum", "clip_gradients"]
 
 
-def clip_gradients(gradients: Sequence[Tensor], limit: float, together: bool) -> None:
-    """Clips each gradient, or all `together`, to a norm of at most `limit`, in place."""
+def clip_gradients(
+    gradients: Sequence[Tensor],
+    limit: float,
+    together: bool,
+    whole: Callable[[float], float] = float,
+) -> None:
+    """Clips each gradient, or all `together`, to a norm of at most `limit`, in place.
+
+    Args:
+        gradients: all those of this rank.
+        limit: of the norm.
+        together: clip to the norm of all.
+        whole: gives that norm from the one of `gradients`, if other ranks have shards.
+    """
     norms = [float(torch.linalg.vector_norm(g, dtype=torch.float64)) for g in gradients]
     if together:
-        norms = [math.hypot(*norms)] * len(norms)
+        norms = [whole(math.hypot(*norms))] * len(norms)
     for gradient, norm in zip(gradients, norms, strict=True):
         if math.isfinite(norm) and norm > limit:
             gradient.mul_(limit / norm)

@@ -21,9 +21,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from pycomm._quantize import Quantize
 from pycomm._training import coalesced
 from pycomm._training.communicators import CommunicatorPool
+from pycomm._training.shards import check_replicas, check_sharded, replica_group
 from pycomm.compress.gradient_exchange import GradientExchange
 from pycomm.compress.quantized_gradients import QuantizedGradients, exchange_of
-from pycomm.default_group import default
 from pycomm.errors import InvalidArgument, Unsupported
 
 if TYPE_CHECKING:
@@ -77,9 +77,7 @@ def quantize_hsdp(
         for name, parameter in parameters
     ]
     quantized = QuantizedGradients(named, compression, scaler=scaler)
-    ranks = dist.get_process_group_ranks(replicas.get_group())
-    group = default().split(min(ranks), ranks.index(dist.get_rank()))
-    assert group is not None  # the color is not negative
+    group = replica_group(replicas)
     local = [parameter.to_local() for parameters in modules.values() for _, parameter in parameters]
     coalesced.bcast_list_([*local, *model.buffers()], 0, group)
     exchange, placeholders = exchange_of(quantized), dict(named)
@@ -141,11 +139,7 @@ def _sharded_modules(
     """The parameters whose gradients each call of fully_shard reduces, with their names."""
     from torch.distributed.fsdp import FSDPModule
 
-    if replicas.ndim != 1:
-        raise InvalidArgument(
-            f"quantize_hsdp: invalid replicas: got a mesh of {replicas.ndim} dimensions, expected "
-            'one: pass mesh["replicate"]'
-        )
+    check_replicas("quantize_hsdp", replicas)
     if not isinstance(model, FSDPModule):
         raise InvalidArgument(
             f"quantize_hsdp: got a {type(model).__name__}, on which fully_shard was not called: "
@@ -163,23 +157,11 @@ def _sharded_modules(
         for name, parameter in module.named_parameters(recurse=False):
             if parameter.requires_grad and parameter not in known:
                 known.add(parameter)
-                _check(prefix + name, parameter)
+                check_sharded("quantize_hsdp", prefix + name, parameter)
                 found.setdefault(mine, []).append((prefix + name, parameter))
     if not found:
         raise InvalidArgument("quantize_hsdp: the model has no parameters that require gradients")
     return found
-
-
-def _check(name: str, parameter: Any) -> None:
-    """Raises InvalidArgument unless the parameter is sharded over one dimension of a mesh."""
-    mesh = getattr(parameter, "device_mesh", None)
-    if mesh is None or mesh.ndim != 1 or not parameter.placements[0].is_shard():
-        found = "no shard" if mesh is None else f"placements {parameter.placements}"
-        raise InvalidArgument(
-            f"quantize_hsdp: {name!r} has {found}, expected one dimension of shards: call "
-            'fully_shard(module, mesh=mesh["shard"]), because with a mesh of two dimensions '
-            "fully_shard averages over the replicas itself"
-        )
 
 
 def _placeholder(name: str, parameter: Any) -> Tensor:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pycomm._training.shards import is_sharded, local_shard
 from pycomm.errors import InvalidArgument, Unsupported
 
 __all__ = ["AdoptedMomentum", "Hyper", "ParameterState", "flat_view", "is_dense"]
@@ -60,10 +61,11 @@ class ParameterState:
 
 
 def flat_view(x: Tensor) -> Tensor:
-    """A flat view [count] of a dense tensor, in the order of its memory."""
+    """A flat view [count] of a dense tensor, or of its shard, in the order of its memory."""
+    x = local_shard(x.detach())
     if x.is_contiguous():
-        return x.detach().view(-1)
-    return torch.as_strided(x.detach(), (x.numel(),), (1,))
+        return x.view(-1)
+    return torch.as_strided(x, (x.numel(),), (1,))
 
 
 def is_dense(x: Tensor) -> bool:
@@ -270,7 +272,7 @@ def _check(optimizer: torch.optim.Optimizer) -> None:
                 f"maximize={group['maximize']}, expected 0 and False: leave them out"
             )
         for parameter in group["params"]:
-            if hasattr(parameter, "device_mesh"):
+            if is_sharded(parameter):
                 raise Unsupported(
                     "DGC needs full replicas, not shards (DTensor, FSDP, ZeRO): use "
                     "pycomm.quantize_hsdp with fully_shard"

@@ -62,16 +62,16 @@ class QuantizedUpdates(UpdateCompressor[list[Tensor]]):
     ) -> None:
         super().__init__(options, parameters, snapshot, group)
         self._options = options
-        named = ((str(place), p) for place, p in enumerate(self._parameters))
+        named = ((str(place), x) for place, x in enumerate(self._theta))
         self._residuals = QuantizedResiduals(named, owner="LocalSGD")
         self._buckets: list[_Bucket] = []
-        for place, parameter in enumerate(self._parameters):
+        for place, theta in enumerate(self._theta):
             if not self._buckets or sum(self._buckets[-1].counts) >= BUCKET:
                 self._buckets.append(_Bucket([], []))
             self._buckets[-1].places.append(place)
-            self._buckets[-1].counts.append(parameter.numel())
+            self._buckets[-1].counts.append(theta.numel())
         self._exchanges = BucketExchanges(options, self._residuals, in_place=False)
-        self._residuals.unsent(self._parameters, create=True)
+        self._residuals.unsent(self._theta, create=True)
 
     @property
     def ratio(self) -> float:
@@ -114,8 +114,7 @@ class QuantizedUpdates(UpdateCompressor[list[Tensor]]):
         return [bucket.exchange for bucket in self._buckets if bucket.exchange is not None]
 
     def _new_exchange(self, bucket: _Bucket) -> BucketExchange:
-        own = [self._parameters[place] for place in bucket.places]
-        return self._exchanges.make(own, self._pool)
+        return self._exchanges.make([self._theta[place] for place in bucket.places], self._pool)
 
     def _take_update(self, bucket: _Bucket) -> None:
         """Computes the update of this rank, and restores the parameters."""
@@ -175,7 +174,7 @@ class QuantizedUpdates(UpdateCompressor[list[Tensor]]):
 
     def means(self, received: list[Tensor]) -> list[Tensor]:
         self._decay_shared()
-        found = [torch.empty_like(x, requires_grad=False) for x in self._parameters]
+        found = [torch.empty_like(x) for x in self._theta]
         for x, mean in zip(found, received, strict=True):
             flat_view(x).copy_(mean)
         return found

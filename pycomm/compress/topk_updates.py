@@ -218,7 +218,7 @@ class TopKUpdates(UpdateCompressor[list[PacketBatch]]):
 
     def means(self, received: Sequence[PacketBatch]) -> list[Tensor]:
         self._decay_shared()
-        found = [torch.empty_like(x, requires_grad=False) for x in self._parameters]
+        found = [torch.empty_like(x) for x in self._theta]
         for unit, batch in zip(self._units, received, strict=True):
             dense = [flat_view(found[place]) for place in unit.places]
             unit.decode(dense, batch, self._holders)

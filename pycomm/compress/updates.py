@@ -18,6 +18,7 @@ from torch import Tensor
 
 from pycomm._core_api import arrays
 from pycomm._training.communicators import CommunicatorPool
+from pycomm._training.shards import local_shard
 from pycomm.compress.parameter_state import is_dense
 from pycomm.elastic.change import GroupChange
 from pycomm.errors import InvalidArgument, Mismatch, Unsupported
@@ -33,8 +34,9 @@ class UpdateCompressor(ABC, Generic[Received]):
 
     Args:
         options: TopK or Quantize.
-        parameters: the parameters that the optimizer changes.
-        snapshot: the shared parameters, equal on all ranks; `commit` changes them.
+        parameters: the parameters that the optimizer changes. Of a sharded one (DTensor), the
+            compressor exchanges this rank's shard.
+        snapshot: the shared parameters, or shards, equal on all ranks; `commit` changes them.
         group: the ranks.
 
     Attributes:
@@ -55,7 +57,7 @@ class UpdateCompressor(ABC, Generic[Received]):
         self, options: Any, parameters: Sequence[Tensor], snapshot: Sequence[Tensor], group: Group
     ) -> None:
         self._name = type(options).__name__
-        _check(parameters, self._name, self._on_gpu)
+        _check([local_shard(one) for one in parameters], self._name, self._on_gpu)
         self._pool = CommunicatorPool(group, 1)
         self._parameters = list(parameters)
         self._theta = list(snapshot)
@@ -107,8 +109,8 @@ class UpdateCompressor(ABC, Generic[Received]):
 
     @abstractmethod
     def means(self, received: Received) -> list[Tensor]:
-        """The mean of the received updates of each parameter, dense, of its shape and dtype. The
-        shared parameters are multiplied by `decay`."""
+        """The mean of the received updates of each parameter or shard, dense, of its shape and
+        dtype. The shared parameters are multiplied by `decay`."""
 
     @abstractmethod
     def commit_missed(self) -> None:
@@ -117,7 +119,7 @@ class UpdateCompressor(ABC, Generic[Received]):
     def commit_outer(self) -> None:
         """Ends an exchange after which an outer optimizer changed the parameters."""
         for theta, parameter in zip(self._theta, self._parameters, strict=True):
-            theta.copy_(parameter.detach())
+            theta.copy_(local_shard(parameter.detach()))
         self._finish()
 
     @abstractmethod
@@ -168,7 +170,7 @@ class UpdateCompressor(ABC, Generic[Received]):
 
     def _check_sources(self, sources: Sequence[Mapping[str, Any]]) -> None:
         """Raises InvalidArgument unless the residuals have the sizes of the parameters."""
-        wanted = [x.numel() for x in self._parameters]
+        wanted = [x.numel() for x in self._theta]
         for source in sources:
             found = [x.numel() for x in source["residual"]]
             if found != wanted:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from pycomm import collectives
+from pycomm._training.shards import as_shard, is_sharded, local_shard
 from pycomm.default_group import default
 from pycomm.elastic.change import GroupChange, Membership, ShrinkResult
 from pycomm.elastic.state import RankStates, check_replicated, copy_state
@@ -168,10 +169,10 @@ class ShardedTraining:
         for index, parameter in enumerate(_optimized(self.optimizer)):
             state = self.optimizer.state.get(parameter, {})
             moments[index] = {
-                key: [_is_sharded(value), _local(value) if _alike(value, parameter) else value]
+                key: [is_sharded(value), local_shard(value) if _alike(value, parameter) else value]
                 for key, value in state.items()
             }
-        parameters = {name: _local(one) for name, one in self._parameters.items()}
+        parameters = {name: local_shard(one) for name, one in self._parameters.items()}
         return {"parameters": parameters, "optimizer": moments}
 
     def _take(self, model: nn.Module, states: RankStates, held: Held, group: Group) -> Any:
@@ -202,18 +203,9 @@ class ShardedTraining:
         return found
 
 
-def _is_sharded(value: Any) -> bool:
-    return hasattr(value, "device_mesh")  # a DTensor
-
-
-def _local(value: Any) -> Any:
-    """The shard of a tensor; another value as it is."""
-    return value.detach().to_local() if _is_sharded(value) else value
-
-
 def _alike(value: Any, parameter: Any) -> bool:
     """Whether the shards of an optimizer's value are those of the parameter; or it has none."""
-    return not _is_sharded(value) or (
+    return not is_sharded(value) or (
         value.shape == parameter.shape and value.placements == parameter.placements
     )
 
@@ -227,7 +219,7 @@ def _shard(parameters: Iterable[Any]) -> tuple[str, int]:
     """The part of the model that this rank holds: by mesh, the coordinate and the size of each
     dimension that shards; and the number of such parts."""
     rows = set()
-    for parameter in filter(_is_sharded, parameters):
+    for parameter in filter(is_sharded, parameters):
         place, sizes = parameter.device_mesh.get_coordinate(), parameter.device_mesh.shape
         rows.add(
             tuple(
@@ -248,7 +240,7 @@ def _load(made: Sequence[Any], shard: Any, shared: Any, buffers: dict[str, Tenso
     """
     model, optimizer, *others = made
     options, states = shared
-    parameters = {name: _local(one) for name, one in model.named_parameters()}
+    parameters = {name: local_shard(one) for name, one in model.named_parameters()}
     shapes = [
         {name: tuple(one.shape) for name, one in found.items()}
         for found in (parameters, shard["parameters"])
@@ -263,7 +255,7 @@ def _load(made: Sequence[Any], shard: Any, shared: Any, buffers: dict[str, Tenso
         buffer.copy_(buffers[name])
     moments = {
         index: {
-            key: _as_shard(value, parameter) if sharded else value
+            key: as_shard(value, parameter) if sharded else value
             for key, (sharded, value) in shard["optimizer"][index].items()
         }
         for index, parameter in enumerate(_optimized(optimizer))
@@ -271,17 +263,3 @@ def _load(made: Sequence[Any], shard: Any, shared: Any, buffers: dict[str, Tenso
     optimizer.load_state_dict({"state": moments, "param_groups": options})
     for other, state in zip(others, states, strict=True):
         other.load_state_dict(state)
-
-
-def _as_shard(value: Tensor, parameter: Any) -> Tensor:
-    """A DTensor like the parameter with this shard."""
-    from torch.distributed.tensor import DTensor
-
-    return DTensor.from_local(
-        value.to(parameter.device),
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )

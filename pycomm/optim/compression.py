@@ -7,8 +7,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from pycomm._quantize import Quantize
+from pycomm._training.shards import is_sharded
 from pycomm.compress.quantized_updates import QuantizedUpdates
 from pycomm.compress.topk import TopK
 from pycomm.compress.topk_updates import TopKUpdates
@@ -16,7 +18,13 @@ from pycomm.compress.updates import UpdateCompressor
 from pycomm.errors import InvalidArgument, Unsupported
 from pycomm.group import Group
 
-__all__ = ["check_model", "check_supported", "update_compressor", "warn_about_momentum"]
+__all__ = [
+    "check_model",
+    "check_shards",
+    "check_supported",
+    "update_compressor",
+    "warn_about_momentum",
+]
 
 
 def check_model(model: nn.Module, optimizer: torch.optim.Optimizer, momentum: str) -> None:
@@ -33,20 +41,32 @@ def check_model(model: nn.Module, optimizer: torch.optim.Optimizer, momentum: st
         )
 
 
-def check_supported(model: nn.Module, rule: str, momentum: str) -> None:
-    """Raises an error unless compression knows this schedule of LocalSGD, and no parameter of the
-    model is a shard."""
+def check_supported(rule: str, momentum: str) -> None:
+    """Raises InvalidArgument unless compression knows this schedule of LocalSGD."""
     if (rule, momentum) != ("paddle", "local"):
         raise InvalidArgument(
             f'compression: got rule={rule!r} and momentum={momentum!r}, expected "paddle" and '
             '"local"'
         )
-    for name, parameter in model.named_parameters():
-        if hasattr(parameter, "device_mesh"):
-            raise Unsupported(
-                f"LocalSGD: {name!r} is a shard (DTensor, FSDP, ZeRO), and compression of updates "
-                "needs full replicas: for HSDP use pycomm.quantize_hsdp"
-            )
+
+
+def check_shards(
+    model: nn.Module, replicas: DeviceMesh | None, compressed: bool, group: Group | None, muon: bool
+) -> None:
+    """Raises an error unless LocalSGD knows how to treat the shards of the model."""
+    if replicas is None:
+        for name, parameter in model.named_parameters():
+            if is_sharded(parameter):
+                raise Unsupported(
+                    f"LocalSGD: {name!r} is a shard (DTensor, FSDP): with replicas of the shards "
+                    "(HSDP) write LocalSGD(model, optimizer, compression=..., "
+                    'replicas=mesh["replicate"])'
+                )
+    elif not compressed or group is not None or muon:
+        raise InvalidArgument(
+            "LocalSGD: replicas needs compression, no group and no muon: the mesh has the groups, "
+            "and Muon needs whole matrices"
+        )
 
 
 def update_compressor(

@@ -18,10 +18,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from pycomm import collectives
 from pycomm._quantize import Quantize
 from pycomm._training import coalesced
+from pycomm._training.shards import as_shard, local_shard
 from pycomm.compress.dense import clip_gradients
 from pycomm.compress.interrupts import defer_sigint
 from pycomm.compress.topk import TopK
@@ -31,12 +33,14 @@ from pycomm.errors import InvalidArgument
 from pycomm.group import Group
 from pycomm.optim.compression import (
     check_model,
+    check_shards,
     check_supported,
     update_compressor,
     warn_about_momentum,
 )
 from pycomm.optim.local_state import LocalState
 from pycomm.optim.muon import MuonMatrices
+from pycomm.optim.shards import ModelShards
 from pycomm.optim.weight_decay import multiply_factors, without_decay
 
 __all__ = ["LocalSGD"]
@@ -81,6 +85,11 @@ class LocalSGD(LocalState):
         muon: a torch.optim.Muon over some matrices; `optimizer` has all other parameters. The
             matrices' gradients are scaled and compressed; Muon steps with their mean, on all ranks
             alike. Needs `compression`, k_steps=1, no outer, and float32 parameters.
+        replicas: for a model of fully_shard(model, mesh=mesh["shard"]) (HSDP): the dimension of the
+            replicas in the same mesh, as mesh["replicate"]. The ranks with the same shard exchange
+            its updates, in place of the all-reduce of gradients. N is the number of replicas then,
+            and `rank` and `size` of a state count them. Needs `compression`, no group and no muon.
+            Collective over the default group, which has all ranks of the mesh.
 
     Attributes:
         step_count: steps so far, including skipped ones.
@@ -92,7 +101,7 @@ class LocalSGD(LocalState):
             momentum without torch.optim.SGD, a model that averages gradients itself, arguments
             that contradict each other, or a model too small for the ratio of the compression.
         Unsupported: parameters that the compression cannot process: of another dtype than float32,
-            bfloat16 and float16, or on a GPU with Quantize.
+            bfloat16 and float16, or on a GPU with Quantize; or sharded, without `replicas`.
     """
 
     _step_supports_amp_scaling = True  # GradScaler.step() always calls step() and passes found_inf
@@ -112,9 +121,10 @@ class LocalSGD(LocalState):
         compression: TopK | Quantize | None = None,
         clip_norm: float | None = None,
         muon: torch.optim.Optimizer | None = None,
+        replicas: DeviceMesh | None = None,
     ) -> None:
         check_model(model, optimizer, momentum)
-        group = group or default()
+        check_shards(model, replicas, compression is not None, group, muon is not None)
         if k_steps < 1 or begin_step < 1:
             raise InvalidArgument(
                 f"invalid k_steps or begin_step: got {k_steps} and {begin_step}, expected at "
@@ -123,20 +133,24 @@ class LocalSGD(LocalState):
         if rule not in ("paddle", "torch"):
             raise InvalidArgument(f'invalid rule: got {rule!r}, expected "paddle" or "torch"')
         if compression is not None:
-            check_supported(model, rule, momentum)
+            check_supported(rule, momentum)
         if muon is not None and (compression is None or k_steps != 1 or outer is not None):
             raise InvalidArgument("LocalSGD: muon needs compression, k_steps=1 and no outer")
         if clip_norm is not None and not clip_norm > 0:
             raise InvalidArgument(f"invalid clip_norm: got {clip_norm}, expected above 0, or None")
-        super().__init__(model, optimizer, outer, k_steps, group)
+        shards = None if replicas is None else ModelShards(model, replicas)
+        group = (group or default()) if shards is None else shards.group
+        super().__init__(model, optimizer, outer, k_steps, group, shards)
         self._begin, self._rule = begin_step, rule
         self._average_momentum = momentum == "averaged"
         self._buffers = [b for b in model.buffers() if b.is_floating_point()] if buffers else []
         self._clip_norm = clip_norm
         if compression is not None:
-            self._compressor = update_compressor(
-                compression, self._parameters, self._snapshot, self._group
-            )
+            with self._agreement() as agree:
+                self._compressor = update_compressor(
+                    compression, self._parameters, self._snapshot, self._group
+                )
+                agree()
             warn_about_momentum(optimizer, self._compressor.ratio)
         if muon is not None:
             self._muon = MuonMatrices(muon, optimizer, self._parameters)
@@ -213,15 +227,15 @@ class LocalSGD(LocalState):
         together = compressor is not None and (self.k_steps == 1 or self.step_count <= self._begin)
         scale = getattr(self, "grad_scale", None)  # set by GradScaler.step()
         if scale is not None:
-            for p in self._with_gradient():
-                p.grad.mul_(1.0 / scale)
+            for gradient in self._gradients():
+                gradient.mul_(1.0 / scale)
         averaged = self._averages_gradients(self.step_count)
         if averaged:
             self._average_gradients()
             if hasattr(self, "found_inf"):  # of this rank only; the averages are equal on all ranks
-                skip = not all(bool(p.grad.isfinite().all()) for p in self._with_gradient())
+                skip = not all(bool(gradient.isfinite().all()) for gradient in self._gradients())
         elif hasattr(self, "found_inf"):
-            skip = bool(self.found_inf)
+            skip = bool(self.found_inf)  # of all shards: torch takes their maximum
             if together:
                 skip = self._any_rank(skip)
         result: float | None = None
@@ -249,11 +263,18 @@ class LocalSGD(LocalState):
 
     def _clip(self, factor: float) -> None:
         if self._clip_norm is not None:
-            gradients = [p.grad for p in self._with_gradient()]
-            clip_gradients(gradients, self._clip_norm * factor, True)
+            whole = float if self._shards is None else self._shards.norm
+            clip_gradients(self._gradients(), self._clip_norm * factor, True, whole)
 
-    def _with_gradient(self) -> list[Any]:
-        return [p for p in self._parameters if p.grad is not None]
+    def _gradients(self) -> list[Tensor]:
+        """Those of this rank; of sharded parameters, of its shards."""
+        return [local_shard(p.grad) for p in self._parameters if p.grad is not None]
+
+    def _agreement(self) -> contextlib.AbstractContextManager[Callable[[], None]]:
+        """That of ModelShards; without shards its call does nothing."""
+        if self._shards is None:
+            return contextlib.nullcontext(lambda: None)
+        return self._shards.agreement()
 
     def _average_gradients(self) -> None:
         mine = [torch.zeros_like(p) if p.grad is None else p.grad for p in self._parameters]
@@ -291,8 +312,9 @@ class LocalSGD(LocalState):
         updates are in the residual."""
         compressor.settings = [] if self._muon is None else self._muon.settings
         with contextlib.ExitStack() as ending:
-            with compressor.exchange(self.step_count) as received:
+            with self._agreement() as agree, compressor.exchange(self.step_count) as received:
                 buffers = coalesced.average(self._buffers, self._group) if self._buffers else []
+                agree()
                 ending.enter_context(defer_sigint())
             for buffer, mean in zip(self._buffers, buffers, strict=True):
                 buffer.copy_(mean)
@@ -317,8 +339,8 @@ class LocalSGD(LocalState):
         assert self.outer is not None
         gradients = [p.grad for p in self._parameters]
         for p, s, delta in zip(self._parameters, self._snapshot, deltas, strict=True):
-            p.data.copy_(s)
-            p.grad = delta
+            local_shard(p).detach().copy_(s)
+            p.grad = as_shard(delta, p)
         self.outer.step()
         for p, gradient in zip(self._parameters, gradients, strict=True):
             p.grad = gradient
@@ -341,11 +363,11 @@ class LocalSGD(LocalState):
 
         Returns:
             step: the step count. sent_bytes: with compression, bytes that this rank sent, as coded,
-            else 0. dense_bytes: 4 for each parameter. groups: with compression, groups that each
-            rank sends, else 0. exchange, exchange_costs: with compression, as in
+            else 0. dense_bytes: 4 for each parameter of this rank. groups: with compression, groups
+            that each rank sends, else 0. exchange, exchange_costs: with compression, as in
             QuantizedGradients.stats.
         """
-        dense = 4 * sum(p.numel() for p in self._parameters)
+        dense = 4 * sum(s.numel() for s in self._snapshot)
         one = self._compressor
         return {
             "step": self.step_count,

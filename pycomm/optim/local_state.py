@@ -17,14 +17,16 @@ import torch
 from torch import Tensor, nn
 
 from pycomm._training import coalesced
+from pycomm._training.shards import local_shard
 from pycomm.compress.state import VERSION, sources_of
 from pycomm.compress.updates import UpdateCompressor
 from pycomm.elastic.change import GroupChange, Membership, ShrinkResult
 from pycomm.elastic.state import check_replicated, copy_state
-from pycomm.errors import InvalidArgument
+from pycomm.errors import InvalidArgument, Unsupported
 from pycomm.group import DEFAULT_WAIT_S, Group
-from pycomm.optim.moments import mean_state
+from pycomm.optim.moments import load_mean_state, mean_state
 from pycomm.optim.muon import MuonMatrices
+from pycomm.optim.shards import ModelShards
 
 __all__ = ["LocalState"]
 
@@ -43,16 +45,18 @@ class LocalState:
         outer: torch.optim.Optimizer | None,
         k_steps: int,
         group: Group,
+        shards: ModelShards | None = None,
     ) -> None:
         self.optimizer, self.outer = optimizer, outer
         self.k_steps, self.step_count, self.last_sync = k_steps, 0, 0
-        self._membership = Membership(group)
+        self._membership, self._shards = Membership(group), shards
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         frozen = (p for p in model.parameters() if not p.requires_grad)
         self._constants: list[Tensor] = [*frozen, *model.buffers()]
         if not self._membership.new:
-            coalesced.bcast_list_([*model.parameters(), *model.buffers()], 0, group)
-        self._snapshot = [p.detach().clone() for p in self._parameters]
+            replicated = [local_shard(p) for p in model.parameters()]
+            coalesced.bcast_list_([*replicated, *model.buffers()], 0, group)
+        self._snapshot = [local_shard(p).detach().clone() for p in self._parameters]
 
     @property
     def _group(self) -> Group:
@@ -78,6 +82,7 @@ class LocalState:
 
         Raises:
             PeerLost: another rank failed during the call: call again.
+            Unsupported: the model has shards (`replicas`).
         """
         return self._resume(lambda group: group.shrink(timeout_s), ())
 
@@ -105,13 +110,19 @@ class LocalState:
 
         Raises:
             InvalidArgument: the group is not elastic, a time is invalid, or all ranks joined.
-            Unsupported: an optimizer is sharded (ZeRO); nothing was changed.
+            Unsupported: the model or an optimizer is sharded (`replicas`, ZeRO); nothing was
+                changed.
             GroupBroken, PeerLost, Timeout: as of Group.replace. After PeerLost call again.
         """
         return self._resume(lambda group: group.replace(timeout_s, wait_s), others)
 
     def _resume(self, make: Callable[[Group], Group], others: Sequence[Any]) -> ShrinkResult:
         """Continues in the group that `make` makes of this one. Collective over it."""
+        if self._shards is not None:
+            raise Unsupported(
+                "LocalSGD: with replicas= a lost rank takes a part of its replica with it: start "
+                "again with whole replicas, and load a checkpoint and gather_state()"
+            )
         check_replicated([self.optimizer, *others])
         change = self._membership.change(make, (self.last_sync, self.step_count))
         last, steps = change.counts
@@ -208,7 +219,8 @@ class LocalState:
         Returns:
             On rank `dst` version, size, ranks: a list of what state_dict() returns on each rank,
             and optimizer: the optimizer's state_dict() with the mean of the moments over all ranks.
-            None on the others.
+            None on the others. With `replicas`: of the ranks with the same shard, so each shard has
+            one result. Its tensors are plain, without a mesh.
 
         Raises:
             InvalidArgument: there is no compression.
@@ -255,7 +267,7 @@ class LocalState:
         if self._muon is not None:
             self._muon.load(sources)
         if optimized is not None and len(sources) > 1:
-            self.optimizer.load_state_dict(optimized)
+            load_mean_state(self.optimizer, optimized)
         for mine, saved in zip(self._snapshot, state["snapshot"], strict=True):
             mine.copy_(saved)
         self.step_count, self.last_sync = state["step_count"], state["last_sync"]
