@@ -33,7 +33,10 @@ TRAINED = {
     "pycomm": "torch's DDP over pycomm",
     "DataParallel": "pycomm's own wrapper",
     "DGC": "the same, with 1 % of each gradient",
+    "Quantize": "the same, with gradients at 3 bits",
+    "TopK": "LocalSGD, with a tenth of the updates",
 }
+COMPRESSED = ("DGC", "Quantize", "TopK")
 """Ways to train. Without a GPU there is also the backend gloo."""
 
 
@@ -151,15 +154,14 @@ def training(ranks: int, way: str | None = None) -> int:
 
 
 def judge(losses: Mapping[str, Sequence[float]]) -> int:
-    """0 if all losses fall and match the first; DGC, which sends a part of each gradient, may
-    lag behind."""
+    """0 if all losses fall and match the first; those with compression may lag behind."""
     first = next(iter(losses))
     fine = True
     for way, ours in losses.items():
         if len(ours) != len(losses[first]) or not ours[-1] < ours[0]:
             print(f"{way}: the losses do not fall, or are not as many")
             fine = False
-        elif way not in (first, "DGC"):
+        elif way not in (first, *COMPRESSED):
             worst = max(abs(a - b) / abs(b) for a, b in zip(ours, losses[first], strict=True))
             print(f"{way}: largest difference of a loss to {first}: {worst:.1e}")
             fine = fine and worst < 1e-3
@@ -173,7 +175,7 @@ def train(rank: Rank, way: str, kind: str, shares: str | None = None) -> None:
     parts = (torch.nn.Linear(256, 512), torch.nn.GELU(), torch.nn.Linear(512, 10))
     net = torch.nn.Sequential(*parts).to(device)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
-    model = _wrapped(net, optimizer, way)
+    model, stepped = _wrapped(net, optimizer, way)
     made = torch.Generator().manual_seed(rank.rank)
     x = torch.randn(64, 256, generator=made).to(device)
     target = torch.randint(0, 10, (64,), generator=made).to(device)
@@ -182,7 +184,7 @@ def train(rank: Rank, way: str, kind: str, shares: str | None = None) -> None:
         optimizer.zero_grad()
         loss = torch.nn.functional.cross_entropy(model(x), target)
         torch.autograd.backward(loss)
-        optimizer.step()
+        stepped.step()
         mean = loss.detach().clone()
         dist.all_reduce(mean)
         losses.append(mean.item() / rank.size)
@@ -205,15 +207,25 @@ def _join(rank: Rank, backend: str, kind: str, shares: str | None) -> torch.devi
     return device
 
 
-def _wrapped(net: torch.nn.Module, optimizer: torch.optim.SGD, way: str) -> torch.nn.Module:
-    """The model whose gradients are averaged, in small buckets."""
-    if way not in ("DataParallel", "DGC"):
+def _wrapped(
+    net: torch.nn.Module, optimizer: torch.optim.SGD, way: str
+) -> tuple[torch.nn.Module, Any]:
+    """The model whose gradients are averaged, in small buckets, and what steps it."""
+    if way not in ("DataParallel", *COMPRESSED):
         device = next(net.parameters()).device
         ids = [device.index] if device.type == "cuda" else None
-        return torch.nn.parallel.DistributedDataParallel(net, device_ids=ids, bucket_cap_mb=0.1)
+        ddp = torch.nn.parallel.DistributedDataParallel(net, device_ids=ids, bucket_cap_mb=0.1)
+        return ddp, optimizer
     pycomm.init()  # torch's default group
-    dgc = pycomm.DGC(optimizer, sparsity=[0.99], min_count=0) if way == "DGC" else None
-    return pycomm.DataParallel(net, compression=dgc, bucket_mb=0.1)
+    if way == "TopK":
+        topk = pycomm.TopK(density=0.1)
+        return net, pycomm.LocalSGD(net, optimizer, compression=topk)
+    compression: pycomm.DGC | pycomm.Quantize | None = None
+    if way == "DGC":
+        compression = pycomm.DGC(optimizer, sparsity=[0.99], min_count=0)
+    elif way == "Quantize":
+        compression = pycomm.Quantize()
+    return pycomm.DataParallel(net, compression=compression, bucket_mb=0.1), optimizer
 
 
 if __name__ == "__main__":

@@ -137,7 +137,7 @@ def as_array_ref(x: Any, name: str, *, write: bool = False) -> ArrayRef:
     if found is not None:
         return found
     try:
-        if _is_torch(x):
+        if is_torch(x):
             return _torch_ref(x)
         if hasattr(x, "__cuda_array_interface__"):
             return _cuda_ref(x, write)
@@ -163,7 +163,7 @@ def _inspect(x: Any, write: bool) -> ArrayRef | None:
 
 def new(like: Like, shape: tuple[int, ...], dtype: str, *, zeros: bool = False) -> Any:
     """A new array of the kind and on the device of `like`; `dtype` is a name of `_core.DTYPES`."""
-    if _is_torch(like.array):
+    if is_torch(like.array):
         torch: Any = sys.modules["torch"]
         make = torch.zeros if zeros else torch.empty
         return make(shape, dtype=getattr(torch, dtype), device=like.array.device)
@@ -229,7 +229,7 @@ def view(x: Any, *, write: bool = False) -> ArrayRef:
     found = _inspect(x, write)
     if found is not None:
         return found
-    if _is_torch(x):
+    if is_torch(x):
         return _torch_view(x, write)
     if hasattr(x, "__cuda_array_interface__"):
         return as_array_ref(x, "the array", write=write)
@@ -238,14 +238,14 @@ def view(x: Any, *, write: bool = False) -> ArrayRef:
 
 def plain(x: Any) -> Any:
     """`x` as a torch tensor or a NumPy array on the same memory, for its shape and dtype."""
-    if type(x) is np.ndarray or _is_torch(x) or hasattr(x, "__cuda_array_interface__"):
+    if type(x) is np.ndarray or is_torch(x) or hasattr(x, "__cuda_array_interface__"):
         return x
     return _as_numpy(x, write=False)
 
 
 def empty_like(x: Any, shape: tuple[int, ...]) -> Any:
     """A new array of the kind, dtype and device of `x`, which is a result of plain()."""
-    if _is_torch(x):
+    if is_torch(x):
         return sys.modules["torch"].empty(shape, dtype=x.dtype, device=x.device)
     if hasattr(x, "__cuda_array_interface__"):
         like = as_array_ref(x, "x")
@@ -255,7 +255,7 @@ def empty_like(x: Any, shape: tuple[int, ...]) -> Any:
 
 def parts(whole: Any, lengths: list[int]) -> list[Any]:
     """The first `lengths[0]` rows of the array, the next `lengths[1]`, and so on, as views."""
-    if _is_torch(whole):
+    if is_torch(whole):
         return list(whole.split(lengths))
     ends = list(itertools.accumulate(lengths))
     return [whole[end - length : end] for end, length in zip(ends, lengths, strict=True)]
@@ -263,11 +263,12 @@ def parts(whole: Any, lengths: list[int]) -> list[Any]:
 
 def copied(one: ArrayRef) -> ArrayRef:
     """A copy of the elements in new memory; finish() does not copy it back."""
-    copy = one.array.detach().clone() if _is_torch(one.array) else one.array.copy()
+    copy = one.array.detach().clone() if is_torch(one.array) else one.array.copy()
     return as_array_ref(copy, "the array")
 
 
-def _is_torch(x: Any) -> bool:
+def is_torch(x: Any) -> bool:
+    """Whether x is a torch tensor, without an import of torch."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(x, torch.Tensor)
 
@@ -275,7 +276,7 @@ def _is_torch(x: Any) -> bool:
 def _copy(target: Any, source: Any) -> None:
     if isinstance(target, list):  # of arrays, with a slice of the source for each
         for one, part in zip(target, source, strict=True):
-            _copy(one if _is_torch(one) else _as_numpy(one, write=True), part)
+            _copy(one if is_torch(one) else _as_numpy(one, write=True), part)
     elif isinstance(target, np.ndarray):
         np.copyto(target, source)
     else:
@@ -378,6 +379,19 @@ def in_host_memory(x: Any) -> Any:
     if x.layout is not sys.modules["torch"].strided or not (x.is_cpu or on_gpu(x)):
         raise Unsupported(_why_not(x))
     return x.detach().cpu().contiguous().resolve_neg()
+
+
+def to_host(x: Any) -> Any:
+    """A NumPy array with the elements of a NumPy array or torch tensor, copied only from a GPU."""
+    return x.detach().cpu().numpy() if is_torch(x) else x
+
+
+def from_host(x: Any, like: Like) -> Any:
+    """The NumPy array itself for `like` in host memory; else a copy on the GPU of `like`, which is
+    a torch tensor."""
+    if like.device.kind == "cpu":
+        return x
+    return sys.modules["torch"].from_numpy(x).to(like.array.device)
 
 
 def current_stream(index: int) -> Any:

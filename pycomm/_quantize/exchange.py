@@ -62,18 +62,20 @@ class QuantizedExchange:
         self._scale = scale
         self._feedback = feedback
         self._work: Waitable | None = None
+        self._memory: _Memory = _HOST
         self._received = np.empty(0, np.uint8)
         self.sent_bytes = 0
 
     def start(self, x: Any) -> None:
         """Quantizes x and starts the all-to-all. Does not keep x."""
+        self._memory = _memory_of(x)
         layout, bits, feedback = self._layout, self._options.bits, self._feedback
         before, after = (None, None) if feedback is None else (feedback.current, feedback.next)
         packets = quantized.encode(
             x,
             bits,
             before and before[0],
-            np.empty(layout.blocks.nbytes(bits), np.uint8),
+            self._memory.empty(layout.blocks.nbytes(bits), "uint8"),
             lost=after and after[0],
             blocks=layout.blocks,
         )
@@ -81,7 +83,7 @@ class QuantizedExchange:
         own = sizes[layout.rank]
         self._received = np.empty(own * layout.size, np.uint8)
         self._work = self._transport.all_to_all_v(
-            packets, self._received, sizes, [own] * layout.size
+            arrays.to_host(packets), self._received, sizes, [own] * layout.size
         )
         self.sent_bytes = len(packets) - own
 
@@ -89,23 +91,29 @@ class QuantizedExchange:
         """Waits for the packets of this owner, adds them and starts the all-gather."""
         layout, options, feedback = self._layout, self._options, self._feedback
         self._wait()
-        total = np.empty(layout.own_count, np.float32)
-        for rank, packet in enumerate(self._received.reshape(layout.size, -1)):
+        total = self._memory.empty(layout.own_count, "float32")
+        packets = self._memory.from_host(self._received.reshape(layout.size, -1))
+        for rank, packet in enumerate(packets):
             quantized.decode(
-                packet, options.bits, total, accumulate=rank > 0, blocks=layout.own_blocks
+                packet,
+                options.bits,
+                total,
+                accumulate=rank > 0,
+                blocks=layout.own_blocks,
+                check=False,  # the check of what owners send finds all
             )
         before, after = (None, None) if feedback is None else (feedback.current, feedback.next)
         packet = quantized.encode(
             total,
             options.down_bits,
             before and before[1],
-            np.empty(layout.own_blocks.nbytes(options.down_bits), np.uint8),
+            self._memory.empty(layout.own_blocks.nbytes(options.down_bits), "uint8"),
             lost=after and after[1],
             blocks=layout.own_blocks,
         )
         sizes = layout.sizes(options.down_bits)
         self._received = np.empty(sum(sizes), np.uint8)
-        self._work = self._transport.all_gather_v(packet, self._received, sizes)
+        self._work = self._transport.all_gather_v(arrays.to_host(packet), self._received, sizes)
         self.sent_bytes += len(packet)
 
     def finish(self, out: Any) -> bool:
@@ -116,7 +124,8 @@ class QuantizedExchange:
         """
         self._wait()
         bits, blocks = self._options.down_bits, self._layout.blocks
-        return quantized.decode(self._received, bits, out, scale=self._scale, blocks=blocks)
+        packets = self._memory.from_host(self._received)
+        return quantized.decode(packets, bits, out, scale=self._scale, blocks=blocks)
 
     def commit(self) -> None:
         """Stores what was lost for the next exchange."""
@@ -133,6 +142,30 @@ class QuantizedExchange:
         work, self._work = self._work, None
         assert work is not None
         work.wait()
+
+
+class _Memory:
+    """Where an array is: buffers there, and copies of what was received in host memory."""
+
+    def __init__(self, like: arrays.ArrayRef) -> None:
+        self._like = like
+
+    def empty(self, count: int, dtype: str) -> Any:
+        return arrays.new(self._like, (count,), dtype)
+
+    def from_host(self, x: Any) -> Any:
+        return arrays.from_host(x, self._like)
+
+
+_HOST = _Memory(arrays.as_array_ref(np.empty(0, np.uint8), "an array"))
+
+
+def _memory_of(x: Any) -> _Memory:
+    """Does not keep x."""
+    found = arrays.as_array_ref(x, "x")
+    if found.device.kind == "cpu":
+        return _HOST
+    return _Memory(arrays.as_array_ref(arrays.new(found, (1,), "uint8"), "an array"))
 
 
 class _GroupTransport:
@@ -196,7 +229,7 @@ def all_reduce(
     layout = _layout(found.count, group.rank, group.size)
     feedback = None
     if compression.error_feedback and state is not None:
-        feedback = state.feedback(layout)
+        feedback = state.feedback(layout, found)
     transport = _GroupTransport(group, timeout_s)
     scale = 1.0 / group.size if name == "avg" else 1.0
     exchange = QuantizedExchange(compression, layout, feedback, transport, scale)

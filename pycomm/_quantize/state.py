@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from pycomm._core_api import arrays
 from pycomm._quantize.layout import Layout, fold
 from pycomm.errors import InvalidArgument
 
@@ -17,28 +18,33 @@ Floats = NDArray[np.float32]
 VERSION = 1
 
 
+def _zeros(count: int) -> Floats:
+    return np.zeros(count, np.float32)
+
+
 class Feedback:
     """The residuals of one layout, before and after an exchange; commit() exchanges both.
 
-    Attributes:
+    Args:
         layout: the blocks.
+        zeros: makes float32 arrays [count] where the elements are.
+
+    Attributes:
+        layout: as given.
     """
 
-    def __init__(self, layout: Layout) -> None:
+    def __init__(self, layout: Layout, zeros: Callable[[int], Any] = _zeros) -> None:
         self.layout = layout
-        self._pairs = [
-            (np.zeros(layout.count, np.float32), np.zeros(layout.own_count, np.float32))
-            for _ in range(2)
-        ]
+        self._pairs = [(zeros(layout.count), zeros(layout.own_count)) for _ in range(2)]
         self._turn = 0
 
     @property
-    def current(self) -> tuple[Floats, Floats]:
+    def current(self) -> tuple[Any, Any]:
         """The residual [count] and the owner residual [own_count]."""
         return self._pairs[self._turn]
 
     @property
-    def next(self) -> tuple[Floats, Floats]:
+    def next(self) -> tuple[Any, Any]:
         """The same after the exchange."""
         return self._pairs[1 - self._turn]
 
@@ -50,20 +56,21 @@ class Feedback:
 class QuantizeState:
     """The residuals of one array, for pycomm.all_reduce; made by `Quantize.state`.
 
-    The first call fixes the number of elements and the ranks.
+    The first call fixes the number of elements and the ranks. The residuals are where the array of
+    the last call was.
     """
 
     def __init__(self) -> None:
         self._feedback: Feedback | None = None
 
-    def feedback(self, layout: Layout) -> Feedback:
-        """The residuals of this layout; for pycomm.all_reduce.
+    def feedback(self, layout: Layout, like: arrays.ArrayRef) -> Feedback:
+        """The residuals of this layout, where `like` is; for pycomm.all_reduce.
 
         Raises:
             InvalidArgument: the state is of another array or other ranks.
         """
         if self._feedback is None:
-            self._feedback = Feedback(layout)
+            self._feedback = _feedback_at(layout, like)
         old = self._feedback.layout
         if (old.count, old.rank, old.size) != (layout.count, layout.rank, layout.size):
             raise InvalidArgument(
@@ -71,7 +78,17 @@ class QuantizeState:
                 f"{old.size}, expected {layout.count} elements on rank {layout.rank} of "
                 f"{layout.size}: use one state for each array"
             )
+        if arrays.as_array_ref(self._feedback.current[0], "residual").device != like.device:
+            moved = _feedback_at(layout, like)
+            for new, mine in zip(moved.current, self._current(), strict=True):
+                new[:] = arrays.from_host(mine, like)
+            self._feedback = moved
         return self._feedback
+
+    def _current(self) -> list[Floats]:
+        """Copies of the residuals in host memory."""
+        assert self._feedback is not None
+        return [np.array(arrays.to_host(x)) for x in self._feedback.current]
 
     def residual(self) -> Floats | None:
         """What this rank has not sent: a float32 copy [count]; None before the first call.
@@ -80,8 +97,7 @@ class QuantizeState:
         """
         if self._feedback is None:
             return None
-        layout, (residual, owned) = self._feedback.layout, self._feedback.current
-        residual = residual.copy()
+        layout, (residual, owned) = self._feedback.layout, self._current()
         fold(residual, owned, 0, layout.rank, layout.size)
         return residual
 
@@ -90,14 +106,14 @@ class QuantizeState:
         NumPy arrays. It loads on the same rank of as many ranks, bit for bit."""
         if self._feedback is None:
             return {"version": VERSION, "count": None}
-        layout, (residual, owned) = self._feedback.layout, self._feedback.current
+        layout, (residual, owned) = self._feedback.layout, self._current()
         return {
             "version": VERSION,
             "count": layout.count,
             "rank": layout.rank,
             "size": layout.size,
-            "residual": residual.copy(),
-            "owner_residual": owned.copy(),
+            "residual": residual,
+            "owner_residual": owned,
         }
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
@@ -124,3 +140,10 @@ class QuantizeState:
                 )
             new[:] = saved[name]
         self._feedback = made
+
+
+def _feedback_at(layout: Layout, like: arrays.ArrayRef) -> Feedback:
+    """Residuals of 0 where `like` is."""
+    if like.device.kind == "cpu":
+        return Feedback(layout)
+    return Feedback(layout, lambda count: arrays.new(like, (count,), "float32", zeros=True))

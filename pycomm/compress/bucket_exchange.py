@@ -139,7 +139,7 @@ class BucketExchanges:
         if count == 0 or group.size == 1:
             return "sharded"
         nbytes = self.residuals.nbytes if self._in_place else 4 * count
-        load = QuantizedLoad(count, nbytes, options.bits, options.down_bits)
+        load = QuantizedLoad(count, nbytes, options.bits, options.down_bits, self.residuals.device)
         self.costs = costs_of_rank_0(quantized_cost.measure_exchanges(load, group), group)
         chosen = min(self.costs, key=lambda name: self.costs[name])
         if group.rank == 0:

@@ -170,7 +170,10 @@ def _placeholder(name: str, parameter: Any) -> Tensor:
     sizes = list(parameter.shape)
     sizes[dim] = -(-sizes[dim] // ranks)
     local = parameter.to_local()
-    if not local.is_floating_point():
-        raise Unsupported(f"quantize_hsdp: {name!r} is {local.dtype}, expected floating point")
+    if not local.is_floating_point() or not local.is_cpu:
+        raise Unsupported(
+            f"quantize_hsdp: {name!r} is {local.dtype} on {local.device}, expected floating point "
+            "in host memory"
+        )
     found: Tensor = local.new_empty(1).expand(math.prod(sizes))
     return found

@@ -16,6 +16,8 @@ from pycomm.kernels import quantized
 
 __all__ = ["PhaseCoding", "QuantizedLoad", "measure_exchanges", "measure_phase", "predicted"]
 
+HOST = torch.device("cpu")
+
 
 @dataclass(frozen=True)
 class QuantizedLoad:
@@ -25,12 +27,14 @@ class QuantizedLoad:
         count: elements.
         nbytes: bytes without compression.
         bits, down_bits: of Quantize.
+        device: of the arrays. Packets of a GPU are copied to host memory and back.
     """
 
     count: int
     nbytes: int
     bits: int
     down_bits: int
+    device: torch.device = HOST
 
 
 @dataclass(frozen=True)
@@ -44,7 +48,9 @@ class PhaseCoding:
 def measure_exchanges(load: QuantizedLoad, group: Group) -> dict[str, float]:
     """Collective. This rank's estimated seconds of a step, by exchange."""
     link, topology = measure_links(group)
-    up, down = (measure_phase(bits, load.count) for bits in (load.bits, load.down_bits))
+    up, down = (
+        measure_phase(bits, load.count, load.device) for bits in (load.bits, load.down_bits)
+    )
     return predicted(load, group.size, link, up, down, topology)
 
 
@@ -88,12 +94,18 @@ def predicted(
     return found
 
 
-def measure_phase(bits: int, count: int) -> PhaseCoding:
+def measure_phase(bits: int, count: int, device: torch.device = HOST) -> PhaseCoding:
     """Seconds per element on a random sample of at most `count` elements."""
     count = min(count, SAMPLE)
-    x = torch.randn(count, generator=torch.Generator().manual_seed(0))
-    residual, total = torch.zeros(count), torch.zeros(count)
+    x = torch.randn(count, generator=torch.Generator().manual_seed(0)).to(device)
+    residual, total = torch.zeros_like(x), torch.zeros_like(x)
     packet = quantized.quantize(x, bits, residual)
-    encode_s = median_s(lambda: quantized.quantize(x, bits, residual, packet))
-    decode_s = median_s(lambda: quantized.dequantize(packet, bits, total, accumulate=True))
+    sent = packet.cpu()
+
+    def decode() -> None:
+        quantized.dequantize(sent.to(device), bits, total, accumulate=True)
+        total[:1].cpu()  # waits for a GPU
+
+    encode_s = median_s(lambda: quantized.quantize(x, bits, residual, packet).cpu())
+    decode_s = median_s(decode)
     return PhaseCoding(encode_s / count, decode_s / count)

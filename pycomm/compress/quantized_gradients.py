@@ -35,7 +35,7 @@ class QuantizedGradients:
 
     Raises:
         InvalidArgument: compression is no Quantize.
-        Unsupported: a parameter is not in host memory.
+        Unsupported: a parameter is neither in host memory nor on a GPU.
     """
 
     def __init__(

@@ -16,12 +16,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from pycomm import collectives
+from pycomm._core_api import arrays
 from pycomm._quantize import Feedback, Layout, blocks_of, fold, own_count
 from pycomm._training import coalesced
 from pycomm.compress.hierarchical import (
@@ -41,17 +40,21 @@ __all__ = ["QuantizedResiduals"]
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
-Floats = NDArray[np.float32]
-Pair = tuple[Floats, Floats]  # residual and owner residual
+Pair = tuple[Tensor, Tensor]  # residual and owner residual, float32
 
 
 @dataclass(frozen=True)
 class _Shape:
-    """A parameter: its name, its elements and the number of its first block."""
+    """A parameter: its name, its elements, the number of its first block, and its device."""
 
     name: str
     count: int
     first: int
+    device: torch.device
+
+    def zeros(self) -> Pair:
+        """The residual, and an owner residual without elements, which is 0."""
+        return torch.zeros(self.count, device=self.device), torch.zeros(0, device=self.device)
 
 
 class QuantizedResiduals:
@@ -67,7 +70,7 @@ class QuantizedResiduals:
         by_host: by rank, the host whose residuals it holds; []: each rank holds its own.
 
     Raises:
-        Unsupported: a parameter is not in host memory.
+        Unsupported: a parameter is neither in host memory nor on a GPU.
     """
 
     def __init__(
@@ -89,12 +92,12 @@ class QuantizedResiduals:
             self._known.add(parameter)
             if parameter.dtype not in DTYPES:
                 continue
-            if not parameter.is_cpu:
+            if not (parameter.is_cpu or arrays.on_gpu(parameter)):
                 raise Unsupported(
-                    f"Quantize: {name!r} is on {parameter.device}, and quantization has no CUDA "
-                    "kernels yet: train in host memory, or without compression"
+                    f"Quantize: {name!r} is on {parameter.device}, where pycomm has no kernels: "
+                    "use the CPU or a GPU"
                 )
-            self._shapes[parameter] = _Shape(name, parameter.numel(), first)
+            self._shapes[parameter] = _Shape(name, parameter.numel(), first, parameter.device)
             first += blocks_of(parameter.numel())
             self.nbytes += parameter.numel() * parameter.element_size()
 
@@ -102,6 +105,11 @@ class QuantizedResiduals:
     def count(self) -> int:
         """Elements of all parameters that are quantized."""
         return sum(shape.count for shape in self._shapes.values())
+
+    @property
+    def device(self) -> torch.device:
+        """Of the first parameter that is quantized."""
+        return next(iter(self._shapes.values())).device
 
     def quantizes(self, parameter: Tensor) -> bool:
         """Whether the gradient is quantized.
@@ -128,7 +136,8 @@ class QuantizedResiduals:
         shapes = [self._shapes[parameter] for parameter in parameters]
         key = tuple(shape.name for shape in shapes)
         if key not in self._buckets:
-            made = Feedback(layout)
+            device = shapes[0].device
+            made = Feedback(layout, lambda count: torch.zeros(count, device=device))
             for shape, new in zip(shapes, _parts(made), strict=True):
                 for part, old in zip(new, self._take(shape.name) or (), strict=False):
                     if len(old) > 0:  # else the owner residual was folded: it is 0
@@ -149,24 +158,23 @@ class QuantizedResiduals:
             return []
         found = []
         for shape in shapes:
-            zeros = np.zeros(shape.count, np.float32), np.zeros(0, np.float32)
-            found.append(torch.from_numpy(self._loose.setdefault(shape.name, zeros)[0]))
+            found.append(self._loose.setdefault(shape.name, shape.zeros())[0])
         return found
 
     def multiply(self, factor: float) -> None:
         """Converts to another loss scale."""
         for _, pair in self._all():
             for part in pair:
-                np.multiply(part, np.float32(factor), out=part)
+                part.mul_(factor)
 
     def resume(self, change: GroupChange) -> None:
         """Collective. Moves the owner residuals of this rank into its residuals; new ranks get
         residuals of 0 of the parameters that were exchanged."""
         self.to_ranks(change.before)
         names = coalesced.bcast_value(sorted(self._loose), change.source, change.group)
-        counts = {shape.name: shape.count for shape in self._shapes.values()}
+        shapes = {shape.name: shape for shape in self._shapes.values()}
         for name in names if change.is_new else ():
-            self._loose[name] = np.zeros(counts[name], np.float32), np.zeros(0, np.float32)
+            self._loose[name] = shapes[name].zeros()
 
     def to_hosts(self, hosts: HostGroups, group: Group) -> None:
         """Collective inside a host. Converts the residuals from one for each rank to one for each
@@ -177,8 +185,7 @@ class QuantizedResiduals:
 
     def average_copies(self, hosts: HostGroups) -> None:
         """Collective inside a host. Makes the copies of its ranks equal after a failed step."""
-        parts = [torch.from_numpy(part) for _, pair in self._all() for part in pair]
-        average_copies(hosts, parts)
+        average_copies(hosts, [part for _, pair in self._all() for part in pair])
 
     def to_ranks(self, group: Group) -> None:
         """Converts the residuals of this rank in `group` from its host's to its own, if necessary,
@@ -199,17 +206,17 @@ class QuantizedResiduals:
 
     def squares(self) -> float:
         """The sum of the squares of the residuals."""
-        return float(sum(np.square(pair[0], dtype=np.float64).sum() for _, pair in self._all()))
+        return sum(float(pair[0].double().square().sum()) for _, pair in self._all())
 
     def views(self) -> list[Tensor]:
         """The residuals of the exchanged parameters, in the order of `named`, without copies."""
         found = dict(self._all())
         names = [shape.name for shape in self._shapes.values() if shape.name in found]
-        return [torch.from_numpy(found[name][0]) for name in names]
+        return [found[name][0] for name in names]
 
     def save(self) -> dict[str, Any]:
         """The residuals of this rank, as copies."""
-        found = {name: [torch.from_numpy(x.copy()) for x in pair] for name, pair in self._all()}
+        found = {name: [x.clone() for x in pair] for name, pair in self._all()}
         return {
             "residual": {name: pair[0] for name, pair in found.items()},
             "owner_residual": {name: pair[1] for name, pair in found.items()},
@@ -229,10 +236,10 @@ class QuantizedResiduals:
                 continue
             sizes = [own_count(shape.count, shape.first, *one) for one in holders]
             residual, owned = pairs[shape.name]
-            padded = np.zeros(max(sizes), np.float32)
+            padded = residual.new_zeros(max(sizes))
             padded[: len(owned)] = owned
-            for key, part in (("residual", residual.copy()), ("owner_residual", padded)):
-                rows = collectives.gather(torch.from_numpy(part), dst, group=group)
+            for key, part in (("residual", residual.clone()), ("owner_residual", padded)):
+                rows = collectives.gather(part, dst, group=group)
                 for rank, row in enumerate(() if rows is None else rows):
                     kept = shape.count if key == "residual" else sizes[rank]
                     ranks[rank][key][shape.name] = row[:kept].clone()
@@ -255,11 +262,11 @@ class QuantizedResiduals:
             if kept:
                 new[name] = pairs[0]
                 continue
-            total = np.zeros(shapes[name].count)
+            total = shapes[name].zeros()[0].double()
             for source, (residual, owned) in zip(sources, pairs, strict=True):
                 fold(residual, owned, shapes[name].first, *saved_holder(source))
                 total += residual * rank_factor(saved_hosts(source), source["rank"])
-            new[name] = (total / len(sources)).astype(np.float32), np.zeros(0, np.float32)
+            new[name] = (total / len(sources)).float(), shapes[name].zeros()[1]
         self._buckets, self._loose = {}, new
         self.by_host = list(hosts) if kept else []
 
@@ -279,7 +286,7 @@ class QuantizedResiduals:
     def _loosen(self, key: tuple[str, ...]) -> None:
         """Dissolves a bucket."""
         for name, (residual, owned) in zip(key, _parts(self._buckets.pop(key)), strict=True):
-            self._loose[name] = residual.copy(), owned.copy()
+            self._loose[name] = residual.clone(), owned.clone()
 
 
 def _parts(feedback: Feedback) -> Iterator[Pair]:
@@ -304,5 +311,5 @@ def _pair(source: Mapping[str, Any], shape: _Shape, owner: str) -> Pair:
                 f"{None if tensor is None else tuple(tensor.shape)}, expected ({counts[0]},): the "
                 "state is of another model"
             )
-        found.append(np.array(tensor.numpy(), np.float32))
+        found.append(tensor.to(shape.device, torch.float32, copy=True))
     return found[0], found[1]

@@ -38,6 +38,7 @@ class _Bucket:
     Attributes:
         places: positions among the model's parameters.
         counts: elements of each.
+        device: of all of them.
         exchange: the current one, or the last one if that failed.
         update: float32 [elements], what this rank gave to it.
         restored: the update is in the residual: the exchange failed.
@@ -45,6 +46,7 @@ class _Bucket:
 
     places: list[int]
     counts: list[int]
+    device: torch.device
     exchange: BucketExchange | None = None
     update: Tensor | None = None
     restored: bool = False
@@ -66,8 +68,9 @@ class QuantizedUpdates(UpdateCompressor[list[Tensor]]):
         self._residuals = QuantizedResiduals(named, owner="LocalSGD")
         self._buckets: list[_Bucket] = []
         for place, theta in enumerate(self._theta):
-            if not self._buckets or sum(self._buckets[-1].counts) >= BUCKET:
-                self._buckets.append(_Bucket([], []))
+            last = self._buckets[-1] if self._buckets else None
+            if last is None or sum(last.counts) >= BUCKET or last.device != theta.device:
+                self._buckets.append(_Bucket([], [], theta.device))
             self._buckets[-1].places.append(place)
             self._buckets[-1].counts.append(theta.numel())
         self._exchanges = BucketExchanges(options, self._residuals, in_place=False)
@@ -118,7 +121,7 @@ class QuantizedUpdates(UpdateCompressor[list[Tensor]]):
 
     def _take_update(self, bucket: _Bucket) -> None:
         """Computes the update of this rank, and restores the parameters."""
-        update = torch.empty(sum(bucket.counts))
+        update = torch.empty(sum(bucket.counts), device=bucket.device)
         for place, part in zip(bucket.places, torch.split(update, bucket.counts), strict=True):
             theta, parameter = flat_view(self._theta[place]), flat_view(self._parameters[place])
             torch.sub(theta.float(), parameter.float(), out=part)
@@ -140,7 +143,7 @@ class QuantizedUpdates(UpdateCompressor[list[Tensor]]):
             exchange.sum_up()
         means: list[Tensor] = []
         for bucket, exchange in zip(self._buckets, started, strict=True):
-            mean = torch.empty(sum(bucket.counts))
+            mean = torch.empty(sum(bucket.counts), device=bucket.device)
             exchange.finish(mean)
             means += torch.split(mean, bucket.counts)
         return means

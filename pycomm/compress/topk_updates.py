@@ -50,8 +50,6 @@ class TopKUpdates(UpdateCompressor[list[PacketBatch]]):
         InvalidArgument: the parameters are too few for the ratio.
     """
 
-    _on_gpu = True
-
     def __init__(
         self, options: TopK, parameters: Sequence[Tensor], snapshot: Sequence[Tensor], group: Group
     ) -> None:

@@ -46,18 +46,16 @@ class UpdateCompressor(ABC, Generic[Received]):
         skipped: all ranks skip this step.
 
     Raises:
-        Unsupported: parameters on a device that the compression lacks, with gaps in memory, or not
-            float32 or 16-bit floats.
+        Unsupported: parameters that are neither in host memory nor on a GPU, with gaps in memory,
+            or not float32 or 16-bit floats.
         InvalidArgument: there are no parameters.
     """
-
-    _on_gpu = False  # whether parameters may be on a GPU
 
     def __init__(
         self, options: Any, parameters: Sequence[Tensor], snapshot: Sequence[Tensor], group: Group
     ) -> None:
         self._name = type(options).__name__
-        _check([local_shard(one) for one in parameters], self._name, self._on_gpu)
+        _check([local_shard(one) for one in parameters], self._name)
         self._pool = CommunicatorPool(group, 1)
         self._parameters = list(parameters)
         self._theta = list(snapshot)
@@ -196,18 +194,17 @@ def commit_rounded(
     residual.add_(torch.where(error.isfinite(), error, 0))
 
 
-def _check(parameters: Sequence[Tensor], name: str, on_gpu: bool) -> None:
+def _check(parameters: Sequence[Tensor], name: str) -> None:
     for place, parameter in enumerate(parameters):
         if parameter.dtype not in (torch.float16, torch.bfloat16, torch.float32):
             raise Unsupported(
                 f"{name}: parameter {place} is {parameter.dtype}: it compresses float32, bfloat16 "
                 "and float16"
             )
-        if not (parameter.is_cpu or (on_gpu and arrays.on_gpu(parameter))):
-            others = "TopK, or DGC with torch.optim.SGD" if not on_gpu else "the CPU or a GPU"
+        if not (parameter.is_cpu or arrays.on_gpu(parameter)):
             raise Unsupported(
                 f"{name}: parameter {place} is on {parameter.device}, where it cannot compress: "
-                f"use {others}"
+                "use the CPU or a GPU"
             )
         if not is_dense(parameter):
             raise Unsupported(

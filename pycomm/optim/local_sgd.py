@@ -101,7 +101,8 @@ class LocalSGD(LocalState):
             momentum without torch.optim.SGD, a model that averages gradients itself, arguments
             that contradict each other, or a model too small for the ratio of the compression.
         Unsupported: parameters that the compression cannot process: of another dtype than float32,
-            bfloat16 and float16, or on a GPU with Quantize; or sharded, without `replicas`.
+            bfloat16 and float16, on other devices than the CPU and GPUs, or sharded without
+            `replicas`.
     """
 
     _step_supports_amp_scaling = True  # GradScaler.step() always calls step() and passes found_inf

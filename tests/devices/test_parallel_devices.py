@@ -18,11 +18,13 @@ from torch_ranks import Run
 import pycomm
 from benchmarks.gpu.gpu_ranks import layer_results
 from pycomm import errors
+from pycomm.compress.quantized_gradients import exchange_of
 from pycomm.data import ScatterLoader
 
 pytestmark = MARKS
 
 STEPS = 4
+FEW_BITS = pycomm.Quantize(2, 4)
 TOPK = pycomm.TopK(density=0.3, group=4, value_dtype="bfloat16")
 
 
@@ -80,12 +82,25 @@ def local(model: nn.Module, optimizer: Any) -> Any:
     return model, pycomm.LocalSGD(model, optimizer, k_steps=2)
 
 
-def local_compressed(**options: Any) -> Callable[[nn.Module, Any], Any]:
+def local_compressed(
+    kind: pycomm.TopK | pycomm.Quantize, **options: Any
+) -> Callable[[nn.Module, Any], Any]:
     def wrap(model: nn.Module, optimizer: Any) -> Any:
-        compression = dataclasses.replace(TOPK, **options)
+        compression = dataclasses.replace(kind, **options)
         return model, pycomm.LocalSGD(model, optimizer, compression=compression)
 
     return wrap
+
+
+def quantized(model: nn.Module, optimizer: Any) -> Any:
+    return pycomm.DataParallel(model, compression=FEW_BITS, bucket_mb=0.001), optimizer
+
+
+def quantized_dense(model: nn.Module, optimizer: Any) -> Any:
+    """The exchange that is chosen where the link is fast."""
+    parallel, _ = quantized(model, optimizer)
+    exchange_of(parallel.compression)._exchanges.name = "dense"
+    return parallel, optimizer
 
 
 def local_muon(model: nn.Module, optimizer: Any) -> Any:
@@ -104,8 +119,11 @@ WAYS: dict[str, Callable[[nn.Module, Any], Any]] = {
     "DGC, sharded": compressed(value_dtype="2bit", exchange="sharded"),
     "DGC, fused": compressed(fused=True, select="model"),
     "LocalSGD": local,
-    "LocalSGD, TopK": local_compressed(),
-    "LocalSGD, TopK, sharded": local_compressed(exchange="sharded"),
+    "Quantize": quantized,
+    "Quantize, dense": quantized_dense,
+    "LocalSGD, Quantize": local_compressed(FEW_BITS),
+    "LocalSGD, TopK": local_compressed(TOPK),
+    "LocalSGD, TopK, sharded": local_compressed(TOPK, exchange="sharded"),
     "LocalSGD, TopK, Muon": local_muon,
 }
 
@@ -125,18 +143,21 @@ def test_training_equals_host_memory(run: Run, way: str) -> None:
     run(2, as_in_host_memory, way)
 
 
-def train_scaled(device: Any, compress: bool) -> tuple[list[Tensor], float]:
+def train_scaled(device: Any, compress: str) -> tuple[list[Tensor], float]:
     """The parameters after steps of which one overflows on rank 0, and the scale then."""
     torch.manual_seed(0)
     rank, plain = dist.get_rank(), perceptron().to(device)
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
     scaler = torch.amp.GradScaler(torch.device(device).type, init_scale=256.0, growth_interval=2)
-    dgc = None
-    if compress:
-        dgc = pycomm.DGC(optimizer, sparsity=[0.9], min_count=0, scaler=scaler)
-    model = pycomm.DataParallel(plain, compression=dgc)
+    compression: Any = None
+    if compress == "DGC":
+        compression = pycomm.DGC(optimizer, sparsity=[0.9], min_count=0, scaler=scaler)
+    elif compress == "Quantize":
+        named = plain.named_parameters()
+        compression = pycomm.QuantizedGradients(named, FEW_BITS, scaler=scaler)
+    model = pycomm.DataParallel(plain, compression=compression)
     data = torch.Generator().manual_seed(rank)
-    for step in range(STEPS):
+    for step in range(STEPS + 2):
         x = torch.randn(8, 20, generator=data).to(device)
         optimizer.zero_grad()
         loss = model(x).square().mean()
@@ -148,19 +169,19 @@ def train_scaled(device: Any, compress: bool) -> tuple[list[Tensor], float]:
     return [x.detach().cpu() for x in model.parameters()], scaler.get_scale()
 
 
-def scaled_as_in_host_memory(at: Any, compress: bool) -> None:
+def scaled_as_in_host_memory(at: Any, compress: str) -> None:
     pycomm.init()
     there, scale = train_scaled(at.device, compress)
     assert sum(at.counts().values()) > 0
     here, wanted = train_scaled("cpu", compress)
-    assert scale == wanted == 256.0  # doubled, and halved at the overflow
+    assert scale == wanted == 512.0  # doubled, halved at the overflow, and doubled
     for one, other in zip(there, here, strict=True):
         torch.testing.assert_close(one, other)
         assert one.isfinite().all()
 
 
-@pytest.mark.parametrize("compress", [False, True], ids=["dense", "DGC"])
-def test_scaled_gradients_equal_host_memory(run: Run, compress: bool) -> None:
+@pytest.mark.parametrize("compress", ["dense", "DGC", "Quantize"])
+def test_scaled_gradients_equal_host_memory(run: Run, compress: str) -> None:
     run(2, scaled_as_in_host_memory, compress)
 
 

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from kernel_devices import KINDS, SETTINGS, Cpu, made, same
 
 from pycomm import _core, kernels, reference
+from pycomm._core_api import arrays
 from pycomm.errors import InvalidArgument, Unsupported
 from pycomm.kernels import quantized
 
@@ -240,3 +241,6 @@ def test_wrong_arguments():
 def test_other_devices_are_refused():
     with pytest.raises(Unsupported):
         kernels.quantize(torch.ones(10, device="meta"), 3)
+    of_cupy = arrays.ArrayRef(0, "float32", 3, (3,), arrays.Device("cuda", 0), object())
+    with pytest.raises(Unsupported, match=r"torch\.as_tensor"):
+        quantized.check_array(of_cupy, "all_reduce with compression")
