@@ -73,7 +73,8 @@ def all_reduce(
         timeout_s: time limit in seconds; None: the group's.
         compression: a pycomm.Quantize, to send few bits for each value; None: exact. `x` is then
             float32, float16 or bfloat16 in host memory, or a torch tensor on a GPU; `op` is "sum"
-            or "mean", without `algorithm` and `async_op`. A value that is not finite makes all that share its levels NaN.
+            or "mean", without `algorithm` and `async_op`. A value that is not finite makes all that
+            share its levels NaN.
         state: of compression.state(), one for each array: adds what earlier calls lost. If the call
             fails, or a sum is not finite, it stays as it was. None: nothing is added.
 
