@@ -51,7 +51,8 @@ class Run:
     dense_mb: float
     seconds: float
     replicas_equal: bool
-    losses: list[float]  # means of the parts of the run (summaries.ends), of rank 0's batches
+    losses: list[float]  # means of the parts of the run (summaries.ends), of rank 0's batches; of
+    # seed 0, which is drawn, else []
     mb: list[float]  # sent so far, at the end of each part
     samples_per_s: float | None = None  # of all ranks: images or texts; None: not measured
     link_mbit: float | None = None  # of each rank, in Mbit/s; None: not limited
@@ -63,7 +64,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--ranks", type=int, default=8)
     sgd = [method.name for method in METHODS.values() if method.adaptive is None]
     for name, known, usual in (
-        ("workloads", WORKLOADS, [*WORKLOADS]),
+        ("workloads", WORKLOADS, ["images", "text"]),
         ("methods", METHODS, sgd),
     ):
         parser.add_argument(
@@ -128,7 +129,7 @@ def train(
         dense_mb=steps * first.nbytes / MB,
         seconds=seconds,
         replicas_equal=all(torch.equal(parameters, first) for _, _, parameters in results),
-        losses=summaries.curve(losses),
+        losses=summaries.curve(losses) if seed == 0 else [],
         mb=[sent[end - 1] / MB for end in summaries.ends(steps)],
         samples_per_s=steps * ranks * len(x) / seconds,
         link_mbit=link_mbit,

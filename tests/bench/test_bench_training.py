@@ -143,6 +143,13 @@ def train(folder: Path, methods: str, more: str = "") -> list[Any]:
     return found
 
 
+def test_only_the_first_seed_stores_losses(tmp_path: Path) -> None:
+    """Other seeds are not drawn."""
+    first, second = train(tmp_path, "adamw topk 50", "--seeds 2")
+    assert [len(first["losses"]), len(second["losses"])] == [4, 0]
+    assert [len(first["mb"]), len(second["mb"])] == [4, 4]
+
+
 def test_convergence_runs_and_is_resumed(tmp_path: Path) -> None:
     """Also after a version without rates, for which the table then has no column."""
     added = ("samples_per_s", "link_mbit")
