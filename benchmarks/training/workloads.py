@@ -1,6 +1,7 @@
-"""The workloads of the convergence benchmark: two small models on real data.
+"""The workloads of the convergence benchmark: small models on real data.
 
-Text: the source of Python's own standard library. Images: Fashion-MNIST, as in Debian's package
+Text: the source of Python's own standard library; "larger text" has a model of 10 times as many
+parameters, and 3 times as many steps. Images: Fashion-MNIST, as in Debian's package
 dataset-fashion-mnist (apt-get install dataset-fashion-mnist).
 """
 
@@ -48,9 +49,13 @@ def _characters() -> tuple[Tensor, Tensor]:
     return text.load()
 
 
-def _character_model(seed: int) -> nn.Module:
+def _character_model(seed: int, width: int = 64, layers: int = 2) -> nn.Module:
     torch.manual_seed(seed)
-    return CharGPT(Shape(alphabet=len(text.ALPHABET), width=64, layers=2))
+    return CharGPT(Shape(alphabet=len(text.ALPHABET), width=width, layers=layers))
+
+
+def _larger_character_model(seed: int) -> nn.Module:
+    return _character_model(seed, width=176, layers=3)
 
 
 def _character_batch(ranks: int, random: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -118,6 +123,10 @@ WORKLOADS = {
         Workload(
             "text", 1000, 0.25, 0.0, 1.0, False,
             _character_model, _character_batch, _character_loss, _character_score,
+        ),
+        Workload(
+            "larger text", 3000, 0.25, 0.0, 1.0, False,
+            _larger_character_model, _character_batch, _character_loss, _character_score,
         ),
     )
 }  # fmt: skip
