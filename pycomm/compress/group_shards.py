@@ -20,6 +20,7 @@ from torch import Tensor
 
 from pycomm import kernels
 from pycomm.compress.packet_codec import Packets
+from pycomm.compress.packet_exchange import rotation
 from pycomm.compress.topk import TopK
 from pycomm.kernels import PacketBatch, UpdatePacket
 from pycomm.kernels.groups import MOST_GROUP, group_count
@@ -63,8 +64,7 @@ def shards_of(counts: Sequence[int], size: int) -> list[list[Piece]]:
     ]
     shards: list[list[Piece]] = [[] for _ in range(size)]
     for number, piece in enumerate(cut):
-        row = number // size
-        shards[(number + ((row * 0x9E3779B1 & 0xFFFFFFFF) >> 16)) % size].append(piece)
+        shards[(number + rotation(number // size, size)) % size].append(piece)
     return shards
 
 

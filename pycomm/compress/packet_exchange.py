@@ -8,7 +8,7 @@ a step.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,9 +23,12 @@ __all__ = [
     "PacketExchange",
     "PacketTransport",
     "all_gather",
+    "rotation",
     "to_owners",
     "transpose_packets",
 ]
+
+Number = TypeVar("Number", int, Tensor)
 
 
 class PacketTransport(Protocol):
@@ -123,6 +126,12 @@ def all_gather(packets: Sequence[Tensor], transport: PacketTransport) -> tuple[l
     whole = message.new_empty(sum(totals))
     transport.all_gather_v(message, whole, totals).wait()
     return transpose_packets(whole, lengths), mine.nbytes + message.nbytes
+
+
+def rotation(row: Number, size: int) -> Number:
+    """By how much the row with this number, or the rows with these, are rotated: a row has one
+    piece for each of `size` owners, and a hash keeps a stride of pieces from having one owner."""
+    return ((row * 0x9E3779B1 & 0xFFFFFFFF) >> 16) % size
 
 
 def to_owners(packets: Sequence[Packets], transport: PacketTransport) -> tuple[list[Packets], int]:

@@ -21,7 +21,7 @@ from torch import Tensor
 from pycomm import kernels
 from pycomm.compress.bucket import CompressionBucket, ReceivedPackets
 from pycomm.compress.packet_codec import Packets, decode, encode, quantization_error
-from pycomm.compress.packet_exchange import PacketTransport, all_gather, to_owners
+from pycomm.compress.packet_exchange import PacketTransport, all_gather, rotation, to_owners
 from pycomm.compress.parameter_state import ParameterState
 from pycomm.kernels import PacketBatch
 
@@ -55,7 +55,7 @@ class Sharding:
         """For each owner the places in its shard, ascending, and the values."""
         block, within = indices.long() // BLOCK, indices.long() % BLOCK
         row = block // self.size
-        owner = (block + self._rotation(row)) % self.size
+        owner = (block + rotation(row, self.size)) % self.size
         order = torch.argsort(owner, stable=True)
         lengths = torch.bincount(owner, minlength=self.size).tolist()
         places = (row * BLOCK + within).to(torch.int32)
@@ -64,7 +64,7 @@ class Sharding:
     def whole(self, owner: int | Tensor, places: Tensor) -> Tensor:
         """The ascending coordinates of places in the shard of `owner`, one rank or one by place."""
         row, within = places.long() // BLOCK, places.long() % BLOCK
-        block = row * self.size + (owner - self._rotation(row)) % self.size
+        block = row * self.size + (owner - rotation(row, self.size)) % self.size
         return (block * BLOCK + within).to(torch.int32)
 
     def joined(self, batch: PacketBatch) -> Tensor:
@@ -72,9 +72,6 @@ class Sharding:
         owners = torch.arange(self.size, device=batch.indices.device)
         lengths = torch.tensor(batch.lengths, device=owners.device)
         return self.whole(torch.repeat_interleave(owners, lengths), batch.indices)
-
-    def _rotation(self, row: Tensor) -> Tensor:
-        return ((row * 0x9E3779B1 & 0xFFFFFFFF) >> 16) % self.size
 
 
 class ShardedExchange:
