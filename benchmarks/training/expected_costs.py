@@ -111,7 +111,7 @@ def judged(workload: str, method: str, costs: Sequence[float]) -> str:
 
 def disordered(workload: str, costs: Mapping[str, Sequence[float]]) -> list[tuple[str, str]]:
     """Neighbours that violate the order; `costs` by method, one for each seed."""
-    there = [name for name in ORDERS[workload] if costs.get(name)]
+    there = [name for name in ORDERS.get(workload, ()) if costs.get(name)]
     found = []
     for better, worse in itertools.pairwise(there):
         seeds = min(len(costs[worse]), len(costs[better]))

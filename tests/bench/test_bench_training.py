@@ -352,6 +352,14 @@ def test_scores_are_checked_against_bands_and_order(
     assert message in "\n".join(lines)
 
 
+def test_runs_of_the_larger_model_have_no_bands() -> None:
+    found = runs({"adamw": [1.3], "adamw topk 200": [1.4]})
+    larger = [replace(run, workload="larger text", steps=3000) for run in found]
+    lines, good = convergence.summary(larger)
+    assert good
+    assert " 0.100 " in lines[2]
+
+
 def test_unequal_replicas_and_accuracies_and_short_runs() -> None:
     lines, good = convergence.summary([replace(runs(GOOD)[0], replicas_equal=False)])
     assert not good
