@@ -1,6 +1,9 @@
 """The benchmarks of training: arithmetic, and a small run of each."""
 
+import argparse
 import gzip
+import re
+import shlex
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -9,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from bench_runs import stored
+from paths import ROOT
 
 from benchmarks.training import convergence, shared_data, steps, training, workloads
 from benchmarks.training.convergence import Run
@@ -16,7 +20,7 @@ from benchmarks.training.models import TASKS
 from benchmarks.training.soap import SOAP
 from benchmarks.training.workloads import WORKLOADS
 from pycomm.bench.kernels import residuals
-from pycomm.bench.support import netns, summaries
+from pycomm.bench.support import netns, sizes, summaries
 from pycomm.bench.support.model import CharGPT, Shape
 from pycomm.testing import run_ranks
 from tools import tables
@@ -141,6 +145,19 @@ def train(folder: Path, methods: str, more: str = "") -> list[Any]:
     words = f"convergence --ranks 2 --steps 4 --workloads text --seeds 1 --methods '{methods}'"
     found: list[Any] = stored(folder, f"{words} {more}", plot=True)["rows"]
     return found
+
+
+PAGES = (ROOT / "README.md", ROOT / "benchmarks/RESULTS.md", *ROOT.glob("docs/internals/*.md"))
+COMMAND = re.compile(r"python -m benchmarks (convergence .*?)[`\n]")
+
+
+def test_documented_commands_have_known_methods() -> None:
+    found = [words for page in PAGES for words in COMMAND.findall(page.read_text())]
+    given = argparse.ArgumentParser()
+    for name, known in (("methods", convergence.METHODS), ("workloads", WORKLOADS)):
+        given.add_argument(f"--{name}", type=sizes.names(known))
+    chosen = [given.parse_known_args(shlex.split(words))[0].methods for words in found]
+    assert sum(methods is not None for methods in chosen) > 4
 
 
 def test_only_the_first_seed_stores_losses(tmp_path: Path) -> None:
