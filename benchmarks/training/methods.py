@@ -64,7 +64,7 @@ def _updates(ratio: float, rate: float, kind: str = "adamw", exchange: str = "au
 def _bits(up: int, down: int) -> Adaptive:
     """All updates, at a few bits."""
     options = {"compression": pycomm.Quantize(up, down)}
-    return Adaptive("adamw", (0.5, 0.99), {"images": 0.006, "text": 0.01}, options)
+    return Adaptive("adamw", (0.5, 0.99), {"images": 0.006, "text": 0.03}, options)
 
 
 def _rounds(k_steps: int) -> Adaptive:
@@ -132,7 +132,8 @@ METHODS = {
         Method("local adaptive", local={"init_k_steps": 4}),
         Method("adamw", adaptive=ADAMW),
         Method("adamw usual betas", adaptive=replace(ADAMW, betas=(0.9, 0.95))),
-        *(Method(f"adamw topk {n}", adaptive=_updates(n, 0.016)) for n in (50, 200, 500)),
+        Method("adamw topk 50", adaptive=_updates(50, 0.022)),
+        *(Method(f"adamw topk {n}", adaptive=_updates(n, 0.016)) for n in (200, 500)),
         *(
             Method(f"adamw topk {n} sharded", adaptive=_updates(n, 0.016, exchange="sharded"))
             for n in (200, 500)
