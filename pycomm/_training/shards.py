@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -19,6 +20,7 @@ __all__ = [
     "check_sharded",
     "is_sharded",
     "local_shard",
+    "on_all",
     "replica_group",
 ]
 
@@ -68,6 +70,19 @@ def check_replicas(owner: str, replicas: DeviceMesh) -> None:
             f"{owner}: invalid replicas: got a mesh of {replicas.ndim} dimensions, expected "
             'one: pass mesh["replicate"]'
         )
+
+
+def on_all(flag: bool, ranks: dist.ProcessGroup, device: str = "cpu") -> bool:
+    """Whether a flag is set on all ranks. Collective.
+
+    Args:
+        flag: of this rank.
+        ranks: those of a replica.
+        device: the kind of device that the group sends from.
+    """
+    word = torch.tensor([float(flag)], device=device)
+    dist.all_reduce(word, dist.ReduceOp.MIN, group=ranks)
+    return bool(word)
 
 
 def replica_group(replicas: DeviceMesh) -> Group:

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from pycomm._quantize import Quantize
 from pycomm._training import coalesced
 from pycomm._training.communicators import CommunicatorPool
-from pycomm._training.shards import check_replicas, check_sharded, replica_group
+from pycomm._training.shards import check_replicas, check_sharded, on_all, replica_group
 from pycomm.compress.gradient_exchange import GradientExchange
 from pycomm.compress.quantized_gradients import QuantizedGradients, exchange_of
 from pycomm.errors import InvalidArgument, Unsupported
@@ -121,12 +121,7 @@ class _Passes:
 
     def _finish(self) -> None:
         self._taken.clear()
-        self._exchange.finish(self._agree)
-
-    def _agree(self, finite: bool) -> bool:
-        word = torch.tensor([float(finite)])
-        dist.all_reduce(word, dist.ReduceOp.MIN, group=self._shards)
-        return bool(word)
+        self._exchange.finish(lambda finite: on_all(finite, self._shards))
 
 
 def _hook(passes: _Passes, parameters: Sequence[Tensor]) -> Callable[[Tensor], None]:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from pycomm._training.shards import check_replicas, check_sharded, replica_group
+from pycomm._training.shards import check_replicas, check_sharded, on_all, replica_group
 from pycomm.errors import Error, InvalidArgument
 
 __all__ = ["ModelShards"]
@@ -59,12 +59,6 @@ class ModelShards:
         dist.all_reduce(square, group=self._ranks)
         return math.sqrt(float(square))
 
-    def _all(self, flag: bool) -> bool:
-        """Whether a flag is set on all ranks of this replica. Collective over it."""
-        word = torch.tensor([float(flag)], device=self._device)
-        dist.all_reduce(word, dist.ReduceOp.MIN, group=self._ranks)
-        return bool(word)
-
     @contextlib.contextmanager
     def agreement(self) -> Iterator[Callable[[], None]]:
         """Collective over the replica. Yields a call that returns only if each rank of the replica
@@ -78,7 +72,7 @@ class ModelShards:
         def agree() -> None:
             nonlocal called
             called = True
-            if not self._all(True):
+            if not on_all(True, self._ranks, self._device):
                 raise Error("LocalSGD: another shard of this replica failed: see that rank's error")
 
         try:
@@ -86,4 +80,4 @@ class ModelShards:
         finally:
             if not called:
                 with contextlib.suppress(Exception):  # the block raises its own error
-                    self._all(False)
+                    on_all(False, self._ranks, self._device)
