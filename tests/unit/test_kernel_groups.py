@@ -91,7 +91,8 @@ def settings_of_kernels():
 
 @pytest.mark.parametrize("isa", ["baseline", "avx2", "avx512"])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_many_elements_on_threads(isa, dtype, settings_of_kernels):
+@pytest.mark.parametrize("kind", ["plain", "ties"])
+def test_many_elements_on_threads(isa, dtype, kind, settings_of_kernels):
     """Several tasks of each pass, and a selection in several parts."""
     try:
         _core.set_kernel_isa(isa)
@@ -99,10 +100,11 @@ def test_many_elements_on_threads(isa, dtype, settings_of_kernels):
         pytest.skip("this processor lacks these instructions")
     _core.set_kernel_threads(3)
     counts = [700_001, 300, 500_000]
-    lists = inputs_of(counts, "plain", 7, dtype)
-    k = number_of_groups(counts, 16) // 8
-    wanted = reference.update_step(*lists, k)
-    found, residual, _ = run_step(lists, k, dtype)
+    lists = inputs_of(counts, kind, 7, dtype)
+    lists[2] = [made(kind, count, 5, "float32") for count in counts]
+    k = number_of_groups(counts, 2) // 8
+    wanted = reference.update_step(*lists, k, group=2)
+    found, residual, _ = run_step(lists, k, dtype, group=2)
     assert bytes(np.asarray(found.packet)) == wanted.packet
     for got, want in zip(residual, wanted.residual, strict=True):
         same(CPU.get(got), want)

@@ -1,6 +1,5 @@
-// The update step on the CPU: one pass over memory adds the update to the residual, and computes
-// the size of each group and the histogram of the sizes' leading digits; then the selection of
-// topk, and one pass over the selected groups.
+// The update step on the CPU: one pass over memory adds the update to the residual and computes the
+// size of each group; then topk selects, and one pass codes the selected groups.
 #include "kernels/groups.h"
 
 #include <algorithm>
@@ -19,7 +18,6 @@
 #include "kernels/cpu/kernels.h"
 #include "kernels/cpu/select.h"
 #include "kernels/cpu/threads.h"
-#include "kernels/cpu/topk.h"
 
 namespace pycomm::kernels {
 namespace {
@@ -150,70 +148,18 @@ size_t groups_of_all(std::span<const Piece> pieces, size_t group) {
   return count;
 }
 
-// The sizes of all groups, and what the selection knows of them in advance.
-class Sizes {
- public:
-  Sizes(float* all, size_t count, size_t k)
-      : all_(all), count_(count), k_(k), counts_(reads_leading(count, k)) {}
-
-  float* of(const Run& run) const { return all_ + run.first_group; }
-
-  // Counts the leading digits of a task's sizes. Neighbours often have the same digit, and an
-  // increment waits for the one before it, so four counts take turns.
-  class Counts {
-   public:
-    explicit Counts(Sizes& sizes) : sizes_(sizes) {}
-    ~Counts() {
-      for (const auto& each : counts_) add_counts(each, sizes_.leading_);
-    }
-    Counts(const Counts&) = delete;
-    Counts& operator=(const Counts&) = delete;
-
-    void add(const float* sizes, size_t count) {
-      if (!sizes_.counts_) return;
-      for (size_t i = 0; i < count; ++i) ++counts_[i % 4][cpu::key_of(sizes[i]) >> kShift];
-    }
-
-   private:
-    static constexpr int kShift = kFirstShift<uint32_t>;
-    Sizes& sizes_;
-    std::array<std::array<uint32_t, 1 << (31 - kShift)>, 4> counts_{};
-  };
-
-  void select(int32_t* indices, float* sizes, Workspace workspace) const {
-    const Histogram leading = sum_of(leading_);
-    topk({all_, count_},
-         {.k = k_,
-          .indices = indices,
-          .values = sizes,
-          .threshold = nullptr,
-          .workspace = workspace},
-         counts_ ? &leading : nullptr);
-  }
-
- private:
-  float* all_;
-  size_t count_, k_;
-  bool counts_;
-  SharedHistogram leading_{};
-};
-
 size_t select_bytes(size_t count, size_t k) {
   return cpu_kernels().topk_workspace_bytes(count, k, Dtype::float32);
 }
 
-// Calls pass(run, sizes) for each run, on several threads. It writes the sizes of the run's groups.
+// Calls pass(run, sizes) for each run, on several threads; it writes the sizes of the run's groups.
+// Then selects the k largest of `sizes`, which are those of all groups.
 template <typename F>
-void each_run(std::span<const Run> runs, size_t group, size_t elements, Sizes& sizes, F&& pass) {
-  each_of((runs.size() + kRunsPerTask - 1) / kRunsPerTask, 1, elements, [&](size_t task) {
-    Sizes::Counts counts(sizes);
-    const size_t first = task * kRunsPerTask;
-    for (const Run& run : runs.subspan(first, std::min(kRunsPerTask, runs.size() - first))) {
-      float* const to = sizes.of(run);
-      pass(run, to);
-      counts.add(to, groups_in(run.count, group));  // here it overlaps with reads of memory
-    }
-  });
+void select_groups(std::span<const Run> runs, size_t elements, std::span<float> sizes,
+                   const DeviceKernels::TopK& what, F&& pass) {
+  each_of(runs.size(), kRunsPerTask, elements,
+          [&](size_t i) { pass(runs[i], sizes.data() + runs[i].first_group); });
+  cpu_kernels().topk({sizes.data(), sizes.size(), Dtype::float32}, what, {});
 }
 
 template <typename To, typename From>
@@ -312,17 +258,20 @@ void CpuGroupKernels::update_step(const UpdateStep& step, Queue) {
   BumpAllocator allocator(step.workspace.data, step.workspace.bytes);
   const size_t bytes = select_bytes(count, step.k);
   const Workspace scratch{allocator.take<std::byte>(bytes), bytes};
-  Sizes sizes(allocator.take<float>(count), count, step.k);
-  auto* const selected_sizes = allocator.take<float>(step.k);
+  const std::span sizes(allocator.take<float>(count), count);
+  const DeviceKernels::TopK largest{.k = step.k,
+                                    .indices = step.indices,
+                                    .values = allocator.take<float>(step.k),
+                                    .threshold = nullptr,
+                                    .workspace = scratch};
   const cpu::Isa isa = cpu::isa_here();
   visit_float(step.dtype, [&](auto dtype) {
     if constexpr (dtype() != Dtype::float64)
-      each_run(runs, step.group, elements_of(step.pieces), sizes, [&](const Run& run, float* to) {
+      select_groups(runs, elements_of(step.pieces), sizes, largest, [&](const Run& run, float* to) {
         cpu::run_on<AccumulateRun<dtype()>>(isa, &step.pieces[run.piece], run.begin, run.count,
                                             step.group, to);
       });
   });
-  sizes.select(step.indices, selected_sizes, scratch);
 
   const SelectedValues values(step);
   const codec::Groups packet{.indices = {step.indices, step.k},
@@ -342,13 +291,14 @@ void CpuGroupKernels::topk_groups(const GroupSelection& selection, Queue) {
   const size_t count = groups_of_all(tensors, group), bytes = select_bytes(count, k);
   BumpAllocator allocator(workspace.data, workspace.bytes);
   const Workspace scratch{allocator.take<std::byte>(bytes), bytes};
-  Sizes of_groups(allocator.take<float>(count), count, k);
+  const std::span of_groups(allocator.take<float>(count), count);
+  const DeviceKernels::TopK largest{
+      .k = k, .indices = indices, .values = sizes, .threshold = nullptr, .workspace = scratch};
   const cpu::Isa isa = cpu::isa_here();
-  each_run(runs, group, elements_of(tensors), of_groups, [&](const Run& run, float* to) {
+  select_groups(runs, elements_of(tensors), of_groups, largest, [&](const Run& run, float* to) {
     const auto* const x = static_cast<const float*>(tensors[run.piece].data) + run.begin;
     cpu::run_on<SizesOfRun>(isa, x, run.count, group, to);
   });
-  of_groups.select(indices, sizes, scratch);
 }
 
 void CpuGroupKernels::write_groups(const GroupValues& values, Queue) {

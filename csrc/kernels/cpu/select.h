@@ -10,7 +10,7 @@
 // The first lower bound affects the time but never the result: if fewer than k elements reach it,
 // the caller collects again with a lower bound. Above one element in 64, pools would be large, so
 // all elements are read instead, as often as necessary (`dense`): once for each digit of the k-th
-// magnitude, and once each to count and to emit. The caller may know the counts of the first digit.
+// magnitude, and once each to count and to emit.
 #pragma once
 
 #include <algorithm>
@@ -32,10 +32,16 @@
 
 namespace pycomm::kernels {
 
-inline constexpr size_t kSmallestPart = 1 << 19;  // smaller parts do not pay for a thread
+inline constexpr size_t kSmallestPart = 1 << 19;       // smaller parts do not pay for a thread
+inline constexpr size_t kSmallestDensePart = 1 << 17;  // whose elements are read several times
 inline constexpr size_t kMostParts = 8;
 
 constexpr size_t groups_of(size_t count) { return (count + kGroup - 1) / kGroup; }
+
+constexpr bool is_dense(size_t count, size_t k) { return k == 0 || k > count / 64; }
+constexpr size_t smallest_part(size_t count, size_t k) {
+  return is_dense(count, k) ? kSmallestDensePart : kSmallestPart;
+}
 
 // How a selection of k from `count` elements is split, and the size of its pools.
 struct Shape {
@@ -44,9 +50,9 @@ struct Shape {
   size_t capacity;    // elements of each pool; 0: dense
 
   constexpr Shape(size_t count, size_t k)
-      : parts(std::clamp<size_t>(count / kSmallestPart, 1, kMostParts)),
+      : parts(std::clamp<size_t>(count / smallest_part(count, k), 1, kMostParts)),
         part_count(groups_of((count + parts - 1) / parts) * kGroup),
-        capacity(k == 0 || k > count / 64 ? 0 : std::min(part_count, k + k / 4 + 2 * kGroup)) {}
+        capacity(is_dense(count, k) ? 0 : std::min(part_count, k + k / 4 + 2 * kGroup)) {}
 
   constexpr size_t bytes(size_t element_bytes) const {
     return parts * ((capacity * (sizeof(uint32_t) + element_bytes) + 31) / 16 * 16);
@@ -207,7 +213,6 @@ struct Choice {
 
   size_t k;
   bool dense;
-  const Histogram* leading;  // of the first digit of all keys, if known
   size_t first_part;
   size_t parts = 0;
   Key kth = 0;      // of the k-th magnitude
@@ -240,12 +245,10 @@ class Selection {
   std::vector<Part<Element>> parts;
   std::vector<Slice<Element>> slices;
 
-  // Starts a selection of k from `count` elements; add() adds its tensors in order. `leading`,
-  // which may be null, is the histogram of the first digit of all keys.
-  void open(size_t count, size_t k, BumpAllocator& allocator, const Histogram* leading = nullptr) {
+  // Starts a selection of k from `count` elements; add() adds its tensors in order.
+  void open(size_t count, size_t k, BumpAllocator& allocator) {
     const Shape shape(count, k);
-    choices.push_back(
-        {.k = k, .dense = shape.capacity == 0, .leading = leading, .first_part = parts.size()});
+    choices.push_back({.k = k, .dense = shape.capacity == 0, .first_part = parts.size()});
     allocator_ = &allocator;
     capacity_ = shape.capacity;
     part_count_ = shape.part_count;
@@ -360,7 +363,7 @@ class Selection {
     size_t elements = 0;
     for (const auto& part : parts)
       elements += choices[part.choice].dense ? part_count_ : part.pool.size();
-    if (elements < kSmallestPart)
+    if (elements < 2 * kSmallestDensePart)
       for (auto& part : parts) f(part);
     else
       parallel(parts.size(), [&](size_t p) { f(parts[p]); });
@@ -400,7 +403,6 @@ class Selection {
   void cut_all(Choice<Element>& choice) {
     const auto own = parts_of(choice);
     choice.kth = kth_largest<Key>(choice.k, choice.ties, [&](Key prefix, int shift) {
-      if (shift == kFirstShift<Key> && choice.leading != nullptr) return *choice.leading;
       if (own.size() == 1) return counted(own[0], prefix, shift);  // small: the sum would dominate
       SharedHistogram sums{};
       parallel(own.size(), [&](size_t p) { add_counts(counted(own[p], prefix, shift), sums); });

@@ -1,6 +1,4 @@
 // topk and threshold on the CPU: one read of x, then the selection of select.h.
-#include "kernels/cpu/topk.h"
-
 #include "core/visit_float.h"
 #include "kernels/cpu/kernels.h"
 #include "kernels/cpu/sample.h"
@@ -13,12 +11,11 @@ template <Dtype kDtype>
 using ElementOfDtype = std::conditional_t<is_half(kDtype), uint16_t, cpu::Stored<kDtype>>;
 
 template <typename Element>
-void select(const TypedArray& x, const DeviceKernels::TopK& what,
-            const Histogram* leading = nullptr) {
+void select(const TypedArray& x, const DeviceKernels::TopK& what) {
   const auto* const elements = static_cast<const Element*>(x.data);
   BumpAllocator allocator(what.workspace.data, what.workspace.bytes);
   Selection<Element> selection;
-  selection.open(x.count, what.k, allocator, leading);
+  selection.open(x.count, what.k, allocator);
   selection.add(0, elements, x.count);
   const auto& choice = selection.choices[0];
   if (!choice.dense) {
@@ -42,12 +39,6 @@ void select(const TypedArray& x, const DeviceKernels::TopK& what,
 
 void CpuKernels::topk(TypedArray x, const TopK& what, Queue) {
   visit_float(x.dtype, [&](auto dtype) { select<ElementOfDtype<dtype()>>(x, what); });
-}
-
-bool reads_leading(size_t count, size_t k) { return k > 0 && Shape(count, k).capacity == 0; }
-
-void topk(std::span<const float> x, const DeviceKernels::TopK& what, const Histogram* leading) {
-  select<float>({const_cast<float*>(x.data()), x.size(), Dtype::float32}, what, leading);
 }
 
 size_t CpuKernels::topk_workspace_bytes(size_t count, size_t k, Dtype dtype) {
