@@ -68,6 +68,7 @@ size_t encode_groups(const Groups& groups, const GroupValues& values, std::byte*
 // Decodes a packet into indices [k] and values [values]. Throws InvalidArgument unless the size
 // matches the header, padding is zero and the indices ascend in 0..count-1; the arrays may have
 // changed then.
-void decode_groups(std::span<const std::byte> bytes, int32_t* indices, float* values);
+void decode_groups(std::span<const std::byte> bytes, int32_t* indices, float* values,
+                   const RunTasks& run);
 
 }  // namespace pycomm::codec

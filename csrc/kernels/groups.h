@@ -89,15 +89,6 @@ struct GroupCounts {
   size_t k;
 };
 
-// The number of elements in these groups of tensors with these counts; with `elements` not null
-// also their indices, which count through all tensors. Throws InvalidArgument unless the group
-// numbers ascend in their range.
-size_t group_elements(std::span<const uint64_t> counts, size_t group,
-                      std::span<const int32_t> indices, int32_t* elements);
-
 constexpr size_t groups_in(size_t count, size_t group) { return (count + group - 1) / group; }
-
-// The number of groups of tensors with these counts.
-size_t group_count(std::span<const uint64_t> counts, size_t group);
 
 }  // namespace pycomm::kernels

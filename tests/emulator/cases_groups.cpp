@@ -77,6 +77,10 @@ class Selected final : public codec::GroupValues {
   Floats before_;
 };
 
+void in_order(size_t tasks, const std::function<void(size_t)>& task) {
+  for (size_t i = 0; i < tasks; ++i) task(i);
+}
+
 // Decodes a packet of these groups twice in one call, for tensors with these counts: refused if
 // they do not have its values.
 void try_decode(const std::vector<std::byte>& packet, const std::vector<size_t>& counts,
@@ -84,7 +88,7 @@ void try_decode(const std::vector<std::byte>& packet, const std::vector<size_t>&
                 const std::string& what) {
   std::vector<int32_t> groups(indices.size()), elements;
   Floats values(value_count);
-  codec::decode_groups(packet, groups.data(), values.data());
+  codec::decode_groups(packet, groups.data(), values.data(), in_order);
   int32_t number = 0;
   each_group(counts, group, [&](size_t first, size_t n) {
     if (std::binary_search(indices.begin(), indices.end(), number++))
@@ -144,9 +148,7 @@ void try_step(Tensors x, size_t group, size_t k, codec::ValueCode code, size_t s
   const Selected values(x, group, indices);
   std::vector<std::byte> packet(codec::most_group_bytes(k, sizes.size(), k * group, code));
   packet.resize(codec::encode_groups({indices, sizes.size(), values.count(), code}, values,
-                                     packet.data(), [](size_t tasks, const auto& task) {
-                                       for (size_t i = 0; i < tasks; ++i) task(i);
-                                     }));
+                                     packet.data(), in_order));
 
   const size_t bytes = kernels().group_workspace_bytes({pieces.size(), sizes.size(), k});
   Device<std::byte> workspace(bytes),

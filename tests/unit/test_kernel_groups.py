@@ -108,6 +108,10 @@ def test_many_elements_on_threads(isa, dtype, kind, settings_of_kernels):
     assert bytes(np.asarray(found.packet)) == wanted.packet
     for got, want in zip(residual, wanted.residual, strict=True):
         same(CPU.get(got), want)
+    batch = kernels.decode_groups(found.packet, [len(found.packet)], counts, group=2)
+    same(batch.indices, reference.group_elements(counts, 2, wanted.indices))
+    sent = batch.values + np.concatenate(wanted.residual)[batch.indices]
+    np.testing.assert_allclose(sent, wanted.values, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("value_dtype", VALUES)

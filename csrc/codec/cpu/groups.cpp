@@ -5,6 +5,8 @@
 #include <algorithm>
 #include <array>
 #include <cstring>
+#include <exception>
+#include <numeric>
 #include <string>
 
 #include "codec/cpu/index_codes.h"
@@ -19,6 +21,18 @@ namespace pycomm::codec {
 namespace {
 
 constexpr size_t kBlocksPerTask = 8;
+
+constexpr size_t kValuesPerTask = kBlocksPerTask * kValueBlock;
+
+size_t tasks_of(size_t values) { return (values + kValuesPerTask - 1) / kValuesPerTask; }
+
+// Calls f(first, n) for the blocks of values of a task.
+template <typename F>
+void each_block(size_t task, size_t values, F&& f) {
+  const size_t end = std::min(values, (task + 1) * kValuesPerTask);
+  for (size_t first = task * kValuesPerTask; first < end; first += kValueBlock)
+    f(first, std::min(kValueBlock, end - first));
+}
 
 [[noreturn]] void refuse(const std::string& why, size_t bytes) {
   throw InvalidArgument("invalid packet of groups: " + why + " (" + std::to_string(bytes) +
@@ -107,8 +121,7 @@ size_t encode_groups(const Groups& groups, const GroupValues& values, std::byte*
   std::byte* const begin = write_head(groups, IndexCode::list, out);
   std::byte* const places = begin + value_bytes(groups.value_code, groups.values);
   std::byte* end = places;
-  constexpr size_t kEach = kBlocksPerTask * kValueBlock;
-  run((groups.values + kEach - 1) / kEach + 1, [&](size_t task) {
+  run(tasks_of(groups.values) + 1, [&](size_t task) {
     const cpu::ExactFloats exact;
     if (task == 0) {
       if (groups.indices.size() == groups.count) return;
@@ -117,30 +130,41 @@ size_t encode_groups(const Groups& groups, const GroupValues& values, std::byte*
       end = write_indices(groups.indices, groups.count, plan, places);
       return;
     }
-    const size_t last = std::min(groups.values, task * kEach);
-    for (size_t first = (task - 1) * kEach; first < last; first += kValueBlock)
-      write_block(groups.value_code, values, first, std::min(kValueBlock, last - first),
+    each_block(task - 1, groups.values, [&](size_t first, size_t n) {
+      write_block(groups.value_code, values, first, n,
                   begin + value_bytes(groups.value_code, first));
+    });
   });
   return static_cast<size_t>(end - out);
 }
 
-void decode_groups(std::span<const std::byte> bytes, int32_t* indices, float* values) {
+void decode_groups(std::span<const std::byte> bytes, int32_t* indices, float* values,
+                   const RunTasks& run) {
   const GroupHeader header = read_group_header(bytes);
   const auto body = bytes.subspan(header.bytes);
   const auto coded = body.first(value_bytes(header.value_code, header.values));
   if (!values_end_in_zeros(header.value_code, coded, header.values))
     refuse("bits after its last value are not zero", bytes.size());
-  if (header.k == header.count)
-    for (size_t i = 0; i < header.k; ++i) indices[i] = static_cast<int32_t>(i);
-  else
-    read_indices(header.index_code, body.subspan(coded.size()), header.count, {indices, header.k});
-  const cpu::ExactFloats exact;
-  for (size_t first = 0; first < header.values; first += kValueBlock) {
-    const size_t n = std::min(kValueBlock, header.values - first);
-    read_values(header.value_code, coded.data() + value_bytes(header.value_code, first),
-                {values + first, n});
-  }
+  std::exception_ptr refused;
+  run(tasks_of(header.values) + 1, [&](size_t task) {
+    if (task > 0) {
+      const cpu::ExactFloats exact;
+      each_block(task - 1, header.values, [&](size_t first, size_t n) {
+        read_values(header.value_code, coded.data() + value_bytes(header.value_code, first),
+                    {values + first, n});
+      });
+    } else if (header.k == header.count) {
+      std::iota(indices, indices + header.k, 0);
+    } else {
+      try {
+        read_indices(header.index_code, body.subspan(coded.size()), header.count,
+                     {indices, header.k});
+      } catch (...) {
+        refused = std::current_exception();
+      }
+    }
+  });
+  if (refused) std::rethrow_exception(refused);
 }
 
 }  // namespace pycomm::codec

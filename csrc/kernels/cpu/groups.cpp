@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <array>
 #include <cstring>
+#include <numeric>
 #include <string>
 #include <vector>
 
@@ -25,7 +26,8 @@ namespace {
 constexpr size_t kRun = 1024;         // elements in the L1 cache; a multiple of every group
 constexpr size_t kRunsPerTask = 128;  // of a thread
 constexpr size_t kPrefetch = 48;      // selected groups
-constexpr size_t kSerial = 1 << 17;   // fewer elements do not pay for a wake-up
+constexpr size_t kGroupsPerTask = 1 << 12;
+constexpr size_t kSerial = 1 << 17;  // fewer elements do not pay for a wake-up
 static_assert(kRun % kMostGroup == 0);
 
 // Sums of the squares of each group. `squares` has whole groups.
@@ -96,6 +98,52 @@ struct AccumulateRun {
       return buffer;
     }
   }
+};
+
+// The elements of groups of tensors with these counts. Elements count through all tensors.
+class GroupElements {
+ public:
+  GroupElements(std::span<const uint64_t> counts, size_t group) : group_(group) {
+    size_t first = 0;
+    for (const size_t count : counts) {
+      tensors_.push_back({groups_, first, first + count});
+      groups_ += groups_in(count, group);
+      first += count;
+    }
+  }
+
+  size_t groups() const { return groups_; }
+
+  // The number of elements in groups whose indices ascend in their range; with `elements` not null
+  // also these elements.
+  size_t of(std::span<const int32_t> indices, int32_t* elements) const {
+    if (indices.empty()) return 0;
+    auto tensor = std::upper_bound(tensors_.begin(), tensors_.end(), index_of(indices[0]),
+                                   [](size_t index, const Tensor& b) { return index < b.groups; }) -
+                  1;
+    size_t found = 0;
+    for (const int32_t each : indices) {
+      const size_t index = index_of(each);
+      while (tensor + 1 != tensors_.end() && index >= tensor[1].groups) ++tensor;
+      const size_t begin = tensor->begin + (index - tensor->groups) * group_;
+      const size_t count = std::min(group_, tensor->end - begin);
+      if (elements != nullptr)
+        std::iota(elements + found, elements + found + count, static_cast<int32_t>(begin));
+      found += count;
+    }
+    return found;
+  }
+
+ private:
+  struct Tensor {
+    size_t groups;  // of the tensors before it
+    size_t begin, end;
+  };
+
+  static size_t index_of(int32_t index) { return static_cast<size_t>(index); }
+
+  size_t group_, groups_ = 0;
+  std::vector<Tensor> tensors_;
 };
 
 // Runs of at most kRun elements of one tensor.
@@ -250,6 +298,35 @@ class SelectedValues final : public codec::GroupValues {
   size_t count_;
 };
 
+// Throws InvalidArgument unless it is a packet of these groups, with the numbers of its header.
+void decode_packet(const GroupPacket& packet, const GroupElements& all, int32_t* elements,
+                   float* values) {
+  const std::span bytes(packet.bytes, packet.size);
+  const codec::GroupHeader header = codec::read_group_header(bytes);
+  if (header.k != packet.k || header.values != packet.values || header.count != all.groups())
+    throw InvalidArgument(
+        "invalid packet of groups: its header has k = " + std::to_string(header.k) + " of " +
+        std::to_string(header.count) + " groups and " + std::to_string(header.values) +
+        " values, expected " + std::to_string(packet.k) + " of " + std::to_string(all.groups()) +
+        " and " + std::to_string(packet.values));
+  std::vector<int32_t> indices(header.k);
+  codec::decode_groups(bytes, indices.data(), values, [&](size_t tasks, const auto& task) {
+    each_of(tasks, 1, header.values, task);
+  });
+  const auto part = [&](size_t task) {
+    const size_t begin = task * kGroupsPerTask;
+    return std::span(indices).subspan(begin, std::min(kGroupsPerTask, indices.size() - begin));
+  };
+  const size_t parts = (indices.size() + kGroupsPerTask - 1) / kGroupsPerTask;
+  std::vector<size_t> first(parts + 1);  // element of each part, and their number
+  each_of(parts, 1, header.values, [&](size_t i) { first[i + 1] = all.of(part(i), nullptr); });
+  std::partial_sum(first.begin(), first.end(), first.begin());
+  if (first.back() != header.values)
+    throw InvalidArgument("invalid packet of groups: it has " + std::to_string(header.values) +
+                          " values, which its groups do not have");
+  each_of(parts, 1, header.values, [&](size_t i) { all.of(part(i), elements + first[i]); });
+}
+
 }  // namespace
 
 void CpuGroupKernels::update_step(const UpdateStep& step, Queue) {
@@ -304,7 +381,9 @@ void CpuGroupKernels::topk_groups(const GroupSelection& selection, Queue) {
 void CpuGroupKernels::write_groups(const GroupValues& values, Queue) {
   std::vector<uint64_t> counts;
   for (const Array& tensor : values.tensors) counts.push_back(tensor.count);
-  const size_t count = group_elements(counts, values.group, values.indices, nullptr);
+  const GroupElements elements(counts, values.group);
+  codec::check_indices(values.indices, elements.groups());
+  const size_t count = elements.of(values.indices, nullptr);
   if (count != values.values.size())
     throw InvalidArgument("invalid values: got " + std::to_string(values.values.size()) +
                           " elements, expected " + std::to_string(count) + ", those of the groups");
@@ -325,55 +404,15 @@ size_t CpuGroupKernels::group_workspace_bytes(const GroupCounts& most) {
 }
 
 void CpuGroupKernels::decode_groups(const GroupDecoding& decoding, Queue) {
-  const auto& [counts, group, packets, elements, values, refused, workspace] = decoding;
-  const size_t groups = group_count(counts, group);
-  std::vector<int32_t> indices;
+  const GroupElements all(decoding.counts, decoding.group);
   size_t first = 0;
-  for (const GroupPacket& packet : packets) {
-    const std::span bytes(packet.bytes, packet.size);
-    const codec::GroupHeader header = codec::read_group_header(bytes);
-    if (header.k != packet.k || header.values != packet.values || header.count != groups)
-      throw InvalidArgument(
-          "invalid packet of groups: its header has k = " + std::to_string(header.k) + " of " +
-          std::to_string(header.count) + " groups and " + std::to_string(header.values) +
-          " values, expected " + std::to_string(packet.k) + " of " + std::to_string(groups) +
-          " and " + std::to_string(packet.values));
-    indices.resize(header.k);
-    codec::decode_groups(bytes, indices.data(), values + first);
-    if (group_elements(counts, group, indices, nullptr) != header.values)
-      throw InvalidArgument("invalid packet of groups: it has " + std::to_string(header.values) +
-                            " values, which its groups do not have");
-    group_elements(counts, group, indices, elements + first);
-    first += header.values;
+  for (const GroupPacket& packet : decoding.packets) {
+    decode_packet(packet, all, decoding.elements + first, decoding.values + first);
+    first += packet.values;
   }
-  std::fill_n(refused, packets.size(), 0);
+  std::fill_n(decoding.refused, decoding.packets.size(), 0);
 }
 
 size_t CpuGroupKernels::group_decoding_bytes(const GroupDecoding&) { return 0; }
-
-size_t group_count(std::span<const uint64_t> counts, size_t group) {
-  size_t groups = 0;
-  for (const size_t count : counts) groups += groups_in(count, group);
-  return groups;
-}
-
-size_t group_elements(std::span<const uint64_t> counts, size_t group,
-                      std::span<const int32_t> indices, int32_t* elements) {
-  codec::check_indices(indices, group_count(counts, group));
-  size_t piece = 0, first_group = 0, first = 0, found = 0;
-  for (const int32_t number : indices) {
-    const auto index = static_cast<size_t>(number);
-    while (index - first_group >= groups_in(counts[piece], group)) {
-      first_group += groups_in(counts[piece], group);
-      first += counts[piece++];
-    }
-    const size_t begin = (index - first_group) * group;
-    const size_t count = std::min(group, counts[piece] - begin);
-    for (size_t i = 0; elements != nullptr && i < count; ++i)
-      elements[found + i] = static_cast<int32_t>(first + begin + i);
-    found += count;
-  }
-  return found;
-}
 
 }  // namespace pycomm::kernels
