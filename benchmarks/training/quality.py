@@ -6,8 +6,9 @@ It combines the stored results of two benchmarks:
     links --training  how long a step takes, by the rate of the link
 
 A method needs the steps of its shortest run that ends with the loss of `adamw` or a lower one, with
-the same seed. The time is this number times the median step. The loss is that of a small
-transformer, and the step that of a model with more parameters; the settings name both.
+the same seed; one without runs has no row. The time is this number times the median step. The loss
+is that of a small transformer, and the step that of a model with more parameters; the settings name
+both. A step of Muon and SOAP is one of AdamW with the same exchange, without their own arithmetic.
 """
 
 from __future__ import annotations
@@ -27,7 +28,21 @@ from pycomm.bench.support import summaries
 REFERENCE = "adamw"
 WORKLOAD = "text"
 # By method of convergence: the way of links --training.
-WAYS = {REFERENCE: "adamw", "adamw quantize 3 8": "quantize", "adamw topk 200": "topk"}
+WAYS = {
+    REFERENCE: "adamw",
+    "adamw quantize 3 8": "quantize",
+    "adamw quantize 3 3": "quantize_3_3",
+    "adamw quantized updates 1 1": "updates",
+    "adamw topk 50": "topk_50",
+    "adamw topk 200": "topk",
+    "adamw topk 500": "topk_500",
+    "muon": "adamw",
+    "muon topk 50": "topk_50",
+    "soap": "adamw",
+    "soap topk 200": "topk",
+    "soap topk 500": "topk_500",
+}
+DRAWN = [REFERENCE, "adamw quantize 3 8", "adamw topk 200", "soap topk 200"]
 
 
 @dataclass(frozen=True)
@@ -55,7 +70,8 @@ def main(argv: Sequence[str]) -> int:
     options = parser.parse_args(argv)
     runs = [Run(**row) for path in options.convergence for row in summaries.read(path)["rows"]]
     links = summaries.read(options.links)
-    chosen = {method: shortest(runs, method) for method in WAYS}
+    there = {run.method for run in runs}
+    chosen = {method: shortest(runs, method) for method in WAYS if method in there}
     if absent := [method for method, found in chosen.items() if not found]:
         command.CONSOLE.print(f"no run reaches the loss of {REFERENCE}: {', '.join(absent)}")
         return 1
@@ -107,13 +123,13 @@ def _loss(runs: Sequence[Run]) -> float:
 
 
 def draw(path: Path, rows: Sequence[Row], chosen: dict[str, list[Run]]) -> None:
-    """Training loss over time, a panel for each link; the first seed."""
+    """Training loss over time, a panel for each link; the first seed of the methods in DRAWN."""
     rates = list(dict.fromkeys(row.rate for row in rows))
     figure = Figure(figsize=(4.2 * len(rates), 3.8), layout="constrained")
     panels = figure.subplots(1, len(rates), squeeze=False, sharey=True).flat
     for axes, rate in zip(panels, rates, strict=True):
         for row in rows:
-            if row.rate != rate:
+            if row.rate != rate or row.method not in DRAWN:
                 continue
             run = chosen[row.method][0]
             parts = len(run.losses)

@@ -14,9 +14,13 @@ says so. The ways to train run one after another:
     compact   the same with 2-bit values, exchange="auto"
     auto_time the same, exchange="auto_time"
     local     LocalSGD, models averaged every 8 steps
-    adamw     as overlap, with AdamW; the others have SGD with momentum
-    quantize  AdamW, gradients at 3 bits and sums at 8 bits
-    topk      AdamW, updates at a ratio of 200
+    adamw     as overlap, with AdamW; the ways above have SGD with momentum
+    quantize  AdamW, gradients at 3 bits and sums at 8 bits; quantize_3_3: both at 3 bits
+    topk      AdamW, updates at a ratio of 200; topk_50 and topk_500: at that ratio
+    updates   AdamW, all updates at 1 bit, both ways
+
+Muon and SOAP have no ways of their own: they send what AdamW sends, and their arithmetic, here for
+the processor, would hide the exchange.
 
 A figure is the slowest rank's median step, of LocalSGD the mean; Paddle's ratio is what its page of
 DGC gives. The table also has the estimate of `pycomm plan` (pycomm/tuning/planner.py) for that
@@ -90,9 +94,12 @@ def _local(model: nn.Module) -> Wrapped:
     return model, pycomm.LocalSGD(model, _sgd(model), EVERY)
 
 
-def _topk(model: nn.Module) -> Wrapped:
-    compression = pycomm.TopK(ratio=200)
+def _updates(model: nn.Module, compression: pycomm.TopK | pycomm.Quantize) -> Wrapped:
     return model, pycomm.LocalSGD(model, _adamw(model, 0.0), compression=compression)
+
+
+def _gradients(model: nn.Module, compression: pycomm.Quantize | None = None) -> Wrapped:
+    return pycomm.DataParallel(model, compression=compression), _adamw(model)
 
 
 def _sgd(model: nn.Module) -> torch.optim.Optimizer:
@@ -111,12 +118,13 @@ WAYS: dict[str, Callable[[nn.Module], Wrapped]] = {
     "compact": lambda model: _dgc(model, {"value_dtype": "2bit"}),
     "auto_time": lambda model: _dgc(model, {"value_dtype": "2bit", "exchange": "auto_time"}),
     "local": _local,
-    "adamw": lambda model: (pycomm.DataParallel(model), _adamw(model)),
-    "quantize": lambda model: (
-        pycomm.DataParallel(model, compression=pycomm.Quantize()),
-        _adamw(model),
-    ),
-    "topk": _topk,
+    "adamw": _gradients,
+    "quantize": lambda model: _gradients(model, pycomm.Quantize()),
+    "quantize_3_3": lambda model: _gradients(model, pycomm.Quantize(3, 3)),
+    "topk": lambda model: _updates(model, pycomm.TopK(ratio=200)),
+    "topk_50": lambda model: _updates(model, pycomm.TopK(ratio=50)),
+    "topk_500": lambda model: _updates(model, pycomm.TopK(ratio=500)),
+    "updates": lambda model: _updates(model, pycomm.Quantize(1, 1)),
 }
 
 
