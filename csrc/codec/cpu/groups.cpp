@@ -159,7 +159,7 @@ void decode_groups(std::span<const std::byte> bytes, int32_t* indices, float* va
       try {
         read_indices(header.index_code, body.subspan(coded.size()), header.count,
                      {indices, header.k});
-      } catch (...) {
+      } catch (...) {  // tasks must not throw
         refused = std::current_exception();
       }
     }
