@@ -256,6 +256,9 @@ def test_every_instruction_set_gives_the_same_bits():
             ]
             parts += [(u, v), kernels.topk(start[0], 77), (kernels.norm(start[1]),)]
             parts += [(kernels.cast(start[0], "float16"), kernels.clip_(start[1].copy(), 1.0))]
+            neighbours = np.arange(7, 50_000, dtype=np.int32), start[0][7:50_000]
+            packets = [neighbours, (neighbours[0][::3].copy(), start[1][:16_665])]
+            parts += [(kernels.decode_update(start[1].copy(), packets, 0.1, 1 / 3),)]
             found[isa] = b"".join(x.tobytes() for part in parts for x in part)
     finally:
         _core.set_kernel_isa(before)

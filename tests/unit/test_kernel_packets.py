@@ -64,6 +64,15 @@ def some(ranks, k, low, high):
     return [np.sort(rng.choice(np.arange(low, high), k, replace=False)) for _ in range(ranks)]
 
 
+def stretches(ranks, low, high):
+    """Indices of packets with up to 40 neighbours at once, which overlap those of other packets."""
+    rng = np.random.default_rng(ranks)
+    at = [rng.integers(low, high - 40, 200) for _ in range(ranks)]
+    return [
+        np.unique(np.concatenate([np.arange(b, b + rng.integers(1, 41)) for b in x])) for x in at
+    ]
+
+
 # Elements, and packets that do not spread evenly over them. The first two are large so that a GPU,
 # too, has blocks with more entries than they hold at once.
 SKEWED = {
@@ -71,6 +80,7 @@ SKEWED = {
     "one packet": (600_000, lambda n: [np.arange(5000, 12_000), *some(3, 40, 0, n)]),
     "identical": (30_011, lambda n: some(1, 700, 0, n) * 40),
     "single entries": (30_011, lambda n: some(70, 1, 0, n) + some(3, 1, n - 1, n)),
+    "neighbours": (50_000, lambda n: stretches(3, 15_000, 20_000) + stretches(2, n - 400, n)),
     "everything": (30_011, lambda n: [np.arange(n)] * 5),
     "empty packets": (30_011, lambda n: some(60, 0, 0, n) + some(60, 9, 0, n) + some(60, 0, 0, n)),
     "few elements": (5, lambda n: some(500, 3, 0, n)),
@@ -106,6 +116,7 @@ def test_decode_through_a_list_of_arrays(device):
     sizes = [5, 0, 4 * TILE + 3, 1, 20_000]
     count = sum(sizes)
     packets = packets_of(count, 3, 11)
+    packets.append((np.arange(count, dtype=np.int32), made("plain", count, 13)))
     mine = [(device.put(i), device.put(v)) for i, v in packets]
     start = made("plain", count, 12)
     ends = np.cumsum(sizes)[:-1]
