@@ -16,15 +16,16 @@ says so. The ways to train run one after another:
     local     LocalSGD, models averaged every 8 steps
     adamw     as overlap, with AdamW; the ways above have SGD with momentum
     quantize  AdamW, gradients at 3 bits and sums at 8 bits; quantize_3_3: both at 3 bits
-    topk      AdamW, updates at a ratio of 200; topk_50 and topk_500: at that ratio
-    updates   AdamW, all updates at 1 bit, both ways
+    topk      AdamW, updates at a ratio of 200; topk_32, topk_50 and topk_500: at that ratio
+    topk_50_every_5 and topk_50_every_30: the same, an exchange every 5 or 30 steps
+    quantized_updates: AdamW, all updates at 1 bit, both ways
 
 Muon and SOAP have no ways of their own: they send what AdamW sends, and their arithmetic, here for
 the processor, would hide the exchange.
 
-A figure is the slowest rank's median step, of LocalSGD the mean; Paddle's ratio is what its page of
-DGC gives. The table also has the estimate of `pycomm plan` (pycomm/tuning/planner.py) for that
-link, from the step without communication and the kernels as measured here. With --json an
+A figure is the slowest rank's median step, the mean where steps differ; Paddle's ratio is what its
+page of DGC gives. The table also has the estimate of `pycomm plan` (pycomm/tuning/planner.py) for
+that link, from the step without communication and the kernels as measured here. With --json an
 interrupted run continues.
 """
 
@@ -63,6 +64,8 @@ from pycomm.tuning import planner
 LAYERS = 20
 PADDLE = {"1gbit": 6.533, "10gbit": 1.467, "100gbit": 0.993}
 EVERY = 8  # steps between the sums of LocalSGD
+# Steps of a round, by way; with other ways each step is the same.
+ROUNDS = {"local": EVERY} | {f"topk_50_every_{k}": k for k in (5, 30)}
 SPARSITY = 0.999
 # The planner's names of the ways.
 PLANNED = {"dense": "dense", "dgc": "dgc gather", "compact": "dgc 2bit gather"}
@@ -94,8 +97,14 @@ def _local(model: nn.Module) -> Wrapped:
     return model, pycomm.LocalSGD(model, _sgd(model), EVERY)
 
 
-def _updates(model: nn.Module, compression: pycomm.TopK | pycomm.Quantize) -> Wrapped:
-    return model, pycomm.LocalSGD(model, _adamw(model, 0.0), compression=compression)
+def _updates(
+    model: nn.Module, compression: pycomm.TopK | pycomm.Quantize, k_steps: int = 1
+) -> Wrapped:
+    return model, pycomm.LocalSGD(model, _adamw(model, 0.0), k_steps, compression=compression)
+
+
+def _rounds(way: str) -> Callable[[nn.Module], Wrapped]:
+    return lambda model: _updates(model, pycomm.TopK(ratio=50), ROUNDS[way])
 
 
 def _gradients(model: nn.Module, compression: pycomm.Quantize | None = None) -> Wrapped:
@@ -122,9 +131,12 @@ WAYS: dict[str, Callable[[nn.Module], Wrapped]] = {
     "quantize": lambda model: _gradients(model, pycomm.Quantize()),
     "quantize_3_3": lambda model: _gradients(model, pycomm.Quantize(3, 3)),
     "topk": lambda model: _updates(model, pycomm.TopK(ratio=200)),
+    "topk_32": lambda model: _updates(model, pycomm.TopK(ratio=32)),
     "topk_50": lambda model: _updates(model, pycomm.TopK(ratio=50)),
     "topk_500": lambda model: _updates(model, pycomm.TopK(ratio=500)),
-    "updates": lambda model: _updates(model, pycomm.Quantize(1, 1)),
+    "topk_50_every_5": _rounds("topk_50_every_5"),
+    "topk_50_every_30": _rounds("topk_50_every_30"),
+    "quantized_updates": lambda model: _updates(model, pycomm.Quantize(1, 1)),
 }
 
 
@@ -299,8 +311,8 @@ def rows_of(compute_s: float, width: int) -> int:
 
 
 def seconds_of(way: str, shape: tuple[int, int], steps: int) -> float:
-    """The median of `steps` steps of a new model, of one where they are long; of LocalSGD, whose
-    steps differ, the mean."""
+    """The median of `steps` steps of a new model, of one where they are long; the mean of whole
+    rounds where steps differ."""
     torch.manual_seed(0)
     layers = [nn.Linear(shape[1], shape[1], bias=False) for _ in range(LAYERS)]
     model, steps_of = WAYS[way](nn.Sequential(*layers))
@@ -318,15 +330,15 @@ def seconds_of(way: str, shape: tuple[int, int], steps: int) -> float:
     last = torch.tensor([time.perf_counter() - start])
     long = float(collectives.all_reduce(last, "max")) > 2  # seconds
     count = 1 if long else steps
-    if way == "local":  # whole turns, with one sum in each
-        count = EVERY * -(-steps // EVERY)
+    if way in ROUNDS:  # each with one exchange
+        count = ROUNDS[way] * -(-steps // ROUNDS[way])
     seconds = []
     for _ in range(count):
         collectives.barrier()
         start = time.perf_counter()
         step()
         seconds.append(time.perf_counter() - start)
-    return statistics.mean(seconds) if way == "local" else statistics.median(seconds)
+    return statistics.mean(seconds) if way in ROUNDS else statistics.median(seconds)
 
 
 def table(found: Sequence[Row], lines: str = "") -> Table:

@@ -74,8 +74,9 @@ STEPS = "links --training --steps 1 --compute-s 0.05"
 def test_steps_between_hosts_run_and_are_resumed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    ways = ["compute", "overlap", "dgc", "adamw", "quantize", "topk", "updates"]
-    words = f"{STEPS} --ways {','.join(ways)} --width 128 --rates 10gbit"
+    names = "compute,overlap,dgc,adamw,quantize,topk,topk_50_every_5,quantized_updates"
+    ways = names.split(",")
+    words = f"{STEPS} --ways {names} --width 128 --rates 10gbit"
     before = stored(tmp_path, words, plot=True)["rows"]
     assert [row["way"] for row in before] == ways
     assert all(row["step_s"] > 0 for row in before)
