@@ -14,6 +14,7 @@
 #include "codec/groups.h"
 #include "cpu/isa.h"
 #include "kernels/bandwidth.h"
+#include "kernels/cpu/group_batch.h"
 #include "kernels/quantize.h"
 
 namespace pycomm::bindings {
@@ -123,6 +124,31 @@ void bind_group_packets(py::module_& module) {
     }
     return found;
   });
+  using Free = py::call_guard<py::gil_scoped_release>;
+  module.def(
+      "read_group_indices",
+      [](Rows counts, size_t group, Rows packets, uintptr_t indices) {
+        kernels::read_group_indices({.counts = table<uint64_t>(counts),
+                                     .group = group,
+                                     .packets = table<kernels::GroupPacket>(packets),
+                                     .elements = at<int32_t>(indices)});
+      },
+      Free());
+  module.def(
+      "decode_group_sum",
+      [](Rows out, std::string_view dtype, Rows packets, size_t group, double scale) {
+        kernels::decode_group_sum({table<kernels::Array>(out), dtype_named(dtype)},
+                                  table<kernels::ReadGroups>(packets), group, scale);
+      },
+      Free());
+  module.def(
+      "decode_group_update",
+      [](Rows param, std::string_view dtype, Rows packets, size_t group, double lr, double scale) {
+        kernels::decode_group_update({table<kernels::Array>(param), dtype_named(dtype)},
+                                     table<kernels::ReadGroups>(packets), group,
+                                     {.lr = lr, .scale = scale});
+      },
+      Free());
 }
 
 // The loops of kernels/bandwidth.h, for benchmarks.

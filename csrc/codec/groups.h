@@ -65,10 +65,26 @@ class GroupValues {
 size_t encode_groups(const Groups& groups, const GroupValues& values, std::byte* out,
                      const RunTasks& run);
 
-// Decodes a packet into indices [k] and values [values]. Throws InvalidArgument unless the size
-// matches the header, padding is zero and the indices ascend in 0..count-1; the arrays may have
-// changed then.
-void decode_groups(std::span<const std::byte> bytes, int32_t* indices, float* values,
-                   const RunTasks& run);
+// A packet of arbitrary bytes, which must outlive it. Throws InvalidArgument unless its header is
+// valid, its size matches and the padding of its values is zero.
+class GroupReader {
+ public:
+  explicit GroupReader(std::span<const std::byte> bytes);
+  const GroupHeader& header() const { return header_; }
+  // Reads indices [k]. Throws InvalidArgument unless they ascend in 0..count-1 and their padding is
+  // zero; `indices` may have changed then.
+  void read_indices(int32_t* indices) const;
+  // Reads whole blocks from value `first` on; the last one may be shorter. The thread must have
+  // ExactFloats.
+  void read_values(size_t first, std::span<float> values) const;
+
+ private:
+  std::span<const std::byte> bytes_;
+  GroupHeader header_;
+};
+
+// Decodes a packet into indices [k] and values [values], with the errors of GroupReader; the arrays
+// may have changed then.
+void decode_groups(const GroupReader& packet, int32_t* indices, float* values, const RunTasks& run);
 
 }  // namespace pycomm::codec

@@ -10,7 +10,6 @@ A rank receives about (1 + owner_k_factor) k groups, independent of the number o
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -22,10 +21,14 @@ from pycomm import kernels
 from pycomm.compress.packet_codec import Packets
 from pycomm.compress.packet_exchange import rotation
 from pycomm.compress.topk import TopK
-from pycomm.kernels import PacketBatch, UpdatePacket
-from pycomm.kernels.groups import MOST_GROUP, group_count
+from pycomm.kernels import GroupBatch, PacketBatch, UpdatePacket
+from pycomm.kernels.groups import group_count
+from pycomm.kernels.inputs import MOST_GROUP
 
-__all__ = ["GroupShards", "Piece", "shards_of"]
+__all__ = ["GroupShards", "Piece", "Received", "shards_of"]
+
+Batch = GroupBatch | PacketBatch
+Received = tuple[int, Batch]  # packets for the shard of this owner
 
 # Elements; a piece is an array of a kernel call, and has whole groups of any size.
 LEAST_PIECE, MOST_PIECE = MOST_GROUP, 1 << 16
@@ -154,7 +157,7 @@ class GroupShards:
         sums, scratch, rests = (
             list(torch.split(x, counts)) for x in (total, torch.zeros_like(total), rest)
         )
-        kernels.decode_sum(sums, self.decode_shard(self.rank, packets, device))
+        kernels.decode_sum(sums, self._read(self.rank, packets, device))
         self._step((sums, scratch, rests), 0)
         most = min(-(-self._options.owner_k_factor * k // self.size), self._group_count(self.rank))
         _, squares = kernels.topk_groups(rests, most, self._options.group)
@@ -163,36 +166,31 @@ class GroupShards:
         packet: Tensor = chosen.packet.cpu()
         return packet
 
-    def decode(self, packets: Packets, device: torch.device) -> PacketBatch:
-        """The packets of the owners, or of all ranks without owners. Indices count through views()
-        of the parameters."""
+    def read(self, packets: Packets, device: torch.device) -> list[Received]:
+        """The packets of the owners, or of all ranks without owners, as owner 0."""
         if self.size == 1:
-            return self.decode_shard(0, packets, device)
+            return [(0, self._read(0, packets, device))]
         message, sizes = packets
         each = zip(torch.split(message, list(sizes)), sizes, strict=True)
-        found = [
-            self.decode_shard(owner, (part, [nbytes]), device)
+        return [
+            (owner, self._read(owner, (part, [nbytes]), device))
             for owner, (part, nbytes) in enumerate(each)
+            if self._counts[owner]  # else there are fewer groups than owners
         ]
-        begins = itertools.accumulate(self.owner_counts, initial=0)
-        return PacketBatch(
-            torch.cat([batch.indices + begin for batch, begin in zip(found, begins, strict=False)]),
-            torch.cat([batch.values for batch in found]),
-            [len(batch.values) for batch in found],
-        )
 
-    def decode_shard(self, owner: int, packets: Packets, device: torch.device) -> PacketBatch:
-        """Packets of the shard of `owner`, with indices in it."""
+    def _read(self, owner: int, packets: Packets, device: torch.device) -> Batch:
         message, sizes = packets
+        there, counts = message.to(device), self._counts[owner]
+        return kernels.read_groups(there, sizes, counts, group=self._options.group)
+
+    def values_of(self, owner: int, packet: Tensor) -> Tensor:
+        """The decoded values of a packet for an owner, on its device."""
         counts = self._counts[owner]
-        if not counts:  # fewer groups than owners
-            return PacketBatch(
-                torch.empty(0, dtype=torch.int32, device=device),
-                torch.empty(0, device=device),
-                [0] * len(sizes),
-            )
-        there = message.to(device)
-        return kernels.decode_groups(there, sizes, counts, group=self._options.group)
+        if not counts:
+            return torch.empty(0, device=packet.device)
+        batch = kernels.decode_groups(packet, [len(packet)], counts, group=self._options.group)
+        values: Tensor = batch.values
+        return values
 
     def commit(self) -> None:
         """Stores the new residual of this owner."""

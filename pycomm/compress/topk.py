@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from pycomm.errors import InvalidArgument
 from pycomm.kernels.compact import VALUES
-from pycomm.kernels.groups import MOST_GROUP, group_count
+from pycomm.kernels.groups import group_count
+from pycomm.kernels.inputs import MOST_GROUP
 
 __all__ = ["TopK", "sent_bytes"]
 

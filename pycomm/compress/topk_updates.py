@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from pycomm import collectives
-from pycomm.compress.group_shards import GroupShards
+from pycomm.compress.group_shards import GroupShards, Received
 from pycomm.compress.hierarchical import (
     CurrentHostGroups,
     HostGroups,
@@ -36,14 +36,13 @@ from pycomm.compress.updates import UpdateCompressor
 from pycomm.elastic.change import GroupChange
 from pycomm.errors import InvalidArgument
 from pycomm.group import Group
-from pycomm.kernels import PacketBatch
 
 __all__ = ["TopKUpdates"]
 
 MOST_GATHERED = 16  # ranks or hosts without owners, by default
 
 
-class TopKUpdates(UpdateCompressor[list[PacketBatch]]):
+class TopKUpdates(UpdateCompressor[list[list[Received]]]):
     """See UpdateCompressor.
 
     Raises:
@@ -86,7 +85,7 @@ class TopKUpdates(UpdateCompressor[list[PacketBatch]]):
         return [x for _, x in sorted(found, key=lambda pair: pair[0])]
 
     @contextlib.contextmanager
-    def exchange(self, step: int) -> Iterator[list[PacketBatch]]:
+    def exchange(self, step: int) -> Iterator[list[list[Received]]]:
         for unit in self._units:
             unit.forget()
         word = self._check_word(step)
@@ -100,7 +99,7 @@ class TopKUpdates(UpdateCompressor[list[PacketBatch]]):
                     self._to_ranks()
                 packets, self.sent_bytes = self._exchange(self._pool, word)
             yield [
-                unit.shards.decode(each, unit.device)
+                unit.shards.read(each, unit.device)
                 for unit, each in zip(self._units, packets, strict=True)
             ]
         except BaseException as error:  # includes Ctrl-C: what was selected must be restored
@@ -209,12 +208,12 @@ class TopKUpdates(UpdateCompressor[list[PacketBatch]]):
         for unit in self._units:
             unit.roll_back()
 
-    def commit(self, received: Sequence[PacketBatch]) -> None:
+    def commit(self, received: Sequence[Sequence[Received]]) -> None:
         for unit, batch in zip(self._units, received, strict=True):
             unit.commit(batch, [self.decay[place] for place in unit.places], self._holders)
         self._finish()
 
-    def means(self, received: Sequence[PacketBatch]) -> list[Tensor]:
+    def means(self, received: Sequence[Sequence[Received]]) -> list[Tensor]:
         self._decay_shared()
         found = [torch.empty_like(x) for x in self._theta]
         for unit, batch in zip(self._units, received, strict=True):

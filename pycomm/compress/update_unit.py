@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from pycomm import kernels
-from pycomm.compress.group_shards import GroupShards
+from pycomm.compress.group_shards import GroupShards, Received
 from pycomm.compress.parameter_state import flat_view
 from pycomm.compress.topk import TopK
 from pycomm.compress.updates import commit_rounded
-from pycomm.kernels import PacketBatch, UpdatePacket
+from pycomm.kernels import UpdatePacket
 
 __all__ = ["UpdateUnit"]
 
@@ -99,7 +99,7 @@ class UpdateUnit:
         if self._rests:
             self._restore(self._rests)
 
-    def commit(self, received: PacketBatch, factors: Sequence[float], holders: int) -> None:
+    def commit(self, received: Sequence[Received], factors: Sequence[float], holders: int) -> None:
         """theta * factor - the received sum / holders, in theta and the parameters."""
         if self.theta[0].dtype == torch.float32:
             for x, y, factor in zip(self.theta, self._parameters, factors, strict=True):
@@ -107,7 +107,9 @@ class UpdateUnit:
                     x.mul_(factor)
                     y.copy_(x)
             for tensors in (self.theta, self._parameters):
-                kernels.decode_update(self.shards.views(tensors), received, 1.0, 1.0 / holders)
+                for owner, batch in received:
+                    there = self.shards.views(tensors, owner)
+                    kernels.decode_update(there, batch, 1.0, 1.0 / holders)
         else:
             means = [torch.empty_like(residual) for residual in self.residual]
             self.decode(means, received, holders)
@@ -115,9 +117,10 @@ class UpdateUnit:
             for row in zip(*rows, strict=True):
                 commit_rounded(*row)
 
-    def decode(self, means: Sequence[Tensor], received: PacketBatch, holders: int) -> None:
+    def decode(self, means: Sequence[Tensor], received: Sequence[Received], holders: int) -> None:
         """Writes the received sum / holders into flat tensors."""
-        kernels.decode_sum(self.shards.views(means), received, 1.0 / holders)
+        for owner, batch in received:
+            kernels.decode_sum(self.shards.views(means, owner), batch, 1.0 / holders)
 
     def finish(self) -> None:
         """Ends a committed exchange."""
@@ -143,9 +146,7 @@ class UpdateUnit:
 
     def _rest(self, owner: int, packet: UpdatePacket) -> Tensor:
         """The residual in the selected groups, which is the rounding error after a step."""
-        mine: Tensor = packet.packet
-        sent = self.shards.decode_shard(owner, (mine, [len(mine)]), self.device)
-        error = packet.values - sent.values
+        error = packet.values - self.shards.values_of(owner, packet.packet)
         return torch.where(error.isfinite(), error, 0)
 
     def _restore(self, values: Sequence[Tensor]) -> None:

@@ -10,13 +10,20 @@ several devices and for outputs that share memory with other arguments. Unsuppor
 if the CUDA kernels are not built, and for arrays of another kind.
 """
 
-from pycomm.kernels.batch import PacketBatch, batch_lengths, decode_batch, encode_batch
+from pycomm.kernels.batch import (
+    GroupBatch,
+    PacketBatch,
+    batch_lengths,
+    decode_batch,
+    encode_batch,
+)
 from pycomm.kernels.compact import codec_workspace
 from pycomm.kernels.dense import cast, clip_, clip_scale, norm, norm_workspace, reduce_
 from pycomm.kernels.groups import (
     UpdatePacket,
     UpdateWorkspace,
     decode_groups,
+    read_groups,
     topk_groups,
     update_rollback,
     update_step,
@@ -35,6 +42,7 @@ from pycomm.kernels.selection import threshold, topk, topk_workspace
 from pycomm.kernels.step import dgc_rollback, dgc_step, dgc_workspace, momentum_mask
 
 __all__ = [
+    "GroupBatch",
     "PacketBatch",
     "UpdatePacket",
     "UpdateWorkspace",
@@ -59,6 +67,7 @@ __all__ = [
     "packet_bytes",
     "quantize",
     "quantized_bytes",
+    "read_groups",
     "reduce_",
     "scatter_add",
     "threshold",

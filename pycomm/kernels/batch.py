@@ -5,6 +5,7 @@ For packets of a few hundred elements the checks of a Python call take longer th
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -30,6 +31,27 @@ class PacketBatch(NamedTuple):
     indices: Any
     values: Any
     lengths: Sequence[int]
+
+
+class GroupBatch(NamedTuple):
+    """Packets of groups in host memory, for `decode_sum` and `decode_update`, which decode their
+    values part by part. `read_groups` makes it.
+
+    Attributes:
+        packets: uint8, concatenated packets of `update_step`.
+        sizes: bytes of each packet.
+        indices: int32 [n], the groups of all packets, ascending within each.
+        lengths: number of groups of each packet, in order; their sum is n.
+        values: number of values of each packet.
+        group: elements of a group.
+    """
+
+    packets: Any
+    sizes: Sequence[int]
+    indices: Any
+    lengths: Sequence[int]
+    values: Sequence[int]
+    group: int
 
 
 def encode_batch(
@@ -186,9 +208,30 @@ def rows_of(batch: PacketBatch, elements: list[ArrayRef]) -> NDArray[np.uint64]:
     return np.stack([*starts, lengths], axis=1)
 
 
+def group_rows_of(batch: GroupBatch) -> tuple[list[tuple[int, ...]], list[ArrayRef]]:
+    """Address, bytes, groups, values and address of the indices of each packet; and the arrays.
+
+    Raises:
+        InvalidArgument: wrong dtypes, or sizes and lengths that do not fit the arrays.
+    """
+    found = _packets(batch.packets, batch.sizes)
+    where = inputs.array(batch.indices, "indices", ("int32",))
+    if where.count != sum(batch.lengths) or min(batch.lengths, default=0) < 0:
+        raise InvalidArgument(
+            f"invalid batch of groups: got {where.count} indices and lengths with a sum of "
+            f"{sum(batch.lengths)}, expected the same number"
+        )
+    _on_host([found, where], "GroupBatch")
+    begins = itertools.accumulate(batch.sizes, initial=found.pointer)
+    firsts = itertools.accumulate((4 * k for k in batch.lengths), initial=where.pointer)
+    columns = begins, batch.sizes, batch.lengths, batch.values, firsts
+    return list(zip(*columns, strict=False)), [found, where]
+
+
 def _on_host(found: Sequence[ArrayRef], name: str) -> None:
     for one in found:
         if one.device.kind != "cpu":
             raise Unsupported(
-                f"{name} needs host memory: on a GPU call encode for each packet, or decode_batch"
+                f"{name} needs host memory: on a GPU call encode for each packet, decode_batch or "
+                "decode_groups"
             )

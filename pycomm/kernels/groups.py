@@ -18,11 +18,10 @@ from pycomm._core_api import arrays, devices
 from pycomm._core_api.arrays import ArrayRef
 from pycomm.errors import InvalidArgument
 from pycomm.kernels import compact, inputs
-from pycomm.kernels.batch import PacketBatch
+from pycomm.kernels.batch import GroupBatch, PacketBatch
 from pycomm.kernels.inputs import Spans
 from pycomm.kernels.rows import Rows
 
-MOST_GROUP = 1024
 PARAMETERS = ("float16", "bfloat16", "float32")
 
 
@@ -252,40 +251,15 @@ def decode_groups(
         InvalidArgument: the bytes are not packets of groups of such arrays.
         Unsupported: arrays of another kind, or CUDA arrays if the CUDA kernels are not built.
     """
-    found = inputs.array(packets, "packets", ("uint8",))
-    group, sizes = _group(group), list(sizes)
-    if sum(sizes) != found.nbytes or min(sizes, default=0) < 0:
-        raise InvalidArgument(
-            f"invalid sizes: got a sum of {sum(sizes)} bytes, expected {found.nbytes}, those of "
-            "packets"
-        )
-    _within_limit(sum(counts))
-    begins = [0, *itertools.accumulate(sizes)][: len(sizes)]
-    headers = _headers(found, begins, sizes)
-    groups = group_count(counts, group)
-    for number, (_, of_groups, _) in enumerate(headers):
-        if of_groups != groups:
-            raise InvalidArgument(
-                f"invalid packet of groups: packet {number} is of {of_groups} groups, expected "
-                f"{groups}"
-            )
-    lengths = [values for _, _, values in headers]
-    rows = np.array(
-        [
-            (found.pointer + begin, nbytes, k, values)
-            for begin, nbytes, (k, _, values) in zip(begins, sizes, headers, strict=True)
-        ],
-        np.uint64,
-    ).reshape(-1, 4)
+    given = _Packets(packets, sizes, counts, group)
+    found, lengths = given.found, given.values
     shapes = (sum(lengths), "int32"), (sum(lengths), "float32"), (len(sizes), "int32")
     indices, values, refused = (arrays.new(found, (count,), dtype) for count, dtype in shapes)
-    table = inputs.Table(np.array(counts, np.uint64)[:, None])
-    given = table.address, group, (rows.ctypes.data, len(rows))
     module = devices.module(found.device)
-    nbytes = module.group_decoding_bytes(*given)
+    nbytes = module.group_decoding_bytes(*given.words)
     scratch = arrays.new(found, (nbytes,), "uint8")
     module.decode_groups(
-        *given,
+        *given.words,
         *map(_pointer, (indices, values, refused)),
         (_pointer(scratch), nbytes),
         *devices.queue(found.device, found.array),
@@ -297,6 +271,75 @@ def decode_groups(
             f"with {list(counts)} elements"
         )
     return PacketBatch(indices, values, lengths)
+
+
+def read_groups(
+    packets: Any, sizes: Sequence[int], counts: Sequence[int], *, group: int = 16
+) -> GroupBatch | PacketBatch:
+    """Checks packets of groups and prepares them for `decode_sum` and `decode_update`.
+
+    In host memory only the indices of groups are decoded: 4 bytes for each group, while
+    `decode_groups` needs 8 bytes for each element. On a GPU it is `decode_groups`.
+
+    Args:
+        packets: uint8 [sum(sizes)]: concatenated packets of `update_step`.
+        sizes: bytes of each packet.
+        counts: elements of each array of the step.
+        group: elements of a group, as in that step.
+
+    Returns:
+        The batch, for arrays with these counts. It refers to `packets`, which must not change.
+
+    Raises:
+        InvalidArgument: the bytes are not packets of groups of such arrays.
+        Unsupported: arrays of another kind, or CUDA arrays if the CUDA kernels are not built.
+    """
+    given = _Packets(packets, sizes, counts, group)
+    if given.found.device.kind != "cpu":
+        return decode_groups(packets, sizes, counts, group=group)
+    indices = arrays.new(given.found, (sum(given.lengths),), "int32")
+    _core.read_group_indices(*given.words, _pointer(indices))
+    return GroupBatch(packets, given.sizes, indices, given.lengths, given.values, given.group)
+
+
+class _Packets:
+    """Packets of groups with valid headers.
+
+    Attributes:
+        found: the bytes.
+        sizes, lengths, values: bytes, groups and values of each packet.
+        group: elements of a group.
+        words: of a call: table of the counts, group, table of the packets.
+    """
+
+    def __init__(
+        self, packets: Any, sizes: Sequence[int], counts: Sequence[int], group: int
+    ) -> None:
+        self.found = found = inputs.array(packets, "packets", ("uint8",))
+        self.group, self.sizes = inputs.group_size(group), list(sizes)
+        if sum(self.sizes) != found.nbytes or min(self.sizes, default=0) < 0:
+            raise InvalidArgument(
+                f"invalid sizes: got a sum of {sum(sizes)} bytes, expected {found.nbytes}, those "
+                "of packets"
+            )
+        _within_limit(sum(counts))
+        begins = [0, *itertools.accumulate(self.sizes)][: len(self.sizes)]
+        headers = _headers(found, begins, self.sizes)
+        groups = group_count(counts, self.group)
+        for number, (_, of_groups, _) in enumerate(headers):
+            if of_groups != groups:
+                raise InvalidArgument(
+                    f"invalid packet of groups: packet {number} is of {of_groups} groups, expected "
+                    f"{groups}"
+                )
+        self.lengths = [k for k, _, _ in headers]
+        self.values = [values for _, _, values in headers]
+        each = zip(begins, self.sizes, self.lengths, self.values, strict=True)
+        self._tables = [
+            inputs.Table(np.array(counts, np.uint64)[:, None]),
+            inputs.Table([(found.pointer + begin, *row) for begin, *row in each]),
+        ]
+        self.words = self._tables[0].address, self.group, self._tables[1].address
 
 
 def _headers(
@@ -362,21 +405,9 @@ def _known_values(value_dtype: str) -> None:
         )
 
 
-def _group(group: int) -> int:
-    number = inputs.whole_number(group, inputs.MOST_ELEMENTS, "group")
-    if number & (number - 1) or not 0 < number <= MOST_GROUP:
-        low = min(1 << max(number, 1).bit_length() - 1, MOST_GROUP)
-        near = sorted({low, min(2 * low, MOST_GROUP)} if number else {1})
-        raise InvalidArgument(
-            f"invalid group: got {number}, expected a power of two up to {MOST_GROUP}, for "
-            f"example {' or '.join(map(str, near))}"
-        )
-    return number
-
-
 def _checked(rows: Rows, group: int, k: int) -> tuple[int, int]:
     """The validated group and k."""
-    group = _group(group)
+    group = inputs.group_size(group)
     _within_limit(int(rows.counts.sum()))
     return group, inputs.whole_number(k, group_count(rows.counts, group))
 

@@ -17,6 +17,7 @@ from pycomm.errors import InvalidArgument
 
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 MOST_ELEMENTS = 2**31 - 1
+MOST_GROUP = 1024
 
 
 @dataclass(slots=True)
@@ -56,6 +57,19 @@ def same_shape(one: ArrayRef, other: ArrayRef, names: tuple[str, str]) -> None:
     flat = len(one.shape) == 1 or len(other.shape) == 1
     if one.count != other.count or not (flat or one.shape == other.shape):
         raise InvalidArgument(f"{names[0]} has shape {one.shape}, but {names[1]} has {other.shape}")
+
+
+def group_size(group: int) -> int:
+    """Validates the elements of a group; raises InvalidArgument."""
+    number = whole_number(group, MOST_ELEMENTS, "group")
+    if number & (number - 1) or not 0 < number <= MOST_GROUP:
+        low = min(1 << max(number, 1).bit_length() - 1, MOST_GROUP)
+        near = sorted({low, min(2 * low, MOST_GROUP)} if number else {1})
+        raise InvalidArgument(
+            f"invalid group: got {number}, expected a power of two up to {MOST_GROUP}, for "
+            f"example {' or '.join(map(str, near))}"
+        )
+    return number
 
 
 def same_device(name: str, *found: ArrayRef | Spans) -> None:

@@ -7,7 +7,7 @@ raw or compact. csrc/kernels/device_kernels.h has the formulas, csrc/codec/packe
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,10 +17,14 @@ from pycomm._core_api import arrays, devices
 from pycomm._core_api.arrays import ArrayRef
 from pycomm.errors import InvalidArgument
 from pycomm.kernels import compact, inputs
-from pycomm.kernels.batch import PacketBatch, elements_of, rows_of
+from pycomm.kernels.batch import GroupBatch, PacketBatch, elements_of, group_rows_of, rows_of
 from pycomm.kernels.rows import Rows
 
 HEADER_BYTES = 32
+OF_GROUPS: dict[str, Callable[..., None]] = {
+    "decode_sum": _core.decode_group_sum,
+    "decode_update": _core.decode_group_update,
+}
 VALUE_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 
 
@@ -56,7 +60,7 @@ def scatter_add(out: Any, indices: Any, values: Any, scale: float = 1.0) -> Any:
 
 def decode_sum(
     out: Any,
-    packets: Sequence[Any] | PacketBatch,
+    packets: Sequence[Any] | PacketBatch | GroupBatch,
     scale: float = 1.0,
     *,
     value_dtype: str = "float32",
@@ -68,7 +72,7 @@ def decode_sum(
             float32, or float64 if `out` is float64. Or a list of arrays of one dtype: indices then
             count through all of them, concatenated.
         packets: of all ranks, in rank order: pairs, encoded packets, one uint8 array [ranks, bytes]
-            or a PacketBatch. On a GPU encoded packets must be raw.
+            a PacketBatch, or in host memory a GroupBatch. On a GPU encoded packets must be raw.
         scale: a factor of the sum, for example 1 / ranks for a mean.
         value_dtype: dtype of the values of encoded raw packets. Compact packets contain their
             dtype and are decoded to float32; pairs and batches use the dtype of their values.
@@ -87,7 +91,7 @@ def decode_sum(
 
 def decode_update(
     param: Any,
-    packets: Sequence[Any] | PacketBatch,
+    packets: Sequence[Any] | PacketBatch | GroupBatch,
     lr: float,
     scale: float = 1.0,
     *,
@@ -349,12 +353,15 @@ class _Chain:
 def _decode(
     call: str,
     target: tuple[Any, str],
-    packets: Sequence[Any] | PacketBatch,
+    packets: Sequence[Any] | PacketBatch | GroupBatch,
     value_dtype: str,
     **numbers: float,
 ) -> None:
     """Calls a kernel that adds packets to `target`, an array and its name, with the numbers."""
     chain = _Chain(*target)
+    if isinstance(packets, GroupBatch):
+        _decode_groups(call, chain, packets, numbers)
+        return
     table, dtype = _table(chain, packets, value_dtype, call)
     getattr(devices.module(chain.rows.device), call)(
         chain.table.address,
@@ -363,6 +370,21 @@ def _decode(
         dtype,
         *(inputs.finite(number, name) for name, number in numbers.items()),
         *devices.queue(chain.rows.device, chain.rows.array),
+    )
+
+
+def _decode_groups(
+    call: str, chain: _Chain, batch: GroupBatch, numbers: Mapping[str, float]
+) -> None:
+    rows, read = group_rows_of(batch)
+    inputs.check_memory(call, chain.spans, read)
+    table = inputs.Table(rows)
+    OF_GROUPS[call](
+        chain.table.address,
+        chain.rows.dtype,
+        table.address,
+        inputs.group_size(batch.group),
+        *(inputs.finite(number, name) for name, number in numbers.items()),
     )
 
 

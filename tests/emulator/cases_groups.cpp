@@ -88,7 +88,7 @@ void try_decode(const std::vector<std::byte>& packet, const std::vector<size_t>&
                 const std::string& what) {
   std::vector<int32_t> groups(indices.size()), elements;
   Floats values(value_count);
-  codec::decode_groups(packet, groups.data(), values.data(), in_order);
+  codec::decode_groups(codec::GroupReader(packet), groups.data(), values.data(), in_order);
   int32_t number = 0;
   each_group(counts, group, [&](size_t first, size_t n) {
     if (std::binary_search(indices.begin(), indices.end(), number++))

@@ -73,7 +73,7 @@ void read_groups(std::span<const std::byte> bytes) {
   fuzz::demand(header.values <= 8 * bytes.size(), "a packet of more values than bits");
   std::vector<int32_t> indices(header.k);
   std::vector<float> values(header.values);
-  codec::decode_groups(bytes, indices.data(), values.data(), [](size_t tasks, const auto& task) {
+  codec::decode_groups(codec::GroupReader(bytes), indices.data(), values.data(), [](size_t tasks, const auto& task) {
     for (size_t i = 0; i < tasks; ++i) task(i);
   });
   demand_sound(indices, header.count);

@@ -108,7 +108,12 @@ def test_many_elements_on_threads(isa, dtype, kind, settings_of_kernels):
     assert bytes(np.asarray(found.packet)) == wanted.packet
     for got, want in zip(residual, wanted.residual, strict=True):
         same(CPU.get(got), want)
-    batch = kernels.decode_groups(found.packet, [len(found.packet)], counts, group=2)
+    other, *_ = run_step(inputs_of(counts, kind, 8, dtype), k // 5, dtype, group=2)
+    two = np.concatenate([found.packet, other.packet])
+    sizes = [len(found.packet), len(other.packet)]
+    both = kernels.decode_groups(two, sizes, counts, group=2)
+    same_sums(CPU, counts, both, kernels.read_groups(two, sizes, counts, group=2))
+    batch = kernels.decode_groups(found.packet, sizes[:1], counts, group=2)
     same(batch.indices, reference.group_elements(counts, 2, wanted.indices))
     sent = batch.values + np.concatenate(wanted.residual)[batch.indices]
     np.testing.assert_allclose(sent, wanted.values, rtol=1e-6, atol=1e-6)
@@ -165,6 +170,17 @@ def test_more_tensors_than_a_page_has(device):
     same(np.concatenate([device.get(x) for x in residual]), np.concatenate(wanted.residual))
 
 
+def same_sums(device: Any, counts: list[int], *batches: Any) -> None:
+    """decode_sum and decode_update of both forms of the same packets."""
+    arrays = [[device.put(np.full(n, 3, F32)) for n in counts] for _ in range(2 * len(batches))]
+    for batch, out, param in zip(batches, arrays[::2], arrays[1::2], strict=True):
+        kernels.decode_sum(out, batch, 1 / 3)
+        kernels.decode_update(param, batch, 0.1, 1 / 3)
+    for found, wanted in zip(arrays[2:], arrays[:2], strict=True):
+        for one, other in zip(found, wanted, strict=True):
+            same(device.get(one), device.get(other))
+
+
 @SETTINGS
 @given(
     counts=counts,
@@ -184,7 +200,9 @@ def test_packets_of_several_ranks(device, counts, group, ranks, kind, seed):
         rest = np.concatenate([np.zeros(0, F32), *found.residual])[elements]
         wanted.append((elements, found.values, rest))
     sizes = [len(packet) for packet in packets]
-    batch = kernels.decode_groups(device.put(np.concatenate(packets)), sizes, counts, group=group)
+    there = device.put(np.concatenate(packets))
+    batch = kernels.decode_groups(there, sizes, counts, group=group)
+    same_sums(device, counts, batch, kernels.read_groups(there, sizes, counts, group=group))
     ends = np.cumsum(batch.lengths)[:-1]
     parts = np.split(device.get(batch.indices), ends), np.split(device.get(batch.values), ends)
     for indices, values, (elements, sent, rest) in zip(*parts, wanted, strict=True):
@@ -217,10 +235,14 @@ def test_wrong_packets(device):
     packet, counts = np.asarray(found.packet), [1000]
 
     def refused(some: np.ndarray, counts: list[int]) -> bool:
+        given = device.put(some), [len(some)], counts
         try:
-            batch = kernels.decode_groups(device.put(some), [len(some)], counts)
-        except InvalidArgument:  # the allowed error
+            batch = kernels.decode_groups(*given)
+        except InvalidArgument:  # the allowed one, and read_groups has it, too
+            with pytest.raises(InvalidArgument):
+                kernels.read_groups(*given)
             return True
+        same_sums(device, counts, batch, kernels.read_groups(*given))
         indices = device.get(batch.indices)
         assert len(indices) == 0 or 0 <= indices[0] <= indices[-1] < sum(counts)
         assert (np.diff(indices) > 0).all()
@@ -283,3 +305,33 @@ def test_wrong_calls():
     with pytest.raises(InvalidArgument, match="invalid sizes"):
         kernels.decode_groups(np.ones(9, np.uint8), [3], [100])
     assert (x == 1).all()
+
+
+def test_wrong_batches_of_groups():
+    """A program can change what read_groups returned, and apply it to other arrays."""
+    counts = [1000, 77]
+    found, *_ = run_step(inputs_of(counts, "plain", 1, "float32"), 5, "float32")
+    batch = kernels.read_groups(found.packet, [len(found.packet)], counts)
+    assert isinstance(batch, kernels.GroupBatch)
+    assert batch.indices.nbytes == 4 * 5
+    param = [np.ones(n, F32) for n in counts]
+    last = np.array([1, 2, 3, 4, 67], np.int32)  # the last group has 13 elements
+    refused = {
+        "ascend": batch._replace(indices=np.full(5, 7, np.int32)),
+        "which its groups do not have": batch._replace(indices=last),
+        "its header has k = 5": batch._replace(indices=last[:4], lengths=[4]),
+        "got 4 indices": batch._replace(indices=last[:4]),
+        "invalid sizes": batch._replace(sizes=[3]),
+        "of 68 groups and 80 values, expected 5 of 68 and 79": batch._replace(values=[79]),
+        "expected 5 of 35": batch._replace(group=32),
+        "power of two": batch._replace(group=24),
+        "got dtype int64": batch._replace(indices=batch.indices.astype(np.int64)),
+    }
+    for message, changed in refused.items():
+        with pytest.raises(InvalidArgument, match=message):
+            kernels.decode_update(param, changed, 1.0)
+    with pytest.raises(InvalidArgument, match="expected 5 of 67"):
+        kernels.decode_sum([*param[:1], np.ones(64, F32)], batch)
+    with pytest.raises(InvalidArgument, match="share memory"):
+        kernels.decode_sum([batch.indices.view(F32)], batch)
+    assert all((x == 1).all() for x in param)

@@ -138,30 +138,45 @@ size_t encode_groups(const Groups& groups, const GroupValues& values, std::byte*
   return static_cast<size_t>(end - out);
 }
 
-void decode_groups(std::span<const std::byte> bytes, int32_t* indices, float* values,
-                   const RunTasks& run) {
-  const GroupHeader header = read_group_header(bytes);
-  const auto body = bytes.subspan(header.bytes);
-  const auto coded = body.first(value_bytes(header.value_code, header.values));
-  if (!values_end_in_zeros(header.value_code, coded, header.values))
+GroupReader::GroupReader(std::span<const std::byte> bytes)
+    : bytes_(bytes), header_(read_group_header(bytes)) {
+  const size_t coded = value_bytes(header_.value_code, header_.values);
+  if (!values_end_in_zeros(header_.value_code, bytes.subspan(header_.bytes, coded), header_.values))
     refuse("bits after its last value are not zero", bytes.size());
+}
+
+void GroupReader::read_indices(int32_t* indices) const {
+  if (header_.k == header_.count) {
+    std::iota(indices, indices + header_.k, 0);
+    return;
+  }
+  const size_t begin = header_.bytes + value_bytes(header_.value_code, header_.values);
+  codec::read_indices(header_.index_code, bytes_.subspan(begin), header_.count,
+                      {indices, header_.k});
+}
+
+void GroupReader::read_values(size_t first, std::span<float> values) const {
+  for (size_t i = 0; i < values.size(); i += kValueBlock)
+    codec::read_values(header_.value_code,
+                       bytes_.data() + header_.bytes + value_bytes(header_.value_code, first + i),
+                       values.subspan(i, std::min(kValueBlock, values.size() - i)));
+}
+
+void decode_groups(const GroupReader& packet, int32_t* indices, float* values,
+                   const RunTasks& run) {
+  const size_t count = packet.header().values;
   std::exception_ptr refused;
-  run(tasks_of(header.values) + 1, [&](size_t task) {
+  run(tasks_of(count) + 1, [&](size_t task) {
     if (task > 0) {
       const cpu::ExactFloats exact;
-      each_block(task - 1, header.values, [&](size_t first, size_t n) {
-        read_values(header.value_code, coded.data() + value_bytes(header.value_code, first),
-                    {values + first, n});
-      });
-    } else if (header.k == header.count) {
-      std::iota(indices, indices + header.k, 0);
-    } else {
-      try {
-        read_indices(header.index_code, body.subspan(coded.size()), header.count,
-                     {indices, header.k});
-      } catch (...) {  // tasks must not throw
-        refused = std::current_exception();
-      }
+      const size_t first = (task - 1) * kValuesPerTask;
+      packet.read_values(first, {values + first, std::min(kValuesPerTask, count - first)});
+      return;
+    }
+    try {
+      packet.read_indices(indices);
+    } catch (...) {  // tasks must not throw
+      refused = std::current_exception();
     }
   });
   if (refused) std::rethrow_exception(refused);

@@ -16,6 +16,7 @@
 #include "cpu/floats.h"
 #include "cpu/isa.h"
 #include "kernels/cpu/chunk.h"
+#include "kernels/cpu/group_elements.h"
 #include "kernels/cpu/kernels.h"
 #include "kernels/cpu/select.h"
 #include "kernels/cpu/threads.h"
@@ -98,52 +99,6 @@ struct AccumulateRun {
       return buffer;
     }
   }
-};
-
-// The elements of groups of tensors with these counts. Elements count through all tensors.
-class GroupElements {
- public:
-  GroupElements(std::span<const uint64_t> counts, size_t group) : group_(group) {
-    size_t first = 0;
-    for (const size_t count : counts) {
-      tensors_.push_back({groups_, first, first + count});
-      groups_ += groups_in(count, group);
-      first += count;
-    }
-  }
-
-  size_t groups() const { return groups_; }
-
-  // The number of elements in groups whose indices ascend in their range; with `elements` not null
-  // also these elements.
-  size_t of(std::span<const int32_t> indices, int32_t* elements) const {
-    if (indices.empty()) return 0;
-    auto tensor = std::upper_bound(tensors_.begin(), tensors_.end(), index_of(indices[0]),
-                                   [](size_t index, const Tensor& b) { return index < b.groups; }) -
-                  1;
-    size_t found = 0;
-    for (const int32_t each : indices) {
-      const size_t index = index_of(each);
-      while (tensor + 1 != tensors_.end() && index >= tensor[1].groups) ++tensor;
-      const size_t begin = tensor->begin + (index - tensor->groups) * group_;
-      const size_t count = std::min(group_, tensor->end - begin);
-      if (elements != nullptr)
-        std::iota(elements + found, elements + found + count, static_cast<int32_t>(begin));
-      found += count;
-    }
-    return found;
-  }
-
- private:
-  struct Tensor {
-    size_t groups;  // of the tensors before it
-    size_t begin, end;
-  };
-
-  static size_t index_of(int32_t index) { return static_cast<size_t>(index); }
-
-  size_t group_, groups_ = 0;
-  std::vector<Tensor> tensors_;
 };
 
 // Runs of at most kRun elements of one tensor.
@@ -298,20 +253,12 @@ class SelectedValues final : public codec::GroupValues {
   size_t count_;
 };
 
-// Throws InvalidArgument unless it is a packet of these groups, with the numbers of its header.
 void decode_packet(const GroupPacket& packet, const GroupElements& all, int32_t* elements,
                    float* values) {
-  const std::span bytes(packet.bytes, packet.size);
-  const codec::GroupHeader header = codec::read_group_header(bytes);
-  if (header.k != packet.k || header.values != packet.values || header.count != all.groups())
-    throw InvalidArgument(
-        "invalid packet of groups: its header has k = " + std::to_string(header.k) + " of " +
-        std::to_string(header.count) + " groups and " + std::to_string(header.values) +
-        " values, expected " + std::to_string(packet.k) + " of " + std::to_string(all.groups()) +
-        " and " + std::to_string(packet.values));
-  std::vector<int32_t> indices(header.k);
-  codec::decode_groups(bytes, indices.data(), values, [&](size_t tasks, const auto& task) {
-    each_of(tasks, 1, header.values, task);
+  const codec::GroupReader reader = reader_of(packet, all);
+  std::vector<int32_t> indices(packet.k);
+  codec::decode_groups(reader, indices.data(), values, [&](size_t tasks, const auto& task) {
+    each_of(tasks, 1, packet.values, task);
   });
   const auto part = [&](size_t task) {
     const size_t begin = task * kGroupsPerTask;
@@ -319,12 +266,10 @@ void decode_packet(const GroupPacket& packet, const GroupElements& all, int32_t*
   };
   const size_t parts = (indices.size() + kGroupsPerTask - 1) / kGroupsPerTask;
   std::vector<size_t> first(parts + 1);  // element of each part, and their number
-  each_of(parts, 1, header.values, [&](size_t i) { first[i + 1] = all.of(part(i), nullptr); });
+  each_of(parts, 1, packet.values, [&](size_t i) { first[i + 1] = all.of(part(i), nullptr); });
   std::partial_sum(first.begin(), first.end(), first.begin());
-  if (first.back() != header.values)
-    throw InvalidArgument("invalid packet of groups: it has " + std::to_string(header.values) +
-                          " values, which its groups do not have");
-  each_of(parts, 1, header.values, [&](size_t i) { all.of(part(i), elements + first[i]); });
+  check_values(packet, first.back());
+  each_of(parts, 1, packet.values, [&](size_t i) { all.of(part(i), elements + first[i]); });
 }
 
 }  // namespace

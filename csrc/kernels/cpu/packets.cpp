@@ -1,28 +1,16 @@
-// Packets on the CPU: check, sum, apply, write. One pass in index order over ranges of 16384
-// elements. Each range keeps its sums and a flag per element with a value, so each touched cache
-// line of the parameters is visited once for any number of packets. Neighbours are summed and
-// applied as vectors: packets of groups consist of them.
-#include <algorithm>
-#include <array>
-#include <cmath>
+// Packets on the CPU: check, sum, apply, write.
 #include <cstring>
 #include <string>
-#include <vector>
 
 #include "codec/cpu/indices.h"
 #include "codec/packet.h"
 #include "core/visit_float.h"
 #include "cpu/floats.h"
-#include "cpu/isa.h"
 #include "kernels/cpu/kernels.h"
-#include "kernels/cpu/threads.h"
+#include "kernels/cpu/sums.h"
 
 namespace pycomm::kernels {
 namespace {
-
-constexpr size_t kRange = 16384;
-constexpr size_t kRangesPerTask = 32;
-constexpr size_t kRun = 16;  // neighbours that are processed together
 
 // Converts a value to the sum type `Real`.
 template <typename Real, Dtype kDtype>
@@ -30,158 +18,32 @@ Real value_at(const void* values, size_t i) {
   return static_cast<Real>(cpu::load<kDtype>(values, i));
 }
 
-template <Dtype kDtype>
-using RealOf = std::conditional_t<kDtype == Dtype::float64, double, float>;
-
-// Concatenated arrays, split into runs of at most kRange elements of one array.
-class Ranges {
+// Packets of elements for sums.h.
+class ElementPackets {
  public:
-  struct IndexRange {
-    Array array;
-    size_t begin;  // in the array
-    size_t count;
-    size_t first;  // of the range, in the concatenation
-  };
-  explicit Ranges(std::span<const Array> arrays) {
-    for (const Array& array : arrays) {
-      for (size_t begin = 0; begin < array.count; begin += kRange)
-        ranges_.push_back({array, begin, std::min(kRange, array.count - begin), count_ + begin});
-      count_ += array.count;
-    }
-  }
-  size_t count() const { return count_; }  // elements
-  size_t tasks() const { return (ranges_.size() + kRangesPerTask - 1) / kRangesPerTask; }
-  std::span<const IndexRange> of_task(size_t task) const {
-    const size_t first = task * kRangesPerTask;
-    return std::span(ranges_).subspan(first, std::min(kRangesPerTask, ranges_.size() - first));
-  }
+  static constexpr size_t kRangesPerTask = 32;
 
- private:
-  std::vector<IndexRange> ranges_;
-  size_t count_ = 0;
-};
-
-// Sums the values of the packets for one range after another.
-template <typename Real, Dtype kValue>
-class Sums {
- public:
-  Sums(std::span<const codec::Packet> packets, size_t first)
-      : packets_(packets), next_(packets.size()) {
-    for (size_t p = 0; p < packets.size(); ++p) {
-      const std::span<const int32_t> indices(packets[p].indices, packets[p].count);
-      const auto at = std::lower_bound(indices.begin(), indices.end(), static_cast<int64_t>(first));
-      next_[p] = static_cast<size_t>(at - indices.begin());
-    }
+  // Throws InvalidArgument unless indices ascend within the arrays.
+  ElementPackets(const Chain& chain, std::span<const codec::Packet> packets, Dtype value_dtype)
+      : packets_(packets), value_dtype_(value_dtype) {
+    size_t count = 0;
+    for (const Array& array : chain.arrays) count += array.count;
+    for (const codec::Packet& packet : packets)
+      codec::check_indices({packet.indices, packet.count}, count);
   }
-
-  // `array`: the first element of the range, of `bytes` each.
-  [[gnu::always_inline]] void add_up(const Ranges::IndexRange& range, const std::byte* array,
-                                     size_t bytes) {
-    touched_ = runs_ = 0;
-    const auto first = static_cast<int64_t>(range.first), end = first + int64_t(range.count);
-    for (size_t p = 0; p < packets_.size(); ++p) {
-      const codec::Packet& packet = packets_[p];
-      size_t at = next_[p];
-      while (at < packet.count && packet.indices[at] < end) {
-        const auto i = static_cast<uint32_t>(packet.indices[at] - first);
-        // Indices ascend, so these two say that all between them are neighbours.
-        const bool neighbours = at + kRun <= packet.count && i + kRun <= range.count &&
-                                packet.indices[at + kRun - 1] - packet.indices[at] == kRun - 1;
-        __builtin_prefetch(array + i * bytes, 1);
-        if (neighbours && add_run(packet.values, at, i)) {
-          __builtin_prefetch(array + (i + kRun - 1) * bytes, 1);
-          at += kRun;
-        } else {
-          add_one(packet.values, at++, i);
-        }
-      }
-      next_[p] = at;
-    }
-  }
-
-  // Calls f(i, sum) for each element of the range with a sum.
   template <typename F>
-  [[gnu::always_inline]] void each(F&& f) {
-    for (size_t j = 0; j < runs_; ++j) {
-      const uint32_t begin = run_places_[j];
-#pragma GCC ivdep
-      for (uint32_t i = begin; i < begin + kRun; ++i) f(i, sums_[i]);
-      std::memset(&there_[begin], 0, kRun);
-    }
-    for (size_t j = 0; j < touched_; ++j) {
-      const uint32_t i = places_[j];
-      f(i, sums_[i]);
-      there_[i] = 0;
-    }
+  void visit_values(F&& f) const {
+    visit_float(value_dtype_, f);
+  }
+  template <typename F>
+  void with_packets(size_t, size_t, F&& f) const {
+    f(packets_);
   }
 
  private:
-  [[gnu::always_inline]] void add_one(const void* values, size_t at, uint32_t i) {
-    const auto value = static_cast<Real>(cpu::load<kValue>(values, at));
-    places_[touched_] = i;
-    touched_ += !there_[i];
-    sums_[i] = there_[i] ? sums_[i] + value : value;
-    there_[i] = 1;
-  }
-
-  // Adds kRun values to neighbours if all of them have a sum, or none; returns whether.
-  [[gnu::always_inline]] bool add_run(const void* values, size_t at, uint32_t i) {
-    std::array<uint64_t, 2> there;
-    static_assert(sizeof there == kRun);
-    std::memcpy(&there, &there_[i], kRun);
-    if ((there[0] | there[1]) == 0) {
-      run_places_[runs_++] = i;
-      std::memset(&there_[i], 1, kRun);
-      for (size_t t = 0; t < kRun; ++t)
-        sums_[i + t] = static_cast<Real>(cpu::load<kValue>(values, at + t));
-      return true;
-    }
-    if ((there[0] & there[1]) != 0x0101'0101'0101'0101) return false;
-    for (size_t t = 0; t < kRun; ++t)
-      sums_[i + t] += static_cast<Real>(cpu::load<kValue>(values, at + t));
-    return true;
-  }
-
   std::span<const codec::Packet> packets_;
-  std::vector<size_t> next_;
-  size_t touched_ = 0, runs_ = 0;
-  std::array<uint32_t, kRange + 1> places_;         // of single elements with a sum
-  std::array<uint32_t, kRange / kRun> run_places_;  // the first elements of kRun with sums
-  std::array<uint8_t, kRange> there_{};             // 1: the element has a sum
-  std::array<Real, kRange> sums_;
+  Dtype value_dtype_;
 };
-
-// Sums a range and calls f(first element, count, sums).
-template <typename Real, Dtype kValue, typename F>
-struct ProcessRange {
-  template <cpu::Isa>
-  [[gnu::always_inline]] static void run(Sums<Real, kValue>* sums, const Ranges::IndexRange* range,
-                                         size_t bytes, F* f) {
-    auto* const array = static_cast<std::byte*>(range->array.data) + range->begin * bytes;
-    sums->add_up(*range, array, bytes);
-    (*f)(array, range->count, *sums);
-  }
-};
-
-// Calls f(first element of the range, its count, sums) for each range.
-template <typename Real, typename F>
-void for_each_range(const Chain& chain, std::span<const codec::Packet> packets, Dtype value_dtype,
-                    F f) {
-  const Ranges ranges(chain.arrays);
-  for (const codec::Packet& packet : packets)
-    codec::check_indices({packet.indices, packet.count}, ranges.count());
-  const size_t bytes = bytes_of(chain.dtype);
-  const cpu::Isa isa = cpu::isa_here();
-  visit_float(value_dtype, [&](auto value) {
-    parallel(ranges.tasks(), [&](size_t task) {
-      const cpu::ExactFloats exact;
-      const auto own = ranges.of_task(task);
-      Sums<Real, value()> sums(packets, own[0].first);
-      for (const auto& range : own)
-        cpu::run_on<ProcessRange<Real, value(), F>>(isa, &sums, &range, bytes, &f);
-    });
-  });
-}
 
 // Calls f(index in its array, position in the packet, the piece) for each index of a selection.
 template <typename F>
@@ -255,33 +117,12 @@ void CpuKernels::scatter_add(TypedArray out, const codec::Packet& packet, Dtype 
 
 void CpuKernels::decode_sum(const Chain& out, std::span<const codec::Packet> packets,
                             Dtype value_dtype, double scale, Queue) {
-  visit_float(out.dtype, [&](auto dtype) {
-    using Real = RealOf<dtype()>;
-    const auto factor = static_cast<Real>(scale);
-    for_each_range<Real>(out, packets, value_dtype,
-                         [=](std::byte* at, size_t count, auto& sums)
-                             __attribute__((always_inline)) {
-                               std::memset(at, 0, count * bytes_of(dtype()));
-                               sums.each([=](size_t i, Real sum) __attribute__((always_inline)) {
-                                 cpu::store<dtype()>(at, i, factor * sum);
-                               });
-                             });
-  });
+  store_sums(out, ElementPackets(out, packets, value_dtype), scale);
 }
 
 void CpuKernels::decode_update(const Chain& param, std::span<const codec::Packet> packets,
                                Dtype value_dtype, Update update, Queue) {
-  visit_float(param.dtype, [&](auto dtype) {
-    using Real = RealOf<dtype()>;
-    const auto lr = static_cast<Real>(update.lr), factor = static_cast<Real>(update.scale);
-    for_each_range<Real>(param, packets, value_dtype,
-                         [=](std::byte* at, size_t, auto& sums) __attribute__((always_inline)) {
-                           sums.each([=](size_t i, Real sum) __attribute__((always_inline)) {
-                             cpu::store<dtype()>(
-                                 at, i, std::fma(-lr, factor * sum, cpu::load<dtype()>(at, i)));
-                           });
-                         });
-  });
+  apply_sums(param, ElementPackets(param, packets, value_dtype), update);
 }
 
 void CpuKernels::encode(const codec::Packet& packet, const Encoding& encoding, Queue) {

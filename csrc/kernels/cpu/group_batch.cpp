@@ -1,0 +1,168 @@
+#include "kernels/cpu/group_batch.h"
+
+#include <algorithm>
+#include <array>
+#include <cstdint>
+#include <exception>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "codec/cpu/indices.h"
+#include "codec/groups.h"
+#include "codec/packet.h"
+#include "kernels/cpu/group_elements.h"
+#include "kernels/cpu/sums.h"
+#include "kernels/cpu/threads.h"
+
+namespace pycomm::kernels {
+namespace {
+
+static_assert(kRange % kMostGroup == 0);
+
+std::vector<uint64_t> counts_of(const Chain& chain) {
+  std::vector<uint64_t> counts;
+  for (const Array& array : chain.arrays) counts.push_back(array.count);
+  return counts;
+}
+
+// Packets of groups for sums.h.
+class GroupPackets {
+ public:
+  static constexpr size_t kRangesPerTask = 8;  // so few that their values fit in the cache
+
+  // Throws InvalidArgument unless these are packets and groups of the arrays.
+  GroupPackets(const Chain& chain, std::span<const ReadGroups> packets, size_t group)
+      : all_(counts_of(chain), group) {
+    for (const ReadGroups& each : packets) {
+      const codec::GroupReader reader = reader_of(each.packet, all_);
+      const std::span indices(each.indices, each.packet.k);
+      codec::check_indices(indices, all_.groups());
+      packets_.push_back({reader, indices, ValuePlaces(all_, indices)});
+      check_values(each.packet, packets_.back().places.of(indices.size()));
+    }
+  }
+  template <typename F>
+  void visit_values(F&& f) const {
+    f(std::integral_constant<Dtype, Dtype::float32>());
+  }
+  template <typename F>
+  void with_packets(size_t begin, size_t end, F&& f) const {
+    std::unique_ptr<Buffers> buffers = take();
+    f(decode(begin, end, *buffers));
+    const std::lock_guard lock(mutex_);
+    free_.push_back(std::move(buffers));
+  }
+
+ private:
+  struct Packet {
+    codec::GroupReader reader;
+    std::span<const int32_t> indices;
+    ValuePlaces places;
+  };
+  // Of a thread.
+  struct Buffers {
+    std::vector<int32_t> elements;
+    std::vector<float> values;
+    std::vector<codec::Packet> packets;
+  };
+  // The selected groups from `first` on, and their values. The buffer of values begins with the
+  // block of the first one and ends with the block of the last one.
+  struct Part {
+    std::span<const int32_t> groups;
+    size_t first_value, end_value;
+    size_t buffer_begin = 0, buffer_end = 0;
+
+    size_t elements() const { return end_value - first_value; }
+    size_t buffered() const { return buffer_end - buffer_begin; }
+  };
+
+  std::unique_ptr<Buffers> take() const {
+    const std::lock_guard lock(mutex_);
+    if (free_.empty()) return std::make_unique<Buffers>();
+    std::unique_ptr<Buffers> found = std::move(free_.back());
+    free_.pop_back();
+    return found;
+  }
+
+  static Part part_of(const Packet& packet, int32_t first, int32_t end) {
+    const auto& indices = packet.indices;
+    const auto begin = std::ranges::lower_bound(indices, first) - indices.begin();
+    const auto stop = std::ranges::lower_bound(indices, end) - indices.begin();
+    const auto from = static_cast<size_t>(begin), to = static_cast<size_t>(stop);
+    Part part{.groups = indices.subspan(from, to - from),
+              .first_value = packet.places.of(from),
+              .end_value = packet.places.of(to)};
+    if (part.elements() == 0) return part;
+    constexpr size_t kBlock = codec::kValueBlock;
+    part.buffer_begin = part.first_value / kBlock * kBlock;
+    part.buffer_end =
+        std::min((part.end_value + kBlock - 1) / kBlock * kBlock, packet.reader.header().values);
+    return part;
+  }
+
+  // The elements in begin..end-1, where groups begin and end.
+  std::span<const codec::Packet> decode(size_t begin, size_t end, Buffers& to) const {
+    const auto first = static_cast<int32_t>(all_.group_of(begin));
+    const auto stop = static_cast<int32_t>(all_.group_of(end));
+    std::vector<Part> parts;
+    size_t elements = 0, values = 0;
+    for (const Packet& packet : packets_) {
+      parts.push_back(part_of(packet, first, stop));
+      elements += parts.back().elements();
+      values += parts.back().buffered();
+    }
+    if (to.elements.size() < elements) to.elements.resize(elements);
+    if (to.values.size() < values) to.values.resize(values);
+    to.packets.clear();
+    int32_t* element = to.elements.data();
+    float* value = to.values.data();
+    for (size_t p = 0; p < parts.size(); ++p) {
+      const Part& part = parts[p];
+      all_.of(part.groups, element);
+      packets_[p].reader.read_values(part.buffer_begin, {value, part.buffered()});
+      to.packets.push_back(
+          {element, value + (part.first_value - part.buffer_begin), part.elements()});
+      element += part.elements();
+      value += part.buffered();
+    }
+    return to.packets;
+  }
+
+  GroupElements all_;
+  std::vector<Packet> packets_;
+  mutable std::mutex mutex_;  // guards free_
+  mutable std::vector<std::unique_ptr<Buffers>> free_;
+};
+
+}  // namespace
+
+void read_group_indices(const GroupDecoding& decoding) {
+  const GroupElements all(decoding.counts, decoding.group);
+  std::vector<int32_t*> begins{decoding.elements};
+  for (const GroupPacket& packet : decoding.packets) begins.push_back(begins.back() + packet.k);
+  std::vector<std::exception_ptr> refused(decoding.packets.size());
+  parallel(decoding.packets.size(), [&](size_t p) {
+    const GroupPacket& packet = decoding.packets[p];
+    try {
+      reader_of(packet, all).read_indices(begins[p]);
+      check_values(packet, ValuePlaces(all, {begins[p], packet.k}).of(packet.k));
+    } catch (...) {  // tasks must not throw
+      refused[p] = std::current_exception();
+    }
+  });
+  for (const std::exception_ptr& error : refused)
+    if (error) std::rethrow_exception(error);
+}
+
+void decode_group_sum(const Chain& out, std::span<const ReadGroups> packets, size_t group,
+                      double scale) {
+  store_sums(out, GroupPackets(out, packets, group), scale);
+}
+
+void decode_group_update(const Chain& param, std::span<const ReadGroups> packets, size_t group,
+                         DeviceKernels::Update update) {
+  apply_sums(param, GroupPackets(param, packets, group), update);
+}
+
+}  // namespace pycomm::kernels
