@@ -29,6 +29,7 @@ from pycomm.bench.kernels.table import Row
 PARAMETERS = 20_000  # of a window
 TRAINING = {"DGC", "decode_update", "dgc_step", "topk"}
 TRAINING |= {"dgc_step bfloat16", "dgc_step cold", "dgc_step x 161", "update_step", "quantize"}
+TRAINING |= {"read_groups"}
 ALONE = {"cast", "clip_", "decode_sum", "encode", "momentum_mask", "norm", "reduce_", "scatter_add"}
 ALONE |= {"threshold", "unpack"}
 
@@ -73,7 +74,7 @@ def test_kernels_run(
     rows = [Row(**row) for row in content["rows"]]
     others = {(r.kernel, r.peer) for r in rows if r.peer != "pycomm"}
     assert {("dgc_step", "eager"), ("topk", "torch.topk"), ("DGC", "through p.grad")} < others
-    assert ("update_step", "foreach") in others
+    assert {("update_step", "foreach"), ("read_groups", "decode_groups")} < others
     assert {kernel for kernel, _ in others} >= ALONE
     for count in (20_000, 160_000):
         own = {r.kernel: r for r in rows if r.count == count and r.peer == "pycomm"}

@@ -3,20 +3,22 @@ residuals (residuals.py).
 
     update_step   20 bytes an element: parameters before and after, and the residual, are read; the
                   last two are written
+    read_groups   and decode_update of two packets of update_step: the packets are read, and each
+                  cache line that they touch is read and written; beside it decode_groups
     quantize      12 bytes an element, and the bits: gradient and residual are read, the residual
                   and the packet are written
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from pycomm import kernels, reference
-from pycomm.bench.kernels.comparison import OURS, Array, Comparison, Traffic, host
+from pycomm.bench.kernels.comparison import OURS, Array, Comparison, Traffic, host, touched
 from pycomm.bench.kernels.sparse import LEARNING_RATE, Case
 from pycomm.compress.topk import TopK
 
@@ -25,8 +27,8 @@ BITS = 3
 
 
 def comparisons(case: Case) -> list[Comparison]:
-    """Both, on copies of the case's arrays."""
-    return [_update_step(case), _quantize(case)]
+    """All, on copies of the case's arrays."""
+    return [_update_step(case), _read_groups(case), _quantize(case)]
 
 
 def _update_step(case: Case) -> Comparison:
@@ -77,6 +79,46 @@ def _update_step(case: Case) -> Comparison:
         restart,
         skipped=("foreach",),  # its magnitudes are others
         waits=(OURS,),  # for the length of the packet
+    )
+
+
+def _read_groups(case: Case) -> Comparison:
+    """The packets of two ranks with one array of the recorded gradients each."""
+    group, start = TopK(ratio=RATIO).group, case.u
+    count = start.numel()
+    theta, residual = torch.zeros_like(start), torch.zeros_like(start)
+    k = TopK(ratio=RATIO).groups([count])
+    sent = [
+        kernels.update_step(theta, g.clone(), residual, k, group=group).packet
+        for g in case.gradients[:2]
+    ]
+    packets, sizes = torch.cat(sent), [len(packet) for packet in sent]
+    elements = kernels.decode_groups(packets, sizes, [count], group=group)
+    lengths = list(elements.lengths)
+    parts = [torch.split(x, lengths) for x in (elements.indices, elements.values)]
+    pairs = list(zip(*parts, strict=True))
+    param, lines = start.clone(), touched(pairs)
+
+    def decoded_by(
+        decode: Callable[..., kernels.GroupBatch | kernels.PacketBatch],
+    ) -> Callable[[int], list[Tensor]]:
+        def call(_: int) -> list[Tensor]:
+            batch = decode(packets, sizes, [count], group=group)
+            return [kernels.decode_update(param, batch, LEARNING_RATE, 1 / len(sizes))]
+
+        return call
+
+    def wanted() -> Sequence[Array]:
+        on_host = [(host(i), host(v)) for i, v in pairs]
+        return [reference.decode_update(host(start), on_host, LEARNING_RATE, 1 / len(sizes))]
+
+    return Comparison(
+        "read_groups",
+        Traffic(packets.nbytes + lines, lines),
+        wanted,
+        {OURS: decoded_by(kernels.read_groups), "decode_groups": decoded_by(kernels.decode_groups)},
+        lambda: param.copy_(start),
+        waits=(OURS, "decode_groups"),  # for the headers of the packets
     )
 
 
