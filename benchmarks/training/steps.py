@@ -32,6 +32,7 @@ interrupted run continues.
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import statistics
 import time
@@ -342,25 +343,30 @@ def seconds_of(way: str, shape: tuple[int, int], steps: int) -> float:
 
 
 def table(found: Sequence[Row], lines: str = "") -> Table:
-    """Seconds per step, a line for each rate; the ratio of overlap to DGC beside Paddle's. `lines`
-    says what they are, where not tc's."""
-    ways = list(dict.fromkeys(row.way for row in found))
-    title = "seconds per step" + (f", each line a {lines}" if lines else "")
+    """Seconds per step, a column for each link and one for what the planner expects, if it does;
+    the ratio of overlap to DGC, and Paddle's. `lines` says what the links are, where not tc's."""
+    title = "seconds per step" + (f", each link a {lines}" if lines else "")
     shown = Table(title=title, box=None, title_justify="left")
-    for name in ("line", *ways, "overlap/dgc", "Paddle's"):
-        shown.add_column(name, justify="right", no_wrap=True)
+    shown.add_column("way", no_wrap=True)
+    ways = list(dict.fromkeys(row.way for row in found))
+    columns: list[list[str]] = []
     for rate in dict.fromkeys(row.rate for row in found):
         own = {row.way: row for row in found if row.rate == rate}
         share = next(iter(own.values())).line_of_rate
         ratio = f"{own['dgc'].ratio:.2f}x" if "dgc" in own else "-"
         paddle = f"{PADDLE[rate]}x" if rate in PADDLE else "-"
-        shown.add_row(rate, *(f"{own[way].step_s:.3f}" for way in ways), ratio, paddle)
-        planned = [own[way].expected_s for way in ways]
+        shown.add_column(rate, justify="right", no_wrap=True)
+        columns.append([f"{own[way].step_s:.3f}" for way in ways] + [ratio, paddle])
         if share is not None:
             holds = "" if abs(share - 1) <= LINE_WITHIN else ": outside of the tolerance"
-            shown.add_row(f"{100 * share:.0f} % of it{holds}")
+            columns[-1].append(f"{100 * share:.0f} %{holds}")
+        planned = [own[way].expected_s for way in ways]
         if any(planned):
-            shown.add_row("planned", *("" if s is None else f"{s:.3f}" for s in planned), "", "")
+            shown.add_column("planned", justify="right", no_wrap=True)
+            columns.append(["" if s is None else f"{s:.3f}" for s in planned])
+    names = [*ways, "overlap/dgc", "Paddle's", "measured rate"]
+    for name, *row in itertools.zip_longest(names[: max(map(len, columns))], *columns):
+        shown.add_row(name, *row)
     return shown
 
 

@@ -14,7 +14,7 @@
 #include "codec/groups.h"
 #include "cpu/isa.h"
 #include "kernels/bandwidth.h"
-#include "kernels/cpu/group_batch.h"
+#include "kernels/group_batch.h"
 #include "kernels/quantize.h"
 
 namespace pycomm::bindings {

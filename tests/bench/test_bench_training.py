@@ -106,6 +106,20 @@ def test_steps_behind_token_buckets(
     assert 0 < overlap["line_of_rate"] < 1.1
 
 
+@pytest.mark.parametrize(("way", "counted"), [("adamw", 7), ("topk_50_every_5", 10), ("local", 8)])
+def test_rounds_are_measured_whole(way: str, counted: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At least 7 steps, after those that are not counted."""
+    taken = []
+
+    class Counted:
+        def step(self) -> None:
+            taken.append(way)
+
+    monkeypatch.setitem(steps.WAYS, way, lambda model: (model, Counted()))
+    run_ranks(1, lambda group: steps.seconds_of(way, (1, 4), 7))
+    assert len(taken) == steps.FIRST + counted
+
+
 # ---- bytes and memory ----------------------------------------------------------------------------
 
 

@@ -13,8 +13,8 @@
 #include "codec/groups.h"
 #include "cpu/isa.h"
 #include "harness.h"
-#include "kernels/cpu/group_batch.h"
 #include "kernels/device_kernels.h"
+#include "kernels/group_batch.h"
 
 namespace {
 

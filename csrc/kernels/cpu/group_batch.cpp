@@ -1,4 +1,4 @@
-#include "kernels/cpu/group_batch.h"
+#include "kernels/group_batch.h"
 
 #include <algorithm>
 #include <array>

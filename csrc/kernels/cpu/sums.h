@@ -189,11 +189,11 @@ struct ProcessRange {
   }
 };
 
-// Calls f(first element, count, sums) for each range. Of `packets`:
+// Calls f(first element, count, sums) for each range. `packets` has
 //   kRangesPerTask
-//   visit_values(g)           calls g with the dtype of the values, a constant
-//   with_packets(begin, end, g)  calls g with a span of packets that have at least the elements in
-//                             begin..end-1
+//   visit_values(g)              calls g with the dtype of the values, a constant
+//   with_packets(begin, end, g)  calls g with packets that have the elements in begin..end-1; they
+//                                may have others, too
 template <typename Real, typename Packets, typename F>
 void for_each_range(const Chain& chain, const Packets& packets, const F& f) {
   const Ranges ranges(chain.arrays, Packets::kRangesPerTask);
