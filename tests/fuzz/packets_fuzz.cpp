@@ -73,10 +73,18 @@ void read_groups(std::span<const std::byte> bytes) {
   fuzz::demand(header.values <= 8 * bytes.size(), "a packet of more values than bits");
   std::vector<int32_t> indices(header.k);
   std::vector<float> values(header.values);
-  codec::decode_groups(codec::GroupReader(bytes), indices.data(), values.data(), [](size_t tasks, const auto& task) {
+  const codec::GroupReader reader(bytes);
+  codec::decode_groups(reader, indices.data(), values.data(), [](size_t tasks, const auto& task) {
     for (size_t i = 0; i < tasks; ++i) task(i);
   });
   demand_sound(indices, header.count);
+  std::vector<float> block;
+  for (size_t first = 0; first < values.size(); first += block.size()) {
+    block.resize(std::min(codec::kValueBlock, values.size() - first));
+    reader.read_values(first, block);
+    fuzz::demand(std::memcmp(block.data(), &values[first], block.size() * sizeof(float)) == 0,
+                 "a block by itself has other values");
+  }
 }
 
 }  // namespace
