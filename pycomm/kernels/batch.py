@@ -42,7 +42,7 @@ class GroupBatch(NamedTuple):
         sizes: bytes of each packet.
         indices: int32 [n], the groups of all packets, ascending within each.
         lengths: number of groups of each packet, in order; their sum is n.
-        values: number of values of each packet.
+        value_counts: number of values of each packet.
         group: elements of a group.
     """
 
@@ -50,7 +50,7 @@ class GroupBatch(NamedTuple):
     sizes: Sequence[int]
     indices: Any
     lengths: Sequence[int]
-    values: Sequence[int]
+    value_counts: Sequence[int]
     group: int
 
 
@@ -221,10 +221,16 @@ def group_rows_of(batch: GroupBatch) -> tuple[list[tuple[int, ...]], list[ArrayR
             f"invalid batch of groups: got {where.count} indices and lengths with a sum of "
             f"{sum(batch.lengths)}, expected the same number"
         )
+    if not len(batch.sizes) == len(batch.lengths) == len(batch.value_counts):
+        raise InvalidArgument(
+            f"invalid batch of groups: got {len(batch.sizes)} sizes, {len(batch.lengths)} lengths "
+            f"and {len(batch.value_counts)} value_counts, expected one of each for a packet"
+        )
     _on_host([found, where], "GroupBatch")
     begins = itertools.accumulate(batch.sizes, initial=found.pointer)
     firsts = itertools.accumulate((4 * k for k in batch.lengths), initial=where.pointer)
-    columns = begins, batch.sizes, batch.lengths, batch.values, firsts
+    # Both begin with the first address and end after the last one.
+    columns = begins, batch.sizes, batch.lengths, batch.value_counts, firsts
     return list(zip(*columns, strict=False)), [found, where]
 
 

@@ -71,8 +71,9 @@ def decode_sum(
         out: float16, bfloat16, float32 or float64, any shape; every element is written. Sums use
             float32, or float64 if `out` is float64. Or a list of arrays of one dtype: indices then
             count through all of them, concatenated.
-        packets: of all ranks, in rank order: pairs, encoded packets, one uint8 array [ranks, bytes]
-            a PacketBatch, or in host memory a GroupBatch. On a GPU encoded packets must be raw.
+        packets: of all ranks, in rank order: pairs, encoded packets, one uint8 array [ranks,
+            bytes], a PacketBatch, or in host memory a GroupBatch. On a GPU encoded packets must be
+            raw.
         scale: a factor of the sum, for example 1 / ranks for a mean.
         value_dtype: dtype of the values of encoded raw packets. Compact packets contain their
             dtype and are decoded to float32; pairs and batches use the dtype of their values.

@@ -1,11 +1,12 @@
 #include "kernels/group_batch.h"
 
 #include <algorithm>
-#include <array>
 #include <cstdint>
 #include <exception>
 #include <memory>
 #include <mutex>
+#include <type_traits>
+#include <utility>
 #include <vector>
 
 #include "codec/cpu/indices.h"
@@ -66,8 +67,8 @@ class GroupPackets {
     std::vector<float> values;
     std::vector<codec::Packet> packets;
   };
-  // The selected groups from `first` on, and their values. The buffer of values begins with the
-  // block of the first one and ends with the block of the last one.
+  // Neighbours among the selected groups, and where their values are in the packet. The buffer of
+  // values begins with the block of the first one and ends with the block of the last one.
   struct Part {
     std::span<const int32_t> groups;
     size_t first_value, end_value;
