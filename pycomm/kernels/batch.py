@@ -109,7 +109,7 @@ def batch_lengths(packets: Any, sizes: Sequence[int], count: int) -> list[int]:
         InvalidArgument: as `decode_batch`.
         Unsupported: the packets are on a GPU.
     """
-    found = _packets(packets, sizes)
+    found = concatenated(packets, sizes)
     _on_host([found], "batch_lengths")
     return _core.batch_lengths(found.pointer, list(sizes), int(count))
 
@@ -137,7 +137,7 @@ def decode_batch(
             lengths, or other ones than sizes.
         Unsupported: another kind of array, or CUDA kernels that are not built.
     """
-    found = _packets(packets, sizes)
+    found = concatenated(packets, sizes)
     sizes = list(sizes)
     if found.device.kind != "cpu":
         return _decode_on_device(found, sizes, int(count), lengths)
@@ -152,7 +152,7 @@ def decode_batch(
     return PacketBatch(indices, values, lengths)
 
 
-def _packets(packets: Any, sizes: Sequence[int]) -> ArrayRef:
+def concatenated(packets: Any, sizes: Sequence[int]) -> ArrayRef:
     found = inputs.array(packets, "packets", ("uint8",))
     if sum(sizes) != found.nbytes or min(sizes, default=0) < 0:
         raise InvalidArgument(
@@ -214,7 +214,7 @@ def group_rows_of(batch: GroupBatch) -> tuple[list[tuple[int, ...]], list[ArrayR
     Raises:
         InvalidArgument: wrong dtypes, or sizes and lengths that do not fit the arrays.
     """
-    found = _packets(batch.packets, batch.sizes)
+    found = concatenated(batch.packets, batch.sizes)
     where = inputs.array(batch.indices, "indices", ("int32",))
     if where.count != sum(batch.lengths) or min(batch.lengths, default=0) < 0:
         raise InvalidArgument(

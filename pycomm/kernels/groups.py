@@ -18,7 +18,7 @@ from pycomm._core_api import arrays, devices
 from pycomm._core_api.arrays import ArrayRef
 from pycomm.errors import InvalidArgument
 from pycomm.kernels import compact, inputs
-from pycomm.kernels.batch import GroupBatch, PacketBatch
+from pycomm.kernels.batch import GroupBatch, PacketBatch, concatenated
 from pycomm.kernels.inputs import Spans
 from pycomm.kernels.rows import Rows
 
@@ -315,13 +315,8 @@ class _Packets:
     def __init__(
         self, packets: Any, sizes: Sequence[int], counts: Sequence[int], group: int
     ) -> None:
-        self.found = found = inputs.array(packets, "packets", ("uint8",))
         self.group, self.sizes = inputs.group_size(group), list(sizes)
-        if sum(self.sizes) != found.nbytes or min(self.sizes, default=0) < 0:
-            raise InvalidArgument(
-                f"invalid sizes: got a sum of {sum(sizes)} bytes, expected {found.nbytes}, those "
-                "of packets"
-            )
+        self.found = found = concatenated(packets, self.sizes)
         _within_limit(sum(counts))
         begins = [0, *itertools.accumulate(self.sizes)][: len(self.sizes)]
         headers = _headers(found, begins, self.sizes)

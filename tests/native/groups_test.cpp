@@ -11,8 +11,8 @@
 #include <vector>
 
 #include "codec/groups.h"
-#include "cpu/isa.h"
 #include "harness.h"
+#include "instruction_sets.h"
 #include "kernels/device_kernels.h"
 #include "kernels/group_batch.h"
 
@@ -121,31 +121,15 @@ void decode_both_ways(const std::vector<uint64_t>& counts,
 
 const Test kGroups{
     "groups: packets decoded to elements, and while they are added", [] {
-      const std::string before(cpu::kernel_isa());
-      const int threads = kernels::kernel_threads();
       const std::vector<uint64_t> counts{5, 0, 300'003, 1, 200'000, 17};
-      for (const auto name : cpu::kIsaNames) {
-#ifdef __SANITIZE_THREAD__  // the threads share the same memory, whatever their instructions
-        if (name != before) continue;
-#endif
-        try {
-          cpu::set_kernel_isa(name);
-        } catch (const Unsupported&) {  // this processor lacks it
-          continue;
-        }
-        for (const int n : {1, 3}) {
-          kernels::set_kernel_threads(n);
-          std::mt19937 random(6);
-          std::vector<std::vector<std::byte>> packets;
-          for (const auto code :
-               {codec::ValueCode::one_bit, codec::ValueCode::three_bit, codec::ValueCode::bfloat16})
-            packets.push_back(packet_of(random, counts, code));
-          decode_both_ways(counts, packets,
-                           std::string(name) + " with " + std::to_string(n) + " threads");
-        }
-      }
-      cpu::set_kernel_isa(before);
-      kernels::set_kernel_threads(threads);
+      on_each_isa([&](const std::string& where) {
+        std::mt19937 random(6);
+        std::vector<std::vector<std::byte>> packets;
+        for (const auto code :
+             {codec::ValueCode::one_bit, codec::ValueCode::three_bit, codec::ValueCode::bfloat16})
+          packets.push_back(packet_of(random, counts, code));
+        decode_both_ways(counts, packets, where);
+      });
     }};
 
 }  // namespace

@@ -16,6 +16,7 @@
 #include "cpu/half.h"
 #include "cpu/isa.h"
 #include "harness.h"
+#include "instruction_sets.h"
 #include "kernels/device_kernels.h"
 #include "kernels/quantize.h"
 
@@ -25,29 +26,6 @@ using namespace pycomm;
 
 using Floats = std::vector<float>;
 using Places = std::vector<int32_t>;
-
-// Runs `body` on every instruction set of this machine, with this many threads.
-template <typename Body>
-void on_each_isa(Body body) {
-  const std::string before(cpu::kernel_isa());
-  const int threads = kernels::kernel_threads();
-  for (const auto name : cpu::kIsaNames) {
-#ifdef __SANITIZE_THREAD__  // the threads share the same memory, whatever their instructions
-    if (name != before) continue;
-#endif
-    try {
-      cpu::set_kernel_isa(name);
-    } catch (const Unsupported&) {
-      continue;
-    }
-    for (const int n : {1, 3}) {
-      kernels::set_kernel_threads(n);
-      body(std::string(name) + " with " + std::to_string(n) + " threads");
-    }
-  }
-  cpu::set_kernel_isa(before);
-  kernels::set_kernel_threads(threads);
-}
 
 uint32_t key(float x) {
   uint32_t bits;
