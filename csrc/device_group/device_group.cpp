@@ -129,8 +129,6 @@ class DeviceGroup final : public group::Collectives,
   using Put = std::function<std::shared_ptr<device::Event>()>;
   std::shared_ptr<device::Event> watch(std::span<const group::Call> calls, const Launch& launch,
                                        const Put& put);
-  std::vector<std::span<const group::Call>> concurrent_parts(
-      std::span<const group::Call> calls) const;
   void run_messages(std::span<const group::Call> calls, const Launch& launch, Events& end_events);
   bool look() noexcept;
   void fail(const Error& error) noexcept;
@@ -334,7 +332,7 @@ std::shared_ptr<group::Work> DeviceGroup::start_messages(
 void DeviceGroup::run_messages(std::span<const group::Call> calls, const Launch& launch,
                                Events& end_events) {
   std::optional<Error> mismatch;
-  for (const std::span<const group::Call> part : concurrent_parts(calls)) {
+  for (const std::span<const group::Call> part : executors_.concurrent_parts(calls)) {
     std::vector<group::Call> asked;
     for (const group::Call& call : part) asked.push_back(group::agreement_about(call, call.source));
     group::AgreedCalls found = host_->exchange(asked);
@@ -350,26 +348,6 @@ void DeviceGroup::run_messages(std::span<const group::Call> calls, const Launch&
     }
   }
   if (mismatch) throw Error(*mismatch);
-}
-
-// Messages that may be enqueued together. All, unless NCCL would wait for a peer that it is not
-// connected to: that peer may wait for another message of this rank. Then those of one peer and
-// direction, which the peer waits for too.
-std::vector<std::span<const group::Call>> DeviceGroup::concurrent_parts(
-    std::span<const group::Call> calls) const {
-  const bool connected = std::ranges::all_of(calls, [&](const group::Call& call) {
-    const DeviceExecutor* const executor = executors_.existing_for_message(call.peer);
-    return executor != nullptr && executor->is_connected(call);
-  });
-  if (connected) return {calls};
-  std::vector<std::span<const group::Call>> parts;
-  for (size_t begin = 0, end = 0; begin < calls.size(); begin = end) {
-    while (end < calls.size() && calls[end].peer == calls[begin].peer &&
-           calls[end].operation == calls[begin].operation)
-      ++end;
-    parts.push_back(calls.subspan(begin, end - begin));
-  }
-  return parts;
 }
 
 std::shared_ptr<device::Event> DeviceGroup::enqueue(const DeviceCall& device_call,

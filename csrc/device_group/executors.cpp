@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <array>
 #include <set>
+#include <span>
 #include <tuple>
 #include <utility>
 #include <vector>
@@ -145,6 +146,23 @@ DeviceExecutor& Executors::for_message(int peer, const Deadline& deadline) {
   if (host_->size() > 2) return keep(peer, make_of_two(peer, deadline));
   form(deadline.left());
   return *of_all();
+}
+
+std::vector<std::span<const group::Call>> Executors::concurrent_parts(
+    std::span<const group::Call> calls) const {
+  const bool connected = std::ranges::all_of(calls, [&](const group::Call& call) {
+    const DeviceExecutor* const executor = existing_for_message(call.peer);
+    return executor != nullptr && executor->is_connected(call);
+  });
+  if (connected) return {calls};
+  std::vector<std::span<const group::Call>> parts;
+  for (size_t begin = 0, end = 0; begin < calls.size(); begin = end) {
+    while (end < calls.size() && calls[end].peer == calls[begin].peer &&
+           calls[end].operation == calls[begin].operation)
+      ++end;
+    parts.push_back(calls.subspan(begin, end - begin));
+  }
+  return parts;
 }
 
 std::unique_ptr<DeviceExecutor> Executors::make_of_two(int peer, const Deadline& deadline) {

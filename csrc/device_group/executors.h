@@ -7,6 +7,7 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <span>
 #include <string>
 #include <utility>
 #include <vector>
@@ -34,8 +35,11 @@ class Executors {
   // that of the two, which both create here by the deadline. Both ranks choose alike: form() needs
   // all ranks, and none of them is in a message then.
   DeviceExecutor& for_message(int peer, const Deadline& deadline);
-  // The executor that for_message() would use; null if it would create one.
-  DeviceExecutor* existing_for_message(int peer) const;
+  // Messages that may be enqueued together. All, unless NCCL would wait for a peer that it is not
+  // connected to: that peer may wait for another message of this rank. Then those of one peer and
+  // direction, which the peer waits for too.
+  std::vector<std::span<const group::Call>> concurrent_parts(
+      std::span<const group::Call> calls) const;
 
   group::Stats stats() const;  // as of DeviceExecutor
   // Any thread may call these, and of_all(); as of DeviceExecutor.
@@ -46,6 +50,8 @@ class Executors {
  private:
   static constexpr int kAllPeers = -1;
   DeviceExecutor* of(int peer) const;
+  // The executor that for_message() would use; null if it would create one.
+  DeviceExecutor* existing_for_message(int peer) const;
   std::unique_ptr<DeviceExecutor> make_of_all(std::chrono::nanoseconds limit);
   std::unique_ptr<DeviceExecutor> make_of_two(int peer, const Deadline& deadline);
   DeviceExecutor& keep(int peer, std::unique_ptr<DeviceExecutor> made);
