@@ -209,7 +209,7 @@ void bind_group(py::module_& module) {
              return SharedMemory{std::move(memory), bytes};
            })
       .def("split", &split)
-      .def("lost", [](const GroupHandle& h) { return h.group().lost(); })
+      .def("lost", [](const GroupHandle& h) { return h.group().status().lost; })
       .def("status", &status)
       .def("set_timeout",
            [](const GroupHandle& h, double s) { h.group().set_timeout(nanoseconds(s)); })

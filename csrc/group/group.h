@@ -132,6 +132,9 @@ struct Status {
   std::string current_call;  // this rank's last call; empty before the first
   std::string broken;        // why the group broke; `peers` is then frozen
   std::vector<Peer> peers;   // by rank; default values for this rank
+  // Of a broken group: the ranks that this rank knew to be lost when it broke. They died, were
+  // silent for too long or left cleanly.
+  std::vector<int> lost;
 };
 
 // What does not change while a group exists.
@@ -230,9 +233,6 @@ class Group : public Collectives {
   // Collective over this rank and `peer`, once for each peer: the group of the two, in their order.
   virtual std::shared_ptr<Group> pair_with(int peer) = 0;
 
-  // For a broken group: the ranks that this rank knew to be lost when the group broke. They died,
-  // were silent for too long or left cleanly.
-  virtual std::vector<int> lost() const = 0;
   // Collective over some ranks of this group, and over processes that join them by connect():
   // returns their group, named `name`, formed through `store`. `rank`: this process's rank in it;
   // `ranks`: its ranks(). This group may be broken. Throws as connect() does.

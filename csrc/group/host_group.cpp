@@ -303,8 +303,10 @@ void HostGroup::log_call(const PreparedCall& prepared, const Run& run) {
 
 Status HostGroup::status() const {
   engine::EngineStatus now = engine_.status();
-  Status status{
-      .current_call = std::move(now.current_call), .broken = std::move(now.broken), .peers = {}};
+  Status status{.current_call = std::move(now.current_call),
+                .broken = std::move(now.broken),
+                .peers = {},
+                .lost = std::move(now.lost)};
   for (engine::PeerStatus& seen : now.peers)
     status.peers.push_back({.connected = seen.connected,
                             .left_reason = seen.left_reason.value_or(""),

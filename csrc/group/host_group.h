@@ -39,7 +39,6 @@ class HostGroup final : public Group {
   }
   std::shared_ptr<Group> split(int color, int key) override;
   std::shared_ptr<Group> pair_with(int peer) override;
-  std::vector<int> lost() const override { return engine_.status().lost; }
   std::shared_ptr<Group> regroup(rendezvous::Store& store, const std::string& name, int rank,
                                  std::vector<int> ranks, std::chrono::nanoseconds timeout) override;
   std::shared_ptr<std::byte> allocate(size_t bytes) override {
