@@ -1,14 +1,18 @@
-"""A check that is removed or weakened fails the test that covers it: the native suites with each of
-tests/native/mutations.py.
+"""A check that is removed or weakened fails the test that covers it.
+
+The native suites run with each row of mutations.py and memory_order_mutations.py.
 """
 
 import subprocess
 from pathlib import Path
 
+import memory_order_mutations
+import mutations
 import pytest
-from mutations import ROWS, mutated
 
 from build import build
+
+ROWS = mutations.ROWS + memory_order_mutations.ROWS
 
 pytestmark = pytest.mark.no_attack(
     "a suite must fail for the mutation, not for unauthenticated clients"
@@ -33,7 +37,7 @@ def run_mutant(program: Path, test: str) -> tuple[int, str]:
 @pytest.mark.timeout(1200)  # the first worker builds the suites
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row[0])
 def test_a_mutated_check_is_found(row: tuple[str, ...]) -> None:
-    status, found = run_mutant(mutated(row), row[-1])
+    status, found = run_mutant(mutations.mutated(row), row[-1])
     assert status != 0, found
     assert "FAILED" in found or status < 0, found  # a signal, if the mutant crashes
 

@@ -1,7 +1,7 @@
 """The memory orders of code without locks, over a model of a weak memory.
 
-weak_memory.h describes the model. The rows of mutations.py for this suite weaken the orders one by
-one; test_mutations.py runs them.
+weak_memory.h describes the model. memory_order_mutations.py weakens the orders one by one;
+test_mutations.py runs its rows.
 """
 
 import subprocess
