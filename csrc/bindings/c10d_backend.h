@@ -12,7 +12,6 @@
 #include <memory>
 #include <optional>
 #include <string>
-#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -85,7 +84,7 @@ class Backend : public c10d::Backend {
   uint64_t getSequenceNumberForGroup() override { return sequence_; }
   c10d::ErrorType getError() override {
     completions_.release();
-    return error_->type(device_states_.empty() ? nullptr : group_.get());
+    return error_->type(any_broken(device_states_));
   }
   // From torch 2.14 on (supportsAbortHooks: 2.15) these override: the hooks run when a call finds
   // that the group broke, before it raises.
@@ -483,7 +482,7 @@ class Backend : public c10d::Backend {
   std::shared_ptr<group::Group> group_;
   const c10::intrusive_ptr<c10d::Store> store_;
   std::optional<Split> last_split_;
-  std::unordered_map<c10::Device, DeviceState> device_states_;  // devices used so far
+  DeviceStates device_states_;
   const c10::intrusive_ptr<bindings::Options> options_;
   const bool owner_;
   std::function<void()> ended_;

@@ -23,6 +23,7 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -163,6 +164,13 @@ struct DeviceState {
     in_python([&] { form_in_python(std::chrono::duration<double>(limit).count()); });
   }
 };
+
+// By device: those that a backend has used.
+using DeviceStates = std::unordered_map<c10::Device, DeviceState>;
+
+inline bool any_broken(const DeviceStates& states) {
+  return std::ranges::any_of(states, [](const auto& one) { return one.second.group->broken(); });
+}
 
 // The group for `device` of the ranks of `host`. Python finds and opens the devices.
 inline DeviceState make_device_state(const std::shared_ptr<group::Group>& host, c10::Device device,

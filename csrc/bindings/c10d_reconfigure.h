@@ -8,7 +8,6 @@
 #include <chrono>
 #include <mutex>
 #include <string>
-#include <unordered_map>
 #include <variant>
 #include <vector>
 
@@ -73,7 +72,7 @@ class ReconfigurableBackend : public Backend {
   void replace(std::shared_ptr<group::Group> group) {
     without_gil([&] {
       completions_.release();
-      std::unordered_map<c10::Device, DeviceState> states;  // destroyed unlocked, as the old group
+      DeviceStates states;  // destroyed unlocked, as the old group
       const std::lock_guard lock(replacing_);
       group_.swap(group);
       device_states_.swap(states);

@@ -73,12 +73,12 @@ inline c10d::ErrorType error_type_of(ErrorKind kind) {
 // The first error that broke a group, and the functions to call then. Any thread may call.
 class BreakingError {
  public:
-  // What get_error() returns. `group`: one with calls on devices, which may break it later than
-  // they return, or null.
-  c10d::ErrorType type(const group::Group* group) const {
+  // What get_error() returns. `device_group_broken`: calls on devices may break their group later
+  // than they return.
+  c10d::ErrorType type(bool device_group_broken) const {
     const c10d::ErrorType known = type_;
-    if (known != c10d::ErrorType::SUCCESS || group == nullptr) return known;
-    return group->status().broken.empty() ? known : c10d::ErrorType::COMM_ERROR;
+    if (known != c10d::ErrorType::SUCCESS || !device_group_broken) return known;
+    return c10d::ErrorType::COMM_ERROR;
   }
 
   // Keeps the type of a first error, and then calls the hooks. Ignores a usage error, and null.

@@ -93,6 +93,7 @@ class DeviceGroup final : public group::Collectives,
       std::span<const group::Call> given,
       const std::function<void(std::exception_ptr)>& then) override;
   group::Stats stats() const override;
+  bool broken() const override;
   void form(std::chrono::nanoseconds limit) override {
     const Turn turn(turns_, limit);
     executors_.form(limit);
@@ -144,7 +145,7 @@ class DeviceGroup final : public group::Collectives,
   Agreements agreements_;
   uint64_t calls_ = 0;
   Watchdog watchdog_;
-  std::mutex ending_;  // guards ended_, cause_, and calls that enter the watchdog
+  mutable std::mutex ending_;  // guards ended_, cause_, and calls that enter the watchdog
   bool ended_ = false;
   std::optional<Error> cause_;  // none if close() ended the group
   observe::HeartbeatThread
@@ -236,6 +237,12 @@ void DeviceGroup::end_agreement(const std::exception_ptr& error) noexcept {
   } catch (const std::exception& other) {  // out of memory
     fail(InternalError(other.what(), {.rank = rank()}));
   }
+}
+
+// fail() stores the cause before calls report it, and ends the host group afterwards.
+bool DeviceGroup::broken() const {
+  const std::lock_guard lock(ending_);
+  return cause_ || host_->broken();
 }
 
 // Throws why the group ended, unless it was closed.

@@ -77,7 +77,9 @@ class Engine {
   [[noreturn]] void throw_peer_error(int peer) { dispatcher_.throw_peer_error(peer); }
   // From any thread: ends the current wait with GroupBroken.
   void stop(const std::string& reason) noexcept { loop_.stop(reason); }
-  // Throws GroupBroken if the engine is broken or has left.
+  // From any thread: whether the engine is broken or has left.
+  bool broken() const { return shutdown_.broken(); }
+  // Throws GroupBroken then.
   void check_usable() const { shutdown_.check_usable(); }
   // Call between collectives while waiting outside the engine. Throws if any peer aborted the
   // group, or if one of `awaited` failed. `limit`: timeout of that wait. While a call runs in

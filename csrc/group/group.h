@@ -174,6 +174,9 @@ class Collectives {
     throw Unsupported("several messages as one call need a group for arrays on devices");
   }
   virtual Stats stats() const = 0;
+  // Any thread: whether later calls throw GroupBroken, or first the error that broke the group.
+  // True before a failed call on a device reports that error.
+  virtual bool broken() const = 0;
   // Device group: connects the ranks, before their first collective call, which does it otherwise.
   // Collective; no effect if done. Throws as make_device_group() says.
   virtual void form(std::chrono::nanoseconds /*limit*/) {}

@@ -45,6 +45,7 @@ class HostGroup final : public Group {
     return heap_ ? heap_->allocate(bytes) : nullptr;
   }
   Stats stats() const override { return log_.stats(); }
+  bool broken() const override { return engine_.broken(); }
   Status status() const override;
   void set_timeout(std::chrono::nanoseconds timeout) override;
   void close() noexcept override;

@@ -282,6 +282,25 @@ const Test kGroups{"a call behind a call of another group agrees before", [] {
                      });
                    }};
 
+const Test kBroken{"a group is broken before its calls report why", [] {
+                     std::latch over(1);
+                     ranks::run_groups(2, "local", [&](group::Group& host) {
+                       Rank r(host);
+                       r.group->run(r.all_reduce());
+                       expect(!r.group->broken(), "a group that works is broken");
+                       if (host.rank() == 1) return over.wait();
+                       const Made tell{over};
+                       std::latch reported(1);  // until then host.abort() waits for the worker
+                       (void)host.start_together([&] { reported.wait(); }, {});
+                       const auto work = r.start();
+                       const std::jthread aborting([&] { r.group->abort("enough"); });
+                       const Made told{reported};
+                       for (const Deadline limit(kLong); !work->error(); std::this_thread::yield())
+                         expect(!limit.expired(), "the call reports no error");
+                       expect(r.group->broken(), "a call failed, and the group is not broken");
+                     });
+                   }};
+
 const Test kAbort{"an abort opens the gates, also of later calls", [] {
                     std::latch over(1);
                     ranks::run_groups(2, "local", [&](group::Group& host) {

@@ -118,6 +118,14 @@ ROWS = [
         "agreements",
         "a mismatch is known",
     ),
+    (
+        "group_broken_after_its_calls",
+        "device_group/device_group.cpp",
+        "return cause_ || host_->broken();",
+        "return host_->broken();",
+        "agreements",
+        "a group is broken before",
+    ),
     # ---- received data
     (
         "any_magic",
