@@ -6,6 +6,7 @@ each test sends them one function, which runs with a fresh default group (file s
 import the fixtures.
 """
 
+import faulthandler
 import multiprocessing
 import time
 import traceback
@@ -23,6 +24,7 @@ import pycomm.torch_backend  # noqa: F401 - registers the backend
 
 LIMIT_S = 180  # of one function in all processes
 CALL_S = 120  # of a call: the other ranks may be slow to start
+STACKS_S = 150  # a function that still runs prints the stacks of its threads to stderr
 
 
 def _serve(rank: int, size: int, pipe: Connection) -> None:
@@ -33,6 +35,7 @@ def _serve(rank: int, size: int, pipe: Connection) -> None:
         if task is None:
             return
         fn, args, path, backend = task
+        faulthandler.dump_traceback_later(STACKS_S)
         try:
             dist.init_process_group(
                 backend,
@@ -50,6 +53,8 @@ def _serve(rank: int, size: int, pipe: Connection) -> None:
             pipe.send((True, result))
         except BaseException:  # any error is returned to the test
             pipe.send((False, traceback.format_exc()))
+        finally:
+            faulthandler.cancel_dump_traceback_later()
 
 
 class Ranks:
