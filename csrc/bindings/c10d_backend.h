@@ -51,11 +51,11 @@ class Backend : public c10d::Backend {
   ~Backend() override {
     shutdown();
     if (forks_at_creation_ != fork_count) {  // the parent owns the sockets: send no goodbye on them
-      [[maybe_unused]] auto* leaked = new std::pair(std::move(group_), std::move(device_states_));
+      [[maybe_unused]] auto* leaked = new std::pair(std::move(group_), device_states_.take());
       return;
     }
     without_gil([this] {
-      device_states_.clear();
+      (void)device_states_.take();
       group_.reset();
     });
   }
@@ -84,7 +84,7 @@ class Backend : public c10d::Backend {
   uint64_t getSequenceNumberForGroup() override { return sequence_; }
   c10d::ErrorType getError() override {
     completions_.release();
-    return error_->type(any_broken(device_states_));
+    return error_->type(device_states_.any_broken());
   }
   // From torch 2.14 on (supportsAbortHooks: 2.15) these override: the hooks run when a call finds
   // that the group broke, before it raises.
@@ -96,8 +96,8 @@ class Backend : public c10d::Backend {
   // Device calls are counted by the host group, where the ranks agree about them.
   group::Stats stats() const {
     group::Stats all = group_->stats();
-    for (const auto& [device, state] : device_states_) {
-      const group::Stats there = state.group->stats();
+    for (const auto& used : device_states_.used()) {
+      const group::Stats there = used.group->stats();
       all.frames_sent += there.frames_sent;
       all.bytes_sent += there.bytes_sent;
     }
@@ -114,7 +114,7 @@ class Backend : public c10d::Backend {
     if (forks_at_creation_ == fork_count)
       without_gil([this] {
         const std::string reason = "rank " + std::to_string(rank_) + " called abort()";
-        for (const auto& [device, state] : device_states_) state.group->abort(reason);
+        for (const auto& used : device_states_.used()) used.group->abort(reason);
         group_->abort(reason);
       });
   }
@@ -123,7 +123,7 @@ class Backend : public c10d::Backend {
   void shutdown() override {
     if (forks_at_creation_ != fork_count) return;
     without_gil([this] {
-      for (const auto& [device, state] : device_states_) state.group->close();
+      for (const auto& used : device_states_.used()) used.group->close();
       if (owner_) group_->close();
     });
     if (!owner_) return;
@@ -377,8 +377,8 @@ class Backend : public c10d::Backend {
   void finish_streams(milliseconds timeout) {
     check_process();
     const milliseconds limit = timeout > kNoTimeout ? timeout : options_->timeout;
-    for (const auto& [device, state] : device_states_) {
-      DeviceCompletion earlier(current_stream(device), state.group->make_event());
+    for (const auto& [device, group] : device_states_.used()) {
+      DeviceCompletion earlier(current_stream(device), group->make_event());
       earlier.record();
       if (!wait_for_device(earlier, limit, std::chrono::steady_clock::now()))
         throw Timeout("pycomm barrier: earlier work on " + device.str() +
@@ -388,11 +388,10 @@ class Backend : public c10d::Backend {
   }
 
   DeviceState& device_state(c10::Device device) {
-    const auto found = device_states_.find(device);
-    if (found != device_states_.end()) return found->second;
+    if (DeviceState* const found = device_states_.find(device)) return *found;
     DeviceState made = make_device_state(group_, device, options_->devices, options_->timeout);
     open_groups.add(made.group);
-    return device_states_.emplace(device, std::move(made)).first->second;
+    return device_states_.add(device, std::move(made));
   }
 
   void run(Job& job) {

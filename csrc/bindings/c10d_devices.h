@@ -165,12 +165,43 @@ struct DeviceState {
   }
 };
 
-// By device: those that a backend has used.
-using DeviceStates = std::unordered_map<c10::Device, DeviceState>;
+// The devices that a backend has used. Any thread may call: another one may make the first call on
+// a device.
+class DeviceStates {
+ public:
+  struct Used {
+    c10::Device device;
+    std::shared_ptr<group::Collectives> group;
+  };
+  std::vector<Used> used() const {
+    std::vector<Used> all;
+    const std::lock_guard lock(mutex_);
+    for (const auto& [device, state] : states_) all.push_back({device, state.group});
+    return all;
+  }
+  bool any_broken() const {
+    return std::ranges::any_of(used(), [](const Used& one) { return one.group->broken(); });
+  }
+  // Null if the device was not used. The state is valid until take().
+  DeviceState* find(c10::Device device) {
+    const std::lock_guard lock(mutex_);
+    const auto found = states_.find(device);
+    return found == states_.end() ? nullptr : &found->second;
+  }
+  DeviceState& add(c10::Device device, DeviceState made) {
+    const std::lock_guard lock(mutex_);
+    return states_.try_emplace(device, std::move(made)).first->second;
+  }
+  // Removes all states, for the caller to destroy: that may call Python.
+  std::unordered_map<c10::Device, DeviceState> take() {
+    const std::lock_guard lock(mutex_);
+    return std::exchange(states_, {});
+  }
 
-inline bool any_broken(const DeviceStates& states) {
-  return std::ranges::any_of(states, [](const auto& one) { return one.second.group->broken(); });
-}
+ private:
+  mutable std::mutex mutex_;
+  std::unordered_map<c10::Device, DeviceState> states_;
+};
 
 // The group for `device` of the ranks of `host`. Python finds and opens the devices.
 inline DeviceState make_device_state(const std::shared_ptr<group::Group>& host, c10::Device device,

@@ -49,7 +49,7 @@ class ReconfigurableBackend : public Backend {
       in_python([&] {
         const py::object form = prepare_(opts.uuid, handles, ordered);
         without_gil([this] {
-          for (const auto& [device, state] : device_states_) state.group->close();
+          for (const auto& used : device_states_.used()) used.group->close();
           group_->close();
         });
         const py::capsule made = form(std::chrono::duration<double>(limit).count());
@@ -72,10 +72,9 @@ class ReconfigurableBackend : public Backend {
   void replace(std::shared_ptr<group::Group> group) {
     without_gil([&] {
       completions_.release();
-      DeviceStates states;  // destroyed unlocked, as the old group
+      const auto states = device_states_.take();  // destroyed unlocked, as the old group
       const std::lock_guard lock(replacing_);
       group_.swap(group);
-      device_states_.swap(states);
       rank_ = group_->rank();
       size_ = group_->size();
     });
