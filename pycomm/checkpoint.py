@@ -120,13 +120,13 @@ def _write(obj: Any, path: Path) -> None:
     with os.fdopen(descriptor, "wb") as file:
         try:
             torch.save(obj, file)
-            with contextlib.suppress(FileNotFoundError):
+            with contextlib.suppress(FileNotFoundError):  # a new file keeps its mode
                 os.fchmod(file.fileno(), stat.S_IMODE(path.stat().st_mode))
             file.flush()
             os.fsync(file.fileno())
             os.replace(name, path)
         except BaseException:  # also Ctrl-C: no partial file may remain
-            with contextlib.suppress(FileNotFoundError):
+            with contextlib.suppress(FileNotFoundError):  # os.replace() moved it
                 os.unlink(name)
             raise
     folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -140,7 +140,7 @@ def _temporary(path: Path) -> tuple[int, str]:
     """A new file beside `path`, locked while it is open: the descriptor and the name."""
     while True:
         name = str(path.parent / f".{path.name}.{secrets.token_hex(TOKEN_BYTES)}{SUFFIX}")
-        with contextlib.suppress(FileExistsError):
+        with contextlib.suppress(FileExistsError):  # try another name
             # The kernel applies the umask: reading it with os.umask() would change it temporarily.
             descriptor = os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
             with contextlib.suppress(OSError):  # a file system without locks: nothing is stale

@@ -382,7 +382,7 @@ def _wait_for_answer(store: SurvivingStore, n: int, file: str, end: float) -> An
     """Raises PeerLost, also as StoreMoved, if the request has to be repeated."""
     while True:
         left = store.server in read_file(file)
-        with contextlib.suppress(Timeout):
+        with contextlib.suppress(Timeout):  # not answered yet
             return _answer_of(store.get(f"{PREFIX}answer/{n}", LOOK_S if left else 0.0))
         if time.monotonic() >= end:
             raise Timeout("join: the group did not call grow() or replace() in time", op="init")

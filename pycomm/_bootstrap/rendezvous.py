@@ -190,7 +190,7 @@ class TorchStore:
         if self._unanswered.acquire(timeout=max(timeout_s, SHORTEST_S)):
             thread = threading.Thread(target=ask, name="pycomm-torch-store", daemon=True)
             thread.start()
-            with contextlib.suppress(queue.Empty):
+            with contextlib.suppress(queue.Empty):  # no answer in time: raised below
                 done, value = answer.get(timeout=max(end - time.monotonic(), SHORTEST_S))
                 thread.join()
                 if done:

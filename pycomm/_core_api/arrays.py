@@ -295,7 +295,7 @@ def _as_numpy(x: Any, write: bool) -> Any:
             return np.asarray(x)
         if hasattr(x, "__dlpack__"):
             return np.from_dlpack(x)
-        with contextlib.suppress(TypeError):
+        with contextlib.suppress(TypeError):  # no buffer: raised below
             return np.asarray(memoryview(x))
     raise InvalidArgument(
         f"expected an array (torch tensor, NumPy array, buffer), got {type(x).__name__}"

@@ -158,7 +158,7 @@ class Step:
 
     def cancel(self) -> None:
         """Rolls back after a failed pass: all elements count as unsent."""
-        with contextlib.suppress(Exception):
+        with contextlib.suppress(Exception):  # the pass already reports an error
             self._wait()
         self._roll_back()
 

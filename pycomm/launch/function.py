@@ -128,7 +128,7 @@ class Launcher:
         """
         module, name = self._function.__module__, self._function.__qualname__
         main = sys.modules.get("__main__")
-        with contextlib.suppress(AttributeError):
+        with contextlib.suppress(AttributeError):  # not importable by its name
             found: Any = functools.reduce(getattr, name.split("."), sys.modules[module])
             importable = module != "__main__" or hasattr(main, "__file__")
             if found in (self, self._function) and importable:

@@ -144,7 +144,7 @@ def _reap(child: int) -> int | None:
     """Collects the status of all children that ended; returns that of `child` if it is among
     them."""
     status = None
-    with contextlib.suppress(ChildProcessError):
+    with contextlib.suppress(ChildProcessError):  # no child is left
         while (ended := os.waitpid(-1, os.WNOHANG))[0]:
             if ended[0] == child:
                 status = ended[1]
@@ -163,7 +163,7 @@ def _kill_descendants() -> None:
     """Kills all descendants: orphans become children of this process."""
     while True:
         for pid in _descendants():
-            with contextlib.suppress(ProcessLookupError):
+            with contextlib.suppress(ProcessLookupError):  # it ended meanwhile
                 os.kill(pid, signal.SIGKILL)
         try:
             os.waitpid(-1, 0)
@@ -175,6 +175,7 @@ def _descendants() -> list[int]:
     """The descendants that have not ended."""
     children: dict[int, list[int]] = {}
     for name in filter(str.isdigit, os.listdir("/proc")):
+        # It ended meanwhile.
         with contextlib.suppress(OSError), open(f"/proc/{name}/stat", "rb") as file:
             state, parent = file.read().rpartition(b")")[2].split()[:2]
             if state != b"Z":

@@ -156,6 +156,7 @@ def main(argv: Sequence[str]) -> int:
         if flags.svg:
             console.save_svg(flags.svg, title="pycomm top")
         return 0
+    # Ctrl-C ends the display.
     with Live(view(before), console=console) as live, contextlib.suppress(KeyboardInterrupt):
         while True:
             time.sleep(flags.every)  # the refresh interval

@@ -252,7 +252,7 @@ def test_no_rank_outlives_the_launcher(how: signal.Signals, tmp_path: Path) -> N
         limit.cancel()
         process.kill()
         for rank in ranks:
-            with contextlib.suppress(ProcessLookupError):
+            with contextlib.suppress(ProcessLookupError):  # it ended, as it should
                 signal.pidfd_send_signal(rank, signal.SIGKILL)
             os.close(rank)
         process.communicate(timeout=60)

@@ -281,7 +281,7 @@ def test_processes_of_a_wrapper_end_with_the_launcher(how: int, tmp_path: Path) 
                 assert select.select([rank], [], [], 30)[0], "an orphan remains"
         finally:
             for rank in ranks:
-                with contextlib.suppress(ProcessLookupError):
+                with contextlib.suppress(ProcessLookupError):  # it ended, as it should
                     signal.pidfd_send_signal(rank, signal.SIGKILL)
                 os.close(rank)
 
@@ -362,7 +362,7 @@ def test_ranks_of_torchrun_end_with_an_error_when_it_is_killed(
                 assert select.select([rank], [], [], 10)[0], "a rank outlives the launcher"
         finally:
             for rank in ranks:
-                with contextlib.suppress(ProcessLookupError):
+                with contextlib.suppress(ProcessLookupError):  # it ended, as it should
                     signal.pidfd_send_signal(rank, signal.SIGKILL)
                 os.close(rank)
     for rank in range(2):

@@ -231,7 +231,7 @@ class Runner:
 
 def _last(pipe: Connection) -> str:
     """The traceback that a rank sent before it ended, or ""."""
-    with contextlib.suppress(EOFError, OSError):
+    with contextlib.suppress(EOFError, OSError):  # it ended without one
         if pipe.poll(0):
             return str(pipe.recv())
     return ""

@@ -34,6 +34,7 @@ constexpr unsigned kBlocks = 4, kThreadsOfBlock = 512;
 std::atomic<int> waiting = 0;
 std::atomic<long> longest_delay_us = 0;
 
+// Ranks that call late: a call waits for a random time, as the test asks.
 void delay() {
   const long most = longest_delay_us;
   thread_local std::minstd_rand random(std::random_device{}());

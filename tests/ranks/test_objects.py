@@ -167,7 +167,7 @@ def set_and_claim(group: Group) -> Any:
     if group.rank == 0:
         pycomm.user_set("one", "prize")
     popped = 0
-    with contextlib.suppress(errors.Timeout):
+    with contextlib.suppress(errors.Timeout):  # all ranks but one get nothing
         popped += pycomm.user_pop("one", 0.4) == "prize"
     winners = int(pycomm.all_reduce(np.array([popped]))[0])
     with pytest.raises(errors.Timeout, match=r"no rank set 'one' within 0\.05 s"):

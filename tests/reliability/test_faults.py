@@ -44,7 +44,7 @@ def kill_after_reports(victim: int, rank: int, survivors: int, folder: str) -> N
     """Kills a stopped process after all survivors reported it, so that run_ranks can end."""
     Path(folder, str(rank)).touch()
     if len(list(Path(folder).iterdir())) == survivors:
-        with contextlib.suppress(ProcessLookupError):
+        with contextlib.suppress(ProcessLookupError):  # it ended already
             os.kill(victim, signal.SIGKILL)
 
 

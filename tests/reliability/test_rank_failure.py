@@ -62,7 +62,7 @@ def fork_foreign_child(folder: str) -> Any:
     a library starts without the handlers of fork()."""
     copies = []
     for entry in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # the descriptor of the listing is closed
             if stat.S_ISSOCK(os.fstat(int(entry)).st_mode):
                 copies.append(os.dup(int(entry)))
     hold_until_reported(folder)
@@ -184,7 +184,7 @@ def send_and_leave(group: Group, folder: str, orderly: bool) -> Any:
             group.close()
         os._exit(0)
     status = Path(f"/proc/{group.peer_info()[1].pid}/status")
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError):  # its parent has collected it
         while "State:\tZ" not in status.read_text():
             time.sleep(0.01)  # polling interval
     x = np.zeros(1 << 16, np.float32)

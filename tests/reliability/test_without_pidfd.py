@@ -51,7 +51,7 @@ def fn(group, sign):
     except errors.PeerLost as error:
         return error.peer
     finally:
-        with contextlib.suppress(ProcessLookupError):
+        with contextlib.suppress(ProcessLookupError):  # it ended already
             os.kill(victim, signal.SIGKILL)
 
 if __name__ == "__main__":

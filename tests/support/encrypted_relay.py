@@ -59,7 +59,7 @@ class Relay:
     def close(self) -> None:
         """Closes all connections."""
         for one in self._sockets:
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError):  # closed by its peer
                 one.shutdown(socket.SHUT_RDWR)
             one.close()
 
@@ -74,7 +74,7 @@ class Relay:
                     threading.Thread(target=self._pass_on, args=pair, daemon=True).start()
 
     def _pass_on(self, source: socket.socket, to: socket.socket, role: str) -> None:
-        with contextlib.suppress(OSError, EOFError):
+        with contextlib.suppress(OSError, EOFError):  # a side ended: end the other one, too
             left = HANDSHAKE[role]
             while left:
                 data = source.recv(left)
@@ -93,7 +93,7 @@ class Relay:
                     self.seen += one
                     to.sendall(one)
         for one in (source, to):
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError):  # closed already
                 one.shutdown(socket.SHUT_RDWR)
 
 

@@ -39,18 +39,18 @@ class Relay:
                     thread.start()
 
     def _pump(self, source: socket.socket, sink: socket.socket, drop: threading.Event) -> None:
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # a side ended: end the other one, too
             while (some := source.recv(1 << 16)) and not drop.is_set():
                 if not self.silent.is_set():
                     sink.sendall(some)
         for end in (source, sink):
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError):  # closed already
                 end.shutdown(socket.SHUT_RDWR)
 
     def disconnect(self) -> None:
         """Closes all current connections."""
         for one in self._sockets:
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError):  # closed by its peer
                 one.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:

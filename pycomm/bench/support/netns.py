@@ -188,7 +188,7 @@ class Network:
             _try("netns", "del", host.name)
             shutil.rmtree(_etc(host), ignore_errors=True)
         _try("netns", "del", self._switch)
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # others use the folder, or it is gone
             _etc(self.hosts[0]).parent.rmdir()
 
     def shape(self, link: int, rate: str, burst: str = "256kb", latency: str = "50ms") -> None:
