@@ -4,7 +4,7 @@ PYTHON ?= python3
 PY := .venv/bin/python
 AT_ONCE ?= $(shell n=$$(nproc); echo $$((n < 8 ? n + 1 : 8)))
 
-.PHONY: help venv build demo test-unit test test-full test-all nightly lint format sanitize bench
+.PHONY: help venv build demo test-unit test test-programs test-nightly test-full test-all nightly lint format sanitize bench
 .PHONY: ci sdist wheel matrix compat faults soak gpu fuzz docs simulate alone aarch64 nccl clean
 
 help:
@@ -49,24 +49,34 @@ demo: build
 	$(PY) -m pycomm demo
 
 # Most tests wait for ranks that wait for each other: run one more than there are processors.
-PYTEST := $(PY) -m pytest --numprocesses=$(AT_ONCE) --dist=worksteal
+PYTEST := $(PY) -m pytest --numprocesses=$(AT_ONCE) --dist=worksteal --built
+# What the tests of a tier run, compiled before the first of them.
+PROGRAMS := PYTHONPATH=tests/support:tests/native:tests/emulator:tests/fuzz:tests \
+  $(PY) tests/support/programs_of_tiers.py
+# The number of the day: test-full runs its rows of long tables (tests/support/sample.py).
+SAMPLE ?= $(shell echo $$(($$(date +%s) / 86400)))
 LINT := $(PY) tools/lint.py
 # Fails on every warning, such as a link without a target or an invalid docstring.
 DOCS := $(PY) -m sphinx -q -E -W --keep-going -b html -d build/doctrees docs build/docs
 
 test-unit: build
+	@$(PROGRAMS) quick
 	$(PYTEST) --no-attack -m unit
 
 # Unauthenticated clients connect to the ranks of these tests and the next.
-test: build
+test: build test-programs
 	$(PYTEST) -m "unit or quick"
 
+test-programs: build
+	@$(PROGRAMS) quick
+
 # Lint and the documentation use what the tests leave of the processors; their output comes last.
+test-full: export SAMPLE := $(SAMPLE)
 test-full: build .venv/docs .venv/programs
 	@nice -n 19 $(LINT) > build/lint.txt 2>&1 & lint=$$!; \
 	nice -n 19 $(DOCS) > build/docs.txt 2>&1 & docs=$$!; \
 	trap 'kill $$lint $$docs 2> /dev/null' EXIT; \
-	$(PYTEST) -m full; status=$$?; \
+	$(PROGRAMS) full && $(PYTEST) -m full; status=$$?; \
 	wait $$lint || status=1; wait $$docs || status=1; \
 	cat build/lint.txt build/docs.txt; exit $$status
 
@@ -75,7 +85,14 @@ test-all: test test-full
 ci:
 	.ci/run
 
-nightly: alone simulate aarch64 nccl fuzz faults soak matrix
+# All rows of the tables of which test-full runs some each day, and the tier "nightly".
+TABLES := tests/native/test_mutations.py tests/emulator/test_cuda.py tests/emulator/test_sass.py
+test-nightly: build .venv/programs
+	$(PROGRAMS) nightly
+	$(PYTEST) $(TABLES)
+	$(PYTEST) -m nightly
+
+nightly: test-nightly alone simulate aarch64 nccl fuzz faults soak matrix
 
 lint: venv
 	$(LINT)

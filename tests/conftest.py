@@ -5,6 +5,7 @@ The timeout of every test is in pyproject.toml (pytest-timeout).
 """
 
 import contextlib
+import gc
 import os
 import re
 import sys
@@ -16,6 +17,7 @@ import pytest
 from attack import AttackPlugin, no_attack
 from gpu_devices import start_cuda
 from order import longest_first
+from sample import title
 from tiers import tier_of
 
 from benchmarks.support.leak_check import leaked, resources
@@ -25,9 +27,16 @@ _skips: dict[str, str] = {}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Adds the option --no-attack."""
+    """Adds the options --no-attack and --built."""
     text = "no unauthenticated clients connect to the listeners of the run: attack.py"
     parser.addoption("--no-attack", action="store_true", help=text)
+    text = "all programs of the tests are built: support/programs_of_tiers.py"
+    parser.addoption("--built", action="store_true", help=text)
+
+
+def pytest_report_header() -> str:
+    """Names the rows of long tables that this run has."""
+    return title()
 
 
 @pytest.fixture(params=["cpu", "emulated", "cuda"], scope="module")
@@ -78,6 +87,14 @@ class ResourcesBefore:
             some.update(now[kind] - earlier[kind])
 
 
+@pytest.fixture(scope="module", autouse=True)
+def old_objects_are_not_scanned(held_by_libraries: None) -> None:
+    """The leak check collects garbage after many tests. A scan of all of torch's objects takes 0.2
+    s, that of the objects that are newer than the test file takes a few milliseconds."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def skip_attack(request: pytest.FixtureRequest) -> Iterator[None]:
     """Excludes a test that is marked `no_attack` from the attack."""
@@ -118,6 +135,8 @@ def pytest_collection_modifyitems(
 def pytest_configure(config: pytest.Config) -> None:
     """Runs once for a run, not in each worker of xdist. Prints each failure immediately, since a
     long run may be killed before pytest's summary, and starts the attack."""
+    if config.option.built:
+        os.environ["TEST_PROGRAMS_ARE_BUILT"] = "1"  # read by tests/native/build.py
     if hasattr(config, "workerinput"):
         return
     if (terminal := config.pluginmanager.get_plugin("terminalreporter")) is not None:

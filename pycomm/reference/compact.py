@@ -94,7 +94,10 @@ def unpack(packet: bytes) -> tuple[Array, Array]:
 
 def write_indices(indices: Array, count: int, code: str = "auto") -> tuple[str, bytes]:
     """The index code and the bytes; "auto": the shortest, the first among equals."""
-    written = {name: _WRITE[name](indices, count) for name in INDEX_CODES if code in ("auto", name)}
+    names = [name for name in INDEX_CODES if code in ("auto", name)]
+    if code == "auto" and -(-count // 8) > 4 * len(indices):  # longer than the list
+        names.remove("bitmap")
+    written = {name: _WRITE[name](indices, count) for name in names}
     chosen = min(written, key=lambda name: len(written[name]))
     return chosen, written[chosen]
 

@@ -8,6 +8,7 @@ import re
 import programs
 import pytest
 import sass
+from sample import of_the_day
 
 pytestmark = [
     pytest.mark.skipif(programs.nvcc() is None, reason="needs nvcc"),
@@ -48,7 +49,11 @@ ACCESSES = {
 }
 
 
-@pytest.fixture(scope="module", params=["80", "90"])
+# One of them each day, as in test_cuda.py.
+ARCHITECTURES = of_the_day(("80", "90"), 2)
+
+
+@pytest.fixture(scope="module", params=ARCHITECTURES)
 def kernels(request):
     """The instructions of each kernel, by its symbol."""
     paths = programs.build([f"cubin/{unit}.{request.param}.cubin" for unit in UNITS])

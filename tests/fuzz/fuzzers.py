@@ -3,25 +3,21 @@
     python tests/fuzz/fuzzers.py [target ...]     builds, prints the binaries
 
 A target is its own file with main.cpp and its files of csrc in NEEDS; objects and binaries are in
-build/fuzz/. Raises BuildFailed without a suitable clang: it must have libFuzzer, C++20 and the
-processor's features by name, which 14 to 16 lack.
+build/fuzz/. Raises BuildFailed without a suitable clang.
 """
 
 import fcntl
 import subprocess
 import sys
-from functools import cache
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "native"))
-from build import BuildFailed, ninja_binary
+from build import BuildFailed, clang, is_built, ninja_binary
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 CSRC = ROOT / "csrc"
 
-CLANGS = ["clang++", *(f"clang++-{version}" for version in range(25, 16, -1))]
-PACKAGES = "apt-get install clang-19 libclang-rt-19-dev"
 FLAGS = [
     *("-std=c++20", "-O1", "-g1", "-fno-omit-frame-pointer", "-ffp-contract=off", "-pthread"),
     "-Wno-deprecated-declarations",  # of libstdc++, in itself
@@ -65,31 +61,11 @@ rule compile
 rule link
   command = $cxx $flags -fsanitize=fuzzer $in -o $out
 """
-PROBE = """\
-#include <source_location>
-int main() {
-  return __builtin_cpu_supports("f16c") + std::source_location::current().line() < 0;
-}
-"""
 
 
 def targets() -> list[str]:
     """Names of the targets: "store" for store_fuzz.cpp."""
     return sorted(p.stem.removesuffix("_fuzz") for p in HERE.glob("*_fuzz.cpp"))
-
-
-@cache
-def clang() -> str:
-    """The first suitable clang. Raises BuildFailed."""
-    for name in CLANGS:
-        command = [name, "-std=c++20", "-fsanitize=address", "-x", "c++", "-", "-o", "/dev/null"]
-        try:
-            done = subprocess.run(command, input=PROBE, capture_output=True, text=True, check=False)
-        except FileNotFoundError:  # the next one, then
-            continue
-        if done.returncode == 0:
-            return name
-    raise BuildFailed(f"fuzzing needs clang 17 or newer with libFuzzer. On Debian: {PACKAGES}")
 
 
 def sources(target: str) -> list[Path]:
@@ -102,7 +78,7 @@ def write_ninja(folder: Path) -> None:
     """Writes build.ninja into `folder`."""
     lines = [f"cxx = {clang()}", f"flags = {' '.join(FLAGS)}"]
     lines += ["coverage = -fsanitize=fuzzer-no-link", RULES]
-    lines.append(f"build {PRECOMPILED}: precompile {ROOT / 'tests' / 'native' / 'precompiled.h'}")
+    lines.append(f"build {PRECOMPILED}: precompile {CSRC / 'core' / 'precompiled.h'}")
     own = [HERE / "main.cpp", *(HERE / f"{target}_fuzz.cpp" for target in targets())]
     for source in sorted({*own, *(p for target in targets() for p in sources(target))}):
         target = source.relative_to(ROOT).with_suffix(".o")
@@ -120,6 +96,8 @@ def write_ninja(folder: Path) -> None:
 def build(names: list[str]) -> list[Path]:
     """Builds these targets; the paths of their binaries. Raises BuildFailed."""
     folder = ROOT / "build" / "fuzz"
+    if is_built(folder, names):
+        return [folder / name for name in names]
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "lock").open("w") as lock:  # one build at a time
         fcntl.flock(lock, fcntl.LOCK_EX)

@@ -4,7 +4,8 @@
 
 VARIANT is plain, product, unoptimized, asan, tsan, aarch64, odr or mutated (for mutations.py).
 product links the objects of the module _core, as `make build` left them, so that only the suites
-are compiled.
+are compiled. asan is compiled by clang, most files without optimization: g++ takes four times as
+long with these sanitizers. tsan is compiled by g++: clang's run time does not survive a fork.
 
 A suite is its own file with harness.cpp, the other files of this folder and all of csrc that needs
 no Python. The suites of one sanitizer share objects, in build/native/<sanitizer>/ with the
@@ -20,6 +21,8 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+from collections.abc import Iterable
+from functools import cache
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -30,12 +33,16 @@ SANITIZERS = {
     "plain": [],
     "product": [],
     "unoptimized": ["-O0"],  # every function has a frame, for the suite frames
-    "asan": ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"],
+    "asan": [
+        *("-fsanitize=address,undefined", "-fno-sanitize-recover=all"),
+        "-D__SANITIZE_ADDRESS__=1",  # as g++ does: tests read it
+    ],
     "tsan": ["-fsanitize=thread"],
     "mutated": ["-O0", "-g0", "-w"],  # one file of csrc, changed: mutations.py
     "aarch64": ["-g0", "-static"],
     "odr": ["-O0", "-g0", "-flto=auto", "-fPIC", "-fvisibility=hidden", "-Werror=odr"],
 }
+CLANG = ("asan",)
 CROSS_COMPILER = "aarch64-linux-gnu-g++"
 FLAGS = [
     # -g1: the lines of functions, for reports; -g takes half as long again with a sanitizer.
@@ -44,15 +51,31 @@ FLAGS = [
     # g++ 12 reports false positives in std::string; the modules are built with these warnings.
     *("-Wno-restrict", "-Wno-array-bounds", "-Wno-stringop-overflow", "-Wno-stringop-overread"),
 ]
+CLANGS = ["clang++", *(f"clang++-{version}" for version in range(25, 16, -1))]
+PACKAGES = "apt-get install clang-19 libclang-rt-19-dev"
+PROBE = """\
+#include <source_location>
+int main() {
+  return __builtin_cpu_supports("f16c") + std::source_location::current().line() < 0;
+}
+"""
+# g++ reports the warnings.
+CLANG_FLAGS = ["-O0", "-fpch-instantiate-templates", "-w"]
+# Clang optimizes these: their suites run long. Optimized kernels take too long to compile.
+OPTIMIZED = [
+    *(CSRC / name for name in ("collectives", "core", "engine", "os", "shared", "transport")),
+    *(HERE / name for name in ("plans_test.cpp", "prove.cpp")),
+]
 PRECOMPILED = "precompiled.h.gch"
 # -include looks first in the folder where the compiler runs: PRECOMPILED is there.
 RULES = """\
+header = precompiled.h
 rule precompile
   command = $cxx -MMD -MF $out.d $flags -x c++-header $in -o $out
   depfile = $out.d
   deps = gcc
 rule compile
-  command = $cxx -MMD -MF $out.d $flags -include precompiled.h -Winvalid-pch -c $in -o $out
+  command = $cxx -MMD -MF $out.d $flags -include $header -Winvalid-pch -c $in -o $out
   depfile = $out.d
   deps = gcc
 rule archive
@@ -64,8 +87,26 @@ rule share
 """
 
 
+BUILT = "TEST_PROGRAMS_ARE_BUILT"  # in the environment: set by conftest.py for --built
+
+
 class BuildFailed(Exception):
     """A suite did not compile; the text is the compiler's."""
+
+
+@cache
+def clang() -> str:
+    """The first clang that has the sanitizers, C++20 and the processor's features by name, which 14
+    to 16 lack. Raises BuildFailed."""
+    for name in CLANGS:
+        command = [name, "-std=c++20", "-fsanitize=address", "-x", "c++", "-", "-o", "/dev/null"]
+        try:
+            done = subprocess.run(command, input=PROBE, capture_output=True, text=True, check=False)
+        except FileNotFoundError:  # the next one, then
+            continue
+        if done.returncode == 0:
+            return name
+    raise BuildFailed(f"sanitizers need clang 17 or newer. On Debian: {PACKAGES}")
 
 
 def suites() -> list[str]:
@@ -91,7 +132,17 @@ def python_flags() -> list[str]:
 
 def flags_of(sanitizer: str) -> list[str]:
     """The options of the compiler for a variant."""
-    return [*FLAGS, *SANITIZERS[sanitizer], f"-I{CSRC}", f"-I{HERE}", f"-I{HERE.parent}"]
+    flags = [*FLAGS, *SANITIZERS[sanitizer], f"-I{CSRC}", f"-I{HERE}", f"-I{HERE.parent}"]
+    return flags + CLANG_FLAGS * (sanitizer in CLANG)
+
+
+def compile_rule(target: str, source: Path, sanitizer: str) -> list[str]:
+    """The lines of build.ninja that compile one file."""
+    lines = [f"build {target}: compile {source} | {PRECOMPILED}"]
+    if sanitizer in CLANG and any(path == source or path in source.parents for path in OPTIMIZED):
+        lines[0] += f" optimized/{PRECOMPILED}"
+        lines += ["  flags = $flags -O1", "  header = optimized/precompiled.h"]
+    return lines
 
 
 def write_ninja(folder: Path, sanitizer: str) -> None:
@@ -111,21 +162,22 @@ def write_ninja(folder: Path, sanitizer: str) -> None:
     else:
         library += [p for p in sorted(HERE.glob("*.cpp")) if not p.stem.endswith("_test")]
         library.append(HERE.parent / "emulator" / "fiber.cpp")
-    compiler = os.environ.get("CXX", "g++")
+    compiler = clang() if sanitizer in CLANG else os.environ.get("CXX", "g++")
     if sanitizer == "aarch64":
         compiler = CROSS_COMPILER
         library = [p for p in library if p.stem not in ("fiber", "simulation")]
-    header = PRECOMPILED
+    header = CSRC / "core" / "precompiled.h"
     lines = [f"cxx = {compiler}", f"flags = {' '.join(flags)}", RULES]
-    lines.append(f"build {header}: precompile {HERE / 'precompiled.h'}")
+    lines.append(f"build {PRECOMPILED}: precompile {header}")
+    lines += [f"build optimized/{PRECOMPILED}: precompile {header}", "  flags = $flags -O1"]
     for source in library:
         objects.append(str(source.relative_to(ROOT).with_suffix(".o")))
-        lines.append(f"build {objects[-1]}: compile {source} | {header}")
+        lines += compile_rule(objects[-1], source, sanitizer)
     if sanitizer == "odr":
         lines.append(f"build core: share {' '.join(objects)}")
     lines.append(f"build library.a: archive {' '.join(objects)}")
     for suite in suites():
-        lines.append(f"build {suite}.o: compile {HERE / suite}_test.cpp | {header}")
+        lines += compile_rule(f"{suite}.o", HERE / f"{suite}_test.cpp", sanitizer)
         lines.append(f"build {suite}: link {suite}.o library.a")
     text = "\n".join(lines) + "\n"
     path = folder / "build.ninja"
@@ -133,9 +185,11 @@ def write_ninja(folder: Path, sanitizer: str) -> None:
         path.write_text(text)
 
 
-def build(sanitizer: str, names: list[str]) -> list[Path]:
+def build(sanitizer: str, names: Iterable[str]) -> list[Path]:
     """Builds these suites; the paths of their binaries. Raises BuildFailed."""
-    folder = ROOT / "build" / "native" / sanitizer
+    folder, names = ROOT / "build" / "native" / sanitizer, list(names)
+    if is_built(folder, names):
+        return [folder / name for name in names]
     folder.mkdir(parents=True, exist_ok=True)
     command = [ninja_binary(), "-C", str(folder), *names]
     with (folder / "lock").open("w") as lock:  # one build at a time
@@ -145,6 +199,17 @@ def build(sanitizer: str, names: list[str]) -> list[Path]:
     if done.returncode:
         raise BuildFailed(done.stdout + done.stderr)
     return [folder / name for name in names]
+
+
+def is_built(folder: Path, names: Iterable[str]) -> bool:
+    """Whether the Makefile built these files before the tests (tests/support/programs_of_tiers.py).
+    Raises BuildFailed if it should have and did not: a time limit of a test contains no
+    compilation."""
+    if BUILT not in os.environ:
+        return False
+    if missing := [name for name in names if not (folder / name).exists()]:
+        raise BuildFailed(f"{missing} of {folder}: not in tests/support/programs_of_tiers.py")
+    return True
 
 
 def main() -> None:

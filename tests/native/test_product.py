@@ -9,7 +9,7 @@ import pytest
 
 from build import BuildFailed, build
 
-QUICK = ["choose", "handshake", "compact", "levels", "link", "mutants", "plans", "stages"]
+QUICK = ["choose", "frames", "handshake", "compact", "levels", "link", "mutants", "plans", "stages"]
 RUN_LIMIT_S = 200
 
 

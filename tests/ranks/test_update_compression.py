@@ -219,9 +219,8 @@ def test_bytes_on_the_transport(ranks: int, compression: TopK) -> None:
         assert sent <= 1.35 * compression.ratio  # k uses what was asked for
 
 
-@pytest.mark.parametrize(("ranks", "factor"), [(4, 4), (8, 4), (8, 1)])
-def test_owners_bound_the_bytes(ranks: int, factor: int) -> None:
-    """A rank sends its k groups to the owners, and the owners factor * k groups to all ranks."""
+def owners_bytes(ranks: int, factor: int) -> float:
+    """The bytes that a rank writes in a step, on average."""
     compression = TopK(ratio=50, exchange="sharded", owner_k_factor=factor)
 
     def program(group: pycomm.Group) -> float:
@@ -234,11 +233,21 @@ def test_owners_bound_the_bytes(ranks: int, factor: int) -> None:
         assert local.stats()["exchange"] == "sharded"
         return (group.stats().bytes_written - before) / 8
 
+    return sum(run_ranks(ranks, program)) / ranks
+
+
+@pytest.mark.parametrize("ranks", [4, 8])
+def test_owners_bound_the_bytes(ranks: int) -> None:
+    """A rank sends its k groups to the owners, and the owners at most factor * k groups to all
+    ranks: fewer where ranks select the same groups, which depends on torch's arithmetic."""
     budget = 4 * sum(p.numel() for p in big_model().parameters()) / 50
-    written = sum(run_ranks(ranks, program)) / ranks
+    sent_once = (ranks - 1) / ranks * budget
     headers = 256 * (ranks - 1)
-    assert written < 1.02 * (1 + factor) * (ranks - 1) / ranks * budget + headers
-    assert written > 0.5 * factor * budget
+    written = {factor: owners_bytes(ranks, factor) for factor in (1, 4)}
+    for factor, found in written.items():
+        assert found < 1.02 * (1 + factor) * sent_once + headers
+        assert found > 2 * sent_once / 1.35  # k uses what was asked for
+    assert written[4] > 1.1 * written[1]
 
 
 @pytest.mark.parametrize(("ranks", "exchange"), [(2, "gather"), (3, "sharded")])

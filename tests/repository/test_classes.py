@@ -1,4 +1,4 @@
-"""Checks the sizes of classes: methods and fields, in C++ and Python."""
+"""Checks classes: few methods and fields in C++ and Python, one definition of each type in C++."""
 
 import ast
 import re
@@ -174,3 +174,49 @@ def test_classes_are_small() -> None:
     }  # fmt: skip
     assert {name: size for name, size in large.items() if name not in within} == {}
     assert LARGE_CLASSES.keys() - large.keys() == set(), "these are small now: remove their rows"
+
+
+# ---- one definition ------------------------------------------------------------------------------
+
+OPENS_NAMESPACE = re.compile(r"(?:inline\s+)?namespace\s*([\w:]*)\s*$")
+DEFINES_TYPE = re.compile(
+    r"\b(?:class|struct|enum|union)\s+(?:class\s+|struct\s+)?(\w+)\s*(?:final\s*)?(?::[^:].*)?$",
+    re.DOTALL,
+)
+
+
+def types_of(source: str) -> Iterator[str]:
+    """The qualified names of the types that a file defines outside of functions, other types and
+    namespaces without a name."""
+    scopes: list[str] = []
+    text = ""
+    code = re.sub(r"alignas\([^()]*\)", "", without_text(source))
+    for part in re.split(r"([{};])", code):
+        if part == "{":
+            named = OPENS_NAMESPACE.search(text)
+            found = DEFINES_TYPE.search(text)
+            if named is None and found and "" not in scopes and "(" not in text:
+                yield "::".join([*scopes, found[1]])
+            scopes.append(named[1] if named else "")
+        elif part == "}":
+            scopes.pop()
+        text = "" if part in "{};" else part
+
+
+def test_a_type_has_one_definition():
+    """Linking two types of one name is undefined behaviour. `make nightly` lets the linker compare
+    their content too: tests/native/test_one_definition.py."""
+    files: dict[str, list[str]] = {}
+    for path in CPP:
+        if "csrc" in path.parts:
+            for name in types_of(path.read_text()):
+                files.setdefault(name, []).append(path.name)
+    assert len(files) > 300
+    assert {name: found for name, found in files.items() if len(found) > 1} == {}
+
+
+def test_two_definitions_are_found():
+    one = "namespace a::b {\nstruct alignas(8) Stage { int x; };\nvoid f() { struct Local {}; }\n}"
+    other = "namespace a::b {\nnamespace {\nstruct Hidden {};\n}\nclass Stage final : X {};\n}"
+    assert list(types_of(one)) == ["a::b::Stage"]
+    assert list(types_of(other)) == ["a::b::Stage"]

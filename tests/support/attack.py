@@ -22,6 +22,7 @@ import select
 import socket
 import subprocess
 import sys
+import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -47,6 +48,7 @@ UNIX, NO_ATTACK = (
     "pycomm_no_attack-",
 )  # prefixes of the names of listeners, and of processes to skip
 ROUND_S = 0.02
+PAUSE = 9.0  # of the duration of a round: the attack takes at most a tenth of a processor
 MAX_CONNECTIONS = (
     200  # connections to one listener, so that a long-lived one is not called endlessly
 )
@@ -196,9 +198,11 @@ class Attack:
 def main(pid: int) -> None:
     """Attacks until standard input is closed."""
     os.nice(LOWEST)
-    attack = Attack(pid)
-    while not select.select([sys.stdin], [], [], ROUND_S)[0]:
+    attack, pause_s = Attack(pid), ROUND_S
+    while not select.select([sys.stdin], [], [], pause_s)[0]:
+        begin = time.process_time()
         attack.round()
+        pause_s = max(ROUND_S, PAUSE * (time.process_time() - begin))
     print(json.dumps(attack.end().__dict__))
 
 

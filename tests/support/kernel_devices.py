@@ -4,6 +4,7 @@ A new device needs a class here, a line in DEVICES and a name in the fixture `de
 conftest.py; every test with the fixture then runs on it. Also contains helpers of those tests.
 """
 
+import contextlib
 from typing import Any
 
 import numpy as np
@@ -12,13 +13,27 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from pycomm import reference
+from pycomm import _core, reference
 from pycomm._core_api import devices
+from pycomm.errors import Unsupported
 
 SETTINGS = settings(deadline=None, suppress_health_check=list(HealthCheck))
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 TILE = 4096  # tile size of the kernels; sizes around its multiples matter
 KINDS = ("plain", "ties", "equal", "zero", "tiny", "huge", "odd ones")
+
+
+def _instruction_sets() -> list[str]:
+    before, found = _core.kernel_isa(), []
+    for name in ("baseline", "avx2", "avx512", "avx512_bf16", "avx512_fp16"):
+        with contextlib.suppress(Unsupported):  # this processor lacks it
+            _core.set_kernel_isa(name)
+            found.append(name)
+    _core.set_kernel_isa(before)
+    return found
+
+
+INSTRUCTION_SETS = _instruction_sets()  # of this processor; no other can run here
 
 
 class Cpu:

@@ -4,7 +4,7 @@
     make test        unit and quick: for users, below six minutes on two cores
     make test-full   full: all others
     make test-all    both
-    make nightly     each file alone, long simulations, fuzzing, soak: see the Makefile
+    make nightly     nightly: what is compiled once more for it, and other parts of the Makefile
 
 conftest.py gives each test the marker of its tier, so that no test needs a decorator.
 """
@@ -24,6 +24,9 @@ FILES = {
     "test_classes": "quick",
     "test_layers": "quick",
     "test_product": "quick",
+    # All of csrc, compiled once more. test_classes.py holds the second property in each landing.
+    "test_aarch64": "nightly",
+    "test_one_definition": "nightly",
 }
 # Tests that take too long for the tier of their file.
 SLOW = {"test_every_header_compiles_alone"}

@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from kernel_devices import KINDS, SETTINGS, Cpu, made, same
+from kernel_devices import INSTRUCTION_SETS, KINDS, SETTINGS, Cpu, made, same
 
 from pycomm import _core, kernels, reference
 from pycomm.errors import InvalidArgument, Unsupported
@@ -89,15 +89,12 @@ def settings_of_kernels():
     _core.set_kernel_isa(isa)
 
 
-@pytest.mark.parametrize("isa", ["baseline", "avx2", "avx512"])
+@pytest.mark.parametrize("isa", INSTRUCTION_SETS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", ["plain", "ties"])
 def test_many_elements_on_threads(isa, dtype, kind, settings_of_kernels):
     """Several tasks of each pass, and a selection in several parts."""
-    try:
-        _core.set_kernel_isa(isa)
-    except Unsupported:  # an older processor
-        pytest.skip("this processor lacks these instructions")
+    _core.set_kernel_isa(isa)
     _core.set_kernel_threads(3)
     counts = [700_001, 300, 500_000]
     lists = inputs_of(counts, kind, 7, dtype)
