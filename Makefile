@@ -9,7 +9,7 @@ AT_ONCE ?= $(shell n=$$(nproc); echo $$((n < 8 ? n + 1 : 8)))
 
 help:
 	@echo "make demo      train a small model on 2 processes with gloo and with pycomm (draws demo.png)"
-	@echo "make test      build, then the quick tests: less than six minutes on two processors"
+	@echo "make test      build, then the quick tests: less than five minutes on two processors"
 	@echo "make test-unit build, then the tests within one process: about a minute"
 	@echo "make test-full lint, documentation, and the tests that are not quick: about 40 minutes"
 	@echo "make test-all  both"
@@ -104,7 +104,7 @@ format: venv
 alone: build .venv/programs
 	$(PY) tools/test_alone.py --jobs $(AT_ONCE)
 
-sanitize: venv
+sanitize: build
 	$(PY) -m pytest tests/native/test_native.py
 
 bench: build

@@ -48,7 +48,7 @@ FLAGS = [
     # -g1: the lines of functions, for reports; -g takes half as long again with a sanitizer.
     *("-std=c++20", "-O1", "-g1", "-fno-omit-frame-pointer", "-ffp-contract=off", "-pthread"),
     *("-Wall", "-Wextra", "-Werror"),
-    # g++ 12 reports false positives in std::string; the modules are built with these warnings.
+    # g++ 12 reports false positives in std::string.
     *("-Wno-restrict", "-Wno-array-bounds", "-Wno-stringop-overflow", "-Wno-stringop-overread"),
 ]
 CLANGS = ["clang++", *(f"clang++-{version}" for version in range(25, 16, -1))]
