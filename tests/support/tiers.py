@@ -27,6 +27,9 @@ FILES = {
     # All of csrc, compiled once more. test_classes.py holds the second property in each landing.
     "test_aarch64": "nightly",
     "test_one_definition": "nightly",
+    # Small runs of benchmarks that developers start; eight minutes of processor time.
+    "test_bench_training": "nightly",
+    "test_bench_reliability": "nightly",
 }
 # Tests that take too long for the tier of their file.
 SLOW = {"test_every_header_compiles_alone"}
