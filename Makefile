@@ -88,6 +88,7 @@ ci:
 # All rows of the tables of which test-full runs some each day, and the tier "nightly".
 TABLES := tests/native/test_mutations.py tests/emulator/test_cuda.py tests/emulator/test_sass.py
 test-nightly: build .venv/programs
+	$(LINT)
 	$(PROGRAMS) nightly
 	$(PYTEST) $(TABLES)
 	$(PYTEST) -m nightly

@@ -10,10 +10,11 @@ import os
 import re
 import sys
 from collections.abc import Iterator
-from multiprocessing import forkserver, resource_tracker
+from multiprocessing import resource_tracker
 from typing import Any
 
 import pytest
+import warm
 from attack import AttackPlugin, no_attack
 from gpu_devices import start_cuda
 from order import longest_first
@@ -53,7 +54,7 @@ def held_by_libraries(request: pytest.FixtureRequest) -> None:
     """Starts what libraries keep for the rest of the process: children of multiprocessing, and, if
     the test files imported torch, CUDA and what torch_first_store describes."""
     resource_tracker.ensure_running()
-    forkserver.ensure_running()
+    warm.enable()
     if "torch" in sys.modules:
         start_cuda()
         request.getfixturevalue("torch_first_store")

@@ -239,7 +239,7 @@ def test_fault_plan_is_validated() -> None:
         FaultPlan(rank=0, action="throttle", chunk_bytes=0)
     nowhere = FaultPlan(rank=1, action="disconnect", timestamp_file="/nowhere/at")
     with pytest.raises(errors.InvalidArgument, match="to '/nowhere/at': No such file"):
-        run_ranks(3, len, faults=[nowhere])
+        run_ranks(3, len, faults=[nowhere], timeout_s=2.0)
     with pytest.raises(errors.InvalidArgument, match="got rank 3, expected 0 to 2"):
         run_ranks(3, len, faults=[FaultPlan(rank=3, action="disconnect")])
     with pytest.raises(errors.InvalidArgument, match="processes=True"):
