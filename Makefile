@@ -86,7 +86,8 @@ ci:
 	.ci/run
 
 # All rows of the tables of which test-full runs some each day, and the tier "nightly".
-TABLES := tests/native/test_mutations.py tests/emulator/test_cuda.py tests/emulator/test_sass.py
+TABLES := tests/native/test_mutations.py tests/emulator/test_cuda.py tests/emulator/test_sass.py \
+  tests/repository/test_layers.py
 test-nightly: build .venv/programs
 	$(LINT)
 	$(PROGRAMS) nightly
