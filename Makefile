@@ -87,7 +87,7 @@ ci:
 
 # All rows of the tables of which test-full runs some each day, and the tier "nightly".
 TABLES := tests/native/test_mutations.py tests/emulator/test_cuda.py tests/emulator/test_sass.py \
-  tests/repository/test_layers.py
+  tests/repository/test_layers.py tests/cli/test_torch_versions.py tests/torch_backend/test_programs.py
 test-nightly: build .venv/programs
 	$(LINT)
 	$(PROGRAMS) nightly

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 from paths import ROOT
+from sample import of_the_day
 
 from pycomm import _c10d
 from pycomm.errors import Unsupported
@@ -107,7 +108,8 @@ BUILT = ["{}.{}".format(*version) for version in _c10d.versions()]
 
 
 @pytest.mark.parametrize(
-    "version", [v for v in torch_headers.VERSIONS if v.rpartition(".")[0] not in BUILT]
+    "version",
+    of_the_day([v for v in torch_headers.VERSIONS if v.rpartition(".")[0] not in BUILT], 2),
 )
 def test_the_backend_compiles_for_other_versions(version: str) -> None:
     """Checks types only; `make wheel` generates code."""

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from paths import ROOT
+from sample import of_the_day
 
 from pycomm.bench.support import summaries
 
@@ -18,7 +19,8 @@ SCRIPT = ROOT / "tests" / "compat" / "programs.py"
 
 @pytest.mark.timeout(1000)  # the script has 900 s
 @pytest.mark.parametrize(
-    "program", ["accelerate_script", "accelerate_sync", "lightning", "trainer", "ray_train"]
+    "program",
+    of_the_day(["accelerate_script", "accelerate_sync", "lightning", "trainer", "ray_train"], 3),
 )
 def test_runs_unchanged(program: str, tmp_path: Path) -> None:
     stored = tmp_path / "results.json"
