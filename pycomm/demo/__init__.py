@@ -1,7 +1,8 @@
 """`python -m pycomm demo`: trains one small model on real text, the same way over several backends.
 
-It shows that training through torch.distributed works, that replicas agree, and its cost. It is not
-a benchmark. main() imports torch; the import of this package does not.
+It shows that training through torch.distributed works, that replicas agree, and its cost. Some
+steps of each row follow some of another, so that other programs on the machine delay all alike. It
+is not a benchmark. main() imports torch; the import of this package does not.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def main(argv: Sequence[str]) -> int:
         help='link rate, as "100mbit": simulates one host per rank; needs root',
     )
     options = parser.parse_args(argv)
-    chosen = [key.strip() for key in options.rows.split(",")]
+    chosen = list(dict.fromkeys(key.strip() for key in options.rows.split(",")))
     for key in chosen:
         if key not in rows.ROWS:
             parser.error(f"invalid row: got {key!r}, expected one of {', '.join(rows.ROWS)}")

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW, Optimizer
@@ -39,8 +40,9 @@ class Row:
     key: str
     name: str
     backend: str
-    wrap: Callable[[nn.Module, Optimizer], Parallel]
-    """Runs on every rank, after init_process_group, with equal models on all ranks."""
+    """pycomm: the default group, which such rows share; another one: a group of its own."""
+    wrap: Callable[[nn.Module, Optimizer, dist.ProcessGroup | None], Parallel]
+    """Runs on every rank with equal models on all ranks, and the row's own group."""
     optimizer: Callable[[Iterable[nn.Parameter]], Optimizer]
     rate: float
     """The peak of the learning rate."""
@@ -66,11 +68,12 @@ def _clipped(model: nn.Module, step: Callable[[], object]) -> Callable[[], objec
     return clip_and_step
 
 
-def _dense(model: nn.Module, optimizer: Optimizer) -> Parallel:
-    return Parallel(DistributedDataParallel(model), _clipped(model, optimizer.step))
+def _dense(model: nn.Module, optimizer: Optimizer, own: dist.ProcessGroup | None) -> Parallel:
+    forward = DistributedDataParallel(model, process_group=own)
+    return Parallel(forward, _clipped(model, optimizer.step))
 
 
-def _sparse(model: nn.Module, optimizer: Optimizer) -> Parallel:
+def _sparse(model: nn.Module, optimizer: Optimizer, _: object) -> Parallel:
     """Sends 0.1 % of all gradients after a sparsity warm-up of 100 steps; DGC clips itself."""
     dgc = DGC(
         optimizer,
@@ -84,13 +87,13 @@ def _sparse(model: nn.Module, optimizer: Optimizer) -> Parallel:
     return Parallel(DataParallel(model, compression=dgc), optimizer.step)
 
 
-def _local(model: nn.Module, optimizer: Optimizer) -> Parallel:
+def _local(model: nn.Module, optimizer: Optimizer, _: object) -> Parallel:
     """Averages after each of the first 100 steps, then after every eighth step."""
     local = LocalSGD(model, optimizer, k_steps=8, begin_step=100)
     return Parallel(model, _clipped(model, local.step), local.average)
 
 
-def _updates(model: nn.Module, optimizer: Optimizer) -> Parallel:
+def _updates(model: nn.Module, optimizer: Optimizer, _: object) -> Parallel:
     """Sends 200 times fewer bytes: the largest updates of AdamW, one bit for each."""
     local = LocalSGD(model, optimizer, compression=TopK(ratio=200), clip_norm=CLIP_NORM)
     return Parallel(model, local.step)

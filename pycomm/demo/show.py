@@ -1,4 +1,4 @@
-"""The output of the demo: a progress bar for each row, the table and a sample of the text."""
+"""The output of the demo: a progress bar of each row, the table and a sample of the text."""
 
 from __future__ import annotations
 
@@ -11,32 +11,30 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.text import Text
 from torch.multiprocessing.spawn import ProcessException
 
-from pycomm.bench.support import netns, processes
+from pycomm.bench.support import machine, netns, processes
 from pycomm.demo import report, training
 from pycomm.demo.rows import Row
 
 
 def show(rows: Sequence[Row], settings: training.Settings, size: int, out: Path) -> int:
-    """Trains `rows` on `size` processes each, prints and stores the results.
+    """Trains `rows` in turn on `size` processes, prints and stores the results.
 
     Returns:
         The exit code: 0 if all replicas are equal, 1 after a failure, 130 after Ctrl-C.
     """
     console = Console()
     out.mkdir(parents=True, exist_ok=True)
-    results: list[report.Result] = []
-    sample = ""
-    for row in rows:
-        try:
-            outcomes = _train(console, row, settings, size)
-        except ProcessException as error:
-            console.print(f"{row.name}: a rank failed\n{error}", style="red", markup=False)
-            return 1
-        except KeyboardInterrupt:
-            console.print(f"{row.name}: interrupted")
-            return 130
-        results.append(report.result(row, outcomes))
-        sample = outcomes[0].sample
+    if busy := machine.busy():
+        console.print(f"warning: {busy}", style="yellow", soft_wrap=True, markup=False)
+    try:
+        outcomes = _train(console, rows, settings, size)
+    except ProcessException as error:
+        console.print(f"a rank failed\n{error}", style="red", markup=False)
+        return 1
+    except KeyboardInterrupt:
+        console.print("interrupted")
+        return 130
+    results = [report.result(row, outcomes[row.key]) for row in rows]
     console.print(report.table(results, settings))
     first = results[0]
     for r in results[1:]:
@@ -45,7 +43,8 @@ def show(rows: Sequence[Row], settings: training.Settings, size: int, out: Path)
             f"{first.name}; final loss differs by {abs(r.final_loss - first.final_loss):.1e}",
             highlight=False,
         )
-    console.print(Panel(Text(sample), title="Python as the model writes it", title_align="left"))
+    sample = Text(outcomes[rows[-1].key][0].sample)
+    console.print(Panel(sample, title="Python as the model writes it", title_align="left"))
     report.save_json(out / "demo.json", settings, size, results)
     report.save_plot(out / "demo.png", settings, results)
     console.print(f"{out / 'demo.json'}  {out / 'demo.png'}", highlight=False)
@@ -53,11 +52,11 @@ def show(rows: Sequence[Row], settings: training.Settings, size: int, out: Path)
 
 
 def _train(
-    console: Console, row: Row, settings: training.Settings, size: int
-) -> list[training.Outcome]:
-    """Trains one row and shows its progress; returns the outcomes in rank order."""
-    outcomes: dict[int, training.Outcome] = {}
-    bar = Progress(
+    console: Console, rows: Sequence[Row], settings: training.Settings, size: int
+) -> dict[str, list[training.Outcome]]:
+    """Trains the rows and shows their progress; returns the outcomes of each in rank order."""
+    outcomes: dict[int, dict[str, training.Outcome]] = {rank: {} for rank in range(size)}
+    bars = Progress(
         TextColumn("{task.description:16}"),
         BarColumn(),
         MofNCompleteColumn(),
@@ -66,20 +65,25 @@ def _train(
         console=console,
         disable=not console.is_terminal,
     )
-    task = bar.add_task(row.name, total=settings.steps, loss=float("nan"))
+    tasks = {
+        row.key: bars.add_task(row.name, total=settings.steps, loss=float("nan")) for row in rows
+    }
+    names = {row.key: row.name for row in rows}
     line_every = max(1, settings.steps // 5)
 
     def on_message(rank: int, message: training.Progress | training.Outcome) -> None:
         if isinstance(message, training.Outcome):
-            outcomes[rank] = message
+            outcomes[rank][message.key] = message
             return
-        bar.update(task, completed=message.step, loss=message.loss)
+        bars.update(tasks[message.key], completed=message.step, loss=message.loss)
         if not console.is_terminal and message.step % line_every == 0:
             console.print(
-                f"{row.name}: step {message.step} of {settings.steps}, loss {message.loss:.3f}",
+                f"{names[message.key]}: step {message.step} of {settings.steps}, "
+                f"loss {message.loss:.3f}",
                 highlight=False,
             )
 
-    with bar, netns.behind(settings.link_rate, size) as hosts:
-        processes.run(training.train, (row.key, settings), size, on_message, hosts)
-    return [outcomes[rank] for rank in range(size)]
+    with bars, netns.behind(settings.link_rate, size) as hosts:
+        keys = list(tasks)
+        processes.run(training.train, (keys, settings), size, on_message, hosts)
+    return {key: [outcomes[rank][key] for rank in range(size)] for key in keys}

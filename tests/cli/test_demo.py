@@ -1,24 +1,20 @@
-"""The demo: three steps of each row, its stored results, and that its processes end."""
+"""The demo: three steps of each row in turn, and its stored results."""
 
+import contextlib
+import io
 import math
-import multiprocessing
 import os
-import select
-import signal
+import re
 import socket
-import subprocess
-import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch.distributed import TCPStore
-from torch.multiprocessing.spawn import ProcessException
 
 from pycomm import demo
-from pycomm.bench.support import model, netns, processes, summaries, text
+from pycomm.bench.support import machine, model, netns, summaries, text
 from pycomm.demo import report, rows, traffic, training
 
 STEPS = 3
@@ -27,30 +23,57 @@ WHY_NOT = netns.missing()
 NEEDS_HOSTS = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
 
 
-@pytest.fixture(scope="module", params=list(rows.ROWS))
-def stored(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """The files that one short run of a row stored in its folder."""
-    out = tmp_path_factory.mktemp(request.param)
-    status = demo.main(["--steps", str(STEPS), "--rows", request.param, "--out", str(out)])
-    assert status == 0
-    assert (out / "demo.png").read_bytes().startswith(b"\x89PNG")
-    return summaries.read(out / "demo.json")
+@dataclass(frozen=True)
+class Run:
+    """One short run of all rows: what it stored and printed."""
+
+    stored: dict[str, Any]
+    png: bytes
+    output: str
 
 
-def test_row_has_every_column(stored: Any) -> None:
-    assert stored["machine"]["torch"] == torch.__version__
-    assert stored["settings"]["steps"] == STEPS
-    (row,) = stored["rows"]
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    out = tmp_path_factory.mktemp("demo")
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        status = demo.main(["--steps", str(STEPS), "--out", str(out)])
+    assert status == 0, printed.getvalue()
+    png = (out / "demo.png").read_bytes()
+    return Run(summaries.read(out / "demo.json"), png, printed.getvalue())
+
+
+@pytest.fixture(params=list(rows.ROWS))
+def row(request: pytest.FixtureRequest, run: Run) -> Any:
+    """A stored row."""
+    (found,) = (row for row in run.stored["rows"] if row["key"] == request.param)
+    return found
+
+
+def test_files_of_a_run(run: Run) -> None:
+    assert run.png.startswith(b"\x89PNG")
+    assert run.stored["machine"]["torch"] == torch.__version__
+    assert run.stored["settings"]["steps"] == STEPS
+    assert [row["key"] for row in run.stored["rows"]] == list(rows.ROWS)
+
+
+def test_rows_train_in_turn(run: Run) -> None:
+    steps = re.findall(r"^(.+): step (\d+) of", run.output, re.MULTILINE)
+    names = [row.name for row in rows.ROWS.values()]
+    assert steps == [(name, str(step + 1)) for step in range(STEPS) for name in names]
+    assert "Python as the model writes it" in run.output
+
+
+def test_row_has_every_column(row: Any) -> None:
     assert len(row["losses"]) == len(row["seconds"]) == STEPS
     assert all(map(math.isfinite, [*row["losses"], row["final_loss"]]))
     assert row["losses"][0] < math.log(len(text.ALPHABET)) + 1
+    assert row["seconds_per_step"] == pytest.approx(sum(row["seconds"]) / STEPS, rel=1e-3)
     assert row["seconds_per_step"] > 0
     assert row["replicas_equal"]
 
 
-def test_bytes_sent_of_a_row(stored: Any) -> None:
-    (row,) = stored["rows"]
-    assert row["counted_by"] in ("pycomm", "kernel")
+def test_bytes_sent_of_a_row(row: Any) -> None:
+    assert row["counted_by"] == ("kernel" if row["key"] == "gloo" else "pycomm")
     assert row["mb"] == sorted(row["mb"])
     assert len(row["mb"]) == STEPS
     gradients_mb = row["parameters"] * 4 / MB  # 2 (n - 1) / n is 1 for two ranks
@@ -64,17 +87,45 @@ def test_bytes_sent_of_a_row(stored: Any) -> None:
     assert gradients_mb <= row["mb_per_rank_and_step"] <= 1.05 * gradients_mb
 
 
-@pytest.mark.parametrize("rate_mbit", [0, pytest.param(40, marks=NEEDS_HOSTS)])
-def test_pycomm_and_gloo_train_equally(rate_mbit: int, tmp_path: Path) -> None:
-    args = ["--steps", str(STEPS), "--rows", "gloo,pycomm", "--out", str(tmp_path)]
-    assert demo.main([*args, *(["--rate", f"{rate_mbit}mbit"] if rate_mbit else [])]) == 0
-    gloo, ours = summaries.read(tmp_path / "demo.json")["rows"]
-    if rate_mbit:  # with two ranks each sends as many bytes as the gradients have
-        on_the_line_s = gloo["parameters"] * 4 / (rate_mbit * 1e6 / 8)
-        assert min(gloo["seconds_per_step"], ours["seconds_per_step"]) > 0.9 * on_the_line_s
+def check_equal(rows: list[dict[str, Any]]) -> None:
+    """pycomm trains as gloo does."""
+    gloo, ours = rows
     assert ours["losses"] == pytest.approx(gloo["losses"], rel=1e-5)
     assert ours["final_loss"] == pytest.approx(gloo["final_loss"], rel=1e-5)
     assert ours["digest"] == gloo["digest"]  # two ranks: one sum, one order
+
+
+def test_pycomm_and_gloo_train_equally(run: Run) -> None:
+    check_equal(run.stored["rows"][:2])
+
+
+@NEEDS_HOSTS
+def test_hosts_train_at_the_rate_of_the_link(tmp_path: Path) -> None:
+    args = ["--steps", str(STEPS), "--rows", "gloo,pycomm", "--out", str(tmp_path)]
+    assert demo.main([*args, "--rate", "40mbit"]) == 0
+    both = summaries.read(tmp_path / "demo.json")["rows"]
+    check_equal(both)
+    # With two ranks each sends as many bytes as the gradients have.
+    gradients_mb = both[0]["parameters"] * 4 / MB
+    on_the_line_s = gradients_mb * MB / (40e6 / 8)
+    for row in both:
+        assert row["seconds_per_step"] > 0.9 * on_the_line_s
+        assert gradients_mb <= row["mb_per_rank_and_step"] <= 1.05 * gradients_mb
+
+
+@pytest.mark.parametrize(
+    ("load", "running", "text"),
+    [(4.0, 1, ""), (4.1, 5, "other programs"), (4.1, 4, "that has ended")],
+)
+def test_a_busy_machine_is_reported(
+    load: float, running: int, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "getloadavg", lambda: (load, 0.0, 0.0))
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    monkeypatch.setattr(machine, "_running", lambda: running)
+    assert text in machine.busy()
+    assert bool(text) == bool(machine.busy())
+    assert "\n" not in machine.busy()
 
 
 @pytest.mark.parametrize(
@@ -88,7 +139,9 @@ def test_invalid_options_are_rejected(args: list[str], capsys: pytest.CaptureFix
 
 def outcome(digest: str, loss: float) -> training.Outcome:
     """An outcome of two steps that sent 3 MB."""
-    return training.Outcome([loss, loss], [0.1, 0.3], [MB, 3 * MB], "kernel", digest, 1.5, "", 10)
+    return training.Outcome(
+        "gloo", [loss, loss], [0.1, 0.3], [MB, 3 * MB], "kernel", digest, 1.5, "", 10
+    )
 
 
 def test_different_replicas_are_reported() -> None:
@@ -121,86 +174,23 @@ def test_model_is_causal() -> None:
     assert net.write(tokens[0], 5, torch.Generator().manual_seed(0)).shape == (17,)
 
 
-def test_kernel_counters_match_socket_bytes() -> None:
-    with (
-        socket.create_server(("127.0.0.1", 0)) as listener,
-        socket.create_connection(listener.getsockname()) as out,
-        listener.accept()[0] as peer,
-    ):
-        before = traffic.bytes_sent("gloo")
-        out.sendall(bytes(100_000))
-        left = 100_000
-        while left:
-            left -= len(peer.recv(left))
-        after = traffic.bytes_sent("gloo")
-    assert before is not None
-    assert after is not None
-    assert after[0] - before[0] == 100_000
+def test_kernel_counts_the_bytes_of_a_row() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener, contextlib.ExitStack() as stack:
 
+        def connect() -> tuple[socket.socket, socket.socket]:
+            out = stack.enter_context(socket.create_connection(listener.getsockname()))
+            return out, stack.enter_context(listener.accept()[0])
 
-def report_twice(rank: processes.Rank, word: str) -> None:
-    """Reports two messages."""
-    rank.send((word, rank.size))
-    rank.send(os.getpid())
-
-
-def fail(rank: processes.Rank) -> None:
-    """Rank 1 fails while the others wait for it without a limit."""
-    if rank.rank == 1:
-        raise ValueError("no more paper")
-    dist.init_process_group("gloo", store=rank.store, rank=rank.rank, world_size=rank.size)
-
-
-def linger(rank: processes.Rank) -> None:
-    """Waits in C++ for a missing rank, on a store that the parent does not serve."""
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    rank.send(os.getpid())
-    store.wait(["never"])
-
-
-def test_every_report_of_a_rank_is_received() -> None:
-    received: dict[int, list[Any]] = {0: [], 1: [], 2: []}
-    processes.run(report_twice, ("hello",), 3, lambda rank, message: received[rank].append(message))
-    assert [message[0] for message in received.values()] == [("hello", 3)] * 3
-    assert len({message[1] for message in received.values()}) == 3
-
-
-def test_rank_error_is_shown_and_ends_the_run() -> None:
-    others = set(multiprocessing.active_children())
-    with pytest.raises(ProcessException, match="no more paper"):
-        processes.run(fail, (), 2, lambda rank, message: None)
-    assert set(multiprocessing.active_children()) <= others
-
-
-def test_listener_error_ends_the_run() -> None:
-    others = set(multiprocessing.active_children())
-
-    def fail_to_receive(rank: int, message: object) -> None:
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        processes.run(linger, (), 2, fail_to_receive)
-    assert set(multiprocessing.active_children()) <= others
-
-
-def test_killed_parent_leaves_no_orphans() -> None:
-    code = (
-        "from pycomm.bench.support import processes; from test_demo import linger\n"
-        "if __name__ == '__main__':\n"
-        "    processes.run(linger, (), 2, lambda rank, message: print(message, flush=True))"
-    )
-    with subprocess.Popen(
-        [sys.executable, "-c", code],
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-    ) as parent:
-        assert parent.stdout is not None
-        ranks = [os.pidfd_open(int(parent.stdout.readline())) for _ in range(2)]
-        parent.send_signal(signal.SIGKILL)
-    try:
-        for rank in ranks:
-            assert select.select([rank], [], [], 5)[0] == [rank]
-    finally:
-        for rank in ranks:
-            os.close(rank)
+        other, other_peer = connect()
+        others = traffic.tcp_sockets()
+        out, peer = connect()
+        mine = traffic.tcp_sockets() - others
+        assert mine == {out.fileno(), peer.fileno()}
+        counter = traffic.Counter(mine)
+        for sender, receiver in ((out, peer), (other, other_peer)):
+            sender.sendall(bytes(100_000))
+            left = 100_000
+            while left:
+                left -= len(receiver.recv(left))
+        assert counter.total() == 100_000
+    assert counter.name == "kernel"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import importlib
 import importlib.util
+import math
 import os
 import platform
 from pathlib import Path
@@ -25,6 +26,16 @@ def describe() -> dict[str, str | int]:
     }
 
 
+def busy() -> str:
+    """The load of the last minute, if it exceeds the processors, and its origin; or ""."""
+    load, processors = os.getloadavg()[0], os.cpu_count() or 1
+    if load <= processors:
+        return ""
+    ended = _running() <= processors  # this process is one of them
+    who = "work that has ended" if ended else "other programs, which make times longer"
+    return f"load {load:.1f} on {processors} processors by {who}"
+
+
 def gpus() -> tuple[list[str], str]:
     """The names of the GPUs that pycomm and torch can use, or the reason why there is none."""
     if importlib.util.find_spec("pycomm._cuda") is None:
@@ -35,6 +46,14 @@ def gpus() -> tuple[list[str], str]:
     if not torch.cuda.is_available():
         return [], f"torch {torch.__version__} finds none; a CUDA build of torch is needed"
     return [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())], ""
+
+
+def _running() -> int:
+    """How many threads of this machine run or wait for a processor; the load where unknown."""
+    try:
+        return int(Path("/proc/loadavg").read_text().split()[3].partition("/")[0])
+    except OSError:  # not Linux
+        return math.ceil(os.getloadavg()[0])
 
 
 def _cpu() -> str:
