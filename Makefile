@@ -5,7 +5,8 @@ PY := .venv/bin/python
 AT_ONCE ?= $(shell n=$$(nproc); echo $$((n < 8 ? n + 1 : 8)))
 
 .PHONY: help venv build demo test-unit test test-programs test-nightly test-full test-all nightly lint format sanitize bench
-.PHONY: ci sdist wheel matrix compat faults soak gpu fuzz docs simulate alone aarch64 nccl clean
+.PHONY: ci sdist wheel matrix compat faults soak gpu fuzz docs simulate alone arithmetic aarch64 nccl clean
+.PHONY: packages
 
 help:
 	@echo "make demo      train a small model on 2 processes with gloo and with pycomm (draws demo.png)"
@@ -13,7 +14,8 @@ help:
 	@echo "make test-unit build, then the tests within one process: about a minute"
 	@echo "make test-full lint, documentation, and the tests that are not quick: about 40 minutes"
 	@echo "make test-all  both"
-	@echo "make nightly   each test file alone, long simulations, aarch64, fuzzing, faults, soak (hours)"
+	@echo "make nightly   all that takes too long for each change (hours), or one part, at most 100 minutes:"
+	@echo "               PART=$(PARTS)"
 	@echo "make build     build the compiled modules in place"
 	@echo "make lint      check format, lint and types make format    format all files"
 	@echo "make sanitize  native tests with address, undefined-behaviour and thread sanitizers"
@@ -29,7 +31,8 @@ help:
 	@echo "make simulate  rank failures in all orders of events, a million random ones, weak memory (long)"
 	@echo "make aarch64   the package on aarch64 under qemu (20 minutes, downloads 500 MB)"
 	@echo "make nccl      abi.h against the headers and libraries of other NCCL versions (downloads 1.3 GB)"
-	@echo "make alone     each test file in a separate process (hours)"
+	@echo "make alone     each test file in a separate process (hours), or alone-1, alone-2, alone-3"
+	@echo "make arithmetic  tests that compute with torch, with its slowest arithmetic and one processor"
 	@echo "make clean     remove build outputs (keeps .venv)"
 
 venv:
@@ -85,6 +88,10 @@ test-all: test test-full
 ci:
 	.ci/run
 
+# The packages of Debian that `make nightly` needs; as root.
+packages:
+	.ci/packages nightly
+
 # All rows of the tables of which test-full runs some each day, and the tier "nightly".
 TABLES := tests/native/test_mutations.py tests/emulator/test_cuda.py tests/emulator/test_sass.py \
   tests/repository/test_layers.py tests/cli/test_torch_versions.py tests/torch_backend/test_programs.py
@@ -94,7 +101,17 @@ test-nightly: build .venv/programs
 	$(PYTEST) $(TABLES)
 	$(PYTEST) -m nightly
 
-nightly: test-nightly alone simulate aarch64 nccl fuzz faults soak matrix
+# The parts of a night: each takes at most 100 minutes on two processors, and runs alone.
+PARTS := tests arithmetic alone-1 alone-2 alone-3 simulate aarch64 nccl fuzz faults soak matrix
+ifneq ($(filter-out $(PARTS),$(PART)),)
+$(error invalid PART: got $(PART), expected one of $(PARTS))
+endif
+nightly: $(patsubst tests,test-nightly,$(or $(PART),$(PARTS)))
+
+# No test depends on the last bits of torch's arithmetic, on its speed, or on a second processor.
+arithmetic: build test-programs .venv/programs
+	ATEN_CPU_CAPABILITY=default MKL_CBWR=COMPATIBLE OMP_NUM_THREADS=1 taskset -c 0 \
+	  $(PY) -m pytest --numprocesses=2 --dist=worksteal tests/unit tests/ranks tests/torch_backend
 
 lint: venv
 	$(LINT)
@@ -102,9 +119,12 @@ lint: venv
 format: venv
 	$(PY) tools/lint.py --fix
 
-# Finds test files that depend on another file.
-alone: build .venv/programs
-	$(PY) tools/test_alone.py --jobs $(AT_ONCE)
+# Finds test files that depend on another file. Long tables have their rows of the day.
+alone: alone-1 alone-2 alone-3
+alone-%: export SAMPLE := $(SAMPLE)
+alone-%: build .venv/programs
+	$(PROGRAMS) quick && $(PROGRAMS) full
+	$(PY) tools/test_alone.py --jobs $(AT_ONCE) --part $*/3
 
 sanitize: build
 	$(PY) -m pytest tests/native/test_native.py

@@ -1,8 +1,8 @@
 """Runs each test file in a separate pytest process, to find dependencies between test files.
 
-    python tools/test_alone.py [--jobs N] [tests/unit/test_x.py ...]
+    python tools/test_alone.py [--jobs N] [--part 1/3] [tests/unit/test_x.py ...]
 
-`make alone` runs all of them, for hours.
+`make alone` runs all of them, `make alone-1` a third.
 
 Prints a line for each file as it ends, then the last lines of those that failed. The exit status is
 1 if any failed.
@@ -11,6 +11,7 @@ Prints a line for each file as it ends, then the last lines of those that failed
 from __future__ import annotations
 
 import argparse
+import re
 import subprocess
 import sys
 import time
@@ -37,6 +38,18 @@ class Result:
         """pytest's last line, "3 passed in 2.04s", without decoration."""
         lines = self.text.strip().splitlines()
         return lines[-1].strip("= ") if lines else "no output"
+
+
+def part(text: str) -> tuple[int, int]:
+    """The number of a part, from 1, and the number of parts, from "1/3".
+
+    Raises:
+        argparse.ArgumentTypeError: no such part.
+    """
+    match = re.fullmatch(r"(\d+)/(\d+)", text)
+    if match is None or not 1 <= int(match[1]) <= int(match[2]):
+        raise argparse.ArgumentTypeError(f"invalid part: got {text!r}, expected for example 1/3")
+    return int(match[1]), int(match[2])
 
 
 def run(path: Path) -> Result:
@@ -77,8 +90,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("files", nargs="*", type=Path, help="test files (all of tests/)")
     parser.add_argument("--jobs", type=int, default=1, help="number of concurrent files")
+    parser.add_argument("--part", type=part, default=(1, 1), help="every nth file, as 1/3")
     options = parser.parse_args()
-    paths = options.files or sorted((ROOT / "tests").rglob("test_*.py"))
+    number, parts = options.part
+    every = options.files or sorted((ROOT / "tests").rglob("test_*.py"))
+    paths = every[number - 1 :: parts]
     missing = [str(path) for path in paths if not path.is_file()]
     if missing:
         parser.error(f"file not found: {', '.join(missing)}")

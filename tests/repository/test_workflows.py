@@ -3,11 +3,17 @@
 tools/lint.py holds them against the schema of GitHub's workflows.
 """
 
+import argparse
 import json
 import re
+import subprocess
+import sys
+from pathlib import Path
 
+import pytest
 from paths import ROOT
 
+from tools import test_alone
 from tools.torch_headers import VERSIONS
 
 WORKFLOWS = ROOT / ".github" / "workflows"
@@ -33,3 +39,35 @@ def test_each_supported_torch_is_tested_every_night() -> None:
         r"^ +torch: (\[.*\])$", (WORKFLOWS / "nightly.yml").read_text(), re.MULTILINE
     )
     assert json.loads(line) == list(VERSIONS)
+
+
+def test_each_part_of_a_night_is_a_job() -> None:
+    (line,) = re.findall(r"^PARTS := (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    text = (WORKFLOWS / "nightly.yml").read_text()
+    listed = re.findall(r"^ {10}- ([\w-]+)$", text, re.MULTILINE)
+    alone = re.findall(r"^ +PART: ([\w-]+)$", text, re.MULTILINE)
+    assert sorted(listed + alone) == sorted(line.split())
+
+
+def test_an_unknown_part_is_rejected() -> None:
+    done = subprocess.run(
+        ["make", "--dry-run", "nightly", "PART=clean"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode != 0
+    assert "invalid PART: got clean, expected one of tests" in done.stderr
+
+
+def test_parts_of_test_alone_have_each_file_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[Path] = []
+    monkeypatch.setattr(test_alone, "run_all", lambda paths, jobs: ran.extend(paths) or [])
+    for number in ("1/3", "2/3", "3/3"):
+        monkeypatch.setattr(sys, "argv", ["test_alone.py", "--part", number])
+        assert test_alone.main() == 0
+    assert sorted(ran) == sorted((ROOT / "tests").rglob("test_*.py"))
+    for wrong in ("0/3", "4/3", "1"):
+        with pytest.raises(argparse.ArgumentTypeError, match="invalid part"):
+            test_alone.part(wrong)

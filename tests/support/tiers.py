@@ -4,7 +4,7 @@
     make test        unit and quick: for users, below five minutes on two cores
     make test-full   full: all others
     make test-all    both
-    make nightly     nightly: what is compiled once more for it, and other parts of the Makefile
+    make nightly     nightly: what is compiled once more for it; PART=tests, beside other parts
 
 conftest.py gives each test the marker of its tier, so that no test needs a decorator.
 """
