@@ -52,7 +52,7 @@ class BumpAllocator {
   explicit BumpAllocator(void* base) : base_(static_cast<char*>(base)) {}
   template <class T>
   void take(T*& part, size_t count) {
-    part = reinterpret_cast<T*>(base_ + bytes_);
+    part = base_ == nullptr ? nullptr : reinterpret_cast<T*>(base_ + bytes_);
     bytes_ += (count * sizeof(T) + 255) / 256 * 256;
   }
   size_t bytes() const { return bytes_; }
