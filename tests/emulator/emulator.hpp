@@ -57,21 +57,27 @@ T* dynamic_shared() {
 }
 inline unsigned lane_id() { return current->lane; }
 
+// As a GPU does; a sanitizer of the compiler need not see the address of a whole object.
 template <class T>
-T load(const T* p) {
+void check_address(const T* p, Where where) {
   static_assert(sizeof(T) <= 16);
+  if (reinterpret_cast<uintptr_t>(p) % alignof(T) != 0) fail("misaligned address", where);
+}
+template <class T>
+T load(const T* p, Where where = Where::current()) {
+  check_address(p, where);
   count_load(sizeof(T));
   return *p;
 }
 template <class T>
-void store(T* p, std::type_identity_t<T> value) {
-  static_assert(sizeof(T) <= 16);
+void store(T* p, std::type_identity_t<T> value, Where where = Where::current()) {
+  check_address(p, where);
   count_store(sizeof(T));
   *p = value;
 }
 template <class T>
-T load_fresh(const T* p) {
-  return load(p);
+T load_fresh(const T* p, Where where = Where::current()) {
+  return load(p, where);
 }
 // Loops poll flags: another thread runs first.
 inline unsigned load_acquire(const unsigned* p, Where where = Where::current()) {
