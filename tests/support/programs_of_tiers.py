@@ -33,15 +33,15 @@ def native(variant: str, names: list[str]) -> Part:
     return lambda: build.build(variant, names)
 
 
-def emulator() -> None:
-    """Everything of the emulator, planted mistakes too: they share its objects."""
-    kinds = [*programs.KINDS.keys() - {"coverage"}]
+def emulator(*more: str) -> None:
+    """What the tests of the emulator run, planted mistakes too, which share its objects."""
+    kinds = sorted(programs.KINDS.keys() - {"coverage"})
     targets = [f"{name}.{kind}" for name in ("micro", "cases", "streams") for kind in kinds]
     targets += [f"mutants/{mutant.name}/cases" for mutant in test_cuda.mutants_of_the_day()]
     machine_code = {(unit, arch) for unit in programs.units() for arch in test_cuda.ARCHITECTURES}
     machine_code |= {(unit, arch) for unit in test_sass.UNITS for arch in test_sass.ARCHITECTURES}
     targets += [f"cubin/{unit}.{arch}.cubin" for unit, arch in sorted(machine_code)]
-    programs.build([*targets, "cases.coverage"], test_cuda.mutants())
+    programs.build([*targets, *more], test_cuda.mutants())
 
 
 def mutated() -> None:
@@ -78,7 +78,9 @@ def nightly() -> list[Part]:
     parts: list[Part] = [native("odr", ["core"]), mutated]
     if shutil.which(build.CROSS_COMPILER):
         parts.append(native("aarch64", sorted({suite for suite, _, _ in test_aarch64.CASES})))
-    return [emulator, *parts] if programs.nvcc() is not None else parts
+    if programs.nvcc() is not None:
+        parts.insert(0, lambda: emulator("cases.coverage"))
+    return parts
 
 
 def main() -> None:

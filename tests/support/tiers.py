@@ -24,9 +24,10 @@ FILES = {
     "test_classes": "quick",
     "test_layers": "quick",
     "test_product": "quick",
-    # All of csrc, compiled once more. test_classes.py holds the second property in each landing.
+    # Compiled once more: csrc, or its kernels. test_classes.py holds the second property always.
     "test_aarch64": "nightly",
     "test_one_definition": "nightly",
+    "test_coverage": "nightly",
     # Small runs of benchmarks that developers start; eight minutes of processor time.
     "test_bench_training": "nightly",
     "test_bench_reliability": "nightly",
