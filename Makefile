@@ -4,6 +4,9 @@ PYTHON ?= python3
 PY := .venv/bin/python
 AT_ONCE ?= $(shell n=$$(nproc); echo $$((n < 8 ? n + 1 : 8)))
 
+# Python stores what it has compiled, and pytest what it has rewritten, for the other processes.
+export PYTHONDONTWRITEBYTECODE :=
+
 .PHONY: help venv build demo test-unit test test-programs test-nightly test-full test-all nightly lint format sanitize bench
 .PHONY: ci sdist wheel matrix compat faults soak gpu fuzz docs simulate alone arithmetic aarch64 nccl clean
 .PHONY: packages

@@ -11,6 +11,7 @@ import re
 import sys
 from collections.abc import Iterator
 from multiprocessing import resource_tracker
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from attack import AttackPlugin, no_attack
 from gpu_devices import start_cuda
 from order import longest_first
 from sample import title
-from tiers import tier_of
+from tiers import may_have, tier_of
 
 from benchmarks.support.leak_check import leaked, resources
 
@@ -115,6 +116,12 @@ def no_leaks(request: pytest.FixtureRequest, skip_attack: None) -> Iterator[Reso
     failed = request.session.testsfailed > failures  # the exception references its frames
     if not failed and (found := leaked(before.held)):
         pytest.fail(f"left behind: {found}", pytrace=False)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Ignores test files that have no test of the tier."""
+    tested = collection_path.name.startswith("test_")
+    return True if tested and not may_have(collection_path, config.option.markexpr) else None
 
 
 @pytest.hookimpl(wrapper=True)

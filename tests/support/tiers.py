@@ -9,8 +9,10 @@
 conftest.py gives each test the marker of its tier, so that no test needs a decorator.
 """
 
+import re
 from pathlib import Path
 
+WORDS = {"unit", "quick", "full", "nightly", "or"}  # of an expression for may_have()
 # Tests in other folders of tests/ are "full": `make test-full` runs them.
 FOLDERS = {"unit": "unit", "ranks": "quick"}
 FILES = {
@@ -34,6 +36,15 @@ FILES = {
 }
 # Tests that take too long for the tier of their file.
 SLOW = {"test_every_header_compiles_alone"}
+
+
+def may_have(path: Path, expression: str) -> bool:
+    """Whether the file may have tests that `pytest -m expression` selects. Each worker of a run
+    imports its files, and pytest rewrites their assertions: seconds for all files."""
+    words = set(re.findall(r"\w+", expression))
+    tiers = {tier_of(path, ""), *(tier_of(path, name) for name in SLOW)}
+    understood = bool(words) and words <= WORDS
+    return not understood or bool(words & tiers)
 
 
 def tier_of(path: Path, name: str) -> str:

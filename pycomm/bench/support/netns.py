@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import itertools
 import os
 import re
@@ -40,6 +41,11 @@ def missing() -> str:
     """Why simulated hosts are impossible on this machine, or ""."""
     if os.geteuid() != 0 or shutil.which("ip") is None or shutil.which("tc") is None:
         return "needs root and iproute2 to create network namespaces"
+    return _refused()
+
+
+@functools.cache
+def _refused() -> str:
     try:
         with Network(1):
             return ""
