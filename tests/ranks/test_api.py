@@ -388,7 +388,7 @@ def test_single_process_from_init_to_exit() -> None:
 
 TOGETHER = """
 import numpy as np, pycomm
-group = pycomm.init(timeout_s=30)
+group = pycomm.init(timeout_s=150)
 print(group.rank, group.size, pycomm.all_reduce(np.ones(2)).tolist(), end=" ")
 print(group.peer_info()[-1].transport)
 """

@@ -103,7 +103,7 @@ def test_a_place_may_be_alone_or_have_an_ipv6_address() -> None:
 GIVEN = """
 import sys
 import numpy as np, pycomm
-group = pycomm.init(rank=int(sys.argv[1]), size=2, master=sys.argv[2], timeout_s=30)
+group = pycomm.init(rank=int(sys.argv[1]), size=2, master=sys.argv[2], timeout_s=150)
 print(group.rank, group.size, pycomm.local_rank(), pycomm.all_reduce(np.ones(2)).tolist(), end=" ")
 print(group.peer_info()[-1].transport, "torch" in sys.modules)
 """

@@ -11,13 +11,11 @@ import numpy as np
 import programs
 import pytest
 import torch
-from hypothesis import HealthCheck, settings
 
 from pycomm import _core, reference
 from pycomm._core_api import devices
 from pycomm.errors import Unsupported
 
-SETTINGS = settings(deadline=None, suppress_health_check=list(HealthCheck))
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 TILE = 4096  # tile size of the kernels; sizes around its multiples matter
 KINDS = ("plain", "ties", "equal", "zero", "tiny", "huge", "odd ones")

@@ -8,7 +8,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from kernel_devices import KINDS, SETTINGS, made, same
+from kernel_devices import KINDS, made, same
+from properties import SETTINGS
 
 from pycomm import _core, kernels, reference
 from pycomm.errors import InvalidArgument

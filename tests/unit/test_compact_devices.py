@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from kernel_devices import SETTINGS, made, same
+from kernel_devices import made, same
+from properties import SETTINGS
 from test_compact import CASES, CODECS, MOST, SHAPES, VALUES, indices_of, uniform
 
 from pycomm import _core, kernels

@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from properties import SETTINGS
 from torch.utils.data import (
     BatchSampler,
     DistributedSampler,
@@ -46,6 +47,7 @@ def shards(count: int, size: int, epoch: int = 0, **options: Any) -> list[Sharde
     return made
 
 
+@SETTINGS
 @given(st.integers(0, 200), st.integers(1, 17), st.booleans(), ORDERS, st.integers(0, 5))
 def test_shards_partition_the_data(
     count: int, size: int, shuffle: bool, order: str, epoch: int
@@ -65,6 +67,7 @@ def test_shards_partition_the_data(
             assert list(itertools.chain(*indices)) == list(range(count))
 
 
+@SETTINGS
 @given(st.integers(1, 200), st.integers(1, 17), st.booleans(), ORDERS)
 def test_padding_and_dropping(count: int, size: int, shuffle: bool, order: str) -> None:
     padded = shards(count, size, shuffle=shuffle, order=order, pad=True)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from properties import SETTINGS
 from torch_ranks import Run, run_fixture  # noqa: F401 - a fixture
 
 import pycomm
@@ -141,6 +142,7 @@ def example_file(calls: int) -> bytes:
     return head.tobytes().ljust(flight_recorder.HEAD_BYTES, b"\0") + records.tobytes()
 
 
+@SETTINGS
 @given(st.binary(max_size=200), st.integers(0, flight_recorder.HEAD_BYTES + 200), st.integers(0, 3))
 def test_arbitrary_bytes_are_a_file_or_rejected(noise: bytes, at: int, calls: int) -> None:
     sound = example_file(calls)

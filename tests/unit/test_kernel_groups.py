@@ -7,7 +7,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from kernel_devices import INSTRUCTION_SETS, KINDS, SETTINGS, Cpu, made, same
+from kernel_devices import INSTRUCTION_SETS, KINDS, Cpu, made, same
+from properties import SETTINGS
 
 from pycomm import _core, kernels, reference
 from pycomm.errors import InvalidArgument, Unsupported

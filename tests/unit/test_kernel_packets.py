@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from kernel_devices import FLOATS, KINDS, SETTINGS, TILE, made, same
+from kernel_devices import FLOATS, KINDS, TILE, made, same
+from properties import SETTINGS
 
 from pycomm import _core, kernels, reference
 from pycomm.errors import InvalidArgument, Unsupported

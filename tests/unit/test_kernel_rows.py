@@ -9,7 +9,8 @@ import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
-from kernel_devices import SETTINGS, same
+from kernel_devices import same
+from properties import SETTINGS
 
 from pycomm import _core, kernels
 from pycomm.errors import InvalidArgument, Unsupported

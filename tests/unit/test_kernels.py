@@ -7,7 +7,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
-from kernel_devices import FLOATS, KINDS, SETTINGS, TILE, made, same
+from kernel_devices import FLOATS, KINDS, TILE, made, same
+from properties import SETTINGS
 
 from pycomm import kernels, reference
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from properties import SETTINGS
 from small_models import perceptron
 from torch.nn import functional as F
 
@@ -19,7 +20,7 @@ from pycomm.metrics import Accuracy, Mean, accuracy
 from pycomm.testing import run_ranks
 
 
-@settings(max_examples=20, deadline=None)
+@settings(SETTINGS, max_examples=20)
 @given(st.lists(st.integers(0, 9), min_size=3, max_size=3), st.integers(0, 10**6))
 def test_the_value_is_that_of_one_process(counts: list[int], seed: int) -> None:
     made = torch.Generator().manual_seed(seed)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from properties import SETTINGS
 from small_models import seeded
 
 import pycomm
@@ -22,6 +23,7 @@ class Fake:
         self.rank, self.size = rank, size
 
 
+@SETTINGS
 @given(st.integers(1, 60), st.data())
 def test_each_microbatch_is_on_one_rank(count: int, data: Any) -> None:
     size = data.draw(st.integers(1, count))

@@ -5,7 +5,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from kernel_devices import SETTINGS, same
+from kernel_devices import same
+from properties import SETTINGS
 
 from pycomm import kernels
 from pycomm.errors import InvalidArgument

@@ -5,7 +5,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernel_devices import INSTRUCTION_SETS, KINDS, SETTINGS, Cpu, made, same
+from kernel_devices import INSTRUCTION_SETS, KINDS, Cpu, made, same
+from properties import SETTINGS
 
 from pycomm import _core, kernels, reference
 from pycomm._core_api import arrays
