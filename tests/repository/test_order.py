@@ -1,8 +1,11 @@
-"""The order of the tests in a run with several workers (tests/support/order.py)."""
+"""Which files a tier imports (tests/support/tiers.py), and the order of its tests (order.py)."""
+
+import re
 
 import pytest
 from order import LONGEST, longest_first
 from paths import ROOT
+from tiers import may_have, tier_of
 
 LONG = [f"tests/folder/{name}" for name in LONGEST]
 SHORT = [f"tests/folder/test_short.py::test[{i}]" for i in range(40)]
@@ -37,3 +40,14 @@ def test_the_long_tests_exist(name):
     assert f"def {function}(" in path.read_text()
     sources = "".join(p.read_text() for p in path.parent.glob("*.py"))
     assert all(part in sources for part in parameter.split("-"))
+
+
+def test_a_tier_imports_each_file_that_has_its_tests():
+    ignored = set()
+    for path in (ROOT / "tests").rglob("test_*.py"):
+        names = re.findall(r"^def (test_\w+)", path.read_text(), re.MULTILINE)
+        tiers = {tier_of(path, name) for name in names}
+        assert all(may_have(path, tier) for tier in tiers), path.name
+        assert all(may_have(path, other) for other in ("", "not unit", "gpu or unit")), path.name
+        ignored |= {tier for tier in ("unit", "quick", "full") if not may_have(path, tier)}
+    assert ignored == {"unit", "quick", "full"}

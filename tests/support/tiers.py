@@ -35,20 +35,20 @@ FILES = {
     "test_bench_reliability": "nightly",
 }
 # Tests that take too long for the tier of their file.
-SLOW = {"test_every_header_compiles_alone"}
+SLOW = {"test_layers": ["test_every_header_compiles_alone"]}
 
 
 def may_have(path: Path, expression: str) -> bool:
     """Whether the file may have tests that `pytest -m expression` selects. Each worker of a run
     imports its files, and pytest rewrites their assertions: seconds for all files."""
     words = set(re.findall(r"\w+", expression))
-    tiers = {tier_of(path, ""), *(tier_of(path, name) for name in SLOW)}
+    tiers = {tier_of(path, name) for name in ["", *SLOW.get(path.stem, [])]}
     understood = bool(words) and words <= WORDS
     return not understood or bool(words & tiers)
 
 
 def tier_of(path: Path, name: str) -> str:
     """The marker of the test `name`, without its parameters, in the file `path`."""
-    if name in SLOW:
+    if name in SLOW.get(path.stem, []):
         return "full"
     return FILES.get(path.stem, FOLDERS.get(path.parent.name, "full"))
