@@ -384,7 +384,7 @@ def send(
     Raises:
         Error: as all_reduce.
     """
-    call = _core.Call("send", peer=dst, tag=_tag(tag), timeout_s=timeout_s)
+    call = _core.Call("send", peer=dst, tag=tag, timeout_s=timeout_s)
     return call(group, x, None, None, async_op)
 
 
@@ -401,14 +401,14 @@ def recv(
 
     Args:
         x: the array to write, of the sender's count and dtype.
-        src: the rank that sends.
+        src: the rank that sends; -1: any rank.
         tag: as in send.
         group, async_op, timeout_s: as in all_reduce.
 
     Raises:
         Error: as all_reduce.
     """
-    call = _core.Call("recv", peer=src, tag=_tag(tag), timeout_s=timeout_s)
+    call = _core.Call("recv", peer=src, tag=tag, timeout_s=timeout_s)
     return call(group, None, x, x, async_op)
 
 
@@ -430,9 +430,3 @@ def barrier(
 def algorithms() -> tuple[str, ...]:
     """The algorithm names that a call's `algorithm` accepts."""
     return tuple(name for name in _core.ALGORITHMS if name != "auto")
-
-
-def _tag(tag: int) -> int:
-    if not 0 <= tag < 1 << 32:
-        raise InvalidArgument(f"invalid tag: got {tag}, expected 0 to 2^32 - 1")
-    return tag

@@ -8,12 +8,14 @@ _c10d); docs/torch_backend.md lists them.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, cast
 
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from pycomm import _c10d, _core, _torch_autoload, config, default_group
 from pycomm._bootstrap import reconfigure, rendezvous
@@ -36,7 +38,46 @@ def _module() -> Any:
     """The compiled module. Raises Unsupported if none fits this torch."""
     module = _c10d.load()
     atexit.register(module.close_all)
+    _replace_coalescing_manager()
     return module
+
+
+def _replace_coalescing_manager() -> None:
+    """Makes torch's coalescing manager end after an error in its body. torch's own keeps its state
+    then, so that later collectives of the group return without effect.
+    """
+    torchs: Any = distributed_c10d._coalescing_manager
+
+    @functools.wraps(torchs)
+    @contextlib.contextmanager
+    def manager(
+        group: dist.ProcessGroup | None = None, device: Any = None, async_ops: bool = False
+    ) -> Iterator[Any]:
+        entered = False
+        try:
+            with torchs(group, device, async_ops) as works:
+                entered = True
+                yield works
+        except BaseException:
+            if entered:  # else the manager that contains this one continues
+                _abandon_coalescing(group or distributed_c10d._get_default_group(), device)
+            raise
+
+    for module in (distributed_c10d, dist):
+        module._coalescing_manager = manager  # type: ignore[attr-defined]  # a name of torch's
+
+
+def _abandon_coalescing(group: dist.ProcessGroup, device: Any) -> None:
+    distributed_c10d._world.pg_coalesce_state.pop(group, None)
+    if device is not None:
+        backend = _unwrapped(group._get_backend(device))
+        if isinstance(backend, _module().Backend):
+            backend.abandon_coalescing()
+
+
+def _unwrapped(backend: Any) -> Any:
+    """The backend under the one of TORCH_DISTRIBUTED_DEBUG=DETAIL."""
+    return getattr(backend, "wrapped_pg", backend)
 
 
 def is_available() -> bool:
@@ -334,8 +375,7 @@ def stats(process_group: dist.ProcessGroup | None = None) -> dict[str, float]:
         raise InvalidArgument("no process group: call torch.distributed.init_process_group first")
     names = []
     for device in process_group._device_types:
-        backend: Any = process_group._get_backend(device)
-        backend = getattr(backend, "wrapped_pg", backend)  # TORCH_DISTRIBUTED_DEBUG=DETAIL
+        backend = _unwrapped(process_group._get_backend(device))
         if isinstance(backend, _module().Backend):
             counted: dict[str, float] = backend.stats()
             return counted

@@ -309,17 +309,17 @@ class Backend : public c10d::Backend {
     batch_ = Job{.type = c10d::OpType::COALESCED, .title = "pycomm:coalesced"};
     batch_uses_.clear();
   }
+  // After an error in the body of torch's coalescing manager: nothing of the batch was started.
+  void abandon_coalescing() { batch_.reset(); }
   WorkPtr endCoalescing() override {
-    if (!batch_)
-      throw as_python(
-          std::make_exception_ptr(InvalidArgument("pycomm: end of coalescing without a start")));
-    Job job = *std::exchange(batch_, std::nullopt);
-    std::vector<Use> uses = std::exchange(batch_uses_, {});
-    if (is_transfer(job)) {
-      separate_receives(job, uses);
-      sort_transfers(job.calls, rank_);
-    }
     return with_python_errors([&] {
+      if (!batch_) throw InvalidArgument("pycomm: end of coalescing without a start");
+      Job job = *std::exchange(batch_, std::nullopt);
+      std::vector<Use> uses = std::exchange(batch_uses_, {});
+      if (is_transfer(job)) {
+        separate_receives(job, uses);
+        sort_transfers(job.calls, rank_);
+      }
       check_no_overlap(job, uses);
       return start(std::move(job));
     });
@@ -433,6 +433,7 @@ class Backend : public c10d::Backend {
       completion->add(start_messages(*state->group, work, error_));
       count = 0;  // of those that are left
     }
+    std::shared_ptr<group::Work> receive;
     for (size_t i = 0; i < count; ++i) {
       try {
         auto completed = [work, error = error_, group = group_.get()](std::exception_ptr thrown) {
@@ -444,14 +445,15 @@ class Backend : public c10d::Backend {
             (state ? state->group : group_)->start(work->job().calls[i], std::move(completed));
         if (completion)
           completion->add(std::move(call));
-        else if (count == 1 && work->job().calls[0].operation == Operation::recv)
-          work->set_receive(std::move(call));
+        else if (work->job().calls[i].operation == Operation::recv)
+          receive = std::move(call);
       } catch (...) {  // earlier calls still use the job's memory
         work->complete_calls(count - i, std::current_exception());
         if (i == 0) throw;
         break;
       }
     }
+    if (receive) work->set_receive(std::move(receive));
     if (completion) completions_.add(std::move(completion));
     return work;
   }

@@ -5,6 +5,7 @@
 #pragma once
 
 #include <ATen/ATen.h>
+#include <ATen/EmptyTensor.h>
 #include <c10/util/SmallVector.h>
 
 #include <algorithm>
@@ -148,6 +149,12 @@ inline void check_place(Job& job, const at::Tensor& tensor) {
                       " in one call");
   if (tensor.layout() != at::kStrided || tensor.is_quantized())
     job.throw_unsupported("requires dense tensors; call to_dense() or dequantize() first");
+  if (tensor.numel() == 0 || !tensor.has_storage()) return;
+  const size_t needed = at::detail::computeStorageNbytes(
+      tensor.sizes(), tensor.strides(), tensor.element_size(), tensor.storage_offset());
+  if (tensor.storage().nbytes() < needed)
+    job.throw_invalid("a tensor of " + std::to_string(needed) + " bytes has a storage of " +
+                      std::to_string(tensor.storage().nbytes()));
 }
 
 // Whether no two elements share memory. True for every slice, transpose and view of a dense tensor;

@@ -5,6 +5,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cmath>
 #include <vector>
 
 #include "bindings/c10d_overlap.h"
@@ -109,15 +110,29 @@ constexpr Type reduce_scatter_coalesced_type() {
     return Type::_REDUCE_SCATTER_BASE;
 }
 
-// `plain` or, for PREMUL_SUM, a scaled copy.
+// `plain` or, for PREMUL_SUM, a scaled copy. Integers are multiplied exactly, modulo 2^bits.
 inline at::Tensor scaled(Job& job, const at::Tensor& plain, const c10d::ReduceOp& op) {
   if (op.op_ != c10d::ReduceOp::PREMUL_SUM) return plain;
   BelowAutograd guard;
   // The name that torch 2.11 uses; in later versions it is an alias.
   const auto& factor = static_cast<const c10d::NCCLPreMulSumSupplement&>(*op.supplement_);
-  const at::Tensor product =
-      factor.tensor_factor.defined() ? plain * factor.tensor_factor : plain * factor.double_factor;
-  job.held.push_back(product.to(plain.scalar_type()));
+  const auto& tensor = factor.tensor_factor;
+  const double number = factor.double_factor;
+  constexpr double kExact = 1LL << 53;
+  const auto type = plain.scalar_type();
+  at::Tensor product;
+  if (!c10::isIntegralType(type, true)) {
+    product = tensor.defined() ? plain * tensor : plain * number;
+  } else if (type == at::kBool ||
+             (tensor.defined() && !c10::isIntegralType(tensor.scalar_type(), false)) ||
+             (!tensor.defined() && !(std::trunc(number) == number && std::abs(number) <= kExact))) {
+    job.throw_unsupported(std::string("PREMUL_SUM of ") + c10::toString(type) +
+                          " requires an integer as factor, and integers that are not bool");
+  } else {
+    const at::Tensor wide = plain.to(at::kLong);
+    product = tensor.defined() ? wide * tensor.to(at::kLong) : wide * static_cast<int64_t>(number);
+  }
+  job.held.push_back(product.to(type));
   return job.held.back();
 }
 

@@ -170,7 +170,7 @@ class EngineWork : public c10d::Work {
 
   const Job& job() const { return job_; }
 
-  // The job's only call, a receive in host memory. It may begin with the first use of it.
+  // The job's last receive in host memory. It may begin with the first use of this Work.
   void set_receive(std::shared_ptr<group::Work> receive) { receive_ = std::move(receive); }
 
   // Makes the calls that depend on the first one's result. Returns their error.

@@ -110,6 +110,17 @@ bool is_literal(PyObject* x) {
   return literal;
 }
 
+// Whether the storage has memory for all elements: a program may have resized it, as FSDP does.
+// Asked for large tensors only, as it takes 0.2 us.
+bool storage_contains(PyObject* x, const std::byte* data, size_t bytes) {
+  constexpr size_t kLarge = 4096;
+  if (bytes < kLarge) return true;
+  const py::object storage = py::handle(x).attr("untyped_storage")();
+  const auto begin = storage.attr("data_ptr")().cast<uintptr_t>();
+  return reinterpret_cast<uintptr_t>(data) + bytes <=
+         begin + storage.attr("nbytes")().cast<uintptr_t>();
+}
+
 // The dtype by NumPy's number of the type, which numpy/ndarraytypes.h fixes.
 std::optional<Dtype> dtype_of(const py::dtype& type) {
   if (type.byteorder() != '=' && type.byteorder() != '|') return std::nullopt;
@@ -159,7 +170,7 @@ bool ContiguousArray::read_tensor(PyObject* x) {
   count_ = 1;
   for (const int64_t length : shape_) count_ *= static_cast<size_t>(length);
   gpu_ = on_gpu ? tensor.device.id : kHost;
-  return true;
+  return storage_contains(x, data_, count_ * bytes_of(dtype_));
 }
 
 bool ContiguousArray::read_numpy(PyObject* x, bool write) {

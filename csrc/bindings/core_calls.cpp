@@ -49,26 +49,54 @@ struct Field {
   bool optional = false;  // None keeps the default
 };
 
-std::string_view text_of(const py::handle& x) {
+[[noreturn]] void refuse(const char* name, const py::handle& got, const std::string& expected) {
+  PyErr_Clear();
+  constexpr size_t kMost = 60;  // characters of the value
+  const auto text = py::reinterpret_steal<py::object>(PyObject_ASCII(got.ptr()));
+  if (!text) PyErr_Clear();
+  const auto shown =
+      text ? text.cast<std::string>().substr(0, kMost) : std::string(Py_TYPE(got.ptr())->tp_name);
+  throw InvalidArgument("invalid " + std::string(name) + ": got " + shown + ", expected " +
+                        expected);
+}
+
+std::string_view text_of(const char* name, const py::handle& x) {
   Py_ssize_t bytes = 0;
   const char* const text = PyUnicode_AsUTF8AndSize(x.ptr(), &bytes);
-  if (text == nullptr) {
-    PyErr_Clear();
-    throw py::type_error("expected a string, got " + std::string(py::repr(x)));
-  }
+  if (text == nullptr) refuse(name, x, "a string");
   return {text, static_cast<size_t>(bytes)};
+}
+
+// An integer of Python or NumPy, from `low` to `high`.
+int64_t integer_of(const char* name, const py::handle& x, int64_t low, int64_t high,
+                   const char* expected) {
+  const auto number = py::reinterpret_steal<py::object>(PyNumber_Index(x.ptr()));
+  int overflow = 0;
+  const int64_t value = number ? PyLong_AsLongLongAndOverflow(number.ptr(), &overflow) : low - 1;
+  if (overflow != 0 || value < low || value > high) refuse(name, x, expected);
+  return value;
+}
+
+int peer_from(const group::Call& call, const py::handle& x) {
+  const bool is_source = call.operation == Operation::recv ||
+                         call.operation == Operation::broadcast ||
+                         call.operation == Operation::scatter;
+  return static_cast<int>(integer_of(is_source ? "src" : "dst", x, INT32_MIN, INT32_MAX, "a rank"));
 }
 
 // The reduction of a name, NumPy's or torch's too, or of a torch.distributed.ReduceOp.
 ReduceOp reduce_op_from(const py::handle& x) {
   if (PyUnicode_Check(x.ptr()) != 0) {
-    const std::string_view name = text_of(x);
+    const std::string_view name = text_of("op", x);
     if (name == "mean") return ReduceOp::avg;
     if (name == "prod") return ReduceOp::product;
     return find<ReduceOp>(kReduceOps, name, "op");
   }
   const py::object kind = py::getattr(x, "op", py::reinterpret_borrow<py::object>(x));
-  auto name = py::cast<std::string>(py::str(py::getattr(kind, "name", py::repr(x))));
+  const py::object text = py::getattr(kind, "name", py::none());
+  if (PyUnicode_Check(text.ptr()) == 0)
+    refuse("op", x, "one of: " + list(kReduceOps) + ", or a ReduceOp of torch");
+  std::string name(text_of("op", text));
   for (char& letter : name) letter = static_cast<char>(std::tolower(letter));
   return find<ReduceOp>(kReduceOps, name, "op");
 }
@@ -89,10 +117,8 @@ std::vector<size_t> counts_from(const py::handle& given) {
 
 std::chrono::nanoseconds timeout_from(const py::handle& given) {
   const double seconds = PyFloat_AsDouble(given.ptr());
-  if (PyErr_Occurred() != nullptr) throw py::error_already_set();
-  if (!(seconds > 0))
-    throw InvalidArgument("invalid timeout_s: got " + std::string(py::str(given)) +
-                          ", expected more than 0 seconds");
+  if (PyErr_Occurred() != nullptr || !(seconds > 0))
+    refuse("timeout_s", given, "more than 0 seconds");
   return nanoseconds(seconds);
 }
 
@@ -101,11 +127,15 @@ constexpr std::array<Field, 7> kFields{{
     {"timeout_s", [](group::Call& call, const py::handle& x) { call.timeout = timeout_from(x); },
      true},
     {"op", [](group::Call& call, const py::handle& x) { call.op = reduce_op_from(x); }},
-    {"peer", [](group::Call& call, const py::handle& x) { call.peer = x.cast<int>(); }},
-    {"tag", [](group::Call& call, const py::handle& x) { call.tag = x.cast<uint32_t>(); }},
+    {"peer", [](group::Call& call, const py::handle& x) { call.peer = peer_from(call, x); }},
+    {"tag",
+     [](group::Call& call, const py::handle& x) {
+       call.tag =
+           static_cast<uint32_t>(integer_of("tag", x, 0, UINT32_MAX, "an integer to 2^32 - 1"));
+     }},
     {"algorithm",
      [](group::Call& call, const py::handle& x) {
-       call.algorithm = find<Algorithm>(kAlgorithms, text_of(x), "algorithm");
+       call.algorithm = find<Algorithm>(kAlgorithms, text_of("algorithm", x), "algorithm");
      },
      true},
     {"counts", [](group::Call& call, const py::handle& x) { call.counts = counts_from(x); }, true},
@@ -150,7 +180,7 @@ PyObject* make_call(PyObject* type, PyObject* const* given, size_t flags, PyObje
       values[field_of(PyTuple_GET_ITEM(keywords, i))] = given[1 + i];
     group::Call call;
     const py::handle operation = given[0];
-    call.operation = find<Operation>(kOperations, text_of(operation), "operation");
+    call.operation = find<Operation>(kOperations, text_of("operation", operation), "operation");
     for (size_t i = 0; i < values.size(); ++i)
       if (values[i] != nullptr && !(kFields[i].optional && values[i] == Py_None))
         kFields[i].set(call, values[i]);
@@ -186,14 +216,14 @@ struct Memory {
   size_t count = 0;
 };
 
-// Reads None, an array in host memory, or the description of any array: (address, dtype, count,
-// owner), which pycomm._core_api.arrays makes. Empty if `x` needs such a description.
-std::optional<Memory> memory_of(PyObject* x, bool write) {
+// Reads None, an array in host memory or, if `described`, the description of any array: (address,
+// dtype, count, owner), which pycomm._core_api.arrays makes. Empty if `x` needs such a description.
+std::optional<Memory> memory_of(PyObject* x, bool write, bool described) {
   if (x == Py_None) return Memory{};
-  if (PyTuple_CheckExact(x)) {
+  if (described) {
     const auto description = py::reinterpret_borrow<py::tuple>(x);
     return Memory{.data = reinterpret_cast<std::byte*>(description[0].cast<uintptr_t>()),
-                  .dtype = find<Dtype>(kDtypeNames, text_of(description[1]), "dtype"),
+                  .dtype = find<Dtype>(kDtypeNames, text_of("dtype", description[1]), "dtype"),
                   .count = description[2].cast<size_t>()};
   }
   const auto array = ContiguousArray::of(x, write);
@@ -224,11 +254,15 @@ size_t count_of(const group::Call& call, const Memory& input, const Memory& outp
   return 0;
 }
 
-// Sets the arrays of a call. False if one needs a description, or if a call has none and needs one.
-bool set_arrays(group::Call& call, PyObject* input, PyObject* output, int size) {
+// Sets the arrays of a call from the arguments of run() and start(). Those with a stream describe
+// their arrays: without one they are a program's, which may pass any object. False if an array
+// needs a description, or if a call has none and needs one.
+bool set_arrays(group::Call& call, Arguments given, int size) {
+  PyObject *const input = given[1], *const output = given[2];
   if (input == Py_None && output == Py_None) return call.operation == Operation::barrier;
-  const auto to = memory_of(output, true);
-  const auto from = input == output ? to : memory_of(input, false);
+  const bool described = given.size() == 4;
+  const auto to = memory_of(output, true, described);
+  const auto from = input == output ? to : memory_of(input, false, described);
   if (!from || !to) return false;
   call.dtype = input == Py_None ? to->dtype : from->dtype;
   call.input = from->data;
@@ -251,7 +285,7 @@ group::Call call_of(PyObject* self, Arguments given) {
 bool run_with(PyObject* self, Arguments given) {
   group::Call call = call_of(self, given);
   group::Collectives& group = handle_of(given[0]).collectives();
-  if (!set_arrays(call, given[1], given[2], group.size())) return false;
+  if (!set_arrays(call, given, group.size())) return false;
   {
     const Blocking blocking;
     group.run(call);
@@ -328,10 +362,11 @@ struct Started {
 
 PyObject* start(PyObject* self, PyObject* const* given, Py_ssize_t count) {
   try {
-    group::Call call = call_of(self, {given, static_cast<size_t>(count)});
+    const Arguments arguments{given, static_cast<size_t>(count)};
+    group::Call call = call_of(self, arguments);
     Handle& handle = handle_of(given[0]);
     group::Collectives& group = handle.collectives();
-    if (!set_arrays(call, given[1], given[2], group.size())) return Py_NewRef(Py_None);
+    if (!set_arrays(call, arguments, group.size())) return Py_NewRef(Py_None);
     Started started;
     if (call.operation == Operation::recv) {
       started.source = std::make_shared<int>(group::kAnySource);

@@ -190,6 +190,7 @@ def _torch_ref(x: Any) -> ArrayRef:
     dtype = _torch_name(x)
     if x.layout is not sys.modules["torch"].strided or not (x.is_cpu or on_gpu(x)):
         raise Unsupported(_why_not(x))
+    _check_storage(x)
     if not x.is_contiguous() or x.is_neg():
         raise InvalidArgument(f"it {NOT_CONTIGUOUS} (x.contiguous())")
     device = HOST if x.is_cpu else Device("cuda", x.device.index)
@@ -353,6 +354,7 @@ def _torch_view(x: Any, write: bool) -> ArrayRef:
         if on_gpu(x):
             return as_array_ref(x, "the array", write=write)
         raise Unsupported(_why_not(x))
+    _check_storage(x)
     if x.is_contiguous() and not x.is_neg():
         return ArrayRef(x.data_ptr(), name, x.numel(), tuple(x.shape), HOST, x)
     if write and _may_overlap(x.shape, x.stride(), 1):
@@ -420,6 +422,17 @@ def _torch_name(x: Any) -> str:
         raise Unsupported(f"unsupported dtype {dtype}; supported: {', '.join(_core.DTYPES)}")
     _torch_names[dtype] = name
     return name
+
+
+def _check_storage(x: Any) -> None:
+    """Raises InvalidArgument if the tensor's storage was resized to fewer bytes than it needs."""
+    last = sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True))
+    needed = (x.storage_offset() + last + 1) * x.element_size()
+    if x.numel() and x.untyped_storage().nbytes() < needed:
+        raise InvalidArgument(
+            f"a tensor that needs a storage of {needed} bytes has one of "
+            f"{x.untyped_storage().nbytes()}"
+        )
 
 
 def _why_not(x: Any) -> str:

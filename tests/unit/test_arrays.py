@@ -292,6 +292,13 @@ def test_numpy_with_bfloat16() -> None:
     assert run_ranks(2, fn) == [[[2, 0], [5, 0], [-6, 0]]] * 2
 
 
+def resized(room: int) -> Any:
+    """A tensor whose storage has fewer bytes, as FSDP leaves it."""
+    x = torch.zeros(2000)
+    x.untyped_storage().resize_(room)
+    return x
+
+
 def read_only() -> Any:
     x = np.zeros(3)
     x.flags.writeable = False
@@ -316,6 +323,17 @@ REFUSED = {
     "rocm array": (lambda: Dlpack(10), Unsupported, r"device \(ROCm\)"),
     "unknown device": (lambda: Dlpack(99), Unsupported, r"device \(kind 99\)"),
     "list": (lambda: [1, 2], InvalidArgument, "expected an array"),
+    "tuple": (lambda: (2**20, "float32", 1, None), InvalidArgument, "expected an array"),
+    "no storage": (
+        lambda: resized(0),
+        InvalidArgument,
+        "storage of 8000 bytes has one of 0",
+    ),
+    "small storage": (
+        lambda: resized(64),
+        InvalidArgument,
+        "8000 bytes has one of 64",
+    ),
     "number": (lambda: np.float32(1), InvalidArgument, "expected an array"),
     "none": (lambda: None, InvalidArgument, "expected an array"),
     "complex numpy": (lambda: np.zeros(3, complex), Unsupported, "view_as_real"),
