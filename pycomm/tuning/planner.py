@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -137,6 +139,21 @@ def table(found: Sequence[Expected]) -> str:
     return "\n".join(lines)
 
 
+def _numbers(kind: type[int] | type[float], above: int) -> Callable[[str], list[Any]]:
+    """For argparse: reads numbers with commas between them."""
+
+    def read(text: str) -> list[Any]:
+        try:
+            numbers = [kind(word) for word in text.split(",")]
+        except ValueError:
+            numbers = []
+        if not numbers or not all(above < number < math.inf for number in numbers):
+            raise argparse.ArgumentTypeError(f"got {text!r}, expected numbers above {above}")
+        return numbers
+
+    return read
+
+
 def main(argv: Sequence[str]) -> int:
     """Predicts for a multilayer perceptron of the given size; returns the exit status."""
     parser = argparse.ArgumentParser(prog="pycomm plan", description=__doc__)
@@ -144,14 +161,18 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--width", type=int, default=1432, help="width of a layer (%(default)s)")
     parser.add_argument("--layers", type=int, default=20, help="(%(default)s: 41 M parameters)")
     parser.add_argument("--rows", type=int, default=64, help="rows of a batch (%(default)s)")
-    parser.add_argument("--ranks", default=",".join(map(str, RANKS)), help="(%(default)s)")
+    ranks = ",".join(map(str, RANKS))
+    parser.add_argument("--ranks", type=_numbers(int, 1), default=ranks, help="(%(default)s)")
     parser.add_argument(
         "--gbit",
+        type=_numbers(float, 0),
         default=",".join(f"{rate:g}" for rate in RATES_GBIT),
         help="of a rank's link (%(default)s)",
     )
     parser.add_argument("--json", type=Path, help="where to store all figures")
     options = parser.parse_args(argv)
+    if min(options.width, options.layers, options.rows) < 1:
+        parser.error("--width, --layers and --rows must be at least 1")
     width, layers = options.width, range(options.layers)
     model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in layers))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-6, momentum=0.9)
@@ -162,9 +183,7 @@ def main(argv: Sequence[str]) -> int:
         model(x).square().mean().backward()
         optimizer.step()
 
-    ranks = [int(word) for word in options.ranks.split(",")]
-    gbit = [float(word) for word in options.gbit.split(",")]
-    found = plan(model, step, ranks=ranks, gbit=gbit)
+    found = plan(model, step, ranks=options.ranks, gbit=options.gbit)
     print(table(found))
     if options.json:
         options.json.write_text(json.dumps([asdict(one) for one in found], indent=1) + "\n")

@@ -93,3 +93,16 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         (n, r) for r in (1, 100) for n in (2, 1024)
     ]
     assert f"{content[0]['seconds']['dense']:.4f}" in lines[1]
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("--ranks", "abc"), ("--ranks", "1"), ("--ranks", ""), ("--gbit", "0"), ("--gbit", "nan")],
+)
+def test_invalid_numbers_are_one_line(
+    option: str, value: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as raised:
+        planner.main([f"{option}={value}"])
+    assert raised.value.code == 2
+    assert f"argument {option}: got '{value}'" in capsys.readouterr().err

@@ -10,8 +10,9 @@ A namespace has its own interfaces, routes and abstract sockets, so pycomm treat
 
 Host `i` has the interface `eth0` on link 0, `eth1` on link 1 and so on, with the addresses of
 `Host.ipv4` and `Host.ipv6`. On all hosts the name `host<i>` resolves to its address on link 0. The
-network is isolated, and the `with` block removes it. It needs root, iproute2 and a kernel with veth
-and bridges: `missing()` returns what is missing.
+network is isolated, and the `with` block removes it, also on SIGTERM and SIGHUP. After `kill -9`
+the next network of this machine removes it. It needs root, iproute2 and a kernel with veth and
+bridges: `missing()` returns what is missing.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ import itertools
 import os
 import re
 import shutil
+import signal
 import subprocess
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -170,9 +173,16 @@ class Network:
         self.links = links
         self._switch = f"{tag}s"
         self._ipv4, self._ipv6 = ipv4, ipv6
+        self._handled: list[signal.Signals] = []  # that remove the network
 
     def __enter__(self) -> Network:
-        """Creates the network."""
+        """Creates the network; removes those of processes that were killed."""
+        _remove_unused()
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGTERM, signal.SIGHUP):
+                if signal.getsignal(number) is signal.SIG_DFL:
+                    signal.signal(number, _exit)
+                    self._handled.append(number)
         try:
             _run("ip", "netns", "add", self._switch)
             _without_ipv6(self._switch)
@@ -194,6 +204,8 @@ class Network:
             _try("netns", "del", host.name)
             shutil.rmtree(_etc(host), ignore_errors=True)
         _try("netns", "del", self._switch)
+        while self._handled:
+            signal.signal(self._handled.pop(), signal.SIG_DFL)
         with contextlib.suppress(OSError):  # others use the folder, or it is gone
             _etc(self.hosts[0]).parent.rmdir()
 
@@ -237,6 +249,20 @@ class Network:
             lines += [f"{other.ipv6()} host{other.number}"] if self._ipv6 else []
         _etc(host).mkdir(parents=True)
         (_etc(host) / "hosts").write_text("\n".join(lines) + "\n")
+
+
+def _exit(number: int, _: object) -> None:
+    raise SystemExit(128 + number)
+
+
+def _remove_unused() -> None:
+    """Removes the namespaces of processes that were killed, as their names show."""
+    folder = Path("/run/netns")
+    for path in folder.glob("pyc*n*") if folder.is_dir() else ():
+        made = re.fullmatch(r"pyc(\d+)n\d+(s|h\d+)", path.name)
+        if made and not os.path.exists(f"/proc/{made[1]}"):
+            _try("netns", "del", path.name)
+            shutil.rmtree(Path("/etc/netns") / path.name, ignore_errors=True)
 
 
 def _without_ipv6(namespace: str) -> None:
