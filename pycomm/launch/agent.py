@@ -33,6 +33,7 @@ __all__ = ["launch"]
 
 FAILED_LIMIT_S = 10.0  # a failed host may serve the store in which others report their failures
 STOPPED_LIMIT_S = 1.0  # after a signal the launcher must exit soon
+LEAVE_LIMIT_S = 2.0  # for hosts that reached the barrier, or are lost
 POLL_S = 0.2  # between polls of the barrier; torch's wait() would log each of them
 SILENT_LAUNCHER = (
     "another host's launcher did not announce its port or its ranks: start the ranks of every host "
@@ -160,7 +161,21 @@ class Agent(local_elastic_agent.LocalElasticAgent):
                         flush=True,
                     )
                     break
+            if self._hosts.count > 1 and self._store.check([all_entered]):
+                self._leave(self._hosts)
         self._in_exit_barrier = False
+
+    def _leave(self, hosts: Hosts) -> None:
+        """The host that serves torch's store ends last: the others would print torch's stacks."""
+        if not self._logs_specs.serves_rendezvous:
+            handler: Any = self._worker_group.spec.rdzv_handler
+            handler.shutdown()
+            handler.shutdown = lambda: True  # torch calls it again
+            hosts.report_left()
+            return
+        end = time.monotonic() + LEAVE_LIMIT_S
+        while time.monotonic() < end and hosts.left() < hosts.count - 1:
+            time.sleep(POLL_S / 10)  # polls: a store sends no notifications
 
 
 def launch(config: LaunchConfig, *command: str) -> None:

@@ -6,9 +6,12 @@ It accepts torchrun's options, on one and on several hosts. rank.py runs in the 
 from __future__ import annotations
 
 import argparse
+import importlib.machinery
+import importlib.util
 import io
 import logging
 import os
+import shutil
 import socket
 import sys
 import uuid
@@ -76,14 +79,14 @@ def parser() -> argparse.ArgumentParser:
         "--secret-fd", type=int, metavar="N", help="read the secret from an open descriptor"
     )
     made.set_defaults(
-        nproc_per_node=os.environ.get("PET_NPROC_PER_NODE"),
-        log_dir=os.environ.get("PET_LOG_DIR", "log"),
+        nproc_per_node=os.environ.get("PET_NPROC_PER_NODE"), log_dir=os.environ.get("PET_LOG_DIR")
     )
     return made
 
 
 def main(argv: Sequence[str]) -> int:
     """Launches and waits; returns the exit status: 0, or that of the rank that failed first."""
+    _open_closed_streams()
     options = parser().parse_args(argv)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True)  # also into pipes: print ranks' lines at once
@@ -96,6 +99,18 @@ def main(argv: Sequence[str]) -> int:
             print(f"pycomm launch: {error}", file=sys.stderr)
             return 2
         return _run(config, command, options)
+
+
+def _open_closed_streams() -> None:
+    """Discards the output to a stream that was closed (`>&-`), as print() does. Otherwise a file
+    that is opened later would take its descriptor and receive the output of child processes.
+    """
+    while (null := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(null, True)
+    os.close(null)
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(number, "w", closefd=False))
 
 
 def _run(config: LaunchConfig, command: list[str], options: argparse.Namespace) -> int:
@@ -140,6 +155,7 @@ def prepared(options: argparse.Namespace, errors: str) -> tuple[LaunchConfig, li
     """
     from torch.distributed import run
 
+    _check_program(options)
     replacement = _replacement(options)
     count, devices, ranks = _ranks(options)
     options.nproc_per_node = str(count + options.spares)
@@ -163,7 +179,9 @@ def prepared(options: argparse.Namespace, errors: str) -> tuple[LaunchConfig, li
     _choose_rendezvous(options)
     all_ranks = options.tee not in ("0", 0)  # torchrun's option
     options.tee = options.redirects = "0"  # in our logs, not in torch's
+    given, options.log_dir = options.log_dir, os.devnull
     config, _, _ = run.config_from_args(options)
+    options.log_dir = folder.for_logs(given)
     rows = _rows(options, ranks, devices)
     if replacement:
         rows.append(("replacement", replacement.row()))
@@ -181,6 +199,22 @@ def prepared(options: argparse.Namespace, errors: str) -> tuple[LaunchConfig, li
         config.role = "" if options.role == "default" else options.role
         config.log_line_prefix_template = "[rank ${rank}] " if all_ranks else "${role_name}"
     return config, _command(options, devices > 0, replacement is not None)
+
+
+def _check_program(options: argparse.Namespace) -> None:
+    """Raises InvalidArgument if there is no such program."""
+    program = options.training_script
+    if options.no_python:
+        found = shutil.which(program) is not None
+    elif options.module:
+        top = program.partition(".")[0]
+        here = importlib.machinery.PathFinder.find_spec(top, [os.getcwd()])
+        found = bool(top) and (here or importlib.util.find_spec(top)) is not None
+    else:
+        found = os.path.exists(program)
+    if not found:
+        kind = "command" if options.no_python else "module" if options.module else "file"
+        raise InvalidArgument(f"there is no {kind} {program}")
 
 
 def _replacement(options: argparse.Namespace) -> Replacement | None:

@@ -1,6 +1,7 @@
-"""A temporary folder of a launcher. `kill -9` leaves it behind; the user's next launch removes it.
+"""The folders of a launcher: a temporary one, and one for the ranks' logs.
 
-A launcher holds a lock (flock(2)) on its folder, which the system releases when the process ends.
+`kill -9` leaves the temporary folder behind; the user's next launch removes it. A launcher holds a
+lock (flock(2)) on it, which the system releases when the process ends.
 """
 
 from __future__ import annotations
@@ -9,11 +10,18 @@ import contextlib
 import fcntl
 import os
 import shutil
+import socket
+import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["temporary"]
+from pycomm.errors import InvalidArgument
+
+__all__ = ["for_logs", "link_logs", "temporary"]
+
+LOGS = "log"  # the default of --log-dir
 
 PREFIX = "pycomm_launch_"
 
@@ -34,6 +42,39 @@ def temporary() -> Iterator[str]:
     finally:
         shutil.rmtree(made, ignore_errors=True)
         os.close(held)
+
+
+def for_logs(given: str | None) -> str:
+    """A new folder for the logs of this run, in the one of --log-dir. Without that option it is in
+    `log` or, if that cannot be written to, in a temporary folder.
+
+    Raises:
+        InvalidArgument: the folder of --log-dir cannot be written to.
+    """
+    name = f"{time.strftime('%Y%m%d-%H%M%S')}-{socket.gethostname()}-{os.getpid()}"
+    folder = Path(given or LOGS, name)
+    try:
+        folder.mkdir(parents=True)
+    except OSError as error:
+        if given:
+            raise InvalidArgument(f"--log-dir {given}: {error.strerror}") from None
+        folder = Path(tempfile.mkdtemp(prefix="pycomm_log_"), name)
+        folder.mkdir()
+        print(
+            f"pycomm launch: {LOGS}: {error.strerror}; the ranks' output is in {folder.parent}; "
+            "--log-dir sets another folder",
+            file=sys.stderr,
+        )
+    return str(folder)
+
+
+def link_logs(files: list[str]) -> None:
+    """Links the logs of the latest run beside its folder, under their own names."""
+    for file in map(Path, files):
+        link, made = file.parent.parent / file.name, file.with_suffix(".link")
+        with contextlib.suppress(OSError):  # a file system without links
+            made.symlink_to(Path(file.parent.name, file.name))
+            os.replace(made, link)
 
 
 def _lock(folder: str | Path) -> int | None:

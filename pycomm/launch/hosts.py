@@ -21,6 +21,7 @@ KEY = "pycomm/launcher/{}"
 PLACE_KEY = "pycomm/launcher/{}/place"
 LOST_KEY = "pycomm/launcher/{}/lost"  # processes of this host that are not replaced
 ENDED_KEY = "pycomm/launcher/ended"  # ranks ended with success
+LEFT_KEY = "pycomm/launcher/left"  # launchers that no longer use the store
 CHANGES_KEY = "pycomm/launcher/changes"  # counts changes to the two above
 SERVERS_KEY = "pycomm/launcher/servers"  # of the elastic group, for hosts without ranks
 ENDED = b"ended"
@@ -84,6 +85,14 @@ class Hosts:
     def report_end(self) -> None:
         """Tells the others that this host's ranks have ended: no more heartbeats follow."""
         self._store.set(KEY.format(self.own), ENDED)
+
+    def report_left(self) -> None:
+        """Tells the host that serves the store that this one no longer uses it."""
+        self._store.add(LEFT_KEY, 1)
+
+    def left(self) -> int:
+        """How many hosts no longer use the store."""
+        return int(self._store.add(LEFT_KEY, 0))
 
     def report(self, lost: int, ended: bool) -> None:
         """Tells the others how many more processes of this host are lost, and that one ended."""

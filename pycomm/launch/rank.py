@@ -6,14 +6,20 @@
 from __future__ import annotations
 
 import argparse
+import builtins
 import contextlib
+import importlib.machinery
+import io
 import os
+import pkgutil
 import runpy
 import shutil
 import sys
 import traceback
+import types
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from pycomm import default_group
 from pycomm.launch import failure, worker_setup
@@ -56,11 +62,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         if options.kind == "command":
             _supervise(options.parent, -1, [options.program, *options.rest])
         sys.argv = [options.program, *options.rest]
-        if options.kind == "module":
-            runpy.run_module(options.program, run_name="__main__", alter_sys=True)
-        else:
-            sys.path[0] = os.path.dirname(os.path.abspath(options.program))
-            runpy.run_path(options.program, run_name="__main__")
+        _run(options.program, options.kind == "module")
     except SystemExit as error:
         if error.code not in (None, 0):
             _failed(error)
@@ -68,6 +70,38 @@ def main(argv: Sequence[str] | None = None) -> None:
     except BaseException as error:  # of any kind: reported
         sys.stderr.write(_failed(error))
         sys.exit(1)
+
+
+def _run(program: str, is_module: bool) -> None:
+    """Runs the program as python does: it is `__main__` until the process ends, also for threads
+    that outlive its last line and for objects that child processes send.
+    """
+    main: Any = types.ModuleType("__main__")
+    sys.modules["__main__"] = main
+    if "__mp_main__" in sys.modules:  # multiprocessing's other name of it
+        sys.modules["__mp_main__"] = main
+    as_main: Any = runpy._run_module_as_main  # type: ignore[attr-defined]  # what python -m calls
+    safe = getattr(sys.flags, "safe_path", False)  # else sys.path begins with this folder, by -m
+    if is_module:
+        as_main(program)
+    elif pkgutil.get_importer(program) is not None:  # a folder or an archive with a __main__.py
+        sys.path[: 0 if safe else 1] = [program]
+        as_main("__main__", alter_argv=False)
+    else:
+        if not safe:
+            sys.path[0] = os.path.dirname(os.path.realpath(program))
+        path = os.path.abspath(program)
+        main.__dict__.update(__builtins__=builtins, __file__=path, __cached__=None)
+        compiled = path.endswith(".pyc")
+        machinery = importlib.machinery
+        kind = machinery.SourcelessFileLoader if compiled else machinery.SourceFileLoader
+        main.__loader__ = kind("__main__", path)
+        if compiled:
+            code = main.__loader__.get_code("__main__")
+        else:
+            with io.open_code(path) as file:  # the loader would write a .pyc
+                code = compile(file.read(), path, "exec", dont_inherit=True)
+        exec(code, main.__dict__)
 
 
 def _replaceable(options: argparse.Namespace) -> list[str]:

@@ -10,6 +10,7 @@ from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs
 
 from pycomm.config import ELASTIC_FILE, ELASTIC_JOINS
 from pycomm.launch import worker_setup
+from pycomm.launch.folder import link_logs
 from pycomm.launch.hosts import Place
 from pycomm.launch.losses import Replacement
 
@@ -26,7 +27,7 @@ class Logs(LogsSpecs):
     torch's elastic launcher calls reify() once it knows the ranks of this host.
 
     Args:
-        folder: for the files; created if missing.
+        folder: for the files.
         all_ranks: show all ranks.
         rows: name and value of the configuration.
         errors: a folder for the failure reports of ranks.
@@ -67,7 +68,6 @@ class Logs(LogsSpecs):
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
         """The files by local rank; also prints the tables, as the ranks are about to start."""
         folder = Path(self._folder)
-        folder.mkdir(parents=True, exist_ok=True)
         attempt = envs[0].get("TORCHELASTIC_RESTART_COUNT", "0")
         ending = ".log" if attempt == "0" else f".{attempt}.log"  # after a restart
         size, ranks = int(envs[0]["WORLD_SIZE"]), len(envs) - self.spares
@@ -85,6 +85,7 @@ class Logs(LogsSpecs):
                 env[ELASTIC_FILE] = self.group_file
             if local >= ranks:
                 env[ELASTIC_JOINS] = "1"
+        link_logs(list(logs.values()))
         self._print(envs[0])
         return LogsDest(
             stdouts=logs,

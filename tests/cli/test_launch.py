@@ -217,11 +217,14 @@ def test_the_package_runs_as_a_module() -> None:
 def test_restart_has_separate_logs(tmp_path: Path, capsys: Any) -> None:
     from pycomm.launch import tables
 
+    (tmp_path / "log").mkdir()
     logs = tables.Logs(str(tmp_path / "log"), False, [("program", "x")], str(tmp_path))
     env = dict.fromkeys(tables.SHOWN, "3")
     for attempt, ending in (("0", "log"), ("2", "2.log")):
         found = logs.reify({0: {**env, "TORCHELASTIC_RESTART_COUNT": attempt}})
         assert found.stdouts == {0: str(tmp_path / "log" / f"rank3.{ending}")}
+        link = tmp_path / f"rank3.{ending}"  # of the latest run
+        assert str(link.readlink()) == f"log/rank3.{ending}"
         assert "starting 3 of 3 processes on this host" in capsys.readouterr().out
 
 
@@ -311,6 +314,7 @@ def test_two_hosts_train_together(secret: str, tmp_path: Path) -> None:
             out, err = process.communicate(timeout=LIMIT_S)
             assert process.returncode == 0, out + err
             assert ("any client that can reach" in err) != bool(secret)
+            assert "frame #" not in err, err  # of torch's store, which the other host serves
             for host in net.hosts:  # the places of all ranks, on each host
                 assert re.search(rf"\| ranks? \d( to \d)? +\| \S+, {host.ipv4()} +\|", out), out
     logs = sorted(tmp_path.glob("rank*.log"))
