@@ -67,16 +67,12 @@ void device_writes(void* at, size_t bytes) {
 namespace {
 
 constexpr size_t kGuard = 4096;
-
-// Instrumented frames are large.
-size_t stack_bytes() {
-  return __tsan_acquire || __asan_poison_memory_region ? size_t{256} << 10 : size_t{64} << 10;
-}
+constexpr size_t kStack = size_t{256} << 10;  // frames without optimization are large
 
 }  // namespace
 
 Fiber::Fiber(void (*entry)()) {
-  bytes_ = stack_bytes();
+  bytes_ = kStack;
   void* mapping = mmap(nullptr, kGuard + bytes_, PROT_READ | PROT_WRITE,
                        MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (mapping == MAP_FAILED) throw std::bad_alloc();

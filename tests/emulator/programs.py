@@ -13,7 +13,9 @@ Targets, in build/emulator/:
     cubin/<unit>.<arch>.cubin      machine code as in a wheel, or as the driver makes of the PTX,
                                    with <unit>.<arch>.log: registers, spills
 
-The emulator itself is never instrumented; kernels are. Ninja builds only what has changed, and a
+The emulator itself is never instrumented; kernels are. Clang compiles what has AddressSanitizer,
+and the mutants without ThreadSanitizer, in less time than g++. The objects of the module _core, as
+`make build` left them, supply what is not under test. Ninja builds only what has changed, and a
 mutant compiles one file. CUDA's headers come with nvcc; nothing of this can be built without it.
 """
 
@@ -22,6 +24,7 @@ import importlib.util
 import os
 import re
 import runpy
+import shlex
 import shutil
 import subprocess
 import sys
@@ -36,7 +39,7 @@ from unittest import mock
 import pybind11
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "native"))
-from build import BuildFailed, is_built, ninja_binary
+from build import CLANG_FLAGS, BuildFailed, clang, is_built, ninja_binary
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
@@ -51,10 +54,23 @@ KINDS = {
     "coverage": ["-O0", "-g1", "--coverage"],
     "tsan": ["-O1", "-g1", "-fsanitize=thread"],
     "asan": [
-        *("-O0", "-g1", "-fsanitize=address,undefined,bounds-strict"),
-        "-fno-sanitize-recover=all",
+        *("-g1", "-fsanitize=address,undefined,bounds", "-fstrict-flex-arrays=3"),
+        # As g++ by default: each of the many fibers would have a second stack.
+        *("-fno-sanitize-recover=all", "-fsanitize-address-use-after-return=never"),
+        *("-D__SANITIZE_ADDRESS__=1", *CLANG_FLAGS),
     ],
 }
+# With clang's run time ThreadSanitizer has 255 names for the fibers of a grid, and sees no race of
+# two with one name: g++ compiles for it.
+COMPILERS = {"plain": "g++", "coverage": "g++", "tsan": "g++", "asan": "clang"}
+# How a file is compiled: by which compiler, with which options. Each has a precompiled header.
+SETTINGS = {
+    **{kind: (COMPILERS[kind], KINDS[kind]) for kind in KINDS},
+    # For mutants: most run one short case.
+    "unoptimized": ("clang", ["-g0", *CLANG_FLAGS]),
+    "tsan_unoptimized": ("g++", [*KINDS["tsan"], "-O0", "-g0", "-w"]),
+}
+OF_MUTANTS = {"plain": "unoptimized", "tsan": "tsan_unoptimized", "asan": "asan"}
 FLAGS = [
     *("-std=c++20", "-fPIC", "-ffp-contract=off", "-fno-omit-frame-pointer", "-Wall", "-Wextra"),
     *("-Werror", "-Wno-restrict", "-Wno-unknown-pragmas"),  # nvcc knows `unroll`
@@ -66,7 +82,7 @@ ENGINE = (  # of csrc: the stream engine and the arithmetic of the fake
     *("kernels/cpu/reduce.cpp", "cpu/isa.cpp"),
 )
 # Of ENGINE, for _emulated.so: the arithmetic of the fake, and the texts of NCCL's errors.
-ARITHMETIC = ("kernels_reducers", "cpu_reduce", "cpu_isa", "nccl_library")
+ARITHMETIC = ("kernels/reducers.cpp", "kernels/cpu/reduce.cpp", "cpu/isa.cpp", "nccl/library.cpp")
 MODULE = tuple(
     CSRC / "bindings" / name for name in ("cuda_device.cpp", "cuda_nccl.cpp", "cuda_bandwidth.cpp")
 )
@@ -78,12 +94,17 @@ STREAMS = (
     *("streams_test", "host_staging_channel_test", "host_callback_thread_test"),
     "channels_test",
 )
+HEADER = "precompiled.hpp"
 CODEC = ("codec/cpu/*.cpp", "cpu/isa.cpp")  # of csrc, to compare with
 
 RULES = """\
 ninja_required_version = 1.5
 rule compile
-  command = $cxx -MMD -MF $out.d $flags $more -x c++ -c $in -o $out
+  command = $cxx -MMD -MF $out.d $flags $header -x c++ -c $in -o $out
+  depfile = $out.d
+  deps = gcc
+rule precompile
+  command = $cxx -MMD -MF $out.d $flags -x c++-header $in -o $out
   depfile = $out.d
   deps = gcc
 rule link
@@ -180,9 +201,47 @@ def csrc_sources(patterns: Iterable[str]) -> list[Path]:
     return sorted(path for pattern in patterns for path in CSRC.glob(pattern))
 
 
-def _compile(target: str, source: Path, flags: Iterable[str], more: str = "") -> list[str]:
-    lines = [f"build {target}: compile {source}", f"  flags = {' '.join(flags)}"]
-    return [*lines, f"  more = {more}"] if more else lines
+def _compile(target: str, source: Path, flags: Iterable[str]) -> list[str]:
+    return [f"build {target}: compile {source}", f"  flags = {' '.join(flags)}"]
+
+
+@cache
+def _compiler(name: str) -> str:
+    """If there is no clang, a command that says so: not every target needs one."""
+    if name != "clang":
+        return os.environ.get("CXX", name)
+    try:
+        return clang()
+    except BuildFailed as error:
+        return f"echo {shlex.quote(str(error))}; false"
+
+
+def _precompile(setting: str, flags: Iterable[str]) -> list[str]:
+    compiler, special = SETTINGS[setting]
+    lines = [f"build {setting}/{HEADER}.gch: precompile {HERE / HEADER}"]
+    lines += [f"  cxx = {_compiler(compiler)}", f"  flags = {' '.join([*flags, *special])}"]
+    return lines
+
+
+def _compile_with(setting: str, target: str, source: Path, flags: Iterable[str]) -> list[str]:
+    """As _compile, with the precompiled header of the setting."""
+    compiler, special = SETTINGS[setting]
+    lines = _compile(target, source, [*flags, *special])
+    lines[0] += f" | {setting}/{HEADER}.gch"
+    header = f"-include {setting}/{HEADER} -Winvalid-pch"
+    return [*lines, f"  cxx = {_compiler(compiler)}", f"  header = {header}"]
+
+
+def _link(target: str, kind: str, objects: Iterable[str]) -> list[str]:
+    lines = [f"build {target}: link {' '.join(objects)}"]
+    lines += [f"  cxx = {_compiler(COMPILERS[kind])}"]
+    return [*lines, f"  flags = {' '.join(KINDS[kind])} -pthread"]
+
+
+def _of_core(sources: Iterable[Path]) -> list[str]:
+    """The objects of the module _core."""
+    built = ROOT / "build" / str(sysconfig.get_config_var("SOABI")) / "_core"
+    return [str(built / source.relative_to(CSRC).with_suffix(".o")) for source in sources]
 
 
 def _device_rules() -> list[str]:
@@ -204,58 +263,53 @@ def _device_rules() -> list[str]:
 def _rules(mutants: Iterable[Mutant]) -> str:
     folders = [f"-I{CSRC}", f"-I{ROOT / 'tests'}", f"-I{HERE}"]
     flags = [*FLAGS, f"-isystem {cuda_include()}", *folders]
-    lines = [f"cxx = {os.environ.get('CXX', 'g++')}", f"nvcc = {nvcc()}"]
+    lines = [f"cxx = {_compiler('g++')}", f"nvcc = {nvcc()}"]
     lines += [f"ptxas = {Path(str(nvcc())).resolve().with_name('ptxas')}", RULES]
     emulator = [f"emulator/{name}.o" for name in EMULATOR]
     fake = [f"emulator/{name}.o" for name in FAKE_NCCL]
     for name in (*EMULATOR, *FAKE_NCCL):
         lines += _compile(f"emulator/{name}.o", HERE / f"{name}.cpp", ["-O2", "-g1", *flags])
-    codec = []
-    for source in csrc_sources(CODEC):
-        codec.append(f"emulator/cpu_{source.stem}.o")
-        lines += _compile(codec[-1], source, ["-O2", "-g1", *flags])
+    codec, engine = _of_core(csrc_sources(CODEC)), csrc_sources(ENGINE)
     objects: dict[str, list[str]] = {}
-    for kind, special in KINDS.items():
-        lines += _compile(f"{kind}/micro.o", HERE / "micro.cu", [*flags, *special])
-        objects[kind] = [*codec, *(f"{kind}/{name}.o" for name in CASES)]
-        for name in CASES:
-            lines += _compile(f"{kind}/{name}.o", HERE / f"{name}.cpp", [*flags, *special])
-        for unit in units():
-            objects[kind].append(f"{kind}/{unit}.o")
-            source = CSRC / "cuda" / f"{unit}.cu"
-            lines += _compile(objects[kind][-1], source, [*flags, *special])
+    for setting in SETTINGS:
+        lines += _precompile(setting, flags)
+    for kind in KINDS:
         compiled = [f"{kind}/{unit}.o" for unit in units()]
+        for unit, target in zip(units(), compiled, strict=True):
+            lines += _compile_with(kind, target, CSRC / "cuda" / f"{unit}.cu", flags)
+        of = "plain" if kind == "coverage" else kind  # of its cases: the kernels alone are counted
+        objects[kind] = [*compiled, *(f"{of}/{name}.o" for name in CASES), *codec]
+        lines += _link(f"cases.{kind}", kind, [*objects[kind], *emulator])
+        if kind == "coverage":
+            continue
+        for name, file in [("micro", "micro.cu"), *((name, f"{name}.cpp") for name in CASES)]:
+            lines += _compile_with(kind, f"{kind}/{name}.o", HERE / file, flags)
         streams = [*compiled]
-        suites = [HERE / f"{name}.cpp" for name in STREAMS]
-        for source in [*suites, *csrc_sources(ENGINE), ROOT / "tests" / "native" / "harness.cpp"]:
+        sources = [*(HERE / f"{name}.cpp" for name in STREAMS), HERE.parent / "native/harness.cpp"]
+        for source in sources + engine * (kind != "plain"):
             streams.append(f"{kind}/engine/{source.parent.name}_{source.stem}.o")
             # Its loops for each instruction set take most of the time of a build.
-            slow = ["-O0"] if source.stem == "reduce" else []
-            lines += _compile(streams[-1], source, [*flags, *special, *slow])
+            setting = OF_MUTANTS[kind] if source.stem == "reduce" else kind
+            lines += _compile_with(setting, streams[-1], source, flags)
         # Of an inline function in several files the linker takes the first, so the files with a
         # sanitizer come first: it must see, for example, each change of a shared_ptr's count.
-        streams += fake
-        programs = {"micro": [f"{kind}/micro.o"], "cases": objects[kind], "streams": streams}
-        for name, needed in programs.items():
-            lines.append(f"build {name}.{kind}: link {' '.join([*needed, *emulator])}")
-            lines.append(f"  flags = {' '.join(special)} -pthread")
+        streams += [*(_of_core(engine) if kind == "plain" else []), *fake, *emulator]
+        lines += _link(f"streams.{kind}", kind, streams)
+        lines += _link(f"micro.{kind}", kind, [f"{kind}/micro.o", *emulator])
     built = [f"plain/{unit}.o" for unit in units()]
     for source in (HERE / "module.cpp", *MODULE):
         built.append(f"module/{source.stem}.o")
         lines += _compile(built[-1], source, [*flags, "-O0", "-g1", *python_flags()])
-    built += [f"plain/engine/{name}.o" for name in ARITHMETIC]
+    built += _of_core(csrc_sources(ARITHMETIC))
     lines += [f"build _emulated.so: module {' '.join([*built, *fake, *emulator])}"]
     lines += ["  flags = -pthread"]
     lines += _torch_module(flags)
     for m in mutants:
-        folder = f"mutants/{m.name}"
-        # -O0: most are compiled for one short case. -w: names may be unused.
-        own = [f"-I{OUT / folder}", *flags, *KINDS[m.kind], "-O0", "-g0", "-w"]
-        lines += _compile(f"{folder}/{m.unit}.o", OUT / folder / "cuda" / f"{m.unit}.cu", own)
+        folder, setting = f"mutants/{m.name}", OF_MUTANTS[m.kind]
+        target, source = f"{folder}/{m.unit}.o", OUT / folder / "cuda" / f"{m.unit}.cu"
+        lines += _compile_with(setting, target, source, [f"-I{OUT / folder}", *flags])
         others = [o for o in objects[m.kind] if o != f"{m.kind}/{m.unit}.o"]
-        needed = " ".join([f"{folder}/{m.unit}.o", *others, *emulator])
-        lines += [f"build {folder}/cases: link {needed}"]
-        lines += [f"  flags = {' '.join(KINDS[m.kind])} -pthread"]
+        lines += _link(f"{folder}/cases", m.kind, [target, *others, *emulator])
     return "\n".join([*lines, *_device_rules()]) + "\n"
 
 
