@@ -32,8 +32,8 @@ CASES += ["compact", "compact_bits", "compact_batch", "compact_brief", "compact_
 CASES += ["symmetric", "symmetric_brief"]
 # These take minutes; the other cases cover the same code.
 TOO_SLOW = [("tsan", "compact_bits"), ("tsan", "symmetric")]
-# Machine code of the wheels, and what the driver makes of PTX: each day for one GPU of both.
-ARCHITECTURES = [*of_the_day(programs.FROM_PTX, 3), *of_the_day(programs.WHEEL, 4)]
+# Machine code of the wheels, and what the driver makes of PTX: each day for one GPU.
+ARCHITECTURES = of_the_day(programs.ARCHITECTURES, len(programs.ARCHITECTURES))
 MOST_REGISTERS = 128  # of a hot kernel in float32: 2 blocks of 256 threads on every architecture
 HOT = ("update", "collect", "select", "pack", "decode")
 
