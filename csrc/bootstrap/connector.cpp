@@ -73,6 +73,8 @@ void Connector::start_dials() {
       dial.step = transport::Handshake::Step::want_write;
       dial.handshake = std::make_unique<transport::Handshake>(make_handshake(
           to.transport->start_connect(to.candidates[dial.candidate]), peer, to.transport));
+    } catch (const os::OutOfDescriptors&) {  // no failure of the peer
+      throw;
     } catch (const os::Forbidden& error) {
       // The system may allow another address.
       dial.forbidden = options_.forbidden_is_final && to.candidates.size() == 1;
@@ -226,6 +228,8 @@ void Connector::add_connection(int peer, transport::Handshake& handshake, bool d
   try {
     address_of(peer).transport->send_memory(fd.get());
     exchanges_.push_back({peer, std::move(fd), std::move(session)});
+  } catch (const os::OutOfDescriptors&) {
+    throw;
   } catch (const Error& error) {
     results_.push_back({.peer = peer, .why = error.what()});
   }
@@ -244,6 +248,8 @@ void Connector::exchange() {
       result.channel = by.accept(std::move(at->fd), Deadline(std::chrono::nanoseconds{0}));
       if (address_of(at->peer).encrypted)
         result.channel = transport::make_encrypted(std::move(result.channel), at->session);
+    } catch (const os::OutOfDescriptors&) {
+      throw;
     } catch (const Error& error) {
       result.why = error.what();
     }

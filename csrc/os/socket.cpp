@@ -7,6 +7,7 @@
 #include <netinet/in.h>
 #include <netinet/tcp.h>
 #include <poll.h>
+#include <sys/resource.h>
 #include <sys/un.h>
 
 #include <algorithm>
@@ -139,6 +140,13 @@ std::string error_text(int error) { return std::generic_category().message(error
 
 void throw_errno(const std::string& doing) {
   const int error = errno;
+  if (error == EMFILE || error == ENFILE) {
+    rlimit limit{};
+    ::getrlimit(RLIMIT_NOFILE, &limit);
+    throw OutOfDescriptors(doing + " failed: " + error_text(error) + ": this process may have " +
+                           std::to_string(limit.rlim_cur) +
+                           " descriptors; raise the limit (ulimit -n), or make fewer groups");
+  }
   throw InternalError(doing + " failed: " + error_text(error) + " (errno " + std::to_string(error) +
                       ")");
 }

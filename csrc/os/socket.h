@@ -103,7 +103,13 @@ short poll_one(int fd, short events, std::chrono::nanoseconds limit);
 // The text of an errno: "Connection refused".
 std::string error_text(int error);
 
-// Throws InternalError: "<doing> failed: <text of errno> (errno N)".
+// This process or machine has no descriptor left. Not a failure of a peer.
+class OutOfDescriptors : public Unsupported {
+ public:
+  using Unsupported::Unsupported;
+};
+
+// Throws InternalError: "<doing> failed: <text of errno> (errno N)"; or OutOfDescriptors.
 [[noreturn]] void throw_errno(const std::string& doing);
 
 }  // namespace pycomm::os

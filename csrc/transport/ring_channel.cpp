@@ -32,7 +32,7 @@ os::Fd poll_descriptor_of(int socket) {
   os::Fd epoll(::epoll_create1(EPOLL_CLOEXEC));
   epoll_event event{.events = EPOLLIN | EPOLLRDHUP, .data = {}};
   if (!epoll || ::epoll_ctl(epoll.get(), EPOLL_CTL_ADD, socket, &event) != 0)
-    throw Unsupported("cannot create an epoll descriptor: " + os::error_text(errno));
+    os::throw_errno("creating an epoll descriptor");
   return epoll;
 }
 
