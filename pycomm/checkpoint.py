@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from pycomm import collectives, objects
-from pycomm.default_group import default
+from pycomm.default_group import chosen
 from pycomm.errors import Error, InvalidArgument
 from pycomm.group import Group
 
@@ -41,7 +41,7 @@ def save(obj: Any, path: str | os.PathLike[str], *, group: Group | None = None) 
             gather_state().
         Error: rank 0 could not write; on rank 0 the original error.
     """
-    own = group or default()
+    own = chosen(group)
     failure: BaseException | None = None
     if own.rank == 0:
         try:
@@ -75,7 +75,7 @@ def load(
     """
     import torch
 
-    own = group or default()
+    own = chosen(group)
     failure: BaseException | None = None
     content = np.empty(0, np.uint8)
     if own.rank == 0:

@@ -18,10 +18,11 @@ import math
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from pycomm import _core
+from pycomm._arguments import integer
 from pycomm._core_api import arrays, calls
 from pycomm._quantize import Quantize, QuantizeState
 from pycomm._quantize import all_reduce as quantized_all_reduce
-from pycomm.default_group import default
+from pycomm.default_group import chosen
 from pycomm.errors import InvalidArgument, Unsupported
 from pycomm.group import Group
 
@@ -87,8 +88,8 @@ def all_reduce(
     if compression is not None or state is not None:
         if algorithm is not None or async_op:
             raise Unsupported("all_reduce: compression excludes algorithm and async_op")
-        return quantized_all_reduce(x, op, compression, state, group or default(), timeout_s)
-    if op == "sum" and algorithm is None and timeout_s is None:
+        return quantized_all_reduce(x, op, compression, state, chosen(group), timeout_s)
+    if type(op) is str and op == "sum" and algorithm is None and timeout_s is None:
         call = _SUM
     else:
         call = _core.Call("all_reduce", op=op, algorithm=algorithm, timeout_s=timeout_s)
@@ -116,7 +117,8 @@ def reduce(
     Raises:
         Error: as all_reduce.
     """
-    group = group or default()
+    group = chosen(group)
+    dst = integer("dst", dst)
     call = _core.Call("reduce", op=op, peer=dst, algorithm=algorithm, timeout_s=timeout_s)
     return call(group, x, x if group.rank == dst else None, x, async_op)
 
@@ -166,7 +168,7 @@ def all_gather(
     Raises:
         Error: as all_reduce.
     """
-    group = group or default()
+    group = chosen(group)
     x = arrays.plain(x)
     shape = (group.size, *x.shape)
     out = calls.output(out, x, shape)
@@ -201,7 +203,7 @@ def gather(
     Raises:
         Error: as all_reduce.
     """
-    group = group or default()
+    group, dst = chosen(group), integer("dst", dst)
     x = arrays.plain(x)
     source, target = arrays.view(x), None
     if group.rank == dst:
@@ -241,9 +243,11 @@ def all_gather_v(
         Mismatch: rows or dtypes differ.
         Error: as all_reduce.
     """
-    group = group or default()
+    group = chosen(group)
     x = arrays.plain(x)
     source = arrays.view(x)
+    if out is not None:
+        calls.check_list(out, source, group.size)
     lengths = calls.exchange_lengths(group, x, source.dtype, timeout_s)
     whole = arrays.empty_like(x, (sum(lengths), *x.shape[1:]))
     target, parts = arrays.view(whole), arrays.parts(whole, lengths)
@@ -279,7 +283,7 @@ def reduce_scatter(
     Raises:
         Error: as all_reduce.
     """
-    group = group or default()
+    group = chosen(group)
     x = arrays.plain(x)
     out = calls.output(out, x, calls.rows(x, group.size, "reduce_scatter"))
     source, target = arrays.view(x), arrays.view(out, write=True)
@@ -313,7 +317,7 @@ def scatter(
     Raises:
         Error: as all_reduce.
     """
-    group = group or default()
+    group, src = chosen(group), integer("src", src)
     root = group.rank == src
     if x is None and (root or out is None):
         raise InvalidArgument(
@@ -352,7 +356,7 @@ def all_to_all(
     Raises:
         Error: as all_reduce.
     """
-    group = group or default()
+    group = chosen(group)
     x = arrays.plain(x)
     calls.rows(x, group.size, "all_to_all")
     out = calls.output(out, x, tuple(x.shape))

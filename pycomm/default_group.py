@@ -17,6 +17,7 @@ from typing import Any
 
 from pycomm import _core, config
 from pycomm import _secret as secrets
+from pycomm._arguments import refuse
 from pycomm._bootstrap import elastic_store, joining, launcher_watch, rendezvous
 from pycomm._bootstrap.elastic_store import Elastic
 from pycomm._bootstrap.shrink import Store
@@ -346,6 +347,17 @@ def default() -> Group:
         if _state.ended:
             raise GroupBroken(f"{_state.ended}; pycomm.init() makes a new one")
         raise InvalidArgument("there is no default group yet: call pycomm.init() first")
+    return group
+
+
+def chosen(group: Group | None) -> Group:
+    """The group of a call: the default group for None. Raises InvalidArgument for another object,
+    and as default().
+    """
+    if group is None:
+        return default()
+    if not isinstance(group, Group):
+        refuse("group", group, "a pycomm.Group or None")
     return group
 
 

@@ -22,7 +22,7 @@ __all__ = [
     "Unsupported",
 ]
 
-FIELDS = ("op", "sequence", "rank", "peer", "elapsed_s", "bytes")
+FIELDS = ("op", "sequence", "rank", "peer", "unreachable", "elapsed_s", "bytes")
 
 
 class Error(RuntimeError):
@@ -42,7 +42,7 @@ class Error(RuntimeError):
     sequence: int | None
     rank: int | None
     peer: int | None
-    unreachable: int | None = None
+    unreachable: int | None
     elapsed_s: float | None
     bytes: int | None
 

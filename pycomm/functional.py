@@ -22,9 +22,10 @@ import torch
 from torch import Tensor
 
 from pycomm import _core, collectives
+from pycomm._arguments import integer, refuse
 from pycomm._core_api import arrays
 from pycomm._names import also_named
-from pycomm.default_group import default
+from pycomm.default_group import chosen
 from pycomm.errors import InvalidArgument, Mismatch
 from pycomm.group import Group
 
@@ -52,10 +53,11 @@ def all_reduce(x: Tensor, op: str = "sum", *, group: Group | None = None) -> Ten
         InvalidArgument: `op` is another one.
         Error: as pycomm.all_reduce, also in the backward pass.
     """
+    arrays.check_tensor("x", x)
     name = _core.reduce_op_name(op)
     if name not in ("sum", "avg"):
-        raise InvalidArgument(f'all_reduce: invalid op: got {op!r}, expected "sum" or "mean"')
-    group = group or default()
+        refuse("op", op, '"sum" or "mean"')
+    group = chosen(group)
 
     def reduced(x: Tensor) -> Tensor:
         y = x.clone(memory_format=torch.contiguous_format)
@@ -82,7 +84,8 @@ def all_gather(x: Tensor, *, group: Group | None = None) -> Tensor:
     Raises:
         Error: as pycomm.all_gather, also in the backward pass.
     """
-    group = group or default()
+    arrays.check_tensor("x", x)
+    group = chosen(group)
 
     def gathered(x: Tensor) -> Tensor:
         y: Tensor = collectives.all_gather(x.contiguous(), group=group)
@@ -116,7 +119,8 @@ def remote_send(x: Tensor, dst: int, *, group: Group | None = None) -> Tensor:
         Unsupported: pycomm does not send this dtype, layout or device.
         Error: as pycomm.send.
     """
-    own = group or default()
+    own, dst = chosen(group), integer("dst", dst)
+    arrays.check_tensor("x", x)
     if own.rank == dst or x.dim() > MOST_DIMENSIONS:
         raise InvalidArgument(
             f"remote_send: got {x.dim()} dimensions from rank {own.rank} to {dst}, expected at "
@@ -152,13 +156,18 @@ def remote_recv(
             `src` would wait in vain.
         Error: as pycomm.recv.
     """
-    own = group or default()
+    own = chosen(group)
+    if shape is not None and not isinstance(shape, (list, tuple)):
+        refuse("shape", shape, "a list of lengths")
+    sizes_wanted = None if shape is None else tuple(integer("shape", n, 0) for n in shape)
+    if dtype is not None and not isinstance(dtype, torch.dtype):
+        refuse("dtype", dtype, "a torch dtype")
     words = torch.empty(3 + MOST_DIMENSIONS, dtype=torch.int64)
     collectives.recv(words, src, FORWARD, group=own)
     kind, dimensions, needs_gradient, *sizes = words.tolist()
     x = torch.empty(sizes[:dimensions], dtype=getattr(torch, _core.DTYPES[kind]))
     collectives.recv(x, src, FORWARD, group=own)
-    wanted = tuple(x.shape if shape is None else shape), dtype or x.dtype
+    wanted = tuple(x.shape) if sizes_wanted is None else sizes_wanted, dtype or x.dtype
     if wanted != (tuple(x.shape), x.dtype):
         raise Mismatch(
             f"remote_recv: rank {src} sent {tuple(x.shape)} of {x.dtype}, expected {wanted[0]} of "

@@ -14,10 +14,13 @@ from typing import Any
 import numpy as np
 
 from pycomm import _core
+from pycomm._arguments import flag, refuse, shown
 from pycomm.errors import InvalidArgument
 from pycomm.group import Group
 
 __all__ = ["empty", "empty_for"]
+
+MOST_DIMENSIONS = 32
 
 
 def empty(shape: int | Sequence[int], dtype: Any, shared: bool = True) -> Any:
@@ -39,14 +42,24 @@ def empty(shape: int | Sequence[int], dtype: Any, shared: bool = True) -> Any:
         InvalidArgument: a length is negative or not an integer, or the machine lacks the memory.
         Unsupported: `shared`, but address space or file size is limited (ulimit).
     """
-    lengths = _lengths(shape)
+    lengths, shared = _lengths(shape), flag("shared", shared)
     torch: Any = sys.modules.get("torch")
     is_torch = torch is not None and isinstance(dtype, torch.dtype)
     if not is_torch:
-        dtype = np.dtype(dtype)
+        try:
+            dtype = np.dtype(dtype)
+        except (TypeError, ValueError, RuntimeError):  # NumPy's text may contain a large value
+            refuse("dtype", dtype, "a dtype of NumPy or torch")
+        if dtype.hasobject or not dtype.itemsize:
+            refuse("dtype", str(dtype), "a dtype of elements with a fixed size")
     count = math.prod(lengths)
+    if len(lengths) > MOST_DIMENSIONS:
+        refuse("shape", str(lengths), f"at most {MOST_DIMENSIONS} lengths")
     if not shared or count == 0:
-        return (torch if is_torch else np).empty(lengths, dtype=dtype)
+        try:
+            return (torch if is_torch else np).empty(lengths, dtype=dtype)
+        except (MemoryError, RuntimeError, ValueError):  # torch's, and NumPy's two
+            refuse("shape", str(lengths), "an array that fits the machine's memory")
     memory: Any = _core.SharedMemory(min(count * dtype.itemsize, sys.maxsize))
     make = torch.frombuffer if is_torch else np.frombuffer
     return make(memory, dtype=dtype, count=count).reshape(lengths)
@@ -60,8 +73,8 @@ def _lengths(shape: Any) -> tuple[int, ...]:
             lengths = (index(shape),)
         except TypeError:  # not a number
             lengths = tuple(map(index, shape))
-    except TypeError:  # nor a sequence of numbers
-        text = f"invalid shape: got {shape!r}, expected a length or a sequence of lengths"
+    except (TypeError, ValueError, RuntimeError):  # nor a sequence of numbers
+        text = f"invalid shape: got {shown(shape)}, expected a length or a sequence of lengths"
         raise InvalidArgument(text, op="empty") from None
     if min(lengths, default=0) < 0:
         raise InvalidArgument(

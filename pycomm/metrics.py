@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from pycomm import collectives
-from pycomm.default_group import default
+from pycomm._arguments import integer, refuse
+from pycomm.default_group import chosen
 from pycomm.errors import InvalidArgument
 from pycomm.group import Group
 
@@ -38,13 +39,16 @@ def accuracy(scores: Tensor, labels: Tensor, k: int = 1) -> Tensor:
 
 
 def _checked(topk: Sequence[int]) -> tuple[int, ...]:
-    if not topk or min(topk) < 1:
-        raise InvalidArgument(f"invalid topk: got {topk}, expected numbers from 1")
-    return tuple(topk)
+    if not isinstance(topk, (list, tuple)) or not topk:
+        refuse("topk", topk, "a list of integers from 1")
+    return tuple(integer("topk", k, 1) for k in topk)
 
 
 def _hits(scores: Tensor, labels: Tensor, topk: Sequence[int]) -> list[Tensor]:
     """For each k, how many labels are among the k highest scores."""
+    for name, given in (("scores", scores), ("labels", labels)):
+        if not isinstance(given, Tensor) or given.is_sparse or given.is_meta or given.is_complex():
+            refuse(name, given, "a dense tensor with values")
     if scores.dim() != 2 or labels.shape not in ((len(scores),), (len(scores), 1)):
         raise InvalidArgument(
             f"invalid shapes: got scores {list(scores.shape)} and labels {list(labels.shape)}, "
@@ -59,10 +63,9 @@ class _Sums:
     """Sums of each rank, and their totals over all ranks."""
 
     def __init__(self, count: int, dtype: torch.dtype, every: int, group: Group | None) -> None:
-        if every < 1:
-            raise InvalidArgument(f"invalid every: got {every}, expected at least 1")
         self._sums = torch.zeros(count, dtype=dtype)
-        self._every, self._calls, self._group = every, 0, group
+        self._every, self._calls = integer("every", every, 1), 0
+        self._group = None if group is None else chosen(group)
 
     def add(self, new: Tensor) -> None:
         if self._sums.device != new.device:
@@ -77,7 +80,7 @@ class _Sums:
     def total(self) -> list[float]:
         """Collective."""
         total = self._sums.cpu().clone()
-        collectives.all_reduce(total, group=self._group or default())
+        collectives.all_reduce(total, group=chosen(self._group))
         numbers: list[float] = total.tolist()
         return numbers
 

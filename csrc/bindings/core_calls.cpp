@@ -51,11 +51,14 @@ struct Field {
 
 [[noreturn]] void refuse(const char* name, const py::handle& got, const std::string& expected) {
   PyErr_Clear();
-  constexpr size_t kMost = 60;  // characters of the value
-  const auto text = py::reinterpret_steal<py::object>(PyObject_ASCII(got.ptr()));
-  if (!text) PyErr_Clear();
+  PyObject* const x = got.ptr();
+  const bool plain = x == Py_None || PyBool_Check(x) != 0 || PyLong_CheckExact(x) != 0 ||
+                     PyFloat_CheckExact(x) != 0 || PyUnicode_CheckExact(x) != 0;
+  constexpr size_t kMost = 60;  // characters of the value; other texts may raise
+  const auto text = py::reinterpret_steal<py::object>(plain ? PyObject_ASCII(x) : nullptr);
+  PyErr_Clear();
   const auto shown =
-      text ? text.cast<std::string>().substr(0, kMost) : std::string(Py_TYPE(got.ptr())->tp_name);
+      text ? text.cast<std::string>().substr(0, kMost) : std::string(Py_TYPE(x)->tp_name);
   throw InvalidArgument("invalid " + std::string(name) + ": got " + shown + ", expected " +
                         expected);
 }

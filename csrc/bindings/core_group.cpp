@@ -159,6 +159,9 @@ Handle& handle_of(PyObject* object) {
   auto* const instance = reinterpret_cast<py::detail::instance*>(object);
   if (Py_TYPE(object) == group_type && instance->simple_layout && instance->owned)
     return *static_cast<GroupHandle*>(instance->simple_value_holder[0]);
+  if (!py::isinstance<Handle>(object))
+    throw InvalidArgument("invalid group: got an object with a " +
+                          std::string(Py_TYPE(object)->tp_name) + ", expected a pycomm.Group");
   return py::handle(object).cast<Handle&>();
 }
 

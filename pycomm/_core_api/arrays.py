@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from pycomm import _core
+from pycomm._arguments import refuse
 from pycomm.errors import InvalidArgument, Unsupported
 
 __all__ = [
@@ -25,6 +26,7 @@ __all__ = [
     "Device",
     "Like",
     "as_array_ref",
+    "check_tensor",
     "copied",
     "current_stream",
     "empty_like",
@@ -187,10 +189,7 @@ def new(like: Like, shape: tuple[int, ...], dtype: str, *, zeros: bool = False) 
 
 
 def _torch_ref(x: Any) -> ArrayRef:
-    dtype = _torch_name(x)
-    if x.layout is not sys.modules["torch"].strided or not (x.is_cpu or on_gpu(x)):
-        raise Unsupported(_why_not(x))
-    _check_storage(x)
+    dtype = check_tensor("x", x)
     if not x.is_contiguous() or x.is_neg():
         raise InvalidArgument(f"it {NOT_CONTIGUOUS} (x.contiguous())")
     device = HOST if x.is_cpu else Device("cuda", x.device.index)
@@ -371,15 +370,29 @@ def on_gpu(x: Any) -> bool:
     return bool(x.device.type == torch_kind)
 
 
+def check_tensor(name: str, x: Any) -> str:
+    """Checks a torch tensor of any shape and strides; returns the name of its dtype.
+
+    Raises:
+        InvalidArgument: not a tensor, or its storage is too small.
+        Unsupported: pycomm does not send the dtype, layout or device.
+    """
+    if not is_torch(x):
+        refuse(name, x, "a torch tensor")
+    dtype = _torch_name(x)
+    if x.layout is not sys.modules["torch"].strided or not (x.is_cpu or on_gpu(x)):
+        raise Unsupported(_why_not(x))
+    _check_storage(x)
+    return dtype
+
+
 def in_host_memory(x: Any) -> Any:
     """A contiguous torch tensor with the elements of `x` in host memory; `x` itself if it is one.
 
     Raises:
         Unsupported: pycomm does not send the dtype, layout or device.
     """
-    _torch_name(x)
-    if x.layout is not sys.modules["torch"].strided or not (x.is_cpu or on_gpu(x)):
-        raise Unsupported(_why_not(x))
+    check_tensor("x", x)
     return x.detach().cpu().contiguous().resolve_neg()
 
 

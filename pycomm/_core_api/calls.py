@@ -14,15 +14,17 @@ from typing import Any, Protocol
 import numpy as np
 
 from pycomm import _core
+from pycomm._arguments import flag, refuse, seconds
 from pycomm._core_api import arrays, device_groups
 from pycomm._core_api.arrays import ArrayRef
-from pycomm.default_group import default
+from pycomm.default_group import chosen
 from pycomm.errors import InvalidArgument, Mismatch
 from pycomm.group import Group
 
 __all__ = [
     "Waitable",
     "Work",
+    "check_list",
     "copy_if_overlapping",
     "exchange_lengths",
     "into_list",
@@ -110,11 +112,12 @@ def run(
         result: what the call returns.
         async_op: whether to start it.
     """
+    async_op = flag("async_op", async_op)
     profiler: Any = sys.modules.get(PROFILER)
     if profiler is not None and profiler._is_profiler_enabled:
         with profiler.record_function(f"pycomm:{call.operation}"):
-            return _run(group or default(), call, source, output, result, async_op)
-    return _run(group or default(), call, source, output, result, async_op)
+            return _run(chosen(group), call, source, output, result, async_op)
+    return _run(chosen(group), call, source, output, result, async_op)
 
 
 _core.set_call_fallback(run)
@@ -174,11 +177,7 @@ def _on_device(source: ArrayRef | None, output: ArrayRef | None) -> ArrayRef | N
 
 def limit(timeout_s: float | None) -> float:
     """A time limit as the core takes it: 0 for the group's."""
-    if timeout_s is None:
-        return 0.0
-    if not timeout_s > 0:
-        raise InvalidArgument(f"invalid timeout_s: got {timeout_s}, expected more than 0 seconds")
-    return timeout_s
+    return 0.0 if timeout_s is None else seconds("timeout_s", timeout_s)
 
 
 def output(out: Any, x: Any, shape: tuple[int, ...]) -> Any:
@@ -243,17 +242,22 @@ def exchange_lengths(group: Group, x: Any, dtype: str, timeout_s: float | None) 
     return [int(length) for length in every[:, 0]]
 
 
+def check_list(out: Any, x: ArrayRef, size: int) -> None:
+    """Checks a list of arrays for the ranks' results, of the kind and dtype of `x`."""
+    if not isinstance(out, (list, tuple)) or len(out) != size:
+        refuse("out", out, f"a list of {size} arrays, one for each rank")
+    for one in out:
+        found = arrays.view(one, write=True)
+        kinds = arrays.is_torch(found.array), arrays.is_torch(x.array)
+        if kinds[0] != kinds[1] or (found.dtype, found.device) != (x.dtype, x.device):
+            raise InvalidArgument(
+                f"invalid out: got a {type(one).__name__} of {found.dtype} on {found.device}, "
+                f"expected the kind, dtype and device of x: {x.dtype} on {x.device}"
+            )
+
+
 def into_list(whole: ArrayRef, parts: list[Any], out: Any) -> ArrayRef:
     """The view `whole`; its finish() copies its `parts` to the arrays of the list `out`."""
-    if not isinstance(out, (list, tuple)) or len(out) != len(parts):
-        raise InvalidArgument(
-            f"invalid out: got {type(out).__name__}, expected a list of {len(parts)} arrays, one "
-            "for each rank"
-        )
     for one, part in zip(out, parts, strict=True):
         output(one, part, tuple(part.shape))
-        if arrays.view(one, write=True).dtype != whole.dtype:
-            raise InvalidArgument(
-                f"invalid out: got another dtype, expected that of x, {whole.dtype}"
-            )
     return dataclasses.replace(whole, array=parts, target=list(out))

@@ -15,8 +15,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from pycomm import _core
+from pycomm._arguments import integer
 from pycomm._core_api.arrays import Device, current_stream
-from pycomm.errors import InvalidArgument, Unsupported
+from pycomm.errors import Unsupported
 
 HOW_TO_BUILD = (
     "the CUDA kernels (pycomm._cuda) are not built here: the build needs nvcc. Add the CUDA "
@@ -62,14 +63,12 @@ def set_num_threads(n: int) -> None:
     """Sets the number of threads of `pycomm.kernels` for large arrays; results do not depend on it.
 
     Args:
-        n: at least 1; the default is the number of processors that the process may use.
+        n: from 1; the default is the number of processors that the process may use.
 
     Raises:
         InvalidArgument: `n` is below 1.
     """
-    if n < 1:
-        raise InvalidArgument(f"set_num_threads: invalid n: got {n}, expected at least 1")
-    _core.set_kernel_threads(n)
+    _core.set_kernel_threads(min(integer("n", n, 1), 2**31 - 1))
 
 
 def queue(device: Device, array: Any) -> tuple[int, int]:

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from pycomm import _core
+from pycomm._arguments import shown
 from pycomm._core_api import arrays
 from pycomm._core_api.calls import Waitable, Work, limit
 from pycomm._quantize.layout import Layout
@@ -207,7 +208,7 @@ def all_reduce(
     """pycomm.all_reduce with `compression`."""
     if not isinstance(compression, Quantize):
         raise InvalidArgument(
-            f"all_reduce: invalid compression: got {compression!r:.80}, expected pycomm.Quantize()"
+            f"all_reduce: invalid compression: got {shown(compression)}, expected pycomm.Quantize()"
         )
     if compression.exchange == "auto_time":
         raise InvalidArgument(

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from pycomm._arguments import one_of, refuse
 from pycomm._quantize.state import QuantizeState
-from pycomm.errors import InvalidArgument
 from pycomm.kernels.quantized import check_bits
 
 __all__ = ["Quantize"]
@@ -52,14 +52,8 @@ class Quantize:
         check_bits(self.bits)
         check_bits(self.down_bits, "down_bits")
         if not isinstance(self.error_feedback, bool):
-            raise InvalidArgument(
-                f"invalid error_feedback: got {self.error_feedback!r:.40}, expected True or False"
-            )
-        if self.exchange not in EXCHANGES:
-            raise InvalidArgument(
-                f"invalid exchange: got {self.exchange!r:.40}, expected one of "
-                f"{', '.join(EXCHANGES)}"
-            )
+            refuse("error_feedback", self.error_feedback, "True or False")
+        one_of("exchange", self.exchange, EXCHANGES)
 
     def state(self) -> QuantizeState:
         """A new state of one array, for pycomm.all_reduce: what was lost in earlier calls."""

@@ -13,7 +13,9 @@ import torch
 from torch import Tensor
 
 from pycomm import collectives
-from pycomm.default_group import default
+from pycomm._arguments import integer, refuse
+from pycomm._core_api import arrays
+from pycomm.default_group import chosen
 from pycomm.errors import Error, InvalidArgument
 from pycomm.group import Group
 
@@ -37,7 +39,9 @@ def bcast_list_(
         InvalidArgument: an item is neither, or is a read-only array.
         Error: as pycomm.broadcast.
     """
-    group = group or default()
+    group, src = chosen(group), integer("src", src)
+    if isinstance(tensors, (Tensor, np.ndarray)) or not isinstance(tensors, Iterable):
+        refuse("tensors", tensors, "a list of tensors or NumPy arrays")
     listed = [_tensor(item) for item in tensors]
     new = _through(listed, lambda flat: collectives.broadcast(flat, src, group=group))
     if group.rank != src:
@@ -48,6 +52,8 @@ def bcast_list_(
 def _tensor(item: Any) -> Tensor:
     """The tensor, or one that shares the memory of the NumPy array."""
     if isinstance(item, Tensor):
+        if not item.is_complex():
+            arrays.check_tensor("tensors", item)
         return item
     if not isinstance(item, np.ndarray) or not item.flags.writeable:
         what = "a read-only array" if isinstance(item, np.ndarray) else type(item).__name__

@@ -11,7 +11,7 @@ from typing import Any
 
 from pycomm import _core, collectives
 from pycomm._core_api.calls import Work
-from pycomm.default_group import default
+from pycomm.default_group import chosen
 from pycomm.errors import InvalidArgument
 from pycomm.group import Group
 
@@ -42,7 +42,7 @@ class CommunicatorPool:
         split: bool = True,
     ) -> None:
         self._asked = count, hierarchical
-        self.use(group or default(), split)
+        self.use(chosen(group), split)
 
     def use(self, group: Group, split: bool = True) -> None:
         """Replaces all communicators by ones of the ranks of `group`. Collective."""

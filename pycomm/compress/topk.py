@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from pycomm._arguments import integer, number, one_of, refuse
 from pycomm.errors import InvalidArgument
 from pycomm.kernels.compact import VALUES
 from pycomm.kernels.groups import group_count
@@ -67,23 +68,14 @@ class TopK:
     owner_k_factor: int = 4
 
     def __post_init__(self) -> None:
-        if self.value_dtype not in VALUES:
-            raise InvalidArgument(
-                f"invalid value_dtype: got {self.value_dtype!r}, expected one of "
-                f"{', '.join(VALUES)}"
-            )
-        if self.group not in [1 << i for i in range(MOST_GROUP.bit_length())]:
-            raise InvalidArgument(
-                f"invalid group: got {self.group!r}, expected 1, 2, 4, ... {MOST_GROUP}"
-            )
-        if self.exchange not in ("auto", "gather", "sharded"):
-            raise InvalidArgument(
-                f"invalid exchange: got {self.exchange!r:.40}, expected auto, gather or sharded"
-            )
-        if self.owner_k_factor < 1 or self.owner_k_factor != int(self.owner_k_factor):
-            raise InvalidArgument(
-                f"invalid owner_k_factor: got {self.owner_k_factor}, expected 1, 2, ..."
-            )
+        one_of("value_dtype", self.value_dtype, VALUES)
+        if integer("group", self.group) not in [1 << i for i in range(MOST_GROUP.bit_length())]:
+            refuse("group", self.group, f"1, 2, 4, ... {MOST_GROUP}")
+        one_of("exchange", self.exchange, ("auto", "gather", "sharded"))
+        integer("owner_k_factor", self.owner_k_factor, 1)
+        for name in ("ratio", "density"):
+            if getattr(self, name) is not None:
+                number(name, getattr(self, name))
         if self.ratio is not None and self.density is not None:
             raise InvalidArgument(
                 f"TopK: got ratio={self.ratio} and density={self.density}, expected one of them"

@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 
 from pycomm import objects
+from pycomm._arguments import refuse
 from pycomm._core_api import arrays
-from pycomm.default_group import default
+from pycomm.default_group import chosen
 from pycomm.errors import Error, InvalidArgument, Unsupported
 from pycomm.group import Group
 
@@ -45,7 +46,7 @@ def share(array: Any, *, group: Group | None = None) -> Any:
             because it runs in another container (PID namespace).
     """
     store = None if array is None else functools.partial(_stored, array)
-    return _from_first(group or default(), "share", store, _mapped)
+    return _from_first(chosen(group), "share", store, _mapped)
 
 
 class HostMemory:
@@ -124,11 +125,22 @@ def _from_first(
             os.close(descriptor)
 
 
+def _check(array: Any) -> None:
+    """Raises InvalidArgument or Unsupported unless the elements are bytes in host memory."""
+    found = arrays.plain(array)
+    if isinstance(found, np.ndarray):
+        if found.dtype.hasobject:
+            refuse("array", f"an array of {found.dtype}", "numbers")
+    elif not found.is_complex():
+        arrays.check_tensor("array", found)
+
+
 def _stored(array: Any) -> tuple[int, Any]:
     """A new memfd with the array's elements, and the arguments of _mapped()."""
+    _check(array)
     source = arrays.plain(array)
     is_torch = not isinstance(source, np.ndarray)
-    whole = np.ascontiguousarray(source.numpy() if is_torch else source)
+    whole = np.ascontiguousarray(source.detach().numpy() if is_torch else source)
     elements = whole.reshape(-1).view(np.uint8)
     descriptor, (file, _) = _reserved(whole.nbytes)
     try:

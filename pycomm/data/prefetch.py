@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
+from pycomm._arguments import integer, refuse
 from pycomm.data.nested import on_tensors
-from pycomm.errors import InvalidArgument
 
 __all__ = ["Prefetcher"]
 
@@ -33,7 +33,7 @@ class Prefetcher:
         convert: applied to each batch on the device; its result is returned.
 
     Raises:
-        InvalidArgument: `depth` is below 1.
+        InvalidArgument: an argument is invalid.
         Exception: iterating raises an error of the loader, or of `convert`, in place of its batch.
     """
 
@@ -44,10 +44,16 @@ class Prefetcher:
         depth: int = 2,
         convert: Callable[[Any], Any] | None = None,
     ) -> None:
-        if depth < 1:
-            raise InvalidArgument(f"invalid depth: got {depth}, expected at least 1")
-        self._loader, self._device = loader, torch.device(device)
-        self._depth, self._convert = depth, convert
+        if not hasattr(type(loader), "__iter__"):
+            refuse("loader", loader, "an iterable of batches")
+        if convert is not None and not callable(convert):
+            refuse("convert", convert, "a function, or None")
+        try:
+            self._device = torch.device(device)
+        except (RuntimeError, TypeError, ValueError):  # torch's text repeats the value
+            refuse("device", device, "a device of torch")
+        self._loader, self._convert = loader, convert
+        self._depth = integer("depth", depth, 1)
 
     def __len__(self) -> int:
         """The loader's length."""

@@ -17,6 +17,7 @@ import torch
 from torch.utils.data import Sampler
 
 from pycomm import config, default_group
+from pycomm._arguments import flag, integer, one_of, refuse, shown
 from pycomm.errors import InvalidArgument
 
 __all__ = ["InfiniteSampler", "ShardedSampler", "rank_and_size"]
@@ -29,11 +30,12 @@ def rank_and_size(rank: int | None, size: int | None) -> tuple[int, int]:
         InvalidArgument: only one of them is given, or they do not fit.
     """
     if (rank is None) != (size is None):
-        raise InvalidArgument(f"rank={rank}, size={size}: pass both or neither")
+        raise InvalidArgument(f"rank={shown(rank)}, size={shown(size)}: pass both or neither")
     if rank is not None and size is not None:
+        rank, size = integer("rank", rank), integer("size", size, 1)
         if not 0 <= rank < size:
-            raise InvalidArgument(f"invalid rank: got {rank}, expected 0 to {size - 1}")
-        return operator.index(rank), operator.index(size)
+            refuse("rank", rank, f"0 to {size - 1}")
+        return rank, size
     if default_group.is_initialized():
         return default_group.rank(), default_group.size()
     here = config.environment()
@@ -69,15 +71,16 @@ class ShardedSampler(Sampler[int]):
         rank: int | None = None,
         size: int | None = None,
     ) -> None:
-        if order not in ("strided", "contiguous"):
-            raise InvalidArgument(
-                f'invalid order: got {order!r}, expected "strided" or "contiguous"'
-            )
+        one_of("order", order, ("strided", "contiguous"))
+        if not hasattr(type(data), "__len__"):
+            refuse("data", data, "an object with a length")
+        pad, drop_last = flag("pad", pad), flag("drop_last", drop_last)
         if pad and drop_last:
             raise InvalidArgument("pad=True and drop_last=True: pass only one of them")
         self.rank, self.size = rank_and_size(rank, size)
         self.epoch = self._start = 0
-        self._data, self._shuffle, self._seed = data, shuffle, seed
+        self._data, self._shuffle = data, flag("shuffle", shuffle)
+        self._seed = integer("seed", seed)
         self._strided, self._pad, self._drop_last = order == "strided", pad, drop_last
 
     def set_epoch(self, epoch: int, start: int = 0) -> None:
@@ -127,9 +130,14 @@ class InfiniteSampler(Sampler[Any]):
 
     Args:
         sampler: the sampler of one epoch.
+
+    Raises:
+        InvalidArgument: `sampler` is not iterable.
     """
 
     def __init__(self, sampler: Sampler[Any]) -> None:
+        if not hasattr(type(sampler), "__iter__"):
+            refuse("sampler", sampler, "a sampler")
         self.sampler = sampler
 
     def __iter__(self) -> Iterator[Any]:

@@ -18,7 +18,7 @@ from torch import Tensor
 from pycomm import collectives, objects
 from pycomm._core_api import arrays
 from pycomm.data.nested import flattened
-from pycomm.default_group import default
+from pycomm.default_group import chosen
 from pycomm.errors import InvalidArgument
 from pycomm.group import Group
 
@@ -57,7 +57,7 @@ class ScatterLoader:
         group: Group | None = None,
         device: torch.device | str | None = None,
     ) -> None:
-        self._group = group or default()
+        self._group = chosen(group)
         if (self._group.rank == src) != (loader is not None):
             raise InvalidArgument(f"invalid loader: pass it on rank {src} only, None on the others")
         self._loader, self._src = loader, src

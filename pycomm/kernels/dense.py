@@ -6,7 +6,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from pycomm import _core
+from pycomm._arguments import one_of, refuse
 from pycomm._core_api import arrays, devices
 from pycomm.errors import InvalidArgument
 from pycomm.kernels import inputs
@@ -145,11 +148,13 @@ def cast(x: Any, dtype: Any, *, out: Any = None) -> Any:
         Unsupported: another kind of array, or CUDA kernels that are not built.
     """
     found = inputs.array(x, "x", inputs.FLOATS)
-    name = dtype if isinstance(dtype, str) else str(dtype).removeprefix("torch.")
-    if name not in inputs.FLOATS:
-        name = getattr(dtype, "__name__", name)  # np.float32 is a class
-    if name not in inputs.FLOATS:
-        raise InvalidArgument(f"cast: got {dtype}, expected one of {', '.join(inputs.FLOATS)}")
+    if isinstance(dtype, type):
+        name = dtype.__name__  # np.float32 is a class
+    elif isinstance(dtype, np.dtype) or type(dtype).__name__ == "dtype":  # torch's
+        name = str(dtype).removeprefix("torch.")
+    else:
+        name = dtype
+    name = one_of("dtype", name, inputs.FLOATS)
     if out is None:
         out = arrays.new(found, found.shape, name)
     result = inputs.array(out, "out", (name,), write=True)
@@ -180,6 +185,8 @@ def reduce_(out: Any, xs: Sequence[Any], op: str = "sum") -> Any:
         Unsupported: another kind of array, or CUDA kernels that are not built.
     """
     result = inputs.array(out, "out", _core.DTYPES, write=True)
+    if not isinstance(xs, (list, tuple)):
+        refuse("xs", xs, "a list of arrays")
     found = [inputs.array(x, f"xs[{i}]", (result.dtype,)) for i, x in enumerate(xs)]
     if not found:
         raise InvalidArgument("reduce_: invalid xs: got an empty list, expected at least one array")

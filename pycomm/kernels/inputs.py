@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pycomm import _core
+from pycomm._arguments import refuse
 from pycomm._core_api import arrays, devices
 from pycomm._core_api.arrays import ArrayRef, Device, Like
 from pycomm.errors import InvalidArgument
@@ -129,10 +130,8 @@ def whole_number(value: Any, most: int, name: str = "k") -> int:
     """The value as an int in 0..most."""
     try:
         number = value.__index__()
-    except (AttributeError, TypeError):
-        raise InvalidArgument(
-            f"invalid {name}: got {value!r:.40}, expected a whole number"
-        ) from None
+    except (AttributeError, TypeError, ValueError):
+        refuse(name, value, "a whole number")
     if not 0 <= number <= most:
         raise InvalidArgument(f"invalid {name}: got {number}, expected 0..{most}")
     return int(number)
@@ -142,8 +141,8 @@ def finite(value: Any, name: str) -> float:
     """A finite number as a float."""
     try:
         number = float(value)
-    except (TypeError, ValueError):
-        raise InvalidArgument(f"invalid {name}: got {value!r:.40}, expected a number") from None
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        refuse(name, value, "a number")
     if not math.isfinite(number):
         raise InvalidArgument(f"invalid {name}: got {number}, expected a finite number")
     return number

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from pycomm import _core
+from pycomm._arguments import refuse
 from pycomm._core_api import arrays, devices
 from pycomm._core_api.arrays import ArrayRef
 from pycomm.errors import InvalidArgument
@@ -164,7 +165,7 @@ def encode(
             Nothing changes.
         Unsupported: another kind of array, or CUDA kernels that are not built.
     """
-    pair = _pair(indices, values)
+    pair, count = _pair(indices, values), inputs.whole_number(count, inputs.MOST_ELEMENTS, "count")
     k = inputs.whole_number(pair[0].count, count, "number of indices")
     if pair[1].dtype not in ("float32", "float64"):
         raise InvalidArgument(
@@ -277,6 +278,11 @@ def packet_bytes(
     Raises:
         InvalidArgument: an unknown codec, or a dtype that the codec does not support.
     """
+    k = inputs.whole_number(k, inputs.MOST_ELEMENTS)
+    count = inputs.whole_number(count, inputs.MOST_ELEMENTS, "count")
+    for name, value in (("value_dtype", value_dtype), ("codec", codec)):
+        if type(value) is not str:
+            refuse(name, value, "a name")
     if codec != "raw":
         return compact.most_bytes(k, int(count), value_dtype, codec)
     return _indices_offset(k, value_dtype) + 4 * k

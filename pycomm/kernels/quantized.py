@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from pycomm import _core
+from pycomm._arguments import integer, refuse
 from pycomm._core_api import arrays, devices
 from pycomm._core_api.arrays import ArrayRef
 from pycomm.errors import InvalidArgument, Unsupported
@@ -76,9 +77,9 @@ class Blocks:
 
 def check_bits(bits: int, name: str = "bits") -> int:
     """The number of bits; raises InvalidArgument for another than 1, 2, 3, 4 and 8."""
-    if isinstance(bits, bool) or bits not in BITS:
-        raise InvalidArgument(f"invalid {name}: got {bits!r:.40}, expected 1, 2, 3, 4 or 8")
-    return int(bits)
+    if isinstance(bits, bool) or (found := integer(name, bits)) not in BITS:
+        refuse(name, bits, "1, 2, 3, 4 or 8")
+    return found
 
 
 def quantized_bytes(count: int, bits: int) -> int:

@@ -16,7 +16,7 @@ import numpy as np
 
 from pycomm._core_api import calls
 from pycomm.collectives import all_gather_v
-from pycomm.default_group import default
+from pycomm.default_group import chosen
 from pycomm.errors import InvalidArgument, Timeout
 from pycomm.group import Group
 from pycomm.objects import serialization
@@ -58,7 +58,7 @@ def all_gather_object(
         mine = b"\1" + serialization.encode(value)
     except InvalidArgument as error:  # sent to the other ranks, which wait for this one
         mine = b"\0" + str(error).encode("utf-8", "backslashreplace")
-    group = group or default()
+    group = chosen(group)
     parts = all_gather_v(np.frombuffer(mine, np.uint8), group=group, timeout_s=timeout_s)
     texts = [part.tobytes() for part in parts]
     for rank, text in enumerate(texts):
@@ -88,7 +88,7 @@ def user_set(key: str, value: Any, *, group: Group | None = None) -> None:
         PeerLost: the store ended, with rank 0.
         Timeout: the store did not answer within the group's time limit.
     """
-    store, prefix, limit_s = (group or default())._key_store()
+    store, prefix, limit_s = chosen(group)._key_store()
     encoded = serialization.encode(value)
     if len(encoded) > MAX_VALUE_BYTES:
         raise InvalidArgument(
@@ -133,7 +133,7 @@ def user_pop(key: str, timeout_s: float | None = None, *, group: Group | None = 
 
 def _wait(verb: str, key: str, timeout_s: float | None, group: Group | None) -> Any:
     """Waits for the key and returns its value; `verb` "user_pop" also removes it."""
-    store, prefix, limit_s = (group or default())._key_store()
+    store, prefix, limit_s = chosen(group)._key_store()
     where = _place(prefix, key, verb)
     limit_s = calls.limit(timeout_s) or limit_s
     end = time.monotonic() + limit_s

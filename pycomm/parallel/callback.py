@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from pycomm import _core
+from pycomm._arguments import refuse
 from pycomm._core_api.calls import Work
 from pycomm._training.communicators import CommunicatorPool
-from pycomm.errors import InvalidArgument, Unsupported
+from pycomm.errors import Unsupported
 from pycomm.group import Group
 
 __all__ = ["make_allreduce_cb"]
@@ -39,7 +40,7 @@ def make_allreduce_cb(op: str, group: Group | None = None) -> Callable[[Tensor],
     """
     name = _core.reduce_op_name(op)
     if name not in ("sum", "avg"):
-        raise InvalidArgument(f'invalid op: got {op!r}, expected "sum" or "mean"')
+        refuse("op", op, '"sum" or "mean"')
     packer = _Packer(CommunicatorPool(group, 1), name)
     return packer.take
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from pycomm._arguments import refuse
 from pycomm.errors import InvalidArgument
 from pycomm.group import Group
 from pycomm.testing.faults import FaultPlan
@@ -143,7 +144,10 @@ def status(group: Group) -> dict[str, Any]:
 
     Raises:
         GroupBroken: the group was closed or belongs to the parent process.
+        InvalidArgument: `group` is another object.
     """
+    if not isinstance(group, Group):
+        refuse("group", group, "a pycomm.Group")
     known = group.core.status()
     peers = [
         {

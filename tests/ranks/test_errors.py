@@ -47,11 +47,13 @@ def test_fields_default_to_none_and_survive_pickling(name: str) -> None:
     bare = kind("what")
     assert str(bare) == "what"
     assert all(getattr(bare, field) is None for field in errors.FIELDS)
-    full = kind("what", op="recv", sequence=3, rank=1, peer=2, elapsed_s=0.5, bytes=8)
+    full = kind(
+        "what", op="recv", sequence=3, rank=1, peer=2, unreachable=4, elapsed_s=0.5, bytes=8
+    )
     again = pickle.loads(pickle.dumps(full))
     assert type(again) is kind
     assert str(again) == "what"
-    assert [getattr(again, field) for field in errors.FIELDS] == ["recv", 3, 1, 2, 0.5, 8]
+    assert [getattr(again, field) for field in errors.FIELDS] == ["recv", 3, 1, 2, 4, 0.5, 8]
     with pytest.raises(TypeError, match="colour"):
         kind("what", colour="red")
 

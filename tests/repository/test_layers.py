@@ -146,7 +146,7 @@ MAY_INCLUDE_TORCH = "bindings/c10d"
 LAYERS = [
     ["_core", "_cuda"],
     ["errors", "reference", "_names"],
-    ["_c10d"],
+    ["_arguments", "_c10d"],
     ["_secret", "_process_pool"],
     ["config"],
     ["_bootstrap"],

@@ -103,7 +103,7 @@ def test_ops_have_the_names_of_numpy_and_torch(op: str, same: str) -> None:
 def test_an_unknown_op_lists_the_valid_ones() -> None:
     torch = pytest.importorskip("torch")
     for op in ("PREMUL", "Sum", None, 3, torch.distributed.ReduceOp.PREMUL_SUM):
-        with pytest.raises(errors.InvalidArgument, match=r"unknown op .*; one of: sum"):
+        with pytest.raises(errors.InvalidArgument, match=r" op.* one of: sum"):
             pycomm.kernels.reduce_(np.ones(1), [np.ones(1)], op)
 
 

@@ -37,7 +37,7 @@ def test_it_is_a_value() -> None:
         ({"ratio": 200, "density": 0.1}, "expected one of them"),
         ({"group": 12}, "invalid group: got 12"),
         ({"group": 2048}, "invalid group"),
-        ({"exchange": "ring"}, "got 'ring', expected auto, gather or sharded"),
+        ({"exchange": "ring"}, "got 'ring', expected one of auto, gather, sharded"),
         ({"owner_k_factor": 0}, "invalid owner_k_factor: got 0"),
         ({"value_dtype": "float16"}, "expected one of float32, bfloat16, 2bit, 1bit, 3bit"),
     ],
