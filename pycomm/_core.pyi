@@ -38,6 +38,8 @@ def inspect(array: Any, write: bool, /) -> tuple[int, str, int, tuple[int, ...],
 class Call:
     """A call without its arrays. None keeps the default of `timeout_s`, `algorithm`, `counts`.
 
+    `tag`: of a message; of all_reduce, all_gather and all_to_all: what the array is, the same on
+    all ranks: the number of a pass, times 2**16, plus a hash of parameters. 0: not known.
     `peer`: the root, or the other rank of a message; -1: recv takes a message of any rank.
     `counts`, elements: all_gather: of each rank's input; all_to_all: sent to each rank, then
     received from each. `counts_fit`: the ranks exchanged these counts, so the call does not compare

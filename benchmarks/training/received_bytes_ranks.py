@@ -52,6 +52,7 @@ def moved(group: pycomm.Group, count: int, options: dict[str, Any]) -> Moved:
     model(
         torch.randn(1, count, generator=own)
     ).sum().backward()  # the gradient follows this generator only
+    layer.zero_grad()
     before = group.stats()
     model(torch.randn(1, count, generator=own)).sum().backward()
     after = group.stats()

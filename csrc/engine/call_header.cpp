@@ -18,10 +18,14 @@ std::string describe(const transport::Header& header) {
   if (header.operation == static_cast<uint8_t>(Operation::barrier)) return text + ")";
   text += header.dtype < kDtypes.size() ? std::string(kDtypes[header.dtype].name) : "unknown dtype";
   const std::string count = std::to_string(header.count), peer = std::to_string(header.peer);
+  const std::string what = header.peer == 0 ? ""
+                                            : ", pass " + std::to_string(header.peer >> 16) +
+                                                  " of parameters with hash " +
+                                                  std::to_string(header.peer & 0xffff);
   switch (static_cast<Operation>(header.operation)) {
     case Operation::all_reduce:
     case Operation::reduce_scatter:
-      text += ", count " + count + ", " + named(kReduceOps, header.op);
+      text += ", count " + count + ", " + named(kReduceOps, header.op) + what;
       break;
     case Operation::reduce:
       text += ", count " + count + ", " + named(kReduceOps, header.op) + ", root " + peer;
@@ -37,11 +41,13 @@ std::string describe(const transport::Header& header) {
       break;
     case Operation::all_gather:
       text += header.peer == 0 ? ", count " + count
-                               : ", counts of a list with sum " + count + " and hash " + peer;
+                               : ", counts of a list with sum " + count + " and hash " + peer +
+                                     ", or count " + count + what;
       break;
     case Operation::all_to_all:
       text +=
           header.peer == 1 ? ", counts by rank" : ", count " + count + " from the one to the other";
+      if (header.peer > 2) text += what;
       break;
     case Operation::barrier:
       break;

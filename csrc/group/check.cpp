@@ -163,16 +163,16 @@ transport::Header signature_of(const Call& call, Algorithm algorithm) {
   header.algorithm = static_cast<uint8_t>(algorithm);
   if (call.device.agreement) header.algorithm |= transport::kOnDevice;
   header.count = call.count;
-  if (message) header.peer = call.tag;
+  header.peer = call.tag;
   if (is_rooted(call.operation)) header.peer = static_cast<uint32_t>(call.peer);
   if (call.operation == Operation::all_gather && !call.counts.empty()) {
     header.count = total(call.counts);
-    header.peer = hash_of(call.counts);
+    header.peer = hash_of(call.counts) + call.tag;
   }
   // An all_to_all with counts and one without never match, even if the counts are equal. Nor do one
   // that gathers the counts and one that does not.
   if (call.operation == Operation::all_to_all && !call.counts.empty())
-    header.peer = call.counts_fit ? 2 : 1;
+    header.peer = call.counts_fit ? call.tag | 2 : 1;
   return header;
 }
 

@@ -70,8 +70,10 @@ struct Call {
   const void* input = nullptr;
   void* output = nullptr;
   size_t count = 0;
-  int peer = 0;      // root of broadcast, reduce, gather, scatter; peer of send, recv
-  uint32_t tag = 0;  // send, recv
+  int peer = 0;  // root of broadcast, reduce, gather, scatter; peer of send, recv
+  // send, recv: as of the message. all_reduce, all_gather, all_to_all: what the array is, the same
+  // on all ranks: the number of a pass and a hash of parameters, 16 bits each; 0: not known.
+  uint32_t tag = 0;
   Algorithm algorithm = Algorithm::automatic;
   std::chrono::nanoseconds timeout{0};  // 0: the group's
   // Empty, or element counts; `count` is then 0. all_gather: the input of each rank, the same list

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pycomm import collectives
+from pycomm import _core, collectives
 from pycomm._arguments import integer, refuse
 from pycomm._core_api import arrays
 from pycomm.default_group import chosen
@@ -105,12 +105,13 @@ def _saved(value: Any) -> bytes:
     return file.getvalue()
 
 
-def average(tensors: Sequence[Tensor], group: Group) -> list[Tensor]:
+def average(tensors: Sequence[Tensor], group: Group, tag: int = 0) -> list[Tensor]:
     """The means over all ranks of floating-point tensors, the same bits on every rank.
 
-    Collective. The arguments are unchanged, also if the call fails.
+    Collective. The arguments are unchanged, also if the call fails. Ranks compare `tag`.
     """
-    return _through(tensors, lambda flat: collectives.all_reduce(flat, "avg", group=group))
+    call = _core.Call("all_reduce", op="avg", tag=tag)
+    return _through(tensors, lambda flat: call(group, flat, flat, flat, False))
 
 
 def _through(tensors: Sequence[Tensor], call: Callable[[Tensor], object]) -> list[Tensor]:

@@ -15,10 +15,15 @@ from pycomm.default_group import chosen
 from pycomm.errors import InvalidArgument
 from pycomm.group import Group
 
-__all__ = ["CommunicatorPool"]
+__all__ = ["CommunicatorPool", "tag_of"]
 
 # Default number of communicators. On one host a single call uses the whole memory bandwidth.
 BETWEEN_HOSTS = 2
+
+
+def tag_of(number: int, parameters: int = 0) -> int:
+    """The tag of calls in the pass or step with this number, for parameters with this hash."""
+    return (number & 0xFFFF) << 16 | parameters & 0xFFFF
 
 
 class CommunicatorPool:
@@ -29,6 +34,9 @@ class CommunicatorPool:
         count: number of communicators; None: 1 if all ranks share a host, else 2.
         hierarchical: reduce within hosts, between hosts, then within hosts. Ignored on one host.
         split: False: without groups split off it until use() is called; not collective.
+
+    Attributes:
+        tag: what the arrays of the next calls are, by tag_of(); ranks compare it. 0: not known.
 
     Raises:
         InvalidArgument: `count` is below 1.
@@ -42,6 +50,7 @@ class CommunicatorPool:
         split: bool = True,
     ) -> None:
         self._asked = count, hierarchical
+        self.tag = 0
         self.use(chosen(group), split)
 
     def use(self, group: Group, split: bool = True) -> None:
@@ -75,23 +84,18 @@ class CommunicatorPool:
 
     def all_reduce(self, x: Any, op: str = "sum") -> Work:
         """Starts pycomm.all_reduce of `x`, in place, on the next communicator."""
-        group = self._next()
-        work: Work = collectives.all_reduce(
-            x, op, algorithm=self._algorithm, group=group, async_op=True
-        )
-        return work
+        return self._start("all_reduce", x, x, op=op, algorithm=self._algorithm)
 
     def all_gather(self, x: Any, out: Any) -> Work:
         """Starts pycomm.all_gather of `x` into `out` [size, *x.shape] on the next communicator."""
-        work: Work = collectives.all_gather(x, out, group=self._next(), async_op=True)
-        return work
+        return self._start("all_gather", x, out)
 
     def all_gather_v(self, x: Any, out: Any, counts: Sequence[int]) -> Work:
         """Starts an all_gather with `counts[i]` elements of rank i on the next communicator.
 
         `x` and `out` are flat; `out` gets the ranks' elements in order. All ranks know `counts`.
         """
-        return self._uneven("all_gather", x, out, counts)
+        return self._start("all_gather", x, out, counts=counts)
 
     def all_to_all(self, x: Any, out: Any) -> Work:
         """Starts pycomm.all_to_all of `x` [size, *row] into `out` on the next communicator."""
@@ -107,10 +111,11 @@ class CommunicatorPool:
         `recv_counts[i]` elements from it are stored in `out`. The ranks have exchanged the counts,
         so the call does not compare them again.
         """
-        return self._uneven("all_to_all", x, out, [*send_counts, *recv_counts])
+        counts = [*send_counts, *recv_counts]
+        return self._start("all_to_all", x, out, counts=counts, counts_fit=True)
 
-    def _uneven(self, verb: str, x: Any, out: Any, counts: Sequence[int]) -> Work:
-        call = _core.Call(verb, counts=counts, counts_fit=verb == "all_to_all")
+    def _start(self, verb: str, x: Any, out: Any, **options: Any) -> Work:
+        call = _core.Call(verb, tag=self.tag, **options)
         work: Work = call(self._next(), x, out, out, True)
         return work
 

@@ -6,7 +6,7 @@ Received packets become gradients or an update; the quantization error returns t
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -78,6 +78,14 @@ class ReceivedPackets:
     unit: CompressionBucket
     pairs: Sequence[Pair] | PacketBatch
     error: Tensor | None = None
+
+    def silence(self, unused: Collection[ParameterState]) -> None:
+        """Sets the values received for these parameters to 0."""
+        offset = 0
+        for memory in self.unit.memories:
+            for indices, values in _each(self.pairs) if memory in unused else ():
+                elements_between(indices, values, offset, offset + memory.count)[1].zero_()
+            offset += memory.count
 
 
 def _each(pairs: Sequence[Pair] | PacketBatch) -> Iterable[Pair]:

@@ -96,13 +96,13 @@ class BucketExchanges:
                 self.residuals.to_hosts(hosts, pool.group)
             elif failed:
                 self.residuals.average_copies(hosts)
-        elif self.name == "dense" or self.residuals.by_host:
+        elif self._is_dense(pool) or self.residuals.by_host:
             self.residuals.to_ranks(pool.group)
         self._prepared = True
 
     def make(self, parameters: Sequence[Tensor], pool: CommunicatorPool) -> BucketExchange:
         """The exchange of a bucket with these parameters."""
-        if self.name == "dense":
+        if self._is_dense(pool):
             pending = self.residuals.unsent(parameters, create=not self._in_place)
             return _DenseExchange(pending, pool, self._in_place)
         hosts = self._hosts.value if self.name == "hierarchical" else None
@@ -111,6 +111,11 @@ class BucketExchanges:
         feedback = self.residuals.feedback(parameters, layout)
         exchange = QuantizedExchange(self._options, layout, feedback, ranks, 1.0 / ranks.size)
         return exchange if hosts is None else _HostExchange(exchange, hosts)
+
+    def _is_dense(self, pool: CommunicatorPool) -> bool:
+        """Whether buckets are sent exactly. One rank has gradients to send to itself only if it
+        loaded residuals of several."""
+        return self.name == "dense" or (self._in_place and pool.size == 1)
 
     @contextlib.contextmanager
     def aborted_on_error(self) -> Iterator[None]:

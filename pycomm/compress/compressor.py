@@ -7,7 +7,7 @@ warm-up, and keeps the state between steps.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 from pycomm import collectives
 from pycomm._core_api import arrays
 from pycomm._training import coalesced
-from pycomm._training.communicators import CommunicatorPool
+from pycomm._training.communicators import CommunicatorPool, tag_of
 from pycomm.compress.exchange_policy import DENSE, Chooser, LevelPlan
 from pycomm.compress.hierarchical import HostGroups
 from pycomm.compress.options import Options
@@ -56,6 +56,7 @@ class Compressor:
         self.state = CompressorState(
             self._adopted.memories, options.selects_model, {} if options.may_shard else None
         )
+        self._adopted.switched = lambda: self.state.switched
         if options.compact:
             _check_codec_devices(self.state.compressed)
         self._chooser = Chooser(options)
@@ -83,6 +84,10 @@ class Compressor:
         """The ranks."""
         return self._communicators().group
 
+    def tag(self, bucket: int) -> None:
+        """The next calls are for this bucket of torch's DDP."""
+        self._communicators().tag = tag_of(self.state.step_count + 1, bucket)
+
     def attach(self, named: Mapping[str, Tensor], pool: CommunicatorPool) -> None:
         """Uses the communicators of DataParallel and its names of the model's parameters.
 
@@ -105,19 +110,26 @@ class Compressor:
         memory = self.state.memories.get(parameter)
         return memory is not None and memory.v is not None
 
-    def add(self, flat: Tensor, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+    def add(
+        self,
+        flat: Tensor,
+        parameters: Sequence[Tensor],
+        gradients: Sequence[Tensor],
+        lacking: Collection[Tensor] = (),
+    ) -> None:
         """Adds a bucket whose gradients are complete. The first one begins a step."""
         if self._step is None:
+            self._adopted.check()
             self._step = self._begin()
-        self._step.add(flat, parameters, gradients)
+        self._step.add(flat, parameters, gradients, lacking)
 
-    def finish(self) -> None:
+    def finish(self, unused: Collection[Tensor] = ()) -> None:
         """Ends the step."""
         step, self._step = self._step, None
         self._failed = step
         with contextlib.ExitStack() as ending:
             if step is not None:
-                self._end(step, ending)
+                self._end(step, ending, unused)
             self._failed = None
 
     def cancel(self) -> None:
@@ -205,16 +217,19 @@ class Compressor:
     def save(self) -> dict[str, Any]:
         """See DGC.state_dict."""
         self._cancel_failed_pass("state_dict")
+        self._adopted.settle()
         return self.state.save(self.group, self.exchanges)
 
     def gather(self, dst: int) -> dict[str, Any] | None:
         """See DGC.gather_state."""
         self._cancel_failed_pass("gather_state")
+        self._adopted.settle()
         return self.state.gather(self.group, dst, self.exchanges)
 
     def load(self, saved: Mapping[str, Any]) -> None:
         """See DGC.load_state_dict."""
         self._cancel_failed_pass("load_state_dict")
+        self._adopted.settle()
         self._chooser.forget(self.state.load(saved, self.group))
         self._level_plan = DENSE
         self._adopted.forget()
@@ -255,10 +270,10 @@ class Compressor:
         )
         return Step(plan, state.memories, self._workspaces, pool, self.idle)
 
-    def _end(self, step: Step, ending: contextlib.ExitStack) -> None:
+    def _end(self, step: Step, ending: contextlib.ExitStack, unused: Collection[Tensor]) -> None:
         """Finishes and counts the step, unless all ranks skip it because of Inf or NaN under a loss
-        scale. Step.finish describes `ending`."""
-        if not step.finish(ending):
+        scale. Step.finish describes `ending` and `unused`."""
+        if not step.finish(ending, unused):
             self._adopted.skipped()
             return
         self.state.step_count += 1

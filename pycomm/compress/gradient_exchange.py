@@ -8,7 +8,8 @@ pycomm.parallel.exchange has the contract.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from pycomm import collectives
 from pycomm._core_api.calls import Work
 from pycomm._quantize import Quantize
 from pycomm._training import coalesced
-from pycomm._training.communicators import CommunicatorPool
+from pycomm._training.communicators import CommunicatorPool, tag_of
 from pycomm.compress.bucket_exchange import BucketExchange, BucketExchanges
 from pycomm.compress.interrupts import defer_sigint
 from pycomm.compress.quantized_residuals import QuantizedResiduals
@@ -57,7 +58,8 @@ class GradientExchange:
         self._passing: list[tuple[BucketExchange, Tensor]] = []
         self._dense: list[tuple[Work, Tensor]] = []
         self._averaged: list[tuple[BucketExchange, Tensor]] = []  # not committed yet
-        self._running = False  # a pass has begun
+        # Of a pass that has begun.
+        self._buckets: list[tuple[Tensor, Sequence[Tensor]]] | None = None
         self._finite = True  # so far in this pass
         self._failed: list[tuple[BucketExchange, Tensor]] = []  # of the last pass, if it failed
         self._step, self._scale = 0, 1.0
@@ -67,6 +69,10 @@ class GradientExchange:
     def group(self) -> Group:
         """The ranks."""
         return self._communicators().group
+
+    def tag(self, bucket: int) -> None:
+        """The next calls are for this bucket of torch's DDP."""
+        self._communicators().tag = tag_of(self._step + 1, bucket)
 
     def attach(self, named: Mapping[str, Tensor], pool: CommunicatorPool) -> None:
         """Uses the communicators of DataParallel, whose parameters must be known."""
@@ -78,12 +84,20 @@ class GradientExchange:
         """Whether the parameter has 16 or 32 bits."""
         return self._exchanges.residuals.quantizes(parameter)
 
-    def add(self, flat: Tensor, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+    def add(
+        self,
+        flat: Tensor,
+        parameters: Sequence[Tensor],
+        gradients: Sequence[Tensor],
+        lacking: Collection[Tensor] = (),
+    ) -> None:
         """Starts the exchange of a bucket, and sums an earlier one. `gradients` fill `flat`."""
         group = self.group
-        if not self._running:
+        if self._buckets is None:
             self._begin()
-        if group.size == 1:
+            self._buckets = []
+        self._buckets.append((flat, parameters))
+        if group.size == 1 and not self._exchanges.residuals.has_unsent(parameters):
             return
         self._dense_bytes += flat.nbytes
         if not all(self._exchanges.residuals.quantizes(parameter) for parameter in parameters):
@@ -103,19 +117,25 @@ class GradientExchange:
         with self._exchanges.aborted_on_error():
             self._average_started()
 
-    def finish(self, agree: Callable[[bool], bool] = bool) -> None:
+    def finish(self, unused: Collection[Tensor] = (), agree: Callable[[bool], bool] = bool) -> None:
         """Writes the mean of all ranks to the gradients, and commits.
 
         Args:
+            unused: parameters that no rank used, whose residuals stay as they are.
             agree: whether gradients are finite on all ranks, given whether they are in this group.
         """
+        self._exchanges.residuals.unused = unused
         with self._exchanges.aborted_on_error():
             self._average_started()
         if agree(self._finite):
             with defer_sigint():
                 self._commit(self._averaged)
                 self._step += 1
-        self._running, self._finite, self._averaged, self._failed = False, True, [], []
+        else:  # so that a scaler skips the step of each optimizer
+            for flat, parameters in self._buckets or ():
+                for part in torch.split(flat, [parameter.numel() for parameter in parameters]):
+                    part[:1] = math.nan
+        self._buckets, self._finite, self._averaged, self._failed = None, True, [], []
 
     def _average_started(self) -> None:
         """Waits for the buckets that were added, and writes their means."""
@@ -140,7 +160,7 @@ class GradientExchange:
     def cancel(self) -> None:
         """Discards a pass: the residuals stay as they were before it."""
         passing, dense = self._passing, self._dense
-        self._running, self._passing, self._dense, self._averaged = False, [], [], []
+        self._buckets, self._passing, self._dense, self._averaged = None, [], [], []
         if passing:
             self._exchanges.abort("a backward pass did not complete")
         for exchange, _ in passing:
@@ -227,7 +247,8 @@ class GradientExchange:
 
     def _begin(self) -> None:
         """Converts the residuals if the loss scale changed."""
-        self._running, self._finite, self._failed = True, True, []
+        self._exchanges.residuals.check_frozen()
+        self._finite, self._failed, self._exchanges.residuals.unused = True, [], ()
         self._dense_bytes = self._sent_bytes = 0
         scaler = self._scaler
         scale = scaler.get_scale() if scaler is not None and scaler.is_enabled() else 1.0
@@ -236,11 +257,12 @@ class GradientExchange:
             self._scale = scale
 
     def _commit(self, passing: Sequence[tuple[BucketExchange, Tensor]]) -> None:
-        for exchange, _ in passing:
-            exchange.commit()
+        with self._exchanges.residuals.kept():
+            for exchange, _ in passing:
+                exchange.commit()
 
     def _cancel_failed_pass(self, method: str) -> None:
-        if self._running and torch._C._current_graph_task_id() != -1:
+        if self._buckets is not None and torch._C._current_graph_task_id() != -1:
             raise InvalidArgument(
                 f"QuantizedGradients.{method}() cannot be called inside backward(): call it before "
                 "or after"

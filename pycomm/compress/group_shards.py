@@ -10,7 +10,7 @@ A rank receives about (1 + owner_k_factor) k groups, independent of the number o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -141,13 +141,16 @@ class GroupShards:
         for owner, own_k in enumerate(np.diff(ends).tolist()):
             sent.append(self._step([self.views(x, owner) for x in tensors], own_k))
 
-    def choose(self, packets: Packets, k: int, device: torch.device) -> Tensor:
+    def choose(
+        self, packets: Packets, k: int, device: torch.device, kept: Collection[int] = ()
+    ) -> Tensor:
         """The packet of the largest sums in this rank's shard: its part of owner_k_factor k.
 
         Args:
             packets: of all ranks for this owner.
             k: groups that a rank sends.
             device: of the parameters.
+            kept: positions of parameters of which nothing is sent; the residual has them as before.
         """
         counts = self._counts[self.rank]
         if not counts:
@@ -158,10 +161,20 @@ class GroupShards:
             list(torch.split(x, counts)) for x in (total, torch.zeros_like(total), rest)
         )
         kernels.decode_sum(sums, self._read(self.rank, packets, device))
+        parts = [
+            (own, own_rest, own_rest.clone())
+            for own, own_rest, piece in zip(sums, rests, self._shards[self.rank], strict=True)
+            if piece.place in kept
+        ]
+        for own, own_rest, _ in parts:
+            own.zero_()
+            own_rest.zero_()
         self._step((sums, scratch, rests), 0)
         most = min(-(-self._options.owner_k_factor * k // self.size), self._group_count(self.rank))
         _, squares = kernels.topk_groups(rests, most, self._options.group)
         chosen = self._step((sums, scratch, rests), int((squares != 0).sum()))
+        for _, own_rest, before in parts:
+            own_rest.copy_(before)
         self._next = rest
         packet: Tensor = chosen.packet.cpu()
         return packet

@@ -121,7 +121,7 @@ class _Passes:
 
     def _finish(self) -> None:
         self._taken.clear()
-        self._exchange.finish(lambda finite: on_all(finite, self._shards))
+        self._exchange.finish(agree=lambda finite: on_all(finite, self._shards))
 
 
 def _hook(passes: _Passes, parameters: Sequence[Tensor]) -> Callable[[Tensor], None]:

@@ -13,7 +13,7 @@ gradients of a part. A part has one momentum and weight decay.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -37,6 +37,7 @@ class Update:
     limit: float | None = None  # largest norm of a gradient on this rank
     norm: Tensor | None = None  # float64 [1]: the norm of all gradients, for global clipping
     idle: bool = False  # this rank has no data: neither gradient nor decay
+    unused: Collection[ParameterState] = ()  # they have no decay
 
 
 @dataclass(eq=False)
@@ -109,7 +110,12 @@ class Packet:
                 [memory.v for memory in part.memories],
                 part.k,
                 momentum=part.hyper.momentum,
-                weight=[flat_view(memory.parameter) for memory in part.memories],
+                weight=[
+                    torch.zeros_like(memory.u)
+                    if memory in update.unused
+                    else flat_view(memory.parameter)
+                    for memory in part.memories
+                ],
                 weight_decay=decay,
                 nesterov=part.hyper.nesterov,
                 masking=update.masking,

@@ -7,7 +7,7 @@ a step.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Protocol, TypeVar
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 from pycomm._core_api.calls import Waitable
 from pycomm.compress.bucket import CompressionBucket, ReceivedPackets
 from pycomm.compress.packet_codec import Packets, decode, encode, quantization_error
+from pycomm.compress.parameter_state import ParameterState
 from pycomm.kernels import PacketBatch
 
 __all__ = [
@@ -61,10 +62,13 @@ class PacketExchange(Protocol):
     """An exchange of the compact packets of one step: AllGatherExchange, sharded.py."""
 
     def exchange(
-        self, units: Sequence[CompressionBucket], transport: PacketTransport
+        self,
+        units: Sequence[CompressionBucket],
+        transport: PacketTransport,
+        unused: Collection[ParameterState] = (),
     ) -> tuple[list[ReceivedPackets], int]:
         """Collective, after the last gradient: the received packets, and the bytes sent. No
-        persistent state changes."""
+        persistent state changes. Nothing of `unused` parameters is sent on."""
 
     def commit(self) -> None:
         """Stores the persistent result of exchange()."""
@@ -85,7 +89,10 @@ class AllGatherExchange:
         self.value_dtype = value_dtype
 
     def exchange(
-        self, units: Sequence[CompressionBucket], transport: PacketTransport
+        self,
+        units: Sequence[CompressionBucket],
+        transport: PacketTransport,
+        unused: Collection[ParameterState] = (),
     ) -> tuple[list[ReceivedPackets], int]:
         """Collective. The packets received for each bucket, and the bytes that this rank sent."""
         gathered, sent = all_gather(self._encode_each(units), transport)

@@ -6,6 +6,7 @@ feedback). Both are flat, in the order of the parameter's memory, float32, or fl
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -99,11 +100,18 @@ class AdoptedMomentum:
         self._update: Callable[[], None] | None = None
         self._updated: Sequence[ParameterState] = ()
         self._had_gradients = False  # whether `_updated` had gradients after the exchange
-        self._handles = [
+        self.switched: Callable[[], bool] = lambda: False
+        self._frozen: list[ParameterState] | None = None  # None: not known yet
+        self._exchanged_values = _ExchangedValues()
+        self._handles: list[Any] = [
             optimizer.register_step_pre_hook(self._hide),
             optimizer.register_step_post_hook(self._show),
-            optimizer.register_load_state_dict_post_hook(self._update_groups),
+            optimizer.register_load_state_dict_post_hook(self._take_loaded),
         ]
+        for parameter, memory in self.memories.items():
+            if parameter.requires_grad:
+                register: Any = parameter.register_hook
+                self._handles.append(register(_before(weakref.ref(self._exchanged_values), memory)))
 
     def _memory(
         self, name: str, parameter: Tensor, group: dict[str, Any], min_count: int
@@ -112,14 +120,19 @@ class AdoptedMomentum:
             raise Unsupported(f"DGC: the memory of {name!r} has gaps: pass a clone of it")
         dtype = torch.float64 if parameter.dtype == torch.float64 else torch.float32
         u = torch.zeros(parameter.numel(), dtype=dtype, device=parameter.device)
-        velocity = None
-        if "momentum" in self._owned:
-            velocity = self.optimizer.state.pop(parameter, {}).get("momentum_buffer")
-        if velocity is not None:
-            torch.as_strided(u, parameter.shape, parameter.stride()).copy_(velocity)
+        self._take_velocity(parameter, u)
         compressed = parameter.numel() >= max(min_count, 1)
         v = torch.zeros_like(u) if compressed else None
         return ParameterState(name, len(self.memories), parameter, group, self._owned, u, v)
+
+    def _take_velocity(self, parameter: Tensor, u: Tensor) -> bool:
+        """Moves the optimizer's velocity of a parameter, if there is one, to u."""
+        if "momentum" not in self._owned:
+            return False
+        velocity = self.optimizer.state.pop(parameter, {}).get("momentum_buffer")
+        if velocity is not None:
+            torch.as_strided(u, parameter.shape, parameter.stride()).copy_(velocity)
+        return velocity is not None
 
     def rename(self, names: Mapping[str, Tensor]) -> None:
         """Names the states after the model's parameters, which are the exchanged ones."""
@@ -127,6 +140,46 @@ class AdoptedMomentum:
         for name, parameter in names.items():
             if parameter in self.memories:
                 self.memories[parameter].name = name
+        self.settle()
+
+    def settle(self) -> None:
+        """Decides, at the first use, which parameters are never exchanged and so not compressed."""
+        if self._frozen is not None:
+            return
+        memories = self.memories.values()
+        self._frozen = [memory for memory in memories if not memory.parameter.requires_grad]
+        for parameter, memory in self.memories.items():
+            outside = self._exchanged is not None and parameter not in self._exchanged
+            if outside or not parameter.requires_grad:
+                memory.v = None
+
+    def check(self) -> None:
+        """Call it before the exchange of a pass.
+
+        Raises:
+            InvalidArgument: the exchange would use gradients that it made before, or parameters
+                that it does not know.
+        """
+        self.settle()
+        name = self._exchanged_values.taken_name()
+        if name:
+            raise InvalidArgument(
+                f"DGC: backward() added to the gradient of {name!r}, which DGC had exchanged: run "
+                "all passes before a step() but the last under no_sync(), and call zero_grad() "
+                "after step()"
+            )
+        known = sum(len(group["params"]) for group in self.optimizer.param_groups)
+        if known != len(self.memories):
+            raise InvalidArgument(
+                f"DGC: the optimizer has {known} parameters, and had {len(self.memories)} when DGC "
+                "was made: call add_param_group() before pycomm.DGC(optimizer)"
+            )
+        for memory in self._frozen or ():
+            if memory.parameter.requires_grad:
+                raise InvalidArgument(
+                    f"DGC: requires_grad of {memory.name!r} was set after the first use of DGC: "
+                    "set it before, and make DGC and the wrapper of the model anew"
+                )
 
     def register_exchange(
         self, update: Callable[[], None] | None = None, updated: Sequence[ParameterState] = ()
@@ -134,7 +187,7 @@ class AdoptedMomentum:
         """Registers exchanged gradients for the next step(), which applies `update` to `updated` by
         itself, unless zero_grad() removed their gradients."""
         self._waiting, self._update, self._updated = True, update, updated
-        self._skipped = False
+        self._skipped, self._exchanged_values.present = False, True
         self._had_gradients = self._have_gradients()
 
     def skipped(self) -> None:
@@ -176,12 +229,18 @@ class AdoptedMomentum:
                 shaped = torch.as_strided(velocity, p.shape, p.stride(), velocity.storage_offset())
                 self.optimizer.state[p]["momentum_buffer"] = shaped.to(p.dtype, copy=True)
 
-    def _update_groups(self, optimizer: torch.optim.Optimizer) -> None:
-        """After load_state_dict() the optimizer has new groups."""
+    def _take_loaded(self, optimizer: torch.optim.Optimizer) -> None:
+        """After load_state_dict() the optimizer has new groups, and velocities of a run without
+        DGC."""
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                if parameter in self.memories:
-                    self.memories[parameter].group = group
+                memory = self.memories.get(parameter)
+                if memory is None:
+                    continue
+                memory.group = group
+                took = self._take_velocity(parameter, memory.u)
+                if took and memory.v is not None and self.switched() and memory.hyper.nesterov:
+                    memory.u.mul_(memory.hyper.momentum)  # u follows DGC's formulas
 
     def _hide(
         self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -252,6 +311,46 @@ class AdoptedMomentum:
             self._update()
         self._clear_update()
         self._skipped, self._applied = False, self._first_gradient()
+
+
+class _ExchangedValues:
+    """Whether gradients have the values of the last exchange, and a pass added to them.
+
+    Attributes:
+        present: gradients may have these values.
+    """
+
+    def __init__(self) -> None:
+        self.present = False
+        self._added_to = ""  # the name of a parameter
+
+    def taken_name(self) -> str:
+        """The name of a parameter to whose gradient a pass added, once."""
+        name, self._added_to = self._added_to, ""
+        return name
+
+    def before(self, memory: ParameterState) -> None:
+        """Autograd is about to set or change a gradient."""
+        if not self.present:
+            return
+        gradient = memory.parameter.grad
+        if gradient is None:
+            self.present, self._added_to = False, ""
+        elif _has_values(gradient):
+            self._added_to = memory.name
+        elif self._added_to == memory.name:
+            self._added_to = ""
+
+
+def _before(values: weakref.ref[_ExchangedValues], memory: ParameterState) -> Callable[..., None]:
+    """A hook of autograd that does not keep the state alive."""
+
+    def before(_: Tensor) -> None:
+        found = values()
+        if found is not None:
+            found.before(memory)
+
+    return before
 
 
 def _has_values(gradient: Tensor) -> bool:

@@ -12,7 +12,8 @@ then a host takes the place of a rank.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import contextlib
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,6 +69,7 @@ class QuantizedResiduals:
     Attributes:
         nbytes: bytes of the parameters that are quantized.
         by_host: by rank, the host whose residuals it holds; []: each rank holds its own.
+        unused: parameters that no rank used in the current pass.
 
     Raises:
         Unsupported: a parameter is neither in host memory nor on a GPU.
@@ -87,6 +89,8 @@ class QuantizedResiduals:
         self._loose: dict[str, Pair] = {}  # of parameters that are in no bucket
         self.nbytes = 0
         self.by_host: list[int] = []
+        self.unused: Collection[Tensor] = ()
+        self._frozen: dict[str, Tensor] | None = None  # None: not known yet
         first = 0
         for name, parameter in named:
             self._known.add(parameter)
@@ -160,6 +164,34 @@ class QuantizedResiduals:
         for shape in shapes:
             found.append(self._loose.setdefault(shape.name, shape.zeros())[0])
         return found
+
+    def has_unsent(self, parameters: Sequence[Tensor]) -> bool:
+        """Whether a state that was loaded has a residual of any of them."""
+        names = [self._shapes[p].name for p in parameters if p in self._shapes]
+        return any(bool(part.any()) for name in names for part in self._loose.get(name, ()))
+
+    @contextlib.contextmanager
+    def kept(self) -> Iterator[None]:
+        """The residuals of unused parameters are the same after the block."""
+        names = {self._shapes[p].name for p in self.unused if p in self._shapes}
+        pairs = self._all() if names else ()
+        before = {name: [x.clone() for x in pair] for name, pair in pairs if name in names}
+        yield
+        for name, pair in self._all() if before else ():
+            for x, old in zip(pair, before.get(name, ()), strict=False):
+                x.copy_(old)
+
+    def check_frozen(self) -> None:
+        """Raises InvalidArgument if a parameter requires gradients that did not so before."""
+        if self._frozen is None:
+            shapes = self._shapes.items()
+            self._frozen = {s.name: p for p, s in shapes if not p.requires_grad}
+        for name, parameter in self._frozen.items():
+            if parameter.requires_grad:
+                raise InvalidArgument(
+                    f"{self._owner}: requires_grad of {name!r} was set after the first exchange: "
+                    "set it before, and make the compression and the wrapper of the model anew"
+                )
 
     def multiply(self, factor: float) -> None:
         """Converts to another loss scale."""

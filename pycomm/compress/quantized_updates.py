@@ -94,7 +94,7 @@ class QuantizedUpdates(UpdateCompressor[list[Tensor]]):
     @contextlib.contextmanager
     def exchange(self, step: int) -> Iterator[list[Tensor]]:
         self._forget()
-        word = self._check_word(step)
+        word = self._check_word(step, self._lacking())
         words = word.new_empty((self._pool.size, len(word)))
         try:
             compared = self._pool.all_gather(word, words)
@@ -104,7 +104,7 @@ class QuantizedUpdates(UpdateCompressor[list[Tensor]]):
                         self._take_update(bucket)
             finally:
                 compared.wait()
-            self._compare(words)
+            self._compare(list(words))
             means = self._exchange_all()
             self.sent_bytes = len(word) + sum(one.sent_bytes for one in self._started())
             yield means
@@ -167,6 +167,8 @@ class QuantizedUpdates(UpdateCompressor[list[Tensor]]):
         self._commit_exchanges()
         residual = self.residual
         for place, (mean, factor) in enumerate(zip(received, self.decay, strict=True)):
+            if place in self.unused:
+                continue
             theta, parameter = flat_view(self._theta[place]), flat_view(self._parameters[place])
             if theta.dtype == torch.float32:
                 theta.mul_(factor).sub_(mean)
@@ -216,8 +218,10 @@ class QuantizedUpdates(UpdateCompressor[list[Tensor]]):
         self._exchanges.forget(sources[0].get("exchange", "") if len(sources) == 1 else "")
 
     def _commit_exchanges(self) -> None:
-        for exchange in self._started():
-            exchange.commit()
+        self._residuals.unused = {self._theta[place] for place in self.unused}
+        with self._residuals.kept():
+            for exchange in self._started():
+                exchange.commit()
 
     def _forget(self) -> None:
         """Ends the last exchange, which cannot be rolled back any more."""
@@ -226,7 +230,7 @@ class QuantizedUpdates(UpdateCompressor[list[Tensor]]):
 
     def _finish(self) -> None:
         self._forget()
-        self.decay = [1.0] * len(self.decay)
+        super()._finish()
         if not self._options.error_feedback:
             self._residuals.multiply(0.0)
 

@@ -12,7 +12,7 @@ gradient is lost: sent + v + owner_residual = gradients.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -98,7 +98,10 @@ class ShardedExchange:
         self._next: dict[ParameterState, Tensor] = {}
 
     def exchange(
-        self, units: Sequence[CompressionBucket], transport: PacketTransport
+        self,
+        units: Sequence[CompressionBucket],
+        transport: PacketTransport,
+        unused: Collection[ParameterState] = (),
     ) -> tuple[list[ReceivedPackets], int]:
         """Collective. The packets received for each bucket, and the bytes that this rank sent."""
         self._next = {}
@@ -106,7 +109,7 @@ class ShardedExchange:
         cuts = self._cut(units, shares)
         received, given = to_owners([packets for _, packets in cuts], transport)
         chosen = [
-            self._choose(unit, share, packets)
+            self._choose(unit, share, packets, _places_of(unused, unit, share, transport.rank))
             for unit, share, packets in zip(units, shares, received, strict=True)
         ]
         gathered, sent = all_gather(chosen, transport)
@@ -136,14 +139,17 @@ class ShardedExchange:
             cuts.append((cut, encode(cut, share.places, self.value_dtype)))
         return cuts
 
-    def _choose(self, unit: CompressionBucket, share: Sharding, packets: Packets) -> Tensor:
+    def _choose(
+        self, unit: CompressionBucket, share: Sharding, packets: Packets, kept_back: Tensor
+    ) -> Tensor:
         """The packet of the largest sums in this owner's shard: its part of owner_k_factor k. The
-        rest becomes the new owner residual."""
+        rest becomes the new owner residual, which stays as it is at the places `kept_back`."""
         first, device = unit.memories[0], unit.values.device
         total = torch.zeros(share.places, dtype=unit.values.dtype, device=device)
         kernels.decode_sum(total, decode(packets, share.places, device))
-        if first in self.owner_residual:
-            total += self.owner_residual[first]
+        before = self.owner_residual.get(first, torch.zeros_like(total))
+        total += before
+        total[kept_back] = 0
         k = min(-(-self.owner_k_factor * len(unit.values) // share.size), share.places)
         places, values = kernels.topk(total, k)
         nonzero = values != 0
@@ -151,8 +157,22 @@ class ShardedExchange:
         packet = encode(kept, share.places, self.value_dtype)
         decoded = decode(packet, share.places, device)
         total[kept.indices] = quantization_error(kept.values, decoded.values)
+        total[kept_back] = before[kept_back]
         self._next[first] = total
         return packet[0]
+
+
+def _places_of(
+    unused: Collection[ParameterState], unit: CompressionBucket, share: Sharding, rank: int
+) -> Tensor:
+    """The places of these parameters in the shard of an owner."""
+    found, offset = [torch.empty(0, dtype=torch.int64, device=unit.values.device)], 0
+    for memory in unit.memories:
+        if memory in unused:
+            whole = share.whole(rank, torch.arange(share.places, device=unit.values.device))
+            found.append(((whole >= offset) & (whole < offset + memory.count)).nonzero().flatten())
+        offset += memory.count
+    return torch.cat(found)
 
 
 def _error_to_owners(unit: CompressionBucket, share: Sharding, cut: Cut) -> Tensor:

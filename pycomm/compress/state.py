@@ -177,15 +177,17 @@ class CompressorState:
         """The saved owner residual of this rank; None if it belongs to other shards."""
         if self.owner_residual is None or len(sources) > 1:
             return None
-        saved = sources[0].get("owner_residual", {})
+        saved = dict(sources[0].get("owner_residual", {}))
         size = saved_holder(sources[0])[1]
         found = {}
         for unit in self._units() if saved else ():
-            name, count = self._key(unit[0]), sum(memory.count for memory in unit)
-            if name not in saved or len(saved[name]) != Sharding(count, size).places:
+            residual = saved.pop(self._key(unit[0]), None)
+            if residual is None:
+                continue  # a parameter without an exchange so far
+            if len(residual) != Sharding(sum(memory.count for memory in unit), size).places:
                 return None
-            found[unit[0]] = saved[name].clone()
-        return found
+            found[unit[0]] = residual.clone()
+        return None if saved else found
 
     def _units(self) -> Iterator[list[ParameterState]]:
         """The compressed parameters of each k."""

@@ -7,13 +7,14 @@ DGC (packet_codec.py).
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from pycomm import collectives
+from pycomm._training.shards import local_shard
 from pycomm.compress.group_shards import GroupShards, Received
 from pycomm.compress.hierarchical import (
     CurrentHostGroups,
@@ -32,7 +33,7 @@ from pycomm.compress.packet_exchange import PacketTransport, all_gather, to_owne
 from pycomm.compress.parameter_state import flat_view
 from pycomm.compress.topk import TopK, sent_bytes
 from pycomm.compress.update_unit import UpdateUnit
-from pycomm.compress.updates import UpdateCompressor
+from pycomm.compress.updates import WORD, UpdateCompressor
 from pycomm.elastic.change import GroupChange
 from pycomm.errors import InvalidArgument
 from pycomm.group import Group
@@ -67,6 +68,8 @@ class TopKUpdates(UpdateCompressor[list[list[Received]]]):
         self._by_host: list[int] = []  # as CompressorState.by_host
         self._holders = self._pool.size  # ranks or hosts whose packets are summed
         self._deltas: list[Tensor] = []  # updates of this rank that are not in the residual
+        # By place: copies of theta and the residual, and whether that is hidden.
+        self._aside: dict[int, tuple[Tensor, Tensor, bool]] = {}
 
     @property
     def groups(self) -> int:
@@ -88,16 +91,18 @@ class TopKUpdates(UpdateCompressor[list[list[Received]]]):
     def exchange(self, step: int) -> Iterator[list[list[Received]]]:
         for unit in self._units:
             unit.forget()
-        word = self._check_word(step)
+        lacking = self._lacking()
+        word = self._check_word(step, lacking)
         try:
             if self._uses_hosts():
                 hosts = self._average_in_hosts(word)
-                packets, sent = self._exchange(hosts)
+                packets, sent = self._exchange(hosts, self.unused)
                 self.sent_bytes = len(word) + (sent if hosts.leads else 0)
             else:
                 with defer_sigint():
                     self._to_ranks()
-                packets, self.sent_bytes = self._exchange(self._pool, word)
+                word = word if lacking else word[:WORD]
+                packets, self.sent_bytes = self._exchange(self._pool, lacking, word)
             yield [
                 unit.shards.read(each, unit.device)
                 for unit, each in zip(self._units, packets, strict=True)
@@ -108,15 +113,17 @@ class TopKUpdates(UpdateCompressor[list[list[Received]]]):
             raise
 
     def _exchange(
-        self, transport: PacketTransport, word: Tensor | None = None
+        self, transport: PacketTransport, lacking: Collection[int], word: Tensor | None = None
     ) -> tuple[list[Packets], int]:
         """Collective. Selects and sends. For each unit the packets of all ranks, or those of the
-        owners; and the bytes that this rank sent. Compares the ranks' check word, if given."""
+        owners; and the bytes that this rank sent. Compares the ranks' check word, if given.
+        `lacking`: parameters that may turn out to be unused."""
         self._holders = transport.size
         owners = transport.size if self._has_owners(transport.size) else 1
         with defer_sigint():
             for unit in self._units:
                 unit.lay_out(transport.rank if owners > 1 else 0, owners)
+            self._set_aside(lacking)
             mine = [unit.select() for unit in self._units]
         if word is not None:
             mine.append([word] * owners)
@@ -126,12 +133,12 @@ class TopKUpdates(UpdateCompressor[list[list[Received]]]):
             cuts = [(torch.cat(each), [len(one) for one in each]) for each in mine]
             packets, sent = to_owners(cuts, transport)
         if word is not None:
-            self._compare(packets.pop()[0])
+            message, sizes = packets.pop()
+            self._compare(torch.split(message, list(sizes)))
         if owners == 1:
             return packets, sent
         chosen = [
-            unit.shards.choose(each, unit.k, unit.device)
-            for unit, each in zip(self._units, packets, strict=True)
+            unit.choose(each, self.unused) for unit, each in zip(self._units, packets, strict=True)
         ]
         packets, sent_to_all = all_gather(chosen, transport)
         return packets, sent + sent_to_all
@@ -153,7 +160,7 @@ class TopKUpdates(UpdateCompressor[list[list[Received]]]):
                 parameter.copy_(mine)
         words = word.new_empty((self._pool.size, len(word)))
         self._pool.all_gather(word, words).wait()
-        self._compare(words)
+        self._compare(list(words))
         hosts, failed = self._current_hosts.get(self._pool.group)
         if not self._by_host:
             self._fold()
@@ -207,10 +214,34 @@ class TopKUpdates(UpdateCompressor[list[list[Received]]]):
         self._deltas = []
         for unit in self._units:
             unit.roll_back()
+        self._put_back(())
+
+    def _set_aside(self, lacking: Collection[int]) -> None:
+        """Copies what these parameters have. Nothing of those that were unused in the last exchange
+        is selected, so that others are."""
+        residual = self.residual
+        for place in lacking:
+            theta, kept = self._theta[place].clone(), residual[place].clone()
+            self._aside[place] = theta, kept, place in self.unused
+            if place in self.unused:
+                residual[place].zero_()
+
+    def _put_back(self, unused: Collection[int]) -> None:
+        """Ends _set_aside: the `unused` parameters are as they were."""
+        residual, aside = self.residual, self._aside
+        self._aside = {}
+        for place, (theta, kept, hidden) in aside.items():
+            if place in unused:
+                self._theta[place].copy_(theta)
+                local_shard(self._parameters[place].detach()).copy_(theta)
+                residual[place].copy_(kept)
+            elif hidden:
+                residual[place].add_(kept)
 
     def commit(self, received: Sequence[Sequence[Received]]) -> None:
+        factors = self._factors()
         for unit, batch in zip(self._units, received, strict=True):
-            unit.commit(batch, [self.decay[place] for place in unit.places], self._holders)
+            unit.commit(batch, [factors[place] for place in unit.places], self._holders)
         self._finish()
 
     def means(self, received: Sequence[Sequence[Received]]) -> list[Tensor]:
@@ -219,12 +250,15 @@ class TopKUpdates(UpdateCompressor[list[list[Received]]]):
         for unit, batch in zip(self._units, received, strict=True):
             dense = [flat_view(found[place]) for place in unit.places]
             unit.decode(dense, batch, self._holders)
+        for place in self.unused:
+            found[place].zero_()
         return found
 
     def _finish(self) -> None:
-        self.decay = [1.0] * len(self.decay)
+        super()._finish()
         for unit in self._units:
             unit.finish()
+        self._put_back(self.unused)
 
     def commit_missed(self) -> None:
         for unit in self._units:
@@ -236,6 +270,7 @@ class TopKUpdates(UpdateCompressor[list[list[Received]]]):
             "residual": [x.clone() for x in self.residual],
             "owner_residual": [unit.owner_residual() for unit in self._sharded],
             "hosts": list(self._by_host),
+            "unused": sorted(self.unused),
         }
 
     @property
@@ -283,6 +318,7 @@ class TopKUpdates(UpdateCompressor[list[list[Received]]]):
             mine.copy_(torch.stack(scaled).mean(0))
         self._by_host = list(hosts) if kept else []
         self.decay = list(sources[0]["decay"])
+        self.unused = set(sources[0].get("unused", ()))
         for unit in self._units:
             unit.forget()
 

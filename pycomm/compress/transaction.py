@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor
 from pycomm import collectives, kernels
 from pycomm._core_api.calls import Work
 from pycomm._training.communicators import CommunicatorPool
-from pycomm.compress.bucket import ReceivedPackets
+from pycomm.compress.bucket import CompressionBucket, ReceivedPackets
 from pycomm.compress.dense import apply_momentum, clip_gradients
 from pycomm.compress.hierarchical import HostGroups
 from pycomm.compress.interrupts import defer_sigint
@@ -84,6 +84,29 @@ class _Bucket:
                 gradient.copy_(part.view(gradient.shape))
 
 
+class _Unused:
+    """The parameters that no rank used, whose u and v stay as they are.
+
+    Attributes:
+        memories: those, once they are known.
+    """
+
+    def __init__(self) -> None:
+        self.memories: set[ParameterState] = set()
+        self._before: dict[ParameterState, list[Tensor]] = {}
+
+    def keep(self, memories: Iterable[ParameterState]) -> None:
+        """Copies u and v of parameters that may turn out to be unused."""
+        for memory in memories:
+            self._before[memory] = [x.clone() for x in memory.tensors]
+
+    def restore(self) -> None:
+        """Ends or undoes a step."""
+        for memory in self.memories:
+            for x, before in zip(memory.tensors, self._before.get(memory, ()), strict=False):
+                x.copy_(before)
+
+
 class Step:
     """The step of one backward pass. If a method raises, u and v are rolled back.
 
@@ -109,12 +132,18 @@ class Step:
         self._compact: list[ReceivedPackets] = []
         self._works: list[Work] = []
         self._norm: Tensor | None = None  # of all gradients, if known
+        self._unused = _Unused()
         self._idle = idle
-        self._transport: PacketTransport = plan.hosts or pool
         self._size = self._transport.size  # a copy, because the pool may shrink
         self.sent_bytes = 0
 
-    def add(self, flat: Tensor, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+    def add(
+        self,
+        flat: Tensor,
+        parameters: Sequence[Tensor],
+        gradients: Sequence[Tensor],
+        lacking: Collection[Tensor],
+    ) -> None:
         """Adds a bucket with complete gradients, which are views of `flat`, as is the result."""
         bucket = _Bucket(flat, [], [])
         for parameter, gradient in zip(parameters, gradients, strict=True):
@@ -130,12 +159,14 @@ class Step:
                 with self._rolled_back():
                     self._works.append(self._plan.hosts.average(flat))
         else:
+            self._unused.keep(m for m, _ in bucket.compressed if m.parameter in lacking)
             with self._rolled_back():
                 self._start([bucket])
 
-    def finish(self, ending: contextlib.ExitStack) -> bool:
+    def finish(self, ending: contextlib.ExitStack, unused: Collection[Tensor]) -> bool:
         """Ends the step. False: a rank has Inf or NaN, and no rank changed its state. Once the step
         is complete, Ctrl-C is deferred until `ending` closes."""
+        self._unused.memories = {self._memories[p] for p in unused if p in self._memories}
         with self._rolled_back():
             if self._plan.loss_scale is not None:
                 self._wait()
@@ -167,12 +198,13 @@ class Step:
         for packet in self._undone:
             packet.mark_sent(self._plan.masking)
         if self._plan.packet_exchange is not None:
-            units = [unit for packet in self._undone for unit in packet.units()]
+            units = self._units(self._undone)
             errors = self._plan.packet_exchange.quantization_errors(units, self._size)
             for unit, error in zip(units, errors, strict=True):
                 unit.restore_error(error)
             self._plan.packet_exchange.commit()
         self._undone = []
+        self._unused.restore()
 
     def deferred(self) -> tuple[Callable[[], None] | None, list[ParameterState]]:
         """After finish() of a fused step: the update of parameters, and their states."""
@@ -192,9 +224,20 @@ class Step:
             *(one for packet, gathered in raw for one in packet.received(gathered)),
         ]
 
+    @property
+    def _transport(self) -> PacketTransport:
+        return self._plan.hosts or self._pool
+
+    def _units(self, packets: Iterable[Packet]) -> list[CompressionBucket]:
+        """The buckets with a parameter that a rank used."""
+        units = [unit for packet in packets for unit in packet.units()]
+        return [unit for unit in units if not self._unused.memories.issuperset(unit.memories)]
+
     def _start(self, buckets: list[_Bucket]) -> None:
         """Compresses these buckets into one packet and starts their transfers."""
         pairs = _in_order(buckets)
+        if not isinstance(self._plan.k, int):
+            pairs = [pair for pair in pairs if pair[0] not in self._unused.memories]
         if pairs:
             self._prepare(pairs)
         for bucket in buckets:
@@ -210,13 +253,18 @@ class Step:
     def _prepare(self, pairs: list[StateAndGradient]) -> None:
         plan = self._plan
         memories = [memory for memory, _ in pairs]
+        unused = self._unused.memories.intersection(memories)
+        self._unused.keep(unused)
+        for memory in unused:  # so none of its elements is selected
+            for x in memory.tensors:
+                x.zero_()
         k = plan.k if isinstance(plan.k, int) else [plan.k[memory] for memory in memories]
         packet = Packet(memories, [gradient for _, gradient in pairs], k, self._workspaces)
         self._packets.append((packet, None))
         # The paper's threshold is for gradients divided by the number of ranks; these are not.
         limit = None if plan.clip is None else plan.clip * math.sqrt(self._size)
         unscale = (1.0 if plan.hosts is None else plan.hosts.share) / (plan.loss_scale or 1.0)
-        packet.prepare(Update(plan.masking, unscale, limit, self._norm, self._idle))
+        packet.prepare(Update(plan.masking, unscale, limit, self._norm, self._idle, unused))
         if plan.exchange == "dense_masked":
             packet.mask()
             return
@@ -229,9 +277,10 @@ class Step:
 
     def _exchange_packets(self) -> None:
         """Exchanges compact packets."""
-        units = [unit for packet, _ in self._packets for unit in packet.units()]
+        units = self._units(packet for packet, _ in self._packets)
         if self._plan.packet_exchange is not None and units:
-            self._compact, sent = self._plan.packet_exchange.exchange(units, self._transport)
+            exchange = self._plan.packet_exchange.exchange
+            self._compact, sent = exchange(units, self._transport, self._unused.memories)
             follower = self._plan.hosts is not None and not self._plan.hosts.leads
             self.sent_bytes += 0 if follower else sent
 
@@ -255,7 +304,9 @@ class Step:
         Raises:
             Mismatch: on all ranks, if ranks with data have different loss scales.
         """
-        finite = all(bool(bucket.flat.isfinite().all()) for bucket in self._buckets)
+        gradients = [p.grad for p in self._memories if p.grad is not None and p.grad.is_sparse]
+        gradients = [x.coalesce().values() for x in gradients] + [b.flat for b in self._buckets]
+        finite = all(bool(gradient.isfinite().all()) for gradient in gradients)
         low, high = (-math.inf, -math.inf) if self._idle else (-scale, scale)
         word = torch.tensor([0.0 if finite else 1.0, low, high], dtype=torch.float64)
         collectives.all_reduce(word, "max", group=self._pool.group)
@@ -268,11 +319,17 @@ class Step:
         return not found
 
     def _set_infinite(self) -> None:
-        """Writes Inf to a gradient, so that the scaler of this rank skips the step too."""
-        self._buckets[0].flat[:1] = math.inf
+        """Writes Inf to each gradient, so that the scaler of this rank skips the step of each
+        optimizer."""
+        for bucket in self._buckets:
+            for _, gradient in (*bucket.compressed, *bucket.dense):
+                flat_view(gradient)[:1] = math.inf
 
     def _write_results(self) -> None:
         """Writes the received sums to the gradients. No persistent state changes."""
+        unused = self._unused.memories
+        for one in self._all_received() if unused else ():
+            one.silence(unused)
         for one in () if self._plan.fused else self._all_received():
             one.unit.decode(one.pairs, 1.0 / self._size)
         for bucket in self._buckets:
@@ -285,7 +342,10 @@ class Step:
 
     def _averaged(self) -> list[StateAndGradient]:
         """The uncompressed parameters and their averaged gradients."""
-        return [(m, g) for bucket in self._buckets for m, g in bucket.dense if m is not None]
+        found = [(m, g) for bucket in self._buckets for m, g in bucket.dense if m is not None]
+        return [
+            (memory, gradient) for memory, gradient in found if memory not in self._unused.memories
+        ]
 
     def _commit(self) -> None:
         """Removes sent elements from the residual and applies momentum to dense gradients."""
@@ -302,12 +362,14 @@ class Step:
             _multiply([gradient for _, gradient in averaged], scale)
             if not self._plan.fused:
                 _multiply([g for bucket in self._buckets for _, g in bucket.compressed], scale)
+        self._unused.restore()
 
     def _roll_back(self) -> None:
         packets, self._packets = self._packets, []
         for packet, _ in packets:
             packet.rollback()
             self._undone.append(packet)
+        self._unused.restore()
 
     @contextlib.contextmanager
     def _rolled_back(self) -> Iterator[None]:

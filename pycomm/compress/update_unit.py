@@ -3,13 +3,14 @@ to be rolled back."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor
 
 from pycomm import kernels
 from pycomm.compress.group_shards import GroupShards, Received
+from pycomm.compress.packet_codec import Packets
 from pycomm.compress.parameter_state import flat_view
 from pycomm.compress.topk import TopK
 from pycomm.compress.updates import commit_rounded
@@ -87,6 +88,11 @@ class UpdateUnit:
         tensors = self.theta, self._parameters, self.residual
         self.shards.select(tensors, self.k, self._workspace, self._sent)
         return [one.packet.cpu() for one in self._sent]
+
+    def choose(self, packets: Packets, unused: Collection[int]) -> Tensor:
+        """As an owner, the packet of the largest sums, without those of `unused` places."""
+        kept = [place for place, i in enumerate(self.places) if i in unused]
+        return self.shards.choose(packets, self.k, self.device, kept)
 
     def roll_back(self) -> None:
         """Puts the selected values back into the residual, once."""

@@ -9,10 +9,11 @@ from __future__ import annotations
 import struct
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Generic, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -26,6 +27,7 @@ from pycomm.group import Group
 
 __all__ = ["UpdateCompressor", "commit_rounded"]
 
+WORD = 4  # bytes that are compared
 Received = TypeVar("Received")  # what `exchange` yields
 
 
@@ -44,6 +46,9 @@ class UpdateCompressor(ABC, Generic[Received]):
         decay: for each parameter, the factor of the shared one at the next commit.
         settings: further numbers that must be the same on all ranks.
         skipped: all ranks skip this step.
+        used: for each parameter, whether this rank had a gradient since the last exchange.
+        unused: places of the parameters that no rank used in the last exchange. Their shared value
+            and residuals stay as they were.
 
     Raises:
         Unsupported: parameters that are neither in host memory nor on a GPU, with gaps in memory,
@@ -64,6 +69,8 @@ class UpdateCompressor(ABC, Generic[Received]):
         self.decay = [1.0] * len(self._parameters)
         self.settings: list[float] = []
         self.skipped = False
+        self.used = [False] * len(self._parameters)
+        self.unused: set[int] = set()
 
     @property
     @abstractmethod
@@ -120,9 +127,10 @@ class UpdateCompressor(ABC, Generic[Received]):
             theta.copy_(local_shard(parameter.detach()))
         self._finish()
 
-    @abstractmethod
     def _finish(self) -> None:
         """Ends a committed exchange."""
+        self.decay = [1.0] * len(self.decay)
+        self.used = [False] * len(self.used)
 
     def resume(self, change: GroupChange) -> float:
         """Collective. Exchanges among the ranks of the new group from now on; new ranks have no
@@ -150,21 +158,38 @@ class UpdateCompressor(ABC, Generic[Received]):
             InvalidArgument: the state is of another model; nothing changes.
         """
 
-    def _check_word(self, step: int) -> Tensor:
-        """Bytes that must be equal on all ranks."""
+    def _lacking(self) -> set[int]:
+        """Places of the parameters that this rank did not use, nor changed."""
+        return {
+            place
+            for place, (theta, p) in enumerate(zip(self._theta, self._parameters, strict=True))
+            if not self.used[place] and torch.equal(theta, local_shard(p.detach()))
+        }
+
+    def _check_word(self, step: int, lacking: Collection[int]) -> Tensor:
+        """Four bytes that must be equal on all ranks, and a bit for each parameter that this rank
+        lacks."""
         numbers = [*self.decay, *self.settings]
         values = struct.pack(f"q{len(numbers)}d", step, *numbers)
         word = struct.pack("I", zlib.crc32(values + self._described))
-        return torch.frombuffer(bytearray(word), dtype=torch.uint8)
+        bits = np.packbits([place in lacking for place in range(len(self._theta))])
+        return torch.frombuffer(bytearray(word + bits.tobytes()), dtype=torch.uint8)
 
-    def _compare(self, words: Tensor) -> None:
-        """Raises Mismatch unless the ranks' check words are equal."""
-        if len(set(words.view(torch.int32).flatten().tolist())) > 1:
+    def _compare(self, words: Sequence[Tensor]) -> None:
+        """Raises Mismatch unless the ranks' check words are equal; else finds what no rank used. A
+        rank whose word has four bytes used everything."""
+        if len({word[:WORD].numpy().tobytes() for word in words}) > 1:
             raise Mismatch(
                 "LocalSGD: ranks differ in the step, the learning rate or weight decay of a "
                 f"parameter group, or in {self._name}: load one rank's step and schedule on all "
                 "ranks"
             )
+        lacked = [set(np.unpackbits(word[WORD:].numpy()).nonzero()[0].tolist()) for word in words]
+        self.unused = set.intersection(*lacked)
+
+    def _factors(self) -> list[float]:
+        """By parameter, the factor of the shared one at this commit."""
+        return [1.0 if i in self.unused else factor for i, factor in enumerate(self.decay)]
 
     def _check_sources(self, sources: Sequence[Mapping[str, Any]]) -> None:
         """Raises InvalidArgument unless the residuals have the sizes of the parameters."""
@@ -178,7 +203,7 @@ class UpdateCompressor(ABC, Generic[Received]):
                 )
 
     def _decay_shared(self) -> None:
-        for theta, factor in zip(self._theta, self.decay, strict=True):
+        for theta, factor in zip(self._theta, self._factors(), strict=True):
             theta.mul_(factor)
 
 

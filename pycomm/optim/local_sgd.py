@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import zlib
 from collections.abc import Callable
 from typing import Any
 
@@ -23,13 +24,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from pycomm import collectives
 from pycomm._quantize import Quantize
 from pycomm._training import coalesced
+from pycomm._training.communicators import tag_of
 from pycomm._training.shards import as_shard, local_shard
 from pycomm.compress.dense import clip_gradients
 from pycomm.compress.interrupts import defer_sigint
 from pycomm.compress.topk import TopK
 from pycomm.compress.updates import UpdateCompressor
 from pycomm.default_group import default
-from pycomm.errors import InvalidArgument
+from pycomm.errors import InvalidArgument, Mismatch
 from pycomm.group import Group
 from pycomm.optim.compression import (
     check_model,
@@ -146,6 +148,7 @@ class LocalSGD(LocalState):
         self._average_momentum = momentum == "averaged"
         self._buffers = [b for b in model.buffers() if b.is_floating_point()] if buffers else []
         self._clip_norm = clip_norm
+        self._used = [False] * len(self._parameters)  # on this rank since the last average
         if compression is not None:
             with self._agreement() as agree:
                 self._compressor = update_compressor(
@@ -222,6 +225,8 @@ class LocalSGD(LocalState):
     def _local_step(self, closure: Callable[[], float] | None) -> float | None:
         """The optimizer's step, skipped for Inf or NaN; step_count always increases."""
         self._membership.check("LocalSGD")
+        self._model.check()
+        self._take_loaded()
         self.step_count += 1
         skip = False
         compressor = self._compressor
@@ -247,6 +252,7 @@ class LocalSGD(LocalState):
                 result = self.optimizer.step(closure)
             if self._muon is not None:
                 self._muon.local_step()
+        self._note_use()
         if compressor is not None:
             compressor.skipped = together and skip
             if not compressor.skipped:
@@ -256,6 +262,27 @@ class LocalSGD(LocalState):
                 coalesced.bcast_list_(self._parameters, 0, self._group)
             self._take_snapshot(self._parameters)
         return result
+
+    def _take_loaded(self) -> None:
+        """Collective, if weights were loaded: these are the snapshot. Without compression and outer
+        optimizer the next average is that of the parameters anyway."""
+        loaded, self._model.loaded = self._model.loaded, False
+        if not loaded or (self._compressor is None and self.outer is None):
+            return
+        check = 0
+        for p, s in zip(self._parameters, self._snapshot, strict=True):
+            s.copy_(local_shard(p.detach()))
+            check = zlib.crc32(s.reshape(-1).cpu().view(torch.uint8).numpy(), check)
+        words = collectives.all_gather(torch.tensor([check]), group=self._group)
+        if len(set(words.flatten().tolist())) > 1:
+            raise Mismatch(
+                "LocalSGD: ranks loaded different weights into the model: load the same on all"
+            )
+
+    def _note_use(self) -> None:
+        """Notes which parameters have a gradient on this rank."""
+        for place, p in enumerate(self._parameters):
+            self._used[place] |= p.grad is not None
 
     def _any_rank(self, flag: bool) -> bool:
         word = torch.tensor([float(flag)])
@@ -278,10 +305,20 @@ class LocalSGD(LocalState):
         return self._shards.agreement()
 
     def _average_gradients(self) -> None:
+        self._note_use()
         mine = [torch.zeros_like(p) if p.grad is None else p.grad for p in self._parameters]
         dense = [gradient.to_dense() if gradient.is_sparse else gradient for gradient in mine]
-        for p, mean in zip(self._parameters, coalesced.average(dense, self._group), strict=True):
-            p.grad = mean
+        *means, used = self._averaged([*dense, self._use_of(dense[0])])
+        for p, mean, one in zip(self._parameters, means, used.tolist(), strict=True):
+            p.grad = mean if one > 0 else None
+
+    def _averaged(self, tensors: list[Tensor]) -> list[Tensor]:
+        """Collective. The means over the ranks, which must be in the same step."""
+        return coalesced.average(tensors, self._group, tag_of(self.step_count))
+
+    def _use_of(self, like: Tensor) -> Tensor:
+        """[parameters] 1 for each parameter with a gradient on this rank since the last average."""
+        return torch.tensor(self._used, dtype=like.dtype, device=like.device)
 
     def average(self) -> None:
         """Collective. Averages now, due or not: for example before evaluation or a checkpoint.
@@ -298,11 +335,11 @@ class LocalSGD(LocalState):
             return
         others = [*self._momenta(), *self._buffers]
         deltas = [s - p.detach() for s, p in zip(self._snapshot, self._parameters, strict=True)]
-        means = coalesced.average([*deltas, *others], self._group)
+        *means, used = self._averaged([*deltas, *others, self._use_of(deltas[0])])
         for other, mean in zip(others, means[len(deltas) :], strict=True):
             other.copy_(mean)
         if self.outer is not None and self.step_count > self._begin:
-            self._step_outer(means[: len(deltas)])
+            self._step_outer(means[: len(deltas)], [one > 0 for one in used.tolist()])
         else:
             for p, s, mean in zip(self._parameters, self._snapshot, means, strict=False):
                 p.data.copy_(s - mean)
@@ -311,19 +348,22 @@ class LocalSGD(LocalState):
     def _average_compressed(self, compressor: UpdateCompressor[Any]) -> None:
         """The same with compressed updates. If it fails, the parameters are the snapshot, and the
         updates are in the residual."""
+        compressor.used = [a or b for a, b in zip(compressor.used, self._used, strict=True)]
+        self._used = [False] * len(self._used)
         compressor.settings = [] if self._muon is None else self._muon.settings
         with contextlib.ExitStack() as ending:
             with self._agreement() as agree, compressor.exchange(self.step_count) as received:
-                buffers = coalesced.average(self._buffers, self._group) if self._buffers else []
+                buffers = self._averaged(self._buffers)
                 agree()
                 ending.enter_context(defer_sigint())
             for buffer, mean in zip(self._buffers, buffers, strict=True):
                 buffer.copy_(mean)
             if self._muon is not None:
-                self._muon.step(self._snapshot, compressor.means(received))
+                self._muon.step(self._snapshot, compressor.means(received), compressor.unused)
                 compressor.commit_outer()
             elif self.outer is not None and self.step_count > self._begin:
-                self._step_outer(compressor.means(received))
+                used = [i not in compressor.unused for i in range(len(self._parameters))]
+                self._step_outer(compressor.means(received), used)
                 compressor.commit_outer()
             else:
                 compressor.commit(received)
@@ -334,14 +374,16 @@ class LocalSGD(LocalState):
         for s, p in zip(self._snapshot, parameters, strict=True):
             s.copy_(p.detach())
         self.last_sync = self.step_count
+        self._used = [False] * len(self._used)
 
-    def _step_outer(self, deltas: list[Tensor]) -> None:
-        """The outer optimizer's step from the snapshot, with the mean change as gradient."""
+    def _step_outer(self, deltas: list[Tensor], used: list[bool]) -> None:
+        """The outer optimizer's step from the snapshot, with the mean change as gradient. What no
+        rank used keeps its value."""
         assert self.outer is not None
         gradients = [p.grad for p in self._parameters]
-        for p, s, delta in zip(self._parameters, self._snapshot, deltas, strict=True):
+        for p, s, delta, one in zip(self._parameters, self._snapshot, deltas, used, strict=True):
             local_shard(p).detach().copy_(s)
-            p.grad = as_shard(delta, p)
+            p.grad = as_shard(delta, p) if one or bool(delta.any()) else None
         self.outer.step()
         for p, gradient in zip(self._parameters, gradients, strict=True):
             p.grad = gradient

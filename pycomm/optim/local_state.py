@@ -24,6 +24,7 @@ from pycomm.elastic.change import GroupChange, Membership, ShrinkResult
 from pycomm.elastic.state import check_replicated, copy_state
 from pycomm.errors import InvalidArgument, Unsupported
 from pycomm.group import DEFAULT_WAIT_S, Group
+from pycomm.optim.model_watch import ModelWatch
 from pycomm.optim.moments import load_mean_state, mean_state
 from pycomm.optim.muon import MuonMatrices
 from pycomm.optim.shards import ModelShards
@@ -57,6 +58,7 @@ class LocalState:
             replicated = [local_shard(p) for p in model.parameters()]
             coalesced.bcast_list_([*replicated, *model.buffers()], 0, group)
         self._snapshot = [local_shard(p).detach().clone() for p in self._parameters]
+        self._model = ModelWatch(model, optimizer, self._parameters)
 
     @property
     def _group(self) -> Group:
@@ -186,7 +188,8 @@ class LocalState:
         With compression it also has version, rank, size, decay (by parameter, the factor of the
         snapshot since the last average), hosts as in QuantizedGradients, and residual: by
         parameter, float32 [elements]. With TopK owner_residual: if there are owners, by dtype and
-        device of the parameters, float32 [elements that this rank owns]. With Quantize that by
+        device of the parameters, float32 [elements that this rank owns], and unused: the numbers of
+        the parameters that no rank used in the last exchange. With Quantize owner_residual by
         parameter, and exchange. With muon also its state, and mean_squares,
         float64 [matrices, 2]: of the gradients of this rank.
         """
@@ -270,6 +273,7 @@ class LocalState:
             load_mean_state(self.optimizer, optimized)
         for mine, saved in zip(self._snapshot, state["snapshot"], strict=True):
             mine.copy_(saved)
+        self._model.loaded, self._model.restored = False, True
         self.step_count, self.last_sync = state["step_count"], state["last_sync"]
         self.k_steps = state["k_steps"]
         if self.outer is not None:

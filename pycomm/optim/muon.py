@@ -11,7 +11,7 @@ parameters for selection.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -96,12 +96,15 @@ class MuonMatrices:
                     p.add_(p.grad, alpha=-float(group["lr"]) / rms)
 
     @torch.no_grad()
-    def step(self, snapshot: Sequence[Tensor], means: Sequence[Tensor]) -> None:
+    def step(
+        self, snapshot: Sequence[Tensor], means: Sequence[Tensor], unused: Collection[int]
+    ) -> None:
         """The shared step: Muon's of the matrices, theta - mean of all others.
 
         Args:
             snapshot: the shared parameters theta.
             means: of the received updates.
+            unused: places of the parameters that no rank used, which stay as they are.
         """
         gradients = [p.grad for p in self._matrices]
         for p, theta, mean in zip(self._parameters, snapshot, means, strict=True):
@@ -109,7 +112,7 @@ class MuonMatrices:
             p.data.sub_(mean)
         for p, place in zip(self._matrices, self.places, strict=True):
             p.data.copy_(snapshot[place])
-            p.grad = means[place]
+            p.grad = None if place in unused else means[place]
         try:
             self.optimizer.step()
         finally:

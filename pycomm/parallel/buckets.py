@@ -6,6 +6,7 @@ pure function of sizes and limits, so all ranks make the same buckets.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -76,6 +77,7 @@ class Bucket:
         first = slots[0].parameter
         self.slots = tuple(slots)
         self.parameters = [slot.parameter for slot in slots]
+        self.check = zlib.crc32(repr([slot.name for slot in slots]).encode())
         count = sum(slot.parameter.numel() for slot in slots)
         self.flat = _zeros(count, first, group)
         self.missing = len(slots)  # gradients that this backward pass has not computed yet

@@ -5,6 +5,7 @@ Packs gradients as they are computed and exchanges them during the backward pass
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable
 
 import torch
@@ -13,8 +14,8 @@ from torch import Tensor
 from pycomm import _core
 from pycomm._arguments import refuse
 from pycomm._core_api.calls import Work
-from pycomm._training.communicators import CommunicatorPool
-from pycomm.errors import Unsupported
+from pycomm._training.communicators import CommunicatorPool, tag_of
+from pycomm.errors import InvalidArgument, Unsupported
 from pycomm.group import Group
 
 __all__ = ["make_allreduce_cb"]
@@ -51,6 +52,10 @@ class _Packer:
     def __init__(self, pool: CommunicatorPool, op: str) -> None:
         self._pool, self._op = pool, op
         self._waiting: list[Tensor] = []
+        self._passes = 0
+        # By identity, the numbers of parameters in the order of their first gradients.
+        self._known: dict[int, int] = {}
+        self._numbers: list[int] = []
         self._bytes = 0
         self._sent: list[tuple[list[Tensor], Tensor, Work]] = []
         self._running = False
@@ -64,15 +69,19 @@ class _Packer:
             )
         if not self._running:
             self._running = True
+            self._passes += 1
             torch.autograd.Variable._execution_engine.queue_callback(self._flush)
         if self._waiting and self._waiting[0].dtype != gradient.dtype:
             self._send()
         self._waiting.append(gradient)
+        self._numbers.append(self._known.setdefault(id(parameter), len(self._known)))
         self._bytes += gradient.nbytes
         if self._bytes >= PACK_BYTES:
             self._send()
 
     def _send(self) -> None:
+        check = zlib.crc32(repr(self._numbers).encode())
+        self._pool.tag, self._numbers = tag_of(self._passes, check), []
         flat = torch.cat([gradient.reshape(-1) for gradient in self._waiting])
         self._sent.append((self._waiting, flat, self._pool.all_reduce(flat, self._op)))
         self._waiting, self._bytes = [], 0
@@ -88,3 +97,4 @@ class _Packer:
                     gradient.copy_(part.view(gradient.shape))
         finally:
             self._waiting, self._bytes, self._sent, self._running = [], 0, [], False
+            self._numbers = []

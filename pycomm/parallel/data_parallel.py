@@ -133,7 +133,7 @@ class DataParallel(nn.Module):
         for slot in slots:
             slot.kind = not slot.sparse and exchange.compresses(slot.parameter)
         self._exchange = exchange
-        self._reducer = Reducer(slots, exchange, limits, self._group, find_unused_parameters)
+        self._reducer = Reducer(slots, exchange, limits, made, find_unused_parameters)
 
     @property
     def _group(self) -> Group:
@@ -143,6 +143,8 @@ class DataParallel(nn.Module):
         """The module's forward; first broadcasts buffers, if gradients will be exchanged.
 
         Raises:
+            InvalidArgument: since the constructor a parameter was added or replaced, or got
+                requires_grad=True.
             Error: as pycomm.broadcast, if it communicates.
         """
         self._membership.check("DataParallel")
@@ -150,12 +152,17 @@ class DataParallel(nn.Module):
             if self._joining:
                 self._source = self._highest_active_rank(active=True)
             self._before_pass()
+            found = self.module(*args, **kwargs)
+            self._reducer.forwards += 1
+            return found
         return self.module(*args, **kwargs)
 
     def _before_pass(self) -> None:
+        self._reducer.check_known(self.module)
         self._reducer.prepare()
         if self._broadcast_buffers:
-            buffers = list(self.module.buffers())
+            # Autograd must not see the change: an earlier forward pass may wait for its backward.
+            buffers = [buffer.data for buffer in self.module.buffers()]
             if buffers:
                 bcast_list_(buffers, self._source, self._group)
 
@@ -282,7 +289,7 @@ class DataParallel(nn.Module):
                 other.load_state_dict(content)
         (step,) = change.counts
         lost = self._exchange.resume(change, reducer.passes < step)
-        reducer.resume(self._group, step, change.source)
+        reducer.resume(step, change.source)
         self._membership.complete()
         return change.result(step, lost)
 
@@ -308,6 +315,12 @@ class DataParallel(nn.Module):
 
     def _named_tensors(self) -> list[tuple[str, Tensor]]:
         return [*self.module.named_parameters(), *self.module.named_buffers()]
+
+    def __getstate__(self) -> Any:
+        raise InvalidArgument(
+            "a DataParallel has connections to other ranks, so it can be neither copied nor saved: "
+            "use its `.module`, for example copy.deepcopy(model.module)"
+        )
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The module's state, which loads with and without DataParallel."""

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Protocol
 
 from torch import Tensor
@@ -32,12 +32,20 @@ class Exchange(Protocol):
         """Whether the parameter's gradient needs buckets of a separate kind."""
         ...
 
-    def add(self, flat: Tensor, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
-        """All gradients of a bucket are computed, as views into `flat`: may start sending them."""
+    def add(
+        self,
+        flat: Tensor,
+        parameters: Sequence[Tensor],
+        gradients: Sequence[Tensor],
+        lacking: Collection[Tensor] = (),
+    ) -> None:
+        """All gradients of a bucket are computed, as views into `flat`: may start sending them.
+        `lacking`: parameters without a gradient on this rank, which may turn out to be unused."""
         ...
 
-    def finish(self) -> None:
-        """Returns when every gradient has its final value for the optimizer."""
+    def finish(self, unused: Collection[Tensor] = ()) -> None:
+        """Returns when every gradient has its final value for the optimizer. `unused`: parameters
+        that no rank used. Their state stays as it is, and their gradients are not read."""
         ...
 
     def cancel(self) -> None:
@@ -70,11 +78,17 @@ class DenseExchange:
         """False."""
         return False
 
-    def add(self, flat: Tensor, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+    def add(
+        self,
+        flat: Tensor,
+        parameters: Sequence[Tensor],
+        gradients: Sequence[Tensor],
+        lacking: Collection[Tensor] = (),
+    ) -> None:
         """Starts the all-reduce of the bucket."""
         self._works.append(self._pool.all_reduce(flat, "avg"))
 
-    def finish(self) -> None:
+    def finish(self, unused: Collection[Tensor] = ()) -> None:
         """Waits for all started calls."""
         works, self._works = self._works, []
         for work in works:

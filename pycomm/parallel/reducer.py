@@ -10,6 +10,7 @@ collectives are known only through slots and the Exchange.
 
 from __future__ import annotations
 
+import functools
 import gc
 import threading
 import weakref
@@ -17,9 +18,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from pycomm import collectives
+from pycomm._training.communicators import CommunicatorPool, tag_of
+from pycomm._training.parameters import unknown_parameter
 from pycomm.errors import InvalidArgument, Unsupported
 from pycomm.group import Group
 from pycomm.parallel.buckets import Bucket, Limits, Slot, fuse
@@ -38,6 +41,8 @@ class Reducer:
     Attributes:
         sync: False: gradients accumulate on this rank only.
         passes: number of backward passes whose gradients were exchanged.
+        forwards: number of forward passes whose gradients will be exchanged, or were. A rank that
+            omits a backward pass has another number than the others.
     """
 
     def __init__(
@@ -45,14 +50,14 @@ class Reducer:
         slots: Sequence[Slot],
         exchange: Exchange,
         limits: Limits,
-        group: Group,
+        pool: CommunicatorPool,
         find_unused: bool,
     ) -> None:
         self.sync = True
-        self.passes = 0
+        self.passes = self.forwards = 0
         self._slots = list(slots)
         self._dense = [slot for slot in slots if not slot.sparse]
-        self._exchange, self._limits, self._group = exchange, limits, group
+        self._exchange, self._limits, self._pool = exchange, limits, pool
         self._find_unused = find_unused
         # The order of gradients in the first pass; None: the buckets are final.
         self._order: list[Slot] | None = None if find_unused else []
@@ -70,10 +75,14 @@ class Reducer:
         with _lock:
             _live.add(self)
 
-    @property
-    def parameters(self) -> set[int]:
+    @functools.cached_property
+    def parameters(self) -> frozenset[int]:
         """Identities of the parameters whose gradients are exchanged."""
-        return {id(slot.parameter) for slot in self._slots}
+        return frozenset(id(slot.parameter) for slot in self._slots)
+
+    @property
+    def _group(self) -> Group:
+        return self._pool.group
 
     @property
     def usable(self) -> bool:
@@ -84,6 +93,16 @@ class Reducer:
     def buckets(self) -> list[Bucket]:
         """The buckets in the order of sending."""
         return self._buckets
+
+    def check_known(self, module: nn.Module) -> None:
+        """Raises InvalidArgument if a gradient of the module would not be exchanged."""
+        name = unknown_parameter(module, self.parameters)
+        if name is not None:
+            raise InvalidArgument(
+                f"DataParallel: parameter {name!r} was added, replaced or set to require gradients "
+                "after the model was wrapped, so its gradient would stay on this rank: wrap the "
+                "model again"
+            )
 
     def prepare(self) -> None:
         """Call it before a forward pass whose gradients will be exchanged. Collective the second
@@ -96,22 +115,23 @@ class Reducer:
         if self._passed and self._order is not None:
             self._agree_on_order()
 
-    def resume(self, group: Group, passes: int, src: int) -> None:
-        """Makes the buckets of rank `src` on `group`, the new one; drops all gradients.
+    def resume(self, passes: int, src: int) -> None:
+        """Makes the buckets of rank `src` in the pool's new group; drops all gradients.
         Collective."""
         order = torch.tensor([s.place for bucket in self._buckets for s in bucket.slots])
-        collectives.broadcast(order, src, group=group)
-        self._group, self._order = group, None
+        collectives.broadcast(order, src, group=self._group)
+        self._order = None
         for slot in self._slots:
             slot.parameter.grad = slot.view = None
         self._abandoned.append(self._buckets)
         self._lay_out([self._slots[place] for place in order.tolist()])
         self._reset()
-        self._passed, self.passes = True, passes
+        self._passed, self.passes, self.forwards = True, passes, passes
 
     def idle_pass(self) -> None:
         """Takes part in a backward pass of the other ranks, with gradients of zero."""
         self.prepare()
+        self.forwards += 1
         self._exchange.idle = True
         for slot in self._slots:
             slot.parameter.grad = None
@@ -164,7 +184,9 @@ class Reducer:
         while self._next < len(self._buckets) and self._buckets[self._next].missing == 0:
             bucket = self._buckets[self._next]
             bucket.watch_parameters()
-            self._exchange.add(bucket.flat, bucket.parameters, bucket.views)
+            self._pool.tag = tag_of(self.forwards, bucket.check)
+            lacking = {p for p in bucket.parameters if p.grad is None} if self._find_unused else ()
+            self._exchange.add(bucket.flat, bucket.parameters, bucket.views, lacking)
             self._next += 1
 
     def _finish(self) -> None:
@@ -177,16 +199,16 @@ class Reducer:
             for bucket in self._buckets:
                 bucket.missing = 0
             self._send_full()
-            used = self._used_anywhere() if self._find_unused else None
-            self._exchange.finish()
-            self._average_sparse()
+            used = self._used_anywhere() if self._find_unused else [True] * len(self._slots)
+            self._exchange.finish({slot.parameter for slot in unused if not used[slot.place]})
+            self._average_sparse(used)
             self.passes += 1
         finally:
             idle = self._exchange.idle
             self._reset()
             self._passed = True
         for slot in unused:
-            if slot.view is not None and (used is None or used[slot.place]):
+            if slot.view is not None and used[slot.place]:
                 slot.parameter.grad = slot.view
         if unused and not self._find_unused and not idle:
             raise InvalidArgument(
@@ -195,17 +217,17 @@ class Reducer:
                 "find_unused_parameters=True"
             )
 
-    def _used_anywhere(self) -> list[int]:
+    def _used_anywhere(self) -> list[bool]:
         """By slot: whether any rank has a gradient for it."""
         here = [slot.parameter.grad is not None for slot in self._slots]
         used = torch.tensor(here, dtype=torch.uint8)
         collectives.all_reduce(used, "max", group=self._group)
-        found: list[int] = used.tolist()
+        found: list[bool] = used.bool().tolist()
         return found
 
-    def _average_sparse(self) -> None:
+    def _average_sparse(self, used: Sequence[bool]) -> None:
         for slot in self._slots:
-            if slot.sparse:
+            if slot.sparse and used[slot.place]:
                 mine = slot.parameter.grad
                 if mine is not None and not mine.is_sparse:
                     raise Unsupported(f"the gradient of {slot.name!r} was expected to be sparse")
@@ -217,6 +239,7 @@ class Reducer:
         for bucket in self._buckets:
             bucket.missing = len(bucket.slots)
         self._next, self._running, self._exchange.idle = 0, False, False
+        self._pool.tag = 0
 
 
 def check_unwrapped(slots: Sequence[Slot]) -> None:
