@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 import math
+import numbers
 import operator
 from collections.abc import Iterable
 from typing import Any, NoReturn
 
 from pycomm.errors import InvalidArgument
 
-__all__ = ["flag", "instance", "integer", "number", "one_of", "refuse", "seconds", "shown"]
+__all__ = [
+    "flag",
+    "instance",
+    "integer",
+    "number",
+    "one_of",
+    "positive",
+    "refuse",
+    "seconds",
+    "shown",
+]
 
 PLAIN = (type(None), bool, int, float, str, bytes)
 
@@ -45,6 +56,13 @@ def number(name: str, value: Any) -> float:
     if not math.isfinite(found):
         refuse(name, value, "a finite number")
     return found
+
+
+def positive(name: str, value: Any, other: str) -> float:
+    """A finite number above 0. `other`: what else is allowed, for the error."""
+    if not isinstance(value, numbers.Real) or value is True or not 0 < value < math.inf:
+        refuse(name, value, f"a number above 0, or {other}")
+    return float(value)
 
 
 def seconds(name: str, value: Any, expected: str = "more than 0 seconds") -> float:

@@ -41,10 +41,10 @@ class ProcessPool:
             process.kill()
             process.join()
 
-    def start(self, main: Callable[..., None], *args: Any, daemon: bool = False) -> None:
+    def start(self, main: Callable[..., None], *args: Any) -> None:
         """Starts the next process, which calls main(pipe, *args) and send_answer(pipe, ...)."""
         ours, theirs = self._context.Pipe(duplex=False)
-        process = self._context.Process(target=main, args=(theirs, *args), daemon=daemon)
+        process = self._context.Process(target=main, args=(theirs, *args))
         process.start()
         theirs.close()
         self._running[ours] = len(self._started), process

@@ -7,11 +7,12 @@
 
 namespace pycomm::cuda {
 
-inline constexpr unsigned kValueThreads = 128;   // lanes of a sum
-inline constexpr unsigned kNaNLevel = 0x7fc0;    // bfloat16
-inline constexpr unsigned kMostLevel = 0x7f7f;   // the largest finite bfloat16
-inline constexpr unsigned kGridReach = 8 * 128;  // range of the levels of 3bit and 4bit values
-inline constexpr float kMostSteps = 127;         // of 8bit values
+inline constexpr unsigned kValueThreads = 128;        // lanes of a sum
+inline constexpr unsigned kNaNLevel = 0x7fc0;         // bfloat16
+inline constexpr unsigned kMostLevel = 0x7f7f;        // the largest finite bfloat16
+inline constexpr unsigned kGridReach = 8 * 128;       // range of the levels of 3bit and 4bit values
+inline constexpr float kMostSteps = 127;              // of 8bit values
+inline constexpr float kMostStep = 0x1.020406p+121F;  // kMostSteps of them are finite
 
 // As in codec/compact.h; the last two only in quantized arrays (kernels/quantize.h).
 enum : unsigned { kFloat32, kBfloat16, kTwoBit, kOneBit, kThreeBit, kValueCodeCount };
@@ -264,8 +265,9 @@ __device__ __forceinline__ void write_steps(unsigned n, uint8_t* to) {
   if (gpu::lane_id() == 0) by_warp[threadIdx.x / 32] = largest;
   __syncthreads();
   for (const unsigned other : by_warp) largest = max(largest, other);
-  const float step = largest < 0x7f800000u ? divide(__uint_as_float(largest), kMostSteps)
-                                           : __uint_as_float(0x7fc00000u);
+  const float step = largest < 0x7f800000u
+                         ? fminf(divide(__uint_as_float(largest), kMostSteps), kMostStep)
+                         : __uint_as_float(0x7fc00000u);
   if (threadIdx.x == 0) store_bytes(to, bits_as<uint32_t>(step), 4);
   constexpr float kInteger = 12582912;  // 1.5 * 2^23: a sum with it is rounded to an integer
   for (unsigned i = threadIdx.x; i < n; i += kValueThreads) {

@@ -64,7 +64,8 @@ class Agreements {
   static constexpr size_t kMostKnown = 1024;
   using Counter = std::shared_ptr<std::atomic<int>>;
   using Signature = std::tuple<uint8_t, uint8_t, uint8_t, uint8_t, uint64_t, uint32_t>;
-  static Signature signature(const group::Call& call) {
+  static Signature signature(group::Call call) {
+    if (group::is_plan(call.operation)) call.tag = 0;  // the same call in each pass
     const transport::Header header = group::signature_of(call, call.algorithm);
     return {header.operation, header.dtype, header.op, header.algorithm, header.count, header.peer};
   }

@@ -287,6 +287,10 @@ def _as_numpy(x: Any, write: bool) -> Any:
     """A NumPy array on the memory of an object, without a copy."""
     if isinstance(x, np.generic) and not write:
         return np.asarray(x)
+    if isinstance(x, np.ma.MaskedArray):
+        raise InvalidArgument(
+            "a masked array is not supported, because its mask is not sent: pass x.filled(...)"
+        )
     if isinstance(x, np.ndarray):
         return x
     if not isinstance(x, np.generic):

@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
-__all__ = ["unknown_parameter"]
+from pycomm.errors import InvalidArgument
+
+__all__ = ["check_initialized", "unknown_parameter"]
+
+
+def check_initialized(owner: str, named: Iterable[tuple[str, Tensor]]) -> None:
+    """Raises InvalidArgument for a parameter of a lazy module without a shape."""
+    for name, parameter in named:
+        if is_lazy(parameter):
+            raise InvalidArgument(
+                f"{owner}: {name!r} of a lazy module has no shape yet: run a dummy forward pass "
+                "first, on all ranks"
+            )
 
 
 def unknown_parameter(model: nn.Module, known: Collection[int]) -> str | None:

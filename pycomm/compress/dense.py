@@ -27,7 +27,8 @@ def clip_gradients(
         together: clip to the norm of all.
         whole: gives that norm from the one of `gradients`, if other ranks have shards.
     """
-    norms = [float(torch.linalg.vector_norm(g, dtype=torch.float64)) for g in gradients]
+    dense = [g.coalesce().values() if g.is_sparse else g for g in gradients]
+    norms = [float(torch.linalg.vector_norm(x, dtype=torch.float64)) for x in dense]
     if together:
         norms = [whole(math.hypot(*norms))] * len(norms)
     for gradient, norm in zip(gradients, norms, strict=True):
@@ -38,8 +39,9 @@ def clip_gradients(
 def apply_momentum(memory: ParameterState, gradient: Tensor) -> None:
     """Turns an averaged gradient into the update, in place; u is torch's velocity."""
     hyper, u, x = memory.hyper, memory.u, flat_view(gradient)
-    if hyper.weight_decay:
-        x.add_(flat_view(memory.parameter), alpha=hyper.weight_decay)
+    decay = hyper.weight_decay or memory.late_decay
+    if decay:
+        x.add_(flat_view(memory.parameter), alpha=decay)
     if hyper.momentum:
         u.mul_(hyper.momentum).add_(x)
         if hyper.nesterov:

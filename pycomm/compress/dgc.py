@@ -38,7 +38,7 @@ class DGC:
         rampup_step: number of steps of the sparsity warm-up, shared evenly by the levels of
             `sparsity`; afterwards the last level stays.
         sparsity: the fraction of elements that is not sent, by level, in 0 <= s < 1 and not
-            decreasing. A number is one level, an empty list [0.999].
+            decreasing. A number is one level.
         clip_norm: C: the gradient of each of N ranks is clipped to a norm of C sqrt(N) before
             accumulation, an averaged gradient to C. None: no clipping.
         clip: "parameter": the norm of each parameter; "global": one norm of all that is compressed.

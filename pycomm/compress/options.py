@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from pycomm._arguments import integer, positive
 from pycomm.compress.schedule import K_RULES, VALUE_DTYPES, SparsityWarmup
 from pycomm.errors import InvalidArgument
 
@@ -48,14 +49,10 @@ class Options:
                 f"value_dtype={self.value_dtype!r} with exchange={self.exchange!r} needs compact "
                 'packets: codec="raw" is for float32 and another exchange'
             )
-        if self.clip_norm is not None and not self.clip_norm > 0:
-            raise InvalidArgument(
-                f"invalid clip_norm: got {self.clip_norm}, expected above 0, or None"
-            )
-        if self.owner_k_factor < 1 or self.owner_k_factor != int(self.owner_k_factor):
-            raise InvalidArgument(
-                f"invalid owner_k_factor: got {self.owner_k_factor}, expected 1, 2, ..."
-            )
+        if self.clip_norm is not None:
+            positive("clip_norm", self.clip_norm, "None")
+        integer("owner_k_factor", self.owner_k_factor, 1)
+        integer("min_count", self.min_count, 0)
         if self.fused and not (self.momentum_correction and self.decay_correction):
             raise InvalidArgument(
                 "fused=True requires momentum_correction=True and decay_correction=True"

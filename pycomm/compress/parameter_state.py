@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pycomm._training.parameters import check_initialized
 from pycomm._training.shards import is_sharded, local_shard
 from pycomm.errors import InvalidArgument, Unsupported
 
@@ -51,6 +52,13 @@ class ParameterState:
         return Hyper(float(momentum), float(decay), bool(nesterov))
 
     @property
+    def late_decay(self) -> float:
+        """Weight decay of DGC that is applied after the exchange: decay_correction=False."""
+        owned = self.owned
+        late = "momentum" in owned and "weight_decay" not in owned
+        return float(self.group["weight_decay"]) if late else 0.0
+
+    @property
     def count(self) -> int:
         """Number of elements."""
         return self.u.numel()
@@ -86,12 +94,15 @@ class AdoptedMomentum:
         self, optimizer: torch.optim.Optimizer, min_count: int, owned: Collection[str]
     ) -> None:
         _check(optimizer)
-        self.optimizer, self._owned = optimizer, owned
+        self.optimizer = optimizer
+        # DGC's momentum has the decay of uncompressed gradients, so the optimizer has none.
+        late = ("weight_decay",) if "momentum" in owned and "weight_decay" not in owned else ()
+        self._owned = (*owned, *late)
         self.memories: dict[Tensor, ParameterState] = {}
         for g, group in enumerate(optimizer.param_groups):
             names = group.get("param_names") or [f"{g}.{i}" for i in range(len(group["params"]))]
             for name, parameter in zip(names, group["params"], strict=True):
-                self.memories[parameter] = self._memory(name, parameter, group, min_count)
+                self.memories[parameter] = self._memory(name, parameter, group, owned, min_count)
         self._hidden: list[dict[str, Any]] | None = None
         self._waiting = False  # exchanged gradients wait for the next step()
         self._exchanged: Collection[Tensor] | None = None  # by DataParallel; None: unknown
@@ -114,7 +125,12 @@ class AdoptedMomentum:
                 self._handles.append(register(_before(weakref.ref(self._exchanged_values), memory)))
 
     def _memory(
-        self, name: str, parameter: Tensor, group: dict[str, Any], min_count: int
+        self,
+        name: str,
+        parameter: Tensor,
+        group: dict[str, Any],
+        owned: Collection[str],
+        min_count: int,
     ) -> ParameterState:
         if not is_dense(parameter):
             raise Unsupported(f"DGC: the memory of {name!r} has gaps: pass a clone of it")
@@ -123,7 +139,7 @@ class AdoptedMomentum:
         self._take_velocity(parameter, u)
         compressed = parameter.numel() >= max(min_count, 1)
         v = torch.zeros_like(u) if compressed else None
-        return ParameterState(name, len(self.memories), parameter, group, self._owned, u, v)
+        return ParameterState(name, len(self.memories), parameter, group, owned, u, v)
 
     def _take_velocity(self, parameter: Tensor, u: Tensor) -> bool:
         """Moves the optimizer's velocity of a parameter, if there is one, to u."""
@@ -365,6 +381,7 @@ def _check(optimizer: torch.optim.Optimizer) -> None:
             "pycomm.LocalSGD(model, optimizer, compression=pycomm.TopK(ratio=200))"
         )
     for group in optimizer.param_groups:
+        check_initialized("DGC", ((f"parameter {i}", p) for i, p in enumerate(group["params"])))
         if group["dampening"] != 0 or group["maximize"]:
             raise InvalidArgument(
                 f"DGC: invalid optimizer: got dampening={group['dampening']} and "

@@ -24,6 +24,7 @@ from pycomm import collectives
 from pycomm._core_api import arrays
 from pycomm._quantize import Feedback, Layout, blocks_of, fold, own_count
 from pycomm._training import coalesced
+from pycomm._training.parameters import check_initialized
 from pycomm.compress.hierarchical import (
     HostGroups,
     average_copies,
@@ -93,6 +94,7 @@ class QuantizedResiduals:
         self._frozen: dict[str, Tensor] | None = None  # None: not known yet
         first = 0
         for name, parameter in named:
+            check_initialized(owner, [(name, parameter)])
             self._known.add(parameter)
             if parameter.dtype not in DTYPES:
                 continue

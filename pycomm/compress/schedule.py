@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from pycomm._arguments import integer
 from pycomm.errors import InvalidArgument
 
 __all__ = [
@@ -84,20 +85,17 @@ class SparsityWarmup:
 
     @classmethod
     def of(cls, begin: int, length: int, sparsity: float | Sequence[float]) -> SparsityWarmup:
-        """A valid warm-up; a number is one level, an empty list [0.999].
+        """A valid warm-up; a number is one level.
 
         Raises:
-            InvalidArgument: a negative begin, a length below 1, or levels outside 0 <= s < 1 or
-                decreasing.
+            InvalidArgument: begin or length is no whole number, a negative begin, a length below 1,
+                or no levels, or levels outside 0 <= s < 1 or decreasing.
         """
+        integer("rampup_begin_step", begin, 0)
+        integer("rampup_step", length, 1)
         given = [sparsity] if isinstance(sparsity, (int, float)) else sparsity
-        levels = tuple(float(s) for s in given) or (0.999,)
-        if begin < 0 or length < 1:
-            raise InvalidArgument(
-                f"invalid rampup_begin_step or rampup_step: got {begin} and {length}, expected at "
-                "least 0 and at least 1"
-            )
-        if not all(0 <= s < 1 for s in levels) or list(levels) != sorted(levels):
+        levels = tuple(float(s) for s in given)
+        if not levels or not all(0 <= s < 1 for s in levels) or list(levels) != sorted(levels):
             raise InvalidArgument(
                 f"invalid sparsity: got {list(levels)}, expected 0 <= s < 1, not decreasing"
             )

@@ -362,6 +362,10 @@ class Step:
             _multiply([gradient for _, gradient in averaged], scale)
             if not self._plan.fused:
                 _multiply([g for bucket in self._buckets for _, g in bucket.compressed], scale)
+        for memory, gradient in (pair for bucket in self._buckets for pair in bucket.compressed):
+            if memory.late_decay:
+                alpha = memory.late_decay * (scale or 1.0)
+                flat_view(gradient).add_(flat_view(memory.parameter), alpha=alpha)
         self._unused.restore()
 
     def _roll_back(self) -> None:

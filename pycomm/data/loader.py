@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from torch.utils import data
 
+from pycomm import collectives, default_group
 from pycomm.data.sampler import InfiniteSampler, ShardedSampler, rank_and_size
 from pycomm.data.shared import Transformed, shared_copy
 from pycomm.data.streams import Divided, as_stream, choose_divide
@@ -34,7 +35,8 @@ class DataLoader(data.DataLoader[Any]):
             for x, y in loader: ...
 
     Takes torch's arguments; batch_size is per rank. Without `sampler` and `batch_sampler` it makes
-    a ShardedSampler, seeded by `generator` if given, and shuffles every epoch differently. In place
+    a ShardedSampler, seeded by `generator` if given, and shuffles every epoch differently. Then the
+    constructor is collective: the generators of all ranks must have one initial seed. In place
     of torch's SequentialSampler and RandomSampler, also within a BatchSampler or InfiniteSampler,
     it uses a ShardedSampler of the same order. Samplers that know the ranks are used unchanged:
     ShardedSampler, and those with `num_replicas`, as torch's DistributedSampler.
@@ -67,7 +69,8 @@ class DataLoader(data.DataLoader[Any]):
     Raises:
         InvalidArgument: the rank in the environment is invalid, or a sampler cannot be divided
             among the ranks: each would read all samples. Or `divide` is missing, or an argument is
-            not for this data set, or `shared` cannot store a sample.
+            not for this data set, or `shared` cannot store a sample. Or initial seeds of generators
+            differ (on all ranks), or one is given before pycomm.init().
         Mismatch: `shared`, and the ranks' data sets differ.
         Error: `shared`, and another rank failed.
         ValueError: torch's, for arguments that do not fit together.
@@ -111,6 +114,8 @@ class DataLoader(data.DataLoader[Any]):
             if size > 1:
                 place = {"drop_last": drop_last, "pad": pad, "rank": rank, "size": size}
                 self._divide_samplers(dataset, named, place)
+            elif named.get("shuffle") and len(dataset) == 0:
+                named["shuffle"] = False  # torch's sampler refuses to shuffle nothing
         super().__init__(dataset, **named)
 
     @property
@@ -137,6 +142,8 @@ class DataLoader(data.DataLoader[Any]):
     def _shard(self, dataset: Any, shuffle: bool, made: Any, place: dict[str, Any]) -> Any:
         """The sampler of this rank, whose epochs set_epoch() sets."""
         seed = 0 if made is None else made.initial_seed()
+        if shuffle and made is not None:
+            _check_seed(seed)
         self._sharded = ShardedSampler(dataset, shuffle=shuffle, seed=seed, **place)
         return self._sharded
 
@@ -189,3 +196,18 @@ class DataLoader(data.DataLoader[Any]):
             self._sharded.set_epoch(self._epoch, self._start * batch)
         self._epoch, self._start = self._epoch + 1, 0
         return super().__iter__()
+
+
+def _check_seed(seed: int) -> None:
+    """Collective. Raises InvalidArgument on all ranks unless they have one seed."""
+    if not default_group.is_initialized():
+        raise InvalidArgument(
+            "DataLoader: the seeds of generators are compared over all ranks: call pycomm.init() "
+            "before, or pass sampler=pycomm.data.ShardedSampler(dataset, seed=...)"
+        )
+    seeds = collectives.all_gather(np.array([seed], np.uint64).view(np.int64))
+    if len({int(one) for one in seeds.flatten()}) > 1:
+        raise InvalidArgument(
+            f"DataLoader: generators have different initial seeds, {seed} on this rank: each rank "
+            "would shuffle differently, so samples would be omitted: seed all alike"
+        )

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from pycomm import collectives
+from pycomm._arguments import integer
 from pycomm.errors import InvalidArgument
 from pycomm.optim.local_sgd import LocalSGD
 
@@ -86,7 +87,9 @@ class AdaptiveLocalSGD(LocalSGD):
             raise InvalidArgument(
                 f'invalid reference: got {reference!r}, expected "first" or "begin"'
             )
-        if not 1 <= init_k_steps <= max_k_steps:
+        integer("max_k_steps", max_k_steps, 1)
+        integer("init_k_steps", init_k_steps, 1)
+        if init_k_steps > max_k_steps:
             raise InvalidArgument(
                 f"invalid init_k_steps: got {init_k_steps}, expected 1..max_k_steps={max_k_steps}"
             )

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from pycomm._quantize import Quantize
+from pycomm._training.parameters import check_initialized
 from pycomm._training.shards import is_sharded
 from pycomm.compress.quantized_updates import QuantizedUpdates
 from pycomm.compress.topk import TopK
@@ -20,6 +21,7 @@ from pycomm.group import Group
 
 __all__ = [
     "check_model",
+    "check_optimizers",
     "check_shards",
     "check_supported",
     "update_compressor",
@@ -28,7 +30,8 @@ __all__ = [
 
 
 def check_model(model: nn.Module, optimizer: torch.optim.Optimizer, momentum: str) -> None:
-    """Raises InvalidArgument for a wrapper, or momentum that cannot be averaged."""
+    """Raises InvalidArgument for a wrapper, a lazy module, or momentum that cannot be averaged."""
+    check_initialized("LocalSGD", model.named_parameters())
     if hasattr(model, "no_sync"):
         raise InvalidArgument(
             f"LocalSGD: {type(model).__name__} averages gradients: pass the module inside it"
@@ -39,6 +42,16 @@ def check_model(model: nn.Module, optimizer: torch.optim.Optimizer, momentum: st
         raise InvalidArgument(
             f'momentum="averaged": got {type(optimizer).__name__}, expected torch.optim.SGD'
         )
+
+
+def check_optimizers(optimizer: Any, outer: Any, muon: Any) -> None:
+    """Raises InvalidArgument unless these are torch optimizers; None for the last two: none."""
+    given = {"optimizer": optimizer, "outer": outer, "muon": muon}
+    for name, one in given.items():
+        if not (isinstance(one, torch.optim.Optimizer) or (one is None and name != "optimizer")):
+            raise InvalidArgument(
+                f"LocalSGD: invalid {name}: got {one!r:.40}, expected a torch optimizer"
+            )
 
 
 def check_supported(rule: str, momentum: str) -> None:

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from pycomm import collectives
+from pycomm._arguments import integer, positive
 from pycomm._quantize import Quantize
 from pycomm._training import coalesced
 from pycomm._training.communicators import tag_of
@@ -30,17 +31,19 @@ from pycomm.compress.dense import clip_gradients
 from pycomm.compress.interrupts import defer_sigint
 from pycomm.compress.topk import TopK
 from pycomm.compress.updates import UpdateCompressor
-from pycomm.default_group import default
+from pycomm.default_group import chosen
 from pycomm.errors import InvalidArgument, Mismatch
 from pycomm.group import Group
 from pycomm.optim.compression import (
     check_model,
+    check_optimizers,
     check_shards,
     check_supported,
     update_compressor,
     warn_about_momentum,
 )
 from pycomm.optim.local_state import LocalState
+from pycomm.optim.loss_scaler import refuse_unscaled
 from pycomm.optim.muon import MuonMatrices
 from pycomm.optim.shards import ModelShards
 from pycomm.optim.weight_decay import multiply_factors, without_decay
@@ -128,21 +131,19 @@ class LocalSGD(LocalState):
     ) -> None:
         check_model(model, optimizer, momentum)
         check_shards(model, replicas, compression is not None, group, muon is not None)
-        if k_steps < 1 or begin_step < 1:
-            raise InvalidArgument(
-                f"invalid k_steps or begin_step: got {k_steps} and {begin_step}, expected at "
-                "least 1"
-            )
+        check_optimizers(optimizer, outer, muon)
+        integer("k_steps", k_steps, 1)
+        integer("begin_step", begin_step, 1)
         if rule not in ("paddle", "torch"):
             raise InvalidArgument(f'invalid rule: got {rule!r}, expected "paddle" or "torch"')
         if compression is not None:
             check_supported(rule, momentum)
         if muon is not None and (compression is None or k_steps != 1 or outer is not None):
             raise InvalidArgument("LocalSGD: muon needs compression, k_steps=1 and no outer")
-        if clip_norm is not None and not clip_norm > 0:
-            raise InvalidArgument(f"invalid clip_norm: got {clip_norm}, expected above 0, or None")
+        if clip_norm is not None:
+            positive("clip_norm", clip_norm, "None")
         shards = None if replicas is None else ModelShards(model, replicas)
-        group = (group or default()) if shards is None else shards.group
+        group = chosen(group) if shards is None else shards.group
         super().__init__(model, optimizer, outer, k_steps, group, shards)
         self._begin, self._rule = begin_step, rule
         self._average_momentum = momentum == "averaged"
@@ -233,6 +234,7 @@ class LocalSGD(LocalState):
         together = compressor is not None and (self.k_steps == 1 or self.step_count <= self._begin)
         scale = getattr(self, "grad_scale", None)  # set by GradScaler.step()
         if scale is not None:
+            refuse_unscaled(self._optimizers)
             for gradient in self._gradients():
                 gradient.mul_(1.0 / scale)
         averaged = self._averages_gradients(self.step_count)

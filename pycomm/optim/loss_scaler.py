@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -9,7 +11,7 @@ from torch import Tensor
 
 from pycomm.errors import InvalidArgument
 
-__all__ = ["StaticLossScaler"]
+__all__ = ["StaticLossScaler", "refuse_unscaled"]
 
 
 class StaticLossScaler(torch.amp.GradScaler):
@@ -48,3 +50,23 @@ class StaticLossScaler(torch.amp.GradScaler):
         if new_scale is not None:
             self._constant = float(new_scale)
         super().update(self._constant)
+
+
+def refuse_unscaled(optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """Call it in a step() that a GradScaler calls, and that divides gradients by its scale.
+
+    Raises:
+        InvalidArgument: the scaler's unscale_() of one of these optimizers, which step() calls, has
+            divided them.
+    """
+    frame = sys._getframe(1)
+    scaler = None
+    while frame.f_back is not None and not isinstance(scaler, torch.amp.GradScaler):
+        frame = frame.f_back
+        scaler = frame.f_locals.get("self")
+    states = getattr(scaler, "_per_optimizer_states", {})
+    if any(id(one) in states and states[id(one)]["stage"].name == "UNSCALED" for one in optimizers):
+        raise InvalidArgument(
+            "LocalSGD: scaler.unscale_(optimizer) was called, and scaler.step(local) would divide "
+            "the gradients again: call scaler.unscale_(local)"
+        )

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from pycomm import memory
+from pycomm._arguments import integer, positive
 from pycomm._core_api import arrays
 from pycomm.errors import InvalidArgument
 from pycomm.group import Group
@@ -59,15 +60,10 @@ class Limits:
         MB."""
         if bucket_mb == "auto":
             bucket_mb = min(max(total_bytes / MB / 10, 1.0), 64.0)
-        if isinstance(bucket_mb, str) or not bucket_mb > 0:
-            raise InvalidArgument(
-                f'invalid bucket_mb: got {bucket_mb!r}, expected more than 0 MB, or "auto"'
-            )
-        if bucket_layers is not None and bucket_layers < 1:
-            raise InvalidArgument(
-                f"invalid bucket_layers: got {bucket_layers}, expected at least 1, or None"
-            )
-        return cls(int(bucket_mb * MB), bucket_layers)
+        positive("bucket_mb", bucket_mb, '"auto"')
+        if bucket_layers is not None:
+            integer("bucket_layers", bucket_layers, 1)
+        return cls(int(float(bucket_mb) * MB), bucket_layers)
 
 
 class Bucket:

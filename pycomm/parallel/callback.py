@@ -15,7 +15,7 @@ from pycomm import _core
 from pycomm._arguments import refuse
 from pycomm._core_api.calls import Work
 from pycomm._training.communicators import CommunicatorPool, tag_of
-from pycomm.errors import InvalidArgument, Unsupported
+from pycomm.errors import Unsupported
 from pycomm.group import Group
 
 __all__ = ["make_allreduce_cb"]

@@ -18,9 +18,10 @@ from pycomm._names import also_named
 from pycomm._quantize import Quantize
 from pycomm._training.coalesced import bcast_list_, bcast_value
 from pycomm._training.communicators import CommunicatorPool
+from pycomm._training.parameters import check_initialized
 from pycomm.compress.dgc import DGC, compressor_of
 from pycomm.compress.quantized_gradients import QuantizedGradients, exchange_of
-from pycomm.default_group import default
+from pycomm.default_group import chosen
 from pycomm.elastic.change import Membership, ShrinkResult
 from pycomm.elastic.state import check_replicated, copy_state
 from pycomm.errors import InvalidArgument, Unsupported
@@ -100,6 +101,7 @@ class DataParallel(nn.Module):
         if init not in ("broadcast", "check"):
             raise InvalidArgument(f'invalid init: got {init!r}, expected "broadcast" or "check"')
         _check_compression(compression)
+        check_initialized("DataParallel", module.named_parameters())
         if isinstance(compression, Quantize):
             compression = QuantizedGradients(module.named_parameters(), compression)
         self.compression = compression
@@ -111,7 +113,7 @@ class DataParallel(nn.Module):
         self._joining = False
         self._source = 0  # the rank whose buffers are used
         self._check_places()
-        group = group or default()
+        group = chosen(group)
         self._membership = Membership(group)
         new = self._membership.new
         made = self._pool = CommunicatorPool(group, lanes, hierarchical, split=not new)

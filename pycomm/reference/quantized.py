@@ -14,6 +14,7 @@ __all__ = ["dequantize", "quantize"]
 
 Array = Any  # a NumPy array
 MOST_STEPS = 127
+MOST_STEP = np.float32(float.fromhex("0x1.020406p+121"))  # MOST_STEPS of them are finite
 
 
 def quantize(x: Array, bits: int, residual: Array = None) -> tuple[bytes, Array]:
@@ -78,7 +79,7 @@ def _write_steps(x: Array) -> bytes:
     """Equal steps up to the largest magnitude."""
     step, numbers = np.float32(np.nan), np.zeros(len(x), np.int8)
     if np.isfinite(x).all():
-        step = np.abs(x).max() / np.float32(MOST_STEPS)
+        step = np.minimum(np.abs(x).max() / np.float32(MOST_STEPS), MOST_STEP)
         if step > 0:
             numbers = np.clip(np.rint(x / step), -MOST_STEPS, MOST_STEPS).astype(np.int8)
     return struct.pack("<f", step) + numbers.tobytes()

@@ -40,7 +40,7 @@ class ProcessRanks:
         server = _core.TcpStore.serve("127.0.0.1", 0, self._options["secret"])
         with ProcessPool(self._exit_timeout_s, _lost) as pool:
             for rank in range(len(self.results)):
-                pool.start(_rank_process, server.port, rank, self._options, self._job, daemon=True)
+                pool.start(_rank_process, server.port, rank, self._options, self._job)
             for rank in pool.collect():
                 text = f"rank {rank} did not exit after another rank failed"
                 pool.failures[rank] = Timeout(text)

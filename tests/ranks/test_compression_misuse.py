@@ -12,6 +12,7 @@ from contract import COMPRESSED, DGC, GRADIENTS, LOCAL, PLAIN, Trained, trained,
 from small_models import alone, batch, equal, momentum_sgd, parameters, perceptron, step_on
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.data import RandomSampler
 
 import pycomm
 from pycomm.errors import InvalidArgument, Mismatch
@@ -277,3 +278,153 @@ def test_one_rank_sends_the_residuals_of_several() -> None:
 
     for found in run_ranks(1, one)[0]:
         torch.testing.assert_close(found, -rest)
+
+
+@pytest.mark.parametrize("form", ["local", "topk"])
+def test_gradients_are_not_divided_by_the_loss_scale_twice(form: str) -> None:
+    def program(group: pycomm.Group, inner: bool) -> list[Tensor]:
+        module = perceptron()
+        made = trained(form, module, torch.optim.SGD(module.parameters(), lr=0.1))
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        x, y = batch(group.rank, 0)
+        scaler.scale(F.mse_loss(made.model(x), y)).backward()
+        scaler.unscale_(made.optimizer if inner else made.stepper)
+        if inner:
+            with pytest.raises(InvalidArgument, match=r"unscale_\(local\)"):
+                scaler.step(made.stepper)
+        else:
+            scaler.step(made.stepper)
+        return parameters(module)
+
+    def plain(group: pycomm.Group) -> list[Tensor]:
+        module = perceptron()
+        made = trained(form, module, torch.optim.SGD(module.parameters(), lr=0.1))
+        step_on(made.model, batch(group.rank, 0), made.stepper)
+        return parameters(module)
+
+    run_ranks(2, program, True)
+    assert equal(run_ranks(2, program, False)[0], run_ranks(2, plain)[0])
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_decay_without_correction_is_torchs_in_dense_steps(nesterov: bool) -> None:
+    """And of uncompressed parameters in each step."""
+
+    def sgd(module: nn.Module) -> torch.optim.SGD:
+        return torch.optim.SGD(module.parameters(), 0.1, 0.9, weight_decay=0.1, nesterov=nesterov)
+
+    def program(group: pycomm.Group, form: str) -> list[Tensor]:
+        module = perceptron()
+        optimizer = sgd(module)
+        made = trained(form, module, optimizer, decay_correction=False)
+        for step in range(6):
+            step_on(made.model, batch(group.rank, step), optimizer)
+        return parameters(module)
+
+    want = alone(perceptron(), 6, 2, sgd)
+    for form in ("dgc dense", "dgc small"):
+        for got, one in zip(run_ranks(2, program, form)[0], want, strict=True):
+            torch.testing.assert_close(got, one, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("evaluate", [False, True])
+def test_two_forward_passes_with_buffers_before_one_backward(evaluate: bool) -> None:
+    def make() -> nn.Module:
+        module = nn.Sequential(perceptron(), nn.BatchNorm1d(3), nn.Linear(3, 1))
+        for p in module[2].parameters():
+            nn.init.constant_(p, 0.5)
+        module[1].train(not evaluate)
+        return module
+
+    def loss(model: Any, rank: int) -> Tensor:
+        return model(batch(rank, 0)[0]).square().mean() - model(batch(rank, 1)[0]).mean()
+
+    def program(group: pycomm.Group) -> list[Tensor]:
+        module = make()
+        model = pycomm.DataParallel(module)
+        loss(model, group.rank).backward()
+        return [p.grad.clone() for p in module.parameters()]
+
+    alone_on = [make() for _ in range(2)]
+    for rank, module in enumerate(alone_on):
+        loss(module, rank).backward()
+    for found in run_ranks(2, program):
+        pairs = zip(found, *(module.parameters() for module in alone_on), strict=True)
+        for got, one, other in pairs:
+            torch.testing.assert_close(got, (one.grad + other.grad) / 2, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("form", ["dgc", "quantize", "topk", "local", DENSE])
+def test_a_lazy_module_is_named(form: str) -> None:
+    def program(group: pycomm.Group) -> None:
+        module = nn.Sequential(nn.LazyLinear(3))
+        with pytest.raises(InvalidArgument, match="dummy forward pass"):
+            trained(form, module)
+
+    run_ranks(1, program)
+
+
+NAN, INF = float("nan"), float("inf")
+WRONG: list[tuple[str, dict[str, Any]]] = [
+    *(("local", {"k_steps": x}) for x in (0, 1.5, NAN, INF, True, "2", None)),
+    *(("local", {"begin_step": x}) for x in (0, 1.5, NAN)),
+    *(("local", {name: "x"}) for name in ("outer", "muon", "group", "clip_norm")),
+    *(("local", {"group": x}) for x in (0, [], False)),
+    *(("local", {"clip_norm": x}) for x in (0, NAN, INF, -1)),
+    *(("dgc", {"sparsity": x}) for x in ([], [1.0], [NAN])),
+    *(("dgc", {"rampup_step": x}) for x in (0, 1.5, NAN, INF)),
+    *(("dgc", {"rampup_begin_step": x}) for x in (-1, 1.5, NAN)),
+    *(("dgc", {"owner_k_factor": x}) for x in (0, 1.5, NAN)),
+    *(("dgc", {"min_count": x}) for x in (-1, 1.5, NAN)),
+]
+
+
+@pytest.mark.parametrize(("form", "options"), WRONG, ids=str)
+def test_an_option_is_checked_in_the_constructor(form: str, options: dict[str, Any]) -> None:
+    def program(group: pycomm.Group) -> None:
+        with pytest.raises(InvalidArgument):
+            trained(form, perceptron(), **options)
+
+    run_ranks(1, program)
+
+
+def test_options_of_data_parallel_are_checked() -> None:
+    def program(group: pycomm.Group) -> None:
+        wrong: list[dict[str, Any]] = [
+            *({"bucket_mb": x} for x in (0, NAN, INF, "x")),
+            *({"bucket_layers": x} for x in (0, 1.5, NAN)),
+            *({"group": x} for x in (0, "x", [])),
+        ]
+        for options in wrong:
+            with pytest.raises(InvalidArgument):
+                pycomm.DataParallel(perceptron(), **options)
+        with pytest.raises(InvalidArgument, match="optimizer"):
+            pycomm.LocalSGD(perceptron(), "x")
+
+    run_ranks(1, program)
+
+
+def test_clip_norm_of_a_sparse_embedding() -> None:
+    def program(group: pycomm.Group, sparse: bool) -> Tensor:
+        module = nn.Embedding(11, 8, sparse=sparse)
+        nn.init.constant_(module.weight, 1.0)
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        local = pycomm.LocalSGD(module, optimizer, clip_norm=0.5)
+        module(torch.tensor([1, 1, 4 + group.rank])).square().sum().backward()
+        local.step()
+        return module.weight.detach()
+
+    torch.testing.assert_close(*(run_ranks(2, program, sparse)[0] for sparse in (True, False)))
+
+
+@pytest.mark.parametrize("sampler", [False, True])
+def test_generators_with_different_seeds_raise(sampler: bool) -> None:
+    def program(group: pycomm.Group, seed: int) -> list[int]:
+        made = torch.Generator().manual_seed(seed * group.rank)
+        rows = range(12)
+        given = {"sampler": RandomSampler(rows, generator=made)} if sampler else {"shuffle": True}
+        return [int(x) for x in pycomm.data.DataLoader(rows, None, generator=made, **given)]
+
+    assert sorted(x for one in run_ranks(3, program, 0) for x in one) == [*range(12)]
+    with pytest.raises(InvalidArgument, match="initial seeds"):
+        run_ranks(3, program, 1)

@@ -358,10 +358,17 @@ def test_warm_up_schedule() -> None:
     levels = levels_at(range(6 * epoch), 2 * epoch, 3 * epoch, 3)
     assert levels == [None] * 2 * epoch + [0] * epoch + [1] * epoch + [2] * 2 * epoch
     assert levels_at(range(4 * epoch - 1, 4 * epoch + 2), 4 * epoch, 1, 1) == [None, 0, 0]
-    assert (
-        SparsityWarmup.of(0, 1, []).sparsity == SparsityWarmup.of(0, 1, 0.999).sparsity == (0.999,)
-    )
-    for wrong in ((-1, 1, [0.5]), (0, 0, [0.5]), (0, 1, [1.0]), (0, 1, [0.9, 0.5]), (0, 1, [-0.1])):
+    assert SparsityWarmup.of(0, 1, 0.999).sparsity == (0.999,)
+    for wrong in (
+        (-1, 1, [0.5]),
+        (0, 1, []),
+        (float("nan"), 1, [0.5]),
+        (0, 1.5, [0.5]),
+        (0, 0, [0.5]),
+        (0, 1, [1.0]),
+        (0, 1, [0.9, 0.5]),
+        (0, 1, [-0.1]),
+    ):
         with pytest.raises(InvalidArgument):
             SparsityWarmup.of(*wrong)
 

@@ -336,6 +336,7 @@ REFUSED = {
     ),
     "number": (lambda: np.float32(1), InvalidArgument, "expected an array"),
     "none": (lambda: None, InvalidArgument, "expected an array"),
+    "masked": (lambda: np.ma.ones(3), InvalidArgument, "masked array"),
     "complex numpy": (lambda: np.zeros(3, complex), Unsupported, "view_as_real"),
     "complex torch": (lambda: torch.zeros(3, dtype=torch.complex64), Unsupported, "view_as_real"),
     "uint32": (lambda: np.zeros(3, np.uint32), Unsupported, "uint32"),

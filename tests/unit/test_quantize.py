@@ -241,3 +241,13 @@ def test_other_devices_are_refused():
     of_cupy = arrays.ArrayRef(0, "float32", 3, (3,), arrays.Device("cuda", 0), object())
     with pytest.raises(Unsupported, match=r"torch\.as_tensor"):
         quantized.check_array(of_cupy, "all_reduce with compression")
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_the_largest_values_decode_to_finite_ones(bits):
+    most = np.finfo(np.float32).max
+    x = np.array([most, -most, 0.9 * most, 0, 1], np.float32)
+    wanted, lost = reference.quantize(x, bits)
+    assert np.isfinite(lost).all()
+    assert np.isfinite(reference.dequantize(wanted, x.size, bits)).all()
+    compare(x, np.zeros(x.size, np.float32), bits)

@@ -328,6 +328,7 @@ void read_grid(const std::byte* in, std::span<float> values) {
 // ---- equal steps of the value -------------------------------------------------------------------
 
 constexpr float kMostSteps = 127;
+constexpr float kMostStep = 0x1.020406p+121F;  // kMostSteps of them are finite
 
 struct LargestKey {
   template <cpu::Isa>
@@ -364,7 +365,7 @@ void write_steps(std::span<const float> values, std::byte* out) {
   const cpu::Isa isa = cpu::isa_here();
   const auto largest =
       std::bit_cast<float>(cpu::run_on<LargestKey>(isa, values.data(), values.size()));
-  const float step = cpu::is_finite(largest) ? largest / kMostSteps : kNaN;
+  const float step = cpu::is_finite(largest) ? std::min(largest / kMostSteps, kMostStep) : kNaN;
   std::memcpy(out, &step, sizeof step);
   auto* const numbers = reinterpret_cast<int8_t*>(out + sizeof step);
   if (step > 0)
