@@ -60,7 +60,8 @@ def number(name: str, value: Any) -> float:
 
 def positive(name: str, value: Any, other: str) -> float:
     """A finite number above 0. `other`: what else is allowed, for the error."""
-    if not isinstance(value, numbers.Real) or value is True or not 0 < value < math.inf:
+    known = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    if not known or not 0.0 < float(value) < math.inf:
         refuse(name, value, f"a number above 0, or {other}")
     return float(value)
 
