@@ -18,7 +18,7 @@ import math
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from pycomm import _core
-from pycomm._arguments import integer
+from pycomm._arguments import integer, refuse
 from pycomm._core_api import arrays, calls
 from pycomm._quantize import Quantize, QuantizeState
 from pycomm._quantize import all_reduce as quantized_all_reduce
@@ -169,6 +169,8 @@ def all_gather(
         Error: as all_reduce.
     """
     group = chosen(group)
+    if isinstance(x, (list, tuple)):
+        refuse("x", x, "an array; the result is returned: out = pycomm.all_gather(x)")
     x = arrays.plain(x)
     shape = (group.size, *x.shape)
     out = calls.output(out, x, shape)

@@ -269,3 +269,13 @@ def test_malformed_calls_of_one_rank() -> None:
 @pytest.mark.filterwarnings("ignore")
 def test_malformed_calls_of_two_ranks() -> None:
     assert run_ranks(2, failures, VALID) == [[], []]
+
+
+def test_all_gather_with_the_arguments_of_torch_names_its_own() -> None:
+    def program(group: Group) -> None:
+        with pytest.raises(
+            errors.InvalidArgument, match=r"got list.* out = pycomm.all_gather\(x\)"
+        ):
+            pycomm.all_gather([x(), x()], x(), group=group)
+
+    run_ranks(1, program)
