@@ -148,6 +148,9 @@ const Test kHmac{
                    "5bdcc146bf60754e6a042426089575c75a003f089d2739839dec58b964ec3843", "case 2");
       expect_equal(hex(hmac_sha256(std::string(20, '\xaa'), std::string(50, '\xdd'))),
                    "773ea91e36800e46854db8ebd09181a72959098b3ef8c122d9635514ced565fe", "case 3");
+      // From Python, with a key as long as that of a run: at most a block is not hashed.
+      expect_equal(hex(hmac_sha256(std::string(64, '\xaa'), "A key of exactly one block")),
+                   "2c704478485b26a2c6cac8fdeec0f6b4d5395bef4231c7d4099290fb055c5a00", "64");
       expect_equal(hex(hmac_sha256(std::string(131, '\xaa'),
                                    "Test Using Larger Than Block-Size Key - Hash Key First")),
                    "60e431591ee0b67f0d8a26aacbf5b77f8e0bc6213728c5140546040f0ee37f54", "case 6");
