@@ -206,17 +206,20 @@ const Test kRing{
         }
     }};
 
-const Test kScratch{"received summands are stored behind the plan's scratch, aligned", [] {
-                      const collectives::Plan plan = collectives::ring_all_reduce(0, 3, 100);
-                      const device::StreamStages stages = device::make_stream_stages(plan, 0);
-                      for (const device::StreamStage& stage : stages.stages)
-                        for (const device::StreamStage::Step& step : stage.steps) {
-                          expect(step.arrived.space == collectives::Space::scratch, "in scratch");
-                          expect(step.arrived.begin >= plan.scratch, "behind the plan's");
-                          expect_equal(step.arrived.begin % 16, size_t{0}, "aligned");
-                          expect(step.arrived.begin + step.arrived.count <= stages.scratch,
-                                 "counted");
-                        }
-                    }};
+const Test kScratch{
+    "received summands are stored behind the plan's scratch, aligned", [] {
+      // The root of the tree receives two in one stage.
+      for (const collectives::Plan& plan :
+           {collectives::ring_all_reduce(0, 3, 100), collectives::tree_all_reduce(0, 4, 100)}) {
+        const device::StreamStages stages = device::make_stream_stages(plan, 0);
+        for (const device::StreamStage& stage : stages.stages)
+          for (const device::StreamStage::Step& step : stage.steps) {
+            expect(step.arrived.space == collectives::Space::scratch, "in scratch");
+            expect(step.arrived.begin >= plan.scratch, "behind the plan's");
+            expect_equal(step.arrived.begin % 16, size_t{0}, "aligned");
+            expect(step.arrived.begin + step.arrived.count <= stages.scratch, "counted");
+          }
+      }
+    }};
 
 }  // namespace
