@@ -22,17 +22,24 @@ bool never() { return false; }
 const Test kThread{"a call waits for the earlier calls of its thread", [] {
                      const auto order = LaunchOrder::of("a device");
                      const auto first = order->take("first"), second = order->take("second");
+                     const Deadline deadline(60s);
+                     std::latch waits(1);
                      std::atomic<bool> ended = false, early = false;
                      std::jthread worker([&] {
-                       second->wait(Deadline(60s), never);
+                       second->wait(deadline, [&] {
+                         if (!waits.try_wait()) waits.count_down();
+                         return false;
+                       });
                        early = !ended;
                      });
+                     waits.wait();
                      expect(first->is_first() && !second->is_first(), "the first is another");
                      first->wait(Deadline(60s), never);
                      ended = true;
                      first->end();
                      worker.join();
                      expect(!early, "the second call came first");
+                     expect(!deadline.expired(), "the second call was not woken");
                    }};
 
 const Test kEnds{"a call that fails lets the next one proceed", [] {
