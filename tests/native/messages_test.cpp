@@ -282,6 +282,23 @@ const ByTransport kSeveralReceives{"a receive completes while an earlier one wai
                                      });
                                    }};
 
+const ByTransport kOldest{"a receive from any rank takes the message that arrived first",
+                          [](const std::string& by) {
+                            ranks::run_groups(3, by, [](group::Group& group) {
+                              const int rank = group.rank();
+                              if (rank != 0) {
+                                if (rank == 1) receive(group, 1, 0, 0, 7);
+                                send(group, 10, rank, 0, 5);
+                                return send(group, 1, rank, 0, 6);
+                              }
+                              receive(group, 1, 2, 2, 6);  // behind the other message of that rank
+                              send(group, 1, 0, 1, 7);
+                              receive(group, 1, 1, 1, 6);
+                              for (const int from : {2, 1})
+                                receive(group, 10, from, group::kAnySource, 5);
+                            });
+                          }};
+
 const ByTransport kReceiveOrder{
     "receives of a tag get the messages in the order of their calls", [](const std::string& by) {
       for (const int count : {4, 30})  // with 4, the first receive of a tag is deferred
