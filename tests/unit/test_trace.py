@@ -14,6 +14,7 @@ from pycomm.testing import run_ranks
 
 MS = 1_000_000  # nanoseconds
 ALL_REDUCE = flight_recorder.TABLES["operation"].index("all_reduce")
+DONE = flight_recorder.TABLES["outcome"].index("done")
 
 
 def many_calls(group: pycomm.Group, n: int) -> None:
@@ -59,6 +60,29 @@ def test_run_records_every_call_of_every_rank(
         groups = {e["args"]["name"] for e in mine if e["name"] == "thread_name"}
         assert groups == {"group world", "group world/0.0"}
     assert all(event["dur"] >= 0 for event in events if event["ph"] == "X")
+
+
+def calls_around_a_mismatch(group: pycomm.Group, before: int, after: int) -> None:
+    x = np.ones(4, np.float32)
+    for _ in range(before):
+        pycomm.all_reduce(x, "max", group=group)
+    with pytest.raises(errors.Mismatch):
+        pycomm.all_reduce(np.ones(4 + group.rank, np.float32), group=group)
+    for _ in range(after):
+        pycomm.all_reduce(x, "max", group=group)
+
+
+def test_a_trace_continues_after_a_mismatch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is written at once, so later parts begin anywhere in the ring of 256 records."""
+    monkeypatch.setenv("PYCOMM_TRACE", str(tmp_path))
+    run_ranks(2, calls_around_a_mismatch, 200, 300)
+    for rank in range(2):
+        calls = flight_recorder.read(tmp_path / f"world.{rank}.trace").records
+        sums = calls[calls["operation"] == ALL_REDUCE]
+        assert len(sums) == 501
+        assert np.flatnonzero(sums["outcome"] != DONE).tolist() == [200]
 
 
 def trace_of_rank(rank: int, host: str, times: Any, **fields: Any) -> bytes:
