@@ -139,38 +139,49 @@ def test_rank_failure_is_detected_while_workers_load_data(transport: str, tmp_pa
     )  # fmt: skip
 
 
+def open_memory() -> int:
+    """How many of this process's descriptors are the group's shared memory."""
+    return sum(
+        os.path.realpath(path).startswith("/memfd:pycomm")
+        for path in Path("/proc/self/fd").iterdir()
+    )
+
+
 def call_in_a_child(group: Group) -> Any:
     """The descriptors of the parent in a forked child, and the calls that it must not make."""
     pycomm.barrier(group=group)
+    assert open_memory() > 0
     ways_in, way_out = os.pipe()
     child = os.fork()
     if child == 0:
-        message = b"nothing"
+        held = open_memory()
+        message = "nothing"
         try:
             pycomm.barrier(group=group)
         except errors.GroupBroken as error:
-            message = str(error).encode()
+            message = str(error)
         # Files that it opens get the group's descriptor numbers, and keep them.
         mine = [socket.socketpair() for _ in range(50)]
         del group
         for a, b in mine:
             a.send(b"x")
             assert b.recv(1) == b"x"
-        os.write(way_out, message)
+        os.write(way_out, f"{message}\n{held}".encode())
         os._exit(0)
     os.close(way_out)
-    message = os.read(ways_in, 1 << 12)
+    message, held = os.read(ways_in, 1 << 12).decode().split("\n")
     os.close(ways_in)
     status = os.waitpid(child, 0)[1]
     pycomm.barrier(group=group)
-    return message.decode(), status
+    return message, status, int(held)
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_forked_child_holds_no_descriptors_and_its_calls_raise(transport: str) -> None:
-    for message, status in run_ranks(2, call_in_a_child, transport=transport, processes=True):
+    for message, status, held in run_ranks(2, call_in_a_child, transport=transport, processes=True):
         assert "this process was forked after the group formed" in message
         assert status == 0
+        assert held == 0
 
 
 def send_and_leave(group: Group, folder: str, orderly: bool) -> Any:
