@@ -76,7 +76,11 @@ def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[BaseHTTPRequestHand
     server.server_close()
 
 
-def test_headers_are_read_out_of_a_wheel(served: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("block", [torch_headers.BLOCK, 50])
+def test_headers_are_read_out_of_a_wheel(
+    block: int, served: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch_headers, "BLOCK", block)
     (url,) = torch_headers.wheels().values()
     torch_headers.download(url, tmp_path / "2.14.1")
     found = {p.relative_to(tmp_path): p.read_text() for p in tmp_path.rglob("*") if p.is_file()}
@@ -139,6 +143,8 @@ def test_a_module_fits_all_releases_of_its_version(monkeypatch: pytest.MonkeyPat
     assert _c10d.why_not("2.10.1") == "torch 2.10.1 is too old: install torch 2.11 or newer"
     assert "for torch 2.12.1 (for: 2.11, 2.13); build it: " in _c10d.why_not("2.12.1")
     assert "for torch 3.0.0 (for: 2.11, 2.13); build it: " in _c10d.why_not("3.0.0")
+    monkeypatch.setattr(_c10d, "versions", lambda: [(2, 13)])  # the oldest one is not too old
+    assert "for torch 2.11.0 (for: 2.13); build it: " in _c10d.why_not("2.11.0")
 
 
 def test_the_module_for_the_installed_torch_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
