@@ -36,11 +36,13 @@ def refuse(name: str, value: Any, expected: str) -> NoReturn:
 
 
 def integer(name: str, value: Any, least: int | None = None) -> int:
-    """An integer of Python or NumPy, at least `least`."""
+    """An integer of Python or NumPy, not a bool, at least `least`."""
     expected = "an integer" if least is None else f"an integer from {least}"
     try:
         found = operator.index(value)
     except (TypeError, ValueError):  # not an integer
+        refuse(name, value, expected)
+    if value is True or value is False:
         refuse(name, value, expected)
     if least is not None and found < least:
         refuse(name, value, expected)
