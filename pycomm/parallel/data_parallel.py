@@ -155,7 +155,7 @@ class DataParallel(nn.Module):
                 self._source = self._highest_active_rank(active=True)
             self._before_pass()
             found = self.module(*args, **kwargs)
-            self._reducer.forwards += 1
+            self._reducer.forwards += self.module.training  # one rank may evaluate by itself
             return found
         return self.module(*args, **kwargs)
 

@@ -146,6 +146,20 @@ def test_an_omitted_backward_pass_raises(form: str) -> None:
     run_ranks(2, program, timeout_s=20)
 
 
+@gradients
+def test_one_rank_may_evaluate_by_itself(form: str) -> None:
+    def program(group: pycomm.Group) -> None:
+        made = trained(form, perceptron(), unused=False)
+        step_on(made.model, batch(group.rank, 0), made.stepper)
+        if group.rank == 1:  # with gradients, which nobody uses
+            made.model.eval()
+            made.model(batch(group.rank, 1)[0])
+            made.model.train()
+        step_on(made.model, batch(group.rank, 2), made.stepper)
+
+    run_ranks(2, program)
+
+
 def test_a_hook_on_gradients_that_come_in_another_order_raises() -> None:
     def program(group: pycomm.Group) -> None:
         one, other = (nn.Parameter(torch.ones(8)) for _ in range(2))
