@@ -9,6 +9,7 @@ import pytest
 
 from build import BuildFailed, build
 
+# Plans takes 10 s: it proves each plan of each number of ranks.
 QUICK = ["choose", "frames", "handshake", "compact", "levels", "link", "mutants", "plans", "stages"]
 RUN_LIMIT_S = 200
 
