@@ -139,6 +139,7 @@ def test_a_backward_pass_that_raises_is_rolled_back() -> None:
                     raise Broken
 
                 before = memory_of(dgc)
+                optimizer.zero_grad()
                 handle = module[0].weight.register_hook(stop)
                 with pytest.raises(Broken):
                     F.mse_loss(model(batch(0, 9)[0]), batch(0, 9)[1]).backward()
