@@ -242,7 +242,7 @@ def test_rank_removes_its_secret_from_the_environment(monkeypatch: pytest.Monkey
 def test_several_hosts_without_a_secret_are_warned(tmp_path: Path, capsys: Any) -> None:
     from pycomm.launch import command
 
-    arguments = ["--nnodes", "2", "--rdzv-endpoint", "192.0.2.1:29400", "--nproc", "1", "x.py"]
+    arguments = ["--nnodes", "2", "--rdzv-endpoint", "192.0.2.1:29400", "--nproc", "1", __file__]
     command.prepared(command.parser().parse_args(arguments), str(tmp_path))
     stderr = capsys.readouterr().err
     assert "any client that can reach 192.0.2.1:29400 can join this run" in stderr
