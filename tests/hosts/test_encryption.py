@@ -202,7 +202,7 @@ def test_environment() -> None:
 def test_launcher_requires_a_secret_on_several_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PYCOMM_SECRET", raising=False)
     monkeypatch.setenv("PYCOMM_ENCRYPT", "0")
-    several = ["--encrypt", "--nnodes=2", "--rdzv-endpoint=127.0.0.1:1", "--nproc=1", "x.py"]
+    several = ["--encrypt", "--nnodes=2", "--rdzv-endpoint=127.0.0.1:1", "--nproc=1", __file__]
     with pytest.raises(InvalidArgument, match="--nnodes 2 needs PYCOMM_SECRET"):
         command.prepared(command.parser().parse_args(several), "")
     assert not config.environment().encrypt
