@@ -13,9 +13,9 @@ export PYTHONDONTWRITEBYTECODE :=
 
 help:
 	@echo "make demo      train a small model on 2 processes with gloo and with pycomm (draws demo.png)"
-	@echo "make test      build, then the quick tests: less than five minutes on two processors"
+	@echo "make test      build, then the quick tests: three minutes on two processors"
 	@echo "make test-unit build, then the tests within one process: about a minute"
-	@echo "make test-full lint, documentation, and the tests that are not quick: about 40 minutes"
+	@echo "make test-full lint, documentation, and the tests that are not quick: about 30 minutes"
 	@echo "make test-all  both"
 	@echo "make nightly   all that takes too long for each change (hours), or one part, at most 100 minutes:"
 	@echo "               PART=$(PARTS)"

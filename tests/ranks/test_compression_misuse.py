@@ -151,7 +151,7 @@ def test_one_rank_may_evaluate_by_itself(form: str) -> None:
     def program(group: pycomm.Group) -> None:
         made = trained(form, perceptron(), unused=False)
         step_on(made.model, batch(group.rank, 0), made.stepper)
-        if group.rank == 1:  # with gradients, which nobody uses
+        if group.rank == 1:  # with gradients that are not used
             made.model.eval()
             made.model(batch(group.rank, 1)[0])
             made.model.train()

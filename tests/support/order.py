@@ -11,8 +11,16 @@ from itertools import islice
 # Parts of the names of tests that take half a minute or more: the longest first.
 LONGEST = (
     "test_programs.py::test_runs_unchanged[ray_train]",
-    "test_native.py::test_native[asan-group]",
+    "test_cuda.py::test_kernels_are_correct_under_sanitizers[tsan-compact_batch]",
+    "test_cuda.py::test_kernels_are_correct_under_sanitizers[tsan-groups]",
+    "test_native.py::test_every_order_of_events",
+    "test_cuda.py::test_kernels_are_correct_under_sanitizers[plain-symmetric]",
+    "test_streams.py::test_plans_run_on_streams[tsan]",
+    "test_native.py::test_native[tsan-sparse]",
+    "test_native.py::test_native[asan-sparse]",
+    "test_cuda.py::test_kernels_are_correct_under_sanitizers[tsan-graph]",
     "test_native.py::test_native[tsan-group]",
+    "test_launch_replace.py::test_the_result_of_training_is_that_without_failures",
     "test_device_calls.py::test_small_measurement",
 )
 

@@ -1,7 +1,7 @@
 """The tier of each test. Its folder decides, except for the files and tests that are listed here.
 
     make test-unit   unit: no ranks beyond one process, below a minute
-    make test        unit and quick: for users, below five minutes on two cores
+    make test        unit and quick: for users, three minutes on two cores
     make test-full   full: all others
     make test-all    both
     make nightly     nightly: what is compiled once more for it; PART=tests, beside other parts
