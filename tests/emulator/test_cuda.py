@@ -69,7 +69,7 @@ def test_injected_bug_is_found(mutant):
     (program,) = programs.build([f"mutants/{mutant.name}/cases"], mutants())
     output = ""
     for seed in ("1", "2", "3"):
-        done = run(program, case, "random", seed, "3", limit_s=120)
+        done = run(program, case, "random", seed, "3", limit_s=280)
         output = done.stdout
         if done.returncode != 0 and re.search(message, output):
             return
