@@ -12,16 +12,17 @@ import struct
 import sys
 from collections.abc import Iterable
 
-# Offset of tcpi_bytes_sent, uint64, in struct tcp_info of linux/tcp.h since Linux 4.19.
-_BYTES_SENT = 200
+# tcpi_bytes_sent and tcpi_bytes_retrans, which it includes, in struct tcp_info of linux/tcp.h since
+# Linux 4.19.
+_SENT, _AT = struct.Struct("=QQ"), 200
 
 
 class Counter:
     """Bytes that a row sent so far, in a process that trains several rows in turn.
 
     Args:
-        sockets: the row's own TCP sockets, which the kernel counts, without TCP headers; None:
-            pycomm's default group, which the rows share.
+        sockets: the row's own TCP sockets, which the kernel counts, without TCP headers and
+            without what it sent again; None: pycomm's default group, which the rows share.
     """
 
     def __init__(self, sockets: Iterable[int] | None) -> None:
@@ -74,7 +75,10 @@ def _is_tcp(descriptor: int) -> bool:
 def _sent(descriptor: int) -> int:
     try:
         with socket.socket(fileno=os.dup(descriptor)) as s:
-            info = s.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _BYTES_SENT + 8)
+            info = s.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _AT + _SENT.size)
     except OSError:  # closed
         return 0
-    return int(struct.unpack_from("=Q", info, _BYTES_SENT)[0]) if len(info) > _BYTES_SENT else 0
+    if len(info) < _AT + _SENT.size:
+        return 0
+    sent, again = _SENT.unpack_from(info, _AT)
+    return int(sent - again)
