@@ -1,5 +1,5 @@
-// The headers of the standard library that most files include, compiled once for each set of options
-// of the compiler. Parsing them takes half the time of a compilation without optimization.
+// The headers of the standard library that most files include, compiled once for each set of
+// options of the compiler. Parsing them takes half the time of a compilation without optimization.
 //
 // clang-tidy reads each file without it, so that a file that lacks an include fails in `make lint`.
 #include <algorithm>
