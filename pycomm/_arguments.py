@@ -35,18 +35,22 @@ def refuse(name: str, value: Any, expected: str) -> NoReturn:
     raise InvalidArgument(f"invalid {name}: got {shown(value)}, expected {expected}")
 
 
-def integer(name: str, value: Any, least: int | None = None) -> int:
-    """An integer of Python or NumPy, not a bool, at least `least`."""
-    expected = "an integer" if least is None else f"an integer from {least}"
+def integer(name: str, value: Any, least: int | None = None, most: int | None = None) -> int:
+    """An integer of Python or NumPy, not a bool, from `least` to `most`."""
     try:
         found = operator.index(value)
     except (TypeError, ValueError):  # not an integer
-        refuse(name, value, expected)
-    if value is True or value is False:
-        refuse(name, value, expected)
-    if least is not None and found < least:
-        refuse(name, value, expected)
+        refuse(name, value, _integers(least, most))
+    fits = (least is None or found >= least) and (most is None or found <= most)
+    if not fits or value is True or value is False:
+        refuse(name, value, _integers(least, most))
     return found
+
+
+def _integers(least: int | None, most: int | None) -> str:
+    if least is None:
+        return "an integer"
+    return f"an integer from {least}" if most is None else f"an integer in {least}..{most}"
 
 
 def number(name: str, value: Any) -> float:

@@ -58,7 +58,7 @@ def _replace_coalescing_manager() -> None:
             with torchs(group, device, async_ops) as works:
                 entered = True
                 yield works
-        except BaseException:
+        except BaseException:  # Ctrl-C too, raised again
             if entered:  # else the manager that contains this one continues
                 _abandon_coalescing(group or distributed_c10d._get_default_group(), device)
             raise

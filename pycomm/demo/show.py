@@ -28,10 +28,10 @@ def show(rows: Sequence[Row], settings: training.Settings, size: int, out: Path)
         console.print(f"warning: {busy}", style="yellow", soft_wrap=True, markup=False)
     try:
         outcomes = _train(console, rows, settings, size)
-    except ProcessException as error:
+    except ProcessException as error:  # of a rank
         console.print(f"a rank failed\n{error}", style="red", markup=False)
         return 1
-    except KeyboardInterrupt:
+    except KeyboardInterrupt:  # Ctrl-C
         console.print("interrupted")
         return 130
     results = [report.result(row, outcomes[row.key]) for row in rows]

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pycomm import _core
+from pycomm._arguments import integer
 from pycomm._core_api import arrays
 from pycomm._core_api.arrays import ArrayRef
 from pycomm.errors import InvalidArgument, Unsupported
@@ -74,7 +75,7 @@ def encode_batch(
         Unsupported: the arrays are on a GPU.
     """
     pair = elements_of(batch)
-    inputs.whole_number(pair[0].count and max(batch.lengths), count, "length of a packet")
+    integer("length of a packet", pair[0].count and max(batch.lengths), 0, count)
     if pair[1].dtype not in ("float32", "float64"):
         raise InvalidArgument(
             f"invalid values: got dtype {pair[1].dtype}, expected float32 or float64"

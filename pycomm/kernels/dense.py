@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from pycomm import _core
-from pycomm._arguments import one_of, refuse
+from pycomm._arguments import number, one_of, refuse
 from pycomm._core_api import arrays, devices
 from pycomm.errors import InvalidArgument
 from pycomm.kernels import inputs
@@ -102,7 +102,7 @@ def clip_scale(
         (factors.pointer, factors.count),
         dtype,
         limit,
-        inputs.finite(scale, "scale"),
+        number("scale", scale),
         *devices.queue(found.device, found.array),
     )
     return out
@@ -216,7 +216,7 @@ def _several(x: Any) -> Rows:
 
 
 def _limit(limit: Any) -> float:
-    number = inputs.finite(limit, "limit")
-    if number < 0:
-        raise InvalidArgument(f"invalid limit: got {number}, expected at least 0")
-    return number
+    found = number("limit", limit)
+    if found < 0:
+        raise InvalidArgument(f"invalid limit: got {found}, expected at least 0")
+    return found

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pycomm import _core
+from pycomm._arguments import integer
 from pycomm._core_api import arrays, devices
 from pycomm._core_api.arrays import ArrayRef
 from pycomm.errors import InvalidArgument
@@ -404,7 +405,7 @@ def _checked(rows: Rows, group: int, k: int) -> tuple[int, int]:
     """The validated group and k."""
     group = inputs.group_size(group)
     _within_limit(int(rows.counts.sum()))
-    return group, inputs.whole_number(k, group_count(rows.counts, group))
+    return group, integer("k", k, 0, group_count(rows.counts, group))
 
 
 def _within_limit(total: int) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pycomm import _core
-from pycomm._arguments import refuse
+from pycomm._arguments import integer
 from pycomm._core_api import arrays, devices
 from pycomm._core_api.arrays import ArrayRef, Device, Like
 from pycomm.errors import InvalidArgument
@@ -62,7 +61,7 @@ def same_shape(one: ArrayRef, other: ArrayRef, names: tuple[str, str]) -> None:
 
 def group_size(group: int) -> int:
     """Validates the elements of a group; raises InvalidArgument."""
-    number = whole_number(group, MOST_ELEMENTS, "group")
+    number = integer("group", group, 0, MOST_ELEMENTS)
     if number & (number - 1) or not 0 < number <= MOST_GROUP:
         low = min(1 << max(number, 1).bit_length() - 1, MOST_GROUP)
         near = sorted({low, min(2 * low, MOST_GROUP)} if number else {1})
@@ -124,28 +123,6 @@ def workspace(x: Any, like: Like, nbytes: int, *, zeros: bool = False) -> ArrayR
             "not pass a slice"
         )
     return found
-
-
-def whole_number(value: Any, most: int, name: str = "k") -> int:
-    """The value as an int in 0..most."""
-    try:
-        number = value.__index__()
-    except (AttributeError, TypeError, ValueError):
-        refuse(name, value, "a whole number")
-    if not 0 <= number <= most:
-        raise InvalidArgument(f"invalid {name}: got {number}, expected 0..{most}")
-    return int(number)
-
-
-def finite(value: Any, name: str) -> float:
-    """A finite number as a float."""
-    try:
-        number = float(value)
-    except (TypeError, ValueError, RuntimeError, OverflowError):
-        refuse(name, value, "a number")
-    if not math.isfinite(number):
-        raise InvalidArgument(f"invalid {name}: got {number}, expected a finite number")
-    return number
 
 
 class Table:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from pycomm import _core
-from pycomm._arguments import refuse
+from pycomm._arguments import integer, number, refuse
 from pycomm._core_api import arrays, devices
 from pycomm._core_api.arrays import ArrayRef
 from pycomm.errors import InvalidArgument
@@ -53,7 +53,7 @@ def scatter_add(out: Any, indices: Any, values: Any, scale: float = 1.0) -> Any:
         pair[1].pointer,
         pair[0].count,
         pair[1].dtype,
-        inputs.finite(scale, "scale"),
+        number("scale", scale),
         *devices.queue(found.device, found.array),
     )
     return out
@@ -165,8 +165,8 @@ def encode(
             Nothing changes.
         Unsupported: another kind of array, or CUDA kernels that are not built.
     """
-    pair, count = _pair(indices, values), inputs.whole_number(count, inputs.MOST_ELEMENTS, "count")
-    k = inputs.whole_number(pair[0].count, count, "number of indices")
+    pair, count = _pair(indices, values), integer("count", count, 0, inputs.MOST_ELEMENTS)
+    k = integer("number of indices", pair[0].count, 0, count)
     if pair[1].dtype not in ("float32", "float64"):
         raise InvalidArgument(
             f"invalid values: got dtype {pair[1].dtype}, expected float32 or float64"
@@ -243,7 +243,7 @@ def unpack(
             raise InvalidArgument(
                 "unpack: into= also needs count=, the elements of the encoded array"
             )
-        count = inputs.whole_number(count, inputs.MOST_ELEMENTS, "count")
+        count = integer("count", count, 0, inputs.MOST_ELEMENTS)
         compact.decode(found, count, into, workspace)
         return into[0], into[1]
     if found.device.kind == "cpu":
@@ -278,8 +278,8 @@ def packet_bytes(
     Raises:
         InvalidArgument: an unknown codec, or a dtype that the codec does not support.
     """
-    k = inputs.whole_number(k, inputs.MOST_ELEMENTS)
-    count = inputs.whole_number(count, inputs.MOST_ELEMENTS, "count")
+    k = integer("k", k, 0, inputs.MOST_ELEMENTS)
+    count = integer("count", count, 0, inputs.MOST_ELEMENTS)
     for name, value in (("value_dtype", value_dtype), ("codec", codec)):
         if type(value) is not str:
             refuse(name, value, "a name")
@@ -375,7 +375,7 @@ def _decode(
         chain.rows.dtype,
         table.address,
         dtype,
-        *(inputs.finite(number, name) for name, number in numbers.items()),
+        *(number(name, value) for name, value in numbers.items()),
         *devices.queue(chain.rows.device, chain.rows.array),
     )
 
@@ -391,7 +391,7 @@ def _decode_groups(
         chain.rows.dtype,
         table.address,
         inputs.group_size(batch.group),
-        *(inputs.finite(number, name) for name, number in numbers.items()),
+        *(number(name, value) for name, value in numbers.items()),
     )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from pycomm import _core
-from pycomm._arguments import integer, refuse
+from pycomm._arguments import integer, number, refuse
 from pycomm._core_api import arrays, devices
 from pycomm._core_api.arrays import ArrayRef
 from pycomm.errors import InvalidArgument, Unsupported
@@ -92,7 +92,7 @@ def quantized_bytes(count: int, bits: int) -> int:
     Raises:
         InvalidArgument: an argument is out of range.
     """
-    return Blocks.of(inputs.whole_number(count, inputs.MOST_ELEMENTS, "count")).nbytes(bits)
+    return Blocks.of(integer("count", count, 0, inputs.MOST_ELEMENTS)).nbytes(bits)
 
 
 def quantize(x: Any, bits: int, residual: Any = None, out: Any = None) -> Any:
@@ -212,7 +212,7 @@ def _decode(
         source.pointer,
         blocks.address,
         bits,
-        inputs.finite(scale, "scale"),
+        number("scale", scale),
         accumulate,
         0 if not_finite is None else not_finite.pointer,
         (out.pointer, out.count),

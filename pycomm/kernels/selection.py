@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from pycomm._arguments import integer
 from pycomm._core_api import arrays, devices
 from pycomm.errors import InvalidArgument
 from pycomm.kernels import inputs
@@ -31,7 +32,7 @@ def topk(
         Unsupported: another kind of array, or CUDA kernels that are not built.
     """
     found = inputs.array(x, "x", inputs.FLOATS)
-    k = inputs.whole_number(k, found.count)
+    k = integer("k", k, 0, found.count)
     indices, where = inputs.output(indices, "indices", found, k, "int32")
     values, what = inputs.output(values, "values", found, k, found.dtype)
     _select(found, k, where, what, None, workspace, "topk")
@@ -55,7 +56,7 @@ def threshold(x: Any, k: int, *, out: Any = None, workspace: Any = None) -> Any:
         Unsupported: another kind of array, or CUDA kernels that are not built.
     """
     found = inputs.array(x, "x", inputs.FLOATS)
-    k = inputs.whole_number(k, found.count)
+    k = integer("k", k, 0, found.count)
     if k == 0:
         raise InvalidArgument("threshold: invalid k: got 0, expected at least 1")
     out, result = inputs.output(out, "out", found, 1, found.dtype)
@@ -79,7 +80,7 @@ def topk_workspace(x: Any, k: int) -> Any:
         Unsupported: another kind of array, or CUDA kernels that are not built.
     """
     found = inputs.array(x, "x", inputs.FLOATS)
-    k = inputs.whole_number(k, found.count)
+    k = integer("k", k, 0, found.count)
     nbytes = devices.module(found.device).topk_workspace_bytes(found.count, k, found.dtype)
     return arrays.new(found, (nbytes,), "uint8")
 

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from pycomm._arguments import integer, number
 from pycomm._core_api import arrays, devices
 from pycomm._core_api.arrays import ArrayRef
 from pycomm.errors import InvalidArgument
@@ -85,7 +86,7 @@ def dgc_step(  # noqa: PLR0913 - all but the first four by name
         InvalidArgument: invalid arrays, numbers, k or buffers; nothing changes.
         Unsupported: another kind of array, or CUDA kernels that are not built.
     """
-    numbers = inputs.finite(momentum, "momentum"), inputs.finite(weight_decay, "weight_decay")
+    numbers = number("momentum", momentum), number("weight_decay", weight_decay)
     decay = numbers[1] != 0
     if decay and weight is None:
         raise InvalidArgument(
@@ -247,7 +248,7 @@ class _Step:
                 f"invalid k: got {len(k)} numbers, expected one for each of {len(counts)} arrays"
             )
         pairs = list(zip(k, counts, strict=True)) if listed else [(k, sum(counts))]
-        ks = [inputs.whole_number(one, count) for one, count in pairs]
+        ks = [integer("k", one, 0, count) for one, count in pairs]
         return cls(rows, ks, together, 1 if listed else len(counts))
 
     def tables(self, chosen: _Chosen | None) -> tuple[tuple[int, int], tuple[int, int], str]:
@@ -367,7 +368,7 @@ def _flag(found_inf: Any) -> list[ArrayRef]:
 def _scale(scale: Any, step: _Step) -> tuple[float, list[ArrayRef]]:
     """(the number, []), or (1, [the array of factors])."""
     if isinstance(scale, int | float | np.generic) or not hasattr(scale, "dtype"):
-        return inputs.finite(scale, "scale"), []
+        return number("scale", scale), []
     factors = inputs.array(scale, "scale", (step.rows.dtype,))
     if factors.count != len(step.rows):
         raise InvalidArgument(

@@ -55,7 +55,7 @@ def for_logs(given: str | None) -> str:
     folder = Path(given or LOGS, name)
     try:
         folder.mkdir(parents=True)
-    except OSError as error:
+    except OSError as error:  # not writable, or full
         if given:
             raise InvalidArgument(f"--log-dir {given}: {error.strerror}") from None
         folder = Path(tempfile.mkdtemp(prefix="pycomm_log_"), name)

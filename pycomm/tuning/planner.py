@@ -145,7 +145,7 @@ def _numbers(kind: type[int] | type[float], above: int) -> Callable[[str], list[
     def read(text: str) -> list[Any]:
         try:
             numbers = [kind(word) for word in text.split(",")]
-        except ValueError:
+        except ValueError:  # refused below
             numbers = []
         if not numbers or not all(above < number < math.inf for number in numbers):
             raise argparse.ArgumentTypeError(f"got {text!r}, expected numbers above {above}")

@@ -212,7 +212,7 @@ def _compiler(name: str) -> str:
         return os.environ.get("CXX", name)
     try:
         return clang()
-    except BuildFailed as error:
+    except BuildFailed as error:  # shown by the command
         return f"echo {shlex.quote(str(error))}; false"
 
 

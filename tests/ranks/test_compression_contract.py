@@ -198,8 +198,8 @@ def test_an_overflow_skips_both_optimizers_on_all_ranks(form: str, scaler: str) 
     names = "ba" if scaler == "torch" else "ab"
     taken = [(r, s) for r in range(2) for s in range(8) if s not in overflows]
     if form in DGC:  # it compresses the parameters of its own optimizer
-        module = lambda: nn.ParameterDict({"a": nn.Parameter(torch.zeros(COUNT))})  # noqa: E731
-        rest = {"a": unsent(form, module, found[0][2])[0], "b": torch.zeros(COUNT)}
+        alone = nn.ParameterDict({"a": nn.Parameter(torch.zeros(COUNT))})
+        rest = {"a": unsent(form, lambda: alone, found[0][2])[0], "b": torch.zeros(COUNT)}
     else:
         residuals = unsent(form, lambda: Branches(b_first=names == "ba"), found[0][2])
         rest = dict(zip(names, residuals, strict=True))

@@ -206,9 +206,9 @@ def outcome(name: str, arguments: dict[str, Any]) -> str:
         result = function_of(name)(**arguments)
         if isinstance(result, pycomm.Work):
             result.wait()
-    except errors.InternalError as error:
+    except errors.InternalError as error:  # a fault of pycomm
         return f"InternalError: {error}"
-    except errors.Error:
+    except errors.Error:  # as promised
         kept = [one for one in arrays_in(arguments) if not one_of_values(one)]
         changed = not all((a == b).all() for a, b in zip(before, kept, strict=True))
         return "an array changed" if changed else ""

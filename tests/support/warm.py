@@ -29,7 +29,7 @@ def enable() -> None:
     def popen(started: process.BaseProcess) -> Any:
         return cold(started) if _kept() != kept else _Popen(started)
 
-    context.SpawnProcess._Popen = staticmethod(popen)  # type: ignore[attr-defined]
+    context.SpawnProcess._Popen = staticmethod(popen)  # type: ignore[attr-defined]  # not in its stub
 
 
 def _kept() -> list[object]:
@@ -71,7 +71,7 @@ class _Inherited:
 
 
 def _inherit(environment: dict[str, str], streams: list[int]) -> None:
-    descriptors = forkserver.get_inherited_fds()  # type: ignore[attr-defined]
+    descriptors = forkserver.get_inherited_fds()  # type: ignore[attr-defined]  # not in its stub
     for number, place in enumerate(streams, 1):
         os.dup2(descriptors[place], number)
         os.close(descriptors[place])

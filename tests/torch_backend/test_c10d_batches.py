@@ -125,7 +125,7 @@ def _progress() -> float:
                 dist.all_reduce(torch.ones(2), group=None if how == "call" else other)
             for work in works:
                 while how == "poll" and not work.is_completed():
-                    time.sleep(0)
+                    time.sleep(0)  # polls, and lets the other rank run
                 work.wait()
             check()
     return time.monotonic() - start

@@ -271,7 +271,7 @@ WRONG = {
     "group": ({"group": 12}, "power of two up to 1024, for example 8 or 16$"),
     "no group": ({"group": 0}, "up to 1024, for example 1$"),
     "large group": ({"group": 2048}, "up to 1024, for example 1024$"),
-    "negative group": ({"group": -1}, "got -1, expected 0"),
+    "negative group": ({"group": -1}, "got -1, expected an integer in 0"),
     "value_dtype": ({"value_dtype": "float16"}, "expected one of float32, bfloat16"),
     "lengths": ({"theta": [np.ones(100, F32)] * 2}, "expected one length"),
     "empty": ({"theta": [], "param": [], "residual": []}, "empty"),

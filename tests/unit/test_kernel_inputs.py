@@ -37,7 +37,7 @@ WRONG_STEPS = {
     "read only": ({"v": np.broadcast_to(F32(1), 100).copy()}, None),
     "k too large": ({"k": 101}, "0..100"),
     "k negative": ({"k": -1}, "0..100"),
-    "k no number": ({"k": 1.5}, "whole number"),
+    "k no number": ({"k": 1.5}, "an integer in 0"),
     "list of k": ({"k": [1]}, "expected a number, as u is one array"),
     "momentum": ({"momentum": float("nan")}, "finite"),
     "scale": ({"scale": float("inf")}, "finite"),

@@ -97,7 +97,7 @@ def test_invalid_batches_are_rejected():
     refused("sum of 4", encode, PacketBatch(i, x, [5, -1]), 9, "1bit")
     refused("sum of 4", kernels.decode_sum, np.ones(9, np.float32), PacketBatch(i, x[:3], [4]))
     refused("got dtype float16", encode, PacketBatch(i, x.astype(np.float16), [4]), 9, "1bit")
-    refused("got 4, expected 0..3", encode, PacketBatch(i, x, [4]), 3, "1bit")
+    refused("got 4, expected an integer in 0..3", encode, PacketBatch(i, x, [4]), 3, "1bit")
     refused("indices must ascend", encode, PacketBatch(i[::-1].copy(), x, [4]), 9, "1bit")
     refused("indices must ascend", encode, good, 3, "1bit")
     refused("got 'half'", encode, good, 9, "half")
