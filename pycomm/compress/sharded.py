@@ -147,8 +147,9 @@ class ShardedExchange:
         first, device = unit.memories[0], unit.values.device
         total = torch.zeros(share.places, dtype=unit.values.dtype, device=device)
         kernels.decode_sum(total, decode(packets, share.places, device))
-        before = self.owner_residual.get(first, torch.zeros_like(total))
-        total += before
+        before = self.owner_residual.get(first)
+        if before is not None:
+            total += before
         total[kept_back] = 0
         k = min(-(-self.owner_k_factor * len(unit.values) // share.size), share.places)
         places, values = kernels.topk(total, k)
@@ -157,7 +158,8 @@ class ShardedExchange:
         packet = encode(kept, share.places, self.value_dtype)
         decoded = decode(packet, share.places, device)
         total[kept.indices] = quantization_error(kept.values, decoded.values)
-        total[kept_back] = before[kept_back]
+        if before is not None:
+            total[kept_back] = before[kept_back]
         self._next[first] = total
         return packet[0]
 
