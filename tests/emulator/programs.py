@@ -15,8 +15,9 @@ Targets, in build/emulator/:
 
 The emulator itself is never instrumented; kernels are. Clang compiles what has AddressSanitizer,
 and the mutants without ThreadSanitizer, in less time than g++. The objects of the module _core, as
-`make build` left them, supply what is not under test. Ninja builds only what has changed, and a
-mutant compiles one file. CUDA's headers come with nvcc; nothing of this can be built without it.
+`make build` left them, supply what is not under test, and those of the native suites the engine
+under a sanitizer. Ninja builds only what has changed, and a mutant compiles one file. CUDA's
+headers come with nvcc; nothing of this can be built without it.
 """
 
 import fcntl
@@ -39,6 +40,7 @@ from unittest import mock
 import pybind11
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "native"))
+import build as native
 from build import CLANG_FLAGS, BuildFailed, clang, is_built, ninja_binary
 
 HERE = Path(__file__).resolve().parent
@@ -244,6 +246,11 @@ def _of_core(sources: Iterable[Path]) -> list[str]:
     return [str(built / source.relative_to(CSRC).with_suffix(".o")) for source in sources]
 
 
+def _of_suites(kind: str, sources: Iterable[Path]) -> list[str]:
+    """The objects of the native suites under a sanitizer."""
+    return [str(native.object_of(kind, source)) for source in sources]
+
+
 def _device_rules() -> list[str]:
     """What nvcc makes of each unit."""
     lines = []
@@ -269,7 +276,7 @@ def _rules(mutants: Iterable[Mutant]) -> str:
     fake = [f"emulator/{name}.o" for name in FAKE_NCCL]
     for name in (*EMULATOR, *FAKE_NCCL):
         lines += _compile(f"emulator/{name}.o", HERE / f"{name}.cpp", ["-O2", "-g1", *flags])
-    codec, engine = _of_core(csrc_sources(CODEC)), csrc_sources(ENGINE)
+    codec = _of_core(csrc_sources(CODEC))
     objects: dict[str, list[str]] = {}
     for setting in SETTINGS:
         lines += _precompile(setting, flags)
@@ -286,14 +293,14 @@ def _rules(mutants: Iterable[Mutant]) -> str:
             lines += _compile_with(kind, f"{kind}/{name}.o", HERE / file, flags)
         streams = [*compiled]
         sources = [*(HERE / f"{name}.cpp" for name in STREAMS), HERE.parent / "native/harness.cpp"]
-        for source in sources + engine * (kind != "plain"):
-            streams.append(f"{kind}/engine/{source.parent.name}_{source.stem}.o")
-            # Its loops for each instruction set take most of the time of a build.
-            setting = OF_MUTANTS[kind] if source.stem == "reduce" else kind
-            lines += _compile_with(setting, streams[-1], source, flags)
+        for source in sources:
+            streams.append(f"{kind}/{source.stem}.o")
+            lines += _compile_with(kind, streams[-1], source, flags)
         # Of an inline function in several files the linker takes the first, so the files with a
         # sanitizer come first: it must see, for example, each change of a shared_ptr's count.
-        streams += [*(_of_core(engine) if kind == "plain" else []), *fake, *emulator]
+        engine = csrc_sources(ENGINE)
+        streams += _of_core(engine) if kind == "plain" else _of_suites(kind, engine)
+        streams += [*fake, *emulator]
         lines += _link(f"streams.{kind}", kind, streams)
         lines += _link(f"micro.{kind}", kind, [f"{kind}/micro.o", *emulator])
     built = [f"plain/{unit}.o" for unit in units()]
@@ -364,6 +371,9 @@ def build(targets: Iterable[str], mutants: Iterable[Mutant] = ()) -> list[Path]:
     targets, mutants = list(targets), list(mutants)
     if is_built(OUT, targets):
         return [OUT / target for target in targets]
+    for kind in ("asan", "tsan"):
+        if f"streams.{kind}" in targets:
+            native.build(kind, ["library.a"])
     with (OUT / "lock").open("w") as lock:  # one build at a time
         fcntl.flock(lock, fcntl.LOCK_EX)
         for mutant in mutants:

@@ -185,6 +185,11 @@ def write_ninja(folder: Path, sanitizer: str) -> None:
         path.write_text(text)
 
 
+def object_of(sanitizer: str, source: Path) -> Path:
+    """Where library.a has the object of a file of csrc."""
+    return ROOT / "build" / "native" / sanitizer / source.relative_to(ROOT).with_suffix(".o")
+
+
 def build(sanitizer: str, names: Iterable[str]) -> list[Path]:
     """Builds these suites; the paths of their binaries. Raises BuildFailed."""
     folder, names = ROOT / "build" / "native" / sanitizer, list(names)

@@ -292,7 +292,7 @@ def test_every_header_compiles_alone() -> None:
     built = compiled_first()
     headers = [h for h in headers if not h.startswith(MAY_INCLUDE_TORCH) and h not in built]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        assert [text for text in pool.map(complaint, of_the_day(headers, 4)) if text] == []
+        assert [text for text in pool.map(complaint, of_the_day(headers, 8)) if text] == []
 
 
 def test_no_function_like_macro() -> None:

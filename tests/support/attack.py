@@ -48,7 +48,7 @@ UNIX, NO_ATTACK = (
     "pycomm_no_attack-",
 )  # prefixes of the names of listeners, and of processes to skip
 ROUND_S = 0.02
-PAUSE = 9.0  # of the duration of a round: the attack takes at most a tenth of a processor
+PAUSE = 19.0  # of the duration of a round: the attack takes at most a 20th of a processor
 MAX_CONNECTIONS = (
     200  # connections to one listener, so that a long-lived one is not called endlessly
 )

@@ -63,13 +63,13 @@ def quick() -> list[Part]:
 
 
 def full() -> list[Part]:
-    """What `make test-full` runs, the longest part first."""
+    """What `make test-full` runs. The emulator's part uses objects of the first two."""
     parts: list[Part] = []
-    if programs.nvcc() is not None:
-        parts.append(emulator)
     for variant in ("asan", "tsan"):
         names = [name for kind, name in test_native.RUNS if kind == variant]
         parts.append(native(variant, names + [test_native.SIMULATION] * (variant == "asan")))
+    if programs.nvcc() is not None:
+        parts.append(emulator)
     return [*parts, mutated, lambda: fuzzers.build(fuzzers.targets())]
 
 
