@@ -11,6 +11,9 @@ import torch.distributed as dist
 
 Call = Callable[[], object]
 
+COMPUTED_BYTES = 2**16  # of a message, for each product of two FACTORs in "overlap"
+FACTOR = 128
+
 DTYPES = (
     *("float16", "bfloat16", "float32", "float64"),
     *("int8", "int16", "int32", "int64", "uint8"),
@@ -40,6 +43,8 @@ VERBS = {
         Verb("reduce_scatter", "sum", True, False, lambda n: (n - 1) / n, lambda n: 1 + 1 / n),
         # Each rank sends to the next one and receives from the one before, as in nccl-tests.
         Verb("send_recv", "none", True, True, lambda n: 1, lambda n: 2),
+        # The same, posted in one batch before a computation; "fake" computes only.
+        Verb("overlap", "none", True, True, lambda n: 1, lambda n: 2),
     )
 }
 
@@ -108,6 +113,8 @@ class Arrays:
             import pycomm
 
             self.input = pycomm.empty(len(self.source), self.dtype)
+        self._factor = torch.eye(FACTOR, device=device)
+        self._product = torch.empty_like(self._factor)
         self.rewrite()
         self.output = (
             self.input
@@ -120,6 +127,11 @@ class Arrays:
         """The next rank and the one before."""
         return (self.rank + 1) % self.case.size, (self.rank - 1) % self.case.size
 
+    def compute(self) -> None:
+        """The computation beside "overlap": products of matrices, more of them for more bytes."""
+        for _ in range(1 + self.case.bytes // COMPUTED_BYTES):
+            torch.mm(self._factor, self._factor, out=self._product)
+
     def rewrite(self) -> None:
         """Puts the input back as it was before the call."""
         self.input.copy_(self.source)
@@ -129,7 +141,7 @@ class Arrays:
         case = self.case
         if case.verb == "broadcast":
             return pattern(0, case.count, self.dtype)
-        if case.verb == "send_recv":
+        if case.verb in ("send_recv", "overlap"):
             return pattern((self.rank - 1) % case.size, case.count, self.dtype)
         if case.verb == "all_gather":
             return torch.cat([pattern(r, case.count, self.dtype) for r in range(case.size)])
@@ -163,16 +175,23 @@ def through_torch(arrays: Arrays, group: dist.ProcessGroup | None) -> Call:
         "all_gather": lambda: gather(out, x, group=group),
         "reduce_scatter": lambda: scatter(out, x, group=group),
         "send_recv": lambda: _exchange(arrays, group),
+        "overlap": lambda: _batch(arrays, group, arrays.compute),
     }[arrays.case.verb]
+
+
+def _batch(arrays: Arrays, group: dist.ProcessGroup | None, meanwhile: Callable[[], None]) -> None:
+    batch = [dist.P2POp(dist.isend, arrays.input, arrays.neighbours[0], group)]
+    batch.append(dist.P2POp(dist.irecv, arrays.output, arrays.neighbours[1], group))
+    works = dist.batch_isend_irecv(batch)
+    meanwhile()
+    for work in works:
+        work.wait()
 
 
 def _exchange(arrays: Arrays, group: dist.ProcessGroup | None) -> None:
     x, out, following, previous = arrays.input, arrays.output, *arrays.neighbours
     if x.is_cuda:  # NCCL needs both in one batch
-        batch = [dist.P2POp(dist.isend, x, following, group)]
-        batch.append(dist.P2POp(dist.irecv, out, previous, group))
-        for work in dist.batch_isend_irecv(batch):
-            work.wait()
+        _batch(arrays, group, lambda: None)
         return
     sent: Any = dist.isend(x, following, group=group)
     dist.recv(out, previous, group=group)
@@ -191,10 +210,20 @@ def direct(arrays: Arrays) -> Call:
         pycomm.recv(out, previous)
         sent.wait()
 
+    def overlap() -> None:
+        works = [
+            pycomm.send(x, following, async_op=True),
+            pycomm.recv(out, previous, async_op=True),
+        ]
+        arrays.compute()
+        for work in works:
+            work.wait()
+
     return {
         "all_reduce": lambda: pycomm.all_reduce(x),
         "broadcast": lambda: pycomm.broadcast(x, src=0),
         "all_gather": lambda: pycomm.all_gather(x, out=out.view(size, -1)),
         "reduce_scatter": lambda: pycomm.reduce_scatter(x.view(size, -1), out=out),
         "send_recv": exchange,
+        "overlap": overlap,
     }[arrays.case.verb]
