@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -48,9 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"pycomm: {name} {why}", file=sys.stderr)
         return 2
     if name == "launch":  # its options end where the program's begin
-        from pycomm.launch import command
-
-        return command.main(words[1:])
+        return _launch(words[1:])
     if name == "bench":
         from pycomm import bench
 
@@ -66,6 +65,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     from pycomm import demo
 
     return demo.main(rest)
+
+
+def _launch(rest: Sequence[str]) -> int:
+    try:
+        from pycomm.launch import command
+
+        return command.main(rest)
+    except KeyboardInterrupt:  # before torch's agent handles signals, such as in `import torch`
+        print("pycomm launch: stopped by SIGINT", file=sys.stderr)
+        return 128 + signal.SIGINT
 
 
 def _info(flight: Sequence[str] | None) -> int:

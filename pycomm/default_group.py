@@ -225,7 +225,9 @@ def _form(here: config.Config, timeout_s: float, reproducible: bool, heartbeat_s
     store.all_ranks_connected()
     launcher_watch.start(abort_all)
     if elastic is None:
-        return Group(core, store, timeout_s)
+        made = Group(core, store, timeout_s)
+        made._serves = here.rank == 0 and rendezvous.is_served_by_rank_0(here, store)
+        return made
     return elastic_group(core, elastic, timeout_s)
 
 

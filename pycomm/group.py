@@ -28,6 +28,9 @@ DEFAULT_TIMEOUT_S = 600.0
 # How long replace() waits for processes that join.
 DEFAULT_WAIT_S = 60.0
 
+# How long rank 0 waits at its end for the ranks that may use the store that it serves.
+SERVE_S = 10.0
+
 # Called by shrink(), replace() and grow() with the old and the new group.
 on_shrink: list[Callable[[Group, Group], None]] = []
 
@@ -61,6 +64,7 @@ class Group:
         "_devices",
         "_elastic",
         "_rank",
+        "_serves",
         "_size",
         "_store",
         "_subgroups",
@@ -82,6 +86,7 @@ class Group:
         self._devices: dict[int, _core.Collectives] = {}  # by device index: see device_groups.py
         self._rank, self._size = core.rank, core.size
         self._store, self._timeout_s = store, timeout_s
+        self._serves = False  # this process serves the store to the others
         self._aborted: str | None = None  # the reason
         self.cuda_channels, self.cuda_internode_transport = 1, "nccl"
         self.cuda_symmetric_memory, self.cuda_agreement = False, "before"
@@ -233,7 +238,9 @@ class Group:
         core, elastic = shrink.regroup(self.core, store, limit_s, self._elastic, joiners)
         if elastic is not None:
             return self._inherit(elastic_group(core, elastic, self._timeout_s))
-        return self._inherit(Group(core, self._store, self._timeout_s))
+        made = Group(core, self._store, self._timeout_s)
+        made._serves = self._serves
+        return self._inherit(made)
 
     def _limit(self, op: str, timeout_s: float | None) -> float:
         limit_s = self._timeout_s if timeout_s is None else timeout_s
@@ -264,10 +271,13 @@ class Group:
     def close(self) -> None:
         """Leaves the group cleanly; later calls raise GroupBroken. Closing twice has no effect.
 
-        Subgroups made by split() stay open until they are closed or the process exits.
+        Subgroups made by split() stay open until they are closed or the process exits. If this rank
+        serves the store of user_get, as rank 0, it waits up to 10 s until the others left or died.
         """
         for core in list(self._devices.values()):
             core.close()
+        if self._serves:
+            self.core.close_after_peers(SERVE_S)
         self.core.close()
         if not self.core.forked:
             self._store = None  # the last reference to rank 0's store ends it

@@ -9,6 +9,7 @@ failures on their own.
 from __future__ import annotations
 
 import contextlib
+import signal
 import socket
 import time
 from datetime import timedelta
@@ -85,6 +86,14 @@ class Agent(local_elastic_agent.LocalElasticAgent):
             self._losses = Losses(logs.replacement, self._hosts, self._places, logs.group_file)
             # No host joins later, and the host that serves torch's store may be lost.
             worker_group.spec.rdzv_handler.num_nodes_waiting = lambda: 0
+
+    def _start_workers(self, worker_group: Any) -> Any:
+        """Blocks SIGINT in the new processes: rank.py handles it, once its imports are done."""
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            return super()._start_workers(worker_group)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def _assign_worker_ranks(self, store: Any, group_rank: int, count: int, spec: Any) -> Any:
         """torch's numbers, with those of spares after the ranks of all hosts."""

@@ -91,7 +91,8 @@ def main(argv: Sequence[str]) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True)  # also into pipes: print ranks' lines at once
     if os.environ.get("LOGLEVEL") is None:  # torch's messages on a failure would repeat pycomm's
-        logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+        for name in ("", ".agent.server.api"):  # the latter gets a level of its own
+            logging.getLogger(f"torch.distributed.elastic{name}").setLevel(logging.CRITICAL)
     with folder.temporary() as errors:
         try:
             config, command = prepared(options, errors)

@@ -14,6 +14,7 @@ import os
 import pkgutil
 import runpy
 import shutil
+import signal
 import sys
 import traceback
 import types
@@ -44,6 +45,10 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs the program; writes a failure report for the launcher."""
     options = parser().parse_args(argv)
+    on_interrupt = signal.getsignal(signal.SIGINT)
+    if on_interrupt is not signal.SIG_IGN:  # ends the process silently until the program begins
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # agent.py blocked it
     if options.replace is not None:
         _supervise(options.parent, options.replace, _replaceable(options))
     env = os.environ
@@ -61,6 +66,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         if options.kind == "command":
             _supervise(options.parent, -1, [options.program, *options.rest])
+        signal.signal(signal.SIGINT, on_interrupt)
         sys.argv = [options.program, *options.rest]
         _run(options.program, options.kind == "module")
     except SystemExit as error:
@@ -68,7 +74,10 @@ def main(argv: Sequence[str] | None = None) -> None:
             _failed(error)
         raise
     except BaseException as error:  # of any kind: reported
-        sys.stderr.write(_failed(error))
+        trace = _failed(error)
+        if isinstance(error, KeyboardInterrupt) and _in_import(error):
+            trace = f"rank {env['RANK']} was interrupted while it imported modules\n"
+        sys.stderr.write(trace)
         sys.exit(1)
 
 
@@ -123,6 +132,12 @@ def _supervise(launcher: int, replacements: int, command: list[str]) -> None:
         sys.executable,
         [sys.executable, "-I", "-S", script, str(launcher), str(replacements), *command],
     )
+
+
+def _in_import(error: BaseException) -> bool:
+    """Whether the program was importing a module, so that its traceback shows that module's."""
+    frames = traceback.walk_tb(error.__traceback__)
+    return [frame.f_code.co_name for frame, _ in frames].count("<module>") > 1
 
 
 def _failed(error: BaseException) -> str:
