@@ -14,6 +14,7 @@ __all__ = [
     "flag",
     "instance",
     "integer",
+    "integers",
     "number",
     "one_of",
     "positive",
@@ -51,6 +52,20 @@ def _integers(least: int | None, most: int | None) -> str:
     if least is None:
         return "an integer"
     return f"an integer from {least}" if most is None else f"an integer in {least}..{most}"
+
+
+def integers(name: str, value: Any, least: int | None = None, most: int | None = None) -> list[int]:
+    """A sequence of integers as a list, each as of integer()."""
+    try:
+        found = [operator.index(one) for one in value]
+    except (TypeError, ValueError, RuntimeError):  # no sequence, or an element is no integer
+        refuse(name, value, "a list of integers")
+    if isinstance(value, (str, bytes)):
+        refuse(name, value, "a list of integers")
+    for i, one in enumerate(found):
+        if (least is not None and one < least) or (most is not None and one > most):
+            refuse(f"{name}[{i}]", one, _integers(least, most))
+    return found
 
 
 def number(name: str, value: Any) -> float:
