@@ -5,6 +5,7 @@ Each call raises a pycomm.errors.Error or works. After an error no array changed
 works. The values are of wrong types, shapes, dtypes, devices and sizes.
 """
 
+import contextlib
 import importlib
 import inspect
 import math
@@ -73,6 +74,7 @@ VALUES: dict[str, Callable[[], Any]] = {
     "zero": lambda: 0,
     "large": lambda: 2**40,
     "huge": lambda: -(2**70),
+    "beyond floats": lambda: 10**400,
     "empty list": lambda: [],
     "list": lambda: [1, "a"],
     "nested": lambda: [[np.zeros(2)], [np.zeros(2)]],
@@ -111,8 +113,18 @@ VALUES: dict[str, Callable[[], Any]] = {
 
 
 Valid = Callable[[Group], dict[str, Any]]
+LOADED = {"state", "saved", "state_dict"}  # parameters of load_state_dict()
 ROOTED = ("reduce", "broadcast", "gather", "scatter")
-MESSAGES = ("send", "recv", "remote_send", "remote_recv")  # one rank has no peer for a valid one
+CALLED = ("build", "step", "fn", "function", "closure", "convert", "transform", "map_location")
+# Errors of another library, as the reference says.
+BY_ANOTHER = (("save", "obj"),)  # torch.save's, on rank 0
+# Without a valid call: one rank has no peer, and no group of the tests is elastic or of torch.
+ONLY_WRONG = (
+    *("send", "recv", "remote_send", "remote_recv", "join", "dgc_hook", "quantize_hook"),
+    *("quantize_hsdp", "torch_backend.stats", "torch_backend.create", "torch_backend.merge"),
+    "torch_backend.shrink",
+)
+ONLY_ELASTIC = ("replace", "grow")
 
 
 def function_of(name: str) -> Callable[..., Any]:
@@ -132,9 +144,16 @@ def called(name: str, arguments: dict[str, Any]) -> Any:
     function = function_of(name)
     if "self" in named:
         function = getattr(named.pop("self"), name.partition(" ")[0].rpartition(".")[2])
-    result = function(*named.pop("*", ()), **named)
+    before = list(named).index("*") if "*" in named else 0
+    positional = [named.pop(one) for one in list(named)[:before]]
+    result = function(*positional, *named.pop("*", ()), **named)
     if isinstance(result, pycomm.Work):
         result.wait()
+    if name in ("init", "join"):
+        pycomm.shutdown()
+    if isinstance(result, contextlib.AbstractContextManager) and name.endswith(".join"):
+        with result:
+            pass
     if inspect.isgenerator(result):  # checks its arguments when it is read
         next(result, None)
     return result
@@ -143,16 +162,18 @@ def called(name: str, arguments: dict[str, Any]) -> Any:
 def arrays_in(arguments: dict[str, Any]) -> list[Any]:
     lists = [v for v in arguments.values() if isinstance(v, list)]
     flat = [*arguments.values(), *(one for several in lists for one in several)]
-    return [one for one in flat if type(one) is np.ndarray and one.dtype.kind in "fi"]
+    return [one for one in flat if type(one) is np.ndarray and one.dtype.kind in "fiu"]
 
 
 def wrong_calls(name: str, valid: Valid, group: Group) -> Iterator[tuple[str, dict[str, Any]]]:
     for parameter, usual in valid(group).items():
-        if parameter == "self":
+        if parameter == "self" or (name, parameter) in BY_ANOTHER:
             continue
-        if group.size > 1 and name in ROOTED and parameter in ("x", "out"):
+        if group is not None and group.size > 1 and name in ROOTED and parameter in ("x", "out"):
             continue  # the root may accept an array that the others refuse
         for title, make in VALUES.items():
+            if parameter in CALLED and title in ("type", "function"):
+                continue  # they can be called: what they raise is an error of the user's function
             value = (make(),) if parameter == "*" else make()
             yield f"{name}({parameter}={title})", {**valid(group), parameter: value}
             for field in fields_of(usual):
@@ -173,31 +194,53 @@ def replaced(value: Any, field: str, by: Any) -> Any:
     return value._replace(**{field: by})
 
 
+def content(arguments: dict[str, Any]) -> list[Any]:
+    """What an error must not change: the arrays, and the state of an object that loads one."""
+    found = [one.tobytes() for one in arrays_in(arguments)]
+    if "self" in arguments and LOADED & arguments.keys():
+        found.append(as_plain(arguments["self"].state_dict()))
+    return found
+
+
+def as_plain(state: Any) -> Any:
+    """The state with bytes in place of arrays, so that it can be compared."""
+    if isinstance(state, dict):
+        return {key: as_plain(value) for key, value in state.items()}
+    if isinstance(state, (list, tuple)):
+        return [as_plain(value) for value in state]
+    return np.asarray(state).tobytes() if isinstance(state, (np.ndarray, torch.Tensor)) else state
+
+
 def outcome(name: str, arguments: dict[str, Any]) -> str:
     """What is wrong with a call: an error that is not ours, or an array that changed."""
-    before = [one.tobytes() for one in arrays_in(arguments)]
+    before = content(arguments)
     try:
         called(name, arguments)
     except errors.InternalError as error:  # a fault of pycomm
         return f"InternalError: {error}"
     except errors.Error:  # as promised
-        after = [one.tobytes() for one in arrays_in(arguments)]
-        return "" if before == after else "an array changed"
+        return "" if before == content(arguments) else "an array changed"
+    except OSError as error:  # of a file: "on rank 0 the original error"
+        return "" if name in ("save", "load") else f"{type(error).__name__}: {error!s:.100}"
     except Exception as error:  # of any kind: this is what the test looks for
         return f"{type(error).__name__}: {error!s:.100}"
     return ""
 
 
-def failures(group: Group, calls: dict[str, Valid]) -> list[str]:
-    """The malformed calls that fail. After those of a function its valid call works, and so does
-    the group."""
+def failures(group: Group | None, calls: dict[str, Valid]) -> list[str]:
+    """The malformed calls that fail; without a group those of a process.
+
+    After those of a function its valid call works, and so does the group.
+    """
     wrong = []
     for name, valid in calls.items():
         for title, arguments in wrong_calls(name, valid, group):
             if why := outcome(name, arguments):
                 wrong.append(f"{title}: {why}")
-        if name not in MESSAGES:
+        if name not in ONLY_WRONG and not name.endswith(ONLY_ELASTIC):
             called(name, valid(group))
+        if group is None:
+            continue
         total = np.full(2, group.rank + 1.0)
         assert pycomm.all_reduce(total, group=group)[0] == group.size * (group.size + 1) / 2, name
     return wrong
