@@ -5,28 +5,48 @@ from __future__ import annotations
 import math
 import numbers
 import operator
-from collections.abc import Iterable
+import os
+import sys
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NoReturn
 
 from pycomm.errors import InvalidArgument
 
 __all__ = [
+    "Check",
+    "check_fields",
+    "check_version",
+    "dict_of",
+    "elements",
     "flag",
+    "function",
     "instance",
     "integer",
+    "integers",
+    "list_of",
+    "mapping",
     "number",
+    "numbers_in",
     "one_of",
+    "path",
+    "plain_text",
     "positive",
+    "real",
     "refuse",
     "seconds",
     "shown",
+    "whole",
 ]
+
+Check = Callable[[str, Any], object]  # of a value with a name; raises InvalidArgument
 
 PLAIN = (type(None), bool, int, float, str, bytes)
 
 
 def shown(value: Any) -> str:
     """A value of a plain type as text, else the type: other texts may be long, or raise."""
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
     return f"{value!r:.60}" if type(value) in PLAIN else type(value).__name__
 
 
@@ -53,6 +73,28 @@ def _integers(least: int | None, most: int | None) -> str:
     return f"an integer from {least}" if most is None else f"an integer in {least}..{most}"
 
 
+def elements(name: str, value: Any, expected: str) -> list[Any]:
+    """The elements of an object that can be iterated and is no text."""
+    if isinstance(value, (str, bytes)):
+        refuse(name, value, expected)
+    try:
+        return list(value)
+    except (TypeError, ValueError, RuntimeError):  # no sequence; the second and third are torch's
+        refuse(name, value, expected)
+
+
+def integers(name: str, value: Any, least: int | None = None, most: int | None = None) -> list[int]:
+    """A sequence of integers as a list, each as of integer()."""
+    try:
+        found = [operator.index(one) for one in elements(name, value, "a list of integers")]
+    except (TypeError, ValueError):  # an element is no integer
+        refuse(name, value, "a list of integers")
+    for i, one in enumerate(found):
+        if (least is not None and one < least) or (most is not None and one > most):
+            refuse(f"{name}[{i}]", one, _integers(least, most))
+    return found
+
+
 def number(name: str, value: Any) -> float:
     """A finite number."""
     try:
@@ -64,19 +106,39 @@ def number(name: str, value: Any) -> float:
     return found
 
 
+def real(name: str, value: Any) -> float:
+    """A number, which may be infinite or NaN."""
+    if not isinstance(value, numbers.Real):
+        refuse(name, value, "a number")
+    try:
+        return float(value)
+    except OverflowError:  # an integer beyond the largest number
+        refuse(name, value, "a number of float64")
+
+
+def numbers_in(name: str, value: Any) -> list[float]:
+    """A sequence of finite numbers as a list; a number is a sequence of one."""
+    if isinstance(value, numbers.Real):
+        return [number(name, value)]
+    found = elements(name, value, "a number or a list of numbers")
+    if not found:
+        refuse(name, value, "a number or a list of numbers")
+    return [number(f"{name}[{i}]", one) for i, one in enumerate(found)]
+
+
 def positive(name: str, value: Any, other: str) -> float:
-    """A finite number above 0. `other`: what else is allowed, for the error."""
+    """A finite number above 0. `other`: what else is allowed, for the error; "": nothing."""
     known = isinstance(value, numbers.Real) and not isinstance(value, bool)
-    if not known or not 0.0 < float(value) < math.inf:
-        refuse(name, value, f"a number above 0, or {other}")
+    if not known or not 0 < value <= sys.float_info.max:
+        refuse(name, value, f"a number above 0{other and f', or {other}'}")
     return float(value)
 
 
-def seconds(name: str, value: Any, expected: str = "more than 0 seconds") -> float:
-    """A number above 0, which may be infinite."""
-    if not isinstance(value, (int, float)) or not value > 0:
-        refuse(name, value, expected)
-    return float(value) if value < math.inf else math.inf
+def seconds(name: str, value: Any, *, zero: bool = False) -> float:
+    """A number above 0, which may be infinite; with `zero` also 0."""
+    if not isinstance(value, (int, float)) or not (value > 0 or (zero and value == 0)):
+        refuse(name, value, "at least 0 seconds" if zero else "more than 0 seconds")
+    return float(value) if value <= sys.float_info.max else math.inf
 
 
 def flag(name: str, value: Any) -> bool:
@@ -103,3 +165,92 @@ def instance(name: str, value: Any, kind: type, expected: str) -> Any:
     if not isinstance(value, kind):
         refuse(name, value, expected)
     return value
+
+
+def function(name: str, value: Any, expected: str = "a function") -> Any:
+    """An object that can be called."""
+    if not callable(value):
+        refuse(name, value, expected)
+    return value
+
+
+def mapping(name: str, value: Any, keys: Iterable[str] = ()) -> Mapping[str, Any]:
+    """A dict, or another mapping, with these keys among others."""
+    if not isinstance(value, Mapping):
+        refuse(name, value, "a dict")
+    for key in keys:
+        if key not in value:
+            raise InvalidArgument(f"invalid {name}: got no {key!r}, expected a dict that has it")
+    return value
+
+
+def plain_text(name: str, value: Any) -> str:
+    """A text that can be encoded as UTF-8."""
+    try:
+        valid = isinstance(value, str) and value.encode() is not None
+    except UnicodeEncodeError:  # half a surrogate pair
+        valid = False
+    if not valid:
+        refuse(name, value, "a text")
+    return str(value)
+
+
+def whole(name: str, value: Any) -> int:
+    """An integer from 0."""
+    return integer(name, value, 0)
+
+
+def check_fields(
+    name: str, value: Any, needed: Mapping[str, Check], more: Mapping[str, Check] | None = None
+) -> None:
+    """Checks a saved state: a dict with the values `needed`; those of `more` may be missing."""
+    mapping(name, value, needed)
+    for key, check in {**needed, **(more or {})}.items():
+        if key in value:
+            check(f"{name}[{key!r}]", value[key])
+
+
+def check_version(owner: str, saved: Any, version: int) -> None:
+    """Raises InvalidArgument unless a saved state is a dict of this version."""
+    found = mapping("state", saved).get("version")
+    if type(found) is not int or found != version:
+        raise InvalidArgument(
+            f"{owner}: invalid state version: got {shown(found)}, expected {version}"
+        )
+
+
+def list_of(check: Check) -> Check:
+    """The check of a list or tuple of such values."""
+
+    def each(name: str, value: Any) -> None:
+        if not isinstance(value, (list, tuple)):
+            refuse(name, value, "a list")
+        for i, one in enumerate(value):
+            check(f"{name}[{i}]", one)
+
+    return each
+
+
+def dict_of(check: Check) -> Check:
+    """The check of a dict of such values."""
+
+    def each(name: str, value: Any) -> None:
+        for key, one in mapping(name, value).items():
+            check(f"{name}[{shown(key)}]", one)
+
+    return each
+
+
+def path(name: str, value: Any) -> str:
+    """The path of a file, as a text; of a pathlib.Path, too."""
+    expected = "a path"
+    if not isinstance(value, (str, os.PathLike)):
+        refuse(name, value, expected)
+    found: Any = os.fspath(value)
+    try:
+        valid = isinstance(found, str) and found != "" and os.fsencode(found) != b""
+    except UnicodeEncodeError:  # half a surrogate pair, which no file name has
+        valid = False
+    if not valid:
+        refuse(name, value, expected)
+    return str(found)

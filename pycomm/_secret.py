@@ -13,6 +13,7 @@ import os
 import re
 import stat
 
+from pycomm._arguments import refuse
 from pycomm.errors import InvalidArgument
 
 __all__ = ["MIN_CHARACTERS", "check", "key_of", "read_descriptor", "read_file"]
@@ -25,7 +26,9 @@ MAKE_ONE = 'to make one: python -c "import secrets; print(secrets.token_hex(32))
 
 
 def check(secret: str, source: str) -> None:
-    """Raises InvalidArgument, naming `source`, if the text is too easy to guess."""
+    """Raises InvalidArgument, naming `source`, if it is no text or too easy to guess."""
+    if not isinstance(secret, str):
+        refuse(source, secret, "a text")
     if len(secret) < MIN_CHARACTERS:
         raise InvalidArgument(
             f"{source} has {len(secret)} characters and needs {MIN_CHARACTERS} or more; {MAKE_ONE}"

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from pycomm import _arguments as arguments
 from pycomm import collectives, objects
 from pycomm.default_group import chosen
 from pycomm.errors import Error, InvalidArgument
@@ -37,8 +38,8 @@ def save(obj: Any, path: str | os.PathLike[str], *, group: Group | None = None) 
         group: the group to call in; None: the default group.
 
     Raises:
-        InvalidArgument: `obj` holds per-rank state, of DGC or QuantizedGradients: use
-            gather_state().
+        InvalidArgument: `path` is no path; or `obj` holds per-rank state, of DGC or
+            QuantizedGradients: use gather_state().
         Error: rank 0 could not write; on rank 0 the original error.
     """
     own = chosen(group)
@@ -46,10 +47,10 @@ def save(obj: Any, path: str | os.PathLike[str], *, group: Group | None = None) 
     if own.rank == 0:
         try:
             _refuse_own_state(obj)
-            _write(obj, Path(path))
+            _write(obj, Path(arguments.path("path", path)))
         except Exception as error:  # of any kind: raised on all ranks
             failure = error
-    _agree(failure, f"could not save {path}", own)
+    _agree(failure, f"could not save {_named(path)}", own)
 
 
 def load(
@@ -71,25 +72,36 @@ def load(
         The object, on every rank.
 
     Raises:
+        InvalidArgument: an argument is of another type.
         Error: rank 0 could not read; on rank 0 the original error.
     """
     import torch
 
+    from pycomm._training.arguments import device_of
+
     own = chosen(group)
+    weights_only = arguments.flag("weights_only", weights_only)
+    if map_location is not None and not (callable(map_location) or isinstance(map_location, dict)):
+        device_of("map_location", map_location)
     failure: BaseException | None = None
     content = np.empty(0, np.uint8)
     if own.rank == 0:
         try:
-            content = np.fromfile(os.fspath(path), np.uint8)
+            content = np.fromfile(arguments.path("path", path), np.uint8)
         except Exception as error:  # of any kind: raised on all ranks
             failure = error
-    _agree(failure, f"could not read {path}", own)
+    _agree(failure, f"could not read {_named(path)}", own)
     length = collectives.broadcast(np.array([len(content)]), group=own)[0]
     if own.rank != 0:
         content = np.empty(length, np.uint8)
     collectives.broadcast(content, group=own)
     whole = io.BytesIO(content.tobytes())
     return torch.load(whole, map_location=map_location, weights_only=weights_only)
+
+
+def _named(path: Any) -> str:
+    """A path for an error, of any type: only rank 0 checks it."""
+    return str(path) if isinstance(path, (str, os.PathLike)) else arguments.shown(path)
 
 
 def _refuse_own_state(obj: Any) -> None:

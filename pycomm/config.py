@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from pycomm import _secret as secrets
+from pycomm._arguments import integer, plain_text, shown
 from pycomm.errors import InvalidArgument
 
 __all__ = ["TRANSPORTS", "VARIABLES", "Config", "environment", "take_secret"]
@@ -127,8 +128,14 @@ class Place:
         """
         if rank is None and size is None and master is None:
             return None
-        if rank is None or size is None or not 0 <= rank < size:
+        if rank is None or size is None:
+            given = f"rank={shown(rank)}, size={shown(size)}"
+            raise InvalidArgument(f"{given}: expected both, with 0 <= rank < size")
+        rank, size = integer("rank", rank), integer("size", size, 1, 2**31 - 1)
+        if not 0 <= rank < size:
             raise InvalidArgument(f"rank={rank}, size={size}: expected both, with 0 <= rank < size")
+        if master is not None:
+            plain_text("master", master)
         host, _, port = (master or "").rpartition(":")
         if (master or size > 1) and not (host and port.isdecimal() and 0 < int(port) < 1 << 16):
             raise InvalidArgument(

@@ -17,7 +17,7 @@ from typing import Any
 
 from pycomm import _core, config
 from pycomm import _secret as secrets
-from pycomm._arguments import refuse
+from pycomm._arguments import flag, integer, one_of, path, refuse, seconds
 from pycomm._bootstrap import elastic_store, joining, launcher_watch, rendezvous
 from pycomm._bootstrap.elastic_store import Elastic
 from pycomm._bootstrap.shrink import Store
@@ -132,6 +132,7 @@ def init(
     """
     with _state.lock:
         found = _find()
+        encrypt = None if encrypt is None else flag("encrypt", encrypt)
         if found is not None:
             if encrypt and not found.core.encrypted:
                 raise InvalidArgument(
@@ -139,14 +140,13 @@ def init(
                     "pass encrypt=True where it is made"
                 )
             return found
-        if not timeout_s > 0:
-            raise InvalidArgument(f"invalid timeout_s: got {timeout_s}, expected more than 0")
-        if not heartbeat_s >= 0:
-            raise InvalidArgument(f"invalid heartbeat_s: got {heartbeat_s}, expected 0 or more")
-        if transport is not None and transport not in config.TRANSPORTS:
-            raise InvalidArgument(
-                f"invalid transport: got {transport!r}, expected {', '.join(config.TRANSPORTS)}"
-            )
+        timeout_s = seconds("timeout_s", timeout_s)
+        heartbeat_s = seconds("heartbeat_s", heartbeat_s, zero=True)
+        reproducible = flag("reproducible", reproducible)
+        if transport is not None:
+            one_of("transport", transport, config.TRANSPORTS)
+        if elastic is not None:
+            elastic = path("elastic", elastic)
         if secret is not None:
             secrets.check(secret, "secret")
         place = config.Place.of(rank, size, master)
@@ -189,8 +189,8 @@ def join(
     with _state.lock:
         if _find() is not None:
             raise InvalidArgument("join: this process has a default group: call shutdown() before")
-        if not timeout_s > 0:
-            raise InvalidArgument(f"invalid timeout_s: got {timeout_s}, expected more than 0")
+        timeout_s, file = seconds("timeout_s", timeout_s), path("file", file)
+        rank = None if rank is None else integer("rank", rank, 0, 2**31 - 1)
         if secret is not None:
             secrets.check(secret, "secret")
         here = config.environment(secret=secret)

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from pycomm import _core
+from pycomm._arguments import integer, plain_text, seconds
 from pycomm._bootstrap import grow, shrink
 from pycomm._bootstrap.elastic_store import Elastic, SurvivingStore, write_file
 from pycomm._bootstrap.joining import Joiners
@@ -24,6 +25,8 @@ from pycomm.errors import GroupBroken, InvalidArgument
 __all__ = ["DEFAULT_TIMEOUT_S", "Group", "abort_all", "elastic_group", "on_shrink"]
 
 DEFAULT_TIMEOUT_S = 600.0
+
+INT32 = 2**31 - 1  # the largest color, key or count
 
 # How long replace() waits for processes that join.
 DEFAULT_WAIT_S = 60.0
@@ -128,9 +131,13 @@ class Group:
             key: None: the rank.
 
         Raises:
+            InvalidArgument: an argument is no integer of 32 bits.
             Error: as pycomm.all_reduce.
         """
-        core = self.core.split(-1 if color is None else color, self._rank if key is None else key)
+        color = -1 if color is None else integer("color", color, -INT32 - 1, INT32)
+        core = self.core.split(
+            color, self._rank if key is None else integer("key", key, -INT32 - 1, INT32)
+        )
         if core is None:
             return None
         subgroup = Group(core, self._store, self._timeout_s)
@@ -168,6 +175,7 @@ class Group:
             timeout_s: limit of the call and of the wait for ranks that may live; None: the group's.
 
         Raises:
+            InvalidArgument: `timeout_s` is not above 0.
             GroupBroken: the survivors are not more than half of the ranks that may live (or half of
                 them with the lowest rank); or the others continued without this rank.
             PeerLost: the rendezvous store ended, with the rank that served it.
@@ -193,9 +201,9 @@ class Group:
             InvalidArgument: the group is not elastic, or a time is invalid.
             GroupBroken, PeerLost, Timeout: as shrink().
         """
+        wait_s = seconds("wait_s", wait_s, zero=True)
+        self._limit(timeout_s)
         self._check_elastic("replace")
-        if not wait_s >= 0:
-            raise InvalidArgument(f"replace: wait_s: got {wait_s}, expected at least 0 seconds")
         return self._regroup("replace", timeout_s, wait_s)
 
     def grow(self, count: int = 1, timeout_s: float | None = None) -> Group:
@@ -217,10 +225,8 @@ class Group:
             PeerLost: a rank died, or a process that was to join. The group stays usable, unless a
                 rank died.
         """
+        limit_s, count = self._limit(timeout_s), integer("count", count, 1, INT32)
         elastic = self._check_elastic("grow")
-        limit_s = self._limit("grow", timeout_s)
-        if count < 1:
-            raise InvalidArgument(f"grow: count: got {count}, expected at least 1")
         store = self._key_store()[0]
         assert isinstance(store, SurvivingStore)
         core, elastic = grow.grow(self.core, store, elastic, count, limit_s)
@@ -229,7 +235,7 @@ class Group:
         return group
 
     def _regroup(self, op: str, timeout_s: float | None, wait_s: float | None) -> Group:
-        store, limit_s = self._key_store()[0], self._limit(op, timeout_s)
+        store, limit_s = self._key_store()[0], self._limit(timeout_s)
         joiners = None
         if wait_s is not None:  # leaves time to form the group
             wait_s = min(wait_s, max(limit_s - 2 * shrink.FORM_S, limit_s / 2))
@@ -242,11 +248,8 @@ class Group:
         made._serves = self._serves
         return self._inherit(made)
 
-    def _limit(self, op: str, timeout_s: float | None) -> float:
-        limit_s = self._timeout_s if timeout_s is None else timeout_s
-        if not limit_s > 0:
-            raise InvalidArgument(f"{op}: timeout_s: got {limit_s}, expected more than 0 seconds")
-        return limit_s
+    def _limit(self, timeout_s: float | None) -> float:
+        return self._timeout_s if timeout_s is None else seconds("timeout_s", timeout_s)
 
     def _inherit(self, made: Group) -> Group:
         """Gives `made`, which replaces this group, what it copies from it."""
@@ -288,7 +291,11 @@ class Group:
 
         Also aborts subgroups made by split() that contain this rank; for the default group also
         those of torch's new_group() and split_group().
+
+        Raises:
+            InvalidArgument: `reason` is no text.
         """
+        plain_text("reason", reason)
         with _lock:
             self._aborted, subgroups = reason, _living(self._subgroups)
         for core in list(self._devices.values()):

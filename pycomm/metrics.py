@@ -7,16 +7,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from pycomm import collectives
-from pycomm._arguments import integer, refuse
+from pycomm._arguments import flag, integer, real, refuse
+from pycomm._core_api import arrays
 from pycomm.default_group import chosen
 from pycomm.errors import InvalidArgument
 from pycomm.group import Group
 
 __all__ = ["Accuracy", "Mean", "accuracy"]
+
+MOST_SAMPLES = 2**53  # that float64 counts
 
 
 def accuracy(scores: Tensor, labels: Tensor, k: int = 1) -> Tensor:
@@ -75,7 +79,7 @@ class _Sums:
     def due(self, now: bool) -> bool:
         """Counts a call of compute(); whether it communicates."""
         self._calls += 1
-        return now or self._calls % self._every == 0
+        return flag("now", now) or self._calls % self._every == 0
 
     def total(self) -> list[float]:
         """Collective."""
@@ -113,7 +117,16 @@ class Mean:
             value: the mean of `count` samples; or a tensor of any shape, each element of which is
                 the mean of `count` samples.
             count: samples per element.
+
+        Raises:
+            InvalidArgument: `value` has no numbers, or `count` is negative or no integer.
+            Unsupported: a tensor without values in memory, or of complex numbers.
         """
+        if isinstance(value, (Tensor, np.ndarray)):
+            arrays.view(value)  # raises for values that are no real numbers
+        else:
+            value = real("value", value)
+        count = integer("count", count, 0, MOST_SAMPLES)
         values = torch.as_tensor(value).detach().to(torch.float64)
         weight = values.new_tensor(float(count * values.numel()))
         self._sums.add(torch.stack([values.sum() * count, weight]))

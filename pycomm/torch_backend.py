@@ -15,9 +15,11 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, cast
 
 import torch.distributed as dist
+from torch._C import _distributed_c10d as c10d
 from torch.distributed import distributed_c10d
 
 from pycomm import _c10d, _core, _torch_autoload, config, default_group
+from pycomm._arguments import flag, instance, integer, integers, refuse
 from pycomm._bootstrap import reconfigure, rendezvous
 from pycomm._core_api import device_groups
 from pycomm.errors import InvalidArgument, Unsupported
@@ -106,12 +108,17 @@ def Options(  # noqa: N802 - as torch's
         encrypt: as of `pycomm.init`; None: as the default group, if there is one.
 
     Raises:
-        InvalidArgument: an invalid transport, agreement or number of channels.
+        InvalidArgument: an argument of another type, or an invalid transport, agreement or number
+            of channels.
         Unsupported: the compiled module does not fit this torch.
     """
     device_groups.check_internode_transport(cuda_internode_transport)
     device_groups.check_channels(cuda_channels)
     device_groups.check_agreement(cuda_agreement)
+    encrypt = None if encrypt is None else flag("encrypt", encrypt)
+    cuda_symmetric_memory = flag("cuda_symmetric_memory", cuda_symmetric_memory)
+    if timeout is not None:
+        instance("timeout", timeout, timedelta, "a datetime.timedelta, or None")
     given = {} if timeout is None else {"timeout": timeout}
     made: compiled.Options = _module().Options(
         **given,
@@ -138,6 +145,7 @@ def create(options: _DistributedBackendOptions, backend_options: object) -> comp
             the engine of `pycomm.init`.
         Timeout, PeerLost, Mismatch: the group did not form; the text names the ranks.
     """
+    instance("options", options, c10d._DistributedBackendOptions, "options that torch makes")
     timeout = timedelta(seconds=_seconds(options.timeout))
     ours = _options(backend_options, timeout)
     ours.global_ranks_in_group = options.global_ranks_in_group
@@ -166,9 +174,14 @@ def merge(store: Store, ours: compiled.Options, rank: int, size: int) -> compile
         ours: options of the new group, with its name and time limit.
 
     Raises:
-        InvalidArgument: more ranks reached the store than the group has.
+        InvalidArgument: an argument is of another type, or more ranks reached the store than the
+            group has.
         Timeout, PeerLost, Mismatch: the group did not form; the text names the ranks.
     """
+    _check_store(store)
+    instance("ours", ours, _module().Options, "pycomm.torch_backend.Options")
+    size = integer("size", size, 1, 2**31 - 1)
+    rank = integer("rank", rank, 0, 2**31 - 1)
     if rank >= size:
         raise InvalidArgument(
             f"merge_remote_group: this is rank {rank} in the store, and the group has {size}: "
@@ -179,12 +192,14 @@ def merge(store: Store, ours: compiled.Options, rank: int, size: int) -> compile
     return _form(options, ours, default_group.register_backend)
 
 
+def _check_store(store: object) -> None:
+    instance("store", store, c10d.Store, "a store of torch")
+
+
 def _described(
     store: Store, name: str, rank: int, size: int, timeout: timedelta
 ) -> _DistributedBackendOptions:
     """The argument of create() for a group that torch did not ask for."""
-    from torch._C import _distributed_c10d as c10d
-
     options = c10d._DistributedBackendOptions()
     options.store, options.group_id = store, name
     options.group_rank, options.group_size, options.timeout = rank, size, timeout
@@ -250,8 +265,14 @@ def shrink(
         ours: options of the new group, with its time limit.
 
     Raises:
+        InvalidArgument: an argument is of another type.
         Timeout, PeerLost, Mismatch: the group did not form; the text names the ranks.
     """
+    _check_store(store)
+    instance("ours", ours, _module().Options, "pycomm.torch_backend.Options")
+    excluded = integers("excluded", excluded, 0)
+    if type(part).__name__ != "PyCapsule":
+        refuse("part", part, "a capsule of a group")
     core, timeout_s = _core.group_of(part), ours._timeout.total_seconds()
     kept = [rank for rank in range(core.size) if rank not in excluded]
     name = f"{core.name}-{','.join(map(str, excluded))}"
@@ -368,8 +389,10 @@ def stats(process_group: dist.ProcessGroup | None = None) -> dict[str, float]:
         written to peers), bytes_received, and the seconds spent in calls.
 
     Raises:
-        InvalidArgument: the group has other backends.
+        InvalidArgument: it is no group, or has other backends.
     """
+    if process_group is not None:
+        instance("process_group", process_group, dist.ProcessGroup, "a group of torch, or None")
     process_group = process_group or dist.group.WORLD
     if process_group is None:
         raise InvalidArgument("no process group: call torch.distributed.init_process_group first")

@@ -14,9 +14,10 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from pycomm import _core, config
+from pycomm._arguments import integer, one_of
 from pycomm._core_api import arrays, devices, nccl
 from pycomm._core_api.arrays import Device
-from pycomm.errors import InvalidArgument, Unsupported
+from pycomm.errors import Unsupported
 from pycomm.group import Group
 
 __all__ = [
@@ -112,26 +113,17 @@ def stream(device: Device, array: Any) -> int:
 
 def check_channels(channels: int) -> None:
     """Raises InvalidArgument unless a device group can have so many channels."""
-    if not 1 <= channels <= MAX_CHANNELS:
-        raise InvalidArgument(
-            f"invalid cuda_channels: got {channels}, expected 1 to {MAX_CHANNELS}"
-        )
+    integer("cuda_channels", channels, 1, MAX_CHANNELS)
 
 
 def check_internode_transport(transport: str) -> None:
     """Raises InvalidArgument unless there is such a transport between hosts."""
-    _check_choice("cuda_internode_transport", transport, INTERNODE_TRANSPORTS)
+    one_of("cuda_internode_transport", transport, INTERNODE_TRANSPORTS)
 
 
 def check_agreement(agreement: str) -> None:
     """Raises InvalidArgument unless it is one of AGREEMENTS."""
-    _check_choice("cuda_agreement", agreement, AGREEMENTS)
-
-
-def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        known = ", ".join(map(repr, choices))
-        raise InvalidArgument(f"invalid {name}: got {value!r}, expected one of {known}")
+    one_of("cuda_agreement", agreement, AGREEMENTS)
 
 
 def _make(host: object, index: int, timeout_s: float, options: Options) -> _core.Collectives:

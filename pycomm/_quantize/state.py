@@ -8,14 +8,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from pycomm._arguments import Check, check_fields, check_version, integer, refuse, whole
 from pycomm._core_api import arrays
-from pycomm._quantize.layout import Layout, fold
+from pycomm._quantize.layout import Layout, fold, own_count
 from pycomm.errors import InvalidArgument
+from pycomm.kernels.inputs import MOST_ELEMENTS
 
 __all__ = ["Feedback", "QuantizeState"]
 
 Floats = NDArray[np.float32]
 VERSION = 1
+MOST_RANKS = 1 << 16  # of a saved state
 
 
 def _zeros(count: int) -> Floats:
@@ -120,26 +123,48 @@ class QuantizeState:
         """Restores the result of state_dict().
 
         Raises:
-            InvalidArgument: another version, or arrays of another size; nothing changes.
+            InvalidArgument: another version, missing values, or arrays of another size or dtype;
+                nothing changes.
         """
-        if saved.get("version") != VERSION:
-            raise InvalidArgument(
-                f"QuantizeState: invalid state version: got {saved.get('version')!r}, expected "
-                f"{VERSION}"
-            )
+        check_version("QuantizeState", saved, VERSION)
+        check_fields("state", saved, {"count": _count})
         if saved["count"] is None:
             self._feedback = None
             return
-        layout = Layout([(saved["count"], 0)], saved["rank"], saved["size"])
-        made = Feedback(layout)
-        for new, name in zip(made.current, ("residual", "owner_residual"), strict=True):
-            if np.shape(saved[name]) != new.shape:
+        check_fields("state", saved, OF_A_CALL)
+        rank, size = saved["rank"], integer("size", saved["size"], saved["rank"] + 1, MOST_RANKS)
+        for name, count in (
+            ("residual", saved["count"]),
+            ("owner_residual", own_count(saved["count"], 0, rank, size)),
+        ):
+            if len(saved[name]) != count:
                 raise InvalidArgument(
                     f"QuantizeState: invalid {name}: got shape {np.shape(saved[name])}, expected "
-                    f"{new.shape}"
+                    f"({count},)"
                 )
-            new[:] = saved[name]
+        made = Feedback(Layout([(saved["count"], 0)], rank, size))
+        for new, name in zip(made.current, ("residual", "owner_residual"), strict=True):
+            new[:] = arrays.to_host(saved[name])
         self._feedback = made
+
+
+def _count(name: str, value: Any) -> None:
+    if value is not None:
+        integer(name, value, 0, MOST_ELEMENTS)
+
+
+def _residual(name: str, value: Any) -> None:
+    found = arrays.as_array_ref(value, name)
+    if found.dtype != "float32" or len(found.shape) != 1:
+        refuse(name, value, "a flat array of float32")
+
+
+OF_A_CALL: dict[str, Check] = {
+    "rank": whole,
+    "size": whole,
+    "residual": _residual,
+    "owner_residual": _residual,
+}
 
 
 def _feedback_at(layout: Layout, like: arrays.ArrayRef) -> Feedback:

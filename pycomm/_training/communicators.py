@@ -10,15 +10,16 @@ from collections.abc import Sequence
 from typing import Any
 
 from pycomm import _core, collectives
+from pycomm._arguments import integer
 from pycomm._core_api.calls import Work
 from pycomm.default_group import chosen
-from pycomm.errors import InvalidArgument
 from pycomm.group import Group
 
 __all__ = ["CommunicatorPool", "tag_of"]
 
 # Default number of communicators. On one host a single call uses the whole memory bandwidth.
 BETWEEN_HOSTS = 2
+MOST_LANES = 64
 
 
 def tag_of(number: int, parameters: int = 0) -> int:
@@ -39,7 +40,7 @@ class CommunicatorPool:
         tag: what the arrays of the next calls are, by tag_of(); ranks compare it. 0: not known.
 
     Raises:
-        InvalidArgument: `count` is below 1.
+        InvalidArgument: `count` is not 1 to 64.
     """
 
     def __init__(
@@ -60,8 +61,7 @@ class CommunicatorPool:
         hosts = self.group.core.host_count
         if count is None:
             count = 1 if hosts == 1 else BETWEEN_HOSTS
-        if count < 1:
-            raise InvalidArgument(f"invalid lanes: got {count}, expected at least 1")
+        count = integer("lanes", count, 1, MOST_LANES)
         parts = (self.group.split(0) for _ in range(count - 1 if split else 0))
         self._groups = [self.group, *(part for part in parts if part is not None)]
         self._algorithm = "hierarchical" if hierarchical and hosts > 1 else None

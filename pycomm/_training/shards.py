@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from pycomm._arguments import instance
 from pycomm.default_group import default
 from pycomm.errors import InvalidArgument
 from pycomm.group import Group
@@ -65,6 +66,7 @@ def check_sharded(owner: str, name: str, parameter: Any) -> None:
 
 def check_replicas(owner: str, replicas: DeviceMesh) -> None:
     """Raises InvalidArgument unless this is one dimension of a mesh."""
+    instance("replicas", replicas, DeviceMesh, 'a dimension of a mesh, as mesh["replicate"]')
     if replicas.ndim != 1:
         raise InvalidArgument(
             f"{owner}: invalid replicas: got a mesh of {replicas.ndim} dimensions, expected "

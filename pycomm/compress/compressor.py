@@ -14,8 +14,10 @@ import torch
 from torch import Tensor
 
 from pycomm import collectives
+from pycomm._arguments import integer
 from pycomm._core_api import arrays
 from pycomm._training import coalesced
+from pycomm._training.arguments import check_scaler
 from pycomm._training.communicators import CommunicatorPool, tag_of
 from pycomm.compress.exchange_policy import DENSE, Chooser, LevelPlan
 from pycomm.compress.hierarchical import HostGroups
@@ -51,6 +53,7 @@ class Compressor:
         options: Options,
         scaler: torch.amp.GradScaler | None,
     ) -> None:
+        check_scaler(scaler)
         self._options, self._scaler = options, scaler
         self._adopted = AdoptedMomentum(optimizer, options.min_count, options.owned)
         self.state = CompressorState(
@@ -224,6 +227,7 @@ class Compressor:
         """See DGC.gather_state."""
         self._cancel_failed_pass("gather_state")
         self._adopted.settle()
+        dst = integer("dst", dst, 0, self.group.size - 1)
         return self.state.gather(self.group, dst, self.exchanges)
 
     def load(self, saved: Mapping[str, Any]) -> None:

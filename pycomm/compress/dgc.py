@@ -164,7 +164,7 @@ class DGC:
             rank. None on the others.
 
         Raises:
-            InvalidArgument: inside backward().
+            InvalidArgument: inside backward(), or `dst` is no rank.
             Error: as pycomm.gather.
         """
         return self._compressor.gather(dst)
@@ -179,8 +179,8 @@ class DGC:
             saved: of state_dict() on this rank, or of gather_state() on any rank.
 
         Raises:
-            InvalidArgument: the state is of another version or model, or it is one rank's state of
-                another rank or number of ranks, or the call is inside backward().
+            InvalidArgument: the state lacks values, or is of another version or model, or it is one
+                rank's state of another rank or number of ranks, or the call is inside backward().
         """
         self._compressor.load(saved)
 

@@ -8,6 +8,7 @@ pycomm.parallel.exchange has the contract.
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
@@ -16,9 +17,11 @@ import torch
 from torch import Tensor
 
 from pycomm import collectives
+from pycomm._arguments import Check, dict_of, integer, plain_text, positive, whole
 from pycomm._core_api.calls import Work
 from pycomm._quantize import Quantize
 from pycomm._training import coalesced
+from pycomm._training.arguments import flat_tensor
 from pycomm._training.communicators import CommunicatorPool, tag_of
 from pycomm.compress.bucket_exchange import BucketExchange, BucketExchanges
 from pycomm.compress.interrupts import defer_sigint
@@ -32,6 +35,13 @@ __all__ = ["GradientExchange"]
 
 # A bucket is summed when this many later ones are on their way, so that backward rarely waits.
 BUCKETS_BETWEEN = 2
+
+OF_A_RANK: dict[str, Check] = {
+    "step": whole,
+    "scale": functools.partial(positive, other=""),
+    "residual": dict_of(flat_tensor),
+    "owner_residual": dict_of(flat_tensor),
+}
 
 
 class GradientExchange:
@@ -213,6 +223,7 @@ class GradientExchange:
         """See QuantizedGradients.gather_state."""
         self._cancel_failed_pass("gather_state")
         group = self.group
+        dst = integer("dst", dst, 0, group.size - 1)
         found = self._exchanges.residuals.gather(group, dst)
         if found is None:
             return None
@@ -223,7 +234,9 @@ class GradientExchange:
         """See QuantizedGradients.load_state_dict."""
         self._cancel_failed_pass("load_state_dict")
         group = self.group
-        sources = sources_of(saved, group, "QuantizedGradients")
+        sources = sources_of(
+            saved, group, "QuantizedGradients", OF_A_RANK, {"exchange": plain_text}
+        )
         self._exchanges.residuals.load(sources, group)
         self._exchanges.forget(sources[0].get("exchange", "") if len(sources) == 1 else "")
         self._step, self._scale = int(sources[0]["step"]), float(sources[0]["scale"])

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.distributed import GradBucket  # type: ignore[attr-defined]  # torch's stubs hide it
 
 from pycomm import collectives
+from pycomm._arguments import instance
 from pycomm.compress.compressor import Compressor
 from pycomm.compress.dgc import DGC, compressor_of
 from pycomm.compress.gradient_exchange import GradientExchange
@@ -36,9 +37,11 @@ def dgc_hook(dgc: DGC, bucket: GradBucket) -> torch.futures.Future[Tensor]:
 
     Raises:
         PeerLost, Timeout, Mismatch: errors of the exchange; the step was rolled back.
-        InvalidArgument, Unsupported: settings of DGC that the model does not support; or the group
-            was replaced or shrunk, which needs pycomm.DataParallel(model, compression=dgc).
+        InvalidArgument, Unsupported: arguments of other types, or settings of DGC that the model
+            does not support; or the group was replaced or shrunk, which needs
+            pycomm.DataParallel(model, compression=dgc).
     """
+    instance("dgc", dgc, DGC, "a pycomm.DGC")
     return _exchanged(compressor_of(dgc), bucket)
 
 
@@ -60,14 +63,17 @@ def quantize_hook(
 
     Raises:
         PeerLost, Timeout, Mismatch: errors of the exchange; the residuals stay as they were.
-        InvalidArgument: a parameter of the model is unknown to `quantized`; or as of dgc_hook.
+        InvalidArgument: arguments of other types; a parameter of the model is unknown to
+            `quantized`; or as of dgc_hook.
     """
+    instance("quantized", quantized, QuantizedGradients, "a pycomm.QuantizedGradients")
     return _exchanged(exchange_of(quantized), bucket)
 
 
 def _exchanged(
     exchange: Compressor | GradientExchange, bucket: GradBucket
 ) -> torch.futures.Future[Tensor]:
+    instance("bucket", bucket, GradBucket, "a bucket of torch's DDP")
     if bucket.index() == 0:
         if exchange.group.successor is not None:
             raise InvalidArgument(

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pycomm._arguments import integer, positive
+from pycomm._arguments import flag, integer, one_of, positive
 from pycomm.compress.schedule import K_RULES, VALUE_DTYPES, SparsityWarmup
 from pycomm.errors import InvalidArgument
 
@@ -38,12 +37,14 @@ class Options:
     fused: bool
 
     def __post_init__(self) -> None:
-        _one_of("clip", self.clip, ("parameter", "global"))
-        _one_of("select", self.select, ("parameter", "model"))
-        _one_of("k_rule", self.k_rule, K_RULES)
-        _one_of("exchange", self.exchange, EXCHANGES)
-        _one_of("codec", self.codec, ("auto", "raw", "compact"))
-        _one_of("value_dtype", self.value_dtype, VALUE_DTYPES)
+        for name in ("masking", "momentum_correction", "decay_correction", "fused"):
+            flag(name, getattr(self, name))
+        one_of("clip", self.clip, ("parameter", "global"))
+        one_of("select", self.select, ("parameter", "model"))
+        one_of("k_rule", self.k_rule, K_RULES)
+        one_of("exchange", self.exchange, EXCHANGES)
+        one_of("codec", self.codec, ("auto", "raw", "compact"))
+        one_of("value_dtype", self.value_dtype, VALUE_DTYPES)
         if self.codec == "raw" and self.compact:
             raise InvalidArgument(
                 f"value_dtype={self.value_dtype!r} with exchange={self.exchange!r} needs compact "
@@ -87,8 +88,3 @@ class Options:
         """The settings of the optimizer that DGC applies."""
         momentum = ("momentum", "nesterov") if self.momentum_correction else ()
         return (*momentum, *(("weight_decay",) if self.decay_correction else ()))
-
-
-def _one_of(name: str, given: str, known: Sequence[str]) -> None:
-    if given not in known:
-        raise InvalidArgument(f"invalid {name}: got {given!r}, expected one of {', '.join(known)}")

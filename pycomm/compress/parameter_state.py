@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pycomm._training.arguments import check_optimizer
 from pycomm._training.parameters import check_initialized
 from pycomm._training.shards import is_sharded, local_shard
 from pycomm.errors import InvalidArgument, Unsupported
@@ -375,6 +376,7 @@ def _has_values(gradient: Tensor) -> bool:
 
 
 def _check(optimizer: torch.optim.Optimizer) -> None:
+    check_optimizer("optimizer", optimizer)
     if not isinstance(optimizer, torch.optim.SGD):
         raise Unsupported(
             f"DGC needs torch.optim.SGD, got {type(optimizer).__name__}: for this optimizer write "

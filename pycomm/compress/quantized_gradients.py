@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pycomm._arguments import instance
 from pycomm._quantize import Quantize
+from pycomm._training.arguments import check_scaler, named_tensors
 from pycomm.compress.gradient_exchange import GradientExchange
-from pycomm.errors import InvalidArgument
 
 __all__ = ["QuantizedGradients", "exchange_of"]
 
@@ -34,7 +35,7 @@ class QuantizedGradients:
             change of the loss scale.
 
     Raises:
-        InvalidArgument: compression is no Quantize.
+        InvalidArgument: an argument is of another type.
         Unsupported: a parameter is neither in host memory nor on a GPU.
     """
 
@@ -45,12 +46,10 @@ class QuantizedGradients:
         *,
         scaler: torch.amp.GradScaler | None = None,
     ) -> None:
-        if not isinstance(compression, Quantize):
-            raise InvalidArgument(
-                f"QuantizedGradients: invalid compression: got {type(compression).__name__}, "
-                "expected pycomm.Quantize()"
-            )
-        self._exchange = GradientExchange(named_parameters, compression, scaler)
+        instance("compression", compression, Quantize, "pycomm.Quantize()")
+        check_scaler(scaler)
+        named = named_tensors("named_parameters", named_parameters)
+        self._exchange = GradientExchange(named, compression, scaler)
 
     def stats(self) -> dict[str, Any]:
         """Numbers of the last exchange, on this rank.
@@ -91,7 +90,7 @@ class QuantizedGradients:
             rank. None on the others.
 
         Raises:
-            InvalidArgument: inside backward().
+            InvalidArgument: inside backward(), or `dst` is no rank.
             Error: as pycomm.gather.
         """
         return self._exchange.gather(dst)
@@ -106,8 +105,8 @@ class QuantizedGradients:
             saved: of state_dict() on this rank, or of gather_state() on any rank.
 
         Raises:
-            InvalidArgument: the state is of another version or model, or it is one rank's state of
-                another rank or number of ranks, or the call is inside backward().
+            InvalidArgument: the state lacks values, or is of another version or model, or it is one
+                rank's state of another rank or number of ranks, or the call is inside backward().
         """
         self._exchange.load(saved)
 

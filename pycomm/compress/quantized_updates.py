@@ -9,12 +9,14 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from pycomm._arguments import list_of, plain_text
 from pycomm._quantize import Quantize
+from pycomm._training.arguments import flat_tensor
 from pycomm.compress.bucket_exchange import BucketExchange, BucketExchanges
 from pycomm.compress.hierarchical import rank_factor
 from pycomm.compress.interrupts import defer_sigint
@@ -198,6 +200,8 @@ class QuantizedUpdates(UpdateCompressor[list[Tensor]]):
         norm = super().resume(change)
         self._exchanges.forget()
         return norm
+
+    more: ClassVar = {"owner_residual": list_of(flat_tensor), "exchange": plain_text}
 
     def save(self) -> dict[str, Any]:
         return {"exchange": self._exchanges.name, **_as_lists(self._residuals.save())}

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pycomm._arguments import integer
+from pycomm._arguments import integer, numbers_in
 from pycomm.errors import InvalidArgument
 
 __all__ = [
@@ -89,13 +89,12 @@ class SparsityWarmup:
 
         Raises:
             InvalidArgument: begin or length is no whole number, a negative begin, a length below 1,
-                or no levels, or levels outside 0 <= s < 1 or decreasing.
+                or no numbers, or levels outside 0 <= s < 1 or decreasing.
         """
         integer("rampup_begin_step", begin, 0)
         integer("rampup_step", length, 1)
-        given = [sparsity] if isinstance(sparsity, (int, float)) else sparsity
-        levels = tuple(float(s) for s in given)
-        if not levels or not all(0 <= s < 1 for s in levels) or list(levels) != sorted(levels):
+        levels = tuple(numbers_in("sparsity", sparsity))
+        if not all(0 <= s < 1 for s in levels) or list(levels) != sorted(levels):
             raise InvalidArgument(
                 f"invalid sparsity: got {list(levels)}, expected 0 <= s < 1, not decreasing"
             )

@@ -18,6 +18,7 @@ With H hosts and L of N ranks on this one, the mean over hosts equals the mean o
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,6 +27,19 @@ import torch
 from torch import Tensor
 
 from pycomm import collectives
+from pycomm._arguments import (
+    Check,
+    check_fields,
+    check_version,
+    dict_of,
+    flag,
+    list_of,
+    mapping,
+    one_of,
+    refuse,
+    whole,
+)
+from pycomm._training.arguments import flat_tensor
 from pycomm.compress.bucket import elements_between
 from pycomm.compress.hierarchical import (
     HostGroups,
@@ -43,6 +57,16 @@ from pycomm.group import Group
 __all__ = ["VERSION", "CompressorState", "rank_state", "sources_of", "with_owner_residual"]
 
 VERSION = 1
+
+CHOSEN = ("dense", "gather", "dense_masked", "sharded", "hierarchical")  # exchanges of a level
+
+OF_A_RANK: dict[str, Check] = {
+    "step": whole,
+    "switched": flag,
+    "u": dict_of(flat_tensor),
+    "v": dict_of(flat_tensor),
+    "exchange": dict_of(functools.partial(one_of, allowed=CHOSEN)),
+}
 
 
 @dataclass(eq=False)
@@ -102,7 +126,9 @@ class CompressorState:
             The saved exchange of each level; {} at another number of ranks, on which the bytes of
             an exchange depend.
         """
-        sources = sources_of(saved, group, "DGC")
+        sources = sources_of(
+            saved, group, "DGC", OF_A_RANK, {"owner_residual": dict_of(flat_tensor)}
+        )
         if len(sources) > 1 or saved_hosts(sources[0]) not in ([], hosts_of(group)):
             sources = [rank_state(source) for source in sources]
         owner_residual = self._fitting(sources)
@@ -197,26 +223,55 @@ class CompressorState:
             yield from ([memory] for memory in self.compressed)
 
 
-def sources_of(saved: Mapping[str, Any], group: Group, owner: str) -> list[Mapping[str, Any]]:
-    """The saved states of single ranks that this rank loads: its own, or all of them. `owner` is
-    the class, for errors.
+def sources_of(
+    saved: Mapping[str, Any],
+    group: Group,
+    owner: str,
+    needed: Mapping[str, Check],
+    more: Mapping[str, Check],
+) -> list[Mapping[str, Any]]:
+    """The saved states of single ranks that this rank loads: its own, or all of them.
+
+    Args:
+        saved: of one rank, or of all ranks.
+        group: the ranks that load it.
+        owner: the class, for errors.
+        needed, more: values of a rank's state, and those that older states lack.
 
     Raises:
-        InvalidArgument: another version, or the state of another rank or number of ranks.
+        InvalidArgument: another version, or the state of another rank or number of ranks, or it
+            lacks values.
     """
-    if saved.get("version") != VERSION:
-        raise InvalidArgument(
-            f"{owner}: invalid state version: got {saved.get('version')!r}, expected {VERSION}"
-        )
+    check_version(owner, saved, VERSION)
+    needed = {"rank": whole, "size": whole, **needed}
+    more = {"hosts": list_of(whole), **more}
     if "ranks" in saved:
+        check_fields("state", saved, {"size": whole, "ranks": list_of(mapping)})
         ranks: list[Mapping[str, Any]] = saved["ranks"]
-        return [ranks[group.rank]] if saved["size"] == group.size else ranks
+        if len(ranks) != saved["size"] or not ranks:
+            refuse("state['ranks']", len(ranks), f"size={saved['size']} states, and at least one")
+        mine = [ranks[group.rank]] if saved["size"] == group.size else ranks
+        for one in mine:
+            _check_source(one, needed, more)
+        return mine
+    _check_source(saved, needed, more)
     if (saved["size"], saved["rank"]) != (group.size, group.rank):
         raise InvalidArgument(
             f"{owner}: state of rank {saved['rank']} of {saved['size']} on rank {group.rank} of "
             f"{group.size}: each rank must load its own state, or all that of gather_state()"
         )
     return [saved]
+
+
+def _check_source(
+    source: Mapping[str, Any], needed: Mapping[str, Check], more: Mapping[str, Check]
+) -> None:
+    check_fields("state", source, needed, more)
+    size, hosts = source["size"], saved_hosts(source)
+    if source["rank"] >= size or len(hosts) not in (0, size) or max(hosts, default=0) >= size:
+        raise InvalidArgument(
+            f"invalid state: got rank {source['rank']} of {size} with {len(hosts)} hosts"
+        )
 
 
 def rank_state(source: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pycomm._arguments import integer, number, one_of, refuse
+from pycomm._arguments import integer, integers, number, one_of, refuse
 from pycomm.errors import InvalidArgument
 from pycomm.kernels.compact import VALUES
 from pycomm.kernels.groups import group_count
@@ -98,8 +98,9 @@ class TopK:
             counts: elements of each parameter.
 
         Raises:
-            InvalidArgument: the parameters are too few for the ratio.
+            InvalidArgument: `counts` are no counts, or the parameters are too few for the ratio.
         """
+        counts = integers("counts", counts, 0)
         count, total = sum(counts), group_count(counts, self.group)
         if self.density is not None:
             return max(1, round(self.density * total))

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from pycomm import collectives
+from pycomm._arguments import list_of, whole
+from pycomm._training.arguments import flat_tensor
 from pycomm._training.shards import local_shard
 from pycomm.compress.group_shards import GroupShards, Received
 from pycomm.compress.hierarchical import (
@@ -264,6 +266,8 @@ class TopKUpdates(UpdateCompressor[list[list[Received]]]):
         for unit in self._units:
             unit.commit_missed()
         self._finish()
+
+    more: ClassVar = {"owner_residual": list_of(flat_tensor), "unused": list_of(whole)}
 
     def save(self) -> dict[str, Any]:
         return {

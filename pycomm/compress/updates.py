@@ -11,13 +11,15 @@ import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from pycomm._arguments import Check, list_of, number, refuse
 from pycomm._core_api import arrays
+from pycomm._training.arguments import flat_tensor
 from pycomm._training.communicators import CommunicatorPool
 from pycomm._training.shards import local_shard
 from pycomm.compress.parameter_state import is_dense
@@ -46,6 +48,7 @@ class UpdateCompressor(ABC, Generic[Received]):
         decay: for each parameter, the factor of the shared one at the next commit.
         settings: further numbers that must be the same on all ranks.
         skipped: all ranks skip this step.
+        needed, more: values of save(), and those that older states lack.
         used: for each parameter, whether this rank had a gradient since the last exchange.
         unused: places of the parameters that no rank used in the last exchange. Their shared value
             and residuals stay as they were.
@@ -55,6 +58,12 @@ class UpdateCompressor(ABC, Generic[Received]):
             or not float32 or 16-bit floats.
         InvalidArgument: there are no parameters.
     """
+
+    needed: ClassVar[dict[str, Check]] = {
+        "decay": list_of(number),
+        "residual": list_of(flat_tensor),
+    }
+    more: ClassVar[dict[str, Check]] = {}
 
     def __init__(
         self, options: Any, parameters: Sequence[Tensor], snapshot: Sequence[Tensor], group: Group
@@ -196,6 +205,10 @@ class UpdateCompressor(ABC, Generic[Received]):
         wanted = [x.numel() for x in self._theta]
         for source in sources:
             found = [x.numel() for x in source["residual"]]
+            if len(source["decay"]) != len(wanted):
+                refuse("state['decay']", len(source["decay"]), f"{len(wanted)} numbers")
+            if max(source.get("unused", ()), default=-1) >= len(wanted):
+                refuse("state['unused']", max(source["unused"]), f"less than {len(wanted)}")
             if found != wanted:
                 raise InvalidArgument(
                     f"LocalSGD: invalid state: got residuals of {sum(found)} elements in "

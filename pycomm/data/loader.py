@@ -9,6 +9,7 @@ import numpy as np
 from torch.utils import data
 
 from pycomm import collectives, default_group
+from pycomm._arguments import flag, function, integer, refuse
 from pycomm.data.sampler import InfiniteSampler, ShardedSampler, rank_and_size
 from pycomm.data.shared import Transformed, shared_copy
 from pycomm.data.streams import Divided, as_stream, choose_divide
@@ -86,6 +87,9 @@ class DataLoader(data.DataLoader[Any]):
         transform: Callable[[Any], Any] | None = None,
         **kwargs: Any,
     ) -> None:
+        pad, shared = flag("pad", pad), flag("shared", shared)
+        if transform is not None:
+            function("transform", transform, "a function, or None")
         given = {**dict(zip(NAMES, args, strict=False)), **kwargs}
         # torch takes only Python's integers.
         whole = {name: int(v) for name, v in given.items() if isinstance(v, np.integer)}
@@ -104,6 +108,8 @@ class DataLoader(data.DataLoader[Any]):
             if not own or transform is not None:
                 dataset = Divided(stream, divide, (rank, size), drop_last, transform)
         else:
+            if not hasattr(type(dataset), "__getitem__"):
+                refuse("dataset", dataset, "a data set with indices, or a stream")
             if divide is not None:
                 raise InvalidArgument("divide= is for a stream: a sampler divides this data set")
             if shared:
@@ -180,8 +186,10 @@ class DataLoader(data.DataLoader[Any]):
             start: how many of this rank's batches to omit in the next iteration.
 
         Raises:
-            InvalidArgument: `start` is above 0, and the loader made no ShardedSampler.
+            InvalidArgument: one of them is no integer, or `start` is negative; or `start` is above
+                0, and the loader made no ShardedSampler.
         """
+        epoch, start = integer("epoch", epoch), integer("start", start, 0)
         if start > 0 and self._sharded is None:
             raise InvalidArgument(
                 f"set_epoch: start={start} needs a sampler of this loader: not a stream, one rank "

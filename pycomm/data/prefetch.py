@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from pycomm._arguments import integer, refuse
+from pycomm._arguments import function, integer, refuse
+from pycomm._training.arguments import device_of
 from pycomm.data.nested import on_tensors
 
 __all__ = ["Prefetcher"]
@@ -46,12 +47,9 @@ class Prefetcher:
     ) -> None:
         if not hasattr(type(loader), "__iter__"):
             refuse("loader", loader, "an iterable of batches")
-        if convert is not None and not callable(convert):
-            refuse("convert", convert, "a function, or None")
-        try:
-            self._device = torch.device(device)
-        except (RuntimeError, TypeError, ValueError):  # torch's text repeats the value
-            refuse("device", device, "a device of torch")
+        if convert is not None:
+            function("convert", convert, "a function, or None")
+        self._device = device_of("device", device)
         self._loader, self._convert = loader, convert
         self._depth = integer("depth", depth, 1)
 

@@ -89,8 +89,11 @@ class ShardedSampler(Sampler[int]):
         Args:
             epoch: from 0; the same on every rank.
             start: how many of this rank's indices to omit, as after a restart within the epoch.
+
+        Raises:
+            InvalidArgument: one of them is no integer, or `start` is negative.
         """
-        self.epoch, self._start = epoch, start
+        self.epoch, self._start = integer("epoch", epoch), integer("start", start, 0)
 
     def __len__(self) -> int:
         """The number of indices of this rank in a whole epoch."""

@@ -16,7 +16,9 @@ import torch
 from torch import Tensor
 
 from pycomm import collectives, objects
+from pycomm._arguments import integer, refuse
 from pycomm._core_api import arrays
+from pycomm._training.arguments import device_of
 from pycomm.data.nested import flattened
 from pycomm.default_group import chosen
 from pycomm.errors import InvalidArgument
@@ -46,7 +48,8 @@ class ScatterLoader:
     Iterating raises on every rank.
 
     Raises:
-        InvalidArgument: a batch has no rows, or values that cannot be sent.
+        InvalidArgument: an argument is invalid. Iterating: a batch has no rows, or values that
+            cannot be sent.
         RuntimeError: the loader failed; on `src` its own error.
     """
 
@@ -58,10 +61,13 @@ class ScatterLoader:
         device: torch.device | str | None = None,
     ) -> None:
         self._group = chosen(group)
+        src = integer("src", src, 0, self._group.size - 1)
+        if loader is not None and not hasattr(type(loader), "__iter__"):
+            refuse("loader", loader, "an iterable of batches")
         if (self._group.rank == src) != (loader is not None):
             raise InvalidArgument(f"invalid loader: pass it on rank {src} only, None on the others")
         self._loader, self._src = loader, src
-        self._device = None if device is None else torch.device(device)
+        self._device = None if device is None else device_of("device", device)
 
     def __iter__(self) -> Iterator[Any]:
         """Iterates once over the loader."""

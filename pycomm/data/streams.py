@@ -15,6 +15,7 @@ from typing import Any
 
 from torch.utils import data
 
+from pycomm._arguments import one_of
 from pycomm.errors import InvalidArgument
 
 __all__ = ["DIVIDE", "Divided", "as_stream", "choose_divide"]
@@ -47,10 +48,7 @@ def choose_divide(stream: Any, divide: str | None, ranks: int, workers: int) -> 
         InvalidArgument: it is invalid, or missing: the stream may divide itself.
     """
     if divide is not None:
-        if divide not in DIVIDE:
-            expected = ", ".join(map(repr, DIVIDE))
-            raise InvalidArgument(f"invalid divide: got {divide!r}, expected {expected}")
-        return divide
+        return one_of("divide", divide, DIVIDE)
     if not isinstance(stream, Iterable):  # a function
         return "both"
     if ranks * max(1, workers) > 1:

@@ -10,7 +10,9 @@ from typing import Any
 
 import torch
 
-from pycomm.default_group import default
+from pycomm._arguments import integer, integers, mapping, refuse
+from pycomm._training.arguments import flat_tensor
+from pycomm.default_group import chosen, default
 from pycomm.errors import InvalidArgument
 from pycomm.group import Group
 
@@ -53,13 +55,15 @@ class Microbatches:
             group was replaced.
 
     Raises:
-        InvalidArgument: `count` is below 1.
+        InvalidArgument: `count` is below 1, or another argument is invalid.
     """
 
     def __init__(self, count: int, seed: int | None = None, group: Group | None = None) -> None:
-        if count < 1:
-            raise InvalidArgument(f"invalid count of microbatches: got {count}, expected above 0")
-        self.count, self.seed, self.group = count, seed, group
+        if group is not None:
+            chosen(group)  # raises for another object
+        self.count = integer("count", count, 1)
+        self.seed = None if seed is None else integer("seed", seed)
+        self.group = group
 
     def of_step(self, step: int) -> Iterator[Microbatch]:
         """This rank's microbatches in a step, in ascending order.
@@ -68,8 +72,10 @@ class Microbatches:
             step: its number, the same on every rank.
 
         Raises:
-            InvalidArgument: the group has more ranks than there are microbatches.
+            InvalidArgument: `step` is no integer, or the group has more ranks than there are
+                microbatches.
         """
+        step = integer("step", step)
         group = self.group or default()
         rank, size = group.rank, group.size
         if size > self.count:
@@ -93,8 +99,11 @@ def manual_seed(seed: int, *numbers: int) -> None:
     Args:
         seed: of the run.
         numbers: such as the step, and the rank or the microbatch.
+
+    Raises:
+        InvalidArgument: one of them is no integer.
     """
-    text = " ".join(str(int(one)) for one in (seed, *numbers))
+    text = " ".join(map(str, [integer("seed", seed), *integers("numbers", numbers)]))
     torch.manual_seed(int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little"))
 
 
@@ -116,7 +125,17 @@ class RandomState:
 
         Args:
             state: of state_dict().
+
+        Raises:
+            InvalidArgument: it is not such a state.
         """
-        torch.set_rng_state(state["cpu"])
+        mapping("state", state, ("cpu", "cuda"))
+        for name, value in state.items():
+            if value is not None or name == "cpu":
+                flat_tensor(f"state[{name!r}]", value)
+        try:
+            torch.set_rng_state(state["cpu"])
+        except (TypeError, RuntimeError):  # the generator's own check of dtype, size and content
+            refuse("state['cpu']", state["cpu"], "a state of torch's generator")
         if state["cuda"] is not None:
             torch.cuda.set_rng_state(state["cuda"])

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from pycomm import collectives
+from pycomm._arguments import elements, function, refuse
 from pycomm._training.shards import as_shard, is_sharded, local_shard
-from pycomm.default_group import default
+from pycomm.default_group import chosen
 from pycomm.elastic.change import GroupChange, Membership, ShrinkResult
 from pycomm.elastic.state import RankStates, check_replicated, copy_state
 from pycomm.errors import InvalidArgument, Unsupported
@@ -55,6 +56,7 @@ class ShardedTraining:
         step_count: completed steps.
 
     Raises:
+        InvalidArgument: `build` is no function or returns other objects, or `group` is no group.
         Mismatch: on every rank: copies of a shard differ: `build` needs a seed, for example.
         Unsupported: the optimizer is a ZeroRedundancyOptimizer: no other rank holds its shards.
     """
@@ -63,12 +65,12 @@ class ShardedTraining:
     optimizer: torch.optim.Optimizer
 
     def __init__(self, build: Callable[[Group], Sequence[Any]], group: Group | None = None) -> None:
-        self._build, self.step_count = build, 0
+        self._build, self.step_count = function("build", build), 0
         self.others: list[Any] = []
         self._parameters: dict[str, Tensor] = {}  # sharded, also while a failed pass gathered them
-        self._membership = Membership(group or default())
+        self._membership = Membership(chosen(group))
         if not self._membership.new:
-            self._use(*build(self._membership.group))
+            self._use(*_built(self._build, self._membership.group))
             self._held_states(self._membership.group, new=False)
 
     def _use(self, model: nn.Module, optimizer: torch.optim.Optimizer, *others: Any) -> None:
@@ -132,7 +134,7 @@ class ShardedTraining:
         held, states = self._held_states(group, change.is_new)
         shared = copy_state(self._shared_state(change), change.source, group, change.new)
         buffers = self._buffers(change)
-        made = self._build(group)
+        made = _built(self._build, group)
         _load(made, self._take(made[0], states, held, group), shared, buffers)
         self._use(*made)
         self.step_count = step
@@ -201,6 +203,16 @@ class ShardedTraining:
             mine, change.source, change.group, change.new, new_only=True
         )
         return found
+
+
+def _built(build: Callable[[Group], Sequence[Any]], group: Group) -> list[Any]:
+    """What `build` returns: a module, an optimizer and further objects."""
+    expected = "a module, an optimizer and further objects"
+    made = elements("result of build", build(group), expected)
+    kinds = nn.Module, torch.optim.Optimizer
+    if len(made) < 2 or not all(map(isinstance, made, kinds)):
+        refuse("result of build", made, expected)
+    return made
 
 
 def _alike(value: Any, parameter: Any) -> bool:

@@ -16,13 +16,14 @@ import torch
 from torch import Tensor
 
 from pycomm import _core, collectives
-from pycomm.default_group import default
+from pycomm._arguments import integer, refuse
+from pycomm.default_group import chosen
 from pycomm.errors import Error, InvalidArgument, Mismatch, Unsupported
 from pycomm.group import Group
 from pycomm.objects import all_gather_object
 from pycomm.objects.serialization import encode
 
-__all__ = ["RankStates", "check_replicated", "copy_state", "sync_state"]
+__all__ = ["RankStates", "check_replicated", "check_stateful", "copy_state", "sync_state"]
 
 BLOCK_BYTES = 16 << 20  # of a state: that one call sends, and one digest covers
 
@@ -45,14 +46,14 @@ def sync_state(state: Any, step: int, *, group: Group | None = None) -> tuple[An
         one with tensors on the CPU.
 
     Raises:
-        InvalidArgument: a state has other values or sharded tensors (DTensor), `step` is negative,
-            or all ranks joined.
+        InvalidArgument: a state has other values or sharded tensors (DTensor), `step` is negative
+            or no integer, `group` is no group, or all ranks joined.
         Mismatch: the states of the most advanced ranks differ; raised on all ranks.
         Error: as pycomm.all_reduce.
     """
-    group = group or default()
+    group, step = chosen(group), integer("step", step)
     new = group.rank in group.joined
-    states = RankStates(state, new, -1 if new else int(step), group)
+    states = RankStates(state, new, -1 if new else step, group)
     steps = states.numbers
     most = max(steps)
     if most < 0 or any(one < 0 for r, one in enumerate(steps) if r not in group.joined):
@@ -86,8 +87,17 @@ def copy_state(
     return states.copy(source, new if new_only else range(group.size))
 
 
-def check_replicated(objects: Iterable[Any]) -> None:
-    """Raises Unsupported if one of them is an optimizer whose state is on one rank only."""
+def check_stateful(objects: Iterable[Any]) -> None:
+    """Raises InvalidArgument for an object without a state."""
+    for one in objects:
+        if not (hasattr(one, "state_dict") and hasattr(one, "load_state_dict")):
+            refuse("object", one, "one with state_dict() and load_state_dict()")
+
+
+def check_replicated(objects: Sequence[Any]) -> None:
+    """Raises Unsupported if one of them is an optimizer whose state is on one rank only, and
+    InvalidArgument for an object without a state."""
+    check_stateful(objects)
     for one in objects:
         if any(base.__name__ == "ZeroRedundancyOptimizer" for base in type(one).__mro__):
             raise Unsupported(
@@ -269,6 +279,8 @@ def _layout(value: Any, tensors: list[Tensor]) -> Any:
             "Read a checkpoint of torch.distributed.checkpoint; or, if other ranks hold copies of "
             "a shard (HSDP), use pycomm.elastic.ShardedTraining"
         )
+    if isinstance(value, Tensor) and value.is_meta:
+        raise InvalidArgument("got a tensor on the device meta, which has no values")
     if isinstance(value, Tensor) and value.layout == torch.strided and not value.is_quantized:
         tensors.append(value)
         return ["tensor", str(value.dtype).removeprefix("torch."), list(value.shape)]

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pycomm import _core
-from pycomm._arguments import integer
+from pycomm._arguments import instance, integer, integers
 from pycomm._core_api import arrays
 from pycomm._core_api.arrays import ArrayRef
 from pycomm.errors import InvalidArgument, Unsupported
@@ -74,22 +74,22 @@ def encode_batch(
         InvalidArgument: as `encode`; or the lengths do not sum to the number of elements.
         Unsupported: the arrays are on a GPU.
     """
-    pair = elements_of(batch)
-    integer("length of a packet", pair[0].count and max(batch.lengths), 0, count)
+    instance("batch", batch, PacketBatch, "a PacketBatch")
+    pair, count = elements_of(batch), integer("count", count, 0, inputs.MOST_ELEMENTS)
+    lengths = integers("lengths", batch.lengths, 0, count)
     if pair[1].dtype not in ("float32", "float64"):
         raise InvalidArgument(
             f"invalid values: got dtype {pair[1].dtype}, expected float32 or float64"
         )
     _on_host(pair, "encode_batch")
-    lengths = list(batch.lengths)
-    compact.most_bytes(0, int(count), value_dtype, codec)  # validates value_dtype and codec
-    capacity = _core.most_batch_bytes(lengths, int(count), codec, value_dtype)
+    compact.most_bytes(0, count, value_dtype, codec)  # validates value_dtype and codec
+    capacity = _core.most_batch_bytes(lengths, count, codec, value_dtype)
     out, packets = inputs.output(None, "out", pair[1], capacity, "uint8")
     sizes: list[int] = _core.encode_batch(
         pair[0].pointer,
         pair[1].pointer,
         lengths,
-        int(count),
+        count,
         pair[1].dtype,
         codec,
         value_dtype,
@@ -110,9 +110,11 @@ def batch_lengths(packets: Any, sizes: Sequence[int], count: int) -> list[int]:
         InvalidArgument: as `decode_batch`.
         Unsupported: the packets are on a GPU.
     """
-    found = concatenated(packets, sizes)
+    found, sizes = concatenated(packets, sizes)
     _on_host([found], "batch_lengths")
-    return _core.batch_lengths(found.pointer, list(sizes), int(count))
+    return _core.batch_lengths(
+        found.pointer, sizes, integer("count", count, 0, inputs.MOST_ELEMENTS)
+    )
 
 
 def decode_batch(
@@ -138,11 +140,11 @@ def decode_batch(
             lengths, or other ones than sizes.
         Unsupported: another kind of array, or CUDA kernels that are not built.
     """
-    found = concatenated(packets, sizes)
-    sizes = list(sizes)
+    found, sizes = concatenated(packets, sizes)
+    count = integer("count", count, 0, inputs.MOST_ELEMENTS)
     if found.device.kind != "cpu":
-        return _decode_on_device(found, sizes, int(count), lengths)
-    lengths = _core.batch_lengths(found.pointer, sizes, int(count))
+        return _decode_on_device(found, sizes, count, lengths)
+    lengths = _core.batch_lengths(found.pointer, sizes, count)
     kept = sum(lengths)
     indices, values = (arrays.new(found, (kept,), dtype) for dtype in ("int32", "float32"))
     where, what = (
@@ -153,20 +155,23 @@ def decode_batch(
     return PacketBatch(indices, values, lengths)
 
 
-def concatenated(packets: Any, sizes: Sequence[int]) -> ArrayRef:
-    found = inputs.array(packets, "packets", ("uint8",))
-    if sum(sizes) != found.nbytes or min(sizes, default=0) < 0:
+def concatenated(packets: Any, sizes: Sequence[int]) -> tuple[ArrayRef, list[int]]:
+    """The validated bytes and sizes of packets."""
+    found, sizes = inputs.array(packets, "packets", ("uint8",)), integers("sizes", sizes, 0)
+    if sum(sizes) != found.nbytes:
         raise InvalidArgument(
             f"invalid sizes: got a sum of {sum(sizes)} bytes, expected {found.nbytes}, those of "
             "packets"
         )
-    return found
+    return found, sizes
 
 
 def _decode_on_device(
     packets: ArrayRef, sizes: list[int], count: int, lengths: Sequence[int] | None
 ) -> PacketBatch:
-    if lengths is None or len(lengths) != len(sizes) or min(lengths, default=0) < 0:
+    if lengths is not None:
+        lengths = integers("lengths", lengths, 0)
+    if lengths is None or len(lengths) != len(sizes):
         raise InvalidArgument(
             f"invalid lengths: got {lengths}, expected one of each of {len(sizes)} packets on a GPU"
         )
@@ -189,8 +194,8 @@ def elements_of(batch: PacketBatch) -> list[ArrayRef]:
     """
     where = inputs.array(batch.indices, "indices", ("int32",))
     what = inputs.array(batch.values, "values", inputs.FLOATS)
-    total = sum(batch.lengths)
-    if not where.count == what.count == total or min(batch.lengths, default=0) < 0:
+    total = sum(integers("lengths", batch.lengths, 0))
+    if not where.count == what.count == total:
         raise InvalidArgument(
             f"invalid batch: got {where.count} indices, {what.count} values and lengths with a "
             f"sum of {total}, expected the same number"
@@ -215,23 +220,25 @@ def group_rows_of(batch: GroupBatch) -> tuple[list[tuple[int, ...]], list[ArrayR
     Raises:
         InvalidArgument: wrong dtypes, or sizes and lengths that do not fit the arrays.
     """
-    found = concatenated(batch.packets, batch.sizes)
+    found, sizes = concatenated(batch.packets, batch.sizes)
+    lengths = integers("lengths", batch.lengths, 0)
+    values = integers("value_counts", batch.value_counts, 0)
     where = inputs.array(batch.indices, "indices", ("int32",))
-    if where.count != sum(batch.lengths) or min(batch.lengths, default=0) < 0:
+    if where.count != sum(lengths):
         raise InvalidArgument(
             f"invalid batch of groups: got {where.count} indices and lengths with a sum of "
-            f"{sum(batch.lengths)}, expected the same number"
+            f"{sum(lengths)}, expected the same number"
         )
-    if not len(batch.sizes) == len(batch.lengths) == len(batch.value_counts):
+    if not len(sizes) == len(lengths) == len(values):
         raise InvalidArgument(
-            f"invalid batch of groups: got {len(batch.sizes)} sizes, {len(batch.lengths)} lengths "
-            f"and {len(batch.value_counts)} value_counts, expected one of each for a packet"
+            f"invalid batch of groups: got {len(sizes)} sizes, {len(lengths)} lengths "
+            f"and {len(values)} value_counts, expected one of each for a packet"
         )
     _on_host([found, where], "GroupBatch")
-    begins = itertools.accumulate(batch.sizes, initial=found.pointer)
-    firsts = itertools.accumulate((4 * k for k in batch.lengths), initial=where.pointer)
+    begins = itertools.accumulate(sizes, initial=found.pointer)
+    firsts = itertools.accumulate((4 * k for k in lengths), initial=where.pointer)
     # Both begin with the first address and end after the last one.
-    columns = begins, batch.sizes, batch.lengths, batch.value_counts, firsts
+    columns = begins, sizes, lengths, values, firsts
     return list(zip(*columns, strict=False)), [found, where]
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from pycomm import _core
+from pycomm._arguments import integer, one_of, refuse
 from pycomm._core_api import arrays, devices
 from pycomm._core_api.arrays import ArrayRef, Like
 from pycomm.errors import InvalidArgument
@@ -21,6 +22,7 @@ from pycomm.kernels import inputs
 
 CODECS = ("auto", "list", "bitmap", "rice")
 VALUES = ("float32", "bfloat16", "2bit", "1bit", "3bit")
+MOST_PACKET = 2**40  # bytes: more than any packet has
 MOST_HEAD = 14  # bytes of the longest header
 
 
@@ -31,20 +33,13 @@ def most_bytes(k: int, count: int, value_dtype: str, codec: str) -> int:
         InvalidArgument: an unknown codec or value_dtype.
     """
     known_codec(codec)
-    if value_dtype not in VALUES:
-        raise InvalidArgument(
-            f"invalid value_dtype with codec={codec!r}: got {value_dtype!r}, expected one of "
-            f"{', '.join(VALUES)}"
-        )
+    one_of(f"value_dtype with codec={codec!r}", value_dtype, VALUES)
     return _core.most_compact_bytes(k, count, codec, value_dtype)
 
 
 def known_codec(codec: str) -> None:
     """Raises InvalidArgument for an unknown codec."""
-    if codec not in CODECS:
-        raise InvalidArgument(
-            f"invalid codec: got {codec!r}, expected one of raw, {', '.join(CODECS)}"
-        )
+    one_of("codec", codec, CODECS)
 
 
 def codec_workspace(x: Any, k: int, nbytes: int = 0) -> Any:
@@ -62,11 +57,13 @@ def codec_workspace(x: Any, k: int, nbytes: int = 0) -> Any:
         uint8 [n]; n is 0 in host memory.
 
     Raises:
-        InvalidArgument: x is not contiguous or its dtype is unknown.
+        InvalidArgument: x is not contiguous or its dtype is unknown, or a number is out of range.
         Unsupported: x is another kind of array, or the CUDA kernels are not built.
     """
     found = inputs.array(x, "x", _core.DTYPES)
-    needed = devices.module(found.device).codec_workspace_bytes(int(k), int(nbytes))
+    k = integer("k", k, 0, inputs.MOST_ELEMENTS)
+    nbytes = integer("nbytes", nbytes, 0, MOST_PACKET)
+    needed = devices.module(found.device).codec_workspace_bytes(k, nbytes)
     return arrays.new(found, (needed,), "uint8")
 
 
@@ -101,6 +98,8 @@ def decode(packet: ArrayRef, count: int, into: tuple[Any, Any, Any], workspace: 
         InvalidArgument: wrong buffers; in host memory also bytes that are not a packet of k
             elements of `count`.
     """
+    if not isinstance(into, (list, tuple)) or len(into) != 3:
+        refuse("into", into, "(indices, values, refused)")
     places, numbers, refused = (
         inputs.array(x, name, (dtype,), write=True)
         for x, name, dtype in zip(

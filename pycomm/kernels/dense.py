@@ -93,8 +93,7 @@ def clip_scale(
     """
     found = inputs.array(norms, "norms", ("float64",))
     limit = _limit(limit)
-    if dtype not in ("float32", "float64"):
-        raise InvalidArgument(f"invalid dtype: got {dtype!r}, expected float32 or float64")
+    one_of("dtype", dtype, ("float32", "float64"))
     out, factors = inputs.output(out, "out", found, found.count, dtype)
     inputs.check_memory("clip_scale", [factors], [found])
     devices.module(found.device).clip_scale(

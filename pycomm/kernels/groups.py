@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pycomm import _core
-from pycomm._arguments import integer
+from pycomm._arguments import instance, integer, integers, one_of
 from pycomm._core_api import arrays, devices
 from pycomm._core_api.arrays import ArrayRef
 from pycomm.errors import InvalidArgument
@@ -143,6 +143,7 @@ def update_step(
     group, k = _checked(rows, group, k)
     if workspace is None:
         workspace = _workspace(rows, k, group, value_dtype)
+    instance("workspace", workspace, UpdateWorkspace, "an UpdateWorkspace, or None")
     groups = group_count(rows.counts, group)
     most = _core.most_group_bytes(k, groups, k * group, value_dtype)
     packet = _buffer(workspace.packet, "workspace.packet", "uint8", most)
@@ -316,8 +317,9 @@ class _Packets:
     def __init__(
         self, packets: Any, sizes: Sequence[int], counts: Sequence[int], group: int
     ) -> None:
-        self.group, self.sizes = inputs.group_size(group), list(sizes)
-        self.found = found = concatenated(packets, self.sizes)
+        self.group = inputs.group_size(group)
+        found, self.sizes = self.found, _ = concatenated(packets, sizes)
+        counts = integers("counts", counts, 0, inputs.MOST_ELEMENTS)
         _within_limit(sum(counts))
         begins = [0, *itertools.accumulate(self.sizes)][: len(self.sizes)]
         headers = _headers(found, begins, self.sizes)
@@ -395,10 +397,7 @@ def _buffer(x: Any, name: str, dtype: str, least: int) -> ArrayRef:
 
 
 def _known_values(value_dtype: str) -> None:
-    if value_dtype not in compact.VALUES:
-        raise InvalidArgument(
-            f"invalid value_dtype: got {value_dtype!r}, expected one of {', '.join(compact.VALUES)}"
-        )
+    one_of("value_dtype", value_dtype, compact.VALUES)
 
 
 def _checked(rows: Rows, group: int, k: int) -> tuple[int, int]:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from pycomm import _core
-from pycomm._arguments import integer, number, refuse
+from pycomm._arguments import integer, number, one_of, refuse
 from pycomm._core_api import arrays, devices
 from pycomm._core_api.arrays import ArrayRef
 from pycomm.errors import InvalidArgument
@@ -280,11 +280,8 @@ def packet_bytes(
     """
     k = integer("k", k, 0, inputs.MOST_ELEMENTS)
     count = integer("count", count, 0, inputs.MOST_ELEMENTS)
-    for name, value in (("value_dtype", value_dtype), ("codec", codec)):
-        if type(value) is not str:
-            refuse(name, value, "a name")
-    if codec != "raw":
-        return compact.most_bytes(k, int(count), value_dtype, codec)
+    if one_of("codec", codec, ("raw", *compact.CODECS)) != "raw":
+        return compact.most_bytes(k, count, value_dtype, codec)
     return _indices_offset(k, value_dtype) + 4 * k
 
 
@@ -297,11 +294,7 @@ def _length(length: Any, count: int) -> int:
 
 
 def _indices_offset(k: int, value_dtype: str) -> int:
-    if value_dtype not in VALUE_BYTES:
-        raise InvalidArgument(
-            f"invalid value_dtype: got {value_dtype!r}, expected one of {', '.join(VALUE_BYTES)} "
-            "with codec='raw'"
-        )
+    one_of("value_dtype with codec='raw'", value_dtype, VALUE_BYTES)
     return int(HEADER_BYTES + -(-k * VALUE_BYTES[value_dtype] // 4) * 4)
 
 
@@ -366,6 +359,7 @@ def _decode(
 ) -> None:
     """Calls a kernel that adds packets to `target`, an array and its name, with the numbers."""
     chain = _Chain(*target)
+    one_of("value_dtype", value_dtype, VALUE_BYTES)
     if isinstance(packets, GroupBatch):
         _decode_groups(call, chain, packets, numbers)
         return
@@ -419,8 +413,15 @@ def _located(
 ) -> tuple[list[tuple[int, int, int]], list[ArrayRef], list[str]]:
     """For each packet: addresses and length; then the owners of the memory, and the dtypes."""
     rows, read, dtypes = [], [], []
+    if not isinstance(packets, list | tuple):
+        stacked = arrays.plain(packets)
+        if len(stacked.shape) != 2:
+            refuse("packets", packets, "a list of packets, or a uint8 array [ranks, bytes]")
+        packets = [stacked[i] for i in range(stacked.shape[0])]
     for i, packet in enumerate(packets):
         if isinstance(packet, list | tuple):
+            if len(packet) != 2:
+                refuse(f"packets[{i}]", packet, "(indices, values), or a uint8 array")
             pair = _pair(*packet)
             read += pair
             dtypes.append(pair[1].dtype)

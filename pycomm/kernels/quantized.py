@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from pycomm import _core
-from pycomm._arguments import integer, number, refuse
+from pycomm._arguments import flag, integer, number, refuse
 from pycomm._core_api import arrays, devices
 from pycomm._core_api.arrays import ArrayRef
 from pycomm.errors import InvalidArgument, Unsupported
@@ -173,7 +173,8 @@ def dequantize(
         Unsupported: another kind of array, or CUDA kernels that are not built.
     """
     found = inputs.array(out, "out", FLOATS, write=True)
-    _decode(packet, bits, found, (bool(accumulate), scale), Blocks.of(found.count), None)
+    how = flag("accumulate", accumulate), scale
+    _decode(packet, bits, found, how, Blocks.of(found.count), None)
     return out
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pycomm._arguments import integer, number
+from pycomm._arguments import flag, integer, number, refuse
 from pycomm._core_api import arrays, devices
 from pycomm._core_api.arrays import ArrayRef
 from pycomm.errors import InvalidArgument
@@ -86,6 +86,8 @@ def dgc_step(  # noqa: PLR0913 - all but the first four by name
         InvalidArgument: invalid arrays, numbers, k or buffers; nothing changes.
         Unsupported: another kind of array, or CUDA kernels that are not built.
     """
+    nesterov, masking = flag("nesterov", nesterov), flag("masking", masking)
+    together = flag("together", together)
     numbers = number("momentum", momentum), number("weight_decay", weight_decay)
     decay = numbers[1] != 0
     if decay and weight is None:
@@ -95,13 +97,13 @@ def dgc_step(  # noqa: PLR0913 - all but the first four by name
     others = {"grad": grad, **({"weight": weight} if decay else {})}
     step = _Step.of(u, v, k, others, "dgc_step", together=together)
     chosen = _Chosen.of(step, indices, values, u_values)
-    flag = _flag(found_inf)
+    skip = _skip(found_inf)
     factor, factors = _scale(scale, step)
     tables = step.tables(chosen)
     rows = step.rows
     module = devices.module(rows.device)
     scratch = inputs.workspace(workspace, rows, module.dgc_workspace_bytes(*tables), zeros=True)
-    read: list[ArrayRef | Spans] = [*rows.spans(*others), *flag, *factors]
+    read: list[ArrayRef | Spans] = [*rows.spans(*others), *skip, *factors]
     written = [*rows.spans("u", "v"), *chosen.memory, scratch]
     inputs.check_memory("dgc_step", written, read)
     module.dgc_step(
@@ -111,9 +113,9 @@ def dgc_step(  # noqa: PLR0913 - all but the first four by name
         *numbers,
         factor,
         factors[0].pointer if factors else 0,
-        bool(nesterov),
-        bool(masking),
-        flag[0].pointer if flag else 0,
+        nesterov,
+        masking,
+        skip[0].pointer if skip else 0,
         (scratch.pointer, scratch.nbytes),
         *devices.queue(rows.device, rows.array),
     )
@@ -161,18 +163,23 @@ def dgc_rollback(
         InvalidArgument: invalid or inconsistent arrays; nothing changes.
         Unsupported: another kind of array, or CUDA kernels that are not built.
     """
+    for name, given in (("indices", indices), ("values", values), ("u_values", u_values)):
+        if given is None:  # of dgc_step: a buffer that was not given
+            refuse(name, given, "the result of that step")
     several = isinstance(indices, list | tuple)
-    k = [len(x) for x in indices] if several else len(indices)
+    each = list(indices) if several else [indices]
+    ks = [inputs.array(one, "indices", ("int32",)).count for one in each]
+    k = ks if several else ks[0]
     step = _Step.of(u, v, k, {}, "dgc_rollback")
     chosen = _Chosen.of(step, indices, values, u_values, write=False)
-    flag = _flag(found_inf)
+    skip = _skip(found_inf)
     rows = step.rows
     written = rows.spans("u", "v")
-    read: list[ArrayRef | Spans] = [*chosen.memory, *flag]
+    read: list[ArrayRef | Spans] = [*chosen.memory, *skip]
     inputs.check_memory("dgc_rollback", written, read)
     devices.module(rows.device).dgc_rollback(
         *step.tables(chosen),
-        flag[0].pointer if flag else 0,
+        skip[0].pointer if skip else 0,
         *devices.queue(rows.device, rows.array),
     )
 
@@ -356,13 +363,13 @@ def _listed(x: Any, name: str, several: bool) -> list[Any]:
     return list(x) if several else [x]
 
 
-def _flag(found_inf: Any) -> list[ArrayRef]:
+def _skip(found_inf: Any) -> list[ArrayRef]:
     if found_inf is None:
         return []
-    flag = inputs.array(found_inf, "found_inf", ("float32",))
-    if flag.count != 1:
-        raise InvalidArgument(f"invalid found_inf: got {flag.count} elements, expected one")
-    return [flag]
+    found = inputs.array(found_inf, "found_inf", ("float32",))
+    if found.count != 1:
+        raise InvalidArgument(f"invalid found_inf: got {found.count} elements, expected one")
+    return [found]
 
 
 def _scale(scale: Any, step: _Step) -> tuple[float, list[ArrayRef]]:

@@ -19,7 +19,8 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any, overload
 
-from pycomm import config, default_group
+from pycomm import _arguments, config, default_group
+from pycomm._arguments import integer, one_of, plain_text
 from pycomm._names import also_named
 from pycomm._process_pool import ProcessPool, picklable, send_answer
 from pycomm.errors import Error, InvalidArgument
@@ -41,6 +42,17 @@ class Options:
     master_addr: str = "127.0.0.1"
     master_port: int = 0
     device: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.nproc is not None:
+            integer("nproc", self.nproc, 1)
+        if self.size is not None:
+            integer("size", self.size, 1)
+        integer("rank_start", self.rank_start, 0)
+        plain_text("master_addr", self.master_addr)
+        integer("master_port", self.master_port, 0, 65535)
+        if self.device is not None:
+            one_of("device", self.device, ("cpu", "cuda"))
 
 
 @overload
@@ -90,17 +102,17 @@ def launcher(
         device: "cuda": each process uses the device of its local rank; "cpu": none; None: CUDA
             devices if there are any.
 
-    A call of the function raises these errors.
-
     Raises:
-        InvalidArgument: the numbers do not fit, or the function cannot be imported.
-        Exception: the first error of a rank, with its rank, host and traceback; the other ranks are
-            ended.
+        InvalidArgument: an argument is invalid. In a call of the function: the numbers do not fit,
+            or the function cannot be imported.
+        Exception: in a call of the function: the first error of a rank, with its rank, host and
+            traceback; the other ranks are ended.
     """
     options = Options(nproc, size, rank_start, master_addr, master_port, device)
     if function is not None:
+        _arguments.function("function", function)
         return Launcher(function, options)
-    return lambda wrapped: Launcher(wrapped, options)
+    return lambda wrapped: Launcher(_arguments.function("function", wrapped), options)
 
 
 class Launcher:
@@ -142,10 +154,6 @@ class Launcher:
 def _counts(options: Options) -> tuple[int, int, int]:
     """Processes on this host, on all hosts, and the number of CUDA devices to use."""
     devices = 0
-    if options.device not in (None, "cpu", "cuda"):
-        raise InvalidArgument(
-            f'invalid device: got {options.device!r}, expected "cpu", "cuda" or None'
-        )
     if options.device != "cpu":
         import torch
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from pycomm._arguments import plain_text
 from pycomm._core_api import calls
 from pycomm.collectives import all_gather_v
 from pycomm.default_group import chosen
@@ -166,14 +167,9 @@ def _naming_server(verb: str) -> Iterator[None]:
 
 def _place(prefix: str, key: str, verb: str) -> str:
     """The store's name of the key; raises InvalidArgument unless it is a str of valid length."""
-    try:
-        good = type(key) is str and 1 <= len(key.encode()) <= MAX_KEY_BYTES
-    except UnicodeEncodeError:  # half a surrogate pair
-        good = False
-    if not good:
-        shown = f"{key!r:.40}" if type(key) is str else type(key).__name__
+    if not 1 <= len(plain_text("key", key).encode()) <= MAX_KEY_BYTES:
         raise InvalidArgument(
-            f"{verb}: invalid key: got {shown}, expected a str of 1 to {MAX_KEY_BYTES} bytes",
+            f"{verb}: invalid key: got {key!r:.40}, expected a str of 1 to {MAX_KEY_BYTES} bytes",
             op=verb,
         )
     return prefix + key

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from pycomm import collectives
-from pycomm._arguments import integer
+from pycomm._arguments import check_fields, integer, list_of, number, one_of, refuse
+from pycomm._training.arguments import check_scalar
 from pycomm.errors import InvalidArgument
 from pycomm.optim.local_sgd import LocalSGD
 
@@ -39,6 +40,15 @@ def interval(change: float, init_k_steps: int, max_k_steps: int, rule: str) -> i
     else:
         steps = math.sqrt(change) * init_k_steps
     return min(max(math.ceil(steps - 1e-9), 1), max_k_steps)
+
+
+def _reference(name: str, value: Any) -> None:
+    """Checks loss_0 and lr_0 of a state, or None."""
+    if value is None:
+        return
+    list_of(number)(name, value)
+    if len(value) != 2:
+        refuse(name, value, "two numbers, or None")
 
 
 class AdaptiveLocalSGD(LocalSGD):
@@ -81,18 +91,10 @@ class AdaptiveLocalSGD(LocalSGD):
         reference: str = "first",
         **options: Any,
     ) -> None:
-        if rule not in RULES:
-            raise InvalidArgument(f"invalid rule: got {rule!r}, expected one of {', '.join(RULES)}")
-        if reference not in ("first", "begin"):
-            raise InvalidArgument(
-                f'invalid reference: got {reference!r}, expected "first" or "begin"'
-            )
-        integer("max_k_steps", max_k_steps, 1)
-        integer("init_k_steps", init_k_steps, 1)
-        if init_k_steps > max_k_steps:
-            raise InvalidArgument(
-                f"invalid init_k_steps: got {init_k_steps}, expected 1..max_k_steps={max_k_steps}"
-            )
+        one_of("rule", rule, RULES)
+        one_of("reference", reference, ("first", "begin"))
+        max_k_steps = integer("max_k_steps", max_k_steps, 1)
+        init_k_steps = integer("init_k_steps", init_k_steps, 1, max_k_steps)
         super().__init__(model, optimizer, init_k_steps, begin_step, **options)
         self._init_k, self._max_k, self._interval_rule = init_k_steps, max_k_steps, rule
         self._reference_step = 1 if reference == "first" else begin_step
@@ -108,10 +110,12 @@ class AdaptiveLocalSGD(LocalSGD):
             What the optimizer's step() returns, None if the step was skipped.
 
         Raises:
-            InvalidArgument: on every rank: no rank has a finite loss, or one of loss_0, lr_0, loss
+            InvalidArgument: `loss` has another type or several elements; nothing changes. Or, on
+                every rank: no rank has a finite loss, or one of loss_0, lr_0, loss
                 and lr is not above 0, so the interval is undefined.
             PeerLost, Timeout, Mismatch: errors of the average.
         """
+        check_scalar("loss", loss)
         result = self._local_step(None)
         step = self.step_count
         due = self._average_if_due()
@@ -165,8 +169,8 @@ class AdaptiveLocalSGD(LocalSGD):
             state: from state_dict() of this class.
 
         Raises:
-            InvalidArgument: the parameters have other shapes.
-            KeyError: the state is not of this class.
+            InvalidArgument: as LocalSGD.load_state_dict; or the state is not of this class.
         """
+        check_fields("state", state, {"reference": _reference})
         super().load_state_dict(state)
-        self._reference = state["reference"]
+        self._reference = None if state["reference"] is None else tuple(state["reference"])

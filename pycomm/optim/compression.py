@@ -9,9 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from pycomm._arguments import one_of, refuse
 from pycomm._quantize import Quantize
+from pycomm._training.arguments import check_module, check_optimizer
 from pycomm._training.parameters import check_initialized
-from pycomm._training.shards import is_sharded
+from pycomm._training.shards import check_replicas, is_sharded
 from pycomm.compress.quantized_updates import QuantizedUpdates
 from pycomm.compress.topk import TopK
 from pycomm.compress.topk_updates import TopKUpdates
@@ -20,6 +22,7 @@ from pycomm.errors import InvalidArgument, Unsupported
 from pycomm.group import Group
 
 __all__ = [
+    "check_compression",
     "check_model",
     "check_optimizers",
     "check_shards",
@@ -31,13 +34,13 @@ __all__ = [
 
 def check_model(model: nn.Module, optimizer: torch.optim.Optimizer, momentum: str) -> None:
     """Raises InvalidArgument for a wrapper, a lazy module, or momentum that cannot be averaged."""
+    check_module("model", model)
+    one_of("momentum", momentum, ("local", "averaged"))
     check_initialized("LocalSGD", model.named_parameters())
     if hasattr(model, "no_sync"):
         raise InvalidArgument(
             f"LocalSGD: {type(model).__name__} averages gradients: pass the module inside it"
         )
-    if momentum not in ("local", "averaged"):
-        raise InvalidArgument(f'invalid momentum: got {momentum!r}, expected "local" or "averaged"')
     if momentum == "averaged" and not isinstance(optimizer, torch.optim.SGD):
         raise InvalidArgument(
             f'momentum="averaged": got {type(optimizer).__name__}, expected torch.optim.SGD'
@@ -46,12 +49,15 @@ def check_model(model: nn.Module, optimizer: torch.optim.Optimizer, momentum: st
 
 def check_optimizers(optimizer: Any, outer: Any, muon: Any) -> None:
     """Raises InvalidArgument unless these are torch optimizers; None for the last two: none."""
-    given = {"optimizer": optimizer, "outer": outer, "muon": muon}
-    for name, one in given.items():
-        if not (isinstance(one, torch.optim.Optimizer) or (one is None and name != "optimizer")):
-            raise InvalidArgument(
-                f"LocalSGD: invalid {name}: got {one!r:.40}, expected a torch optimizer"
-            )
+    for name, one in {"optimizer": optimizer, "outer": outer, "muon": muon}.items():
+        if one is not None or name == "optimizer":
+            check_optimizer(name, one)
+
+
+def check_compression(compression: Any) -> None:
+    """Raises InvalidArgument unless this is a compression of updates."""
+    if not isinstance(compression, (TopK, Quantize)):
+        refuse("compression", compression, "pycomm.TopK() or pycomm.Quantize()")
 
 
 def check_supported(rule: str, momentum: str) -> None:
@@ -75,7 +81,9 @@ def check_shards(
                     "(HSDP) write LocalSGD(model, optimizer, compression=..., "
                     'replicas=mesh["replicate"])'
                 )
-    elif not compressed or group is not None or muon:
+        return
+    check_replicas("LocalSGD", replicas)
+    if not compressed or group is not None or muon:
         raise InvalidArgument(
             "LocalSGD: replicas needs compression, no group and no muon: the mesh has the groups, "
             "and Muon needs whole matrices"
@@ -91,12 +99,7 @@ def update_compressor(
     """The compressor of a TopK or Quantize; the arguments are those of UpdateCompressor."""
     if isinstance(compression, TopK):
         return TopKUpdates(compression, parameters, snapshot, group)
-    if isinstance(compression, Quantize):
-        return QuantizedUpdates(compression, parameters, snapshot, group)
-    raise InvalidArgument(
-        f"LocalSGD: invalid compression: got {compression!r:.80}, expected pycomm.TopK() or "
-        "pycomm.Quantize()"
-    )
+    return QuantizedUpdates(compression, parameters, snapshot, group)
 
 
 def warn_about_momentum(optimizer: torch.optim.Optimizer, ratio: float) -> None:

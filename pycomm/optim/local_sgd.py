@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from pycomm import collectives
-from pycomm._arguments import integer, positive
+from pycomm._arguments import flag, function, integer, one_of, positive
 from pycomm._quantize import Quantize
 from pycomm._training import coalesced
 from pycomm._training.communicators import tag_of
@@ -35,6 +35,7 @@ from pycomm.default_group import chosen
 from pycomm.errors import InvalidArgument, Mismatch
 from pycomm.group import Group
 from pycomm.optim.compression import (
+    check_compression,
     check_model,
     check_optimizers,
     check_shards,
@@ -129,13 +130,15 @@ class LocalSGD(LocalState):
         muon: torch.optim.Optimizer | None = None,
         replicas: DeviceMesh | None = None,
     ) -> None:
-        check_model(model, optimizer, momentum)
-        check_shards(model, replicas, compression is not None, group, muon is not None)
         check_optimizers(optimizer, outer, muon)
-        integer("k_steps", k_steps, 1)
-        integer("begin_step", begin_step, 1)
-        if rule not in ("paddle", "torch"):
-            raise InvalidArgument(f'invalid rule: got {rule!r}, expected "paddle" or "torch"')
+        check_model(model, optimizer, momentum)
+        if compression is not None:
+            check_compression(compression)
+        check_shards(model, replicas, compression is not None, group, muon is not None)
+        k_steps = integer("k_steps", k_steps, 1)
+        begin_step = integer("begin_step", begin_step, 1)
+        one_of("rule", rule, ("paddle", "torch"))
+        buffers = flag("buffers", buffers)
         if compression is not None:
             check_supported(rule, momentum)
         if muon is not None and (compression is None or k_steps != 1 or outer is not None):
@@ -180,6 +183,7 @@ class LocalSGD(LocalState):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Calls zero_grad() of the optimizers."""
+        set_to_none = flag("set_to_none", set_to_none)
         for optimizer in self._optimizers:
             optimizer.zero_grad(set_to_none)
 
@@ -194,8 +198,11 @@ class LocalSGD(LocalState):
             GradScaler).
 
         Raises:
+            InvalidArgument: `closure` is no function.
             PeerLost, Timeout, Mismatch: errors of the average; see shrink() to continue.
         """
+        if closure is not None:
+            function("closure", closure, "a function, or None")
         result = self._local_step(closure)
         self._average_if_due()
         return result
@@ -216,7 +223,11 @@ class LocalSGD(LocalState):
 
         Returns:
             True if the ranks average after it, with the current k_steps.
+
+        Raises:
+            InvalidArgument: `step` is no integer.
         """
+        step = integer("step", step)
         if self._averages_gradients(step):
             return False
         if self._rule == "torch":

@@ -10,12 +10,15 @@ lost.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from pycomm._arguments import Check, check_fields, integer, list_of, mapping, whole
+from pycomm._core_api import arrays
 from pycomm._training import coalesced
 from pycomm._training.shards import local_shard
 from pycomm.compress.state import VERSION, sources_of
@@ -30,6 +33,13 @@ from pycomm.optim.muon import MuonMatrices
 from pycomm.optim.shards import ModelShards
 
 __all__ = ["LocalState"]
+
+COUNTS: dict[str, Check] = {
+    "step_count": whole,
+    "last_sync": whole,
+    "k_steps": functools.partial(integer, least=1),
+    "snapshot": list_of(arrays.check_tensor),
+}
 
 
 class LocalState:
@@ -226,12 +236,13 @@ class LocalState:
             one result. Its tensors are plain, without a mesh.
 
         Raises:
-            InvalidArgument: there is no compression.
+            InvalidArgument: there is no compression, or `dst` is no rank.
             Error: as pycomm.gather.
         """
         if self._compressor is None:
             raise InvalidArgument("LocalSGD.gather_state() is for states with compression")
-        found, size = self._compressor.gather(dst), self._group.size
+        size = self._group.size
+        found = self._compressor.gather(integer("dst", dst, 0, size - 1))
         other = [{}] * size if self._muon is None else self._muon.gather(self._group, dst)
         mean = mean_state(self.optimizer, self._group)
         if found is None or other is None:
@@ -252,13 +263,22 @@ class LocalState:
             state: from state_dict() of this class, with an outer optimizer if this one has one.
 
         Raises:
-            InvalidArgument: the parameters have other shapes, or, with compression, as
-                DGC.load_state_dict; nothing changes.
+            InvalidArgument: the state lacks values, or the parameters have other shapes; or, with
+                compression, as DGC.load_state_dict. Nothing changes.
         """
-        sources, optimized = [state], state.get("optimizer")
+        sources, optimized = [state], mapping("state", state).get("optimizer")
+        outer = {} if self.outer is None else {"outer": mapping}
         if self._compressor is not None:
-            sources = [dict(one) for one in sources_of(state, self._group, "LocalSGD")]
+            compressor = self._compressor
+            found = sources_of(
+                *(state, self._group, "LocalSGD"),
+                COUNTS | outer | compressor.needed,
+                compressor.more,
+            )
+            sources = [dict(one) for one in found]
             state = sources[0]
+        else:
+            check_fields("state", state, COUNTS | outer)
         shapes = [tuple(s.shape) for s in state["snapshot"]]
         if shapes != [tuple(s.shape) for s in self._snapshot]:
             raise InvalidArgument(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -9,9 +10,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pycomm._arguments import Check, check_fields, number, positive, whole
+from pycomm._training.arguments import check_scalar, device_of
 from pycomm.errors import InvalidArgument
 
 __all__ = ["StaticLossScaler", "refuse_unscaled"]
+
+OF_A_SCALER: dict[str, Check] = {
+    "scale": functools.partial(positive, other=""),
+    "growth_factor": number,
+    "backoff_factor": number,
+    "growth_interval": whole,
+    "_growth_tracker": whole,
+}
 
 
 class StaticLossScaler(torch.amp.GradScaler):
@@ -24,14 +35,12 @@ class StaticLossScaler(torch.amp.GradScaler):
         device: type of the gradients' device, "cpu" or "cuda".
 
     Raises:
-        InvalidArgument: the scale is not a finite number above 0.
+        InvalidArgument: the scale is not a finite number above 0, or there is no such device.
     """
 
     def __init__(self, scale: float = 1024.0, device: str = "cpu") -> None:
-        if not 0 < scale < float("inf"):
-            raise InvalidArgument(f"invalid scale: got {scale}, expected a finite number above 0")
-        super().__init__(device, init_scale=scale)
-        self._constant = float(scale)
+        self._constant = positive("scale", scale, "")
+        super().__init__(device_of("device", device).type, init_scale=self._constant)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restores a state; the loaded scale becomes the constant scale.
@@ -40,15 +49,21 @@ class StaticLossScaler(torch.amp.GradScaler):
             state_dict: from state_dict() of this class or of torch.amp.GradScaler.
 
         Raises:
-            RuntimeError: the state is empty, as that of a disabled scaler (from torch).
+            InvalidArgument: values are missing, as in the state of a disabled scaler.
         """
+        check_fields("state_dict", state_dict, OF_A_SCALER)
         super().load_state_dict(state_dict)
         self._constant = float(self.get_scale())
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
-        """Ends an iteration. The scale changes only if `new_scale`, a number above 0, is given."""
+        """Ends an iteration. The scale changes only if `new_scale`, a number above 0, is given.
+
+        Raises:
+            InvalidArgument: `new_scale` is not a finite number above 0.
+        """
         if new_scale is not None:
-            self._constant = float(new_scale)
+            check_scalar("new_scale", new_scale)
+            self._constant = positive("new_scale", float(new_scale), "")
         super().update(self._constant)
 
 

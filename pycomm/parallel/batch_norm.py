@@ -19,12 +19,16 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 
 from pycomm import collectives
+from pycomm._arguments import flag, integer, number, refuse
 from pycomm._names import also_named
-from pycomm.default_group import default
+from pycomm._training.arguments import check_module, device_of
+from pycomm.default_group import chosen, default
 from pycomm.errors import InvalidArgument
 from pycomm.group import Group
 
 __all__ = ["SyncBatchNorm"]
+
+MOST_CHANNELS = 2**31 - 1
 
 
 class SyncBatchNorm(_BatchNorm):
@@ -51,8 +55,9 @@ class SyncBatchNorm(_BatchNorm):
         group: the ranks; None: the default group at each pass.
 
     Raises:
-        InvalidArgument: in forward, before communication: the input is not of floats or of this
-            shape; or, on every rank: all ranks together have less than 2 values per channel.
+        InvalidArgument: an argument is invalid. In forward, before communication: the input is not
+            of floats or of this shape; or, on every rank: all ranks together have less than 2
+            values per channel.
         Mismatch: in forward: the ranks differ in the number of channels or the dtype.
         Error: as pycomm.all_reduce.
     """
@@ -70,6 +75,17 @@ class SyncBatchNorm(_BatchNorm):
         *,
         group: Group | None = None,
     ) -> None:
+        num_features = integer("num_features", num_features, 0, MOST_CHANNELS)
+        eps = number("eps", eps)
+        momentum = None if momentum is None else number("momentum", momentum)
+        affine = flag("affine", affine)
+        track_running_stats = flag("track_running_stats", track_running_stats)
+        device = None if device is None else device_of("device", device)
+        floats = isinstance(dtype, torch.dtype) and dtype.is_floating_point
+        if dtype is not None and not floats:
+            refuse("dtype", dtype, "a dtype of floats, or None")
+        if group is not None:
+            chosen(group)  # raises for another object
         super().__init__(num_features, eps, momentum, affine, track_running_stats, device, dtype)
         self.group = group
 
@@ -89,8 +105,11 @@ class SyncBatchNorm(_BatchNorm):
             The module, or its replacement.
 
         Raises:
-            InvalidArgument: a lazy layer has had no input yet.
+            InvalidArgument: an argument is of another type, or a lazy layer has had no input yet.
         """
+        check_module("module", module)
+        if group is not None:
+            chosen(group)  # raises for another object
         return cls._converted(module, group, {})
 
     @classmethod

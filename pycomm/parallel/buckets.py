@@ -58,7 +58,7 @@ class Limits:
     def of(cls, bucket_mb: float | str, bucket_layers: int | None, total_bytes: int) -> Limits:
         """From DataParallel's arguments; "auto" is a tenth of the gradients, limited to 1 to 64
         MB."""
-        if bucket_mb == "auto":
+        if type(bucket_mb) is str and bucket_mb == "auto":
             bucket_mb = min(max(total_bytes / MB / 10, 1.0), 64.0)
         positive("bucket_mb", bucket_mb, '"auto"')
         if bucket_layers is not None:

@@ -13,9 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from pycomm import collectives
+from pycomm._arguments import flag, one_of, refuse
 from pycomm._core_api import arrays
 from pycomm._names import also_named
 from pycomm._quantize import Quantize
+from pycomm._training.arguments import check_module
 from pycomm._training.coalesced import bcast_list_, bcast_value
 from pycomm._training.communicators import CommunicatorPool
 from pycomm._training.parameters import check_initialized
@@ -23,7 +25,7 @@ from pycomm.compress.dgc import DGC, compressor_of
 from pycomm.compress.quantized_gradients import QuantizedGradients, exchange_of
 from pycomm.default_group import chosen
 from pycomm.elastic.change import Membership, ShrinkResult
-from pycomm.elastic.state import check_replicated, copy_state
+from pycomm.elastic.state import check_replicated, check_stateful, copy_state
 from pycomm.errors import InvalidArgument, Unsupported
 from pycomm.group import DEFAULT_WAIT_S, Group
 from pycomm.parallel.batch_norm import SyncBatchNorm
@@ -52,7 +54,7 @@ class DataParallel(nn.Module):
             optimizer; a pycomm.DGC made for its SGD; None sends gradients uncompressed.
         bucket_mb: maximum MB of gradients in one call; "auto": a tenth of all, from 1 to 64.
         bucket_layers: maximum layers (modules that own parameters) in one call; None: unlimited.
-        lanes: communicators used in turn; None: 1 on one host, 2 between hosts.
+        lanes: communicators used in turn, 1 to 64; None: 1 on one host, 2 between hosts.
         hierarchical: reduce within hosts, between hosts, then within hosts; ignored on one host.
         init: "broadcast" copies rank 0's parameters and buffers to all ranks; "check" raises
             Mismatch if they differ.
@@ -98,8 +100,12 @@ class DataParallel(nn.Module):
         find_unused_parameters: bool = False,
     ) -> None:
         super().__init__()
-        if init not in ("broadcast", "check"):
-            raise InvalidArgument(f'invalid init: got {init!r}, expected "broadcast" or "check"')
+        check_module("module", module)
+        one_of("init", init, ("broadcast", "check"))
+        hierarchical = flag("hierarchical", hierarchical)
+        broadcast_buffers = flag("broadcast_buffers", broadcast_buffers)
+        find_unused_parameters = flag("find_unused_parameters", find_unused_parameters)
+        group = chosen(group)
         _check_compression(compression)
         check_initialized("DataParallel", module.named_parameters())
         if isinstance(compression, Quantize):
@@ -113,7 +119,6 @@ class DataParallel(nn.Module):
         self._joining = False
         self._source = 0  # the rank whose buffers are used
         self._check_places()
-        group = chosen(group)
         self._membership = Membership(group)
         new = self._membership.new
         made = self._pool = CommunicatorPool(group, lanes, hierarchical, split=not new)
@@ -195,6 +200,7 @@ class DataParallel(nn.Module):
                 missed; any objects with state_dict() and load_state_dict().
 
         Raises:
+            InvalidArgument: one of `others` has no state_dict() or load_state_dict().
             Unsupported: the module has a SyncBatchNorm layer, whose passes every rank makes: give
                 it empty batches, without join, on the ranks that are done.
             Error: as pycomm.all_reduce, at the end.
@@ -204,6 +210,7 @@ class DataParallel(nn.Module):
                 "join: a rank without data cannot take part in the passes of SyncBatchNorm: leave "
                 "out join, and pass empty batches on the ranks that are done"
             )
+        check_stateful(others)
         self._joining = True
         try:
             yield
@@ -337,9 +344,9 @@ def _check_compression(compression: object) -> None:
     """Raises InvalidArgument unless this is one of DataParallel's compressions or None."""
     known = DGC, Quantize, QuantizedGradients
     if compression is not None and not isinstance(compression, known):
-        name = compression.__name__ if isinstance(compression, type) else repr(compression)
-        raise InvalidArgument(
-            f"DataParallel: invalid compression: got {name} of type {type(compression).__name__}, "
-            "expected None or a DGC for the optimizer: compression=pycomm.DGC(optimizer); for any "
-            "optimizer: compression=pycomm.Quantize()"
+        refuse(
+            "compression",
+            compression,
+            "None or a DGC for the optimizer: compression=pycomm.DGC(optimizer); for any "
+            "optimizer: compression=pycomm.Quantize()",
         )

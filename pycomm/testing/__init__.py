@@ -14,7 +14,20 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from pycomm._arguments import refuse
+from pycomm import config
+from pycomm._arguments import (
+    elements,
+    flag,
+    function,
+    instance,
+    integer,
+    list_of,
+    one_of,
+    plain_text,
+    positive,
+    refuse,
+    seconds,
+)
 from pycomm.errors import InvalidArgument
 from pycomm.group import Group
 from pycomm.testing.faults import FaultPlan
@@ -23,6 +36,7 @@ from pycomm.testing.threads import ThreadRanks
 
 __all__ = ["FaultPlan", "run_ranks", "status"]
 
+MOST_RANKS = 4096
 EXIT_TIMEOUT_S = 5.0  # for the other ranks to exit after the first failure
 
 
@@ -45,7 +59,7 @@ def run_ranks(  # noqa: PLR0913 - all but the first two have defaults
     """Runs `fn(group, *args)` as each of `n` ranks of a new group; returns the results by rank.
 
     Args:
-        n: number of ranks.
+        n: number of ranks, 1 to 4096.
         fn: the function of each rank; with `processes` it must be importable and its results
             picklable.
         args: further arguments of `fn`.
@@ -66,20 +80,32 @@ def run_ranks(  # noqa: PLR0913 - all but the first two have defaults
             died.
 
     Raises:
-        InvalidArgument: the options do not fit together.
+        InvalidArgument: an option is invalid, or the options do not fit together.
         Exception: the first failure of any rank, with a note that names the rank; if that error
             names a peer that failed too, the peer's. The other ranks' groups are aborted.
     """
+    n, host_names = integer("n", n, 1, MOST_RANKS), elements("host_names", host_names, "names")
+    function("fn", fn)
+    one_of("transport", transport, ("", *config.TRANSPORTS))
+    processes, encrypt = flag("processes", processes), flag("encrypt", encrypt)
+    return_exceptions = flag("return_exceptions", return_exceptions)
+    list_of(plain_text)("host_names", host_names)
+    if exit_timeout_s is not None:
+        exit_timeout_s = seconds("exit_timeout_s", exit_timeout_s, zero=True)
+    if link_bytes_per_s is not None:
+        link_bytes_per_s = positive("link_bytes_per_s", link_bytes_per_s, "None")
+    faults = elements("faults", faults, "a list of FaultPlan")
+    list_of(_fault)("faults", faults)
     options = {
         "size": n,
-        "timeout_s": timeout_s,
-        "heartbeat_s": heartbeat_s,
-        "reproducible": reproducible,
+        "timeout_s": seconds("timeout_s", timeout_s),
+        "heartbeat_s": seconds("heartbeat_s", heartbeat_s, zero=True),
+        "reproducible": flag("reproducible", reproducible),
         "encrypt": encrypt,
         "transport": transport,
-        "faults": list(faults),
+        "faults": faults,
         "link_bytes_per_s": link_bytes_per_s or 0.0,
-        "hosts": list(host_names),
+        "hosts": host_names,
     }
     if host_names and len(host_names) != n:
         raise InvalidArgument(
@@ -88,10 +114,6 @@ def run_ranks(  # noqa: PLR0913 - all but the first two have defaults
     if len(set(host_names)) > 1 and transport not in ("", "tcp"):
         raise InvalidArgument(
             f"transport={transport!r} does not reach other hosts, simulated or not"
-        )
-    if link_bytes_per_s is not None and not link_bytes_per_s > 0:
-        raise InvalidArgument(
-            f"invalid link_bytes_per_s: got {link_bytes_per_s}, expected more than 0, or None"
         )
     for fault in faults:
         if not 0 <= fault.rank < n:
@@ -114,6 +136,10 @@ def run_ranks(  # noqa: PLR0913 - all but the first two have defaults
             error.add_note(f"raised by rank {first} of {n} in run_ranks")
         raise error
     return ranks.results
+
+
+def _fault(name: str, value: Any) -> None:
+    instance(name, value, FaultPlan, "a FaultPlan")
 
 
 def _first_cause(failures: list[int], results: list[Any]) -> int:

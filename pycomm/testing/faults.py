@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pycomm import _core
-from pycomm.errors import InvalidArgument
+from pycomm._arguments import integer, one_of, path, plain_text, seconds
 
 __all__ = ["FaultPlan"]
 
+MOST = 2**31 - 1  # of a number of bytes or of a rank
 ACTIONS = ("disconnect", "kill", "stop", "delay", "throttle", "corrupt")
 
 
@@ -34,7 +35,7 @@ class FaultPlan:
     own, without counting or faults; a killed or stopped rank is so in all groups.
 
     Raises:
-        InvalidArgument: there is no such action or operation, or chunk_bytes is below 1.
+        InvalidArgument: there is no such action or operation, or a number is out of its range.
     """
 
     rank: int
@@ -47,18 +48,17 @@ class FaultPlan:
     timestamp_file: str = ""
 
     def __post_init__(self) -> None:
-        if self.action not in ACTIONS:
-            raise InvalidArgument(
-                f"invalid action: got {self.action!r}, expected one of {', '.join(ACTIONS)}"
-            )
-        if self.at is not None and self.at not in _core.OPERATIONS:
-            raise InvalidArgument(
-                f"invalid at: got {self.at!r}, expected one of {', '.join(_core.OPERATIONS)}"
-            )
-        if self.chunk_bytes < 1:
-            raise InvalidArgument(
-                f"invalid chunk_bytes: got {self.chunk_bytes}, expected 1 or more"
-            )
+        one_of("action", self.action, ACTIONS)
+        if self.at is not None:
+            one_of("at", self.at, _core.OPERATIONS)
+        integer("rank", self.rank, 0, MOST)
+        integer("after_bytes", self.after_bytes, 0, MOST)
+        if self.peer is not None:
+            integer("peer", self.peer, 0, MOST)
+        seconds("seconds", self.seconds, zero=True)
+        integer("chunk_bytes", self.chunk_bytes, 1, MOST)
+        if plain_text("timestamp_file", self.timestamp_file):
+            path("timestamp_file", self.timestamp_file)
 
     def for_core(self) -> tuple[str, str, int, int, float, int, str]:
         """The arguments of the core's fault."""

@@ -21,6 +21,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from pycomm._arguments import function, integer, integers, number, numbers_in, refuse
+from pycomm._training.arguments import check_module
 from pycomm.compress.cost_model import Coding, Link, measure_coding, predicted
 from pycomm.compress.schedule import Load, code_at, to_send
 from pycomm.errors import InvalidArgument
@@ -66,8 +68,15 @@ def plan(
         A prediction for each bandwidth and number of ranks.
 
     Raises:
-        InvalidArgument: the model has no parameters, or a number of ranks or bandwidth is invalid.
+        InvalidArgument: the model has no parameters, or a number is out of its range.
     """
+    check_module("model", model)
+    function("step", step)
+    ranks, gbit = integers("ranks", ranks), numbers_in("gbit", gbit)
+    local_steps = integer("local_steps", local_steps, 1, 2**31 - 1)
+    sparsity = number("sparsity", sparsity)
+    if not 0 <= sparsity < 1:
+        refuse("sparsity", sparsity, "at least 0 and less than 1")
     count = sum(parameter.numel() for parameter in model.parameters())
     if not count or min(ranks, default=0) < 2 or min(gbit, default=0) <= 0:
         raise InvalidArgument(

@@ -466,7 +466,7 @@ def _options(at: Any) -> None:
     finally:
         device_groups._make = plain
     assert met == [(device_groups.Options(2, "tcp", True, "after"),)] * 2
-    with pytest.raises(errors.InvalidArgument, match=r"got 'udp', expected one of 'nccl', 'tcp'"):
+    with pytest.raises(errors.InvalidArgument, match=r"got 'udp', expected one of nccl, tcp"):
         torch_backend.Options(cuda_internode_transport="udp")
     with pytest.raises(errors.InvalidArgument, match="cuda_channels: got 0"):
         torch_backend.Options(cuda_channels=0)

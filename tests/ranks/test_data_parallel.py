@@ -471,7 +471,7 @@ def test_bad_arguments() -> None:
         for compression in ("dgc", 0.999, {"sparsity": 0.9}, pycomm.DGC, pycomm.dgc_hook, False):
             with pytest.raises(InvalidArgument, match=r"expected None or a DGC"):
                 pycomm.DataParallel(nn.Linear(2, 2), compression=compression)
-        with pytest.raises(InvalidArgument, match="DGC of type type"):
+        with pytest.raises(InvalidArgument, match="got the class DGC"):
             pycomm.DataParallel(nn.Linear(2, 2), compression=pycomm.DGC)
         with pytest.raises(InvalidArgument):
             pycomm.make_allreduce_cb("max")

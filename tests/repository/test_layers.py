@@ -171,8 +171,8 @@ MAY_IMPORT_TORCH = [
     "pycomm/_bootstrap/rendezvous.py",  # inside a function, to join torch's own store
     *("pycomm/_torch_autoload.py", "pycomm/torch_backend.py", "pycomm/launch/"),
     *("pycomm/bench/", "pycomm/demo/"),
-    *("pycomm/_training/coalesced.py", "pycomm/_training/parameters.py"),
-    *("pycomm/_training/shards.py", "pycomm/checkpoint.py"),
+    *("pycomm/_training/arguments.py", "pycomm/_training/coalesced.py"),
+    *("pycomm/_training/parameters.py", "pycomm/_training/shards.py", "pycomm/checkpoint.py"),
     *("pycomm/compress/", "pycomm/data/", "pycomm/elastic/", "pycomm/functional.py"),
     *("pycomm/metrics.py", "pycomm/optim/", "pycomm/parallel/", "pycomm/tuning/planner.py"),
 ]

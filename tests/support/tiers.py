@@ -24,6 +24,7 @@ FILES = {
     # Short, and the first to fail after a change of the layers, of the core or of torch's backend.
     "test_c10d": "quick",
     "test_classes": "quick",
+    "test_handlers": "quick",
     "test_layers": "quick",
     "test_product": "quick",
     # Compiled once more: csrc, or its kernels. test_classes.py holds the second property always.
@@ -35,7 +36,10 @@ FILES = {
     "test_bench_reliability": "nightly",
 }
 # Tests that take too long for the tier of their file.
-SLOW = {"test_layers": ["test_every_header_compiles_alone"]}
+SLOW = {
+    "test_layers": ["test_every_header_compiles_alone"],
+    "test_malformed_calls": ["test_malformed_states"],
+}
 
 
 def may_have(path: Path, expression: str) -> bool:

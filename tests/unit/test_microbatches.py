@@ -40,16 +40,18 @@ def test_each_microbatch_is_on_one_rank(count: int, data: Any) -> None:
 
 
 def test_invalid_counts_are_refused() -> None:
-    with pytest.raises(InvalidArgument, match="expected above 0"):
+    with pytest.raises(InvalidArgument, match="count: got 0, expected an integer from 1"):
         elastic.Microbatches(0)
-    batches = elastic.Microbatches(2, group=Fake(0, 3))  # type: ignore[arg-type]  # as above
+    batches = elastic.Microbatches(2)
+    batches.group = Fake(0, 3)  # type: ignore[assignment]  # as above
     with pytest.raises(InvalidArgument, match="2 microbatches cannot be divided among 3 ranks"):
         next(batches.of_step(0))
 
 
 def test_random_numbers_depend_on_seed_step_and_microbatch_only() -> None:
     def drawn(seed: int, rank: int, size: int) -> dict[tuple[int, int], float]:
-        batches = elastic.Microbatches(6, seed, Fake(rank, size))  # type: ignore[arg-type]  # as above
+        batches = elastic.Microbatches(6, seed)
+        batches.group = Fake(rank, size)  # type: ignore[assignment]  # as above
         return {
             (step, one.index): float(torch.rand(()))
             for step in range(3)

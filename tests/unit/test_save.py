@@ -126,7 +126,10 @@ def load_and_continue(group: Group, path: Any) -> tuple[str, float]:
 
 
 def test_invalid_path_fails_on_every_rank() -> None:
-    assert run_ranks(2, load_and_continue, None, timeout_s=20) == [("TypeError", 2), ("Error", 2)]
+    assert run_ranks(2, load_and_continue, None, timeout_s=20) == [
+        ("InvalidArgument", 2),
+        ("Error", 2),
+    ]
 
 
 def test_a_file_that_does_not_fit_fails_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
