@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Collection, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -88,19 +89,27 @@ class Compressor:
         """The next calls are for this bucket of torch's DDP."""
         self._communicators().tag = tag_of(self.state.step_count + 1, bucket)
 
-    def attach(self, named: Mapping[str, Tensor], pool: CommunicatorPool) -> None:
-        """Uses the communicators of DataParallel and its names of the model's parameters.
+    def attach(
+        self,
+        named: Mapping[str, Tensor],
+        pool: CommunicatorPool,
+        others: Mapping[str, Tensor] = MappingProxyType({}),
+    ) -> None:
+        """Uses the communicators of DataParallel and its names of the model's parameters. The
+        gradients of `others` are not exchanged here.
 
         Raises:
             Unsupported: DGC would have to apply momentum or decay to a parameter that is not among
                 `named`.
         """
         self._pool = pool
-        self._adopted.rename(named)
+        self._adopted.rename(named, others)
         for memory in self.state.memories.values():
             hyper = memory.hyper
             if memory.name not in named and (hyper.momentum or hyper.weight_decay):
                 raise Unsupported(
+            if not memory.parameter.requires_grad:
+                continue  # frozen: it gets no gradient
                     f"{memory.name!r} has a sparse gradient or is not in the model: with DGC it "
                     "must be in a parameter group without momentum and weight decay"
                 )

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -74,7 +75,12 @@ class GradientExchange:
         """The next calls are for this bucket of torch's DDP."""
         self._communicators().tag = tag_of(self._step + 1, bucket)
 
-    def attach(self, named: Mapping[str, Tensor], pool: CommunicatorPool) -> None:
+    def attach(
+        self,
+        named: Mapping[str, Tensor],
+        pool: CommunicatorPool,
+        others: Mapping[str, Tensor] = MappingProxyType({}),
+    ) -> None:
         """Uses the communicators of DataParallel, whose parameters must be known."""
         for parameter in named.values():
             self._exchanges.residuals.quantizes(parameter)

@@ -150,10 +150,11 @@ class AdoptedMomentum:
             torch.as_strided(u, parameter.shape, parameter.stride()).copy_(velocity)
         return velocity is not None
 
-    def rename(self, names: Mapping[str, Tensor]) -> None:
-        """Names the states after the model's parameters, which are the exchanged ones."""
+    def rename(self, names: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> None:
+        """Names the states after the model's parameters. `names` are the exchanged ones, `others`
+        frozen or sparse: a state has the same names if a layer is frozen later."""
         self._exchanged = set(names.values())
-        for name, parameter in names.items():
+        for name, parameter in (*others.items(), *names.items()):
             if parameter in self.memories:
                 self.memories[parameter].name = name
         self.settle()

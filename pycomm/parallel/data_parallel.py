@@ -130,7 +130,9 @@ class DataParallel(nn.Module):
                 if isinstance(compression, DGC)
                 else exchange_of(compression)
             )
-            compressor.attach({s.name: s.parameter for s in slots if not s.sparse}, made)
+            named = {slot.name: slot.parameter for slot in slots if not slot.sparse}
+            others = {n: p for n, p in module.named_parameters() if n not in named}
+            compressor.attach(named, made, others)
             exchange = compressor
         for slot in slots:
             slot.kind = not slot.sparse and exchange.compresses(slot.parameter)
