@@ -18,6 +18,7 @@ from pycomm import collectives
 from pycomm._core_api import arrays
 from pycomm._training import coalesced
 from pycomm._training.communicators import CommunicatorPool, tag_of
+from pycomm._training.loss_scale import LossScale
 from pycomm.compress.exchange_policy import DENSE, Chooser, LevelPlan
 from pycomm.compress.hierarchical import HostGroups
 from pycomm.compress.options import Options
@@ -43,6 +44,7 @@ class Compressor:
 
     Attributes:
         idle: this rank has no data and only takes part in a pass of the others.
+        scale: of the loss.
         state: what is kept between steps.
     """
 
@@ -52,7 +54,7 @@ class Compressor:
         options: Options,
         scaler: torch.amp.GradScaler | None,
     ) -> None:
-        self._options, self._scaler = options, scaler
+        self._options = options
         self._adopted = AdoptedMomentum(optimizer, options.min_count, options.owned)
         self.state = CompressorState(
             self._adopted.memories, options.selects_model, {} if options.may_shard else None
@@ -66,7 +68,7 @@ class Compressor:
         self._pool: CommunicatorPool | None = None
         self._hosts: HostGroups | None = None
         self._sent_bytes = 0
-        self.idle = False
+        self.idle, self.scale = False, LossScale(scaler)
         self._step: Step | None = None
         self._failed: Step | None = None  # the last one, if it failed at its end
 
@@ -152,9 +154,7 @@ class Compressor:
         group, state = self.group, self.state
         dense = [m.u for m in state.memories.values() if m.v is None or not state.switched]
         coalesced.bcast_list_(dense, src, group)
-        scaler = self._scaler
-        if scaler is not None:
-            scaler.load_state_dict(coalesced.bcast_value(scaler.state_dict(), src, group))
+        self.scale.sync_from(src, group)
 
     def resume(self, change: GroupChange, counted: bool) -> float:
         """Rolls back or commits the failed step, after the pool got another group.
@@ -257,7 +257,7 @@ class Compressor:
 
     def _begin(self) -> Step:
         """A new step. Collective at the first step of a level."""
-        pool, options, scaler = self._communicators(), self._options, self._scaler
+        pool, options = self._communicators(), self._options
         level, state, now = self.level, self.state, DENSE
         if level is not None:
             now = self._chooser.plan(level, state.compressed, pool, not state.switched)
@@ -272,7 +272,7 @@ class Compressor:
             masking=options.masking,
             clip=options.clip_norm,
             together=options.clip == "global",
-            loss_scale=scaler.get_scale() if scaler is not None and scaler.is_enabled() else None,
+            loss_scale=self.scale.of_pass(self.idle),
             fused=options.fused and packets,
             packet_exchange=self._packet_exchange(now),
             hosts=self._host_groups() if now.exchange == "hierarchical" else None,

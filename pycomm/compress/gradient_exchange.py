@@ -19,8 +19,8 @@ from torch import Tensor
 from pycomm import collectives
 from pycomm._core_api.calls import Work
 from pycomm._quantize import Quantize
-from pycomm._training import coalesced
 from pycomm._training.communicators import CommunicatorPool, tag_of
+from pycomm._training.loss_scale import LossScale
 from pycomm.compress.bucket_exchange import BucketExchange, BucketExchanges
 from pycomm.compress.interrupts import defer_sigint
 from pycomm.compress.quantized_residuals import QuantizedResiduals
@@ -43,6 +43,7 @@ class GradientExchange:
 
     Attributes:
         idle: this rank has no data and only takes part in a pass of the others.
+        scale: of the loss.
     """
 
     def __init__(
@@ -51,8 +52,8 @@ class GradientExchange:
         options: Quantize,
         scaler: torch.amp.GradScaler | None,
     ) -> None:
-        self.idle = False
-        self._options, self._scaler = options, scaler
+        self.idle, self.scale = False, LossScale(scaler)
+        self._options = options
         residuals = QuantizedResiduals(named, options.error_feedback)
         self._exchanges = BucketExchanges(options, residuals, in_place=True)
         self._pool: CommunicatorPool | None = None
@@ -177,10 +178,7 @@ class GradientExchange:
 
     def sync_from(self, src: int) -> None:
         """Takes the loss scale of rank `src`."""
-        scaler = self._scaler
-        if scaler is not None:
-            group = self.group
-            scaler.load_state_dict(coalesced.bcast_value(scaler.state_dict(), src, group))
+        self.scale.sync_from(src, self.group)
 
     def resume(self, change: GroupChange, counted: bool) -> float:
         """Commits the failed pass if rank `change.source` did; see Exchange."""
@@ -256,8 +254,7 @@ class GradientExchange:
         self._exchanges.residuals.check_frozen()
         self._finite, self._failed, self._exchanges.residuals.unused = True, [], ()
         self._dense_bytes = self._sent_bytes = 0
-        scaler = self._scaler
-        scale = scaler.get_scale() if scaler is not None and scaler.is_enabled() else 1.0
+        scale = self.scale.of_pass(self.idle) or 1.0
         if scale != self._scale:
             self._exchanges.residuals.multiply(scale / self._scale)
             self._scale = scale

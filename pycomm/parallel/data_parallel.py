@@ -298,10 +298,14 @@ class DataParallel(nn.Module):
         return change.result(step, lost)
 
     def _highest_active_rank(self, active: bool) -> int:
-        """The highest rank that has data; -1 if none. Collective."""
-        word = torch.tensor([self._group.rank if active else -1])
+        """The highest rank that has data; -1 if none. Collective. A rank without data gets the loss
+        scale of the others, whose scalers change it."""
+        scale = self._exchange.scale
+        mine = [self._group.rank, scale.mine or 1.0] if active else [-1, 0.0]
+        word = torch.tensor(mine, dtype=torch.float64)
         collectives.all_reduce(word, "max", group=self._group)
-        return int(word.item())
+        scale.others = float(word[1])
+        return int(word[0])
 
     def _synchronized_layers(self) -> list[SyncBatchNorm]:
         return [layer for layer in self.module.modules() if isinstance(layer, SyncBatchNorm)]

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from pycomm._core_api.calls import Work
 from pycomm._training.communicators import CommunicatorPool
+from pycomm._training.loss_scale import LossScale
 from pycomm.elastic.change import GroupChange
 
 __all__ = ["DenseExchange", "Exchange"]
@@ -24,9 +25,11 @@ class Exchange(Protocol):
 
     Attributes:
         idle: True while this rank has no data and only takes part in a pass of the others.
+        scale: of the loss.
     """
 
     idle: bool
+    scale: LossScale
 
     def compresses(self, parameter: Tensor) -> bool:
         """Whether the parameter's gradient needs buckets of a separate kind."""
@@ -70,7 +73,7 @@ class DenseExchange:
     """Sums over all ranks and divides once, after the last addition."""
 
     def __init__(self, pool: CommunicatorPool) -> None:
-        self.idle = False
+        self.idle, self.scale = False, LossScale()
         self._pool = pool
         self._works: list[Work] = []
 
