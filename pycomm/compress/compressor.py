@@ -108,10 +108,10 @@ class Compressor:
         self._adopted.rename(named, others)
         for memory in self.state.memories.values():
             hyper = memory.hyper
-            if memory.name not in named and (hyper.momentum or hyper.weight_decay):
-                raise Unsupported(
             if not memory.parameter.requires_grad:
                 continue  # frozen: it gets no gradient
+            if memory.name not in named and (hyper.momentum or hyper.weight_decay):
+                raise Unsupported(
                     f"{memory.name!r} has a sparse gradient or is not in the model: with DGC it "
                     "must be in a parameter group without momentum and weight decay"
                 )
@@ -134,13 +134,13 @@ class Compressor:
             self._step = self._begin()
         self._step.add(flat, parameters, gradients, lacking)
 
-    def finish(self, unused: Collection[Tensor] = ()) -> None:
+    def finish(self, unused: Collection[Tensor] = (), sparse: Sequence[Tensor] = ()) -> None:
         """Ends the step."""
         step, self._step = self._step, None
         self._failed = step
         with contextlib.ExitStack() as ending:
             if step is not None:
-                self._end(step, ending, unused)
+                self._end(step, ending, unused, sparse)
             self._failed = None
 
     def cancel(self) -> None:
@@ -279,10 +279,16 @@ class Compressor:
         )
         return Step(plan, state.memories, self._workspaces, pool, self.idle)
 
-    def _end(self, step: Step, ending: contextlib.ExitStack, unused: Collection[Tensor]) -> None:
+    def _end(
+        self,
+        step: Step,
+        ending: contextlib.ExitStack,
+        unused: Collection[Tensor],
+        sparse: Sequence[Tensor],
+    ) -> None:
         """Finishes and counts the step, unless all ranks skip it because of Inf or NaN under a loss
-        scale. Step.finish describes `ending` and `unused`."""
-        if not step.finish(ending, unused):
+        scale. Step.finish describes the arguments."""
+        if not step.finish(ending, unused, sparse):
             self._adopted.skipped()
             return
         self.state.step_count += 1

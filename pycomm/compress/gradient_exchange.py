@@ -124,16 +124,23 @@ class GradientExchange:
         with self._exchanges.aborted_on_error():
             self._average_started()
 
-    def finish(self, unused: Collection[Tensor] = (), agree: Callable[[bool], bool] = bool) -> None:
+    def finish(
+        self,
+        unused: Collection[Tensor] = (),
+        sparse: Sequence[Tensor] = (),
+        agree: Callable[[bool], bool] = bool,
+    ) -> None:
         """Writes the mean of all ranks to the gradients, and commits.
 
         Args:
-            unused: parameters that no rank used, whose residuals stay as they are.
+            unused, sparse: see pycomm.parallel.exchange.
             agree: whether gradients are finite on all ranks, given whether they are in this group.
         """
         self._exchanges.residuals.unused = unused
         with self._exchanges.aborted_on_error():
             self._average_started()
+        values = [gradient.values() for gradient in sparse]
+        self._finite &= all(bool(one.isfinite().all()) for one in values)
         if agree(self._finite):
             with defer_sigint():
                 self._commit(self._averaged)
@@ -142,6 +149,8 @@ class GradientExchange:
             for flat, parameters in self._buckets or ():
                 for part in torch.split(flat, [parameter.numel() for parameter in parameters]):
                     part[:1] = math.nan
+            for one in values:
+                one[:1] = math.nan
         self._buckets, self._finite, self._averaged, self._failed = None, True, [], []
 
     def _average_started(self) -> None:

@@ -46,9 +46,15 @@ class Exchange(Protocol):
         `lacking`: parameters without a gradient on this rank, which may turn out to be unused."""
         ...
 
-    def finish(self, unused: Collection[Tensor] = ()) -> None:
-        """Returns when every gradient has its final value for the optimizer. `unused`: parameters
-        that no rank used. Their state stays as it is, and their gradients are not read."""
+    def finish(self, unused: Collection[Tensor] = (), sparse: Sequence[Tensor] = ()) -> None:
+        """Returns when every gradient has its final value for the optimizer.
+
+        Args:
+            unused: parameters that no rank used. Their state stays as it is, and their gradients
+                are not read.
+            sparse: averaged sparse gradients, coalesced. Inf in one is as Inf in a bucket, and a
+                step that all ranks skip writes a value that is not finite to each.
+        """
         ...
 
     def cancel(self) -> None:
@@ -91,7 +97,7 @@ class DenseExchange:
         """Starts the all-reduce of the bucket."""
         self._works.append(self._pool.all_reduce(flat, "avg"))
 
-    def finish(self, unused: Collection[Tensor] = ()) -> None:
+    def finish(self, unused: Collection[Tensor] = (), sparse: Sequence[Tensor] = ()) -> None:
         """Waits for all started calls."""
         works, self._works = self._works, []
         for work in works:
