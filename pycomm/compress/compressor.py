@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Collection, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from pycomm._core_api import arrays
 from pycomm._training import coalesced
 from pycomm._training.arguments import check_scaler
 from pycomm._training.communicators import CommunicatorPool, tag_of
+from pycomm._training.loss_scale import LossScale
 from pycomm.compress.exchange_policy import DENSE, Chooser, LevelPlan
 from pycomm.compress.hierarchical import HostGroups
 from pycomm.compress.options import Options
@@ -44,6 +46,7 @@ class Compressor:
 
     Attributes:
         idle: this rank has no data and only takes part in a pass of the others.
+        scale: of the loss.
         state: what is kept between steps.
     """
 
@@ -54,7 +57,7 @@ class Compressor:
         scaler: torch.amp.GradScaler | None,
     ) -> None:
         check_scaler(scaler)
-        self._options, self._scaler = options, scaler
+        self._options = options
         self._adopted = AdoptedMomentum(optimizer, options.min_count, options.owned)
         self.state = CompressorState(
             self._adopted.memories, options.selects_model, {} if options.may_shard else None
@@ -68,7 +71,7 @@ class Compressor:
         self._pool: CommunicatorPool | None = None
         self._hosts: HostGroups | None = None
         self._sent_bytes = 0
-        self.idle = False
+        self.idle, self.scale = False, LossScale(scaler)
         self._step: Step | None = None
         self._failed: Step | None = None  # the last one, if it failed at its end
 
@@ -91,17 +94,25 @@ class Compressor:
         """The next calls are for this bucket of torch's DDP."""
         self._communicators().tag = tag_of(self.state.step_count + 1, bucket)
 
-    def attach(self, named: Mapping[str, Tensor], pool: CommunicatorPool) -> None:
-        """Uses the communicators of DataParallel and its names of the model's parameters.
+    def attach(
+        self,
+        named: Mapping[str, Tensor],
+        pool: CommunicatorPool,
+        others: Mapping[str, Tensor] = MappingProxyType({}),
+    ) -> None:
+        """Uses the communicators of DataParallel and its names of the model's parameters. The
+        gradients of `others` are not exchanged here.
 
         Raises:
             Unsupported: DGC would have to apply momentum or decay to a parameter that is not among
                 `named`.
         """
         self._pool = pool
-        self._adopted.rename(named)
+        self._adopted.rename(named, others)
         for memory in self.state.memories.values():
             hyper = memory.hyper
+            if not memory.parameter.requires_grad:
+                continue  # frozen: it gets no gradient
             if memory.name not in named and (hyper.momentum or hyper.weight_decay):
                 raise Unsupported(
                     f"{memory.name!r} has a sparse gradient or is not in the model: with DGC it "
@@ -126,13 +137,13 @@ class Compressor:
             self._step = self._begin()
         self._step.add(flat, parameters, gradients, lacking)
 
-    def finish(self, unused: Collection[Tensor] = ()) -> None:
+    def finish(self, unused: Collection[Tensor] = (), sparse: Sequence[Tensor] = ()) -> None:
         """Ends the step."""
         step, self._step = self._step, None
         self._failed = step
         with contextlib.ExitStack() as ending:
             if step is not None:
-                self._end(step, ending, unused)
+                self._end(step, ending, unused, sparse)
             self._failed = None
 
     def cancel(self) -> None:
@@ -146,9 +157,7 @@ class Compressor:
         group, state = self.group, self.state
         dense = [m.u for m in state.memories.values() if m.v is None or not state.switched]
         coalesced.bcast_list_(dense, src, group)
-        scaler = self._scaler
-        if scaler is not None:
-            scaler.load_state_dict(coalesced.bcast_value(scaler.state_dict(), src, group))
+        self.scale.sync_from(src, group)
 
     def resume(self, change: GroupChange, counted: bool) -> float:
         """Rolls back or commits the failed step, after the pool got another group.
@@ -252,7 +261,7 @@ class Compressor:
 
     def _begin(self) -> Step:
         """A new step. Collective at the first step of a level."""
-        pool, options, scaler = self._communicators(), self._options, self._scaler
+        pool, options = self._communicators(), self._options
         level, state, now = self.level, self.state, DENSE
         if level is not None:
             now = self._chooser.plan(level, state.compressed, pool, not state.switched)
@@ -267,17 +276,23 @@ class Compressor:
             masking=options.masking,
             clip=options.clip_norm,
             together=options.clip == "global",
-            loss_scale=scaler.get_scale() if scaler is not None and scaler.is_enabled() else None,
+            loss_scale=self.scale.of_pass(self.idle),
             fused=options.fused and packets,
             packet_exchange=self._packet_exchange(now),
             hosts=self._host_groups() if now.exchange == "hierarchical" else None,
         )
         return Step(plan, state.memories, self._workspaces, pool, self.idle)
 
-    def _end(self, step: Step, ending: contextlib.ExitStack, unused: Collection[Tensor]) -> None:
+    def _end(
+        self,
+        step: Step,
+        ending: contextlib.ExitStack,
+        unused: Collection[Tensor],
+        sparse: Sequence[Tensor],
+    ) -> None:
         """Finishes and counts the step, unless all ranks skip it because of Inf or NaN under a loss
-        scale. Step.finish describes `ending` and `unused`."""
-        if not step.finish(ending, unused):
+        scale. Step.finish describes the arguments."""
+        if not step.finish(ending, unused, sparse):
             self._adopted.skipped()
             return
         self.state.step_count += 1

@@ -11,6 +11,7 @@ import contextlib
 import functools
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -20,9 +21,9 @@ from pycomm import collectives
 from pycomm._arguments import Check, dict_of, integer, plain_text, positive, whole
 from pycomm._core_api.calls import Work
 from pycomm._quantize import Quantize
-from pycomm._training import coalesced
 from pycomm._training.arguments import flat_tensor
 from pycomm._training.communicators import CommunicatorPool, tag_of
+from pycomm._training.loss_scale import LossScale
 from pycomm.compress.bucket_exchange import BucketExchange, BucketExchanges
 from pycomm.compress.interrupts import defer_sigint
 from pycomm.compress.quantized_residuals import QuantizedResiduals
@@ -52,6 +53,7 @@ class GradientExchange:
 
     Attributes:
         idle: this rank has no data and only takes part in a pass of the others.
+        scale: of the loss.
     """
 
     def __init__(
@@ -60,8 +62,8 @@ class GradientExchange:
         options: Quantize,
         scaler: torch.amp.GradScaler | None,
     ) -> None:
-        self.idle = False
-        self._options, self._scaler = options, scaler
+        self.idle, self.scale = False, LossScale(scaler)
+        self._options = options
         residuals = QuantizedResiduals(named, options.error_feedback)
         self._exchanges = BucketExchanges(options, residuals, in_place=True)
         self._pool: CommunicatorPool | None = None
@@ -84,7 +86,12 @@ class GradientExchange:
         """The next calls are for this bucket of torch's DDP."""
         self._communicators().tag = tag_of(self._step + 1, bucket)
 
-    def attach(self, named: Mapping[str, Tensor], pool: CommunicatorPool) -> None:
+    def attach(
+        self,
+        named: Mapping[str, Tensor],
+        pool: CommunicatorPool,
+        others: Mapping[str, Tensor] = MappingProxyType({}),
+    ) -> None:
         """Uses the communicators of DataParallel, whose parameters must be known."""
         for parameter in named.values():
             self._exchanges.residuals.quantizes(parameter)
@@ -127,16 +134,23 @@ class GradientExchange:
         with self._exchanges.aborted_on_error():
             self._average_started()
 
-    def finish(self, unused: Collection[Tensor] = (), agree: Callable[[bool], bool] = bool) -> None:
+    def finish(
+        self,
+        unused: Collection[Tensor] = (),
+        sparse: Sequence[Tensor] = (),
+        agree: Callable[[bool], bool] = bool,
+    ) -> None:
         """Writes the mean of all ranks to the gradients, and commits.
 
         Args:
-            unused: parameters that no rank used, whose residuals stay as they are.
+            unused, sparse: see pycomm.parallel.exchange.
             agree: whether gradients are finite on all ranks, given whether they are in this group.
         """
         self._exchanges.residuals.unused = unused
         with self._exchanges.aborted_on_error():
             self._average_started()
+        values = [gradient.values() for gradient in sparse]
+        self._finite &= all(bool(one.isfinite().all()) for one in values)
         if agree(self._finite):
             with defer_sigint():
                 self._commit(self._averaged)
@@ -145,6 +159,8 @@ class GradientExchange:
             for flat, parameters in self._buckets or ():
                 for part in torch.split(flat, [parameter.numel() for parameter in parameters]):
                     part[:1] = math.nan
+            for one in values:
+                one[:1] = math.nan
         self._buckets, self._finite, self._averaged, self._failed = None, True, [], []
 
     def _average_started(self) -> None:
@@ -181,10 +197,7 @@ class GradientExchange:
 
     def sync_from(self, src: int) -> None:
         """Takes the loss scale of rank `src`."""
-        scaler = self._scaler
-        if scaler is not None:
-            group = self.group
-            scaler.load_state_dict(coalesced.bcast_value(scaler.state_dict(), src, group))
+        self.scale.sync_from(src, self.group)
 
     def resume(self, change: GroupChange, counted: bool) -> float:
         """Commits the failed pass if rank `change.source` did; see Exchange."""
@@ -263,8 +276,7 @@ class GradientExchange:
         self._exchanges.residuals.check_frozen()
         self._finite, self._failed, self._exchanges.residuals.unused = True, [], ()
         self._dense_bytes = self._sent_bytes = 0
-        scaler = self._scaler
-        scale = scaler.get_scale() if scaler is not None and scaler.is_enabled() else 1.0
+        scale = self.scale.of_pass(self.idle) or 1.0
         if scale != self._scale:
             self._exchanges.residuals.multiply(scale / self._scale)
             self._scale = scale

@@ -111,7 +111,7 @@ class _Usage:
         """Those of a bucket without a gradient on this rank."""
         self._of_pass += parameters
         for parameter in parameters:
-            if id(parameter) not in self._watched:
+            if parameter.requires_grad and id(parameter) not in self._watched:
                 self._watched[id(parameter)] = parameter
                 register: Any = parameter.register_hook
                 register(_adds(id(parameter), self._used))

@@ -151,10 +151,11 @@ class AdoptedMomentum:
             torch.as_strided(u, parameter.shape, parameter.stride()).copy_(velocity)
         return velocity is not None
 
-    def rename(self, names: Mapping[str, Tensor]) -> None:
-        """Names the states after the model's parameters, which are the exchanged ones."""
+    def rename(self, names: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> None:
+        """Names the states after the model's parameters. `names` are the exchanged ones, `others`
+        frozen or sparse: a state has the same names if a layer is frozen later."""
         self._exchanged = set(names.values())
-        for name, parameter in names.items():
+        for name, parameter in (*others.items(), *names.items()):
             if parameter in self.memories:
                 self.memories[parameter].name = name
         self.settle()
@@ -204,7 +205,8 @@ class AdoptedMomentum:
         """Registers exchanged gradients for the next step(), which applies `update` to `updated` by
         itself, unless zero_grad() removed their gradients."""
         self._waiting, self._update, self._updated = True, update, updated
-        self._skipped, self._exchanged_values.present = False, True
+        self._skipped = False
+        self._exchanged_values.register()
         self._had_gradients = self._have_gradients()
 
     def skipped(self) -> None:
@@ -340,6 +342,12 @@ class _ExchangedValues:
     def __init__(self) -> None:
         self.present = False
         self._added_to = ""  # the name of a parameter
+        self._cleared: set[str] = set()  # whose gradients were 0 before a pass
+
+    def register(self) -> None:
+        """All gradients have exchanged values."""
+        self.present = True
+        self._cleared.clear()
 
     def taken_name(self) -> str:
         """The name of a parameter to whose gradient a pass added, once."""
@@ -353,10 +361,14 @@ class _ExchangedValues:
         gradient = memory.parameter.grad
         if gradient is None:
             self.present, self._added_to = False, ""
+        elif memory.name in self._cleared:
+            return  # it has the values of passes under no_sync()
         elif _has_values(gradient):
             self._added_to = memory.name
-        elif self._added_to == memory.name:
-            self._added_to = ""
+        else:
+            self._cleared.add(memory.name)
+            if self._added_to == memory.name:
+                self._added_to = ""
 
 
 def _before(values: weakref.ref[_ExchangedValues], memory: ParameterState) -> Callable[..., None]:

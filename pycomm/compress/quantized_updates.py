@@ -184,6 +184,8 @@ class QuantizedUpdates(UpdateCompressor[list[Tensor]]):
         found = [torch.empty_like(x) for x in self._theta]
         for x, mean in zip(found, received, strict=True):
             flat_view(x).copy_(mean)
+        for place in self.unused:  # what was received is a part of the residual, which stays
+            found[place].zero_()
         return found
 
     def commit_outer(self) -> None:

@@ -204,6 +204,8 @@ class CompressorState:
         if self.owner_residual is None or len(sources) > 1:
             return None
         saved = dict(sources[0].get("owner_residual", {}))
+        if self.together and list(sources[0]["v"]) != [memory.name for memory in self.compressed]:
+            return None  # some are frozen now, or were: then places have another meaning
         size = saved_holder(sources[0])[1]
         found = {}
         for unit in self._units() if saved else ():

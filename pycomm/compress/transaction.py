@@ -163,15 +163,21 @@ class Step:
             with self._rolled_back():
                 self._start([bucket])
 
-    def finish(self, ending: contextlib.ExitStack, unused: Collection[Tensor]) -> bool:
+    def finish(
+        self,
+        ending: contextlib.ExitStack,
+        unused: Collection[Tensor],
+        sparse: Sequence[Tensor] = (),
+    ) -> bool:
         """Ends the step. False: a rank has Inf or NaN, and no rank changed its state. Once the step
-        is complete, Ctrl-C is deferred until `ending` closes."""
+        is complete, Ctrl-C is deferred until `ending` closes. See Exchange.finish."""
         self._unused.memories = {self._memories[p] for p in unused if p in self._memories}
         with self._rolled_back():
             if self._plan.loss_scale is not None:
                 self._wait()
-                if not self._vote(self._plan.loss_scale):
-                    self._set_infinite()
+                values = [gradient.values() for gradient in sparse]
+                if not self._vote(self._plan.loss_scale, values):
+                    self._set_infinite(values)
                     return False
             if self._plan.hosts is not None:
                 self._wait()
@@ -298,14 +304,14 @@ class Step:
         for work in works:
             work.wait()
 
-    def _vote(self, scale: float) -> bool:
-        """Collective. Whether no rank has Inf or NaN, in its gradients or in an average.
+    def _vote(self, scale: float, values: Sequence[Tensor]) -> bool:
+        """Collective. Whether no rank has Inf or NaN, in its gradients, in an average, or in the
+        `values` of sparse gradients.
 
         Raises:
             Mismatch: on all ranks, if ranks with data have different loss scales.
         """
-        gradients = [p.grad for p in self._memories if p.grad is not None and p.grad.is_sparse]
-        gradients = [x.coalesce().values() for x in gradients] + [b.flat for b in self._buckets]
+        gradients = [*values, *(bucket.flat for bucket in self._buckets)]
         finite = all(bool(gradient.isfinite().all()) for gradient in gradients)
         low, high = (-math.inf, -math.inf) if self._idle else (-scale, scale)
         word = torch.tensor([0.0 if finite else 1.0, low, high], dtype=torch.float64)
@@ -318,12 +324,14 @@ class Step:
             )
         return not found
 
-    def _set_infinite(self) -> None:
+    def _set_infinite(self, values: Sequence[Tensor]) -> None:
         """Writes Inf to each gradient, so that the scaler of this rank skips the step of each
         optimizer."""
         for bucket in self._buckets:
             for _, gradient in (*bucket.compressed, *bucket.dense):
                 flat_view(gradient)[:1] = math.inf
+        for one in values:
+            one[:1] = math.inf
 
     def _write_results(self) -> None:
         """Writes the received sums to the gradients. No persistent state changes."""

@@ -152,7 +152,6 @@ class LocalSGD(LocalState):
         self._average_momentum = momentum == "averaged"
         self._buffers = [b for b in model.buffers() if b.is_floating_point()] if buffers else []
         self._clip_norm = clip_norm
-        self._used = [False] * len(self._parameters)  # on this rank since the last average
         if compression is not None:
             with self._agreement() as agree:
                 self._compressor = update_compressor(
@@ -265,7 +264,7 @@ class LocalSGD(LocalState):
                 result = self.optimizer.step(closure)
             if self._muon is not None:
                 self._muon.local_step()
-        self._note_use()
+            self._note_use()
         if compressor is not None:
             compressor.skipped = together and skip
             if not compressor.skipped:
@@ -293,7 +292,7 @@ class LocalSGD(LocalState):
             )
 
     def _note_use(self) -> None:
-        """Notes which parameters have a gradient on this rank."""
+        """Notes which parameters have a gradient on this rank, in a step that is not skipped."""
         for place, p in enumerate(self._parameters):
             self._used[place] |= p.grad is not None
 
@@ -361,7 +360,7 @@ class LocalSGD(LocalState):
     def _average_compressed(self, compressor: UpdateCompressor[Any]) -> None:
         """The same with compressed updates. If it fails, the parameters are the snapshot, and the
         updates are in the residual."""
-        compressor.used = [a or b for a, b in zip(compressor.used, self._used, strict=True)]
+        compressor.used = self._used_since_average()
         self._used = [False] * len(self._used)
         compressor.settings = [] if self._muon is None else self._muon.settings
         with contextlib.ExitStack() as ending:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pycomm import collectives
 from pycomm._arguments import Check, check_fields, integer, list_of, mapping, whole
 from pycomm._core_api import arrays
 from pycomm._training import coalesced
@@ -68,6 +69,7 @@ class LocalState:
             replicated = [local_shard(p) for p in model.parameters()]
             coalesced.bcast_list_([*replicated, *model.buffers()], 0, group)
         self._snapshot = [local_shard(p).detach().clone() for p in self._parameters]
+        self._used = [False] * len(self._parameters)  # on this rank since the last average
         self._model = ModelWatch(model, optimizer, self._parameters)
 
     @property
@@ -77,6 +79,18 @@ class LocalState:
     def _averages_gradients(self, step: int) -> bool:
         """Whether ranks average gradients in this step, so that all make the same step."""
         raise NotImplementedError
+
+    def _used_since_average(self) -> list[bool]:
+        """For each parameter, whether it had a gradient on this rank since the last average."""
+        compressor = self._compressor
+        failed = self._used if compressor is None else compressor.used  # an exchange has these
+        return [a or b for a, b in zip(self._used, failed, strict=True)]
+
+    def _load_used(self, used: Sequence[bool]) -> None:
+        """Replaces these flags; without any, as in a state of an older version, all are False."""
+        self._used = list(used) or [False] * len(self._parameters)
+        if self._compressor is not None:
+            self._compressor.used = [False] * len(self._parameters)
 
     def shrink(self, timeout_s: float | None = None) -> ShrinkResult:
         """Collective over the surviving ranks after a rank failed: continues with these ranks.
@@ -195,6 +209,8 @@ class LocalState:
         """The state of this rank: plain values and tensors. Save the model and the optimizer too;
         they differ by rank between two averages, with compression always.
 
+        `used` are flags: which parameters had a gradient on this rank since the last average.
+
         With compression it also has version, rank, size, decay (by parameter, the factor of the
         snapshot since the last average), hosts as in QuantizedGradients, and residual: by
         parameter, float32 [elements]. With TopK owner_residual: if there are owners, by dtype and
@@ -209,6 +225,7 @@ class LocalState:
             "k_steps": self.k_steps,
             "snapshot": [s.clone() for s in self._snapshot],
             "outer": None if self.outer is None else self.outer.state_dict(),
+            "used": self._used_since_average(),
         }
         if self._compressor is not None:
             state |= {
@@ -245,11 +262,15 @@ class LocalState:
         found = self._compressor.gather(integer("dst", dst, 0, size - 1))
         other = [{}] * size if self._muon is None else self._muon.gather(self._group, dst)
         mean = mean_state(self.optimizer, self._group)
-        if found is None or other is None:
+        word = torch.tensor(self._used_since_average(), dtype=torch.uint8)
+        used = collectives.gather(word, dst, group=self._group)
+        if found is None or other is None or used is None:
             return None
         mine = self.state_dict()
         parts = enumerate(zip(found, other, strict=True))
         ranks = [mine | {"rank": rank} | one | more for rank, (one, more) in parts]
+        for rank, row in zip(ranks, used, strict=True):
+            rank["used"] = row.bool().tolist()
         return {"version": VERSION, "size": size, "ranks": ranks, "optimizer": mean}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -293,6 +314,8 @@ class LocalState:
             load_mean_state(self.optimizer, optimized)
         for mine, saved in zip(self._snapshot, state["snapshot"], strict=True):
             mine.copy_(saved)
+        by_rank = [source["used"] for source in sources if "used" in source]
+        self._load_used([any(each) for each in zip(*by_rank, strict=True)])
         self._model.loaded, self._model.restored = False, True
         self.step_count, self.last_sync = state["step_count"], state["last_sync"]
         self.k_steps = state["k_steps"]

@@ -55,7 +55,8 @@ class MuonMatrices:
         self.optimizer, self._parameters = muon, list(parameters)
         of_rest = {p for group in optimizer.param_groups for p in group["params"]}
         places = {p: place for place, p in enumerate(parameters)}
-        self._matrices = [p for group in muon.param_groups for p in group["params"]]
+        given = [p for group in muon.param_groups for p in group["params"]]
+        self._matrices = [p for p in given if p.requires_grad]  # frozen ones have no gradient
         for p in self._matrices:
             if p in of_rest or p not in places:
                 raise InvalidArgument(
@@ -82,13 +83,12 @@ class MuonMatrices:
     @torch.no_grad()
     def local_step(self) -> None:
         """Moves each matrix by lr * g / s."""
-        at = 0
+        rows = dict(zip(self._matrices, self.mean_squares, strict=True))
         for group in self.optimizer.param_groups:
             for p in group["params"]:
-                row = self.mean_squares[at]
-                at += 1
-                if p.grad is None:
+                if p.grad is None or p not in rows:
                     continue
+                row = rows[p]
                 square = float(p.grad.double().square().mean())
                 row.mul_(DECAY).add_(row.new_tensor([square, 1.0]), alpha=1 - DECAY)
                 rms = float(row[0] / row[1]) ** 0.5

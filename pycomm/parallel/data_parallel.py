@@ -135,7 +135,9 @@ class DataParallel(nn.Module):
                 if isinstance(compression, DGC)
                 else exchange_of(compression)
             )
-            compressor.attach({s.name: s.parameter for s in slots if not s.sparse}, made)
+            named = {slot.name: slot.parameter for slot in slots if not slot.sparse}
+            others = {n: p for n, p in module.named_parameters() if n not in named}
+            compressor.attach(named, made, others)
             exchange = compressor
         for slot in slots:
             slot.kind = not slot.sparse and exchange.compresses(slot.parameter)
@@ -303,10 +305,14 @@ class DataParallel(nn.Module):
         return change.result(step, lost)
 
     def _highest_active_rank(self, active: bool) -> int:
-        """The highest rank that has data; -1 if none. Collective."""
-        word = torch.tensor([self._group.rank if active else -1])
+        """The highest rank that has data; -1 if none. Collective. A rank without data gets the loss
+        scale of the others, whose scalers change it."""
+        scale = self._exchange.scale
+        mine = [self._group.rank, scale.mine or 1.0] if active else [-1, 0.0]
+        word = torch.tensor(mine, dtype=torch.float64)
         collectives.all_reduce(word, "max", group=self._group)
-        return int(word.item())
+        scale.others = float(word[1])
+        return int(word[0])
 
     def _synchronized_layers(self) -> list[SyncBatchNorm]:
         return [layer for layer in self.module.modules() if isinstance(layer, SyncBatchNorm)]

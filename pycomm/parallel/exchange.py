@@ -12,6 +12,7 @@ from torch import Tensor
 
 from pycomm._core_api.calls import Work
 from pycomm._training.communicators import CommunicatorPool
+from pycomm._training.loss_scale import LossScale
 from pycomm.elastic.change import GroupChange
 
 __all__ = ["DenseExchange", "Exchange"]
@@ -24,9 +25,11 @@ class Exchange(Protocol):
 
     Attributes:
         idle: True while this rank has no data and only takes part in a pass of the others.
+        scale: of the loss.
     """
 
     idle: bool
+    scale: LossScale
 
     def compresses(self, parameter: Tensor) -> bool:
         """Whether the parameter's gradient needs buckets of a separate kind."""
@@ -43,9 +46,15 @@ class Exchange(Protocol):
         `lacking`: parameters without a gradient on this rank, which may turn out to be unused."""
         ...
 
-    def finish(self, unused: Collection[Tensor] = ()) -> None:
-        """Returns when every gradient has its final value for the optimizer. `unused`: parameters
-        that no rank used. Their state stays as it is, and their gradients are not read."""
+    def finish(self, unused: Collection[Tensor] = (), sparse: Sequence[Tensor] = ()) -> None:
+        """Returns when every gradient has its final value for the optimizer.
+
+        Args:
+            unused: parameters that no rank used. Their state stays as it is, and their gradients
+                are not read.
+            sparse: averaged sparse gradients, coalesced. Inf in one is as Inf in a bucket, and a
+                step that all ranks skip writes a value that is not finite to each.
+        """
         ...
 
     def cancel(self) -> None:
@@ -70,7 +79,7 @@ class DenseExchange:
     """Sums over all ranks and divides once, after the last addition."""
 
     def __init__(self, pool: CommunicatorPool) -> None:
-        self.idle = False
+        self.idle, self.scale = False, LossScale()
         self._pool = pool
         self._works: list[Work] = []
 
@@ -88,7 +97,7 @@ class DenseExchange:
         """Starts the all-reduce of the bucket."""
         self._works.append(self._pool.all_reduce(flat, "avg"))
 
-    def finish(self, unused: Collection[Tensor] = ()) -> None:
+    def finish(self, unused: Collection[Tensor] = (), sparse: Sequence[Tensor] = ()) -> None:
         """Waits for all started calls."""
         works, self._works = self._works, []
         for work in works:

@@ -200,8 +200,9 @@ class Reducer:
                 bucket.missing = 0
             self._send_full()
             used = self._used_anywhere() if self._find_unused else [True] * len(self._slots)
-            self._exchange.finish({slot.parameter for slot in unused if not used[slot.place]})
-            self._average_sparse(used)
+            sparse = self._average_sparse(used)
+            unused_anywhere = {slot.parameter for slot in unused if not used[slot.place]}
+            self._exchange.finish(unused_anywhere, sparse)
             self.passes += 1
         finally:
             idle = self._exchange.idle
@@ -225,13 +226,18 @@ class Reducer:
         found: list[bool] = used.bool().tolist()
         return found
 
-    def _average_sparse(self, used: Sequence[bool]) -> None:
+    def _average_sparse(self, used: Sequence[bool]) -> list[Tensor]:
+        """Returns the averages."""
+        averages = []
         for slot in self._slots:
             if slot.sparse and used[slot.place]:
                 mine = slot.parameter.grad
                 if mine is not None and not mine.is_sparse:
                     raise Unsupported(f"the gradient of {slot.name!r} was expected to be sparse")
-                slot.parameter.grad = average_rows(mine, slot.parameter.detach(), self._group)
+                average = average_rows(mine, slot.parameter.detach(), self._group)
+                slot.parameter.grad = average
+                averages.append(average)
+        return averages
 
     def _reset(self) -> None:
         for slot in self._slots:

@@ -226,15 +226,18 @@ def decayed(module: nn.Module, form: str) -> torch.optim.Optimizer:
     return torch.optim.AdamW(module.parameters(), 0.01, (0.0, 0.99), weight_decay=0.1)
 
 
+OUTER = {"outer": "local", "outer topk": "topk", "outer quantize": "local quantize"}
+
+
 @pytest.mark.parametrize("how", ["frozen", "unused"])
-@pytest.mark.parametrize("form", [*COMPRESSED, *PLAIN, "outer", "outer topk", "muon"])
+@pytest.mark.parametrize("form", [*COMPRESSED, *PLAIN, *OUTER, "muon"])
 def test_a_parameter_without_gradient_stays(form: str, how: str) -> None:
     def program(group: pycomm.Group) -> None:
         module = Layers()
         optimizer, options, name = decayed(module, form), {}, form
         if form.startswith("outer"):
             outer = torch.optim.SGD(module.parameters(), 0.7, 0.9, weight_decay=0.1)
-            options, name = {"outer": outer}, "topk" if form == "outer topk" else "local"
+            options, name = {"outer": outer}, OUTER[form]
         if form == "muon":
             matrices = [p for p in module.parameters() if p.dim() == 2]
             rest = [p for p in module.parameters() if p.dim() != 2]

@@ -320,7 +320,7 @@ def test_rejected_arguments() -> None:
             with pytest.raises(InvalidArgument):
                 pycomm.DGC(sgd(module), **wrong)
         words = nn.Sequential(nn.Embedding(9, 4, sparse=True), nn.Linear(4, 2))
-        with pytest.raises(Unsupported, match=r"'0.0'.*without momentum"):
+        with pytest.raises(Unsupported, match=r"'0.weight'.*without momentum"):
             pycomm.DataParallel(words, compression=pycomm.DGC(sgd(words)))
         groups = [{"params": [module[0].weight]}, {"params": [module[2].weight], "momentum": 0.5}]
         optimizer = torch.optim.SGD(groups, lr=RATE, momentum=0.9)

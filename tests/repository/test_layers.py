@@ -172,7 +172,12 @@ MAY_IMPORT_TORCH = [
     *("pycomm/_torch_autoload.py", "pycomm/torch_backend.py", "pycomm/launch/"),
     *("pycomm/bench/", "pycomm/demo/"),
     *("pycomm/_training/arguments.py", "pycomm/_training/coalesced.py"),
-    *("pycomm/_training/parameters.py", "pycomm/_training/shards.py", "pycomm/checkpoint.py"),
+    *(
+        "pycomm/_training/loss_scale.py",
+        "pycomm/_training/parameters.py",
+        "pycomm/_training/shards.py",
+        "pycomm/checkpoint.py",
+    ),
     *("pycomm/compress/", "pycomm/data/", "pycomm/elastic/", "pycomm/functional.py"),
     *("pycomm/metrics.py", "pycomm/optim/", "pycomm/parallel/", "pycomm/tuning/planner.py"),
 ]
