@@ -35,6 +35,11 @@ constexpr std::chrono::seconds kDialBackDelay{1};
 // whose ranks connect on demand, rings do not shrink further.
 constexpr int kManyRanks = 64;
 
+// What a rank opens while a group forms: for each peer in another process a socket, a pidfd, a ring
+// until the peer has it, and an epoll descriptor; besides these a few for itself and the store,
+// with some to spare for what other threads open meanwhile.
+constexpr size_t kPeerDescriptors = 4, kDescriptors = 16;
+
 size_t ring_bytes(int size) {
   const size_t peers = static_cast<size_t>(std::clamp(size, 2, kManyRanks)) - 1;
   return std::min(std::bit_floor((size_t{8} << 20) / peers), size_t{1} << 20);
@@ -68,6 +73,7 @@ class MeshBuilder {
       infos_.push_back(decode_rank_info(text));
     check_options();
     check_key();
+    check_descriptors(full);
     Mesh mesh = describe();
     pick_transports(mesh, why, full);
     Connector::Options options{.rank = request_.rank,
@@ -112,6 +118,26 @@ class MeshBuilder {
             "all hosts, for example from python -c \"import secrets; "
             "print(secrets.token_hex(32))\"",
             {.op = "init", .rank = request_.rank});
+  }
+
+  // Before any connection: a rank that then lacked descriptors could not tell its peers. All ranks
+  // reach the same result.
+  void check_descriptors(bool full) const {
+    for (size_t i = 0; i < infos_.size(); ++i) {
+      const RankInfo& info = infos_[i];
+      size_t needed = request_.size > 1 ? kDescriptors : 0;
+      for (size_t j = 0; full && j < infos_.size(); ++j)
+        if (j != i && between(info, infos_[j]) != "local") needed += kPeerDescriptors;
+      if (std::stoull(info.descriptors) >= needed) continue;
+      const auto lacking = static_cast<int>(i);
+      throw Unsupported("the group \"" + request_.name + "\" needs up to " +
+                            std::to_string(needed) + " descriptors in each process, and " +
+                            name(lacking) + " has " + info.descriptors + " of its " +
+                            info.most_descriptors +
+                            " left: too many open files; raise the limit there (ulimit -n), or "
+                            "make fewer groups",
+                        {.op = "init", .rank = request_.rank, .peer = lacking});
+    }
   }
 
   Mesh describe() const {

@@ -11,6 +11,7 @@
 
 #include "core/errors.h"
 #include "core/sha256.h"
+#include "os/fd.h"
 #include "os/random.h"
 
 namespace pycomm::bootstrap {
@@ -81,6 +82,9 @@ RankInfo own_rank_info(const std::string& host) {
   info.process = name + "-" + std::to_string(info.pid);
   info.host_id = host_identity() + (host.empty() ? "" : kSimulatedHost + host);
   info.host = host.empty() ? host_name() : host;
+  const os::DescriptorLimit descriptors = os::descriptor_limit();
+  info.most_descriptors = std::to_string(descriptors.most);
+  info.descriptors = std::to_string(descriptors.left);
   struct stat pids{};
   info.pid_space =
       ::stat("/proc/self/ns/pid", &pids) == 0 ? std::to_string(pids.st_ino) : info.process;
@@ -95,10 +99,11 @@ bool on_one_machine(const RankInfo& a, const RankInfo& b) {
 }
 
 std::string encode(const RankInfo& info) {
-  std::string text = "pycomm-5\n";
+  std::string text = "pycomm-6\n";
   for (const std::string& field :
        {info.process, info.host_id, info.host, std::to_string(info.pid), info.pid_space,
-        info.options, info.token, info.shm, info.tcp, info.memory, info.heap, encode(info.tuned)})
+        info.options, info.token, info.shm, info.tcp, info.memory, info.heap, info.most_descriptors,
+        info.descriptors, encode(info.tuned)})
     text += field + "\n";
   return text;
 }
@@ -116,7 +121,7 @@ std::string digest_of(const std::vector<RankInfo>& infos) {
 
 RankInfo decode_rank_info(const std::string& text) {
   check(text.size() <= kMaxInfoBytes, "a rank info is too long");
-  std::array<std::string, 13> fields;
+  std::array<std::string, 15> fields;
   size_t begin = 0;
   for (std::string& field : fields) {
     const size_t end = text.find('\n', begin);
@@ -124,13 +129,20 @@ RankInfo decode_rank_info(const std::string& text) {
     field = text.substr(begin, end - begin);
     begin = end + 1;
   }
-  check(begin == text.size() && fields[0] == "pycomm-5",
+  check(begin == text.size() && fields[0] == "pycomm-6",
         "a rank info is from another version of pycomm");
-  RankInfo info{fields[1], fields[2], fields[3], 0,          fields[5],  fields[6],
-                fields[7], fields[8], fields[9], fields[10], fields[11], decode_tuned(fields[12])};
+  RankInfo info{fields[1],  fields[2],
+                fields[3],  0,
+                fields[5],  fields[6],
+                fields[7],  fields[8],
+                fields[9],  fields[10],
+                fields[11], fields[12],
+                fields[13], decode_tuned(fields[14])};
   info.pid = static_cast<int64_t>(number_in(fields[4]));
   check(info.pid > 0, "a rank info has no process id");
-  for (const std::string& bytes : {info.memory, info.heap}) (void)number_in(bytes);
+  for (const std::string& number :
+       {info.memory, info.heap, info.most_descriptors, info.descriptors})
+    (void)number_in(number);
   // Some fields, such as thresholds, have several spellings.
   check(encode(info) == text, "a rank info is not in canonical form");
   return info;

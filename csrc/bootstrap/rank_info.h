@@ -26,6 +26,8 @@ struct RankInfo {
   std::string shm, tcp;                  // addresses; empty: unavailable
   std::string memory;                    // bytes of its shared memory, in digits
   std::string heap;                      // bytes of its heap, in digits; "0": none
+  std::string most_descriptors;          // that its process may have, in digits
+  std::string descriptors;               // those that are not open
   std::vector<TunedThresholds> tuned{};  // rank 0's apply to all
 };
 

@@ -3,12 +3,19 @@
 #include "os/fd.h"
 
 #include <pthread.h>
+#include <sys/resource.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <array>
 #include <bit>
+#include <charconv>
 #include <cstddef>
 #include <cstdint>
+#include <filesystem>
+#include <limits>
+#include <string>
+#include <system_error>
 
 namespace pycomm::os {
 namespace {
@@ -51,6 +58,26 @@ void Fd::close() const {
   const size_t word = static_cast<size_t>(fd_) / kBits;
   if (word < registered.size()) registered[word].fetch_and(~bit(fd_), std::memory_order_relaxed);
   ::close(fd_);
+}
+
+// Counts the numbers below the limit: descriptors from before it was lowered may have larger ones.
+DescriptorLimit descriptor_limit() {
+  constexpr size_t kUnknown = std::numeric_limits<size_t>::max();
+  rlimit limit{};
+  if (::getrlimit(RLIMIT_NOFILE, &limit) != 0) return {kUnknown, kUnknown};
+  const auto most = static_cast<size_t>(limit.rlim_cur);
+  std::error_code error;
+  size_t open = 0;
+  std::filesystem::directory_iterator at("/proc/self/fd", error);
+  if (error == std::errc::too_many_files_open) return {most, 0};
+  if (error) return {kUnknown, kUnknown};
+  for (; !error && at != std::filesystem::directory_iterator(); at.increment(error)) {
+    const std::string name = at->path().filename();
+    size_t number = 0;
+    std::from_chars(name.data(), name.data() + name.size(), number);
+    if (number < most) ++open;
+  }
+  return {most, most - std::min(open, most)};
 }
 
 }  // namespace pycomm::os

@@ -8,6 +8,7 @@
 #pragma once
 
 #include <atomic>
+#include <cstddef>
 #include <utility>
 
 namespace pycomm::os {
@@ -50,5 +51,12 @@ class Fd {
   int fd_ = -1;
   unsigned forks_at_creation_ = forks();
 };
+
+// How many descriptors this process may have, and how many of them are not open. Both are the
+// largest number if the system does not tell.
+struct DescriptorLimit {
+  size_t most, left;
+};
+DescriptorLimit descriptor_limit();
 
 }  // namespace pycomm::os

@@ -81,10 +81,10 @@ std::array<os::Fd, kMostFds> receive_descriptors(int socket, const Deadline& dea
     if (i < kMostFds) fds[i] = std::move(one);
   }
   // The kernel drops the descriptors for which this process has no number left.
-  if (count < kMostFds && (passed.message.msg_flags & MSG_CTRUNC) != 0)
-    throw PeerLost(
-        "its shared memory was not received: the limit of open files of this process is reached; "
-        "raise it (ulimit -n)");
+  if (count < kMostFds && (passed.message.msg_flags & MSG_CTRUNC) != 0) {
+    errno = EMFILE;
+    os::throw_errno("receiving a peer's shared memory");
+  }
   if (count < kLeastFds || count > kMostFds)
     throw PeerLost("invalid shared memory: it sent " + std::to_string(count) +
                    " descriptors, expected 2 or 3");

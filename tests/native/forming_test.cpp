@@ -53,6 +53,25 @@ bootstrap::MeshRequest request_of(int rank, const std::string& by) {
           .log = {}};
 }
 
+// The others see it too, before any connection.
+const Test kFewDescriptors{
+    "a rank without enough descriptors is named by all", [] {
+      for (const std::string by : {"shm", "tcp"}) {
+        Notes infos;
+        ranks::run(kSize - 1, [&](int rank) {
+          const auto exchange = [&](const std::string& mine) {
+            bootstrap::RankInfo info = bootstrap::decode_rank_info(mine);
+            if (rank == 1) info.descriptors = "20";
+            return infos.exchange(rank, bootstrap::encode(info));
+          };
+          const auto ending = ranks::ending_of(
+              [&] { (void)bootstrap::form_mesh(request_of(rank, by), exchange, Deadline(60s)); });
+          expect(ending.is(ErrorKind::unsupported) && ending.says("rank 1 (host"), ending.text());
+          expect(ending.says("ulimit -n") && ending.error->fields().peer == 1, ending.text());
+        });
+      }
+    }};
+
 const Test kLate{"a rank that aborts forming says why", [] {
                    for (const std::string by : {"shm", "tcp"}) {
                      Notes infos;
@@ -339,6 +358,8 @@ bootstrap::RankInfo sound_note() {
   info.tcp = "127.0.0.1:1 [::1]:2";
   info.memory = "4096";
   info.heap = "0";
+  info.most_descriptors = "1024";
+  info.descriptors = "512";
   info.tuned = {{"tcp", {16384, 1048576}}, {"shm", {8192, 1048576}}};
   return info;
 }
@@ -370,6 +391,9 @@ const Test kNote{
       for (const std::string wrong : {"04096", "+4096", "-1", "x", ""})
         refused("\n4096\n", "\n" + wrong + "\n");
       refused("\n0\n", "\n00\n");
+      for (const std::string wrong : {"01024", "+512", "x", ""})
+        for (const std::string number : {"1024", "512"})
+          refused("\n" + number + "\n", "\n" + wrong + "\n");
       refused("tcp 16384", "tcp  16384");
       refused("tcp 16384", " tcp 16384");
       refused("tcp 16384", "tcp +16384");
@@ -380,7 +404,7 @@ const Test kNote{
       refused("1048576\n", "1048576\n\n");
       refused("1048576\n", "1048576\nx");
       refused("1048576\n", "1048576");
-      refused("pycomm-5", "pycomm-4");
+      refused("pycomm-6", "pycomm-5");
     }};
 
 }  // namespace

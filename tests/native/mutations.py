@@ -152,6 +152,14 @@ ROWS = [
         "an invalid header",
     ),
     (
+        "any_number_of_descriptors",
+        "bootstrap/mesh.cpp",
+        "if (std::stoull(info.descriptors) >= needed) continue;",
+        "if (needed > 0) continue;",
+        "forming",
+        "without enough descriptors",
+    ),
+    (
         "rank_info_in_another_encoding",
         "bootstrap/rank_info.cpp",
         "check(encode(info) == text,",

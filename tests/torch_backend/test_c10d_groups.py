@@ -5,6 +5,7 @@ The functions `_...` run in the processes of torch_ranks.py; test_c10d.py has th
 
 import copy
 import os
+import resource
 import threading
 import time
 from collections.abc import Callable
@@ -21,7 +22,7 @@ from torch_ranks import CALL_S, SIZES, Run, run_fixture, same  # noqa: F401 - a 
 
 import pycomm
 from pycomm import torch_backend
-from pycomm.errors import Error, GroupBroken, Timeout
+from pycomm.errors import Error, GroupBroken, Timeout, Unsupported
 
 CPU = torch.device("cpu")
 
@@ -34,6 +35,26 @@ def _sum_of_ranks(group: dist.ProcessGroup, members: list[int]) -> None:
     x = torch.full((5,), float(dist.get_rank()))
     dist.all_reduce(x, group=group)
     assert (x == sum(members)).all()
+
+
+def _too_few_descriptors() -> None:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    dist.new_group()  # opens the connections to the store that a new group needs
+    if dist.get_rank() == 1:
+        used = len(os.listdir("/proc/self/fd"))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (used + 12, before[1]))
+    try:
+        with pytest.raises(Unsupported, match=r"rank 1 \(host .* raise the limit there") as caught:
+            dist.new_group()
+        assert caught.value.peer == 1
+        _sum_of_ranks(dist.group.WORLD, [0, 1, 2])
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    _sum_of_ranks(dist.new_group(), [0, 1, 2])
+
+
+def test_new_group_without_descriptors_names_the_rank(run: Run) -> None:
+    run(3, _too_few_descriptors)
 
 
 def _subsets() -> None:
