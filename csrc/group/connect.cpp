@@ -405,6 +405,10 @@ bool all_have_read(rendezvous::Store& store, const ConnectOptions& options,
 std::shared_ptr<Group> connect(rendezvous::Store& store, ConnectOptions options,
                                std::vector<int> ranks) {
   check_options(options);
+  if (options.size == 1)  // needs no store, in which its keys would stay
+    return make_group(
+        options, [](const std::string& mine) { return std::vector{mine}; },
+        ranks.empty() ? std::vector{0} : std::move(ranks));
   const Deadline deadline(options.timeout);
   const std::string name = options.name;
   const std::string counter = name + "/formed/" + std::to_string(options.rank);

@@ -350,6 +350,16 @@ const Test kInterrupted{
       expect(!store.find("world/rank_info/0"), "its info is still there");
     }};
 
+const Test kOne{"a group of one leaves no key in the store", [] {
+                  rendezvous::LocalStore store;
+                  group::ConnectOptions options = options_of_two(60s);
+                  options.size = 1;
+                  const auto group = group::connect(store, options);
+                  expect_equal(group->size(), 1, "size");
+                  for (const std::string key : {"world/formed/0", "world/rank_info/0"})
+                    expect(!store.find(key), key);
+                }};
+
 bootstrap::RankInfo sound_note() {
   bootstrap::RankInfo info = bootstrap::own_rank_info({});
   info.options = "reproducible=False";
