@@ -242,6 +242,8 @@ class Group(Collectives):
     def allocate(self, nbytes: int, /) -> SharedMemory | None:
         """Memory for zero-copy calls of this group; None if its ranks do not share memory."""
     def split(self, color: int, key: int, /) -> Group | None: ...
+    def close_after_peers(self, wait_s: float, /) -> None:
+        """close(), which returns when all peers have left or died, or after `wait_s`."""
     def lost(self) -> list[int]:
         """The ranks that this rank knew to be lost when the group broke."""
     def status(self) -> dict[str, Any]: ...

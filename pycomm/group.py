@@ -21,12 +21,17 @@ from pycomm._bootstrap.joining import Joiners
 from pycomm._bootstrap.shrink import Store
 from pycomm.errors import GroupBroken, InvalidArgument
 
-__all__ = ["DEFAULT_TIMEOUT_S", "Group", "abort_all", "elastic_group", "on_shrink"]
+__all__ = ["DEFAULT_TIMEOUT_S", "Group", "abort_all", "elastic_group", "on_shrink", "serving"]
 
 DEFAULT_TIMEOUT_S = 600.0
 
 # How long replace() waits for processes that join.
 DEFAULT_WAIT_S = 60.0
+
+# The groups whose store this process serves, as rank 0, and how long it waits at their end for the
+# ranks that may use it.
+serving: weakref.WeakSet[Group] = weakref.WeakSet()
+SERVE_S = 10.0
 
 # Called by shrink(), replace() and grow() with the old and the new group.
 on_shrink: list[Callable[[Group, Group], None]] = []
@@ -233,7 +238,10 @@ class Group:
         core, elastic = shrink.regroup(self.core, store, limit_s, self._elastic, joiners)
         if elastic is not None:
             return self._inherit(elastic_group(core, elastic, self._timeout_s))
-        return self._inherit(Group(core, self._store, self._timeout_s))
+        made = Group(core, self._store, self._timeout_s)
+        if self in serving:
+            serving.add(made)
+        return self._inherit(made)
 
     def _limit(self, op: str, timeout_s: float | None) -> float:
         limit_s = self._timeout_s if timeout_s is None else timeout_s
@@ -264,10 +272,13 @@ class Group:
     def close(self) -> None:
         """Leaves the group cleanly; later calls raise GroupBroken. Closing twice has no effect.
 
-        Subgroups made by split() stay open until they are closed or the process exits.
+        Subgroups made by split() stay open until they are closed or the process exits. If this rank
+        serves the store of user_get, as rank 0, it waits up to 10 s until the others left or died.
         """
         for core in list(self._devices.values()):
             core.close()
+        if self in serving:
+            self.core.close_after_peers(SERVE_S)
         self.core.close()
         if not self.core.forked:
             self._store = None  # the last reference to rank 0's store ends it

@@ -63,6 +63,17 @@ void close(const Handle& handle) {
   handle.shared()->close();
 }
 
+void close_after_peers(const GroupHandle& handle, double wait_s) {
+  if (handle.in_child()) return;
+  {
+    group::Group& group = handle.group();
+    const auto wait = nanoseconds(wait_s);
+    const Blocking blocking;
+    group.close_after_peers(wait);
+  }
+  throw_pending();
+}
+
 void abort(const Handle& handle, const std::string& reason) {
   if (handle.in_child()) return;
   const Blocking blocking;
@@ -212,6 +223,7 @@ void bind_group(py::module_& module) {
              return SharedMemory{std::move(memory), bytes};
            })
       .def("split", &split)
+      .def("close_after_peers", &close_after_peers)
       .def("lost", [](const GroupHandle& h) { return h.group().status().lost; })
       .def("status", &status)
       .def("set_timeout",

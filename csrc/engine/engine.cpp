@@ -30,9 +30,10 @@ void Engine::run(Task& task, const transport::Header& header, const Deadline& de
   runner_.run(task, {.signature = header}, deadline);
 }
 
-void Engine::leave() noexcept {
+void Engine::leave(std::chrono::nanoseconds wait,
+                   const std::function<bool()>& interrupted) noexcept {
   const std::lock_guard turn(turn_);
-  shutdown_.leave();
+  shutdown_.leave(wait, interrupted);
 }
 
 void Engine::fail(const Error& error) noexcept {

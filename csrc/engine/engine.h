@@ -68,8 +68,9 @@ class Engine {
   // From any thread: whether receive_any() ends, also a later one, before it has a message.
   void set_suspended(bool suspended) noexcept { suspended ? loop_.suspend() : loop_.resume(); }
 
-  // Sends a goodbye message and closes the connections. Data already sent is still delivered.
-  void leave() noexcept;
+  // See Shutdown::leave().
+  void leave(std::chrono::nanoseconds wait = {},
+             const std::function<bool()>& interrupted = {}) noexcept;
   // Sends the peers the reason and closes the connections; later calls throw GroupBroken with it.
   void fail(const Error& error) noexcept;
   // `peer` closed its connection: throws the error in its goodbye message, which may follow frames

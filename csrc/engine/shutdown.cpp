@@ -29,14 +29,15 @@ void Shutdown::throw_broken() const {
   throw GroupBroken("this group cannot be used any more: " + cause(), {.rank = peers_.rank()});
 }
 
-void Shutdown::leave() noexcept {
+void Shutdown::leave(std::chrono::nanoseconds wait,
+                     const std::function<bool()>& interrupted) noexcept {
   {
     const std::lock_guard lock(mutex_);
     if (broken_.load(std::memory_order_relaxed)) return;
     cause_ = "it was closed";
     broken_.store(true, std::memory_order_release);
   }
-  say_goodbye({.text = "it closed the group"});
+  say_goodbye({.text = "it closed the group"}, wait, interrupted);
 }
 
 // Holds the lock while it finds the lost ranks, so that lost() is complete once the cause is known.
@@ -77,10 +78,12 @@ void Shutdown::fail_call(const Error& error, const transport::Header& signature,
   throw reported;
 }
 
-void Shutdown::say_goodbye(const Goodbye& goodbye) noexcept {
+void Shutdown::say_goodbye(const Goodbye& goodbye, std::chrono::nanoseconds wait,
+                           const std::function<bool()>& interrupted) noexcept {
   try {
     connections_.close();  // peers that have just connected receive it too
     post_goodbye(peers_, calls_.epoch(), goodbye);
+    if (wait.count() > 0) (void)wait_for_goodbyes(Deadline(wait), interrupted);
   } catch (...) {  // out of memory: the peers see only the closed connection
   }
   peers_.close_all();
@@ -90,17 +93,23 @@ void Shutdown::say_goodbye(const Goodbye& goodbye) noexcept {
 // Returns the peers that did not answer.
 std::vector<int> Shutdown::find_unresponsive_peers(const Error& error) {
   post_goodbye(peers_, calls_.epoch(), goodbye_of(error));
-  const Deadline deadline(kLivenessTimeout);
+  return wait_for_goodbyes(Deadline(kLivenessTimeout), {});
+}
+
+// Until each connected peer has sent its goodbye or closed; returns those that have not.
+std::vector<int> Shutdown::wait_for_goodbyes(const Deadline& deadline,
+                                             const std::function<bool()>& interrupted) {
   for (;;) {
     std::vector<int> silent;
     std::vector<pollfd> waiting;
     for (int peer = 0; peer < peers_.size(); ++peer) {
       if (!peers_.at(peer).link || answers(peer, deadline)) continue;
+      (void)peers_.at(peer).link->flush();  // our goodbye
       silent.push_back(peer);
       waiting.push_back(peers_.at(peer).link->channel().arm({true, false}));
       if (answers(peer, deadline)) waiting.back().fd = -1;  // in the meantime: do not sleep
     }
-    if (silent.empty() || deadline.expired()) return silent;
+    if (silent.empty() || deadline.expired() || (interrupted && interrupted())) return silent;
     const bool idle = std::ranges::all_of(waiting, [](const pollfd& p) { return p.fd >= 0; });
     if (idle) ::poll(waiting.data(), waiting.size(), 10);
     for (size_t i = 0; i < silent.size(); ++i)

@@ -3,6 +3,8 @@
 #pragma once
 
 #include <atomic>
+#include <chrono>
+#include <functional>
 #include <mutex>
 #include <string>
 #include <vector>
@@ -35,8 +37,10 @@ class Shutdown {
     if (broken()) throw_broken();
   }
 
-  // Sends a goodbye message and closes the connections. Data already sent is still delivered.
-  void leave() noexcept;
+  // Sends a goodbye message and closes the connections. Data already sent is still delivered. With
+  // `wait`, closes them once all peers left or died, at the latest after this time, or as soon as
+  // `interrupted` is true.
+  void leave(std::chrono::nanoseconds wait, const std::function<bool()>& interrupted) noexcept;
   // Sends the peers the reason and closes the connections.
   void fail(const Error& error) noexcept;
   // The same for an error that ended the call `signature`, with what is known of it; throws it.
@@ -47,8 +51,11 @@ class Shutdown {
 
  private:
   [[noreturn]] void throw_broken() const;
-  void say_goodbye(const Goodbye& goodbye) noexcept;
+  void say_goodbye(const Goodbye& goodbye, std::chrono::nanoseconds wait = {},
+                   const std::function<bool()>& interrupted = {}) noexcept;
   std::vector<int> find_unresponsive_peers(const Error& error);
+  std::vector<int> wait_for_goodbyes(const Deadline& deadline,
+                                     const std::function<bool()>& interrupted);
   bool answers(int peer, const Deadline& deadline);
   std::vector<int> find_lost(const Error& error);
 

@@ -337,11 +337,11 @@ void HostGroup::complete(std::chrono::microseconds round_trip) {
   }
 }
 
-void HostGroup::close() noexcept {
+void HostGroup::close_after_peers(std::chrono::nanoseconds wait) noexcept {
   if (worker_.busy()) engine_.stop("it was closed while a call ran");
   worker_.join();
   heartbeat_.join();
-  engine_.leave();
+  engine_.leave(wait, options_.interrupted);
   log_.close();
 }
 

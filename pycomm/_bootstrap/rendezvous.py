@@ -25,7 +25,7 @@ from typing import Any
 from pycomm import _core
 from pycomm._bootstrap import thresholds
 from pycomm.config import Config, flight_recorder_files
-from pycomm.errors import InvalidArgument, Timeout
+from pycomm.errors import InvalidArgument, PeerLost, Timeout
 
 __all__ = ["connect", "find_store", "host_of"]
 
@@ -37,6 +37,7 @@ PAUSE_S = 0.02  # between two polls of torch's store, whose own wait would block
 # (followed by random bytes).
 ABSENT, GONE = b"\0absent", b"\0gone "
 LABEL = b"pycomm: values in a foreign store"  # for deriving the signature key
+LOST = ("DistNetworkError", "DistStoreError")  # torch's errors for a connection that ended
 MAC_BYTES, UNIQUE_BYTES = 32, 8
 FORGED = (
     ": the stored value lacks the run's signature. Either a rank has no or another PYCOMM_SECRET, "
@@ -195,6 +196,9 @@ class TorchStore:
                 thread.join()
                 if done:
                     return value
+                if type(value).__name__ in LOST:
+                    text = str(value).partition("\n")[0]
+                    raise PeerLost(f"lost torch's store: {text}") from None
                 raise value
         raise Timeout(
             f"torch's store did not answer {method}({key!r}) within {timeout_s:.1f} s: the "
@@ -247,6 +251,11 @@ def find_store(config: Config, timeout_s: float) -> _core.Store | _core.PythonSt
     if config.rank == 0:
         return _core.TcpStore.serve(host if is_loopback(host) else "", port, config.secret)
     return _core.TcpStore.connect(host, port, config.secret, timeout_s)
+
+
+def is_served_by_rank_0(config: Config, store: Any) -> bool:
+    """Whether the store of find_store() ends with rank 0's process, not with a launcher's."""
+    return config.size > 1 and not (isinstance(store, TorchStore) and config.agent_store)
 
 
 def is_loopback(host: str) -> bool:

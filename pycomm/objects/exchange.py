@@ -4,12 +4,14 @@ Plain values are None, bool, int, float, str, bytes and NumPy arrays of numbers,
 and dicts of them (serialization.py): a value from another rank can never run code. A NumPy scalar
 arrives as a Python number, a torch.Size as a tuple. Keys are kept in the rendezvous
 store, separately for each group. That is torch's store if torch created the group; otherwise
-rank 0's process serves it until it leaves.
+rank 0's process serves it until it leaves, for which it waits until the others left, at most 10 s.
 """
 
 from __future__ import annotations
 
+import contextlib
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -17,7 +19,7 @@ import numpy as np
 from pycomm._core_api import calls
 from pycomm.collectives import all_gather_v
 from pycomm.default_group import chosen
-from pycomm.errors import InvalidArgument, Timeout
+from pycomm.errors import InvalidArgument, PeerLost, Timeout
 from pycomm.group import Group
 from pycomm.objects import serialization
 
@@ -97,7 +99,9 @@ def user_set(key: str, value: Any, *, group: Group | None = None) -> None:
             op="user_set",
             bytes=len(encoded),
         )
-    store.set(_place(prefix, key, "user_set"), encoded, limit_s)
+    where = _place(prefix, key, "user_set")
+    with _naming_server("user_set"):
+        store.set(where, encoded, limit_s)
 
 
 def user_get(key: str, timeout_s: float | None = None, *, group: Group | None = None) -> Any:
@@ -138,15 +142,26 @@ def _wait(verb: str, key: str, timeout_s: float | None, group: Group | None) -> 
     limit_s = calls.limit(timeout_s) or limit_s
     end = time.monotonic() + limit_s
     while True:
-        try:
-            value: bytes | None = store.get(where, max(0.0, end - time.monotonic()))
-        except Timeout:
-            text = f"{verb}: no rank set {key!r} within {limit_s:.3g} s"
-            raise Timeout(text, op=verb, elapsed_s=limit_s) from None
-        if verb == "user_pop":
-            value = store.remove(where, max(LEAST_S, end - time.monotonic()))
+        with _naming_server(verb):
+            try:
+                value: bytes | None = store.get(where, max(0.0, end - time.monotonic()))
+            except Timeout:
+                text = f"{verb}: no rank set {key!r} within {limit_s:.3g} s"
+                raise Timeout(text, op=verb, elapsed_s=limit_s) from None
+            if verb == "user_pop":
+                value = store.remove(where, max(LEAST_S, end - time.monotonic()))
         if value is not None:  # else another rank was faster
             return serialization.decode(value)
+
+
+@contextlib.contextmanager
+def _naming_server(verb: str) -> Iterator[None]:
+    """Adds to the error of a store that ended which process ended."""
+    try:
+        yield
+    except PeerLost as error:
+        text = f"{verb}: the store ended, with rank 0 or the launcher that served it: {error}"
+        raise PeerLost(text, op=verb) from None
 
 
 def _place(prefix: str, key: str, verb: str) -> str:
