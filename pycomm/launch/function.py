@@ -161,6 +161,13 @@ def _counts(options: Options) -> tuple[int, int, int]:
         )
     if size > count and options.master_port == 0:
         raise InvalidArgument("several hosts need a rendezvous: pass the same master_port on all")
+    if options.nproc is None and size == 1:  # nothing is parallel, which may not be intended
+        default = "CUDA device" if devices else f"{worker_setup.CORES_PER_RANK} processors"
+        print(
+            f"pycomm.launcher: 1 process on this host, the default of one per {default}; "
+            "nproc=N sets another number",
+            file=sys.stderr,
+        )
     if shared := worker_setup.shared_devices(count, devices):
         print(f"pycomm.launcher: {count} ranks {shared}", file=sys.stderr)
     return count, size, devices

@@ -27,7 +27,6 @@ def sums(x: np.ndarray, *, factor: int) -> Any:
     places = [os.environ[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "PYCOMM_SIZE")]
     pycomm.user_set(f"of {pycomm.rank()}", pycomm.rank())
     other = pycomm.user_get(f"of {1 - pycomm.rank()}")
-    pycomm.barrier()  # the store ends with rank 0
     return total, pycomm.rank(), pycomm.local_size(), places, other
 
 
@@ -183,6 +182,20 @@ def test_ranks_that_share_a_gpu_are_reported(
     assert capsys.readouterr().err == ""
     assert function._counts(function.Options(nproc=4)) == (4, 4, 2)
     assert "pycomm.launcher: 4 ranks on 2 GPUs: NCCL refuses two" in capsys.readouterr().err
+
+
+@pycomm.launcher(device="cpu")
+def own_size() -> int:
+    return pycomm.size()
+
+
+def test_one_process_by_default_names_nproc(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for processors, size in ((2, 1), (4, 2)):
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _, n=processors: set(range(n)))
+        assert own_size() == [size] * size
+        assert ("nproc=N sets another number" in capfd.readouterr().err) == (size == 1)
 
 
 def test_script_without_a_main_guard_is_reported(tmp_path: Path) -> None:
