@@ -23,7 +23,7 @@ from pycomm._bootstrap.elastic_store import Elastic
 from pycomm._bootstrap.shrink import Store
 from pycomm._names import also_named
 from pycomm.errors import GroupBroken, InvalidArgument
-from pycomm.group import DEFAULT_TIMEOUT_S, Group, abort_all, elastic_group, on_shrink
+from pycomm.group import DEFAULT_TIMEOUT_S, Group, abort_all, elastic_group, on_shrink, serving
 
 __all__ = [
     "as_thread_default",
@@ -226,7 +226,8 @@ def _form(here: config.Config, timeout_s: float, reproducible: bool, heartbeat_s
     launcher_watch.start(abort_all)
     if elastic is None:
         made = Group(core, store, timeout_s)
-        made._serves = here.rank == 0 and rendezvous.is_served_by_rank_0(here, store)
+        if here.rank == 0 and rendezvous.is_served_by_rank_0(here, store):
+            serving.add(made)
         return made
     return elastic_group(core, elastic, timeout_s)
 

@@ -22,7 +22,7 @@ from pycomm._bootstrap.joining import Joiners
 from pycomm._bootstrap.shrink import Store
 from pycomm.errors import GroupBroken, InvalidArgument
 
-__all__ = ["DEFAULT_TIMEOUT_S", "Group", "abort_all", "elastic_group", "on_shrink"]
+__all__ = ["DEFAULT_TIMEOUT_S", "Group", "abort_all", "elastic_group", "on_shrink", "serving"]
 
 DEFAULT_TIMEOUT_S = 600.0
 
@@ -31,7 +31,9 @@ INT32 = 2**31 - 1  # the largest color, key or count
 # How long replace() waits for processes that join.
 DEFAULT_WAIT_S = 60.0
 
-# How long rank 0 waits at its end for the ranks that may use the store that it serves.
+# The groups whose store this process serves, as rank 0, and how long it waits at their end for the
+# ranks that may use it.
+serving: weakref.WeakSet[Group] = weakref.WeakSet()
 SERVE_S = 10.0
 
 # Called by shrink(), replace() and grow() with the old and the new group.
@@ -245,7 +247,8 @@ class Group:
         if elastic is not None:
             return self._inherit(elastic_group(core, elastic, self._timeout_s))
         made = Group(core, self._store, self._timeout_s)
-        made._serves = self._serves
+        if self in serving:
+            serving.add(made)
         return self._inherit(made)
 
     def _limit(self, timeout_s: float | None) -> float:
@@ -279,7 +282,7 @@ class Group:
         """
         for core in list(self._devices.values()):
             core.close()
-        if self._serves:
+        if self in serving:
             self.core.close_after_peers(SERVE_S)
         self.core.close()
         if not self.core.forked:

@@ -100,7 +100,7 @@ class DeviceGroup final : public group::Collectives,
   }
   bool formed() const override { return executors_.of_all() != nullptr; }
   std::shared_ptr<device::Event> make_event() override { return events_->take(); }
-  void close() noexcept override;
+  void close_after_peers(std::chrono::nanoseconds wait) noexcept override;
   void abort(const std::string& reason) noexcept override {
     fail(GroupBroken("the group was aborted: " + reason, {.rank = rank()}));
   }
@@ -447,7 +447,7 @@ void DeviceGroup::fail(const Error& error) noexcept {
 }
 
 // Waits for the enqueued calls first, as peers may need them.
-void DeviceGroup::close() noexcept {
+void DeviceGroup::close_after_peers(std::chrono::nanoseconds /*wait*/) noexcept {
   const auto is_idle = [this] {
     const std::lock_guard lock(ending_);
     return ended_ || (watchdog_.idle() && !agreements_.any_pending());

@@ -188,7 +188,10 @@ class Collectives {
 
   // Leaves cleanly: peers that need nothing more from this rank are not affected. A second call has
   // no effect. Later calls raise GroupBroken.
-  virtual void close() noexcept = 0;
+  void close() noexcept { close_after_peers({}); }
+  // The same, but closes the connections of a host group when all peers have left or died, or after
+  // `wait`, or once the caller is interrupted. Peers learn at once that this rank left.
+  virtual void close_after_peers(std::chrono::nanoseconds wait) noexcept = 0;
   // Any thread: the running call, here and on every peer, fails with an error that contains
   // `reason`, and the group is broken permanently.
   virtual void abort(const std::string& reason) noexcept = 0;

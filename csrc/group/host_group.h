@@ -48,7 +48,6 @@ class HostGroup final : public Group {
   bool broken() const override { return engine_.broken(); }
   Status status() const override;
   void set_timeout(std::chrono::nanoseconds timeout) override;
-  void close() noexcept override { close_after_peers({}); }
   void close_after_peers(std::chrono::nanoseconds wait) noexcept override;
   void abort(const std::string& reason) noexcept override;
   void check_for_failures(std::chrono::nanoseconds limit) override;

@@ -4,7 +4,7 @@ Plain values are None, bool, int, float, str, bytes and NumPy arrays of numbers,
 and dicts of them (serialization.py): a value from another rank can never run code. A NumPy scalar
 arrives as a Python number, a torch.Size as a tuple. Keys are kept in the rendezvous
 store, separately for each group. That is torch's store if torch created the group; otherwise
-rank 0's process serves it until it leaves.
+rank 0's process serves it until it leaves, for which it waits until the others left, at most 10 s.
 """
 
 from __future__ import annotations
