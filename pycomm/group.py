@@ -69,7 +69,6 @@ class Group:
         "_devices",
         "_elastic",
         "_rank",
-        "_serves",
         "_size",
         "_store",
         "_subgroups",
@@ -91,7 +90,6 @@ class Group:
         self._devices: dict[int, _core.Collectives] = {}  # by device index: see device_groups.py
         self._rank, self._size = core.rank, core.size
         self._store, self._timeout_s = store, timeout_s
-        self._serves = False  # this process serves the store to the others
         self._aborted: str | None = None  # the reason
         self.cuda_channels, self.cuda_internode_transport = 1, "nccl"
         self.cuda_symmetric_memory, self.cuda_agreement = False, "before"

@@ -214,10 +214,6 @@ struct AgreedCalls {
 // For arrays in host memory. Its destructor sends goodbye first, as close() does.
 class Group : public Collectives {
  public:
-  // As close(), but closes the connections when all peers have left or died, or after `wait`, or
-  // once the caller is interrupted. Peers learn at once that this rank left.
-  virtual void close_after_peers(std::chrono::nanoseconds wait) noexcept = 0;
-
   // Several messages in parallel, as one call: each of `calls` is a send or a recv with an explicit
   // source; those of one peer stay in order. The timeout is that of the first call. Throws as run()
   // does. If a message does not fit its recv, it is dropped and the others complete.
