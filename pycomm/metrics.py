@@ -138,6 +138,7 @@ class Mean:
             now: communicate in this call; the same on every rank.
 
         Raises:
+            InvalidArgument: `now` is neither True nor False.
             Error: as pycomm.all_reduce, if it communicates.
         """
         if self._sums.due(now):
@@ -188,6 +189,7 @@ class Accuracy:
             now: as for Mean.
 
         Raises:
+            InvalidArgument: as for Mean.
             Error: as pycomm.all_reduce, if it communicates.
         """
         if self._sums.due(now):

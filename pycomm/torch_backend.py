@@ -141,8 +141,8 @@ def create(options: _DistributedBackendOptions, backend_options: object) -> comp
 
     Raises:
         Unsupported: the compiled module does not fit this torch.
-        InvalidArgument: `backend_options` belong to another backend, or differ in `encrypt` from
-            the engine of `pycomm.init`.
+        InvalidArgument: `options` are of another type, or `backend_options` belong to another
+            backend, or differ in `encrypt` from the engine of `pycomm.init`.
         Timeout, PeerLost, Mismatch: the group did not form; the text names the ranks.
     """
     instance("options", options, c10d._DistributedBackendOptions, "options that torch makes")

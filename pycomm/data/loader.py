@@ -68,10 +68,11 @@ class DataLoader(data.DataLoader[Any]):
         *args, **kwargs: torch's.
 
     Raises:
-        InvalidArgument: the rank in the environment is invalid, or a sampler cannot be divided
-            among the ranks: each would read all samples. Or `divide` is missing, or an argument is
-            not for this data set, or `shared` cannot store a sample. Or initial seeds of generators
-            differ (on all ranks), or one is given before pycomm.init().
+        InvalidArgument: an argument that is not torch's has another type. Or the rank in the
+            environment is invalid, or a sampler cannot be divided among the ranks: each would read
+            all samples. Or `divide` is missing, or an argument is not for this data set, or
+            `shared` cannot store a sample. Or initial seeds of generators differ (on all ranks), or
+            one is given before pycomm.init().
         Mismatch: `shared`, and the ranks' data sets differ.
         Error: `shared`, and another rank failed.
         ValueError: torch's, for arguments that do not fit together.

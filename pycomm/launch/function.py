@@ -162,7 +162,7 @@ def _counts(options: Options) -> tuple[int, int, int]:
         raise InvalidArgument('device="cuda", but this host has no CUDA device')
     count = worker_setup.default_count(devices) if options.nproc is None else options.nproc
     size = count if options.size is None else options.size
-    if count < 1 or options.rank_start < 0 or options.rank_start + count > size:
+    if options.rank_start + count > size:
         raise InvalidArgument(
             f"ranks {options.rank_start} to {options.rank_start + count - 1} of {size}: nproc, "
             "rank_start and size do not fit"

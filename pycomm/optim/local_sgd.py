@@ -181,7 +181,11 @@ class LocalSGD(LocalState):
         return [self.optimizer] if self._muon is None else [self.optimizer, self._muon.optimizer]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Calls zero_grad() of the optimizers."""
+        """Calls zero_grad() of the optimizers.
+
+        Raises:
+            InvalidArgument: `set_to_none` is neither True nor False.
+        """
         set_to_none = flag("set_to_none", set_to_none)
         for optimizer in self._optimizers:
             optimizer.zero_grad(set_to_none)

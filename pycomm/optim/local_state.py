@@ -107,6 +107,7 @@ class LocalState:
             The surviving ranks, and the step count, the same on all ranks.
 
         Raises:
+            InvalidArgument: `timeout_s` is not above 0.
             PeerLost: another rank failed during the call: call again.
             Unsupported: the model has shards (`replicas`).
         """
@@ -135,7 +136,7 @@ class LocalState:
             The new group, and the step count, the same on all ranks.
 
         Raises:
-            InvalidArgument: the group is not elastic, a time is invalid, or all ranks joined.
+            InvalidArgument: the group is not elastic, an argument is invalid, or all ranks joined.
             Unsupported: the model or an optimizer is sharded (`replicas`, ZeRO); nothing was
                 changed.
             GroupBroken, PeerLost, Timeout: as of Group.replace. After PeerLost call again.

@@ -246,6 +246,8 @@ class DataParallel(nn.Module):
             The survivors, and the number of steps that all have completed.
 
         Raises:
+            InvalidArgument: `timeout_s` is not above 0, or one of `others` has no state_dict() or
+                load_state_dict().
             GroupBroken, PeerLost, Timeout: as of Group.shrink.
         """
         return self._resume(lambda group: group.shrink(timeout_s), others)
@@ -272,7 +274,7 @@ class DataParallel(nn.Module):
             The new group, and the number of steps that all have completed.
 
         Raises:
-            InvalidArgument: the group is not elastic, a time is invalid, or all ranks joined.
+            InvalidArgument: the group is not elastic, an argument is invalid, or all ranks joined.
             Unsupported: the optimizer is sharded (ZeRO); nothing was changed.
             Mismatch: on every rank: the model of a new process differs.
             GroupBroken, PeerLost, Timeout: as of Group.replace.

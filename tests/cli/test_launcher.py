@@ -124,7 +124,7 @@ def plain() -> None:
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"nproc": 0}, "do not fit"),
+        ({"nproc": 0}, "nproc: got 0, expected an integer from 1"),
         ({"nproc": 2, "size": 1}, "do not fit"),
         ({"nproc": 1, "size": 2, "rank_start": 2, "master_port": 1}, "do not fit"),
         ({"nproc": 1, "size": 2}, "pass the same master_port"),

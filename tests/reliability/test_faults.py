@@ -235,7 +235,7 @@ def test_fault_plan_is_validated() -> None:
         FaultPlan(rank=0, action="explode")
     with pytest.raises(errors.InvalidArgument, match="'sum'"):
         FaultPlan(rank=0, action="disconnect", at="sum")
-    with pytest.raises(errors.InvalidArgument, match="1 or more"):
+    with pytest.raises(errors.InvalidArgument, match="chunk_bytes: got 0, expected an integer"):
         FaultPlan(rank=0, action="throttle", chunk_bytes=0)
     nowhere = FaultPlan(rank=1, action="disconnect", timestamp_file="/nowhere/at")
     with pytest.raises(errors.InvalidArgument, match="to '/nowhere/at': No such file"):
