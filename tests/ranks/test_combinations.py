@@ -54,7 +54,7 @@ def run_all(ways: str, records_of: Callable[[Plan], list[list[Record]]]) -> None
         plan = plan_of(seed, ddp=ways == "ddp")
         try:
             check(plan, records_of(plan))
-        except Exception as error:
+        except (Exception, pytest.fail.Exception) as error:  # the latter of processes
             command = f"SEED={seed} python -m pytest {__file__} -k {ways}"
             raise AssertionError(f"{error}\n{plan}\n\nTo run it alone: {command}") from error
 
