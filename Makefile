@@ -8,7 +8,7 @@ AT_ONCE ?= $(shell n=$$(nproc); echo $$((n < 8 ? n + 1 : 8)))
 export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: help venv build demo test-unit test test-programs test-nightly test-full test-all nightly lint format sanitize bench
-.PHONY: ci sdist wheel matrix compat faults soak gpu fuzz docs simulate alone arithmetic aarch64 nccl clean
+.PHONY: ci sdist wheel matrix compat faults soak combinations gpu fuzz docs simulate alone arithmetic aarch64 nccl clean
 .PHONY: packages
 
 help:
@@ -26,6 +26,7 @@ help:
 	@echo "make compat    torch's own tests and third-party programs, on gloo and on pycomm (15 minutes)"
 	@echo "make faults    fault injection in every call, rank failures, unauthenticated clients (40 minutes)"
 	@echo "make soak      random faults in running groups, for MINUTES=60"
+	@echo "make combinations  random small trainings, for MINUTES=60"
 	@echo "make wheel     the wheel for this Python and every supported torch, in dist/"
 	@echo "make matrix    wheels of all Pythons here tested with all supported torches (an hour, 40 GB)"
 	@echo "make gpu       all tests and benchmarks that need a GPU, for one or eight GPUs (up to an hour)"
@@ -105,7 +106,7 @@ test-nightly: build .venv/programs
 	$(PYTEST) -m nightly
 
 # The parts of a night: each takes at most 100 minutes on two processors, and runs alone.
-PARTS := tests arithmetic alone-1 alone-2 alone-3 simulate aarch64 nccl fuzz faults soak matrix
+PARTS := tests arithmetic alone-1 alone-2 alone-3 simulate aarch64 nccl fuzz faults soak combinations matrix
 ifneq ($(filter-out $(PARTS),$(PART)),)
 $(error invalid PART: got $(PART), expected one of $(PARTS))
 endif
@@ -162,6 +163,10 @@ matrix: venv
 MINUTES ?= 60
 soak: build
 	$(PY) -m benchmarks soak --minutes $(MINUTES) --json benchmarks/results/soak.json
+
+# Seeds of the day, others than those of test-full.
+combinations: build
+	SAMPLE=$(SAMPLE) COMBINATIONS_MINUTES=$(MINUTES) $(PYTEST) tests/ranks/test_combinations.py
 
 gpu: build
 	$(PY) -m benchmarks gpu

@@ -17,6 +17,11 @@ def of_the_day(rows: Sequence[T], parts: int) -> list[T]:
     return [row for i, row in enumerate(rows) if not day or i % parts == int(day) % parts]
 
 
+def day() -> int:
+    """The number of the day, for tests that draw random cases; without SAMPLE 0."""
+    return int(os.environ.get("SAMPLE", "") or 0)
+
+
 def title() -> str:
     """A line for the head of a run."""
     day = os.environ.get("SAMPLE", "")

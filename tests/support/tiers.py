@@ -17,6 +17,7 @@ WORDS = {"unit", "quick", "full", "nightly", "or"}  # of an expression for may_h
 FOLDERS = {"unit": "unit", "ranks": "quick"}
 FILES = {
     # Too long for the tier of their folder.
+    "test_combinations": "full",
     "test_compact_devices": "full",
     "test_dgc_properties": "full",
     "test_large": "full",
