@@ -48,6 +48,7 @@ __all__ = [
 ]
 
 _SUM = _core.Call("all_reduce")  # an all_reduce with default arguments
+SUM = "sum"  # of which Python has one object, as of all names
 
 
 def all_reduce(
@@ -89,7 +90,7 @@ def all_reduce(
         if algorithm is not None or async_op:
             raise Unsupported("all_reduce: compression excludes algorithm and async_op")
         return quantized_all_reduce(x, op, compression, state, chosen(group), timeout_s)
-    if type(op) is str and op == "sum" and algorithm is None and timeout_s is None:
+    if op is SUM and algorithm is None and timeout_s is None:  # an array has no truth
         call = _SUM
     else:
         call = _core.Call("all_reduce", op=op, algorithm=algorithm, timeout_s=timeout_s)
@@ -169,7 +170,7 @@ def all_gather(
         Error: as all_reduce.
     """
     group = chosen(group)
-    if isinstance(x, (list, tuple)):
+    if type(x) is list or type(x) is tuple:
         refuse("x", x, "an array; the result is returned: out = pycomm.all_gather(x)")
     x = arrays.plain(x)
     shape = (group.size, *x.shape)
