@@ -151,11 +151,10 @@ inline void check_place(Job& job, const at::Tensor& tensor) {
     job.throw_unsupported("requires dense tensors; call to_dense() or dequantize() first");
   if (tensor.numel() == 0 || !tensor.has_storage()) return;
   const size_t size = tensor.element_size();
-  const size_t needed =
-      tensor.is_contiguous()
-          ? static_cast<size_t>(tensor.storage_offset() + tensor.numel()) * size
-          : at::detail::computeStorageNbytes(tensor.sizes(), tensor.strides(), size,
-                                             tensor.storage_offset());
+  const size_t needed = tensor.is_contiguous()
+                            ? static_cast<size_t>(tensor.storage_offset() + tensor.numel()) * size
+                            : at::detail::computeStorageNbytes(tensor.sizes(), tensor.strides(),
+                                                               size, tensor.storage_offset());
   if (tensor.storage().nbytes() < needed)
     job.throw_invalid("a tensor of " + std::to_string(needed) + " bytes has a storage of " +
                       std::to_string(tensor.storage().nbytes()));

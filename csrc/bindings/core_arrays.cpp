@@ -111,9 +111,9 @@ bool is_literal(PyObject* x) {
 }
 
 // Whether the storage has memory for all elements: a program may have resized it, as FSDP does.
-// Asked for large tensors only, as it takes 0.7 us, 7 % of an all_reduce of 64 KiB.
+// Asked for large tensors only, as it takes 2 us, 4 % of an all_reduce of 1 MiB.
 bool storage_contains(PyObject* x, const std::byte* data, size_t bytes) {
-  constexpr size_t kLarge = size_t{1} << 20;
+  constexpr size_t kLarge = size_t{2} << 20;
   if (bytes == 0 || data == nullptr) return bytes == 0;
   if (bytes < kLarge) return true;
   const py::object storage = py::handle(x).attr("untyped_storage")();
