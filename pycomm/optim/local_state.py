@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from pycomm import collectives
-from pycomm._arguments import Check, check_fields, integer, list_of, mapping, whole
+from pycomm._arguments import Check, check_fields, flag, integer, list_of, mapping, refuse, whole
 from pycomm._core_api import arrays
 from pycomm._training import coalesced
 from pycomm._training.shards import local_shard
@@ -41,6 +41,7 @@ COUNTS: dict[str, Check] = {
     "k_steps": functools.partial(integer, least=1),
     "snapshot": list_of(arrays.check_tensor),
 }
+USED: dict[str, Check] = {"used": list_of(flag)}  # older states lack it
 
 
 class LocalState:
@@ -295,18 +296,22 @@ class LocalState:
             found = sources_of(
                 *(state, self._group, "LocalSGD"),
                 COUNTS | outer | compressor.needed,
-                compressor.more,
+                USED | compressor.more,
             )
             sources = [dict(one) for one in found]
             state = sources[0]
         else:
-            check_fields("state", state, COUNTS | outer)
+            check_fields("state", state, COUNTS | outer, USED)
         shapes = [tuple(s.shape) for s in state["snapshot"]]
         if shapes != [tuple(s.shape) for s in self._snapshot]:
             raise InvalidArgument(
                 f"LocalSGD: invalid state: got {len(shapes)} parameters, expected "
                 f"{len(self._snapshot)} with the shapes of the model's"
             )
+        by_rank = [source["used"] for source in sources if "used" in source]
+        for used in by_rank:
+            if len(used) != len(shapes):
+                refuse("state['used']", len(used), f"{len(shapes)} flags, one for each parameter")
         if self._compressor is not None:
             self._compressor.load(sources)
         if self._muon is not None:
@@ -315,7 +320,6 @@ class LocalState:
             load_mean_state(self.optimizer, optimized)
         for mine, saved in zip(self._snapshot, state["snapshot"], strict=True):
             mine.copy_(saved)
-        by_rank = [source["used"] for source in sources if "used" in source]
         self._load_used([any(each) for each in zip(*by_rank, strict=True)])
         self._model.loaded, self._model.restored = False, True
         self.step_count, self.last_sync = state["step_count"], state["last_sync"]
