@@ -17,6 +17,7 @@ pytestmark = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
 PROGRAM = """
 import signal, sys
 from pycomm.bench.support.netns import Network
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ignored if the tests run under nohup
 with Network(2) as net:
     print("made", flush=True)
     signal.pause()
