@@ -32,7 +32,7 @@ def has_fitting_torch() -> bool:
     """Whether this interpreter has a torch that the project supports."""
     try:
         version = importlib.metadata.version("torch")
-    except importlib.metadata.PackageNotFoundError:
+    except importlib.metadata.PackageNotFoundError:  # the caller installs one
         return False
     return tuple(int(n) for n in re.findall(r"\d+", version)[:2]) >= OLDEST_TORCH
 

@@ -288,7 +288,7 @@ def read_file(path: str) -> list[Server]:
     try:
         with open(path, "rb") as file:
             owner, text = os.fstat(file.fileno()).st_uid, file.read(FILE_BYTES)
-    except FileNotFoundError:
+    except FileNotFoundError:  # no group wrote it yet
         return []
     except OSError as error:
         raise InvalidArgument(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Collection, Mapping, Sequence
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -95,10 +94,7 @@ class Compressor:
         self._communicators().tag = tag_of(self.state.step_count + 1, bucket)
 
     def attach(
-        self,
-        named: Mapping[str, Tensor],
-        pool: CommunicatorPool,
-        others: Mapping[str, Tensor] = MappingProxyType({}),
+        self, named: Mapping[str, Tensor], pool: CommunicatorPool, others: Mapping[str, Tensor]
     ) -> None:
         """Uses the communicators of DataParallel and its names of the model's parameters. The
         gradients of `others` are not exchanged here.

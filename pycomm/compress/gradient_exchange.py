@@ -11,7 +11,6 @@ import contextlib
 import functools
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -87,10 +86,7 @@ class GradientExchange:
         self._communicators().tag = tag_of(self._step + 1, bucket)
 
     def attach(
-        self,
-        named: Mapping[str, Tensor],
-        pool: CommunicatorPool,
-        others: Mapping[str, Tensor] = MappingProxyType({}),
+        self, named: Mapping[str, Tensor], pool: CommunicatorPool, others: Mapping[str, Tensor]
     ) -> None:
         """Uses the communicators of DataParallel, whose parameters must be known."""
         for parameter in named.values():

@@ -81,7 +81,7 @@ def quantize_hsdp(
     local = [parameter.to_local() for parameters in modules.values() for _, parameter in parameters]
     coalesced.bcast_list_([*local, *model.buffers()], 0, group)
     exchange, placeholders = exchange_of(quantized), dict(named)
-    exchange.attach(placeholders, CommunicatorPool(group, 1))
+    exchange.attach(placeholders, CommunicatorPool(group, 1), {})
     passes = _Passes(exchange, shards)
     for module, parameters in modules.items():
         module.set_all_reduce_hook(_hook(passes, [placeholders[name] for name, _ in parameters]))

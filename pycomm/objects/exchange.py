@@ -146,7 +146,7 @@ def _wait(verb: str, key: str, timeout_s: float | None, group: Group | None) -> 
         with _naming_server(verb):
             try:
                 value: bytes | None = store.get(where, max(0.0, end - time.monotonic()))
-            except Timeout:
+            except Timeout:  # the store names its own key
                 text = f"{verb}: no rank set {key!r} within {limit_s:.3g} s"
                 raise Timeout(text, op=verb, elapsed_s=limit_s) from None
             if verb == "user_pop":
@@ -160,7 +160,7 @@ def _naming_server(verb: str) -> Iterator[None]:
     """Adds to the error of a store that ended which process ended."""
     try:
         yield
-    except PeerLost as error:
+    except PeerLost as error:  # names the store only
         text = f"{verb}: the store ended, with rank 0 or the launcher that served it: {error}"
         raise PeerLost(text, op=verb) from None
 

@@ -34,7 +34,7 @@ else:
     select.select([first], [], [], float(sys.argv[2]))
     try:
         print("value", pycomm.user_get("value", 20.0), flush=True)
-    except errors.PeerLost as error:
+    except errors.PeerLost as error:  # printed for the test
         print("lost", error, flush=True)
 """
 
