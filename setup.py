@@ -17,9 +17,7 @@ version of torch in it instead of for the installed one. Torch is not linked: sy
 its libraries when the module is loaded, and stand-ins without content name them to the linker.
 """
 
-import fcntl
 import importlib.metadata
-import importlib.util
 import os
 import platform
 import re
@@ -34,6 +32,9 @@ from pathlib import Path
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
+sys.path.insert(0, str(Path(__file__).resolve().parent / "tools" / "compile"))
+from ninja_files import BuildFailed, NinjaFile, locked, nvcc, torch_root
+
 ROOT = Path(__file__).resolve().parent
 CSRC = ROOT / "csrc"
 FLAGS = [
@@ -44,31 +45,6 @@ FLAGS = [
     # As with NDEBUG: the check takes 3 % of the time of a 4-byte call.
     "-DPYBIND11_NO_ASSERT_GIL_HELD_INCREF_DECREF",
 ]
-
-NINJA_RULES = """\
-ninja_required_version = 1.5
-rule compile
-  command = $cxx -MMD -MF $out.d $flags -c $in -o $out
-  depfile = $out.d
-  deps = gcc
-  description = c++ $in
-rule precompile
-  command = $cxx -MMD -MF $out.d $flags -x c++-header $in -o $out
-  depfile = $out.d
-  deps = gcc
-  description = c++ $in
-rule cuda
-  command = $nvcc -MD -MF $out.d $flags -c $in -o $out
-  depfile = $out.d
-  deps = gcc
-  description = nvcc $in
-rule stand_in
-  command = $cxx -shared -nostdlib -Wl,-soname,$out -x c /dev/null -o $out
-rule link
-  command = $cxx -shared -pthread $in $libs -o $out
-  description = link $out
-"""
-
 
 TORCH_LIBRARIES = ("torch", "torch_cpu", "torch_python", "c10")
 
@@ -83,12 +59,6 @@ class Module:
     libs: list[str] = field(default_factory=list)
     precompiled: bool = True  # whether its files include the header that precompiled() names
     cuda_flags: list[str] = field(default_factory=list)  # for nvcc
-
-
-def torch_root() -> Path | None:
-    """Folder of the torch package, found without importing it, which takes seconds."""
-    spec = importlib.util.find_spec("torch")
-    return Path(spec.origin).parent if spec and spec.origin else None
 
 
 def torch_headers() -> dict[str, Path]:
@@ -124,12 +94,6 @@ def c10d_sources() -> list[Path]:
 def cuda_sources() -> list[Path]:
     """The bindings of _cuda, which g++ compiles."""
     return sorted((CSRC / "bindings").glob("cuda*.cpp"))
-
-
-def nvcc() -> str | None:
-    """The CUDA compiler, on PATH or at its default location."""
-    usual = "/usr/local/cuda/bin/nvcc"
-    return shutil.which("nvcc") or (usual if os.access(usual, os.X_OK) else None)
 
 
 def gpus_here() -> list[str]:
@@ -215,25 +179,6 @@ def compiler() -> str:
     return cxx
 
 
-def ninja_binary() -> str:
-    """The ninja of the PyPI package, else the one on PATH."""
-    try:
-        for file in importlib.metadata.distribution("ninja").files or []:
-            if file.name == "ninja" and file.parent.name == "bin":
-                return str(file.locate())
-    except importlib.metadata.PackageNotFoundError:  # use the one on PATH
-        pass
-    path = shutil.which("ninja")
-    if path is None:
-        sys.exit("pycomm: ninja not found: pip install ninja (on Debian: ninja-build)")
-    return path
-
-
-def escape(text: str | Path) -> str:
-    """A path escaped for build.ninja."""
-    return str(text).replace("$", "$$").replace(":", "$:").replace(" ", "$ ")
-
-
 def shell(words: list[str]) -> str:
     """Words of a command as the value of a ninja variable."""
     return shlex.join(words).replace("$", "$$")
@@ -246,39 +191,34 @@ def precompiled(module: Module, source: Path) -> Path | None:
     return CSRC / ("bindings" if CSRC / "bindings" in source.parents else "core") / "precompiled.h"
 
 
-def write_ninja(folder: Path, built: list[Module]) -> None:
-    """Writes build.ninja into `folder`: objects in <folder>/<module>/, modules in <folder>."""
-    lines = [NINJA_RULES, f"cxx = {compiler()}", f"nvcc = {nvcc()}", "builddir = ."]
-    stand_ins = [f"lib{library}.so" for library in TORCH_LIBRARIES]
-    lines += [f"build {name}: stand_in" for name in stand_ins]
+def ninja_file(built: list[Module]) -> NinjaFile:
+    """Objects in <module>/, and the modules beside these folders."""
+    variables = {"cxx": compiler(), "nvcc": str(nvcc()), "builddir": "."}
+    variables |= {f"{module.name}_compile": shell(FLAGS + module.flags) for module in built}
+    stand_in = "$cxx -shared -nostdlib -Wl,-soname,$out -x c /dev/null -o $out"
+    ninja = NinjaFile(variables, {"stand_in": stand_in})
+    stand_ins = [ninja.build(f"lib{library}.so", "stand_in") for library in TORCH_LIBRARIES]
     for module in built:
-        lines.append(f"{module.name}_compile = {shell(FLAGS + module.flags)}")
-        lines.append(f"{module.name}_cuda = {shell(module.cuda_flags)}")
-        objects, compiled = [], f"${{{module.name}_compile}}"
-        used = {header for s in module.sources if (header := precompiled(module, s)) is not None}
-        for header in sorted(used):
-            target = escape(Path(module.name) / header.relative_to(CSRC))
-            lines += [f"build {target}.gch: precompile {escape(header)}", f"  flags = {compiled}"]
-        for source in module.sources:
-            target = escape(Path(module.name) / source.relative_to(CSRC).with_suffix(".o"))
-            rule = "cuda" if source.suffix == ".cu" else "compile"
-            lines.append(f"build {target}: {rule} {escape(source)}")
-            header = precompiled(module, source)
-            if header is not None:  # found in the first folder as .gch, else in csrc
-                included = escape(header.relative_to(CSRC))
-                lines[-1] += f" | {escape(module.name)}/{included}.gch"
-                lines.append(f"  flags = -I{module.name} {compiled} -include {included}")
-            else:
-                lines.append(f"  flags = ${{{module.name}_{rule}}}")
+        objects, flags = [], f"${{{module.name}_compile}}"
+        headers = {source: precompiled(module, source) for source in module.sources}
+        for header in sorted({header for header in headers.values() if header is not None}):
+            target = f"{module.name}/{header.relative_to(CSRC)}.gch"
+            ninja.build(target, "precompile", [header], flags=flags)
+        for source, header in headers.items():
+            target = Path(module.name) / source.relative_to(CSRC).with_suffix(".o")
+            if source.suffix == ".cu":
+                ninja.build(target, "nvcc", [source], flags=f"{shell(module.cuda_flags)} -c")
+            elif header is None:
+                ninja.build(target, "compile", [source], flags=flags)
+            else:  # found in the first folder as .gch, else in csrc
+                name = header.relative_to(CSRC)
+                more = {"flags": f"-I{module.name} {flags}", "header": f"-include {name}"}
+                after = [f"{module.name}/{name}.gch"]
+                ninja.build(target, "compile", [source], after=after, **more)
             objects.append(target)
-        lines += [
-            f"build {module.name}.so: link {' '.join(objects)} || {' '.join(stand_ins)}",
-            f"  libs = {shell(module.libs)}",
-        ]
-    text = "\n".join(lines) + "\n"
-    path = folder / "build.ninja"
-    if not path.exists() or path.read_text() != text:
-        path.write_text(text)
+        link = {"flags": "-shared -pthread", "libs": shell(module.libs)}
+        ninja.build(f"{module.name}.so", "link", objects, after=stand_ins, **link)
+    return ninja
 
 
 def check_libc() -> None:
@@ -298,21 +238,17 @@ class NinjaBuild(build_ext):
         check_libc()
         kind = ".wheel" if "PYCOMM_TORCH_HEADERS" in os.environ else ""  # other flags
         folder = ROOT / "build" / f"{sysconfig.get_config_var('SOABI')}{kind}"
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = (folder / "lock").open(
-            "w"
-        )  # one build at a time; released at the end of this function
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        built = modules()
-        write_ninja(folder, built)
-        jobs = ["-j", str(self.parallel)] if self.parallel else []
-        if subprocess.run([ninja_binary(), "-C", str(folder), *jobs], check=False).returncode:
-            sys.exit("pycomm: the build failed; see the first error above")
-        for module in built:
-            target = Path(self.get_ext_fullpath(f"pycomm.{module.name}"))
-            target.parent.mkdir(parents=True, exist_ok=True)
-            target.unlink(missing_ok=True)  # running processes keep their mapping of the old one
-            shutil.copy2(folder / f"{module.name}.so", target)
+        with locked(folder):
+            built = modules()
+            try:
+                ninja_file(built).run(folder, jobs=self.parallel, show=True)
+            except BuildFailed as error:  # without a traceback
+                sys.exit(f"pycomm: {error}")
+            for module in built:
+                target = Path(self.get_ext_fullpath(f"pycomm.{module.name}"))
+                target.parent.mkdir(parents=True, exist_ok=True)
+                target.unlink(missing_ok=True)  # processes that run keep their mapping of the old
+                shutil.copy2(folder / f"{module.name}.so", target)
 
 
 def extensions() -> list[Extension]:

@@ -20,13 +20,11 @@ under a sanitizer. Ninja builds only what has changed, and a mutant compiles one
 headers come with nvcc; nothing of this can be built without it.
 """
 
-import fcntl
 import importlib.util
 import os
 import re
 import runpy
 import shlex
-import shutil
 import subprocess
 import sys
 import sysconfig
@@ -40,8 +38,10 @@ from unittest import mock
 import pybind11
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "native"))
+from ninja_files import BuildFailed, NinjaFile, locked, nvcc, torch_root, write
+
 import build as native
-from build import CLANG_FLAGS, BuildFailed, clang, is_built, ninja_binary
+from build import CLANG_FLAGS, clang, is_built
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
@@ -99,32 +99,12 @@ STREAMS = (
 HEADER = "precompiled.hpp"
 CODEC = ("codec/cpu/*.cpp", "cpu/isa.cpp")  # of csrc, to compare with
 
-RULES = """\
-ninja_required_version = 1.5
-rule compile
-  command = $cxx -MMD -MF $out.d $flags $header -x c++ -c $in -o $out
-  depfile = $out.d
-  deps = gcc
-rule precompile
-  command = $cxx -MMD -MF $out.d $flags -x c++-header $in -o $out
-  depfile = $out.d
-  deps = gcc
-rule link
-  command = $cxx $flags $in -o $out
-rule module
-  command = $cxx -shared -Wl,-Bsymbolic $flags $in -o $out
-rule ptx
-  command = $nvcc -MD -MF $out.d $flags -ptx $in -o $out
-  depfile = $out.d
-  deps = gcc
-rule assemble
-  command = $ptxas -v -arch=sm_$arch $in -o $out > $log 2>&1 || { cat $log; false; }
-rule cubin
-  command = $nvcc -MD -MF $out.d $flags -Xptxas=-v -cubin $in -o $out $
-    > $log 2>&1 || { cat $log; false; }
-  depfile = $out.d
-  deps = gcc
-"""
+LOGGED = "> $log 2>&1 || { cat $log; false; }"
+COMMANDS = {
+    "module": "$cxx -shared -Wl,-Bsymbolic $flags $in -o $out",
+    "assemble": f"$ptxas -v -arch=sm_$arch $in -o $out {LOGGED}",
+    "cubin": f"$nvcc -MD -MF $out.d $flags -Xptxas=-v -cubin $in -o $out {LOGGED}",
+}
 
 
 @dataclass(frozen=True)
@@ -140,13 +120,6 @@ class Mutant:
 
 
 @cache
-def nvcc() -> str | None:
-    """The compiler of CUDA, on PATH or where its installer puts it."""
-    usual = Path("/usr/local/cuda/bin/nvcc")
-    return shutil.which("nvcc") or (str(usual) if usual.exists() else None)
-
-
-@cache
 def cuda_include() -> Path:
     """The folder of cuda_runtime.h, from nvcc."""
     done = subprocess.run(
@@ -158,26 +131,6 @@ def cuda_include() -> Path:
         if name == "INCLUDES":
             return Path(value.split('"')[1].removeprefix("-I")).resolve()
     raise BuildFailed(f"{nvcc()} does not say where its headers are:\n{done.stderr}")
-
-
-def torch_root() -> Path | None:
-    """Folder of the torch package, found without importing it."""
-    spec = importlib.util.find_spec("torch")
-    return Path(spec.origin).parent if spec and spec.origin else None
-
-
-def _torch_module(flags: list[str]) -> list[str]:
-    root = torch_root()
-    if root is None:
-        return []
-    more = [*python_flags(f"{root}/include"), f"-isystem {root}/include/torch/csrc/api/include"]
-    libs = "-ltorch -ltorch_cpu -ltorch_python -lc10"
-    source = HERE / "torch_device.cpp"
-    return [
-        *_compile("module/torch_device.o", source, [*flags, "-O0", "-g1", *more]),
-        "build _emulated_torch.so: module module/torch_device.o",
-        f"  flags = -Wl,--no-as-needed -L{root}/lib {libs}",
-    ]
 
 
 @cache
@@ -203,10 +156,6 @@ def csrc_sources(patterns: Iterable[str]) -> list[Path]:
     return sorted(path for pattern in patterns for path in CSRC.glob(pattern))
 
 
-def _compile(target: str, source: Path, flags: Iterable[str]) -> list[str]:
-    return [f"build {target}: compile {source}", f"  flags = {' '.join(flags)}"]
-
-
 @cache
 def _compiler(name: str) -> str:
     """If there is no clang, a command that says so: not every target needs one."""
@@ -216,28 +165,6 @@ def _compiler(name: str) -> str:
         return clang()
     except BuildFailed as error:  # shown by the command
         return f"echo {shlex.quote(str(error))}; false"
-
-
-def _precompile(setting: str, flags: Iterable[str]) -> list[str]:
-    compiler, special = SETTINGS[setting]
-    lines = [f"build {setting}/{HEADER}.gch: precompile {HERE / HEADER}"]
-    lines += [f"  cxx = {_compiler(compiler)}", f"  flags = {' '.join([*flags, *special])}"]
-    return lines
-
-
-def _compile_with(setting: str, target: str, source: Path, flags: Iterable[str]) -> list[str]:
-    """As _compile, with the precompiled header of the setting."""
-    compiler, special = SETTINGS[setting]
-    lines = _compile(target, source, [*flags, *special])
-    lines[0] += f" | {setting}/{HEADER}.gch"
-    header = f"-include {setting}/{HEADER} -Winvalid-pch"
-    return [*lines, f"  cxx = {_compiler(compiler)}", f"  header = {header}"]
-
-
-def _link(target: str, kind: str, objects: Iterable[str]) -> list[str]:
-    lines = [f"build {target}: link {' '.join(objects)}"]
-    lines += [f"  cxx = {_compiler(COMPILERS[kind])}"]
-    return [*lines, f"  flags = {' '.join(KINDS[kind])} -pthread"]
 
 
 def _of_core(sources: Iterable[Path]) -> list[str]:
@@ -251,80 +178,115 @@ def _of_suites(kind: str, sources: Iterable[Path]) -> list[str]:
     return [str(native.object_of(kind, source)) for source in sources]
 
 
-def _device_rules() -> list[str]:
+def _add_device_code(ninja: NinjaFile) -> None:
     """What nvcc makes of each unit."""
-    lines = []
     for unit in units():
-        source = CSRC / "cuda" / f"{unit}.cu"
-        lines += [f"build ptx/{unit}.ptx: ptx {source}", f"  flags = {device_flags('75-virtual')}"]
+        source, ptx = CSRC / "cuda" / f"{unit}.cu", f"ptx/{unit}.ptx"
+        ninja.build(ptx, "nvcc", [source], flags=f"{device_flags('75-virtual')} -ptx")
         for arch in ARCHITECTURES:
-            target = f"build cubin/{unit}.{arch}.cubin"
+            target, log = f"cubin/{unit}.{arch}.cubin", f"cubin/{unit}.{arch}.log"
             if arch in WHEEL:
-                lines += [f"{target}: cubin {source}", f"  flags = {device_flags(f'{arch}-real')}"]
+                flags = device_flags(f"{arch}-real")
+                ninja.build(target, "cubin", [source], flags=flags, log=log)
             else:
-                lines += [f"{target}: assemble ptx/{unit}.ptx", f"  arch = {arch}"]
-            lines += [f"  log = cubin/{unit}.{arch}.log"]
-    return lines
+                ninja.build(target, "assemble", [ptx], arch=arch, log=log)
 
 
-def _rules(mutants: Iterable[Mutant]) -> str:
+def _compile(ninja: NinjaFile, target: str, source: Path, flags: Iterable[str]) -> str:
+    return ninja.build(target, "compile", [source], flags=" ".join(flags))
+
+
+def _compile_with(
+    ninja: NinjaFile, setting: str, target: str, source: Path, flags: Iterable[str]
+) -> str:
+    """As _compile, with the compiler, the options and the precompiled header of the setting."""
+    compiler, special = SETTINGS[setting]
+    return ninja.build(
+        target, "compile", [source],
+        after=[f"{setting}/{HEADER}.gch"],
+        cxx=_compiler(compiler),
+        flags=" ".join([*flags, *special]),
+        header=f"-include {setting}/{HEADER} -Winvalid-pch -x c++",
+    )  # fmt: skip
+
+
+def _link(ninja: NinjaFile, target: str, kind: str, objects: Iterable[str]) -> None:
+    compiler, flags = _compiler(COMPILERS[kind]), " ".join([*KINDS[kind], "-pthread"])
+    ninja.build(target, "link", objects, cxx=compiler, flags=flags)
+
+
+def _add_modules(ninja: NinjaFile, flags: list[str], objects: list[str]) -> None:
+    """_emulated.so with these objects beside its own, and _emulated_torch.so."""
+    flags = [*flags, "-O0", "-g1"]
+    built = []
+    for source in (HERE / "module.cpp", *MODULE):
+        target = f"module/{source.stem}.o"
+        built.append(_compile(ninja, target, source, [*flags, *python_flags()]))
+    built += _of_core(csrc_sources(ARITHMETIC))
+    ninja.build("_emulated.so", "module", [*built, *objects], flags="-pthread")
+    if root := torch_root():
+        flags += [
+            *python_flags(f"{root}/include"),
+            f"-isystem {root}/include/torch/csrc/api/include",
+        ]
+        made = _compile(ninja, "module/torch_device.o", HERE / "torch_device.cpp", flags)
+        libs = f"-Wl,--no-as-needed -L{root}/lib -ltorch -ltorch_cpu -ltorch_python -lc10"
+        ninja.build("_emulated_torch.so", "module", [made], flags=libs)
+
+
+def ninja_file(mutants: Iterable[Mutant]) -> NinjaFile:
+    """All targets."""
+    ptxas = Path(str(nvcc())).resolve().with_name("ptxas")
+    variables = {"cxx": _compiler("g++"), "nvcc": str(nvcc()), "ptxas": str(ptxas)}
+    ninja = NinjaFile(variables, COMMANDS)
     folders = [f"-I{CSRC}", f"-I{ROOT / 'tests'}", f"-I{HERE}"]
     flags = [*FLAGS, f"-isystem {cuda_include()}", *folders]
-    lines = [f"cxx = {_compiler('g++')}", f"nvcc = {nvcc()}"]
-    lines += [f"ptxas = {Path(str(nvcc())).resolve().with_name('ptxas')}", RULES]
-    emulator = [f"emulator/{name}.o" for name in EMULATOR]
-    fake = [f"emulator/{name}.o" for name in FAKE_NCCL]
-    for name in (*EMULATOR, *FAKE_NCCL):
-        lines += _compile(f"emulator/{name}.o", HERE / f"{name}.cpp", ["-O2", "-g1", *flags])
+    emulator, fake = (
+        [
+            _compile(ninja, f"emulator/{name}.o", HERE / f"{name}.cpp", ["-O2", "-g1", *flags])
+            for name in names
+        ]
+        for names in (EMULATOR, FAKE_NCCL)
+    )
+    for setting, (compiler, special) in SETTINGS.items():
+        target, options = f"{setting}/{HEADER}.gch", " ".join([*flags, *special])
+        cxx = _compiler(compiler)
+        ninja.build(target, "precompile", [HERE / HEADER], cxx=cxx, flags=options)
     codec = _of_core(csrc_sources(CODEC))
+    kernels: dict[str, list[str]] = {}
     objects: dict[str, list[str]] = {}
-    for setting in SETTINGS:
-        lines += _precompile(setting, flags)
     for kind in KINDS:
-        compiled = [f"{kind}/{unit}.o" for unit in units()]
-        for unit, target in zip(units(), compiled, strict=True):
-            lines += _compile_with(kind, target, CSRC / "cuda" / f"{unit}.cu", flags)
+        kernels[kind] = [
+            _compile_with(ninja, kind, f"{kind}/{unit}.o", CSRC / "cuda" / f"{unit}.cu", flags)
+            for unit in units()
+        ]
         of = "plain" if kind == "coverage" else kind  # of its cases: the kernels alone are counted
-        objects[kind] = [*compiled, *(f"{of}/{name}.o" for name in CASES), *codec]
-        lines += _link(f"cases.{kind}", kind, [*objects[kind], *emulator])
+        objects[kind] = [*kernels[kind], *(f"{of}/{name}.o" for name in CASES), *codec]
+        _link(ninja, f"cases.{kind}", kind, [*objects[kind], *emulator])
         if kind == "coverage":
             continue
         for name, file in [("micro", "micro.cu"), *((name, f"{name}.cpp") for name in CASES)]:
-            lines += _compile_with(kind, f"{kind}/{name}.o", HERE / file, flags)
-        streams = [*compiled]
+            _compile_with(ninja, kind, f"{kind}/{name}.o", HERE / file, flags)
         sources = [*(HERE / f"{name}.cpp" for name in STREAMS), HERE.parent / "native/harness.cpp"]
-        for source in sources:
-            streams.append(f"{kind}/{source.stem}.o")
-            lines += _compile_with(kind, streams[-1], source, flags)
+        streams = [
+            _compile_with(ninja, kind, f"{kind}/{source.stem}.o", source, flags)
+            for source in sources
+        ]
         # Of an inline function in several files the linker takes the first, so the files with a
         # sanitizer come first: it must see, for example, each change of a shared_ptr's count.
         engine = csrc_sources(ENGINE)
         streams += _of_core(engine) if kind == "plain" else _of_suites(kind, engine)
-        streams += [*fake, *emulator]
-        lines += _link(f"streams.{kind}", kind, streams)
-        lines += _link(f"micro.{kind}", kind, [f"{kind}/micro.o", *emulator])
-    built = [f"plain/{unit}.o" for unit in units()]
-    for source in (HERE / "module.cpp", *MODULE):
-        built.append(f"module/{source.stem}.o")
-        lines += _compile(built[-1], source, [*flags, "-O0", "-g1", *python_flags()])
-    built += _of_core(csrc_sources(ARITHMETIC))
-    lines += [f"build _emulated.so: module {' '.join([*built, *fake, *emulator])}"]
-    lines += ["  flags = -pthread"]
-    lines += _torch_module(flags)
+        _link(ninja, f"streams.{kind}", kind, [*kernels[kind], *streams, *fake, *emulator])
+        _link(ninja, f"micro.{kind}", kind, [f"{kind}/micro.o", *emulator])
+    _add_modules(ninja, flags, [*kernels["plain"], *fake, *emulator])
     for m in mutants:
-        folder, setting = f"mutants/{m.name}", OF_MUTANTS[m.kind]
-        target, source = f"{folder}/{m.unit}.o", OUT / folder / "cuda" / f"{m.unit}.cu"
-        lines += _compile_with(setting, target, source, [f"-I{OUT / folder}", *flags])
-        others = [o for o in objects[m.kind] if o != f"{m.kind}/{m.unit}.o"]
-        lines += _link(f"{folder}/cases", m.kind, [target, *others, *emulator])
-    return "\n".join([*lines, *_device_rules()]) + "\n"
-
-
-def _write(path: Path, text: str) -> None:
-    """Writes the file; keeps it, and its time, if it has this text already."""
-    if not path.exists() or path.read_text() != text:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
+        folder, unit = f"mutants/{m.name}", f"{m.unit}.o"
+        source, includes = OUT / folder / "cuda" / f"{m.unit}.cu", [f"-I{OUT / folder}", *flags]
+        target = _compile_with(ninja, OF_MUTANTS[m.kind], f"{folder}/{unit}", source, includes)
+        others = [o for o in objects[m.kind] if o != f"{m.kind}/{unit}"]
+        _link(ninja, f"{folder}/cases", m.kind, [target, *others, *emulator])
+    _add_device_code(ninja)
+    return ninja
 
 
 # A mutant of these units has only the dtypes of its cases, which compile in a fraction of the time:
@@ -350,7 +312,7 @@ def _few_dtypes(left_out: Iterable[str]) -> str:
 def _plant(mutant: Mutant) -> None:
     folder = OUT / "mutants" / mutant.name / "cuda"
     if mutant.unit in LEFT_OUT:
-        _write(folder.parent / DTYPES_FILE, _few_dtypes(LEFT_OUT[mutant.unit]))
+        write(folder.parent / DTYPES_FILE, _few_dtypes(LEFT_OUT[mutant.unit]))
     for source in (CSRC / "cuda").iterdir():
         text = source.read_text()
         if source.name == mutant.file:
@@ -358,7 +320,7 @@ def _plant(mutant: Mutant) -> None:
                 count = text.count(mutant.old)
                 raise BuildFailed(f"{mutant.name}: found {count} times in {mutant.file}")
             text = text.replace(mutant.old, mutant.new)
-        _write(folder / source.name, text)
+        write(folder / source.name, text)
 
 
 def build(targets: Iterable[str], mutants: Iterable[Mutant] = ()) -> list[Path]:
@@ -367,24 +329,16 @@ def build(targets: Iterable[str], mutants: Iterable[Mutant] = ()) -> list[Path]:
     Raises:
         BuildFailed: with the output of the compiler.
     """
-    OUT.mkdir(parents=True, exist_ok=True)
     targets, mutants = list(targets), list(mutants)
-    if is_built(OUT, targets):
-        return [OUT / target for target in targets]
-    for kind in ("asan", "tsan"):
-        if f"streams.{kind}" in targets:
-            native.build(kind, ["library.a"])
-    with (OUT / "lock").open("w") as lock:  # one build at a time
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        for mutant in mutants:
-            _plant(mutant)
-        file = OUT / ("mutants.ninja" if mutants else "build.ninja")
-        _write(file, _rules(mutants))
-        jobs = ["-j", str(os.cpu_count() or 1)]
-        command = [ninja_binary(), "-C", str(OUT), "-f", file.name, *jobs, *targets]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise BuildFailed(done.stdout + done.stderr)
+    if not is_built(OUT, targets):
+        for kind in ("asan", "tsan"):
+            if f"streams.{kind}" in targets:
+                native.build(kind, ["library.a"])
+        with locked(OUT):
+            for mutant in mutants:
+                _plant(mutant)
+            name = "mutants.ninja" if mutants else "build.ninja"
+            ninja_file(mutants).run(OUT, targets, name=name, jobs=os.cpu_count())
     return [OUT / target for target in targets]
 
 

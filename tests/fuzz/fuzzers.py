@@ -6,13 +6,13 @@ A target is its own file with main.cpp and its files of csrc in NEEDS; objects a
 build/fuzz/. Raises BuildFailed without a suitable clang.
 """
 
-import fcntl
-import subprocess
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "native"))
-from build import BuildFailed, clang, is_built, ninja_binary
+from ninja_files import BuildFailed, NinjaFile, locked
+
+from build import clang, is_built
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
@@ -45,22 +45,7 @@ NEEDS = {
     "packets": ["codec/cpu", "cpu/isa.cpp"],
     "store": [],
 }
-# Files of csrc report their coverage to libFuzzer, which has its own main(). The headers of the
-# standard library are compiled once: parsing them takes a third of the time.
 PRECOMPILED = "precompiled.pch"
-RULES = f"""\
-rule precompile
-  command = $cxx -MMD -MF $out.d $flags $coverage -fpch-instantiate-templates -x c++-header $in $
-    -o $out
-  depfile = $out.d
-  deps = gcc
-rule compile
-  command = $cxx -MMD -MF $out.d $flags $coverage -include-pch {PRECOMPILED} -c $in -o $out
-  depfile = $out.d
-  deps = gcc
-rule link
-  command = $cxx $flags -fsanitize=fuzzer $in -o $out
-"""
 
 
 def targets() -> list[str]:
@@ -74,38 +59,35 @@ def sources(target: str) -> list[Path]:
     return [p for at in named for p in ([at] if at.is_file() else sorted(at.glob("*.cpp")))]
 
 
-def write_ninja(folder: Path) -> None:
-    """Writes build.ninja into `folder`."""
-    lines = [f"cxx = {clang()}", f"flags = {' '.join(FLAGS)}"]
-    lines += ["coverage = -fsanitize=fuzzer-no-link", RULES]
-    lines.append(f"build {PRECOMPILED}: precompile {CSRC / 'core' / 'precompiled.h'}")
+def ninja_file() -> NinjaFile:
+    """The targets. Files of csrc report their coverage to libFuzzer, which has its own main(). The
+    headers of the standard library are compiled once: parsing takes a third of the time."""
+    coverage = "$flags -fsanitize=fuzzer-no-link"
+    variables = {"flags": " ".join(FLAGS), "header": f"-include-pch {PRECOMPILED}"}
+    ninja = NinjaFile({"cxx": clang(), **variables})
+    precompiling = f"{coverage} -fpch-instantiate-templates"
+    ninja.build(PRECOMPILED, "precompile", [CSRC / "core/precompiled.h"], flags=precompiling)
     own = [HERE / "main.cpp", *(HERE / f"{target}_fuzz.cpp" for target in targets())]
-    for source in sorted({*own, *(p for target in targets() for p in sources(target))}):
-        target = source.relative_to(ROOT).with_suffix(".o")
-        lines.append(f"build {target}: compile {source} | {PRECOMPILED}")
+    objects = {
+        source: ninja.build(
+            source.relative_to(ROOT).with_suffix(".o"), "compile", [source],
+            after=[PRECOMPILED], flags=coverage,
+        )
+        for source in sorted({*own, *(p for target in targets() for p in sources(target))})
+    }  # fmt: skip
     for target in targets():
         parts = [own[0], HERE / f"{target}_fuzz.cpp", *sources(target)]
-        objects = [str(p.relative_to(ROOT).with_suffix(".o")) for p in parts]
-        lines.append(f"build {target}: link {' '.join(objects)}")
-    text = "\n".join(lines) + "\n"
-    path = folder / "build.ninja"
-    if not path.exists() or path.read_text() != text:
-        path.write_text(text)
+        linked = [objects[part] for part in parts]
+        ninja.build(target, "link", linked, flags="$flags -fsanitize=fuzzer")
+    return ninja
 
 
 def build(names: list[str]) -> list[Path]:
     """Builds these targets; the paths of their binaries. Raises BuildFailed."""
     folder = ROOT / "build" / "fuzz"
-    if is_built(folder, names):
-        return [folder / name for name in names]
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "lock").open("w") as lock:  # one build at a time
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        write_ninja(folder)
-        command = [ninja_binary(), "-C", str(folder), *names]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise BuildFailed(done.stdout + done.stderr)
+    if not is_built(folder, names):
+        with locked(folder):
+            ninja_file().run(folder, names)
     return [folder / name for name in names]
 
 

@@ -14,16 +14,16 @@ aarch64 is a cross build for qemu-aarch64, without the simulation, whose fibers 
 one target, "core": all of csrc but torch and CUDA, linked so that two types of one name are errors.
 """
 
-import fcntl
-import importlib.metadata
 import os
-import shutil
 import subprocess
 import sys
 import sysconfig
 from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools" / "compile"))
+from ninja_files import BuildFailed, NinjaFile, locked
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
@@ -67,31 +67,7 @@ OPTIMIZED = [
     *(HERE / name for name in ("plans_test.cpp", "prove.cpp")),
 ]
 PRECOMPILED = "precompiled.h.gch"
-# -include looks first in the folder where the compiler runs: PRECOMPILED is there.
-RULES = """\
-header = precompiled.h
-rule precompile
-  command = $cxx -MMD -MF $out.d $flags -x c++-header $in -o $out
-  depfile = $out.d
-  deps = gcc
-rule compile
-  command = $cxx -MMD -MF $out.d $flags -include $header -Winvalid-pch -c $in -o $out
-  depfile = $out.d
-  deps = gcc
-rule archive
-  command = rm -f $out && ar crs $out $in
-rule link
-  command = $cxx $flags $in -ldl -o $out
-rule share
-  command = $cxx $flags -shared $in -ldl -o $out
-"""
-
-
 BUILT = "TEST_PROGRAMS_ARE_BUILT"  # in the environment: set by conftest.py for --built
-
-
-class BuildFailed(Exception):
-    """A suite did not compile; the text is the compiler's."""
 
 
 @cache
@@ -114,14 +90,6 @@ def suites() -> list[str]:
     return sorted(p.stem.removesuffix("_test") for p in HERE.glob("*_test.cpp"))
 
 
-def ninja_binary() -> str:
-    """The ninja of the PyPI package if installed, else the one on PATH."""
-    for file in importlib.metadata.distribution("ninja").files or []:
-        if file.name == "ninja" and file.parent.name == "bin":
-            return str(file.locate())
-    return shutil.which("ninja") or "ninja"
-
-
 def python_flags() -> list[str]:
     """Include paths of Python and pybind11."""
     import pybind11
@@ -136,18 +104,9 @@ def flags_of(sanitizer: str) -> list[str]:
     return flags + CLANG_FLAGS * (sanitizer in CLANG)
 
 
-def compile_rule(target: str, source: Path, sanitizer: str) -> list[str]:
-    """The lines of build.ninja that compile one file."""
-    lines = [f"build {target}: compile {source} | {PRECOMPILED}"]
-    if sanitizer in CLANG and any(path == source or path in source.parents for path in OPTIMIZED):
-        lines[0] += f" optimized/{PRECOMPILED}"
-        lines += ["  flags = $flags -O1", "  header = optimized/precompiled.h"]
-    return lines
-
-
-def write_ninja(folder: Path, sanitizer: str) -> None:
-    """Writes build.ninja into `folder`. All other objects form one archive, with main() of
-    harness.cpp; a suite links the objects that it uses."""
+def ninja_file(sanitizer: str) -> NinjaFile:
+    """The suites. All other objects form one archive, with main() of harness.cpp; a suite links the
+    objects that it uses."""
     flags = flags_of(sanitizer)
     apart = (CSRC / "bindings", CSRC / "cuda")
     library = [p for p in sorted(CSRC.rglob("*.cpp")) if not any(a in p.parents for a in apart)]
@@ -166,23 +125,32 @@ def write_ninja(folder: Path, sanitizer: str) -> None:
     if sanitizer == "aarch64":
         compiler = CROSS_COMPILER
         library = [p for p in library if p.stem not in ("fiber", "simulation")]
+    variables = {"cxx": compiler, "flags": " ".join(flags), "libs": "-ldl"}
+    ninja = NinjaFile(variables, {"archive": "rm -f $out && ar crs $out $in"})
     header = CSRC / "core" / "precompiled.h"
-    lines = [f"cxx = {compiler}", f"flags = {' '.join(flags)}", RULES]
-    lines.append(f"build {PRECOMPILED}: precompile {header}")
-    lines += [f"build optimized/{PRECOMPILED}: precompile {header}", "  flags = $flags -O1"]
+    ninja.build(PRECOMPILED, "precompile", [header])
+    ninja.build(f"optimized/{PRECOMPILED}", "precompile", [header], flags="$flags -O1")
+
+    def compile_(source: Path, target: str) -> str:
+        optimized = sanitizer in CLANG and any(p in (source, *source.parents) for p in OPTIMIZED)
+        folder = "optimized/" * optimized
+        return ninja.build(
+            target, "compile", [source],
+            after=[folder + PRECOMPILED],
+            flags="$flags" + " -O1" * optimized,
+            # Found in the folder where the compiler runs, as .gch.
+            header=f"-include {folder}precompiled.h -Winvalid-pch",
+        )  # fmt: skip
+
     for source in library:
-        objects.append(str(source.relative_to(ROOT).with_suffix(".o")))
-        lines += compile_rule(objects[-1], source, sanitizer)
+        objects.append(compile_(source, str(source.relative_to(ROOT).with_suffix(".o"))))
     if sanitizer == "odr":
-        lines.append(f"build core: share {' '.join(objects)}")
-    lines.append(f"build library.a: archive {' '.join(objects)}")
+        ninja.build("core", "link", objects, flags="$flags -shared")
+    ninja.build("library.a", "archive", objects)
     for suite in suites():
-        lines += compile_rule(f"{suite}.o", HERE / f"{suite}_test.cpp", sanitizer)
-        lines.append(f"build {suite}: link {suite}.o library.a")
-    text = "\n".join(lines) + "\n"
-    path = folder / "build.ninja"
-    if not path.exists() or path.read_text() != text:
-        path.write_text(text)
+        compiled = compile_(HERE / f"{suite}_test.cpp", f"{suite}.o")
+        ninja.build(suite, "link", [compiled, "library.a"])
+    return ninja
 
 
 def object_of(sanitizer: str, source: Path) -> Path:
@@ -193,16 +161,9 @@ def object_of(sanitizer: str, source: Path) -> Path:
 def build(sanitizer: str, names: Iterable[str]) -> list[Path]:
     """Builds these suites; the paths of their binaries. Raises BuildFailed."""
     folder, names = ROOT / "build" / "native" / sanitizer, list(names)
-    if is_built(folder, names):
-        return [folder / name for name in names]
-    folder.mkdir(parents=True, exist_ok=True)
-    command = [ninja_binary(), "-C", str(folder), *names]
-    with (folder / "lock").open("w") as lock:  # one build at a time
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        write_ninja(folder, sanitizer)
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise BuildFailed(done.stdout + done.stderr)
+    if not is_built(folder, names):
+        with locked(folder):
+            ninja_file(sanitizer).run(folder, names)
     return [folder / name for name in names]
 
 
