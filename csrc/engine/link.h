@@ -5,13 +5,13 @@
 // discarded. Notices are sent between frames.
 #pragma once
 
+#include <deque>
 #include <memory>
 #include <optional>
 #include <string>
 #include <utility>
+#include <vector>
 
-#include "engine/frame_reader.h"
-#include "engine/frame_writer.h"
 #include "transport/frame.h"
 #include "transport/transport.h"
 
@@ -19,55 +19,70 @@ namespace pycomm::engine {
 
 class Link {
  public:
-  explicit Link(std::unique_ptr<transport::Channel> channel)
-      : channel_(std::move(channel)), writer_(*channel_), reader_(*channel_) {}
+  explicit Link(std::unique_ptr<transport::Channel> channel) : channel_(std::move(channel)) {}
 
   // Sending. begin() may be called once idle(); its payload must stay valid until the frame is sent
-  // or abandoned. push() sends what fits now and returns the payload bytes sent.
-  bool idle() const { return writer_.idle(); }
-  // `more`: another frame follows immediately.
-  void begin(const transport::Header& header, transport::ConstBytes payload, bool more = false) {
-    writer_.begin(header, payload, more);
-  }
-  size_t push() { return writer_.push(); }
+  // or abandoned. `more`: another frame follows immediately.
+  bool idle() const { return !open() && notices_.empty(); }
+  void begin(const transport::Header& header, transport::ConstBytes payload, bool more = false);
+  // Sends what fits now; returns the payload bytes sent.
+  size_t push();
   // Releases the payload of the current frame: copies its unsent rest, for flush().
-  void abandon() { writer_.abandon(); }
+  void abandon();
   // Queues a notice, a frame with a short text, behind what is being sent.
-  void post(const transport::Header& header, const std::string& text) {
-    writer_.post(header, text);
-  }
+  void post(transport::Header header, const std::string& text);
   // Sends the rest of an abandoned frame, and notices. True when nothing is left.
-  bool flush() { return writer_.flush(); }
+  bool flush();
   // Closes this side; the channel delivers the unsent bytes.
   void close() noexcept;
 
   // Receiving. front() is the header of the frame at the front, or null until it has arrived
   // completely. Take the payload in pieces, then call finish() to get to the next frame. Throws
   // PeerLost if the bytes are not a valid header.
-  const transport::Header* front() { return reader_.front(); }
-  bool has_front() const { return reader_.has_front(); }
-  size_t payload_left() const { return reader_.payload_left(); }
-  transport::ConstBytes peek() { return reader_.peek(); }
-  void take(size_t bytes) { reader_.take(bytes); }
-  size_t receive(transport::Bytes into) { return reader_.receive(into); }
-  void finish() { reader_.finish(); }
+  const transport::Header* front();
+  bool has_front() const { return whole_ && !discarding_; }
+  size_t payload_left() const { return payload_left_; }
+  transport::ConstBytes peek() { return channel_->peek(payload_left_); }
+  void take(size_t bytes);
+  size_t receive(transport::Bytes into);
+  void finish();
   // Discards the frame at the front, including the part that has not arrived yet.
-  void discard() { reader_.discard(); }
+  void discard() { discarding_ = whole_; }
   // Looks behind the frame at the front for the next frame of this kind, without taking anything:
   // the part of its payload that has arrived; null if no such frame has arrived.
-  std::optional<transport::ConstBytes> behind_front(transport::FrameKind kind) {
-    return reader_.behind_front(kind);
-  }
+  std::optional<transport::ConstBytes> behind_front(transport::FrameKind kind);
 
   transport::Channel& channel() { return *channel_; }
-  uint64_t frames_sent() const { return writer_.frames_sent(); }
-  uint64_t bytes_written() const { return writer_.bytes_written(); }
-  uint64_t bytes_received() const { return reader_.bytes_received(); }
+  uint64_t frames_sent() const { return frames_sent_; }
+  uint64_t payload_sent() const { return payload_sent_; }
+  uint64_t bytes_written() const { return bytes_written_; }
+  uint64_t bytes_received() const { return bytes_received_; }
 
  private:
+  struct Notice {
+    transport::Header header;
+    std::string text;
+  };
+  bool open() const { return head_left_ > 0 || !body_.empty(); }
+  std::vector<std::byte> unsent() const;
+  bool read_header();
+  bool drop();
+
   std::unique_ptr<transport::Channel> channel_;
-  FrameWriter writer_;
-  FrameReader reader_;
+  // The unsent rest of the current frame. The body is the caller's, or `abandoned_body_`.
+  transport::Header out_{};
+  size_t head_left_ = 0;
+  transport::ConstBytes body_;
+  std::vector<std::byte> abandoned_body_;
+  bool abandoned_ = false, more_ = false;
+  std::deque<Notice> notices_;
+  size_t notice_sent_ = 0;  // bytes sent of the first notice
+  uint64_t frames_sent_ = 0, payload_sent_ = 0, bytes_written_ = 0;
+  // The frame at the front.
+  transport::Header in_{};
+  size_t head_have_ = 0, payload_left_ = 0;
+  bool whole_ = false, discarding_ = false;
+  uint64_t bytes_received_ = 0;
 };
 
 }  // namespace pycomm::engine

@@ -129,7 +129,7 @@ ROWS = [
     # ---- received data
     (
         "any_magic",
-        "engine/frame_reader.cpp",
+        "engine/link.cpp",
         "in_.magic != transport::Header::kMagic || ",
         "",
         "link",
@@ -137,7 +137,7 @@ ROWS = [
     ),
     (
         "any_version",
-        "engine/frame_reader.cpp",
+        "engine/link.cpp",
         "in_.version != transport::Header::kVersion ||\n      ",
         "",
         "link",
@@ -145,7 +145,7 @@ ROWS = [
     ),
     (
         "one_byte_too_many",
-        "engine/frame_reader.cpp",
+        "engine/link.cpp",
         "in_.bytes > transport::kSegmentBytes)",
         "in_.bytes > transport::kSegmentBytes + 1)",
         "link",
