@@ -1,33 +1,174 @@
 #include "engine/engine.h"
 
+#include <poll.h>
+
+#include <algorithm>
+#include <thread>
 #include <utility>
 
 namespace pycomm::engine {
+namespace {
+
+// Waits until one of them closes its connection, as every rank does at its end, or for 10 ms.
+void wait_for_close(PeerTable& peers, const std::vector<int>& awaited) {
+  std::vector<pollfd> polled;
+  std::vector<transport::Channel*> armed;
+  for (const int peer : awaited) {
+    if (!peers.at(peer).link || peers.at(peer).link->channel().is_closed()) continue;
+    armed.push_back(&peers.at(peer).link->channel());
+    polled.push_back(armed.back()->arm({}));
+  }
+  ::poll(polled.data(), polled.size(), 10);
+  for (size_t i = 0; i < armed.size(); ++i) armed[i]->disarm(polled[i].revents);
+}
+
+// Polls the descriptor, because some channels detect a closed connection only by it.
+bool look_for_close(PeerTable& peers, int peer) {
+  if (peers.has_closed(peer)) return true;
+  transport::Channel& channel = peers.at(peer).link->channel();
+  pollfd polled = channel.arm({});
+  ::poll(&polled, 1, 0);
+  channel.disarm(polled.revents);
+  ProcessWatch& processes = peers.processes();
+  if (!peers.at(peer).left_reason) processes.look(peer);
+  if (processes.pending()) processes.update();
+  return peers.has_closed(peer);
+}
+
+// Whether a clean goodbye follows the frame at the front, which the next call may read.
+bool closed_cleanly(Link& link) {
+  const auto goodbye = link.behind_front(transport::FrameKind::goodbye);
+  return goodbye && is_clean_goodbye(*goodbye);
+}
+
+}  // namespace
 
 Engine::Engine(std::vector<std::unique_ptr<transport::Channel>> channels, EngineOptions options)
-    : peers_({options.rank, std::move(options.names), std::move(options.pids)},
-             std::move(channels)),
+    : peers_({options.rank, std::move(options.names), std::move(options.pids)}, std::move(channels),
+             options.connector),
       mailbox_(peers_, calls_),
       liveness_(peers_, calls_, options.heartbeat),
       mismatches_(peers_, calls_, mailbox_),
-      connections_(options.connector, peers_, liveness_, mismatches_),
       dispatcher_(peers_, calls_, mailbox_, liveness_, mismatches_),
-      sender_(peers_, connections_, dispatcher_),
-      shutdown_(peers_, calls_, liveness_, connections_, dispatcher_),
+      shutdown_(peers_, calls_, liveness_, dispatcher_),
       loop_({options.spin, std::move(options.interrupted)}, turn_, peers_, mailbox_, liveness_,
-            connections_, dispatcher_),
-      idle_(turn_, peers_, liveness_, connections_, dispatcher_, shutdown_),
-      runner_(turn_, peers_, calls_, mailbox_, liveness_, sender_, loop_, idle_, shutdown_),
-      messenger_(turn_, peers_, calls_, mailbox_, sender_, dispatcher_, runner_) {}
+            dispatcher_),
+      messenger_(*this, peers_, calls_, mailbox_, dispatcher_) {}
+
+bool Engine::can_send_at_once(int to, size_t bytes) {
+  const std::lock_guard turn(turn_);
+  const Peer& peer = peers_.at(to);
+  return bytes <= transport::kSegmentBytes && peer.link && !peer.left_reason && peer.link->idle() &&
+         peer.link->channel().has_space(sizeof(transport::Header) + bytes);
+}
 
 void Engine::run(const PlanJob& job, const Deadline& deadline) {
   const transport::Header header = calls_.next_header(job.signature);
   PlanTask task = plan_task(job, header);
-  runner_.run(task, {.signature = header, .peer_counts = job.peer_counts}, deadline);
+  run(task, header, deadline, job.peer_counts);
 }
 
-void Engine::run(Task& task, const transport::Header& header, const Deadline& deadline) {
-  runner_.run(task, {.signature = header}, deadline);
+void Engine::run(Task& task, const transport::Header& header, const Deadline& deadline,
+                 std::span<const size_t> peer_counts) {
+  const std::lock_guard turn(turn_);
+  shutdown_.check_usable();
+  check(calls_.running() == nullptr && !mailbox_.awaits(), "a call began inside another");
+  const bool is_collective = !is_message(header);
+  struct End {
+    Engine& engine;
+    ~End() { engine.end_call(); }
+  } const end{*this};
+  if (is_collective) calls_.begin(header, peer_counts);
+  liveness_.enter_call(header);
+  try {
+    task.begin();
+    loop_.drive(task, deadline);
+  } catch (const Error& error) {
+    if (error.kind() == ErrorKind::mismatch) throw;
+    shutdown_.fail_call(error, header, deadline);
+  } catch (const std::exception& error) {  // thrown by `interrupted`, or out of memory
+    const auto operation = static_cast<Operation>(header.operation);
+    shutdown_.fail(InternalError(std::string(name_of(operation)) + ": " + error.what()));
+    throw;
+  }
+  if (is_collective) calls_.complete(header);
+}
+
+void Engine::end_call() noexcept {
+  liveness_.leave_call();
+  calls_.end();
+  mailbox_.end_receives();
+  if (heartbeat_due_.load(std::memory_order_relaxed)) {
+    heartbeat_due_.store(false, std::memory_order_relaxed);
+    exchange_heartbeats();
+  }
+  traffic_ = {.waited = loop_.waited()};
+  for (const Peer& peer : peers_.all()) {
+    if (!peer.link) continue;
+    traffic_.frames_sent += peer.link->frames_sent();
+    traffic_.payload_sent += peer.link->payload_sent();
+    traffic_.bytes_written += peer.link->bytes_written();
+    traffic_.bytes_received += peer.link->bytes_received();
+  }
+}
+
+bool Engine::heartbeat() noexcept {
+  const std::unique_lock turn(turn_, std::try_to_lock);
+  turn ? exchange_heartbeats() : heartbeat_due_.store(true, std::memory_order_relaxed);
+  return !broken();
+}
+
+void Engine::exchange_heartbeats() noexcept {
+  if (broken()) return;
+  try {
+    (void)peers_.accept();  // a peer that connected to this rank waits for a heartbeat
+    const auto now = Clock::now();
+    for (int peer = 0; peer < peers_.size(); ++peer) {
+      if (!peers_.at(peer).link) continue;
+      const transport::Header* const waiting = dispatcher_.front_behind_heartbeats(peer);
+      (void)liveness_.note_bytes(peer);
+      // A frame that stays for the next call hides the heartbeats behind it.
+      if (waiting != nullptr) peers_.at(peer).silent_since = now;
+    }
+    liveness_.send(now);
+    liveness_.update(now);
+  } catch (...) {  // the next call reports the error of a link
+  }
+}
+
+void Engine::check_for_failures(std::chrono::nanoseconds limit, const std::vector<int>& awaited) {
+  std::unique_lock turn(turn_, std::try_to_lock);
+  const Deadline deadline(limit);
+  while (!turn && !deadline.expired()) {
+    std::this_thread::yield();
+    (void)turn.try_lock();
+  }
+  shutdown_.check_usable();
+  // No lock, or a call that calls `interrupted`: that call checks.
+  if (!turn || calls_.running() != nullptr || mailbox_.awaits()) return;
+  try {
+    poll_for_failures(awaited);
+    while (!deadline.expired()) {
+      wait_for_close(peers_, awaited);
+      poll_for_failures(awaited);
+    }
+  } catch (const Error& error) {
+    shutdown_.fail(error);
+    throw;
+  }
+}
+
+void Engine::poll_for_failures(const std::vector<int>& awaited) {
+  for (int peer = 0; peer < peers_.size(); ++peer) {
+    const Peer& state = peers_.at(peer);
+    if (!state.link) continue;
+    const bool last = std::ranges::count(awaited, peer) > 0 && look_for_close(peers_, peer);
+    const transport::Header* header = dispatcher_.front_behind_heartbeats(peer);
+    if (header != nullptr && header->kind == transport::FrameKind::goodbye)
+      dispatcher_.read_notice(peer, *header);
+    if (last && !state.left_reason && (header == nullptr || !closed_cleanly(*state.link)))
+      dispatcher_.throw_peer_error(peer);
+  }
 }
 
 void Engine::leave(std::chrono::nanoseconds wait,

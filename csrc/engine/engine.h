@@ -1,13 +1,32 @@
 // Runs plans and messages over links, on the host, on the caller's thread.
 //
-// One thread at a time; group/ ensures that. A failure has one of two effects. A mismatch starts a
-// new epoch: all ranks drop the calls of the old one and continue. Every other failure breaks the
-// engine: it sends its peers the reason, closes the connections, and reports the first cause from
-// then on.
+// The state of an engine, and the functions that change it:
 //
-// The engine only connects its parts: docs/architecture.md lists them.
+//   from      by                        to
+//   idle      run(), messenger()        in call
+//   in call   the task is done          idle: the next number, if the call is a collective
+//   in call   Mismatch                  idle: the next epoch, number 0
+//   in call   any other error           broken
+//   idle      fail(), leave(),          broken
+//             check_for_failures()
+//   broken    leave(), fail()           broken, with the first cause
+//
+// Invariants:
+//
+//  1. One thread at a time uses the links and the parts of this class. It holds turn_: a call
+//  (except
+//     while it calls `interrupted`), heartbeat(), check_for_failures(), leave() and fail().
+//  2. Only in a call does CallSequence have a current collective, or Mailbox an awaited message.
+//  3. Calls of an epoch have the numbers 0, 1, 2, ... on all ranks. A mismatch starts the next
+//  epoch
+//     on all ranks: they drop the calls of the old one and continue.
+//  4. Once broken, all links are closed, the peers know the reason, and every call throws the first
+//     cause.
+//
+// group/ ensures that one thread at a time makes calls. docs/architecture.md lists the parts.
 #pragma once
 
+#include <atomic>
 #include <chrono>
 #include <functional>
 #include <memory>
@@ -16,11 +35,9 @@
 #include <string>
 #include <vector>
 
+#include "core/deadline.h"
 #include "engine/call_sequence.h"
-#include "engine/connections.h"
 #include "engine/frame_dispatcher.h"
-#include "engine/frame_sender.h"
-#include "engine/idle_monitor.h"
 #include "engine/liveness.h"
 #include "engine/mailbox.h"
 #include "engine/messenger.h"
@@ -30,7 +47,7 @@
 #include "engine/plan_task.h"
 #include "engine/progress_loop.h"
 #include "engine/shutdown.h"
-#include "engine/task_runner.h"
+#include "engine/task.h"
 
 namespace pycomm::engine {
 
@@ -47,6 +64,13 @@ struct EngineOptions {
   std::vector<int64_t> pids{};
 };
 
+// Sums over all links since the start. `waited` is the time in which calls made no progress,
+// without waits of a few microseconds, during which no clock is read.
+struct EngineTraffic {
+  uint64_t frames_sent = 0, payload_sent = 0, bytes_written = 0, bytes_received = 0;
+  std::chrono::nanoseconds waited{0};
+};
+
 class Engine {
  public:
   // `channels` by rank; null for this rank and, with a connector, for peers that are not connected
@@ -58,15 +82,22 @@ class Engine {
 
   int rank() const { return peers_.rank(); }
   void run(const PlanJob& job, const Deadline& deadline);
-  // The same for any task; `header` is next_header() of its signature.
-  void run(Task& task, const transport::Header& header, const Deadline& deadline);
+  // The same for any task. `header`: of a collective, next_header() of its signature; of a message,
+  // which has no number, what errors and heartbeats report. An error other than Mismatch breaks the
+  // engine. Throws GroupBroken if it is broken. `peer_counts` as in PlanJob.
+  void run(Task& task, const transport::Header& header, const Deadline& deadline,
+           std::span<const size_t> peer_counts = {});
   transport::Header next_header(const transport::Header& signature) const {
     return calls_.next_header(signature);
   }
 
   Messenger& messenger() { return messenger_; }
+  // Whether a send of so many bytes, if it is the next call, copies them and does not wait.
+  bool can_send_at_once(int to, size_t bytes);
   // From any thread: whether receive_any() ends, also a later one, before it has a message.
-  void set_suspended(bool suspended) noexcept { suspended ? loop_.suspend() : loop_.resume(); }
+  void set_suspended(bool suspended) noexcept {
+    suspended ? loop_.stop().suspend() : loop_.stop().resume();
+  }
 
   // See Shutdown::leave().
   void leave(std::chrono::nanoseconds wait = {},
@@ -77,7 +108,7 @@ class Engine {
   // that no call will read any more.
   [[noreturn]] void throw_peer_error(int peer) { dispatcher_.throw_peer_error(peer); }
   // From any thread: ends the current wait with GroupBroken.
-  void stop(const std::string& reason) noexcept { loop_.stop(reason); }
+  void stop(const std::string& reason) noexcept { loop_.stop().request(reason); }
   // From any thread: whether the engine is broken or has left.
   bool broken() const { return shutdown_.broken(); }
   // Throws GroupBroken then.
@@ -85,22 +116,20 @@ class Engine {
   // Call between collectives while waiting outside the engine. Throws if any peer aborted the
   // group, or if one of `awaited` failed. `limit`: timeout of that wait. While a call runs in
   // another thread, that call checks.
-  void check_for_failures(std::chrono::nanoseconds limit, const std::vector<int>& awaited) {
-    idle_.check_for_failures(limit, awaited);
-  }
+  void check_for_failures(std::chrono::nanoseconds limit, const std::vector<int>& awaited);
   // From any thread, at least every heartbeat_interval(): sends heartbeats on idle links and reads
   // received ones. During a call the call itself does this, at its end at the latest. False once
   // the engine is broken.
-  bool heartbeat() noexcept { return idle_.heartbeat(); }
+  bool heartbeat() noexcept;
   std::chrono::nanoseconds heartbeat_interval() const { return liveness_.interval(); }
   // From any thread, also during a call.
   EngineStatus status() const;
   // For the thread that makes the calls: as of the end of the last one.
-  const EngineTraffic& traffic() const { return runner_.traffic(); }
+  const EngineTraffic& traffic() const { return traffic_; }
 
   // For tasks: a task of `job` that another task advances.
   PlanTask plan_task(const PlanJob& job, const transport::Header& header) {
-    return {peers_, sender_, dispatcher_, job, header, scratch(job.scratch_bytes())};
+    return {peers_, dispatcher_, job, header, scratch(job.scratch_bytes())};
   }
   MismatchProtocol& mismatches() { return mismatches_; }
   // Throws PeerLost, which blames `peer`, unless what it sent is valid.
@@ -109,25 +138,30 @@ class Engine {
   }
   // Wakes `peer`, which shares memory with this rank, if it sleeps.
   void wake_peer(int peer) { peers_.at(peer).link->channel().wake_peer(); }
-  transport::Bytes scratch(size_t bytes) { return runner_.scratch(bytes); }
+  // Memory that a task may use until it is done.
+  transport::Bytes scratch(size_t bytes) {
+    if (scratch_.size() < bytes) scratch_.resize(bytes);
+    return {scratch_.data(), bytes};
+  }
 
  private:
-  // Held by the thread that uses the links: a call, except while it calls `interrupted`, or
-  // heartbeat().
-  mutable std::mutex turn_;
+  void end_call() noexcept;
+  void exchange_heartbeats() noexcept;
+  void poll_for_failures(const std::vector<int>& awaited);
+
+  std::mutex turn_;
   PeerTable peers_;
   CallSequence calls_;
   Mailbox mailbox_;
   Liveness liveness_;
   MismatchProtocol mismatches_;
-  Connections connections_;
   FrameDispatcher dispatcher_;
-  FrameSender sender_;
   Shutdown shutdown_;
   ProgressLoop loop_;
-  IdleMonitor idle_;
-  TaskRunner runner_;
   Messenger messenger_;
+  std::atomic<bool> heartbeat_due_{false};  // heartbeat() was called during a call
+  EngineTraffic traffic_;                   // as of the end of the last call
+  std::vector<std::byte> scratch_;
 };
 
 }  // namespace pycomm::engine

@@ -2,8 +2,6 @@
 
 #include <algorithm>
 
-#include "engine/goodbye.h"
-
 namespace pycomm::engine {
 namespace {
 
@@ -11,6 +9,17 @@ namespace {
 constexpr int kFramesPerPoll = 4;
 
 }  // namespace
+
+Link* FrameDispatcher::begin(int peer, const transport::Header& header,
+                             transport::ConstBytes payload, bool more) {
+  const Peer& state = peers_.at(peer);
+  if (!state.link) peers_.request(peer);
+  if (!state.link || state.left_reason) return nullptr;
+  if (peers_.has_closed(peer)) throw_peer_error(peer);  // a rank that only sends detects it here
+  if (!state.link->idle() && !state.link->flush()) return nullptr;
+  state.link->begin(header, payload, more);
+  return state.link.get();
+}
 
 Link* FrameDispatcher::incoming(int peer) {
   const Front front = poll_link(peer);
@@ -181,7 +190,7 @@ void FrameDispatcher::read_notice(int peer, const transport::Header& header) {
   const transport::Header notice = header;
   link.take(here.size());
   link.finish();
-  if (notice.kind == transport::FrameKind::goodbye) return receive_goodbye(peers_, peer, payload);
+  if (notice.kind == transport::FrameKind::goodbye) return peers_.receive_goodbye(peer, payload);
   mismatches_.receive(peer, notice, payload);
 }
 

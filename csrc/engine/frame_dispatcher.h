@@ -1,5 +1,6 @@
-// Reads the frames at the front of the links and decides what each one is: a frame of the current
-// call, a message, a heartbeat, a notice, or a frame that must wait for a later call.
+// Begins the frames of tasks. Reads the frames at the front of the links and decides what each one
+// is: a frame of the current call, a message, a heartbeat, a notice, or a frame that must wait for
+// a later call.
 #pragma once
 
 #include <optional>
@@ -24,6 +25,11 @@ class FrameDispatcher {
         mismatches_(mismatches),
         fronts_(static_cast<size_t>(peers.size()), Front::nothing) {}
 
+  // Begins a frame, whose payload must stay valid until it is sent, and returns its link. Null
+  // while unsent notices precede it, or the peer is not connected yet. `more`: another frame
+  // follows immediately.
+  Link* begin(int peer, const transport::Header& header, transport::ConstBytes payload,
+              bool more = false);
   // The link to `peer` if the frame at its front belongs to the current call, else null. Handles
   // the frames in front of it that belong to no call.
   Link* incoming(int peer);
@@ -42,8 +48,6 @@ class FrameDispatcher {
   // Throws if a task cannot complete because the peer that it receives from, or sends to, left. A
   // peer that left cleanly is an error only for a rank that still needs data from it or for it.
   void check_peers_needed(int from, int to);
-  // No collective runs and no receive waits.
-  bool between_calls() const { return calls_.running() == nullptr && !mailbox_.awaits(); }
 
   // The header of the frame at the front, if it arrived completely. An invalid one is a protocol
   // error of its sender.

@@ -22,7 +22,7 @@ bool Liveness::note_bytes(int peer) {
   if (received == at(peer).bytes_received_seen) return false;
   const auto now = Clock::now();
   at(peer).bytes_received_seen = received;
-  at(peer).last_received_at = now;
+  peers_.at(peer).silent_since = now;
   peers_.processes().note_bytes(peer, now);
   return true;
 }
@@ -53,14 +53,14 @@ void Liveness::send(Clock::time_point now) {
 void Liveness::update(Clock::time_point now) {
   const bool away = now - updated_at_ > 2 * interval();
   updated_at_ = now;
-  for (State& state : states_)
-    if (away || state.last_received_at == Clock::time_point{}) state.last_received_at = now;
+  for (Peer& peer : peers_.all())
+    if (away || peer.silent_since == Clock::time_point{}) peer.silent_since = now;
   publish(now);
 }
 
 void Liveness::check(int peer, Clock::time_point now) const {
   if (limit_.count() == 0 || (!peers_.at(peer).link && !peers_.at(peer).requested)) return;
-  if (now - at(peer).last_received_at >= limit_)
+  if (now - peers_.at(peer).silent_since >= limit_)
     throw PeerLost(peers_.name(peer) + " sent no heartbeat for " + seconds(limit_) +
                        ": its process is stopped or its host failed",
                    {.peer = peer});
@@ -68,7 +68,7 @@ void Liveness::check(int peer, Clock::time_point now) const {
 
 std::string Liveness::describe_peer(int peer) const {
   if (!at(peer).last) return "";
-  return ", last seen " + seconds(Clock::now() - at(peer).last_received_at) + " ago " +
+  return ", last seen " + seconds(Clock::now() - peers_.at(peer).silent_since) + " ago " +
          describe_activity(*at(peer).last);
 }
 
@@ -85,7 +85,7 @@ void Liveness::publish(Clock::time_point now) {
       seen.connected = !known.left_reason && !peers_.has_closed(peer);
       seen.left_reason = known.left_reason;
       // Bytes may have arrived since `now` was read.
-      const auto silent = std::max(Clock::duration{0}, now - at(peer).last_received_at);
+      const auto silent = std::max(Clock::duration{0}, now - known.silent_since);
       seen.last_seen_s = std::chrono::duration<double>(silent).count();
       if (at(peer).last) seen.current_call = describe_activity(*at(peer).last);
       seen.bytes_written = known.link->bytes_written();

@@ -61,8 +61,6 @@ class Liveness {
   }
   // True if bytes of `peer` arrived since the last call.
   bool note_bytes(int peer);
-  // The time without a sign of `peer` starts again.
-  void restart(int peer, Clock::time_point now) { at(peer).last_received_at = now; }
 
   // Sends a heartbeat on each idle link.
   void send(Clock::time_point now);
@@ -79,7 +77,6 @@ class Liveness {
   struct State {
     std::optional<transport::Header> last{};
     uint64_t bytes_received_seen = 0;
-    Clock::time_point last_received_at{};  // when that number last grew
     uint64_t bytes_sent_seen = 0;
     Clock::time_point sent_at{};  // when that number last grew
   };

@@ -1,6 +1,5 @@
 #include "engine/mailbox.h"
 
-#include <cstring>
 #include <utility>
 
 #include "core/dtype.h"
@@ -143,17 +142,6 @@ std::optional<Message> Mailbox::take(int& from, const transport::Header& wanted)
   at(chosen).messages.erase(oldest(chosen));
   at(chosen).buffered_bytes -= bytes_used_by(message);
   return message;
-}
-
-// A message that does not match its receive is dropped, and the other messages continue.
-bool Mailbox::deliver(const Awaited& receive, const Message& message) {
-  if (!same_call(message.header, receive.signature)) {
-    refused_.push_back({receive.from, message.header, receive.signature});
-    return false;
-  }
-  if (!message.buffer.empty())
-    std::memcpy(receive.into.data(), message.buffer.data(), receive.into.size());
-  return true;
 }
 
 Mismatch Mailbox::full(int from, const transport::Header& wanted) const {

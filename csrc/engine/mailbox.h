@@ -39,12 +39,6 @@ struct Awaited {
   size_t index = 0;  // in the list of messages of an exchange
 };
 
-// A message of an exchange that did not match its receive.
-struct RefusedMessage {
-  int from = collectives::kNoRank;
-  transport::Header theirs{}, mine{};
-};
-
 class Mailbox {
  public:
   Mailbox(PeerTable& peers, const CallSequence& calls)
@@ -99,10 +93,6 @@ class Mailbox {
       for (const Message& message : at(one.from).messages)
         if (message.into != nullptr && message.into == one.into.data()) report(one, message.have);
   }
-  // Copies a message into the memory of its receive, or keeps it for take_refused(): false.
-  bool deliver(const Awaited& receive, const Message& message);
-  // The messages that did not match since the last call.
-  std::vector<RefusedMessage> take_refused() { return std::exchange(refused_, {}); }
   // The error of a receive whose message cannot arrive, because others fill the buffer.
   Mismatch full(int from, const transport::Header& wanted) const;
   // A new epoch: drops announcements and their answers.
@@ -127,9 +117,8 @@ class Mailbox {
   const CallSequence& calls_;
   std::vector<Inbox> inboxes_;
   std::vector<Awaited> awaited_;
-  bool sending_ = false;  // an exchange still has messages to send
-  bool kept_ = false;     // keep_receives() was called
-  std::vector<RefusedMessage> refused_;
+  bool sending_ = false;   // an exchange still has messages to send
+  bool kept_ = false;      // keep_receives() was called
   uint64_t arrivals_ = 0;  // number of messages that began to arrive
 };
 

@@ -1,7 +1,6 @@
 // Sends and receives messages between two ranks.
 #pragma once
 
-#include <mutex>
 #include <span>
 #include <vector>
 
@@ -10,12 +9,12 @@
 #include "core/message_progress.h"
 #include "engine/call_sequence.h"
 #include "engine/frame_dispatcher.h"
-#include "engine/frame_sender.h"
 #include "engine/mailbox.h"
 #include "engine/peer_table.h"
-#include "engine/task_runner.h"
 
 namespace pycomm::engine {
+
+class Engine;
 
 // One of the messages of an exchange().
 struct MessageRequest {
@@ -34,21 +33,12 @@ struct Received {
 
 class Messenger {
  public:
-  // `turn` is held by the thread that uses the links.
-  Messenger(std::mutex& turn, PeerTable& peers, const CallSequence& calls, Mailbox& mailbox,
-            FrameSender& sender, FrameDispatcher& dispatcher, TaskRunner& runner)
-      : turn_(turn),
-        peers_(peers),
-        calls_(calls),
-        mailbox_(mailbox),
-        sender_(sender),
-        dispatcher_(dispatcher),
-        runner_(runner) {}
+  Messenger(Engine& engine, const PeerTable& peers, const CallSequence& calls, Mailbox& mailbox,
+            FrameDispatcher& dispatcher)
+      : engine_(engine), peers_(peers), calls_(calls), mailbox_(mailbox), dispatcher_(dispatcher) {}
 
   void send(int to, const transport::Header& signature, transport::ConstBytes bytes,
             const Deadline& deadline);
-  // Whether send() of so many bytes, if it is the next call, copies them and does not wait.
-  bool can_send_at_once(int to, size_t bytes);
   // `from` may be kAnyPeer. Returns the sender. Throws Mismatch, and drops the message, if its
   // dtype or count differs.
   int receive(int from, const transport::Header& signature, transport::Bytes into,
@@ -71,8 +61,9 @@ class Messenger {
   // Replaces exchange() for arrays on devices: announces all sends, answers all receives, and
   // returns when each message is agreed about or refused. A peer may list its messages in another
   // order, or make single calls. Messages with one peer, direction and tag match in order.
-  // `agreed`: the messages that both ends accepted, by index, as in AgreeOnMessages. Set also
-  // before a Mismatch: these messages must be sent nevertheless.
+  // `agreed`: the messages that both ends accepted, by index. For each peer, those that this rank
+  // receives are in the order of its answers, and those that it sends in the order of the peer's
+  // answers. Set also before a Mismatch: these messages must be sent nevertheless.
   void agree(std::span<const MessageRequest> messages, std::vector<size_t>& agreed,
              const Deadline& deadline);
 
@@ -81,17 +72,16 @@ class Messenger {
                 const transport::Header& signature, const Deadline& deadline);
   void accept(int from, const Message& message, const transport::Header& signature,
               transport::Bytes into, const Deadline& deadline);
-  Mismatch refused_receive(const RefusedMessage& message) const;
+  Mismatch refused_receive(int from, const transport::Header& theirs,
+                           const transport::Header& mine) const;
   Mismatch refused_send(int to, const transport::Header& signature,
                         const transport::Header& answer) const;
 
-  std::mutex& turn_;
-  PeerTable& peers_;
+  Engine& engine_;
+  const PeerTable& peers_;
   const CallSequence& calls_;
   Mailbox& mailbox_;
-  FrameSender& sender_;
   FrameDispatcher& dispatcher_;
-  TaskRunner& runner_;
 };
 
 }  // namespace pycomm::engine

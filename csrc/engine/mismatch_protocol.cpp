@@ -76,21 +76,10 @@ void MismatchProtocol::receive(int peer, const transport::Header& notice, const 
   throw Mismatch(text, fields);
 }
 
-void MismatchProtocol::introduce(int peer) {
-  if (!last_text_.empty()) peers_.at(peer).link->post(last_notice_, last_text_);
-}
-
 void MismatchProtocol::new_epoch(const transport::Header& notice, const std::string& text) {
   calls_.new_epoch();
-  last_notice_ = notice;
-  last_text_ = text;
   mailbox_.drop_agreements();
-  for (Peer& peer : peers_.all()) {
-    if (!peer.link) continue;
-    peer.link->abandon();  // a partly received frame has an old epoch and is dropped
-    peer.link->post(notice, text);
-  }
-  peers_.flush_all();
+  peers_.notify(notice, text);  // a partly received frame has an old epoch and is dropped
 }
 
 }  // namespace pycomm::engine

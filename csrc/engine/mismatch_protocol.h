@@ -29,8 +29,6 @@ class MismatchProtocol {
 
   // A received notice. Throws Mismatch, unless this rank has detected the mismatch itself.
   void receive(int peer, const transport::Header& notice, const std::string& text);
-  // Sends the notice that ended the last epoch, if any, to a peer that connects later.
-  void introduce(int peer);
 
  private:
   void new_epoch(const transport::Header& notice, const std::string& text);
@@ -38,9 +36,6 @@ class MismatchProtocol {
   PeerTable& peers_;
   CallSequence& calls_;
   Mailbox& mailbox_;
-  // The mismatch that ended the last epoch.
-  transport::Header last_notice_{};
-  std::string last_text_;  // empty: there was none
 };
 
 }  // namespace pycomm::engine

@@ -1,15 +1,25 @@
 // The other ranks of the group: their links, whether they left, and the errors that blame them.
+//
+// Missing links are connected during calls, through the connector if there is one. The sender opens
+// the connection. A receiver opens it too after its first sleep without progress: without a
+// connection it could not detect that the peer died.
 #pragma once
+
+#include <poll.h>
 
 #include <memory>
 #include <optional>
 #include <span>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
+#include "collectives/plan.h"
+#include "core/deadline.h"
 #include "core/errors.h"
 #include "engine/link.h"
+#include "engine/peer_connector.h"
 #include "engine/process_watch.h"
 
 namespace pycomm::engine {
@@ -19,7 +29,21 @@ struct Peer {
   bool requested = false;                    // a connection was requested from the connector
   std::optional<std::string> left_reason{};  // "has left the group: ...", "cannot be reached: ..."
   bool left_cleanly = false;                 // it left without an error
+  Clock::time_point silent_since{};          // the limit of Liveness counts from here
 };
+
+// The last frame of a link: the reason why its sender left the group.
+struct Goodbye {
+  static constexpr uint8_t kLeftCleanly = 255;
+
+  uint8_t kind = kLeftCleanly;  // else an ErrorKind
+  int blamed = collectives::kNoRank;
+  std::string text{};
+};
+// Whether the payload of a goodbye, as far as it arrived, says that its sender left cleanly.
+inline bool is_clean_goodbye(transport::ConstBytes payload) {
+  return !payload.empty() && static_cast<uint8_t>(payload[0]) == Goodbye::kLeftCleanly;
+}
 
 class PeerTable {
  public:
@@ -29,8 +53,10 @@ class PeerTable {
     std::vector<int64_t> pids{};       // as for ProcessWatch
   };
 
-  // `channels` by rank; null: not connected, or this rank.
-  PeerTable(Identity identity, std::vector<std::unique_ptr<transport::Channel>> channels);
+  // `channels` by rank; null: not connected, or this rank. `connector` may be null: then all links
+  // exist from the start.
+  PeerTable(Identity identity, std::vector<std::unique_ptr<transport::Channel>> channels,
+            PeerConnector* connector);
 
   int rank() const { return rank_; }
   int size() const { return static_cast<int>(peers_.size()); }
@@ -41,15 +67,29 @@ class PeerTable {
   std::span<const Peer> all() const { return peers_; }
   ProcessWatch& processes() { return processes_; }
 
-  void connect(int peer, std::unique_ptr<transport::Channel> channel);
+  // Requests a connection to the peer, unless there is one or none is possible.
+  void request(int peer);
+  // True if a requested peer, or another one, connected or turned out to be unreachable.
+  bool accept();
+  // Adds the descriptor that is readable when accept() has something to do.
+  void add_connector_to(std::vector<pollfd>& polled) const {
+    if (connector_) polled.push_back({connector_->descriptor(), POLLIN, 0});
+  }
+  // Accepts and dials no further peer, except those that are connected already.
+  void close_connector();
+  // Throws PeerLost if no message can arrive any more, because all peers left.
+  void require_any() const;
   // It closed its connection, or its process ended and everything that it sent has arrived. Only of
   // a connected peer.
   bool has_closed(int peer) const {
     return processes_.ended(peer) || at(peer).link->channel().is_closed();
   }
-  // Sends the unsent bytes of all links, for a limited time. Does not read, because peers that wait
-  // for this rank read.
-  void flush_all();
+  // Sends a notice to all connected peers, for a limited time, and abandons what is being sent.
+  // Peers that connect later receive the last notice of a mismatch.
+  void notify(const transport::Header& notice, const std::string& text);
+  void say_goodbye(uint16_t epoch, const Goodbye& goodbye);
+  // Marks the peer as left, and throws the reason unless it left cleanly.
+  void receive_goodbye(int peer, const std::string& payload);
   void close_all() noexcept;
 
   // The error of a peer that left, died or violated the protocol.
@@ -61,10 +101,16 @@ class PeerTable {
   }
 
  private:
+  void connect(int peer, std::unique_ptr<transport::Channel> channel);
+  void flush_all();
+
   int rank_;
   std::vector<std::string> names_;
   std::vector<Peer> peers_;
   ProcessWatch processes_;
+  PeerConnector* connector_;
+  std::pair<transport::Header, std::string>
+      mismatch_{};  // the last notice; no text: there was none
 };
 
 }  // namespace pycomm::engine

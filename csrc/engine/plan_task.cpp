@@ -11,10 +11,9 @@ constexpr size_t kStepBytes = size_t{64} << 10;
 
 }  // namespace
 
-PlanTask::PlanTask(const PeerTable& peers, FrameSender& sender, FrameDispatcher& dispatcher,
-                   const PlanJob& job, const transport::Header& header, transport::Bytes scratch)
+PlanTask::PlanTask(const PeerTable& peers, FrameDispatcher& dispatcher, const PlanJob& job,
+                   const transport::Header& header, transport::Bytes scratch)
     : peers_(peers),
-      sender_(sender),
       dispatcher_(dispatcher),
       job_(job),
       header_(header),
@@ -69,7 +68,7 @@ bool PlanTask::send_step() {
   if (!may_send()) return false;
   const collectives::Move& now = move(sending_);
   const size_t total = bytes(now.out);
-  if (!frame_open_) {
+  if (frame_ == nullptr) {
     const size_t frame = std::min(transport::kSegmentBytes, total - sent_);
     if (!sendable(sent_ + frame)) return false;
     header_.bytes = static_cast<uint32_t>(frame);
@@ -77,12 +76,12 @@ bool PlanTask::send_step() {
     const size_t next = std::min(sent_ + frame + transport::kSegmentBytes, total);
     const bool more = sent_ + frame < total && sendable(next);
     const transport::ConstBytes payload{total > 0 ? address_of(now.out) + sent_ : nullptr, frame};
-    if (!sender_.open(now.to, header_, payload, more)) return false;
-    frame_open_ = true;
+    frame_ = dispatcher_.begin(now.to, header_, payload, more);
+    if (frame_ == nullptr) return false;
   }
-  const size_t pushed = sender_.push(now.to);
-  if (!sender_.is_sent(now.to)) return pushed > 0;
-  frame_open_ = false;
+  const size_t pushed = frame_->push();
+  if (!frame_->idle()) return pushed > 0;
+  frame_ = nullptr;
   sent_ += header_.bytes;
   if (sent_ == total) {
     sent_ = 0;

@@ -6,7 +6,6 @@
 #include <span>
 
 #include "engine/frame_dispatcher.h"
-#include "engine/frame_sender.h"
 #include "engine/schedule.h"
 #include "engine/task.h"
 #include "kernels/kernels.h"
@@ -35,8 +34,8 @@ struct PlanJob {
 class PlanTask final : public Task {
  public:
   // `scratch`: at least job.scratch_bytes().
-  PlanTask(const PeerTable& peers, FrameSender& sender, FrameDispatcher& dispatcher,
-           const PlanJob& job, const transport::Header& header, transport::Bytes scratch);
+  PlanTask(const PeerTable& peers, FrameDispatcher& dispatcher, const PlanJob& job,
+           const transport::Header& header, transport::Bytes scratch);
   bool advance() override { return static_cast<int>(send_step()) + receive_step() > 0; }
   bool done() const override { return sending_ == end() && receiving_ == end(); }
   int sending_to() const override;
@@ -66,7 +65,6 @@ class PlanTask final : public Task {
   void do_locally(const collectives::Move& move) const;
 
   const PeerTable& peers_;
-  FrameSender& sender_;
   FrameDispatcher& dispatcher_;
   const PlanJob& job_;
   transport::Header header_;
@@ -75,7 +73,7 @@ class PlanTask final : public Task {
   size_t allowed_ = SIZE_MAX;
   size_t sending_ = 0, receiving_ = 0;  // the two cursors
   size_t sent_ = 0, received_ = 0;      // bytes done of the moves at the cursors
-  bool frame_open_ = false;             // a frame of the sending move is partly sent
+  Link* frame_ = nullptr;               // of a partly sent frame of the sending move
 };
 
 }  // namespace pycomm::engine

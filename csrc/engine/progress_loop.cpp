@@ -43,7 +43,7 @@ void ProgressLoop::drive(Task& task, const Deadline& deadline) {
   const bool can_be_suspended = task.can_be_suspended();
   while (!task.done() && !(can_be_suspended && stop_.suspended())) {
     // Two ranks that send to each other fill both channels, so one that cannot send reads.
-    if (task.advance() || (task.receiving_from() == collectives::kNoRank && poller_.poll())) {
+    if (task.advance() || (task.receiving_from() == collectives::kNoRank && poll())) {
       waited_ += idle_until - idle_since;
       idle_since = idle_until = {};
       has_processor = true;
@@ -79,7 +79,7 @@ void ProgressLoop::drive(Task& task, const Deadline& deadline) {
 void ProgressLoop::check_between_sleeps(const Task& task, const Deadline& deadline, bool moved) {
   if (!moved) {
     dispatcher_.check_peers_needed(task.receiving_from(), task.sending_to());
-    if (mailbox_.awaited_peer() == kAnyPeer) connections_.require_any_peer();
+    if (mailbox_.awaited_peer() == kAnyPeer) peers_.require_any();
   }
   check_abort_conditions(task, deadline);
   if (!moved) check_heartbeats(task);
@@ -119,16 +119,72 @@ bool ProgressLoop::leave_processor_of_peer(Task& task, os::ProcessorExclusion& e
   return left;
 }
 
+// Accepts connections, sends notices and handles the received frames of each peer. True on
+// progress.
+bool ProgressLoop::poll() {
+  bool moved = peers_.accept();
+  for (int peer = 0; peer < peers_.size(); ++peer) {
+    if (!peers_.at(peer).link) continue;
+    Link& link = *peers_.at(peer).link;
+    const bool unsent = !link.idle();
+    (void)link.flush();
+    moved |= unsent && link.idle();
+    dispatcher_.poll(peer);
+    moved |= liveness_.note_bytes(peer);
+  }
+  return moved;
+}
+
+// Arms the links and the task, polls once more, and only then sleeps, so that no wake-up is lost.
 // True on progress.
 bool ProgressLoop::sleep(Task& task, const Deadline& deadline) {
-  const std::optional<int> woken = poller_.sleep(task, stop_.to_poll(), longest_sleep(deadline));
-  if (!woken) return true;
-  if (*woken <= 0) interrupt_checked_at_ = {};  // a signal, or the poll timed out
-  if (*woken == 0 && task.receiving_from() >= 0) connections_.request(task.receiving_from());
+  ProcessWatch& processes = peers_.processes();
+  const auto limit = std::chrono::ceil<std::chrono::milliseconds>(longest_sleep(deadline));
+  polled_.assign({stop_.to_poll(), {task.wake_descriptor(), POLLIN, 0}});  // poll() ignores -1
+  peers_.add_connector_to(polled_);
+  const size_t first_process = polled_.size();
+  processes.clear();
+  for (int peer = 0; peer < peers_.size(); ++peer)
+    if (!peers_.at(peer).left_reason) processes.add(peer, polled_);
+  arm(task);
+  struct Disarm {
+    ProgressLoop& loop;
+    Task& task;
+    ~Disarm() {
+      task.disarm();
+      const size_t first = loop.polled_.size() - loop.armed_.size();
+      for (size_t i = 0; i < loop.armed_.size(); ++i)
+        loop.armed_[i]->disarm(loop.polled_[first + i].revents);
+    }
+  };
+  int woken = 1;
+  {
+    const Disarm disarm{*this, task};
+    task.arm();
+    if (task.advance()) return true;
+    if (!poll()) woken = ::poll(polled_.data(), polled_.size(), static_cast<int>(limit.count()));
+  }
+  if (woken > 0) processes.find_ended(std::span(polled_).subspan(first_process));
+  if (processes.pending()) processes.update();
+  if (woken <= 0) interrupt_checked_at_ = {};  // a signal, or the poll timed out
+  if (woken == 0 && task.receiving_from() >= 0) peers_.request(task.receiving_from());
   // Received data takes precedence over a goodbye behind it.
   if (task.advance()) return true;
-  (void)poller_.poll();
+  (void)poll();
   return task.done() || task.advance();
+}
+
+void ProgressLoop::arm(const Task& task) {
+  armed_.clear();
+  for (int peer = 0; peer < peers_.size(); ++peer) {
+    Link* const link = peers_.at(peer).link.get();
+    if (link == nullptr || link->channel().is_closed()) continue;
+    armed_.push_back(&link->channel());
+    const bool awaited = task.receiving_from() == peer;
+    polled_.push_back(armed_.back()->arm({.receive = !dispatcher_.must_wait(peer, awaited),
+                                          .send = !link->idle(),
+                                          .bytes = awaited ? task.receiving_bytes() : 1}));
+  }
 }
 
 std::chrono::nanoseconds ProgressLoop::longest_sleep(const Deadline& deadline) const {
@@ -164,7 +220,7 @@ void ProgressLoop::check_heartbeats(const Task& task) {
   const int from = task.receiving_from();
   for (int peer = 0; peer < peers_.size(); ++peer)
     if (peers_.at(peer).link && dispatcher_.must_wait(peer, peer == from))
-      liveness_.restart(peer, now);
+      peers_.at(peer).silent_since = now;
   liveness_.update(now);
   for (const int peer : {from, task.sending_to()})
     if (peer != collectives::kNoRank) liveness_.check(peer, now);

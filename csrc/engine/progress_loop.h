@@ -1,15 +1,17 @@
-// Advances a task until it is done: spins first, then sleeps, and between two sleeps checks for
-// signals, timeouts, aborts and failed peers.
+// Advances a task until it is done: spins first, then sleeps until a link can make progress, and
+// between two sleeps checks for signals, timeouts, aborts and failed peers.
 #pragma once
+
+#include <poll.h>
 
 #include <chrono>
 #include <functional>
 #include <mutex>
+#include <utility>
+#include <vector>
 
 #include "core/deadline.h"
-#include "engine/connections.h"
 #include "engine/frame_dispatcher.h"
-#include "engine/link_poller.h"
 #include "engine/liveness.h"
 #include "engine/mailbox.h"
 #include "engine/peer_table.h"
@@ -27,32 +29,29 @@ class ProgressLoop {
 
   // `turn` is held by the thread that drives.
   ProgressLoop(Options options, std::mutex& turn, PeerTable& peers, const Mailbox& mailbox,
-               Liveness& liveness, Connections& connections, FrameDispatcher& dispatcher)
+               Liveness& liveness, FrameDispatcher& dispatcher)
       : options_(std::move(options)),
         turn_(turn),
         peers_(peers),
         mailbox_(mailbox),
         liveness_(liveness),
-        connections_(connections),
-        dispatcher_(dispatcher),
-        poller_(peers, liveness, connections, dispatcher) {}
+        dispatcher_(dispatcher) {}
 
   // Returns when the task is done or suspended.
   void drive(Task& task, const Deadline& deadline);
-  // From any thread: ends the current wait, and later ones, with GroupBroken.
-  void stop(const std::string& reason) noexcept { stop_.request(reason); }
-  // From any thread: a task that can be suspended ends now, and later ones at once, until resume().
-  void suspend() noexcept { stop_.suspend(); }
-  void resume() noexcept { stop_.resume(); }
+  // Ends the current wait, and later ones.
+  StopSignal& stop() { return stop_; }
   // Total time in which tasks made no progress, without waits of a few microseconds, during which
   // no clock is read.
   std::chrono::nanoseconds waited() const { return waited_; }
 
  private:
+  bool poll();
   bool worth_spinning(const Task& task) const;
   bool leave_processor_of_peer(Task& task, os::ProcessorExclusion& exclusion) const;
   void adapt_spin_limit(Clock::time_point idle_since);
   bool sleep(Task& task, const Deadline& deadline);
+  void arm(const Task& task);
   std::chrono::nanoseconds longest_sleep(const Deadline& deadline) const;
   void check_between_sleeps(const Task& task, const Deadline& deadline, bool moved);
   void check_abort_conditions(const Task& task, const Deadline& deadline);
@@ -63,10 +62,11 @@ class ProgressLoop {
   PeerTable& peers_;
   const Mailbox& mailbox_;
   Liveness& liveness_;
-  Connections& connections_;
   FrameDispatcher& dispatcher_;
-  LinkPoller poller_;
   StopSignal stop_;
+  // Of the current sleep: stop_, the task, the connector, processes, and the channels of armed_.
+  std::vector<pollfd> polled_;
+  std::vector<transport::Channel*> armed_;
   std::chrono::nanoseconds spin_limit_{0};    // how long the next wait spins
   Clock::time_point interrupt_checked_at_{};  // when options_.interrupted was last called
   std::chrono::nanoseconds waited_{0};

@@ -13,6 +13,10 @@ constexpr std::chrono::milliseconds kFinalPollTimeout{10};
 // with the limit of PeerTable::flush_all() it is below 1 s, by which a call may exceed its timeout.
 constexpr std::chrono::milliseconds kLivenessTimeout{400};
 
+Goodbye goodbye_of(const Error& error) {
+  return {static_cast<uint8_t>(error.kind()), error.fields().peer, error.what()};
+}
+
 }  // namespace
 
 std::string Shutdown::cause() const {
@@ -81,8 +85,8 @@ void Shutdown::fail_call(const Error& error, const transport::Header& signature,
 void Shutdown::say_goodbye(const Goodbye& goodbye, std::chrono::nanoseconds wait,
                            const std::function<bool()>& interrupted) noexcept {
   try {
-    connections_.close();  // peers that have just connected receive it too
-    post_goodbye(peers_, calls_.epoch(), goodbye);
+    peers_.close_connector();  // peers that have just connected receive it too
+    peers_.say_goodbye(calls_.epoch(), goodbye);
     if (wait.count() > 0) (void)wait_for_goodbyes(Deadline(wait), interrupted);
   } catch (...) {  // out of memory: the peers see only the closed connection
   }
@@ -92,7 +96,7 @@ void Shutdown::say_goodbye(const Goodbye& goodbye, std::chrono::nanoseconds wait
 // A liveness check: a rank that waits in a call answers a goodbye message at once with its own.
 // Returns the peers that did not answer.
 std::vector<int> Shutdown::find_unresponsive_peers(const Error& error) {
-  post_goodbye(peers_, calls_.epoch(), goodbye_of(error));
+  peers_.say_goodbye(calls_.epoch(), goodbye_of(error));
   return wait_for_goodbyes(Deadline(kLivenessTimeout), {});
 }
 

@@ -11,9 +11,7 @@
 
 #include "core/deadline.h"
 #include "engine/call_sequence.h"
-#include "engine/connections.h"
 #include "engine/frame_dispatcher.h"
-#include "engine/goodbye.h"
 #include "engine/liveness.h"
 #include "engine/peer_table.h"
 
@@ -21,13 +19,9 @@ namespace pycomm::engine {
 
 class Shutdown {
  public:
-  Shutdown(PeerTable& peers, const CallSequence& calls, Liveness& liveness,
-           Connections& connections, FrameDispatcher& dispatcher)
-      : peers_(peers),
-        calls_(calls),
-        liveness_(liveness),
-        connections_(connections),
-        dispatcher_(dispatcher) {}
+  Shutdown(PeerTable& peers, const CallSequence& calls, const Liveness& liveness,
+           FrameDispatcher& dispatcher)
+      : peers_(peers), calls_(calls), liveness_(liveness), dispatcher_(dispatcher) {}
 
   // From any thread, as lost() and check_usable(): the first cause; empty: not broken.
   std::string cause() const;
@@ -61,8 +55,7 @@ class Shutdown {
 
   PeerTable& peers_;
   const CallSequence& calls_;
-  Liveness& liveness_;
-  Connections& connections_;
+  const Liveness& liveness_;
   FrameDispatcher& dispatcher_;
   std::atomic<bool> broken_{false};  // so that a call takes no lock to check it
   mutable std::mutex mutex_;         // guards the members below

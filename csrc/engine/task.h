@@ -11,6 +11,8 @@ namespace pycomm::engine {
 class Task {
  public:
   virtual ~Task() = default;
+  // Its call begins: it may use the links from now on.
+  virtual void begin() {}
   // Makes the progress that is possible without waiting; true if it moved bytes.
   virtual bool advance() = 0;
   virtual bool done() const = 0;

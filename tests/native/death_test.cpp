@@ -10,7 +10,6 @@
 
 #include "collectives/choose.h"
 #include "engine/engine.h"
-#include "engine/goodbye.h"
 #include "harness.h"
 #include "kernels/kernels.h"
 #include "mortal.h"
