@@ -15,7 +15,7 @@ class CallSequence {
   // `signature` with the position of the next call.
   transport::Header next_header(transport::Header signature) const;
   // A collective starts. `header` is next_header() of its signature and stays valid until end().
-  // `peer_counts` as in PlanJob.
+  // `peer_counts` as in Job.
   void begin(const transport::Header& header, std::span<const size_t> peer_counts) {
     running_ = &header;
     peer_counts_ = peer_counts;

@@ -62,10 +62,9 @@ bool Engine::can_send_at_once(int to, size_t bytes) {
          peer.link->channel().has_space(sizeof(transport::Header) + bytes);
 }
 
-void Engine::run(const PlanJob& job, const Deadline& deadline) {
-  const transport::Header header = calls_.next_header(job.signature);
-  PlanTask task = plan_task(job, header);
-  run(task, header, deadline, job.peer_counts);
+void Engine::run(const Job& job, const Deadline& deadline) {
+  PlanTask task = plan_task(job);
+  run(task, job.header, deadline, job.peer_counts);
 }
 
 void Engine::run(Task& task, const transport::Header& header, const Deadline& deadline,

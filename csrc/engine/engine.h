@@ -81,10 +81,11 @@ class Engine {
   Engine& operator=(const Engine&) = delete;
 
   int rank() const { return peers_.rank(); }
-  void run(const PlanJob& job, const Deadline& deadline);
+  // Runs the plan of a job.
+  void run(const Job& job, const Deadline& deadline);
   // The same for any task. `header`: of a collective, next_header() of its signature; of a message,
   // which has no number, what errors and heartbeats report. An error other than Mismatch breaks the
-  // engine. Throws GroupBroken if it is broken. `peer_counts` as in PlanJob.
+  // engine. Throws GroupBroken if it is broken. `peer_counts` as in Job.
   void run(Task& task, const transport::Header& header, const Deadline& deadline,
            std::span<const size_t> peer_counts = {});
   transport::Header next_header(const transport::Header& signature) const {
@@ -128,8 +129,8 @@ class Engine {
   const EngineTraffic& traffic() const { return traffic_; }
 
   // For tasks: a task of `job` that another task advances.
-  PlanTask plan_task(const PlanJob& job, const transport::Header& header) {
-    return {peers_, dispatcher_, job, header, scratch(job.scratch_bytes())};
+  PlanTask plan_task(const Job& job) {
+    return {peers_, dispatcher_, job, scratch(job.schedule->plan.scratch * job.element_bytes)};
   }
   MismatchProtocol& mismatches() { return mismatches_; }
   // Throws PeerLost, which blames `peer`, unless what it sent is valid.

@@ -11,12 +11,12 @@ constexpr size_t kStepBytes = size_t{64} << 10;
 
 }  // namespace
 
-PlanTask::PlanTask(const PeerTable& peers, FrameDispatcher& dispatcher, const PlanJob& job,
-                   const transport::Header& header, transport::Bytes scratch)
+PlanTask::PlanTask(const PeerTable& peers, FrameDispatcher& dispatcher, const Job& job,
+                   transport::Bytes scratch)
     : peers_(peers),
       dispatcher_(dispatcher),
       job_(job),
-      header_(header),
+      header_(job.header),
       rank_(peers.rank()),
       scratch_(scratch.data()) {
   skip();

@@ -3,39 +3,20 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <span>
 
 #include "engine/frame_dispatcher.h"
-#include "engine/schedule.h"
+#include "engine/job.h"
 #include "engine/task.h"
-#include "kernels/kernels.h"
 
 namespace pycomm::engine {
-
-// One call: a plan over arrays. Element `i` of a strided space has the index
-// (i / piece) * stride + i % piece in its array. piece = 0: the array is contiguous.
-struct PlanJob {
-  const Schedule* schedule = nullptr;
-  transport::Header signature{};  // of every frame of the call; the engine sets epoch and sequence
-  const std::byte* input = nullptr;
-  std::byte* output = nullptr;
-  size_t element_bytes = 1;
-  size_t piece = 0, stride = 0;  // 0: contiguous
-  const kernels::Reducer* reducer = nullptr;
-  int size = 1;  // ranks, which avg divides by
-  // For calls whose header count differs by peer (else empty): by rank the count that is sent to
-  // it, then by rank the count that must be received from it.
-  std::span<const size_t> peer_counts{};
-  size_t scratch_bytes() const { return schedule->plan.scratch * element_bytes; }
-};
 
 // One cursor sends and one receives, both in the order of the moves. Received data is reduced as it
 // arrives. Data that depends on it is forwarded frame by frame.
 class PlanTask final : public Task {
  public:
-  // `scratch`: at least job.scratch_bytes().
-  PlanTask(const PeerTable& peers, FrameDispatcher& dispatcher, const PlanJob& job,
-           const transport::Header& header, transport::Bytes scratch);
+  // `scratch`: as many elements as the plan needs.
+  PlanTask(const PeerTable& peers, FrameDispatcher& dispatcher, const Job& job,
+           transport::Bytes scratch);
   bool advance() override { return static_cast<int>(send_step()) + receive_step() > 0; }
   bool done() const override { return sending_ == end() && receiving_ == end(); }
   int sending_to() const override;
@@ -66,7 +47,7 @@ class PlanTask final : public Task {
 
   const PeerTable& peers_;
   FrameDispatcher& dispatcher_;
-  const PlanJob& job_;
+  const Job& job_;
   transport::Header header_;
   int rank_;
   std::byte* scratch_;

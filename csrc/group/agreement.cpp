@@ -20,16 +20,12 @@ void CallRunner::agree(const PreparedCall& prepared) {
   // Like a barrier, this returns once all ranks have sent their counts.
   if (call.operation == Operation::all_to_all && !call.counts.empty())
     return check_splits(prepared);
-  if (shares_one_host())
-    return run_shared({.operation = Operation::barrier, .element_bytes = 1}, prepared.header,
-                      prepared.deadline);
+  engine::Job job{.header = prepared.job.header, .size = info_.size};
+  if (shares_one_host()) return run_shared(job, prepared.deadline);
   const Call barrier;
   const Algorithm by = collectives::choose({.size = info_.size, .hosts = info_.host_count});
-  const engine::PlanJob job{.schedule = &plans_.find(barrier, by, 0).schedule,
-                            .signature = prepared.header,
-                            .size = info_.size};
-  publish(job.signature);
-  engine_.run(job, prepared.deadline);
+  job.schedule = &plans_.find(barrier, by, 0).schedule;
+  run_plan(job, prepared.deadline);
 }
 
 // Gathers the counts of all ranks in frames that carry the call's signature. The call's own frames
@@ -48,7 +44,7 @@ void CallRunner::check_splits(const PreparedCall& prepared) {
       if (sent == expected) continue;
       const int sender = static_cast<int>(from), receiver = static_cast<int>(to);
       const std::string op(name_of(prepared.call.operation));
-      throw Mismatch("ranks disagree about call " + std::to_string(prepared.header.sequence) +
+      throw Mismatch("ranks disagree about call " + std::to_string(prepared.job.header.sequence) +
                          ": in " + op + " " + bootstrap::name_of(sender, info_.members[from]) +
                          " sends " + std::to_string(sent) + " elements to " +
                          bootstrap::name_of(receiver, info_.members[to]) + ", which expects " +
@@ -56,7 +52,7 @@ void CallRunner::check_splits(const PreparedCall& prepared) {
                          "; no array was changed; compare the input splits of the sender with the "
                          "output splits of the receiver",
                      {.op = op,
-                      .sequence = prepared.header.sequence,
+                      .sequence = prepared.job.header.sequence,
                       .rank = info_.rank,
                       .peer = info_.rank == sender ? receiver : sender});
     }
@@ -67,15 +63,15 @@ std::vector<size_t> CallRunner::gather_splits(const PreparedCall& prepared) {
   const auto& counts = prepared.call.counts;
   const size_t count = counts.size();
   std::vector<size_t> table(count * static_cast<size_t>(info_.size));
-  const auto* input = reinterpret_cast<const std::byte*>(counts.data());
-  auto* output = reinterpret_cast<std::byte*>(table.data());
+  engine::Job job{.header = prepared.job.header,
+                  .input = reinterpret_cast<const std::byte*>(counts.data()),
+                  .output = reinterpret_cast<std::byte*>(table.data()),
+                  .element_bytes = sizeof(size_t),
+                  .size = info_.size,
+                  .operation = Operation::all_gather,
+                  .count = count};
   if (shares_one_host()) {
-    run_shared({.operation = Operation::all_gather,
-                .input = input,
-                .output = output,
-                .count = count,
-                .element_bytes = sizeof(size_t)},
-               prepared.header, prepared.deadline);
+    run_shared(job, prepared.deadline);
     return table;
   }
   const Call gather{.operation = Operation::all_gather, .dtype = Dtype::int64, .count = count};
@@ -85,14 +81,8 @@ std::vector<size_t> CallRunner::gather_splits(const PreparedCall& prepared) {
                                             .count = count,
                                             .hosts = info_.host_count,
                                             .thresholds = thresholds_});
-  const engine::PlanJob job{.schedule = &plans_.find(gather, by, count).schedule,
-                            .signature = prepared.header,
-                            .input = input,
-                            .output = output,
-                            .element_bytes = sizeof(size_t),
-                            .size = info_.size};
-  publish(job.signature);
-  engine_.run(job, prepared.deadline);
+  job.schedule = &plans_.find(gather, by, count).schedule;
+  run_plan(job, prepared.deadline);
   return table;
 }
 

@@ -5,7 +5,7 @@
 namespace pycomm::group {
 
 void CallLog::begin(const PreparedCall& prepared) {
-  recorder_.begin(record_of(prepared.call, prepared.header, prepared.deadline));
+  recorder_.begin(record_of(prepared.call, prepared.job.header, prepared.deadline));
 }
 
 void CallLog::end(const PreparedCall& prepared, const engine::EngineTraffic& traffic,

@@ -46,8 +46,18 @@ Algorithm CallRunner::algorithm_for(const Call& call) const {
 }
 
 void CallRunner::prepare(PreparedCall& prepared) const {
-  prepared.algorithm = algorithm_for(prepared.call);
-  prepared.header = engine_.next_header(signature_of(prepared.call, prepared.algorithm));
+  const Call& call = prepared.call;
+  prepared.algorithm = algorithm_for(call);
+  prepared.job = {.header = engine_.next_header(signature_of(call, prepared.algorithm)),
+                  .input = static_cast<const std::byte*>(call.input),
+                  .output = static_cast<std::byte*>(call.output),
+                  .element_bytes = bytes_of(call.dtype),
+                  .reducer = prepared.job.reducer,
+                  .size = info_.size,
+                  .operation = call.operation,
+                  .count = call.count,
+                  .root = call.peer,
+                  .folds = is_half(call.dtype)};
 }
 
 void CallRunner::run(const PreparedCall& prepared) {
@@ -58,29 +68,14 @@ void CallRunner::run(const PreparedCall& prepared) {
     return engine_.messenger().exchange(prepared.messages, prepared.progress, prepared.deadline);
   if (!is_plan(call.operation)) return run_message(prepared);
   if (call.device.agreement) return agree(prepared);
-  const auto* const input = static_cast<const std::byte*>(call.input);
-  auto* const output = static_cast<std::byte*>(call.output);
   if (prepared.algorithm == Algorithm::shared_memory)
-    return run_shared({.operation = call.operation,
-                       .input = input,
-                       .output = output,
-                       .count = call.count,
-                       .element_bytes = bytes_of(call.dtype),
-                       .root = call.peer,
-                       .reducer = prepared.reducer,
-                       .folds = prepared.reducer != nullptr && is_half(call.dtype)},
-                      prepared.header, prepared.deadline);
-  engine::PlanJob job{.signature = prepared.header,
-                      .input = input,
-                      .output = output,
-                      .element_bytes = bytes_of(call.dtype),
-                      .reducer = prepared.reducer,
-                      .size = info_.size};
+    return run_shared(prepared.job, prepared.deadline);
+  if (!call.counts.empty()) return run_counts(prepared);
+  engine::Job job = prepared.job;
   if (hierarchical_ && prepared.algorithm == Algorithm::hierarchical &&
       call.operation == Operation::all_reduce)
     return hierarchical_->all_reduce(job, plans_.shape_of(call, info_.rank, call.count),
                                      prepared.deadline);
-  if (!call.counts.empty()) return run_counts(job, prepared);
 
   const PlanCache::Planned* plan = &plans_.find(call, prepared.algorithm, call.count);
   const size_t block = plan->block;
@@ -94,11 +89,10 @@ void CallRunner::run(const PreparedCall& prepared) {
       job.piece = count;
       job.stride = call.count;
     }
-    publish(job.signature);
-    engine_.run(job, prepared.deadline);
+    run_plan(job, prepared.deadline);
     left -= count;
     if (left == 0) return;
-    job.signature = engine_.next_header(job.signature);
+    job.header = engine_.next_header(job.header);
     if (job.input != nullptr) job.input += count * job.element_bytes;
     if (job.output != nullptr) job.output += count * job.element_bytes;
   }
@@ -109,37 +103,41 @@ void CallRunner::run_message(const PreparedCall& prepared) {
   const size_t bytes = call.device.agreement ? 0 : call.count * bytes_of(call.dtype);
   if (call.operation == Operation::recv) {
     const int source = engine_.messenger().receive(
-        call.peer == kAnySource ? engine::kAnyPeer : call.peer, prepared.header,
+        call.peer == kAnySource ? engine::kAnyPeer : call.peer, prepared.job.header,
         {static_cast<std::byte*>(call.output), bytes}, prepared.deadline);
     if (call.source != nullptr) *call.source = source;
   } else if (call.device.agreement) {
-    engine_.messenger().announce_send(call.peer, prepared.header, prepared.deadline);
+    engine_.messenger().announce_send(call.peer, prepared.job.header, prepared.deadline);
   } else {
-    engine_.messenger().send(call.peer, prepared.header,
+    engine_.messenger().send(call.peer, prepared.job.header,
                              {static_cast<const std::byte*>(call.input), bytes}, prepared.deadline);
   }
 }
 
-void CallRunner::run_shared(const shared::SharedJob& job, const transport::Header& header,
-                            const Deadline& deadline) {
-  publish(header);
-  shared::SharedCall task(engine_, *region_, job, header);
-  engine_.run(task, header, deadline);
+void CallRunner::run_shared(const engine::Job& job, const Deadline& deadline) {
+  publish(job.header);
+  shared::SharedCall task(engine_, *region_, job);
+  engine_.run(task, job.header, deadline);
 }
 
-void CallRunner::run_counts(engine::PlanJob& job, const PreparedCall& prepared) {
+void CallRunner::run_plan(const engine::Job& job, const Deadline& deadline) {
+  publish(job.header);
+  engine_.run(job, deadline);
+}
+
+void CallRunner::run_counts(const PreparedCall& prepared) {
   const Call& call = prepared.call;
+  engine::Job job = prepared.job;
   if (call.operation == Operation::all_to_all) {
     if (info_.size > 1 && !call.counts_fit) {
       check_splits(prepared);
-      job.signature = engine_.next_header(job.signature);
+      job.header = engine_.next_header(job.header);
     }
     job.peer_counts = call.counts;
   }
   const engine::Schedule schedule = plans_.schedule_of(call, prepared.algorithm, 0);
   job.schedule = &schedule;
-  publish(job.signature);
-  engine_.run(job, prepared.deadline);
+  run_plan(job, prepared.deadline);
 }
 
 }  // namespace pycomm::group

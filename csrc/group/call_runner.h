@@ -30,7 +30,7 @@ class CallRunner {
   // Throws Unsupported if this group cannot run the algorithm. Requires a call that check_call()
   // accepted.
   void check(const Call& call) const;
-  // Sets the algorithm and the header. Call it when the call's turn has come.
+  // Sets the algorithm and the job. Call it when the call's turn has come.
   void prepare(PreparedCall& prepared) const;
   void run(const PreparedCall& prepared);
 
@@ -49,9 +49,9 @@ class CallRunner {
     if (region_) region_->begin(header);
   }
   void run_message(const PreparedCall& prepared);
-  void run_shared(const shared::SharedJob& job, const transport::Header& header,
-                  const Deadline& deadline);
-  void run_counts(engine::PlanJob& job, const PreparedCall& prepared);
+  void run_shared(const engine::Job& job, const Deadline& deadline);
+  void run_plan(const engine::Job& job, const Deadline& deadline);
+  void run_counts(const PreparedCall& prepared);
 
   // agreement.cpp
   void agree(const PreparedCall& prepared);

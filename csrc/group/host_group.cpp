@@ -177,22 +177,21 @@ void HostGroup::run(const Call& call) {
   if (is_receive(call) && worker_.receives()) return start(call, {})->wait();  // keeps the order
   const kernels::Reducer* const reducer = check(call);
   const Worker::Turn turn = take_turn(call);
-  execute({.call = call, .reducer = reducer, .deadline = {turn.since(), limit_of(call)}});
+  execute({.call = call, .job = {.reducer = reducer}, .deadline = {turn.since(), limit_of(call)}});
 }
 
 std::shared_ptr<Work> HostGroup::start(const Call& call,
                                        std::function<void(std::exception_ptr)> then) {
   const auto body = [this, call, reducer = check(call)] {
-    execute({.call = call, .reducer = reducer, .deadline = Deadline(limit_of(call))});
+    execute({.call = call, .job = {.reducer = reducer}, .deadline = Deadline(limit_of(call))});
   };
   const size_t bytes = call.count * bytes_of(call.dtype);
   const bool small = bytes <= kSmallMessageBytes;
   if (is_receive(call))
     return worker_.start_receive({call, Deadline(limit_of(call))}, small, body, std::move(then));
   if (small && call.operation == Operation::send && !call.device.agreement)
-    return worker_.start_at_once(
-        [&] { return engine_.can_send_at_once(call.peer, bytes); }, body,
-        std::move(then));
+    return worker_.start_at_once([&] { return engine_.can_send_at_once(call.peer, bytes); }, body,
+                                 std::move(then));
   return worker_.start(body, std::move(then));
 }
 
@@ -203,11 +202,11 @@ std::optional<Worker::Completed> HostGroup::receive_any(
   std::vector<engine::Awaited> awaited;
   engine::Received received;
   for (const PendingReceive* const one : pending) {
-    PreparedCall& prepared = calls.emplace_back(
-        PreparedCall{.call = one->call, .reducer = nullptr, .deadline = one->deadline});
+    PreparedCall& prepared =
+        calls.emplace_back(PreparedCall{.call = one->call, .deadline = one->deadline});
     runner_.prepare(prepared);
     awaited.push_back({.from = one->call.peer == kAnySource ? engine::kAnyPeer : one->call.peer,
-                       .signature = prepared.header,
+                       .signature = prepared.job.header,
                        .into = {static_cast<std::byte*>(one->call.output),
                                 one->call.count * bytes_of(one->call.dtype)}});
     if (one->deadline.left() < pending[received.index]->deadline.left())
@@ -219,15 +218,11 @@ std::optional<Worker::Completed> HostGroup::receive_any(
     engine_.check_usable();
     if (!engine_.messenger().receive_any(awaited, received, first)) return std::nullopt;
     if (int* const source = pending[received.index]->call.source) *source = received.from;
+    log_.begin(calls[received.index]);
+    log_.end(calls[received.index], engine_.traffic(), runner_.region(), false);
   } catch (...) {
-    error = std::current_exception();
-  }
-  try {
-    log_call(calls[received.index], [&] {
-      if (error) std::rethrow_exception(error);
-    });
-  } catch (...) {
-    error = std::current_exception();
+    log_.begin(calls[received.index]);
+    error = log_failure(calls[received.index]);
   }
   return Worker::Completed{received.index, error};
 }
@@ -242,7 +237,6 @@ AgreedCalls HostGroup::exchange(std::span<const Call> calls, MessageProgress* pr
   try {
     const Worker::Turn turn = take_turn(first);
     execute({.call = first,
-             .reducer = nullptr,
              .deadline = {turn.since(), limit_of(first)},
              .messages = requests,
              .agreed = first.device.agreement ? &agreed : nullptr,
@@ -277,28 +271,27 @@ Worker::Turn HostGroup::take_turn(const Call& call) {
 void HostGroup::execute(PreparedCall prepared) {
   engine_.check_usable();  // before this rank publishes the call in shared memory
   runner_.prepare(prepared);
-  log_call(prepared, [&] { runner_.run(prepared); });
+  log_.begin(prepared);
+  try {
+    runner_.run(prepared);
+  } catch (...) {
+    std::rethrow_exception(log_failure(prepared));
+  }
+  log_.end(prepared, engine_.traffic(), runner_.region(), false);
 }
 
-// Records the call, and adds to its error where the flight record is.
-template <typename Run>
-void HostGroup::log_call(const PreparedCall& prepared, const Run& run) {
-  log_.begin(prepared);
-  const auto end = [&](bool failed) {
-    log_.end(prepared, engine_.traffic(), runner_.region(), failed);
-  };
+// The call failed with the current exception. Returns it with the place of the flight record.
+std::exception_ptr HostGroup::log_failure(const PreparedCall& prepared) {
+  log_.end(prepared, engine_.traffic(), runner_.region(), true);
   try {
-    run();
-  } catch (const Error& error) {
-    end(true);
-    const std::string where = log_.record_failure(error);
-    if (where.empty()) throw;
-    throw Error(error.kind(), error.what() + where, error.fields());
-  } catch (...) {  // out of memory, or from Python
-    end(true);
     throw;
+  } catch (const Error& error) {
+    const std::string where = log_.record_failure(error);
+    if (where.empty()) return std::current_exception();
+    return std::make_exception_ptr(Error(error.kind(), error.what() + where, error.fields()));
+  } catch (...) {  // out of memory, or from Python
+    return std::current_exception();
   }
-  end(false);
 }
 
 Status HostGroup::status() const {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <atomic>
+#include <exception>
 #include <functional>
 #include <memory>
 #include <optional>
@@ -65,8 +66,7 @@ class HostGroup final : public Group {
   }
   void execute(PreparedCall prepared);
   std::optional<Worker::Completed> receive_any(std::span<const PendingReceive* const> pending);
-  template <typename Run>
-  void log_call(const PreparedCall& prepared, const Run& run);
+  std::exception_ptr log_failure(const PreparedCall& prepared);
   ConnectOptions subgroup_options(const std::vector<int>& members, const std::string& name) const;
 
   ConnectOptions options_;

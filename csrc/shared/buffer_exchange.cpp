@@ -17,11 +17,11 @@ uint64_t address_of(const void* at) { return reinterpret_cast<uintptr_t>(at); }
 struct BufferExchange::Needed {
   size_t input = 0, output = 0;
 
-  static Needed of(const SharedJob& job, int size);
+  static Needed of(const engine::Job& job, int size);
   size_t most() const { return std::max(input, output); }
 };
 
-BufferExchange::Needed BufferExchange::Needed::of(const SharedJob& job, int size) {
+BufferExchange::Needed BufferExchange::Needed::of(const engine::Job& job, int size) {
   const size_t bytes = job.count * job.element_bytes;
   switch (job.operation) {
     case Operation::all_reduce:
@@ -52,13 +52,13 @@ struct BufferExchange::BufferDescriptor {
   uint64_t mapped;
 };
 
-bool BufferExchange::applies_to(const SharedJob& job, const SharedMemoryRegion& region) {
+bool BufferExchange::applies_to(const engine::Job& job, const SharedMemoryRegion& region) {
   return region.has_heaps() && job.parts == 0 && Needed::of(job, region.size()).most() > kMinBytes;
 }
 
 BufferExchange::BufferExchange(engine::Engine& engine, SharedMemoryRegion& region,
-                               const SharedJob& job, const transport::Header& header)
-    : FlagTask(engine, region, header, 1), job_(job) {}
+                               const engine::Job& job)
+    : FlagTask(engine, region, job, 1) {}
 
 bool BufferExchange::advance() {
   awaited_ = collectives::kNoRank;

@@ -24,10 +24,9 @@ struct RemoteBuffer {
 class BufferExchange final : public FlagTask {
  public:
   // Whether a call needs this exchange; the same on all ranks.
-  static bool applies_to(const SharedJob& job, const SharedMemoryRegion& region);
+  static bool applies_to(const engine::Job& job, const SharedMemoryRegion& region);
 
-  BufferExchange(engine::Engine& engine, SharedMemoryRegion& region, const SharedJob& job,
-                 const transport::Header& header);
+  BufferExchange(engine::Engine& engine, SharedMemoryRegion& region, const engine::Job& job);
 
   bool advance() override;
   bool done() const override { return exchanged_; }
@@ -43,7 +42,6 @@ class BufferExchange final : public FlagTask {
   RemoteBuffer remote_buffer_of(int peer, const BufferDescriptor& descriptor) const;
   void choose_access_mode();
 
-  const SharedJob& job_;
   bool published_ = false, exchanged_ = false;
   AccessMode mode_ = AccessMode::staged;
   std::vector<RemoteBuffer> buffers_;  // by rank

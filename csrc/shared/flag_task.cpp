@@ -21,17 +21,13 @@ uint32_t signature_of(const transport::Header& header, uint32_t before) {
 
 }  // namespace
 
-FlagTask::FlagTask(engine::Engine& engine, SharedMemoryRegion& region,
-                   const transport::Header& header, uint64_t tickets)
-    : engine_(engine),
-      region_(region),
-      header_(header),
-      rank_(region.rank()),
-      size_(region.size()) {
-  if (region.begin_epoch(header.epoch)) publish(region.own().done, region.base());
+FlagTask::FlagTask(engine::Engine& engine, SharedMemoryRegion& region, const engine::Job& job,
+                   uint64_t tickets)
+    : engine_(engine), region_(region), job_(job), rank_(region.rank()), size_(region.size()) {
+  if (region.begin_epoch(job.header.epoch)) publish(region.own().done, region.base());
   first_ = region.take(tickets);
-  before_ = std::exchange(region.last, header);
-  signature_ = region.signature = signature_of(header, region.signature);
+  before_ = std::exchange(region.last, job.header);
+  signature_ = region.signature = signature_of(job.header, region.signature);
 }
 
 bool FlagTask::is_missing(int peer, const Flag<>& flag, uint64_t need) {
@@ -70,7 +66,7 @@ void FlagTask::throw_mismatch(int peer, uint64_t ticket) {
   const auto& theirs = region_.of(peer).reduced[ticket % kSlots];
   const transport::Header header = theirs.header.load(), before = theirs.before.load();
   const int member = region_.member(peer);
-  if (!engine::same_call(header, header_)) engine_.mismatches().throw_mismatch(member, header);
+  if (!engine::same_call(header, job_.header)) engine_.mismatches().throw_mismatch(member, header);
   const std::string other = engine::same_call(before, before_)
                                 ? std::string("not the last one")
                                 : "this rank called " + engine::describe(before_) + ", rank " +
@@ -78,7 +74,7 @@ void FlagTask::throw_mismatch(int peer, uint64_t ticket) {
                                       engine::describe(before);
   engine_.mismatches().abort_call(member, before_.sequence,
                                   "ranks disagree about a call before " +
-                                      engine::describe(header_) + ": " + other +
+                                      engine::describe(job_.header) + ": " + other +
                                       "; what it writes is undefined");
 }
 
@@ -93,7 +89,7 @@ bool FlagTask::have_reduced(uint64_t ticket) {
 // A rank that aborted the call may already reuse its array. The engine receives the reason.
 bool FlagTask::all_in_call() {
   for (int peer = 0; peer < size_; ++peer)
-    if (!region_.is_in(peer, header_)) {
+    if (!region_.is_in(peer, job_.header)) {
       awaited_ = peer;
       awaited_flag_ = nullptr;
       return false;
@@ -116,11 +112,11 @@ void FlagTask::arm() {
   region_.own().sleeps.arm();
   transport::Header theirs;
   for (int peer = 0; peer < size_; ++peer)
-    if (peer != rank_ && region_.differs(peer, header_, theirs))
+    if (peer != rank_ && region_.differs(peer, job_.header, theirs))
       engine_.mismatches().throw_mismatch(region_.member(peer), theirs);
   // A peer in a later call has finished this one, so the missing flag will never be set.
   if (awaited_ != collectives::kNoRank && awaited_flag_ != nullptr &&
-      region_.is_past(awaited_, header_, theirs) && !awaited_flag_->reached(awaited_value_))
+      region_.is_past(awaited_, job_.header, theirs) && !awaited_flag_->reached(awaited_value_))
     engine_.mismatches().throw_mismatch_on_end(region_.member(awaited_), theirs);
 }
 
@@ -149,7 +145,7 @@ void FlagTask::publish_filled(uint64_t ticket, bool now) {
   Segment& own = region_.own();
   auto& filled = own.filled[ticket % kSlots];
   filled.signature = signature_;
-  own.reduced[ticket % kSlots].header.store(header_);
+  own.reduced[ticket % kSlots].header.store(job_.header);
   own.reduced[ticket % kSlots].before.store(before_);
   filled.flag.raise(ticket + 1);
   if (now) wake_sleepers();

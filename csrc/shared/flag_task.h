@@ -6,25 +6,10 @@
 #include <cstdint>
 #include <optional>
 
-#include "core/operation.h"
 #include "engine/engine.h"
-#include "kernels/kernels.h"
 #include "shared/shared_memory_region.h"
 
 namespace pycomm::shared {
-
-struct SharedJob {
-  Operation operation = Operation::barrier;
-  const std::byte* input = nullptr;
-  std::byte* output = nullptr;
-  size_t count = 0, element_bytes = 1;  // count as in group.h
-  int root = 0;                         // number in the region
-  const kernels::Reducer* reducer = nullptr;
-  bool folds = false;    // 16-bit sums: add all summands at once, round once
-  bool finishes = true;  // false: more summands follow, so the last addition is no final one
-  // For reduce_scatter and all_gather: only the first `parts` ranks have a part; 0: all ranks.
-  int parts = 0;
-};
 
 class FlagTask : public engine::Task {
  public:
@@ -37,8 +22,8 @@ class FlagTask : public engine::Task {
   void disarm() override;
 
  protected:
-  // `header` has its epoch and sequence set. The task takes the next `tickets` tickets.
-  FlagTask(engine::Engine& engine, SharedMemoryRegion& region, const transport::Header& header,
+  // The task takes the next `tickets` tickets.
+  FlagTask(engine::Engine& engine, SharedMemoryRegion& region, const engine::Job& job,
            uint64_t tickets);
 
   // Whether a flag of `peer` is below `need`. If so, this rank waits for that flag.
@@ -59,7 +44,7 @@ class FlagTask : public engine::Task {
 
   engine::Engine& engine_;
   SharedMemoryRegion& region_;
-  const transport::Header& header_;
+  const engine::Job& job_;
   int rank_, size_;  // in the region
   uint64_t first_;   // ticket
   int awaited_ = collectives::kNoRank;

@@ -17,15 +17,13 @@ constexpr size_t kMaxPlans = 64;
 
 class HierarchicalTask final : public engine::Task {
  public:
-  HierarchicalTask(engine::Engine& engine, SharedMemoryRegion* region, const engine::PlanJob& job,
-                   const transport::Header& header,
+  HierarchicalTask(engine::Engine& engine, SharedMemoryRegion* region, const engine::Job& job,
                    const std::vector<collectives::InterHostPlan::Block>& blocks)
       : engine_(engine),
         region_(region),
         job_(job),
-        header_(header),
         blocks_(blocks),
-        inter_host_(engine.plan_task(job, header)) {
+        inter_host_(engine.plan_task(job)) {
     if (region_ == nullptr) summed_ = gathered_ = blocks_.size();
     allow();
   }
@@ -79,11 +77,12 @@ class HierarchicalTask final : public engine::Task {
     if (gathers_ && inter_host_.passed() < block.end) return false;
     const auto mine = static_cast<size_t>(region_->rank());
     const size_t piece = block.count / static_cast<size_t>(block.lanes);
-    step_ = {.operation = Operation::reduce_scatter,
+    step_ = {.header = job_.header,
              .input = job_.input + bytes(block.begin),
-             .count = piece,
              .element_bytes = job_.element_bytes,
              .reducer = job_.reducer,
+             .operation = Operation::reduce_scatter,
+             .count = piece,
              .finishes = false,
              .parts = block.lanes};
     if (gathers_) {
@@ -94,7 +93,7 @@ class HierarchicalTask final : public engine::Task {
       step_.output =
           engine_.scratch(bytes(job_.schedule->plan.scratch)).data() + bytes(block.sum_at);
     }
-    inside_.emplace(engine_, *region_, step_, header_);
+    inside_.emplace(engine_, *region_, step_);
     return true;
   }
 
@@ -102,13 +101,12 @@ class HierarchicalTask final : public engine::Task {
 
   engine::Engine& engine_;
   SharedMemoryRegion* region_;
-  const engine::PlanJob& job_;
-  const transport::Header& header_;
+  const engine::Job& job_;
   const std::vector<collectives::InterHostPlan::Block>& blocks_;
   engine::PlanTask inter_host_;
   size_t summed_ = 0, gathered_ = 0;  // blocks
   bool gathers_ = false;              // whether inside_ gathers a block; else it sums one
-  SharedJob step_;
+  engine::Job step_;
   std::optional<StagedTask> inside_;
 };
 
@@ -126,18 +124,18 @@ const HierarchicalAllReduce::PlannedBlocks& HierarchicalAllReduce::planned(
   return plans_.emplace(key, std::move(made)).first->second;
 }
 
-void HierarchicalAllReduce::all_reduce(engine::PlanJob job, collectives::CollectiveShape at,
+void HierarchicalAllReduce::all_reduce(engine::Job job, collectives::CollectiveShape at,
                                        const Deadline& deadline) {
   size_t left = at.count;
   do {
     at.count = std::min(left, kMaxPlanBytes / job.element_bytes);
     const PlannedBlocks& plan = planned(at, job.element_bytes);
     job.schedule = &plan.schedule;
-    const transport::Header header = engine_.next_header(job.signature);
-    if (region_ != nullptr) region_->begin(header);
-    HierarchicalTask run(engine_, region_, job, header, plan.blocks);
-    engine_.run(run, header, deadline);
+    if (region_ != nullptr) region_->begin(job.header);
+    HierarchicalTask run(engine_, region_, job, plan.blocks);
+    engine_.run(run, job.header, deadline);
     left -= at.count;
+    job.header = engine_.next_header(job.header);
     job.input += at.count * job.element_bytes;
     job.output += at.count * job.element_bytes;
   } while (left > 0);

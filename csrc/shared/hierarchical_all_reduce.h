@@ -25,7 +25,7 @@ class HierarchicalAllReduce {
       : engine_(engine), region_(region) {}
 
   // `job` has no schedule yet; `at` has the hosts and the number of elements.
-  void all_reduce(engine::PlanJob job, collectives::CollectiveShape at, const Deadline& deadline);
+  void all_reduce(engine::Job job, collectives::CollectiveShape at, const Deadline& deadline);
 
  private:
   struct PlannedBlocks {

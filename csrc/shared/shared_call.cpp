@@ -4,13 +4,12 @@
 
 namespace pycomm::shared {
 
-SharedCall::SharedCall(engine::Engine& engine, SharedMemoryRegion& region, const SharedJob& job,
-                       const transport::Header& header)
-    : engine_(engine), region_(region), job_(job), header_(header) {
+SharedCall::SharedCall(engine::Engine& engine, SharedMemoryRegion& region, const engine::Job& job)
+    : engine_(engine), region_(region), job_(job) {
   if (BufferExchange::applies_to(job, region)) {
-    now_ = &tasks_.emplace<BufferExchange>(engine, region, job, header);
+    now_ = &tasks_.emplace<BufferExchange>(engine, region, job);
   } else {
-    now_ = &tasks_.emplace<StagedTask>(engine, region, job, header);
+    now_ = &tasks_.emplace<StagedTask>(engine, region, job);
     mode_ = AccessMode::staged;
   }
 }
@@ -31,10 +30,9 @@ bool SharedCall::advance() {
 
 engine::Task* SharedCall::begin(const BufferExchange& exchange) {
   mode_ = exchange.access_mode();
-  if (mode_ == AccessMode::staged)
-    return &tasks_.emplace<StagedTask>(engine_, region_, job_, header_);
+  if (mode_ == AccessMode::staged) return &tasks_.emplace<StagedTask>(engine_, region_, job_);
   std::vector<RemoteBuffer> buffers = exchange.buffers();  // emplace() destroys the exchange
-  return &tasks_.emplace<ZeroCopyTask>(engine_, region_, job_, header_, std::move(buffers));
+  return &tasks_.emplace<ZeroCopyTask>(engine_, region_, job_, std::move(buffers));
 }
 
 }  // namespace pycomm::shared

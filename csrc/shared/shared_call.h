@@ -14,9 +14,7 @@ namespace pycomm::shared {
 
 class SharedCall final : public engine::Task {
  public:
-  // `header` has its epoch and sequence set.
-  SharedCall(engine::Engine& engine, SharedMemoryRegion& region, const SharedJob& job,
-             const transport::Header& header);
+  SharedCall(engine::Engine& engine, SharedMemoryRegion& region, const engine::Job& job);
   ~SharedCall() override;
   SharedCall(const SharedCall&) = delete;
   SharedCall& operator=(const SharedCall&) = delete;
@@ -41,8 +39,7 @@ class SharedCall final : public engine::Task {
 
   engine::Engine& engine_;
   SharedMemoryRegion& region_;
-  const SharedJob& job_;
-  const transport::Header& header_;
+  const engine::Job& job_;
   std::variant<std::monostate, BufferExchange, ZeroCopyTask, StagedTask> tasks_;
   engine::Task* now_;  // the active one
   std::optional<AccessMode> mode_;

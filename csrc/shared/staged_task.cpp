@@ -27,27 +27,25 @@ bool has_row_per_rank(Operation operation) {
          operation == Operation::all_to_all;
 }
 
-int parts_of(const SharedJob& job, int size) { return job.parts == 0 ? size : job.parts; }
+int parts_of(const engine::Job& job, int size) { return job.parts == 0 ? size : job.parts; }
 
-size_t rows_of(const SharedJob& job, int size) {
+size_t rows_of(const engine::Job& job, int size) {
   return has_row_per_rank(job.operation) ? static_cast<size_t>(parts_of(job, size)) : 1;
 }
 
-size_t chunk_count_of(const SharedJob& job, int size) {
+size_t chunk_count_of(const engine::Job& job, int size) {
   return std::max<size_t>(1, kSlotBytes / job.element_bytes / rows_of(job, size));
 }
 
-uint64_t chunks_of(const SharedJob& job, int size) {
+uint64_t chunks_of(const engine::Job& job, int size) {
   const size_t chunk = chunk_count_of(job, size);
   return std::max<uint64_t>(1, (job.count + chunk - 1) / chunk);
 }
 
 }  // namespace
 
-StagedTask::StagedTask(engine::Engine& engine, SharedMemoryRegion& region, const SharedJob& job,
-                       const transport::Header& header)
-    : FlagTask(engine, region, header, chunks_of(job, region.size())),
-      job_(job),
+StagedTask::StagedTask(engine::Engine& engine, SharedMemoryRegion& region, const engine::Job& job)
+    : FlagTask(engine, region, job, chunks_of(job, region.size())),
       parts_(parts_of(job, size_)),
       chunk_count_(chunk_count_of(job, size_)),
       chunks_(chunks_of(job, size_)) {

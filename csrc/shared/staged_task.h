@@ -24,9 +24,7 @@ namespace pycomm::shared {
 
 class StagedTask final : public FlagTask {
  public:
-  // `header` has its epoch and sequence set.
-  StagedTask(engine::Engine& engine, SharedMemoryRegion& region, const SharedJob& job,
-             const transport::Header& header);
+  StagedTask(engine::Engine& engine, SharedMemoryRegion& region, const engine::Job& job);
 
   bool advance() override;
   bool done() const override { return collected_ == chunks_; }
@@ -58,7 +56,6 @@ class StagedTask final : public FlagTask {
   const std::byte* row(int i, const Chunk& chunk) const;
   std::byte* out_row(int i, const Chunk& chunk) const;
 
-  const SharedJob& job_;
   int parts_;              // ranks that have a part
   bool tiny_ = false;      // data is stored in the flags' cache lines
   bool wake_due_ = false;  // for the flag of a filled slot

@@ -16,7 +16,7 @@ inline constexpr size_t kBlockBytes = size_t{8} << 10;
 // into = the sums of `count` elements of every rank, read from from(rank). `into` may be one of
 // these. Calls then(offset, bytes) after each block.
 template <typename From, typename Then>
-void add_up(const SharedJob& job, int size, std::byte* into, size_t count, const From& from,
+void add_up(const engine::Job& job, int size, std::byte* into, size_t count, const From& from,
             const Then& then) {
   const size_t element = job.element_bytes, block = kBlockBytes / element;
   alignas(64) std::array<std::byte, kBlockBytes> sum;

@@ -19,12 +19,9 @@ bool has_pieces(Operation operation) {
 
 }  // namespace
 
-ZeroCopyTask::ZeroCopyTask(engine::Engine& engine, SharedMemoryRegion& region, const SharedJob& job,
-                           const transport::Header& header, std::vector<RemoteBuffer> buffers)
-    : FlagTask(engine, region, header, 1),
-      job_(job),
-      buffers_(std::move(buffers)),
-      end_(job.count) {
+ZeroCopyTask::ZeroCopyTask(engine::Engine& engine, SharedMemoryRegion& region,
+                           const engine::Job& job, std::vector<RemoteBuffer> buffers)
+    : FlagTask(engine, region, job, 1), buffers_(std::move(buffers)), end_(job.count) {
   if (!has_pieces(job.operation)) return;
   const collectives::Range mine =
       collectives::piece(collectives::Space::output, job.count, size_, rank_);

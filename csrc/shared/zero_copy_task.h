@@ -24,8 +24,8 @@ namespace pycomm::shared {
 
 class ZeroCopyTask final : public FlagTask {
  public:
-  ZeroCopyTask(engine::Engine& engine, SharedMemoryRegion& region, const SharedJob& job,
-               const transport::Header& header, std::vector<RemoteBuffer> buffers);
+  ZeroCopyTask(engine::Engine& engine, SharedMemoryRegion& region, const engine::Job& job,
+               std::vector<RemoteBuffer> buffers);
 
   bool advance() override;
   bool done() const override { return ended_; }
@@ -37,7 +37,6 @@ class ZeroCopyTask final : public FlagTask {
   void copy_to_outputs(const std::byte* from, size_t begin, size_t bytes, int owner);
   void gather(size_t begin, size_t bytes);
 
-  const SharedJob& job_;
   std::vector<RemoteBuffer> buffers_;  // by rank
   bool published_ = false, ended_ = false;
   size_t at_ = 0, end_;  // remaining elements of this rank's work

@@ -49,20 +49,19 @@ struct Rank {
       : engine(has_no_listener(), options_of(rank)), region(segments, {0, 1}, rank) {
     region.set_heaps(heaps);
     std::byte* const heap = heaps[static_cast<size_t>(rank)].base.get();
-    job = {.operation = operation, .input = heap, .output = heap, .count = kCount};
+    job = {.input = heap, .output = heap, .operation = operation, .count = kCount};
     if (operation == Operation::reduce_scatter) job.count /= 2;
     if (operation == Operation::all_gather) job.output = gathered.data();
     job.element_bytes = sizeof(float);
     job.reducer = &kAdd;
-    header.operation = static_cast<uint8_t>(operation);
-    header.count = job.count;
-    region.begin(header);
-    task.emplace(engine, region, job, header);
+    job.header.operation = static_cast<uint8_t>(operation);
+    job.header.count = job.count;
+    region.begin(job.header);
+    task.emplace(engine, region, job);
   }
   engine::Engine engine;
   shared::SharedMemoryRegion region;
-  shared::SharedJob job;
-  transport::Header header;
+  engine::Job job;
   std::vector<std::byte> gathered = std::vector<std::byte>(2 * kCount * sizeof(float));
   std::optional<shared::SharedCall> task;
 };

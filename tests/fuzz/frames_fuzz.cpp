@@ -91,7 +91,7 @@ void call(engine::Engine& engine, int what) {
   if (what == 0) {
     signature.operation = static_cast<uint8_t>(Operation::all_reduce);
     const engine::Schedule schedule = exchange();
-    engine::PlanJob job{.schedule = &schedule, .signature = signature};
+    engine::Job job{.header = engine.next_header(signature), .schedule = &schedule};
     job.input = job.output = bytes.data();
     job.element_bytes = sizeof(float);
     job.reducer = &kAdd;

@@ -58,8 +58,8 @@ void run_call(engine::Engine& engine, const Scene& scene, Array& array,
       collectives::make_plan(scene.algorithm, scene.operation,
                              {.rank = engine.rank(), .size = scene.size, .count = scene.count}),
       engine.rank());
-  engine::PlanJob job{.schedule = &schedule};
-  job.signature = signature_of(scene);
+  engine::Job job{.schedule = &schedule};
+  job.header = engine.next_header(signature_of(scene));
   job.input = job.output = array.data();
   job.element_bytes = 4;
   job.reducer = &kernels::reducer(Dtype::float32, ReduceOp::sum);

@@ -87,16 +87,16 @@ std::unique_ptr<shared::SharedMemoryRegion> arena_of(
 void run_shared(engine::Engine& engine, shared::SharedMemoryRegion* region, Operation operation,
                 const float* input, float* output, size_t count,
                 shared::AccessMode mode = shared::AccessMode::zero_copy) {
-  const shared::SharedJob job{.operation = operation,
-                              .input = reinterpret_cast<const std::byte*>(input),
-                              .output = reinterpret_cast<std::byte*>(output),
-                              .count = count,
-                              .element_bytes = sizeof(float),
-                              .reducer = &kFatal};
-  const transport::Header header = engine.next_header(header_of(operation, count));
-  region->begin(header);
-  shared::SharedCall run(engine, *region, job, header);
-  engine.run(run, header, Deadline(20s));
+  const engine::Job job{.header = engine.next_header(header_of(operation, count)),
+                        .input = reinterpret_cast<const std::byte*>(input),
+                        .output = reinterpret_cast<std::byte*>(output),
+                        .element_bytes = sizeof(float),
+                        .reducer = &kFatal,
+                        .operation = operation,
+                        .count = count};
+  region->begin(job.header);
+  shared::SharedCall run(engine, *region, job);
+  engine.run(run, job.header, Deadline(20s));
   expect(run.access_mode() == mode, "the call uses another access mode");
 }
 
@@ -131,8 +131,8 @@ void reduce_scatter_mapped(engine::Engine& engine, shared::SharedMemoryRegion* r
 
 void all_reduce_two_levels(engine::Engine& engine, shared::SharedMemoryRegion* region,
                            const Scene& scene, float* x) {
-  engine::PlanJob job;
-  job.signature = header_of(Operation::all_reduce, scene.count);
+  engine::Job job;
+  job.header = engine.next_header(header_of(Operation::all_reduce, scene.count));
   job.input = job.output = reinterpret_cast<std::byte*>(x);
   job.element_bytes = sizeof(float);
   job.reducer = &kFatal;

@@ -73,11 +73,13 @@ bool run_call(engine::Engine& engine, const Scene& scene, int call, bool astray)
     if (scene.call.operation == Operation::all_reduce)
       for (int rank = 1; rank < scene.size; ++rank) want[i] += element(rank, i, call);
   }
-  engine::PlanJob job{.schedule = &schedule};
-  job.signature.operation = static_cast<uint8_t>(scene.call.operation);
-  job.signature.algorithm = static_cast<uint8_t>(scene.call.algorithm);
-  job.signature.dtype = static_cast<uint8_t>(Dtype::float32);
-  job.signature.count = count;
+  engine::Job job{.schedule = &schedule};
+  transport::Header signature;
+  signature.operation = static_cast<uint8_t>(scene.call.operation);
+  signature.algorithm = static_cast<uint8_t>(scene.call.algorithm);
+  signature.dtype = static_cast<uint8_t>(Dtype::float32);
+  signature.count = count;
+  job.header = engine.next_header(signature);
   job.output = reinterpret_cast<std::byte*>(array.data());
   job.input = job.output;
   job.element_bytes = sizeof(float);

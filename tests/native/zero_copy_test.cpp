@@ -260,17 +260,16 @@ void left_test(int steps_before, Gone gone_has) {
       x.fill(rank);
       region.set_heaps({os::SharedHeap::own()->view(), os::SharedHeap::own()->view()});
       job.input = job.output = reinterpret_cast<std::byte*>(x.data());
-      region.begin(header);
-      run.emplace(engine, region, job, header);
+      region.begin(job.header);
+      run.emplace(engine, region, job);
     }
     Floats x{kCount, true};
     engine::Engine engine;
     shared::SharedMemoryRegion region;
-    shared::SharedJob job{.operation = Operation::all_reduce,
-                          .count = kCount,
-                          .element_bytes = sizeof(float),
-                          .reducer = &kernels::reducer(Dtype::float32, ReduceOp::sum)};
-    transport::Header header;
+    engine::Job job{.element_bytes = sizeof(float),
+                    .reducer = &kernels::reducer(Dtype::float32, ReduceOp::sum),
+                    .operation = Operation::all_reduce,
+                    .count = kCount};
     std::optional<shared::SharedCall> run;
   } gone(0, segments), late(1, segments);
   expect(gone.run->advance() && late.run->advance(), "no offer");
