@@ -13,13 +13,11 @@
 //
 // Invariants:
 //
-//  1. One thread at a time uses the links and the parts of this class. It holds turn_: a call
-//  (except
-//     while it calls `interrupted`), heartbeat(), check_for_failures(), leave() and fail().
+//  1. One thread at a time uses the links and the parts of this class. It holds turn_: a call,
+//     except while it calls `interrupted`; heartbeat(), check_for_failures(), leave() and fail().
 //  2. Only in a call does CallSequence have a current collective, or Mailbox an awaited message.
-//  3. Calls of an epoch have the numbers 0, 1, 2, ... on all ranks. A mismatch starts the next
-//  epoch
-//     on all ranks: they drop the calls of the old one and continue.
+//  3. The calls of an epoch have the numbers 0, 1, 2, ... on all ranks. A mismatch starts the next
+//     epoch on all ranks: they drop the calls of the old one and continue.
 //  4. Once broken, all links are closed, the peers know the reason, and every call throws the first
 //     cause.
 //

@@ -190,8 +190,8 @@ std::shared_ptr<Work> HostGroup::start(const Call& call,
   if (is_receive(call))
     return worker_.start_receive({call, Deadline(limit_of(call))}, small, body, std::move(then));
   if (small && call.operation == Operation::send && !call.device.agreement)
-    return worker_.start_at_once([&] { return engine_.can_send_at_once(call.peer, bytes); }, body,
-                                 std::move(then));
+    return worker_.start(body, std::move(then),
+                         [&] { return engine_.can_send_at_once(call.peer, bytes); });
   return worker_.start(body, std::move(then));
 }
 

@@ -1,5 +1,6 @@
 #include "group/worker.h"
 
+#include <cassert>
 #include <cstddef>
 #include <tuple>
 #include <utility>
@@ -18,23 +19,57 @@ constexpr const char* kClosed = "this group can no longer be used: it was closed
 
 }  // namespace
 
-class Worker::Started : public Work {
+// Holds the mutex while the state changes. Callers cannot enter or leave on the fast path
+// meanwhile.
+class Worker::Change {
  public:
-  Started(Worker& worker, Body body, Then then)
-      : interrupted_(worker.interrupted_), body_(std::move(body)), then_(std::move(then)) {}
+  explicit Change(State& state) : state_(state), lock_(state.mutex) {
+    state.caller.disable_fast_path();
+  }
+  Change(const Change&) = delete;
+  Change& operator=(const Change&) = delete;
+  ~Change() { state_.settle(); }
+  Lock& lock() { return lock_; }
+
+ private:
+  State& state_;
+  Lock lock_;
+};
+
+// Ends a change: wakes the threads that wait for one, and lets callers enter without the lock again
+// if nothing is under way.
+void Worker::State::settle() {
+  assert(!receiving || (worker_inside && !receives.empty()));
+  assert(!deferred || (receives.empty() && !ending));
+  receives_pending = deferred || !receives.empty();
+  if (!ending && waiting == 0 && is_idle()) caller.enable_fast_path();
+  if (ending || waiting > 0 || !queue.empty() || may_receive()) changed.notify_all();
+}
+
+class Worker::Started final : public Work {
+ public:
+  Started(Worker& worker, Body body, Then then, std::optional<PendingReceive> receive = {})
+      : interrupted_(worker.interrupted_),
+        state_(worker.state_),
+        body_(std::move(body)),
+        then_(std::move(then)),
+        receive_(std::move(receive)) {}
+  const std::optional<PendingReceive>& receive() const { return receive_; }
 
   bool done() const override {
+    end_deferral();
     const std::lock_guard lock(mutex_);
     return done_;
   }
   std::exception_ptr error() const override {
+    end_deferral();
     const std::lock_guard lock(mutex_);
     return error_;
   }
-
   void wait(std::chrono::nanoseconds limit) override {
+    limit.count() == 0 ? advance() : end_deferral();
     const Deadline deadline(limit.count() == 0 ? kForever : limit);
-    std::unique_lock lock(mutex_);
+    Lock lock(mutex_);
     while (!changed_.wait_for(lock,
                               std::min<std::chrono::nanoseconds>(kPollInterval, deadline.left()),
                               [&] { return done_; })) {
@@ -47,8 +82,11 @@ class Worker::Started : public Work {
     }
     if (error_) std::rethrow_exception(error_);
   }
+  void advance() override {
+    if (receive_) receive_here(*state_, *this);
+    end_deferral();
+  }
 
-  void execute() { complete(run()); }
   std::exception_ptr run() {
     try {
       body_();
@@ -70,42 +108,21 @@ class Worker::Started : public Work {
   }
 
  private:
-  std::function<bool()> interrupted_;
-  Body body_;
-  Then then_;
-  mutable std::mutex mutex_;
-  std::condition_variable changed_;
-  bool done_ = false;
-  std::exception_ptr error_;
-};
-
-class Worker::Receiving final : public Started {
- public:
-  Receiving(Worker& worker, const PendingReceive& receive, Body body, Then then)
-      : Started(worker, std::move(body), std::move(then)),
-        state_(worker.state_),
-        receive_(receive) {}
-  const PendingReceive& receive() const { return receive_; }
-
-  bool done() const override { return end_deferral(), Started::done(); }
-  std::exception_ptr error() const override { return end_deferral(), Started::error(); }
-  void wait(std::chrono::nanoseconds limit) override {
-    limit.count() == 0 ? advance() : end_deferral();
-    Started::wait(limit);
-  }
-  void advance() override {
-    receive_here(*state_, *this);
-    end_deferral();
-  }
-
- private:
   void end_deferral() const {
-    const std::lock_guard lock(state_->mutex);
+    if (!receive_) return;
+    const Change change(*state_);
     if (state_->deferred.get() == this) state_->end_deferral();
   }
 
-  std::shared_ptr<State> state_;
-  PendingReceive receive_;
+  const std::function<bool()> interrupted_;
+  const std::shared_ptr<State> state_;
+  Body body_;
+  Then then_;
+  const std::optional<PendingReceive> receive_;  // of a receive
+  mutable std::mutex mutex_;                     // guards done_ and error_
+  std::condition_variable changed_;
+  bool done_ = false;
+  std::exception_ptr error_;
 };
 
 Worker::~Worker() { join(); }
@@ -113,19 +130,15 @@ Worker::~Worker() { join(); }
 // Waits for the caller's turn. Returns when the wait began.
 Clock::time_point Worker::enter(std::chrono::nanoseconds limit) {
   State& state = *state_;
-  std::unique_lock lock(state.mutex);
-  state.caller.disable_fast_path();
-  const auto refuse = [&](const auto& error) {
-    state.enable_fast_path();
-    throw error;
-  };
-  if (state.caller.is_inside()) refuse(InvalidArgument(kSecondThread));
-  if (state.ending) refuse(GroupBroken(kClosed));
+  Change change(state);
+  if (state.caller.is_inside()) throw InvalidArgument(kSecondThread);
+  if (state.ending) throw GroupBroken(kClosed);
   state.caller.enter();
+  ++state.waiting;
   const auto leave = [&](const auto& error) {
+    --state.waiting;
     state.caller.leave();
-    state.changed.notify_all();
-    refuse(error);
+    throw error;
   };
   const auto our_turn = [&] {
     return state.ending || (state.queue.empty() && !state.worker_inside);
@@ -134,6 +147,7 @@ Clock::time_point Worker::enter(std::chrono::nanoseconds limit) {
   if (!our_turn()) {
     state.suspend_receives();
     const Deadline deadline(since, limit);
+    Lock& lock = change.lock();
     while (!state.changed.wait_for(
         lock, std::min<std::chrono::nanoseconds>(kPollInterval, deadline.left()), our_turn)) {
       lock.unlock();
@@ -147,7 +161,7 @@ Clock::time_point Worker::enter(std::chrono::nanoseconds limit) {
     }
   }
   if (state.ending) leave(GroupBroken(kClosed));
-  state.enable_fast_path();
+  --state.waiting;
   return since;
 }
 
@@ -160,93 +174,77 @@ Worker::Turn Worker::take_turn(std::chrono::nanoseconds limit) {
 
 Worker::Turn::~Turn() {
   if (state_ == nullptr || state_->caller.try_leave()) return;
-  const std::lock_guard lock(state_->mutex);
+  const Change change(*state_);
   state_->caller.leave();
-  state_->changed.notify_all();
 }
 
 void Worker::run_exclusive(const Body& body) {
   State& state = *state_;
-  std::unique_lock lock(state.mutex);
-  state.caller.disable_fast_path();
+  Change change(state);
   ++state.waiting;
   state.suspend_receives();
   if (!state.caller.is_this_thread()) {
-    state.changed.wait(lock, [&] {
+    state.changed.wait(change.lock(), [&] {
       return state.thread == std::this_thread::get_id() ||
              (!state.caller.is_inside() && !state.worker_inside && state.queue.empty());
     });
     body();  // locked: calls wait
   }
   --state.waiting;
-  state.enable_fast_path();
-  state.changed.notify_all();
 }
 
-std::shared_ptr<Work> Worker::start(Body body, Then then) {
-  auto started = std::make_shared<Started>(*this, std::move(body), std::move(then));
-  return start_or_execute(started, [&](State& state) { state.queue.push_back(started); });
-}
-
-std::shared_ptr<Work> Worker::start_at_once(const std::function<bool()>& possible, Body body,
-                                            Then then) {
-  auto started = std::make_shared<Started>(*this, std::move(body), std::move(then));
+std::shared_ptr<Work> Worker::start(Body body, Then then, const std::function<bool()>& at_once) {
+  const auto started = std::make_shared<Started>(*this, std::move(body), std::move(then));
+  if (!at_once) return add(started);
   std::exception_ptr error;
   bool runs = false;
-  replace_worker(*state_, [&](std::unique_lock<std::mutex>& lock) {
+  replace_worker(*state_, [&](Lock& lock) {
     lock.unlock();
-    runs = possible();
+    runs = at_once();
     if (runs) error = started->run();
     lock.lock();
   });
-  if (runs) return started->complete(error), started;
-  return start_or_execute(started, [&](State& state) { state.queue.push_back(started); });
+  if (!runs) return add(started);
+  started->complete(error);
+  return started;
 }
 
 std::shared_ptr<Work> Worker::start_receive(const PendingReceive& receive, bool deferrable,
                                             Body body, Then then) {
-  auto started = std::make_shared<Receiving>(*this, receive, std::move(body), std::move(then));
-  return start_or_execute(started, [&](State& state) {
-    state.receives_pending = true;
-    if (deferrable && !state.deferred && state.is_idle()) {
-      state.deferred = started;
-      return state.enable_fast_path();
-    }
-    state.end_deferral();
-    state.receives.push_back(started);
-  });
+  return add(std::make_shared<Started>(*this, std::move(body), std::move(then), receive),
+             deferrable);
 }
 
-// Adds a call to the worker's, or executes it at once inside a `then`. `add` runs with the mutex,
-// when the thread runs and no thread is inside a call.
-std::shared_ptr<Work> Worker::start_or_execute(std::shared_ptr<Started> started,
-                                               const std::function<void(State&)>& add) {
+// Adds a call to the worker's, or executes it at once inside a `then`.
+std::shared_ptr<Work> Worker::add(const std::shared_ptr<Started>& started, bool deferrable) {
   State& state = *state_;
-  std::unique_lock lock(state.mutex);
   if (state.thread == std::this_thread::get_id()) {
-    lock.unlock();
-    started->execute();
+    started->complete(started->run());
     return started;
   }
+  const Change change(state);
   if (state.ending) throw GroupBroken(kClosed);
   if (!thread_.joinable()) {  // first: queue nothing if no thread can be created
     thread_ = os::start_thread("pycomm-worker", [held = state_] { loop(*held); });
     state.thread = thread_.get_id();
   }
-  state.caller.disable_fast_path();
-  if (state.caller.is_inside()) {
-    state.enable_fast_path();
-    throw InvalidArgument(kSecondThread);
+  if (state.caller.is_inside()) throw InvalidArgument(kSecondThread);
+  if (deferrable && !state.deferred && state.is_idle()) {
+    state.deferred = started;
+    return started;
   }
-  add(state);
-  if (state.is_idle()) return started;  // a deferred receive
-  state.suspend_receives();             // to run this one first, or to wait for it too
-  state.changed.notify_all();
+  if (started->receive()) {
+    state.end_deferral();
+    state.receives.push_back(started);
+  } else {
+    state.queue.push_back(started);
+  }
+  state.suspend_receives();  // to run this one first, or to wait for it too
   return started;
 }
 
 void Worker::loop(State& state) {
-  std::unique_lock lock(state.mutex);
+  Lock lock(state.mutex);
   for (;;) {
     state.changed.wait(lock, [&] {
       return !state.worker_inside && (state.ending || !state.queue.empty() || state.may_receive());
@@ -255,25 +253,24 @@ void Worker::loop(State& state) {
     state.worker_inside = true;
     state.queue.empty() ? complete_next_receive(state, lock) : run_next(state, lock);
     state.worker_inside = false;
-    state.enable_fast_path();
-    state.changed.notify_all();
+    state.settle();
   }
 }
 
-void Worker::run_next(State& state, std::unique_lock<std::mutex>& lock) {
+void Worker::run_next(State& state, Lock& lock) {
   auto next = std::move(state.queue.front());
   state.queue.pop_front();
   lock.unlock();
-  next->execute();
+  next->complete(next->run());
   next.reset();
   lock.lock();
 }
 
 // Returns the receive that is complete and its error; null if the wait was suspended.
-std::pair<std::shared_ptr<Worker::Receiving>, std::exception_ptr> Worker::receive_next(
-    State& state, std::unique_lock<std::mutex>& lock) {
+std::pair<std::shared_ptr<Worker::Started>, std::exception_ptr> Worker::receive_next(State& state,
+                                                                                     Lock& lock) {
   std::vector<const PendingReceive*> pending;
-  for (const auto& one : state.receives) pending.push_back(&one->receive());
+  for (const auto& one : state.receives) pending.push_back(&*one->receive());
   state.receiving = true;
   state.receiver.resume();
   lock.unlock();
@@ -288,7 +285,7 @@ std::pair<std::shared_ptr<Worker::Receiving>, std::exception_ptr> Worker::receiv
   return {std::move(one), completed->error};
 }
 
-void Worker::complete_next_receive(State& state, std::unique_lock<std::mutex>& lock) {
+void Worker::complete_next_receive(State& state, Lock& lock) {
   auto [one, error] = receive_next(state, lock);
   lock.unlock();
   if (one) one->complete(error);
@@ -299,32 +296,27 @@ void Worker::complete_next_receive(State& state, std::unique_lock<std::mutex>& l
 // Runs `body`, with the mutex, as the worker would, if nothing else is under way.
 template <typename Run>
 void Worker::replace_worker(State& state, const Run& body) {
-  std::unique_lock lock(state.mutex);
-  state.caller.disable_fast_path();
-  if (!state.caller.is_inside() && !state.ending && state.waiting == 0 && state.is_idle()) {
-    state.worker_inside = true;
-    body(lock);
-    state.worker_inside = false;
-  }
-  state.enable_fast_path();
-  if (state.ending || state.waiting > 0 || state.caller.is_inside() || !state.is_idle())
-    state.changed.notify_all();
+  Change change(state);
+  if (state.caller.is_inside() || state.ending || state.waiting > 0 || !state.is_idle()) return;
+  state.worker_inside = true;
+  body(change.lock());
+  state.worker_inside = false;
 }
 
 // Until the receive is complete or another call needs the turn.
-void Worker::receive_here(State& state, const Receiving& receive) {
-  std::shared_ptr<Receiving> one;
+void Worker::receive_here(State& state, const Started& receive) {
+  std::shared_ptr<Started> one;
   std::exception_ptr error;
-  replace_worker(state, [&](std::unique_lock<std::mutex>& lock) {
+  replace_worker(state, [&](Lock& lock) {
     if (state.deferred.get() != &receive) return;
-    state.receives.push_back(std::move(state.deferred));
+    state.end_deferral();
     std::tie(one, error) = receive_next(state, lock);
   });
   if (one) one->complete(error);
 }
 
 void Worker::end_deferral() {
-  const std::lock_guard lock(state_->mutex);
+  const Change change(*state_);
   state_->end_deferral();
 }
 
@@ -335,22 +327,23 @@ bool Worker::busy() const {
 
 void Worker::join() {
   State& state = *state_;
-  std::unique_lock lock(state.mutex);
-  state.end_deferral();
-  state.ending = true;
-  state.caller.disable_fast_path();
-  state.changed.notify_all();
   const auto me = std::this_thread::get_id();
   const bool in_then = state.thread == me;
-  while (in_then && !state.queue.empty()) run_next(state, lock);
-  while (in_then && !state.receives.empty()) complete_next_receive(state, lock);
-  // A caller that joins inside its own call (through `interrupted`) does not wait for itself.
-  state.changed.wait(lock, [&] {
-    const bool caller_out = !state.caller.is_inside() || state.caller.is_this_thread();
-    return caller_out && (in_then || state.is_idle());
-  });
-  std::thread ended = std::move(thread_);
-  lock.unlock();
+  std::thread ended;
+  {
+    Change change(state);
+    state.end_deferral();
+    state.ending = true;
+    state.changed.notify_all();
+    while (in_then && !state.queue.empty()) run_next(state, change.lock());
+    while (in_then && !state.receives.empty()) complete_next_receive(state, change.lock());
+    // A caller that joins inside its own call (through `interrupted`) does not wait for itself.
+    state.changed.wait(change.lock(), [&] {
+      const bool caller_out = !state.caller.is_inside() || state.caller.is_this_thread();
+      return caller_out && (in_then || state.is_idle());
+    });
+    ended = std::move(thread_);
+  }
   if (!ended.joinable()) return;
   in_then ? ended.detach() : ended.join();
 }

@@ -2,6 +2,35 @@
 // Asynchronous receives wait there only while no other call runs or waits for its turn. A receive
 // with nothing else under way can be left to the thread that waits for it, which saves two context
 // switches.
+//
+// The states of a worker, and the functions that change them:
+//
+//   from         by                                 to
+//   idle         take_turn()                        calling: a caller is inside
+//   calling      ~Turn()                            idle, queued
+//   idle         start(), start_receive()           queued: the queue or the receives grow
+//   idle         start() with `at_once`             working, on the caller's thread
+//   idle         start_receive(), deferrable        deferred
+//   deferred     start_receive(), end_deferral()    queued
+//   deferred     Work::wait(), Work::advance()      receiving, on the caller's thread
+//   queued       loop()                             working; with an empty queue, receiving
+//   working      the body returns                   idle, queued
+//   receiving    a message arrived                  idle, queued
+//   receiving    suspend_receives()                 queued: a call goes first
+//   any          join()                             ending: completes all, starts nothing
+//
+// A caller that waits for its turn is inside, too. A receive can stay deferred in all other states.
+// run_exclusive() changes no state: it waits until no call runs, and keeps the mutex while it runs.
+//
+// Invariants, under the mutex; State::settle() asserts or establishes 2 to 6:
+//
+//  1. At most one thread uses the engine: the caller inside, while the queue is empty and no worker
+//     is inside; the worker or its substitute (worker_inside); or one in run_exclusive().
+//  2. If a thread is receiving, it is the worker inside, and there are receives.
+//  3. A deferred receive was started before all others, so there are no `receives`.
+//  4. While the worker is ending, no receive is deferred.
+//  5. receives_pending: whether a receive is deferred or in `receives`.
+//  6. The fast path of Caller is enabled only if the worker is idle and no thread waits for that.
 #pragma once
 
 #include <pthread.h>
@@ -104,10 +133,9 @@ class Worker {
   Turn take_turn(std::chrono::nanoseconds limit);
   // Inside a `then`, `body` runs at once: a wait for the Work there must not block the thread
   // that would run it, and the order is the same as for a `then` that was added too late for the
-  // worker and runs on the adding thread.
-  std::shared_ptr<Work> start(Body body, Then then);
-  // As start(), but on this thread if nothing else is under way and `possible` is true then.
-  std::shared_ptr<Work> start_at_once(const std::function<bool()>& possible, Body body, Then then);
+  // worker and runs on the adding thread. It also runs at once, on this thread, if nothing else is
+  // under way and `at_once` is true then.
+  std::shared_ptr<Work> start(Body body, Then then, const std::function<bool()>& at_once = {});
   // While it lives, the calls of this thread, which has the turn, are part of that turn.
   class ReentrantTurn {
    public:
@@ -140,15 +168,12 @@ class Worker {
   void join();
 
  private:
+  class Change;
   class Started;
-  class Receiving;
+  using Lock = std::unique_lock<std::mutex>;
   // State of the thread. It may outlive the worker until the end of the `then` that destroyed it.
   struct State {
     explicit State(Receiver how) : receiver(std::move(how)) {}
-    // Lets callers enter without the lock again, if nothing else is under way.
-    void enable_fast_path() {
-      if (!ending && waiting == 0 && is_idle()) caller.enable_fast_path();
-    }
     bool is_idle() const { return queue.empty() && receives.empty() && !worker_inside; }
     bool may_receive() const {
       return !receives.empty() && (ending || (waiting == 0 && !caller.is_inside()));
@@ -159,18 +184,16 @@ class Worker {
     }
     // Leaves the deferred receive to the worker.
     void end_deferral() {
-      if (!deferred) return;
-      caller.disable_fast_path();
-      receives.push_back(std::move(deferred));
-      changed.notify_all();
+      if (deferred) receives.push_back(std::move(deferred));
     }
+    void settle();
 
     const Receiver receiver;
     std::mutex mutex;
     std::condition_variable changed;
-    std::deque<std::shared_ptr<Started>> queue;
-    std::deque<std::shared_ptr<Receiving>> receives;
-    std::shared_ptr<Receiving> deferred;  // receives that no thread waits for yet: at most one
+    std::deque<std::shared_ptr<Started>> queue;     // calls but receives
+    std::deque<std::shared_ptr<Started>> receives;  // for the worker
+    std::shared_ptr<Started> deferred;              // a receive that no thread waits for yet
     std::atomic<bool> receives_pending{false};
     bool worker_inside = false, ending = false;  // or a thread that replaces the worker
     bool receiving = false;                      // it waits in receiver.wait()
@@ -180,16 +203,15 @@ class Worker {
     std::atomic<std::thread::id> reentrant_thread;  // see ReentrantTurn
   };
   Clock::time_point enter(std::chrono::nanoseconds limit);
+  std::shared_ptr<Work> add(const std::shared_ptr<Started>& started, bool deferrable = false);
   static void loop(State& state);
-  static void run_next(State& state, std::unique_lock<std::mutex>& lock);
-  static std::pair<std::shared_ptr<Receiving>, std::exception_ptr> receive_next(
-      State& state, std::unique_lock<std::mutex>& lock);
-  static void complete_next_receive(State& state, std::unique_lock<std::mutex>& lock);
+  static void run_next(State& state, Lock& lock);
+  static std::pair<std::shared_ptr<Started>, std::exception_ptr> receive_next(State& state,
+                                                                              Lock& lock);
+  static void complete_next_receive(State& state, Lock& lock);
   template <typename Run>
   static void replace_worker(State& state, const Run& body);
-  static void receive_here(State& state, const Receiving& receive);
-  std::shared_ptr<Work> start_or_execute(std::shared_ptr<Started> started,
-                                         const std::function<void(State&)>& add);
+  static void receive_here(State& state, const Started& receive);
 
   std::function<bool()> interrupted_;
   std::shared_ptr<State> state_;
