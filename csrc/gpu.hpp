@@ -33,7 +33,7 @@ struct Launch {
   cudaStream_t stream = nullptr;
   size_t dynamic_bytes = 0;
   unsigned rows = 1;
-  bool waits_for_peers = false;  // or for the host; the emulator must run those too
+  bool waits_for_host = false;  // the emulator must run those too
 };
 
 #ifdef __CUDACC__
@@ -88,19 +88,10 @@ __device__ __forceinline__ void store_release(unsigned* p, unsigned value) {
   asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(p), "r"(value) : "memory");
 }
 
-// A word that launches on other devices of the host access too: device memory that they map, or
-// host memory. Release and acquire as above, for all their accesses.
+// A word in host memory, which the host stores with release order.
 __device__ __forceinline__ unsigned load_acquire_system(const unsigned* p) {
   unsigned value;
   asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(p) : "memory");
-  return value;
-}
-__device__ __forceinline__ void store_release_system(unsigned* p, unsigned value) {
-  asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(p), "r"(value) : "memory");
-}
-__device__ __forceinline__ unsigned load_relaxed_system(const unsigned* p) {
-  unsigned value;
-  asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(p) : "memory");
   return value;
 }
 
@@ -150,19 +141,17 @@ using emulator::load_acquire;
 using emulator::load_acquire_system;
 using emulator::load_fresh;
 using emulator::load_relaxed;
-using emulator::load_relaxed_system;
 using emulator::pause;
 using emulator::shared;
 using emulator::sleep;
 using emulator::store;
 using emulator::store_relaxed;
 using emulator::store_release;
-using emulator::store_release_system;
 
 template <class... P, class... A>
 cudaError_t launch(void (*kernel)(P...), const Launch& shape, A&&... arguments) {
   return emulator::launch(
-      kernel, {shape.blocks, shape.threads, shape.dynamic_bytes, shape.rows, shape.waits_for_peers},
+      kernel, {shape.blocks, shape.threads, shape.dynamic_bytes, shape.rows, shape.waits_for_host},
       shape.stream, static_cast<P>(arguments)...);
 }
 

@@ -258,7 +258,7 @@ def on_device(
     nccl: object | None,
     why_no_nccl: str,
     nccl_shares: bool,
-    options: tuple[int, bool, bool, bool],
+    options: tuple[int, bool, bool],
     timeout_s: float,
     /,
 ) -> Collectives:
@@ -266,9 +266,9 @@ def on_device(
 
     `group`, `device` and `nccl` are capsules; the last two come from the module that has CUDA;
     `why_no_nccl`: if there is none; `nccl_shares`: NCCL lets ranks share a device;
-    `options`: the number of channels for large arrays, whether NCCL is used between hosts, whether
-    symmetric memory is, and whether repeated calls are enqueued before the agreement; rank 0's
-    apply; `timeout_s`: of calls without their own."""
+    `options`: the number of channels for large arrays, whether NCCL is used between hosts, and
+    whether repeated calls are enqueued before the agreement; rank 0's apply; `timeout_s`: of calls
+    without their own."""
 
 def describe_device(device: object, /) -> str:
     """Name, PCI bus id, compute capability, versions of driver and runtime.

@@ -20,11 +20,17 @@ from pycomm._bootstrap import grow, shrink
 from pycomm._bootstrap.elastic_store import Elastic, SurvivingStore, write_file
 from pycomm._bootstrap.joining import Joiners
 from pycomm._bootstrap.shrink import Store
-from pycomm.errors import GroupBroken, InvalidArgument
+from pycomm.errors import GroupBroken, InvalidArgument, Unsupported
 
 __all__ = ["DEFAULT_TIMEOUT_S", "Group", "abort_all", "elastic_group", "on_shrink", "serving"]
 
 DEFAULT_TIMEOUT_S = 600.0
+
+# Why there is no option cuda_symmetric_memory any more.
+NO_SYMMETRIC_MEMORY = (
+    "symmetric memory was removed: omit it; NCCL 2.27 and newer has kernels of its own for "
+    "symmetric memory"
+)
 
 INT32 = 2**31 - 1  # the largest color, key or count
 
@@ -59,8 +65,6 @@ class Group:
         joined: ranks of the processes that joined when replace() or grow() made this group, or the
             one from which split() made it.
         successor: the group that shrink(), replace() or grow() made of this one; None: not yet.
-        cuda_symmetric_memory: whether ranks of one host map memory of each other's GPUs, for the
-            algorithm "symmetric_memory" (docs/cuda.md). Set it as cuda_channels.
     """
 
     __slots__ = (
@@ -77,7 +81,6 @@ class Group:
         "cuda_agreement",
         "cuda_channels",
         "cuda_internode_transport",
-        "cuda_symmetric_memory",
         "joined",
         "successor",
     )
@@ -91,13 +94,17 @@ class Group:
         self._rank, self._size = core.rank, core.size
         self._store, self._timeout_s = store, timeout_s
         self._aborted: str | None = None  # the reason
-        self.cuda_channels, self.cuda_internode_transport = 1, "nccl"
-        self.cuda_symmetric_memory, self.cuda_agreement = False, "before"
+        self.cuda_channels, self.cuda_internode_transport, self.cuda_agreement = 1, "nccl", "before"
         self._subgroups: list[weakref.ref[Group]] = []  # made by split()
         self._elastic: Elastic | None = None
         self.joined: list[int] = []
         self.successor: Group | None = None
         _groups.add(weakref.ref(self, _groups.discard))
+
+    def _refuse_symmetric_memory(self, _: object) -> None:
+        raise Unsupported(f"cuda_symmetric_memory: {NO_SYMMETRIC_MEMORY}")
+
+    cuda_symmetric_memory = property(fset=_refuse_symmetric_memory)
 
     @property
     def rank(self) -> int:
@@ -150,7 +157,6 @@ class Group:
     def _copy_options(self, to: Group) -> None:
         to.cuda_channels = self.cuda_channels
         to.cuda_internode_transport = self.cuda_internode_transport
-        to.cuda_symmetric_memory = self.cuda_symmetric_memory
         to.cuda_agreement = self.cuda_agreement
 
     def _adopt_subgroup(self, subgroup: Group) -> None:

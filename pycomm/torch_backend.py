@@ -23,6 +23,7 @@ from pycomm._arguments import flag, instance, integer, integers, refuse
 from pycomm._bootstrap import reconfigure, rendezvous
 from pycomm._core_api import device_groups
 from pycomm.errors import InvalidArgument, Unsupported
+from pycomm.group import NO_SYMMETRIC_MEMORY
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store, _DistributedBackendOptions
@@ -103,9 +104,10 @@ def Options(  # noqa: N802 - as torch's
 
     Args:
         timeout: time limit of each call; None: torch's default.
-        cuda_channels, cuda_internode_transport, cuda_symmetric_memory, cuda_agreement: as of
-            `pycomm.Group`, for tensors on CUDA devices.
+        cuda_channels, cuda_internode_transport, cuda_agreement: as of `pycomm.Group`, for tensors
+            on CUDA devices.
         encrypt: as of `pycomm.init`; None: as the default group, if there is one.
+        cuda_symmetric_memory: was removed; True raises Unsupported.
 
     Raises:
         InvalidArgument: an argument of another type, or an invalid transport, agreement or number
@@ -116,7 +118,8 @@ def Options(  # noqa: N802 - as torch's
     device_groups.check_channels(cuda_channels)
     device_groups.check_agreement(cuda_agreement)
     encrypt = None if encrypt is None else flag("encrypt", encrypt)
-    cuda_symmetric_memory = flag("cuda_symmetric_memory", cuda_symmetric_memory)
+    if flag("cuda_symmetric_memory", cuda_symmetric_memory):
+        raise Unsupported(f"cuda_symmetric_memory: {NO_SYMMETRIC_MEMORY}")
     if timeout is not None:
         instance("timeout", timeout, timedelta, "a datetime.timedelta, or None")
     given = {} if timeout is None else {"timeout": timeout}
@@ -125,7 +128,6 @@ def Options(  # noqa: N802 - as torch's
         cuda_channels=cuda_channels,
         cuda_internode_transport=cuda_internode_transport,
         encrypt=encrypt,
-        cuda_symmetric_memory=cuda_symmetric_memory,
         cuda_agreement=cuda_agreement,
     )
     return made

@@ -148,7 +148,6 @@ class DeviceCompletions {
 struct DeviceOptions {
   int channels = 1;
   std::string internode_transport = "nccl";
-  bool symmetric_memory = false;
   std::string agreement = "before";
 };
 
@@ -212,10 +211,10 @@ inline DeviceState make_device_state(const std::shared_ptr<group::Group>& host, 
   return in_python([&]() -> DeviceState {
     const py::object on_device =
         py::module_::import("pycomm._core_api.device_groups").attr("on_device");
-    const py::tuple made = on_device(
-        group_capsule(host), c10::DeviceTypeName(device.type(), true), int{device.index()},
-        std::chrono::duration<double>(timeout).count(), options.channels,
-        options.internode_transport, options.symmetric_memory, options.agreement);
+    const py::tuple made =
+        on_device(group_capsule(host), c10::DeviceTypeName(device.type(), true),
+                  int{device.index()}, std::chrono::duration<double>(timeout).count(),
+                  options.channels, options.internode_transport, options.agreement);
     const py::capsule group = made[0];
     return {*group.get_pointer<std::shared_ptr<group::Collectives>>(),
             made[1].cast<std::function<void(double)>>(), completion};

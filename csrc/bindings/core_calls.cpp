@@ -125,6 +125,15 @@ std::chrono::nanoseconds timeout_from(const py::handle& given) {
   return nanoseconds(seconds);
 }
 
+Algorithm algorithm_from(const py::handle& given) {
+  const auto name = text_of("algorithm", given);
+  if (name == "symmetric_memory")
+    throw Unsupported(
+        "the algorithm symmetric_memory was removed: omit it; NCCL 2.27 and newer has kernels of "
+        "its own for symmetric memory");
+  return find<Algorithm>(kAlgorithms, name, "algorithm");
+}
+
 // In the order in which errors are reported.
 constexpr std::array<Field, 7> kFields{{
     {"timeout_s", [](group::Call& call, const py::handle& x) { call.timeout = timeout_from(x); },
@@ -137,10 +146,7 @@ constexpr std::array<Field, 7> kFields{{
            static_cast<uint32_t>(integer_of("tag", x, 0, UINT32_MAX, "an integer to 2^32 - 1"));
      }},
     {"algorithm",
-     [](group::Call& call, const py::handle& x) {
-       call.algorithm = find<Algorithm>(kAlgorithms, text_of("algorithm", x), "algorithm");
-     },
-     true},
+     [](group::Call& call, const py::handle& x) { call.algorithm = algorithm_from(x); }, true},
     {"counts", [](group::Call& call, const py::handle& x) { call.counts = counts_from(x); }, true},
     {"counts_fit",
      [](group::Call& call, const py::handle& x) { call.counts_fit = x.cast<bool>(); }},

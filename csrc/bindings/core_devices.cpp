@@ -25,9 +25,8 @@ std::shared_ptr<T> taken(const py::capsule& capsule, std::string_view name) {
 std::unique_ptr<Handle> on_device(const py::capsule& host, const py::capsule& device,
                                   const std::optional<py::capsule>& nccl,
                                   const std::string& why_no_nccl, bool nccl_shares,
-                                  const std::tuple<int, bool, bool, bool>& options,
-                                  double timeout_s) {
-  const auto [channels, nccl_between_hosts, symmetric_memory, agree_after] = options;
+                                  const std::tuple<int, bool, bool>& options, double timeout_s) {
+  const auto [channels, nccl_between_hosts, agree_after] = options;
   auto group = taken<group::Group>(host, "pycomm.Group");
   device_group::DeviceResources resources{
       .device = taken<device::Device>(device, "pycomm.Device"),
@@ -36,7 +35,6 @@ std::unique_ptr<Handle> on_device(const py::capsule& host, const py::capsule& de
       .nccl_shares = nccl_shares,
       .options = {.channels = channels,
                   .nccl_between_hosts = nccl_between_hosts,
-                  .symmetric_memory = symmetric_memory,
                   .agree_after = agree_after}};
   return std::make_unique<Handle>(device_group::make_device_group(
       std::move(group), std::move(resources), nanoseconds(timeout_s)));

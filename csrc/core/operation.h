@@ -39,14 +39,13 @@ enum class Algorithm : uint8_t {
   halving,
   hierarchical,
   shared_memory,
-  nccl,              // NCCL's collectives
-  host_staged,       // device arrays, by a collective in host memory
-  symmetric_memory,  // device arrays, by a kernel that stores into the memory of other devices
+  nccl,         // NCCL's collectives
+  host_staged,  // device arrays, by a collective in host memory
 };
 
-inline constexpr std::array<std::string_view, 11> kAlgorithms{
-    "auto",         "ring",          "tree", "direct",      "direct_two_phase", "halving",
-    "hierarchical", "shared_memory", "nccl", "host_staged", "symmetric_memory"};
+inline constexpr std::array<std::string_view, 10> kAlgorithms{
+    "auto",    "ring",         "tree",          "direct", "direct_two_phase",
+    "halving", "hierarchical", "shared_memory", "nccl",   "host_staged"};
 
 constexpr std::string_view name_of(Algorithm algorithm) {
   return kAlgorithms[static_cast<size_t>(algorithm)];
@@ -54,8 +53,7 @@ constexpr std::string_view name_of(Algorithm algorithm) {
 
 // Whether an algorithm is for device arrays alone.
 constexpr bool is_for_devices(Algorithm algorithm) {
-  return algorithm == Algorithm::nccl || algorithm == Algorithm::host_staged ||
-         algorithm == Algorithm::symmetric_memory;
+  return algorithm == Algorithm::nccl || algorithm == Algorithm::host_staged;
 }
 
 }  // namespace pycomm

@@ -1,4 +1,4 @@
-// The arithmetic of reductions, by dtype: kernels of dense.cu and symmetric.cu give the same bits.
+// The arithmetic of reductions, by dtype.
 #pragma once
 
 #include <string>

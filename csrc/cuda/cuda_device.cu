@@ -6,7 +6,6 @@
 #include "cuda/host.hpp"
 #include "cuda/host_word.hpp"
 #include "cuda/reduce.hpp"
-#include "cuda/symmetric.hpp"
 
 namespace pycomm::cuda {
 namespace {
@@ -33,7 +32,6 @@ class CudaDevice final : public device::Device {
       throw Unsupported("no CUDA device " + std::to_string(index) + ": " + std::to_string(count) +
                         " are visible");
     load_reductions(index);
-    load_symmetric(index);
     load_host_word(index);
   }
 
@@ -155,9 +153,6 @@ class CudaDevice final : public device::Device {
   void reduce(const device::Reduction& r, void* stream) override {
     reduce_into({r.out, r.count, r.dtype}, r.inputs, {r.op, static_cast<unsigned>(r.size)},
                 {index_, stream});
-  }
-  std::shared_ptr<device::SymmetricDevice> symmetric() override {
-    return open_symmetric_device(index_);
   }
 
  private:

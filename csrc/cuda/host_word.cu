@@ -21,7 +21,7 @@ __global__ void __launch_bounds__(1) wait_for_word(const unsigned* word, unsigne
 void wait_for_host_word(const uint32_t* word, uint32_t value, kernels::Queue queue) {
   const OnDevice on(queue);
   const gpu::Launch shape{
-      .blocks = 1, .threads = 1, .stream = stream_of(queue), .waits_for_peers = true};
+      .blocks = 1, .threads = 1, .stream = stream_of(queue), .waits_for_host = true};
   launch("wait_for_word", wait_for_word, shape, word, value);
 }
 

@@ -18,7 +18,6 @@
 
 #include "core/dtype.h"
 #include "core/reduce_op.h"
-#include "device/symmetric.h"
 
 namespace pycomm::device {
 
@@ -82,9 +81,6 @@ class Device {
   virtual void copy(void* to, const void* from, size_t bytes, void* stream) = 0;
   virtual void clear(void* to, size_t bytes, void* stream) = 0;
   virtual void reduce(const Reduction& reduction, void* stream) = 0;
-
-  // Null if the device has none.
-  virtual std::shared_ptr<SymmetricDevice> symmetric() = 0;
 };
 
 // A stream and an event that are destroyed with their owner.

@@ -13,7 +13,6 @@ namespace pycomm::device_group {
 struct DeviceOptions {
   int channels = 1;                // channels for large arrays, 1 to 255
   bool nccl_between_hosts = true;  // false: TCP through host memory
-  bool symmetric_memory = false;   // of the ranks of one host; off until it has run on GPUs
   bool agree_after = false;        // enqueue repeated calls before the ranks agree about them
 };
 

@@ -18,21 +18,17 @@ constexpr const char* kAllRanks =
 // What a rank publishes of its DeviceResources.
 struct DeviceInfo {
   std::array<char, 26> bus_id;  // padded with zeros
-  bool nccl_shares, has_nccl, nccl_between_hosts, symmetric_memory, agree_after;
+  bool nccl_shares, has_nccl, nccl_between_hosts, agree_after;
   uint8_t channels;
 };
-static_assert(sizeof(DeviceInfo) == 32);
+static_assert(sizeof(DeviceInfo) == 31);
 
 DeviceInfo device_info_of(const DeviceResources& resources) {
-  const auto [channels, nccl_between_hosts, symmetric_memory, agree_after] = resources.options;
+  const auto [channels, nccl_between_hosts, agree_after] = resources.options;
   check(channels >= 1 && channels <= 255, "invalid cuda_channels: it must be between 1 and 255");
-  DeviceInfo mine{{},
-                  resources.nccl_shares,
-                  resources.nccl != nullptr,
-                  nccl_between_hosts,
-                  symmetric_memory,
-                  agree_after,
-                  static_cast<uint8_t>(channels)};
+  DeviceInfo mine{
+      {},          resources.nccl_shares,         resources.nccl != nullptr, nccl_between_hosts,
+      agree_after, static_cast<uint8_t>(channels)};
   const std::string bus_id = resources.device->bus_id();
   std::copy_n(bus_id.begin(), std::min(bus_id.size(), mine.bus_id.size()), mine.bus_id.begin());
   return mine;
@@ -131,7 +127,6 @@ std::unique_ptr<DeviceExecutor> Executors::make_of_all(std::chrono::nanoseconds 
   check_nccl(*host_, infos, resources_);
   const DeviceOptions options{.channels = infos[0].channels,
                               .nccl_between_hosts = infos[0].nccl_between_hosts,
-                              .symmetric_memory = infos[0].symmetric_memory,
                               .agree_after = infos[0].agree_after};
   return make_nccl_executor(host_, resources_.device, resources_.nccl, options, timeout_);
 }

@@ -72,10 +72,6 @@ Algorithm HostStagedExecutor::algorithm_for(const group::Call& call) const {
   if (call.algorithm == Algorithm::nccl)
     group::throw_unsupported(
         call, "NCCL refuses ranks that share a GPU; omit the algorithm or choose another");
-  if (call.algorithm == Algorithm::symmetric_memory)
-    group::throw_unsupported(call,
-                             "the algorithm symmetric_memory needs a GPU for each rank, and ranks "
-                             "share one here; omit the algorithm or choose another");
   return call.algorithm == Algorithm::automatic ? Algorithm::host_staged : call.algorithm;
 }
 

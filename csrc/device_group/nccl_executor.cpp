@@ -1,6 +1,5 @@
-// Calls with NCCL: NCCL's collectives, or plans whose messages are ncclSend and ncclRecv; and
-// all-reduce between ranks of one host over symmetric memory. If NCCL connects only the ranks of
-// each host, plans send messages to other hosts through a host group.
+// Calls with NCCL: NCCL's collectives, or plans whose messages are ncclSend and ncclRecv. If NCCL
+// connects only the ranks of each host, plans send messages to other hosts through a host group.
 #include <algorithm>
 #include <map>
 #include <optional>
@@ -14,7 +13,6 @@
 #include "device/stream_engine.h"
 #include "device_group/device_executor.h"
 #include "device_group/group_transport.h"
-#include "device_group/symmetric_memory.h"
 #include "group/check.h"
 
 namespace pycomm::device_group {
@@ -23,9 +21,6 @@ namespace {
 constexpr size_t kMaxPlans = 256;
 // Bytes of an array per channel, below which a further channel does not pay. Not measured yet.
 constexpr size_t kBytesPerChannel = size_t{1} << 20;
-// Up to this many bytes an all-reduce uses symmetric memory, or of any size in rank order. Not
-// measured yet.
-constexpr size_t kSymmetricBytes = size_t{4} << 20;
 
 class NcclExecutor final : public DeviceExecutor {
  public:
@@ -53,12 +48,12 @@ class NcclExecutor final : public DeviceExecutor {
   Algorithm algorithm_for(const group::Call& call) const override;
   DeviceCall prepare(const group::Call& call) override;
   std::shared_ptr<device::Event> enqueue(const DeviceCall& device_call,
-                                         device::Event& before) override;
-  // Not over symmetric memory: after a mismatch its flags would differ, and later groups use the
-  // same regions. Not if the agreement compares more than the signature.
+                                         device::Event& before) override {
+    return engine_.enqueue(job_of(device_call), before);
+  }
+  // Not if the agreement compares more than the signature.
   bool can_precede_agreement(const group::Call& call) const override {
-    return gate_ && call.algorithm != Algorithm::symmetric_memory &&
-           (call.operation != Operation::all_to_all || call.counts.empty());
+    return gate_ && (call.operation != Operation::all_to_all || call.counts.empty());
   }
   void agreed() noexcept override { gate_->open(); }
   Algorithm algorithm_for_messages() const override {
@@ -76,24 +71,19 @@ class NcclExecutor final : public DeviceExecutor {
   }
   group::Stats stats() const override {
     const device::StreamTraffic& traffic = engine_.traffic();
-    return {.frames_sent = traffic.groups + (symmetric_ ? symmetric_->calls() : 0),
-            .bytes_sent = traffic.bytes_sent + (symmetric_ ? symmetric_->bytes_sent() : 0),
+    return {.frames_sent = traffic.groups,
+            .bytes_sent = traffic.bytes_sent,
             .algorithm = engine_.reaches_all() ? Algorithm::nccl : Algorithm::automatic};
   }
 
   std::optional<Error> async_error(const std::string& what) override;
-  void close(const Deadline& deadline) noexcept override {
-    if (symmetric_) symmetric_->close();
-    engine_.close(deadline);
-  }
+  void close(const Deadline& deadline) noexcept override { engine_.close(deadline); }
   void abort(const std::string& reason) noexcept override {
-    if (symmetric_) symmetric_->abort();
     if (gate_) gate_->open_forever();
     engine_.abort(reason);
   }
 
  private:
-  bool can_use_symmetric_memory(const group::Call& call) const;
   std::vector<int> local_ranks_of(const DeviceOptions& options) const;
   std::vector<nccl::NcclId> create_ids(const DeviceOptions& options,
                                        const std::vector<int>& local_ranks,
@@ -117,8 +107,7 @@ class NcclExecutor final : public DeviceExecutor {
   std::map<std::tuple<Operation, Algorithm, size_t, int, int>,
            std::shared_ptr<const std::vector<device::StreamStages>>>
       plans_;
-  std::unique_ptr<SymmetricMemory> symmetric_;  // null unless all ranks are on one host
-  std::shared_ptr<device::HostGate> gate_;      // null: each call waits for its agreement
+  std::shared_ptr<device::HostGate> gate_;  // null: each call waits for its agreement
 };
 
 // If communicators connect only the ranks of one host: by rank, the index among this host's ranks,
@@ -176,41 +165,6 @@ void NcclExecutor::connect(const DeviceOptions& options, std::chrono::nanosecond
   if (failure) throw Error(*failure);
   if (options.agree_after && engine_.reaches_all() && host_->size() > 1)
     gate_ = std::make_shared<device::HostGate>(device_);
-  const bool one_host = host_->info().host_count == 1 && host_->size() > 1;
-  if (options.symmetric_memory && one_host)
-    symmetric_ = std::make_unique<SymmetricMemory>(*host_, device_, timeout);
-}
-
-// Throws Unsupported if the call asks for it in vain.
-bool NcclExecutor::can_use_symmetric_memory(const group::Call& call) const {
-  std::string why_not;
-  if (!symmetric_)
-    why_not =
-        "is not used by this group: it needs several ranks on one host, and "
-        "cuda_symmetric_memory";
-  else if (!symmetric_->why_not().empty())
-    why_not = "is not available: " + symmetric_->why_not();
-  else if (call.operation != Operation::all_reduce)
-    why_not = "is for all_reduce only";
-  if (call.algorithm == Algorithm::symmetric_memory && !why_not.empty())
-    group::throw_unsupported(call, "the algorithm symmetric_memory " + why_not);
-  return why_not.empty();
-}
-
-std::shared_ptr<device::Event> NcclExecutor::enqueue(const DeviceCall& device_call,
-                                                     device::Event& before) {
-  const group::Call& call = device_call.call;
-  if (call.algorithm != Algorithm::symmetric_memory)
-    return engine_.enqueue(job_of(device_call), before);
-  const auto body = [&](void* stream, bool captured) {
-    symmetric_->all_reduce({.input = call.input,
-                            .output = call.output,
-                            .count = call.count,
-                            .dtype = call.dtype,
-                            .op = call.op},
-                           stream, captured);
-  };
-  return engine_.enqueue(body, before);
 }
 
 // Throws Unsupported if only other ranks failed.
@@ -229,8 +183,8 @@ void NcclExecutor::exchange_failures(bool failed, std::chrono::nanoseconds timeo
       " could not connect to the other ranks of its host with NCCL; see the error of that rank");
 }
 
-// One kernel over symmetric memory for small arrays and for sums in rank order. Otherwise NCCL's
-// collective if there is one, as NCCL knows how its GPUs are connected; not for sums in rank order.
+// NCCL's collective if there is one, as NCCL knows how its GPUs are connected; not for sums in rank
+// order.
 Algorithm NcclExecutor::algorithm_for(const group::Call& call) const {
   const int size = host_->size();
   if (call.algorithm == Algorithm::nccl && !engine_.reaches_all())
@@ -248,10 +202,7 @@ Algorithm NcclExecutor::algorithm_for(const group::Call& call) const {
     group::throw_unsupported(call, "the algorithm host_staged is for ranks that share a GPU");
   if (call.algorithm == Algorithm::nccl && size == 1) return Algorithm::direct;
   const bool ordered = group::reduces(call.operation) && host_->info().reproducible;
-  const bool symmetric = can_use_symmetric_memory(call);
   if (call.algorithm != Algorithm::automatic) return call.algorithm;
-  if (symmetric && (ordered || call.count * bytes_of(call.dtype) <= kSymmetricBytes))
-    return Algorithm::symmetric_memory;
   if (size > 1 && !ordered && own && engine_.reaches_all()) return Algorithm::nccl;
   return collectives::choose({.operation = call.operation,
                               .dtype = call.dtype,
@@ -308,15 +259,12 @@ device::StreamJob NcclExecutor::job_of(const DeviceCall& device_call) const {
 }
 
 DeviceCall NcclExecutor::prepare(const group::Call& call) {
-  if (call.algorithm == Algorithm::symmetric_memory) return {.call = call};
   DeviceCall device_call{.call = call, .plan = plan_of(call)};
   engine_.prepare(job_of(device_call), call.device.stream);
   return device_call;
 }
 
 std::optional<Error> NcclExecutor::async_error(const std::string& what) {
-  if (symmetric_ && symmetric_->aborted())
-    return GroupBroken(what + " was aborted", {.rank = host_->rank()});
   for (nccl::Communicator* const communicator : communicators_) {
     const nccl::NcclResult state = communicator->state();
     if (state != nccl::NcclResult::success && state != nccl::NcclResult::in_progress)

@@ -49,7 +49,6 @@ class Options(NamedTuple):
 
     channels: int
     internode_transport: str
-    symmetric_memory: bool
     agreement: str
 
 
@@ -76,7 +75,6 @@ def core(group: Group, device: Device, call: _core.Call) -> _core.Collectives:
         options = Options(
             group.cuda_channels,
             group.cuda_internode_transport,
-            group.cuda_symmetric_memory,
             group.cuda_agreement,
         )
         found = _make(group.core._capsule(), device.index, group._timeout_s, options)
@@ -142,7 +140,6 @@ def _make(host: object, index: int, timeout_s: float, options: Options) -> _core
     given = (
         options.channels,
         options.internode_transport == "nccl",
-        bool(options.symmetric_memory),
         options.agreement == "after",
     )
     capsule = library and library._capsule()

@@ -449,7 +449,6 @@ def _options(at: Any) -> None:
         requested = torch_backend.Options(
             cuda_channels=2,
             cuda_internode_transport="tcp",
-            cuda_symmetric_memory=True,
             cuda_agreement="after",
         )
         both = "cpu:pycomm,privateuseone:pycomm"
@@ -458,20 +457,21 @@ def _options(at: Any) -> None:
         dist.all_reduce(x, group=group)
         options = copy.deepcopy(group._get_backend(at.device).options)
         assert (options.cuda_channels, options.cuda_internode_transport) == (2, "tcp")
-        assert options.cuda_symmetric_memory
         assert options.cuda_agreement == "after"
         part = group.split_group(list(range(group.size())), opts=options, group_name="part")
         part.allreduce([x]).wait()
         assert (x.cpu() == group.size() ** 2).all()
     finally:
         device_groups._make = plain
-    assert met == [(device_groups.Options(2, "tcp", True, "after"),)] * 2
+    assert met == [(device_groups.Options(2, "tcp", "after"),)] * 2
     with pytest.raises(errors.InvalidArgument, match=r"got 'udp', expected one of nccl, tcp"):
         torch_backend.Options(cuda_internode_transport="udp")
     with pytest.raises(errors.InvalidArgument, match="cuda_channels: got 0"):
         torch_backend.Options(cuda_channels=0)
     with pytest.raises(errors.InvalidArgument, match="cuda_agreement: got 'late'"):
         torch_backend.Options(cuda_agreement="late")
+    with pytest.raises(errors.Unsupported, match="symmetric memory was removed: omit it"):
+        torch_backend.Options(cuda_symmetric_memory=True)
 
 
 def test_options_set_the_device_transport(run: Run) -> None:

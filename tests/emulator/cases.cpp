@@ -2,7 +2,7 @@
 // and threads.
 //
 //     cases topk|step|changed|brief|graph|infinity|packets|compact|compact_bits|compact_brief
-//           |compact_graph|dense|quantize|groups|symmetric|symmetric_brief [forward|reverse|random
+//           |compact_graph|dense|quantize|groups [forward|reverse|random
 //           [seed [blocks]]]
 //
 // where `blocks` are those that make progress together.
@@ -30,8 +30,6 @@ constexpr std::pair<std::string_view, void (*)(std::mt19937&)> kCases[] = {
     {"dense", cases::run_dense},
     {"quantize", cases::run_quantize},
     {"groups", cases::run_groups},
-    {"symmetric", cases::run_symmetric},
-    {"symmetric_brief", cases::run_symmetric_brief},
     {"compact", cases::run_compact},
     {"compact_bits", cases::run_compact_bits},
     {"compact_batch", cases::run_compact_batch},

@@ -136,7 +136,5 @@ void run_compact_graph(std::mt19937& random);
 void run_dense(std::mt19937& random);
 void run_quantize(std::mt19937& random);
 void run_groups(std::mt19937& random);
-void run_symmetric(std::mt19937& random);
-void run_symmetric_brief(std::mt19937& random);
 
 }  // namespace cases

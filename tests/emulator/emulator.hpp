@@ -84,17 +84,10 @@ inline unsigned load_acquire(const unsigned* p, Where where = Where::current()) 
   spin(where);
   return __atomic_load_n(p, __ATOMIC_ACQUIRE);
 }
-// As above, and the thread that sets the word is of another grid.
+// As above, and the host sets the word.
 inline unsigned load_acquire_system(const unsigned* p, Where where = Where::current()) {
-  wait_for_peer(where);
+  wait_for_host(where);
   return __atomic_load_n(p, __ATOMIC_ACQUIRE);
-}
-inline unsigned load_relaxed_system(const unsigned* p) {
-  return __atomic_load_n(p, __ATOMIC_RELAXED);
-}
-inline void store_release_system(unsigned* p, unsigned value) {
-  __atomic_store_n(p, value, __ATOMIC_RELEASE);
-  maybe_switch();
 }
 inline unsigned long long load_relaxed(const unsigned long long* p,
                                        Where where = Where::current()) {
@@ -135,8 +128,8 @@ cudaError_t launch(void (*kernel)(P...), const Shape& shape, cudaStream_t stream
     if (options().before_grid) options().before_grid();
     run_grid(shape, entry, &call);
   };
-  return shape.waits_for_peers ? enqueue_beside(stream, run, {.threads = resident_threads(shape)})
-                               : enqueue(stream, run);
+  return shape.waits_for_host ? enqueue_beside(stream, run, {.threads = resident_threads(shape)})
+                              : enqueue(stream, run);
 }
 
 template <class T, class F>

@@ -24,6 +24,7 @@ constexpr size_t kArena = size_t{256} << 10;
 constexpr size_t kMostStatic = size_t{48} << 10, kMostShared = size_t{99} << 10;  // of 8.6 and 8.9
 constexpr unsigned kMostRows = 65535;
 constexpr size_t kRedZone = 64;
+constexpr std::chrono::seconds kMostWait{60};  // of a grid for the host
 
 thread_local std::unique_ptr<Grid> grid;
 
@@ -303,12 +304,11 @@ void spin(Where where) {
   leave(self());
 }
 
-void wait_for_peer(Where where) {
+void wait_for_host(Where where) {
   if (current == nullptr) return;
   learn();
-  if (std::chrono::steady_clock::now() - grid->started >
-      std::chrono::seconds(options().most_wait_s))
-    fail("no progress: a grid waits for one of another device", where);
+  if (std::chrono::steady_clock::now() - grid->started > kMostWait)
+    fail("no progress: a grid waits for the host", where);
   sched_yield();
   leave(self());
 }

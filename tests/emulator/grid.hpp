@@ -26,9 +26,8 @@ struct Options {
   unsigned resident_blocks = 4;  // blocks that make progress together
   unsigned char poison = 0xff;   // the contents of fresh shared and device memory
   uint64_t most_spins = 1u << 20;
-  unsigned most_wait_s = 60;  // of a grid for those of other devices
-  bool eager = false;         // an operation runs when it is enqueued, for callers that never wait
-  unsigned channels = 8;      // of a device, shared by its streams; CUDA_DEVICE_MAX_CONNECTIONS
+  bool eager = false;     // an operation runs when it is enqueued, for callers that never wait
+  unsigned channels = 8;  // of a device, shared by its streams; CUDA_DEVICE_MAX_CONNECTIONS
   unsigned resident_threads = 4096;     // of kernels that wait for others, on a device
   std::function<void()> before_grid{};  // for a test that changes memory between two kernels
 };
@@ -47,7 +46,7 @@ struct Shape {
   unsigned threads;
   size_t dynamic_bytes = 0;
   unsigned rows = 1;
-  bool waits_for_peers = false;
+  bool waits_for_host = false;
 };
 
 // How many threads must be resident at once if the grid waits for others.

@@ -7,7 +7,6 @@ plain build finds wrong numbers and errors of the emulator.
 
 import programs
 from mistakes_compact import COMPACT, RACE, STUCK, WRONG
-from mistakes_symmetric import SYMMETRIC
 
 # ruff: noqa: E501 - source text is quoted exactly, on one line
 ROWS = [
@@ -438,7 +437,6 @@ ROWS = [
         WRONG,
     ),
     *COMPACT,
-    *SYMMETRIC,
 ]
 
 UNIT = {
@@ -449,7 +447,6 @@ UNIT = {
     "value_codes.cuh": "quantize",
     "decode.cuh": "packets",
     "search.cuh": "packets",
-    "symmetric.cu": "symmetric",
     "changed": "topk",  # a case
 }  # else step.cu
 UNIT |= {f"compact_{name}.cuh": "compact" for name in ("bits", "read", "values", "write")}

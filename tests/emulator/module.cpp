@@ -118,7 +118,6 @@ class Gate {
 void bind_runtime(py::module_&& module) {
   py::class_<Gate>(module, "Gate").def(py::init<uintptr_t>()).def("open", &Gate::open);
   module.def("set_eager", [](bool eager) { emulator::options().eager = eager; });
-  module.def("refuse_peers", &emulator::refuse_peers);
   module.def("make_stream", &make_stream);
   module.def("contexts", &contexts);
   module.def("allocate", &allocate);

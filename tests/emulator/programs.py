@@ -77,7 +77,7 @@ FLAGS = [
     *("-std=c++20", "-fPIC", "-ffp-contract=off", "-fno-omit-frame-pointer", "-Wall", "-Wextra"),
     *("-Werror", "-Wno-restrict", "-Wno-unknown-pragmas"),  # nvcc knows `unroll`
 ]
-EMULATOR = ("fiber", "grid", "lanes", "runtime", "host_calls", "peers")
+EMULATOR = ("fiber", "grid", "lanes", "runtime", "host_calls")
 FAKE_NCCL = ("fake_nccl", "fake_wires")  # of the emulator, for programs with several ranks
 ENGINE = (  # of csrc: the stream engine and the arithmetic of the fake
     *("collectives/*.cpp", "device/*.cpp", "nccl/*.cpp", "kernels/reducers.cpp"),
@@ -90,7 +90,7 @@ MODULE = tuple(
 )
 CASES = (
     *("cases", "cases_step", "cases_packets", "cases_compact", "cases_dense"),
-    *("cases_quantize", "cases_groups", "cases_symmetric"),
+    *("cases_quantize", "cases_groups"),
 )
 STREAMS = (
     *("streams_test", "host_staging_channel_test", "host_callback_thread_test"),
@@ -295,7 +295,6 @@ DTYPES_FILE = Path("core", "visit_float.h")
 LEFT_OUT = {
     "step": ("float16", "bfloat16", "float64"),
     "packets": ("float16", "float64"),
-    "symmetric": ("float16", "bfloat16", "float64"),
 }
 
 

@@ -240,10 +240,7 @@ cudaError_t allocate(void** p, size_t bytes) {
   emulator::use_context();
   const std::lock_guard lock(state().mutex);
   if (capturing()) return refuse_capture();
-  const size_t aligned = bytes < emulator::kSharable ? 256 : emulator::kPage;
-  const size_t rounded = bytes < emulator::kSharable ? std::max<size_t>(bytes, 1)
-                                                     : (bytes + aligned - 1) / aligned * aligned;
-  if (posix_memalign(p, aligned, rounded) != 0) return cudaErrorMemoryAllocation;
+  if (posix_memalign(p, 256, std::max<size_t>(bytes, 1)) != 0) return cudaErrorMemoryAllocation;
   std::memset(*p, emulator::options().poison, bytes);
   return cudaSuccess;
 }
@@ -334,7 +331,6 @@ cudaError_t cudaFree(void* p) {
     if (capturing()) return refuse_capture();
   }
   cudaDeviceSynchronize();
-  emulator::end_sharing(p);
   std::free(p);
   return state().error;
 }

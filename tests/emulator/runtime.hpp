@@ -50,13 +50,6 @@ bool has_context(int device);
 uint64_t lazy_launches();
 void note_launch(const void* kernel);
 
-// Allocations of this size and more are whole pages, which other processes can map
-// (cudaIpcGetMemHandle). end_sharing() comes before their memory is freed.
-inline constexpr size_t kSharable = size_t{1} << 20, kPage = 4096;
-void end_sharing(void* memory);
-// From now on this process cannot map memory of others, as without peer access.
-void refuse_peers(bool refuse);
-
 // Whether the thread is one of cudaLaunchHostFunc, which must not call CUDA.
 bool inside_host_call();
 

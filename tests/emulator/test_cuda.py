@@ -29,9 +29,8 @@ pytestmark = [
 CASES = ["topk", "step", "brief", "graph", "infinity", "packets", "dense", "quantize"]
 CASES += ["changed", "groups"]
 CASES += ["compact", "compact_bits", "compact_batch", "compact_brief", "compact_graph"]
-CASES += ["symmetric", "symmetric_brief"]
 # These take minutes; the other cases cover the same code.
-TOO_SLOW = [("tsan", "compact_bits"), ("tsan", "symmetric")]
+TOO_SLOW = [("tsan", "compact_bits")]
 # These take a minute: each day one of them.
 SLOW = [("tsan", case) for case in ("compact_batch", "groups", "graph", "compact_graph")]
 TOO_SLOW += [row for row in SLOW if row not in of_the_day(SLOW, len(SLOW))]

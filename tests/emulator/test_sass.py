@@ -17,7 +17,7 @@ pytestmark = [
     pytest.mark.timeout(300),
 ]
 
-UNITS = ("bandwidth", "dense", "host_word", "packets", "step", "symmetric", "topk")
+UNITS = ("bandwidth", "dense", "host_word", "packets", "step", "topk")
 # A part of the symbol of each kernel: the modifiers of its loads, and how many are in flight
 # before the first is used.
 IN_FLIGHT = {
@@ -30,7 +30,6 @@ IN_FLIGHT = {
     r"10begin_topkIf": ("128", 4),
     r"6selectIf": ("128", 4),
     r"10reduce_allIf": ("128", 1),
-    r"20all_reduce_symmetricIf": ("128", 4),
     r"8cast_allIf13__nv_bfloat16": ("128", 1),
     r"8cast_allI13__nv_bfloat16f": ("64", 1),  # four elements
     r"4packIfLb[01]": ("", 8),
@@ -43,8 +42,6 @@ ACCESSES = {
     r"6updateILb1Efff": {"LDG.128": 16, "STG.128": 8},  # the weights, too
     r"6decodeILb0Eff": {"STG.128": 1},
     r"10reduce_allIf": {"LDG.128": 1, "STG.128": 1},
-    r"20all_reduce_symmetricI.*Lb0E": {"LDG.128": 3, "STG.128": 2},
-    r"20all_reduce_symmetricI.*Lb1E": {"LDG.128": 4, "STG.128": 3},
     r"8cast_allIf13__nv_bfloat16": {"LDG.128": 1, "STG.64": 1},
     r"8cast_allI13__nv_bfloat16f": {"LDG.64": 1, "STG.128": 1},
 }
@@ -109,40 +106,6 @@ def test_blocks_publish_behind_a_fence_and_read_past_the_cache(kernels):
         order = sass.order(code)
         assert order.relaxed_stores == 1
         assert order.fresh_loads >= 1
-
-
-def barriers_around_flags(code):
-    """How many stores of the scope of the system have a barrier, no access of 16 bytes, and a
-    fence before them, and a barrier before the next such access behind them."""
-    found = 0
-    for at, one in enumerate(code):
-        if not one.opcode.startswith("ST") or not one.opcode.endswith("STRONG.SYS"):
-            continue
-        before = [i for i in code[:at] if relevant(i)]
-        behind = [i for i in code[at + 1 :] if relevant(i)]
-        assert before[-1].opcode.startswith("MEMBAR"), [i.opcode for i in before[-3:]]
-        assert before[-2].opcode.startswith("BAR.SYNC")
-        assert behind[0].opcode.startswith("BAR.RED")
-        found += 1
-    return found
-
-
-def relevant(one):
-    """Barriers, fences, and accesses of slots."""
-    return one.opcode.startswith(("BAR.", "MEMBAR")) or one.opcode.endswith(".128")
-
-
-def test_ranks_exchange_flags_behind_a_fence_of_the_system(kernels):
-    """`all_reduce_symmetric`: a barrier, then a fence and the flag; then the wait, with an
-    invalidation of the L1 cache after each poll, and a barrier before the slots are loaded."""
-    for shape, rounds in ((r"Lb0E", 1), (r"Lb1E", 2)):
-        for code in matching(kernels, rf"20all_reduce_symmetricI.*{shape}"):
-            order = sass.order(code, "SYS")
-            assert (order.release_stores, order.relaxed_stores) == (rounds, 0)
-            assert order.acquire_loads >= rounds
-            assert order.fresh_loads >= rounds  # whether the call was aborted
-            assert not any("STRONG.GPU" in i.opcode for i in code)
-            assert barriers_around_flags(code) == rounds
 
 
 def test_wait_for_the_host_polls_with_acquire_order_and_sleeps(kernels):

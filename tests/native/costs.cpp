@@ -219,7 +219,6 @@ Cost cost_of(Algorithm algorithm, int rank, int size, const Case& what) {
     case Algorithm::shared_memory:  // no plan
     case Algorithm::nccl:
     case Algorithm::host_staged:
-    case Algorithm::symmetric_memory:  // no plan
       break;
   }
   return {};

@@ -45,7 +45,6 @@ class PlayedDevice : public pycomm::device::Device {
   void copy(void*, const void*, size_t, void*) override {}
   void clear(void*, size_t, void*) override {}
   void reduce(const pycomm::device::Reduction&, void*) override {}
-  std::shared_ptr<pycomm::device::SymmetricDevice> symmetric() override { return nullptr; }
 
  private:
   int index_;

@@ -89,7 +89,6 @@ MAY_INCLUDE = {
     "device_group/": [
         *("core/", "device_group/", "collectives/choose.h", "device/", "engine/engine.h"),
         *("group/check.h", "group/group.h", "nccl/nccl.h", "observe/heartbeat_thread.h"),
-        "os/random.h",
     ],
     "bindings/core": [
         *(
@@ -132,7 +131,7 @@ MAY_INCLUDE = {
     ],
     "nccl/": ["core/", "nccl/"],
     "cuda/": [
-        *("core/", "cuda/", "device/device.h", "device/symmetric.h", "gpu.hpp"),
+        *("core/", "cuda/", "device/device.h", "gpu.hpp"),
         *("codec/format.h", "codec/packet.h", "kernels/device_kernels.h"),
     ],
     "gpu.hpp": [],

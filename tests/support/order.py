@@ -14,7 +14,6 @@ LONGEST = (
     "test_cuda.py::test_kernels_are_correct_under_sanitizers[tsan-compact_batch]",
     "test_cuda.py::test_kernels_are_correct_under_sanitizers[tsan-groups]",
     "test_native.py::test_every_order_of_events",
-    "test_cuda.py::test_kernels_are_correct_under_sanitizers[plain-symmetric]",
     "test_streams.py::test_plans_run_on_streams[tsan]",
     "test_native.py::test_native[tsan-sparse]",
     "test_native.py::test_native[asan-sparse]",
