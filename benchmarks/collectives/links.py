@@ -12,7 +12,7 @@ to a rate by `tc tbf`; "none" leaves them as fast as the kernel is. At each rate
 `--peers pycomm,pycomm-encrypted` compares `Options(encrypt=True)` with plain connections. With
 LD_LIBRARY_PATH=DIR the libcrypto.so.3 of DIR encrypts.
 `--delay 50ms --loss 0.1` adds 50 ms one way and drops 0.1 % of the packets in each direction, by a
-forwarding process instead of tc (pycomm.bench.support.delayed_link). `--pauses 0,1` repeats each
+forwarding process instead of tc (benchmarks.support.delayed_link). `--pauses 0,1` repeats each
 case with 1 s without traffic before each call, as during a computation. `--sysctl NAME=VALUE`
 applies to all hosts, such as the largest windows of TCP.
 With --training it measures training steps instead, with other options
@@ -41,15 +41,15 @@ from matplotlib.ticker import FuncFormatter
 
 from benchmarks.collectives import sockets
 from benchmarks.collectives.link_rank import Orders, RankTimes
-from benchmarks.support import command
+from benchmarks.support import command, delayed_link
 from benchmarks.support.command import CONSOLE, UNSHAPED, bytes_s
+from benchmarks.support.delayed_link import DelayedLink, LinkSettings
 from benchmarks.training import steps
 from pycomm.bench.collectives import table, worker
 from pycomm.bench.collectives.peers import ENCRYPTED
 from pycomm.bench.collectives.plot import COLORS
 from pycomm.bench.collectives.verbs import VERBS
-from pycomm.bench.support import delayed_link, machine
-from pycomm.bench.support.delayed_link import DelayedLink, LinkSettings
+from pycomm.bench.support import machine
 from pycomm.bench.support.netns import Network, missing
 from pycomm.bench.support.sizes import format_size, names, parse_sizes
 

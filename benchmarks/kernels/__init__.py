@@ -1,1 +1,1 @@
-"""The packet codec; `pycomm.bench.kernels` measures the other kernels."""
+"""More kernels, and the packet codec; `pycomm.bench.kernels` measures the others."""

@@ -12,7 +12,6 @@ import importlib
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from pycomm.bench.support import packages
 
@@ -30,7 +29,7 @@ _NO_PLOT = ("torch", "rich")  # matplotlib only for --plot, which the benchmark 
 BENCHMARKS = {
     "collectives": Benchmark(
         "pycomm.bench.collectives.benchmark",
-        "collectives of pycomm, gloo, NCCL, MPI, DeepSpeed and vLLM",
+        "collectives of pycomm, gloo, NCCL and MPI",
         _NO_PLOT,
     ),
     "kernels": Benchmark(
@@ -42,6 +41,9 @@ BENCHMARKS = {
         "pycomm.bench.kernels.residuals",
         "record the data of kernels, codec and wire by training a model",
         _NO_PLOT,
+    ),
+    "bursts": Benchmark(
+        "benchmarks.collectives.bursts", "short series of collectives after a pause", _NO_PLOT
     ),
     "links": Benchmark("benchmarks.collectives.links", "collectives over links of a given rate"),
     "codec": Benchmark("benchmarks.kernels.codec", "bytes and seconds of compact packets"),
@@ -100,7 +102,10 @@ def main(argv: Sequence[str], command: str = "pycomm bench") -> int:
         print(f"{command}: invalid benchmark: got {got}, expected one of {known}", file=sys.stderr)
         return 2
     name, benchmark = words[0], BENCHMARKS[words[0]]
-    if why := _absent(name) or packages.missing(*benchmark.needs):
+    why = f"it is not in the package: run `python -m benchmarks {name}` in pycomm's repository"
+    if packages.is_here(benchmark.module):
+        why = packages.missing(*benchmark.needs)
+    if why:
         print(f"{command} {name}: {why}", file=sys.stderr)
         return 2
     return int(importlib.import_module(benchmark.module).main(words[1:]))
@@ -122,19 +127,3 @@ def _parser(command: str) -> argparse.ArgumentParser:
 
 def _packaged(benchmark: Benchmark) -> bool:
     return benchmark.module.startswith("pycomm.")
-
-
-def _absent(name: str) -> str:
-    """The reason why the module of a benchmark cannot be imported, or ""."""
-    module = BENCHMARKS[name].module
-    if _packaged(BENCHMARKS[name]):
-        return ""
-    # The command `pycomm` does not search the repository root.
-    root = Path(__file__).resolve().parent.parent.parent
-    file = Path(*module.split(".")).with_suffix(".py")
-    if any(Path(place, file).is_file() for place in sys.path):
-        return ""
-    if (root / file).is_file():
-        sys.path.append(str(root))
-        return ""
-    return f"it is not in the package: run `python -m benchmarks {name}` in pycomm's repository"

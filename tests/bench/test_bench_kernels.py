@@ -11,18 +11,10 @@ import torch
 from bench_runs import stored
 
 import pycomm
-from benchmarks.kernels import codec
+from benchmarks.kernels import codec, comparisons
 from pycomm import _core, kernels
 from pycomm.bench.kernels import benchmark as bench
-from pycomm.bench.kernels import (
-    comparison,
-    device_timing,
-    single_kernels,
-    sparse,
-    torch_steps,
-    update_kernels,
-    verification,
-)
+from pycomm.bench.kernels import comparison, device_timing, sparse, torch_steps, verification
 from pycomm.bench.kernels.residuals import STEPS, WORKERS, Residuals, load, store
 from pycomm.bench.kernels.table import Row
 
@@ -115,16 +107,10 @@ def test_limit_is_the_slowest_of_read_write_and_copy() -> None:
 def test_each_compared_kernel_is_checked(tmp_path: Path) -> None:
     """One number of one result changed, by a bit, or by a hundredth where torch rounds
     differently."""
-    x, *gradients = torch.randn((7, 5_003), generator=torch.Generator().manual_seed(2))
-    kept = [torch.arange(i, x.numel(), 97, dtype=torch.int32) for i in range(3)]
-    found, here = (
-        single_kernels.comparisons(x, [(i, x[i]) for i in kept], gradients),
-        device_timing.Cpu(),
-    )
     recorded = load(write_residuals(tmp_path / "residuals.npz", 2_000))
     steps, choices = {"eager": torch_steps.eager}, {"torch.topk": torch_steps.torch_topk}
-    case = sparse.Case(recorded, 9_000)
-    found += sparse.comparisons(case, steps, choices) + update_kernels.comparisons(case)
+    case, here = sparse.Case(recorded, 9_000), device_timing.Cpu()
+    found = sparse.comparisons(case, steps, choices) + comparisons.comparisons(case, steps, False)
     for one in found:
         assert verification.all_wrong([one], here) == ""
         for peer in one.calls.keys() - one.skipped:

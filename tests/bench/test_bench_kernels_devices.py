@@ -228,7 +228,7 @@ def test_cub_compiles_and_reports_that_there_is_no_gpu() -> None:
     """It queries its workspace size, which needs a device."""
     script = """
 import ctypes
-from pycomm.bench.kernels import libraries
+from benchmarks.kernels import libraries
 library = libraries.cub("sm_90")
 error = library.cub_topk(None, ctypes.byref(ctypes.c_size_t()), None, None, None, 1000, 10, None)
 print(library.cub_topk_name().decode(), library.cub_error(error).decode())

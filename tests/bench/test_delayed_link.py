@@ -15,8 +15,8 @@ import pytest
 from bench_runs import stored
 
 from benchmarks.collectives import links
-from pycomm.bench.support import delayed_link, netns
-from pycomm.bench.support.delayed_link import (
+from benchmarks.support import delayed_link
+from benchmarks.support.delayed_link import (
     BURST,
     ETHERNET,
     GSO_TCPV4,
@@ -26,6 +26,7 @@ from pycomm.bench.support.delayed_link import (
     Packet,
     Router,
 )
+from pycomm.bench.support import netns
 
 T = TypeVar("T")
 NEEDS_TUN = pytest.mark.skipif(bool(delayed_link.missing()), reason=delayed_link.missing())

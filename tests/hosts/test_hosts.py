@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 from host_runs import LIMIT_S, Run
 
+from benchmarks.support import delayed_link
+from benchmarks.support.delayed_link import DelayedLink, LinkSettings
 from benchmarks.support.unauthenticated import MANNERS
-from pycomm.bench.support import delayed_link
-from pycomm.bench.support.delayed_link import DelayedLink, LinkSettings
 from pycomm.bench.support.netns import Counters, Host, Network, missing
 from pycomm.observe import flight_recorder
 

@@ -184,7 +184,6 @@ MAY_IMPORT_TORCH = [
 MAY_SEE_ENVIRONMENT = [
     "pycomm/config.py",
     "pycomm/launch/",
-    "pycomm/bench/collectives/deepspeed.py",
     "pycomm/bench/collectives/mpi.py",
     "pycomm/bench/support/netns.py",
     "pycomm/bench/support/processes.py",

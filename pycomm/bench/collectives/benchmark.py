@@ -3,7 +3,7 @@
 Two worker processes (or --ranks of them) hold a process group of every contestant. Each case is
 checked against the exact answer; then the contestants are timed in turn, round by round, together
 with the copy that gives the limit. Exits with 1 if an answer was wrong or a contestant was faster
-than the limit. With --idle it measures short series after a pause instead (bursts.py).
+than the limit.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch.multiprocessing.spawn import ProcessException
 
-from pycomm.bench.collectives import bursts, mpi, table, worker
-from pycomm.bench.collectives.peers import OPERATORS, OURS, PEERS, Peer
+from pycomm.bench.collectives import mpi, table, worker
+from pycomm.bench.collectives.peers import OPERATORS, OURS, PEERS, Peer, operators
 from pycomm.bench.collectives.verbs import DTYPES, VERBS, Case
 from pycomm.bench.support import machine, packages, processes, summaries
 from pycomm.bench.support.sizes import format_size, names, parse_sizes
@@ -78,35 +78,29 @@ def main(argv: Sequence[str]) -> int:
         prefixes,
     )
     console = Console(soft_wrap=True, highlight=False)
-    rows: list[bursts.Row] = []
     found: list[table.Line] = []
     try:
-        if options.idle:
-            rows = bursts.measure(console, peers, run.cases, run.ranks, run.rounds, options.idle)
-        else:
-            for name in run.mpis or [""]:
-                found += _measure(console, run, name)
+        for name in run.mpis or [""]:
+            found += _measure(console, run, name)
     except (ProcessException, RuntimeError) as error:
         console.print(f"a rank failed\n{error}", style="red", markup=False)
         return 1
     except KeyboardInterrupt:
         console.print("interrupted")
         return 130
-    _store(run, found or rows, options.json)
-    if options.plot and found:
+    _store(run, found, options.json)
+    if options.plot:
         _draw(run, found, options.plot)
-    faults = table.faults(found, run.busy) + bursts.faults(rows)
+    faults = table.faults(found, run.busy)
     for message in faults:
         console.print(message, style="red", markup=False)
     return 1 if faults else 0
 
 
 def _unsupported(options: argparse.Namespace) -> str:
-    """The part of the request that the device or --idle does not support, or ""."""
-    if options.idle:
-        others = options.busy or options.plot or any(name in mpi.PACKAGES for name in options.peers)
-        if options.idle < 0 or options.device != "cpu" or others:
-            return "--idle takes seconds, and neither --device cuda, --busy, --plot nor an MPI"
+    """The part of the request that the device does not support, or ""."""
+    if options.idle is not None:
+        return "--idle: use `python -m benchmarks bursts --idle S` in pycomm's repository"
     if options.device == "cpu":
         return "nccl takes arrays on devices: --device cuda" if "nccl" in options.peers else ""
     hosts = [name for name in options.peers if name not in ("nccl", "fake")]
@@ -122,7 +116,9 @@ def _unsupported(options: argparse.Namespace) -> str:
 def _absent(names: Sequence[str], prefixes: Mapping[str, Path]) -> str:
     """The first of the peers `names` that is not installed, with the remedy, or ""."""
     reasons = [mpi.missing(name, prefixes.get(name)) for name in names if name in mpi.PACKAGES]
-    reasons += [OPERATORS[name].missing() for name in names if name in OPERATORS]
+    for name in (name for name in names if name in OPERATORS):
+        found = operators()
+        reasons.append(found.missing(name) if found else f"{name} needs pycomm's repository")
     return next(filter(None, reasons), "")
 
 
@@ -131,7 +127,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument(
-        "--sizes", type=_sizes, default="4:64M", help="first:last[:factor] or a list (%(default)s)"
+        "--sizes", type=parse_sizes, default="4:64M", help="first:last[:factor], list (%(default)s)"
     )
     parser.add_argument("--ops", type=names(VERBS), default="all_reduce", help=",".join(VERBS))
     parser.add_argument("--dtypes", type=names(DTYPES), default="float32", help=",".join(DTYPES))
@@ -161,24 +157,10 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="beside each rank, a thread of its process computes in Python all the time",
     )
-    parser.add_argument(
-        "--idle",
-        type=float,
-        default=0.0,
-        metavar="S",
-        help="measure bursts of 40 calls after a pause of S seconds, --rounds of them, with ranks "
-        "free and bound; fails if a burst is 1.5 times slower than with bound ranks",
-    )
+    parser.add_argument("--idle", help=argparse.SUPPRESS)  # refused, with its replacement
     parser.add_argument("--json", type=Path, help="where to store all figures")
     parser.add_argument("--plot", type=Path, help="where to draw bandwidth over size")
     return parser
-
-
-def _sizes(text: str) -> list[int]:
-    try:
-        return parse_sizes(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _prefix(text: str) -> tuple[str, Path]:
@@ -238,9 +220,7 @@ def _measure(console: Console, run: Run, name: str) -> list[table.Line]:
     return found
 
 
-def _store(
-    run: Run, found: Sequence[table.Line] | Sequence[bursts.Row], json_to: Path | None
-) -> None:
+def _store(run: Run, found: Sequence[table.Line], json_to: Path | None) -> None:
     if not json_to:
         return
     settings = {

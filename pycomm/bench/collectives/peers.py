@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import importlib
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined]  # torch's stubs hide it
 
-from pycomm.bench.collectives import deepspeed, mpi, vllm
+from pycomm.bench.collectives import mpi
 from pycomm.bench.collectives.verbs import Arrays, Call, direct, through_torch
+from pycomm.bench.support import packages
 
 
 @dataclass(frozen=True)
@@ -30,19 +30,6 @@ class Peer:
     encrypts: bool = False  # traffic between hosts
 
 
-class Operator(Protocol):
-    """A module that has the operator of another library for torch."""
-
-    def missing(self) -> str:
-        """The reason why it cannot be measured here, or ""."""
-
-    def load(self, store: Store, rank: int, size: int) -> None:
-        """Makes it ready. Collective."""
-
-    def call(self, x: Tensor) -> Call:
-        """all_reduce of `x`, in place."""
-
-
 OURS = {
     p.name: p
     for p in (
@@ -52,7 +39,7 @@ OURS = {
     )
 }
 ENCRYPTED = Peer("pycomm-encrypted", "pycomm", encrypts=True)  # needs PYCOMM_SECRET
-OPERATORS: dict[str, Operator] = {deepspeed.NAME: deepspeed, vllm.NAME: vllm}
+OPERATORS = ("deepspeed", "vllm")  # of benchmarks/collectives/operators.py
 OPERATOR_DTYPES = (
     torch.float32,
     torch.float16,
@@ -68,6 +55,11 @@ PEERS = {
         *(Peer(name, "") for name in mpi.PACKAGES),
     )
 }
+
+
+def operators() -> Any:
+    """The module of OPERATORS; None outside pycomm's repository."""
+    return packages.in_repository("benchmarks.collectives.operators")
 
 
 class Groups:
@@ -95,9 +87,11 @@ class Groups:
             import pycomm
 
             pycomm.init()
-        for name, operator in OPERATORS.items():
-            if any(p.name == name for p in peers):
-                operator.load(store, rank, size)
+        self._operators = {
+            p.name: operators().LOADERS[p.name](store, rank, size)
+            for p in peers
+            if p.name in OPERATORS
+        }
 
     def of(self, backend: str) -> dist.ProcessGroup | None:
         """The torch.distributed group on this backend."""
@@ -110,7 +104,8 @@ class Groups:
         if peer.name in OPERATORS:
             if arrays.case.verb != "all_reduce" or arrays.dtype not in OPERATOR_DTYPES:
                 raise NotImplementedError(f"{peer.name}: only all_reduce of 16- and 32-bit floats")
-            return OPERATORS[peer.name].call(arrays.input)
+            reduce, x = self._operators[peer.name], arrays.input
+            return lambda: reduce(x)
         if not peer.backend:
             return mpi.call(arrays)
         group = self._encrypted if peer.encrypts else self._groups[peer.backend]

@@ -8,15 +8,15 @@ contestant was faster than the limit. Contestants that cannot run are listed wit
 The limit of a kernel is the longest of three times: for the bytes that it reads, at the fastest
 that any loop read; for those that it writes, at the fastest that any wrote; and for all of them, at
 the best rate of copying and of 3 reads and 2 writes. Reading counts too where twice as much is read
-as written, and filling in the opposite case. sparse.py and single_kernels.py define the counted
-bytes.
+as written, and filling in the opposite case. sparse.py defines the counted bytes. In pycomm's
+repository more kernels and libraries are measured (benchmarks/kernels/comparisons.py).
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain, zip_longest
 from pathlib import Path
@@ -26,7 +26,7 @@ import torch
 
 import pycomm
 from pycomm.bench.collectives.limits import TOLERANCE
-from pycomm.bench.kernels import libraries, residuals, single_kernels, sparse, update_kernels
+from pycomm.bench.kernels import residuals, sparse
 from pycomm.bench.kernels.comparison import OURS, Call, Comparison, Traffic
 from pycomm.bench.kernels.device_timing import DEVICES, STREAMS, Cpu, Spent
 from pycomm.bench.kernels.residuals import STEPS
@@ -62,7 +62,9 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--json", type=Path, help="where to store all figures")
     parser.add_argument("--plot", type=Path, help="where to draw the fraction of the limit")
     options = parser.parse_args(argv)
-    known = [*TORCH_STEPS, *(libraries.LOADERS if options.device == "cuda" else ())]
+    more = packages.in_repository("benchmarks.kernels.comparisons")
+    loaders = more.LOADERS if more and options.device == "cuda" else {}
+    known = [*TORCH_STEPS, *loaders]
     names = known if options.peers is None else [n for n in options.peers.split(",") if n]
     if unknown := [name for name in names if name not in known]:
         parser.error(f"{unknown[0]!r} is not among {', '.join(known)}")
@@ -83,7 +85,7 @@ def main(argv: Sequence[str]) -> int:
     }
     print(f"# {recorded.u.size} elements recorded, SHA-256 {recorded.digest}, on {place.name}")
     print(HEADER)
-    steps, choices, missing = comparators(names)
+    steps, choices, missing = comparators(names, loaders)
     if place.name != "cpu":
         missing.append(Missing("DGC", OURS, "its ranks communicate in host memory: no kernel time"))
     rows: list[Row] = []
@@ -93,10 +95,7 @@ def main(argv: Sequence[str]) -> int:
             continue
         case = Case(recorded, size, place.device)
         comparisons = sparse.comparisons(case, steps, choices)
-        singles = single_kernels.comparisons(case.v, case.packets, case.gradients)
-        comparisons += singles + update_kernels.comparisons(case)
-        if place.name == "cpu":
-            comparisons.append(sparse.whole_step(case))
+        comparisons += more.comparisons(case, steps, place.name == "cpu") if more else []
         comparisons, refused = able(select(comparisons, options.kernels, parser.error))
         missing += [one for one in refused if one not in missing]
         if message := all_wrong(comparisons, place):
@@ -135,14 +134,23 @@ def select(
     return [one for one in comparisons if one.kernel in chosen]
 
 
-def comparators(names: Sequence[str]) -> tuple[dict[str, Step], dict[str, Choose], list[Missing]]:
+def comparators(
+    names: Sequence[str], loaders: Mapping[str, Callable[[], Any]]
+) -> tuple[dict[str, Step], dict[str, Choose], list[Missing]]:
     """The other implementations of dgc_step and topk, and those that are missing here."""
-    found, absent = libraries.found([name for name in names if name in libraries.LOADERS])
     steps = {name: TORCH_STEPS[name] for name in names if name in TORCH_STEPS}
-    steps |= {library.name: library.step for library in found}
-    choices = {library.name: library.choose for library in found if library.choose is not None}
-    missing = [Missing("dgc_step", name, why) for name, why in absent.items()]
-    return steps, {"torch.topk": torch_topk} | choices, missing
+    choices: dict[str, Choose] = {"torch.topk": torch_topk}
+    missing: list[Missing] = []
+    for name in (name for name in names if name in loaders):
+        try:
+            library = loaders[name]()
+        except (ImportError, Unsupported) as error:  # the table shows the reason
+            missing.append(Missing("dgc_step", name, str(error)))
+        else:
+            steps[name] = library.step
+            if library.choose is not None:
+                choices[name] = library.choose
+    return steps, choices, missing
 
 
 def able(comparisons: Sequence[Comparison]) -> tuple[list[Comparison], list[Missing]]:

@@ -2,8 +2,7 @@
 
 A comparison has its own float32 arrays on one device, the minimum of bytes to move, the reference
 result, pycomm's call and those of the others. pycomm must match the reference bit by bit; the
-others may differ by rounding. single_kernels.py and sparse.py make comparisons; benchmark.py times
-them.
+others may differ by rounding. sparse.py makes comparisons; benchmark.py times them.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import argparse
 import fnmatch
+from argparse import ArgumentTypeError
 from collections.abc import Callable, Iterable
 
 UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
@@ -18,7 +18,7 @@ def names(known: Iterable[str]) -> Callable[[str], list[str]]:
         for pattern in filter(None, map(str.strip, text.split(","))):
             found = fnmatch.filter(listed, pattern)
             if not found:
-                raise argparse.ArgumentTypeError(f"{pattern!r} is not among {', '.join(listed)}")
+                raise ArgumentTypeError(f"{pattern!r} is not among {', '.join(listed)}")
             chosen += [name for name in found if name not in chosen]
         return chosen
 
@@ -26,16 +26,16 @@ def names(known: Iterable[str]) -> Callable[[str], list[str]]:
 
 
 def parse_size(text: str) -> int:
-    """Bytes; units are powers of 1024. ValueError if not a positive whole number of bytes."""
+    """Bytes; units are powers of 1024. ArgumentTypeError if not whole bytes, at least 1."""
     number, unit = text.strip().upper().removesuffix("B"), ""
     if number and number[-1] in UNITS:
         number, unit = number[:-1], number[-1]
     try:
         value = float(number) * UNITS[unit]
     except ValueError:
-        raise ValueError(f"{text!r} is no size: write 4, 64K or 1M") from None
+        raise ArgumentTypeError(f"{text!r} is no size: write 4, 64K or 1M") from None
     if value < 1 or value != int(value):
-        raise ValueError(f"{text!r} is no size: it must be whole bytes, at least 1")
+        raise ArgumentTypeError(f"{text!r} is no size: it must be whole bytes, at least 1")
     return int(value)
 
 
@@ -45,12 +45,12 @@ def parse_sizes(text: str) -> list[int]:
     for part in text.split(","):
         first, *rest = part.split(":")
         if len(rest) > 2:
-            raise ValueError(f"{part!r} is no range: write first:last or first:last:factor")
+            raise ArgumentTypeError(f"{part!r} is no range: write first:last or first:last:factor")
         size = parse_size(first)
         last = parse_size(rest[0]) if rest else size
         factor = int(rest[1]) if len(rest) == 2 else 2
         if factor < 2 or last < size:
-            raise ValueError(f"{part!r} is no range: it must grow, by a factor of at least 2")
+            raise ArgumentTypeError(f"{part!r} is no range: it must grow, by at least 2")
         while size <= last:
             sizes.append(size)
             size *= factor

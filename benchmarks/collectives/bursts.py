@@ -1,9 +1,9 @@
-"""`pycomm bench collectives --idle S`: short series of calls after a pause of S seconds.
+"""`python -m benchmarks bursts`: short series of calls after a pause of --idle seconds.
 
 In a pause the system may put two ranks on one processor. Each series (a burst) is timed as a whole:
 40 calls, on four buffers in turn or on one. Contestants and buffers take turns, each once with the
-ranks free to move and once with every thread bound to a processor of its rank. A contestant of
-pycomm's fails if its worst burst takes more than 1.5 times the median of its bound ranks.
+ranks free to move and once with every thread bound to a processor of its rank. Exits with 1 if the
+worst burst of one of pycomm's takes more than 1.5 times the median of its bound ranks.
 """
 
 from __future__ import annotations
@@ -15,17 +15,18 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from rich.console import Console
+from torch.multiprocessing.spawn import ProcessException
 
-from pycomm.bench.collectives.peers import OURS, Groups, Peer
-from pycomm.bench.collectives.verbs import Arrays, Call, Case
+from benchmarks.support import command
+from pycomm.bench.collectives.peers import OURS, PEERS, Groups, Peer
+from pycomm.bench.collectives.verbs import VERBS, Arrays, Call, Case
 from pycomm.bench.collectives.worker import WARM_UP, Barrier, barrier_file
 from pycomm.bench.support import processes
-from pycomm.bench.support.sizes import format_size
+from pycomm.bench.support.sizes import format_size, names, parse_sizes
 
 CALLS = 40
 """Of one burst."""
@@ -61,27 +62,39 @@ class Row:
     bursts: int
 
 
-def measure(
-    console: Console, peers: list[Peer], cases: list[Case], ranks: int, bursts: int, idle_s: float
-) -> list[Row]:
-    """Runs all cases on fresh processes; prints the rows of each as soon as all ranks have it."""
-    rows: list[Row] = []
-    waiting: dict[Case, dict[int, list[Series]]] = {}
-    console.print(header())
+def main(argv: Sequence[str]) -> int:
+    """Measures, prints, stores; returns the exit status."""
+    parser, known = command.parser("bursts", __doc__), OURS | PEERS
+    parser.add_argument("--idle", type=float, default=0.1, help="the pause (%(default)s s)")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=40, help="bursts (%(default)s)")
+    parser.add_argument("--sizes", type=parse_sizes, default="4K,1M,16M", help="(%(default)s)")
+    parser.add_argument("--ops", type=names(VERBS), default="all_reduce", help=",".join(VERBS))
+    parser.add_argument("--peers", type=names(known), default="pycomm,pycomm-direct")
+    options = parser.parse_args(argv)
+    if not options.peers or options.ranks < 2 or min(options.rounds, options.idle) <= 0:
+        parser.error("at least one peer, 2 ranks, 1 round and a pause are needed")
+    cases = [Case(v, "float32", size, options.ranks) for v in options.ops for size in options.sizes]
+    by_case: dict[Case, dict[int, list[Series]]] = {}
 
     def on_message(rank: int, reported: list[Series]) -> None:
-        by_rank = waiting.setdefault(reported[0].case, {})
-        by_rank[rank] = reported
-        if len(by_rank) == ranks:
-            new = rows_of([by_rank[r] for r in range(ranks)])
-            rows.extend(new)
-            for row in new:
-                console.print(text(row))
+        by_case.setdefault(reported[0].case, {})[rank] = reported
 
-    with tempfile.NamedTemporaryFile() as flags:
-        barrier_file(flags, ranks)
-        processes.run(_work, (Path(flags.name), peers, cases, bursts, idle_s), ranks, on_message)
-    return rows
+    peers = [known[name] for name in options.peers]
+    try:
+        with tempfile.NamedTemporaryFile() as flags:
+            barrier_file(flags, options.ranks)
+            args = (Path(flags.name), peers, cases, options.rounds, options.idle)
+            processes.run(_work, args, options.ranks, on_message)
+    except ProcessException as error:
+        command.CONSOLE.print(f"a rank failed\n{error}", style="red", markup=False)
+        return 1
+    rows = [row for of in by_case.values() for row in rows_of([of[rank] for rank in sorted(of)])]
+    settings = {name: getattr(options, name) for name in ("ranks", "rounds", "peers")}
+    command.report(options.json, settings=settings, rows=[asdict(row) for row in rows])
+    for message in (messages := faults(rows)):
+        command.CONSOLE.print(message, style="red", markup=False)
+    return 1 if messages else 0
 
 
 def _work(
@@ -98,7 +111,10 @@ def _work(
     barrier = Barrier(flags, rank.rank, rank.size)
     for case in cases:
         contestants = [
-            (Series(case, peer.name, buffers, bound, []), _calls(groups, peer, case, rank, buffers))
+            (
+                Series(case, peer.name, buffers, bound, []),
+                [groups.call(peer, Arrays(case, rank.rank, peer.shares)) for _ in range(buffers)],
+            )
             for peer, buffers, bound in itertools.product(peers, BUFFERS, (True, False))
         ]
         for _, calls in contestants:
@@ -113,12 +129,6 @@ def _work(
                     series.seconds.append((time.perf_counter() - start) / CALLS)
         rank.send([series for series, _ in contestants])
     barrier()
-
-
-def _calls(
-    groups: Groups, peer: Peer, case: Case, rank: processes.Rank, buffers: int
-) -> list[Call]:
-    return [groups.call(peer, Arrays(case, rank.rank, peer.shares)) for _ in range(buffers)]
 
 
 def _run(calls: Sequence[Call], count: int) -> None:
@@ -153,22 +163,13 @@ def rows_of(by_rank: Sequence[Sequence[Series]]) -> list[Row]:
     for of_ranks in zip(*by_rank, strict=True):
         first = of_ranks[0]
         slowest = [max(times) * 1e6 for times in zip(*(s.seconds for s in of_ranks), strict=True)]
+        median_us = statistics.median(slowest)
         if first.bound:
-            bound_us = statistics.median(slowest)
+            bound_us = median_us
             continue
-        rows.append(
-            Row(
-                verb=first.case.verb,
-                size_bytes=first.case.bytes,
-                peer=first.peer,
-                buffers=first.buffers,
-                bound_us=bound_us,
-                median_us=statistics.median(slowest),
-                worst_us=max(slowest),
-                slow=sum(us > SLOWEST * bound_us for us in slowest),
-                bursts=len(slowest),
-            )
-        )
+        slow = sum(us > SLOWEST * bound_us for us in slowest)
+        case = (first.case.verb, first.case.bytes, first.peer, first.buffers)
+        rows.append(Row(*case, bound_us, median_us, max(slowest), slow, len(slowest)))
     return rows
 
 
@@ -181,20 +182,3 @@ def faults(rows: Sequence[Row]) -> list[str]:
         for row in rows
         if row.slow and row.peer in OURS
     ]
-
-
-def header() -> str:
-    """Over the lines of text()."""
-    return (
-        f"{'# verb':>14} {'size':>6} {'peer':>14} {'buffers':>7} {'bound (us)':>10} "
-        f"{'free (us)':>10} {'worst (us)':>10} {'worst/bound':>11} {'slow':>4} {'bursts':>6}"
-    )
-
-
-def text(row: Row) -> str:
-    """One line under header()."""
-    return (
-        f"{row.verb:>14} {format_size(row.size_bytes):>6} {row.peer:>14} {row.buffers:>7} "
-        f"{row.bound_us:>10.2f} {row.median_us:>10.2f} {row.worst_us:>10.2f} "
-        f"{row.worst_us / row.bound_us:>11.2f} {row.slow:>4} {row.bursts:>6}"
-    )

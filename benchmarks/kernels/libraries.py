@@ -1,6 +1,6 @@
 """The libraries that `bench kernels` compares with on a GPU besides torch: CUB, Triton, CuPy.
 
-A missing library is left out, with the reason. Each selects by an operation that its users would
+Each selects by an operation that its users would
 take, and updates u and v in one loop: CUB after torch.compile's loop, Triton (triton_step.py)
 before torch.topk, CuPy by an elementwise kernel and argpartition.
 """
@@ -12,7 +12,7 @@ import importlib
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,33 +29,21 @@ SOURCE = Path(__file__).with_name("cub_topk.cu")
 
 @dataclass(frozen=True)
 class Library:
-    """The name and the function of a library."""
+    """The functions of a library."""
 
-    name: str
     step: Step
     choose: Choose | None = None
 
 
-def found(names: Sequence[str]) -> tuple[list[Library], dict[str, str]]:
-    """Those of LOADERS that can be called here, and by name why others cannot."""
-    libraries, missing = [], {}
-    for name in names:
-        try:
-            libraries.append(LOADERS[name]())
-        except (ImportError, Unsupported) as error:  # the table shows the reason
-            missing[name] = str(error)
-    return libraries, missing
-
-
 def _triton() -> Library:
-    from pycomm.bench.kernels import triton_step as triton  # imports triton, which may be missing
+    from benchmarks.kernels import triton_step as triton  # imports triton, which may be missing
 
     def step(t: Tensors, grad: Tensor) -> Tensor:
         magnitudes = torch.empty_like(t.v)
         triton.update(t.u, t.v, grad, magnitudes, t.momentum)
         return send(t, magnitudes.topk(t.k, sorted=False).indices)
 
-    return Library("Triton", step)
+    return Library(step)
 
 
 def _cub() -> Library:
@@ -86,7 +74,7 @@ def _cub() -> Library:
         compiled_update()(t.u, t.v, grad, t.momentum)
         return send(t, choose(t.v, t.k)[1].long())
 
-    return Library("CUB", step, choose)
+    return Library(step, choose)
 
 
 def cub(arch: str) -> Any:
@@ -140,7 +128,7 @@ def _cupy() -> Library:
             v[indices] = 0
             return from_dlpack(values)
 
-    return Library("CuPy", step, choose)
+    return Library(step, choose)
 
 
 def _on_stream(cupy: Any, x: Tensor) -> Any:
@@ -149,3 +137,4 @@ def _on_stream(cupy: Any, x: Tensor) -> Any:
 
 
 LOADERS: dict[str, Callable[[], Library]] = {"CUB": _cub, "Triton": _triton, "CuPy": _cupy}
+"""Each raises ImportError or Unsupported where its library is missing."""

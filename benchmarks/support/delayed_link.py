@@ -30,10 +30,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from socket import inet_aton
 
+from benchmarks.support.command import ROOT
 from pycomm.bench.support import netns
 from pycomm.bench.support.netns import Host, enter
-
-__all__ = ["DelayedLink", "LinkSettings", "missing"]
 
 TUN = Path("/dev/net/tun")
 TUNSETIFF, TUNSETOFFLOAD = 0x400454CA, 0x400454D0  # linux/if_tun.h
@@ -80,17 +79,13 @@ class DelayedLink:
 
     def __init__(self, hosts: Sequence[Host], mtu: int = 1500) -> None:
         self._hosts, self._mtu = hosts, mtu
-        self._process: subprocess.Popen[str] | None = None
 
     def __enter__(self) -> DelayedLink:
         """Makes the link. Raises OSError if the kernel has no TUN devices."""
-        words = [f"{host.name}={host.ipv4()}" for host in self._hosts]
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "pycomm.bench.support.delayed_link", *words],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
+        command = [sys.executable, "-m", "benchmarks.support.delayed_link"]
+        command += [f"{host.name}={host.ipv4()}" for host in self._hosts]
+        pipe = subprocess.PIPE
+        self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, cwd=ROOT)
         try:
             if self._answer() != "made":
                 raise OSError("no TUN devices could be made: the process that does has ended")
@@ -104,20 +99,15 @@ class DelayedLink:
 
     def __exit__(self, *_: object) -> None:
         """Ends the process, and with it the interfaces."""
-        if self._process is not None:
-            self._process.kill()
-            self._process.communicate()
+        self._process.kill()
+        self._process.communicate()
 
     def set(self, settings: LinkSettings) -> None:
         """Applies to packets from now on. Forgets the state of the random loss."""
-        assert self._process is not None
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(asdict(settings)) + "\n")
-        self._process.stdin.flush()
+        print(json.dumps(asdict(settings)), file=self._process.stdin, flush=True)
         self._answer()
 
     def _answer(self) -> str:
-        assert self._process is not None
         assert self._process.stdout is not None
         return self._process.stdout.readline().strip()
 
@@ -201,11 +191,8 @@ class Router:
         packet = Packet(data)
         if packet.target not in self._waiting:
             return
-        if lost := [*self._lost(packet.segments)]:
-            for part in packet.without(lost):
-                self._forward(part, now)
-        else:
-            self._forward(packet, now)
+        for part in packet.without([*self._lost(packet.segments)]):
+            self._forward(part, now)
 
     def take(self, now: float) -> Iterator[tuple[bytes, bytes]]:
         """The packets that arrive until `now`, each after the address of its host."""
@@ -286,15 +273,10 @@ def _forward(ends: Mapping[bytes, int]) -> None:
                     router.put(os.read(descriptor, LARGEST), time.monotonic())
 
 
-def main(words: Sequence[str]) -> None:
-    """The forwarding process. Each word is a host: its name, "=", its address."""
-    hosts = [word.split("=") for word in words]
-    made = {inet_aton(address): _open(name) for name, address in hosts}
+if __name__ == "__main__":  # the forwarding process, with a word NAME=ADDRESS for each host
+    words = (word.split("=") for word in sys.argv[1:])
+    made = {inet_aton(address): _open(name) for name, address in words}
     with contextlib.suppress(OSError):  # without the right the link is less exact on a busy machine
         os.nice(-10)
     print("made", flush=True)
     _forward(made)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])
