@@ -166,7 +166,7 @@ def __getattr__(name: str) -> object:
     if name in _MODULES:
         return import_module(f"pycomm.{name}")
     if name not in _TRAINING:
-        other = import_module("pycomm._names").hint(name)
+        other = import_module("pycomm._names").hint(name, __all__)
         raise AttributeError(
             f"module 'pycomm' has no attribute {name!r}{f': {other}' if other else ''}"
         )

@@ -1,19 +1,24 @@
-"""Checks of arguments before a call: one form of the errors, *invalid X: got V, expected R*."""
+"""Checks of arguments before a call: one form of the errors, *invalid X: got V, expected R*.
+
+also_named() takes arguments under the names of other libraries.
+"""
 
 from __future__ import annotations
 
+import functools
 import math
 import numbers
 import operator
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NoReturn
+from typing import Any, NoReturn, ParamSpec, TypeVar
 
 from pycomm.errors import InvalidArgument
 
 __all__ = [
     "Check",
+    "also_named",
     "check_fields",
     "check_version",
     "dict_of",
@@ -37,6 +42,9 @@ __all__ = [
     "shown",
     "whole",
 ]
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 Check = Callable[[str, Any], object]  # of a value with a name; raises InvalidArgument
 
@@ -254,3 +262,28 @@ def path(name: str, value: Any) -> str:
     if not valid:
         refuse(name, value, expected)
     return str(found)
+
+
+def also_named(**others: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """A decorator for functions whose arguments have other names in other libraries.
+
+    Each of `others` gives the function's own name, and the argument is passed on under it; or, if
+    there is no such argument, a sentence that ends the TypeError for its use.
+    """
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        @functools.wraps(function)
+        def call(*args: P.args, **kwargs: P.kwargs) -> R:
+            for name in others.keys() & kwargs.keys():
+                where = f"{function.__qualname__.removesuffix('.__init__')}()"
+                own = others[name]
+                if not own.isidentifier():
+                    raise TypeError(f"{where} has no argument {name!r}: {own}")
+                if own in kwargs:
+                    raise TypeError(f"{where} got {name!r} and {own!r}, which are the same")
+                kwargs[own] = kwargs.pop(name)
+            return function(*args, **kwargs)
+
+        return call
+
+    return decorate

@@ -17,11 +17,10 @@ from typing import Any
 
 from pycomm import _core, config
 from pycomm import _secret as secrets
-from pycomm._arguments import flag, integer, one_of, path, refuse, seconds
+from pycomm._arguments import also_named, flag, integer, one_of, path, refuse, seconds
 from pycomm._bootstrap import elastic_store, joining, launcher_watch, rendezvous
 from pycomm._bootstrap.elastic_store import Elastic
 from pycomm._bootstrap.shrink import Store
-from pycomm._names import also_named
 from pycomm.errors import GroupBroken, InvalidArgument
 from pycomm.group import DEFAULT_TIMEOUT_S, Group, abort_all, elastic_group, on_shrink, serving
 

@@ -22,9 +22,8 @@ import torch
 from torch import Tensor
 
 from pycomm import _core, collectives
-from pycomm._arguments import integer, refuse
+from pycomm._arguments import also_named, integer, refuse
 from pycomm._core_api import arrays
-from pycomm._names import also_named
 from pycomm.default_group import chosen
 from pycomm.errors import InvalidArgument, Mismatch
 from pycomm.group import Group

@@ -20,8 +20,7 @@ from multiprocessing.connection import Connection
 from typing import Any, overload
 
 from pycomm import _arguments, config, default_group
-from pycomm._arguments import integer, one_of, plain_text
-from pycomm._names import also_named
+from pycomm._arguments import also_named, integer, one_of, plain_text
 from pycomm._process_pool import ProcessPool, picklable, send_answer
 from pycomm.errors import Error, InvalidArgument
 from pycomm.launch import failure, local_rendezvous, worker_setup

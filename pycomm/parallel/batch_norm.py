@@ -19,8 +19,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 
 from pycomm import collectives
-from pycomm._arguments import flag, integer, number, refuse
-from pycomm._names import also_named
+from pycomm._arguments import also_named, flag, integer, number, refuse
 from pycomm._training.arguments import check_module, device_of
 from pycomm.default_group import chosen, default
 from pycomm.errors import InvalidArgument

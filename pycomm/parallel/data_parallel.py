@@ -13,9 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from pycomm import collectives
-from pycomm._arguments import flag, one_of, refuse
+from pycomm._arguments import also_named, flag, one_of, refuse
 from pycomm._core_api import arrays
-from pycomm._names import also_named
 from pycomm._quantize import Quantize
 from pycomm._training.arguments import check_module
 from pycomm._training.coalesced import bcast_list_, bcast_value

@@ -23,12 +23,18 @@ from torch.utils.data import RandomSampler, SubsetRandomSampler
 
 import pycomm
 from pycomm import Group, config, data, errors, kernels, metrics, torch_backend
-from pycomm._names import ROWS, also_named
+from pycomm._arguments import also_named
 from pycomm._training.communicators import CommunicatorPool
 from pycomm.parallel.buckets import Limits
 from pycomm.testing import run_ranks
 
-REMARKS = {row.differences for rows in ROWS.values() for row in rows} - {""}
+# The cells of the tables: a name of another library, ours, and the differences.
+MIGRATION = [
+    [cell.strip() for cell in line.split("|")[1:-1]]
+    for table in (ROOT / "docs" / "migration.md").read_text().split("|---|---|---|\n")[1:]
+    for line in table.partition("\n\n")[0].splitlines()
+]
+REMARKS = {differences for _, _, differences in MIGRATION} - {""}
 NO_CLAIMS = {
     "see below",
     "see [rank failures](training.md#rank-failures)",
@@ -393,7 +399,7 @@ def texts() -> Iterator[tuple[str, str]]:
     for page in PAGES:
         text = FENCED.sub("", page.read_text())
         if page.name == "migration.md":
-            text = "\n".join(f"{row.ours} {row.differences}" for r in ROWS.values() for row in r)
+            text = "\n".join(f"{ours} {differences}" for _, ours, differences in MIGRATION)
         for code in CODE.findall(text):
             yield page.name, code
 
