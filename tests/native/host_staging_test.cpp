@@ -197,7 +197,6 @@ const Test kOverlap{
       expect(bench.holds(bench.in.size()), "the message");
     }};
 
-// The figure of docs/internals/cuda_review.md.
 const Test kCounted{
     "of 64 copies of a long message, the exchange waits for one, and one waits for it", [] {
       constexpr size_t kBytes = size_t{64} << 20;
