@@ -157,7 +157,16 @@ _TRAINING = {
     "remote_send": "pycomm.functional",
     "save": "pycomm.checkpoint",
 }
-_MODULES = ("data", "functional", "kernels", "metrics", "reference", "testing")
+_MODULES = (
+    "data",
+    "elastic",
+    "functional",
+    "kernels",
+    "metrics",
+    "reference",
+    "testing",
+    "torch_backend",
+)
 
 
 def __getattr__(name: str) -> object:

@@ -1,4 +1,4 @@
-"""Every Python block in README and docs runs; every linked file exists."""
+"""The pages: every Python block runs, every command is valid, every name, file and link exists."""
 
 import multiprocessing
 import os
@@ -7,6 +7,7 @@ import runpy
 import subprocess
 import sys
 from pathlib import Path
+from textwrap import dedent
 
 import pytest
 from paths import ROOT
@@ -14,19 +15,23 @@ from paths import ROOT
 ELSEWHERE = ["README", "CONTRIBUTING", "CHANGELOG", "SECURITY"]
 ELSEWHERE += ["examples/README", "benchmarks/RESULTS"]
 PAGES = [ROOT / f"{name}.md" for name in ELSEWHERE] + sorted((ROOT / "docs").rglob("*.md"))
-BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+FENCED = re.compile(r"^( *)```(\w*)\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
+# A program of several ranks says how it is started: its first words are those of the launcher.
+LAUNCHED = re.compile(r"with (pycomm launch --nproc .*)$", re.MULTILINE)
+NOT_RUN = {"ProcessGroupWrapper": "needs torchft: tests/compat/torchft_tests.py runs this block"}
 LIMIT_S = 100  # of a block
-LINK = re.compile(r"\]\((?!https?:)([^)#]+)")
+LINK = re.compile(r"(?:\]\(|^\[[\w-]+\]: )(?!https?:)([^)#\s]*)(?:#([\w-]+))?", re.MULTILINE)
 
 
 def blocks() -> list:
-    """One parameter for each block, with its page and line as the id."""
+    """One parameter for each Python block, also one in a list, with its page and line as the id."""
     found = []
     for page in PAGES:
         text = page.read_text()
-        for match in BLOCK.finditer(text):
+        for match in FENCED.finditer(text):
             line = text[: match.start()].count("\n") + 1
-            found.append(pytest.param(match[1], id=f"{page.name}:{line}"))
+            if match[2].startswith("py") and not any(word in match[3] for word in NOT_RUN):
+                found.append(pytest.param(dedent(match[3]), id=f"{page.name}:{line}"))
     return found
 
 
@@ -41,9 +46,20 @@ def run_as_script(folder: Path) -> None:
     runpy.run_path(str(folder / "block.py"), run_name="__main__")
 
 
+def run_launched(command: str, folder: Path) -> None:
+    """The program block.py of the folder, by `pycomm launch` with options."""
+    words = [sys.executable, "-m", *command.split(), "block.py"]
+    done = subprocess.run(
+        words, cwd=folder, capture_output=True, text=True, timeout=150, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.parametrize("code", blocks())
 def test_block_runs(code, tmp_path):
     (tmp_path / "block.py").write_text(code)
+    if launched := LAUNCHED.search(code):
+        return run_launched(launched[1], tmp_path)
     process = multiprocessing.get_context("spawn").Process(target=run_as_script, args=(tmp_path,))
     process.start()
     process.join(LIMIT_S)
@@ -55,26 +71,35 @@ def test_block_runs(code, tmp_path):
 @pytest.mark.parametrize("number", range(3))
 def test_each_of_the_three_uses_runs_on_two_processes(number, tmp_path):
     _, _, uses = (ROOT / "README.md").read_text().partition("## Three uses")
-    code = BLOCK.findall(uses)[number]
+    code = [match[3] for match in FENCED.finditer(uses) if match[2] == "python"][number]
     assert len([line for line in code.splitlines() if line]) <= 12
-    (tmp_path / "program.py").write_text(code)
-    launch = [sys.executable, "-m", "pycomm", "launch", "--nproc", "2", "program.py"]
-    done = subprocess.run(
-        launch, cwd=tmp_path, capture_output=True, text=True, timeout=150, check=False
-    )
-    assert done.returncode == 0, done.stderr
+    (tmp_path / "block.py").write_text(code)
+    run_launched("pycomm launch --nproc 2", tmp_path)
+
+
+def anchor_of(heading: str) -> str:
+    """As GitHub and Sphinx make it."""
+    return re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-")
+
+
+def anchors(page: Path) -> set[str]:
+    heads = re.findall(r"^#+ (.*)$", FENCED.sub("", page.read_text()), re.MULTILINE)
+    return {anchor_of(head) for head in heads}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_have_existing_targets(page):
-    for target in LINK.findall(page.read_text()):
-        assert (page.parent / target).exists(), f"{page.name} points at {target}"
+    for file, anchor in LINK.findall(FENCED.sub("", page.read_text())):
+        target = page.parent / file if file else page
+        assert target.exists(), f"{page.name} points at {file}"
+        assert not anchor or anchor in anchors(target), f"{page.name} points at {file}#{anchor}"
 
 
-def test_generated_tables_match_the_stored_results():
-    command = [sys.executable, str(ROOT / "tools" / "tables.py"), "--check"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_named_files_exist(page):
+    folders = "csrc|pycomm|tests|tools|benchmarks|examples"
+    named = re.findall(rf"`((?:{folders})/[\w./*-]+|docs/[\w./-]+\.md)`", page.read_text())
+    assert [name for name in named if not list(ROOT.glob(name.rstrip("/")))] == []
 
 
 def test_every_guarantee_names_existing_tests():
