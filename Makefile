@@ -47,9 +47,11 @@ build: venv
 	$(PY) setup.py -q build_ext --inplace
 	@$(MAKE) --no-print-directory .venv/installed
 
-# Installs the command `pycomm` and torch's entry points in .venv.
+# Installs the command `pycomm` and torch's entry points in .venv. With a path file, by which editors
+# find the package, too.
 .venv/installed: pyproject.toml
-	$(PY) -m pip install -q --disable-pip-version-check --no-build-isolation --no-deps -e .
+	$(PY) -m pip install -q --disable-pip-version-check --no-build-isolation --no-deps \
+	  --config-settings editable_mode=compat -e .
 	@touch $@
 
 demo: build

@@ -49,7 +49,9 @@ default_role = "literal"  # docstrings have `x` for code
 myst_heading_anchors = 4
 nitpicky = True
 nitpick_ignore_regex = [
-    ("py:class", r"Op|Launcher"),  # an alias of a type and a private class, in signatures
+    # Types that only signatures have.
+    ("py:class", r"Op|Tensor|Array|(Async)?(Calls|Messages)|Launcher"),
+    ("py:class", r"pycomm\..*\.(Result|Expected)"),
     (r"py:.*", r"(collections|contextlib|numpy|os|torch)\..*"),
     (r"py:.*", r"(Store|_DistributedBackendOptions|timedelta)"),  # torch's and datetime's
     (r"py:.*", r"(pycomm\.)?(_core|_c10d|compiled)\..*"),

@@ -16,33 +16,6 @@ from typing import Any, NoReturn, ParamSpec, TypeVar
 
 from pycomm.errors import InvalidArgument
 
-__all__ = [
-    "Check",
-    "also_named",
-    "check_fields",
-    "check_version",
-    "dict_of",
-    "elements",
-    "flag",
-    "function",
-    "instance",
-    "integer",
-    "integers",
-    "list_of",
-    "mapping",
-    "number",
-    "numbers_in",
-    "one_of",
-    "path",
-    "plain_text",
-    "positive",
-    "real",
-    "refuse",
-    "seconds",
-    "shown",
-    "whole",
-]
-
 P = ParamSpec("P")
 R = TypeVar("R")
 

@@ -12,8 +12,6 @@ from typing import Any
 
 from pycomm.errors import Error
 
-__all__ = ["ProcessPool", "picklable", "send_answer"]
-
 
 class ProcessPool:
     """The processes of one call. Leaving its context kills those that still run.

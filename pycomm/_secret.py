@@ -16,8 +16,6 @@ import stat
 from pycomm._arguments import refuse
 from pycomm.errors import InvalidArgument
 
-__all__ = ["MIN_CHARACTERS", "check", "key_of", "read_descriptor", "read_file"]
-
 MIN_CHARACTERS = 16  # `secrets.token_hex(32)` makes 64
 MIN_DISTINCT = 6  # different characters: refuses 16 times "a"
 MOST_BYTES = 4096  # of a file

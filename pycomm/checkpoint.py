@@ -24,8 +24,6 @@ from pycomm.default_group import chosen
 from pycomm.errors import Error, InvalidArgument
 from pycomm.group import Group
 
-__all__ = ["load", "save"]
-
 TOKEN_BYTES, SUFFIX = 8, ".tmp"  # of a temporary file's name: random bytes, and the extension
 
 

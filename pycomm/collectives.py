@@ -15,11 +15,12 @@ After Timeout, PeerLost and GroupBroken the contents of the call's output are un
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, overload
 
 from pycomm import _core
 from pycomm._arguments import integer, refuse
 from pycomm._core_api import arrays, calls
+from pycomm._core_api.calls import Work
 from pycomm._quantize import Quantize, QuantizeState
 from pycomm._quantize import all_reduce as quantized_all_reduce
 from pycomm.default_group import chosen
@@ -27,30 +28,25 @@ from pycomm.errors import InvalidArgument, Unsupported
 from pycomm.group import Group
 
 if TYPE_CHECKING:
-    from torch.distributed import ReduceOp
+    from typing_extensions import Unpack
 
-    Op: TypeAlias = str | ReduceOp | ReduceOp.RedOpType
-
-__all__ = [
-    "algorithms",
-    "all_gather",
-    "all_gather_v",
-    "all_reduce",
-    "all_to_all",
-    "barrier",
-    "broadcast",
-    "gather",
-    "recv",
-    "reduce",
-    "reduce_scatter",
-    "scatter",
-    "send",
-]
+    from pycomm._core_api.annotations import Array, AsyncCalls, AsyncMessages, Calls, Messages, Op
 
 _SUM = _core.Call("all_reduce")  # an all_reduce with default arguments
 SUM = "sum"  # of which Python has one object, as of all names
 
 
+@overload
+def all_reduce(
+    x: Array,
+    op: Op = "sum",
+    *,
+    compression: Quantize | None = None,
+    state: QuantizeState | None = None,
+    **options: Unpack[Calls],
+) -> Array: ...
+@overload
+def all_reduce(x: Array, op: Op = "sum", **options: Unpack[AsyncCalls]) -> Work[Array]: ...
 def all_reduce(
     x: Any,
     op: Op = "sum",
@@ -97,6 +93,12 @@ def all_reduce(
     return call(group, x, x, x, async_op)
 
 
+@overload
+def reduce(x: Array, dst: int = 0, op: Op = "sum", **options: Unpack[Calls]) -> Array: ...
+@overload
+def reduce(
+    x: Array, dst: int = 0, op: Op = "sum", **options: Unpack[AsyncCalls]
+) -> Work[Array]: ...
 def reduce(
     x: Any,
     dst: int = 0,
@@ -113,10 +115,6 @@ def reduce(
         x: the array, of the same count and dtype on every rank.
         dst: the rank that gets the result.
         op: as in all_reduce.
-        algorithm, group, async_op, timeout_s: as in all_reduce.
-
-    Raises:
-        Error: as all_reduce.
     """
     group = chosen(group)
     dst = integer("dst", dst)
@@ -124,6 +122,10 @@ def reduce(
     return call(group, x, x if group.rank == dst else None, x, async_op)
 
 
+@overload
+def broadcast(x: Array, src: int = 0, **options: Unpack[Calls]) -> Array: ...
+@overload
+def broadcast(x: Array, src: int = 0, **options: Unpack[AsyncCalls]) -> Work[Array]: ...
 def broadcast(
     x: Any,
     src: int = 0,
@@ -138,15 +140,17 @@ def broadcast(
     Args:
         x: the array, of the same count and dtype on every rank.
         src: the rank whose elements are sent.
-        algorithm, group, async_op, timeout_s: as in all_reduce.
-
-    Raises:
-        Error: as all_reduce.
     """
     call = _core.Call("broadcast", peer=src, algorithm=algorithm, timeout_s=timeout_s)
     return call(group, None, x, x, async_op)
 
 
+@overload
+def all_gather(x: Array, out: Array | None = None, **options: Unpack[Calls]) -> Array: ...
+@overload
+def all_gather(
+    x: Array, out: Array | None = None, **options: Unpack[AsyncCalls]
+) -> Work[Array]: ...
 def all_gather(
     x: Any,
     out: Any = None,
@@ -161,13 +165,9 @@ def all_gather(
     Args:
         x: the array, of the same count and dtype on every rank.
         out: of shape [size, *x.shape]; created if None. `x` may be out[rank].
-        algorithm, group, async_op, timeout_s: as in all_reduce.
 
     Returns:
         out.
-
-    Raises:
-        Error: as all_reduce.
     """
     group = chosen(group)
     if type(x) is list or type(x) is tuple:
@@ -181,6 +181,14 @@ def all_gather(
     return call(group, source, target, out, async_op)
 
 
+@overload
+def gather(
+    x: Array, dst: int = 0, out: Array | None = None, **options: Unpack[Calls]
+) -> Array | None: ...
+@overload
+def gather(
+    x: Array, dst: int = 0, out: Array | None = None, **options: Unpack[AsyncCalls]
+) -> Work[Array | None]: ...
 def gather(
     x: Any,
     dst: int = 0,
@@ -198,13 +206,9 @@ def gather(
         dst: the rank that gets the result.
         out: on `dst`: of shape [size, *x.shape], created if None; `x` may be out[dst]. None on the
             other ranks.
-        algorithm, group, async_op, timeout_s: as in all_reduce.
 
     Returns:
         out on `dst`, None elsewhere.
-
-    Raises:
-        Error: as all_reduce.
     """
     group, dst = chosen(group), integer("dst", dst)
     x = arrays.plain(x)
@@ -221,6 +225,14 @@ def gather(
     return call(group, source, target, out, async_op)
 
 
+@overload
+def all_gather_v(
+    x: Array, out: list[Array] | None = None, **options: Unpack[Calls]
+) -> list[Array]: ...
+@overload
+def all_gather_v(
+    x: Array, out: list[Array] | None = None, **options: Unpack[AsyncCalls]
+) -> Work[list[Array]]: ...
 def all_gather_v(
     x: Any,
     out: Any = None,
@@ -237,14 +249,12 @@ def all_gather_v(
     Args:
         x: of shape [n, *row]; row and dtype are the same on every rank.
         out: a list of arrays, out[i] of the shape of rank i's `x`; created if None.
-        algorithm, group, async_op, timeout_s: as in all_reduce.
 
     Returns:
         out; if it was created, its arrays are consecutive slices of one array.
 
     Raises:
         Mismatch: rows or dtypes differ.
-        Error: as all_reduce.
     """
     group = chosen(group)
     x = arrays.plain(x)
@@ -262,6 +272,14 @@ def all_gather_v(
     return call(group, source, target, parts if out is None else out, async_op)
 
 
+@overload
+def reduce_scatter(
+    x: Array, op: Op = "sum", out: Array | None = None, **options: Unpack[Calls]
+) -> Array: ...
+@overload
+def reduce_scatter(
+    x: Array, op: Op = "sum", out: Array | None = None, **options: Unpack[AsyncCalls]
+) -> Work[Array]: ...
 def reduce_scatter(
     x: Any,
     op: Op = "sum",
@@ -278,13 +296,9 @@ def reduce_scatter(
         x: of shape [size, *shape]; unchanged, except where `out` is a slice of it.
         op: as in all_reduce.
         out: of shape `shape`; created if None. It may be x[rank].
-        algorithm, group, async_op, timeout_s: as in all_reduce.
 
     Returns:
         out.
-
-    Raises:
-        Error: as all_reduce.
     """
     group = chosen(group)
     x = arrays.plain(x)
@@ -295,6 +309,14 @@ def reduce_scatter(
     return call(group, source, target, out, async_op)
 
 
+@overload
+def scatter(
+    x: Array | None, src: int = 0, out: Array | None = None, **options: Unpack[Calls]
+) -> Array: ...
+@overload
+def scatter(
+    x: Array | None, src: int = 0, out: Array | None = None, **options: Unpack[AsyncCalls]
+) -> Work[Array]: ...
 def scatter(
     x: Any,
     src: int = 0,
@@ -312,13 +334,9 @@ def scatter(
             be None if `out` is given.
         src: the rank whose rows are sent.
         out: of shape `shape`; created if None. On `src` it may be x[src].
-        algorithm, group, async_op, timeout_s: as in all_reduce.
 
     Returns:
         out.
-
-    Raises:
-        Error: as all_reduce.
     """
     group, src = chosen(group), integer("src", src)
     root = group.rank == src
@@ -337,6 +355,12 @@ def scatter(
     return call(group, source, target, out, async_op)
 
 
+@overload
+def all_to_all(x: Array, out: Array | None = None, **options: Unpack[Calls]) -> Array: ...
+@overload
+def all_to_all(
+    x: Array, out: Array | None = None, **options: Unpack[AsyncCalls]
+) -> Work[Array]: ...
 def all_to_all(
     x: Any,
     out: Any = None,
@@ -351,13 +375,9 @@ def all_to_all(
     Args:
         x: of shape [size, *shape]; unchanged, except where it shares memory with `out`.
         out: of the shape of `x`; created if None.
-        algorithm, group, async_op, timeout_s: as in all_reduce.
 
     Returns:
         out.
-
-    Raises:
-        Error: as all_reduce.
     """
     group = chosen(group)
     x = arrays.plain(x)
@@ -369,6 +389,10 @@ def all_to_all(
     return call(group, source, target, out, async_op)
 
 
+@overload
+def send(x: Array, dst: int, tag: int = 0, **options: Unpack[Messages]) -> None: ...
+@overload
+def send(x: Array, dst: int, tag: int = 0, **options: Unpack[AsyncMessages]) -> Work[None]: ...
 def send(
     x: Any,
     dst: int,
@@ -386,15 +410,15 @@ def send(
         x: the array.
         dst: the rank that receives it.
         tag: 0 to 2^32 - 1; distinguishes messages between the same two ranks.
-        group, async_op, timeout_s: as in all_reduce.
-
-    Raises:
-        Error: as all_reduce.
     """
     call = _core.Call("send", peer=dst, tag=tag, timeout_s=timeout_s)
     return call(group, x, None, None, async_op)
 
 
+@overload
+def recv(x: Array, src: int, tag: int = 0, **options: Unpack[Messages]) -> Array: ...
+@overload
+def recv(x: Array, src: int, tag: int = 0, **options: Unpack[AsyncMessages]) -> Work[Array]: ...
 def recv(
     x: Any,
     src: int,
@@ -410,26 +434,19 @@ def recv(
         x: the array to write, of the sender's count and dtype.
         src: the rank that sends; -1: any rank.
         tag: as in send.
-        group, async_op, timeout_s: as in all_reduce.
-
-    Raises:
-        Error: as all_reduce.
     """
     call = _core.Call("recv", peer=src, tag=tag, timeout_s=timeout_s)
     return call(group, None, x, x, async_op)
 
 
+@overload
+def barrier(**options: Unpack[Messages]) -> None: ...
+@overload
+def barrier(**options: Unpack[AsyncMessages]) -> Work[None]: ...
 def barrier(
     *, group: Group | None = None, async_op: bool = False, timeout_s: float | None = None
 ) -> Any:
-    """Returns after every rank has called it.
-
-    Args:
-        group, async_op, timeout_s: as in all_reduce.
-
-    Raises:
-        Error: as all_reduce.
-    """
+    """Returns after every rank has called it."""
     call = _core.Call("barrier", timeout_s=timeout_s)
     return call(group, None, None, None, async_op)
 

@@ -18,8 +18,6 @@ from pycomm import _secret as secrets
 from pycomm._arguments import integer, plain_text, shown
 from pycomm.errors import InvalidArgument
 
-__all__ = ["TRANSPORTS", "VARIABLES", "Config", "environment", "take_secret"]
-
 TRANSPORTS = ("local", "shm", "tcp")
 LOG_LEVELS = ("warning", "info", "debug")
 # Set by pycomm's launchers for their ranks, not by users: the port of pycomm's store on rank 0.

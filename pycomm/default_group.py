@@ -24,25 +24,6 @@ from pycomm._bootstrap.shrink import Store
 from pycomm.errors import GroupBroken, InvalidArgument
 from pycomm.group import DEFAULT_TIMEOUT_S, Group, abort_all, elastic_group, on_shrink, serving
 
-__all__ = [
-    "as_thread_default",
-    "default",
-    "default_core",
-    "default_is_encrypted",
-    "host_count",
-    "init",
-    "is_initialized",
-    "join",
-    "local_rank",
-    "local_size",
-    "log_at",
-    "rank",
-    "register_backend",
-    "register_core",
-    "shutdown",
-    "size",
-]
-
 DEFAULT_HEARTBEAT_S = 10.0
 
 

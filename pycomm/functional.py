@@ -16,7 +16,7 @@ Source of the idea: MegEngine's distributed.functional.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -28,6 +28,9 @@ from pycomm.default_group import chosen
 from pycomm.errors import InvalidArgument, Mismatch
 from pycomm.group import Group
 
+if TYPE_CHECKING:
+    from pycomm._core_api.annotations import Op
+
 __all__ = ["all_gather", "all_reduce", "remote_recv", "remote_send"]
 
 MOST_DIMENSIONS = 8
@@ -35,7 +38,7 @@ Call = Callable[[Tensor], Tensor]
 FORWARD, BACKWARD = 0xFFFFFF01, 0xFFFFFF02  # tags
 
 
-def all_reduce(x: Tensor, op: str = "sum", *, group: Group | None = None) -> Tensor:
+def all_reduce(x: Tensor, op: Op = "sum", *, group: Group | None = None) -> Tensor:
     """The sum or mean of `x` over all ranks, with gradients. `x` is unchanged. Collective.
 
     Args:
@@ -53,14 +56,13 @@ def all_reduce(x: Tensor, op: str = "sum", *, group: Group | None = None) -> Ten
         Error: as pycomm.all_reduce, also in the backward pass.
     """
     arrays.check_tensor("x", x)
-    name = _core.reduce_op_name(op)
-    if name not in ("sum", "avg"):
+    if _core.reduce_op_name(op) not in ("sum", "avg"):
         refuse("op", op, '"sum" or "mean"')
     group = chosen(group)
 
     def reduced(x: Tensor) -> Tensor:
         y = x.clone(memory_format=torch.contiguous_format)
-        collectives.all_reduce(y, name, group=group)
+        collectives.all_reduce(y, op, group=group)
         return y
 
     return _linear(x, reduced, reduced)

@@ -22,8 +22,6 @@ from pycomm._bootstrap.joining import Joiners
 from pycomm._bootstrap.shrink import Store
 from pycomm.errors import GroupBroken, InvalidArgument, Unsupported
 
-__all__ = ["DEFAULT_TIMEOUT_S", "Group", "abort_all", "elastic_group", "on_shrink", "serving"]
-
 DEFAULT_TIMEOUT_S = 600.0
 
 # Why there is no option cuda_symmetric_memory any more.

@@ -18,8 +18,6 @@ from pycomm._arguments import flag, refuse, shown
 from pycomm.errors import InvalidArgument
 from pycomm.group import Group
 
-__all__ = ["empty", "empty_for"]
-
 MOST_DIMENSIONS = 32
 
 

@@ -6,8 +6,6 @@ from typing import Any
 
 from pycomm import config, default_group
 
-__all__ = ["print0"]
-
 
 def print0(*args: Any, **kwargs: Any) -> None:
     """Calls print() on rank 0 and flushes; does nothing on other ranks.

@@ -213,7 +213,8 @@ def main() -> None:
         ):
             continue
         wheel = wheel_for(found[version], version)
-        packages = [*pinned(TEST_TOOLS), "numpy>=1.24", "matplotlib", "rich"]
+        packages = [*pinned(TEST_TOOLS), "lazy_loader>=0.4", "numpy>=1.24"]
+        packages += ["matplotlib", "rich"]
         python = environment(found[version], f"{version}-{torch}", [*packages, f"torch=={torch}"])
         row = Row(version, torch, wheel.name)
         with tempfile.TemporaryDirectory() as folder:

@@ -55,7 +55,7 @@ class Call:
     verb: str
     count: int  # of each rank's array; a multiple of the number of ranks
     dtype: str = "float32"
-    op: str = "sum"
+    op: Any = "sum"  # the name of a reduction
     root: int = 0
 
     def arrays(self, rank: int, size: int, salt: int = 0) -> Arrays:

@@ -29,19 +29,6 @@ import numpy as np
 from pycomm import _core
 from pycomm.errors import InvalidArgument, PeerLost, Timeout
 
-__all__ = [
-    "Elastic",
-    "Server",
-    "StoreMoved",
-    "SurvivingStore",
-    "exchange_servers",
-    "read_file",
-    "rows_of",
-    "serve",
-    "servers_of",
-    "write_file",
-]
-
 LIMIT_S = 30.0  # default time limit of a call
 # A server whose host does not answer for so long is skipped.
 CONNECT_S = 2.0

@@ -34,8 +34,6 @@ from pycomm._bootstrap.shrink import (
 )
 from pycomm.errors import Error, GroupBroken, PeerLost, Timeout
 
-__all__ = ["grow"]
-
 
 def grow(
     core: _core.Group, store: SurvivingStore, elastic: Elastic, count: int, timeout_s: float

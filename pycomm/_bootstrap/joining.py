@@ -42,17 +42,6 @@ from pycomm._bootstrap.elastic_store import (
 )
 from pycomm.errors import Error, GroupBroken, Mismatch, PeerLost, Timeout
 
-__all__ = [
-    "Answer",
-    "Joiners",
-    "TrainingEnded",
-    "invite",
-    "join",
-    "process_start",
-    "report_place",
-    "reported",
-]
-
 PREFIX = "elastic/"
 LEAST_S = 0.3  # what a store gets to answer in, even at the end of the limit
 PAUSE_S = 0.01  # between two polls of the store

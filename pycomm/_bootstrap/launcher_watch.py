@@ -15,8 +15,6 @@ from pathlib import Path
 
 from pycomm import config
 
-__all__ = ["start"]
-
 MOST_ANCESTORS = 16  # there may be wrapper scripts between the agent and a rank
 
 

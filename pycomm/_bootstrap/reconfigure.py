@@ -22,8 +22,6 @@ from pycomm import _core
 from pycomm._bootstrap import elastic_store, rendezvous
 from pycomm.errors import InvalidArgument, Mismatch, PeerLost, Timeout
 
-__all__ = ["WAITING", "Connect", "Membership", "ordered"]
-
 WAITING = (
     "the process group was created with enable_reconfigure=True: call reconfigure() on it first"
 )

@@ -27,8 +27,6 @@ from pycomm._bootstrap import thresholds
 from pycomm.config import Config, flight_recorder_files
 from pycomm.errors import InvalidArgument, PeerLost, Timeout
 
-__all__ = ["connect", "find_store", "host_of"]
-
 LIMIT_S = 30.0  # default time limit of a call
 # What a store gets to answer in at the end of a time limit, and the shortest limit.
 ANSWER_S, SHORTEST_S = 0.3, 0.1

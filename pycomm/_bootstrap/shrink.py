@@ -42,8 +42,6 @@ from pycomm._bootstrap.elastic_store import Elastic, StoreMoved
 from pycomm._bootstrap.joining import Joiners, invite, process_start, report_place, reported
 from pycomm.errors import Error, GroupBroken, PeerLost, Timeout
 
-__all__ = ["Store", "regroup"]
-
 Store: TypeAlias = "_core.Store | _core.PythonStore"
 
 LEAST_S = 0.3  # what the store gets to answer in, even at the end of the limit

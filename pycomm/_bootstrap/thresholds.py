@@ -17,8 +17,6 @@ from pathlib import Path
 
 from pycomm import config
 
-__all__ = ["BUILT_IN", "machine", "path", "save", "thresholds"]
-
 FORMAT = 1
 BUILT_IN = (16 << 10, 1 << 20)
 """small_bytes and middle_bytes of collectives/choose.h."""

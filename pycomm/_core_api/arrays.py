@@ -21,23 +21,6 @@ from pycomm import _core
 from pycomm._arguments import refuse
 from pycomm.errors import InvalidArgument, Unsupported
 
-__all__ = [
-    "ArrayRef",
-    "Device",
-    "Like",
-    "as_array_ref",
-    "check_tensor",
-    "copied",
-    "current_stream",
-    "empty_like",
-    "in_host_memory",
-    "new",
-    "on_gpu",
-    "parts",
-    "plain",
-    "view",
-]
-
 COMPLEX = "complex numbers are sent as pairs: pass torch.view_as_real(x), or x.view(float) in NumPy"
 OVERLAP = (
     "elements of the array share memory (as after expand or broadcast_to), so the call cannot "

@@ -9,7 +9,7 @@ import dataclasses
 import math
 import sys
 import zlib
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 import numpy as np
 
@@ -21,22 +21,17 @@ from pycomm.default_group import chosen
 from pycomm.errors import InvalidArgument, Mismatch
 from pycomm.group import Group
 
-__all__ = [
-    "Waitable",
-    "Work",
-    "check_list",
-    "copy_if_overlapping",
-    "exchange_lengths",
-    "into_list",
-    "limit",
-    "output",
-    "rows",
-    "run",
-]
-
 PROFILER = "torch.autograd.profiler"
 """It records calls by name. The core looks whether it is enabled; _torch_autoload.py tells it of a
 torch that is imported after pycomm."""
+
+
+if TYPE_CHECKING:  # a default needs Python 3.13
+    from typing_extensions import TypeVar as Variable
+
+    Result = Variable("Result", default=Any)
+else:
+    Result = TypeVar("Result")
 
 
 class Waitable(Protocol):
@@ -46,7 +41,7 @@ class Waitable(Protocol):
         """Waits until it is complete; raises its error."""
 
 
-class Work:
+class Work(Generic[Result]):
     """A call that was started with async_op. Do not access its arrays until it is complete.
 
     wait() and result() copy the result into an array that is not contiguous. On a device they
@@ -56,7 +51,7 @@ class Work:
     __slots__ = ("_array", "_core", "_output", "_result")
 
     def __init__(
-        self, core: _core.Work, output: ArrayRef | None, result: Any, array: ArrayRef | None
+        self, core: _core.Work, output: ArrayRef | None, result: Result, array: ArrayRef | None
     ):
         self._core = core
         self._output = output
@@ -85,7 +80,7 @@ class Work:
         if output is not None:
             output.finish()
 
-    def result(self) -> Any:
+    def result(self) -> Result:
         """Waits, and returns what the call without async_op returns; raises its error."""
         self.wait()
         return self._result

@@ -20,16 +20,6 @@ from pycomm._core_api.arrays import Device
 from pycomm.errors import Unsupported
 from pycomm.group import Group
 
-__all__ = [
-    "check_agreement",
-    "check_channels",
-    "check_internode_transport",
-    "core",
-    "on_device",
-    "override_device_module",
-    "stream",
-]
-
 # Transports of CUDA arrays between hosts.
 INTERNODE_TRANSPORTS = ("nccl", "tcp")
 # When the ranks agree about a call: before it is enqueued, or, if they made one like it, after.

@@ -17,8 +17,6 @@ from pycomm.errors import Unsupported
 PACKAGE = "nvidia-nccl-cu13"
 LIBRARY = "libnccl.so.2"
 
-__all__ = ["described", "load", "places"]
-
 
 def places() -> list[tuple[str, str, bool]]:
     """Where to search, in order: (description, argument of dlopen, only if already loaded).

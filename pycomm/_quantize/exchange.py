@@ -21,8 +21,6 @@ from pycomm.errors import InvalidArgument, Unsupported
 from pycomm.group import Group
 from pycomm.kernels import quantized
 
-__all__ = ["QuantizedExchange", "Transport", "all_reduce"]
-
 
 class Transport(Protocol):
     """Starts transfers of bytes, in the same order on all ranks: a CommunicatorPool, or one

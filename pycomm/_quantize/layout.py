@@ -9,8 +9,6 @@ import numpy as np
 
 from pycomm.kernels.quantized import BLOCK, Blocks
 
-__all__ = ["Layout", "blocks_of", "fold", "own_count"]
-
 
 def blocks_of(count: int) -> int:
     """The number of blocks of an array of `count` elements."""

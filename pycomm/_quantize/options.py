@@ -8,8 +8,6 @@ from pycomm._arguments import one_of, refuse
 from pycomm._quantize.state import QuantizeState
 from pycomm.kernels.quantized import check_bits
 
-__all__ = ["Quantize"]
-
 EXCHANGES = ("auto", "sharded", "auto_time")
 
 

@@ -14,8 +14,6 @@ from pycomm._quantize.layout import Layout, fold, own_count
 from pycomm.errors import InvalidArgument
 from pycomm.kernels.inputs import MOST_ELEMENTS
 
-__all__ = ["Feedback", "QuantizeState"]
-
 Floats = NDArray[np.float32]
 VERSION = 1
 MOST_RANKS = 1 << 16  # of a saved state

@@ -10,16 +10,6 @@ from torch import Tensor, nn
 from pycomm._arguments import elements, instance, real, refuse
 from pycomm._core_api import arrays
 
-__all__ = [
-    "check_module",
-    "check_optimizer",
-    "check_scalar",
-    "check_scaler",
-    "device_of",
-    "flat_tensor",
-    "named_tensors",
-]
-
 
 def check_module(name: str, value: Any) -> None:
     """Raises InvalidArgument unless this is a module."""

@@ -19,8 +19,6 @@ from pycomm.default_group import chosen
 from pycomm.errors import Error, InvalidArgument
 from pycomm.group import Group
 
-__all__ = ["average", "bcast_list_", "bcast_value"]
-
 
 def bcast_list_(
     tensors: Iterable[Tensor | np.ndarray], src: int = 0, group: Group | None = None

@@ -15,8 +15,6 @@ from pycomm._core_api.calls import Work
 from pycomm.default_group import chosen
 from pycomm.group import Group
 
-__all__ = ["CommunicatorPool", "tag_of"]
-
 # Default number of communicators. On one host a single call uses the whole memory bandwidth.
 BETWEEN_HOSTS = 2
 MOST_LANES = 64

@@ -7,8 +7,6 @@ import torch
 from pycomm._training import coalesced
 from pycomm.group import Group
 
-__all__ = ["LossScale"]
-
 
 class LossScale:
     """The scale of this rank's scaler; without data that of the ranks with data, whose scalers

@@ -9,8 +9,6 @@ from torch.nn.parameter import is_lazy
 
 from pycomm.errors import InvalidArgument
 
-__all__ = ["check_initialized", "unknown_parameter"]
-
 
 def check_initialized(owner: str, named: Iterable[tuple[str, Tensor]]) -> None:
     """Raises InvalidArgument for a parameter of a lazy module without a shape."""

@@ -15,16 +15,6 @@ from pycomm.default_group import default
 from pycomm.errors import InvalidArgument
 from pycomm.group import Group
 
-__all__ = [
-    "as_shard",
-    "check_replicas",
-    "check_sharded",
-    "is_sharded",
-    "local_shard",
-    "on_all",
-    "replica_group",
-]
-
 
 def is_sharded(value: Any) -> bool:
     """Whether a value is a DTensor."""

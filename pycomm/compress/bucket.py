@@ -16,8 +16,6 @@ from pycomm import kernels
 from pycomm.compress.parameter_state import ParameterState, flat_view
 from pycomm.kernels import PacketBatch
 
-__all__ = ["CompressionBucket", "Pair", "ReceivedPackets", "elements_between"]
-
 Pair = tuple[Tensor, Tensor]  # indices int32 [k], ascending, and values [k]
 
 

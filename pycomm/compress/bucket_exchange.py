@@ -26,8 +26,6 @@ from pycomm.compress.hierarchical import CurrentHostGroups, HostGroups, spans_ho
 from pycomm.compress.quantized_cost import QuantizedLoad
 from pycomm.compress.quantized_residuals import QuantizedResiduals
 
-__all__ = ["BucketExchange", "BucketExchanges"]
-
 
 class BucketExchange(Protocol):
     """One mean of a bucket: start(), sum_up() and finish(), then commit(); no commit() rolls it

@@ -32,8 +32,6 @@ from pycomm.elastic.change import GroupChange
 from pycomm.errors import InvalidArgument, Unsupported
 from pycomm.group import Group
 
-__all__ = ["Compressor"]
-
 
 class Compressor:
     """The exchange of compressed gradients; pycomm.parallel.exchange has the contract.

@@ -19,19 +19,6 @@ from pycomm.compress.hierarchical import hosts_of
 from pycomm.compress.schedule import Load, inter_host_exchange, received_bytes
 from pycomm.group import Group
 
-__all__ = [
-    "FLAT",
-    "Coding",
-    "Link",
-    "Topology",
-    "measure_coding",
-    "measure_exchanges",
-    "measure_link",
-    "measure_links",
-    "median_s",
-    "predicted",
-]
-
 # Bytes: the small array shows the time of a call, the large one that of the link (0.3 s at
 # 100 Mbit/s).
 SMALL, LARGE = 1 << 12, 1 << 22

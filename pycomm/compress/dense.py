@@ -10,8 +10,6 @@ from torch import Tensor
 
 from pycomm.compress.parameter_state import ParameterState, flat_view
 
-__all__ = ["apply_momentum", "clip_gradients"]
-
 
 def clip_gradients(
     gradients: Sequence[Tensor],

@@ -11,8 +11,6 @@ from pycomm.compress.compressor import Compressor
 from pycomm.compress.options import Options
 from pycomm.compress.schedule import SparsityWarmup
 
-__all__ = ["DGC", "compressor_of"]
-
 
 class DGC:
     """Deep gradient compression for a torch.optim.SGD: error feedback with momentum correction.

@@ -28,8 +28,6 @@ from pycomm.compress.schedule import (
 from pycomm.errors import InvalidArgument
 from pycomm.group import Group
 
-__all__ = ["DENSE", "Chooser", "LevelPlan", "costs_of_rank_0"]
-
 
 @dataclass(frozen=True)
 class LevelPlan:

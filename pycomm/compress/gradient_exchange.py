@@ -31,8 +31,6 @@ from pycomm.elastic.change import GroupChange
 from pycomm.errors import InvalidArgument
 from pycomm.group import Group
 
-__all__ = ["GradientExchange"]
-
 # A bucket is summed when this many later ones are on their way, so that backward rarely waits.
 BUCKETS_BETWEEN = 2
 

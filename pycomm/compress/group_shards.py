@@ -25,8 +25,6 @@ from pycomm.kernels import GroupBatch, PacketBatch, UpdatePacket
 from pycomm.kernels.groups import group_count
 from pycomm.kernels.inputs import MOST_GROUP
 
-__all__ = ["GroupShards", "Piece", "Received", "shards_of"]
-
 Batch = GroupBatch | PacketBatch
 Received = tuple[int, Batch]  # packets for the shard of this owner
 

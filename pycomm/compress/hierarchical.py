@@ -21,18 +21,6 @@ from pycomm._core_api.calls import Waitable, Work
 from pycomm._training.communicators import CommunicatorPool
 from pycomm.group import Group
 
-__all__ = [
-    "CurrentHostGroups",
-    "HostGroups",
-    "average_copies",
-    "holder",
-    "hosts_of",
-    "rank_factor",
-    "saved_holder",
-    "saved_hosts",
-    "spans_hosts",
-]
-
 
 def hosts_of(group: Group) -> list[int]:
     """The host of each rank; hosts are numbered from 0 in the order of their first ranks."""

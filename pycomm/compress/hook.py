@@ -18,8 +18,6 @@ from pycomm.compress.quantized_gradients import QuantizedGradients, exchange_of
 from pycomm.errors import InvalidArgument
 from pycomm.group import Group
 
-__all__ = ["dgc_hook", "quantize_hook"]
-
 
 def dgc_hook(dgc: DGC, bucket: GradBucket) -> torch.futures.Future[Tensor]:
     """DDP communication hook: `ddp.register_comm_hook(dgc, pycomm.dgc_hook)`.

@@ -29,8 +29,6 @@ from pycomm.errors import InvalidArgument, Unsupported
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
 
-__all__ = ["quantize_hsdp"]
-
 
 def quantize_hsdp(
     model: nn.Module,

@@ -8,8 +8,6 @@ import threading
 from collections.abc import Iterator
 from types import FrameType
 
-__all__ = ["defer_sigint"]
-
 
 @contextlib.contextmanager
 def defer_sigint() -> Iterator[None]:

@@ -8,8 +8,6 @@ from pycomm._arguments import flag, integer, one_of, positive
 from pycomm.compress.schedule import K_RULES, VALUE_DTYPES, SparsityWarmup
 from pycomm.errors import InvalidArgument
 
-__all__ = ["Options"]
-
 EXCHANGES = ("auto", "gather", "dense_masked", "sharded", "hierarchical", "auto_time")
 
 

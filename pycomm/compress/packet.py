@@ -23,8 +23,6 @@ from pycomm import kernels
 from pycomm.compress.bucket import CompressionBucket, ReceivedPackets
 from pycomm.compress.parameter_state import Hyper, ParameterState, flat_view
 
-__all__ = ["Packet", "Update"]
-
 INDEX_BYTES = 4
 
 

@@ -16,8 +16,6 @@ from pycomm.compress.bucket import Pair
 from pycomm.errors import InvalidArgument
 from pycomm.kernels import PacketBatch
 
-__all__ = ["Packets", "decode", "encode", "quantization_error"]
-
 Packets = tuple[Tensor, Sequence[int]]  # concatenated, uint8 in host memory; bytes of each
 
 

@@ -19,16 +19,6 @@ from pycomm.compress.packet_codec import Packets, decode, encode, quantization_e
 from pycomm.compress.parameter_state import ParameterState
 from pycomm.kernels import PacketBatch
 
-__all__ = [
-    "AllGatherExchange",
-    "PacketExchange",
-    "PacketTransport",
-    "all_gather",
-    "rotation",
-    "to_owners",
-    "transpose_packets",
-]
-
 Number = TypeVar("Number", int, Tensor)
 
 

@@ -19,8 +19,6 @@ from pycomm._training.parameters import check_initialized
 from pycomm._training.shards import is_sharded, local_shard
 from pycomm.errors import InvalidArgument, Unsupported
 
-__all__ = ["AdoptedMomentum", "Hyper", "ParameterState", "flat_view", "is_dense"]
-
 
 @dataclass(frozen=True)
 class Hyper:

@@ -14,8 +14,6 @@ from pycomm.compress.cost_model import FLAT, SAMPLE, Link, Topology, measure_lin
 from pycomm.group import Group
 from pycomm.kernels import quantized
 
-__all__ = ["PhaseCoding", "QuantizedLoad", "measure_exchanges", "measure_phase", "predicted"]
-
 HOST = torch.device("cpu")
 
 

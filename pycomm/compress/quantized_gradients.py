@@ -13,8 +13,6 @@ from pycomm._quantize import Quantize
 from pycomm._training.arguments import check_scaler, named_tensors
 from pycomm.compress.gradient_exchange import GradientExchange
 
-__all__ = ["QuantizedGradients", "exchange_of"]
-
 
 class QuantizedGradients:
     """Quantized gradients of a model, with the residuals of its parameters; for any optimizer.

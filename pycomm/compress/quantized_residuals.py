@@ -38,8 +38,6 @@ from pycomm.elastic.change import GroupChange
 from pycomm.errors import InvalidArgument, Unsupported
 from pycomm.group import Group
 
-__all__ = ["QuantizedResiduals"]
-
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 Pair = tuple[Tensor, Tensor]  # residual and owner residual, float32

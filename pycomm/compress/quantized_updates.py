@@ -26,8 +26,6 @@ from pycomm.compress.updates import UpdateCompressor, commit_rounded
 from pycomm.elastic.change import GroupChange
 from pycomm.group import Group
 
-__all__ = ["QuantizedUpdates"]
-
 BUCKET = 1 << 20  # elements; a bucket has whole parameters, so it may be larger
 KEYS = ("residual", "owner_residual")  # of a state
 BUCKETS_BETWEEN = 2  # a bucket is summed when this many later ones are on their way

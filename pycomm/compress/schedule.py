@@ -11,19 +11,6 @@ import numpy as np
 from pycomm._arguments import integer, numbers_in
 from pycomm.errors import InvalidArgument
 
-__all__ = [
-    "K_RULES",
-    "VALUE_DTYPES",
-    "Load",
-    "SparsityWarmup",
-    "code_at",
-    "index_bits",
-    "inter_host_exchange",
-    "packet_bytes",
-    "received_bytes",
-    "to_send",
-]
-
 K_RULES = ("round", "paddle", "ceil")
 INDEX_BYTES = 4
 # With the levels of a block, see csrc/codec/compact.h.

@@ -25,8 +25,6 @@ from pycomm.compress.packet_exchange import PacketTransport, all_gather, rotatio
 from pycomm.compress.parameter_state import ParameterState
 from pycomm.kernels import PacketBatch
 
-__all__ = ["ShardedExchange", "Sharding"]
-
 Cut = tuple[PacketBatch, Packets]  # places and values by owner, and their packets
 BLOCK = 32  # contiguous elements of one shard: selected elements cluster, shards must not
 

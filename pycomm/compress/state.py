@@ -54,8 +54,6 @@ from pycomm.compress.sharded import Sharding
 from pycomm.errors import InvalidArgument
 from pycomm.group import Group
 
-__all__ = ["VERSION", "CompressorState", "rank_state", "sources_of", "with_owner_residual"]
-
 VERSION = 1
 
 CHOSEN = ("dense", "gather", "dense_masked", "sharded", "hierarchical")  # exchanges of a level

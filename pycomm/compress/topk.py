@@ -11,8 +11,6 @@ from pycomm.kernels.compact import VALUES
 from pycomm.kernels.groups import group_count
 from pycomm.kernels.inputs import MOST_GROUP
 
-__all__ = ["TopK", "sent_bytes"]
-
 VALUE_BLOCK = 4096  # values that share magnitudes
 VALUE_BITS = {"1bit": 1, "2bit": 2, "3bit": 3, "bfloat16": 16, "float32": 32}
 LEVEL_BYTES = {"1bit": 2, "2bit": 4, "3bit": 4}  # of the magnitudes of a block

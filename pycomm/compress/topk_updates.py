@@ -40,8 +40,6 @@ from pycomm.elastic.change import GroupChange
 from pycomm.errors import InvalidArgument
 from pycomm.group import Group
 
-__all__ = ["TopKUpdates"]
-
 MOST_GATHERED = 16  # ranks or hosts without owners, by default
 
 

@@ -26,8 +26,6 @@ from pycomm.compress.packet_exchange import PacketExchange, PacketTransport
 from pycomm.compress.parameter_state import ParameterState, flat_view
 from pycomm.errors import Mismatch
 
-__all__ = ["Step", "StepPlan"]
-
 
 @dataclass(frozen=True)
 class StepPlan:

@@ -16,8 +16,6 @@ from pycomm.compress.topk import TopK
 from pycomm.compress.updates import commit_rounded
 from pycomm.kernels import UpdatePacket
 
-__all__ = ["UpdateUnit"]
-
 
 class UpdateUnit:
     """Parameters of one dtype on one device.

@@ -27,8 +27,6 @@ from pycomm.elastic.change import GroupChange
 from pycomm.errors import InvalidArgument, Mismatch, Unsupported
 from pycomm.group import Group
 
-__all__ = ["UpdateCompressor", "commit_rounded"]
-
 WORD = 4  # bytes that are compared
 Received = TypeVar("Received")  # what `exchange` yields
 

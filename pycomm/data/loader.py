@@ -16,8 +16,6 @@ from pycomm.data.streams import Divided, as_stream, choose_divide
 from pycomm.default_group import default
 from pycomm.errors import InvalidArgument
 
-__all__ = ["DataLoader"]
-
 # torch's positional arguments after the data set.
 NAMES = (
     *("batch_size", "shuffle", "sampler", "batch_sampler", "num_workers", "collate_fn"),

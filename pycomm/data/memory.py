@@ -19,8 +19,6 @@ from pycomm.default_group import chosen
 from pycomm.errors import Error, InvalidArgument, Unsupported
 from pycomm.group import Group
 
-__all__ = ["HostMemory", "share"]
-
 Where = tuple[int, int, int, int]
 """Of an open file: process, descriptor, device, inode."""
 

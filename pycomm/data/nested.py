@@ -7,8 +7,6 @@ from typing import Any
 
 from torch import Tensor
 
-__all__ = ["flattened", "on_tensors", "on_values"]
-
 
 def on_values(batch: Any, fn: Callable[[Any], Any]) -> Any:
     """The batch with fn(value) for each value in its lists, tuples and dicts."""

@@ -14,8 +14,6 @@ from pycomm._arguments import function, integer, refuse
 from pycomm._training.arguments import device_of
 from pycomm.data.nested import on_tensors
 
-__all__ = ["Prefetcher"]
-
 POLL_S = 0.1  # between checks of a blocked thread whether to stop
 
 

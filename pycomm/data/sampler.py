@@ -20,8 +20,6 @@ from pycomm import config, default_group
 from pycomm._arguments import flag, integer, one_of, refuse, shown
 from pycomm.errors import InvalidArgument
 
-__all__ = ["InfiniteSampler", "ShardedSampler", "rank_and_size"]
-
 
 def rank_and_size(rank: int | None, size: int | None) -> tuple[int, int]:
     """Rank and size: as given, else of the default group, else of the environment.

@@ -24,8 +24,6 @@ from pycomm.default_group import chosen
 from pycomm.errors import InvalidArgument
 from pycomm.group import Group
 
-__all__ = ["ScatterLoader"]
-
 TAG = 0xFFFFFF10  # of messages with rows
 END, BATCH, FAILED = "end", "batch", "failed"
 

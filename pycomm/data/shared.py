@@ -21,8 +21,6 @@ from pycomm.data.nested import on_values
 from pycomm.errors import Error, InvalidArgument, Mismatch
 from pycomm.group import Group
 
-__all__ = ["Transformed", "shared_copy"]
-
 ALIGNMENT = 16  # of each value in memory, in bytes; at least the size of any element
 
 

@@ -18,8 +18,6 @@ from torch.utils import data
 from pycomm._arguments import one_of
 from pycomm.errors import InvalidArgument
 
-__all__ = ["DIVIDE", "Divided", "as_stream", "choose_divide"]
-
 DIVIDE = ("both", "ranks", "workers", "none")
 
 

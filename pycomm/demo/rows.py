@@ -11,9 +11,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW, Optimizer
 
-from pycomm.compress import DGC, TopK
-from pycomm.optim import LocalSGD
-from pycomm.parallel import DataParallel
+from pycomm.compress.dgc import DGC
+from pycomm.compress.topk import TopK
+from pycomm.optim.local_sgd import LocalSGD
+from pycomm.parallel.data_parallel import DataParallel
 
 CLIP_NORM = 1.0
 SGD_RATE = 0.5

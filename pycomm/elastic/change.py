@@ -13,8 +13,6 @@ from pycomm.errors import InvalidArgument
 from pycomm.group import Group
 from pycomm.objects import all_gather_object
 
-__all__ = ["GroupChange", "Membership", "ShrinkResult"]
-
 
 @dataclass(frozen=True)
 class ShrinkResult:

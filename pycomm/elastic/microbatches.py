@@ -16,8 +16,6 @@ from pycomm.default_group import chosen, default
 from pycomm.errors import InvalidArgument
 from pycomm.group import Group
 
-__all__ = ["Microbatch", "Microbatches", "RandomState", "manual_seed"]
-
 
 @dataclass(frozen=True)
 class Microbatch:

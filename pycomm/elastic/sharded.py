@@ -20,8 +20,6 @@ from pycomm.errors import InvalidArgument, Unsupported
 from pycomm.group import DEFAULT_WAIT_S, Group
 from pycomm.objects import all_gather_object
 
-__all__ = ["ShardedTraining"]
-
 Held = dict[str, list[int]]  # by shard: the ranks that hold it
 LOST = (
     "replace: no rank holds a copy of a lost shard, or the new mesh has other shards; model and "

@@ -23,8 +23,6 @@ from pycomm.group import Group
 from pycomm.objects import all_gather_object
 from pycomm.objects.serialization import encode
 
-__all__ = ["RankStates", "check_replicated", "check_stateful", "copy_state", "sync_state"]
-
 BLOCK_BYTES = 16 << 20  # of a state: that one call sends, and one digest covers
 
 

@@ -20,8 +20,6 @@ from pycomm._core_api.arrays import ArrayRef, Device
 from pycomm.errors import InvalidArgument
 from pycomm.kernels import inputs
 
-__all__ = ["Rows"]
-
 Lists = Mapping[str, list[Any]]
 
 

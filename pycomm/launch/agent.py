@@ -30,8 +30,6 @@ from pycomm.launch.losses import Losses
 if TYPE_CHECKING:
     from torch.distributed.launcher.api import LaunchConfig
 
-__all__ = ["launch"]
-
 FAILED_LIMIT_S = 10.0  # a failed host may serve the store in which others report their failures
 STOPPED_LIMIT_S = 1.0  # after a signal the launcher must exit soon
 LEAVE_LIMIT_S = 2.0  # for hosts that reached the barrier, or are lost

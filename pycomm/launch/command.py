@@ -26,8 +26,6 @@ from pycomm.launch.losses import Replacement, TooFewRanks
 if TYPE_CHECKING:
     from torch.distributed.launcher.api import LaunchConfig
 
-__all__ = ["main"]
-
 
 def parser() -> argparse.ArgumentParser:
     """torchrun's parser with pycomm's options and defaults for one host."""

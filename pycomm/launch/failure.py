@@ -20,8 +20,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-__all__ = ["Failure", "first", "of_error", "of_exit", "post", "read", "write"]
-
 CONSEQUENCES = ("PeerLost", "GroupBroken")  # another rank's failure, as this one saw it
 KEY = "pycomm/first_failure"
 STORE_LIMIT_S = 10

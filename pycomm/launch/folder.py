@@ -19,8 +19,6 @@ from pathlib import Path
 
 from pycomm.errors import InvalidArgument
 
-__all__ = ["for_logs", "link_logs", "temporary"]
-
 LOGS = "log"  # the default of --log-dir
 
 PREFIX = "pycomm_launch_"

@@ -25,8 +25,6 @@ from pycomm._process_pool import ProcessPool, picklable, send_answer
 from pycomm.errors import Error, InvalidArgument
 from pycomm.launch import failure, local_rendezvous, worker_setup
 
-__all__ = ["Launcher", "launcher"]
-
 GRACE_S = 5.0  # for the other ranks to exit after the first failure
 _starting = threading.Lock()  # guards the environment, which changes while a process starts
 

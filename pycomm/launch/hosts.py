@@ -12,8 +12,6 @@ from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any
 
-__all__ = ["SILENT_S", "START_LIMIT_S", "Hosts", "Place"]
-
 HEARTBEAT_S = 5.0  # between heartbeats
 SILENT_S = 30.0  # without a heartbeat; a launcher never blocks for so long
 START_LIMIT_S = 30.0  # for another host's launcher to write a value, which it does at its start

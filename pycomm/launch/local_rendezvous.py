@@ -15,18 +15,6 @@ from pycomm import config
 if TYPE_CHECKING:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]  # its stubs hide it
 
-__all__ = [
-    "BACKEND",
-    "LOOPBACK",
-    "PORT_KEY",
-    "local_store",
-    "missing_secret_warning",
-    "new_key",
-    "register_rendezvous",
-    "reserve_port",
-    "variables",
-]
-
 PORT_KEY = "pycomm/store_port"  # key in torch's store, for the launchers of other hosts
 LOOPBACK = "127.0.0.1"
 BACKEND = "loopback"  # the name by which torch's launcher finds the rendezvous

@@ -22,8 +22,6 @@ from pycomm._bootstrap.elastic_store import read_file, rows_of, servers_of, writ
 from pycomm.errors import InvalidArgument
 from pycomm.launch.hosts import Hosts, Place
 
-__all__ = ["Losses", "Replacement", "TooFewRanks"]
-
 POLL_S = 0.5  # between two looks at the other hosts' losses
 SILENT_POLL_S = 5.0  # between two looks for hosts without heartbeats
 

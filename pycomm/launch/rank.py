@@ -25,8 +25,6 @@ from typing import Any
 from pycomm import default_group
 from pycomm.launch import failure, worker_setup
 
-__all__ = ["main"]
-
 
 def parser() -> argparse.ArgumentParser:
     """The options that the launcher passes to a rank."""

@@ -24,8 +24,6 @@ import signal
 import sys
 from typing import NoReturn
 
-__all__ = ["main"]
-
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 LAUNCHER_ENDED = signal.SIGRTMIN  # sent by the kernel when the launcher ends
 FORWARDED = {

@@ -14,8 +14,6 @@ from pycomm.launch.folder import link_logs
 from pycomm.launch.hosts import Place
 from pycomm.launch.losses import Replacement
 
-__all__ = ["Logs", "table"]
-
 SHOWN = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 ALSO_SHOWN = ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES")
 

@@ -12,16 +12,6 @@ import sys
 
 from pycomm.errors import InvalidArgument
 
-__all__ = [
-    "cores_of",
-    "default_count",
-    "setup_worker",
-    "share_of",
-    "shared_devices",
-    "threads_for",
-    "variables",
-]
-
 PR_SET_PDEATHSIG = 1
 CORES_PER_RANK = 2  # default without devices
 

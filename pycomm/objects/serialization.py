@@ -33,8 +33,6 @@ import numpy as np
 
 from pycomm.errors import InvalidArgument
 
-__all__ = ["MAX_DEPTH", "MAX_EQUAL_HASHES", "decode", "encode"]
-
 MAX_DEPTH = 100  # nesting; also ends the encoding of a list that contains itself
 MAX_EQUAL_HASHES = 64  # up to 35 powers of two among floats share a hash
 SHOWN = 60  # characters of a value in an error text

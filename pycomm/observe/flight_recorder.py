@@ -20,8 +20,6 @@ import numpy as np
 from pycomm import _core
 from pycomm.errors import InvalidArgument
 
-__all__ = ["FlightRecord", "parse", "read", "running", "title"]
-
 MAGIC = b"PYCOMMJ1"
 HEAD_BYTES = 4096
 HEAD = np.dtype(

@@ -12,8 +12,6 @@ from typing import Any, TypeAlias
 from pycomm.observe import flight_recorder
 from pycomm.observe.flight_recorder import FlightRecord
 
-__all__ = ["report"]
-
 ROWS = 12  # of calls
 COLUMNS = 8  # of ranks
 

@@ -14,8 +14,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Gpu", "running"]
-
 
 @dataclass(frozen=True)
 class Gpu:

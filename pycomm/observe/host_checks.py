@@ -16,8 +16,6 @@ from pycomm._core_api import nccl
 from pycomm.errors import Error, Unsupported
 from pycomm.observe import info
 
-__all__ = ["FAILED", "OK", "WARNING", "Finding", "check", "processors", "quota", "versions"]
-
 OK, WARNING, FAILED = "ok", "warning", "FAILED"
 DESCRIPTORS_EACH = 2
 """For each peer: its connection, and the shared memory of a peer on this host."""

@@ -11,8 +11,6 @@ import numpy as np
 from pycomm import _c10d, _core, collectives, config, errors, testing
 from pycomm._core_api import nccl
 
-__all__ = ["report", "version", "why_not"]
-
 PROBE_S = 5.0
 
 

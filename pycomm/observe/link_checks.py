@@ -13,8 +13,6 @@ import numpy as np
 from pycomm import collectives, config
 from pycomm.group import Group
 
-__all__ = ["Link", "measure", "pairs"]
-
 ALL_PAIRS = 8  # hosts, up to which every pair of hosts is measured
 ROUNDS, MESSAGES, MESSAGE_BYTES = 50, 8, 4 << 20
 

@@ -21,8 +21,6 @@ from rich.text import Text
 from pycomm.observe import flight_recorder, gpus
 from pycomm.observe.flight_recorder import FlightRecord
 
-__all__ = ["main", "view"]
-
 SVG_WIDTH = 110  # characters
 LATE_S = 1.0  # after this time a rank that others wait for is marked as late
 

@@ -22,8 +22,6 @@ from pycomm.errors import InvalidArgument
 from pycomm.observe import flight_recorder
 from pycomm.observe.flight_recorder import FlightRecord
 
-__all__ = ["Timeline", "main", "merge"]
-
 # Operations in which every rank waits for every other.
 TOGETHER = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier")
 VIEWER = "https://ui.perfetto.dev"  # also chrome://tracing; the page keeps the file on the machine

@@ -18,8 +18,6 @@ from pycomm._training.arguments import check_scalar
 from pycomm.errors import InvalidArgument
 from pycomm.optim.local_sgd import LocalSGD
 
-__all__ = ["AdaptiveLocalSGD", "interval"]
-
 RULES = ("paddle", "paper")
 
 

@@ -21,16 +21,6 @@ from pycomm.compress.updates import UpdateCompressor
 from pycomm.errors import InvalidArgument, Unsupported
 from pycomm.group import Group
 
-__all__ = [
-    "check_compression",
-    "check_model",
-    "check_optimizers",
-    "check_shards",
-    "check_supported",
-    "update_compressor",
-    "warn_about_momentum",
-]
-
 
 def check_model(model: nn.Module, optimizer: torch.optim.Optimizer, momentum: str) -> None:
     """Raises InvalidArgument for a wrapper, a lazy module, or momentum that cannot be averaged."""

@@ -49,8 +49,6 @@ from pycomm.optim.muon import MuonMatrices
 from pycomm.optim.shards import ModelShards
 from pycomm.optim.weight_decay import multiply_factors, without_decay
 
-__all__ = ["LocalSGD"]
-
 
 class LocalSGD(LocalState):
     """Steps a torch optimizer and periodically averages parameters (Lin et al., arXiv 1808.07217).

@@ -33,8 +33,6 @@ from pycomm.optim.moments import load_mean_state, mean_state
 from pycomm.optim.muon import MuonMatrices
 from pycomm.optim.shards import ModelShards
 
-__all__ = ["LocalState"]
-
 COUNTS: dict[str, Check] = {
     "step_count": whole,
     "last_sync": whole,

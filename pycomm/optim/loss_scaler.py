@@ -14,8 +14,6 @@ from pycomm._arguments import Check, check_fields, number, positive, whole
 from pycomm._training.arguments import check_scalar, device_of
 from pycomm.errors import InvalidArgument
 
-__all__ = ["StaticLossScaler", "refuse_unscaled"]
-
 OF_A_SCALER: dict[str, Check] = {
     "scale": functools.partial(positive, other=""),
     "growth_factor": number,

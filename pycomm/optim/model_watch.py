@@ -12,8 +12,6 @@ from torch import nn
 from pycomm._training.parameters import unknown_parameter
 from pycomm.errors import InvalidArgument
 
-__all__ = ["ModelWatch"]
-
 
 class ModelWatch:
     """Notices parameters that ranks do not share, and weights that were loaded.

@@ -15,8 +15,6 @@ from pycomm._training import coalesced
 from pycomm._training.shards import as_shard, local_shard
 from pycomm.group import Group
 
-__all__ = ["load_mean_state", "mean_state"]
-
 
 def mean_state(optimizer: torch.optim.Optimizer, group: Group) -> dict[str, Any]:
     """Collective. A copy of optimizer.state_dict() with the mean of all moments.

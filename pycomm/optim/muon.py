@@ -21,8 +21,6 @@ from pycomm import collectives
 from pycomm.errors import InvalidArgument, Unsupported
 from pycomm.group import Group
 
-__all__ = ["MuonMatrices"]
-
 DECAY = 0.99  # of the running mean square
 KEY = "mean_squares"  # of a state: float64 [matrices, 2], see MuonMatrices
 

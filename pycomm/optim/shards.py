@@ -20,8 +20,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from pycomm._training.shards import check_replicas, check_sharded, on_all, replica_group
 from pycomm.errors import Error, InvalidArgument
 
-__all__ = ["ModelShards"]
-
 
 class ModelShards:
     """The ranks that hold a replica of a model, and those that hold this rank's shard of it.

@@ -13,8 +13,6 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["multiply_factors", "without_decay"]
-
 
 def _decoupled_groups(optimizer: torch.optim.Optimizer) -> Iterator[dict[str, Any]]:
     """The parameter groups with decoupled weight decay, as far as torch's options tell."""

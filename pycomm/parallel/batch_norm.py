@@ -25,8 +25,6 @@ from pycomm.default_group import chosen, default
 from pycomm.errors import InvalidArgument
 from pycomm.group import Group
 
-__all__ = ["SyncBatchNorm"]
-
 MOST_CHANNELS = 2**31 - 1
 
 

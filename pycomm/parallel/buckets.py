@@ -20,8 +20,6 @@ from pycomm._core_api import arrays
 from pycomm.errors import InvalidArgument
 from pycomm.group import Group
 
-__all__ = ["Bucket", "Limits", "Slot", "fuse", "slots_of"]
-
 MB = 1 << 20
 FIRST_BYTES = MB  # a small first bucket starts communication early (as in torch's DDP)
 

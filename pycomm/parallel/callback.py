@@ -18,8 +18,6 @@ from pycomm._training.communicators import CommunicatorPool, tag_of
 from pycomm.errors import Unsupported
 from pycomm.group import Group
 
-__all__ = ["make_allreduce_cb"]
-
 PACK_BYTES = 4 << 20  # a pack is sent at this size
 
 

@@ -33,8 +33,6 @@ from pycomm.parallel.exchange import DenseExchange, Exchange
 from pycomm.parallel.reducer import Reducer, check_unwrapped
 from pycomm.parallel.replicas import check_equal, check_layout
 
-__all__ = ["DataParallel"]
-
 
 class DataParallel(nn.Module):
     """A module whose gradients are averaged over all ranks during the backward pass.

@@ -15,8 +15,6 @@ from pycomm._training.communicators import CommunicatorPool
 from pycomm._training.loss_scale import LossScale
 from pycomm.elastic.change import GroupChange
 
-__all__ = ["DenseExchange", "Exchange"]
-
 
 class Exchange(Protocol):
     """Takes the buckets of one backward pass, in the same order on all ranks, then ends the pass.

@@ -29,8 +29,6 @@ from pycomm.parallel.buckets import Bucket, Limits, Slot, fuse
 from pycomm.parallel.exchange import Exchange
 from pycomm.parallel.rows import average_rows
 
-__all__ = ["Reducer", "check_unwrapped"]
-
 _lock, _collecting = threading.Lock(), threading.Lock()  # ranks may be threads
 _live: weakref.WeakSet[Reducer] = weakref.WeakSet()
 

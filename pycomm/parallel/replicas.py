@@ -12,8 +12,6 @@ from pycomm import collectives
 from pycomm.errors import Mismatch
 from pycomm.group import Group
 
-__all__ = ["check_equal", "check_layout"]
-
 
 def check_layout(named: Sequence[tuple[str, Tensor]], group: Group) -> None:
     """Raises Mismatch, on every rank, if names, shapes, dtypes or kinds of device differ."""

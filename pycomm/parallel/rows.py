@@ -12,8 +12,6 @@ from pycomm import collectives
 from pycomm.errors import Unsupported
 from pycomm.group import Group
 
-__all__ = ["average_rows"]
-
 
 def average_rows(gradient: Tensor | None, like: Tensor, group: Group) -> Tensor:
     """The mean of the ranks' sparse gradients [rows, *row]; the same bits on every rank.

@@ -11,10 +11,9 @@ Arguments have the shapes and dtypes of the kernels and are not validated: inval
 NumPy's errors (IndexError, ValueError) or give undefined results.
 """
 
-from pycomm.reference.groups import Update as Update  # documented, but not by `import *`
-from pycomm.reference.groups import group_elements, topk_groups, update_step
-from pycomm.reference.kernels import Step as Step  # documented, but not by `import *`
+from pycomm.reference.groups import Update, group_elements, topk_groups, update_step
 from pycomm.reference.kernels import (
+    Step,
     cast,
     clip,
     clip_scale,
@@ -36,6 +35,8 @@ from pycomm.reference.kernels import (
 from pycomm.reference.quantized import dequantize, quantize
 
 __all__ = [
+    "Step",
+    "Update",
     "cast",
     "clip",
     "clip_scale",

@@ -14,17 +14,6 @@ import numpy as np
 
 from pycomm.reference.kernels import cast
 
-__all__ = [
-    "INDEX_CODES",
-    "VALUE_CODES",
-    "encode",
-    "read_values",
-    "unpack",
-    "varint",
-    "write_indices",
-    "write_values",
-]
-
 Array = Any  # a NumPy array
 INDEX_CODES = ("list", "bitmap", "rice")
 VALUE_CODES = ("float32", "bfloat16", "2bit", "1bit", "3bit")

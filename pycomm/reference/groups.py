@@ -14,8 +14,6 @@ import numpy as np
 from pycomm.reference import compact
 from pycomm.reference.kernels import topk
 
-__all__ = ["Update", "group_elements", "topk_groups", "update_step"]
-
 Array = Any  # a NumPy array
 MAGIC = b"PL\x02"
 

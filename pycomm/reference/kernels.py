@@ -9,26 +9,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-__all__ = [
-    "cast",
-    "clip",
-    "clip_scale",
-    "decode_sum",
-    "decode_update",
-    "dgc_rollback",
-    "dgc_step",
-    "encode",
-    "fma",
-    "magnitude",
-    "momentum_mask",
-    "norm",
-    "reduce",
-    "scatter_add",
-    "threshold",
-    "topk",
-    "unpack",
-]
-
 Array = Any  # a NumPy array, of a float dtype unless stated otherwise
 Packet = tuple[Array, Array]  # indices int32 [k], ascending, and values [k]
 

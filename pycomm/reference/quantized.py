@@ -10,8 +10,6 @@ import numpy as np
 from pycomm.reference import compact
 from pycomm.reference.kernels import cast
 
-__all__ = ["dequantize", "quantize"]
-
 Array = Any  # a NumPy array
 MOST_STEPS = 127
 MOST_STEP = np.float32(float.fromhex("0x1.020406p+121"))  # MOST_STEPS of them are finite

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from pycomm import _core
 from pycomm._arguments import integer, one_of, path, plain_text, seconds
 
-__all__ = ["FaultPlan"]
-
 MOST = 2**31 - 1  # of a number of bytes or of a rank
 ACTIONS = ("disconnect", "kill", "stop", "delay", "throttle", "corrupt")
 

@@ -15,8 +15,6 @@ from pycomm.errors import PeerLost, Timeout
 from pycomm.group import Group
 from pycomm.testing.threads import join
 
-__all__ = ["ProcessRanks"]
-
 
 class ProcessRanks:
     """Ranks as processes that meet in a store of this process; pipes return the results."""

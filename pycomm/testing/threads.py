@@ -11,8 +11,6 @@ from pycomm import _core, config
 from pycomm.default_group import as_thread_default
 from pycomm.group import Group
 
-__all__ = ["ThreadRanks", "join"]
-
 
 def join(store: _core.Store, rank: int, options: dict[str, Any]) -> Group:
     """Connects this rank to the group."""

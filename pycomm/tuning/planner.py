@@ -27,8 +27,6 @@ from pycomm.compress.cost_model import Coding, Link, measure_coding, predicted
 from pycomm.compress.schedule import Load, code_at, to_send
 from pycomm.errors import InvalidArgument
 
-__all__ = ["Expected", "best", "expected", "main", "plan", "table"]
-
 RATES_GBIT = (1.0, 10.0, 100.0)
 RANKS = (2, 8, 64, 512, 4096)
 CALL_S = 1e-4  # latency of a message between hosts
@@ -65,7 +63,8 @@ def plan(
         local_steps: of LocalSGD: steps between two averages.
 
     Returns:
-        A prediction for each bandwidth and number of ranks.
+        A prediction for each bandwidth `gbit` and number of `ranks`: `seconds` of a step, by
+        method.
 
     Raises:
         InvalidArgument: the model has no parameters, or a number is out of its range.

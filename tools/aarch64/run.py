@@ -31,7 +31,7 @@ WORK = ROOT / "build" / "aarch64"
 SYSTEM, SITE, LIB, STUBS = (WORK / name for name in ("root", "site", "lib", "stubs"))
 PYTHON = SYSTEM / "usr" / "bin" / "python3.11"
 DEBIAN = ["python3.11", "libpython3.11-dev", "libssl3", "libstdc++6", "zlib1g"]
-PACKAGES = ["numpy", "setuptools>=77", "pybind11>=3.0"]
+PACKAGES = ["lazy_loader", "numpy", "setuptools>=77", "pybind11>=3.0"]
 TORCH = ["torch==2.13.0", "typing_extensions", "sympy", "networkx", "jinja2", "filelock"]
 TORCH += ["fsspec", "mpmath", "markupsafe"]
 WHEELS = ["manylinux2014_aarch64", "manylinux_2_27_aarch64", "manylinux_2_28_aarch64", "any"]

@@ -211,7 +211,7 @@ def direct(arrays: Arrays) -> Call:
         sent.wait()
 
     def overlap() -> None:
-        works = [
+        works: list[pycomm.Work] = [
             pycomm.send(x, following, async_op=True),
             pycomm.recv(out, previous, async_op=True),
         ]

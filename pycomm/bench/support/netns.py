@@ -32,8 +32,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-__all__ = ["RATE", "Counters", "Host", "Network", "behind", "enter", "missing"]
-
 RATE = re.compile(r"(\d+)(mbit|gbit)")  # of a link, in tc's format
 CLONE_NEWNET = 0x40000000
 
