@@ -130,7 +130,7 @@ class ShardedTraining:
             self.optimizer.step()
             self.step_count = step
         held, states = self._held_states(group, change.is_new)
-        shared = copy_state(self._shared_state(change), change.source, group, change.new)
+        shared = copy_state(self._shared_state(change), change)
         buffers = self._buffers(change)
         made = _built(self._build, group)
         _load(made, self._take(made[0], states, held, group), shared, buffers)
@@ -197,9 +197,7 @@ class ShardedTraining:
     def _buffers(self, change: GroupChange) -> dict[str, Tensor]:
         """Collective. Those of this rank; of a new one those of the most advanced rank."""
         mine = None if change.is_new else dict(self.model.named_buffers())
-        found: dict[str, Tensor] = copy_state(
-            mine, change.source, change.group, change.new, new_only=True
-        )
+        found: dict[str, Tensor] = copy_state(mine, change, new_only=True)
         return found
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from pycomm import _core, collectives
 from pycomm._arguments import integer, refuse
 from pycomm.default_group import chosen
+from pycomm.elastic.change import GroupChange
 from pycomm.errors import Error, InvalidArgument, Mismatch, Unsupported
 from pycomm.group import Group
 from pycomm.objects import all_gather_object
@@ -64,25 +65,34 @@ def sync_state(state: Any, step: int, *, group: Group | None = None) -> tuple[An
     return states.copy(sources[0], range(group.size)), most
 
 
-def copy_state(
-    state: Any, source: int, group: Group, new: Collection[int], new_only: bool = False
-) -> Any:
-    """Sends the state of rank `source` to the others. Collective.
+def copy_state(state: Any, change: GroupChange, new_only: bool = False) -> Any:
+    """Sends the state of the most advanced rank to the others. Collective.
 
     The ranks whose state is equal, by SHA-256, send a share of it at once.
 
     Args:
-        state: as of sync_state.
-        source: a rank that has the state.
-        group: the ranks.
-        new: ranks without a state, whose `state` is not used.
+        state: as of sync_state; that of new ranks is not used.
+        change: to the group of the ranks.
         new_only: only the new ranks get the state.
 
     Returns:
-        The state of `source`; or `state` itself, if it is equal or is not to be replaced.
+        The state of that rank; or `state` itself, if it is equal or is not to be replaced.
     """
-    states = RankStates(state, group.rank in new, 0, group)
-    return states.copy(source, new if new_only else range(group.size))
+    states = RankStates(state, change.is_new, 0, change.group)
+    return states.copy(change.source, change.new if new_only else range(change.group.size))
+
+
+def load_copy(
+    tensors: Sequence[Tensor], objects: Sequence[Any], change: GroupChange, new_only: bool = False
+) -> None:
+    """As copy_state(), of tensors and of the states of objects, which are changed in place."""
+    state = [tensors, [one.state_dict() for one in objects]]
+    found = copy_state(state, change, new_only)
+    if found is not state:
+        for tensor, content in zip(tensors, found[0], strict=True):
+            tensor.detach().copy_(content)
+        for one, content in zip(objects, found[1], strict=True):
+            one.load_state_dict(content)
 
 
 def check_stateful(objects: Iterable[Any]) -> None:

@@ -25,7 +25,7 @@ from pycomm._training.shards import local_shard
 from pycomm.compress.state import VERSION, sources_of
 from pycomm.compress.updates import UpdateCompressor
 from pycomm.elastic.change import GroupChange, Membership, ShrinkResult
-from pycomm.elastic.state import check_replicated, copy_state
+from pycomm.elastic.state import check_replicated, load_copy
 from pycomm.errors import InvalidArgument, Unsupported
 from pycomm.group import DEFAULT_WAIT_S, Group
 from pycomm.optim.model_watch import ModelWatch
@@ -173,26 +173,13 @@ class LocalState:
         together = self.optimizer if self._averages_gradients(last) else None
         muon = None if self._muon is None else self._muon.optimizer
         optimizers = [one for one in (together, self.outer, muon) if one is not None]
-        state = [self._snapshot, [one.state_dict() for one in optimizers]]
-        found = copy_state(state, change.source, self._group, change.new)
-        if found is not state:
-            for snapshot, content in zip(self._snapshot, found[0], strict=True):
-                snapshot.copy_(content)
-            for optimizer, content in zip(optimizers, found[1], strict=True):
-                optimizer.load_state_dict(content)
+        load_copy(self._snapshot, optimizers, change)
 
     def _take_local(self, change: GroupChange, others: Sequence[Any]) -> None:
         """New ranks get what differs by rank from the most advanced one."""
         squares = [] if self._muon is None else [self._muon.mean_squares]
-        loaded = [self.optimizer, *others]
         tensors = [*self._constants, *squares]
-        state = [tensors, [one.state_dict() for one in loaded]]
-        found = copy_state(state, change.source, self._group, change.new, new_only=True)
-        if found is not state:
-            for tensor, content in zip(tensors, found[0], strict=True):
-                tensor.detach().copy_(content)
-            for one, content in zip(loaded, found[1], strict=True):
-                one.load_state_dict(content)
+        load_copy(tensors, [self.optimizer, *others], change, new_only=True)
 
     def _numbers(self) -> dict[str, Any]:
         """Plain values that are the same on all ranks."""

@@ -24,7 +24,7 @@ from pycomm.compress.dgc import DGC, compressor_of
 from pycomm.compress.quantized_gradients import QuantizedGradients, exchange_of
 from pycomm.default_group import chosen
 from pycomm.elastic.change import Membership, ShrinkResult
-from pycomm.elastic.state import check_replicated, check_stateful, copy_state
+from pycomm.elastic.state import check_replicated, check_stateful, load_copy
 from pycomm.errors import InvalidArgument, Unsupported
 from pycomm.group import DEFAULT_WAIT_S, Group
 from pycomm.parallel.batch_norm import SyncBatchNorm
@@ -289,14 +289,7 @@ class DataParallel(nn.Module):
                 layer.group = self._group
         if change.new:
             check_layout(self._named_tensors(), self._group)
-        tensors = [tensor for _, tensor in self._named_tensors()]
-        state = [tensors, [other.state_dict() for other in others]]
-        found = copy_state(state, change.source, self._group, change.new)
-        if found is not state:
-            for tensor, content in zip(tensors, found[0], strict=True):
-                tensor.detach().copy_(content)
-            for other, content in zip(others, found[1], strict=True):
-                other.load_state_dict(content)
+        load_copy([tensor for _, tensor in self._named_tensors()], others, change)
         (step,) = change.counts
         lost = self._exchange.resume(change, reducer.passes < step)
         reducer.resume(step, change.source)
