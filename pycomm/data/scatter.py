@@ -19,7 +19,7 @@ from pycomm import collectives, objects
 from pycomm._arguments import integer, refuse
 from pycomm._core_api import arrays
 from pycomm._training.arguments import device_of
-from pycomm.data.nested import flattened
+from pycomm.data.nested import flattened, on_values
 from pycomm.default_group import chosen
 from pycomm.errors import InvalidArgument
 from pycomm.group import Group
@@ -173,10 +173,9 @@ def _rows(tensors: list[Tensor], size: int) -> list[int]:
 
 def _filled(outline: Any, parts: list[Tensor]) -> Any:
     """The outline with the tensors in place of their numbers."""
-    if isinstance(outline, str) and outline.startswith("\0"):
-        return parts[int(outline[1:])]
-    if isinstance(outline, dict):
-        return {key: _filled(part, parts) for key, part in outline.items()}
-    if isinstance(outline, (list, tuple)):
-        return type(outline)(_filled(part, parts) for part in outline)
-    return outline
+
+    def part(value: Any) -> Any:
+        numbered = isinstance(value, str) and value.startswith("\0")
+        return parts[int(value[1:])] if numbered else value
+
+    return on_values(outline, part)
