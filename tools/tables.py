@@ -11,6 +11,7 @@ several files, the first that exists is read.
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import statistics
@@ -165,8 +166,14 @@ def fields(data: Row, spec: Row) -> Lines:
     for shown in spec["tables"]:
         rows = data[shown["rows"]] if shown["rows"] else [data]
         names: dict[str, str] = shown["fields"]
-        lines += table([*names.values()], ([cell(key, row[key]) for key in names] for row in rows))
+        cells = ([cell(key, _field(row, key)) for key in names] for row in rows)
+        lines += table([*names.values()], cells)
     return lines
+
+
+def _field(row: Row, key: str) -> Any:
+    """The value of a field; "a.b" is field b of field a."""
+    return functools.reduce(lambda value, name: value[name], key.split("."), row)
 
 
 def kernels(data: Row, spec: Row) -> Lines:
@@ -198,29 +205,6 @@ def convergence(data: Row, spec: Row) -> Lines:
     return table([*header, "fewer bytes, whole run", "images or texts per second"], cells)
 
 
-def failures(data: Row, spec: Row) -> Lines:
-    """When survivors receive the error, and when a new group works."""
-    cells = []
-    for row in data["rows"]:
-        names = [label(row[key]) for key in ("backend", "ranks")]
-        figures = [_late(row[key], f) for key in ("noticed_ms", "works_ms") for f in FIGURES]
-        share = 100 * row["named"] / row["survivors"]
-        cells.append([*names, row["survivors"], *figures, f"{share:.0f}"])
-    header = ["backend", "ranks", "survivors", "error, ms", "worst, ms"]
-    return table([*header, "new group, ms", "its worst, ms", "error names the rank, %"], cells)
-
-
-def faults(data: Row, spec: Row) -> Lines:
-    """Cases by fault and transport, and when survivors receive the error."""
-    cells = []
-    for row in data["rows"]:
-        figures = [_late(row["noticed_ms"], figure) for figure in FIGURES]
-        names = (label(row["action"]), label(row["transport"]))
-        cells.append([*names, row["cells"], row["violations"], *figures])
-    header = ["fault", "transport", "cases", "violations", "error, ms", "worst, ms"]
-    return table(header, cells)
-
-
 def pairs(data: Row, spec: Row) -> Lines:
     """A row for each measurement: the mean of a baseline and of ours, and the gain."""
     header = ["measurement", "baseline", "pycomm", "gain", "command", "results"]
@@ -243,16 +227,8 @@ def _pair(spec: Row) -> list[str]:
     return [spec["what"], *shown, gain, f"`{spec['command']}`", f"[json]({file})"]
 
 
-FIGURES = ("median", "worst")
-
-
-def _late(summary: Row, figure: str) -> str:
-    return number(summary[figure]) if summary["count"] else ""
-
-
 LAYOUTS: dict[str, Callable[[Row, Row], Lines]] = {
-    layout.__name__: layout
-    for layout in (pivot, fields, kernels, convergence, failures, faults, pairs)
+    layout.__name__: layout for layout in (pivot, fields, kernels, convergence, pairs)
 }
 
 
