@@ -51,42 +51,37 @@ class Ranks:
             self._context.set_forkserver_preload(LOADED)
         self._file, self._ready, self._body = file, ready, body
         self._secret = secrets.token_hex(32)
-        self._next: tuple[Any, Connection] | None = None
+        self._next: Child | None = None
         self.waited_s = 0.0  # for processes to start, after kills
         given = {"size": size, "master": f"127.0.0.1:{free_port()}", "elastic": file}
         self._ranks = [self._start({**given, "rank": rank}) for rank in range(size)]
 
     def __enter__(self) -> Ranks:
-        for _, pipe in self._ranks:
-            _receive(pipe, "up")
+        for rank in self._ranks:
+            rank.receive("up")
         self.prepare()
         return self
 
     def __exit__(self, *_: object) -> None:
-        for process, pipe in [*self._ranks, *([self._next] if self._next else [])]:
-            process.kill()
-            process.join()
-            pipe.close()
+        for rank in [*self._ranks, *([self._next] if self._next else [])]:
+            rank.end()
 
     def form(self, *args: Any) -> None:
         """Lets the ranks form the group and run the body."""
-        for _, pipe in self._ranks:
-            pipe.send(args)
+        for rank in self._ranks:
+            rank.pipe.send(args)
 
     def replace(self, victim: int, *args: Any) -> float:
         """Kills a rank and lets a process take its place. Returns when the rank was killed, in
         seconds of time.monotonic()."""
-        process, pipe = self._ranks[victim]
-        os.kill(process.pid, signal.SIGKILL)
-        killed_s = time.monotonic()
+        killed, killed_s = self._ranks[victim], self._ranks[victim].kill()
         if self._next is None:
             self._prepare()
             self.waited_s += time.monotonic() - killed_s
         assert self._next is not None
         self._ranks[victim], self._next = self._next, None
-        self._ranks[victim][1].send((victim, *args))
-        process.join()
-        pipe.close()
+        self._ranks[victim].pipe.send((victim, *args))
+        killed.end()
         return killed_s
 
     def prepare(self) -> None:
@@ -96,17 +91,17 @@ class Ranks:
 
     def answers(self, kind: str) -> dict[int, Any]:
         """The next answer of that kind of each rank; others are dropped."""
-        return {rank: _receive(pipe, kind) for rank, (_, pipe) in enumerate(self._ranks)}
+        return {number: rank.receive(kind) for number, rank in enumerate(self._ranks)}
 
     def joined(self, rank: int) -> tuple[float, float]:
         """When the rank called init() or join(), and when it had the group."""
-        begin_s, end_s = _receive(self._ranks[rank][1], "joined")
+        begin_s, end_s = self._ranks[rank].receive("joined")
         return begin_s, end_s
 
     def poll(self, until_s: float) -> Iterator[tuple[int, str, Any]]:
         """Answers of all ranks as they come, until a moment of time.monotonic() or until all have
         ended."""
-        pipes = {pipe: rank for rank, (_, pipe) in enumerate(self._ranks)}
+        pipes = {rank.pipe: number for number, rank in enumerate(self._ranks)}
         while pipes and (left_s := until_s - time.monotonic()) > 0:
             for pipe in wait(list(pipes), left_s):
                 assert isinstance(pipe, Connection)
@@ -115,35 +110,53 @@ class Ranks:
                 except EOFError:  # it has ended
                     del pipes[pipe]
                     continue
-                yield (pipes[pipe], *_checked(answer))
+                yield (pipes[pipe], *checked(answer))
 
     def _prepare(self) -> None:
         self._next = self._start({"file": self._file})
-        _receive(self._next[1], "up")
+        self._next.receive("up")
 
-    def _start(self, given: dict[str, Any]) -> tuple[Any, Connection]:
-        ours, theirs = self._context.Pipe()
+    def _start(self, given: dict[str, Any]) -> Child:
         given = {"secret": self._secret, "timeout_s": LIMIT_S, **given}
-        process = self._context.Process(target=_main, args=(theirs, given, self._body), daemon=True)
-        process.start()
+        return Child(self._context, _main, given, self._body)
+
+
+class Child:
+    """A process that runs main(pipe, *args) and sends answers: a kind and a value, or an error."""
+
+    def __init__(self, context: Any, main: Callable[..., None], *args: Any) -> None:
+        self.pipe, theirs = context.Pipe()
+        self.process = context.Process(target=main, args=(theirs, *args), daemon=True)
+        self.process.start()
         theirs.close()
-        return process, ours
+
+    def receive(self, kind: str) -> Any:
+        """Its next answer of that kind; others are dropped."""
+        end = time.monotonic() + LIMIT_S
+        while True:
+            if not self.pipe.poll(max(0.0, end - time.monotonic())):
+                raise RuntimeError(f"a rank did not answer {kind} within {LIMIT_S} s")
+            found, value = checked(self.pipe.recv())
+            if found == kind:
+                return value
+
+    def kill(self) -> float:
+        """Kills it; returns when, in seconds of time.monotonic()."""
+        os.kill(self.process.pid, signal.SIGKILL)
+        return time.monotonic()
+
+    def end(self) -> None:
+        """Kills it, if it still runs, and waits."""
+        self.process.kill()
+        self.process.join()
+        self.pipe.close()
 
 
-def _checked(answer: Answer) -> Answer:
+def checked(answer: Answer) -> Answer:
+    """The answer. Raises RuntimeError if it is an error."""
     if answer[0] == "error":
         raise RuntimeError(answer[1])
     return answer
-
-
-def _receive(pipe: Connection, kind: str) -> Any:
-    end = time.monotonic() + LIMIT_S
-    while True:
-        if not pipe.poll(max(0.0, end - time.monotonic())):
-            raise RuntimeError(f"a rank did not answer {kind} within {LIMIT_S} s")
-        found, value = _checked(pipe.recv())
-        if found == kind:
-            return value
 
 
 def _main(pipe: Connection, given: dict[str, Any], body: Body) -> None:

@@ -9,9 +9,7 @@ has made an all_reduce in the new group, `join_ms` that of the new process from 
 from __future__ import annotations
 
 import multiprocessing
-import os
 import random
-import signal
 import statistics
 import time
 import traceback
@@ -23,10 +21,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from benchmarks.reliability.elastic_ranks import LIMIT_S, Child
 from benchmarks.support import command
 
 DIST: Any = dist  # torch's types have neither reconfigure nor the stores
-LIMIT_S = 60.0
 LOADED = ["torch.distributed", "pycomm.torch_backend"]
 BACKENDS = ("gloo", "pycomm")
 
@@ -45,52 +43,27 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-class Process:
-    """A process with a group that is not connected yet."""
-
-    def __init__(self, context: Any, *args: Any) -> None:
-        self.pipe, theirs = context.Pipe()
-        self.process = context.Process(target=_main, args=(theirs, *args), daemon=True)
-        self.process.start()
-        theirs.close()
-
-    def receive(self) -> Any:
-        """Its next answer."""
-        if not self.pipe.poll(LIMIT_S):
-            raise RuntimeError(f"a rank did not answer within {LIMIT_S} s")
-        kind, value = self.pipe.recv()
-        if kind == "error":
-            raise RuntimeError(value)
-        return value
-
-    def kill(self) -> float:
-        """Returns when, in seconds of time.monotonic()."""
-        os.kill(self.process.pid, signal.SIGKILL)
-        return time.monotonic()
-
-
 def measure(backend: str, size: int, rounds: int) -> dict[str, Any]:
     """Replaces a rank `rounds` times."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(LOADED)
     choose, kills, joins = random.Random(size), [], []
     store = DIST.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    ranks = [Process(context, backend, rank, size, store.port) for rank in range(size)]
-    handles = [one.receive() for one in ranks]
+    ranks = [Child(context, _main, backend, rank, size, store.port) for rank in range(size)]
+    handles = [one.receive("handle") for one in ranks]
     connect(0, ranks, handles)
     for number in command.progress(range(rounds), f"{backend}, {size} ranks"):
         victim = choose.randrange(size)
-        new = Process(context, backend, victim, size, store.port)
-        handle = new.receive()
+        new = Child(context, _main, backend, victim, size, store.port)
+        handle = new.receive("handle")
         killed_s = ranks[victim].kill()
-        ranks[victim].process.join()
+        ranks[victim].end()
         ranks[victim], handles[victim] = new, handle
         times = connect(1 + number, ranks, handles)
         kills.append(1e3 * (max(end for _, end in times) - killed_s))
         joins.append(1e3 * (times[victim][1] - times[victim][0]))
     for one in ranks:
-        one.kill()
-        one.process.join()
+        one.end()
     return {
         "backend": backend,
         "ranks": size,
@@ -102,12 +75,12 @@ def measure(backend: str, size: int, rounds: int) -> dict[str, Any]:
     }
 
 
-def connect(number: int, ranks: Sequence[Process], handles: list[str]) -> list[tuple[float, float]]:
+def connect(number: int, ranks: Sequence[Child], handles: list[str]) -> list[tuple[float, float]]:
     """Reconfigures all; returns the begin and the end of each rank. The handles of a group differ
     from those before it: the new ones replace them."""
     for one in ranks:
         one.pipe.send((number, handles))
-    found = [one.receive() for one in ranks]
+    found = [one.receive("times") for one in ranks]
     handles[:] = [handle for *_, handle in found]
     return [(begin_s, end_s) for begin_s, end_s, _ in found]
 
