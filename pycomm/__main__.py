@@ -17,7 +17,7 @@ MODULES = {  # by command
     "top": "observe.top",
     "doctor": "observe.doctor",
 }
-NEEDS = {"launch": "torch", "plan": "torch", "top": "rich"}  # the optional package of a command
+NEEDS = {"launch": "torch", "plan": "torch"}  # the optional package of a command
 
 
 def parser() -> argparse.ArgumentParser:
@@ -78,12 +78,13 @@ def _launch(rest: Sequence[str]) -> int:
 
 
 def _info(flight: Sequence[str] | None) -> int:
+    from pycomm._tables import console
     from pycomm.errors import InvalidArgument
     from pycomm.observe import flight_report as records
     from pycomm.observe import info
 
     try:
-        print(records.report(flight) if flight else info.report())
+        console().print(records.report(flight) if flight else info.report())
     except InvalidArgument as error:  # a file is not a flight record
         print(f"pycomm: {error}", file=sys.stderr)
         return 1

@@ -36,7 +36,7 @@ from xml.etree import ElementTree
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from pycomm.bench.support import machine, summaries  # noqa: E402 - the path comes first
+from pycomm.bench.support import summaries  # noqa: E402 - the path comes first
 from tools.torch_headers import VERSIONS  # noqa: E402 - likewise
 
 OUT = ROOT / "build" / "matrix"
@@ -192,7 +192,7 @@ def store(path: Path, new: dict[str, Any]) -> None:
     kept = [row for row in old if (row["python"], row["torch"]) != (new["python"], new["torch"])]
     rows = [*kept, new]
     rows.sort(key=lambda row: [int(n) for n in re.findall(r"\d+", row["python"] + row["torch"])])
-    summaries.write(path, {"machine": machine.describe(), "rows": rows})
+    summaries.store(path, rows=rows)
 
 
 def main() -> None:

@@ -19,7 +19,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from torch.multiprocessing.spawn import ProcessException
 
 from benchmarks.support import command
 from pycomm.bench.collectives.peers import OURS, PEERS, Groups, Peer
@@ -81,19 +80,15 @@ def main(argv: Sequence[str]) -> int:
         by_case.setdefault(reported[0].case, {})[rank] = reported
 
     peers = [known[name] for name in options.peers]
-    try:
-        with tempfile.NamedTemporaryFile() as flags:
-            barrier_file(flags, options.ranks)
-            args = (Path(flags.name), peers, cases, options.rounds, options.idle)
-            processes.run(_work, args, options.ranks, on_message)
-    except ProcessException as error:
-        command.CONSOLE.print(f"a rank failed\n{error}", style="red", markup=False)
-        return 1
+    with tempfile.NamedTemporaryFile() as flags:
+        barrier_file(flags, options.ranks)
+        args = (Path(flags.name), peers, cases, options.rounds, options.idle)
+        processes.run(_work, args, options.ranks, on_message)
     rows = [row for of in by_case.values() for row in rows_of([of[rank] for rank in sorted(of)])]
     settings = {name: getattr(options, name) for name in ("ranks", "rounds", "peers")}
     command.report(options.json, settings=settings, rows=[asdict(row) for row in rows])
     for message in (messages := faults(rows)):
-        command.CONSOLE.print(message, style="red", markup=False)
+        command.CONSOLE.print(message, style="red")
     return 1 if messages else 0
 
 

@@ -24,36 +24,36 @@ from __future__ import annotations
 import argparse
 import contextlib
 import itertools
-import json
+import os
 import re
 import secrets
 import ssl
 import statistics
-import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter
+from matplotlib.axes import Axes
 
-from benchmarks.collectives import sockets
-from benchmarks.collectives.link_rank import Orders, RankTimes
+from benchmarks.collectives import link_rank, sockets
+from benchmarks.collectives.link_rank import RankTimes, Request
 from benchmarks.support import command, delayed_link
 from benchmarks.support.command import CONSOLE, UNSHAPED, bytes_s
 from benchmarks.support.delayed_link import DelayedLink, LinkSettings
 from benchmarks.training import steps
+from pycomm._command_line import numbers
+from pycomm._tables import Table
 from pycomm.bench.collectives import table, worker
 from pycomm.bench.collectives.peers import ENCRYPTED
-from pycomm.bench.collectives.plot import COLORS
 from pycomm.bench.collectives.verbs import VERBS
-from pycomm.bench.support import machine
+from pycomm.bench.support import machine, plots, processes, summaries
 from pycomm.bench.support.netns import Network, missing
 from pycomm.bench.support.sizes import format_size, names, parse_sizes
 
 SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
+SHARES = numbers(float, lambda n: n >= 0, "at least 0")
 NEITHER = LinkSettings()  # delay nor loss
 CONTESTANTS = ["pycomm", "pycomm-direct", ENCRYPTED.name, "gloo", sockets.NAME]
 
@@ -96,24 +96,21 @@ def main(argv: Sequence[str]) -> int:
         print(f"pycomm bench links {why}", file=sys.stderr)
         return 2
     found: list[Row] = []
-    try:
-        with command.bar() as bar:
-            cases = len(options.ops) * len(options.sizes) * len(options.pauses)
-            task = bar.add_task("", total=cases * len(options.rates) * len(options.loss))
-            CONSOLE.print(HEADER)
-            for rate, loss in itertools.product(options.rates, options.loss):
-                bar.update(task, description=rate)
-                for rows in measure(rate, loss, options):
-                    found += rows
-                    for row in rows:
-                        CONSOLE.print(text(row))
-                    bar.advance(task)
-    except RuntimeError as error:
-        CONSOLE.print(str(error), style="red", markup=False)
-        return 1
-    except KeyboardInterrupt:
-        CONSOLE.print("interrupted")
-        return 130
+    with command.bar() as bar:
+        cases = len(options.ops) * len(options.sizes) * len(options.pauses)
+        task = bar.add_task("", total=cases * len(options.rates) * len(options.loss))
+        shown = Table(COLUMNS)
+
+        def show(rows: list[Row]) -> None:
+            found.extend(rows)
+            for row in rows:
+                add(shown, row)
+            shown.flush(CONSOLE)
+            bar.advance(task)
+
+        for rate, loss in itertools.product(options.rates, options.loss):
+            bar.update(task, description=rate)
+            measure(rate, loss, options, show)
     _store(found, options)
     return 1 if any(row.wrong for row in found) else 0
 
@@ -130,9 +127,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--peers", type=names(CONTESTANTS), default="pycomm,gloo", help=peers)
     parser.add_argument("--rounds", type=int, default=5, help="turns of each contestant")
     parser.add_argument("--delay", type=_seconds, default=0.0, help="one way, such as 50ms")
-    parser.add_argument("--loss", type=_numbers, default=[0.0], help="percent, such as 0,0.1")
+    parser.add_argument("--loss", type=SHARES, default=[0.0], help="percent, such as 0,0.1")
     parser.add_argument("--mtu", type=int, default=1500, help="of links with delay or loss")
-    parser.add_argument("--pauses", type=_numbers, default=[0.0], help="seconds before each call")
+    parser.add_argument("--pauses", type=SHARES, default=[0.0], help="seconds before each call")
     parser.add_argument("--sysctl", action="append", default=[], help="NAME=VALUE, of all hosts")
     return parser
 
@@ -143,14 +140,6 @@ def _seconds(text: str) -> float:
     if not match:
         raise argparse.ArgumentTypeError(f"{text!r} is no duration: write 50ms")
     return float(match[1]) * SECONDS[match[2]]
-
-
-def _numbers(text: str) -> list[float]:
-    """The numbers of a list such as "0,0.1"; none is negative."""
-    numbers = [float(word) for word in text.split(",")]
-    if min(numbers) < 0:
-        raise argparse.ArgumentTypeError(f"{text!r} has a negative number")
-    return numbers
 
 
 @contextlib.contextmanager
@@ -171,11 +160,10 @@ def _network(rate: str, link: LinkSettings, options: argparse.Namespace) -> Iter
         yield net
 
 
-def measure(rate: str, loss: float, options: argparse.Namespace) -> Iterator[list[Row]]:
-    """The rows of each case at one rate and loss, as soon as all ranks have reported.
-
-    Raises RuntimeError if a rank failed; its output is on this process's stderr.
-    """
+def measure(
+    rate: str, loss: float, options: argparse.Namespace, show: Callable[[list[Row]], object]
+) -> None:
+    """Shows the rows of each case at one rate and loss, as soon as all ranks have reported."""
     size = options.hosts * options.ranks_per_host
     cases = [
         (verb, size_bytes, max(1, min(5 if pause_s else 20, 2**26 // size_bytes)), pause_s)
@@ -185,36 +173,23 @@ def measure(rate: str, loss: float, options: argparse.Namespace) -> Iterator[lis
     ]
     limit = 0.0 if rate == UNSHAPED else bytes_s(rate)
     link = LinkSettings(options.delay, limit, loss / 100)
+    waiting: list[list[RankTimes]] = [[] for _ in range(size)]
+
+    def on_message(rank: int, times: RankTimes) -> None:
+        waiting[rank].append(times)
+        while all(waiting):
+            show(rows_of(rate, options.hosts, [of.pop(0) for of in waiting], link))
+
+    os.environ["PYCOMM_SECRET"] = secrets.token_hex(32)  # of the ranks
     with _network(rate, link, options) as net, tempfile.NamedTemporaryFile() as flags:
-        flags.write(bytes(8 * size * worker.SLOT))
-        flags.flush()
-        ranks = []
-        key = secrets.token_hex(32)
-        for rank in range(size):
-            host = net.hosts[rank // options.ranks_per_host]
-            orders = Orders(
-                *(rank, size, net.hosts[0].ipv4(), host.ipv4(), flags.name),
-                *(options.peers, cases, options.rounds, options.delay > 0),
-            )
-            process = host.start(
-                [sys.executable, "-m", "benchmarks.collectives.link_rank"],
-                {"GLOO_SOCKET_IFNAME": "eth0", "PYCOMM_SECRET": key},
-                stdin=subprocess.PIPE,
-                stderr=None,
-            )
-            assert process.stdin is not None
-            process.stdin.write(json.dumps(asdict(orders)) + "\n")
-            process.stdin.flush()
-            ranks.append(process)
-        for _ in cases:
-            yield rows_of(rate, options.hosts, [_receive(process) for process in ranks], link)
-
-
-def _receive(process: subprocess.Popen[str]) -> RankTimes:
-    assert process.stdout is not None
-    if line := process.stdout.readline():
-        return RankTimes(**json.loads(line))
-    raise RuntimeError(f"a rank ended with exit status {process.wait()}; its output is above")
+        worker.barrier_file(flags, size)
+        hosts = [net.hosts[rank // options.ranks_per_host] for rank in range(size)]
+        addresses = [host.ipv4() for host in hosts]
+        request = Request(
+            *(Path(flags.name), addresses, options.peers, cases, options.rounds),
+            far=options.delay > 0,
+        )
+        processes.run(link_rank.work, (request,), size, on_message, [host.name for host in hosts])
 
 
 def rows_of(
@@ -251,22 +226,18 @@ def rows_of(
     return [replace(row, ratio=gloo / row.time_ms if gloo else None) for row in rows]
 
 
-HEADER = (
-    f"{'# rate':8} {'delay':>7} {'loss':>6} {'pause':>6} {'verb':>14} {'size':>6} "
-    f"{'peer':>14} {'time (ms)':>10} {'GB/s':>6} {'% of link':>9} {'vs gloo':>8} "
-    f"{'CPU s/GB':>8} {'#wrong':>6}"
-)
+COLUMNS = {"# rate": "<8", "delay": ">5", "loss": ">5", "pause": ">5", "verb": ">10", "size": ">5"}
+COLUMNS |= {"peer": ">13", "time (ms)": "10.3f", "GB/s": "6.3f", "% of link": ".1f"}
+COLUMNS |= {"vs gloo": ">7", "CPU s/GB": ".2f", "#wrong": ">6"}
 
 
-def text(row: Row) -> str:
-    """One line under HEADER."""
-    line = "-" if row.line_percent is None else f"{row.line_percent:.1f}"
-    ratio = "-" if row.ratio is None else f"{row.ratio:.2f}x"
-    return (
-        f"{row.rate:8} {row.delay_ms:>5g}ms {row.loss_percent:>5g}% {row.pause_s:>5g}s "
-        f"{row.verb:>14} {format_size(row.size_bytes):>6} {row.peer:>14} "
-        f"{row.time_ms:>10.3f} {row.bandwidth_gbs:>6.3f} {line:>9} {ratio:>8} "
-        f"{row.cpu_s_per_gb:>8.2f} {row.wrong:>6}"
+def add(to: Table, row: Row) -> None:
+    """Adds a row to a table of COLUMNS."""
+    link = f"{row.delay_ms:g}ms", f"{row.loss_percent:g}%", f"{row.pause_s:g}s"
+    ratio = None if row.ratio is None else f"{row.ratio:.2f}x"
+    to.add(
+        *(row.rate, *link, row.verb, format_size(row.size_bytes), row.peer, row.time_ms),
+        *(row.bandwidth_gbs, row.line_percent, ratio, row.cpu_s_per_gb, str(row.wrong)),
     )
 
 
@@ -277,33 +248,21 @@ def _store(found: Sequence[Row], options: argparse.Namespace) -> None:
     settings = {name: getattr(options, name) for name in chosen}
     if ENCRYPTED.name in options.peers:
         settings["openssl"] = ssl.OPENSSL_VERSION  # Python's ssl and pycomm load the same copy
-    command.store(options.json, settings=settings, rows=[asdict(row) for row in found])
+    summaries.store(options.json, settings=settings, rows=[asdict(row) for row in found])
     if options.plot:
-        where = machine.describe()
         shape = f"{options.hosts} hosts x {options.ranks_per_host} ranks"
-        draw(options.plot, found, f"{shape}, {where['cpu']}, {where['cores']} cores")
+        draw(options.plot, found, f"{shape}, {machine.caption()}")
 
 
 def draw(path: Path, found: Sequence[Row], caption: str) -> None:
     """Bandwidth over size, a panel for each rate and verb, with the rate of the link."""
-    panels = list(dict.fromkeys((row.rate, row.verb) for row in found))
-    figure = Figure(figsize=(4.2 * len(panels), 3.8), layout="constrained")
-    for axes, (rate, verb) in zip(
-        figure.subplots(1, len(panels), squeeze=False).flat, panels, strict=True
-    ):
-        chosen = [row for row in found if (row.rate, row.verb) == (rate, verb)]
-        for peer in dict.fromkeys(row.peer for row in chosen):
-            own = [row for row in chosen if row.peer == peer]
-            sizes, speeds = [r.size_bytes for r in own], [r.bandwidth_gbs for r in own]
-            axes.plot(sizes, speeds, marker="o", ms=3.5, color=COLORS.get(peer), label=peer)
-        if rate != UNSHAPED:
-            axes.axhline(bytes_s(rate) / 1e9, ls="--", lw=1, color="#d93025", label="link rate")
-        axes.set(xscale="log", xlabel="bytes", ylabel="GB/s of a host", title=f"{verb}, {rate}")
-        axes.set_ylim(bottom=0)
-        axes.set_xticks(sorted({row.size_bytes for row in chosen}), minor=False)
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: format_size(int(x))))
-        axes.minorticks_off()
-        axes.grid(alpha=0.25)
-        axes.legend(frameon=False)
-    figure.suptitle(caption, fontsize=9, color="#5f6368")
-    figure.savefig(path, dpi=150)
+    panels = plots.grouped(found, lambda row: f"{row.verb}, {row.rate}", _panel)
+    plots.save(path, panels, caption, (4.2, 3.8), columns=len(panels))
+
+
+def _panel(own: Sequence[Row], axes: Axes) -> None:
+    if own[0].rate != UNSHAPED:
+        axes.axhline(bytes_s(own[0].rate) / 1e9, label="link rate", **plots.LIMIT)
+    plots.lines(axes, own, ("peer", "size_bytes", "bandwidth_gbs"), ylabel="GB/s of a host")
+    plots.byte_ticks(axes, [row.size_bytes for row in own])
+    axes.set_ylim(bottom=0)

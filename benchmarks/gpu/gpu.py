@@ -8,7 +8,6 @@ with 1 if one failed, with 3 without a GPU. docs/internals/cuda_testing.md expla
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import os
 import re
@@ -21,9 +20,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from benchmarks.support import command
 from benchmarks.support.command import ROOT
-from pycomm.bench.support import machine
+from pycomm import _command_line
+from pycomm.bench.support import machine, summaries
 
 RESULTS = ROOT / "benchmarks" / "results" / "gpu"
 NO_GPU = 3  # the exit status
@@ -61,8 +60,7 @@ class Outcome:
 
 def main(argv: Sequence[str]) -> int:
     """Runs the requested parts; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks gpu", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser = _command_line.parser("bench gpu", __doc__)
     parser.add_argument("--only", nargs="+", metavar="PART", help="these parts alone")
     parser.add_argument("--list", action="store_true", help="name the parts and run none")
     parser.add_argument("--results", type=Path, default=RESULTS, help="a folder (%(default)s)")
@@ -139,7 +137,7 @@ def run(chosen: Sequence[Part], results: Path, names: Sequence[str]) -> int:
         found.append(outcome)
         print(f"== {part.name}: {outcome.failure or 'fine'}, {outcome.seconds:.0f} s", flush=True)
     outcomes = [asdict(outcome) for outcome in found]
-    command.store(results / "gpu.json", gpus=list(names), parts=outcomes)
+    summaries.store(results / "gpu.json", gpus=list(names), parts=outcomes)
     failed = [outcome.name for outcome in found if outcome.failure]
     print(f"{len(found) - len(failed)} of {len(found)} parts are fine; {results} has all output")
     if failed:

@@ -187,7 +187,7 @@ def main(argv: Sequence[str]) -> int:
         job = replace(cell, seed=number)
         reports = run(job)
         if wrong := "; ".join(broken(job, reports)):
-            command.CONSOLE.print(f"{job}\n    {wrong}", markup=False)
+            command.CONSOLE.print(f"{job}\n    {wrong}")
         gone = job.victim if job.processes else None  # it has seen nothing
         noticed = [one.noticed_ms for rank, one in enumerate(reports) if one.error and rank != gone]
         found[job.action, job.transport].append((wrong, noticed))

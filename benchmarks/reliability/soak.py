@@ -86,7 +86,7 @@ def soak(tally: Tally, seed: int, numbers: Iterable[int]) -> None:
         elif tally.epochs > WARM and (now_mb := memory_mb()) > warm_mb + GROWTH_MB:
             wrong.append(f"memory has grown from {warm_mb:.0f} to {now_mb:.0f} MB")
         for complaint in (f"epoch {number} ({job}): {what}" for what in wrong):
-            command.CONSOLE.print(complaint, markup=False)
+            command.CONSOLE.print(complaint)
             tally.complaints.append(complaint)
 
 

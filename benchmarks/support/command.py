@@ -7,17 +7,17 @@ from collections.abc import Iterable, Sized
 from pathlib import Path
 from typing import Any, TypeVar
 
-from rich.console import Console
 from rich.progress import Progress, track
-from rich.table import Table
 
+from pycomm import _command_line
+from pycomm._tables import Table, console
 from pycomm.bench.support import summaries
 from pycomm.bench.support.netns import RATE
 
 T = TypeVar("T")
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-CONSOLE = Console(width=160, soft_wrap=True, highlight=False)
+CONSOLE = console()
 LONGEST = 60  # characters of a text in a table
 UNSHAPED = "none"
 BITS = {"mbit": 1e6, "gbit": 1e9}
@@ -25,15 +25,7 @@ BITS = {"mbit": 1e6, "gbit": 1e9}
 
 def parser(name: str, description: str | None, plot: str = "") -> argparse.ArgumentParser:
     """The command line of a benchmark, with the option --json and, to draw `plot`, --plot."""
-    made = argparse.ArgumentParser(
-        prog=f"pycomm bench {name}",
-        description=description,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    made.add_argument("--json", type=Path, help="where to store the results")
-    if plot:
-        made.add_argument("--plot", type=Path, help=f"where to draw {plot}")
-    return made
+    return _command_line.parser(f"bench {name}", description, plot)
 
 
 def rates(text: str) -> list[str]:
@@ -64,21 +56,13 @@ def report(path: Path | None, **content: Any) -> None:
     """Prints results, lists of rows as tables, and stores them in `path` with the machine."""
     for name, value in content.items():
         if not (isinstance(value, list) and value and isinstance(value[0], dict)):
-            CONSOLE.print(f"{name}: {_text(value)}", markup=False)
+            CONSOLE.print(f"{name}: {_text(value)}")
             continue
-        shown = Table(*value[0], title=name, title_justify="left", box=None)
+        shown = Table(dict.fromkeys(value[0], ""), name)
         for row in value:
-            shown.add_row(*map(_text, row.values()))
+            shown.add(*map(_text, row.values()))
         CONSOLE.print(shown)
-    store(path, **content)
-
-
-def store(path: Path | None, **content: Any) -> None:
-    """Stores results in `path`, if there is one, with the machine."""
-    if path:
-        from pycomm.bench.support import machine  # imports torch, which few child processes need
-
-        summaries.write(path, {"machine": machine.describe(), **content})
+    summaries.store(path, **content)
 
 
 def _text(value: Any) -> str:

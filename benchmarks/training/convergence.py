@@ -29,6 +29,7 @@ from benchmarks.training.expected_costs import LIMITS, WANTED, disordered, judge
 from benchmarks.training.methods import METHODS, Method
 from benchmarks.training.soap import SOAP
 from benchmarks.training.workloads import WORKLOADS, Workload, missing
+from pycomm._tables import Table
 from pycomm.bench.support import summaries
 from pycomm.bench.support.sizes import names
 from pycomm.compress.dgc import compressor_of
@@ -89,7 +90,7 @@ def main(argv: Sequence[str]) -> int:
             train(workload, METHODS[method], seed, options.ranks, steps, options.link_mbit)
         )
         command.CONSOLE.print(_said(found[-1]))
-        command.store(options.json, rows=[asdict(run) for run in found])
+        summaries.store(options.json, rows=[asdict(run) for run in found])
     lines, good = summary(found)
     command.CONSOLE.print("\n".join(lines))
     if options.plot:
@@ -300,29 +301,28 @@ def _said(run: Run) -> str:
 
 
 def summary(found: Sequence[Run]) -> tuple[list[str], bool]:
-    """Lines of a table, mean and deviation over seeds, and whether all results are as expected.
+    """The lines of a table, mean and deviation over seeds, and whether all results are as expected.
 
     "cost": of accuracy in points or of loss in nats, against dense with the same seeds. "bytes":
     times fewer than dense in the whole run; "later": in its second half, after the warm-up. Bands
     hold for runs of the workload's own length with 8 ranks.
     """
-    lines = [
-        f"{'# workload':10} {'method':42} {'runs':>4} {'score':>7} {'+-':>6} {'cost':>7} "
-        f"{'wanted':>7} {'+-':>6} {'':6} {'bytes':>7} {'later':>7} replicas"
-    ]
-    good = True
+    scores = {"# workload": "", "method": "<42", "runs": ">", "score": "7.3f", "+-": "6.3f"}
+    bands = {"cost": ">7", "wanted": ">7", "within": ">", "verdict": ""}
+    table = Table(scores | bands | {"bytes": ">7", "later": ">7", "replicas": ""})
+    wrong, good = [], True
     for workload in dict.fromkeys(run.workload for run in found):
         own = [run for run in found if run.workload == workload]
         methods = list(dict.fromkeys(run.method for run in own))
         costs = {method: _costs(own, method) for method in methods}
         for method in methods:
-            line, fits = _row([run for run in own if run.method == method], costs[method])
-            lines.append(line)
+            row, fits = _row([run for run in own if run.method == method], costs[method])
+            table.add(*row)
             good = good and fits
         for better, worse in disordered(workload, costs) if _whole(own) else ():
-            lines.append(f"{workload}: {worse!r} ranked before {better!r}")
+            wrong.append(f"{workload}: {worse!r} ranked before {better!r}")
             good = False
-    return lines, good
+    return [*str(table).splitlines(), *wrong], good
 
 
 def _whole(runs: Sequence[Run]) -> bool:
@@ -342,7 +342,7 @@ def _costs(runs: Sequence[Run], method: str) -> list[float]:
     ]
 
 
-def _row(runs: Sequence[Run], costs: Sequence[float]) -> tuple[str, bool]:
+def _row(runs: Sequence[Run], costs: Sequence[float]) -> tuple[tuple[object, ...], bool]:
     workload, method = runs[0].workload, runs[0].method
     scores = [run.score for run in runs]
     spread = statistics.stdev(scores) if len(scores) > 1 else 0.0
@@ -352,15 +352,15 @@ def _row(runs: Sequence[Run], costs: Sequence[float]) -> tuple[str, bool]:
     limit = LIMITS.get(method) if whole and workload == "text" else None
     wanted = f"{band.cost:.3f}" if band else f"<={limit:.3f}" if limit else ""
     equal = all(run.replicas_equal for run in runs)
-    line = (
-        f"{workload:10} {method:42} {len(runs):>4} {statistics.mean(scores):>7.3f} {spread:>6.3f} "
-        f"{f'{statistics.mean(costs):.3f}' if costs else '':>7} "
-        f"{wanted:>7} "
-        f"{f'{band.reach(len(costs)):.3f}' if band else '':>6} {verdict:6} "
-        f"{statistics.mean(run.dense_mb / run.sent_mb for run in runs):>6.1f}x "
-        f"{statistics.mean(map(_later, runs)):>6.1f}x {'equal' if equal else 'DIFFER'}"
+    cost = f"{statistics.mean(costs):.3f}" if costs else ""
+    within = f"{band.reach(len(costs)):.3f}" if band else ""
+    fewer = statistics.mean(run.dense_mb / run.sent_mb for run in runs)
+    row = (
+        *(workload, method, str(len(runs)), statistics.mean(scores), spread),
+        *(cost, wanted, within, verdict, f"{fewer:.1f}x"),
+        *(f"{statistics.mean(map(_later, runs)):.1f}x", "equal" if equal else "DIFFER"),
     )
-    return line, equal and verdict != "worse"
+    return row, equal and verdict != "worse"
 
 
 def _later(run: Run) -> float:

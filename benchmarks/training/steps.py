@@ -42,23 +42,20 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from matplotlib.figure import Figure
-from rich.table import Table
+from matplotlib.axes import Axes
 from torch import nn
-from torch.multiprocessing.spawn import ProcessException
 
 import pycomm
 from benchmarks.support import command
 from benchmarks.support.command import UNSHAPED, bytes_s
 from pycomm import collectives
+from pycomm._tables import Table
 from pycomm.bench.collectives.peers import OURS, Groups
-from pycomm.bench.collectives.plot import COLORS
-from pycomm.bench.support import machine, processes, summaries
+from pycomm.bench.support import machine, plots, processes, summaries
 from pycomm.bench.support.netns import Network, missing
 from pycomm.bench.support.sizes import names
 from pycomm.compress.cost_model import Coding, measure_coding
 from pycomm.compress.schedule import Load, code_at, to_send
-from pycomm.errors import Error
 from pycomm.testing import run_ranks
 from pycomm.tuning import planner
 
@@ -171,7 +168,7 @@ def main(argv: Sequence[str]) -> int:
     if not {"compute", "overlap"} <= {*options.ways}:
         parser.error("--ways needs compute and overlap")
     if not options.throttle and (why := missing()):
-        command.CONSOLE.print(f"tc {why}: each line is a {BUCKET}", markup=False)
+        command.CONSOLE.print(f"tc {why}: each line is a {BUCKET}")
         options.throttle = True
     settings = {name: getattr(options, name) for name in ("hosts", "steps", "compute_s")}
     settings |= {"elements": LAYERS * options.width**2, "ways": options.ways}
@@ -179,22 +176,17 @@ def main(argv: Sequence[str]) -> int:
         settings["lines"] = BUCKET
     found = stored(options.json, settings)
     rates = [rate for rate in options.rates if all(row.rate != rate for row in found)]
-    try:
-        with command.bar() as bar:
-            task = bar.add_task("", total=len(rates) * len(options.ways))
-            for rate in rates:
-                bar.update(task, description=rate)
-                found += measure(rate, options, lambda: bar.advance(task))
-                rows = [asdict(row) for row in found]
-                command.store(options.json, settings=settings, rows=rows)
-    except (ProcessException, Error) as error:
-        command.CONSOLE.print(f"a rank failed\n{error}", style="red", markup=False)
-        return 1
+    with command.bar() as bar:
+        task = bar.add_task("", total=len(rates) * len(options.ways))
+        for rate in rates:
+            bar.update(task, description=rate)
+            found += measure(rate, options, lambda: bar.advance(task))
+            rows = [asdict(row) for row in found]
+            summaries.store(options.json, settings=settings, rows=rows)
     command.CONSOLE.print(table(found, BUCKET if options.throttle else ""))
     if options.plot:
-        where = machine.describe()
         hosts = f"{options.hosts} ranks, {BUCKET}" if options.throttle else f"{options.hosts} hosts"
-        draw(options.plot, found, f"{hosts}, {where['cpu']}, {where['cores']} cores")
+        draw(options.plot, found, f"{hosts}, {machine.caption()}")
     return 0
 
 
@@ -346,41 +338,35 @@ def table(found: Sequence[Row], lines: str = "") -> Table:
     """Seconds per step, a column for each link and one for what the planner expects, if it does;
     the ratio of overlap to DGC, and Paddle's. `lines` says what the links are, where not tc's."""
     title = "seconds per step" + (f", each link a {lines}" if lines else "")
-    shown = Table(title=title, box=None, title_justify="left")
-    shown.add_column("way", no_wrap=True)
     ways = list(dict.fromkeys(row.way for row in found))
-    columns: list[list[str]] = []
+    columns: dict[str, list[str]] = {}
     for rate in dict.fromkeys(row.rate for row in found):
         own = {row.way: row for row in found if row.rate == rate}
         share = next(iter(own.values())).line_of_rate
         ratio = f"{own['dgc'].ratio:.2f}x" if "dgc" in own else "-"
         paddle = f"{PADDLE[rate]}x" if rate in PADDLE else "-"
-        shown.add_column(rate, justify="right", no_wrap=True)
-        columns.append([f"{own[way].step_s:.3f}" for way in ways] + [ratio, paddle])
+        columns[rate] = [f"{own[way].step_s:.3f}" for way in ways] + [ratio, paddle]
         if share is not None:
             holds = "" if abs(share - 1) <= LINE_WITHIN else ": outside of the tolerance"
-            columns[-1].append(f"{100 * share:.0f} %{holds}")
+            columns[rate].append(f"{100 * share:.0f} %{holds}")
         planned = [own[way].expected_s for way in ways]
         if any(planned):
-            shown.add_column("planned", justify="right", no_wrap=True)
-            columns.append(["" if s is None else f"{s:.3f}" for s in planned])
+            columns[f"{rate} planned"] = ["" if s is None else f"{s:.3f}" for s in planned]
     names = [*ways, "overlap/dgc", "Paddle's", "measured rate"]
-    for name, *row in itertools.zip_longest(names[: max(map(len, columns))], *columns):
-        shown.add_row(name, *row)
+    shown = Table({"way": "<"} | dict.fromkeys(columns, ">"), title)
+    names = names[: max(map(len, columns.values()))]
+    for row in itertools.zip_longest(names, *columns.values(), fillvalue=""):
+        shown.add(*row)
     return shown
 
 
 def draw(path: Path, found: Sequence[Row], caption: str) -> None:
     """Bars of seconds per step, a panel for each line."""
-    rates = list(dict.fromkeys(row.rate for row in found))
-    figure = Figure(figsize=(3.8 * len(rates), 3.8), layout="constrained")
-    for axes, rate in zip(figure.subplots(1, len(rates), squeeze=False).flat, rates, strict=True):
-        own = [row for row in found if row.rate == rate]
-        colors = [COLORS.get(row.way, "#1a73e8") for row in own]
-        bars = axes.bar([row.way for row in own], [row.step_s for row in own], color=colors)
-        axes.bar_label(bars, [f"{row.step_s:.2f}" for row in own], fontsize=8)
-        axes.set(title=rate, ylabel="seconds per step")
-        axes.tick_params(axis="x", labelrotation=45)
-        axes.margins(y=0.12)
-    figure.suptitle(f"41 M parameters, {caption}", fontsize=9)
-    figure.savefig(path, dpi=150)
+    panels = plots.grouped(found, lambda row: row.rate, _panel)
+    plots.save(path, panels, f"41 M parameters, {caption}", (3.8, 3.8), columns=len(panels))
+
+
+def _panel(own: Sequence[Row], axes: Axes) -> None:
+    heights = {row.way: row.step_s for row in own}
+    plots.bars(axes, heights, [f"{row.step_s:.2f}" for row in own], "seconds per step")
+    axes.tick_params(axis="x", labelrotation=45)

@@ -21,10 +21,9 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from matplotlib.figure import Figure
+from matplotlib.axes import Axes
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
-from torch.multiprocessing.spawn import ProcessException
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
@@ -32,10 +31,10 @@ import pycomm
 from benchmarks.support import command
 from benchmarks.support.command import UNSHAPED
 from benchmarks.training.models import TASKS, Task
+from pycomm._tables import Table
 from pycomm.bench.collectives import table
 from pycomm.bench.collectives.peers import OURS, PEERS, Groups
-from pycomm.bench.collectives.plot import COLORS
-from pycomm.bench.support import machine, netns, processes
+from pycomm.bench.support import machine, netns, plots, processes, summaries
 from pycomm.bench.support.sizes import names
 
 BACKENDS = ("gloo", "pycomm", "fake")
@@ -96,48 +95,34 @@ def main(argv: Sequence[str]) -> int:
         parser.error(f"--rates {UNSHAPED}: without --rates no link is limited")
     if options.rates and (why := netns.missing()):
         parser.error(f"--rates {why}")
-    try:
-        found = [row for rate in options.rates or [""] for row in _measure(rate, options)]
-    except ProcessException as error:
-        command.CONSOLE.print(f"a rank failed\n{error}", style="red", markup=False)
-        return 1
-    except KeyboardInterrupt:
-        command.CONSOLE.print("interrupted")
-        return 130
+    found = [row for rate in options.rates or [""] for row in _measure(rate, options)]
     if options.rates:
         command.CONSOLE.print(by_rate(found))
     settings = {name: getattr(options, name) for name in ("ranks", "rounds", "steps")}
     settings["rates"] = options.rates and ",".join(options.rates)
-    command.store(options.json, settings=settings, rows=[asdict(row) for row in found])
+    summaries.store(options.json, settings=settings, rows=[asdict(row) for row in found])
     if options.plot:
-        where = machine.describe()
-        draw(options.plot, found, f"{options.ranks} ranks, {where['cpu']}, {where['cores']} cores")
+        draw(options.plot, found, f"{options.ranks} ranks, {machine.caption()}")
     return 0
 
 
-HEADER = (
-    f"{'# model':8} {'backend':>8} {'step (ms)':>10} {'samples/s':>10} {'vs gloo':>8} "
-    f"{'% of fake':>9} {'efficiency %':>12}"
-)
+COLUMNS = {"# model": "<8", "backend": ">8", "step (ms)": "10.2f", "samples/s": "10.1f"}
+COLUMNS |= {"vs gloo": ">8", "% of fake": ".1f", "efficiency %": ".1f"}
 
 
-def text(row: Row) -> str:
-    """One line under HEADER."""
-    return (
-        f"{row.model:8} {row.backend:>8} {row.step_ms:>10.2f} {row.samples_per_second:>10.1f} "
-        f"{row.ratio:>7.2f}x {row.of_fake_percent:>9.1f} {row.efficiency_percent:>12.1f}"
-    )
+def add(to: Table, row: Row) -> None:
+    """Adds a row to a table of COLUMNS."""
+    shares = f"{row.ratio:.2f}x", row.of_fake_percent, row.efficiency_percent
+    to.add(row.model, row.backend, row.step_ms, row.samples_per_second, *shares)
 
 
-def by_rate(found: Sequence[Row]) -> str:
+def by_rate(found: Sequence[Row]) -> Table:
     """Seconds per step: a line for each model and rate, a column for each backend."""
-    lines = [f"{'# s/step':8} {'rate':>8} " + " ".join(f"{name:>8}" for name in CONTESTANTS)]
+    shown = Table({"# s/step": "", "rate": ">"} | dict.fromkeys(CONTESTANTS, "8.4f"))
     for model, rate in dict.fromkeys((row.model, row.rate) for row in found):
         took = {r.backend: r.step_ms / 1e3 for r in found if (r.model, r.rate) == (model, rate)}
-        lines.append(
-            f"{model:8} {rate:>8} " + " ".join(f"{took[name]:8.4f}" for name in CONTESTANTS)
-        )
-    return "\n".join(lines)
+        shown.add(model, rate, *(took[name] for name in CONTESTANTS))
+    return shown
 
 
 def rows(rate: str, by_rank: Sequence[RankTimes]) -> list[Row]:
@@ -163,29 +148,22 @@ def rows(rate: str, by_rank: Sequence[RankTimes]) -> list[Row]:
 
 
 def draw(path: Path, found: Sequence[Row], caption: str) -> None:
-    """Bars of samples per second, a panel for each model and rate, in the format of the suffix."""
-    panels = list(dict.fromkeys((row.model, row.rate) for row in found))
-    figure = Figure(figsize=(3.6 * len(panels), 3.6), layout="constrained")
-    for axes, panel in zip(
-        figure.subplots(1, len(panels), squeeze=False).flat, panels, strict=True
-    ):
-        own = [row for row in found if (row.model, row.rate) == panel and row.backend != ALONE]
-        bars = axes.bar(
-            [row.backend for row in own],
-            [row.samples_per_second for row in own],
-            color=[COLORS.get(row.backend) for row in own],
-        )
-        axes.bar_label(bars, [f"{row.ratio:.2f}x" for row in own])
-        axes.set(title=" ".join(panel), ylabel="samples per second")
-        axes.margins(y=0.12)
-    figure.suptitle(f"a training step under DistributedDataParallel, {caption}", fontsize=9)
-    figure.savefig(path, dpi=150)
+    """Bars of samples per second, a panel for each model and rate."""
+    parallel = [row for row in found if row.backend != ALONE]
+    panels = plots.grouped(parallel, lambda row: f"{row.model} {row.rate}", _panel)
+    caption = f"a training step under DistributedDataParallel, {caption}"
+    plots.save(path, panels, caption, (3.6, 3.6), columns=len(panels))
+
+
+def _panel(own: Sequence[Row], axes: Axes) -> None:
+    heights = {row.backend: row.samples_per_second for row in own}
+    plots.bars(axes, heights, [f"{row.ratio:.2f}x" for row in own], "samples per second")
 
 
 def _measure(rate: str, options: argparse.Namespace) -> list[Row]:
     found: list[Row] = []
     waiting: dict[str, dict[int, RankTimes]] = {}
-    command.CONSOLE.print(HEADER + (f"   {rate}" if rate else ""))
+    shown = Table(COLUMNS, rate)
     with command.bar() as bar:
         task = bar.add_task("training", total=len(options.models) * options.rounds)
 
@@ -199,7 +177,8 @@ def _measure(rate: str, options: argparse.Namespace) -> list[Row]:
                 new = rows(rate, [by_rank[r] for r in range(options.ranks)])
                 found.extend(new)
                 for row in new:
-                    command.CONSOLE.print(text(row))
+                    add(shown, row)
+                shown.flush(command.CONSOLE)
 
         args = (options.models, options.rounds, options.steps)
         with netns.behind(rate, options.ranks) as hosts:

@@ -13,71 +13,49 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from pycomm import _command_line
 from pycomm.bench.support import packages
 
 
 @dataclass(frozen=True)
 class Benchmark:
-    """Where a benchmark is, what it measures, and the optional packages that it needs."""
+    """Where a benchmark is, and what it measures."""
 
     module: str
     help: str
-    needs: tuple[str, ...] = ("torch", "rich", "matplotlib")
+    draws: bool = False  # needs matplotlib; others only for --plot, which they check
 
 
-_NO_PLOT = ("torch", "rich")  # matplotlib only for --plot, which the benchmark checks
 BENCHMARKS = {
     "collectives": Benchmark(
-        "pycomm.bench.collectives.benchmark",
-        "collectives of pycomm, gloo, NCCL and MPI",
-        _NO_PLOT,
+        "pycomm.bench.collectives.benchmark", "collectives of pycomm, gloo, NCCL and MPI"
     ),
     "kernels": Benchmark(
-        "pycomm.bench.kernels.benchmark",
-        "kernels of sparse training, and those of other libraries",
-        _NO_PLOT,
+        "pycomm.bench.kernels.benchmark", "kernels of sparse training, and those of other libraries"
     ),
     "residuals": Benchmark(
-        "pycomm.bench.kernels.residuals",
-        "record the data of kernels, codec and wire by training a model",
-        _NO_PLOT,
+        "pycomm.bench.kernels.residuals", "record the data of kernels, codec and wire by training"
     ),
-    "bursts": Benchmark(
-        "benchmarks.collectives.bursts", "short series of collectives after a pause", _NO_PLOT
-    ),
-    "links": Benchmark("benchmarks.collectives.links", "collectives over links of a given rate"),
+    "bursts": Benchmark("benchmarks.collectives.bursts", "series of collectives after a pause"),
+    "links": Benchmark("benchmarks.collectives.links", "collectives over links of a rate", True),
     "codec": Benchmark("benchmarks.kernels.codec", "bytes and seconds of compact packets"),
-    "training": Benchmark("benchmarks.training.training", "training steps on each backend"),
-    "convergence": Benchmark("benchmarks.training.convergence", "loss of DGC, LocalSGD and others"),
-    "quality": Benchmark("benchmarks.training.quality", "time to the loss of AdamW, by link"),
-    "memory": Benchmark("benchmarks.training.memory", "memory of each way to train", _NO_PLOT),
-    "wire": Benchmark("benchmarks.training.received_bytes", "bytes that a rank of DGC receives"),
-    "shared_data": Benchmark(
-        "benchmarks.training.shared_data", "memory and seconds of one copy per host", _NO_PLOT
-    ),
-    "cancellation": Benchmark(
-        "benchmarks.reliability.cancellation", "Ctrl-C in every wait", _NO_PLOT
-    ),
-    "check_overhead": Benchmark(
-        "benchmarks.reliability.check_overhead", "cost of checking calls", _NO_PLOT
-    ),
+    "training": Benchmark("benchmarks.training.training", "steps on each backend", True),
+    "convergence": Benchmark("benchmarks.training.convergence", "loss of DGC and others", True),
+    "quality": Benchmark("benchmarks.training.quality", "time to AdamW's loss, by link", True),
+    "memory": Benchmark("benchmarks.training.memory", "memory of each way to train"),
+    "wire": Benchmark("benchmarks.training.received_bytes", "bytes to a rank of DGC", True),
+    "shared_data": Benchmark("benchmarks.training.shared_data", "costs of one copy per host"),
+    "cancellation": Benchmark("benchmarks.reliability.cancellation", "Ctrl-C in every wait"),
+    "check_overhead": Benchmark("benchmarks.reliability.check_overhead", "cost of checking calls"),
     "connection_flood": Benchmark(
-        "benchmarks.reliability.connection_flood",
-        "unauthenticated clients at every listener",
-        _NO_PLOT,
+        "benchmarks.reliability.connection_flood", "unauthenticated clients at every listener"
     ),
-    "elastic": Benchmark("benchmarks.reliability.elastic", "killed ranks that are replaced"),
-    "faults": Benchmark("benchmarks.reliability.faults", "fault injection in every call", _NO_PLOT),
-    "rank_failure": Benchmark(
-        "benchmarks.reliability.rank_failure", "detection and recovery", _NO_PLOT
-    ),
-    "reconfigure": Benchmark(
-        "benchmarks.reliability.reconfigure", "torch's reconfigure, beside gloo", _NO_PLOT
-    ),
-    "soak": Benchmark(
-        "benchmarks.reliability.soak", "random calls and faults for a long time", _NO_PLOT
-    ),
-    "gpu": Benchmark("benchmarks.gpu.gpu", "all tests and benchmarks that need a GPU"),
+    "elastic": Benchmark("benchmarks.reliability.elastic", "killed ranks are replaced", True),
+    "faults": Benchmark("benchmarks.reliability.faults", "fault injection in every call"),
+    "rank_failure": Benchmark("benchmarks.reliability.rank_failure", "detection and recovery"),
+    "reconfigure": Benchmark("benchmarks.reliability.reconfigure", "torch's, beside gloo"),
+    "soak": Benchmark("benchmarks.reliability.soak", "random calls and faults for a long time"),
+    "gpu": Benchmark("benchmarks.gpu.gpu", "all tests and benchmarks that need a GPU", True),
 }
 
 
@@ -104,11 +82,12 @@ def main(argv: Sequence[str], command: str = "pycomm bench") -> int:
     name, benchmark = words[0], BENCHMARKS[words[0]]
     why = f"it is not in the package: run `python -m benchmarks {name}` in pycomm's repository"
     if packages.is_here(benchmark.module):
-        why = packages.missing(*benchmark.needs)
+        why = packages.missing("torch", *(["matplotlib"] if benchmark.draws else []))
     if why:
         print(f"{command} {name}: {why}", file=sys.stderr)
         return 2
-    return int(importlib.import_module(benchmark.module).main(words[1:]))
+    run = importlib.import_module(benchmark.module).main
+    return _command_line.ending(lambda: int(run(words[1:])))
 
 
 def _parser(command: str) -> argparse.ArgumentParser:
@@ -116,13 +95,10 @@ def _parser(command: str) -> argparse.ArgumentParser:
     lines = [f"  {name:{width}}  {one.help}" for name, one in BENCHMARKS.items() if _packaged(one)]
     lines += ["", "in the repository:"]
     lines += [f"  {name:{width}}  {b.help}" for name, b in BENCHMARKS.items() if not _packaged(b)]
-    return argparse.ArgumentParser(
-        prog=command,
-        usage=f"{command} [-h] BENCHMARK [options]",
-        description="Runs a benchmark. BENCHMARK --help shows its options.",
-        epilog="\n".join(["benchmarks:", *lines]),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    text = "Runs a benchmark. BENCHMARK --help shows its options."
+    made = _command_line.parser("bench", "\n".join([text, "", "benchmarks:", *lines]))
+    made.prog, made.usage = command, f"{command} [-h] BENCHMARK [options]"
+    return made
 
 
 def _packaged(benchmark: Benchmark) -> bool:

@@ -7,7 +7,6 @@ is not a benchmark. main() imports torch; the import of this package does not.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,13 +16,14 @@ from pycomm.bench.support import packages
 
 def main(argv: Sequence[str]) -> int:
     """Runs the demo; returns 0 if every row completed with equal replicas on all ranks."""
-    if why := packages.missing("torch", "rich", "matplotlib"):
+    if why := packages.missing("torch", "matplotlib"):
         print(f"pycomm demo: {why}", file=sys.stderr)
         return 2
+    from pycomm import _command_line
     from pycomm.bench.support import netns
     from pycomm.demo import rows
 
-    parser = argparse.ArgumentParser(prog="pycomm demo", description=__doc__.split("\n", 1)[0])
+    parser = _command_line.parser("demo", __doc__)
     parser.add_argument("--steps", type=int, default=500, help="training steps per row")
     parser.add_argument("--processes", type=int, default=2, help="ranks, all on this machine")
     parser.add_argument("--out", type=Path, default=Path(), help="folder of demo.json and demo.png")
@@ -52,4 +52,5 @@ def main(argv: Sequence[str]) -> int:
     from pycomm.demo.training import Settings
 
     settings = Settings(options.steps, link_rate=options.rate)
-    return show([rows.ROWS[key] for key in chosen], settings, options.processes, options.out)
+    shown = [rows.ROWS[key] for key in chosen]
+    return _command_line.ending(lambda: show(shown, settings, options.processes, options.out))

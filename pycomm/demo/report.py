@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from rich.table import Table
+from rich.box import HEAVY_HEAD
+from rich.text import Text
 
-from pycomm.bench.support import summaries
-from pycomm.bench.support.machine import describe
+from pycomm._tables import Table
+from pycomm.bench.support import plots, summaries
 from pycomm.demo.rows import Row
-from pycomm.demo.training import Outcome, Settings
+from pycomm.demo.training import Outcome
 
 MB = 2**20
 COLORS = ("#9aa0a6", "#1a73e8", "#e8710a", "#188038", "#9334e6", "#d01884")
@@ -62,94 +62,71 @@ def result(row: Row, outcomes: Sequence[Outcome]) -> Result:
     )
 
 
-def table(results: Sequence[Result], settings: Settings) -> Table:
+def table(results: Sequence[Result], title: str) -> Table:
     """The table of the results."""
-    shown = Table(title=_title(settings), title_justify="left")
-    shown.add_column("method", style="bold")
-    shown.add_column("final loss", justify="right")
-    shown.add_column("s / step", justify="right")
-    shown.add_column("MB / rank / step", justify="right")
-    shown.add_column("replicas equal")
+    figures = {"final loss": ".6f", "s / step": ".4f", "MB / rank / step": ">"}
+    shown = Table({"method": ""} | figures | {"replicas equal": ""}, title, HEAVY_HEAD)
     for r in results:
-        shown.add_row(
-            r.name,
-            f"{r.final_loss:.6f}",
-            f"{r.seconds_per_step:.4f}",
-            f"{r.mb_per_rank_and_step:.3f} ({r.counted_by})",
-            f"yes, {r.digest[:8]}" if r.replicas_equal else "NO",
-        )
+        sent = f"{r.mb_per_rank_and_step:.3f} ({r.counted_by})"
+        equal = f"yes, {r.digest[:8]}" if r.replicas_equal else "NO"
+        shown.add(Text(r.name, "bold"), r.final_loss, r.seconds_per_step, sent, equal)
     return shown
 
 
-def save_json(path: Path, settings: Settings, processes: int, results: Sequence[Result]) -> None:
-    """Writes the data of the table, short curves and a description of the machine."""
-    content = {
-        "machine": describe(),
-        "settings": asdict(settings) | {"processes": processes},
-        "rows": [asdict(r) | _curves(r) for r in results],
-    }
-    summaries.write(path, content)
+def stored(of: Result) -> dict[str, Any]:
+    """The row of demo.json, with short curves."""
+    curves = {"losses": summaries.curve(of.losses), "seconds": summaries.curve(of.seconds)}
+    return asdict(of) | curves | {"mb": [of.mb[end - 1] for end in summaries.ends(len(of.mb))]}
 
 
-def _curves(of: Result) -> dict[str, list[float]]:
-    at = summaries.ends(len(of.mb))
-    return {
-        "losses": summaries.curve(of.losses),
-        "seconds": summaries.curve(of.seconds),
-        "mb": [of.mb[end - 1] for end in at],
-    }
-
-
-def _title(settings: Settings) -> str:
-    link = f"; one host per rank, links of {settings.link_rate}" if settings.link_rate else ""
-    return f"the same training with each method{link}"
-
-
-def save_plot(path: Path, settings: Settings, results: Sequence[Result]) -> None:
+def save_plot(path: Path, title: str, results: Sequence[Result]) -> None:
     """Plots loss over seconds, loss over MB sent, and both costs of a step as bars."""
-    figure = Figure(figsize=(13, 4), layout="constrained")
-    figure.suptitle(_title(settings), fontsize=10)
-    over_seconds, over_bytes, costs = figure.subplots(1, 3, width_ratios=(1, 1, 1.3))
+    panels = {
+        "loss over time": lambda axes: _losses(axes, results, over_bytes=False),
+        "loss over bytes": lambda axes: _losses(axes, results, over_bytes=True),
+        "costs of a step": lambda axes: _bars(axes, results),
+    }
+    plots.save(path, panels, title, (4.5, 4), columns=3)
+
+
+def _losses(axes: Axes, results: Sequence[Result], over_bytes: bool) -> None:
     for i, r in enumerate(results):
         # Dense rows have equal losses, so later rows are thinner to keep all of them visible.
-        style = {"color": COLORS[i % len(COLORS)], "lw": max(1.2, 4.5 - 2.5 * i), "label": r.name}
-        losses = _smooth(r.losses)
-        over_seconds.plot(list(itertools.accumulate(r.seconds)), losses, **style)
-        over_bytes.plot(r.mb, losses, **style)
-    over_seconds.set(xlabel="seconds", ylabel="training loss (nats per character)")
-    over_bytes.set(xlabel="MB sent by each rank", ylabel="training loss (nats per character)")
-    over_bytes.set_xscale("log")
-    over_seconds.legend(frameon=False)
-    _bars(costs, results)
-    for axes in (over_seconds, over_bytes, costs):
-        axes.spines[["top", "right"]].set_visible(False)
-    for axes in (over_seconds, over_bytes):
-        axes.grid(alpha=0.25)
-    figure.savefig(path, dpi=150)
+        style: Any = {
+            "color": COLORS[i % len(COLORS)],
+            "lw": max(1.2, 4.5 - 2.5 * i),
+            "label": r.name,
+        }
+        cost = r.mb if over_bytes else list(itertools.accumulate(r.seconds))
+        axes.plot(cost, _smooth(r), **style)
+    axes.set(ylabel="training loss (nats per character)")
+    axes.set(xlabel="MB sent by each rank" if over_bytes else "seconds")
+    axes.grid(alpha=0.25)
+    if over_bytes:
+        axes.set_xscale("log")
+    else:
+        axes.legend(frameon=False)
 
 
-def _smooth(losses: Sequence[float]) -> list[float]:
+def _smooth(of: Result) -> list[float]:
     """The running mean of the last SMOOTHED_STEPS losses."""
-    windows = (losses[max(0, i - SMOOTHED_STEPS + 1) : i + 1] for i in range(len(losses)))
-    return [statistics.mean(window) for window in windows]
+    starts = (max(0, end - SMOOTHED_STEPS) for end in range(1, len(of.losses) + 1))
+    return [statistics.mean(of.losses[start : end + 1]) for end, start in enumerate(starts)]
 
 
 def _bars(seconds: Axes, results: Sequence[Result]) -> None:
     """Seconds per step at the left of each pair (left axis), MB per step at the right."""
     megabytes = seconds.twinx()
     megabytes.spines["top"].set_visible(False)
+    places = range(len(results))
     upright: Any = {"fontsize": 7, "rotation": 90, "padding": 3}  # not wider than a bar
-    for i, r in enumerate(results):
-        color = COLORS[i % len(COLORS)]
-        time_bar = seconds.bar(i - 0.2, r.seconds_per_step, 0.36, color=color)
-        seconds.bar_label(time_bar, fmt="%.3f s", **upright)
-        size_bar = megabytes.bar(
-            i + 0.2, r.mb_per_rank_and_step, 0.36, color=color, alpha=0.45, hatch="//"
-        )
-        megabytes.bar_label(size_bar, fmt="%.3g MB", **upright)
-    seconds.set_xticks(
-        range(len(results)), [r.name.replace(" ", "\n", 1) for r in results], fontsize=8
-    )
+    style: Any = {"width": 0.36, "color": [COLORS[i % len(COLORS)] for i in places]}
+    times, sizes = [r.seconds_per_step for r in results], [r.mb_per_rank_and_step for r in results]
+    drawn = seconds.bar([i - 0.2 for i in places], times, **style)
+    seconds.bar_label(drawn, fmt="%.3f s", **upright)
+    drawn = megabytes.bar([i + 0.2 for i in places], sizes, **style, alpha=0.45, hatch="//")
+    megabytes.bar_label(drawn, fmt="%.3g MB", **upright)
+    seconds.set_xticks(places, [r.name.replace(" ", "\n", 1) for r in results], fontsize=7)
     seconds.set_ylabel("seconds per step (solid)")
     megabytes.set_ylabel("MB sent per rank and step (hatched)")
     seconds.margins(y=0.2)

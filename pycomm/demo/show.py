@@ -3,56 +3,53 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 from rich.console import Console
 from rich.panel import Panel
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
-from torch.multiprocessing.spawn import ProcessException
 
-from pycomm.bench.support import machine, netns, processes
+from pycomm._tables import console
+from pycomm.bench.support import machine, netns, processes, summaries
 from pycomm.demo import report, training
 from pycomm.demo.rows import Row
 
+WIDEST = 100  # characters of the sample
+
 
 def show(rows: Sequence[Row], settings: training.Settings, size: int, out: Path) -> int:
-    """Trains `rows` in turn on `size` processes, prints and stores the results.
-
-    Returns:
-        The exit code: 0 if all replicas are equal, 1 after a failure, 130 after Ctrl-C.
-    """
-    console = Console()
+    """Trains `rows` in turn on `size` processes, prints and stores the results. Returns the exit
+    status: 1 if replicas differ."""
+    to = console()
     out.mkdir(parents=True, exist_ok=True)
     if busy := machine.busy():
-        console.print(f"warning: {busy}", style="yellow", soft_wrap=True, markup=False)
-    try:
-        outcomes = _train(console, rows, settings, size)
-    except ProcessException as error:  # of a rank
-        console.print(f"a rank failed\n{error}", style="red", markup=False)
-        return 1
-    except KeyboardInterrupt:  # Ctrl-C
-        console.print("interrupted")
-        return 130
+        to.print(f"warning: {busy}", style="yellow")
+    outcomes = _train(to, rows, settings, size)
+    link = f"; one host per rank, links of {settings.link_rate}" if settings.link_rate else ""
+    heading = f"the same training with each method{link}"
     results = [report.result(row, outcomes[row.key]) for row in rows]
-    console.print(report.table(results, settings))
+    to.print(report.table(results, heading))
     first = results[0]
     for r in results[1:]:
-        console.print(
+        to.print(
             f"{r.name}: {first.seconds_per_step / r.seconds_per_step:.2f} times as fast as "
-            f"{first.name}; final loss differs by {abs(r.final_loss - first.final_loss):.1e}",
-            highlight=False,
+            f"{first.name}; final loss differs by {abs(r.final_loss - first.final_loss):.1e}"
         )
     sample = Text(outcomes[rows[-1].key][0].sample)
-    console.print(Panel(sample, title="Python as the model writes it", title_align="left"))
-    report.save_json(out / "demo.json", settings, size, results)
-    report.save_plot(out / "demo.png", settings, results)
-    console.print(f"{out / 'demo.json'}  {out / 'demo.png'}", highlight=False)
+    title, width = "Python as the model writes it", min(to.width, WIDEST)
+    to.print(Panel(sample, title=title, title_align="left", width=width))
+    given = asdict(settings) | {"processes": size}
+    json, plot = out / "demo.json", out / "demo.png"
+    summaries.store(json, settings=given, rows=[report.stored(one) for one in results])
+    report.save_plot(plot, heading, results)
+    to.print(f"{json}  {plot}")
     return 0 if all(r.replicas_equal for r in results) else 1
 
 
 def _train(
-    console: Console, rows: Sequence[Row], settings: training.Settings, size: int
+    to: Console, rows: Sequence[Row], settings: training.Settings, size: int
 ) -> dict[str, list[training.Outcome]]:
     """Trains the rows and shows their progress; returns the outcomes of each in rank order."""
     outcomes: dict[int, dict[str, training.Outcome]] = {rank: {} for rank in range(size)}
@@ -62,8 +59,8 @@ def _train(
         MofNCompleteColumn(),
         TextColumn("loss {task.fields[loss]:.3f}"),
         TimeRemainingColumn(),
-        console=console,
-        disable=not console.is_terminal,
+        console=to,
+        disable=not to.is_terminal,
     )
     tasks = {
         row.key: bars.add_task(row.name, total=settings.steps, loss=float("nan")) for row in rows
@@ -76,12 +73,9 @@ def _train(
             outcomes[rank][message.key] = message
             return
         bars.update(tasks[message.key], completed=message.step, loss=message.loss)
-        if not console.is_terminal and message.step % line_every == 0:
-            console.print(
-                f"{names[message.key]}: step {message.step} of {settings.steps}, "
-                f"loss {message.loss:.3f}",
-                highlight=False,
-            )
+        if not to.is_terminal and message.step % line_every == 0:
+            step = f"step {message.step} of {settings.steps}, loss {message.loss:.3f}"
+            to.print(f"{names[message.key]}: {step}")
 
     with bars, netns.behind(settings.link_rate, size) as hosts:
         keys = list(tasks)

@@ -6,11 +6,12 @@ pycomm counts them itself. For gloo the Linux kernel does: what the sockets of i
 from __future__ import annotations
 
 import array
+import fcntl
 import os
 import socket
 import stat
 import struct
-import sys
+import termios
 from collections.abc import Iterable
 
 # tcpi_bytes_acked in struct tcp_info of linux/tcp.h since Linux 4.1. tcpi_bytes_sent is no measure:
@@ -32,10 +33,8 @@ class Counter:
 
     @property
     def name(self) -> str:
-        """What counts: "pycomm", "kernel", or "computed" if nothing does."""
-        if self._sockets is None:
-            return "pycomm"
-        return "kernel" if sys.platform == "linux" else "computed"
+        """What counts: "pycomm" or "kernel"."""
+        return "pycomm" if self._sockets is None else "kernel"
 
     def resume(self) -> None:
         """Begins a turn: ignores what other rows sent in the shared group since the last one."""
@@ -43,7 +42,7 @@ class Counter:
             self._last = self._read()
 
     def total(self) -> int:
-        """Bytes sent in all turns; 0 if nothing counts them."""
+        """Bytes sent in all turns."""
         now = self._read()
         self._total, self._last = self._total + now - self._last, now
         return self._total
@@ -57,9 +56,7 @@ class Counter:
 
 
 def tcp_sockets() -> set[int]:
-    """Descriptors of this process's TCP sockets; empty on systems other than Linux."""
-    if sys.platform != "linux":
-        return set()
+    """Descriptors of this process's TCP sockets."""
     return {int(name) for name in os.listdir("/proc/self/fd") if _is_tcp(int(name))}
 
 
@@ -95,10 +92,6 @@ def _acknowledged(s: socket.socket) -> int:
 
 
 def _queued(s: socket.socket) -> int:
-    # Windows has neither module, and _sent() is not called there.
-    import fcntl
-    import termios
-
     size = array.array("i", [0])
     fcntl.ioctl(s, termios.TIOCOUTQ, size)
     return size[0]

@@ -52,7 +52,7 @@ class Outcome:
     losses: list[float]  # of its own batches, by step
     seconds: list[float]  # by step
     sent: list[int]  # bytes by this rank so far, by step
-    counted_by: str  # "pycomm", "kernel", or "computed" without a counter
+    counted_by: str  # "pycomm" or "kernel"
     digest: str  # SHA-256 of all parameters
     final_loss: float  # on held-out text, the same on every rank
     sample: str  # written by the trained model; "" except of the last row, on rank 0
@@ -119,7 +119,7 @@ class _Training:
             start = time.perf_counter()
             self._losses.append(self._step(step))
             self._seconds.append(time.perf_counter() - start)
-            self._sent.append(self._bytes_sent())
+            self._sent.append(self._counter.total())
             if self._rank.rank == 0:
                 self._rank.send(Progress(self._row.key, step + 1, self._losses[-1]))
 
@@ -150,23 +150,12 @@ class _Training:
         self._parallel.step()
         return loss.item()
 
-    def _bytes_sent(self) -> int:
-        if self._counter.name == "computed":
-            return len(self._seconds) * _ring_bytes(self._model, self._rank.size)
-        return self._counter.total()
-
 
 def _schedule(settings: Settings, step: int) -> float:
     """Linear warm-up, then half a cosine down to a twentieth of the peak."""
     rising = min(1.0, (step + 1) / settings.warmup)
     cosine = math.cos(math.pi * step / settings.steps)
     return rising * (0.525 + 0.475 * cosine)
-
-
-def _ring_bytes(model: nn.Module, size: int) -> int:
-    """Bytes that a rank sends in a ring all-reduce: 2 (size - 1) / size of all gradients."""
-    total = sum(p.numel() * p.element_size() for p in model.parameters())
-    return 2 * (size - 1) * total // size
 
 
 def _digest(model: nn.Module) -> str:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
 
+from rich.box import ASCII2
 from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs
 
+from pycomm._tables import Table, console
 from pycomm.config import ELASTIC_FILE, ELASTIC_JOINS
 from pycomm.launch import worker_setup
 from pycomm.launch.folder import link_logs
@@ -96,14 +97,15 @@ class Logs(LogsSpecs):
         numbers = [int(env[name]) for name in SHOWN[2:]]
         first = {**os.environ, **env, **worker_setup.variables(*numbers)}
         names = [*SHOWN, *worker_setup.variables(*numbers), *(n for n in ALSO_SHOWN if n in first)]
-        print("pycomm launch: configuration\n" + table([*self._rows, *_hosts(self.places)]))
+        print("pycomm launch: configuration")
+        console().print(table([*self._rows, *_hosts(self.places)]))
         print(
             f"pycomm launch: starting {numbers[3]} of {numbers[1]} processes on this host"
             + (f", spares: {self.spares}; " if self.spares else "; "),
             end="",
         )
-        print("environment of the first\n" + table([(name, first[name]) for name in names]))
-        sys.stdout.flush()
+        print("environment of the first")
+        console().print(table([(name, first[name]) for name in names]))
 
 
 def _hosts(places: list[Place]) -> list[tuple[str, str]]:
@@ -117,9 +119,9 @@ def _hosts(places: list[Place]) -> list[tuple[str, str]]:
     return rows
 
 
-def table(rows: list[tuple[str, str]]) -> str:
+def table(rows: list[tuple[str, str]]) -> Table:
     """Names and values in a box."""
-    left, right = (max(len(row[i]) for row in rows) for i in (0, 1))
-    rule = f"+-{'-' * left}-+-{'-' * right}-+"
-    lines = [f"| {name:{left}} | {value:{right}} |" for name, value in rows]
-    return "\n".join([rule, *lines, rule])
+    shown = Table({"name": "", "value": ""}, box=ASCII2, headings=False)
+    for row in rows:
+        shown.add(*row)
+    return shown

@@ -5,14 +5,11 @@ The launchers set the variables; the rank's own process does the rest before the
 
 from __future__ import annotations
 
-import ctypes
 import os
-import signal
-import sys
 
+from pycomm._process_pool import die_with
 from pycomm.errors import InvalidArgument
 
-PR_SET_PDEATHSIG = 1
 CORES_PER_RANK = 2  # default without devices
 
 
@@ -77,10 +74,7 @@ def setup_worker(parent: int, local_rank: int, cores_per_rank: int | None, devic
         cores_per_rank: bind it to so many processors; None: shared by all ranks.
         device: make the CUDA device of its number the current one.
     """
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
-    if os.getppid() != parent:  # it died before prctl
-        sys.exit("pycomm: the launcher ended")
+    die_with(parent)
     if cores_per_rank is not None:
         os.sched_setaffinity(0, cores_of(local_rank, cores_per_rank))
     if device:

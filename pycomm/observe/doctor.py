@@ -8,7 +8,6 @@ would fail too. A warning means that something is slow, or that a part cannot be
 
 from __future__ import annotations
 
-import argparse
 import os
 import socket
 from collections.abc import Sequence
@@ -17,7 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from pycomm import collectives, config, default_group, objects
+from pycomm import _command_line, collectives, config, default_group, objects
+from pycomm._tables import Table, console
 from pycomm.errors import Error
 from pycomm.group import Group
 from pycomm.observe import host_checks, link_checks
@@ -27,6 +27,8 @@ from pycomm.observe.link_checks import Link
 MOST_CLOCK_MS = 100.0
 LEAST_SHARE = 0.5  # of the median rate of links by the same transport
 LIMIT_S = 60.0
+LINKS = {"  ranks": "<9", "hosts": "<28", "by": "<5", "us": "8.1f", "GB/s": "6.2f"}
+LINKS |= {"clock, ms": ".2f"}
 
 
 @dataclass(frozen=True)
@@ -52,8 +54,7 @@ class RankReport:
 
 def main(argv: Sequence[str]) -> int:
     """Checks and prints; returns the exit status, the same on all ranks."""
-    parser = argparse.ArgumentParser(prog="pycomm doctor", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser = _command_line.parser("doctor", __doc__)
     parser.parse_args(argv)
     here = config.environment()
     own = RankReport(
@@ -79,9 +80,11 @@ def cluster(group: Group, own: RankReport) -> int:
     hosts = labels([member.host for member in group.peer_info()], group.core.hosts)
     found = _print_hosts(by_rank, hosts) if group.rank == 0 else []
     links: list[Link] = []
+    shown = Table(LINKS)
     for link in link_checks.measure(group, link_checks.pairs(hosts)):
         if link is not None:
-            _print_link(link, hosts, first=not links)
+            shown.add(*_link(link, hosts))
+            shown.flush(console())
             links.append(link)
     status = np.zeros(1, np.int64)
     if group.rank == 0:
@@ -144,20 +147,20 @@ def _print_hosts(by_rank: Sequence[RankReport], hosts: Sequence[str]) -> list[Fi
 def _print(title: str, found: list[Finding]) -> list[Finding]:
     if title:
         print(title)
+    shown = Table({"status": "<9", "check": "<15", "result": ""}, headings=False)
     for one in found:
-        print(f"  {one.status:<8} {one.name:<16} {one.text}")
+        shown.add(f"  {one.status}", one.name, one.text)
         if one.advice:
-            print(f"  {'':<25} {one.advice}")
+            shown.add("", "", one.advice)
+    console().print(shown)
     return found
 
 
-def _print_link(one: Link, hosts: Sequence[str], first: bool) -> None:
-    if first:
-        print(f"  {'ranks':<9} {'hosts':<28} {'by':<6} {'us':>8} {'GB/s':>7} {'clock, ms':>10}")
+def _link(one: Link, hosts: Sequence[str]) -> tuple[object, ...]:
+    """The row of LINKS."""
     names = hosts[one.a] if hosts[one.a] == hosts[one.b] else f"{hosts[one.a]}, {hosts[one.b]}"
-    place = f"  {f'{one.a}, {one.b}':<9} {names:<28} {one.transport:<6}"
-    figures = f"{one.latency_us:>8.1f} {one.rate_gb_s:>7.2f} {one.clock_ms:>10.2f}"
-    print(f"{place} {figures}", flush=True)
+    figures = one.latency_us, one.rate_gb_s, one.clock_ms
+    return f"  {one.a}, {one.b}", names, one.transport, *figures
 
 
 def _end(found: Sequence[Finding]) -> int:

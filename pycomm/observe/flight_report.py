@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from pycomm._tables import Table
 from pycomm.observe import flight_recorder
 from pycomm.observe.flight_recorder import FlightRecord
 
@@ -99,17 +100,15 @@ def _most_telling(calls: list[dict[Key, Any]]) -> list[int]:
 
 def _table(ranks: list[FlightRecord], calls: list[dict[Key, Any]]) -> list[str]:
     keys = sorted(set().union(*calls))[-ROWS:]
-    rows = [["call", "what", *(f"rank {one.rank}" for one in ranks)]]
+    shown = Table(dict.fromkeys(["call", "what", *(f"rank {one.rank}" for one in ranks)], ""))
     for key in keys:
         titles = {flight_recorder.title(each[key]) for each in calls if key in each}
         same = len(titles) == 1
         what = titles.pop() if same else "DISAGREE" if key[2] == COLLECTIVE else "messages"
         cells = [_cell(each, key, same) for each in calls]
         number = f"{key[0]}:{key[1]}" if key[0] else str(key[1])
-        rows.append([number, what, *cells])
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    padded = [[text.ljust(n) for text, n in zip(row, widths, strict=True)] for row in rows]
-    return ["  " + "  ".join(row).rstrip() for row in padded]
+        shown.add(number, what, *cells)
+    return [f"  {line}" for line in str(shown).splitlines()]
 
 
 def _cell(calls: dict[Key, Any], key: Key, same: bool) -> str:

@@ -10,12 +10,13 @@ import numpy as np
 
 from pycomm import _c10d, _core, collectives, config, errors, testing
 from pycomm._core_api import nccl
+from pycomm._tables import Table
 
 PROBE_S = 5.0
 
 
-def report() -> str:
-    """The text of `pycomm info`."""
+def report() -> Table:
+    """The output of `pycomm info`."""
     sections = {
         "built": _built(),
         "transports": [(name, _viable(name)) for name in config.TRANSPORTS],
@@ -28,12 +29,12 @@ def report() -> str:
             (name, f"{value or '-':<10} {meaning}") for name, value, meaning in config.described()
         ],
     }
-    width = max(len(name) for rows in sections.values() for name, _ in rows)
-    lines = []
+    shown = Table({"part": "", "state": ""}, headings=False)
     for title, rows in sections.items():
-        lines.append(title)
-        lines += [f"  {name:<{width}}  {text}" for name, text in rows]
-    return "\n".join(lines)
+        shown.add(title, "")
+        for name, text in rows:
+            shown.add(f"  {name}", text)
+    return shown
 
 
 def _built() -> list[tuple[str, str]]:

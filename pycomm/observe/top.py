@@ -6,18 +6,19 @@ slowed down, and stopped ranks are shown as well. Ranks of other users are not s
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from rich.box import HEAVY_HEAD
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
-from rich.table import Table
 from rich.text import Text
 
+from pycomm import _command_line
+from pycomm._tables import Table
 from pycomm.observe import flight_recorder, gpus
 from pycomm.observe.flight_recorder import FlightRecord
 
@@ -48,11 +49,9 @@ def view(now: Sample, before: Sample | None = None) -> RenderableType:
 def _group(ranks: list[FlightRecord], now: Sample, before: Sample | None) -> Table:
     first = ranks[0]
     here = "" if len(ranks) == first.size else f", {len(ranks)} of them here"
-    title = Text(f'group "{first.name}", {first.size} ranks{here}')  # a str would be markup
-    table = Table(title=title, title_justify="left")
-    for name in ("rank", "pid", "calls/s", "MB/s sent", "waiting", ""):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("current call")
+    title = f'group "{first.name}", {first.size} ranks{here}'
+    columns = dict.fromkeys(("rank", "pid", "calls/s", "MB/s sent", "waiting", ""), ">")
+    table = Table(columns | {"current call": ""}, title, HEAVY_HEAD)
     earlier = {(one.id, one.rank): one for one in before.flight_records} if before else {}
     most = max(_progress(one) for one in ranks)
     for one in ranks:
@@ -62,29 +61,27 @@ def _group(ranks: list[FlightRecord], now: Sample, before: Sample | None) -> Tab
         calls = one.begun - (then.begun if then else 0)
         sent = one.bytes_written - (then.bytes_written if then else 0)
         waited = (one.waited - (then.waited if then else 0)) / 1e9
-        table.add_row(
+        table.add(
             *(str(one.rank), str(one.pid), f"{calls / seconds:,.0f}"),
             *(f"{sent / seconds / 1e6:,.1f}", f"{100 * waited / seconds:.0f} %"),
             _mark(one, most, now.at_ns),
-            Text(_activity(one, now.at_ns)),
+            _activity(one, now.at_ns),
         )
     return table
 
 
 def _gpus(now: Sample) -> Table:
-    table = Table(title=Text("GPUs of this host"), title_justify="left")
-    for name in ("GPU", "busy", "memory", "pids of ranks"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("model")
+    columns = dict.fromkeys(("GPU", "busy", "memory", "pids of ranks"), ">")
+    table = Table(columns | {"model": ""}, "GPUs of this host", HEAVY_HEAD)
     ranks = {one.pid for one in now.flight_records}
     for gpu in now.gpus:
         used, total = gpu.memory or (0, 0)
-        table.add_row(
+        table.add(
             str(gpu.index),
             "" if gpu.busy_percent is None else f"{gpu.busy_percent} %",
             f"{used / 2**30:.1f} of {total / 2**30:.1f} GiB" if gpu.memory else "",
             ", ".join(map(str, sorted(gpu.pids & ranks))),
-            Text(f"{gpu.name}, {gpu.bus_id}"),
+            f"{gpu.name}, {gpu.bus_id}",
         )
     return table
 
@@ -136,7 +133,7 @@ def _span(nanoseconds: int) -> str:
 
 def main(argv: Sequence[str]) -> int:
     """Runs the command; returns its exit status."""
-    parser = argparse.ArgumentParser(prog="pycomm top", description=__doc__)
+    parser = _command_line.parser("top", __doc__)
     parser.add_argument("--once", action="store_true", help="print one table and exit")
     parser.add_argument("--svg", metavar="FILE", help="with --once: draw the table to FILE")
     parser.add_argument(

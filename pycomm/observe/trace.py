@@ -8,7 +8,6 @@ begun it, so each call bounds the difference of two clocks from both sides.
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -17,7 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from pycomm import _core
+from pycomm import _command_line, _core
+from pycomm._tables import Table
 from pycomm.errors import InvalidArgument
 from pycomm.observe import flight_recorder
 from pycomm.observe.flight_recorder import FlightRecord
@@ -236,24 +236,16 @@ def write(timeline: Timeline, path: Path) -> int:
 
 def table(timeline: Timeline) -> str:
     """A table of each rank's totals."""
-    rows = [["", "calls", "in calls", "waiting", "came last", "others waited", "MB sent"]]
+    shown = Table(
+        {"rank": "", "calls": ",", "in calls": ">", "waiting": ">", "came last": ","}
+        | {"others waited": ">", "MB sent": ",.1f"}
+    )
     for rank in timeline.ranks:
         share = f" ({100 * rank.waited / rank.inside:.0f} %)" if rank.inside else ""
-        rows.append(
-            [
-                rank.label,
-                f"{rank.calls:,}",
-                f"{rank.inside / 1e9:.3f} s",
-                f"{rank.waited / 1e9:.3f} s{share}",
-                f"{rank.last:,}",
-                f"{rank.late / 1e9:.3f} s",
-                f"{rank.bytes_written / 1e6:,.1f}",
-            ]
-        )
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [
-        "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows
-    ]
+        waiting = f"{rank.waited / 1e9:.3f} s{share}"
+        totals = rank.calls, f"{rank.inside / 1e9:.3f} s", waiting, rank.last
+        shown.add(rank.label, *totals, f"{rank.late / 1e9:.3f} s", rank.bytes_written / 1e6)
+    lines = [str(shown)]
     for host, uncertainty in timeline.uncertainties.items():
         if uncertainty:
             name = next(
@@ -265,7 +257,7 @@ def table(timeline: Timeline) -> str:
 
 def main(argv: Sequence[str]) -> int:
     """Runs the command; returns its exit status."""
-    parser = argparse.ArgumentParser(prog="pycomm trace", description=__doc__)
+    parser = _command_line.parser("trace", __doc__)
     parser.add_argument("folder", type=Path, help="the folder given as PYCOMM_TRACE")
     parser.add_argument("--out", type=Path, help="output file (FOLDER/trace.json)")
     flags = parser.parse_args(argv)

@@ -8,7 +8,6 @@ communication with the backward pass and a latency of 0.1 ms per call: it suits 
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import statistics
@@ -16,12 +15,14 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
 
+from pycomm import _command_line
 from pycomm._arguments import function, integer, integers, number, numbers_in, refuse
+from pycomm._command_line import numbers
+from pycomm._tables import Table, console
 from pycomm._training.arguments import check_module
 from pycomm.compress.cost_model import Coding, Link, measure_coding, predicted
 from pycomm.compress.schedule import Load, code_at, to_send
@@ -134,49 +135,29 @@ def best(one: Expected) -> str:
     return min((name for name in one.seconds if name != "bf16"), key=lambda name: one.seconds[name])
 
 
-def table(found: Sequence[Expected]) -> str:
+def table(found: Sequence[Expected]) -> Table:
     """A table of the seconds by method, the best method, and the best speedup of DGC over dense."""
     names = list(found[0].seconds)
-    head = " ".join(f"{name:>15}" for name in names)
-    lines = [f"{'# Gbit/s':>8} {'ranks':>6} {head}  {'take':15} {'dense/dgc':>9}"]
+    first = {"# Gbit/s": "g", "ranks": ">"} | dict.fromkeys(names, ".4f")
+    shown = Table(first | {"take": "<16", "dense/dgc": ">"})
     for one in found:
-        row = " ".join(f"{one.seconds[name]:>15.4f}" for name in names)
         dgc = min(seconds for name, seconds in one.seconds.items() if name.startswith("dgc"))
-        ratio = one.seconds["dense"] / dgc
-        lines.append(f"{one.gbit:>8g} {one.ranks:>6} {row}  {best(one):15} {ratio:>8.2f}x")
-    return "\n".join(lines)
-
-
-def _numbers(kind: type[int] | type[float], above: int) -> Callable[[str], list[Any]]:
-    """For argparse: reads numbers with commas between them."""
-
-    def read(text: str) -> list[Any]:
-        try:
-            numbers = [kind(word) for word in text.split(",")]
-        except ValueError:  # refused below
-            numbers = []
-        if not numbers or not all(above < number < math.inf for number in numbers):
-            raise argparse.ArgumentTypeError(f"got {text!r}, expected numbers above {above}")
-        return numbers
-
-    return read
+        ratio = f"{one.seconds['dense'] / dgc:.2f}x"
+        shown.add(one.gbit, str(one.ranks), *one.seconds.values(), best(one), ratio)
+    return shown
 
 
 def main(argv: Sequence[str]) -> int:
     """Predicts for a multilayer perceptron of the given size; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="pycomm plan", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser = _command_line.parser("plan", __doc__)
     parser.add_argument("--width", type=int, default=1432, help="width of a layer (%(default)s)")
     parser.add_argument("--layers", type=int, default=20, help="(%(default)s: 41 M parameters)")
     parser.add_argument("--rows", type=int, default=64, help="rows of a batch (%(default)s)")
-    ranks = ",".join(map(str, RANKS))
-    parser.add_argument("--ranks", type=_numbers(int, 1), default=ranks, help="(%(default)s)")
-    parser.add_argument(
-        "--gbit",
-        type=_numbers(float, 0),
-        default=",".join(f"{rate:g}" for rate in RATES_GBIT),
-        help="of a rank's link (%(default)s)",
-    )
+    ranks, rates = ",".join(map(str, RANKS)), ",".join(f"{rate:g}" for rate in RATES_GBIT)
+    several = numbers(int, lambda n: n > 1, "above 1")
+    positive = numbers(float, lambda n: 0 < n < math.inf, "above 0")
+    parser.add_argument("--ranks", type=several, default=ranks, help="(%(default)s)")
+    parser.add_argument("--gbit", type=positive, default=rates, help="of a link (%(default)s)")
     parser.add_argument("--json", type=Path, help="where to store all figures")
     options = parser.parse_args(argv)
     if min(options.width, options.layers, options.rows) < 1:
@@ -192,7 +173,7 @@ def main(argv: Sequence[str]) -> int:
         optimizer.step()
 
     found = plan(model, step, ranks=options.ranks, gbit=options.gbit)
-    print(table(found))
+    console().print(table(found))
     if options.json:
         options.json.write_text(json.dumps([asdict(one) for one in found], indent=1) + "\n")
     return 0

@@ -10,8 +10,6 @@ Measure with the number of ranks of later runs, or with 4: for 3 to 8 ranks the 
 
 from __future__ import annotations
 
-import argparse
-import importlib.util
 import math
 import statistics
 import sys
@@ -20,9 +18,11 @@ from collections.abc import Iterable, Sequence
 from typing import TypeVar
 
 import numpy as np
+from rich.progress import track
 
-from pycomm import collectives, config, default_group, testing
+from pycomm import _command_line, collectives, config, default_group, testing
 from pycomm._bootstrap import thresholds
+from pycomm._tables import Table, console
 from pycomm.group import Group
 
 SIZES = [2**power for power in range(10, 22)]  # 1 KiB to 2 MiB
@@ -40,8 +40,7 @@ T = TypeVar("T")
 
 def main(argv: Sequence[str]) -> int:
     """Measures, prints a table and stores the thresholds; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="pycomm tune", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser = _command_line.parser("tune", __doc__)
     parser.add_argument("--ranks", type=int, default=4, help="ranks to start (%(default)s)")
     ranks = parser.parse_args(argv).ranks
     if ranks < 2:
@@ -55,7 +54,7 @@ def main(argv: Sequence[str]) -> int:
     at = list(thresholds.BUILT_IN)
     for i, seconds in enumerate(found):
         at[i] = threshold(SIZES, seconds)
-        print(table(COMPARISONS[i], seconds, at[i]))
+        console().print(table(COMPARISONS[i], seconds, at[i]))
     file = thresholds.save([(transport, at[0], at[1])])
     print(f"{transport}: small_bytes {at[0]}, middle_bytes {at[1]}; stored in {file}")
     return 0
@@ -73,11 +72,9 @@ def measure(own: Group) -> tuple[str, list[Seconds]]:
 
 
 def progress(items: Sequence[T], rank: int) -> Iterable[T]:
-    """The items; rank 0 shows a progress bar if its output is a terminal and rich is installed."""
-    if rank != 0 or not sys.stdout.isatty() or importlib.util.find_spec("rich") is None:
+    """The items; rank 0 shows a progress bar if its output is a terminal."""
+    if rank != 0 or not sys.stdout.isatty():
         return items
-    from rich.progress import track
-
     # Without its thread, which would take processor time from the measured calls.
     return track(items, "measuring", auto_refresh=False, transient=True)
 
@@ -96,14 +93,14 @@ def threshold(sizes: Sequence[int], seconds: Sequence[tuple[float, float]]) -> i
     return min([0, *sizes], key=loss)
 
 
-def table(comparison: tuple[str, str], seconds: Seconds, at_bytes: int) -> str:
+def table(comparison: tuple[str, str], seconds: Seconds, at_bytes: int) -> Table:
     """The times of a comparison, and the choice at each size."""
     small, large = comparison
-    lines = [f"{'# bytes':>10} {small + ' (us)':>14} {large + ' (us)':>14}  taken"]
+    shown = Table({"# bytes": ">", f"{small} (us)": "12.1f", f"{large} (us)": "12.1f", "taken": ""})
     for size_bytes, (first, second) in zip(SIZES, seconds, strict=True):
         taken = small if size_bytes <= at_bytes else large
-        lines.append(f"{size_bytes:>10} {first * 1e6:>14.1f} {second * 1e6:>14.1f}  {taken}")
-    return "\n".join(lines)
+        shown.add(str(size_bytes), first * 1e6, second * 1e6, taken)
+    return shown
 
 
 def _compare(own: Group, algorithms: tuple[str, str], size_bytes: int) -> tuple[float, float]:

@@ -47,17 +47,17 @@ def test_the_benchmarks_are_the_modules_with_a_main() -> None:
 def test_missing_packages_are_named(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    there, absent = importlib.util.find_spec, ("rich", "matplotlib")
+    there, absent = importlib.util.find_spec, ("torch", "matplotlib")
     found = lambda name: None if name in absent else there(name)  # noqa: E731 - read as one line
     monkeypatch.setattr(importlib.util, "find_spec", found)
     assert command.main(["collectives"]) == 2
     assert capsys.readouterr().err == (
-        'pycomm bench collectives: needs rich: pip install "rich>=13"\n'
+        'pycomm bench collectives: needs torch: pip install "torch>=2.11"\n'
     )
     assert command.main(["training"]) == 2
-    assert 'needs rich and matplotlib: pip install "rich>=13" "m' in capsys.readouterr().err
+    assert 'needs torch and matplotlib: pip install "torch>=2.11" "m' in capsys.readouterr().err
     assert demo.main([]) == 2
-    assert "pycomm demo: needs rich and matplotlib" in capsys.readouterr().err
+    assert "pycomm demo: needs torch and matplotlib" in capsys.readouterr().err
     for benchmark in (collectives, kernels):
         with pytest.raises(SystemExit):
             benchmark.main(["--plot", "out.png"])

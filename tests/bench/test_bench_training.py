@@ -224,10 +224,10 @@ def test_convergence_with_adamw(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("method", "costs", "message", "fits"),
     [
-        ("adamw topk 200", [0.02, 0.05, 0.03], " <=0.035        in ", True),
-        ("adamw topk 200", [0.02, 0.05, 0.04], " <=0.035        worse ", False),
-        ("adamw topk 200", [0.02, 0.06], " <=0.035               ", True),  # of three seeds
-        ("soap topk 500", [0.11, 0.12, 0.14], " <=0.115        worse ", False),
+        ("adamw topk 200", [0.02, 0.05, 0.03], r"<=0.035 in ", True),
+        ("adamw topk 200", [0.02, 0.05, 0.04], r"<=0.035 worse ", False),
+        ("adamw topk 200", [0.02, 0.06], r"<=0.035 \d", True),  # of three seeds
+        ("soap topk 500", [0.11, 0.12, 0.14], r"<=0.115 worse ", False),
     ],
 )
 def test_costs_of_compression_have_limits(
@@ -240,7 +240,7 @@ def test_costs_of_compression_have_limits(
     scores[method] = [x + cost for x, cost in zip(scores[reference], costs, strict=True)]
     lines, good = convergence.summary(runs(scores))
     assert good == fits
-    assert message in lines[-1]
+    assert re.search(message, " ".join(lines[-1].split()))
 
 
 def test_quantized_gradients_and_soap(tmp_path: Path) -> None:

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from torch.distributed import TCPStore
-from torch.multiprocessing.spawn import ProcessException
 
+from pycomm._process_pool import RankFailed
 from pycomm.bench.support import processes
 
 
@@ -22,10 +22,12 @@ def report_twice(rank: processes.Rank, word: str) -> None:
     rank.send(os.getpid())
 
 
-def fail(rank: processes.Rank) -> None:
-    """Rank 1 fails while the others wait for it without a limit."""
+def fail(rank: processes.Rank, reports: bool) -> None:
+    """Rank 1 fails while the others wait for it, or report, without a limit."""
     if rank.rank == 1:
         raise ValueError("no more paper")
+    while reports:
+        rank.send(0)
     dist.init_process_group("gloo", store=rank.store, rank=rank.rank, world_size=rank.size)
 
 
@@ -43,10 +45,11 @@ def test_every_report_of_a_rank_is_received() -> None:
     assert len({message[1] for message in received.values()}) == 2
 
 
-def test_rank_error_is_shown_and_ends_the_run() -> None:
+@pytest.mark.parametrize("reports", [False, True])
+def test_rank_error_is_shown_and_ends_the_run(reports: bool) -> None:
     others = set(multiprocessing.active_children())
-    with pytest.raises(ProcessException, match="no more paper"):
-        processes.run(fail, (), 2, lambda rank, message: None)
+    with pytest.raises(RankFailed, match="no more paper"):
+        processes.run(fail, (reports,), 2, lambda rank, message: None)
     assert set(multiprocessing.active_children()) <= others
 
 

@@ -145,8 +145,8 @@ MAY_INCLUDE_TORCH = "bindings/c10d"
 LAYERS = [
     ["_core", "_cuda"],
     ["errors", "reference", "_names"],
-    ["_arguments", "_c10d"],
-    ["_secret", "_process_pool"],
+    ["_arguments", "_c10d", "_tables"],
+    ["_secret", "_process_pool", "_command_line"],
     ["config"],
     ["_bootstrap"],
     ["group"],

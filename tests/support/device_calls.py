@@ -23,13 +23,11 @@ from typing import Any
 
 import numpy as np
 from group_devices import Machine, programs
-from rich.console import Console
 from rich.progress import Progress
-from rich.table import Table
 
 import pycomm
+from pycomm._tables import Table, console
 from pycomm.bench.support import summaries
-from pycomm.bench.support.machine import describe
 
 __all__ = ["CALLS", "Cost", "main", "programs"]
 
@@ -131,7 +129,8 @@ def cost_of(ranks: int, i: int, found: list[tuple[list[int], Any]]) -> Cost:
     return Cost(ranks, *CALLS[i], median, low, high, *given)
 
 
-HEADS = ("ranks", "call", "bytes", "host, us", "groups", "sends", "NCCL's own")
+HEADS = {"ranks": ">", "call": "<", "bytes": ">", "host, us": ">"}
+HEADS |= {"groups": ">", "sends": ">", "NCCL's own": ">"}
 
 
 def cells(cost: Cost) -> list[str]:
@@ -160,18 +159,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         for some in measure(args.device, args.ranks, args.rounds):
             costs += some
             progress.advance(task)
-    table = Table(*HEADS)
+    table = Table(HEADS)
     for cost in costs:
-        table.add_row(*cells(cost))
-    Console(width=100).print(table)
-    if args.json:
-        report = {
-            "machine": describe(),
-            "device": args.device,
-            "rounds": args.rounds,
-            "costs": [asdict(cost) for cost in costs],
-        }
-        summaries.write(args.json, report)
+        table.add(*cells(cost))
+    console().print(table)
+    stored = [asdict(cost) for cost in costs]
+    summaries.store(args.json, device=args.device, rounds=args.rounds, costs=stored)
     return 0
 
 

@@ -40,3 +40,10 @@ def test_stored_results_are_small_and_in_this_format(tmp_path: Path) -> None:
     for path in sorted(RESULTS.glob("*.json")):
         summaries.write(tmp_path / path.name, summaries.read(path))
         assert (tmp_path / path.name).read_text() == path.read_text(), path.name
+
+
+def test_a_csv_file_has_the_rows(tmp_path: Path) -> None:
+    rows = [{"peer": "gloo", "time_us": 0.1234567891234}, {"peer": "a,b", "time_us": None}]
+    summaries.write(tmp_path / "out.csv", {"machine": {}, "rows": rows})
+    text = (tmp_path / "out.csv").read_text()
+    assert text.splitlines() == ["peer,time_us", "gloo,0.123456789", '"a,b",']

@@ -13,12 +13,14 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from torch.multiprocessing.spawn import ProcessException
 
+from pycomm import _command_line
+from pycomm._tables import console
 from pycomm.bench.collectives import mpi, table, worker
 from pycomm.bench.collectives.peers import OPERATORS, OURS, PEERS, Peer, operators
 from pycomm.bench.collectives.verbs import DTYPES, VERBS, Case
@@ -77,23 +79,18 @@ def main(argv: Sequence[str]) -> int:
         options.device,
         prefixes,
     )
-    console = Console(soft_wrap=True, highlight=False)
+    to = console()
     found: list[table.Line] = []
-    try:
-        for name in run.mpis or [""]:
-            found += _measure(console, run, name)
-    except (ProcessException, RuntimeError) as error:
-        console.print(f"a rank failed\n{error}", style="red", markup=False)
-        return 1
-    except KeyboardInterrupt:
-        console.print("interrupted")
-        return 130
-    _store(run, found, options.json)
+    for name in run.mpis or [""]:
+        found += _measure(to, run, name)
+    given = {name: getattr(run, name) for name in ("ranks", "rounds", "busy", "device")}
+    settings = given | {"peers": [peer.name for peer in peers]}
+    summaries.store(options.json, settings=settings, rows=[asdict(line) for line in found])
     if options.plot:
         _draw(run, found, options.plot)
     faults = table.faults(found, run.busy)
     for message in faults:
-        console.print(message, style="red", markup=False)
+        to.print(message, style="red")
     return 1 if faults else 0
 
 
@@ -123,8 +120,7 @@ def _absent(names: Sequence[str], prefixes: Mapping[str, Path]) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="pycomm bench collectives", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser = _command_line.parser("bench collectives", __doc__, "bandwidth over size")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument(
         "--sizes", type=parse_sizes, default="4:64M", help="first:last[:factor], list (%(default)s)"
@@ -158,8 +154,6 @@ def _parser() -> argparse.ArgumentParser:
         help="beside each rank, a thread of its process computes in Python all the time",
     )
     parser.add_argument("--idle", help=argparse.SUPPRESS)  # refused, with its replacement
-    parser.add_argument("--json", type=Path, help="where to store all figures")
-    parser.add_argument("--plot", type=Path, help="where to draw bandwidth over size")
     return parser
 
 
@@ -171,7 +165,7 @@ def _prefix(text: str) -> tuple[str, Path]:
     return name, Path(folder).absolute()
 
 
-def _measure(console: Console, run: Run, name: str) -> list[table.Line]:
+def _measure(to: Console, run: Run, name: str) -> list[table.Line]:
     """Runs all cases on fresh processes; prints the lines of each as soon as all ranks have it.
 
     The mpiexec of the MPI `name` starts the processes, if it is not "".
@@ -184,14 +178,15 @@ def _measure(console: Console, run: Run, name: str) -> list[table.Line]:
         BarColumn(),
         MofNCompleteColumn(),
         TimeRemainingColumn(),
-        console=console,
-        disable=not console.is_terminal,
+        console=to,
+        disable=not to.is_terminal,
         transient=True,
     )
-    heading = table.header([peer.name for peer in peers])
+    shown = table.new([])
     task = bar.add_task("starting", total=len(run.cases))
 
     def on_message(rank: int, times: worker.Times) -> None:
+        nonlocal shown
         by_rank = waiting.setdefault(times.case, {})
         by_rank[rank] = times
         if len(by_rank) < run.ranks:
@@ -200,12 +195,14 @@ def _measure(console: Console, run: Run, name: str) -> list[table.Line]:
             replace(line, mpi=name) for line in table.lines([by_rank[r] for r in range(run.ranks)])
         ]
         if not found or (found[-1].verb, found[-1].dtype) != (times.case.verb, times.case.dtype):
-            console.print(f"# {times.case.verb} {times.case.dtype}\n{heading}")
+            to.print(f"# {times.case.verb} {times.case.dtype}")
+            shown = table.new([peer.name for peer in peers])
         found.extend(new)
         for line in new:
-            console.print(table.text(line))
+            table.add(shown, line)
+        shown.flush(to)
         for peer, why in times.refused.items():
-            console.print(f"# {peer} refuses {times.case.verb} {times.case.dtype}: {why}")
+            to.print(f"# {peer} refuses {times.case.verb} {times.case.dtype}: {why}")
         bar.update(
             task, advance=1, description=f"{times.case.verb} {format_size(times.case.bytes)}"
         )
@@ -220,25 +217,18 @@ def _measure(console: Console, run: Run, name: str) -> list[table.Line]:
     return found
 
 
-def _store(run: Run, found: Sequence[table.Line], json_to: Path | None) -> None:
-    if not json_to:
-        return
-    settings = {
-        "ranks": run.ranks,
-        "rounds": run.rounds,
-        "busy": run.busy,
-        "device": run.device,
-        "peers": [p.name for p in run.peers],
-    }
-    rows = [asdict(x) for x in found]
-    content = {"machine": machine.describe(), "settings": settings, "rows": rows}
-    summaries.write(json_to, content)
+def _draw(run: Run, found: Sequence[table.Line], path: Path) -> None:
+    """Bandwidth over size, a panel for each verb and dtype, with the limit."""
+    from pycomm.bench.support import plots  # imports matplotlib, which may be missing
 
+    def draw(chosen: Sequence[table.Line], axes: Any) -> None:
+        limits = {line.size_bytes: line.size_bytes / line.limit_us / 1e3 for line in chosen}
+        axes.plot(list(limits), list(limits.values()), label="memory limit", **plots.LIMIT)
+        plots.lines(axes, chosen, ("peer", "size_bytes", "algbw_gbs"), yscale="log")
+        shown = (4**i for i in range(1, 20))
+        plots.byte_ticks(axes, [size for size in shown if min(limits) <= size <= max(limits)])
+        axes.set(ylabel="algbw (GB/s)")
 
-def _draw(run: Run, found: Sequence[table.Line], plot_to: Path) -> None:
-    where = machine.describe()
-    cpu, cores, torch_version = where["cpu"], where["cores"], where["torch"]
-    caption = f"{run.ranks} ranks, {cpu}, {cores} cores, torch {torch_version}, {where['date']}"
-    from pycomm.bench.collectives import plot  # imports matplotlib, which may be missing
-
-    plot.save(plot_to, found, caption)
+    panels = plots.grouped(found, lambda line: f"{line.verb}, {line.dtype}", draw)
+    caption = f"{run.ranks} ranks, {machine.caption()}"
+    plots.save(path, panels, caption, (6.5, 4.4), columns=2)

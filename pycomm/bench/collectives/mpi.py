@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch's stubs hide it
 
+from pycomm._process_pool import RankFailed
 from pycomm.bench.collectives.verbs import Arrays, Call
 from pycomm.bench.support.processes import Rank
 
@@ -58,7 +59,7 @@ def run(
 ) -> None:
     """As pycomm.bench.support.processes.run, on processes that the mpiexec of an MPI starts.
 
-    `source` is its name and prefix, as in missing(). Raises RuntimeError with the output of mpiexec
+    `source` is its name and prefix, as in missing(). Raises RankFailed with the output of mpiexec
     if a rank fails.
     """
     name, prefix = source
@@ -90,7 +91,7 @@ def run(
                 process.kill()
             if failed:
                 output.seek(0)
-                raise RuntimeError(
+                raise RankFailed(
                     f"{name}'s mpiexec ended with {process.returncode}\n{output.read()}"
                 )
 

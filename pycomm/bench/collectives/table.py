@@ -1,4 +1,4 @@
-"""Converts the ranks' times to lines of figures, and lines to text in the columns of nccl-tests."""
+"""Converts the ranks' times to lines of figures, and those to a table with nccl-tests' columns."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from pycomm._tables import Table
 from pycomm.bench.collectives.limits import TOLERANCE, limit_s
 from pycomm.bench.collectives.verbs import VERBS
 from pycomm.bench.collectives.worker import Times
@@ -94,23 +95,20 @@ def faults(found: Sequence[Line], busy: bool = False) -> list[str]:
     return messages
 
 
-def header(peers: Sequence[str]) -> str:
-    """Over the lines of a run in which `peers` take part. Bandwidths are in GB/s, 10^9 bytes."""
+def new(peers: Sequence[str]) -> Table:
+    """A table for lines in which `peers` take part. Bandwidths are in GB/s, 10^9 bytes."""
     versus = "vs " + next((name for name in COMPARATORS if name in peers), COMPARATORS[0])
-    return (
-        f"{'# size (B)':>12} {'count':>10} {'type':>8} {'redop':>5} {'peer':>14} {'time (us)':>10} "
-        f"{'p99 (us)':>10} {'algbw':>7} {'busbw':>7} {'#wrong':>6} {versus:>8} {'% limit':>7}"
-    )
+    first = {"# size (B)": ">10", "count": ">9", "type": ">8", "redop": ">5", "peer": ">13"}
+    times = {"time (us)": "9.2f", "p99 (us)": "9.2f", "algbw": "6.2f", "busbw": "6.2f"}
+    return Table(first | times | {"#wrong": ">6", versus: ">8", "% limit": "7.1f"})
 
 
-def text(line: Line) -> str:
-    """One line under header()."""
-    ratio = "-" if line.ratio is None else f"{line.ratio:.2f}x"
-    redop = VERBS[line.verb].redop
-    return (
-        f"{line.size_bytes:>12} {line.count:>10} {line.dtype:>8} {redop:>5} {line.peer:>14} "
-        f"{line.time_us:>10.2f} {line.p99_us:>10.2f} {line.algbw_gbs:>7.2f} {line.busbw_gbs:>7.2f} "
-        f"{line.wrong:>6} {ratio:>8} {line.limit_percent:>7.1f}"
+def add(to: Table, line: Line) -> None:
+    """Adds a line to a table of new()."""
+    to.add(
+        *(str(line.size_bytes), str(line.count), line.dtype, VERBS[line.verb].redop, line.peer),
+        *(line.time_us, line.p99_us, line.algbw_gbs, line.busbw_gbs, str(line.wrong)),
+        *(None if line.ratio is None else f"{line.ratio:.2f}x", line.limit_percent),
     )
 
 

@@ -10,7 +10,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -29,6 +29,7 @@ WARM_UP = 20
 """Calls of each contestant before any is timed, as other benchmarks of collectives have: pycomm may
 run its trials in them."""
 
+CPU = torch.device("cpu")
 SLOT = 8  # int64 of a cache line: each rank's flag has its own
 
 
@@ -157,32 +158,37 @@ def measure(
             contestants[peer.name] = call, arrays.rewrite
     limit = copies(case.bytes, device)
     contestants |= {name: (copy, limit.rewrite) for name, copy in limit.ways.items()}
+    series = functools.partial(timed, barrier=barrier, device=device)
     for call, rewrite in contestants.values():
-        _series(call, rewrite, barrier, WARM_UP, device)
-    names = list(contestants)
-    times.seconds.update({name: [] for name in names})
+        series(call, rewrite, WARM_UP)
+    times.seconds.update({name: [] for name in contestants})
     rounds, calls = rounds_and_calls
-    for turn in range(rounds):
-        first = turn % len(names)  # no contestant always follows the same one
-        for name in names[first:] + names[:first]:
-            call, rewrite = contestants[name]
-            series = _series(call, rewrite, barrier, calls, device)
-            times.seconds[name].append(series)
+    for name in turns(list(contestants), rounds):
+        times.seconds[name].append(series(*contestants[name], calls)[0])
     return times
 
 
-def _series(
+def turns(names: Sequence[str], rounds: int) -> Iterator[str]:
+    """The names in each round, so that none always follows the same other one."""
+    for turn in range(rounds):
+        first = turn % len(names)
+        yield from [*names[first:], *names[:first]]
+
+
+def timed(
     call: Call,
     rewrite: Callable[[], object],
-    barrier: Callable[[], None],
     calls: int,
-    device: torch.device,
-) -> list[float]:
-    """Seconds of each of `calls` calls after one that warms up; all ranks start each together.
+    barrier: Callable[[], None],
+    device: torch.device = CPU,
+    pause_s: float = 0.0,
+) -> tuple[list[float], list[float]]:
+    """Seconds, and processor seconds of this process, of each of `calls` calls after one that warms
+    up; before each is a pause, then all ranks start it together.
 
     On a device the time ends when the device is done; every contestant waits in the same way.
     """
-    seconds = []
+    seconds, cpu_s = [], []
     through: Callable[[], object] = lambda: None  # noqa: E731 - what there is to wait for here
     if device.type != "cpu":
         through = functools.partial(torch.get_device_module(device.type).synchronize, device)
@@ -190,10 +196,14 @@ def _series(
     for _ in range(calls + 1):
         rewrite()
         through()
+        if pause_s:
+            time.sleep(pause_s)  # the connections are idle, as during a computation
         barrier()
+        cpu_start = time.process_time()
         start = time.perf_counter()
         call()
         through()
         seconds.append(time.perf_counter() - start)
+        cpu_s.append(time.process_time() - cpu_start)
     gc.enable()
-    return seconds[1:]
+    return seconds[1:], cpu_s[1:]

@@ -14,10 +14,9 @@ repository more kernels and libraries are measured (benchmarks/kernels/compariso
 
 from __future__ import annotations
 
-import argparse
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any
@@ -25,16 +24,18 @@ from typing import Any
 import torch
 
 import pycomm
+from pycomm import _command_line
+from pycomm._tables import Table, console
 from pycomm.bench.collectives.limits import TOLERANCE
 from pycomm.bench.kernels import residuals, sparse
 from pycomm.bench.kernels.comparison import OURS, Call, Comparison, Traffic
 from pycomm.bench.kernels.device_timing import DEVICES, STREAMS, Cpu, Spent
 from pycomm.bench.kernels.residuals import STEPS
 from pycomm.bench.kernels.sparse import Case
-from pycomm.bench.kernels.table import HEADER, Missing, Row, missing_text, store, text
+from pycomm.bench.kernels.table import COLUMNS, Missing, Row, add
 from pycomm.bench.kernels.torch_steps import TORCH_STEPS, Choose, Step, torch_topk
 from pycomm.bench.kernels.verification import all_wrong
-from pycomm.bench.support import packages
+from pycomm.bench.support import machine, packages, summaries
 from pycomm.bench.support.sizes import format_size
 from pycomm.errors import Unsupported
 
@@ -42,25 +43,23 @@ SIZES = {
     "cpu": [2**18, 2**20, 2**22, 2**24],
     "cuda": [2**20, 2**22, 2**24, 25_600_000, 110_000_000, 2**28],
 }
+POSITIVE = _command_line.numbers(int, lambda n: n > 0, "above 0")
 BYTES_EACH = 440
 """Bytes of all arrays of all comparisons together, for an element."""
 
 
 def main(argv: Sequence[str]) -> int:
     """Measures, prints, stores; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="pycomm bench kernels", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser = _command_line.parser("bench kernels", __doc__, "the fraction of the limit")
     parser.add_argument("--device", choices=tuple(SIZES), default="cpu")
     parser.add_argument(
         "--residuals", type=Path, help="of `pycomm bench residuals`; else made first"
     )
     parser.add_argument("--rounds", type=int, default=3, help="of 5 steps each (%(default)s)")
-    parser.add_argument("--sizes", type=_numbers, help="elements, with commas")
+    parser.add_argument("--sizes", type=POSITIVE, help="elements, with commas")
     parser.add_argument("--peers", help="of dgc_step, with commas (all)")
     parser.add_argument("--kernels", help="dgc_step and these, with commas (all)")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--json", type=Path, help="where to store all figures")
-    parser.add_argument("--plot", type=Path, help="where to draw the fraction of the limit")
     options = parser.parse_args(argv)
     more = packages.in_repository("benchmarks.kernels.comparisons")
     loaders = more.LOADERS if more and options.device == "cuda" else {}
@@ -83,8 +82,8 @@ def main(argv: Sequence[str]) -> int:
         "rounds": options.rounds,
         "residuals": recorded.digest,
     }
-    print(f"# {recorded.u.size} elements recorded, SHA-256 {recorded.digest}, on {place.name}")
-    print(HEADER)
+    to, shown = console(), Table(COLUMNS)
+    to.print(f"# {recorded.u.size} elements recorded, SHA-256 {recorded.digest}, on {place.name}")
     steps, choices, missing = comparators(names, loaders)
     if place.name != "cpu":
         missing.append(Missing("DGC", OURS, "its ranks communicate in host memory: no kernel time"))
@@ -103,17 +102,17 @@ def main(argv: Sequence[str]) -> int:
             return 1
         new = measured(place, case.count, comparisons, options.rounds)
         rows += new
-        print("\n".join(text(row) for row in new), flush=True)
+        for row in new:
+            add(shown, row)
+        shown.flush(to)
         del case, comparisons
         place.forget()
     for one in missing:
-        print(missing_text(one))
-    if options.json:
-        store(options.json, rows, missing, settings)
+        to.print(f"{one.kernel}: {one.peer} is left out: {one.why}")
+    results = {"rows": [asdict(row) for row in rows], "missing": [asdict(one) for one in missing]}
+    summaries.store(options.json, settings=settings, **results)
     if options.plot:
-        from pycomm.bench.kernels import plot  # imports matplotlib, which may be missing
-
-        plot.save(options.plot, rows, settings)
+        _draw(options.plot, rows, place, options.threads)
     fast = [r for r in rows if r.limit_percent > 100 * TOLERANCE]
     for row in fast:
         message = f"{row.peer}: {row.kernel} of {row.count} runs at {row.limit_percent:.0f} %"
@@ -144,7 +143,7 @@ def comparators(
     for name in (name for name in names if name in loaders):
         try:
             library = loaders[name]()
-        except (ImportError, Unsupported) as error:  # the table shows the reason
+        except ImportError as error:  # the table shows the reason
             missing.append(Missing("dgc_step", name, str(error)))
         else:
             steps[name] = library.step
@@ -235,5 +234,14 @@ def _between(streams: dict[str, Call], comparisons: Sequence[Comparison]) -> dic
     return dict(first) | streams | dict(chain(*others))
 
 
-def _numbers(text: str) -> list[int]:
-    return [int(number) for number in text.split(",")]
+def _draw(path: Path, rows: Sequence[Row], place: Cpu, threads: int) -> None:
+    """The fraction of the limit over size, a panel for each kernel."""
+    from pycomm.bench.support import plots  # imports matplotlib, which may be missing
+
+    def draw(own: Sequence[Row], axes: Any) -> None:
+        plots.lines(axes, own, ("peer", "count", "limit_percent"), xscale="log", ylim=(0, 105))
+        axes.axhline(100, **plots.LIMIT)
+        axes.set(xlabel="elements", ylabel="% of the memory's limit")
+
+    caption = f"{place.describe().get('gpu', f'{threads} threads')}, {machine.caption()}"
+    plots.save(path, plots.grouped(rows, lambda r: r.kernel, draw), caption, (3.5, 2.8), columns=4)

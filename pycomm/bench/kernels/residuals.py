@@ -12,7 +12,6 @@ recording is printed.
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,7 +23,7 @@ import torch
 from rich.progress import track
 from torch.nn import functional as F
 
-from pycomm import kernels
+from pycomm import _command_line, kernels
 from pycomm.bench.support import text
 from pycomm.bench.support.model import CharGPT, Shape
 
@@ -55,8 +54,7 @@ class Residuals:
 
 def main(argv: Sequence[str]) -> int:
     """Records, stores, prints the hash."""
-    parser = argparse.ArgumentParser(prog="pycomm bench residuals", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser = _command_line.parser("bench residuals", __doc__)
     parser.add_argument("file", type=Path, help="where to store them, .npz, about 550 MB")
     options = parser.parse_args(argv)
     found = record()

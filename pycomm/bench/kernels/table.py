@@ -1,19 +1,14 @@
-"""The results of `bench kernels` as lines of a table and as JSON."""
+"""The results of `bench kernels`, and their table."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass
 
-from pycomm.bench.support import machine, summaries
+from pycomm._tables import Table
 from pycomm.bench.support.sizes import format_size
 
-HEADER = (
-    f"{'# kernel':17} {'elements':>9} {'peer':>16} {'time (ms)':>10} {'% limit':>8} {'pycomm':>8} "
-    f"{'% of a step':>12} {'host (us)':>10}"
-)
+COLUMNS = {"# kernel": "<18", "elements": ">9", "peer": ">14", "time (ms)": "9.3f"}
+COLUMNS |= {"% limit": ".1f", "pycomm": ">8", "% of a step": ".1f", "host (us)": "9.1f"}
 
 
 @dataclass(frozen=True)
@@ -43,28 +38,9 @@ class Missing:
     why: str
 
 
-def text(row: Row) -> str:
-    """One line under HEADER."""
-    return (
-        f"{row.kernel:17} {format_size(row.count):>9} {row.peer:>16} {row.time_ms:>10.3f} "
-        f"{row.limit_percent:>8.1f} {f'{row.ratio:.2f}x':>8} {row.step_percent:>12.1f} "
-        f"{row.host_us:>10.1f}"
+def add(to: Table, row: Row) -> None:
+    """Adds a row to a table of COLUMNS."""
+    to.add(
+        *(row.kernel, format_size(row.count), row.peer, row.time_ms, row.limit_percent),
+        *(f"{row.ratio:.2f}x", row.step_percent, row.host_us),
     )
-
-
-def missing_text(missing: Missing) -> str:
-    """The same for one that is left out."""
-    return f"{missing.kernel:17} {'':>9} {missing.peer:>16}   left out: {missing.why}"
-
-
-def store(
-    path: Path, rows: Sequence[Row], missing: Sequence[Missing], settings: Mapping[str, Any]
-) -> None:
-    """Writes all of it as JSON."""
-    content = {
-        "machine": machine.describe(),
-        "settings": settings,
-        "rows": [asdict(row) for row in rows],
-        "missing": [asdict(one) for one in missing],
-    }
-    summaries.write(path, content)

@@ -26,6 +26,13 @@ def describe() -> dict[str, str | int]:
     }
 
 
+def caption() -> str:
+    """CPU, torch and date, for a plot."""
+    where = describe()
+    cores = f"{where['cpu']}, {where['cores']} cores"
+    return f"{cores}, torch {where['torch']}, {where['date']}"
+
+
 def busy() -> str:
     """The load of the last minute, if it exceeds the processors, and its origin; or ""."""
     load, processors = os.getloadavg()[0], os.cpu_count() or 1

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-REQUIREMENTS = {"torch": "torch>=2.11", "rich": "rich>=13", "matplotlib": "matplotlib>=3.8"}
+REQUIREMENTS = {"torch": "torch>=2.11", "matplotlib": "matplotlib>=3.8"}
 """As in pyproject.toml: the extras [torch] and [bench]."""
 ROOT = Path(__file__).resolve().parents[3]
 

@@ -7,18 +7,18 @@ process hosts the rendezvous store, on a port that the system assigns.
 from __future__ import annotations
 
 import os
-import signal
+import pickle
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch's stubs hide it
-from torch.multiprocessing.spawn import ProcessContext, start_processes
 
+from pycomm._process_pool import ProcessPool, RankFailed, send_answer
 from pycomm.bench.support import netns
 
 
@@ -50,68 +50,41 @@ def run(
         hosts: the host of each rank, from netns.behind(); empty: this machine.
 
     Raises:
-        torch.multiprocessing.ProcessException: a rank failed; contains its traceback.
+        RankFailed: the first failure of a rank.
     """
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    pipes = [mp.get_context("spawn").Pipe(duplex=False) for _ in range(size)]
-    senders = [sender for _, sender in pipes]
-    context: ProcessContext = start_processes(  # type: ignore[no-untyped-call]  # torch's own
-        _enter,
-        (size, store.port, senders, hosts, body, args),
-        size,
-        join=False,
-        start_method="spawn",
-    )
-    for sender in senders:
-        sender.close()
-    try:
-        _listen(context, {receiver: rank for rank, (receiver, _) in enumerate(pipes)}, on_message)
-    finally:
-        for process in context.processes:
-            process.kill()
-            process.join()
+    with ProcessPool(0.0, _lost, on_message) as pool:
+        for rank in range(size):
+            pool.start(_enter, (rank, size, store.port), hosts[rank] if hosts else "", body, args)
+        pool.collect()
+    for text in pool.failures.values():
+        raise RankFailed(text)
 
 
-def _listen(
-    context: ProcessContext,
-    receivers: dict[Connection, int],
-    on_message: Callable[[int, Any], None],
-) -> None:
-    finished = False
-    while receivers or not finished:
-        for ready in wait([*receivers, *context.sentinels]):
-            if not isinstance(ready, Connection):
-                finished = context.join(timeout=0)
-                continue
-            try:
-                value = ready.recv()
-            except EOFError:  # the process ended; torch reports the reason
-                del receivers[ready]
-            else:
-                on_message(receivers[ready], value)
+def _lost(rank: int, process: Any) -> str:
+    return f"rank {rank} (pid {process.pid}) ended with exit code {process.exitcode}"
 
 
 def _enter(
-    rank: int,
-    size: int,
-    port: int,
-    senders: list[Connection],
-    hosts: Sequence[str],
+    pipe: Connection,
+    place: tuple[int, int, int],
+    host: str,
     body: Callable[..., None],
     args: tuple[Any, ...],
 ) -> None:
-    # torch sends SIGINT if the parent dies. Python's handler would not run while a rank waits in
-    # C++, so use the default action.
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    rank, size, port = place
     # Without it gloo needs a host name that resolves.
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "eth0" if hosts else "lo")
-    for other, sender in enumerate(senders):
-        if other != rank:
-            sender.close()
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "eth0" if host else "lo")
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // size))
-    store = TCPStore("127.0.0.1", port, is_master=False)
-    if hosts:  # the connection to the store stays open
-        netns.enter(hosts[rank])
-    body(Rank(rank, size, store, senders[rank].send), *args)
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    answer: tuple[bool, str] = False, ""
+    try:
+        store = TCPStore("127.0.0.1", port, is_master=False)
+        if host:  # the connection to the store stays open
+            netns.enter(host)
+        send = lambda value: send_answer(pipe, pickle.dumps((None, value)))  # noqa: E731 - as a line
+        body(Rank(rank, size, store, send), *args)
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    except Exception:  # of any kind: raised in the parent, which ends the other ranks
+        answer = True, f"rank {rank}:\n{traceback.format_exc()}"
+    send_answer(pipe, pickle.dumps(answer))

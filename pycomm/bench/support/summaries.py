@@ -7,6 +7,7 @@ a curve five.
 
 from __future__ import annotations
 
+import csv
 import json
 import math
 import statistics
@@ -40,10 +41,25 @@ def curve(values: Sequence[float]) -> list[float]:
 
 
 def write(path: Path, content: Mapping[str, Any]) -> None:
-    """Stores the results of one command."""
+    """Stores the results of one command; of its lists, a file *.csv has the rows alone."""
     path.parent.mkdir(parents=True, exist_ok=True)
+    if path.suffix == ".csv":
+        with path.open("w", newline="") as file:
+            rows = _rounded(content["rows"])
+            table = csv.DictWriter(file, list(rows[0]) if rows else [])
+            table.writeheader()
+            table.writerows(rows)
+        return
     lines = [f"{json.dumps(name)}: {_text(value)}" for name, value in content.items()]
     path.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+
+
+def store(path: Path | None, **content: Any) -> None:
+    """Stores results in `path`, if there is one, with the machine."""
+    if path:
+        from pycomm.bench.support import machine  # imports torch, which few processes need
+
+        write(path, {"machine": machine.describe(), **content})
 
 
 def read(path: Path) -> dict[str, Any]:
