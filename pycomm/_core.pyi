@@ -136,18 +136,9 @@ def stream_step(grad: int, u: int, v: int, count: int, /) -> None: ...
 def stream_copy(source: int, target: int, count: int, nontemporal: bool, /) -> None: ...
 def stream_read(x: int, count: int, /) -> int: ...
 
-class PythonStore(Protocol):
-    """A store implemented in Python, as connect() accepts it."""
-
-    def set(self, key: str, value: bytes, timeout_s: float = ..., /) -> None: ...
-    def get(self, key: str, timeout_s: float, /) -> bytes: ...
-    def add(self, key: str, amount: int, timeout_s: float = ..., /) -> int: ...
-    def remove(self, key: str, timeout_s: float = ..., /) -> bytes | None: ...
-    def claim(self, key: str, value: bytes, timeout_s: float = ..., /) -> bytes: ...
-    def all_ranks_connected(self) -> None: ...
-
-class Store:
-    """A rendezvous store; csrc/rendezvous/store.h documents the methods."""
+class Store(Protocol):
+    """A rendezvous store, of the core or implemented in Python; csrc/rendezvous/store.h documents
+    the methods."""
 
     def set(self, key: str, value: bytes, timeout_s: float = ..., /) -> None: ...
     def get(self, key: str, timeout_s: float, /) -> bytes: ...
@@ -278,7 +269,7 @@ def describe_device(device: object, /) -> str:
 def check_address(address: str, /) -> None: ...
 def regroup(
     group: Group,
-    store: Store | PythonStore,
+    store: Store,
     name: str,
     rank: int,
     ranks: Sequence[int],
@@ -290,7 +281,7 @@ def regroup(
     broken."""
 
 def connect(
-    store: Store | PythonStore,
+    store: Store,
     *,
     rank: int,
     size: int,

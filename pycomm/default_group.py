@@ -20,7 +20,6 @@ from pycomm import _secret as secrets
 from pycomm._arguments import also_named, flag, integer, one_of, path, refuse, seconds
 from pycomm._bootstrap import elastic_store, joining, launcher_watch, rendezvous
 from pycomm._bootstrap.elastic_store import Elastic
-from pycomm._bootstrap.shrink import Store
 from pycomm.errors import GroupBroken, InvalidArgument
 from pycomm.group import DEFAULT_TIMEOUT_S, Group, abort_all, elastic_group, on_shrink, serving
 
@@ -228,7 +227,7 @@ def _join(
     _core.check_address(here.address)
     _require_secret(here)
 
-    def connect(store: Store, given: joining.Answer) -> _core.Group:
+    def connect(store: _core.Store, given: joining.Answer) -> _core.Group:
         if here.encrypt and not given.options["encrypt"]:
             raise InvalidArgument("init: encrypt=True, but the elastic group is not encrypted")
         return rendezvous.connect(
@@ -369,7 +368,7 @@ def host_count() -> int:
     return default().core.host_count
 
 
-def register_core(core: _core.Group, store: Store, timeout_s: float) -> Callable[[], None]:
+def register_core(core: _core.Group, store: _core.Store, timeout_s: float) -> Callable[[], None]:
     """Makes torch's engine the default group, or that of this thread if the process has one already
     (ranks as threads); returns a function that unregisters it.
     """
@@ -394,7 +393,7 @@ def _unregister(group: Group, own: list[Group]) -> None:
 
 
 def register_shrunk(
-    core: _core.Group, smaller: _core.Group, store: Store, timeout_s: float
+    core: _core.Group, smaller: _core.Group, store: _core.Store, timeout_s: float
 ) -> Callable[[], None]:
     """Registers the engine of torch's shrink_group(): as the default group if `core` was it, else
     as register_backend(). Returns a function that unregisters it.
@@ -411,7 +410,7 @@ def register_shrunk(
 
 
 def register_backend(
-    core: _core.Group, store: Store | None, timeout_s: float
+    core: _core.Group, store: _core.Store | None, timeout_s: float
 ) -> Callable[[], None]:
     """Makes abort() of the default group abort the engine of torch's new_group() or split_group()
     too; returns a function that unregisters it.

@@ -19,7 +19,6 @@ from pycomm._arguments import integer, plain_text, seconds
 from pycomm._bootstrap import grow, shrink
 from pycomm._bootstrap.elastic_store import Elastic, SurvivingStore, write_file
 from pycomm._bootstrap.joining import Joiners
-from pycomm._bootstrap.shrink import Store
 from pycomm.errors import GroupBroken, InvalidArgument, Unsupported
 
 DEFAULT_TIMEOUT_S = 600.0
@@ -84,7 +83,10 @@ class Group:
     )
 
     def __init__(
-        self, core: _core.Group, store: Store | None = None, timeout_s: float = DEFAULT_TIMEOUT_S
+        self,
+        core: _core.Group,
+        store: _core.Store | None = None,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
     ) -> None:
         """Wraps `core`, whose ranks met in `store`; `timeout_s` is the time limit of its calls."""
         self.core = core
@@ -309,7 +311,7 @@ class Group:
         for subgroup in subgroups:
             subgroup.abort(reason)
 
-    def _key_store(self) -> tuple[Store, str, float]:
+    def _key_store(self) -> tuple[_core.Store, str, float]:
         """For objects/: the store of this group's keys, their prefix, and the limit in seconds.
         Raises GroupBroken if the group was closed or belongs to the parent process.
         """

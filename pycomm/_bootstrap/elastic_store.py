@@ -136,7 +136,7 @@ def exchange_servers(core: _core.Group, own: Server) -> list[Server]:
 
 
 class SurvivingStore:
-    """The store of the first living server, with the methods of PythonStore in _core.pyi.
+    """The store of the first living server, as a _core.Store.
 
     Raises:
         StoreMoved: from any method: the server ended; the next call uses another one.

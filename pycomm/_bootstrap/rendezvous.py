@@ -44,7 +44,7 @@ FORGED = (
 
 
 class TorchStore:
-    """Adapts a torch.distributed store to the core's interface (_core.pyi, PythonStore).
+    """Adapts a torch.distributed store to the core's interface (_core.Store).
 
     Every call ends within its time limit; torch's own call can wait without limit for a server.
 
@@ -205,7 +205,7 @@ class TorchStore:
         )
 
 
-def connect(store: _core.Store | _core.PythonStore, **given: Any) -> _core.Group:
+def connect(store: _core.Store, **given: Any) -> _core.Group:
     """_core.connect() with this machine's thresholds and the environment's paths for records;
     warns if ranks of this host cannot use shared memory.
     """
@@ -223,7 +223,7 @@ def connect(store: _core.Store | _core.PythonStore, **given: Any) -> _core.Group
     return core
 
 
-def find_store(config: Config, timeout_s: float) -> _core.Store | _core.PythonStore:
+def find_store(config: Config, timeout_s: float) -> _core.Store:
     """The store for this process of a run of `config.size` processes.
 
     Raises:

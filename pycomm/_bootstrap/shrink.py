@@ -35,14 +35,12 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from types import MappingProxyType
-from typing import TypeAlias
 
 from pycomm import _core
 from pycomm._bootstrap.elastic_store import Elastic, StoreMoved
 from pycomm._bootstrap.joining import Joiners, invite, process_start, report_place, reported
 from pycomm.errors import Error, GroupBroken, PeerLost, Timeout
 
-Store: TypeAlias = "_core.Store | _core.PythonStore"
 
 LEAST_S = 0.3  # what the store gets to answer in, even at the end of the limit
 PAUSE_S = 0.01  # between two polls of the store, for changes other than the awaited one
@@ -60,7 +58,7 @@ WORD = 32  # ranks per number in the store: a bit for each rank that joined
 
 def regroup(
     core: _core.Group,
-    store: Store,
+    store: _core.Store,
     timeout_s: float,
     elastic: Elastic | None = None,
     joiners: Joiners | None = None,
@@ -101,7 +99,7 @@ class _Regrouping:
     joiners: Joiners | None = None
 
     def __init__(
-        self, core: _core.Group, store: Store, processes: Sequence[int | None], end: float
+        self, core: _core.Group, store: _core.Store, processes: Sequence[int | None], end: float
     ) -> None:
         self._core, self._store, self._processes, self._end = core, store, processes, end
         self._name, self._ranks = core.name, list(core.ranks)
@@ -282,7 +280,7 @@ class SurvivorElection:
     free: Mapping[int, int] = MappingProxyType({})
     absent: AbstractSet[int] = frozenset()
 
-    def __init__(self, store: Store, name: str, rank: int, size: int, end: float) -> None:
+    def __init__(self, store: _core.Store, name: str, rank: int, size: int, end: float) -> None:
         self._store, self._rank, self._size, self._end = store, rank, size, end
         self._prefix, self._name = f"{name}/shrink/", name
         self._dead: set[int] = set()  # certainly
