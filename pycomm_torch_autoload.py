@@ -1,4 +1,4 @@
-"""The entry point that torch calls at the end of `import torch`: registers the backend "pycomm".
+"""The entry point that torch calls at the end of `import torch`, which it must not fail.
 
 It is outside the package: to load an entry point torch imports the packages that contain it, and a
 pycomm that cannot be imported would make `import torch` fail.
@@ -10,10 +10,8 @@ import logging
 def register(_torch: object = None) -> None:
     """Registers the backend. If pycomm cannot be imported, logs a warning with the reason."""
     try:
-        from pycomm._torch_autoload import register as register_backend
-    except ImportError as error:  # for example compiled for another Python
+        import pycomm.torch_backend  # noqa: F401 - registers the backend
+    except Exception as error:  # of any kind, such as a pycomm for another Python
         logging.getLogger("pycomm").warning(
             'torch.distributed has no backend "pycomm", since pycomm cannot be imported: %s', error
         )
-        return
-    register_backend()

@@ -1,8 +1,9 @@
 """The torch.distributed backend "pycomm": creates pycomm groups for torch's process groups.
 
-`torch.distributed.init_process_group("pycomm")` needs no import of this module. It provides `stats`
-and the `Options` for `init_process_group(pg_options=...)`. The collectives are C++ (the module
-_c10d); docs/torch_backend.md lists them.
+`torch.distributed.init_process_group("pycomm")` needs no import of this module: the entry point
+pycomm_torch_autoload imports it at the end of every `import torch`. So it imports nothing slow, and
+loads the compiled module _c10d for the first group. It provides `stats` and the `Options` for
+`init_process_group(pg_options=...)`. docs/torch_backend.md lists the collectives.
 """
 
 from __future__ import annotations
@@ -14,11 +15,13 @@ from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, cast
 
+import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
+from torch.autograd import profiler
 from torch.distributed import distributed_c10d
 
-from pycomm import _c10d, _core, _torch_autoload, config, default_group
+from pycomm import _c10d, _core, config, default_group
 from pycomm._arguments import flag, instance, integer, integers, refuse
 from pycomm._bootstrap import reconfigure, rendezvous
 from pycomm._core_api import device_groups
@@ -33,7 +36,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Options", "create", "is_available", "merge", "shrink", "stats"]
 
-_torch_autoload.register()
+_core.set_profiler(profiler)
 
 
 @functools.cache
@@ -353,7 +356,7 @@ def _engine_of_init(options: _DistributedBackendOptions) -> _core.Group | None:
 
 
 def _connect(
-    store: _core.Store | rendezvous.TorchStore,
+    store: _core.Store,
     options: _DistributedBackendOptions,
     timeout: timedelta,
     encrypt: bool,
@@ -407,4 +410,14 @@ def stats(process_group: dist.ProcessGroup | None = None) -> dict[str, float]:
         names.append(f"{device.type}: {backend.name()}")
     raise InvalidArgument(
         f"invalid process group: its backend is {', '.join(names)}, expected pycomm"
+    )
+
+
+if "pycomm" not in dist.Backend.backend_list:
+    # torch and programs choose a tensor's device from this list: only types that torch supports.
+    dist.Backend.register_backend(
+        "pycomm",
+        create,
+        extended_api=True,
+        devices=["cpu", "cuda"] if torch.version.cuda or torch.version.hip else ["cpu"],
     )

@@ -22,7 +22,7 @@ from pycomm.errors import InvalidArgument, Mismatch
 from pycomm.group import Group
 
 PROFILER = "torch.autograd.profiler"
-"""It records calls by name. The core looks whether it is enabled; _torch_autoload.py tells it of a
+"""It records calls by name. The core looks whether it is enabled; torch_backend.py tells it of a
 torch that is imported after pycomm."""
 
 

@@ -152,7 +152,7 @@ LAYERS = [
     ["group"],
     ["default_group"],
     ["_core_api"],
-    ["kernels", "memory", "_torch_autoload"],
+    ["kernels", "memory"],
     ["_quantize"],
     ["collectives"],
     ["objects", "_training"],
@@ -168,7 +168,7 @@ LAYERS = [
 ]
 MAY_IMPORT_TORCH = [
     "pycomm/_bootstrap/rendezvous.py",  # inside a function, to join torch's own store
-    *("pycomm/_torch_autoload.py", "pycomm/torch_backend.py", "pycomm/launch/"),
+    *("pycomm/torch_backend.py", "pycomm/launch/"),
     *("pycomm/bench/", "pycomm/demo/"),
     *("pycomm/_training/arguments.py", "pycomm/_training/coalesced.py"),
     *(

@@ -328,7 +328,7 @@ def test_torch_finds_the_backend_without_an_import(tmp_path: Path) -> None:
     done = _program(
         """
         import sys, torch, torch.distributed as dist
-        light = not {"pycomm.torch_backend", "pycomm._c10d"} & set(sys.modules)
+        light = not any(name.startswith("pycomm._c10d.torch_") for name in sys.modules)
         dist.init_process_group("pycomm", rank=0, world_size=1, store=dist.HashStore())
         x = torch.ones(2)
         dist.all_reduce(x)
