@@ -334,18 +334,14 @@ def _numpy_name(dtype: Any) -> str:
 
 
 def _torch_view(x: Any, write: bool) -> ArrayRef:
-    torch: Any = sys.modules["torch"]
-    name = _torch_name(x)
-    if not x.is_cpu or x.layout is not torch.strided:
-        if on_gpu(x):
-            return as_array_ref(x, "the array", write=write)
-        raise Unsupported(_why_not(x))
-    _check_storage(x)
+    if on_gpu(x):
+        return as_array_ref(x, "the array", write=write)
+    name = check_tensor("x", x)
     if x.is_contiguous() and not x.is_neg():
         return ArrayRef(x.data_ptr(), name, x.numel(), tuple(x.shape), HOST, x)
     if write and _may_overlap(x.shape, x.stride(), 1):
         raise InvalidArgument(OVERLAP)
-    array = x.detach().resolve_neg().clone(memory_format=torch.contiguous_format)
+    array = x.detach().resolve_neg().contiguous()
     return ArrayRef(
         *(array.data_ptr(), name, array.numel(), tuple(x.shape), HOST, array),
         target=x if write else None,
