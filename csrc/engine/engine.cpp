@@ -41,6 +41,20 @@ bool closed_cleanly(Link& link) {
   return goodbye && is_clean_goodbye(*goodbye);
 }
 
+void poll_for_failures(PeerTable& peers, FrameDispatcher& dispatcher,
+                       const std::vector<int>& awaited) {
+  for (int peer = 0; peer < peers.size(); ++peer) {
+    const Peer& state = peers.at(peer);
+    if (!state.link) continue;
+    const bool last = std::ranges::count(awaited, peer) > 0 && look_for_close(peers, peer);
+    const transport::Header* header = dispatcher.front_behind_heartbeats(peer);
+    if (header != nullptr && header->kind == transport::FrameKind::goodbye)
+      dispatcher.read_notice(peer, *header);
+    if (last && !state.left_reason && (header == nullptr || !closed_cleanly(*state.link)))
+      dispatcher.throw_peer_error(peer);
+  }
+}
+
 }  // namespace
 
 Engine::Engine(std::vector<std::unique_ptr<transport::Channel>> channels, EngineOptions options)
@@ -101,13 +115,15 @@ void Engine::end_call() noexcept {
     heartbeat_due_.store(false, std::memory_order_relaxed);
     exchange_heartbeats();
   }
-  traffic_ = {.waited = loop_.waited()};
+  traffic_ = {};
+  traffic_.waited = loop_.waited();
   for (const Peer& peer : peers_.all()) {
     if (!peer.link) continue;
-    traffic_.frames_sent += peer.link->frames_sent();
-    traffic_.payload_sent += peer.link->payload_sent();
-    traffic_.bytes_written += peer.link->bytes_written();
-    traffic_.bytes_received += peer.link->bytes_received();
+    const LinkTraffic& one = peer.link->traffic();
+    traffic_.frames_sent += one.frames_sent;
+    traffic_.payload_sent += one.payload_sent;
+    traffic_.bytes_written += one.bytes_written;
+    traffic_.bytes_received += one.bytes_received;
   }
 }
 
@@ -146,27 +162,14 @@ void Engine::check_for_failures(std::chrono::nanoseconds limit, const std::vecto
   // No lock, or a call that calls `interrupted`: that call checks.
   if (!turn || calls_.running() != nullptr || mailbox_.awaits()) return;
   try {
-    poll_for_failures(awaited);
+    poll_for_failures(peers_, dispatcher_, awaited);
     while (!deadline.expired()) {
       wait_for_close(peers_, awaited);
-      poll_for_failures(awaited);
+      poll_for_failures(peers_, dispatcher_, awaited);
     }
   } catch (const Error& error) {
     shutdown_.fail(error);
     throw;
-  }
-}
-
-void Engine::poll_for_failures(const std::vector<int>& awaited) {
-  for (int peer = 0; peer < peers_.size(); ++peer) {
-    const Peer& state = peers_.at(peer);
-    if (!state.link) continue;
-    const bool last = std::ranges::count(awaited, peer) > 0 && look_for_close(peers_, peer);
-    const transport::Header* header = dispatcher_.front_behind_heartbeats(peer);
-    if (header != nullptr && header->kind == transport::FrameKind::goodbye)
-      dispatcher_.read_notice(peer, *header);
-    if (last && !state.left_reason && (header == nullptr || !closed_cleanly(*state.link)))
-      dispatcher_.throw_peer_error(peer);
   }
 }
 

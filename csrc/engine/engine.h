@@ -64,8 +64,7 @@ struct EngineOptions {
 
 // Sums over all links since the start. `waited` is the time in which calls made no progress,
 // without waits of a few microseconds, during which no clock is read.
-struct EngineTraffic {
-  uint64_t frames_sent = 0, payload_sent = 0, bytes_written = 0, bytes_received = 0;
+struct EngineTraffic : LinkTraffic {
   std::chrono::nanoseconds waited{0};
 };
 
@@ -146,7 +145,6 @@ class Engine {
  private:
   void end_call() noexcept;
   void exchange_heartbeats() noexcept;
-  void poll_for_failures(const std::vector<int>& awaited);
 
   std::mutex turn_;
   PeerTable peers_;

@@ -30,10 +30,10 @@ struct Job {
   // For shared/, which has no plan; `count` as in group.h.
   Operation operation = Operation::barrier;
   size_t count = 0;
-  int root = 0;          // number in the region
-  bool folds = false;    // 16-bit sums: add all summands at once, round once
-  bool finishes = true;  // false: more summands follow, so the last addition is no final one
-  // For reduce_scatter and all_gather: only the first `parts` ranks have a part; 0: all ranks.
+  int root = 0;        // number in the region
+  bool folds = false;  // 16-bit sums: add all summands at once, round once
+  // Not 0: a reduce_scatter or all_gather inside a host of which only the first `parts` ranks have
+  // a part. More summands follow, so its last addition is no final one.
   int parts = 0;
 };
 

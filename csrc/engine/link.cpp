@@ -21,7 +21,7 @@ void Link::begin(const transport::Header& header, transport::ConstBytes payload,
   body_ = payload;
   abandoned_ = false;
   more_ = more;
-  ++frames_sent_;
+  ++traffic_.frames_sent;
 }
 
 size_t Link::push() {
@@ -30,8 +30,8 @@ size_t Link::push() {
   const size_t head = std::min(n, head_left_);
   head_left_ -= head;
   body_ = body_.subspan(n - head);
-  bytes_written_ += n;
-  payload_sent_ += n - head;
+  traffic_.bytes_written += n;
+  traffic_.payload_sent += n - head;
   return n - head;
 }
 
@@ -40,7 +40,7 @@ void Link::abandon() {
   if (head_left_ == sizeof(transport::Header)) {  // nothing of it was sent
     head_left_ = 0;
     body_ = {};
-    --frames_sent_;
+    --traffic_.frames_sent;
     return;
   }
   abandoned_body_.assign(body_.begin(), body_.end());
@@ -65,10 +65,10 @@ bool Link::flush() {
     const size_t in_head = std::min(notice_sent_, head.size());
     channel_->expect_more(false);
     const size_t n = channel_->send(head.subspan(in_head), body.subspan(notice_sent_ - in_head));
-    bytes_written_ += n;
+    traffic_.bytes_written += n;
     notice_sent_ += n;
     if (notice_sent_ < head.size() + body.size()) return false;
-    ++frames_sent_;
+    ++traffic_.frames_sent;
     notice_sent_ = 0;
     notices_.pop_front();
   }
@@ -117,7 +117,7 @@ bool Link::read_header() {
     const size_t n = channel_->receive(header.subspan(head_have_));
     if (n == 0) return false;
     head_have_ += n;
-    bytes_received_ += n;
+    traffic_.bytes_received += n;
   }
   if (in_.magic != transport::Header::kMagic || in_.version != transport::Header::kVersion ||
       in_.bytes > transport::kSegmentBytes)
@@ -141,13 +141,13 @@ bool Link::drop() {
 void Link::take(size_t bytes) {
   channel_->take(bytes);
   payload_left_ -= bytes;
-  bytes_received_ += bytes;
+  traffic_.bytes_received += bytes;
 }
 
 size_t Link::receive(transport::Bytes into) {
   const size_t n = channel_->receive(into.first(std::min(into.size(), payload_left_)));
   payload_left_ -= n;
-  bytes_received_ += n;
+  traffic_.bytes_received += n;
   return n;
 }
 

@@ -17,6 +17,11 @@
 
 namespace pycomm::engine {
 
+// What a link sent and received since its start, also parts of frames.
+struct LinkTraffic {
+  uint64_t frames_sent = 0, payload_sent = 0, bytes_written = 0, bytes_received = 0;
+};
+
 class Link {
  public:
   explicit Link(std::unique_ptr<transport::Channel> channel) : channel_(std::move(channel)) {}
@@ -53,10 +58,7 @@ class Link {
   std::optional<transport::ConstBytes> behind_front(transport::FrameKind kind);
 
   transport::Channel& channel() { return *channel_; }
-  uint64_t frames_sent() const { return frames_sent_; }
-  uint64_t payload_sent() const { return payload_sent_; }
-  uint64_t bytes_written() const { return bytes_written_; }
-  uint64_t bytes_received() const { return bytes_received_; }
+  const LinkTraffic& traffic() const { return traffic_; }
 
  private:
   struct Notice {
@@ -77,12 +79,11 @@ class Link {
   bool abandoned_ = false, more_ = false;
   std::deque<Notice> notices_;
   size_t notice_sent_ = 0;  // bytes sent of the first notice
-  uint64_t frames_sent_ = 0, payload_sent_ = 0, bytes_written_ = 0;
   // The frame at the front.
   transport::Header in_{};
   size_t head_have_ = 0, payload_left_ = 0;
   bool whole_ = false, discarding_ = false;
-  uint64_t bytes_received_ = 0;
+  LinkTraffic traffic_;
 };
 
 }  // namespace pycomm::engine

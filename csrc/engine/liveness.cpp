@@ -18,7 +18,7 @@ std::string seconds(std::chrono::nanoseconds time) {
 }  // namespace
 
 bool Liveness::note_bytes(int peer) {
-  const uint64_t received = peers_.at(peer).link->bytes_received();
+  const uint64_t received = peers_.at(peer).link->traffic().bytes_received;
   if (received == at(peer).bytes_received_seen) return false;
   const auto now = Clock::now();
   at(peer).bytes_received_seen = received;
@@ -33,8 +33,8 @@ void Liveness::send(Clock::time_point now) {
     if (!peers_.at(peer).link || peers_.at(peer).left_reason || peers_.has_closed(peer)) continue;
     Link& link = *peers_.at(peer).link;
     State& state = at(peer);
-    if (link.bytes_written() == state.bytes_sent_seen && now - state.sent_at >= interval() &&
-        link.idle()) {
+    if (link.traffic().bytes_written == state.bytes_sent_seen &&
+        now - state.sent_at >= interval() && link.idle()) {
       transport::Header header = own_;
       header.epoch = calls_.epoch();
       header.bytes = 0;
@@ -42,8 +42,8 @@ void Liveness::send(Clock::time_point now) {
       (void)link.flush();
       state.sent_at = now;
     }
-    if (link.bytes_written() == state.bytes_sent_seen) continue;
-    state.bytes_sent_seen = link.bytes_written();
+    if (link.traffic().bytes_written == state.bytes_sent_seen) continue;
+    state.bytes_sent_seen = link.traffic().bytes_written;
     state.sent_at = now;
   }
 }
@@ -88,8 +88,8 @@ void Liveness::publish(Clock::time_point now) {
       const auto silent = std::max(Clock::duration{0}, now - known.silent_since);
       seen.last_seen_s = std::chrono::duration<double>(silent).count();
       if (at(peer).last) seen.current_call = describe_activity(*at(peer).last);
-      seen.bytes_written = known.link->bytes_written();
-      seen.bytes_received = known.link->bytes_received();
+      seen.bytes_written = known.link->traffic().bytes_written;
+      seen.bytes_received = known.link->traffic().bytes_received;
     }
     all.peers.push_back(std::move(seen));
   }

@@ -83,7 +83,6 @@ class HierarchicalTask final : public engine::Task {
              .reducer = job_.reducer,
              .operation = Operation::reduce_scatter,
              .count = piece,
-             .finishes = false,
              .parts = block.lanes};
     if (gathers_) {
       step_.operation = Operation::all_gather;

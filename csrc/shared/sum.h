@@ -34,7 +34,7 @@ void add_up(const engine::Job& job, int size, std::byte* into, size_t count, con
         job.reducer->reduce(sum.data(), so_far, summand(i), n);
         so_far = sum.data();
       }
-      if (job.finishes)
+      if (job.parts == 0)
         job.reducer->finish(into + offset, so_far, summand(size - 1), n, size);
       else
         job.reducer->reduce(into + offset, so_far, summand(size - 1), n);

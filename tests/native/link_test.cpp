@@ -127,9 +127,10 @@ const Test kCut{
           expect(take_frame(line.receiver, sequence, feed) == payload, "another payload arrived");
           expect(line.sender.idle(), "the sender is not done");
         }
-        expect_equal(line.sender.frames_sent(), uint64_t{8}, "frames");
-        expect_equal(line.sender.bytes_written(), line.receiver.bytes_received(), "bytes");
-        expect_equal(line.sender.bytes_written(), uint64_t{8 * 32 + 6064}, "bytes written");
+        expect_equal(line.sender.traffic().frames_sent, uint64_t{8}, "frames");
+        expect_equal(line.sender.traffic().bytes_written, line.receiver.traffic().bytes_received,
+                     "bytes");
+        expect_equal(line.sender.traffic().bytes_written, uint64_t{8 * 32 + 6064}, "bytes written");
       }
     }};
 
@@ -179,7 +180,7 @@ const Test kAbandon{
         begin(line.sender, next, 3);
         const auto feed = [&] { line.sender.push(); };
         expect(take_frame(line.receiver, 3, feed) == next, "the next frame is not valid");
-        expect_equal(line.sender.frames_sent(), uint64_t{out > 0 ? 3u : 2u}, "frames");
+        expect_equal(line.sender.traffic().frames_sent, uint64_t{out > 0 ? 3u : 2u}, "frames");
       }
     }};
 
@@ -190,7 +191,7 @@ const Test kDiscard{"discarded bytes are dropped on arrival; later bytes stay", 
                         begin(line.sender, payload, 1);
                         const auto feed = [&] {
                           line.sender.push();
-                          if (line.sender.idle() && line.sender.frames_sent() == 1)
+                          if (line.sender.idle() && line.sender.traffic().frames_sent == 1)
                             begin(line.sender, next, 2);
                         };
                         for (int i = 0; i < kTries && line.receiver.front() == nullptr; ++i) feed();
