@@ -41,7 +41,6 @@ from pycomm._bootstrap.elastic_store import Elastic, StoreMoved
 from pycomm._bootstrap.joining import Joiners, invite, process_start, report_place, reported
 from pycomm.errors import Error, GroupBroken, PeerLost, Timeout
 
-
 LEAST_S = 0.3  # what the store gets to answer in, even at the end of the limit
 PAUSE_S = 0.01  # between two polls of the store, for changes other than the awaited one
 # For a rank that another reports as lost, and whose process is not visible, to join.
