@@ -38,6 +38,7 @@ from unittest import mock
 import pybind11
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "native"))
+from mutation_table import Mutation
 from ninja_files import BuildFailed, NinjaFile, locked, nvcc, torch_root, write
 
 import build as native
@@ -109,14 +110,16 @@ COMMANDS = {
 
 @dataclass(frozen=True)
 class Mutant:
-    """One planted mistake: in `file` of csrc/cuda the text `old`, found once, becomes `new`."""
+    """One planted mistake, in a file of csrc/cuda."""
 
-    name: str
-    file: str
-    old: str
-    new: str
-    unit: str = "step"  # the .cu that is compiled with it
-    kind: str = "plain"
+    mistake: Mutation
+    unit: str  # the .cu that is compiled with it
+    kind: str
+
+    @property
+    def name(self) -> str:
+        """The name of the mistake."""
+        return self.mistake.name
 
 
 @cache
@@ -314,11 +317,8 @@ def _plant(mutant: Mutant) -> None:
         write(folder.parent / DTYPES_FILE, _few_dtypes(LEFT_OUT[mutant.unit]))
     for source in (CSRC / "cuda").iterdir():
         text = source.read_text()
-        if source.name == mutant.file:
-            if text.count(mutant.old) != 1:
-                count = text.count(mutant.old)
-                raise BuildFailed(f"{mutant.name}: found {count} times in {mutant.file}")
-            text = text.replace(mutant.old, mutant.new)
+        if source.name == mutant.mistake.file:
+            text = mutant.mistake.of(text)
         write(folder / source.name, text)
 
 

@@ -1,21 +1,20 @@
 """A check that is removed or weakened fails the test that covers it.
 
-The native suites run with the rows of mutations.py and memory_order_mutations.py: a third of them
-each day, all of them in three days and without SAMPLE.
+The native suites run with the rows of mutations.txt: a third of them each day, all of them in three
+days and without SAMPLE.
 """
 
 import subprocess
 from pathlib import Path
 
-import memory_order_mutations
 import mutations
 import pytest
+from mutation_table import Mutation
 from sample import of_the_day
 
 from build import build
 
-ROWS = mutations.ROWS + memory_order_mutations.ROWS
-ROWS_OF_THE_DAY = of_the_day(ROWS, 3)
+ROWS_OF_THE_DAY = of_the_day(mutations.ROWS, 3)
 
 pytestmark = pytest.mark.no_attack(
     "a suite must fail for the mutation, not for unauthenticated clients"
@@ -38,16 +37,16 @@ def run_mutant(program: Path, test: str) -> tuple[int, str]:
 
 
 @pytest.mark.timeout(1200)  # without --built the first worker builds the suites
-@pytest.mark.parametrize("row", ROWS_OF_THE_DAY, ids=lambda row: row[0])
-def test_a_mutated_check_is_found(row: tuple[str, ...]) -> None:
-    status, found = run_mutant(mutations.mutated(row), row[-1])
+@pytest.mark.parametrize("row", ROWS_OF_THE_DAY, ids=lambda row: row.name)
+def test_a_mutated_check_is_found(row: Mutation) -> None:
+    status, found = run_mutant(mutations.mutated(row), row.test)
     assert status != 0, found
     assert "FAILED" in found or status < 0, found  # a signal, if the mutant crashes
 
 
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize(
-    ("suite", "test"), sorted({row[4:] for row in ROWS_OF_THE_DAY}), ids=lambda s: s
+    ("suite", "test"), sorted({(row.key, row.test) for row in ROWS_OF_THE_DAY}), ids=lambda s: s
 )
 def test_a_sound_check_passes(suite: str, test: str) -> None:
     (program,) = build("product", [suite])

@@ -1,6 +1,6 @@
 """The memory orders of code without locks, over a model of a weak memory.
 
-weak_memory.h describes the model. memory_order_mutations.py weakens the orders one by one;
+weak_memory.h describes the model. mutations.txt weakens the orders one by one;
 test_mutations.py runs its rows.
 """
 

@@ -39,6 +39,7 @@ def test_the_long_tests_exist(name):
     function, parameter = test.rstrip("]").partition("[")[::2]
     assert f"def {function}(" in path.read_text()
     sources = "".join(p.read_text() for p in path.parent.glob("*.py"))
+    sources += "".join(p.name for p in path.parent.glob("*_test.cpp"))  # native suites
     assert all(part in sources for part in parameter.split("-"))
 
 
