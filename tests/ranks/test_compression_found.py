@@ -5,10 +5,11 @@ from typing import Any
 import pytest
 import torch
 from contract import GRADIENTS, Trained, compression_of, trained, unsent
+from on_ranks import on_ranks
 from small_models import seeded
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch_ranks import Run, run_fixture  # noqa: F401 - a fixture
+from torch_ranks import Run, in_processes, run_fixture  # noqa: F401 - a fixture
 
 import pycomm
 from pycomm.testing import run_ranks
@@ -74,23 +75,21 @@ def sgd(module: nn.Module) -> torch.optim.SGD:
     return torch.optim.SGD(module.parameters(), 0.1, 0.9, weight_decay=0.1)
 
 
+@on_ranks(2)
 @pytest.mark.parametrize("form", ["dgc", "muon"])
-def test_frozen_parameters_may_be_in_the_optimizer(form: str) -> None:
-    def program(group: pycomm.Group) -> None:
-        module = Layers()
-        module.branch.requires_grad_(False)
-        before = of(module.trunk), of(module.branch)
-        if form == "muon":
-            matrices = [p for p in module.parameters() if p.dim() == 2]
-            rest = torch.optim.AdamW([p for p in module.parameters() if p.dim() != 2])
-            made = trained("topk all", module, rest, muon=torch.optim.Muon(matrices, lr=0.02))
-        else:
-            made = trained(form, module, sgd(module), unused=False)
-        made.step(lambda model: model(batch(group.rank, 0), 1.0))
-        assert same(before[1], of(module.branch))
-        assert not same(before[0], of(module.trunk))
-
-    run_ranks(2, program)
+def test_frozen_parameters_may_be_in_the_optimizer(group: pycomm.Group, form: str) -> None:
+    module = Layers()
+    module.branch.requires_grad_(False)
+    before = of(module.trunk), of(module.branch)
+    if form == "muon":
+        matrices = [p for p in module.parameters() if p.dim() == 2]
+        rest = torch.optim.AdamW([p for p in module.parameters() if p.dim() != 2])
+        made = trained("topk all", module, rest, muon=torch.optim.Muon(matrices, lr=0.02))
+    else:
+        made = trained(form, module, sgd(module), unused=False)
+    made.step(lambda model: model(batch(group.rank, 0), 1.0))
+    assert same(before[1], of(module.branch))
+    assert not same(before[0], of(module.trunk))
 
 
 @pytest.mark.parametrize("form", ["dgc", "dgc dense", "dgc model"])
@@ -138,36 +137,36 @@ def test_a_rank_without_data_sends_its_residual_at_the_scale_of_others(form: str
     torch.testing.assert_close(rest - found[0][0], wanted, rtol=1e-5, atol=1e-4)
 
 
+@on_ranks(2)
 @pytest.mark.parametrize("where", ["a", "rows.weight"])
 @pytest.mark.parametrize("form", GRADIENTS)
-def test_an_overflow_skips_the_optimizer_of_sparse_gradients_too(form: str, where: str) -> None:
-    def program(group: pycomm.Group) -> None:
-        module, scaler = Rows(), pycomm.StaticLossScaler(4.0)
-        one = torch.optim.SGD([("a", module.a)], lr=1.0)
-        other = torch.optim.SGD(module.rows.parameters(), lr=1.0)
-        compression = compression_of(form, module, one, scaler)
-        model = pycomm.DataParallel(module, compression=compression)
-        for step in range(4):
-            before, kept = of(module), compression.state_dict()
-            handles = []
-            if group.rank == 1 and step == 2:
-                wrong = dict(module.named_parameters())[where]
-                handles = [wrong.register_hook(lambda g: g * float("inf"))]
-            for optimizer in (one, other):
-                optimizer.zero_grad()
-            scaler.scale(model(data(group.rank, step))).backward()
-            for handle in handles:
-                handle.remove()
-            for optimizer in (one, other):
-                scaler.step(optimizer)
-            scaler.update()
-            assert same(before, of(module)) == (step == 2), step
-            if step == 2:
-                for key in {"v", "residual"} & set(kept):
-                    now = compression.state_dict()[key]
-                    assert same(list(kept[key].values()), list(now.values()))
-
-    run_ranks(2, program)
+def test_an_overflow_skips_the_optimizer_of_sparse_gradients_too(
+    group: pycomm.Group, form: str, where: str
+) -> None:
+    module, scaler = Rows(), pycomm.StaticLossScaler(4.0)
+    one = torch.optim.SGD([("a", module.a)], lr=1.0)
+    other = torch.optim.SGD(module.rows.parameters(), lr=1.0)
+    compression = compression_of(form, module, one, scaler)
+    model = pycomm.DataParallel(module, compression=compression)
+    for step in range(4):
+        before, kept = of(module), compression.state_dict()
+        handles = []
+        if group.rank == 1 and step == 2:
+            wrong = dict(module.named_parameters())[where]
+            handles = [wrong.register_hook(lambda g: g * float("inf"))]
+        for optimizer in (one, other):
+            optimizer.zero_grad()
+        scaler.scale(model(data(group.rank, step))).backward()
+        for handle in handles:
+            handle.remove()
+        for optimizer in (one, other):
+            scaler.step(optimizer)
+        scaler.update()
+        assert same(before, of(module)) == (step == 2), step
+        if step == 2:
+            for key in {"v", "residual"} & set(kept):
+                now = compression.state_dict()[key]
+                assert same(list(kept[key].values()), list(now.values()))
 
 
 @pytest.mark.parametrize("form", ["dgc sharded model", "dgc fused sharded"])
@@ -193,23 +192,21 @@ def test_a_state_of_dgc_loads_into_a_model_with_frozen_layers(form: str) -> None
     torch.testing.assert_close(sum(one[1] for one in found) / 4, rest)
 
 
+@on_ranks(2)
 @pytest.mark.parametrize("form", ["topk all", "local quantize"])
-def test_a_skipped_step_is_no_use_of_a_parameter(form: str) -> None:
-    def program(group: pycomm.Group) -> None:
-        module, scaler = Layers(), pycomm.StaticLossScaler(4.0)
-        optimizer = torch.optim.AdamW(module.parameters(), 0.01, (0.0, 0.99), weight_decay=0.1)
-        made = trained(form, module, optimizer)
-        before = of(module.branch)
-        for step in range(2):
-            made.stepper.zero_grad()
-            loss = module(batch(group.rank, step), 1.0 if step == 0 else None)
-            wrong = float("inf") if step == 0 and group.rank == 1 else 1.0
-            scaler.scale(loss * wrong).backward()
-            scaler.step(made.stepper)
-            scaler.update()
-        assert same(before, of(module.branch))
-
-    run_ranks(2, program)
+def test_a_skipped_step_is_no_use_of_a_parameter(group: pycomm.Group, form: str) -> None:
+    module, scaler = Layers(), pycomm.StaticLossScaler(4.0)
+    optimizer = torch.optim.AdamW(module.parameters(), 0.01, (0.0, 0.99), weight_decay=0.1)
+    made = trained(form, module, optimizer)
+    before = of(module.branch)
+    for step in range(2):
+        made.stepper.zero_grad()
+        loss = module(batch(group.rank, step), 1.0 if step == 0 else None)
+        wrong = float("inf") if step == 0 and group.rank == 1 else 1.0
+        scaler.scale(loss * wrong).backward()
+        scaler.step(made.stepper)
+        scaler.update()
+    assert same(before, of(module.branch))
 
 
 @pytest.mark.parametrize("gathered", [False, True])
@@ -245,7 +242,9 @@ def test_a_state_has_which_parameters_were_used(form: str, gathered: bool) -> No
     run_ranks(2, program)
 
 
-def frozen_under_ddp(form: str) -> None:
+@in_processes(2)
+@pytest.mark.parametrize("form", ["dgc", "quantize"])
+def test_a_layer_frozen_before_the_first_pass_of_ddp(form: str) -> None:
     module = Layers()
     optimizer = torch.optim.SGD(module.named_parameters(), lr=1.0)
     compression = compression_of(form, module, optimizer, None)
@@ -259,8 +258,3 @@ def frozen_under_ddp(form: str) -> None:
         ddp(batch(torch.distributed.get_rank(), step), 1.0).backward()
         optimizer.step()
     assert same(before, of(module.branch))
-
-
-@pytest.mark.parametrize("form", ["dgc", "quantize"])
-def test_a_layer_frozen_before_the_first_pass_of_ddp(run: Run, form: str) -> None:
-    run(2, frozen_under_ddp, form)

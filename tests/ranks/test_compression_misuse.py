@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from contract import COMPRESSED, DGC, GRADIENTS, LOCAL, PLAIN, Trained, trained, unsent
+from on_ranks import on_ranks
 from small_models import alone, batch, equal, momentum_sgd, parameters, perceptron, step_on
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -65,18 +66,16 @@ def test_two_passes_before_a_step(form: str) -> None:
     torch.testing.assert_close(rest - found[0][0], total, rtol=1e-5, atol=1e-4)
 
 
+@on_ranks(2)
 @pytest.mark.parametrize("form", [*DGC, *LOCAL, *PLAIN])
-def test_a_parameter_group_added_late_raises(form: str) -> None:
-    def program(group: pycomm.Group) -> None:
-        module = perceptron()
-        optimizer = torch.optim.SGD(module[4].parameters(), lr=0.1, momentum=0.9)
-        made = trained(form, module, optimizer, unused=False)
-        step_on(made.model, batch(group.rank, 0), made.stepper)
-        optimizer.add_param_group({"params": [*module[0].parameters()]})
-        with pytest.raises(InvalidArgument, match="add_param_group"):
-            step_on(made.model, batch(group.rank, 1), made.stepper)
-
-    run_ranks(2, program)
+def test_a_parameter_group_added_late_raises(group: pycomm.Group, form: str) -> None:
+    module = perceptron()
+    optimizer = torch.optim.SGD(module[4].parameters(), lr=0.1, momentum=0.9)
+    made = trained(form, module, optimizer, unused=False)
+    step_on(made.model, batch(group.rank, 0), made.stepper)
+    optimizer.add_param_group({"params": [*module[0].parameters()]})
+    with pytest.raises(InvalidArgument, match="add_param_group"):
+        step_on(made.model, batch(group.rank, 1), made.stepper)
 
 
 def unfreeze(made: Trained) -> None:
@@ -95,97 +94,86 @@ def grow(made: Trained) -> None:
     made.module.extra = nn.Parameter(torch.ones(3))
 
 
+@on_ranks(2)
 @pytest.mark.parametrize("change", [unfreeze, assign, replace, grow], ids=lambda f: f.__name__)
 @every
-def test_a_parameter_that_came_after_the_wrapper_raises(form: str, change: Any) -> None:
-    def program(group: pycomm.Group) -> None:
-        module = perceptron()
-        module[0].requires_grad_(False)
-        made = trained(form, module, torch.optim.SGD(module.parameters(), lr=0.1))
-        step_on(made.model, batch(group.rank, 0), made.stepper)
-        change(made)
-        with pytest.raises(InvalidArgument, match=r"'(0|2|4)\.weight'|'extra'|'0\.0'"):
-            step_on(made.model, batch(group.rank, 1), made.stepper)
+def test_a_parameter_that_came_after_the_wrapper_raises(
+    group: pycomm.Group, form: str, change: Any
+) -> None:
+    module = perceptron()
+    module[0].requires_grad_(False)
+    made = trained(form, module, torch.optim.SGD(module.parameters(), lr=0.1))
+    step_on(made.model, batch(group.rank, 0), made.stepper)
+    change(made)
+    with pytest.raises(InvalidArgument, match=r"'(0|2|4)\.weight'|'extra'|'0\.0'"):
+        step_on(made.model, batch(group.rank, 1), made.stepper)
 
-    run_ranks(2, program)
 
-
+@on_ranks(2)
 @gradients
-def test_a_wrapper_is_neither_copied_nor_saved(form: str) -> None:
-    def program(group: pycomm.Group) -> None:
-        made = trained(form, perceptron())
-        for use in (copy.deepcopy, lambda model: torch.save(model, io.BytesIO())):
-            with pytest.raises(InvalidArgument, match=r"\.module"):
-                use(made.model)
-        twin = copy.deepcopy(made.module)
-        torch.save(twin, io.BytesIO())
-        step_on(made.model, batch(group.rank, 0), made.stepper)
-
-    run_ranks(2, program)
+def test_a_wrapper_is_neither_copied_nor_saved(group: pycomm.Group, form: str) -> None:
+    made = trained(form, perceptron())
+    for use in (copy.deepcopy, lambda model: torch.save(model, io.BytesIO())):
+        with pytest.raises(InvalidArgument, match=r"\.module"):
+            use(made.model)
+    twin = copy.deepcopy(made.module)
+    torch.save(twin, io.BytesIO())
+    step_on(made.model, batch(group.rank, 0), made.stepper)
 
 
+@on_ranks(2, timeout_s=20)
 @gradients
-def test_an_omitted_backward_pass_raises(form: str) -> None:
+def test_an_omitted_backward_pass_raises(group: pycomm.Group, form: str) -> None:
     """On both ranks, at once, with the numbers of the passes."""
-
-    def program(group: pycomm.Group) -> None:
-        module = perceptron()
-        made = trained(form, module, unused=False)
-        with pytest.raises(Mismatch) as caught:
-            for step in range(3):
-                made.stepper.zero_grad()
-                x, y = batch(group.rank, step)
-                loss = F.mse_loss(made.model(x), y)
-                if step == 1 and group.rank == 1:
-                    loss = torch.zeros((), requires_grad=True)
-                loss.backward()
-                assert step == 0 or group.rank == 1
-        assert "pass 2 of parameters" in str(caught.value)
-        assert "pass 3 of parameters" in str(caught.value)
-
-    run_ranks(2, program, timeout_s=20)
+    module = perceptron()
+    made = trained(form, module, unused=False)
+    with pytest.raises(Mismatch) as caught:
+        for step in range(3):
+            made.stepper.zero_grad()
+            x, y = batch(group.rank, step)
+            loss = F.mse_loss(made.model(x), y)
+            if step == 1 and group.rank == 1:
+                loss = torch.zeros((), requires_grad=True)
+            loss.backward()
+            assert step == 0 or group.rank == 1
+    assert "pass 2 of parameters" in str(caught.value)
+    assert "pass 3 of parameters" in str(caught.value)
 
 
+@on_ranks(2)
 @gradients
-def test_one_rank_may_evaluate_by_itself(form: str) -> None:
-    def program(group: pycomm.Group) -> None:
-        made = trained(form, perceptron(), unused=False)
-        step_on(made.model, batch(group.rank, 0), made.stepper)
-        if group.rank == 1:  # with gradients that are not used
-            made.model.eval()
-            made.model(batch(group.rank, 1)[0])
-            made.model.train()
-        step_on(made.model, batch(group.rank, 2), made.stepper)
-
-    run_ranks(2, program)
+def test_one_rank_may_evaluate_by_itself(group: pycomm.Group, form: str) -> None:
+    made = trained(form, perceptron(), unused=False)
+    step_on(made.model, batch(group.rank, 0), made.stepper)
+    if group.rank == 1:  # with gradients that are not used
+        made.model.eval()
+        made.model(batch(group.rank, 1)[0])
+        made.model.train()
+    step_on(made.model, batch(group.rank, 2), made.stepper)
 
 
-def test_a_hook_on_gradients_that_come_in_another_order_raises() -> None:
-    def program(group: pycomm.Group) -> None:
-        one, other = (nn.Parameter(torch.ones(8)) for _ in range(2))
-        average = pycomm.make_allreduce_cb("mean")
-        for p in (one, other):
-            p.register_post_accumulate_grad_hook(average)
-        (one.sum() + other.sum()).backward()
-        with pytest.raises(Mismatch, match="pass 2"):
-            (one if group.rank == 0 else other).sum().backward()
-
-    run_ranks(2, program)
+@on_ranks(2)
+def test_a_hook_on_gradients_that_come_in_another_order_raises(group: pycomm.Group) -> None:
+    one, other = (nn.Parameter(torch.ones(8)) for _ in range(2))
+    average = pycomm.make_allreduce_cb("mean")
+    for p in (one, other):
+        p.register_post_accumulate_grad_hook(average)
+    (one.sum() + other.sum()).backward()
+    with pytest.raises(Mismatch, match="pass 2"):
+        (one if group.rank == 0 else other).sum().backward()
 
 
+@on_ranks(2, timeout_s=20)
 @pytest.mark.parametrize("form", ["local", "local, torch", "outer"])
-def test_ranks_in_different_steps_do_not_average(form: str) -> None:
-    def program(group: pycomm.Group) -> None:
-        module = perceptron()
-        outer = torch.optim.SGD(module.parameters(), lr=1.0) if form == "outer" else None
-        name = "local" if form == "outer" else form
-        made = trained(name, module, torch.optim.AdamW(module.parameters()), outer=outer)
-        made.stepper.k_steps = 2 + group.rank
-        with pytest.raises(Mismatch, match="pass"):
-            for step in range(20):
-                step_on(made.model, batch(group.rank, step), made.stepper)
-
-    run_ranks(2, program, timeout_s=20)
+def test_ranks_in_different_steps_do_not_average(group: pycomm.Group, form: str) -> None:
+    module = perceptron()
+    outer = torch.optim.SGD(module.parameters(), lr=1.0) if form == "outer" else None
+    name = "local" if form == "outer" else form
+    made = trained(name, module, torch.optim.AdamW(module.parameters()), outer=outer)
+    made.stepper.k_steps = 2 + group.rank
+    with pytest.raises(Mismatch, match="pass"):
+        for step in range(20):
+            step_on(made.model, batch(group.rank, step), made.stepper)
 
 
 @pytest.mark.parametrize("nesterov", [False, True])
@@ -235,40 +223,38 @@ def test_weights_loaded_after_the_wrapper_are_trained(form: str) -> None:
             torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)
 
 
+@on_ranks(2)
 @pytest.mark.parametrize("form", LOCAL)
 @pytest.mark.parametrize("model_first", [True, False])
-def test_the_order_of_loading_does_not_matter(form: str, model_first: bool) -> None:
-    def program(group: pycomm.Group) -> None:
-        def make() -> Trained:
-            module = perceptron()
-            return trained(form, module, momentum_sgd(module))
+def test_the_order_of_loading_does_not_matter(
+    group: pycomm.Group, form: str, model_first: bool
+) -> None:
+    def make() -> Trained:
+        module = perceptron()
+        return trained(form, module, momentum_sgd(module))
 
-        def steps(made: Trained, first: int, last: int) -> list[Tensor]:
-            for step in range(first, last):
-                step_on(made.model, batch(group.rank, step), made.stepper)
-            return parameters(made.module)
+    def steps(made: Trained, first: int, last: int) -> list[Tensor]:
+        for step in range(first, last):
+            step_on(made.model, batch(group.rank, step), made.stepper)
+        return parameters(made.module)
 
-        one = make()
-        steps(one, 0, 3)
-        saved = one.saved()
-        wanted = steps(one, 3, 6)
-        two = make()
-        order = [0, 1, 2] if model_first else [2, 1, 0]
-        for i in order:
-            [two.module, two.optimizer, two.holder][i].load_state_dict(copy.deepcopy(saved[i]))
-        assert equal(wanted, steps(two, 3, 6))
-
-    run_ranks(2, program)
+    one = make()
+    steps(one, 0, 3)
+    saved = one.saved()
+    wanted = steps(one, 3, 6)
+    two = make()
+    order = [0, 1, 2] if model_first else [2, 1, 0]
+    for i in order:
+        [two.module, two.optimizer, two.holder][i].load_state_dict(copy.deepcopy(saved[i]))
+    assert equal(wanted, steps(two, 3, 6))
 
 
-def test_different_weights_loaded_raise() -> None:
-    def program(group: pycomm.Group) -> None:
-        made = trained("topk", perceptron())
-        made.module.load_state_dict(perceptron(group.rank + 5).state_dict())
-        with pytest.raises(Mismatch, match="loaded different weights"):
-            step_on(made.model, batch(group.rank, 0), made.stepper)
-
-    run_ranks(2, program)
+@on_ranks(2)
+def test_different_weights_loaded_raise(group: pycomm.Group) -> None:
+    made = trained("topk", perceptron())
+    made.module.load_state_dict(perceptron(group.rank + 5).state_dict())
+    with pytest.raises(Mismatch, match="loaded different weights"):
+        step_on(made.model, batch(group.rank, 0), made.stepper)
 
 
 def test_one_rank_sends_the_residuals_of_several() -> None:
@@ -368,14 +354,12 @@ def test_two_forward_passes_with_buffers_before_one_backward(evaluate: bool) -> 
             torch.testing.assert_close(got, (one.grad + other.grad) / 2, rtol=1e-5, atol=1e-6)
 
 
+@on_ranks(1)
 @pytest.mark.parametrize("form", ["dgc", "quantize", "topk", "local", DENSE])
-def test_a_lazy_module_is_named(form: str) -> None:
-    def program(group: pycomm.Group) -> None:
-        module = nn.Sequential(nn.LazyLinear(3))
-        with pytest.raises(InvalidArgument, match="dummy forward pass"):
-            trained(form, module)
-
-    run_ranks(1, program)
+def test_a_lazy_module_is_named(group: pycomm.Group, form: str) -> None:
+    module = nn.Sequential(nn.LazyLinear(3))
+    with pytest.raises(InvalidArgument, match="dummy forward pass"):
+        trained(form, module)
 
 
 NAN, INF = float("nan"), float("inf")
@@ -393,29 +377,27 @@ WRONG: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
+@on_ranks(1)
 @pytest.mark.parametrize(("form", "options"), WRONG, ids=str)
-def test_an_option_is_checked_in_the_constructor(form: str, options: dict[str, Any]) -> None:
-    def program(group: pycomm.Group) -> None:
+def test_an_option_is_checked_in_the_constructor(
+    group: pycomm.Group, form: str, options: dict[str, Any]
+) -> None:
+    with pytest.raises(InvalidArgument):
+        trained(form, perceptron(), **options)
+
+
+@on_ranks(1)
+def test_options_of_data_parallel_are_checked(group: pycomm.Group) -> None:
+    wrong: list[dict[str, Any]] = [
+        *({"bucket_mb": x} for x in (0, NAN, INF, "x")),
+        *({"bucket_layers": x} for x in (0, 1.5, NAN)),
+        *({"group": x} for x in (0, "x", [])),
+    ]
+    for options in wrong:
         with pytest.raises(InvalidArgument):
-            trained(form, perceptron(), **options)
-
-    run_ranks(1, program)
-
-
-def test_options_of_data_parallel_are_checked() -> None:
-    def program(group: pycomm.Group) -> None:
-        wrong: list[dict[str, Any]] = [
-            *({"bucket_mb": x} for x in (0, NAN, INF, "x")),
-            *({"bucket_layers": x} for x in (0, 1.5, NAN)),
-            *({"group": x} for x in (0, "x", [])),
-        ]
-        for options in wrong:
-            with pytest.raises(InvalidArgument):
-                pycomm.DataParallel(perceptron(), **options)
-        with pytest.raises(InvalidArgument, match="optimizer"):
-            pycomm.LocalSGD(perceptron(), "x")
-
-    run_ranks(1, program)
+            pycomm.DataParallel(perceptron(), **options)
+    with pytest.raises(InvalidArgument, match="optimizer"):
+        pycomm.LocalSGD(perceptron(), "x")
 
 
 def test_clip_norm_of_a_sparse_embedding() -> None:

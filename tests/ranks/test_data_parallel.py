@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from on_ranks import on_ranks
 from small_models import (
     alone,
     batch,
@@ -23,7 +24,7 @@ from small_models import (
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
-from torch_ranks import Run, run_fixture  # noqa: F401 - a fixture
+from torch_ranks import Run, in_processes, run_fixture  # noqa: F401 - a fixture
 
 import pycomm
 from pycomm._training.communicators import CommunicatorPool
@@ -56,7 +57,8 @@ def test_equals_one_process_on_all_batches(ranks: int, form: dict[str, Any]) -> 
     torch.testing.assert_close(results[0], alone(perceptron(), STEPS, ranks))
 
 
-def _beside_ddp() -> None:
+@in_processes(2)
+def test_the_same_bits_as_ddp() -> None:
     size, rank = dist.get_world_size(), dist.get_rank()
     found = []
     for wrap in (pycomm.DataParallel, DistributedDataParallel):
@@ -67,10 +69,6 @@ def _beside_ddp() -> None:
         found.append(parameters(model))
     assert size == 2
     assert equal(*found)
-
-
-def test_the_same_bits_as_ddp(run: Run) -> None:
-    run(2, _beside_ddp)
 
 
 class Tied(nn.Module):
@@ -320,12 +318,10 @@ def test_check_names_the_first_difference() -> None:
         assert "rank 2 and rank 0 have different values for '2.bias'" in text
 
 
-def test_models_of_other_shapes_are_rejected() -> None:
-    def program(group: pycomm.Group) -> None:
-        with pytest.raises(Mismatch, match=r"shape.*'weight'"):
-            pycomm.DataParallel(nn.Linear(3, 2 + group.rank))
-
-    run_ranks(2, program)
+@on_ranks(2)
+def test_models_of_other_shapes_are_rejected(group: pycomm.Group) -> None:
+    with pytest.raises(Mismatch, match=r"shape.*'weight'"):
+        pycomm.DataParallel(nn.Linear(3, 2 + group.rank))
 
 
 class Words(nn.Module):
@@ -433,47 +429,40 @@ def test_callback(op: str) -> None:
     torch.testing.assert_close(results[0], [parameter.grad for parameter in one.parameters()])
 
 
+@on_ranks(2)
 @pytest.mark.parametrize("init", ["broadcast", "check"])
-def test_model_on_another_device_is_rejected(init: str) -> None:
-    def program(group: pycomm.Group) -> None:
-        with pytest.raises(Unsupported, match="'weight' is on meta"):
-            pycomm.DataParallel(nn.Linear(2, 2, device="meta"), init=init)
-
-    run_ranks(2, program)
+def test_model_on_another_device_is_rejected(group: pycomm.Group, init: str) -> None:
+    with pytest.raises(Unsupported, match="'weight' is on meta"):
+        pycomm.DataParallel(nn.Linear(2, 2, device="meta"), init=init)
 
 
-def test_wrong_compression_type_raises_before_data_is_sent() -> None:
+@on_ranks(2)
+def test_wrong_compression_type_raises_before_data_is_sent(group: pycomm.Group) -> None:
     """The module stays usable, and the group made no call."""
-
-    def program(group: pycomm.Group) -> None:
-        model, before = nn.Linear(2, 2), group.stats().calls
-        if group.rank == 0:
-            with pytest.raises(InvalidArgument, match="compression"):
-                pycomm.DataParallel(model, compression="dgc")
-            assert group.stats().calls == before
-        pycomm.DataParallel(model)
-
-    run_ranks(2, program)
+    model, before = nn.Linear(2, 2), group.stats().calls
+    if group.rank == 0:
+        with pytest.raises(InvalidArgument, match="compression"):
+            pycomm.DataParallel(model, compression="dgc")
+        assert group.stats().calls == before
+    pycomm.DataParallel(model)
 
 
-def test_bad_arguments() -> None:
-    def program(group: pycomm.Group) -> None:
-        for wrong in ({"init": "hope"}, {"bucket_mb": -1}, {"lanes": 0}):
-            with pytest.raises(InvalidArgument):
-                pycomm.DataParallel(nn.Linear(2, 2), **wrong)
-        with pytest.raises(InvalidArgument, match="no parameter"):
-            pycomm.DataParallel(nn.Tanh())
-        for name in ("bucket_cap_mb", "comm_buffer_size"):  # DDP's and Paddle's
-            with pytest.raises(InvalidArgument, match="bucket_mb"):
-                pycomm.DataParallel(nn.Linear(2, 2), **{name: -1})
-        with pytest.raises(TypeError, match=r"DataParallel\(\) has no argument 'device_ids': move"):
-            pycomm.DataParallel(nn.Linear(2, 2), device_ids=[0])
-        for compression in ("dgc", 0.999, {"sparsity": 0.9}, pycomm.DGC, pycomm.dgc_hook, False):
-            with pytest.raises(InvalidArgument, match=r"expected None or a DGC"):
-                pycomm.DataParallel(nn.Linear(2, 2), compression=compression)
-        with pytest.raises(InvalidArgument, match="got the class DGC"):
-            pycomm.DataParallel(nn.Linear(2, 2), compression=pycomm.DGC)
+@on_ranks(1)
+def test_bad_arguments(group: pycomm.Group) -> None:
+    for wrong in ({"init": "hope"}, {"bucket_mb": -1}, {"lanes": 0}):
         with pytest.raises(InvalidArgument):
-            pycomm.make_allreduce_cb("max")
-
-    run_ranks(1, program)
+            pycomm.DataParallel(nn.Linear(2, 2), **wrong)
+    with pytest.raises(InvalidArgument, match="no parameter"):
+        pycomm.DataParallel(nn.Tanh())
+    for name in ("bucket_cap_mb", "comm_buffer_size"):  # DDP's and Paddle's
+        with pytest.raises(InvalidArgument, match="bucket_mb"):
+            pycomm.DataParallel(nn.Linear(2, 2), **{name: -1})
+    with pytest.raises(TypeError, match=r"DataParallel\(\) has no argument 'device_ids': move"):
+        pycomm.DataParallel(nn.Linear(2, 2), device_ids=[0])
+    for compression in ("dgc", 0.999, {"sparsity": 0.9}, pycomm.DGC, pycomm.dgc_hook, False):
+        with pytest.raises(InvalidArgument, match=r"expected None or a DGC"):
+            pycomm.DataParallel(nn.Linear(2, 2), compression=compression)
+    with pytest.raises(InvalidArgument, match="got the class DGC"):
+        pycomm.DataParallel(nn.Linear(2, 2), compression=pycomm.DGC)
+    with pytest.raises(InvalidArgument):
+        pycomm.make_allreduce_cb("max")

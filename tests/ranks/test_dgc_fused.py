@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from dgc_training import compressed, memory_of, same_memory, sgd
+from on_ranks import on_ranks
 from small_models import batch, equal, parameters, perceptron, seeded, step_on
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -195,20 +196,18 @@ def test_detach_waits_for_the_step(fused: bool) -> None:
         assert equal(*run_ranks(2, program, end))
 
 
-def test_rejected_arguments() -> None:
-    def program(group: pycomm.Group) -> None:
-        module = perceptron()
-        refused: list[dict[str, Any]] = [
-            {"momentum_correction": False},
-            {"decay_correction": False},
-        ]
-        for wrong in refused:
-            with pytest.raises(InvalidArgument, match="requires momentum_correction"):
-                compressed(module, fused=True, **wrong)
-        model, optimizer, _ = compressed(module, fused=True)
-        step_on(model, batch(0, 0), torch.optim.SGD(module.parameters(), lr=0.0))
-        with pytest.raises(Unsupported, match="without a closure"):
-            optimizer.step(lambda: 1.0)
-        optimizer.step()
-
-    run_ranks(1, program)
+@on_ranks(1)
+def test_rejected_arguments(group: pycomm.Group) -> None:
+    module = perceptron()
+    refused: list[dict[str, Any]] = [
+        {"momentum_correction": False},
+        {"decay_correction": False},
+    ]
+    for wrong in refused:
+        with pytest.raises(InvalidArgument, match="requires momentum_correction"):
+            compressed(module, fused=True, **wrong)
+    model, optimizer, _ = compressed(module, fused=True)
+    step_on(model, batch(0, 0), torch.optim.SGD(module.parameters(), lr=0.0))
+    with pytest.raises(Unsupported, match="without a closure"):
+        optimizer.step(lambda: 1.0)
+    optimizer.step()

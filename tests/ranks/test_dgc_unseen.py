@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from on_ranks import on_ranks
 from small_models import batch, equal, parameters, perceptron, step_on
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -163,48 +164,45 @@ def test_exchanged_gradients_can_be_stepped(options: dict[str, Any], ranks: int)
     run_ranks(ranks, program)
 
 
+@on_ranks(2)
 @pytest.mark.parametrize("sgd_fused", [False, True])
-def test_a_step_that_a_loss_scale_skips_raises_nothing(sgd_fused: bool) -> None:
+def test_a_step_that_a_loss_scale_skips_raises_nothing(
+    group: pycomm.Group, sgd_fused: bool
+) -> None:
     """torch.optim.SGD(fused=True) calls step() even with Inf in its gradients."""
-
-    def program(group: pycomm.Group) -> None:
-        scaler = pycomm.StaticLossScaler(256.0)
-        module, optimizer, dgc = made(scaler=scaler, sgd_fused=sgd_fused)
-        model = pycomm.DataParallel(module, compression=dgc)
-        for step in range(3):
-            optimizer.zero_grad()
-            x, y = batch(group.rank, step)
-            loss = F.mse_loss(model(x), y) * (float("inf") if step == 1 else 1.0)
-            before = parameters(module)
-            scaler.scale(loss).backward()
-            scaler.step(optimizer)
-            scaler.update()
-            assert equal(before, parameters(module)) == (step == 1)
-        assert dgc.stats()["step"] == 2
-
-    run_ranks(2, program)
+    scaler = pycomm.StaticLossScaler(256.0)
+    module, optimizer, dgc = made(scaler=scaler, sgd_fused=sgd_fused)
+    model = pycomm.DataParallel(module, compression=dgc)
+    for step in range(3):
+        optimizer.zero_grad()
+        x, y = batch(group.rank, step)
+        loss = F.mse_loss(model(x), y) * (float("inf") if step == 1 else 1.0)
+        before = parameters(module)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        assert equal(before, parameters(module)) == (step == 1)
+    assert dgc.stats()["step"] == 2
 
 
-def test_parameters_without_gradients_and_outside_the_model() -> None:
-    def program(group: pycomm.Group) -> None:
-        module = perceptron()
-        own, frozen = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(5))
-        optimizer = torch.optim.SGD(
-            [
-                {"params": [*module.parameters(), frozen.requires_grad_(False)]},
-                {"params": [own], "momentum": 0.0},
-            ],
-            lr=0.1,
-            momentum=0.0,
-        )
-        dgc = pycomm.DGC(optimizer, sparsity=[0.9], min_count=1)
-        model = pycomm.DataParallel(module, compression=dgc)
-        own.grad = torch.ones(3)
-        optimizer.step()  # of a parameter that is not in the model
-        assert torch.equal(own.detach(), torch.full((3,), 0.9))
-        step_on(model, batch(group.rank, 0), optimizer)
-
-    run_ranks(2, program)
+@on_ranks(2)
+def test_parameters_without_gradients_and_outside_the_model(group: pycomm.Group) -> None:
+    module = perceptron()
+    own, frozen = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(5))
+    optimizer = torch.optim.SGD(
+        [
+            {"params": [*module.parameters(), frozen.requires_grad_(False)]},
+            {"params": [own], "momentum": 0.0},
+        ],
+        lr=0.1,
+        momentum=0.0,
+    )
+    dgc = pycomm.DGC(optimizer, sparsity=[0.9], min_count=1)
+    model = pycomm.DataParallel(module, compression=dgc)
+    own.grad = torch.ones(3)
+    optimizer.step()  # of a parameter that is not in the model
+    assert torch.equal(own.detach(), torch.full((3,), 0.9))
+    step_on(model, batch(group.rank, 0), optimizer)
 
 
 def test_a_closure_keeps_the_momentum() -> None:

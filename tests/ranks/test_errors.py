@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from on_ranks import on_ranks
 
 import pycomm
 from benchmarks.support.ports import free_port
@@ -359,14 +360,12 @@ def test_forked_child_is_rejected_and_the_parent_continues(transport: str) -> No
         assert x.tolist() == [2.0] * 4
 
 
-def test_closed_group_raises_and_closing_twice_is_allowed() -> None:
-    def fn(group: Group) -> Any:
-        group.close()
-        group.close()
-        with pytest.raises(errors.GroupBroken, match="clos"):
-            pycomm.all_reduce(np.ones(4), group=group)
-
-    run_ranks(2, fn)
+@on_ranks(2)
+def test_closed_group_raises_and_closing_twice_is_allowed(group: Group) -> None:
+    group.close()
+    group.close()
+    with pytest.raises(errors.GroupBroken, match="clos"):
+        pycomm.all_reduce(np.ones(4), group=group)
 
 
 def test_the_first_failure_of_a_rank_is_raised_and_no_rank_hangs() -> None:

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from on_ranks import on_ranks
 from small_models import equal, parameters, perceptron, replicas
 from torch import Tensor
 from torch.nn import functional as F
@@ -101,23 +102,20 @@ def test_contrastive_loss_over_all_ranks_equals_one_process() -> None:
     torch.testing.assert_close(results[0], parameters(model))
 
 
-def test_groups_and_dtypes() -> None:
+@on_ranks(4)
+def test_groups_and_dtypes(group: pycomm.Group) -> None:
     """The backward pass uses the group of the forward pass."""
-
-    def program(group: pycomm.Group) -> None:
-        half = group.split(group.rank % 2)
-        assert half is not None
-        for dtype in (torch.float32, torch.bfloat16, torch.float16):
-            x = torch.full((2,), group.rank + 1.0, dtype=dtype).requires_grad_()
-            (all_reduce(x, group=half) * x.detach()).sum().backward()
-            both = [4.0, 6.0][group.rank % 2]  # of ranks 0 and 2, or 1 and 3
-            assert x.grad is not None
-            assert (x.grad == both).all()
-            assert x.grad.dtype == dtype
-        assert all_gather(torch.ones(0, 3), group=half).shape == (2, 0, 3)
-        assert not all_gather(torch.ones(3)).requires_grad
-
-    run_ranks(4, program)
+    half = group.split(group.rank % 2)
+    assert half is not None
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        x = torch.full((2,), group.rank + 1.0, dtype=dtype).requires_grad_()
+        (all_reduce(x, group=half) * x.detach()).sum().backward()
+        both = [4.0, 6.0][group.rank % 2]  # of ranks 0 and 2, or 1 and 3
+        assert x.grad is not None
+        assert (x.grad == both).all()
+        assert x.grad.dtype == dtype
+    assert all_gather(torch.ones(0, 3), group=half).shape == (2, 0, 3)
+    assert not all_gather(torch.ones(3)).requires_grad
 
 
 def test_errors() -> None:

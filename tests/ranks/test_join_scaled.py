@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from dgc_training import memory_of, same_memory, sgd
+from on_ranks import on_ranks
 from small_models import batch, equal, parameters, perceptron
 from torch import Tensor
 from torch.nn import functional as F
@@ -76,19 +77,17 @@ def test_ranks_without_data_keep_step(way: str) -> None:
     assert equal(scaled[0], plain[0])
 
 
-def test_different_loss_scales_are_reported() -> None:
-    def program(group: pycomm.Group) -> None:
-        module = perceptron()
-        optimizer, scaler = sgd(module), _scaler(128.0 * (1 + group.rank))
-        dgc = pycomm.DGC(optimizer, sparsity=[0.9], min_count=100, scaler=scaler)
-        model = pycomm.DataParallel(module, compression=dgc)
-        before = memory_of(dgc)
-        x, y = batch(group.rank, 0)
-        with pytest.raises(Mismatch, match=r"from 128\.0 to 256\.0"):
-            scaler.scale(F.mse_loss(model(x), y)).backward()
-        assert same_memory(before, memory_of(dgc))
-
-    run_ranks(2, program)
+@on_ranks(2)
+def test_different_loss_scales_are_reported(group: pycomm.Group) -> None:
+    module = perceptron()
+    optimizer, scaler = sgd(module), _scaler(128.0 * (1 + group.rank))
+    dgc = pycomm.DGC(optimizer, sparsity=[0.9], min_count=100, scaler=scaler)
+    model = pycomm.DataParallel(module, compression=dgc)
+    before = memory_of(dgc)
+    x, y = batch(group.rank, 0)
+    with pytest.raises(Mismatch, match=r"from 128\.0 to 256\.0"):
+        scaler.scale(F.mse_loss(model(x), y)).backward()
+    assert same_memory(before, memory_of(dgc))
 
 
 def test_static_scale_is_loaded() -> None:

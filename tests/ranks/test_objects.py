@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from on_ranks import on_ranks
 
 import pycomm
 from benchmarks.support.ports import free_port
@@ -202,23 +203,21 @@ def test_groups_have_separate_keys() -> None:
     assert run_ranks(4, fn) == [0, 0, 2, 2]
 
 
-def test_invalid_keys_and_values_are_rejected() -> None:
-    def fn(group: Group) -> None:
-        for key in ("", "x" * (MAX_KEY_BYTES + 1), b"bytes", None, "\ud800"):
-            for call in (lambda k: pycomm.user_set(k, 1), pycomm.user_get, pycomm.user_pop):
-                with pytest.raises(errors.InvalidArgument, match="invalid key"):
-                    call(key)
-        with pytest.raises(errors.InvalidArgument, match="at most 1048576"):
-            pycomm.user_set("large", bytes(MAX_VALUE_BYTES))
-        with pytest.raises(errors.InvalidArgument, match="value is a builtins"):
-            pycomm.user_set("object", object())
-        with pytest.raises(errors.InvalidArgument, match="timeout_s"):
-            pycomm.user_get("key", 0)
-        longest = str(group.rank) * MAX_KEY_BYTES
-        pycomm.user_set(longest, bytes(MAX_VALUE_BYTES - 9))
-        assert len(pycomm.user_pop(longest)) == MAX_VALUE_BYTES - 9
-
-    run_ranks(2, fn)
+@on_ranks(2)
+def test_invalid_keys_and_values_are_rejected(group: Group) -> None:
+    for key in ("", "x" * (MAX_KEY_BYTES + 1), b"bytes", None, "\ud800"):
+        for call in (lambda k: pycomm.user_set(k, 1), pycomm.user_get, pycomm.user_pop):
+            with pytest.raises(errors.InvalidArgument, match="invalid key"):
+                call(key)
+    with pytest.raises(errors.InvalidArgument, match="at most 1048576"):
+        pycomm.user_set("large", bytes(MAX_VALUE_BYTES))
+    with pytest.raises(errors.InvalidArgument, match="value is a builtins"):
+        pycomm.user_set("object", object())
+    with pytest.raises(errors.InvalidArgument, match="timeout_s"):
+        pycomm.user_get("key", 0)
+    longest = str(group.rank) * MAX_KEY_BYTES
+    pycomm.user_set(longest, bytes(MAX_VALUE_BYTES - 9))
+    assert len(pycomm.user_pop(longest)) == MAX_VALUE_BYTES - 9
 
 
 def test_a_get_waits_for_another_thread_on_one_connection() -> None:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from kernel_devices import same
+from on_ranks import on_ranks
 
 import pycomm
 from pycomm import reference
@@ -124,22 +125,20 @@ def test_a_state_resumes_bit_for_bit() -> None:
         same(got, want)
 
 
-def test_a_sum_that_is_not_finite_changes_no_state() -> None:
-    def program(group: pycomm.Group) -> None:
-        quantize = pycomm.Quantize()
-        state = quantize.state()
-        pycomm.all_reduce(values(group.rank, 0), compression=quantize, state=state)
-        before = state.state_dict()
-        x = values(group.rank, 1)
-        x[5000] = np.nan if group.rank == 1 else x[5000]
-        pycomm.all_reduce(x, compression=quantize, state=state)
-        assert np.isnan(x[BLOCK : 2 * BLOCK]).all()
-        assert np.isfinite(x[:BLOCK]).all()
-        after = state.state_dict()
-        for name in ("residual", "owner_residual"):
-            same(after[name], before[name])
-
-    run_ranks(2, program)
+@on_ranks(2)
+def test_a_sum_that_is_not_finite_changes_no_state(group: pycomm.Group) -> None:
+    quantize = pycomm.Quantize()
+    state = quantize.state()
+    pycomm.all_reduce(values(group.rank, 0), compression=quantize, state=state)
+    before = state.state_dict()
+    x = values(group.rank, 1)
+    x[5000] = np.nan if group.rank == 1 else x[5000]
+    pycomm.all_reduce(x, compression=quantize, state=state)
+    assert np.isnan(x[BLOCK : 2 * BLOCK]).all()
+    assert np.isfinite(x[:BLOCK]).all()
+    after = state.state_dict()
+    for name in ("residual", "owner_residual"):
+        same(after[name], before[name])
 
 
 @pytest.mark.parametrize(("verb", "after"), [("all_to_all", 9_000), ("all_gather", 30_000)])
@@ -182,22 +181,18 @@ def test_bytes_on_the_transport(ranks: int, bits: int, down_bits: int) -> None:
     assert wanted <= written <= 1.03 * wanted
 
 
-def test_ranks_that_differ_in_bits_raise() -> None:
-    def program(group: pycomm.Group) -> None:
-        x = values(group.rank, 0)
-        with pytest.raises(Mismatch):
-            pycomm.all_reduce(x, compression=pycomm.Quantize(3 + group.rank))
-        same(x, values(group.rank, 0))
-
-    run_ranks(2, program)
+@on_ranks(2)
+def test_ranks_that_differ_in_bits_raise(group: pycomm.Group) -> None:
+    x = values(group.rank, 0)
+    with pytest.raises(Mismatch):
+        pycomm.all_reduce(x, compression=pycomm.Quantize(3 + group.rank))
+    same(x, values(group.rank, 0))
 
 
-def test_one_rank_alone_is_exact() -> None:
-    def program(group: pycomm.Group) -> None:
-        x = pycomm.all_reduce(values(0, 0), compression=pycomm.Quantize(1, 1))
-        same(x, values(0, 0))
-
-    run_ranks(1, program)
+@on_ranks(1)
+def test_one_rank_alone_is_exact(group: pycomm.Group) -> None:
+    x = pycomm.all_reduce(values(0, 0), compression=pycomm.Quantize(1, 1))
+    same(x, values(0, 0))
 
 
 def test_wrong_arguments() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from on_ranks import on_ranks
 from quantized_training import adam, total_residual, train, wide
 from small_models import batch, equal, parameters, step_on
 from torch import Tensor, nn
@@ -232,12 +233,10 @@ def test_a_saved_choice_is_kept_and_other_ranks_choose_again(fastest: Any) -> No
     assert [one[1] for one in run_ranks(3, program, state)] == ["sharded"] * 3
 
 
-def test_all_reduce_has_one_exchange() -> None:
-    def program(group: pycomm.Group) -> None:
-        with pytest.raises(InvalidArgument, match="LocalSGD"):
-            pycomm.all_reduce(torch.ones(9), compression=AUTO)
-
-    run_ranks(2, program)
+@on_ranks(2)
+def test_all_reduce_has_one_exchange(group: pycomm.Group) -> None:
+    with pytest.raises(InvalidArgument, match="LocalSGD"):
+        pycomm.all_reduce(torch.ones(9), compression=AUTO)
 
 
 class Broken(Exception):

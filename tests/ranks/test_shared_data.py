@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from on_ranks import on_ranks
 from torch.utils.data import Dataset, get_worker_info
 
 import pycomm
@@ -169,23 +170,19 @@ WRONG: list[tuple[list[Any], type[Exception], str]] = [
 ]
 
 
+@on_ranks(2)
 @pytest.mark.parametrize(("values", "kind", "text"), WRONG)
 def test_an_invalid_sample_raises_on_every_rank(
-    values: list[Any], kind: type[Exception], text: str
+    group: Group, values: list[Any], kind: type[Exception], text: str
 ) -> None:
-    def program(group: Group) -> None:
-        with pytest.raises(kind if group.rank == 1 else Error, match=text) as caught:
+    with pytest.raises(kind if group.rank == 1 else Error, match=text) as caught:
+        DataLoader(Samples(values), shared=True)
+    assert group.rank == 1 or "rank 1 failed: " in str(caught.value)
+    assert len(DataLoader(Samples([]), shared=True)) == 0  # the group is usable
+
+
+@on_ranks(2)
+def test_different_data_sets_are_a_mismatch(group: Group) -> None:
+    for values in ([ONE] * (3 + group.rank), [ONE[: 1 + group.rank]] * 3):
+        with pytest.raises(Mismatch, match=r"rank 0 has 3 samples .*, rank 1 \d samples"):
             DataLoader(Samples(values), shared=True)
-        assert group.rank == 1 or "rank 1 failed: " in str(caught.value)
-        assert len(DataLoader(Samples([]), shared=True)) == 0  # the group is usable
-
-    run_ranks(2, program)
-
-
-def test_different_data_sets_are_a_mismatch() -> None:
-    def program(group: Group) -> None:
-        for values in ([ONE] * (3 + group.rank), [ONE[: 1 + group.rank]] * 3):
-            with pytest.raises(Mismatch, match=r"rank 0 has 3 samples .*, rank 1 \d samples"):
-                DataLoader(Samples(values), shared=True)
-
-    run_ranks(2, program)

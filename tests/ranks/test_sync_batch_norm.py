@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from on_ranks import on_ranks
 from small_models import equal, replicas, seeded
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -102,6 +103,7 @@ def test_batches_of_different_sizes(kind: str, batches: tuple[int, ...]) -> None
     run_ranks(len(batches), as_one_process, kind, {}, batches)
 
 
+@on_ranks(2)
 @pytest.mark.parametrize(
     ("dtype", "tolerance"),
     [
@@ -111,18 +113,13 @@ def test_batches_of_different_sizes(kind: str, batches: tuple[int, ...]) -> None
     ],
     ids=str,
 )
-def test_dtypes(dtype: torch.dtype, tolerance: dict[str, float]) -> None:
-    def program(group: pycomm.Group) -> None:
-        as_one_process(group, "2d", {}, (3, 5), dtype, **tolerance)
-
-    run_ranks(2, program)
+def test_dtypes(group: pycomm.Group, dtype: torch.dtype, tolerance: dict[str, float]) -> None:
+    as_one_process(group, "2d", {}, (3, 5), dtype, **tolerance)
 
 
-def test_channels_last() -> None:
-    def program(group: pycomm.Group) -> None:
-        as_one_process(group, "2d", {}, (3, 5), channels_last=True)
-
-    run_ranks(2, program)
+@on_ranks(2)
+def test_channels_last(group: pycomm.Group) -> None:
+    as_one_process(group, "2d", {}, (3, 5), channels_last=True)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -198,33 +195,31 @@ def test_calls_of_a_pass() -> None:
     assert run_ranks(2, program) == [[1, 1, 1, 0]] * 2
 
 
-def test_errors() -> None:
-    def program(group: pycomm.Group) -> None:
-        layer = pycomm.SyncBatchNorm(CHANNELS)
-        calls = group.stats().calls
-        for wrong in (
-            torch.ones(CHANNELS),
-            torch.ones(2, CHANNELS + 1),
-            torch.ones(2, CHANNELS, dtype=torch.int64),
-        ):
-            with pytest.raises(InvalidArgument, match=r"expected floats of shape \[N, 5\]"):
-                layer(wrong)
-        assert group.stats().calls == calls
-        for rows in ([0, 1], [0, 0]):
-            x = torch.ones(rows[group.rank], CHANNELS)
-            with pytest.raises(ValueError, match=f"got {sum(rows)} values per channel on all"):
-                layer(x)
-        assert layer.num_batches_tracked == 0
-        with pytest.raises(Mismatch):
-            pycomm.SyncBatchNorm(2 + group.rank)(torch.ones(4, 2 + group.rank))
-        with pytest.raises(Mismatch):
-            layer(torch.ones(4, CHANNELS, dtype=[torch.float32, torch.float64][group.rank]))
-        assert layer(torch.randn(4, CHANNELS)).shape == (4, CHANNELS)
-        for make in (pycomm.SyncBatchNorm, layer.convert_sync_batchnorm):
-            with pytest.raises(TypeError, match="pass a pycomm group as group="):
-                make(nn.ReLU(), process_group=None)
-
-    run_ranks(2, program)
+@on_ranks(2)
+def test_errors(group: pycomm.Group) -> None:
+    layer = pycomm.SyncBatchNorm(CHANNELS)
+    calls = group.stats().calls
+    for wrong in (
+        torch.ones(CHANNELS),
+        torch.ones(2, CHANNELS + 1),
+        torch.ones(2, CHANNELS, dtype=torch.int64),
+    ):
+        with pytest.raises(InvalidArgument, match=r"expected floats of shape \[N, 5\]"):
+            layer(wrong)
+    assert group.stats().calls == calls
+    for rows in ([0, 1], [0, 0]):
+        x = torch.ones(rows[group.rank], CHANNELS)
+        with pytest.raises(ValueError, match=f"got {sum(rows)} values per channel on all"):
+            layer(x)
+    assert layer.num_batches_tracked == 0
+    with pytest.raises(Mismatch):
+        pycomm.SyncBatchNorm(2 + group.rank)(torch.ones(4, 2 + group.rank))
+    with pytest.raises(Mismatch):
+        layer(torch.ones(4, CHANNELS, dtype=[torch.float32, torch.float64][group.rank]))
+    assert layer(torch.randn(4, CHANNELS)).shape == (4, CHANNELS)
+    for make in (pycomm.SyncBatchNorm, layer.convert_sync_batchnorm):
+        with pytest.raises(TypeError, match="pass a pycomm group as group="):
+            make(nn.ReLU(), process_group=None)
 
 
 def test_conversion() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from on_ranks import on_ranks
 from small_models import batch, equal, parameters, perceptron, step_on
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -111,27 +112,27 @@ def test_replicas_are_equal(ranks: int, compression: Compression) -> None:
         assert all(equal(a, b) for a, b in zip(first, other, strict=True))
 
 
+@on_ranks(2)
 @BOTH
-def test_an_overflow_skips_the_step_everywhere(compression: Compression) -> None:
-    def program(group: pycomm.Group) -> list[Tensor]:
-        model = perceptron()
-        local = local_of(model, compression)
-        scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
-        for step in range(4):
-            before = parameters(model), residuals(local), copy.deepcopy(local.state_dict())
-            local.zero_grad()
-            x, y = batch(group.rank, step)
-            loss = F.mse_loss(model(x), y)
-            scaler.scale(loss * math.inf if group.rank == 1 and step == 2 else loss).backward()
-            scaler.step(local)
-            scaler.update()
-            assert equal(before[0], parameters(model)) == (step == 2)
-            assert equal(before[1], residuals(local)) == (step == 2)
-            same = torch.equal(before[2]["mean_squares"], local.state_dict()["mean_squares"])
-            assert same == (step == 2)
-        return parameters(model)
-
-    assert equal(*run_ranks(2, program))
+def test_an_overflow_skips_the_step_everywhere(
+    group: pycomm.Group, compression: Compression
+) -> list[Tensor]:
+    model = perceptron()
+    local = local_of(model, compression)
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+    for step in range(4):
+        before = parameters(model), residuals(local), copy.deepcopy(local.state_dict())
+        local.zero_grad()
+        x, y = batch(group.rank, step)
+        loss = F.mse_loss(model(x), y)
+        scaler.scale(loss * math.inf if group.rank == 1 and step == 2 else loss).backward()
+        scaler.step(local)
+        scaler.update()
+        assert equal(before[0], parameters(model)) == (step == 2)
+        assert equal(before[1], residuals(local)) == (step == 2)
+        same = torch.equal(before[2]["mean_squares"], local.state_dict()["mean_squares"])
+        assert same == (step == 2)
+    return parameters(model)
 
 
 @BOTH
@@ -160,28 +161,26 @@ def test_a_failed_exchange_sends_nothing(compression: Compression) -> None:
     check_failed(program)
 
 
+@on_ranks(2)
 @BOTH
 @pytest.mark.parametrize("gathered", [False, True])
-def test_resume_is_bitwise(compression: Compression, gathered: bool) -> None:
-    def program(group: pycomm.Group) -> None:
-        def run(steps: range, states: Any = None) -> tuple[list[Tensor], Any]:
-            model = perceptron(3)
-            rest = rest_of(model)
-            local = pycomm.LocalSGD(model, rest, compression=compression, muon=muon_of(model))
-            for one, saved in zip((model, rest, local), copy.deepcopy(states or ()), strict=False):
-                one.load_state_dict(saved)
-            for step in steps:
-                step_on(model, batch(group.rank, step), local)
-            whole = local.gather_state()
-            whole = bcast_value(whole, 0, group) if gathered else local.state_dict()
-            return parameters(model), [model.state_dict(), rest.state_dict(), whole]
+def test_resume_is_bitwise(group: pycomm.Group, compression: Compression, gathered: bool) -> None:
+    def run(steps: range, states: Any = None) -> tuple[list[Tensor], Any]:
+        model = perceptron(3)
+        rest = rest_of(model)
+        local = pycomm.LocalSGD(model, rest, compression=compression, muon=muon_of(model))
+        for one, saved in zip((model, rest, local), copy.deepcopy(states or ()), strict=False):
+            one.load_state_dict(saved)
+        for step in steps:
+            step_on(model, batch(group.rank, step), local)
+        whole = local.gather_state()
+        whole = bcast_value(whole, 0, group) if gathered else local.state_dict()
+        return parameters(model), [model.state_dict(), rest.state_dict(), whole]
 
-        whole, _ = run(range(6))
-        _, states = run(range(3))
-        resumed, _ = run(range(3, 6), states)
-        assert equal(whole, resumed)
-
-    run_ranks(2, program)
+    whole, _ = run(range(6))
+    _, states = run(range(3))
+    resumed, _ = run(range(3, 6), states)
+    assert equal(whole, resumed)
 
 
 def test_another_number_of_ranks_takes_the_mean_square() -> None:
@@ -210,25 +209,23 @@ def test_another_number_of_ranks_takes_the_mean_square() -> None:
     run_ranks(2, loaded)
 
 
-def test_bad_arguments() -> None:
-    def program(group: pycomm.Group) -> None:
-        model = perceptron()
-        rest = rest_of(model)
-        for wrong in ({"compression": None}, {"k_steps": 2}, {"outer": rest_of(model)}):
-            with pytest.raises(InvalidArgument, match="muon needs compression, k_steps=1"):
-                local_of(model, **{"compression": SMALL, **wrong})
-        every = torch.optim.AdamW(model.parameters(), betas=(0.0, 0.99))
-        with pytest.raises(InvalidArgument, match="in both optimizers"):
-            pycomm.LocalSGD(model, every, compression=SMALL, muon=muon_of(model))
-        with pytest.raises(InvalidArgument, match="no parameter of the model"):
-            pycomm.LocalSGD(model, rest, compression=SMALL, muon=muon_of(perceptron()))
-        with pytest.raises(Unsupported, match="expected float32"):
-            local_of(perceptron().bfloat16(), SMALL)
-        uneven = local_of(model, SMALL, muon=muon_of(model, lr=0.01 * (1 + group.rank)))
-        with pytest.raises(Mismatch, match="learning rate"):
-            step_on(model, batch(group.rank, 0), uneven)
-
-    run_ranks(2, program)
+@on_ranks(2)
+def test_bad_arguments(group: pycomm.Group) -> None:
+    model = perceptron()
+    rest = rest_of(model)
+    for wrong in ({"compression": None}, {"k_steps": 2}, {"outer": rest_of(model)}):
+        with pytest.raises(InvalidArgument, match="muon needs compression, k_steps=1"):
+            local_of(model, **{"compression": SMALL, **wrong})
+    every = torch.optim.AdamW(model.parameters(), betas=(0.0, 0.99))
+    with pytest.raises(InvalidArgument, match="in both optimizers"):
+        pycomm.LocalSGD(model, every, compression=SMALL, muon=muon_of(model))
+    with pytest.raises(InvalidArgument, match="no parameter of the model"):
+        pycomm.LocalSGD(model, rest, compression=SMALL, muon=muon_of(perceptron()))
+    with pytest.raises(Unsupported, match="expected float32"):
+        local_of(perceptron().bfloat16(), SMALL)
+    uneven = local_of(model, SMALL, muon=muon_of(model, lr=0.01 * (1 + group.rank)))
+    with pytest.raises(Mismatch, match="learning rate"):
+        step_on(model, batch(group.rank, 0), uneven)
 
 
 @BOTH

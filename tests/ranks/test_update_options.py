@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from on_ranks import on_ranks
 from small_models import batch, parameters, perceptron, step_on
 from torch import Tensor
 from torch.nn import functional as F
@@ -18,26 +19,24 @@ from pycomm.errors import InvalidArgument, Unsupported
 from pycomm.testing import run_ranks
 
 
-def test_bad_arguments() -> None:
-    def program(group: pycomm.Group) -> None:
-        model = perceptron()
-        for wrong in ({"rule": "torch"}, {"momentum": "averaged"}, {"clip_norm": 0.0}):
-            with pytest.raises(InvalidArgument):
-                pycomm.LocalSGD(model, sgd(model), compression=SMALL, **wrong)
-        with pytest.raises(InvalidArgument, match=r"invalid ratio: got 200.0, expected at most"):
-            pycomm.LocalSGD(model, adamw(model), compression=TopK())
-        for other, message in (
-            (perceptron().double(), "float64"),
-            (perceptron().to("meta"), "is on meta"),
-        ):
-            with pytest.raises(Unsupported, match=message):
-                TopKUpdates(SMALL, list(other.parameters()), parameters(other), group)
-        with pytest.raises(InvalidArgument, match=r"expected pycomm.TopK\(\) or"):
-            pycomm.LocalSGD(model, adamw(model), compression="1bit")
-        with pytest.raises(InvalidArgument, match="no parameters"):
-            TopKUpdates(SMALL, [], [], group)
-
-    run_ranks(1, program)
+@on_ranks(1)
+def test_bad_arguments(group: pycomm.Group) -> None:
+    model = perceptron()
+    for wrong in ({"rule": "torch"}, {"momentum": "averaged"}, {"clip_norm": 0.0}):
+        with pytest.raises(InvalidArgument):
+            pycomm.LocalSGD(model, sgd(model), compression=SMALL, **wrong)
+    with pytest.raises(InvalidArgument, match=r"invalid ratio: got 200.0, expected at most"):
+        pycomm.LocalSGD(model, adamw(model), compression=TopK())
+    for other, message in (
+        (perceptron().double(), "float64"),
+        (perceptron().to("meta"), "is on meta"),
+    ):
+        with pytest.raises(Unsupported, match=message):
+            TopKUpdates(SMALL, list(other.parameters()), parameters(other), group)
+    with pytest.raises(InvalidArgument, match=r"expected pycomm.TopK\(\) or"):
+        pycomm.LocalSGD(model, adamw(model), compression="1bit")
+    with pytest.raises(InvalidArgument, match="no parameters"):
+        TopKUpdates(SMALL, [], [], group)
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 import numpy as np
+from on_ranks import on_ranks
 
 import pycomm
 from pycomm import Group, _core, errors, kernels, reference
@@ -153,52 +154,48 @@ def test_threads_run_kernels() -> None:
     together(*[lambda seed=i: selects(seed) for i in range(THREADS)])
 
 
-def test_default_group_changes_while_threads_call() -> None:
-    def groups(group: Group) -> None:
-        others = [group.split(0) for _ in range(2)]
-        ended = threading.Event()
+@on_ranks(1)
+def test_default_group_changes_while_threads_call(group: Group) -> None:
+    others = [group.split(0) for _ in range(2)]
+    ended = threading.Event()
 
-        def change() -> None:
+    def change() -> None:
+        try:
+            for i in range(100_000):
+                _core.set_default_group(None if i % 3 == 0 else others[i % 3 - 1].core)
+        finally:
+            _core.set_default_group(None)
+            ended.set()
+
+    def call() -> None:
+        barrier = _core.Call("barrier")
+        while not ended.is_set():
             try:
-                for i in range(100_000):
-                    _core.set_default_group(None if i % 3 == 0 else others[i % 3 - 1].core)
-            finally:
-                _core.set_default_group(None)
-                ended.set()
+                barrier(None, None, None, None, False)
+            # No group, which is GroupBroken where an earlier test has destroyed one, or another
+            # thread is inside a call.
+            except (errors.InvalidArgument, errors.GroupBroken):
+                continue
 
-        def call() -> None:
-            barrier = _core.Call("barrier")
-            while not ended.is_set():
-                try:
-                    barrier(None, None, None, None, False)
-                # No group, which is GroupBroken where an earlier test has destroyed one, or another
-                # thread is inside a call.
-                except (errors.InvalidArgument, errors.GroupBroken):
-                    continue
-
-        together(change, *[call] * 3)
-
-    run_ranks(1, groups)
+    together(change, *[call] * 3)
 
 
-def test_groups_are_aborted_while_threads_make_and_drop_others() -> None:
-    def make(group: Group) -> None:
-        ended = threading.Event()
+@on_ranks(1)
+def test_groups_are_aborted_while_threads_make_and_drop_others(group: Group) -> None:
+    ended = threading.Event()
 
-        def drop() -> None:
-            try:
-                for _ in range(100):
-                    assert group.split(0) is not None
-            finally:
-                ended.set()
+    def drop() -> None:
+        try:
+            for _ in range(100):
+                assert group.split(0) is not None
+        finally:
+            ended.set()
 
-        def look() -> None:
-            while not ended.is_set():
-                assert group in _living(_groups)
+    def look() -> None:
+        while not ended.is_set():
+            assert group in _living(_groups)
 
-        together(drop, look, look)
-
-    run_ranks(1, make)
+    together(drop, look, look)
 
 
 FIRST = """

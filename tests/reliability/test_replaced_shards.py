@@ -18,8 +18,10 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
-from torch_ranks import Run as TorchRun
-from torch_ranks import run_fixture  # noqa: F401 - a fixture
+from torch_ranks import (
+    in_processes,
+    run_fixture,  # noqa: F401 - a fixture
+)
 
 import pycomm
 from pycomm import Group, elastic, errors
@@ -229,7 +231,8 @@ def test_the_replica_that_is_left_continues(tmp_path: Path, port: int) -> None:
     assert results == {"rank 0": left, "rank 1": left, "rank 2": None, "rank 3": None}
 
 
-def differ() -> None:
+@in_processes(2)
+def test_copies_that_differ_at_the_start_are_named() -> None:
     def build(_: Group) -> Any:
         mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=NAMES)
         torch.manual_seed(dist.get_rank())
@@ -241,11 +244,8 @@ def differ() -> None:
     pycomm.barrier()
 
 
-def test_copies_that_differ_at_the_start_are_named(run: TorchRun) -> None:
-    run(2, differ)
-
-
-def refuse_zero() -> None:
+@in_processes(1)
+def test_an_optimizer_with_shards_on_one_rank_is_refused() -> None:
     model = Net()
     zero = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
     parallel = pycomm.DataParallel(model)
@@ -257,7 +257,3 @@ def refuse_zero() -> None:
         with pytest.raises(errors.Unsupported, match="ZeroRedundancyOptimizer"):
             method()
     pycomm.barrier()  # nothing was changed
-
-
-def test_an_optimizer_with_shards_on_one_rank_is_refused(run: TorchRun) -> None:
-    run(1, refuse_zero)

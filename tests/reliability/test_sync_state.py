@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from on_ranks import on_ranks
 
 import pycomm
 from pycomm import Group, elastic, errors
@@ -130,7 +131,8 @@ def test_different_states_are_named_on_all_ranks(what: str) -> None:
     assert len(set(texts)) == 1
 
 
-def sync_shards(group: Group) -> None:
+@on_ranks(4)
+def test_a_copy_of_a_shard_is_found_in_a_subgroup(group: Group) -> None:
     """Ranks 0 and 2 have copies of one shard, ranks 1 and 3 of the other; rank 2 is new."""
     group.joined = [2]
     shard = group.split(group.rank % 2)
@@ -141,11 +143,9 @@ def sync_shards(group: Group) -> None:
     assert (state["shard"].tolist(), step) == ([group.rank % 2] * 5, 4)
 
 
-def test_a_copy_of_a_shard_is_found_in_a_subgroup() -> None:
-    run_ranks(4, sync_shards)
-
-
-def refuse(group: Group, case: str) -> None:
+@on_ranks(3)
+@pytest.mark.parametrize("case", ["all new", "negative", "object", "sparse", "sharded"])
+def test_invalid_states_are_refused_on_all_ranks(group: Group, case: str) -> None:
     group.joined = list(range(group.size)) if case == "all new" else [0]
     state: Any = {"a": object()} if case == "object" and group.rank == 1 else {}
     if case == "sparse" and group.rank == 1:
@@ -157,8 +157,3 @@ def refuse(group: Group, case: str) -> None:
     with pytest.raises(errors.InvalidArgument, match=MESSAGES.get(case)):
         elastic.sync_state(state, step, group=group)
     assert pycomm.all_reduce(np.ones(1), group=group)[0] == group.size
-
-
-@pytest.mark.parametrize("case", ["all new", "negative", "object", "sparse", "sharded"])
-def test_invalid_states_are_refused_on_all_ranks(case: str) -> None:
-    run_ranks(3, refuse, case)

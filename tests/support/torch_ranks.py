@@ -7,6 +7,8 @@ import the fixtures.
 """
 
 import faulthandler
+import functools
+import inspect
 import multiprocessing
 import time
 import traceback
@@ -19,6 +21,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from on_ranks import Test, with_parameters
 
 import pycomm.torch_backend  # noqa: F401 - registers the backend
 
@@ -144,6 +147,25 @@ def both_fixture(tmp_path: Path, no_leaks: Any) -> Run:
         return ours
 
     return run_both
+
+
+def _call(test: Test, given: dict[str, Any]) -> None:
+    test.__wrapped__(**given)  # type: ignore[attr-defined]  # of functools.wraps
+
+
+def in_processes(*sizes: int) -> Callable[[Test], Test]:
+    """A test whose body runs in each process, with these numbers of processes. The file of the test
+    imports run_fixture. on_ranks.py has the like for threads."""
+
+    def decorate(program: Test) -> Test:
+        @functools.wraps(program)
+        def test(run: Run, size: int, **given: Any) -> None:
+            run(size, _call, test, given)
+
+        with_parameters(test, ["run", "size", *inspect.signature(program).parameters])
+        return pytest.mark.parametrize("size", sizes)(test)
+
+    return decorate
 
 
 SIZES = pytest.mark.parametrize("size", [2, 3])

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 # pytest finds the fixtures by name, so that they look unused.
-from torch_ranks import SIZES, Run, run_fixture, same, values  # noqa: F401 - a fixture
+from torch_ranks import SIZES, Run, in_processes, run_fixture, same, values  # noqa: F401 - a fixture
 
 from pycomm.errors import InvalidArgument, Unsupported
 
@@ -41,7 +41,8 @@ def _reduced(op: str, values: list[torch.Tensor]) -> torch.Tensor:
     return result
 
 
-def _all_reduce() -> None:
+@in_processes(2, 3)
+def test_all_reduce_of_every_dtype_and_op() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     for shape in SHAPES:
         for dtype in [*FLOATS, *INTEGERS, *COMPLEX]:
@@ -68,12 +69,8 @@ def _all_reduce() -> None:
     assert wide.tolist() == [2**63 + (1 if size == 2 else 3), 1]
 
 
-@SIZES
-def test_all_reduce_of_every_dtype_and_op(run: Run, size: int) -> None:
-    run(size, _all_reduce)
-
-
-def _movers() -> None:
+@in_processes(2, 3)
+def test_data_movement_collectives() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     for shape in SHAPES:
         for dtype in MOVED:
@@ -104,12 +101,8 @@ def _movers() -> None:
             same(got, every[rank], ("scatter", shape, dtype))
 
 
-@SIZES
-def test_data_movement_collectives(run: Run, size: int) -> None:
-    run(size, _movers)
-
-
-def _reduce_and_scatter() -> None:
+@in_processes(2, 3)
+def test_reduce_and_reduce_scatter() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     for shape in SHAPES:
         full = (size, *shape)
@@ -130,12 +123,8 @@ def _reduce_and_scatter() -> None:
         same(own, total[rank].flatten(), ("in place", shape))
 
 
-@SIZES
-def test_reduce_and_reduce_scatter(run: Run, size: int) -> None:
-    run(size, _reduce_and_scatter)
-
-
-def _all_to_all() -> None:
+@in_processes(2, 3)
+def test_all_to_all() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     for rows, width in [(0, 3), (1, 1), (4, 5), (3, 40_000)]:
         every = [values(r, (size * rows, width), torch.float32) for r in range(size)]
@@ -157,11 +146,6 @@ def _all_to_all() -> None:
     got = torch.empty_like(uneven)
     dist.all_to_all_single(got, uneven, splits, splits)
     same(got, torch.cat([torch.full((rank + p, 2), float(p)) for p in range(size)]), "uneven")
-
-
-@SIZES
-def test_all_to_all(run: Run, size: int) -> None:
-    run(size, _all_to_all)
 
 
 def _coalesced() -> None:
@@ -276,7 +260,8 @@ def test_any_layout_is_correct_or_rejected(run: Run, size: int) -> None:
     run(size, _refused)
 
 
-def _point_to_point() -> None:
+@in_processes(2, 3)
+def test_send_and_recv() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     if rank == 0:
         dist.send(torch.arange(5.0), 1)
@@ -298,12 +283,8 @@ def _point_to_point() -> None:
     assert (got == left).all()
 
 
-@SIZES
-def test_send_and_recv(run: Run, size: int) -> None:
-    run(size, _point_to_point)
-
-
-def _exchange() -> None:
+@in_processes(2, 3)
+def test_exchange_by_isend_and_irecv() -> None:
     """All ranks receive before any sends, and make a collective in between."""
     rank, size = dist.get_rank(), dist.get_world_size()
     others = [r for r in range(size) if r != rank]
@@ -322,12 +303,8 @@ def _exchange() -> None:
             work.wait()
 
 
-@SIZES
-def test_exchange_by_isend_and_irecv(run: Run, size: int) -> None:
-    run(size, _exchange)
-
-
-def _objects() -> None:
+@in_processes(2, 3)
+def test_object_collectives() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     mine = {"rank": rank, "text": "x" * (10**rank)}
     gathered: list[Any] = [None] * size
@@ -344,8 +321,3 @@ def _objects() -> None:
     dist.scatter_object_list(received, [f"for {r}" for r in range(size)] if rank == 0 else None)
     assert received == [f"for {rank}"]
     dist.barrier()
-
-
-@SIZES
-def test_object_collectives(run: Run, size: int) -> None:
-    run(size, _objects)

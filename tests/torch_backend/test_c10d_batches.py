@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import _make_nccl_premul_sum
 
 # pytest finds the fixtures by name, so that they look unused.
-from torch_ranks import Run, run_fixture, same  # noqa: F401 - fixtures
+from torch_ranks import Run, in_processes, run_fixture, same  # noqa: F401 - fixtures
 
 from pycomm.errors import InvalidArgument, Unsupported
 
@@ -53,7 +53,8 @@ def _post(tensor: torch.Tensor) -> None:
     dist.batch_isend_irecv(ops)
 
 
-def _failing_batches() -> None:
+@in_processes(2)
+def test_calls_after_an_error_in_a_batch() -> None:
     sparse = torch.eye(3).to_sparse()
     for tensor, error in (
         (torch.zeros(1).expand(4), InvalidArgument),
@@ -65,7 +66,8 @@ def _failing_batches() -> None:
         _calls_work()
 
 
-def _failing_managers() -> None:
+@in_processes(1, 2)
+def test_calls_after_an_error_in_the_coalescing_manager() -> None:
     manager = dist.distributed_c10d._coalescing_manager
     group = dist.new_group()
     for device in (None, torch.device("cpu")):
@@ -81,16 +83,8 @@ def _failing_managers() -> None:
     _calls_work(group)
 
 
-def test_calls_after_an_error_in_a_batch(run: Run) -> None:
-    run(2, _failing_batches)
-
-
-@pytest.mark.parametrize("size", [1, 2])
-def test_calls_after_an_error_in_the_coalescing_manager(run: Run, size: int) -> None:
-    run(size, _failing_managers)
-
-
-def _inner_manager_is_refused() -> None:
+@in_processes(2)
+def test_a_manager_inside_another_leaves_it_as_it_was() -> None:
     manager = dist.distributed_c10d._coalescing_manager
     x = torch.ones(3)
     with manager():
@@ -98,10 +92,6 @@ def _inner_manager_is_refused() -> None:
         with pytest.raises(ValueError, match="non-empty"), manager():
             pass
     same(x, torch.full((3,), float(dist.get_world_size())), "the outer manager's call")
-
-
-def test_a_manager_inside_another_leaves_it_as_it_was(run: Run) -> None:
-    run(2, _inner_manager_is_refused)
 
 
 def _post_both(works: list[dist.Work], size: int) -> Callable[[], None]:
@@ -136,7 +126,8 @@ def test_a_batch_progresses_without_a_heartbeat(run: Run) -> None:
     assert max(run(2, _progress)) < 4.0
 
 
-def _scaled_integers() -> None:
+@in_processes(2)
+def test_premul_sum_of_integers_is_exact() -> None:
     size, premul_sum = dist.get_world_size(), _make_nccl_premul_sum
     for dtype, value, factor in (
         (torch.int32, 2**24 + 1, 3.0),
@@ -163,11 +154,8 @@ def _scaled_integers() -> None:
         same(x, torch.ones(2, dtype=dtype), "unchanged")
 
 
-def test_premul_sum_of_integers_is_exact(run: Run) -> None:
-    run(2, _scaled_integers)
-
-
-def _small_storage() -> None:
+@in_processes(2)
+def test_a_tensor_larger_than_its_storage_is_refused() -> None:
     for room in (0, 64):
         x = torch.ones(10_000)
         x.untyped_storage().resize_(room)
@@ -180,7 +168,3 @@ def _small_storage() -> None:
             with pytest.raises(InvalidArgument, match="has a storage of"):
                 call(x)
     _calls_work()
-
-
-def test_a_tensor_larger_than_its_storage_is_refused(run: Run) -> None:
-    run(2, _small_storage)

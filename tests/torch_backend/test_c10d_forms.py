@@ -13,7 +13,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 
 # pytest finds the fixtures by name, so that they look unused.
-from torch_ranks import SIZES, Run, run_fixture, same, values  # noqa: F401 - a fixture
+from torch_ranks import SIZES, Run, in_processes, run_fixture, same, values  # noqa: F401 - a fixture
 
 from pycomm import torch_backend
 from pycomm.errors import InvalidArgument, Mismatch, Unsupported
@@ -23,7 +23,8 @@ def _calls() -> float:
     return torch_backend.stats()["calls"]
 
 
-def _coalesced() -> None:
+@in_processes(2, 3)
+def test_coalesced_calls() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     every = [[values(r, s, torch.float32) for s in ((3,), (5, 2))] for r in range(size)]
     total = [sum(e[i] for e in every) for i in range(2)]
@@ -47,12 +48,8 @@ def _coalesced() -> None:
         backend._end_coalescing()
 
 
-@SIZES
-def test_coalesced_calls(run: Run, size: int) -> None:
-    run(size, _coalesced)
-
-
-def _batch() -> None:
+@in_processes(2, 3)
+def test_batch_isend_irecv() -> None:
     """Every rank sends to every other rank, two tensors with tags, in a rank-specific order."""
     rank, size = dist.get_rank(), dist.get_world_size()
     others = [r for r in range(size) if r != rank]
@@ -68,12 +65,8 @@ def _batch() -> None:
         assert (x == 100 * r + tag).all()
 
 
-@SIZES
-def test_batch_isend_irecv(run: Run, size: int) -> None:
-    run(size, _batch)
-
-
-def _functional() -> None:
+@in_processes(2, 3)
+def test_functional_collectives() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     group = dist.group.WORLD
     every = [values(r, (2 * size, 3), torch.float32) for r in range(size)]
@@ -119,11 +112,6 @@ def _functional() -> None:
     same(leaf.grad, torch.full_like(leaf, size), "gradient of all_gather")
 
 
-@SIZES
-def test_functional_collectives(run: Run, size: int) -> None:
-    run(size, _functional)
-
-
 def _step(x: torch.Tensor, group: dist.ProcessGroup) -> tuple[torch.Tensor, ...]:
     size = dist.get_world_size(group)
     total = functional.all_reduce(x * 2, "sum", group)
@@ -162,7 +150,8 @@ def _sparse_tensor(rank: int, dtype: torch.dtype, dense: bool) -> torch.Tensor:
     return torch.sparse_coo_tensor(indices, numbers, (4, 4, 2) if dense else (4, 4))
 
 
-def _sparse() -> None:
+@in_processes(2, 3)
+def test_sparse_all_reduce() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     for dtype in (torch.float32, torch.float64, torch.int64):
         for dense in (False, True):
@@ -194,12 +183,8 @@ def _sparse() -> None:
     assert (dense == size).all()
 
 
-@SIZES
-def test_sparse_all_reduce(run: Run, size: int) -> None:
-    run(size, _sparse)
-
-
-def _embedding() -> None:
+@in_processes(2)
+def test_sparse_gradients_through_ddp() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     table = torch.nn.Embedding(10, 3, sparse=True)
     with torch.no_grad():
@@ -215,11 +200,8 @@ def _embedding() -> None:
     torch.testing.assert_close(grad.to_dense(), wanted)
 
 
-def test_sparse_gradients_through_ddp(run: Run) -> None:
-    run(2, _embedding)
-
-
-def _uneven() -> None:
+@in_processes(2, 3)
+def test_lists_of_uneven_sizes() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     for width in (1, 50_000):
         for dtype in (torch.float32, torch.complex64, torch.int8):
@@ -251,12 +233,8 @@ def _uneven() -> None:
         dist.all_to_all_single(torch.empty(size), torch.empty(size), [1] * size, [2] * size)
 
 
-@SIZES
-def test_lists_of_uneven_sizes(run: Run, size: int) -> None:
-    run(size, _uneven)
-
-
-def _splits_that_do_not_fit() -> None:
+@in_processes(3)
+def test_all_to_all_whose_splits_differ_is_a_mismatch_on_every_rank() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     gives, takes = [13] * size, [13] * size
     if rank == 1:
@@ -275,11 +253,8 @@ def _splits_that_do_not_fit() -> None:
     same(out, torch.arange(float(size)).repeat_interleave(13), "the group continues")
 
 
-def test_all_to_all_whose_splits_differ_is_a_mismatch_on_every_rank(run: Run) -> None:
-    run(3, _splits_that_do_not_fit)
-
-
-def _reduce_scatters() -> None:
+@in_processes(2, 3)
+def test_reduce_scatter_and_reduce_of_every_op() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     every = [values(r, (size, 4), torch.float32) for r in range(size)]
     ops: list[tuple[Any, Callable[[torch.Tensor], torch.Tensor]]] = [
@@ -315,12 +290,8 @@ def _reduce_scatters() -> None:
     assert (out == size * (1 + 2j)).all()
 
 
-@SIZES
-def test_reduce_scatter_and_reduce_of_every_op(run: Run, size: int) -> None:
-    run(size, _reduce_scatters)
-
-
-def _any_source() -> None:
+@in_processes(2, 3)
+def test_recv_from_any_source() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     if rank == 0:
         seen = []
@@ -358,12 +329,8 @@ def _any_source() -> None:
             backend._end_coalescing()
 
 
-@SIZES
-def test_recv_from_any_source(run: Run, size: int) -> None:
-    run(size, _any_source)
-
-
-def _object_messages() -> None:
+@in_processes(2)
+def test_lists_of_objects_as_messages() -> None:
     rank = dist.get_rank()
     things = [{"a": rank}, "text", list(range(1000))]
     if rank == 0:
@@ -379,11 +346,8 @@ def _object_messages() -> None:
         assert answer == ["back"]
 
 
-def test_lists_of_objects_as_messages(run: Run) -> None:
-    run(2, _object_messages)
-
-
-def _futures() -> None:
+@in_processes(2, 3)
+def test_futures_have_lists_and_errors() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     x, out = torch.full((4,), float(rank)), [torch.empty(4) for _ in range(size)]
     works = {
@@ -406,11 +370,6 @@ def _futures() -> None:
         chained.wait()
     with pytest.raises(Mismatch):
         work.get_future().wait()
-
-
-@SIZES
-def test_futures_have_lists_and_errors(run: Run, size: int) -> None:
-    run(size, _futures)
 
 
 def _titles() -> list[str]:
@@ -462,7 +421,8 @@ def test_profiler_titles(run: Run) -> None:
     assert second == sorted([*both, "pycomm:scatter [[2, 2]]", *receives])
 
 
-def _numbers() -> None:
+@in_processes(2)
+def test_sequence_numbers() -> None:
     backend = dist.group.WORLD._get_backend(torch.device("cpu"))
     first = backend._get_sequence_number_for_group()
     dist.all_reduce(torch.ones(1))
@@ -473,7 +433,3 @@ def _numbers() -> None:
     numbers: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(numbers, last)
     assert len(set(numbers)) == 1, "ranks count equally"
-
-
-def test_sequence_numbers(run: Run) -> None:
-    run(2, _numbers)

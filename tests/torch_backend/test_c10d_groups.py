@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 # pytest finds the fixtures by name, so that they look unused.
-from torch_ranks import CALL_S, SIZES, Run, run_fixture, same  # noqa: F401 - a fixture
+from torch_ranks import CALL_S, SIZES, Run, in_processes, run_fixture, same  # noqa: F401 - a fixture
 
 import pycomm
 from pycomm import torch_backend
@@ -37,7 +37,8 @@ def _sum_of_ranks(group: dist.ProcessGroup, members: list[int]) -> None:
     assert (x == sum(members)).all()
 
 
-def _too_few_descriptors() -> None:
+@in_processes(3)
+def test_new_group_without_descriptors_names_the_rank() -> None:
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     dist.new_group()  # opens the connections to the store that a new group needs
     if dist.get_rank() == 1:
@@ -53,11 +54,8 @@ def _too_few_descriptors() -> None:
     _sum_of_ranks(dist.new_group(), [0, 1, 2])
 
 
-def test_new_group_without_descriptors_names_the_rank(run: Run) -> None:
-    run(3, _too_few_descriptors)
-
-
-def _subsets() -> None:
+@in_processes(3)
+def test_new_groups_of_some_ranks_and_with_other_limits() -> None:
     rank = dist.get_rank()
     for members in ([1, 2], [0, 2], [2]):
         group = dist.new_group(members)
@@ -90,11 +88,8 @@ def _subsets() -> None:
     _sum_of_ranks(dist.group.WORLD, [0, 1, 2])  # the other groups work
 
 
-def test_new_groups_of_some_ranks_and_with_other_limits(run: Run) -> None:
-    run(3, _subsets)
-
-
-def _limit_of_a_call() -> None:
+@in_processes(2)
+def test_a_call_has_its_own_limit() -> None:
     group = dist.new_group()
     if dist.get_rank() == 0:
         options = dist.AllreduceOptions()
@@ -107,11 +102,8 @@ def _limit_of_a_call() -> None:
     _store().wait(["over"])
 
 
-def test_a_call_has_its_own_limit(run: Run) -> None:
-    run(2, _limit_of_a_call)
-
-
-def _split() -> None:
+@in_processes(2, 3)
+def test_split_group() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     world = dist.group.WORLD
     backend = world._get_backend(CPU)
@@ -133,12 +125,8 @@ def _split() -> None:
     backend.perform_nocolor_split(CPU)  # new_group requires this of ranks outside the group
 
 
-@SIZES
-def test_split_group(run: Run, size: int) -> None:
-    run(size, _split)
-
-
-def _mesh() -> None:
+@in_processes(4)
+def test_device_mesh() -> None:
     from torch.distributed.device_mesh import init_device_mesh
 
     rank = dist.get_rank()
@@ -150,10 +138,6 @@ def _mesh() -> None:
     _sum_of_ranks(row, [rank % 2, rank % 2 + 2])
     flat = mesh["rows", "columns"]._flatten("all")
     _sum_of_ranks(flat.get_group(), [0, 1, 2, 3])
-
-
-def test_device_mesh(run: Run) -> None:
-    run(4, _mesh)
 
 
 def _abort() -> None:
@@ -181,7 +165,8 @@ def test_abort_ends_the_calls_that_wait(run: Run) -> None:
     run(3, _abort)
 
 
-def _aborts_while_waiting_itself() -> None:
+@in_processes(2)
+def test_abort_on_the_rank_that_waits() -> None:
     group = dist.new_group()
     if dist.get_rank() == 0:
         work = dist.all_reduce(torch.ones(4), group=group, async_op=True)
@@ -190,10 +175,6 @@ def _aborts_while_waiting_itself() -> None:
             work.wait()
     _store().set(f"done {dist.get_rank()}", "yes")
     _store().wait([f"done {r}" for r in range(2)])
-
-
-def test_abort_on_the_rank_that_waits(run: Run) -> None:
-    run(2, _aborts_while_waiting_itself)
 
 
 def _monitored() -> None:
@@ -234,7 +215,8 @@ def test_monitored_barrier_names_the_missing_ranks(run: Run) -> None:
     run(3, _one_is_late)
 
 
-def _detail() -> None:
+@in_processes(2)
+def test_debug_level_detail() -> None:
     dist.set_debug_level(dist.DebugLevel.DETAIL)
     try:
         group = dist.new_group()
@@ -250,11 +232,8 @@ def _detail() -> None:
         dist.set_debug_level(dist.DebugLevel.OFF)
 
 
-def test_debug_level_detail(run: Run) -> None:
-    run(2, _detail)
-
-
-def _allocates() -> None:
+@in_processes(2)
+def test_tensor_allocation() -> None:
     backend = dist.group.WORLD._get_backend(CPU)
     assert backend.supports_tensor_alloc(CPU)
     x = backend.allocate_tensor(12, dtype=torch.bfloat16, device=CPU)
@@ -264,11 +243,9 @@ def _allocates() -> None:
     assert (x == 3).all()
 
 
-def test_tensor_allocation(run: Run) -> None:
-    run(2, _allocates)
-
-
-def _trains_with_ddp() -> None:
+@in_processes(2)
+def test_buckets_of_torch_ddp() -> None:
+    """Torch can allocate them by the backend; summed in place, half of the bytes are sent."""
     with mock.patch.dict(os.environ, DDP_DISABLE_COMM_MEM="0"):
         _sums_half_of_its_bytes()
 
@@ -284,11 +261,6 @@ def _sums_half_of_its_bytes() -> None:
         if step > 0:
             sent = torch_backend.stats()["bytes_sent"] - before
             assert gradients // 2 - 4 * 128 <= sent < gradients  # cut at 128 elements
-
-
-def test_buckets_of_torch_ddp(run: Run) -> None:
-    """Torch can allocate them by the backend; summed in place, half of the bytes are sent."""
-    run(2, _trains_with_ddp)
 
 
 class Threads:

@@ -23,14 +23,15 @@ from paths import ROOT
 from torch.nn.parallel import DistributedDataParallel
 
 # pytest finds the fixtures by name, so that they look unused.
-from torch_ranks import CALL_S, LIMIT_S, SIZES, Ranks, Run, run_fixture, same  # noqa: F401 - a fixture
+from torch_ranks import CALL_S, LIMIT_S, SIZES, Ranks, Run, in_processes, run_fixture, same  # noqa: F401 - a fixture
 
 import pycomm
 from pycomm import torch_backend
 from pycomm.errors import InvalidArgument, Mismatch, PeerLost, Timeout
 
 
-def _async() -> None:
+@in_processes(2, 3)
+def test_async_handles_and_futures() -> None:
     size = dist.get_world_size()
     tensors = [torch.full((n,), float(n)) for n in (1, 1000, 100_000)]
     works = [dist.all_reduce(x, async_op=True) for x in tensors]
@@ -56,12 +57,8 @@ def _async() -> None:
     dist.barrier(async_op=True).wait()
 
 
-@SIZES
-def test_async_handles_and_futures(run: Run, size: int) -> None:
-    run(size, _async)
-
-
-def _wait_times_out() -> None:
+@in_processes(2)
+def test_wait_has_its_own_limit() -> None:
     if dist.get_rank() == 0:
         work = dist.all_reduce(torch.ones(1), async_op=True)
         start = time.monotonic()
@@ -75,11 +72,8 @@ def _wait_times_out() -> None:
         dist.all_reduce(torch.ones(1))
 
 
-def test_wait_has_its_own_limit(run: Run) -> None:
-    run(2, _wait_times_out)
-
-
-def _new_group() -> None:
+@in_processes(3)
+def test_new_groups() -> None:
     rank = dist.get_rank()
     last_two = dist.new_group([1, 2])
     reverse = dist.new_group([0, 2])
@@ -96,10 +90,6 @@ def _new_group() -> None:
         dist.destroy_process_group(group)
     dist.all_reduce(x)
     assert (x == 3).all()
-
-
-def test_new_groups(run: Run) -> None:
-    run(3, _new_group)
 
 
 def _model() -> torch.nn.Module:
@@ -130,7 +120,8 @@ def _train(group: dist.ProcessGroup) -> tuple[list[torch.Tensor], list[torch.Ten
     return before, [p.detach() for p in model.parameters()]
 
 
-def _ddp() -> None:
+@in_processes(2, 3)
+def test_ddp_trains_as_with_gloo() -> None:
     gloo = dist.new_group(backend="gloo")
     before, ours = _train(dist.group.WORLD)
     _, theirs = _train(gloo)
@@ -141,11 +132,6 @@ def _ddp() -> None:
         dist.all_gather(replicas, a)
         for replica in replicas:
             same(replica, a, "replica")
-
-
-@SIZES
-def test_ddp_trains_as_with_gloo(run: Run, size: int) -> None:
-    run(size, _ddp)
 
 
 def _profile() -> list[str]:
@@ -204,7 +190,8 @@ def test_the_profiler_is_found_whichever_is_imported_first(order: tuple[str, str
     assert done.returncode == 0
 
 
-def _backend_api() -> None:
+@in_processes(2)
+def test_options_numbers_and_stats() -> None:
     group = dist.group.WORLD
     backend = group._get_backend(torch.device("cpu"))
     assert dist.get_backend() == "pycomm"
@@ -235,10 +222,6 @@ def _backend_api() -> None:
     dist.barrier()  # an early exit closes connections that the peer's gloo still needs
 
 
-def test_options_numbers_and_stats(run: Run) -> None:
-    run(2, _backend_api)
-
-
 def _shares_the_engine() -> None:
     group = pycomm.init()
     assert (group.rank, group.size) == (dist.get_rank(), dist.get_world_size())
@@ -247,7 +230,8 @@ def _shares_the_engine() -> None:
     assert torch_backend.stats()["calls"] == calls + 1
 
 
-def _mismatch() -> None:
+@in_processes(2)
+def test_different_calls_raise_mismatch_and_the_group_continues() -> None:
     x = torch.full((8,), 5.0)
     with pytest.raises(Mismatch, match="float32") as caught:
         dist.all_reduce(x if dist.get_rank() == 0 else x.int())
@@ -264,10 +248,6 @@ def _mismatch() -> None:
     assert not work.is_success()
     dist.all_reduce(x)
     assert (x == 10).all()
-
-
-def test_different_calls_raise_mismatch_and_the_group_continues(run: Run) -> None:
-    run(2, _mismatch)
 
 
 def test_pycomm_init_gives_the_engine_of_torch(run: Run) -> None:

@@ -13,6 +13,7 @@ from torch_ranks import (  # noqa: F401 - fixtures
     SIZES,
     Run,
     both_fixture,
+    in_processes,
     run_fixture,
     same,
     values,
@@ -57,7 +58,8 @@ def test_all_reduce_of_a_list_whose_tensors_overlap(both: Run, size: int) -> Non
             same(got, total, "every element is summed once")
 
 
-def _manager() -> None:
+@in_processes(2)
+def test_all_reduce_twice_in_the_coalescing_manager() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     x = torch.full((4,), float(rank + 1))
     with dist.distributed_c10d._coalescing_manager():
@@ -66,11 +68,8 @@ def _manager() -> None:
     same(x, torch.full((4,), size * (size + 1) / 2), "summed once")
 
 
-def test_all_reduce_twice_in_the_coalescing_manager(run: Run) -> None:
-    run(2, _manager)
-
-
-def _pairs() -> None:
+@in_processes(2, 3)
+def test_lists_of_pairs_that_overlap() -> None:
     """An output that is an input of the next call in the list; disjoint views of one storage."""
     rank, size = dist.get_rank(), dist.get_world_size()
     backend = _backend()
@@ -104,11 +103,6 @@ def _pairs() -> None:
         same(of_rank[0], torch.ones(2), "the last of the list")
 
 
-@SIZES
-def test_lists_of_pairs_that_overlap(run: Run, size: int) -> None:
-    run(size, _pairs)
-
-
 def _outputs() -> list[torch.Tensor]:
     """One tensor as the output for all ranks: the last rank's value remains."""
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -131,7 +125,8 @@ def test_outputs_that_overlap(both: Run, size: int) -> None:
     both(size, _outputs)
 
 
-def _exchanged() -> None:
+@in_processes(2, 3)
+def test_exchanges_in_place() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     memory = torch.arange(size, dtype=torch.float32) + 10 * rank
     dist.all_to_all(list(memory.view(size, 1)), list(memory.view(size, 1)))
@@ -147,12 +142,8 @@ def _exchanged() -> None:
     dist.reduce_scatter(torch.empty(2), [x] * size)  # only read
 
 
-@SIZES
-def test_exchanges_in_place(run: Run, size: int) -> None:
-    run(size, _exchanged)
-
-
-def _batches() -> None:
+@in_processes(2)
+def test_batches_whose_calls_overlap() -> None:
     rank = dist.get_rank()
     backend = _backend()
     x = torch.ones(8)
@@ -192,11 +183,8 @@ def _batches() -> None:
     assert (got == 4).all()
 
 
-def test_batches_whose_calls_overlap(run: Run) -> None:
-    run(2, _batches)
-
-
-def _refused() -> None:
+@in_processes(2, 3)
+def test_lists_of_several_dtypes_and_empty_ones_are_refused() -> None:
     size = dist.get_world_size()
     backend = _backend()
     a, b, wide = torch.ones(2), torch.ones(2, dtype=torch.int32), torch.ones(2 * size)
@@ -238,8 +226,3 @@ def _refused() -> None:
         pytest.fail(f"{what}: no InvalidArgument for an empty list")
     dist.all_reduce(a)
     assert (a == size).all(), "the group still works"
-
-
-@SIZES
-def test_lists_of_several_dtypes_and_empty_ones_are_refused(run: Run, size: int) -> None:
-    run(size, _refused)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from paths import ROOT
 
 # pytest finds the fixtures by name, so that they look unused.
-from torch_ranks import CALL_S, LIMIT_S, Run, run_fixture  # noqa: F401 - a fixture
+from torch_ranks import CALL_S, LIMIT_S, Run, in_processes, run_fixture  # noqa: F401 - a fixture
 
 from pycomm.errors import InvalidArgument, Timeout
 
@@ -36,7 +36,9 @@ def _halves(way: str) -> dist.ProcessGroup:
     return part
 
 
-def _merge(way: str) -> None:
+@in_processes(3)
+@pytest.mark.parametrize("way", ["split", "new"])
+def test_groups_are_merged(way: str) -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     part = _halves(way)
     limit = timedelta(seconds=40)
@@ -66,22 +68,14 @@ def _merge(way: str) -> None:
     dist.all_reduce(y)
 
 
-@pytest.mark.parametrize("way", ["split", "new"])
-def test_groups_are_merged(run: Run, way: str) -> None:
-    run(3, _merge, way)
-
-
-def _late() -> None:
+@in_processes(2)
+def test_a_merge_with_other_numbers_of_ranks_is_an_error() -> None:
     part = _halves("split")
     with pytest.raises(Timeout, match="of 3 ranks these did not join: 2"):
         part.merge_remote_group(_store("late"), 3, timedelta(seconds=1), "late")
     with pytest.raises(InvalidArgument, match="the group has 1: use a separate store"):
         part.merge_remote_group(_store("late"), 1, timedelta(seconds=1), "late")
     dist.barrier()
-
-
-def test_a_merge_with_other_numbers_of_ranks_is_an_error(run: Run) -> None:
-    run(2, _late)
 
 
 RUN = """

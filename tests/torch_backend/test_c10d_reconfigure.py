@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 # pytest finds the fixtures by name, so that they look unused.
-from torch_ranks import LIMIT_S, Run, run_fixture  # noqa: F401 - a fixture
+from torch_ranks import LIMIT_S, Run, in_processes, run_fixture  # noqa: F401 - a fixture
 
 import pycomm
 from pycomm import torch_backend
@@ -39,7 +39,9 @@ def _backend() -> Any:
     return group._get_backend(CPU)
 
 
-def _time_out(asynchronous: bool) -> None:
+@in_processes(2)
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_abort_hooks_run_when_a_call_breaks_the_group(asynchronous: bool) -> None:
     """Hooks run once, before the error is reported; one that fails does not stop the others."""
     dist.barrier()
     backend = _backend()
@@ -81,11 +83,6 @@ def _time_out(asynchronous: bool) -> None:
     with pytest.raises(GroupBroken):
         dist.all_reduce(torch.ones(4))
     assert called == [(1, error)]
-
-
-@pytest.mark.parametrize("asynchronous", [False, True])
-def test_abort_hooks_run_when_a_call_breaks_the_group(run: Run, asynchronous: bool) -> None:
-    run(2, _time_out, asynchronous)
 
 
 def _init(rank: int, size: int, path: Path) -> dist.FileStore:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 # pytest finds the fixtures by name, so that they look unused.
-from torch_ranks import LIMIT_S, Run, run_fixture  # noqa: F401 - a fixture
+from torch_ranks import LIMIT_S, Run, in_processes, run_fixture  # noqa: F401 - a fixture
 
 import pycomm
 from pycomm.errors import Error, GroupBroken
@@ -26,7 +26,10 @@ def _expect_sum(group: dist.ProcessGroup | None, mine: int, ranks: list[int]) ->
     assert (x == sum(ranks)).all()
 
 
-def _shrink_default(starts_with: str, flags: int) -> None:
+@in_processes(4)
+@pytest.mark.parametrize("flags", [0, ABORT])
+@pytest.mark.parametrize("starts_with", ["torch", "pycomm"])
+def test_the_default_group_shrinks(starts_with: str, flags: int) -> None:
     """Ranks 0 and 2 of 4 continue, renumbered; pycomm's own calls use torch's new group."""
     rank = dist.get_rank()
     if starts_with == "pycomm":
@@ -51,13 +54,9 @@ def _shrink_default(starts_with: str, flags: int) -> None:
     _expect_sum(None, 7, [7])
 
 
-@pytest.mark.parametrize("flags", [0, ABORT])
-@pytest.mark.parametrize("starts_with", ["torch", "pycomm"])
-def test_the_default_group_shrinks(run: Run, starts_with: str, flags: int) -> None:
-    run(4, _shrink_default, starts_with, flags)
-
-
-def _shrink_subgroup(way: str) -> None:
+@in_processes(4)
+@pytest.mark.parametrize("way", ["new", "split"])
+def test_a_subgroup_shrinks(way: str) -> None:
     rank, world = dist.get_rank(), dist.group.WORLD
     assert world is not None
     members = [1, 2, 3]
@@ -75,11 +74,6 @@ def _shrink_subgroup(way: str) -> None:
         assert (x == 4).all()
     _expect_sum(world, rank, [0, 1, 2, 3])  # the default group is not affected
     assert pycomm.default_group.default().size == 4
-
-
-@pytest.mark.parametrize("way", ["new", "split"])
-def test_a_subgroup_shrinks(run: Run, way: str) -> None:
-    run(4, _shrink_subgroup, way)
 
 
 def _lose_rank(rank: int, path: Path, answers: "multiprocessing.SimpleQueue[object]") -> None:
@@ -113,7 +107,8 @@ def test_survivors_shrink_the_group_of_a_dead_rank(tmp_path: Path) -> None:
     assert sorted([answers.get(), answers.get()]) == [(0, True, 2), (2, True, 2)]
 
 
-def _differ() -> None:
+@in_processes(3)
+def test_exclusions_that_differ_form_no_group() -> None:
     rank = dist.get_rank()
     backend = dist.group.WORLD._get_backend(CPU)
     backend.options._timeout = timedelta(seconds=1)
@@ -123,7 +118,3 @@ def _differ() -> None:
             backend.shrink([2] if rank == 0 else [0], ABORT)
         with pytest.raises(GroupBroken, match="called abort"):
             dist.all_reduce(torch.ones(1))
-
-
-def test_exclusions_that_differ_form_no_group(run: Run) -> None:
-    run(3, _differ)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
-from torch_ranks import Run, run_fixture  # noqa: F401 - a fixture
+from torch_ranks import Run, in_processes, run_fixture  # noqa: F401 - a fixture
 from update_training import residuals_of
 
 import pycomm
@@ -227,7 +227,8 @@ def _fail(gradient: Tensor) -> None:
     raise Broken
 
 
-def _failed() -> None:
+@in_processes(4)
+def test_a_failed_pass_changes_no_residual() -> None:
     """A backward pass fails on all ranks after the last layer was exchanged."""
     model, quantized, _ = _quantized(pycomm.Quantize(2, 2))
     failing = False
@@ -245,11 +246,8 @@ def _failed() -> None:
         assert equal([*after[key].values()], [*before[key].values()])
 
 
-def test_a_failed_pass_changes_no_residual(run: Run) -> None:
-    run(4, _failed)
-
-
-def _refused() -> None:
+@in_processes(4)
+def test_wrong_arguments_name_what_to_use() -> None:
     mesh = _mesh()
     for model, replicas, message in (
         (wide(), mesh["replicate"], "DataParallel"),
@@ -267,7 +265,3 @@ def _refused() -> None:
     )
     with pytest.raises(InvalidArgument, match="must get one"):
         _backward(model, 0)
-
-
-def test_wrong_arguments_name_what_to_use(run: Run) -> None:
-    run(4, _refused)

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn import functional as F
-from torch_ranks import Run, run_fixture  # noqa: F401 - a fixture
+from torch_ranks import Run, in_processes, run_fixture  # noqa: F401 - a fixture
 from update_training import FEW_BITS, SHARDED, SMALL, adamw, residuals_of, sgd
 
 import pycomm
@@ -299,7 +299,8 @@ def test_a_shard_that_fails_fails_the_step_of_all(run: Run) -> None:
     assert all(equal(found, results[0]) for found in results)
 
 
-def _refused() -> None:
+@in_processes(4)
+def test_wrong_arguments_name_what_to_use() -> None:
     mesh = _mesh()
     model = _sharded(mesh["shard"])
     optimizer, replicas = sgd(model), mesh["replicate"]
@@ -333,10 +334,6 @@ def _refused() -> None:
         local.shrink()
     with pytest.raises(Unsupported, match="a lost rank takes"):
         local.replace()
-
-
-def test_wrong_arguments_name_what_to_use(run: Run) -> None:
-    run(4, _refused)
 
 
 def _too_small() -> str:

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from on_ranks import on_ranks
 
 import pycomm
 from pycomm import Group, errors
@@ -235,22 +236,19 @@ def test_dlpack_arrays_in_host_memory_are_sent() -> None:
     assert run_ranks(2, fn) == [[[0.0, 1.0, 2.0]] * 2] * 2
 
 
-def test_dlpack_to_and_from_torch() -> None:
+@on_ranks(2)
+def test_dlpack_to_and_from_torch(group: Group) -> None:
     """Of host memory: without a copy, as CuPy's arrays are exchanged on a device."""
-
-    def fn(group: Group) -> None:
-        x = Dlpack()
-        x.memory = torch.arange(3.0)
-        rows = pycomm.all_gather(x, group=group)
-        back = torch.from_dlpack(rows)
-        assert back.data_ptr() == rows.ctypes.data
-        pycomm.all_reduce(back, group=group)  # in the memory of rows
-        assert rows.tolist() == [[0.0, 2.0, 4.0]] * 2
-        if np.from_dlpack(x).flags.writeable:  # NumPy 2.1 and newer
-            pycomm.all_reduce(x, group=group)
-            assert x.memory.tolist() == [0.0, 2.0, 4.0]
-
-    run_ranks(2, fn)
+    x = Dlpack()
+    x.memory = torch.arange(3.0)
+    rows = pycomm.all_gather(x, group=group)
+    back = torch.from_dlpack(rows)
+    assert back.data_ptr() == rows.ctypes.data
+    pycomm.all_reduce(back, group=group)  # in the memory of rows
+    assert rows.tolist() == [[0.0, 2.0, 4.0]] * 2
+    if np.from_dlpack(x).flags.writeable:  # NumPy 2.1 and newer
+        pycomm.all_reduce(x, group=group)
+        assert x.memory.tolist() == [0.0, 2.0, 4.0]
 
 
 class NoGpu:

@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from on_ranks import on_ranks
 from properties import SETTINGS
 from torch.utils.data import (
     BatchSampler,
@@ -142,22 +143,20 @@ def test_an_epoch_starts_at_a_position(options: Any) -> None:
         assert list(itertools.islice(later, 8)) == (whole[4:] + second)[:8]
 
 
-def test_a_loader_starts_at_a_batch() -> None:
-    def program(group: Group) -> None:
-        data = TensorDataset(torch.arange(26))
-        for options in ({"shuffle": True}, {"sampler": RandomSampler(data)}):
-            loader = DataLoader(data, batch_size=2, drop_last=True, **options)
-            epochs = [[x.tolist() for (x,) in loader] for _ in range(2)]
-            step = len(loader) + 3
-            loader.set_epoch(*divmod(step, len(loader)))
-            assert [x.tolist() for (x,) in loader] == epochs[1][3:]
-            loader.set_epoch(0)
-            assert [x.tolist() for (x,) in loader] == epochs[0]
-        stream = DataLoader(range_of_10, batch_size=2)
-        with pytest.raises(InvalidArgument, match="call its own set_epoch"):
-            stream.set_epoch(0, 1)
-
-    run_ranks(2, program)
+@on_ranks(2)
+def test_a_loader_starts_at_a_batch(group: Group) -> None:
+    data = TensorDataset(torch.arange(26))
+    for options in ({"shuffle": True}, {"sampler": RandomSampler(data)}):
+        loader = DataLoader(data, batch_size=2, drop_last=True, **options)
+        epochs = [[x.tolist() for (x,) in loader] for _ in range(2)]
+        step = len(loader) + 3
+        loader.set_epoch(*divmod(step, len(loader)))
+        assert [x.tolist() for (x,) in loader] == epochs[1][3:]
+        loader.set_epoch(0)
+        assert [x.tolist() for (x,) in loader] == epochs[0]
+    stream = DataLoader(range_of_10, batch_size=2)
+    with pytest.raises(InvalidArgument, match="call its own set_epoch"):
+        stream.set_epoch(0, 1)
 
 
 def range_of_10() -> Any:

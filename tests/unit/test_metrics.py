@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from on_ranks import on_ranks
 from properties import SETTINGS
 from small_models import perceptron
 from torch.nn import functional as F
@@ -235,14 +236,12 @@ def test_megengine_names_and_expectations() -> None:
     run_ranks(2, program)
 
 
-def test_unsupported_values_raise() -> None:
-    def program(group: Group) -> None:
-        with pytest.raises(InvalidArgument, match="another rank"):
-            pycomm.remote_send(torch.ones(1), 0)
-        with pytest.raises(InvalidArgument, match="at most 8"):
-            pycomm.remote_send(torch.ones([1] * 9), 1)
-
-    run_ranks(1, program)
+@on_ranks(1)
+def test_unsupported_values_raise(group: Group) -> None:
+    with pytest.raises(InvalidArgument, match="another rank"):
+        pycomm.remote_send(torch.ones(1), 0)
+    with pytest.raises(InvalidArgument, match="at most 8"):
+        pycomm.remote_send(torch.ones([1] * 9), 1)
 
 
 def test_receiver_is_unaffected_by_rejected_sends() -> None:
