@@ -21,11 +21,13 @@ from contract import (
     trained,
     unsent,
 )
+from on_ranks import on_ranks
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch_ranks import Run, run_fixture  # noqa: F401 - a fixture
 
 import pycomm
+from pycomm._training.coalesced import bcast_value
 from pycomm.testing import run_ranks
 
 COUNT = 192
@@ -229,33 +231,31 @@ def decayed(module: nn.Module, form: str) -> torch.optim.Optimizer:
 OUTER = {"outer": "local", "outer topk": "topk", "outer quantize": "local quantize"}
 
 
+@on_ranks(2)
 @pytest.mark.parametrize("how", ["frozen", "unused"])
 @pytest.mark.parametrize("form", [*COMPRESSED, *PLAIN, *OUTER, "muon"])
-def test_a_parameter_without_gradient_stays(form: str, how: str) -> None:
-    def program(group: pycomm.Group) -> None:
-        module = Layers()
-        optimizer, options, name = decayed(module, form), {}, form
-        if form.startswith("outer"):
-            outer = torch.optim.SGD(module.parameters(), 0.7, 0.9, weight_decay=0.1)
-            options, name = {"outer": outer}, OUTER[form]
-        if form == "muon":
-            matrices = [p for p in module.parameters() if p.dim() == 2]
-            rest = [p for p in module.parameters() if p.dim() != 2]
-            optimizer = torch.optim.AdamW(rest, 0.01, (0.0, 0.99), weight_decay=0.1)
-            options, name = {"muon": torch.optim.Muon(matrices, lr=0.02)}, "topk all"
-        made = trained(name, module, optimizer, **options)
-        for step in range(8):
-            if how == "frozen" and step == 4:
-                module.b.requires_grad_(False)
-            before = [p.detach().clone() for p in module.b.parameters()]
-            x = data(group.rank, step).view(-1, 8)
-            use = how == "frozen" or step < 4
-            made.step(lambda model, x=x, use=use: model(x, use).square().mean())
-            if step >= 4 and not (name == "topk every 2" and step == 4):
-                same = zip(before, module.b.parameters(), strict=True)
-                assert all(torch.equal(x, y) for x, y in same), step
-
-    run_ranks(2, program)
+def test_a_parameter_without_gradient_stays(group: pycomm.Group, form: str, how: str) -> None:
+    module = Layers()
+    optimizer, options, name = decayed(module, form), {}, form
+    if form.startswith("outer"):
+        outer = torch.optim.SGD(module.parameters(), 0.7, 0.9, weight_decay=0.1)
+        options, name = {"outer": outer}, OUTER[form]
+    if form == "muon":
+        matrices = [p for p in module.parameters() if p.dim() == 2]
+        rest = [p for p in module.parameters() if p.dim() != 2]
+        optimizer = torch.optim.AdamW(rest, 0.01, (0.0, 0.99), weight_decay=0.1)
+        options, name = {"muon": torch.optim.Muon(matrices, lr=0.02)}, "topk all"
+    made = trained(name, module, optimizer, **options)
+    for step in range(8):
+        if how == "frozen" and step == 4:
+            module.b.requires_grad_(False)
+        before = [p.detach().clone() for p in module.b.parameters()]
+        x = data(group.rank, step).view(-1, 8)
+        use = how == "frozen" or step < 4
+        made.step(lambda model, x=x, use=use: model(x, use).square().mean())
+        if step >= 4 and not (name == "topk every 2" and step == 4):
+            same = zip(before, module.b.parameters(), strict=True)
+            assert all(torch.equal(x, y) for x, y in same), step
 
 
 class Mixed(nn.Module):
@@ -283,6 +283,8 @@ class Mixed(nn.Module):
 @pytest.mark.parametrize("kind", ["sparse", "tied", "frozen"])
 @every
 def test_a_state_resumes_bit_for_bit(form: str, kind: str) -> None:
+    """From each rank's own state and from that of all."""
+
     def make() -> Trained:
         module = Mixed(kind)
         apart = [p for p in module.parameters() if not p.requires_grad]
@@ -300,13 +302,15 @@ def test_a_state_resumes_bit_for_bit(form: str, kind: str) -> None:
 
     def program(group: pycomm.Group) -> None:
         one = make()
-        steps(group, one, 0, 4)
-        saved = one.saved()
-        wanted = steps(group, one, 4, 8)
-        two = make()
-        two.load(saved)
-        for x, y in zip(wanted, steps(group, two, 4, 8), strict=True):
-            assert torch.equal(x, y)
+        steps(group, one, 0, 3)  # "topk every 2" is between two averages
+        saved, every = one.saved(), one.holder.gather_state(1)
+        assert (every is not None) == (group.rank == 1)
+        wanted = steps(group, one, 3, 8)
+        for state in (saved[2], bcast_value(every, 1, group)):
+            two = make()
+            two.load([*saved[:2], state])
+            for x, y in zip(wanted, steps(group, two, 3, 8), strict=True):
+                assert torch.equal(x, y)
 
     run_ranks(2, program)
 

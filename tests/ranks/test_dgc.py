@@ -1,8 +1,7 @@
 """The required properties of DGC, P1 to P8, against torch's SGD and a second implementation.
 
-Ranks are threads; dgc_model.py is the second implementation. With 64 ranks, and processes:
-test_dgc_properties.py. Loss scales: test_dgc_steps.py. Failures: test_dgc_failures.py. States:
-test_dgc_states.py.
+Ranks are threads; dgc_model.py is the second implementation. Loss scales and processes:
+test_dgc_steps.py. Failures: test_dgc_failures.py. States: test_dgc_states.py.
 """
 
 import copy
@@ -76,24 +75,31 @@ def far(a: list[Tensor], b: list[Tensor]) -> float:
     return max(float((x - y).abs().max()) for x, y in zip(a, b, strict=True))
 
 
+RANKS = pytest.mark.parametrize(("ranks", "steps"), [(2, 60), (3, 5), (64, 5)])
+
+
+@RANKS
 @pytest.mark.parametrize("nesterov", [False, True])
 @pytest.mark.parametrize("decay", [0.0, 1e-2])
 @pytest.mark.parametrize("select", ["parameter", "model"])
 def test_p1_all_sent_without_masking_is_momentum_sgd(
-    nesterov: bool, decay: float, select: str
+    nesterov: bool, decay: float, select: str, ranks: int, steps: int
 ) -> None:
     options = {"sparsity": [0.0], "masking": False, "select": select}
     optimizer = {"nesterov": nesterov, "weight_decay": decay}
-    got = last(2, double(), 60, options, optimizer)
-    wanted = alone(double(), 60, 2, lambda m: sgd(m, **optimizer), torch.float64)
+    got = last(ranks, double(), steps, options, optimizer)
+    wanted = alone(double(), steps, ranks, lambda m: sgd(m, **optimizer), torch.float64)
     assert far(got, wanted) <= 4e-15
 
 
+@RANKS
 @pytest.mark.parametrize("nesterov", [False, True])
-def test_p2_all_sent_with_masking_is_sgd_without_momentum(nesterov: bool) -> None:
-    got = last(2, double(), 30, {"sparsity": [0.0]}, {"nesterov": nesterov})
+def test_p2_all_sent_with_masking_is_sgd_without_momentum(
+    nesterov: bool, ranks: int, steps: int
+) -> None:
+    got = last(ranks, double(), steps, {"sparsity": [0.0]}, {"nesterov": nesterov})
     rate = RATE * (1.9 if nesterov else 1.0)
-    wanted = alone(double(), 30, 2, lambda m: sgd(m, momentum=0.0, lr=rate), torch.float64)
+    wanted = alone(double(), steps, ranks, lambda m: sgd(m, momentum=0.0, lr=rate), torch.float64)
     assert far(got, wanted) <= 4e-15
 
 

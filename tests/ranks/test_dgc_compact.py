@@ -4,7 +4,6 @@ Ranks are threads. Loss scales, torch's DDP: test_dgc_steps.py. Choice of the ex
 test_dgc_exchange_policy.py. The packets: test_compact.py.
 """
 
-import itertools
 import math
 from typing import Any
 
@@ -120,44 +119,6 @@ def trained_alone(
     return layer.weight.detach()[0], pycomm.all_reduce(total), pycomm.all_reduce(here)
 
 
-@pytest.mark.parametrize(
-    ("exchange", "value_dtype", "ranks"), [*((*form, 4) for form in FORMS), ("sharded", "1bit", 64)]
-)
-def test_nothing_is_lost(exchange: str, value_dtype: str, ranks: int) -> None:
-    """P3: sent + residual = gradients, to rounding."""
-    options = {"exchange": exchange, "value_dtype": value_dtype, "codec": "compact"}
-    steps = 12 if ranks == 4 else 3
-    results = run_ranks(ranks, trained_alone, options, steps, timeout_s=300)
-    weight, total, missing = results[0]
-    assert all(torch.equal(weight, other) for other, _, _ in results)
-    sent = -weight.double() * ranks
-    assert float((sent + missing - total).abs().max()) <= 1e-5 * float(total.abs().max())
-    for part in (sent, missing):  # some was sent, some is in the residual
-        assert float(part.abs().sum() / total.abs().sum()) > 0.05
-
-
-@pytest.mark.parametrize(("exchange", "value_dtype"), FORMS)
-def test_nan_and_inf_leave_the_residual(exchange: str, value_dtype: str) -> None:
-    def program(group: pycomm.Group) -> Tensor:
-        layer = nn.Linear(50, 1, bias=False)
-        nn.init.zeros_(layer.weight)
-        options = {"exchange": exchange, "value_dtype": value_dtype, "codec": "compact"}
-        model, optimizer, dgc = compressed(layer, **options)
-        for step in range(3):
-            gradient = torch.arange(1.0, 51.0)[None] * 100
-            if step == 1 and group.rank == 1:
-                gradient[0, 7], gradient[0, 9] = math.nan, -math.inf
-            optimizer.zero_grad()
-            model(gradient).sum().backward()
-            optimizer.step()
-            for found in memory_of(dgc).values():
-                assert all(bool(x.isfinite().all()) for x in found)
-        return layer.weight.detach()[0]
-
-    for weight in run_ranks(2, program):
-        assert not bool(weight[[7, 9]].isfinite().any())
-
-
 WANTED = {"float32": 5.47, "bfloat16": 3.47, "3bit": 1.85, "2bit": 1.72, "1bit": 1.60}
 
 
@@ -235,47 +196,6 @@ def test_strided_indices_spread_over_owners() -> None:
         for hot in (column < 8, hot_rows, every < count // 16):
             found = share.cut(every[hot], every[hot].double()).lengths
             assert max(found) <= 1.5 * sum(found) / size, width
-
-
-@pytest.mark.parametrize(("after", "exchange"), [(2, "sharded"), (3, "sharded"), (4, "gather")])
-@pytest.mark.parametrize("select", ["parameter", "model"])
-def test_at_another_number_of_ranks_the_residual_is_the_same(
-    after: int, exchange: str, select: str
-) -> None:
-    """Owner residuals are added to v. The mean over ranks, since rates are of means."""
-
-    def first(group: pycomm.Group) -> tuple[Any, dict[str, Tensor]]:
-        model, optimizer, dgc = compressed(perceptron(), exchange="sharded", select=select)
-        for step in range(3):
-            step_on(model, batch(group.rank, step), optimizer)
-        state = dgc.gather_state()
-        assert any(bool(x.any()) for x in dgc.state_dict()["owner_residual"].values())
-        memories = list(compressor_of(dgc).state.memories.values())
-        names = [memory.name for memory in memories]
-        wanted = torch.cat([dgc.state_dict()["v"][name].double() for name in names])
-        counts = [memory.count for memory in memories]
-        ends = dict(zip(names, itertools.accumulate(counts), strict=True))
-        for name, residual in dgc.state_dict()["owner_residual"].items():
-            count = sum(counts) if select == "model" else dgc.state_dict()["v"][name].numel()
-            start = 0 if select == "model" else ends[name] - count
-            places = residual.nonzero().flatten()
-            where = Sharding(count, group.size).whole(group.rank, places).long() + start
-            wanted[where] += residual[places].double()
-        return state, pycomm.all_reduce(wanted, "avg")
-
-    state, wanted = run_ranks(4, first)[0]
-
-    def second(group: pycomm.Group) -> Tensor:
-        model, optimizer, dgc = compressed(perceptron(), exchange=exchange, select=select)
-        dgc.load_state_dict(state)
-        memories = compressor_of(dgc).state.memories.values()
-        found = torch.cat([m.v.double() for m in memories if m.v is not None])
-        assert not dgc.state_dict()["owner_residual"]
-        step_on(model, batch(group.rank, 3), optimizer)
-        return pycomm.all_reduce(found, "avg")
-
-    for found in run_ranks(after, second):
-        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-7)
 
 
 def test_estimated_bits_of_an_index() -> None:

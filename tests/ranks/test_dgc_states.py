@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from dgc_training import compressed, memory_of, same_memory
+from on_ranks import on_ranks
 from small_models import batch, equal, parameters, perceptron, step_on
 from torch import Tensor, nn
 
@@ -13,41 +14,6 @@ import pycomm
 from pycomm.compress.dgc import compressor_of
 from pycomm.errors import InvalidArgument
 from pycomm.testing import run_ranks
-
-RAMP = {"rampup_begin_step": 3, "sparsity": [0.5, 0.75, 0.9], "rampup_step": 4}
-
-
-def _saved_and_loaded(state: Any, folder: Any, name: str) -> Any:
-    torch.save(state, folder / name)
-    return torch.load(folder / name, weights_only=True)
-
-
-@pytest.mark.parametrize("stop", [1, 3, 4, 6])
-@pytest.mark.parametrize("options", [{}, RAMP, {"select": "model", "masking": False}])
-@pytest.mark.parametrize("everybody", [False, True])
-def test_p7_resume(tmp_path: Any, stop: int, options: dict[str, Any], everybody: bool) -> None:
-    """Bit for bit, from each rank's own state and from that of all."""
-
-    def program(group: pycomm.Group, stop: int | None) -> list[Tensor]:
-        module = perceptron()
-        model, optimizer, dgc = compressed(module, nesterov=True, **options)
-        for step in range(8):
-            if step == stop:
-                own = [module.state_dict(), optimizer.state_dict(), dgc.state_dict()]
-                if everybody:
-                    states = [dgc.gather_state(dst) for dst in range(group.size)]
-                    assert [s is not None for s in states] == [r == group.rank for r in range(2)]
-                    own[2] = states[group.rank]
-                own = _saved_and_loaded(own, tmp_path, f"rank{group.rank}_{stop}")
-                module = perceptron(9)
-                model, optimizer, dgc = compressed(module, nesterov=True, **options)
-                for one, saved in zip((module, optimizer, dgc), own, strict=True):
-                    one.load_state_dict(saved)
-            step_on(model, batch(group.rank, step), optimizer)
-        return [*parameters(module), *(x for pair in memory_of(dgc).values() for x in pair)]
-
-    for a, b in zip(run_ranks(2, program, None), run_ranks(2, program, stop), strict=True):
-        assert equal(a, b)
 
 
 @pytest.mark.parametrize("after", [1, 2, 6])
@@ -107,87 +73,82 @@ def test_loaded_state_contains_nothing_of_a_failed_pass() -> None:
     run_ranks(2, program)
 
 
+@on_ranks(2)
 @pytest.mark.parametrize("method", ["state_dict", "gather_state", "detach"])
-def test_failed_pass_returns_to_the_residual_before_the_next(method: str) -> None:
+def test_failed_pass_returns_to_the_residual_before_the_next(
+    group: pycomm.Group, method: str
+) -> None:
     """P3: unsent values return to the residual, as after the next forward. During the pass the call
     is rejected."""
 
-    def program(group: pycomm.Group) -> None:
-        def broken() -> tuple[nn.Module, nn.Module, torch.optim.SGD, pycomm.DGC]:
-            module = perceptron()
-            model, optimizer, dgc = compressed(module, {"bucket_layers": 1})
-            step_on(model, batch(group.rank, 0), optimizer)
-            refused = []
-
-            def stop(_: Tensor) -> None:
-                with pytest.raises(InvalidArgument, match=f"{method}.* inside backward"):
-                    getattr(dgc, method)()
-                refused.append(True)
-                raise ArithmeticError
-
-            handle = module[0].weight.register_hook(stop)
-            with pytest.raises(ArithmeticError):
-                step_on(model, batch(group.rank, 1), optimizer)
-            handle.remove()
-            assert refused
-            return module, model, optimizer, dgc
-
-        _, model, _, dgc = broken()
-        half = memory_of(dgc)
-        model(batch(group.rank, 1)[0])  # the next pass ends the failed one
-        wanted = memory_of(dgc)
-        assert not same_memory(half, wanted)
-        module, _, optimizer, dgc = broken()
-        state = getattr(dgc, method)()
-        if method == "detach":
-            for name, p in module.named_parameters():
-                velocity = pycomm.all_reduce(wanted[name][0].clone(), "avg")
-                assert equal([optimizer.state[p]["momentum_buffer"].flatten()], [velocity])
-            return
-        assert same_memory(wanted, memory_of(dgc))
-        own = state if method == "state_dict" else state and state["ranks"][0]
-        for name, (_, v) in wanted.items() if own else ():
-            assert equal([own["v"][name]], [v])
-
-    run_ranks(2, program)
-
-
-@pytest.mark.parametrize("fused", [False, True])
-def test_groups_are_read_after_the_optimizer_was_loaded(fused: bool) -> None:
-    """Torch then creates new ones; schedulers write to those."""
-
-    def program(group: pycomm.Group) -> None:
+    def broken() -> tuple[nn.Module, nn.Module, torch.optim.SGD, pycomm.DGC]:
         module = perceptron()
-        model, optimizer, dgc = compressed(module, fused=fused)
-        optimizer.load_state_dict(optimizer.state_dict())
-        optimizer.param_groups[0].update(lr=0.0, momentum=0.5)
-        before = parameters(module)
+        model, optimizer, dgc = compressed(module, {"bucket_layers": 1})
         step_on(model, batch(group.rank, 0), optimizer)
-        assert equal(before, parameters(module))
-        memories = compressor_of(dgc).state.memories.values()
-        assert {memory.hyper.momentum for memory in memories} == {0.5}
+        refused = []
 
-    run_ranks(2, program)
+        def stop(_: Tensor) -> None:
+            with pytest.raises(InvalidArgument, match=f"{method}.* inside backward"):
+                getattr(dgc, method)()
+            refused.append(True)
+            raise ArithmeticError
+
+        handle = module[0].weight.register_hook(stop)
+        with pytest.raises(ArithmeticError):
+            step_on(model, batch(group.rank, 1), optimizer)
+        handle.remove()
+        assert refused
+        return module, model, optimizer, dgc
+
+    _, model, _, dgc = broken()
+    half = memory_of(dgc)
+    model(batch(group.rank, 1)[0])  # the next pass ends the failed one
+    wanted = memory_of(dgc)
+    assert not same_memory(half, wanted)
+    module, _, optimizer, dgc = broken()
+    state = getattr(dgc, method)()
+    if method == "detach":
+        for name, p in module.named_parameters():
+            velocity = pycomm.all_reduce(wanted[name][0].clone(), "avg")
+            assert equal([optimizer.state[p]["momentum_buffer"].flatten()], [velocity])
+        return
+    assert same_memory(wanted, memory_of(dgc))
+    own = state if method == "state_dict" else state and state["ranks"][0]
+    for name, (_, v) in wanted.items() if own else ():
+        assert equal([own["v"][name]], [v])
 
 
-def test_incompatible_states() -> None:
-    def program(group: pycomm.Group) -> None:
-        model, optimizer, dgc = compressed(perceptron())
-        own = dgc.state_dict()
-        before = memory_of(dgc)
-        wrong = [
-            {**own, "version": 7},
-            {**own, "rank": 1 - group.rank},
-            {**own, "size": 3},
-            {**own, "u": {name: x[:-1] for name, x in own["u"].items()}},
-            {**own, "v": {}},
-        ]
-        for state in wrong:
-            with pytest.raises(InvalidArgument):
-                dgc.load_state_dict(state)
-        assert same_memory(before, memory_of(dgc))
-        dgc.load_state_dict({**own, "exchange": {0: "dense_masked"}})
-        step_on(model, batch(group.rank, 0), optimizer)
-        assert dgc.stats()["exchange"] == "dense_masked"  # as chosen, not counted again
+@on_ranks(2)
+@pytest.mark.parametrize("fused", [False, True])
+def test_groups_are_read_after_the_optimizer_was_loaded(group: pycomm.Group, fused: bool) -> None:
+    """Torch then creates new ones; schedulers write to those."""
+    module = perceptron()
+    model, optimizer, dgc = compressed(module, fused=fused)
+    optimizer.load_state_dict(optimizer.state_dict())
+    optimizer.param_groups[0].update(lr=0.0, momentum=0.5)
+    before = parameters(module)
+    step_on(model, batch(group.rank, 0), optimizer)
+    assert equal(before, parameters(module))
+    memories = compressor_of(dgc).state.memories.values()
+    assert {memory.hyper.momentum for memory in memories} == {0.5}
 
-    run_ranks(2, program)
+
+@on_ranks(2)
+def test_incompatible_states(group: pycomm.Group) -> None:
+    model, optimizer, dgc = compressed(perceptron())
+    own = dgc.state_dict()
+    before = memory_of(dgc)
+    wrong = [
+        {**own, "version": 7},
+        {**own, "rank": 1 - group.rank},
+        {**own, "size": 3},
+        {**own, "u": {name: x[:-1] for name, x in own["u"].items()}},
+        {**own, "v": {}},
+    ]
+    for state in wrong:
+        with pytest.raises(InvalidArgument):
+            dgc.load_state_dict(state)
+    assert same_memory(before, memory_of(dgc))
+    dgc.load_state_dict({**own, "exchange": {0: "dense_masked"}})
+    step_on(model, batch(group.rank, 0), optimizer)
+    assert dgc.stats()["exchange"] == "dense_masked"  # as chosen, not counted again

@@ -175,7 +175,8 @@ def test_nothing_is_lost(on: Any, hosts: list[int], value_dtype: str) -> None:
 @pytest.mark.parametrize("select", ["parameter", "model"])
 @pytest.mark.parametrize("hosts", [EVEN, UNEVEN])
 @pytest.mark.parametrize(
-    "order", [["sharded", "hierarchical", "sharded"], ["hierarchical", "gather"]]
+    "order",
+    [["sharded", "gather"], ["sharded", "hierarchical", "sharded"], ["hierarchical", "gather"]],
 )
 def test_nothing_is_lost_where_the_exchange_changes(
     on: Any, monkeypatch: pytest.MonkeyPatch, hosts: list[int], select: str, order: list[str]

@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from quantized_training import adam, check_accumulated, total_residual, train, wide
-from small_models import batch, equal, parameters, perceptron, replicas, step_on
+from on_ranks import on_ranks
+from quantized_training import adam, check_accumulated, wide
+from small_models import batch, equal, parameters, perceptron, step_on
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
-from torch_ranks import Run, run_fixture  # noqa: F401 - a fixture
+from torch_ranks import Run, in_processes, run_fixture  # noqa: F401 - a fixture
 
 import pycomm
 from pycomm import reference
@@ -73,45 +74,6 @@ def test_gradients_are_those_of_the_model_in_all_buckets(ranks: int, form: dict[
             assert all(np.array_equal(a, b) for a, b in zip(got, want, strict=True))
 
 
-@pytest.mark.parametrize("quantize", [pycomm.Quantize(), pycomm.Quantize(1, 2)])
-def test_replicas_stay_equal(quantize: pycomm.Quantize) -> None:
-    def program(group: pycomm.Group, models: list[nn.Module]) -> list[Tensor]:
-        return parameters(train(group, models[group.rank], compression=quantize))
-
-    results = run_ranks(4, program, replicas(4))
-    assert all(equal(result, results[0]) for result in results)
-    assert not equal(results[0], parameters(perceptron()))
-
-
-@pytest.mark.parametrize("quantize", [pycomm.Quantize(), pycomm.Quantize(2, 3)])
-def test_feedback_conserves_the_gradients(quantize: pycomm.Quantize) -> None:
-    """The mean gradients that arrived, times the ranks, plus the residuals: all gradients."""
-
-    def program(group: pycomm.Group) -> Any:
-        module = wide()
-        model = pycomm.DataParallel(module, compression=quantize)
-        given = {name: 0.0 for name, _ in module.named_parameters()}
-        arrived = dict(given)
-        for step in range(8):
-            x, y = batch(group.rank, step)
-            names, ps = zip(*module.named_parameters(), strict=True)
-            own = torch.autograd.grad(F.mse_loss(module(x), y), ps)
-            model.zero_grad()
-            F.mse_loss(model(x), y).backward()
-            for name, p, g in zip(names, ps, own, strict=True):
-                given[name] += float(g.double().sum())
-                arrived[name] += float(p.grad.double().sum()) * group.size
-        return given, arrived, model.compression.gather_state()
-
-    ranks = run_ranks(3, program)
-    state = ranks[0][2]
-    assert ranks[1][2] is None
-    for name in ranks[0][0]:
-        given = sum(rank[0][name] for rank in ranks)
-        assert abs(total_residual(state, name)) > 1e-6
-        assert ranks[0][1][name] + total_residual(state, name) == pytest.approx(given, abs=1e-4)
-
-
 def test_accumulation_exchanges_the_sum_once() -> None:
     quantize = pycomm.Quantize(8, 8)
 
@@ -129,39 +91,38 @@ def test_accumulation_exchanges_the_sum_once() -> None:
     check_accumulated(run_ranks(2, program))
 
 
+@on_ranks(2)
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("double", [False, True])
-def test_an_overflow_on_one_rank_skips_the_step_on_all(bad: float, double: bool) -> None:
+def test_an_overflow_on_one_rank_skips_the_step_on_all(
+    group: pycomm.Group, bad: float, double: bool
+) -> None:
     """With a parameter of float64, which is sent exactly, the overflow may be in it only."""
-
-    def program(group: pycomm.Group) -> None:
-        module = wide()
-        if double:
-            module.register_parameter("extra", nn.Parameter(torch.ones(3, dtype=torch.float64)))
-        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-        quantized = pycomm.QuantizedGradients(module.named_parameters(), scaler=scaler)
-        model = pycomm.DataParallel(module, compression=quantized)
-        optimizer = adam(model)
-        for step in range(4):
-            before, weights = quantized.state_dict(), parameters(module)
-            x, y = batch(group.rank, step)
-            factor = bad if step == 2 and group.rank == 1 else 1.0
-            optimizer.zero_grad()
-            loss = F.mse_loss(model(x), y)
-            loss = loss + (module.extra.sum() * factor).float() if double else loss * factor
-            scaler.scale(loss).backward()
-            scaler.step(optimizer)
-            scaler.update()
-            skipped = equal(weights, parameters(module))
-            assert skipped == (step == 2)
-            if skipped:
-                assert scaler.get_scale() == 512.0
-                after = quantized.state_dict()
-                assert after["step"] == before["step"] == 2
-                for key in ("residual", "owner_residual"):
-                    assert equal([*after[key].values()], [*before[key].values()])
-
-    run_ranks(2, program)
+    module = wide()
+    if double:
+        module.register_parameter("extra", nn.Parameter(torch.ones(3, dtype=torch.float64)))
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    quantized = pycomm.QuantizedGradients(module.named_parameters(), scaler=scaler)
+    model = pycomm.DataParallel(module, compression=quantized)
+    optimizer = adam(model)
+    for step in range(4):
+        before, weights = quantized.state_dict(), parameters(module)
+        x, y = batch(group.rank, step)
+        factor = bad if step == 2 and group.rank == 1 else 1.0
+        optimizer.zero_grad()
+        loss = F.mse_loss(model(x), y)
+        loss = loss + (module.extra.sum() * factor).float() if double else loss * factor
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        skipped = equal(weights, parameters(module))
+        assert skipped == (step == 2)
+        if skipped:
+            assert scaler.get_scale() == 512.0
+            after = quantized.state_dict()
+            assert after["step"] == before["step"] == 2
+            for key in ("residual", "owner_residual"):
+                assert equal([*after[key].values()], [*before[key].values()])
 
 
 def test_residuals_follow_the_loss_scale() -> None:
@@ -186,20 +147,15 @@ def test_residuals_follow_the_loss_scale() -> None:
     assert equal(scaled[0], run_ranks(2, program, [1.0] * 4)[0])
 
 
-def test_unused_parameters_and_uneven_data() -> None:
-    def program(group: pycomm.Group) -> list[Tensor]:
-        module = wide()
-        model = pycomm.DataParallel(
-            module, compression=pycomm.Quantize(), find_unused_parameters=True
-        )
-        optimizer = adam(model)
-        with model.join(optimizer):
-            for step in range(2 + group.rank):
-                step_on(model, batch(group.rank, step), optimizer)
-        return parameters(module)
-
-    results = run_ranks(3, program)
-    assert all(equal(result, results[0]) for result in results)
+@on_ranks(3)
+def test_unused_parameters_and_uneven_data(group: pycomm.Group) -> list[Tensor]:
+    module = wide()
+    model = pycomm.DataParallel(module, compression=pycomm.Quantize(), find_unused_parameters=True)
+    optimizer = adam(model)
+    with model.join(optimizer):
+        for step in range(2 + group.rank):
+            step_on(model, batch(group.rank, step), optimizer)
+    return parameters(module)
 
 
 class Sums(nn.Module):
@@ -309,7 +265,9 @@ def _hook(buckets: float) -> tuple[list[Tensor], list[Tensor], dict[str, Any]]:
     return found[0], found[1], quantized.stats()
 
 
-def _hook_after_shrink(name: str) -> None:
+@in_processes(1)
+@pytest.mark.parametrize("name", ["dgc", "quantize"])
+def test_the_hook_of_ddp_names_what_to_use_after_a_change_of_the_group(name: str) -> None:
     """With a process group and a DDP that were made anew, and the hook's state of before."""
     module = wide()
     state: Any = pycomm.DGC(torch.optim.SGD(module.parameters(), lr=0.1))
@@ -329,11 +287,6 @@ def _hook_after_shrink(name: str) -> None:
         pycomm.init().shrink()
         dist.destroy_process_group()
         dist.init_process_group("pycomm", store=dist.HashStore(), rank=0, world_size=1)
-
-
-@pytest.mark.parametrize("name", ["dgc", "quantize"])
-def test_the_hook_of_ddp_names_what_to_use_after_a_change_of_the_group(run: Run, name: str) -> None:
-    run(1, _hook_after_shrink, name)
 
 
 @pytest.mark.parametrize("buckets", [25, 0.01])

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from on_ranks import on_ranks
 from small_models import batch, equal, parameters, perceptron, seeded, step_on
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -135,52 +136,50 @@ def test_all_values_of_full_precision_are_the_mean_of_updates(exchange: str) -> 
         torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
 
 
+@on_ranks(2)
 @pytest.mark.parametrize("k_steps", [1, 3])
 @BOTH
-def test_decay_is_no_part_of_the_updates(compression: Compression, k_steps: int) -> None:
+def test_decay_is_no_part_of_the_updates(
+    group: pycomm.Group, compression: Compression, k_steps: int
+) -> None:
     """With gradients of 0 nothing is sent, and theta shrinks on all ranks, in all elements."""
-
-    def program(group: pycomm.Group) -> None:
-        model = perceptron()
-        local = pycomm.LocalSGD(model, adamw(model), k_steps, compression=compression)
-        start = parameters(model)
-        for _ in range(k_steps + 1):
-            for p in model.parameters():
-                p.grad = torch.zeros_like(p)
-            local.step()
-        assert local.last_sync == k_steps + 1
-        assert not any(bool(e.any()) for e in residuals(local))
-        factor = 1.0
-        for _ in range(k_steps):
-            factor *= 1 - 0.01 * 0.1
-        assert equal([s * (1 - 0.01 * 0.1) * factor for s in start], parameters(model))
-
-    run_ranks(2, program)
+    model = perceptron()
+    local = pycomm.LocalSGD(model, adamw(model), k_steps, compression=compression)
+    start = parameters(model)
+    for _ in range(k_steps + 1):
+        for p in model.parameters():
+            p.grad = torch.zeros_like(p)
+        local.step()
+    assert local.last_sync == k_steps + 1
+    assert not any(bool(e.any()) for e in residuals(local))
+    factor = 1.0
+    for _ in range(k_steps):
+        factor *= 1 - 0.01 * 0.1
+    assert equal([s * (1 - 0.01 * 0.1) * factor for s in start], parameters(model))
 
 
+@on_ranks(2)
 @BOTH
-def test_weight_decay_must_be_equal_on_all_ranks(compression: Compression) -> None:
+def test_weight_decay_must_be_equal_on_all_ranks(
+    group: pycomm.Group, compression: Compression
+) -> None:
     """Otherwise the replicas would differ: every rank raises, and nothing changes."""
-
-    def program(group: pycomm.Group) -> None:
-        model = perceptron()
-        local = pycomm.LocalSGD(model, adamw(model, lr=0.01 + group.rank), compression=compression)
-        start = parameters(model)
-        with pytest.raises(Mismatch, match="learning rate or weight decay"):
-            step_on(model, batch(group.rank, 0), local)
+    model = perceptron()
+    local = pycomm.LocalSGD(model, adamw(model, lr=0.01 + group.rank), compression=compression)
+    start = parameters(model)
+    with pytest.raises(Mismatch, match="learning rate or weight decay"):
+        step_on(model, batch(group.rank, 0), local)
+    assert equal(start, parameters(model))
+    if isinstance(compression, TopK):
+        other = dataclasses.replace(compression, group=4 << group.rank)
+        differing = pycomm.LocalSGD(model, sgd(model), compression=other)
+        with pytest.raises(Mismatch, match="or in TopK"):
+            step_on(model, batch(group.rank, 0), differing)
         assert equal(start, parameters(model))
-        if isinstance(compression, TopK):
-            other = dataclasses.replace(compression, group=4 << group.rank)
-            differing = pycomm.LocalSGD(model, sgd(model), compression=other)
-            with pytest.raises(Mismatch, match="or in TopK"):
-                step_on(model, batch(group.rank, 0), differing)
-            assert equal(start, parameters(model))
-        plain = pycomm.LocalSGD(
-            model, adamw(model, lr=0.01 + group.rank, weight_decay=0.0), compression=compression
-        )
-        step_on(model, batch(group.rank, 0), plain)  # rates of their own are fine without decay
-
-    run_ranks(2, program)
+    plain = pycomm.LocalSGD(
+        model, adamw(model, lr=0.01 + group.rank, weight_decay=0.0), compression=compression
+    )
+    step_on(model, batch(group.rank, 0), plain)  # rates of their own are fine without decay
 
 
 @RANKS
@@ -281,55 +280,34 @@ def test_quantized_bytes_on_the_transport(ranks: int) -> None:
     assert written / (ranks - 1) < count * (1 + 8) / 8 / 0.97
 
 
+@on_ranks(2)
 @BOTH
-def test_an_overflow_skips_the_step_everywhere(compression: Compression) -> None:
-    def program(group: pycomm.Group) -> list[Tensor]:
-        model = perceptron()
-        scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
-        local = pycomm.LocalSGD(model, adamw(model), compression=compression)
-        for step in range(6):
-            before = parameters(model), residuals(local), copy.deepcopy(local.optimizer.state)
-            local.zero_grad()
-            loss = F.mse_loss(model(batch(group.rank, step)[0]), batch(group.rank, step)[1])
-            overflow = group.rank == 1 and step in (2, 3)
-            scaler.scale(loss * math.inf if overflow else loss).backward()
-            scaler.step(local)
-            scaler.update()
-            skipped = step in (2, 3)
-            assert equal(before[0], parameters(model)) == skipped
-            assert equal(before[1], residuals(local)) == skipped
-            if skipped:
-                assert all(
-                    torch.equal(one["exp_avg_sq"], other["exp_avg_sq"])
-                    for one, other in zip(
-                        before[2].values(), local.optimizer.state.values(), strict=True
-                    )
+def test_an_overflow_skips_the_step_everywhere(
+    group: pycomm.Group, compression: Compression
+) -> list[Tensor]:
+    model = perceptron()
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+    local = pycomm.LocalSGD(model, adamw(model), compression=compression)
+    for step in range(6):
+        before = parameters(model), residuals(local), copy.deepcopy(local.optimizer.state)
+        local.zero_grad()
+        loss = F.mse_loss(model(batch(group.rank, step)[0]), batch(group.rank, step)[1])
+        overflow = group.rank == 1 and step in (2, 3)
+        scaler.scale(loss * math.inf if overflow else loss).backward()
+        scaler.step(local)
+        scaler.update()
+        skipped = step in (2, 3)
+        assert equal(before[0], parameters(model)) == skipped
+        assert equal(before[1], residuals(local)) == skipped
+        if skipped:
+            assert all(
+                torch.equal(one["exp_avg_sq"], other["exp_avg_sq"])
+                for one, other in zip(
+                    before[2].values(), local.optimizer.state.values(), strict=True
                 )
-        assert local.step_count == 6
-        return parameters(model)
-
-    assert equal(*run_ranks(2, program))
-
-
-@BOTH
-def test_a_loss_scale_changes_nothing_else(compression: Compression) -> None:
-    def program(group: pycomm.Group, scaled: bool, unscale: bool) -> list[Tensor]:
-        model = perceptron()
-        scaler = torch.amp.GradScaler("cpu", init_scale=64.0, enabled=scaled)
-        local = pycomm.LocalSGD(model, adamw(model), compression=compression, clip_norm=0.1)
-        for step in range(5):
-            local.zero_grad()
-            loss = F.mse_loss(model(batch(group.rank, step)[0]), batch(group.rank, step)[1])
-            scaler.scale(loss).backward()
-            if unscale:
-                scaler.unscale_(local)
-            scaler.step(local)
-            scaler.update()
-        return parameters(model)
-
-    plain = run_ranks(2, program, False, False)[0]
-    for unscale in (False, True):
-        assert equal(run_ranks(2, program, True, unscale)[0], plain)
+            )
+    assert local.step_count == 6
+    return parameters(model)
 
 
 def test_buckets_do_not_change_bits(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -437,44 +415,40 @@ def test_adaptive_intervals(compression: Compression) -> None:
         assert equal(x, y)
 
 
+@on_ranks(2)
 @BOTH
-def test_buffers_and_other_layouts(compression: Compression) -> None:
+def test_buffers_and_other_layouts(group: pycomm.Group, compression: Compression) -> list[Tensor]:
     """Buffers are averaged; a channels-last weight keeps its memory order."""
-
-    def program(group: pycomm.Group) -> list[Tensor]:
-        layers = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Flatten(), nn.Linear(8 * 4 * 4, 2)
-        model = seeded(nn.Sequential(*layers[:1], *layers[2:]), 1).to(
-            memory_format=torch.channels_last
-        )
-        model.insert(1, layers[1])
-        local = pycomm.LocalSGD(model, adamw(model), compression=compression)
-        made = torch.Generator().manual_seed(group.rank)
-        for _ in range(3):
-            local.zero_grad()
-            x = torch.randn(4, 3, 6, 6, generator=made)
-            model(x).square().mean().backward()
-            local.step()
-        return [*parameters(model), *(b.clone() for b in model.buffers())]
-
-    assert equal(*run_ranks(2, program))
+    layers = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Flatten(), nn.Linear(8 * 4 * 4, 2)
+    model = seeded(nn.Sequential(*layers[:1], *layers[2:]), 1).to(memory_format=torch.channels_last)
+    model.insert(1, layers[1])
+    local = pycomm.LocalSGD(model, adamw(model), compression=compression)
+    made = torch.Generator().manual_seed(group.rank)
+    for _ in range(3):
+        local.zero_grad()
+        x = torch.randn(4, 3, 6, 6, generator=made)
+        model(x).square().mean().backward()
+        local.step()
+    return [*parameters(model), *(b.clone() for b in model.buffers())]
 
 
+@on_ranks(2)
 @BOTH
-def test_memory_of_parameters_may_be_replaced(compression: Compression) -> None:
-    def program(group: pycomm.Group) -> list[Tensor]:
-        model = perceptron()
-        local = pycomm.LocalSGD(model, adamw(model), compression=compression)
-        for step in range(4):
-            for p in model.parameters():
-                p.data = p.data.clone()
-            before = parameters(model)
-            step_on(model, batch(group.rank, step), local)
-            assert not equal(before, parameters(model))
-        return parameters(model)
+def test_memory_of_parameters_may_be_replaced(
+    group: pycomm.Group, compression: Compression
+) -> list[Tensor]:
+    model = perceptron()
+    local = pycomm.LocalSGD(model, adamw(model), compression=compression)
+    for step in range(4):
+        for p in model.parameters():
+            p.data = p.data.clone()
+        before = parameters(model)
+        step_on(model, batch(group.rank, step), local)
+        assert not equal(before, parameters(model))
+    return parameters(model)
 
-    assert equal(*run_ranks(2, program))
 
-
+@on_ranks(2)
 @pytest.mark.parametrize(
     "compression",
     [
@@ -484,11 +458,10 @@ def test_memory_of_parameters_may_be_replaced(compression: Compression) -> None:
     ],
     ids=["topk", "topk, sharded", "quantize"],
 )
-def test_without_error_feedback_the_rest_is_dropped(compression: Compression) -> None:
-    def program(group: pycomm.Group) -> None:
-        model = perceptron()
-        local = pycomm.LocalSGD(model, adamw(model), compression=compression)
-        step_on(model, batch(group.rank, 0), local)
-        assert not any(bool(e.any()) for e in residuals(local))
-
-    run_ranks(2, program)
+def test_without_error_feedback_the_rest_is_dropped(
+    group: pycomm.Group, compression: Compression
+) -> None:
+    model = perceptron()
+    local = pycomm.LocalSGD(model, adamw(model), compression=compression)
+    step_on(model, batch(group.rank, 0), local)
+    assert not any(bool(e.any()) for e in residuals(local))

@@ -1,6 +1,7 @@
 """Every form of compressed training, in one shape, for the tests of what they promise."""
 
 import copy
+import io
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +26,8 @@ DGC: dict[str, dict[str, Any]] = {
     "dgc fused sharded": {"fused": True, "exchange": "sharded", "select": "model"},
     "dgc small": {"min_count": 1 << 20},
     "dgc dense": {"rampup_begin_step": 1000},
+    "dgc ramp": {"rampup_begin_step": 2, "sparsity": [0.5, 0.75, 0.9], "rampup_step": 4},
+    "dgc unmasked": {"select": "model", "masking": False},
 }
 QUANTIZE = {"quantize": pycomm.Quantize(1, 1), "quantize 3, 8": pycomm.Quantize()}
 LOCAL: dict[str, dict[str, Any]] = {
@@ -67,9 +70,11 @@ class Trained:
         self.stepper.step()
 
     def saved(self) -> list[Any]:
-        """A checkpoint of this rank."""
-        holders = [self.module, self.optimizer, self.holder]
-        return [copy.deepcopy(one.state_dict()) for one in holders if one is not None]
+        """A checkpoint of this rank, as read from a file."""
+        holders, file = [self.module, self.optimizer, self.holder], io.BytesIO()
+        torch.save([one.state_dict() for one in holders if one is not None], file)
+        file.seek(0)
+        return list(torch.load(file, weights_only=True))
 
     def load(self, saved: list[Any]) -> None:
         holders = [self.module, self.optimizer, self.holder]

@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from on_ranks import on_ranks
 from small_models import alone, batch, equal, parameters, perceptron, step_on
 from torch import Tensor, nn
 from torch.nn import functional as F
+from update_training import FEW_BITS, SHARDED, SMALL, adamw
 
 import pycomm
 from pycomm.errors import Error, InvalidArgument
@@ -38,21 +40,18 @@ def run_steps(local: Any, model: nn.Module, rank: int, steps: range) -> list[int
     return averaged
 
 
+@on_ranks(2)
 @pytest.mark.parametrize(
     ("rule", "wanted"), [("paddle", [1, 2, 3, 7, 11, 15]), ("torch", [1, 2, 3, 4, 8, 12, 16])]
 )
-def test_the_steps_that_average(rule: str, wanted: list[int]) -> None:
+def test_the_steps_that_average(group: pycomm.Group, rule: str, wanted: list[int]) -> None:
     """Rule "torch" averages gradients in steps 1 to 3 and parameters after 4, 8, ..."""
-
-    def program(group: pycomm.Group) -> list[int]:
-        model = perceptron(group.rank)
-        local = pycomm.LocalSGD(model, sgd(model), k_steps=4, begin_step=3, rule=rule)
-        assert [step for step in range(1, 4) if local.is_due(step)] == (
-            [1, 2, 3] if rule == "paddle" else []
-        )
-        return run_steps(local, model, group.rank, range(16))
-
-    assert run_ranks(2, program) == [wanted, wanted]
+    model = perceptron(group.rank)
+    local = pycomm.LocalSGD(model, sgd(model), k_steps=4, begin_step=3, rule=rule)
+    assert [step for step in range(1, 4) if local.is_due(step)] == (
+        [1, 2, 3] if rule == "paddle" else []
+    )
+    assert run_steps(local, model, group.rank, range(16)) == wanted
 
 
 @pytest.mark.parametrize("rule", ["paddle", "torch"])
@@ -133,15 +132,13 @@ class RoundedUp(torch.optim.Adam):
         return result
 
 
-def test_averages_are_equal_though_ranks_round_differently() -> None:
-    def program(group: pycomm.Group) -> list[Tensor]:
-        model = perceptron(group.rank)
-        optimizer = (RoundedUp if group.rank else torch.optim.Adam)(model.parameters(), lr=0.01)
-        local = pycomm.LocalSGD(model, optimizer, k_steps=2, begin_step=3)
-        assert run_steps(local, model, group.rank, range(7)) == [1, 2, 3, 5, 7]
-        return parameters(model)
-
-    assert equal(*run_ranks(2, program))
+@on_ranks(2)
+def test_averages_are_equal_though_ranks_round_differently(group: pycomm.Group) -> list[Tensor]:
+    model = perceptron(group.rank)
+    optimizer = (RoundedUp if group.rank else torch.optim.Adam)(model.parameters(), lr=0.01)
+    local = pycomm.LocalSGD(model, optimizer, k_steps=2, begin_step=3)
+    assert run_steps(local, model, group.rank, range(7)) == [1, 2, 3, 5, 7]
+    return parameters(model)
 
 
 @pytest.mark.parametrize("momentum", ["local", "averaged"])
@@ -256,24 +253,22 @@ def test_adaptive_follows_rate_and_loss() -> None:
     assert run_ranks(2, program, "begin") == [wanted] * 2
 
 
+@on_ranks(2)
 @pytest.mark.parametrize("wrong", ["loss", "nan", "rate", "first"])
-def test_adaptive_without_an_interval_raises_everywhere(wrong: str) -> None:
-    def program(group: pycomm.Group) -> None:
-        model = perceptron()
-        optimizer = sgd(model)
-        local = pycomm.AdaptiveLocalSGD(model, optimizer)
-        for step in (1, 2):
-            step_on(model, batch(group.rank, step), optimizer)
-            loss = {"loss": (1.0, 0.0), "nan": (1.0, math.nan), "first": (-1.0, 1.0)}
-            if step == 2:
-                if wrong == "rate" and group.rank == 0:
-                    optimizer.param_groups[0]["lr"] = 0.0
-                with pytest.raises(InvalidArgument, match="no interval follows from loss"):
-                    local.step(loss.get(wrong, (1.0, 1.0))[1])
-            else:
-                local.step(loss.get(wrong, (1.0, 1.0))[0])
-
-    run_ranks(2, program)
+def test_adaptive_without_an_interval_raises_everywhere(group: pycomm.Group, wrong: str) -> None:
+    model = perceptron()
+    optimizer = sgd(model)
+    local = pycomm.AdaptiveLocalSGD(model, optimizer)
+    for step in (1, 2):
+        step_on(model, batch(group.rank, step), optimizer)
+        loss = {"loss": (1.0, 0.0), "nan": (1.0, math.nan), "first": (-1.0, 1.0)}
+        if step == 2:
+            if wrong == "rate" and group.rank == 0:
+                optimizer.param_groups[0]["lr"] = 0.0
+            with pytest.raises(InvalidArgument, match="no interval follows from loss"):
+                local.step(loss.get(wrong, (1.0, 1.0))[1])
+        else:
+            local.step(loss.get(wrong, (1.0, 1.0))[0])
 
 
 def overflowing(model: nn.Module, data: tuple[Tensor, Tensor], overflow: bool) -> Tensor:
@@ -317,11 +312,16 @@ def test_skipped_step_delays_no_rank(scaler: str, adaptive: bool) -> None:
     assert all(bool(x.isfinite().all()) for x in (*a, *b))
 
 
-def test_a_loss_scale_changes_nothing_else() -> None:
-    def program(group: pycomm.Group, scaled: bool, make: Any, unscale: bool) -> list[Tensor]:
+FORMS = [(make, {"k_steps": 2, "begin_step": 2}) for make in (sgd, adam)]
+FORMS += [(adamw, {"compression": c, "clip_norm": 0.1}) for c in (SMALL, SHARDED, FEW_BITS)]
+
+
+@pytest.mark.parametrize(("make", "options"), FORMS)
+def test_a_loss_scale_changes_nothing_else(make: Any, options: dict[str, Any]) -> None:
+    def program(group: pycomm.Group, scaled: bool, unscale: bool) -> list[Tensor]:
         model = perceptron()
         scaler = torch.amp.GradScaler("cpu", init_scale=64.0, enabled=scaled)
-        local = pycomm.LocalSGD(model, make(model), 2, begin_step=2)
+        local = pycomm.LocalSGD(model, make(model), **options)
         for step in range(6):
             local.zero_grad()
             scaler.scale(loss_of(model, batch(group.rank, step))).backward()
@@ -331,28 +331,25 @@ def test_a_loss_scale_changes_nothing_else() -> None:
             scaler.update()
         return parameters(model)
 
-    for make in (sgd, adam):
-        plain = run_ranks(2, program, False, make, False)[0]
-        assert equal(run_ranks(2, program, True, make, False)[0], plain)
-        assert equal(run_ranks(2, program, True, make, True)[0], plain)
+    plain = run_ranks(2, program, False, False)[0]
+    for unscale in (False, True):
+        assert equal(run_ranks(2, program, True, unscale)[0], plain)
 
 
-def test_where_gradients_are_averaged_all_skip_together() -> None:
-    def program(group: pycomm.Group) -> list[Tensor]:
-        model = perceptron()
-        scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
-        local = pycomm.LocalSGD(model, adam(model), 2, begin_step=9)
-        for step in range(4):
-            before = parameters(model)
-            local.zero_grad()
-            overflow = group.rank == 1 and step == 2
-            scaler.scale(overflowing(model, batch(group.rank, step), overflow)).backward()
-            scaler.step(local)
-            scaler.update()
-            assert equal(before, parameters(model)) == (step == 2)
-        return parameters(model)
-
-    assert equal(*run_ranks(2, program))
+@on_ranks(2)
+def test_where_gradients_are_averaged_all_skip_together(group: pycomm.Group) -> list[Tensor]:
+    model = perceptron()
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+    local = pycomm.LocalSGD(model, adam(model), 2, begin_step=9)
+    for step in range(4):
+        before = parameters(model)
+        local.zero_grad()
+        overflow = group.rank == 1 and step == 2
+        scaler.scale(overflowing(model, batch(group.rank, step), overflow)).backward()
+        scaler.step(local)
+        scaler.update()
+        assert equal(before, parameters(model)) == (step == 2)
+    return parameters(model)
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 16])
@@ -432,25 +429,23 @@ def test_resume_between_two_averages() -> None:
         assert all(equal(a, b) for a, b in zip(whole, resumed, strict=True))
 
 
-def test_bad_arguments() -> None:
-    def program(group: pycomm.Group) -> None:
-        model = perceptron()
-        for wrong in (
-            {"k_steps": 0}, {"begin_step": 0}, {"rule": "often"}, {"momentum": "none"},
-        ):  # fmt: skip
-            with pytest.raises(InvalidArgument):
-                pycomm.LocalSGD(model, sgd(model), **wrong)
-        with pytest.raises(InvalidArgument, match="SGD"):
-            pycomm.LocalSGD(model, adam(model), momentum="averaged")
-        with pytest.raises(InvalidArgument, match="pass the module inside it"):
-            pycomm.LocalSGD(pycomm.DataParallel(model), sgd(model))
-        for wrong in ({"rule": "torch"}, {"reference": "last"}, {"init_k_steps": 17}):
-            with pytest.raises(InvalidArgument):
-                pycomm.AdaptiveLocalSGD(model, sgd(model), **wrong)
+@on_ranks(1)
+def test_bad_arguments(group: pycomm.Group) -> None:
+    model = perceptron()
+    for wrong in (
+        {"k_steps": 0}, {"begin_step": 0}, {"rule": "often"}, {"momentum": "none"},
+    ):  # fmt: skip
         with pytest.raises(InvalidArgument):
-            pycomm.StaticLossScaler(0.0)
-
-    run_ranks(1, program)
+            pycomm.LocalSGD(model, sgd(model), **wrong)
+    with pytest.raises(InvalidArgument, match="SGD"):
+        pycomm.LocalSGD(model, adam(model), momentum="averaged")
+    with pytest.raises(InvalidArgument, match="pass the module inside it"):
+        pycomm.LocalSGD(pycomm.DataParallel(model), sgd(model))
+    for wrong in ({"rule": "torch"}, {"reference": "last"}, {"init_k_steps": 17}):
+        with pytest.raises(InvalidArgument):
+            pycomm.AdaptiveLocalSGD(model, sgd(model), **wrong)
+    with pytest.raises(InvalidArgument):
+        pycomm.StaticLossScaler(0.0)
 
 
 def test_static_scale_is_kept() -> None:
