@@ -70,28 +70,6 @@ def _where_there_is(algorithm: str | None, n: int, fn: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("n", SIZES)
-def test_every_verb_over_every_transport(n: int, transport: str) -> None:
-    def fn(group: Group) -> Any:
-        assert (group.size, pycomm.size(), len(group.peer_info())) == (n, n, n)
-        assert group.rank == pycomm.rank() == group.ranks[group.rank]
-        x = data(group.rank, 100_003, np.float32)
-        total = pycomm.all_reduce(x.copy())
-        rows = pycomm.all_gather(x)
-        mine = pycomm.reduce_scatter(rows)
-        sent = [pycomm.broadcast(x.copy(), src) for src in range(n)]
-        pycomm.barrier()
-        return total, rows, mine, sent
-
-    every = [data(r, 100_003, np.float32) for r in range(n)]
-    for rank, (total, rows, mine, sent) in enumerate(run_ranks(n, fn, transport=transport)):
-        assert np.array_equal(total, sum(every))
-        assert np.array_equal(rows, every)
-        assert np.array_equal(mine, every[rank] * n)
-        assert np.array_equal(sent, every)
-
-
-@pytest.mark.parametrize("transport", TRANSPORTS)
 def test_messages_keep_their_order_and_tags(transport: str) -> None:
     def one_way(group: Group) -> Any:
         if group.rank == 0:
@@ -214,36 +192,6 @@ def test_ring_sends_the_expected_bytes(n: int) -> None:
         return payload
 
     assert run_ranks(n, fn) == [2 * (n - 1) * 10_240 * 4] * n
-
-
-def shapes_and_arguments(group: Group) -> float:
-    x = np.ones(4, np.float32)
-    cases = [
-        (lambda: pycomm.all_reduce(x, "median"), "median"),
-        (lambda: pycomm.all_reduce(x, algorithm="magic"), "magic"),
-        (lambda: pycomm.all_reduce(x, timeout_s=0), "timeout_s"),
-        (lambda: pycomm.all_reduce(x, timeout_s=float("nan")), "timeout_s"),
-        (lambda: pycomm.broadcast(x, 2), "rank 2"),
-        (lambda: pycomm.broadcast(x, -1), "rank -1"),
-        (lambda: pycomm.send(x, 5), "rank 5"),
-        (lambda: pycomm.send(x, 1 - group.rank, tag=-1), "tag"),
-        (lambda: pycomm.all_gather(x, np.ones(8, np.float32)), "shape"),
-        (lambda: pycomm.all_gather(x, np.ones((2, 4))), "dtype"),
-        (lambda: pycomm.reduce_scatter(x), "shape"),
-        (lambda: pycomm.reduce_scatter(np.float32(1)), "shape"),
-        (lambda: pycomm.reduce_scatter(np.ones((2, 3)), out=np.ones(4)), "shape"),
-        (lambda: pycomm.set_num_threads(0), "invalid n: got 0"),
-    ]
-    for call, message in cases:
-        with pytest.raises(errors.InvalidArgument, match=message):
-            call()
-    with pytest.raises(errors.Unsupported, match="avg"):
-        pycomm.all_reduce(np.ones(3, int), "avg")
-    return float(pycomm.all_reduce(x)[0])
-
-
-def test_wrong_arguments_raise_before_data_is_sent() -> None:
-    assert run_ranks(2, shapes_and_arguments) == [2.0, 2.0]
 
 
 def counts() -> tuple[int, int, float]:

@@ -176,23 +176,20 @@ def test_evaluation_and_a_single_rank_are_torchs_layer() -> None:
     run_ranks(2, program)
 
 
-def test_calls_of_a_pass() -> None:
+@on_ranks(2)
+def test_calls_of_a_pass(group: pycomm.Group) -> None:
     """One in each direction; none back where only the parameters have gradients."""
-
-    def program(group: pycomm.Group) -> list[int]:
-        layer = pycomm.SyncBatchNorm(CHANNELS)
-        found = []
-        for needs_gradient in (True, False):
-            x = torch.ones(2, CHANNELS, requires_grad=needs_gradient)
-            calls = [group.stats().calls]
-            y = layer(x)
-            calls.append(group.stats().calls)
-            y.sum().backward()  # an expanded gradient
-            calls.append(group.stats().calls)
-            found += [later - earlier for earlier, later in itertools.pairwise(calls)]
-        return found
-
-    assert run_ranks(2, program) == [[1, 1, 1, 0]] * 2
+    layer = pycomm.SyncBatchNorm(CHANNELS)
+    found = []
+    for needs_gradient in (True, False):
+        x = torch.ones(2, CHANNELS, requires_grad=needs_gradient)
+        calls = [group.stats().calls]
+        y = layer(x)
+        calls.append(group.stats().calls)
+        y.sum().backward()  # an expanded gradient
+        calls.append(group.stats().calls)
+        found += [later - earlier for earlier, later in itertools.pairwise(calls)]
+    assert found == [1, 1, 1, 0]
 
 
 @on_ranks(2)

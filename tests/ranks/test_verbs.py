@@ -1,4 +1,4 @@
-"""The verbs that gather, scatter and exchange, for arrays of any layout, and reduce to one rank."""
+"""The verbs, for arrays of any layout."""
 
 import os
 import signal
@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from on_ranks import on_ranks
 
 import pycomm
 from pycomm import Group, _core, errors
@@ -44,6 +45,7 @@ def result(call: Any, async_op: bool) -> Any:
 def every_verb(group: Group, dtype: str, async_op: bool, make: Any) -> None:
     """Each verb by each root, with `out` allocated and given, compared with NumPy."""
     n, me = group.size, group.rank
+    assert (pycomm.size(), pycomm.rank(), len(group.peer_info())) == (n, me, n)
     for shape in SHAPES:
         if dtype != "int64" and shape == (70_001,):
             continue
@@ -74,7 +76,17 @@ def every_verb(group: Group, dtype: str, async_op: bool, make: Any) -> None:
                 assert out is None or got is out
             assert np.array_equal(x, rows[me])
 
+            got = result(pycomm.broadcast(make(each[me]), root, **options), async_op)
+            assert np.array_equal(got, each[root])
+
+        most = np.maximum.reduce
+        x = make(each[me])
+        assert np.array_equal(result(pycomm.all_gather(x, **options), async_op), each)
+        got = result(pycomm.all_reduce(x, "max", **options), async_op)
+        assert np.array_equal(got, most(each))
         x = make(rows[me])
+        got = result(pycomm.reduce_scatter(x, "max", **options), async_op)
+        assert np.array_equal(got, most(rows)[me])
         for out in (None, make(np.zeros((n, *shape), dtype))):
             got = result(pycomm.all_to_all(x, out, **options), async_op)
             assert np.array_equal(got, [row[me] for row in rows])
@@ -164,19 +176,18 @@ def test_all_gather_v_of_each_dtype_and_kind() -> None:
     run_ranks(3, fn)
 
 
-def test_all_gather_v_whose_rows_differ_is_a_mismatch_on_every_rank() -> None:
-    def fn(group: Group) -> Any:
-        cases = [
-            (np.zeros((2, 3 + group.rank // 2)), "rank 0 3 float64, rank 2 4 float64"),
-            (np.zeros((2, 2, 3) if group.rank else (2, 3, 2)), "another shape"),
-            (np.zeros(2, "int32" if group.rank == 1 else "uint8"), "rank 1 1 int32"),
-        ]
-        for x, message in cases:
-            with pytest.raises(errors.Mismatch, match=message):
-                pycomm.all_gather_v(x, group=group)
-        return [len(part) for part in pycomm.all_gather_v(np.zeros(group.rank), group=group)]
-
-    assert run_ranks(3, fn) == [[0, 1, 2]] * 3
+@on_ranks(3)
+def test_all_gather_v_whose_rows_differ_is_a_mismatch_on_every_rank(group: Group) -> None:
+    cases = [
+        (np.zeros((2, 3 + group.rank // 2)), "rank 0 3 float64, rank 2 4 float64"),
+        (np.zeros((2, 2, 3) if group.rank else (2, 3, 2)), "another shape"),
+        (np.zeros(2, "int32" if group.rank == 1 else "uint8"), "rank 1 1 int32"),
+    ]
+    for x, message in cases:
+        with pytest.raises(errors.Mismatch, match=message):
+            pycomm.all_gather_v(x, group=group)
+    parts = pycomm.all_gather_v(np.zeros(group.rank), group=group)
+    assert [len(part) for part in parts] == [0, 1, 2]
 
 
 def test_inputs_that_share_memory_with_the_output() -> None:
@@ -201,43 +212,56 @@ def test_inputs_that_share_memory_with_the_output() -> None:
         assert parts == [0, 1, 2]
 
 
-def test_wrong_arguments_raise_before_data_is_sent() -> None:
-    def fn(group: Group) -> Any:
-        me = group.rank
-        x, flat = np.ones(4, np.float32), np.float32(1)
-        rows = np.ones((2, 3))
-        cases = [
-            (lambda: pycomm.reduce(x, 2), "rank 2"),
-            (lambda: pycomm.reduce(x, -1), "rank -1"),
-            (lambda: pycomm.reduce(x, 0, "median"), "median"),
-            (lambda: pycomm.gather(x, 5), "rank 5"),
-            (lambda: pycomm.gather(x, me, np.ones(8, np.float32)), "shape"),
-            (lambda: pycomm.gather(x, me, np.ones((2, 4))), "dtype"),
-            (lambda: pycomm.gather(x, 1 - me, np.ones((2, 4), np.float32)), "out is for rank"),
-            (lambda: pycomm.scatter(x), "shape"),
-            (lambda: pycomm.scatter(rows, 7), "rank 7"),
-            (lambda: pycomm.scatter(None, me), "rank . must pass x"),
-            (lambda: pycomm.scatter(None, 1 - me), "x or out"),
-            (lambda: pycomm.scatter(rows, me, np.ones(2)), "shape"),
-            (lambda: pycomm.scatter(rows, me, np.ones(3, int)), "dtype"),
-            (lambda: pycomm.all_to_all(x), "shape"),
-            (lambda: pycomm.all_to_all(flat), "shape"),
-            (lambda: pycomm.all_to_all(rows, np.ones((2, 2))), "shape"),
-            (lambda: pycomm.all_to_all(rows, np.ones((2, 3), int)), "dtype"),
-            (lambda: pycomm.all_gather_v(flat), "scalar"),
-            (lambda: pycomm.all_reduce(x, algorithm="magic"), "magic"),
-        ]
-        for call, message in cases:
-            with pytest.raises(errors.InvalidArgument, match=message):
-                call()
-        for out in (x, [x], [x, None], [x, np.ones(3, np.float32)], [x, np.ones(4)]):
-            with pytest.raises(errors.InvalidArgument):  # the lengths are known by then
-                pycomm.all_gather_v(x, out, group=group)
-        with pytest.raises(errors.Unsupported, match="avg"):
-            pycomm.reduce(np.ones(3, int), 0, "avg")
-        return float(pycomm.all_reduce(x)[0])
-
-    assert run_ranks(2, fn) == [2.0, 2.0]
+@on_ranks(2)
+def test_wrong_arguments_raise_before_data_is_sent(group: Group) -> None:
+    me = group.rank
+    x, flat = np.ones(4, np.float32), np.float32(1)
+    rows = np.ones((2, 3))
+    cases = [
+        (lambda: pycomm.reduce(x, 2), "rank 2"),
+        (lambda: pycomm.reduce(x, -1), "rank -1"),
+        (lambda: pycomm.reduce(x, 0, "median"), "median"),
+        (lambda: pycomm.gather(x, 5), "rank 5"),
+        (lambda: pycomm.gather(x, me, np.ones(8, np.float32)), "shape"),
+        (lambda: pycomm.gather(x, me, np.ones((2, 4))), "dtype"),
+        (lambda: pycomm.gather(x, 1 - me, np.ones((2, 4), np.float32)), "out is for rank"),
+        (lambda: pycomm.scatter(x), "shape"),
+        (lambda: pycomm.scatter(rows, 7), "rank 7"),
+        (lambda: pycomm.scatter(None, me), "rank . must pass x"),
+        (lambda: pycomm.scatter(None, 1 - me), "x or out"),
+        (lambda: pycomm.scatter(rows, me, np.ones(2)), "shape"),
+        (lambda: pycomm.scatter(rows, me, np.ones(3, int)), "dtype"),
+        (lambda: pycomm.all_to_all(x), "shape"),
+        (lambda: pycomm.all_to_all(flat), "shape"),
+        (lambda: pycomm.all_to_all(rows, np.ones((2, 2))), "shape"),
+        (lambda: pycomm.all_to_all(rows, np.ones((2, 3), int)), "dtype"),
+        (lambda: pycomm.all_gather_v(flat), "scalar"),
+        (lambda: pycomm.all_reduce(x, algorithm="magic"), "magic"),
+        (lambda: pycomm.all_reduce(x, "median"), "median"),
+        (lambda: pycomm.all_reduce(x, timeout_s=0), "timeout_s"),
+        (lambda: pycomm.all_reduce(x, timeout_s=float("nan")), "timeout_s"),
+        (lambda: pycomm.broadcast(x, 2), "rank 2"),
+        (lambda: pycomm.broadcast(x, -1), "rank -1"),
+        (lambda: pycomm.send(x, 5), "rank 5"),
+        (lambda: pycomm.send(x, 1 - me, tag=-1), "tag"),
+        (lambda: pycomm.all_gather(x, np.ones(8, np.float32)), "shape"),
+        (lambda: pycomm.all_gather(x, np.ones((2, 4))), "dtype"),
+        (lambda: pycomm.reduce_scatter(x), "shape"),
+        (lambda: pycomm.reduce_scatter(flat), "shape"),
+        (lambda: pycomm.reduce_scatter(rows, out=np.ones(4)), "shape"),
+        (lambda: pycomm.set_num_threads(0), "invalid n: got 0"),
+    ]
+    for call, message in cases:
+        with pytest.raises(errors.InvalidArgument, match=message):
+            call()
+    for out in (x, [x], [x, None], [x, np.ones(3, np.float32)], [x, np.ones(4)]):
+        with pytest.raises(errors.InvalidArgument):  # the lengths are known by then
+            pycomm.all_gather_v(x, out, group=group)
+    with pytest.raises(errors.Unsupported, match="avg"):
+        pycomm.reduce(np.ones(3, int), 0, "avg")
+    with pytest.raises(errors.Unsupported, match="avg"):
+        pycomm.all_reduce(np.ones(3, int), "avg")
+    assert float(pycomm.all_reduce(x)[0]) == 2.0
 
 
 def test_reduce_writes_no_other_array() -> None:
@@ -261,14 +285,12 @@ def test_values_of_all_ranks() -> None:
     assert run_ranks(1, fn) == [wanted[:1]]
 
 
-def test_unsupported_value_is_reported_on_every_rank() -> None:
-    def fn(group: Group) -> Any:
-        value = {"loss": 1j} if group.rank == 1 else 1.5
-        with pytest.raises(errors.InvalidArgument, match=r"rank 1: value\['loss'\]") as caught:
-            pycomm.all_gather_object(value, group=group)
-        return caught.value.peer, pycomm.all_gather_object(group.rank, group=group)
-
-    assert run_ranks(3, fn) == [(1, [0, 1, 2])] * 3
+@on_ranks(3)
+def test_unsupported_value_is_reported_on_every_rank(group: Group) -> None:
+    value = {"loss": 1j} if group.rank == 1 else 1.5
+    with pytest.raises(errors.InvalidArgument, match=r"rank 1: value\['loss'\]") as caught:
+        pycomm.all_gather_object(value, group=group)
+    assert (caught.value.peer, pycomm.all_gather_object(group.rank, group=group)) == (1, [0, 1, 2])
 
 
 def end_before_exchange(group: Group) -> Any:
