@@ -248,6 +248,26 @@ def test_several_hosts_without_a_secret_are_warned(tmp_path: Path, capsys: Any) 
     assert "any client that can reach 192.0.2.1:29400 can join this run" in stderr
 
 
+def check_ends(process: Any, ranks: int, how: int, limit_s: float) -> None:
+    """Sends the launcher a signal when so many ranks have printed their process ids: all end."""
+    lines: list[str] = []
+    while len(lines) < ranks:
+        line = process.stdout.readline()
+        assert line, process.stderr.read()
+        lines += [line] if line.startswith("pid") else []
+    pidfds = [os.pidfd_open(int(line.split()[1])) for line in lines]
+    process.send_signal(how)
+    process.wait(60)
+    try:
+        for pidfd in pidfds:
+            assert select.select([pidfd], [], [], limit_s)[0], "a rank outlives the launcher"
+    finally:
+        for pidfd in pidfds:
+            with contextlib.suppress(ProcessLookupError):  # it ended, as it should
+                signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+            os.close(pidfd)
+
+
 # Lives until it is killed.
 SLEEPS = """{python} -c 'import os, time
 print("pid", os.getpid(), flush=True)
@@ -268,22 +288,7 @@ def wrapped(folder: Path, code: str) -> list[str]:
 def test_processes_of_a_wrapper_end_with_the_launcher(how: int, tmp_path: Path) -> None:
     code = WRAPPER if how == signal.SIGKILL else IN_FRONT
     with ending(started(tmp_path, *wrapped(tmp_path, code))) as process:
-        lines: list[str] = []
-        while len(lines) < code.count("getpid"):
-            line = process.stdout.readline()
-            assert line, process.stderr.read()
-            lines += [line] if line.startswith("pid") else []
-        ranks = [os.pidfd_open(int(line.split()[1])) for line in lines]
-        process.send_signal(how)
-        process.wait(60)
-        try:
-            for rank in ranks:
-                assert select.select([rank], [], [], 30)[0], "an orphan remains"
-        finally:
-            for rank in ranks:
-                with contextlib.suppress(ProcessLookupError):  # it ended, as it should
-                    signal.pidfd_send_signal(rank, signal.SIGKILL)
-                os.close(rank)
+        check_ends(process, code.count("getpid"), how, 30)
 
 
 @pytest.mark.parametrize(
@@ -338,32 +343,10 @@ def test_ranks_of_torchrun_end_with_an_error_when_it_is_killed(
 ) -> None:
     """Both wait for the other, without heartbeats that could detect a dead rank."""
     (tmp_path / "program.py").write_text(UNDER_TORCHRUN)
-    arguments = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nproc-per-node=2",
-        "--standalone",
-    ]
-    if wrapped:
-        arguments += ["--no-python", "sh", "-c", f"{sys.executable} program.py; true"]
-    else:
-        arguments += ["program.py"]
+    run = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
+    in_a_shell = ["--no-python", "sh", "-c", f"{sys.executable} program.py; true"]
+    arguments = [*run, *(in_a_shell if wrapped else ["program.py"])]
     with ending(started(tmp_path, *arguments)) as process:
-        lines: list[str] = []
-        while len(lines) < 2:
-            line = process.stdout.readline()
-            assert line, process.stderr.read()
-            lines += [line] if line.startswith("pid") else []
-        ranks = [os.pidfd_open(int(line.split()[1])) for line in lines]
-        process.kill()
-        try:
-            for rank in ranks:
-                assert select.select([rank], [], [], 10)[0], "a rank outlives the launcher"
-        finally:
-            for rank in ranks:
-                with contextlib.suppress(ProcessLookupError):  # it ended, as it should
-                    signal.pidfd_send_signal(rank, signal.SIGKILL)
-                os.close(rank)
+        check_ends(process, 2, signal.SIGKILL, 10)
     for rank in range(2):
         assert "the launcher of this rank (torchrun" in (tmp_path / f"said{rank}").read_text()

@@ -3,6 +3,7 @@
 import gc
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -115,46 +116,45 @@ def threads_and_descriptors() -> tuple[int, int]:
     return len(list(Path("/proc/self/task").iterdir())), len(list(Path("/proc/self/fd").iterdir()))
 
 
-def serve_without_threads(group: Group) -> list[Any]:
-    """Serves a store whose thread cannot be created: the error, and whether nothing leaked."""
-    pycomm.barrier(group=group)
-    before = threads_and_descriptors()
-    refused = ""
+def refused(make: Callable[[], object]) -> list[Any]:
+    """The error of what needs a thread that cannot be created, and whether nothing leaked."""
+    before, text = threads_and_descriptors(), ""
     with no_new_threads():
         try:
-            _core.TcpStore.serve("127.0.0.1", 0, "0123456789abcdef")
+            make()
         except errors.Unsupported as error:  # the result: its text is asserted
-            refused = str(error)
-        same = threads_and_descriptors() == before
-    _core.TcpStore.serve("127.0.0.1", 0, "0123456789abcdef").set("key", b"value", 1.0)
-    return [refused, same]
+            text = str(error)
+        gc.collect()
+        return [text, threads_and_descriptors() == before]
+
+
+def check_refused(results: list[Any], thread: str) -> None:
+    for text, same in results:
+        assert f"the thread {thread} cannot be created: Resource temporarily" in text
+        assert same
+
+
+def serve_without_threads(group: Group) -> list[Any]:
+    """Serves a store."""
+    pycomm.barrier(group=group)
+    result = refused(lambda: _core.TcpStore.serve("127.0.0.1", 0, KEY))
+    _core.TcpStore.serve("127.0.0.1", 0, KEY).set("key", b"value", 1.0)
+    return result
 
 
 def test_store_without_a_thread_is_rejected_and_leaks_nothing() -> None:
-    ((refused, same),) = run_ranks(1, serve_without_threads, processes=True)
-    assert "the thread pycomm-store cannot be created: Resource temporarily" in refused
-    assert same
+    check_refused(run_ranks(1, serve_without_threads, processes=True), "pycomm-store")
 
 
 def split_without_threads(group: Group) -> list[Any]:
-    """Forms a group whose heartbeat thread cannot be created."""
+    """Forms a group, which has a heartbeat thread."""
     pycomm.barrier(group=group)
-    before = threads_and_descriptors()
-    refused = ""
-    with no_new_threads():
-        try:
-            group.split(0)
-        except errors.Unsupported as error:  # the result: its text is asserted
-            refused = str(error)
-        gc.collect()
-        same = threads_and_descriptors() == before
-    return [refused, same]
+    return refused(lambda: group.split(0))
 
 
 def test_group_without_a_heartbeat_thread_is_rejected_and_leaks_nothing() -> None:
-    for refused, same in run_ranks(2, split_without_threads, transport="tcp", processes=True):
-        assert "the thread pycomm-timer cannot be created: Resource temporarily" in refused
-        assert same
+    results = run_ranks(2, split_without_threads, transport="tcp", processes=True)
+    check_refused(results, "pycomm-timer")
 
 
 def connect_on_demand_without_threads(group: Group) -> list[Any]:
@@ -164,22 +164,13 @@ def connect_on_demand_without_threads(group: Group) -> list[Any]:
     pycomm.broadcast(port, 0, group=group)
     store = served or _core.TcpStore.connect("127.0.0.1", int(port[0]), KEY, 10.0)
     pycomm.barrier(group=group)
-    before = threads_and_descriptors()
-    refused = ""
-    with no_new_threads():
-        try:
-            connect(store, group.rank, 2, secret=KEY, transport="tcp", full_mesh=1)
-        except errors.Unsupported as error:  # the result: its text is asserted
-            refused = str(error)
-        gc.collect()
-        same = threads_and_descriptors() == before
+    options: dict[str, Any] = {"secret": KEY, "transport": "tcp", "full_mesh": 1}
+    result = refused(lambda: connect(store, group.rank, 2, **options))
     pycomm.barrier(group=group)
-    return [refused, same]
+    return result
 
 
 @pytest.mark.no_attack("who calls the store is a descriptor of rank 0, and those are counted")
 def test_on_demand_group_without_a_thread_is_rejected() -> None:
-    ranks = run_ranks(2, connect_on_demand_without_threads, transport="tcp", processes=True)
-    for refused, same in ranks:
-        assert "the thread pycomm-connect cannot be created: Resource temporarily" in refused
-        assert same
+    results = run_ranks(2, connect_on_demand_without_threads, transport="tcp", processes=True)
+    check_refused(results, "pycomm-connect")
