@@ -152,38 +152,34 @@ const ByTransport kDisagreeLarge{
         });
     }};
 
-const ByTransport kDisagreeOften{
-    "50 disagreements in a row", [](const std::string& by) {
-      ranks::run_groups(4, by, [](group::Group& group) {
-        std::mt19937 random(11);
-        for (int i = 0; i < 50; ++i) {
-          const auto calls = two_way_calls(random() % 8 == 0 ? kLarge / 4 : kSmall);
-          const group::Call& call = calls[random() % calls.size()];
-          auto others = variants_of(call);
-          std::erase_if(others,
-                        [](const group::Call& c) { return c.operation == Operation::broadcast; });
-          disagree(group, call, others[random() % others.size()], static_cast<int>(random() % 4));
-        }
-        for (int i = 0; i < 20; ++i) expect_sound(group, kSmall, i);
-      });
+const ranks::ByGroups kDisagreeOften{
+    "50 disagreements in a row", 4, [](group::Group& group) {
+      std::mt19937 random(11);
+      for (int i = 0; i < 50; ++i) {
+        const auto calls = two_way_calls(random() % 8 == 0 ? kLarge / 4 : kSmall);
+        const group::Call& call = calls[random() % calls.size()];
+        auto others = variants_of(call);
+        std::erase_if(others,
+                      [](const group::Call& c) { return c.operation == Operation::broadcast; });
+        disagree(group, call, others[random() % others.size()], static_cast<int>(random() % 4));
+      }
+      for (int i = 0; i < 20; ++i) expect_sound(group, kSmall, i);
     }};
 
-const ByTransport kAllDiffer{"every rank makes another call", [](const std::string& by) {
-                               ranks::run_groups(4, by, [](group::Group& group) {
-                                 for (int i = 0; i < 10; ++i) {
-                                   group::Call call{.operation = Operation::all_reduce,
-                                                    .dtype = Dtype::float32,
-                                                    .count = kSmall,
-                                                    .algorithm = Algorithm::direct};
-                                   call.count += static_cast<size_t>(group.rank());
-                                   Arrays arrays(4, call);
-                                   const Ending ending =
-                                       ending_of([&] { group.run(arrays.with(call)); });
-                                   expect(ending.is(ErrorKind::mismatch), ending.text());
-                                 }
-                                 expect_sound(group, kSmall);
-                               });
-                             }};
+const ranks::ByGroups kAllDiffer{"every rank makes another call", 4, [](group::Group& group) {
+                                   for (int i = 0; i < 10; ++i) {
+                                     group::Call call{.operation = Operation::all_reduce,
+                                                      .dtype = Dtype::float32,
+                                                      .count = kSmall,
+                                                      .algorithm = Algorithm::direct};
+                                     call.count += static_cast<size_t>(group.rank());
+                                     Arrays arrays(4, call);
+                                     const Ending ending =
+                                         ending_of([&] { group.run(arrays.with(call)); });
+                                     expect(ending.is(ErrorKind::mismatch), ending.text());
+                                   }
+                                   expect_sound(group, kSmall);
+                                 }};
 
 const ByTransport kOneWay{
     "a broadcast that ranks disagree about ends at the next barrier", [](const std::string& by) {
@@ -215,92 +211,86 @@ const ByTransport kOneWay{
         });
     }};
 
-const ByTransport kInOrder{
-    "a message in transit is not truncated by a disagreement", [](const std::string& by) {
-      ranks::run_groups(3, by, [](group::Group& group) {
-        for (int i = 0; i < 5; ++i) {
-          Array array(Dtype::float32, kLarge);
-          const auto fill = [&](Array& a) { a.fill([&](size_t j) { return element(i, j); }); };
-          const auto move = [&](Operation operation, int peer) {
-            group.run({.operation = operation,
-                       .dtype = Dtype::float32,
-                       .input = array.data(),
-                       .output = array.data(),
-                       .count = kLarge,
-                       .peer = peer});
-          };
-          fill(array);
-          const Array truth = array;
-          if (group.rank() == 0) move(Operation::send, 1);
-          disagree(group, {.operation = Operation::all_reduce, .dtype = Dtype::float32, .count = 9},
-                   {.operation = Operation::barrier}, 2);
-          if (group.rank() == 1) {
-            array = Array(Dtype::float32, kLarge);
-            move(Operation::recv, 0);
-            expect(array == truth, "the message was truncated");
-          }
+const ranks::ByGroups kInOrder{
+    "a message in transit is not truncated by a disagreement", 3, [](group::Group& group) {
+      for (int i = 0; i < 5; ++i) {
+        Array array(Dtype::float32, kLarge);
+        const auto fill = [&](Array& a) { a.fill([&](size_t j) { return element(i, j); }); };
+        const auto move = [&](Operation operation, int peer) {
+          group.run({.operation = operation,
+                     .dtype = Dtype::float32,
+                     .input = array.data(),
+                     .output = array.data(),
+                     .count = kLarge,
+                     .peer = peer});
+        };
+        fill(array);
+        const Array truth = array;
+        if (group.rank() == 0) move(Operation::send, 1);
+        disagree(group, {.operation = Operation::all_reduce, .dtype = Dtype::float32, .count = 9},
+                 {.operation = Operation::barrier}, 2);
+        if (group.rank() == 1) {
+          array = Array(Dtype::float32, kLarge);
+          move(Operation::recv, 0);
+          expect(array == truth, "the message was truncated");
+        }
+      }
+      expect_sound(group, kSmall);
+    }};
+
+const ranks::ByGroups kUncut{
+    "a notice of an earlier call does not truncate a message", 2, [](group::Group& group) {
+      for (int i = 0; i < 5; ++i) {
+        Array array(Dtype::float32, kLarge);
+        array.fill([&](size_t j) { return element(i, j); });
+        const Array truth = array;
+        group::Call broadcast{.operation = Operation::broadcast,
+                              .dtype = Dtype::float32,
+                              .output = array.data(),
+                              .count = kSmall,
+                              .algorithm = Algorithm::tree};
+        group::Call message{.dtype = Dtype::float32, .count = kLarge, .peer = 1 - group.rank()};
+        if (group.rank() == 0) {
+          group.run(broadcast);  // the root does not know rank 1's other count yet
+          message.operation = Operation::send;
+          message.input = array.data();
+          group.run(message);
+          const Ending ending = ending_of([&] { group.run({.operation = Operation::barrier}); });
+          expect(ending.is(ErrorKind::mismatch), ending.text());
+        } else {
+          ++broadcast.count;
+          const Ending ending = ending_of([&] { group.run(broadcast); });
+          expect(ending.is(ErrorKind::mismatch), ending.text());
+          array = Array(Dtype::float32, kLarge);
+          message.operation = Operation::recv;
+          message.output = array.data();
+          group.run(message);
+          expect(array == truth, "the message was truncated");
         }
         expect_sound(group, kSmall);
-      });
+      }
     }};
 
-const ByTransport kUncut{
-    "a notice of an earlier call does not truncate a message", [](const std::string& by) {
-      ranks::run_groups(2, by, [](group::Group& group) {
-        for (int i = 0; i < 5; ++i) {
-          Array array(Dtype::float32, kLarge);
-          array.fill([&](size_t j) { return element(i, j); });
-          const Array truth = array;
-          group::Call broadcast{.operation = Operation::broadcast,
-                                .dtype = Dtype::float32,
-                                .output = array.data(),
-                                .count = kSmall,
-                                .algorithm = Algorithm::tree};
-          group::Call message{.dtype = Dtype::float32, .count = kLarge, .peer = 1 - group.rank()};
-          if (group.rank() == 0) {
-            group.run(broadcast);  // the root does not know rank 1's other count yet
-            message.operation = Operation::send;
-            message.input = array.data();
-            group.run(message);
-            const Ending ending = ending_of([&] { group.run({.operation = Operation::barrier}); });
-            expect(ending.is(ErrorKind::mismatch), ending.text());
-          } else {
-            ++broadcast.count;
-            const Ending ending = ending_of([&] { group.run(broadcast); });
-            expect(ending.is(ErrorKind::mismatch), ending.text());
-            array = Array(Dtype::float32, kLarge);
-            message.operation = Operation::recv;
-            message.output = array.data();
-            group.run(message);
-            expect(array == truth, "the message was truncated");
-          }
-          expect_sound(group, kSmall);
-        }
-      });
-    }};
-
-const ByTransport kBothSend{
-    "after a disagreement both sides send before they receive", [](const std::string& by) {
-      ranks::run_groups(2, by, [](group::Group& group) {
-        for (int i = 0; i < 5; ++i) {
-          disagree(group, {.operation = Operation::all_reduce, .count = 9}, {}, i % 2);
-          const int peer = 1 - group.rank();
-          Array mine(Dtype::float64, 2 * kLarge), theirs(Dtype::float64, 2 * kLarge);
-          mine.fill([&](size_t j) { return element(group.rank(), j); });
-          const auto move = [&](Operation operation, Array& array) {
-            group.run({.operation = operation,
-                       .dtype = Dtype::float64,
-                       .input = array.data(),
-                       .output = array.data(),
-                       .count = 2 * kLarge,
-                       .peer = peer});
-          };
-          move(Operation::send, mine);
-          move(Operation::recv, theirs);
-          mine.fill([&](size_t j) { return element(peer, j); });
-          expect(mine == theirs, "another message arrived");
-        }
-      });
+const ranks::ByGroups kBothSend{
+    "after a disagreement both sides send before they receive", 2, [](group::Group& group) {
+      for (int i = 0; i < 5; ++i) {
+        disagree(group, {.operation = Operation::all_reduce, .count = 9}, {}, i % 2);
+        const int peer = 1 - group.rank();
+        Array mine(Dtype::float64, 2 * kLarge), theirs(Dtype::float64, 2 * kLarge);
+        mine.fill([&](size_t j) { return element(group.rank(), j); });
+        const auto move = [&](Operation operation, Array& array) {
+          group.run({.operation = operation,
+                     .dtype = Dtype::float64,
+                     .input = array.data(),
+                     .output = array.data(),
+                     .count = 2 * kLarge,
+                     .peer = peer});
+        };
+        move(Operation::send, mine);
+        move(Operation::recv, theirs);
+        mine.fill([&](size_t j) { return element(peer, j); });
+        expect(mine == theirs, "another message arrived");
+      }
     }};
 
 // All but `missing` make the call, which times out; `missing` calls after that.
@@ -397,48 +387,43 @@ const ByTransport kAbort{
       });
     }};
 
-const ByTransport kLeave{"only ranks that need a rank that left fail", [](const std::string& by) {
-                           ranks::run_groups(2, by, [&](group::Group& group) {
-                             const group::Call call{.operation = Operation::barrier};
-                             expect_sound(group, kLarge);
-                             if (group.rank() == 1) {
-                               group.close();
-                               group.close();
-                               for (const bool async : {false, true})
-                                 expect(ending_of([&] {
-                                          async ? (void)group.start(call, {}) : group.run(call);
-                                        }).is(ErrorKind::group_broken),
-                                        "a call after close");
-                               return;
-                             }
-                             const Ending ending = ending_of([&] { group.run(call); });
-                             expect(ending.is(ErrorKind::peer_lost) && ending.says("left") &&
-                                        ending.error->fields().peer == 1,
-                                    ending.text());
-                             const Ending again = ending_of([&] { group.run(call); });
-                             expect(again.is(ErrorKind::group_broken) && again.says("left"),
-                                    again.text());
-                           });
-                         }};
+const ranks::ByGroups kLeave{
+    "only ranks that need a rank that left fail", 2, [](group::Group& group) {
+      const group::Call call{.operation = Operation::barrier};
+      expect_sound(group, kLarge);
+      if (group.rank() == 1) {
+        group.close();
+        group.close();
+        for (const bool async : {false, true})
+          expect(ending_of([&] {
+                   async ? (void)group.start(call, {}) : group.run(call);
+                 }).is(ErrorKind::group_broken),
+                 "a call after close");
+        return;
+      }
+      const Ending ending = ending_of([&] { group.run(call); });
+      expect(ending.is(ErrorKind::peer_lost) && ending.says("left") &&
+                 ending.error->fields().peer == 1,
+             ending.text());
+      const Ending again = ending_of([&] { group.run(call); });
+      expect(again.is(ErrorKind::group_broken) && again.says("left"), again.text());
+    }};
 
-const ByTransport kCloseInside{
-    "closing ends the call of another thread", [](const std::string& by) {
-      ranks::run_groups(2, by, [](group::Group& group) {
-        std::promise<void> inside;
-        if (group.rank() == 1) return (void)ending_of([&] { group.run({}); });
-        ranks::run(2, [&](int thread) {
-          if (thread == 1) {
-            inside.get_future().wait();
-            return group.close();
-          }
-          Array array(Dtype::uint8, 1);
-          inside.set_value();
-          const Ending ending = ending_of([&] {
-            group.run(
-                {.operation = Operation::recv, .output = array.data(), .count = 1, .peer = 1});
-          });
-          expect(ending.error.has_value(), "the call continued without its group");
+const ranks::ByGroups kCloseInside{
+    "closing ends the call of another thread", 2, [](group::Group& group) {
+      std::promise<void> inside;
+      if (group.rank() == 1) return (void)ending_of([&] { group.run({}); });
+      ranks::run(2, [&](int thread) {
+        if (thread == 1) {
+          inside.get_future().wait();
+          return group.close();
+        }
+        Array array(Dtype::uint8, 1);
+        inside.set_value();
+        const Ending ending = ending_of([&] {
+          group.run({.operation = Operation::recv, .output = array.data(), .count = 1, .peer = 1});
         });
+        expect(ending.error.has_value(), "the call continued without its group");
       });
     }};
 

@@ -141,13 +141,11 @@ Case random_case(std::mt19937& random, int size, int call) {
           call};
 }
 
-const ByTransport kSoak{"3,000 calls of any kind in a row", [](const std::string& by) {
-                          ranks::run_groups(4, by, [](group::Group& group) {
-                            std::mt19937 random(7);
-                            for (int call = 0; call < 3000 / kSlowdown; ++call)
-                              run_case(group, random_case(random, group.size(), call));
-                          });
-                        }};
+const ranks::ByGroups kSoak{"3,000 calls of any kind in a row", 4, [](group::Group& group) {
+                              std::mt19937 random(7);
+                              for (int call = 0; call < 3000 / kSlowdown; ++call)
+                                run_case(group, random_case(random, group.size(), call));
+                            }};
 
 const ByTransport kAsync{
     "asynchronous calls run in order, between synchronous ones", [](const std::string& by) {
@@ -181,71 +179,59 @@ const ByTransport kAsync{
       });
     }};
 
-const ByTransport kSplit{
-    "split by color and key; the parent stays usable", [](const std::string& by) {
-      ranks::run_groups(5, by, [](group::Group& group) {
-        const int rank = group.rank();
-        const auto part = group.split(rank == 2 ? -1 : rank % 2, -rank);
-        expect_equal(part == nullptr, rank == 2, "the rank without a group");
-        const Case c{Operation::all_reduce,
-                     Algorithm::ring,
-                     Dtype::float32,
-                     ReduceOp::sum,
-                     999,
-                     0,
-                     false,
-                     1};
-        if (part) {
-          const std::vector<int> members = rank % 2 == 0 ? std::vector{4, 0} : std::vector{3, 1};
-          expect(part->info().ranks == members && part->size() == 2, "members of the subgroup");
-          expect_equal(members[static_cast<size_t>(part->rank())], rank, "rank in the subgroup");
-          run_case(*part, c);
-          const auto alone = part->split(part->rank(), 0);
-          expect(alone->size() == 1 && alone->info().ranks == std::vector{rank}, "a group of one");
-          run_case(*alone, c);
-        }
-        run_case(group, c);
-        const auto all = group.split(7, 0);
-        run_case(*all, c);
-        run_case(group, c);
-      });
+const ranks::ByGroups kSplit{
+    "split by color and key; the parent stays usable", 5, [](group::Group& group) {
+      const int rank = group.rank();
+      const auto part = group.split(rank == 2 ? -1 : rank % 2, -rank);
+      expect_equal(part == nullptr, rank == 2, "the rank without a group");
+      const Case c{
+          Operation::all_reduce, Algorithm::ring, Dtype::float32, ReduceOp::sum, 999, 0, false, 1};
+      if (part) {
+        const std::vector<int> members = rank % 2 == 0 ? std::vector{4, 0} : std::vector{3, 1};
+        expect(part->info().ranks == members && part->size() == 2, "members of the subgroup");
+        expect_equal(members[static_cast<size_t>(part->rank())], rank, "rank in the subgroup");
+        run_case(*part, c);
+        const auto alone = part->split(part->rank(), 0);
+        expect(alone->size() == 1 && alone->info().ranks == std::vector{rank}, "a group of one");
+        run_case(*alone, c);
+      }
+      run_case(group, c);
+      const auto all = group.split(7, 0);
+      run_case(*all, c);
+      run_case(group, c);
     }};
 
-const ByTransport kTogether{
-    "no other call runs between those of run_together", [](const std::string& by) {
-      ranks::run_groups(2, by, [](group::Group& group) {
-        const group::Call barrier{.operation = Operation::barrier};
-        const Case sum{
-            Operation::all_reduce, Algorithm::ring, Dtype::int32, ReduceOp::sum, 100, 0, false, 1};
-        const auto earlier = group.start(barrier);
-        const auto refuses = [&](const std::function<void()>& call) {
-          auto refused =
-              std::async(std::launch::async, [&] { (void)expect_throws<InvalidArgument>(call); });
-          refused.get();
-        };
-        group.run_together(
-            [&] {
-              expect(earlier->done(), "it waits for earlier calls");
-              run_case(group, sum);
-              refuses([&] { group.run(barrier); });
-              refuses([&] { (void)group.start(barrier); });
-              run_case(group, sum);
-            },
-            std::chrono::seconds(60));
-        group.start(barrier)->wait();  // in turns again
-        run_case(group, sum);
-      });
+const ranks::ByGroups kTogether{
+    "no other call runs between those of run_together", 2, [](group::Group& group) {
+      const group::Call barrier{.operation = Operation::barrier};
+      const Case sum{
+          Operation::all_reduce, Algorithm::ring, Dtype::int32, ReduceOp::sum, 100, 0, false, 1};
+      const auto earlier = group.start(barrier);
+      const auto refuses = [&](const std::function<void()>& call) {
+        auto refused =
+            std::async(std::launch::async, [&] { (void)expect_throws<InvalidArgument>(call); });
+        refused.get();
+      };
+      group.run_together(
+          [&] {
+            expect(earlier->done(), "it waits for earlier calls");
+            run_case(group, sum);
+            refuses([&] { group.run(barrier); });
+            refuses([&] { (void)group.start(barrier); });
+            run_case(group, sum);
+          },
+          std::chrono::seconds(60));
+      group.start(barrier)->wait();  // in turns again
+      run_case(group, sum);
     }};
 
-const ByTransport kThreads{
-    "two groups of the same ranks serve two threads at once", [](const std::string& by) {
-      ranks::run_groups(3, by, [](group::Group& group) {
-        const auto left = group.split(0, 0), right = group.split(0, 0);
-        ranks::run(2, [&](int thread) {
-          std::mt19937 random(static_cast<uint32_t>(thread));
-          for (int i = 0; i < 50; ++i)
-            run_case(thread == 0 ? *left : *right, random_case(random, 3, i));
-        });
+const ranks::ByGroups kThreads{
+    "two groups of the same ranks serve two threads at once", 3, [](group::Group& group) {
+      const auto left = group.split(0, 0), right = group.split(0, 0);
+      ranks::run(2, [&](int thread) {
+        std::mt19937 random(static_cast<uint32_t>(thread));
+        for (int i = 0; i < 50; ++i)
+          run_case(thread == 0 ? *left : *right, random_case(random, 3, i));
       });
     }};
 

@@ -58,30 +58,28 @@ void receive(group::Group& group, size_t count, int seed, int peer, uint32_t tag
   expect(array == numbers(count, seed), "message " + std::to_string(seed) + " is wrong");
 }
 
-const ByTransport kMessages{
-    "messages are kept by tag, in order, until they are received", [](const std::string& by) {
-      ranks::run_groups(3, by, [](group::Group& group) {
-        if (group.rank() == 0) {
-          for (int i = 0; i < 4; ++i) send(group, 1000, i, 1, 5);
-          send(group, 0, 0, 1, 6);
-          send(group, 300'000, 9, 1, 7);
-        }
-        group.run({.operation = Operation::barrier});
-        if (group.rank() == 1) {
-          receive(group, 300'000, 9, 0, 7);
-          for (int i = 0; i < 4; ++i) receive(group, 1000, i, 0, 5);
-          receive(group, 0, 0, 0, 6);
-        }
-        group.run({.operation = Operation::barrier});
-        // All ranks send to all before any receives, far more than any buffer holds.
-        constexpr size_t kMany = 500'000;
-        for (int step = 1; step < 3; ++step)
-          send(group, kMany, group.rank() * 3 + step, (group.rank() + step) % 3, 1);
-        for (int step = 1; step < 3; ++step) {
-          const int from = (group.rank() + 3 - step) % 3;
-          receive(group, kMany, from * 3 + step, from, 1);
-        }
-      });
+const ranks::ByGroups kMessages{
+    "messages are kept by tag, in order, until they are received", 3, [](group::Group& group) {
+      if (group.rank() == 0) {
+        for (int i = 0; i < 4; ++i) send(group, 1000, i, 1, 5);
+        send(group, 0, 0, 1, 6);
+        send(group, 300'000, 9, 1, 7);
+      }
+      group.run({.operation = Operation::barrier});
+      if (group.rank() == 1) {
+        receive(group, 300'000, 9, 0, 7);
+        for (int i = 0; i < 4; ++i) receive(group, 1000, i, 0, 5);
+        receive(group, 0, 0, 0, 6);
+      }
+      group.run({.operation = Operation::barrier});
+      // All ranks send to all before any receives, far more than any buffer holds.
+      constexpr size_t kMany = 500'000;
+      for (int step = 1; step < 3; ++step)
+        send(group, kMany, group.rank() * 3 + step, (group.rank() + step) % 3, 1);
+      for (int step = 1; step < 3; ++step) {
+        const int from = (group.rank() + 3 - step) % 3;
+        receive(group, kMany, from * 3 + step, from, 1);
+      }
     }};
 
 // How much of each message may be sent, and what arrived.
@@ -204,30 +202,27 @@ const Test kWoken{
       });
     }};
 
-const ByTransport kMismatched{
-    "a message of another kind is dropped; the group continues", [](const std::string& by) {
-      ranks::run_groups(2, by, [](group::Group& group) {
-        for (int i = 0; i < 3; ++i) {
-          if (group.rank() == 0) {
-            send(group, 4, 1, 1, 0);
-            send(group, 50'000, 2, 1, 0);
-          } else {
-            Array array(Dtype::int64, 3);
-            const Array before = array;
-            const auto ending =
-                ranks::ending_of([&] { group.run(message(Operation::recv, array, 3, 0)); });
-            expect(
-                ending.is(ErrorKind::mismatch) && ending.says("count 4") && ending.says("count 3"),
-                ending.text());
-            expect(array == before, "a wrong message was written");
-            const auto work = group.start(message(Operation::recv, array, 3, 0), {});
-            expect_throws<Mismatch>([&] { work->wait(); });
-            expect(work->done() && work->error() && array == before, "the error of the work");
-          }
-          run_case(group, {Operation::all_reduce, Algorithm::ring, Dtype::float32, ReduceOp::sum,
-                           500, 0, true, i});
+const ranks::ByGroups kMismatched{
+    "a message of another kind is dropped; the group continues", 2, [](group::Group& group) {
+      for (int i = 0; i < 3; ++i) {
+        if (group.rank() == 0) {
+          send(group, 4, 1, 1, 0);
+          send(group, 50'000, 2, 1, 0);
+        } else {
+          Array array(Dtype::int64, 3);
+          const Array before = array;
+          const auto ending =
+              ranks::ending_of([&] { group.run(message(Operation::recv, array, 3, 0)); });
+          expect(ending.is(ErrorKind::mismatch) && ending.says("count 4") && ending.says("count 3"),
+                 ending.text());
+          expect(array == before, "a wrong message was written");
+          const auto work = group.start(message(Operation::recv, array, 3, 0), {});
+          expect_throws<Mismatch>([&] { work->wait(); });
+          expect(work->done() && work->error() && array == before, "the error of the work");
         }
-      });
+        run_case(group, {Operation::all_reduce, Algorithm::ring, Dtype::float32, ReduceOp::sum, 500,
+                         0, true, i});
+      }
     }};
 
 // A receive that was started, and its array.
@@ -244,60 +239,53 @@ struct Started {
   std::shared_ptr<group::Work> work;
 };
 
-const ByTransport kPendingReceives{
-    "other calls pass receives that wait", [](const std::string& by) {
-      ranks::run_groups(3, by, [](group::Group& group) {
-        const int rank = group.rank(), next = (rank + 1) % 3, last = (rank + 2) % 3;
-        for (const size_t count : {0, 10, 100'000, 600'000}) {
-          // All ranks receive before any sends. The second receive is complete first.
-          Started from_last(group, count, last, 1), from_next(group, count, next, 1);
-          run_case(group, {Operation::all_reduce, Algorithm::ring, Dtype::float32, ReduceOp::sum,
-                           70'000, 0, true, 1});
-          Array sent = numbers(count, rank);
-          const auto send_next = group.start(message(Operation::send, sent, count, next, 1), {});
-          from_last.expect_message(last);
-          expect(!from_next.work->done(), "received before it was sent");
-          group.run({.operation = Operation::barrier});
-          send(group, count, rank, last, 1);
-          from_next.expect_message(next);
-          send_next->wait();
-        }
-      });
+const ranks::ByGroups kPendingReceives{
+    "other calls pass receives that wait", 3, [](group::Group& group) {
+      const int rank = group.rank(), next = (rank + 1) % 3, last = (rank + 2) % 3;
+      for (const size_t count : {0, 10, 100'000, 600'000}) {
+        // All ranks receive before any sends. The second receive is complete first.
+        Started from_last(group, count, last, 1), from_next(group, count, next, 1);
+        run_case(group, {Operation::all_reduce, Algorithm::ring, Dtype::float32, ReduceOp::sum,
+                         70'000, 0, true, 1});
+        Array sent = numbers(count, rank);
+        const auto send_next = group.start(message(Operation::send, sent, count, next, 1), {});
+        from_last.expect_message(last);
+        expect(!from_next.work->done(), "received before it was sent");
+        group.run({.operation = Operation::barrier});
+        send(group, count, rank, last, 1);
+        from_next.expect_message(next);
+        send_next->wait();
+      }
     }};
 
-const ByTransport kSeveralReceives{"a receive completes while an earlier one waits",
-                                   [](const std::string& by) {
-                                     ranks::run_groups(3, by, [](group::Group& group) {
-                                       if (group.rank() == 2) return send(group, 10, 2, 0, 0);
-                                       if (group.rank() == 1) {
-                                         receive(group, 10, 0, 0, 0);
-                                         return send(group, 10, 1, 0, 0);
-                                       }
-                                       Started first(group, 10, 1, 0);
-                                       (void)numbers(1'000'000, 0);  // the worker begins to wait
-                                       Started second(group, 10, 2, 0);
-                                       second.expect_message(2);
-                                       send(group, 10, 0, 1, 0);
-                                       first.expect_message(1);
-                                     });
-                                   }};
+const ranks::ByGroups kSeveralReceives{"a receive completes while an earlier one waits", 3,
+                                       [](group::Group& group) {
+                                         if (group.rank() == 2) return send(group, 10, 2, 0, 0);
+                                         if (group.rank() == 1) {
+                                           receive(group, 10, 0, 0, 0);
+                                           return send(group, 10, 1, 0, 0);
+                                         }
+                                         Started first(group, 10, 1, 0);
+                                         (void)numbers(1'000'000, 0);  // the worker begins to wait
+                                         Started second(group, 10, 2, 0);
+                                         second.expect_message(2);
+                                         send(group, 10, 0, 1, 0);
+                                         first.expect_message(1);
+                                       }};
 
-const ByTransport kOldest{"a receive from any rank takes the message that arrived first",
-                          [](const std::string& by) {
-                            ranks::run_groups(3, by, [](group::Group& group) {
-                              const int rank = group.rank();
-                              if (rank != 0) {
-                                if (rank == 1) receive(group, 1, 0, 0, 7);
-                                send(group, 10, rank, 0, 5);
-                                return send(group, 1, rank, 0, 6);
-                              }
-                              receive(group, 1, 2, 2, 6);  // behind the other message of that rank
-                              send(group, 1, 0, 1, 7);
-                              receive(group, 1, 1, 1, 6);
-                              for (const int from : {2, 1})
-                                receive(group, 10, from, group::kAnySource, 5);
-                            });
-                          }};
+const ranks::ByGroups kOldest{
+    "a receive from any rank takes the message that arrived first", 3, [](group::Group& group) {
+      const int rank = group.rank();
+      if (rank != 0) {
+        if (rank == 1) receive(group, 1, 0, 0, 7);
+        send(group, 10, rank, 0, 5);
+        return send(group, 1, rank, 0, 6);
+      }
+      receive(group, 1, 2, 2, 6);  // behind the other message of that rank
+      send(group, 1, 0, 1, 7);
+      receive(group, 1, 1, 1, 6);
+      for (const int from : {2, 1}) receive(group, 10, from, group::kAnySource, 5);
+    }};
 
 const ByTransport kReceiveOrder{
     "receives of a tag get the messages in the order of their calls", [](const std::string& by) {
@@ -320,21 +308,19 @@ const ByTransport kReceiveOrder{
           });
     }};
 
-const ByTransport kMismatchedAmongReceives{
-    "of receives that wait, the one that does not match its message fails",
-    [](const std::string& by) {
-      ranks::run_groups(2, by, [](group::Group& group) {
-        if (group.rank() == 0) {
-          send(group, 7, 1, 1, 1);
-          receive(group, 1, 3, 1, 0);
-          return send(group, 5, 2, 1, 0);
-        }
-        Started first(group, 5, 0, 0), second(group, 5, 0, 1);
-        const auto ending = ranks::ending_of([&] { second.work->wait(); });
-        expect(ending.is(ErrorKind::mismatch) && ending.says("count 7"), ending.text());
-        send(group, 1, 3, 0, 0);
-        first.expect_message(2);
-      });
+const ranks::ByGroups kMismatchedAmongReceives{
+    "of receives that wait, the one that does not match its message fails", 2,
+    [](group::Group& group) {
+      if (group.rank() == 0) {
+        send(group, 7, 1, 1, 1);
+        receive(group, 1, 3, 1, 0);
+        return send(group, 5, 2, 1, 0);
+      }
+      Started first(group, 5, 0, 0), second(group, 5, 0, 1);
+      const auto ending = ranks::ending_of([&] { second.work->wait(); });
+      expect(ending.is(ErrorKind::mismatch) && ending.says("count 7"), ending.text());
+      send(group, 1, 3, 0, 0);
+      first.expect_message(2);
     }};
 
 const ByTransport kEndedReceives{
@@ -356,36 +342,34 @@ const ByTransport kEndedReceives{
     }};
 
 // A small receive with nothing else under way runs on the thread that waits for it.
-const ByTransport kDeferredReceive{
-    "a deferred receive completes for every use of its work", [](const std::string& by) {
-      ranks::run_groups(2, by, [](group::Group& group) {
-        const Case sum{
-            Operation::all_reduce, Algorithm::ring, Dtype::float32, ReduceOp::sum, 900, 0, true, 1};
-        for (int round = 0; round < 20; ++round) {
-          if (group.rank() == 0) {
-            send(group, 10, round, 1, 0);  // for a wait without a limit
-            send(group, 10, round, 1, 0);  // with one
-            send(group, 10, round, 1, 0);  // for done()
-            run_case(group, sum);
-            send(group, 10, round, 1, 0);  // for another thread, which this rank's call suspends
-            run_case(group, sum);
-            continue;
-          }
-          Started(group, 10, 0, 0).expect_message(round);
-          Started with_limit(group, 10, 0, 0);
-          with_limit.work->wait(std::chrono::minutes(1));
-          with_limit.expect_message(round);
-          Started polled(group, 10, 0, 0);
-          while (!polled.work->done()) std::this_thread::yield();
-          polled.expect_message(round);
-          Started deferred(group, 10, 0, 0);
-          std::thread waiter([&] { deferred.work->wait(); });
+const ranks::ByGroups kDeferredReceive{
+    "a deferred receive completes for every use of its work", 2, [](group::Group& group) {
+      const Case sum{
+          Operation::all_reduce, Algorithm::ring, Dtype::float32, ReduceOp::sum, 900, 0, true, 1};
+      for (int round = 0; round < 20; ++round) {
+        if (group.rank() == 0) {
+          send(group, 10, round, 1, 0);  // for a wait without a limit
+          send(group, 10, round, 1, 0);  // with one
+          send(group, 10, round, 1, 0);  // for done()
           run_case(group, sum);
-          waiter.join();
-          deferred.expect_message(round);
+          send(group, 10, round, 1, 0);  // for another thread, which this rank's call suspends
           run_case(group, sum);
+          continue;
         }
-      });
+        Started(group, 10, 0, 0).expect_message(round);
+        Started with_limit(group, 10, 0, 0);
+        with_limit.work->wait(std::chrono::minutes(1));
+        with_limit.expect_message(round);
+        Started polled(group, 10, 0, 0);
+        while (!polled.work->done()) std::this_thread::yield();
+        polled.expect_message(round);
+        Started deferred(group, 10, 0, 0);
+        std::thread waiter([&] { deferred.work->wait(); });
+        run_case(group, sum);
+        waiter.join();
+        deferred.expect_message(round);
+        run_case(group, sum);
+      }
     }};
 
 const ByTransport kUnusedReceive{

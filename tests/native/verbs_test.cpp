@@ -159,29 +159,27 @@ const ByTransport kThrough{
         });
     }};
 
-const ByTransport kLists{
-    "lists that do not fit are reported before arrays change", [](const std::string& by) {
-      ranks::run_groups(3, by, [](group::Group& group) {
-        for (const bool to_all : {false, true}) {
-          Array in(Dtype::int64, 30), out(Dtype::int64, 30);
-          const Array before = out;
-          group::Call call{.operation = to_all ? Operation::all_to_all : Operation::all_gather,
-                           .dtype = Dtype::int64,
-                           .input = in.data(),
-                           .output = out.data()};
-          call.counts = to_all ? std::vector<size_t>(6, 4) : std::vector<size_t>{2, 3, 4};
-          // The same sum on both sides of the disagreement.
-          if (group.rank() == 1 && to_all) call.counts = {3, 4, 5, 4, 4, 4};
-          if (group.rank() == 1 && !to_all) call.counts = {3, 3, 3};
-          const Ending ending = ending_of([&] { group.run(call); });
-          expect(ending.is(ErrorKind::mismatch) && ending.says("no array was changed"),
-                 ending.text());
-          expect(ending.says(to_all ? "sends 3 elements to rank 0" : "counts of a list"),
-                 ending.text());
-          expect(out == before, "an array was changed");
-          expect_sound(group);
-        }
-      });
+const ranks::ByGroups kLists{
+    "lists that do not fit are reported before arrays change", 3, [](group::Group& group) {
+      for (const bool to_all : {false, true}) {
+        Array in(Dtype::int64, 30), out(Dtype::int64, 30);
+        const Array before = out;
+        group::Call call{.operation = to_all ? Operation::all_to_all : Operation::all_gather,
+                         .dtype = Dtype::int64,
+                         .input = in.data(),
+                         .output = out.data()};
+        call.counts = to_all ? std::vector<size_t>(6, 4) : std::vector<size_t>{2, 3, 4};
+        // The same sum on both sides of the disagreement.
+        if (group.rank() == 1 && to_all) call.counts = {3, 4, 5, 4, 4, 4};
+        if (group.rank() == 1 && !to_all) call.counts = {3, 3, 3};
+        const Ending ending = ending_of([&] { group.run(call); });
+        expect(ending.is(ErrorKind::mismatch) && ending.says("no array was changed"),
+               ending.text());
+        expect(ending.says(to_all ? "sends 3 elements to rank 0" : "counts of a list"),
+               ending.text());
+        expect(out == before, "an array was changed");
+        expect_sound(group);
+      }
     }};
 
 // Only one pair differs: the counts of the other ranks fit, and so do all frames that they receive.
@@ -279,30 +277,28 @@ const ByTransport kAnyPeer{
       });
     }};
 
-const ByTransport kAnybodyElse{
-    "a message from any rank with another count is dropped, and all may leave",
-    [](const std::string& by) {
-      ranks::run_groups(3, by, [](group::Group& group) {
-        Array array(Dtype::int64, 8);
-        const auto move = [&](Operation operation, size_t count, int peer) {
-          group.run({.operation = operation,
-                     .dtype = Dtype::int64,
-                     .input = array.data(),
-                     .output = array.data(),
-                     .count = count,
-                     .peer = peer});
-        };
-        if (group.rank() == 2) return;
-        if (group.rank() == 1) return move(Operation::send, 4, 0), move(Operation::send, 8, 0);
-        const Array before = array;
-        const Ending wrong = ending_of([&] { move(Operation::recv, 5, group::kAnySource); });
-        expect(wrong.is(ErrorKind::mismatch) && wrong.says("rank 1 ") &&
-                   wrong.error->fields().peer == 1 && array == before,
-               wrong.text());
-        move(Operation::recv, 8, group::kAnySource);
-        const Ending alone = ending_of([&] { move(Operation::recv, 8, group::kAnySource); });
-        expect(alone.is(ErrorKind::peer_lost) && alone.says("left"), alone.text());
-      });
+const ranks::ByGroups kAnybodyElse{
+    "a message from any rank with another count is dropped, and all may leave", 3,
+    [](group::Group& group) {
+      Array array(Dtype::int64, 8);
+      const auto move = [&](Operation operation, size_t count, int peer) {
+        group.run({.operation = operation,
+                   .dtype = Dtype::int64,
+                   .input = array.data(),
+                   .output = array.data(),
+                   .count = count,
+                   .peer = peer});
+      };
+      if (group.rank() == 2) return;
+      if (group.rank() == 1) return move(Operation::send, 4, 0), move(Operation::send, 8, 0);
+      const Array before = array;
+      const Ending wrong = ending_of([&] { move(Operation::recv, 5, group::kAnySource); });
+      expect(wrong.is(ErrorKind::mismatch) && wrong.says("rank 1 ") &&
+                 wrong.error->fields().peer == 1 && array == before,
+             wrong.text());
+      move(Operation::recv, 8, group::kAnySource);
+      const Ending alone = ending_of([&] { move(Operation::recv, 8, group::kAnySource); });
+      expect(alone.is(ErrorKind::peer_lost) && alone.says("left"), alone.text());
     }};
 
 // Large enough that no channel takes a message whole.
@@ -354,19 +350,17 @@ std::vector<group::Call> calls_of(const std::deque<Letter>& letters) {
   return calls;
 }
 
-const ByTransport kAtOnce{
-    "concurrent messages, larger than the buffers between ranks", [](const std::string& by) {
-      ranks::run_groups(3, by, [](group::Group& group) {
-        for (const size_t count : {kMuch, size_t{5}, size_t{70'000}}) {
-          const auto letters = letters_of(group, count);
-          group.exchange(calls_of(letters));
-          for (const Letter& letter : letters)
-            expect(letter.arrived(group.rank()), "from rank " + std::to_string(letter.call.peer) +
-                                                     ", count " + std::to_string(count));
-        }
-        group.exchange({});
-        expect_sound(group);
-      });
+const ranks::ByGroups kAtOnce{
+    "concurrent messages, larger than the buffers between ranks", 3, [](group::Group& group) {
+      for (const size_t count : {kMuch, size_t{5}, size_t{70'000}}) {
+        const auto letters = letters_of(group, count);
+        group.exchange(calls_of(letters));
+        for (const Letter& letter : letters)
+          expect(letter.arrived(group.rank()), "from rank " + std::to_string(letter.call.peer) +
+                                                   ", count " + std::to_string(count));
+      }
+      group.exchange({});
+      expect_sound(group);
     }};
 
 const ByTransport kSlowOne{"... a slow rank does not delay the others", [](const std::string& by) {
@@ -387,39 +381,33 @@ const ByTransport kSlowOne{"... a slow rank does not delay the others", [](const
                              });
                            }};
 
-const ByTransport kNotAsAsked{
-    "... and one with another signature is dropped after the others", [](const std::string& by) {
-      ranks::run_groups(3, by, [](group::Group& group) {
-        const int me = group.rank();
-        auto letters = letters_of(group, 70'000);
-        if (me == 1)  // its long one to rank 0 is shorter
-          for (Letter& letter : letters)
-            if (letter.call.operation == Operation::send && letter.call.peer == 0 &&
-                letter.nth == 0)
-              letter.call.count = 69'999;
-        const Ending ending = ending_of([&] { group.exchange(calls_of(letters)); });
-        expect(ending.is(ErrorKind::mismatch) == (me == 0), ending.text());
-        expect(me != 0 || (ending.says("rank 1 ") && ending.says("the message is dropped") &&
-                           ending.error->fields().peer == 1),
-               ending.text());
-        for (const Letter& letter : letters) {
-          const bool odd = me == 0 && letter.call.peer == 1 && letter.nth == 0;
-          expect(odd || letter.arrived(me), "from rank " + std::to_string(letter.call.peer));
-        }
-        expect_sound(group);
-      });
+const ranks::ByGroups kNotAsAsked{
+    "... and one with another signature is dropped after the others", 3, [](group::Group& group) {
+      const int me = group.rank();
+      auto letters = letters_of(group, 70'000);
+      if (me == 1)  // its long one to rank 0 is shorter
+        for (Letter& letter : letters)
+          if (letter.call.operation == Operation::send && letter.call.peer == 0 && letter.nth == 0)
+            letter.call.count = 69'999;
+      const Ending ending = ending_of([&] { group.exchange(calls_of(letters)); });
+      expect(ending.is(ErrorKind::mismatch) == (me == 0), ending.text());
+      expect(me != 0 || (ending.says("rank 1 ") && ending.says("the message is dropped") &&
+                         ending.error->fields().peer == 1),
+             ending.text());
+      for (const Letter& letter : letters) {
+        const bool odd = me == 0 && letter.call.peer == 1 && letter.nth == 0;
+        expect(odd || letter.arrived(me), "from rank " + std::to_string(letter.call.peer));
+      }
+      expect_sound(group);
     }};
 
-const ByTransport kOneGone{
-    "... or ends when one of its ranks has left", [](const std::string& by) {
-      ranks::run_groups(3, by, [](group::Group& group) {
-        if (group.rank() == 2) return group.close();
-        const auto letters = letters_of(group, 70'000);
-        const Ending ending = ending_of([&] { group.exchange(calls_of(letters)); });
-        expect(ending.is(ErrorKind::peer_lost) || ending.is(ErrorKind::group_broken),
-               ending.text());
-        expect(ending.says("rank 2 "), ending.text());
-      });
+const ranks::ByGroups kOneGone{
+    "... or ends when one of its ranks has left", 3, [](group::Group& group) {
+      if (group.rank() == 2) return group.close();
+      const auto letters = letters_of(group, 70'000);
+      const Ending ending = ending_of([&] { group.exchange(calls_of(letters)); });
+      expect(ending.is(ErrorKind::peer_lost) || ending.is(ErrorKind::group_broken), ending.text());
+      expect(ending.says("rank 2 "), ending.text());
     }};
 
 const Test kNoExchange{
