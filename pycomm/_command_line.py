@@ -10,9 +10,6 @@ from typing import Any
 from pycomm._tables import console
 from pycomm.errors import Error
 
-__all__ = ["ending", "numbers", "parser"]
-
-
 RESULTS = "where to store the results; a file *.csv has the rows alone"
 
 

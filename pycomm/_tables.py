@@ -22,8 +22,6 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table as Grid
 from rich.text import Text
 
-__all__ = ["Table", "console"]
-
 UNLIMITED = 10_000  # characters of a line in a file
 GAP = 2  # between two columns
 LEAST_TEXT = 20  # of a last column that is wrapped

@@ -79,6 +79,12 @@ def test_other_names_of_public_modules_have_an_underscore(module: str) -> None:
     assert [name for name in sorted(names) if not name.startswith("_")] == []
 
 
+def test_private_modules_have_no_list_of_names() -> None:
+    listing = [module_of(path) for path in PYTHON if "__all__ = " in path.read_text()]
+    # Its modules are imported through the package.
+    assert [name for name in listing if "._" in name] == ["pycomm._quantize"]
+
+
 def test_dir_lists_the_usual_names() -> None:
     usual = {"DataParallel", "DGC", "data", "elastic", "torch_backend", "__version__"}
     assert usual <= set(dir(pycomm)) == set(pycomm.__all__)
