@@ -17,7 +17,7 @@
 namespace pycomm::bindings {
 namespace {
 
-// A store implemented in Python, with the methods of PythonStore in _core.pyi.
+// A store implemented in Python, with the methods of Store in _core.pyi.
 class PythonStore : public rendezvous::Store {
  public:
   explicit PythonStore(py::object object) : object_(std::move(object)) {}
