@@ -38,6 +38,7 @@ from unittest import mock
 import pybind11
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "native"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools" / "compile"))
 from mutation_table import Mutation
 from ninja_files import BuildFailed, NinjaFile, locked, nvcc, torch_root, write
 

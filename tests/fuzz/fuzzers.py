@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "native"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools" / "compile"))
 from ninja_files import BuildFailed, NinjaFile, locked
 
 from build import clang, is_built
