@@ -74,7 +74,7 @@ void run_grid(const Shape& shape, void (*entry)(void*), void* argument);
 unsigned sync_block(bool predicate, Where where);  // how many threads' predicate held
 uint64_t warp(const WarpCall& call);
 void spin(Where where);           // lets every other thread of the grid run; inside each spin loop
-void wait_for_peer(Where where);  // the same for words that a grid of another thread sets
+void wait_for_host(Where where);  // the same for a word that the host sets
 void learn();                     // the thread acquired what others released
 void maybe_switch();              // in random order: lets others run now and then; around atomics
 void* shared_memory(const void* key, size_t bytes, size_t alignment);
