@@ -228,26 +228,9 @@ bool StreamEngine::is_connected(int peer, bool sends) const {
          channels_[0]->connected.contains({peer, sends});
 }
 
-std::shared_ptr<Event> StreamEngine::enqueue(const StreamJob& job, Event& before) {
-  const auto run_job = [&](void* stream, bool /*captured*/) {
-    job.plan != nullptr ? run(job) : run_nccl(job);
-    if (!job.gate) return;
-    channels_[0]->gate = job.gate;  // as long as the stream
-    job.gate->wait(stream);
-  };
-  return enqueue(run_job, before);
-}
-
-std::shared_ptr<Event> StreamEngine::enqueue(std::span<const PeerMessage> messages,
-                                             std::chrono::nanoseconds timeout, Event& before) {
-  const auto body = [&](void* /*stream*/, bool /*captured*/) {
-    exchange(*channels_[0], messages, timeout);
-  };
-  return enqueue(body, before);
-}
-
-std::shared_ptr<Event> StreamEngine::enqueue(
-    const std::function<void(void* stream, bool captured)>& body, Event& before) {
+// Enqueues what `body` enqueues on the stream of the first channel.
+template <typename Body>
+std::shared_ptr<Event> StreamEngine::enqueue_between(Event& before, const Body& body) {
   auto end_event = event();
   void* const stream = channels_[0]->stream.raw();
   // NCCL sets the device of a communicator and then the thread's own again.
@@ -256,10 +239,24 @@ std::shared_ptr<Event> StreamEngine::enqueue(
     const bool captured = device_->capturing(stream);
     for (nccl::Communicator* const communicator : communicators())
       if (captured) communicator->keep_for_graph();
-    body(stream, captured);
+    body();
     end_event->record(stream);
   });
   return end_event;
+}
+
+std::shared_ptr<Event> StreamEngine::enqueue(const StreamJob& job, Event& before) {
+  return enqueue_between(before, [&] {
+    job.plan != nullptr ? run(job) : run_nccl(job);
+    if (!job.gate) return;
+    channels_[0]->gate = job.gate;  // as long as the stream
+    job.gate->wait(channels_[0]->stream.raw());
+  });
+}
+
+std::shared_ptr<Event> StreamEngine::enqueue(std::span<const PeerMessage> messages,
+                                             std::chrono::nanoseconds timeout, Event& before) {
+  return enqueue_between(before, [&] { exchange(*channels_[0], messages, timeout); });
 }
 
 // Channels start after the work on the first one, with which they share scratch; the first one

@@ -15,7 +15,6 @@
 
 #include <chrono>
 #include <cstddef>
-#include <functional>
 #include <memory>
 #include <optional>
 #include <set>
@@ -96,11 +95,6 @@ class StreamEngine {
   // first one of each direction.
   bool is_connected(int peer, bool sends) const;
 
-  // Enqueues what `body` enqueues on the stream of the first channel, in the same way. `captured`:
-  // into a graph.
-  std::shared_ptr<Event> enqueue(const std::function<void(void* stream, bool captured)>& body,
-                                 Event& before);
-
   // By channel; none if a rank has no peers in communicators, and none before connect().
   std::vector<nccl::Communicator*> communicators();
   size_t channels() const { return channels_.size(); }
@@ -129,6 +123,8 @@ class StreamEngine {
     Channel& channel;
     std::byte* scratch;
   };
+  template <typename Body>
+  std::shared_ptr<Event> enqueue_between(Event& before, const Body& body);
   void end_communicators(void (nccl::Communicator::*end)() noexcept) noexcept;
   void run(const StreamJob& job);
   void run_stage(const ChannelJob& channel_job, const StreamStage& stage);

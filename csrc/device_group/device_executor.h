@@ -5,7 +5,6 @@
 #include <chrono>
 #include <memory>
 #include <optional>
-#include <span>
 #include <string>
 #include <vector>
 
@@ -14,17 +13,30 @@
 #include "device/device.h"
 #include "device/stages.h"
 #include "device_group/device_options.h"
+#include "device_group/device_work.h"
+#include "device_group/launch_order.h"
+#include "group/check.h"
 #include "group/group.h"
 #include "nccl/nccl.h"
 
 namespace pycomm::device_group {
 
-// A call that can be enqueued.
-struct DeviceCall {
-  group::Call call;  // with its algorithm and its limit
-  // By channel, for a call that runs as a plan between devices.
+// One launch: a collective, or messages of one executor, which are concurrent; those of one peer
+// and direction stay in order.
+struct Launch {
+  std::vector<group::Call> calls;  // with their algorithm and their limit
+  Deadline deadline{std::chrono::nanoseconds{0}};
+  std::shared_ptr<device::Event> before{};  // of the caller's stream; the launch begins after it
+  bool captured = false;                    // into a graph
+  bool before_agreement = false;            // later work begins after agreed(), too
+  std::shared_ptr<LaunchOrder::Ticket> ticket{};  // of a collective
+  std::shared_ptr<DeviceWork> work{};             // null: the caller waits on its own thread
+  // By channel, for a collective that runs as a plan between devices.
   std::shared_ptr<const std::vector<device::StreamStages>> plan{};
-  bool before_agreement = false;  // later work begins after agreed(), too
+
+  const group::Call& first() const { return calls.front(); }
+  bool has_messages() const { return !group::is_plan(first().operation); }
+  void* stream() const { return first().device.stream; }
 };
 
 class DeviceExecutor {
@@ -36,22 +48,15 @@ class DeviceExecutor {
 
   // One thread at a time may call the functions from here to stats().
 
-  // A collective's algorithm, or the one that all ranks choose for it. Throws Unsupported.
+  // The algorithm of a call, or the one that all ranks choose for it. Throws Unsupported.
   virtual Algorithm algorithm_for(const group::Call& call) const = 0;
-  // Allocates memory, before the ranks agree. Throws Unsupported if the call's stream is being
-  // captured and memory would have to grow.
-  virtual DeviceCall prepare(const group::Call& call) = 0;
-  // Enqueues the call after `before`, an event of its stream. Returns the event of its end. May
-  // wait for other ranks, until abort().
-  virtual std::shared_ptr<device::Event> enqueue(const DeviceCall& device_call,
-                                                 device::Event& before) = 0;
-  // Whether such a call may be enqueued before the agreement, if all ranks made one like it.
+  // Allocates memory, of a collective before the ranks agree. Throws Unsupported if the stream is
+  // being captured and memory would have to grow.
+  virtual void prepare(Launch& launch) = 0;
+  // Returns the event of the end. May wait for other ranks, until abort().
+  virtual std::shared_ptr<device::Event> enqueue(const Launch& launch) = 0;
+  // Whether such a collective may be enqueued before the agreement, if all ranks made one like it.
   virtual bool can_precede_agreement(const group::Call& /*call*/) const { return false; }
-  // The same for messages, which are concurrent; those of one peer and direction stay in order.
-  virtual Algorithm algorithm_for_messages() const = 0;
-  virtual void prepare_messages(std::span<const group::Call> messages) = 0;
-  virtual std::shared_ptr<device::Event> enqueue_messages(std::span<const group::Call> messages,
-                                                          device::Event& before) = 0;
   // Whether the message can be enqueued while its peer waits for another rank.
   virtual bool is_connected(const group::Call& message) const = 0;
   virtual group::Stats stats() const = 0;  // all fields but `calls`

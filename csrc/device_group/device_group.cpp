@@ -1,3 +1,37 @@
+// A launch is a collective, or messages that are concurrent. Its states, and what makes each
+// transition:
+//
+//   new        begin(): valid, with an event of the caller's stream and, for a collective, a ticket
+//   agreed     the host group, on the caller's thread or the worker: all its ranks made the call
+//   enqueued   enqueue(): the watchdog keeps it
+//   complete   Watchdog::is_over() or look(): the device has reached the event of its end
+//   failed     an error before it is enqueued, or fail() afterwards
+//
+// With DeviceOptions::agree_after it may be enqueued first: start_agreement(), enqueue(),
+// end_agreement().
+//
+// The states of a group:
+//
+//   state       executors_.of_all()   watchdog_   transition made by
+//   connecting  null                  no end      constructor; messages connect two ranks
+//   formed      set                   no end      form(), begin() of a collective, or the first
+//                                                 message of two ranks
+//   failed      any                   a cause     fail(): of abort(), look(), enqueue(), or
+//                                                 end_agreement()
+//   closed      any                   no cause    close_after_peers()
+//
+// Invariants:
+//
+//   1. One thread at a time is inside run(), start(), start_messages() and form().
+//   2. mutex_ is held inside the executors, which may wait there for other ranks. So fail() does
+//      not take it, and calls only functions of the executors that any thread may call.
+//   3. The watchdog has a launch before the executor does, so fail() finds each one.
+//   4. A group ends once. The cause is stored before a Work, a call or a peer reports an error.
+//   5. Peers learn the cause before this rank's communicators end.
+//   6. The agreement of a launch that precedes it is started before the launch is enqueued: its
+//      gate would close permanently otherwise.
+//   7. No launch of a thread overtakes an earlier collective of that thread, in any group.
+//   8. Each start() ends with one complete(), on every path.
 #include "device_group/device_group.h"
 
 #include <algorithm>
@@ -10,12 +44,10 @@
 #include <utility>
 #include <vector>
 
-#include "device_group/agreements.h"
 #include "device_group/device_executor.h"
 #include "device_group/device_work.h"
 #include "device_group/executors.h"
 #include "device_group/launch_order.h"
-#include "device_group/turns.h"
 #include "device_group/watchdog.h"
 #include "engine/engine.h"
 #include "group/check.h"
@@ -30,15 +62,18 @@ constexpr std::chrono::milliseconds kWatchInterval{100};
 // How long close() waits for NCCL once all calls are complete.
 constexpr std::chrono::seconds kCloseTimeout{5};
 
-// "send(float32, count 10, tag 0, nccl, on CUDA devices) to rank 1"
-std::string text_of(const group::Call& call) {
+// "send(float32, count 10, tag 0, nccl, on CUDA devices) to rank 1 and 2 more messages"
+std::string text_of(std::span<const group::Call> calls) {
+  const group::Call& call = calls.front();
   transport::Header header =
       group::signature_of(group::agreement_about(call, nullptr), call.algorithm);
   if (group::is_plan(call.operation)) return engine::describe(header);
   header.operation = static_cast<uint8_t>(call.operation);  // in signatures both ends are a send
   const bool sends = call.operation == Operation::send;
-  return engine::describe(header) + (sends ? " to rank " : " from rank ") +
-         std::to_string(call.peer);
+  std::string text =
+      engine::describe(header) + (sends ? " to rank " : " from rank ") + std::to_string(call.peer);
+  if (calls.size() > 1) text += " and " + std::to_string(calls.size() - 1) + " more messages";
+  return text;
 }
 
 // For a receive, after the agreement: stores the source rank.
@@ -67,6 +102,21 @@ Error late_error(const Error& error) {
                   error.fields());
 }
 
+// A launch whose caller does not wait for it.
+struct AsyncLaunch : Launch {
+  std::function<void(std::exception_ptr)> then{};
+  LaunchOrder::Count waiting{};
+  int source = group::kAnySource;
+  Events end_events{};
+
+  void complete(const std::exception_ptr& error) {
+    if (ticket) ticket->end();  // also while others hold this
+    waiting.reset();
+    work->complete(std::move(end_events), error);
+    if (then) then(error);
+  }
+};
+
 class DeviceGroup final : public group::Collectives,
                           public std::enable_shared_from_this<DeviceGroup> {
  public:
@@ -76,7 +126,7 @@ class DeviceGroup final : public group::Collectives,
         device_(resources.device),
         timeout_(timeout),
         events_(std::make_shared<device::EventPool>(device_)),
-        order_(LaunchOrder::of(device_->bus_id())),
+        order_(device_->bus_id()),
         executors_(host_, std::move(resources), timeout),
         watchdog_(*host_,
                   [this](const std::string& what) { return executors_.async_error(what); }) {
@@ -93,9 +143,10 @@ class DeviceGroup final : public group::Collectives,
       std::span<const group::Call> given,
       const std::function<void(std::exception_ptr)>& then) override;
   group::Stats stats() const override;
-  bool broken() const override;
+  // fail() stores the cause before calls report it, and ends the host group afterwards.
+  bool broken() const override { return watchdog_.cause().has_value() || host_->broken(); }
   void form(std::chrono::nanoseconds limit) override {
-    const Turn turn(turns_, limit);
+    const auto turn = order_.enter(limit);
     executors_.form(limit);
   }
   bool formed() const override { return executors_.of_all() != nullptr; }
@@ -109,122 +160,116 @@ class DeviceGroup final : public group::Collectives,
   std::chrono::nanoseconds limit_of(const group::Call& call) const {
     return call.timeout.count() == 0 ? timeout_ : call.timeout;
   }
-  DeviceCall begin(const group::Call& given);
-  // What enqueue() needs besides the call. `ticket`: none for a message.
-  struct Launch {
-    std::shared_ptr<device::Event> before;
-    Deadline deadline;
-    std::shared_ptr<LaunchOrder::Ticket> ticket;
-    bool captured;  // into a graph
-    std::function<void(std::exception_ptr)> failed{};
-  };
-  std::shared_ptr<DeviceWork> make_work();
-  Launch launch_of(const group::Call& call);
-  bool can_precede_agreement(const group::Call& call, const Launch& launch) const;
-  void start_agreement(DeviceCall& device_call, const Launch& launch);
+  void begin(Launch& launch, std::span<const group::Call> given);
+  std::shared_ptr<AsyncLaunch> begin_async(std::span<const group::Call> given,
+                                           std::function<void(std::exception_ptr)> then);
+  bool can_precede_agreement(const Launch& launch) const;
+  void start_agreement(Launch& launch);
   void end_agreement(const std::exception_ptr& error) noexcept;
   void throw_cause();
-  std::shared_ptr<device::Event> enqueue(const DeviceCall& device_call, const Launch& launch);
-  std::shared_ptr<device::Event> enqueue_messages(std::vector<group::Call> calls,
-                                                  const Launch& launch);
-  using Put = std::function<std::shared_ptr<device::Event>()>;
-  std::shared_ptr<device::Event> watch(std::span<const group::Call> calls, const Launch& launch,
-                                       const Put& put);
-  void run_messages(std::span<const group::Call> calls, const Launch& launch, Events& end_events);
+  std::shared_ptr<device::Event> enqueue(Launch& launch);
+  void enqueue_agreed(AsyncLaunch& launch, std::exception_ptr error);
+  void run_messages(AsyncLaunch& launch);
   bool look() noexcept;
   void fail(const Error& error) noexcept;
 
   std::shared_ptr<group::Group> host_;
   std::shared_ptr<device::Device> device_;
   const std::chrono::nanoseconds timeout_;
-  Turns turns_;  // of run() and start()
   std::shared_ptr<device::EventPool> events_;
-  const std::shared_ptr<LaunchOrder> order_;
+  LaunchOrder order_;
   mutable std::mutex mutex_;  // guards the calls of executors_, and calls_
   Executors executors_;
-  Agreements agreements_;
   uint64_t calls_ = 0;
   Watchdog watchdog_;
-  mutable std::mutex ending_;  // guards ended_, cause_, and calls that enter the watchdog
-  bool ended_ = false;
-  std::optional<Error> cause_;  // none if close() ended the group
   observe::HeartbeatThread
       watchdog_thread_;  // last member: its thread ends before the members it uses
 };
 
-// Call it on the caller's thread, before the agreement. The event on the caller's stream is the one
-// after which the call begins.
-DeviceGroup::Launch DeviceGroup::launch_of(const group::Call& call) {
-  Launch launch{.before = events_->take(),
-                .deadline = Deadline(call.timeout),
-                .ticket = nullptr,
-                .captured = device_->capturing(call.device.stream)};
-  launch.before->record(call.device.stream);
-  if (group::is_plan(call.operation))
-    launch.ticket = order_->take(std::string(name_of(call.operation)) + " of group " + info().name);
+// Rejects what this rank can reject without its peers. On the caller's thread, before the
+// agreement. The algorithm of a message is known once its executor is.
+void DeviceGroup::begin(Launch& launch, std::span<const group::Call> given) {
+  launch.calls.assign(given.begin(), given.end());
+  for (group::Call& call : launch.calls) {
+    if (call.algorithm == Algorithm::shared_memory)
+      group::throw_unsupported(call, "the algorithm shared_memory is for arrays in host memory");
+    call.timeout = limit_of(call);
+    group::Call asked = call;
+    if (launch.has_messages()) {
+      call.algorithm = Algorithm::direct;
+      asked.algorithm = Algorithm::automatic;
+    } else {
+      executors_.form(call.timeout);
+      call.algorithm = asked.algorithm = executors_.of_all()->algorithm_for(call);
+      if (is_for_devices(asked.algorithm)) asked.algorithm = Algorithm::automatic;
+    }
+    group::check_call(asked, rank(), size());
+  }
+  if (DeviceExecutor* const executor = executors_.of_all()) {
+    const std::lock_guard lock(mutex_);
+    executor->prepare(launch);
+  }
+  launch.before = events_->take();
+  launch.deadline = Deadline(launch.first().timeout);
+  launch.captured = device_->capturing(launch.stream());
+  launch.before->record(launch.stream());
+  if (!launch.has_messages())
+    launch.ticket =
+        order_.take(std::string(name_of(launch.first().operation)) + " of group " + info().name);
+}
+
+std::shared_ptr<AsyncLaunch> DeviceGroup::begin_async(
+    std::span<const group::Call> given, std::function<void(std::exception_ptr)> then) {
+  const auto launch = std::make_shared<AsyncLaunch>();
+  begin(*launch, given);
+  launch->then = std::move(then);
+  launch->source = given.front().peer;
+  launch->work =
+      std::make_shared<DeviceWork>([weak = weak_from_this()](const device::Event& end_event) {
+        const auto self = weak.lock();
+        return !self || self->watchdog_.is_over(end_event);  // a destroyed group has no calls
+      });
+  if (launch->captured) launch->work->capture();
   return launch;
 }
 
-// Rejects what this rank can reject without its peers. The algorithm of a message is known once its
-// executor is.
-DeviceCall DeviceGroup::begin(const group::Call& given) {
-  if (given.algorithm == Algorithm::shared_memory)
-    group::throw_unsupported(given, "the algorithm shared_memory is for arrays in host memory");
-  group::Call call = given;
-  call.timeout = limit_of(given);
-  const bool is_message = !group::is_plan(given.operation);
-  if (!is_message) executors_.form(call.timeout);
-  DeviceExecutor* const executor = executors_.of_all();
-  call.algorithm = is_message ? Algorithm::direct : executor->algorithm_for(given);
-  group::Call asked = call;
-  if (is_for_devices(asked.algorithm) || is_message) asked.algorithm = Algorithm::automatic;
-  group::check_call(asked, rank(), size());
-  if (executor == nullptr) return {.call = call};
-  const std::lock_guard lock(mutex_);
-  if (!is_message) return executor->prepare(call);
-  executor->prepare_messages({&call, 1});
-  return {.call = call};
-}
-
 void DeviceGroup::run(const group::Call& given) {
-  const Turn turn(turns_, limit_of(given));
-  DeviceCall device_call = begin(given);
-  const Launch launch = launch_of(device_call.call);
-  if (can_precede_agreement(device_call.call, launch)) {
-    start_agreement(device_call, launch);
+  const auto turn = order_.enter(limit_of(given));
+  Launch launch;
+  begin(launch, {&given, 1});
+  if (can_precede_agreement(launch)) {
+    start_agreement(launch);
   } else {
     int source = given.peer;
     try {
-      host_->run(group::agreement_about(device_call.call, &source));
+      host_->run(group::agreement_about(launch.first(), &source));
     } catch (const Error&) {  // it may follow from a mismatch of an earlier call
-      agreements_.throw_mismatch();
+      watchdog_.throw_mismatch();
       throw;
     }
-    set_source(device_call.call, source);
+    set_source(launch.calls.front(), source);
   }
-  enqueue(device_call, launch)->stream_wait(given.device.stream);
+  enqueue(launch)->stream_wait(given.device.stream);
 }
 
-// Later calls must be enqueued later: so not while another call waits for its agreement, or for a
-// call of another group.
-bool DeviceGroup::can_precede_agreement(const group::Call& call, const Launch& launch) const {
-  return launch.ticket && !launch.captured && executors_.of_all()->can_precede_agreement(call) &&
-         agreements_.allows(call) && launch.ticket->is_first();
+bool DeviceGroup::can_precede_agreement(const Launch& launch) const {
+  return !launch.has_messages() && !launch.captured && !watchdog_.ended() &&
+         executors_.of_all()->can_precede_agreement(launch.first()) &&
+         order_.may_precede(launch.first(), *launch.ticket);
 }
 
-// On the worker, with the limit of the call. Call it before enqueue(): a call without an agreement
-// would wait on the device until its limit.
-void DeviceGroup::start_agreement(DeviceCall& device_call, const Launch& launch) {
+// On the worker, with the limit of the call.
+void DeviceGroup::start_agreement(Launch& launch) {
   const auto agree = [self = shared_from_this(), deadline = launch.deadline,
-                      call = group::agreement_about(device_call.call, nullptr)]() mutable {
+                      call = group::agreement_about(launch.first(), nullptr)]() mutable {
     self->throw_cause();
     call.timeout = std::max(deadline.left(), std::chrono::nanoseconds(1));
     self->host_->run(call);
   };
-  const auto ended = [self = shared_from_this(), pending = agreements_.count_pending()](
+  const auto ended = [self = shared_from_this(), pending = order_.count_pending()](
                          const std::exception_ptr& error) { self->end_agreement(error); };
   (void)host_->start_together(agree, ended);
-  device_call.before_agreement = true;
+  launch.before_agreement = true;
 }
 
 // On the worker.
@@ -239,107 +284,71 @@ void DeviceGroup::end_agreement(const std::exception_ptr& error) noexcept {
   }
 }
 
-// fail() stores the cause before calls report it, and ends the host group afterwards.
-bool DeviceGroup::broken() const {
-  const std::lock_guard lock(ending_);
-  return cause_ || host_->broken();
-}
-
 // Throws why the group ended, unless it was closed.
 void DeviceGroup::throw_cause() {
-  const std::lock_guard lock(ending_);
-  if (cause_) throw Error(*cause_);
-}
-
-std::shared_ptr<DeviceWork> DeviceGroup::make_work() {
-  return std::make_shared<DeviceWork>([weak = weak_from_this()](const device::Event& end_event) {
-    const auto self = weak.lock();
-    return !self || self->watchdog_.is_over(end_event);  // a destroyed group has no calls
-  });
+  if (const auto cause = watchdog_.cause()) throw Error(*cause);
 }
 
 std::shared_ptr<group::Work> DeviceGroup::start(const group::Call& given,
                                                 std::function<void(std::exception_ptr)> then) {
-  const Turn turn(turns_, limit_of(given));
-  const auto work = make_work();
-  DeviceCall device_call = begin(given);
-  Launch launch = launch_of(device_call.call);
-  launch.failed = [work](std::exception_ptr late) { work->fail(std::move(late)); };
-  const bool precedes = can_precede_agreement(device_call.call, launch);
-  const bool captured = launch.captured;
-  if (precedes) start_agreement(device_call, launch);
-  const auto source = std::make_shared<int>(given.peer);
-  auto enqueued = [self = shared_from_this(), work, device_call, launch = std::move(launch), source,
-                   waiting = agreements_.count_waiting(),
-                   then = std::move(then)](std::exception_ptr error) mutable {
-    Events end_events;
-    try {
-      if (error) {  // it may follow from a mismatch of an earlier call
-        self->agreements_.throw_mismatch();
-      } else {
-        set_source(device_call.call, *source);
-        end_events.push_back(self->enqueue(device_call, launch));
-        follow(end_events, device_call.call.device.follower);
-      }
-    } catch (...) {  // reported through the work
-      error = std::current_exception();
-    }
-    if (launch.ticket) launch.ticket->end();  // also while others hold a copy of this function
-    waiting.reset();
-    work->complete(std::move(end_events), error);
-    if (then) then(error);
+  const auto turn = order_.enter(limit_of(given));
+  const auto launch = begin_async({&given, 1}, std::move(then));
+  const auto enqueued = [self = shared_from_this(), launch](const std::exception_ptr& error) {
+    self->enqueue_agreed(*launch, error);
   };
-  if (precedes) return enqueued(nullptr), work;
-  const group::Call agreement = group::agreement_about(device_call.call, source.get());
-  if (captured) {  // on this thread: a capture may belong to it
-    work->capture();
+  if (can_precede_agreement(*launch)) {
+    start_agreement(*launch);
+    enqueued(nullptr);
+    return launch->work;
+  }
+  launch->waiting = order_.count_waiting();
+  const group::Call agreement = group::agreement_about(launch->first(), &launch->source);
+  if (launch->captured) {  // on this thread: a capture may belong to it
     host_->run(agreement);
     enqueued(nullptr);
   } else {
-    work->set_agreement(host_->start(agreement, enqueued));
+    launch->work->set_agreement(host_->start(agreement, enqueued));
   }
-  return work;
+  return launch->work;
+}
+
+// `error`: of the agreement. Errors are reported through the work.
+void DeviceGroup::enqueue_agreed(AsyncLaunch& launch, std::exception_ptr error) {
+  try {
+    if (error) {  // it may follow from a mismatch of an earlier call
+      watchdog_.throw_mismatch();
+    } else {
+      set_source(launch.calls.front(), launch.source);
+      launch.end_events.push_back(enqueue(launch));
+      follow(launch.end_events, launch.first().device.follower);
+    }
+  } catch (...) {  // see above
+    error = std::current_exception();
+  }
+  launch.complete(error);
 }
 
 std::shared_ptr<group::Work> DeviceGroup::start_messages(
     std::span<const group::Call> given, const std::function<void(std::exception_ptr)>& then) {
-  std::vector<group::Call> calls(given.begin(), given.end());
-  const auto limit = limit_of(calls.front());
-  const Turn turn(turns_, limit);
-  const auto work = make_work();
-  for (group::Call& call : calls) call = begin(call).call;
-  if (DeviceExecutor* const executor = executors_.of_all()) {
-    const std::lock_guard lock(mutex_);
-    executor->prepare_messages(calls);
+  const auto limit = limit_of(given.front());
+  const auto turn = order_.enter(limit);
+  const auto launch = begin_async(given, then);
+  launch->waiting = order_.count_waiting();
+  const auto body = [self = shared_from_this(), launch] { self->run_messages(*launch); };
+  const auto completed = [launch](const std::exception_ptr& error) { launch->complete(error); };
+  if (launch->captured) {  // as in start()
+    host_->run_together(body, limit);
+    completed(nullptr);
+  } else {
+    launch->work->set_agreement(host_->start_together(body, completed));
   }
-  Launch launch = launch_of(calls.front());
-  launch.failed = [work](std::exception_ptr late) { work->fail(std::move(late)); };
-  const bool captured = launch.captured;
-  const auto end_events = std::make_shared<Events>();
-  const auto body = [self = shared_from_this(), calls = std::move(calls),
-                     launch = std::move(launch),
-                     end_events] { self->run_messages(calls, launch, *end_events); };
-  auto completed = [work, end_events, then, waiting = agreements_.count_waiting()](
-                       const std::exception_ptr& error) mutable {
-    waiting.reset();
-    work->complete(*end_events, error);
-    if (then) then(error);
-  };
-  if (!captured) {
-    work->set_agreement(host_->start_together(body, completed));
-    return work;
-  }
-  work->capture();
-  host_->run_together(body, limit);
-  completed(nullptr);
-  return work;
+  return launch->work;
 }
 
 // On the worker or, for a capture, on the caller's thread.
-void DeviceGroup::run_messages(std::span<const group::Call> calls, const Launch& launch,
-                               Events& end_events) {
+void DeviceGroup::run_messages(AsyncLaunch& launch) {
   std::optional<Error> mismatch;
-  for (const std::span<const group::Call> part : executors_.concurrent_parts(calls)) {
+  for (const std::span<const group::Call> part : executors_.concurrent_parts(launch.calls)) {
     std::vector<group::Call> asked;
     for (const group::Call& call : part) asked.push_back(group::agreement_about(call, call.source));
     group::AgreedCalls found = host_->exchange(asked);
@@ -350,81 +359,59 @@ void DeviceGroup::run_messages(std::span<const group::Call> calls, const Launch&
       by_executor[executors_.of_all() != nullptr ? group::kAnySource : call.peer].push_back(call);
     }
     for (auto& [peer, messages] : by_executor) {
-      end_events.push_back(enqueue_messages(std::move(messages), launch));
-      follow({end_events.back()}, calls.front().device.follower);
+      Launch one = launch;
+      one.calls = std::move(messages);
+      launch.end_events.push_back(enqueue(one));
+      follow({launch.end_events.back()}, launch.first().device.follower);
     }
   }
   if (mismatch) throw Error(*mismatch);
 }
 
-std::shared_ptr<device::Event> DeviceGroup::enqueue(const DeviceCall& device_call,
-                                                    const Launch& launch) {
-  if (!group::is_plan(device_call.call.operation))
-    return enqueue_messages({device_call.call}, launch);
-  DeviceExecutor& executor = *executors_.of_all();
-  auto end_event = watch({&device_call.call, 1}, launch,
-                         [&] { return executor.enqueue(device_call, *launch.before); });
-  if (!device_call.before_agreement && executor.can_precede_agreement(device_call.call))
-    agreements_.learn(device_call.call);
-  return end_event;
-}
-
-// Messages of one executor.
-std::shared_ptr<device::Event> DeviceGroup::enqueue_messages(std::vector<group::Call> calls,
-                                                             const Launch& launch) {
-  DeviceExecutor& executor = executors_.for_message(calls.front().peer, launch.deadline);
-  for (group::Call& call : calls) call.algorithm = executor.algorithm_for_messages();
-  {
+// Enqueues a launch that has one executor. Returns the event of its end. An error ends the group,
+// as the peers enqueue the launch.
+std::shared_ptr<device::Event> DeviceGroup::enqueue(Launch& launch) {
+  const bool has_messages = launch.has_messages();
+  DeviceExecutor& executor = has_messages
+                                 ? executors_.for_message(launch.first().peer, launch.deadline)
+                                 : *executors_.of_all();
+  std::vector<int> peers;
+  if (has_messages) {
+    for (group::Call& call : launch.calls) {
+      call.algorithm = executor.algorithm_for(call);
+      peers.push_back(call.peer);
+    }
     const std::lock_guard lock(mutex_);
-    executor.prepare_messages(calls);
+    executor.prepare(launch);
   }
-  return watch(calls, launch, [&] { return executor.enqueue_messages(calls, *launch.before); });
-}
-
-// Enqueues a collective, or messages, with `put`, after the ranks agreed.
-std::shared_ptr<device::Event> DeviceGroup::watch(std::span<const group::Call> calls,
-                                                  const Launch& launch, const Put& put) {
   try {
-    const auto failed = [this] {
-      const std::lock_guard ending(ending_);
-      return cause_.has_value();
-    };
+    const auto failed = [this] { return watchdog_.cause().has_value(); };
     if (launch.ticket) launch.ticket->wait(launch.deadline, failed);
     const std::lock_guard lock(mutex_);
-    calls_ += calls.size();
-    std::string text = text_of(calls.front());
-    if (calls.size() > 1) text += " and " + std::to_string(calls.size() - 1) + " more messages";
-    std::vector<int> peers;
-    for (const group::Call& call : calls)
-      if (!group::is_plan(call.operation)) peers.push_back(call.peer);
-    {
-      const std::lock_guard ending(ending_);
-      if (cause_) throw Error(*cause_);
-      watchdog_.add(std::move(text), std::move(peers), launch.deadline, launch.failed);
-    }
-    auto end_event = put();
-    const std::lock_guard ending(ending_);
-    if (cause_) throw Error(*cause_);  // the call's event passes without a result
-    // Calls in a graph are not watched: the program that launches the graph waits for them.
+    calls_ += launch.calls.size();
+    watchdog_.add(text_of(launch.calls), std::move(peers), launch.deadline, launch.work);
+    auto end_event = executor.enqueue(launch);
+    // Launches of a graph are not watched: the program that launches the graph waits for them.
     watchdog_.set_end(launch.captured ? nullptr : end_event);
+    if (!has_messages && !launch.before_agreement && executor.can_precede_agreement(launch.first()))
+      order_.learn(launch.first());
     return end_event;
-  } catch (const Error& error) {  // the peers have enqueued the call
+  } catch (const Error& error) {
     if (error.kind() == ErrorKind::peer_lost) {
-      agreements_.wait_for_pending();  // a mismatch, of which the lost rank knew first
+      order_.wait_for_pending();  // a mismatch, of which the lost rank knew first
       fail(watchdog_.error_of_last(error));
     }
     fail(error);
-    const std::lock_guard ending(ending_);
-    throw Error(cause_.value_or(error));  // `error` may follow from an earlier cause
+    throw_cause();  // `error` may follow from an earlier one
+    throw;
   }
 }
 
 bool DeviceGroup::look() noexcept {
   try {
-    const auto error = watchdog_.look(agreements_.any_pending());
+    const auto error = watchdog_.look(order_.any_pending());
     if (error) fail(*error);
-    const std::lock_guard lock(ending_);
-    return !ended_;
+    return !watchdog_.ended();
   } catch (const std::exception& error) {  // CUDA: an earlier kernel failed
     fail(InternalError(error.what(), {.rank = rank()}));
     return false;
@@ -434,14 +421,8 @@ bool DeviceGroup::look() noexcept {
 // Any thread. Aborts the calls in progress on this device and, through the host groups, on all
 // ranks.
 void DeviceGroup::fail(const Error& error) noexcept {
-  {
-    const std::lock_guard lock(ending_);
-    if (std::exchange(ended_, true)) return;
-    cause_ = error;
-  }
-  agreements_.stop(error);
-  order_->wake();
-  watchdog_.end(std::make_exception_ptr(Error(error)));
+  if (!watchdog_.end(error)) return;
+  order_.wake();
   host_->abort(error.what());  // first, so that peers learn the reason before they miss this rank
   executors_.abort(error.what());
 }
@@ -449,14 +430,12 @@ void DeviceGroup::fail(const Error& error) noexcept {
 // Waits for the enqueued calls first, as peers may need them.
 void DeviceGroup::close_after_peers(std::chrono::nanoseconds /*wait*/) noexcept {
   const auto is_idle = [this] {
-    const std::lock_guard lock(ending_);
-    return ended_ || (watchdog_.idle() && !agreements_.any_pending());
+    return watchdog_.ended() || (watchdog_.idle() && !order_.any_pending());
   };
   while (!is_idle() && look())  // polls: the device sends no notification
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
   watchdog_thread_.join();
-  const std::lock_guard lock(ending_);
-  if (!std::exchange(ended_, true))
+  if (watchdog_.close())
     executors_.close(Deadline(std::min<std::chrono::nanoseconds>(timeout_, kCloseTimeout)));
 }
 

@@ -34,13 +34,8 @@ class HostStagedExecutor final : public DeviceExecutor {
         channel_(device_, stream_.raw(), std::make_unique<GroupTransport>(data_)) {}
 
   Algorithm algorithm_for(const group::Call& call) const override;
-  DeviceCall prepare(const group::Call& call) override;
-  std::shared_ptr<device::Event> enqueue(const DeviceCall& device_call,
-                                         device::Event& before) override;
-  Algorithm algorithm_for_messages() const override { return Algorithm::host_staged; }
-  void prepare_messages(std::span<const group::Call> messages) override;
-  std::shared_ptr<device::Event> enqueue_messages(std::span<const group::Call> messages,
-                                                  device::Event& before) override;
+  void prepare(Launch& launch) override;
+  std::shared_ptr<device::Event> enqueue(const Launch& launch) override;
   bool is_connected(const group::Call& /*message*/) const override { return true; }
   group::Stats stats() const override {
     const group::Stats sent = data_->stats();
@@ -59,6 +54,8 @@ class HostStagedExecutor final : public DeviceExecutor {
     size_t input, output, output_at;
   };
   Layout layout_of(const group::Call& call) const;
+  void run(const group::Call& call);
+  void exchange(const Launch& launch);
 
   std::shared_ptr<device::Device> device_;
   std::shared_ptr<group::Group> data_;
@@ -69,6 +66,7 @@ class HostStagedExecutor final : public DeviceExecutor {
 };
 
 Algorithm HostStagedExecutor::algorithm_for(const group::Call& call) const {
+  if (!group::is_plan(call.operation)) return Algorithm::host_staged;
   if (call.algorithm == Algorithm::nccl)
     group::throw_unsupported(
         call, "NCCL refuses ranks that share a GPU; omit the algorithm or choose another");
@@ -84,15 +82,27 @@ HostStagedExecutor::Layout HostStagedExecutor::layout_of(const group::Call& call
           in_place ? 0 : device::HostStagingChannel::staged_bytes(input)};
 }
 
-DeviceCall HostStagedExecutor::prepare(const group::Call& call) {
-  const Layout layout = layout_of(call);
-  channel_.reserve(std::max(layout.input, layout.output_at + layout.output), call.device.stream);
-  return {.call = call};
+void HostStagedExecutor::prepare(Launch& launch) {
+  size_t bytes = 0;
+  if (launch.has_messages()) {
+    for (const group::Call& call : launch.calls)
+      bytes += device::HostStagingChannel::staged_bytes(call.count * bytes_of(call.dtype));
+  } else {
+    const Layout layout = layout_of(launch.first());
+    bytes = std::max(layout.input, layout.output_at + layout.output);
+  }
+  channel_.reserve(bytes, launch.stream());
 }
 
-std::shared_ptr<device::Event> HostStagedExecutor::enqueue(const DeviceCall& device_call,
-                                                           device::Event& before) {
-  const group::Call& call = device_call.call;
+std::shared_ptr<device::Event> HostStagedExecutor::enqueue(const Launch& launch) {
+  auto end_event = events_->take();
+  launch.before->stream_wait(stream_.raw());
+  launch.has_messages() ? exchange(launch) : run(launch.first());
+  end_event->record(stream_.raw());
+  return end_event;
+}
+
+void HostStagedExecutor::run(const group::Call& call) {
   const Layout layout = layout_of(call);
   const bool gives_output = call.operation == Operation::broadcast && call.peer == data_->rank();
   std::byte* const staging = channel_.memory();
@@ -103,37 +113,20 @@ std::shared_ptr<device::Event> HostStagedExecutor::enqueue(const DeviceCall& dev
   here.source = nullptr;  // set earlier; its owner may be gone
   if (call.algorithm == Algorithm::host_staged) here.algorithm = Algorithm::automatic;
 
-  auto end_event = events_->take();
-  before.stream_wait(stream_.raw());
   if (layout.input > 0) device_->copy(staging, call.input, layout.input, stream_.raw());
   if (gives_output) device_->copy(output, call.output, layout.output, stream_.raw());
   channel_.begin([this, here] { data_->run(here); });
   channel_.end();
   if (layout.output > 0 && !gives_output)
     device_->copy(call.output, output, layout.output, stream_.raw());
-  end_event->record(stream_.raw());
-  return end_event;
 }
 
-void HostStagedExecutor::prepare_messages(std::span<const group::Call> messages) {
-  size_t bytes = 0;
-  for (const group::Call& call : messages)
-    bytes += device::HostStagingChannel::staged_bytes(call.count * bytes_of(call.dtype));
-  if (!messages.empty()) channel_.reserve(bytes, messages.front().device.stream);
-}
-
-std::shared_ptr<device::Event> HostStagedExecutor::enqueue_messages(
-    std::span<const group::Call> messages, device::Event& before) {
+void HostStagedExecutor::exchange(const Launch& launch) {
   const auto rank_of = [this](int peer) { return of_two_ ? 1 - data_->rank() : peer; };
-  const auto all = peer_messages(messages, rank_of);
-  auto end_event = events_->take();
-  before.stream_wait(stream_.raw());
-  if (!all.empty()) {
-    channel_.begin(all, messages.front().timeout);
-    channel_.end();
-  }
-  end_event->record(stream_.raw());
-  return end_event;
+  const auto all = peer_messages(launch.calls, rank_of);
+  if (all.empty()) return;
+  channel_.begin(all, launch.first().timeout);
+  channel_.end();
 }
 
 std::optional<Error> HostStagedExecutor::async_error(const std::string& what) {

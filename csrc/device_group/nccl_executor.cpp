@@ -46,26 +46,13 @@ class NcclExecutor final : public DeviceExecutor {
   void connect(const DeviceOptions& options, std::chrono::nanoseconds timeout);
 
   Algorithm algorithm_for(const group::Call& call) const override;
-  DeviceCall prepare(const group::Call& call) override;
-  std::shared_ptr<device::Event> enqueue(const DeviceCall& device_call,
-                                         device::Event& before) override {
-    return engine_.enqueue(job_of(device_call), before);
-  }
+  void prepare(Launch& launch) override;
+  std::shared_ptr<device::Event> enqueue(const Launch& launch) override;
   // Not if the agreement compares more than the signature.
   bool can_precede_agreement(const group::Call& call) const override {
     return gate_ && (call.operation != Operation::all_to_all || call.counts.empty());
   }
   void agreed() noexcept override { gate_->open(); }
-  Algorithm algorithm_for_messages() const override {
-    return engine_.reaches_all() ? Algorithm::nccl : Algorithm::direct;
-  }
-  void prepare_messages(std::span<const group::Call> messages) override {
-    if (!messages.empty()) engine_.prepare(messages_of(messages), messages.front().device.stream);
-  }
-  std::shared_ptr<device::Event> enqueue_messages(std::span<const group::Call> messages,
-                                                  device::Event& before) override {
-    return engine_.enqueue(messages_of(messages), messages.front().timeout, before);
-  }
   bool is_connected(const group::Call& message) const override {
     return engine_.is_connected(rank_of(message.peer), message.operation == Operation::send);
   }
@@ -89,7 +76,7 @@ class NcclExecutor final : public DeviceExecutor {
                                        const std::vector<int>& local_ranks,
                                        std::chrono::nanoseconds timeout);
   void exchange_failures(bool failed, std::chrono::nanoseconds timeout);
-  device::StreamJob job_of(const DeviceCall& device_call) const;
+  device::StreamJob job_of(const Launch& launch) const;
   std::vector<device::PeerMessage> messages_of(std::span<const group::Call> calls) const {
     return peer_messages(calls, [this](int peer) { return rank_of(peer); });
   }
@@ -186,6 +173,8 @@ void NcclExecutor::exchange_failures(bool failed, std::chrono::nanoseconds timeo
 // NCCL's collective if there is one, as NCCL knows how its GPUs are connected; not for sums in rank
 // order.
 Algorithm NcclExecutor::algorithm_for(const group::Call& call) const {
+  if (!group::is_plan(call.operation))
+    return engine_.reaches_all() ? Algorithm::nccl : Algorithm::direct;
   const int size = host_->size();
   if (call.algorithm == Algorithm::nccl && !engine_.reaches_all())
     group::throw_unsupported(
@@ -244,9 +233,9 @@ std::shared_ptr<const std::vector<device::StreamStages>> NcclExecutor::plan_of(
   return plans_.emplace(key, made()).first->second;
 }
 
-device::StreamJob NcclExecutor::job_of(const DeviceCall& device_call) const {
-  const group::Call& call = device_call.call;
-  return {.plan = device_call.plan.get(),
+device::StreamJob NcclExecutor::job_of(const Launch& launch) const {
+  const group::Call& call = launch.first();
+  return {.plan = launch.plan.get(),
           .operation = call.operation,
           .dtype = call.dtype,
           .op = call.op,
@@ -255,13 +244,19 @@ device::StreamJob NcclExecutor::job_of(const DeviceCall& device_call) const {
           .count = call.count,
           .peer = call.peer,
           .timeout = call.timeout,
-          .gate = device_call.before_agreement ? gate_ : nullptr};
+          .gate = launch.before_agreement ? gate_ : nullptr};
 }
 
-DeviceCall NcclExecutor::prepare(const group::Call& call) {
-  DeviceCall device_call{.call = call, .plan = plan_of(call)};
-  engine_.prepare(job_of(device_call), call.device.stream);
-  return device_call;
+void NcclExecutor::prepare(Launch& launch) {
+  if (launch.has_messages()) return engine_.prepare(messages_of(launch.calls), launch.stream());
+  launch.plan = plan_of(launch.first());
+  engine_.prepare(job_of(launch), launch.stream());
+}
+
+std::shared_ptr<device::Event> NcclExecutor::enqueue(const Launch& launch) {
+  if (launch.has_messages())
+    return engine_.enqueue(messages_of(launch.calls), launch.first().timeout, *launch.before);
+  return engine_.enqueue(job_of(launch), *launch.before);
 }
 
 std::optional<Error> NcclExecutor::async_error(const std::string& what) {

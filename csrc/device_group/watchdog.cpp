@@ -21,13 +21,15 @@ constexpr std::chrono::seconds kReasonTime{1};
 }  // namespace
 
 void Watchdog::add(std::string what, std::vector<int> peers, const Deadline& deadline,
-                   std::function<void(std::exception_ptr)> failed) {
+                   std::shared_ptr<DeviceWork> work) {
   const std::lock_guard lock(mutex_);
-  under_way_.push_back({std::move(what), std::move(peers), deadline, nullptr, std::move(failed)});
+  if (cause_) throw Error(*cause_);
+  under_way_.push_back({std::move(what), std::move(peers), deadline, nullptr, std::move(work)});
 }
 
 void Watchdog::set_end(std::shared_ptr<device::Event> end_event) {
   const std::lock_guard lock(mutex_);
+  if (cause_) throw Error(*cause_);  // the call's event passes without a result
   if (under_way_.empty()) return;
   if (end_event)
     under_way_.back().end_event = std::move(end_event);
@@ -94,15 +96,39 @@ std::optional<Error> Watchdog::remove_passed() {
   return failure;
 }
 
-void Watchdog::end(const std::exception_ptr& error) noexcept {
+bool Watchdog::end(const Error& error) noexcept {
   const std::lock_guard lock(mutex_);
+  if (std::exchange(ended_, true)) return false;
+  cause_ = error;
   try {
     (void)remove_passed();
   } catch (const InternalError&) {  // the device failed: no call can complete
   }
   for (const Entry& entry : under_way_)
-    if (entry.failed) entry.failed(error);
+    if (entry.work) entry.work->fail(std::make_exception_ptr(Error(error)));
   under_way_.clear();
+  return true;
+}
+
+bool Watchdog::close() noexcept {
+  const std::lock_guard lock(mutex_);
+  return !std::exchange(ended_, true);
+}
+
+bool Watchdog::ended() const {
+  const std::lock_guard lock(mutex_);
+  return ended_;
+}
+
+std::optional<Error> Watchdog::cause() const {
+  const std::lock_guard lock(mutex_);
+  return cause_;
+}
+
+void Watchdog::throw_mismatch() {
+  const std::lock_guard lock(mutex_);
+  const bool is_mismatch = cause_ && cause_->kind() == ErrorKind::mismatch;
+  if (is_mismatch && !std::exchange(mismatch_thrown_, true)) throw Error(*cause_);
 }
 
 std::optional<Error> Watchdog::lost(const Entry& oldest) {

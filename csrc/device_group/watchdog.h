@@ -1,9 +1,9 @@
 // Watchdog of a device group: keeps the calls that were enqueued and are not known to be complete,
-// and finds out why they cannot finish. The caller decides what to end.
+// finds out why they cannot finish, and keeps the error that ended the group. The caller decides
+// what to end.
 #pragma once
 
 #include <deque>
-#include <exception>
 #include <functional>
 #include <memory>
 #include <mutex>
@@ -15,6 +15,7 @@
 #include "core/deadline.h"
 #include "core/errors.h"
 #include "device/device.h"
+#include "device_group/device_work.h"
 #include "group/group.h"
 
 namespace pycomm::device_group {
@@ -29,11 +30,11 @@ class Watchdog {
       : host_(host), async_error_(std::move(async_error)) {}
 
   // Adds a call that is about to be enqueued. `peers`: the other ranks that it needs; empty: all.
-  // end() calls `failed` if the call is not complete by then; it may be empty.
+  // end() fails `work` if the call is not complete by then; it may be null. Throws the cause.
   void add(std::string what, std::vector<int> peers, const Deadline& deadline,
-           std::function<void(std::exception_ptr)> failed);
-  // The call that was added last ends with `end_event`; null: it is no longer watched. None after
-  // end().
+           std::shared_ptr<DeviceWork> work);
+  // The call that was added last ends with `end_event`; null: it is no longer watched. Throws the
+  // cause.
   void set_end(std::shared_ptr<device::Event> end_event);
   bool idle();  // whether no call is in progress, as of the last look()
   // Whether the added call that ends with `end_event` is complete, or end() reported its failure.
@@ -46,9 +47,16 @@ class Watchdog {
   // `failure` of the call that was added last and cannot be enqueued. With the reason of the rank
   // that aborted, if it sent one: it may wait a second for that.
   Error error_of_last(const Error& failure);
-  // Calls `failed` of all calls in progress, which will not finish. Call it before the streams
-  // continue.
-  void end(const std::exception_ptr& error) noexcept;
+  // Ends the group because of `error`, and fails all calls in progress. Call it before the streams
+  // continue. False, without effect: the group ended before.
+  bool end(const Error& error) noexcept;
+  // Ends the group without an error. False: it ended before.
+  bool close() noexcept;
+  bool ended() const;
+  // Why the group ended; none if it did not, or was closed.
+  std::optional<Error> cause() const;
+  // Throws the cause if it is a Mismatch, once: the caller of run() has no Work to report it.
+  void throw_mismatch();
 
  private:
   struct Entry {
@@ -56,7 +64,7 @@ class Watchdog {
     std::vector<int> peers;  // empty: all
     Deadline deadline;
     std::shared_ptr<device::Event> end_event;  // null while the call is being enqueued
-    std::function<void(std::exception_ptr)> failed;
+    std::shared_ptr<DeviceWork> work;
   };
   std::optional<Error> lost(const Entry& oldest);
   Error with_reason(const Error& failure, const Entry& oldest);
@@ -66,8 +74,10 @@ class Watchdog {
 
   group::Group& host_;
   const AsyncError async_error_;
-  std::mutex mutex_;
+  mutable std::mutex mutex_;  // guards the members below
   std::deque<Entry> under_way_;
+  bool ended_ = false, mismatch_thrown_ = false;
+  std::optional<Error> cause_;  // none if close() ended the group
   // When a lost rank or a broken group was first seen; {} if not yet.
   Clock::time_point lost_since_{};
 };

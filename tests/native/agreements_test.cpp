@@ -1,7 +1,5 @@
 // Calls of a device group that are enqueued before the ranks agree about them: what they wait for
 // on the device, how many there are, and a mismatch. Devices and NCCL are simulated.
-#include "device_group/agreements.h"
-
 #include <array>
 #include <atomic>
 #include <cstdlib>
@@ -16,6 +14,7 @@
 
 #include "core/errors.h"
 #include "device_group/device_group.h"
+#include "device_group/launch_order.h"
 #include "harness.h"
 #include "played_devices.h"
 #include "ranks.h"
@@ -133,7 +132,7 @@ const Test kAhead{"a repeated call is enqueued at once and waits on the device",
                   }};
 
 const Test kMost{"a limited number of calls is ahead, and the others follow", [] {
-                   constexpr size_t kMost = device_group::Agreements::kMostPending;
+                   constexpr size_t kMost = device_group::LaunchOrder::kMostPending;
                    std::latch made(1);
                    ranks::run_groups(2, "local", [&](group::Group& host) {
                      Rank r(host);

@@ -20,8 +20,8 @@ using device_group::LaunchOrder;
 bool never() { return false; }
 
 const Test kThread{"a call waits for the earlier calls of its thread", [] {
-                     const auto order = LaunchOrder::of("a device");
-                     const auto first = order->take("first"), second = order->take("second");
+                     LaunchOrder order("a device");
+                     const auto first = order.take("first"), second = order.take("second");
                      const Deadline deadline(60s);
                      std::latch waits(1);
                      std::atomic<bool> ended = false, early = false;
@@ -43,21 +43,21 @@ const Test kThread{"a call waits for the earlier calls of its thread", [] {
                    }};
 
 const Test kEnds{"a call that fails lets the next one proceed", [] {
-                   const auto order = LaunchOrder::of("a device");
-                   auto first = order->take("first");
-                   const auto second = order->take("second");
+                   LaunchOrder order("a device");
+                   auto first = order.take("first");
+                   const auto second = order.take("second");
                    first = nullptr;
                    second->wait(Deadline(0s), never);
                  }};
 
 const Test kThreads{"calls of other threads and devices are not waited for", [] {
-                      const auto order = LaunchOrder::of("a device");
-                      const auto held = order->take("held");
-                      LaunchOrder::of("another device")->take("b")->wait(Deadline(0s), never);
+                      LaunchOrder order("a device");
+                      const auto held = order.take("held");
+                      LaunchOrder("another device").take("b")->wait(Deadline(0s), never);
                       std::string why;
                       std::jthread([&] {
                         try {
-                          order->take("c")->wait(Deadline(0s), never);
+                          order.take("c")->wait(Deadline(0s), never);
                         } catch (const Error& error) {  // reported on the test's thread
                           why = error.what();
                         }
@@ -66,24 +66,23 @@ const Test kThreads{"calls of other threads and devices are not waited for", [] 
                     }};
 
 const Test kShared{"groups of one device share its order", [] {
-                     const auto one = LaunchOrder::of("a device");
-                     const auto held = one->take("held");
-                     const auto late = LaunchOrder::of("a device")->take("late");
+                     LaunchOrder one("a device"), other("a device");
+                     const auto held = one.take("held"), late = other.take("late");
                      (void)expect_throws<Timeout>([&] { late->wait(Deadline(0s), never); });
                    }};
 
 const Test kLate{"the error of a call names the earlier one", [] {
-                   const auto order = LaunchOrder::of("a device");
-                   const auto first = order->take("all_reduce of group a");
-                   const auto second = order->take("second");
+                   LaunchOrder order("a device");
+                   const auto first = order.take("all_reduce of group a");
+                   const auto second = order.take("second");
                    const std::string why =
                        expect_throws<Timeout>([&] { second->wait(Deadline(1ms), never); });
                    expect(why.find("after all_reduce of group a") != std::string::npos, why);
                  }};
 
 const Test kStopped{"an abort ends the wait", [] {
-                      const auto order = LaunchOrder::of("a device");
-                      const auto first = order->take("first"), second = order->take("second");
+                      LaunchOrder order("a device");
+                      const auto first = order.take("first"), second = order.take("second");
                       std::latch waits(1);
                       std::atomic<bool> stopped = false;
                       std::jthread worker([&] {
@@ -94,7 +93,7 @@ const Test kStopped{"an abort ends the wait", [] {
                       });
                       waits.wait();
                       stopped = true;
-                      order->wake();
+                      order.wake();
                       worker.join();
                     }};
 

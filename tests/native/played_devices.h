@@ -54,7 +54,7 @@ using pycomm::nccl::NcclComm;
 using pycomm::nccl::NcclResult;
 
 // An NCCL whose calls succeed unless a test says otherwise, and which counts its communicators.
-class PlayedNccl final : public pycomm::nccl::NcclApi {
+class PlayedNccl : public pycomm::nccl::NcclApi {
  public:
   std::atomic<int> live = 0;  // communicators that were neither destroyed nor aborted
   std::atomic<NcclResult> init = NcclResult::success, split = NcclResult::in_progress,

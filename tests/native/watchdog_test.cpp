@@ -5,7 +5,6 @@
 #include <latch>
 #include <memory>
 #include <optional>
-#include <span>
 #include <string>
 #include <thread>
 #include <utility>
@@ -26,16 +25,8 @@ class PlayedCarrier final : public device_group::DeviceExecutor {
   bool troubled = false;
 
   Algorithm algorithm_for(const group::Call&) const override { return Algorithm::nccl; }
-  device_group::DeviceCall prepare(const group::Call& call) override { return {.call = call}; }
-  std::shared_ptr<device::Event> enqueue(const device_group::DeviceCall&, device::Event&) override {
-    return nullptr;
-  }
-  Algorithm algorithm_for_messages() const override { return Algorithm::nccl; }
-  void prepare_messages(std::span<const group::Call>) override {}
-  std::shared_ptr<device::Event> enqueue_messages(std::span<const group::Call>,
-                                                  device::Event&) override {
-    return nullptr;
-  }
+  void prepare(device_group::Launch&) override {}
+  std::shared_ptr<device::Event> enqueue(const device_group::Launch&) override { return nullptr; }
   bool is_connected(const group::Call&) const override { return true; }
   group::Stats stats() const override { return {}; }
   std::optional<Error> async_error(const std::string& what) override {
@@ -54,11 +45,11 @@ struct Watched {
   PlayedCarrier executor;
   device_group::Watchdog watchdog{
       *host, [this](const std::string& what) { return executor.async_error(what); }};
-  std::exception_ptr told;
+  std::shared_ptr<device_group::DeviceWork> work = std::make_shared<device_group::DeviceWork>(
+      [this](const device::Event& end_event) { return watchdog.is_over(end_event); });
 
   void begin(std::chrono::nanoseconds limit = 60s, std::vector<int> peers = {}) {
-    watchdog.add("all_reduce(of a test)", std::move(peers), Deadline(limit),
-                 [this](std::exception_ptr error) { told = std::move(error); });
+    watchdog.add("all_reduce(of a test)", std::move(peers), Deadline(limit), work);
   }
   std::shared_ptr<device::Event> add(std::chrono::nanoseconds limit = 60s,
                                      std::vector<int> peers = {}) {
@@ -87,12 +78,12 @@ const Test kGivenUp{"... but not if it was aborted, until that is reported", [] 
                       all.executor.troubled = true;
                       all.device->through = true;  // as its stream continues then
                       expect(!all.watchdog.is_over(*over), "not reported yet");
-                      expect(!all.told, "no rank was notified");
+                      expect(!all.work->error(), "no rank was notified");
                       const auto error = all.watchdog.look();
                       expect(error && error->kind() == ErrorKind::peer_lost, "why");
                       expect(std::string(error->what()).starts_with("all_reduce(of"), "which");
-                      all.watchdog.end(std::make_exception_ptr(Error(*error)));
-                      expect(static_cast<bool>(all.told), "told");
+                      expect(all.watchdog.end(*error), "it ended before");
+                      expect(static_cast<bool>(all.work->error()), "told");
                       expect(all.watchdog.is_over(*over), "and over");
                     }};
 
@@ -126,14 +117,30 @@ const Test kEnqueueing{"a call is watched while it is enqueued", [] {
                          expect(error && error->kind() == ErrorKind::timeout, "a timeout");
                          const std::string said = error->what();
                          expect(said.find("could not be enqueued") != std::string::npos, said);
-                         all.watchdog.end(std::make_exception_ptr(Error(*error)));
-                         expect(static_cast<bool>(all.told), "told");
-                         all.watchdog.set_end(std::make_shared<device::Event>(all.device));
+                         expect(all.watchdog.end(*error), "it ended before");
+                         expect(static_cast<bool>(all.work->error()), "told");
+                         (void)expect_throws<Timeout>([&] { all.watchdog.set_end(nullptr); });
+                         (void)expect_throws<Timeout>([&] { all.begin(); });
                          expect(all.watchdog.idle(), "an ended call does not return");
-                         all.begin();
-                         all.watchdog.set_end(nullptr);
-                         expect(all.watchdog.idle(), "a captured call is not watched");
+                         Watched captured;
+                         captured.begin();
+                         captured.watchdog.set_end(nullptr);
+                         expect(captured.watchdog.idle(), "a captured call is not watched");
                        }};
+
+const Test kOnce{"a group ends once, and its mismatch is thrown once", [] {
+                   Watched all;
+                   all.watchdog.throw_mismatch();
+                   expect(all.watchdog.end(Mismatch("first")), "it ended before");
+                   expect(!all.watchdog.end(Timeout("second")), "it ended twice");
+                   expect(!all.watchdog.close(), "it was closed");
+                   expect(all.watchdog.cause()->kind() == ErrorKind::mismatch, "another cause");
+                   (void)expect_throws<Mismatch>([&] { all.watchdog.throw_mismatch(); });
+                   all.watchdog.throw_mismatch();
+                   Watched closed;
+                   expect(closed.watchdog.close() && closed.watchdog.ended(), "it did not end");
+                   expect(!closed.watchdog.cause(), "close() is no error");
+                 }};
 
 const Test kNeeded{"a rank that leaves ends the calls that need it, and no others", [] {
                      ranks::World world{.size = 3, .transport = "tcp", .heartbeat = 500ms};
