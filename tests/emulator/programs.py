@@ -67,6 +67,9 @@ KINDS = {
 # With clang's run time ThreadSanitizer has 255 names for the fibers of a grid, and sees no race of
 # two with one name: g++ compiles for it.
 COMPILERS = {"plain": "g++", "coverage": "g++", "tsan": "g++", "asan": "clang"}
+# Clang's objects, those of the native suites, name these functions otherwise than g++'s run time.
+CLANG_NAMES = [f"-Wl,--defsym=__tsan_{name}={name}" for name in ("memcpy", "memmove", "memset")]
+LINKED = {**KINDS, "tsan": [*KINDS["tsan"], *CLANG_NAMES]}
 # How a file is compiled: by which compiler, with which options. Each has a precompiled header.
 SETTINGS = {
     **{kind: (COMPILERS[kind], KINDS[kind]) for kind in KINDS},
@@ -215,7 +218,7 @@ def _compile_with(
 
 
 def _link(ninja: NinjaFile, target: str, kind: str, objects: Iterable[str]) -> None:
-    compiler, flags = _compiler(COMPILERS[kind]), " ".join([*KINDS[kind], "-pthread"])
+    compiler, flags = _compiler(COMPILERS[kind]), " ".join([*LINKED[kind], "-pthread"])
     ninja.build(target, "link", objects, cxx=compiler, flags=flags)
 
 

@@ -83,6 +83,38 @@ uint64_t mapped_bytes(const group::Group& group, size_t count) {
   return static_cast<size_t>(group.size() - 1) * own.count * sizeof(float);
 }
 
+// Mappings of this process that are as large as a heap.
+int heaps_mapped() {
+  int found = 0;
+  std::ifstream maps("/proc/self/maps");
+  for (std::string line; std::getline(maps, line);) {
+    unsigned long begin = 0, end = 0;
+    expect_equal(std::sscanf(line.c_str(), "%lx-%lx", &begin, &end), 2, "a line of maps");
+    found += end - begin == os::SharedHeap::capacity() ? 1 : 0;
+  }
+  return found;
+}
+
+// The first test, and without a full mesh first: no other group has mapped a heap before.
+void demand_test() {
+  for (const int full_mesh : {0, 2}) {
+    const int before = std::exchange(ranks::full_mesh, full_mesh);
+    ranks::run_groups(2, "shm", [&](group::Group& group) {
+      std::vector<float> x(10);
+      const group::Call sum{.operation = Operation::all_reduce,
+                            .dtype = Dtype::float32,
+                            .input = x.data(),
+                            .output = x.data(),
+                            .count = x.size()};
+      group.run(sum);  // all have met
+      expect_equal(heaps_mapped() > 0, full_mesh > 0, "whether heaps are mapped");
+      group.run(sum);
+    });
+    ranks::full_mesh = before;
+  }
+}
+const Test kDemand{"ranks that connect on demand map no heaps", demand_test};
+
 void sums_test() {
   for (const std::string& by : kShared)
     for (const int size : {2, 3, 4})
@@ -306,37 +338,6 @@ void lost_test() {
   });
 }
 const Test kLost{"a rank that never joined the call has changed nothing", lost_test};
-
-// Mappings of this process that are as large as a heap.
-int heaps_mapped() {
-  int found = 0;
-  std::ifstream maps("/proc/self/maps");
-  for (std::string line; std::getline(maps, line);) {
-    unsigned long begin = 0, end = 0;
-    expect_equal(std::sscanf(line.c_str(), "%lx-%lx", &begin, &end), 2, "a line of maps");
-    found += end - begin == os::SharedHeap::capacity() ? 1 : 0;
-  }
-  return found;
-}
-
-void demand_test() {
-  for (const int full_mesh : {2, 0}) {
-    const int before = std::exchange(ranks::full_mesh, full_mesh);
-    ranks::run_groups(2, "shm", [&](group::Group& group) {
-      std::vector<float> x(10);
-      const group::Call sum{.operation = Operation::all_reduce,
-                            .dtype = Dtype::float32,
-                            .input = x.data(),
-                            .output = x.data(),
-                            .count = x.size()};
-      group.run(sum);  // all have met
-      expect_equal(heaps_mapped() > 0, full_mesh > 0, "whether heaps are mapped");
-      group.run(sum);
-    });
-    ranks::full_mesh = before;
-  }
-}
-const Test kDemand{"ranks that connect on demand map no heaps", demand_test};
 
 void heap_test() {
   const size_t page = os::page_bytes();
