@@ -7,8 +7,10 @@ undefined-behaviour sanitizers are active. Parsers in Python: test_objects.py.
 from pathlib import Path
 
 import pytest
-from fuzzers import NEEDS, BuildFailed, build, clang, targets
+from fuzzers import BuildFailed, build, targets
 from hunt import CORPUS, fuzz
+
+from build import clang
 
 SECONDS = 2
 LARGEST_CORPUS = 200 << 10  # total bytes
@@ -32,6 +34,6 @@ def test_arbitrary_bytes_are_a_value_or_an_error(target: str, tmp_path: Path) ->
 
 
 def test_each_target_has_a_small_corpus() -> None:
-    assert set(NEEDS) == set(targets()) == {p.name for p in CORPUS.iterdir()}
+    assert set(targets()) == {p.name for p in CORPUS.iterdir()}
     files = [p for p in CORPUS.rglob("*") if p.is_file()]
     assert sum(p.stat().st_size for p in files) < LARGEST_CORPUS

@@ -36,6 +36,7 @@ SANITIZERS = {
     "asan": [
         *("-fsanitize=address,undefined", "-fno-sanitize-recover=all"),
         "-D__SANITIZE_ADDRESS__=1",  # as g++ does: tests read it
+        "-fsanitize=fuzzer-no-link",  # reports coverage to the fuzz targets
     ],
     "tsan": ["-fsanitize=thread", "-D__SANITIZE_THREAD__=1"],
     "mutated": ["-O0", "-g0", "-w"],  # one file of csrc, changed: mutations.py
@@ -153,9 +154,14 @@ def ninja_file(sanitizer: str) -> NinjaFile:
     return ninja
 
 
+def library_of(sanitizer: str) -> Path:
+    """The archive of all objects of a variant."""
+    return ROOT / "build" / "native" / sanitizer / "library.a"
+
+
 def object_of(sanitizer: str, source: Path) -> Path:
     """Where library.a has the object of a file of csrc."""
-    return ROOT / "build" / "native" / sanitizer / source.relative_to(ROOT).with_suffix(".o")
+    return library_of(sanitizer).parent / source.relative_to(ROOT).with_suffix(".o")
 
 
 def build(sanitizer: str, names: Iterable[str]) -> list[Path]:
