@@ -28,6 +28,10 @@ EXCUSE = re.compile(r"needs (a GPU|\d+ GPUs)")
 _skips: dict[str, str] = {}
 
 
+# Where a worker of pytest has the width of a terminal, commands under test would print for it.
+os.environ.pop("COLUMNS", None)
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Adds the options --no-attack and --built."""
     text = "no unauthenticated clients connect to the listeners of the run: attack.py"

@@ -189,6 +189,43 @@ MAY_SEE_ENVIRONMENT = [
     "pycomm/bench/support/processes.py",
 ]
 
+# Most lines of each folder: code, comments and blank lines of its files, and of the folders below
+# that have no row. A change that adds lines deletes as many; one that deletes lowers the row.
+BUDGETS = {
+    "benchmarks": 6904,
+    "csrc": 4212,
+    "csrc/bindings": 5154,
+    "csrc/codec": 1677,
+    "csrc/collectives": 1934,
+    "csrc/cuda": 5597,
+    "csrc/device": 1553,
+    "csrc/device_group": 2025,
+    "csrc/engine": 3628,
+    "csrc/group": 2833,
+    "csrc/kernels": 3811,
+    "csrc/os": 1606,
+    "csrc/rendezvous": 1786,
+    "csrc/shared": 1677,
+    "csrc/transport": 2272,
+    "examples": 913,
+    "pycomm": 17591,
+    "pycomm/bench": 3264,
+    "pycomm/compress": 6088,
+    "pycomm/kernels": 2647,
+    "pycomm/launch": 2227,
+    "tests": 6940,
+    "tests/cli": 2267,
+    "tests/devices": 3838,
+    "tests/emulator": 7918,
+    "tests/native": 15898,
+    "tests/ranks": 9046,
+    "tests/reliability": 5028,
+    "tests/support": 5453,
+    "tests/torch_backend": 3941,
+    "tests/unit": 6016,
+    "tools": 1763,
+}
+IN_ALL = 147_507
 LONGEST_FILE = 500
 MOST_VARIABLES = 10
 # Set by setup.py for the compiler, and by pycomm's launchers for their ranks: not for users.
@@ -402,11 +439,33 @@ def test_there_are_few_environment_variables() -> None:
     assert len(names) <= MOST_VARIABLES, sorted(names)
 
 
-def test_files_are_short() -> None:
+def lengths() -> dict[Path, int]:
+    """The lines of each file of code, by its path from the root."""
     folders = ("csrc", "pycomm", "benchmarks", "examples", "tests", "tools")
-    paths = tree(*folders, ends=(".cpp", ".h", ".hpp", ".cu", ".cuh", ".py"))
-    lengths = {name_of(p): len(p.read_text().splitlines()) for p in [*paths, *ROOT.glob("*.py")]}
-    assert {name: n for name, n in lengths.items() if n > LONGEST_FILE} == {}
+    paths = tree(*folders, ends=(".cpp", ".h", ".hpp", ".cu", ".cuh", ".py", ".pyi"))
+    paths += tree("tests/native", "tests/emulator", ends=(".txt",))  # mutations
+    return {p.relative_to(ROOT): len(p.read_text().splitlines()) for p in paths}
+
+
+def test_files_are_short() -> None:
+    root = {Path(p.name): len(p.read_text().splitlines()) for p in ROOT.glob("*.py")}
+    long = {path.name: n for path, n in (lengths() | root).items() if n > LONGEST_FILE}
+    assert long == {}
+
+
+def test_folders_keep_to_their_budgets() -> None:
+    """Also that no budget is above its folder by a hundredth and 20 lines: what a change deletes,
+    the next does not fill. Prints the ten fullest folders."""
+    used = dict.fromkeys(BUDGETS, 0)
+    for path, n in lengths().items():
+        used[next(str(at) for at in path.parents if str(at) in BUDGETS)] += n
+    fullest = sorted(BUDGETS, key=lambda folder: used[folder] / BUDGETS[folder], reverse=True)
+    for folder in fullest[:10]:
+        print(f"{folder:24} {used[folder]:6} of {BUDGETS[folder]:6} lines")
+    most = {folder: n for folder, n in BUDGETS.items() if used[folder] > n}
+    loose = {folder: n for folder, n in BUDGETS.items() if used[folder] * 1.01 + 20 < n}
+    assert (most, loose) == ({}, {}), {folder: used[folder] for folder in (*most, *loose)}
+    assert sum(BUDGETS.values()) <= IN_ALL
 
 
 def test_tiers_list_existing_folders_and_tests_of_another_tier() -> None:
