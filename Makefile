@@ -47,11 +47,13 @@ build: venv
 	$(PY) setup.py -q build_ext --inplace
 	@$(MAKE) --no-print-directory .venv/installed
 
+# By a path file, by which editors and type checkers find the package.
+EDITABLE := $(PY) -m pip install -q --disable-pip-version-check --no-build-isolation \
+  --config-settings editable_mode=compat
 # Installs the command `pycomm` and torch's entry points in .venv. With a path file, by which editors
 # find the package, too.
 .venv/installed: pyproject.toml
-	$(PY) -m pip install -q --disable-pip-version-check --no-build-isolation --no-deps \
-	  --config-settings editable_mode=compat -e .
+	$(EDITABLE) --no-deps -e .
 	@touch $@
 
 demo: build
@@ -140,7 +142,7 @@ bench: build
 
 # Third-party packages, about 1.4 GB, whose programs must run unchanged, or that tests call.
 .venv/programs: pyproject.toml | build
-	$(PY) -m pip install -q --disable-pip-version-check --no-build-isolation -e '.[programs]'
+	$(EDITABLE) -e '.[programs]'
 	@touch $@
 
 compat: build .venv/programs
@@ -181,7 +183,7 @@ docs: build .venv/docs
 	@echo "build/docs/index.html"
 
 .venv/docs: pyproject.toml | build
-	$(PY) -m pip install -q --disable-pip-version-check --no-build-isolation -e '.[docs]'
+	$(EDITABLE) -e '.[docs]'
 	@touch $@
 
 simulate: venv
