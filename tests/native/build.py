@@ -36,7 +36,6 @@ SANITIZERS = {
     "asan": [
         *("-fsanitize=address,undefined", "-fno-sanitize-recover=all"),
         "-D__SANITIZE_ADDRESS__=1",  # as g++ does: tests read it
-        "-fsanitize=fuzzer-no-link",  # reports coverage to the fuzz targets
     ],
     "tsan": ["-fsanitize=thread", "-D__SANITIZE_THREAD__=1"],
     "mutated": ["-O0", "-g0", "-w"],  # one file of csrc, changed: mutations.py
@@ -44,6 +43,8 @@ SANITIZERS = {
     "odr": ["-O0", "-g0", "-flto=auto", "-fPIC", "-fvisibility=hidden", "-Werror=odr"],
 }
 CLANG = ("asan", "tsan")
+# For the fuzz targets, which link the suites' objects: all of csrc but the kernels, under asan.
+COVERAGE = "-fsanitize-coverage=inline-8bit-counters,indirect-calls,trace-cmp,pc-table"
 CROSS_COMPILER = "aarch64-linux-gnu-g++"
 FLAGS = [
     # -g1: the lines of functions, for reports; -g takes half as long again with a sanitizer.
@@ -133,12 +134,13 @@ def ninja_file(sanitizer: str) -> NinjaFile:
     ninja.build(f"optimized/{PRECOMPILED}", "precompile", [header], flags="$flags -O1")
 
     def compile_(source: Path, target: str) -> str:
+        parser = sanitizer == "asan" and CSRC in source.parents and "kernels" not in source.parts
         optimized = sanitizer in CLANG and any(p in (source, *source.parents) for p in OPTIMIZED)
         folder = "optimized/" * optimized
         return ninja.build(
             target, "compile", [source],
             after=[folder + PRECOMPILED],
-            flags="$flags" + " -O1" * optimized,
+            flags="$flags" + " -O1" * optimized + f" {COVERAGE}" * parser,
             # Found in the folder where the compiler runs, as .gch.
             header=f"-include {folder}precompiled.h -Winvalid-pch",
         )  # fmt: skip
