@@ -8,6 +8,7 @@ import contextlib
 import gc
 import os
 import re
+import signal
 import sys
 from collections.abc import Iterator
 from multiprocessing import resource_tracker
@@ -30,6 +31,9 @@ _skips: dict[str, str] = {}
 
 # Where a worker of pytest has the width of a terminal, commands under test would print for it.
 os.environ.pop("COLUMNS", None)
+# Ignored where the tests run in the background: the programs that they start would ignore it too.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

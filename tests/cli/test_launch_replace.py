@@ -77,7 +77,7 @@ def reports(folder: Path) -> dict[str, Any]:
 def test_a_spare_takes_the_rank_of_a_failed_one(tmp_path: Path) -> None:
     """The process that replaces it becomes a spare, and takes the rank of the next one."""
     options = ["--nproc", "2", "--spares", "1", "--replace", "1"]
-    done = launch(tmp_path, *options, PROGRAM, "lost", "1", "0:late")
+    done = launch(tmp_path, *options, PROGRAM, "lost", "1:second", "0:late")
     assert done.returncode == 0, done.stderr
     assert re.search(
         r"\| replacement +\| spares: 1; new processes: 1 in place of each", done.stdout

@@ -239,9 +239,12 @@ def test_rank_removes_its_secret_from_the_environment(monkeypatch: pytest.Monkey
     assert ("PYCOMM_SECRET", "(set)") in [row[:2] for row in config.described()]
 
 
-def test_several_hosts_without_a_secret_are_warned(tmp_path: Path, capsys: Any) -> None:
+def test_several_hosts_without_a_secret_are_warned(
+    tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from pycomm.launch import command
 
+    monkeypatch.delenv("PYCOMM_SECRET", raising=False)
     arguments = ["--nnodes", "2", "--rdzv-endpoint", "192.0.2.1:29400", "--nproc", "1", __file__]
     command.prepared(command.parser().parse_args(arguments), str(tmp_path))
     stderr = capsys.readouterr().err

@@ -56,7 +56,7 @@ def alone(code: str) -> str:
 
 def test_the_real_library_loads_and_runs_up_to_the_driver():
     output = alone("""if True:
-        from pycomm import _cuda
+        from pycomm import _core, _cuda  # _core registers the types of errors
         from pycomm._core_api import nccl
         from pycomm.errors import Unsupported
 

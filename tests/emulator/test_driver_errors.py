@@ -37,7 +37,7 @@ int cuGetProcAddress(const char* name, void** found, int version, unsigned long 
 }
 """
 OPEN = """
-from pycomm import _cuda
+from pycomm import _core, _cuda  # _core registers the types of errors
 try:
     _cuda.open_device(0)
 except Exception as error:  # the test reads its text

@@ -66,11 +66,15 @@ def replaced() -> None:
 
 def lost() -> None:
     """The ranks of the arguments are killed in turn. RANK:again is killed until no process
-    replaces it; the new process of RANK:late asks for a rank when the others have ended."""
-    victims = sys.argv[2:]
-    if "PYCOMM_ELASTIC_JOINS" in os.environ and f"{os.environ['RANK']}:late" in victims:
-        while not os.path.exists(f"{os.environ['PYCOMM_ELASTIC_FILE']}.ended"):
-            time.sleep(0.01)  # polls: a file sends no notifications
+    replaces it. The new process of RANK:late asks for a rank when the others have ended, that of
+    RANK:second when another process has the rank."""
+    victims, file = sys.argv[2:], os.environ["PYCOMM_ELASTIC_FILE"]
+    if "PYCOMM_ELASTIC_JOINS" in os.environ:
+        for how, moment in (("late", "ended"), ("second", "replaced")):
+            while f"{os.environ['RANK']}:{how}" in victims and not os.path.exists(
+                f"{file}.{moment}"
+            ):
+                time.sleep(0.01)  # polls: a file sends no notifications
     group, turn = pycomm.init(timeout_s=600.0), 0
     while True:
         try:
@@ -83,6 +87,7 @@ def lost() -> None:
             pycomm.barrier(group=group)
         except (pycomm.errors.PeerLost, pycomm.errors.GroupBroken):  # a rank was killed
             group = group.replace(wait_s=500.0)
+            open(f"{file}.replaced", "a").close()
             turn += how != "again" or int(number) not in group.ranks
     emit(json.dumps({"rank": group.rank, "size": group.size, "ranks": group.ranks}))
 
