@@ -33,13 +33,13 @@ for name in sys.argv[1:]:
     if os.fork() == 0:
         try:
             eval(name)
-        except BaseException as error:
+        except BaseException as error:  # of any kind: the test shows it
             print(f"{name}: {error}", flush=True)
         os._exit(0)
 while True:
     try:
         os.wait()
-    except ChildProcessError:
+    except ChildProcessError:  # no child is left
         break
 """
 
@@ -98,9 +98,9 @@ def accepted(words: list[str], monkeypatch: pytest.MonkeyPatch) -> bool:
     monkeypatch.setattr(command_line, "_info", shown)
     try:
         return command_line.main(words) == 0  # --help
-    except Parsed:
+    except Parsed:  # what the command would do next is not tested here
         return True
-    except SystemExit as end:
+    except SystemExit as end:  # argparse refused the words, or printed its help
         return end.code == 0
 
 

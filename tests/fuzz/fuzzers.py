@@ -27,14 +27,14 @@ def targets() -> list[str]:
 
 def ninja_file() -> NinjaFile:
     """The targets; main() is libFuzzer's."""
-    library = native.library_of("asan")
-    header = f"-include {library.parent}/optimized/precompiled.h -Winvalid-pch"
+    archive = native.archive_of("asan")
+    header = f"-include {archive.parent}/optimized/precompiled.h -Winvalid-pch"
     flags = " ".join([*native.flags_of("asan"), "-O1", f"-I{HERE}"])
     ninja = NinjaFile({"cxx": native.clang(), "flags": flags, "header": header})
     own = {name: HERE / f"{name}.cpp" for name in ("main", *(f"{t}_fuzz" for t in targets()))}
     objects = {n: ninja.build(f"{n}.o", "compile", [path]) for n, path in own.items()}
     for target in targets():
-        parts = [objects["main"], objects[f"{target}_fuzz"], library]
+        parts = [objects["main"], objects[f"{target}_fuzz"], archive]
         ninja.build(target, "link", parts, flags="$flags -fsanitize=fuzzer", libs="-ldl")
     return ninja
 

@@ -156,14 +156,14 @@ def ninja_file(sanitizer: str) -> NinjaFile:
     return ninja
 
 
-def library_of(sanitizer: str) -> Path:
+def archive_of(sanitizer: str) -> Path:
     """The archive of all objects of a variant."""
     return ROOT / "build" / "native" / sanitizer / "library.a"
 
 
 def object_of(sanitizer: str, source: Path) -> Path:
     """Where library.a has the object of a file of csrc."""
-    return library_of(sanitizer).parent / source.relative_to(ROOT).with_suffix(".o")
+    return archive_of(sanitizer).parent / source.relative_to(ROOT).with_suffix(".o")
 
 
 def build(sanitizer: str, names: Iterable[str]) -> list[Path]:
