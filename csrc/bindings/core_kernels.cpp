@@ -13,7 +13,6 @@
 #include "codec/compact.h"
 #include "codec/groups.h"
 #include "cpu/isa.h"
-#include "kernels/bandwidth.h"
 #include "kernels/group_batch.h"
 #include "kernels/quantize.h"
 
@@ -151,27 +150,6 @@ void bind_group_packets(py::module_& module) {
       Free());
 }
 
-// The loops of kernels/bandwidth.h, for benchmarks.
-void bind_bandwidth(py::module_& module) {
-  using Free = py::call_guard<py::gil_scoped_release>;
-  module.def(
-      "stream_step",
-      [](uintptr_t grad, uintptr_t u, uintptr_t v, size_t count) {
-        kernels::stream_step(at<const float>(grad), at<float>(u), at<float>(v), count);
-      },
-      Free());
-  module.def(
-      "stream_copy",
-      [](uintptr_t from, uintptr_t to, size_t count, bool nontemporal) {
-        kernels::stream_copy(at<const float>(from), at<float>(to), count, nontemporal);
-      },
-      Free());
-  module.def(
-      "stream_read",
-      [](uintptr_t x, size_t count) { return kernels::stream_read(at<const float>(x), count); },
-      Free());
-}
-
 }  // namespace
 
 void bind_cpu_kernels(py::module_& module) {
@@ -196,7 +174,6 @@ void bind_cpu_kernels(py::module_& module) {
   module.def("quantized_bytes", [](Rows blocks, unsigned bits) {
     return kernels::quantized_bytes({table<kernels::Block>(blocks), bits});
   });
-  bind_bandwidth(module);
 }
 
 }  // namespace pycomm::bindings

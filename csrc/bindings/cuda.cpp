@@ -11,7 +11,6 @@ PYBIND11_MODULE(_cuda, module) {
   static pycomm::cuda::CudaKernels cuda;
   pycomm::bindings::py::module_ kernels = module.def_submodule("kernels", "CUDA's kernels.");
   pycomm::bindings::bind_kernels(kernels, cuda);
-  pycomm::bindings::bind_bandwidth(kernels);
   pycomm::bindings::py::module_ nccl = module.def_submodule("nccl", "NVIDIA's collectives.");
   pycomm::bindings::bind_nccl(nccl, [](std::span<const pycomm::nccl::NcclPlace> places) {
     return std::shared_ptr<pycomm::nccl::NcclApi>(pycomm::nccl::load_nccl(places));

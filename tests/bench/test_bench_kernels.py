@@ -134,22 +134,6 @@ def corrupted(call: comparison.Call, exact: bool) -> comparison.Call:
     return wrong
 
 
-def test_bandwidth_loops_move_the_stated_bytes() -> None:
-    """Sizes that are no multiple of a vector or of a thread's range."""
-    rng = np.random.default_rng(1)
-    for count in (0, 1, 17, 300_001):
-        grad, u, v = rng.standard_normal((3, count)).astype(np.float32)
-        moved, pointers = u + grad, [int(x.ctypes.data) for x in (grad, u, v)]
-        summed = v + moved
-        _core.stream_step(*pointers, count)
-        assert (u.tobytes(), v.tobytes()) == (moved.tobytes(), summed.tobytes())
-        for nontemporal in (False, True):
-            copy = np.zeros(count + 2, np.float32)
-            _core.stream_copy(pointers[0], int(copy[1:].ctypes.data), count, nontemporal)
-            assert copy[1:-1].tobytes() == grad.tobytes()
-            assert copy[0] == copy[-1] == 0
-
-
 # ---- compact packets -----------------------------------------------------------------------------
 
 

@@ -165,18 +165,6 @@ def test_a_graph_that_gives_another_result_fails_the_command(
     assert "9600 elements: dgc_step: pycomm and the reference differ" in capsys.readouterr().out
 
 
-@needs_nvcc
-def test_device_loops_move_the_stated_bytes(emulated: Any) -> None:
-    for count in (1, 4_096, 9_001):
-        emulated.take_traffic()
-        for name, call in Emulated().streams(count).items():
-            call(0)
-            loaded, stored_, launches = emulated.take_traffic()
-            if launches:
-                whole = count // 4_096 * 4_096  # elements of the tiles; the rest is not counted
-                assert [loaded, stored_] == [each * whole for each in device_timing.STREAMS[name]]
-
-
 def test_a_call_is_captured_once_for_each_step_and_replayed() -> None:
     place, calls = Fake(), []
     timer = place.timer(calls.append)

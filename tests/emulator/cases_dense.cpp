@@ -2,7 +2,6 @@
 #include <memory>
 
 #include "cases.hpp"
-#include "cuda/bandwidth.h"
 
 namespace cases {
 namespace {
@@ -107,27 +106,6 @@ void try_halves(std::mt19937& random, Dtype half, size_t skew) {
   check(same_bits(back.read(), x), "cast to 16 bits and back");
 }
 
-// Sizes with and without a part of a tile at the end.
-void try_streams(std::mt19937& random, size_t count) {
-  const auto x = numbers(random, count), y = numbers(random, count), z = numbers(random, count);
-  Device<float> grad(x), u(y), v(z), copy(count);
-  Device<unsigned> most(1);
-  most.clear();
-  cuda::stream_copy(grad.at(), copy.at(), count, queue());
-  cuda::stream_step(grad.at(), u.at(), v.at(), count, queue());
-  cuda::stream_read(u.at(), count, most.at(), queue());
-  const auto moved = u.read(), summed = v.read();
-  check(same_bits(copy.read(), x), "stream_copy");
-  float largest = 0;
-  for (size_t i = 0; i < count; ++i) {
-    check(moved[i] == y[i] + x[i] && summed[i] == z[i] + moved[i], "stream_step");
-    largest = std::max(largest, std::abs(moved[i]));
-  }
-  unsigned bits;
-  std::memcpy(&bits, &largest, sizeof bits);
-  check(most.read()[0] == bits, "stream_read");
-}
-
 }  // namespace
 
 void run_dense(std::mt19937& random) {
@@ -146,7 +124,6 @@ void run_dense(std::mt19937& random) {
     try_halves(random, Dtype::float16, skew);
     try_halves(random, Dtype::bfloat16, skew);
   }
-  for (const size_t count : {0, 1, 4096, 9001}) try_streams(random, count);
 }
 
 }  // namespace cases

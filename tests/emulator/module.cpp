@@ -169,7 +169,6 @@ PYBIND11_MODULE(_emulated, module) {
   emulator::options().eager = true;
   pycomm::bindings::py::module_ kernels = module.def_submodule("kernels");
   pycomm::bindings::bind_kernels(kernels, cuda);
-  pycomm::bindings::bind_bandwidth(kernels);
   pycomm::bindings::bind_device(module);
   py::module_ nccl = module.def_submodule("nccl");
   pycomm::bindings::bind_nccl(nccl, &load_fake);

@@ -90,9 +90,7 @@ ENGINE = (  # of csrc: the stream engine and the arithmetic of the fake
 )
 # Of ENGINE, for _emulated.so: the arithmetic of the fake, and the texts of NCCL's errors.
 ARITHMETIC = ("kernels/reducers.cpp", "kernels/cpu/reduce.cpp", "cpu/isa.cpp", "nccl/library.cpp")
-MODULE = tuple(
-    CSRC / "bindings" / name for name in ("cuda_device.cpp", "cuda_nccl.cpp", "cuda_bandwidth.cpp")
-)
+MODULE = tuple(CSRC / "bindings" / name for name in ("cuda_device.cpp", "cuda_nccl.cpp"))
 CASES = (
     *("cases", "cases_step", "cases_packets", "cases_compact", "cases_dense"),
     *("cases_quantize", "cases_groups"),

@@ -17,13 +17,10 @@ pytestmark = [
     pytest.mark.timeout(300),
 ]
 
-UNITS = ("bandwidth", "dense", "host_word", "packets", "step", "topk")
+UNITS = ("dense", "host_word", "packets", "step", "topk")
 # A part of the symbol of each kernel: the modifiers of its loads, and how many are in flight
 # before the first is used.
 IN_FLIGHT = {
-    r"step_loop": ("128", 3),
-    r"copy_loop": ("128", 1),
-    r"read_loop": ("128", 4),
     r"6updateILb0Efff": ("128", 8),
     r"6updateILb1Efff": ("128", 8),
     r"7collectIf": ("128", 4),

@@ -1,15 +1,15 @@
 """`pycomm bench kernels`: the kernels of sparse training, other libraries, and the limit.
 
 The data are those of residuals.py. Each kernel is checked against pycomm.reference, bit by bit;
-then all are timed in turn, round by round, together with compiled loops that only move memory
-(bandwidth.h of csrc/kernels and csrc/cuda) and give the limit. Exits with 1 if a bit was wrong or a
-contestant was faster than the limit. Contestants that cannot run are listed with the reason.
+then all are timed in turn, round by round, together with torch's loops that only move memory, which
+give the limit. Exits with 1 if a bit was wrong or a contestant was faster than the limit.
+Contestants that cannot run are listed with the reason.
 
 The limit of a kernel is the longest of three times: for the bytes that it reads, at the fastest
 that any loop read; for those that it writes, at the fastest that any wrote; and for all of them, at
-the best rate of copying and of 3 reads and 2 writes. Reading counts too where twice as much is read
-as written, and filling in the opposite case. sparse.py defines the counted bytes. In pycomm's
-repository more kernels and libraries are measured (benchmarks/kernels/comparisons.py).
+the best rate of copying and of adding. Reading counts too where twice as much is read as written,
+and filling in the opposite case. sparse.py defines the counted bytes. In pycomm's repository more
+kernels and libraries are measured (benchmarks/kernels/comparisons.py).
 """
 
 from __future__ import annotations

@@ -13,21 +13,15 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
-from torch import Tensor
 
-from pycomm import _core
-from pycomm._core_api import arrays, devices
-from pycomm.bench.kernels.comparison import Array, Call, Traffic
+from pycomm.bench.kernels.comparison import Call, Traffic
 from pycomm.bench.support import machine
 from pycomm.errors import Unsupported
 
 STREAMS = {
-    "step": Traffic(12, 8),
+    "add": Traffic(8, 4),
     "copy": Traffic(4, 4),
-    "copy nontemporal": Traffic(4, 4),
-    "torch's copy": Traffic(4, 4),
     "read": Traffic(4, 0),
     "fill": Traffic(0, 4),
 }
@@ -86,26 +80,15 @@ class Cpu:
         """Frees the memory of the timers."""
 
     def streams(self, count: int) -> dict[str, Call]:
-        """The loops, each with its own arrays, which leave the caches between two calls."""
-        own = np.ones((8, count), np.float32)
-        grad, u, v, *pairs, read = (int(row.ctypes.data) for row in own)
-
-        def step(_: int, _own: Array = own) -> None:  # keeps the arrays
-            _core.stream_step(grad, u, v, count)
-
+        """Loops of torch, each with its own arrays, which leave the caches between two calls."""
+        new = partial(torch.ones, count, device=self.device)
+        source, target, term, total, read, filled = (new() for _ in range(6))
+        found = torch.zeros((), device=self.device)
         return {
-            "step": step,
-            "copy": lambda _: _core.stream_copy(pairs[0], pairs[1], count, False),
-            "copy nontemporal": lambda _: _core.stream_copy(pairs[2], pairs[3], count, True),
-            "read": lambda _: _core.stream_read(read, count),
-            **self._of_torch(count),
-        }
-
-    def _of_torch(self, count: int) -> dict[str, Call]:
-        filled, source, target = (torch.ones(count, device=self.device) for _ in range(3))
-        return {
+            "add": lambda _: torch.add(term, total, out=total),
+            "copy": lambda _: target.copy_(source),
+            "read": lambda _: torch.amax(read, (0,), out=found),
             "fill": lambda _: filled.zero_(),
-            "torch's copy": lambda _: target.copy_(source),
         }
 
 
@@ -185,26 +168,6 @@ class Cuda(Cpu):
         """Gives back the memory of the graphs."""
         self._new_pool()
         self._cuda.empty_cache()
-
-    def streams(self, count: int) -> dict[str, Call]:
-        """The loops of csrc/cuda/bandwidth.cu beside torch's copy, each in arrays of its own."""
-        grad, u, v, source, target, x = (torch.ones(count, device=self.device) for _ in range(6))
-        most = torch.zeros(1, dtype=torch.int32, device=self.device)
-        where = arrays.as_array_ref(grad, "grad").device
-        loops = devices.module(where)
-
-        def on(array: Tensor) -> tuple[int, int]:
-            return devices.queue(where, array)  # a capture has another stream
-
-        def address(*tensors: Tensor) -> list[int]:
-            return [tensor.data_ptr() for tensor in tensors]
-
-        return {
-            "step": lambda _: loops.stream_step(*address(grad, u, v), count, *on(u)),
-            "copy": lambda _: loops.stream_copy(*address(source, target), count, *on(target)),
-            "read": lambda _: loops.stream_read(*address(x), count, *address(most), *on(x)),
-            **self._of_torch(count),
-        }
 
 
 def first_gpu() -> Cuda:
