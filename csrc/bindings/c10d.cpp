@@ -1,8 +1,8 @@
 // The torch.distributed backend on top of a pycomm::Group: a Python module for each version of
 // torch, _c10d.torch_<major>_<minor>, which setup.py names in BACKEND_MODULE.
 //
-// This file and the c10d_*.h beside it are the only C++ that includes torch. Of pycomm they include
-// group/group.h only and link nothing: the group comes in a capsule from the module _core.
+// This file and the c10d_*.h beside it are the only C++ that includes torch. They link nothing of
+// pycomm: the group comes in a capsule from the module _core, and the reader of tensors goes there.
 #include <pthread.h>
 #include <pybind11/chrono.h>
 #include <pybind11/functional.h>
@@ -62,6 +62,9 @@ PYBIND11_MODULE(BACKEND_MODULE, module) {
   py::register_exception_translator(&translate);
   pthread_atfork(nullptr, nullptr, [] { fork_count.fetch_add(1); });
   py::module_::import("torch.distributed");  // registers the base classes
+  py::module_::import("pycomm._core")
+      .attr("set_tensor_reader")(
+          py::capsule(reinterpret_cast<const void*>(&read_tensor), kTensorReader));
 
   module.def("close_all", [forks_at_creation = fork_count.load()] {
     if (forks_at_creation == fork_count) without_gil([] { open_groups.close_all(); });

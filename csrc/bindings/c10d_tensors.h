@@ -7,6 +7,7 @@
 #include <ATen/ATen.h>
 #include <ATen/EmptyTensor.h>
 #include <c10/util/SmallVector.h>
+#include <torch/csrc/autograd/python_variable.h>
 
 #include <algorithm>
 #include <array>
@@ -19,6 +20,7 @@
 #include <utility>
 #include <vector>
 
+#include "bindings/contiguous_array.h"
 #include "group/group.h"
 
 namespace pycomm::bindings {
@@ -140,6 +142,15 @@ inline ReduceOp engine_op(const Job& job, const c10d::ReduceOp& op) {
   job.throw_unsupported("unknown reduction");
 }
 
+// The bytes that the storage of a tensor with elements must have: a program may have resized it.
+inline size_t storage_needed(const at::Tensor& tensor) {
+  const size_t size = tensor.element_size();
+  if (tensor.is_contiguous())
+    return static_cast<size_t>(tensor.storage_offset() + tensor.numel()) * size;
+  return at::detail::computeStorageNbytes(tensor.sizes(), tensor.strides(), size,
+                                          tensor.storage_offset());
+}
+
 // All tensors of a job must be on one device. Whether the ranks can use it is checked later.
 inline void check_place(Job& job, const at::Tensor& tensor) {
   if (!tensor.defined()) job.throw_invalid("got an undefined tensor");
@@ -150,11 +161,7 @@ inline void check_place(Job& job, const at::Tensor& tensor) {
   if (tensor.layout() != at::kStrided || tensor.is_quantized())
     job.throw_unsupported("requires dense tensors; call to_dense() or dequantize() first");
   if (tensor.numel() == 0 || !tensor.has_storage()) return;
-  const size_t size = tensor.element_size();
-  const size_t needed = tensor.is_contiguous()
-                            ? static_cast<size_t>(tensor.storage_offset() + tensor.numel()) * size
-                            : at::detail::computeStorageNbytes(tensor.sizes(), tensor.strides(),
-                                                               size, tensor.storage_offset());
+  const size_t needed = storage_needed(tensor);
   if (tensor.storage().nbytes() < needed)
     job.throw_invalid("a tensor of " + std::to_string(needed) + " bytes has a storage of " +
                       std::to_string(tensor.storage().nbytes()));
@@ -207,6 +214,26 @@ inline at::Tensor writable(Job& job, const at::Tensor& tensor, Values values) {
 }
 
 inline char* bytes_at(const at::Tensor& plain) { return static_cast<char*>(plain.data_ptr()); }
+
+// A TensorReader. Subclasses may store their elements elsewhere.
+inline bool read_tensor(PyObject* x, ContiguousArray& array) noexcept try {
+  if (!THPVariable_CheckExact(x)) return false;
+  const at::Tensor& tensor = THPVariable_Unpack(x);
+  const auto dtype = find(kSame, tensor.scalar_type());
+  if (!dtype || tensor.layout() != at::kStrided || !(tensor.is_cpu() || tensor.is_cuda()) ||
+      !tensor.has_storage() || !is_plain(tensor))
+    return false;
+  const auto count = static_cast<size_t>(tensor.numel());
+  if (count > 0 && tensor.storage().nbytes() < storage_needed(tensor)) return false;
+  array = {.data = reinterpret_cast<std::byte*>(bytes_at(tensor)),
+           .dtype = *dtype,
+           .count = count,
+           .shape = {tensor.sizes().data(), static_cast<size_t>(tensor.dim())},
+           .gpu = tensor.is_cuda() ? int{tensor.get_device()} : ContiguousArray::kHost};
+  return true;
+} catch (const c10::Error&) {  // its data cannot be accessed
+  return false;
+}
 
 struct MemoryRange {
   char* begin;

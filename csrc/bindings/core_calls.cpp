@@ -235,9 +235,9 @@ std::optional<Memory> memory_of(PyObject* x, bool write, bool described) {
                   .dtype = find<Dtype>(kDtypeNames, text_of("dtype", description[1]), "dtype"),
                   .count = description[2].cast<size_t>()};
   }
-  const auto array = ContiguousArray::of(x, write);
-  if (!array || array->gpu() != ContiguousArray::kHost) return std::nullopt;
-  return Memory{.data = array->data(), .dtype = array->dtype(), .count = array->count()};
+  const auto array = read_array(x, write);
+  if (!array || array->gpu != ContiguousArray::kHost) return std::nullopt;
+  return Memory{.data = array->data, .dtype = array->dtype, .count = array->count};
 }
 
 // Call::count for these arrays.
@@ -440,13 +440,12 @@ void bind_call(py::module_& module) {
 // For pycomm._core_api.arrays: (address, dtype, count, shape, GPU or -1), or None if the array
 // needs a closer look.
 py::object inspect(const py::handle& x, bool write) {
-  const auto array = ContiguousArray::of(x.ptr(), write);
+  const auto array = read_array(x.ptr(), write);
   if (!array) return py::none();
-  const auto shape = array->shape();
-  py::tuple lengths(shape.size());
-  for (size_t i = 0; i < shape.size(); ++i) lengths[i] = py::int_(shape[i]);
-  return py::make_tuple(reinterpret_cast<uintptr_t>(array->data()), name_of(array->dtype()),
-                        array->count(), lengths, array->gpu());
+  py::tuple lengths(array->shape.size());
+  for (size_t i = 0; i < array->shape.size(); ++i) lengths[i] = py::int_(array->shape[i]);
+  return py::make_tuple(reinterpret_cast<uintptr_t>(array->data), name_of(array->dtype),
+                        array->count, lengths, array->gpu);
 }
 
 }  // namespace
@@ -477,6 +476,11 @@ void bind_calls(py::module_& module) {
     old = py::reinterpret_steal<py::object>(python.group.exchange(made));
   });
   module.def("inspect", &inspect);
+  module.def("set_tensor_reader", [](const py::capsule& reader) {
+    if (std::string_view(reader.name()) != kTensorReader)
+      throw py::type_error("expected a reader of tensors");
+    set_tensor_reader(reinterpret_cast<TensorReader>(reader.get_pointer()));
+  });
 }
 
 }  // namespace pycomm::bindings

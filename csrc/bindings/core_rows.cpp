@@ -71,15 +71,15 @@ class Lists {
     for (size_t i = 0; i < lists_.size(); ++i) {
       const py::object array = element(lists_[i], row);
       if (!array) return false;
-      const auto plain = ContiguousArray::of(array.ptr());
-      if (!plain || plain->count() > kMostElements) return false;
-      if (row == 0) dtypes_[i] = plain->dtype();
-      if (i == 0) count = plain->count();
-      if (row == 0 && i == 0) gpu_ = plain->gpu();
-      if (plain->dtype() != dtypes_[i] || plain->gpu() != gpu_ || plain->count() != count ||
-          !fits(plain->shape()))
+      const auto plain = read_array(array.ptr());
+      if (!plain || plain->count > kMostElements) return false;
+      if (row == 0) dtypes_[i] = plain->dtype;
+      if (i == 0) count = plain->count;
+      if (row == 0 && i == 0) gpu_ = plain->gpu;
+      if (plain->dtype != dtypes_[i] || plain->gpu != gpu_ || plain->count != count ||
+          !fits(plain->shape))
         return false;
-      words[i] = reinterpret_cast<uintptr_t>(plain->data());
+      words[i] = reinterpret_cast<uintptr_t>(plain->data);
       *memory_.mutable_data(i, row, 0) = words[i];
       *memory_.mutable_data(i, row, 1) = count * bytes_of(dtypes_[i]);
     }

@@ -10,6 +10,7 @@ without importing them.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import sys
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from pycomm import _core
+from pycomm import _c10d, _core
 from pycomm._arguments import refuse
 from pycomm.errors import InvalidArgument, Unsupported
 
@@ -140,10 +141,20 @@ def as_array_ref(x: Any, name: str, *, write: bool = False) -> ArrayRef:
 def _inspect(x: Any, write: bool) -> ArrayRef | None:
     """A contiguous tensor or NumPy array; None if `x` needs a closer look."""
     found = _core.inspect(x, write)
+    if found is None and is_torch(x) and _can_read_tensors():
+        found = _core.inspect(x, write)
     if found is None:
         return None
     pointer, dtype, count, shape, gpu = found
     return ArrayRef(pointer, dtype, count, shape, HOST if gpu < 0 else Device("cuda", gpu), x)
+
+
+@functools.cache
+def _can_read_tensors() -> bool:
+    """Loads the module that reads tensors for the core, if one fits this torch."""
+    with contextlib.suppress(Unsupported):  # without it, this module describes them, more slowly
+        return bool(_c10d.load())
+    return False
 
 
 def new(like: Like, shape: tuple[int, ...], dtype: str, *, zeros: bool = False) -> Any:

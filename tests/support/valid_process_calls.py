@@ -21,8 +21,9 @@ def rank_of(group: Group) -> int:
     return group.rank
 
 
-def saved() -> str:
-    path = os.path.abspath("saved.pt")
+def saved(group: Group) -> str:
+    """A file of this rank's own: all ranks write while rank 0 reads."""
+    path = os.path.abspath(f"saved_{group.rank}.pt")
     torch.save({"x": torch.ones(3)}, path)
     return path
 
@@ -83,7 +84,7 @@ PROCESS: dict[str, Valid] = {
 FILES: dict[str, Valid] = {
     "save": lambda g: {"path": os.path.abspath("kept.pt"), "obj": 1, "group": g},
     "load": lambda g: {
-        **{"path": saved(), "map_location": "cpu", "weights_only": True, "group": g},
+        **{"path": saved(g), "map_location": "cpu", "weights_only": True, "group": g},
     },
     "data.DataLoader": loader,
     "data.DataLoader.set_epoch": lambda g: {
