@@ -91,9 +91,9 @@ py::capsule group_capsule(const GroupHandle& handle) {
 }
 
 py::dict status(const GroupHandle& handle) {
-  const group::Status now = handle.group().status();
+  const Status now = handle.group().status();
   py::list peers;
-  for (const group::Status::Peer& peer : now.peers) {
+  for (const Status::Peer& peer : now.peers) {
     py::dict known;
     known["connected"] = peer.connected;
     known["left_reason"] = peer.left_reason;

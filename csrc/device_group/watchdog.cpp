@@ -140,7 +140,7 @@ std::optional<Error> Watchdog::lost(const Entry& oldest) {
     } catch (const Error&) {  // now in the status
     }
   }
-  const group::Status now = host_.status();
+  const Status now = host_.status();
   if (!now.broken.empty()) {
     if (!lost_for_long()) return std::nullopt;
     return GroupBroken(
@@ -148,7 +148,7 @@ std::optional<Error> Watchdog::lost(const Entry& oldest) {
         fields(oldest, -1));
   }
   for (int peer = 0; peer < static_cast<int>(now.peers.size()); ++peer) {
-    const group::Status::Peer& seen = now.peers[static_cast<size_t>(peer)];
+    const Status::Peer& seen = now.peers[static_cast<size_t>(peer)];
     const bool never_met = seen.left_reason.empty() && seen.bytes_received == 0;
     const bool needed = oldest.peers.empty() || std::ranges::count(oldest.peers, peer) > 0;
     if (peer == host_.rank() || !needed || seen.connected || never_met) continue;

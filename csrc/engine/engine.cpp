@@ -76,11 +76,6 @@ bool Engine::can_send_at_once(int to, size_t bytes) {
          peer.link->channel().has_space(sizeof(transport::Header) + bytes);
 }
 
-void Engine::run(const Job& job, const Deadline& deadline) {
-  PlanTask task = plan_task(job);
-  run(task, job.header, deadline, job.peer_counts);
-}
-
 void Engine::run(Task& task, const transport::Header& header, const Deadline& deadline,
                  std::span<const size_t> peer_counts) {
   const std::lock_guard turn(turn_);
@@ -184,8 +179,8 @@ void Engine::fail(const Error& error) noexcept {
   shutdown_.fail(error);
 }
 
-EngineStatus Engine::status() const {
-  EngineStatus now = liveness_.status();
+Status Engine::status() const {
+  Status now = liveness_.status();
   now.broken = shutdown_.cause();
   now.lost = shutdown_.lost();
   return now;

@@ -78,11 +78,9 @@ class Engine {
   Engine& operator=(const Engine&) = delete;
 
   int rank() const { return peers_.rank(); }
-  // Runs the plan of a job.
-  void run(const Job& job, const Deadline& deadline);
-  // The same for any task. `header`: of a collective, next_header() of its signature; of a message,
-  // which has no number, what errors and heartbeats report. An error other than Mismatch breaks the
-  // engine. Throws GroupBroken if it is broken. `peer_counts` as in Job.
+  // `header`: of a collective, next_header() of its signature; of a message, which has no number,
+  // what errors and heartbeats report. An error other than Mismatch breaks the engine. Throws
+  // GroupBroken if it is broken. `peer_counts` as in Job.
   void run(Task& task, const transport::Header& header, const Deadline& deadline,
            std::span<const size_t> peer_counts = {});
   transport::Header next_header(const transport::Header& signature) const {
@@ -121,11 +119,11 @@ class Engine {
   bool heartbeat() noexcept;
   std::chrono::nanoseconds heartbeat_interval() const { return liveness_.interval(); }
   // From any thread, also during a call.
-  EngineStatus status() const;
+  Status status() const;
   // For the thread that makes the calls: as of the end of the last one.
   const EngineTraffic& traffic() const { return traffic_; }
 
-  // For tasks: a task of `job` that another task advances.
+  // A task that runs the plan of `job`, alone or as part of another task.
   PlanTask plan_task(const Job& job) {
     return {peers_, dispatcher_, job, scratch(job.schedule->plan.scratch * job.element_bytes)};
   }

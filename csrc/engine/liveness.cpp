@@ -75,15 +75,15 @@ std::string Liveness::describe_peer(int peer) const {
 void Liveness::publish(Clock::time_point now) {
   if (now - published_at_ < kFresh) return;
   published_at_ = now;
-  EngineStatus all;
+  Status all;
   if (own_.context != static_cast<uint16_t>(transport::CallState::not_started))
     all.current_call = describe_activity(own_);
   for (int peer = 0; peer < peers_.size(); ++peer) {
     const Peer& known = peers_.at(peer);
-    PeerStatus seen;
+    Status::Peer seen;
     if (known.link) {
       seen.connected = !known.left_reason && !peers_.has_closed(peer);
-      seen.left_reason = known.left_reason;
+      seen.left_reason = known.left_reason.value_or("");
       // Bytes may have arrived since `now` was read.
       const auto silent = std::max(Clock::duration{0}, now - known.silent_since);
       seen.last_seen_s = std::chrono::duration<double>(silent).count();
@@ -97,7 +97,7 @@ void Liveness::publish(Clock::time_point now) {
   published_ = std::move(all);
 }
 
-EngineStatus Liveness::status() const {
+Status Liveness::status() const {
   const std::lock_guard lock(mutex_);
   return published_;
 }

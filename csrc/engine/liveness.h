@@ -13,27 +13,11 @@
 #include <vector>
 
 #include "core/deadline.h"
+#include "core/status.h"
 #include "engine/call_sequence.h"
 #include "engine/peer_table.h"
 
 namespace pycomm::engine {
-
-// What a rank knew of a peer at most some 50 ms ago.
-struct PeerStatus {
-  bool connected = false;
-  std::optional<std::string> left_reason{};  // why it left or was lost
-  double last_seen_s = 0;                    // seconds since bytes of it arrived
-  std::string current_call{};                // according to its last frame; empty: unknown
-  uint64_t bytes_written = 0, bytes_received = 0;
-};
-
-// What a rank knows of itself and its peers.
-struct EngineStatus {
-  std::string current_call{};       // this rank's last call; empty: none yet
-  std::string broken{};             // the first cause; empty: not broken
-  std::vector<PeerStatus> peers{};  // by rank
-  std::vector<int> lost{};          // the ranks that are known to be lost, once it is broken
-};
 
 class Liveness {
  public:
@@ -70,8 +54,8 @@ class Liveness {
   void check(int peer, Clock::time_point now) const;
   // The last known activity of a rank that is missing from a call.
   std::string describe_peer(int peer) const;
-  // From any thread; without `broken`.
-  EngineStatus status() const;
+  // From any thread, and at most 50 ms old; without `broken` and `lost`.
+  Status status() const;
 
  private:
   struct State {
@@ -92,7 +76,7 @@ class Liveness {
   Clock::time_point updated_at_{};
   Clock::time_point published_at_{};
   mutable std::mutex mutex_;  // guards published_
-  EngineStatus published_;
+  Status published_;
 };
 
 }  // namespace pycomm::engine

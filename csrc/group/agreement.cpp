@@ -25,7 +25,8 @@ void CallRunner::agree(const PreparedCall& prepared) {
   const Call barrier;
   const Algorithm by = collectives::choose({.size = info_.size, .hosts = info_.host_count});
   job.schedule = &plans_.find(barrier, by, 0).schedule;
-  run_plan(job, prepared.deadline);
+  engine::PlanTask task = begin_plan(job);
+  engine_.run(task, job.header, prepared.deadline);
 }
 
 // Gathers the counts of all ranks in frames that carry the call's signature. The call's own frames
@@ -82,7 +83,8 @@ std::vector<size_t> CallRunner::gather_splits(const PreparedCall& prepared) {
                                             .hosts = info_.host_count,
                                             .thresholds = thresholds_});
   job.schedule = &plans_.find(gather, by, count).schedule;
-  run_plan(job, prepared.deadline);
+  engine::PlanTask task = begin_plan(job);
+  engine_.run(task, job.header, prepared.deadline);
   return table;
 }
 

@@ -89,7 +89,8 @@ void CallRunner::run(const PreparedCall& prepared) {
       job.piece = count;
       job.stride = call.count;
     }
-    run_plan(job, prepared.deadline);
+    engine::PlanTask task = begin_plan(job);
+    engine_.run(task, job.header, prepared.deadline);
     left -= count;
     if (left == 0) return;
     job.header = engine_.next_header(job.header);
@@ -120,9 +121,10 @@ void CallRunner::run_shared(const engine::Job& job, const Deadline& deadline) {
   engine_.run(task, job.header, deadline);
 }
 
-void CallRunner::run_plan(const engine::Job& job, const Deadline& deadline) {
+// The caller runs the task.
+engine::PlanTask CallRunner::begin_plan(const engine::Job& job) {
   publish(job.header);
-  engine_.run(job, deadline);
+  return engine_.plan_task(job);
 }
 
 void CallRunner::run_counts(const PreparedCall& prepared) {
@@ -137,7 +139,8 @@ void CallRunner::run_counts(const PreparedCall& prepared) {
   }
   const engine::Schedule schedule = plans_.schedule_of(call, prepared.algorithm, 0);
   job.schedule = &schedule;
-  run_plan(job, prepared.deadline);
+  engine::PlanTask task = begin_plan(job);
+  engine_.run(task, job.header, prepared.deadline, job.peer_counts);
 }
 
 }  // namespace pycomm::group

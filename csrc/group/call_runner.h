@@ -50,7 +50,7 @@ class CallRunner {
   }
   void run_message(const PreparedCall& prepared);
   void run_shared(const engine::Job& job, const Deadline& deadline);
-  void run_plan(const engine::Job& job, const Deadline& deadline);
+  engine::PlanTask begin_plan(const engine::Job& job);
   void run_counts(const PreparedCall& prepared);
 
   // agreement.cpp

@@ -27,6 +27,7 @@
 #include "core/message_progress.h"
 #include "core/operation.h"
 #include "core/reduce_op.h"
+#include "core/status.h"
 
 namespace pycomm::rendezvous {
 class Store;  // rendezvous/store.h
@@ -120,23 +121,6 @@ struct Stats {
   // Device group: the default algorithm, nccl, or host_staged if ranks share a GPU. Else automatic:
   // chosen for each call.
   Algorithm algorithm = Algorithm::automatic;
-};
-
-// What this rank knows now, without communication.
-struct Status {
-  struct Peer {
-    bool connected = false;
-    std::string left_reason;   // why it left, if it did
-    double last_seen_s = 0;    // since its last frame
-    std::string current_call;  // from its last frame; empty if it sent none
-    uint64_t bytes_written = 0, bytes_received = 0;
-  };
-  std::string current_call;  // this rank's last call; empty before the first
-  std::string broken;        // why the group broke; `peers` is then frozen
-  std::vector<Peer> peers;   // by rank; default values for this rank
-  // Of a broken group: the ranks that this rank knew to be lost when it broke. They died, were
-  // silent for too long or left cleanly.
-  std::vector<int> lost;
 };
 
 // What does not change while a group exists.

@@ -295,20 +295,9 @@ std::exception_ptr HostGroup::log_failure(const PreparedCall& prepared) {
 }
 
 Status HostGroup::status() const {
-  engine::EngineStatus now = engine_.status();
-  Status status{.current_call = std::move(now.current_call),
-                .broken = std::move(now.broken),
-                .peers = {},
-                .lost = std::move(now.lost)};
-  for (engine::PeerStatus& seen : now.peers)
-    status.peers.push_back({.connected = seen.connected,
-                            .left_reason = seen.left_reason.value_or(""),
-                            .last_seen_s = seen.last_seen_s,
-                            .current_call = std::move(seen.current_call),
-                            .bytes_written = seen.bytes_written,
-                            .bytes_received = seen.bytes_received});
-  status.peers.resize(static_cast<size_t>(info_.size));
-  return status;
+  Status now = engine_.status();
+  now.peers.resize(static_cast<size_t>(info_.size));  // none are known before the first call
+  return now;
 }
 
 void HostGroup::set_timeout(std::chrono::nanoseconds timeout) {

@@ -64,7 +64,8 @@ void run_call(engine::Engine& engine, const Scene& scene, Array& array,
   job.element_bytes = 4;
   job.reducer = &kernels::reducer(Dtype::float32, ReduceOp::sum);
   job.size = scene.size;
-  engine.run(job, deadline);
+  engine::PlanTask task = engine.plan_task(job);
+  engine.run(task, job.header, deadline);
 }
 
 void expect_known(const Error& error, const Scene& scene) {

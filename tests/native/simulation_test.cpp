@@ -85,7 +85,8 @@ bool run_call(engine::Engine& engine, const Scene& scene, int call, bool astray)
   job.element_bytes = sizeof(float);
   job.reducer = &kernels::reducer(Dtype::float32, ReduceOp::sum);
   job.size = scene.size;
-  engine.run(job, Deadline(std::chrono::hours(1)));
+  engine::PlanTask task = engine.plan_task(job);
+  engine.run(task, job.header, Deadline(std::chrono::hours(1)));
   return scene.call.operation == Operation::barrier || array == want;
 }
 

@@ -195,15 +195,15 @@ MAY_SEE_ENVIRONMENT = [
 # that have no row. A change that adds lines deletes as many; one that deletes lowers the row.
 BUDGETS = {
     "benchmarks": 6904,
-    "csrc": 4212,
+    "csrc": 4238,
     "csrc/bindings": 5027,
     "csrc/codec": 1677,
     "csrc/collectives": 1934,
     "csrc/cuda": 5478,
     "csrc/device": 1553,
     "csrc/device_group": 2025,
-    "csrc/engine": 3628,
-    "csrc/group": 2833,
+    "csrc/engine": 3605,
+    "csrc/group": 2811,
     "csrc/kernels": 3707,
     "csrc/os": 1606,
     "csrc/rendezvous": 1786,
@@ -219,7 +219,7 @@ BUDGETS = {
     "tests/cli": 2270,
     "tests/devices": 3838,
     "tests/emulator": 7889,
-    "tests/native": 15900,
+    "tests/native": 15902,
     "tests/ranks": 9046,
     "tests/reliability": 5028,
     "tests/support": 5459,
@@ -227,7 +227,7 @@ BUDGETS = {
     "tests/unit": 6016,
     "tools": 1763,
 }
-IN_ALL = 147_091
+IN_ALL = 147_074
 LONGEST_FILE = 500
 MOST_VARIABLES = 10
 # Set by setup.py for the compiler, and by pycomm's launchers for their ranks: not for users.
