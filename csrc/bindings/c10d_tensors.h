@@ -225,7 +225,9 @@ inline bool read_tensor(PyObject* x, ContiguousArray& array) noexcept try {
     return false;
   const auto count = static_cast<size_t>(tensor.numel());
   if (count > 0 && tensor.storage().nbytes() < storage_needed(tensor)) return false;
-  array = {.data = reinterpret_cast<std::byte*>(bytes_at(tensor)),
+  auto* const data = reinterpret_cast<std::byte*>(bytes_at(tensor));
+  if (count > 0 && data == nullptr) return false;  // torch._efficientzerotensor
+  array = {.data = data,
            .dtype = *dtype,
            .count = count,
            .shape = {tensor.sizes().data(), static_cast<size_t>(tensor.dim())},

@@ -432,7 +432,8 @@ def _torch_name(x: Any) -> str:
 
 
 def _check_storage(x: Any) -> None:
-    """Raises InvalidArgument if the tensor's storage was resized to fewer bytes than it needs."""
+    """Raises InvalidArgument if the tensor has no memory, or its storage was resized to fewer bytes
+    than it needs."""
     last = sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True))
     needed = (x.storage_offset() + last + 1) * x.element_size()
     if x.numel() and x.untyped_storage().nbytes() < needed:
@@ -440,6 +441,8 @@ def _check_storage(x: Any) -> None:
             f"a tensor that needs a storage of {needed} bytes has one of "
             f"{x.untyped_storage().nbytes()}"
         )
+    if x.numel() and not x.data_ptr():
+        raise InvalidArgument("a tensor without memory (torch._efficientzerotensor): pass a clone")
 
 
 def _why_not(x: Any) -> str:

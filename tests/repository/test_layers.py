@@ -196,7 +196,7 @@ MAY_SEE_ENVIRONMENT = [
 BUDGETS = {
     "benchmarks": 6904,
     "csrc": 4238,
-    "csrc/bindings": 5027,
+    "csrc/bindings": 5029,
     "csrc/codec": 1677,
     "csrc/collectives": 1934,
     "csrc/cuda": 5478,
@@ -210,7 +210,7 @@ BUDGETS = {
     "csrc/shared": 1677,
     "csrc/transport": 2272,
     "examples": 913,
-    "pycomm": 17600,
+    "pycomm": 17603,
     "pycomm/bench": 3227,
     "pycomm/compress": 6088,
     "pycomm/kernels": 2647,
@@ -224,10 +224,10 @@ BUDGETS = {
     "tests/reliability": 5028,
     "tests/support": 5459,
     "tests/torch_backend": 3943,
-    "tests/unit": 6016,
+    "tests/unit": 6021,
     "tools": 1763,
 }
-IN_ALL = 147_074
+IN_ALL = 147_084
 LONGEST_FILE = 500
 MOST_VARIABLES = 10
 # Set by setup.py for the compiler, and by pycomm's launchers for their ranks: not for users.

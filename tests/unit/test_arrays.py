@@ -330,6 +330,11 @@ REFUSED = {
         InvalidArgument,
         "24 bytes has one of 8",
     ),
+    "no memory": (
+        lambda: torch._efficientzerotensor(3),
+        InvalidArgument,
+        "without memory",
+    ),
     "number": (lambda: np.float32(1), InvalidArgument, "expected an array"),
     "none": (lambda: None, InvalidArgument, "expected an array"),
     "masked": (lambda: np.ma.ones(3), InvalidArgument, "masked array"),
