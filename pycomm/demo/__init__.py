@@ -20,37 +20,28 @@ def main(argv: Sequence[str]) -> int:
         print(f"pycomm demo: {why}", file=sys.stderr)
         return 2
     from pycomm import _command_line
-    from pycomm.bench.support import netns
-    from pycomm.demo import rows
+    from pycomm.bench.support import netns, sizes
+    from pycomm.demo import report
+    from pycomm.demo.rows import ROWS
+    from pycomm.demo.training import Settings
 
     parser = _command_line.parser("demo", __doc__)
     parser.add_argument("--steps", type=int, default=500, help="training steps per row")
     parser.add_argument("--processes", type=int, default=2, help="ranks, all on this machine")
     parser.add_argument("--out", type=Path, default=Path(), help="folder of demo.json and demo.png")
-    parser.add_argument(
-        "--rows", default=",".join(rows.ROWS), help="rows, separated by commas (%(default)s)"
-    )
-    parser.add_argument(
-        "--rate",
-        default="",
-        help='link rate, as "100mbit": simulates one host per rank; needs root',
-    )
+    rows = ",".join(ROWS)
+    parser.add_argument("--rows", type=sizes.names(ROWS), default=rows, help="(%(default)s)")
+    rate = 'link rate, as "100mbit": simulates one host per rank; needs root'
+    parser.add_argument("--rate", default="", help=rate)
     options = parser.parse_args(argv)
-    chosen = list(dict.fromkeys(key.strip() for key in options.rows.split(",")))
-    for key in chosen:
-        if key not in rows.ROWS:
-            parser.error(f"invalid row: got {key!r}, expected one of {', '.join(rows.ROWS)}")
-    if options.steps < 1 or options.processes < 1:
-        parser.error("--steps and --processes must be at least 1")
-
+    if options.steps < 1 or options.processes < 1 or not options.rows:
+        parser.error("--steps and --processes must be at least 1, and --rows one row")
     if options.rate and not netns.RATE.fullmatch(options.rate):
         parser.error(f"invalid --rate: got {options.rate}, expected for example 100mbit or 1gbit")
     if options.rate and (why := netns.missing()):
         parser.error(f"--rate {why}")
-
-    from pycomm.demo.show import show
-    from pycomm.demo.training import Settings
-
     settings = Settings(options.steps, link_rate=options.rate)
-    shown = [rows.ROWS[key] for key in chosen]
-    return _command_line.ending(lambda: show(shown, settings, options.processes, options.out))
+    chosen = [ROWS[key] for key in options.rows]
+    return _command_line.ending(
+        lambda: report.run(chosen, settings, options.processes, options.out)
+    )

@@ -1,4 +1,4 @@
-"""Builds the table, demo.json and demo.png from the outcomes of the ranks."""
+"""Trains the rows of the demo, and makes the table, demo.json and demo.png from their outcomes."""
 
 from __future__ import annotations
 
@@ -7,25 +7,28 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from matplotlib.axes import Axes
 from rich.box import HEAVY_HEAD
+from rich.console import Console
+from rich.panel import Panel
+from rich.progress import Progress, TextColumn
 from rich.text import Text
 
-from pycomm._tables import Table
-from pycomm.bench.support import plots, summaries
+from pycomm._tables import Table, console
+from pycomm.bench.support import machine, netns, plots, processes, summaries
+from pycomm.demo import training
 from pycomm.demo.rows import Row
 from pycomm.demo.training import Outcome
 
 MB = 2**20
-COLORS = ("#9aa0a6", "#1a73e8", "#e8710a", "#188038", "#9334e6", "#d01884")
-SMOOTHED_STEPS = 10
+WIDEST = 100  # characters of the sample
 
 
 @dataclass(frozen=True)
 class Result:
-    """One row of the table. By step: mean losses and MB of the ranks, maximum of their seconds."""
+    """A row of the table and of demo.json. Its lists are short curves (summaries.curve): mean
+    losses and MB of the ranks, and the maximum of their seconds of a step."""
 
     key: str
     name: str
@@ -41,24 +44,82 @@ class Result:
     mb: list[float]  # sent by a rank so far
 
 
+def run(rows: Sequence[Row], settings: training.Settings, size: int, out: Path) -> int:
+    """Trains `rows` in turn on `size` processes, prints and stores the results. Returns the exit
+    status: 1 if replicas differ."""
+    to = console()
+    out.mkdir(parents=True, exist_ok=True)
+    if busy := machine.busy():
+        to.print(f"warning: {busy}", style="yellow")
+    outcomes = _train(to, rows, settings, size)
+    link = f"; one host per rank, links of {settings.link_rate}" if settings.link_rate else ""
+    heading = f"the same training with each method{link}"
+    results = [result(row, outcomes[row.key]) for row in rows]
+    to.print(table(results, heading))
+    first = results[0]
+    for r in results[1:]:
+        to.print(
+            f"{r.name}: {first.seconds_per_step / r.seconds_per_step:.2f} times as fast as "
+            f"{first.name}; final loss differs by {abs(r.final_loss - first.final_loss):.1e}"
+        )
+    sample = Text(outcomes[rows[-1].key][0].sample)
+    title, width = "Python as the model writes it", min(to.width, WIDEST)
+    to.print(Panel(sample, title=title, title_align="left", width=width))
+    given = asdict(settings) | {"processes": size}
+    json, plot = out / "demo.json", out / "demo.png"
+    summaries.store(json, settings=given, rows=[asdict(one) for one in results])
+    save_plot(plot, heading, results, settings.steps)
+    to.print(f"{json}  {plot}")
+    return 0 if all(r.replicas_equal for r in results) else 1
+
+
+def _train(
+    to: Console, rows: Sequence[Row], settings: training.Settings, size: int
+) -> dict[str, list[Outcome]]:
+    """Trains the rows and shows their progress; returns the outcomes of each in rank order."""
+    outcomes: dict[str, dict[int, Outcome]] = {row.key: {} for row in rows}
+    columns = *Progress.get_default_columns(), TextColumn("loss {task.fields[loss]:.3f}")
+    bars = Progress(*columns, console=to, disable=not to.is_terminal)
+    tasks = {row.key: bars.add_task(row.name, total=settings.steps, loss=0.0) for row in rows}
+    names = {row.key: row.name for row in rows}
+    line_every = max(1, settings.steps // 5)
+
+    def on_message(rank: int, message: Outcome | tuple[str, int, float]) -> None:
+        if isinstance(message, Outcome):
+            outcomes[message.key][rank] = message
+            return
+        key, step, loss = message
+        bars.update(tasks[key], completed=step, loss=loss)
+        if not to.is_terminal and step % line_every == 0:
+            to.print(f"{names[key]}: step {step} of {settings.steps}, loss {loss:.3f}")
+
+    with bars, netns.behind(settings.link_rate, size) as hosts:
+        processes.run(training.train, (list(tasks), settings), size, on_message, hosts)
+    return {key: [of[rank] for rank in range(size)] for key, of in outcomes.items()}
+
+
 def result(row: Row, outcomes: Sequence[Outcome]) -> Result:
     """Combines the outcomes of the ranks of `row`, in rank order."""
-    seconds = [max(step) for step in zip(*(o.seconds for o in outcomes), strict=True)]
-    mb = [statistics.mean(step) / MB for step in zip(*(o.sent for o in outcomes), strict=True)]
+    losses, seconds, sent = (
+        list(zip(*(getattr(o, name) for o in outcomes), strict=True))
+        for name in ("losses", "seconds", "sent")
+    )
+    slowest = list(map(max, seconds))
+    mb = [statistics.mean(step) / MB for step in sent]
     first = outcomes[0]
     return Result(
         key=row.key,
         name=row.name,
         parameters=first.parameters,
         final_loss=first.final_loss,
-        seconds_per_step=statistics.mean(seconds),
-        mb_per_rank_and_step=mb[-1] / len(seconds),
+        seconds_per_step=statistics.mean(slowest),
+        mb_per_rank_and_step=mb[-1] / len(mb),
         counted_by=first.counted_by,
         replicas_equal=len({o.digest for o in outcomes}) == 1,
         digest=first.digest,
-        losses=[statistics.mean(step) for step in zip(*(o.losses for o in outcomes), strict=True)],
-        seconds=seconds,
-        mb=mb,
+        losses=summaries.curve(list(map(statistics.mean, losses))),
+        seconds=summaries.curve(slowest),
+        mb=[mb[end - 1] for end in summaries.ends(len(mb))],
     )
 
 
@@ -73,61 +134,31 @@ def table(results: Sequence[Result], title: str) -> Table:
     return shown
 
 
-def stored(of: Result) -> dict[str, Any]:
-    """The row of demo.json, with short curves."""
-    curves = {"losses": summaries.curve(of.losses), "seconds": summaries.curve(of.seconds)}
-    return asdict(of) | curves | {"mb": [of.mb[end - 1] for end in summaries.ends(len(of.mb))]}
-
-
-def save_plot(path: Path, title: str, results: Sequence[Result]) -> None:
+def save_plot(path: Path, title: str, results: Sequence[Result], steps: int) -> None:
     """Plots loss over seconds, loss over MB sent, and both costs of a step as bars."""
-    panels = {
-        "loss over time": lambda axes: _losses(axes, results, over_bytes=False),
-        "loss over bytes": lambda axes: _losses(axes, results, over_bytes=True),
-        "costs of a step": lambda axes: _bars(axes, results),
-    }
-    plots.save(path, panels, title, (4.5, 4), columns=3)
+    each = steps / len(results[0].seconds)  # steps of a point
+    names = [r.name.replace(" ", "\n", 1) for r in results]
 
-
-def _losses(axes: Axes, results: Sequence[Result], over_bytes: bool) -> None:
-    for i, r in enumerate(results):
-        # Dense rows have equal losses, so later rows are thinner to keep all of them visible.
-        style: Any = {
-            "color": COLORS[i % len(COLORS)],
-            "lw": max(1.2, 4.5 - 2.5 * i),
-            "label": r.name,
-        }
-        cost = r.mb if over_bytes else list(itertools.accumulate(r.seconds))
-        axes.plot(cost, _smooth(r), **style)
-    axes.set(ylabel="training loss (nats per character)")
-    axes.set(xlabel="MB sent by each rank" if over_bytes else "seconds")
-    axes.grid(alpha=0.25)
-    if over_bytes:
-        axes.set_xscale("log")
-    else:
+    def losses(axes: Axes, over_bytes: bool) -> None:
+        for i, r in enumerate(results):
+            cost = r.mb if over_bytes else [s * each for s in itertools.accumulate(r.seconds)]
+            # Dense rows have equal losses, so later rows are thinner to keep all of them visible.
+            axes.plot(cost, r.losses, lw=max(1.2, 4.5 - 2.5 * i), label=r.name)
+        scale, what = ("log", "MB sent by each rank") if over_bytes else ("linear", "seconds")
+        axes.set(xscale=scale, xlabel=what, ylabel="training loss (nats per character)")
+        axes.grid(alpha=0.25)
         axes.legend(frameon=False)
 
+    def costs(axes: Axes, field: str, unit: str) -> None:
+        heights = [getattr(r, field) for r in results]
+        labels = [f"{height:.3g}" for height in heights]
+        plots.bars(axes, dict(zip(names, heights, strict=True)), labels, unit)
+        axes.tick_params(axis="x", labelsize=7)
 
-def _smooth(of: Result) -> list[float]:
-    """The running mean of the last SMOOTHED_STEPS losses."""
-    starts = (max(0, end - SMOOTHED_STEPS) for end in range(1, len(of.losses) + 1))
-    return [statistics.mean(of.losses[start : end + 1]) for end, start in enumerate(starts)]
-
-
-def _bars(seconds: Axes, results: Sequence[Result]) -> None:
-    """Seconds per step at the left of each pair (left axis), MB per step at the right."""
-    megabytes = seconds.twinx()
-    megabytes.spines["top"].set_visible(False)
-    places = range(len(results))
-    upright: Any = {"fontsize": 7, "rotation": 90, "padding": 3}  # not wider than a bar
-    style: Any = {"width": 0.36, "color": [COLORS[i % len(COLORS)] for i in places]}
-    times, sizes = [r.seconds_per_step for r in results], [r.mb_per_rank_and_step for r in results]
-    drawn = seconds.bar([i - 0.2 for i in places], times, **style)
-    seconds.bar_label(drawn, fmt="%.3f s", **upright)
-    drawn = megabytes.bar([i + 0.2 for i in places], sizes, **style, alpha=0.45, hatch="//")
-    megabytes.bar_label(drawn, fmt="%.3g MB", **upright)
-    seconds.set_xticks(places, [r.name.replace(" ", "\n", 1) for r in results], fontsize=7)
-    seconds.set_ylabel("seconds per step (solid)")
-    megabytes.set_ylabel("MB sent per rank and step (hatched)")
-    seconds.margins(y=0.2)
-    megabytes.margins(y=0.2)
+    panels = {
+        "loss over time": lambda axes: losses(axes, over_bytes=False),
+        "loss over bytes": lambda axes: losses(axes, over_bytes=True),
+        "time of a step": lambda axes: costs(axes, "seconds_per_step", "seconds"),
+        "bytes of a step": lambda axes: costs(axes, "mb_per_rank_and_step", "MB sent per rank"),
+    }
+    plots.save(path, panels, title, (4.5, 4), columns=2)

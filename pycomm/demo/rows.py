@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -17,12 +17,9 @@ from pycomm.optim.local_sgd import LocalSGD
 from pycomm.parallel.data_parallel import DataParallel
 
 CLIP_NORM = 1.0
-SGD_RATE = 0.5
-ADAMW_RATE = 0.006
-
-
-def _nothing() -> None:
-    """The default for Parallel.end."""
+_SGD = partial(SGD, lr=0.0, momentum=0.9)
+_ADAMW = partial(AdamW, lr=0.0, betas=(0.7, 0.95), weight_decay=0.0)
+_WITHOUT_MOMENTUM = partial(AdamW, lr=0.0, betas=(0.0, 0.99), weight_decay=0.0)
 
 
 @dataclass(frozen=True)
@@ -31,7 +28,8 @@ class Parallel:
 
     forward: nn.Module
     step: Callable[[], object]
-    end: Callable[[], None] = _nothing
+    clips: bool = False  # it clips the gradients itself
+    end: Callable[[], object] = lambda: None
 
 
 @dataclass(frozen=True)
@@ -44,38 +42,17 @@ class Row:
     """pycomm: the default group, which such rows share; another one: a group of its own."""
     wrap: Callable[[nn.Module, Optimizer, dist.ProcessGroup | None], Parallel]
     """Runs on every rank with equal models on all ranks, and the row's own group."""
-    optimizer: Callable[[Iterable[nn.Parameter]], Optimizer]
-    rate: float
+    optimizer: Callable[[Iterable[nn.Parameter]], Optimizer] = _SGD
+    rate: float = 0.5
     """The peak of the learning rate."""
 
 
-def _sgd(parameters: Iterable[nn.Parameter]) -> Optimizer:
-    return SGD(parameters, lr=0.0, momentum=0.9)
-
-
-def _adamw(parameters: Iterable[nn.Parameter]) -> Optimizer:
-    return AdamW(parameters, lr=0.0, betas=(0.7, 0.95), weight_decay=0.0)
-
-
-def _adamw_without_momentum(parameters: Iterable[nn.Parameter]) -> Optimizer:
-    return AdamW(parameters, lr=0.0, betas=(0.0, 0.99), weight_decay=0.0)
-
-
-def _clipped(model: nn.Module, step: Callable[[], object]) -> Callable[[], object]:
-    def clip_and_step() -> object:
-        torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP_NORM)
-        return step()
-
-    return clip_and_step
-
-
 def _dense(model: nn.Module, optimizer: Optimizer, own: dist.ProcessGroup | None) -> Parallel:
-    forward = DistributedDataParallel(model, process_group=own)
-    return Parallel(forward, _clipped(model, optimizer.step))
+    return Parallel(DistributedDataParallel(model, process_group=own), optimizer.step)
 
 
 def _sparse(model: nn.Module, optimizer: Optimizer, _: object) -> Parallel:
-    """Sends 0.1 % of all gradients after a sparsity warm-up of 100 steps; DGC clips itself."""
+    """Sends 0.1 % of all gradients after a sparsity warm-up of 100 steps."""
     dgc = DGC(
         optimizer,
         rampup_step=100,
@@ -85,29 +62,29 @@ def _sparse(model: nn.Module, optimizer: Optimizer, _: object) -> Parallel:
         select="model",
         min_count=0,
     )
-    return Parallel(DataParallel(model, compression=dgc), optimizer.step)
+    return Parallel(DataParallel(model, compression=dgc), optimizer.step, clips=True)
 
 
 def _local(model: nn.Module, optimizer: Optimizer, _: object) -> Parallel:
     """Averages after each of the first 100 steps, then after every eighth step."""
     local = LocalSGD(model, optimizer, k_steps=8, begin_step=100)
-    return Parallel(model, _clipped(model, local.step), local.average)
+    return Parallel(model, local.step, end=local.average)
 
 
 def _updates(model: nn.Module, optimizer: Optimizer, _: object) -> Parallel:
     """Sends 200 times fewer bytes: the largest updates of AdamW, one bit for each."""
     local = LocalSGD(model, optimizer, compression=TopK(ratio=200), clip_norm=CLIP_NORM)
-    return Parallel(model, local.step)
+    return Parallel(model, local.step, clips=True)
 
 
 ROWS = {
     row.key: row
     for row in (
-        Row("gloo", "gloo dense", "gloo", _dense, _sgd, SGD_RATE),
-        Row("pycomm", "pycomm dense", "pycomm", _dense, _sgd, SGD_RATE),
-        Row("dgc", "pycomm DGC 99.9 %", "pycomm", _sparse, _sgd, SGD_RATE),
-        Row("local", "pycomm LocalSGD", "pycomm", _local, _sgd, SGD_RATE),
-        Row("adamw", "AdamW dense", "pycomm", _dense, _adamw, ADAMW_RATE),
-        Row("topk", "AdamW TopK 200", "pycomm", _updates, _adamw_without_momentum, ADAMW_RATE),
+        Row("gloo", "gloo dense", "gloo", _dense),
+        Row("pycomm", "pycomm dense", "pycomm", _dense),
+        Row("dgc", "pycomm DGC 99.9 %", "pycomm", _sparse),
+        Row("local", "pycomm LocalSGD", "pycomm", _local),
+        Row("adamw", "AdamW dense", "pycomm", _dense, _ADAMW, 0.006),
+        Row("topk", "AdamW TopK 200", "pycomm", _updates, _WITHOUT_MOMENTUM, 0.006),
     )
 }

@@ -5,19 +5,19 @@ from __future__ import annotations
 import hashlib
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pycomm.bench.support import text
 from pycomm.bench.support.model import CharGPT, Shape
 from pycomm.bench.support.processes import Rank
-from pycomm.demo.rows import ROWS, Row
-from pycomm.demo.traffic import Counter, tcp_sockets
+from pycomm.demo.rows import CLIP_NORM, ROWS, Row
+from pycomm.demo.traffic import bytes_written, tcp_sockets
 
 ROUNDS = 25  # turns of each row
 
@@ -30,18 +30,12 @@ class Settings:
     seed: int = 0
     batch: int = 8  # windows per rank and step
     warmup: int = 20  # steps
-    link_rate: str = (
-        ""  # of one simulated host per rank, such as "1gbit"; "": all ranks on this host
-    )
+    link_rate: str = ""  # of a simulated host per rank, such as "1gbit"; "": ranks on this host
 
-
-@dataclass(frozen=True)
-class Progress:
-    """Message of rank 0 after each step of a row; the loss is of its own batch."""
-
-    key: str
-    step: int
-    loss: float
+    def rate(self, step: int) -> float:
+        """Linear warm-up, then half a cosine down to a twentieth of the peak, which is 1."""
+        rising = min(1.0, (step + 1) / self.warmup)
+        return rising * (0.525 + 0.475 * math.cos(math.pi * step / self.steps))
 
 
 @dataclass(frozen=True)
@@ -62,117 +56,84 @@ class Outcome:
 def train(rank: Rank, keys: Sequence[str], settings: Settings) -> None:
     """Trains the rows `keys` in turn, some steps of each, so that other programs delay all alike.
 
-    Sends Progress messages, then one Outcome for each row.
+    Rank 0 sends (key, step, loss of its batch) after each step of a row, then each rank one Outcome
+    for each row.
     """
     dist.init_process_group("pycomm", store=rank.store, rank=rank.rank, world_size=rank.size)
     texts = text.load()
-    _warm_up(settings, texts[0])
-    rows = [_Training(rank, ROWS[key], settings, texts) for key in keys]
-    turn = max(1, settings.steps // ROUNDS)
-    for begin in range(0, settings.steps, turn):
+    model = CharGPT(Shape(alphabet=len(text.ALPHABET)))  # the first step of a process is slower
+    _loss(model, model, texts[0], settings.batch, torch.Generator()).backward()  # type: ignore[no-untyped-call]  # torch's own
+    writer = keys[-1] if rank.rank == 0 else ""
+    rows = [_turns(rank, ROWS[key], settings, texts, key == writer) for key in keys]
+    for row in rows:
+        next(row)
+    for _ in range(0, settings.steps, max(1, settings.steps // ROUNDS)):
         for row in rows:
             dist.barrier()  # the time of a row contains no wait for another row
-            row.run(begin, min(begin + turn, settings.steps))
+            next(row)
     for row in rows:
-        rank.send(row.outcome(sample=rank.rank == 0 and row is rows[-1]))
+        next(row, None)
     dist.barrier()  # no rank exits while another still needs it
 
 
-def _warm_up(settings: Settings, tokens: torch.Tensor) -> None:
-    """Computes one step without a row, because the first step of a process is slower."""
+def _turns(
+    rank: Rank, row: Row, settings: Settings, texts: tuple[Tensor, Tensor], writes: bool
+) -> Iterator[None]:
+    """One row on this rank: makes its model, trains it turn by turn, and sends the outcome, in
+    which the model writes text if `writes`."""
+    torch.manual_seed(settings.seed)
     model = CharGPT(Shape(alphabet=len(text.ALPHABET)))
-    x, y = text.batch(tokens, settings.batch, model.shape.context, torch.Generator())
-    loss = F.cross_entropy(model(x).flatten(0, 1), y.flatten())
-    loss.backward()  # type: ignore[no-untyped-call]  # torch's own
-
-
-class _Training:
-    """One row on this rank: its model, and what its steps gave."""
-
-    def __init__(
-        self,
-        rank: Rank,
-        row: Row,
-        settings: Settings,
-        texts: tuple[torch.Tensor, torch.Tensor],
-    ) -> None:
-        self._rank, self._row, self._settings = rank, row, settings
-        self._text, self._held_out = texts
-        torch.manual_seed(settings.seed)
-        self._model = CharGPT(Shape(alphabet=len(text.ALPHABET)))
-        self._optimizer = row.optimizer(self._model.parameters())
-        self._random = torch.Generator().manual_seed(settings.seed * 1000 + rank.rank)
-        others = tcp_sockets()
-        own = None if row.backend == "pycomm" else dist.new_group(backend=row.backend)
-        sockets = tcp_sockets() - others if own else None
-        self._parallel = row.wrap(self._model, self._optimizer, own)
-        dist.barrier()  # all ranks have received the parameters
-        self._counter = Counter(sockets)
-        self._losses: list[float] = []
-        self._seconds: list[float] = []
-        self._sent: list[int] = []
-
-    def run(self, begin: int, end: int) -> None:
-        """Trains the steps from `begin` to `end`."""
-        self._counter.resume()
-        for step in range(begin, end):
-            start = time.perf_counter()
-            self._losses.append(self._step(step))
-            self._seconds.append(time.perf_counter() - start)
-            self._sent.append(self._counter.total())
-            if self._rank.rank == 0:
-                self._rank.send(Progress(self._row.key, step + 1, self._losses[-1]))
-
-    def outcome(self, sample: bool) -> Outcome:
-        """Ends the training and evaluates the model; with `sample` the model writes text."""
-        self._parallel.end()
-        return Outcome(
-            self._row.key,
-            self._losses,
-            self._seconds,
-            self._sent,
-            self._counter.name,
-            _digest(self._model),
-            _evaluate(self._model, self._held_out),
-            _sample(self._model) if sample else "",
-            sum(p.numel() for p in self._model.parameters()),
-        )
-
-    def _step(self, step: int) -> float:
-        """One step; returns the loss of this rank's batch."""
-        for group in self._optimizer.param_groups:
-            group["lr"] = self._row.rate * _schedule(self._settings, step)
-        context = self._model.shape.context
-        x, y = text.batch(self._text, self._settings.batch, context, self._random)
-        loss = F.cross_entropy(self._parallel.forward(x).flatten(0, 1), y.flatten())
-        self._optimizer.zero_grad()
+    optimizer = row.optimizer(model.parameters())
+    random = torch.Generator().manual_seed(settings.seed * 1000 + rank.rank)
+    others = tcp_sockets()
+    own = None if row.backend == "pycomm" else dist.new_group(backend=row.backend)
+    sockets = tcp_sockets() - others if own else None
+    parallel = row.wrap(model, optimizer, own)
+    dist.barrier()  # all ranks have received the parameters
+    losses: list[float] = []
+    seconds: list[float] = []
+    sent: list[int] = []
+    for step in range(settings.steps):
+        if step % max(1, settings.steps // ROUNDS) == 0:
+            yield
+            last = bytes_written(sockets)  # which the rows of one group share
+        start = time.perf_counter()
+        for group in optimizer.param_groups:
+            group["lr"] = row.rate * settings.rate(step)
+        loss = _loss(model, parallel.forward, texts[0], settings.batch, random)
+        optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]  # torch's own
-        self._parallel.step()
-        return loss.item()
-
-
-def _schedule(settings: Settings, step: int) -> float:
-    """Linear warm-up, then half a cosine down to a twentieth of the peak."""
-    rising = min(1.0, (step + 1) / settings.warmup)
-    cosine = math.cos(math.pi * step / settings.steps)
-    return rising * (0.525 + 0.475 * cosine)
-
-
-def _digest(model: nn.Module) -> str:
-    sha = hashlib.sha256()
+        if not parallel.clips:
+            nn.utils.clip_grad_norm_(model.parameters(), CLIP_NORM)
+        parallel.step()
+        losses.append(loss.item())
+        seconds.append(time.perf_counter() - start)
+        now = bytes_written(sockets)
+        sent.append(now - last + (sent[-1] if sent else 0))
+        last = now
+        if rank.rank == 0:
+            rank.send((row.key, step + 1, losses[-1]))
+    yield
+    parallel.end()
+    digest = hashlib.sha256()
     for weight in model.parameters():
-        sha.update(weight.detach().numpy().tobytes())
-    return sha.hexdigest()
-
-
-@torch.no_grad()
-def _evaluate(model: CharGPT, tokens: torch.Tensor) -> float:
+        digest.update(weight.detach().numpy().tobytes())
     random = torch.Generator().manual_seed(0)
-    x, y = text.batch(tokens, 256, model.shape.context, random)
-    return F.cross_entropy(model(x).flatten(0, 1), y.flatten()).item()
+    with torch.no_grad():
+        final_loss = _loss(model, model, texts[1], 256, random).item()
+    sample = ""
+    if writes:
+        random.manual_seed(0)
+        sample = text.decode(model.write(text.encode(b"\ndef ").long(), 400, random)).strip("\n")
+    count = sum(p.numel() for p in model.parameters())
+    by = "kernel" if own else "pycomm"
+    found = losses, seconds, sent, by, digest.hexdigest(), final_loss, sample, count
+    rank.send(Outcome(row.key, *found))
 
 
-def _sample(model: CharGPT) -> str:
-    start = text.encode(b"\ndef ").long()
-    random = torch.Generator().manual_seed(0)
-    return text.decode(model.write(start, 400, random)).strip("\n")
+def _loss(
+    model: CharGPT, forward: nn.Module, tokens: Tensor, rows: int, random: torch.Generator
+) -> Tensor:
+    """The loss of a batch of `rows` windows."""
+    x, y = text.batch(tokens, rows, model.shape.context, random)
+    return F.cross_entropy(forward(x).flatten(0, 1), y.flatten())
