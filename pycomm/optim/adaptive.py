@@ -78,6 +78,8 @@ class AdaptiveLocalSGD(LocalSGD):
         InvalidArgument: an argument outside its range, or as LocalSGD.
     """
 
+    _numbers = "k_steps", "_reference"
+
     def __init__(
         self,
         model: nn.Module,
@@ -148,13 +150,6 @@ class AdaptiveLocalSGD(LocalSGD):
             steps[0] = interval(change, self._init_k, self._max_k, self._interval_rule)
         collectives.broadcast(steps, 0, group=self._group)
         self.k_steps = int(steps.item())
-
-    def _numbers(self) -> dict[str, Any]:
-        return {**super()._numbers(), "reference": self._reference}
-
-    def _take_numbers(self, numbers: dict[str, Any]) -> None:
-        super()._take_numbers(numbers)
-        self._reference = numbers["reference"]
 
     def state_dict(self) -> dict[str, Any]:
         """The state of LocalSGD, and loss_0 and lr_0 under "reference"."""

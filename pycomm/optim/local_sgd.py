@@ -25,8 +25,9 @@ from pycomm import collectives
 from pycomm._arguments import flag, function, integer, one_of, positive
 from pycomm._quantize import Quantize
 from pycomm._training import coalesced
+from pycomm._training.arguments import check_optimizer
 from pycomm._training.communicators import tag_of
-from pycomm._training.shards import as_shard, local_shard
+from pycomm._training.shards import as_shard, check_replicas, local_shard
 from pycomm.compress.dense import clip_gradients
 from pycomm.compress.interrupts import defer_sigint
 from pycomm.compress.topk import TopK
@@ -37,9 +38,6 @@ from pycomm.group import Group
 from pycomm.optim.compression import (
     check_compression,
     check_model,
-    check_optimizers,
-    check_shards,
-    check_supported,
     update_compressor,
     warn_about_momentum,
 )
@@ -128,22 +126,34 @@ class LocalSGD(LocalState):
         muon: torch.optim.Optimizer | None = None,
         replicas: DeviceMesh | None = None,
     ) -> None:
-        check_optimizers(optimizer, outer, muon)
-        check_model(model, optimizer, momentum)
-        if compression is not None:
-            check_compression(compression)
-        check_shards(model, replicas, compression is not None, group, muon is not None)
+        for name, one in {"optimizer": optimizer, "outer": outer, "muon": muon}.items():
+            if one is not None or name == "optimizer":
+                check_optimizer(name, one)
+        check_model(model, replicas)
         k_steps = integer("k_steps", k_steps, 1)
         begin_step = integer("begin_step", begin_step, 1)
         one_of("rule", rule, ("paddle", "torch"))
+        one_of("momentum", momentum, ("local", "averaged"))
         buffers = flag("buffers", buffers)
+        if momentum == "averaged" and not isinstance(optimizer, torch.optim.SGD):
+            raise InvalidArgument(
+                f'momentum="averaged": got {type(optimizer).__name__}, expected torch.optim.SGD'
+            )
         if compression is not None:
-            check_supported(rule, momentum)
+            check_compression(compression, rule, momentum)
         if muon is not None and (compression is None or k_steps != 1 or outer is not None):
             raise InvalidArgument("LocalSGD: muon needs compression, k_steps=1 and no outer")
         if clip_norm is not None:
             positive("clip_norm", clip_norm, "None")
-        shards = None if replicas is None else ModelShards(model, replicas)
+        shards = None
+        if replicas is not None:
+            check_replicas("LocalSGD", replicas)
+            if compression is None or group is not None or muon is not None:
+                raise InvalidArgument(
+                    "LocalSGD: replicas needs compression, no group and no muon: the mesh has the "
+                    "groups, and Muon needs whole matrices"
+                )
+            shards = ModelShards(model, replicas)
         group = chosen(group) if shards is None else shards.group
         super().__init__(model, optimizer, outer, k_steps, group, shards)
         self._begin, self._rule = begin_step, rule
@@ -159,15 +169,6 @@ class LocalSGD(LocalState):
             warn_about_momentum(optimizer, self._compressor.ratio)
         if muon is not None:
             self._muon = MuonMatrices(muon, optimizer, self._parameters)
-
-    @property
-    def _gradients_first(self) -> bool:
-        """Whether ranks average gradients instead of parameters up to begin_step."""
-        sgd = isinstance(self.optimizer, torch.optim.SGD)
-        return self._rule == "torch" or not (sgd or self._compressor is not None)
-
-    def _averages_gradients(self, step: int) -> bool:
-        return self._gradients_first and step <= self._begin
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -211,8 +212,7 @@ class LocalSGD(LocalState):
     def _average_if_due(self) -> bool:
         """Whether this step was due; all ranks may have skipped it."""
         skipped = self._compressor is not None and self._compressor.skipped
-        due = self.is_due(self.step_count) and not skipped
-        if due:
+        if due := self.is_due(self.step_count) and not skipped:
             self.average()
         return due
 
@@ -255,9 +255,10 @@ class LocalSGD(LocalState):
             if hasattr(self, "found_inf"):  # of this rank only; the averages are equal on all ranks
                 skip = not all(bool(gradient.isfinite().all()) for gradient in self._gradients())
         elif hasattr(self, "found_inf"):
-            skip = bool(self.found_inf)  # of all shards: torch takes their maximum
+            word = torch.tensor([float(self.found_inf)])  # of all shards: torch takes the maximum
             if together:
-                skip = self._any_rank(skip)
+                collectives.all_reduce(word, "max", group=self._group)
+            skip = bool(word)
         result: float | None = None
         if not skip:
             self._clip(1.0 if averaged else math.sqrt(self._group.size))
@@ -274,7 +275,7 @@ class LocalSGD(LocalState):
         if averaged:
             if self.step_count == self._begin:  # equal gradients need not give equal bits
                 coalesced.bcast_list_(self._parameters, 0, self._group)
-            self._take_snapshot(self._parameters)
+            self._take_snapshot()
         return result
 
     def _take_loaded(self) -> None:
@@ -297,11 +298,6 @@ class LocalSGD(LocalState):
         """Notes which parameters have a gradient on this rank, in a step that is not skipped."""
         for place, p in enumerate(self._parameters):
             self._used[place] |= p.grad is not None
-
-    def _any_rank(self, flag: bool) -> bool:
-        word = torch.tensor([float(flag)])
-        collectives.all_reduce(word, "max", group=self._group)
-        return bool(word)
 
     def _clip(self, factor: float) -> None:
         if self._clip_norm is not None:
@@ -357,13 +353,12 @@ class LocalSGD(LocalState):
         else:
             for p, s, mean in zip(self._parameters, self._snapshot, means, strict=False):
                 p.data.copy_(s - mean)
-        self._take_snapshot(self._parameters)
+        self._take_snapshot()
 
     def _average_compressed(self, compressor: UpdateCompressor[Any]) -> None:
         """The same with compressed updates. If it fails, the parameters are the snapshot, and the
         updates are in the residual."""
-        compressor.used = self._used_since_average()
-        self._used = [False] * len(self._used)
+        compressor.used = self._used
         compressor.settings = [] if self._muon is None else self._muon.settings
         with contextlib.ExitStack() as ending:
             with self._agreement() as agree, compressor.exchange(self.step_count) as received:
@@ -381,14 +376,13 @@ class LocalSGD(LocalState):
                 compressor.commit_outer()
             else:
                 compressor.commit(received)
-            self.last_sync = self.step_count
+            self.last_sync, self._used = self.step_count, [False] * len(self._used)
 
-    def _take_snapshot(self, parameters: list[nn.Parameter]) -> None:
-        """Stores the snapshot: these parameters are equal on all ranks."""
-        for s, p in zip(self._snapshot, parameters, strict=True):
+    def _take_snapshot(self) -> None:
+        """Stores the parameters, which are equal on all ranks."""
+        for s, p in zip(self._snapshot, self._parameters, strict=True):
             s.copy_(p.detach())
-        self.last_sync = self.step_count
-        self._used = [False] * len(self._used)
+        self.last_sync, self._used = self.step_count, [False] * len(self._used)
 
     def _step_outer(self, deltas: list[Tensor], used: list[bool]) -> None:
         """The outer optimizer's step from the snapshot, with the mean change as gradient. What no

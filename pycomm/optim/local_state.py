@@ -24,7 +24,7 @@ from pycomm._training import coalesced
 from pycomm._training.shards import local_shard
 from pycomm.compress.state import VERSION, sources_of
 from pycomm.compress.updates import UpdateCompressor
-from pycomm.elastic.change import GroupChange, Membership, ShrinkResult
+from pycomm.elastic.change import Membership, ShrinkResult
 from pycomm.elastic.state import check_replicated, load_copy
 from pycomm.errors import InvalidArgument, Unsupported
 from pycomm.group import DEFAULT_WAIT_S, Group
@@ -46,8 +46,11 @@ class LocalState:
     """The base of LocalSGD, which documents it. The constructor is collective, unless this process
     joined the group: then it makes no calls."""
 
+    _begin: int
+    _rule: str
     _compressor: UpdateCompressor[Any] | None = None
     _muon: MuonMatrices | None = None
+    _numbers: tuple[str, ...] = ("k_steps",)  # attributes that are equal on all ranks
 
     def __init__(
         self,
@@ -76,20 +79,11 @@ class LocalState:
         return self._membership.group
 
     def _averages_gradients(self, step: int) -> bool:
-        """Whether ranks average gradients in this step, so that all make the same step."""
-        raise NotImplementedError
-
-    def _used_since_average(self) -> list[bool]:
-        """For each parameter, whether it had a gradient on this rank since the last average."""
-        compressor = self._compressor
-        failed = self._used if compressor is None else compressor.used  # an exchange has these
-        return [a or b for a, b in zip(self._used, failed, strict=True)]
-
-    def _load_used(self, used: Sequence[bool]) -> None:
-        """Replaces these flags; without any, as in a state of an older version, all are False."""
-        self._used = list(used) or [False] * len(self._parameters)
-        if self._compressor is not None:
-            self._compressor.used = [False] * len(self._parameters)
+        """Whether ranks average gradients in this step instead of parameters, so that all make the
+        same step."""
+        sgd = isinstance(self.optimizer, torch.optim.SGD)
+        first = self._rule == "torch" or not (sgd or self._compressor is not None)
+        return first and step <= self._begin
 
     def shrink(self, timeout_s: float | None = None) -> ShrinkResult:
         """Collective over the surviving ranks after a rank failed: continues with these ranks.
@@ -152,45 +146,30 @@ class LocalState:
         check_replicated([self.optimizer, *others])
         change = self._membership.change(make, (self.last_sync, self.step_count))
         last, steps = change.counts
-        self._take_shared(change, last)
-        numbers = coalesced.bcast_value(self._numbers(), change.source, self._group)
+        compressor, muon = self._compressor, self._muon
+        together = self.optimizer if self._averages_gradients(last) else None
+        alike = together, self.outer, None if muon is None else muon.optimizer  # on all ranks
+        load_copy(self._snapshot, [one for one in alike if one is not None], change)
+        numbers = {name: getattr(self, name) for name in self._numbers}
+        decay = None if compressor is None else compressor.decay
+        numbers, decay = coalesced.bcast_value([numbers, decay], change.source, self._group)
         if change.is_new or self.last_sync < last:
             for p, s in zip(self._parameters, self._snapshot, strict=True):
                 p.data.copy_(s)
-            if self._compressor is not None:
-                self._compressor.commit_missed()
-        self._take_numbers(numbers)
-        if change.new:
-            self._take_local(change, others)
-        norm = 0.0 if self._compressor is None else self._compressor.resume(change)
+            if compressor is not None:
+                compressor.commit_missed()
+                self._used = [False] * len(self._used)
+        vars(self).update(numbers)
+        if change.new:  # they get what differs by rank from the most advanced one
+            tensors = [*self._constants, *([] if muon is None else [muon.mean_squares])]
+            load_copy(tensors, [self.optimizer, *others], change, new_only=True)
+        norm = 0.0
+        if compressor is not None:
+            compressor.decay = list(decay)
+            norm = compressor.resume(change)
         self.last_sync, self.step_count = last, steps
         self._membership.complete()
         return change.result(steps, norm)
-
-    def _take_shared(self, change: GroupChange, last: int) -> None:
-        """The snapshot after the average of step `last`, and the states of the optimizers that step
-        on all ranks alike."""
-        together = self.optimizer if self._averages_gradients(last) else None
-        muon = None if self._muon is None else self._muon.optimizer
-        optimizers = [one for one in (together, self.outer, muon) if one is not None]
-        load_copy(self._snapshot, optimizers, change)
-
-    def _take_local(self, change: GroupChange, others: Sequence[Any]) -> None:
-        """New ranks get what differs by rank from the most advanced one."""
-        squares = [] if self._muon is None else [self._muon.mean_squares]
-        tensors = [*self._constants, *squares]
-        load_copy(tensors, [self.optimizer, *others], change, new_only=True)
-
-    def _numbers(self) -> dict[str, Any]:
-        """Plain values that are the same on all ranks."""
-        decay = None if self._compressor is None else self._compressor.decay
-        return {"k_steps": self.k_steps, "decay": decay}
-
-    def _take_numbers(self, numbers: dict[str, Any]) -> None:
-        """Takes the numbers of the most advanced rank."""
-        self.k_steps = numbers["k_steps"]
-        if self._compressor is not None:
-            self._compressor.decay = list(numbers["decay"])
 
     def state_dict(self) -> dict[str, Any]:
         """The state of this rank: plain values and tensors. Save the model and the optimizer too;
@@ -212,7 +191,7 @@ class LocalState:
             "k_steps": self.k_steps,
             "snapshot": [s.clone() for s in self._snapshot],
             "outer": None if self.outer is None else self.outer.state_dict(),
-            "used": self._used_since_average(),
+            "used": list(self._used),
         }
         if self._compressor is not None:
             state |= {
@@ -249,7 +228,7 @@ class LocalState:
         found = self._compressor.gather(integer("dst", dst, 0, size - 1))
         other = [{}] * size if self._muon is None else self._muon.gather(self._group, dst)
         mean = mean_state(self.optimizer, self._group)
-        word = torch.tensor(self._used_since_average(), dtype=torch.uint8)
+        word = torch.tensor(self._used, dtype=torch.uint8)
         used = collectives.gather(word, dst, group=self._group)
         if found is None or other is None or used is None:
             return None
@@ -274,19 +253,16 @@ class LocalState:
             InvalidArgument: the state lacks values, or the parameters have other shapes; or, with
                 compression, as DGC.load_state_dict. Nothing changes.
         """
-        sources, optimized = [state], mapping("state", state).get("optimizer")
-        outer = {} if self.outer is None else {"outer": mapping}
-        if self._compressor is not None:
-            compressor = self._compressor
-            found = sources_of(
-                *(state, self._group, "LocalSGD"),
-                COUNTS | outer | compressor.needed,
-                USED | compressor.more,
-            )
+        optimized, compressor = mapping("state", state).get("optimizer"), self._compressor
+        needed, more = COUNTS | ({} if self.outer is None else {"outer": mapping}), USED
+        if compressor is None:
+            check_fields("state", state, needed, more)
+            sources = [state]
+        else:
+            needed, more = needed | compressor.needed, more | compressor.more
+            found = sources_of(state, self._group, "LocalSGD", needed, more)
             sources = [dict(one) for one in found]
             state = sources[0]
-        else:
-            check_fields("state", state, COUNTS | outer, USED)
         shapes = [tuple(s.shape) for s in state["snapshot"]]
         if shapes != [tuple(s.shape) for s in self._snapshot]:
             raise InvalidArgument(
@@ -297,15 +273,17 @@ class LocalState:
         for used in by_rank:
             if len(used) != len(shapes):
                 refuse("state['used']", len(used), f"{len(shapes)} flags, one for each parameter")
-        if self._compressor is not None:
-            self._compressor.load(sources)
+        if compressor is not None:
+            compressor.load(sources)
         if self._muon is not None:
             self._muon.load(sources)
         if optimized is not None and len(sources) > 1:
             load_mean_state(self.optimizer, optimized)
         for mine, saved in zip(self._snapshot, state["snapshot"], strict=True):
             mine.copy_(saved)
-        self._load_used([any(each) for each in zip(*by_rank, strict=True)])
+        # States of older versions have none.
+        used = [any(each) for each in zip(*by_rank, strict=True)]
+        self._used = used or [False] * len(self._parameters)
         self._model.loaded, self._model.restored = False, True
         self.step_count, self.last_sync = state["step_count"], state["last_sync"]
         self.k_steps = state["k_steps"]

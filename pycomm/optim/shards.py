@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from pycomm._training.shards import check_replicas, check_sharded, on_all, replica_group
+from pycomm._training.shards import check_sharded, on_all, replica_group
 from pycomm.errors import Error, InvalidArgument
 
 
@@ -38,7 +38,6 @@ class ModelShards:
     """
 
     def __init__(self, model: nn.Module, replicas: DeviceMesh) -> None:
-        check_replicas("LocalSGD", replicas)
         named = [pair for pair in model.named_parameters() if pair[1].requires_grad]
         for name, parameter in named:
             check_sharded("LocalSGD", name, parameter)

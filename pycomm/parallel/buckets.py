@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from pycomm import memory
 from pycomm._arguments import integer, positive
 from pycomm._core_api import arrays
+from pycomm.compress.parameter_state import is_dense
 from pycomm.errors import InvalidArgument
 from pycomm.group import Group
 
@@ -112,14 +113,9 @@ def _zeros(count: int, like: Tensor, group: Group) -> Tensor:
 
 def _view(flat: Tensor, offset: int, parameter: Tensor) -> Tensor:
     """The part of `flat` from `offset` on, with the parameter's shape, and its strides if dense."""
-    count = parameter.numel()
-    dense = count == 1 + sum(
-        (length - 1) * stride
-        for length, stride in zip(parameter.shape, parameter.stride(), strict=True)
-    )
-    if dense and not parameter.is_contiguous():
-        return torch.as_strided(flat, parameter.shape, parameter.stride(), offset)
-    return flat[offset : offset + count].view(parameter.shape)
+    if is_dense(parameter):
+        return flat.as_strided(parameter.shape, parameter.stride(), offset)
+    return flat[offset : offset + parameter.numel()].view(parameter.shape)
 
 
 def slots_of(module: nn.Module) -> list[Slot]:
@@ -130,11 +126,9 @@ def slots_of(module: nn.Module) -> list[Slot]:
         for name, parameter in part.named_parameters(recurse=False):
             if parameter.requires_grad and parameter not in slots:
                 full = f"{path}.{name}" if path else name
-                slots[parameter] = Slot(full, parameter, layer, sparse)
+                slots[parameter] = Slot(full, parameter, layer, sparse, place=len(slots))
     if not slots:
         raise InvalidArgument("the module has no parameter that requires a gradient")
-    for place, slot in enumerate(slots.values()):
-        slot.place = place
     return list(slots.values())
 
 

@@ -103,7 +103,14 @@ class DataParallel(nn.Module):
         broadcast_buffers = flag("broadcast_buffers", broadcast_buffers)
         find_unused_parameters = flag("find_unused_parameters", find_unused_parameters)
         group = chosen(group)
-        _check_compression(compression)
+        known = DGC, Quantize, QuantizedGradients
+        if compression is not None and not isinstance(compression, known):
+            refuse(
+                "compression",
+                compression,
+                "None or a DGC for the optimizer: compression=pycomm.DGC(optimizer); for any "
+                "optimizer: compression=pycomm.Quantize()",
+            )
         check_initialized("DataParallel", module.named_parameters())
         if isinstance(compression, Quantize):
             compression = QuantizedGradients(module.named_parameters(), compression)
@@ -115,17 +122,22 @@ class DataParallel(nn.Module):
         self._broadcast_buffers = broadcast_buffers
         self._joining = False
         self._source = 0  # the rank whose buffers are used
-        self._check_places()
+        for name, tensor in self._named_tensors():
+            if not (tensor.is_cpu or arrays.on_gpu(tensor)):
+                raise Unsupported(
+                    f"DataParallel: {name!r} is on {tensor.device}, which is not supported: call "
+                    "model.cpu() or model.cuda()"
+                )
         self._membership = Membership(group)
         new = self._membership.new
-        made = self._pool = CommunicatorPool(group, lanes, hierarchical, split=not new)
+        self._pool = CommunicatorPool(group, lanes, hierarchical, split=not new)
         if not new:
             check_layout(self._named_tensors(), group)
             if init == "check":
                 check_equal(self._named_tensors(), group)
             else:
                 self._broadcast_all(0)
-        exchange: Exchange = DenseExchange(made)
+        exchange: Exchange = DenseExchange(self._pool)
         if compression is not None:
             compressor = (
                 compressor_of(compression)
@@ -134,12 +146,12 @@ class DataParallel(nn.Module):
             )
             named = {slot.name: slot.parameter for slot in slots if not slot.sparse}
             others = {n: p for n, p in module.named_parameters() if n not in named}
-            compressor.attach(named, made, others)
+            compressor.attach(named, self._pool, others)
             exchange = compressor
         for slot in slots:
             slot.kind = not slot.sparse and exchange.compresses(slot.parameter)
         self._exchange = exchange
-        self._reducer = Reducer(slots, exchange, limits, made, find_unused_parameters)
+        self._reducer = Reducer(slots, exchange, limits, self._pool, find_unused_parameters)
 
     @property
     def _group(self) -> Group:
@@ -157,20 +169,19 @@ class DataParallel(nn.Module):
         if self._reducer.sync and torch.is_grad_enabled():
             if self._joining:
                 self._source = self._highest_active_rank(active=True)
-            self._before_pass()
+            self._reducer.check_known(self.module)
+            self._begin_pass()
             found = self.module(*args, **kwargs)
             self._reducer.forwards += self.module.training  # one rank may evaluate by itself
             return found
         return self.module(*args, **kwargs)
 
-    def _before_pass(self) -> None:
-        self._reducer.check_known(self.module)
+    def _begin_pass(self) -> None:
         self._reducer.prepare()
-        if self._broadcast_buffers:
-            # Autograd must not see the change: an earlier forward pass may wait for its backward.
-            buffers = [buffer.data for buffer in self.module.buffers()]
-            if buffers:
-                bcast_list_(buffers, self._source, self._group)
+        # Autograd must not see the change: an earlier forward pass may wait for its backward.
+        buffers = [buffer.data for buffer in self.module.buffers()]
+        if self._broadcast_buffers and buffers:
+            bcast_list_(buffers, self._source, self._group)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -215,9 +226,7 @@ class DataParallel(nn.Module):
             yield
             while (source := self._highest_active_rank(active=False)) >= 0:
                 self._source = source
-                self._reducer.prepare()
-                if self._broadcast_buffers and any(True for _ in self.module.buffers()):
-                    bcast_list_(self.module.buffers(), source, self._group)
+                self._begin_pass()
                 self._reducer.idle_pass()
             self._broadcast_all(self._source)
             self._exchange.sync_from(self._source)
@@ -312,14 +321,6 @@ class DataParallel(nn.Module):
     def _broadcast_all(self, src: int) -> None:
         bcast_list_((tensor for _, tensor in self._named_tensors()), src, self._group)
 
-    def _check_places(self) -> None:
-        for name, tensor in self._named_tensors():
-            if not (tensor.is_cpu or arrays.on_gpu(tensor)):
-                raise Unsupported(
-                    f"DataParallel: {name!r} is on {tensor.device}, which is not supported: call "
-                    "model.cpu() or model.cuda()"
-                )
-
     def _named_tensors(self) -> list[tuple[str, Tensor]]:
         return [*self.module.named_parameters(), *self.module.named_buffers()]
 
@@ -336,15 +337,3 @@ class DataParallel(nn.Module):
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Loads the module's state."""
         return self.module.load_state_dict(state_dict, *args, **kwargs)
-
-
-def _check_compression(compression: object) -> None:
-    """Raises InvalidArgument unless this is one of DataParallel's compressions or None."""
-    known = DGC, Quantize, QuantizedGradients
-    if compression is not None and not isinstance(compression, known):
-        refuse(
-            "compression",
-            compression,
-            "None or a DGC for the optimizer: compression=pycomm.DGC(optimizer); for any "
-            "optimizer: compression=pycomm.Quantize()",
-        )

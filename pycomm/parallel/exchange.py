@@ -29,7 +29,7 @@ class Exchange(Protocol):
     idle: bool
     scale: LossScale
 
-    def compresses(self, parameter: Tensor) -> bool:
+    def compresses(self, parameter: Tensor, /) -> bool:
         """Whether the parameter's gradient needs buckets of a separate kind."""
         ...
 
@@ -39,12 +39,13 @@ class Exchange(Protocol):
         parameters: Sequence[Tensor],
         gradients: Sequence[Tensor],
         lacking: Collection[Tensor] = (),
+        /,
     ) -> None:
         """All gradients of a bucket are computed, as views into `flat`: may start sending them.
         `lacking`: parameters without a gradient on this rank, which may turn out to be unused."""
         ...
 
-    def finish(self, unused: Collection[Tensor] = (), sparse: Sequence[Tensor] = ()) -> None:
+    def finish(self, unused: Collection[Tensor] = (), sparse: Sequence[Tensor] = (), /) -> None:
         """Returns when every gradient has its final value for the optimizer.
 
         Args:
@@ -63,7 +64,7 @@ class Exchange(Protocol):
         """Copies the state that must be equal on all ranks from rank `src`. Collective."""
         ...
 
-    def resume(self, change: GroupChange, counted: bool) -> float:
+    def resume(self, change: GroupChange, counted: bool, /) -> float:
         """Resumes after the pool got another group. Collective.
 
         If `counted`, a pass that failed here counts as complete, as another rank completed it.
@@ -74,29 +75,20 @@ class Exchange(Protocol):
 
 
 class DenseExchange:
-    """Sums over all ranks and divides once, after the last addition."""
+    """Sums over all ranks and divides once, after the last addition. It has no state."""
 
     def __init__(self, pool: CommunicatorPool) -> None:
         self.idle, self.scale = False, LossScale()
         self._pool = pool
         self._works: list[Work] = []
 
-    def compresses(self, parameter: Tensor) -> bool:
-        """False."""
+    def compresses(self, _: Tensor) -> bool:
         return False
 
-    def add(
-        self,
-        flat: Tensor,
-        parameters: Sequence[Tensor],
-        gradients: Sequence[Tensor],
-        lacking: Collection[Tensor] = (),
-    ) -> None:
-        """Starts the all-reduce of the bucket."""
+    def add(self, flat: Tensor, *_: object) -> None:
         self._works.append(self._pool.all_reduce(flat, "avg"))
 
-    def finish(self, unused: Collection[Tensor] = (), sparse: Sequence[Tensor] = ()) -> None:
-        """Waits for all started calls."""
+    def finish(self, *_: object) -> None:
         works, self._works = self._works, []
         for work in works:
             work.wait()
@@ -106,9 +98,8 @@ class DenseExchange:
         self.finish()
 
     def sync_from(self, src: int) -> None:
-        """Does nothing: there is no state."""
+        """Does nothing."""
 
-    def resume(self, change: GroupChange, counted: bool) -> float:
-        """Discards pending calls; there is no residual."""
+    def resume(self, *_: object) -> float:
         self._works = []
         return 0.0

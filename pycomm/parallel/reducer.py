@@ -10,11 +10,10 @@ collectives are known only through slots and the Exchange.
 
 from __future__ import annotations
 
-import functools
 import gc
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -29,14 +28,15 @@ from pycomm.parallel.buckets import Bucket, Limits, Slot, fuse
 from pycomm.parallel.exchange import Exchange
 from pycomm.parallel.rows import average_rows
 
-_lock, _collecting = threading.Lock(), threading.Lock()  # ranks may be threads
-_live: weakref.WeakSet[Reducer] = weakref.WeakSet()
+_collecting = threading.Lock()  # ranks may be threads
 
 
 class Reducer:
     """Handles the gradients of `slots`; between backward passes it holds only buckets.
 
     Attributes:
+        parameters: identities of the parameters whose gradients are exchanged.
+        buckets: in the order of sending.
         sync: False: gradients accumulate on this rank only.
         passes: number of backward passes whose gradients were exchanged.
         forwards: number of forward passes whose gradients will be exchanged, or were. A rank that
@@ -51,6 +51,8 @@ class Reducer:
         pool: CommunicatorPool,
         find_unused: bool,
     ) -> None:
+        self.parameters = frozenset(id(slot.parameter) for slot in slots)
+        self.buckets: list[Bucket] = []
         self.sync = True
         self.passes = self.forwards = 0
         self._slots = list(slots)
@@ -60,7 +62,6 @@ class Reducer:
         # The order of gradients in the first pass; None: the buckets are final.
         self._order: list[Slot] | None = None if find_unused else []
         self._passed = False  # there was a first pass
-        self._buckets: list[Bucket] = []
         self._abandoned: list[list[Bucket]] = []  # a lost rank may still write to them
         self._next = 0  # next bucket to send
         self._running = False  # a backward pass has begun
@@ -68,29 +69,13 @@ class Reducer:
         handles: list[Any] = []
         for slot in self._slots:
             register: Any = slot.parameter.register_post_accumulate_grad_hook
-            handles.append(register(_hook(weakref.ref(self), slot)))
+            handles.append(register(_Hook(self, slot)))
         weakref.finalize(self, _remove, handles)
-        with _lock:
-            _live.add(self)
-
-    @functools.cached_property
-    def parameters(self) -> frozenset[int]:
-        """Identities of the parameters whose gradients are exchanged."""
-        return frozenset(id(slot.parameter) for slot in self._slots)
 
     @property
-    def _group(self) -> Group:
+    def group(self) -> Group:
+        """The ranks."""
         return self._pool.group
-
-    @property
-    def usable(self) -> bool:
-        """Whether the group is open."""
-        return self._group._store is not None
-
-    @property
-    def buckets(self) -> list[Bucket]:
-        """The buckets in the order of sending."""
-        return self._buckets
 
     def check_known(self, module: nn.Module) -> None:
         """Raises InvalidArgument if a gradient of the module would not be exchanged."""
@@ -116,19 +101,19 @@ class Reducer:
     def resume(self, passes: int, src: int) -> None:
         """Makes the buckets of rank `src` in the pool's new group; drops all gradients.
         Collective."""
-        order = torch.tensor([s.place for bucket in self._buckets for s in bucket.slots])
-        collectives.broadcast(order, src, group=self._group)
+        order = torch.tensor([s.place for bucket in self.buckets for s in bucket.slots])
+        collectives.broadcast(order, src, group=self.group)
         self._order = None
         for slot in self._slots:
             slot.parameter.grad = slot.view = None
-        self._abandoned.append(self._buckets)
+        self._abandoned.append(self.buckets)
         self._lay_out([self._slots[place] for place in order.tolist()])
         self._reset()
         self._passed, self.passes, self.forwards = True, passes, passes
 
     def idle_pass(self) -> None:
-        """Takes part in a backward pass of the other ranks, with gradients of zero."""
-        self.prepare()
+        """Takes part in a backward pass of the other ranks, with gradients of zero, after
+        prepare()."""
         self.forwards += 1
         self._exchange.idle = True
         for slot in self._slots:
@@ -140,14 +125,14 @@ class Reducer:
         assert self._order is not None
         known = len(self._order) == len(self._dense)
         order = torch.tensor([s.place for s in self._order] if known else [-1] * len(self._dense))
-        collectives.broadcast(order, 0, group=self._group)
+        collectives.broadcast(order, 0, group=self.group)
         self._order = None
         places = order.tolist()
         if places and places[0] >= 0 and places != [slot.place for slot in self._dense[::-1]]:
             self._lay_out([self._slots[place] for place in places])
 
     def _lay_out(self, order: list[Slot]) -> None:
-        self._buckets = [Bucket(slots, self._group) for slots in fuse(order, self._limits)]
+        self.buckets = [Bucket(slots, self.group) for slots in fuse(order, self._limits)]
 
     def ready(self, slot: Slot) -> None:
         """Autograd's hook: the gradient of `slot` is computed."""
@@ -179,8 +164,8 @@ class Reducer:
             self._send_full()
 
     def _send_full(self) -> None:
-        while self._next < len(self._buckets) and self._buckets[self._next].missing == 0:
-            bucket = self._buckets[self._next]
+        while self._next < len(self.buckets) and self.buckets[self._next].missing == 0:
+            bucket = self.buckets[self._next]
             bucket.watch_parameters()
             self._pool.tag = tag_of(self.forwards, bucket.check)
             lacking = {p for p in bucket.parameters if p.grad is None} if self._find_unused else ()
@@ -194,7 +179,7 @@ class Reducer:
             for slot in unused:
                 if slot.view is not None and slot.parameter.grad is not slot.view:
                     slot.view.zero_()
-            for bucket in self._buckets:
+            for bucket in self.buckets:
                 bucket.missing = 0
             self._send_full()
             used = self._used_anywhere() if self._find_unused else [True] * len(self._slots)
@@ -220,7 +205,7 @@ class Reducer:
         """By slot: whether any rank has a gradient for it."""
         here = [slot.parameter.grad is not None for slot in self._slots]
         used = torch.tensor(here, dtype=torch.uint8)
-        collectives.all_reduce(used, "max", group=self._group)
+        collectives.all_reduce(used, "max", group=self.group)
         found: list[bool] = used.bool().tolist()
         return found
 
@@ -232,7 +217,7 @@ class Reducer:
                 mine = slot.parameter.grad
                 if mine is not None and not mine.is_sparse:
                     raise Unsupported(f"the gradient of {slot.name!r} was expected to be sparse")
-                average = average_rows(mine, slot.parameter.detach(), self._group)
+                average = average_rows(mine, slot.parameter.detach(), self.group)
                 slot.parameter.grad = average
                 averages.append(average)
         return averages
@@ -240,7 +225,7 @@ class Reducer:
     def _reset(self) -> None:
         for slot in self._slots:
             slot.done = False
-        for bucket in self._buckets:
+        for bucket in self.buckets:
             bucket.missing = len(bucket.slots)
         self._next, self._running, self._exchange.idle = 0, False, False
         self._pool.tag = 0
@@ -262,13 +247,13 @@ def check_unwrapped(slots: Sequence[Slot]) -> None:
 
 
 def _first_wrapped(slots: Sequence[Slot]) -> Slot | None:
-    with _lock:
-        live = list(_live)
-    taken: set[int] = set()
-    for reducer in live:
-        if reducer.usable:
-            taken |= reducer.parameters
-    return next((slot for slot in slots if id(slot.parameter) in taken), None)
+    for slot in slots:
+        hooks: Any = slot.parameter._post_accumulate_grad_hooks
+        for hook in (hooks or {}).values():
+            reducer = hook.reducer() if isinstance(hook, _Hook) else None
+            if reducer is not None and reducer.group._store is not None:  # it is open
+                return slot
+    return None
 
 
 def _adopt(slot: Slot, gradient: Tensor, view: Tensor) -> None:
@@ -283,15 +268,16 @@ def _adopt(slot: Slot, gradient: Tensor, view: Tensor) -> None:
     slot.parameter.grad = view
 
 
-def _hook(reducer: weakref.ref[Reducer], slot: Slot) -> Callable[[Tensor], None]:
-    """A hook that does not keep the reducer alive."""
+class _Hook:
+    """Autograd's hook of a parameter. It does not keep the reducer alive."""
 
-    def ready(_: Tensor) -> None:
-        found = reducer()
+    def __init__(self, reducer: Reducer, slot: Slot) -> None:
+        self.reducer, self._slot = weakref.ref(reducer), slot
+
+    def __call__(self, _: Tensor) -> None:
+        found = self.reducer()
         if found is not None:
-            found.ready(slot)
-
-    return ready
+            found.ready(self._slot)
 
 
 def _remove(handles: list[Any]) -> None:
