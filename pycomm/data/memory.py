@@ -91,28 +91,26 @@ def _from_first(
         attach: maps the memory on every rank.
     """
     hosts = group.core.hosts
-    leader = hosts.index(hosts[group.rank])
-    stored: Any = None
-    descriptor, failure = -1, None
-    if leader == group.rank and store is not None:
-        try:
-            descriptor, stored = store()
-        except Exception as error:  # of any kind: raised on all ranks
-            failure = error
+    leader, descriptor = hosts.index(hosts[group.rank]), -1
+
+    def stored() -> Any:
+        nonlocal descriptor
+        if leader != group.rank or store is None:
+            return None
+        descriptor, arguments = store()
+        return arguments
+
+    def named(rank: int) -> str:
+        return f"{call}: rank {rank}, the first on {group.peer_info()[rank].host}"
+
     try:
-        text = "" if failure is None else f"{type(failure).__name__}: {failure}"
-        received = objects.all_gather_object((stored, text), group=group)
-        if failure is not None:
-            raise failure
+        received = agreed(group, stored, lambda rank, text: f"{named(rank)}: {text}")
         for first in map(hosts.index, set(hosts)):
-            name = group.peer_info()[first].host
-            if received[first][1]:
-                raise Error(f"{call}: rank {first}, the first on {name}: {received[first][1]}")
-            if received[first][0] is None:
-                raise InvalidArgument(f"{call}: rank {first}, the first on {name}, has no array")
+            if received[first] is None:
+                raise InvalidArgument(f"{named(first)}, has no array")
         mapped, fault = None, ""
         try:
-            mapped = attach(*received[leader][0])
+            mapped = attach(*received[leader])
         except OSError as error:  # sent to the others, so that all ranks raise
             fault = f"{call}: rank {group.rank} cannot open the memory of rank {leader}: {error}"
         if fault := next(filter(None, objects.all_gather_object(fault, group=group)), ""):
@@ -123,21 +121,33 @@ def _from_first(
             os.close(descriptor)
 
 
-def _check(array: Any) -> None:
-    """Raises InvalidArgument or Unsupported unless the elements are bytes in host memory."""
-    found = arrays.plain(array)
-    if isinstance(found, np.ndarray):
-        if found.dtype.hasobject:
-            refuse("array", f"an array of {found.dtype}", "numbers")
-    elif not found.is_complex():
-        arrays.check_tensor("array", found)
+def agreed(group: Group, fn: Callable[[], Any], failed: Callable[[int, str], str]) -> list[Any]:
+    """The results of fn on all ranks, by rank. Collective. If one failed it raises its error, and
+    the others an Error: failed(its rank, its error)."""
+    failure: Exception | None = None
+    result, text = None, ""
+    try:
+        result = fn()
+    except Exception as error:  # of any kind: raised on all ranks
+        failure, text = error, f"{type(error).__name__}: {error}"
+    results = objects.all_gather_object((result, text), group=group)
+    if failure is not None:
+        raise failure
+    for rank, (_, text) in enumerate(results):
+        if text:
+            raise Error(failed(rank, text))
+    return [result for result, _ in results]
 
 
 def _stored(array: Any) -> tuple[int, Any]:
-    """A new memfd with the array's elements, and the arguments of _mapped()."""
-    _check(array)
+    """A new memfd with the array's elements, and the arguments of _mapped(). Raises InvalidArgument
+    or Unsupported unless they are bytes in host memory."""
     source = arrays.plain(array)
     is_torch = not isinstance(source, np.ndarray)
+    if not is_torch and source.dtype.hasobject:
+        refuse("array", f"an array of {source.dtype}", "numbers")
+    if is_torch and not source.is_complex():
+        arrays.check_tensor("array", source)
     whole = np.ascontiguousarray(source.detach().numpy() if is_torch else source)
     elements = whole.reshape(-1).view(np.uint8)
     descriptor, (file, _) = _reserved(whole.nbytes)

@@ -7,7 +7,7 @@ decoded by           rank 0     rank 1     rank 0             of two ranks on th
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -15,10 +15,9 @@ import torch
 from torch import Tensor
 from torch.utils import data
 
-from pycomm import objects
-from pycomm.data.memory import HostMemory
+from pycomm.data.memory import HostMemory, agreed
 from pycomm.data.nested import on_values
-from pycomm.errors import Error, InvalidArgument, Mismatch
+from pycomm.errors import InvalidArgument, Mismatch
 from pycomm.group import Group
 
 ALIGNMENT = 16  # of each value in memory, in bytes; at least the size of any element
@@ -48,7 +47,7 @@ def shared_copy(dataset: Any, group: Group, **workers: Any) -> _Copy:
         layout = _layout(dataset[0] if count else (), 0)
         return f"{count} samples of {layout}"
 
-    found = _agreed(group, inspect)
+    found = agreed(group, inspect, _failed)
     if len(set(found)) > 1:
         other = next(rank for rank, text in enumerate(found) if text != found[0])
         raise Mismatch(
@@ -56,32 +55,18 @@ def shared_copy(dataset: Any, group: Group, **workers: Any) -> _Copy:
         )
     copy = _Copy(HostMemory.allocate(len(dataset) * layout.stride, group), len(dataset), layout)
 
-    def fill() -> str:
+    def fill() -> None:
         mine = range(here.index(group.rank), len(dataset), len(here))
         decoded = _Decoding(dataset, copy)
         for _ in data.DataLoader(decoded, batch_size=None, sampler=mine, **workers):
             pass
-        return ""
 
-    _agreed(group, fill)
+    agreed(group, fill, _failed)
     return copy
 
 
-def _agreed(group: Group, fn: Callable[[], str]) -> list[str]:
-    """The results of fn on all ranks, by rank; raises on all ranks if one failed. Collective."""
-    failure: Exception | None = None
-    text, failed = "", ""
-    try:
-        text = fn()
-    except Exception as error:  # of any kind: raised on all ranks
-        failure, failed = error, f"{type(error).__name__}: {error}"
-    results = objects.all_gather_object((text, failed), group=group)
-    if failure is not None:
-        raise failure
-    for rank, (_, failed) in enumerate(results):
-        if failed:
-            raise Error(f"shared=True: rank {rank} failed: {failed}")
-    return [text for text, _ in results]
+def _failed(rank: int, text: str) -> str:
+    return f"shared=True: rank {rank} failed: {text}"
 
 
 class _Layout:
@@ -172,14 +157,10 @@ class _Copy(data.Dataset[Any]):
                 "samples must have the same shapes and dtypes"
             )
         at = index * layout.stride
-        for (first, last, kind, _), value in zip(layout.values, _values(sample), strict=True):
+        values: list[Any] = []
+        on_values(sample, values.append)
+        for (first, last, kind, _), value in zip(layout.values, values, strict=True):
             self._memory.bytes[at + first : at + last] = _raw(value, kind)
-
-
-def _values(sample: Any) -> Iterator[Any]:
-    found: list[Any] = []
-    on_values(sample, found.append)
-    return iter(found)
 
 
 def _raw(value: Any, kind: str) -> Any:
