@@ -24,7 +24,7 @@ from torch.distributed.launcher import api
 
 from pycomm.errors import InvalidArgument
 from pycomm.launch import local_rendezvous
-from pycomm.launch.hosts import SILENT_S, START_LIMIT_S, Hosts, Place
+from pycomm.launch.hosts import LEFT_KEY, SILENT_S, START_LIMIT_S, Hosts, Place
 from pycomm.launch.losses import Losses
 
 if TYPE_CHECKING:
@@ -178,10 +178,10 @@ class Agent(local_elastic_agent.LocalElasticAgent):
             handler: Any = self._worker_group.spec.rdzv_handler
             handler.shutdown()
             handler.shutdown = lambda: True  # torch calls it again
-            hosts.report_left()
+            hosts.total(LEFT_KEY, 1)
             return
         end = time.monotonic() + LEAVE_LIMIT_S
-        while time.monotonic() < end and hosts.left() < hosts.count - 1:
+        while time.monotonic() < end and hosts.total(LEFT_KEY) < hosts.count - 1:
             time.sleep(POLL_S / 10)  # polls: a store sends no notifications
 
 

@@ -14,7 +14,7 @@ import socket
 import time
 import traceback
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
@@ -112,13 +112,11 @@ def read(content: dict[str, Any]) -> list[Failure]:
 
 def _of_fields(given: object) -> Failure | None:
     """The failure with these fields; None unless they are exactly this version's fields."""
-    expected = {"rank": int, "host": str, "pid": int, "kind": str, "text": str, "trace": str}
-    expected |= {"when": float, "status": int}
-    if not isinstance(given, dict) or given.keys() != expected.keys():
+    expected = {one.name: one.type for one in fields(Failure)}  # the names of their types
+    if not isinstance(given, dict):
         return None
-    if not all(type(given[name]) is kind for name, kind in expected.items()):
-        return None
-    return Failure(**given)
+    found = {name: type(value).__name__ for name, value in given.items()}
+    return Failure(**given) if found == expected else None
 
 
 def post(mine: Failure, host: str, port: int) -> Failure | None:

@@ -21,7 +21,7 @@ from typing import Any, overload
 
 from pycomm import _arguments, config, default_group
 from pycomm._arguments import also_named, integer, one_of, plain_text
-from pycomm._process_pool import ProcessPool, picklable, send_answer
+from pycomm._process_pool import ProcessPool, RankFailed, picklable, send_answer
 from pycomm.errors import Error, InvalidArgument
 from pycomm.launch import failure, local_rendezvous, worker_setup
 
@@ -125,9 +125,8 @@ class Launcher:
         Raises:
             Exception: see launcher().
         """
-        count, size, devices = _counts(self._options)
-        job = pickle.dumps((self._where(), args, kwargs))
-        return _Ranks(self._options, count, size, devices).run(job)
+        ranks = _Ranks(self._options)
+        return ranks.run(pickle.dumps((self._where(), args, kwargs)))
 
     def _where(self) -> tuple[str, str]:
         """Module and name under which the processes import the function.
@@ -181,9 +180,9 @@ def _counts(options: Options) -> tuple[int, int, int]:
 class _Ranks:
     """The processes of one call."""
 
-    def __init__(self, options: Options, count: int, size: int, devices: int) -> None:
-        self._options, self._count, self._size = options, count, size
-        self._devices = devices
+    def __init__(self, options: Options) -> None:
+        self._options = options
+        self._count, self._size, self._devices = _counts(options)
 
     def run(self, job: bytes) -> list[Any]:
         """Starts the processes, receives their results and ends them."""
@@ -201,10 +200,8 @@ class _Ranks:
         try:
             with ProcessPool(GRACE_S, self._failure_of_exit) as pool:
                 for local in range(self._count):
-                    variables = self._variables(local, host, port) | local_rendezvous.variables(
-                        store_port
-                    )
-                    with _environment(variables):
+                    port_variable = local_rendezvous.variables(store_port)
+                    with _environment(self._variables(local, host, port) | port_variable):
                         pool.start(_enter, os.getpid(), local, self._devices > 0, (key, job))
                 pool.collect()
         finally:
@@ -255,14 +252,10 @@ class _Ranks:
         return found, Error(str(found), peer=rank)
 
     def _raise(self, failures: Mapping[int, tuple[failure.Failure, BaseException]]) -> None:
-        """Raises the first failure, as the rank raised it."""
+        """Raises the first failure, as the rank raised it; its cause has host and traceback."""
         errors = {found.rank: error for found, error in failures.values()}
         cause = failure.first([found for found, _ in failures.values()])
         raise errors[cause.rank] from RankFailed(f"{cause}\n\n{cause.trace}")
-
-
-class RankFailed(Exception):
-    """The cause of an error of a launched function: its rank, host and traceback."""
 
 
 @contextlib.contextmanager

@@ -17,10 +17,11 @@ SILENT_S = 30.0  # without a heartbeat; a launcher never blocks for so long
 START_LIMIT_S = 30.0  # for another host's launcher to write a value, which it does at its start
 KEY = "pycomm/launcher/{}"
 PLACE_KEY = "pycomm/launcher/{}/place"
+# Of total():
 LOST_KEY = "pycomm/launcher/{}/lost"  # processes of this host that are not replaced
-ENDED_KEY = "pycomm/launcher/ended"  # ranks ended with success
+ENDED_KEY = "pycomm/launcher/ended"  # hosts on which a rank ended with success
 LEFT_KEY = "pycomm/launcher/left"  # launchers that no longer use the store
-CHANGES_KEY = "pycomm/launcher/changes"  # counts changes to the two above
+CHANGES_KEY = "pycomm/launcher/changes"  # calls of report()
 SERVERS_KEY = "pycomm/launcher/servers"  # of the elastic group, for hosts without ranks
 ENDED = b"ended"
 
@@ -84,30 +85,18 @@ class Hosts:
         """Tells the others that this host's ranks have ended: no more heartbeats follow."""
         self._store.set(KEY.format(self.own), ENDED)
 
-    def report_left(self) -> None:
-        """Tells the host that serves the store that this one no longer uses it."""
-        self._store.add(LEFT_KEY, 1)
-
-    def left(self) -> int:
-        """How many hosts no longer use the store."""
-        return int(self._store.add(LEFT_KEY, 0))
+    def total(self, key: str, more: int = 0) -> int:
+        """Adds to a number of all launchers; returns the sum."""
+        return int(self._store.add(key, more))
 
     def report(self, lost: int, ended: bool) -> None:
         """Tells the others how many more processes of this host are lost, and that one ended."""
         if lost:
-            self._store.add(LOST_KEY.format(self.own), lost)
+            self.total(LOST_KEY.format(self.own), lost)
         if ended:
-            self._store.add(ENDED_KEY, 1)
+            self.total(ENDED_KEY, 1)
         if lost or ended:
-            self._store.add(CHANGES_KEY, 1)
-
-    def changes(self) -> int:
-        """A number that grows with each report()."""
-        return int(self._store.add(CHANGES_KEY, 0))
-
-    def lost(self, host: int) -> int:
-        """The processes that this host reported as lost."""
-        return int(self._store.add(LOST_KEY.format(host), 0))
+            self.total(CHANGES_KEY, 1)
 
     def set_servers(self, text: str) -> None:
         """Passes the addresses of the elastic group to hosts without ranks."""
@@ -117,10 +106,6 @@ class Hosts:
         """The last addresses that a host passed; "" if there are none."""
         known = self._store.check([SERVERS_KEY])
         return self._store.get(SERVERS_KEY).decode() if known else ""
-
-    def any_ended(self) -> bool:
-        """Whether a host reported that a rank ended with success."""
-        return bool(self._store.add(ENDED_KEY, 0))
 
     def find_silent(self) -> list[int]:
         """The hosts whose heartbeat is missing; not those that ended, or never send heartbeats, as

@@ -20,7 +20,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from pycomm._bootstrap.elastic_store import read_file, rows_of, servers_of, write_file
 from pycomm.errors import InvalidArgument
-from pycomm.launch.hosts import Hosts, Place
+from pycomm.launch.hosts import CHANGES_KEY, ENDED_KEY, LOST_KEY, Hosts, Place
 
 POLL_S = 0.5  # between two looks at the other hosts' losses
 SILENT_POLL_S = 5.0  # between two looks for hosts without heartbeats
@@ -148,12 +148,12 @@ class Losses:
             self._exchange_servers()
             hosts.report(lost - self._known.get(hosts.own, 0), ended and not self._told_end)
             self._known[hosts.own], self._told_end = lost, ended
-            changes = hosts.changes()
+            changes = hosts.total(CHANGES_KEY)
             if changes != self._changes:
                 self._changes = changes
                 for host in set(range(hosts.count)) - {hosts.own}:
-                    self._lose(host, hosts.lost(host))
-                if hosts.any_ended():
+                    self._lose(host, hosts.total(LOST_KEY.format(host)))
+                if hosts.total(ENDED_KEY):
                     Path(f"{self.file}.ended").touch()
             if now >= self._next_silent:
                 self._next_silent = now + SILENT_POLL_S

@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # agent.py blocked it
     if options.replace is not None:
-        _supervise(options.parent, options.replace, _replaceable(options))
+        _supervise(options.parent, options.replace, _replaceable(argv or sys.argv[1:]))
     env = os.environ
     if options.join_streams:  # one log for both, in order
         os.dup2(1, 2)
@@ -111,14 +111,12 @@ def _run(program: str, is_module: bool) -> None:
         exec(code, main.__dict__)
 
 
-def _replaceable(options: argparse.Namespace) -> list[str]:
-    """The command line of a rank whose launcher is this process."""
+def _replaceable(given: Sequence[str]) -> list[str]:
+    """The command line of a rank whose launcher is this process, from that of this process."""
+    end = given.index("--")  # of its own options
+    own = [word for word in given[:end] if not word.startswith(("--parent=", "--replace="))]
     line = [sys.executable, "-u", "-m", "pycomm.launch.rank", f"--parent={os.getpid()}"]
-    line += [f"--kind={options.kind}"]
-    line += [f"--cpus-per-rank={options.cpus_per_rank}"] if options.cpus_per_rank else []
-    line += ["--set-device"] if options.set_device else []
-    line += ["--join-streams"] if options.join_streams else []
-    return [*line, "--", options.program, *options.rest]
+    return [*line, *own, *given[end:]]
 
 
 def _supervise(launcher: int, replacements: int, command: list[str]) -> None:
