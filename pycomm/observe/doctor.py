@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -31,25 +31,9 @@ LINKS = {"  ranks": "<9", "hosts": "<28", "by": "<5", "us": "8.1f", "GB/s": "6.2
 LINKS |= {"clock, ms": ".2f"}
 
 
-@dataclass(frozen=True)
-class RankReport:
-    """A rank's report on its host, for rank 0.
-
-    Attributes:
-        processors: on which it may run.
-        quota: as of host_checks.quota().
-        found: the findings of the host, from its first rank only.
-    """
-
-    versions: str
-    processors: list[int]
-    quota: float | None
-    found: list[Finding]
-
-    @classmethod
-    def of(cls, plain: dict[str, Any]) -> RankReport:
-        """The inverse of asdict()."""
-        return cls(**{**plain, "found": [Finding(**one) for one in plain["found"]]})
+RankReport = dict[str, Any]
+"""A rank's report on its host, for rank 0: versions, the processors on which it may run, its
+host_checks.quota(), and, from the first rank of the host, the fields of its findings."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -57,12 +41,13 @@ def main(argv: Sequence[str]) -> int:
     parser = _command_line.parser("doctor", __doc__)
     parser.parse_args(argv)
     here = config.environment()
-    own = RankReport(
-        versions=host_checks.versions(),
-        processors=sorted(os.sched_getaffinity(0)),
-        quota=host_checks.quota(),
-        found=host_checks.check(here.size) if here.size == 1 or here.local_rank == 0 else [],
-    )
+    found = host_checks.check(here.size) if here.size == 1 or here.local_rank == 0 else []
+    own: RankReport = {
+        "versions": host_checks.versions(),
+        "processors": sorted(os.sched_getaffinity(0)),
+        "quota": host_checks.quota(),
+        "found": [asdict(one) for one in found],
+    }
     if here.size == 1:
         return _end(_print_hosts([own], [socket.gethostname()]))
     try:
@@ -76,7 +61,7 @@ def main(argv: Sequence[str]) -> int:
 
 def cluster(group: Group, own: RankReport) -> int:
     """Compares the hosts and measures links. Collective; rank 0 prints."""
-    by_rank = [RankReport.of(one) for one in objects.all_gather_object(asdict(own), group=group)]
+    by_rank = objects.all_gather_object(own, group=group)
     hosts = labels([member.host for member in group.peer_info()], group.core.hosts)
     found = _print_hosts(by_rank, hosts) if group.rank == 0 else []
     links: list[Link] = []
@@ -88,7 +73,7 @@ def cluster(group: Group, own: RankReport) -> int:
             links.append(link)
     status = np.zeros(1, np.int64)
     if group.rank == 0:
-        more = [compare_versions([one.versions for one in by_rank]), *check_links(links)]
+        more = [compare_versions([one["versions"] for one in by_rank]), *check_links(links)]
         status[0] = _end([*found, *_print("all hosts", more)])
     collectives.broadcast(status, 0, group=group)
     return int(status[0])
@@ -136,10 +121,10 @@ def _print_hosts(by_rank: Sequence[RankReport], hosts: Sequence[str]) -> list[Fi
     all_found: list[Finding] = []
     for host in dict.fromkeys(hosts):
         there = [one for one, name in zip(by_rank, hosts, strict=True) if name == host]
-        usable = {processor for one in there for processor in one.processors}
-        found = [Finding("versions", OK, there[0].versions)]
-        found.append(host_checks.processors(len(there), len(usable), there[0].quota))
-        found += [finding for one in there for finding in one.found]
+        usable = {processor for one in there for processor in one["processors"]}
+        found = [Finding("versions", OK, there[0]["versions"])]
+        found.append(host_checks.processors(len(there), len(usable), there[0]["quota"]))
+        found += [Finding(**finding) for one in there for finding in one["found"]]
         all_found += _print(host, found)
     return all_found
 

@@ -7,6 +7,7 @@ import statistics
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -67,45 +68,24 @@ def measure(group: Group, chosen: list[tuple[int, int]]) -> Iterator[Link | None
 
 def _ping(group: Group, peer: int, leads: bool) -> tuple[float, float, float]:
     """Latency, rate and clock difference; right where `leads`."""
-    mine, theirs = np.zeros(1), np.zeros(1)
-    trips, clocks = [], []
+    send: Any = collectives.send
+    recv: Any = collectives.recv
+    there, back = (send, recv) if leads else (recv, send)
+    clock, large = np.zeros(1), np.zeros(MESSAGE_BYTES, np.uint8)
+    trips, rates = [], []
     for _ in range(ROUNDS):
-        if leads:
-            begin = time.time()
-            collectives.send(mine, peer, group=group)
-            collectives.recv(theirs, peer, group=group)
-            end = time.time()
-            trips.append(end - begin)
-            clocks.append(float(theirs[0]) - (begin + end) / 2)
-        else:
-            collectives.recv(theirs, peer, group=group)
-            mine[0] = time.time()
-            collectives.send(mine, peer, group=group)
-    return _median(trips) / 2 * 1e6, _rate(group, peer, leads), _best(trips, clocks) * 1e3
-
-
-def _rate(group: Group, peer: int, leads: bool) -> float:
-    large, answer = np.zeros(MESSAGE_BYTES, np.uint8), np.zeros(1)
-    rates = []
+        begin = time.time()
+        there(clock, peer, group=group)
+        if not leads:
+            clock[0] = time.time()
+        back(clock, peer, group=group)
+        end = time.time()
+        trips.append((end - begin, float(clock[0]) - (begin + end) / 2))
     for _ in range(3):
-        begin = time.perf_counter()
+        start = time.perf_counter()
         for _ in range(MESSAGES):
-            if leads:
-                collectives.send(large, peer, group=group)
-            else:
-                collectives.recv(large, peer, group=group)
-        if leads:
-            collectives.recv(answer, peer, group=group)
-        else:
-            collectives.send(answer, peer, group=group)
-        rates.append(MESSAGES * MESSAGE_BYTES / (time.perf_counter() - begin) / 1e9)
-    return max(rates)
-
-
-def _median(seconds: list[float]) -> float:
-    return statistics.median(seconds) if seconds else 0.0
-
-
-def _best(trips: list[float], clocks: list[float]) -> float:
-    """The clock difference of the shortest round trip, which is the most exact."""
-    return min(zip(trips, clocks, strict=True))[1] if trips else 0.0
+            there(large, peer, group=group)
+        back(clock, peer, group=group)
+        rates.append(MESSAGES * MESSAGE_BYTES / (time.perf_counter() - start) / 1e9)
+    latency_us = statistics.median(seconds for seconds, _ in trips) / 2 * 1e6
+    return latency_us, max(rates), min(trips)[1] * 1e3  # the shortest trip is the most exact

@@ -89,15 +89,20 @@ def plan(
         step()
         seconds.append(time.perf_counter() - start)
     compute_s = statistics.median(seconds[WARM:])
-    k = to_send(count, sparsity)
-    raw = Load([k], [count], 4, None)
-    compact = Load([k], [count], 4, code_at("2bit", 1 - sparsity))
-    codings = measure_coding(raw), measure_coding(compact)
+    loads = loads_of(count, sparsity)
+    codings = measure_coding(loads[0]), measure_coding(loads[1])
     return [
-        Expected(n, rate, expected(compute_s, (raw, compact), codings, (n, rate), local_steps))
+        Expected(n, rate, expected(compute_s, loads, codings, (n, rate), local_steps))
         for rate in gbit
         for n in ranks
     ]
+
+
+def loads_of(count: int, sparsity: float) -> tuple[Load, Load]:
+    """Bytes that DGC sends for `count` elements: in raw packets, and in compact ones with 2-bit
+    values."""
+    k = to_send(count, sparsity)
+    return Load([k], [count], 4, None), Load([k], [count], 4, code_at("2bit", 1 - sparsity))
 
 
 def expected(
