@@ -34,6 +34,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from unittest import mock
 
 from matplotlib.axes import Axes
 
@@ -146,10 +147,8 @@ def _seconds(text: str) -> float:
 def _network(rate: str, link: LinkSettings, options: argparse.Namespace) -> Iterator[Network]:
     """The hosts, with links of tc's if there is neither delay nor loss."""
     delayed = link.delay_s > 0 or link.loss > 0
-    with (
-        Network(options.hosts, links=0 if delayed else 1, ipv6=False) as net,
-        contextlib.ExitStack() as ending,
-    ):
+    with contextlib.ExitStack() as ending:
+        net = ending.enter_context(Network(options.hosts, links=int(not delayed), ipv6=False))
         for host in net.hosts:
             for setting in options.sysctl:
                 host.run("sysctl", "-q", "-w", setting)
@@ -180,8 +179,8 @@ def measure(
         while all(waiting):
             show(rows_of(rate, options.hosts, [of.pop(0) for of in waiting], link))
 
-    os.environ["PYCOMM_SECRET"] = secrets.token_hex(32)  # of the ranks
-    with _network(rate, link, options) as net, tempfile.NamedTemporaryFile() as flags:
+    secret = mock.patch.dict(os.environ, PYCOMM_SECRET=secrets.token_hex(32))  # of the ranks
+    with secret, _network(rate, link, options) as net, tempfile.NamedTemporaryFile() as flags:
         worker.barrier_file(flags, size)
         hosts = [net.hosts[rank // options.ranks_per_host] for rank in range(size)]
         addresses = [host.ipv4() for host in hosts]
