@@ -6,7 +6,7 @@
 // unauthenticated client to a listener, to a connector.
 #include <sys/socket.h>
 
-#include <cstring>
+#include <optional>
 
 #include "fuzz.h"
 #include "transport/handshake.h"

@@ -7,7 +7,6 @@
 #include <latch>
 #include <memory>
 #include <mutex>
-#include <string>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -22,11 +21,13 @@
 namespace {
 
 using namespace pycomm;
+using namespace pycomm::group;
+using namespace ranks;
 using namespace std::chrono_literals;
 using played::PlayedDevice;
 using played::PlayedNccl;
 
-constexpr auto kLong = 60s * ranks::kSlowdown;
+constexpr auto kLong = 60s * kSlowdown;
 
 // Its streams reach every command at once, and continue after a gate when it is open.
 class GatedDevice final : public PlayedDevice {
@@ -69,26 +70,23 @@ class GatedDevice final : public PlayedDevice {
 
 // A rank's device group. The group of `host` outlives it.
 struct Rank {
-  explicit Rank(group::Group& host)
-      : host_(&host, [](group::Group*) {}),
+  explicit Rank(Group& host)
+      : host_(&host, [](Group*) {}),
         group(device_group::make_device_group(
             host_, {.device = device, .nccl = nccl, .options = {.agree_after = true}}, kLong)) {}
-  std::shared_ptr<group::Group> host_;
+  std::shared_ptr<Group> host_;
   std::shared_ptr<GatedDevice> device = std::make_shared<GatedDevice>(host_->rank());
   std::shared_ptr<PlayedNccl> nccl = std::make_shared<PlayedNccl>();
-  std::shared_ptr<group::Collectives> group;
+  std::shared_ptr<Collectives> group;
   float x = 0;
 
-  group::Call all_reduce(ReduceOp op = ReduceOp::sum) {
-    return {.operation = Operation::all_reduce,
-            .dtype = Dtype::float32,
-            .op = op,
-            .input = &x,
-            .output = &x,
-            .count = 1};
+  Call all_reduce(ReduceOp op = ReduceOp::sum) {
+    Call call = sum_in_place({&x, 1});
+    call.op = op;
+    return call;
   }
   // From rank 0 to rank 1.
-  group::Call message() {
+  Call message() {
     const bool sends = host_->rank() == 0;
     return {.operation = sends ? Operation::send : Operation::recv,
             .dtype = Dtype::float32,
@@ -97,117 +95,97 @@ struct Rank {
             .count = 1,
             .peer = sends ? 1 : 0};
   }
-  std::shared_ptr<group::Work> start(ReduceOp op = ReduceOp::sum) {
-    return group->start(all_reduce(op));
-  }
+  std::shared_ptr<Work> start(ReduceOp op = ReduceOp::sum) { return group->start(all_reduce(op)); }
 };
 
-// Lets the other rank begin, also if a check fails.
-struct Made {
-  std::latch& latch;
-  ~Made() { latch.count_down(); }
-};
-
-std::unique_ptr<Made> let_rank_0_call_first(const group::Group& host, std::latch& made) {
-  if (host.rank() == 0) return std::unique_ptr<Made>(new Made{made});
+std::unique_ptr<CountDown> let_rank_0_call_first(const Group& host, std::latch& made) {
+  if (host.rank() == 0) return std::unique_ptr<CountDown>(new CountDown{made});
   made.wait();
   return nullptr;
 }
 
-const Test kAhead{"a repeated call is enqueued at once and waits on the device", [] {
-                    std::latch made(1);
-                    ranks::run_groups(2, "local", [&](group::Group& host) {
-                      Rank r(host);
-                      r.group->run(r.all_reduce());
-                      expect_equal(r.device->made(), size_t{0}, "the first call agrees before");
-                      {
-                        const auto tell = let_rank_0_call_first(host, made);
-                        for (int call = 0; call < 4; ++call) r.group->run(r.all_reduce());
-                        expect_equal(r.device->made(), size_t{4}, "gates");
-                        if (host.rank() == 0) expect_equal(r.device->open(), size_t{0}, "open");
-                      }
-                      expect(r.device->open_in_time(4), "the agreements open all gates");
-                      r.group->close();
-                    });
-                  }};
+const Test kAhead("a repeated call is enqueued at once and waits on the device", [] {
+  std::latch made(1);
+  run_groups(2, "local", [&](Group& host) {
+    Rank r(host);
+    r.group->run(r.all_reduce());
+    expect_equal(r.device->made(), size_t{0}, "the first call agrees before");
+    {
+      const auto tell = let_rank_0_call_first(host, made);
+      for (int call = 0; call < 4; ++call) r.group->run(r.all_reduce());
+      expect_equal(r.device->made(), size_t{4}, "gates");
+      if (host.rank() == 0) expect_equal(r.device->open(), size_t{0}, "open");
+    }
+    expect(r.device->open_in_time(4), "the agreements open all gates");
+    r.group->close();
+  });
+});
 
-const Test kMost{"a limited number of calls is ahead, and the others follow", [] {
-                   constexpr size_t kMost = device_group::LaunchOrder::kMostPending;
-                   std::latch made(1);
-                   ranks::run_groups(2, "local", [&](group::Group& host) {
-                     Rank r(host);
-                     r.group->run(r.all_reduce());
-                     std::vector<std::shared_ptr<group::Work>> works;
-                     {
-                       const auto tell = let_rank_0_call_first(host, made);
-                       for (size_t call = 0; call < kMost + 3; ++call) works.push_back(r.start());
-                       if (host.rank() == 0) {
-                         expect_equal(r.device->made(), kMost, "gates");
-                         works[kMost - 1]->wait();
-                         (void)expect_throws<Timeout>([&] { works[kMost]->wait(1ms); });
-                       }
-                     }
-                     for (const auto& work : works) work->wait();
-                     r.group->close();
-                   });
-                 }};
+const Test kMost("a limited number of calls is ahead, and the others follow", [] {
+  constexpr size_t kMost = device_group::LaunchOrder::kMostPending;
+  std::latch made(1);
+  run_groups(2, "local", [&](Group& host) {
+    Rank r(host);
+    r.group->run(r.all_reduce());
+    std::vector<std::shared_ptr<Work>> works;
+    {
+      const auto tell = let_rank_0_call_first(host, made);
+      for (size_t call = 0; call < kMost + 3; ++call) works.push_back(r.start());
+      if (host.rank() == 0) {
+        expect_equal(r.device->made(), kMost, "gates");
+        works[kMost - 1]->wait();
+        (void)expect_throws<Timeout>([&] { works[kMost]->wait(1ms); });
+      }
+    }
+    for (const auto& work : works) work->wait();
+    r.group->close();
+  });
+});
 
-const Test kBehind{"a call behind one that agrees before agrees before, too", [] {
-                     std::latch made(1);
-                     ranks::run_groups(2, "local", [&](group::Group& host) {
-                       Rank r(host);
-                       r.group->run(r.all_reduce());
-                       std::vector<std::shared_ptr<group::Work>> works;
-                       {
-                         const auto tell = let_rank_0_call_first(host, made);
-                         for (const ReduceOp op : {ReduceOp::sum, ReduceOp::max, ReduceOp::sum})
-                           works.push_back(r.start(op));
-                         if (host.rank() == 0) expect_equal(r.device->made(), size_t{1}, "gates");
-                       }
-                       for (const auto& work : works) work->wait();
-                       r.group->close();
-                     });
-                   }};
+// After a first call rank 0 starts further ones, so many of them with a gate, before rank 1 does.
+void start_ahead(size_t gates,
+                 const std::function<std::vector<std::shared_ptr<Work>>(Rank&)>& start) {
+  std::latch made(1);
+  run_groups(2, "local", [&](Group& host) {
+    Rank r(host);
+    r.group->run(r.all_reduce());
+    std::vector<std::shared_ptr<Work>> works;
+    {
+      const auto tell = let_rank_0_call_first(host, made);
+      works = start(r);
+      if (host.rank() == 0) expect_equal(r.device->made(), gates, "gates");
+    }
+    for (const auto& work : works) work->wait();
+    r.group->close();
+  });
+}
 
-const Test kMessages{"a call behind messages agrees before, too", [] {
-                       for (const bool batch : {false, true}) {
-                         std::latch made(1);
-                         ranks::run_groups(2, "local", [&](group::Group& host) {
-                           Rank r(host);
-                           r.group->run(r.all_reduce());
-                           std::shared_ptr<group::Work> message, behind;
-                           {
-                             const auto tell = let_rank_0_call_first(host, made);
-                             message =
-                                 batch ? r.group->start_messages(std::array{r.message()}, nullptr)
-                                       : r.group->start(r.message());
-                             behind = r.start();
-                             if (host.rank() == 0)
-                               expect_equal(r.device->made(), size_t{0}, "it overtook the message");
-                           }
-                           for (const auto& work : {message, behind}) work->wait();
-                           r.group->close();
-                         });
-                       }
-                     }};
+const Test kBehind("a call behind one that agrees before agrees before, too", [] {
+  start_ahead(1, [](Rank& r) { return std::vector{r.start(), r.start(ReduceOp::max), r.start()}; });
+});
 
-const Test kMismatch{
-    "a mismatch is known when the device continues", [] {
-      ranks::run_groups(2, "local", [&](group::Group& host) {
-        Rank r(host);
-        for (const ReduceOp op : {ReduceOp::sum, ReduceOp::max}) r.group->run(r.all_reduce(op));
-        const auto work = r.start(host.rank() == 0 ? ReduceOp::sum : ReduceOp::max);
-        expect(r.device->open_in_time(), "the device waits permanently");
-        const auto ending = ranks::ending_of([&] { work->wait(); });
-        expect(ending.is(ErrorKind::mismatch), ending.text());
-        expect(ending.says("arrays may have changed"), ending.text());
-        expect(work->done(), "done");
-        for (const ErrorKind kind : {ErrorKind::mismatch, ErrorKind::group_broken}) {
-          const auto next = ranks::ending_of([&] { r.group->run(r.all_reduce()); });
-          expect(next.is(kind), next.text());
-        }
-      });
-    }};
+const Test kMessages("a call behind messages agrees before, too", [] {
+  for (const bool batch : {false, true})
+    start_ahead(0, [&](Rank& r) {  // a gate would be that of a call that overtook the message
+      const auto message = batch ? r.group->start_messages(std::array{r.message()}, nullptr)
+                                 : r.group->start(r.message());
+      return std::vector{message, r.start()};
+    });
+});
+
+const Test kMismatch("a mismatch is known when the device continues", [] {
+  run_groups(2, "local", [&](Group& host) {
+    Rank r(host);
+    for (const ReduceOp op : {ReduceOp::sum, ReduceOp::max}) r.group->run(r.all_reduce(op));
+    const auto work = r.start(host.rank() == 0 ? ReduceOp::sum : ReduceOp::max);
+    expect(r.device->open_in_time(), "the device waits permanently");
+    ending_of([&] { work->wait(); }).check(ErrorKind::mismatch, {"arrays may have changed"});
+    expect(work->done(), "done");
+    for (const ErrorKind kind : {ErrorKind::mismatch, ErrorKind::group_broken}) {
+      ending_of([&] { r.group->run(r.all_reduce()); }).check(kind);
+    }
+  });
+});
 
 // NCCL on rank 0 fails, as rank 1 ended its communicators before rank 0 knows why.
 void fail_nccl(Rank& r, std::function<void()> then) {
@@ -215,106 +193,100 @@ void fail_nccl(Rank& r, std::function<void()> then) {
   r.nccl->on_group_end = std::move(then);
 }
 
-const Test kCause{"a mismatch is reported although the communicator failed before it is known", [] {
-                    std::latch made(1);
-                    ranks::run_groups(2, "local", [&](group::Group& host) {
-                      Rank r(host);
-                      for (const ReduceOp op : {ReduceOp::sum, ReduceOp::max})
-                        r.group->run(r.all_reduce(op));
-                      if (host.rank() == 1) {
-                        made.wait();
-                        // Longer than rank 0 waits for the reason of an abort.
-                        std::this_thread::sleep_for(1500ms);
-                        const auto work = r.start(ReduceOp::max);
-                        expect(r.device->open_in_time(), "the device waits permanently");
-                        return;
-                      }
-                      fail_nccl(r, [&] { made.count_down(); });
-                      const auto ending =
-                          ranks::ending_of([&] { r.group->run(r.all_reduce(ReduceOp::sum)); });
-                      expect(ending.is(ErrorKind::mismatch), ending.text());
-                      expect(ending.says("arrays may have changed"), ending.text());
-                    });
-                  }};
+const Test kCause("a mismatch is reported although the communicator failed before it is known", [] {
+  std::latch made(1);
+  run_groups(2, "local", [&](Group& host) {
+    Rank r(host);
+    for (const ReduceOp op : {ReduceOp::sum, ReduceOp::max}) r.group->run(r.all_reduce(op));
+    if (host.rank() == 1) {
+      made.wait();
+      // Longer than rank 0 waits for the reason of an abort.
+      std::this_thread::sleep_for(1500ms);
+      const auto work = r.start(ReduceOp::max);
+      expect(r.device->open_in_time(), "the device waits permanently");
+      return;
+    }
+    fail_nccl(r, [&] { made.count_down(); });
+    ending_of([&] {
+      r.group->run(r.all_reduce(ReduceOp::sum));
+    }).check(ErrorKind::mismatch, {"arrays may have changed"});
+  });
+});
 
-const Test kReason{"the reason of an abort is reported if the communicator failed", [] {
-                     std::latch agreed(1), over(1);
-                     ranks::run_groups(2, "local", [&](group::Group& host) {
-                       Rank r(host);
-                       r.group->run(r.all_reduce());
-                       if (host.rank() == 1) {
-                         r.group->run(r.all_reduce(ReduceOp::max));
-                         agreed.wait();
-                         r.group->abort("enough");
-                         return over.count_down();
-                       }
-                       fail_nccl(r, [&] {
-                         agreed.count_down();
-                         over.wait();
-                       });
-                       const auto ending =
-                           ranks::ending_of([&] { r.group->run(r.all_reduce(ReduceOp::max)); });
-                       expect(ending.is(ErrorKind::group_broken), ending.text());
-                       expect(ending.says("enough"), ending.text());
-                       expect(ending.says("all_reduce"), ending.text());
-                     });
-                   }};
+const Test kReason("the reason of an abort is reported if the communicator failed", [] {
+  std::latch agreed(1), over(1);
+  run_groups(2, "local", [&](Group& host) {
+    Rank r(host);
+    r.group->run(r.all_reduce());
+    if (host.rank() == 1) {
+      r.group->run(r.all_reduce(ReduceOp::max));
+      agreed.wait();
+      r.group->abort("enough");
+      return over.count_down();
+    }
+    fail_nccl(r, [&] {
+      agreed.count_down();
+      over.wait();
+    });
+    ending_of([&] {
+      r.group->run(r.all_reduce(ReduceOp::max));
+    }).check(ErrorKind::group_broken, {"enough", "all_reduce"});
+  });
+});
 
-const Test kGroups{"a call behind a call of another group agrees before", [] {
-                     std::latch made(1);
-                     ranks::run_groups(2, "local", [&](group::Group& host) {
-                       Rank r(host);
-                       const auto part = host.split(0, host.rank());
-                       Rank other(*part);
-                       for (Rank* const one : {&r, &other}) one->group->run(one->all_reduce());
-                       std::shared_ptr<group::Work> first, second;
-                       {
-                         const auto tell = let_rank_0_call_first(host, made);
-                         first = other.start(ReduceOp::max);
-                         second = r.start();
-                         if (host.rank() == 0)
-                           expect_equal(r.device->made(), size_t{0}, "it overtook the other group");
-                       }
-                       for (const auto& work : {first, second}) work->wait();
-                       for (Rank* const one : {&r, &other}) one->group->close();
-                       part->close();
-                     });
-                   }};
+const Test kGroups("a call behind a call of another group agrees before", [] {
+  std::latch made(1);
+  run_groups(2, "local", [&](Group& host) {
+    Rank r(host);
+    const auto part = host.split(0, host.rank());
+    Rank other(*part);
+    for (Rank* const one : {&r, &other}) one->group->run(one->all_reduce());
+    std::shared_ptr<Work> first, second;
+    {
+      const auto tell = let_rank_0_call_first(host, made);
+      first = other.start(ReduceOp::max);
+      second = r.start();
+      if (host.rank() == 0)
+        expect_equal(r.device->made(), size_t{0}, "it overtook the other group");
+    }
+    for (const auto& work : {first, second}) work->wait();
+    for (Rank* const one : {&r, &other}) one->group->close();
+    part->close();
+  });
+});
 
-const Test kBroken{"a group is broken before its calls report why", [] {
-                     std::latch over(1);
-                     ranks::run_groups(2, "local", [&](group::Group& host) {
-                       Rank r(host);
-                       r.group->run(r.all_reduce());
-                       expect(!r.group->broken(), "a group that works is broken");
-                       if (host.rank() == 1) return over.wait();
-                       const Made tell{over};
-                       std::latch reported(1);  // until then host.abort() waits for the worker
-                       (void)host.start_together([&] { reported.wait(); }, {});
-                       const auto work = r.start();
-                       const std::jthread aborting([&] { r.group->abort("enough"); });
-                       const Made told{reported};
-                       for (const Deadline limit(kLong); !work->error(); std::this_thread::yield())
-                         expect(!limit.expired(), "the call reports no error");
-                       expect(r.group->broken(), "a call failed, and the group is not broken");
-                     });
-                   }};
+const Test kBroken("a group is broken before its calls report why", [] {
+  std::latch over(1);
+  run_groups(2, "local", [&](Group& host) {
+    Rank r(host);
+    r.group->run(r.all_reduce());
+    expect(!r.group->broken(), "a group that works is broken");
+    if (host.rank() == 1) return over.wait();
+    const CountDown tell{over};
+    std::latch reported(1);  // until then host.abort() waits for the worker
+    (void)host.start_together([&] { reported.wait(); }, {});
+    const auto work = r.start();
+    const std::jthread aborting([&] { r.group->abort("enough"); });
+    const CountDown told{reported};
+    for (const Deadline limit(kLong); !work->error(); std::this_thread::yield())
+      expect(!limit.expired(), "the call reports no error");
+    expect(r.group->broken(), "a call failed, and the group is not broken");
+  });
+});
 
-const Test kAbort{"an abort opens the gates, also of later calls", [] {
-                    std::latch over(1);
-                    ranks::run_groups(2, "local", [&](group::Group& host) {
-                      Rank r(host);
-                      r.group->run(r.all_reduce());
-                      if (host.rank() == 1) return over.wait();
-                      const Made tell{over};
-                      const auto work = r.start();
-                      expect_equal(r.device->open(), size_t{0}, "open");
-                      r.group->abort("enough");
-                      expect(r.device->open_in_time(1), "the device waits permanently");
-                      const auto ending = ranks::ending_of([&] { work->wait(); });
-                      expect(ending.is(ErrorKind::group_broken), ending.text());
-                      expect(ending.says("enough"), ending.text());
-                    });
-                  }};
+const Test kAbort("an abort opens the gates, also of later calls", [] {
+  std::latch over(1);
+  run_groups(2, "local", [&](Group& host) {
+    Rank r(host);
+    r.group->run(r.all_reduce());
+    if (host.rank() == 1) return over.wait();
+    const CountDown tell{over};
+    const auto work = r.start();
+    expect_equal(r.device->open(), size_t{0}, "open");
+    r.group->abort("enough");
+    expect(r.device->open_in_time(1), "the device waits permanently");
+    ending_of([&] { work->wait(); }).check(ErrorKind::group_broken, {"enough"});
+  });
+});
 
 }  // namespace

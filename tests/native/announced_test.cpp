@@ -15,6 +15,7 @@
 namespace {
 
 using namespace pycomm;
+using namespace pycomm::group;
 using namespace std::chrono_literals;
 using ranks::Array;
 using ranks::ByGroups;
@@ -22,7 +23,7 @@ using ranks::ByTransport;
 using ranks::Ending;
 using ranks::ending_of;
 
-group::Call message(Operation operation, int peer, size_t count, uint32_t tag = 0) {
+Call message(Operation operation, int peer, size_t count, uint32_t tag = 0) {
   return {.operation = operation,
           .dtype = Dtype::float32,
           .count = count,
@@ -31,81 +32,77 @@ group::Call message(Operation operation, int peer, size_t count, uint32_t tag = 
           .algorithm = Algorithm::nccl,
           .device = {.agreement = true}};
 }
-group::Call offer(int to, size_t count, uint32_t tag = 0) {
+Call offer(int to, size_t count, uint32_t tag = 0) {
   return message(Operation::send, to, count, tag);
 }
-group::Call take(int from, size_t count, uint32_t tag = 0) {
+Call take(int from, size_t count, uint32_t tag = 0) {
   return message(Operation::recv, from, count, tag);
 }
 
 // A later message must succeed after any earlier outcome.
-void expect_sound(group::Group& group) {
+void expect_sound(Group& group) {
   const int rank = group.rank();
   if (rank == 0) group.run(offer(1, 1'000'000, 99));
   if (rank == 1) group.run(take(0, 1'000'000, 99));
   group.run({.operation = Operation::barrier});
 }
 
-const ByGroups kAgree{"a message is sent when it is received, by tag", 3, [](group::Group& group) {
-                        for (int i = 0; i < 20; ++i) {
-                          const uint64_t before = group.stats().bytes_sent;
-                          if (group.rank() == 0) {
-                            group.run(offer(1, 1'000'000, 5));
-                            group.run(offer(1, 0, 6));
-                            group.run(take(1, 7));
-                          } else if (group.rank() == 1) {
-                            group.run(take(0, 1'000'000, 5));
-                            group.run(take(0, 0, 6));
-                            group.run(offer(0, 7));
-                          }
-                          expect_equal(group.stats().bytes_sent, before,
-                                       "nothing but headers is sent");
-                        }
-                      }};
+const ByGroups kAgree("a message is sent when it is received, by tag", 3, [](Group& group) {
+  for (int i = 0; i < 20; ++i) {
+    const uint64_t before = group.stats().bytes_sent;
+    if (group.rank() == 0) {
+      group.run(offer(1, 1'000'000, 5));
+      group.run(offer(1, 0, 6));
+      group.run(take(1, 7));
+    } else if (group.rank() == 1) {
+      group.run(take(0, 1'000'000, 5));
+      group.run(take(0, 0, 6));
+      group.run(offer(0, 7));
+    }
+    expect_equal(group.stats().bytes_sent, before, "nothing but headers is sent");
+  }
+});
 
-const ByGroups kAnyPeer{"a receive from any rank reports the sender", 3, [](group::Group& group) {
-                          for (int i = 0; i < 10; ++i) {
-                            group.run({.operation = Operation::barrier});
-                            if (group.rank() != 0) {
-                              group.run(offer(0, 10));
-                              continue;
-                            }
-                            int seen = 0;
-                            for (int turn = 0; turn < 2; ++turn) {
-                              int source = -1;
-                              group::Call call = take(group::kAnySource, 10);
-                              call.source = &source;
-                              group.run(call);
-                              seen += source;
-                            }
-                            expect_equal(seen, 3, "ranks 1 and 2, one after the other");
-                          }
-                        }};
+const ByGroups kAnyPeer("a receive from any rank reports the sender", 3, [](Group& group) {
+  for (int i = 0; i < 10; ++i) {
+    group.run({.operation = Operation::barrier});
+    if (group.rank() != 0) {
+      group.run(offer(0, 10));
+      continue;
+    }
+    int seen = 0;
+    for (int turn = 0; turn < 2; ++turn) {
+      int source = -1;
+      Call call = take(kAnySource, 10);
+      call.source = &source;
+      group.run(call);
+      seen += source;
+    }
+    expect_equal(seen, 3, "ranks 1 and 2, one after the other");
+  }
+});
 
-const ByGroups kUnlike{
-    "both ranks report a message of another kind, and the group continues", 2,
-    [](group::Group& group) {
-      group::Call of_ints = take(0, 8), staged = take(0, 8);
+const ByGroups kUnlike(
+    "both ranks report a message of another kind, and the group continues", 2, [](Group& group) {
+      Call of_ints = take(0, 8), staged = take(0, 8);
       of_ints.dtype = Dtype::int32;
       staged.algorithm = Algorithm::host_staged;
-      for (const group::Call& other : {take(0, 7), of_ints, staged, take(group::kAnySource, 9)}) {
+      for (const Call& other : {take(0, 7), of_ints, staged, take(kAnySource, 9)}) {
         const bool sends = group.rank() == 0;
         const Ending ending = ending_of([&] { group.run(sends ? offer(1, 8) : other); });
-        expect(ending.is(ErrorKind::mismatch), ending.text());
-        expect(ending.says("send(float32, count 8, tag 0, nccl, on CUDA devices)"), ending.text());
-        expect(ending.says("receives "), ending.text());
-        expect(ending.says("no data was sent"), ending.text());
+        ending.check(ErrorKind::mismatch, {"send(float32, count 8, tag 0, nccl, on CUDA devices)",
+                                           "receives ", "no data was sent"});
         expect_equal(ending.error->fields().peer, 1 - group.rank(), "the other rank");
         expect_equal(ending.error->fields().op, std::string(sends ? "send" : "recv"), "the verb");
         expect_sound(group);
       }
-    }};
+    });
 
-const ByGroups kPlaces{
+const ByGroups kPlaces(
     "device and host messages do not match each other, and each keep their order", 2,
-    [](group::Group& group) {
+    [](Group& group) {
       Array array(Dtype::float32, 1000);
-      group::Call here =
+      Call here =
           message(group.rank() == 0 ? Operation::send : Operation::recv, 1 - group.rank(), 1000);
       here.algorithm = Algorithm::automatic;
       here.device.agreement = false;
@@ -119,8 +116,9 @@ const ByGroups kPlaces{
           here.input = array.data();
           group.run(here);
           group.run(offer(1, 1000));
-          const Ending told = ending_of([&] { group.run(offer(1, 1000)); });
-          expect(told.is(ErrorKind::mismatch) && told.says("receives recv(float32"), told.text());
+          ending_of([&] {
+            group.run(offer(1, 1000));
+          }).check(ErrorKind::mismatch, {"receives recv(float32"});
           group.run(here);
           group.run(here);
         } else {
@@ -138,29 +136,29 @@ const ByGroups kPlaces{
         }
         expect_sound(group);
       }
-    }};
+    });
 
-const ByGroups kBothSend{
-    "two ranks that both send first fail at once, and continue", 2, [](group::Group& group) {
-      for (int i = 0; i < 20; ++i) {
-        const int peer = 1 - group.rank();
-        const auto tag = static_cast<uint32_t>(group.rank());  // whatever the tags
-        const Ending ending = ending_of([&] { group.run(offer(peer, 8, tag)); });
-        expect(ending.is(ErrorKind::mismatch), ending.text());
-        expect(ending.says("each waits for the other to receive"), ending.text());
-        expect(ending.says("rank 0 ") && ending.says("rank 1 "), ending.text());
-        expect_sound(group);
-      }
-    }};
+const ByGroups kBothSend("two ranks that both send first fail at once, and continue", 2,
+                         [](Group& group) {
+                           for (int i = 0; i < 20; ++i) {
+                             const int peer = 1 - group.rank();
+                             const auto tag =
+                                 static_cast<uint32_t>(group.rank());  // whatever the tags
+                             ending_of([&] { group.run(offer(peer, 8, tag)); })
+                                 .check(ErrorKind::mismatch, {"each waits for the other to receive",
+                                                              "rank 0 ", "rank 1 "});
+                             expect_sound(group);
+                           }
+                         });
 
 // The last of `size` ranks leaves, or makes no call until that of rank 0 has failed. `body`: what
 // the others do, with the limit of the call; 0: the default.
 void expect_lost(const std::string& by, int size,
-                 void (*body)(group::Group&, std::chrono::nanoseconds limit)) {
+                 void (*body)(Group&, std::chrono::nanoseconds limit)) {
   for (const bool leaves : {false, true}) {
     std::promise<void> over;
     ranks::World world{.size = size, .transport = by};
-    ranks::run_groups(world, [&](group::Group& group) {
+    ranks::run_groups(world, [&](Group& group) {
       if (group.rank() == size - 1) {
         if (leaves) return group.close();
         return over.get_future().wait();
@@ -175,32 +173,30 @@ void expect_lost(const std::string& by, int size,
   }
 }
 
-const ByTransport kNoRank{"waiting for an answer ends at the limit, or when the rank leaves",
+const ByTransport kNoRank("waiting for an answer ends at the limit, or when the rank leaves",
                           [](const std::string& by) {
-                            expect_lost(by, 2, [](group::Group& group, auto limit) {
-                              group::Call call = offer(1, 8);
+                            expect_lost(by, 2, [](Group& group, auto limit) {
+                              Call call = offer(1, 8);
                               call.timeout = limit;
                               group.run(call);
                             });
-                          }};
+                          });
 
 using Tags = std::vector<uint32_t>;
 
 // The tags of the agreed messages of one direction, in order.
-Tags tags_of(const group::AgreedCalls& found, Operation operation) {
+Tags tags_of(const AgreedCalls& found, Operation operation) {
   Tags tags;
-  for (const group::Call& call : found.agreed)
+  for (const Call& call : found.agreed)
     if (call.operation == operation) tags.push_back(call.tag);
   return tags;
 }
 
-group::AgreedCalls agree(group::Group& group, const std::vector<group::Call>& calls) {
-  return group.exchange(calls);
-}
+AgreedCalls agree(Group& group, const std::vector<Call>& calls) { return group.exchange(calls); }
 
-const ByGroups kBatch{
+const ByGroups kBatch(
     "several messages at once are agreed about in the same order by both ranks", 2,
-    [](group::Group& group) {
+    [](Group& group) {
       const bool first = group.rank() == 0;
       for (int i = 0; i < 50; ++i) {
         const auto found =
@@ -219,10 +215,10 @@ const ByGroups kBatch{
                "the same order");
       }
       expect_sound(group);
-    }};
+    });
 
-const ByGroups kBatchAndSingle{
-    "several messages at once meet single calls in another order", 2, [](group::Group& group) {
+const ByGroups kBatchAndSingle(
+    "several messages at once meet single calls in another order", 2, [](Group& group) {
       for (int i = 0; i < 50; ++i) {
         if (group.rank() == 1) {
           group.run(offer(0, 7, 3));  // while rank 0 announces as well
@@ -235,24 +231,22 @@ const ByGroups kBatchAndSingle{
         }
       }
       expect_sound(group);
-    }};
+    });
 
-const ByGroups kRing{"a ring of several messages at once does not deadlock", 4,
-                     [](group::Group& group) {
-                       const int right = (group.rank() + 1) % 4, left = (group.rank() + 3) % 4;
-                       for (int i = 0; i < 20; ++i) {
-                         const auto found = agree(group, {offer(right, 8), take(left, 8)});
-                         expect_equal(found.agreed.size(), size_t{2}, "agreed");
-                       }
-                       expect_sound(group);
-                     }};
+const ByGroups kRing("a ring of several messages at once does not deadlock", 4, [](Group& group) {
+  const int right = (group.rank() + 1) % 4, left = (group.rank() + 3) % 4;
+  for (int i = 0; i < 20; ++i) {
+    const auto found = agree(group, {offer(right, 8), take(left, 8)});
+    expect_equal(found.agreed.size(), size_t{2}, "agreed");
+  }
+  expect_sound(group);
+});
 
-const ByGroups kBatchUnlike{
-    "one of several messages is of another kind: the others are agreed", 3,
-    [](group::Group& group) {
+const ByGroups kBatchUnlike(
+    "one of several messages is of another kind: the others are agreed", 3, [](Group& group) {
       const int rank = group.rank();
       for (int i = 0; i < 10; ++i) {
-        group::AgreedCalls found;
+        AgreedCalls found;
         if (rank == 0) found = agree(group, {offer(1, 5, 1), offer(1, 6, 2), offer(2, 6, 2)});
         if (rank == 1) found = agree(group, {take(0, 9, 2), take(0, 5, 1)});
         if (rank == 2) found = agree(group, {take(0, 6, 2)});
@@ -266,16 +260,16 @@ const ByGroups kBatchUnlike{
         }
         expect_sound(group);
       }
-    }};
+    });
 
-const ByTransport kBatchLost{"several messages at once fail when one rank leaves, or at the limit",
+const ByTransport kBatchLost("several messages at once fail when one rank leaves, or at the limit",
                              [](const std::string& by) {
-                               expect_lost(by, 3, [](group::Group& group, auto limit) {
+                               expect_lost(by, 3, [](Group& group, auto limit) {
                                  if (group.rank() == 1) return (void)agree(group, {take(0, 8)});
                                  std::vector calls{offer(1, 8), offer(2, 8)};
                                  calls[0].timeout = limit;
                                  (void)agree(group, calls);
                                });
-                             }};
+                             });
 
 }  // namespace

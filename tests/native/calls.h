@@ -15,11 +15,13 @@
 
 namespace ranks {
 
+using namespace pycomm;
+
 struct Case {
-  pycomm::Operation operation;
-  pycomm::Algorithm algorithm;
-  pycomm::Dtype dtype;
-  pycomm::ReduceOp op;
+  Operation operation;
+  Algorithm algorithm;
+  Dtype dtype;
+  ReduceOp op;
   size_t count;
   int root;
   bool in_place;
@@ -36,18 +38,18 @@ struct Case {
            (in_place ? " in place" : "");
   }
   bool rooted() const {
-    return operation == pycomm::Operation::broadcast || operation == pycomm::Operation::reduce ||
-           operation == pycomm::Operation::gather || operation == pycomm::Operation::scatter;
+    return operation == Operation::broadcast || operation == Operation::reduce ||
+           operation == Operation::gather || operation == Operation::scatter;
   }
   // What one rank gives to another, or to all.
   size_t given(int from, int to, int size) const {
     if (counts.empty()) return count;
-    const int at = operation == pycomm::Operation::all_to_all ? from * size + to : from;
+    const int at = operation == Operation::all_to_all ? from * size + to : from;
     return counts[static_cast<size_t>(at)];
   }
   // As passed to the call of `rank`.
   std::vector<size_t> told_counts(int rank, int size) const {
-    if (operation != pycomm::Operation::all_to_all || counts.empty()) return counts;
+    if (operation != Operation::all_to_all || counts.empty()) return counts;
     std::vector<size_t> told;
     for (int to = 0; to < size; ++to) told.push_back(given(rank, to, size));
     for (int from = 0; from < size; ++from) told.push_back(given(from, rank, size));
@@ -59,9 +61,9 @@ inline int reduced(const Case& c, int size, size_t i) {
   int result = element(0, i, c.call);
   for (int rank = 1; rank < size; ++rank) {
     const int next = element(rank, i, c.call);
-    if (c.op == pycomm::ReduceOp::sum) result += next;
-    if (c.op == pycomm::ReduceOp::max) result = std::max(result, next);
-    if (c.op == pycomm::ReduceOp::min) result = std::min(result, next);
+    if (c.op == ReduceOp::sum) result += next;
+    if (c.op == ReduceOp::max) result = std::max(result, next);
+    if (c.op == ReduceOp::min) result = std::min(result, next);
   }
   return result;
 }
@@ -70,21 +72,21 @@ inline size_t input_count(const Case& c, int rank, int size) {
   const auto ranks = static_cast<size_t>(size);
   size_t all = 0;
   switch (c.operation) {
-    case pycomm::Operation::reduce_scatter:
+    case Operation::reduce_scatter:
       return c.count * ranks;
-    case pycomm::Operation::scatter:
+    case Operation::scatter:
       return rank == c.root ? c.count * ranks : 0;
-    case pycomm::Operation::all_to_all:
+    case Operation::all_to_all:
       for (int to = 0; to < size; ++to) all += c.given(rank, to, size);
       return all;
-    case pycomm::Operation::all_reduce:
-    case pycomm::Operation::broadcast:
-    case pycomm::Operation::all_gather:
-    case pycomm::Operation::reduce:
-    case pycomm::Operation::gather:
-    case pycomm::Operation::send:
-    case pycomm::Operation::recv:
-    case pycomm::Operation::barrier:
+    case Operation::all_reduce:
+    case Operation::broadcast:
+    case Operation::all_gather:
+    case Operation::reduce:
+    case Operation::gather:
+    case Operation::send:
+    case Operation::recv:
+    case Operation::barrier:
       break;
   }
   return c.given(rank, 0, size);
@@ -106,37 +108,37 @@ inline std::vector<Part> parts(const Case& c, int rank, int size) {
   const auto reduce = [&](size_t begin) { copy(Part::kReduced, begin, c.count); };
   const size_t mine = static_cast<size_t>(rank) * c.count;
   switch (c.operation) {
-    case pycomm::Operation::all_reduce:
+    case Operation::all_reduce:
       reduce(0);
       break;
-    case pycomm::Operation::reduce:
+    case Operation::reduce:
       if (rank == c.root) reduce(0);
       break;
-    case pycomm::Operation::reduce_scatter:
+    case Operation::reduce_scatter:
       reduce(mine);
       break;
-    case pycomm::Operation::broadcast:
+    case Operation::broadcast:
       copy(c.root, 0, c.count);
       break;
-    case pycomm::Operation::scatter:
+    case Operation::scatter:
       copy(c.root, mine, c.count);
       break;
-    case pycomm::Operation::gather:
+    case Operation::gather:
       if (rank != c.root) break;
       [[fallthrough]];
-    case pycomm::Operation::all_gather:
+    case Operation::all_gather:
       for (int from = 0; from < size; ++from) copy(from, 0, c.given(from, rank, size));
       break;
-    case pycomm::Operation::all_to_all:
+    case Operation::all_to_all:
       for (int from = 0; from < size; ++from) {
         size_t before = 0;
         for (int to = 0; to < rank; ++to) before += c.given(from, to, size);
         copy(from, before, c.given(from, rank, size));
       }
       break;
-    case pycomm::Operation::send:
-    case pycomm::Operation::recv:
-    case pycomm::Operation::barrier:
+    case Operation::send:
+    case Operation::recv:
+    case Operation::barrier:
       break;
   }
   return all;
@@ -176,10 +178,10 @@ struct Arrays {
             .peer = c.root,
             .algorithm = c.algorithm,
             .counts = c.told_counts(rank, size)};
-    if (c.operation == pycomm::Operation::broadcast) {
+    if (c.operation == Operation::broadcast) {
       call.input = nullptr;
       if (rank == c.root) std::memcpy(output.data(), input.data(), input.bytes());
-    } else if (c.in_place && c.operation != pycomm::Operation::all_to_all && output.count() > 0) {
+    } else if (c.in_place && c.operation != Operation::all_to_all && output.count() > 0) {
       share(c, rank, size);
     }
   }
@@ -195,7 +197,7 @@ struct Arrays {
     }
   }
   Array input, output;
-  pycomm::group::Call call;
+  group::Call call;
 };
 
 // Checks the result of a call; the input must be as it was unless it is the output.
@@ -212,47 +214,54 @@ inline void expect_result(const Case& c, Arrays& arrays, int rank, int size) {
 }
 
 // What a plan sends: payload, and frames.
-inline std::pair<uint64_t, uint64_t> traffic(const Case& c, const pycomm::group::Group& group) {
+inline std::pair<uint64_t, uint64_t> traffic(const Case& c, const group::Group& group) {
   uint64_t bytes = 0, frames = 0;
   const int rank = group.rank(), size = group.size();
   const auto counts = c.told_counts(rank, size);
-  const pycomm::collectives::CollectiveShape place{.rank = rank,
-                                                   .size = size,
-                                                   .count = c.count,
-                                                   .root = c.root,
-                                                   .counts = counts,
-                                                   .hosts = group.info().hosts};
-  for (const pycomm::collectives::Move& move :
-       pycomm::collectives::make_plan(c.algorithm, c.operation, place).moves) {
-    if (move.to == pycomm::collectives::kNoRank || move.to == rank) continue;
+  const collectives::CollectiveShape place{.rank = rank,
+                                           .size = size,
+                                           .count = c.count,
+                                           .root = c.root,
+                                           .counts = counts,
+                                           .hosts = group.info().hosts};
+  for (const collectives::Move& move :
+       collectives::make_plan(c.algorithm, c.operation, place).moves) {
+    if (move.to == collectives::kNoRank || move.to == rank) continue;
     bytes += move.out.count * bytes_of(c.dtype);
-    frames += pycomm::transport::frames_for(move.out.count * bytes_of(c.dtype));
+    frames += transport::frames_for(move.out.count * bytes_of(c.dtype));
   }
   return {bytes, frames};
 }
 
 // What an all_to_all with counts sends before its plan: payload, and frames. As much as an
 // all_gather of the counts of all ranks, which this makes. Collective.
-inline std::pair<uint64_t, uint64_t> traffic_of_counts(const Case& c, pycomm::group::Group& group) {
-  if (c.operation != pycomm::Operation::all_to_all || c.counts.empty()) return {0, 0};
+inline std::pair<uint64_t, uint64_t> traffic_of_counts(const Case& c, group::Group& group) {
+  if (c.operation != Operation::all_to_all || c.counts.empty()) return {0, 0};
   std::vector<size_t> counts = c.told_counts(group.rank(), group.size());
   std::vector<size_t> table(counts.size() * static_cast<size_t>(group.size()));
-  const pycomm::group::Stats before = group.stats();
-  group.run({.operation = pycomm::Operation::all_gather,
-             .dtype = pycomm::Dtype::int64,
+  const group::Stats before = group.stats();
+  group.run({.operation = Operation::all_gather,
+             .dtype = Dtype::int64,
              .input = counts.data(),
              .output = table.data(),
              .count = counts.size()});
-  const pycomm::group::Stats after = group.stats();
+  const group::Stats after = group.stats();
   return {after.bytes_sent - before.bytes_sent, after.frames_sent - before.frames_sent};
 }
 
-inline void run_case(pycomm::group::Group& group, const Case& c) {
+// Only the result is checked.
+inline void run_plain(group::Group& group, const Case& c) {
+  Arrays arrays(c, group.rank(), group.size());
+  group.run(arrays.call);
+  expect_result(c, arrays, group.rank(), group.size());
+}
+
+inline void run_case(group::Group& group, const Case& c) {
   Arrays arrays(c, group.rank(), group.size());
   const auto [count_bytes, count_frames] = traffic_of_counts(c, group);
-  const pycomm::group::Stats before = group.stats();
+  const group::Stats before = group.stats();
   group.run(arrays.call);
-  const pycomm::group::Stats after = group.stats();
+  const group::Stats after = group.stats();
   expect_result(c, arrays, group.rank(), group.size());
   auto [bytes, frames] = traffic(c, group);
   bytes += count_bytes;
@@ -261,7 +270,7 @@ inline void run_case(pycomm::group::Group& group, const Case& c) {
   expect_equal(sent, bytes, c.text() + ": payload bytes");
   expect_equal(after.frames_sent - before.frames_sent, frames, c.text() + ": frames");
   expect_equal(after.bytes_written - before.bytes_written,
-               sent + sizeof(pycomm::transport::Header) * frames, c.text() + ": bytes written");
+               sent + sizeof(transport::Header) * frames, c.text() + ": bytes written");
 }
 
 }  // namespace ranks

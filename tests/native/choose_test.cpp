@@ -25,7 +25,7 @@ bool folds(const collectives::AlgorithmQuery& question, Algorithm algorithm) {
   return proof.folded;
 }
 
-void choice_test() {
+const Test kChoice("every choice has a plan, and a fold where one is needed", [] {
   for (const Operation operation :
        {Operation::all_reduce, Operation::broadcast, Operation::all_gather,
         Operation::reduce_scatter, Operation::barrier, Operation::reduce, Operation::gather,
@@ -41,10 +41,9 @@ void choice_test() {
               expect(folded, std::string(name_of(operation)) + " of " + std::to_string(count) +
                                  " on " + std::to_string(size) + " ranks is not folded");
           }
-}
-const Test kChoice{"every choice has a plan, and a fold where one is needed", choice_test};
+});
 
-void rules_test() {
+const Test kRules("the rules of the choice", [] {
   const auto is = [](const collectives::AlgorithmQuery& question, Algorithm wanted) {
     expect_equal(name_of(collectives::choose(question)), name_of(wanted),
                  std::string(name_of(question.operation)));
@@ -80,10 +79,11 @@ void rules_test() {
   is({Operation::all_to_all, Dtype::float32, sum, 64, 1}, Algorithm::direct);
   is({Operation::barrier, Dtype::uint8, sum, 8, 0}, Algorithm::direct);
   is({Operation::barrier, Dtype::uint8, sum, 9, 0}, Algorithm::halving);
-}
+});
+
 // Rings and trees cross between hosts wherever ranks stand; two levels are for several ranks a
 // host.
-void hosts_test() {
+const Test kHosts("ranks that share hosts make two levels", [] {
   const auto sum = ReduceOp::sum;
   const auto two = [](Operation operation, size_t count, int size, int hosts) {
     return collectives::choose({operation, Dtype::float32, sum, size, count, false, false, hosts});
@@ -101,12 +101,11 @@ void hosts_test() {
   const collectives::AlgorithmQuery half{
       Operation::all_reduce, Dtype::bfloat16, sum, 4, 1 << 20, false, false, 2};
   expect(collectives::choose(half) == Algorithm::direct_two_phase, "a fold");
-}
-const Test kHosts{"ranks that share hosts make two levels", hosts_test};
+});
 
 // With many ranks the chosen algorithm needs few links: 2 log2(size) for each rank. all_to_all and
 // a fold are exceptions: they need all links.
-void links_test() {
+const Test kLinks("large groups need few links", [] {
   for (const Operation operation :
        {Operation::all_reduce, Operation::broadcast, Operation::all_gather,
         Operation::reduce_scatter, Operation::barrier, Operation::reduce, Operation::gather,
@@ -129,12 +128,9 @@ void links_test() {
                std::string(name_of(operation)) + " of " + std::to_string(count) + " on " +
                    std::to_string(size) + " ranks: " + std::to_string(links) + " links");
       }
-}
-const Test kLinks{"large groups need few links", links_test};
+});
 
-const Test kRules{"the rules of the choice", rules_test};
-
-void distance_test() {
+const Test kDistance("over a distance larger messages take fewer steps", [] {
   using std::chrono::microseconds;
   const collectives::Thresholds built_in;
   const auto bytes = [&](int size, microseconds round_trip) {
@@ -148,10 +144,9 @@ void distance_test() {
   expect(bytes(9, microseconds(100'000)) == std::pair(near.first, size_t{1'250'000}), "many ranks");
   expect_equal(collectives::adapted({.small_bytes = 2 << 20}, 2, microseconds(100'000)).small_bytes,
                size_t{2 << 20}, "a larger measured threshold");
-}
-const Test kDistance{"over a distance larger messages take fewer steps", distance_test};
+});
 
-void unsupported_test() {
+const Test kUnsupported("an unsupported pair is rejected with the supported ones", [] {
   const std::string error = expect_throws<Unsupported>([] {
     collectives::make_plan(Algorithm::direct_two_phase, Operation::broadcast,
                            {.rank = 0, .size = 2, .count = 8, .root = 0});
@@ -181,9 +176,6 @@ void unsupported_test() {
   });
   expect_throws<InternalError>([] { collectives::choose({.operation = Operation::recv}); });
   expect(collectives::algorithms_for(Operation::send).empty(), "send has no plans");
-}
-const Test kUnsupported{"an unsupported pair is rejected with the supported ones",
-                        unsupported_test};
-
+});
 }  // namespace
 }  // namespace pycomm

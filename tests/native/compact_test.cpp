@@ -17,6 +17,7 @@
 namespace {
 
 using namespace pycomm;
+using namespace pycomm::codec;
 
 using Random = std::mt19937_64;
 using Bytes = std::vector<std::byte>;
@@ -58,11 +59,11 @@ std::unique_ptr<std::byte[]> alone(const Bytes& bytes) {
   return copy;
 }
 
-Bytes encoded(const Set& set, const std::vector<float>& values, const codec::CompactEncoding& how) {
-  const size_t most = codec::most_compact_bytes(set.indices.size(), how);
+Bytes encoded(const Set& set, const std::vector<float>& values, const CompactEncoding& how) {
+  const size_t most = most_compact_bytes(set.indices.size(), how);
   const auto room = std::make_unique<std::byte[]>(most);
-  const size_t used = codec::encode_compact({set.indices.data(), values.data(), set.indices.size()},
-                                            how, room.get());
+  const size_t used =
+      encode_compact({set.indices.data(), values.data(), set.indices.size()}, how, room.get());
   expect(used <= most, "more bytes than the bound");
   return {room.get(), room.get() + used};
 }
@@ -75,9 +76,9 @@ struct Pairs {
 Pairs decoded(const Bytes& bytes) {
   const auto copy = alone(bytes);
   const std::span found(copy.get(), bytes.size());
-  const size_t k = codec::read_compact_header(found).k;
+  const size_t k = read_compact_header(found).k;
   Pairs pairs{std::vector<int32_t>(k), std::vector<float>(k)};
-  codec::decode_compact(found, pairs.indices.data(), pairs.values.data());
+  decode_compact(found, pairs.indices.data(), pairs.values.data());
   return pairs;
 }
 
@@ -87,8 +88,7 @@ std::vector<float> random_values(size_t k, Random& random) {
   return values;
 }
 
-codec::CompactEncoding encoding_of(size_t count, codec::IndexCode index_code,
-                                   codec::ValueCode value_code) {
+CompactEncoding encoding_of(size_t count, IndexCode index_code, ValueCode value_code) {
   return {.count = count,
           .dtype = Dtype::float32,
           .automatic = false,
@@ -100,21 +100,20 @@ codec::CompactEncoding encoding_of(size_t count, codec::IndexCode index_code,
 // f(encoding) for each pair of codes that the set can have without taking all memory.
 template <typename F>
 void each_code(const Set& set, F&& f) {
-  for (const auto index_code :
-       {codec::IndexCode::list, codec::IndexCode::bitmap, codec::IndexCode::rice})
-    for (size_t v = 0; v < codec::kValueCodes.size(); ++v)
-      if (index_code != codec::IndexCode::bitmap || set.count < 10'000'000)
-        f(encoding_of(set.count, index_code, static_cast<codec::ValueCode>(v)));
+  for (const auto index_code : {IndexCode::list, IndexCode::bitmap, IndexCode::rice})
+    for (size_t v = 0; v < kValueCodes.size(); ++v)
+      if (index_code != IndexCode::bitmap || set.count < 10'000'000)
+        f(encoding_of(set.count, index_code, static_cast<ValueCode>(v)));
 }
 
 // Encoded and decoded on the instruction set of this name; nothing where it does not run.
-const Test kRoundTrip{
+const Test kRoundTrip(
     "compact: a round trip gives the same bytes and values on every instruction set", [] {
       Random random(1);
       const std::string best(cpu::kernel_isa());
       for (const Set& set : sets(random)) {
         const auto values = random_values(set.indices.size(), random);
-        each_code(set, [&](const codec::CompactEncoding& how) {
+        each_code(set, [&](const CompactEncoding& how) {
           cpu::set_kernel_isa("baseline");
           const Bytes plain = encoded(set, values, how);
           const Pairs there = decoded(plain);
@@ -123,33 +122,31 @@ const Test kRoundTrip{
           const Pairs here = decoded(plain);
           expect(here.indices == set.indices && there.indices == set.indices, "other indices");
           expect(here.values == there.values, best + " reads other values");
-          if (how.value_code == codec::ValueCode::float32)
-            expect(here.values == values, "other values");
+          if (how.value_code == ValueCode::float32) expect(here.values == values, "other values");
         });
       }
-    }};
+    });
 
-const Test kResidual{
-    "compact: sent values plus residual equal the input", [] {
-      Random random(2);
-      const Set set = set_of(10'000, 3, 100, 50, random);
-      const auto values = random_values(set.indices.size(), random);
-      each_code(set, [&](codec::CompactEncoding how) {
-        std::vector<float> residual(set.count);
-        how.residual = residual.data();
-        const Pairs sent = decoded(encoded(set, values, how));
-        for (size_t i = 0; i < values.size(); ++i)
-          expect(std::fabs(sent.values[i] + residual[static_cast<size_t>(set.indices[i])] -
-                           values[i]) < 1e-6,
-                 "a part of a value is lost");
-      });
-    }};
+const Test kResidual("compact: sent values plus residual equal the input", [] {
+  Random random(2);
+  const Set set = set_of(10'000, 3, 100, 50, random);
+  const auto values = random_values(set.indices.size(), random);
+  each_code(set, [&](CompactEncoding how) {
+    std::vector<float> residual(set.count);
+    how.residual = residual.data();
+    const Pairs sent = decoded(encoded(set, values, how));
+    for (size_t i = 0; i < values.size(); ++i)
+      expect(std::fabs(sent.values[i] + residual[static_cast<size_t>(set.indices[i])] - values[i]) <
+                 1e-6,
+             "a part of a value is lost");
+  });
+});
 
 // Decodes arbitrary bytes; returns whether they were a packet.
 bool survives(const Bytes& bytes) {
   try {
     const Pairs pairs = decoded(bytes);
-    const size_t count = codec::read_compact_header(bytes).count;
+    const size_t count = read_compact_header(bytes).count;
     for (size_t i = 0; i < pairs.indices.size(); ++i)
       expect(pairs.indices[i] > (i == 0 ? -1 : pairs.indices[i - 1]) &&
                  static_cast<size_t>(pairs.indices[i]) < count,
@@ -160,77 +157,71 @@ bool survives(const Bytes& bytes) {
   }
 }
 
-const Test kTruncated{"compact: a truncated packet is refused, and one with trailing bytes", [] {
-                        Random random(3);
-                        for (const size_t k : {0, 1, 5, 70, 200})
-                          for (const uint64_t limit : {1, 30, 40'000}) {
-                            const Set set = set_of(k, limit, 20, 20, random);
-                            const auto values = random_values(set.indices.size(), random);
-                            each_code(set, [&](const codec::CompactEncoding& how) {
-                              Bytes bytes = encoded(set, values, how);
-                              expect(survives(bytes), "a packet was refused");
-                              for (size_t n = 0; n < bytes.size();
-                                   n += 1 + bytes.size() / 50 + random() % 3)
-                                expect(!survives({bytes.begin(), bytes.begin() + n}),
-                                       "a truncated packet was accepted");
-                              bytes.push_back(std::byte{0});
-                              expect(!survives(bytes), "a trailing byte was accepted");
-                            });
-                          }
-                      }};
+const Test kTruncated("compact: a truncated packet is refused, and one with trailing bytes", [] {
+  Random random(3);
+  for (const size_t k : {0, 1, 5, 70, 200})
+    for (const uint64_t limit : {1, 30, 40'000}) {
+      const Set set = set_of(k, limit, 20, 20, random);
+      const auto values = random_values(set.indices.size(), random);
+      each_code(set, [&](const CompactEncoding& how) {
+        Bytes bytes = encoded(set, values, how);
+        expect(survives(bytes), "a packet was refused");
+        for (size_t n = 0; n < bytes.size(); n += 1 + bytes.size() / 50 + random() % 3)
+          expect(!survives({bytes.begin(), bytes.begin() + n}), "a truncated packet was accepted");
+        bytes.push_back(std::byte{0});
+        expect(!survives(bytes), "a trailing byte was accepted");
+      });
+    }
+});
 
-const Test kFlipped{
-    "compact: packets with wrong bytes, and random bytes behind a header", [] {
-      Random random(4);
-      size_t refused = 0, read = 0;
-      for (int round = 0; round < 40; ++round) {
-        const Set set = set_of(1 + random() % 300, 1 + random() % 2000, 30, 100, random);
-        const auto values = random_values(set.indices.size(), random);
-        each_code(set, [&](const codec::CompactEncoding& how) {
-          const Bytes bytes = encoded(set, values, how);
-          for (int change = 0; change < 12; ++change) {
-            Bytes wrong = bytes;
-            const size_t from = change % 3 == 0 ? 0 : bytes.size() / 2;  // a third in the header
-            const size_t length =
-                change % 3 == 0 ? std::min<size_t>(12, bytes.size()) : bytes.size() - from;
-            for (size_t i = 0; i < 1 + random() % 3; ++i)
-              wrong[from + random() % length] ^= static_cast<std::byte>(1 << random() % 8);
-            if (change == 11)
-              for (size_t i = 12; i < wrong.size(); ++i) wrong[i] = std::byte(random());
-            ++(survives(wrong) ? read : refused);
-          }
-        });
+const Test kFlipped("compact: packets with wrong bytes, and random bytes behind a header", [] {
+  Random random(4);
+  size_t refused = 0, read = 0;
+  for (int round = 0; round < 40; ++round) {
+    const Set set = set_of(1 + random() % 300, 1 + random() % 2000, 30, 100, random);
+    const auto values = random_values(set.indices.size(), random);
+    each_code(set, [&](const CompactEncoding& how) {
+      const Bytes bytes = encoded(set, values, how);
+      for (int change = 0; change < 12; ++change) {
+        Bytes wrong = bytes;
+        const size_t from = change % 3 == 0 ? 0 : bytes.size() / 2;  // a third in the header
+        const size_t length =
+            change % 3 == 0 ? std::min<size_t>(12, bytes.size()) : bytes.size() - from;
+        for (size_t i = 0; i < 1 + random() % 3; ++i)
+          wrong[from + random() % length] ^= static_cast<std::byte>(1 << random() % 8);
+        if (change == 11)
+          for (size_t i = 12; i < wrong.size(); ++i) wrong[i] = std::byte(random());
+        ++(survives(wrong) ? read : refused);
       }
-      expect(read > 100 && refused > 100, "only one of the two outcomes occurred");
-    }};
+    });
+  }
+  expect(read > 100 && refused > 100, "only one of the two outcomes occurred");
+});
 
-const Test kNoBytes{"compact: random bytes, most of them with the magic word", [] {
-                      Random random(5);
-                      for (int round = 0; round < 20'000; ++round) {
-                        Bytes bytes(random() % 40);
-                        for (std::byte& byte : bytes) byte = std::byte(random());
-                        if (!bytes.empty() && random() % 8 != 0)
-                          std::memcpy(bytes.data(), codec::kCompactMagic.data(),
-                                      std::min(bytes.size(), codec::kCompactMagic.size()));
-                        if (random() % 2 != 0 && bytes.size() > 5) {
-                          bytes[3] =
-                              std::byte(random() % codec::kValueCodes.size() * 16 + random() % 3);
-                          bytes[4] = std::byte(random() % 64);
-                        }
-                        survives(bytes);
-                      }
-                    }};
+const Test kNoBytes("compact: random bytes, most of them with the magic word", [] {
+  Random random(5);
+  for (int round = 0; round < 20'000; ++round) {
+    Bytes bytes(random() % 40);
+    for (std::byte& byte : bytes) byte = std::byte(random());
+    if (!bytes.empty() && random() % 8 != 0)
+      std::memcpy(bytes.data(), kCompactMagic.data(), std::min(bytes.size(), kCompactMagic.size()));
+    if (random() % 2 != 0 && bytes.size() > 5) {
+      bytes[3] = std::byte(random() % kValueCodes.size() * 16 + random() % 3);
+      bytes[4] = std::byte(random() % 64);
+    }
+    survives(bytes);
+  }
+});
 
-const Test kWrongIndices{
+const Test kWrongIndices(
     "compact: indices that do not ascend are refused before anything changes", [] {
       for (const auto& wrong : {Set{9, {3, 3}}, Set{9, {4, 2}}, Set{9, {-1, 2}}, Set{9, {1, 9}}}) {
         std::vector<float> residual(9, 1.0f);
-        codec::CompactEncoding how =
-            encoding_of(9, codec::IndexCode::rice, codec::ValueCode::one_bit);
+        CompactEncoding how = encoding_of(9, IndexCode::rice, ValueCode::one_bit);
         how.residual = residual.data();
         expect_throws<InvalidArgument>([&] { encoded(wrong, {1, 2}, how); });
         expect(residual == std::vector<float>(9, 1.0f), "the residual changed");
       }
-    }};
+    });
 
 }  // namespace

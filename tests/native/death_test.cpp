@@ -14,19 +14,19 @@
 #include "kernels/kernels.h"
 #include "mortal.h"
 #include "os/shared_memory.h"
+#include "played_channels.h"
 #include "ranks.h"
 #include "transport/ring_channel.h"
 
 namespace {
 
 using namespace pycomm;
+using namespace pycomm::engine;
+using namespace pycomm::os;
+using namespace pycomm::transport;
+using namespace played;
+using namespace ranks;
 using namespace std::chrono_literals;
-using ranks::Array;
-using ranks::ByTransport;
-using ranks::Channels;
-using ranks::Died;
-using ranks::element;
-using ranks::Life;
 
 struct Scene {
   Operation operation;
@@ -42,8 +42,8 @@ struct Scene {
   }
 };
 
-transport::Header signature_of(const Scene& scene) {
-  transport::Header signature;
+Header signature_of(const Scene& scene) {
+  Header signature;
   signature.operation = static_cast<uint8_t>(scene.operation);
   signature.count = scene.count;
   signature.algorithm = static_cast<uint8_t>(scene.algorithm);
@@ -52,13 +52,13 @@ transport::Header signature_of(const Scene& scene) {
 }
 
 // One call of an engine over float32; all_reduce or broadcast from rank 0.
-void run_call(engine::Engine& engine, const Scene& scene, Array& array,
+void run_call(Engine& engine, const Scene& scene, Array& array,
               const Deadline& deadline = Deadline(20s)) {
-  const engine::Schedule schedule = engine::make_schedule(
+  const Schedule schedule = make_schedule(
       collectives::make_plan(scene.algorithm, scene.operation,
                              {.rank = engine.rank(), .size = scene.size, .count = scene.count}),
       engine.rank());
-  engine::Job job{.schedule = &schedule};
+  Job job{.schedule = &schedule};
   job.header = engine.next_header(signature_of(scene));
   job.input = job.output = array.data();
   job.element_bytes = 4;
@@ -78,7 +78,7 @@ void expect_known(const Error& error, const Scene& scene) {
 
 // A survivor's call gives the right result or an error that names the dead rank; the next call
 // fails.
-void survive(engine::Engine& engine, const Scene& scene) {
+void survive(Engine& engine, const Scene& scene) {
   Array array(Dtype::float32, scene.count), want(Dtype::float32, scene.count);
   array.fill([&](size_t i) { return element(engine.rank(), i); });
   want.fill([&](size_t i) {
@@ -100,10 +100,10 @@ void survive(engine::Engine& engine, const Scene& scene) {
 void play(const std::string& transport, const Scene& scene) {
   Channels all(scene.size, transport, scene.mortal, scene.lifetime);
   std::mutex mutex;
-  std::vector<std::unique_ptr<engine::Engine>>
+  std::vector<std::unique_ptr<Engine>>
       engines;  // kept: a rank that succeeds must not leave before the others
-  ranks::run(scene.size, [&](int rank) {
-    engine::Engine* engine = nullptr;
+  run(scene.size, [&](int rank) {
+    Engine* engine = nullptr;
     {
       const std::lock_guard lock(mutex);
       engines.push_back(all.engine(rank));
@@ -122,7 +122,7 @@ void play(const std::string& transport, const Scene& scene) {
   });
 }
 
-const ByTransport kEverywhere{
+const ByTransport kEverywhere(
     "all ranks detect a death after any number of bytes", [](const std::string& by) {
       constexpr size_t kCount = 60'000;  // 240 KB: more than a ring holds
       for (const Operation operation : {Operation::all_reduce, Operation::broadcast})
@@ -133,10 +133,10 @@ const ByTransport kEverywhere{
                  {1, 31, 32, 33, 34, 1'000, 65'538, 100'000, 161'001, 230'003})
               play(by, {operation, algorithm, size, kCount, mortal++ % size, lifetime});
           }
-    }};
+    });
 
 // Rank 0 only sends, to a rank that left or died in one of several ways.
-void send_on(const std::string& by, void (*go)(engine::Engine&, Life&), std::string_view why) {
+void send_on(const std::string& by, void (*go)(Engine&, Life&), std::string_view why) {
   const Scene scene{Operation::broadcast, Algorithm::direct, 2, 60'000, 1, SIZE_MAX};
   Channels all(scene.size, by, scene.mortal, scene.lifetime);
   const auto sender = all.engine(0), gone = all.engine(1);
@@ -156,19 +156,17 @@ void send_on(const std::string& by, void (*go)(engine::Engine&, Life&), std::str
   expect(false, "a thousand calls sent to a rank that left");
 }
 
-const ByTransport kSenders{
+const ByTransport kSenders(
     "a rank that only sends detects that its receiver left", [](const std::string& by) {
+      send_on(by, [](Engine&, Life& life) { life.end(); }, "the connection closed unexpectedly");
+      send_on(by, [](Engine& gone, Life&) { gone.leave(); }, "it closed the group");
       send_on(
-          by, [](engine::Engine&, Life& life) { life.end(); },
-          "the connection closed unexpectedly");
-      send_on(by, [](engine::Engine& gone, Life&) { gone.leave(); }, "it closed the group");
-      send_on(
-          by, [](engine::Engine& gone, Life&) { gone.fail(PeerLost("no more", {.peer = 1})); },
+          by, [](Engine& gone, Life&) { gone.fail(PeerLost("no more", {.peer = 1})); },
           "no more (as rank 1 reports)");
-    }};
+    });
 
 // No rank reads until both ends exist: the goodbye message waits behind a full connection.
-const ByTransport kHeardLate{
+const ByTransport kHeardLate(
     "a rank that aborts is not taken for dead by a rank that has long read nothing",
     [](const std::string& by) {
       const Scene scene{Operation::broadcast, Algorithm::direct, 3, 4'000'000, 2, SIZE_MAX};
@@ -176,18 +174,17 @@ const ByTransport kHeardLate{
       const auto sender = all.engine(0), busy = all.engine(1), dead = all.engine(2);
       all.life.end();
       Array array(Dtype::float32, scene.count);
-      const auto cause = ranks::ending_of([&] {
+      ending_of([&] {
         for (int call = 0; call < 100; ++call) run_call(*sender, scene, array);
-      });
-      expect(cause.is(ErrorKind::peer_lost) && cause.says("rank 2 died"), cause.text());
-      const auto told = ranks::ending_of([&] { run_call(*busy, scene, array); });
-      expect(told.is(ErrorKind::peer_lost) && told.says("rank 2 died"), told.text());
-      expect(told.error->fields().peer == 2, "another rank is named");
+      }).check(ErrorKind::peer_lost, {"rank 2 died"});
+      ending_of([&] {
+        run_call(*busy, scene, array);
+      }).check(ErrorKind::peer_lost, {"rank 2 died"}, 2);
       expect(busy->status().lost == std::vector<int>{2}, "a live rank is counted as lost");
-    }};
+    });
 
 // Bytes that are no frame, behind a frame that is not received yet; then perhaps a close.
-void send_garbage(transport::Channel& channel, transport::Header before, bool hangs_up) {
+void send_garbage(Channel& channel, Header before, bool hangs_up) {
   const std::vector<std::byte> noise(64, std::byte{'G'});
   const auto head = std::as_bytes(std::span(&before, 1));
   expect_equal(channel.send(head, noise), head.size() + noise.size(), "bytes that fit");
@@ -195,7 +192,7 @@ void send_garbage(transport::Channel& channel, transport::Header before, bool ha
   if (hangs_up) channel.close({});
 }
 
-void wait_for_end(transport::Channel& channel) {
+void wait_for_end(Channel& channel) {
   const Deadline deadline(20s);
   while (!channel.is_closed() && !deadline.expired()) {
     pollfd polled = channel.arm({true, false});
@@ -204,79 +201,72 @@ void wait_for_end(transport::Channel& channel) {
   }
 }
 
-const ByTransport kGarbage{
+const ByTransport kGarbage(
     "the sender of an invalid frame is named, wherever it is found", [](const std::string& by) {
       for (const bool hangs_up : {true, false}) {
-        ranks::Ends ends = ranks::channel_pair(by, size_t{64} << 10);
+        Ends ends = channel_pair(by, size_t{64} << 10);
         // Of a later call or a later disagreement, which ends no wait.
-        transport::Header header{.kind = hangs_up ? transport::FrameKind::data
-                                                  : transport::FrameKind::mismatch};
+        Header header{.kind = hangs_up ? FrameKind::data : FrameKind::mismatch};
         header.epoch = hangs_up ? 0 : 7;
         header.sequence = 7;
         send_garbage(*ends.b, header, hangs_up);
         if (hangs_up) wait_for_end(*ends.a);
-        std::vector<std::unique_ptr<transport::Channel>> channels(2);
-        channels[1] = std::move(ends.a);
-        engine::EngineOptions options;
-        options.names = {"rank 0", "rank 1"};
-        engine::Engine engine(std::move(channels), options);
-        const auto ending = ranks::ending_of([&] {
+        const auto engine = engine_of(std::move(ends.a));
+        const auto ending = ending_of([&] {
           if (hangs_up) {
             const std::vector<std::byte> message(1000);
-            transport::Header signature;
+            Header signature;
             signature.count = message.size();
-            return engine.messenger().send(1, signature, message, Deadline(20s));
+            return engine->messenger().send(1, signature, message, Deadline(20s));
           }
           const Scene scene{Operation::all_reduce, Algorithm::direct, 2, 1, 1, 0};
           Array array(Dtype::float32, 1);
-          run_call(engine, scene, array, Deadline(200ms));
+          run_call(*engine, scene, array, Deadline(200ms));
         });
         expect(ending.is(hangs_up ? ErrorKind::peer_lost : ErrorKind::timeout), ending.text());
         if (hangs_up) expect(ending.says("protocol error from rank 1"), ending.text());
         expect(!ending.says("bug in pycomm"), ending.text());
       }
-    }};
+    });
 
 // Rank 1 sent data of a call, received the notice that a third rank made another call, and left.
-const ByTransport kMismatchThenLeft{
+const ByTransport kMismatchThenLeft(
     "a mismatch is reported although the rank that reports it left", [](const std::string& by) {
       const Scene scene{Operation::all_reduce, Algorithm::direct, 2, 1, 1, 0};
-      ranks::Ends ends = ranks::channel_pair(by, size_t{64} << 10);
-      const auto send = [&](transport::Header header, std::string_view payload) {
+      Ends ends = channel_pair(by, size_t{64} << 10);
+      const auto send = [&](Header header, std::string_view payload) {
         header.bytes = static_cast<uint32_t>(payload.size());
         const auto head = std::as_bytes(std::span(&header, 1));
         const auto body = std::as_bytes(std::span(payload));
         expect_equal(ends.b->send(head, body), head.size() + body.size(), "bytes that fit");
       };
       send(signature_of(scene), "1234");
-      send({.kind = transport::FrameKind::mismatch}, "rank 2 made another call");
+      send({.kind = FrameKind::mismatch}, "rank 2 made another call");
       const std::string clean =
-          std::string(1, engine::Goodbye::kLeftCleanly) + "\xff\xff\xff\xff";  // blames none
-      send({.kind = transport::FrameKind::goodbye, .epoch = 1}, clean + "it closed the group");
+          std::string(1, Goodbye::kLeftCleanly) + "\xff\xff\xff\xff";  // blames none
+      send({.kind = FrameKind::goodbye, .epoch = 1}, clean + "it closed the group");
       ends.b->wake_peer();
       ends.b->close({});
       wait_for_end(*ends.a);
-      std::vector<std::unique_ptr<transport::Channel>> channels(2);
-      channels[1] = std::move(ends.a);
-      engine::EngineOptions options;
-      options.names = {"rank 0", "rank 1"};
-      engine::Engine engine(std::move(channels), options);
+      const auto engine = engine_of(std::move(ends.a));
       Array array(Dtype::float32, 1);
-      const auto ending = ranks::ending_of([&] { run_call(engine, scene, array); });
-      expect(ending.is(ErrorKind::mismatch) && ending.says("rank 2 made another"), ending.text());
-      const auto next = ranks::ending_of([&] { run_call(engine, scene, array); });
-      expect(next.is(ErrorKind::peer_lost) && next.says("it closed the group"), next.text());
-    }};
+      ending_of([&] {
+        run_call(*engine, scene, array);
+      }).check(ErrorKind::mismatch, {"rank 2 made another"});
+      ending_of([&] {
+        run_call(*engine, scene, array);
+      }).check(ErrorKind::peer_lost, {"it closed the group"});
+    });
 
 // check_for_failures() between calls: the next call reports ranks that are not awaited.
-const ByTransport kHeeded{
+const ByTransport kHeeded(
     "a wait outside a call reports the death of the awaited rank only", [](const std::string& by) {
       Channels all(3, by, 2, SIZE_MAX);
       const auto waiting = all.engine(0), other = all.engine(1), dead = all.engine(2);
       waiting->check_for_failures(0s, {0, 1, 2});
       all.life.end();
       const auto check = [&](const std::vector<int>& awaited) {
-        return ranks::ending_of([&] {
+        return ending_of([&] {
           for (const Deadline deadline(20s); !deadline.expired() && awaited.back() == 2;)
             waiting->check_for_failures(0s, awaited);
           waiting->check_for_failures(0s, awaited);
@@ -284,62 +274,46 @@ const ByTransport kHeeded{
       };
       expect(!check({0, 1}).error, "the death of a rank that is not awaited ended the wait");
       const auto ending = check({0, 2});
-      expect(ending.is(ErrorKind::peer_lost) && ending.says("rank 2 died"), ending.text());
-      expect(ending.error->fields().peer == 2, "another rank is named");
-    }};
+      ending.check(ErrorKind::peer_lost, {"rank 2 died"}, 2);
+    });
 
 // A peer whose close is visible only after a few checks.
-class Late final : public transport::Channel {
+class Late final : public PlayedChannel {
  public:
-  std::string_view transport() const override { return "late"; }
-  size_t send(transport::ConstBytes head, transport::ConstBytes body) override {
-    return head.size() + body.size();
-  }
-  transport::ConstBytes peek(size_t) override { return {}; }
-  void take(size_t) override {}
-  size_t receive(transport::Bytes) override { return 0; }
   bool is_closed() const override { return looks_ > 5; }
-  pollfd arm(transport::Want) override {
+  pollfd arm(Want) override {
     ++looks_;
     return {-1, 0, 0};
   }
-  void disarm(short) override {}
-  void close(transport::ConstBytes) override {}
 
  private:
   int looks_ = 0;
 };
 
-const Test kHeededLate{"a wait outside a call reports a death within its limit", [] {
-                         for (const auto limit : {0s, 60s}) {
-                           std::vector<std::unique_ptr<transport::Channel>> channels(2);
-                           channels[1] = std::make_unique<Late>();
-                           engine::EngineOptions options;
-                           options.names = {"rank 0", "rank 1"};
-                           engine::Engine engine(std::move(channels), options);
-                           const auto ending =
-                               ranks::ending_of([&] { engine.check_for_failures(limit, {0, 1}); });
-                           expect(ending.is(ErrorKind::peer_lost) == (limit > 0s), ending.text());
-                           expect(ending.seconds < 30, "it waited for its limit");
-                         }
-                       }};
+const Test kHeededLate("a wait outside a call reports a death within its limit", [] {
+  for (const auto limit : {0s, 60s}) {
+    const auto engine = engine_of(std::make_unique<Late>());
+    const auto ending = ending_of([&] { engine->check_for_failures(limit, {0, 1}); });
+    expect(ending.is(ErrorKind::peer_lost) == (limit > 0s), ending.text());
+    expect(ending.seconds < 30, "it waited for its limit");
+  }
+});
 
 // Rank 0 made a call that rank 1 makes later, if it can, and then ends in one of several ways.
-const ByTransport kHeededBehind{
+const ByTransport kHeededBehind(
     "a wait outside a call reports an end behind a frame of a later call",
     [](const std::string& by) {
       struct End {
-        void (*go)(engine::Engine&, Life&);
+        void (*go)(Engine&, Life&);
         std::string_view says;  // empty: its data is still needed
       };
       for (const End& end : std::initializer_list<End>{
-               {[](engine::Engine&, Life& life) { life.end(); }, "rank 0 died"},
-               {[](engine::Engine& gone, Life&) { gone.fail(GroupBroken("enough")); },
-                "enough (as rank 0"},
-               {[](engine::Engine& gone, Life&) { gone.leave(); }, ""}}) {
+               {[](Engine&, Life& life) { life.end(); }, "rank 0 died"},
+               {[](Engine& gone, Life&) { gone.fail(GroupBroken("enough")); }, "enough (as rank 0"},
+               {[](Engine& gone, Life&) { gone.leave(); }, ""}}) {
         const Scene scene{Operation::broadcast, Algorithm::direct, 2, 100, 0, SIZE_MAX};
         Channels all(scene.size, by, scene.mortal, scene.lifetime);
-        transport::Channel& line = *all.channels[1][0];
+        Channel& line = *all.channels[1][0];
         const auto gone = all.engine(0), waiting = all.engine(1);
         Array sent(Dtype::float32, scene.count), got(Dtype::float32, scene.count);
         sent.fill([](size_t i) { return element(0, i); });
@@ -348,7 +322,7 @@ const ByTransport kHeededBehind{
         end.go(*gone, all.life);
         wait_for_end(line);
         waiting->check_for_failures(0s, {1});  // not awaited: no error
-        const auto ending = ranks::ending_of([&] { waiting->check_for_failures(0s, {0, 1}); });
+        const auto ending = ending_of([&] { waiting->check_for_failures(0s, {0, 1}); });
         if (!end.says.empty()) {
           expect(ending.error && ending.says(std::string(end.says)), ending.text());
           continue;
@@ -357,60 +331,53 @@ const ByTransport kHeededBehind{
         run_call(*waiting, scene, got);
         expect(got == sent, "the call was spoilt");
       }
-    }};
+    });
 
 // A ring whose writer says that it has written more than fits: before a frame, or inside one.
-const Test kSpoiltRing{
-    "a rank that corrupts its shared ring is named", [] {
-      constexpr size_t kRing = size_t{64} << 10;
-      for (const bool inside : {false, true}) {
-        const auto ring = [&](const os::Fd& memory) {
-          return std::make_shared<os::RingMemory>(memory.get(), kRing);
-        };
-        const os::Fd in = os::make_shared_memory(os::RingMemory::file_bytes(kRing));
-        const os::Fd out = os::make_shared_memory(os::RingMemory::file_bytes(kRing));
-        int wake_ups[2];
-        expect(::socketpair(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK, 0, wake_ups) == 0,
-               "a pair of sockets");
-        transport::RingChannel peer("shm", ring(out), ring(in), os::Fd(wake_ups[1]));
-        const transport::Header header{.kind = transport::FrameKind::data,
-                                       .dtype = static_cast<uint8_t>(Dtype::float32),
-                                       .bytes = 64,
-                                       .count = 16};
-        if (inside) (void)peer.send(std::as_bytes(std::span(&header, 1)), {});
-        const auto memory = ring(in);
-        reinterpret_cast<transport::RingHead<>*>(memory->head())->written += kRing + 1;
-        std::vector<std::unique_ptr<transport::Channel>> channels(2);
-        channels[1] = std::make_unique<transport::RingChannel>("shm", ring(in), ring(out),
-                                                               os::Fd(wake_ups[0]));
-        engine::EngineOptions options;
-        options.names = {"rank 0", "rank 1"};
-        engine::Engine engine(std::move(channels), options);
-        const auto ending = ranks::ending_of([&] {
-          const Scene scene{Operation::all_reduce, Algorithm::direct, 2, 16, 1, 0};
-          Array array(Dtype::float32, 16);
-          run_call(engine, scene, array);
-        });
-        expect(ending.is(ErrorKind::peer_lost), ending.text());
-        expect(ending.says("protocol error from rank 1") && ending.says(": its ring"),
-               ending.text());
-      }
-    }};
+const Test kSpoiltRing("a rank that corrupts its shared ring is named", [] {
+  constexpr size_t kRing = size_t{64} << 10;
+  for (const bool inside : {false, true}) {
+    const auto ring = [&](const Fd& memory) {
+      return std::make_shared<RingMemory>(memory.get(), kRing);
+    };
+    const Fd in = make_shared_memory(RingMemory::file_bytes(kRing));
+    const Fd out = make_shared_memory(RingMemory::file_bytes(kRing));
+    int wake_ups[2];
+    expect(::socketpair(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK, 0, wake_ups) == 0,
+           "a pair of sockets");
+    RingChannel peer("shm", ring(out), ring(in), Fd(wake_ups[1]));
+    const Header header{.kind = FrameKind::data,
+                        .dtype = static_cast<uint8_t>(Dtype::float32),
+                        .bytes = 64,
+                        .count = 16};
+    if (inside) (void)peer.send(std::as_bytes(std::span(&header, 1)), {});
+    const auto memory = ring(in);
+    reinterpret_cast<RingHead<>*>(memory->head())->written += kRing + 1;
+    const auto engine =
+        engine_of(std::make_unique<RingChannel>("shm", ring(in), ring(out), Fd(wake_ups[0])));
+    ending_of([&] {
+      const Scene scene{Operation::all_reduce, Algorithm::direct, 2, 16, 1, 0};
+      Array array(Dtype::float32, 16);
+      run_call(*engine, scene, array);
+    }).check(ErrorKind::peer_lost, {"protocol error from rank 1", ": its ring"});
+  }
+});
 
-const ByTransport kPartings{
-    "a rank that left cleanly counts as lost, even if no rank checked", [](const std::string& by) {
-      Channels all(3, by, 1, SIZE_MAX);
-      transport::Channel& unread = *all.channels[0][2];
-      const auto left = all.engine(0), gone = all.engine(2);
-      gone->leave();
-      const Deadline deadline(20s);
-      while (unread.peek(1).empty() && !deadline.expired()) {
-        pollfd polled = unread.arm({true, false});
-        ::poll(&polled, 1, 10);
-        unread.disarm(0);  // no notice of the end
-      }
-      left->fail(PeerLost("no more", {.peer = 1}));
-      expect(left->status().lost == std::vector<int>{1, 2}, "the call waits for a rank that left");
-    }};
+const ByTransport kPartings("a rank that left cleanly counts as lost, even if no rank checked",
+                            [](const std::string& by) {
+                              Channels all(3, by, 1, SIZE_MAX);
+                              Channel& unread = *all.channels[0][2];
+                              const auto left = all.engine(0), gone = all.engine(2);
+                              gone->leave();
+                              const Deadline deadline(20s);
+                              while (unread.peek(1).empty() && !deadline.expired()) {
+                                pollfd polled = unread.arm({true, false});
+                                ::poll(&polled, 1, 10);
+                                unread.disarm(0);  // no notice of the end
+                              }
+                              left->fail(PeerLost("no more", {.peer = 1}));
+                              expect(left->status().lost == std::vector<int>{1, 2},
+                                     "the call waits for a rank that left");
+                            });
 
 }  // namespace

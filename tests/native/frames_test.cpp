@@ -42,24 +42,18 @@ extern "C" ssize_t sendmsg(int socket, const msghdr* message, int flags) {
 
 namespace {
 
-const Test kFrames{"an all_reduce passes few functions before it sends", [] {
-                     ranks::run_groups(2, "tcp", [](group::Group& group) {
-                       float x = 1;
-                       depth_of_body = depth();
-                       group.run({.operation = Operation::all_reduce,
-                                  .dtype = Dtype::float32,
-                                  .input = &x,
-                                  .output = &x,
-                                  .count = 1,
-                                  .algorithm = Algorithm::direct});
-                       const int frames = depth_of_send - depth_of_body;
-                       depth_of_body = 0;
-                       if (group.rank() == 0) std::printf("  frames: %d\n", frames);
-                       expect(depth_of_send > 0, "nothing was sent");
-                       expect(frames > 0 && frames <= kMost,
-                              std::to_string(frames) + " functions are on the stack");
-                     });
-                   }};
+const Test kFrames("an all_reduce passes few functions before it sends", [] {
+  ranks::run_groups(2, "tcp", [](group::Group& group) {
+    float x = 1;
+    depth_of_body = depth();
+    group.run(ranks::sum_in_place({&x, 1}, Algorithm::direct));
+    const int frames = depth_of_send - depth_of_body;
+    depth_of_body = 0;
+    if (group.rank() == 0) std::printf("  frames: %d\n", frames);
+    expect(depth_of_send > 0, "nothing was sent");
+    expect(frames > 0 && frames <= kMost, std::to_string(frames) + " functions are on the stack");
+  });
+});
 
 class CountingNccl final : public played::PlayedNccl {
  public:
@@ -70,26 +64,21 @@ class CountingNccl final : public played::PlayedNccl {
   }
 };
 
-const Test kDeviceFrames{
-    "an all_reduce of device arrays passes few functions before NCCL", [] {
-      ranks::run_groups(2, "local", [](group::Group& host) {
-        const auto nccl = std::make_shared<CountingNccl>();
-        const auto group = device_group::make_device_group(
-            {&host, [](group::Group*) {}},
-            {.device = std::make_shared<played::PlayedDevice>(host.rank()), .nccl = nccl}, 60s);
-        float x = 1;
-        const int depth_of_body = depth();
-        group->run({.operation = Operation::all_reduce,
-                    .dtype = Dtype::float32,
-                    .input = &x,
-                    .output = &x,
-                    .count = 1});
-        group->abort("the test is over");
-        const int frames = nccl->depth_of_call - depth_of_body;
-        if (host.rank() == 0) std::printf("  frames of devices: %d\n", frames);
-        expect(frames > 0 && frames <= kMostOfDevices,
-               std::to_string(frames) + " functions are on the stack");
-      });
-    }};
+const Test kDeviceFrames("an all_reduce of device arrays passes few functions before NCCL", [] {
+  ranks::run_groups(2, "local", [](group::Group& host) {
+    const auto nccl = std::make_shared<CountingNccl>();
+    const auto group = device_group::make_device_group(
+        {&host, [](group::Group*) {}},
+        {.device = std::make_shared<played::PlayedDevice>(host.rank()), .nccl = nccl}, 60s);
+    float x = 1;
+    const int depth_of_body = depth();
+    group->run(ranks::sum_in_place({&x, 1}));
+    group->abort("the test is over");
+    const int frames = nccl->depth_of_call - depth_of_body;
+    if (host.rank() == 0) std::printf("  frames of devices: %d\n", frames);
+    expect(frames > 0 && frames <= kMostOfDevices,
+           std::to_string(frames) + " functions are on the stack");
+  });
+});
 
 }  // namespace

@@ -93,38 +93,35 @@ void check_pairs(const Halves& a, const Halves& b) {
   });
 }
 
-const Test kPairs{"halves: every value has the same results on all instruction sets", [] {
-                    for (const Halves& b : partners())
-                      for_each_pair([&]<Dtype kDtype, ReduceOp kOp> {
-                        check_pairs<kDtype, kOp>(all_values(), b);
-                      });
-                  }};
+const Test kPairs("halves: every value has the same results on all instruction sets", [] {
+  for (const Halves& b : partners())
+    for_each_pair([&]<Dtype kDtype, ReduceOp kOp> { check_pairs<kDtype, kOp>(all_values(), b); });
+});
 
 // One vector and its rest: each count below two vectors, in place.
-const Test kRests{
-    "halves: a rest of any length is reduced, and nothing behind it", [] {
-      std::mt19937 random(5);
-      Halves a(all_values()), b(all_values());
-      std::ranges::shuffle(a, random);
-      std::ranges::shuffle(b, random);
-      for_each_pair([&]<Dtype kDtype, ReduceOp kOp> {
-        for_each_isa([&](cpu::Isa isa) {
-          const kernels::Reducer& reducer = kernels::reducer_for(isa, kDtype, kOp);
-          Halves whole(128);
-          const void* const slots[] = {a.data(), b.data(), a.data() + 500};
-          reducer.join(whole.data(), slots, whole.size(), 3);
-          for (size_t count = 0; count < whole.size(); ++count) {
-            Halves first(a.begin(), a.begin() + 128);
-            const void* const own_slots[] = {first.data(), slots[1], slots[2]};
-            reducer.join(first.data(), own_slots, count, 3);
-            const auto end = static_cast<ptrdiff_t>(count);
-            expect(std::equal(first.begin(), first.begin() + end, whole.begin()),
-                   name_of(isa) + ": " + std::to_string(count) + " elements");
-            expect(std::equal(first.begin() + end, first.end(), a.begin() + end),
-                   name_of(isa) + ": wrote behind " + std::to_string(count) + " elements");
-          }
-        });
-      });
-    }};
+const Test kRests("halves: a rest of any length is reduced, and nothing behind it", [] {
+  std::mt19937 random(5);
+  Halves a(all_values()), b(all_values());
+  std::ranges::shuffle(a, random);
+  std::ranges::shuffle(b, random);
+  for_each_pair([&]<Dtype kDtype, ReduceOp kOp> {
+    for_each_isa([&](cpu::Isa isa) {
+      const kernels::Reducer& reducer = kernels::reducer_for(isa, kDtype, kOp);
+      Halves whole(128);
+      const void* const slots[] = {a.data(), b.data(), a.data() + 500};
+      reducer.join(whole.data(), slots, whole.size(), 3);
+      for (size_t count = 0; count < whole.size(); ++count) {
+        Halves first(a.begin(), a.begin() + 128);
+        const void* const own_slots[] = {first.data(), slots[1], slots[2]};
+        reducer.join(first.data(), own_slots, count, 3);
+        const auto end = static_cast<ptrdiff_t>(count);
+        expect(std::equal(first.begin(), first.begin() + end, whole.begin()),
+               name_of(isa) + ": " + std::to_string(count) + " elements");
+        expect(std::equal(first.begin() + end, first.end(), a.begin() + end),
+               name_of(isa) + ": wrote behind " + std::to_string(count) + " elements");
+      }
+    });
+  });
+});
 
 }  // namespace

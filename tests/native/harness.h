@@ -1,12 +1,13 @@
 // A minimal test harness: a name, a body, and checks that say where they failed.
 //
-//   const Test kAdds{"adds", [] { expect_equal(1 + 1, 2, "sum"); }};
+//   const Test kAdds("adds", [] { expect_equal(1 + 1, 2, "sum"); });
 //
 // harness.cpp holds main(): `suite [part of a name]` runs the tests whose name contains it and ends
 // with "N passed, M failed". A test whose name begins with "long: " runs only on request.
 #pragma once
 
 #include <functional>
+#include <latch>
 #include <source_location>
 #include <sstream>
 #include <stdexcept>
@@ -51,3 +52,9 @@ std::string expect_throws(const std::function<void()>& body,
   expect(false, "nothing was thrown", at);
   return {};
 }
+
+// Counts down at the end of its scope, also where a check fails.
+struct CountDown {
+  std::latch& latch;
+  ~CountDown() { latch.count_down(); }
+};

@@ -20,6 +20,7 @@
 #include "played_devices.h"
 
 using namespace pycomm;
+using namespace pycomm::device;
 
 namespace {
 
@@ -93,11 +94,11 @@ class SteppedDevice final : public played::PlayedDevice {
 using Kind = SteppedDevice::Kind;
 
 // A transport with a test's function.
-class ToldTransport final : public device::HostTransport {
+class ToldTransport final : public HostTransport {
  public:
-  std::function<void(std::span<const device::PeerMessage>, MessageProgress&)> body;
+  std::function<void(std::span<const PeerMessage>, MessageProgress&)> body;
   std::atomic<bool> aborted = false;
-  void exchange(std::span<const device::PeerMessage> messages, std::chrono::nanoseconds,
+  void exchange(std::span<const PeerMessage> messages, std::chrono::nanoseconds,
                 MessageProgress& progress) override {
     body(messages, progress);
   }
@@ -115,9 +116,9 @@ struct Bench {
     for (size_t i = 0; i < bytes; ++i) out[i] = static_cast<std::byte>(i * 7 + i / 251);
   }
   void exchange() {
-    channel.reserve(2 * device::HostStagingChannel::staged_bytes(out.size()), stream);
-    const std::vector<device::PeerMessage> messages{{1, true, out.data(), out.size()},
-                                                    {1, false, in.data(), in.size()}};
+    channel.reserve(2 * HostStagingChannel::staged_bytes(out.size()), stream);
+    const std::vector<PeerMessage> messages{{1, true, out.data(), out.size()},
+                                            {1, false, in.data(), in.size()}};
     channel.begin(messages, kLong);
     channel.end();
   }
@@ -128,13 +129,13 @@ struct Bench {
   std::shared_ptr<SteppedDevice> device = std::make_shared<SteppedDevice>();
   void* stream = device->make_stream();
   ToldTransport* transport = new ToldTransport;
-  device::HostStagingChannel channel{
-      device, stream, std::unique_ptr<device::HostTransport>(transport), piece_bytes};
+  HostStagingChannel channel{device, stream, std::unique_ptr<HostTransport>(transport),
+                             piece_bytes};
   void* copy_back_stream = device->last_stream();
 };
 
 // Receives what is sent, as soon as it is ready.
-void reflect(std::span<const device::PeerMessage> messages, MessageProgress& progress) {
+void reflect(std::span<const PeerMessage> messages, MessageProgress& progress) {
   std::mutex mutex;
   std::condition_variable changed;
   progress.set_wake([&] {
@@ -161,47 +162,46 @@ struct Release {
   }
 };
 
-const Test kOverlap{
-    "copies in both directions run during the exchange of a long message", [] {
-      std::latch began(1), second_copied(1), first_received(1), copied_back(1);
-      size_t at_first = 0, later = 0;
-      Bench bench(4 * kPiece);
-      const Release release{second_copied, copied_back};  // if an operation is missing
-      SteppedDevice& device = *bench.device;
-      bench.transport->body = [&](auto messages, MessageProgress& progress) {
-        at_first = progress.ready(0);
-        began.count_down();
-        second_copied.wait();
-        later = progress.ready(0);
-        std::memcpy(messages[1].data, messages[0].data, kPiece);
-        progress.received(1, kPiece);
-        first_received.count_down();
-        copied_back.wait();
-        reflect(messages, progress);
-      };
-      bench.exchange();
-      device.step_to(bench.stream, Kind::call);
-      began.wait();
-      device.step_to(bench.stream, Kind::call);
-      second_copied.count_down();
-      first_received.wait();
-      while (device.step(bench.stream)) continue;  // copies the rest
-      device.step_to(bench.copy_back_stream, Kind::copy);
-      const bool first_is_back = bench.holds(kPiece),
-                 second_is_back = device.step(bench.copy_back_stream);
-      copied_back.count_down();
-      device.finish(bench.stream);
-      expect(first_is_back && !second_is_back, "the first piece is on the device");
-      expect_equal(at_first, kPiece, "bytes that are ready when the exchange begins");
-      expect_equal(later, 2 * kPiece, "bytes that are ready after another copy");
-      expect(bench.holds(bench.in.size()), "the message");
-    }};
+const Test kOverlap("copies in both directions run during the exchange of a long message", [] {
+  std::latch began(1), second_copied(1), first_received(1), copied_back(1);
+  size_t at_first = 0, later = 0;
+  Bench bench(4 * kPiece);
+  const Release release{second_copied, copied_back};  // if an operation is missing
+  SteppedDevice& device = *bench.device;
+  bench.transport->body = [&](auto messages, MessageProgress& progress) {
+    at_first = progress.ready(0);
+    began.count_down();
+    second_copied.wait();
+    later = progress.ready(0);
+    std::memcpy(messages[1].data, messages[0].data, kPiece);
+    progress.received(1, kPiece);
+    first_received.count_down();
+    copied_back.wait();
+    reflect(messages, progress);
+  };
+  bench.exchange();
+  device.step_to(bench.stream, Kind::call);
+  began.wait();
+  device.step_to(bench.stream, Kind::call);
+  second_copied.count_down();
+  first_received.wait();
+  while (device.step(bench.stream)) continue;  // copies the rest
+  device.step_to(bench.copy_back_stream, Kind::copy);
+  const bool first_is_back = bench.holds(kPiece),
+             second_is_back = device.step(bench.copy_back_stream);
+  copied_back.count_down();
+  device.finish(bench.stream);
+  expect(first_is_back && !second_is_back, "the first piece is on the device");
+  expect_equal(at_first, kPiece, "bytes that are ready when the exchange begins");
+  expect_equal(later, 2 * kPiece, "bytes that are ready after another copy");
+  expect(bench.holds(bench.in.size()), "the message");
+});
 
-const Test kCounted{
+const Test kCounted(
     "of 64 copies of a long message, the exchange waits for one, and one waits for it", [] {
       constexpr size_t kBytes = size_t{64} << 20;
       constexpr int kPieces = 32;
-      Bench bench(kBytes, device::HostStagingChannel::kPieceBytes);
+      Bench bench(kBytes, HostStagingChannel::kPieceBytes);
       bench.transport->body = reflect;
       bench.exchange();
       const auto is = [](Kind kind) { return [=](const auto& one) { return one.first == kind; }; };
@@ -217,89 +217,88 @@ const Test kCounted{
       expect_equal(std::ranges::count_if(back, is(Kind::copy)), kPieces, "copies to the device");
       bench.device->finish(bench.stream);
       expect(bench.holds(kBytes), "the message");
-    }};
+    });
 
-const Test kShort{"a short message takes a copy, a call, a wait and a copy", [] {
-                    Bench bench(kPiece);
-                    bench.transport->body = reflect;
-                    bench.exchange();
-                    expect_equal(SteppedDevice::queue(bench.stream).size(), size_t{4}, "commands");
-                    expect(SteppedDevice::queue(bench.copy_back_stream).empty(), "one stream");
-                    bench.device->finish(bench.stream);
-                    expect(bench.holds(kPiece), "the message");
-                  }};
+const Test kShort("a short message takes a copy, a call, a wait and a copy", [] {
+  Bench bench(kPiece);
+  bench.transport->body = reflect;
+  bench.exchange();
+  expect_equal(SteppedDevice::queue(bench.stream).size(), size_t{4}, "commands");
+  expect(SteppedDevice::queue(bench.copy_back_stream).empty(), "one stream");
+  bench.device->finish(bench.stream);
+  expect(bench.holds(kPiece), "the message");
+});
 
-const Test kSent{"the stream does not continue while data is sent", [] {
-                   std::latch received(1), sent(1);
-                   Bench bench(2 * kPiece);
-                   bench.transport->body = [&](auto, MessageProgress& progress) {
-                     progress.received(1, 2 * kPiece);
-                     received.count_down();
-                     sent.wait();
-                   };
-                   bench.exchange();
-                   while (bench.device->step(bench.stream)) continue;
-                   received.wait();
-                   while (bench.device->step(bench.copy_back_stream)) continue;
-                   const bool waits = !bench.device->step(bench.stream);
-                   sent.count_down();
-                   bench.device->finish(bench.stream);
-                   expect(waits, "the next call could overwrite what is sent");
-                 }};
+const Test kSent("the stream does not continue while data is sent", [] {
+  std::latch received(1), sent(1);
+  Bench bench(2 * kPiece);
+  bench.transport->body = [&](auto, MessageProgress& progress) {
+    progress.received(1, 2 * kPiece);
+    received.count_down();
+    sent.wait();
+  };
+  bench.exchange();
+  while (bench.device->step(bench.stream)) continue;
+  received.wait();
+  while (bench.device->step(bench.copy_back_stream)) continue;
+  const bool waits = !bench.device->step(bench.stream);
+  sent.count_down();
+  bench.device->finish(bench.stream);
+  expect(waits, "the next call could overwrite what is sent");
+});
 
-const Test kSizes{
-    "messages of all sizes arrive, in at most 64 pieces", [] {
-      for (const size_t bytes :
-           {size_t{1}, size_t{127}, kPiece - 1, kPiece, kPiece + 1, 2 * kPiece + 129, 64 * kPiece,
-            64 * kPiece + 1, 65 * kPiece + 64, 1000 * kPiece + 77}) {
-        Bench bench(bytes);
-        bench.transport->body = reflect;
-        for (int turn = 0; turn < 2; ++turn) {
-          std::memset(bench.in.data(), 0xaa, bytes);
-          bench.exchange();
-          const auto waits = std::ranges::count_if(
-              SteppedDevice::queue(bytes > kPiece ? bench.copy_back_stream : bench.stream),
-              [](const auto& one) { return one.first == Kind::wait_for_host; });
-          expect(waits >= 1 && waits <= 64 && (bytes > kPiece) == (waits > 1), "pieces");
-          bench.device->finish(bench.stream);
-          expect(bench.holds(bytes), std::to_string(bytes) + " bytes");
-        }
-      }
-    }};
+const Test kSizes("messages of all sizes arrive, in at most 64 pieces", [] {
+  for (const size_t bytes :
+       {size_t{1}, size_t{127}, kPiece - 1, kPiece, kPiece + 1, 2 * kPiece + 129, 64 * kPiece,
+        64 * kPiece + 1, 65 * kPiece + 64, 1000 * kPiece + 77}) {
+    Bench bench(bytes);
+    bench.transport->body = reflect;
+    for (int turn = 0; turn < 2; ++turn) {
+      std::memset(bench.in.data(), 0xaa, bytes);
+      bench.exchange();
+      const auto waits = std::ranges::count_if(
+          SteppedDevice::queue(bytes > kPiece ? bench.copy_back_stream : bench.stream),
+          [](const auto& one) { return one.first == Kind::wait_for_host; });
+      expect(waits >= 1 && waits <= 64 && (bytes > kPiece) == (waits > 1), "pieces");
+      bench.device->finish(bench.stream);
+      expect(bench.holds(bytes), std::to_string(bytes) + " bytes");
+    }
+  }
+});
 
-const Test kAborted{"an abort between two pieces lets the streams continue", [] {
-                      std::latch received(1), finished(1);
-                      int exchanges = 0;
-                      Bench bench(4 * kPiece);
-                      const Release release{received, finished};
-                      bench.transport->body = [&](auto, MessageProgress& progress) {
-                        ++exchanges;
-                        progress.received(1, kPiece);
-                        received.count_down();
-                        bench.transport->aborted.wait(false);
-                        finished.wait();
-                        throw GroupBroken("aborted");
-                      };
-                      bench.exchange();
-                      bench.device->step_to(bench.stream, Kind::call);
-                      received.wait();
-                      bench.channel.abort("enough");
-                      bench.exchange();
-                      bench.device->finish(bench.stream);
-                      finished.count_down();
-                      expect_equal(exchanges, 1, "exchanges");
-                    }};
+const Test kAborted("an abort between two pieces lets the streams continue", [] {
+  std::latch received(1), finished(1);
+  int exchanges = 0;
+  Bench bench(4 * kPiece);
+  const Release release{received, finished};
+  bench.transport->body = [&](auto, MessageProgress& progress) {
+    ++exchanges;
+    progress.received(1, kPiece);
+    received.count_down();
+    bench.transport->aborted.wait(false);
+    finished.wait();
+    throw GroupBroken("aborted");
+  };
+  bench.exchange();
+  bench.device->step_to(bench.stream, Kind::call);
+  received.wait();
+  bench.channel.abort("enough");
+  bench.exchange();
+  bench.device->finish(bench.stream);
+  finished.count_down();
+  expect_equal(exchanges, 1, "exchanges");
+});
 
-const Test kFailed{"the error of an exchange is known when the stream continues", [] {
-                     Bench bench(4 * kPiece);
-                     bench.transport->body = [&](auto, MessageProgress& progress) {
-                       progress.received(1, kPiece);
-                       throw PeerLost("rank 1 died", {.peer = 1});
-                     };
-                     bench.exchange();
-                     bench.device->finish(bench.stream);
-                     const auto error = bench.channel.async_error();
-                     expect(error && error->kind() == ErrorKind::peer_lost, "the error");
-                   }};
+const Test kFailed("the error of an exchange is known when the stream continues", [] {
+  Bench bench(4 * kPiece);
+  bench.transport->body = [&](auto, MessageProgress& progress) {
+    progress.received(1, kPiece);
+    throw PeerLost("rank 1 died", {.peer = 1});
+  };
+  bench.exchange();
+  bench.device->finish(bench.stream);
+  const auto error = bench.channel.async_error();
+  expect(error && error->kind() == ErrorKind::peer_lost, "the error");
+});
 
 }  // namespace

@@ -24,6 +24,7 @@
 namespace {
 
 using namespace pycomm;
+using namespace pycomm::kernels;
 
 using Bits = uint64_t;               // one element, as in memory
 using Elements = std::vector<Bits>;  // the operands of one element of the result, left to right
@@ -260,7 +261,7 @@ void for_each_case(Body body) {
         const Case c{isa, static_cast<Dtype>(d), static_cast<ReduceOp>(o),
                      std::string(kReduceOps[o]) + " of " + std::string(kDtypes[d].name) + ", " +
                          std::string(cpu::kIsaNames[static_cast<size_t>(isa)])};
-        if (kernels::reducer_for(isa, c.dtype, c.op).reduce != nullptr) body(c);
+        if (reducer_for(isa, c.dtype, c.op).reduce != nullptr) body(c);
       }
 }
 
@@ -282,7 +283,7 @@ void check_pairs(const Case& c, Guarded a, Guarded b, size_t count, int size, in
   const Guarded a_before = a, b_before = b;
   Guarded other(c.dtype, count);
   Guarded& out = alias == 0 ? other : alias == 1 ? a : b;
-  const kernels::Reducer& reducer = kernels::reducer_for(c.isa, c.dtype, c.op);
+  const Reducer& reducer = reducer_for(c.isa, c.dtype, c.op);
   if (size == 0)
     reducer.reduce(out.data(), a.data(), b.data(), count);
   else
@@ -303,7 +304,7 @@ void check_fold(const Case& c, Guarded slots, size_t count, int size, int alias)
   const size_t begin = static_cast<size_t>(std::max(alias, 0)) * count;
   Guarded& array = alias < 0 ? other : slots;
   void* out = array.data() + begin * bytes_of(c.dtype);
-  kernels::reducer_for(c.isa, c.dtype, c.op).fold(out, slots.data(), count, size);
+  reducer_for(c.isa, c.dtype, c.op).fold(out, slots.data(), count, size);
   for (size_t i = 0; i < count; ++i) {
     Elements operands;
     for (int slot = 0; slot < size; ++slot)
@@ -317,179 +318,170 @@ void check_fold(const Case& c, Guarded slots, size_t count, int size, int alias)
 
 constexpr size_t kCounts[] = {0, 1, 2, 3, 7, 31, 64, 65, 1000};
 
-const Test kReduce{"kernels: reduce and finish, aliased and not", [] {
-                     std::mt19937_64 random(1);
-                     for_each_case([&](const Case& c) {
-                       for (const size_t count : kCounts)
-                         for (const int alias : {0, 1, 2})
-                           for (const int size : {0, 2, 3})
-                             check_pairs(c, random_array(c.dtype, count, random),
-                                         random_array(c.dtype, count, random), count, size, alias);
-                     });
-                   }};
+const Test kReduce("kernels: reduce and finish, aliased and not", [] {
+  std::mt19937_64 random(1);
+  for_each_case([&](const Case& c) {
+    for (const size_t count : kCounts)
+      for (const int alias : {0, 1, 2})
+        for (const int size : {0, 2, 3})
+          check_pairs(c, random_array(c.dtype, count, random), random_array(c.dtype, count, random),
+                      count, size, alias);
+  });
+});
 
 // The last count is more than one chunk of every dtype.
-const Test kFold{
-    "kernels: fold, into a slot and elsewhere", [] {
-      std::mt19937_64 random(2);
-      for_each_case([&](const Case& c) {
-        for (const size_t count : {size_t{0}, size_t{1}, size_t{7}, size_t{65}, size_t{4099}})
-          for (const int size : {1, 2, 3, 8})
-            for (const int alias : {-1, size - 1}) {
-              if (count == 4099 && size > 3) continue;
-              check_fold(c, random_array(c.dtype, count * static_cast<size_t>(size), random), count,
-                         size, alias);
-            }
-      });
-    }};
+const Test kFold("kernels: fold, into a slot and elsewhere", [] {
+  std::mt19937_64 random(2);
+  for_each_case([&](const Case& c) {
+    for (const size_t count : {size_t{0}, size_t{1}, size_t{7}, size_t{65}, size_t{4099}})
+      for (const int size : {1, 2, 3, 8})
+        for (const int alias : {-1, size - 1}) {
+          if (count == 4099 && size > 3) continue;
+          check_fold(c, random_array(c.dtype, count * static_cast<size_t>(size), random), count,
+                     size, alias);
+        }
+  });
+});
 
-const Test kSpecials{
-    "kernels: special values in all pairs; swapped operands give the same bits", [] {
-      for_each_case([](const Case& c) {
-        const Elements& values = specials(c.dtype);
-        const size_t n = values.size();
-        Guarded a(c.dtype, n * n), b(c.dtype, n * n), ab(c.dtype, n * n), ba(c.dtype, n * n);
-        for (size_t i = 0; i < n * n; ++i) a.set(i, values[i / n]), b.set(i, values[i % n]);
-        check_pairs(c, a, b, n * n, 0, 0);
-        const kernels::Reducer& reducer = kernels::reducer_for(c.isa, c.dtype, c.op);
-        reducer.reduce(ab.data(), a.data(), b.data(), n * n);
-        reducer.reduce(ba.data(), b.data(), a.data(), n * n);
-        for (size_t i = 0; i < n * n; ++i)
-          expect_equal(hex(ba.get(i)), hex(ab.get(i)), c.name + ", swapped");
-      });
-    }};
+const Test kSpecials("kernels: special values in all pairs; swapped operands give the same bits",
+                     [] {
+                       for_each_case([](const Case& c) {
+                         const Elements& values = specials(c.dtype);
+                         const size_t n = values.size();
+                         Guarded a(c.dtype, n * n), b(c.dtype, n * n), ab(c.dtype, n * n),
+                             ba(c.dtype, n * n);
+                         for (size_t i = 0; i < n * n; ++i)
+                           a.set(i, values[i / n]), b.set(i, values[i % n]);
+                         check_pairs(c, a, b, n * n, 0, 0);
+                         const Reducer& reducer = reducer_for(c.isa, c.dtype, c.op);
+                         reducer.reduce(ab.data(), a.data(), b.data(), n * n);
+                         reducer.reduce(ba.data(), b.data(), a.data(), n * n);
+                         for (size_t i = 0; i < n * n; ++i)
+                           expect_equal(hex(ba.get(i)), hex(ab.get(i)), c.name + ", swapped");
+                       });
+                     });
 
 // All 65536, through the loops of each instruction set: a fold of one slot reads and writes.
-const Test kRoundTrip{"kernels: every 16-bit float survives a round trip", [] {
-                        for_each_case([](const Case& c) {
-                          if (!is_half(c.dtype) || c.op != ReduceOp::sum) return;
-                          Guarded all(c.dtype, 65536);
-                          for (size_t i = 0; i < 65536; ++i) all.set(i, i);
-                          check_fold(c, all, 65536, 1, -1);
-                        });
-                      }};
+const Test kRoundTrip("kernels: every 16-bit float survives a round trip", [] {
+  for_each_case([](const Case& c) {
+    if (!is_half(c.dtype) || c.op != ReduceOp::sum) return;
+    Guarded all(c.dtype, 65536);
+    for (size_t i = 0; i < 65536; ++i) all.set(i, i);
+    check_fold(c, all, 65536, 1, -1);
+  });
+});
 
-const Test kConversions{
-    "kernels: 16-bit conversions are exact and round to nearest even", [] {
-      std::mt19937_64 random(3);
-      for (const auto dtype : {Dtype::float16, Dtype::bfloat16}) {
-        const HalfModel& half = half_model(dtype);
-        const auto widen = dtype == Dtype::float16 ? cpu::widen_float16 : cpu::widen_bfloat16;
-        const auto narrow = dtype == Dtype::float16 ? cpu::narrow_float16 : cpu::narrow_bfloat16;
-        const auto check_narrow = [&](uint32_t bits) {
-          const auto value = std::bit_cast<float>(bits);
-          expect_equal(hex(narrow(value)), hex(half.encode(value)), "narrow " + hex(bits));
-        };
-        for (uint32_t bits = 0; bits < 65536; ++bits) {
-          const float wide = widen(static_cast<uint16_t>(bits));
-          const double wanted = half.decode(bits);
-          if (std::isnan(wanted))
-            expect(std::isnan(wide), "widen " + hex(bits));
-          else
-            expect_equal(hex(std::bit_cast<uint32_t>(wide)),
-                         hex(std::bit_cast<uint32_t>(static_cast<float>(wanted))),
-                         "widen " + hex(bits));
-          // The value, the middle between it and the next one, and the neighbours of both.
-          const uint32_t here = std::bit_cast<uint32_t>(wide);
-          const uint32_t middle = std::bit_cast<uint32_t>(
-              static_cast<float>((half.decode(bits) + half.decode(bits + 1)) / 2));
-          for (const uint32_t nearby : {here - 1, here, here + 1, middle - 1, middle, middle + 1})
-            check_narrow(nearby);
-        }
-        for (int i = 0; i < 300'000; ++i) check_narrow(static_cast<uint32_t>(random()));
-        for (const Bits bits : specials(Dtype::float32)) check_narrow(static_cast<uint32_t>(bits));
+const Test kConversions("kernels: 16-bit conversions are exact and round to nearest even", [] {
+  std::mt19937_64 random(3);
+  for (const auto dtype : {Dtype::float16, Dtype::bfloat16}) {
+    const HalfModel& half = half_model(dtype);
+    const auto widen = dtype == Dtype::float16 ? cpu::widen_float16 : cpu::widen_bfloat16;
+    const auto narrow = dtype == Dtype::float16 ? cpu::narrow_float16 : cpu::narrow_bfloat16;
+    const auto check_narrow = [&](uint32_t bits) {
+      const auto value = std::bit_cast<float>(bits);
+      expect_equal(hex(narrow(value)), hex(half.encode(value)), "narrow " + hex(bits));
+    };
+    for (uint32_t bits = 0; bits < 65536; ++bits) {
+      const float wide = widen(static_cast<uint16_t>(bits));
+      const double wanted = half.decode(bits);
+      if (std::isnan(wanted))
+        expect(std::isnan(wide), "widen " + hex(bits));
+      else
+        expect_equal(hex(std::bit_cast<uint32_t>(wide)),
+                     hex(std::bit_cast<uint32_t>(static_cast<float>(wanted))),
+                     "widen " + hex(bits));
+      // The value, the middle between it and the next one, and the neighbours of both.
+      const uint32_t here = std::bit_cast<uint32_t>(wide);
+      const uint32_t middle = std::bit_cast<uint32_t>(
+          static_cast<float>((half.decode(bits) + half.decode(bits + 1)) / 2));
+      for (const uint32_t nearby : {here - 1, here, here + 1, middle - 1, middle, middle + 1})
+        check_narrow(nearby);
+    }
+    for (int i = 0; i < 300'000; ++i) check_narrow(static_cast<uint32_t>(random()));
+    for (const Bits bits : specials(Dtype::float32)) check_narrow(static_cast<uint32_t>(bits));
+  }
+});
+
+const Test kAccumulates("kernels: a fold of 16-bit floats rounds once", [] {
+  for_each_case([](const Case& c) {
+    if (!is_half(c.dtype) || c.op != ReduceOp::sum) return;
+    Guarded slots(c.dtype, 9);  // 1 and eight times a quarter of the last place of 1
+    const double place = c.dtype == Dtype::float16 ? 0x1p-10 : 0x1p-7;
+    for (size_t i = 0; i < 9; ++i) slots.set(i, half_model(c.dtype).encode(i == 0 ? 1 : place / 4));
+    Guarded out(c.dtype, 1);
+    reducer_for(c.isa, c.dtype, c.op).fold(out.data(), slots.data(), 1, 9);
+    expect_equal(half_model(c.dtype).decode(out.get(0)), 1 + 2 * place, c.name);
+  });
+});
+
+const Test kRefusals("kernels: an undefined pair is rejected with an explanation", [] {
+  int refused = 0;
+  for (size_t d = 0; d < kDtypes.size(); ++d)
+    for (size_t o = 0; o < kReduceOps.size(); ++o) {
+      const auto dtype = static_cast<Dtype>(d);
+      const auto op = static_cast<ReduceOp>(o);
+      const bool is_float = is_half(dtype) || dtype == Dtype::float32 || dtype == Dtype::float64;
+      const bool is_bits = op == ReduceOp::band || op == ReduceOp::bor || op == ReduceOp::bxor;
+      if (is_float ? !is_bits : op != ReduceOp::avg) {
+        expect(reducer(dtype, op).fold != nullptr, "a reducer");
+        continue;
       }
-    }};
+      ++refused;
+      const auto text = expect_throws<Unsupported>([&] { reducer(dtype, op); });
+      expect(text.find(kReduceOps[o]) == 0 && text.find(kDtypes[d].name) != text.npos, text);
+    }
+  expect_equal(refused, 6 + 4 * 3, "pairs refused");
+  expect_equal(expect_throws<Unsupported>([] { reducer(Dtype::int32, ReduceOp::avg); }),
+               std::string("avg of int32 is not defined: use sum and divide, or a float dtype"),
+               "the sentence");
+});
 
-const Test kAccumulates{
-    "kernels: a fold of 16-bit floats rounds once", [] {
-      for_each_case([](const Case& c) {
-        if (!is_half(c.dtype) || c.op != ReduceOp::sum) return;
-        Guarded slots(c.dtype, 9);  // 1 and eight times a quarter of the last place of 1
-        const double place = c.dtype == Dtype::float16 ? 0x1p-10 : 0x1p-7;
-        for (size_t i = 0; i < 9; ++i)
-          slots.set(i, half_model(c.dtype).encode(i == 0 ? 1 : place / 4));
-        Guarded out(c.dtype, 1);
-        kernels::reducer_for(c.isa, c.dtype, c.op).fold(out.data(), slots.data(), 1, 9);
-        expect_equal(half_model(c.dtype).decode(out.get(0)), 1 + 2 * place, c.name);
-      });
-    }};
-
-const Test kRefusals{
-    "kernels: an undefined pair is rejected with an explanation", [] {
-      int refused = 0;
-      for (size_t d = 0; d < kDtypes.size(); ++d)
-        for (size_t o = 0; o < kReduceOps.size(); ++o) {
-          const auto dtype = static_cast<Dtype>(d);
-          const auto op = static_cast<ReduceOp>(o);
-          const bool is_float =
-              is_half(dtype) || dtype == Dtype::float32 || dtype == Dtype::float64;
-          const bool is_bits = op == ReduceOp::band || op == ReduceOp::bor || op == ReduceOp::bxor;
-          if (is_float ? !is_bits : op != ReduceOp::avg) {
-            expect(kernels::reducer(dtype, op).fold != nullptr, "a reducer");
-            continue;
-          }
-          ++refused;
-          const auto text = expect_throws<Unsupported>([&] { kernels::reducer(dtype, op); });
-          expect(text.find(kReduceOps[o]) == 0 && text.find(kDtypes[d].name) != text.npos, text);
+const Test kCopies("copies of payload are exact at every size, place and instruction set", [] {
+  constexpr size_t kMost = 9000, kEdge = 64;
+  std::vector<std::byte> from(kMost + kEdge), into(kMost + 3 * kEdge);
+  for (size_t i = 0; i < from.size(); ++i) from[i] = static_cast<std::byte>(i * 131 >> 3);
+  const std::string before(cpu::kernel_isa());
+  for (const cpu::Isa isa : cpu::kIsas) {
+    if (!cpu::runs_here(isa)) continue;
+    cpu::set_kernel_isa(cpu::kIsaNames[static_cast<size_t>(isa)]);
+    for (const size_t bytes : {0, 1, 63, 2047, 2048, 2049, 4096, 8191, 9000})
+      for (const size_t source : {0, 1, 17, 63})
+        for (const size_t target : {0, 1, 15, 32, 63}) {
+          std::ranges::fill(into, std::byte{0xee});
+          std::byte* const at = into.data() + kEdge + target;
+          cpu::copy(at, from.data() + source, bytes);
+          const auto wanted = std::span(from).subspan(source, bytes);
+          expect(std::ranges::equal(std::span(at, bytes), wanted), "the bytes");
+          const auto is_untouched = [](std::byte x) { return x == std::byte{0xee}; };
+          expect(std::all_of(into.data(), at, is_untouched), "bytes in front");
+          expect(std::all_of(at + bytes, into.data() + into.size(), is_untouched), "bytes behind");
         }
-      expect_equal(refused, 6 + 4 * 3, "pairs refused");
-      expect_equal(
-          expect_throws<Unsupported>([] { kernels::reducer(Dtype::int32, ReduceOp::avg); }),
-          std::string("avg of int32 is not defined: use sum and divide, or a float dtype"),
-          "the sentence");
-    }};
-
-const Test kCopies{
-    "copies of payload are exact at every size, place and instruction set", [] {
-      constexpr size_t kMost = 9000, kEdge = 64;
-      std::vector<std::byte> from(kMost + kEdge), into(kMost + 3 * kEdge);
-      for (size_t i = 0; i < from.size(); ++i) from[i] = static_cast<std::byte>(i * 131 >> 3);
-      const std::string before(cpu::kernel_isa());
-      for (const cpu::Isa isa : cpu::kIsas) {
-        if (!cpu::runs_here(isa)) continue;
-        cpu::set_kernel_isa(cpu::kIsaNames[static_cast<size_t>(isa)]);
-        for (const size_t bytes : {0, 1, 63, 2047, 2048, 2049, 4096, 8191, 9000})
-          for (const size_t source : {0, 1, 17, 63})
-            for (const size_t target : {0, 1, 15, 32, 63}) {
-              std::ranges::fill(into, std::byte{0xee});
-              std::byte* const at = into.data() + kEdge + target;
-              cpu::copy(at, from.data() + source, bytes);
-              const auto wanted = std::span(from).subspan(source, bytes);
-              expect(std::ranges::equal(std::span(at, bytes), wanted), "the bytes");
-              const auto is_untouched = [](std::byte x) { return x == std::byte{0xee}; };
-              expect(std::all_of(into.data(), at, is_untouched), "bytes in front");
-              expect(std::all_of(at + bytes, into.data() + into.size(), is_untouched),
-                     "bytes behind");
-            }
-      }
-      cpu::set_kernel_isa(before);
-    }};
+  }
+  cpu::set_kernel_isa(before);
+});
 
 // Only prints: bytes read and written per second, data in the L2 cache.
-const Test kSpeed{
-    "kernels: speed at 256 KiB", [] {
-      for (const auto dtype : {Dtype::float16, Dtype::bfloat16, Dtype::float32}) {
-        const size_t bytes = 256 << 10, count = bytes / bytes_of(dtype);
-        std::vector<std::byte> slots(4 * bytes), out(bytes);
-        const kernels::Reducer& sum = kernels::reducer(dtype, ReduceOp::sum);
-        const auto gbs = [&](size_t arrays, auto call) {
-          double best_s = 1e9;
-          for (int i = 0; i < 50; ++i) {
-            const auto start = std::chrono::steady_clock::now();
-            call();
-            const std::chrono::duration<double> took = std::chrono::steady_clock::now() - start;
-            best_s = std::min(best_s, took.count());
-          }
-          return static_cast<double>(arrays * bytes) / best_s / 1e9;
-        };
-        std::printf(
-            "  sum of %-8s  reduce %5.1f GB/s  fold of 2 %5.1f  fold of 4 %5.1f\n",
-            std::string(name_of(dtype)).c_str(),
-            gbs(3, [&] { sum.reduce(out.data(), slots.data(), slots.data() + bytes, count); }),
-            gbs(3, [&] { sum.fold(out.data(), slots.data(), count, 2); }),
-            gbs(5, [&] { sum.fold(out.data(), slots.data(), count, 4); }));
+const Test kSpeed("kernels: speed at 256 KiB", [] {
+  for (const auto dtype : {Dtype::float16, Dtype::bfloat16, Dtype::float32}) {
+    const size_t bytes = 256 << 10, count = bytes / bytes_of(dtype);
+    std::vector<std::byte> slots(4 * bytes), out(bytes);
+    const Reducer& sum = reducer(dtype, ReduceOp::sum);
+    const auto gbs = [&](size_t arrays, auto call) {
+      double best_s = 1e9;
+      for (int i = 0; i < 50; ++i) {
+        const auto start = std::chrono::steady_clock::now();
+        call();
+        const std::chrono::duration<double> took = std::chrono::steady_clock::now() - start;
+        best_s = std::min(best_s, took.count());
       }
-    }};
+      return static_cast<double>(arrays * bytes) / best_s / 1e9;
+    };
+    std::printf("  sum of %-8s  reduce %5.1f GB/s  fold of 2 %5.1f  fold of 4 %5.1f\n",
+                std::string(name_of(dtype)).c_str(),
+                gbs(3, [&] { sum.reduce(out.data(), slots.data(), slots.data() + bytes, count); }),
+                gbs(3, [&] { sum.fold(out.data(), slots.data(), count, 2); }),
+                gbs(5, [&] { sum.fold(out.data(), slots.data(), count, 4); }));
+  }
+});
 
 }  // namespace

@@ -125,35 +125,32 @@ void expect_proven(const Case& what) {
     expect_equal(proof.steps, steps(what, hosts), name + ": steps");
 }
 
-void proof_test() {
+const Test kProof("hierarchical plans are proven on hosts of every kind", [] {
   for (const auto& hosts : host_maps())
     for (const Operation operation : kOperations)
       for (const size_t count : {0, 1, 2, 3, 7, 65, 70'001})
         for (const bool aliased : {false, true})
           if (!aliased || (operation != Operation::broadcast && operation != Operation::barrier))
             expect_proven({operation, count, 0, aliased, {}, hosts});
-}
-const Test kProof{"hierarchical plans are proven on hosts of every kind", proof_test};
+});
 
-void roots_test() {
+const Test kRoots("hierarchical plans are proven for every root", [] {
   for (const auto& hosts : host_maps())
     for (const Operation operation : {Operation::reduce, Operation::broadcast})
       for (const size_t count : {7, 70'001})
         for (int root = 0; root < static_cast<int>(hosts.size()); ++root)
           expect_proven({operation, count, root, false, {}, hosts});
-}
-const Test kRoots{"hierarchical plans are proven for every root", roots_test};
+});
 
 // Up to 64 ranks, one of them on each host or all hosts full.
-void large_test() {
+const Test kLarge("hierarchical plans are proven on 64 ranks", [] {
   for (const int here : {1, 2, 7, 8, 32}) {
     std::vector<int> hosts;
     for (int rank = 0; rank < 64; ++rank) hosts.push_back(rank / here);
     for (const Operation operation : kOperations)
       expect_proven({operation, 65, 0, false, {}, hosts});
   }
-}
-const Test kLarge{"hierarchical plans are proven on 64 ranks", large_test};
+});
 
 // The prover's errors for plans that were broken on purpose.
 std::string error_of(const Case& what,
@@ -168,7 +165,7 @@ void expect_named(const std::string& error, const std::string& wanted) {
          "wanted \"" + wanted + "\", got \"" + error + "\"");
 }
 
-void mutants_test() {
+const Test kMutants("mutants of hierarchical plans are named exactly", [] {
   const Case sum{Operation::all_reduce, 8, 0, false, {}, {0, 0, 1, 1}};
   expect_named(error_of(sum,
                         [](auto& plans) {
@@ -201,19 +198,16 @@ void mutants_test() {
                           plans[3].moves.back().in = {};
                         }),
                "rank 3, at the end: it has not heard of rank 0");
-}
-const Test kMutants{"mutants of hierarchical plans are named exactly", mutants_test};
+});
 
 // Plans made for other hosts still give the result; only the bytes between hosts differ.
-void wrong_hosts_test() {
+const Test kWrongHosts("elements between hosts are counted", [] {
   Case what{Operation::all_reduce, 8, 0, false, {}, {0, 0, 1, 1}};
   const auto plans = plans_of(Algorithm::hierarchical, 4, what);
   what.hosts = {0, 1, 0, 1};
   const Proof proof = prove(plans, what);
   expect_equal(proof.error, std::string(), "proof");
   expect(proof.crossed > crossing(what, Hosts(what.hosts)), "nothing more crossed");
-}
-const Test kWrongHosts{"elements between hosts are counted", wrong_hosts_test};
-
+});
 }  // namespace
 }  // namespace pycomm

@@ -2,8 +2,6 @@
 #include "engine/link.h"
 
 #include <algorithm>
-#include <cstring>
-#include <deque>
 #include <memory>
 #include <random>
 #include <string>
@@ -11,62 +9,26 @@
 
 #include "core/errors.h"
 #include "harness.h"
+#include "played_channels.h"
 
 namespace {
 
 using namespace pycomm;
+using namespace pycomm::transport;
+using namespace played;
 using Buffer = std::vector<std::byte>;
 
-// One direction of a connection, in memory.
-using Wire = std::deque<std::byte>;
-
 // A channel that moves 1 to `grain` bytes at a time, at random, and holds at most `capacity`.
-class Trickle final : public transport::Channel {
- public:
-  Trickle(Wire& out, Wire& in, size_t grain, size_t capacity)
-      : out_(out), in_(in), grain_(grain), capacity_(capacity), random_(grain) {}
-
-  std::string_view transport() const override { return "trickle"; }
-  size_t send(transport::ConstBytes head, transport::ConstBytes body) override {
-    size_t left = std::min(1 + random_() % grain_, capacity_ - std::min(capacity_, out_.size()));
-    const size_t all = std::min(left, head.size() + body.size());
-    for (const transport::ConstBytes part : {head, body}) {
-      const size_t n = std::min(left, part.size());
-      out_.insert(out_.end(), part.begin(), part.begin() + static_cast<std::ptrdiff_t>(n));
-      left -= n;
-    }
-    return all;
-  }
-  transport::ConstBytes peek(size_t want) override {
-    shown_.assign(in_.begin(),
-                  in_.begin() + static_cast<std::ptrdiff_t>(std::min(want, in_.size())));
-    return shown_;
-  }
-  void take(size_t bytes) override {
-    in_.erase(in_.begin(), in_.begin() + static_cast<std::ptrdiff_t>(bytes));
-  }
-  size_t receive(transport::Bytes into) override {
-    const size_t n = std::min({into.size(), in_.size(), 1 + random_() % grain_});
-    std::copy_n(in_.begin(), n, into.begin());
-    take(n);
-    return n;
-  }
-  bool is_closed() const override { return false; }
-  pollfd arm(transport::Want) override { return {-1, 0, 0}; }
-  void disarm(short) override {}
-  void close(transport::ConstBytes) override {}
-
- private:
-  Wire &out_, &in_;
-  size_t grain_, capacity_;
-  std::mt19937 random_;
-  Buffer shown_;
-};
+std::unique_ptr<Channel> trickle(Wire& out, Wire& in, size_t grain, size_t capacity) {
+  return std::make_unique<Pipe>(out, in, capacity, [grain, random = std::mt19937(grain)]() mutable {
+    return 1 + random() % grain;
+  });
+}
 
 struct Line {
   explicit Line(size_t grain, size_t capacity = 10'000)
-      : sender(std::make_unique<Trickle>(there, back, grain, capacity)),
-        receiver(std::make_unique<Trickle>(back, there, grain, capacity)) {}
+      : sender(trickle(there, back, grain, capacity)),
+        receiver(trickle(back, there, grain, capacity)) {}
   Wire there, back;
   engine::Link sender, receiver;
 };
@@ -77,7 +39,7 @@ Buffer pattern(size_t bytes, int seed) {
   return buffer;
 }
 
-transport::Header header_of(size_t bytes, uint32_t sequence) {
+Header header_of(size_t bytes, uint32_t sequence) {
   return {.sequence = sequence, .bytes = static_cast<uint32_t>(bytes), .count = bytes};
 }
 
@@ -90,7 +52,7 @@ constexpr int kTries = 1'000'000;  // of a loop that must end
 // Receives the frame at the front, alternating peek and receive.
 Buffer take_frame(
     engine::Link& link, uint32_t sequence, const std::function<void()>& meanwhile = [] {}) {
-  const transport::Header* header = nullptr;
+  const Header* header = nullptr;
   for (int i = 0; i < kTries && header == nullptr; ++i) {
     meanwhile();
     header = link.front();
@@ -101,7 +63,7 @@ Buffer take_frame(
   for (int i = 0; i < kTries && link.payload_left() > 0; ++i) {
     meanwhile();
     if (i % 2 == 0) {
-      const transport::ConstBytes here = link.peek();
+      const ConstBytes here = link.peek();
       got.insert(got.end(), here.begin(), here.end());
       link.take(here.size());
     } else {
@@ -115,51 +77,48 @@ Buffer take_frame(
   return got;
 }
 
-const Test kCut{
-    "a frame of any size arrives whole, however it is split", [] {
-      for (const size_t grain : {1, 2, 31, 32, 33, 1000, 100'000}) {
-        Line line(grain, 50);
-        uint32_t sequence = 0;
-        for (const size_t bytes : {0, 1, 0, 31, 32, 1000, 0, 5000}) {
-          const Buffer payload = pattern(bytes, static_cast<int>(sequence));
-          begin(line.sender, payload, ++sequence);
-          const auto feed = [&] { line.sender.push(); };
-          expect(take_frame(line.receiver, sequence, feed) == payload, "another payload arrived");
-          expect(line.sender.idle(), "the sender is not done");
-        }
-        expect_equal(line.sender.traffic().frames_sent, uint64_t{8}, "frames");
-        expect_equal(line.sender.traffic().bytes_written, line.receiver.traffic().bytes_received,
-                     "bytes");
-        expect_equal(line.sender.traffic().bytes_written, uint64_t{8 * 32 + 6064}, "bytes written");
-      }
-    }};
+const Test kCut("a frame of any size arrives whole, however it is split", [] {
+  for (const size_t grain : {1, 2, 31, 32, 33, 1000, 100'000}) {
+    Line line(grain, 50);
+    uint32_t sequence = 0;
+    for (const size_t bytes : {0, 1, 0, 31, 32, 1000, 0, 5000}) {
+      const Buffer payload = pattern(bytes, static_cast<int>(sequence));
+      begin(line.sender, payload, ++sequence);
+      const auto feed = [&] { line.sender.push(); };
+      expect(take_frame(line.receiver, sequence, feed) == payload, "another payload arrived");
+      expect(line.sender.idle(), "the sender is not done");
+    }
+    expect_equal(line.sender.traffic().frames_sent, uint64_t{8}, "frames");
+    expect_equal(line.sender.traffic().bytes_written, line.receiver.traffic().bytes_received,
+                 "bytes");
+    expect_equal(line.sender.traffic().bytes_written, uint64_t{8 * 32 + 6064}, "bytes written");
+  }
+});
 
-const Test kNotices{
-    "notices are sent between frames, in order", [] {
-      for (const size_t grain : {1, 7, 40, 100'000}) {
-        Line line(grain, 60);
-        const Buffer payload = pattern(500, 1);
-        begin(line.sender, payload, 1);
-        line.sender.push();
-        line.sender.post({.kind = transport::FrameKind::mismatch, .sequence = 2}, "first");
-        line.sender.post({.kind = transport::FrameKind::goodbye, .sequence = 3},
-                         std::string(5000, 'x'));
-        expect(!line.sender.flush(), "a notice was sent before the frame was done");
-        const auto feed = [&] {
-          line.sender.push();
-          line.sender.flush();
-        };
-        expect(take_frame(line.receiver, 1, feed) == payload, "a notice was sent inside the frame");
-        const Buffer first = take_frame(line.receiver, 2, [&] { line.sender.flush(); });
-        expect(std::string(reinterpret_cast<const char*>(first.data()), first.size()) == "first",
-               "another sentence");
-        const Buffer second = take_frame(line.receiver, 3, [&] { line.sender.flush(); });
-        expect_equal(second.size(), transport::kNoticeBytes, "bytes of a long text");
-        expect(line.sender.idle() && line.sender.flush(), "some bytes are still unsent");
-      }
-    }};
+const Test kNotices("notices are sent between frames, in order", [] {
+  for (const size_t grain : {1, 7, 40, 100'000}) {
+    Line line(grain, 60);
+    const Buffer payload = pattern(500, 1);
+    begin(line.sender, payload, 1);
+    line.sender.push();
+    line.sender.post({.kind = FrameKind::mismatch, .sequence = 2}, "first");
+    line.sender.post({.kind = FrameKind::goodbye, .sequence = 3}, std::string(5000, 'x'));
+    expect(!line.sender.flush(), "a notice was sent before the frame was done");
+    const auto feed = [&] {
+      line.sender.push();
+      line.sender.flush();
+    };
+    expect(take_frame(line.receiver, 1, feed) == payload, "a notice was sent inside the frame");
+    const Buffer first = take_frame(line.receiver, 2, [&] { line.sender.flush(); });
+    expect(std::string(reinterpret_cast<const char*>(first.data()), first.size()) == "first",
+           "another sentence");
+    const Buffer second = take_frame(line.receiver, 3, [&] { line.sender.flush(); });
+    expect_equal(second.size(), kNoticeBytes, "bytes of a long text");
+    expect(line.sender.idle() && line.sender.flush(), "some bytes are still unsent");
+  }
+});
 
-const Test kAbandon{
+const Test kAbandon(
     "an abandoned frame arrives with its original bytes, and the next is valid", [] {
       for (size_t out = 0; out < 120;
            ++out) {  // wire bytes that are sent when the frame is abandoned
@@ -182,57 +141,54 @@ const Test kAbandon{
         expect(take_frame(line.receiver, 3, feed) == next, "the next frame is not valid");
         expect_equal(line.sender.traffic().frames_sent, uint64_t{out > 0 ? 3u : 2u}, "frames");
       }
-    }};
+    });
 
-const Test kDiscard{"discarded bytes are dropped on arrival; later bytes stay", [] {
-                      for (size_t taken = 0; taken < 50; taken += 7) {
-                        Line line(3, 20);
-                        const Buffer payload = pattern(50, 7), next = pattern(20, 8);
-                        begin(line.sender, payload, 1);
-                        const auto feed = [&] {
-                          line.sender.push();
-                          if (line.sender.idle() && line.sender.traffic().frames_sent == 1)
-                            begin(line.sender, next, 2);
-                        };
-                        for (int i = 0; i < kTries && line.receiver.front() == nullptr; ++i) feed();
-                        Buffer into(taken);
-                        for (size_t have = 0; have < taken; feed())
-                          have += line.receiver.receive(transport::Bytes(into).subspan(have));
-                        line.receiver.discard();
-                        expect(take_frame(line.receiver, 2, feed) == next,
-                               "the frame behind it is not valid");
-                      }
-                    }};
+const Test kDiscard("discarded bytes are dropped on arrival; later bytes stay", [] {
+  for (size_t taken = 0; taken < 50; taken += 7) {
+    Line line(3, 20);
+    const Buffer payload = pattern(50, 7), next = pattern(20, 8);
+    begin(line.sender, payload, 1);
+    const auto feed = [&] {
+      line.sender.push();
+      if (line.sender.idle() && line.sender.traffic().frames_sent == 1) begin(line.sender, next, 2);
+    };
+    for (int i = 0; i < kTries && line.receiver.front() == nullptr; ++i) feed();
+    Buffer into(taken);
+    for (size_t have = 0; have < taken; feed())
+      have += line.receiver.receive(Bytes(into).subspan(have));
+    line.receiver.discard();
+    expect(take_frame(line.receiver, 2, feed) == next, "the frame behind it is not valid");
+  }
+});
 
-const Test kGarbage{"an invalid header is reported as the sender's error", [] {
-                      for (const int kind : {0, 1, 2, 3}) {
-                        Line line(100'000);
-                        transport::Header header;
-                        if (kind == 0) header.magic = 0x1234;
-                        if (kind == 1) header.version = 99;
-                        if (kind == 3) header.bytes = transport::kSegmentBytes + 1;
-                        const auto* bytes = reinterpret_cast<const std::byte*>(&header);
-                        line.there.assign(bytes, bytes + sizeof header);
-                        for (int i = 0; i < 31; ++i) line.there.pop_back();
-                        expect(line.receiver.front() == nullptr, "a header of one byte");
-                        line.there.assign(bytes + 1, bytes + sizeof header);
-                        if (kind == 2) {
-                          for (int i = 0; i < kTries && line.receiver.front() == nullptr; ++i)
-                            continue;
-                          continue;
-                        }
-                        expect_throws<PeerLost>([&] {
-                          for (int i = 0; i < kTries; ++i) (void)line.receiver.front();
-                        });
-                      }
-                    }};
+const Test kGarbage("an invalid header is reported as the sender's error", [] {
+  for (const int kind : {0, 1, 2, 3}) {
+    Line line(100'000);
+    Header header;
+    if (kind == 0) header.magic = 0x1234;
+    if (kind == 1) header.version = 99;
+    if (kind == 3) header.bytes = kSegmentBytes + 1;
+    const auto* bytes = reinterpret_cast<const std::byte*>(&header);
+    line.there.assign(bytes, bytes + sizeof header);
+    for (int i = 0; i < 31; ++i) line.there.pop_back();
+    expect(line.receiver.front() == nullptr, "a header of one byte");
+    line.there.assign(bytes + 1, bytes + sizeof header);
+    if (kind == 2) {
+      for (int i = 0; i < kTries && line.receiver.front() == nullptr; ++i) continue;
+      continue;
+    }
+    expect_throws<PeerLost>([&] {
+      for (int i = 0; i < kTries; ++i) (void)line.receiver.front();
+    });
+  }
+});
 
-const Test kMisuse{"a frame inside a frame, and an early end, are internal errors", [] {
-                     Line line(10);
-                     const Buffer payload = pattern(100, 1);
-                     begin(line.sender, payload, 1);
-                     expect_throws<InternalError>([&] { begin(line.sender, payload, 2); });
-                     expect_throws<InternalError>([&] { line.receiver.finish(); });
-                   }};
+const Test kMisuse("a frame inside a frame, and an early end, are internal errors", [] {
+  Line line(10);
+  const Buffer payload = pattern(100, 1);
+  begin(line.sender, payload, 1);
+  expect_throws<InternalError>([&] { begin(line.sender, payload, 2); });
+  expect_throws<InternalError>([&] { line.receiver.finish(); });
+});
 
 }  // namespace

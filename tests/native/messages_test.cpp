@@ -19,27 +19,15 @@
 #include "core/message_progress.h"
 #include "engine/engine.h"
 #include "harness.h"
+#include "played_channels.h"
 #include "ranks.h"
 #include "transport/frame.h"
 
 namespace {
 
 using namespace pycomm;
-using ranks::Array;
-using ranks::ByTransport;
-using ranks::Case;
-using ranks::element;
-using ranks::run_case;
-
-group::Call message(Operation operation, Array& array, size_t count, int peer, uint32_t tag = 0) {
-  return {.operation = operation,
-          .dtype = Dtype::int64,
-          .input = array.data(),
-          .output = array.data(),
-          .count = count,
-          .peer = peer,
-          .tag = tag};
-}
+using namespace pycomm::group;
+using namespace ranks;
 
 Array numbers(size_t count, int seed) {
   Array array(Dtype::int64, count);
@@ -47,40 +35,42 @@ Array numbers(size_t count, int seed) {
   return array;
 }
 
-void send(group::Group& group, size_t count, int seed, int peer, uint32_t tag) {
+void send(Group& group, size_t count, int seed, int peer, uint32_t tag) {
   Array array = numbers(count, seed);
-  group.run(message(Operation::send, array, count, peer, tag));
+  group.run(message(Operation::send, array, peer, tag));
 }
 
-void receive(group::Group& group, size_t count, int seed, int peer, uint32_t tag) {
+void receive(Group& group, size_t count, int seed, int peer, uint32_t tag) {
   Array array(Dtype::int64, count);
-  group.run(message(Operation::recv, array, count, peer, tag));
+  group.run(message(Operation::recv, array, peer, tag));
   expect(array == numbers(count, seed), "message " + std::to_string(seed) + " is wrong");
 }
 
-const ranks::ByGroups kMessages{
-    "messages are kept by tag, in order, until they are received", 3, [](group::Group& group) {
-      if (group.rank() == 0) {
-        for (int i = 0; i < 4; ++i) send(group, 1000, i, 1, 5);
-        send(group, 0, 0, 1, 6);
-        send(group, 300'000, 9, 1, 7);
-      }
-      group.run({.operation = Operation::barrier});
-      if (group.rank() == 1) {
-        receive(group, 300'000, 9, 0, 7);
-        for (int i = 0; i < 4; ++i) receive(group, 1000, i, 0, 5);
-        receive(group, 0, 0, 0, 6);
-      }
-      group.run({.operation = Operation::barrier});
-      // All ranks send to all before any receives, far more than any buffer holds.
-      constexpr size_t kMany = 500'000;
-      for (int step = 1; step < 3; ++step)
-        send(group, kMany, group.rank() * 3 + step, (group.rank() + step) % 3, 1);
-      for (int step = 1; step < 3; ++step) {
-        const int from = (group.rank() + 3 - step) % 3;
-        receive(group, kMany, from * 3 + step, from, 1);
-      }
-    }};
+const ByGroups kMessages("messages are kept by tag, in order, until they are received", 3,
+                         [](Group& group) {
+                           if (group.rank() == 0) {
+                             for (int i = 0; i < 4; ++i) send(group, 1000, i, 1, 5);
+                             send(group, 0, 0, 1, 6);
+                             send(group, 300'000, 9, 1, 7);
+                           }
+                           group.run({.operation = Operation::barrier});
+                           if (group.rank() == 1) {
+                             receive(group, 300'000, 9, 0, 7);
+                             for (int i = 0; i < 4; ++i) receive(group, 1000, i, 0, 5);
+                             receive(group, 0, 0, 0, 6);
+                           }
+                           group.run({.operation = Operation::barrier});
+                           // All ranks send to all before any receives, far more than any buffer
+                           // holds.
+                           constexpr size_t kMany = 500'000;
+                           for (int step = 1; step < 3; ++step)
+                             send(group, kMany, group.rank() * 3 + step, (group.rank() + step) % 3,
+                                  1);
+                           for (int step = 1; step < 3; ++step) {
+                             const int from = (group.rank() + 3 - step) % 3;
+                             receive(group, kMany, from * 3 + step, from, 1);
+                           }
+                         });
 
 // How much of each message may be sent, and what arrived.
 class Steps final : public MessageProgress {
@@ -91,7 +81,7 @@ class Steps final : public MessageProgress {
   void received(size_t index, size_t bytes) override { on_received(index, bytes); }
 };
 
-const ByTransport kSteps{
+const ByTransport kSteps(
     "a message is sent as its data becomes ready, and arrives in parts", [](const std::string& by) {
       constexpr size_t kCount = 300'000, kParts = 8, kPart = kCount / kParts * sizeof(int64_t);
       Array wanted = numbers(kCount, 9);
@@ -107,9 +97,9 @@ const ByTransport kSteps{
         sends.wake();
       };
       allow_next(0);
-      ranks::run_groups(2, by, [&](group::Group& group) {
+      run_groups(2, by, [&](Group& group) {
         if (group.rank() == 0) {
-          group.exchange(std::array{message(Operation::send, sent, kCount, 1)}, &sends);
+          group.exchange(std::array{message(Operation::send, sent, 1)}, &sends);
           return;
         }
         Array array(Dtype::int64, kCount);
@@ -120,29 +110,29 @@ const ByTransport kSteps{
           last = bytes;
           allow_next(bytes);
         };
-        group.exchange(std::array{message(Operation::recv, array, kCount, 0)}, &receives);
+        group.exchange(std::array{message(Operation::recv, array, 0)}, &receives);
         expect_equal(last, array.bytes(), "bytes that arrived");
         expect(array == wanted, "the message is wrong");
       });
-    }};
+    });
 
-const ByTransport kNotReady{
-    "a message that is not ready delays no other", [](const std::string& by) {
-      Steps sends;
-      sends.sendable[1] = 8000;
-      ranks::run_groups(3, by, [&](group::Group& group) {
-        if (group.rank() > 0) receive(group, 1000, group.rank(), 0, 0);
-        if (group.rank() == 2) {
-          sends.sendable[0] = 8000;
-          sends.wake();
-        }
-        if (group.rank() > 0) return;
-        Array first = numbers(1000, 1), second = numbers(1000, 2);
-        group.exchange(std::array{message(Operation::send, first, 1000, 1),
-                                  message(Operation::send, second, 1000, 2)},
-                       &sends);
-      });
-    }};
+const ByTransport kNotReady("a message that is not ready delays no other",
+                            [](const std::string& by) {
+                              Steps sends;
+                              sends.sendable[1] = 8000;
+                              run_groups(3, by, [&](Group& group) {
+                                if (group.rank() > 0) receive(group, 1000, group.rank(), 0, 0);
+                                if (group.rank() == 2) {
+                                  sends.sendable[0] = 8000;
+                                  sends.wake();
+                                }
+                                if (group.rank() > 0) return;
+                                Array first = numbers(1000, 1), second = numbers(1000, 2);
+                                group.exchange(std::array{message(Operation::send, first, 1),
+                                                          message(Operation::send, second, 2)},
+                                               &sends);
+                              });
+                            });
 
 // Lets each message be sent when the one before it has arrived and the sender sleeps.
 class InTurn final : public MessageProgress {
@@ -172,126 +162,122 @@ class InTurn final : public MessageProgress {
 
 // The engines do not spin. Without the wake each message would wait for the next poll, and all for
 // longer than the timeout.
-const Test kWoken{
-    "a message that becomes ready wakes its sender", [] {
-      auto [a, b] = ranks::channel_pair("tcp", size_t{64} << 10);
-      std::array channels{std::move(a), std::move(b)};
-      InTurn sends(sends), receives(sends);
-      constexpr size_t kMessages = InTurn::kMessages;
-      ranks::run(2, [&](int rank) {
-        std::vector<std::unique_ptr<transport::Channel>> by_rank(2);
-        by_rank.at(static_cast<size_t>(1 - rank)) =
-            std::move(channels.at(static_cast<size_t>(rank)));
-        engine::Engine engine(std::move(by_rank),
-                              {.rank = rank, .names = {"rank 0", "rank 1"}, .interrupted = {}});
-        if (rank == 0) sends.set_thread();
-        Array array = rank == 0 ? numbers(kMessages, 3) : Array(Dtype::int64, kMessages);
-        std::vector<engine::MessageRequest> messages;
-        for (size_t i = 0; i < kMessages; ++i)
-          messages.push_back({.peer = 1 - rank,
-                              .signature = {.operation = static_cast<uint8_t>(Operation::send),
-                                            .dtype = static_cast<uint8_t>(Dtype::int64),
-                                            .count = 1},
-                              .sends = rank == 0,
-                              .out = {array.at(i), sizeof(int64_t)},
-                              .into = {array.at(i), sizeof(int64_t)}});
-        engine.messenger().exchange(messages, rank == 0 ? &sends : &receives,
-                                    Deadline(std::chrono::seconds(30)));
-        expect(array == numbers(kMessages, 3), "the messages are wrong");
-        engine.leave();
-      });
-    }};
+const Test kWoken("a message that becomes ready wakes its sender", [] {
+  auto [a, b] = channel_pair("tcp", size_t{64} << 10);
+  std::array channels{std::move(a), std::move(b)};
+  InTurn sends(sends), receives(sends);
+  constexpr size_t kMessages = InTurn::kMessages;
+  run(2, [&](int rank) {
+    const auto engine = played::engine_of(std::move(channels.at(static_cast<size_t>(rank))),
+                                          {.rank = rank, .names = {}, .interrupted = {}});
+    if (rank == 0) sends.set_thread();
+    Array array = rank == 0 ? numbers(kMessages, 3) : Array(Dtype::int64, kMessages);
+    std::vector<engine::MessageRequest> messages;
+    for (size_t i = 0; i < kMessages; ++i)
+      messages.push_back({.peer = 1 - rank,
+                          .signature = {.operation = static_cast<uint8_t>(Operation::send),
+                                        .dtype = static_cast<uint8_t>(Dtype::int64),
+                                        .count = 1},
+                          .sends = rank == 0,
+                          .out = {array.at(i), sizeof(int64_t)},
+                          .into = {array.at(i), sizeof(int64_t)}});
+    engine->messenger().exchange(messages, rank == 0 ? &sends : &receives,
+                                 Deadline(std::chrono::seconds(30)));
+    expect(array == numbers(kMessages, 3), "the messages are wrong");
+    engine->leave();
+  });
+});
 
-const ranks::ByGroups kMismatched{
-    "a message of another kind is dropped; the group continues", 2, [](group::Group& group) {
-      for (int i = 0; i < 3; ++i) {
-        if (group.rank() == 0) {
-          send(group, 4, 1, 1, 0);
-          send(group, 50'000, 2, 1, 0);
-        } else {
-          Array array(Dtype::int64, 3);
-          const Array before = array;
-          const auto ending =
-              ranks::ending_of([&] { group.run(message(Operation::recv, array, 3, 0)); });
-          expect(ending.is(ErrorKind::mismatch) && ending.says("count 4") && ending.says("count 3"),
-                 ending.text());
-          expect(array == before, "a wrong message was written");
-          const auto work = group.start(message(Operation::recv, array, 3, 0), {});
-          expect_throws<Mismatch>([&] { work->wait(); });
-          expect(work->done() && work->error() && array == before, "the error of the work");
-        }
-        run_case(group, {Operation::all_reduce, Algorithm::ring, Dtype::float32, ReduceOp::sum, 500,
-                         0, true, i});
-      }
-    }};
+const ByGroups kMismatched("a message of another kind is dropped; the group continues", 2,
+                           [](Group& group) {
+                             for (int i = 0; i < 3; ++i) {
+                               if (group.rank() == 0) {
+                                 send(group, 4, 1, 1, 0);
+                                 send(group, 50'000, 2, 1, 0);
+                               } else {
+                                 Array array(Dtype::int64, 3);
+                                 const Array before = array;
+                                 ending_of([&] {
+                                   group.run(message(Operation::recv, array, 0));
+                                 }).check(ErrorKind::mismatch, {"count 4", "count 3"});
+                                 expect(array == before, "a wrong message was written");
+                                 const auto work =
+                                     group.start(message(Operation::recv, array, 0), {});
+                                 expect_throws<Mismatch>([&] { work->wait(); });
+                                 expect(work->done() && work->error() && array == before,
+                                        "the error of the work");
+                               }
+                               run_case(group, {Operation::all_reduce, Algorithm::ring,
+                                                Dtype::float32, ReduceOp::sum, 500, 0, true, i});
+                             }
+                           });
 
 // A receive that was started, and its array.
 struct Started {
-  Started(group::Group& group, size_t count, int peer, uint32_t tag)
+  Started(Group& group, size_t count, int peer, uint32_t tag)
       : array(Dtype::int64, count),
-        work(group.start(message(Operation::recv, array, count, peer, tag), {})) {}
+        work(group.start(message(Operation::recv, array, peer, tag), {})) {}
   void expect_message(int seed) {
     work->wait();
     expect(array == numbers(count(), seed), "message " + std::to_string(seed) + " is wrong");
   }
   size_t count() const { return array.bytes() / sizeof(int64_t); }
   Array array;
-  std::shared_ptr<group::Work> work;
+  std::shared_ptr<Work> work;
 };
 
-const ranks::ByGroups kPendingReceives{
-    "other calls pass receives that wait", 3, [](group::Group& group) {
-      const int rank = group.rank(), next = (rank + 1) % 3, last = (rank + 2) % 3;
-      for (const size_t count : {0, 10, 100'000, 600'000}) {
-        // All ranks receive before any sends. The second receive is complete first.
-        Started from_last(group, count, last, 1), from_next(group, count, next, 1);
-        run_case(group, {Operation::all_reduce, Algorithm::ring, Dtype::float32, ReduceOp::sum,
-                         70'000, 0, true, 1});
-        Array sent = numbers(count, rank);
-        const auto send_next = group.start(message(Operation::send, sent, count, next, 1), {});
-        from_last.expect_message(last);
-        expect(!from_next.work->done(), "received before it was sent");
-        group.run({.operation = Operation::barrier});
-        send(group, count, rank, last, 1);
-        from_next.expect_message(next);
-        send_next->wait();
-      }
-    }};
+const ByGroups kPendingReceives("other calls pass receives that wait", 3, [](Group& group) {
+  const int rank = group.rank(), next = (rank + 1) % 3, last = (rank + 2) % 3;
+  for (const size_t count : {0, 10, 100'000, 600'000}) {
+    // All ranks receive before any sends. The second receive is complete first.
+    Started from_last(group, count, last, 1), from_next(group, count, next, 1);
+    run_case(group, {Operation::all_reduce, Algorithm::ring, Dtype::float32, ReduceOp::sum, 70'000,
+                     0, true, 1});
+    Array sent = numbers(count, rank);
+    const auto send_next = group.start(message(Operation::send, sent, next, 1), {});
+    from_last.expect_message(last);
+    expect(!from_next.work->done(), "received before it was sent");
+    group.run({.operation = Operation::barrier});
+    send(group, count, rank, last, 1);
+    from_next.expect_message(next);
+    send_next->wait();
+  }
+});
 
-const ranks::ByGroups kSeveralReceives{"a receive completes while an earlier one waits", 3,
-                                       [](group::Group& group) {
-                                         if (group.rank() == 2) return send(group, 10, 2, 0, 0);
-                                         if (group.rank() == 1) {
-                                           receive(group, 10, 0, 0, 0);
-                                           return send(group, 10, 1, 0, 0);
-                                         }
-                                         Started first(group, 10, 1, 0);
-                                         (void)numbers(1'000'000, 0);  // the worker begins to wait
-                                         Started second(group, 10, 2, 0);
-                                         second.expect_message(2);
-                                         send(group, 10, 0, 1, 0);
-                                         first.expect_message(1);
-                                       }};
+const ByGroups kSeveralReceives("a receive completes while an earlier one waits", 3,
+                                [](Group& group) {
+                                  if (group.rank() == 2) return send(group, 10, 2, 0, 0);
+                                  if (group.rank() == 1) {
+                                    receive(group, 10, 0, 0, 0);
+                                    return send(group, 10, 1, 0, 0);
+                                  }
+                                  Started first(group, 10, 1, 0);
+                                  (void)numbers(1'000'000, 0);  // the worker begins to wait
+                                  Started second(group, 10, 2, 0);
+                                  second.expect_message(2);
+                                  send(group, 10, 0, 1, 0);
+                                  first.expect_message(1);
+                                });
 
-const ranks::ByGroups kOldest{
-    "a receive from any rank takes the message that arrived first", 3, [](group::Group& group) {
-      const int rank = group.rank();
-      if (rank != 0) {
-        if (rank == 1) receive(group, 1, 0, 0, 7);
-        send(group, 10, rank, 0, 5);
-        return send(group, 1, rank, 0, 6);
-      }
-      receive(group, 1, 2, 2, 6);  // behind the other message of that rank
-      send(group, 1, 0, 1, 7);
-      receive(group, 1, 1, 1, 6);
-      for (const int from : {2, 1}) receive(group, 10, from, group::kAnySource, 5);
-    }};
+const ByGroups kOldest("a receive from any rank takes the message that arrived first", 3,
+                       [](Group& group) {
+                         const int rank = group.rank();
+                         if (rank != 0) {
+                           if (rank == 1) receive(group, 1, 0, 0, 7);
+                           send(group, 10, rank, 0, 5);
+                           return send(group, 1, rank, 0, 6);
+                         }
+                         receive(group, 1, 2, 2, 6);  // behind the other message of that rank
+                         send(group, 1, 0, 1, 7);
+                         receive(group, 1, 1, 1, 6);
+                         for (const int from : {2, 1}) receive(group, 10, from, kAnySource, 5);
+                       });
 
-const ByTransport kReceiveOrder{
+const ByTransport kReceiveOrder(
     "receives of a tag get the messages in the order of their calls", [](const std::string& by) {
       for (const int count : {4, 30})  // with 4, the first receive of a tag is deferred
         for (const size_t n : {10, 20'000})
-          ranks::run_groups(2, by, [=](group::Group& group) {
+          run_groups(2, by, [=](Group& group) {
             const auto tag = [](int i) { return static_cast<uint32_t>(i % 3); };
             if (group.rank() == 0) {
               group.run({.operation = Operation::barrier});
@@ -300,50 +286,48 @@ const ByTransport kReceiveOrder{
             }
             std::deque<Started> started;
             for (int i = 0; i < count - 3; ++i)
-              started.emplace_back(group, n, i % 2 == 0 ? 0 : group::kAnySource, tag(i));
+              started.emplace_back(group, n, i % 2 == 0 ? 0 : kAnySource, tag(i));
             group.run({.operation = Operation::barrier});
             for (int i = count - 3; i < count; ++i)  // on this thread, behind those
               receive(group, n, i, 0, tag(i));
             for (int i = count - 4; i >= 0; --i) started[static_cast<size_t>(i)].expect_message(i);
           });
-    }};
+    });
 
-const ranks::ByGroups kMismatchedAmongReceives{
-    "of receives that wait, the one that does not match its message fails", 2,
-    [](group::Group& group) {
+const ByGroups kMismatchedAmongReceives(
+    "of receives that wait, the one that does not match its message fails", 2, [](Group& group) {
       if (group.rank() == 0) {
         send(group, 7, 1, 1, 1);
         receive(group, 1, 3, 1, 0);
         return send(group, 5, 2, 1, 0);
       }
       Started first(group, 5, 0, 0), second(group, 5, 0, 1);
-      const auto ending = ranks::ending_of([&] { second.work->wait(); });
-      expect(ending.is(ErrorKind::mismatch) && ending.says("count 7"), ending.text());
+      ending_of([&] { second.work->wait(); }).check(ErrorKind::mismatch, {"count 7"});
       send(group, 1, 3, 0, 0);
       first.expect_message(2);
-    }};
+    });
 
-const ByTransport kEndedReceives{
+const ByTransport kEndedReceives(
     "close and abort end the receives that wait", [](const std::string& by) {
       for (const bool aborts : {false, true})
         for (const int count : {1, 2})  // one alone is deferred
-          ranks::run_groups(2, by, [&](group::Group& group) {
+          run_groups(2, by, [&](Group& group) {
             std::deque<Started> started;
             for (int i = 0; i < count; ++i)
               started.emplace_back(group, 5, 1 - group.rank(), static_cast<uint32_t>(i));
             group.run({.operation = Operation::barrier});
             aborts ? group.abort("for this test") : group.close();
             for (Started& one : started) {
-              const auto ending = ranks::ending_of([&] { one.work->wait(); });
+              const auto ending = ending_of([&] { one.work->wait(); });
               expect(ending.is(ErrorKind::group_broken) || ending.is(ErrorKind::peer_lost),
                      ending.text());
             }
           });
-    }};
+    });
 
 // A small receive with nothing else under way runs on the thread that waits for it.
-const ranks::ByGroups kDeferredReceive{
-    "a deferred receive completes for every use of its work", 2, [](group::Group& group) {
+const ByGroups kDeferredReceive(
+    "a deferred receive completes for every use of its work", 2, [](Group& group) {
       const Case sum{
           Operation::all_reduce, Algorithm::ring, Dtype::float32, ReduceOp::sum, 900, 0, true, 1};
       for (int round = 0; round < 20; ++round) {
@@ -370,31 +354,31 @@ const ranks::ByGroups kDeferredReceive{
         deferred.expect_message(round);
         run_case(group, sum);
       }
-    }};
+    });
 
-const ByTransport kUnusedReceive{
+const ByTransport kUnusedReceive(
     "a receive whose work is not used begins with a heartbeat", [](const std::string& by) {
       if (by == "local") return;  // ranks of one process send no heartbeats
-      ranks::World world{.size = 2, .transport = by, .heartbeat = std::chrono::seconds(1)};
+      World world{.size = 2, .transport = by, .heartbeat = std::chrono::seconds(1)};
       std::promise<void> promise;
       const std::shared_future<void> received = promise.get_future().share();
-      ranks::run_groups(world, [&](group::Group& group) {
+      run_groups(world, [&](Group& group) {
         if (group.rank() == 0) {
           send(group, 10, 1, 1, 0);
           return received.wait();
         }
         Array array(Dtype::int64, 10);
-        const auto work = group.start(message(Operation::recv, array, 10, 0),
+        const auto work = group.start(message(Operation::recv, array, 0),
                                       [&](const std::exception_ptr&) { promise.set_value(); });
         received.wait();
         expect(!work->error() && array == numbers(10, 1), "the message");
       });
-    }};
+    });
 
-const ByTransport kSmallSends{
+const ByTransport kSmallSends(
     "small sends do not wait for their receivers and stay in order", [](const std::string& by) {
       std::promise<void> started;
-      ranks::run_groups(2, by, [&](group::Group& group) {
+      run_groups(2, by, [&](Group& group) {
         constexpr int kCount = 2000;  // 32 MB, more than any buffer holds
         constexpr size_t kElements = 2000;
         group.run({.operation = Operation::barrier});
@@ -405,39 +389,37 @@ const ByTransport kSmallSends{
           return;
         }
         Array first = numbers(1, -1);
-        const auto work = group.start(message(Operation::send, first, 1, 1, 1), {});
+        const auto work = group.start(message(Operation::send, first, 1, 1), {});
         expect(by == "tcp" || work->done(), "a message that fits the ring waited for the worker");
         std::deque<Array> arrays;
-        std::vector<std::shared_ptr<group::Work>> sends;
+        std::vector<std::shared_ptr<Work>> sends;
         for (int i = 0; i < kCount; ++i) {
           arrays.push_back(numbers(kElements, i));
-          sends.push_back(
-              group.start(message(Operation::send, arrays.back(), kElements, 1, 0), {}));
+          sends.push_back(group.start(message(Operation::send, arrays.back(), 1), {}));
         }
         started.set_value();
         for (const auto& one : sends) one->wait();
       });
-    }};
+    });
 
-const ByTransport kOneThread{
-    "a second thread that enters is rejected", [](const std::string& by) {
-      std::promise<void> refused;
-      ranks::run_groups(2, by, [&](group::Group& group) {
-        if (group.rank() == 1) {
-          refused.get_future().wait();
-          return send(group, 100, 1, 0, 0);
-        }
-        std::atomic<int> entered{0}, turned_away{0};
-        ranks::run(2, [&](int) {
-          const auto ending = ranks::ending_of([&] { receive(group, 100, 1, 1, 0); });
-          ++(ending.is(ErrorKind::invalid_argument) ? turned_away : entered);
-          if (ending.is(ErrorKind::invalid_argument)) {
-            expect(ending.says("split"), ending.text());
-            refused.set_value();
-          }
-        });
-        expect(entered == 1 && turned_away == 1, "one thread enters, one is rejected");
-      });
-    }};
+const ByTransport kOneThread("a second thread that enters is rejected", [](const std::string& by) {
+  std::promise<void> refused;
+  run_groups(2, by, [&](Group& group) {
+    if (group.rank() == 1) {
+      refused.get_future().wait();
+      return send(group, 100, 1, 0, 0);
+    }
+    std::atomic<int> entered{0}, turned_away{0};
+    run(2, [&](int) {
+      const auto ending = ending_of([&] { receive(group, 100, 1, 1, 0); });
+      ++(ending.is(ErrorKind::invalid_argument) ? turned_away : entered);
+      if (ending.is(ErrorKind::invalid_argument)) {
+        expect(ending.says("split"), ending.text());
+        refused.set_value();
+      }
+    });
+    expect(entered == 1 && turned_away == 1, "one thread enters, one is rejected");
+  });
+});
 
 }  // namespace

@@ -15,6 +15,8 @@
 
 namespace ranks {
 
+using namespace pycomm;
+
 inline constexpr size_t kRing = size_t{128} << 10;
 
 // The bytes that a dying rank may still send, and its channels, which close together.
@@ -29,21 +31,21 @@ struct Died : std::runtime_error {
 };
 
 // Forwards everything until its rank dies: then the peer sees a close inside a frame.
-class Mortal final : public pycomm::transport::Channel {
+class Mortal final : public transport::Channel {
  public:
-  Mortal(std::unique_ptr<pycomm::transport::Channel> inner, Life& life)
+  Mortal(std::unique_ptr<transport::Channel> inner, Life& life)
       : inner_(std::move(inner)), life_(life) {
     life.channels.push_back(this);
   }
   void die() { inner_.reset(); }
 
   std::string_view transport() const override { return "mortal"; }
-  size_t send(pycomm::transport::ConstBytes head, pycomm::transport::ConstBytes body) override {
+  size_t send(transport::ConstBytes head, transport::ConstBytes body) override {
     if (!inner_) return head.size() + body.size();
-    const auto allowed = [&](pycomm::transport::ConstBytes b, size_t n) {
+    const auto allowed = [&](transport::ConstBytes b, size_t n) {
       return b.first(std::min(b.size(), n));
     };
-    const pycomm::transport::ConstBytes first = allowed(head, life_.left);
+    const transport::ConstBytes first = allowed(head, life_.left);
     const size_t n = inner_->send(first, allowed(body, life_.left - first.size()));
     life_.left -= n;
     if (life_.left == 0) {
@@ -52,15 +54,13 @@ class Mortal final : public pycomm::transport::Channel {
     }
     return n;
   }
-  pycomm::transport::ConstBytes peek(size_t want) override {
-    return inner_ ? inner_->peek(want) : pycomm::transport::ConstBytes{};
+  transport::ConstBytes peek(size_t want) override {
+    return inner_ ? inner_->peek(want) : transport::ConstBytes{};
   }
   void take(size_t bytes) override { inner_->take(bytes); }
-  size_t receive(pycomm::transport::Bytes into) override {
-    return inner_ ? inner_->receive(into) : 0;
-  }
+  size_t receive(transport::Bytes into) override { return inner_ ? inner_->receive(into) : 0; }
   bool is_closed() const override { return !inner_ || inner_->is_closed(); }
-  pollfd arm(pycomm::transport::Want want) override {
+  pollfd arm(transport::Want want) override {
     return inner_ ? inner_->arm(want) : pollfd{-1, 0, 0};
   }
   void disarm(short revents) override {
@@ -69,12 +69,12 @@ class Mortal final : public pycomm::transport::Channel {
   void wake_peer() override {
     if (inner_) inner_->wake_peer();
   }
-  void close(pycomm::transport::ConstBytes unsent) override {
+  void close(transport::ConstBytes unsent) override {
     if (inner_) inner_->close(unsent);
   }
 
  private:
-  std::unique_ptr<pycomm::transport::Channel> inner_;
+  std::unique_ptr<transport::Channel> inner_;
   Life& life_;
 };
 
@@ -97,15 +97,15 @@ struct Channels {
     for (auto& channel : channels[static_cast<size_t>(mortal)])
       if (channel) channel = std::make_unique<Mortal>(std::move(channel), life);
   }
-  std::unique_ptr<pycomm::engine::Engine> engine(int rank) {
-    pycomm::engine::EngineOptions options{.rank = rank, .names = {}, .interrupted = {}};
+  std::unique_ptr<engine::Engine> engine(int rank) {
+    engine::EngineOptions options{.rank = rank, .names = {}, .interrupted = {}};
     for (size_t i = 0; i < channels.size(); ++i)
       options.names.push_back("rank " + std::to_string(i));
-    return std::make_unique<pycomm::engine::Engine>(std::move(channels[static_cast<size_t>(rank)]),
-                                                    std::move(options));
+    return std::make_unique<engine::Engine>(std::move(channels[static_cast<size_t>(rank)]),
+                                            std::move(options));
   }
   Life life;
-  std::vector<std::vector<std::unique_ptr<pycomm::transport::Channel>>> channels;
+  std::vector<std::vector<std::unique_ptr<transport::Channel>>> channels;
 };
 
 }  // namespace ranks

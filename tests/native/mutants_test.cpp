@@ -220,18 +220,17 @@ const bool kRegistered = [] {
   return true;
 }();
 
-void sound_test() {
+const Test kSound("changes that are no fault", [] {
   Plans pair = plans_of(direct, 2, kReduce8);
   reorder(pair);  // two operands can be swapped
   expect_equal(prove(pair, kReduce8).error, std::string(), "two ranks");
   exchange(pair);
   expect_equal(prove(pair, kReduce8).error, std::string(), "two arrays");
-}
-const Test kSound{"changes that are no fault", sound_test};
+});
 
 // Rank 1 sends to 0 and then to 2, and takes from 2, which waits for that, and then from 0. Rank 0
 // has a place to send; if rank 1's message belongs there, no rank can begin.
-void occupied_test() {
+const Test kOccupied("mutant: a receive into a place whose send waits for the receive", [] {
   const Range first{scratch, 0, 1}, second{scratch, 1, 1}, given{input, 0, 1};
   Plans plans(3);
   plans[0] = {{{0, given, 0, first}, {1, first}, {kNoRank, {}, 1, second}}, 2};
@@ -249,13 +248,11 @@ void occupied_test() {
                   "rank 1 cannot send to rank 0 in move 0; rank 1 waits for rank 2 in move 2; "
                   "rank 2 cannot send to rank 1 in move 1; rank 2 waits for rank 1 in move 0"),
       "with one place");
-}
-const Test kOccupied{"mutant: a receive into a place whose send waits for the receive",
-                     occupied_test};
+});
 
 // Rank 2 sends back to 0 what it had from there, into the place that 0 still has to send to 1,
 // which takes from 2 first.
-void delayed_test() {
+const Test kDelayed("a place that waits for its send costs a step", [] {
   const Range result{output, 0, 1}, spare{scratch, 0, 1};
   Plans plans(3);
   plans[0] = {{{2, result}, {1, result}, {kNoRank, {}, 2, result}}, 1};
@@ -265,18 +262,16 @@ void delayed_test() {
   expect_equal(prove(plans, what).steps, 4, "steps with one place");
   plans[0].moves[2].in = spare;
   expect_equal(prove(plans, what).steps, 3, "steps with two");
-}
-const Test kDelayed{"a place that waits for its send costs a step", delayed_test};
+});
 
-void empty_chain_test() {
+const Test kEmptyChain("mutant: a chain of empty messages is not a barrier", [] {
   Plans plans;
   for (int rank = 0; rank < 4; ++rank) plans.push_back(collectives::tree_all_reduce(rank, 4, 0));
   expect(prove(plans, kBarrier).error.find("it has not heard of rank") != std::string::npos,
          "the tree passed for a barrier");
-}
-const Test kEmptyChain{"mutant: a chain of empty messages is not a barrier", empty_chain_test};
+});
 
-void root_test() {
+const Test kRoot("mutant: the wrong root", [] {
   for (const Algorithm algorithm : collectives::algorithms_for(Operation::broadcast))
     expect_caught(
         {"",
@@ -285,8 +280,6 @@ void root_test() {
          {Operation::broadcast, 8, 2},
          "is read before it is there",
          [&](Plans& plans) { plans = plans_of(algorithm, 4, {Operation::broadcast, 8, 1}); }});
-}
-const Test kRoot{"mutant: the wrong root", root_test};
-
+});
 }  // namespace
 }  // namespace pycomm

@@ -6,11 +6,8 @@
 #include <sys/wait.h>
 
 #include <algorithm>
-#include <filesystem>
 #include <random>
-#include <set>
 #include <string>
-#include <thread>
 #include <vector>
 
 #include "bootstrap/connector.h"
@@ -24,6 +21,8 @@
 namespace {
 
 using namespace pycomm;
+using namespace pycomm::bootstrap;
+using namespace pycomm::transport;
 using namespace std::chrono_literals;
 using ranks::Array;
 
@@ -39,13 +38,12 @@ struct BySocket {
 };
 
 // `size` ranks that connect by one transport; ranks with another key are not authenticated.
-std::vector<bootstrap::Connector::Options> requests(int size, const std::string& transport) {
-  std::vector<bootstrap::Connector::Options> all(static_cast<size_t>(size));
+std::vector<Connector::Options> requests(int size, const std::string& transport) {
+  std::vector<Connector::Options> all(static_cast<size_t>(size));
   std::string why;
   for (auto& request : all)
-    request.transports.push_back(transport == "shm"
-                                     ? transport::make_shm(kRing, os::page_bytes(), why)
-                                     : transport::make_tcp("127.0.0.1", ""));
+    request.transports.push_back(transport == "shm" ? make_shm(kRing, os::page_bytes(), why)
+                                                    : make_tcp("127.0.0.1", ""));
   for (size_t i = 0; i < all.size(); ++i) {
     all[i].rank = static_cast<int>(i);
     all[i].key = "key";
@@ -59,10 +57,10 @@ std::vector<bootstrap::Connector::Options> requests(int size, const std::string&
 }
 
 // Each end receives the data of the other, in both directions.
-void expect_joined(transport::Channel& a, transport::Channel& b, const std::string& what) {
+void expect_joined(Channel& a, Channel& b, const std::string& what) {
   const Deadline deadline(10s);
-  for (transport::Channel* from : {&a, &b}) {
-    transport::Channel& to = from == &a ? b : a;
+  for (Channel* from : {&a, &b}) {
+    Channel& to = from == &a ? b : a;
     const std::string sent = from == &a ? "from a" : "from b";
     expect_equal(from->send({}, std::as_bytes(std::span(sent))), sent.size(), what);
     std::string got(sent.size(), '\0');
@@ -72,7 +70,7 @@ void expect_joined(transport::Channel& a, transport::Channel& b, const std::stri
   }
 }
 
-const BySocket kAtOnce{
+const BySocket kAtOnce(
     "two ranks that connect to each other at any time hold one connection",
     [](const std::string& by) {
       int both = 0;
@@ -80,14 +78,14 @@ const BySocket kAtOnce{
         std::mt19937 random(seed);
         const std::string what = "seed " + std::to_string(seed);
         auto all = requests(2, by);
-        std::vector<std::unique_ptr<bootstrap::Connector>> connectors;
+        std::vector<std::unique_ptr<Connector>> connectors;
         for (auto& request : all)
-          connectors.push_back(std::make_unique<bootstrap::Connector>(std::move(request)));
+          connectors.push_back(std::make_unique<Connector>(std::move(request)));
         // Each connects before one of its first rounds; sometimes one of them never does.
         int calls_in[2] = {static_cast<int>(random() % 8), static_cast<int>(random() % 8)};
         const size_t silent = random() % 4;
         both += silent > 1;
-        std::unique_ptr<transport::Channel> met[2];
+        std::unique_ptr<Channel> met[2];
         const Deadline deadline(20s);
         while (!met[0] || !met[1]) {
           expect(!deadline.expired(), what + ": they do not meet");
@@ -107,67 +105,63 @@ const BySocket kAtOnce{
         }
       }
       expect(both > 10, "sometimes both connected");
-    }};
+    });
 
-const BySocket kThreads{
-    "all connectors find each other", [](const std::string& by) {
-      constexpr int kSize = 5;
-      for (int repeat = 0; repeat < 10; ++repeat) {
-        auto all = requests(kSize, by);
-        std::vector<std::unique_ptr<bootstrap::OnDemandConnector>> connectors;
-        for (auto& request : all)
-          connectors.push_back(
-              std::make_unique<bootstrap::OnDemandConnector>(std::move(request), kRing));
-        std::vector<std::vector<std::unique_ptr<transport::Channel>>> met(kSize);
-        ranks::run(kSize, [&](int rank) {
-          const auto me = static_cast<size_t>(rank);
-          met[me].resize(kSize);
-          for (int peer = 0; peer < kSize; ++peer)
-            if (peer != rank) connectors[me]->request(peer);
-          for (int missing = kSize - 1; missing > 0;) {
-            expect(os::poll_one(connectors[me]->descriptor(), POLLIN, 20s) != 0,
-                   "a peer is missing");
-            for (engine::ConnectResult& arrival : connectors[me]->take()) {
-              auto& place = met[me][static_cast<size_t>(arrival.peer)];
-              expect(arrival.channel && !place, "met twice, or lost: " + arrival.why);
-              place = std::move(arrival.channel);
-              --missing;
-            }
-          }
-        });
-        for (size_t i = 0; i < kSize; ++i)
-          for (size_t j = i + 1; j < kSize; ++j) expect_joined(*met[i][j], *met[j][i], "a pair");
-        for (auto& connector : connectors) connector->close();
-        for (auto& connector : connectors)
-          expect(connector->take().empty(), "no peer is met twice");
+const BySocket kThreads("all connectors find each other", [](const std::string& by) {
+  constexpr int kSize = 5;
+  for (int repeat = 0; repeat < 10; ++repeat) {
+    auto all = requests(kSize, by);
+    std::vector<std::unique_ptr<OnDemandConnector>> connectors;
+    for (auto& request : all)
+      connectors.push_back(std::make_unique<OnDemandConnector>(std::move(request), kRing));
+    std::vector<std::vector<std::unique_ptr<Channel>>> met(kSize);
+    ranks::run(kSize, [&](int rank) {
+      const auto me = static_cast<size_t>(rank);
+      met[me].resize(kSize);
+      for (int peer = 0; peer < kSize; ++peer)
+        if (peer != rank) connectors[me]->request(peer);
+      for (int missing = kSize - 1; missing > 0;) {
+        expect(os::poll_one(connectors[me]->descriptor(), POLLIN, 20s) != 0, "a peer is missing");
+        for (engine::ConnectResult& arrival : connectors[me]->take()) {
+          auto& place = met[me][static_cast<size_t>(arrival.peer)];
+          expect(arrival.channel && !place, "met twice, or lost: " + arrival.why);
+          place = std::move(arrival.channel);
+          --missing;
+        }
       }
-    }};
+    });
+    for (size_t i = 0; i < kSize; ++i)
+      for (size_t j = i + 1; j < kSize; ++j) expect_joined(*met[i][j], *met[j][i], "a pair");
+    for (auto& connector : connectors) connector->close();
+    for (auto& connector : connectors) expect(connector->take().empty(), "no peer is met twice");
+  }
+});
 
-engine::ConnectResult wait_for_one(bootstrap::OnDemandConnector& connector) {
+engine::ConnectResult wait_for_one(OnDemandConnector& connector) {
   expect(os::poll_one(connector.descriptor(), POLLIN, 20s) != 0, "nothing arrives");
   auto arrivals = connector.take();
   expect_equal(arrivals.size(), size_t{1}, "arrivals");
   return std::move(arrivals[0]);
 }
 
-const BySocket kNoRank{"a rank that left is reported within two seconds",
+const BySocket kNoRank("a rank that left is reported within two seconds",
                        [](const std::string& by) {
                          auto all = requests(2, by);
                          all.pop_back();  // its listener closes
-                         bootstrap::OnDemandConnector connector(std::move(all[0]), kRing);
+                         OnDemandConnector connector(std::move(all[0]), kRing);
                          const auto begin = Clock::now();
                          connector.request(1);
                          const engine::ConnectResult arrival = wait_for_one(connector);
                          expect(!arrival.channel && !arrival.why.empty(), "it was not lost");
                          expect(Clock::now() - begin < 2s * ranks::kSlowdown, "it took long");
-                       }};
+                       });
 
-const BySocket kStrangers{
+const BySocket kStrangers(
     "unauthenticated clients are refused, and do not keep any rank out", [](const std::string& by) {
       auto all = requests(3, by);
       const auto address = all[1].transports[0]->address();
-      const auto caller = by == "shm" ? nullptr : transport::make_tcp("127.0.0.1", "");
-      const transport::SocketTransport& way = *all[0].transports[0];
+      const auto caller = by == "shm" ? nullptr : make_tcp("127.0.0.1", "");
+      const SocketTransport& way = *all[0].transports[0];
       std::vector<os::Fd> crowd;
       const auto more = [&] {
         for (int i = 0; i < 100; ++i) {
@@ -178,18 +172,18 @@ const BySocket kStrangers{
       };
       more();
       all[2].key = "another";
-      bootstrap::Connector thief(std::move(all[2]));
+      Connector thief(std::move(all[2]));
       thief.dial(1);
-      bootstrap::OnDemandConnector host(std::move(all[1]), kRing);
+      OnDemandConnector host(std::move(all[1]), kRing);
       std::vector<pollfd> also;
       for (int i = 0; i < 20; ++i)
         expect(thief.poll(10ms, also).empty(), "a rank with another key was accepted");
       expect(host.take().empty(), "an unauthenticated client was accepted");
       more();
-      bootstrap::OnDemandConnector guest(std::move(all[0]), kRing);
+      OnDemandConnector guest(std::move(all[0]), kRing);
       guest.request(1);
       const engine::ConnectResult a = wait_for_one(guest), b = wait_for_one(host);
       expect(a.channel && b.channel && a.peer == 1 && b.peer == 0, a.why + b.why);
       expect_joined(*a.channel, *b.channel, "behind unauthenticated clients");
-    }};
+    });
 }  // namespace

@@ -17,7 +17,7 @@ void record(shared::OnlineTuner& tuner, double first, double second) {
   if (tuner.tries(turn)) tuner.record_cost(turn, tuner.uses_second(turn) ? second : first);
 }
 
-void trials_test() {
+const Test kTrials("the mode with the faster trials is used until the next trials", [] {
   shared::OnlineTuner tuner(0, 8, 64);
   std::vector<uint64_t> begins;
   for (uint64_t turn = 0; turn < 400; ++turn) {
@@ -31,10 +31,9 @@ void trials_test() {
     }
   }
   expect(begins == std::vector<uint64_t>{0, 16, 48, 112, 176, 240, 304, 368}, "begins of trials");
-}
-const Test kTrials{"the mode with the faster trials is used until the next trials", trials_test};
+});
 
-void missing_test() {
+const Test kMissing("a trial of which turns are missing ends", [] {
   shared::OnlineTuner tuner(0, 8, 256);
   for (int i = 0; i < 4; ++i) record(tuner, 2.0, 1.0);
   tuner.turns = 500;  // of calls that failed
@@ -42,11 +41,10 @@ void missing_test() {
   expect(tuner.prefers_second(), "the turns that were recorded count");
   while (tuner.turns < 900) record(tuner, 1.0, 2.0);
   expect(!tuner.prefers_second(), "later trials follow");
-}
-const Test kMissing{"a trial of which turns are missing ends", missing_test};
+});
 
 // Ranks that missed different turns must make the same trials from then on.
-void skipped_test() {
+const Test kSkipped("skipped turns do not shift later trials", [] {
   shared::OnlineTuner each(0, 8, 256), last(0, 8, 256);
   for (uint64_t turn = 0; turn < 500; ++turn) each.advance_to(turn);
   for (uint64_t turn = 500; turn < 900; ++turn) {
@@ -54,7 +52,5 @@ void skipped_test() {
     last.advance_to(turn);
     expect(each.tries(turn) == last.tries(turn), "turn " + std::to_string(turn));
   }
-}
-const Test kSkipped{"skipped turns do not shift later trials", skipped_test};
-
+});
 }  // namespace

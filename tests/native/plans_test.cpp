@@ -1,9 +1,6 @@
 // Every plan against the prover, and its cost against the formula in its file.
-#include <bit>
-#include <functional>
 #include <string>
 #include <utility>
-#include <vector>
 
 #include "cases.h"
 #include "collectives/choose.h"
@@ -56,18 +53,18 @@ void expect_all_proven(Operation operation) {
             expect_proven(algorithm, size, {operation, count, 0, aliased});
 }
 
-const Test kAllReduce{"all_reduce is proven", [] { expect_all_proven(Operation::all_reduce); }};
-const Test kBroadcast{"broadcast is proven", [] { expect_all_proven(Operation::broadcast); }};
-const Test kAllGather{"all_gather is proven", [] { expect_all_proven(Operation::all_gather); }};
-const Test kReduceScatter{"reduce_scatter is proven",
-                          [] { expect_all_proven(Operation::reduce_scatter); }};
-const Test kBarrier{"barrier is proven", [] { expect_all_proven(Operation::barrier); }};
-const Test kReduce{"reduce is proven", [] { expect_all_proven(Operation::reduce); }};
-const Test kGather{"gather is proven", [] { expect_all_proven(Operation::gather); }};
-const Test kScatter{"scatter is proven", [] { expect_all_proven(Operation::scatter); }};
-const Test kAllToAll{"all_to_all is proven", [] { expect_all_proven(Operation::all_to_all); }};
+const Test kAllReduce("all_reduce is proven", [] { expect_all_proven(Operation::all_reduce); });
+const Test kBroadcast("broadcast is proven", [] { expect_all_proven(Operation::broadcast); });
+const Test kAllGather("all_gather is proven", [] { expect_all_proven(Operation::all_gather); });
+const Test kReduceScatter("reduce_scatter is proven",
+                          [] { expect_all_proven(Operation::reduce_scatter); });
+const Test kBarrier("barrier is proven", [] { expect_all_proven(Operation::barrier); });
+const Test kReduce("reduce is proven", [] { expect_all_proven(Operation::reduce); });
+const Test kGather("gather is proven", [] { expect_all_proven(Operation::gather); });
+const Test kScatter("scatter is proven", [] { expect_all_proven(Operation::scatter); });
+const Test kAllToAll("all_to_all is proven", [] { expect_all_proven(Operation::all_to_all); });
 
-void roots_test() {
+const Test kRoots("rooted operations are proven for every root", [] {
   for (const Operation operation :
        {Operation::broadcast, Operation::reduce, Operation::gather, Operation::scatter})
     for (const Algorithm algorithm : collectives::algorithms_for(operation))
@@ -76,12 +73,11 @@ void roots_test() {
           for (const bool aliased : {false, true})
             if (!aliased || has_two_arrays(operation))
               expect_proven(algorithm, size, {operation, 7, root, aliased});
-}
-const Test kRoots{"rooted operations are proven for every root", roots_test};
+});
 
 // Parts of every length, also none: rank r gives rank q (r + 2 q) % 5 elements, and to all of them
 // (3 r) % 7.
-void counts_test() {
+const Test kRagged("all_gather and all_to_all are proven with counts by rank", [] {
   for (int size = 1; size <= 17; ++size) {
     Case gather{Operation::all_gather}, exchange{Operation::all_to_all};
     for (int r = 0; r < size; ++r) {
@@ -98,10 +94,9 @@ void counts_test() {
     const Proof proof = prove(plans_of(Algorithm::direct, size, exchange), exchange);
     expect_equal(proof.error, std::string(), title(Algorithm::direct, size, exchange));
   }
-}
-const Test kRagged{"all_gather and all_to_all are proven with counts by rank", counts_test};
+});
 
-void large_test() {
+const Test kLarge("large arrays are proven, past 2^32 elements", [] {
   for (const Operation operation :
        {Operation::all_reduce, Operation::broadcast, Operation::all_gather,
         Operation::reduce_scatter, Operation::reduce})
@@ -112,11 +107,10 @@ void large_test() {
               algorithm, size,
               {operation, count,
                operation == Operation::broadcast || operation == Operation::reduce ? size / 2 : 0});
-}
-const Test kLarge{"large arrays are proven, past 2^32 elements", large_test};
+});
 
 // Of arrays of whole 16 bytes in float32, and of 128 bytes in any dtype if they are long.
-void pieces_are_aligned() {
+const Test kAlignedPieces("pieces of long arrays are aligned", [] {
   for (const auto& [count, grain] : {std::pair<size_t, size_t>{25'557'032, 128},
                                      {size_t{128} * 16 * 64, 128},
                                      {size_t{64} * 64, 4},
@@ -135,17 +129,14 @@ void pieces_are_aligned() {
       }
       expect_equal(end, count, "nothing is left");
     }
-}
-const Test kAlignedPieces{"pieces of long arrays are aligned", pieces_are_aligned};
+});
 
-void broadcast_is_cut() {
+const Test kPieces("a ring broadcast is split for its hops", [] {
   expect_equal(collectives::ring_broadcast_pieces(3, 0), size_t{1}, "nothing to cut");
   expect_equal(collectives::ring_broadcast_pieces(2, 1 << 30), size_t{1}, "no rank to forward to");
   expect_equal(collectives::ring_broadcast_pieces(10, 4 * 16384), size_t{4}, "no piece is small");
   expect_equal(collectives::ring_broadcast_pieces(10, 1 << 30), size_t{64},
                "eight for each of eight hops");
-}
-const Test kPieces{"a ring broadcast is split for its hops", broadcast_is_cut};
-
+});
 }  // namespace
 }  // namespace pycomm

@@ -3,7 +3,6 @@
 
 #include <atomic>
 #include <functional>
-#include <memory>
 #include <string>
 
 #include "device/device.h"
@@ -11,8 +10,10 @@
 
 namespace played {
 
+using namespace pycomm;
+
 // A device whose events pass on command.
-class PlayedDevice : public pycomm::device::Device {
+class PlayedDevice : public device::Device {
  public:
   explicit PlayedDevice(int index = 0) : index_(index) {}
 
@@ -44,17 +45,17 @@ class PlayedDevice : public pycomm::device::Device {
   void wait_until(void*, const uint32_t*, uint32_t) override {}
   void copy(void*, const void*, size_t, void*) override {}
   void clear(void*, size_t, void*) override {}
-  void reduce(const pycomm::device::Reduction&, void*) override {}
+  void reduce(const device::Reduction&, void*) override {}
 
  private:
   int index_;
 };
 
-using pycomm::nccl::NcclComm;
-using pycomm::nccl::NcclResult;
+using nccl::NcclComm;
+using nccl::NcclResult;
 
 // An NCCL whose calls succeed unless a test says otherwise, and which counts its communicators.
-class PlayedNccl : public pycomm::nccl::NcclApi {
+class PlayedNccl : public nccl::NcclApi {
  public:
   std::atomic<int> live = 0;  // communicators that were neither destroyed nor aborted
   std::atomic<NcclResult> init = NcclResult::success, split = NcclResult::in_progress,
@@ -67,15 +68,14 @@ class PlayedNccl : public pycomm::nccl::NcclApi {
   std::string origin() const override { return "tests/native"; }
   std::string error_string(NcclResult) override { return "a played error"; }
   std::string last_error() override { return {}; }
-  NcclResult get_unique_id(pycomm::nccl::NcclId& id) override { return id = {}, state.load(); }
-  NcclResult comm_init_rank(NcclComm*& comm, int, const pycomm::nccl::NcclId&, int,
-                            pycomm::nccl::NcclOptions options) override {
+  NcclResult get_unique_id(nccl::NcclId& id) override { return id = {}, state.load(); }
+  NcclResult comm_init_rank(NcclComm*& comm, int, const nccl::NcclId&, int,
+                            nccl::NcclOptions options) override {
     max_ctas = options.max_ctas;
     comm = reinterpret_cast<NcclComm*>(&parent_);
     return ++live, init.load();
   }
-  NcclResult comm_split(NcclComm*, int, NcclComm*& child,
-                        pycomm::nccl::NcclOptions options) override {
+  NcclResult comm_split(NcclComm*, int, NcclComm*& child, nccl::NcclOptions options) override {
     childs_max_ctas = options.max_ctas;
     if (split != NcclResult::in_progress) return split;
     child = reinterpret_cast<NcclComm*>(&child_);
@@ -97,20 +97,14 @@ class PlayedNccl : public pycomm::nccl::NcclApi {
     if (on_group_end) on_group_end();
     return NcclResult::success;
   }
-  NcclResult send(pycomm::nccl::NcclData, int, pycomm::nccl::NcclQueue) override { return state; }
-  NcclResult recv(pycomm::nccl::NcclData, int, pycomm::nccl::NcclQueue) override { return state; }
-  NcclResult all_reduce(pycomm::nccl::NcclData, pycomm::nccl::NcclOp,
-                        pycomm::nccl::NcclQueue) override {
+  NcclResult send(nccl::NcclData, int, nccl::NcclQueue) override { return state; }
+  NcclResult recv(nccl::NcclData, int, nccl::NcclQueue) override { return state; }
+  NcclResult all_reduce(nccl::NcclData, nccl::NcclOp, nccl::NcclQueue) override { return state; }
+  NcclResult all_gather(nccl::NcclData, nccl::NcclQueue) override { return state; }
+  NcclResult reduce_scatter(nccl::NcclData, nccl::NcclOp, nccl::NcclQueue) override {
     return state;
   }
-  NcclResult all_gather(pycomm::nccl::NcclData, pycomm::nccl::NcclQueue) override { return state; }
-  NcclResult reduce_scatter(pycomm::nccl::NcclData, pycomm::nccl::NcclOp,
-                            pycomm::nccl::NcclQueue) override {
-    return state;
-  }
-  NcclResult broadcast(pycomm::nccl::NcclData, int, pycomm::nccl::NcclQueue) override {
-    return state;
-  }
+  NcclResult broadcast(nccl::NcclData, int, nccl::NcclQueue) override { return state; }
 
  private:
   char parent_{}, child_{};  // their addresses are the communicators

@@ -19,30 +19,31 @@
 namespace {
 
 using namespace pycomm;
+using namespace pycomm::os;
 
 struct Pair {
   uint64_t a, b;
 };
 
-const Test kPublished{"a reader sees the values in the order of the writes", [] {
-                        Published<Pair> published;
-                        std::atomic<bool> ended{false};
-                        std::thread writer([&] {
-                          for (uint64_t i = 1; i <= 200'000; ++i) published.store({i, ~i});
-                          ended = true;
-                        });
-                        uint64_t mixed = 0, last = 0, decreased = 0;
-                        do {
-                          const Pair seen = published.load();
-                          if (seen.a != 0) mixed += seen.b != ~seen.a;
-                          decreased += seen.a < last;
-                          last = seen.a;
-                        } while (!ended);
-                        writer.join();
-                        expect_equal(mixed, uint64_t{0}, "mixed values");
-                        expect_equal(decreased, uint64_t{0}, "values older than the last one");
-                        expect_equal(published.load().a, uint64_t{200'000}, "the last value");
-                      }};
+const Test kPublished("a reader sees the values in the order of the writes", [] {
+  Published<Pair> published;
+  std::atomic<bool> ended{false};
+  std::thread writer([&] {
+    for (uint64_t i = 1; i <= 200'000; ++i) published.store({i, ~i});
+    ended = true;
+  });
+  uint64_t mixed = 0, last = 0, decreased = 0;
+  do {
+    const Pair seen = published.load();
+    if (seen.a != 0) mixed += seen.b != ~seen.a;
+    decreased += seen.a < last;
+    last = seen.a;
+  } while (!ended);
+  writer.join();
+  expect_equal(mixed, uint64_t{0}, "mixed values");
+  expect_equal(decreased, uint64_t{0}, "values older than the last one");
+  expect_equal(published.load().a, uint64_t{200'000}, "the last value");
+});
 
 // Runs `between` once, after the first word of the next store or load.
 class SteppedWords {
@@ -67,28 +68,28 @@ class SteppedWords {
   Pair value_{};
 };
 
-const Test kReadDuringWrite{"a read during a write gives no value", [] {
-                              Published<Pair, SteppedWords> published;
-                              published.store({1, 1});
-                              bool read = false;
-                              SteppedWords::between = [&] {
-                                read = true;
-                                expect(!published.try_load(), "a mix of two values");
-                              };
-                              published.store({2, 2});
-                              expect(read, "the read was during the write");
-                              expect_equal(published.load().b, uint64_t{2}, "after the write");
-                            }};
+const Test kReadDuringWrite("a read during a write gives no value", [] {
+  Published<Pair, SteppedWords> published;
+  published.store({1, 1});
+  bool read = false;
+  SteppedWords::between = [&] {
+    read = true;
+    expect(!published.try_load(), "a mix of two values");
+  };
+  published.store({2, 2});
+  expect(read, "the read was during the write");
+  expect_equal(published.load().b, uint64_t{2}, "after the write");
+});
 
-const Test kWriteDuringRead{"a write during a read is detected", [] {
-                              Published<Pair, SteppedWords> published;
-                              published.store({1, 1});
-                              SteppedWords::between = [&] { published.store({2, 2}); };
-                              expect(!published.try_load(), "a mix of two values");
-                              SteppedWords::between = [&] { published.store({3, 3}); };
-                              const Pair seen = published.load();
-                              expect(seen.a == 3 && seen.b == 3, "load() reads again");
-                            }};
+const Test kWriteDuringRead("a write during a read is detected", [] {
+  Published<Pair, SteppedWords> published;
+  published.store({1, 1});
+  SteppedWords::between = [&] { published.store({2, 2}); };
+  expect(!published.try_load(), "a mix of two values");
+  SteppedWords::between = [&] { published.store({3, 3}); };
+  const Pair seen = published.load();
+  expect(seen.a == 3 && seen.b == 3, "load() reads again");
+});
 
 std::vector<int> processors_of(const cpu_set_t& mask) {
   std::vector<int> found;
@@ -122,62 +123,62 @@ void on_a_thread(const std::function<void()>& body) {
   if (failed) std::rethrow_exception(failed);
 }
 
-const Test kLeaves{"a thread leaves a processor, and its mask returns", [] {
-                     on_a_thread([] {
-                       const std::vector<int> before = allowed();
-                       if (before.size() < 2) return;
-                       for (int round = 0; round < 50; ++round) {
-                         const int here = os::current_processor();
-                         {
-                           os::ProcessorExclusion exclusion;
-                           expect(exclusion.leave(here, {}), "there is another processor");
-                           expect(os::current_processor() != here, "it left");
-                           const int there = os::current_processor();
-                           expect(exclusion.leave(there, std::array{here}), "it leaves again");
-                           expect(os::current_processor() != there, "it left the second one");
-                         }
-                         expect(allowed() == before, "the mask is the one before");
-                       }
-                     });
-                   }};
+const Test kLeaves("a thread leaves a processor, and its mask returns", [] {
+  on_a_thread([] {
+    const std::vector<int> before = allowed();
+    if (before.size() < 2) return;
+    for (int round = 0; round < 50; ++round) {
+      const int here = current_processor();
+      {
+        ProcessorExclusion exclusion;
+        expect(exclusion.leave(here, {}), "there is another processor");
+        expect(current_processor() != here, "it left");
+        const int there = current_processor();
+        expect(exclusion.leave(there, std::array{here}), "it leaves again");
+        expect(current_processor() != there, "it left the second one");
+      }
+      expect(allowed() == before, "the mask is the one before");
+    }
+  });
+});
 
-const Test kTaken{"a thread prefers processors that are not taken", [] {
-                    on_a_thread([] {
-                      const std::vector<int> before = allowed();
-                      const int here = os::current_processor();
-                      std::vector<int> taken = before;
-                      if (before.size() < 2) return;
-                      const int free = before[before[0] == here ? 1 : 0];
-                      std::erase(taken, free);
-                      os::ProcessorExclusion exclusion;
-                      expect(exclusion.leave(here, taken), "one is free");
-                      expect_equal(os::current_processor(), free, "processor");
-                      expect(exclusion.leave(free, before), "all are taken: any other one");
-                      expect(os::current_processor() != free, "it left");
-                    });
-                  }};
+const Test kTaken("a thread prefers processors that are not taken", [] {
+  on_a_thread([] {
+    const std::vector<int> before = allowed();
+    const int here = current_processor();
+    std::vector<int> taken = before;
+    if (before.size() < 2) return;
+    const int free = before[before[0] == here ? 1 : 0];
+    std::erase(taken, free);
+    ProcessorExclusion exclusion;
+    expect(exclusion.leave(here, taken), "one is free");
+    expect_equal(current_processor(), free, "processor");
+    expect(exclusion.leave(free, before), "all are taken: any other one");
+    expect(current_processor() != free, "it left");
+  });
+});
 
-const Test kStays{"a thread that is bound to one processor stays there", [] {
-                    on_a_thread([] {
-                      const int here = allowed()[0];
-                      restrict_to(here);
-                      {
-                        os::ProcessorExclusion exclusion;
-                        expect(!exclusion.leave(here, {}), "there is no other processor");
-                        expect(allowed() == std::vector<int>{here}, "the mask is unchanged");
-                      }
-                      expect(allowed() == std::vector<int>{here}, "the mask is unchanged after");
-                    });
-                  }};
+const Test kStays("a thread that is bound to one processor stays there", [] {
+  on_a_thread([] {
+    const int here = allowed()[0];
+    restrict_to(here);
+    {
+      ProcessorExclusion exclusion;
+      expect(!exclusion.leave(here, {}), "there is no other processor");
+      expect(allowed() == std::vector<int>{here}, "the mask is unchanged");
+    }
+    expect(allowed() == std::vector<int>{here}, "the mask is unchanged after");
+  });
+});
 
 // `again`: the thread tries to leave a second time.
 void foreign_mask_test(bool again) {
   on_a_thread([again] {
     const std::vector<int> before = allowed();
     if (before.size() < 2) return;
-    const int here = os::current_processor();
+    const int here = current_processor();
     {
-      os::ProcessorExclusion exclusion;
+      ProcessorExclusion exclusion;
       expect(exclusion.leave(here, {}), "there is another processor");
       restrict_to(here);
       if (again) expect(!exclusion.leave(here, {}), "the new mask has no other processor");
@@ -186,23 +187,22 @@ void foreign_mask_test(bool again) {
     expect(allowed() == std::vector<int>{here}, "the new mask after the wait");
   });
 }
-const Test kKeepsForeignMask{"a mask that another program sets meanwhile stays",
-                             [] { foreign_mask_test(false); }};
-const Test kLeavesInForeignMask{"a thread that leaves again stays in a mask set meanwhile",
-                                [] { foreign_mask_test(true); }};
+const Test kKeepsForeignMask("a mask that another program sets meanwhile stays",
+                             [] { foreign_mask_test(false); });
+const Test kLeavesInForeignMask("a thread that leaves again stays in a mask set meanwhile",
+                                [] { foreign_mask_test(true); });
 
-const Test kProcessors{"ends that share memory know each other's processor", [] {
-                         for (const std::string by : {"local", "shm"}) {
-                           const ranks::Ends pair = ranks::channel_pair(by, size_t{64} << 10);
-                           expect_equal(pair.a->swap_processors(3), -1,
-                                        "before the other end published any");
-                           expect_equal(pair.b->swap_processors(5), 3, "processor of a");
-                           expect_equal(pair.a->swap_processors(4), 5, "processor of b");
-                           expect_equal(pair.b->swap_processors(5), 4, "the new processor of a");
-                         }
-                         const ranks::Ends pair = ranks::channel_pair("tcp", size_t{64} << 10);
-                         expect_equal(pair.a->swap_processors(3), -1, "no memory");
-                         expect_equal(pair.b->swap_processors(3), -1, "no memory");
-                       }};
+const Test kProcessors("ends that share memory know each other's processor", [] {
+  for (const std::string by : {"local", "shm"}) {
+    const ranks::Ends pair = ranks::channel_pair(by, size_t{64} << 10);
+    expect_equal(pair.a->swap_processors(3), -1, "before the other end published any");
+    expect_equal(pair.b->swap_processors(5), 3, "processor of a");
+    expect_equal(pair.a->swap_processors(4), 5, "processor of b");
+    expect_equal(pair.b->swap_processors(5), 4, "the new processor of a");
+  }
+  const ranks::Ends pair = ranks::channel_pair("tcp", size_t{64} << 10);
+  expect_equal(pair.a->swap_processors(3), -1, "no memory");
+  expect_equal(pair.b->swap_processors(3), -1, "no memory");
+});
 
 }  // namespace

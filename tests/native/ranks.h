@@ -21,6 +21,8 @@
 #include <latch>
 #include <memory>
 #include <optional>
+#include <source_location>
+#include <span>
 #include <string>
 #include <thread>
 #include <vector>
@@ -37,6 +39,8 @@
 #include "transport/tcp.h"
 
 namespace ranks {
+
+using namespace pycomm;
 
 #if defined(__SANITIZE_THREAD__) || defined(__SANITIZE_ADDRESS__)
 inline constexpr int kSlowdown = 10;  // of what a sanitizer makes slow
@@ -85,7 +89,7 @@ inline long descriptors() {
 }
 
 // The default of every world; a suite that runs another's tests on demand sets it to 0.
-inline int full_mesh = pycomm::group::ConnectOptions{}.full_mesh;
+inline int full_mesh = group::ConnectOptions{}.full_mesh;
 
 // The rendezvous of the groups of one test.
 struct World {
@@ -94,10 +98,10 @@ struct World {
   std::chrono::nanoseconds timeout = std::chrono::seconds(30);  // far beyond any call that works
   std::chrono::nanoseconds heartbeat{0};  // none, as frames are counted; heartbeat tests set it
   std::string name = "world";
-  pycomm::rendezvous::LocalStore store{};
+  rendezvous::LocalStore store{};
 
-  std::shared_ptr<pycomm::group::Group> join(int rank, bool reproducible = false) {
-    pycomm::group::ConnectOptions options;
+  std::shared_ptr<group::Group> join(int rank, bool reproducible = false) {
+    group::ConnectOptions options;
     options.rank = rank;
     options.size = size;
     options.name = name;
@@ -107,16 +111,16 @@ struct World {
     options.address = "127.0.0.1";
     options.full_mesh = full_mesh;
     options.reproducible = reproducible;
-    return pycomm::group::connect(store, options);
+    return group::connect(store, options);
   }
 };
 
 // A world in which every rank runs `body` in its group, from when all have joined: a group that
 // breaks while some still join is another test.
-inline void run_groups(World& world, const std::function<void(pycomm::group::Group&)>& body) {
+inline void run_groups(World& world, const std::function<void(group::Group&)>& body) {
   std::latch joined(world.size);
   run(world.size, [&](int rank) {
-    std::shared_ptr<pycomm::group::Group> group;
+    std::shared_ptr<group::Group> group;
     {
       const struct Arrive {
         std::latch& joined;
@@ -130,14 +134,14 @@ inline void run_groups(World& world, const std::function<void(pycomm::group::Gro
 }
 
 inline void run_groups(int size, const std::string& transport,
-                       const std::function<void(pycomm::group::Group&)>& body) {
+                       const std::function<void(group::Group&)>& body) {
   World world{.size = size, .transport = transport};
   run_groups(world, body);
 }
 
 // A test of `size` ranks for each transport.
 struct ByGroups {
-  ByGroups(const std::string& name, int size, void (*body)(pycomm::group::Group&)) {
+  ByGroups(const std::string& name, int size, void (*body)(group::Group&)) {
     for (const std::string& transport : kTransports)
       Test(transport + ": " + name, [=] { run_groups(size, transport, body); });
   }
@@ -145,33 +149,40 @@ struct ByGroups {
 
 // How a call ended: its error, or none, and how long it took.
 struct Ending {
-  std::optional<pycomm::Error> error;
+  std::optional<Error> error;
   double seconds = 0;
 
-  bool is(pycomm::ErrorKind kind) const { return error && error->kind() == kind; }
+  bool is(ErrorKind kind) const { return error && error->kind() == kind; }
   std::string text() const {
     if (!error) return "no error";
-    return std::string(pycomm::kErrorNames[static_cast<size_t>(error->kind())]) + ": " +
-           error->what();
+    return std::string(kErrorNames[static_cast<size_t>(error->kind())]) + ": " + error->what();
   }
   bool says(const std::string& part) const { return text().find(part) != std::string::npos; }
+  // Fails unless it is an error of this kind with all parts, and of this peer, if given.
+  void check(ErrorKind kind, std::initializer_list<std::string> parts = {},
+             std::optional<int> peer = {},
+             std::source_location at = std::source_location::current()) const {
+    expect(is(kind) && std::ranges::all_of(parts, [&](const auto& part) { return says(part); }),
+           text(), at);
+    if (peer) expect_equal(error->fields().peer, *peer, "the peer of: " + text(), at);
+  }
 };
 
 inline Ending ending_of(const std::function<void()>& call) {
-  const auto begin = pycomm::Clock::now();
+  const auto begin = Clock::now();
   Ending ending;
   try {
     call();
-  } catch (const pycomm::Error& error) {
+  } catch (const Error& error) {
     ending.error = error;
   }
-  ending.seconds = std::chrono::duration<double>(pycomm::Clock::now() - begin).count();
+  ending.seconds = std::chrono::duration<double>(Clock::now() - begin).count();
   return ending;
 }
 
 // Both ends of a fresh connection, without a handshake.
 struct Ends {
-  std::unique_ptr<pycomm::transport::Channel> a, b;
+  std::unique_ptr<transport::Channel> a, b;
 };
 
 // Whether `in` was accepted from `out`, of this process.
@@ -190,12 +201,11 @@ inline bool is_mine(int in, int out) {
 
 // A connection between two transports of this process, without a handshake.
 struct Sockets {
-  pycomm::os::Fd out, in;
+  os::Fd out, in;
 };
 
-inline Sockets connect_sockets(const pycomm::transport::SocketTransport& caller,
-                               const pycomm::transport::SocketTransport& listener) {
-  using namespace pycomm;
+inline Sockets connect_sockets(const transport::SocketTransport& caller,
+                               const transport::SocketTransport& listener) {
   using namespace std::chrono_literals;
   os::Fd out = caller.start_connect(listener.address());
   const int door = listener.listeners().at(0);
@@ -210,7 +220,6 @@ inline Sockets connect_sockets(const pycomm::transport::SocketTransport& caller,
 }
 
 inline Ends channel_pair(const std::string& transport, size_t ring_bytes) {
-  using namespace pycomm;
   using namespace std::chrono_literals;
   if (transport == "local") {
     static std::atomic<int> meetings{0};
@@ -220,7 +229,7 @@ inline Ends channel_pair(const std::string& transport, size_t ring_bytes) {
   }
   std::string why;
   const auto make = [&] {
-    return transport == "shm" ? transport::make_shm(ring_bytes, pycomm::os::page_bytes(), why)
+    return transport == "shm" ? transport::make_shm(ring_bytes, os::page_bytes(), why)
                               : transport::make_tcp("127.0.0.1", "");
   };
   const auto caller = make(), listener = make();
@@ -234,13 +243,13 @@ inline Ends channel_pair(const std::string& transport, size_t ring_bytes) {
 }
 
 // Numbers that every dtype holds exactly are written and read as int.
-inline void put(pycomm::Dtype dtype, std::byte* at, int value) {
+inline void put(Dtype dtype, std::byte* at, int value) {
   const auto write = [&](auto number) { std::memcpy(at, &number, sizeof number); };
-  if (dtype == pycomm::Dtype::float32) return write(static_cast<float>(value));
-  if (dtype == pycomm::Dtype::float64) return write(static_cast<double>(value));
-  if (dtype == pycomm::Dtype::bfloat16)
+  if (dtype == Dtype::float32) return write(static_cast<float>(value));
+  if (dtype == Dtype::float64) return write(static_cast<double>(value));
+  if (dtype == Dtype::bfloat16)
     return write(static_cast<uint16_t>(std::bit_cast<uint32_t>(static_cast<float>(value)) >> 16));
-  std::memset(at, 0, pycomm::bytes_of(dtype));
+  std::memset(at, 0, bytes_of(dtype));
   *at = static_cast<std::byte>(value);  // the integers, below 128
 }
 
@@ -258,14 +267,15 @@ inline constexpr std::byte kGuardByte{0xa5}, kFill{0x5a};
 // `count` elements, filled with kFill, and kGuard bytes on both sides that must not change.
 class Array {
  public:
-  Array(pycomm::Dtype dtype, size_t count)
-      : dtype_(dtype), count_(count), bytes_(count * pycomm::bytes_of(dtype) + 2 * kGuard, kFill) {
+  Array(Dtype dtype, size_t count)
+      : dtype_(dtype), count_(count), bytes_(count * bytes_of(dtype) + 2 * kGuard, kFill) {
     for (size_t i = 0; i < kGuard; ++i) bytes_[i] = bytes_[bytes_.size() - 1 - i] = kGuardByte;
   }
   std::byte* data() { return bytes_.data() + kGuard; }
+  Dtype dtype() const { return dtype_; }
   size_t count() const { return count_; }
-  size_t bytes() const { return count_ * pycomm::bytes_of(dtype_); }
-  std::byte* at(size_t i) { return data() + i * pycomm::bytes_of(dtype_); }
+  size_t bytes() const { return count_ * bytes_of(dtype_); }
+  std::byte* at(size_t i) { return data() + i * bytes_of(dtype_); }
   // Makes all elements, or `count` from `first` on, value(0), value(1), ...; it has the period of
   // element(). A copy is one access for a sanitizer; single elements took most of a suite's time.
   template <typename Value>
@@ -278,7 +288,7 @@ class Array {
     size_t done = kPeriod;
     while (done < count) {
       const size_t more = std::min(done, count - done);
-      std::memcpy(at(first + done), at(first), more * pycomm::bytes_of(dtype_));
+      std::memcpy(at(first + done), at(first), more * bytes_of(dtype_));
       done += more;
     }
   }
@@ -288,9 +298,39 @@ class Array {
   }
 
  private:
-  pycomm::Dtype dtype_;
+  Dtype dtype_;
   size_t count_;
   std::vector<std::byte> bytes_;
 };
+
+// An all_reduce in place.
+inline group::Call sum_in_place(Array& array, Algorithm algorithm = Algorithm::automatic) {
+  return {.operation = Operation::all_reduce,
+          .dtype = array.dtype(),
+          .input = array.data(),
+          .output = array.data(),
+          .count = array.count(),
+          .algorithm = algorithm};
+}
+
+inline group::Call sum_in_place(std::span<float> x, Algorithm algorithm = Algorithm::automatic) {
+  return {.operation = Operation::all_reduce,
+          .dtype = Dtype::float32,
+          .input = x.data(),
+          .output = x.data(),
+          .count = x.size(),
+          .algorithm = algorithm};
+}
+
+// A send or recv of the array.
+inline group::Call message(Operation operation, Array& array, int peer, uint32_t tag = 0) {
+  return {.operation = operation,
+          .dtype = array.dtype(),
+          .input = array.data(),
+          .output = array.data(),
+          .count = array.count(),
+          .peer = peer,
+          .tag = tag};
+}
 
 }  // namespace ranks

@@ -16,6 +16,8 @@
 namespace {
 
 using namespace pycomm;
+using namespace pycomm::engine;
+using namespace pycomm::shared;
 using namespace std::chrono_literals;
 
 // On the mortal rank's thread: additions until it dies; below 0: it does not die.
@@ -66,9 +68,9 @@ transport::Header header_of(Operation operation, size_t count) {
 }
 
 // The segments of one host's ranks, as rank `rank` sees them; null where it is alone there.
-std::unique_ptr<shared::SharedMemoryRegion> arena_of(
-    const Scene& scene, int rank, const std::vector<std::shared_ptr<shared::Segment>>& segments) {
-  std::vector<std::shared_ptr<shared::Segment>> here;
+std::unique_ptr<SharedMemoryRegion> arena_of(
+    const Scene& scene, int rank, const std::vector<std::shared_ptr<Segment>>& segments) {
+  std::vector<std::shared_ptr<Segment>> here;
   std::vector<int> members;
   int index = 0;
   const int host = scene.hosts[static_cast<size_t>(rank)];
@@ -79,72 +81,67 @@ std::unique_ptr<shared::SharedMemoryRegion> arena_of(
     here.push_back(segments[i]);
   }
   if (members.size() == 1) return nullptr;
-  auto region = std::make_unique<shared::SharedMemoryRegion>(std::move(here), members, index);
+  auto region = std::make_unique<SharedMemoryRegion>(std::move(here), members, index);
   region->set_heaps(std::vector<os::HeapView>(members.size(), os::SharedHeap::own()->view()));
   return region;
 }
 
-void run_shared(engine::Engine& engine, shared::SharedMemoryRegion* region, Operation operation,
-                const float* input, float* output, size_t count,
-                shared::AccessMode mode = shared::AccessMode::zero_copy) {
-  const engine::Job job{.header = engine.next_header(header_of(operation, count)),
-                        .input = reinterpret_cast<const std::byte*>(input),
-                        .output = reinterpret_cast<std::byte*>(output),
-                        .element_bytes = sizeof(float),
-                        .reducer = &kFatal,
-                        .operation = operation,
-                        .count = count};
+void run_shared(Engine& engine, SharedMemoryRegion* region, Operation operation, const float* input,
+                float* output, size_t count, AccessMode mode = AccessMode::zero_copy) {
+  const Job job{.header = engine.next_header(header_of(operation, count)),
+                .input = reinterpret_cast<const std::byte*>(input),
+                .output = reinterpret_cast<std::byte*>(output),
+                .element_bytes = sizeof(float),
+                .reducer = &kFatal,
+                .operation = operation,
+                .count = count};
   region->begin(job.header);
-  shared::SharedCall run(engine, *region, job);
+  SharedCall run(engine, *region, job);
   engine.run(run, job.header, Deadline(20s));
   expect(run.access_mode() == mode, "the call uses another access mode");
 }
 
-void all_reduce_mapped(engine::Engine& engine, shared::SharedMemoryRegion* region,
-                       const Scene& scene, float* x) {
+void all_reduce_mapped(Engine& engine, SharedMemoryRegion* region, const Scene& scene, float* x) {
   run_shared(engine, region, Operation::all_reduce, x, x, scene.count);
 }
 
-void all_reduce_staged(engine::Engine& engine, shared::SharedMemoryRegion* region,
-                       const Scene& scene, float* x) {
+void all_reduce_staged(Engine& engine, SharedMemoryRegion* region, const Scene& scene, float* x) {
   std::vector<float> own(x, x + scene.count);
   run_shared(engine, region, Operation::all_reduce, own.data(), own.data(), scene.count,
-             shared::AccessMode::staged);
+             AccessMode::staged);
 }
 
-void broadcast_mapped(engine::Engine& engine, shared::SharedMemoryRegion* region,
-                      const Scene& scene, float* x) {
+void broadcast_mapped(Engine& engine, SharedMemoryRegion* region, const Scene& scene, float* x) {
   run_shared(engine, region, Operation::broadcast, x, x, scene.count);
 }
 
-void all_gather_mapped(engine::Engine& engine, shared::SharedMemoryRegion* region,
-                       const Scene& scene, float* x) {
+void all_gather_mapped(Engine& engine, SharedMemoryRegion* region, const Scene& scene, float* x) {
   std::vector<float> all(scene.count * scene.hosts.size());
   run_shared(engine, region, Operation::all_gather, x, all.data(), scene.count);
 }
 
-void reduce_scatter_mapped(engine::Engine& engine, shared::SharedMemoryRegion* region,
-                           const Scene& scene, float* x) {
+void reduce_scatter_mapped(Engine& engine, SharedMemoryRegion* region, const Scene& scene,
+                           float* x) {
   std::vector<float> row(scene.count / scene.hosts.size());
   run_shared(engine, region, Operation::reduce_scatter, x, row.data(), row.size());
 }
 
-void all_reduce_two_levels(engine::Engine& engine, shared::SharedMemoryRegion* region,
-                           const Scene& scene, float* x) {
-  engine::Job job;
+void all_reduce_two_levels(Engine& engine, SharedMemoryRegion* region, const Scene& scene,
+                           float* x) {
+  Job job;
   job.header = engine.next_header(header_of(Operation::all_reduce, scene.count));
   job.input = job.output = reinterpret_cast<std::byte*>(x);
   job.element_bytes = sizeof(float);
   job.reducer = &kFatal;
   job.size = static_cast<int>(scene.hosts.size());
-  shared::HierarchicalAllReduce(engine, region)
+  HierarchicalAllReduce(engine, region)
       .all_reduce(
           job,
           {.rank = engine.rank(), .size = job.size, .count = scene.count, .hosts = scene.hosts},
           Deadline(20s));
 }
 
-using Body = void (*)(engine::Engine&, shared::SharedMemoryRegion*, const Scene&, float*);
+using Body = void (*)(Engine&, SharedMemoryRegion*, const Scene&, float*);
 
 void survive(const Scene& scene, const std::function<void()>& call) {
   const auto ending = ranks::ending_of(call);
@@ -159,12 +156,12 @@ void play(const Scene& scene, Body body) {
   const size_t size = scene.hosts.size();
   ranks::Channels all(static_cast<int>(size), "shm", scene.mortal, SIZE_MAX);
   const auto memory = os::SharedHeap::own()->allocate(size * scene.count * sizeof(float));
-  std::vector<std::shared_ptr<shared::Segment>> segments(size);
-  for (auto& segment : segments) segment = std::make_shared<shared::Segment>();
-  std::vector<std::unique_ptr<engine::Engine>> engines;
+  std::vector<std::shared_ptr<Segment>> segments(size);
+  for (auto& segment : segments) segment = std::make_shared<Segment>();
+  std::vector<std::unique_ptr<Engine>> engines;
   for (size_t i = 0; i < size; ++i) engines.push_back(all.engine(static_cast<int>(i)));
   ranks::run(static_cast<int>(size), [&](int rank) {
-    engine::Engine& engine = *engines[static_cast<size_t>(rank)];
+    Engine& engine = *engines[static_cast<size_t>(rank)];
     const auto region = arena_of(scene, rank, segments);
     float* x = reinterpret_cast<float*>(memory.get()) + static_cast<size_t>(rank) * scene.count;
     std::fill_n(x, scene.count, 1.0F);
@@ -177,7 +174,7 @@ void play(const Scene& scene, Body body) {
   });
 }
 
-void mapped_test() {
+const Test kMapped("all ranks detect a death in a call on arrays in heaps", [] {
   int mortal = 0;  // a piece has 33 blocks, each of two additions
   for (const int additions : {0, 1, 30, 65}) {
     play({{0, 0, 0}, 200'003, mortal % 3, additions}, all_reduce_mapped);
@@ -185,24 +182,20 @@ void mapped_test() {
   }
   for (const Body body : {broadcast_mapped, all_gather_mapped})
     play({{0, 0, 0}, 200'003, mortal++ % 3, -1}, body);
-}
-const Test kMapped{"all ranks detect a death in a call on arrays in heaps", mapped_test};
+});
 
-void staged_test() {
+const Test kStaged("all ranks detect a death while they copy through slots", [] {
   int mortal = 0;
   for (const int additions : {-1, 0, 1, 30, 65})
     play({{0, 0, 0}, 200'003, mortal++ % 3, additions}, all_reduce_staged);
-}
-const Test kStaged{"all ranks detect a death while they copy through slots", staged_test};
+});
 
 // Blocks of 1 MiB: the first sum inside, one while the first block crosses, the last.
-void two_levels_test() {
+const Test kTwoLevels("all ranks detect a death in a hierarchical sum", [] {
   int mortal = 0;
   for (const int additions : {0, 20, 80, 150})
     play({{0, 0, 1, 1}, 700'001, mortal++ % 4, additions}, all_reduce_two_levels);
   play({{0, 0, 1}, 700'001, 1, -1}, all_reduce_two_levels);  // sends nothing between hosts
   play({{0, 1, 1}, 700'001, 0, 10}, all_reduce_two_levels);  // the only rank of its host
-}
-const Test kTwoLevels{"all ranks detect a death in a hierarchical sum", two_levels_test};
-
+});
 }  // namespace

@@ -1,8 +1,6 @@
 // The shared_memory strategy through whole groups: every verb at sizes about its thresholds, in
 // place and not, sums in rank order, disagreements of every kind, and ranks that are late or die.
-#include <cmath>
 #include <latch>
-#include <numeric>
 #include <vector>
 
 #include "core/errors.h"
@@ -12,9 +10,9 @@
 #include "shared/segment.h"
 
 using namespace pycomm;
+using namespace pycomm::group;
+using namespace ranks;
 using namespace std::chrono_literals;
-using ranks::Array;
-using ranks::element;
 
 namespace {
 
@@ -55,7 +53,7 @@ int sum_of(int size, size_t i) {
 }
 
 // Element `i` of what `rank` gets, or -1 where its output stays as it was.
-int wanted(const group::Call& call, int rank, int size, size_t i) {
+int wanted(const Call& call, int rank, int size, size_t i) {
   const size_t n = call.count, mine = static_cast<size_t>(rank) * n;
   switch (call.operation) {
     case Operation::all_reduce:
@@ -82,7 +80,7 @@ int wanted(const group::Call& call, int rank, int size, size_t i) {
   return -1;
 }
 
-void run_once(group::Group& group, group::Call call) {
+void run_once(Group& group, Call call) {
   const int rank = group.rank(), size = group.size();
   call.dtype = Dtype::float32;
   call.algorithm = Algorithm::shared_memory;
@@ -110,46 +108,40 @@ constexpr std::array kVerbs{Operation::all_reduce, Operation::reduce,     Operat
                             Operation::broadcast,  Operation::all_gather, Operation::gather,
                             Operation::scatter,    Operation::all_to_all, Operation::barrier};
 
-void verbs_test() {
+const Test kVerbsTest("every verb at every threshold", [] {
   for (const std::string& by : kShared)
     for (const int size : {2, 3, 4})
-      ranks::run_groups(size, by, [](group::Group& group) {
+      run_groups(size, by, [](Group& group) {
         for (const size_t count : kCounts)
           for (const Operation operation : kVerbs)
             run_once(group, {.operation = operation, .count = count, .peer = group.size() - 1});
       });
-}
-const Test kVerbsTest{"every verb at every threshold", verbs_test};
+});
 
 // The sum must be that of ranks 0, 1, 2, 3 in this order, at every size and at every place: with
 // these summands each other order rounds differently.
-void order_test() {
+const Test kOrder("sums are in rank order, whatever the size", [] {
   constexpr int kSize = 4;
   const std::array<float, kSize> summands{1e8F, 3.0F, -1e8F, 1.25F};
   float truth = summands[0];
   for (int i = 1; i < kSize; ++i) truth += summands[static_cast<size_t>(i)];
   for (const bool reproducible : {false, true}) {
-    ranks::World world{.size = kSize, .transport = "local"};
-    ranks::run(kSize, [&](int rank) {
+    World world{.size = kSize, .transport = "local"};
+    run(kSize, [&](int rank) {
       const auto group = world.join(rank, reproducible);
       for (const size_t count : {1, 12, 4000, 5000, 200'000}) {
         std::vector<float> x(count, summands[static_cast<size_t>(rank)]);
-        group->run({.operation = Operation::all_reduce,
-                    .dtype = Dtype::float32,
-                    .input = x.data(),
-                    .output = x.data(),
-                    .count = count});
+        group->run(sum_in_place(x));
         for (const float value : x) expect_equal(value, truth, "a sum in rank order");
       }
     });
     world.name += "again";
   }
-}
-const Test kOrder{"sums are in rank order, whatever the size", order_test};
+});
 
 // 16-bit floats are rounded once: 2048 + 1 + 1 is 2050 in float32, and 2048 if rounded twice.
-void half_test() {
-  ranks::run_groups(3, "local", [](group::Group& group) {
+const Test kHalf("16-bit sums are rounded once", [] {
+  run_groups(3, "local", [](Group& group) {
     for (const size_t count : {3, 30'000, 300'000}) {
       const uint16_t big = 0x6800, one = 0x3c00, truth = 0x6801;  // 2048, 1, 2050
       std::vector<uint16_t> x(count, group.rank() == 0 ? big : one);
@@ -161,19 +153,18 @@ void half_test() {
       for (const uint16_t value : x) expect_equal(value, truth, "a sum rounded once");
     }
   });
-}
-const Test kHalf{"16-bit sums are rounded once", half_test};
+});
 
 // Ranks disagree in every way, and the group continues: within the strategy (the signature), across
 // strategies (the page with the call of each rank), tiny and large.
-void disagreement_test() {
+const Test kDisagreement("a disagreement changes nothing, and the group continues", [] {
   const auto reduce = [](size_t count, Algorithm algorithm = Algorithm::shared_memory) {
-    return group::Call{.operation = Operation::all_reduce,
-                       .dtype = Dtype::float32,
-                       .count = count,
-                       .algorithm = algorithm};
+    return Call{.operation = Operation::all_reduce,
+                .dtype = Dtype::float32,
+                .count = count,
+                .algorithm = algorithm};
   };
-  const std::vector<std::pair<group::Call, group::Call>> pairs{
+  const std::vector<std::pair<Call, Call>> pairs{
       {reduce(1), reduce(2)},
       {reduce(100'000), reduce(100'001)},
       {reduce(1), reduce(100'000)},
@@ -183,55 +174,51 @@ void disagreement_test() {
       {reduce(500), {.operation = Operation::all_gather, .dtype = Dtype::float32, .count = 500}},
   };
   for (const std::string& by : kShared)
-    ranks::run_groups(3, by, [&](group::Group& group) {
+    run_groups(3, by, [&](Group& group) {
       for (const auto& [first, second] : pairs)
         for (int odd = 0; odd < 3; ++odd) {
-          group::Call call = group.rank() == odd ? second : first;
+          Call call = group.rank() == odd ? second : first;
           Array array(Dtype::float32, 3 * std::max<size_t>(call.count, 1));
           array.fill([&](size_t i) { return element(group.rank(), i); });
           const Array before = array;
           call.input = call.output = array.data();
-          const auto ending = ranks::ending_of([&] { group.run(call); });
+          const auto ending = ending_of([&] { group.run(call); });
           expect(ending.is(ErrorKind::mismatch), "not a mismatch: " + ending.text());
           expect(array == before, "an array has changed");
           run_once(group, {.operation = Operation::all_reduce, .count = 70'000});
         }
     });
-}
-const Test kDisagreement{"a disagreement changes nothing, and the group continues",
-                         disagreement_test};
+});
 
 // One rank waits for data of a root on which all others agreed; they have continued.
-void one_way_test() {
+const Test kOneWay("waiting for a root that has continued ends with an error", [] {
   for (const std::string& by : kShared)
     for (const Operation operation : {Operation::scatter, Operation::broadcast}) {
       std::latch gone_on(2);
-      ranks::run_groups(3, by, [&](group::Group& group) {
+      run_groups(3, by, [&](Group& group) {
         Array array(Dtype::float32, 30);
-        group::Call call{.operation = operation,
-                         .dtype = Dtype::float32,
-                         .input = array.data(),
-                         .output = array.data(),
-                         .count = 10};
+        Call call{.operation = operation,
+                  .dtype = Dtype::float32,
+                  .input = array.data(),
+                  .output = array.data(),
+                  .count = 10};
         const bool odd = group.rank() == 2;
         if (odd) gone_on.wait();
         call.peer = odd ? 1 : 0;
-        const auto ending = ranks::ending_of([&] {
+        ending_of([&] {
           group.run(call);
           group.run({.operation = Operation::broadcast, .count = 0});
           if (!odd) gone_on.count_down();
           group.run({.operation = Operation::barrier});
-        });
-        expect(ending.is(ErrorKind::mismatch) && ending.says("continued with"), ending.text());
+        }).check(ErrorKind::mismatch, {"continued with"});
         run_once(group, {.operation = Operation::all_reduce, .count = 70'000});
       });
     }
-}
-const Test kOneWay{"waiting for a root that has continued ends with an error", one_way_test};
+});
 
 // The others sleep by then; the rank that fills a slot wakes them.
-void late_test() {
-  ranks::run_groups(3, "shm", [](group::Group& group) {
+const Test kLate("a late rank wakes the sleeping ranks", [] {
+  run_groups(3, "shm", [](Group& group) {
     for (int late = 0; late < 3; ++late)
       for (const size_t count : {1, 300'000}) {
         const auto until = Clock::now() + 20ms;
@@ -240,70 +227,49 @@ void late_test() {
         run_once(group, {.operation = Operation::broadcast, .count = count, .peer = late});
       }
   });
-}
-const Test kLate{"a late rank wakes the sleeping ranks", late_test};
+});
 
-void gone_test() {
+const Test kGone("waiting for a rank that left ends with an error", [] {
   for (const std::string& by : kShared) {
-    ranks::World world{.size = 3, .transport = by};
-    ranks::run(3, [&](int rank) {
+    World world{.size = 3, .transport = by};
+    run(3, [&](int rank) {
       auto group = world.join(rank);
       if (rank == 1) return group.reset();  // leaves cleanly while the others need it
       float x = 1;
-      const auto ending = ranks::ending_of([&] {
-        group->run({.operation = Operation::all_reduce,
-                    .dtype = Dtype::float32,
-                    .input = &x,
-                    .output = &x,
-                    .count = 1});
-      });
-      expect(ending.is(ErrorKind::peer_lost) && ending.says("rank 1"), ending.text());
+      ending_of([&] { group->run(sum_in_place({&x, 1})); }).check(ErrorKind::peer_lost, {"rank 1"});
     });
     world.name += "again";
   }
-}
-const Test kGone{"waiting for a rank that left ends with an error", gone_test};
+});
 
-void timeout_test() {
-  ranks::run_groups(2, "shm", [](group::Group& group) {
+const Test kTimeout("a call keeps to its limit", [] {
+  run_groups(2, "shm", [](Group& group) {
     if (group.rank() == 1) return;
     float x = 1;
-    const auto ending = ranks::ending_of([&] {
-      group.run({.operation = Operation::all_reduce,
-                 .dtype = Dtype::float32,
-                 .input = &x,
-                 .output = &x,
-                 .count = 1,
-                 .timeout = 200ms});
+    const auto ending = ending_of([&] {
+      Call call = sum_in_place({&x, 1});
+      call.timeout = 200ms;
+      group.run(call);
     });
     expect(ending.is(ErrorKind::timeout) || ending.is(ErrorKind::peer_lost), ending.text());
   });
-}
-const Test kTimeout{"a call keeps to its limit", timeout_test};
+});
 
-void after_abort_test() {
+const Test kAfterAbort("a call after an abort is invisible to other ranks", [] {
   for (const std::string& by : kShared) {
     std::latch called(1);
-    ranks::run_groups(2, by, [&](group::Group& group) {
+    run_groups(2, by, [&](Group& group) {
       float x = 1;
-      group::Call call{.operation = Operation::all_reduce,
-                       .dtype = Dtype::float32,
-                       .input = &x,
-                       .output = &x,
-                       .count = 1};
+      Call call = sum_in_place({&x, 1});
       if (group.rank() == 1) {
         group.abort("enough is enough");
         call.op = ReduceOp::max;
-        const auto ending = ranks::ending_of([&] { group.run(call); });
-        expect(ending.is(ErrorKind::group_broken), ending.text());
+        ending_of([&] { group.run(call); }).check(ErrorKind::group_broken);
         return called.count_down();
       }
       called.wait();
-      const auto ending = ranks::ending_of([&] { group.run(call); });
-      expect(ending.is(ErrorKind::group_broken) && ending.says("enough is enough"), ending.text());
+      ending_of([&] { group.run(call); }).check(ErrorKind::group_broken, {"enough is enough"});
     });
   }
-}
-const Test kAfterAbort{"a call after an abort is invisible to other ranks", after_abort_test};
-
+});
 }  // namespace

@@ -3,7 +3,6 @@
 #include <sys/eventfd.h>
 
 #include <algorithm>
-#include <cstring>
 #include <random>
 #include <utility>
 
@@ -12,6 +11,7 @@
 namespace simulation {
 
 using namespace pycomm;
+using namespace pycomm::transport;
 
 namespace {
 
@@ -23,7 +23,7 @@ World* current = nullptr;
 // One direction between two ranks.
 class World::Wire {
  public:
-  void send(transport::ConstBytes head, transport::ConstBytes body) {
+  void send(ConstBytes head, ConstBytes body) {
     if (closed) return;
     std::vector<std::byte> bytes(head.begin(), head.end());
     bytes.insert(bytes.end(), body.begin(), body.end());
@@ -46,32 +46,32 @@ class World::Wire {
 };
 
 // The end of `rank` of its connection to `peer`.
-class End final : public transport::Channel {
+class End final : public Channel {
  public:
   End(World& world, int rank, int peer) : world_(world), rank_(rank), peer_(peer) {}
   ~End() override { End::close({}); }
 
   std::string_view transport() const override { return "simulated"; }
-  size_t send(transport::ConstBytes head, transport::ConstBytes body) override {
+  size_t send(ConstBytes head, ConstBytes body) override {
     const size_t bytes = head.size() + body.size();
     if (closed_ || world_.at(rank_).dead) return bytes;
     world_.count_send(rank_);
     world_.wire(rank_, peer_).send(head, body);
     return bytes;
   }
-  transport::ConstBytes peek(size_t want) override {
-    const auto here = transport::ConstBytes(in().here).subspan(in().taken);
+  ConstBytes peek(size_t want) override {
+    const auto here = ConstBytes(in().here).subspan(in().taken);
     return here.first(std::min(want, here.size()));
   }
   void take(size_t bytes) override { in().taken += bytes; }
-  size_t receive(transport::Bytes into) override {
-    const transport::ConstBytes here = peek(into.size());
+  size_t receive(Bytes into) override {
+    const ConstBytes here = peek(into.size());
     std::copy(here.begin(), here.end(), into.begin());
     take(here.size());
     return here.size();
   }
   bool is_closed() const override { return closed_; }
-  pollfd arm(transport::Want) override {
+  pollfd arm(Want) override {
     world_.at(rank_).armed = true;
     return {world_.awake_.get(), POLLIN, 0};
   }
@@ -80,7 +80,7 @@ class End final : public transport::Channel {
     if (std::exchange(world_.at(rank_).armed, false) && revents != 0) world_.sleep(rank_);
     closed_ |= in().over;
   }
-  void close(transport::ConstBytes) override {  // its wires hold everything
+  void close(ConstBytes) override {  // its wires hold everything
     world_.wire(rank_, peer_).close();
     closed_ = true;
   }
@@ -103,7 +103,7 @@ World::World(int size, Fate fate, Looks looks, Body body)
     ranks_.push_back(std::make_unique<Rank>(live));
   }
   for (int rank = 0; rank < size; ++rank) {
-    std::vector<std::unique_ptr<transport::Channel>> channels(static_cast<size_t>(size));
+    std::vector<std::unique_ptr<Channel>> channels(static_cast<size_t>(size));
     for (int peer = 0; peer < size; ++peer)
       if (peer != rank)
         channels[static_cast<size_t>(peer)] = std::make_unique<End>(*this, rank, peer);

@@ -8,11 +8,9 @@
 // One send arrives as a whole; link_test.cpp and death_test.cpp test partial frames.
 #pragma once
 
-#include <deque>
 #include <functional>
 #include <memory>
 #include <stdexcept>
-#include <string>
 #include <vector>
 
 #include "emulator/fiber.hpp"

@@ -10,7 +10,6 @@
 #include "simulation.h"
 
 #include <algorithm>
-#include <cstdlib>
 #include <iostream>
 #include <random>
 
@@ -22,6 +21,7 @@
 namespace {
 
 using namespace pycomm;
+using namespace pycomm::engine;
 using namespace simulation;
 
 constexpr size_t kMostOrders = 200'000;
@@ -60,9 +60,9 @@ float element(int rank, size_t i, int call) {
 }
 
 // True if the numbers are right.
-bool run_call(engine::Engine& engine, const Scene& scene, int call, bool astray) {
+bool run_call(Engine& engine, const Scene& scene, int call, bool astray) {
   const size_t count = static_cast<size_t>(scene.size) + (astray ? 1 : 0);
-  const engine::Schedule schedule = engine::make_schedule(
+  const Schedule schedule = make_schedule(
       collectives::make_plan(scene.call.algorithm, scene.call.operation,
                              {.rank = engine.rank(), .size = scene.size, .count = count}),
       engine.rank());
@@ -73,7 +73,7 @@ bool run_call(engine::Engine& engine, const Scene& scene, int call, bool astray)
     if (scene.call.operation == Operation::all_reduce)
       for (int rank = 1; rank < scene.size; ++rank) want[i] += element(rank, i, call);
   }
-  engine::Job job{.schedule = &schedule};
+  Job job{.schedule = &schedule};
   transport::Header signature;
   signature.operation = static_cast<uint8_t>(scene.call.operation);
   signature.algorithm = static_cast<uint8_t>(scene.call.algorithm);
@@ -91,7 +91,7 @@ bool run_call(engine::Engine& engine, const Scene& scene, int call, bool astray)
 }
 
 // A rank's part: its calls, until one breaks the group.
-void play(engine::Engine& engine, const Scene& scene, Outcome& outcome) {
+void play(Engine& engine, const Scene& scene, Outcome& outcome) {
   const bool stray = engine.rank() == scene.stray;
   for (int call = 0; call < scene.calls; ++call) {
     try {
@@ -108,7 +108,7 @@ struct Play {
   Play(const Scene& of, Looks looks)
       : scene(of),
         outcomes(static_cast<size_t>(of.size)),
-        world(of.size, of.fate, looks, [this](int rank, engine::Engine& engine) {
+        world(of.size, of.fate, looks, [this](int rank, Engine& engine) {
           play(engine, scene, outcomes[static_cast<size_t>(rank)]);
         }) {}
   Scene scene;
@@ -200,20 +200,18 @@ bool has_many_orders(const Call& call) {
          (call.algorithm == Algorithm::direct_two_phase || call.algorithm == Algorithm::halving);
 }
 
-const Test kDeaths{"every death of one rank of three, in every order", [] {
-                     for (const Call& call : calls())
-                       if (!has_many_orders(call))
-                         expect(try_every_death({.call = call}) > 1, "there is but one order");
-                   }};
+const Test kDeaths("every death of one rank of three, in every order", [] {
+  for (const Call& call : calls())
+    if (!has_many_orders(call))
+      expect(try_every_death({.call = call}) > 1, "there is but one order");
+});
 
-const Test kStrays{
-    "every disagreement of three, in every order", [] {
-      for (const Algorithm algorithm : collectives::algorithms_for(Operation::all_reduce))
-        for (int stray = 0; stray < 3; ++stray)
-          if (algorithm == Algorithm::ring || algorithm == Algorithm::tree)
-            try_every_order(
-                {.call = {Operation::all_reduce, algorithm}, .stray = stray, .calls = 2});
-    }};
+const Test kStrays("every disagreement of three, in every order", [] {
+  for (const Algorithm algorithm : collectives::algorithms_for(Operation::all_reduce))
+    for (int stray = 0; stray < 3; ++stray)
+      if (algorithm == Algorithm::ring || algorithm == Algorithm::tree)
+        try_every_order({.call = {Operation::all_reduce, algorithm}, .stray = stray, .calls = 2});
+});
 
 // Messages between devices: an act is a send, a receive or, before them, a broadcast.
 enum class Verb { broadcast, offer, receive };
@@ -225,7 +223,7 @@ struct Act {
 };
 
 // Whether the act succeeds.
-bool act_once(engine::Engine& engine, const Act& act) {
+bool act_once(Engine& engine, const Act& act) {
   if (act.verb == Verb::broadcast)
     return run_call(engine, {.call = {Operation::broadcast, Algorithm::direct}}, 0, act.count != 3);
   const Deadline deadline(std::chrono::hours(1));
@@ -247,12 +245,12 @@ struct Messages {
   explicit Messages(const std::vector<std::vector<Act>>& acts)
       : well(acts.size()),
         world(static_cast<int>(acts.size()), {}, Looks::at_once,
-              [this, acts](int rank, engine::Engine& engine) {
+              [this, acts](int rank, Engine& engine) {
                 for (const Act& act : acts[static_cast<size_t>(rank)])
                   well[static_cast<size_t>(rank)].push_back(go(engine, act));
               }) {}
 
-  static bool go(engine::Engine& engine, const Act& act) {
+  static bool go(Engine& engine, const Act& act) {
     for (;;) try {
         return act_once(engine, act);
       } catch (const Error& error) {
@@ -281,26 +279,25 @@ size_t try_messages(const std::vector<std::vector<Act>>& acts,
 constexpr Act kGive{Verb::offer, 1}, kReply{Verb::offer, 0};
 constexpr Act kTake{Verb::receive, 0}, kBack{Verb::receive, 1};
 
-const Test kOffers{
-    "messages between devices of three, in every order", [] {
-      constexpr Act kOther{Verb::receive, 0, 4}, kAnyone{Verb::receive, engine::kAnyPeer};
-      const auto wanted = [](bool first) {
-        return [first](const Well& well) {
-          for (const auto& of_rank : well)
-            for (size_t i = 0; i < of_rank.size(); ++i)
-              expect_equal<bool>(of_rank[i], first || i > 0, "act " + std::to_string(i));
-        };
-      };
-      expect(try_messages({{kGive, kBack}, {kTake, kReply}, {}}, wanted(true)) > 0, "no order");
-      expect(try_messages({{kAnyone, kAnyone}, {kReply}, {kReply}}, wanted(true)) > 1, "orders");
-      // The peer receives another kind, or sends too; the next message succeeds.
-      try_messages({{kGive, kGive}, {kOther, kTake}, {}}, wanted(false));
-      try_messages({{kGive, kGive}, {kReply, kTake}, {}}, wanted(false));
-    }};
+const Test kOffers("messages between devices of three, in every order", [] {
+  constexpr Act kOther{Verb::receive, 0, 4}, kAnyone{Verb::receive, kAnyPeer};
+  const auto wanted = [](bool first) {
+    return [first](const Well& well) {
+      for (const auto& of_rank : well)
+        for (size_t i = 0; i < of_rank.size(); ++i)
+          expect_equal<bool>(of_rank[i], first || i > 0, "act " + std::to_string(i));
+    };
+  };
+  expect(try_messages({{kGive, kBack}, {kTake, kReply}, {}}, wanted(true)) > 0, "no order");
+  expect(try_messages({{kAnyone, kAnyone}, {kReply}, {kReply}}, wanted(true)) > 1, "orders");
+  // The peer receives another kind, or sends too; the next message succeeds.
+  try_messages({{kGive, kGive}, {kOther, kTake}, {}}, wanted(false));
+  try_messages({{kGive, kGive}, {kReply, kTake}, {}}, wanted(false));
+});
 
 // The root finishes before rank 2 learns that its call was another, and the others learn it at any
 // time. A rank that took an abandoned message would make its peer wait without end.
-const Test kOffersAstray{
+const Test kOffersAstray(
     "messages between devices while one makes another call, of three, in every order", [] {
       for (const auto& [giver, taker] : {std::pair(0, 1), {1, 0}, {1, 2}, {2, 1}}) {
         std::vector<std::vector<Act>> acts(3);
@@ -318,16 +315,16 @@ const Test kOffersAstray{
         };
         expect(try_messages(acts, fine) > 1, "there is but one order");
       }
-    }};
+    });
 
-const Test kMore{"long: every death of one rank of three in two calls, in every order", [] {
-                   for (const Call& call : calls()) {
-                     const Scene scene{.call = call, .calls = has_many_orders(call) ? 1 : 2};
-                     const size_t orders = try_every_death(scene);
-                     std::cout << scene.text() << ", calls: " << scene.calls << ": " << orders
-                               << " orders" << std::endl;
-                   }
-                 }};
+const Test kMore("long: every death of one rank of three in two calls, in every order", [] {
+  for (const Call& call : calls()) {
+    const Scene scene{.call = call, .calls = has_many_orders(call) ? 1 : 2};
+    const size_t orders = try_every_death(scene);
+    std::cout << scene.text() << ", calls: " << scene.calls << ": " << orders << " orders"
+              << std::endl;
+  }
+});
 
 // One of five dies; the seed decides when, and in which order.
 void try_one(uint64_t seed) {
@@ -343,17 +340,16 @@ void try_one(uint64_t seed) {
   }
 }
 
-const Test kSome{"random deaths of one rank of five", [] {
-                   for (uint64_t seed = 0; seed < 500; ++seed) try_one(seed);
-                 }};
+const Test kSome("random deaths of one rank of five", [] {
+  for (uint64_t seed = 0; seed < 500; ++seed) try_one(seed);
+});
 
-const Test kMillion{"long: a million random deaths of one rank of five", [] {
-                      for (uint64_t seed = 0; seed < 1'000'000; ++seed) {
-                        try_one(seed);
-                        if (seed % 10'000 == 0)
-                          std::cout << '\r' << seed / 10'000 << " % of a million" << std::flush;
-                      }
-                      std::cout << '\n';
-                    }};
+const Test kMillion("long: a million random deaths of one rank of five", [] {
+  for (uint64_t seed = 0; seed < 1'000'000; ++seed) {
+    try_one(seed);
+    if (seed % 10'000 == 0) std::cout << '\r' << seed / 10'000 << " % of a million" << std::flush;
+  }
+  std::cout << '\n';
+});
 
 }  // namespace

@@ -23,6 +23,7 @@
 namespace {
 
 using namespace pycomm;
+using namespace pycomm::kernels;
 
 using Floats = std::vector<float>;
 using Places = std::vector<int32_t>;
@@ -102,23 +103,23 @@ class Steps {
       outputs_.push_back({Places(k), Floats(k), Floats(k)});
     }
     describe();
-    workspace_.resize(kernels::cpu_kernels().dgc_workspace_bytes(tables()));
+    workspace_.resize(cpu_kernels().dgc_workspace_bytes(tables()));
   }
 
   void run(float size, const std::string& where) {
     for (size_t t = 0; t < counts_.size(); ++t) new_gradient(t, size);
-    const kernels::DgcStep step{.tables = tables(),
-                                .grad_dtype = how_.grad,
-                                .weight_dtype = Dtype::float32,
-                                .momentum = 0.9,
-                                .weight_decay = how_.decay ? 0.01 : 0,
-                                .scale = 0.5,
-                                .scales = nullptr,
-                                .nesterov = how_.nesterov,
-                                .masking = how_.masking,
-                                .found_inf = nullptr,
-                                .workspace = {workspace_.data(), workspace_.size()}};
-    kernels::cpu_kernels().dgc_step(step, {});
+    const DgcStep step{.tables = tables(),
+                       .grad_dtype = how_.grad,
+                       .weight_dtype = Dtype::float32,
+                       .momentum = 0.9,
+                       .weight_decay = how_.decay ? 0.01 : 0,
+                       .scale = 0.5,
+                       .scales = nullptr,
+                       .nesterov = how_.nesterov,
+                       .masking = how_.masking,
+                       .found_inf = nullptr,
+                       .workspace = {workspace_.data(), workspace_.size()}};
+    cpu_kernels().dgc_step(step, {});
     for (size_t s = 0, t = 0; s < outputs_.size(); t += selections_[s++].pieces) {
       Floats v, u;
       for (size_t i = t; i < t + selections_[s].pieces; ++i) {
@@ -135,7 +136,7 @@ class Steps {
     Floats values, u_values;
   };
 
-  kernels::DgcTables tables() const { return {pieces_, selections_, Dtype::float32}; }
+  DgcTables tables() const { return {pieces_, selections_, Dtype::float32}; }
 
   void describe() {
     for (size_t t = 0; t < counts_.size(); ++t) {
@@ -203,65 +204,64 @@ class Steps {
   std::vector<Floats> u_, v_, weight_, grad_, u_model_, v_model_;
   std::vector<std::vector<uint16_t>> halves_;
   std::vector<Output> outputs_;
-  std::vector<kernels::DgcPiece> pieces_;
-  std::vector<kernels::DgcSelection> selections_;
+  std::vector<DgcPiece> pieces_;
+  std::vector<DgcSelection> selections_;
   std::vector<std::byte> workspace_;
 };
 
 const std::vector<size_t> kRagged{0, 1, 63, 64, 65, 4097, 20'011};
 
-const Test kSteps{"sparse: steps of ragged tensors, every dtype and option", [] {
-                    on_each_isa([](const std::string& where) {
-                      std::mt19937 random(1);
-                      const How ways[] = {{},
-                                          {.grad = Dtype::float16, .nesterov = true, .decay = true},
-                                          {.grad = Dtype::bfloat16, .masking = false},
-                                          {.decay = true, .together = true},
-                                          {.misleading = true},
-                                          {.nesterov = true, .masking = false, .together = true}};
-                      for (const How& how : ways) {
-                        Steps steps(random, kRagged, how);
-                        // Steady, a jump that the lower bound does not expect, and nothing new.
-                        for (const float size : {0.1f, 0.1f, 9.f, 0.f}) steps.run(size, where);
-                      }
-                    });
-                  }};
+const Test kSteps("sparse: steps of ragged tensors, every dtype and option", [] {
+  on_each_isa([](const std::string& where) {
+    std::mt19937 random(1);
+    const How ways[] = {{},
+                        {.grad = Dtype::float16, .nesterov = true, .decay = true},
+                        {.grad = Dtype::bfloat16, .masking = false},
+                        {.decay = true, .together = true},
+                        {.misleading = true},
+                        {.nesterov = true, .masking = false, .together = true}};
+    for (const How& how : ways) {
+      Steps steps(random, kRagged, how);
+      // Steady, a jump that the lower bound does not expect, and nothing new.
+      for (const float size : {0.1f, 0.1f, 9.f, 0.f}) steps.run(size, where);
+    }
+  });
+});
 
 // More than one part, so that threads work on the same selection.
-const Test kParts{"sparse: a step of several threads", [] {
-                    on_each_isa([](const std::string& where) {
-                      std::mt19937 random(2);
-                      Steps steps(random, {700'001, 400'000}, {.together = true});
-                      for (const float size : {0.1f, 5.f}) steps.run(size, where);
-                    });
-                  }};
+const Test kParts("sparse: a step of several threads", [] {
+  on_each_isa([](const std::string& where) {
+    std::mt19937 random(2);
+    Steps steps(random, {700'001, 400'000}, {.together = true});
+    for (const float size : {0.1f, 5.f}) steps.run(size, where);
+  });
+});
 
-const Test kCallers{"sparse: several callers at once", [] {
-                      const auto call = [](unsigned seed) {
-                        std::mt19937 random(seed);
-                        Steps steps(random, {9'000, 1'050'000}, {});
-                        for (int i = 0; i < 2; ++i) steps.run(0.1f, "caller");
-                      };
-                      std::thread other(call, 3);
-                      call(4);
-                      other.join();
-                    }};
+const Test kCallers("sparse: several callers at once", [] {
+  const auto call = [](unsigned seed) {
+    std::mt19937 random(seed);
+    Steps steps(random, {9'000, 1'050'000}, {});
+    for (int i = 0; i < 2; ++i) steps.run(0.1f, "caller");
+  };
+  std::thread other(call, 3);
+  call(4);
+  other.join();
+});
 
 // ---- selection ----------------------------------------------------------------------------------
 
 void try_topk(const Floats& x, size_t k, const std::string& where) {
   Places indices(k);
   Floats values(k), threshold(1), wanted;
-  std::vector<std::byte> room(
-      kernels::cpu_kernels().topk_workspace_bytes(x.size(), k, Dtype::float32));
+  std::vector<std::byte> room(cpu_kernels().topk_workspace_bytes(x.size(), k, Dtype::float32));
   Floats copy = x;
-  kernels::cpu_kernels().topk({copy.data(), x.size(), Dtype::float32},
-                              {.k = k,
-                               .indices = indices.data(),
-                               .values = values.data(),
-                               .threshold = k == 0 ? nullptr : threshold.data(),
-                               .workspace = {room.data(), room.size()}},
-                              {});
+  cpu_kernels().topk({copy.data(), x.size(), Dtype::float32},
+                     {.k = k,
+                      .indices = indices.data(),
+                      .values = values.data(),
+                      .threshold = k == 0 ? nullptr : threshold.data(),
+                      .workspace = {room.data(), room.size()}},
+                     {});
   const std::string what =
       where + ": topk " + std::to_string(k) + " of " + std::to_string(x.size());
   expect(indices == largest(x, k), what);
@@ -273,23 +273,23 @@ void try_topk(const Floats& x, size_t k, const std::string& where) {
   expect(key(least) == std::bit_cast<uint32_t>(threshold[0]), what + ": threshold");
 }
 
-const Test kTopk{"sparse: topk, at the ends of k and with ties", [] {
-                   on_each_isa([](const std::string& where) {
-                     std::mt19937 random(5);
-                     for (const size_t count : {0, 1, 64, 65, 1023, 30'001})
-                       for (const size_t k : {size_t{0}, count / 1000, count / 3, count})
-                         try_topk(numbers(random, count), k, where);
-                     Floats sampled = numbers(random, 20'011, 1, false), rising(300'000);
-                     mislead(sampled);
-                     try_topk(sampled, 41, where);
-                     // Each replaces the least of the kept ones.
-                     for (size_t i = 0; i < rising.size(); ++i)
-                       rising[i] = std::bit_cast<float>(0x3f000000u + static_cast<uint32_t>(i));
-                     try_topk(rising, 100, where);
-                     try_topk(Floats(1'100'000, 0.5f), 700, where);
-                     try_topk(numbers(random, 1'100'000), 1100, where);
-                   });
-                 }};
+const Test kTopk("sparse: topk, at the ends of k and with ties", [] {
+  on_each_isa([](const std::string& where) {
+    std::mt19937 random(5);
+    for (const size_t count : {0, 1, 64, 65, 1023, 30'001})
+      for (const size_t k : {size_t{0}, count / 1000, count / 3, count})
+        try_topk(numbers(random, count), k, where);
+    Floats sampled = numbers(random, 20'011, 1, false), rising(300'000);
+    mislead(sampled);
+    try_topk(sampled, 41, where);
+    // Each replaces the least of the kept ones.
+    for (size_t i = 0; i < rising.size(); ++i)
+      rising[i] = std::bit_cast<float>(0x3f000000u + static_cast<uint32_t>(i));
+    try_topk(rising, 100, where);
+    try_topk(Floats(1'100'000, 0.5f), 700, where);
+    try_topk(numbers(random, 1'100'000), 1100, where);
+  });
+});
 
 // ---- packets ------------------------------------------------------------------------------------
 
@@ -307,57 +307,55 @@ Sent some_of(std::mt19937& random, size_t count, unsigned one_of) {
   return sent;
 }
 
-const Test kDecode{
-    "sparse: decoding into several arrays, by several threads", [] {
-      on_each_isa([](const std::string& where) {
-        std::mt19937 random(6);
-        const std::vector<size_t> counts{5, 0, 700'003, 1, 600'000};
-        const size_t total = std::accumulate(counts.begin(), counts.end(), size_t{0});
-        const std::vector<Sent> sent{some_of(random, total, 1000), some_of(random, total, 7), {}};
-        std::vector<codec::Packet> packets;
-        for (const Sent& s : sent) packets.push_back(s.packet());
-        Floats sums(total);
-        std::vector<bool> there(total);
-        for (const Sent& s : sent)
-          for (size_t i = 0; i < s.indices.size(); ++i) {
-            const auto at = static_cast<size_t>(s.indices[i]);
-            sums[at] = there[at] ? sums[at] + s.values[i] : s.values[i];
-            there[at] = true;
-          }
-        std::vector<Floats> outs, params, before;
-        std::vector<kernels::Array> out_arrays, param_arrays;
-        for (const size_t count : counts) {
-          outs.push_back(Floats(count, 7));
-          before.push_back(numbers(random, count, 1, false));
-        }
-        params = before;
-        for (size_t a = 0; a < counts.size(); ++a) {
-          out_arrays.push_back({outs[a].data(), counts[a]});
-          param_arrays.push_back({params[a].data(), counts[a]});
-        }
-        kernels::cpu_kernels().decode_sum({out_arrays, Dtype::float32}, packets, Dtype::float32,
-                                          0.25, {});
-        kernels::cpu_kernels().decode_update({param_arrays, Dtype::float32}, packets,
-                                             Dtype::float32, {.lr = 0.1, .scale = 0.25}, {});
-        size_t at = 0;
-        for (size_t a = 0; a < counts.size(); ++a)
-          for (size_t i = 0; i < counts[a]; ++i, ++at) {
-            const float mean = there[at] ? 0.25f * sums[at] : 0;
-            const float wanted = there[at] ? std::fma(-0.1f, mean, before[a][i]) : before[a][i];
-            if (outs[a][i] != mean || params[a][i] != wanted)
-              expect(false, where + ": element " + std::to_string(at));
-          }
-      });
-    }};
+const Test kDecode("sparse: decoding into several arrays, by several threads", [] {
+  on_each_isa([](const std::string& where) {
+    std::mt19937 random(6);
+    const std::vector<size_t> counts{5, 0, 700'003, 1, 600'000};
+    const size_t total = std::accumulate(counts.begin(), counts.end(), size_t{0});
+    const std::vector<Sent> sent{some_of(random, total, 1000), some_of(random, total, 7), {}};
+    std::vector<codec::Packet> packets;
+    for (const Sent& s : sent) packets.push_back(s.packet());
+    Floats sums(total);
+    std::vector<bool> there(total);
+    for (const Sent& s : sent)
+      for (size_t i = 0; i < s.indices.size(); ++i) {
+        const auto at = static_cast<size_t>(s.indices[i]);
+        sums[at] = there[at] ? sums[at] + s.values[i] : s.values[i];
+        there[at] = true;
+      }
+    std::vector<Floats> outs, params, before;
+    std::vector<Array> out_arrays, param_arrays;
+    for (const size_t count : counts) {
+      outs.push_back(Floats(count, 7));
+      before.push_back(numbers(random, count, 1, false));
+    }
+    params = before;
+    for (size_t a = 0; a < counts.size(); ++a) {
+      out_arrays.push_back({outs[a].data(), counts[a]});
+      param_arrays.push_back({params[a].data(), counts[a]});
+    }
+    cpu_kernels().decode_sum({out_arrays, Dtype::float32}, packets, Dtype::float32, 0.25, {});
+    cpu_kernels().decode_update({param_arrays, Dtype::float32}, packets, Dtype::float32,
+                                {.lr = 0.1, .scale = 0.25}, {});
+    size_t at = 0;
+    for (size_t a = 0; a < counts.size(); ++a)
+      for (size_t i = 0; i < counts[a]; ++i, ++at) {
+        const float mean = there[at] ? 0.25f * sums[at] : 0;
+        const float wanted = there[at] ? std::fma(-0.1f, mean, before[a][i]) : before[a][i];
+        if (outs[a][i] != mean || params[a][i] != wanted)
+          expect(false, where + ": element " + std::to_string(at));
+      }
+  });
+});
 
-const Test kOnePacket{
+const Test kOnePacket(
     "sparse: scatter, mask, encode and rollback; wrong indices change nothing", [] {
       std::mt19937 random(7);
       constexpr size_t kCount = 5'001;
       const Sent sent = some_of(random, kCount, 9);
       const size_t k = sent.indices.size();
       Floats out = numbers(random, kCount, 1, false), u = out, v = out, rest = out, wanted = out;
-      auto& all = kernels::cpu_kernels();
+      auto& all = cpu_kernels();
       all.scatter_add({out.data(), kCount, Dtype::float32}, sent.packet(), Dtype::float32, 3, {});
       all.momentum_mask(u.data(), v.data(), {sent.indices, kCount, Dtype::float32}, {});
       std::vector<std::byte> bytes(codec::raw_packet_bytes(k, Dtype::bfloat16));
@@ -378,10 +376,9 @@ const Test kOnePacket{
       }
       Places indices = sent.indices;
       Floats values = sent.values, u_values = numbers(random, k, 1, false);
-      const std::vector<kernels::DgcPiece> pieces{
-          {nullptr, nullptr, u.data(), v.data(), 2'000},
-          {nullptr, nullptr, &u[2'000], &v[2'000], kCount - 2'000}};
-      const std::vector<kernels::DgcSelection> selections{
+      const std::vector<DgcPiece> pieces{{nullptr, nullptr, u.data(), v.data(), 2'000},
+                                         {nullptr, nullptr, &u[2'000], &v[2'000], kCount - 2'000}};
+      const std::vector<DgcSelection> selections{
           {2, k, 0, indices.data(), values.data(), u_values.data()}};
       all.dgc_rollback({pieces, selections, Dtype::float32}, nullptr, {});
       for (size_t i = 0; i < k; ++i) {
@@ -396,29 +393,29 @@ const Test kOnePacket{
         });
       }
       expect(same(out, before), "refused, but changed");
-    }};
+    });
 
 // ---- quantized ----------------------------------------------------------------------------------
 
-const Test kQuantized{
+const Test kQuantized(
     "sparse: quantized arrays have the same bits on every instruction set, in exact memory", [] {
       std::mt19937 random(9);
       for (const unsigned bits : {1u, 2u, 3u, 4u, 8u})
         for (const size_t count : {1, 7, 4095, 4097, 70'003}) {
           const Floats x = numbers(random, count), residual = numbers(random, count, 1, false);
-          std::vector<kernels::Block> table;
+          std::vector<Block> table;
           for (size_t at = 0; at < count; at += 4096)
             table.push_back({at, std::min<size_t>(4096, count - at)});
-          const kernels::Blocks blocks{table, bits};
+          const Blocks blocks{table, bits};
           std::vector<std::vector<std::byte>> first;
           on_each_isa([&](const std::string& where) {
             Floats copy = x, lost = residual, out = residual;
-            std::vector<std::byte> packet(kernels::quantized_bytes(blocks));
-            kernels::cpu_kernels().quantize({copy.data(), count, Dtype::float32}, blocks,
-                                            {lost.data(), lost.data()}, packet.data(), {});
-            kernels::cpu_kernels().dequantize(
-                packet.data(), blocks, {.scale = 0.5f, .accumulate = true, .not_finite = nullptr},
-                {out.data(), count, Dtype::float32}, {});
+            std::vector<std::byte> packet(quantized_bytes(blocks));
+            cpu_kernels().quantize({copy.data(), count, Dtype::float32}, blocks,
+                                   {lost.data(), lost.data()}, packet.data(), {});
+            cpu_kernels().dequantize(packet.data(), blocks,
+                                     {.scale = 0.5f, .accumulate = true, .not_finite = nullptr},
+                                     {out.data(), count, Dtype::float32}, {});
             std::vector<std::vector<std::byte>> found{packet};
             for (const Floats& floats : {lost, out}) {
               const auto bytes = std::as_bytes(std::span(floats));
@@ -428,39 +425,36 @@ const Test kQuantized{
             expect(found == first, where);
           });
         }
-    }};
+    });
 
 // ---- dense --------------------------------------------------------------------------------------
 
-const Test kDense{
-    "sparse: norm, product and cast have the same bits on every instruction set", [] {
-      std::mt19937 random(8);
-      const Floats x = numbers(random, 200'003);
-      std::vector<std::vector<std::byte>> first;
-      on_each_isa([&](const std::string& where) {
-        std::vector<std::vector<std::byte>> found;
-        for (const Dtype to : {Dtype::float16, Dtype::bfloat16, Dtype::float64}) {
-          found.emplace_back(x.size() * bytes_of(to));
-          Floats copy = x;
-          kernels::cpu_kernels().cast({copy.data(), x.size(), Dtype::float32},
-                                      {found.back().data(), x.size(), to}, {});
-          const float factor = 0.3f;
-          const double wide = 0.3;
-          auto product = found.back();
-          const void* const by = to == Dtype::float64 ? static_cast<const void*>(&wide) : &factor;
-          kernels::cpu_kernels().multiply({product.data(), x.size(), to}, by, {});
-          found.push_back(product);
-        }
-        const std::vector<kernels::Array> arrays{{found.back().data(), 0},
-                                                 {found[2].data(), x.size()}};
-        std::vector<std::byte> room(kernels::cpu_kernels().norm_workspace_bytes(arrays));
-        found.emplace_back(2 * sizeof(double));
-        kernels::cpu_kernels().norm(arrays, Dtype::bfloat16,
-                                    reinterpret_cast<double*>(found.back().data()),
-                                    {room.data(), room.size()}, {});
-        if (first.empty()) first = found;
-        expect(found == first, where);
-      });
-    }};
+const Test kDense("sparse: norm, product and cast have the same bits on every instruction set", [] {
+  std::mt19937 random(8);
+  const Floats x = numbers(random, 200'003);
+  std::vector<std::vector<std::byte>> first;
+  on_each_isa([&](const std::string& where) {
+    std::vector<std::vector<std::byte>> found;
+    for (const Dtype to : {Dtype::float16, Dtype::bfloat16, Dtype::float64}) {
+      found.emplace_back(x.size() * bytes_of(to));
+      Floats copy = x;
+      cpu_kernels().cast({copy.data(), x.size(), Dtype::float32},
+                         {found.back().data(), x.size(), to}, {});
+      const float factor = 0.3f;
+      const double wide = 0.3;
+      auto product = found.back();
+      const void* const by = to == Dtype::float64 ? static_cast<const void*>(&wide) : &factor;
+      cpu_kernels().multiply({product.data(), x.size(), to}, by, {});
+      found.push_back(product);
+    }
+    const std::vector<Array> arrays{{found.back().data(), 0}, {found[2].data(), x.size()}};
+    std::vector<std::byte> room(cpu_kernels().norm_workspace_bytes(arrays));
+    found.emplace_back(2 * sizeof(double));
+    cpu_kernels().norm(arrays, Dtype::bfloat16, reinterpret_cast<double*>(found.back().data()),
+                       {room.data(), room.size()}, {});
+    if (first.empty()) first = found;
+    expect(found == first, where);
+  });
+});
 
 }  // namespace

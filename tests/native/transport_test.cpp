@@ -29,6 +29,7 @@
 namespace {
 
 using namespace pycomm;
+using namespace ranks;
 using namespace pycomm::os;
 using namespace pycomm::testing;
 using namespace pycomm::transport;
@@ -37,11 +38,11 @@ using Buffer = std::vector<std::byte>;
 
 constexpr size_t kRing = size_t{128} << 10;
 constexpr size_t kPeekBytes = size_t{64} << 10;  // the guarantee of peek()
-using Pair = ranks::Ends;
+using Pair = Ends;
 
 // Both ends with a fault from the first byte on.
 Pair faulty_pair(const std::string& transport, const Fault& fault) {
-  Pair pair = ranks::channel_pair(transport, kRing);
+  Pair pair = channel_pair(transport, kRing);
   pair.a = make_faulty(std::move(pair.a), 1, make_faults({fault}));
   pair.b = make_faulty(std::move(pair.b), 0, make_faults({fault}));
   return pair;
@@ -49,7 +50,7 @@ Pair faulty_pair(const std::string& transport, const Fault& fault) {
 
 // Each end behind a rate-limited link, slow enough that much of a test waits for it.
 Pair throttled_pair(const std::string& transport) {
-  Pair pair = ranks::channel_pair(transport, kRing);
+  Pair pair = channel_pair(transport, kRing);
   pair.a = make_rate_limited(std::move(pair.a), std::make_shared<RateLimitedLink>(100e6));
   pair.b = make_rate_limited(std::move(pair.b), std::make_shared<RateLimitedLink>(100e6));
   return pair;
@@ -57,7 +58,7 @@ Pair throttled_pair(const std::string& transport) {
 
 // With keys that change often.
 Pair encrypted_pair() {
-  Pair pair = ranks::channel_pair("tcp", kRing);
+  Pair pair = channel_pair("tcp", kRing);
   pair.a = make_encrypted(std::move(pair.a), {"a secret", true, 3});
   pair.b = make_encrypted(std::move(pair.b), {"a secret", false, 3});
   return pair;
@@ -67,8 +68,8 @@ Pair encrypted_pair() {
 // lose nothing.
 struct Conformance {
   Conformance(const std::string& name, void (*body)(Pair)) {
-    for (const std::string& transport : ranks::kTransports)
-      Test(transport + ": " + name, [=] { body(ranks::channel_pair(transport, kRing)); });
+    for (const std::string& transport : kTransports)
+      Test(transport + ": " + name, [=] { body(channel_pair(transport, kRing)); });
     Test("encrypted tcp: " + name, [=] { body(encrypted_pair()); });
     for (const std::string transport : {"shm", "tcp"}) {
       Test("throttled " + transport + ": " + name, [=] { body(throttled_pair(transport)); });
@@ -189,14 +190,13 @@ class Talker {
   size_t head_ = 0;
 };
 
-const Conformance kTalks{
-    "all bytes arrive, in order, both ways at once", [](Pair pair) {
-      ranks::run(2, [&](int rank) {
-        Talker(rank == 0 ? *pair.a : *pair.b, 3'000'000, 1 + rank, 2 - rank).talk();
-      });
-    }};
+const Conformance kTalks("all bytes arrive, in order, both ways at once", [](Pair pair) {
+  run(2, [&](int rank) {
+    Talker(rank == 0 ? *pair.a : *pair.b, 3'000'000, 1 + rank, 2 - rank).talk();
+  });
+});
 
-const Conformance kShows{
+const Conformance kShows(
     "peek shows at least 64 KiB of the sent bytes, at any offset", [](Pair pair) {
       uint64_t sent = 0, taken = 0;
       for (const size_t take : {size_t{1}, size_t{4095}, size_t{32}, kPeekBytes, size_t{70'001}}) {
@@ -221,43 +221,41 @@ const Conformance kShows{
         pair.b->take(rest);
         taken += first + rest;
       }
-    }};
+    });
 
-const Conformance kWakes{"no wake-up is lost", [](Pair pair) {
-                           ranks::run(2, [&](int rank) {
-                             Channel& mine = rank == 0 ? *pair.a : *pair.b;
-                             for (int i = 0; i < 10'000; ++i) {
-                               const Buffer ball = make_bytes(static_cast<uint64_t>(i), 1, 0);
-                               if (rank == 0) send_all(mine, ball);
-                               expect(receive_all(mine, 1) == ball, "another ball came back");
-                               if (rank == 1) send_all(mine, ball);
-                             }
-                           });
-                         }};
+const Conformance kWakes("no wake-up is lost", [](Pair pair) {
+  run(2, [&](int rank) {
+    Channel& mine = rank == 0 ? *pair.a : *pair.b;
+    for (int i = 0; i < 10'000; ++i) {
+      const Buffer ball = make_bytes(static_cast<uint64_t>(i), 1, 0);
+      if (rank == 0) send_all(mine, ball);
+      expect(receive_all(mine, 1) == ball, "another ball came back");
+      if (rank == 1) send_all(mine, ball);
+    }
+  });
+});
 
-const Conformance kWakesWriters{"no wake-up of a writer is lost", [](Pair pair) {
-                                  constexpr size_t kBytes = size_t{16} << 20;
-                                  ranks::run(2, [&](int rank) {
-                                    const Buffer block(size_t{1} << 20);
-                                    for (size_t i = 0; i < kBytes; i += block.size()) {
-                                      if (rank == 0) send_all(*pair.a, block);
-                                      if (rank == 1)
-                                        expect(receive_all(*pair.b, block.size()) == block,
-                                               "a block is wrong");
-                                    }
-                                  });
-                                }};
+const Conformance kWakesWriters("no wake-up of a writer is lost", [](Pair pair) {
+  constexpr size_t kBytes = size_t{16} << 20;
+  run(2, [&](int rank) {
+    const Buffer block(size_t{1} << 20);
+    for (size_t i = 0; i < kBytes; i += block.size()) {
+      if (rank == 0) send_all(*pair.a, block);
+      if (rank == 1) expect(receive_all(*pair.b, block.size()) == block, "a block is wrong");
+    }
+  });
+});
 
-const Conformance kEmpty{"nothing arrives before a send", [](Pair pair) {
-                           expect(pair.a->peek(1).empty(), "something to peek at");
-                           Buffer into(64);
-                           expect_equal(pair.a->receive(into), size_t{0}, "bytes received");
-                           expect(!pair.a->is_closed() && !pair.b->is_closed(), "closed");
-                           expect_equal(pair.a->send({}, {}), size_t{0}, "bytes of nothing");
-                           pollfd armed = pair.a->arm({.receive = true});
-                           expect_equal(::poll(&armed, 1, 0), 0, "events without a cause");
-                           pair.a->disarm(0);
-                         }};
+const Conformance kEmpty("nothing arrives before a send", [](Pair pair) {
+  expect(pair.a->peek(1).empty(), "something to peek at");
+  Buffer into(64);
+  expect_equal(pair.a->receive(into), size_t{0}, "bytes received");
+  expect(!pair.a->is_closed() && !pair.b->is_closed(), "closed");
+  expect_equal(pair.a->send({}, {}), size_t{0}, "bytes of nothing");
+  pollfd armed = pair.a->arm({.receive = true});
+  expect_equal(::poll(&armed, 1, 0), 0, "events without a cause");
+  pair.a->disarm(0);
+});
 
 void expect_last_words(Pair& pair, const std::function<void()>& end) {
   const Buffer words = make_bytes(0, 50'000, 4);
@@ -269,22 +267,22 @@ void expect_last_words(Pair& pair, const std::function<void()>& end) {
   expect_equal(pair.b->send(words, words), 2 * words.size(), "bytes swallowed");
 }
 
-const Conformance kHangsUp{"the peer sees a close, after all sent bytes",
-                           [](Pair pair) { expect_last_words(pair, [&] { pair.a->close({}); }); }};
+const Conformance kHangsUp("the peer sees a close, after all sent bytes",
+                           [](Pair pair) { expect_last_words(pair, [&] { pair.a->close({}); }); });
 
-const Conformance kHangsUpForked{
+const Conformance kHangsUpForked(
     "the peer sees a close although a forked process has the descriptor", [](Pair pair) {
       const Fd childs(::dup(pair.a->arm({}).fd));
       pair.a->disarm(0);
       expect_last_words(pair, [&] { pair.a->close({}); });
-    }};
+    });
 
-const Conformance kDies{"the peer sees a destroyed channel, after all sent bytes",
-                        [](Pair pair) { expect_last_words(pair, [&] { pair.a.reset(); }); }};
+const Conformance kDies("the peer sees a destroyed channel, after all sent bytes",
+                        [](Pair pair) { expect_last_words(pair, [&] { pair.a.reset(); }); });
 
 // A TCP socket that is closed with unread bytes, or that receives later ones, is reset, and sent
 // bytes that are not delivered yet would be lost.
-const Conformance kUnread{"all sent bytes arrive although the sender left the peer's bytes unread",
+const Conformance kUnread("all sent bytes arrive although the sender left the peer's bytes unread",
                           [](Pair pair) {
                             const Buffer block = make_bytes(0, size_t{1} << 20, 5);
                             uint64_t sent = 0;
@@ -302,43 +300,41 @@ const Conformance kUnread{"all sent bytes arrive although the sender left the pe
                             for (uint64_t i = 0; i < sent; ++i)
                               if (all[i] != block[i % block.size()])
                                 expect(false, "byte " + std::to_string(i));
-                          }};
+                          });
 
 // The peer reads after the sender has closed; before that it may have been woken without end.
-const Conformance kOwed{
-    "a goodbye message arrives behind a full connection", [](Pair pair) {
-      const Buffer block = make_bytes(0, size_t{1} << 16, 5);
-      Buffer want, words = make_bytes(0, 70'000, 6);
-      for (size_t n = 1; n > 0;) {
-        n = pair.a->send({}, block);
-        if (n > 0)
-          words[0] = block[n % block.size()];  // bytes that were not accepted are sent first
-        want.insert(want.end(), block.begin(), block.begin() + static_cast<std::ptrdiff_t>(n));
-      }
-      for (int i = 0; i < 10'000; ++i) pair.a->wake_peer();
-      pair.a->close(words);
-      pair.a.reset();
-      want.insert(want.end(), words.begin(), words.end());
-      Buffer all(want.size());
-      size_t got = 0;
-      const auto receive = [&] { return pair.b->receive(Bytes(all).subspan(got)); };
-      got = receive();  // before its end is seen, and after
-      sleep_until(*pair.b, {.receive = true}, [&] {
-        got += receive();
-        return pair.b->is_closed();
-      });
-      const size_t last = std::min<size_t>(all.size() - got, 64 << 10);
-      expect_equal(pair.b->peek(last).size(), last, "bytes in one run");
-      for (size_t n = 1; n > 0; got += n) n = receive();
-      expect_equal(got, all.size(), "bytes that arrived");
-      expect(all == want, "the message differs");
-      expect(pair.b->peek(1).empty(), "more arrived than was sent");
-    }};
+const Conformance kOwed("a goodbye message arrives behind a full connection", [](Pair pair) {
+  const Buffer block = make_bytes(0, size_t{1} << 16, 5);
+  Buffer want, words = make_bytes(0, 70'000, 6);
+  for (size_t n = 1; n > 0;) {
+    n = pair.a->send({}, block);
+    if (n > 0) words[0] = block[n % block.size()];  // bytes that were not accepted are sent first
+    want.insert(want.end(), block.begin(), block.begin() + static_cast<std::ptrdiff_t>(n));
+  }
+  for (int i = 0; i < 10'000; ++i) pair.a->wake_peer();
+  pair.a->close(words);
+  pair.a.reset();
+  want.insert(want.end(), words.begin(), words.end());
+  Buffer all(want.size());
+  size_t got = 0;
+  const auto receive = [&] { return pair.b->receive(Bytes(all).subspan(got)); };
+  got = receive();  // before its end is seen, and after
+  sleep_until(*pair.b, {.receive = true}, [&] {
+    got += receive();
+    return pair.b->is_closed();
+  });
+  const size_t last = std::min<size_t>(all.size() - got, 64 << 10);
+  expect_equal(pair.b->peek(last).size(), last, "bytes in one run");
+  for (size_t n = 1; n > 0; got += n) n = receive();
+  expect_equal(got, all.size(), "bytes that arrived");
+  expect(all == want, "the message differs");
+  expect(pair.b->peek(1).empty(), "more arrived than was sent");
+});
 
 // A reader that sees that the peer has left, and then less than a frame, takes the rest for lost.
 void expect_all_once_closed(const std::string& transport, size_t before,
                             const std::function<size_t(Channel&, Bytes)>& get) {
-  Pair pair = ranks::channel_pair(transport, kRing);
+  Pair pair = channel_pair(transport, kRing);
   const auto line = std::make_shared<RateLimitedLink>(1e-6);
   pair.b = make_rate_limited(std::move(pair.b), line);
   line->in.take(line->in.available() - before);
@@ -353,37 +349,38 @@ void expect_all_once_closed(const std::string& transport, size_t before,
   expect_bytes(ConstBytes(into).first(n), 1000 - n, 7);
 }
 
-const ranks::ByTransport kLeft{
-    "a link holds nothing back once the peer has left", [](const std::string& transport) {
-      const auto receive = [](Channel& channel, Bytes into) { return channel.receive(into); };
-      const auto peek = [](Channel& channel, Bytes into) {
-        const ConstBytes there = channel.peek(into.size());
-        std::copy(there.begin(), there.end(), into.begin());
-        return there.size();
-      };
-      for (const size_t before : {0, 1, 999}) {
-        expect_all_once_closed(transport, before, receive);
-        expect_all_once_closed(transport, before, peek);
-      }
-    }};
-
-const Conformance kFull{"a writer whose peer dies does not hang", [](Pair pair) {
-                          const Buffer block(size_t{1} << 20);
-                          while (pair.a->send({}, block) > 0) {
+const ByTransport kLeft("a link holds nothing back once the peer has left",
+                        [](const std::string& transport) {
+                          const auto receive = [](Channel& channel, Bytes into) {
+                            return channel.receive(into);
+                          };
+                          const auto peek = [](Channel& channel, Bytes into) {
+                            const ConstBytes there = channel.peek(into.size());
+                            std::copy(there.begin(), there.end(), into.begin());
+                            return there.size();
+                          };
+                          for (const size_t before : {0, 1, 999}) {
+                            expect_all_once_closed(transport, before, receive);
+                            expect_all_once_closed(transport, before, peek);
                           }
-                          std::thread peer([&] { pair.b.reset(); });
-                          sleep_until(*pair.a, {.send = true}, [&] { return pair.a->is_closed(); });
-                          peer.join();
-                          for (int i = 0; i < 100; ++i)
-                            expect_equal(pair.a->send(block, block), 2 * block.size(),
-                                         "bytes swallowed");
-                        }};
+                        });
 
-const Conformance kWakesAtTheEnd{"a close wakes a peer that sleeps only for that", [](Pair pair) {
-                                   std::thread peer([&] { pair.b->close({}); });
-                                   sleep_until(*pair.a, {}, [&] { return pair.a->is_closed(); });
-                                   peer.join();
-                                 }};
+const Conformance kFull("a writer whose peer dies does not hang", [](Pair pair) {
+  const Buffer block(size_t{1} << 20);
+  while (pair.a->send({}, block) > 0) {
+  }
+  std::thread peer([&] { pair.b.reset(); });
+  sleep_until(*pair.a, {.send = true}, [&] { return pair.a->is_closed(); });
+  peer.join();
+  for (int i = 0; i < 100; ++i)
+    expect_equal(pair.a->send(block, block), 2 * block.size(), "bytes swallowed");
+});
+
+const Conformance kWakesAtTheEnd("a close wakes a peer that sleeps only for that", [](Pair pair) {
+  std::thread peer([&] { pair.b->close({}); });
+  sleep_until(*pair.a, {}, [&] { return pair.a->is_closed(); });
+  peer.join();
+});
 
 // Sends one byte and perhaps descriptors, as an offer of shared memory.
 void pass(int socket, const std::vector<int>& fds) {
@@ -427,62 +424,60 @@ void expect_offer_refused(const std::function<void(Fd&)>& offer) {
 }
 
 // Needs root: this process takes another user id for a moment.
-const Test kUsers{"shm passes no memory to a process of another user", [] {
-                    if (::geteuid() != 0) return;
-                    std::string why;
-                    const auto transport = make_shm(kRing, page_bytes(), why);
-                    expect(transport != nullptr, why);
-                    int ends[2];
-                    expect_equal(::seteuid(65534), 0, "seteuid");
-                    const int made = ::socketpair(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK, 0, ends);
-                    expect_equal(::seteuid(0), 0, "seteuid");
-                    expect_equal(made, 0, "socketpair");
-                    const Fd mine(ends[0]), theirs(ends[1]);
-                    expect_throws<PeerLost>([&] { transport->send_memory(mine.get()); });
-                    expect_equal(poll_one(theirs.get(), POLLIN, 0ns), short{0},
-                                 "passed descriptors");
-                  }};
+const Test kUsers("shm passes no memory to a process of another user", [] {
+  if (::geteuid() != 0) return;
+  std::string why;
+  const auto transport = make_shm(kRing, page_bytes(), why);
+  expect(transport != nullptr, why);
+  int ends[2];
+  expect_equal(::seteuid(65534), 0, "seteuid");
+  const int made = ::socketpair(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK, 0, ends);
+  expect_equal(::seteuid(0), 0, "seteuid");
+  expect_equal(made, 0, "socketpair");
+  const Fd mine(ends[0]), theirs(ends[1]);
+  expect_throws<PeerLost>([&] { transport->send_memory(mine.get()); });
+  expect_equal(poll_one(theirs.get(), POLLIN, 0ns), short{0}, "passed descriptors");
+});
 
-const Test kRefuses{
-    "shm refuses memory other than agreed", [] {
-      const size_t page = page_bytes(), ring = RingMemory::file_bytes(kRing);
-      const Fd right_ring = make_shared_memory(ring), right_page = make_shared_memory(page);
-      const auto refused = [](int offered_ring, int offered_page) {
-        expect_offer_refused<PeerLost>(
-            [&](Fd& peer) { pass(peer.get(), {offered_ring, offered_page}); });
-      };
-      for (const size_t wrong : {ring - page, ring + page, size_t{0}})
-        refused(make_shared_memory(wrong).get(), right_page.get());
-      for (const size_t wrong : {2 * page, size_t{0}})
-        refused(right_ring.get(), make_shared_memory(wrong).get());
-      refused(unsealed_memory(ring).get(), right_page.get());
-      refused(right_ring.get(), unsealed_memory(page).get());
-      expect_offer_refused<PeerLost>([&](Fd& peer) { pass(peer.get(), {peer.get(), peer.get()}); });
-      expect_offer_refused<PeerLost>([&](Fd& peer) { pass(peer.get(), {right_ring.get()}); });
-      const auto open_files = [] {
-        return std::distance(std::filesystem::directory_iterator("/proc/self/fd"), {});
-      };
-      const auto before = open_files();
-      expect_offer_refused<PeerLost>([&](Fd& peer) {
-        const int one = right_ring.get();
-        pass(peer.get(), {one, right_page.get(), one, one});
-      });
-      expect_equal(open_files(), before, "open descriptors after one too many was passed");
-      expect_offer_refused<PeerLost>([&](Fd& peer) { pass(peer.get(), {}); });
-      expect_offer_refused<PeerLost>([&](Fd& peer) { peer.reset(); });
-      expect_offer_refused<Timeout>([&](Fd&) {});
-    }};
+const Test kRefuses("shm refuses memory other than agreed", [] {
+  const size_t page = page_bytes(), ring = RingMemory::file_bytes(kRing);
+  const Fd right_ring = make_shared_memory(ring), right_page = make_shared_memory(page);
+  const auto refused = [](int offered_ring, int offered_page) {
+    expect_offer_refused<PeerLost>(
+        [&](Fd& peer) { pass(peer.get(), {offered_ring, offered_page}); });
+  };
+  for (const size_t wrong : {ring - page, ring + page, size_t{0}})
+    refused(make_shared_memory(wrong).get(), right_page.get());
+  for (const size_t wrong : {2 * page, size_t{0}})
+    refused(right_ring.get(), make_shared_memory(wrong).get());
+  refused(unsealed_memory(ring).get(), right_page.get());
+  refused(right_ring.get(), unsealed_memory(page).get());
+  expect_offer_refused<PeerLost>([&](Fd& peer) { pass(peer.get(), {peer.get(), peer.get()}); });
+  expect_offer_refused<PeerLost>([&](Fd& peer) { pass(peer.get(), {right_ring.get()}); });
+  const auto open_files = [] {
+    return std::distance(std::filesystem::directory_iterator("/proc/self/fd"), {});
+  };
+  const auto before = open_files();
+  expect_offer_refused<PeerLost>([&](Fd& peer) {
+    const int one = right_ring.get();
+    pass(peer.get(), {one, right_page.get(), one, one});
+  });
+  expect_equal(open_files(), before, "open descriptors after one too many was passed");
+  expect_offer_refused<PeerLost>([&](Fd& peer) { pass(peer.get(), {}); });
+  expect_offer_refused<PeerLost>([&](Fd& peer) { peer.reset(); });
+  expect_offer_refused<Timeout>([&](Fd&) {});
+});
 
-const Test kAlone{
+const Test kAlone(
     "local: an end without a peer closes with the other, and a late rank sees it", [] {
-      const long before = ranks::descriptors();
+      const long before = descriptors();
       for (int i = 0; i < 2000; ++i) {
         const std::string meeting = "alone " + std::to_string(i);
         auto first = local_channel(meeting, 3, 1, kRing);
-        expect_equal(ranks::descriptors() - before, 4L, "descriptors of both ends");
+        expect_equal(descriptors() - before, 4L, "descriptors of both ends");
         expect_throws<InternalError>([&] { (void)local_channel(meeting, 3, 1, kRing); });
         first.reset();
-        expect_equal(ranks::descriptors(), before, "descriptors");
+        expect_equal(descriptors(), before, "descriptors");
         if (i % 100 != 0) continue;
         auto late = local_channel(meeting, 1, 3, kRing);
         std::byte byte{};
@@ -494,7 +489,7 @@ const Test kAlone{
       }
       auto first = local_channel("both", 0, 1, kRing), second = local_channel("both", 1, 0, kRing);
       first.reset();
-      expect_equal(ranks::descriptors() - before, 2L, "the end that was taken stays");
-    }};
+      expect_equal(descriptors() - before, 2L, "the end that was taken stays");
+    });
 
 }  // namespace

@@ -1,6 +1,5 @@
 // Verbs beyond group_test.cpp: counts by rank, long arrays, messages from any rank, and ranks that
 // disagree about a root, a list or an operation, after which the group continues.
-#include <algorithm>
 #include <deque>
 #include <latch>
 #include <random>
@@ -15,23 +14,13 @@
 namespace {
 
 using namespace pycomm;
-using ranks::Array;
-using ranks::Arrays;
-using ranks::ByTransport;
-using ranks::Case;
-using ranks::element;
-using ranks::Ending;
-using ranks::ending_of;
-using ranks::kSlowdown;
-using ranks::run_case;
+using namespace pycomm::group;
+using namespace ranks;
 
 // A correct call, which must work after earlier failures.
-void expect_sound(group::Group& group) {
-  const Case c{
-      Operation::all_reduce, Algorithm::direct, Dtype::float32, ReduceOp::sum, 50, 0, true, 1};
-  Arrays arrays(c, group.rank(), group.size());
-  group.run(arrays.call);
-  ranks::expect_result(c, arrays, group.rank(), group.size());
+void expect_sound(Group& group) {
+  run_plain(group, {Operation::all_reduce, Algorithm::direct, Dtype::float32, ReduceOp::sum, 50, 0,
+                    true, 1});
 }
 
 // A count for each rank, or each pair; some are 0, or all.
@@ -42,47 +31,44 @@ std::vector<size_t> some_counts(std::mt19937& random, size_t n) {
   return counts;
 }
 
-const ByTransport kCounts{
-    "counts by rank, some of them 0", [](const std::string& by) {
-      for (int size = 1; size <= 5; ++size)
-        ranks::run_groups(size, by, [&](group::Group& group) {
-          std::mt19937 random(9);
-          const auto n = static_cast<size_t>(size);
-          for (int call = 0; call < 40 / kSlowdown + 2; ++call)
-            for (const Operation operation : {Operation::all_gather, Operation::all_to_all})
-              for (const Algorithm algorithm : collectives::algorithms_for(operation, true)) {
-                Case c{operation, algorithm, Dtype::float32, ReduceOp::sum,
-                       0,         0,         call % 2 == 0,  call};
-                c.counts = some_counts(random, operation == Operation::all_to_all ? n * n : n);
-                if (call % 3 == 0) c.dtype = Dtype::bfloat16;
-                run_case(group, c);
-              }
-        });
-    }};
+const ByTransport kCounts("counts by rank, some of them 0", [](const std::string& by) {
+  for (int size = 1; size <= 5; ++size)
+    run_groups(size, by, [&](Group& group) {
+      std::mt19937 random(9);
+      const auto n = static_cast<size_t>(size);
+      for (int call = 0; call < 40 / kSlowdown + 2; ++call)
+        for (const Operation operation : {Operation::all_gather, Operation::all_to_all})
+          for (const Algorithm algorithm : collectives::algorithms_for(operation, true)) {
+            Case c{operation, algorithm, Dtype::float32, ReduceOp::sum, 0, 0, call % 2 == 0, call};
+            c.counts = some_counts(random, operation == Operation::all_to_all ? n * n : n);
+            if (call % 3 == 0) c.dtype = Dtype::bfloat16;
+            run_case(group, c);
+          }
+    });
+});
 
 // As long as plans with pieces begin, which group_test.cpp leaves out where that is slow.
-const ByTransport kLong{
-    "long arrays by every algorithm", [](const std::string& by) {
-      for (const int size : {2, 3, 5}) {
-        if (kSlowdown > 1 && size == 2) continue;
-        ranks::run_groups(size, by, [](group::Group& group) {
-          int call = 0;
-          for (const Operation operation :
-               {Operation::all_reduce, Operation::broadcast, Operation::all_gather,
-                Operation::reduce_scatter, Operation::reduce, Operation::gather, Operation::scatter,
-                Operation::all_to_all})
-            for (const Algorithm algorithm : collectives::algorithms_for(operation)) {
-              Case c{operation, algorithm, Dtype::uint8, ReduceOp::max, 65'541, 0, false, ++call};
-              if (c.rooted()) c.root = call % group.size();
-              c.in_place = call % 2 == 0;
-              run_case(group, c);
-            }
-        });
-      }
-    }};
+const ByTransport kLong("long arrays by every algorithm", [](const std::string& by) {
+  for (const int size : {2, 3, 5}) {
+    if (kSlowdown > 1 && size == 2) continue;
+    run_groups(size, by, [](Group& group) {
+      int call = 0;
+      for (const Operation operation :
+           {Operation::all_reduce, Operation::broadcast, Operation::all_gather,
+            Operation::reduce_scatter, Operation::reduce, Operation::gather, Operation::scatter,
+            Operation::all_to_all})
+        for (const Algorithm algorithm : collectives::algorithms_for(operation)) {
+          Case c{operation, algorithm, Dtype::uint8, ReduceOp::max, 65'541, 0, false, ++call};
+          if (c.rooted()) c.root = call % group.size();
+          c.in_place = call % 2 == 0;
+          run_case(group, c);
+        }
+    });
+  }
+});
 
 // One rank makes another call than the rest. All notice at the next barrier at the latest.
-void disagree(group::Group& group, const group::Call& mine, const std::string& what) {
+void disagree(Group& group, const Call& mine, const std::string& what) {
   const Ending ending = ending_of([&] {
     group.run(mine);
     group.run({.operation = Operation::barrier});
@@ -91,12 +77,12 @@ void disagree(group::Group& group, const group::Call& mine, const std::string& w
   expect_sound(group);
 }
 
-const ByTransport kDifferent{
+const ByTransport kDifferent(
     "other roots, ops and counts: all report it by the next barrier", [](const std::string& by) {
       for (int size = 2; size <= 4; ++size) {
         // Two that wait for each other learn it from heartbeats: five are sent in this time.
-        ranks::World world{.size = size, .transport = by, .heartbeat = std::chrono::seconds(5)};
-        ranks::run_groups(world, [&](group::Group& group) {
+        World world{.size = size, .transport = by, .heartbeat = std::chrono::seconds(5)};
+        run_groups(world, [&](Group& group) {
           const auto size = static_cast<size_t>(group.size());
           for (const Operation operation :
                {Operation::reduce, Operation::gather, Operation::scatter, Operation::all_to_all})
@@ -107,11 +93,11 @@ const ByTransport kDifferent{
                 if (kind == 0 && by == "local") continue;
                 if (kind == 2 && operation != Operation::reduce) continue;  // has no op
                 Array in(Dtype::float32, 20 * size), out(Dtype::float32, 20 * size);
-                group::Call call{.operation = operation,
-                                 .dtype = Dtype::float32,
-                                 .input = in.data(),
-                                 .output = out.data(),
-                                 .count = 10};
+                Call call{.operation = operation,
+                          .dtype = Dtype::float32,
+                          .input = in.data(),
+                          .output = out.data(),
+                          .count = 10};
                 if (group.rank() == odd) {
                   if (kind == 0) call.peer = 1;
                   if (kind == 1) call.count = 11;
@@ -123,11 +109,11 @@ const ByTransport kDifferent{
               }
         });
       }
-    }};
+    });
 
 // Calls in which no rank waits for another, so that all finish them, and some rank gets neither too
 // much nor too little: it only learns that the others made other calls.
-const ByTransport kThrough{
+const ByTransport kThrough(
     "a rank that a wrong root does not affect reports it by the next barrier",
     [](const std::string& by) {
       struct Story {
@@ -136,7 +122,7 @@ const ByTransport kThrough{
         int odd, root;
       };
       for (const int size : {3, 5, 9})
-        ranks::run_groups(size, by, [&](group::Group& group) {
+        run_groups(size, by, [&](Group& group) {
           const auto n = static_cast<size_t>(group.size());
           const int last = group.size() - 1;
           for (const Story& story : {Story{Operation::gather, Algorithm::direct, 0, 1},
@@ -157,51 +143,49 @@ const ByTransport kThrough{
                      std::string(name_of(story.operation)) + " of " + std::to_string(size) + ": ");
           }
         });
-    }};
+    });
 
-const ranks::ByGroups kLists{
-    "lists that do not fit are reported before arrays change", 3, [](group::Group& group) {
+const ByGroups kLists(
+    "lists that do not fit are reported before arrays change", 3, [](Group& group) {
       for (const bool to_all : {false, true}) {
         Array in(Dtype::int64, 30), out(Dtype::int64, 30);
         const Array before = out;
-        group::Call call{.operation = to_all ? Operation::all_to_all : Operation::all_gather,
-                         .dtype = Dtype::int64,
-                         .input = in.data(),
-                         .output = out.data()};
+        Call call{.operation = to_all ? Operation::all_to_all : Operation::all_gather,
+                  .dtype = Dtype::int64,
+                  .input = in.data(),
+                  .output = out.data()};
         call.counts = to_all ? std::vector<size_t>(6, 4) : std::vector<size_t>{2, 3, 4};
         // The same sum on both sides of the disagreement.
         if (group.rank() == 1 && to_all) call.counts = {3, 4, 5, 4, 4, 4};
         if (group.rank() == 1 && !to_all) call.counts = {3, 3, 3};
         const Ending ending = ending_of([&] { group.run(call); });
-        expect(ending.is(ErrorKind::mismatch) && ending.says("no array was changed"),
-               ending.text());
+        ending.check(ErrorKind::mismatch, {"no array was changed"});
         expect(ending.says(to_all ? "sends 3 elements to rank 0" : "counts of a list"),
                ending.text());
         expect(out == before, "an array was changed");
         expect_sound(group);
       }
-    }};
+    });
 
 // Only one pair differs: the counts of the other ranks fit, and so do all frames that they receive.
-const ByTransport kSplits{
+const ByTransport kSplits(
     "every rank reports splits that do not fit, and no output changes", [](const std::string& by) {
       for (const size_t size : {2, 3, 4})
-        ranks::run_groups(static_cast<int>(size), by, [&](group::Group& group) {
+        run_groups(static_cast<int>(size), by, [&](Group& group) {
           const auto me = static_cast<size_t>(group.rank());
           for (size_t from = 0; from < size; ++from)
             for (size_t to = 0; to < size; ++to) {
               if (from == to) continue;
               Array in(Dtype::int64, 13 * size + 4), out(Dtype::int64, 13 * size);
               const Array before = out;
-              group::Call call{.operation = Operation::all_to_all,
-                               .dtype = Dtype::int64,
-                               .input = in.data(),
-                               .output = out.data(),
-                               .counts = std::vector<size_t>(2 * size, 13)};
+              Call call{.operation = Operation::all_to_all,
+                        .dtype = Dtype::int64,
+                        .input = in.data(),
+                        .output = out.data(),
+                        .counts = std::vector<size_t>(2 * size, 13)};
               if (me == from) call.counts[to] = 17;
               const Ending ending = ending_of([&] { group.run(call); });
-              expect(ending.is(ErrorKind::mismatch) && ending.says("no array was changed"),
-                     ending.text());
+              ending.check(ErrorKind::mismatch, {"no array was changed"});
               expect(ending.says("rank " + std::to_string(from) + " (") &&
                          ending.says("sends 17 elements to rank " + std::to_string(to) + " (") &&
                          ending.says("which expects 13;"),
@@ -210,76 +194,66 @@ const ByTransport kSplits{
               expect_sound(group);
             }
         });
-    }};
+    });
 
-const ByTransport kEqualSplits{
-    "an all_to_all with counts does not fit one without", [](const std::string& by) {
-      ranks::run_groups(3, by, [](group::Group& group) {
-        for (int odd = 0; odd < 3; ++odd)
-          for (const bool given : {false, true}) {
-            Array in(Dtype::int64, 12), out(Dtype::int64, 12);
-            const Array before = out;
-            group::Call call{.operation = Operation::all_to_all,
-                             .dtype = Dtype::int64,
-                             .input = in.data(),
-                             .output = out.data()};
-            if ((group.rank() == odd) == given)
-              call.counts = std::vector<size_t>(6, 4);
-            else
-              call.count = 4;
-            const Ending ending = ending_of([&] { group.run(call); });
-            expect(ending.is(ErrorKind::mismatch) && ending.says("counts by rank"), ending.text());
-            expect(out == before, "an output was changed");
-            expect_sound(group);
-          }
-      });
-    }};
+const ByTransport kEqualSplits("an all_to_all with counts does not fit one without",
+                               [](const std::string& by) {
+                                 run_groups(3, by, [](Group& group) {
+                                   for (int odd = 0; odd < 3; ++odd)
+                                     for (const bool given : {false, true}) {
+                                       Array in(Dtype::int64, 12), out(Dtype::int64, 12);
+                                       const Array before = out;
+                                       Call call{.operation = Operation::all_to_all,
+                                                 .dtype = Dtype::int64,
+                                                 .input = in.data(),
+                                                 .output = out.data()};
+                                       if ((group.rank() == odd) == given)
+                                         call.counts = std::vector<size_t>(6, 4);
+                                       else
+                                         call.count = 4;
+                                       ending_of([&] {
+                                         group.run(call);
+                                       }).check(ErrorKind::mismatch, {"counts by rank"});
+                                       expect(out == before, "an output was changed");
+                                       expect_sound(group);
+                                     }
+                                 });
+                               });
 
-const ByTransport kAnyPeer{
-    "a message from any rank", [](const std::string& by) {
-      ranks::run_groups(4, by, [](group::Group& group) {
-        constexpr int kEach = 20;
-        Array array(Dtype::int64, 1000);
-        group::Call call{.operation = Operation::send,
-                         .dtype = Dtype::int64,
-                         .input = array.data(),
-                         .count = 1000,
-                         .tag = 3};
-        if (group.rank() != 0) {
-          for (int i = 0; i < kEach; ++i) {
-            array.fill([&](size_t j) { return element(group.rank(), j, i); });
-            group.run(call);
-          }
-          return group.run({.operation = Operation::barrier});
-        }
-        std::vector<int> got(4, 0);
-        for (int i = 0; i < 3 * kEach; ++i) {
-          int source = -7;
-          call = {.operation = Operation::recv,
-                  .dtype = Dtype::int64,
-                  .output = array.data(),
-                  .count = 1000,
-                  .peer = group::kAnySource,
-                  .tag = 3,
-                  .source = &source};
-          if (i % 2 == 0)
-            group.run(call);
-          else
-            group.start(call, {})->wait();
-          expect(source > 0 && source < 4, "source " + std::to_string(source));
-          Array want(Dtype::int64, 1000);
-          const int nth = got[static_cast<size_t>(source)]++;
-          want.fill([&](size_t j) { return element(source, j, nth); });
-          expect(array == want, "another message, or out of order");
-        }
-        expect(got == std::vector{0, kEach, kEach, kEach}, "messages by rank");
-        group.run({.operation = Operation::barrier});
-      });
-    }};
+const ByTransport kAnyPeer("a message from any rank", [](const std::string& by) {
+  run_groups(4, by, [](Group& group) {
+    constexpr int kEach = 20;
+    Array array(Dtype::int64, 1000);
+    if (group.rank() != 0) {
+      for (int i = 0; i < kEach; ++i) {
+        array.fill([&](size_t j) { return element(group.rank(), j, i); });
+        group.run(message(Operation::send, array, 0, 3));
+      }
+      return group.run({.operation = Operation::barrier});
+    }
+    std::vector<int> got(4, 0);
+    for (int i = 0; i < 3 * kEach; ++i) {
+      int source = -7;
+      Call call = message(Operation::recv, array, kAnySource, 3);
+      call.source = &source;
+      if (i % 2 == 0)
+        group.run(call);
+      else
+        group.start(call, {})->wait();
+      expect(source > 0 && source < 4, "source " + std::to_string(source));
+      Array want(Dtype::int64, 1000);
+      const int nth = got[static_cast<size_t>(source)]++;
+      want.fill([&](size_t j) { return element(source, j, nth); });
+      expect(array == want, "another message, or out of order");
+    }
+    expect(got == std::vector{0, kEach, kEach, kEach}, "messages by rank");
+    group.run({.operation = Operation::barrier});
+  });
+});
 
-const ranks::ByGroups kAnybodyElse{
+const ByGroups kAnybodyElse(
     "a message from any rank with another count is dropped, and all may leave", 3,
-    [](group::Group& group) {
+    [](Group& group) {
       Array array(Dtype::int64, 8);
       const auto move = [&](Operation operation, size_t count, int peer) {
         group.run({.operation = operation,
@@ -292,14 +266,15 @@ const ranks::ByGroups kAnybodyElse{
       if (group.rank() == 2) return;
       if (group.rank() == 1) return move(Operation::send, 4, 0), move(Operation::send, 8, 0);
       const Array before = array;
-      const Ending wrong = ending_of([&] { move(Operation::recv, 5, group::kAnySource); });
+      const Ending wrong = ending_of([&] { move(Operation::recv, 5, kAnySource); });
       expect(wrong.is(ErrorKind::mismatch) && wrong.says("rank 1 ") &&
                  wrong.error->fields().peer == 1 && array == before,
              wrong.text());
-      move(Operation::recv, 8, group::kAnySource);
-      const Ending alone = ending_of([&] { move(Operation::recv, 8, group::kAnySource); });
-      expect(alone.is(ErrorKind::peer_lost) && alone.says("left"), alone.text());
-    }};
+      move(Operation::recv, 8, kAnySource);
+      ending_of([&] {
+        move(Operation::recv, 8, kAnySource);
+      }).check(ErrorKind::peer_lost, {"left"});
+    });
 
 // Large enough that no channel takes a message whole.
 constexpr size_t kMuch = (size_t{12} << 20) / kSlowdown + 3;
@@ -325,11 +300,11 @@ struct Letter {
   }
   Array array;
   int nth;
-  group::Call call;
+  Call call;
 };
 
 // Two to and from every rank; the second may be as long, short or empty.
-std::deque<Letter> letters_of(const group::Group& group, size_t count) {
+std::deque<Letter> letters_of(const Group& group, size_t count) {
   std::deque<Letter> letters;
   const int me = group.rank();
   for (int i = 0; i < group.size(); ++i) {
@@ -344,45 +319,44 @@ std::deque<Letter> letters_of(const group::Group& group, size_t count) {
   return letters;
 }
 
-std::vector<group::Call> calls_of(const std::deque<Letter>& letters) {
-  std::vector<group::Call> calls;
+std::vector<Call> calls_of(const std::deque<Letter>& letters) {
+  std::vector<Call> calls;
   for (const Letter& letter : letters) calls.push_back(letter.call);
   return calls;
 }
 
-const ranks::ByGroups kAtOnce{
-    "concurrent messages, larger than the buffers between ranks", 3, [](group::Group& group) {
-      for (const size_t count : {kMuch, size_t{5}, size_t{70'000}}) {
-        const auto letters = letters_of(group, count);
-        group.exchange(calls_of(letters));
-        for (const Letter& letter : letters)
-          expect(letter.arrived(group.rank()), "from rank " + std::to_string(letter.call.peer) +
-                                                   ", count " + std::to_string(count));
-      }
-      group.exchange({});
-      expect_sound(group);
-    }};
+const ByGroups kAtOnce("concurrent messages, larger than the buffers between ranks", 3,
+                       [](Group& group) {
+                         for (const size_t count : {kMuch, size_t{5}, size_t{70'000}}) {
+                           const auto letters = letters_of(group, count);
+                           group.exchange(calls_of(letters));
+                           for (const Letter& letter : letters)
+                             expect(letter.arrived(group.rank()),
+                                    "from rank " + std::to_string(letter.call.peer) + ", count " +
+                                        std::to_string(count));
+                         }
+                         group.exchange({});
+                         expect_sound(group);
+                       });
 
-const ByTransport kSlowOne{"... a slow rank does not delay the others", [](const std::string& by) {
-                             std::latch other_has_it(1);
-                             ranks::run_groups(3, by, [&](group::Group& group) {
-                               const int me = group.rank();
-                               std::deque<Letter> letters;
-                               if (me == 0)
-                                 for (const int peer : {1, 2})
-                                   letters.emplace_back(Operation::send, 0, peer, 0, kMuch);
-                               else
-                                 letters.emplace_back(Operation::recv, me, 0, 0, kMuch);
-                               if (me == 1) other_has_it.wait();
-                               group.exchange(calls_of(letters));
-                               for (const Letter& letter : letters)
-                                 expect(letter.arrived(me), "it did not arrive");
-                               if (me == 2) other_has_it.count_down();
-                             });
-                           }};
+const ByTransport kSlowOne("... a slow rank does not delay the others", [](const std::string& by) {
+  std::latch other_has_it(1);
+  run_groups(3, by, [&](Group& group) {
+    const int me = group.rank();
+    std::deque<Letter> letters;
+    if (me == 0)
+      for (const int peer : {1, 2}) letters.emplace_back(Operation::send, 0, peer, 0, kMuch);
+    else
+      letters.emplace_back(Operation::recv, me, 0, 0, kMuch);
+    if (me == 1) other_has_it.wait();
+    group.exchange(calls_of(letters));
+    for (const Letter& letter : letters) expect(letter.arrived(me), "it did not arrive");
+    if (me == 2) other_has_it.count_down();
+  });
+});
 
-const ranks::ByGroups kNotAsAsked{
-    "... and one with another signature is dropped after the others", 3, [](group::Group& group) {
+const ByGroups kNotAsAsked(
+    "... and one with another signature is dropped after the others", 3, [](Group& group) {
       const int me = group.rank();
       auto letters = letters_of(group, 70'000);
       if (me == 1)  // its long one to rank 0 is shorter
@@ -399,59 +373,54 @@ const ranks::ByGroups kNotAsAsked{
         expect(odd || letter.arrived(me), "from rank " + std::to_string(letter.call.peer));
       }
       expect_sound(group);
-    }};
+    });
 
-const ranks::ByGroups kOneGone{
-    "... or ends when one of its ranks has left", 3, [](group::Group& group) {
-      if (group.rank() == 2) return group.close();
-      const auto letters = letters_of(group, 70'000);
-      const Ending ending = ending_of([&] { group.exchange(calls_of(letters)); });
-      expect(ending.is(ErrorKind::peer_lost) || ending.is(ErrorKind::group_broken), ending.text());
-      expect(ending.says("rank 2 "), ending.text());
-    }};
+const ByGroups kOneGone("... or ends when one of its ranks has left", 3, [](Group& group) {
+  if (group.rank() == 2) return group.close();
+  const auto letters = letters_of(group, 70'000);
+  const Ending ending = ending_of([&] { group.exchange(calls_of(letters)); });
+  expect(ending.is(ErrorKind::peer_lost) || ending.is(ErrorKind::group_broken), ending.text());
+  expect(ending.says("rank 2 "), ending.text());
+});
 
-const Test kNoExchange{
-    "exchange() rejects calls other than messages between two ranks", [] {
-      ranks::run_groups(2, "local", [](group::Group& group) {
-        Array array(Dtype::uint8, 8);
-        for (const group::Call& call :
-             {group::Call{.operation = Operation::barrier},
-              group::Call{.operation = Operation::recv, .peer = group::kAnySource},
-              group::Call{.operation = Operation::send, .peer = group.rank()}}) {
-          group::Call given = call;
-          given.input = given.output = array.data();
-          expect_throws<InvalidArgument>([&] { group.exchange(std::span(&given, 1)); });
-        }
-        expect_sound(group);
-      });
-    }};
+const Test kNoExchange("exchange() rejects calls other than messages between two ranks", [] {
+  run_groups(2, "local", [](Group& group) {
+    Array array(Dtype::uint8, 8);
+    for (const Call& call : {Call{.operation = Operation::barrier},
+                             Call{.operation = Operation::recv, .peer = kAnySource},
+                             Call{.operation = Operation::send, .peer = group.rank()}}) {
+      Call given = call;
+      given.input = given.output = array.data();
+      expect_throws<InvalidArgument>([&] { group.exchange(std::span(&given, 1)); });
+    }
+    expect_sound(group);
+  });
+});
 
-const Test kRefuses{
-    "invalid counts and roots are rejected", [] {
-      ranks::run_groups(2, "local", [](group::Group& group) {
-        Array array(Dtype::uint8, 64);
-        const auto refused = [&](group::Call call) {
-          call.input = call.output = array.data();
-          expect_throws<InvalidArgument>([&] { group.run(call); });
-        };
-        for (const Operation operation : {Operation::reduce, Operation::gather, Operation::scatter})
-          for (const int root : {-1, 2})
-            refused({.operation = operation, .count = 1, .peer = root});
-        refused({.operation = Operation::all_gather, .counts = {1, 2, 3}});
-        refused({.operation = Operation::all_gather, .count = 1, .counts = {1, 2}});
-        refused({.operation = Operation::all_to_all, .counts = {1, 2}});
-        refused({.operation = Operation::all_reduce, .counts = {1, 2}});
-        refused({.operation = Operation::all_to_all, .counts = {1, 1, 2, 2}});
-        refused({.operation = Operation::all_gather, .counts = {1, SIZE_MAX / 4}});
-        expect_throws<Unsupported>([&] {
-          group.run({.operation = Operation::all_gather,
-                     .input = array.data(),
-                     .output = array.data(),
-                     .algorithm = Algorithm::tree,
-                     .counts = {1, 1}});
-        });
-        expect_sound(group);
-      });
-    }};
+const Test kRefuses("invalid counts and roots are rejected", [] {
+  run_groups(2, "local", [](Group& group) {
+    Array array(Dtype::uint8, 64);
+    const auto refused = [&](Call call) {
+      call.input = call.output = array.data();
+      expect_throws<InvalidArgument>([&] { group.run(call); });
+    };
+    for (const Operation operation : {Operation::reduce, Operation::gather, Operation::scatter})
+      for (const int root : {-1, 2}) refused({.operation = operation, .count = 1, .peer = root});
+    refused({.operation = Operation::all_gather, .counts = {1, 2, 3}});
+    refused({.operation = Operation::all_gather, .count = 1, .counts = {1, 2}});
+    refused({.operation = Operation::all_to_all, .counts = {1, 2}});
+    refused({.operation = Operation::all_reduce, .counts = {1, 2}});
+    refused({.operation = Operation::all_to_all, .counts = {1, 1, 2, 2}});
+    refused({.operation = Operation::all_gather, .counts = {1, SIZE_MAX / 4}});
+    expect_throws<Unsupported>([&] {
+      group.run({.operation = Operation::all_gather,
+                 .input = array.data(),
+                 .output = array.data(),
+                 .algorithm = Algorithm::tree,
+                 .counts = {1, 1}});
+    });
+    expect_sound(group);
+  });
+});
 
 }  // namespace

@@ -60,115 +60,110 @@ struct Watched {
   }
 };
 
-const Test kOver{"a call is complete when its event has passed", [] {
-                   Watched all;
-                   const auto over = all.add();
-                   expect(!all.watchdog.is_over(*over), "under way");
-                   all.device->through = true;
-                   expect(all.watchdog.is_over(*over), "passed");
-                   expect(all.watchdog.idle(), "and forgotten");
-                   all.executor.troubled = true;
-                   expect(all.watchdog.is_over(*over), "a later look concerns no finished call");
-                   expect(!all.watchdog.look(), "a look without calls found something");
-                 }};
+const Test kOver("a call is complete when its event has passed", [] {
+  Watched all;
+  const auto over = all.add();
+  expect(!all.watchdog.is_over(*over), "under way");
+  all.device->through = true;
+  expect(all.watchdog.is_over(*over), "passed");
+  expect(all.watchdog.idle(), "and forgotten");
+  all.executor.troubled = true;
+  expect(all.watchdog.is_over(*over), "a later look concerns no finished call");
+  expect(!all.watchdog.look(), "a look without calls found something");
+});
 
-const Test kGivenUp{"... but not if it was aborted, until that is reported", [] {
-                      Watched all;
-                      const auto over = all.add();
-                      all.executor.troubled = true;
-                      all.device->through = true;  // as its stream continues then
-                      expect(!all.watchdog.is_over(*over), "not reported yet");
-                      expect(!all.work->error(), "no rank was notified");
-                      const auto error = all.watchdog.look();
-                      expect(error && error->kind() == ErrorKind::peer_lost, "why");
-                      expect(std::string(error->what()).starts_with("all_reduce(of"), "which");
-                      expect(all.watchdog.end(*error), "it ended before");
-                      expect(static_cast<bool>(all.work->error()), "told");
-                      expect(all.watchdog.is_over(*over), "and over");
-                    }};
+const Test kGivenUp("... but not if it was aborted, until that is reported", [] {
+  Watched all;
+  const auto over = all.add();
+  all.executor.troubled = true;
+  all.device->through = true;  // as its stream continues then
+  expect(!all.watchdog.is_over(*over), "not reported yet");
+  expect(!all.work->error(), "no rank was notified");
+  const auto error = all.watchdog.look();
+  expect(error && error->kind() == ErrorKind::peer_lost, "why");
+  expect(std::string(error->what()).starts_with("all_reduce(of"), "which");
+  expect(all.watchdog.end(*error), "it ended before");
+  expect(static_cast<bool>(all.work->error()), "told");
+  expect(all.watchdog.is_over(*over), "and over");
+});
 
-const Test kLate{"a call that is not complete at its limit is named", [] {
-                   Watched all;
-                   (void)all.add(1ns);
-                   const auto error = all.watchdog.look();
-                   expect(error && error->kind() == ErrorKind::timeout, "a timeout");
-                   const std::string said = error->what();
-                   expect(said.starts_with("all_reduce(of a test)"), said);
-                   expect(said.find("did not complete on the device") != std::string::npos, said);
-                 }};
+const Test kLate("a call that is not complete at its limit is named", [] {
+  Watched all;
+  (void)all.add(1ns);
+  const auto error = all.watchdog.look();
+  expect(error && error->kind() == ErrorKind::timeout, "a timeout");
+  const std::string said = error->what();
+  expect(said.starts_with("all_reduce(of a test)"), said);
+  expect(said.find("did not complete on the device") != std::string::npos, said);
+});
 
-const Test kAgreeing{"... unless the agreement names the cause within a second", [] {
-                       Watched all;
-                       (void)all.add(1ns);
-                       all.executor.troubled = true;
-                       expect(!all.watchdog.look(true), "it did not wait");
-                       const Deadline limit(60s);
-                       while (!all.watchdog.look(true) && !limit.expired())
-                         std::this_thread::yield();
-                       expect(!limit.expired(), "it waits permanently");
-                     }};
+const Test kAgreeing("... unless the agreement names the cause within a second", [] {
+  Watched all;
+  (void)all.add(1ns);
+  all.executor.troubled = true;
+  expect(!all.watchdog.look(true), "it did not wait");
+  const Deadline limit(60s);
+  while (!all.watchdog.look(true) && !limit.expired()) std::this_thread::yield();
+  expect(!limit.expired(), "it waits permanently");
+});
 
-const Test kEnqueueing{"a call is watched while it is enqueued", [] {
-                         Watched all;
-                         all.device->through = true;
-                         all.begin(1ns);
-                         expect(!all.watchdog.idle(), "begun");
-                         const auto error = all.watchdog.look();
-                         expect(error && error->kind() == ErrorKind::timeout, "a timeout");
-                         const std::string said = error->what();
-                         expect(said.find("could not be enqueued") != std::string::npos, said);
-                         expect(all.watchdog.end(*error), "it ended before");
-                         expect(static_cast<bool>(all.work->error()), "told");
-                         const auto ends = ranks::ending_of([&] { all.watchdog.set_end(nullptr); });
-                         expect(ends.is(ErrorKind::timeout), ends.text());
-                         const auto begins = ranks::ending_of([&] { all.begin(); });
-                         expect(begins.is(ErrorKind::timeout), begins.text());
-                         expect(all.watchdog.idle(), "an ended call does not return");
-                         Watched captured;
-                         captured.begin();
-                         captured.watchdog.set_end(nullptr);
-                         expect(captured.watchdog.idle(), "a captured call is not watched");
-                       }};
+const Test kEnqueueing("a call is watched while it is enqueued", [] {
+  Watched all;
+  all.device->through = true;
+  all.begin(1ns);
+  expect(!all.watchdog.idle(), "begun");
+  const auto error = all.watchdog.look();
+  expect(error && error->kind() == ErrorKind::timeout, "a timeout");
+  const std::string said = error->what();
+  expect(said.find("could not be enqueued") != std::string::npos, said);
+  expect(all.watchdog.end(*error), "it ended before");
+  expect(static_cast<bool>(all.work->error()), "told");
+  const auto ends = ranks::ending_of([&] { all.watchdog.set_end(nullptr); });
+  ends.check(ErrorKind::timeout);
+  const auto begins = ranks::ending_of([&] { all.begin(); });
+  begins.check(ErrorKind::timeout);
+  expect(all.watchdog.idle(), "an ended call does not return");
+  Watched captured;
+  captured.begin();
+  captured.watchdog.set_end(nullptr);
+  expect(captured.watchdog.idle(), "a captured call is not watched");
+});
 
-const Test kOnce{"a group ends once, and its mismatch is thrown once", [] {
-                   Watched all;
-                   all.watchdog.throw_mismatch();
-                   expect(all.watchdog.end(Mismatch("first")), "it ended before");
-                   expect(!all.watchdog.end(Timeout("second")), "it ended twice");
-                   expect(!all.watchdog.close(), "it was closed");
-                   expect(all.watchdog.cause()->kind() == ErrorKind::mismatch, "another cause");
-                   const auto first = ranks::ending_of([&] { all.watchdog.throw_mismatch(); });
-                   expect(first.is(ErrorKind::mismatch), first.text());
-                   all.watchdog.throw_mismatch();
-                   Watched closed;
-                   expect(closed.watchdog.close() && closed.watchdog.ended(), "it did not end");
-                   expect(!closed.watchdog.cause(), "close() is no error");
-                 }};
+const Test kOnce("a group ends once, and its mismatch is thrown once", [] {
+  Watched all;
+  all.watchdog.throw_mismatch();
+  expect(all.watchdog.end(Mismatch("first")), "it ended before");
+  expect(!all.watchdog.end(Timeout("second")), "it ended twice");
+  expect(!all.watchdog.close(), "it was closed");
+  expect(all.watchdog.cause()->kind() == ErrorKind::mismatch, "another cause");
+  const auto first = ranks::ending_of([&] { all.watchdog.throw_mismatch(); });
+  first.check(ErrorKind::mismatch);
+  all.watchdog.throw_mismatch();
+  Watched closed;
+  expect(closed.watchdog.close() && closed.watchdog.ended(), "it did not end");
+  expect(!closed.watchdog.cause(), "close() is no error");
+});
 
-const Test kNeeded{"a rank that leaves ends the calls that need it, and no others", [] {
-                     ranks::World world{.size = 3, .transport = "tcp", .heartbeat = 500ms};
-                     std::latch over(1);
-                     ranks::run_groups(world, [&](group::Group& group) {
-                       if (group.rank() == 2) return group.close();
-                       if (group.rank() == 1) return over.wait();
-                       const struct Tell {
-                         std::latch& latch;
-                         ~Tell() { latch.count_down(); }  // also where a check fails
-                       } tell{over};
-                       const std::shared_ptr<group::Group> host(
-                           &group, [](group::Group*) {});  // not its owner
-                       Watched message(host), all(host);
-                       (void)message.add(60s, {1});
-                       (void)all.add();
-                       std::optional<Error> missed;
-                       for (const Deadline deadline(60s); !missed && !deadline.expired();) {
-                         (void)message.watchdog.look();
-                         missed = all.watchdog.look();
-                       }
-                       expect(!message.watchdog.look(), "it needs rank 1 alone");
-                       expect(missed && missed->kind() == ErrorKind::peer_lost, "it needs rank 2");
-                       expect_equal(missed->fields().peer, 2, "the lost rank");
-                     });
-                   }};
+const Test kNeeded("a rank that leaves ends the calls that need it, and no others", [] {
+  ranks::World world{.size = 3, .transport = "tcp", .heartbeat = 500ms};
+  std::latch over(1);
+  ranks::run_groups(world, [&](group::Group& group) {
+    if (group.rank() == 2) return group.close();
+    if (group.rank() == 1) return over.wait();
+    const CountDown tell{over};
+    const std::shared_ptr<group::Group> host(&group, [](group::Group*) {});  // not its owner
+    Watched message(host), all(host);
+    (void)message.add(60s, {1});
+    (void)all.add();
+    std::optional<Error> missed;
+    for (const Deadline deadline(60s); !missed && !deadline.expired();) {
+      (void)message.watchdog.look();
+      missed = all.watchdog.look();
+    }
+    expect(!message.watchdog.look(), "it needs rank 1 alone");
+    expect(missed && missed->kind() == ErrorKind::peer_lost, "it needs rank 2");
+    expect_equal(missed->fields().peer, 2, "the lost rank");
+  });
+});
 
 }  // namespace

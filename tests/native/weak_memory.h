@@ -15,14 +15,11 @@
 // its own, and `end` after all threads.
 #pragma once
 
-#include <algorithm>
 #include <array>
 #include <atomic>
-#include <bit>
 #include <cstdint>
 #include <functional>
 #include <string>
-#include <type_traits>
 
 namespace weak {
 

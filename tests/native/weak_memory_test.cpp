@@ -55,14 +55,14 @@ struct MessagePassing final : weak::Scenario {
   weak::Atomic<int> flag_;
 };
 
-const Test kMessagePassing{
+const Test kMessagePassing(
     "model: release and acquire pass a message, and relaxed order does not", [] {
       using enum std::memory_order;
       holds<MessagePassing>(2, release, acquire);
       holds<MessagePassing>(2, seq_cst, seq_cst);
       fails<MessagePassing>("a read races with a write", 2, relaxed, acquire);
       fails<MessagePassing>("a read races with a write", 2, release, relaxed);
-    }};
+    });
 
 struct StoreBuffering final : weak::Scenario {
   StoreBuffering(std::memory_order store, std::memory_order load, bool fence)
@@ -79,7 +79,7 @@ struct StoreBuffering final : weak::Scenario {
   int saw_[2]{};
 };
 
-const Test kStoreBuffering{
+const Test kStoreBuffering(
     "model: a load passes an earlier store, unless both are sequentially consistent", [] {
       using enum std::memory_order;
       const std::string both = "both loads miss the other store";
@@ -88,7 +88,7 @@ const Test kStoreBuffering{
       fails<StoreBuffering>(both, 2, release, acquire, false);
       fails<StoreBuffering>(both, 2, release, seq_cst, false);
       fails<StoreBuffering>(both, 2, seq_cst, acquire, false);
-    }};
+    });
 
 // Two stores to different words, seen by two readers in different orders.
 struct IndependentReads final : weak::Scenario {
@@ -104,12 +104,11 @@ struct IndependentReads final : weak::Scenario {
   bool saw_[2]{};
 };
 
-const Test kIndependentReads{"model: only sequential consistency gives one order of stores", [] {
-                               using enum std::memory_order;
-                               holds<IndependentReads>(4, seq_cst, seq_cst);
-                               fails<IndependentReads>("two orders of the stores", 4, release,
-                                                       acquire);
-                             }};
+const Test kIndependentReads("model: only sequential consistency gives one order of stores", [] {
+  using enum std::memory_order;
+  holds<IndependentReads>(4, seq_cst, seq_cst);
+  fails<IndependentReads>("two orders of the stores", 4, release, acquire);
+});
 
 // Modification order may differ from the order of execution, and coherence holds.
 struct Coherence final : weak::Scenario {
@@ -134,12 +133,12 @@ struct Coherence final : weak::Scenario {
   bool up_ = false, down_ = false;
 };
 
-const Test kCoherence{"model: stores of two threads have any order per word, one at a time", [] {
-                        Coherence::twice = false;
-                        holds<Coherence>(3);
-                        Coherence::twice = true;  // 2+2W: each word ends with the first store
-                        fails<Coherence>("both", 2);
-                      }};
+const Test kCoherence("model: stores of two threads have any order per word, one at a time", [] {
+  Coherence::twice = false;
+  holds<Coherence>(3);
+  Coherence::twice = true;  // 2+2W: each word ends with the first store
+  fails<Coherence>("both", 2);
+});
 
 struct Exchange final : weak::Scenario {
   void run(int thread) override { got_[thread] = word_.exchange(0, std::memory_order_relaxed); }
@@ -148,7 +147,7 @@ struct Exchange final : weak::Scenario {
   int got_[2]{};
 };
 
-const Test kExchange{"model: one of two exchanges gets a value", [] { holds<Exchange>(2); }};
+const Test kExchange("model: one of two exchanges gets a value", [] { holds<Exchange>(2); });
 
 struct Asleep final : weak::Scenario {
   void run(int thread) override {
@@ -159,8 +158,8 @@ struct Asleep final : weak::Scenario {
   weak::Atomic<int> word_;
 };
 
-const Test kAsleep{"model: a thread that no other one wakes is a fault",
-                   [] { fails<Asleep>("a thread waits forever", 2); }};
+const Test kAsleep("model: a thread that no other one wakes is a fault",
+                   [] { fails<Asleep>("a thread waits forever", 2); });
 
 // Random programs: three threads of two or three operations on two words.
 struct Random final : weak::Scenario {
@@ -199,19 +198,20 @@ struct Random final : weak::Scenario {
   std::string saw_[3];
 };
 
-const Test kRandom{
-    "model: without redundant executions no outcome of a random program is lost", [] {
-      for (unsigned seed = 0; seed < 300; ++seed) {
-        std::set<std::string> some, every;
-        const auto in = [&](std::set<std::string>& outcomes) {
-          return [&outcomes, seed] { return new Random(seed, outcomes); };
-        };
-        (void)weak::explore(3, in(some), kMost);
-        (void)weak::explore(3, in(every), kMost, true);
-        expect(some == every, "seed " + std::to_string(seed) + ": " + std::to_string(some.size()) +
-                                  " of " + std::to_string(every.size()) + " outcomes");
-      }
-    }};
+const Test kRandom("model: without redundant executions no outcome of a random program is lost",
+                   [] {
+                     for (unsigned seed = 0; seed < 300; ++seed) {
+                       std::set<std::string> some, every;
+                       const auto in = [&](std::set<std::string>& outcomes) {
+                         return [&outcomes, seed] { return new Random(seed, outcomes); };
+                       };
+                       (void)weak::explore(3, in(some), kMost);
+                       (void)weak::explore(3, in(every), kMost, true);
+                       expect(some == every, "seed " + std::to_string(seed) + ": " +
+                                                 std::to_string(some.size()) + " of " +
+                                                 std::to_string(every.size()) + " outcomes");
+                     }
+                   });
 
 // ---- core/atomic_words.h
 
@@ -239,10 +239,10 @@ struct Publishing final : weak::Scenario {
   uint64_t last_[3]{};
 };
 
-const Test kPublishing{"a published value is whole, and never an older one",
-                       [] { holds<Publishing>(2, uint64_t{2}, uint64_t{1}); }};
-const Test kPublishingLong{"long: a published value, read twice",
-                           [] { holds<Publishing>(2, uint64_t{2}, uint64_t{2}); }};
+const Test kPublishing("a published value is whole, and never an older one",
+                       [] { holds<Publishing>(2, uint64_t{2}, uint64_t{1}); });
+const Test kPublishingLong("long: a published value, read twice",
+                           [] { holds<Publishing>(2, uint64_t{2}, uint64_t{2}); });
 
 // ---- transport/ring_positions.h
 
@@ -282,10 +282,10 @@ struct Ring final : weak::Scenario {
   Socket wakes_writer_, wakes_reader_;
 };
 
-const Test kRing{"a ring of one byte: each byte arrives, and no wake-up is lost",
-                 [] { holds<Ring>(2, size_t{1}, 2); }};
-const Test kRingOfTwo{"long: a ring of two bytes, with three messages",
-                      [] { holds<Ring>(2, size_t{2}, 3); }};
+const Test kRing("a ring of one byte: each byte arrives, and no wake-up is lost",
+                 [] { holds<Ring>(2, size_t{1}, 2); });
+const Test kRingOfTwo("long: a ring of two bytes, with three messages",
+                      [] { holds<Ring>(2, size_t{2}, 3); });
 
 // ---- shared/flags.h
 
@@ -347,10 +347,10 @@ struct Slots final : weak::Scenario {
   Rank<kSlots> ranks_[kRanks];
 };
 
-const Test kSlots{"a slot is read after it was filled, and filled again after it was read",
-                  [] { holds<Slots<2, 1>>(2, uint64_t{2}); }};
-const Test kSlotsOfThree{"long: a filled slot wakes two readers",
-                         [] { holds<Slots<3, 1>>(3, uint64_t{1}); }};
+const Test kSlots("a slot is read after it was filled, and filled again after it was read",
+                  [] { holds<Slots<2, 1>>(2, uint64_t{2}); });
+const Test kSlotsOfThree("long: a filled slot wakes two readers",
+                         [] { holds<Slots<3, 1>>(3, uint64_t{1}); });
 
 // Two ranks raise their flags, a third one sleeps until it has both.
 struct TwoWakers final : weak::Scenario {
@@ -365,8 +365,8 @@ struct TwoWakers final : weak::Scenario {
   Rank<1> ranks_[3];
 };
 
-const Test kTwoWakers{"one of two ranks wakes a third one that waits for both",
-                      [] { holds<TwoWakers>(3); }};
+const Test kTwoWakers("one of two ranks wakes a third one that waits for both",
+                      [] { holds<TwoWakers>(3); });
 
 // A task advances once more between arm() and its sleep, and may raise a flag there.
 struct RaiseWhileArmed final : weak::Scenario {
@@ -387,8 +387,8 @@ struct RaiseWhileArmed final : weak::Scenario {
   Rank<1> ranks_[2];
 };
 
-const Test kRaiseWhileArmed{"a rank that raises a flag does not claim its own sleep",
-                            [] { holds<RaiseWhileArmed>(2); }};
+const Test kRaiseWhileArmed("a rank that raises a flag does not claim its own sleep",
+                            [] { holds<RaiseWhileArmed>(2); });
 
 // Zero-copy: the ranks exchange the addresses of their arrays, each reads the other's input and
 // writes one piece of both outputs; then all change their arrays.
@@ -423,8 +423,8 @@ struct Meeting final : weak::Scenario {
   Data<int> inputs_[2], outputs_[2][2];
 };
 
-const Test kMeeting{"ranks use each other's arrays between the exchange and the last flag",
-                    [] { holds<Meeting>(2); }};
+const Test kMeeting("ranks use each other's arrays between the exchange and the last flag",
+                    [] { holds<Meeting>(2); });
 
 // What a rank did before it published a call, a rank that finds it in that call sees.
 struct Calls final : weak::Scenario {
@@ -449,10 +449,10 @@ struct Calls final : weak::Scenario {
   Data<int> arrays_[3];
 };
 
-const Test kCalls{"the number of a rank's call has its header and its arrays", [] {
-                    holds<Calls>(2, true);
-                    holds<Calls>(2, false);
-                  }};
+const Test kCalls("the number of a rank's call has its header and its arrays", [] {
+  holds<Calls>(2, true);
+  holds<Calls>(2, false);
+});
 
 // ---- observe/flight_recorder.cpp, in its words: test_weak_memory.py compares the source
 
@@ -486,9 +486,9 @@ struct Recorder final : weak::Scenario {
   weak::Atomic<uint64_t> begun_, records_[kKept][2];
 };
 
-const Test kRecorder{"a reader of the flight recorder drops every record that changes", [] {
-                       holds<Recorder>(2, true);
-                       fails<Recorder>("another call", 2, false);
-                     }};
+const Test kRecorder("a reader of the flight recorder drops every record that changes", [] {
+  holds<Recorder>(2, true);
+  fails<Recorder>("another call", 2, false);
+});
 
 }  // namespace

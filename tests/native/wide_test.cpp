@@ -103,8 +103,8 @@ void expect_little(const std::string& transport, long listeners) {
   expect_equal(settled(before, ranks::descriptors), before, "descriptors at the end");
 }
 
-const Test kLocal{"local: a large group opens what its plans need",
-                  [] { expect_little("local", 0); }};
-const Test kTcp{"tcp: a large group opens what its plans need", [] { expect_little("tcp", 1); }};
+const Test kLocal("local: a large group opens what its plans need",
+                  [] { expect_little("local", 0); });
+const Test kTcp("tcp: a large group opens what its plans need", [] { expect_little("tcp", 1); });
 
 }  // namespace

@@ -1,10 +1,7 @@
 // Calls on arrays in heaps: zero-copy calls, calls with some private arrays, disagreements, and the
 // heap itself.
-#include <array>
-#include <cstdio>
 #include <cstring>
 #include <fstream>
-#include <numeric>
 #include <optional>
 #include <string>
 #include <utility>
@@ -20,6 +17,9 @@
 #include "shared/shared_call.h"
 
 using namespace pycomm;
+using namespace pycomm::group;
+using namespace pycomm::os;
+using namespace ranks;
 using namespace std::chrono_literals;
 
 namespace {
@@ -39,7 +39,7 @@ constexpr size_t kMargin = 1000;  // elements, before and behind what a call may
 class Floats {
  public:
   Floats(size_t count, bool in_heap) : count_(count), own_(in_heap ? 0 : count + 2 * kMargin) {
-    if (in_heap) memory_ = os::SharedHeap::own()->allocate((count + 2 * kMargin) * sizeof(float));
+    if (in_heap) memory_ = SharedHeap::own()->allocate((count + 2 * kMargin) * sizeof(float));
     at_ = in_heap ? reinterpret_cast<float*>(memory_.get()) : own_.data();
     std::fill(at_, at_ + count + 2 * kMargin, -7.0F);
   }
@@ -68,7 +68,7 @@ class Floats {
   float* at_;
 };
 
-group::Call sum_of(Floats& input, Floats& output, size_t count) {
+Call sum_of(Floats& input, Floats& output, size_t count) {
   return {.operation = Operation::all_reduce,
           .dtype = Dtype::float32,
           .input = input.data(),
@@ -77,7 +77,7 @@ group::Call sum_of(Floats& input, Floats& output, size_t count) {
 }
 
 // Bytes that this rank writes into others' memory in a zero-copy call.
-uint64_t mapped_bytes(const group::Group& group, size_t count) {
+uint64_t mapped_bytes(const Group& group, size_t count) {
   const auto own =
       collectives::piece(collectives::Space::output, count, group.size(), group.rank());
   return static_cast<size_t>(group.size() - 1) * own.count * sizeof(float);
@@ -90,35 +90,30 @@ int heaps_mapped() {
   for (std::string line; std::getline(maps, line);) {
     unsigned long begin = 0, end = 0;
     expect_equal(std::sscanf(line.c_str(), "%lx-%lx", &begin, &end), 2, "a line of maps");
-    found += end - begin == os::SharedHeap::capacity() ? 1 : 0;
+    found += end - begin == SharedHeap::capacity() ? 1 : 0;
   }
   return found;
 }
 
 // The first test, and without a full mesh first: no other group has mapped a heap before.
-void demand_test() {
+const Test kDemand("ranks that connect on demand map no heaps", [] {
   for (const int full_mesh : {0, 2}) {
     const int before = std::exchange(ranks::full_mesh, full_mesh);
-    ranks::run_groups(2, "shm", [&](group::Group& group) {
+    run_groups(2, "shm", [&](Group& group) {
       std::vector<float> x(10);
-      const group::Call sum{.operation = Operation::all_reduce,
-                            .dtype = Dtype::float32,
-                            .input = x.data(),
-                            .output = x.data(),
-                            .count = x.size()};
+      const Call sum = sum_in_place(x);
       group.run(sum);  // all have met
       expect_equal(heaps_mapped() > 0, full_mesh > 0, "whether heaps are mapped");
       group.run(sum);
     });
     ranks::full_mesh = before;
   }
-}
-const Test kDemand{"ranks that connect on demand map no heaps", demand_test};
+});
 
-void sums_test() {
+const Test kSums("arrays in heaps are summed in place", [] {
   for (const std::string& by : kShared)
     for (const int size : {2, 3, 4})
-      ranks::run_groups(size, by, [](group::Group& group) {
+      run_groups(size, by, [](Group& group) {
         for (const size_t count : kCounts)
           for (const bool in_place : {true, false}) {
             Floats input(count, true), output(count, true);
@@ -132,8 +127,7 @@ void sums_test() {
                          "bytes that went");
           }
       });
-}
-const Test kSums{"arrays in heaps are summed in place", sums_test};
+});
 
 // A call whose arrays are in heaps where required, except those of rank `odd`; with the smaller
 // array inside the larger one, if `in_place`.
@@ -145,19 +139,19 @@ struct Scene {
 };
 
 // Bytes that tell the two paths apart: sent by the rank that gives to all, received in a broadcast.
-uint64_t moved(const group::Group& group, Operation operation) {
-  const group::Stats stats = group.stats();
+uint64_t moved(const Group& group, Operation operation) {
+  const Stats stats = group.stats();
   return operation == Operation::broadcast ? stats.bytes_received : stats.bytes_sent;
 }
 
-void play(group::Group& group, const Scene& scene) {
+void play(Group& group, const Scene& scene) {
   const auto size = static_cast<size_t>(group.size()), rank = static_cast<size_t>(group.rank());
   const bool gives_rows = scene.operation == Operation::reduce_scatter;
   const bool in_heap = group.rank() != scene.odd;
   Floats small(scene.count, in_heap && !gives_rows);
   Floats large(scene.count * size, in_heap && (gives_rows || scene.in_place));
   float* own = scene.in_place ? large.data() + rank * scene.count : small.data();
-  group::Call call{.operation = scene.operation, .dtype = Dtype::float32, .count = scene.count};
+  Call call{.operation = scene.operation, .dtype = Dtype::float32, .count = scene.count};
   if (scene.operation == Operation::broadcast) call.peer = group.size() - 1;
   call.input = gives_rows ? large.data() : own;
   call.output = scene.operation == Operation::all_gather ? large.data() : own;
@@ -185,10 +179,10 @@ void play(group::Group& group, const Scene& scene) {
   expect_equal(moved(group, scene.operation) - before, expected, "bytes that went");
 }
 
-void verbs_test() {
+const Test kVerbs("the other verbs use arrays in heaps in place, or all ranks use slots", [] {
   for (const std::string& by : kShared)
     for (const int size : {2, 3})
-      ranks::run_groups(size, by, [](group::Group& group) {
+      run_groups(size, by, [](Group& group) {
         for (const Operation operation :
              {Operation::broadcast, Operation::all_gather, Operation::reduce_scatter})
           for (const size_t count : {size_t{4097}, size_t{100'003}})
@@ -196,14 +190,12 @@ void verbs_test() {
               for (const bool in_place : {true, false})
                 play(group, {operation, count, odd, in_place});
       });
-}
-const Test kVerbs{"the other verbs use arrays in heaps in place, or all ranks use slots",
-                  verbs_test};
+});
 
 // The rank with a private array, and which of its two arrays.
-void mixed_test() {
+const Test kMixed("with one private array all ranks use slots", [] {
   for (const std::string& by : kShared)
-    ranks::run_groups(3, by, [](group::Group& group) {
+    run_groups(3, by, [](Group& group) {
       for (const size_t count : kCounts)
         for (int odd = 0; odd < 3; ++odd)
           for (const bool whole : {true, false}) {
@@ -217,14 +209,13 @@ void mixed_test() {
             input.expect_sums(group.size());
           }
     });
-}
-const Test kMixed{"with one private array all ranks use slots", mixed_test};
+});
 
-void half_test() {
-  ranks::run_groups(3, "local", [](group::Group& group) {
+const Test kHalf("16-bit sums in heaps are rounded once", [] {
+  run_groups(3, "local", [](Group& group) {
     const uint16_t big = 0x6800, one = 0x3c00, truth = 0x6801;  // 2048, 1, 2050
     constexpr size_t kCount = 30'000;
-    const auto memory = os::SharedHeap::own()->allocate(kCount * sizeof(uint16_t));
+    const auto memory = SharedHeap::own()->allocate(kCount * sizeof(uint16_t));
     auto* x = reinterpret_cast<uint16_t*>(memory.get());
     std::fill(x, x + kCount, group.rank() == 0 ? big : one);
     group.run({.operation = Operation::all_reduce,
@@ -234,20 +225,19 @@ void half_test() {
                .count = kCount});
     for (size_t i = 0; i < kCount; ++i) expect_equal(x[i], truth, "a sum rounded once");
   });
-}
-const Test kHalf{"16-bit sums in heaps are rounded once", half_test};
+});
 
 // A sum in a separate array, which is freed right after the call.
-void sum_once(group::Group& group, size_t count) {
+void sum_once(Group& group, size_t count) {
   Floats x(count, true);
   x.fill(group.rank());
   group.run(sum_of(x, x, count));
   x.expect_sums(group.size());
 }
 
-void disagreement_test() {
+const Test kDisagreement("a disagreement about arrays in heaps changes none", [] {
   for (const std::string& by : kShared)
-    ranks::run_groups(3, by, [](group::Group& group) {
+    run_groups(3, by, [](Group& group) {
       constexpr size_t kCount = 100'000;
       for (int odd = 0; odd < 3; ++odd)
         for (const auto& [other, private_too] :
@@ -255,23 +245,20 @@ void disagreement_test() {
           const bool here = group.rank() == odd;
           Floats x(kCount + 1, !(here && private_too));
           x.fill(group.rank());
-          const auto ending =
-              ranks::ending_of([&] { group.run(sum_of(x, x, here ? other : kCount)); });
+          const auto ending = ending_of([&] { group.run(sum_of(x, x, here ? other : kCount)); });
           expect(ending.is(ErrorKind::mismatch), "not a mismatch: " + ending.text());
           x.expect_own(group.rank());
           sum_once(group, kCount);
         }
     });
-}
-const Test kDisagreement{"a disagreement about arrays in heaps changes none", disagreement_test};
+});
 
 // An array is freed as soon as this rank's call is over; its reused memory is not touched.
-void lifetime_test() {
-  ranks::run_groups(2, "shm", [](group::Group& group) {
+const Test kLifetime("arrays that are freed right after their call", [] {
+  run_groups(2, "shm", [](Group& group) {
     for (int i = 0; i < 200; ++i) sum_once(group, 50'000);
   });
-}
-const Test kLifetime{"arrays that are freed right after their call", lifetime_test};
+});
 
 // Two ranks on one thread, so that the test controls the order of their steps: rank 0 aborts after
 // a given number of rank 1's steps. By then it has made its offer, or met rank 1 too, or done all
@@ -290,7 +277,7 @@ void left_test(int steps_before, Gone gone_has) {
                  {.rank = rank, .names = {}, .interrupted = {}}),
           region(segments, {0, 1}, rank) {
       x.fill(rank);
-      region.set_heaps({os::SharedHeap::own()->view(), os::SharedHeap::own()->view()});
+      region.set_heaps({SharedHeap::own()->view(), SharedHeap::own()->view()});
       job.input = job.output = reinterpret_cast<std::byte*>(x.data());
       region.begin(job.header);
       run.emplace(engine, region, job);
@@ -317,32 +304,31 @@ void left_test(int steps_before, Gone gone_has) {
   expect_equal(late.run->receiving_from(), 0, "the rank that it waits for");
   if (gone_has != Gone::worked) gone.x.expect_own(0);
 }
-const Test kLeft{"nothing is written into the array of a rank that aborted", [] {
-                   left_test(1, Gone::met);
-                   left_test(0, Gone::offered);
-                 }};
-// 800 kB in steps of 256 KiB: the last one was under way, and may have read anything.
-const Test kLeftLast{"a rank that aborts in the others' last step is not taken for a finished one",
-                     [] { left_test(4, Gone::worked); }};
+const Test kLeft("nothing is written into the array of a rank that aborted", [] {
+  left_test(1, Gone::met);
+  left_test(0, Gone::offered);
+});
 
-void lost_test() {
-  ranks::World world{.size = 3, .transport = "shm"};
-  ranks::run(3, [&](int rank) {
+// 800 kB in steps of 256 KiB: the last one was under way, and may have read anything.
+const Test kLeftLast("a rank that aborts in the others' last step is not taken for a finished one",
+                     [] { left_test(4, Gone::worked); });
+
+const Test kLost("a rank that never joined the call has changed nothing", [] {
+  World world{.size = 3, .transport = "shm"};
+  run(3, [&](int rank) {
     auto group = world.join(rank);
     Floats x(100'000, true);
     x.fill(rank);
     if (rank == 1) return group.reset();
-    const auto ending = ranks::ending_of([&] { group->run(sum_of(x, x, 100'000)); });
-    expect(ending.is(ErrorKind::peer_lost) && ending.says("rank 1"), ending.text());
+    ending_of([&] { group->run(sum_of(x, x, 100'000)); }).check(ErrorKind::peer_lost, {"rank 1"});
     x.expect_own(rank);
   });
-}
-const Test kLost{"a rank that never joined the call has changed nothing", lost_test};
+});
 
-void heap_test() {
-  const size_t page = os::page_bytes();
-  auto heap = os::SharedHeap::own();
-  expect(heap == os::SharedHeap::own(), "a process has one heap");
+const Test kHeap("the heap gives, takes back and joins", [] {
+  const size_t page = page_bytes();
+  auto heap = SharedHeap::own();
+  expect(heap == SharedHeap::own(), "a process has one heap");
   auto a = heap->allocate(1), b = heap->allocate(page + 1), c = heap->allocate(3 * page);
   expect(b.get() == a.get() + page && c.get() == b.get() + 2 * page, "one behind another");
   const std::byte* gap = b.get();
@@ -354,22 +340,20 @@ void heap_test() {
   d.reset();
   auto e = heap->allocate(3 * page);
   expect(e.get() == gap - page, "gaps that touch are one");
-  expect(ranks::ending_of([&] {
-           (void)heap->allocate(heap->view().bytes);
-         }).is(ErrorKind::invalid_argument),
-         "more than there is");
-  expect(ranks::ending_of([&] { (void)heap->allocate(SIZE_MAX); }).is(ErrorKind::invalid_argument),
+  expect(
+      ending_of([&] { (void)heap->allocate(heap->view().bytes); }).is(ErrorKind::invalid_argument),
+      "more than there is");
+  expect(ending_of([&] { (void)heap->allocate(SIZE_MAX); }).is(ErrorKind::invalid_argument),
          "more than can be counted");
   e.reset();
   c.reset();
   auto all = heap->allocate(heap->view().bytes);
   expect_equal(heap->view().offset_of(all.get(), 1).value(), uint64_t{0}, "all is free again");
-}
-const Test kHeap{"the heap gives, takes back and joins", heap_test};
+});
 
-void view_test() {
-  const auto heap = os::SharedHeap::own();
-  const os::HeapView& view = heap->view();
+const Test kView("a heap as seen by other ranks", [] {
+  const auto heap = SharedHeap::own();
+  const HeapView& view = heap->view();
   const std::byte* end = view.base.get() + view.bytes;
   expect(view.offset_of(end - 8, 8).has_value() && !view.offset_of(end - 8, 9).has_value(),
          "the end of the heap");
@@ -377,13 +361,11 @@ void view_test() {
   expect(
       !view.holds(view.bytes + 1, 0) && !view.holds(~uint64_t{0}, 1) && view.holds(0, view.bytes),
       "offsets from outside");
-  expect(!os::HeapView{}.offset_of(end, 1).has_value(), "no heap");
-  const auto again = os::map_heap(heap->descriptor(), view.bytes);
-  expect(os::map_heap(heap->descriptor(), view.bytes).base == again.base, "mapped once");
-  const auto memory = heap->allocate(os::page_bytes());
+  expect(!HeapView{}.offset_of(end, 1).has_value(), "no heap");
+  const auto again = map_heap(heap->descriptor(), view.bytes);
+  expect(map_heap(heap->descriptor(), view.bytes).base == again.base, "mapped once");
+  const auto memory = heap->allocate(page_bytes());
   memory.get()[7] = std::byte{9};
   expect(again.base.get()[*view.offset_of(memory.get(), 8) + 7] == std::byte{9}, "the same memory");
-}
-const Test kView{"a heap as seen by other ranks", view_test};
-
+});
 }  // namespace
