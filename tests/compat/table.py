@@ -81,8 +81,7 @@ def table() -> str:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(path.read_text())
-    return found
+    return json.loads(path.read_text())
 
 
 def _suite_name(result: dict[str, Any]) -> str:

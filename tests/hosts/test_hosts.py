@@ -177,8 +177,7 @@ def refusal(net: Network, env: dict[str, str]) -> dict[str, Any]:
     assert process.returncode == 0, err
     waiting.kill()
     waiting.communicate()
-    result: dict[str, Any] = json.loads(out)
-    return result
+    return json.loads(out)
 
 
 def test_invalid_address_is_rejected_with_the_valid_ones() -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from on_ranks import on_ranks
 
 import pycomm
 from benchmarks.support.ports import free_port
@@ -113,27 +114,24 @@ def test_same_bits_on_every_rank_run_and_transport() -> None:
     assert run_ranks(3, same_bits, transport="", processes=True) == [shared] * 3
 
 
-def test_async_calls_end_in_order_and_keep_their_arrays() -> None:
-    def fn(group: Group) -> Any:
-        works = [
-            pycomm.all_reduce(np.full(1000 * i, float(i)), group=group, async_op=True)
-            for i in range(20)
-        ]
-        last = works[-1].result()
-        assert all(work.done() for work in works)
-        assert pycomm.all_reduce(np.ones(3), group=group).tolist() == [2.0] * 3
-        work = pycomm.barrier(async_op=True)
-        work.wait(5.0)
-        work.wait()
-        assert work.result() is None
-        for i in range(20):  # no reference to the works: the arrays live until the calls end
-            pycomm.all_reduce(np.full(100_000, float(i)), group=group, async_op=True)
-        pycomm.barrier()
-        return last, [work.result() for work in works]
-
-    for last, every in run_ranks(2, fn):
-        assert (last == 38.0).all()
-        assert all((x == 2.0 * i).all() for i, x in enumerate(every))
+@on_ranks(2)
+def test_async_calls_end_in_order_and_keep_their_arrays(group: Group) -> None:
+    works = [
+        pycomm.all_reduce(np.full(1000 * i, float(i)), group=group, async_op=True)
+        for i in range(20)
+    ]
+    last = works[-1].result()
+    assert all(work.done() for work in works)
+    assert pycomm.all_reduce(np.ones(3), group=group).tolist() == [2.0] * 3
+    work = pycomm.barrier(async_op=True)
+    work.wait(5.0)
+    work.wait()
+    assert work.result() is None
+    for i in range(20):  # no reference to the works: the arrays live until the calls end
+        pycomm.all_reduce(np.full(100_000, float(i)), group=group, async_op=True)
+    pycomm.barrier()
+    assert (last == 38.0).all()
+    assert all((work.result() == 2.0 * i).all() for i, work in enumerate(works))
 
 
 def test_wait_times_out_and_the_call_continues() -> None:
@@ -172,26 +170,23 @@ def test_split(transport: str) -> None:
     assert results[0][4] == results[2][4] != results[1][4]
 
 
+@on_ranks("n")
 @pytest.mark.parametrize("n", [2, 3, 4])
-def test_ring_sends_the_expected_bytes(n: int) -> None:
+def test_ring_sends_the_expected_bytes(group: Group, n: int) -> None:
     """A ring sends each of its 2 (n - 1) chunks of 1/n once, plus headers."""
-
-    def fn(group: Group) -> Any:
-        before = group.stats()
-        pycomm.all_reduce(np.ones(n * 10_240, np.float32), algorithm="ring", group=group)
-        after = group.stats()
-        assert after.calls == before.calls + 1
-        assert after.seconds > before.seconds
-        assert repr(after).startswith(f"Stats(calls={after.calls}, ")
-        assert f"pid={os.getpid()}, transport='local'" in repr(group.peer_info())
-        assert after.bytes == after.bytes_written > after.bytes_sent
-        payload = after.bytes_sent - before.bytes_sent
-        headers = after.bytes_written - before.bytes_written - payload
-        assert headers == 32 * (after.frames_sent - before.frames_sent)
-        assert after.bytes_received - before.bytes_received > payload
-        return payload
-
-    assert run_ranks(n, fn) == [2 * (n - 1) * 10_240 * 4] * n
+    before = group.stats()
+    pycomm.all_reduce(np.ones(n * 10_240, np.float32), algorithm="ring", group=group)
+    after = group.stats()
+    assert after.calls == before.calls + 1
+    assert after.seconds > before.seconds
+    assert repr(after).startswith(f"Stats(calls={after.calls}, ")
+    assert f"pid={os.getpid()}, transport='local'" in repr(group.peer_info())
+    assert after.bytes == after.bytes_written > after.bytes_sent
+    payload = after.bytes_sent - before.bytes_sent
+    headers = after.bytes_written - before.bytes_written - payload
+    assert headers == 32 * (after.frames_sent - before.frames_sent)
+    assert after.bytes_received - before.bytes_received > payload
+    assert payload == 2 * (n - 1) * 10_240 * 4
 
 
 def counts() -> tuple[int, int, float]:

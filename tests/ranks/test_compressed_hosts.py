@@ -97,8 +97,7 @@ def own_residual(state: dict[str, Any]) -> Tensor:
 
 
 def mean_residual(training: Training) -> Tensor:
-    found: Tensor = pycomm.all_reduce(own_residual(training.state.state_dict()), "avg")
-    return found
+    return pycomm.all_reduce(own_residual(training.state.state_dict()), "avg")
 
 
 KINDS = pytest.mark.parametrize("kind", ["gradients", *COMPRESSIONS])

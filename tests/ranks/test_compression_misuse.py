@@ -206,21 +206,19 @@ def test_an_optimizer_state_loaded_after_dgc_gives_its_velocity(nesterov: bool) 
         torch.testing.assert_close(got, one, rtol=1e-5, atol=1e-6)
 
 
+@on_ranks(2)
 @pytest.mark.parametrize("form", [*LOCAL, *PLAIN])
-def test_weights_loaded_after_the_wrapper_are_trained(form: str) -> None:
-    def program(group: pycomm.Group) -> list[Tensor]:
-        module = perceptron()
-        made = trained(form, module, torch.optim.SGD(module.parameters(), lr=0.0))
-        step_on(made.model, batch(group.rank, 0), made.stepper)
-        step_on(made.model, batch(group.rank, 1), made.stepper)
-        module.load_state_dict(perceptron(5).state_dict())
-        for step in range(4):
-            step_on(made.model, batch(group.rank, step), made.stepper)
-        return parameters(module)
-
-    for found in run_ranks(2, program):
-        for got, want in zip(found, parameters(perceptron(5)), strict=True):
-            torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)
+def test_weights_loaded_after_the_wrapper_are_trained(group: pycomm.Group, form: str) -> None:
+    module = perceptron()
+    made = trained(form, module, torch.optim.SGD(module.parameters(), lr=0.0))
+    step_on(made.model, batch(group.rank, 0), made.stepper)
+    step_on(made.model, batch(group.rank, 1), made.stepper)
+    module.load_state_dict(perceptron(5).state_dict())
+    for step in range(4):
+        step_on(made.model, batch(group.rank, step), made.stepper)
+    found = parameters(module)
+    for got, want in zip(found, parameters(perceptron(5)), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)
 
 
 @on_ranks(2)

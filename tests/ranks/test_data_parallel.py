@@ -159,8 +159,7 @@ class Branches(nn.Module):
         self.branch = nn.ModuleList(nn.Linear(16, 3) for _ in range(3))
 
     def forward(self, x: Tensor, which: int) -> Tensor:
-        y: Tensor = self.branch[which](x)
-        return y
+        return self.branch[which](x)
 
 
 def test_unused_parameters() -> None:
@@ -195,23 +194,20 @@ def test_unused_parameter_is_named_and_no_rank_waits() -> None:
     assert "'branch.0.weight'" in texts[1]
 
 
-def test_second_gradient_in_one_pass_is_rejected() -> None:
+@on_ranks(1)
+def test_second_gradient_in_one_pass_is_rejected(group: pycomm.Group) -> None:
     """As checkpoints with use_reentrant do: backward inside backward."""
+    model = pycomm.DataParallel(perceptron(), find_unused_parameters=True)
+    x, y = batch(group.rank, 0)
+    layer = model.module[4]
 
-    def program(group: pycomm.Group, models: list[nn.Module]) -> None:
-        model = pycomm.DataParallel(models[group.rank], find_unused_parameters=True)
-        x, y = batch(group.rank, 0)
-        layer = model.module[4]
+    def inner(_: Tensor) -> None:
+        with torch.enable_grad():
+            layer.weight.sum().backward()
 
-        def inner(_: Tensor) -> None:
-            with torch.enable_grad():
-                layer.weight.sum().backward()
-
-        model.module[2].weight.register_hook(inner)
-        with pytest.raises(InvalidArgument, match=r"'4\.weight' got a second gradient"):
-            F.mse_loss(model(x), y).backward()
-
-    run_ranks(1, program, replicas(1))
+    model.module[2].weight.register_hook(inner)
+    with pytest.raises(InvalidArgument, match=r"'4\.weight' got a second gradient"):
+        F.mse_loss(model(x), y).backward()
 
 
 @pytest.mark.parametrize("batches", [(1, 4), (3, 0), (2, 2)])
@@ -302,20 +298,17 @@ def test_buffers_follow_rank_0() -> None:
     assert not equal(a, b)
 
 
-def test_check_names_the_first_difference() -> None:
-    def program(group: pycomm.Group, model: nn.Module) -> str:
-        model = copy.deepcopy(model)
+@on_ranks(3)
+def test_check_names_the_first_difference(group: pycomm.Group) -> None:
+    model = perceptron()
+    pycomm.DataParallel(model, init="check")
+    if group.rank == 2:
+        model[2].bias.data[3] += 1e-6
+    with pytest.raises(Mismatch) as raised:
         pycomm.DataParallel(model, init="check")
-        if group.rank == 2:
-            model[2].bias.data[3] += 1e-6
-        with pytest.raises(Mismatch) as raised:
-            pycomm.DataParallel(model, init="check")
-        pycomm.DataParallel(model)  # the group stays usable, and this makes them equal
-        pycomm.DataParallel(model, init="check")
-        return str(raised.value)
-
-    for text in run_ranks(3, program, perceptron()):
-        assert "rank 2 and rank 0 have different values for '2.bias'" in text
+    pycomm.DataParallel(model)  # the group stays usable, and this makes them equal
+    pycomm.DataParallel(model, init="check")
+    assert "rank 2 and rank 0 have different values for '2.bias'" in str(raised.value)
 
 
 @on_ranks(2)
@@ -330,8 +323,7 @@ class Words(nn.Module):
         self.words, self.out = nn.Embedding(50, 8, sparse=True), nn.Linear(8, 3)
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.out(self.words(x).mean(1))
-        return y
+        return self.out(self.words(x).mean(1))
 
 
 def _words(rank: int, step: int) -> Tensor:
@@ -361,39 +353,33 @@ def test_sparse_gradients() -> None:
     torch.testing.assert_close(results[0][0], parameters(one))
 
 
-def test_state_dict_equals_the_module() -> None:
-    def program(group: pycomm.Group, models: list[nn.Module]) -> None:
-        module = models[group.rank]
-        model = pycomm.DataParallel(module)
-        assert list(model.state_dict()) == list(module.state_dict())
-        model.load_state_dict(perceptron(7).state_dict())
-        assert equal(parameters(model), parameters(perceptron(7)))
-
-    run_ranks(2, program, replicas(2))
+@on_ranks(2)
+def test_state_dict_equals_the_module(group: pycomm.Group) -> None:
+    module = perceptron(group.rank)
+    model = pycomm.DataParallel(module)
+    assert list(model.state_dict()) == list(module.state_dict())
+    model.load_state_dict(perceptron(7).state_dict())
+    assert equal(parameters(model), parameters(perceptron(7)))
 
 
-def test_deleted_wrapper_holds_no_resources() -> None:
-    def program(group: pycomm.Group, models: list[nn.Module]) -> None:
-        module = models[group.rank]
-        for _ in range(2):
-            pycomm.DataParallel(module)
-        model = pycomm.DataParallel(module)
-        calls = group.stats().calls
-        F.mse_loss(model(batch(0, 0)[0]), batch(0, 0)[1]).backward()
-        assert group.stats().calls == calls + 1  # of the last wrapper alone
-
-    run_ranks(2, program, replicas(2))
+@on_ranks(2)
+def test_deleted_wrapper_holds_no_resources(group: pycomm.Group) -> None:
+    module = perceptron()
+    for _ in range(2):
+        pycomm.DataParallel(module)
+    model = pycomm.DataParallel(module)
+    calls = group.stats().calls
+    F.mse_loss(model(batch(0, 0)[0]), batch(0, 0)[1]).backward()
+    assert group.stats().calls == calls + 1  # of the last wrapper alone
 
 
-def test_lists_of_numpy_arrays_are_broadcast() -> None:
-    def program(group: pycomm.Group) -> list[Any]:
-        mine = [np.full((2, 3), group.rank, "f4"), torch.full((3,), float(group.rank))]
-        mine.append(np.full((4, 6), group.rank, "i8")[:, ::2])  # with strides
-        pycomm.bcast_list_(mine, src=1)
-        return [array.tolist() for array in mine]
-
+@on_ranks(2)
+def test_lists_of_numpy_arrays_are_broadcast(group: pycomm.Group) -> None:
+    mine = [np.full((2, 3), group.rank, "f4"), torch.full((3,), float(group.rank))]
+    mine.append(np.full((4, 6), group.rank, "i8")[:, ::2])  # with strides
+    pycomm.bcast_list_(mine, src=1)
     wanted = [[[1] * 3] * 2, [1] * 3, [[1] * 3] * 4]
-    assert run_ranks(2, program) == [wanted, wanted]
+    assert [array.tolist() for array in mine] == wanted
 
 
 @on_ranks(1)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from dgc_model import Model
+from on_ranks import on_ranks
 from small_models import alone, batch, equal, parameters, perceptron, step_on, whole_batch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -275,32 +276,30 @@ def test_dense_masked_equals_gather_to_rounding(min_count: int) -> None:
     assert far(*results) < 1e-14
 
 
+@on_ranks("ranks")
 @pytest.mark.parametrize("ranks", [8, 64])
-def test_many_ranks_stay_equal_and_the_residual_is_what_is_missing(ranks: int) -> None:
+def test_many_ranks_stay_equal_and_the_residual_is_what_is_missing(
+    group: pycomm.Group,
+) -> list[Tensor]:
     """P3 with m = 0 over many ranks: all that was sent and all residuals sum to all gradients."""
-
-    def program(group: pycomm.Group) -> Tensor:
-        layer = nn.Linear(40, 1, bias=False)
-        nn.init.zeros_(layer.weight)
-        optimizer = sgd(layer, momentum=0.0, lr=1.0)
-        dgc = pycomm.DGC(optimizer, sparsity=[0.9], **EVERYTHING)
-        model = pycomm.DataParallel(layer, compression=dgc)
-        own = torch.Generator().manual_seed(group.rank)
-        total = torch.zeros(40)
-        for _ in range(5):
-            gradient = torch.randint(-8, 9, (1, 40), generator=own).float() * 64
-            total += gradient[0]
-            optimizer.zero_grad()
-            model(gradient).sum().backward()
-            optimizer.step()
-        residual = next(iter(compressor_of(dgc).state.memories.values())).v
-        everything = pycomm.all_reduce(total)
-        missing = pycomm.all_reduce(residual.clone())
-        assert torch.equal(-layer.weight.detach()[0] * group.size, everything - missing)
-        return layer.weight.detach().clone()
-
-    results = run_ranks(ranks, program)
-    assert all(torch.equal(result, results[0]) for result in results)
+    layer = nn.Linear(40, 1, bias=False)
+    nn.init.zeros_(layer.weight)
+    optimizer = sgd(layer, momentum=0.0, lr=1.0)
+    dgc = pycomm.DGC(optimizer, sparsity=[0.9], **EVERYTHING)
+    model = pycomm.DataParallel(layer, compression=dgc)
+    own = torch.Generator().manual_seed(group.rank)
+    total = torch.zeros(40)
+    for _ in range(5):
+        gradient = torch.randint(-8, 9, (1, 40), generator=own).float() * 64
+        total += gradient[0]
+        optimizer.zero_grad()
+        model(gradient).sum().backward()
+        optimizer.step()
+    residual = next(iter(compressor_of(dgc).state.memories.values())).v
+    everything = pycomm.all_reduce(total)
+    missing = pycomm.all_reduce(residual.clone())
+    assert torch.equal(-layer.weight.detach()[0] * group.size, everything - missing)
+    return [layer.weight.detach().clone()]
 
 
 @pytest.mark.parametrize("momentum", [False, True])
@@ -452,27 +451,27 @@ def test_schedulers_take_effect_and_param_groups_show_current_values() -> None:
     assert far(run_ranks(2, program)[0], parameters(one)) <= 4e-15
 
 
+@on_ranks(2)
 @pytest.mark.parametrize("nesterov", [False, True])
 @pytest.mark.parametrize("begin", [0, 10**6])
-def test_velocity_is_adopted_from_the_optimizer_and_returned(nesterov: bool, begin: int) -> None:
-    def program(group: pycomm.Group) -> list[Tensor]:
-        module = double()
-        optimizer = sgd(module, nesterov=nesterov)
-        model = pycomm.DataParallel(module)
-        for step in range(3):
-            step_on(model, data(group.rank, step, torch.float64), optimizer)
-        dgc = pycomm.DGC(optimizer, begin, sparsity=[0.0], masking=False, **EVERYTHING)
-        del model
-        compressed = pycomm.DataParallel(module, compression=dgc)
-        for step in range(3, 6):
-            step_on(compressed, data(group.rank, step, torch.float64), optimizer)
-        dgc.detach()
-        dgc.detach()  # once is enough
-        del compressed
-        model = pycomm.DataParallel(module)
-        for step in range(6, 9):
-            step_on(model, data(group.rank, step, torch.float64), optimizer)
-        return parameters(module)
-
+def test_velocity_is_adopted_from_the_optimizer_and_returned(
+    group: pycomm.Group, nesterov: bool, begin: int
+) -> None:
+    module = double()
+    optimizer = sgd(module, nesterov=nesterov)
+    model = pycomm.DataParallel(module)
+    for step in range(3):
+        step_on(model, data(group.rank, step, torch.float64), optimizer)
+    dgc = pycomm.DGC(optimizer, begin, sparsity=[0.0], masking=False, **EVERYTHING)
+    del model
+    compressed = pycomm.DataParallel(module, compression=dgc)
+    for step in range(3, 6):
+        step_on(compressed, data(group.rank, step, torch.float64), optimizer)
+    dgc.detach()
+    dgc.detach()  # once is enough
+    del compressed
+    model = pycomm.DataParallel(module)
+    for step in range(6, 9):
+        step_on(model, data(group.rank, step, torch.float64), optimizer)
     wanted = alone(double(), 9, 2, lambda m: sgd(m, nesterov=nesterov), torch.float64)
-    assert far(run_ranks(2, program)[0], wanted) <= 4e-15
+    assert far(parameters(module), wanted) <= 4e-15

@@ -113,8 +113,7 @@ def test_zero_grad_before_step_discards_the_received_gradient(fused: bool) -> No
             self.one, self.other = (seeded(nn.Linear(16, 4), seed) for seed in (1, 2))
 
         def forward(self, x: Tensor, both: bool) -> Tensor:
-            whole: Tensor = self.one(x) + self.other(x) if both else self.one(x)
-            return whole
+            return self.one(x) + self.other(x) if both else self.one(x)
 
     def program(group: pycomm.Group) -> tuple[list[bool], list[Tensor]]:
         module = Halves()

@@ -182,32 +182,29 @@ def test_rank_without_data_sends_its_residual_under_torch_join(run: Run) -> None
     assert torch.equal(*run(2, _uneven_under_ddp))
 
 
-def test_a_parameter_that_no_rank_used_keeps_its_state() -> None:
+@on_ranks(2)
+def test_a_parameter_that_no_rank_used_keeps_its_state(group: pycomm.Group) -> list[Tensor]:
     class Two(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.branch = nn.ModuleList(nn.Linear(16, 3, bias=False) for _ in range(2))
 
         def forward(self, x: Tensor, which: int) -> Tensor:
-            y: Tensor = self.branch[which](x)
-            return y
+            return self.branch[which](x)
 
-    def program(group: pycomm.Group) -> list[Tensor]:
-        module = seeded(Two(), 0)
-        model, optimizer, dgc = compressed(module, {"find_unused_parameters": True})
-        for step in range(4):
-            before = memory_of(dgc)
-            optimizer.zero_grad()
-            x, y = batch(group.rank, step)
-            which = group.rank if step < 3 else 0
-            F.mse_loss(model(x, which), y).backward()
-            optimizer.step()
-        after = memory_of(dgc)
-        assert equal(before["branch.1.weight"], after["branch.1.weight"])
-        assert not equal(before["branch.0.weight"], after["branch.0.weight"])
-        return parameters(module)
-
-    assert equal(*run_ranks(2, program))
+    module = seeded(Two(), 0)
+    model, optimizer, dgc = compressed(module, {"find_unused_parameters": True})
+    for step in range(4):
+        before = memory_of(dgc)
+        optimizer.zero_grad()
+        x, y = batch(group.rank, step)
+        which = group.rank if step < 3 else 0
+        F.mse_loss(model(x, which), y).backward()
+        optimizer.step()
+    after = memory_of(dgc)
+    assert equal(before["branch.1.weight"], after["branch.1.weight"])
+    assert not equal(before["branch.0.weight"], after["branch.0.weight"])
+    return parameters(module)
 
 
 CLIPS: list[dict[str, Any]] = [{}, {"clip_norm": 1.0}, {"clip_norm": 1.0, "clip": "global"}]
@@ -222,28 +219,27 @@ NOT_FINITE += [
 ]
 
 
+@on_ranks(2)
 @pytest.mark.parametrize("options", NOT_FINITE, ids=str)
-def test_nan_and_inf_are_sent_immediately_and_leave_the_residual(options: dict[str, Any]) -> None:
+def test_nan_and_inf_are_sent_immediately_and_leave_the_residual(
+    group: pycomm.Group, options: dict[str, Any]
+) -> None:
     """A norm that is not finite does not clip: one NaN must not spread to other elements."""
-
-    def program(group: pycomm.Group) -> Tensor:
-        layer = nn.Linear(50, 1, bias=False)
-        nn.init.zeros_(layer.weight)
-        model, optimizer, dgc = compressed(layer, **options)
-        for step in range(3):
-            gradient = torch.arange(1.0, 51.0)[None] * 100
-            if step == 1 and group.rank == 1:
-                gradient[0, 7], gradient[0, 9] = math.nan, -math.inf
-            optimizer.zero_grad()
-            model(gradient).sum().backward()
-            optimizer.step()
-            for found in memory_of(dgc).values():
-                assert all(bool(x.isfinite().all()) for x in found)
-        return layer.weight.detach()[0]
-
-    for weight in run_ranks(2, program):
-        sent = (~weight.isfinite()).nonzero().flatten().tolist()
-        assert sent == [7, 9] or ("codec" in options and {7, 9} <= {*sent})
+    layer = nn.Linear(50, 1, bias=False)
+    nn.init.zeros_(layer.weight)
+    model, optimizer, dgc = compressed(layer, **options)
+    for step in range(3):
+        gradient = torch.arange(1.0, 51.0)[None] * 100
+        if step == 1 and group.rank == 1:
+            gradient[0, 7], gradient[0, 9] = math.nan, -math.inf
+        optimizer.zero_grad()
+        model(gradient).sum().backward()
+        optimizer.step()
+        for found in memory_of(dgc).values():
+            assert all(bool(x.isfinite().all()) for x in found)
+    weight = layer.weight.detach()[0]
+    sent = (~weight.isfinite()).nonzero().flatten().tolist()
+    assert sent == [7, 9] or ("codec" in options and {7, 9} <= {*sent})
 
 
 def test_channels_last_and_half_precision() -> None:
@@ -254,8 +250,7 @@ def test_channels_last_and_half_precision() -> None:
             self.last = nn.Linear(6, 3)
 
         def forward(self, x: Tensor) -> Tensor:
-            y: Tensor = self.last(self.picture(x.view(-1, 2, 2, 4)).mean((2, 3)))
-            return y
+            return self.last(self.picture(x.view(-1, 2, 2, 4)).mean((2, 3)))
 
     def program(group: pycomm.Group, dtype: torch.dtype, last: bool) -> list[Tensor]:
         module = seeded(Picture(), 0)

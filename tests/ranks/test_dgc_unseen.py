@@ -130,38 +130,37 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
+@on_ranks("ranks")
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_exchanged_gradients_can_be_stepped(options: dict[str, Any], ranks: int) -> None:
+def test_exchanged_gradients_can_be_stepped(
+    group: pycomm.Group, options: dict[str, Any], ranks: int
+) -> None:
     """Dense and compressed steps, accumulation, steps without gradients, states and detach()."""
-
-    def program(group: pycomm.Group) -> None:
-        module, optimizer, dgc = made(**options)
-        model = pycomm.DataParallel(module, compression=dgc)
-        for step in range(4):
-            step_on(model, batch(group.rank, step), optimizer)
-        optimizer.zero_grad()
-        with model.no_sync():
-            backward(model, group.rank, 4)
-        backward(model, group.rank, 5)
+    module, optimizer, dgc = made(**options)
+    model = pycomm.DataParallel(module, compression=dgc)
+    for step in range(4):
+        step_on(model, batch(group.rank, step), optimizer)
+    optimizer.zero_grad()
+    with model.no_sync():
+        backward(model, group.rank, 4)
+    backward(model, group.rank, 5)
+    optimizer.step()
+    optimizer.step()  # the same gradients once more
+    for to_none in (True, False):
+        optimizer.zero_grad(set_to_none=to_none)
         optimizer.step()
-        optimizer.step()  # the same gradients once more
-        for to_none in (True, False):
-            optimizer.zero_grad(set_to_none=to_none)
-            optimizer.step()
-        state = dgc.state_dict()
-        backward(model, group.rank, 6)
-        dgc.load_state_dict(state)
-        optimizer.step()
-        optimizer.load_state_dict(optimizer.state_dict())
-        step_on(model, batch(group.rank, 7), optimizer)
-        dgc.detach()
-        before = parameters(module)
-        del model
-        step_on(module, batch(group.rank, 8), optimizer)
-        assert not equal(before, parameters(module))
-
-    run_ranks(ranks, program)
+    state = dgc.state_dict()
+    backward(model, group.rank, 6)
+    dgc.load_state_dict(state)
+    optimizer.step()
+    optimizer.load_state_dict(optimizer.state_dict())
+    step_on(model, batch(group.rank, 7), optimizer)
+    dgc.detach()
+    before = parameters(module)
+    del model
+    step_on(module, batch(group.rank, 8), optimizer)
+    assert not equal(before, parameters(module))
 
 
 @on_ranks(2)

@@ -221,19 +221,16 @@ DISAGREEMENTS = {
 }
 
 
+@on_ranks("n", timeout_s=20)
 @pytest.mark.parametrize("case", DISAGREEMENTS)
 @pytest.mark.parametrize("n", [2, 3, 4])
-def test_mismatch_changes_nothing_and_the_group_continues(case: str, n: int) -> None:
+def test_mismatch_changes_nothing_and_the_group_continues(group: Group, case: str, n: int) -> None:
     usual, odd = DISAGREEMENTS[case]
-
-    def fn(group: Group) -> Any:
-        return disagree(group, odd if group.rank == n - 1 else usual)
-
-    for rank, (text, total, error) in enumerate(run_ranks(n, fn, timeout_s=20)):
-        assert total == 28.0 * n
-        assert "rank" in text, text
-        assert error.rank == rank
-        assert error.op
+    text, total, error = disagree(group, odd if group.rank == n - 1 else usual)
+    assert total == 28.0 * n
+    assert "rank" in text, text
+    assert error.rank == group.rank
+    assert error.op
 
 
 def die_in_all_reduce(group: Group, victim: int, note: str) -> Any:

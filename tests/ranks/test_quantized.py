@@ -48,6 +48,7 @@ def model(
     return found
 
 
+@on_ranks("ranks")
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize(
     "quantize",
@@ -59,18 +60,16 @@ def model(
         pycomm.Quantize(bits=8, down_bits=8),  # the only sums whose bits depend on the order
     ],
 )
-def test_all_ranks_get_the_bits_of_the_model(ranks: int, quantize: pycomm.Quantize) -> None:
-    def program(group: pycomm.Group) -> list[np.ndarray]:
-        state = quantize.state()
-        return [
-            pycomm.all_reduce(values(group.rank, step), "mean", compression=quantize, state=state)
-            for step in range(3)
-        ]
-
-    wanted = model(ranks, 3, quantize, factor=1 / ranks)
-    for results in run_ranks(ranks, program):
-        for got, want in zip(results, wanted, strict=True):
-            same(got, want)
+def test_all_ranks_get_the_bits_of_the_model(
+    group: pycomm.Group, ranks: int, quantize: pycomm.Quantize
+) -> None:
+    state = quantize.state()
+    results = [
+        pycomm.all_reduce(values(group.rank, step), "mean", compression=quantize, state=state)
+        for step in range(3)
+    ]
+    for got, want in zip(results, model(ranks, 3, quantize, factor=1 / ranks), strict=True):
+        same(got, want)
 
 
 @pytest.mark.parametrize("count", [0, 1, BLOCK, 3 * BLOCK])
@@ -108,20 +107,17 @@ def test_feedback_conserves_the_sum() -> None:
     np.testing.assert_allclose(ranks[0][1] + residual, given, atol=1e-3)
 
 
-def test_a_state_resumes_bit_for_bit() -> None:
+@on_ranks(2)
+def test_a_state_resumes_bit_for_bit(group: pycomm.Group) -> None:
     quantize = pycomm.Quantize(1, 2)
-
-    def program(group: pycomm.Group) -> list[np.ndarray]:
-        state, results = quantize.state(), []
-        for step in range(4):
-            if step in (0, 2):
-                saved, state = state.state_dict(), quantize.state()
-                state.load_state_dict(saved)
-            x = values(group.rank, step)
-            results.append(pycomm.all_reduce(x, compression=quantize, state=state))
-        return results
-
-    for got, want in zip(run_ranks(2, program)[1], model(2, 4, quantize), strict=True):
+    state, results = quantize.state(), []
+    for step in range(4):
+        if step in (0, 2):
+            saved, state = state.state_dict(), quantize.state()
+            state.load_state_dict(saved)
+        x = values(group.rank, step)
+        results.append(pycomm.all_reduce(x, compression=quantize, state=state))
+    for got, want in zip(results, model(2, 4, quantize), strict=True):
         same(got, want)
 
 
@@ -195,7 +191,8 @@ def test_one_rank_alone_is_exact(group: pycomm.Group) -> None:
     same(x, values(0, 0))
 
 
-def test_wrong_arguments() -> None:
+@on_ranks(2)
+def test_wrong_arguments(group: pycomm.Group) -> None:
     for wrong in ({"bits": 5}, {"down_bits": 0}, {"bits": True}, {"error_feedback": 1},
                   {"exchange": "gather"}):  # fmt: skip
         with pytest.raises(InvalidArgument):
@@ -203,28 +200,24 @@ def test_wrong_arguments() -> None:
     assert repr(pycomm.Quantize(2)) == (
         "Quantize(bits=2, down_bits=8, error_feedback=True, exchange='auto')"
     )
-
-    def program(group: pycomm.Group) -> None:
-        quantize, x = pycomm.Quantize(), values(0, 0)
-        state = quantize.state()
-        pycomm.all_reduce(x, compression=quantize, state=state)
-        for error, arguments in (
-            (InvalidArgument, {"compression": "3bit"}),
-            (InvalidArgument, {"state": state}),
-            (InvalidArgument, {"compression": quantize, "state": {}}),
-            (InvalidArgument, {"compression": quantize, "timeout_s": 0}),
-            (Unsupported, {"compression": quantize, "op": "max"}),
-            (Unsupported, {"compression": quantize, "algorithm": "ring"}),
-            (Unsupported, {"compression": quantize, "async_op": True}),
-        ):
-            with pytest.raises(error):
-                pycomm.all_reduce(x, **arguments)
-        for array in (x.astype(np.float64), np.arange(9), values(0, 0)[::2], x[:BLOCK]):
-            with pytest.raises(InvalidArgument):
-                pycomm.all_reduce(array, compression=quantize, state=state)
+    quantize, x = pycomm.Quantize(), values(0, 0)
+    state = quantize.state()
+    pycomm.all_reduce(x, compression=quantize, state=state)
+    for error, arguments in (
+        (InvalidArgument, {"compression": "3bit"}),
+        (InvalidArgument, {"state": state}),
+        (InvalidArgument, {"compression": quantize, "state": {}}),
+        (InvalidArgument, {"compression": quantize, "timeout_s": 0}),
+        (Unsupported, {"compression": quantize, "op": "max"}),
+        (Unsupported, {"compression": quantize, "algorithm": "ring"}),
+        (Unsupported, {"compression": quantize, "async_op": True}),
+    ):
+        with pytest.raises(error):
+            pycomm.all_reduce(x, **arguments)
+    for array in (x.astype(np.float64), np.arange(9), values(0, 0)[::2], x[:BLOCK]):
         with pytest.raises(InvalidArgument):
-            state.load_state_dict({**state.state_dict(), "version": 7})
-        with pytest.raises(InvalidArgument):
-            state.load_state_dict({**state.state_dict(), "residual": x[:9]})
-
-    run_ranks(2, program)
+            pycomm.all_reduce(array, compression=quantize, state=state)
+    with pytest.raises(InvalidArgument):
+        state.load_state_dict({**state.state_dict(), "version": 7})
+    with pytest.raises(InvalidArgument):
+        state.load_state_dict({**state.state_dict(), "residual": x[:9]})

@@ -53,25 +53,22 @@ def mean_gradients(ranks: int, steps: int, quantize: pycomm.Quantize) -> list[li
     return found
 
 
+@on_ranks("ranks")
 @pytest.mark.parametrize("form", FORMS, ids=str)
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_gradients_are_those_of_the_model_in_all_buckets(ranks: int, form: dict[str, Any]) -> None:
+def test_gradients_are_those_of_the_model_in_all_buckets(
+    group: pycomm.Group, ranks: int, form: dict[str, Any]
+) -> None:
     quantize = pycomm.Quantize(2, 4)
-
-    def program(group: pycomm.Group) -> list[list[np.ndarray]]:
-        model = pycomm.DataParallel(wide(), compression=quantize, **form)
-        found = []
-        for step in range(3):
-            model.zero_grad()
-            x, y = batch(group.rank, step)
-            F.mse_loss(model(x), y).backward()
-            found.append([p.grad.flatten().numpy().copy() for p in model.parameters()])
-        return found
-
-    wanted = mean_gradients(ranks, 3, quantize)
-    for steps in run_ranks(ranks, program):
-        for got, want in zip(steps, wanted, strict=True):
-            assert all(np.array_equal(a, b) for a, b in zip(got, want, strict=True))
+    model = pycomm.DataParallel(wide(), compression=quantize, **form)
+    found = []
+    for step in range(3):
+        model.zero_grad()
+        x, y = batch(group.rank, step)
+        F.mse_loss(model(x), y).backward()
+        found.append([p.grad.flatten().numpy().copy() for p in model.parameters()])
+    for got, want in zip(found, mean_gradients(ranks, 3, quantize), strict=True):
+        assert all(np.array_equal(a, b) for a, b in zip(got, want, strict=True))
 
 
 def test_accumulation_exchanges_the_sum_once() -> None:
@@ -170,17 +167,15 @@ class Sums(nn.Module):
         return (self.exact.sum() / 3 + self.low.sum().double()) * x
 
 
-def test_float64_is_exact_and_bfloat16_is_quantized() -> None:
-    def program(group: pycomm.Group) -> Any:
-        module = Sums()
-        model = pycomm.DataParallel(module, compression=pycomm.Quantize(8, 8))
-        model(torch.tensor(group.rank + 1.0, dtype=torch.float64)).backward()
-        assert list(model.compression.state_dict()["residual"]) == ["low"]
-        return module.exact.grad, module.low.grad
-
-    for exact, low in run_ranks(2, program):
-        torch.testing.assert_close(exact, torch.full_like(exact, 0.5), rtol=1e-15, atol=0)
-        torch.testing.assert_close(low, torch.full_like(low, 1.5), atol=0.02, rtol=0)
+@on_ranks(2)
+def test_float64_is_exact_and_bfloat16_is_quantized(group: pycomm.Group) -> None:
+    module = Sums()
+    model = pycomm.DataParallel(module, compression=pycomm.Quantize(8, 8))
+    model(torch.tensor(group.rank + 1.0, dtype=torch.float64)).backward()
+    assert list(model.compression.state_dict()["residual"]) == ["low"]
+    exact, low = module.exact.grad, module.low.grad
+    torch.testing.assert_close(exact, torch.full_like(exact, 0.5), rtol=1e-15, atol=0)
+    torch.testing.assert_close(low, torch.full_like(low, 1.5), atol=0.02, rtol=0)
 
 
 def test_bytes_of_a_step() -> None:
@@ -226,19 +221,16 @@ def test_converges_as_dense_adamw() -> None:
     assert last(pycomm.Quantize(1, 1, error_feedback=False)) > 1.3 * dense
 
 
-def test_wrong_arguments() -> None:
+@on_ranks(1)
+def test_wrong_arguments(group: pycomm.Group) -> None:
     module = wide()
     with pytest.raises(InvalidArgument):
         pycomm.QuantizedGradients(module.named_parameters(), "3bit")
     with pytest.raises(Unsupported):
         pycomm.QuantizedGradients([("w", torch.ones(3, device="meta"))])
-
-    def program(group: pycomm.Group) -> None:
-        quantized = pycomm.QuantizedGradients(list(module.named_parameters())[:2])
-        with pytest.raises(InvalidArgument, match="named_parameters"):
-            pycomm.DataParallel(module, compression=quantized, group=group)
-
-    run_ranks(1, program)
+    quantized = pycomm.QuantizedGradients(list(module.named_parameters())[:2])
+    with pytest.raises(InvalidArgument, match="named_parameters"):
+        pycomm.DataParallel(module, compression=quantized, group=group)
 
 
 def _hook(buckets: float) -> tuple[list[Tensor], list[Tensor], dict[str, Any]]:

@@ -122,38 +122,29 @@ def test_channels_last(group: pycomm.Group) -> None:
     as_one_process(group, "2d", {}, (3, 5), channels_last=True)
 
 
+@on_ranks(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_the_variance_has_no_cancellation(dtype: torch.dtype) -> None:
+def test_the_variance_has_no_cancellation(group: pycomm.Group, dtype: torch.dtype) -> list[Tensor]:
     """With a mean of many deviations, E[x^2] - E[x]^2 in float32 has no correct digit; a mean in
     bfloat16 has only two."""
     made = torch.Generator().manual_seed(0)
     offset = 2e4 if dtype is torch.float32 else 300.0
     whole = (filled(made, (600, CHANNELS, 4)) + offset).to(dtype)
-
-    def program(group: pycomm.Group) -> list[Tensor]:
-        mean, variance, count = _statistics(whole.split((100, 500))[group.rank], group)
-        return [mean, variance, count]
-
-    results = run_ranks(2, program)
-    assert equal(*results)
-    mean, variance, count = results[0]
+    mean, variance, count = _statistics(whole.split((100, 500))[group.rank], group)
     exact = torch.var_mean(whole.double(), (0, 2), correction=0)
     torch.testing.assert_close(variance.double(), exact[0], rtol=1e-4, atol=0)
     torch.testing.assert_close(mean.double(), exact[1], rtol=1e-6, atol=0)
     assert (count, mean.dtype) == (2400, torch.float32)
+    return [mean, variance, count]
 
 
-def test_all_ranks_compute_the_same_bits() -> None:
+@on_ranks(4)
+def test_all_ranks_compute_the_same_bits(group: pycomm.Group) -> list[Tensor]:
     made = torch.Generator().manual_seed(0)
     parts = [filled(made, (5 + 7 * r, CHANNELS, 11)).float() for r in range(4)]
-
-    def program(group: pycomm.Group) -> list[Tensor]:
-        layer = pycomm.SyncBatchNorm(CHANNELS)
-        layer(parts[group.rank])
-        return list(layer.buffers())
-
-    results = run_ranks(4, program)
-    assert all(equal(result, results[0]) for result in results)
+    layer = pycomm.SyncBatchNorm(CHANNELS)
+    layer(parts[group.rank])
+    return list(layer.buffers())
 
 
 def test_evaluation_and_a_single_rank_are_torchs_layer() -> None:

@@ -41,6 +41,7 @@ def rmsprop(model: nn.Module) -> torch.optim.RMSprop:
     return torch.optim.RMSprop(model.parameters(), lr=0.001)
 
 
+@on_ranks("ranks")
 @RANKS
 @pytest.mark.parametrize("make", [adamw, sgd, rmsprop])
 @pytest.mark.parametrize("k_steps", [1, 3])
@@ -54,86 +55,78 @@ def rmsprop(model: nn.Module) -> torch.optim.RMSprop:
     ],
     ids=["1bit", "float32", "sharded", "quantize"],
 )
-def test_replicas_are_equal(ranks: int, make: Any, k_steps: int, compression: Compression) -> None:
+def test_replicas_are_equal(
+    group: pycomm.Group, make: Any, k_steps: int, compression: Compression
+) -> list[Tensor]:
     """After every average; the constructor takes rank 0's parameters."""
-
-    def program(group: pycomm.Group) -> list[list[Tensor]]:
-        model = perceptron(group.rank)
-        local = pycomm.LocalSGD(model, make(model), k_steps, compression=compression)
-        seen = []
-        for step in range(7):
-            before = parameters(model)
-            step_on(model, batch(group.rank, step), local)
-            if local.last_sync == local.step_count:
-                seen.append(parameters(model))
-                assert not equal(before, seen[-1])
-        return seen
-
-    first, *others = run_ranks(ranks, program)
-    assert len(first) == (7 if k_steps == 1 else 3)
-    for other in others:
-        assert all(equal(a, b) for a, b in zip(first, other, strict=True))
+    model = perceptron(group.rank)
+    local = pycomm.LocalSGD(model, make(model), k_steps, compression=compression)
+    seen = []
+    for step in range(7):
+        before = parameters(model)
+        step_on(model, batch(group.rank, step), local)
+        if local.last_sync == local.step_count:
+            seen.append(parameters(model))
+            assert not equal(before, seen[-1])
+    assert len(seen) == (7 if k_steps == 1 else 3)
+    return [x for one in seen for x in one]
 
 
+@on_ranks(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("k_steps", [1, 3])
 @BOTH
-def test_no_update_is_lost(compression: Compression, dtype: torch.dtype, k_steps: int) -> None:
+def test_no_update_is_lost(
+    group: pycomm.Group, compression: Compression, dtype: torch.dtype, k_steps: int
+) -> None:
     """Without weight decay: start - parameters = the mean over ranks of all updates - residuals.
     With bfloat16 also the rounding of the parameters is in the residual."""
-
-    def program(group: pycomm.Group) -> list[Tensor]:
-        model = perceptron().to(dtype)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        local = pycomm.LocalSGD(model, optimizer, k_steps, compression=compression)
-        start = [p.float() for p in parameters(model)]
-        updates = [torch.zeros_like(p) for p in start]
-        for step in range(6 * k_steps + 1):
-            x, y = batch(group.rank, step)
-            local.zero_grad()
-            F.mse_loss(model(x.to(dtype)), y.to(dtype)).backward()
-            before = parameters(model)
-            twins = [p.detach().clone().requires_grad_() for p in model.parameters()]
-            for twin, p in zip(twins, model.parameters(), strict=True):
-                twin.grad = p.grad
-            torch.optim.SGD(twins, lr=0.1).step()
-            local.step()
-            for total, old, new in zip(updates, before, twins, strict=True):
-                total.add_(old.float() - new.detach().float())
-        assert local.last_sync == local.step_count
-        rest = residuals(local)
-        means = [
-            pycomm.all_reduce(total - e.view(total.shape), "avg")
-            for total, e in zip(updates, rest, strict=True)
-        ]
-        assert any(bool(e.any()) for e in rest)
-        return [
-            s - p.float() - mean for s, p, mean in zip(start, parameters(model), means, strict=True)
-        ]
-
-    for difference in run_ranks(2, program)[0]:
-        assert float(difference.abs().max()) < 1e-5
+    model = perceptron().to(dtype)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    local = pycomm.LocalSGD(model, optimizer, k_steps, compression=compression)
+    start = [p.float() for p in parameters(model)]
+    updates = [torch.zeros_like(p) for p in start]
+    for step in range(6 * k_steps + 1):
+        x, y = batch(group.rank, step)
+        local.zero_grad()
+        F.mse_loss(model(x.to(dtype)), y.to(dtype)).backward()
+        before = parameters(model)
+        twins = [p.detach().clone().requires_grad_() for p in model.parameters()]
+        for twin, p in zip(twins, model.parameters(), strict=True):
+            twin.grad = p.grad
+        torch.optim.SGD(twins, lr=0.1).step()
+        local.step()
+        for total, old, new in zip(updates, before, twins, strict=True):
+            total.add_(old.float() - new.detach().float())
+    assert local.last_sync == local.step_count
+    rest = residuals(local)
+    means = [
+        pycomm.all_reduce(total - e.view(total.shape), "avg")
+        for total, e in zip(updates, rest, strict=True)
+    ]
+    assert any(bool(e.any()) for e in rest)
+    rows = zip(start, parameters(model), means, strict=True)
+    assert all(float((s - p.float() - mean).abs().max()) < 1e-5 for s, p, mean in rows)
 
 
+@on_ranks(2)
 @pytest.mark.parametrize("exchange", ["gather", "sharded"])
-def test_all_values_of_full_precision_are_the_mean_of_updates(exchange: str) -> None:
+def test_all_values_of_full_precision_are_the_mean_of_updates(
+    group: pycomm.Group, exchange: str
+) -> None:
     """density=1 with float32: the mean of AdamW's parameters, weight decay included."""
-
-    def program(group: pycomm.Group) -> tuple[list[Tensor], list[Tensor]]:
-        model, twin = perceptron(), perceptron()
-        compression = TopK(density=1, value_dtype="float32", exchange=exchange)
-        local = pycomm.LocalSGD(model, adamw(model), compression=compression)
-        optimizer = adamw(twin)
-        for step in range(4):
-            step_on(model, batch(group.rank, step), local)
-            step_on(twin, batch(group.rank, step), optimizer)
-            for p in twin.parameters():
-                p.data.copy_(pycomm.all_reduce(p.detach().clone(), "avg"))
-        assert local.optimizer.param_groups[0]["weight_decay"] == 0.1
-        return parameters(model), parameters(twin)
-
-    for found, wanted in run_ranks(2, program):
-        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
+    model, twin = perceptron(), perceptron()
+    compression = TopK(density=1, value_dtype="float32", exchange=exchange)
+    local = pycomm.LocalSGD(model, adamw(model), compression=compression)
+    optimizer = adamw(twin)
+    for step in range(4):
+        step_on(model, batch(group.rank, step), local)
+        step_on(twin, batch(group.rank, step), optimizer)
+        for p in twin.parameters():
+            p.data.copy_(pycomm.all_reduce(p.detach().clone(), "avg"))
+    assert local.optimizer.param_groups[0]["weight_decay"] == 0.1
+    found, wanted = parameters(model), parameters(twin)
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
 
 
 @on_ranks(2)
@@ -304,21 +297,18 @@ def test_buckets_do_not_change_bits(monkeypatch: pytest.MonkeyPatch) -> None:
         assert equal(one, other)
 
 
-def test_local_clipping() -> None:
+@on_ranks(4)
+def test_local_clipping(group: pycomm.Group) -> None:
     """Each rank's own gradient, at C sqrt(N)."""
-
-    def program(group: pycomm.Group) -> float:
-        model = perceptron()
-        start = parameters(model)
-        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-        compression = TopK(density=1, value_dtype="float32")
-        local = pycomm.LocalSGD(model, optimizer, compression=compression, clip_norm=0.01)
-        step_on(model, batch(0, 0), local)  # the same on all ranks
-        return float(torch.cat([(s - p).flatten() for s, p in
+    model = perceptron()
+    start = parameters(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    compression = TopK(density=1, value_dtype="float32")
+    local = pycomm.LocalSGD(model, optimizer, compression=compression, clip_norm=0.01)
+    step_on(model, batch(0, 0), local)  # the same on all ranks
+    norm = float(torch.cat([(s - p).flatten() for s, p in
                                 zip(start, parameters(model), strict=True)]).norm())  # fmt: skip
-
-    for norm in run_ranks(4, program):
-        assert norm == pytest.approx(0.02, rel=1e-3)
+    assert norm == pytest.approx(0.02, rel=1e-3)
 
 
 @BOTH

@@ -51,65 +51,56 @@ def local_of(model: nn.Module, compression: Compression, **options: Any) -> pyco
     return pycomm.LocalSGD(model, rest_of(model), compression=compression, **given)
 
 
-def test_the_formulas() -> None:
+@on_ranks(2)
+def test_the_formulas(group: pycomm.Group) -> None:
     """All values of full precision: Muon on the mean of scaled gradients, AdamW's mean update. The
     gradients of rank 1 are ten times as large."""
-
-    def program(group: pycomm.Group) -> tuple[list[Tensor], list[Tensor]]:
-        model, twin = perceptron(), perceptron()
-        local = local_of(model, EXACT)
-        muon, rest = muon_of(twin), rest_of(twin)
-        squares = [0.0] * 3
-        for step in range(1, 5):
-            x, y = batch(group.rank, step)
-            for one, optimizer in ((model, local), (twin, None)):
-                one.zero_grad()
-                (F.mse_loss(one(x), y) * (1 + 9 * group.rank)).backward()
-                if optimizer:
-                    optimizer.step()
-            for i, p in enumerate(matrices(twin)):
-                squares[i] = 0.99 * squares[i] + 0.01 * float(p.grad.square().mean())
-                rms = math.sqrt(squares[i] / (1 - 0.99**step))
-                p.grad = pycomm.all_reduce(0.02 * p.grad / rms, "avg")
-            muon.step()
-            rest.step()
-            for p in twin.parameters():
-                if p.dim() != 2:
-                    p.data.copy_(pycomm.all_reduce(p.detach().clone(), "avg"))
-        return parameters(model), parameters(twin)
-
-    start = parameters(perceptron())
-    for pair in run_ranks(2, program):
-        for old, found, wanted in zip(start, *pair, strict=True):  # Muon computes in bfloat16
-            assert float((found - wanted).norm()) < 0.05 * float((wanted - old).norm())
+    model, twin = perceptron(), perceptron()
+    local = local_of(model, EXACT)
+    muon, rest = muon_of(twin), rest_of(twin)
+    squares = [0.0] * 3
+    for step in range(1, 5):
+        x, y = batch(group.rank, step)
+        for one, optimizer in ((model, local), (twin, None)):
+            one.zero_grad()
+            (F.mse_loss(one(x), y) * (1 + 9 * group.rank)).backward()
+            if optimizer:
+                optimizer.step()
+        for i, p in enumerate(matrices(twin)):
+            squares[i] = 0.99 * squares[i] + 0.01 * float(p.grad.square().mean())
+            rms = math.sqrt(squares[i] / (1 - 0.99**step))
+            p.grad = pycomm.all_reduce(0.02 * p.grad / rms, "avg")
+        muon.step()
+        rest.step()
+        for p in twin.parameters():
+            if p.dim() != 2:
+                p.data.copy_(pycomm.all_reduce(p.detach().clone(), "avg"))
+    rows = zip(parameters(perceptron()), parameters(model), parameters(twin), strict=True)
+    for old, found, wanted in rows:  # Muon computes in bfloat16
+        assert float((found - wanted).norm()) < 0.05 * float((wanted - old).norm())
 
 
+@on_ranks("ranks")
 @pytest.mark.parametrize("ranks", [2, 4])
 @BOTH
-def test_replicas_are_equal(ranks: int, compression: Compression) -> None:
+def test_replicas_are_equal(group: pycomm.Group, compression: Compression) -> list[Tensor]:
     """After every step, which keeps the gradients. An average without a step changes nothing."""
-
-    def program(group: pycomm.Group) -> list[list[Tensor]]:
-        model = perceptron(group.rank)
-        local = local_of(model, compression)
-        seen = []
-        for step in range(5):
-            local.zero_grad()
-            x, y = batch(group.rank, step)
-            F.mse_loss(model(x), y).backward()
-            gradient = [p.grad.clone() for p in model.parameters()]
-            local.step()
-            seen.append(parameters(model))
-            local.average()
-            assert equal(seen[-1], parameters(model))
-            assert equal(gradient, [p.grad for p in model.parameters()])
-        assert not any(equal(a, b) for a, b in itertools.pairwise(seen))
-        assert any(bool(e.any()) for e in residuals(local))
-        return seen
-
-    first, *others = run_ranks(ranks, program)
-    for other in others:
-        assert all(equal(a, b) for a, b in zip(first, other, strict=True))
+    model = perceptron(group.rank)
+    local = local_of(model, compression)
+    seen = []
+    for step in range(5):
+        local.zero_grad()
+        x, y = batch(group.rank, step)
+        F.mse_loss(model(x), y).backward()
+        gradient = [p.grad.clone() for p in model.parameters()]
+        local.step()
+        seen.append(parameters(model))
+        local.average()
+        assert equal(seen[-1], parameters(model))
+        assert equal(gradient, [p.grad for p in model.parameters()])
+    assert not any(equal(a, b) for a, b in itertools.pairwise(seen))
+    assert any(bool(e.any()) for e in residuals(local))
+    return [x for one in seen for x in one]
 
 
 @on_ranks(2)

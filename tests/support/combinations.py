@@ -89,8 +89,7 @@ class Plan:
     @property
     def learning_rate(self) -> float:
         """Of all optimizers."""
-        rate: float = self.optimizers[0]["lr"]
-        return rate
+        return self.optimizers[0]["lr"]
 
     def uses_branch(self, rank: int, step: int, micro: int) -> bool:
         """Whether this pass uses the part "branch"."""
@@ -159,8 +158,7 @@ class Model(nn.Module):
         if hasattr(self, "branch") and use_branch:
             y = y + self.branch(torch.tanh(y))
         # Gradients are bounded, so that no plan diverges.
-        loss: Tensor = (torch.tanh(y) - torch.tanh(x.flip(1))).square().mean()
-        return loss
+        return (torch.tanh(y) - torch.tanh(x.flip(1))).square().mean()
 
 
 def inputs(plan: Plan, rank: int, step: int, micro: int) -> tuple[Tensor, Tensor, bool]:

@@ -5,7 +5,8 @@
     def test_sum(group: Group, dtype: str) -> None:
 
 runs the body on two ranks as threads. Parameters and fixtures of pytest follow the group. If the
-body returns tensors, they must be equal on all ranks, except for the sign of zero.
+body returns tensors, they must be equal on all ranks, except for the sign of zero. The number of
+ranks may be a parameter too, by its name; the body needs it only if it uses it.
 """
 
 import functools
@@ -26,19 +27,24 @@ def with_parameters(test: Test, parameters: list[str]) -> Test:
     return test
 
 
-def on_ranks(size: int, **options: Any) -> Callable[[Test], Test]:
+def on_ranks(size: int | str, **options: Any) -> Callable[[Test], Test]:
     """Runs a test on `size` ranks; `options` are those of run_ranks()."""
 
     def decorate(program: Test) -> Test:
+        own = list(inspect.signature(program).parameters)[1:]
+
         @functools.wraps(program)
         def test(**given: Any) -> None:
-            first, *others = run_ranks(size, functools.partial(program, **given), **options)
+            ranks = size if isinstance(size, int) else given[size]
+            body = functools.partial(program, **{name: given[name] for name in own})
+            first, *others = run_ranks(ranks, body, **options)
             for other in others:
                 assert len(first or ()) == len(other or ())
                 for x, y in zip(first or (), other or (), strict=True):
                     assert x.shape == y.shape
                     assert (x == y).all()
 
-        return with_parameters(test, list(inspect.signature(program).parameters)[1:])
+        unused = [size] if isinstance(size, str) and size not in own else []
+        return with_parameters(test, [*own, *unused])
 
     return decorate

@@ -83,8 +83,7 @@ class Emulated:
         """Blocks the current stream until the returned function is called."""
         gate = self.runtime.Gate(self.module.stream(self.index))
         self._gates.append(gate)
-        open_gate: Callable[[], None] = gate.open
-        return open_gate
+        return gate.open
 
     def end(self) -> None:
         """Removes all blocks: other tests use the same streams."""

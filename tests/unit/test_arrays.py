@@ -41,25 +41,23 @@ def strided(kind: str) -> tuple[Any, Any]:
 LAYOUTS = ["plain", "rows", "columns", "transposed", "backwards", "fortran"]
 
 
+@on_ranks(3)
 @pytest.mark.parametrize("kind", LAYOUTS)
 @pytest.mark.parametrize("async_op", [False, True])
-def test_any_strides_give_correct_results_and_write_nothing_else(kind: str, async_op: bool) -> None:
+def test_any_strides_give_correct_results_and_write_nothing_else(
+    group: Group, kind: str, async_op: bool
+) -> None:
     wanted = np.arange(12).reshape(3, 4)
-
-    def reduce_one(group: Group) -> Any:
-        view, base = strided(kind)
-        base[...] = -5
-        view[...] = wanted * (group.rank + 1)
-        outside = base.sum() - view.sum()
-        got = pycomm.all_reduce(view, group=group, async_op=async_op)
-        if async_op:
-            got = got.result()
-        assert got is view
-        assert base.sum() - view.sum() == outside
-        return view.copy()
-
-    for got in run_ranks(3, reduce_one):
-        assert np.array_equal(got, wanted * 6)
+    view, base = strided(kind)
+    base[...] = -5
+    view[...] = wanted * (group.rank + 1)
+    outside = base.sum() - view.sum()
+    got = pycomm.all_reduce(view, group=group, async_op=async_op)
+    if async_op:
+        got = got.result()
+    assert got is view
+    assert base.sum() - view.sum() == outside
+    assert np.array_equal(view, wanted * 6)
 
 
 @pytest.mark.parametrize("kind", LAYOUTS)
@@ -81,39 +79,34 @@ def test_inputs_and_outputs_of_any_strides_gather_and_scatter(kind: str) -> None
         assert np.array_equal(part, 2 * (base + 100 * rank))
 
 
+@on_ranks("n")
 @pytest.mark.parametrize("dtype", NUMPY_DTYPES)
 @pytest.mark.parametrize("n", [1, 2, 3, 4])
-def test_each_numpy_dtype_is_sent(dtype: str, n: int) -> None:
-    def fn(group: Group) -> Any:
-        x = np.array([0, 1, 1, 0, 1], dtype)
-        whole = pycomm.all_gather(x, group=group)
-        return pycomm.all_reduce(x, group=group), whole, pycomm.broadcast(x.copy(), n - 1)
-
-    for summed, whole, sent in run_ranks(n, fn):
-        assert summed.dtype == whole.dtype == sent.dtype == np.dtype(dtype)
-        wanted = np.array([0, 1, 1, 0, 1]) * (1 if dtype == "bool" else n)
-        assert np.array_equal(summed.astype(int), wanted)
-        assert whole.shape == (n, 5)
+def test_each_numpy_dtype_is_sent(group: Group, dtype: str, n: int) -> None:
+    x = np.array([0, 1, 1, 0, 1], dtype)
+    whole = pycomm.all_gather(x, group=group)
+    summed, sent = pycomm.all_reduce(x, group=group), pycomm.broadcast(x.copy(), n - 1)
+    assert summed.dtype == whole.dtype == sent.dtype == np.dtype(dtype)
+    wanted = np.array([0, 1, 1, 0, 1]) * (1 if dtype == "bool" else n)
+    assert np.array_equal(summed.astype(int), wanted)
+    assert whole.shape == (n, 5)
 
 
+@on_ranks(2)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_each_torch_dtype_is_sent(dtype: str) -> None:
+def test_each_torch_dtype_is_sent(group: Group, dtype: str) -> None:
     kind = getattr(torch, dtype)
-
-    def fn(group: Group) -> Any:
-        x = torch.tensor([0, 1, 1, 0, 1], dtype=kind)
-        whole = pycomm.all_gather(x, group=group)
-        row = pycomm.reduce_scatter(whole, "max", group=group)
-        assert pycomm.all_reduce(x, group=group) is x
-        return x, whole, row
-
-    for summed, whole, row in run_ranks(2, fn):
-        assert summed.dtype == whole.dtype == row.dtype == kind
-        assert summed.int().tolist() == ([0, 1, 1, 0, 1] if dtype == "bool" else [0, 2, 2, 0, 2])
-        assert whole.shape == (2, 5)
-        assert row.int().tolist() == [0, 1, 1, 0, 1]
+    x = torch.tensor([0, 1, 1, 0, 1], dtype=kind)
+    whole = pycomm.all_gather(x, group=group)
+    row = pycomm.reduce_scatter(whole, "max", group=group)
+    assert pycomm.all_reduce(x, group=group) is x
+    assert x.dtype == whole.dtype == row.dtype == kind
+    assert x.int().tolist() == ([0, 1, 1, 0, 1] if dtype == "bool" else [0, 2, 2, 0, 2])
+    assert whole.shape == (2, 5)
+    assert row.int().tolist() == [0, 1, 1, 0, 1]
 
 
+@on_ranks(2)
 @pytest.mark.parametrize(
     "make",
     [
@@ -126,70 +119,57 @@ def test_each_torch_dtype_is_sent(dtype: str) -> None:
         lambda: torch.zeros(3, 3, requires_grad=True).detach()[:, 1],
     ],
 )
-def test_torch_layouts(make: Callable[[], Any]) -> None:
-    def fn(group: Group) -> Any:
-        x = make()
-        with torch.no_grad():
-            x.copy_(torch.arange(x.numel()).reshape(x.shape))
-        pycomm.all_reduce(x, "product", group=group)  # sums would not show a lost minus sign
-        return x.detach().clone(), torch.arange(x.numel()).reshape(x.shape)
-
-    for got, once in run_ranks(2, fn):
-        assert torch.equal(got, 1.0 * once * once)
+def test_torch_layouts(group: Group, make: Callable[[], Any]) -> None:
+    x = make()
+    with torch.no_grad():
+        x.copy_(torch.arange(x.numel()).reshape(x.shape))
+    pycomm.all_reduce(x, "product", group=group)  # sums would not show a lost minus sign
+    got, once = x.detach().clone(), torch.arange(x.numel()).reshape(x.shape)
+    assert torch.equal(got, 1.0 * once * once)
 
 
+@on_ranks("n")
 @pytest.mark.parametrize("shape", [(), (0,), (3, 0, 2), (1,), (2, 1, 1)])
 @pytest.mark.parametrize("n", [1, 2, 3])
-def test_zero_dimensions_and_zero_elements(shape: tuple[int, ...], n: int) -> None:
-    def fn(group: Group) -> Any:
-        x, t = np.ones(shape, np.float32), torch.ones(shape)
-        pycomm.all_reduce(x, group=group)
-        pycomm.all_reduce(t, group=group)
-        pycomm.broadcast(x, n - 1, group=group)
-        gathered = pycomm.all_gather(x, group=group)
-        row = pycomm.reduce_scatter(gathered, group=group)
-        return x, t, gathered, row
-
-    for x, t, gathered, row in run_ranks(n, fn):
-        assert x.shape == row.shape == tuple(t.shape) == shape
-        assert (x == n).all()
-        assert bool((t == n).all())
-        assert gathered.shape == (n, *shape)
-        assert (row == n * n).all()
+def test_zero_dimensions_and_zero_elements(group: Group, shape: tuple[int, ...], n: int) -> None:
+    x, t = np.ones(shape, np.float32), torch.ones(shape)
+    pycomm.all_reduce(x, group=group)
+    pycomm.all_reduce(t, group=group)
+    pycomm.broadcast(x, n - 1, group=group)
+    gathered = pycomm.all_gather(x, group=group)
+    row = pycomm.reduce_scatter(gathered, group=group)
+    assert x.shape == row.shape == tuple(t.shape) == shape
+    assert (x == n).all()
+    assert bool((t == n).all())
+    assert gathered.shape == (n, *shape)
+    assert (row == n * n).all()
 
 
-def test_inputs_that_alias_the_output() -> None:
+@on_ranks(2)
+def test_inputs_that_alias_the_output(group: Group) -> None:
     """x may be out[rank], or any other view of out: then it is copied first."""
-
-    def fn(group: Group) -> Any:
-        out = np.zeros((2, 4), np.int32)
-        out[group.rank] = group.rank + 1
-        pycomm.all_gather(out[group.rank], out, group=group)
-        shifted = np.zeros(10, np.int32)
-        shifted[3:7] = group.rank + 1
-        pycomm.all_gather(shifted[3:7], shifted[:8].reshape(2, 4), group=group)
-        rows = np.array([[1, 2], [3, 4]], np.int32)
-        pycomm.reduce_scatter(rows, out=rows[1 - group.rank], group=group)
-        return out.tolist(), shifted.tolist(), rows[1 - group.rank].tolist()
-
-    for rank, (out, shifted, row) in enumerate(run_ranks(2, fn)):
-        assert out == [[1] * 4, [2] * 4]
-        assert shifted == [1] * 4 + [2] * 4 + [0, 0]
-        assert row == [[2, 4], [6, 8]][rank]
+    out = np.zeros((2, 4), np.int32)
+    out[group.rank] = group.rank + 1
+    pycomm.all_gather(out[group.rank], out, group=group)
+    shifted = np.zeros(10, np.int32)
+    shifted[3:7] = group.rank + 1
+    pycomm.all_gather(shifted[3:7], shifted[:8].reshape(2, 4), group=group)
+    rows = np.array([[1, 2], [3, 4]], np.int32)
+    pycomm.reduce_scatter(rows, out=rows[1 - group.rank], group=group)
+    assert out.tolist() == [[1] * 4, [2] * 4]
+    assert shifted.tolist() == [1] * 4 + [2] * 4 + [0, 0]
+    assert rows[1 - group.rank].tolist() == [[2, 4], [6, 8]][group.rank]
 
 
-def test_buffer_protocol_objects_are_arrays() -> None:
-    def fn(group: Group) -> Any:
-        text, numbers = bytearray(b"\x01\x02"), array.array("d", [1.0, 2.0])
-        assert pycomm.all_reduce(text, group=group) is text
-        pycomm.all_reduce(numbers, group=group)
-        pycomm.all_reduce(memoryview(numbers), group=group)
-        return bytes(text), list(numbers), pycomm.all_gather(b"ab", group=group).tolist()
-
-    for text, numbers, gathered in run_ranks(2, fn):
-        assert text == b"\x02\x04"
-        assert numbers == [4.0, 8.0]
-        assert gathered == [[97, 98]] * 2
+@on_ranks(2)
+def test_buffer_protocol_objects_are_arrays(group: Group) -> None:
+    text, numbers = bytearray(b"\x01\x02"), array.array("d", [1.0, 2.0])
+    assert pycomm.all_reduce(text, group=group) is text
+    pycomm.all_reduce(numbers, group=group)
+    pycomm.all_reduce(memoryview(numbers), group=group)
+    assert bytes(text) == b"\x02\x04"
+    assert list(numbers) == [4.0, 8.0]
+    assert pycomm.all_gather(b"ab", group=group).tolist() == [[97, 98]] * 2
 
 
 class Dlpack:
@@ -355,25 +335,22 @@ REFUSED = {
 }
 
 
+@on_ranks(2)
 @pytest.mark.parametrize("case", REFUSED)
 @pytest.mark.filterwarnings("ignore")
-def test_rejected_arrays_raise_with_the_reason_and_the_group_continues(case: str) -> None:
+def test_rejected_arrays_raise_with_the_reason_and_the_group_continues(
+    group: Group, case: str
+) -> None:
     make, kind, message = REFUSED[case]
-
-    def fn(group: Group) -> Any:
-        with pytest.raises(kind, match=message):
-            pycomm.all_reduce(make(), group=group)
-        return pycomm.all_reduce(np.ones(2), group=group).tolist()
-
-    assert run_ranks(2, fn) == [[2.0, 2.0]] * 2
+    with pytest.raises(kind, match=message):
+        pycomm.all_reduce(make(), group=group)
+    assert pycomm.all_reduce(np.ones(2), group=group).tolist() == [2.0, 2.0]
 
 
-def test_overlapping_inputs_are_not_written() -> None:
-    def fn(group: Group) -> Any:
-        return pycomm.all_gather(torch.tensor([1.0 + group.rank]).expand(3), group=group)
-
-    for got in run_ranks(2, fn):
-        assert got.tolist() == [[1.0] * 3, [2.0] * 3]
+@on_ranks(2)
+def test_overlapping_inputs_are_not_written(group: Group) -> None:
+    got = pycomm.all_gather(torch.tensor([1.0 + group.rank]).expand(3), group=group)
+    assert got.tolist() == [[1.0] * 3, [2.0] * 3]
 
 
 def test_random_layouts_never_write_outside() -> None:

@@ -66,8 +66,7 @@ def test_buckets_follow_the_order_of_gradients() -> None:
             self.last, self.first = nn.Linear(20, 3), nn.Linear(16, 20)
 
         def forward(self, x: Tensor) -> Tensor:
-            y: Tensor = self.last(torch.tanh(self.first(x)))
-            return y
+            return self.last(torch.tanh(self.first(x)))
 
     def program(group: pycomm.Group, models: list[nn.Module]) -> list[list[str]]:
         model = pycomm.DataParallel(models[group.rank], bucket_layers=1)

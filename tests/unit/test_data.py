@@ -253,13 +253,12 @@ def test_a_sampler_that_every_rank_would_read_whole_is_refused(sampler: Any) -> 
     run_ranks(2, program)
 
 
-def test_an_infinite_sampler_is_divided() -> None:
-    def program(group: Group) -> Any:
-        data = TensorDataset(torch.arange(6))
-        loader = DataLoader(data, sampler=InfiniteSampler(SequentialSampler(data)))
-        return [int(x) for (x,) in itertools.islice(loader, 5)]
-
-    assert run_ranks(2, program) == [[0, 2, 4, 0, 2], [1, 3, 5, 1, 3]]
+@on_ranks(2)
+def test_an_infinite_sampler_is_divided(group: Group) -> None:
+    data = TensorDataset(torch.arange(6))
+    loader = DataLoader(data, sampler=InfiniteSampler(SequentialSampler(data)))
+    found = [int(x) for (x,) in itertools.islice(loader, 5)]
+    assert found == [[0, 2, 4, 0, 2], [1, 3, 5, 1, 3]][group.rank]
 
 
 PADDED: list[tuple[Any, list[list[int]]]] = [
@@ -271,16 +270,17 @@ PADDED: list[tuple[Any, list[list[int]]]] = [
 ]  # fmt: skip
 
 
+@on_ranks(2)
 @pytest.mark.parametrize(("options", "wanted"), PADDED)
-def test_padding_gives_all_ranks_the_same_number(options: Any, wanted: list[list[int]]) -> None:
-    def program(group: Group) -> Any:
-        data = TensorDataset(torch.arange(5))
-        loader = DataLoader(data, pad=True, **options(data))
-        assert loader.padding == group.rank
-        assert DataLoader(data, drop_last=True).padding == 0
-        return [int(i) for (x,) in itertools.islice(loader, 6) for i in x]
-
-    assert run_ranks(2, program) == wanted
+def test_padding_gives_all_ranks_the_same_number(
+    group: Group, options: Any, wanted: list[list[int]]
+) -> None:
+    data = TensorDataset(torch.arange(5))
+    loader = DataLoader(data, pad=True, **options(data))
+    assert loader.padding == group.rank
+    assert DataLoader(data, drop_last=True).padding == 0
+    found = [int(i) for (x,) in itertools.islice(loader, 6) for i in x]
+    assert found == wanted[group.rank]
 
 
 def test_padding_that_has_no_effect_is_refused() -> None:
@@ -315,25 +315,22 @@ def test_scattered_batches() -> None:
         assert max(sizes) - min(sizes) <= 1
 
 
-def test_loader_error_reaches_every_rank() -> None:
+@on_ranks(2)
+def test_loader_error_reaches_every_rank(group: Group) -> None:
     def batches() -> Any:
         yield torch.ones(2)
         raise OSError("the disk is gone")
 
-    def program(group: Group) -> Any:
-        with pytest.raises((OSError, RuntimeError), match="the disk is gone"):
-            list(ScatterLoader(batches() if group.rank == 0 else None))
-        with pytest.raises((InvalidArgument, RuntimeError), match="expected one number"):
-            odd = [(torch.ones(2), torch.ones(3))]
-            list(ScatterLoader(odd if group.rank == 0 else None))
-        with pytest.raises(InvalidArgument, match="on rank 0 only"):
-            ScatterLoader(None if group.rank == 0 else [])
-        for x in (torch.ones(2, device="meta"), torch.ones(2, dtype=torch.complex64)):
-            with pytest.raises((Unsupported, RuntimeError), match=r"pass (x\.cpu|torch\.view)"):
-                list(ScatterLoader([x] if group.rank == 0 else None))
-        return True
-
-    assert run_ranks(2, program) == [True, True]
+    with pytest.raises((OSError, RuntimeError), match="the disk is gone"):
+        list(ScatterLoader(batches() if group.rank == 0 else None))
+    with pytest.raises((InvalidArgument, RuntimeError), match="expected one number"):
+        odd = [(torch.ones(2), torch.ones(3))]
+        list(ScatterLoader(odd if group.rank == 0 else None))
+    with pytest.raises(InvalidArgument, match="on rank 0 only"):
+        ScatterLoader(None if group.rank == 0 else [])
+    for x in (torch.ones(2, device="meta"), torch.ones(2, dtype=torch.complex64)):
+        with pytest.raises((Unsupported, RuntimeError), match=r"pass (x\.cpu|torch\.view)"):
+            list(ScatterLoader([x] if group.rank == 0 else None))
 
 
 def test_prefetching_reads_ahead_and_stops() -> None:

@@ -119,8 +119,7 @@ def test_auto_counts_bytes_that_owners_forward() -> None:
         options = {"exchange": "auto", "value_dtype": "2bit", "owner_k_factor": owner_k_factor}
         model, optimizer, dgc = compressed(perceptron(), **options)
         step_on(model, batch(group.rank, 0), optimizer)
-        exchange_costs: dict[str, float] = dgc.stats()["exchange_costs"]
-        return exchange_costs
+        return dgc.stats()["exchange_costs"]
 
     one, four = (run_ranks(2, program, owner_k_factor)[0] for owner_k_factor in (1, 4))
     assert four.pop("sharded") > 1.2 * one.pop("sharded")

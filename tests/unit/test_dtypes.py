@@ -6,13 +6,13 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from on_ranks import on_ranks
 from paths import ROOT
 
 import pycomm
 from pycomm import Group
 from pycomm._core import DTYPES, REDUCE_OPS
 from pycomm.errors import Unsupported
-from pycomm.testing import run_ranks
 
 torch = pytest.importorskip("torch")
 
@@ -130,26 +130,23 @@ def test_table_is_complete() -> None:
     assert set(CELLS.values()) == set(MEANING), "a cell without a meaning, or the reverse"
 
 
+@on_ranks("n")
 @pytest.mark.parametrize("n", [2, 3])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_each_cell_matches_the_behaviour(dtype: str, n: int) -> None:
+def test_each_cell_matches_the_behaviour(group: Group, dtype: str, n: int) -> None:
     each = contributions(dtype, n)
-
-    def fn(group: Group) -> None:
-        for op in REDUCE_OPS:
-            meaning = MEANING[CELLS[op, dtype]]
-            x = each[group.rank].clone()
-            if meaning is None:
-                with pytest.raises(Unsupported, match=op):
-                    pycomm.all_reduce(x, op, group=group)
-                assert torch.equal(bits(x, dtype), bits(each[group.rank], dtype))
-                continue
-            wanted = bits(meaning(op, each), dtype)
-            pycomm.all_reduce(x, op, group=group)
-            got = x.view(WORD[x.element_size()])
-            assert torch.equal(got, wanted), f"{op}: {x[got != wanted]} of {torch.stack(each)}"
-
-    run_ranks(n, fn)
+    for op in REDUCE_OPS:
+        meaning = MEANING[CELLS[op, dtype]]
+        x = each[group.rank].clone()
+        if meaning is None:
+            with pytest.raises(Unsupported, match=op):
+                pycomm.all_reduce(x, op, group=group)
+            assert torch.equal(bits(x, dtype), bits(each[group.rank], dtype))
+            continue
+        wanted = bits(meaning(op, each), dtype)
+        pycomm.all_reduce(x, op, group=group)
+        got = x.view(WORD[x.element_size()])
+        assert torch.equal(got, wanted), f"{op}: {x[got != wanted]} of {torch.stack(each)}"
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])

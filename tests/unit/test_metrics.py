@@ -67,25 +67,22 @@ def test_accuracy_of_a_batch_as_in_paddle() -> None:
         accuracy(scores, labels, 0)
 
 
-def test_value_is_fetched_at_intervals() -> None:
-    def program(group: Group) -> Any:
-        mean = Mean(every=3)
-        calls, values = [], []
-        for step in range(6):
-            mean.update(float(step + group.rank))
-            values.append(mean.compute())
-            calls.append(group.stats().calls)
-        last = mean.compute(now=True)
-        mean.reset()
-        return values, calls, last, mean.compute(now=True)
-
-    for values, calls, last, empty in run_ranks(2, program):
-        assert math.isnan(values[0])
-        assert values[2:] == [1.5, 1.5, 1.5, 3.0]
-        assert calls[1] == calls[0]  # nothing was sent
-        assert calls[2] > calls[1]
-        assert last == 3.0
-        assert math.isnan(empty)
+@on_ranks(2)
+def test_value_is_fetched_at_intervals(group: Group) -> None:
+    mean = Mean(every=3)
+    calls, values = [], []
+    for step in range(6):
+        mean.update(float(step + group.rank))
+        values.append(mean.compute())
+        calls.append(group.stats().calls)
+    last = mean.compute(now=True)
+    mean.reset()
+    assert math.isnan(values[0])
+    assert values[2:] == [1.5, 1.5, 1.5, 3.0]
+    assert calls[1] == calls[0]  # nothing was sent
+    assert calls[2] > calls[1]
+    assert last == 3.0
+    assert math.isnan(mean.compute(now=True))
 
 
 def test_values_of_several_samples_and_wrong_shapes() -> None:
@@ -219,21 +216,18 @@ def test_shape_and_dtype_are_sent(dtype: torch.dtype, shape: tuple[int, ...]) ->
     assert not theirs.requires_grad
 
 
-def test_megengine_names_and_expectations() -> None:
+@on_ranks(2)
+def test_megengine_names_and_expectations(group: Group) -> None:
     x = torch.ones(2, 3)
-
-    def program(group: Group) -> None:
-        if group.rank == 0:
-            for _ in range(3):
-                pycomm.remote_send(x, dest_rank=1)
-            return
-        assert torch.equal(pycomm.remote_recv(src_rank=0, shape=[2, 3], dtype=torch.float32), x)
-        with pytest.raises(Mismatch, match=r"rank 0 sent \(2, 3\) of .*, expected \(3, 2\) of"):
-            pycomm.remote_recv(0, (3, 2))
-        with pytest.raises(Mismatch, match=r"expected \(2, 3\) of torch.float64"):
-            pycomm.remote_recv(0, dtype=torch.float64)
-
-    run_ranks(2, program)
+    if group.rank == 0:
+        for _ in range(3):
+            pycomm.remote_send(x, dest_rank=1)
+        return
+    assert torch.equal(pycomm.remote_recv(src_rank=0, shape=[2, 3], dtype=torch.float32), x)
+    with pytest.raises(Mismatch, match=r"rank 0 sent \(2, 3\) of .*, expected \(3, 2\) of"):
+        pycomm.remote_recv(0, (3, 2))
+    with pytest.raises(Mismatch, match=r"expected \(2, 3\) of torch.float64"):
+        pycomm.remote_recv(0, dtype=torch.float64)
 
 
 @on_ranks(1)
@@ -244,21 +238,18 @@ def test_unsupported_values_raise(group: Group) -> None:
         pycomm.remote_send(torch.ones([1] * 9), 1)
 
 
-def test_receiver_is_unaffected_by_rejected_sends() -> None:
+@on_ranks(2)
+def test_receiver_is_unaffected_by_rejected_sends(group: Group) -> None:
     """A later tensor is received as if the rejected ones had not been sent."""
     wrong = [
         torch.ones(2, device="meta"),
         torch.ones(2, dtype=torch.complex64),
         torch.ones(2, 2).to_sparse(),
     ]
-
-    def program(group: Group) -> None:
-        if group.rank == 0:
-            for x in wrong:
-                with pytest.raises(Unsupported):
-                    pycomm.remote_send(x, 1)
-            pycomm.remote_send(torch.ones(3), 1)
-        else:
-            assert torch.equal(pycomm.remote_recv(0), torch.ones(3))
-
-    run_ranks(2, program)
+    if group.rank == 0:
+        for x in wrong:
+            with pytest.raises(Unsupported):
+                pycomm.remote_send(x, 1)
+        pycomm.remote_send(torch.ones(3), 1)
+    else:
+        assert torch.equal(pycomm.remote_recv(0), torch.ones(3))
