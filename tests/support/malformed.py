@@ -118,6 +118,7 @@ ROOTED = ("reduce", "broadcast", "gather", "scatter")
 CALLED = ("build", "step", "fn", "function", "closure", "convert", "transform", "map_location")
 # Errors of another library, as the reference says.
 BY_ANOTHER = (("save", "obj"),)  # torch.save's, on rank 0
+STARTS_A_PROCESS = ("testing.run_ranks", "processes")  # with True: test_malformed_calls.py has it
 # Without a valid call: one rank has no peer, and no group of the tests is elastic or of torch.
 ONLY_WRONG = (
     *("send", "recv", "remote_send", "remote_recv", "join", "dgc_hook", "quantize_hook"),
@@ -165,9 +166,22 @@ def arrays_in(arguments: dict[str, Any]) -> list[Any]:
     return [one for one in flat if type(one) is np.ndarray and one.dtype.kind in "fiu"]
 
 
+def defaults_of(name: str, given: dict[str, Any]) -> dict[str, Any]:
+    """The parameters with a default that a valid call leaves out; none if the name has words."""
+    if " " in name:
+        return {}
+    function = function_of(name)
+    if "self" in given:
+        function = getattr(given["self"], name.rpartition(".")[2])
+    known = [p for p in inspect.signature(function).parameters.values() if p.default is not p.empty]
+    left = [p for p in known if p.name not in given and p.kind is not p.POSITIONAL_ONLY]
+    return {p.name: p.default for p in left}
+
+
 def wrong_calls(name: str, valid: Valid, group: Group) -> Iterator[tuple[str, dict[str, Any]]]:
-    for parameter, usual in valid(group).items():
-        if parameter == "self" or (name, parameter) in BY_ANOTHER:
+    given = valid(group)
+    for parameter, usual in {**given, **defaults_of(name, given)}.items():
+        if parameter == "self" or (name, parameter) in (*BY_ANOTHER, STARTS_A_PROCESS):
             continue
         if group is not None and group.size > 1 and name in ROOTED and parameter in ("x", "out"):
             continue  # the root may accept an array that the others refuse

@@ -1,6 +1,7 @@
 """Valid calls of the names in docs/reference, which tests/support/malformed.py makes malformed.
 
-A name is a function, a class or a method. Its value makes new arguments for each call.
+A name is a function, a class or a method. Its value makes new arguments for each call. Parameters
+with a default that it leaves out are made malformed too.
 """
 
 from typing import Any
@@ -22,7 +23,7 @@ def rows(group: Group) -> Any:
 
 
 def common(group: Group, **more: Any) -> dict[str, Any]:
-    return {**more, "algorithm": None, "group": group, "async_op": False, "timeout_s": 20.0}
+    return {**more, "group": group, "timeout_s": 20.0}
 
 
 def message(group: Group, peer: str) -> dict[str, Any]:
@@ -36,41 +37,38 @@ def stored(group: Group) -> dict[str, Any]:
 
 # The arguments of a valid call. On two ranks both ranks make it.
 VALID: dict[str, Valid] = {
-    "all_reduce": lambda g: common(g, x=x(), op="sum", compression=None, state=None),
-    "reduce": lambda g: common(g, x=x(), dst=0, op="sum"),
-    "broadcast": lambda g: common(g, x=x(), src=0),
+    "all_reduce": lambda g: common(g, x=x()),
+    "reduce": lambda g: common(g, x=x(), dst=0),
+    "broadcast": lambda g: common(g, x=x()),
     "all_gather": lambda g: common(g, x=x(), out=rows(g)),
     "all_gather_v": lambda g: common(g, x=x(), out=[x() for _ in range(g.size)]),
     "gather": lambda g: common(g, x=x(), dst=0, out=rows(g) if g.size == 1 else None),
-    "reduce_scatter": lambda g: common(g, x=rows(g), op="sum", out=x()),
-    "scatter": lambda g: common(g, x=rows(g), src=0, out=x()),
+    "reduce_scatter": lambda g: common(g, x=rows(g), out=x()),
+    "scatter": lambda g: common(g, x=rows(g), out=x()),
     "all_to_all": lambda g: common(g, x=rows(g), out=rows(g)),
-    "barrier": lambda g: {"group": g, "async_op": False, "timeout_s": 20.0},
-    "bcast_list_": lambda g: {"tensors": [torch.zeros(3)], "src": 0, "group": g},
+    "barrier": common,
+    "bcast_list_": lambda g: {"tensors": [torch.zeros(3)], "group": g},
     "all_gather_object": lambda g: {"value": 1, "group": g},
     "user_set": lambda g: {"key": "k", "value": 1, "group": g},
-    "functional.all_reduce": lambda g: {"x": torch.ones(3), "op": "sum", "group": g},
+    "functional.all_reduce": lambda g: {"x": torch.ones(3), "group": g},
     "functional.all_gather": lambda g: {"x": torch.ones(3), "group": g},
     "metrics.accuracy": lambda _: {"scores": torch.zeros(4, 3), "labels": torch.zeros(4).long()},
-    "metrics.Mean": lambda g: {"every": 1, "group": g},
-    "metrics.Accuracy": lambda g: {"topk": (1,), "every": 1, "group": g},
+    "metrics.Mean": lambda g: {"group": g},
+    "metrics.Accuracy": lambda g: {"topk": (1,), "group": g},
     "data.share": lambda g: {"array": x(), "group": g},
-    "data.ShardedSampler": lambda g: {
-        **{"data": [1, 2, 3], "shuffle": True, "seed": 0, "order": "strided", "pad": False},
-        **{"drop_last": False, "rank": g.rank, "size": g.size},
-    },
+    "data.ShardedSampler": lambda g: {"data": [1, 2, 3], "rank": g.rank, "size": g.size},
     "data.InfiniteSampler": lambda _: {"sampler": pycomm.data.ShardedSampler([1], rank=0, size=1)},
-    "data.Prefetcher": lambda _: {"loader": [torch.ones(2)], "device": "cpu", "depth": 2},
+    "data.Prefetcher": lambda _: {"loader": [torch.ones(2)]},
     "make_allreduce_cb": lambda g: {"op": "sum", "group": g},
     "testing.status": lambda g: {"group": g},
-    "Quantize": lambda _: {"bits": 3, "down_bits": 8, "error_feedback": True, "exchange": "auto"},
-    "TopK": lambda _: {"ratio": None, "density": 0.1, "group": 16, "value_dtype": "1bit"},
+    "Quantize": lambda _: {},
+    "TopK": lambda _: {"density": 0.1},
 }
 # The same of calls that one rank makes.
 ALONE: dict[str, Valid] = {
     "send": lambda g: message(g, "dst"),
     "recv": lambda g: message(g, "src"),
-    "empty": lambda _: {"shape": 3, "dtype": "float32", "shared": True},
+    "empty": lambda _: {"shape": 3, "dtype": "float32"},
     "remote_send": lambda g: {"x": torch.ones(3), "dst": 1, "group": g},
     "remote_recv": lambda g: {"src": 1, "shape": (3,), "dtype": torch.float32, "group": g},
     "user_get": stored,
@@ -107,10 +105,9 @@ def dgc_step(_: Group) -> dict[str, Any]:
     given = step_arrays()
     buffers = {"indices": np.zeros(3, np.int32), "values": x(3), "u_values": x(3)}
     workspace = kernels.dgc_workspace(given["u"], given["v"], 3)
-    numbers = {"momentum": 0.9, "weight_decay": 0.1, "nesterov": False, "masking": True}
     return {
-        **{**given, "weight": x(100), **numbers, "scale": 1.0, **buffers},
-        **{"found_inf": np.zeros(1, np.float32), "workspace": workspace, "together": False},
+        **{**given, "weight": x(100), "momentum": 0.9, "weight_decay": 0.1, **buffers},
+        **{"found_inf": np.zeros(1, np.float32), "workspace": workspace},
     }
 
 
@@ -120,16 +117,12 @@ def update() -> dict[str, Any]:
 
 def updated() -> dict[str, Any]:
     packet = kernels.update_step(**update()).packet
-    return {"packets": packet, "sizes": [len(packet)], "counts": [100], "group": 16}
-
-
-def sixteenths() -> dict[str, Any]:
-    return {"group": 16, "value_dtype": "1bit"}
+    return {"packets": packet, "sizes": [len(packet)], "counts": [100]}
 
 
 def decoded(target: str) -> dict[str, Any]:
     packets = [(positions(), x(2)), (positions(), x(2))]
-    return {target: x(100), "packets": packets, "scale": 1.0, "value_dtype": "float32"}
+    return {target: x(100), "packets": packets}
 
 
 def bytes_of(n: int) -> Any:
@@ -155,24 +148,22 @@ KERNELS: dict[str, Valid] = {
     "kernels.momentum_mask": lambda _: {"u": x(100), "v": x(100), "indices": positions()},
     "kernels.dgc_workspace": lambda _: {"u": x(100), "v": x(100), "k": 3},
     "kernels.update_step": lambda _: {
-        **{**update(), **sixteenths()},
-        "workspace": kernels.update_workspace(x(100), 3),
+        **{**update(), "workspace": kernels.update_workspace(x(100), 3)},
     },
     "kernels.update_rollback": lambda _: {
-        **{"residual": x(100), "indices": np.array([1], np.int32), "values": x(16), "group": 16},
+        **{"residual": x(100), "indices": np.array([1], np.int32), "values": x(16)},
     },
-    "kernels.topk_groups": lambda _: {"x": x(100), "k": 3, "group": 16},
+    "kernels.topk_groups": lambda _: {"x": x(100), "k": 3},
     "kernels.decode_groups": lambda _: updated(),
     "kernels.read_groups": lambda _: updated(),
-    "kernels.update_workspace": lambda _: {"theta": x(100), "k": 3, **sixteenths()},
+    "kernels.update_workspace": lambda _: {"theta": x(100), "k": 3},
     "kernels.encode": lambda _: {
-        **{**pair(), "count": 100, "value_dtype": "float32", "residual": x(100), "codec": "raw"},
+        **{**pair(), "count": 100, "residual": x(100), "workspace": bytes_of(64)},
         **{"out": bytes_of(kernels.packet_bytes(2)), "length": np.zeros(1, np.int64)},
-        "workspace": bytes_of(64),
     },
     "kernels.unpack": lambda _: {
-        **{"packet": packet("list"), "value_dtype": "float32", "codec": "list", "count": 100},
-        **{"into": (np.zeros(2, np.int32), x(2), np.zeros(1, np.int32)), "workspace": None},
+        **{"packet": packet("list"), "codec": "list", "count": 100},
+        **{"into": (np.zeros(2, np.int32), x(2), np.zeros(1, np.int32))},
     },
     "kernels.decode_sum": lambda _: decoded("out"),
     "kernels.decode_sum of groups": lambda _: {
@@ -180,33 +171,26 @@ KERNELS: dict[str, Valid] = {
     },
     "kernels.decode_sum of a batch": lambda _: {"out": x(100), "packets": batch()},
     "kernels.decode_update": lambda _: {**decoded("param"), "lr": 0.1},
-    "kernels.scatter_add": lambda _: {"out": x(100), **pair(), "scale": 1.0},
-    "kernels.packet_bytes": lambda _: {
-        **{"k": 3, "value_dtype": "float32", "codec": "raw", "count": 100},
-    },
+    "kernels.scatter_add": lambda _: {"out": x(100), **pair()},
+    "kernels.packet_bytes": lambda _: {"k": 3, "count": 100},
     "kernels.codec_workspace": lambda _: {"x": x(100), "k": 3, "nbytes": 100},
-    "kernels.encode_batch": lambda _: {
-        **{"batch": batch(), "count": 100, "value_dtype": "float32", "codec": "auto"},
-    },
-    "kernels.decode_batch": lambda _: {**encoded(), "count": 100, "lengths": None},
+    "kernels.encode_batch": lambda _: {"batch": batch(), "count": 100, "value_dtype": "float32"},
+    "kernels.decode_batch": lambda _: {**encoded(), "count": 100},
     "kernels.batch_lengths": lambda _: {**encoded(), "count": 100},
     "kernels.quantize": lambda _: {
         **{"x": x(100), "bits": 3, "residual": x(100)},
         "out": bytes_of(kernels.quantized_bytes(100, 3)),
     },
     "kernels.dequantize": lambda _: {
-        **{"packet": kernels.quantize(x(100), 3), "bits": 3, "out": x(100), "accumulate": False},
-        "scale": 1.0,
+        **{"packet": kernels.quantize(x(100), 3), "bits": 3, "out": x(100)},
     },
     "kernels.quantized_bytes": lambda _: {"count": 100, "bits": 3},
     "kernels.norm": lambda _: {
         **{"x": x(100), "out": np.zeros(1), "workspace": kernels.norm_workspace(x(100))},
     },
     "kernels.norm_workspace": lambda _: {"x": x(100)},
-    "kernels.clip_scale": lambda _: {
-        **{"norms": np.ones(2), "limit": 1.0, "scale": 1.0, "dtype": "float32", "out": x(2)},
-    },
+    "kernels.clip_scale": lambda _: {"norms": np.ones(2), "limit": 1.0, "out": x(2)},
     "kernels.clip_": lambda _: {"x": x(100), "limit": 1.0},
     "kernels.cast": lambda _: {"x": x(100), "dtype": "float16", "out": np.zeros(100, np.float16)},
-    "kernels.reduce_": lambda _: {"out": x(), "xs": [x(), x()], "op": "sum"},
+    "kernels.reduce_": lambda _: {"out": x(), "xs": [x(), x()]},
 }

@@ -39,39 +39,14 @@ def local(group: Group, **more: Any) -> pycomm.LocalSGD:
     return pycomm.LocalSGD(model, sgd(model), group=group, **more)
 
 
-def data_parallel(group: Group) -> dict[str, Any]:
-    return {
-        **{"module": layer(), "compression": None, "bucket_mb": 25, "bucket_layers": None},
-        **{"lanes": None, "hierarchical": False, "init": "broadcast", "broadcast_buffers": True},
-        **{"group": group, "find_unused_parameters": False},
-    }
-
-
 def local_sgd(group: Group) -> dict[str, Any]:
     model = layer()
-    return {
-        **{"model": model, "optimizer": sgd(model), "k_steps": 2, "begin_step": 1},
-        **{"rule": "paddle", "momentum": "local", "buffers": True, "outer": None, "group": group},
-        **{"compression": None, "clip_norm": None, "muon": None, "replicas": None},
-    }
+    return {"model": model, "optimizer": sgd(model), "k_steps": 2, "group": group}
 
 
 def adaptive(group: Group) -> dict[str, Any]:
     model = layer()
-    return {
-        **{"model": model, "optimizer": sgd(model), "init_k_steps": 2, "begin_step": 1},
-        **{"max_k_steps": 16, "rule": "paddle", "reference": "first", "group": group},
-    }
-
-
-def options_of_dgc(_: Group) -> dict[str, Any]:
-    return {
-        **{"optimizer": sgd(layer(), momentum=0.9), "rampup_begin_step": 0, "rampup_step": 1},
-        **{"sparsity": [0.9], "clip_norm": None, "clip": "parameter", "masking": True},
-        **{"momentum_correction": True, "decay_correction": True, "select": "parameter"},
-        **{"min_count": 1, "k_rule": "round", "value_dtype": "float32", "codec": "auto"},
-        **{"exchange": "auto", "owner_k_factor": 1, "scaler": None, "fused": False},
-    }
+    return {"model": model, "optimizer": sgd(model), "init_k_steps": 2, "group": group}
 
 
 def sharded(group: Group) -> dict[str, Any]:
@@ -85,23 +60,19 @@ def sharded(group: Group) -> dict[str, Any]:
 
 # On two ranks both ranks make each call.
 TRAINING: dict[str, Valid] = {
-    "DataParallel": data_parallel,
-    "SyncBatchNorm": lambda g: {
-        **{"num_features": 3, "eps": 1e-5, "momentum": 0.1, "affine": True},
-        **{"track_running_stats": True, "device": None, "dtype": None, "group": g},
-    },
+    "DataParallel": lambda g: {"module": layer(), "group": g},
+    "SyncBatchNorm": lambda g: {"num_features": 3, "group": g},
     "SyncBatchNorm.convert_sync_batchnorm": lambda g: {"module": nn.BatchNorm1d(3), "group": g},
-    "DGC": options_of_dgc,
-    "QuantizedGradients": lambda _: {
-        **{"named_parameters": layer().named_parameters(), "compression": pycomm.Quantize()},
-        "scaler": None,
+    "DGC": lambda _: {
+        **{"optimizer": sgd(layer(), momentum=0.9), "sparsity": [0.9], "min_count": 1},
     },
+    "QuantizedGradients": lambda _: {"named_parameters": layer().named_parameters()},
     "LocalSGD": local_sgd,
     "AdaptiveLocalSGD": adaptive,
-    "StaticLossScaler": lambda _: {"scale": 1024.0, "device": "cpu"},
+    "StaticLossScaler": lambda _: {},
     "elastic.sync_state": lambda g: {"state": {"x": torch.ones(3)}, "step": 1, "group": g},
     "elastic.ShardedTraining": sharded,
-    "elastic.Microbatches": lambda g: {"count": 4, "seed": None, "group": g},
+    "elastic.Microbatches": lambda g: {"count": 4, "group": g},
     "elastic.manual_seed": lambda _: {"seed": 1, "*": (2, 3)},
 }
 
@@ -143,24 +114,22 @@ def states(group: Group, make: Any, name: str = "saved") -> dict[str, Any]:
 
 # Methods. On two ranks both ranks make each call.
 METHODS: dict[str, Valid] = {
-    "Group.split": lambda g: {"self": g, "color": 0, "key": None},
+    "Group.split": lambda g: {"self": g, "color": 0},
     "Work.wait": lambda g: {
         **{"self": pycomm.all_reduce(torch.ones(3), group=g, async_op=True), "timeout_s": 20.0},
     },
     "TopK.groups": lambda _: {"self": pycomm.TopK(density=0.5), "counts": [100]},
     "DataParallel.join": lambda g: {"self": wrapped(g), "*": (sgd(layer()),)},
-    "DGC.gather_state": lambda g: {"self": wrapped_with(g, pycomm.DGC), "dst": 0},
-    "QuantizedGradients.gather_state": lambda g: {
-        **{"self": wrapped_with(g, pycomm.Quantize()), "dst": 0},
-    },
-    "LocalSGD.gather_state": lambda g: {"self": topk_local(g), "dst": 0},
+    "DGC.gather_state": lambda g: {"self": wrapped_with(g, pycomm.DGC)},
+    "QuantizedGradients.gather_state": lambda g: {"self": wrapped_with(g, pycomm.Quantize())},
+    "LocalSGD.gather_state": lambda g: {"self": topk_local(g)},
     "LocalSGD.is_due": lambda g: {"self": local(g), "step": 1},
-    "LocalSGD.step": lambda g: {"self": local(g), "closure": None},
-    "LocalSGD.zero_grad": lambda g: {"self": local(g), "set_to_none": True},
+    "LocalSGD.step": lambda g: {"self": local(g)},
+    "LocalSGD.zero_grad": lambda g: {"self": local(g)},
     "AdaptiveLocalSGD.step": lambda g: {"self": adaptive_of(g), "loss": 1.0},
     "StaticLossScaler.update": lambda _: {"self": used_scaler(), "new_scale": 2.0},
     "elastic.Microbatches.of_step": lambda g: {"self": elastic.Microbatches(4, 1, g), "step": 1},
-    "metrics.Mean.update": lambda g: {"self": pycomm.metrics.Mean(9, g), "value": 1.0, "count": 1},
+    "metrics.Mean.update": lambda g: {"self": pycomm.metrics.Mean(9, g), "value": 1.0},
     "metrics.Mean.compute": lambda g: {"self": pycomm.metrics.Mean(9, g), "now": True},
     "metrics.Accuracy.update": lambda g: {
         **{"self": pycomm.metrics.Accuracy((1,), 9, g), "scores": torch.zeros(4, 3)},
@@ -192,7 +161,7 @@ METHODS_ALONE: dict[str, Valid] = {
     "Group.abort": lambda g: {"self": g.split(0), "reason": "a test"},
     "Group.shrink": lambda g: {"self": g.split(0), "timeout_s": 20.0},
     "Group.replace": lambda g: {"self": g, "timeout_s": 20.0, "wait_s": 0.0},
-    "Group.grow": lambda g: {"self": g, "count": 1, "timeout_s": 20.0},
+    "Group.grow": lambda g: {"self": g, "timeout_s": 20.0},
     "DataParallel.shrink": lambda g: {
         **{"self": wrapped(g.split(0)), "*": (sgd(layer()),), "timeout_s": 20.0},
     },
