@@ -194,7 +194,7 @@ MAY_SEE_ENVIRONMENT = [
 # Most lines of each folder: code, comments and blank lines of its files, and of the folders below
 # that have no row. A change that adds lines deletes as many; one that deletes lowers the row.
 BUDGETS = {
-    "benchmarks": 6904,
+    "benchmarks": 6859,
     "csrc": 4238,
     "csrc/bindings": 5029,
     "csrc/codec": 1677,
@@ -210,24 +210,24 @@ BUDGETS = {
     "csrc/shared": 1677,
     "csrc/transport": 2272,
     "examples": 913,
-    "pycomm": 17603,
+    "pycomm": 17197,
     "pycomm/bench": 3227,
     "pycomm/compress": 6088,
     "pycomm/kernels": 2647,
-    "pycomm/launch": 2227,
-    "tests": 6918,
-    "tests/cli": 2270,
+    "pycomm/launch": 2201,
+    "tests": 6915,
+    "tests/cli": 2269,
     "tests/devices": 3838,
     "tests/emulator": 7889,
-    "tests/native": 15902,
-    "tests/ranks": 9046,
+    "tests/native": 15424,
+    "tests/ranks": 8963,
     "tests/reliability": 5028,
-    "tests/support": 5459,
+    "tests/support": 5404,
     "tests/torch_backend": 3943,
-    "tests/unit": 6021,
+    "tests/unit": 5975,
     "tools": 1763,
 }
-IN_ALL = 147_084
+IN_ALL = 145_941
 LONGEST_FILE = 500
 MOST_VARIABLES = 10
 # Set by setup.py for the compiler, and by pycomm's launchers for their ranks: not for users.
