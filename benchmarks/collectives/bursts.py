@@ -15,8 +15,9 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -25,7 +26,7 @@ from pycomm.bench.collectives.peers import OURS, PEERS, Groups, Peer
 from pycomm.bench.collectives.verbs import VERBS, Arrays, Call, Case
 from pycomm.bench.collectives.worker import WARM_UP, Barrier, barrier_file
 from pycomm.bench.support import processes
-from pycomm.bench.support.sizes import format_size, names, parse_sizes
+from pycomm.bench.support.sizes import format_size, parse_sizes
 
 CALLS = 40
 """Of one burst."""
@@ -46,47 +47,26 @@ class Series:
     seconds: list[float]
 
 
-@dataclass(frozen=True)
-class Row:
-    """One contestant in one case. Times are the slowest rank's, in microseconds a call."""
-
-    verb: str
-    size_bytes: int
-    peer: str
-    buffers: int
-    bound_us: float  # median of bursts, every rank on a processor of its own
-    median_us: float  # of bursts, ranks free to move
-    worst_us: float
-    slow: int  # bursts above SLOWEST times bound_us
-    bursts: int
-
-
 def main(argv: Sequence[str]) -> int:
     """Measures, prints, stores; returns the exit status."""
-    parser, known = command.parser("bursts", __doc__), OURS | PEERS
-    parser.add_argument("--idle", type=float, default=0.1, help="the pause (%(default)s s)")
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=40, help="bursts (%(default)s)")
+    counts: dict[str, Any] = {"idle": (0.1, "the pause in s"), "rounds": (40, "bursts")}
+    parser, known = command.parser("bursts", __doc__, ranks=(2, ""), **counts), OURS | PEERS
     parser.add_argument("--sizes", type=parse_sizes, default="4K,1M,16M", help="(%(default)s)")
-    parser.add_argument("--ops", type=names(VERBS), default="all_reduce", help=",".join(VERBS))
-    parser.add_argument("--peers", type=names(known), default="pycomm,pycomm-direct")
+    command.add_names(parser, "ops", VERBS, ["all_reduce"])
+    command.add_names(parser, "peers", known, ["pycomm", "pycomm-direct"])
     options = parser.parse_args(argv)
     if not options.peers or options.ranks < 2 or min(options.rounds, options.idle) <= 0:
         parser.error("at least one peer, 2 ranks, 1 round and a pause are needed")
     cases = [Case(v, "float32", size, options.ranks) for v in options.ops for size in options.sizes]
-    by_case: dict[Case, dict[int, list[Series]]] = {}
-
-    def on_message(rank: int, reported: list[Series]) -> None:
-        by_case.setdefault(reported[0].case, {})[rank] = reported
-
+    rows: list[dict[str, Any]] = []
+    show = command.by_case(options.ranks, lambda reports: rows.extend(rows_of(reports)))
     peers = [known[name] for name in options.peers]
     with tempfile.NamedTemporaryFile() as flags:
         barrier_file(flags, options.ranks)
         args = (Path(flags.name), peers, cases, options.rounds, options.idle)
-        processes.run(_work, args, options.ranks, on_message)
-    rows = [row for of in by_case.values() for row in rows_of([of[rank] for rank in sorted(of)])]
-    settings = {name: getattr(options, name) for name in ("ranks", "rounds", "peers")}
-    command.report(options.json, settings=settings, rows=[asdict(row) for row in rows])
+        processes.run(_work, args, options.ranks, show)
+    settings = command.chosen(options, "ranks", "rounds", "peers")
+    command.report(options.json, settings=settings, rows=rows)
     for message in (messages := faults(rows)):
         command.CONSOLE.print(message, style="red")
     return 1 if messages else 0
@@ -152,8 +132,9 @@ def _bind(processors: Sequence[int]) -> None:
             continue
 
 
-def rows_of(by_rank: Sequence[Sequence[Series]]) -> list[Row]:
-    """The rows of one case, from the reports of all ranks, in rank order."""
+def rows_of(by_rank: Sequence[Sequence[Series]]) -> list[dict[str, Any]]:
+    """The rows of one case, from the reports of all ranks, in rank order. Times are the slowest
+    rank's, in microseconds a call."""
     rows = []
     for of_ranks in zip(*by_rank, strict=True):
         first = of_ranks[0]
@@ -162,18 +143,28 @@ def rows_of(by_rank: Sequence[Sequence[Series]]) -> list[Row]:
         if first.bound:
             bound_us = median_us
             continue
-        slow = sum(us > SLOWEST * bound_us for us in slowest)
-        case = (first.case.verb, first.case.bytes, first.peer, first.buffers)
-        rows.append(Row(*case, bound_us, median_us, max(slowest), slow, len(slowest)))
+        rows.append(
+            {
+                "verb": first.case.verb,
+                "size_bytes": first.case.bytes,
+                "peer": first.peer,
+                "buffers": first.buffers,
+                "bound_us": bound_us,  # median of bursts, every rank on a processor of its own
+                "median_us": median_us,  # of bursts, ranks free to move
+                "worst_us": max(slowest),
+                "slow": sum(us > SLOWEST * bound_us for us in slowest),  # bursts
+                "bursts": len(slowest),
+            }
+        )
     return rows
 
 
-def faults(rows: Sequence[Row]) -> list[str]:
+def faults(rows: Sequence[dict[str, Any]]) -> list[str]:
     """One sentence for each contestant of pycomm's with a slow burst."""
     return [
-        f"{row.peer}: {row.verb} of {format_size(row.size_bytes)}, buffers={row.buffers}: "
-        f"{row.slow} of {row.bursts} bursts take more than {SLOWEST} times as long as with bound "
-        f"ranks; the worst takes {row.worst_us:.0f} us"
+        f"{row['peer']}: {row['verb']} of {format_size(row['size_bytes'])}, "
+        f"buffers={row['buffers']}: {row['slow']} of {row['bursts']} bursts take more than "
+        f"{SLOWEST} times as long as with bound ranks; the worst takes {row['worst_us']:.0f} us"
         for row in rows
-        if row.slow and row.peer in OURS
+        if row["slow"] and row["peer"] in OURS
     ]

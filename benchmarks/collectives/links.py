@@ -34,6 +34,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 from matplotlib.axes import Axes
@@ -51,7 +52,7 @@ from pycomm.bench.collectives.peers import ENCRYPTED
 from pycomm.bench.collectives.verbs import VERBS
 from pycomm.bench.support import machine, plots, processes, summaries
 from pycomm.bench.support.netns import Network, missing
-from pycomm.bench.support.sizes import format_size, names, parse_sizes
+from pycomm.bench.support.sizes import format_size, parse_sizes
 
 SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
 SHARES = numbers(float, lambda n: n >= 0, "at least 0")
@@ -117,19 +118,16 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = command.parser("links", __doc__, plot="bandwidth over size")
-    parser.add_argument("--hosts", type=int, default=2)
-    parser.add_argument("--ranks-per-host", type=int, default=1)
+    counts: dict[str, Any] = {"hosts": (2, ""), "ranks_per_host": (1, "")}
+    counts |= {"rounds": (5, "turns of each contestant"), "mtu": (1500, "with delay or loss")}
+    parser = command.parser("links", __doc__, "bandwidth over size", **counts)
     usual = "1gbit,10gbit,none"
     parser.add_argument("--rates", type=command.rates, default=usual, help="(%(default)s)")
     parser.add_argument("--sizes", type=parse_sizes, default="1M:64M:4", help="(%(default)s)")
-    verbs, peers = ",".join(VERBS), ",".join(CONTESTANTS)
-    parser.add_argument("--ops", type=names(VERBS), default="all_reduce", help=verbs)
-    parser.add_argument("--peers", type=names(CONTESTANTS), default="pycomm,gloo", help=peers)
-    parser.add_argument("--rounds", type=int, default=5, help="turns of each contestant")
+    command.add_names(parser, "ops", VERBS, ["all_reduce"])
+    command.add_names(parser, "peers", CONTESTANTS, ["pycomm", "gloo"])
     parser.add_argument("--delay", type=_seconds, default=0.0, help="one way, such as 50ms")
     parser.add_argument("--loss", type=SHARES, default=[0.0], help="percent, such as 0,0.1")
-    parser.add_argument("--mtu", type=int, default=1500, help="of links with delay or loss")
     parser.add_argument("--pauses", type=SHARES, default=[0.0], help="seconds before each call")
     parser.add_argument("--sysctl", action="append", default=[], help="NAME=VALUE, of all hosts")
     return parser
@@ -172,13 +170,7 @@ def measure(
     ]
     limit = 0.0 if rate == UNSHAPED else bytes_s(rate)
     link = LinkSettings(options.delay, limit, loss / 100)
-    waiting: list[list[RankTimes]] = [[] for _ in range(size)]
-
-    def on_message(rank: int, times: RankTimes) -> None:
-        waiting[rank].append(times)
-        while all(waiting):
-            show(rows_of(rate, options.hosts, [of.pop(0) for of in waiting], link))
-
+    on_message = command.by_case(size, lambda by: show(rows_of(rate, options.hosts, by, link)))
     secret = mock.patch.dict(os.environ, PYCOMM_SECRET=secrets.token_hex(32))  # of the ranks
     with secret, _network(rate, link, options) as net, tempfile.NamedTemporaryFile() as flags:
         worker.barrier_file(flags, size)
@@ -241,10 +233,10 @@ def add(to: Table, row: Row) -> None:
 
 
 def _store(found: Sequence[Row], options: argparse.Namespace) -> None:
-    chosen = ["hosts", "ranks_per_host", "rounds", "peers"]
-    chosen += ["mtu"] if options.delay or any(options.loss) else []
-    chosen += ["sysctl"] if options.sysctl else []
-    settings = {name: getattr(options, name) for name in chosen}
+    names = ["hosts", "ranks_per_host", "rounds", "peers"]
+    names += ["mtu"] if options.delay or any(options.loss) else []
+    names += ["sysctl"] if options.sysctl else []
+    settings = command.chosen(options, *names)
     if ENCRYPTED.name in options.peers:
         settings["openssl"] = ssl.OPENSSL_VERSION  # Python's ssl and pycomm load the same copy
     summaries.store(options.json, settings=settings, rows=[asdict(row) for row in found])

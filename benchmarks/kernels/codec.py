@@ -12,7 +12,6 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,6 @@ import pycomm
 from benchmarks.support import command
 from pycomm import _core, kernels
 from pycomm.bench.kernels import residuals
-from pycomm.bench.support.sizes import names
 from pycomm.kernels.compact import VALUES
 
 SPARSITIES = (0.75, 0.9375, 0.984375, 0.996, 0.999, 0.9999)
@@ -30,42 +28,18 @@ INDICES = ("list", "bitmap", "rice")
 Array = Any  # of NumPy
 
 
-@dataclass(frozen=True)
-class Row:
-    """One set of indices with values of one code."""
-
-    data: str
-    sparsity: float
-    count: int
-    k: int
-    values: str
-    indices: str  # the code that was chosen
-    bytes_each: float  # of a kept element, headers included
-    index_bits: float
-    entropy_bits: float  # of a uniform choice
-    encode_rate: float  # millions of elements in a second, of the median call
-    decode_rate: float
-    copy_rate: float
-    encode_best: float  # of the fastest call
-    decode_best: float
-    copy_best: float
-
-
 def main(argv: Sequence[str]) -> int:
     """Measures, prints, stores; returns the exit status."""
-    parser = command.parser("codec", __doc__)
-    parser.add_argument("--count", type=int, default=2**24, help="elements (%(default)s)")
-    parser.add_argument("--most", type=int, default=2**20, help="kept elements (%(default)s)")
-    parser.add_argument("--rounds", type=int, default=21, help="(%(default)s)")
-    codes = ",".join(VALUES)
-    parser.add_argument("--values", type=names(VALUES), default=codes, help="(%(default)s)")
+    counts: dict[str, Any] = {"count": (2**24, "elements"), "most": (2**20, "kept elements")}
+    parser = command.parser("codec", __doc__, rounds=(21, ""), **counts)
+    command.add_names(parser, "values", VALUES, VALUES)
     parser.add_argument("--residuals", type=Path, help="of `python -m benchmarks residuals`")
     options = parser.parse_args(argv)
     before = _core.kernel_threads()
     pycomm.set_num_threads(1)
     sets = _sets(options.count, options.most, options.residuals)
     rows = [
-        asdict(measured(named, indices, code, options.rounds))
+        measured(named, indices, code, options.rounds)
         for *named, indices in command.progress(sets, "index sets")
         for code in options.values
     ]
@@ -91,8 +65,10 @@ def _sets(count: int, most: int, stored: Path | None) -> Iterator[tuple[str, flo
             yield "residuals", sparsity, some.size, kernels.topk(some, k)[0]
 
 
-def measured(named: Sequence[Any], indices: Array, code: str, rounds: int) -> Row:
-    """All in turn, round by round; the first round is not timed. `named`: data, sparsity, count."""
+def measured(named: Sequence[Any], indices: Array, code: str, rounds: int) -> dict[str, Any]:
+    """One set of indices with values of one code: all calls in turn, round by round; the first
+    round is not timed. `named`: data, sparsity, count. Rates are in millions of elements a second.
+    """
     name, sparsity, count = named
     k = indices.size
     magnitudes = 1 + np.random.default_rng(1).exponential(size=k)
@@ -116,28 +92,24 @@ def measured(named: Sequence[Any], indices: Array, code: str, rounds: int) -> Ro
     def encode() -> None:
         kernels.encode(indices, values, count, code, codec="auto", out=room)
 
-    medians, bests = _rates(k, rounds, [encode, decode, copy])
+    rates, bests = _rates(k, rounds, {"encode": encode, "decode": decode, "copy": copy})
     head = 4 + _varint_bytes(k) + _varint_bytes(count)
     longest_head = kernels.packet_bytes(0, code, codec="list")
     coded = kernels.packet_bytes(k, code, codec="list") - longest_head - 4 * k
     index_bytes = packet.nbytes - head - coded
-    return Row(
-        data=name,
-        sparsity=sparsity,
-        count=count,
-        k=k,
-        values=code,
-        indices=INDICES[int(packet[3]) % 16],
-        bytes_each=packet.nbytes / k,
-        index_bits=8 * index_bytes / k,
-        entropy_bits=entropy_bits(count, k),
-        encode_rate=medians[0],
-        decode_rate=medians[1],
-        copy_rate=medians[2],
-        encode_best=bests[0],
-        decode_best=bests[1],
-        copy_best=bests[2],
-    )
+    return {
+        "data": name,
+        "sparsity": sparsity,
+        "count": count,
+        "k": k,
+        "values": code,
+        "indices": INDICES[int(packet[3]) % 16],  # the code that was chosen
+        "bytes_each": packet.nbytes / k,  # of a kept element, headers included
+        "index_bits": 8 * index_bytes / k,
+        "entropy_bits": entropy_bits(count, k),  # of a uniform choice
+        **rates,  # of the median call
+        **bests,  # of the fastest call
+    }
 
 
 def _varint_bytes(number: int) -> int:
@@ -145,21 +117,21 @@ def _varint_bytes(number: int) -> int:
 
 
 def _rates(
-    k: int, rounds: int, calls: Sequence[Callable[[], object]]
-) -> tuple[list[float], list[float]]:
+    k: int, rounds: int, calls: dict[str, Callable[[], object]]
+) -> tuple[dict[str, float], dict[str, float]]:
     """Millions of elements in a second, of the median call and of the fastest; short calls are
     repeated."""
     repeats = max(1, min(100, 200_000 // k))
-    seconds: list[list[float]] = [[] for _ in calls]
+    seconds: dict[str, list[float]] = {name: [] for name in calls}
     for turn in range(rounds + 1):
-        for call, own in zip(calls, seconds, strict=True):
+        for name, call in calls.items():
             begin = time.perf_counter()
             for _ in range(repeats):
                 call()
             if turn:
-                own.append((time.perf_counter() - begin) / repeats)
-    medians = [k / statistics.median(own) / 1e6 for own in seconds]
-    return medians, [k / min(own) / 1e6 for own in seconds]
+                seconds[name].append((time.perf_counter() - begin) / repeats)
+    medians = {f"{name}_rate": k / statistics.median(own) / 1e6 for name, own in seconds.items()}
+    return medians, {f"{name}_best": k / min(own) / 1e6 for name, own in seconds.items()}
 
 
 def entropy_bits(count: int, k: int) -> float:

@@ -144,8 +144,7 @@ def _interrupted(name: str) -> None:
 
 def main(argv: Sequence[str]) -> int:
     """Interrupts, prints, stores; returns the exit status."""
-    parser = command.parser("cancellation", __doc__)
-    parser.add_argument("--rounds", type=int, default=5, help="of each wait (%(default)s)")
+    parser = command.parser("cancellation", __doc__, rounds=(5, "of each wait"))
     options = parser.parse_args(argv)
     rows: list[dict[str, Any]] = []
     for name in command.progress(WAITS, "Ctrl-C in waits"):

@@ -27,11 +27,11 @@ LIMIT_S = 600.0  # of one program
 
 REMOVED = {
     "shared/flag_task.cpp": [
-        ("before_ = std::exchange(region.last, header);", ""),
-        ("signature_ = region.signature = signature_of(header, region.signature);", ""),
+        ("before_ = std::exchange(region.last, job.header);", ""),
+        ("signature_ = region.signature = signature_of(job.header, region.signature);", ""),
         ("if (filled.signature != signature_) throw_mismatch(peer, ticket);", ""),
         ("filled.signature = signature_;", ""),
-        ("own.reduced[ticket % kSlots].header.store(header_);", ""),
+        ("own.reduced[ticket % kSlots].header.store(job_.header);", ""),
         ("own.reduced[ticket % kSlots].before.store(before_);", ""),
         ("uint32_t signature_of(", "[[maybe_unused]] uint32_t signature_of("),
     ],
@@ -144,8 +144,7 @@ def measure(programs: dict[str, Path], case: Case, rounds: int) -> dict[str, Any
 
 def main(argv: Sequence[str]) -> int:
     """Runs the command line; returns the exit status."""
-    parser = command.parser("check_overhead", __doc__)
-    parser.add_argument("--rounds", type=int, default=21, help="of both programs (21)")
+    parser = command.parser("check_overhead", __doc__, rounds=(21, "of both programs"))
     args = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as folder:
         programs = build(Path(folder))

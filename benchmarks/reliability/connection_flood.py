@@ -49,13 +49,8 @@ FEW_DESCRIPTORS = 1024
 COUNT = 1 << 16  # float32: a gradient of 256 KiB
 
 
-@dataclass
-class Rank:
-    """The observations of a rank."""
-
-    forming_s: float
-    steps_per_s: float
-    descriptors: int
+Rank = tuple[float, float, int]
+"""The observations of a rank: seconds of forming, steps a second, descriptors."""
 
 
 @dataclass
@@ -86,8 +81,7 @@ class Flood:
 
 def main(argv: Sequence[str]) -> int:
     """Runs, prints, stores; returns the exit status."""
-    parser = command.parser("connection_flood", __doc__)
-    parser.add_argument("--connections", type=int, default=10_000, help="at least (%(default)s)")
+    parser = command.parser("connection_flood", __doc__, connections=(10_000, "at least"))
     parser.add_argument("--peers", nargs="+", choices=BACKENDS, default=BACKENDS, help="(all)")
     options = parser.parse_args(argv)
     floods = [flood(backend, options.connections) for backend in options.peers]
@@ -109,14 +103,15 @@ def flood(backend: str, connections: int) -> Flood:
                 found.let_in += clients.let_in
     except RuntimeError as error:  # is reported in the table
         found.error = f"{type(error).__name__}: {error}"
-    if quiet := seen[False]:
-        found.forming_quiet_s = statistics.median(one.forming_s for one in quiet)
-        found.steps_per_s_decoy = statistics.median(one.steps_per_s for one in quiet)
-        found.descriptors_quiet = max(one.descriptors for one in quiet)
-    if flooded := seen[True]:
-        found.forming_s = statistics.median(one.forming_s for one in flooded)
-        found.steps_per_s = statistics.median(one.steps_per_s for one in flooded)
-        found.descriptors = max(one.descriptors for one in flooded)
+    names = {
+        False: ("forming_quiet_s", "steps_per_s_decoy", "descriptors_quiet"),
+        True: ("forming_s", "steps_per_s", "descriptors"),
+    }
+    for attacked, ranks in seen.items():
+        if ranks:
+            forming_s, steps_per_s, descriptors = zip(*ranks, strict=True)
+            median = statistics.median(forming_s), statistics.median(steps_per_s)
+            vars(found).update(zip(names[attacked], (*median, max(descriptors)), strict=True))
     return found
 
 
@@ -182,15 +177,8 @@ def run_rank(backend: str, rank: int, port: int, secret: str) -> Rank:
         place, limit = {"rank": rank, "world_size": 2}, timedelta(seconds=LIMIT_S)
         dist.init_process_group("gloo", f"tcp://{master}", limit, **place)
     else:
-        pycomm.init(
-            rank=rank,
-            size=2,
-            master=master,
-            transport="tcp",
-            secret=secret,
-            timeout_s=LIMIT_S,
-            heartbeat_s=LIMIT_S,
-        )
+        limits: Any = {"timeout_s": LIMIT_S, "heartbeat_s": LIMIT_S}
+        pycomm.init(rank=rank, size=2, master=master, transport="tcp", secret=secret, **limits)
     formed = time.monotonic()
     for _ in range(STEPS):
         x[:] = np.sqrt(np.abs(x) + 1.0)
@@ -200,4 +188,4 @@ def run_rank(backend: str, rank: int, port: int, secret: str) -> Rank:
             pycomm.all_reduce(x, "max")
     rate, descriptors = STEPS / (time.monotonic() - formed), len(os.listdir("/proc/self/fd"))
     (dist.destroy_process_group if dist else pycomm.shutdown)()
-    return Rank(formed - start, rate, descriptors)
+    return formed - start, rate, descriptors

@@ -18,16 +18,17 @@ from __future__ import annotations
 
 import functools
 import random
-import statistics
 import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from matplotlib.axes import Axes
+
 from benchmarks.reliability.elastic_ranks import LIMIT_S, MARK, Ranks, Steps, Training
 from benchmarks.support import command
-from pycomm.bench.support import summaries
+from pycomm.bench.support import machine, plots, summaries
 
 INTERVAL_S = 15.0
 TRAINING_RANKS = 4
@@ -42,14 +43,11 @@ STARTS = {
 
 def main(argv: Sequence[str]) -> int:
     """Measures, prints, stores; returns 1 if the parameters of two ranks or two runs differ."""
-    parser = command.parser("elastic", __doc__, plot="the loss over the steps")
-    parser.add_argument("--ranks", type=int, default=8, help="(%(default)s)")
-    parser.add_argument(
-        "--state-mb", nargs="+", type=int, default=[1, 100, 1000], help="(%(default)s)"
-    )
-    parser.add_argument("--rounds", type=int, default=50, help="kills for each size (%(default)s)")
-    parser.add_argument("--minutes", type=float, default=0.0, help="of each training (%(default)s)")
-    parser.add_argument("--interval", type=float, default=INTERVAL_S, help="seconds (%(default)s)")
+    counts: dict[str, Any] = {"ranks": (8, ""), "rounds": (50, "kills for each size")}
+    counts |= {"minutes": (0.0, "of each training"), "interval": (INTERVAL_S, "seconds")}
+    parser = command.parser("elastic", __doc__, "the loss over the steps", **counts)
+    sizes_mb = [1, 100, 1000]
+    parser.add_argument("--state-mb", nargs="+", type=int, default=sizes_mb, help="(%(default)s)")
     parser.add_argument("--starts", nargs="+", choices=STARTS, default=list(STARTS), help="(all)")
     options = parser.parse_args(argv)
     sizes = options.state_mb if options.rounds else []
@@ -91,15 +89,8 @@ def replacements(size: int, state_mb: int, rounds: int) -> dict[str, Any]:
                 else:
                     idles.append(1e3 * (done_s - killed_s))
             ranks.prepare()
-    return {
-        "ranks": size,
-        "state_mb": state_mb,
-        "kills": rounds,
-        "join_ms": statistics.median(joins),
-        "join_worst_ms": max(joins),
-        "idle_ms": statistics.median(idles),
-        "idle_worst_ms": max(idles),
-    }
+    times = command.median_and_worst("join", joins) | command.median_and_worst("idle", idles)
+    return {"ranks": size, "state_mb": state_mb, "kills": rounds, **times}
 
 
 def training(kind: str, seconds: float, interval_s: float) -> dict[str, Any]:
@@ -164,7 +155,7 @@ def compared(runs: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]], bool
             run["marks"][step] | first["marks"][step] == {min(first["marks"][step])}
             for step in common
         )
-        rate, first_rate = run["steps"] / run["seconds"], first["steps"] / first["seconds"]
+        share = run["steps"] / run["seconds"] * first["seconds"] / first["steps"]
         rows.append(
             {
                 "start": run["kind"],
@@ -172,13 +163,10 @@ def compared(runs: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]], bool
                 "seconds": run["seconds"],
                 "kills": len(run["kills_at"]),
                 "steps": run["steps"],
-                "share": rate / first_rate,
+                "share": share,
                 "idle_s": run["idle_s"],
                 "waited_s": run["waited_s"],
-                "share_without_start": rate
-                / first_rate
-                * run["seconds"]
-                / (run["seconds"] - run["waited_s"]),
+                "share_without_start": share * run["seconds"] / (run["seconds"] - run["waited_s"]),
                 "compared": len(common),
                 "bitwise_equal": equal,
             }
@@ -189,22 +177,17 @@ def compared(runs: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]], bool
 
 def draw(runs: Sequence[dict[str, Any]], path: Path) -> None:
     """The loss over the steps of the run without kills and of a run with kills."""
-    import matplotlib
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    def panel(axes: Axes) -> None:
+        for run, color, width in ((runs[0], "0.7", 4), (runs[1], "C0", 1)):
+            at = [MARK * (n + 1) for n in range(len(run["losses"]))]
+            kills = len(run["kills_at"])
+            label = f"{kills} ranks killed and replaced" if kills else "no kills"
+            axes.plot(at, run["losses"], label=label, color=color, lw=width)
+        for number, step in enumerate(runs[1]["kills_at"]):
+            label = "" if number else "a rank is killed"
+            axes.axvline(step, color="C3", lw=0.8, ls=":", label=label)
+        axes.set(xlabel="step", ylabel="loss", yscale="log")
+        axes.legend(frameon=False)
 
-    figure, axes = pyplot.subplots(figsize=(8, 3.2))
-    for run, color, width in ((runs[0], "0.7", 4), (runs[1], "C0", 1)):
-        at = [MARK * (n + 1) for n in range(len(run["losses"]))]
-        kills = len(run["kills_at"])
-        label = f"{kills} ranks killed and replaced" if kills else "no kills"
-        axes.plot(at, run["losses"], label=label, color=color, lw=width)
-    for number, step in enumerate(runs[1]["kills_at"]):
-        axes.axvline(
-            step, color="C3", lw=0.8, ls=":", label="a rank is killed" if not number else None
-        )
-    axes.set(xlabel="step", ylabel="loss", yscale="log")
-    axes.legend(frameon=False)
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
+    plots.save(path, {"": panel}, machine.caption(), (8, 3.2), columns=1)

@@ -126,19 +126,18 @@ class Child:
 
     def __init__(self, context: Any, main: Callable[..., None], *args: Any) -> None:
         self.pipe, theirs = context.Pipe()
-        self.process = context.Process(target=main, args=(theirs, *args), daemon=True)
+        self.process = context.Process(target=_enter, args=(main, theirs, *args), daemon=True)
         self.process.start()
         theirs.close()
 
     def receive(self, kind: str) -> Any:
         """Its next answer of that kind; others are dropped."""
         end = time.monotonic() + LIMIT_S
-        while True:
-            if not self.pipe.poll(max(0.0, end - time.monotonic())):
-                raise RuntimeError(f"a rank did not answer {kind} within {LIMIT_S} s")
+        while self.pipe.poll(max(0.0, end - time.monotonic())):
             found, value = checked(self.pipe.recv())
             if found == kind:
                 return value
+        raise RuntimeError(f"a rank did not answer {kind} within {LIMIT_S} s")
 
     def kill(self) -> float:
         """Kills it; returns when, in seconds of time.monotonic()."""
@@ -159,26 +158,29 @@ def checked(answer: Answer) -> Answer:
     return answer
 
 
-def _main(pipe: Connection, given: dict[str, Any], body: Body) -> None:
+def _enter(main: Callable[..., None], pipe: Connection, *args: Any) -> None:
     torch.set_num_threads(1)
+    try:
+        main(pipe, *args)
+    except BaseException:  # reported by the parent process
+        pipe.send(("error", traceback.format_exc()))
 
+
+def _main(pipe: Connection, given: dict[str, Any], body: Body) -> None:
     def say(kind: str, value: Any = None) -> None:
         pipe.send((kind, value))
 
-    try:
-        run = body()
-        say("up")
-        args = pipe.recv()
-        begin_s = time.monotonic()
-        if "file" in given:
-            rank, *args = args
-            group = pycomm.join(**given, rank=rank)
-        else:
-            group = pycomm.init(**given)
-        say("joined", (begin_s, time.monotonic()))
-        run(group, say, *args)
-    except BaseException:  # reported by the parent process
-        say("error", traceback.format_exc())
+    run = body()
+    say("up")
+    args = pipe.recv()
+    begin_s = time.monotonic()
+    if "file" in given:
+        rank, *args = args
+        group = pycomm.join(**given, rank=rank)
+    else:
+        group = pycomm.init(**given)
+    say("joined", (begin_s, time.monotonic()))
+    run(group, say, *args)
 
 
 class Steps:

@@ -49,10 +49,9 @@ and until the survivors' first call was right, "works_ms" (-1: never); "text" of
 
 def main(argv: Sequence[str]) -> int:
     """Kills, prints, stores; returns 1 if a pycomm survivor cannot name the rank."""
-    parser = command.parser("rank_failure", __doc__)
+    parser = command.parser("rank_failure", __doc__, rounds=(5, "jobs of each kind"))
     parser.add_argument("--ranks", nargs="+", type=int, default=[2, 4, 8], help="(%(default)s)")
     parser.add_argument("--peers", nargs="+", choices=BACKENDS, default=BACKENDS, help="(all)")
-    parser.add_argument("--rounds", type=int, default=5, help="jobs of each kind (%(default)s)")
     options = parser.parse_args(argv)
     found: dict[tuple[str, int], list[Failure]] = collections.defaultdict(list)
     kinds = [(b, n) for n in options.ranks for _ in range(options.rounds) for b in options.peers]

@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import multiprocessing
 import random
-import statistics
 import time
-import traceback
 from collections.abc import Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -31,9 +29,7 @@ BACKENDS = ("gloo", "pycomm")
 
 def main(argv: Sequence[str]) -> int:
     """Measures, prints, stores; returns 2 if torch has no reconfigure."""
-    parser = command.parser("reconfigure", __doc__)
-    parser.add_argument("--ranks", type=int, default=8, help="(%(default)s)")
-    parser.add_argument("--rounds", type=int, default=20, help="kills (%(default)s)")
+    parser = command.parser("reconfigure", __doc__, ranks=(8, ""), rounds=(20, "kills"))
     options = parser.parse_args(argv)
     if not hasattr(DIST, "_reconfigure"):
         command.CONSOLE.print(f"torch {torch.__version__} has no reconfigure: 2.14 is needed")
@@ -64,15 +60,8 @@ def measure(backend: str, size: int, rounds: int) -> dict[str, Any]:
         joins.append(1e3 * (times[victim][1] - times[victim][0]))
     for one in ranks:
         one.end()
-    return {
-        "backend": backend,
-        "ranks": size,
-        "kills": rounds,
-        "kill_ms": statistics.median(kills),
-        "kill_worst_ms": max(kills),
-        "join_ms": statistics.median(joins),
-        "join_worst_ms": max(joins),
-    }
+    in_all = command.median_and_worst("kill", kills) | command.median_and_worst("join", joins)
+    return {"backend": backend, "ranks": size, "kills": rounds, **in_all}
 
 
 def connect(number: int, ranks: Sequence[Child], handles: list[str]) -> list[tuple[float, float]]:
@@ -86,25 +75,21 @@ def connect(number: int, ranks: Sequence[Child], handles: list[str]) -> list[tup
 
 
 def _main(pipe: Connection, backend: str, rank: int, size: int, port: int) -> None:
-    torch.set_num_threads(1)
-    try:
-        DIST.init_process_group(
-            backend,
-            rank=rank,
-            world_size=size,
-            store=DIST.TCPStore("127.0.0.1", port),
-            timeout=timedelta(seconds=LIMIT_S),
-            enable_reconfigure=True,
-        )
-        pipe.send(("handle", DIST._get_reconfigure_handle()))
-        x = torch.ones(4)
-        while True:
-            number, handles = pipe.recv()
-            begin_s = time.monotonic()
-            limit = timedelta(seconds=LIMIT_S)
-            DIST._reconfigure(number, handles, timeout=limit).wait()
-            dist.all_reduce(x, dist.ReduceOp.MAX)
-            end_s = time.monotonic()
-            pipe.send(("times", (begin_s, end_s, DIST._get_reconfigure_handle())))
-    except BaseException:  # reported by the parent process
-        pipe.send(("error", traceback.format_exc()))
+    limit = timedelta(seconds=LIMIT_S)
+    DIST.init_process_group(
+        backend,
+        rank=rank,
+        world_size=size,
+        store=DIST.TCPStore("127.0.0.1", port),
+        timeout=limit,
+        enable_reconfigure=True,
+    )
+    pipe.send(("handle", DIST._get_reconfigure_handle()))
+    x = torch.ones(4)
+    while True:
+        number, handles = pipe.recv()
+        begin_s = time.monotonic()
+        DIST._reconfigure(number, handles, timeout=limit).wait()
+        dist.all_reduce(x, dist.ReduceOp.MAX)
+        end_s = time.monotonic()
+        pipe.send(("times", (begin_s, end_s, DIST._get_reconfigure_handle())))

@@ -92,10 +92,8 @@ def soak(tally: Tally, seed: int, numbers: Iterable[int]) -> None:
 
 def main(argv: Sequence[str]) -> int:
     """Runs, prints, stores; returns the exit status."""
-    parser = command.parser("soak", __doc__)
-    parser.add_argument("--minutes", type=float, default=60.0, help="(%(default)s)")
+    parser = command.parser("soak", __doc__, minutes=(60.0, ""), first=(0, "the first epoch"))
     parser.add_argument("--seed", type=int, help="of an earlier run (default: a new one)")
-    parser.add_argument("--first", type=int, default=0, help="the first epoch (%(default)s)")
     options = parser.parse_args(argv)
     seed = secrets.randbelow(10**9) if options.seed is None else options.seed
     command.CONSOLE.print(f"seed {seed}")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable, Sized
+import statistics
+from collections.abc import Callable, Iterable, Sequence, Sized
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -13,6 +14,7 @@ from pycomm import _command_line
 from pycomm._tables import Table, console
 from pycomm.bench.support import summaries
 from pycomm.bench.support.netns import RATE
+from pycomm.bench.support.sizes import names
 
 T = TypeVar("T")
 
@@ -23,9 +25,25 @@ UNSHAPED = "none"
 BITS = {"mbit": 1e6, "gbit": 1e9}
 
 
-def parser(name: str, description: str | None, plot: str = "") -> argparse.ArgumentParser:
-    """The command line of a benchmark, with the option --json and, to draw `plot`, --plot."""
-    return _command_line.parser(f"bench {name}", description, plot)
+def parser(
+    name: str, description: str | None, plot: str = "", **counts: tuple[float, str]
+) -> argparse.ArgumentParser:
+    """The command line of a benchmark, with the option --json and, to draw `plot`, --plot. `counts`
+    are options with a number: by name its default value, and a text for --help."""
+    made = _command_line.parser(f"bench {name}", description, plot)
+    for option, (usual, text) in counts.items():
+        flag = f"--{option.replace('_', '-')}"
+        made.add_argument(flag, type=type(usual), default=usual, help=f"{text} (%(default)s)")
+    return made
+
+
+def add_names(
+    to: argparse.ArgumentParser, option: str, known: Iterable[str], usual: Iterable[str]
+) -> None:
+    """Adds an option with names of `known`, or patterns of them."""
+    chosen, every = ",".join(usual), ",".join(known)
+    text = every if chosen == every else f"(%(default)s) of {every}"
+    to.add_argument(f"--{option}", type=names(known), default=chosen, help=text)
 
 
 def rates(text: str) -> list[str]:
@@ -50,6 +68,29 @@ def progress(items: Iterable[T], description: str) -> Iterable[T]:
     """The items, with a progress bar if the output is a terminal."""
     hidden, total = not CONSOLE.is_terminal, len(items) if isinstance(items, Sized) else None
     return track(items, description, total, console=CONSOLE, transient=True, disable=hidden)
+
+
+def chosen(options: argparse.Namespace, *names: str) -> dict[str, Any]:
+    """These options, as settings of a run."""
+    return {name: getattr(options, name) for name in names}
+
+
+def by_case(size: int, show: Callable[[list[Any]], object]) -> Callable[[int, Any], None]:
+    """An `on_message` of processes.run for ranks that report case after case: show(reports), in
+    rank order, as soon as all ranks have reported a case."""
+    waiting: list[list[Any]] = [[] for _ in range(size)]
+
+    def on_message(rank: int, reported: Any) -> None:
+        waiting[rank].append(reported)
+        while all(waiting):
+            show([of.pop(0) for of in waiting])
+
+    return on_message
+
+
+def median_and_worst(name: str, ms: Sequence[float]) -> dict[str, float]:
+    """The fields `name`_ms and `name`_worst_ms."""
+    return {f"{name}_ms": statistics.median(ms), f"{name}_worst_ms": max(ms)}
 
 
 def report(path: Path | None, **content: Any) -> None:

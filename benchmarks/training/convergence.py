@@ -18,9 +18,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 import torch
-from matplotlib.figure import Figure
+from matplotlib.axes import Axes
 from torch import nn
 
 import pycomm
@@ -30,8 +29,7 @@ from benchmarks.training.methods import METHODS, Method
 from benchmarks.training.soap import SOAP
 from benchmarks.training.workloads import WORKLOADS, Workload, missing
 from pycomm._tables import Table
-from pycomm.bench.support import summaries
-from pycomm.bench.support.sizes import names
+from pycomm.bench.support import machine, plots, summaries
 from pycomm.compress.dgc import compressor_of
 from pycomm.testing import run_ranks
 
@@ -61,17 +59,11 @@ class Run:
 
 def main(argv: Sequence[str]) -> int:
     """Trains, prints, stores; returns the exit status."""
-    parser = command.parser("convergence", __doc__, plot="loss over steps and over MB")
-    parser.add_argument("--ranks", type=int, default=8)
+    counts = {"ranks": (8, ""), "seeds": (3, "how many, from 0")}
+    parser = command.parser("convergence", __doc__, "loss over steps and over MB", **counts)
     sgd = [method.name for method in METHODS.values() if method.adaptive is None]
-    for name, known, usual in (
-        ("workloads", WORKLOADS, ["images", "text"]),
-        ("methods", METHODS, sgd),
-    ):
-        parser.add_argument(
-            f"--{name}", type=names([*known]), default=",".join(usual), help="(%(default)s)"
-        )
-    parser.add_argument("--seeds", type=int, default=3, help="how many, from 0 (%(default)s)")
+    command.add_names(parser, "workloads", WORKLOADS, ["images", "text"])
+    command.add_names(parser, "methods", METHODS, sgd)
     parser.add_argument("--steps", type=int, help="instead of the workload's own")
     parser.add_argument("--link-mbit", type=float, help="limit each rank's link (not limited)")
     options = parser.parse_args(argv)
@@ -372,23 +364,23 @@ def _later(run: Run) -> float:
 
 def draw(path: Path, found: Sequence[Run]) -> None:
     """Training loss, a mean over a twentieth of the run, over steps and over MB; seed 0."""
-    workloads = list(dict.fromkeys(run.workload for run in found))
-    figure = Figure(figsize=(13, 4 * len(workloads)), layout="constrained")
-    colors = matplotlib.colormaps["tab20"]
-    grid = figure.subplots(len(workloads), 2, squeeze=False)
-    for workload, (over_steps, over_mb) in zip(workloads, grid, strict=True):
-        for run in found:
-            if run.workload != workload or run.seed != 0:
-                continue
+
+    def panel(drawn: Sequence[tuple[Run, bool]], axes: Axes) -> None:
+        for run, over_mb in drawn:
             place = list(METHODS).index(run.method)
-            style: dict[str, Any] = {"lw": 1.3, "color": colors(place % 20)}
-            style["ls"] = "--" if place >= 20 else "-"
-            over_steps.plot(summaries.ends(run.steps), run.losses, **style)
-            over_mb.plot(run.mb, run.losses, label=run.method, **style)
-        over_steps.set(title=workload, xlabel="step", ylabel="training loss (nats)")
-        over_mb.set(xlabel="MB sent by a rank", xscale="log")
-        over_mb.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
-    figure.savefig(path, dpi=150)
+            style: dict[str, Any] = {"lw": 1.3, "color": f"C{place % 10}"}
+            style |= {"ls": ["-", "--", ":", "-."][place // 10 % 4], "label": run.method}
+            axes.plot(run.mb if over_mb else summaries.ends(run.steps), run.losses, **style)
+        if drawn[0][1]:
+            axes.set(xlabel="MB sent by a rank", xscale="log")
+            axes.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
+        else:
+            axes.set(xlabel="step", ylabel="training loss (nats)")
+
+    pairs = [(run, over_mb) for run in found if run.seed == 0 for over_mb in (False, True)]
+    over = "over steps", "over MB"
+    panels = plots.grouped(pairs, lambda one: f"{one[0].workload} {over[one[1]]}", panel)
+    plots.save(path, panels, machine.caption(), (6.5, 4), columns=2)
 
 
 def _stored(path: Path | None) -> list[Run]:

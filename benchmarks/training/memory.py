@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,6 @@ from benchmarks.support import command
 from benchmarks.training.convergence import optimizers_of, parallel_of
 from benchmarks.training.methods import METHODS
 from benchmarks.training.workloads import WORKLOADS
-from pycomm.bench.support.sizes import names
 from pycomm.testing import run_ranks
 
 USUAL = ["dense", "dgc", "adamw", "adamw quantize 3 8", "adamw quantized updates 1 8"]
@@ -30,15 +29,6 @@ USUAL += ["adamw topk 200", "muon", "muon topk 50", "soap", "soap topk 200"]
 STEPS = 3
 SMALL = 64  # width of the first model
 RATE = 1e-4
-
-
-@dataclass(frozen=True)
-class Row:
-    """Of the rank that takes most."""
-
-    method: str
-    after_step: float  # bytes for each parameter
-    in_step: float  # the same, the highest
 
 
 class Stack(nn.Module):
@@ -58,12 +48,9 @@ class Stack(nn.Module):
 
 def main(argv: Sequence[str]) -> int:
     """Measures, prints, stores; returns the exit status."""
-    parser = command.parser("memory", __doc__)
-    parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--width", type=int, default=512, help="of a layer (%(default)s)")
-    parser.add_argument("--layers", type=int, default=64, help="(%(default)s)")
-    usual = ",".join(USUAL)
-    parser.add_argument("--methods", type=names([*METHODS]), default=usual, help="(%(default)s)")
+    counts: dict[str, Any] = {"ranks": (4, ""), "width": (512, "of a layer"), "layers": (64, "")}
+    parser = command.parser("memory", __doc__, **counts)
+    command.add_names(parser, "methods", METHODS, USUAL)
     options = parser.parse_args(argv)
     if min(options.ranks - 1, options.width, options.layers) < 1:
         parser.error("at least 2 ranks and 1 layer are needed")
@@ -73,10 +60,11 @@ def main(argv: Sequence[str]) -> int:
             options.ranks, _work, method, options.width, options.layers,
             transport="", processes=True, timeout_s=600.0,
         )  # fmt: skip
-        after, highest = zip(*ranks, strict=True)
-        found.append(Row(method, max(after), max(highest)))
+        # Of the rank that takes most, bytes for each parameter.
+        after, highest = map(max, zip(*ranks, strict=True))
+        found.append({"method": method, "after_step": after, "in_step": highest})
     settings = {"ranks": options.ranks, "parameters": options.layers * options.width**2}
-    command.report(options.json, settings=settings, rows=[asdict(row) for row in found])
+    command.report(options.json, settings=settings, rows=found)
     return 0
 
 

@@ -15,15 +15,14 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from matplotlib.figure import Figure
+from matplotlib.axes import Axes
 
 from benchmarks.support import command
 from benchmarks.training.convergence import Run
-from pycomm.bench.support import summaries
+from pycomm.bench.support import machine, plots, summaries
 
 REFERENCE = "adamw"
 WORKLOAD = "text"
@@ -46,28 +45,12 @@ WAYS = {
 DRAWN = [REFERENCE, "adamw quantize 3 8", "adamw topk 200", "soap topk 200"]
 
 
-@dataclass(frozen=True)
-class Row:
-    """One method over one link."""
-
-    rate: str
-    method: str
-    step_s: float
-    steps: int  # until the loss of the reference
-    loss: float  # nats, a mean over the seeds
-    reference_loss: float  # of the same seeds
-    seconds: float
-    ratio: float  # times less than the reference
-
-
 def main(argv: Sequence[str]) -> int:
     """Combines, prints, stores; returns 1 if no run of a method reaches the loss."""
     parser = command.parser("quality", __doc__, plot="the loss over the time")
-    stored = "stored results of"
-    parser.add_argument(
-        "--convergence", type=Path, nargs="+", required=True, help=f"{stored} convergence"
-    )
-    parser.add_argument("--links", type=Path, required=True, help=f"{stored} links --training")
+    stored: dict[str, Any] = {"type": Path, "required": True}
+    parser.add_argument("--convergence", nargs="+", **stored, help="its stored results")
+    parser.add_argument("--links", **stored, help="stored results of links --training")
     options = parser.parse_args(argv)
     runs = [Run(**row) for path in options.convergence for row in summaries.read(path)["rows"]]
     links = summaries.read(options.links)
@@ -77,9 +60,8 @@ def main(argv: Sequence[str]) -> int:
         command.CONSOLE.print(f"no run reaches the loss of {REFERENCE}: {', '.join(absent)}")
         return 1
     rows = combined(chosen, links["rows"])
-    settings = {"ranks": runs[0].ranks, "hosts": links["settings"]["hosts"]}
-    settings["elements"] = links["settings"]["elements"]
-    command.report(options.json, settings=settings, rows=[asdict(row) for row in rows])
+    settings = {name: links["settings"][name] for name in ("hosts", "elements")}
+    command.report(options.json, settings={"ranks": runs[0].ranks} | settings, rows=rows)
     if options.plot:
         draw(options.plot, rows, chosen)
     return 0
@@ -101,7 +83,7 @@ def shortest(runs: Sequence[Run], method: str) -> list[Run]:
     return []
 
 
-def combined(chosen: dict[str, list[Run]], steps: Sequence[dict[str, Any]]) -> list[Row]:
+def combined(chosen: dict[str, list[Run]], steps: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """A row for each link and method."""
     step_s = {(row["rate"], row["way"]): row["step_s"] for row in steps}
     known = {run.seed: run for run in chosen[REFERENCE]}
@@ -109,12 +91,18 @@ def combined(chosen: dict[str, list[Run]], steps: Sequence[dict[str, Any]]) -> l
     for rate in dict.fromkeys(row["rate"] for row in steps):
         dense_s = chosen[REFERENCE][0].steps * step_s[rate, WAYS[REFERENCE]]
         for method, runs in chosen.items():
-            one_s = step_s[rate, WAYS[method]]
-            seconds = runs[0].steps * one_s
-            reference = _loss([known[run.seed] for run in runs])
-            ratio = dense_s / seconds
+            one_s, count = step_s[rate, WAYS[method]], runs[0].steps
             rows.append(
-                Row(rate, method, one_s, runs[0].steps, _loss(runs), reference, seconds, ratio)
+                {
+                    "rate": rate,
+                    "method": method,
+                    "step_s": one_s,
+                    "steps": count,  # until the loss of the reference
+                    "loss": _loss(runs),  # nats, a mean over the seeds
+                    "reference_loss": _loss([known[run.seed] for run in runs]),
+                    "seconds": count * one_s,
+                    "ratio": dense_s / (count * one_s),  # times less than the reference
+                }
             )
     return rows
 
@@ -123,21 +111,20 @@ def _loss(runs: Sequence[Run]) -> float:
     return statistics.mean(run.score for run in runs)
 
 
-def draw(path: Path, rows: Sequence[Row], chosen: dict[str, list[Run]]) -> None:
+def draw(path: Path, rows: Sequence[dict[str, Any]], chosen: dict[str, list[Run]]) -> None:
     """Training loss over time, a panel for each link; the first seed of the methods in DRAWN."""
-    rates = list(dict.fromkeys(row.rate for row in rows))
-    figure = Figure(figsize=(4.2 * len(rates), 3.8), layout="constrained")
-    panels = figure.subplots(1, len(rates), squeeze=False, sharey=True).flat
-    for axes, rate in zip(panels, rates, strict=True):
-        for row in rows:
-            if row.rate != rate or row.method not in DRAWN:
-                continue
-            run = chosen[row.method][0]
-            parts = len(run.losses)
-            minutes = [row.seconds / 60 * (part + 1) / parts for part in range(parts)]
-            axes.plot(minutes, run.losses, lw=1.5, label=f"{row.method}, {row.steps} steps")
-            axes.plot(minutes[-1], run.losses[-1], "o", ms=4, color=axes.lines[-1].get_color())
-        axes.set(title=f"link of {rate}", xlabel="minutes", xlim=(0, None))
-    figure.axes[0].set(ylabel="training loss (nats)")
-    figure.axes[0].legend(frameon=False, fontsize=8)
-    figure.savefig(path, dpi=150)
+
+    def panel(own: Sequence[dict[str, Any]], axes: Axes) -> None:
+        for row in own:
+            losses = chosen[row["method"]][0].losses
+            minutes = [
+                row["seconds"] / 60 * (part + 1) / len(losses) for part in range(len(losses))
+            ]
+            axes.plot(minutes, losses, lw=1.5, label=f"{row['method']}, {row['steps']} steps")
+            axes.plot(minutes[-1], losses[-1], "o", ms=4, color=axes.lines[-1].get_color())
+        axes.set(xlabel="minutes", xlim=(0, None), ylabel="training loss (nats)")
+        axes.legend(frameon=False, fontsize=8)
+
+    drawn = [row for row in rows if row["method"] in DRAWN]
+    panels = plots.grouped(drawn, lambda row: f"link of {row['rate']}", panel)
+    plots.save(path, panels, machine.caption(), (4.2, 3.8), columns=len(panels))

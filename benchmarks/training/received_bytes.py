@@ -19,19 +19,21 @@ does not offer. Four frames of each other rank and their lengths are counted.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from matplotlib.axes import Axes
 
 from benchmarks.kernels.codec import entropy_bits
 from benchmarks.support import command
-from benchmarks.training import received_bytes_plot, received_bytes_ranks
+from benchmarks.training import received_bytes_ranks
 from pycomm import kernels
+from pycomm._command_line import numbers
 from pycomm.bench.kernels import residuals
+from pycomm.bench.support import plots
 from pycomm.bench.support.model import CharGPT, Shape
 from pycomm.compress.bucket import Pair
 from pycomm.compress.packet_codec import decode, encode
@@ -43,37 +45,10 @@ RAMP = (0.75, 0.9375, 0.984375, 0.996, 0.999)
 SAMPLED = 4  # owners that sum
 MESSAGES = 4 * 32 + 2 * 4  # of each other rank: frames of lengths and packets, to owners and back
 PAIR = 8  # bytes of (int32, float32)
+WAYS = {"gather": "gather", "sharded": "sharded, k->k", "sharded4": "sharded, k->4k"}
+OWNERS = {"busiest": "blocks, rows turned", "busiest_range": "plain ranges"}
 
 Array = Any  # of NumPy
-
-
-@dataclass(frozen=True)
-class Packets:
-    """Of one rank's compact packet."""
-
-    sparsity: float
-    values: str
-    k: int
-    bytes_each: float
-    index_bits: float
-    over_entropy: float  # of a uniform choice
-
-
-@dataclass(frozen=True)
-class Ranks:
-    """Of one number of ranks at one density; bytes are those that a rank receives in a step."""
-
-    sparsity: float
-    values: str
-    size: int
-    gather: int
-    sharded: int  # k->k
-    sharded4: int  # k->4k
-    per_element: float  # sharded, of the gradient's
-    fewer: float  # times fewer than an all-gather of PAIRs: sharded
-    fewer4: float
-    busiest: float  # owner, over the mean: by shares
-    busiest_range: float  # by plain ranges
 
 
 class Sets:
@@ -128,68 +103,53 @@ def _taken(found: residuals.Residuals, window: int, k: int) -> tuple[Array, Arra
 
 def main(argv: Sequence[str]) -> int:
     """Counts, prints, stores; returns the exit status."""
-    parser = command.parser("wire", __doc__, plot="bytes over ranks")
+    counts = {"elements": (3 * 10**8, ""), "counted": (1 << 23, "elements of real ranks")}
+    parser = command.parser("wire", __doc__, "bytes over ranks", **counts)
     parser.add_argument("residuals", type=Path, help="of `python -m benchmarks residuals`")
-    parser.add_argument("--elements", type=int, default=3 * 10**8, help="(%(default)s)")
-    parser.add_argument("--ranks", default="8,16,64,128,256,1024", help="(%(default)s)")
-    parser.add_argument("--processes", default="2,4,8,16", help="that count (%(default)s)")
-    parser.add_argument("--counted", type=int, default=1 << 23, help="elements (%(default)s)")
-    parser.add_argument("--sparsities", default="0.999", help="for --ranks (%(default)s)")
+    whole, share = (numbers(kind, lambda n: n > 0, "above 0") for kind in (int, float))
+    usual = "8,16,64,128,256,1024"
+    parser.add_argument("--ranks", type=whole, default=usual, help="(%(default)s)")
+    usual = "2,4,8,16"
+    parser.add_argument("--processes", type=whole, default=usual, help="that count (%(default)s)")
+    parser.add_argument("--sparsities", type=share, default="0.999", help="(%(default)s)")
     options = parser.parse_args(argv)
-    sizes = [int(word) for word in options.ranks.split(",")]
-    sparsities = [float(word) for word in options.sparsities.split(",")]
     found = residuals.load(options.residuals)
-    with command.bar() as bar:
-        cases = sum(min(size, found.v.shape[0]) for size in sizes) * len(sparsities)
-        real = [int(word) for word in options.processes.split(",")]
-        task = bar.add_task("packets", total=cases + len(RAMP) + 2 * len(real))
-        packets, ramp = [], []
-        for sparsity in RAMP:
-            sets = Sets(found, sparsity, min(options.elements, 10**7))
-            pair = sets.of(0)
-            codes = ["2bit", "1bit"] if sparsity != RAMP[0] else ["1bit"]
-            packets += [packets_of(sparsity, pair, sets.count, code) for code in codes]
+    packets, ramp, some = [], [], min(options.elements, 10**7)
+    for sparsity in command.progress((*RAMP, 0.99), "packets"):
+        sets = Sets(found, sparsity, some)
+        pair = sets.of(0)
+        codes = {RAMP[0]: ["1bit"], 0.99: ["2bit"]}.get(sparsity, ["2bit", "1bit"])
+        packets += [packets_of(sparsity, pair, sets.count, code) for code in codes]
+        if sparsity in RAMP:
             code = code_at("2bit", 1 - sparsity)
-            ramp.append(
-                {"sparsity": sparsity, "values": code, "of_ring": of_ring(pair, sets, code)}
-            )
-            bar.advance(task)
-        sets = Sets(found, 0.99, min(options.elements, 10**7))
-        packets.append(packets_of(0.99, sets.of(0), sets.count, "2bit"))
-        ranks = []
-        for sparsity in sparsities:
-            sets = Sets(found, sparsity, options.elements)
-            for size in sizes:
-                bar.update(task, description=f"{size} ranks")
-                ranks.append(received(sparsity, sets, size, lambda: bar.advance(task)))
-        counted = []
-        for size in real:
-            bar.update(task, description=f"{size} processes")
-            for exchange in ("gather", "sharded"):
-                counted.append(received_bytes_ranks.counted(exchange, size, options.counted))
-                bar.advance(task)
-    by_size = [asdict(one) for one in ranks]
-    command.report(
-        options.json,
-        settings={name: getattr(options, name) for name in ("elements", "counted")}
-        | {"residuals": found.digest},
-        packets=[asdict(one) for one in packets],
-        ramp=ramp,
-        ranks=by_size,
-        counted=[asdict(one) for one in counted],
-    )
+            level = {"sparsity": sparsity, "values": code}
+            ramp.append(level | {"of_ring": of_ring(pair, sets, code)})
+    sets_of = {level: Sets(found, level, options.elements) for level in options.sparsities}
+    cases = [(*one, size) for one in sets_of.items() for size in options.ranks]
+    ranks = [received(*case) for case in command.progress(cases, "numbers of ranks")]
+    real = [(way, size) for size in options.processes for way in ("gather", "sharded")]
+    counted = [
+        received_bytes_ranks.counted(*one, options.counted)
+        for one in command.progress(real, "processes")
+    ]
+    settings = command.chosen(options, "elements", "counted") | {"residuals": found.digest}
+    content = {"packets": packets, "ramp": ramp, "ranks": ranks, "counted": counted}
+    command.report(options.json, settings=settings, **content)
     if options.plot:
-        received_bytes_plot.draw(options.plot, by_size, options.elements)
+        draw(options.plot, ranks, options.elements)
     return 0
 
 
-def packets_of(sparsity: float, pair: Pair, count: int, code: str) -> Packets:
-    """One packet of a whole rank; its index bits are what values and their heads leave."""
+def packets_of(sparsity: float, pair: Pair, count: int, code: str) -> dict[str, Any]:
+    """One compact packet of a whole rank; its index bits are what values and their heads leave, in
+    total and over the entropy of a uniform choice."""
     k = len(pair[0])
     whole = _bytes(pair, count, code)
     listed = len(kernels.encode(*pair, count, code, codec="list")) - 4 * k
     bits = 8 * (whole - listed) / k
-    return Packets(sparsity, code, k, whole / k, bits, bits / entropy_bits(count, k))
+    sizes = {"k": k, "bytes_each": whole / k, "index_bits": bits}
+    over_entropy = bits / entropy_bits(count, k)
+    return {"sparsity": sparsity, "values": code, **sizes, "over_entropy": over_entropy}
 
 
 def of_ring(pair: Pair, sets: Sets, code: str) -> float:
@@ -203,8 +163,9 @@ def _bytes(pair: Pair, count: int, code: str) -> int:
     return sum(encode(PacketBatch(*pair, [len(pair[0])]), count, code)[1])
 
 
-def received(sparsity: float, sets: Sets, size: int, advance: Callable[[], object]) -> Ranks:
-    """Counts one number of ranks. Ranks that are copies of another are coded once."""
+def received(sparsity: float, sets: Sets, size: int) -> dict[str, Any]:
+    """Counts the bytes that a rank receives in a step, of one number of ranks. Ranks that are
+    copies of another are coded once."""
     code, share = "2bit", Sharding(sets.count, size)
     copies = Counter(rank % sets.different for rank in range(size))
     owners = min(SAMPLED, size)
@@ -231,7 +192,6 @@ def received(sparsity: float, sets: Sets, size: int, advance: Callable[[], objec
         )
         for total, places, arrived in zip(totals, *parts, strict=True):
             total[places.long()] += times * arrived
-        advance()
     answers = [
         sum(len(_answer(total, factor * k, size, code)) for total in totals) / owners
         for factor in (1, 4)
@@ -240,19 +200,19 @@ def received(sparsity: float, sets: Sets, size: int, advance: Callable[[], objec
         round(to_owners / owners + (size - 1) * (answer + MESSAGES)) for answer in answers
     )
     pairs = (size - 1) * k * PAIR
-    return Ranks(
-        sparsity=sparsity,
-        values=code,
-        size=size,
-        gather=round((size - 1) * (whole / size + MESSAGES / 2)),
-        sharded=sharded,
-        sharded4=sharded4,
-        per_element=sharded / sets.count,
-        fewer=pairs / sharded,
-        fewer4=pairs / sharded4,
-        busiest=float(loads.max() / loads.mean()),
-        busiest_range=float(ranges.max() / ranges.mean()),
-    )
+    return {
+        "sparsity": sparsity,
+        "values": code,
+        "size": size,
+        "gather": round((size - 1) * (whole / size + MESSAGES / 2)),
+        "sharded": sharded,  # k->k
+        "sharded4": sharded4,  # k->4k
+        "per_element": sharded / sets.count,  # of the gradient's
+        "fewer": pairs / sharded,  # times fewer than an all-gather of PAIRs
+        "fewer4": pairs / sharded4,
+        "busiest": float(loads.max() / loads.mean()),  # owner, over the mean: by shares
+        "busiest_range": float(ranges.max() / ranges.mean()),  # by plain ranges
+    }
 
 
 def _answer(total: torch.Tensor, k: int, size: int, code: str) -> torch.Tensor:
@@ -260,3 +220,34 @@ def _answer(total: torch.Tensor, k: int, size: int, code: str) -> torch.Tensor:
     places, values = kernels.topk(total, min(-(-k // size), len(total)))
     some = values != 0
     return encode(PacketBatch(places[some], values[some], [int(some.sum())]), len(total), code)[0]
+
+
+def draw(path: Path, ranks: Sequence[dict[str, Any]], elements: int) -> None:
+    """A panel of bytes for each sparsity, and one of the busiest owner."""
+
+    def over_ranks(axes: Axes, own: Sequence[dict[str, Any]], fields: dict[str, str]) -> None:
+        sizes = [row["size"] for row in own]
+        for field, label in fields.items():
+            scale = 1.0 if field.startswith("busiest") else 1e6
+            axes.plot(sizes, [row[field] / scale for row in own], "o-", label=label)
+        axes.set(xscale="log", yscale="log", xlabel="ranks")
+        axes.set_xticks(sizes, [str(size) for size in sizes], minor=False)
+        axes.minorticks_off()
+
+    def received_by(own: Sequence[dict[str, Any]], axes: Axes) -> None:
+        over_ranks(axes, own, WAYS)
+        sizes = [row["size"] for row in own]
+        ring = [2 * (size - 1) / size * 2 * elements / 1e6 for size in sizes]
+        axes.plot(sizes, ring, label="dense ring, bfloat16", **plots.LIMIT)
+        axes.set(ylabel="MB received by a rank")
+        axes.legend(frameon=False)
+
+    def busiest(axes: Axes) -> None:
+        over_ranks(axes, [row for row in ranks if row["sparsity"] == ranks[0]["sparsity"]], OWNERS)
+        axes.set(ylabel="busiest owner / mean")
+        axes.legend(frameon=False)
+
+    panels = plots.grouped(ranks, lambda row: f"{row['sparsity']}, 2-bit values", received_by)
+    panels[f"elements to owners, {ranks[0]['sparsity']}"] = busiest
+    caption = f"{elements / 1e6:.0f} M elements, index sets of a real training"
+    plots.save(path, panels, caption, (5.2, 4), columns=len(panels))

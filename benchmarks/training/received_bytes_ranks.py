@@ -30,18 +30,6 @@ class Moved:
     k: int
 
 
-@dataclass(frozen=True)
-class Counted:
-    """For one number of ranks: the mean and the maximum over them."""
-
-    exchange: str
-    size: int
-    received: float
-    most: int
-    expected: float  # schedule.received_bytes, by which "auto" chooses
-    per_element: float  # received, of the gradient's
-
-
 def moved(group: pycomm.Group, count: int, options: dict[str, Any]) -> Moved:
     """Collective: the second step of DGC on `count` elements. Gradients are drawn evenly: no index
     set is harder to code."""
@@ -65,13 +53,18 @@ def moved(group: pycomm.Group, count: int, options: dict[str, Any]) -> Moved:
     )
 
 
-def counted(exchange: str, size: int, count: int) -> Counted:
-    """One step of `size` processes."""
+def counted(exchange: str, size: int, count: int) -> dict[str, Any]:
+    """One step of `size` processes: mean and maximum over them, and the estimate of "auto"."""
     options = {"sparsity": [SPARSITY], "value_dtype": VALUES, "exchange": exchange}
     found: Sequence[Moved] = run_ranks(
         size, moved, count, options, transport="tcp", processes=True, timeout_s=LIMIT_S
     )
     mean = sum(one.received for one in found) / size
-    expected = received_bytes(Load([found[0].k], [count], 4, VALUES), size)[exchange]
-    most = max(one.received for one in found)
-    return Counted(exchange, size, mean, most, expected, mean / count)
+    return {
+        "exchange": exchange,
+        "size": size,
+        "received": mean,
+        "most": max(one.received for one in found),
+        "expected": received_bytes(Load([found[0].k], [count], 4, VALUES), size)[exchange],
+        "per_element": mean / count,  # of the gradient's
+    }

@@ -31,11 +31,8 @@ BYTES = int(np.prod(SHAPE))
 
 def main(argv: Sequence[str]) -> int:
     """Measures, prints, stores; returns the exit status."""
-    parser = command.parser("shared_data", __doc__)
-    parser.add_argument("--ranks", type=int, default=2, help="(%(default)s)")
-    parser.add_argument("--count", type=int, default=2000, help="images (%(default)s)")
-    parser.add_argument("--epochs", type=int, default=4, help="(%(default)s)")
-    options = parser.parse_args(argv)
+    counts: dict[str, Any] = {"ranks": (2, ""), "count": (2000, "images"), "epochs": (4, "")}
+    options = command.parser("shared_data", __doc__, **counts).parse_args(argv)
     rows = []
     for way in command.progress(WAYS, "ways to read"):
         ranks = run_ranks(
@@ -45,8 +42,8 @@ def main(argv: Sequence[str]) -> int:
         seconds = [max(times) for times in zip(*(times for times, _ in ranks), strict=True)]
         mib = sum(grown for _, grown in ranks) / 2**20
         rows.append({"way": way, "seconds": seconds, "mib": mib})
-    settings = {"ranks": options.ranks, "count": options.count, "shape": list(SHAPE)}
-    settings["decoded_mib"] = options.count * BYTES / 2**20
+    more = {"shape": list(SHAPE), "decoded_mib": options.count * BYTES / 2**20}
+    settings = command.chosen(options, "ranks", "count") | more
     command.report(options.json, settings=settings, rows=rows)
     return 0
 

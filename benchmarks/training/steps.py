@@ -39,7 +39,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from matplotlib.axes import Axes
@@ -53,9 +53,7 @@ from pycomm._tables import Table
 from pycomm.bench.collectives.peers import OURS, Groups
 from pycomm.bench.support import machine, plots, processes, summaries
 from pycomm.bench.support.netns import Network, missing
-from pycomm.bench.support.sizes import names
 from pycomm.compress.cost_model import Coding, measure_coding
-from pycomm.compress.schedule import Load, code_at, to_send
 from pycomm.testing import run_ranks
 from pycomm.tuning import planner
 
@@ -75,14 +73,8 @@ LINE_WITHIN = 0.1  # of its rate
 LIMIT_S = 600  # of a call, against hangs
 
 
-class Steps(Protocol):
-    """The end of a step: an optimizer, or LocalSGD."""
-
-    def step(self) -> object:
-        """Ends it."""
-
-
-Wrapped = tuple[nn.Module, Steps]
+Wrapped = tuple[nn.Module, torch.optim.Optimizer | pycomm.LocalSGD]
+"""A module, and what ends a step."""
 
 
 def _dgc(model: nn.Module, options: dict[str, object]) -> Wrapped:
@@ -91,18 +83,14 @@ def _dgc(model: nn.Module, options: dict[str, object]) -> Wrapped:
     return pycomm.DataParallel(model, compression=dgc), optimizer
 
 
-def _local(model: nn.Module) -> Wrapped:
-    return model, pycomm.LocalSGD(model, _sgd(model), EVERY)
-
-
 def _updates(
     model: nn.Module, compression: pycomm.TopK | pycomm.Quantize, k_steps: int = 1
 ) -> Wrapped:
     return model, pycomm.LocalSGD(model, _adamw(model, 0.0), k_steps, compression=compression)
 
 
-def _rounds(way: str) -> Callable[[nn.Module], Wrapped]:
-    return lambda model: _updates(model, pycomm.TopK(ratio=50), ROUNDS[way])
+def _topk(model: nn.Module, ratio: float, k_steps: int = 1) -> Wrapped:
+    return _updates(model, pycomm.TopK(ratio=ratio), k_steps)
 
 
 def _gradients(model: nn.Module, compression: pycomm.Quantize | None = None) -> Wrapped:
@@ -124,16 +112,16 @@ WAYS: dict[str, Callable[[nn.Module], Wrapped]] = {
     "dgc": lambda model: _dgc(model, {}),
     "compact": lambda model: _dgc(model, {"value_dtype": "2bit"}),
     "auto_time": lambda model: _dgc(model, {"value_dtype": "2bit", "exchange": "auto_time"}),
-    "local": _local,
+    "local": lambda model: (model, pycomm.LocalSGD(model, _sgd(model), EVERY)),
     "adamw": _gradients,
     "quantize": lambda model: _gradients(model, pycomm.Quantize()),
     "quantize_3_3": lambda model: _gradients(model, pycomm.Quantize(3, 3)),
-    "topk": lambda model: _updates(model, pycomm.TopK(ratio=200)),
-    "topk_32": lambda model: _updates(model, pycomm.TopK(ratio=32)),
-    "topk_50": lambda model: _updates(model, pycomm.TopK(ratio=50)),
-    "topk_500": lambda model: _updates(model, pycomm.TopK(ratio=500)),
-    "topk_50_every_5": _rounds("topk_50_every_5"),
-    "topk_50_every_30": _rounds("topk_50_every_30"),
+    "topk": lambda model: _topk(model, 200),
+    "topk_32": lambda model: _topk(model, 32),
+    "topk_50": lambda model: _topk(model, 50),
+    "topk_500": lambda model: _topk(model, 500),
+    "topk_50_every_5": lambda model: _topk(model, 50, 5),
+    "topk_50_every_30": lambda model: _topk(model, 50, 30),
     "quantized_updates": lambda model: _updates(model, pycomm.Quantize(1, 1)),
 }
 
@@ -153,16 +141,12 @@ class Row:
 
 def main(argv: Sequence[str]) -> int:
     """Measures, prints, stores; returns the exit status: 2 if hosts are impossible here."""
-    parser = command.parser("links --training", __doc__, plot="seconds per step")
-    parser.add_argument("--hosts", type=int, default=2)
-    usual, ways = "100mbit,1gbit,10gbit,none", ",".join(WAYS)
+    counts: dict[str, Any] = {"hosts": (2, ""), "steps": (8, "of a way; 1 where it takes seconds")}
+    counts |= {"width": (1432, "of a layer"), "compute_s": (0.3725, "a step's")}
+    parser = command.parser("links --training", __doc__, "seconds per step", **counts)
+    usual = "100mbit,1gbit,10gbit,none"
     parser.add_argument("--rates", type=command.rates, default=usual, help="(%(default)s)")
-    parser.add_argument("--ways", type=names(WAYS), default=ways, help="(%(default)s)")
-    parser.add_argument(
-        "--steps", type=int, default=8, help="of each way; 1 where it takes seconds"
-    )
-    parser.add_argument("--width", type=int, default=1432, help="of a layer (%(default)s)")
-    parser.add_argument("--compute-s", type=float, default=0.3725, help="a step's (%(default)s)")
+    command.add_names(parser, "ways", WAYS, WAYS)
     parser.add_argument("--throttle", action="store_true", help="token buckets, not tc")
     options = parser.parse_args(argv)
     if not {"compute", "overlap"} <= {*options.ways}:
@@ -170,7 +154,7 @@ def main(argv: Sequence[str]) -> int:
     if not options.throttle and (why := missing()):
         command.CONSOLE.print(f"tc {why}: each line is a {BUCKET}")
         options.throttle = True
-    settings = {name: getattr(options, name) for name in ("hosts", "steps", "compute_s")}
+    settings = command.chosen(options, "hosts", "steps", "compute_s")
     settings |= {"elements": LAYERS * options.width**2, "ways": options.ways}
     if options.throttle:
         settings["lines"] = BUCKET
@@ -216,10 +200,10 @@ def measure(rate: str, options: argparse.Namespace, advance: Callable[[], object
     args = (options.ways, options.steps, options.width, options.compute_s)
     if options.throttle:
         limits: dict[str, Any] = {"timeout_s": LIMIT_S, "link_bytes_per_s": speed}
-        messages_by_rank = run_ranks(
-            options.hosts, throttled, speed, *args, transport="tcp", processes=True, **limits
-        )
-        for rank, messages in enumerate(messages_by_rank):
+        limits |= {"transport": "tcp", "processes": True}
+        for rank, messages in enumerate(
+            run_ranks(options.hosts, throttled, speed, *args, **limits)
+        ):
             for one in messages:
                 on_message(rank, one)
     else:
@@ -229,11 +213,11 @@ def measure(rate: str, options: argparse.Namespace, advance: Callable[[], object
             hosts = [host.name for host in net.hosts]
             processes.run(work, args, options.hosts, on_message, hosts)
     slowest = {way: max(took[way]) for way in options.ways}
-    found = max(took["line"]) if "line" in took and speed else None
+    line = max(took["line"]) / speed if "line" in took and speed else None
     expected: dict[str, float] = {}
     if rate != UNSHAPED:
         where = options.hosts, bytes_s(rate) * 8e-9  # in Gbit/s
-        loads = loads_of(LAYERS * options.width**2)
+        loads = planner.loads_of(LAYERS * options.width**2, SPARSITY)
         expected = planner.expected(slowest["compute"], loads, codings[0], where, EVERY)
     return [
         Row(
@@ -243,16 +227,10 @@ def measure(rate: str, options: argparse.Namespace, advance: Callable[[], object
             over_compute_percent=100 * (seconds / slowest["compute"] - 1),
             ratio=slowest["overlap"] / seconds,
             expected_s=expected.get(PLANNED.get(way, "")),
-            line_of_rate=None if found is None or speed is None else found / speed,
+            line_of_rate=line,
         )
         for way, seconds in slowest.items()
     ]
-
-
-def loads_of(count: int) -> tuple[Load, Load]:
-    """Bytes that DGC sends for `count` elements: raw, and with 2-bit values."""
-    k = to_send(count, SPARSITY)
-    return Load([k], [count], 4, None), Load([k], [count], 4, code_at("2bit", 1 - SPARSITY))
 
 
 def work(rank: processes.Rank, *args: Any) -> None:
@@ -285,7 +263,7 @@ def measured(
     send: Callable[[object], None], ways: list[str], steps: int, width: int, compute_s: float
 ) -> None:
     """Reports the coding rate of this rank, all ranks at once, and (way, seconds of a step)."""
-    raw, compact = loads_of(LAYERS * width**2)
+    raw, compact = planner.loads_of(LAYERS * width**2, SPARSITY)
     collectives.barrier()
     send((measure_coding(raw), measure_coding(compact)))
     rows = rows_of(compute_s, width)

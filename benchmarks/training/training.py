@@ -32,10 +32,9 @@ from benchmarks.support import command
 from benchmarks.support.command import UNSHAPED
 from benchmarks.training.models import TASKS, Task
 from pycomm._tables import Table
-from pycomm.bench.collectives import table
+from pycomm.bench.collectives import table, worker
 from pycomm.bench.collectives.peers import OURS, PEERS, Groups
 from pycomm.bench.support import machine, netns, plots, processes, summaries
-from pycomm.bench.support.sizes import names
 
 BACKENDS = ("gloo", "pycomm", "fake")
 ALONE = "alone"
@@ -80,12 +79,9 @@ class Row:
 
 def main(argv: Sequence[str]) -> int:
     """Measures, prints, stores; returns the exit status."""
-    parser = command.parser("training", __doc__, plot="samples per second")
-    parser.add_argument("--ranks", type=int, default=2)
-    models = ",".join(TASKS)
-    parser.add_argument("--models", type=names(TASKS), default=models, help="(%(default)s)")
-    parser.add_argument("--rounds", type=int, default=7, help="turns of each contestant")
-    parser.add_argument("--steps", type=int, default=10, help="of each turn (%(default)s)")
+    counts = {"rounds": (7, "turns of each contestant"), "steps": (10, "of each turn")}
+    parser = command.parser("training", __doc__, "samples per second", ranks=(2, ""), **counts)
+    command.add_names(parser, "models", TASKS, TASKS)
     limited = '"1gbit,10gbit": a host for each rank, behind such links'
     parser.add_argument("--rates", type=command.rates, help=limited)
     options = parser.parse_args(argv)
@@ -98,7 +94,7 @@ def main(argv: Sequence[str]) -> int:
     found = [row for rate in options.rates or [""] for row in _measure(rate, options)]
     if options.rates:
         command.CONSOLE.print(by_rate(found))
-    settings = {name: getattr(options, name) for name in ("ranks", "rounds", "steps")}
+    settings = command.chosen(options, "ranks", "rounds", "steps")
     settings["rates"] = options.rates and ",".join(options.rates)
     summaries.store(options.json, settings=settings, rows=[asdict(row) for row in found])
     if options.plot:
@@ -162,24 +158,19 @@ def _panel(own: Sequence[Row], axes: Axes) -> None:
 
 def _measure(rate: str, options: argparse.Namespace) -> list[Row]:
     found: list[Row] = []
-    waiting: dict[str, dict[int, RankTimes]] = {}
     shown = Table(COLUMNS, rate)
     with command.bar() as bar:
-        task = bar.add_task("training", total=len(options.models) * options.rounds)
+        task = bar.add_task("training", total=len(options.models))
 
-        def on_message(rank: int, message: RankTimes | None) -> None:
-            if message is None:  # rank 0 finished a round
-                bar.advance(task)
-                return
-            by_rank = waiting.setdefault(message.task, {})
-            by_rank[rank] = message
-            if len(by_rank) == options.ranks:
-                new = rows(rate, [by_rank[r] for r in range(options.ranks)])
-                found.extend(new)
-                for row in new:
-                    add(shown, row)
-                shown.flush(command.CONSOLE)
+        def show(by_rank: list[RankTimes]) -> None:
+            new = rows(rate, by_rank)
+            found.extend(new)
+            for row in new:
+                add(shown, row)
+            shown.flush(command.CONSOLE)
+            bar.advance(task)
 
+        on_message = command.by_case(options.ranks, show)
         args = (options.models, options.rounds, options.steps)
         with netns.behind(rate, options.ranks) as hosts:
             processes.run(work, args, options.ranks, on_message, hosts)
@@ -187,7 +178,7 @@ def _measure(rate: str, options: argparse.Namespace) -> list[Row]:
 
 
 def work(rank: processes.Rank, names: list[str], rounds: int, steps: int) -> None:
-    """A rank: reports one RankTimes for each model, and rank 0 None after each round."""
+    """A rank: reports one RankTimes for each model."""
     groups = Groups(
         [OURS["pycomm"], PEERS["gloo"], PEERS["fake"]], rank.store, rank.rank, rank.size
     )
@@ -200,16 +191,14 @@ def work(rank: processes.Rank, names: list[str], rounds: int, steps: int) -> Non
         if rank.rank == 0:
             contestants[ALONE] = step_of(task, None, alone=True)
             seconds[ALONE] = []
-        for turn in range(rounds):
-            first = turn % len(CONTESTANTS)  # no contestant always follows the same one
-            for who in CONTESTANTS[first:] + CONTESTANTS[:first]:
+        for turn, who in enumerate(worker.turns(CONTESTANTS, rounds), 1):
+            dist.barrier()
+            seconds[who].append(_series(contestants[who], steps))
+            if turn % len(CONTESTANTS) == 0:
                 dist.barrier()
-                seconds[who].append(_series(contestants[who], steps))
-            dist.barrier()
-            if rank.rank == 0:
-                seconds[ALONE].append(_series(contestants[ALONE], steps))
-                rank.send(None)
-            dist.barrier()
+                if rank.rank == 0:
+                    seconds[ALONE].append(_series(contestants[ALONE], steps))
+        dist.barrier()
         rank.send(RankTimes(name, len(task.batch()[0]), seconds))
 
 

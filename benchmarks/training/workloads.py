@@ -54,10 +54,6 @@ def _character_model(seed: int, width: int = 64, layers: int = 2) -> nn.Module:
     return CharGPT(Shape(alphabet=len(text.ALPHABET), width=width, layers=layers))
 
 
-def _larger_character_model(seed: int) -> nn.Module:
-    return _character_model(seed, width=176, layers=3)
-
-
 def _character_batch(ranks: int, random: torch.Generator) -> tuple[Tensor, Tensor]:
     return text.batch(_characters()[0], max(1, 1024 // 64 // ranks), 64, random)
 
@@ -126,7 +122,8 @@ WORKLOADS = {
         ),
         Workload(
             "larger text", 3000, 0.25, 0.0, 1.0, False,
-            _larger_character_model, _character_batch, _character_loss, _character_score,
+            functools.partial(_character_model, width=176, layers=3),
+            _character_batch, _character_loss, _character_score,
         ),
     )
 }  # fmt: skip

@@ -121,8 +121,8 @@ def test_worst_burst_of_the_slowest_rank_is_compared_with_bound_ranks() -> None:
     first = [series(True, 10, 12, 11), series(False, 9, 16, 10)]
     second = [series(True, 11, 11, 11), series(False, 11, 18, 30)]
     (row,) = bursts.rows_of([first, second])
-    assert (row.bound_us, row.median_us) == (pytest.approx(11), pytest.approx(18))
-    assert (row.worst_us, row.slow, row.bursts) == (pytest.approx(30), 2, 3)
+    assert (row["bound_us"], row["median_us"]) == (pytest.approx(11), pytest.approx(18))
+    assert (row["worst_us"], row["slow"], row["bursts"]) == (pytest.approx(30), 2, 3)
     (sentence,) = bursts.faults([row])
     assert "all_reduce of 4K, buffers=4: 2 of 3 bursts" in sentence
     within = [series(True, 10, 10), series(False, 15, 10)]

@@ -144,15 +144,15 @@ def test_codec_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = "codec --count 20000 --most 3000 --rounds 1 --values 2bit,float32"
     content = stored(tmp_path, f"{words} --residuals {tmp_path / 'r.npz'}")
     assert _core.kernel_threads() == threads
-    rows = [codec.Row(**row) for row in content["rows"]]
-    assert [r.data for r in rows] == 12 * ["uniform"] + 12 * ["residuals"]
-    for row in rows:
-        assert row.indices in ("rice", "list")
-        assert row.k == max(1, round(row.count * (1 - row.sparsity)))
-        assert min(row.encode_rate, row.decode_rate, row.copy_rate) > 0
-        by_values = 4 * row.k if row.values == "float32" else 4 + -(-row.k // 4)
-        head = row.bytes_each * row.k - row.index_bits * row.k / 8 - by_values
-        sizes = sum(-(-x.bit_length() // 7) for x in (row.k, row.count))
+    assert [r["data"] for r in content["rows"]] == 12 * ["uniform"] + 12 * ["residuals"]
+    for row in content["rows"]:
+        k, count = row["k"], row["count"]
+        assert row["indices"] in ("rice", "list")
+        assert k == max(1, round(count * (1 - row["sparsity"])))
+        assert min(row["encode_rate"], row["decode_rate"], row["copy_rate"]) > 0
+        by_values = 4 * k if row["values"] == "float32" else 4 + -(-k // 4)
+        head = row["bytes_each"] * k - row["index_bits"] * k / 8 - by_values
+        sizes = sum(-(-x.bit_length() // 7) for x in (k, count))
         assert head == pytest.approx(4 + sizes, abs=1e-3)  # stored with nine digits
     assert "index_bits" in capsys.readouterr().out
 
