@@ -15,29 +15,13 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 LIMIT_S = 3600.0  # of one file
 NO_TESTS = 5  # pytest's exit status if no test of a file applies to this machine
 SHOWN_LINES = 30
-
-
-@dataclass(frozen=True)
-class Result:
-    path: Path
-    passed: bool
-    seconds: float
-    text: str
-
-    @property
-    def summary(self) -> str:
-        """pytest's last line, "3 passed in 2.04s", without decoration."""
-        lines = self.text.strip().splitlines()
-        return lines[-1].strip("= ") if lines else "no output"
 
 
 def part(text: str) -> tuple[int, int]:
@@ -52,8 +36,9 @@ def part(text: str) -> tuple[int, int]:
     return int(match[1]), int(match[2])
 
 
-def run(path: Path) -> Result:
-    """Runs the tests of one file; a file that exceeds LIMIT_S counts as failed."""
+def run(path: Path) -> tuple[bool, float, str]:
+    """Runs the tests of one file: whether they passed, seconds, output. A file that exceeds LIMIT_S
+    counts as failed."""
     begin = time.monotonic()
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(path)]
     try:
@@ -63,27 +48,20 @@ def run(path: Path) -> Result:
         passed, text = done.returncode in (0, NO_TESTS), done.stdout + done.stderr
     except subprocess.TimeoutExpired:
         passed, text = False, f"not complete after {LIMIT_S:g} s"
-    return Result(path, passed, time.monotonic() - begin, text)
+    return passed, time.monotonic() - begin, text
 
 
-def run_all(paths: list[Path], jobs: int) -> list[Result]:
-    results = []
+def run_all(paths: list[Path], jobs: int) -> list[str]:
+    """Runs the files; returns the name of each that failed, with its last lines."""
+    failed = []
     with ThreadPoolExecutor(jobs) as pool:
-        for result in pool.map(run, paths):
-            results.append(result)
-            mark = "ok    " if result.passed else "FAILED"
-            place = f"{len(results)}/{len(paths)}"
-            print(f"{place:>8} {mark} {result.path.name:36} {result.seconds:6.1f} s", flush=True)
-    return results
-
-
-def report(results: Iterable[Result]) -> int:
-    """Prints the output of failed files; returns their number."""
-    failed = [result for result in results if not result.passed]
-    for result in failed:
-        print(f"\n{result.path.name}: {result.summary}")
-        print("\n".join(result.text.splitlines()[-SHOWN_LINES:]))
-    return len(failed)
+        found = zip(paths, pool.map(run, paths), strict=True)
+        for number, (path, (passed, seconds, text)) in enumerate(found, 1):
+            place, mark = f"{number}/{len(paths)}", "ok    " if passed else "FAILED"
+            print(f"{place:>8} {mark} {path.name:36} {seconds:6.1f} s", flush=True)
+            if not passed:
+                failed.append("\n".join([f"\n{path.name}:", *text.splitlines()[-SHOWN_LINES:]]))
+    return failed
 
 
 def main() -> int:
@@ -98,8 +76,10 @@ def main() -> int:
     missing = [str(path) for path in paths if not path.is_file()]
     if missing:
         parser.error(f"file not found: {', '.join(missing)}")
-    results = run_all([path.resolve() for path in paths], max(1, options.jobs))
-    return min(1, report(results))
+    failed = run_all([path.resolve() for path in paths], max(1, options.jobs))
+    for text in failed:
+        print(text)
+    return min(1, len(failed))
 
 
 if __name__ == "__main__":
