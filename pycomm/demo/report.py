@@ -147,7 +147,8 @@ def save_plot(path: Path, title: str, results: Sequence[Result], steps: int) -> 
         scale, what = ("log", "MB sent by each rank") if over_bytes else ("linear", "seconds")
         axes.set(xscale=scale, xlabel=what, ylabel="training loss (nats per character)")
         axes.grid(alpha=0.25)
-        axes.legend(frameon=False)
+        if not over_bytes:
+            axes.legend(frameon=False)
 
     def costs(axes: Axes, field: str, unit: str) -> None:
         heights = [getattr(r, field) for r in results]
