@@ -38,14 +38,15 @@ from pycomm.group import Group
 from pycomm.optim.compression import (
     check_compression,
     check_model,
+    multiply_factors,
     update_compressor,
     warn_about_momentum,
+    without_decay,
 )
 from pycomm.optim.local_state import LocalState
 from pycomm.optim.loss_scaler import refuse_unscaled
 from pycomm.optim.muon import MuonMatrices
 from pycomm.optim.shards import ModelShards
-from pycomm.optim.weight_decay import multiply_factors, without_decay
 
 
 class LocalSGD(LocalState):
@@ -169,6 +170,11 @@ class LocalSGD(LocalState):
             warn_about_momentum(optimizer, self._compressor.ratio)
         if muon is not None:
             self._muon = MuonMatrices(muon, optimizer, self._parameters)
+
+    def _averages_gradients(self, step: int) -> bool:
+        sgd = isinstance(self.optimizer, torch.optim.SGD)
+        first = self._rule == "torch" or not (sgd or self._compressor is not None)
+        return first and step <= self._begin
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:

@@ -46,8 +46,6 @@ class LocalState:
     """The base of LocalSGD, which documents it. The constructor is collective, unless this process
     joined the group: then it makes no calls."""
 
-    _begin: int
-    _rule: str
     _compressor: UpdateCompressor[Any] | None = None
     _muon: MuonMatrices | None = None
     _numbers: tuple[str, ...] = ("k_steps",)  # attributes that are equal on all ranks
@@ -79,11 +77,8 @@ class LocalState:
         return self._membership.group
 
     def _averages_gradients(self, step: int) -> bool:
-        """Whether ranks average gradients in this step instead of parameters, so that all make the
-        same step."""
-        sgd = isinstance(self.optimizer, torch.optim.SGD)
-        first = self._rule == "torch" or not (sgd or self._compressor is not None)
-        return first and step <= self._begin
+        """Whether ranks average gradients in this step, so that all make the same step."""
+        raise NotImplementedError
 
     def shrink(self, timeout_s: float | None = None) -> ShrinkResult:
         """Collective over the surviving ranks after a rank failed: continues with these ranks.

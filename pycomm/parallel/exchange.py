@@ -1,6 +1,7 @@
 """The interface between the reducer and the exchange of a full bucket.
 
-`DenseExchange` sends gradients uncompressed; pycomm.compress has the compressed one.
+`DenseExchange` sends gradients uncompressed, average_rows the sparse ones of embeddings;
+pycomm.compress has the compressed exchange.
 """
 
 from __future__ import annotations
@@ -8,12 +9,16 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
+from pycomm import collectives
 from pycomm._core_api.calls import Work
 from pycomm._training.communicators import CommunicatorPool
 from pycomm._training.loss_scale import LossScale
 from pycomm.elastic.change import GroupChange
+from pycomm.errors import Unsupported
+from pycomm.group import Group
 
 
 class Exchange(Protocol):
@@ -103,3 +108,38 @@ class DenseExchange:
     def resume(self, *_: object) -> float:
         self._works = []
         return 0.0
+
+
+def average_rows(gradient: Tensor | None, like: Tensor, group: Group) -> Tensor:
+    """The mean of the ranks' sparse gradients [rows, *row]; the same bits on every rank.
+
+    Nothing is compressed: every rank gets all nonzero rows, as (row, values), and adds them in rank
+    order.
+
+    Args:
+        gradient: sparse COO with one sparse dimension; None: no rows on this rank.
+        like: the parameter, for shape and dtype.
+        group: the ranks.
+    """
+    if gradient is None:
+        rows = torch.empty(0, dtype=torch.int64, device=like.device)
+        values = like.new_empty((0, *like.shape[1:]))
+    elif gradient.sparse_dim() != 1:
+        raise Unsupported(
+            f"unsupported sparse gradient: got {gradient.sparse_dim()} sparse dimensions, expected "
+            "one, as of nn.Embedding"
+        )
+    else:
+        gradient = gradient.coalesce()
+        rows, values = gradient.indices()[0].contiguous(), gradient.values().contiguous()
+    every_rows: list[Tensor] = collectives.all_gather_v(rows, group=group)
+    every_values: list[Tensor] = collectives.all_gather_v(values, group=group)
+    present, places = torch.unique(torch.cat(every_rows), return_inverse=True)
+    total = like.new_zeros((len(present), *like.shape[1:]))
+    parts = torch.split(places, [len(r) for r in every_rows])
+    for there, part in zip(parts, every_values, strict=True):
+        total.index_add_(0, there, part)  # the rows of one rank are distinct
+    total.div_(group.size)
+    return torch.sparse_coo_tensor(
+        present[None], total, like.shape, is_coalesced=True, check_invariants=False
+    )

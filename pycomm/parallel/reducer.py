@@ -25,8 +25,7 @@ from pycomm._training.parameters import unknown_parameter
 from pycomm.errors import InvalidArgument, Unsupported
 from pycomm.group import Group
 from pycomm.parallel.buckets import Bucket, Limits, Slot, fuse
-from pycomm.parallel.exchange import Exchange
-from pycomm.parallel.rows import average_rows
+from pycomm.parallel.exchange import Exchange, average_rows
 
 _collecting = threading.Lock()  # ranks may be threads
 
@@ -56,7 +55,6 @@ class Reducer:
         self.sync = True
         self.passes = self.forwards = 0
         self._slots = list(slots)
-        self._dense = [slot for slot in slots if not slot.sparse]
         self._exchange, self._limits, self._pool = exchange, limits, pool
         self._find_unused = find_unused
         # The order of gradients in the first pass; None: the buckets are final.
@@ -65,7 +63,7 @@ class Reducer:
         self._abandoned: list[list[Bucket]] = []  # a lost rank may still write to them
         self._next = 0  # next bucket to send
         self._running = False  # a backward pass has begun
-        self._lay_out(self._dense[::-1])
+        self._lay_out(self._backwards())
         handles: list[Any] = []
         for slot in self._slots:
             register: Any = slot.parameter.register_post_accumulate_grad_hook
@@ -123,13 +121,18 @@ class Reducer:
     def _agree_on_order(self) -> None:
         """Makes new buckets in the order in which rank 0's gradients were computed."""
         assert self._order is not None
-        known = len(self._order) == len(self._dense)
-        order = torch.tensor([s.place for s in self._order] if known else [-1] * len(self._dense))
+        usual = self._backwards()
+        known = len(self._order) == len(usual)
+        order = torch.tensor([s.place for s in self._order] if known else [-1] * len(usual))
         collectives.broadcast(order, 0, group=self.group)
         self._order = None
         places = order.tolist()
-        if places and places[0] >= 0 and places != [slot.place for slot in self._dense[::-1]]:
+        if places and places[0] >= 0 and places != [slot.place for slot in usual]:
             self._lay_out([self._slots[place] for place in places])
+
+    def _backwards(self) -> list[Slot]:
+        """The slots of buckets, from the last layer to the first."""
+        return [slot for slot in self._slots[::-1] if not slot.sparse]
 
     def _lay_out(self, order: list[Slot]) -> None:
         self.buckets = [Bucket(slots, self.group) for slots in fuse(order, self._limits)]
