@@ -194,7 +194,7 @@ MAY_SEE_ENVIRONMENT = [
 # Most lines of each folder: code, comments and blank lines of its files, and of the folders below
 # that have no row. A change that adds lines deletes as many; one that deletes lowers the row.
 BUDGETS = {
-    "benchmarks": 6859,
+    "benchmarks": 6720,
     "csrc": 4238,
     "csrc/bindings": 5029,
     "csrc/codec": 1677,
@@ -210,7 +210,7 @@ BUDGETS = {
     "csrc/shared": 1677,
     "csrc/transport": 2272,
     "examples": 913,
-    "pycomm": 17197,
+    "pycomm": 17288,
     "pycomm/bench": 3227,
     "pycomm/compress": 6088,
     "pycomm/kernels": 2647,
@@ -225,9 +225,9 @@ BUDGETS = {
     "tests/support": 5404,
     "tests/torch_backend": 3943,
     "tests/unit": 5975,
-    "tools": 1763,
+    "tools": 1743,
 }
-IN_ALL = 145_941
+IN_ALL = 145_873
 LONGEST_FILE = 500
 MOST_VARIABLES = 10
 # Set by setup.py for the compiler, and by pycomm's launchers for their ranks: not for users.
