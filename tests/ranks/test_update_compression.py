@@ -313,7 +313,7 @@ def test_local_clipping(group: pycomm.Group) -> None:
 
 @BOTH
 def test_a_failed_exchange_sends_nothing(compression: Compression) -> None:
-    """The parameters are the snapshot; the residual has the whole update."""
+    """The parameters are the snapshot; the residual has the whole update, and which are used."""
 
     def program(group: pycomm.Group) -> None:
         model = perceptron()
@@ -323,8 +323,8 @@ def test_a_failed_exchange_sends_nothing(compression: Compression) -> None:
             step_on(model, batch(group.rank, step), local)
         rest = residuals(local)
         before = fail_in_step(group, model, local, 3)
-        assert local.last_sync == 3
-        assert local.step_count == 4
+        assert (local.last_sync, local.step_count) == (3, 4)
+        assert all(local.state_dict()["used"])  # by the step that the residual has
         for old, new, p in zip(rest, residuals(local), model.parameters(), strict=True):
             update = before[0].new_tensor(0.1) * p.grad.flatten()
             torch.testing.assert_close(new, old + update, rtol=1e-4, atol=1e-6)
