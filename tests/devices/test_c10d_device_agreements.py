@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch_devices import MARKS, run_fixture  # noqa: F401 - the fixture "run"
-from torch_ranks import Run
+from torch_ranks import in_processes
 
 from pycomm import errors, torch_backend
 
@@ -19,7 +19,8 @@ pytestmark = MARKS
 ErrorType: Any = torch._C._distributed_c10d.ErrorType
 
 
-def _runs_ahead(at: Any) -> None:
+@in_processes(2)
+def test_repeated_calls_need_no_other_host(at: Any) -> None:
     """A repeated call needs no other host, and its Mismatch comes later."""
     options = torch_backend.Options(cuda_agreement="after")
     both = "cpu:pycomm,privateuseone:pycomm"
@@ -49,7 +50,3 @@ def _runs_ahead(at: Any) -> None:
         x.cpu()
         work.wait()
     assert backend.get_error() == ErrorType.COMM_ERROR
-
-
-def test_repeated_calls_need_no_other_host(run: Run) -> None:
-    run(2, _runs_ahead)

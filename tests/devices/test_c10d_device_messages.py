@@ -6,14 +6,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch_devices import MARKS, run_fixture, share_a_device  # noqa: F401 - the fixture "run"
-from torch_ranks import Run
+from torch_ranks import Run, in_processes
 
 from pycomm import errors
 
 pytestmark = MARKS
 
 
-def _messages(at: Any, shared: bool) -> None:
+@in_processes(3)
+@pytest.mark.parametrize("shared", [False, True], ids=["separate devices", "one device"])
+def test_messages(at: Any, shared: bool) -> None:
     if shared:
         share_a_device(at)
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -70,12 +72,8 @@ def _messages(at: Any, shared: bool) -> None:
     is_(x, sum(range(size)))
 
 
-@pytest.mark.parametrize("shared", [False, True], ids=["separate devices", "one device"])
-def test_messages(run: Run, shared: bool) -> None:
-    run(3, _messages, shared)
-
-
-def _first_call_disagrees(at: Any) -> None:
+@in_processes(2)
+def test_first_message_against_an_end_on_the_host_is_a_mismatch(at: Any) -> None:
     group = dist.new_group()
     x = torch.full((10,), 1.0 + dist.get_rank())
     on_device = x.to(at.device)
@@ -88,11 +86,9 @@ def _first_call_disagrees(at: Any) -> None:
     assert (on_device.cpu() == 3).all()
 
 
-def test_first_message_against_an_end_on_the_host_is_a_mismatch(run: Run) -> None:
-    run(2, _first_call_disagrees)
-
-
-def _first_of_two(at: Any, shared: bool) -> None:
+@in_processes(3)
+@pytest.mark.parametrize("shared", [False, True], ids=["separate devices", "one device"])
+def test_first_message_connects_its_two_ranks_only(at: Any, shared: bool) -> None:
     if shared:
         share_a_device(at)
     group = dist.new_group()
@@ -105,12 +101,9 @@ def _first_of_two(at: Any, shared: bool) -> None:
     assert (x.cpu() == 2).all()
 
 
+@in_processes(4)
 @pytest.mark.parametrize("shared", [False, True], ids=["separate devices", "one device"])
-def test_first_message_connects_its_two_ranks_only(run: Run, shared: bool) -> None:
-    run(3, _first_of_two, shared)
-
-
-def _ring_of_batches(at: Any, shared: bool) -> tuple[dict[str, int], dict[str, int]]:
+def test_batch_is_one_group(at: Any, shared: bool) -> None:
     """Returns NCCL's counts of the first ring shift and of a later one."""
     if shared:
         share_a_device(at)
@@ -132,22 +125,20 @@ def _ring_of_batches(at: Any, shared: bool) -> tuple[dict[str, int], dict[str, i
             work.wait()
         assert (y.cpu() == left + turn).all()
         counts.append(at.counts())
-    return counts[0], counts[2]
+    first, later = counts[0], counts[2]
+    messages = 0 if shared else 1
+    for counts, groups in ((first, 2 * messages), (later, messages)):
+        assert (counts["groups"], counts["sends"], counts["receives"]) == (
+            groups,
+            messages,
+            messages,
+        )
 
 
+@in_processes(2)
+@pytest.mark.parametrize("connected", [False, True], ids=["first call", "after a collective"])
 @pytest.mark.parametrize("shared", [False, True], ids=["separate devices", "one device"])
-def test_batch_is_one_group(run: Run, shared: bool) -> None:
-    for first, later in run(4, _ring_of_batches, shared):
-        messages = 0 if shared else 1
-        for counts, groups in ((first, 2 * messages), (later, messages)):
-            assert (counts["groups"], counts["sends"], counts["receives"]) == (
-                groups,
-                messages,
-                messages,
-            )
-
-
-def _in_another_order(at: Any, shared: bool, connected: bool) -> None:
+def test_batches_in_another_order(at: Any, shared: bool, connected: bool) -> None:
     """Two messages of one direction: NCCL matches them without tags."""
     if shared:
         share_a_device(at)
@@ -167,12 +158,6 @@ def _in_another_order(at: Any, shared: bool, connected: bool) -> None:
                 work.wait()
         assert (x.cpu() == 0).all()
         assert (y.cpu() == 1).all()
-
-
-@pytest.mark.parametrize("connected", [False, True], ids=["first call", "after a collective"])
-@pytest.mark.parametrize("shared", [False, True], ids=["separate devices", "one device"])
-def test_batches_in_another_order(run: Run, shared: bool, connected: bool) -> None:
-    run(2, _in_another_order, shared, connected)
 
 
 def _mismatch_in_a_batch(at: Any, shared: bool) -> str:

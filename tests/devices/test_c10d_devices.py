@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch_devices import MARKS, run_fixture, share_a_device  # noqa: F401 - the fixture "run"
-from torch_ranks import Run, values
+from torch_ranks import Run, in_processes, values
 
 from pycomm import errors, torch_backend
 from pycomm._core_api import device_groups
@@ -68,7 +68,8 @@ def test_verbs(run: Run, size: int) -> None:
     run(size, _verbs)
 
 
-def _one_device(at: Any) -> None:
+@in_processes(2)
+def test_verbs_of_ranks_that_share_a_device(at: Any) -> None:
     share_a_device(at)
     _verbs(at)
     assert at.counts()["groups"] == 0
@@ -78,11 +79,9 @@ def _one_device(at: Any) -> None:
     assert (doubled.wait().cpu() == dist.get_world_size()).all()
 
 
-def test_verbs_of_ranks_that_share_a_device(run: Run) -> None:
-    run(2, _one_device)
-
-
-def _orders_streams(at: Any, async_op: bool) -> None:
+@in_processes(2)
+@pytest.mark.parametrize("async_op", [False, True], ids=["sync", "async"])
+def test_call_is_ordered_with_its_stream(at: Any, async_op: bool) -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     x = torch.zeros(1000, device=at.device)
     dist.all_reduce(x)
@@ -103,12 +102,8 @@ def _orders_streams(at: Any, async_op: bool) -> None:
         assert not async_op or work.is_completed()
 
 
-@pytest.mark.parametrize("async_op", [False, True], ids=["sync", "async"])
-def test_call_is_ordered_with_its_stream(run: Run, async_op: bool) -> None:
-    run(2, _orders_streams, async_op)
-
-
-def _waits_on_another_stream(at: Any) -> None:
+@in_processes(2)
+def test_a_wait_orders_the_stream_that_is_current_then(at: Any) -> None:
     x = torch.zeros(1000, device=at.device)
     x.copy_(torch.ones(1000))
     work = dist.all_reduce(x, async_op=True)
@@ -120,11 +115,8 @@ def _waits_on_another_stream(at: Any) -> None:
     at.stream(before)
 
 
-def test_a_wait_orders_the_stream_that_is_current_then(run: Run) -> None:
-    run(2, _waits_on_another_stream)
-
-
-def _strided(at: Any) -> None:
+@in_processes(2)
+def test_results_of_other_layouts_are_ordered_with_the_stream(at: Any) -> None:
     """Results for a noncontiguous layout are copied there after the call."""
     x = torch.zeros(100, 2, device=at.device)
     for turn in range(5):
@@ -137,11 +129,8 @@ def _strided(at: Any) -> None:
         assert (y.cpu() == turn * dist.get_world_size()).all()
 
 
-def test_results_of_other_layouts_are_ordered_with_the_stream(run: Run) -> None:
-    run(2, _strided)
-
-
-def _futures(at: Any) -> None:
+@in_processes(2)
+def test_futures_carry_streams(at: Any) -> None:
     size = dist.get_world_size()
     x = torch.zeros(1000, device=at.device)
     for turn in range(5):
@@ -159,11 +148,8 @@ def _futures(at: Any) -> None:
         assert (doubled.wait().cpu() == turn * size).all()
 
 
-def test_futures_carry_streams(run: Run) -> None:
-    run(2, _futures)
-
-
-def _keeps_tensors(at: Any) -> None:
+@in_processes(2)
+def test_tensors_are_kept_until_the_device_finishes_or_a_stream_waits(at: Any) -> None:
     x = torch.ones(12345, device=at.device)
     dist.all_reduce(x)
     x.cpu()
@@ -197,11 +183,8 @@ def _keeps_tensors(at: Any) -> None:
     dist.barrier()
 
 
-def test_tensors_are_kept_until_the_device_finishes_or_a_stream_waits(run: Run) -> None:
-    run(2, _keeps_tensors)
-
-
-def _limits(at: Any) -> None:
+@in_processes(2)
+def test_a_wait_with_a_limit_waits_for_the_device(at: Any) -> None:
     x = torch.ones(10, device=at.device)
     dist.all_reduce(x)
     go_on = at.delay()
@@ -212,10 +195,6 @@ def _limits(at: Any) -> None:
     work.wait(timedelta(seconds=60))
     assert work.is_completed()
     assert work.is_success()
-
-
-def test_a_wait_with_a_limit_waits_for_the_device(run: Run) -> None:
-    run(2, _limits)
 
 
 def _late_error(at: Any) -> tuple[bool, str]:
@@ -249,7 +228,8 @@ def test_an_error_on_the_device_reaches_the_handle_and_later_calls(run: Run) -> 
     assert any(first for first, _ in found), found  # the other rank may learn of it through NCCL
 
 
-def _disagree(at: Any) -> None:
+@in_processes(3)
+def test_mismatch_changes_no_array(at: Any) -> None:
     x = torch.ones(10 + dist.get_rank(), device=at.device)
     with pytest.raises(errors.Mismatch, match="no array was changed"):
         dist.all_reduce(x)
@@ -269,22 +249,16 @@ def _disagree(at: Any) -> None:
     assert (y.cpu() == dist.get_world_size()).all()
 
 
-def test_mismatch_changes_no_array(run: Run) -> None:
-    run(3, _disagree)
-
-
-def _refused(at: Any) -> None:
+@in_processes(2)
+def test_unsupported_calls_raise_immediately(at: Any) -> None:
     x = torch.ones(10, device=at.device)
     with pytest.raises(errors.InvalidArgument, match="in one call"):
         dist.all_gather([torch.empty(10), torch.empty(10)], x)
     dist.all_reduce(x)
 
 
-def test_unsupported_calls_raise_immediately(run: Run) -> None:
-    run(2, _refused)
-
-
-def _aborts(at: Any) -> None:
+@in_processes(2)
+def test_abort_ends_device_work(at: Any) -> None:
     x = torch.ones(10, device=at.device)
     dist.all_reduce(x)
     x.cpu()
@@ -302,11 +276,8 @@ def _aborts(at: Any) -> None:
     go_on()
 
 
-def test_abort_ends_device_work(run: Run) -> None:
-    run(2, _aborts)
-
-
-def _groups(at: Any) -> None:
+@in_processes(3)
+def test_groups_of_some_ranks_and_with_gloo_for_the_cpu(at: Any) -> None:
     both = "cpu:gloo,privateuseone:pycomm"
     rank, size = dist.get_rank(), dist.get_world_size()
     pair = dist.new_group([0, 2], backend=both)
@@ -323,11 +294,8 @@ def _groups(at: Any) -> None:
     assert (z.cpu() == size).all()
 
 
-def test_groups_of_some_ranks_and_with_gloo_for_the_cpu(run: Run) -> None:
-    run(3, _groups)
-
-
-def _coalesced(at: Any) -> None:
+@in_processes(2)
+def test_coalesced_calls(at: Any) -> None:
     xs = [torch.full((n,), float(n), device=at.device) for n in (3, 1000)]
     with dist._coalescing_manager(device=at.device, async_ops=True) as manager:
         for x in xs:
@@ -337,11 +305,8 @@ def _coalesced(at: Any) -> None:
         assert (x.cpu() == n * dist.get_world_size()).all()
 
 
-def test_coalesced_calls(run: Run) -> None:
-    run(2, _coalesced)
-
-
-def _captured(at: Any) -> None:
+@in_processes(2)
+def test_calls_are_captured_in_a_graph(at: Any) -> None:
     size = dist.get_world_size()
     x = torch.ones(100, device=at.device)
     dist.all_reduce(x)
@@ -361,11 +326,8 @@ def _captured(at: Any) -> None:
     at.stream(before)
 
 
-def test_calls_are_captured_in_a_graph(run: Run) -> None:
-    run(2, _captured)
-
-
-def _asks_during_a_capture(at: Any) -> None:
+@in_processes(2)
+def test_another_thread_asks_during_a_capture(at: Any) -> None:
     x, y = (torch.ones(100, device=at.device) for _ in range(2))
     dist.all_reduce(y)
     y.cpu()
@@ -387,11 +349,8 @@ def _asks_during_a_capture(at: Any) -> None:
     assert work.is_completed()
 
 
-def test_another_thread_asks_during_a_capture(run: Run) -> None:
-    run(2, _asks_during_a_capture)
-
-
-def _barrier(at: Any) -> None:
+@in_processes(2)
+def test_barrier_waits_for_the_device(at: Any) -> None:
     x = torch.ones(10, device=at.device)
     dist.all_reduce(x)
     x.cpu()
@@ -409,10 +368,6 @@ def _barrier(at: Any) -> None:
     assert work.is_completed()
 
 
-def test_barrier_waits_for_the_device(run: Run) -> None:
-    run(2, _barrier)
-
-
 def _train(device: Any) -> list[torch.Tensor]:
     torch.manual_seed(0)
     layers = (torch.nn.Linear(20, 30), torch.nn.ReLU(), torch.nn.Linear(30, 5))
@@ -427,17 +382,15 @@ def _train(device: Any) -> list[torch.Tensor]:
     return [p.detach().cpu() for p in model.parameters()]
 
 
-def _ddp(at: Any) -> None:
+@in_processes(2)
+def test_ddp_trains_as_on_the_cpu(at: Any) -> None:
     for there, here in zip(_train(at.device), _train("cpu"), strict=True):
         torch.testing.assert_close(there, here)
     assert at.counts()["collectives"] > 0
 
 
-def test_ddp_trains_as_on_the_cpu(run: Run) -> None:
-    run(2, _ddp)
-
-
-def _options(at: Any) -> None:
+@in_processes(2)
+def test_options_set_the_device_transport(at: Any) -> None:
     met, plain = [], device_groups._make
 
     def noted(*given: Any) -> Any:
@@ -472,7 +425,3 @@ def _options(at: Any) -> None:
         torch_backend.Options(cuda_agreement="late")
     with pytest.raises(errors.Unsupported, match="symmetric memory was removed: omit it"):
         torch_backend.Options(cuda_symmetric_memory=True)
-
-
-def test_options_set_the_device_transport(run: Run) -> None:
-    run(2, _options)

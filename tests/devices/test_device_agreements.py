@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 # pytest finds the fixture by name, so that it looks unused.
-from group_devices import Signal, machine_fixture, numbers, odd, on  # noqa: F401 - fixture
+from group_devices import Signal, machine_fixture, numbers, odd, on, on_devices  # noqa: F401 - fixture
 from test_device_groups import MISTAKES, every_verb
 from test_device_order import alternate
 
@@ -67,7 +67,9 @@ def test_a_rank_makes_calls_before_the_other_one(machine, tmp_path, async_op, pr
     machine.run(2, after, runs_ahead, Signal(tmp_path), async_op, **options)
 
 
-def same_bits(group: pycomm.Group, device: Any) -> None:
+@on_devices(3)
+@on("emulated")
+def test_the_bits_are_those_of_calls_that_agree_before(group: pycomm.Group, device: Any) -> None:
     group.cuda_agreement = "after"
     other = group.split(0)
     assert other is not None
@@ -80,11 +82,6 @@ def same_bits(group: pycomm.Group, device: Any) -> None:
             pycomm.all_reduce(here, algorithm=algorithm, group=group)
             pycomm.all_reduce(there, algorithm=algorithm, group=other)
             assert device.get(there).tobytes() == device.get(here).tobytes()
-
-
-@on("emulated")
-def test_the_bits_are_those_of_calls_that_agree_before(machine):
-    machine.run(3, same_bits)
 
 
 def twice(group: pycomm.Group, device: Any, async_op: bool) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 # pytest finds the fixture by name, so that it looks unused.
-from group_devices import machine_fixture, odd, on  # noqa: F401 - fixture
+from group_devices import machine_fixture, odd, on, on_devices  # noqa: F401 - fixture
 
 import pycomm
 from pycomm import errors
@@ -49,12 +49,9 @@ def test_channels_change_no_bit(machine):
     machine.run(3, rings, machine.emulated)
 
 
-def too_many(group: pycomm.Group, device: Any) -> None:
+@on_devices(2)
+@on("emulated", "cuda")
+def test_channel_count_limits(group: pycomm.Group, device: Any) -> None:
     group.cuda_channels = 9
     with pytest.raises(errors.InvalidArgument, match="cuda_channels: got 9"):
         pycomm.all_reduce(device.put(odd(group.rank, 10, "float32")))
-
-
-@on("emulated", "cuda")
-def test_channel_count_limits(machine):
-    machine.run(2, too_many)

@@ -15,7 +15,16 @@ import numpy as np
 import pytest
 
 # pytest finds the fixture by name, so that it looks unused.
-from group_devices import EMULATED, KINDS, Signal, machine_fixture, numbers, on  # noqa: F401 - fixture
+from group_devices import (
+    EMULATED,
+    KINDS,
+    Signal,
+    machine_fixture,  # noqa: F401 - fixture
+    numbers,
+    on,
+    on_devices,
+    summed_once,
+)
 from thread_limit import no_new_threads
 
 import pycomm
@@ -31,9 +40,7 @@ AT_ITS_DEATH = pytest.mark.parametrize(
 
 
 def stuck(group: pycomm.Group, device: Any) -> tuple[str, str]:
-    x = device.put(numbers(group.rank))
-    pycomm.all_reduce(x)
-    device.get(x)
+    x = summed_once(group, device)
     go_on = device.delay() if group.rank else None
     pycomm.all_reduce(x, timeout_s=1)
     began = time.monotonic()
@@ -66,9 +73,7 @@ def test_a_call_that_hangs_on_a_device_is_named_and_ended(machine):
 
 
 def killed(group: pycomm.Group, device: Any, moment: str) -> list[str]:
-    x = device.put(numbers(group.rank))
-    pycomm.all_reduce(x)
-    device.get(x)
+    x = summed_once(group, device)
     if group.rank == 2 and moment == "before":
         os.kill(os.getpid(), signal.SIGKILL)
     if group.rank == 2:
@@ -96,9 +101,7 @@ def test_a_rank_failure_is_reported_to_the_others(machine, moment):
 
 
 def shrunk(group: pycomm.Group, device: Any) -> np.ndarray:
-    x = device.put(numbers(group.rank))
-    pycomm.all_reduce(x)
-    device.get(x)
+    x = summed_once(group, device)
     if group.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     with pytest.raises((errors.PeerLost, errors.GroupBroken)):
@@ -123,9 +126,7 @@ def test_the_survivors_continue_without_the_failed_rank(machine):
 
 
 def killed_among_messages(group: pycomm.Group, device: Any, moment: str) -> str:
-    x = device.put(numbers(group.rank))
-    pycomm.all_reduce(x)
-    device.get(x)
+    x = summed_once(group, device)
     if group.rank == 2:
         if moment == "on the device":
             device.delay()
@@ -150,9 +151,7 @@ def test_a_rank_failure_among_messages_is_reported_to_both_sides(machine, moment
 
 
 def dies_with_a_call(group: pycomm.Group, device: Any) -> str:
-    x = device.put(numbers(group.rank))
-    pycomm.all_reduce(x)
-    device.get(x)
+    x = summed_once(group, device)
     if group.rank == 2:
         device.delay()
     work = pycomm.all_reduce(x, async_op=True)
@@ -196,9 +195,7 @@ def test_missing_rank_is_named(machine, tmp_path):
 
 
 def aborts(group: pycomm.Group, device: Any) -> str:
-    x = device.put(numbers(group.rank))
-    pycomm.all_reduce(x)
-    device.get(x)
+    x = summed_once(group, device)
     if group.rank:
         device.delay()
     pycomm.all_reduce(x)
@@ -223,7 +220,9 @@ def test_abort_ends_running_calls(machine):
     assert [text for text in messages if not any(word in text for word in known)] == []
 
 
-def two_threads(group: pycomm.Group, device: Any) -> list[np.ndarray]:
+@on_devices(2)
+@on(*EMULATED)  # another thread has another current stream on a GPU
+def test_two_threads_take_turns(group: pycomm.Group, device: Any) -> None:
     """A call from each of two threads, and the same from one thread of the other rank."""
     x = [device.put(numbers(group.rank)) for _ in range(2)]
     pycomm.all_reduce(device.put(numbers(group.rank)))
@@ -234,34 +233,24 @@ def two_threads(group: pycomm.Group, device: Any) -> list[np.ndarray]:
     else:
         with ThreadPoolExecutor(2) as pool:
             list(pool.map(lambda each: pycomm.all_reduce(each, group=group), x))
-    return [device.get(each) for each in x]
+    results = [device.get(each) for each in x]
+    for x in results:
+        np.testing.assert_array_equal(x, numbers(0) + numbers(1))
 
 
-@on(*EMULATED)  # another thread has another current stream on a GPU
-def test_two_threads_take_turns(machine):
-    for results in machine.run(2, two_threads):
-        for x in results:
-            np.testing.assert_array_equal(x, numbers(0) + numbers(1))
-
-
-def closes(group: pycomm.Group, device: Any) -> Any:
+@on_devices(3)
+def test_a_group_is_closed_when_its_calls_are_over(group: pycomm.Group, device: Any) -> None:
     x = device.put(numbers(group.rank))
     pycomm.all_reduce(x, algorithm="ring")
     group.close()
     with pytest.raises(errors.GroupBroken, match="closed"):
         pycomm.all_reduce(x, group=group)
-    return device.get(x)
-
-
-def test_a_group_is_closed_when_its_calls_are_over(machine):
-    for x in machine.run(3, closes):
-        np.testing.assert_array_equal(x, sum(numbers(rank) for rank in range(3)))
+    x = device.get(x)
+    np.testing.assert_array_equal(x, sum(numbers(rank) for rank in range(3)))
 
 
 def aborted_by_the_host_group(group: pycomm.Group, device: Any) -> str:
-    x = device.put(numbers(group.rank))
-    pycomm.all_reduce(x)
-    device.get(x)
+    x = summed_once(group, device)
     if group.rank == 2:
         device.delay()
     work = pycomm.all_reduce(x, async_op=True, timeout_s=300)

@@ -20,7 +20,9 @@ from group_devices import (
     numbers,
     odd,
     on,
+    on_devices,
     raise_failure_in_graph,
+    summed_once,
 )
 
 import pycomm
@@ -149,7 +151,8 @@ def test_a_named_algorithm_gives_the_bits_of_the_host(machine):
     machine.run(3, same_bits)
 
 
-def in_order(group: pycomm.Group, device: Any) -> None:
+@on_devices(3, reproducible=True)
+def test_reproducible_sums_equal_those_of_the_host(group: pycomm.Group, device: Any) -> None:
     x = odd(group.rank, 4000, "float32")
     there = device.get(pycomm.all_reduce(device.put(x)))
     assert there.tobytes() == pycomm.all_reduce(x.copy()).tobytes()
@@ -157,11 +160,9 @@ def in_order(group: pycomm.Group, device: Any) -> None:
         assert device.counts()["collectives"] == 0  # NCCL promises no order
 
 
-def test_reproducible_sums_equal_those_of_the_host(machine):
-    machine.run(3, in_order, reproducible=True)
-
-
-def is_ordered_with_stream(group: pycomm.Group, device: Any, async_op: bool) -> None:
+@on_devices(2)
+@pytest.mark.parametrize("async_op", [False, True], ids=["sync", "async"])
+def test_call_is_ordered_with_its_stream(group: pycomm.Group, device: Any, async_op: bool) -> None:
     x = device.put(numbers(group.rank))
     pycomm.all_reduce(x)
     for turn in range(20):
@@ -173,11 +174,6 @@ def is_ordered_with_stream(group: pycomm.Group, device: Any, async_op: bool) -> 
         device.write(x, numbers(0))  # not before the copy has the sum
         wanted = sum(numbers(rank + turn) for rank in range(group.size))
         np.testing.assert_array_equal(device.get(copy), wanted)
-
-
-@pytest.mark.parametrize("async_op", [False, True], ids=["sync", "async"])
-def test_call_is_ordered_with_its_stream(machine, async_op):
-    machine.run(2, is_ordered_with_stream, async_op)
 
 
 def waits_for_no_device(group: pycomm.Group, device: Any, async_op: bool, own: str) -> None:
@@ -204,10 +200,10 @@ def test_no_call_waits_for_the_device(machine, async_op):
     machine.run(2, waits_for_no_device, async_op, machine.own)
 
 
-def one_is_late(group: pycomm.Group, device: Any) -> None:
-    x = device.put(numbers(group.rank))
-    pycomm.all_reduce(x)
-    device.get(x)
+@on_devices(2)
+@on(*EMULATED)  # a GPU's delay ends by itself
+def test_ranks_call_each_other_while_one_device_is_late(group: pycomm.Group, device: Any) -> None:
+    x = summed_once(group, device)
     device.write(x, numbers(group.rank))
     go_on = device.delay() if group.rank == 0 else None
     work = pycomm.all_reduce(x, async_op=True)
@@ -218,11 +214,6 @@ def one_is_late(group: pycomm.Group, device: Any) -> None:
     if go_on:
         go_on()
     np.testing.assert_array_equal(device.get(x), sum(numbers(r) for r in range(group.size)))
-
-
-@on(*EMULATED)  # a GPU's delay ends by itself
-def test_ranks_call_each_other_while_one_device_is_late(machine):
-    machine.run(2, one_is_late)
 
 
 def started_and_forgotten(group: pycomm.Group, device: Any) -> bool:
@@ -274,9 +265,7 @@ def test_calls_are_captured_in_a_graph(machine):
 
 
 def one_replays(group: pycomm.Group, device: Any) -> str:
-    x = device.put(numbers(group.rank))
-    pycomm.all_reduce(x)
-    device.get(x)
+    x = summed_once(group, device)
     device.capture()
     pycomm.all_reduce(x, timeout_s=1)
     launch = device.end_capture()
@@ -296,7 +285,9 @@ def test_a_failed_replay_is_reported_by_a_later_call(machine):
     assert "rank 1" in first
 
 
-def watched_while_capturing(group: pycomm.Group, device: Any) -> None:
+@on_devices(2)
+@on(*EMULATED)  # a GPU does not record when it was queried
+def test_a_call_is_watched_while_another_is_captured(group: pycomm.Group, device: Any) -> None:
     x, y = device.put(numbers(group.rank)), device.put(numbers(group.rank))
     for each in (x, y):
         pycomm.all_reduce(each)
@@ -320,11 +311,6 @@ def watched_while_capturing(group: pycomm.Group, device: Any) -> None:
     wanted = sum(numbers(rank) for rank in range(group.size))
     np.testing.assert_array_equal(device.get(x), wanted)
     device.stream = before
-
-
-@on(*EMULATED)  # a GPU does not record when it was queried
-def test_a_call_is_watched_while_another_is_captured(machine):
-    machine.run(2, watched_while_capturing)
 
 
 def many(group: pycomm.Group, device: Any) -> int:

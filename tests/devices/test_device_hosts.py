@@ -14,7 +14,14 @@ import numpy as np
 import pytest
 
 # pytest finds the fixture by name, so that it looks unused.
-from group_devices import LackOfNccl, machine_fixture, numbers, odd, on  # noqa: F401 - fixture
+from group_devices import (
+    LackOfNccl,
+    machine_fixture,  # noqa: F401 - fixture
+    numbers,
+    odd,
+    on,
+    summed_once,
+)
 from test_device_channels import rings
 from test_device_groups import every_verb, log_and_stats, same_bits
 from test_device_messages import from_any_source, long_messages, round_trip
@@ -37,8 +44,7 @@ def between_hosts(group: pycomm.Group, device: Any, body: Any, *args: Any) -> An
 
 def on_hosts(machine: Any, hosts: list[str], body: Any, *args: Any, **options: Any) -> list[Any]:
     given = {"transport": "", "host_names": hosts, **options}
-    results: list[Any] = machine.run(len(hosts), between_hosts, body, *args, **given)
-    return results
+    return machine.run(len(hosts), between_hosts, body, *args, **given)
 
 
 @HOSTS
@@ -200,9 +206,7 @@ def test_where_nccl_fails_on_one_host_all_ranks_raise(machine, monkeypatch):
 
 
 def killed(group: pycomm.Group, device: Any, who: int) -> str:
-    x = device.put(numbers(group.rank))
-    pycomm.all_reduce(x)
-    device.get(x)
+    x = summed_once(group, device)
     if group.rank == who:
         device.delay()  # the others wait on their devices
         pycomm.all_reduce(x)
@@ -248,9 +252,7 @@ def test_abort_ends_the_transfer_of_a_long_array(machine):
 
 
 def stuck(group: pycomm.Group, device: Any) -> str:
-    x = device.put(numbers(group.rank))
-    pycomm.all_reduce(x)
-    device.get(x)
+    x = summed_once(group, device)
     if group.rank == 1:
         device.delay()
     with pytest.raises(errors.Error) as caught:

@@ -18,7 +18,9 @@ from group_devices import (
     machine_fixture,  # noqa: F401 - fixture
     numbers,
     on,
+    on_devices,
     raise_failure_in_graph,
+    summed_once,
 )
 
 import pycomm
@@ -74,9 +76,7 @@ def test_long_messages(machine):
 
 
 def counted(group: pycomm.Group, device: Any) -> Any:
-    x = device.put(numbers(group.rank))
-    pycomm.all_reduce(x)
-    device.get(x)
+    x = summed_once(group, device)
     device.counts()
     before = group._devices[device.index].stats()
     for count in (100, 0):
@@ -122,7 +122,11 @@ def test_message_is_received_from_any_source(machine):
     machine.run(3, from_any_source)
 
 
-def is_ordered_with_stream(group: pycomm.Group, device: Any, async_op: bool) -> None:
+@on_devices(2)
+@pytest.mark.parametrize("async_op", [False, True], ids=["sync", "async"])
+def test_message_is_ordered_with_its_stream(
+    group: pycomm.Group, device: Any, async_op: bool
+) -> None:
     x = device.put(numbers(0))
     # NCCL connects two ranks at their first message, which may wait for the device.
     pycomm.send(x, 1) if group.rank == 0 else pycomm.recv(x, 0)
@@ -147,12 +151,8 @@ def is_ordered_with_stream(group: pycomm.Group, device: Any, async_op: bool) -> 
         np.testing.assert_array_equal(device.get(copy), numbers(turn))
 
 
-@pytest.mark.parametrize("async_op", [False, True], ids=["sync", "async"])
-def test_message_is_ordered_with_its_stream(machine, async_op):
-    machine.run(2, is_ordered_with_stream, async_op)
-
-
-def replays(group: pycomm.Group, device: Any) -> None:
+@on_devices(2)
+def test_messages_are_captured_in_a_graph(group: pycomm.Group, device: Any) -> None:
     rank = group.rank
     x, y = device.put(numbers(rank)), device.empty(100, "float32")
 
@@ -177,10 +177,6 @@ def replays(group: pycomm.Group, device: Any) -> None:
     raise_failure_in_graph(device, x)
     for turn in range(3):
         np.testing.assert_array_equal(found[turn], numbers(1 - rank + turn))
-
-
-def test_messages_are_captured_in_a_graph(machine):
-    machine.run(2, replays)
 
 
 def disagree(group: pycomm.Group, device: Any) -> list[str]:
@@ -241,9 +237,7 @@ def test_missing_receiver_is_named(machine, tmp_path):
 
 
 def stuck(group: pycomm.Group, device: Any, received: Signal) -> str:
-    x = device.put(numbers(group.rank))
-    pycomm.all_reduce(x)
-    device.get(x)
+    x = summed_once(group, device)
     if group.rank == 0:
         device.delay()  # nothing is sent
         work = pycomm.send(x, 1, tag=4, async_op=True, timeout_s=1)

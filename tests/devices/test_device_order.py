@@ -11,7 +11,7 @@ import programs
 import pytest
 
 # pytest finds the fixture by name, so that it looks unused.
-from group_devices import machine_fixture, numbers, on  # noqa: F401 - fixture
+from group_devices import machine_fixture, numbers, on, on_devices  # noqa: F401 - fixture
 
 import pycomm
 from pycomm import errors
@@ -47,7 +47,9 @@ def test_groups_enqueue_in_the_order_of_calls(machine: Any) -> None:
         nccl.delay_calls(0)
 
 
-def failed_first(group: pycomm.Group, device: Any) -> None:
+@on_devices(2)
+@on("emulated")
+def test_failed_call_does_not_hold_later_ones(group: pycomm.Group, device: Any) -> None:
     """A call that fails in the agreement, and one of another group behind it."""
     other = group.split(0, group.rank)
     x, y = device.put(numbers(group.rank)), device.put(np.ones(10, "float32"))
@@ -63,12 +65,9 @@ def failed_first(group: pycomm.Group, device: Any) -> None:
     device.get(x)
 
 
+@on_devices(2)
 @on("emulated")
-def test_failed_call_does_not_hold_later_ones(machine: Any) -> None:
-    machine.run(2, failed_first)
-
-
-def no_common_order(group: pycomm.Group, device: Any) -> None:
+def test_ranks_without_a_common_order_time_out(group: pycomm.Group, device: Any) -> None:
     """The ranks call two groups in different orders: the error names the earlier call."""
     other = group.split(0, group.rank)
     x, y = device.put(numbers(group.rank)), device.put(np.ones(10, "float32"))
@@ -87,8 +86,3 @@ def no_common_order(group: pycomm.Group, device: Any) -> None:
             while True:
                 pycomm.all_reduce(y, group=other)
         group.abort("the other group has failed")
-
-
-@on("emulated")
-def test_ranks_without_a_common_order_time_out(machine: Any) -> None:
-    machine.run(2, no_common_order)

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch_devices import MARKS, Stream, run_fixture  # noqa: F401 - the fixture "run"
-from torch_ranks import Run
+from torch_ranks import Run, in_processes
 
 import pycomm
 from benchmarks.gpu.gpu_ranks import layer_results
@@ -128,7 +128,9 @@ WAYS: dict[str, Callable[[nn.Module, Any], Any]] = {
 }
 
 
-def as_in_host_memory(at: Any, way: str) -> None:
+@in_processes(2)
+@pytest.mark.parametrize("way", WAYS)
+def test_training_equals_host_memory(at: Any, way: str) -> None:
     group = pycomm.init()
     assert (group.rank, group.size) == (dist.get_rank(), dist.get_world_size())
     there = train(at.device, WAYS[way])
@@ -136,11 +138,6 @@ def as_in_host_memory(at: Any, way: str) -> None:
     here = train("cpu", WAYS[way])
     for one, other in zip(there, here, strict=True):
         torch.testing.assert_close(one, other)
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_training_equals_host_memory(run: Run, way: str) -> None:
-    run(2, as_in_host_memory, way)
 
 
 def train_scaled(device: Any, compress: str) -> tuple[list[Tensor], float]:
@@ -169,7 +166,9 @@ def train_scaled(device: Any, compress: str) -> tuple[list[Tensor], float]:
     return [x.detach().cpu() for x in model.parameters()], scaler.get_scale()
 
 
-def scaled_as_in_host_memory(at: Any, compress: str) -> None:
+@in_processes(2)
+@pytest.mark.parametrize("compress", ["dense", "DGC", "Quantize"])
+def test_scaled_gradients_equal_host_memory(at: Any, compress: str) -> None:
     pycomm.init()
     there, scale = train_scaled(at.device, compress)
     assert sum(at.counts().values()) > 0
@@ -178,11 +177,6 @@ def scaled_as_in_host_memory(at: Any, compress: str) -> None:
     for one, other in zip(there, here, strict=True):
         torch.testing.assert_close(one, other)
         assert one.isfinite().all()
-
-
-@pytest.mark.parametrize("compress", ["dense", "DGC", "Quantize"])
-def test_scaled_gradients_equal_host_memory(run: Run, compress: str) -> None:
-    run(2, scaled_as_in_host_memory, compress)
 
 
 class Branches(nn.Module):
@@ -207,7 +201,8 @@ class Branches(nn.Module):
         return total
 
 
-def gradients_of_branches(at: Any) -> None:
+@in_processes(2)
+def test_gradients_of_several_streams_are_sent_when_all_are_ready(at: Any) -> None:
     """The copy of each gradient waits until all other possible work has run."""
     pycomm.init()
     model = Branches(at).to(at.device)
@@ -226,10 +221,6 @@ def gradients_of_branches(at: Any) -> None:
         assert (parameter.grad.cpu() == 3 * 1.5).all(), parameter.grad.cpu()
 
 
-def test_gradients_of_several_streams_are_sent_when_all_are_ready(run: Run) -> None:
-    run(2, gradients_of_branches)
-
-
 def refused(at: Any) -> str:
     pycomm.init()
     places = ["cpu", at.device]
@@ -242,7 +233,8 @@ def test_different_device_kinds_raise(run: Run) -> None:
     assert all("'weight'" in text for text in run(2, refused))
 
 
-def rare(at: Any) -> None:
+@in_processes(2)
+def test_rare_features_work_on_devices(at: Any) -> None:
     """Unused parameters, accumulated gradients, and ranks with less data."""
     pycomm.init()
     rank = dist.get_rank()
@@ -267,15 +259,12 @@ def rare(at: Any) -> None:
         torch.testing.assert_close(one, other)
 
 
-def test_rare_features_work_on_devices(run: Run) -> None:
-    run(2, rare)
-
-
 def upper_half(x: Tensor, layer: nn.Module) -> Tensor:
     return layer(x).square().mean()
 
 
-def sends_to_another(at: Any) -> None:
+@in_processes(2)
+def test_device_tensor_is_sent_and_its_gradient_is_returned(at: Any) -> None:
     """A model split over the devices of two ranks has the gradients of a single process."""
     group = pycomm.init()
     torch.manual_seed(0)
@@ -298,11 +287,8 @@ def sends_to_another(at: Any) -> None:
             torch.testing.assert_close(found.grad.cpu(), right)
 
 
-def test_device_tensor_is_sent_and_its_gradient_is_returned(run: Run) -> None:
-    run(2, sends_to_another)
-
-
-def normalizes_and_gathers(at: Any) -> None:
+@in_processes(2)
+def test_gradients_through_collectives_equal_host_memory(at: Any) -> None:
     group = pycomm.init()
     there = layer_results(at.device, group.rank)
     assert sum(at.counts().values()) > 0
@@ -311,11 +297,8 @@ def normalizes_and_gathers(at: Any) -> None:
         torch.testing.assert_close(one, other)
 
 
-def test_gradients_through_collectives_equal_host_memory(run: Run) -> None:
-    run(2, normalizes_and_gathers)
-
-
-def scatters(at: Any) -> None:
+@in_processes(2)
+def test_batches_on_a_device_are_scattered(at: Any) -> None:
     """Also noncontiguous and empty rows."""
     group = pycomm.init()
     wholes = [torch.arange(rows * 4.0).reshape(rows, 4) for rows in (6, 5, 1)]
@@ -328,11 +311,8 @@ def scatters(at: Any) -> None:
         assert torch.equal(batch["y"], rows[:, 0])
 
 
-def test_batches_on_a_device_are_scattered(run: Run) -> None:
-    run(2, scatters)
-
-
-def scatters_to_devices(at: Any) -> None:
+@in_processes(2)
+def test_rows_are_sent_from_device_to_device(at: Any) -> None:
     """Also batches in host memory; 5 rows do not divide evenly, and rank 1 gets none of 1."""
     group = pycomm.init()
     wholes = [torch.arange(rows * 4.0).reshape(rows, 4) for rows in (6, 5, 1)]
@@ -354,7 +334,3 @@ def scatters_to_devices(at: Any) -> None:
     with pytest.raises((errors.Unsupported, RuntimeError), match=r"pass torch\.view"):
         wrong = [batches[0]["x"].to(torch.complex64)] if group.rank == 1 else None
         list(ScatterLoader(wrong, src=1, device=at.device))
-
-
-def test_rows_are_sent_from_device_to_device(run: Run) -> None:
-    run(2, scatters_to_devices)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from small_models import equal
 from torch import Tensor, nn
 from torch_devices import MARKS, run_fixture  # noqa: F401 - the fixture "run"
-from torch_ranks import Run
+from torch_ranks import Run, in_processes
 
 import pycomm
 
@@ -45,7 +45,9 @@ def reduced(places: list[Any], op: str, states: list[Any] | None = None) -> Any:
     return [*found, torch.from_numpy(residual)]
 
 
-def arrays_as_in_host_memory(at: Any, op: str) -> None:
+@in_processes(2)
+@pytest.mark.parametrize("op", ["sum", "mean"])
+def test_all_reduce_equals_host_memory(at: Any, op: str) -> None:
     pycomm.init()
     wanted = reduced(["cpu"] * 3, op)
     for places in ([at.device] * 3, ["cpu", at.device, "cpu"]):
@@ -57,11 +59,6 @@ def arrays_as_in_host_memory(at: Any, op: str) -> None:
     x[5] = float("inf") if dist.get_rank() == 1 else 1.0
     pycomm.all_reduce(x, compression=FEW_BITS)
     assert x.isnan().any()
-
-
-@pytest.mark.parametrize("op", ["sum", "mean"])
-def test_all_reduce_equals_host_memory(run: Run, op: str) -> None:
-    run(2, arrays_as_in_host_memory, op)
 
 
 class Products(nn.Module):
@@ -98,7 +95,8 @@ def residuals(state: Any) -> list[Tensor]:
     return [part[name].cpu() for part in parts for name in sorted(part)]
 
 
-def states_as_in_host_memory(at: Any) -> None:
+@in_processes(2)
+def test_states_equal_host_memory(at: Any) -> None:
     """Bit for bit, also of a state that is loaded on the other device."""
     group = pycomm.init()
     wanted, state, every = gradients("cpu")
@@ -112,10 +110,6 @@ def states_as_in_host_memory(at: Any) -> None:
     for places in (("cpu", at.device), (at.device, "cpu"), (at.device, at.device)):
         _, half, _ = gradients(places[0], None, range(2))
         assert equal(gradients(places[1], half, range(2, 4))[0], wanted)
-
-
-def test_states_equal_host_memory(run: Run) -> None:
-    run(2, states_as_in_host_memory)
 
 
 def chooses_by_time(at: Any) -> str:

@@ -10,9 +10,10 @@ are processes.
 from __future__ import annotations
 
 import functools
+import inspect
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ import numpy as np
 import programs
 import pytest
 from gpu_devices import Cuda, start_cuda
+from on_ranks import Test, with_parameters
 
 import pycomm
 from pycomm import errors
@@ -241,6 +243,24 @@ def machine_fixture(request: pytest.FixtureRequest) -> Any:
         yield found
 
 
+def _call(group: pycomm.Group, device: Any, test: Test, given: dict[str, Any]) -> None:
+    test.__wrapped__(group, device, **given)  # type: ignore[attr-defined]  # of functools.wraps
+
+
+def on_devices(size: int, **options: Any) -> Callable[[Test], Test]:
+    """A test whose body runs on `size` ranks of a machine, with its group and the rank's device;
+    `options` are those of Machine.run(). on_ranks.py has the like without devices."""
+
+    def decorate(program: Test) -> Test:
+        @functools.wraps(program)
+        def test(machine: Machine, **given: Any) -> None:
+            machine.run(size, _call, test, given, **options)
+
+        return with_parameters(test, ["machine", *list(inspect.signature(program).parameters)[2:]])
+
+    return decorate
+
+
 class EmulatedHere(ExitStack):
     """Groups created in this process use emulated devices."""
 
@@ -272,6 +292,14 @@ def numbers(rank: int, shape: Any = (100,), dtype: str = "float32") -> Any:
     """Small integers that differ by rank: every order of summation gives the same sum."""
     count = int(np.prod(shape))
     return ((np.arange(count) * 7 + rank * 31) % 101).astype(dtype).reshape(shape)
+
+
+def summed_once(group: pycomm.Group, device: Any) -> Any:
+    """numbers() of this rank on its device, after a first sum, which connects the ranks."""
+    x = device.put(numbers(group.rank))
+    pycomm.all_reduce(x)
+    device.get(x)
+    return x
 
 
 def odd(rank: int, count: int, dtype: str) -> Any:

@@ -149,20 +149,23 @@ def both_fixture(tmp_path: Path, no_leaks: Any) -> Run:
     return run_both
 
 
-def _call(test: Test, given: dict[str, Any]) -> None:
-    test.__wrapped__(**given)  # type: ignore[attr-defined]  # of functools.wraps
+def _call(*given: Any) -> None:
+    *at, test, arguments = given
+    test.__wrapped__(*at, **arguments)
 
 
 def in_processes(*sizes: int) -> Callable[[Test], Test]:
     """A test whose body runs in each process, with these numbers of processes. The file of the test
-    imports run_fixture. on_ranks.py has the like for threads."""
+    imports run_fixture, from torch_devices.py if the body has a parameter `at`, the rank's device.
+    on_ranks.py has the like for threads."""
 
     def decorate(program: Test) -> Test:
         @functools.wraps(program)
         def test(run: Run, size: int, **given: Any) -> None:
             run(size, _call, test, given)
 
-        with_parameters(test, ["run", "size", *inspect.signature(program).parameters])
+        own = [name for name in inspect.signature(program).parameters if name != "at"]
+        with_parameters(test, ["run", "size", *own])
         return pytest.mark.parametrize("size", sizes)(test)
 
     return decorate

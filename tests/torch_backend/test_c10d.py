@@ -148,7 +148,8 @@ def test_all_to_all() -> None:
     same(got, torch.cat([torch.full((rank + p, 2), float(p)) for p in range(size)]), "uneven")
 
 
-def _coalesced() -> None:
+@in_processes(2, 3)
+def test_coalesced_calls() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     every = [[values(r, s, torch.float32) for s in ((3,), (5, 2))] for r in range(size)]
     mine = [x.clone() for x in every[rank]]
@@ -177,7 +178,8 @@ def _coalesced() -> None:
         same(got, size * every[rank][i], "reduce_scatter")
 
 
-def _functional() -> None:
+@in_processes(2, 3)
+def test_functional_forms() -> None:
     import torch.distributed._functional_collectives as functional
 
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -194,13 +196,8 @@ def _functional() -> None:
         assert got.shape == x.shape
 
 
-@SIZES
-def test_coalesced_and_functional_forms(run: Run, size: int) -> None:
-    run(size, _coalesced)
-    run(size, _functional)
-
-
-def _layouts() -> None:
+@in_processes(2, 3)
+def test_any_layout_is_correct() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     total = size * (size + 1) // 2
     views: list[Callable[[torch.Tensor], torch.Tensor]] = [
@@ -234,7 +231,8 @@ def _layouts() -> None:
     assert flat.tolist() == [1.0, 2.0, 3.0, 4.0] * size
 
 
-def _refused() -> None:
+@in_processes(2, 3)
+def test_refused_calls_move_no_data() -> None:
     """Every error is raised before data moves: the group works afterwards."""
     rank, size = dist.get_rank(), dist.get_world_size()
     narrow = torch.ones(1)
@@ -252,12 +250,6 @@ def _refused() -> None:
     x = torch.full((3,), float(rank))
     dist.all_reduce(x)
     assert x.tolist() == [size * (size - 1) / 2] * 3
-
-
-@SIZES
-def test_any_layout_is_correct_or_rejected(run: Run, size: int) -> None:
-    run(size, _layouts)
-    run(size, _refused)
 
 
 @in_processes(2, 3)

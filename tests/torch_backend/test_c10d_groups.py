@@ -140,7 +140,8 @@ def test_device_mesh() -> None:
     _sum_of_ranks(flat.get_group(), [0, 1, 2, 3])
 
 
-def _abort() -> None:
+@in_processes(2, 3)
+def test_abort_ends_the_calls_that_wait() -> None:
     group = dist.new_group()
     backend = group._get_backend(CPU)
     if dist.get_rank() == 1:
@@ -160,11 +161,6 @@ def _abort() -> None:
     _sum_of_ranks(dist.group.WORLD, list(range(dist.get_world_size())))
 
 
-def test_abort_ends_the_calls_that_wait(run: Run) -> None:
-    run(2, _abort)
-    run(3, _abort)
-
-
 @in_processes(2)
 def test_abort_on_the_rank_that_waits() -> None:
     group = dist.new_group()
@@ -177,7 +173,8 @@ def test_abort_on_the_rank_that_waits() -> None:
     _store().wait([f"done {r}" for r in range(2)])
 
 
-def _monitored() -> None:
+@in_processes(2, 3)
+def test_monitored_barrier() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     group = dist.new_group()
     for wait_all in (False, True):
@@ -195,7 +192,8 @@ def _monitored() -> None:
     _store().wait([f"through {r}" for r in range(size)])
 
 
-def _one_is_late() -> None:
+@in_processes(3)
+def test_monitored_barrier_names_the_missing_rank() -> None:
     rank = dist.get_rank()
     group = dist.new_group()
     limit = timedelta(seconds=1)
@@ -207,12 +205,6 @@ def _one_is_late() -> None:
             group.monitored_barrier(timedelta(seconds=15))
     _store().set(f"through {rank}", "yes")
     _store().wait([f"through {r}" for r in range(3)])
-
-
-def test_monitored_barrier_names_the_missing_ranks(run: Run) -> None:
-    run(2, _monitored)
-    run(3, _monitored)
-    run(3, _one_is_late)
 
 
 @in_processes(2)

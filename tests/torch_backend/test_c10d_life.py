@@ -72,26 +72,6 @@ def test_wait_has_its_own_limit() -> None:
         dist.all_reduce(torch.ones(1))
 
 
-@in_processes(3)
-def test_new_groups() -> None:
-    rank = dist.get_rank()
-    last_two = dist.new_group([1, 2])
-    reverse = dist.new_group([0, 2])
-    x = torch.full((4,), float(rank))
-    for group, members in ((last_two, [1, 2]), (reverse, [0, 2])):
-        if rank not in members:
-            continue
-        calls = torch_backend.stats(group)["calls"]
-        y = x.clone()
-        dist.all_reduce(y, group=group)
-        assert (y == sum(members)).all()
-        assert torch_backend.stats(group)["calls"] == calls + 1
-        dist.broadcast(y, src=members[1], group=group)
-        dist.destroy_process_group(group)
-    dist.all_reduce(x)
-    assert (x == 3).all()
-
-
 def _model() -> torch.nn.Module:
     torch.manual_seed(0)
     return torch.nn.Sequential(
@@ -134,26 +114,24 @@ def test_ddp_trains_as_with_gloo() -> None:
             same(replica, a, "replica")
 
 
-def _profile() -> list[str]:
+@in_processes(2)
+def test_profiler_sees_one_event_for_each_call() -> None:
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiler:
         dist.all_reduce(torch.ones(3, 4))
         dist.broadcast(torch.ones(2), 0, async_op=True).wait()
         dist.barrier()
-    return [f"{e.name} {e.input_shapes}" for e in profiler.events() if "pycomm:" in e.name]
+    events = [f"{e.name} {e.input_shapes}" for e in profiler.events() if "pycomm:" in e.name]
+    assert sorted(events) == [
+        "pycomm:all_reduce [[3, 4]]",
+        "pycomm:barrier []",
+        "pycomm:broadcast [[2]]",
+    ]
 
 
-def test_profiler_sees_one_event_for_each_call(run: Run) -> None:
-    for events in run(2, _profile):
-        assert sorted(events) == [
-            "pycomm:all_reduce [[3, 4]]",
-            "pycomm:barrier []",
-            "pycomm:broadcast [[2]]",
-        ]
-
-
-def _profile_direct() -> list[str]:
+@in_processes(2)
+def test_profiler_sees_calls_made_without_torch_distributed() -> None:
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
@@ -161,12 +139,8 @@ def _profile_direct() -> list[str]:
         pycomm.broadcast(np.ones(3))
         pycomm.all_gather(torch.ones(3), async_op=True).wait()
     pycomm.all_reduce(torch.ones(3))
-    return [event.name for event in profiler.events() if "pycomm:" in event.name]
-
-
-def test_profiler_sees_calls_made_without_torch_distributed(run: Run) -> None:
-    for names in run(2, _profile_direct):
-        assert names == ["pycomm:all_reduce", "pycomm:broadcast", "pycomm:all_gather"]
+    names = [event.name for event in profiler.events() if "pycomm:" in event.name]
+    assert names == ["pycomm:all_reduce", "pycomm:broadcast", "pycomm:all_gather"]
 
 
 IMPORTS = """

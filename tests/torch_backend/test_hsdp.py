@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from hsdp_training import backward, full_parts, local_parts, mesh_of, sharded
 from quantized_training import adam, check_accumulated, wide
 from small_models import batch, equal
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 from torch_ranks import Run, in_processes, run_fixture  # noqa: F401 - a fixture
 from update_training import residuals_of
@@ -23,56 +23,30 @@ import pycomm
 from pycomm.errors import InvalidArgument
 
 
-def _mesh() -> DeviceMesh:
-    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-
-
-def _sharded(mesh: DeviceMesh, seed: int = 1) -> nn.Module:
-    """A model in three calls of fully_shard. Its shards have unequal sizes."""
-    model = wide(seed)
-    for layer in (model[0], model[2]):  # type: ignore[index]  # a Sequential
-        fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    return model
-
-
 def _quantized(
     compression: pycomm.Quantize, **options: Any
-) -> tuple[nn.Module, pycomm.QuantizedGradients, DeviceMesh]:
+) -> tuple[Any, pycomm.QuantizedGradients, DeviceMesh]:
     """Replicas that differ until they take the parameters of the first one."""
-    mesh = _mesh()
-    model = _sharded(mesh["shard"], seed=1 + mesh.get_local_rank("replicate"))
+    mesh = mesh_of()
+    model = sharded(mesh["shard"], wide(1 + mesh.get_local_rank("replicate")))
     return model, pycomm.quantize_hsdp(model, mesh["replicate"], compression, **options), mesh
-
-
-def _local(tensors: Any) -> list[Tensor]:
-    return [x.to_local().detach().clone() for x in tensors]
-
-
-def _full(model: nn.Module) -> list[Tensor]:
-    return [p.full_tensor().detach() for p in model.parameters()]  # type: ignore[attr-defined]  # a DTensor
-
-
-def _backward(model: nn.Module, step: int, factor: float = 1.0) -> None:
-    x, y = batch(dist.get_rank(), step)
-    (F.mse_loss(model(x), y) * factor).backward()
 
 
 def _train(bits: Any) -> Any:
     """Parameters and statistics after five steps; with bits None they are exact."""
     quantized = None
     if bits is None:
-        model = _sharded(_mesh())
+        model = sharded(mesh_of(), wide())
     else:
         model, quantized, _ = _quantized(pycomm.Quantize(*bits))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     for step in range(5):
-        _backward(model, step)
+        backward(model, step)
         norm = nn.utils.clip_grad_norm_(model.parameters(), 10.0)
         assert norm.full_tensor().item() > 0  # type: ignore[attr-defined]  # a DTensor
         optimizer.step()
         optimizer.zero_grad()
-    return _full(model), quantized and quantized.stats()
+    return full_parts(model), quantized and quantized.stats()
 
 
 @pytest.mark.parametrize("bits", [(8, 8), (3, 8)])
@@ -99,9 +73,9 @@ def _conserved() -> Any:
     arrived: dict[str, Any] = {}
     for step in range(4):
         model.zero_grad()
-        _backward(model, step)
+        backward(model, step)
         plain.zero_grad()
-        _backward(plain, step)
+        backward(plain, step)
         for (name, p), exact in zip(model.named_parameters(), plain.parameters(), strict=True):
             assert exact.grad is not None
             assert p.grad is not None
@@ -145,9 +119,9 @@ def _resumed(steps: int, states: bytes | None) -> Any:
         quantized.load_state_dict(own)
     for step in range(quantized.stats()["step"], steps):
         optimizer.zero_grad()
-        _backward(model, step)
+        backward(model, step)
         optimizer.step()
-    return _local(model.parameters()), quantized.state_dict()
+    return local_parts(model), quantized.state_dict()
 
 
 def test_a_state_resumes_bit_for_bit(run: Run) -> None:
@@ -172,7 +146,8 @@ def _overflowed(gradient: Tensor) -> Tensor:
     return gradient
 
 
-def _overflow() -> list[bool]:
+@in_processes(4)
+def test_an_overflow_on_one_rank_skips_the_step_on_all() -> None:
     """Steps that were skipped. In step 1 one rank's gradient of the first shard overflows."""
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     model, quantized, _ = _quantized(pycomm.Quantize(), scaler=scaler)
@@ -182,35 +157,31 @@ def _overflow() -> list[bool]:
         weight = _hooked(layer.weight, _overflowed) if bad else layer.weight
         return F.linear(inputs[0], weight, layer.bias)
 
-    model[4].register_forward_hook(overflow)  # type: ignore[index]  # a Sequential
+    model[4].register_forward_hook(overflow)
     for step in range(3):
         bad = step == 1 and dist.get_rank() == 3
-        before, weights = quantized.state_dict(), _local(model.parameters())
+        before, weights = quantized.state_dict(), local_parts(model)
         optimizer.zero_grad()
         x, y = batch(dist.get_rank(), step)
         scaler.scale(F.mse_loss(model(x), y)).backward()
         scaler.step(optimizer)
         scaler.update()
-        skipped.append(equal(weights, _local(model.parameters())))
+        skipped.append(equal(weights, local_parts(model)))
         if skipped[-1]:
             after = quantized.state_dict()
             assert after["step"] == before["step"]
             for key in ("residual", "owner_residual"):
                 assert equal([*after[key].values()], [*before[key].values()])
-    return skipped
-
-
-def test_an_overflow_on_one_rank_skips_the_step_on_all(run: Run) -> None:
-    assert run(4, _overflow) == [[False, True, False]] * 4
+    assert skipped == [False, True, False]
 
 
 def _accumulated() -> Any:
     model, quantized, _ = _quantized(pycomm.Quantize(8, 8))
-    model.set_requires_gradient_sync(False)  # type: ignore[operator]  # of FSDPModule
-    _backward(model, 0)
+    model.set_requires_gradient_sync(False)
+    backward(model, 0)
     assert quantized.stats()["step"] == 0
-    model.set_requires_gradient_sync(True)  # type: ignore[operator]  # of FSDPModule
-    _backward(model, 1)
+    model.set_requires_gradient_sync(True)
+    backward(model, 1)
     assert quantized.stats()["step"] == 1
     return [p.grad.full_tensor() for p in model.parameters()]  # type: ignore[union-attr]  # a DTensor
 
@@ -232,13 +203,13 @@ def test_a_failed_pass_changes_no_residual() -> None:
     """A backward pass fails on all ranks after the last layer was exchanged."""
     model, quantized, _ = _quantized(pycomm.Quantize(2, 2))
     failing = False
-    model[1].register_forward_hook(  # type: ignore[index]  # a Sequential
+    model[1].register_forward_hook(
         lambda layer, inputs, output: _hooked(output, _fail) if failing else output
     )
-    _backward(model, 0)
+    backward(model, 0)
     before, failing = quantized.state_dict(), True
     with pytest.raises(Broken):
-        _backward(model, 1)
+        backward(model, 1)
     assert quantized.stats()["sent_bytes"] > 0
     after = quantized.state_dict()
     assert after["step"] == before["step"] == 1
@@ -248,20 +219,22 @@ def test_a_failed_pass_changes_no_residual() -> None:
 
 @in_processes(4)
 def test_wrong_arguments_name_what_to_use() -> None:
-    mesh = _mesh()
+    mesh = mesh_of()
     for model, replicas, message in (
         (wide(), mesh["replicate"], "DataParallel"),
-        (_sharded(mesh), mesh["replicate"], "itself"),
-        (_sharded(mesh["shard"]), mesh, "dimensions"),
+        (sharded(mesh, wide()), mesh["replicate"], "itself"),
+        (sharded(mesh["shard"], wide()), mesh, "dimensions"),
     ):
         with pytest.raises(InvalidArgument, match=message):
             pycomm.quantize_hsdp(model, replicas)
     with pytest.raises(InvalidArgument, match="Quantize"):
-        pycomm.quantize_hsdp(_sharded(mesh["shard"]), mesh["replicate"], pycomm.TopK(ratio=50))  # type: ignore[arg-type]  # refused
-    model = _sharded(mesh["shard"])
+        pycomm.quantize_hsdp(
+            sharded(mesh["shard"], wide()), mesh["replicate"], pycomm.TopK(ratio=50)
+        )  # type: ignore[arg-type]  # refused
+    model = sharded(mesh["shard"], wide())
     pycomm.quantize_hsdp(model, mesh["replicate"])
-    model[4].register_forward_hook(  # type: ignore[index]  # a Sequential
+    model[4].register_forward_hook(
         lambda layer, inputs, output: F.linear(inputs[0], layer.weight)  # without bias
     )
     with pytest.raises(InvalidArgument, match="must get one"):
-        _backward(model, 0)
+        backward(model, 0)

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from hsdp_training import backward, full_parts, local_parts, mesh_of, sharded
 from quantized_training import wide
 from small_models import batch, equal
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn import functional as F
@@ -48,25 +48,12 @@ def _model(seed: int = 1) -> nn.Sequential:
     return nn.Sequential(*wide(seed), Scale())
 
 
-def _mesh(replicas: int = 2) -> DeviceMesh:
-    return init_device_mesh("cpu", (replicas, 2), mesh_dim_names=("replicate", "shard"))
-
-
-def _sharded(mesh: DeviceMesh, seed: int = 1) -> nn.Module:
-    """A model in three calls of fully_shard."""
-    model = _model(seed)
-    for layer in (model[0], model[2]):
-        fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    return model
-
-
 def _training(
     compression: Any, make: Callable[..., Any] = sgd, replicas: int = 2, **options: Any
-) -> tuple[nn.Module, torch.optim.Optimizer, pycomm.LocalSGD]:
+) -> tuple[Any, torch.optim.Optimizer, pycomm.LocalSGD]:
     """Replicas that differ until they take the parameters of the first one."""
-    mesh = _mesh(replicas)
-    model = _sharded(mesh["shard"], seed=1 + mesh.get_local_rank("replicate"))
+    mesh = mesh_of(replicas)
+    model = sharded(mesh["shard"], _model(1 + mesh.get_local_rank("replicate")))
     optimizer = make(model)
     local = pycomm.LocalSGD(
         model, optimizer, compression=compression, replicas=mesh["replicate"], **options
@@ -74,22 +61,9 @@ def _training(
     return model, optimizer, local
 
 
-def _local(model: nn.Module) -> list[Tensor]:
-    return [p.detach().to_local().clone() for p in model.parameters()]  # type: ignore[attr-defined]  # DTensors
-
-
-def _full(model: nn.Module) -> list[Tensor]:
-    return [p.full_tensor().detach() for p in model.parameters()]  # type: ignore[attr-defined]  # DTensors
-
-
-def _backward(model: nn.Module, step: int) -> None:
-    x, y = batch(dist.get_rank(), step)
-    F.mse_loss(model(x), y).backward()
-
-
 def _step(model: nn.Module, local: pycomm.LocalSGD, step: int) -> None:
     local.zero_grad()
-    _backward(model, step)
+    backward(model, step)
     local.step()
 
 
@@ -110,26 +84,28 @@ def _conserved(compression: Any, make: Callable[..., Any], limit: float | None) 
         decay = 1 - group["lr"] * group["weight_decay"]
         alone.param_groups[0]["weight_decay"] = 0.0  # which ranks apply to the shared parameters
     shards = local._shards._ranks  # type: ignore[union-attr]  # has shards
-    given = [torch.zeros(x.shape, dtype=torch.float64) for x in _local(model)]
+    given = [torch.zeros(x.shape, dtype=torch.float64) for x in local_parts(model)]
     arrived = [x.clone() for x in given]
     for step in range(STEPS):
-        start, before = _full(model), _local(model)
+        start, before = full_parts(model), local_parts(model)
         _step(model, local, step)
         for p, x in zip(plain.parameters(), start, strict=True):
             p.data.copy_(x)
         plain.zero_grad()
-        _backward(plain, step)
+        backward(plain, step)
         for p in plain.parameters():
             dist.all_reduce(p.grad, dist.ReduceOp.AVG, group=shards)
         if limit is not None:
             norm = nn.utils.clip_grad_norm_(plain.parameters(), limit * 2**0.5)
             assert float(norm) > 1.5 * limit  # it clips
         alone.step()
-        rows = zip(given, arrived, start, plain.parameters(), before, _local(model), strict=True)
+        rows = zip(
+            given, arrived, start, plain.parameters(), before, local_parts(model), strict=True
+        )
         for all_given, all_arrived, whole, p, old, new in rows:
             all_given.add_(_mine(whole - p.detach()))
             all_arrived.add_(decay * old.double() - new.double(), alpha=2)
-    return _local(model), given, arrived, local.state_dict(), local.stats()
+    return local_parts(model), given, arrived, local.state_dict(), local.stats()
 
 
 @pytest.mark.parametrize(("make", "limit"), [(sgd, 0.1), (adamw, None)], ids=["clipped", "adamw"])
@@ -156,12 +132,12 @@ def test_replicas_are_equal_and_updates_are_conserved(
 
 def _moved(compression: Any, outer: bool) -> Any:
     options: dict[str, Any] = {}
-    mesh = _mesh()
-    model = _sharded(mesh["shard"])
+    mesh = mesh_of()
+    model = sharded(mesh["shard"], _model())
     if outer:
         options = {"outer": torch.optim.SGD(model.parameters(), lr=0.5)}
     if compression is None:
-        model = _sharded(mesh)  # fully_shard averages over the replicas
+        model = sharded(mesh, _model())  # fully_shard averages over the replicas
         local: Any = sgd(model)
     else:
         local = pycomm.LocalSGD(
@@ -171,7 +147,7 @@ def _moved(compression: Any, outer: bool) -> Any:
         if compression is None and outer and step == 1:
             local.param_groups[0]["lr"] /= 2
         _step(model, local, step)
-    return _full(model)
+    return full_parts(model)
 
 
 @pytest.mark.parametrize("outer", [False, True])
@@ -196,7 +172,7 @@ def _resumed(compression: Any, steps: int, states: bytes | None) -> Any:
     for step in range(local.step_count, steps):
         _step(model, local, step)
     velocities = [optimizer.state[p]["momentum_buffer"].to_local() for p in model.parameters()]
-    return _local(model), velocities, local.state_dict()
+    return local_parts(model), velocities, local.state_dict()
 
 
 @COMPRESSIONS
@@ -252,14 +228,14 @@ def _overflow(k_steps: int) -> Any:
     model, _, local = _training(SMALL, k_steps=k_steps, begin_step=1)
     skipped = []
     for step in range(3):
-        before = _local(model)
+        before = local_parts(model)
         local.zero_grad()
         x, y = batch(dist.get_rank(), step)
         factor = float("inf") if step == 1 and dist.get_rank() == 3 else 1.0
         scaler.scale(F.mse_loss(model(x), y) * factor).backward()
         scaler.step(local)
         scaler.update()
-        skipped.append(equal(before, _local(model)))
+        skipped.append(equal(before, local_parts(model)))
     return skipped, scaler.get_scale()
 
 
@@ -279,19 +255,19 @@ def _failed() -> Any:
     model, optimizer, local = _training(SMALL, adamw)
     _step(model, local, 0)
     (group,) = optimizer.param_groups
-    before, usual = _local(model), group["weight_decay"]
+    before, usual = local_parts(model), group["weight_decay"]
     if dist.get_rank() == 3:
         group["weight_decay"] = 0.7
     expected = Mismatch if dist.get_rank() in (1, 3) else Error
     with pytest.raises(expected, match="ranks differ" if expected is Mismatch else "another shard"):
         _step(model, local, 1)
-    assert equal(before, _local(model))
+    assert equal(before, local_parts(model))
     assert sum(float(x.abs().sum()) for x in residuals_of(local.state_dict(), True)) > 0
     group["weight_decay"] = usual
     local._compressor.decay = [1.0] * len(before)  # type: ignore[union-attr]  # of the failed step
     _step(model, local, 2)
-    assert not equal(before, _local(model))
-    return _full(model)
+    assert not equal(before, local_parts(model))
+    return full_parts(model)
 
 
 def test_a_shard_that_fails_fails_the_step_of_all(run: Run) -> None:
@@ -301,8 +277,8 @@ def test_a_shard_that_fails_fails_the_step_of_all(run: Run) -> None:
 
 @in_processes(4)
 def test_wrong_arguments_name_what_to_use() -> None:
-    mesh = _mesh()
-    model = _sharded(mesh["shard"])
+    mesh = mesh_of()
+    model = sharded(mesh["shard"], _model())
     optimizer, replicas = sgd(model), mesh["replicate"]
     with pytest.raises(Unsupported, match=r'replicas=mesh\["replicate"\]'):
         pycomm.LocalSGD(model, optimizer, compression=SMALL)
@@ -320,7 +296,7 @@ def test_wrong_arguments_name_what_to_use() -> None:
     for wrong, given, message in (
         (model, mesh, "dimensions"),
         (plain, replicas, "no shard"),
-        (_sharded(mesh), replicas, "itself"),
+        (sharded(mesh, _model()), replicas, "itself"),
         (grid, replicas, "has placements"),
     ):
         with pytest.raises(InvalidArgument, match=message):
@@ -337,7 +313,7 @@ def test_wrong_arguments_name_what_to_use() -> None:
 
 
 def _too_small() -> str:
-    mesh = _mesh()
+    mesh = mesh_of()
     model = nn.Sequential(nn.Linear(1024, 3, bias=False))  # shards of two rows and of one
     fully_shard(model, mesh=mesh["shard"])
     with pytest.raises(Error) as found:
