@@ -171,15 +171,9 @@ void try_wrong(std::mt19937& random) {
 }  // namespace
 
 void run_compact(std::mt19937& random) {
-  for (const auto& [count, k] : std::vector<std::pair<size_t, size_t>>{{1, 0},
-                                                                       {1, 1},
-                                                                       {70, 64},
-                                                                       {70, 65},
-                                                                       {9000, 63},
-                                                                       {6000, 128},
-                                                                       {9000, 2049},
-                                                                       {40000, 4100}})
-    try_codes(random, set_of(random, count, k), 3);
+  constexpr std::pair<size_t, size_t> kSets[] = {
+      {1, 0}, {1, 1}, {70, 64}, {70, 65}, {9000, 63}, {6000, 128}, {9000, 2049}, {40000, 4100}};
+  for (const auto& [count, k] : kSets) try_codes(random, set_of(random, count, k), 3);
   try_wrong(random);
 }
 

@@ -7,7 +7,6 @@
 #include <atomic>
 #include <latch>
 #include <memory>
-#include <string>
 #include <vector>
 
 #include "emulator/grid.hpp"
@@ -78,15 +77,15 @@ unsigned blocked_streams(unsigned channels, bool by_driver) {
   return blocked;
 }
 
-const Test kDriver{"the driver's wait for a value blocks the streams of its channel", [] {
-                     expect_equal(blocked_streams(1, true), kChannels, "streams, one channel");
-                     expect_equal(blocked_streams(kChannels, true), 1U, "streams, 8 channels");
-                   }};
+const Test kDriver("the driver's wait for a value blocks the streams of its channel", [] {
+  expect_equal(blocked_streams(1, true), kChannels, "streams, one channel");
+  expect_equal(blocked_streams(kChannels, true), 1U, "streams, 8 channels");
+});
 
-const Test kKernel{"a device's wait for the host blocks no other stream", [] {
-                     expect_equal(blocked_streams(1, false), 0U, "streams, one channel");
-                     expect_equal(blocked_streams(kChannels, false), 0U, "streams, 8 channels");
-                   }};
+const Test kKernel("a device's wait for the host blocks no other stream", [] {
+  expect_equal(blocked_streams(1, false), 0U, "streams, one channel");
+  expect_equal(blocked_streams(kChannels, false), 0U, "streams, 8 channels");
+});
 
 // Rank 1 begins its call when rank 0's other streams have worked, which they submit after the call.
 void run_with_later_commands(unsigned channels) {
@@ -112,10 +111,10 @@ void run_with_later_commands(unsigned channels) {
             {0, 1});
 }
 
-const Test kUnrelated{"a call between hosts lets later commands of other streams start", [] {
-                        run_with_later_commands(1);
-                        run_with_later_commands(kChannels);
-                      }};
+const Test kUnrelated("a call between hosts lets later commands of other streams start", [] {
+  run_with_later_commands(1);
+  run_with_later_commands(kChannels);
+});
 
 // The communicators of a rank, each with a stream.
 class Several {
@@ -195,10 +194,10 @@ void start_in_opposite_orders(int max_ctas) {
   });
 }
 
-const Test kResident{"kernels of communicators that fill a device wait for each other",
-                     [] { start_in_opposite_orders(0); }};
+const Test kResident("kernels of communicators that fill a device wait for each other",
+                     [] { start_in_opposite_orders(0); });
 
-const Test kLimited{"... and do not if their blocks are limited",
-                    [] { start_in_opposite_orders(1); }};
+const Test kLimited("... and do not if their blocks are limited",
+                    [] { start_in_opposite_orders(1); });
 
 }  // namespace

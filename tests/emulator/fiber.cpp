@@ -3,7 +3,6 @@
 
 #include <sys/mman.h>
 
-#include <cstdint>
 #include <new>
 
 #ifndef __x86_64__

@@ -8,12 +8,10 @@
 #include <atomic>
 #include <cstdlib>
 #include <cstring>
-#include <deque>
 #include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
-#include <stdexcept>
 #include <string>
 #include <utility>
 #include <vector>
@@ -236,15 +234,6 @@ cudaError_t wait_captured(CUstream_st* s, const CUevent_st& event) {
   return cudaSuccess;
 }
 
-cudaError_t allocate(void** p, size_t bytes) {
-  emulator::use_context();
-  const std::lock_guard lock(state().mutex);
-  if (capturing()) return refuse_capture();
-  if (posix_memalign(p, 256, std::max<size_t>(bytes, 1)) != 0) return cudaErrorMemoryAllocation;
-  std::memset(*p, emulator::options().poison, bytes);
-  return cudaSuccess;
-}
-
 }  // namespace
 
 cudaError_t emulator::enqueue_polled(cudaStream_t stream, Run operation, Occupies occupies) {
@@ -303,16 +292,20 @@ cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr what, int) {
   if (what != cudaDevAttrMultiProcessorCount) return cudaErrorInvalidValue;
   return *value = 2, cudaSuccess;
 }
-cudaError_t cudaGetLastError() { return state().error; }
-cudaError_t cudaPeekAtLastError() { return state().error; }
 const char* cudaGetErrorString(cudaError_t error) {
   if (error == cudaSuccess) return "no error";
   return error == cudaErrorLaunchFailure ? state().text.c_str()
                                          : "an error of the emulated runtime";
 }
 
-cudaError_t cudaMalloc(void** p, size_t bytes) { return allocate(p, bytes); }
-cudaError_t cudaMallocAsync(void** p, size_t bytes, cudaStream_t) { return allocate(p, bytes); }
+cudaError_t cudaMalloc(void** p, size_t bytes) {
+  emulator::use_context();
+  const std::lock_guard lock(state().mutex);
+  if (capturing()) return refuse_capture();
+  if (posix_memalign(p, 256, std::max<size_t>(bytes, 1)) != 0) return cudaErrorMemoryAllocation;
+  std::memset(*p, emulator::options().poison, bytes);
+  return cudaSuccess;
+}
 cudaError_t cudaDeviceSynchronize() {
   emulator::use_context();
   std::vector<Point> all;
@@ -334,9 +327,6 @@ cudaError_t cudaFree(void* p) {
   std::free(p);
   return state().error;
 }
-cudaError_t cudaFreeAsync(void* p, cudaStream_t s) {
-  return emulator::enqueue(s, [p] { std::free(p); });
-}
 cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind,
                             cudaStream_t s) {
   return emulator::enqueue(s, [=] {
@@ -344,10 +334,6 @@ cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpy
     emulator::device_writes(to, bytes);
     std::memmove(to, from, bytes);
   });
-}
-cudaError_t cudaMemcpy(void* to, const void* from, size_t bytes, cudaMemcpyKind kind) {
-  cudaMemcpyAsync(to, from, bytes, kind, nullptr);
-  return cudaStreamSynchronize(nullptr);
 }
 cudaError_t cudaMemsetAsync(void* p, int value, size_t bytes, cudaStream_t s) {
   return emulator::enqueue(s, [=] {
@@ -365,7 +351,6 @@ cudaError_t cudaStreamCreateWithFlags(cudaStream_t* s, unsigned flags) {
   state().streams.push_back(*s);
   return cudaSuccess;
 }
-cudaError_t cudaStreamCreate(cudaStream_t* s) { return cudaStreamCreateWithFlags(s, 0); }
 cudaError_t cudaStreamDestroy(cudaStream_t s) {
   const cudaError_t error = wait(last_of(s));
   const std::lock_guard lock(state().mutex);
@@ -403,7 +388,6 @@ cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned) {
   ++events;
   return *event = new CUevent_st, cudaSuccess;
 }
-cudaError_t cudaEventCreate(cudaEvent_t* event) { return cudaEventCreateWithFlags(event, 0); }
 cudaError_t cudaEventDestroy(cudaEvent_t event) {
   emulator::use_context();
   return delete event, cudaSuccess;
@@ -418,9 +402,6 @@ cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
   submit(s, nullptr);
   event->point = {s, s->submitted};
   return state().error;
-}
-cudaError_t cudaEventSynchronize(cudaEvent_t event) {
-  return event->captured ? cudaErrorCapturedEvent : wait(event->point);
 }
 cudaError_t cudaEventQuery(cudaEvent_t event) {
   emulator::use_context();

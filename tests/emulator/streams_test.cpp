@@ -29,156 +29,150 @@ using namespace stream_ranks;
 
 namespace {
 
-const Test kPlans{"every plan sends its elements, aligned, and gives the sum", [] {
-                    for (const int size : {1, 2, 3, 5})
-                      each_rank(size, [](Rank& r) {
-                        for (const Operation operation : kCollectives)
-                          for (const Algorithm algorithm : collectives::algorithms_for(operation))
-                            for (const size_t count : {0, 7, 50, 1004})
-                              run_case(r, {operation, algorithm, count, r.size / 2});
-                      });
-                  }};
+const Test kPlans("every plan sends its elements, aligned, and gives the sum", [] {
+  for (const int size : {1, 2, 3, 5})
+    each_rank(size, [](Rank& r) {
+      for (const Operation operation : kCollectives)
+        for (const Algorithm algorithm : collectives::algorithms_for(operation))
+          for (const size_t count : {0, 7, 50, 1004})
+            run_case(r, {operation, algorithm, count, r.size / 2});
+    });
+});
 
-const Test kRing{"a ring is 2 (n - 1) groups of a send and a receive and no collective", [] {
-                   each_rank(4, [](Rank& r) {
-                     constexpr size_t kCount = 4096;
-                     Floats x(kCount);
-                     x.write([&](size_t i) { return element(r.rank, i); }, r.stream);
-                     const Lanes stages = stages_of(r, Algorithm::ring, kCount);
-                     r.run(all_reduce(x, kCount, &stages));
-                     const auto got = x.read(r.stream);
-                     for (size_t i = 0; i < kCount; ++i) expect_equal(got[i], sum_of(4, i), "sum");
-                     const auto counts = r.nccl->take_counts();
-                     expect_equal(counts.groups, uint64_t{6}, "groups");
-                     expect_equal(counts.sends, uint64_t{6}, "sends");
-                     expect_equal(counts.receives, uint64_t{6}, "receives");
-                     expect_equal(counts.collectives, uint64_t{0}, "collectives");
-                     expect_equal(counts.bytes_sent, uint64_t{6 * 1024 * 4}, "bytes");
-                     expect_equal(r.engine.traffic().kernels, uint64_t{3}, "a kernel for each sum");
-                   });
-                 }};
+const Test kRing("a ring is 2 (n - 1) groups of a send and a receive and no collective", [] {
+  each_rank(4, [](Rank& r) {
+    constexpr size_t kCount = 4096;
+    Floats x(kCount);
+    x.write([&](size_t i) { return element(r.rank, i); }, r.stream);
+    const Lanes stages = stages_of(r, Algorithm::ring, kCount);
+    r.run(all_reduce(x, kCount, &stages));
+    const auto got = x.read(r.stream);
+    for (size_t i = 0; i < kCount; ++i) expect_equal(got[i], sum_of(4, i), "sum");
+    const auto counts = r.nccl->take_counts();
+    expect_equal(counts.groups, uint64_t{6}, "groups");
+    expect_equal(counts.sends, uint64_t{6}, "sends");
+    expect_equal(counts.receives, uint64_t{6}, "receives");
+    expect_equal(counts.collectives, uint64_t{0}, "collectives");
+    expect_equal(counts.bytes_sent, uint64_t{6 * 1024 * 4}, "bytes");
+    expect_equal(r.engine.traffic().kernels, uint64_t{3}, "a kernel for each sum");
+  });
+});
 
-const Test kBits{
-    "sums have the same bits as on the CPU, also avg", [] {
-      each_rank(3, [](Rank& r) {
-        constexpr size_t kCount = 100;
-        const auto odd = [](int rank, size_t i) {
-          return 1.f / static_cast<float>(i + 1 + static_cast<size_t>(rank) * 7);
-        };
-        for (const ReduceOp op :
-             {ReduceOp::sum, ReduceOp::avg, ReduceOp::product, ReduceOp::min, ReduceOp::max})
-          for (const Algorithm algorithm : {Algorithm::direct, Algorithm::direct_two_phase}) {
-            std::vector<float> slots;
-            for (int rank = 0; rank < 3; ++rank)
-              for (size_t i = 0; i < kCount; ++i) slots.push_back(odd(rank, i));
-            std::vector<float> folded(kCount);
-            kernels::reducer(Dtype::float32, op).fold(folded.data(), slots.data(), kCount, 3);
-            Floats x(kCount);
-            x.write([&](size_t i) { return odd(r.rank, i); }, r.stream);
-            const Lanes stages = stages_of(r, algorithm, kCount);
-            device::StreamJob job = all_reduce(x, kCount, &stages);
-            job.op = op;
-            r.run(job);
-            const auto got = x.read(r.stream);
-            expect(got == folded,
-                   std::string(name_of(op)) + " by " + std::string(name_of(algorithm)));
-            x.write([&](size_t i) { return element(r.rank, i); }, r.stream);
-            const Lanes ring = stages_of(r, Algorithm::ring, kCount, 2);
-            job.plan = &ring;
-            job.op = ReduceOp::avg;
-            r.run(job);
-            const auto mean = x.read(r.stream);
-            for (size_t i = 0; i < kCount; ++i)
-              expect_equal(mean[i], sum_of(3, i) / 3, "mean by ring");
-          }
-      });
-    }};
+const Test kBits("sums have the same bits as on the CPU, also avg", [] {
+  each_rank(3, [](Rank& r) {
+    constexpr size_t kCount = 100;
+    const auto odd = [](int rank, size_t i) {
+      return 1.f / static_cast<float>(i + 1 + static_cast<size_t>(rank) * 7);
+    };
+    for (const ReduceOp op :
+         {ReduceOp::sum, ReduceOp::avg, ReduceOp::product, ReduceOp::min, ReduceOp::max})
+      for (const Algorithm algorithm : {Algorithm::direct, Algorithm::direct_two_phase}) {
+        std::vector<float> slots;
+        for (int rank = 0; rank < 3; ++rank)
+          for (size_t i = 0; i < kCount; ++i) slots.push_back(odd(rank, i));
+        std::vector<float> folded(kCount);
+        kernels::reducer(Dtype::float32, op).fold(folded.data(), slots.data(), kCount, 3);
+        Floats x(kCount);
+        x.write([&](size_t i) { return odd(r.rank, i); }, r.stream);
+        const Lanes stages = stages_of(r, algorithm, kCount);
+        device::StreamJob job = all_reduce(x, kCount, &stages);
+        job.op = op;
+        r.run(job);
+        const auto got = x.read(r.stream);
+        expect(got == folded, std::string(name_of(op)) + " by " + std::string(name_of(algorithm)));
+        x.write([&](size_t i) { return element(r.rank, i); }, r.stream);
+        const Lanes ring = stages_of(r, Algorithm::ring, kCount, 2);
+        job.plan = &ring;
+        job.op = ReduceOp::avg;
+        r.run(job);
+        const auto mean = x.read(r.stream);
+        for (size_t i = 0; i < kCount; ++i) expect_equal(mean[i], sum_of(3, i) / 3, "mean by ring");
+      }
+  });
+});
 
-const Test kNccl{
-    "NCCL's own collectives are one call each", [] {
-      each_rank(3, [](Rank& r) {
-        for (const Operation operation : {Operation::all_reduce, Operation::broadcast,
-                                          Operation::all_gather, Operation::reduce_scatter}) {
-          const Case one{operation, Algorithm::direct, 10, 1};
-          Floats in(30), out(30);
-          const auto value = [&](size_t i) { return element(r.rank, i); };
-          (operation == Operation::broadcast ? out : in).write(value, r.stream);
-          r.run({.operation = operation,
-                 .dtype = Dtype::float32,
-                 .input = in.bytes(),
-                 .output = out.bytes(),
-                 .count = one.count,
-                 .peer = one.root});
-          const auto got = out.read(r.stream);
-          const size_t parts = has_parts_out(operation) ? 3 : 1;
-          for (size_t i = 0; i < 10 * parts; ++i)
-            expect_equal(got[i], wanted(one, r, i), text_of(one, r));
-          const auto counts = r.nccl->take_counts();
-          expect_equal(counts.groups, uint64_t{1}, "one launch");
-          expect_equal(counts.collectives, uint64_t{1}, "one collective");
-          expect_equal(counts.sends, uint64_t{0}, "no send");
-        }
-      });
-    }};
+const Test kNccl("NCCL's own collectives are one call each", [] {
+  each_rank(3, [](Rank& r) {
+    for (const Operation operation : {Operation::all_reduce, Operation::broadcast,
+                                      Operation::all_gather, Operation::reduce_scatter}) {
+      const Case one{operation, Algorithm::direct, 10, 1};
+      Floats in(30), out(30);
+      const auto value = [&](size_t i) { return element(r.rank, i); };
+      (operation == Operation::broadcast ? out : in).write(value, r.stream);
+      r.run({.operation = operation,
+             .dtype = Dtype::float32,
+             .input = in.bytes(),
+             .output = out.bytes(),
+             .count = one.count,
+             .peer = one.root});
+      const auto got = out.read(r.stream);
+      const size_t parts = has_parts_out(operation) ? 3 : 1;
+      for (size_t i = 0; i < 10 * parts; ++i)
+        expect_equal(got[i], wanted(one, r, i), text_of(one, r));
+      const auto counts = r.nccl->take_counts();
+      expect_equal(counts.groups, uint64_t{1}, "one launch");
+      expect_equal(counts.collectives, uint64_t{1}, "one collective");
+      expect_equal(counts.sends, uint64_t{0}, "no send");
+    }
+  });
+});
 
-const Test kOrder{
-    "a call is ordered between earlier and later operations of the caller's stream", [] {
-      each_rank(2, [](Rank& r) {
-        Floats x(100), copy(100);
-        const Lanes stages = stages_of(r, Algorithm::ring, 100);
-        for (int call = 0; call < 5; ++call) {
-          x.write([&](size_t i) { return element(r.rank + call, i); }, r.stream);
-          r.run(all_reduce(x, 100, &stages));
-          fine(cudaMemcpyAsync(copy.bytes(), x.bytes(), 400, cudaMemcpyDeviceToDevice, r.stream));
-          const auto got = copy.read(r.stream);
-          for (size_t i = 0; i < 100; ++i)
-            expect_equal(got[i], element(call, i) + element(call + 1, i), "sum");
-        }
-      });
-    }};
+const Test kOrder("a call is ordered between earlier and later operations of the caller's stream",
+                  [] {
+                    each_rank(2, [](Rank& r) {
+                      Floats x(100), copy(100);
+                      const Lanes stages = stages_of(r, Algorithm::ring, 100);
+                      for (int call = 0; call < 5; ++call) {
+                        x.write([&](size_t i) { return element(r.rank + call, i); }, r.stream);
+                        r.run(all_reduce(x, 100, &stages));
+                        fine(cudaMemcpyAsync(copy.bytes(), x.bytes(), 400, cudaMemcpyDeviceToDevice,
+                                             r.stream));
+                        const auto got = copy.read(r.stream);
+                        for (size_t i = 0; i < 100; ++i)
+                          expect_equal(got[i], element(call, i) + element(call + 1, i), "sum");
+                      }
+                    });
+                  });
 
-const Test kGraph{
-    "a call that is captured is replayed", [] {
-      each_rank(3, [](Rank& r) {
-        Floats x(64), y(64);
-        const Lanes stages = stages_of(r, Algorithm::ring, 64, 2);
-        x.write([](size_t) { return 0.f; }, r.stream);
-        r.run(all_reduce(x, 64, &stages));
-        r.finish();
-        cudaGraph_t graph = nullptr;
-        fine(cudaStreamBeginCapture(r.stream, cudaStreamCaptureModeThreadLocal));
-        fine(cudaMemcpyAsync(x.bytes(), y.bytes(), 256, cudaMemcpyDeviceToDevice, r.stream));
-        r.run(all_reduce(x, 64, &stages));
-        r.run(all_reduce(x, 64, nullptr));
-        fine(cudaStreamEndCapture(r.stream, &graph));
-        cudaGraphExec_t exec = nullptr;
-        fine(cudaGraphInstantiate(&exec, graph, 0));
-        (void)r.nccl->take_counts();
-        for (int replay = 0; replay < 3; ++replay) {
-          y.write([&](size_t i) { return element(r.rank + replay, i); }, r.stream);
-          fine(cudaGraphLaunch(exec, r.stream));
-          const auto got = x.read(r.stream);
-          float first = 0;
-          for (int rank = 0; rank < 3; ++rank) first += element(rank + replay, 5);
-          expect_equal(got[5], 3 * first, "three times the sum");
-        }
-        expect_equal(r.nccl->take_counts().groups, uint64_t{3 * (2 * 4 + 1)}, "groups");
-      });
-    }};
+const Test kGraph("a call that is captured is replayed", [] {
+  each_rank(3, [](Rank& r) {
+    Floats x(64), y(64);
+    const Lanes stages = stages_of(r, Algorithm::ring, 64, 2);
+    x.write([](size_t) { return 0.f; }, r.stream);
+    r.run(all_reduce(x, 64, &stages));
+    r.finish();
+    cudaGraph_t graph = nullptr;
+    fine(cudaStreamBeginCapture(r.stream, cudaStreamCaptureModeThreadLocal));
+    fine(cudaMemcpyAsync(x.bytes(), y.bytes(), 256, cudaMemcpyDeviceToDevice, r.stream));
+    r.run(all_reduce(x, 64, &stages));
+    r.run(all_reduce(x, 64, nullptr));
+    fine(cudaStreamEndCapture(r.stream, &graph));
+    cudaGraphExec_t exec = nullptr;
+    fine(cudaGraphInstantiate(&exec, graph, 0));
+    (void)r.nccl->take_counts();
+    for (int replay = 0; replay < 3; ++replay) {
+      y.write([&](size_t i) { return element(r.rank + replay, i); }, r.stream);
+      fine(cudaGraphLaunch(exec, r.stream));
+      const auto got = x.read(r.stream);
+      float first = 0;
+      for (int rank = 0; rank < 3; ++rank) first += element(rank + replay, 5);
+      expect_equal(got[5], 3 * first, "three times the sum");
+    }
+    expect_equal(r.nccl->take_counts().groups, uint64_t{3 * (2 * 4 + 1)}, "groups");
+  });
+});
 
-const Test kCaptureScratch{
-    "an allocation in a capture is refused with a remedy", [] {
-      each_rank(2, [](Rank& r) {
-        Floats x(64);
-        const Lanes stages = stages_of(r, Algorithm::ring, 64);
-        fine(cudaStreamBeginCapture(r.stream, cudaStreamCaptureModeThreadLocal));
-        const std::string why =
-            expect_throws<Unsupported>([&] { r.run(all_reduce(x, 64, &stages)); });
-        expect(why.find("once before the capture") != std::string::npos, why);
-        cudaGraph_t graph = nullptr;
-        fine(cudaStreamEndCapture(r.stream, &graph));
-      });
-    }};
+const Test kCaptureScratch("an allocation in a capture is refused with a remedy", [] {
+  each_rank(2, [](Rank& r) {
+    Floats x(64);
+    const Lanes stages = stages_of(r, Algorithm::ring, 64);
+    fine(cudaStreamBeginCapture(r.stream, cudaStreamCaptureModeThreadLocal));
+    const std::string why = expect_throws<Unsupported>([&] { r.run(all_reduce(x, 64, &stages)); });
+    expect(why.find("once before the capture") != std::string::npos, why);
+    cudaGraph_t graph = nullptr;
+    fine(cudaStreamEndCapture(r.stream, &graph));
+  });
+});
 
 // A call of several launches may get the error before its last launch.
 void try_run(Rank& r, const device::StreamJob& job) {
@@ -200,72 +194,63 @@ nccl::NcclResult error_of(Rank& r) {
   return nccl::NcclResult::success;
 }
 
-const Test kMismatch{
-    "both ranks report different counts", [] {
-      each_rank(2, [](Rank& r) {
-        const size_t count = r.rank == 0 ? 64 : 60;
-        Floats x(64, 0);
-        const Lanes stages = stages_of(r, Algorithm::ring, count);
-        try_run(r, all_reduce(x, count, &stages));
-        const nccl::NcclResult error = error_of(r);
-        const std::string text =
-            r.engine.communicators().front()->error_of("ncclGroupEnd", error).what();
-        expect(error == nccl::NcclResult::invalid_usage || error == nccl::NcclResult::remote_error,
-               text);
-        if (error == nccl::NcclResult::invalid_usage)
-          expect(text.find("count 12") != std::string::npos, text);
-        r.engine.communicators().front()->abort();
-        r.finish();
-      });
-    }};
+const Test kMismatch("both ranks report different counts", [] {
+  each_rank(2, [](Rank& r) {
+    const size_t count = r.rank == 0 ? 64 : 60;
+    Floats x(64, 0);
+    const Lanes stages = stages_of(r, Algorithm::ring, count);
+    try_run(r, all_reduce(x, count, &stages));
+    const nccl::NcclResult error = error_of(r);
+    const std::string text =
+        r.engine.communicators().front()->error_of("ncclGroupEnd", error).what();
+    expect(error == nccl::NcclResult::invalid_usage || error == nccl::NcclResult::remote_error,
+           text);
+    if (error == nccl::NcclResult::invalid_usage)
+      expect(text.find("count 12") != std::string::npos, text);
+    r.engine.communicators().front()->abort();
+    r.finish();
+  });
+});
 
-const Test kAbort{"an abort ends what waits for a rank that does not call", [] {
-                    std::latch over(1);
-                    each_rank(2, [&](Rank& r) {
-                      Floats x(64, 0);
-                      const Lanes stages = stages_of(r, Algorithm::ring, 64);
-                      r.run(all_reduce(x, 64, &stages));  // the first call waits where it is made
-                      r.finish();
-                      if (r.rank == 1) return over.wait();
-                      const struct Tell {
-                        std::latch& over;
-                        ~Tell() { over.count_down(); }  // also where a check fails
-                      } tell{over};
-                      r.run(all_reduce(x, 64, &stages));
-                      (void)cudaStreamQuery(r.stream);
-                      r.engine.communicators().front()->abort();
-                      r.finish();
-                      const auto again = [&] { r.run(all_reduce(x, 64, &stages)); };
-                      (void)expect_throws<Error>(again);
-                    });
-                  }};
+const Test kAbort("an abort ends what waits for a rank that does not call", [] {
+  std::latch over(1);
+  each_rank(2, [&](Rank& r) {
+    Floats x(64, 0);
+    const Lanes stages = stages_of(r, Algorithm::ring, 64);
+    r.run(all_reduce(x, 64, &stages));  // the first call waits where it is made
+    r.finish();
+    if (r.rank == 1) return over.wait();
+    const CountDown tell{over};
+    r.run(all_reduce(x, 64, &stages));
+    (void)cudaStreamQuery(r.stream);
+    r.engine.communicators().front()->abort();
+    r.finish();
+    const auto again = [&] { r.run(all_reduce(x, 64, &stages)); };
+    (void)expect_throws<Error>(again);
+  });
+});
 
 // NCCL connects the ranks of a communicator at its first call, which waits for the peers.
-const Test kFirstCall{"an abort ends a first call that waits for a rank", [] {
-                        std::latch over(1);
-                        each_rank(2, [&](Rank& r) {
-                          if (r.rank == 1) return over.wait();
-                          const struct Tell {
-                            std::latch& over;
-                            ~Tell() { over.count_down(); }  // also where a check fails
-                          } tell{over};
-                          Floats x(64, 0);
-                          const Lanes stages = stages_of(r, Algorithm::ring, 64);
-                          std::atomic<bool> late = false;
-                          std::jthread aborts([&] {
-                            const Deadline limit = soon();
-                            while (fake_nccl::waiting_calls() == 0 && !limit.expired())
-                              std::this_thread::yield();
-                            late = limit.expired();
-                            r.engine.communicators().front()->abort();
-                          });
-                          const std::string why =
-                              expect_throws<Error>([&] { r.run(all_reduce(x, 64, &stages)); });
-                          aborts.join();
-                          expect(!late, "the call did not wait");
-                          expect(why.find("aborted") != std::string::npos, why);
-                        });
-                      }};
+const Test kFirstCall("an abort ends a first call that waits for a rank", [] {
+  std::latch over(1);
+  each_rank(2, [&](Rank& r) {
+    if (r.rank == 1) return over.wait();
+    const CountDown tell{over};
+    Floats x(64, 0);
+    const Lanes stages = stages_of(r, Algorithm::ring, 64);
+    std::atomic<bool> late = false;
+    std::jthread aborts([&] {
+      const Deadline limit = soon();
+      while (fake_nccl::waiting_calls() == 0 && !limit.expired()) std::this_thread::yield();
+      late = limit.expired();
+      r.engine.communicators().front()->abort();
+    });
+    const std::string why = expect_throws<Error>([&] { r.run(all_reduce(x, 64, &stages)); });
+    aborts.join();
+    expect(!late, "the call did not wait");
+    expect(why.find("aborted") != std::string::npos, why);
+  });
+});
 
 // The text of the first error of the ranks' engines.
 std::string first_error(Rank& r, std::span<device::StreamEngine* const> engines) {
@@ -309,27 +294,27 @@ void compare_orders(Rank& r, const nccl::NcclId& id, bool same, std::atomic<int>
   found += why.find("in different orders") != std::string::npos;
 }
 
-const Test kLaunchOrder{"the fake finds communicators that ranks use in different orders", [] {
-                          for (const bool same : {true, false}) {
-                            nccl::NcclId id{};
-                            (void)FakeNccl().get_unique_id(id);
-                            std::atomic<int> found = 0;
-                            each_rank(2, [&](Rank& r) { compare_orders(r, id, same, found); });
-                            expect_equal(found > 0, !same, "an error names the order");
-                          }
-                        }};
+const Test kLaunchOrder("the fake finds communicators that ranks use in different orders", [] {
+  for (const bool same : {true, false}) {
+    nccl::NcclId id{};
+    (void)FakeNccl().get_unique_id(id);
+    std::atomic<int> found = 0;
+    each_rank(2, [&](Rank& r) { compare_orders(r, id, same, found); });
+    expect_equal(found > 0, !same, "an error names the order");
+  }
+});
 
-const Test kGone{"waiting for a rank that left ends with an error", [] {
-                   each_rank(3, [](Rank& r) {
-                     if (r.rank == 2) return;
-                     Floats x(64, 0);
-                     const Lanes stages = stages_of(r, Algorithm::ring, 64);
-                     try_run(r, all_reduce(x, 64, &stages));
-                     expect(error_of(r) == nccl::NcclResult::remote_error, "remote error");
-                     r.engine.communicators().front()->abort();
-                     r.finish();
-                   });
-                 }};
+const Test kGone("waiting for a rank that left ends with an error", [] {
+  each_rank(3, [](Rank& r) {
+    if (r.rank == 2) return;
+    Floats x(64, 0);
+    const Lanes stages = stages_of(r, Algorithm::ring, 64);
+    try_run(r, all_reduce(x, 64, &stages));
+    expect(error_of(r) == nccl::NcclResult::remote_error, "remote error");
+    r.engine.communicators().front()->abort();
+    r.finish();
+  });
+});
 
 // Whether `body` returns within 10 s; then `release` is called, or at the end of that time, as
 // `body` may wait for it.
@@ -349,139 +334,134 @@ bool returns_before(const std::function<void()>& release, const std::function<vo
 }
 
 // NCCL waits for the last graph with its calls before it ends a communicator.
-const Test kGraphLives{
-    "an engine is closed while a graph with its calls lives", [] {
-      each_rank(2, [](Rank& r) {
-        Floats x(64, 0);
-        const Lanes stages = stages_of(r, Algorithm::ring, 64);
-        r.run(all_reduce(x, 64, &stages));
-        r.finish();
-        fine(cudaStreamBeginCapture(r.stream, cudaStreamCaptureModeRelaxed));
-        r.run(all_reduce(x, 64, &stages));
-        cudaGraph_t graph = nullptr;
-        fine(cudaStreamEndCapture(r.stream, &graph));
-        expect(returns_before([&] { cudaGraphDestroy(graph); }, [&] { r.engine.close(soon()); }),
-               "close() waited for the graph");
-      });
-    }};
+const Test kGraphLives("an engine is closed while a graph with its calls lives", [] {
+  each_rank(2, [](Rank& r) {
+    Floats x(64, 0);
+    const Lanes stages = stages_of(r, Algorithm::ring, 64);
+    r.run(all_reduce(x, 64, &stages));
+    r.finish();
+    fine(cudaStreamBeginCapture(r.stream, cudaStreamCaptureModeRelaxed));
+    r.run(all_reduce(x, 64, &stages));
+    cudaGraph_t graph = nullptr;
+    fine(cudaStreamEndCapture(r.stream, &graph));
+    expect(returns_before([&] { cudaGraphDestroy(graph); }, [&] { r.engine.close(soon()); }),
+           "close() waited for the graph");
+  });
+});
 
 // Its stream waits for the caller's, which hangs: NCCL's abort does not return.
-const Test kHangs{"an abort returns while the caller's stream hangs", [] {
-                    each_rank(2, [](Rank& r) {
-                      Floats x(64, 0);
-                      const Lanes stages = stages_of(r, Algorithm::ring, 64);
-                      r.run(all_reduce(x, 64, &stages));
-                      r.finish();
-                      const auto open = std::make_shared<std::atomic<bool>>(false);
-                      const auto gate = [open] { return open->load(); };
-                      fine(emulator::enqueue_polled(r.stream, gate));
-                      r.run(all_reduce(x, 64, &stages));
-                      const bool returned = returns_before([&] { open->store(true); },
-                                                           [&] { r.engine.abort("enough"); });
-                      r.finish();
-                      expect(returned, "the abort waited for the stream");
-                    });
-                  }};
+const Test kHangs("an abort returns while the caller's stream hangs", [] {
+  each_rank(2, [](Rank& r) {
+    Floats x(64, 0);
+    const Lanes stages = stages_of(r, Algorithm::ring, 64);
+    r.run(all_reduce(x, 64, &stages));
+    r.finish();
+    const auto open = std::make_shared<std::atomic<bool>>(false);
+    const auto gate = [open] { return open->load(); };
+    fine(emulator::enqueue_polled(r.stream, gate));
+    r.run(all_reduce(x, 64, &stages));
+    const bool returned =
+        returns_before([&] { open->store(true); }, [&] { r.engine.abort("enough"); });
+    r.finish();
+    expect(returned, "the abort waited for the stream");
+  });
+});
 
-const Test kMissing{"waiting for a missing rank ends at the deadline", [] {
-                      FakeNccl names;
-                      nccl::NcclId id{};
-                      (void)names.get_unique_id(id);
-                      Rank alone{.rank = 0, .size = 2};
-                      const auto connect = [&] {
-                        alone.engine.connect(std::span(&id, 1), {},
-                                             Deadline(std::chrono::milliseconds(30)));
-                      };
-                      (void)expect_throws<Timeout>(connect);
-                    }};
+const Test kMissing("waiting for a missing rank ends at the deadline", [] {
+  FakeNccl names;
+  nccl::NcclId id{};
+  (void)names.get_unique_id(id);
+  Rank alone{.rank = 0, .size = 2};
+  const auto connect = [&] {
+    alone.engine.connect(std::span(&id, 1), {}, Deadline(std::chrono::milliseconds(30)));
+  };
+  (void)expect_throws<Timeout>(connect);
+});
 
-const Test kTwice{"two ranks on one device are refused, as by NCCL", [] {
-                    FakeNccl names;
-                    nccl::NcclId id{};
-                    (void)names.get_unique_id(id);
-                    std::vector<std::string> said(2);
-                    std::vector<std::thread> threads;
-                    for (int rank = 0; rank < 2; ++rank)
-                      threads.emplace_back([&, rank] {
-                        FakeNccl nccl;
-                        nccl::NcclComm* comm = nullptr;
-                        if (nccl.comm_init_rank(comm, 2, id, rank, {}) != nccl::NcclResult::success)
-                          said[static_cast<size_t>(rank)] = nccl.last_error();
-                      });
-                    for (std::thread& thread : threads) thread.join();
-                    // The other rank may only see that the first one left.
-                    const std::string both = said[0] + ", " + said[1];
-                    expect(both.find("Duplicate GPU") != std::string::npos, both);
-                    for (const std::string& one : said) expect(!one.empty(), "a rank connected");
-                  }};
+const Test kTwice("two ranks on one device are refused, as by NCCL", [] {
+  FakeNccl names;
+  nccl::NcclId id{};
+  (void)names.get_unique_id(id);
+  std::vector<std::string> said(2);
+  std::vector<std::thread> threads;
+  for (int rank = 0; rank < 2; ++rank)
+    threads.emplace_back([&, rank] {
+      FakeNccl nccl;
+      nccl::NcclComm* comm = nullptr;
+      if (nccl.comm_init_rank(comm, 2, id, rank, {}) != nccl::NcclResult::success)
+        said[static_cast<size_t>(rank)] = nccl.last_error();
+    });
+  for (std::thread& thread : threads) thread.join();
+  // The other rank may only see that the first one left.
+  const std::string both = said[0] + ", " + said[1];
+  expect(both.find("Duplicate GPU") != std::string::npos, both);
+  for (const std::string& one : said) expect(!one.empty(), "a rank connected");
+});
 
-const Test kDefault{"a capture is no capture of the default stream", [] {
-                      each_rank(1, [](Rank& r) {
-                        fine(cudaStreamBeginCapture(r.stream, cudaStreamCaptureModeGlobal));
-                        const bool captured = r.device->capturing(r.stream);
-                        std::string refused;
-                        try {
-                          expect(!r.device->capturing(nullptr), "the default stream is captured");
-                        } catch (const std::exception& error) {  // rethrown after the capture
-                          refused = error.what();
-                        }
-                        cudaGraph_t graph = nullptr;
-                        fine(cudaStreamEndCapture(r.stream, &graph));
-                        fine(cudaGraphDestroy(graph));
-                        expect(captured, "the captured stream is not");
-                        expect(refused.empty(), refused);
-                      });
-                    }};
+const Test kDefault("a capture is no capture of the default stream", [] {
+  each_rank(1, [](Rank& r) {
+    fine(cudaStreamBeginCapture(r.stream, cudaStreamCaptureModeGlobal));
+    const bool captured = r.device->capturing(r.stream);
+    std::string refused;
+    try {
+      expect(!r.device->capturing(nullptr), "the default stream is captured");
+    } catch (const std::exception& error) {  // rethrown after the capture
+      refused = error.what();
+    }
+    cudaGraph_t graph = nullptr;
+    fine(cudaStreamEndCapture(r.stream, &graph));
+    fine(cudaGraphDestroy(graph));
+    expect(captured, "the captured stream is not");
+    expect(refused.empty(), refused);
+  });
+});
 
-const Test kRemedies{"errors of an installation name what to change", [] {
-                       const auto text_of = [](cudaError_t error) {
-                         return expect_throws<Unsupported>([&] { cuda::check_cuda(error, "f"); });
-                       };
-                       const auto names = [](const std::string& text, const std::string& part) {
-                         expect(text.find(part) != std::string::npos, text);
-                       };
-                       for (const cudaError_t error :
-                            {cudaErrorInsufficientDriver, cudaErrorUnsupportedPtxVersion}) {
-                         names(text_of(error), "driver supports CUDA 12.8");
-                         names(text_of(error), "was built with CUDA 1");
-                       }
-                       names(text_of(cudaErrorUnsupportedPtxVersion), "CUDAARCHS");
-                       names(text_of(cudaErrorNoKernelImageForDevice), "CUDAARCHS");
-                       names(text_of(cudaErrorNoDevice), "need NVIDIA's driver and a GPU");
-                     }};
+const Test kRemedies("errors of an installation name what to change", [] {
+  const auto text_of = [](cudaError_t error) {
+    return expect_throws<Unsupported>([&] { cuda::check_cuda(error, "f"); });
+  };
+  const auto names = [](const std::string& text, const std::string& part) {
+    expect(text.find(part) != std::string::npos, text);
+  };
+  for (const cudaError_t error : {cudaErrorInsufficientDriver, cudaErrorUnsupportedPtxVersion}) {
+    names(text_of(error), "driver supports CUDA 12.8");
+    names(text_of(error), "was built with CUDA 1");
+  }
+  names(text_of(cudaErrorUnsupportedPtxVersion), "CUDAARCHS");
+  names(text_of(cudaErrorNoKernelImageForDevice), "CUDAARCHS");
+  names(text_of(cudaErrorNoDevice), "need NVIDIA's driver and a GPU");
+});
 
-const Test kLoaded{"kernels are loaded before they run beside NCCL's", [] {
-                     each_rank(2, [](Rank& r) {
-                       Floats x(64, 0);
-                       const Lanes stages = stages_of(r, Algorithm::ring, 64);
-                       r.run(all_reduce(x, 64, &stages));
-                       r.finish();
-                     });
-                     expect_equal(emulator::lazy_launches(), uint64_t{0}, "kernels loaded late");
-                   }};
+const Test kLoaded("kernels are loaded before they run beside NCCL's", [] {
+  each_rank(2, [](Rank& r) {
+    Floats x(64, 0);
+    const Lanes stages = stages_of(r, Algorithm::ring, 64);
+    r.run(all_reduce(x, 64, &stages));
+    r.finish();
+  });
+  expect_equal(emulator::lazy_launches(), uint64_t{0}, "kernels loaded late");
+});
 
-const Test kStrict{
-    "the fake refuses what NCCL's documents forbid", [] {
-      each_rank(2, [](Rank& r) {
-        FakeNccl& nccl = *r.nccl;
-        Floats x(8, 0);
-        nccl::NcclComm* comm = nullptr;
-        const nccl::NcclData data{x.bytes(), x.bytes(), 8, nccl::NcclDtype::float32};
-        expect(nccl.all_reduce(data, nccl::NcclOp::sum, {comm, r.stream}) ==
-                   nccl::NcclResult::invalid_argument,
-               "an invalid handle");
-        expect(nccl.group_end() == nccl::NcclResult::invalid_usage, "no group");
-        nccl::NcclComm* raw = nullptr;
-        r.engine.communicators().front()->launch([&](nccl::NcclApi&, nccl::NcclComm* mine) {
-          raw = mine;
-          return nccl::NcclResult::success;
-        });
-        expect(
-            nccl.all_reduce(data, nccl::NcclOp::sum, {raw, r.stream}) == nccl::NcclResult::success,
-            "a call");
-        expect(nccl.comm_destroy(raw) == nccl::NcclResult::invalid_usage, "in use");
-        r.finish();
-      });
-    }};
+const Test kStrict("the fake refuses what NCCL's documents forbid", [] {
+  each_rank(2, [](Rank& r) {
+    FakeNccl& nccl = *r.nccl;
+    Floats x(8, 0);
+    nccl::NcclComm* comm = nullptr;
+    const nccl::NcclData data{x.bytes(), x.bytes(), 8, nccl::NcclDtype::float32};
+    expect(nccl.all_reduce(data, nccl::NcclOp::sum, {comm, r.stream}) ==
+               nccl::NcclResult::invalid_argument,
+           "an invalid handle");
+    expect(nccl.group_end() == nccl::NcclResult::invalid_usage, "no group");
+    nccl::NcclComm* raw = nullptr;
+    r.engine.communicators().front()->launch([&](nccl::NcclApi&, nccl::NcclComm* mine) {
+      raw = mine;
+      return nccl::NcclResult::success;
+    });
+    expect(nccl.all_reduce(data, nccl::NcclOp::sum, {raw, r.stream}) == nccl::NcclResult::success,
+           "a call");
+    expect(nccl.comm_destroy(raw) == nccl::NcclResult::invalid_usage, "in use");
+    r.finish();
+  });
+});
 
 }  // namespace
