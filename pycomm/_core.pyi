@@ -300,4 +300,7 @@ def connect(
     host: str = "",
     encrypt: bool = False,
     ranks: Sequence[int] = ...,
-) -> Group: ...
+    parent: Group | None = None,
+) -> Group:
+    """`parent`: a group that all ranks have, from whose key the new one's is derived, in place of
+    `secret`."""

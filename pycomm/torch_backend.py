@@ -303,11 +303,16 @@ def _form(
     ours: compiled.Options,
     enter: Callable[[_core.Group, rendezvous.TorchStore, float], Callable[[], None]],
 ) -> compiled.Backend:
-    """Connects the ranks of a new group; `enter` registers it beside the default group."""
+    """Connects the ranks of a new group; `enter` registers it beside the default group.
+
+    A later group's keys are derived from those of torch's default group, if that is pycomm's: this
+    is so for all of its ranks or for none.
+    """
     timeout = ours._timeout
     encrypt = _encrypt(ours, None)
     store = rendezvous.TorchStore(options.store, config.environment().secret)
-    core = _connect(store, options, timeout, encrypt)
+    parent = _engine_of_world() if options.global_ranks_in_group else None
+    core = _connect(store, options, timeout, encrypt, parent)
     ended = enter(core, store, timeout.total_seconds())
     return _owner(core, options.store, ours, ended)
 
@@ -355,14 +360,26 @@ def _engine_of_init(options: _DistributedBackendOptions) -> _core.Group | None:
     return core
 
 
+def _engine_of_world() -> _core.Group | None:
+    """The engine of torch's default group; None if it is another backend's."""
+    world = dist.group.WORLD
+    assert world is not None, "of which a later group has a part of the ranks"
+    for device in world._device_types:
+        backend = _unwrapped(world._get_backend(device))
+        if type(backend) is _module().Backend:
+            return _core.group_of(backend._capsule())
+    return None
+
+
 def _connect(
     store: _core.Store,
     options: _DistributedBackendOptions,
     timeout: timedelta,
     encrypt: bool,
+    parent: _core.Group | None = None,
 ) -> _core.Group:
-    """Forms the group through torch's store; rank 0 stores a new shared secret there if there is
-    none."""
+    """Forms the group through torch's store. Without a `parent` and a secret, rank 0 stores a new
+    one there."""
     place = config.environment()
     if options.group_size > 1:  # the program may set the ranks in torch, not in the environment
         config.take_secret()
@@ -380,6 +397,7 @@ def _connect(
         route_hint=rendezvous.host_of(options.store) or place.master_host,
         reproducible=False,
         log=place.log != "warning",
+        parent=parent,
     )
 
 

@@ -96,6 +96,7 @@ PYBIND11_MODULE(BACKEND_MODULE, module) {
       .def(
           "perform_nocolor_split", [](Backend&, const py::object& /*device*/) {},
           "Called on ranks that are not in a new group. Does nothing.")
+      .def("_capsule", [](const Backend& backend) { return group_capsule(backend.group()); })
       .def("abandon_coalescing", &Backend::abandon_coalescing)
       .def("get_error", &Backend::getError)
       .def("register_abort_hook", &Backend::registerAbortHook, py::arg("hook_id"), py::arg("hook"))

@@ -66,6 +66,7 @@ class Backend : public c10d::Backend {
     return options_->clone();
   }
   const c10::intrusive_ptr<bindings::Options>& options() const { return options_; }
+  const std::shared_ptr<group::Group>& group() const { return group_; }
   bool supportsCoalescing() const override { return true; }
   bool supportsSplitting() const override { return true; }
   bool supportsShrinking() const override { return true; }

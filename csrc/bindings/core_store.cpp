@@ -5,6 +5,7 @@
 #include <optional>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "bindings/core.h"
 #include "group/connect.h"
@@ -41,6 +42,20 @@ class PythonStore : public rendezvous::Store {
     return value.cast<py::bytes>();
   }
 
+  void get_missing(Values& values, const Deadline& deadline) override {
+    const Asking asking;
+    if (!get_all(values, deadline, py::none())) Store::get_missing(values, deadline);
+  }
+  bool limited() const override {
+    const py::gil_scoped_acquire gil;
+    return !py::hasattr(object_, "get_all");
+  }
+  void exchange(const std::string& key, const std::string& value, Values& values,
+                const Deadline& deadline) override {
+    const Asking asking;
+    if (!get_all(values, deadline, py::make_tuple(key, py::bytes(value))))
+      Store::exchange(key, value, values, deadline);
+  }
   std::string claim(const std::string& key, const std::string& value,
                     const Deadline& deadline) override {
     const Asking asking;
@@ -55,12 +70,33 @@ class PythonStore : public rendezvous::Store {
     py::error_scope pending{};
   };
 
+  // Fetches the missing values in one call, after storing `own`. False: Python's store has no
+  // get_all(). Requires the GIL.
+  bool get_all(Values& values, const Deadline& deadline, const py::object& own) {
+    if (!py::hasattr(object_, "get_all")) return false;
+    py::list keys;
+    for (const auto& [key, value] : values)
+      if (!value) keys.append(key);
+    if (keys.empty() && own.is_none()) return true;
+    const double left_s = std::chrono::duration<double>(deadline.left()).count();
+    const auto found = ask("get_all", keys, left_s, own).cast<std::vector<py::bytes>>();
+    size_t i = 0;
+    for (auto& [key, value] : values)
+      if (!value) value = found.at(i++);
+    return true;
+  }
+
   // Calls the method with the given arguments and the remaining seconds. Requires the GIL.
   template <typename... Given>
   py::object call(const Deadline& deadline, const char* method, Given&&... given) {
-    const double left_s = std::chrono::duration<double>(deadline.left()).count();
+    return ask(method, std::forward<Given>(given)...,
+               std::chrono::duration<double>(deadline.left()).count());
+  }
+
+  template <typename... Given>
+  py::object ask(const char* method, Given&&... given) {
     try {
-      return object_.attr(method)(std::forward<Given>(given)..., left_s);
+      return object_.attr(method)(std::forward<Given>(given)...);
     } catch (py::error_already_set& error) {
       const auto errors = py::module_::import("pycomm.errors");
       if (error.matches(errors.attr("Timeout"))) throw Timeout(py::str(error.value()));
@@ -165,9 +201,13 @@ std::unique_ptr<GroupHandle> connect_from(const py::object& object, const py::kw
   rendezvous::Store& store =
       py::isinstance<rendezvous::Store>(object) ? object.cast<rendezvous::Store&>() : adapter;
   std::shared_ptr<group::Group> group;
+  group::Group* parent = nullptr;
+  if (named.contains("parent") && !named["parent"].is_none())
+    parent = &named["parent"].cast<const GroupHandle&>().group();
   {
     const Blocking blocking;
-    group = group::connect(store, std::move(options), std::move(ranks));
+    group = parent != nullptr ? parent->connect_part(store, std::move(options))
+                              : group::connect(store, std::move(options), std::move(ranks));
   }
   auto handle = std::make_unique<GroupHandle>(std::move(group));
   throw_pending();

@@ -2,209 +2,32 @@
 
 #include <algorithm>
 #include <cctype>
-#include <charconv>
 #include <map>
 #include <memory>
 #include <numeric>
 #include <optional>
-#include <sstream>
 #include <utility>
 
 #include "group/host_group.h"
+#include "group/info_exchange.h"
 #include "group/tcp_fallback.h"
 #include "os/aes_gcm.h"
 #include "os/interfaces.h"
-#include "os/process.h"
 #include "os/random.h"
 #include "shared/segment.h"
 
 namespace pycomm::group {
 namespace {
 
-std::string key_of_info(const ConnectOptions& options, int rank) {
-  return options.name + "/rank_info/" + std::to_string(rank);
-}
-
-std::string key_of_secret(const ConnectOptions& options) { return options.name + "/key"; }
-
-// In a larger group, rank 0 reads all rank infos and stores them again in blocks of this many. A
-// rank then reads a few values instead of `size`, and the store serves far fewer than size x size
-// reads.
-constexpr int kInfosPerBlock = 64;
-// Kept for finding out which ranks are missing, if the blocks do not appear in time.
-constexpr std::chrono::seconds kNamingTime{1};
-
 constexpr size_t kMostHostName = 12;  // the size of the flight record's field
 
 // How long a rank that cannot form the group waits until all ranks have found out.
 constexpr std::chrono::seconds kAllReadTime{10};
 
-// A responsive store reports within this time after the deadline which ranks are missing.
-constexpr std::chrono::milliseconds kLastAnswerTime{200};
-
 // How long to wait for an error of the parent group after a rank was lost: the kernel closes the
 // connections of a dead process one after the other. Another thread may also use the parent group
 // at the same time and receive the error first.
 constexpr std::chrono::milliseconds kFinalPollTimeout{100};
-
-std::string key_of_block(const ConnectOptions& options, int block) {
-  return options.name + "/rank_infos/" + std::to_string(block);
-}
-
-std::string seconds_of(const Deadline& deadline) {
-  std::ostringstream text;
-  text.precision(3);
-  text << deadline.limit_s();
-  return text.str();
-}
-
-[[noreturn]] void throw_missing(const ConnectOptions& options, const std::vector<int>& missing,
-                                const Deadline& deadline) {
-  std::string text = "the group \"" + options.name + "\" did not form in " + seconds_of(deadline) +
-                     " s: of " + std::to_string(options.size) + " ranks these did not join: ";
-  for (const int rank : missing) text += (rank == missing[0] ? "" : ", ") + std::to_string(rank);
-  throw Timeout(text, {.op = "init", .rank = options.rank, .elapsed_s = deadline.elapsed_s()});
-}
-
-[[noreturn]] void throw_no_answer(const ConnectOptions& options, const Deadline& deadline) {
-  throw Timeout("the group \"" + options.name + "\" did not form in " + seconds_of(deadline) +
-                    " s: the rendezvous store does not answer: the process that "
-                    "serves it is stopped or unreachable",
-                {.op = "init", .rank = options.rank, .elapsed_s = deadline.elapsed_s()});
-}
-
-// How many rank infos after the awaited one are looked up in each slice of the wait.
-constexpr int kLooksPerSlice = 8;
-constexpr std::chrono::milliseconds kLookTime{100};
-
-// Watches the processes of ranks that published their info while others are missing.
-class FormingProcesses {
- public:
-  FormingProcesses(rendezvous::Store& store, const ConnectOptions& options)
-      : store_(store),
-        options_(options),
-        own_(bootstrap::own_rank_info(options.host)),
-        known_(static_cast<size_t>(options.size)),
-        next_(options.rank) {}
-
-  // Opens a rank's process if it is visible from this one.
-  void add(int rank, const std::string& text) {
-    auto& known = known_[static_cast<size_t>(rank)];
-    if (known) return;
-    const bootstrap::RankInfo info = bootstrap::decode_rank_info(text);
-    const bool visible = bootstrap::on_one_machine(info, own_) && info.pid_space == own_.pid_space;
-    known.emplace(info, os::Process(visible && info.pid != own_.pid ? info.pid : 0));
-  }
-
-  // Throws PeerLost if a process has ended. A rank that fails in an orderly way removes its info
-  // first, and counts as missing.
-  void check() {
-    const Deadline answered(kLookTime);  // bounds all lookups in a slow store
-    for (int i = 0; i < std::min(kLooksPerSlice, options_.size) && !answered.expired(); ++i) {
-      next_ = (next_ + 1) % options_.size;
-      if (known_[static_cast<size_t>(next_)]) continue;
-      if (const auto text = find(next_)) add(next_, *text);
-    }
-    for (int rank = 0; rank < options_.size; ++rank) {
-      auto& known = known_[static_cast<size_t>(rank)];
-      if (!known || !known->second.look() || !find(rank)) continue;
-      const bootstrap::RankInfo& info = known->first;
-      throw PeerLost(
-          "the group \"" + options_.name + "\" did not form: " +
-              bootstrap::name_of(rank, {.host = info.host, .pid = info.pid, .transport = {}}) +
-              " died while the group formed: its process has ended",
-          {.op = "init", .rank = options_.rank, .peer = rank});
-    }
-  }
-
- private:
-  std::optional<std::string> find(int rank) {
-    try {
-      return store_.get(key_of_info(options_, rank), Deadline(std::chrono::nanoseconds{0}));
-    } catch (const Timeout&) {
-      return std::nullopt;
-    }
-  }
-
-  rendezvous::Store& store_;
-  const ConnectOptions& options_;
-  bootstrap::RankInfo own_;
-  std::vector<std::optional<std::pair<bootstrap::RankInfo, os::Process>>> known_;  // by rank
-  int next_;  // the rank that was looked up last
-};
-
-// The infos of all ranks. Throws Timeout naming the ranks that published none.
-std::vector<std::string> read_infos(rendezvous::Store& store, const ConnectOptions& options,
-                                    const Deadline& deadline) {
-  std::vector<std::string> infos;
-  std::vector<int> missing;
-  const Deadline last_answer(deadline.left() + kLastAnswerTime);
-  FormingProcesses processes(store, options);
-  const auto interrupted = [&] {
-    processes.check();
-    return options.interrupted && options.interrupted();
-  };
-  for (int rank = 0; rank < options.size; ++rank) {
-    try {
-      infos.push_back(
-          rendezvous::get_in_slices(store, key_of_info(options, rank), deadline, interrupted));
-      processes.add(rank, infos.back());
-    } catch (const Timeout&) {
-      missing.push_back(rank);
-      if (last_answer.expired()) throw_no_answer(options, deadline);
-    }
-  }
-  if (!missing.empty()) throw_missing(options, missing, deadline);
-  return infos;
-}
-
-void publish_blocks(rendezvous::Store& store, const ConnectOptions& options,
-                    const std::vector<std::string>& infos, const Deadline& deadline) {
-  for (size_t begin = 0; begin < infos.size(); begin += kInfosPerBlock) {
-    std::string block;
-    for (size_t i = begin; i < std::min(begin + kInfosPerBlock, infos.size()); ++i)
-      block += std::to_string(infos[i].size()) + "\n" + infos[i];
-    store.set(key_of_block(options, static_cast<int>(begin / kInfosPerBlock)), block, deadline);
-  }
-}
-
-std::vector<std::string> read_blocks(rendezvous::Store& store, const ConnectOptions& options,
-                                     const Deadline& deadline) {
-  std::vector<std::string> infos;
-  for (int block = 0; infos.size() < static_cast<size_t>(options.size); ++block) {
-    const std::string text = rendezvous::get_in_slices(store, key_of_block(options, block),
-                                                       deadline, options.interrupted);
-    for (size_t begin = 0; begin < text.size();) {
-      size_t bytes = 0;
-      const char* end = text.data() + text.size();
-      const auto parsed = std::from_chars(text.data() + begin, end, bytes);
-      begin = static_cast<size_t>(parsed.ptr - text.data()) + 1;
-      check(parsed.ec == std::errc{} && begin <= text.size() && bytes <= text.size() - begin,
-            "invalid block of rank infos in the store: it is truncated");
-      infos.push_back(text.substr(begin, bytes));
-      begin += bytes;
-    }
-    check(!text.empty(), "invalid block of rank infos in the store: it is empty");
-  }
-  return infos;
-}
-
-std::vector<std::string> exchange_infos(rendezvous::Store& store, const ConnectOptions& options,
-                                        const std::string& mine, const Deadline& deadline) {
-  store.set(key_of_info(options, options.rank), mine, deadline);
-  if (options.size <= kInfosPerBlock) return read_infos(store, options, deadline);
-  if (options.rank == 0) {
-    auto infos = read_infos(store, options, deadline);
-    publish_blocks(store, options, infos, deadline);
-    return infos;
-  }
-  try {
-    const auto margin = std::min<std::chrono::nanoseconds>(kNamingTime, deadline.left() / 10);
-    return read_blocks(store, options, Deadline(deadline.left() - margin));
-  } catch (const Timeout&) {  // a rank or rank 0 itself is missing: find out which,
-    return read_infos(store, options, deadline);  // before others fail and remove their infos
-  }
-}
 
 void check_options(const ConnectOptions& options) {
   const auto refuse = [&](const std::string& why) {
@@ -267,7 +90,7 @@ std::chrono::microseconds wait_for_all(Group& group, std::chrono::microseconds r
 std::shared_ptr<Group> form(const ConnectOptions& options, const bootstrap::Exchange& exchange,
                             std::vector<int> ranks, const bootstrap::CheckAborted& check_aborted) {
   const Deadline deadline(options.timeout);
-  const bootstrap::MeshRequest request{
+  bootstrap::MeshRequest request{
       .rank = options.rank,
       .size = options.size,
       .name = options.name,
@@ -281,7 +104,8 @@ std::shared_ptr<Group> form(const ConnectOptions& options, const bootstrap::Exch
       .shares = !options.inject_faults && !options.limit_rate,
       .encrypt = options.encrypt,
       .open_key = options.open_key,
-      .options = std::string(options.reproducible ? "reproducible=True" : "reproducible=False") +
+      .options = "size=" + std::to_string(options.size) +
+                 (options.reproducible ? ", reproducible=True" : ", reproducible=False") +
                  (options.encrypt ? ", encrypt=True" : ", encrypt=False") + ", heartbeat_s=" +
                  std::to_string(std::chrono::duration<double>(options.heartbeat).count()) +
                  ", full_mesh=" + std::to_string(options.full_mesh),
@@ -291,7 +115,12 @@ std::shared_ptr<Group> form(const ConnectOptions& options, const bootstrap::Exch
       .log = options.log,
       .check_aborted = check_aborted,
       .forbidden = options.forbidden};
-  bootstrap::Mesh mesh = bootstrap::form_mesh(request, exchange, deadline);
+  const bootstrap::Exchange read = [&](const std::string& mine) {
+    auto infos = exchange(mine);
+    request.key = options.secret;  // which the exchange may have transmitted
+    return infos;
+  };
+  bootstrap::Mesh mesh = bootstrap::form_mesh(request, read, deadline);
   for (const ChannelWrapper& wrap : {options.limit_rate, options.inject_faults})
     for (size_t i = 0; wrap && i < mesh.channels.size(); ++i)
       if (auto& channel = mesh.channels[i]) channel = wrap(std::move(channel), static_cast<int>(i));
@@ -362,16 +191,17 @@ std::shared_ptr<Group> form_through_store(rendezvous::Store& store, ConnectOptio
     store.set(key_of_secret(options), std::string(bytes.begin(), bytes.end()), deadline);
   }
   options.open_key = options.open_key || options.secret.empty();
-  if (options.secret.empty() && options.size > 1)
-    options.secret =
-        rendezvous::get_in_slices(store, key_of_secret(options), deadline, options.interrupted);
   if (ranks.empty()) {
     ranks.resize(static_cast<size_t>(options.size));
     std::iota(ranks.begin(), ranks.end(), 0);
   }
   return make_group(
       options,
-      [&](const std::string& mine) { return exchange_infos(store, options, mine, deadline); },
+      [&](const std::string& mine) {
+        auto [infos, secret] = exchange_infos(store, options, mine, deadline);
+        options.secret = secret;
+        return infos;
+      },
       std::move(ranks));
 }
 
@@ -380,15 +210,20 @@ std::shared_ptr<Group> form_through_store(rendezvous::Store& store, ConnectOptio
 // not report the failure.
 bool all_have_read(rendezvous::Store& store, const ConnectOptions& options,
                    const Deadline& deadline) {
-  const std::string count = options.name + "/refused", all = count + "/all";
-  if (store.add(count, 1, deadline) == options.size) store.set(all, "1", deadline);
-  bool read = true;
-  try {
-    const auto limit = std::min<std::chrono::nanoseconds>(kAllReadTime, deadline.left());
-    (void)rendezvous::get_in_slices(store, all, Deadline(limit), options.interrupted);
-  } catch (const Timeout&) {
-    read = false;
+  const std::string count = key_of(options, "refused"), all = count + "/all";
+  const Deadline limit(std::min<std::chrono::nanoseconds>(kAllReadTime, deadline.left()));
+  bool read = store.add(count, 1, deadline) >= options.size;
+  // Counts again in each slice: ranks may disagree about the size, and the smallest one ends it.
+  while (!read && !limit.expired() && !(options.interrupted && options.interrupted())) {
+    try {
+      (void)store.get(all,
+                      Deadline(std::min<std::chrono::nanoseconds>(kPollInterval, limit.left())));
+      read = true;
+    } catch (const Timeout&) {
+      read = store.add(count, 0, deadline) >= options.size;
+    }
   }
+  if (read) store.set(all, "1", deadline);
   const Deadline clean_up(std::max<std::chrono::nanoseconds>(deadline.left(), kCleanUpTime));
   if (store.add(count, -1, clean_up) == 0) {
     store.remove(count, clean_up);
@@ -402,6 +237,7 @@ bool all_have_read(rendezvous::Store& store, const ConnectOptions& options,
 // Each rank counts in the store how often it formed a group of this name. The count is part of the
 // keys, so no rank reads keys of an earlier group. A failed attempt does not count unless all ranks
 // failed alike: otherwise the first rank to retry would read the infos of the last one to fail.
+// With `options.keys` nothing is counted.
 std::shared_ptr<Group> connect(rendezvous::Store& store, ConnectOptions options,
                                std::vector<int> ranks) {
   check_options(options);
@@ -412,17 +248,15 @@ std::shared_ptr<Group> connect(rendezvous::Store& store, ConnectOptions options,
   const Deadline deadline(options.timeout);
   const std::string name = options.name;
   const std::string counter = name + "/formed/" + std::to_string(options.rank);
-  const int64_t formed = store.add(counter, 1, deadline);
+  const bool counts = options.keys.empty();
+  const int64_t formed = counts ? store.add(counter, 1, deadline) : 1;
   if (formed > 1) options.name += "#" + std::to_string(formed);
   const bool made_key = options.secret.empty() && options.size > 1 && options.rank == 0;
-  const auto clean_up = [&](const Deadline& limit) {
-    store.remove(key_of_info(options, options.rank), limit);
-    for (int i = 0; options.rank == 0 && options.size > kInfosPerBlock && i < options.size;
-         i += kInfosPerBlock)
-      store.remove(key_of_block(options, i / kInfosPerBlock), limit);
+  const auto clean_up = [&](bool infos, const Deadline& limit) {
     if (made_key) store.remove(key_of_secret(options), limit);
+    if (infos) remove_infos(store, options, limit);
   };
-  const std::string fallback_key = options.name + "/by tcp";
+  const std::string fallback_key = key_of(options, "by tcp");
   const auto fallback = std::make_shared<TcpFallbackFlag>(store, fallback_key);
   ConnectOptions watching = options;
   const bool may_use_tcp = options.size > 1 && options.transport.empty();
@@ -444,8 +278,8 @@ std::shared_ptr<Group> connect(rendezvous::Store& store, ConnectOptions options,
                                                ours->kind() == ErrorKind::unsupported);
       const bool alike = refused && all_have_read(store, options, deadline);
       const Deadline limit(std::max<std::chrono::nanoseconds>(deadline.left(), kCleanUpTime));
-      clean_up(limit);
-      if (!alike && !by_tcp) store.add(counter, -1, limit);
+      clean_up(true, limit);
+      if (counts && !alike && !by_tcp) store.add(counter, -1, limit);
     } catch (const std::exception&) {  // the store may be the cause; report the first error
       by_tcp = false;
     }
@@ -455,6 +289,7 @@ std::shared_ptr<Group> connect(rendezvous::Store& store, ConnectOptions options,
   if (by_tcp) {
     if (options.log) options.log(fallback->why() + ": all ranks use TCP");
     options.name = name;
+    if (!counts) options.keys += "/tcp";
     options.transport = "tcp";
     options.timeout = deadline.left();
     group = connect(store, options, std::move(ranks));
@@ -463,7 +298,8 @@ std::shared_ptr<Group> connect(rendezvous::Store& store, ConnectOptions options,
   }
   try {
     // All ranks have read the keys: the barrier that ends forming is complete.
-    clean_up(Deadline(std::max<std::chrono::nanoseconds>(deadline.left(), kCleanUpTime)));
+    const Deadline limit(std::max<std::chrono::nanoseconds>(deadline.left(), kCleanUpTime));
+    clean_up(counts && store.limited(), limit);
   } catch (const PeerLost&) {  // rank 0 left and closed its store
   }
   return group;

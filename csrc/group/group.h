@@ -38,6 +38,8 @@ class Event;  // device/device.h
 
 namespace pycomm::group {
 
+struct ConnectOptions;  // group/connect_options.h
+
 // recv: any rank that sent a message with the tag.
 inline constexpr int kAnySource = -1;
 // The tag of messages that a group sends for itself. Programs do not use it.
@@ -231,6 +233,11 @@ class Group : public Collectives {
   virtual std::shared_ptr<Group> regroup(rendezvous::Store& store, const std::string& name,
                                          int rank, std::vector<int> ranks,
                                          std::chrono::nanoseconds timeout) = 0;
+
+  // Collective over some ranks of this group: returns their group, formed through `store`, which
+  // has a key derived from this group's. For groups of one store whose ranks all have this group;
+  // it may be broken. Throws as connect() does.
+  virtual std::shared_ptr<Group> connect_part(rendezvous::Store& store, ConnectOptions options) = 0;
 
   // Memory with arbitrary contents for arrays of this group's calls, which sum it in place
   // (zero-copy). Null if the ranks do not share memory. Throws InvalidArgument if `bytes` exceeds

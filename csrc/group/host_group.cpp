@@ -149,6 +149,7 @@ HostGroup::HostGroup(ConnectOptions options, bootstrap::Mesh mesh, std::vector<i
     : options_(std::move(options)),
       info_(info_of(options_, mesh, std::move(ranks))),
       timeout_(options_.timeout),
+      id_(mesh.id),
       connector_(std::move(mesh.connector)),
       engine_(std::move(mesh.channels), engine_options(options_, mesh, connector_.get())),
       runner_(engine_, info_, thresholds_of(mesh), region_of(mesh, info_.local_rank),

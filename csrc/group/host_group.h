@@ -4,7 +4,9 @@
 #include <atomic>
 #include <exception>
 #include <functional>
+#include <map>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <span>
 #include <string>
@@ -42,6 +44,7 @@ class HostGroup final : public Group {
   std::shared_ptr<Group> pair_with(int peer) override;
   std::shared_ptr<Group> regroup(rendezvous::Store& store, const std::string& name, int rank,
                                  std::vector<int> ranks, std::chrono::nanoseconds timeout) override;
+  std::shared_ptr<Group> connect_part(rendezvous::Store& store, ConnectOptions options) override;
   std::shared_ptr<std::byte> allocate(size_t bytes) override {
     return heap_ ? heap_->allocate(bytes) : nullptr;
   }
@@ -72,7 +75,10 @@ class HostGroup final : public Group {
   ConnectOptions options_;
   GroupInfo info_;
   std::atomic<std::chrono::nanoseconds> timeout_;  // of calls without their own
+  uint64_t id_;                                    // unique, equal on all ranks
   int splits_ = 0;
+  std::mutex mutex_;                                  // of parts_
+  std::map<std::string, int> parts_;                  // by name: how many connect_part() made
   std::unique_ptr<engine::PeerConnector> connector_;  // null if the mesh is complete
   engine::Engine engine_;
   std::shared_ptr<os::SharedHeap> heap_;  // of this process, if the region has heaps

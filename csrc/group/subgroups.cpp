@@ -71,6 +71,7 @@ ConnectOptions HostGroup::subgroup_options(const std::vector<int>& members,
   child.inject_faults = nullptr;  // faults count the bytes of one group
   child.timeout = timeout_;
   child.name = name;
+  child.keys.clear();
   child.size = static_cast<int>(members.size());
   child.rank = static_cast<int>(std::ranges::find(members, info_.rank) - members.begin());
   child.secret = subgroup_secret(options_.secret, name);
@@ -138,6 +139,23 @@ std::shared_ptr<Group> HostGroup::regroup(rendezvous::Store& store, const std::s
   auto group = connect(store, std::move(child), std::move(ranks));
   group->set_timeout(calls);
   return group;
+}
+
+// This group's id in the keys separates them from those of other groups in the store, and the
+// number from those of earlier parts. A failed attempt removes its keys, and does not count.
+std::shared_ptr<Group> HostGroup::connect_part(rendezvous::Store& store, ConnectOptions options) {
+  const std::string name = options.name;
+  {
+    const std::lock_guard lock(mutex_);
+    if (const int made = parts_[name]; made > 0) options.name += "#" + std::to_string(made + 1);
+  }
+  options.secret = subgroup_secret(options_.secret, options.name);
+  options.open_key = options_.open_key;
+  options.keys = std::to_string(id_) + "/" + options.name;
+  auto part = connect(store, std::move(options));
+  const std::lock_guard lock(mutex_);
+  ++parts_[name];
+  return part;
 }
 
 }  // namespace pycomm::group

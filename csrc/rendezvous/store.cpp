@@ -5,6 +5,17 @@
 
 namespace pycomm::rendezvous {
 
+void Store::get_missing(Values& values, const Deadline& deadline) {
+  for (auto& [key, value] : values)
+    if (!value) value = get(key, deadline);
+}
+
+void Store::exchange(const std::string& key, const std::string& value, Values& values,
+                     const Deadline& deadline) {
+  set(key, value, deadline);
+  get_missing(values, deadline);
+}
+
 std::string get_in_slices(Store& store, const std::string& key, const Deadline& deadline,
                           const std::function<bool()>& interrupted) {
   for (;;) {

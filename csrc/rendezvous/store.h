@@ -5,6 +5,7 @@
 #include <chrono>
 #include <cstdint>
 #include <functional>
+#include <map>
 #include <optional>
 #include <string>
 
@@ -23,6 +24,14 @@ class Store {
                    const Deadline& deadline = store_limit()) = 0;
   // Waits until the key is set. Throws Timeout at the deadline.
   virtual std::string get(const std::string& key, const Deadline& deadline) = 0;
+  // By key: the value, or nothing if it is not known.
+  using Values = std::map<std::string, std::optional<std::string>>;
+  // Waits for the values that are not known. Throws Timeout at the deadline; `values` has those
+  // that were found.
+  virtual void get_missing(Values& values, const Deadline& deadline);
+  // The same, after set(). In one call if the store can; at a Timeout the key may not be set.
+  virtual void exchange(const std::string& key, const std::string& value, Values& values,
+                        const Deadline& deadline);
   // Adds to the number under the key (0 if the key is not set) atomically and returns the sum. The
   // value becomes the sum as decimal text. Throws InvalidArgument if the value is not a number.
   virtual int64_t add(const std::string& key, int64_t amount,
@@ -34,6 +43,8 @@ class Store {
   // Sets the key if it is not set, and returns its value: the same one to all callers.
   virtual std::string claim(const std::string& key, const std::string& value,
                             const Deadline& deadline = store_limit()) = 0;
+  // Whether it has a limit of bytes, so that values that are not needed any more are removed.
+  virtual bool limited() const { return true; }
   // All ranks are connected: from now on the store accepts only clients that reconnect.
   virtual void all_ranks_connected() {}
 };

@@ -13,12 +13,14 @@ import importlib
 import importlib.util
 import ipaddress
 import logging
+import os
 import queue
 import secrets
+import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -30,7 +32,11 @@ from pycomm.errors import InvalidArgument, PeerLost, Timeout
 LIMIT_S = 30.0  # default time limit of a call
 # What a store gets to answer in at the end of a time limit, and the shortest limit.
 ANSWER_S, SHORTEST_S = 0.3, 0.1
-PAUSE_S = 0.02  # between two polls of torch's store, whose own wait would block Ctrl-C
+# Pauses between two looks into torch's store: the first, the longest, and how they grow. torch's
+# own wait could not be ended, and would block all other calls of the store.
+FIRST_PAUSE_S, LONGEST_PAUSE_S, LONGER = 0.0002, 0.02, 1.25
+PORT_PAUSE_S = 0.05  # between two attempts to connect to rank 0's port
+IDLE_S = 1.0  # afterwards the helper thread ends
 # Prefixes that no value has: of the answer for an absent key, and of the mark that remove() leaves
 # (followed by random bytes).
 ABSENT, GONE = b"\0absent", b"\0gone "
@@ -41,6 +47,61 @@ FORGED = (
     ": the stored value lacks the run's signature. Either a rank has no or another PYCOMM_SECRET, "
     "or a program outside the run writes to the store"
 )
+
+
+class _Job:
+    """A call that a helper thread makes, and its answer."""
+
+    def __init__(self, call: Callable[[_Job], Any]) -> None:
+        self.call = call
+        self.answer: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
+        self.abandoned = False  # the caller does not wait any more
+
+
+_idle: list[queue.SimpleQueue[_Job]] = []  # of the helper threads without a call
+_idle_lock = threading.Lock()
+os.register_at_fork(after_in_child=_idle.clear)
+
+
+def within(limit_s: float, call: Callable[[_Job], Any]) -> Any:
+    """What `call` returns or raises. It has no time limit of its own, so a helper thread makes it.
+    Raises queue.Empty after the limit."""
+    job = _Job(call)
+    with _idle_lock:
+        jobs = _idle.pop() if _idle else None
+    if jobs is None:
+        jobs = queue.SimpleQueue()
+        name = "pycomm-torch-store"
+        threading.Thread(target=_help, args=(jobs,), name=name, daemon=True).start()
+    jobs.put(job)
+    try:
+        value, error = job.answer.get(timeout=limit_s)
+    finally:
+        job.abandoned = True
+    if error is not None:
+        raise error
+    return value
+
+
+def _help(jobs: queue.SimpleQueue[_Job]) -> None:
+    while True:
+        try:
+            job = jobs.get(timeout=IDLE_S)
+        except queue.Empty:  # ends, unless a job is on its way
+            with _idle_lock:
+                if jobs in _idle:
+                    _idle.remove(jobs)
+                    return
+            continue
+        answer: tuple[Any, BaseException | None]
+        try:
+            answer = job.call(job), None
+        except BaseException as error:  # the caller raises it
+            answer = None, error
+        with _idle_lock:
+            _idle.append(jobs)
+        job.answer.put(answer)
+        del job, answer  # and what they refer to
 
 
 class TorchStore:
@@ -58,6 +119,7 @@ class TorchStore:
         self._store = store
         self._key = hmac.digest(secret.encode(), LABEL, "sha256") if secret else None
         self._unanswered = threading.Lock()  # held during a call of torch's store
+        self._pause_s = FIRST_PAUSE_S
 
     def set(self, key: str, value: bytes, timeout_s: float = LIMIT_S) -> None:
         """Stores `value` under `key`. Raises Timeout after `timeout_s`, as all methods."""
@@ -65,22 +127,55 @@ class TorchStore:
 
     def get(self, key: str, timeout_s: float) -> bytes:
         """Waits for a value of `key`. Raises Timeout after `timeout_s`."""
+        return self.get_all([key], timeout_s)[0]
+
+    def get_all(
+        self, keys: Sequence[str], timeout_s: float, own: tuple[str, bytes] | None = None
+    ) -> list[bytes]:
+        """Waits for the values of all keys. Raises Timeout after `timeout_s`. `own`: a key and its
+        value, to store before."""
         end = time.monotonic() + timeout_s
+
+        def ask(job: _Job) -> tuple[list[bytes], list[bytes | None]]:
+            if own is not None:
+                self._store.set(own[0], self._signed(*own))
+            return self._wait(keys, end, job)
+
+        found, values = self._run(timeout_s + ANSWER_S, "get", "".join(keys[:1]), ask)
+        present = [value for value in values if value is not None]
+        if len(present) == len(keys):
+            return present
+        at = values.index(None)
+        forged = self._key and found[at] != ABSENT and not found[at].startswith(GONE)
+        raise Timeout(
+            f"no rank set {keys[at]!r} in torch's store within {timeout_s:.1f} s"
+            + (FORGED if forged else ""),
+            op="init",
+            elapsed_s=timeout_s,
+        )
+
+    def _wait(
+        self, keys: Sequence[str], end: float, job: _Job
+    ) -> tuple[list[bytes], list[bytes | None]]:
+        """The stored bytes and the values of the keys: once all are set, or at the end."""
         while True:
-            found = self._look(key, end - time.monotonic() + ANSWER_S)
-            value = self._value(key, found)
-            if value is not None:
-                return value
-            left = end - time.monotonic()
-            if left <= 0:
-                forged = self._key and found != ABSENT and not found.startswith(GONE)
-                raise Timeout(
-                    f"no rank set {key!r} in torch's store within {timeout_s:.1f} s"
-                    + (FORGED if forged else ""),
-                    op="init",
-                    elapsed_s=timeout_s,
-                )
-            time.sleep(min(left, PAUSE_S))  # polls: torch's wait would block Ctrl-C
+            found = self._stored(keys)
+            values = [self._value(key, one) for key, one in zip(keys, found, strict=True)]
+            left_s = end - time.monotonic()
+            if None not in values:
+                self._pause_s = FIRST_PAUSE_S
+            if None not in values or left_s <= 0 or job.abandoned:
+                return found, values
+            time.sleep(min(left_s, self._pause_s))  # polls: see FIRST_PAUSE_S
+            self._pause_s = min(LONGER * self._pause_s, LONGEST_PAUSE_S)
+
+    def _stored(self, keys: Sequence[str]) -> list[bytes]:
+        """The stored bytes of the keys; ABSENT for all if one is absent."""
+        if not self._store.check(list(keys)):
+            return [ABSENT] * len(keys)
+        if len(keys) > 1 and self._store.has_extended_api():
+            return [bytes(one) for one in self._store.multi_get(list(keys))]
+        return [bytes(self._store.get(key)) for key in keys]
 
     def add(self, key: str, amount: int, timeout_s: float = LIMIT_S) -> int:
         """Adds to the number under `key`, initially 0; returns the sum.
@@ -173,31 +268,30 @@ class TorchStore:
         return hmac.digest(self._key or b"", text, "sha256")
 
     def _call(self, timeout_s: float, method: str, key: str, *given: Any) -> Any:
-        """Calls a method of torch's store on a separate thread, as it has no time limit of its
-        own."""
-        end = time.monotonic() + max(timeout_s, SHORTEST_S)
-        answer: queue.SimpleQueue[tuple[bool, Any]] = queue.SimpleQueue()
+        """Calls a method of torch's store."""
+        return self._run(
+            timeout_s, method, key, lambda _: getattr(self._store, method)(key, *given)
+        )
 
-        def ask() -> None:
+    def _run(self, timeout_s: float, method: str, key: str, ask: Callable[[_Job], Any]) -> Any:
+        def call(job: _Job) -> Any:
             try:
-                answer.put((True, getattr(self._store, method)(key, *given)))
-            except BaseException as error:  # the caller raises it
-                answer.put((False, error))
-            self._unanswered.release()
+                return ask(job)
+            finally:
+                self._unanswered.release()
 
+        limit_s = max(timeout_s, SHORTEST_S)
         # One call at a time: after an unanswered call no other would be answered.
-        if self._unanswered.acquire(timeout=max(timeout_s, SHORTEST_S)):
-            thread = threading.Thread(target=ask, name="pycomm-torch-store", daemon=True)
-            thread.start()
-            with contextlib.suppress(queue.Empty):  # no answer in time: raised below
-                done, value = answer.get(timeout=max(end - time.monotonic(), SHORTEST_S))
-                thread.join()
-                if done:
-                    return value
-                if type(value).__name__ in LOST:
-                    text = str(value).partition("\n")[0]
-                    raise PeerLost(f"lost torch's store: {text}") from None
-                raise value
+        if self._unanswered.acquire(timeout=limit_s):
+            try:
+                return within(limit_s, call)
+            except queue.Empty:  # no answer in time: raised below
+                pass
+            except RuntimeError as error:
+                if type(error).__name__ not in LOST:
+                    raise
+                text = str(error).partition("\n")[0]
+                raise PeerLost(f"lost torch's store: {text}") from None
         raise Timeout(
             f"torch's store did not answer {method}({key!r}) within {timeout_s:.1f} s: the "
             "process that serves it is stopped or unreachable",
@@ -227,11 +321,13 @@ def find_store(config: Config, timeout_s: float) -> _core.Store:
     """The store for this process of a run of `config.size` processes.
 
     Raises:
-        InvalidArgument: rank 0's address is unknown, or there is neither a secret nor torch.
+        InvalidArgument: rank 0's address is unknown or in use, or there is neither a secret nor
+            torch.
         Timeout, PeerLost: rank 0 is unreachable.
     """
     if config.size == 1:
         return _core.LocalStore()
+    end = time.monotonic() + timeout_s  # also of the import of torch
     torch_store = _store_of_torch(config, timeout_s)
     if torch_store is not None:
         return torch_store
@@ -248,7 +344,8 @@ def find_store(config: Config, timeout_s: float) -> _core.Store:
     host, port = config.master_host, config.store_port or config.master_port
     if config.rank == 0:
         return _core.TcpStore.serve(host if is_loopback(host) else "", port, config.secret)
-    return _core.TcpStore.connect(host, port, config.secret, timeout_s)
+    left_s = max(SHORTEST_S, end - time.monotonic())
+    return _core.TcpStore.connect(host, port, config.secret, left_s)
 
 
 def is_served_by_rank_0(config: Config, store: Any) -> bool:
@@ -283,24 +380,88 @@ def _store_of_torch(config: Config, timeout_s: float) -> TorchStore | None:
     has_address = config.master_host and config.master_port
     if not wanted or not has_address or importlib.util.find_spec("torch") is None:
         return None
+    begin = time.monotonic()
     dist = importlib.import_module("torch.distributed")
-    if config.launcher in ("torchrun", "pycomm"):  # they set the variables that torch reads
-        found = dist.rendezvous(
-            "env://", config.rank, config.size, timeout=timedelta(seconds=timeout_s)
-        )
-        return _prefixed(next(found)[0], config.secret)
-    return _prefixed(
-        dist.TCPStore(
+    return _prefixed(_made(dist, config, begin, timeout_s), config.secret)
+
+
+def _made(dist: Any, config: Config, begin: float, timeout_s: float) -> Any:
+    """torch's store, within the limit. torch's own limits are longer, and it has none while another
+    program accepts the connection and says nothing.
+
+    Raises:
+        InvalidArgument: this is rank 0, and its port is in use.
+        Timeout: rank 0 does not answer.
+    """
+
+    def left() -> float:
+        return max(SHORTEST_S, begin + timeout_s - time.monotonic())
+
+    def make(_: _Job) -> Any:
+        limit = timedelta(seconds=left())
+        if config.launcher in ("torchrun", "pycomm"):  # they set the variables that torch reads
+            return next(dist.rendezvous("env://", config.rank, config.size, timeout=limit))[0]
+        return dist.TCPStore(
             config.master_host,
             config.master_port,
             config.size,
             config.rank == 0,
-            timedelta(seconds=timeout_s),
+            limit,
             wait_for_workers=False,
             multi_tenant=True,
-        ),
-        config.secret,
+        )
+
+    where, why = f"{config.master_host}:{config.master_port}", "it does not answer"
+    try:
+        if config.rank != 0:  # torch's constructor retries beyond the limit, and prints stacks
+            _wait_for_port(config.master_host, config.master_port, begin + timeout_s)
+        before = _open_sockets(config.master_port)
+        return within(left(), make)
+    except queue.Empty:  # reported below; the constructor, which would wait on, ends too
+        for number in _open_sockets(config.master_port) - before:
+            with socket.socket(fileno=os.dup(number)) as one, contextlib.suppress(OSError):
+                one.shutdown(socket.SHUT_RDWR)
+    except (OSError, dist.DistError) as error:  # torch's errors of stores and networks
+        why = str(error).partition("\n")[0]
+        if config.rank == 0 and "EADDRINUSE" in str(error):
+            raise InvalidArgument(
+                f"init: rank 0 cannot serve the rendezvous store at {where}: the port is in use; "
+                "set MASTER_PORT to a free one on all ranks",
+                op="init",
+            ) from None
+    passed_s = time.monotonic() - begin
+    raise Timeout(
+        f"init: rank 0 did not serve torch's store at {where} within {passed_s:.1f} s ({why}): it "
+        "has not started, or another program uses the port",
+        op="init",
+        peer=0,
+        elapsed_s=passed_s,
     )
+
+
+def _open_sockets(port: int) -> set[int]:
+    """This process's descriptors of connections to the port."""
+    found = set()
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # not connected, or closed meanwhile
+            if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+                with socket.socket(fileno=os.dup(int(name))) as one:
+                    if one.getpeername()[1:2] == (port,):
+                        found.add(int(name))
+    return found
+
+
+def _wait_for_port(host: str, port: int, end: float) -> None:
+    """Returns once the port accepts connections. Raises OSError at the end."""
+    while True:
+        left_s = end - time.monotonic()
+        try:
+            socket.create_connection((host, port), max(SHORTEST_S, left_s)).close()
+            return
+        except OSError:  # rank 0 has not started
+            if left_s <= 0:
+                raise
+        time.sleep(min(left_s, PORT_PAUSE_S))  # polls: a port sends no notifications
 
 
 def host_of(store: Any) -> str:

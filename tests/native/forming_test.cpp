@@ -287,7 +287,7 @@ const Test kLeft("a peer that leaves an established subgroup: the parent's end i
       request.size = 2;
       request.name = alone.name;
       request.key = alone.secret;
-      request.options = same;
+      request.options = "size=2" + same.substr(std::string("size=1").size());
       Mesh mesh = form_mesh(
           request, [&](const std::string& mine) { return exchange(rank, mine); }, Deadline(60s));
       engine::EngineOptions options;

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from store_relay import KEY, relayed
 
+from benchmarks.support.ports import free_port
 from pycomm import _core, errors
 from pycomm._bootstrap.rendezvous import TorchStore
 from pycomm.testing.threads import join
@@ -95,25 +96,54 @@ def test_shrink_times_out_when_the_store_becomes_silent(made: Callable[[], Any])
 
 
 INIT = """
-import time, pycomm
+import time, torch.distributed, pycomm
 begin = time.monotonic()
 try:
     pycomm.init(timeout_s=1.0)
-except (pycomm.errors.Timeout, pycomm.errors.PeerLost):  # both are allowed
-    print(time.monotonic() - begin)
+except pycomm.errors.Error as error:  # printed for the test
+    print(f"{type(error).__name__}: {error}", time.monotonic() - begin, sep="\\n")
 """
 
 
-def test_init_times_out_when_no_store_answers() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:  # the kernel accepts for it
-        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(server.getsockname()[1])}
-        env = {**os.environ, **place, "RANK": "1", "WORLD_SIZE": "2", "PYCOMM_SECRET": KEY}
-        done = subprocess.run(
-            [sys.executable, "-c", INIT],
-            check=True,
-            env=env,
-            capture_output=True,
-            text=True,
-            timeout=60,
-        )
-    assert float(done.stdout) < 1.0 + LATE_S, done.stderr
+def init(rank: int, port: int, secret: str) -> tuple[str, float]:
+    """The error of init() in a new process, and its seconds. It has imported torch."""
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "PYCOMM_SECRET": secret}
+    env = {**os.environ, **place, "RANK": str(rank), "WORLD_SIZE": "2"}
+    done = subprocess.run(
+        [sys.executable, "-c", INIT],
+        check=True,
+        env=env,
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=60,
+    )
+    text, seconds = done.stdout.splitlines()
+    return text, float(seconds)
+
+
+SECRETS = pytest.mark.parametrize("secret", [KEY, ""], ids=["pycomm's store", "torch's store"])
+
+
+@SECRETS
+def test_init_times_out_when_no_store_answers(secret: str) -> None:
+    """Another program has the port, and says nothing: the kernel accepts for it."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        text, seconds = init(1, server.getsockname()[1], secret)
+    assert text.startswith("Timeout: "), text
+    assert seconds < 1.0 + LATE_S
+
+
+@SECRETS
+def test_init_times_out_when_rank_0_is_absent(secret: str) -> None:
+    text, seconds = init(1, free_port(), secret)
+    assert text.startswith("Timeout: "), text
+    assert seconds < 1.0 + LATE_S
+
+
+@SECRETS
+def test_init_says_that_the_port_of_rank_0_is_in_use(secret: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        text, seconds = init(0, server.getsockname()[1], secret)
+    assert text.startswith("InvalidArgument: "), text
+    assert "in use" in text
+    assert seconds < 1.0 + LATE_S

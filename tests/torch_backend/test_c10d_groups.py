@@ -55,6 +55,27 @@ def test_new_group_without_descriptors_names_the_rank() -> None:
 
 
 @in_processes(3)
+def test_a_later_group_stores_the_rank_infos_alone() -> None:
+    """No secret and no count: its key, and names in the store, derive from the default group's."""
+    dist.barrier()
+    before = _store().num_keys()
+    dist.barrier()
+    part = dist.new_group()
+    dist.barrier()
+    assert _store().num_keys() - before == 3
+    _sum_of_ranks(part, [0, 1, 2])
+
+
+@in_processes(2)
+def test_a_group_can_be_made_again_under_its_name() -> None:
+    """torch derives the name from the ranks; the keys of the earlier groups are still there."""
+    for _ in range(3):
+        part = dist.new_group([0, 1], use_local_synchronization=True)
+        _sum_of_ranks(part, [0, 1])
+        dist.destroy_process_group(part)
+
+
+@in_processes(3)
 def test_new_groups_of_some_ranks_and_with_other_limits() -> None:
     rank = dist.get_rank()
     for members in ([1, 2], [0, 2], [2]):

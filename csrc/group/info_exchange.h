@@ -1,0 +1,30 @@
+// Exchanges the rank infos of a group through the rendezvous store.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "core/deadline.h"
+#include "group/connect_options.h"
+#include "rendezvous/store.h"
+
+namespace pycomm::group {
+
+// A key of the group in the store.
+std::string key_of(const ConnectOptions& options, const std::string& what);
+std::string key_of_secret(const ConnectOptions& options);
+
+struct Exchanged {
+  std::vector<std::string> infos;  // by rank
+  std::string secret;              // the group's: that of `options`, or the one rank 0 stored
+};
+
+// Stores this rank's info and returns those of all ranks. Throws Timeout or PeerLost naming the
+// ranks that are missing or died, the same on all ranks; Mismatch if a rank has other options.
+Exchanged exchange_infos(rendezvous::Store& store, const ConnectOptions& options,
+                         const std::string& mine, const Deadline& deadline);
+// Removes what this rank stored.
+void remove_infos(rendezvous::Store& store, const ConnectOptions& options,
+                  const Deadline& deadline);
+
+}  // namespace pycomm::group
