@@ -1,1 +1,3 @@
-"""Collectives between simulated hosts; `pycomm.bench.collectives` measures those within a host."""
+"""Forming groups, and collectives between simulated hosts. Those within a host:
+`pycomm.bench.collectives`.
+"""

@@ -190,6 +190,13 @@ def test_bursts_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert "bound_us" in capfd.readouterr().out
 
 
+def test_forming_runs(tmp_path: Path) -> None:
+    rows = stored(tmp_path, "forming --ranks 2 --groups 2")["rows"]
+    found = [(row["group"], row["backend"]) for row in rows]
+    assert found == [(group, by) for group in ("first", "later") for by in ("gloo", "pycomm")]
+    assert all(0 < row["best_ms"] <= row["median_ms"] <= row["worst_ms"] for row in rows)
+
+
 PREFIX = "--peers mpich --mpi-prefix mpich"
 INVALID = ["--peers smoke", "--peers intelmpi", "--sizes x", "--ranks 1", PREFIX, f"{PREFIX}=/no"]
 INVALID += ["--idle 1", *(f"--peers {name}" for name in OPERATORS)]  # not installed, as intelmpi
