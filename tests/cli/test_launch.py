@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from finished import finished
 from paths import ROOT, SUPPORT
 
 from benchmarks.support.ports import free_port
@@ -34,14 +35,8 @@ CLEAN["PYTHONPATH"] = f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
 
 def launch(folder: Path, *arguments: str, env: dict[str, str] | None = None) -> Any:
     """Runs a launch to its end: its returncode, stdout and stderr."""
-    return subprocess.run(
-        [*LAUNCH, *arguments],
-        cwd=folder,
-        env={**CLEAN, **(env or {})},
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-        check=False,
+    return finished(
+        [*LAUNCH, *arguments], cwd=folder, env={**CLEAN, **(env or {})}, timeout=LIMIT_S
     )
 
 
@@ -211,7 +206,7 @@ def test_the_table_tells_how_ranks_are_counted(
 
 def test_the_package_runs_as_a_module() -> None:
     command = [sys.executable, "-m", "pycomm.launch", "--help"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    done = finished(command, timeout=LIMIT_S)
     assert done.stdout.startswith("usage: pycomm launch"), done.stderr
 
 
@@ -462,13 +457,10 @@ AS_TORCHRUN = ["sh", "-c", 'RANK=$PMI_RANK WORLD_SIZE=$PMI_SIZE exec "$0" "$@"']
 def test_mpiexec_starts_the_ranks(arguments: list[str], code: str) -> None:
     """MPICH's mpiexec. Without a secret: the ranks use torch's store."""
     mpiexec = str(Path(sys.executable).with_name("mpiexec"))
-    done = subprocess.run(
+    done = finished(
         [mpiexec, "-n", "2", *arguments, sys.executable, "-c", code],
         env={**WITHOUT, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())},
-        capture_output=True,
-        text=True,
         timeout=LIMIT_S,
-        check=False,
     )
     # mpiexec may put the line of one rank between the text and the line end of the other.
     assert (done.returncode, done.stdout.count("[0, 1]")) == (0, 2), done.stdout + done.stderr

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from finished import finished
 from paths import ROOT
 
 LIMIT_S = 150
@@ -53,15 +54,7 @@ if __name__ == "__main__":
 
 
 def run(folder: Path, *line: str, **env: str) -> Any:
-    return subprocess.run(
-        [sys.executable, *line],
-        cwd=folder,
-        env={**CLEAN, **env},
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-        check=False,
-    )
+    return finished([sys.executable, *line], cwd=folder, env={**CLEAN, **env}, timeout=LIMIT_S)
 
 
 def shown(folder: Path, *line: str, **env: str) -> list[str]:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from finished import finished
 from test_launch import CLEAN, LAUNCH, LIMIT_S, launch
 
 from benchmarks.support.unauthenticated import inodes, with_descendants
@@ -177,14 +178,11 @@ def test_secret_is_read_from_the_environment_a_file_or_a_descriptor(tmp_path: Pa
     assert keys(launch(tmp_path, "--secret-file", str(file), *arguments, env=other)) == [KEY]
     with file.open() as descriptor:
         number = descriptor.fileno()
-        done = subprocess.run(
+        done = finished(
             [*LAUNCH, "--secret-fd", str(number), *arguments],
             cwd=tmp_path,
             env=CLEAN,
-            capture_output=True,
-            text=True,
             timeout=LIMIT_S,
-            check=False,
             pass_fds=[number],
         )
     assert keys(done) == [KEY]

@@ -1,7 +1,6 @@
 """@pycomm.launcher: functions that run as several processes."""
 
 import os
-import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from finished import finished
 from paths import ROOT
 
 import pycomm
@@ -203,8 +203,6 @@ def test_script_without_a_main_guard_is_reported(tmp_path: Path) -> None:
     script.write_text(
         "import pycomm\n@pycomm.launcher(nproc=1, device='cpu')\ndef f(): pass\nf()\n"
     )
-    done = subprocess.run(
-        [sys.executable, str(script)], capture_output=True, text=True, timeout=150, check=False
-    )
+    done = finished([sys.executable, str(script)], timeout=150)
     assert done.returncode == 1
     assert "__name__ == '__main__'" in done.stderr

@@ -15,6 +15,7 @@ from threading import Thread
 from typing import Any
 
 import pytest
+from finished import finished
 from paths import ROOT
 from sample import of_the_day
 
@@ -121,7 +122,7 @@ def test_the_backend_compiles_for_other_versions(version: str) -> None:
     command = [sys.executable, ROOT / "tools" / "torch_headers.py", "--versions", version]
     subprocess.run([*command, "--into", into], check=True, timeout=300, stdout=subprocess.DEVNULL)
     headers = into / version / "include"
-    done = subprocess.run(
+    done = finished(
         [
             os.environ.get("CXX", "g++"),
             *("-std=c++20", "-fsyntax-only", "-Wall", "-Wextra", "-Werror", "-fvisibility=hidden"),
@@ -130,8 +131,7 @@ def test_the_backend_compiles_for_other_versions(version: str) -> None:
             *("-isystem", sysconfig.get_paths()["include"]),
             "-DBACKEND_MODULE=torch_0_0",
             str(ROOT / "csrc" / "bindings" / "c10d.cpp"),
-        ],
-        capture_output=True, text=True, check=False,
+        ]
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
 
@@ -183,6 +183,6 @@ except pycomm.errors.Unsupported as error:
 
 def test_without_a_module_all_but_the_backend_works() -> None:
     command = [sys.executable, "-c", WITHOUT_A_MODULE]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=150, check=False)
+    done = finished(command, timeout=150)
     assert done.returncode == 0, done.stderr
     assert "(for: no version); build it: pip install" in done.stdout

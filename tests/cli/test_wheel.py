@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from finished import finished
 from paths import ROOT
 
 from pycomm.bench.support import netns
@@ -51,7 +52,7 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     venv.create(folder, symlinks=True)
     command = [sys.executable, "-m", "pip", "--python", str(folder / "bin" / "python"), "install"]
     command += ["-q", "--disable-pip-version-check", "--no-index", "--no-deps", str(wheel)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = finished(command)
     assert done.returncode == 0, done.stderr
     (packages,) = folder.glob("lib/python*/site-packages")
     # A path file does not read other path files, so pycomm's editable installation is not found.
@@ -66,10 +67,9 @@ def run(installed: Path, tmp_path: Path) -> Pycomm:
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
 
     def run(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [str(installed / "bin" / program), *arguments],
-            cwd=tmp_path, env=env, capture_output=True, text=True, timeout=400, check=False,
-        )  # fmt: skip
+        return finished(
+            [str(installed / "bin" / program), *arguments], cwd=tmp_path, env=env, timeout=400
+        )
 
     return run
 

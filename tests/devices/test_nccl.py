@@ -14,6 +14,7 @@ from pathlib import Path
 import nccl_abi
 import programs
 import pytest
+from finished import finished
 from nccl_abi import NAMES
 
 from pycomm._core_api import nccl
@@ -46,10 +47,7 @@ def load(*places):
 
 def alone(code: str) -> str:
     """The output of a separate process."""
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True, text=True, check=False, timeout=120, cwd=CSRC.parent,
-    )  # fmt: skip
+    done = finished([sys.executable, "-c", code], timeout=120, cwd=CSRC.parent)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

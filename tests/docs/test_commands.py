@@ -7,12 +7,12 @@ import argparse
 import os
 import re
 import shlex
-import subprocess
 import sys
 from collections.abc import Iterator
 from typing import Any, NoReturn
 
 import pytest
+from finished import finished
 from paths import ROOT
 from test_docs import FENCED, PAGES
 
@@ -71,9 +71,7 @@ def test_make_has_the_targets() -> None:
     made = [rest for program, rest in commands() if program == "make"]
     words = [word for rest in made for word in rest if not word.endswith("=...")]
     assert len(words) > 30
-    done = subprocess.run(
-        ["make", "-n", *dict.fromkeys(words)], cwd=ROOT, capture_output=True, text=True, check=False
-    )
+    done = finished(["make", "-n", *dict.fromkeys(words)], cwd=ROOT)
     assert done.returncode == 0, done.stderr
 
 
@@ -126,7 +124,5 @@ def test_names_resolve_after_import_pycomm_alone() -> None:
     names = sorted(set(NAME.findall(text)) - set(NOT_THERE))
     assert len(names) > 50
     alone = os.environ | {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
-    done = subprocess.run(
-        [sys.executable, "-c", FORKS, *names], env=alone, capture_output=True, text=True, check=True
-    )
+    done = finished([sys.executable, "-c", FORKS, *names], env=alone, check=True)
     assert done.stdout == ""

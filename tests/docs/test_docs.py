@@ -4,12 +4,12 @@ import multiprocessing
 import os
 import re
 import runpy
-import subprocess
 import sys
 from pathlib import Path
 from textwrap import dedent
 
 import pytest
+from finished import finished
 from paths import ROOT
 
 ELSEWHERE = ["README", "CONTRIBUTING", "CHANGELOG", "SECURITY"]
@@ -49,9 +49,7 @@ def run_as_script(folder: Path) -> None:
 def run_launched(command: str, folder: Path) -> None:
     """The program block.py of the folder, by `pycomm launch` with options."""
     words = [sys.executable, "-m", *command.split(), "block.py"]
-    done = subprocess.run(
-        words, cwd=folder, capture_output=True, text=True, timeout=150, check=False
-    )
+    done = finished(words, cwd=folder, timeout=150)
     assert done.returncode == 0, done.stderr
 
 

@@ -7,11 +7,11 @@ import re
 import runpy
 import secrets
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from finished import finished
 from paths import ROOT
 
 from pycomm.bench.support.netns import Network, missing
@@ -90,9 +90,7 @@ def check_printed(path: Path, output: str) -> None:
 
 @pytest.mark.parametrize("line", lines())
 def test_example_runs(line: str, tmp_path: Path) -> None:
-    done = subprocess.run(
-        command(line), cwd=tmp_path, capture_output=True, text=True, timeout=150, check=False
-    )
+    done = finished(command(line), cwd=tmp_path, timeout=150)
     assert done.returncode == 0, done.stderr
     check_printed(ROOT / "examples" / f"{COMMAND.search(line)[2]}.py", done.stdout)
 

@@ -1,10 +1,10 @@
 """Figures of the pages come from the stored results, and pages stay short."""
 
 import re
-import subprocess
 import sys
 from pathlib import Path
 
+from finished import finished
 from paths import ROOT
 from test_docs import FENCED, PAGES, anchor_of
 
@@ -25,7 +25,7 @@ def by_hand(page: Path) -> str:
 
 def test_generated_tables_match_the_stored_results() -> None:
     command = [sys.executable, str(ROOT / "tools" / "tables.py"), "--check"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = finished(command)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

@@ -4,10 +4,10 @@ The kernels are compiled once more for it: `make nightly` runs it.
 """
 
 import re
-import subprocess
 
 import programs
 import pytest
+from finished import finished
 from test_cuda import CASES
 from test_emulator import run
 
@@ -26,10 +26,7 @@ def test_coverage_of_the_kernels():
     for case in CASES:
         assert run(program, case, "random", "3", "3", limit_s=200).returncode == 0
     objects = [f"{unit}.o" for unit in programs.units()]
-    done = subprocess.run(
-        ["gcov", "-n", *objects],
-        cwd=folder, capture_output=True, text=True, check=True,
-    )  # fmt: skip
+    done = finished(["gcov", "-n", *objects], cwd=folder, check=True)
     rows = re.findall(
         r"File '.*csrc/cuda/([\w.]+)'\nLines executed:([\d.]+)% of (\d+)", done.stdout
     )

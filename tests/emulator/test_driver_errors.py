@@ -9,6 +9,7 @@ import sys
 
 import programs
 import pytest
+from finished import finished
 
 pytestmark = [
     pytest.mark.skipif(programs.nvcc() is None, reason="needs nvcc"),
@@ -49,11 +50,13 @@ NO_GPU = "CUDA arrays need NVIDIA's driver and a GPU"
 
 def messages(folder):
     """What open_device raises and why_not returns, with the libcuda.so.1 of this folder, if any."""
-    done = subprocess.run(
+    done = finished(
         [sys.executable, "-c", OPEN],
-        capture_output=True, text=True, check=True, timeout=60, cwd=programs.ROOT,
+        check=True,
+        timeout=60,
+        cwd=programs.ROOT,
         env={**os.environ, "LD_LIBRARY_PATH": str(folder)},
-    )  # fmt: skip
+    )
     return done.stdout.splitlines()
 
 

@@ -9,6 +9,7 @@ import os
 import subprocess
 
 import pytest
+from finished import finished
 from sanitizers import OPTIONS, fixed_addresses
 
 from build import BuildFailed, build, suites
@@ -57,7 +58,7 @@ def test_suite_with_threads_is_recognized() -> None:
 def starts_threads(suite: str) -> bool:
     """Whether the suite, with all of csrc that it links, calls a function that starts a thread."""
     (binary,) = build("product", [suite])  # without the run time of a sanitizer
-    done = subprocess.run(["nm", "-u", str(binary)], capture_output=True, text=True, check=True)
+    done = finished(["nm", "-u", str(binary)], check=True)
     assert "__cxa_throw" in done.stdout
     return any(name in done.stdout for name in THREAD_STARTS)
 

@@ -6,11 +6,11 @@ without it.
 
 import os
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from finished import finished
 
 sys.path.insert(0, str(Path(__file__).parent))
 from build import FLAGS, SANITIZERS, BuildFailed, build
@@ -37,6 +37,6 @@ def test_two_types_of_one_name_fail_to_link(tmp_path: Path) -> None:
         files[i].write_text(f"{text}\nint use{i}(Stage& stage) {{ return int(stage.begin); }}\n")
     cxx = shlex.split(os.environ.get("CXX", "g++"))
     command = [*cxx, *FLAGS, *SANITIZERS["odr"], "-shared", "-o", str(tmp_path / "planted.so")]
-    done = subprocess.run([*command, *map(str, files)], capture_output=True, text=True, check=False)
+    done = finished([*command, *map(str, files)])
     assert done.returncode != 0
     assert "violates the C++ One Definition Rule" in done.stderr

@@ -3,9 +3,8 @@
 tests/native/test_native.py runs all suites under the sanitizers.
 """
 
-import subprocess
-
 import pytest
+from finished import finished
 
 from build import BuildFailed, build
 
@@ -20,8 +19,6 @@ def test_suite_against_the_product(suite: str) -> None:
         (binary,) = build("product", [suite])
     except BuildFailed as error:  # the compiler's text, without a traceback
         pytest.fail(str(error), pytrace=False)
-    done = subprocess.run(
-        [str(binary)], capture_output=True, text=True, timeout=RUN_LIMIT_S, check=False
-    )
+    done = finished([str(binary)], timeout=RUN_LIMIT_S)
     assert done.returncode == 0, done.stdout + done.stderr
     assert ", 0 failed" in done.stdout

@@ -4,9 +4,8 @@ weak_memory.h describes the model. mutations.txt weakens the orders one by one;
 test_mutations.py runs its rows.
 """
 
-import subprocess
-
 import pytest
+from finished import finished
 
 from build import CSRC, build
 
@@ -26,9 +25,7 @@ QUOTED = {
 @pytest.mark.timeout(600)
 def test_no_execution_has_a_fault() -> None:
     (binary,) = build("product", ["weak_memory"])
-    done = subprocess.run(
-        [str(binary)], capture_output=True, text=True, timeout=RUN_LIMIT_S, check=False
-    )
+    done = finished([str(binary)], timeout=RUN_LIMIT_S)
     assert done.returncode == 0, done.stdout + done.stderr
     assert ", 0 failed" in done.stdout
 

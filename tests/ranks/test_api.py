@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from finished import finished
 from on_ranks import on_ranks
 
 import pycomm
@@ -279,14 +280,7 @@ print("fine")
 
 
 def run_python(code: str, **environment: str) -> Any:
-    return subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        timeout=180,
-        check=False,
-    )
+    return finished([sys.executable, "-c", code], env={**os.environ, **environment}, timeout=180)
 
 
 COMPILED = """
@@ -387,13 +381,7 @@ def test_log_lists_the_ranks() -> None:
     ],
 )
 def test_command_line(arguments: list[str], code: int, texts: list[str]) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "pycomm", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=180,
-        check=False,
-    )
+    done = finished([sys.executable, "-m", "pycomm", *arguments], timeout=180)
     assert done.returncode == code
     assert all(word in done.stdout + done.stderr for word in texts)
 

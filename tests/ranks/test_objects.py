@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from finished import finished
 from on_ranks import on_ranks
 
 import pycomm
@@ -256,9 +257,7 @@ except KeyboardInterrupt:
 
 
 def test_ctrl_c_ends_a_wait_for_a_key() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", INTERRUPTED], capture_output=True, text=True, timeout=60, check=False
-    )
+    done = finished([sys.executable, "-c", INTERRUPTED], timeout=60)
     assert done.stdout == "stopped True\n", done.stderr
 
 

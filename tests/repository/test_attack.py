@@ -17,6 +17,7 @@ from pathlib import Path
 import attack
 import pytest
 from attack import BACKLOG, MANY, Attack, Result, no_attack, unrecognizable
+from finished import finished
 from paths import ROOT, SUPPORT, TESTS
 
 from benchmarks.support.ports import free_port
@@ -160,12 +161,9 @@ def test_run_reports_the_attack_and_fails_when_it_should(tmp_path: Path, let_in:
     (tmp_path / "test_planted.py").write_text(text)
     command = [sys.executable, "-m", "pytest", "-p", "conftest", "-p", "no:cacheprovider"]
     ways = os.pathsep.join(map(str, (TESTS, SUPPORT, ROOT, Path(__file__).parent)))
-    done = subprocess.run(
+    done = finished(
         [*command, "-c", os.devnull, "--rootdir", str(tmp_path), str(tmp_path)],
         env={**os.environ, "PYTHONPATH": ways},
-        capture_output=True,
-        text=True,
-        check=False,
     )
     assert "1 passed" in done.stdout, done.stdout
     counts = re.search(r"(\d+) connections to 1 listeners, \d+ refused, (\d+) let in", done.stdout)

@@ -6,12 +6,12 @@ The injected tests run in a separate pytest, with the same fixture.
 
 import os
 import re
-import subprocess
 import sys
 import textwrap
 from pathlib import Path
 
 import pytest
+from finished import finished
 from paths import ROOT, SUPPORT, TESTS
 
 HEAD = """
@@ -99,12 +99,9 @@ def test_every_kind_of_leak_is_detected_and_nothing_else(tmp_path: Path) -> None
     (tmp_path / "test_planted.py").write_text("\n\n".join([HEAD, *tests]))
     command = [sys.executable, "-m", "pytest", "-q", "-p", "conftest", "-p", "no:cacheprovider"]
     ways = os.pathsep.join(map(str, (TESTS, SUPPORT, ROOT)))
-    done = subprocess.run(
+    done = finished(
         [*command, "--no-attack", "-c", os.devnull, "--rootdir", str(tmp_path), str(tmp_path)],
         env={**os.environ, "PYTHONPATH": ways, "TMPDIR": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        check=False,
     )
     found = re.findall(r"^ERROR .*test_planted\.py::test_(\w+)", done.stdout, re.MULTILINE)
     assert sorted(found) == sorted(LEAKS), done.stdout

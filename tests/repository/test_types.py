@@ -1,10 +1,10 @@
 """A type checker finds wrong arguments of the verbs, and knows what they return."""
 
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from finished import finished
 from paths import ROOT
 
 pytestmark = [pytest.mark.no_attack("starts no ranks"), pytest.mark.timeout(300)]
@@ -45,7 +45,7 @@ def test_mypy_checks_calls(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text("\n".join([PROGRAM, *WRONG]))
     command = [sys.executable, "-m", "mypy", "--strict", f"--cache-dir={ROOT}/build/mypy", program]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    done = finished(command, cwd=tmp_path)
     lines = program.read_text().splitlines()
     errors = [line for line in done.stdout.splitlines() if ": error: " in line]
     found = [lines[int(line.split(":")[1]) - 1] for line in errors]

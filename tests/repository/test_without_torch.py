@@ -12,6 +12,7 @@ import numpy as np
 import programs
 import pybind11
 import pytest
+from finished import finished
 from paths import ROOT
 
 from benchmarks.support.ports import free_port
@@ -74,7 +75,7 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
     subprocess.run(command, check=True, timeout=180)
     python = folder / "env/bin/python"
     ask = "import sysconfig; print(sysconfig.get_paths()['purelib'])"
-    answer = subprocess.run([python, "-c", ask], capture_output=True, text=True, check=True)
+    answer = finished([python, "-c", ask], check=True)
     site = Path(answer.stdout.strip())
     import setuptools
 
@@ -154,7 +155,7 @@ def unpacked_sdist(folder: Path) -> Path:
     """The source distribution of this tree, unpacked."""
     command = [sys.executable, "setup.py", "-q", "egg_info", f"--egg-base={folder}"]
     command += ["sdist", f"--dist-dir={folder}"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    done = finished(command, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     (archive,) = folder.glob("*.tar.gz")
     with tarfile.open(archive) as tar:
@@ -171,14 +172,8 @@ def test_the_sdist_is_built_with_pybind11_alone(environment: Path, tmp_path: Pat
     compiler.chmod(0o755)
     env = clean(environment) | {"CXX": str(compiler)}
     env["PATH"] = os.pathsep.join([*copying_nvcc(tmp_path / "cuda", text), env["PATH"]])
-    done = subprocess.run(
-        [environment, "setup.py", "-q", "build_ext", "--inplace"],
-        cwd=copy,
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=350,
-        check=False,
+    done = finished(
+        [environment, "setup.py", "-q", "build_ext", "--inplace"], cwd=copy, env=env, timeout=350
     )
     assert done.returncode == 0, done.stdout + done.stderr
     modules = {p.name.split(".")[0] for p in (copy / "pycomm").glob("*.so")}

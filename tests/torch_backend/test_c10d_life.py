@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from finished import finished
 from paths import ROOT
 from torch.nn.parallel import DistributedDataParallel
 
@@ -255,14 +256,8 @@ def test_ddp_names_a_dead_rank(tmp_path: Path) -> None:
 
 def _program(text: str, *args: str, path: Path | None = None) -> subprocess.CompletedProcess[str]:
     env = {**os.environ, "PYTHONPATH": f"{path}{os.pathsep}{ROOT}" if path else str(ROOT)}
-    return subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(text), *args],
-        env=env,
-        cwd=path,
-        capture_output=True,
-        text=True,
-        timeout=180,
-        check=False,
+    return finished(
+        [sys.executable, "-c", textwrap.dedent(text), *args], env=env, cwd=path, timeout=180
     )
 
 

@@ -4,11 +4,11 @@ tests/compat/programs.py runs them, with any backend.
 """
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from finished import finished
 from paths import ROOT
 from sample import of_the_day
 
@@ -27,9 +27,7 @@ def test_runs_unchanged(program: str, tmp_path: Path) -> None:
     command = [sys.executable, str(SCRIPT), "--only", f"^{program}$", "--json", str(stored)]
     found = f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
     env = {**os.environ, "PYTHONPATH": found}
-    done = subprocess.run(
-        command, env=env, capture_output=True, text=True, timeout=960, check=False
-    )
+    done = finished(command, env=env, timeout=960)
     assert stored.exists(), done.stderr[-4000:]
     result = summaries.read(stored)["programs"][program]
     if result["status"] == "left out":

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from finished import finished
 from paths import ROOT
 
 from pycomm.bench.support import summaries
@@ -49,9 +50,7 @@ TESTS = [
 def _suite(*options: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(SCRIPT), *options]
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    return subprocess.run(
-        command, env=env, capture_output=True, text=True, timeout=280, check=False
-    )
+    return finished(command, env=env, timeout=280)
 
 
 def test_representative_part_passes(tmp_path: Path) -> None:
@@ -78,12 +77,5 @@ def test_failures_and_skipped_tests_are_reported(tmp_path: Path) -> None:
 def test_page_contains_the_table_of_the_stored_results() -> None:
     """tests/compat/table.py rewrites it."""
     code = "import table; page = table.PAGE.read_text(); assert table.written(page) == page"
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=SCRIPT.parent,
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
+    done = finished([sys.executable, "-c", code], cwd=SCRIPT.parent, timeout=100)
     assert done.returncode == 0, done.stderr

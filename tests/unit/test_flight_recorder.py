@@ -1,7 +1,6 @@
 """The flight recorder: written when a group fails, and shown by `pycomm info --flight`."""
 
 import os
-import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from finished import finished
 from hypothesis import given
 from hypothesis import strategies as st
 from properties import SETTINGS
@@ -172,7 +172,7 @@ def test_truncated_file_is_rejected() -> None:
 def test_command_reports_an_invalid_file(tmp_path: Path) -> None:
     (tmp_path / "garbage").write_text("{}")
     command = [sys.executable, "-m", "pycomm", "info", "--flight", str(tmp_path / "garbage")]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    done = finished(command, timeout=60)
     assert done.returncode == 1
     assert done.stderr.startswith(f"pycomm: {tmp_path / 'garbage'} is not a flight record")
 

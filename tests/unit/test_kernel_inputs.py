@@ -8,6 +8,7 @@ import sys
 import numpy as np
 import pytest
 import torch
+from finished import finished
 from kernel_devices import INSTRUCTION_SETS
 from paths import ROOT
 
@@ -166,14 +167,7 @@ try:
 except Unsupported as error:
     print(error)
 """
-    done = subprocess.run(
-        [sys.executable, "-c", script],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-        cwd=ROOT,
-    )
+    done = finished([sys.executable, "-c", script], timeout=60, cwd=ROOT)
     assert "NumPy has no dtype bfloat16" in done.stdout, done.stderr
 
 

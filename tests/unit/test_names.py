@@ -2,11 +2,11 @@
 
 import importlib.metadata
 import re
-import subprocess
 import sys
 
 import numpy as np
 import pytest
+from finished import finished
 
 import pycomm
 from pycomm import errors
@@ -111,6 +111,6 @@ def test_an_unknown_op_lists_the_valid_ones() -> None:
 
 def test_hints_need_no_torch() -> None:
     code = "import sys, pycomm._names; assert 'torch' not in sys.modules"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    done = finished([sys.executable, "-c", code])
     assert done.returncode == 0, done.stderr
     assert hint("get_rank", [])
