@@ -168,7 +168,7 @@ const Test kCaptureScratch("an allocation in a capture is refused with a remedy"
     const Lanes stages = stages_of(r, Algorithm::ring, 64);
     fine(cudaStreamBeginCapture(r.stream, cudaStreamCaptureModeThreadLocal));
     const std::string why = expect_throws<Unsupported>([&] { r.run(all_reduce(x, 64, &stages)); });
-    expect(why.find("once before the capture") != std::string::npos, why);
+    expect_says(why, "once before the capture");
     cudaGraph_t graph = nullptr;
     fine(cudaStreamEndCapture(r.stream, &graph));
   });
@@ -205,8 +205,7 @@ const Test kMismatch("both ranks report different counts", [] {
         r.engine.communicators().front()->error_of("ncclGroupEnd", error).what();
     expect(error == nccl::NcclResult::invalid_usage || error == nccl::NcclResult::remote_error,
            text);
-    if (error == nccl::NcclResult::invalid_usage)
-      expect(text.find("count 12") != std::string::npos, text);
+    if (error == nccl::NcclResult::invalid_usage) expect_says(text, "count 12");
     r.engine.communicators().front()->abort();
     r.finish();
   });
@@ -248,7 +247,7 @@ const Test kFirstCall("an abort ends a first call that waits for a rank", [] {
     const std::string why = expect_throws<Error>([&] { r.run(all_reduce(x, 64, &stages)); });
     aborts.join();
     expect(!late, "the call did not wait");
-    expect(why.find("aborted") != std::string::npos, why);
+    expect_says(why, "aborted");
   });
 });
 
@@ -394,7 +393,7 @@ const Test kTwice("two ranks on one device are refused, as by NCCL", [] {
   for (std::thread& thread : threads) thread.join();
   // The other rank may only see that the first one left.
   const std::string both = said[0] + ", " + said[1];
-  expect(both.find("Duplicate GPU") != std::string::npos, both);
+  expect_says(both, "Duplicate GPU");
   for (const std::string& one : said) expect(!one.empty(), "a rank connected");
 });
 
@@ -421,7 +420,7 @@ const Test kRemedies("errors of an installation name what to change", [] {
     return expect_throws<Unsupported>([&] { cuda::check_cuda(error, "f"); });
   };
   const auto names = [](const std::string& text, const std::string& part) {
-    expect(text.find(part) != std::string::npos, text);
+    expect_says(text, part);
   };
   for (const cudaError_t error : {cudaErrorInsufficientDriver, cudaErrorUnsupportedPtxVersion}) {
     names(text_of(error), "driver supports CUDA 12.8");

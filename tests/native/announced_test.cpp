@@ -255,8 +255,8 @@ const ByGroups kBatchUnlike(
         if (found.mismatch) {
           const std::string text = found.mismatch->what();
           expect(found.mismatch->kind() == ErrorKind::mismatch, text);
-          expect(text.find("send(float32, count 6, tag 2") != std::string::npos, text);
-          expect(text.find("recv(float32, count 9, tag 2") != std::string::npos, text);
+          expect_says(text, "send(float32, count 6, tag 2");
+          expect_says(text, "recv(float32, count 9, tag 2");
         }
         expect_sound(group);
       }

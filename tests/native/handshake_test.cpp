@@ -121,10 +121,6 @@ Outcome converse(
   return {left, right, connector.why(), listener.why(), connector.peer(), listener.peer()};
 }
 
-void expect_says(const std::string& text, const std::string& part) {
-  expect(text.find(part) != std::string::npos, "'" + text + "' does not say '" + part + "'");
-}
-
 constexpr size_t kFromConnector = 68, kFromListener = 69;  // bytes of a whole handshake
 
 const Test kSha("sha256 gives the digests of FIPS 180-4", [] {

@@ -40,6 +40,11 @@ void expect_equal(const A& got, const B& wanted, const std::string& what,
   expect(false, text.str(), at);
 }
 
+inline void expect_says(const std::string& text, const std::string& part,
+                        std::source_location at = std::source_location::current()) {
+  expect(text.find(part) != std::string::npos, "'" + text + "' does not say '" + part + "'", at);
+}
+
 // Runs `body`, which must throw `Wanted`; returns the text.
 template <typename Wanted>
 std::string expect_throws(const std::function<void()>& body,

@@ -75,7 +75,7 @@ const Test kLate("the error of a call names the earlier one", [] {
   const auto first = order.take("all_reduce of group a");
   const auto second = order.take("second");
   const std::string why = expect_throws<Timeout>([&] { second->wait(Deadline(1ms), never); });
-  expect(why.find("after all_reduce of group a") != std::string::npos, why);
+  expect_says(why, "after all_reduce of group a");
 });
 
 const Test kStopped("an abort ends the wait", [] {

@@ -20,10 +20,6 @@ inline const std::string kHost = "127.0.0.1", kKey = "the key";
 
 inline Deadline within(std::chrono::nanoseconds limit) { return Deadline(limit); }
 
-inline void expect_says(const std::string& text, const std::string& part) {
-  expect(text.find(part) != std::string::npos, "'" + text + "' does not say '" + part + "'");
-}
-
 inline uint16_t free_port() {
   return os::local_address(os::listen_on(os::tcp_address(kHost, 0), 1).get()).port();
 }

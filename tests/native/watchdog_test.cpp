@@ -94,7 +94,7 @@ const Test kLate("a call that is not complete at its limit is named", [] {
   expect(error && error->kind() == ErrorKind::timeout, "a timeout");
   const std::string said = error->what();
   expect(said.starts_with("all_reduce(of a test)"), said);
-  expect(said.find("did not complete on the device") != std::string::npos, said);
+  expect_says(said, "did not complete on the device");
 });
 
 const Test kAgreeing("... unless the agreement names the cause within a second", [] {
@@ -115,7 +115,7 @@ const Test kEnqueueing("a call is watched while it is enqueued", [] {
   const auto error = all.watchdog.look();
   expect(error && error->kind() == ErrorKind::timeout, "a timeout");
   const std::string said = error->what();
-  expect(said.find("could not be enqueued") != std::string::npos, said);
+  expect_says(said, "could not be enqueued");
   expect(all.watchdog.end(*error), "it ended before");
   expect(static_cast<bool>(all.work->error()), "told");
   const auto ends = ranks::ending_of([&] { all.watchdog.set_end(nullptr); });
