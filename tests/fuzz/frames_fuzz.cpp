@@ -13,6 +13,7 @@
 #include "core/operation.h"
 #include "engine/engine.h"
 #include "fuzz.h"
+#include "played_channels.h"
 
 namespace {
 
@@ -23,19 +24,13 @@ constexpr size_t kCount = 40;
 constexpr int kCalls = 3;  // a group continues after a disagreement
 
 // Gives what is on the tape, `grain` bytes at a time.
-class Tape final : public transport::Channel {
+class Tape final : public played::PlayedChannel {
  public:
   Tape(fuzz::Input tape, size_t grain) : tape_(tape), grain_(grain), awake_(::eventfd(1, 0)) {}
 
-  std::string_view transport() const override { return "tape"; }
-  size_t send(transport::ConstBytes head, transport::ConstBytes body) override {
-    return head.size() + body.size();
-  }
-  transport::ConstBytes peek(size_t want) override {
-    return tape_.first(std::min({want, tape_.size()}));
-  }
+  ConstBytes peek(size_t want) override { return tape_.first(std::min({want, tape_.size()})); }
   void take(size_t bytes) override { tape_ = tape_.subspan(bytes); }
-  size_t receive(transport::Bytes into) override {
+  size_t receive(Bytes into) override {
     const size_t n = std::min({into.size(), tape_.size(), grain_});
     if (n > 0) std::memcpy(into.data(), tape_.data(), n);
     take(n);
@@ -44,7 +39,7 @@ class Tape final : public transport::Channel {
   bool is_closed() const override { return closed_; }
   pollfd arm(transport::Want) override { return {awake_.get(), POLLIN, 0}; }
   void disarm(short revents) override { closed_ |= revents != 0; }
-  void close(transport::ConstBytes) override { closed_ = true; }
+  void close(ConstBytes) override { closed_ = true; }
 
  private:
   fuzz::Input tape_;
