@@ -177,5 +177,6 @@ const Test kUnsupported("an unsupported pair is rejected with the supported ones
   expect_throws<InternalError>([] { collectives::choose({.operation = Operation::recv}); });
   expect(collectives::algorithms_for(Operation::send).empty(), "send has no plans");
 });
+
 }  // namespace
 }  // namespace pycomm

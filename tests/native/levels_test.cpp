@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <bit>
 #include <functional>
+#include <map>
 #include <string>
 #include <vector>
 
@@ -57,50 +58,28 @@ struct Hosts {
 // Elements that go to another host.
 size_t crossing(const Case& what, const Hosts& hosts) {
   const size_t size = what.hosts.size(), others = hosts.count - 1;
-  switch (what.operation) {
-    case Operation::all_reduce:
-      return 2 * others * what.count;
-    case Operation::reduce:
-    case Operation::broadcast:
-      return others * what.count;
-    case Operation::all_gather:
-    case Operation::reduce_scatter:
-      return others * size * what.count;
-    case Operation::barrier:
-      return hosts.count * static_cast<size_t>(log_of(hosts.count));
-    case Operation::gather:
-    case Operation::scatter:
-    case Operation::all_to_all:
-    case Operation::send:
-    case Operation::recv:
-      break;
-  }
-  return 0;
+  const std::map<Operation, size_t> found{
+      {Operation::all_reduce, 2 * others * what.count},
+      {Operation::reduce, others * what.count},
+      {Operation::broadcast, others * what.count},
+      {Operation::all_gather, others * size * what.count},
+      {Operation::reduce_scatter, others * size * what.count},
+      {Operation::barrier, hosts.count * static_cast<size_t>(log_of(hosts.count))}};
+  return found.at(what.operation);
 }
 
 // Of short arrays.
 int steps(const Case& what, const Hosts& hosts) {
   const int across = log_of(hosts.count), inside = log_of(hosts.most);
   const int lanes = static_cast<int>(hosts.fewest), most = static_cast<int>(hosts.most);
-  switch (what.operation) {
-    case Operation::all_reduce:
-      return 2 * across + 2 * inside;
-    case Operation::reduce:
-    case Operation::broadcast:
-      return across + inside + lanes - 1;
-    case Operation::all_gather:
-    case Operation::reduce_scatter:
-      return across + inside + (most - 1) / lanes;
-    case Operation::barrier:
-      return across + 2 * (most - 1);
-    case Operation::gather:
-    case Operation::scatter:
-    case Operation::all_to_all:
-    case Operation::send:
-    case Operation::recv:
-      break;
-  }
-  return 0;
+  const std::map<Operation, int> found{
+      {Operation::all_reduce, 2 * across + 2 * inside},
+      {Operation::reduce, across + inside + lanes - 1},
+      {Operation::broadcast, across + inside + lanes - 1},
+      {Operation::all_gather, across + inside + (most - 1) / lanes},
+      {Operation::reduce_scatter, across + inside + (most - 1) / lanes},
+      {Operation::barrier, across + 2 * (most - 1)}};
+  return found.at(what.operation);
 }
 
 std::string name_of_case(const Case& what) {
@@ -209,5 +188,6 @@ const Test kWrongHosts("elements between hosts are counted", [] {
   expect_equal(proof.error, std::string(), "proof");
   expect(proof.crossed > crossing(what, Hosts(what.hosts)), "nothing more crossed");
 });
+
 }  // namespace
 }  // namespace pycomm

@@ -281,5 +281,6 @@ const Test kRoot("mutant: the wrong root", [] {
          "is read before it is there",
          [&](Plans& plans) { plans = plans_of(algorithm, 4, {Operation::broadcast, 8, 1}); }});
 });
+
 }  // namespace
 }  // namespace pycomm

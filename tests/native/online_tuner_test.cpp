@@ -53,4 +53,5 @@ const Test kSkipped("skipped turns do not shift later trials", [] {
     expect(each.tries(turn) == last.tries(turn), "turn " + std::to_string(turn));
   }
 });
+
 }  // namespace

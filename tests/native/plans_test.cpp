@@ -138,5 +138,6 @@ const Test kPieces("a ring broadcast is split for its hops", [] {
   expect_equal(collectives::ring_broadcast_pieces(10, 1 << 30), size_t{64},
                "eight for each of eight hops");
 });
+
 }  // namespace
 }  // namespace pycomm

@@ -198,4 +198,5 @@ const Test kTwoLevels("all ranks detect a death in a hierarchical sum", [] {
   play({{0, 0, 1}, 700'001, 1, -1}, all_reduce_two_levels);  // sends nothing between hosts
   play({{0, 1, 1}, 700'001, 0, 10}, all_reduce_two_levels);  // the only rank of its host
 });
+
 }  // namespace

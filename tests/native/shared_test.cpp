@@ -272,4 +272,5 @@ const Test kAfterAbort("a call after an abort is invisible to other ranks", [] {
     });
   }
 });
+
 }  // namespace

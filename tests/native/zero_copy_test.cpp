@@ -368,4 +368,5 @@ const Test kView("a heap as seen by other ranks", [] {
   memory.get()[7] = std::byte{9};
   expect(again.base.get()[*view.offset_of(memory.get(), 8) + 7] == std::byte{9}, "the same memory");
 });
+
 }  // namespace
