@@ -107,7 +107,6 @@ class Backend : public c10d::Backend {
   void eagerConnectSingleDevice(at::Device device) override {
     with_python_errors([&] { device_state(device).form(options_->timeout); });
   }
-
   // The timeout of torch's calls. The group's own timeout is unchanged, as it may have other users.
   void setTimeout(milliseconds timeout) override { options_->timeout = timeout; }
 

@@ -70,7 +70,6 @@ class HostGroup final : public Group {
   void execute(PreparedCall prepared);
   std::optional<Worker::Completed> receive_any(std::span<const PendingReceive* const> pending);
   std::exception_ptr log_failure(const PreparedCall& prepared);
-  ConnectOptions subgroup_options(const std::vector<int>& members, const std::string& name) const;
 
   ConnectOptions options_;
   GroupInfo info_;

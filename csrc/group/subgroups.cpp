@@ -58,24 +58,24 @@ std::vector<std::string> gather_texts(Group& group, const std::string& mine) {
   return texts;
 }
 
+// Of a subgroup of the group with `child`. `timeout`: of calls.
+ConnectOptions subgroup_options(ConnectOptions child, std::chrono::nanoseconds timeout,
+                                const std::vector<int>& members, const std::string& name) {
+  child.inject_faults = nullptr;  // faults count the bytes of one group
+  child.timeout = timeout;
+  child.name = name;
+  child.keys.clear();
+  child.size = static_cast<int>(members.size());
+  child.rank = static_cast<int>(std::ranges::find(members, child.rank) - members.begin());
+  child.secret = subgroup_secret(child.secret, name);
+  return child;
+}
+
 }  // namespace
 
 std::string subgroup_secret(const std::string& secret, const std::string& name) {
   const Digest digest = hmac_sha256(secret, "pycomm group key\n" + name);
   return {digest.begin(), digest.end()};
-}
-
-ConnectOptions HostGroup::subgroup_options(const std::vector<int>& members,
-                                           const std::string& name) const {
-  ConnectOptions child = options_;
-  child.inject_faults = nullptr;  // faults count the bytes of one group
-  child.timeout = timeout_;
-  child.name = name;
-  child.keys.clear();
-  child.size = static_cast<int>(members.size());
-  child.rank = static_cast<int>(std::ranges::find(members, info_.rank) - members.begin());
-  child.secret = subgroup_secret(options_.secret, name);
-  return child;
 }
 
 std::shared_ptr<Group> HostGroup::split(int color, int key) {
@@ -99,7 +99,8 @@ std::shared_ptr<Group> HostGroup::split(int color, int key) {
     (void)gather_texts(*this, {});
     return nullptr;
   }
-  const ConnectOptions child = subgroup_options(members, name + "." + std::to_string(color));
+  const ConnectOptions child =
+      subgroup_options(options_, timeout_, members, name + "." + std::to_string(color));
   const bootstrap::Exchange exchange = [&](const std::string& mine) {
     const auto texts = gather_texts(*this, mine);
     std::vector<std::string> ours;
@@ -124,14 +125,15 @@ std::shared_ptr<Group> HostGroup::pair_with(int peer) {
               std::as_writable_bytes(std::span(theirs)));
     return info_.rank < peer ? std::vector{mine, theirs} : std::vector{theirs, mine};
   };
-  return make_group(subgroup_options(members, name), exchange, world_ranks(info_, members),
+  return make_group(subgroup_options(options_, timeout_, members, name), exchange,
+                    world_ranks(info_, members),
                     [&](auto limit) { engine_.check_for_failures(limit, members); });
 }
 
 std::shared_ptr<Group> HostGroup::regroup(rendezvous::Store& store, const std::string& name,
                                           int rank, std::vector<int> ranks,
                                           std::chrono::nanoseconds timeout) {
-  ConnectOptions child = subgroup_options({}, name);
+  ConnectOptions child = subgroup_options(options_, timeout_, {}, name);
   child.rank = rank;
   child.size = static_cast<int>(ranks.size());
   child.secret = options_.secret;  // the same on all survivors, whatever subgroups they formed
