@@ -71,8 +71,7 @@ class Backend : public c10d::Backend {
   bool supportsSplitting() const override { return true; }
   bool supportsShrinking() const override { return true; }
   bool supportsTensorAlloc(c10::DeviceIndex /*device*/) override { return true; }
-  // In shared memory if the ranks share any. torch's DistributedDataParallel can allocate its
-  // buckets here.
+  // In shared memory if the ranks share any, for buckets of torch's DistributedDataParallel.
   at::Tensor allocateTensor(long size, at::TensorOptions options) override {
     if (!options.device().is_cpu()) return at::empty({size}, options);
     const auto bytes = static_cast<size_t>(size) * options.dtype().itemsize();

@@ -184,11 +184,11 @@ std::shared_ptr<Group> make_group(const ConnectOptions& options,
 namespace {
 
 std::shared_ptr<Group> form_through_store(rendezvous::Store& store, ConnectOptions options,
-                                          std::vector<int> ranks, bool made_key,
-                                          const Deadline& deadline) {
+                                          const std::string& keys, std::vector<int> ranks,
+                                          bool made_key, const Deadline& deadline) {
   if (made_key) {
     const auto bytes = os::random_bytes();
-    store.set(key_of_secret(options), std::string(bytes.begin(), bytes.end()), deadline);
+    store.set(key_of_secret(keys), std::string(bytes.begin(), bytes.end()), deadline);
   }
   options.open_key = options.open_key || options.secret.empty();
   if (ranks.empty()) {
@@ -198,7 +198,7 @@ std::shared_ptr<Group> form_through_store(rendezvous::Store& store, ConnectOptio
   return make_group(
       options,
       [&](const std::string& mine) {
-        auto [infos, secret] = exchange_infos(store, options, mine, deadline);
+        auto [infos, secret] = exchange_infos(store, options, keys, mine, deadline);
         options.secret = secret;
         return infos;
       },
@@ -208,9 +208,9 @@ std::shared_ptr<Group> form_through_store(rendezvous::Store& store, ConnectOptio
 // If the rank infos make forming impossible, all ranks find that out from the same infos: no rank
 // removes its own, or closes the store, before all have read them. Returns false if some ranks did
 // not report the failure.
-bool all_have_read(rendezvous::Store& store, const ConnectOptions& options,
+bool all_have_read(rendezvous::Store& store, const ConnectOptions& options, const std::string& keys,
                    const Deadline& deadline) {
-  const std::string count = key_of(options, "refused"), all = count + "/all";
+  const std::string count = keys + "/refused", all = count + "/all";
   const Deadline limit(std::min<std::chrono::nanoseconds>(kAllReadTime, deadline.left()));
   bool read = store.add(count, 1, deadline) >= options.size;
   // Counts again in each slice: ranks may disagree about the size, and the smallest one ends it.
@@ -237,9 +237,9 @@ bool all_have_read(rendezvous::Store& store, const ConnectOptions& options,
 // Each rank counts in the store how often it formed a group of this name. The count is part of the
 // keys, so no rank reads keys of an earlier group. A failed attempt does not count unless all ranks
 // failed alike: otherwise the first rank to retry would read the infos of the last one to fail.
-// With `options.keys` nothing is counted.
+// With `keys` nothing is counted.
 std::shared_ptr<Group> connect(rendezvous::Store& store, ConnectOptions options,
-                               std::vector<int> ranks) {
+                               std::vector<int> ranks, std::string keys) {
   check_options(options);
   if (options.size == 1)  // needs no store, in which its keys would stay
     return make_group(
@@ -248,15 +248,16 @@ std::shared_ptr<Group> connect(rendezvous::Store& store, ConnectOptions options,
   const Deadline deadline(options.timeout);
   const std::string name = options.name;
   const std::string counter = name + "/formed/" + std::to_string(options.rank);
-  const bool counts = options.keys.empty();
+  const bool counts = keys.empty();
   const int64_t formed = counts ? store.add(counter, 1, deadline) : 1;
   if (formed > 1) options.name += "#" + std::to_string(formed);
+  if (counts) keys = options.name;
   const bool made_key = options.secret.empty() && options.size > 1 && options.rank == 0;
   const auto clean_up = [&](bool infos, const Deadline& limit) {
-    if (made_key) store.remove(key_of_secret(options), limit);
-    if (infos) remove_infos(store, options, limit);
+    if (made_key) store.remove(key_of_secret(keys), limit);
+    if (infos) remove_infos(store, options, keys, limit);
   };
-  const std::string fallback_key = key_of(options, "by tcp");
+  const std::string fallback_key = keys + "/by tcp";
   const auto fallback = std::make_shared<TcpFallbackFlag>(store, fallback_key);
   ConnectOptions watching = options;
   const bool may_use_tcp = options.size > 1 && options.transport.empty();
@@ -269,14 +270,14 @@ std::shared_ptr<Group> connect(rendezvous::Store& store, ConnectOptions options,
   std::shared_ptr<Group> group;
   bool by_tcp = false;
   try {
-    group = form_through_store(store, watching, ranks, made_key, deadline);
+    group = form_through_store(store, watching, keys, ranks, made_key, deadline);
   } catch (const std::exception& error) {
     try {
       by_tcp = may_use_tcp && !deadline.expired() && fallback->is_set(true);
       const auto* ours = dynamic_cast<const Error*>(&error);
       const bool refused = ours != nullptr && (ours->kind() == ErrorKind::mismatch ||
                                                ours->kind() == ErrorKind::unsupported);
-      const bool alike = refused && all_have_read(store, options, deadline);
+      const bool alike = refused && all_have_read(store, options, keys, deadline);
       const Deadline limit(std::max<std::chrono::nanoseconds>(deadline.left(), kCleanUpTime));
       clean_up(true, limit);
       if (counts && !alike && !by_tcp) store.add(counter, -1, limit);
@@ -289,10 +290,9 @@ std::shared_ptr<Group> connect(rendezvous::Store& store, ConnectOptions options,
   if (by_tcp) {
     if (options.log) options.log(fallback->why() + ": all ranks use TCP");
     options.name = name;
-    if (!counts) options.keys += "/tcp";
     options.transport = "tcp";
     options.timeout = deadline.left();
-    group = connect(store, options, std::move(ranks));
+    group = connect(store, options, std::move(ranks), counts ? "" : keys + "/tcp");
     if (options.rank == 0) store.remove(fallback_key, Deadline(kCleanUpTime));
     return group;
   }

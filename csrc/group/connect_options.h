@@ -21,9 +21,6 @@ struct ConnectOptions {
   int rank = 0;
   int size = 1;
   std::string name = "world";
-  // With what the group's keys in the store begin, which no other group uses; they stay there.
-  // Empty: connect() counts the groups of a name, and removes their keys.
-  std::string keys;
   std::chrono::nanoseconds timeout = std::chrono::minutes(10);  // of forming and of each call
   // Heartbeat timeout: an awaited rank that sends nothing for so long is lost, because it is
   // stopped or its host is down. 0: none. Equal on all ranks.

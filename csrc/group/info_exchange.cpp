@@ -30,12 +30,12 @@ constexpr std::chrono::milliseconds kLastAnswerTime{200};
 // They look every kPollInterval.
 constexpr std::chrono::milliseconds kFailureReadTime{500};
 
-std::string key_of_info(const ConnectOptions& options, int rank) {
-  return key_of(options, "rank_info/" + std::to_string(rank));
+std::string key_of_info(const std::string& keys, int rank) {
+  return keys + "/rank_info/" + std::to_string(rank);
 }
 
-std::string key_of_block(const ConnectOptions& options, int block) {
-  return key_of(options, "rank_infos/" + std::to_string(block));
+std::string key_of_block(const std::string& keys, int block) {
+  return keys + "/rank_infos/" + std::to_string(block);
 }
 
 std::string seconds_text(double seconds) {
@@ -110,9 +110,11 @@ constexpr std::chrono::milliseconds kLookTime{100};
 // transmit it. While ranks are missing, it watches the processes of the others.
 class InfoExchange {
  public:
-  InfoExchange(rendezvous::Store& store, const ConnectOptions& options, const Deadline& deadline)
+  InfoExchange(rendezvous::Store& store, const ConnectOptions& options, const std::string& keys,
+               const Deadline& deadline)
       : store_(store),
         options_(options),
+        keys_(keys),
         deadline_(deadline),
         known_(static_cast<size_t>(options.size)),
         next_(options.rank) {}
@@ -120,9 +122,9 @@ class InfoExchange {
   // The infos of all ranks. Throws why the group does not form, the same on all ranks.
   std::vector<std::string> run(const std::string& mine) {
     mine_ = bootstrap::decode_rank_info(mine);
-    for (int rank = 0; rank < options_.size; ++rank) values_[key_of_info(options_, rank)];
+    for (int rank = 0; rank < options_.size; ++rank) values_[key_of_info(keys_, rank)];
     values_[own_key()] = mine;
-    if (options_.secret.empty()) values_[key_of_secret(options_)];
+    if (options_.secret.empty()) values_[key_of_secret(keys_)];
     if (options_.size <= kInfosPerBlock) return read_all();
     publish();
     if (options_.rank == 0) {
@@ -137,11 +139,11 @@ class InfoExchange {
 
   // The key, after run().
   std::string secret() const {
-    return options_.secret.empty() ? *values_.at(key_of_secret(options_)) : options_.secret;
+    return options_.secret.empty() ? *values_.at(key_of_secret(keys_)) : options_.secret;
   }
 
  private:
-  std::string own_key() const { return key_of_info(options_, options_.rank); }
+  std::string own_key() const { return key_of_info(keys_, options_.rank); }
 
   void publish() {
     if (!std::exchange(published_, true)) store_.set(own_key(), *values_.at(own_key()), deadline_);
@@ -151,7 +153,7 @@ class InfoExchange {
     if (!wait_for(values_, deadline_)) find_missing();
     std::vector<std::string> infos;
     for (int rank = 0; rank < options_.size; ++rank)
-      infos.push_back(*values_.at(key_of_info(options_, rank)));
+      infos.push_back(*values_.at(key_of_info(keys_, rank)));
     return infos;
   }
 
@@ -182,8 +184,8 @@ class InfoExchange {
     const Deadline answered(kLastAnswerTime);
     std::vector<int> missing;
     for (int rank = 0; rank < options_.size; ++rank) {
-      auto& value = values_.at(key_of_info(options_, rank));
-      if (!value && !(value = look_up(key_of_info(options_, rank)))) missing.push_back(rank);
+      auto& value = values_.at(key_of_info(keys_, rank));
+      if (!value && !(value = look_up(key_of_info(keys_, rank)))) missing.push_back(rank);
       if (answered.expired()) throw_no_answer(options_, deadline_);
     }
     if (!missing.empty()) fail({.id = os::random_name(), .ranks = missing});
@@ -200,16 +202,16 @@ class InfoExchange {
     const Deadline answered(kLookTime);  // bounds all lookups in a slow store
     for (int i = 0; i < std::min(kLooksPerSlice, options_.size) && !answered.expired(); ++i) {
       next_ = (next_ + 1) % options_.size;
-      auto& value = values_.at(key_of_info(options_, next_));
-      if (!value) value = look_up(key_of_info(options_, next_));
+      auto& value = values_.at(key_of_info(keys_, next_));
+      if (!value) value = look_up(key_of_info(keys_, next_));
     }
     for (int rank = 0; rank < options_.size; ++rank) {
-      const auto& value = values_.at(key_of_info(options_, rank));
+      const auto& value = values_.at(key_of_info(keys_, rank));
       auto& known = known_[static_cast<size_t>(rank)];
       if (!value || rank == options_.rank) continue;
       if (!known) known.emplace(process_of(*value));
       if (known->first.options != mine_.options) throw_different(rank, known->first);
-      if (!known->second.look() || !look_up(key_of_info(options_, rank))) continue;
+      if (!known->second.look() || !look_up(key_of_info(keys_, rank))) continue;
       const bootstrap::RankInfo& info = known->first;
       fail({.id = os::random_name(),
             .ranks = {rank},
@@ -239,7 +241,7 @@ class InfoExchange {
   // Reports the failure that another rank stored. One that is in the store when this rank looks
   // first is that of an earlier attempt.
   void check_failure() {
-    const auto text = look_up(key_of(options_, "failed"));
+    const auto text = look_up(keys_ + "/failed");
     if (!looked_) earlier_ = text;
     looked_ = true;
     if (!text || text == earlier_) return;
@@ -248,7 +250,7 @@ class InfoExchange {
 
   // Stores why the group does not form, unless another rank did so before, and reports it.
   [[noreturn]] void fail(const Failure& failure) {
-    const std::string key = key_of(options_, "failed"), mine = encode(failure);
+    const std::string key = keys_ + "/failed", mine = encode(failure);
     const Deadline limit(kCleanUpTime);
     std::string first = mine;
     try {
@@ -260,7 +262,7 @@ class InfoExchange {
   }
 
   [[noreturn]] void report(const Failure& failure) {
-    const std::string readers = key_of(options_, "failed/" + failure.id);
+    const std::string readers = keys_ + "/failed/" + failure.id;
     try {
       const Deadline limit(options_.rank == 0 ? kFailureReadTime : kCleanUpTime);
       const auto present = options_.size - static_cast<int64_t>(failure.ranks.size());
@@ -289,8 +291,7 @@ class InfoExchange {
       std::string block;
       for (size_t i = begin; i < std::min(begin + kInfosPerBlock, infos.size()); ++i)
         block += std::to_string(infos[i].size()) + "\n" + infos[i];
-      store_.set(key_of_block(options_, static_cast<int>(begin / kInfosPerBlock)), block,
-                 deadline_);
+      store_.set(key_of_block(keys_, static_cast<int>(begin / kInfosPerBlock)), block, deadline_);
     }
   }
 
@@ -298,13 +299,13 @@ class InfoExchange {
   std::optional<std::vector<std::string>> read_blocks(const Deadline& deadline) {
     rendezvous::Store::Values blocks;
     for (int i = 0; i < options_.size; i += kInfosPerBlock)
-      blocks[key_of_block(options_, i / kInfosPerBlock)];
-    if (options_.secret.empty()) blocks[key_of_secret(options_)];
+      blocks[key_of_block(keys_, i / kInfosPerBlock)];
+    if (options_.secret.empty()) blocks[key_of_secret(keys_)];
     if (!wait_for(blocks, deadline)) return std::nullopt;
-    if (options_.secret.empty()) values_[key_of_secret(options_)] = blocks[key_of_secret(options_)];
+    if (options_.secret.empty()) values_[key_of_secret(keys_)] = blocks[key_of_secret(keys_)];
     std::vector<std::string> infos;
     for (int i = 0; i < options_.size; i += kInfosPerBlock) {
-      const std::string& text = *blocks[key_of_block(options_, i / kInfosPerBlock)];
+      const std::string& text = *blocks[key_of_block(keys_, i / kInfosPerBlock)];
       for (size_t begin = 0; begin < text.size();) {
         size_t bytes = 0;
         const char* end = text.data() + text.size();
@@ -323,6 +324,7 @@ class InfoExchange {
 
   rendezvous::Store& store_;
   const ConnectOptions& options_;
+  const std::string& keys_;
   const Deadline& deadline_;
   bootstrap::RankInfo mine_;
   rendezvous::Store::Values values_;
@@ -335,25 +337,22 @@ class InfoExchange {
 
 }  // namespace
 
-std::string key_of(const ConnectOptions& options, const std::string& what) {
-  return (options.keys.empty() ? options.name : options.keys) + "/" + what;
-}
-
-std::string key_of_secret(const ConnectOptions& options) { return key_of(options, "key"); }
+std::string key_of_secret(const std::string& keys) { return keys + "/key"; }
 
 Exchanged exchange_infos(rendezvous::Store& store, const ConnectOptions& options,
-                         const std::string& mine, const Deadline& deadline) {
-  InfoExchange exchange(store, options, deadline);
+                         const std::string& keys, const std::string& mine,
+                         const Deadline& deadline) {
+  InfoExchange exchange(store, options, keys, deadline);
   auto infos = exchange.run(mine);
   return {.infos = std::move(infos), .secret = exchange.secret()};
 }
 
-void remove_infos(rendezvous::Store& store, const ConnectOptions& options,
+void remove_infos(rendezvous::Store& store, const ConnectOptions& options, const std::string& keys,
                   const Deadline& deadline) {
-  store.remove(key_of_info(options, options.rank), deadline);
+  store.remove(key_of_info(keys, options.rank), deadline);
   for (int i = 0; options.rank == 0 && options.size > kInfosPerBlock && i < options.size;
        i += kInfosPerBlock)
-    store.remove(key_of_block(options, i / kInfosPerBlock), deadline);
+    store.remove(key_of_block(keys, i / kInfosPerBlock), deadline);
 }
 
 }  // namespace pycomm::group

@@ -10,9 +10,8 @@
 
 namespace pycomm::group {
 
-// A key of the group in the store.
-std::string key_of(const ConnectOptions& options, const std::string& what);
-std::string key_of_secret(const ConnectOptions& options);
+// The key of the secret in the store. `keys`: with what the group's keys begin.
+std::string key_of_secret(const std::string& keys);
 
 struct Exchanged {
   std::vector<std::string> infos;  // by rank
@@ -22,9 +21,10 @@ struct Exchanged {
 // Stores this rank's info and returns those of all ranks. Throws Timeout or PeerLost naming the
 // ranks that are missing or died, the same on all ranks; Mismatch if a rank has other options.
 Exchanged exchange_infos(rendezvous::Store& store, const ConnectOptions& options,
-                         const std::string& mine, const Deadline& deadline);
+                         const std::string& keys, const std::string& mine,
+                         const Deadline& deadline);
 // Removes what this rank stored.
-void remove_infos(rendezvous::Store& store, const ConnectOptions& options,
+void remove_infos(rendezvous::Store& store, const ConnectOptions& options, const std::string& keys,
                   const Deadline& deadline);
 
 }  // namespace pycomm::group

@@ -9,6 +9,12 @@
 #include "group/host_group.h"
 
 namespace pycomm::group {
+
+std::string subgroup_secret(const std::string& secret, const std::string& name) {
+  const Digest digest = hmac_sha256(secret, "pycomm group key\n" + name);
+  return {digest.begin(), digest.end()};
+}
+
 namespace {
 
 // The ranks of `members` in the world group.
@@ -32,6 +38,18 @@ void swap_with(Group& group, int peer, std::span<const std::byte> mine,
                 .peer = peer,
                 .tag = kInternalTag};
   group.exchange(std::array{out, in});
+}
+
+// The options of a group of `members` of the group with these options.
+ConnectOptions subgroup_options(ConnectOptions child, std::chrono::nanoseconds timeout,
+                                const std::vector<int>& members, const std::string& name) {
+  child.inject_faults = nullptr;  // faults count the bytes of one group
+  child.timeout = timeout;
+  child.name = name;
+  child.size = static_cast<int>(members.size());
+  child.rank = static_cast<int>(std::ranges::find(members, child.rank) - members.begin());
+  child.secret = subgroup_secret(child.secret, name);
+  return child;
 }
 
 // The texts of all ranks, by rank. Gathers the lengths first, then the texts, padded to the
@@ -58,25 +76,7 @@ std::vector<std::string> gather_texts(Group& group, const std::string& mine) {
   return texts;
 }
 
-// Of a subgroup of the group with `child`. `timeout`: of calls.
-ConnectOptions subgroup_options(ConnectOptions child, std::chrono::nanoseconds timeout,
-                                const std::vector<int>& members, const std::string& name) {
-  child.inject_faults = nullptr;  // faults count the bytes of one group
-  child.timeout = timeout;
-  child.name = name;
-  child.keys.clear();
-  child.size = static_cast<int>(members.size());
-  child.rank = static_cast<int>(std::ranges::find(members, child.rank) - members.begin());
-  child.secret = subgroup_secret(child.secret, name);
-  return child;
-}
-
 }  // namespace
-
-std::string subgroup_secret(const std::string& secret, const std::string& name) {
-  const Digest digest = hmac_sha256(secret, "pycomm group key\n" + name);
-  return {digest.begin(), digest.end()};
-}
 
 std::shared_ptr<Group> HostGroup::split(int color, int key) {
   struct ColorAndKey {
@@ -153,8 +153,8 @@ std::shared_ptr<Group> HostGroup::connect_part(rendezvous::Store& store, Connect
   }
   options.secret = subgroup_secret(options_.secret, options.name);
   options.open_key = options_.open_key;
-  options.keys = std::to_string(id_) + "/" + options.name;
-  auto part = connect(store, std::move(options));
+  const std::string keys = std::to_string(id_) + "/" + options.name;
+  auto part = connect(store, std::move(options), {}, keys);
   const std::lock_guard lock(mutex_);
   ++parts_[name];
   return part;

@@ -291,6 +291,19 @@ def read_file(path: str) -> list[Server]:
         ) from None
 
 
+def successors(elastic: Elastic, rank: int) -> frozenset[int] | None:
+    """The ranks of the group that continued in one without this `rank`, by the file; None: there is
+    no such group, or it is not known."""
+    try:
+        found = read_file(elastic.file)
+    except InvalidArgument:  # not ours any more
+        return None
+    newest = max(one.generation for one in elastic.servers if one.port)
+    if elastic.servers[rank] in found or newest > max((s.generation for s in found), default=-1):
+        return None
+    return frozenset(r for r, one in enumerate(elastic.servers) if one in found) or None
+
+
 def rows_of(servers: Sequence[Server]) -> list[list[Any]]:
     """The servers as a value for JSON."""
     return [[one.generation, one.host, one.port] for one in servers]

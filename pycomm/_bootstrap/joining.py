@@ -23,7 +23,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,7 @@ from pycomm._bootstrap.elastic_store import (
     serve,
     servers_of,
 )
+from pycomm._bootstrap.events import Asked
 from pycomm.errors import Error, GroupBroken, Mismatch, PeerLost, Timeout
 
 PREFIX = "elastic/"
@@ -139,7 +140,7 @@ def reported(sums: Mapping[int, int], size: int) -> set[int]:
 
 
 class Joiners:
-    """Chooses processes for the free ranks of a group.
+    """Reads the requests of processes for the free ranks of a group.
 
     Args:
         until: by the steady clock: afterwards do without those that are missing.
@@ -155,24 +156,11 @@ class Joiners:
         # By server and number; None: invalid.
         self._requests: dict[tuple[Server | None, int], Request | None] = {}
 
-    def chosen(
-        self, store: Any, here: set[int], free: dict[int, int], left_s: float
-    ) -> dict[int, int] | None:
-        """The number of the request for each free slot; None: wait for more requests.
-
-        Args:
-            here: the ranks that live.
-            free: by slot: its rank in Group.ranks.
-            left_s: the limit of a store call.
-        """
-        waiting = {n: one for n, one in self._unanswered(store, left_s).items() if one.is_alive()}
-        slots = {rank: slot for slot, rank in free.items()}
-        asked = {one.rank: n for n, one in reversed(waiting.items()) if one.rank in slots}
-        chosen = {slots[rank]: n for rank, n in asked.items()}
-        others = [n for n, one in waiting.items() if not (one.only or n in chosen.values())]
-        chosen |= zip(sorted(free.keys() - chosen.keys()), others, strict=False)
-        missing = len(chosen) < min(len(free), _processes_left(self._file) - len(here))
-        return None if missing and time.monotonic() < self.until else chosen
+    def asked(self, store: Any, left_s: float) -> Asked:
+        """The requests in the store; `left_s`: the limit of a store call."""
+        found = self._unanswered(store, left_s).items()
+        waiting = {n: (one.rank, one.only) for n, one in found if one.is_alive()}
+        return Asked(waiting, _processes_left(self._file), time.monotonic() >= self.until)
 
     def _unanswered(self, store: Any, left_s: float) -> dict[int, Request]:
         """The valid requests without an answer, by number."""
@@ -229,8 +217,8 @@ def invite(
     elastic: Elastic,
     name: str,
     ranks: list[int],
-    slots: list[int],
-    joined: dict[int, int],
+    slots: Sequence[int],
+    joined: Mapping[int, int],
     limit_s: float,
     outcome: str = "",
 ) -> Elastic:

@@ -1,15 +1,6 @@
-"""Shrinks a broken group to its survivors, who agree through the rendezvous store.
+"""Carries out shrink() and replace(): the votes in the rendezvous store, and forming the group.
 
-    join     each survivor writes to the store that it is present
-    watch    until every rank joined or is known to be dead
-    decide   the first rank to see that writes the list of survivors, which is final
-    form     the survivors form a new group; if one is lost meanwhile, they start again
-
-Ranks are numbered as in the broken group; after a failed forming, as in the group that failed to
-form, whose name is used. So a rank that formed the new group and then loses a peer meets the others
-in the next attempt.
-
-Keys in the store, under <name>/shrink/:
+protocol.py decides. Keys in the store, under <name>/shrink/:
 
     came/<word>           bit mask of 32 ranks that called shrink()
     dead/<word>           by rank, how many saw its process end, or that it did not join: joining.py
@@ -32,13 +23,15 @@ import re
 import select
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from collections.abc import Set as AbstractSet
-from types import MappingProxyType
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 from pycomm import _core
-from pycomm._bootstrap.elastic_store import Elastic, StoreMoved
+from pycomm._bootstrap import events, protocol
+from pycomm._bootstrap.elastic_store import Elastic, StoreMoved, successors
+from pycomm._bootstrap.events import Decision
 from pycomm._bootstrap.joining import Joiners, invite, process_start, report_place, reported
+from pycomm._bootstrap.protocol import Shrinking
 from pycomm.errors import Error, GroupBroken, PeerLost, Timeout
 
 LEAST_S = 0.3  # what the store gets to answer in, even at the end of the limit
@@ -48,10 +41,6 @@ GRACE_S = 0.5
 # For the survivors to form a group; doubled after each failure.
 FORM_S = 2.0
 FULL_S = 1.0  # longest interval between full reads of the store
-# The survivors, then the ranks and requests of the processes that join: Decision.text().
-DECISION = re.compile(
-    rb"([0-9]{1,9}(?: [0-9]{1,9})*)(?:\+([0-9]{1,9}=[0-9]{1,9}(?: [0-9]{1,9}=[0-9]{1,9})*))?"
-)
 WORD = 32  # ranks per number in the store: a bit for each rank that joined
 
 
@@ -79,104 +68,180 @@ def regroup(
     end = time.monotonic() + timeout_s
     core.abort(f"rank {core.rank} calls {'replace' if joiners else 'shrink'}()")
     with processes_of(core) as processes, _report_lost_store(core):
-        regrouping = _Regrouping(core, store, processes, end)
-        if elastic is not None:
-            regrouping.elastic = elastic
-        regrouping.joiners = joiners
-        return regrouping.run(), regrouping.elastic
+        driver = _ShrinkDriver(core, store, processes, end, elastic, joiners)
+        return driver.run(), driver.elastic
 
 
-class _Regrouping:
-    """Elections and attempts to form the chosen group, until one succeeds.
+class Driver:
+    """What shrink() and grow() have in common: the vote, and forming the group.
 
-    Attributes:
-        elastic: of the group that failed last, or was formed.
-        joiners: as of regroup().
+    Args:
+        processes: as of processes_of().
+        end: the limit of the call, by the steady clock.
+        elastic: of an elastic group: what it passes on.
+        joiners: reads the requests of processes that join; None: none do.
     """
 
-    elastic: Elastic | None = None
-    joiners: Joiners | None = None
+    state: Any  # protocol.Shrinking or Growing
+    outcome = ""  # as of joining.Answer
 
     def __init__(
-        self, core: _core.Group, store: _core.Store, processes: Sequence[int | None], end: float
+        self,
+        core: _core.Group,
+        store: Any,
+        processes: Sequence[int | None],
+        end: float,
+        elastic: Elastic | None,
+        joiners: Joiners | None,
     ) -> None:
-        self._core, self._store, self._processes, self._end = core, store, processes, end
-        self._name, self._ranks = core.name, list(core.ranks)
-        # By rank of the group that failed last: the rank in `core`; -1: the process was to join.
-        self._members = list(range(core.size))
-        self._lost: Sequence[int] = core.lost()
-        # The peer that this rank could not connect to in the last forming.
-        self._unreachable: int | None = None
-        self._unconnected: set[tuple[int, int]] = set()  # pairs of ranks in the last forming
-        self._decisions: dict[str, bytes] = {}  # by group name
+        self.core, self.store, self.end, self.elastic = core, store, end, elastic
+        self.made: _core.Group | None = None
+        self._processes, self._joiners = processes, joiners
+        self._error: Error | None = None  # that ended the last forming
+        self._before, self._follow = elastic, events.Follow((), {})
 
     def run(self) -> _core.Group:
-        """The new group."""
-        form_s = FORM_S
-        while True:
+        """The group that the call returns."""
+        event: Any = self.do_begin(events.Begin())
+        while event is not None:
+            self.state, actions = protocol.step(self.state, event)
             try:
-                decision = self._elect()
-            except StoreMoved:  # again in the store of the next rank
-                continue
-            try:
-                return self._form(decision, form_s)
-            except (PeerLost, Timeout) as error:  # a rank was lost meanwhile: again among the rest
-                self._unreachable = error.unreachable
-                if time.monotonic() > self._end:
-                    raise
-                form_s *= 2
+                for action in actions:
+                    event = getattr(self, f"do_{type(action).__name__.lower()}")(action)
+            except StoreMoved:  # the rest has to be done in the store of the next rank
+                event = events.Moved()
+        assert self.made is not None
+        return self.made
 
-    def _elect(self) -> Decision:
-        """Agrees on the survivors of the group that failed last, and on who joins them."""
-        left_s = max(LEAST_S, self._end - time.monotonic())
-        for name, text in self._decisions.items():  # another rank's store does not have them
-            self._store.claim(f"{name}/shrink/decided", text, left_s)
-        members = self._members
-        election = SurvivorElection(
-            self._store, self._name, members.index(self._core.rank), len(members), self._end
-        )
-        election.joiners, election.free = self.joiners, dict(enumerate(self._ranks))
-        election.absent = {rank for rank, member in enumerate(members) if member < 0}
-        election.post_unreachable(self._unreachable)
-        decision = election.agree(
-            [self._processes[m] if m >= 0 else None for m in members],
-            [*self._lost, *election.absent],
-        )
-        self._decisions[self._name] = decision.text()
-        pairs = {
-            (members[a], members[b])
-            for a, b in election.unconnected(decision.survivors)
-            if members[a] >= 0 and members[b] >= 0
-        }
-        if both := pairs & self._unconnected:
-            election.wait_until_read(len(decision.survivors))
-            raise _never_connected(self._core, *min(both))
-        self._unconnected = pairs
-        return decision
+    @property
+    def ballot_name(self) -> str:
+        """Under which the ranks vote."""
+        name: str = self.state.name
+        return name
 
-    def _form(self, decision: Decision, form_s: float) -> _core.Group:
-        """One attempt. Raises PeerLost or Timeout if a rank was lost meanwhile."""
-        chosen = set(decision.survivors)
-        slots = sorted([*chosen, *decision.joined])
-        ended = [s for s in chosen if self._members[s] >= 0 and self._has_ended(self._members[s])]
-        self._name = _after(self._name)
-        self._members = [self._members[s] if s in chosen else -1 for s in slots]
-        self._ranks, self._lost = [self._ranks[s] for s in slots], ()
-        limit_s = max(0.1, min(form_s, self._end - time.monotonic()))
-        before = self.elastic
-        if before is not None:  # what applies if this attempt fails
-            self.elastic = before.after(slots, dict.fromkeys(decision.joined))
-        if ended:  # before the processes that join get an answer
-            raise PeerLost(f"shrink: rank {ended[0]} ended after it was chosen", op="shrink")
-        if before is not None:
-            self.elastic = invite(
-                self._store, before, self._name, self._ranks, slots, decision.joined, limit_s
+    @property
+    def members(self) -> Sequence[int]:
+        """By rank of the group that votes: the rank in `core`; -1: the process was to join."""
+        raise NotImplementedError
+
+    @property
+    def left_s(self) -> float:
+        """The time limit of a store call."""
+        return max(LEAST_S, self.end - time.monotonic())
+
+    @property
+    def ended(self) -> frozenset[int]:
+        """The ranks whose processes ended."""
+        return frozenset(
+            rank
+            for rank, member in enumerate(self.members)
+            if member >= 0 and has_ended(self._processes[member])
+        )
+
+    def do_begin(self, _: events.Begin) -> events.Began:
+        rank, size = self.members.index(self.core.rank), len(self.members)
+        self.ballot = Ballot(self.store, self.ballot_name, rank, size, self.end)
+        return events.Began(self.ended)
+
+    def do_report(self, action: events.Report) -> None:
+        self.ballot.report(action.kind, action.ranks)
+
+    def do_vote(self, _: events.Vote) -> None:
+        self.ballot.vote()
+
+    def do_watch(self, _: events.Watch) -> events.Seen:
+        seen = self.ballot.watch()
+        ended, followers = self.ended, None
+        if self.elastic is not None:  # after `ended`: a rank writes the file before it ends
+            followers = successors(self.elastic, self.members.index(self.core.rank))
+        return dataclasses.replace(seen, ended=ended, successors=followers)
+
+    def do_ask(self, _: events.Ask) -> events.Asked:
+        return self._joiners.asked(self.store, self.left_s) if self._joiners else events.Asked()
+
+    def do_claim(self, action: events.Claim) -> events.Decided:
+        decision = self.ballot.claim(action.decision)
+        return events.Decided(decision, self.ended, time.monotonic() >= self.end)
+
+    def do_follow(self, action: events.Follow) -> None:
+        self._before, self._follow = self.elastic, action
+        if self.elastic is not None:  # what applies if the group does not form
+            self.elastic = self.elastic.after(action.slots, dict.fromkeys(action.joined))
+
+    def do_form(self, action: events.Form) -> events.Formed | events.NotFormed:
+        limit_s = max(0.1, min(FORM_S * 2**action.attempt, self.end - time.monotonic()))
+        ranks = list(action.ranks)
+        try:
+            if self._before is not None:
+                self.elastic = invite(
+                    self.store,
+                    self._before,
+                    action.name,
+                    ranks,
+                    self._follow.slots,
+                    self._follow.joined,
+                    limit_s,
+                    self.outcome,
+                )
+            self.made = _core.regroup(
+                self.core, self.store, action.name, action.rank, ranks, limit_s
             )
-        rank = self._members.index(self._core.rank)
-        return _core.regroup(self._core, self._store, self._name, rank, self._ranks, limit_s)
+        except (PeerLost, Timeout) as error:  # a rank was lost meanwhile
+            self._error = error
+            late = time.monotonic() > self.end
+            return events.NotFormed(str(error), error.unreachable, late)
+        before, rank = self._before, self.state.election.rank
+        return events.Formed(successors(before, rank) if before is not None else None)
 
-    def _has_ended(self, member: int) -> bool:
-        return has_ended(self._processes[member])
+    def do_done(self, _: events.Done) -> None:
+        """Ends run()."""
+
+    def do_fail(self, action: events.Fail) -> None:
+        raise NotImplementedError
+
+
+class _ShrinkDriver(Driver):
+    state: Shrinking
+
+    def __init__(self, core: _core.Group, *given: Any) -> None:
+        super().__init__(core, *given)
+        *_, joiners = given
+        self.state = Shrinking(
+            core.rank,
+            core.name,
+            tuple(core.ranks),
+            tuple(range(core.size)),
+            frozenset(core.lost()),
+            joiners is not None,
+        )
+
+    @property
+    def members(self) -> Sequence[int]:
+        return self.state.members
+
+    def do_repeat(self, action: events.Repeat) -> None:
+        key = f"{action.name}/shrink/decided"
+        self.store.claim(key, action.decision.text(), self.left_s)
+
+    def do_postunreachable(self, action: events.PostUnreachable) -> None:
+        self.ballot.post_unreachable(action.peer)
+
+    def do_compare(self, action: events.Compare) -> events.Compared:
+        return events.Compared(self.ballot.unconnected(action.survivors), self.ended)
+
+    def do_awaitreaders(self, action: events.AwaitReaders) -> None:
+        self.ballot.wait_until_read(action.count)
+
+    def do_fail(self, action: events.Fail) -> None:
+        if self.made is not None:
+            self.made.abort(action.text)
+        if action.pair is not None:
+            raise _never_connected(self.core, *action.pair)
+        if action.kind is None:
+            assert self._error is not None
+            raise self._error
+        text = f'shrink: "{self.state.name}": {action.text}'
+        raise action.kind(text, op="shrink", rank=self.state.election.rank)
 
 
 def _never_connected(core: _core.Group, first: int, second: int) -> PeerLost:
@@ -192,12 +257,6 @@ def _never_connected(core: _core.Group, first: int, second: int) -> PeerLost:
         rank=core.rank,
         peer=first if core.rank == second else second,
     )
-
-
-def _after(name: str) -> str:
-    """The name of the next group: "world~1" becomes "world~2"."""
-    first, mark, number = name.rpartition("~")
-    return f"{first}~{int(number) + 1}" if mark and number.isdigit() else f"{name}~1"
 
 
 @contextlib.contextmanager
@@ -249,118 +308,20 @@ def _report_lost_store(core: _core.Group) -> Iterator[None]:
         ) from error
 
 
-@dataclasses.dataclass(frozen=True)
-class Decision:
-    """The surviving ranks, in ascending order, and the number of the request of the process that
-    joins, by rank.
-    """
-
-    survivors: list[int]
-    joined: dict[int, int] = dataclasses.field(default_factory=dict)
-
-    def text(self) -> bytes:
-        """For the store: "0 2 3" or "0 2 3+1=7", where request 7 gets rank 1."""
-        joined = " ".join(f"{rank}={n}" for rank, n in sorted(self.joined.items()))
-        return (" ".join(map(str, self.survivors)) + (f"+{joined}" if joined else "")).encode()
-
-
-class SurvivorElection:
-    """The agreement of the `size` ranks of one group on the survivors, in the store, until `end` by
-    the steady clock.
-
-    Attributes:
-        joiners: chooses processes that join; None: none do.
-        free: by slot of the next group: its rank in Group.ranks; ranks of this one that live are
-            not free.
-        absent: ranks whose processes were to join and that have no vote unless they come.
-    """
-
-    joiners: Joiners | None = None
-    free: Mapping[int, int] = MappingProxyType({})
-    absent: AbstractSet[int] = frozenset()
+class Ballot:
+    """The vote of the `size` ranks of one group about the survivors, in the store, until `end` by
+    the steady clock."""
 
     def __init__(self, store: _core.Store, name: str, rank: int, size: int, end: float) -> None:
         self._store, self._rank, self._size, self._end = store, rank, size, end
         self._prefix, self._name = f"{name}/shrink/", name
-        self._dead: set[int] = set()  # certainly
-        self._lost: set[int] = set()  # reported by a survivor
+        self._begin, self._next_full = time.monotonic(), 0.0
         self._came: set[int] = set()
+        self._reported: dict[str, set[int]] = {"dead": set(), "lost": set()}
         self._marks = self._losses = -1  # the store's counters as of the last read
+        self._voted = -1  # marks/0 after the vote; -1: not yet, or read since
 
-    def agree(self, processes: Sequence[int | None], lost: Sequence[int]) -> Decision:
-        """The survivors, including this rank, and who joins them; the same on all of them.
-        Collective."""
-        ended = self._find_ended(processes)
-        self._report("dead", ended)
-        self._report("lost", [rank for rank in lost if rank not in ended])
-        self._add("came", self._rank // WORD, 1 << self._rank % WORD)
-        marks = self._add("marks", 0, 1)
-        begin, next_full = time.monotonic(), 0.0
-        while True:
-            now = time.monotonic()
-            if marks != self._marks or now >= next_full:
-                self._read_store()
-                self._marks, next_full = marks, now + FULL_S
-            here = self._here(processes)
-            excluded = self._dead | (self._lost if now - begin >= GRACE_S else set())
-            joined = None
-            if now >= self._end or len(here | excluded) == self._size:
-                joined = self._joined(here)
-            if joined is not None:
-                decided = self._claim(Decision(sorted(here), joined))
-                break
-            if (found := self._decided(PAUSE_S)) is not None:
-                decided = found
-                break
-            marks = self._add("marks", 0, 0)
-        if not decided.survivors:
-            raise self._error(
-                f"too few of {self._size} ranks are left to continue: the others may still live; "
-                "only a majority of a group may continue"
-            )
-        if self._rank not in decided.survivors:
-            raise self._error(
-                f"the others of {self._size} ranks continued without this one: it joined too late "
-                "or was reported as lost"
-            )
-        return decided
-
-    def _joined(self, here: set[int]) -> dict[int, int] | None:
-        """As Decision.joined; None: wait for processes that join."""
-        if self.joiners is None:
-            return {}
-        free = {slot: rank for slot, rank in self.free.items() if slot not in here}
-        return self.joiners.chosen(self._store, here, free, self._left_s())
-
-    def _here(self, processes: Sequence[int | None]) -> set[int]:
-        """The ranks that joined and live; reports processes that ended."""
-        if ended := self._find_ended(processes):
-            self._report("dead", ended)
-            self._add("marks", 0, 1)
-        return self._came - self._dead
-
-    def _find_ended(self, processes: Sequence[int | None]) -> list[int]:
-        """The ranks that were not known to be dead, and whose processes ended."""
-        unknown = set(range(self._size)) - self._dead
-        ended = [rank for rank in sorted(unknown) if has_ended(processes[rank])]
-        self._dead.update(ended)
-        return ended
-
-    def _read_store(self) -> None:
-        """Reads which ranks joined and, if that changed, which are dead or lost."""
-        losses = self._add("losses", 0, 0)
-        words = [self._add("came", i, 0) for i in range((self._size + WORD - 1) // WORD)]
-        self._came = {r for r in range(self._size) if words[r // WORD] >> r % WORD & 1}
-        if losses == self._losses:
-            return
-        self._losses = losses
-        for kind, known in (("dead", self._dead), ("lost", self._lost)):
-            missing = set(range(self._size)) - self._dead - self._came
-            numbers = sorted({report_place(rank, self._size)[0] for rank in missing})
-            sums = {number: self._add(kind, number, 0) for number in numbers}
-            known.update(reported(sums, self._size) & missing)
-
-    def _report(self, kind: str, ranks: Iterable[int]) -> None:
+    def report(self, kind: str, ranks: frozenset[int]) -> None:
         """Counts the ranks as `kind`, for others that read the store after the next mark."""
         amounts: Counter[int] = Counter()
         for rank in ranks:
@@ -370,20 +331,61 @@ class SurvivorElection:
             self._add(kind, number, amount)
         if amounts:
             self._add("losses", 0, 1)
+        if amounts and self._marks >= 0:  # else vote() follows
+            self._add("marks", 0, 1)
 
-    def post_unreachable(self, peer: int | None) -> None:
+    def vote(self) -> None:
+        """Writes that this rank is present."""
+        self._add("came", self._rank // WORD, 1 << self._rank % WORD)
+        self._voted = self._add("marks", 0, 1)
+
+    def watch(self) -> events.Seen:
+        """What the store says: at once after the vote, else after a short wait for a decision."""
+        decision, marks, self._voted = None, self._voted, -1
+        if marks < 0:
+            decision = self._decided(PAUSE_S)
+            marks = self._marks if decision else self._add("marks", 0, 0)
+        now = time.monotonic()
+        if not decision and (marks != self._marks or now >= self._next_full):
+            self._read_store()
+            self._marks, self._next_full = marks, now + FULL_S
+        dead, lost = map(frozenset, self._reported.values())
+        grace, late = now - self._begin >= GRACE_S, now >= self._end
+        return events.Seen(
+            frozenset(self._came), dead, lost, grace=grace, late=late, decision=decision
+        )
+
+    def claim(self, decision: Decision) -> Decision:
+        """Decides, unless there is a decision."""
+        text = self._store.claim(f"{self._prefix}decided", decision.text(), self._left_s())
+        return self._parsed(text)
+
+    def _read_store(self) -> None:
+        """Reads which ranks joined and, if that changed, which are dead or lost."""
+        losses = self._add("losses", 0, 0)
+        words = [self._add("came", i, 0) for i in range((self._size + WORD - 1) // WORD)]
+        self._came = {r for r in range(self._size) if words[r // WORD] >> r % WORD & 1}
+        if losses == self._losses:
+            return
+        self._losses = losses
+        for kind, known in self._reported.items():
+            missing = set(range(self._size)) - self._reported["dead"] - self._came
+            numbers = sorted({report_place(rank, self._size)[0] for rank in missing})
+            sums = {number: self._add(kind, number, 0) for number in numbers}
+            known.update(reported(sums, self._size) & missing)
+
+    def post_unreachable(self, peer: int) -> None:
         """Reports that this rank could not connect to `peer` in the last forming."""
-        if peer is not None:
-            text = str(peer).encode()
-            self._store.set(f"{self._prefix}unreachable/{self._rank}", text, self._left_s())
-            self._add("unconnected", 0, 1)
+        text = str(peer).encode()
+        self._store.set(f"{self._prefix}unreachable/{self._rank}", text, self._left_s())
+        self._add("unconnected", 0, 1)
 
-    def unconnected(self, chosen: Sequence[int]) -> set[tuple[int, int]]:
+    def unconnected(self, chosen: frozenset[int]) -> frozenset[tuple[int, int]]:
         """The pairs of survivors that could not connect in the last forming."""
         pairs: set[tuple[int, int]] = set()
         if not self._add("unconnected", 0, 0):
-            return pairs
-        for rank in chosen:
+            return frozenset()
+        for rank in sorted(chosen):
             try:
                 text = self._store.get(f"{self._prefix}unreachable/{rank}", 0.0)
             except Timeout:  # it connected to all
@@ -391,7 +393,7 @@ class SurvivorElection:
             peer = int(text) if re.fullmatch(rb"[0-9]{1,9}", text) else rank
             if peer in chosen and peer != rank:
                 pairs.add((min(rank, peer), max(rank, peer)))
-        return pairs
+        return frozenset(pairs)
 
     def wait_until_read(self, count: int) -> None:
         """Returns when `count` ranks have called it, or after a short time: the process that serves
@@ -404,15 +406,6 @@ class SurvivorElection:
                 time.sleep(PAUSE_S)  # polls: a store sends no notifications
                 read = self._add("read", 0, 0)
 
-    def _claim(self, decision: Decision) -> Decision:
-        """Decides for these survivors, if they are enough, unless there is a decision."""
-        here = set(decision.survivors)
-        alive = sorted(set(range(self._size)) - self._dead - (self.absent - here))
-        half = 2 * len(here) == len(alive) and alive[0] in here
-        enough = 2 * len(here) > len(alive) or half
-        text = decision.text() if enough else b"none"
-        return self._parsed(self._store.claim(self._prefix + "decided", text, self._left_s()))
-
     def _decided(self, wait_s: float) -> Decision | None:
         """The decision, which another rank wrote or writes within `wait_s`."""
         try:
@@ -423,23 +416,14 @@ class SurvivorElection:
 
     def _parsed(self, text: bytes) -> Decision:
         """The decision in these bytes; raises GroupBroken for invalid bytes."""
-        if text == b"none":
-            return Decision([])
-        match = DECISION.fullmatch(text)
-        ranks = [int(word) for word in match[1].split()] if match else []
-        pairs = [one.split(b"=") for one in (match[2] or b"").split()] if match else []
-        joined = {int(rank): int(n) for rank, n in pairs}
-        if (
-            not ranks
-            or ranks != sorted({rank for rank in ranks if rank < self._size})
-            or len(joined) < len(pairs)
-            or joined.keys() & set(ranks)
-        ):
-            raise self._error(
-                f"invalid decision in the store: got {text[:60]!r}, expected ascending ranks "
-                f"below {self._size}: another program or version of pycomm wrote it"
-            )
-        return Decision(ranks, joined)
+        if (decision := Decision.of(text, self._size)) is not None:
+            return decision
+        raise GroupBroken(
+            f'shrink: "{self._name}": invalid decision in the store: got {text[:60]!r}, expected '
+            f"ascending ranks below {self._size}: another program or version of pycomm wrote it",
+            op="shrink",
+            rank=self._rank,
+        )
 
     def _add(self, kind: str, number: int, amount: int) -> int:
         return self._store.add(f"{self._prefix}{kind}/{number}", amount, self._left_s())
@@ -447,6 +431,3 @@ class SurvivorElection:
     def _left_s(self) -> float:
         """The time limit of a store call."""
         return max(LEAST_S, self._end - time.monotonic())
-
-    def _error(self, text: str) -> GroupBroken:
-        return GroupBroken(f'shrink: "{self._name}": {text}', op="shrink", rank=self._rank)

@@ -97,19 +97,19 @@ def die_while_shrinking(group: Group, moment: str) -> Any:
     def die_here(*_: Any) -> Any:
         os.kill(os.getpid(), signal.SIGKILL)
 
-    choose = shrink.SurvivorElection._claim
+    choose = shrink.Ballot.claim
 
     def choose_second(election: Any, here: set[int]) -> list[int]:
         select.select([process], [], [])  # until rank 1 died
         return choose(election, here)
 
     if moment == "as it chooses" and group.rank != 1:
-        shrink.SurvivorElection._claim = choose_second
+        shrink.Ballot.claim = choose_second
     if group.rank == 1:
         if moment == "before the choice":  # it has voted, and the others saw it
-            shrink.SurvivorElection._read_store = die_here
+            shrink.Ballot._read_store = die_here
         elif moment == "as it chooses":
-            shrink.SurvivorElection._claim = die_here
+            shrink.Ballot.claim = die_here
         else:  # the others wait for it in the new group
             pycomm._core.regroup = die_here
     return check_works(group.shrink())

@@ -28,7 +28,7 @@ import pycomm
 from pycomm import errors
 from pycomm._bootstrap import elastic_store
 from pycomm._bootstrap.elastic_store import SurvivingStore
-from pycomm._bootstrap.shrink import SurvivorElection
+from pycomm._bootstrap.shrink import Ballot
 
 # Where a process dies, as arguments of die_at().
 ASKED = ("get", "elastic/answer")
@@ -65,14 +65,14 @@ def lose(init: Any, victims: list[int], stages: dict[int, Any]) -> Any:
 
 def wait_before_claim(processes: list[int]) -> None:
     """Lets this rank decide only after these processes ended."""
-    claim = SurvivorElection._claim
+    claim = Ballot.claim
 
-    def claim_later(election: Any, decision: Any) -> Any:
+    def claim_later(ballot: Any, decision: Any) -> Any:
         for process in processes:
             select.select([process], [], [])
-        return claim(election, decision)
+        return claim(ballot, decision)
 
-    SurvivorElection._claim = claim_later  # type: ignore[method-assign]  # of this process
+    Ballot.claim = claim_later  # type: ignore[method-assign]  # of this process
 
 
 def join(init: Any, *stage: Any) -> Any:
@@ -173,18 +173,18 @@ def lose_with_late_readers(init: Any) -> Any:
     elif group.rank == 1:
         wait_before_claim([first])
     else:
-        decided, claim = SurvivorElection._decided, SurvivorElection._claim
+        decided, claim = Ballot._decided, Ballot.claim
 
-        def decided_later(election: Any, wait_s: float) -> Any:
+        def decided_later(ballot: Any, wait_s: float) -> Any:
             ended = bool(select.select([first], [], [], wait_s)[0])
-            return decided(election, wait_s) if ended else None
+            return decided(ballot, wait_s) if ended else None
 
-        def claim_later(election: Any, decision: Any) -> Any:
+        def claim_later(ballot: Any, decision: Any) -> Any:
             select.select([first], [], [])
-            return claim(election, decision)
+            return claim(ballot, decision)
 
-        SurvivorElection._decided = decided_later  # type: ignore[method-assign]  # of this process
-        SurvivorElection._claim = claim_later  # type: ignore[method-assign]  # of this process
+        Ballot._decided = decided_later  # type: ignore[method-assign]  # of this process
+        Ballot.claim = claim_later  # type: ignore[method-assign]  # of this process
     return check_works(group.replace(timeout_s=10 * LIMIT_S))
 
 
@@ -347,7 +347,7 @@ def return_later(init: Any, file: str) -> Any:
     if group.rank == 2:
         os.kill(os.getpid(), signal.SIGSTOP)
         until_broken(group)
-        with pytest.raises(errors.GroupBroken, match=r"continued without this one|too few"):
+        with pytest.raises(errors.GroupBroken, match=r"continued without this|too few"):
             group.replace()
         pycomm.shutdown()
         return check_works(pycomm.join(file, secret=SECRET, timeout_s=CALL_S))

@@ -17,6 +17,7 @@ from pycomm import _core, errors
 from pycomm._bootstrap import elastic_store, shrink
 from pycomm._bootstrap.elastic_store import Elastic, Server, StoreMoved, SurvivingStore
 from pycomm._bootstrap.joining import Joiners, invite, write_request
+from pycomm._bootstrap.protocol import choose
 
 KEY = "0123456789abcdef" * 4
 
@@ -67,18 +68,27 @@ def test_a_value_is_claimed_in_the_store_of_the_next_rank() -> None:
         assert store.claim_in_next("a", b"3") == b"3"
 
 
-def test_a_decision_is_repeated_in_the_store_of_the_next_rank() -> None:
+def test_a_decision_is_repeated_in_the_store_of_the_next_rank(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """For ranks that had not read it when the rank that served the store ended."""
-    core: Any = SimpleNamespace(name="world", rank=0, size=2, ranks=[0, 1], lost=lambda: [1])
+    core: Any = SimpleNamespace(
+        name="world", rank=0, size=2, ranks=[0, 1], members=[], lost=lambda: [1], abort=str
+    )
     with servers(2) as (addresses, served):
+
+        def regroup(_: Any, __: Any, name: str, *given: Any) -> Any:
+            if name == "world~2":
+                return core
+            served[0] = None
+            raise errors.PeerLost("a rank was lost")
+
+        monkeypatch.setattr(shrink, "_core", SimpleNamespace(regroup=regroup))
+        monkeypatch.setattr(
+            shrink, "processes_of", lambda _: contextlib.nullcontext([None, -1])
+        )  # rank 1's process ended
         store: Any = SurvivingStore(addresses, KEY)
-        regrouping = shrink._Regrouping(core, store, [None, -1], time.monotonic() + 60)
-        assert regrouping._elect().survivors == [0]  # rank 1's process ended
-        regrouping._name, regrouping._members = "world~1", [0]
-        served[0] = None
-        with pytest.raises(StoreMoved):
-            regrouping._elect()
-        assert regrouping._elect().survivors == [0]
+        assert shrink.regroup(core, store, 60.0) == (core, None)
         assert served[1].get("world/shrink/decided", 0.0) == b"0"
         assert served[1].get("world~1/shrink/decided", 0.0) == b"0"
 
@@ -105,7 +115,8 @@ def test_requests_are_chosen_once_in_order_and_of_living_processes(file: str) ->
     def chosen(here: set[int], grown: int = 0, wait_s: float = 0.0, by: str = "") -> Any:
         slots = range(4, 4 + grown) if grown else set(range(4)) - here
         joiners = Joiners(time.monotonic() + wait_s, elastic.answered, by)
-        return joiners.chosen(store, here, {slot: ranks[slot] for slot in slots}, 1.0)
+        free = {slot: ranks[slot] for slot in slots}
+        return choose(joiners.asked(store, 1.0), frozenset(here), free)
 
     ranks = list(range(6))
 
@@ -161,7 +172,7 @@ def test_requests_with_an_answer_are_read_once() -> None:
         def chosen() -> Any:
             calls.clear()
             joiners = Joiners(0.0, elastic.answered)
-            return joiners.chosen(store, {0}, {1: 1}, 1.0), len(calls)
+            return choose(joiners.asked(store, 1.0), frozenset({0}), {1: 1}), len(calls)
 
         first = write_request(store, 1, addresses[1], os.getpid(), 1.0)
         assert chosen()[0] == {1: first}

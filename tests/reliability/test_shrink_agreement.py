@@ -98,6 +98,27 @@ class Counting:
         return value
 
 
+def driver(store: Any, rank: int, size: int, end: float, lost: list[int], ended: list[int]) -> Any:
+    """That of shrink(); `ended`: ranks whose processes this one sees."""
+    core: Any = SimpleNamespace(
+        name="world", rank=rank, size=size, ranks=list(range(size)), lost=lambda: lost
+    )
+    processes = [-1 if one in ended else None for one in range(size)]
+    return shrink._ShrinkDriver(core, store, processes, end, None, None)
+
+
+def forming(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
+    """Groups form at once: Group.ranks of each."""
+    formed: list[list[int]] = []
+
+    def form(*given: Any) -> Any:
+        formed.append(given[4])
+        return given[0]
+
+    monkeypatch.setattr(shrink, "_core", SimpleNamespace(regroup=form))
+    return formed
+
+
 def test_polling_unchanged_votes_is_two_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 200 ranks one has voted; 50 polls, of which the first reads all."""
     clock, looks = [0.0], [0]
@@ -111,32 +132,34 @@ def test_polling_unchanged_votes_is_two_calls(monkeypatch: pytest.MonkeyPatch) -
 
     store: Any = Counting(_core.LocalStore(), wait)
     monkeypatch.setattr(shrink, "time", SimpleNamespace(monotonic=lambda: clock[0]))
-    election = shrink.SurvivorElection(store, "world", 0, 200, 50.0)
     with pytest.raises(pycomm.errors.GroupBroken, match="too few"):
-        election.agree([None] * 200, [5])
+        driver(store, 0, 200, 50.0, [5], []).run()
     assert looks[0] == 50
     assert store.calls < 250, "up to 60 in each of two full reads, two in each other poll"
 
 
-def test_survivors_agree_by_few_calls_of_the_store() -> None:
+def test_survivors_agree_by_few_calls_of_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 7 of 8 ended. The others wait for the decision of the last one that comes."""
-    shared = _core.LocalStore()
+    shared, end = _core.LocalStore(), time.monotonic() + LIMIT_S
+    formed = forming(monkeypatch)
 
-    def survive(rank: int) -> tuple[list[int], int]:
+    def survive(rank: int) -> int:
         store: Any = Counting(shared, lambda: LIMIT_S)
-        election = shrink.SurvivorElection(store, "world", rank, 8, time.monotonic() + LIMIT_S)
-        decision = election.agree([None] * 7 + [-1], [7])
-        return decision.survivors, store.calls
+        driver(store, rank, 8, end, [7], [7]).run()
+        return int(store.calls)
 
     with ThreadPoolExecutor(7) as pool:
-        results = list(pool.map(survive, range(7)))
-    assert [survivors for survivors, _ in results] == [list(range(7))] * 7
-    assert max(calls for _, calls in results) <= 10, results
+        calls = list(pool.map(survive, range(7)))
+    assert formed == [list(range(7))] * 7
+    assert max(calls) <= 11, calls
 
 
-def test_a_rank_that_ended_on_another_host_is_read_from_the_store() -> None:
+def test_a_rank_that_ended_on_another_host_is_read_from_the_store(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Rank 0 sees that the process of rank 2 ended; rank 1 does not, and decides at once."""
-    shared, waits = _core.LocalStore(), threading.Event()
+    shared, waits, end = _core.LocalStore(), threading.Event(), time.monotonic() + LIMIT_S
+    formed = forming(monkeypatch)
 
     def wait() -> float:
         waits.set()
@@ -145,15 +168,12 @@ def test_a_rank_that_ended_on_another_host_is_read_from_the_store() -> None:
     def never() -> float:
         raise AssertionError("rank 1 waits")
 
-    def survive(rank: int, last: int | None, wait: Callable[[], float]) -> list[int]:
-        store: Any = Counting(shared, wait)
-        election = shrink.SurvivorElection(store, "world", rank, 3, time.monotonic() + LIMIT_S)
-        return election.agree([None, None, last], []).survivors
-
     with ThreadPoolExecutor(1) as pool:
-        first = pool.submit(survive, 0, -1, wait)
+        first = pool.submit(driver(Counting(shared, wait), 0, 3, end, [], [2]).run)
         assert waits.wait(LIMIT_S)
-        assert survive(1, None, never) == first.result() == [0, 1]
+        driver(Counting(shared, never), 1, 3, end, [], []).run()
+        first.result()
+    assert formed == [[0, 1], [0, 1]]
 
 
 def test_reports_about_ranks_share_numbers_of_the_store() -> None:

@@ -18,8 +18,9 @@ import pytest
 
 from pycomm._bootstrap import elastic_store, grow, joining, shrink
 from pycomm._bootstrap.elastic_store import Elastic, Server, SurvivingStore
+from pycomm._bootstrap.events import Decision
 from pycomm._bootstrap.joining import Answer, Joiners
-from pycomm._bootstrap.shrink import Decision, SurvivorElection
+from pycomm._bootstrap.shrink import Ballot
 from pycomm.errors import PeerLost, Timeout
 
 LIMIT_S = 60.0  # of calls, in simulated time
@@ -301,11 +302,12 @@ def simulate(world: World) -> None:
     def serve(*_: Any) -> Any:
         return world.own.store, world.server(world.own.number)
 
-    agree = SurvivorElection.agree
+    parsed = Ballot._parsed
 
-    def record(election: SurvivorElection, *given: Any) -> Decision:
-        decision = agree(election, *given)
-        world.decisions.append((election._name, world.own.number, decision.text()))
+    def record(ballot: Ballot, text: bytes) -> Decision:
+        decision = parsed(ballot, text)
+        if decision.survivors:
+            world.decisions.append((ballot._name, world.own.number, text))
         return decision
 
     core = SimpleNamespace(regroup=regroup)
@@ -321,12 +323,13 @@ def simulate(world: World) -> None:
             patch.setattr(module, "processes_of", processes_of)
         patch.setattr(joining, "os", system)
         patch.setattr(joining, "serve", serve)
-        patch.setattr(joining, "read_file", lambda _: world.file)
+        for module in (joining, elastic_store):
+            patch.setattr(module, "read_file", lambda _: world.file)
         patch.setattr(joining, "_machine", lambda: "machine")
         patch.setattr(joining, "process_start", lambda pid: 0 if has_ended(pid - 1) else pid)
         patch.setattr(joining, "_processes_left", lambda _: float("inf"))
         patch.setattr(SurvivingStore, "_connect", connect)
-        patch.setattr(SurvivorElection, "agree", record)
+        patch.setattr(Ballot, "_parsed", record)
         try:
             world.run()
         except BaseException:  # includes Ctrl-C: the threads must end

@@ -1,0 +1,130 @@
+"""Orders of events in a world of membership_world.py: all, or random ones."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from membership_world import Rank, World
+
+LOCAL = ("Begin", "Follow", "Ask", "Done")  # no other rank sees them: their order does not matter
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What may still happen at any time: deaths, and clean ends of ranks that continued."""
+
+    deaths: int = 0
+    ends: int = 0
+    time: bool = True
+
+
+Move = tuple[World, Budget]
+
+
+def moves(world: World, budget: Budget) -> Iterator[Move]:
+    """The worlds after one event."""
+    for rank in world.ranks:
+        if world.can_continue(rank):
+            after = world.copy()
+            own = after.ranks[rank.number]
+            after.step(own)
+            while after.can_continue(own) and type(own.todo[0]).__name__ in LOCAL:
+                after.step(own)
+            yield after, budget
+        if not rank.alive:
+            continue
+        if budget.deaths and not rank.stopped:
+            yield _after(world, "dies", rank), dataclasses.replace(budget, deaths=budget.deaths - 1)
+        continued = rank.answer.startswith("ranks")
+        if budget.ends and continued and not rank.todo:
+            yield _after(world, "dies", rank), dataclasses.replace(budget, ends=budget.ends - 1)
+        if rank.stopped and rank.answer == "":
+            after = _after(world, "resumes", rank)
+            after.calls(rank.number, "shrinks")
+            yield after, budget
+        if continued and not rank.todo and not rank.stopped and _is_broken(world, rank):
+            after = world.copy()
+            after.calls(rank.number, "shrinks")
+            yield after, budget
+    if budget.time and not world.late:
+        after = world.copy()
+        after.grace, after.late = True, world.grace
+        yield after, budget
+
+
+def _after(world: World, what: str, rank: Rank) -> World:
+    after = world.copy()
+    getattr(after, what)(rank.number)
+    return after
+
+
+def _is_broken(world: World, rank: Rank) -> bool:
+    """Whether a rank of its group is lost, so that it calls shrink() again."""
+    assert rank.group is not None
+    name, processes = rank.group
+    return any((name, p) in world.left or not world.ranks[p].alive for p in processes)
+
+
+def explore(world: World, budget: Budget, most: int) -> int:
+    """Checks each world that any order of events leads to; returns their number, at most `most`."""
+    seen: set[Any] = set()
+    todo = [(world, budget)]
+    while todo and len(seen) < most:
+        now, left = todo.pop()
+        key = hash((now.key(), left))
+        if key in seen:
+            continue
+        seen.add(key)
+        check(now)
+        following = [(w, b) for w, b in moves(now, left) if hash((w.key(), b)) != key]
+        todo += following
+        if now.late and not any(_progress(now, w) for w, _ in following):
+            check_end(now)
+    return len(seen)
+
+
+def _progress(before: World, after: World) -> bool:
+    """Whether a rank did an action: none died or ended."""
+    return all(a.alive == b.alive for a, b in zip(before.ranks, after.ranks, strict=True))
+
+
+def at_random(world: World, budget: Budget, seed: int) -> World:
+    """The end of one random order of events."""
+    choose = random.Random(seed)
+    while True:
+        key = world.key()
+        following = [(w, b) for w, b in moves(world, budget) if w.key() != key]
+        if not following:
+            check_end(world)
+            return world
+        world, budget = choose.choice(following)
+        check(world)
+
+
+def check(world: World) -> None:
+    """The invariants of each world: a group has one successor, of a majority of its ranks."""
+    groups = [("world", tuple(range(world.size))), *world.formed]
+    for (_, before), (name, after) in itertools.pairwise(groups):
+        assert set(after) <= set(before), f"{after} continued as {name} beside {before}"
+        alive = [p for p in before if world.ranks[p].alive or p in after]
+        half = 2 * len(after) == len(alive) and alive[0] in after
+        assert half or 2 * len(after) > len(alive), f"{after} continued, of {alive}"
+    for rank in world.ranks:
+        if rank.answer.startswith("GroupBroken rank"):  # these continued
+            assert rank.number not in world.file, rank.answer
+
+
+def check_end(world: World) -> None:
+    """At the limit each rank that lives has its group or an error, and all have one group."""
+    groups = set()
+    for rank in world.ranks:
+        if rank.alive and not rank.stopped and rank.state is not None:
+            assert rank.answer, f"rank {rank.number} waits: {rank.todo}"
+            if rank.answer.startswith("ranks") and not _is_broken(world, rank):
+                groups.add(rank.group)
+    assert len(groups) <= 1, groups
