@@ -71,6 +71,13 @@ LAUNCHERS = (
 )
 
 
+# Of launchers that are not read: the number of processes, or of hosts.
+SIZES = (
+    *("FLUX_JOB_SIZE", "HOROVOD_SIZE", "MV2_COMM_WORLD_SIZE", "PALS_SIZE", "PMI_SIZE"),
+    "PET_NNODES",
+)
+
+
 @dataclass(frozen=True)
 class Config:
     """The configuration of one process. Unset strings are empty, unset ports are 0.
@@ -298,7 +305,8 @@ def _number(env: Mapping[str, str], name: str, least: int = 0) -> int | None:
     text = env.get(name, "") if name else ""
     if not text:
         return None
-    if not re.fullmatch(r"[0-9]{1,9}", text) or int(text) < least:
+    # Slurm's special steps have numbers near 2 ** 32.
+    if not re.fullmatch(r"[0-9]{1,10}", text) or int(text) < least:
         raise InvalidArgument(f"invalid {name}: got {text!r}, expected an integer from {least}")
     return int(text)
 
@@ -341,10 +349,31 @@ def _master(env: Mapping[str, str], launcher: str) -> tuple[str, int]:
             port = _port(env, "PADDLE_TRAINER_ENDPOINTS", text)
     if launcher == "slurm":
         host = host or _first_node(env.get("SLURM_STEP_NODELIST", ""))
-        # A port that all tasks derive alike, and different for the steps of one job.
+        # A port that all tasks derive alike, and different for the steps of one job. Another job
+        # may derive the same one: see slurm_step().
         job, step = _number(env, "SLURM_JOB_ID") or 0, _number(env, "SLURM_STEP_ID") or 0
         port = port or 20000 + (job * 7 + step) % 20000
     return host, port
+
+
+def slurm_step() -> str:
+    """Names the run in its store, so that ranks of another one that uses the same port find none of
+    its keys: "slurm 1234.0"."""
+    return f"slurm {os.environ.get('SLURM_JOB_ID', '')}.{os.environ.get('SLURM_STEP_ID', '')}"
+
+
+def unknown_launcher() -> str:
+    """A variable that shows that a launcher whose variables pycomm does not read started several
+    processes, as "NAME=value"; "" if there is none, or the rank is known."""
+    env = os.environ
+    if any(_is_from(env, known) for known in LAUNCHERS):
+        return ""
+    for name in SIZES:
+        if (value := env.get(name, "")).isdecimal() and int(value) > 1:
+            return f"{name}={value}"
+    # PMIx has no variable with the number of processes: the others end with the first that knows.
+    rank = env.get("PMIX_RANK", "0")
+    return f"PMIX_RANK={rank}" if rank.isdecimal() and int(rank) > 0 else ""
 
 
 def _without_brackets(host: str) -> str:

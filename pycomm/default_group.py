@@ -138,6 +138,8 @@ def init(
         if elastic is None and config.joins_elastic_group():
             group = _join(here, here.rank, timeout_s, launched=True)
         else:
+            if place is None:
+                _check_launcher(here)
             group = _form(here, timeout_s, reproducible, heartbeat_s)
         _set(group)
         return group
@@ -176,6 +178,15 @@ def join(
         group = _join(dataclasses.replace(here, elastic=file), rank, timeout_s)
         _set(group)
         return group
+
+
+def _check_launcher(here: config.Config) -> None:
+    if here.size == 1 and (found := config.unknown_launcher()):
+        raise InvalidArgument(
+            f"init: a launcher started several processes ({found}), but sets no variables that "
+            "pycomm reads: set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT, pass "
+            "rank=, size= and master=, or start the program with pycomm launch or torchrun"
+        )
 
 
 def _form(here: config.Config, timeout_s: float, reproducible: bool, heartbeat_s: float) -> Group:

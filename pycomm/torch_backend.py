@@ -222,7 +222,11 @@ def _reconfigurable(
     ) -> _core.Group:
         timeout = timedelta(seconds=timeout_s)
         return _connect(
-            store, _described(options.store, name, rank, size, timeout), timeout, encrypt
+            store,
+            _described(options.store, name, rank, size, timeout),
+            timeout,
+            encrypt,
+            config.environment(),
         )
 
     def register(core: _core.Group, store: _core.TcpStore) -> Callable[[], None]:
@@ -308,11 +312,11 @@ def _form(
     A later group's keys are derived from those of torch's default group, if that is pycomm's: this
     is so for all of its ranks or for none.
     """
-    timeout = ours._timeout
+    timeout, place = ours._timeout, config.environment()
     encrypt = _encrypt(ours, None)
-    store = rendezvous.TorchStore(options.store, config.environment().secret)
+    store = rendezvous.TorchStore(options.store, place.secret)
     parent = _engine_of_world() if options.global_ranks_in_group else None
-    core = _connect(store, options, timeout, encrypt, parent)
+    core = _connect(store, options, timeout, encrypt, place, parent)
     ended = enter(core, store, timeout.total_seconds())
     return _owner(core, options.store, ours, ended)
 
@@ -376,11 +380,11 @@ def _connect(
     options: _DistributedBackendOptions,
     timeout: timedelta,
     encrypt: bool,
+    place: config.Config,
     parent: _core.Group | None = None,
 ) -> _core.Group:
     """Forms the group through torch's store. Without a `parent` and a secret, rank 0 stores a new
     one there."""
-    place = config.environment()
     if options.group_size > 1:  # the program may set the ranks in torch, not in the environment
         config.take_secret()
     default_group.log_at(place.log)

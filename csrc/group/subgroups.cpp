@@ -153,6 +153,7 @@ std::shared_ptr<Group> HostGroup::connect_part(rendezvous::Store& store, Connect
   }
   options.secret = subgroup_secret(options_.secret, options.name);
   options.open_key = options_.open_key;
+  options.tuned = options_.tuned;
   const std::string keys = std::to_string(id_) + "/" + options.name;
   auto part = connect(store, std::move(options), {}, keys);
   const std::lock_guard lock(mutex_);

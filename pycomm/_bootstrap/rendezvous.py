@@ -26,7 +26,7 @@ from typing import Any
 
 from pycomm import _core
 from pycomm._bootstrap import thresholds
-from pycomm.config import Config, flight_recorder_files
+from pycomm.config import Config, flight_recorder_files, slurm_step
 from pycomm.errors import InvalidArgument, PeerLost, Timeout
 
 LIMIT_S = 30.0  # default time limit of a call
@@ -37,6 +37,7 @@ ANSWER_S, SHORTEST_S = 0.3, 0.1
 FIRST_PAUSE_S, LONGEST_PAUSE_S, LONGER = 0.0002, 0.02, 1.25
 PORT_PAUSE_S = 0.05  # between two attempts to connect to rank 0's port
 IDLE_S = 1.0  # afterwards the helper thread ends
+ENDED_S = 1.0  # for a call of torch that was interrupted
 # Prefixes that no value has: of the answer for an absent key, and of the mark that remove() leaves
 # (followed by random bytes).
 ABSENT, GONE = b"\0absent", b"\0gone "
@@ -63,9 +64,11 @@ _idle_lock = threading.Lock()
 os.register_at_fork(after_in_child=_idle.clear)
 
 
-def within(limit_s: float, call: Callable[[_Job], Any]) -> Any:
+def within(
+    limit_s: float, call: Callable[[_Job], Any], interrupt: Callable[[], None] | None = None
+) -> Any:
     """What `call` returns or raises. It has no time limit of its own, so a helper thread makes it.
-    Raises queue.Empty after the limit."""
+    Raises queue.Empty after the limit. `interrupt`: ends the call then."""
     job = _Job(call)
     with _idle_lock:
         jobs = _idle.pop() if _idle else None
@@ -76,6 +79,12 @@ def within(limit_s: float, call: Callable[[_Job], Any]) -> Any:
     jobs.put(job)
     try:
         value, error = job.answer.get(timeout=limit_s)
+    except queue.Empty:
+        if interrupt is not None:  # a thread that leaves torch while Python ends aborts the process
+            interrupt()
+            with contextlib.suppress(queue.Empty):
+                job.answer.get(timeout=ENDED_S)
+        raise
     finally:
         job.abandoned = True
     if error is not None:
@@ -300,10 +309,10 @@ class TorchStore:
 
 
 def connect(store: _core.Store, **given: Any) -> _core.Group:
-    """_core.connect() with this machine's thresholds and the environment's paths for records;
-    warns if ranks of this host cannot use shared memory.
+    """_core.connect() with this machine's thresholds, unless those of a parent apply, and the
+    environment's paths for records; warns if ranks of this host cannot use shared memory.
     """
-    tuned = thresholds.thresholds()
+    tuned = [] if given.get("parent") else thresholds.thresholds()
     core = _core.connect(store, **given, tuned=tuned, **flight_recorder_files())
     places = zip(core.members, core.hosts, strict=True)
     here = core.hosts[core.rank]
@@ -375,14 +384,14 @@ def _store_of_torch(config: Config, timeout_s: float) -> TorchStore | None:
     if dist is not None and dist.is_available() and dist.is_initialized():
         from torch.distributed import distributed_c10d as c10d
 
-        return _prefixed(c10d._get_default_store(), config.secret)
+        return _prefixed(c10d._get_default_store(), config)
     wanted = not config.secret or (config.agent_store and not config.store_port)
     has_address = config.master_host and config.master_port
     if not wanted or not has_address or importlib.util.find_spec("torch") is None:
         return None
     begin = time.monotonic()
     dist = importlib.import_module("torch.distributed")
-    return _prefixed(_made(dist, config, begin, timeout_s), config.secret)
+    return _prefixed(_made(dist, config, begin, timeout_s), config)
 
 
 def _made(dist: Any, config: Config, begin: float, timeout_s: float) -> Any:
@@ -411,16 +420,20 @@ def _made(dist: Any, config: Config, begin: float, timeout_s: float) -> Any:
             multi_tenant=True,
         )
 
+    def disconnect() -> None:
+        for number in _open_sockets(config.master_port) - before:
+            with socket.socket(fileno=os.dup(number)) as one, contextlib.suppress(OSError):
+                one.shutdown(socket.SHUT_RDWR)
+
+    before: set[int] = set()
     where, why = f"{config.master_host}:{config.master_port}", "it does not answer"
     try:
         if config.rank != 0:  # torch's constructor retries beyond the limit, and prints stacks
             _wait_for_port(config.master_host, config.master_port, begin + timeout_s)
         before = _open_sockets(config.master_port)
-        return within(left(), make)
-    except queue.Empty:  # reported below; the constructor, which would wait on, ends too
-        for number in _open_sockets(config.master_port) - before:
-            with socket.socket(fileno=os.dup(number)) as one, contextlib.suppress(OSError):
-                one.shutdown(socket.SHUT_RDWR)
+        return within(left(), make, disconnect)
+    except queue.Empty:  # reported below
+        pass
     except (OSError, dist.DistError) as error:  # torch's errors of stores and networks
         why = str(error).partition("\n")[0]
         if config.rank == 0 and "EADDRINUSE" in str(error):
@@ -472,7 +485,8 @@ def host_of(store: Any) -> str:
     return str(getattr(store, "host", ""))
 
 
-def _prefixed(store: Any, secret: str) -> TorchStore:
+def _prefixed(store: Any, config: Config) -> TorchStore:
     from torch.distributed.distributed_c10d import PrefixStore
 
-    return TorchStore(PrefixStore("pycomm", store), secret)
+    prefix = f"pycomm/{slurm_step()}" if config.launcher == "slurm" else "pycomm"
+    return TorchStore(PrefixStore(prefix, store), config.secret)

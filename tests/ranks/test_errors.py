@@ -19,6 +19,7 @@ from on_ranks import on_ranks
 import pycomm
 from benchmarks.support.ports import free_port
 from pycomm import Group, _core, config, errors
+from pycomm._bootstrap import rendezvous
 from pycomm._bootstrap.rendezvous import TorchStore
 from pycomm.testing import run_ranks
 from pycomm.testing.threads import join
@@ -154,6 +155,11 @@ GOOD_ENVIRONMENTS = [
         | {"SLURM_STEP_NODELIST": "node[07-09,11],x1", "SLURM_JOB_ID": "10"},
         ("slurm", 7, 8, 3, "node07", 20070),
     ),
+    (  # an interactive step
+        {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2", "SLURM_LOCALID": "1"}
+        | {"SLURM_JOB_ID": "10", "SLURM_STEP_ID": "4294967290"},
+        ("slurm", 1, 2, 1, "", 27360),
+    ),
     ({"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}, ("", 0, 1, None, "", 0)),
     (  # MPICH's mpiexec in a job of Slurm's, which starts one task on each host
         {"PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
@@ -175,6 +181,47 @@ def test_variables_of_each_launcher_are_read(
     c = config.environment(values)
     got = (c.launcher, c.rank, c.size, c.local_rank, c.master_host, c.master_port)
     assert got == wanted
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        *(
+            {"FLUX_TASK_RANK": "1", "FLUX_JOB_SIZE": "2"},
+            {"HOROVOD_RANK": "1", "HOROVOD_SIZE": "2"},
+        ),
+        *({"MV2_COMM_WORLD_SIZE": "2"}, {"PMI_RANK": "1", "PMI_SIZE": "2"}, {"PET_NNODES": "2"}),
+        {"PMIX_RANK": "1"},
+    ],
+)
+def test_init_names_a_launcher_that_is_not_read(
+    values: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in values.items():
+        monkeypatch.setenv(name, value)
+    shown = "=".join([*values.items()][-1])
+    with pytest.raises(errors.InvalidArgument, match=f"several processes \\({shown}\\)"):
+        pycomm.init(timeout_s=2.0)
+    pycomm.init(rank=0, size=1)  # the program knows
+    pycomm.shutdown()
+
+
+def test_runs_of_slurm_with_one_port_have_separate_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Step 7 of job 100 and step 0 of job 101 derive one port."""
+    shared = pytest.importorskip("torch.distributed").HashStore()
+    step = {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_LOCALID": "0"}
+    ports, stores = [], []
+    for job, number in (("100", "7"), ("101", "0"), ("100", "7")):
+        for name, value in {**step, "SLURM_JOB_ID": job, "SLURM_STEP_ID": number}.items():
+            monkeypatch.setenv(name, value)
+        found = config.environment()
+        ports.append(found.master_port)
+        stores.append(rendezvous._prefixed(shared, found))
+    assert len(set(ports)) == 1
+    stores[0].set("key", b"1")
+    assert stores[2].get("key", 0.0) == b"1"
+    with pytest.raises(errors.Timeout):
+        stores[1].get("key", 0.0)
 
 
 def test_at_most_ten_variables() -> None:
