@@ -203,14 +203,14 @@ BUDGETS = {
     "csrc/device": 1553,
     "csrc/device_group": 2025,
     "csrc/engine": 3605,
-    "csrc/group": 3070,
+    "csrc/group": 3071,
     "csrc/kernels": 3707,
     "csrc/os": 1606,
     "csrc/rendezvous": 1808,
     "csrc/shared": 1677,
     "csrc/transport": 2272,
     "examples": 913,
-    "pycomm": 18061,
+    "pycomm": 18119,
     "pycomm/bench": 3228,
     "pycomm/compress": 6088,
     "pycomm/kernels": 2647,
@@ -220,14 +220,14 @@ BUDGETS = {
     "tests/devices": 3696,
     "tests/emulator": 7829,
     "tests/native": 15403,
-    "tests/ranks": 8950,
+    "tests/ranks": 8997,
     "tests/reliability": 5169,
     "tests/support": 6058,
     "tests/torch_backend": 3856,
     "tests/unit": 6031,
     "tools": 1743,
 }
-IN_ALL = 147_551
+IN_ALL = 147_657
 LONGEST_FILE = 500
 MOST_VARIABLES = 10
 # Set by setup.py for the compiler, and by pycomm's launchers for their ranks: not for users.
