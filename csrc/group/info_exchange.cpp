@@ -185,15 +185,18 @@ class InfoExchange {
     std::vector<int> missing;
     for (int rank = 0; rank < options_.size; ++rank) {
       auto& value = values_.at(key_of_info(keys_, rank));
-      if (!value && !(value = look_up(key_of_info(keys_, rank)))) missing.push_back(rank);
+      if (!value) value = look_up(key_of_info(keys_, rank));
+      if (!value) missing.push_back(rank);
       if (answered.expired()) throw_no_answer(options_, deadline_);
     }
     if (!missing.empty()) fail({.id = os::random_name(), .ranks = missing});
-    for (auto& [key, value] : values_)
-      if (!value && !(value = look_up(key)))
+    for (auto& [key, value] : values_) {
+      if (!value) value = look_up(key);
+      if (!value)
         throw Timeout("the group \"" + options_.name +
                           "\" did not form: rank 0 has PYCOMM_SECRET, and this rank has none",
                       {.op = "init", .rank = options_.rank, .peer = 0});
+    }
   }
 
   // Looks up some of the missing infos and watches the processes of the others. A rank that fails

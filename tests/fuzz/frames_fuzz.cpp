@@ -91,7 +91,8 @@ void call(engine::Engine& engine, int what) {
     job.element_bytes = sizeof(float);
     job.reducer = &kAdd;
     job.size = 2;
-    return engine.run(job, deadline);
+    engine::PlanTask task = engine.plan_task(job);
+    return engine.run(task, job.header, deadline);
   }
   signature.operation = static_cast<uint8_t>(Operation::send);
   signature.peer = 7;

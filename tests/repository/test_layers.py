@@ -203,7 +203,7 @@ BUDGETS = {
     "csrc/device": 1553,
     "csrc/device_group": 2025,
     "csrc/engine": 3605,
-    "csrc/group": 3071,
+    "csrc/group": 3074,
     "csrc/kernels": 3707,
     "csrc/os": 1606,
     "csrc/rendezvous": 1808,
@@ -215,7 +215,7 @@ BUDGETS = {
     "pycomm/compress": 6088,
     "pycomm/kernels": 2647,
     "pycomm/launch": 2201,
-    "tests": 6885,
+    "tests": 6886,
     "tests/cli": 2250,
     "tests/devices": 3696,
     "tests/emulator": 7829,
@@ -227,7 +227,7 @@ BUDGETS = {
     "tests/unit": 6031,
     "tools": 1743,
 }
-IN_ALL = 147_657
+IN_ALL = 147_661
 LONGEST_FILE = 500
 MOST_VARIABLES = 10
 # Set by setup.py for the compiler, and by pycomm's launchers for their ranks: not for users.
