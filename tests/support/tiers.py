@@ -39,6 +39,7 @@ FILES = {
 SLOW = {
     "test_layers": ["test_every_header_compiles_alone"],
     "test_malformed_calls": ["test_malformed_states"],
+    "test_membership": ["test_every_order_after_the_first_rank_stopped"],
 }
 
 
