@@ -123,7 +123,7 @@ class InfoExchange {
   std::vector<std::string> run(const std::string& mine) {
     mine_ = bootstrap::decode_rank_info(mine);
     for (int rank = 0; rank < options_.size; ++rank) values_[key_of_info(keys_, rank)];
-    values_[own_key()] = mine;
+    own_ = mine;
     if (options_.secret.empty()) values_[key_of_secret(keys_)];
     if (options_.size <= kInfosPerBlock) return read_all();
     publish();
@@ -146,7 +146,7 @@ class InfoExchange {
   std::string own_key() const { return key_of_info(keys_, options_.rank); }
 
   void publish() {
-    if (!std::exchange(published_, true)) store_.set(own_key(), *values_.at(own_key()), deadline_);
+    if (!std::exchange(published_, true)) store_.set(own_key(), own_, deadline_);
   }
 
   std::vector<std::string> read_all() {
@@ -166,7 +166,7 @@ class InfoExchange {
         if (published_)
           store_.get_missing(values, slice);
         else
-          store_.exchange(own_key(), *values_.at(own_key()), values, slice);
+          store_.exchange(own_key(), own_, values, slice);
         return true;
       } catch (const Timeout&) {  // the end of a slice
         if (last) return false;
@@ -329,6 +329,7 @@ class InfoExchange {
   const ConnectOptions& options_;
   const std::string& keys_;
   const Deadline& deadline_;
+  std::string own_;  // the info of this rank; it is read back, as all compare what is stored
   bootstrap::RankInfo mine_;
   rendezvous::Store::Values values_;
   std::vector<std::optional<std::pair<bootstrap::RankInfo, os::Process>>> known_;  // by rank

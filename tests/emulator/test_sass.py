@@ -34,7 +34,6 @@ IN_FLIGHT = {
 }
 # Vector accesses to global memory, by opcode and width.
 ACCESSES = {
-    r"step_loop": {"LDG.128": 3, "STG.128": 2},
     r"6updateILb0Efff": {"LDG.128": 12, "STG.128": 8},  # four rows of g, u, v and of u, v
     r"6updateILb1Efff": {"LDG.128": 16, "STG.128": 8},  # the weights, too
     r"6decodeILb0Eff": {"STG.128": 1},

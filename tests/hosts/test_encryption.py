@@ -229,8 +229,8 @@ def _torch_groups(path: str) -> str:
 
 def test_torch_groups_are_encrypted(run: Run, tmp_path: Path) -> None:
     for text in run(2, _torch_groups, str(tmp_path / "again")):
-        assert "rank 0 has reproducible=False, encrypt=True" in text
-        assert "rank 1 has reproducible=False, encrypt=False" in text
+        assert "rank 0 has size=2, reproducible=False, encrypt=True" in text
+        assert "rank 1 has size=2, reproducible=False, encrypt=False" in text
 
 
 def test_unencrypted_default_group_is_not_reused_for_an_encrypted_one(run: Run) -> None:
