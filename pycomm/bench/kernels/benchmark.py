@@ -7,9 +7,9 @@ Contestants that cannot run are listed with the reason.
 
 The limit of a kernel is the longest of three times: for the bytes that it reads, at the fastest
 that any loop read; for those that it writes, at the fastest that any wrote; and for all of them, at
-the best rate of copying and of adding. Reading counts too where twice as much is read as written,
-and filling in the opposite case. sparse.py defines the counted bytes. In pycomm's repository more
-kernels and libraries are measured (benchmarks/kernels/comparisons.py).
+the best rate of copying and of adding. The best times are compared. Reading counts too where twice
+as much is read as written, and filling in the opposite case. sparse.py defines the counted bytes.
+In pycomm's repository more kernels and libraries are measured (benchmarks/kernels/comparisons.py).
 """
 
 from __future__ import annotations
@@ -206,7 +206,7 @@ def measured(place: Cpu, count: int, comparisons: Sequence[Comparison], rounds: 
                 best_ms=min(spent[name]).seconds * 1e3,
                 limit_bytes=sum(moved),
                 limit_ms=limit * 1e3,
-                limit_percent=100 * limit / medians[name],
+                limit_percent=100 * limit / min(spent[name]).seconds,
                 ratio=medians[name] / medians[f"{kernel}/{OURS}"],
                 step_percent=100 * medians[name] / medians[f"dgc_step/{OURS}"],
                 host_us=statistics.median(s.host_s for s in spent[name]) * 1e6,
