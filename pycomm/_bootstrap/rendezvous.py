@@ -79,7 +79,7 @@ def within(
     jobs.put(job)
     try:
         value, error = job.answer.get(timeout=limit_s)
-    except queue.Empty:
+    except queue.Empty:  # raised again, once the call was interrupted
         if interrupt is not None:  # a thread that leaves torch while Python ends aborts the process
             interrupt()
             with contextlib.suppress(queue.Empty):
@@ -296,7 +296,7 @@ class TorchStore:
                 return within(limit_s, call)
             except queue.Empty:  # no answer in time: raised below
                 pass
-            except RuntimeError as error:
+            except RuntimeError as error:  # of torch: translated if the store is lost
                 if type(error).__name__ not in LOST:
                     raise
                 text = str(error).partition("\n")[0]

@@ -120,7 +120,7 @@ std::vector<std::unique_ptr<transport::Channel>> meet_rank_1(Notes& infos,
 
 // Rank 1 has met only rank 0 when rank 0 closes its connection.
 const Test kGone("a rank that closes during forming is named, with its message", [] {
-  for (const bool speaks : {true, false}) {
+  for (const bool gives_reason : {true, false}) {
     Notes infos;
     run(kSize - 1, [&](int rank) {
       const auto request = request_of(rank, "tcp");
@@ -128,7 +128,7 @@ const Test kGone("a rank that closes during forming is named, with its message",
         engine::EngineOptions options;
         options.names = {"rank 0", "rank 1", "rank 2"};
         engine::Engine engine(meet_rank_1(infos, request), options);
-        if (speaks) engine.fail(PeerLost("rank 2 is ill", {.peer = 2}));
+        if (gives_reason) engine.fail(PeerLost("rank 2 is ill", {.peer = 2}));
         return;
       }
       const auto ending = ending_of([&] {
@@ -137,8 +137,8 @@ const Test kGone("a rank that closes during forming is named, with its message",
             Deadline(60s));
       });
       expect(ending.is(ErrorKind::peer_lost) && ending.error->fields().op == "init", ending.text());
-      expect(ending.error->fields().peer == (speaks ? 2 : 0), ending.text());
-      expect(ending.says(speaks ? "rank 2 is ill" : "closed the group"), ending.text());
+      expect(ending.error->fields().peer == (gives_reason ? 2 : 0), ending.text());
+      expect(ending.says(gives_reason ? "rank 2 is ill" : "closed the group"), ending.text());
     });
   }
 });

@@ -75,7 +75,7 @@ class Attempt:
         begin = time.monotonic()
         try:
             join(self.stores[rank], rank, {**options, "secret": KEY}).close()
-        except errors.Error as error:
+        except errors.Error as error:  # returned: the test compares those of all ranks
             del self.stores[rank]
             return f"{type(error).__name__}: {error}", time.monotonic() - begin
         return "", time.monotonic() - begin
