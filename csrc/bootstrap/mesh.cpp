@@ -35,10 +35,10 @@ constexpr std::chrono::seconds kDialBackDelay{1};
 // whose ranks connect on demand, rings do not shrink further.
 constexpr int kManyRanks = 64;
 
-// What a rank opens while a group forms: for each peer in another process a socket, a pidfd, a ring
-// until the peer has it, and an epoll descriptor; besides these a few for itself and the store,
-// with some to spare for what other threads open meanwhile.
-constexpr size_t kPeerDescriptors = 4, kDescriptors = 16;
+// What a rank opens while a group forms: for each peer in another process a socket, a pidfd unless
+// another group has it, and a ring until the peer has it; besides these a few for itself and the
+// store, with some to spare for what other threads open meanwhile.
+constexpr size_t kPeerDescriptors = 3, kDescriptors = 16;
 
 size_t ring_bytes(int size) {
   const size_t peers = static_cast<size_t>(std::clamp(size, 2, kManyRanks)) - 1;
@@ -345,7 +345,7 @@ class MeshBuilder {
         }
       const size_t first_process = also.size();
       for (const os::Process& process : ended.processes)
-        also.push_back({process.descriptor().get(), POLLIN, 0});
+        also.push_back({process.descriptor(), POLLIN, 0});
       const auto limit = std::min<std::chrono::nanoseconds>(kPollInterval, deadline_.left());
       auto results = connector.poll(limit, also);
       ended.update(std::span(also).subspan(first_process));

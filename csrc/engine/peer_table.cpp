@@ -36,8 +36,17 @@ PeerTable::PeerTable(Identity identity, std::vector<std::unique_ptr<transport::C
 }
 
 void PeerTable::connect(int peer, std::unique_ptr<transport::Channel> channel) {
+  channel->wake_by(wake_event_);
   at(peer).link = std::make_unique<Link>(std::move(channel));
   processes_.watch(peer);
+}
+
+int PeerTable::poll(std::vector<pollfd>& polled, std::chrono::milliseconds limit) const {
+  polled.push_back({wake_event_.descriptor(), POLLIN, 0});
+  const int ready = ::poll(polled.data(), polled.size(), static_cast<int>(limit.count()));
+  if (polled.back().revents != 0) wake_event_.collect();
+  polled.pop_back();
+  return ready;
 }
 
 void PeerTable::request(int peer) {
@@ -93,15 +102,15 @@ void PeerTable::flush_all() {
   for (;;) {
     std::vector<pollfd> waiting;
     std::vector<transport::Channel*> armed;
+    bool idle = true;
     for (Peer& peer : peers_) {
       if (!peer.link || peer.link->channel().is_closed() || peer.link->flush()) continue;
       waiting.push_back(peer.link->channel().arm({false, true}));
       armed.push_back(&peer.link->channel());
-      if (peer.link->flush()) waiting.back().fd = -1;  // sent in the meantime: do not sleep
+      idle &= !peer.link->flush();  // sent in the meantime: do not sleep
     }
     if (armed.empty()) return;
-    const bool idle = std::ranges::all_of(waiting, [](const pollfd& p) { return p.fd >= 0; });
-    if (idle) ::poll(waiting.data(), waiting.size(), 10);
+    if (idle) wait(waiting, std::chrono::milliseconds(10));
     for (size_t i = 0; i < armed.size(); ++i) armed[i]->disarm(waiting[i].revents);
     if (deadline.expired()) return;
   }

@@ -14,10 +14,10 @@ void ProcessWatch::note_end(State& state) {
 }
 
 void ProcessWatch::add(int peer, std::vector<pollfd>& polled) {
-  const os::Fd& process = at(peer).process.descriptor();
-  if (!process) return;
+  const int process = at(peer).process.descriptor();
+  if (process < 0) return;
   watched_.push_back(peer);
-  polled.push_back({process.get(), POLLIN, 0});
+  polled.push_back({process, POLLIN, 0});
 }
 
 void ProcessWatch::find_ended(std::span<const pollfd> polled) {

@@ -140,7 +140,7 @@ bool ProgressLoop::poll() {
 bool ProgressLoop::sleep(Task& task, const Deadline& deadline) {
   ProcessWatch& processes = peers_.processes();
   const auto limit = std::chrono::ceil<std::chrono::milliseconds>(longest_sleep(deadline));
-  polled_.assign({stop_.to_poll(), {task.wake_descriptor(), POLLIN, 0}});  // poll() ignores -1
+  polled_.assign({{task.wake_descriptor(), POLLIN, 0}});  // poll() ignores -1
   peers_.add_connector_to(polled_);
   const size_t first_process = polled_.size();
   processes.clear();
@@ -162,7 +162,7 @@ bool ProgressLoop::sleep(Task& task, const Deadline& deadline) {
     const Disarm disarm{*this, task};
     task.arm();
     if (task.advance()) return true;
-    if (!poll()) woken = ::poll(polled_.data(), polled_.size(), static_cast<int>(limit.count()));
+    if (!poll()) woken = peers_.poll(polled_, limit);
   }
   if (woken > 0) processes.find_ended(std::span(polled_).subspan(first_process));
   if (processes.pending()) processes.update();

@@ -63,8 +63,8 @@ class ProgressLoop {
   const Mailbox& mailbox_;
   Liveness& liveness_;
   FrameDispatcher& dispatcher_;
-  StopSignal stop_;
-  // Of the current sleep: stop_, the task, the connector, processes, and the channels of armed_.
+  StopSignal stop_{peers_.wake_event()};
+  // Of the current sleep: the task, the connector, processes, and the channels of armed_.
   std::vector<pollfd> polled_;
   std::vector<transport::Channel*> armed_;
   std::chrono::nanoseconds spin_limit_{0};    // how long the next wait spins

@@ -106,16 +106,16 @@ std::vector<int> Shutdown::wait_for_goodbyes(const Deadline& deadline,
   for (;;) {
     std::vector<int> silent;
     std::vector<pollfd> waiting;
+    bool idle = true;
     for (int peer = 0; peer < peers_.size(); ++peer) {
       if (!peers_.at(peer).link || answers(peer, deadline)) continue;
       (void)peers_.at(peer).link->flush();  // our goodbye
       silent.push_back(peer);
       waiting.push_back(peers_.at(peer).link->channel().arm({true, false}));
-      if (answers(peer, deadline)) waiting.back().fd = -1;  // in the meantime: do not sleep
+      idle &= !answers(peer, deadline);  // in the meantime: do not sleep
     }
     if (silent.empty() || deadline.expired() || (interrupted && interrupted())) return silent;
-    const bool idle = std::ranges::all_of(waiting, [](const pollfd& p) { return p.fd >= 0; });
-    if (idle) ::poll(waiting.data(), waiting.size(), 10);
+    if (idle) peers_.wait(waiting, std::chrono::milliseconds(10));
     for (size_t i = 0; i < silent.size(); ++i)
       peers_.at(silent[i]).link->channel().disarm(waiting[i].revents);
   }

@@ -1,8 +1,6 @@
 // Ends or suspends the wait of another thread.
 #pragma once
 
-#include <poll.h>
-
 #include <atomic>
 #include <mutex>
 #include <string>
@@ -13,7 +11,9 @@ namespace pycomm::engine {
 
 class StopSignal {
  public:
-  // From any thread: check() throws from now on, and the descriptor is readable.
+  // Notifies `wake`, which ends the waits.
+  explicit StopSignal(const os::WakeEvent& wake) : wake_(wake) {}
+  // From any thread: check() throws from now on.
   void request(const std::string& reason) noexcept;
   // Throws GroupBroken after request().
   void check() const {
@@ -23,13 +23,12 @@ class StopSignal {
   void suspend() noexcept;
   void resume() noexcept;
   bool suspended() const { return suspended_.load(); }
-  pollfd to_poll() const { return {wake_.descriptor(), POLLIN, 0}; }
 
  private:
   [[noreturn]] void throw_requested() const;
 
   std::atomic<bool> requested_{false}, suspended_{false};
-  os::WakeEvent wake_;
+  const os::WakeEvent& wake_;
   mutable std::mutex mutex_;  // guards reason_
   std::string reason_;
 };

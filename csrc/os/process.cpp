@@ -7,28 +7,43 @@
 #include <cerrno>
 #include <fstream>
 #include <iterator>
+#include <map>
+#include <mutex>
 #include <sstream>
 #include <string>
 
 namespace pycomm::os {
 
+namespace {
+
+bool is_readable(int fd) {
+  pollfd polled{fd, POLLIN, 0};
+  return ::poll(&polled, 1, 0) > 0 && (polled.revents & POLLIN) != 0;
+}
+
+}  // namespace
+
 Process::Process(int64_t pid) {
 #ifdef SYS_pidfd_open
   if (pid <= 0) return;
+  static std::mutex mutex;
+  static auto* const known = new std::map<int64_t, std::weak_ptr<const Fd>>;  // never destroyed
+  const std::lock_guard lock(mutex);
+  std::erase_if(*known, [](const auto& entry) { return entry.second.expired(); });
+  fd_ = (*known)[pid].lock();
+  if (descriptor() >= 0 && !is_readable(descriptor())) return;  // the id was not reused since
   const long fd = ::syscall(SYS_pidfd_open, static_cast<pid_t>(pid), 0);
-  if (fd >= 0)
-    fd_ = Fd(static_cast<int>(fd));  // close-on-exec from the start
+  if (fd >= 0)  // close-on-exec from the start
+    (*known)[pid] = fd_ = std::make_shared<const Fd>(static_cast<int>(fd));
   else
-    ended_ = errno == ESRCH;
+    fd_ = nullptr, ended_ = errno == ESRCH;
 #else
   (void)pid;
 #endif
 }
 
 bool Process::look() {
-  if (!fd_) return ended_;
-  pollfd polled{fd_.get(), POLLIN, 0};
-  if (::poll(&polled, 1, 0) > 0 && (polled.revents & POLLIN) != 0) found_ended();
+  if (descriptor() >= 0 && is_readable(descriptor())) found_ended();
   return ended_;
 }
 

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 
 #include "os/fd.h"
 
@@ -16,8 +17,9 @@ class Process {
   // before 5.3, or a sandbox that forbids them).
   explicit Process(int64_t pid);
 
-  // Becomes readable (POLLIN) when the process ends; empty: there is nothing to wait for.
-  const Fd& descriptor() const { return fd_; }
+  // Becomes readable (POLLIN) when the process ends; -1: there is nothing to wait for. All objects
+  // for one process share it.
+  int descriptor() const { return fd_ ? fd_->get() : -1; }
   bool ended() const { return ended_; }
   // Updates and returns ended().
   bool look();
@@ -27,7 +29,7 @@ class Process {
   }
 
  private:
-  Fd fd_;
+  std::shared_ptr<const Fd> fd_;
   bool ended_ = false;
 };
 

@@ -1,6 +1,5 @@
 #include "transport/ring_channel.h"
 
-#include <sys/epoll.h>
 #include <sys/socket.h>
 #include <sys/uio.h>
 
@@ -25,17 +24,6 @@ constexpr char kWake = 0, kGoodbye = 1;
 // More than any unsent frame and its notices; less than the buffer of a socket.
 constexpr size_t kMaxGoodbyeBytes = size_t{128} << 10;
 
-// A descriptor to poll instead of a socket. A thread that polls the socket itself is moved to the
-// processor of the sender, because the kernel expects the sender to sleep next (a wake-up with
-// WF_SYNC); a thread that polls an epoll descriptor stays where it was.
-os::Fd poll_descriptor_of(int socket) {
-  os::Fd epoll(::epoll_create1(EPOLL_CLOEXEC));
-  epoll_event event{.events = EPOLLIN | EPOLLRDHUP, .data = {}};
-  if (!epoll || ::epoll_ctl(epoll.get(), EPOLL_CTL_ADD, socket, &event) != 0)
-    os::throw_errno("creating an epoll descriptor");
-  return epoll;
-}
-
 }  // namespace
 
 RingChannel::RingChannel(std::string_view transport, std::shared_ptr<os::RingMemory> in,
@@ -45,7 +33,6 @@ RingChannel::RingChannel(std::string_view transport, std::shared_ptr<os::RingMem
       in_(std::move(in)),
       out_(std::move(out)),
       wakeup_socket_(std::move(wakeup_socket)),
-      wakeup_poll_(poll_descriptor_of(wakeup_socket_.get())),
       peer_memory_(std::move(peer_memory)),
       writer_(head_of(*out_), out_->bytes()),
       reader_(head_of(*in_)) {}
@@ -110,16 +97,23 @@ int RingChannel::swap_processors(int own) {
   return head_of(*in_).writer_processor.load(std::memory_order_relaxed) - 1;
 }
 
+void RingChannel::wake_by(const os::WakeEvent& event) {
+  if (closed_) return;
+  event.watch(wakeup_socket_.get(), readable_);
+  wake_event_ = &event;
+}
+
 pollfd RingChannel::arm(Want want) {
   if (want.receive) reader_.arm();  // the caller polls for progress next
   if (want.send) writer_.arm();
-  return {wakeup_poll_.get(), POLLIN, 0};
+  return {wake_event_ != nullptr ? -1 : wakeup_socket_.get(), POLLIN | POLLRDHUP, 0};
 }
 
 void RingChannel::disarm(short revents) {
   reader_.disarm();
   writer_.disarm();
-  if (revents == 0 || closed_) return;
+  if ((revents == 0 && !readable_) || closed_) return;
+  readable_ = false;
   std::array<char, 4096> bytes;
   for (;;) {
     const auto n = ::recv(wakeup_socket_.get(), bytes.data(), bytes.size(), MSG_DONTWAIT);
@@ -127,6 +121,7 @@ void RingChannel::disarm(short revents) {
     if (n > 0 || (n < 0 && errno == EINTR)) continue;
     if (n < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) return;
     append_goodbye();
+    end_watch();
     closed_ = true;
     return;
   }
@@ -167,11 +162,16 @@ void RingChannel::send_goodbye(ConstBytes unsent) {
   (void)::sendmsg(wakeup_socket_.get(), &message, MSG_DONTWAIT | MSG_NOSIGNAL);
 }
 
+void RingChannel::end_watch() {
+  if (wake_event_ != nullptr) wake_event_->unwatch(wakeup_socket_.get());
+  wake_event_ = nullptr;
+}
+
 void RingChannel::close(ConstBytes unsent) {
   if (wakeup_socket_ && !unsent.empty()) send_goodbye(unsent);
   // A forked process has the descriptor too and would keep the connection open without this.
   if (wakeup_socket_) ::shutdown(wakeup_socket_.get(), SHUT_RDWR);
-  wakeup_poll_ = {};
+  end_watch();
   wakeup_socket_ = {};
   closed_ = true;
 }

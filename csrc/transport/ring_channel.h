@@ -11,6 +11,7 @@
 
 #include "os/fd.h"
 #include "os/shared_memory.h"
+#include "os/wake_event.h"
 #include "transport/ring_positions.h"
 #include "transport/transport.h"
 
@@ -39,6 +40,7 @@ class RingChannel final : public Channel {
     return corrupt_ ? "its ring in shared memory has an invalid write position" : "";
   }
   int swap_processors(int own) override;
+  void wake_by(const os::WakeEvent& event) override;
   pollfd arm(Want want) override;
   void disarm(short revents) override;
   void close(ConstBytes unsent) override;
@@ -53,12 +55,14 @@ class RingChannel final : public Channel {
   size_t put(ConstBytes bytes);
   void send_goodbye(ConstBytes unsent);
   void drain_wakeup(ConstBytes bytes);
+  void end_watch();
   void append_goodbye();
 
   std::string_view transport_;
   std::shared_ptr<os::RingMemory> in_, out_;
   os::Fd wakeup_socket_;
-  os::Fd wakeup_poll_;  // readable while the socket is
+  const os::WakeEvent* wake_event_ = nullptr;  // watches the socket
+  bool readable_ = false;                      // set by wake_event_: the socket was
   PeerMemory peer_memory_;
   RingWriter<> writer_;
   RingReader<> reader_;
