@@ -18,7 +18,7 @@ void wait_for_close(PeerTable& peers, const std::vector<int>& awaited) {
     armed.push_back(&peers.at(peer).link->channel());
     polled.push_back(armed.back()->arm({}));
   }
-  peers.wait(polled, std::chrono::milliseconds(10));
+  peers.wake_event().wait(polled, std::chrono::milliseconds(10));
   for (size_t i = 0; i < armed.size(); ++i) armed[i]->disarm(polled[i].revents);
 }
 
@@ -27,7 +27,7 @@ bool look_for_close(PeerTable& peers, int peer) {
   if (peers.has_closed(peer)) return true;
   transport::Channel& channel = peers.at(peer).link->channel();
   std::vector<pollfd> polled{channel.arm({})};
-  peers.wait(polled, {});
+  peers.wake_event().wait(polled, {});
   channel.disarm(polled[0].revents);
   ProcessWatch& processes = peers.processes();
   if (!peers.at(peer).left_reason) processes.look(peer);

@@ -41,14 +41,6 @@ void PeerTable::connect(int peer, std::unique_ptr<transport::Channel> channel) {
   processes_.watch(peer);
 }
 
-int PeerTable::poll(std::vector<pollfd>& polled, std::chrono::milliseconds limit) const {
-  polled.push_back({wake_event_.descriptor(), POLLIN, 0});
-  const int ready = ::poll(polled.data(), polled.size(), static_cast<int>(limit.count()));
-  if (polled.back().revents != 0) wake_event_.collect();
-  polled.pop_back();
-  return ready;
-}
-
 void PeerTable::request(int peer) {
   Peer& state = at(peer);
   if (state.link || state.requested || state.left_reason || connector_ == nullptr) return;
@@ -110,7 +102,7 @@ void PeerTable::flush_all() {
       idle &= !peer.link->flush();  // sent in the meantime: do not sleep
     }
     if (armed.empty()) return;
-    if (idle) wait(waiting, std::chrono::milliseconds(10));
+    if (idle) wake_event_.wait(waiting, std::chrono::milliseconds(10));
     for (size_t i = 0; i < armed.size(); ++i) armed[i]->disarm(waiting[i].revents);
     if (deadline.expired()) return;
   }

@@ -7,7 +7,6 @@
 
 #include <poll.h>
 
-#include <chrono>
 #include <memory>
 #include <optional>
 #include <span>
@@ -73,16 +72,8 @@ class PeerTable {
   void request(int peer);
   // True if a requested peer, or another one, connected or turned out to be unreachable.
   bool accept();
-  // poll(2) for `polled`, which has what arm() of the channels returned, and for wake_event().
-  // Before disarm().
-  int poll(std::vector<pollfd>& polled, std::chrono::milliseconds limit) const;
-  // As poll(), but notify() does not end it. A thread that calls poll() later first looks for what
-  // was notified.
-  void wait(std::vector<pollfd>& polled, std::chrono::milliseconds limit) const {
-    wake_event_.clear();
-    (void)poll(polled, limit);
-  }
-  // Ends poll(), from any thread.
+  // Watches the channels: poll() it between their arm() and disarm(). Outside of ProgressLoop,
+  // which first looks for what was notified, wait() for it.
   const os::WakeEvent& wake_event() const { return wake_event_; }
   // Adds the descriptor that is readable when accept() has something to do.
   void add_connector_to(std::vector<pollfd>& polled) const {
@@ -119,7 +110,7 @@ class PeerTable {
 
   int rank_;
   std::vector<std::string> names_;
-  os::WakeEvent wake_event_;  // watches the channels of peers_
+  os::WakeEvent wake_event_;  // outlives the channels of peers_
   std::vector<Peer> peers_;
   ProcessWatch processes_;
   PeerConnector* connector_;

@@ -162,7 +162,7 @@ bool ProgressLoop::sleep(Task& task, const Deadline& deadline) {
     const Disarm disarm{*this, task};
     task.arm();
     if (task.advance()) return true;
-    if (!poll()) woken = peers_.poll(polled_, limit);
+    if (!poll()) woken = peers_.wake_event().poll(polled_, limit);
   }
   if (woken > 0) processes.find_ended(std::span(polled_).subspan(first_process));
   if (processes.pending()) processes.update();

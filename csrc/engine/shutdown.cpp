@@ -115,7 +115,7 @@ std::vector<int> Shutdown::wait_for_goodbyes(const Deadline& deadline,
       idle &= !answers(peer, deadline);  // in the meantime: do not sleep
     }
     if (silent.empty() || deadline.expired() || (interrupted && interrupted())) return silent;
-    if (idle) peers_.wait(waiting, std::chrono::milliseconds(10));
+    if (idle) peers_.wake_event().wait(waiting, std::chrono::milliseconds(10));
     for (size_t i = 0; i < silent.size(); ++i)
       peers_.at(silent[i]).link->channel().disarm(waiting[i].revents);
   }

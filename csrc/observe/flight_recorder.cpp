@@ -5,11 +5,14 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <bitset>
 #include <cerrno>
 #include <cstring>
 #include <filesystem>
+#include <mutex>
 #include <new>
 #include <system_error>
+#include <vector>
 
 #include "core/atomics.h"
 #include "core/errors.h"
@@ -87,10 +90,55 @@ void check_files(const FlightRecorderFiles& files) {
   check_folder(files.trace, "PYCOMM_TRACE", files.trace);
 }
 
+// Descriptors are scarce where a process has hundreds of groups: kPlaces recorders share one.
+class FlightRecorder::Place {
+ public:
+  static constexpr size_t kPlaces = 64;
+
+  Place() {
+    const std::lock_guard lock(mutex());
+    static auto* const known = new std::vector<std::weak_ptr<Memory>>;  // never destroyed
+    std::erase_if(*known, [](const auto& one) { return one.expired(); });
+    for (const auto& one : *known)  // a forked process has no descriptor of its parent's
+      if (auto memory = one.lock(); memory && memory->fd && !memory->taken.all())
+        open_ = std::move(memory);
+    if (!open_) known->push_back(open_ = std::make_shared<Memory>());
+    while (open_->taken.test(index_)) ++index_;
+    open_->taken.set(index_);
+    memory_ = open_;
+  }
+  Place(const Place&) = delete;
+  Place& operator=(const Place&) = delete;
+  ~Place() {
+    const std::lock_guard lock(mutex());
+    if (const auto memory = memory_.lock()) memory->taken.reset(index_);
+  }
+
+  std::shared_ptr<std::byte> map() const {
+    return os::map_shared_memory(open_->fd.get(), kBytes, index_ * kBytes);
+  }
+  // The descriptor is closed with the last recorder's.
+  void close() { open_.reset(); }
+
+ private:
+  struct Memory {
+    os::Fd fd = os::make_shared_memory(kPlaces * kBytes, "pycomm-flight-recorder");
+    std::bitset<kPlaces> taken{};
+  };
+  static std::mutex& mutex() {
+    static auto* const one = new std::mutex;
+    return *one;
+  }
+
+  std::shared_ptr<Memory> open_;  // until close(), so that other processes find it
+  std::weak_ptr<Memory> memory_;
+  size_t index_ = 0;
+};
+
 FlightRecorder::FlightRecorder(const FlightRecorderHead& head, const FlightRecorderFiles& files)
     : files_(files),
-      memory_(os::make_shared_memory(kBytes, "pycomm-flight-recorder")),
-      mapped_(os::map_shared_memory(memory_.get(), kBytes)),
+      place_(std::make_shared<Place>()),
+      mapped_(place_->map()),
       head_(*new (mapped_.get()) FlightRecorderHead(head)) {
   head_.capacity = kKept;
   if (!files_.record.empty()) files_.record += "." + suffix(head_);
@@ -152,7 +200,8 @@ std::string FlightRecorder::keep(const std::string& reason, bool breaking) {
 void FlightRecorder::close() noexcept {
   flush();
   trace_.reset();
-  memory_.reset();
+  head_.closed = 1;
+  place_->close();
 }
 
 // Appends the missing calls to the trace. A full disk ends the trace, not the run: the trace's head

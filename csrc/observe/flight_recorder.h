@@ -1,10 +1,11 @@
 // Flight recorder: the last calls of a rank in a group. They are kept in memory that other programs
 // of this user can read even if the rank is stopped or hangs, and optionally in files.
 //
-// The memory is a memfd: it has no name and disappears with the process. `pycomm top` finds it in
-// /proc. The flight record is a copy, written when the group fails. The trace holds every call and
-// is written in batches. All three consist of a FlightRecorderHead and CallRecords, which
-// pycomm/observe/flight_recorder.py parses. One thread at a time may call.
+// The memory is a place of a memfd, which the recorders of a process share: it has no name and
+// disappears with the process. `pycomm top` finds it in /proc. The flight record is a copy, written
+// when the group fails. The trace holds every call and is written in batches. All three consist of
+// a FlightRecorderHead and CallRecords, which pycomm/observe/flight_recorder.py parses. One thread
+// at a time may call.
 #pragma once
 
 #include <array>
@@ -48,6 +49,7 @@ struct FlightRecorderHead {
   std::array<char, 128> host{};     // host name
   std::array<char, 64> host_id{};   // equal for ranks that share a steady clock
   std::array<char, 1024> reason{};  // why the group broke; empty if it did not
+  uint64_t closed = 0;              // 1: the group was closed
 };
 
 // Paths of the files; empty: no file. The group's name and the rank are appended.
@@ -79,11 +81,12 @@ class FlightRecorder {
   void close() noexcept;
 
  private:
+  class Place;
   CallRecord& slot(uint64_t call);
   void flush() noexcept;
 
-  FlightRecorderFiles files_;  // complete paths
-  os::Fd memory_;              // open until close(), so that other processes find it
+  FlightRecorderFiles files_;     // complete paths
+  std::shared_ptr<Place> place_;  // in the memory
   std::shared_ptr<std::byte> mapped_;
   FlightRecorderHead& head_;
   os::Fd trace_;

@@ -29,8 +29,9 @@ bool is_shared_memory(int fd, size_t bytes) {
          static_cast<size_t>(status.st_size) == bytes;
 }
 
-std::shared_ptr<std::byte> map_shared_memory(int fd, size_t bytes) {
-  void* base = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+std::shared_ptr<std::byte> map_shared_memory(int fd, size_t bytes, size_t first) {
+  void* base =
+      ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, static_cast<off_t>(first));
   if (base == MAP_FAILED) throw_errno("mapping shared memory");
   return {static_cast<std::byte*>(base), [bytes](std::byte* at) { ::munmap(at, bytes); }};
 }

@@ -15,8 +15,9 @@ Fd make_shared_memory(size_t bytes, const char* name = "pycomm");
 // True if `fd` is such memory of exactly `bytes`.
 bool is_shared_memory(int fd, size_t bytes);
 
-// Maps `bytes` of `fd`, readable and writable until the last reference is destroyed.
-std::shared_ptr<std::byte> map_shared_memory(int fd, size_t bytes);
+// Maps `bytes` of `fd` from `first` on, a multiple of the page size; readable and writable until
+// the last reference is destroyed.
+std::shared_ptr<std::byte> map_shared_memory(int fd, size_t bytes, size_t first = 0);
 
 size_t page_bytes();
 

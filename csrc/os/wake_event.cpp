@@ -26,8 +26,7 @@ std::shared_ptr<const Fd> readable_descriptor() {
 
 }  // namespace
 
-WakeEvent::WakeEvent()
-    : epoll_(::epoll_create1(EPOLL_CLOEXEC)), readable_(readable_descriptor()) {
+WakeEvent::WakeEvent() : epoll_(::epoll_create1(EPOLL_CLOEXEC)), readable_(readable_descriptor()) {
   epoll_event never{};
   if (!epoll_ || ::epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, readable_->get(), &never) != 0)
     throw_errno("making an epoll descriptor");
@@ -52,12 +51,17 @@ void WakeEvent::unwatch(int socket) const noexcept {
   (void)::epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, socket, nullptr);
 }
 
-void WakeEvent::collect() const noexcept {
+int WakeEvent::poll(std::vector<pollfd>& polled, std::chrono::milliseconds limit) const {
+  polled.push_back({epoll_.get(), POLLIN, 0});
+  const int ready = ::poll(polled.data(), polled.size(), static_cast<int>(limit.count()));
   std::array<epoll_event, 64> events;
-  const int count = ::epoll_wait(epoll_.get(), events.data(), events.size(), 0);
+  const int count =
+      polled.back().revents == 0 ? 0 : ::epoll_wait(epoll_.get(), events.data(), events.size(), 0);
+  polled.pop_back();
   for (int i = 0; i < count; ++i)
     if (void* const readable = events[static_cast<size_t>(i)].data.ptr)
       *static_cast<bool*>(readable) = true;
+  return ready;
 }
 
 }  // namespace pycomm::os

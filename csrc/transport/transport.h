@@ -61,8 +61,8 @@ class Channel {
   // The reason if the channel is closed because the peer violated the protocol. Else empty.
   virtual std::string_view protocol_error() const { return {}; }
 
-  // `event`, which outlives the channel or its close(), may watch this channel: then descriptors of
-  // arm() are -1, and its owner polls that of `event`, and calls collect() before disarm().
+  // `event`, which outlives the channel, may watch it: then the descriptors of arm() are -1, and
+  // its owner calls poll() of `event` before disarm().
   virtual void wake_by(const os::WakeEvent& /*event*/) {}
   // Call before sleeping. Check for progress once more between arm() and poll(2), and do not sleep
   // if there was any; otherwise a wake-up can be lost.

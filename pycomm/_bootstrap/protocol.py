@@ -28,6 +28,7 @@ it to the store of the next rank before it returns.
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TypeVar
@@ -115,11 +116,9 @@ class Election:
         return after, [*reports, Ask() if complete else Watch()]
 
     def decision(self, joined: Mapping[int, int]) -> Decision:
-        """More than half of the ranks that may live continue, or half of them with the lowest."""
-        alive = sorted(set(range(self.size)) - self.dead - (self.absent - self.here))
-        half = 2 * len(self.here) == len(alive) and alive[0] in self.here
-        enough = 2 * len(self.here) > len(alive) or half
-        return Decision(self.here, joined) if enough else Decision()
+        """Of the ranks that may live, a majority continues."""
+        alive = frozenset(range(self.size)) - self.dead - (self.absent - self.here)
+        return Decision(self.here, joined) if is_majority(self.here, alive) else Decision()
 
     def asked(self, event: Asked, free: Mapping[int, int]) -> list[Action]:
         """After Ask. `free`: by rank that a process can take: that in Group.ranks."""
@@ -139,6 +138,21 @@ class Election:
                 "or was reported as lost"
             )
         return ""
+
+
+def is_majority(some: Ranks, ranks: Ranks) -> bool:
+    """Whether `some` of these ranks are more than half of them, or half with the lowest."""
+    return 2 * len(some) + (min(ranks) in some) > len(ranks)
+
+
+def without_pairs(pairs: set[tuple[int, int]]) -> Ranks:
+    """Few ranks that are in all of these pairs: without them no pair is left. Of two ranks in
+    equally many pairs the higher, since the lower serves a store sooner."""
+    found: set[int] = set()
+    while left := [pair for pair in pairs if not found & set(pair)]:
+        counts = Counter(rank for pair in left for rank in pair)
+        found.add(max(counts, key=lambda rank: (counts[rank], rank)))
+    return frozenset(found)
 
 
 def choose(asked: Asked, here: Ranks, free: Mapping[int, int]) -> dict[int, int] | None:
@@ -166,6 +180,7 @@ class Shrinking:
         joins: processes may join.
         unreachable: the peer that this rank could not connect to in the last forming.
         unconnected: pairs of ranks of the group that broke that could not connect then.
+        excluded: could not connect to others in two attempts, as numbered in the group that votes.
         decided: by group.
         attempt: how many groups failed to form, because of slow or lost ranks.
         election: the current one.
@@ -179,6 +194,7 @@ class Shrinking:
     joins: bool = False
     unreachable: int | None = None
     unconnected: frozenset[tuple[int, int]] = frozenset()
+    excluded: Ranks = NO_RANKS
     decided: tuple[tuple[str, Decision], ...] = ()
     attempt: int = 0
     election: Election = Election(0, 0)
@@ -189,7 +205,7 @@ class Shrinking:
     def on_began(self, event: Began) -> tuple[Shrinking, list[Action]]:
         absent = frozenset(rank for rank, member in enumerate(self.members) if member < 0)
         own = self.members.index(self.rank)
-        election = Election(own, len(self.members), absent, dead=event.ended)
+        election = Election(own, len(self.members), absent, dead=event.ended | self.excluded)
         posts = [] if self.unreachable is None else [PostUnreachable(self.unreachable)]
         earlier = [Repeat(*one) for one in self.decided]
         actions = [*earlier, *posts, *election.vote(self.lost | absent)]
@@ -212,13 +228,18 @@ class Shrinking:
         return dataclasses.replace(self, decided=decided), [Compare(decision.survivors)]
 
     def on_compared(self, event: Compared) -> tuple[Shrinking, list[Action]]:
-        """Forms the group, unless two of its ranks could not connect in two attempts."""
+        """Forms the group. Ranks that could not connect in two attempts are not in it: the others
+        vote again without them, if they may continue."""
         _, decision = self.decided[-1]
-        both = [(self.members[a], self.members[b]) for a, b in event.pairs]
-        pairs = frozenset(pair for pair in both if min(pair) >= 0)
-        if twice := pairs & self.unconnected:
-            return self, [AwaitReaders(len(decision.survivors)), Fail(PeerLost, pair=min(twice))]
+        pairs = {(self.members[a], self.members[b]): (a, b) for a, b in event.pairs}
+        unconnected = frozenset(pair for pair in pairs if min(pair) >= 0)
         slots = tuple(sorted([*decision.survivors, *decision.joined]))
+        twice = unconnected & self.unconnected
+        excluded = without_pairs({pairs[pair] for pair in twice})
+        here = decision.survivors - excluded
+        if self.election.rank in excluded or not is_majority(here, decision.survivors):
+            pair = min(twice, key=lambda pair: (self.rank not in pair, pair))
+            return self, [AwaitReaders(len(decision.survivors)), Fail(PeerLost, pair=pair)]
         after = dataclasses.replace(
             self,
             name=name_after(self.name),
@@ -226,10 +247,12 @@ class Shrinking:
             members=tuple(self.members[s] if s in decision.survivors else -1 for s in slots),
             lost=NO_RANKS,
             unreachable=None,
-            unconnected=pairs,
+            unconnected=unconnected,
+            excluded=frozenset(map(slots.index, excluded)),
         )
         follow = Follow(slots, decision.joined)
-        if event.ended & decision.survivors:  # before the processes that join get an answer
+        # Before the processes that join get an answer.
+        if excluded or event.ended & decision.survivors:
             return after, [follow, Begin()]
         form = Form(after.name, after.ranks, after.members.index(self.rank), self.attempt)
         return after, [follow, form]

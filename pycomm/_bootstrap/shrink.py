@@ -62,7 +62,7 @@ def regroup(
 
     Raises:
         GroupBroken: the survivors are no majority, or the others continued without this rank.
-        PeerLost: the store ended, or two of the survivors cannot connect to each other.
+        PeerLost: the store ended, or this rank and another survivor cannot connect.
         Timeout: they could not meet in `timeout_s` seconds.
     """
     end = time.monotonic() + timeout_s
@@ -251,8 +251,8 @@ def _never_connected(core: _core.Group, first: int, second: int) -> PeerLost:
     )
     return PeerLost(
         f'shrink: "{core.name}": {one} and {other} could not connect to each other in two '
-        "attempts, but both reach the store: check firewalls and routes between their hosts for "
-        "TCP, or end one of the two processes and call shrink() again",
+        "attempts, but both reach the store: this rank is in no group that continues; check "
+        "firewalls and routes between their hosts for TCP",
         op="shrink",
         rank=core.rank,
         peer=first if core.rank == second else second,

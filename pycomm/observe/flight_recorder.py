@@ -8,9 +8,10 @@ them.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ HEAD = np.dtype(
         *((name, "<i8") for name in ("waited", "inside")),
         *(("id", "<u8"), ("pid", "<i8"), ("rank", "<i4"), ("size", "<i4")),
         *(("name", "S128"), ("host", "S128"), ("host_id", "S64"), ("reason", "S1024")),
+        ("closed", "<u8"),
     ]
 )
 CALL = np.dtype(
@@ -42,8 +44,9 @@ CALL = np.dtype(
         ("unused", "V5"),
     ]
 )
-# Of a rank's memory: csrc/observe/flight_recorder.cpp.
-MEMORY_BYTES = HEAD_BYTES + 256 * CALL.itemsize
+# Of the memory of a process: csrc/observe/flight_recorder.cpp.
+RECORD_BYTES = HEAD_BYTES + 256 * CALL.itemsize
+PLACES = 64
 TABLES = {
     "operation": _core.OPERATIONS,
     "dtype": _core.DTYPES,
@@ -122,7 +125,7 @@ def parse(data: bytes, source: str) -> FlightRecord:
         if np.any(records[field] >= len(table)):
             raise InvalidArgument(f"{source} is damaged: a call has an unknown {field}")
     fields: dict[str, Any] = {name: head[name].item() for name in HEAD.names or ()}
-    del fields["magic"], fields["capacity"]
+    del fields["magic"], fields["capacity"], fields["closed"]
     for name in ("name", "host", "host_id", "reason"):
         fields[name] = _text(fields[name])
     return FlightRecord(source=source, records=records, **fields)
@@ -151,31 +154,40 @@ def running() -> list[FlightRecord]:
 
     Reads their memory through /proc, which checks permissions; the processes are not involved.
     """
-    found: dict[int, FlightRecord] = {}
+    found: dict[int, list[FlightRecord]] = {}
     for folder in Path("/proc").glob("[0-9]*/fd"):
         with contextlib.suppress(OSError):  # another user's process, or it has ended
             for link in folder.iterdir():
-                # The descriptor may be closed, or the record incomplete: skip it this time.
-                with contextlib.suppress(OSError, InvalidArgument):
+                with contextlib.suppress(OSError):  # the descriptor may be closed
                     if not os.readlink(link).startswith(MEMORY_NAME):
                         continue
                     memory = link.stat().st_ino  # the same in a forked child
                     if memory not in found:
-                        found[memory] = _consistent(link)
-    return sorted(found.values(), key=lambda one: (one.name, one.id, one.rank))
+                        found[memory] = list(_records_of(link))
+    records = itertools.chain(*found.values())
+    return sorted(records, key=lambda one: (one.name, one.id, one.rank))
 
 
-def _consistent(path: Path) -> FlightRecord:
+def _records_of(path: Path) -> Iterator[FlightRecord]:
+    """The records in a memory, without those that are incomplete or of closed groups."""
+    with path.open("rb", buffering=0) as memory:  # of another process: do not trust its size
+        for place in range(PLACES):
+            with contextlib.suppress(InvalidArgument):
+                yield _consistent(memory.fileno(), place * RECORD_BYTES, str(path))
+
+
+def _consistent(memory: int, at: int, source: str) -> FlightRecord:
     """A consistent copy of a record that its process is writing: drops records that were
     overwritten during the read.
+
+    Raises:
+        InvalidArgument: there is none at `at`, or another group's is there now.
     """
-    with path.open("rb", buffering=0) as memory:  # of another process: do not trust its size
-        before = parse(memory.read(MEMORY_BYTES), str(path))
-        memory.seek(0)
-        head = memory.read(HEAD_BYTES)
-        if len(head) < HEAD_BYTES:
-            raise InvalidArgument(f"{path} was truncated during the read")
-        after = np.frombuffer(head, HEAD, 1)[0]
+    before = parse(os.pread(memory, RECORD_BYTES, at), source)
+    head = os.pread(memory, HEAD_BYTES, at)
+    after = np.frombuffer(head, HEAD, 1)[0] if len(head) == HEAD_BYTES else None
+    if after is None or after["closed"] or after["id"] != before.id:
+        raise InvalidArgument(f"{source} was closed or truncated")
     torn = int(after["begun"]) - before.begun + 1
     if len(before.records) + torn <= int(after["capacity"]):
         return before

@@ -1,4 +1,5 @@
-// Values that other threads read during a write, and ranks that leave each other's processor.
+// Values that other threads read during a write, ranks that leave each other's processor, and what
+// wakes them.
 #include "os/processor.h"
 
 #include <sched.h>
@@ -14,12 +15,16 @@
 
 #include "core/atomic_words.h"
 #include "harness.h"
+#include "os/socket.h"
+#include "os/wake_event.h"
 #include "ranks.h"
 
 namespace {
 
 using namespace pycomm;
 using namespace pycomm::os;
+using namespace ranks;
+using namespace std::chrono_literals;
 
 struct Pair {
   uint64_t a, b;
@@ -203,6 +208,50 @@ const Test kProcessors("ends that share memory know each other's processor", [] 
   const ranks::Ends pair = ranks::channel_pair("tcp", size_t{64} << 10);
   expect_equal(pair.a->swap_processors(3), -1, "no memory");
   expect_equal(pair.b->swap_processors(3), -1, "no memory");
+});
+
+const Test kWoken("one event wakes a rank for all its channels in shared memory", [] {
+  for (const std::string by : {"local", "shm"}) {
+    const WakeEvent event;
+    std::vector<Ends> pairs;
+    for (int i = 0; i < 3; ++i) {
+      pairs.push_back(channel_pair(by, size_t{128} << 10));
+      pairs.back().a->wake_by(event);
+    }
+    const auto expect_woken = [&](bool by_socket, const std::string& when) {
+      std::vector<pollfd> none;
+      expect_equal(event.poll(none, by_socket ? 10s : 0s), int{by_socket}, by + ", " + when);
+      for (const Ends& pair : pairs) pair.a->disarm(0);
+    };
+    const auto sleep = [&] {
+      for (const Ends& pair : pairs)
+        expect_equal(pair.a->arm({.receive = true}).fd, -1, by + ": a descriptor to poll");
+    };
+    sleep();
+    expect_woken(false, "nothing was sent");
+    for (const size_t sender : {1, 0, 2}) {
+      sleep();
+      const std::byte sent{7};
+      pairs[sender].b->send({&sent, 1}, {});
+      expect_woken(true, "a byte was sent");
+      expect_woken(false, "the wake-up was taken");
+      std::byte got{};
+      for (size_t i = 0; i < pairs.size(); ++i)
+        expect_equal(pairs[i].a->receive({&got, 1}), size_t{i == sender}, by + ": bytes");
+    }
+    event.notify();
+    expect(poll_one(event.descriptor(), POLLIN, 0s) != 0, by + ": notified");
+    event.clear();
+    expect_woken(false, "cleared");
+    pairs[2].b->close({});
+    expect_woken(true, "a peer closed");
+    for (size_t i = 0; i < pairs.size(); ++i)
+      expect_equal(pairs[i].a->is_closed(), i == 2, by + ": closed");
+    expect_woken(false, "a closed channel is not watched");
+    pairs[1].a->close({});
+    pairs[1].b->close({});
+    expect_woken(false, "this end closed");
+  }
 });
 
 }  // namespace

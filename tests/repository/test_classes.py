@@ -12,7 +12,7 @@ LARGE_CLASSES: dict[str, tuple[int, int]] = {
     # Plain data: options, a row of a table, the layout of a file, the arguments of a kernel.
     "ConnectOptions": (0, 21),
     "FlightRecord": (1, 18),
-    "FlightRecorderHead": (0, 18),
+    "FlightRecorderHead": (0, 19),
     "Functions": (0, 18),  # of NCCL, one pointer each
     "Line": (0, 16),
     "MeshRequest": (0, 19),

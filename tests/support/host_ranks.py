@@ -154,18 +154,17 @@ def form() -> dict[str, Any]:
 
 
 def shrinking() -> dict[str, Any]:
-    """Forms a group and, on request, calls shrink(): the error and the seconds."""
+    """Forms a group and, on request, calls shrink(): the ranks or the error, and the seconds."""
     group = pycomm.init(timeout_s=TIMEOUT_S)
     emit("ready")
     sys.stdin.readline()
     begin = time.monotonic()
+    result: dict[str, Any]
     try:
-        return {"ranks": group.shrink(timeout_s=TIMEOUT_S).ranks}
+        result = {"ranks": group.shrink(timeout_s=TIMEOUT_S).ranks}
     except Error as error:
-        took_s = time.monotonic() - begin
-        return {
-            "error": type(error).__name__, "text": str(error), "peer": error.peer, "took_s": took_s,
-        }  # fmt: skip
+        result = {"error": type(error).__name__, "text": str(error), "peer": error.peer}
+    return {**result, "took_s": time.monotonic() - begin}
 
 
 def training() -> dict[str, Any]:

@@ -54,6 +54,24 @@ def test_new_group_without_descriptors_names_the_rank() -> None:
     _sum_of_ranks(dist.new_group(), [0, 1, 2])
 
 
+@in_processes(4)
+def test_two_hundred_groups_need_four_descriptors_each() -> None:
+    """Within the usual limit of 1,024: a socket for each peer, and one to wait for them."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (1024, before[1]))
+    opened = len(os.listdir("/proc/self/fd"))
+    groups = [dist.new_group() for _ in range(200)]
+    try:
+        for group in groups:
+            _sum_of_ranks(group, [0, 1, 2, 3])
+        assert len(os.listdir("/proc/self/fd")) - opened <= 4 * 200 + 8
+    finally:
+        for group in groups:
+            dist.destroy_process_group(group)
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    dist.barrier()
+
+
 @in_processes(3)
 def test_a_later_group_stores_the_rank_infos_alone() -> None:
     """No secret and no count: its key, and names in the store, derive from the default group's."""

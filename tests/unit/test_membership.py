@@ -54,6 +54,14 @@ def test_every_order_after_the_first_rank_stopped() -> None:
     assert explore(world, Budget(ends=2), 200_000) < 200_000
 
 
+@pytest.mark.parametrize("pairs", [[(1, 2)], [(0, 1), (0, 2), (0, 3)], [(0, 2), (1, 3)]])
+def test_random_orders_of_ranks_that_cannot_connect(pairs: list[tuple[int, int]]) -> None:
+    for seed in range(20):
+        world = shrinking(4, [], [], elastic=bool(seed % 2))
+        world.apart = set(map(frozenset, pairs))
+        at_random(world, Budget(deaths=1), seed)
+
+
 @pytest.mark.parametrize("size", [5, 6, 8])
 def test_random_orders_of_larger_groups(size: int) -> None:
     for seed in range(10):

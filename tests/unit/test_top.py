@@ -215,6 +215,29 @@ def test_a_closed_group_is_not_shown() -> None:
     assert own not in {one.id for one in flight_recorder.running()}
 
 
+def test_many_groups_share_descriptors_and_a_place_is_used_again() -> None:
+    """A memory has 64 places."""
+
+    def ids() -> set[int]:
+        return {one.id for one in flight_recorder.running() if one.pid == os.getpid()}
+
+    def ids_of_splits(group: pycomm.Group) -> list[set[int]]:
+        found = []
+        for _ in range(2):
+            before = ids()
+            parts = [group.split(0) for _ in range(66)]
+            found.append(ids() - before)
+            links = [link.readlink() for link in Path("/proc/self/fd").iterdir() if link.exists()]
+            assert sum("flight-recorder" in str(link) for link in links) == 2
+            while parts:
+                parts.pop().close()
+        return found
+
+    first, second = run_ranks(1, ids_of_splits)[0]
+    assert len(first) == len(second) == 66
+    assert not first & second
+
+
 def read_in_part(group: pycomm.Group, name: str) -> str:
     """Beside a group whose name looks like markup: reads a memory of 8 GiB with the flight
     recorder's name, and returns the first line of the view."""
@@ -225,7 +248,7 @@ def read_in_part(group: pycomm.Group, name: str) -> str:
         one = ours(sample)[0]
         own = Path(one.source).read_bytes()
         os.pwrite(fd, own, 0)
-        same = flight_recorder._consistent(Path(f"/proc/self/fd/{fd}"))
+        (same,) = flight_recorder._records_of(Path(f"/proc/self/fd/{fd}"))
         assert len(same.records) == len(one.records)
         sample.flight_records = [dataclasses.replace(one, name=name)]
         console = Console(width=200, no_color=True)
