@@ -6,6 +6,7 @@ It accepts torchrun's options, on one and on several hosts. rank.py runs in the 
 from __future__ import annotations
 
 import argparse
+import errno
 import importlib.machinery
 import importlib.util
 import io
@@ -175,7 +176,7 @@ def prepared(options: argparse.Namespace, errors: str) -> tuple[LaunchConfig, li
             "--replace, --spares and --min-ranks need PYCOMM_SECRET on several hosts, the same on "
             "all of them"
         )
-    _choose_rendezvous(options)
+    serves = _choose_rendezvous(options)
     all_ranks = options.tee not in ("0", 0)  # torchrun's option
     options.tee = options.redirects = "0"  # in our logs, not in torch's
     given, options.log_dir = options.log_dir, os.devnull
@@ -192,8 +193,7 @@ def prepared(options: argparse.Namespace, errors: str) -> tuple[LaunchConfig, li
         key = local_rendezvous.new_key()
     logs.variables = {"PYCOMM_SECRET": key} if key else {}
     logs.replacement = replacement
-    endpoint = options.rdzv_endpoint
-    logs.serves_rendezvous = _is_local(endpoint) if endpoint else options.node_rank == 0
+    logs.serves_rendezvous = serves
     if config.log_line_prefix_template is None:  # torch treats an empty one as unset
         config.role = "" if options.role == "default" else options.role
         config.log_line_prefix_template = "[rank ${rank}] " if all_ranks else "${role_name}"
@@ -319,10 +319,11 @@ def _encrypt(options: argparse.Namespace, key: str) -> None:
     os.environ["PYCOMM_ENCRYPT"] = "1"
 
 
-def _choose_rendezvous(options: argparse.Namespace) -> None:
+def _choose_rendezvous(options: argparse.Namespace) -> bool:
     """Chooses the rendezvous: on one host the loopback address and a free port, on several hosts
-    the given endpoint.
+    the given endpoint. Returns whether this launcher serves torch's store.
     """
+    serves = options.node_rank == 0
     several = _several(options)
     if (
         not several
@@ -338,15 +339,32 @@ def _choose_rendezvous(options: argparse.Namespace) -> None:
     if options.rdzv_endpoint and options.rdzv_backend != local_rendezvous.BACKEND:
         own, here = _local_address(options.rdzv_endpoint)
         options.local_addr = options.local_addr or own
+        serves = here and (options.rdzv_backend != "c10d" or _is_first(options))
         if options.rdzv_backend == "c10d" and (here or not _own_name_resolves()):
-            options.rdzv_conf = ",".join([*filter(None, [options.rdzv_conf]), f"is_host={here}"])
-    if options.rdzv_backend == "static" and options.master_addr == "127.0.0.1":
+            options.rdzv_conf = ",".join([*filter(None, [options.rdzv_conf]), f"is_host={serves}"])
+    given = options.master_addr != "127.0.0.1" or options.master_port is not None
+    if options.rdzv_backend == "static" and not given:
         raise InvalidArgument(
             "several hosts need a rendezvous: pass --rdzv-endpoint HOST:PORT to all, one of "
             "them and a free port there (or --master-addr, --master-port and --node-rank)"
         )
     if options.master_port is None:
         options.master_port = 29500
+    return serves
+
+
+def _is_first(options: argparse.Namespace) -> bool:
+    """Whether no other launcher on this host has this endpoint: it serves torch's store, and those
+    that come later are clients, as torchrun's. It has it as long as `options` exist."""
+    options.held = socket.socket(socket.AF_UNIX)
+    try:
+        options.held.bind(f"\0pycomm-launch-{options.rdzv_endpoint.rpartition(':')[2]}")
+    except OSError as error:
+        options.held.close()
+        if error.errno != errno.EADDRINUSE:
+            raise
+        return False
+    return True
 
 
 def _is_local(endpoint: str) -> bool:

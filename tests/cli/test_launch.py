@@ -329,6 +329,25 @@ def test_two_hosts_train_together(secret: str, tmp_path: Path) -> None:
     assert lines.pop().endswith(f" 2 {'TcpStore' if secret else 'TorchStore'}")  # hosts
 
 
+@pytest.mark.parametrize("how", ["endpoint", "node rank"])
+def test_two_launchers_of_a_run_on_one_machine(how: str, tmp_path: Path) -> None:
+    """As with torchrun; for example two pods in the network of one node."""
+    program = tmp_path / "program.py"
+    program.write_text("import pycomm; print(pycomm.init().size, 'ranks')")
+    port, started = free_port(), []
+    for number in range(2):
+        where = ["--master-addr", "127.0.0.1", f"--master-port={port}", f"--node-rank={number}"]
+        meeting = [f"--rdzv-endpoint=127.0.0.1:{port}"] if how == "endpoint" else where
+        words = [*LAUNCH, "--nnodes", "2", *meeting, f"--log-dir={tmp_path / str(number)}"]
+        env = {**CLEAN, "PYCOMM_SECRET": SECRET}
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        started.append(subprocess.Popen([*words, str(program)], env=env, **pipes))
+    for process in started:
+        out, err = process.communicate(timeout=LIMIT_S)
+        assert process.returncode == 0, out + err
+        assert "2 ranks" in out
+
+
 @pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
 def test_both_hosts_name_the_rank_that_failed(tmp_path: Path) -> None:
     with Network(2, ipv6=False) as net:
