@@ -191,10 +191,12 @@ def test_bursts_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
 
 
 def test_forming_runs(tmp_path: Path) -> None:
-    rows = stored(tmp_path, "forming --ranks 2 --groups 2")["rows"]
-    found = [(row["group"], row["backend"]) for row in rows]
-    assert found == [(group, by) for group in ("first", "later") for by in ("gloo", "pycomm")]
-    assert all(0 < row["best_ms"] <= row["median_ms"] <= row["worst_ms"] for row in rows)
+    rows = stored(tmp_path, "forming --ranks 2 --groups 2 --many 3")["rows"]
+    assert [(row["ranks"], row["backend"]) for row in rows] == [(2, "gloo"), (2, "pycomm")]
+    kinds = ("first", "later", "many", "all_reduce")
+    assert all(0 < row[f"{kind}_ms"] <= row[f"{kind}_worst_ms"] for row in rows for kind in kinds)
+    theirs, ours = (row["descriptors"] for row in rows)
+    assert ours < theirs
 
 
 PREFIX = "--peers mpich --mpi-prefix mpich"
