@@ -348,7 +348,13 @@ def _master(env: Mapping[str, str], launcher: str) -> tuple[str, int]:
             host = _without_brackets(host)
             port = _port(env, "PADDLE_TRAINER_ENDPOINTS", text)
     if launcher == "slurm":
-        host = host or _first_node(env.get("SLURM_STEP_NODELIST", ""))
+        own, given = env.get("SLURMD_NODENAME", ""), host
+        host = given or _first_node(env.get("SLURM_STEP_NODELIST", ""))
+        if not given and env.get("SLURM_PROCID") == "0" and own not in ("", host):
+            raise InvalidArgument(
+                f"rank 0 runs on {own}, which is not the first node of the step, {host}, as with "
+                f"srun --distribution=arbitrary: set MASTER_ADDR={own} for all tasks"
+            )
         # A port that all tasks derive alike, and different for the steps of one job. Another job
         # may derive the same one: see slurm_step().
         job, step = _number(env, "SLURM_JOB_ID") or 0, _number(env, "SLURM_STEP_ID") or 0

@@ -31,6 +31,8 @@ FILES = {
     "test_aarch64": "nightly",
     "test_one_definition": "nightly",
     "test_coverage": "nightly",
+    # Needs Debian's Slurm.
+    "test_slurm": "nightly",
     # Small runs of benchmarks that developers start; eight minutes of processor time.
     "test_bench_training": "nightly",
     "test_bench_reliability": "nightly",
