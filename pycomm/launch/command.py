@@ -323,7 +323,7 @@ def _choose_rendezvous(options: argparse.Namespace) -> bool:
     """Chooses the rendezvous: on one host the loopback address and a free port, on several hosts
     the given endpoint. Returns whether this launcher serves torch's store.
     """
-    serves = options.node_rank == 0
+    serves: bool = options.node_rank == 0
     several = _several(options)
     if (
         not several
