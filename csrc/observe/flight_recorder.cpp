@@ -117,6 +117,8 @@ class FlightRecorder::Place {
   std::shared_ptr<std::byte> map() const {
     return os::map_shared_memory(open_->fd.get(), kBytes, index_ * kBytes);
   }
+  // False after close(), and in a forked process.
+  bool is_open() const { return open_ && open_->fd; }
   // The descriptor is closed with the last recorder's.
   void close() { open_.reset(); }
 
@@ -200,7 +202,7 @@ std::string FlightRecorder::keep(const std::string& reason, bool breaking) {
 void FlightRecorder::close() noexcept {
   flush();
   trace_.reset();
-  head_.closed = 1;
+  if (place_->is_open()) head_.closed = 1;
   place_->close();
 }
 
