@@ -213,6 +213,8 @@ class Collectives:
     @property
     def encrypted(self) -> bool: ...
     @property
+    def thread_multiple(self) -> bool: ...
+    @property
     def hosts(self) -> list[int]:
         """By rank: its host's number, from 0 in order of the hosts' lowest ranks."""
     @property
@@ -299,6 +301,7 @@ def connect(
     link_bytes_per_s: float = 0.0,
     host: str = "",
     encrypt: bool = False,
+    thread_multiple: bool = False,
     ranks: Sequence[int] = ...,
     parent: Group | None = None,
 ) -> Group:

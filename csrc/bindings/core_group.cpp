@@ -206,6 +206,7 @@ void bind_group(py::module_& module) {
       .def_property_readonly("local_size", info(&group::GroupInfo::local_size))
       .def_property_readonly("host_count", info(&group::GroupInfo::host_count))
       .def_property_readonly("encrypted", info(&group::GroupInfo::encrypted))
+      .def_property_readonly("thread_multiple", info(&group::GroupInfo::thread_multiple))
       .def_property_readonly("forked", &Handle::in_child)
       .def_property_readonly("formed", [](const Handle& h) { return h.collectives().formed(); })
       .def("form", &form)

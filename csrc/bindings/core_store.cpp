@@ -169,6 +169,8 @@ group::ConnectOptions options_from(const py::kwargs& named) {
   if (named.contains("host")) options.host = named["host"].cast<std::string>();
   options.towards = named["route_hint"].cast<std::string>();
   options.reproducible = named["reproducible"].cast<bool>();
+  if (named.contains("thread_multiple"))
+    options.thread_multiple = named["thread_multiple"].cast<bool>();
   if (named.contains("full_mesh")) options.full_mesh = named["full_mesh"].cast<int>();
   if (named.contains("encrypt")) options.encrypt = named["encrypt"].cast<bool>();
   if (options.encrypt) load_pythons_openssl();
@@ -177,11 +179,11 @@ group::ConnectOptions options_from(const py::kwargs& named) {
   if (named.contains("faults")) {
     std::vector<testing::Fault> faults;
     for (const auto& fault : named["faults"]) faults.push_back(fault_from(fault.cast<py::tuple>()));
-    if (!faults.empty()) options.inject_faults = testing::fault_injector(faults);
+    if (!faults.empty()) options.wrap.inject_faults = testing::fault_injector(faults);
   }
   if (named.contains("link_bytes_per_s"))
     if (const auto speed = named["link_bytes_per_s"].cast<double>(); speed > 0)
-      options.limit_rate = testing::rate_limiter(speed);
+      options.wrap.limit_rate = testing::rate_limiter(speed);
   if (named.contains("tuned"))
     for (const auto& one : named["tuned"]) {
       const auto [transport, small_bytes, middle_bytes] =

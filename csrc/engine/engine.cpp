@@ -55,6 +55,44 @@ void poll_for_failures(PeerTable& peers, FrameDispatcher& dispatcher,
   }
 }
 
+// What a thread checks while another one drives its message. If it cannot wait longer, it ends the
+// call of the driver, and the group breaks.
+class MessageWait {
+ public:
+  MessageWait(ProgressLoop& loop, const PeerTable& peers, const transport::Header& header,
+              const Deadline& deadline)
+      : loop_(loop), peers_(peers), header_(header), deadline_(deadline) {}
+
+  void check(const Task& task) {
+    if (ended_) return;
+    const std::string& name = peers_.name(peers_.rank());
+    if (loop_.interrupted())
+      end(GroupBroken(name + " was interrupted"));
+    else if (deadline_.expired())
+      end(loop_.timed_out(task, deadline_));
+  }
+  void throw_ended() const {
+    if (ended_) throw *ended_;
+  }
+
+ private:
+  void end(const Error& error) {
+    const std::string op(name_of(static_cast<Operation>(header_.operation)));
+    ended_ = Error(error.kind(), op + ": " + error.what(),
+                   {.op = op,
+                    .rank = peers_.rank(),
+                    .peer = error.fields().peer,
+                    .elapsed_s = deadline_.elapsed_s()});
+    loop_.stop().request(ended_->what());
+  }
+
+  ProgressLoop& loop_;
+  const PeerTable& peers_;
+  const transport::Header& header_;
+  const Deadline& deadline_;
+  std::optional<Error> ended_;
+};
+
 }  // namespace
 
 Engine::Engine(std::vector<std::unique_ptr<transport::Channel>> channels, EngineOptions options)
@@ -63,13 +101,15 @@ Engine::Engine(std::vector<std::unique_ptr<transport::Channel>> channels, Engine
       mailbox_(peers_, calls_),
       liveness_(peers_, calls_, options.heartbeat),
       mismatches_(peers_, calls_, mailbox_),
-      dispatcher_(peers_, calls_, mailbox_, liveness_, mismatches_),
+      dispatcher_(peers_, calls_, mailbox_, liveness_, mismatches_, options.thread_multiple),
       shutdown_(peers_, calls_, liveness_, dispatcher_),
+      posted_(options.thread_multiple, calls_, mailbox_, peers_.wake_event()),
       loop_({options.spin, std::move(options.interrupted)}, turn_, peers_, mailbox_, liveness_,
-            dispatcher_),
+            dispatcher_, posted_),
       messenger_(*this, peers_, calls_, mailbox_, dispatcher_) {}
 
 bool Engine::can_send_at_once(int to, size_t bytes) {
+  if (posted_.enabled()) return false;  // a collective of another thread may begin before
   const std::lock_guard turn(turn_);
   const Peer& peer = peers_.at(to);
   return bytes <= transport::kSegmentBytes && peer.link && !peer.left_reason && peer.link->idle() &&
@@ -78,19 +118,41 @@ bool Engine::can_send_at_once(int to, size_t bytes) {
 
 void Engine::run(Task& task, const transport::Header& header, const Deadline& deadline,
                  std::span<const size_t> peer_counts) {
+  PostedMessages::Message message{.task = task};
+  if (!posted_.enabled()) return (void)drive(message, header, deadline, peer_counts);
+  if (!is_message(header)) {
+    const PostedMessages::Driver driver(posted_);
+    return (void)drive(message, header, deadline, peer_counts);
+  }
+  MessageWait wait(loop_, peers_, header, deadline);
+  try {
+    posted_.run(
+        message, [&] { return drive(message, header, deadline, {}); }, [&] { wait.check(task); });
+  } catch (const Error&) {
+    wait.throw_ended();
+    throw;
+  }
+  wait.throw_ended();
+}
+
+bool Engine::drive(PostedMessages::Message& message, const transport::Header& header,
+                   const Deadline& deadline, std::span<const size_t> peer_counts) {
   const std::lock_guard turn(turn_);
   shutdown_.check_usable();
-  check(calls_.running() == nullptr && !mailbox_.awaits(), "a call began inside another");
+  check(calls_.running() == nullptr && (posted_.enabled() || !mailbox_.awaits()),
+        "a call began inside another");
   const bool is_collective = !is_message(header);
   struct End {
     Engine& engine;
-    ~End() { engine.end_call(); }
-  } const end{*this};
+    const Task* task;
+    ~End() { engine.end_call(task); }
+  } end{*this, &message.task};
+  bool done = false;
   if (is_collective) calls_.begin(header, peer_counts);
   liveness_.enter_call(header);
   try {
-    task.begin();
-    loop_.drive(task, deadline);
+    posted_.enabled() ? posted_.begin(message) : message.task.begin();
+    done = loop_.drive(message.task, deadline);
   } catch (const Error& error) {
     if (error.kind() == ErrorKind::mismatch) throw;
     shutdown_.fail_call(error, header, deadline);
@@ -99,27 +161,39 @@ void Engine::run(Task& task, const transport::Header& header, const Deadline& de
     shutdown_.fail(InternalError(std::string(name_of(operation)) + ": " + error.what()));
     throw;
   }
+  if (!done) end.task = nullptr;
   if (is_collective) calls_.complete(header);
+  return done;
 }
 
-void Engine::end_call() noexcept {
+// `ended`: the task; null if it yielded.
+void Engine::end_call(const Task* ended) noexcept {
   liveness_.leave_call();
   calls_.end();
-  mailbox_.end_receives();
+  if (ended != nullptr && mailbox_.is_used())
+    mailbox_.end_receives(ended, ended->can_be_suspended());
+  if (broken()) {
+    try {
+      shutdown_.check_usable();
+    } catch (const Error& error) {
+      posted_.fail(error);
+    }
+  }
   if (heartbeat_due_.load(std::memory_order_relaxed)) {
     heartbeat_due_.store(false, std::memory_order_relaxed);
     exchange_heartbeats();
   }
-  traffic_ = {};
-  traffic_.waited = loop_.waited();
+  EngineTraffic traffic;
+  traffic.waited = loop_.waited();
   for (const Peer& peer : peers_.all()) {
     if (!peer.link) continue;
     const LinkTraffic& one = peer.link->traffic();
-    traffic_.frames_sent += one.frames_sent;
-    traffic_.payload_sent += one.payload_sent;
-    traffic_.bytes_written += one.bytes_written;
-    traffic_.bytes_received += one.bytes_received;
+    traffic.frames_sent += one.frames_sent;
+    traffic.payload_sent += one.payload_sent;
+    traffic.bytes_written += one.bytes_written;
+    traffic.bytes_received += one.bytes_received;
   }
+  traffic_.store(traffic);
 }
 
 bool Engine::heartbeat() noexcept {

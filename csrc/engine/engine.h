@@ -13,6 +13,7 @@
 //
 // Invariants:
 //
+//  0. Calls of several threads at once require EngineOptions::thread_multiple: posted_messages.h.
 //  1. One thread at a time uses the links and the parts of this class. It holds turn_: a call,
 //     except while it calls `interrupted`; heartbeat(), check_for_failures(), leave() and fail().
 //  2. Only in a call does CallSequence have a current collective, or Mailbox an awaited message.
@@ -21,7 +22,8 @@
 //  4. Once broken, all links are closed, the peers know the reason, and every call throws the first
 //     cause.
 //
-// group/ ensures that one thread at a time makes calls. docs/architecture.md lists the parts.
+// group/ ensures that one thread at a time makes collectives, and without thread_multiple that one
+// thread at a time makes calls. docs/architecture.md lists the parts.
 #pragma once
 
 #include <atomic>
@@ -33,6 +35,7 @@
 #include <string>
 #include <vector>
 
+#include "core/atomic_words.h"
 #include "core/deadline.h"
 #include "engine/call_sequence.h"
 #include "engine/frame_dispatcher.h"
@@ -43,6 +46,7 @@
 #include "engine/peer_connector.h"
 #include "engine/peer_table.h"
 #include "engine/plan_task.h"
+#include "engine/posted_messages.h"
 #include "engine/progress_loop.h"
 #include "engine/shutdown.h"
 #include "engine/task.h"
@@ -60,6 +64,8 @@ struct EngineOptions {
   PeerConnector* connector = nullptr;
   // By rank: the process id as this process sees it; 0 or an empty list: not visible.
   std::vector<int64_t> pids{};
+  // Several threads may run messages at once, also during a collective.
+  bool thread_multiple = false;
 };
 
 // Sums over all links since the start. `waited` is the time in which calls made no progress,
@@ -90,10 +96,6 @@ class Engine {
   Messenger& messenger() { return messenger_; }
   // Whether a send of so many bytes, if it is the next call, copies them and does not wait.
   bool can_send_at_once(int to, size_t bytes);
-  // From any thread: whether receive_any() ends, also a later one, before it has a message.
-  void set_suspended(bool suspended) noexcept {
-    suspended ? loop_.stop().suspend() : loop_.stop().resume();
-  }
 
   // See Shutdown::leave().
   void leave(std::chrono::nanoseconds wait = {},
@@ -103,8 +105,9 @@ class Engine {
   // `peer` closed its connection: throws the error in its goodbye message, which may follow frames
   // that no call will read any more.
   [[noreturn]] void throw_peer_error(int peer) { dispatcher_.throw_peer_error(peer); }
-  // From any thread: ends the current wait with GroupBroken.
-  void stop(const std::string& reason) noexcept { loop_.stop().request(reason); }
+  // From any thread: ends the current wait with GroupBroken, or receive_any(), also a later one,
+  // before it has a message.
+  StopSignal& stop() { return loop_.stop(); }
   // From any thread: whether the engine is broken or has left.
   bool broken() const { return shutdown_.broken(); }
   // Throws GroupBroken then.
@@ -120,8 +123,10 @@ class Engine {
   std::chrono::nanoseconds heartbeat_interval() const { return liveness_.interval(); }
   // From any thread, also during a call.
   Status status() const;
-  // For the thread that makes the calls: as of the end of the last one.
-  const EngineTraffic& traffic() const { return traffic_; }
+  // From any thread: as of the end of the last call.
+  EngineTraffic traffic() const { return traffic_.load(); }
+  // The threads that have messages.
+  PostedMessages& posted() { return posted_; }
 
   // A task that runs the plan of `job`, alone or as part of another task.
   PlanTask plan_task(const Job& job) {
@@ -141,7 +146,10 @@ class Engine {
   }
 
  private:
-  void end_call() noexcept;
+  // True, unless it yielded: then call it again for the same message.
+  bool drive(PostedMessages::Message& message, const transport::Header& header,
+             const Deadline& deadline, std::span<const size_t> peer_counts);
+  void end_call(const Task* ended) noexcept;
   void exchange_heartbeats() noexcept;
 
   std::mutex turn_;
@@ -152,10 +160,11 @@ class Engine {
   MismatchProtocol mismatches_;
   FrameDispatcher dispatcher_;
   Shutdown shutdown_;
+  PostedMessages posted_;
   ProgressLoop loop_;
   Messenger messenger_;
   std::atomic<bool> heartbeat_due_{false};  // heartbeat() was called during a call
-  EngineTraffic traffic_;                   // as of the end of the last call
+  Published<EngineTraffic> traffic_;        // as of the end of the last call
   std::vector<std::byte> scratch_;
 };
 

@@ -21,15 +21,38 @@ Link* FrameDispatcher::begin(int peer, const transport::Header& header,
   return state.link.get();
 }
 
+// A frame of a later call: the peer completed this call without sending what this rank waits for.
+void FrameDispatcher::check_is_current(int peer, const transport::Header& header) {
+  if (header.epoch == calls_.epoch() && header.kind == transport::FrameKind::data)
+    mismatches_.throw_mismatch_on_end(peer, header);
+}
+
+// Frames that were set aside precede the others of the collective.
+Link* FrameDispatcher::incoming_aside(int peer) {
+  Link* const link = peers_.at(peer).link.get();
+  while (const transport::Header* const header = link->front_aside()) {
+    if (calls_.order_of(*header) < 0 && header->epoch != calls_.epoch()) {
+      link->discard();
+      continue;
+    }
+    const Front front = dispatch_data(peer, *header);
+    if (front == Front::ours) return link;
+    check_is_current(peer, *header);
+    break;
+  }
+  return nullptr;
+}
+
 Link* FrameDispatcher::incoming(int peer) {
+  if (thread_multiple_ && peers_.at(peer).link && peers_.at(peer).link->front_aside() != nullptr) {
+    if (Link* const link = incoming_aside(peer)) return link;
+    if (peers_.at(peer).link->front_aside() != nullptr) return nullptr;
+  }
   const Front front = poll_link(peer);
   Link* link = peers_.at(peer).link.get();  // null: not connected yet
   if (front == Front::ours) return link;
   if (front != Front::later || calls_.running() == nullptr) return nullptr;
-  // A frame of a later call: the peer completed this call without sending what this rank waits for.
-  const transport::Header& next = *link->front();
-  if (next.epoch == calls_.epoch() && next.kind == transport::FrameKind::data)
-    mismatches_.throw_mismatch_on_end(peer, next);
+  check_is_current(peer, *link->front());
   return nullptr;
 }
 
@@ -137,14 +160,29 @@ bool FrameDispatcher::contradicts_call(const transport::Header& heartbeat) const
   return !same_call(heartbeat, *running);
 }
 
-std::optional<Message> FrameDispatcher::take_message(int& from, const transport::Header& wanted) {
-  if (auto message = mailbox_.take(from, wanted)) return message;
+std::optional<Message> FrameDispatcher::take_message(Awaited& receive) {
+  if (auto message = mailbox_.take(receive)) return message;
   for (int peer = 0; peer < peers_.size(); ++peer)
-    if (from == kAnyPeer || from == peer) poll(peer);
-  return mailbox_.take(from, wanted);
+    if (receive.from == kAnyPeer || receive.from == peer) do
+        poll(peer);
+      while (sets_aside(peer));
+  return mailbox_.take(receive);
 }
 
+bool FrameDispatcher::sets_aside(int peer) {
+  Link* const link = peers_.at(peer).link.get();
+  if (!thread_multiple_ || link == nullptr || front_of(peer) == Front::nothing ||
+      !link->has_front() || is_message(*link->front()) ||
+      link->front()->kind != transport::FrameKind::data)
+    return false;
+  link->set_aside();
+  front_of(peer) = Front::nothing;
+  return true;
+}
+
+// With thread_multiple another thread may receive them.
 void FrameDispatcher::check_arrives(int from, const transport::Header& wanted) const {
+  if (thread_multiple_) return;
   Link* const link = peers_.at(from).link.get();
   if (link == nullptr || front_of(from) != Front::later || !link->has_front()) return;
   if (is_message(*link->front())) throw mailbox_.full(from, wanted);

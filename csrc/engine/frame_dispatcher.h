@@ -17,12 +17,13 @@ namespace pycomm::engine {
 class FrameDispatcher {
  public:
   FrameDispatcher(PeerTable& peers, const CallSequence& calls, Mailbox& mailbox, Liveness& liveness,
-                  MismatchProtocol& mismatches)
+                  MismatchProtocol& mismatches, bool thread_multiple)
       : peers_(peers),
         calls_(calls),
         mailbox_(mailbox),
         liveness_(liveness),
         mismatches_(mismatches),
+        thread_multiple_(thread_multiple),
         fronts_(static_cast<size_t>(peers.size()), Front::nothing) {}
 
   // Begins a frame, whose payload must stay valid until it is sent, and returns its link. Null
@@ -33,11 +34,14 @@ class FrameDispatcher {
   // The link to `peer` if the frame at its front belongs to the current call, else null. Handles
   // the frames in front of it that belong to no call.
   Link* incoming(int peer);
+  // The epoch of the frames that begin now.
+  uint16_t epoch() const { return calls_.epoch(); }
   // Handles the received frames of a peer, which may be unconnected, until one that belongs to a
   // call is at the front.
   void poll(int peer) { (void)poll_link(peer); }
-  // Mailbox::take(), after it polled the sender if necessary.
-  std::optional<Message> take_message(int& from, const transport::Header& wanted);
+  // Mailbox::take(), after it polled the sender if necessary. With thread_multiple it sets aside
+  // the frames of collectives in front of the message: the peer may send both at once.
+  std::optional<Message> take_message(Awaited& receive);
   // Throws Mismatch if no message for `wanted` can arrive, because unreceived messages before it
   // fill kMaxBufferedBytes.
   void check_arrives(int from, const transport::Header& wanted) const;
@@ -69,6 +73,9 @@ class FrameDispatcher {
   Front poll_link(int peer);
   Front dispatch_frame(int peer, const transport::Header& header);
   Front dispatch_data(int peer, const transport::Header& header);
+  void check_is_current(int peer, const transport::Header& header);
+  Link* incoming_aside(int peer);
+  bool sets_aside(int peer);
   void take_heartbeat(int peer, const transport::Header& header);
   bool contradicts_call(const transport::Header& heartbeat) const;
   bool may_end_message(int peer) const;
@@ -79,6 +86,7 @@ class FrameDispatcher {
   Mailbox& mailbox_;
   Liveness& liveness_;
   MismatchProtocol& mismatches_;
+  const bool thread_multiple_;
   std::vector<Front> fronts_;  // by rank, at the last poll
 };
 

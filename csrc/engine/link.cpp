@@ -106,8 +106,10 @@ std::vector<std::byte> Link::unsent() const {
 }
 
 const transport::Header* Link::front() {
-  if (discarding_ && !drop()) return nullptr;
-  if (!whole_ && !read_header()) return nullptr;
+  aside_.end_read();
+  if (front_ == Front::set_aside && !absorb()) return nullptr;
+  if (front_ == Front::discarded && !drop()) return nullptr;
+  if (front_ == Front::none && !read_header()) return nullptr;
   return &in_;
 }
 
@@ -122,7 +124,7 @@ bool Link::read_header() {
   if (in_.magic != transport::Header::kMagic || in_.version != transport::Header::kVersion ||
       in_.bytes > transport::kSegmentBytes)
     throw PeerLost("received bytes that are not a frame of this version");
-  whole_ = true;
+  front_ = Front::whole;
   payload_left_ = in_.bytes;
   return true;
 }
@@ -133,18 +135,49 @@ bool Link::drop() {
     if (n == 0) return false;
     take(n);
   }
-  discarding_ = false;
   finish();
   return true;
 }
 
+void Link::set_aside() {
+  aside_.add(in_, payload_left_);
+  front_ = Front::set_aside;
+  (void)absorb();
+}
+
+// True when the frame at the front has arrived completely.
+bool Link::absorb() {
+  while (payload_left_ > 0) {
+    const transport::ConstBytes here = peek();
+    if (here.empty()) return false;
+    aside_.append(here);
+    take(here.size());
+  }
+  finish();
+  return true;
+}
+
+const transport::Header* Link::front_aside() {
+  aside_.end_read();
+  if (front_ == Front::set_aside) (void)absorb();
+  return aside_.begin_read();
+}
+
+void Link::discard() {
+  const bool arrives = front_ == Front::set_aside && aside_.reads_last();
+  if (aside_.is_read() ? arrives : front_ == Front::whole) front_ = Front::discarded;
+  if (aside_.is_read()) aside_.drop();
+}
+
 void Link::take(size_t bytes) {
+  if (aside_.is_read()) return aside_.take(bytes);
   channel_->take(bytes);
   payload_left_ -= bytes;
   traffic_.bytes_received += bytes;
 }
 
 size_t Link::receive(transport::Bytes into) {
+  if (aside_.is_read()) return aside_.receive(into.first(std::min(into.size(), payload_left())));
   const size_t n = channel_->receive(into.first(std::min(into.size(), payload_left_)));
   payload_left_ -= n;
   traffic_.bytes_received += n;
@@ -152,8 +185,10 @@ size_t Link::receive(transport::Bytes into) {
 }
 
 void Link::finish() {
-  check(whole_ && payload_left_ == 0, "a frame was finished before its end");
-  whole_ = false;
+  const bool whole = aside_.is_read() || front_ != Front::none;
+  check(whole && payload_left() == 0, "a frame was finished before its end");
+  if (aside_.is_read()) return aside_.drop();
+  front_ = Front::none;
   head_have_ = 0;
 }
 

@@ -12,6 +12,7 @@
 #include <utility>
 #include <vector>
 
+#include "engine/aside_frames.h"
 #include "transport/frame.h"
 #include "transport/transport.h"
 
@@ -45,14 +46,22 @@ class Link {
   // completely. Take the payload in pieces, then call finish() to get to the next frame. Throws
   // PeerLost if the bytes are not a valid header.
   const transport::Header* front();
-  bool has_front() const { return whole_ && !discarding_; }
-  size_t payload_left() const { return payload_left_; }
-  transport::ConstBytes peek() { return channel_->peek(payload_left_); }
+  bool has_front() const { return front_ == Front::whole; }
+  size_t payload_left() const { return aside_.is_read() ? aside_.left() : payload_left_; }
+  transport::ConstBytes peek() {
+    return aside_.is_read() ? aside_.peek() : channel_->peek(payload_left_);
+  }
   void take(size_t bytes);
   size_t receive(transport::Bytes into);
   void finish();
   // Discards the frame at the front, including the part that has not arrived yet.
-  void discard() { discarding_ = whole_; }
+  void discard();
+  // Buffers the frame at the front, including the part that has not arrived yet, so that the next
+  // one gets there.
+  void set_aside();
+  // Like front(), of the first frame that is set aside. Until the next front(), payload_left(),
+  // peek(), take(), receive(), finish() and discard() refer to it.
+  const transport::Header* front_aside();
   // Looks behind the frame at the front for the next frame of this kind, without taking anything:
   // the part of its payload that has arrived; null if no such frame has arrived.
   std::optional<transport::ConstBytes> behind_front(transport::FrameKind kind);
@@ -65,10 +74,15 @@ class Link {
     transport::Header header;
     std::string text;
   };
+  // The frame at the front of the channel: its header has not arrived, or it is read, discarded, or
+  // the last of aside_.
+  enum class Front { none, whole, discarded, set_aside };
+
   bool open() const { return head_left_ > 0 || !body_.empty(); }
   std::vector<std::byte> unsent() const;
   bool read_header();
   bool drop();
+  bool absorb();
 
   std::unique_ptr<transport::Channel> channel_;
   // The unsent rest of the current frame. The body is the caller's, or `abandoned_body_`.
@@ -82,7 +96,8 @@ class Link {
   // The frame at the front.
   transport::Header in_{};
   size_t head_have_ = 0, payload_left_ = 0;
-  bool whole_ = false, discarding_ = false;
+  Front front_ = Front::none;
+  AsideFrames aside_;
   LinkTraffic traffic_;
 };
 

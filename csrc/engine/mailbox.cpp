@@ -37,10 +37,10 @@ std::vector<int> Mailbox::announced_to() const {
 
 // A receive can end (on an error) before its message is complete. The received part is copied to a
 // buffer, and the rest must not be written to an array that may be freed.
-void Mailbox::end_receives() {
-  const bool kept = std::exchange(kept_, false);
+void Mailbox::end_receives(const Task* owner, bool keep) {
   for (const Awaited& one : awaited_) {
-    if (kept || one.from == kAnyPeer) continue;  // messages from any peer are buffered first
+    if (keep || one.owner != owner) continue;
+    if (one.from == kAnyPeer) continue;  // messages from any peer are buffered first
     for (Message& message : at(one.from).messages) {
       if (message.into == nullptr || message.into != one.into.data()) continue;
       message.buffer.assign(message.into, message.into + message.have);
@@ -48,8 +48,8 @@ void Mailbox::end_receives() {
       at(one.from).buffered_bytes += message.bytes;
     }
   }
-  awaited_.clear();
-  sending_ = false;
+  std::erase_if(awaited_, [&](const Awaited& one) { return one.owner == owner; });
+  set_sending(owner, false);
 }
 
 // A collective reads all messages, because its own frames arrive behind them. A rank that sends to
@@ -124,23 +124,28 @@ std::byte* Mailbox::destination_for(int peer, const transport::Header& header) c
   return nullptr;
 }
 
-std::optional<Message> Mailbox::take(int& from, const transport::Header& wanted) {
+std::optional<Message> Mailbox::take(Awaited& receive) {
+  const transport::Header& wanted = receive.signature;
   const auto oldest = [&](int peer) {
     return std::ranges::find_if(at(peer).messages,
                                 [&](const Message& m) { return is_meant(m.header, wanted); });
   };
   int chosen = collectives::kNoRank;
   for (int peer = 0; peer < peers_.size(); ++peer) {
-    if (from != kAnyPeer && from != peer) continue;
+    if (receive.from != kAnyPeer && receive.from != peer) continue;
     const auto found = oldest(peer);
     if (found == at(peer).messages.end() || found->have < found->bytes) continue;
     if (chosen == collectives::kNoRank || found->arrival < oldest(chosen)->arrival) chosen = peer;
   }
   if (chosen == collectives::kNoRank) return std::nullopt;
-  from = chosen;
+  receive.from = chosen;
   Message message = std::move(*oldest(chosen));
   at(chosen).messages.erase(oldest(chosen));
   at(chosen).buffered_bytes -= bytes_used_by(message);
+  if (message.into != nullptr && message.into != receive.into.data()) {  // of another receive
+    message.buffer.assign(message.into, message.into + message.bytes);
+    message.into = nullptr;
+  }
   return message;
 }
 

@@ -15,6 +15,8 @@
 
 namespace pycomm::engine {
 
+class Task;
+
 // The source of a receive that takes a message from any peer.
 inline constexpr int kAnyPeer = -2;
 
@@ -37,6 +39,7 @@ struct Awaited {
   transport::Header signature{};
   transport::Bytes into{};
   size_t index = 0;  // in the list of messages of an exchange
+  const Task* owner = nullptr;
 };
 
 class Mailbox {
@@ -44,37 +47,47 @@ class Mailbox {
   Mailbox(PeerTable& peers, const CallSequence& calls)
       : peers_(peers), calls_(calls), inboxes_(static_cast<size_t>(peers.size())) {}
 
-  // Receives: in order for each peer. While `sending`, notices end none of them.
-  void await(const Awaited& receive) { awaited_.push_back(receive); }
-  void set_sending(bool sending) { sending_ = sending; }
+  // Receives of a task: in order for each peer. While a task sends, notices end none of them.
+  void await(const Task* owner, const Awaited& receive) {
+    awaited_.push_back(receive);
+    awaited_.back().owner = owner;
+  }
+  void set_sending(const Task* task, bool sending) {
+    std::erase(sending_, task);
+    if (sending) sending_.push_back(task);
+  }
   bool awaits() const { return !awaited_.empty(); }
-  bool only_awaits() const { return awaits() && !sending_; }
-  // The peer whose message is awaited first, or kNoRank.
-  int awaited_peer() const { return awaits() ? awaited_.front().from : collectives::kNoRank; }
+  bool only_awaits() const { return awaits() && sending_.empty(); }
+  // The peer whose message the task awaits first, or kNoRank.
+  int awaited_peer(const Task* owner) const {
+    const auto found = std::ranges::find(awaited_, owner, &Awaited::owner);
+    return found == awaited_.end() ? collectives::kNoRank : found->from;
+  }
   // The peers that have yet to accept a message that this rank announced to them.
   std::vector<int> announced_to() const;
-  // No receive waits any more. After keep_receives() those whose messages are arriving continue in
-  // a later call, with the same memory.
-  void end_receives();
-  void keep_receives() { kept_ = true; }
+  // No receive of the task waits any more, and it sends nothing. `keep`: those whose messages are
+  // arriving continue in a later call, with the same memory.
+  void end_receives(const Task* owner, bool keep);
+  // Whether it may have an effect.
+  bool is_used() const { return !awaited_.empty() || !sending_.empty(); }
 
   // Whether the message at the front of a link may be read.
   bool has_space(int peer, const transport::Header& header) const;
   // Reads it as far as it arrived.
   void read(int peer, const transport::Header& header);
-  // The oldest message from `from` that matches `wanted`, if it is complete. For kAnyPeer: of the
-  // oldest messages of all peers that are complete, the one that began to arrive first; `from`
-  // becomes its sender.
-  std::optional<Message> take(int& from, const transport::Header& wanted);
-  // Passes the messages that take_message(from, signature) returns to `receive`, with the receives
-  // that wait for them. True if there was one.
+  // The oldest message from receive.from that matches its signature, if it is complete. For
+  // kAnyPeer: of the oldest messages of all peers that are complete, the one that began to arrive
+  // first; `from` becomes its sender. It is in the receive's memory or in its own buffer.
+  std::optional<Message> take(Awaited& receive);
+  // Passes the messages that take_message(receive) returns to `receive`, with the receives of the
+  // task that wait for them. True if there was one.
   template <typename Take, typename Receive>
-  bool deliver_awaited(const Take& take_message, const Receive& receive) {
+  bool deliver_awaited(const Task* owner, const Take& take_message, const Receive& receive) {
     bool took = false;
     for (auto one = awaited_.begin(); one != awaited_.end();) {
       const auto same = [&](const Awaited& other) { return is_for_same_messages(other, *one); };
-      const bool first = std::ranges::find_if(awaited_, same) == one;
-      const auto message = first ? take_message(one->from, one->signature) : std::nullopt;
+      const bool first = one->owner == owner && std::ranges::find_if(awaited_, same) == one;
+      const auto message = first ? take_message(*one) : std::nullopt;
       if (!message) {
         ++one;
         continue;
@@ -108,8 +121,8 @@ class Mailbox {
   bool start(int peer, const transport::Header& header);
   // Whether two receives take the same messages, so that they must do so in order.
   static bool is_for_same_messages(const Awaited& a, const Awaited& b) {
-    return a.from == b.from && a.signature.operation == b.signature.operation &&
-           a.signature.peer == b.signature.peer;
+    return a.owner == b.owner && a.from == b.from &&
+           a.signature.operation == b.signature.operation && a.signature.peer == b.signature.peer;
   }
   std::byte* destination_for(int peer, const transport::Header& header) const;
 
@@ -117,9 +130,8 @@ class Mailbox {
   const CallSequence& calls_;
   std::vector<Inbox> inboxes_;
   std::vector<Awaited> awaited_;
-  bool sending_ = false;   // an exchange still has messages to send
-  bool kept_ = false;      // keep_receives() was called
-  uint64_t arrivals_ = 0;  // number of messages that began to arrive
+  std::vector<const Task*> sending_;  // those that still have messages to send
+  uint64_t arrivals_ = 0;             // number of messages that began to arrive
 };
 
 }  // namespace pycomm::engine

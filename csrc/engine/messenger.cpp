@@ -24,6 +24,7 @@ class SendMessage final : public Task {
         header_(header),
         bytes_(bytes),
         ready_(std::move(ready)) {}
+  void begin() override { header_.epoch = dispatcher_.epoch(); }
   bool done() const override { return done_; }
   int sending_to() const override { return to_; }
   int receiving_from() const override { return collectives::kNoRank; }
@@ -81,21 +82,21 @@ class ReceiveMessage final : public Task {
   void begin() override {
     for (size_t i = 0; i < receives_.size(); ++i) {
       const Awaited& one = receives_[i];
-      mailbox_.await(one);
+      mailbox_.await(this, one);
       const auto precedes = [&](const Awaited& other) {
         return other.signature.peer == one.signature.peer &&
                (other.from == one.from || other.from == kAnyPeer || one.from == kAnyPeer);
       };
       if (std::ranges::none_of(receives_.first(i), precedes)) first_.push_back(i);
     }
-    if (can_be_suspended_) mailbox_.keep_receives();
   }
 
   bool advance() override {
     for (const size_t i : first_) {
-      sender_ = receives_[i].from;
+      Awaited receive = receives_[i];
       index_ = i;
-      message_ = dispatcher_.take_message(sender_, receives_[i].signature);
+      message_ = dispatcher_.take_message(receive);
+      sender_ = receive.from;
       if (message_) return true;
       if (sender_ == kAnyPeer) continue;
       dispatcher_.check_arrives(sender_, receives_[i].signature);
@@ -124,14 +125,10 @@ struct Refused {
 // Sends messages to peers while the mailbox receives the awaited ones.
 class ExchangeMessages : public Task {
  public:
-  // `progress`: as of Messenger::exchange(). `epoch`: of the messages.
-  ExchangeMessages(FrameDispatcher& dispatcher, Mailbox& mailbox, uint16_t epoch,
+  // `progress`: as of Messenger::exchange().
+  ExchangeMessages(FrameDispatcher& dispatcher, Mailbox& mailbox,
                    std::span<const MessageRequest> messages, MessageProgress* progress = nullptr)
-      : messages_(messages),
-        epoch_(epoch),
-        mailbox_(mailbox),
-        dispatcher_(dispatcher),
-        progress_(progress) {
+      : messages_(messages), mailbox_(mailbox), dispatcher_(dispatcher), progress_(progress) {
     if (progress_ == nullptr) return;
     wake_.emplace();
     progress_->set_wake([this] { wake_->notify(); });
@@ -148,7 +145,7 @@ class ExchangeMessages : public Task {
       if (one.sends)
         send(one.peer, one.signature, one.out, i);
       else
-        mailbox_.await({one.peer, one.signature, one.into, i});
+        mailbox_.await(this, {one.peer, one.signature, one.into, i});
     }
   }
 
@@ -162,14 +159,12 @@ class ExchangeMessages : public Task {
       if (!one.done()) busy.push_back(one.sending_to());
       left |= !one.done();
     }
-    if (!left) mailbox_.set_sending(false);  // from now on a notice may end the exchange
-    const auto take = [&](int& from, const transport::Header& wanted) {
-      return dispatcher_.take_message(from, wanted);
-    };
+    if (!left) mailbox_.set_sending(this, false);  // from now on a notice may end the exchange
+    const auto take = [&](Awaited& one) { return dispatcher_.take_message(one); };
     const auto received = [&](const Awaited& one, const Message& message) {
       receive(one, message);
     };
-    const bool delivered = mailbox_.deliver_awaited(take, received);
+    const bool delivered = mailbox_.deliver_awaited(this, take, received);
     if (progress_ != nullptr)
       mailbox_.report_arriving(
           [&](const Awaited& one, size_t bytes) { progress_->received(one.index, bytes); });
@@ -177,14 +172,14 @@ class ExchangeMessages : public Task {
   }
 
   bool done() const override {
-    return sending_to() == collectives::kNoRank && mailbox_.awaited_peer() == collectives::kNoRank;
+    return sending_to() == collectives::kNoRank && receiving_from() == collectives::kNoRank;
   }
   int sending_to() const override {
     for (const SendMessage& one : sends_)
       if (!one.done()) return one.sending_to();
     return collectives::kNoRank;
   }
-  int receiving_from() const override { return mailbox_.awaited_peer(); }
+  int receiving_from() const override { return mailbox_.awaited_peer(this); }
   void arm() override {
     if (wake_) wake_->clear();
   }
@@ -195,14 +190,14 @@ class ExchangeMessages : public Task {
   void send(int to, transport::Header header, transport::ConstBytes bytes, size_t index = 0) {
     std::function<size_t()> ready;
     if (progress_ != nullptr) ready = [this, index] { return progress_->ready(index); };
-    header.epoch = epoch_;
+    header.epoch = dispatcher_.epoch();
     sends_.emplace_back(dispatcher_, to, header, bytes, std::move(ready));
-    mailbox_.set_sending(true);
+    mailbox_.set_sending(this, true);
   }
 
   std::span<const MessageRequest> messages_;
-  uint16_t epoch_;
   Mailbox& mailbox_;
+  FrameDispatcher& dispatcher_;
   std::vector<Refused> refused_;
 
  private:
@@ -217,7 +212,6 @@ class ExchangeMessages : public Task {
     if (progress_ != nullptr) progress_->received(receive.index, receive.into.size());
   }
 
-  FrameDispatcher& dispatcher_;
   MessageProgress* progress_;
   std::optional<os::WakeEvent> wake_;  // of progress_
   std::deque<SendMessage> sends_;
@@ -236,10 +230,10 @@ class AgreeOnMessages final : public ExchangeMessages {
     for (size_t i = 0; i < messages_.size(); ++i) {
       transport::Header header = messages_[i].signature;
       const int peer = messages_[i].peer;
-      header.epoch = epoch_;
+      header.epoch = dispatcher_.epoch();
       header.context = receives_from(peer) ? transport::kReceivesToo : uint16_t{0};
       if (messages_[i].sends) send(peer, header, {});
-      mailbox_.await({peer, messages_[i].sends ? answer_of(header) : header, {}, i});
+      mailbox_.await(this, {peer, messages_[i].sends ? answer_of(header) : header, {}, i});
     }
   }
 
@@ -274,9 +268,7 @@ class AgreeOnMessages final : public ExchangeMessages {
 
 void Messenger::send(int to, const transport::Header& signature, transport::ConstBytes bytes,
                      const Deadline& deadline) {
-  transport::Header header = signature;
-  header.epoch = calls_.epoch();
-  SendMessage task(dispatcher_, to, header, bytes);
+  SendMessage task(dispatcher_, to, signature, bytes);
   engine_.run(task, signature, deadline);
 }
 
@@ -319,15 +311,13 @@ void Messenger::accept(int from, const Message& message, const transport::Header
   const bool announced = is_agreement(message.header);
   if (announced) send(from, answer_of(signature), {}, deadline);
   if (!same_call(message.header, signature)) throw refused_receive(from, message.header, signature);
-  // A receive inside a `then` may take a message that arrived in the memory of one that waits.
-  const std::byte* const arrived = message.into != nullptr ? message.into : message.buffer.data();
-  if (arrived != into.data() && !into.empty()) std::memcpy(into.data(), arrived, into.size());
+  if (!message.buffer.empty()) std::memcpy(into.data(), message.buffer.data(), into.size());
 }
 
 void Messenger::exchange(std::span<const MessageRequest> messages, MessageProgress* progress,
                          const Deadline& deadline) {
   if (messages.empty()) return;
-  ExchangeMessages task(dispatcher_, mailbox_, calls_.epoch(), messages, progress);
+  ExchangeMessages task(dispatcher_, mailbox_, messages, progress);
   engine_.run(task, messages.front().signature, deadline);
   for (const auto& [mine, theirs] : task.refused())
     if (is_agreement(theirs)) send(mine.from, answer_of(mine.signature), {}, deadline);
@@ -369,7 +359,7 @@ Mismatch Messenger::refused_send(int to, const transport::Header& signature,
 
 void Messenger::agree(std::span<const MessageRequest> messages, std::vector<size_t>& agreed,
                       const Deadline& deadline) {
-  AgreeOnMessages task(dispatcher_, mailbox_, calls_.epoch(), messages);
+  AgreeOnMessages task(dispatcher_, mailbox_, messages);
   try {
     engine_.run(task, messages.front().signature, deadline);
   } catch (const Mismatch&) {  // a peer is in another call

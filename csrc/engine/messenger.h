@@ -44,7 +44,7 @@ class Messenger {
   int receive(int from, const transport::Header& signature, transport::Bytes into,
               const Deadline& deadline);
   // Waits for the first message of several receives; `received.index`: the one that errors name.
-  // False if Engine::set_suspended() ended the wait; a later call continues it. Until then the
+  // False if StopSignal::suspend() ended the wait; a later call continues it. Until then the
   // memory of all receives must stay valid. Throws Mismatch as receive() does, for the receive that
   // `received` names.
   bool receive_any(std::span<const Awaited> receives, Received& received, const Deadline& deadline);

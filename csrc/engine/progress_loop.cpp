@@ -34,16 +34,18 @@ struct WaitTimer {
 
 }  // namespace
 
-void ProgressLoop::drive(Task& task, const Deadline& deadline) {
+bool ProgressLoop::drive(Task& task, const Deadline& deadline) {
   stop_.check();
   int polls = 0, steps = 0;
   Clock::time_point idle_since{}, idle_until{};
   os::ProcessorExclusion exclusion;
   bool has_processor = true;  // false: shares one with the awaited peer
-  const bool can_be_suspended = task.can_be_suspended();
+  const bool can_be_suspended = task.can_be_suspended(), has_others = posted_.enabled();
   while (!task.done() && !(can_be_suspended && stop_.suspended())) {
+    if (has_others && posted_.must_yield()) return false;
+    const bool others = has_others && posted_.advance(stop_);
     // Two ranks that send to each other fill both channels, so one that cannot send reads.
-    if (task.advance() || (task.receiving_from() == collectives::kNoRank && poll())) {
+    if (task.advance() || others || (task.receiving_from() == collectives::kNoRank && poll())) {
       waited_ += idle_until - idle_since;
       idle_since = idle_until = {};
       has_processor = true;
@@ -72,14 +74,19 @@ void ProgressLoop::drive(Task& task, const Deadline& deadline) {
     idle_since = idle_until = {};
     if (!task.done()) check_between_sleeps(task, deadline, moved);
   }
+  return true;
 }
 
 // Between two sleeps. The checks run also after progress: otherwise a peer that sends a few bytes
 // at a time would delay signals, timeouts, aborts and this rank's heartbeats.
 void ProgressLoop::check_between_sleeps(const Task& task, const Deadline& deadline, bool moved) {
   if (!moved) {
-    dispatcher_.check_peers_needed(task.receiving_from(), task.sending_to());
-    if (mailbox_.awaited_peer() == kAnyPeer) peers_.require_any();
+    const auto check_peers = [&](const Task& one) {
+      dispatcher_.check_peers_needed(one.receiving_from(), one.sending_to());
+      if (mailbox_.awaited_peer(&one) == kAnyPeer) peers_.require_any();
+    };
+    check_peers(task);
+    posted_.visit(check_peers);
   }
   check_abort_conditions(task, deadline);
   if (!moved) check_heartbeats(task);
@@ -161,13 +168,22 @@ bool ProgressLoop::sleep(Task& task, const Deadline& deadline) {
   {
     const Disarm disarm{*this, task};
     task.arm();
-    if (task.advance()) return true;
+    // What was notified is looked for after it was cleared.
+    if (posted_.enabled() || stop_.suspended()) stop_.clear();
+    if (task.can_be_suspended() && stop_.suspended()) return true;
+    if (task.advance() || posted_.advance(stop_) || posted_.must_yield()) return true;
     if (!poll()) woken = peers_.wake_event().poll(polled_, limit);
   }
   if (woken > 0) processes.find_ended(std::span(polled_).subspan(first_process));
   if (processes.pending()) processes.update();
   if (woken <= 0) interrupt_checked_at_ = {};  // a signal, or the poll timed out
-  if (woken == 0 && task.receiving_from() >= 0) peers_.request(task.receiving_from());
+  const auto request = [&](const Task& one) {
+    if (one.receiving_from() >= 0) peers_.request(one.receiving_from());
+  };
+  if (woken == 0) {
+    request(task);
+    posted_.visit(request);
+  }
   // Received data takes precedence over a goodbye behind it.
   if (task.advance()) return true;
   (void)poll();
@@ -204,15 +220,18 @@ void ProgressLoop::check_abort_conditions(const Task& task, const Deadline& dead
     const ReleasedTurn released{turn_};
     if (options_.interrupted()) throw GroupBroken(peers_.name(peers_.rank()) + " was interrupted");
   }
-  if (!deadline.expired()) return;
+  if (deadline.expired()) throw timed_out(task, deadline);
+}
+
+Timeout ProgressLoop::timed_out(const Task& task, const Deadline& deadline) const {
   const int from = task.receiving_from(), to = task.sending_to();
   const int peer = from != collectives::kNoRank ? from : to;
   std::string text = "Timed out after " + std::to_string(deadline.limit_s()) + " s";
   if (peer != collectives::kNoRank)
     text += (from != collectives::kNoRank ? ", waiting for data from " : ", waiting to send to ") +
             peers_.name(peer);
-  if (mailbox_.awaited_peer() == kAnyPeer) text += ", waiting for a message from any rank";
-  throw Timeout(text, {.peer = peer});
+  if (mailbox_.awaited_peer(&task) == kAnyPeer) text += ", waiting for a message from any rank";
+  return Timeout(text, {.peer = peer});
 }
 
 void ProgressLoop::check_heartbeats(const Task& task) {
@@ -222,8 +241,12 @@ void ProgressLoop::check_heartbeats(const Task& task) {
     if (peers_.at(peer).link && dispatcher_.must_wait(peer, peer == from))
       peers_.at(peer).silent_since = now;
   liveness_.update(now);
-  for (const int peer : {from, task.sending_to()})
-    if (peer != collectives::kNoRank) liveness_.check(peer, now);
+  const auto check_peers = [&](const Task& one) {
+    for (const int peer : {one.receiving_from(), one.sending_to()})
+      if (peer != collectives::kNoRank) liveness_.check(peer, now);
+  };
+  check_peers(task);
+  posted_.visit(check_peers);
 }
 
 }  // namespace pycomm::engine

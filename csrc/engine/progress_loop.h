@@ -15,6 +15,7 @@
 #include "engine/liveness.h"
 #include "engine/mailbox.h"
 #include "engine/peer_table.h"
+#include "engine/posted_messages.h"
 #include "engine/stop_signal.h"
 #include "engine/task.h"
 
@@ -29,18 +30,22 @@ class ProgressLoop {
 
   // `turn` is held by the thread that drives.
   ProgressLoop(Options options, std::mutex& turn, PeerTable& peers, const Mailbox& mailbox,
-               Liveness& liveness, FrameDispatcher& dispatcher)
+               Liveness& liveness, FrameDispatcher& dispatcher, PostedMessages& posted)
       : options_(std::move(options)),
         turn_(turn),
         peers_(peers),
         mailbox_(mailbox),
         liveness_(liveness),
-        dispatcher_(dispatcher) {}
+        dispatcher_(dispatcher),
+        posted_(posted) {}
 
-  // Returns when the task is done or suspended.
-  void drive(Task& task, const Deadline& deadline);
+  // Returns when the task is done or suspended, or false when it must yield (PostedMessages).
+  bool drive(Task& task, const Deadline& deadline);
+  // The error of a task whose deadline expired.
+  Timeout timed_out(const Task& task, const Deadline& deadline) const;
   // Ends the current wait, and later ones.
   StopSignal& stop() { return stop_; }
+  bool interrupted() const { return options_.interrupted && options_.interrupted(); }
   // Total time in which tasks made no progress, without waits of a few microseconds, during which
   // no clock is read.
   std::chrono::nanoseconds waited() const { return waited_; }
@@ -63,6 +68,7 @@ class ProgressLoop {
   const Mailbox& mailbox_;
   Liveness& liveness_;
   FrameDispatcher& dispatcher_;
+  PostedMessages& posted_;
   StopSignal stop_{peers_.wake_event()};
   // Of the current sleep: the task, the connector, processes, and the channels of armed_.
   std::vector<pollfd> polled_;

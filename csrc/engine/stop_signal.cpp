@@ -20,6 +20,10 @@ void StopSignal::suspend() noexcept {
 
 void StopSignal::resume() noexcept {
   suspended_.store(false);
+  clear();
+}
+
+void StopSignal::clear() noexcept {
   wake_.clear();
   if (requested_.load()) wake_.notify();  // request() may have come before clear()
 }

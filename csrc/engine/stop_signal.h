@@ -22,6 +22,8 @@ class StopSignal {
   // From any thread: ends the wait of a task that can be suspended, until resume().
   void suspend() noexcept;
   void resume() noexcept;
+  // For the thread that waits, which then looks for what came before: that ends no wait any more.
+  void clear() noexcept;
   bool suspended() const { return suspended_.load(); }
 
  private:

@@ -4,25 +4,30 @@
 
 namespace pycomm::group {
 
-void CallLog::begin(const PreparedCall& prepared) {
-  recorder_.begin(record_of(prepared.call, prepared.job.header, prepared.deadline));
+uint64_t CallLog::begin(const PreparedCall& prepared) {
+  const auto lock = lock_calls();
+  return recorder_.begin(record_of(prepared.call, prepared.job.header, prepared.deadline));
 }
 
-void CallLog::end(const PreparedCall& prepared, const engine::EngineTraffic& traffic,
+void CallLog::end(uint64_t call, const PreparedCall& prepared, const engine::EngineTraffic& traffic,
                   const shared::SharedMemoryRegion* region, bool failed) {
-  const uint64_t shared_sent = region == nullptr ? 0 : region->bytes_sent;
+  const auto lock = lock_calls();
+  if (region != nullptr) {
+    shared_sent_ = region->bytes_sent;
+    shared_received_ = region->bytes_received;
+  }
   const auto now = Clock::now();
   totals_.frames_sent = traffic.frames_sent;
-  totals_.bytes_sent = traffic.payload_sent + shared_sent;
-  totals_.bytes_written = traffic.bytes_written + shared_sent;
-  totals_.bytes_received =
-      traffic.bytes_received + (region == nullptr ? 0 : region->bytes_received);
+  totals_.bytes_sent = traffic.payload_sent + shared_sent_;
+  totals_.bytes_written = traffic.bytes_written + shared_sent_;
+  totals_.bytes_received = traffic.bytes_received + shared_received_;
   if (!failed) {
     ++totals_.calls;
     totals_.seconds += std::chrono::duration<double>(now - prepared.deadline.start()).count();
   }
   published_.store(totals_);
-  recorder_.end({.now = now,
+  recorder_.end(call,
+                {.now = now,
                  .bytes_written = totals_.bytes_written,
                  .bytes_received = totals_.bytes_received,
                  .waited = traffic.waited},

@@ -48,7 +48,10 @@ Algorithm CallRunner::algorithm_for(const Call& call) const {
 void CallRunner::prepare(PreparedCall& prepared) const {
   const Call& call = prepared.call;
   prepared.algorithm = algorithm_for(call);
-  prepared.job = {.header = engine_.next_header(signature_of(call, prepared.algorithm)),
+  const transport::Header signature = signature_of(call, prepared.algorithm);
+  // Beside a collective of another thread, the position of the next one is not known.
+  const bool beside = engine_.posted().enabled() && !is_plan(call.operation);
+  prepared.job = {.header = beside ? signature : engine_.next_header(signature),
                   .input = static_cast<const std::byte*>(call.input),
                   .output = static_cast<std::byte*>(call.output),
                   .element_bytes = bytes_of(call.dtype),

@@ -101,7 +101,7 @@ std::shared_ptr<Group> form(const ConnectOptions& options, const bootstrap::Exch
       .towards = options.towards,
       .memory_bytes = sizeof(shared::Segment),
       // Faults and rate limits apply to channels only, so shared memory must be off.
-      .shares = !options.inject_faults && !options.limit_rate,
+      .shares = !options.wrap.inject_faults && !options.wrap.limit_rate,
       .encrypt = options.encrypt,
       .open_key = options.open_key,
       .options = "size=" + std::to_string(options.size) +
@@ -121,7 +121,7 @@ std::shared_ptr<Group> form(const ConnectOptions& options, const bootstrap::Exch
     return infos;
   };
   bootstrap::Mesh mesh = bootstrap::form_mesh(request, read, deadline);
-  for (const ChannelWrapper& wrap : {options.limit_rate, options.inject_faults})
+  for (const ChannelWrapper& wrap : {options.wrap.limit_rate, options.wrap.inject_faults})
     for (size_t i = 0; wrap && i < mesh.channels.size(); ++i)
       if (auto& channel = mesh.channels[i]) channel = wrap(std::move(channel), static_cast<int>(i));
   // A channel between two threads exists before the other thread arrives, if it ever does.

@@ -17,6 +17,12 @@ namespace pycomm::group {
 using ChannelWrapper = std::function<std::unique_ptr<transport::Channel>(
     std::unique_ptr<transport::Channel> inner, int peer)>;
 
+// For tests and benchmarks, see testing/. Each may be empty; either turns shared memory off.
+struct ChannelWrappers {
+  ChannelWrapper inject_faults;  // for a group, not for its subgroups
+  ChannelWrapper limit_rate;     // for a group and its subgroups
+};
+
 struct ConnectOptions {
   int rank = 0;
   int size = 1;
@@ -35,12 +41,12 @@ struct ConnectOptions {
   std::string towards;  // rank 0's host, for choosing an address by route; empty: unknown
   // Sums in rank order for every size: results depend on the inputs only.
   bool reproducible = false;
+  // Whether several threads may call at once; may differ between ranks.
+  bool thread_multiple = false;
   std::vector<bootstrap::TunedThresholds>
       tuned;                              // measured thresholds by transport; rank 0's apply
   observe::FlightRecorderFiles recorder;  // paths of the flight record and the trace
-  // For tests and benchmarks, see testing/. Each may be empty; either turns shared memory off.
-  ChannelWrapper inject_faults;  // for this group, not for its subgroups
-  ChannelWrapper limit_rate;     // for this group and its subgroups
+  ChannelWrappers wrap;
   // Groups of at most this size form a full mesh, and no rank listens afterwards. In larger groups
   // two ranks connect when one first sends to the other. Equal on all ranks.
   int full_mesh = 64;

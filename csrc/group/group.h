@@ -2,7 +2,9 @@
 // what groups for arrays in host memory and on devices have in common.
 //
 // Every rank makes the same calls in the same order. One thread at a time may call: a second thread
-// gets InvalidArgument while a call runs (split the group instead). Calls made with run() execute
+// gets InvalidArgument while a call runs (split the group instead). With
+// GroupInfo::thread_multiple, collectives of several threads run one after another, first come,
+// first served, and messages run beside them. Calls made with run() execute
 // on the caller's thread. Those made with start() execute in order on one worker thread, and run()
 // waits until they are complete.
 //
@@ -134,8 +136,9 @@ struct GroupInfo {
   std::vector<int> hosts;       // by rank: its host, from 0 in order of the hosts' lowest ranks
   int local_rank = 0;           // index among the ranks of this host
   int local_size = 1, host_count = 1;
-  bool encrypted = false;     // whether traffic between hosts is
-  bool reproducible = false;  // sums in rank order for every size
+  bool encrypted = false;        // whether traffic between hosts is
+  bool reproducible = false;     // sums in rank order for every size
+  bool thread_multiple = false;  // several threads may call at once
 };
 
 class Collectives {

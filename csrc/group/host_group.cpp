@@ -27,7 +27,8 @@ engine::EngineOptions engine_options(const ConnectOptions& options, const bootst
   engine::EngineOptions engine{.rank = options.rank,
                                .names = {},
                                .interrupted = options.interrupted,
-                               .connector = connector};
+                               .connector = connector,
+                               .thread_multiple = options.thread_multiple};
   for (size_t i = 0; i < mesh.members.size(); ++i)
     engine.names.push_back(bootstrap::name_of(static_cast<int>(i), mesh.members[i]));
   const auto here = std::ranges::count(mesh.hosts, mesh.hosts[static_cast<size_t>(options.rank)]);
@@ -108,7 +109,8 @@ GroupInfo info_of(const ConnectOptions& options, const bootstrap::Mesh& mesh,
                  .ranks = std::move(ranks),
                  .hosts = {},
                  .encrypted = options.encrypt,
-                 .reproducible = options.reproducible};
+                 .reproducible = options.reproducible,
+                 .thread_multiple = options.thread_multiple};
   info.local_size = static_cast<int>(std::ranges::count(hosts, here));
   info.local_rank = static_cast<int>(std::count(hosts.begin(), hosts.begin() + options.rank, here));
   std::vector<std::string> known;
@@ -143,6 +145,33 @@ bool is_receive(const Call& call) {
   return call.operation == Operation::recv && !call.device.agreement;
 }
 
+// Whether the call needs no turn: a message, if several threads may call at once.
+bool runs_beside(const Call& call, const ConnectOptions& options) {
+  return options.thread_multiple && !is_plan(call.operation) && !call.device.agreement;
+}
+
+// The shared memory that the call used; null: none, or another thread may use it now.
+const shared::SharedMemoryRegion* memory_of(const PreparedCall& prepared,
+                                            const CallRunner& runner) {
+  return is_plan(prepared.call.operation) ? runner.region() : nullptr;
+}
+
+// Behind the asynchronous messages that wait.
+AgreedCalls start_all(Group& group, std::span<const Call> calls) {
+  std::vector<std::shared_ptr<Work>> started;
+  for (const Call& call : calls) started.push_back(group.start(call, {}));
+  std::exception_ptr error;
+  for (const auto& one : started) {
+    try {
+      one->wait();
+    } catch (...) {
+      if (!error) error = std::current_exception();
+    }
+  }
+  if (error) std::rethrow_exception(error);
+  return {};
+}
+
 }  // namespace
 
 HostGroup::HostGroup(ConnectOptions options, bootstrap::Mesh mesh, std::vector<int> ranks)
@@ -154,10 +183,13 @@ HostGroup::HostGroup(ConnectOptions options, bootstrap::Mesh mesh, std::vector<i
       engine_(std::move(mesh.channels), engine_options(options_, mesh, connector_.get())),
       runner_(engine_, info_, thresholds_of(mesh), region_of(mesh, info_.local_rank),
               !mesh.memories.empty() && info_.host_count > 1),
-      log_(head_of(options_, mesh), options_.recorder),
-      worker_(options_.interrupted, {.wait = [this](auto pending) { return receive_any(pending); },
-                                     .suspend = [this] { engine_.set_suspended(true); },
-                                     .resume = [this] { engine_.set_suspended(false); }}) {
+      log_(head_of(options_, mesh), options_.recorder, options_.thread_multiple),
+      worker_(options_.interrupted,
+              {.wait = [this](auto pending) { return receive_any(pending); },
+               .suspend = [this] { engine_.stop().suspend(); },
+               .resume = [this] { engine_.stop().resume(); }},
+              options_.thread_multiple),
+      messages_(options_.interrupted, worker_.receiver(), options_.thread_multiple) {
   options_.tuned = std::move(mesh.tuned);  // for split()
   // Heaps exist on a single host only.
   if (runner_.region() != nullptr && runner_.region()->has_heaps()) heap_ = std::move(mesh.heap);
@@ -175,8 +207,12 @@ const kernels::Reducer* HostGroup::check(const Call& call) const {
 }
 
 void HostGroup::run(const Call& call) {
-  if (is_receive(call) && worker_.receives()) return start(call, {})->wait();  // keeps the order
+  const bool beside = runs_beside(call, options_);
+  if (is_receive(call) ? (beside ? messages_ : worker_).receives()
+                       : beside && messages_.runs_calls())
+    return start(call, {})->wait();  // keeps the order
   const kernels::Reducer* const reducer = check(call);
+  if (beside) return execute({.call = call, .deadline = Deadline(limit_of(call))});
   const Worker::Turn turn = take_turn(call);
   execute({.call = call, .job = {.reducer = reducer}, .deadline = {turn.since(), limit_of(call)}});
 }
@@ -188,12 +224,13 @@ std::shared_ptr<Work> HostGroup::start(const Call& call,
   };
   const size_t bytes = call.count * bytes_of(call.dtype);
   const bool small = bytes <= kSmallMessageBytes;
+  Worker& worker = runs_beside(call, options_) ? messages_ : worker_;
   if (is_receive(call))
-    return worker_.start_receive({call, Deadline(limit_of(call))}, small, body, std::move(then));
+    return worker.start_receive({call, Deadline(limit_of(call))}, small, body, std::move(then));
   if (small && call.operation == Operation::send && !call.device.agreement)
-    return worker_.start(body, std::move(then),
-                         [&] { return engine_.can_send_at_once(call.peer, bytes); });
-  return worker_.start(body, std::move(then));
+    return worker.start(body, std::move(then),
+                        [&] { return engine_.can_send_at_once(call.peer, bytes); });
+  return worker.start(body, std::move(then));
 }
 
 // Errors name the receive that times out first.
@@ -219,11 +256,11 @@ std::optional<Worker::Completed> HostGroup::receive_any(
     engine_.check_usable();
     if (!engine_.messenger().receive_any(awaited, received, first)) return std::nullopt;
     if (int* const source = pending[received.index]->call.source) *source = received.from;
-    log_.begin(calls[received.index]);
-    log_.end(calls[received.index], engine_.traffic(), runner_.region(), false);
+    const PreparedCall& one = calls[received.index];
+    log_.end(log_.begin(one), one, engine_.traffic(), nullptr, false);
   } catch (...) {
-    log_.begin(calls[received.index]);
-    error = log_failure(calls[received.index]);
+    const PreparedCall& one = calls[received.index];
+    error = log_failure(log_.begin(one), one);
   }
   return Worker::Completed{received.index, error};
 }
@@ -235,13 +272,22 @@ AgreedCalls HostGroup::exchange(std::span<const Call> calls, MessageProgress* pr
   const Call& first = calls.front();
   AgreedCalls found;
   std::vector<size_t> agreed;
+  const bool beside = runs_beside(first, options_) && progress == nullptr;
+  if (beside && (messages_.runs_calls() || messages_.receives())) return start_all(*this, calls);
   try {
-    const Worker::Turn turn = take_turn(first);
-    execute({.call = first,
-             .deadline = {turn.since(), limit_of(first)},
-             .messages = requests,
-             .agreed = first.device.agreement ? &agreed : nullptr,
-             .progress = progress});
+    const auto run = [&](Clock::time_point since) {
+      execute({.call = first,
+               .deadline = {since, limit_of(first)},
+               .messages = requests,
+               .agreed = first.device.agreement ? &agreed : nullptr,
+               .progress = progress});
+    };
+    if (beside) {
+      run(Clock::now());
+    } else {
+      const Worker::Turn turn = take_turn(first);
+      run(turn.since());
+    }
   } catch (const Error& error) {
     if (error.kind() != ErrorKind::mismatch || !first.device.agreement) throw;
     found.mismatch = error;
@@ -261,10 +307,11 @@ Worker::Turn HostGroup::take_turn(const Call& call) {
   try {
     return worker_.take_turn(limit);
   } catch (const Timeout& late) {  // the peers made this call, so the group cannot continue
-    const std::string op(name_of(call.operation));
-    engine_.stop(op + ": " + late.what());
+    const std::string op(name_of(call.operation)), running = engine_.status().current_call;
+    const std::string text = op + ": " + late.what() + (running.empty() ? "" : ", " + running);
+    engine_.stop().request(text);
     throw Timeout(
-        op + ": " + late.what(),
+        text,
         {.op = op, .rank = info_.rank, .elapsed_s = std::chrono::duration<double>(limit).count()});
   }
 }
@@ -272,18 +319,18 @@ Worker::Turn HostGroup::take_turn(const Call& call) {
 void HostGroup::execute(PreparedCall prepared) {
   engine_.check_usable();  // before this rank publishes the call in shared memory
   runner_.prepare(prepared);
-  log_.begin(prepared);
+  const uint64_t number = log_.begin(prepared);
   try {
     runner_.run(prepared);
   } catch (...) {
-    std::rethrow_exception(log_failure(prepared));
+    std::rethrow_exception(log_failure(number, prepared));
   }
-  log_.end(prepared, engine_.traffic(), runner_.region(), false);
+  log_.end(number, prepared, engine_.traffic(), memory_of(prepared, runner_), false);
 }
 
 // The call failed with the current exception. Returns it with the place of the flight record.
-std::exception_ptr HostGroup::log_failure(const PreparedCall& prepared) {
-  log_.end(prepared, engine_.traffic(), runner_.region(), true);
+std::exception_ptr HostGroup::log_failure(uint64_t number, const PreparedCall& prepared) {
+  log_.end(number, prepared, engine_.traffic(), memory_of(prepared, runner_), true);
   try {
     throw;
   } catch (const Error& error) {
@@ -312,6 +359,7 @@ void HostGroup::complete(std::chrono::microseconds round_trip) {
   try {
     heartbeat_.start(engine_.heartbeat_interval(), [this] {
       worker_.end_deferral();  // of a receive that the caller does not wait for
+      messages_.end_deferral();
       return engine_.heartbeat();
     });
   } catch (const Error& error) {  // peers would wait for a rank that sends no heartbeat
@@ -321,8 +369,11 @@ void HostGroup::complete(std::chrono::microseconds round_trip) {
 }
 
 void HostGroup::close_after_peers(std::chrono::nanoseconds wait) noexcept {
-  if (worker_.busy()) engine_.stop("it was closed while a call ran");
+  if (worker_.busy() || messages_.busy() || engine_.posted().busy())
+    engine_.stop().request("it was closed while a call ran");
   worker_.join();
+  messages_.join();
+  engine_.posted().join();
   heartbeat_.join();
   engine_.leave(wait, options_.interrupted);
   log_.close();
@@ -336,7 +387,7 @@ void HostGroup::check_for_failures(std::chrono::nanoseconds limit) {
 }
 
 void HostGroup::abort(const std::string& reason) noexcept {
-  engine_.stop(reason);  // ends the running call and those queued after it
+  engine_.stop().request(reason);  // ends the running call and those queued after it
   worker_.run_exclusive([&] {
     const GroupBroken error("the group was aborted: " + reason);
     engine_.fail(error);

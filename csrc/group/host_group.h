@@ -69,7 +69,7 @@ class HostGroup final : public Group {
   }
   void execute(PreparedCall prepared);
   std::optional<Worker::Completed> receive_any(std::span<const PendingReceive* const> pending);
-  std::exception_ptr log_failure(const PreparedCall& prepared);
+  std::exception_ptr log_failure(uint64_t number, const PreparedCall& prepared);
 
   ConnectOptions options_;
   GroupInfo info_;
@@ -83,7 +83,8 @@ class HostGroup final : public Group {
   std::shared_ptr<os::SharedHeap> heap_;  // of this process, if the region has heaps
   CallRunner runner_;
   CallLog log_;
-  Worker worker_;  // last members: their threads end before the members they use
+  Worker worker_;    // last members: their threads end before the members they use
+  Worker messages_;  // the asynchronous messages that run beside collectives
   observe::HeartbeatThread heartbeat_;
 };
 

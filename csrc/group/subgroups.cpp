@@ -43,7 +43,7 @@ void swap_with(Group& group, int peer, std::span<const std::byte> mine,
 // The options of a group of `members` of the group with these options.
 ConnectOptions subgroup_options(ConnectOptions child, std::chrono::nanoseconds timeout,
                                 const std::vector<int>& members, const std::string& name) {
-  child.inject_faults = nullptr;  // faults count the bytes of one group
+  child.wrap.inject_faults = nullptr;  // faults count the bytes of one group
   child.timeout = timeout;
   child.name = name;
   child.size = static_cast<int>(members.size());

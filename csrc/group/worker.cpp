@@ -1,7 +1,9 @@
 #include "group/worker.h"
 
+#include <algorithm>
 #include <cassert>
 #include <cstddef>
+#include <string>
 #include <tuple>
 #include <utility>
 #include <vector>
@@ -14,7 +16,10 @@ namespace {
 constexpr std::chrono::hours kForever{24 * 365};
 
 constexpr const char* kSecondThread =
-    "another thread is inside a call of this group; use group.split() for each thread";
+    "another thread is inside a call of this group; use group.split() for each thread, or "
+    "thread_multiple=True where the group is made";
+constexpr const char* kSameThread =
+    "this thread is inside a call of this group, and a signal handler or callback makes another";
 constexpr const char* kClosed = "this group can no longer be used: it was closed";
 
 }  // namespace
@@ -55,6 +60,9 @@ class Worker::Started final : public Work {
         then_(std::move(then)),
         receive_(std::move(receive)) {}
   const std::optional<PendingReceive>& receive() const { return receive_; }
+  // In the queue: it is not a call, but the place of a caller that waits for its turn.
+  bool is_turn() const { return !body_; }
+  bool is_from_this_thread() const { return from_ == std::this_thread::get_id(); }
 
   bool done() const override {
     end_deferral();
@@ -119,7 +127,8 @@ class Worker::Started final : public Work {
   Body body_;
   Then then_;
   const std::optional<PendingReceive> receive_;  // of a receive
-  mutable std::mutex mutex_;                     // guards done_ and error_
+  const std::thread::id from_ = std::this_thread::get_id();
+  mutable std::mutex mutex_;  // guards done_ and error_
   std::condition_variable changed_;
   bool done_ = false;
   std::exception_ptr error_;
@@ -127,41 +136,64 @@ class Worker::Started final : public Work {
 
 Worker::~Worker() { join(); }
 
+bool Worker::State::may_run() const {
+  return !queue.empty() && !queue.front()->is_turn() && !caller.is_inside();
+}
+
+bool Worker::State::is_turn_of(const Started& turn) const {
+  return queue.front().get() == &turn && !worker_inside && !caller.is_inside();
+}
+
+bool Worker::State::is_called_by_this_thread() const {
+  return caller.is_this_thread() || std::ranges::any_of(queue, [](const auto& one) {
+           return one->is_turn() && one->is_from_this_thread();
+         });
+}
+
+void Worker::State::check_thread() const {
+  if (thread_multiple) {
+    if (is_called_by_this_thread()) throw InvalidArgument(kSameThread);
+    return;
+  }
+  const auto waits = [](const auto& one) { return one->is_turn(); };
+  if (caller.is_inside() || std::ranges::any_of(queue, waits)) throw InvalidArgument(kSecondThread);
+}
+
 // Waits for the caller's turn. Returns when the wait began.
 Clock::time_point Worker::enter(std::chrono::nanoseconds limit) {
   State& state = *state_;
   Change change(state);
-  if (state.caller.is_inside()) throw InvalidArgument(kSecondThread);
+  state.check_thread();
   if (state.ending) throw GroupBroken(kClosed);
-  state.caller.enter();
-  ++state.waiting;
-  const auto leave = [&](const auto& error) {
-    --state.waiting;
-    state.caller.leave();
-    throw error;
-  };
-  const auto our_turn = [&] {
-    return state.ending || (state.queue.empty() && !state.worker_inside);
-  };
   const auto since = Clock::now();
-  if (!our_turn()) {
+  const auto turn = std::make_shared<Started>(*this, Body{}, Then{});
+  state.queue.push_back(turn);
+  const auto leave = [&] { std::erase(state.queue, turn); };
+  const auto ready = [&] { return state.ending || state.is_turn_of(*turn); };
+  if (!ready()) {
     state.suspend_receives();
     const Deadline deadline(since, limit);
     Lock& lock = change.lock();
     while (!state.changed.wait_for(
-        lock, std::min<std::chrono::nanoseconds>(kPollInterval, deadline.left()), our_turn)) {
+        lock, std::min<std::chrono::nanoseconds>(kPollInterval, deadline.left()), ready)) {
       lock.unlock();
       const bool stop = interrupted_ && interrupted_();
       lock.lock();
-      if (stop) leave(GroupBroken("waiting for earlier calls was interrupted"));
-      if (deadline.expired() && !our_turn())
-        leave(Timeout("Timed out after " + std::to_string(deadline.limit_s()) +
-                      " s, waiting for calls of this rank that were started before and are still "
-                      "under way"));
+      if (ready()) break;
+      if (!stop && !deadline.expired()) continue;
+      leave();
+      if (stop) throw GroupBroken("waiting for earlier calls was interrupted");
+      throw Timeout("Timed out after " + std::to_string(deadline.limit_s()) +
+                    " s, waiting for calls of this rank that were started before and are still "
+                    "under way" +
+                    (state.caller.is_inside()
+                         ? "; thread " + std::to_string(state.caller.thread()) + " is inside"
+                         : ""));
     }
   }
-  if (state.ending) leave(GroupBroken(kClosed));
-  --state.waiting;
+  leave();
+  if (state.ending) throw GroupBroken(kClosed);
+  state.caller.enter();
   return since;
 }
 
@@ -183,7 +215,7 @@ void Worker::run_exclusive(const Body& body) {
   Change change(state);
   ++state.waiting;
   state.suspend_receives();
-  if (!state.caller.is_this_thread()) {
+  if (!state.is_called_by_this_thread()) {
     state.changed.wait(change.lock(), [&] {
       return state.thread == std::this_thread::get_id() ||
              (!state.caller.is_inside() && !state.worker_inside && state.queue.empty());
@@ -228,7 +260,7 @@ std::shared_ptr<Work> Worker::add(const std::shared_ptr<Started>& started, bool 
     thread_ = os::start_thread("pycomm-worker", [held = state_] { loop(*held); });
     state.thread = thread_.get_id();
   }
-  if (state.caller.is_inside()) throw InvalidArgument(kSecondThread);
+  state.check_thread();
   if (deferrable && !state.deferred && state.is_idle()) {
     state.deferred = started;
     return started;
@@ -247,7 +279,8 @@ void Worker::loop(State& state) {
   Lock lock(state.mutex);
   for (;;) {
     state.changed.wait(lock, [&] {
-      return !state.worker_inside && (state.ending || !state.queue.empty() || state.may_receive());
+      return !state.worker_inside &&
+             (state.may_run() || state.may_receive() || (state.ending && state.queue.empty()));
     });
     if (state.queue.empty() && state.receives.empty()) return;
     state.worker_inside = true;
@@ -325,6 +358,11 @@ bool Worker::busy() const {
   return state_->caller.is_inside() || state_->deferred || !state_->is_idle();
 }
 
+bool Worker::runs_calls() const {
+  const std::lock_guard lock(state_->mutex);
+  return !state_->queue.empty() || (state_->worker_inside && !state_->receiving);
+}
+
 void Worker::join() {
   State& state = *state_;
   const auto me = std::this_thread::get_id();
@@ -334,8 +372,15 @@ void Worker::join() {
     Change change(state);
     state.end_deferral();
     state.ending = true;
+    std::erase_if(state.queue, [](const auto& one) {  // through `interrupted`, as below
+      return one->is_turn() && one->is_from_this_thread();
+    });
     state.changed.notify_all();
-    while (in_then && !state.queue.empty()) run_next(state, change.lock());
+    const auto is_left = [&] { return state.queue.empty() || !state.queue.front()->is_turn(); };
+    while (in_then && !state.queue.empty()) {
+      state.changed.wait(change.lock(), is_left);
+      if (!state.queue.empty()) run_next(state, change.lock());
+    }
     while (in_then && !state.receives.empty()) complete_next_receive(state, change.lock());
     // A caller that joins inside its own call (through `interrupted`) does not wait for itself.
     state.changed.wait(change.lock(), [&] {

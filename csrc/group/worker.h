@@ -1,7 +1,8 @@
 // Orders the calls of a group: one caller at a time, and asynchronous calls in order on one thread.
-// Asynchronous receives wait there only while no other call runs or waits for its turn. A receive
-// with nothing else under way can be left to the thread that waits for it, which saves two context
-// switches.
+// A caller that waits for its turn is queued like an asynchronous call, so turns are first come,
+// first served. Asynchronous receives wait there only while no other call runs or waits for its
+// turn. A receive with nothing else under way can be left to the thread that waits for it, which
+// saves two context switches.
 //
 // The states of a worker, and the functions that change them:
 //
@@ -13,19 +14,21 @@
 //   idle         start_receive(), deferrable        deferred
 //   deferred     start_receive(), end_deferral()    queued
 //   deferred     Work::wait(), Work::advance()      receiving, on the caller's thread
-//   queued       loop()                             working; with an empty queue, receiving
+//   queued       take_turn()                        queued: the caller waits in the queue
+//   queued       the caller is first in the queue   calling
+//   queued       loop(), a call is first            working; with an empty queue, receiving
 //   working      the body returns                   idle, queued
 //   receiving    a message arrived                  idle, queued
 //   receiving    suspend_receives()                 queued: a call goes first
 //   any          join()                             ending: completes all, starts nothing
 //
-// A caller that waits for its turn is inside, too. A receive can stay deferred in all other states.
+// A receive can stay deferred in all other states.
 // run_exclusive() changes no state: it waits until no call runs, and keeps the mutex while it runs.
 //
 // Invariants, under the mutex; State::settle() asserts or establishes 2 to 6:
 //
-//  1. At most one thread uses the engine: the caller inside, while the queue is empty and no worker
-//     is inside; the worker or its substitute (worker_inside); or one in run_exclusive().
+//  1. At most one thread uses the engine: the caller inside; the worker or its substitute
+//     (worker_inside); or one in run_exclusive().
 //  2. If a thread is receiving, it is the worker inside, and there are receives.
 //  3. A deferred receive was started before all others, so there are no `receives`.
 //  4. While the worker is ending, no receive is deferred.
@@ -69,8 +72,10 @@ class Caller {
   // try_leave() fail, so that the thread inside does not change without the mutex.
   void disable_fast_path() { word_.fetch_or(kFastPathDisabled); }
   void enable_fast_path() { word_.fetch_and(~kFastPathDisabled); }
-  bool is_inside() const { return (word_.load() & ~kFastPathDisabled) != 0; }
-  bool is_this_thread() const { return (word_.load() & ~kFastPathDisabled) == me(); }
+  bool is_inside() const { return thread() != 0; }
+  bool is_this_thread() const { return thread() == me(); }
+  // pthread_self() of the thread inside, as Python's threading.get_ident(); 0: none.
+  uintptr_t thread() const { return word_.load() & ~kFastPathDisabled; }
   void enter() { word_.fetch_or(me()); }
   void leave() { word_.fetch_and(kFastPathDisabled); }
 
@@ -121,15 +126,16 @@ class Worker {
   using Body = std::function<void()>;
   using Then = std::function<void(std::exception_ptr)>;
 
-  // `interrupted` is polled while a caller waits for its turn or for a Work.
-  Worker(std::function<bool()> interrupted, Receiver receiver)
+  // `interrupted` is polled while a caller waits for its turn or for a Work. `thread_multiple`: a
+  // second thread waits for its turn; otherwise its calls throw InvalidArgument.
+  Worker(std::function<bool()> interrupted, Receiver receiver, bool thread_multiple)
       : interrupted_(std::move(interrupted)),
-        state_(std::make_shared<State>(std::move(receiver))) {}
+        state_(std::make_shared<State>(std::move(receiver), thread_multiple)) {}
   ~Worker();
 
   // Waits until all calls started before are complete, but for receives. Throws InvalidArgument if
-  // another thread is inside, and Timeout if the turn does not come within `limit`. Inside a `then`
-  // or a ReentrantTurn it returns at once.
+  // another thread is inside or waits (see Worker()), or this one is, and Timeout if the turn does
+  // not come within `limit`. Inside a `then` or a ReentrantTurn it returns at once.
   Turn take_turn(std::chrono::nanoseconds limit);
   // Inside a `then`, `body` runs at once: a wait for the Work there must not block the thread
   // that would run it, and the order is the same as for a `then` that was added too late for the
@@ -161,6 +167,9 @@ class Worker {
   void run_exclusive(const Body& body);
   // True if a call runs or waits.
   bool busy() const;
+  const Receiver& receiver() const { return state_->receiver; }
+  // Whether a call that is no receive runs or waits.
+  bool runs_calls() const;
   // Whether a receive waits, so that one that begins now must wait behind it.
   bool receives() const { return state_->receives_pending.load(); }
   // Rejects new calls, and ends the thread after the started calls and the caller inside. A thread
@@ -173,11 +182,20 @@ class Worker {
   using Lock = std::unique_lock<std::mutex>;
   // State of the thread. It may outlive the worker until the end of the `then` that destroyed it.
   struct State {
-    explicit State(Receiver how) : receiver(std::move(how)) {}
+    State(Receiver how, bool several) : receiver(std::move(how)), thread_multiple(several) {}
     bool is_idle() const { return queue.empty() && receives.empty() && !worker_inside; }
     bool may_receive() const {
-      return !receives.empty() && (ending || (waiting == 0 && !caller.is_inside()));
+      return !receives.empty() && queue.empty() &&
+             (ending || (waiting == 0 && !caller.is_inside()));
     }
+    // Whether the first of the queue is a call that the worker may run.
+    bool may_run() const;
+    // Whether it is the turn of the caller that waits as `turn`.
+    bool is_turn_of(const Started& turn) const;
+    // Whether this thread is inside, or waits for its turn and is in a callback.
+    bool is_called_by_this_thread() const;
+    // Throws InvalidArgument if this thread must not enter or start a call.
+    void check_thread() const;
     // For a call that must not wait for receives.
     void suspend_receives() const {
       if (receiving) receiver.suspend();
@@ -189,15 +207,16 @@ class Worker {
     void settle();
 
     const Receiver receiver;
+    const bool thread_multiple;
     std::mutex mutex;
     std::condition_variable changed;
-    std::deque<std::shared_ptr<Started>> queue;     // calls but receives
+    std::deque<std::shared_ptr<Started>> queue;     // calls but receives, and waiting callers
     std::deque<std::shared_ptr<Started>> receives;  // for the worker
     std::shared_ptr<Started> deferred;              // a receive that no thread waits for yet
     std::atomic<bool> receives_pending{false};
     bool worker_inside = false, ending = false;  // or a thread that replaces the worker
     bool receiving = false;                      // it waits in receiver.wait()
-    int waiting = 0;                             // threads that wait until no call runs
+    int waiting = 0;                             // threads in run_exclusive()
     Caller caller;
     std::atomic<std::thread::id> thread;
     std::atomic<std::thread::id> reentrant_thread;  // see ReentrantTurn

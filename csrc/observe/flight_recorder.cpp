@@ -163,20 +163,26 @@ CallRecord& FlightRecorder::slot(uint64_t call) {
 // Another process may read at any time. A reader accepts a record if it is unchanged at the second
 // read of `begun` and is not next to be overwritten. So `begun` is stored after the record, and the
 // next record after `begun`.
-void FlightRecorder::begin(const CallRecord& record) {
+uint64_t FlightRecorder::begin(const CallRecord& record) {
+  const uint64_t call = head_.begun;
   StdAtomics::release_fence();
-  slot(head_.begun) = record;
-  __atomic_store_n(&head_.begun, head_.begun + 1, __ATOMIC_RELEASE);
+  slot(call) = record;
+  __atomic_store_n(&head_.begun, call + 1, __ATOMIC_RELEASE);
+  return call;
 }
 
-void FlightRecorder::end(const Totals& totals, bool failed) {
-  CallRecord& record = slot(head_.begun - 1);
+void FlightRecorder::end_record(CallRecord& record, const Totals& totals, bool failed) {
   record.bytes_written = totals.bytes_written - head_.bytes_written;
   record.waited = totals.waited.count() - head_.waited;
   record.outcome = failed ? CallRecord::Outcome::failed : CallRecord::Outcome::done;
   __atomic_store_n(&record.ended, nanoseconds_of(totals.now), __ATOMIC_RELEASE);
-  ++head_.calls;
   head_.inside += record.ended - record.begun;
+}
+
+// The record of a call that began long ago may be overwritten.
+void FlightRecorder::end(uint64_t call, const Totals& totals, bool failed) {
+  if (head_.begun - call <= kKept) end_record(slot(call), totals, failed);
+  ++head_.calls;
   head_.waited = totals.waited.count();
   head_.bytes_written = totals.bytes_written;
   head_.bytes_received = totals.bytes_received;

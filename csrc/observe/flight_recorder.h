@@ -66,14 +66,15 @@ class FlightRecorder {
  public:
   FlightRecorder(const FlightRecorderHead& head, const FlightRecorderFiles& files);
 
-  void begin(const CallRecord& record);
-  // Totals of the group after the latest call. `failed`: that call ended with an error.
+  // Returns the number of the call.
+  uint64_t begin(const CallRecord& record);
+  // Totals of the group after the call. `failed`: it ended with an error.
   struct Totals {
     Clock::time_point now{};
     uint64_t bytes_written = 0, bytes_received = 0;
     std::chrono::nanoseconds waited{0};
   };
-  void end(const Totals& totals, bool failed);
+  void end(uint64_t call, const Totals& totals, bool failed);
   // Writes the flight record, unless one of a `breaking` error exists, and completes the trace.
   // Returns the record's path or why it could not be written; empty if no record is enabled.
   std::string keep(const std::string& reason, bool breaking);
@@ -83,6 +84,7 @@ class FlightRecorder {
  private:
   class Place;
   CallRecord& slot(uint64_t call);
+  void end_record(CallRecord& record, const Totals& totals, bool failed);
   void flush() noexcept;
 
   FlightRecorderFiles files_;     // complete paths

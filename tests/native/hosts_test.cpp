@@ -212,7 +212,7 @@ const Test kRoundTrips("ranks that measured different round trips choose the sam
     options.transport = "tcp";
     options.address = "127.0.0.1";
     options.host = "host" + std::to_string(rank);
-    options.limit_rate = [rank](std::unique_ptr<Channel> inner, int) {
+    options.wrap.limit_rate = [rank](std::unique_ptr<Channel> inner, int) {
       const std::chrono::milliseconds round_trip(rank == 0 ? 1 : 100);
       return std::make_unique<Distant>(std::move(inner), round_trip);
     };

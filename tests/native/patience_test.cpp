@@ -150,7 +150,7 @@ const Test kAbort("a busy peer does not delay an abort", [] {
                                            }});
     std::thread other([&] {
       begun.get_future().wait();
-      engine->stop("enough");
+      engine->stop().request("enough");
     });
     const auto ending = ending_of([&] { busy.wait(*engine, Deadline(1h)); });
     other.join();
@@ -188,7 +188,7 @@ const Test kAccused("a rank that a peer keeps busy is not taken for dead", [] {
             0, {.operation = static_cast<uint8_t>(Operation::send), .count = 1}, {&into, 1},
             Deadline(3 * kHeartbeat));
       });
-      middle.stop("enough");
+      middle.stop().request("enough");
       (void)works.get();
       expect(ending.is(ErrorKind::timeout), busy.how + ", " + by + ": " + ending.text());
     }

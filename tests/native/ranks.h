@@ -98,6 +98,8 @@ struct World {
   std::chrono::nanoseconds timeout = std::chrono::seconds(30);  // far beyond any call that works
   std::chrono::nanoseconds heartbeat{0};  // none, as frames are counted; heartbeat tests set it
   std::string name = "world";
+  bool thread_multiple = false;
+  std::function<bool()> interrupted{};
   rendezvous::LocalStore store{};
 
   std::shared_ptr<group::Group> join(int rank, bool reproducible = false) {
@@ -111,6 +113,8 @@ struct World {
     options.address = "127.0.0.1";
     options.full_mesh = full_mesh;
     options.reproducible = reproducible;
+    options.thread_multiple = thread_multiple;
+    options.interrupted = interrupted;
     return group::connect(store, options);
   }
 };

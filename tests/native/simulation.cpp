@@ -188,7 +188,7 @@ bool World::all_ended() const {
 
 void World::give_up() {
   for (int rank = 0; rank < static_cast<int>(ranks_.size()); ++rank) {
-    at(rank).engine->stop("the simulation is over");
+    at(rank).engine->stop().request("the simulation is over");
     while (!at(rank).ended) let_run(rank);
   }
 }
