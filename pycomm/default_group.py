@@ -61,7 +61,7 @@ _thread = _Thread()
 
 
 @also_named(world_size="size")
-def init(
+def init(  # noqa: PLR0913 - all have defaults
     *,
     rank: int | None = None,
     size: int | None = None,
@@ -73,6 +73,7 @@ def init(
     reproducible: bool = False,
     heartbeat_s: float = DEFAULT_HEARTBEAT_S,
     elastic: str | None = None,
+    thread_multiple: bool = False,
 ) -> Group:
     """Forms the default group. Collective over the processes of the run.
 
@@ -99,10 +100,14 @@ def init(
             for clients that know it. The ranks' addresses are written to the file, which the hosts
             may share. `pycomm launch` sets the path if it replaces ranks. init() of a new or spare
             process then waits until the group needs it, without a limit.
+        thread_multiple: several threads may call at once, as with MPI_THREAD_MULTIPLE, also in
+            groups made by split() and shrink(). Their collectives run one after another, first
+            come, first served, so all ranks need the same order. Messages do not wait for them.
+            Otherwise a second thread gets InvalidArgument.
 
     Raises:
-        InvalidArgument: an argument or variable is invalid; or `encrypt`, but the default group
-            exists and is not encrypted.
+        InvalidArgument: an argument or variable is invalid; or `encrypt` or `thread_multiple`, but
+            the default group exists without it.
         Timeout: not all ranks joined; the text names the missing ones.
         PeerLost, Mismatch: a rank died, or was started with other options.
         Unsupported: `encrypt` without OpenSSL 3, or on several hosts without a secret.
@@ -112,12 +117,9 @@ def init(
     with _state.lock:
         found = _find()
         encrypt = None if encrypt is None else flag("encrypt", encrypt)
+        thread_multiple = flag("thread_multiple", thread_multiple)
         if found is not None:
-            if encrypt and not found.core.encrypted:
-                raise InvalidArgument(
-                    "encrypt=True, but the default group exists and is not encrypted: "
-                    "pass encrypt=True where it is made"
-                )
+            _check_found(found, encrypt=encrypt, thread_multiple=thread_multiple)
             return found
         timeout_s = seconds("timeout_s", timeout_s)
         heartbeat_s = seconds("heartbeat_s", heartbeat_s, zero=True)
@@ -140,7 +142,13 @@ def init(
         else:
             if place is None:
                 _check_launcher(here)
-            group = _form(here, timeout_s, reproducible, heartbeat_s)
+            options = {
+                "reproducible": reproducible,
+                "heartbeat_s": heartbeat_s,
+                "encrypt": here.encrypt,
+                "thread_multiple": thread_multiple,
+            }
+            group = _form(here, timeout_s, options)
         _set(group)
         return group
 
@@ -180,6 +188,16 @@ def join(
         return group
 
 
+def _check_found(found: Group, **wanted: bool | None) -> None:
+    """That the default group has what the program asks for."""
+    for name, value in wanted.items():
+        if value and not group_has(found, name):
+            raise InvalidArgument(
+                f"{name}=True, but the default group exists and has {name}=False: "
+                f"pass {name}=True where it is made"
+            )
+
+
 def _check_launcher(here: config.Config) -> None:
     if here.size == 1 and (found := config.unknown_launcher()):
         raise InvalidArgument(
@@ -189,18 +207,13 @@ def _check_launcher(here: config.Config) -> None:
         )
 
 
-def _form(here: config.Config, timeout_s: float, reproducible: bool, heartbeat_s: float) -> Group:
+def _form(here: config.Config, timeout_s: float, options: dict[str, Any]) -> Group:
     log_at(here.log)
     _core.check_address(here.address)
     end = time.monotonic() + timeout_s
     if here.elastic:
         _require_secret(here)
     store = rendezvous.find_store(here, timeout_s)
-    options: dict[str, Any] = {
-        "reproducible": reproducible,
-        "heartbeat_s": heartbeat_s,
-        "encrypt": here.encrypt,
-    }
     core = rendezvous.connect(
         store,
         rank=here.rank,
@@ -439,10 +452,20 @@ def default_core() -> _core.Group | None:
     return None if group is None else group.core
 
 
-def default_is_encrypted() -> bool:
-    """Whether the default group, made by torch or by pycomm, is encrypted."""
+def group_has(group: Group, option: str) -> bool:
+    """Whether the group has this option of init(): encrypt or thread_multiple."""
+    return core_has(group.core, option)
+
+
+def core_has(core: _core.Group, option: str) -> bool:
+    """The same of an engine."""
+    return core.encrypted if option == "encrypt" else core.thread_multiple
+
+
+def default_has(option: str) -> bool:
+    """The same of the default group, made by torch or by pycomm."""
     group = _thread.forced or _state.group
-    return group is not None and not group.core.forked and group.core.encrypted
+    return group is not None and not group.core.forked and group_has(group, option)
 
 
 @contextlib.contextmanager

@@ -102,6 +102,7 @@ def Options(  # noqa: N802 - as torch's
     encrypt: bool | None = None,
     cuda_symmetric_memory: bool = False,
     cuda_agreement: str = "before",
+    thread_multiple: bool | None = None,
 ) -> compiled.Options:
     """Options of a group, for `init_process_group(pg_options=...)` and `new_group`.
 
@@ -109,7 +110,7 @@ def Options(  # noqa: N802 - as torch's
         timeout: time limit of each call; None: torch's default.
         cuda_channels, cuda_internode_transport, cuda_agreement: as of `pycomm.Group`, for tensors
             on CUDA devices.
-        encrypt: as of `pycomm.init`; None: as the default group, if there is one.
+        encrypt, thread_multiple: as of `pycomm.init`; None: as the default group, if there is one.
         cuda_symmetric_memory: was removed; True raises Unsupported.
 
     Raises:
@@ -121,6 +122,8 @@ def Options(  # noqa: N802 - as torch's
     device_groups.check_channels(cuda_channels)
     device_groups.check_agreement(cuda_agreement)
     encrypt = None if encrypt is None else flag("encrypt", encrypt)
+    if thread_multiple is not None:
+        thread_multiple = flag("thread_multiple", thread_multiple)
     if flag("cuda_symmetric_memory", cuda_symmetric_memory):
         raise Unsupported(f"cuda_symmetric_memory: {NO_SYMMETRIC_MEMORY}")
     if timeout is not None:
@@ -132,6 +135,7 @@ def Options(  # noqa: N802 - as torch's
         cuda_internode_transport=cuda_internode_transport,
         encrypt=encrypt,
         cuda_agreement=cuda_agreement,
+        thread_multiple=thread_multiple,
     )
     return made
 
@@ -147,7 +151,7 @@ def create(options: _DistributedBackendOptions, backend_options: object) -> comp
     Raises:
         Unsupported: the compiled module does not fit this torch.
         InvalidArgument: `options` are of another type, or `backend_options` belong to another
-            backend, or differ in `encrypt` from the engine of `pycomm.init`.
+            backend, or differ from the engine of `pycomm.init` in `encrypt` or `thread_multiple`.
         Timeout, PeerLost, Mismatch: the group did not form; the text names the ranks.
     """
     instance("options", options, c10d._DistributedBackendOptions, "options that torch makes")
@@ -162,7 +166,7 @@ def create(options: _DistributedBackendOptions, backend_options: object) -> comp
     shared = _engine_of_init(options)
     if shared is None:
         return _form(options, ours, default_group.register_core)
-    _encrypt(ours, shared)
+    _inherited(ours, shared)
     backend: compiled.Backend = _module().Backend(
         shared._capsule(), options.store, ours, False, None
     )
@@ -215,7 +219,7 @@ def _reconfigurable(
     options: _DistributedBackendOptions, ours: compiled.Options
 ) -> compiled.ReconfigurableBackend:
     """A backend without ranks, which reconfigure() connects."""
-    encrypt = _encrypt(ours, None)
+    inherited = _inherited(ours, None)
 
     def connect(
         store: _core.Store, name: str, rank: int, size: int, timeout_s: float
@@ -225,7 +229,7 @@ def _reconfigurable(
             store,
             _described(options.store, name, rank, size, timeout),
             timeout,
-            encrypt,
+            inherited,
             config.environment(),
         )
 
@@ -313,10 +317,10 @@ def _form(
     is so for all of its ranks or for none.
     """
     timeout, place = ours._timeout, config.environment()
-    encrypt = _encrypt(ours, None)
+    inherited = _inherited(ours, None)
     store = rendezvous.TorchStore(options.store, place.secret)
     parent = _engine_of_world() if options.global_ranks_in_group else None
-    core = _connect(store, options, timeout, encrypt, place, parent)
+    core = _connect(store, options, timeout, inherited, place, parent)
     ended = enter(core, store, timeout.total_seconds())
     return _owner(core, options.store, ours, ended)
 
@@ -338,18 +342,22 @@ def _options(given: object, timeout: timedelta) -> compiled.Options:
     return ours
 
 
-def _encrypt(ours: compiled.Options, shared: _core.Group | None) -> bool:
-    """Whether a new group is encrypted: as its options say, else as the default group, so that a
-    subgroup of an encrypted group is never unencrypted by accident.
+def _inherited(ours: compiled.Options, shared: _core.Group | None) -> dict[str, bool]:
+    """What a new group has as its options say, else as the default group: so a subgroup of an
+    encrypted group is never unencrypted by accident.
     """
-    if shared is not None and ours.encrypt not in (None, shared.encrypted):
-        raise InvalidArgument(
-            f"Options(encrypt={ours.encrypt}), but torch's group uses the engine of pycomm.init, "
-            f"which has encrypt={shared.encrypted}: pass the same value to both"
-        )
-    if ours.encrypt is not None:
-        return bool(ours.encrypt)
-    return config.environment().encrypt or default_group.default_is_encrypted()
+    inherited = {"encrypt": config.environment().encrypt, "thread_multiple": False}
+    for name in inherited:
+        given = getattr(ours, name)
+        if shared is not None and given not in (None, default_group.core_has(shared, name)):
+            raise InvalidArgument(
+                f"Options({name}={given}), but torch's group uses the engine of pycomm.init, "
+                f"which has {name}={not given}: pass the same value to both"
+            )
+        inherited[name] |= default_group.default_has(name)
+        if given is not None:
+            inherited[name] = given
+    return inherited
 
 
 def _seconds(timeout: timedelta | float) -> float:
@@ -379,7 +387,7 @@ def _connect(
     store: _core.Store,
     options: _DistributedBackendOptions,
     timeout: timedelta,
-    encrypt: bool,
+    inherited: dict[str, bool],
     place: config.Config,
     parent: _core.Group | None = None,
 ) -> _core.Group:
@@ -395,7 +403,7 @@ def _connect(
         name=options.group_id or "default",
         timeout_s=timeout.total_seconds(),
         secret=place.secret,
-        encrypt=encrypt,
+        **inherited,
         transport=place.transport,
         address=place.address,
         route_hint=rendezvous.host_of(options.store) or place.master_host,

@@ -72,16 +72,18 @@ PYBIND11_MODULE(BACKEND_MODULE, module) {
   const auto copy = [](const Options& options) { return c10::make_intrusive<Options>(options); };
   py::class_<Options, c10::intrusive_ptr<Options>, c10d::Backend::Options>(module, "Options")
       .def(py::init([](milliseconds timeout, int channels, std::string internode_transport,
-                       std::optional<bool> encrypt, std::string agreement) {
+                       std::optional<bool> encrypt, std::string agreement,
+                       std::optional<bool> thread_multiple) {
              return c10::make_intrusive<Options>(
                  timeout,
                  DeviceOptions{channels, std::move(internode_transport), std::move(agreement)},
-                 encrypt);
+                 encrypt, thread_multiple);
            }),
            py::arg("timeout") = milliseconds(kBackendDefaultTimeout), py::arg("cuda_channels") = 1,
            py::arg("cuda_internode_transport") = "nccl", py::arg("encrypt") = py::none(),
-           py::arg("cuda_agreement") = "before")
+           py::arg("cuda_agreement") = "before", py::arg("thread_multiple") = py::none())
       .def_property_readonly("encrypt", [](const Options& o) { return o.encrypt; })
+      .def_property_readonly("thread_multiple", [](const Options& o) { return o.thread_multiple; })
       .def_property_readonly("cuda_channels", [](const Options& o) { return o.devices.channels; })
       .def_property_readonly("cuda_internode_transport",
                              [](const Options& o) { return o.devices.internode_transport; })

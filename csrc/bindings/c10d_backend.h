@@ -67,7 +67,8 @@ class Backend : public c10d::Backend {
   }
   const c10::intrusive_ptr<bindings::Options>& options() const { return options_; }
   const std::shared_ptr<group::Group>& group() const { return group_; }
-  bool supportsCoalescing() const override { return true; }
+  // torch keeps one batch for all threads of a group.
+  bool supportsCoalescing() const override { return !group_->info().thread_multiple; }
   bool supportsSplitting() const override { return true; }
   bool supportsShrinking() const override { return true; }
   bool supportsTensorAlloc(c10::DeviceIndex /*device*/) override { return true; }

@@ -15,16 +15,18 @@ inline constexpr const char* kName = "pycomm";
 class Options : public c10d::Backend::Options {
  public:
   Options(std::chrono::milliseconds timeout, DeviceOptions on_devices,
-          std::optional<bool> encrypted)
+          std::optional<bool> encrypted, std::optional<bool> several_threads)
       : c10d::Backend::Options(kName, timeout),
         devices(std::move(on_devices)),
-        encrypt(encrypted) {}
+        encrypt(encrypted),
+        thread_multiple(several_threads) {}
   // From torch 2.14 on this overrides a method that would copy the fields of the base alone.
   c10::intrusive_ptr<c10d::Backend::Options> clone() const {
     return c10::make_intrusive<Options>(*this);
   }
   DeviceOptions devices;
-  std::optional<bool> encrypt;  // read by Python, which connects the ranks; none: not given
+  // Read by Python, which connects the ranks; none: not given.
+  std::optional<bool> encrypt, thread_multiple;
 };
 
 }  // namespace pycomm::bindings

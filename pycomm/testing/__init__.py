@@ -50,6 +50,7 @@ def run_ranks(  # noqa: PLR0913 - all but the first two have defaults
     heartbeat_s: float = 10.0,
     reproducible: bool = False,
     encrypt: bool = False,
+    thread_multiple: bool = False,
     faults: Sequence[FaultPlan] = (),
     link_bytes_per_s: float | None = None,
     host_names: Sequence[str] = (),
@@ -66,7 +67,7 @@ def run_ranks(  # noqa: PLR0913 - all but the first two have defaults
         transport: "local" (threads only), "shm", "tcp", or "" for the best.
         processes: each rank is a new process instead of a thread.
         timeout_s: the group's time limit in seconds, for its forming and each call.
-        heartbeat_s, reproducible, encrypt: as of `pycomm.init`.
+        heartbeat_s, reproducible, encrypt, thread_multiple: as of `pycomm.init`.
         faults: faults to inject; "kill" and "stop" need `processes`.
         link_bytes_per_s: bandwidth of each rank's simulated link, in bytes per second and
             direction; None: unlimited. A token bucket in front of the transport; frame headers
@@ -102,6 +103,7 @@ def run_ranks(  # noqa: PLR0913 - all but the first two have defaults
         "heartbeat_s": seconds("heartbeat_s", heartbeat_s, zero=True),
         "reproducible": flag("reproducible", reproducible),
         "encrypt": encrypt,
+        "thread_multiple": flag("thread_multiple", thread_multiple),
         "transport": transport,
         "faults": faults,
         "link_bytes_per_s": link_bytes_per_s or 0.0,

@@ -218,7 +218,7 @@ def _torch_groups(path: str) -> str:
     dist.init_process_group(
         "pycomm", init_method=f"file://{path}", rank=rank, world_size=2, pg_options=options
     )
-    assert default_group.default_is_encrypted()
+    assert default_group.default_has("encrypt")
     other = torch_backend.Options(encrypt=False)
     try:
         dist.new_group(backend="pycomm", pg_options=other if rank == 1 else None)
