@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import warm
 from finished import finished
 from paths import ROOT, SUPPORT
 
@@ -35,9 +36,7 @@ CLEAN["PYTHONPATH"] = f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
 
 def launch(folder: Path, *arguments: str, env: dict[str, str] | None = None) -> Any:
     """Runs a launch to its end: its returncode, stdout and stderr."""
-    return finished(
-        [*LAUNCH, *arguments], cwd=folder, env={**CLEAN, **(env or {})}, timeout=LIMIT_S
-    )
+    return warm.pycomm(["launch", *arguments], folder, {**CLEAN, **(env or {})}, LIMIT_S)
 
 
 def report_of(log: Path) -> dict[str, Any]:
@@ -149,6 +148,12 @@ def test_modules_and_commands(tmp_path: Path) -> None:
         (["--devices", "a,b"], "numbers with commas"),
         (["--devices", "0,1", "--nproc", "3"], "means --nproc 2"),
         (["--gpus=0,77"], "--devices 0,77: CUDA finds"),  # Paddle's name, and no such device
+        *(([name, "-1"], name) for name in ("--replace", "--spares", "--min-ranks")),
+        (["--spares", "1", "--nnodes", "2", "--rdzv-endpoint", "a:1"], "need PYCOMM_SECRET"),
+        (["--replace", "1", "--nnodes", "1:2", "--rdzv-endpoint", "a:1"], "--replace"),
+        (["--replace", "1", "--max-restarts", "1"], "--replace"),
+        (["--nproc", "0"], "--nproc"),
+        (["--nproc", "0", "--spares", "0"], "--nproc"),
     ],
 )
 def test_invalid_options_are_rejected_before_ranks_start(

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import warm
 from finished import finished
 from paths import ROOT
 
@@ -54,6 +55,8 @@ if __name__ == "__main__":
 
 
 def run(folder: Path, *line: str, **env: str) -> Any:
+    if line[:2] == ("-m", "pycomm"):
+        return warm.pycomm(list(line[2:]), folder, {**CLEAN, **env}, LIMIT_S)
     return finished([sys.executable, *line], cwd=folder, env={**CLEAN, **env}, timeout=LIMIT_S)
 
 

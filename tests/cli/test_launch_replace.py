@@ -40,23 +40,10 @@ def test_the_run_ends_when_a_rank_fails_too_often(tmp_path: Path) -> None:
     assert "pycomm launch: the first failure was rank" in done.stderr
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        *(["--replace", "-1"], ["--spares", "-1"], ["--min-ranks", "-1"]),
-        ["--min-ranks", "2"],  # of one
-        ["--spares", "1", "--nnodes", "2", "--rdzv-endpoint", "a:1"],  # without a secret
-        ["--replace", "1", "--nnodes", "1:2", "--rdzv-endpoint", "a:1"],
-        ["--replace", "1", "--max-restarts", "1"],
-        ["--nproc", "0"],
-        ["--nproc", "0", "--spares", "0"],
-    ],
-)
-def test_invalid_replacements_are_refused(tmp_path: Path, arguments: list[str]) -> None:
-    done = launch(tmp_path, "--nproc", "1", *arguments, PROGRAM, "place")
+def test_more_ranks_than_there_are_are_refused(tmp_path: Path) -> None:
+    done = launch(tmp_path, "--nproc", "1", "--min-ranks", "2", PROGRAM, "place")
     assert done.returncode == 2
-    assert done.stderr.startswith("pycomm launch: --")
-    assert arguments[0] in done.stderr
+    assert done.stderr.startswith("pycomm launch: --min-ranks 2: expected at most 1")
 
 
 @pytest.mark.parametrize("other", [str(Replacement(2, 0)), str(Replacement(1, 1)), ""])
