@@ -4,11 +4,11 @@ The native suites run with the rows of mutations.txt: a third of them each day, 
 days and without SAMPLE.
 """
 
-import subprocess
 from pathlib import Path
 
 import mutations
 import pytest
+from finished import finished
 from mutation_table import Mutation
 from sample import of_the_day
 
@@ -24,16 +24,8 @@ LIMIT_S = 300  # of one test of a suite, which takes seconds
 
 def run_mutant(program: Path, test: str) -> tuple[int, str]:
     """The exit status of a test of a suite, and its output."""
-    done = subprocess.run(
-        [str(program), test],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-        timeout=LIMIT_S,
-        check=False,
-    )
-    return done.returncode, done.stdout
+    done = finished([str(program), test], errors="replace", timeout=LIMIT_S)
+    return done.returncode, done.stdout + done.stderr
 
 
 @pytest.mark.timeout(1200)  # without --built the first worker builds the suites

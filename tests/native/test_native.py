@@ -10,6 +10,7 @@ import subprocess
 
 import pytest
 from finished import finished
+from sample import of_the_day
 from sanitizers import OPTIONS, fixed_addresses
 
 from build import BuildFailed, build, suites
@@ -33,8 +34,14 @@ SINGLE_THREADED = ["choose", "compact", "encrypted", "halves", "handshake", "ker
 SINGLE_THREADED += ["link", "mutants", "online_tuner", "plans", "stages"]
 THREAD_STARTS = ("_M_start_thread", "pthread_create", "thrd_create")  # parts of symbols
 
+# They run 10 to 40 s under both sanitizers together: each day under one of them.
+LONG = ["death", "engine", "engine_demand", "group", "group_demand", "hosts", "patience"]
+LONG += ["shared", "transport", "verbs", "wide", "zero_copy", SPARSE]
+BOTH = [(kind, name) for i, name in enumerate(LONG) for kind in ("asan", "tsan")[:: (-1) ** i]]
+
 RUNS = [("asan", name) for name in suites() if name not in (SIMULATION, WEAK_MEMORY, FRAMES)]
 RUNS += [("tsan", name) for _, name in RUNS if name not in SINGLE_THREADED]
+RUNS = [row for row in RUNS if row not in BOTH] + of_the_day(BOTH, 2)
 
 
 # Without --built the first test of a sanitizer compiles all of csrc.
@@ -75,20 +82,17 @@ def run(sanitizer: str, suite: str, *tests: str) -> str:
     except BuildFailed as error:  # the compiler's text, without a traceback
         pytest.fail(str(error), pytrace=False)
     try:
-        done = subprocess.run(
+        done = finished(
             [*fixed_addresses(), str(binary), *tests],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
             errors="replace",
             timeout=RUN_LIMIT_S,
             env={**os.environ, **OPTIONS, **(FIBERS if suite == SIMULATION else {})},
-            check=False,
         )
     except subprocess.TimeoutExpired as error:
         output = (error.stdout or b"").decode(errors="replace")
         pytest.fail(f"{suite} was not done after {RUN_LIMIT_S} s\n{output}", pytrace=False)
+    output = done.stdout + done.stderr
     if done.returncode != 0:
-        pytest.fail(f"{suite} ended with {done.returncode}\n{done.stdout}", pytrace=False)
-    assert ", 0 failed" in done.stdout
-    return done.stdout
+        pytest.fail(f"{suite} ended with {done.returncode}\n{output}", pytrace=False)
+    assert ", 0 failed" in output
+    return output

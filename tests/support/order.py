@@ -15,10 +15,7 @@ LONGEST = (
     "test_cuda.py::test_kernels_are_correct_under_sanitizers[tsan-groups]",
     "test_native.py::test_every_order_of_events",
     "test_streams.py::test_plans_run_on_streams[tsan]",
-    "test_native.py::test_native[tsan-sparse]",
-    "test_native.py::test_native[asan-sparse]",
     "test_cuda.py::test_kernels_are_correct_under_sanitizers[tsan-graph]",
-    "test_native.py::test_native[tsan-group]",
     "test_launch_replace.py::test_the_result_of_training_is_that_without_failures",
     "test_device_calls.py::test_small_measurement",
 )
@@ -27,8 +24,7 @@ LONGEST = (
 def longest_first(names: Sequence[str], workers: int) -> list[int]:
     """The indices of `names` in their new order: each worker's share begins with some of LONGEST.
 
-    The others keep their order, since tests of one file share what they set up.
-    """
+    The others keep their order, since tests of one file share what they set up."""
     ranks = [[i for i, name in enumerate(names) if name.endswith(part)] for part in LONGEST]
     early = [i for found in ranks for i in found]
     others = iter(sorted(set(range(len(names))) - set(early)))

@@ -75,11 +75,11 @@ def full() -> list[Part]:
 
 def nightly() -> list[Part]:
     """What `make test-nightly` runs; without SAMPLE all rows of the long tables."""
-    parts: list[Part] = [native("odr", ["core"]), mutated]
+    parts = [*full()[:2], native("odr", ["core"]), mutated]
     if shutil.which(build.CROSS_COMPILER):
         parts.append(native("aarch64", sorted({suite for suite, _, _ in test_aarch64.CASES})))
     if programs.nvcc() is not None:
-        parts.insert(0, lambda: emulator("cases.coverage"))
+        parts.insert(2, lambda: emulator("cases.coverage"))
     return parts
 
 

@@ -9,19 +9,13 @@ differs that takes effect only at the start of a process, they are new interpret
 import multiprocessing
 import os
 import resource
-import subprocess
 import sys
-import tempfile
 from multiprocessing import context, forkserver, popen_forkserver, process
-from pathlib import Path
 from typing import Any
-
-from finished import finished
 
 IMPORTED = ["numpy", "torch", "torch._dynamo", "torch.distributed.nn.functional", "warm"]
 # Libraries read variables with these prefixes when they are loaded.
 AT_START = ("ATEN_", "CUDA_", "GLIBC", "KMP_", "LD_", "MALLOC_", "MKL_", "OMP_", "PYTHON", "TORCH_")
-_of_server: list[object] = []
 LIMITS = [getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")]
 
 
@@ -29,11 +23,11 @@ def enable() -> None:
     """Starts the server, for all later processes of "spawn" contexts of this process."""
     multiprocessing.set_forkserver_preload(IMPORTED)
     forkserver.ensure_running()
-    _of_server[:] = _kept()
+    kept = _kept()
     cold = context.SpawnProcess._Popen  # type: ignore[attr-defined]  # not in its stub
 
     def popen(started: process.BaseProcess) -> Any:
-        return cold(started) if _kept() != _of_server else _Popen(started)
+        return cold(started) if _kept() != kept else _Popen(started)
 
     context.SpawnProcess._Popen = staticmethod(popen)  # type: ignore[attr-defined]  # not in its stub
 
@@ -46,71 +40,34 @@ def _kept() -> list[object]:
     return [variables, limits, place, sys.executable]
 
 
-def pycomm(arguments: list[str], cwd: Path, env: dict[str, str], timeout_s: float) -> Any:
-    """As finished() of `python -m pycomm` with these arguments."""
-    if _kept() != _of_server:
-        command = [sys.executable, "-m", "pycomm", *arguments]
-        return finished(command, cwd=cwd, env=env, timeout=timeout_s)
-    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
-        started = _Pycomm(arguments, cwd, env, [out.fileno(), err.fileno()])
-        started.start()
-        started.join(timeout_s)
-        if (status := started.exitcode) is None:
-            started.kill()
-            started.join()
-            raise subprocess.TimeoutExpired(arguments, timeout_s)
-        started.close()
-        texts = [(file.seek(0), file.read())[1] for file in (out, err)]
-    return subprocess.CompletedProcess(arguments, status, *texts)
-
-
-class _Pycomm(context.SpawnProcess):
-    def __init__(
-        self, arguments: list[str], cwd: Path, environment: dict[str, str], streams: list[int]
-    ) -> None:
-        super().__init__()
-        self.arguments, self.cwd = arguments, cwd
-        self.environment, self.streams = environment, streams
-
-    def run(self) -> None:
-        from pycomm.__main__ import main
-
-        os.chdir(self.cwd)
-        tempfile.tempdir = None  # the server's
-        sys.argv = ["pycomm", *self.arguments]
-        sys.exit(main())
-
-
 class _Popen(popen_forkserver.Popen):
     """A child of the server."""
 
     method = "spawn"
 
     def _launch(self, process_obj: Any) -> None:
-        numbers = getattr(process_obj, "streams", (1, 2))
-        environment = getattr(process_obj, "environment", dict(os.environ))
-        streams = [self.duplicate_for_child(number) for number in numbers]
-        super()._launch(_Task(process_obj, _Inherited(environment, streams)))
+        streams = [self.duplicate_for_child(number) for number in (1, 2)]
+        super()._launch(_Task(process_obj, streams))
 
 
 class _Task:
     """A process, pickled behind what it has from the process that spawns it."""
 
-    def __init__(self, started: Any, inherited: "_Inherited") -> None:
-        self._name, self.started, self.inherited = started._name, started, inherited
+    def __init__(self, started: Any, streams: list[int]) -> None:
+        self._name, self.started, self.streams = started._name, started, streams
 
     def __reduce__(self) -> Any:
-        return _second, (self.inherited, self.started)
+        return _second, (_Inherited(self.streams), self.started)
 
 
 class _Inherited:
     """Takes effect where it is unpickled."""
 
-    def __init__(self, *arguments: Any) -> None:
-        self.arguments = arguments
+    def __init__(self, streams: list[int]) -> None:
+        self.streams = streams
 
     def __reduce__(self) -> Any:
-        return _inherit, self.arguments
+        return _inherit, (dict(os.environ), self.streams)
 
 
 def _inherit(environment: dict[str, str], streams: list[int]) -> None:
