@@ -1,7 +1,7 @@
 // One small kernel per kind of mistake, with and without it: the errors that the emulator must
 // report, and correct code that it must accept.
 //
-//     micro NAME good|bad [forward|reverse|random [seed]]
+//     micro NAME good|bad forward|reverse|random SEED ...
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -213,13 +213,17 @@ int run(const std::string& name) {
 }  // namespace
 
 int main(int argc, char** argv) {
-  if (argc < 3) return 2;
-  const std::string order = argc > 3 ? argv[3] : "forward";
+  if (argc < 4) return 2;
   auto& options = emulator::options();
-  options.order = order == "reverse"  ? emulator::Order::reverse
-                  : order == "random" ? emulator::Order::random
-                                      : emulator::Order::forward;
-  if (argc > 4) options.seed = std::strtoull(argv[4], nullptr, 10);
   options.most_spins = 100000;
-  return std::strcmp(argv[2], "bad") == 0 ? run<true>(argv[1]) : run<false>(argv[1]);
+  int status = 0;
+  for (int i = 3; i < argc && status == 0; ++i) {
+    const std::string order = argv[i];
+    options.order = order == "reverse"  ? emulator::Order::reverse
+                    : order == "random" ? emulator::Order::random
+                                        : emulator::Order::forward;
+    if (order == "random" && ++i < argc) options.seed = std::strtoull(argv[i], nullptr, 10);
+    status = std::strcmp(argv[2], "bad") == 0 ? run<true>(argv[1]) : run<false>(argv[1]);
+  }
+  return status;
 }
