@@ -301,9 +301,10 @@ def test_default_counts_and_cores(monkeypatch: Any) -> None:
 
 
 def start_hosts(
-    net: Network, folder: Path, order: list[int], *arguments: str, secret: str = ""
+    net: Network, folder: Path, order: list[int], *arguments: str, secret: str = SECRET
 ) -> list[Any]:
-    """The launchers of two hosts, 1 and 2 ranks, started in this order; by host."""
+    """The launchers of two hosts, 1 and 2 ranks, started in this order; by host. Without a secret
+    each rank imports torch, for its store."""
     meeting = ["--nnodes", "2", "--rdzv-endpoint", f"{net.hosts[0].ipv4()}:29400"]
     started = {
         number: net.hosts[number].start(
@@ -356,7 +357,7 @@ def test_two_launchers_of_a_run_on_one_machine(how: str, tmp_path: Path) -> None
 @pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
 def test_both_hosts_name_the_rank_that_failed(tmp_path: Path) -> None:
     with Network(2, ipv6=False) as net:
-        for process in start_hosts(net, tmp_path, [0, 1], PROGRAM, "fail", "raise"):
+        for process in start_hosts(net, tmp_path, [0, 1], PROGRAM, "fail", "raise", secret=""):
             _, err = process.communicate(timeout=LIMIT_S)
             assert process.returncode == 1, err
             assert re.search(r"the first failure was rank 1 on .*LookupError", err), err

@@ -8,9 +8,13 @@ differs that takes effect only at the start of a process, they are new interpret
 
 import multiprocessing
 import os
+import pickle
 import resource
+import subprocess
 import sys
-from multiprocessing import context, forkserver, popen_forkserver, process
+import tempfile
+from multiprocessing import context, forkserver, popen_forkserver, process, reduction
+from pathlib import Path
 from typing import Any
 
 IMPORTED = ["numpy", "torch", "torch._dynamo", "torch.distributed.nn.functional", "warm"]
@@ -40,37 +44,52 @@ def _kept() -> list[object]:
     return [variables, limits, place, sys.executable]
 
 
+def pycomm(words: list[str], folder: Path, env: dict[str, str], limit_s: float) -> Any:
+    """As finished() of `python -m pycomm`, whose launcher imports torch first of all."""
+    with tempfile.TemporaryDirectory() as outputs:
+        paths = [Path(outputs, name) for name in ("out", "err")]
+        started = context.SpawnProcess(target=_pycomm, args=(words, folder, env, paths))
+        started.start()
+        started.join(limit_s)
+        started.kill()  # if it is not done: its exit status is -9
+        started.join()
+        texts = [path.read_text() for path in paths]
+        return subprocess.CompletedProcess(words, started.exitcode or 0, *texts)
+
+
+def _pycomm(words: list[str], folder: Path, env: dict[str, str], paths: list[Path]) -> None:
+    from pycomm.__main__ import main
+
+    for number, path in enumerate(paths, 1):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), number)
+    os.environ.clear()
+    os.environ.update(env)
+    os.chdir(folder)
+    tempfile.tempdir = None  # the server's
+    sys.exit(main(words))
+
+
 class _Popen(popen_forkserver.Popen):
     """A child of the server."""
 
     method = "spawn"
 
     def _launch(self, process_obj: Any) -> None:
-        streams = [self.duplicate_for_child(number) for number in (1, 2)]
-        super()._launch(_Task(process_obj, streams))
+        super()._launch(_Started(process_obj, [self.duplicate_for_child(n) for n in (1, 2)]))
 
 
-class _Task:
-    """A process, pickled behind what it has from the process that spawns it."""
+class _Started:
+    """Unpickled in the environment and with the output of the process that spawns it."""
 
     def __init__(self, started: Any, streams: list[int]) -> None:
         self._name, self.started, self.streams = started._name, started, streams
 
     def __reduce__(self) -> Any:
-        return _second, (_Inherited(self.streams), self.started)
+        data = bytes(reduction.ForkingPickler.dumps(self.started))
+        return _inherit, (dict(os.environ), self.streams, data)
 
 
-class _Inherited:
-    """Takes effect where it is unpickled."""
-
-    def __init__(self, streams: list[int]) -> None:
-        self.streams = streams
-
-    def __reduce__(self) -> Any:
-        return _inherit, (dict(os.environ), self.streams)
-
-
-def _inherit(environment: dict[str, str], streams: list[int]) -> None:
+def _inherit(environment: dict[str, str], streams: list[int], started: bytes) -> Any:
     descriptors = forkserver.get_inherited_fds()  # type: ignore[attr-defined]  # not in its stub
     for number, place in enumerate(streams, 1):
         os.dup2(descriptors[place], number)
@@ -79,7 +98,4 @@ def _inherit(environment: dict[str, str], streams: list[int]) -> None:
     os.environ.update(environment)
     if (numpy := sys.modules.get("numpy")) is not None:
         numpy.random.seed()  # a new interpreter has its own
-
-
-def _second(_: None, started: Any) -> Any:
-    return started
+    return pickle.loads(started)
