@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from finished import finished
 from paths import ROOT
+from sample import of_the_day
 
 from pycomm.bench.support.netns import Network, missing
 
@@ -44,8 +45,7 @@ def of_several_hosts(line: str) -> bool:
 
 def lines() -> list[str]:
     """The command lines of all examples of one host, one for each word of the first brackets. The
-    word in the second ones makes a program shorter.
-    """
+    word in the second ones makes a program shorter."""
     found = []
     for path in EXAMPLES:
         match = COMMAND.search(docstring(path))
@@ -88,7 +88,7 @@ def check_printed(path: Path, output: str) -> None:
         assert any(re.fullmatch(pattern(line), one) for one in rest), f"{line!r} in {output}"
 
 
-@pytest.mark.parametrize("line", lines())
+@pytest.mark.parametrize("line", of_the_day(lines(), 3))
 def test_example_runs(line: str, tmp_path: Path) -> None:
     done = finished(command(line), cwd=tmp_path, timeout=150)
     assert done.returncode == 0, done.stderr
