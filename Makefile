@@ -48,7 +48,7 @@ build: venv
 	@$(MAKE) --no-print-directory .venv/installed
 
 # By a path file, by which editors and type checkers find the package.
-EDITABLE := $(PY) -m pip install -q --disable-pip-version-check --no-build-isolation \
+EDITABLE := $(PY) -m pip install -q --no-compile --disable-pip-version-check --no-build-isolation \
   --config-settings editable_mode=compat
 # Installs the command `pycomm` and torch's entry points in .venv. With a path file, by which editors
 # find the package, too.
@@ -102,7 +102,8 @@ packages:
 
 # All rows of the tables of which test-full runs some each day, and the tier "nightly".
 TABLES := tests/native/test_mutations.py tests/emulator/test_cuda.py tests/emulator/test_sass.py \
-  tests/repository/test_layers.py tests/cli/test_torch_versions.py tests/torch_backend/test_programs.py
+  tests/repository/test_layers.py tests/cli/test_torch_versions.py tests/torch_backend/test_programs.py \
+  tests/docs/test_examples.py tests/native/test_native.py
 test-nightly: build .venv/programs
 	$(LINT)
 	$(PROGRAMS) nightly
