@@ -35,7 +35,8 @@ class Step:
     Attributes:
         ranks: the records of the ranks that had data.
         kept, kept_after: what all ranks have not sent before and after.
-        window: the steps since the parameters were last equal, this one included."""
+        window: the steps since the parameters were last equal, this one included.
+    """
 
     plan: Plan
     number: int
@@ -84,7 +85,8 @@ def check(plan: Plan, records: list[list[Record]]) -> None:
 
     Args:
         plan: what was trained.
-        records: of each rank."""
+        records: of each rank.
+    """
     steps = steps_of(plan, records)
     for step in steps:
         check_equal(step)

@@ -35,7 +35,8 @@ class Record:
         saved, saved_after: a checkpoint before and after; None: under join.
         gathered: the state of all ranks after the step, on one of the ranks.
         exchange: the one in use.
-        synced: LocalSGD: ranks averaged in this step."""
+        synced: LocalSGD: ranks averaged in this step.
+    """
 
     step: int
     before: Tensors

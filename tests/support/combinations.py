@@ -50,7 +50,8 @@ class Plan:
         overflows: by step: the rank and the parameter that has Inf.
         idle: steps in which no rank uses the part "branch".
         reproducible: of the group.
-        ddp: torch's DistributedDataParallel with a hook, instead of DataParallel."""
+        ddp: torch's DistributedDataParallel with a hook, instead of DataParallel.
+    """
 
     seed: int
     kind: str
@@ -173,7 +174,8 @@ def plan_of(seed: int, *, ddp: bool = False) -> Plan:
 
     Args:
         seed: any number.
-        ddp: draw one for torch's DistributedDataParallel."""
+        ddp: draw one for torch's DistributedDataParallel.
+    """
     draw = random.Random(f"{seed} {ddp}")
     kind = draw.choice(("dgc", "quantize")) if ddp else draw.choices(KINDS, WEIGHTS)[0]
     plan = Plan(seed, kind, ranks=2 if ddp else draw.choice((2, 2, 3, 4)), ddp=ddp)

@@ -55,7 +55,8 @@ class Trained:
         module, model: of the user, and what is called.
         optimizer: of the user.
         stepper: whose step() and zero_grad() a program calls.
-        holder: of the compression's state; None: none."""
+        holder: of the compression's state; None: none.
+    """
 
     module: nn.Module
     model: Any

@@ -24,7 +24,8 @@ def largest(v: Tensor, k: int) -> Tensor:
 class Model:
     """u and v of one parameter for all ranks, and the parameter.
 
-    `sum_convention`: gradients and decay are divided by the number of ranks, the sum is not."""
+    `sum_convention`: gradients and decay are divided by the number of ranks, the sum is not.
+    """
 
     w: Tensor
     ranks: int

@@ -26,7 +26,8 @@ CALL_S = 30.0  # limit of calls
 class ElasticRun:
     """Starts `size` ranks that form an elastic group, and processes that join it.
 
-    Leaving its context kills those that still run."""
+    Leaving its context kills those that still run.
+    """
 
     def __init__(
         self,
@@ -82,7 +83,8 @@ class ElasticRun:
         """The results of these processes, or of all; None of one that was killed.
 
         Raises:
-            AssertionError: one raised, or the time is over."""
+            AssertionError: one raised, or the time is over.
+        """
         wanted = set(names or self.processes)
         while wanted - self.results.keys():
             ready = wait(list(self._running), max(0.0, self._end - time.monotonic()))
@@ -140,7 +142,8 @@ def check_works(group: Group) -> tuple[int, int, list[int], list[int]]:
 
 def die_at(method: str, text: str, after: bool = False) -> None:
     """Lets this process die at its next call of this method of the group's store whose key contains
-    `text`: before the call, or after it."""
+    `text`: before the call, or after it.
+    """
     call = SurvivingStore._call
 
     def call_and_die(store: SurvivingStore, limit_s: float, verb: str, key: str, *rest: Any) -> Any:

@@ -136,7 +136,8 @@ def two_ranks(
     """The results or errors of `body(group)` on two ranks of two simulated hosts, with `relay`
     between.
 
-    In a group of more than `full_mesh` ranks they connect when one first sends to the other."""
+    In a group of more than `full_mesh` ranks they connect when one first sends to the other.
+    """
     store = Forger(relay)
 
     def one(rank: int) -> Any:

@@ -244,7 +244,8 @@ def outcome(name: str, arguments: dict[str, Any]) -> str:
 def failures(group: Group | None, calls: dict[str, Valid]) -> list[str]:
     """The malformed calls that fail; without a group those of a process.
 
-    After those of a function its valid call works, and so does the group."""
+    After those of a function its valid call works, and so does the group.
+    """
     wrong = []
     for name, valid in calls.items():
         for title, arguments in wrong_calls(name, valid, group):

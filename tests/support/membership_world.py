@@ -34,7 +34,8 @@ class Rank:
         group: name and processes by rank; None before it joined.
         state, todo: of the call that runs, and the actions that are left.
         answer: of the last call, as scripts write it; "" while it runs.
-        dies: the action before which it dies."""
+        dies: the action before which it dies.
+    """
 
     number: int
     alive: bool = True
