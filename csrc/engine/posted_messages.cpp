@@ -1,6 +1,7 @@
 #include "engine/posted_messages.h"
 
 #include <algorithm>
+#include <string>
 #include <utility>
 
 #include "core/deadline.h"
@@ -107,7 +108,9 @@ void PostedMessages::end(Message& message) {
 void PostedMessages::fail(const Error& error) {
   const std::lock_guard lock(mutex_);
   while (!messages_.empty()) {
-    messages_.front()->error = std::make_exception_ptr(error);  // each thread gets its own
+    // Copies of an Error share their text, which each thread frees.
+    messages_.front()->error =
+        std::make_exception_ptr(Error(error.kind(), std::string(error.what()), error.fields()));
     end(*messages_.front());
   }
 }
