@@ -172,7 +172,7 @@ void Engine::end_call(const Task* ended) noexcept {
   calls_.end();
   if (ended != nullptr && mailbox_.is_used())
     mailbox_.end_receives(ended, ended->can_be_suspended());
-  if (broken()) {
+  if (posted_.enabled() && broken()) {
     try {
       shutdown_.check_usable();
     } catch (const Error& error) {
@@ -183,17 +183,17 @@ void Engine::end_call(const Task* ended) noexcept {
     heartbeat_due_.store(false, std::memory_order_relaxed);
     exchange_heartbeats();
   }
-  EngineTraffic traffic;
-  traffic.waited = loop_.waited();
+  traffic_ = {};
+  traffic_.waited = loop_.waited();
   for (const Peer& peer : peers_.all()) {
     if (!peer.link) continue;
     const LinkTraffic& one = peer.link->traffic();
-    traffic.frames_sent += one.frames_sent;
-    traffic.payload_sent += one.payload_sent;
-    traffic.bytes_written += one.bytes_written;
-    traffic.bytes_received += one.bytes_received;
+    traffic_.frames_sent += one.frames_sent;
+    traffic_.payload_sent += one.payload_sent;
+    traffic_.bytes_written += one.bytes_written;
+    traffic_.bytes_received += one.bytes_received;
   }
-  traffic_.store(traffic);
+  if (posted_.enabled()) published_.store(traffic_);
 }
 
 bool Engine::heartbeat() noexcept {

@@ -124,7 +124,7 @@ class Engine {
   // From any thread, also during a call.
   Status status() const;
   // From any thread: as of the end of the last call.
-  EngineTraffic traffic() const { return traffic_.load(); }
+  EngineTraffic traffic() const { return posted_.enabled() ? published_.load() : traffic_; }
   // The threads that have messages.
   PostedMessages& posted() { return posted_; }
 
@@ -164,7 +164,8 @@ class Engine {
   ProgressLoop loop_;
   Messenger messenger_;
   std::atomic<bool> heartbeat_due_{false};  // heartbeat() was called during a call
-  Published<EngineTraffic> traffic_;        // as of the end of the last call
+  EngineTraffic traffic_;                   // as of the end of the last call
+  Published<EngineTraffic> published_;      // the same, with thread_multiple
   std::vector<std::byte> scratch_;
 };
 

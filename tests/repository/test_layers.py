@@ -202,7 +202,7 @@ BUDGETS = {
     "csrc/cuda": 5478,
     "csrc/device": 1553,
     "csrc/device_group": 2025,
-    "csrc/engine": 4133,
+    "csrc/engine": 4134,
     "csrc/group": 3219,
     "csrc/kernels": 3707,
     "csrc/os": 1695,
@@ -227,7 +227,7 @@ BUDGETS = {
     "tests/unit": 6062,
     "tools": 1743,
 }
-IN_ALL = 149_878
+IN_ALL = 149_879
 LONGEST_FILE = 500
 MOST_VARIABLES = 10
 # Set by setup.py for the compiler, and by pycomm's launchers for their ranks: not for users.
