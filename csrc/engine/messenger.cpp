@@ -264,6 +264,11 @@ class AgreeOnMessages final : public ExchangeMessages {
   std::vector<std::pair<uint64_t, size_t>> sent_;  // the arrival of the answer, and the index
 };
 
+// What errors and heartbeats of this rank report.
+transport::Header reported(const MessageRequest& one) {
+  return one.sends ? one.signature : answer_of(one.signature);
+}
+
 }  // namespace
 
 void Messenger::send(int to, const transport::Header& signature, transport::ConstBytes bytes,
@@ -284,7 +289,7 @@ Message Messenger::await(int& from, const transport::Header& wanted, transport::
 
 int Messenger::receive(int from, const transport::Header& signature, transport::Bytes into,
                        const Deadline& deadline) {
-  const Message message = await(from, signature, into, signature, deadline);
+  const Message message = await(from, signature, into, answer_of(signature), deadline);
   accept(from, message, signature, into, deadline);
   return from;
 }
@@ -294,7 +299,7 @@ bool Messenger::receive_any(std::span<const Awaited> receives, Received& receive
                             const Deadline& deadline) {
   ReceiveMessage task(dispatcher_, mailbox_, receives, true);
   try {
-    engine_.run(task, receives[received.index].signature, deadline);
+    engine_.run(task, answer_of(receives[received.index].signature), deadline);
   } catch (const Mismatch&) {  // no message can arrive for this one
     received.index = task.index();
     throw;
@@ -318,7 +323,7 @@ void Messenger::exchange(std::span<const MessageRequest> messages, MessageProgre
                          const Deadline& deadline) {
   if (messages.empty()) return;
   ExchangeMessages task(dispatcher_, mailbox_, messages, progress);
-  engine_.run(task, messages.front().signature, deadline);
+  engine_.run(task, reported(messages.front()), deadline);
   for (const auto& [mine, theirs] : task.refused())
     if (is_agreement(theirs)) send(mine.from, answer_of(mine.signature), {}, deadline);
   if (task.refused().empty()) return;
@@ -361,7 +366,7 @@ void Messenger::agree(std::span<const MessageRequest> messages, std::vector<size
                       const Deadline& deadline) {
   AgreeOnMessages task(dispatcher_, mailbox_, messages);
   try {
-    engine_.run(task, messages.front().signature, deadline);
+    engine_.run(task, reported(messages.front()), deadline);
   } catch (const Mismatch&) {  // a peer is in another call
     agreed = task.agreed();
     throw;

@@ -343,6 +343,34 @@ def test_call_times_out_and_names_the_missing_rank() -> None:
     assert "rank 0" in str(error)
 
 
+CALLS: dict[str, Callable[[Any, Any], Any]] = {
+    "all_reduce": lambda x, given: pycomm.all_reduce(x, **given),
+    "broadcast": lambda x, given: pycomm.broadcast(x, 0, **given),
+    "barrier": lambda x, given: pycomm.barrier(**given),
+    "send": lambda x, given: pycomm.send(x, 0, **given),
+    "recv": lambda x, given: pycomm.recv(x, 0, **given),
+    "recv, asynchronous": lambda x, given: pycomm.recv(x, 0, async_op=True, **given).wait(),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_timeout_names_the_call(call: str) -> None:
+    over, verb = threading.Event(), call.partition(",")[0]
+
+    def fn(group: Group) -> Any:
+        if group.rank == 0:
+            return over.wait(20)
+        x = np.ones(1 << 22)  # more than a connection holds
+        with pytest.raises(errors.Timeout) as caught:
+            CALLS[call](x, {"group": group, "timeout_s": 0.3})
+        over.set()
+        return caught.value
+
+    _, error = run_ranks(2, fn)
+    assert error.op == verb
+    assert str(error).startswith(f"{verb}: Timed out after 0.3")
+
+
 def store_of_torch() -> Any:
     """A store that is implemented in Python."""
     from torch.distributed import HashStore
