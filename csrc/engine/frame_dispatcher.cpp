@@ -162,10 +162,11 @@ bool FrameDispatcher::contradicts_call(const transport::Header& heartbeat) const
 
 std::optional<Message> FrameDispatcher::take_message(Awaited& receive) {
   if (auto message = mailbox_.take(receive)) return message;
-  for (int peer = 0; peer < peers_.size(); ++peer)
-    if (receive.from == kAnyPeer || receive.from == peer) do
-        poll(peer);
-      while (sets_aside(peer));
+  for (int peer = 0; peer < peers_.size(); ++peer) {
+    if (receive.from != kAnyPeer && receive.from != peer) continue;
+    poll(peer);
+    while (sets_aside(peer)) poll(peer);
+  }
   return mailbox_.take(receive);
 }
 

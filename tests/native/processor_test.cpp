@@ -1,8 +1,11 @@
-// Values that other threads read during a write, ranks that leave each other's processor, and what
-// wakes them.
+// Values that other threads read during a write, ranks that leave each other's processor, what
+// wakes them, and the end of a process.
 #include "os/processor.h"
 
 #include <sched.h>
+#include <signal.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
 #include <array>
 #include <atomic>
@@ -15,6 +18,7 @@
 
 #include "core/atomic_words.h"
 #include "harness.h"
+#include "os/process.h"
 #include "os/socket.h"
 #include "os/wake_event.h"
 #include "ranks.h"
@@ -252,6 +256,24 @@ const Test kWoken("one event wakes a rank for all its channels in shared memory"
     pairs[1].b->close({});
     expect_woken(false, "this end closed");
   }
+});
+
+const Test kProcess("objects for one process share a descriptor, and notice its end", [] {
+  const pid_t child = ::fork();
+  if (child == 0) {
+    ::pause();
+    ::_exit(0);
+  }
+  Process first(child), second(child);
+  expect_equal(first.descriptor(), second.descriptor(), "descriptors");
+  expect(!first.look(), "it lives");
+  ::kill(child, SIGKILL);
+  expect(poll_one(first.descriptor(), POLLIN, 10s) != 0, "its end");
+  Process late(child);  // as if another process had its id now
+  expect(late.descriptor() != first.descriptor(), "a descriptor of its own");
+  for (Process* one : {&first, &second, &late}) expect(one->look(), "it ended");
+  ::waitpid(child, nullptr, 0);
+  expect(Process(child).ended(), "no such process");
 });
 
 }  // namespace

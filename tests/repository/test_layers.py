@@ -202,7 +202,7 @@ BUDGETS = {
     "csrc/cuda": 5478,
     "csrc/device": 1553,
     "csrc/device_group": 2025,
-    "csrc/engine": 4134,
+    "csrc/engine": 4140,
     "csrc/group": 3219,
     "csrc/kernels": 3707,
     "csrc/os": 1695,
@@ -219,15 +219,15 @@ BUDGETS = {
     "tests/cli": 2442,
     "tests/devices": 3696,
     "tests/emulator": 7828,
-    "tests/native": 15788,
-    "tests/ranks": 9378,
+    "tests/native": 15814,
+    "tests/ranks": 9406,
     "tests/reliability": 5171,
     "tests/support": 6072,
     "tests/torch_backend": 4105,
     "tests/unit": 6062,
     "tools": 1743,
 }
-IN_ALL = 149_879
+IN_ALL = 149_939
 LONGEST_FILE = 500
 MOST_VARIABLES = 10
 # Set by setup.py for the compiler, and by pycomm's launchers for their ranks: not for users.
