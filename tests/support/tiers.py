@@ -41,7 +41,10 @@ FILES = {
 SLOW = {
     "test_layers": ["test_every_header_compiles_alone"],
     "test_malformed_calls": ["test_malformed_states"],
-    "test_membership": ["test_every_order_after_the_first_rank_stopped"],
+    "test_membership": [
+        *("test_every_order_after_deaths", "test_every_order_after_the_first_rank_stopped"),
+    ],
+    "test_update_options": ["test_convergence_is_near_that_of_dense_adamw"],
 }
 
 
