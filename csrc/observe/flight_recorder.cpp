@@ -164,11 +164,10 @@ CallRecord& FlightRecorder::slot(uint64_t call) {
 // read of `begun` and is not next to be overwritten. So `begun` is stored after the record, and the
 // next record after `begun`.
 uint64_t FlightRecorder::begin(const CallRecord& record) {
-  const uint64_t call = head_.begun;
   StdAtomics::release_fence();
-  slot(call) = record;
-  __atomic_store_n(&head_.begun, call + 1, __ATOMIC_RELEASE);
-  return call;
+  slot(head_.begun) = record;
+  __atomic_store_n(&head_.begun, head_.begun + 1, __ATOMIC_RELEASE);
+  return head_.begun - 1;
 }
 
 void FlightRecorder::end_record(CallRecord& record, const Totals& totals, bool failed) {

@@ -79,8 +79,7 @@ void expect_little(const std::string& transport, long listeners) {
     const auto look = [&](const std::string& when) {
       const long wanted = sockets_before + kSize * listeners + 2 * static_cast<long>(pairs.size());
       expect_equal(settled(wanted, sockets), wanted, "sockets " + when);
-      const long polled = transport == "tcp" ? 0 : 2 * static_cast<long>(pairs.size());
-      const long now = ranks::descriptors() - before - (sockets() - sockets_before) - polled;
+      const long now = ranks::descriptors() - before - (sockets() - sockets_before);
       if (others == 0) others = now;
       expect(now <= 4L * kSize, std::to_string(now) + " other descriptors " + when);
       expect_equal(now, others, "other descriptors " + when);

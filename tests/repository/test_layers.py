@@ -195,7 +195,7 @@ MAY_SEE_ENVIRONMENT = [
 # that have no row. A change that adds lines deletes as many; one that deletes lowers the row.
 BUDGETS = {
     "benchmarks": 6848,
-    "csrc": 4300,
+    "csrc": 4299,
     "csrc/bindings": 5077,
     "csrc/codec": 1677,
     "csrc/collectives": 1934,
@@ -219,7 +219,7 @@ BUDGETS = {
     "tests/cli": 2442,
     "tests/devices": 3696,
     "tests/emulator": 7828,
-    "tests/native": 15814,
+    "tests/native": 15813,
     "tests/ranks": 9406,
     "tests/reliability": 5171,
     "tests/support": 6075,
@@ -227,7 +227,7 @@ BUDGETS = {
     "tests/unit": 6062,
     "tools": 1743,
 }
-IN_ALL = 149_942
+IN_ALL = 149_940
 LONGEST_FILE = 500
 MOST_VARIABLES = 10
 # Set by setup.py for the compiler, and by pycomm's launchers for their ranks: not for users.
