@@ -57,7 +57,7 @@ def measure(ranks: int, groups: int, many: int) -> list[dict[str, Any]]:
     context.set_forkserver_preload(LOADED)
     ports = [free_port() for _ in range(len(BACKENDS) * groups + 1)]
     children = [Child(context, _main, rank, ranks, ports, many) for rank in range(ranks)]
-    found = [child.receive("found") for child in children]
+    found = [child.receive("found", 10 * LIMIT_S) for child in children]
     for child in children:
         child.end()
     rows = []

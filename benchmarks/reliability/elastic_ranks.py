@@ -130,14 +130,14 @@ class Child:
         self.process.start()
         theirs.close()
 
-    def receive(self, kind: str) -> Any:
+    def receive(self, kind: str, limit_s: float = LIMIT_S) -> Any:
         """Its next answer of that kind; others are dropped."""
-        end = time.monotonic() + LIMIT_S
+        end = time.monotonic() + limit_s
         while self.pipe.poll(max(0.0, end - time.monotonic())):
             found, value = checked(self.pipe.recv())
             if found == kind:
                 return value
-        raise RuntimeError(f"a rank did not answer {kind} within {LIMIT_S} s")
+        raise RuntimeError(f"a rank did not answer {kind} within {limit_s} s")
 
     def kill(self) -> float:
         """Kills it; returns when, in seconds of time.monotonic()."""
