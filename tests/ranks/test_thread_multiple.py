@@ -280,9 +280,9 @@ def test_the_group_ends_while_threads_wait(transport: str, ends: str) -> None:
 
 def dies(group: Group) -> list[str]:
     if group.rank == 1:
-        pycomm.send(np.ones(1), 0, tag=9, group=group)
+        pycomm.recv(np.empty(1), 0, tag=9, group=group)  # rank 0 has formed the group
         os.kill(os.getpid(), signal.SIGKILL)
-    pycomm.recv(np.empty(1), 1, tag=9, group=group)
+    pycomm.send(np.ones(1), 1, tag=9, group=group)
     seen = together(
         lambda: outcome(lambda: pycomm.all_reduce(np.ones(SMALL), group=group)),
         lambda: outcome(lambda: pycomm.barrier(group=group)),
