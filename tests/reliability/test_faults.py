@@ -271,9 +271,7 @@ def test_status_reports_each_rank_current_call() -> None:
     assert peer["bytes_written"] >= 32
     assert peer["bytes_received"] >= 32
     assert 0 <= peer["last_seen_s"] < time.monotonic() - started
-    assert peer["current_call"].startswith(
-        "inside call 2, send(float64, count 1"
-    )  # as its receiver
+    assert peer["current_call"].startswith("inside call 2, recv(float64, count 1")
 
 
 def test_run_ranks_raises_the_cause_although_a_consequence_came_first() -> None:
