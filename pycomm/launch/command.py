@@ -359,7 +359,7 @@ def _is_first(options: argparse.Namespace) -> bool:
     options.held = socket.socket(socket.AF_UNIX)
     try:
         options.held.bind(f"\0pycomm-launch-{options.rdzv_endpoint.rpartition(':')[2]}")
-    except OSError as error:
+    except OSError as error:  # another launcher has it, or a failure, raised again
         options.held.close()
         if error.errno != errno.EADDRINUSE:
             raise

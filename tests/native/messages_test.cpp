@@ -19,6 +19,7 @@
 #include "core/message_progress.h"
 #include "engine/engine.h"
 #include "harness.h"
+#include "numbered.h"
 #include "played_channels.h"
 #include "ranks.h"
 #include "transport/frame.h"
@@ -28,23 +29,6 @@ namespace {
 using namespace pycomm;
 using namespace pycomm::group;
 using namespace ranks;
-
-Array numbers(size_t count, int seed) {
-  Array array(Dtype::int64, count);
-  array.fill([&](size_t i) { return element(seed, i); });
-  return array;
-}
-
-void send(Group& group, size_t count, int seed, int peer, uint32_t tag) {
-  Array array = numbers(count, seed);
-  group.run(message(Operation::send, array, peer, tag));
-}
-
-void receive(Group& group, size_t count, int seed, int peer, uint32_t tag) {
-  Array array(Dtype::int64, count);
-  group.run(message(Operation::recv, array, peer, tag));
-  expect(array == numbers(count, seed), "message " + std::to_string(seed) + " is wrong");
-}
 
 const ByGroups kMessages("messages are kept by tag, in order, until they are received", 3,
                          [](Group& group) {

@@ -13,6 +13,7 @@
 
 #include "calls.h"
 #include "harness.h"
+#include "numbered.h"
 #include "ranks.h"
 
 namespace {
@@ -29,23 +30,6 @@ void run_threads(World& world, const std::function<void(Group&)>& body) {
 void run_threads(int size, const std::string& by, const std::function<void(Group&)>& body) {
   World world{.size = size, .transport = by};
   run_threads(world, body);
-}
-
-Array numbers(size_t count, int seed) {
-  Array array(Dtype::int64, count);
-  array.fill([&](size_t i) { return element(seed, i); });
-  return array;
-}
-
-void send(Group& group, size_t count, int seed, int peer, uint32_t tag) {
-  Array array = numbers(count, seed);
-  group.run(message(Operation::send, array, peer, tag));
-}
-
-void receive(Group& group, size_t count, int seed, int peer, uint32_t tag) {
-  Array array(Dtype::int64, count);
-  group.run(message(Operation::recv, array, peer, tag));
-  expect(array == numbers(count, seed), "message " + std::to_string(seed) + " is wrong");
 }
 
 // An all_reduce of as many numbers, over links.

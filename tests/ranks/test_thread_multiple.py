@@ -41,7 +41,7 @@ def outcome(call: Callable[[], Any]) -> Any:
     """The result of the call, or its error."""
     try:
         return call()
-    except errors.Error as error:
+    except errors.Error as error:  # compared by the test
         return error
 
 
@@ -315,7 +315,7 @@ INTERRUPTED = """
         waits.set()
         try:
             first.wait()
-        except errors.Error:
+        except errors.Error:  # the group was aborted
             over.set()
 
     waits, over = threading.Event(), threading.Event()
@@ -335,7 +335,7 @@ INTERRUPTED = """
     threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
     try:
         {CALL}
-    except KeyboardInterrupt:
+    except KeyboardInterrupt:  # as expected
         print("interrupted")
     group.abort("enough")
     over.set()
@@ -369,7 +369,7 @@ def test_init_rejects_the_option_if_the_group_exists_without_it() -> None:
         pycomm.init()
         try:
             pycomm.init(thread_multiple=True)
-        except pycomm.errors.InvalidArgument as error:
+        except pycomm.errors.InvalidArgument as error:  # compared by the test
             print(error)
     """
     done = subprocess.run(

@@ -151,7 +151,7 @@ def test_collectives_in_different_orders(equal: bool) -> None:
         called.set()
         try:
             work.wait()
-        except Error as error:
+        except Error as error:  # compared by the test
             return error
         return float(x[0])
 
