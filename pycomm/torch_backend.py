@@ -166,7 +166,7 @@ def create(options: _DistributedBackendOptions, backend_options: object) -> comp
     shared = _engine_of_init(options)
     if shared is None:
         return _form(options, ours, default_group.register_core)
-    _inherited(ours, shared)
+    _inherited(ours, config.environment().encrypt, shared)
     backend: compiled.Backend = _module().Backend(
         shared._capsule(), options.store, ours, False, None
     )
@@ -219,7 +219,7 @@ def _reconfigurable(
     options: _DistributedBackendOptions, ours: compiled.Options
 ) -> compiled.ReconfigurableBackend:
     """A backend without ranks, which reconfigure() connects."""
-    inherited = _inherited(ours, None)
+    inherited = _inherited(ours, config.environment().encrypt)
 
     def connect(
         store: _core.Store, name: str, rank: int, size: int, timeout_s: float
@@ -317,7 +317,7 @@ def _form(
     is so for all of its ranks or for none.
     """
     timeout, place = ours._timeout, config.environment()
-    inherited = _inherited(ours, None)
+    inherited = _inherited(ours, place.encrypt)
     store = rendezvous.TorchStore(options.store, place.secret)
     parent = _engine_of_world() if options.global_ranks_in_group else None
     core = _connect(store, options, timeout, inherited, place, parent)
@@ -342,11 +342,13 @@ def _options(given: object, timeout: timedelta) -> compiled.Options:
     return ours
 
 
-def _inherited(ours: compiled.Options, shared: _core.Group | None) -> dict[str, bool]:
+def _inherited(
+    ours: compiled.Options, encrypt: bool, shared: _core.Group | None = None
+) -> dict[str, bool]:
     """What a new group has as its options say, else as the default group: so a subgroup of an
     encrypted group is never unencrypted by accident.
     """
-    inherited = {"encrypt": config.environment().encrypt, "thread_multiple": False}
+    inherited = {"encrypt": encrypt, "thread_multiple": False}
     for name in inherited:
         given = getattr(ours, name)
         if shared is not None and given not in (None, default_group.core_has(shared, name)):

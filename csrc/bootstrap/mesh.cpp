@@ -148,8 +148,7 @@ class MeshBuilder {
     std::memcpy(&mesh.id, digest.data(), sizeof mesh.id);
     for (const RankInfo& info : infos_) {
       const bool visible = on_one_machine(info, info_) && info.pid_space == info_.pid_space;
-      mesh.members.push_back(
-          {info.host, info.pid, "self", visible, visible ? os::start_time(info.pid) : 0});
+      mesh.members.push_back({info.host, info.pid, "self", visible, visible ? info.started : 0});
       mesh.hosts.push_back(info.host_id);
     }
     return mesh;

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <array>
+#include <atomic>
 #include <charconv>
 #include <fstream>
 #include <sstream>
@@ -12,6 +13,7 @@
 #include "core/errors.h"
 #include "core/sha256.h"
 #include "os/fd.h"
+#include "os/process.h"
 #include "os/random.h"
 
 namespace pycomm::bootstrap {
@@ -21,11 +23,16 @@ constexpr size_t kMaxInfoBytes = 4096;
 // In a host_id, precedes the name of a simulated host.
 constexpr char kSimulatedHost = '/';
 
+std::string read_boot_id() {
+  std::string boot;
+  std::ifstream("/proc/sys/kernel/random/boot_id") >> boot;
+  return boot;
+}
+
 // Boot id and network namespace: two containers on one machine are two hosts unless they share
 // both.
 std::string host_identity() {
-  std::string boot;
-  std::ifstream("/proc/sys/kernel/random/boot_id") >> boot;
+  static const std::string boot = read_boot_id();
   struct stat space{};
   if (::stat("/proc/self/ns/net", &space) != 0 || boot.empty())
     return "unknown-" + os::random_name();
@@ -35,6 +42,17 @@ std::string host_identity() {
 std::string host_name() {
   std::array<char, 256> name{};
   return ::gethostname(name.data(), name.size() - 1) == 0 ? name.data() : "unknown";
+}
+
+// Of this process. The kernel needs longer for it than for all else in a rank info.
+int64_t own_start_time() {
+  static std::atomic<int64_t> pid{0}, started{0};  // a forked child has another pid
+  const auto own = static_cast<int64_t>(::getpid());
+  if (pid.load() != own) {
+    started = os::start_time(own);
+    pid = own;
+  }
+  return started;
 }
 
 std::string with_length(const std::string& text) {
@@ -79,6 +97,7 @@ RankInfo own_rank_info(const std::string& host) {
   static const std::string name = os::random_name();
   RankInfo info;
   info.pid = ::getpid();
+  info.started = own_start_time();
   info.process = name + "-" + std::to_string(info.pid);
   info.host_id = host_identity() + (host.empty() ? "" : kSimulatedHost + host);
   info.host = host.empty() ? host_name() : host;
@@ -99,11 +118,11 @@ bool on_one_machine(const RankInfo& a, const RankInfo& b) {
 }
 
 std::string encode(const RankInfo& info) {
-  std::string text = "pycomm-6\n";
+  std::string text = "pycomm-7\n";
   for (const std::string& field :
-       {info.process, info.host_id, info.host, std::to_string(info.pid), info.pid_space,
-        info.options, info.token, info.shm, info.tcp, info.memory, info.heap, info.most_descriptors,
-        info.descriptors, encode(info.tuned)})
+       {info.process, info.host_id, info.host, std::to_string(info.pid),
+        std::to_string(info.started), info.pid_space, info.options, info.token, info.shm, info.tcp,
+        info.memory, info.heap, info.most_descriptors, info.descriptors, encode(info.tuned)})
     text += field + "\n";
   return text;
 }
@@ -121,7 +140,7 @@ std::string digest_of(const std::vector<RankInfo>& infos) {
 
 RankInfo decode_rank_info(const std::string& text) {
   check(text.size() <= kMaxInfoBytes, "a rank info is too long");
-  std::array<std::string, 15> fields;
+  std::array<std::string, 16> fields;
   size_t begin = 0;
   for (std::string& field : fields) {
     const size_t end = text.find('\n', begin);
@@ -129,16 +148,13 @@ RankInfo decode_rank_info(const std::string& text) {
     field = text.substr(begin, end - begin);
     begin = end + 1;
   }
-  check(begin == text.size() && fields[0] == "pycomm-6",
+  check(begin == text.size() && fields[0] == "pycomm-7",
         "a rank info is from another version of pycomm");
-  RankInfo info{fields[1],  fields[2],
-                fields[3],  0,
-                fields[5],  fields[6],
-                fields[7],  fields[8],
-                fields[9],  fields[10],
-                fields[11], fields[12],
-                fields[13], decode_tuned(fields[14])};
+  RankInfo info{fields[1],  fields[2],  fields[3],  0,          0,
+                fields[6],  fields[7],  fields[8],  fields[9],  fields[10],
+                fields[11], fields[12], fields[13], fields[14], decode_tuned(fields[15])};
   info.pid = static_cast<int64_t>(number_in(fields[4]));
+  info.started = static_cast<int64_t>(number_in(fields[5]));
   check(info.pid > 0, "a rank info has no process id");
   for (const std::string& number :
        {info.memory, info.heap, info.most_descriptors, info.descriptors})

@@ -20,6 +20,7 @@ struct RankInfo {
   std::string host_id;  // equal for ranks of one host and network namespace
   std::string host;     // host name
   int64_t pid = 0;
+  int64_t started = 0;    // as Member::started, if its process id is visible
   std::string pid_space;  // equal for ranks that share a pid namespace
   std::string options;
   std::string token;                     // rank 0's: unique to the group

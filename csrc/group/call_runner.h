@@ -39,7 +39,7 @@ class CallRunner {
     thresholds_ = collectives::adapted(thresholds_, info_.size, round_trip);
   }
 
-  const shared::SharedMemoryRegion* region() const { return region_.get(); }
+  shared::SharedMemoryRegion* region() const { return region_.get(); }
 
  private:
   bool shares_one_host() const { return region_ && info_.host_count == 1; }

@@ -33,7 +33,8 @@ engine::EngineOptions engine_options(const ConnectOptions& options, const bootst
     engine.names.push_back(bootstrap::name_of(static_cast<int>(i), mesh.members[i]));
   const auto here = std::ranges::count(mesh.hosts, mesh.hosts[static_cast<size_t>(options.rank)]);
   // Spin only if each rank has a processor: otherwise spinning delays the awaited rank.
-  if (here <= static_cast<long>(std::thread::hardware_concurrency())) engine.spin = kSpin;
+  static const auto processors = static_cast<long>(std::thread::hardware_concurrency());
+  if (here <= processors) engine.spin = kSpin;
   // Threads of one process fail together and need no heartbeat.
   const bool alone = std::ranges::all_of(mesh.members, [](const Member& member) {
     return member.transport == "self" || member.transport == "local";

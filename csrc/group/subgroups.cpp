@@ -2,11 +2,13 @@
 #include <algorithm>
 #include <array>
 #include <cstddef>
+#include <optional>
 #include <utility>
 
 #include "core/sha256.h"
 #include "group/connect.h"
 #include "group/host_group.h"
+#include "group/parent_store.h"
 
 namespace pycomm::group {
 
@@ -155,7 +157,10 @@ std::shared_ptr<Group> HostGroup::connect_part(rendezvous::Store& store, Connect
   options.open_key = options_.open_key;
   options.tuned = options_.tuned;
   const std::string keys = std::to_string(id_) + "/" + options.name;
-  auto part = connect(store, std::move(options), {}, keys);
+  shared::SharedMemoryRegion* const region = runner_.region();
+  std::optional<ParentStore> shared;
+  if (region != nullptr && region->size() == info_.size) shared.emplace(store, *region);
+  auto part = connect(shared ? *shared : store, std::move(options), {}, keys);
   const std::lock_guard lock(mutex_);
   ++parts_[name];
   return part;

@@ -4,6 +4,7 @@
 
 #include <pthread.h>
 #include <sys/resource.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -26,6 +27,9 @@ constexpr size_t kBits = 64;
 
 std::array<std::atomic<uint64_t>, kMostDescriptors / kBits> registered{};
 std::atomic<size_t> words_used{0};
+
+// If so many descriptors are left, their exact number does not matter.
+constexpr size_t kPlenty = 256;
 
 uint64_t bit(int fd) { return uint64_t{1} << (static_cast<size_t>(fd) % kBits); }
 
@@ -60,12 +64,18 @@ void Fd::close() const {
   ::close(fd_);
 }
 
-// Counts the numbers below the limit: descriptors from before it was lowered may have larger ones.
 DescriptorLimit descriptor_limit() {
   constexpr size_t kUnknown = std::numeric_limits<size_t>::max();
   rlimit limit{};
   if (::getrlimit(RLIMIT_NOFILE, &limit) != 0) return {kUnknown, kUnknown};
   const auto most = static_cast<size_t>(limit.rlim_cur);
+  // Since Linux 6.2 the size of the directory is the number of descriptors; before, it is 0.
+  struct stat directory{};
+  if (::stat("/proc/self/fd", &directory) == 0 && directory.st_size > 0) {
+    const auto numbers = static_cast<size_t>(directory.st_size);
+    if (numbers + kPlenty <= most) return {most, most - numbers};
+  }
+  // Numbers above the limit are from before it was lowered, and do not count.
   std::error_code error;
   size_t open = 0;
   std::filesystem::directory_iterator at("/proc/self/fd", error);

@@ -52,8 +52,8 @@ class Fd {
   unsigned forks_at_creation_ = forks();
 };
 
-// How many descriptors this process may have, and how many of them are not open. Both are the
-// largest number if the system does not tell.
+// How many descriptors this process may have, and how many of them are at least not open. Both are
+// the largest number if the system does not tell.
 struct DescriptorLimit {
   size_t most, left;
 };

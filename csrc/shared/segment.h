@@ -3,7 +3,7 @@
 //
 // Work is numbered by tickets: one per chunk of each call, the same numbers on all ranks, never
 // reused. Ticket t uses slot t % kSlots of every segment. Only its owner writes a segment, except
-// `sleeps`.
+// `sleeps` and `values_changed`.
 #pragma once
 
 #include <array>
@@ -25,6 +25,18 @@ inline constexpr size_t kTinyBytes = 48;
 
 // Its version is the flag beside it.
 using SharedHeader = AtomicWords<transport::Header>;
+
+// A small value for the other ranks, by its key: group/parent_store.h. They read it at any time,
+// also while another call runs, or after the group broke.
+struct alignas(64) SharedValue {
+  struct Content {
+    uint64_t key_bytes, bytes;
+    std::array<char, 2032> text;  // the key, then the value
+  };
+  std::atomic<uint64_t> hash;  // of the key; 0: the place is free
+  Published<Content> content;
+};
+inline constexpr size_t kSharedValues = 8;
 
 struct Segment {
   // If the flag is t + 1, all data of ticket t is visible.
@@ -50,6 +62,8 @@ struct Segment {
   Begun begun;
   alignas(64) Flag<> done;         // all lower tickets were read: their slots are free
   alignas(64) SleepFlag<> sleeps;  // wake the owner when a flag changes
+  alignas(64) std::atomic<uint32_t> values_changed;  // counts values that others published
+  std::array<SharedValue, kSharedValues> values;
   alignas(4096) std::array<std::array<std::byte, kSlotBytes>, kSlots> slots;
 };
 

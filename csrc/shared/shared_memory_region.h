@@ -3,6 +3,7 @@
 #pragma once
 
 #include <array>
+#include <atomic>
 #include <cstdint>
 #include <memory>
 #include <utility>
@@ -73,6 +74,8 @@ class SharedMemoryRegion {
   OnlineTuner& store_tuner(size_t bytes) {
     return stores_[bytes < (size_t{256} << 10) ? 0 : bytes < (size_t{4} << 20) ? 1 : 2];
   }
+  // The places of the own segment's values that are in use, one bit each. Any thread may change it.
+  std::atomic<uint32_t> used_values{0};
   // Since the group was created: bytes that this rank wrote for peers, and read from theirs.
   uint64_t bytes_sent = 0, bytes_received = 0;
 

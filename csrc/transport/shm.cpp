@@ -159,7 +159,6 @@ class Shm final : public SocketTransport {
 std::unique_ptr<SocketTransport> make_shm(size_t ring_bytes, size_t memory_bytes, std::string& why,
                                           std::shared_ptr<os::SharedHeap> heap) {
   try {
-    (void)os::make_shared_memory(os::RingMemory::file_bytes(ring_bytes));
     return std::make_unique<Shm>(ring_bytes, memory_bytes, std::move(heap));
   } catch (const Error& error) {
     why = error.what();

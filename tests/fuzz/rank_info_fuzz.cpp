@@ -39,6 +39,6 @@ void read_address(const std::string& text) {
 void fuzz::one(Input input) {
   const std::string text = text_of(input);
   read_info(text);
-  read_info("pycomm-6\n" + text);
+  read_info("pycomm-7\n" + text);
   read_address(text);
 }

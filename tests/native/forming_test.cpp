@@ -394,7 +394,7 @@ const Test kNote("rank info has one encoding, and no other text is accepted", []
   refused("1048576\n", "1048576\n\n");
   refused("1048576\n", "1048576\nx");
   refused("1048576\n", "1048576");
-  refused("pycomm-6", "pycomm-5");
+  refused("pycomm-7", "pycomm-6");
 });
 
 }  // namespace

@@ -4,6 +4,7 @@
 
 #include <sched.h>
 #include <signal.h>
+#include <sys/prctl.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -259,9 +260,10 @@ const Test kWoken("one event wakes a rank for all its channels in shared memory"
 });
 
 const Test kProcess("objects for one process share a descriptor, and notice its end", [] {
-  const pid_t child = ::fork();
+  const pid_t parent = ::getpid(), child = ::fork();
   if (child == 0) {
-    ::pause();
+    ::prctl(PR_SET_PDEATHSIG, SIGKILL);  // it ends also if an expectation below fails
+    if (::getppid() == parent) ::pause();
     ::_exit(0);
   }
   Process first(child), second(child);

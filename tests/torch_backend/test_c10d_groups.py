@@ -73,15 +73,20 @@ def test_two_hundred_groups_need_four_descriptors_each() -> None:
 
 
 @in_processes(3)
-def test_a_later_group_stores_the_rank_infos_alone() -> None:
-    """No secret and no count: its key, and names in the store, derive from the default group's."""
-    dist.barrier()
-    before = _store().num_keys()
-    dist.barrier()
-    part = dist.new_group()
-    dist.barrier()
-    assert _store().num_keys() - before == 3
-    _sum_of_ranks(part, [0, 1, 2])
+def test_a_later_group_of_one_host_needs_no_store() -> None:
+    """Not even for a secret or a count: its key and name derive from the default group's. A rank
+    that comes more than 100 ms late finds the others' infos in the store, too."""
+    stored = []
+    for _ in range(10):
+        dist.barrier()
+        before = _store().num_keys()
+        dist.barrier()
+        part = dist.new_group()
+        dist.barrier()
+        stored.append(_store().num_keys() - before)
+        _sum_of_ranks(part, [0, 1, 2])
+    assert min(stored) == 0
+    assert max(stored) <= 3
 
 
 @in_processes(2)
