@@ -85,7 +85,7 @@ def rows(lists: tuple[list[Any], ...], /) -> tuple[Any, Any, tuple[str, ...], in
 def share_memory(written: Sequence[tuple[int, int]], read: Sequence[tuple[int, int]], /) -> bool:
     """Whether written memory overlaps other memory, in tables of (address, bytes)."""
 
-# The CPU kernels, with the arguments of csrc/bindings/kernels.h.
+# The CPU kernels of csrc/kernels/device_kernels.h, with arguments as csrc/bindings/kernels.h says.
 kernels: Any
 
 def read_packet_header(address: int, nbytes: int, /) -> tuple[int, int, str, str]: ...
@@ -114,7 +114,7 @@ def read_group_headers(
     heads: int, offsets: Sequence[int], sizes: Sequence[int], /
 ) -> list[tuple[int, int, int]]: ...
 def read_group_indices(
-    counts: tuple[int, int], group: int, packets: tuple[int, int], indices: int, /
+    counts: tuple[int, int], group: int, packets: tuple[int, int], indices: int, /, *unused: int
 ) -> None: ...
 def decode_group_sum(
     out: tuple[int, int], dtype: str, packets: tuple[int, int], group: int, scale: float, /

@@ -32,6 +32,17 @@ std::tuple<size_t, size_t, std::string_view, std::string_view> packet_header(uin
   return {header.k, header.count, name_of(header.value_dtype), "raw"};
 }
 
+codec::CompactEncoding compact_encoding(size_t count, std::string_view index_code,
+                                        std::string_view value_code) {
+  const bool automatic = index_code == "auto";
+  return {.count = count,
+          .dtype = Dtype::float32,
+          .automatic = automatic,
+          .index_code = automatic ? codec::IndexCode::list : named<codec::IndexCode>(index_code),
+          .value_code = named<codec::ValueCode>(value_code),
+          .residual = nullptr};
+}
+
 // Encodes adjacent compact packets, each with one of the `lengths` and of an array of `count`
 // elements. A length of 0 produces no bytes.
 void bind_batches(py::module_& module) {
@@ -107,10 +118,7 @@ void bind_batches(py::module_& module) {
 void bind_group_packets(py::module_& module) {
   using Sizes = std::vector<size_t>;
   module.attr("MOST_GROUP_HEAD") = codec::kMostGroupHead;
-  module.def("most_group_bytes", [](size_t k, size_t count, size_t values, std::string_view code) {
-    return codec::most_group_bytes(k, count, values,
-                                   find<codec::ValueCode>(codec::kValueCodes, code, "value code"));
-  });
+  bind_function(module, "most_group_bytes", &codec::most_group_bytes);
   // (k, groups, values) of packets of these sizes. The first bytes of each, at most
   // MOST_GROUP_HEAD, are at an offset in `heads`.
   module.def("read_group_headers", [](uintptr_t heads, const Sizes& offsets, const Sizes& sizes) {
@@ -123,31 +131,9 @@ void bind_group_packets(py::module_& module) {
     }
     return found;
   });
-  using Free = py::call_guard<py::gil_scoped_release>;
-  module.def(
-      "read_group_indices",
-      [](Rows counts, size_t group, Rows packets, uintptr_t indices) {
-        kernels::read_group_indices({.counts = table<uint64_t>(counts),
-                                     .group = group,
-                                     .packets = table<kernels::GroupPacket>(packets),
-                                     .elements = at<int32_t>(indices)});
-      },
-      Free());
-  module.def(
-      "decode_group_sum",
-      [](Rows out, std::string_view dtype, Rows packets, size_t group, double scale) {
-        kernels::decode_group_sum({table<kernels::Array>(out), dtype_named(dtype)},
-                                  table<kernels::ReadGroups>(packets), group, scale);
-      },
-      Free());
-  module.def(
-      "decode_group_update",
-      [](Rows param, std::string_view dtype, Rows packets, size_t group, double lr, double scale) {
-        kernels::decode_group_update({table<kernels::Array>(param), dtype_named(dtype)},
-                                     table<kernels::ReadGroups>(packets), group,
-                                     {.lr = lr, .scale = scale});
-      },
-      Free());
+  bind_function(module, "read_group_indices", &kernels::read_group_indices);
+  bind_function(module, "decode_group_sum", &kernels::decode_group_sum);
+  bind_function(module, "decode_group_update", &kernels::decode_group_update);
 }
 
 }  // namespace
@@ -171,9 +157,7 @@ void bind_cpu_kernels(py::module_& module) {
   });
   bind_batches(module);
   bind_group_packets(module);
-  module.def("quantized_bytes", [](Rows blocks, unsigned bits) {
-    return kernels::quantized_bytes({table<kernels::Block>(blocks), bits});
-  });
+  bind_function(module, "quantized_bytes", &kernels::quantized_bytes);
 }
 
 }  // namespace pycomm::bindings

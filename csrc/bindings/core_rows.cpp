@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <limits>
 #include <span>
+#include <utility>
 #include <vector>
 
 #include "bindings/core.h"
@@ -122,12 +123,15 @@ struct MemorySpan {
   bool written;
 };
 
+// A table in Python: (address, rows).
+using Rows = std::pair<uintptr_t, size_t>;
+
 // Whether written memory overlaps any other memory.
 bool share_memory(const std::vector<Rows>& written, const std::vector<Rows>& read) {
   std::vector<MemorySpan> spans;
   for (const auto* tables : {&written, &read})
-    for (const Rows& rows : *tables)
-      for (const ArrayMemory& memory : table<ArrayMemory>(rows))
+    for (const auto& [address, rows] : *tables)
+      for (const ArrayMemory& memory : std::span(at<const ArrayMemory>(address), rows))
         if (memory.bytes != 0)
           spans.push_back({memory.begin, memory.begin + memory.bytes, tables == &written});
   std::sort(spans.begin(), spans.end(),

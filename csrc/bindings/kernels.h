@@ -1,22 +1,27 @@
-// Binds DeviceKernels as functions of addresses, counts and names. _core binds the CPU kernels and
-// _cuda the CUDA kernels with this function, so pycomm/kernels calls both alike. pycomm/kernels
-// also validates arrays and numbers.
+// Binds functions of structs, spans and addresses, such as DeviceKernels, as Python functions of
+// numbers and names. _core binds the CPU kernels and _cuda the CUDA kernels, so pycomm/kernels
+// calls both alike. pycomm/kernels also validates arrays and numbers.
 //
-// Tables are addresses of rows of 64-bit words, laid out as the structs of device_kernels.h; 0 is a
-// null pointer. Every function takes (device, stream), the queue, last.
+// A Python function takes the fields of all parameters in order, structs within structs included.
+// Tuples are flattened: (address, rows) is a span, whose rows of 64-bit words are laid out as the
+// struct. 0 is a null pointer. The last parameter of a kernel is its queue, (device, stream).
 #pragma once
 
 #include <pybind11/pybind11.h>
 
+#include <cstddef>
 #include <cstdint>
 #include <span>
 #include <string_view>
+#include <tuple>
+#include <type_traits>
 #include <utility>
+#include <vector>
 
 #include "bindings/names.h"
 #include "codec/compact.h"
-#include "codec/packet.h"
 #include "core/dtype.h"
+#include "core/errors.h"
 #include "core/reduce_op.h"
 #include "kernels/device_kernels.h"
 
@@ -32,340 +37,147 @@ T* at(uintptr_t address) {
 
 inline Dtype dtype_named(std::string_view name) { return find<Dtype>(kDtypeNames, name, "dtype"); }
 
-// A table in Python: (address, rows).
-using Rows = std::pair<uintptr_t, size_t>;
+template <typename Enum>
+Enum named(std::string_view name) {
+  if constexpr (std::is_same_v<Enum, Dtype>)
+    return dtype_named(name);
+  else if constexpr (std::is_same_v<Enum, ReduceOp>)
+    return find<ReduceOp>(kReduceOps, name, "op");
+  else if constexpr (std::is_same_v<Enum, codec::IndexCode>)
+    return find<codec::IndexCode>(codec::kIndexCodes, name, "index code");
+  else
+    return find<codec::ValueCode>(codec::kValueCodes, name, "value code");
+}
 
+// Converts to the type of any field.
+struct AnyField {
+  template <typename T>
+  operator T() const;  // NOLINT(google-explicit-constructor): never defined
+};
+
+// The number of fields of a struct without constructors.
+template <typename T, typename... Fields>
+constexpr size_t fields_of() {
+  if constexpr (requires { T{Fields{}..., AnyField{}}; })
+    return fields_of<T, Fields..., AnyField>();
+  else
+    return sizeof...(Fields);
+}
+
+template <typename T>
+inline constexpr bool kIsSpan = false;
 template <typename Row>
-std::span<const Row> table(Rows rows) {
-  return {at<const Row>(rows.first), rows.second};
-}
+inline constexpr bool kIsSpan<std::span<Row>> = true;
 
-inline kernels::Queue queue(int device, uintptr_t stream) { return {device, at(stream)}; }
+// The arguments of a call, flattened, which are taken in order.
+class Arguments {
+ public:
+  explicit Arguments(const py::args& given) { add(given); }
 
-inline kernels::DgcTables dgc_tables(Rows pieces, Rows selections, std::string_view dtype) {
-  return {table<kernels::DgcPiece>(pieces), table<kernels::DgcSelection>(selections),
-          dtype_named(dtype)};
-}
+  template <typename T>
+  T take() {
+    if constexpr (std::is_pointer_v<T>) {
+      return at<std::remove_pointer_t<T>>(take<uintptr_t>());
+    } else if constexpr (kIsSpan<T>) {
+      auto* const first = take<typename T::pointer>();
+      return T(first, take<size_t>());
+    } else if constexpr (std::is_enum_v<T>) {
+      return named<T>(next().cast<std::string_view>());
+    } else if constexpr (std::is_arithmetic_v<T>) {
+      return next().cast<T>();
+    } else {
+      return take_fields<T>(std::make_index_sequence<fields_of<T>()>());
+    }
+  }
+  void check_all_taken() const { check(taken_ == all_.size(), "a kernel got too many arguments"); }
 
-inline void bind_dgc(py::module_& module, kernels::DeviceKernels& kernels) {
-  using Free = py::call_guard<py::gil_scoped_release>;
-  module.def(
-      "dgc_workspace_bytes",
-      [&kernels](Rows pieces, Rows selections, std::string_view dtype) {
-        return kernels.dgc_workspace_bytes(dgc_tables(pieces, selections, dtype));
-      },
-      Free());
-  module.def(
-      "dgc_step",
-      [&kernels](Rows pieces, Rows selections, std::string_view dtype, std::string_view grad_dtype,
-                 std::string_view weight_dtype, double momentum, double weight_decay, double scale,
-                 uintptr_t scales, bool nesterov, bool masking, uintptr_t found_inf, Rows workspace,
-                 int device, uintptr_t stream) {
-        kernels.dgc_step({.tables = dgc_tables(pieces, selections, dtype),
-                          .grad_dtype = dtype_named(grad_dtype),
-                          .weight_dtype = dtype_named(weight_dtype),
-                          .momentum = momentum,
-                          .weight_decay = weight_decay,
-                          .scale = scale,
-                          .scales = at(scales),
-                          .nesterov = nesterov,
-                          .masking = masking,
-                          .found_inf = at<const float>(found_inf),
-                          .workspace = {at(workspace.first), workspace.second}},
-                         queue(device, stream));
-      },
-      Free());
-  module.def(
-      "dgc_rollback",
-      [&kernels](Rows pieces, Rows selections, std::string_view dtype, uintptr_t found_inf,
-                 int device, uintptr_t stream) {
-        kernels.dgc_rollback(dgc_tables(pieces, selections, dtype), at<const float>(found_inf),
-                             queue(device, stream));
-      },
-      Free());
-  module.def(
-      "momentum_mask",
-      [&kernels](uintptr_t u, uintptr_t v, size_t count, std::string_view dtype, Rows indices,
-                 int device, uintptr_t stream) {
-        kernels.momentum_mask(at(u), at(v), {table<int32_t>(indices), count, dtype_named(dtype)},
-                              queue(device, stream));
-      },
-      Free());
-}
-
-inline void bind_selection(py::module_& module, kernels::DeviceKernels& kernels) {
-  using Free = py::call_guard<py::gil_scoped_release>;
-  module.def(
-      "topk_workspace_bytes",
-      [&kernels](size_t count, size_t k, std::string_view dtype) {
-        return kernels.topk_workspace_bytes(count, k, dtype_named(dtype));
-      },
-      Free());
-  module.def(
-      "topk",
-      [&kernels](Rows x, std::string_view dtype, size_t k, uintptr_t indices, uintptr_t values,
-                 uintptr_t threshold, Rows workspace, int device, uintptr_t stream) {
-        kernels.topk({at(x.first), x.second, dtype_named(dtype)},
-                     {.k = k,
-                      .indices = at<int32_t>(indices),
-                      .values = at(values),
-                      .threshold = at(threshold),
-                      .workspace = {at(workspace.first), workspace.second}},
-                     queue(device, stream));
-      },
-      Free());
-}
-
-inline void bind_packets(py::module_& module, kernels::DeviceKernels& kernels) {
-  using Free = py::call_guard<py::gil_scoped_release>;
-  module.def(
-      "scatter_add",
-      [&kernels](Rows out, std::string_view dtype, uintptr_t indices, uintptr_t values, size_t k,
-                 std::string_view value_dtype, double scale, int device, uintptr_t stream) {
-        kernels.scatter_add({at(out.first), out.second, dtype_named(dtype)},
-                            {at<const int32_t>(indices), at(values), k}, dtype_named(value_dtype),
-                            scale, queue(device, stream));
-      },
-      Free());
-  module.def(
-      "decode_sum",
-      [&kernels](Rows out, std::string_view dtype, Rows packets, std::string_view value_dtype,
-                 double scale, int device, uintptr_t stream) {
-        kernels.decode_sum({table<kernels::Array>(out), dtype_named(dtype)},
-                           table<codec::Packet>(packets), dtype_named(value_dtype), scale,
-                           queue(device, stream));
-      },
-      Free());
-  module.def(
-      "decode_update",
-      [&kernels](Rows param, std::string_view dtype, Rows packets, std::string_view value_dtype,
-                 double lr, double scale, int device, uintptr_t stream) {
-        kernels.decode_update({table<kernels::Array>(param), dtype_named(dtype)},
-                              table<codec::Packet>(packets), dtype_named(value_dtype),
-                              {.lr = lr, .scale = scale}, queue(device, stream));
-      },
-      Free());
-  module.def(
-      "encode",
-      [&kernels](uintptr_t indices, uintptr_t values, size_t k, size_t count,
-                 std::string_view dtype, std::string_view value_dtype, uintptr_t residual,
-                 uintptr_t out, int device, uintptr_t stream) {
-        kernels.encode({at<const int32_t>(indices), at(values), k},
-                       {.count = count,
-                        .dtype = dtype_named(dtype),
-                        .value_dtype = dtype_named(value_dtype),
-                        .residual = at(residual),
-                        .out = at<std::byte>(out)},
-                       queue(device, stream));
-      },
-      Free());
-}
-
-inline codec::CompactEncoding compact_encoding(size_t count, std::string_view index_code,
-                                               std::string_view value_code) {
-  const bool automatic = index_code == "auto";
-  return {.count = count,
-          .dtype = Dtype::float32,
-          .automatic = automatic,
-          .index_code = automatic
-                            ? codec::IndexCode::list
-                            : find<codec::IndexCode>(codec::kIndexCodes, index_code, "index code"),
-          .value_code = find<codec::ValueCode>(codec::kValueCodes, value_code, "value code"),
-          .residual = nullptr};
-}
-
-inline void bind_compact(py::module_& module, kernels::DeviceKernels& kernels) {
-  using Free = py::call_guard<py::gil_scoped_release>;
-  module.def(
-      "encode_compact",
-      [&kernels](uintptr_t indices, uintptr_t values, size_t k, size_t count,
-                 std::string_view dtype, std::string_view index_code, std::string_view value_code,
-                 uintptr_t residual, uintptr_t out, uintptr_t bytes, Rows workspace, int device,
-                 uintptr_t stream) {
-        codec::CompactEncoding encoding = compact_encoding(count, index_code, value_code);
-        encoding.dtype = dtype_named(dtype);
-        encoding.residual = at(residual);
-        kernels.encode_compact({at<const int32_t>(indices), at(values), k}, encoding,
-                               {.out = at<std::byte>(out),
-                                .bytes = at<uint64_t>(bytes),
-                                .workspace = {at(workspace.first), workspace.second}},
-                               queue(device, stream));
-      },
-      Free());
-  module.def(
-      "decode_compact",
-      [&kernels](Rows packets, size_t count, uintptr_t indices, uintptr_t values, uintptr_t refused,
-                 Rows workspace, int device, uintptr_t stream) {
-        kernels.decode_compact(table<kernels::DeviceKernels::CompactPacket>(packets), count,
-                               {.indices = at<int32_t>(indices),
-                                .values = at<float>(values),
-                                .refused = at<uint32_t>(refused),
-                                .workspace = {at(workspace.first), workspace.second}},
-                               queue(device, stream));
-      },
-      Free());
-  module.def(
-      "codec_workspace_bytes",
-      [&kernels](size_t k, size_t bytes) { return kernels.compact_workspace_bytes(k, bytes); },
-      Free());
-}
-
-inline void bind_quantization(py::module_& module, kernels::DeviceKernels& kernels) {
-  using Free = py::call_guard<py::gil_scoped_release>;
-  module.def(
-      "quantize",
-      [&kernels](Rows x, std::string_view dtype, Rows blocks, unsigned bits, uintptr_t residual,
-                 uintptr_t lost, uintptr_t out, int device, uintptr_t stream) {
-        kernels.quantize({at(x.first), x.second, dtype_named(dtype)},
-                         {table<kernels::Block>(blocks), bits},
-                         {.residual = at<const float>(residual), .lost = at<float>(lost)},
-                         at<std::byte>(out), queue(device, stream));
-      },
-      Free());
-  module.def(
-      "dequantize",
-      [&kernels](uintptr_t packet, Rows blocks, unsigned bits, float scale, bool accumulate,
-                 uintptr_t not_finite, Rows out, std::string_view dtype, int device,
-                 uintptr_t stream) {
-        kernels.dequantize(
-            at<const std::byte>(packet), {table<kernels::Block>(blocks), bits},
-            {.scale = scale, .accumulate = accumulate, .not_finite = at<uint32_t>(not_finite)},
-            {at(out.first), out.second, dtype_named(dtype)}, queue(device, stream));
-      },
-      Free());
-}
-
-inline void bind_groups(py::module_& module, kernels::DeviceKernels& kernels) {
-  using Free = py::call_guard<py::gil_scoped_release>;
-  module.def(
-      "update_step",
-      [&kernels](Rows pieces, std::string_view dtype, size_t group, size_t k,
-                 std::string_view value_code, uintptr_t indices, uintptr_t values, uintptr_t packet,
-                 uintptr_t sizes, Rows workspace, int device, uintptr_t stream) {
-        kernels.update_step(
-            {.pieces = table<kernels::UpdatePiece>(pieces),
-             .dtype = dtype_named(dtype),
-             .group = group,
-             .k = k,
-             .value_code = find<codec::ValueCode>(codec::kValueCodes, value_code, "value code"),
-             .indices = at<int32_t>(indices),
-             .values = at<float>(values),
-             .packet = at<std::byte>(packet),
-             .sizes = at<uint64_t>(sizes),
-             .workspace = {at(workspace.first), workspace.second}},
-            queue(device, stream));
-      },
-      Free());
-  module.def(
-      "topk_groups",
-      [&kernels](Rows tensors, size_t group, size_t k, uintptr_t indices, uintptr_t sizes,
-                 Rows workspace, int device, uintptr_t stream) {
-        kernels.topk_groups({.tensors = table<kernels::Array>(tensors),
-                             .group = group,
-                             .k = k,
-                             .indices = at<int32_t>(indices),
-                             .sizes = at<float>(sizes),
-                             .workspace = {at(workspace.first), workspace.second}},
-                            queue(device, stream));
-      },
-      Free());
-  module.def(
-      "write_groups",
-      [&kernels](Rows tensors, size_t group, Rows indices, Rows values, Rows workspace, int device,
-                 uintptr_t stream) {
-        kernels.write_groups({.tensors = table<kernels::Array>(tensors),
-                              .group = group,
-                              .indices = table<int32_t>(indices),
-                              .values = table<float>(values),
-                              .workspace = {at(workspace.first), workspace.second}},
-                             queue(device, stream));
-      },
-      Free());
-  module.def("group_workspace_bytes", [&kernels](size_t tensors, size_t groups, size_t k) {
-    return kernels.group_workspace_bytes({tensors, groups, k});
-  });
-  const auto decoding = [](Rows counts, size_t group, Rows packets) {
-    return kernels::GroupDecoding{.counts = table<uint64_t>(counts),
-                                  .group = group,
-                                  .packets = table<kernels::GroupPacket>(packets)};
+ private:
+  struct Field {
+    Arguments& from;
+    template <typename T>
+    operator T() const {  // NOLINT(google-explicit-constructor): to the field's type
+      return from.take<T>();
+    }
   };
-  module.def(
-      "decode_groups",
-      [&kernels, decoding](Rows counts, size_t group, Rows packets, uintptr_t elements,
-                           uintptr_t values, uintptr_t refused, Rows workspace, int device,
-                           uintptr_t stream) {
-        kernels::GroupDecoding all = decoding(counts, group, packets);
-        all.elements = at<int32_t>(elements);
-        all.values = at<float>(values);
-        all.refused = at<uint32_t>(refused);
-        all.workspace = {at(workspace.first), workspace.second};
-        kernels.decode_groups(all, queue(device, stream));
-      },
-      Free());
-  module.def("group_decoding_bytes", [&kernels, decoding](Rows counts, size_t group, Rows packets) {
-    return kernels.group_decoding_bytes(decoding(counts, group, packets));
-  });
+  // Braces evaluate in order.
+  template <typename T, size_t... kFields>
+  T take_fields(std::index_sequence<kFields...> /*fields*/) {
+    return T{((void)kFields, Field{*this})...};
+  }
+  void add(const py::tuple& given) {
+    for (const py::handle one : given)
+      py::isinstance<py::tuple>(one) ? add(py::reinterpret_borrow<py::tuple>(one))
+                                     : all_.push_back(one);
+  }
+  py::handle next() {
+    check(taken_ < all_.size(), "a kernel got too few arguments");
+    return all_[taken_++];
+  }
+
+  std::vector<py::handle> all_;  // owned by the caller's tuple
+  size_t taken_ = 0;
+};
+
+// Calls `function` with all its parameters, without Python's lock.
+template <typename Result, typename... Parameters>
+Result call_with(const py::args& given, const auto& function) {
+  Arguments arguments(given);
+  std::tuple<std::remove_cvref_t<Parameters>...> taken{
+      arguments.take<std::remove_cvref_t<Parameters>>()...};
+  arguments.check_all_taken();
+  const py::gil_scoped_release released;
+  return std::apply(function, taken);
 }
 
-inline void bind_dense(py::module_& module, kernels::DeviceKernels& kernels) {
-  using Free = py::call_guard<py::gil_scoped_release>;
-  module.def(
-      "norm_workspace_bytes",
-      [&kernels](Rows arrays) {
-        return kernels.norm_workspace_bytes(table<kernels::Array>(arrays));
-      },
-      Free());
-  module.def(
-      "norm",
-      [&kernels](Rows arrays, std::string_view dtype, uintptr_t norms, Rows workspace, int device,
-                 uintptr_t stream) {
-        kernels.norm(table<kernels::Array>(arrays), dtype_named(dtype), at<double>(norms),
-                     {at(workspace.first), workspace.second}, queue(device, stream));
-      },
-      Free());
-  module.def(
-      "clip_scale",
-      [&kernels](uintptr_t norms, Rows factors, std::string_view dtype, double limit, double scale,
-                 int device, uintptr_t stream) {
-        kernels.clip_scale(at<const double>(norms),
-                           {at(factors.first), factors.second, dtype_named(dtype)},
-                           {.limit = limit, .scale = scale}, queue(device, stream));
-      },
-      Free());
-  module.def(
-      "multiply",
-      [&kernels](Rows x, std::string_view dtype, uintptr_t factor, int device, uintptr_t stream) {
-        kernels.multiply({at(x.first), x.second, dtype_named(dtype)}, at(factor),
-                         queue(device, stream));
-      },
-      Free());
-  module.def(
-      "cast",
-      [&kernels](Rows x, std::string_view dtype, uintptr_t out, std::string_view out_dtype,
-                 int device, uintptr_t stream) {
-        kernels.cast({at(x.first), x.second, dtype_named(dtype)},
-                     {at(out), x.second, dtype_named(out_dtype)}, queue(device, stream));
-      },
-      Free());
-  module.def(
-      "reduce",
-      [&kernels](Rows out, std::string_view dtype, Rows xs, std::string_view op, int device,
-                 uintptr_t stream) {
-        kernels.reduce({at(out.first), out.second, dtype_named(dtype)}, table<const void*>(xs),
-                       find<ReduceOp>(kReduceOps, op, "op"), queue(device, stream));
-      },
-      Free());
+template <typename Result, typename... Parameters>
+void bind_function(py::module_& module, const char* name, Result (*function)(Parameters...)) {
+  module.def(name, [function](const py::args& given) {
+    return call_with<Result, Parameters...>(given, function);
+  });
 }
 
 // `kernels` must outlive the module.
+template <typename Kernels, typename Result, typename... Parameters>
+void bind_kernel(py::module_& module, kernels::DeviceKernels& kernels, const char* name,
+                 Result (Kernels::*kernel)(Parameters...)) {
+  module.def(name, [&kernels, kernel](const py::args& given) {
+    return call_with<Result, Parameters...>(
+        given, [&](const auto&... taken) { return (kernels.*kernel)(taken...); });
+  });
+}
+
 inline void bind_kernels(py::module_& module, kernels::DeviceKernels& kernels) {
-  bind_dgc(module, kernels);
-  bind_selection(module, kernels);
-  bind_packets(module, kernels);
-  bind_compact(module, kernels);
-  bind_quantization(module, kernels);
-  bind_groups(module, kernels);
-  bind_dense(module, kernels);
+  using All = kernels::DeviceKernels;
+  const auto bind = [&](const char* name, auto kernel) {
+    bind_kernel(module, kernels, name, kernel);
+  };
+  bind("dgc_step", &All::dgc_step);
+  bind("dgc_workspace_bytes", &All::dgc_workspace_bytes);
+  bind("dgc_rollback", &All::dgc_rollback);
+  bind("momentum_mask", &All::momentum_mask);
+  bind("topk", &All::topk);
+  bind("topk_workspace_bytes", &All::topk_workspace_bytes);
+  bind("scatter_add", &All::scatter_add);
+  bind("decode_sum", &All::decode_sum);
+  bind("decode_update", &All::decode_update);
+  bind("encode", &All::encode);
+  bind("encode_compact", &All::encode_compact);
+  bind("decode_compact", &All::decode_compact);
+  bind("compact_workspace_bytes", &All::compact_workspace_bytes);
+  bind("quantize", &All::quantize);
+  bind("dequantize", &All::dequantize);
+  bind("update_step", &All::update_step);
+  bind("topk_groups", &All::topk_groups);
+  bind("write_groups", &All::write_groups);
+  bind("group_workspace_bytes", &All::group_workspace_bytes);
+  bind("decode_groups", &All::decode_groups);
+  bind("group_decoding_bytes", &All::group_decoding_bytes);
+  bind("norm", &All::norm);
+  bind("norm_workspace_bytes", &All::norm_workspace_bytes);
+  bind("clip_scale", &All::clip_scale);
+  bind("multiply", &All::multiply);
+  bind("cast", &All::cast);
+  bind("reduce", &All::reduce);
 }
 
 }  // namespace pycomm::bindings

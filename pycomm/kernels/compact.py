@@ -63,7 +63,7 @@ def codec_workspace(x: Any, k: int, nbytes: int = 0) -> Any:
     found = inputs.array(x, "x", _core.DTYPES)
     k = integer("k", k, 0, inputs.MOST_ELEMENTS)
     nbytes = integer("nbytes", nbytes, 0, MOST_PACKET)
-    needed = devices.module(found.device).codec_workspace_bytes(k, nbytes)
+    needed = devices.module(found.device).compact_workspace_bytes(k, nbytes)
     return arrays.new(found, (needed,), "uint8")
 
 
@@ -75,14 +75,16 @@ def encode(
     of the indices and dtype of the values."""
     device, k = pair[1].device, pair[0].count
     module = devices.module(device)
-    scratch = _Scratch(workspace, pair[1], module.codec_workspace_bytes(k, 0))
+    scratch = _Scratch(workspace, pair[1], module.compact_workspace_bytes(k, 0))
     module.encode_compact(
         pair[0].pointer,
         pair[1].pointer,
         k,
         count,
         pair[1].dtype,
-        *codes,
+        codes[0] == "auto",
+        codes[0] if codes[0] != "auto" else "list",
+        codes[1],
         residual.pointer if residual is not None else 0,
         out.pointer,
         length.pointer,
@@ -152,7 +154,7 @@ def _decode(
     sizes, kept = (np.array(numbers, np.uint64) for numbers in lengths)
     begin = np.uint64(packets.pointer) + np.cumsum(sizes) - sizes
     rows = np.stack([begin, sizes, kept], axis=1)
-    needed = sum(map(module.codec_workspace_bytes, lengths[1], lengths[0]))
+    needed = sum(map(module.compact_workspace_bytes, lengths[1], lengths[0]))
     scratch = _Scratch(workspace, packets, needed)
     module.decode_compact(
         (rows.ctypes.data, len(rows)),

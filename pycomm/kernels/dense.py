@@ -162,7 +162,7 @@ def cast(x: Any, dtype: Any, *, out: Any = None) -> Any:
     devices.module(found.device).cast(
         (found.pointer, found.count),
         found.dtype,
-        result.pointer,
+        (result.pointer, result.count),
         name,
         *devices.queue(found.device, found.array),
     )

@@ -258,7 +258,7 @@ def decode_groups(
     shapes = (sum(lengths), "int32"), (sum(lengths), "float32"), (len(sizes), "int32")
     indices, values, refused = (arrays.new(found, (count,), dtype) for count, dtype in shapes)
     module = devices.module(found.device)
-    nbytes = module.group_decoding_bytes(*given.words)
+    nbytes = module.group_decoding_bytes(*given.words, 0, 0, 0, 0, 0)
     scratch = arrays.new(found, (nbytes,), "uint8")
     module.decode_groups(
         *given.words,
@@ -300,7 +300,7 @@ def read_groups(
     if given.found.device.kind != "cpu":
         return decode_groups(packets, sizes, counts, group=group)
     indices = arrays.new(given.found, (sum(given.lengths),), "int32")
-    _core.read_group_indices(*given.words, _pointer(indices))
+    _core.read_group_indices(*given.words, _pointer(indices), 0, 0, 0, 0)
     return GroupBatch(packets, given.sizes, indices, given.lengths, given.values, given.group)
 
 

@@ -208,9 +208,9 @@ def momentum_mask(u: Any, v: Any, indices: Any) -> None:
     devices.module(first.device).momentum_mask(
         found["u"].pointer if "u" in found else 0,
         found["v"].pointer if "v" in found else 0,
+        (where.pointer, where.count),
         first.count,
         first.dtype,
-        (where.pointer, where.count),
         *devices.queue(first.device, first.array),
     )
 
