@@ -34,6 +34,7 @@ VARIABLES = {
     "PYCOMM_ENCRYPT": "1: encrypt traffic between hosts; needs PYCOMM_SECRET; default 0",
     "PYCOMM_TRANSPORT": "shm or tcp: use this one only; default: the best for each pair of ranks",
     "PYCOMM_LOG": "info: log the group's configuration; debug: more; default warning",
+    "PYCOMM_REPLACE": "gloo: pycomm's groups in place of torch's; gloo,except=PATTERN: but those",
     "PYCOMM_FLIGHT_RECORD": "path of flight records, written when the group breaks",
     "PYCOMM_TRACE": "folder for traces of all calls, for `pycomm trace`",
     "GLOO_SOCKET_IFNAME": "interface, address or prefix for tcp on this host; default: detected",
@@ -193,6 +194,24 @@ def environment(
         log=_choice(env, "PYCOMM_LOG", LOG_LEVELS, "warning"),
         elastic=env.get(ELASTIC_FILE, ""),
     )
+
+
+def kept_from_replacement(value: str | None = None, name: str = "PYCOMM_REPLACE") -> str | None:
+    """If PYCOMM_REPLACE, or `value` of the option `name`, asks for pycomm in place of gloo: the
+    pattern of the groups that stay torch's, "" for none. None if the variable is unset.
+
+    Raises:
+        InvalidArgument: it is invalid.
+    """
+    value = value if value is not None else os.environ.get(name, "") or None
+    if value is None:
+        return None
+    match = re.fullmatch(r"gloo(?:,except=(.+))?", value)
+    if match is None:
+        raise InvalidArgument(
+            f"invalid {name}: got {value!r}, expected gloo, or gloo,except=PATTERN"
+        )
+    return match[1] or ""
 
 
 def joins_elastic_group() -> bool:

@@ -2,16 +2,16 @@
 
 `torch.distributed.init_process_group("pycomm")` needs no import of this module: the entry point
 pycomm_torch_autoload imports it at the end of every `import torch`. So it imports nothing slow, and
-loads the compiled module _c10d for the first group. It provides `stats` and the `Options` for
-`init_process_group(pg_options=...)`. docs/torch_backend.md lists the collectives.
+loads the compiled module _c10d for the first group. It provides `stats`, the `Options` for
+`init_process_group(pg_options=...)`, and `replace`, which puts pycomm in place of gloo.
+docs/torch_backend.md lists the collectives.
 """
 
 from __future__ import annotations
 
 import atexit
-import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, cast
 
@@ -19,11 +19,11 @@ import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 from torch.autograd import profiler
-from torch.distributed import distributed_c10d
 
 from pycomm import _c10d, _core, config, default_group
-from pycomm._arguments import flag, instance, integer, integers, refuse
+from pycomm._arguments import flag, instance, integer, integers, one_of, plain_text, refuse
 from pycomm._bootstrap import reconfigure, rendezvous
+from pycomm._c10d import coalescing, gloo
 from pycomm._core_api import device_groups
 from pycomm.errors import InvalidArgument, Unsupported
 from pycomm.group import NO_SYMMETRIC_MEMORY
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from pycomm._c10d import compiled
 
-__all__ = ["Options", "create", "is_available", "merge", "shrink", "stats"]
+__all__ = ["Options", "create", "is_available", "merge", "replace", "restore", "shrink", "stats"]
 
 _core.set_profiler(profiler)
 
@@ -44,46 +44,8 @@ def _module() -> Any:
     """The compiled module. Raises Unsupported if none fits this torch."""
     module = _c10d.load()
     atexit.register(module.close_all)
-    _replace_coalescing_manager()
+    coalescing.replace_manager(module.Backend)
     return module
-
-
-def _replace_coalescing_manager() -> None:
-    """Makes torch's coalescing manager end after an error in its body. torch's own keeps its state
-    then, so that later collectives of the group return without effect.
-    """
-    torchs: Any = distributed_c10d._coalescing_manager
-
-    @functools.wraps(torchs)
-    @contextlib.contextmanager
-    def manager(
-        group: dist.ProcessGroup | None = None, device: Any = None, async_ops: bool = False
-    ) -> Iterator[Any]:
-        entered = False
-        try:
-            with torchs(group, device, async_ops) as works:
-                entered = True
-                yield works
-        except BaseException:  # Ctrl-C too, raised again
-            if entered:  # else the manager that contains this one continues
-                _abandon_coalescing(group or distributed_c10d._get_default_group(), device)
-            raise
-
-    for module in (distributed_c10d, dist):
-        module._coalescing_manager = manager  # type: ignore[attr-defined]  # a name of torch's
-
-
-def _abandon_coalescing(group: dist.ProcessGroup, device: Any) -> None:
-    distributed_c10d._world.pg_coalesce_state.pop(group, None)
-    if device is not None:
-        backend = _unwrapped(group._get_backend(device))
-        if isinstance(backend, _module().Backend):
-            backend.abandon_coalescing()
-
-
-def _unwrapped(backend: Any) -> Any:
-    """The backend under the one of TORCH_DISTRIBUTED_DEBUG=DETAIL."""
-    return getattr(backend, "wrapped_pg", backend)
 
 
 def is_available() -> bool:
@@ -318,11 +280,62 @@ def _form(
     """
     timeout, place = ours._timeout, config.environment()
     inherited = _inherited(ours, place.encrypt)
-    store = rendezvous.TorchStore(options.store, place.secret)
+    watch = gloo.Watch(options.group_rank, options.group_size) if ours.replaces else None
+    store = rendezvous.TorchStore(options.store, place.secret, watch)
     parent = _engine_of_world() if options.global_ranks_in_group else None
     core = _connect(store, options, timeout, inherited, place, parent)
+    if ours.replaces:
+        gloo.log_formed(core)
     ended = enter(core, store, timeout.total_seconds())
     return _owner(core, options.store, ours, ended)
+
+
+def replace(name: str, except_: str = "") -> None:
+    """Makes pycomm's groups where the program asks torch for groups of gloo, from now on. The same
+    on all ranks. `dist.get_backend()` still returns "gloo".
+
+    Args:
+        name: "gloo".
+        except_: a pattern, as of fnmatch, of the groups that stay torch's: their description or
+            name in torch; "": none.
+
+    Raises:
+        InvalidArgument: another name.
+        Unsupported: there is no compiled module for this torch, or it makes groups in another way.
+    """
+    one_of("name", name, (gloo.GLOO,))
+    gloo.replace(_in_place_of_gloo, plain_text("except_", except_), gloo.CALL)
+
+
+def restore(name: str) -> None:
+    """Gives later groups back to torch's gloo; groups that exist stay pycomm's.
+
+    Raises:
+        InvalidArgument: another name than "gloo".
+    """
+    one_of("name", name, (gloo.GLOO,))
+    gloo.restore()
+
+
+def replace_as_configured() -> None:
+    """replace() if PYCOMM_REPLACE asks for it. `import torch` calls it."""
+    pattern = config.kept_from_replacement()
+    if pattern is not None:
+        gloo.replace(_in_place_of_gloo, pattern, gloo.VARIABLE)
+
+
+def _in_place_of_gloo(
+    options: _DistributedBackendOptions, is_default: bool
+) -> compiled.Backend | compiled.ReconfigurableBackend:
+    timeout = timedelta(seconds=_seconds(options.timeout))
+    ours = _module().Options(timeout=timeout, thread_multiple=True, replaces=gloo.GLOO)
+    ours.global_ranks_in_group = options.global_ranks_in_group
+    ours.group_name = options.group_id
+    if getattr(options, "enable_reconfigure", False):
+        return _reconfigurable(options, ours)
+    own = is_default and default_group.default_core() is None
+    enter = default_group.register_core if own else default_group.register_backend
+    return _form(options, ours, enter)
 
 
 def register_backend(part: object, timeout_s: float) -> Callable[[], None]:
@@ -379,7 +392,7 @@ def _engine_of_world() -> _core.Group | None:
     world = dist.group.WORLD
     assert world is not None, "of which a later group has a part of the ranks"
     for device in world._device_types:
-        backend = _unwrapped(world._get_backend(device))
+        backend = coalescing.unwrapped(world._get_backend(device))
         if type(backend) is _module().Backend:
             return _core.group_of(backend._capsule())
     return None
@@ -423,7 +436,8 @@ def stats(process_group: dist.ProcessGroup | None = None) -> dict[str, float]:
 
     Returns:
         calls, frames_sent, bytes_sent (payload), bytes_written (with frame headers: all bytes
-        written to peers), bytes_received, and the seconds spent in calls.
+        written to peers), bytes_received, and the seconds spent in calls. With replace() also
+        groups_in_place_of_gloo: how many this process made.
 
     Raises:
         InvalidArgument: it is no group, or has other backends.
@@ -435,9 +449,11 @@ def stats(process_group: dist.ProcessGroup | None = None) -> dict[str, float]:
         raise InvalidArgument("no process group: call torch.distributed.init_process_group first")
     names = []
     for device in process_group._device_types:
-        backend = _unwrapped(process_group._get_backend(device))
+        backend = coalescing.unwrapped(process_group._get_backend(device))
         if isinstance(backend, _module().Backend):
             counted: dict[str, float] = backend.stats()
+            if gloo.made():
+                counted["groups_in_place_of_gloo"] = gloo.made()
             return counted
         names.append(f"{device.type}: {backend.name()}")
     raise InvalidArgument(

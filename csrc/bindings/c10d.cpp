@@ -9,8 +9,10 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include <memory>
+#include <string>
 #include <string_view>
 #include <utility>
+#include <vector>
 
 #include "bindings/c10d_backend.h"
 #include "bindings/c10d_reconfigure.h"
@@ -73,21 +75,26 @@ PYBIND11_MODULE(BACKEND_MODULE, module) {
   py::class_<Options, c10::intrusive_ptr<Options>, c10d::Backend::Options>(module, "Options")
       .def(py::init([](milliseconds timeout, int channels, std::string internode_transport,
                        std::optional<bool> encrypt, std::string agreement,
-                       std::optional<bool> thread_multiple) {
+                       std::optional<bool> thread_multiple, std::string replaces) {
              return c10::make_intrusive<Options>(
                  timeout,
                  DeviceOptions{channels, std::move(internode_transport), std::move(agreement)},
-                 encrypt, thread_multiple);
+                 encrypt, thread_multiple, std::move(replaces));
            }),
            py::arg("timeout") = milliseconds(kBackendDefaultTimeout), py::arg("cuda_channels") = 1,
            py::arg("cuda_internode_transport") = "nccl", py::arg("encrypt") = py::none(),
-           py::arg("cuda_agreement") = "before", py::arg("thread_multiple") = py::none())
+           py::arg("cuda_agreement") = "before", py::arg("thread_multiple") = py::none(),
+           py::arg("replaces") = "")
       .def_property_readonly("encrypt", [](const Options& o) { return o.encrypt; })
       .def_property_readonly("thread_multiple", [](const Options& o) { return o.thread_multiple; })
+      .def_property_readonly("replaces", [](const Options& o) { return o.replaces; })
       .def_property_readonly("cuda_channels", [](const Options& o) { return o.devices.channels; })
       .def_property_readonly("cuda_internode_transport",
                              [](const Options& o) { return o.devices.internode_transport; })
       .def_property_readonly("cuda_agreement", [](const Options& o) { return o.devices.agreement; })
+      // As of gloo's options, which programs read.
+      .def_property_readonly("_devices", [](const Options&) { return std::vector<int>{}; })
+      .def_property_readonly("_threads", [](const Options&) { return 2; })
       .def("__copy__", copy)
       .def("__deepcopy__",
            [copy](const Options& options, const py::dict&) { return copy(options); });
@@ -98,6 +105,7 @@ PYBIND11_MODULE(BACKEND_MODULE, module) {
       .def(
           "perform_nocolor_split", [](Backend&, const py::object& /*device*/) {},
           "Called on ranks that are not in a new group. Does nothing.")
+      .def("_set_default_timeout", &Backend::setTimeout, py::arg("timeout"))
       .def("_capsule", [](const Backend& backend) { return group_capsule(backend.group()); })
       .def("abandon_coalescing", &Backend::abandon_coalescing)
       .def("get_error", &Backend::getError)

@@ -94,16 +94,7 @@ class Backend : public c10d::Backend {
     error_->set_hook(id, std::move(hook));
   }
   void unregisterAbortHook(int64_t id) { error_->remove_hook(id); }
-  // Device calls are counted by the host group, where the ranks agree about them.
-  group::Stats stats() const {
-    group::Stats all = group_->stats();
-    for (const auto& used : device_states_.used()) {
-      const group::Stats there = used.group->stats();
-      all.frames_sent += there.frames_sent;
-      all.bytes_sent += there.bytes_sent;
-    }
-    return all;
-  }
+  group::Stats stats() const { return device_states_.with_traffic(group_->stats()); }
   void eagerConnectSingleDevice(at::Device device) override {
     with_python_errors([&] { device_state(device).form(options_->timeout); });
   }
@@ -335,6 +326,11 @@ class Backend : public c10d::Backend {
           "parent; start processes with spawn, or call init_process_group() in each");
   }
 
+  // The profiler's title of a call: programs look for the backend that they asked for.
+  std::string title_of(const Job& job) const {
+    return options_->replaces.empty() ? job.title : options_->replaces + ":" + job.verb();
+  }
+
   // Makes the job and runs it: on this thread if the call is synchronous, otherwise on the worker.
   // A null Work means "complete" to torch; a profiler needs a real one.
   template <typename Opts, typename Make>
@@ -408,7 +404,8 @@ class Backend : public c10d::Backend {
     if (DeviceState* const state = set_streams(job))
       completion = std::make_shared<DeviceCompletion>(current_stream(*job.device),
                                                       state->group->make_event());
-    auto work = c10::make_intrusive<EngineWork>(rank_, sequence_, Job(job), std::move(completion));
+    auto work = c10::make_intrusive<EngineWork>(rank_, sequence_, Job(job), title_of(job),
+                                                std::move(completion));
     try {
       run(job);
     } catch (...) {
@@ -427,7 +424,9 @@ class Backend : public c10d::Backend {
           std::make_shared<DeviceCompletion>(state->completion, state->group->make_event());
       for (group::Call& call : job.calls) call.device.follower = state->completion.native_handle();
     }
-    auto work = c10::make_intrusive<EngineWork>(rank_, ++sequence_, std::move(job), completion);
+    const std::string title = title_of(job);
+    auto work =
+        c10::make_intrusive<EngineWork>(rank_, ++sequence_, std::move(job), title, completion);
     size_t count = work->job().calls.size();
     if (state && count > 1 && is_transfer(work->job())) {
       completion->add(start_messages(*state->group, work, error_));

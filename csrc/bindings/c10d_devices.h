@@ -181,6 +181,16 @@ class DeviceStates {
   bool any_broken() const {
     return std::ranges::any_of(used(), [](const Used& one) { return one.group->broken(); });
   }
+  // `all`, and what the devices' groups sent: the host group counts their calls, about which the
+  // ranks agree there.
+  group::Stats with_traffic(group::Stats all) const {
+    for (const auto& one : used()) {
+      const group::Stats there = one.group->stats();
+      all.frames_sent += there.frames_sent;
+      all.bytes_sent += there.bytes_sent;
+    }
+    return all;
+  }
   // Null if the device was not used. The state is valid until take().
   DeviceState* find(c10::Device device) {
     const std::lock_guard lock(mutex_);

@@ -3,6 +3,7 @@
 
 #include <chrono>
 #include <optional>
+#include <string>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <utility>
 
@@ -15,11 +16,12 @@ inline constexpr const char* kName = "pycomm";
 class Options : public c10d::Backend::Options {
  public:
   Options(std::chrono::milliseconds timeout, DeviceOptions on_devices,
-          std::optional<bool> encrypted, std::optional<bool> several_threads)
+          std::optional<bool> encrypted, std::optional<bool> several_threads, std::string replaced)
       : c10d::Backend::Options(kName, timeout),
         devices(std::move(on_devices)),
         encrypt(encrypted),
-        thread_multiple(several_threads) {}
+        thread_multiple(several_threads),
+        replaces(std::move(replaced)) {}
   // From torch 2.14 on this overrides a method that would copy the fields of the base alone.
   c10::intrusive_ptr<c10d::Backend::Options> clone() const {
     return c10::make_intrusive<Options>(*this);
@@ -27,6 +29,8 @@ class Options : public c10d::Backend::Options {
   DeviceOptions devices;
   // Read by Python, which connects the ranks; none: not given.
   std::optional<bool> encrypt, thread_multiple;
+  // The backend of torch in whose place the program got this group: "gloo". Otherwise empty.
+  std::string replaces;
 };
 
 }  // namespace pycomm::bindings

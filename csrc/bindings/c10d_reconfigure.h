@@ -55,9 +55,8 @@ class ReconfigurableBackend : public Backend {
         const py::capsule made = form(std::chrono::duration<double>(limit).count());
         replace(*made.get_pointer<std::shared_ptr<group::Group>>());
       });
-      return c10::make_intrusive<EngineWork>(
-          rank_, sequence_, Job{.type = c10d::OpType::UNKNOWN, .title = "pycomm:reconfigure"},
-          nullptr);
+      const Job job{.type = c10d::OpType::UNKNOWN, .title = "pycomm:reconfigure"};
+      return c10::make_intrusive<EngineWork>(rank_, sequence_, job, title_of(job), nullptr);
     });
   }
 

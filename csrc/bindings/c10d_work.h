@@ -152,9 +152,10 @@ inline bool wait_for_device(const DeviceCompletion& call, milliseconds limit,
 
 class EngineWork : public c10d::Work {
  public:
-  // `completion`: for a job on a device, otherwise null.
-  EngineWork(int rank, uint64_t sequence, Job job, std::shared_ptr<DeviceCompletion> completion)
-      : c10d::Work(rank, job.type, job.title, job.inputs),
+  // `title`: for the profiler. `completion`: for a job on a device, otherwise null.
+  EngineWork(int rank, uint64_t sequence, Job job, const std::string& title,
+             std::shared_ptr<DeviceCompletion> completion)
+      : c10d::Work(rank, job.type, title.c_str(), job.inputs),
         sequence_(sequence),
         job_(std::move(job)),
         completion_(std::move(completion)),

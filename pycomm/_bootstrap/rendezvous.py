@@ -122,10 +122,15 @@ class TorchStore:
     the store, each value is stored behind an HMAC-SHA256 of its key and itself. An unsigned value
     counts as absent: a client without the secret can disturb the run but not change its decisions.
     Without a secret every client of the store is trusted.
+
+    `watch`: called with torch's store after each wait without success; what it raises ends the
+    forming of the group.
     """
 
-    def __init__(self, store: Any, secret: str = "") -> None:
-        self._store = store
+    def __init__(
+        self, store: Any, secret: str = "", watch: Callable[[Any], None] | None = None
+    ) -> None:
+        self._store, self._watch = store, watch
         self._key = hmac.digest(secret.encode(), LABEL, "sha256") if secret else None
         self._unanswered = threading.Lock()  # held during a call of torch's store
         self._pause_s = FIRST_PAUSE_S
@@ -173,6 +178,8 @@ class TorchStore:
             left_s = end - time.monotonic()
             if None not in values:
                 self._pause_s = FIRST_PAUSE_S
+            if None in values and left_s <= 0 and self._watch is not None:
+                self._watch(self._store)
             if None not in values or left_s <= 0 or job.abandoned:
                 return found, values
             time.sleep(min(left_s, self._pause_s))  # polls: see FIRST_PAUSE_S

@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from pycomm import _secret as secret
+from pycomm.config import kept_from_replacement
 from pycomm.errors import InvalidArgument
 from pycomm.launch import failure, folder, local_rendezvous, tables, worker_setup
 from pycomm.launch.losses import Replacement, TooFewRanks
@@ -55,6 +56,11 @@ def parser() -> argparse.ArgumentParser:
         metavar="N",
         help="start a new process in place of one that fails, at most N times for each; the "
         "others stay up (docs/launching.md)",
+    )
+    ours.add_argument(
+        "--replace-backend",
+        metavar="gloo[,except=PATTERN]",
+        help="pycomm's groups in place of those of torch's gloo (docs/replace_gloo.md)",
     )
     ours.add_argument(
         "--spares",
@@ -171,6 +177,8 @@ def prepared(options: argparse.Namespace, errors: str) -> tuple[LaunchConfig, li
     key = _key(options)
     if options.encrypt:
         _encrypt(options, key)
+    if options.replace_backend is not None:
+        _replace_backend(options.replace_backend)
     if replacement and _several(options) and not key:
         raise InvalidArgument(
             "--replace, --spares and --min-ranks need PYCOMM_SECRET on several hosts, the same on "
@@ -317,6 +325,12 @@ def _encrypt(options: argparse.Namespace, key: str) -> None:
             'to make one: python -c "import secrets; print(secrets.token_hex(32))"'
         )
     os.environ["PYCOMM_ENCRYPT"] = "1"
+
+
+def _replace_backend(value: str) -> None:
+    """--replace-backend: the variable, which ranks and the processes that they start inherit."""
+    kept_from_replacement(value, "--replace-backend")
+    os.environ["PYCOMM_REPLACE"] = value
 
 
 def _choose_rendezvous(options: argparse.Namespace) -> bool:

@@ -154,6 +154,7 @@ def test_modules_and_commands(tmp_path: Path) -> None:
         (["--replace", "1", "--max-restarts", "1"], "--replace"),
         (["--nproc", "0"], "--nproc"),
         (["--nproc", "0", "--spares", "0"], "--nproc"),
+        (["--replace-backend", "nccl"], "invalid --replace-backend: got 'nccl'"),
     ],
 )
 def test_invalid_options_are_rejected_before_ranks_start(

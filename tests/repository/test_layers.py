@@ -170,7 +170,7 @@ LAYERS = [
 ]
 MAY_IMPORT_TORCH = [
     "pycomm/_bootstrap/rendezvous.py",  # inside a function, to join torch's own store
-    *("pycomm/torch_backend.py", "pycomm/launch/"),
+    *("pycomm/torch_backend.py", "pycomm/_c10d/", "pycomm/launch/"),
     *("pycomm/bench/", "pycomm/demo/"),
     *("pycomm/_training/arguments.py", "pycomm/_training/coalesced.py"),
     *(
@@ -216,7 +216,7 @@ BUDGETS = {
     "pycomm/kernels": 2649,
     "pycomm/launch": 2219,
     "tests": 6888,
-    "tests/cli": 2442,
+    "tests/cli": 2443,
     "tests/devices": 3697,
     "tests/emulator": 7828,
     "tests/native": 15984,
@@ -229,7 +229,7 @@ BUDGETS = {
 }
 IN_ALL = 150_177
 LONGEST_FILE = 500
-MOST_VARIABLES = 10
+MOST_VARIABLES = 11
 # Set by setup.py for the compiler, and by pycomm's launchers for their ranks: not for users.
 NOT_VARIABLES = {"PYCOMM_STORE_PORT", "PYCOMM_ELASTIC_FILE", "PYCOMM_ELASTIC_JOINS"}
 

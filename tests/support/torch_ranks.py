@@ -23,8 +23,9 @@ import torch
 import torch.distributed as dist
 from on_ranks import Test, with_parameters
 
-import pycomm.torch_backend  # noqa: F401 - registers the backend
+from pycomm import torch_backend
 
+REPLACED = "gloo, replaced"  # a group that the program makes as one of gloo
 LIMIT_S = 180  # of one function in all processes
 CALL_S = 120  # of a call: the other ranks may be slow to start
 STACKS_S = 150  # a function that still runs prints the stacks of its threads to stderr
@@ -40,8 +41,10 @@ def _serve(rank: int, size: int, pipe: Connection) -> None:
         fn, args, path, backend = task
         faulthandler.dump_traceback_later(STACKS_S)
         try:
+            if backend == REPLACED:
+                torch_backend.replace("gloo")
             dist.init_process_group(
-                backend,
+                backend.split(",")[0],
                 init_method=f"file://{path}",
                 rank=rank,
                 world_size=size,
@@ -53,6 +56,7 @@ def _serve(rank: int, size: int, pipe: Connection) -> None:
                 result = fn(*args)
             finally:
                 dist.destroy_process_group()
+                torch_backend.restore("gloo")
             pipe.send((True, result))
         except BaseException:  # any error is returned to the test
             pipe.send((False, traceback.format_exc()))
