@@ -13,8 +13,8 @@ from source_files import PYTHON
 import pycomm
 
 REFERENCE = ROOT / "docs" / "reference"
-# Of torch_backend: the compiled backend calls it by name.
-CALLED_BY_NAME = {"register_backend"}
+# Of torch_backend: the compiled backend and the entry point call them by name.
+CALLED_BY_NAME = {"register_backend", "replace_as_configured"}
 DIRECTIVE = re.compile(r"^\.\. auto(\w+):: ([\w.]+).*\n((?:   .*\n)*)", re.MULTILINE)
 
 
