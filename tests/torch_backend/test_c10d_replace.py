@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -86,8 +87,9 @@ KINDS: dict[str, Callable[[], Any]] = {
     "timeout by name": lambda: _constructed("by name", timeout=LIMIT),
     "default timeout": lambda: _constructed("default"),
     "options": _with_options,
-    "dist2": _of_dist2,
 }
+if find_spec("torch.distributed._dist2"):  # until torch 2.13
+    KINDS["dist2"] = _of_dist2
 
 
 @in_processes(2, 3)
@@ -98,6 +100,9 @@ def test_every_way_to_make_a_group(kind: str) -> None:
     assert _is_pycomms(group)
     # torch's logger of DDP casts the backend of a group of the type GLOO to its own class.
     assert group._get_backend_name() != "gloo"
+    if kind != "by device":  # torch gives such a group no default type
+        with pytest.raises(RuntimeError, match="pycomm"):  # the backend is found, and lacks it
+            group._wait_for_pending_works()
     x = torch.full((100,), dist.get_rank() + 1.0)
     group.allreduce([x]).wait()
     assert (x == sum(range(1, group.size() + 1))).all()
@@ -115,6 +120,46 @@ def test_shrink() -> None:
         x = torch.ones(2)
         dist.all_reduce(x, group=group)
         assert (x == 2).all()
+    dist.barrier()
+
+
+def _reconfigured(path: Path) -> None:
+    rank, store = dist.get_rank(), dist.FileStore(str(path))
+    dist.destroy_process_group()
+    given: Any = {"enable_reconfigure": True}  # an argument from torch 2.14 on
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=LIMIT, **given)
+    assert _is_pycomms(dist.group.WORLD)
+    store.set(f"handle {rank}", dist._get_reconfigure_handle())
+    handles = [store.get(f"handle {one}").decode() for one in (1, 0)]
+    dist._reconfigure(1, handles).wait()
+    assert dist.get_rank() == 1 - rank
+    x = torch.ones(3)
+    dist.all_reduce(x)
+    assert (x == 2).all()
+
+
+if hasattr(dist, "_reconfigure"):
+
+    def test_reconfigure(run: Run, tmp_path: Path) -> None:
+        run(2, _reconfigured, tmp_path / "again")
+
+
+@in_processes(2)
+@pytest.mark.parametrize("other", ["fake", "pycomm"])
+def test_beside_another_backend(other: str) -> None:
+    """A group has one backend of the type CUSTOM: the second one would be ignored."""
+    from torch.testing._internal.distributed import fake_pg  # noqa: F401 - registers a backend
+
+    group = dist.new_group(backend=f"cpu:gloo,cuda:{other}")
+    assert _is_pycomms(group)
+    assert group._get_backend_name() != "gloo"
+    devices = group._get_backend(torch.device("cuda"))
+    assert devices is not group._get_backend(CPU)
+    assert devices.name() == other
+    assert not isinstance(devices, dist.ProcessGroupGloo)
+    x = torch.ones(2)
+    dist.all_reduce(x, group=group)
+    assert (x == 2).all()
     dist.barrier()
 
 
@@ -160,7 +205,7 @@ def test_profiler_titles_name_gloo() -> None:
 
 
 @in_processes(2)
-@pytest.mark.parametrize("kind", ["world", "timeout", "dist2"])
+@pytest.mark.parametrize("kind", sorted(KINDS.keys() & {"world", "timeout", "dist2"}))
 def test_ddp(kind: str) -> None:
     model = torch.nn.Linear(4, 4)
     trained = DistributedDataParallel(model, process_group=KINDS[kind]())
@@ -314,7 +359,9 @@ def test_keys_of_other_ranks() -> None:
         for _ in range(100 // gloo.MOST_LOOKS + 1):
             watch(store)
     store.set("0/1", "address")
-    gloo.Watch(1, 2)(store)
+    watch = gloo.Watch(1, 100)
+    for _ in range(100 // gloo.MOST_LOOKS + 1):
+        watch(store)
 
 
 @in_processes(2)
