@@ -38,10 +38,10 @@ if TYPE_CHECKING:
 
 GLOO = "gloo"
 VARIABLE, CALL = "PYCOMM_REPLACE=gloo", 'replace("gloo")'  # what asked for it
-_log = logging.getLogger("pycomm")
 HELPERS_GROUP = "it is the helper of TORCH_DISTRIBUTED_DEBUG=DETAIL"
 WITH_DEVICES = "its options name gloo's devices"
 MOST_LOOKS = 32  # for gloo's keys, in each pause of a rank that waits
+_log = logging.getLogger("pycomm")
 
 # Makes the backend of a group; whether it is torch's default group.
 Make = Callable[["_DistributedBackendOptions", bool], "compiled.Backend"]
@@ -78,9 +78,12 @@ class _ProcessGroupGloo:
 
     def __call__(self, *args: Any, **given: Any) -> Any:
         """As the constructors of the class: (store, rank, size, timeout or options)."""
-        asked = _asked(*args, **given)
         group = _caller.arguments or {}
-        if self._why_torchs(asked, group):
+        try:
+            asked = _asked(*args, **given)
+        except TypeError:  # invalid, or of a newer torch: its class decides
+            asked = None
+        if asked is None or self._why_torchs(asked, group):
             return self._torchs(*args, **given)
         options = _described(asked, group)
         ranks, world = options.global_ranks_in_group, dist.group.WORLD
@@ -126,7 +129,7 @@ class _ProcessGroupGloo:
 
 
 def _current() -> Any:
-    return distributed_c10d.ProcessGroupGloo
+    return getattr(distributed_c10d, "ProcessGroupGloo", None)  # a torch without gloo lacks it
 
 
 def _asked(
@@ -140,8 +143,11 @@ def _asked(
 ) -> dict[str, Any]:
     if not isinstance(timeout, timedelta):
         options = timeout
-    if options is not None:
+    kind = c10d.ProcessGroupGloo._Options  # type: ignore[attr-defined]  # not in torch's stubs
+    if isinstance(options, kind):
         timeout = options._timeout
+    elif options is not None or timeout is None:
+        raise TypeError(f"invalid options: got {options!r}, expected ProcessGroupGloo._Options")
     return {
         "store": store,
         "rank": rank,

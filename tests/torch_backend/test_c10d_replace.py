@@ -398,6 +398,18 @@ def test_invalid_arguments() -> None:
     assert dist.ProcessGroupGloo is TORCHS
 
 
+def test_arguments_that_only_torch_knows() -> None:
+    torch_backend.replace("gloo")
+    try:
+        for arguments in ((3,), (dist.HashStore(), 0, 1, "a")):
+            with pytest.raises(TypeError, match="incompatible constructor arguments"):
+                dist.ProcessGroupGloo(*arguments)
+        with pytest.raises(TypeError, match="incompatible constructor arguments"):
+            dist.ProcessGroupGloo(dist.HashStore(), 0, 1, unknown=1)
+    finally:
+        torch_backend.restore("gloo")
+
+
 def test_another_torch_keeps_its_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
     def helper(group_size: int, backend: str) -> None:
         """Of a torch that takes other arguments."""
