@@ -3,8 +3,9 @@
     python tests/compat/torchft_tests.py [--backend pycomm]
 
 They need the package torchft, which contains them. They are not changed: pycomm's adapter, which is
-read from docs/torch_backend.md, takes the place of torchft's ProcessGroupGloo. Ranks are threads,
-and process groups are reconfigured. The exit status is 1 if a test failed.
+read from docs/torch_backend.md, takes the place of torchft's ProcessGroupGloo. With `--backend
+replaced`, torchft's own class makes its groups with torch's gloo, which pycomm replaces. Ranks are
+threads, and process groups are reconfigured. The exit status is 1 if a test failed.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ import unittest
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from pycomm import torch_backend
 
 ROOT = Path(__file__).resolve().parents[2]
 BLOCK = re.compile(r"^```py\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -35,10 +38,13 @@ def adapter() -> Any:
 
 def tests_of(backend: str) -> unittest.TestSuite:
     """All tests of one process group on the CPU."""
+    if backend == "replaced":
+        torch_backend.replace("gloo")
     module: Any = importlib.import_module("torchft.process_group_test")
     several: Any = module.NormalGlooMultiPgTest
     if backend == "pycomm":
         module.ProcessGroupGloo = adapter()
+    if backend != "gloo":
         check = several.assertRaisesRegex
         several.assertRaisesRegex = lambda self, kind, text: check(self, kind, text + TEXT)
     suite = unittest.defaultTestLoader.loadTestsFromTestCase(several)
@@ -49,7 +55,7 @@ def tests_of(backend: str) -> unittest.TestSuite:
 def main(argv: Sequence[str]) -> int:
     """Runs the tests and prints their results; 0 if none failed."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("--backend", default="pycomm", choices=["pycomm", "gloo"])
+    parser.add_argument("--backend", default="pycomm", choices=["pycomm", "replaced", "gloo"])
     backend = parser.parse_args(argv).backend
     result = unittest.TextTestRunner(verbosity=2).run(tests_of(backend))
     failed = len(result.failures) + len(result.errors)
