@@ -17,6 +17,7 @@ from benchmarks.reliability import (
     connection_flood,
     elastic,
     faults,
+    gloo_failures,
     rank_failure,
     soak,
 )
@@ -103,6 +104,16 @@ def test_uninformed_survivor_is_detected(
     seen: dict[str, Any] = {"noticed_ms": 20.0, "works_ms": works_ms, "text": text}
     monkeypatch.setattr(rank_failure, "survivors", lambda *job: [seen])
     assert rank_failure.main(["--ranks", "2", "--peers", backend, "--rounds", "1"]) == status
+
+
+@pytest.mark.timeout(300)  # three processes import torch
+def test_gloo_failures_run_and_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = "gloo_failures --failures 'another size' --peers pycomm"
+    (row,) = stored(tmp_path, words)["rows"]
+    assert row["knew"] == row["named"] == row["ranks"] == 2
+    assert "all_reduce" in row["text"]
+    monkeypatch.setattr(gloo_failures, "reports", lambda *job: [(0.1, gloo_failures.NO_ERROR)])
+    assert stored(tmp_path, words, status=1)["rows"][0]["knew"] == 0
 
 
 def test_cancellation_runs_and_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
