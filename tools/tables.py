@@ -1,7 +1,7 @@
 """Writes the tables of docs from the stored results of the benchmarks.
 
     python tools/tables.py          write docs/internals/performance_tables.md and the tables of
-                                    docs/performance.md and README.md
+                                    docs/performance.md, docs/replace_gloo.md and README.md
     python tools/tables.py --check  fail if a page differs from the stored results
 
 tools/tables.json has a section for each file of benchmarks/results: title, command and layout. A
@@ -27,7 +27,7 @@ from pycomm.bench.support import summaries  # noqa: E402 - the path of the repos
 
 RESULTS = ROOT / "benchmarks" / "results"
 PAGE = ROOT / "docs" / "internals" / "performance_tables.md"
-SUMMARIES = [ROOT / "README.md", ROOT / "docs" / "performance.md"]
+SUMMARIES = [ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in ("performance", "replace_gloo"))]
 OURS = "pycomm"
 DIGITS = {"index_bits": 3, "entropy_bits": 3, "bytes_each": 3, "step_s": 3}
 DIGITS |= {"of_ring": 4, "seconds_per_step": 4, "score": 3}

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import re
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -38,7 +39,7 @@ SIZE, COUNT = 3, 1 << 12
 VICTIM = SIZE - 1
 BACKENDS = {"gloo": {}, "pycomm": {"PYCOMM_REPLACE": "gloo"}}
 NO_ERROR = "no error: the calls of the ranks were paired wrongly"
-MOST_CHARACTERS = 300  # stored of an error
+MOST_CHARACTERS = 200  # stored of an error
 
 Report = tuple[float, str]
 
@@ -62,7 +63,7 @@ def main(argv: Sequence[str]) -> int:
                 "knew": sum(text != NO_ERROR for _, text in seen),
                 "named": sum(f"rank {VICTIM}" in text for _, text in seen),
                 "ranks": len(seen),
-                "text": last[1][:MOST_CHARACTERS],
+                "text": re.sub(r"^\[/\S+\] ", "", last[1])[:MOST_CHARACTERS],  # gloo's files
             }
         )
     command.report(options.json, rows=rows, limit_s=options.limit)
