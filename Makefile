@@ -9,7 +9,7 @@ export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: help venv build demo test-unit test test-programs test-nightly test-full test-all nightly lint format sanitize bench
 .PHONY: ci sdist wheel matrix compat faults soak combinations gpu fuzz docs simulate alone arithmetic aarch64 nccl clean
-.PHONY: packages
+.PHONY: packages programs
 
 help:
 	@echo "make demo      train a small model on 2 processes with gloo and with pycomm (draws demo.png)"
@@ -24,6 +24,7 @@ help:
 	@echo "make sanitize  native tests with address, undefined-behaviour and thread sanitizers"
 	@echo "make bench     collectives against gloo     make venv      set up .venv"
 	@echo "make compat    torch's own tests and third-party programs, on gloo and on pycomm (15 minutes)"
+	@echo "make programs  third-party programs with gloo and with pycomm in its place (5 minutes)"
 	@echo "make faults    fault injection in every call, rank failures, unauthenticated clients (40 minutes)"
 	@echo "make soak      random faults in running groups, for MINUTES=60"
 	@echo "make combinations  random small trainings, for MINUTES=60"
@@ -145,6 +146,9 @@ bench: build
 .venv/programs: pyproject.toml | build
 	$(EDITABLE) -e '.[programs]'
 	@touch $@
+
+programs: build .venv/programs
+	$(PY) tests/compat/programs.py --in-place
 
 compat: build .venv/programs
 	$(PY) tests/compat/table.py --run

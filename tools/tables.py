@@ -27,7 +27,7 @@ from pycomm.bench.support import summaries  # noqa: E402 - the path of the repos
 
 RESULTS = ROOT / "benchmarks" / "results"
 PAGE = ROOT / "docs" / "internals" / "performance_tables.md"
-SUMMARIES = [ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in ("performance", "replace_gloo"))]
+SUMMARIES = [ROOT / name for name in ("README.md", "docs/performance.md", "docs/replace_gloo.md")]
 OURS = "pycomm"
 DIGITS = {"index_bits": 3, "entropy_bits": 3, "bytes_each": 3, "step_s": 3}
 DIGITS |= {"of_ring": 4, "seconds_per_step": 4, "score": 3}

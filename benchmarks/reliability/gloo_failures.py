@@ -1,5 +1,5 @@
-"""`python -m benchmarks gloo_failures`: what a program that uses gloo gets to know of a failure, with
-gloo and with pycomm in its place.
+"""`python -m benchmarks gloo_failures`: what a program that uses gloo gets to know of a failure,
+with gloo and with pycomm in its place.
 
 Each job is a program of three processes that asks torch for gloo and makes calls; in pycomm's jobs
 PYCOMM_REPLACE=gloo is set. Then the last rank fails in one of four ways:
@@ -25,7 +25,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from multiprocessing.connection import Connection
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -34,6 +33,7 @@ from benchmarks.reliability.elastic_ranks import LIMIT_S, Child
 from benchmarks.support import command
 from benchmarks.support.ports import free_port
 from pycomm import torch_backend
+from pycomm.errors import InvalidArgument
 
 SIZE, COUNT = 3, 1 << 12
 VICTIM = SIZE - 1
@@ -132,7 +132,7 @@ def _in_place() -> float | None:
     """How many groups are in place of gloo's; None if torch's gloo made this one."""
     try:
         return torch_backend.stats().get("groups_in_place_of_gloo")
-    except torch_backend.InvalidArgument:  # the group has another backend
+    except InvalidArgument:  # the group has another backend
         return None
 
 

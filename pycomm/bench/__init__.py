@@ -53,7 +53,7 @@ BENCHMARKS = {
     ),
     "elastic": Benchmark("benchmarks.reliability.elastic", "killed ranks are replaced", True),
     "faults": Benchmark("benchmarks.reliability.faults", "fault injection in every call"),
-    "gloo_failures": Benchmark("benchmarks.reliability.gloo_failures", "what a program gets to know"),
+    "gloo_failures": Benchmark("benchmarks.reliability.gloo_failures", "failures, beside gloo"),
     "rank_failure": Benchmark("benchmarks.reliability.rank_failure", "detection and recovery"),
     "reconfigure": Benchmark("benchmarks.reliability.reconfigure", "torch's, beside gloo"),
     "soak": Benchmark("benchmarks.reliability.soak", "random calls and faults for a long time"),

@@ -1,6 +1,10 @@
-"""Third-party training programs under torchrun, 2 ranks on the CPU, with any backend.
+"""Third-party programs under torchrun, 2 ranks on the CPU, with any backend.
 
     python tests/compat/programs.py --backend pycomm [--only REGEX] [--json FILE]
+    python tests/compat/programs.py --in-place       (`make programs`)
+
+With --in-place each program runs twice, with gloo and with pycomm in its place. Both runs must
+print the same results, and the second one must log that pycomm replaced gloo.
 
 accelerate's scripts and Hugging Face's Trainer use the existing default group: on the CPU they
 would choose gloo themselves. Lightning and Ray Train accept the name of a backend; Ray starts its
@@ -15,7 +19,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
-import importlib.util
 import os
 import re
 import runpy
@@ -35,6 +38,9 @@ ROOT = Path(__file__).resolve().parents[2]
 RANKS = 2
 LIMIT_S = 900.0  # against hanging: Ray's five processes need 30 s of CPU, 260 s on a busy machine
 RUNS, DIFFERS, LEFT_OUT = "runs", "differs", "left out"
+RESULT = "result: "
+IN_PLACE = {"PYCOMM_REPLACE": "gloo"}
+REPLACED = "pycomm replaces gloo"  # in the log
 
 
 def accelerate_script(backend: str) -> None:
@@ -149,6 +155,77 @@ def _ray_worker(config: dict[str, str]) -> None:
     _agree(model)
 
 
+def ray_collective(backend: str) -> None:
+    """ray.util.collective between two actors."""
+    import ray
+
+    with tempfile.TemporaryDirectory(prefix="ray") as folder:
+        ray.init(num_cpus=RANKS, object_store_memory=100 << 20, _temp_dir=folder)
+        actors = [ray.remote(num_cpus=1)(_Actor).remote(backend, one) for one in range(RANKS)]
+        for values in ray.get([actor.run.remote() for actor in actors]):
+            _result(values)
+        ray.shutdown()
+
+
+class _Actor:
+    def __init__(self, backend: str, rank: int) -> None:
+        self._backend, self._rank = backend, rank
+
+    def run(self) -> list[float]:
+        """Elements of the results of all calls."""
+        from ray.util import collective
+
+        collective.init_collective_group(RANKS, self._rank, self._backend, "group")
+        mine = torch.full((5,), self._rank + 1.0)
+        summed, shared, received = mine.clone(), mine.clone(), torch.zeros(5)
+        collective.allreduce(summed, "group")
+        collective.broadcast(shared, 1, "group")
+        gathered = [torch.zeros(5) for _ in range(RANKS)]
+        collective.allgather(gathered, mine, "group")
+        part = torch.zeros(2)
+        collective.reducescatter(part, [torch.ones(2) for _ in range(RANKS)], "group")
+        if self._rank == 0:
+            collective.send(mine, 1, "group")
+        else:
+            collective.recv(received, 0, "group")
+        collective.barrier("group")
+        return [float(one[0]) for one in (summed, shared, *gathered, part, received)]
+
+
+def megatron_checkpoint(backend: str) -> None:
+    """megatron-core: its groups beside those of NCCL, and a sharded checkpoint saved and loaded."""
+    from megatron.core import dist_checkpointing, parallel_state
+    from megatron.core.dist_checkpointing import ShardedTensor
+
+    if not torch.cuda.is_available():  # megatron-core calls these without asking
+        torch.cuda.synchronize = lambda *_: None
+        torch.cuda.current_device = lambda: torch.device("cpu")
+    dist.init_process_group(backend)
+    rank, size = dist.get_rank(), dist.get_world_size()
+    parallel_state.initialize_model_parallel()
+    group = parallel_state.get_data_parallel_group_gloo()
+    parts = [torch.empty(9) for _ in range(size)] if rank == 0 else None
+    dist.gather(torch.full((9,), float(rank)), parts, 0, group=group)
+    folder = [tempfile.mkdtemp(prefix="megatron")]
+    dist.broadcast_object_list(folder)
+
+    def state(x: torch.Tensor) -> dict[str, Any]:
+        bias = ShardedTensor.from_rank_offsets("b", torch.ones(5), replica_id=rank)
+        return {"w": ShardedTensor.from_rank_offsets("w", x, (0, rank, size)), "b": bias}
+
+    own = torch.arange(8.0) + 100 * rank
+    dist_checkpointing.save(state(own), folder[0])
+    loaded = dist_checkpointing.load(state(torch.zeros(8)), folder[0])
+    _result([float(one[0]) for one in parts or []], loaded["w"].tolist(), loaded["b"].tolist())
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()
+
+
+def _result(*values: Any) -> None:
+    """Prints what must be equal with both backends."""
+    print(f"{RESULT}{values}", flush=True)
+
+
 def _agree(model: nn.Module) -> None:
     for parameter in model.parameters():
         everyone = [torch.empty_like(parameter) for _ in range(dist.get_world_size())]
@@ -162,14 +239,19 @@ PROGRAMS = {
     "lightning": lightning,
     "trainer": trainer,
     "ray_train": ray_train,
+    "ray_collective": ray_collective,
+    "megatron_checkpoint": megatron_checkpoint,
 }
-STARTS_ITSELF = {"ray_train"}
+STARTS_ITSELF = {"ray_train", "ray_collective"}
+ON_GLOO = {"ray_collective", "megatron_checkpoint"}  # they know no other backend for the CPU
 PACKAGES = {
     "accelerate_script": "accelerate",
     "accelerate_sync": "accelerate",
     "lightning": "lightning",
     "trainer": "transformers",
     "ray_train": "ray",
+    "ray_collective": "ray",
+    "megatron_checkpoint": "megatron-core",
 }
 
 
@@ -185,42 +267,65 @@ def _done(program: str, backend: str) -> str:
     return f"{program} on {backend}: done"
 
 
-def launch(program: str, backend: str) -> dict[str, Any]:
-    """Runs one program under torchrun: its package and version, the outcome, seconds."""
+def launch(program: str, backend: str, *, in_place: bool = False) -> dict[str, Any]:
+    """Runs one program: its package and version, the outcome, seconds. `in_place`: with gloo and
+    with pycomm in its place."""
     package = PACKAGES[program]
-    if importlib.util.find_spec(package) is None:
+    try:
+        version = importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:  # reported
         return {"package": package, "status": LEFT_OUT, "reason": f"needs the package {package}"}
+    if program in ON_GLOO and backend != "gloo":
+        return {"package": package, "status": LEFT_OUT, "reason": "it makes its groups with gloo"}
+    start = time.monotonic()
+    why, output = _run(program, backend, {})
+    if in_place and not why:
+        why, replaced = _run(program, backend, IN_PLACE)
+        if not why and (REPLACED in output or REPLACED not in replaced):
+            why = f"pycomm did not replace gloo in the second run alone: {replaced[-4000:]}"
+        elif not why and _results(output) != _results(replaced):
+            why = f"the results are {_results(output)} and {_results(replaced)}"
+    return {
+        "package": package,
+        "version": version,
+        "status": DIFFERS if why else RUNS,
+        "reason": why,
+        "seconds": round(time.monotonic() - start, 1),
+    }
+
+
+def _run(program: str, backend: str, more: dict[str, str]) -> tuple[str, str]:
+    """Why one run did not complete, "" if it did, and its output."""
     processes = 1 if program in STARTS_ITSELF else RANKS
     command = [sys.executable]
     if processes > 1:
         command += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}"]
     command += [__file__, "--rank", program, "--backend", backend]
     found = f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
-    env = {**os.environ, "PYTHONPATH": found, "OMP_NUM_THREADS": "1"}
+    env = {**os.environ, "PYTHONPATH": found, "OMP_NUM_THREADS": "1", **more}
     env |= {"ACCELERATE_USE_CPU": "1", "RAY_USAGE_STATS_ENABLED": "0"}
-    start = time.monotonic()
     try:
         done = subprocess.run(
             command, env=env, capture_output=True, text=True, timeout=LIMIT_S, check=False
         )
-        ended = done.returncode == 0 and done.stdout.count(_done(program, backend)) == processes
-        output = (done.stdout + done.stderr)[-4000:]
     except subprocess.TimeoutExpired as late:
         so_far = ((late.stdout or b"") + (late.stderr or b"")).decode(errors="replace")
-        ended, output = False, f"not ready after {LIMIT_S:g} s: {so_far[-4000:]}"
-    return {
-        "package": package,
-        "version": importlib.metadata.version(package),
-        "status": RUNS if ended else DIFFERS,
-        "reason": "" if ended else output,
-        "seconds": round(time.monotonic() - start, 1),
-    }
+        return f"not ready after {LIMIT_S:g} s: {so_far[-4000:]}", so_far
+    output = done.stdout + done.stderr
+    ended = done.returncode == 0 and done.stdout.count(_done(program, backend)) == processes
+    return "" if ended else output[-4000:], output
+
+
+def _results(output: str) -> list[str]:
+    """The results that the ranks printed, in any order."""
+    return sorted(re.findall(rf"{RESULT}(.*)", output))
 
 
 def main(argv: Sequence[str]) -> int:
     """Runs, prints, stores; 0 if all programs that were started completed."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--backend", default="pycomm", help="its name in torch.distributed")
+    parser.add_argument("--in-place", action="store_true", help="with pycomm in place of gloo")
     parser.add_argument("--only", default="", metavar="REGEX", help="programs whose names match")
     parser.add_argument("--json", metavar="FILE", help="write the results there")
     parser.add_argument("--rank", help=argparse.SUPPRESS)
@@ -228,16 +333,18 @@ def main(argv: Sequence[str]) -> int:
     if given.rank:
         rank(given.rank, given.backend)
         return 0
+    backend = "gloo" if given.in_place else given.backend
+    shown = "pycomm in place of gloo" if given.in_place else backend
     results = {}
     for program in (name for name in PROGRAMS if re.search(given.only, name)):
-        result = results[program] = launch(program, given.backend)
+        result = results[program] = launch(program, backend, in_place=given.in_place)
         named = f"{program}, {result['package']} {result.get('version', '')}".rstrip()
-        print(f"{named} on {given.backend}: {result['status']} {result['reason']}", flush=True)
+        print(f"{named} on {shown}: {result['status']} {result['reason']}", flush=True)
     if given.json:
         from pycomm.bench.support import summaries
         from pycomm.bench.support.machine import describe
 
-        content = {"machine": describe(), "backend": given.backend, "programs": results}
+        content = {"machine": describe(), "backend": shown, "programs": results}
         summaries.write(Path(given.json), content)
     return int(any(result["status"] == DIFFERS for result in results.values()))
 

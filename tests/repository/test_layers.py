@@ -19,7 +19,7 @@ import pytest
 from paths import ROOT
 from sample import of_the_day
 from source_files import CPP, PYTHON, tree
-from tiers import FILES, FOLDERS, SLOW
+from tiers import FILES, FOLDERS, NIGHTLY, SLOW
 
 CSRC = ROOT / "csrc"
 PYCOMM = ROOT / "pycomm"
@@ -479,9 +479,10 @@ def test_tiers_list_existing_folders_and_tests_of_another_tier() -> None:
     assert set(FILES) - set(folders) == set()
     usual = {name: FOLDERS.get(folders[name], "full") for name in FILES}
     assert {name for name in FILES if FILES[name] == usual[name]} == set()
-    slow = {name for names in SLOW.values() for name in names}
+    listed = {**SLOW, **NIGHTLY}
+    slow = {name for names in listed.values() for name in names}
     assert slow - {name for _, name in lines_with(r"^def (test_\w+)", paths)} == set()
-    assert set(SLOW) - set(folders) == set()
+    assert set(listed) - set(folders) == set()
 
 
 def test_every_command_is_documented() -> None:

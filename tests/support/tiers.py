@@ -37,7 +37,7 @@ FILES = {
     "test_bench_training": "nightly",
     "test_bench_reliability": "nightly",
 }
-# Tests that take too long for the tier of their file.
+# Tests that take too long for the tier of their file, which are "full".
 SLOW = {
     "test_layers": ["test_every_header_compiles_alone"],
     "test_malformed_calls": ["test_malformed_states"],
@@ -48,11 +48,16 @@ SLOW = {
 }
 
 
+# Tests of other files that are "nightly".
+NIGHTLY = {"test_programs": ["test_runs_with_pycomm_in_place_of_gloo"]}
+
+
 def may_have(path: Path, expression: str) -> bool:
     """Whether the file may have tests that `pytest -m expression` selects. Each worker of a run
     imports its files, and pytest rewrites their assertions: seconds for all files."""
     words = set(re.findall(r"\w+", expression))
-    tiers = {tier_of(path, name) for name in ["", *SLOW.get(path.stem, [])]}
+    names = ["", *SLOW.get(path.stem, []), *NIGHTLY.get(path.stem, [])]
+    tiers = {tier_of(path, name) for name in names}
     understood = bool(words) and words <= WORDS
     return not understood or bool(words & tiers)
 
@@ -61,4 +66,6 @@ def tier_of(path: Path, name: str) -> str:
     """The marker of the test `name`, without its parameters, in the file `path`."""
     if name in SLOW.get(path.stem, []):
         return "full"
+    if name in NIGHTLY.get(path.stem, []):
+        return "nightly"
     return FILES.get(path.stem, FOLDERS.get(path.parent.name, "full"))

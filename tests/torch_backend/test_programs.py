@@ -1,4 +1,5 @@
-"""Third-party programs on the backend "pycomm", where their packages are installed.
+"""Third-party programs on the backend "pycomm" and in place of gloo, where their packages are
+installed.
 
 tests/compat/programs.py runs them, with any backend.
 """
@@ -15,19 +16,29 @@ from sample import of_the_day
 from pycomm.bench.support import summaries
 
 SCRIPT = ROOT / "tests" / "compat" / "programs.py"
+ON_PYCOMM = ["accelerate_script", "accelerate_sync", "lightning", "trainer", "ray_train"]
+PROGRAMS = [*ON_PYCOMM, "ray_collective", "megatron_checkpoint"]
 
 
 @pytest.mark.timeout(1000)  # the script has 900 s
-@pytest.mark.parametrize(
-    "program",
-    of_the_day(["accelerate_script", "accelerate_sync", "lightning", "trainer", "ray_train"], 3),
-)
+@pytest.mark.parametrize("program", of_the_day(ON_PYCOMM, 3))
 def test_runs_unchanged(program: str, tmp_path: Path) -> None:
-    stored = tmp_path / "results.json"
+    _run(program, tmp_path)
+
+
+@pytest.mark.timeout(2000)  # the script runs the program twice
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_runs_with_pycomm_in_place_of_gloo(program: str, tmp_path: Path) -> None:
+    _run(program, tmp_path, "--in-place")
+
+
+def _run(program: str, folder: Path, *options: str) -> None:
+    stored = folder / "results.json"
     command = [sys.executable, str(SCRIPT), "--only", f"^{program}$", "--json", str(stored)]
+    command += options
     found = f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
     env = {**os.environ, "PYTHONPATH": found}
-    done = finished(command, env=env, timeout=960)
+    done = finished(command, env=env, timeout=960 * (1 + len(options)))
     assert stored.exists(), done.stderr[-4000:]
     result = summaries.read(stored)["programs"][program]
     if result["status"] == "left out":
