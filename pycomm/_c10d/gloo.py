@@ -175,7 +175,12 @@ def stands_in(backend: Any) -> bool:
     """Whether the backend is pycomm's in place of gloo's."""
     if not _state.made:
         return False
-    return isinstance(backend, _c10d.load().Backend) and backend.options.replaces == GLOO
+    return isinstance(backend, _backend()) and backend.options.replaces == GLOO
+
+
+@functools.cache  # load() reads the metadata of torch each time
+def _backend() -> Any:
+    return _c10d.load().Backend
 
 
 def made() -> int:
