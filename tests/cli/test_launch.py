@@ -9,7 +9,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from paths import ROOT, SUPPORT
 from benchmarks.support.ports import free_port
 from pycomm.bench.support.netns import Network, missing
 from pycomm.errors import InvalidArgument
-from pycomm.launch import failure, folder, worker_setup
+from pycomm.launch import failure, worker_setup
 from pycomm.launch.failure import Failure
 
 PROGRAM = str(SUPPORT / "launched.py")
@@ -261,15 +260,6 @@ def test_no_rank_outlives_the_launcher(how: signal.Signals, tmp_path: Path) -> N
                 signal.pidfd_send_signal(rank, signal.SIGKILL)
             os.close(rank)
         process.communicate(timeout=60)
-
-
-def test_folders_of_killed_launchers_are_removed(tmp_path: Path, monkeypatch: Any) -> None:
-    """And their descriptors closed: tests/conftest.py checks that."""
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    (tmp_path / f"{folder.PREFIX}killed").mkdir()
-    with folder.temporary() as first, folder.temporary() as second:
-        assert sorted(map(str, tmp_path.iterdir())) == sorted([first, second])
-    assert list(tmp_path.iterdir()) == []
 
 
 def of(rank: int, kind: str, when: float, status: int = 1) -> Failure:

@@ -72,35 +72,6 @@ def test_messages(at: Any, shared: bool) -> None:
     is_(x, sum(range(size)))
 
 
-@in_processes(2)
-def test_first_message_against_an_end_on_the_host_is_a_mismatch(at: Any) -> None:
-    group = dist.new_group()
-    x = torch.full((10,), 1.0 + dist.get_rank())
-    on_device = x.to(at.device)
-    with pytest.raises(errors.Mismatch, match="no data was sent"):
-        if dist.get_rank() == 0:
-            dist.isend(on_device, 1, group).wait()
-        else:
-            dist.recv(x, 0, group)
-    dist.all_reduce(on_device, group=group)
-    assert (on_device.cpu() == 3).all()
-
-
-@in_processes(3)
-@pytest.mark.parametrize("shared", [False, True], ids=["separate devices", "one device"])
-def test_first_message_connects_its_two_ranks_only(at: Any, shared: bool) -> None:
-    if shared:
-        share_a_device(at)
-    group = dist.new_group()
-    x = torch.full((10,), float(dist.get_rank()), device=at.device)
-    if dist.get_rank() < 2:
-        dist.recv(x, 0, group) if dist.get_rank() else dist.send(x, 1, group)
-        assert (x.cpu() == 0).all()
-    dist.barrier()  # of the tensors in host memory
-    dist.all_reduce(x, group=group)
-    assert (x.cpu() == 2).all()
-
-
 @in_processes(4)
 @pytest.mark.parametrize("shared", [False, True], ids=["separate devices", "one device"])
 def test_batch_is_one_group(at: Any, shared: bool) -> None:

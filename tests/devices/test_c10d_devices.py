@@ -80,29 +80,6 @@ def test_verbs_of_ranks_that_share_a_device(at: Any) -> None:
 
 
 @in_processes(2)
-@pytest.mark.parametrize("async_op", [False, True], ids=["sync", "async"])
-def test_call_is_ordered_with_its_stream(at: Any, async_op: bool) -> None:
-    rank, size = dist.get_rank(), dist.get_world_size()
-    x = torch.zeros(1000, device=at.device)
-    dist.all_reduce(x)
-    for turn in range(5):
-        x.cpu()  # all earlier work is done
-        go_on = at.delay()
-        x.copy_(torch.full((1000,), float(rank + turn)))  # the call starts after this
-        work = dist.all_reduce(x, async_op=async_op)
-        if async_op:
-            work.wait()  # does not wait for the device
-            assert not work.is_completed()
-        y = torch.empty_like(x)
-        y.copy_(x)  # after the call
-        x.copy_(torch.zeros(1000))  # after the copy
-        go_on()
-        assert (y.cpu() == sum(r + turn for r in range(size))).all()
-        assert (x.cpu() == 0).all()
-        assert not async_op or work.is_completed()
-
-
-@in_processes(2)
 def test_a_wait_orders_the_stream_that_is_current_then(at: Any) -> None:
     x = torch.zeros(1000, device=at.device)
     x.copy_(torch.ones(1000))
@@ -303,27 +280,6 @@ def test_coalesced_calls(at: Any) -> None:
     manager.wait()
     for n, x in zip((3, 1000), xs, strict=True):
         assert (x.cpu() == n * dist.get_world_size()).all()
-
-
-@in_processes(2)
-def test_calls_are_captured_in_a_graph(at: Any) -> None:
-    size = dist.get_world_size()
-    x = torch.ones(100, device=at.device)
-    dist.all_reduce(x)
-    x.cpu()
-    before = at.stream(2)
-    stream = at.module.stream(at.index)
-    at.runtime.begin_capture(stream)
-    dist.all_reduce(x)
-    work = dist.all_reduce(x, async_op=True)
-    work.wait()
-    graph = at.runtime.end_capture(stream)
-    assert work.is_completed()
-    for turn in range(3):
-        x.copy_(torch.full((100,), float(turn)))
-        at.runtime.launch(graph, stream)
-        assert (x.cpu() == turn * size * size).all()
-    at.stream(before)
 
 
 @in_processes(2)

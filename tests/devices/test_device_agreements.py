@@ -23,7 +23,6 @@ from pycomm._core_api import device_groups
 
 pytestmark = pytest.mark.timeout(300)
 
-MOST_PENDING = 64
 LIMIT_S = 60.0  # of the wait for another rank
 PROCESSES = {"processes": True, "transport": "", "return_exceptions": True}
 
@@ -207,50 +206,6 @@ def test_later_work_waits_for_the_agreement(machine, tmp_path, agrees):
     assert [("broadcast" in text and "all_reduce" in text) for text in texts] == [not agrees] * 3
 
 
-def at_most(group: pycomm.Group, device: Any, made: Signal) -> None:
-    x = agreed_array(group, device)
-    if group.rank == 1:
-        assert made.wait(LIMIT_S)
-    works = [pycomm.all_reduce(x, async_op=True) for _ in range(MOST_PENDING + 1)]
-    if group.rank == 0:
-        for work in works[:MOST_PENDING]:
-            work.wait()
-        with pytest.raises(errors.Timeout, match="still under way"):
-            works[MOST_PENDING].wait(timeout_s=0.1)
-        made.set()
-    for work in works:
-        work.wait()
-    device.get(x)
-    assert all(work.done() for work in works)
-
-
-@on("emulated")
-def test_a_limited_number_of_calls_is_ahead(machine, tmp_path):
-    machine.run(2, after, at_most, Signal(tmp_path))
-
-
-def waits_for_first(group: pycomm.Group, device: Any, made: Signal) -> None:
-    """A call unlike the earlier ones waits for its agreement, and so does each one behind it."""
-    x = agreed_array(group, device)
-    if group.rank == 1:
-        assert made.wait(LIMIT_S)
-    known, first, behind = (pycomm.all_reduce(x, op, async_op=True) for op in ("sum", "max", "sum"))
-    known.wait()
-    if group.rank == 0:
-        for work in (first, behind):
-            with pytest.raises(errors.Timeout, match="still under way"):
-                work.wait(timeout_s=0.1)
-        made.set()
-    for work in (first, behind):
-        work.wait()
-    np.testing.assert_array_equal(device.get(x), np.full(100, group.size**2))
-
-
-@on("emulated")
-def test_other_calls_agree_before(machine, tmp_path):
-    machine.run(2, after, waits_for_first, Signal(tmp_path))
-
-
 def rank_1_decides(group: pycomm.Group, device: Any, made: Signal) -> None:
     group.cuda_agreement = "after" if group.rank else "before"
     x = agreed_array(group, device)
@@ -336,28 +291,6 @@ def test_a_rank_dies_before_its_call(machine, tmp_path):
     assert isinstance(dead, errors.PeerLost)
     assert isinstance(living, str), living
     assert "rank 1" in living
-
-
-def missing(group: pycomm.Group, device: Any, over: Signal) -> str:
-    x = agreed_array(group, device)
-    if group.rank == 1:
-        assert over.wait(LIMIT_S)
-        return ""
-    try:
-        work = pycomm.all_reduce(x, async_op=True, timeout_s=0.5)
-        work.wait()
-        device.get(x)
-        with pytest.raises(errors.Timeout, match="missing from this call: rank 1") as caught:
-            work.wait()
-    finally:
-        over.set()
-    return str(caught.value)
-
-
-@on("emulated")
-def test_a_missing_rank_is_named(machine, tmp_path):
-    text, _ = machine.run(2, after, missing, Signal(tmp_path))
-    assert "all_reduce" in text
 
 
 def ends(group: pycomm.Group, device: Any, made: Signal, how: str) -> str:

@@ -233,32 +233,6 @@ def test_different_device_kinds_raise(run: Run) -> None:
     assert all("'weight'" in text for text in run(2, refused))
 
 
-@in_processes(2)
-def test_rare_features_work_on_devices(at: Any) -> None:
-    """Unused parameters, accumulated gradients, and ranks with less data."""
-    pycomm.init()
-    rank = dist.get_rank()
-
-    def backward(device: Any) -> list[Tensor]:
-        torch.manual_seed(0)
-        model = nn.ModuleDict({"used": nn.Linear(3, 2), "unused": nn.Linear(2, 2)}).to(device)
-        model.forward = model["used"].forward
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        parallel = pycomm.DataParallel(model, find_unused_parameters=True)
-        with parallel.join(optimizer):
-            for step in range(2 + rank):
-                x = torch.tensor([rank, step, 7.0]).to(device)
-                with parallel.no_sync():
-                    parallel(x).square().mean().backward()
-                parallel(x).square().mean().backward()
-                optimizer.step()
-                optimizer.zero_grad()
-        return [p.detach().cpu() for p in model.parameters()]
-
-    for one, other in zip(backward(at.device), backward("cpu"), strict=True):
-        torch.testing.assert_close(one, other)
-
-
 def upper_half(x: Tensor, layer: nn.Module) -> Tensor:
     return layer(x).square().mean()
 
@@ -295,20 +269,6 @@ def test_gradients_through_collectives_equal_host_memory(at: Any) -> None:
     here = layer_results("cpu", group.rank)
     for one, other in zip(there, here, strict=True):
         torch.testing.assert_close(one, other)
-
-
-@in_processes(2)
-def test_batches_on_a_device_are_scattered(at: Any) -> None:
-    """Also noncontiguous and empty rows."""
-    group = pycomm.init()
-    wholes = [torch.arange(rows * 4.0).reshape(rows, 4) for rows in (6, 5, 1)]
-    batches = [{"x": x.to(at.device)[:, 1:3], "y": x[:, 0]} for x in wholes]
-    given = list(ScatterLoader(batches if group.rank == 1 else None, src=1))
-    for x, batch in zip(wholes, given, strict=True):
-        assert batch["x"].device == (at.device if group.rank == 1 else torch.device("cpu"))
-        rows = torch.tensor_split(x, 2)[group.rank]
-        assert torch.equal(batch["x"].cpu(), rows[:, 1:3])
-        assert torch.equal(batch["y"], rows[:, 0])
 
 
 @in_processes(2)

@@ -21,54 +21,7 @@ from pycomm import Group, errors
 from pycomm.testing import run_ranks
 from pycomm.testing.threads import join
 
-SIZES = [1, 2, 3, 4]
 TRANSPORTS = ["local", "shm", "tcp"]
-OPS = {
-    "sum": np.add.reduce,
-    "avg": lambda xs: np.mean(xs, axis=0),
-    "product": np.multiply.reduce,
-    "min": np.minimum.reduce,
-    "max": np.maximum.reduce,
-    "band": np.bitwise_and.reduce,
-    "bor": np.bitwise_or.reduce,
-    "bxor": np.bitwise_xor.reduce,
-}
-
-
-def data(rank: int, count: int, dtype: str) -> Any:
-    """Small integers: every order of summation gives the same sum."""
-    return (np.arange(count) * (rank + 3) % 7).astype(dtype)
-
-
-@pytest.mark.parametrize("n", SIZES)
-@pytest.mark.parametrize("algorithm", [None, *pycomm.algorithms()])
-def test_reductions_by_every_algorithm(n: int, algorithm: str | None) -> None:
-    dtypes = {op: "int64" if op.startswith("b") else "float64" for op in OPS}
-    calls = [(op, dtype, count) for op, dtype in dtypes.items() for count in (0, 1, 5, 1000)]
-
-    def rows(rank: int, count: int, dtype: str) -> Any:
-        return np.stack([data(rank + row, count, dtype) for row in range(n)])
-
-    for verb, inputs in ((pycomm.all_reduce, data), (pycomm.reduce_scatter, rows)):
-
-        def program(group: Group, verb: Any = verb, inputs: Any = inputs) -> list[Any]:
-            given = [(inputs(group.rank, count, dtype), op) for op, dtype, count in calls]
-            return [verb(x, op, algorithm=algorithm) for x, op in given]
-
-        for rank, results in enumerate(_where_there_is(algorithm, n, program)):
-            first = rank if inputs is rows else 0
-            for result, (op, dtype, count) in zip(results, calls, strict=True):
-                np.testing.assert_allclose(result, OPS[op](rows(first, count, dtype)), err_msg=op)
-
-
-def _where_there_is(algorithm: str | None, n: int, fn: Any) -> list[Any]:
-    """The results, or none if the verb reports that it lacks the algorithm."""
-    try:
-        return run_ranks(n, fn)
-    except errors.Unsupported as error:
-        if algorithm in (None, "ring", "tree") or f'"{algorithm}"' not in str(error):
-            raise
-        return []
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
@@ -196,28 +149,6 @@ def counts() -> tuple[int, int, float]:
         status = dict(line.split(":", 1) for line in lines)
     resident = int(status["VmRSS"].split()[0]) / 1024
     return len(os.listdir("/proc/self/fd")), int(status["Threads"]), resident
-
-
-def many_calls(group: Group) -> list[Any]:
-    x, odd = np.ones(100), np.ones((20, 20))[::2, ::3]
-    readings = []
-    for step in range(10_000):
-        pycomm.all_reduce(x, "max", group=group)
-        if step % 10 == 0:
-            pycomm.all_reduce(odd, "max", group=group, async_op=True).wait()
-        if step in (2_000, 9_999):
-            pycomm.barrier(group=group)
-            readings.append(counts())
-    return readings
-
-
-def test_ten_thousand_calls_leak_nothing() -> None:
-    for (fds, threads, resident), (fds_after, threads_after, resident_after) in run_ranks(
-        2, many_calls, transport="", processes=True
-    ):
-        assert fds_after == fds
-        assert threads_after == threads
-        assert resident_after - resident < 4.0
 
 
 def test_groups_leak_nothing() -> None:

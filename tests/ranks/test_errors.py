@@ -2,14 +2,12 @@
 
 import os
 import pickle
-import signal
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -280,50 +278,6 @@ def test_mismatch_changes_nothing_and_the_group_continues(group: Group, case: st
     assert error.op
 
 
-def die_in_all_reduce(group: Group, victim: int, note: str) -> Any:
-    x = np.ones(1 << 22, np.float32)
-    pycomm.barrier(group=group)
-    try:
-        for step in range(1000):
-            if group.rank == victim and step == 3:
-                Path(note).write_text(str(time.time()))
-                os.kill(os.getpid(), signal.SIGKILL)
-            pycomm.all_reduce(x, "max", group=group)
-    except errors.PeerLost as error:
-        lost = time.time(), error.peer, str(error)
-    try:
-        pycomm.barrier(group=group)
-    except errors.GroupBroken as error:
-        return (*lost, str(error))
-    return None
-
-
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
-def test_killed_rank_is_named_to_every_survivor_within_a_second(
-    transport: str, tmp_path: Path
-) -> None:
-    results = run_ranks(
-        3,
-        die_in_all_reduce,
-        1,
-        str(tmp_path / "died"),
-        transport=transport,
-        processes=True,
-        return_exceptions=True,
-    )
-    assert isinstance(results[1], errors.PeerLost)
-    assert "-9" in str(results[1])
-    died = float((tmp_path / "died").read_text())
-    for survivor in (results[0], results[2]):
-        assert not isinstance(survivor, BaseException), survivor
-        assert survivor is not None
-        reported, peer, text, later = survivor
-        assert reported - died < 1.0
-        assert peer == 1
-        assert "rank 1" in text
-        assert "rank 1" in later  # the first cause is repeated
-
-
 def test_call_times_out_and_names_the_missing_rank() -> None:
     over = threading.Event()
 
@@ -406,30 +360,6 @@ def test_second_thread_is_rejected_while_a_call_runs() -> None:
     (text, first), second = run_ranks(2, fn, timeout_s=20)
     assert "split" in text
     assert first == second == [2.0] * 4
-
-
-def fork_and_call(group: Group) -> Any:
-    """The exit code of a forked child that calls: 0 if the call was rejected."""
-    pid = os.fork()
-    if pid == 0:
-        try:
-            pycomm.all_reduce(np.ones(4), group=group)
-        except errors.GroupBroken as error:
-            del group
-            os._exit(0 if "fork" in str(error) else 3)
-        except BaseException:  # a forked child must not continue as the test
-            os._exit(2)
-        os._exit(1)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), pycomm.all_reduce(
-        np.ones(4), group=group
-    )
-
-
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
-def test_forked_child_is_rejected_and_the_parent_continues(transport: str) -> None:
-    for code, x in run_ranks(2, fork_and_call, transport=transport, processes=True):
-        assert code == 0
-        assert x.tolist() == [2.0] * 4
 
 
 @on_ranks(2)

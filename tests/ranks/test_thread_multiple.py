@@ -60,38 +60,6 @@ def sums(group: Group, n: int, value: float = 1.0, *, asynchronous: bool = False
     return float(x[0])
 
 
-def swaps(group: Group, tag: int, rounds: int, *, asynchronous: bool = False) -> None:
-    """Ranks 0 and 1 exchange messages with this tag."""
-    for i in range(rounds):
-        if group.rank > 1:
-            return
-        mine, theirs = np.full(SMALL, tag * 100.0 + i), np.empty(SMALL)
-        peer = 1 - group.rank
-        if group.rank == 0:
-            pycomm.send(mine, peer, tag=tag, group=group)
-        if asynchronous:
-            pycomm.recv(theirs, peer, tag=tag, group=group, async_op=True).wait()
-        else:
-            pycomm.recv(theirs, peer, tag=tag, group=group)
-        if group.rank == 1:
-            sent = pycomm.send(mine, peer, tag=tag, group=group, async_op=True)
-            sent.wait()
-        assert (theirs == mine).all()
-
-
-@by_size
-@by_transport
-def test_messages_of_two_threads(size: int, transport: str) -> None:
-    def program(group: Group) -> None:
-        together(
-            lambda: swaps(group, 1, 50),
-            lambda: swaps(group, 2, 50, asynchronous=True),
-            lambda: swaps(group, 3, 50),
-        )
-
-    on(size, transport, program)
-
-
 @by_size
 @by_transport
 @pytest.mark.parametrize("n", [SMALL, LARGE])
@@ -112,30 +80,6 @@ def test_a_message_passes_a_collective_that_waits_for_its_receiver(
             assert sums(group, n) == group.size
 
     on(size, transport, program)
-
-
-@by_size
-@by_transport
-def test_collectives_of_two_threads_in_one_order(size: int, transport: str) -> None:
-    """The first call waits for the others; the second is of another thread and waits for it."""
-    entered = [threading.Event() for _ in range(size)]
-
-    def program(group: Group) -> list[float]:
-        def first() -> float:
-            x = np.ones(SMALL)
-            work = pycomm.all_reduce(x, group=group, async_op=True)
-            entered[group.rank].set()
-            work.wait()
-            return float(x[0])
-
-        def second() -> float:
-            assert entered[group.rank].wait(LIMIT_S)
-            x = np.full(2 * SMALL, 2.0)
-            return float(pycomm.all_reduce(x, group=group)[0])
-
-        return together(first, second)
-
-    assert on(size, transport, program) == [[size, 2.0 * size]] * size
 
 
 @by_size
@@ -201,24 +145,6 @@ def test_equal_calls_in_another_order_are_paired_by_number(size: int, transport:
 
 
 @by_transport
-def test_a_thread_that_waits_has_a_time_limit(transport: str) -> None:
-    over = threading.Event()
-
-    def program(group: Group) -> None:
-        if group.rank == 1:
-            assert over.wait(LIMIT_S)
-            return
-        first = pycomm.all_reduce(np.ones(SMALL), group=group, async_op=True)
-        with pytest.raises(Timeout, match="started before and are still under way"):
-            pycomm.all_reduce(np.ones(SMALL), group=group, timeout_s=0.3)
-        with pytest.raises(GroupBroken):
-            first.wait()
-        over.set()
-
-    on(2, transport, program)
-
-
-@by_transport
 def test_the_error_names_the_thread_and_the_call_that_are_inside(transport: str) -> None:
     over = threading.Event()
 
@@ -250,32 +176,6 @@ def test_the_error_names_the_thread_and_the_call_that_are_inside(transport: str)
 
 def current_call(group: Group) -> str:
     return str(group.core.status()["current_call"])
-
-
-@by_transport
-@pytest.mark.parametrize("ends", ["close", "abort"])
-def test_the_group_ends_while_threads_wait(transport: str, ends: str) -> None:
-    over = threading.Event()
-
-    def program(group: Group) -> list[str]:
-        if group.rank == 1:
-            assert over.wait(LIMIT_S)
-            return []
-        first = pycomm.all_reduce(np.ones(SMALL), group=group, async_op=True)
-
-        def end() -> None:
-            group.close() if ends == "close" else group.abort("enough")
-
-        seen = together(
-            lambda: outcome(first.wait),
-            lambda: outcome(lambda: pycomm.barrier(group=group)),
-            lambda: outcome(lambda: pycomm.recv(np.empty(1), 1, group=group)),
-            end,
-        )
-        over.set()
-        return [type(one).__name__ for one in seen[:3]]
-
-    assert on(2, transport, program) == [["GroupBroken"] * 3, []]
 
 
 def dies(group: Group) -> list[str]:

@@ -1,7 +1,5 @@
 """The verbs, for arrays of any layout."""
 
-import os
-import signal
 from typing import Any
 
 import numpy as np
@@ -288,26 +286,6 @@ def test_unsupported_value_is_reported_on_every_rank(group: Group) -> None:
     with pytest.raises(errors.InvalidArgument, match=r"rank 1: value\['loss'\]") as caught:
         pycomm.all_gather_object(value, group=group)
     assert (caught.value.peer, pycomm.all_gather_object(group.rank, group=group)) == (1, [0, 1, 2])
-
-
-def end_before_exchange(group: Group) -> Any:
-    """Rank 1 ends before an exchange that needs it."""
-    pycomm.barrier()
-    if group.rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    with pytest.raises(errors.PeerLost) as caught:
-        pycomm.all_to_all(np.zeros((3, 1000)))
-    with pytest.raises(errors.GroupBroken):
-        pycomm.all_gather_v(np.zeros(3))
-    return caught.value.peer
-
-
-def test_rank_failure_is_detected_in_an_exchange() -> None:
-    results = run_ranks(
-        3, end_before_exchange, transport="", processes=True, return_exceptions=True
-    )
-    assert results[0] == results[2] == 1
-    assert isinstance(results[1], errors.PeerLost)
 
 
 @on_ranks(3, transport="tcp")

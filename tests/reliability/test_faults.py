@@ -4,7 +4,6 @@ tools for fault injection and for simulated links.
 Other faults: test_fault_matrix.py.
 """
 
-import contextlib
 import ctypes
 import os
 import signal
@@ -38,52 +37,6 @@ def signal_later(seconds: float, pid: int, sign: signal.Signals) -> int:
         os.kill(pid, sign)
         os._exit(0)
     return child
-
-
-def kill_after_reports(victim: int, rank: int, survivors: int, folder: str) -> None:
-    """Kills a stopped process after all survivors reported it, so that run_ranks can end."""
-    Path(folder, str(rank)).touch()
-    if len(list(Path(folder).iterdir())) == survivors:
-        with contextlib.suppress(ProcessLookupError):  # it ended already
-            os.kill(victim, signal.SIGKILL)
-
-
-def stop_one(group: Group, large: bool, folder: str) -> Any:
-    """Rank 2 stops inside a call; the others report how long they waited and for which rank."""
-    x = np.ones(1 << 22 if large else 4, np.float32)
-    for _ in range(3):
-        pycomm.all_reduce(x, "max", group=group)
-    victim = group.peer_info()[2].pid
-    if group.rank == 2:
-        os.kill(os.getpid(), signal.SIGSTOP)
-        return None
-    start = time.monotonic()
-    try:
-        while True:
-            pycomm.all_reduce(x, "max", group=group)
-    except errors.PeerLost as error:
-        waited = time.monotonic() - start
-        kill_after_reports(victim, group.rank, 2, folder)
-        return waited, error.peer, str(error), victim
-
-
-@pytest.mark.parametrize("large", [False, True], ids=["tiny", "large"])
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_stopped_rank_is_named_after_the_heartbeat_limit(
-    transport: str, large: bool, tmp_path: Path
-) -> None:
-    results = run_ranks(
-        3, stop_one, large, str(tmp_path), transport=transport,
-        processes=True, heartbeat_s=HEARTBEAT_S, return_exceptions=True,
-    )  # fmt: skip
-    for survivor in results[:2]:
-        assert not isinstance(survivor, BaseException), survivor
-        waited, peer, text, pid = survivor
-        assert HEARTBEAT_S / 2 < waited < HEARTBEAT_S + 1
-        assert peer == 2
-        assert "rank 2" in text
-        assert f"pid {pid}" in text
-        assert "sent no heartbeat for 1 s" in text
 
 
 def busy_outside(group: Group) -> Any:

@@ -63,15 +63,15 @@ def test_rank_killed_before_all_join_is_named(lives: int, dies: int) -> None:
 
 
 class Attempt:
-    """Ranks as threads that join a group; `stores`: of each rank."""
+    """Ranks as threads that join a group of 4; `stores`: of each rank."""
 
-    def __init__(self, stores: dict[int, Any], size: int = 4) -> None:
-        self.stores, self.size = stores, size
+    def __init__(self, stores: dict[int, Any]) -> None:
+        self.stores = stores
 
-    def join(self, rank: int, timeout_s: float, size: int = 0) -> tuple[str, float]:
+    def join(self, rank: int, timeout_s: float) -> tuple[str, float]:
         """The error and the seconds; "" if the group formed. The rank's store ends with the
         error."""
-        options = {"size": size or self.size, "timeout_s": timeout_s, "transport": "tcp"}
+        options = {"size": 4, "timeout_s": timeout_s, "transport": "tcp"}
         begin = time.monotonic()
         try:
             join(self.stores[rank], rank, {**options, "secret": KEY}).close()
@@ -80,10 +80,9 @@ class Attempt:
             return f"{type(error).__name__}: {error}", time.monotonic() - begin
         return "", time.monotonic() - begin
 
-    def all(self, timeouts: dict[int, float], sizes: dict[int, int]) -> list[tuple[str, float]]:
+    def all(self, timeouts: dict[int, float]) -> list[tuple[str, float]]:
         with ThreadPoolExecutor(len(timeouts)) as pool:
-            calls = {r: pool.submit(self.join, r, s, sizes.get(r, 0)) for r, s in timeouts.items()}
-            return [call.result() for call in calls.values()]
+            return list(pool.map(self.join, timeouts.keys(), timeouts.values()))
 
 
 def stores_of(kind: str, ranks: list[int]) -> dict[int, Any]:
@@ -104,35 +103,11 @@ def test_the_missing_rank_is_named_by_all(kind: str, shortest: int) -> None:
     """Rank 1 never joins. One rank fails before the others, which repeat what it knows: its rank
     info is gone then, and with rank 0 the store."""
     timeouts = {0: 30.0, 2: 30.0, 3: 30.0, shortest: 1.0}
-    found = Attempt(stores_of(kind, [*timeouts])).all(timeouts, {})
+    found = Attempt(stores_of(kind, [*timeouts])).all(timeouts)
     for text, seconds in found:
         assert text.startswith('Timeout: the group "world" did not form in '), text
         assert text.endswith(" s: of 4 ranks these did not join: 1"), text
         assert seconds < 15, "as the first"
-
-
-def test_a_rank_that_failed_alone_can_form_the_group_later() -> None:
-    """What it stored about its failure is not taken for that of the next attempt."""
-    attempt = Attempt({0: _core.LocalStore()}, size=2)
-    shared = attempt.stores[0]
-    for _ in range(2):
-        assert "did not join: 1" in attempt.join(0, 0.3)[0]
-        attempt.stores = {0: shared, 1: shared}
-    with ThreadPoolExecutor(2) as pool:
-        late = pool.submit(attempt.join, 0, 30.0)
-        time.sleep(0.5)  # rank 0 looks for failures meanwhile
-        assert attempt.join(1, 30.0)[0] == late.result()[0] == ""
-
-
-@pytest.mark.parametrize("larger", [0, 1])
-def test_ranks_that_disagree_about_the_size_say_so(larger: int) -> None:
-    """One rank waits for a third one, of which the other does not know."""
-    shared = _core.LocalStore()
-    attempt = Attempt({0: shared, 1: shared}, size=2)
-    for text, _ in attempt.all({0: 10.0, 1: 10.0}, {larger: 3}):
-        assert text.startswith("Mismatch: ranks were started with different options"), text
-        for rank in range(2):
-            assert f"rank {rank} has size={3 if rank == larger else 2}, " in text
 
 
 def form_with_few_descriptors(group: Group) -> tuple[str, int | None, str, float, float]:

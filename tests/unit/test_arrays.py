@@ -13,13 +13,11 @@ from on_ranks import on_ranks
 
 import pycomm
 from pycomm import Group, errors
-from pycomm._core import DTYPES
 from pycomm._core_api import arrays, device_groups
 from pycomm.errors import InvalidArgument, Unsupported
 from pycomm.testing import run_ranks
 
 torch = pytest.importorskip("torch")
-NUMPY_DTYPES = [name for name in DTYPES if name != "bfloat16"]
 
 
 def strided(kind: str) -> tuple[Any, Any]:
@@ -77,33 +75,6 @@ def test_inputs_and_outputs_of_any_strides_gather_and_scatter(kind: str) -> None
     for rank, (out, part) in enumerate(run_ranks(2, fn)):
         assert np.array_equal(out, [base, base + 100])
         assert np.array_equal(part, 2 * (base + 100 * rank))
-
-
-@on_ranks("n")
-@pytest.mark.parametrize("dtype", NUMPY_DTYPES)
-@pytest.mark.parametrize("n", [1, 2, 3, 4])
-def test_each_numpy_dtype_is_sent(group: Group, dtype: str, n: int) -> None:
-    x = np.array([0, 1, 1, 0, 1], dtype)
-    whole = pycomm.all_gather(x, group=group)
-    summed, sent = pycomm.all_reduce(x, group=group), pycomm.broadcast(x.copy(), n - 1)
-    assert summed.dtype == whole.dtype == sent.dtype == np.dtype(dtype)
-    wanted = np.array([0, 1, 1, 0, 1]) * (1 if dtype == "bool" else n)
-    assert np.array_equal(summed.astype(int), wanted)
-    assert whole.shape == (n, 5)
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_each_torch_dtype_is_sent(group: Group, dtype: str) -> None:
-    kind = getattr(torch, dtype)
-    x = torch.tensor([0, 1, 1, 0, 1], dtype=kind)
-    whole = pycomm.all_gather(x, group=group)
-    row = pycomm.reduce_scatter(whole, "max", group=group)
-    assert pycomm.all_reduce(x, group=group) is x
-    assert x.dtype == whole.dtype == row.dtype == kind
-    assert x.int().tolist() == ([0, 1, 1, 0, 1] if dtype == "bool" else [0, 2, 2, 0, 2])
-    assert whole.shape == (2, 5)
-    assert row.int().tolist() == [0, 1, 1, 0, 1]
 
 
 @on_ranks(2)
