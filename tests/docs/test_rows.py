@@ -7,22 +7,15 @@ from __future__ import annotations
 import ast
 import inspect
 import re
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
-from itertools import chain
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from paths import ROOT
-from torch import nn
-from torch.nn.utils import parameters_to_vector
-from torch.utils.data import RandomSampler, SubsetRandomSampler
 
 import pycomm
-from pycomm import Group, config, data, errors, kernels, metrics, torch_backend
+from pycomm import Group, data, kernels, metrics, torch_backend
 from pycomm._arguments import also_named
 from pycomm._training.communicators import CommunicatorPool
 from pycomm.parallel.buckets import Limits
@@ -88,6 +81,74 @@ HELD_BY = {  # claims that other tests hold
         "test_processes_rendezvous_by_arguments",
         "test_variables_of_each_launcher_are_read",
     ),
+    "no import of torch needed": (
+        "test_package_works_with_its_requirements_alone",
+        "test_importing_pycomm_does_not_import_torch",
+    ),
+    "`bucket_cap_mb` is accepted; move the module to its device first": ("test_bad_arguments",),
+    "a group has `group.rank`, `group.size`": (
+        "test_package_works_with_its_requirements_alone",
+        "test_split",
+    ),
+    "the default group": ("test_package_works_with_its_requirements_alone", "test_split"),
+    "returns a `Work`": ("test_async_calls_end_in_order_and_keep_their_arrays",),
+    "returns `x`; takes torch's `ReduceOp` too": (
+        "test_ops_have_the_names_of_numpy_and_torch",
+        "test_any_strides_give_correct_results_and_write_nothing_else",
+    ),
+    "in place": (
+        "test_ops_have_the_names_of_numpy_and_torch",
+        "test_any_strides_give_correct_results_and_write_nothing_else",
+    ),
+    "plain values only, no pickle": (
+        "test_values_of_all_ranks",
+        "test_unsupported_value_is_reported_on_every_rank",
+    ),
+    "collective over the parent; returns None with `color=None`": ("test_split",),
+    "repeats samples only with `pad=True`; counts epochs": (
+        "test_padding_and_dropping",
+        "test_epochs_differ_and_repeat",
+    ),
+    "divides torch's sequential and random samplers; others must know the ranks": (
+        "test_a_given_sampler_is_divided",
+        "test_a_sampler_that_every_rank_would_read_whole_is_refused",
+    ),
+    "divided among ranks and workers; [an iterable needs `divide=`](data.md#streams)": (
+        "test_each_sample_is_read_once",
+        "test_an_iterable_that_may_divide_itself_needs_an_answer",
+    ),
+    "[one decoded copy](data.md#one-decoded-copy-per-host), made in the constructor": (
+        "test_ranks_decode_a_share_each_into_one_copy",
+    ),
+    "no sample is repeated": ("test_shards_partition_the_data",),
+    '`rule="paddle"` averages after other steps': ("test_the_steps_that_average",),
+    "any optimizer": ("test_adam_is_synchronous_until_begin_step",),
+    "`step(loss)` takes the loss; a loss of 0 raises an error": (
+        "test_adaptive_follows_rate_and_loss",
+        "test_adaptive_without_an_interval_raises_everywhere",
+    ),
+    "also reads `PADDLE_TRAINER_ID` and related variables": (
+        "test_variables_of_each_launcher_are_read",
+    ),
+    "of this rank; `pycomm.metrics.Accuracy` counts over all ranks": (
+        "test_the_value_is_that_of_one_process",
+        "test_accuracy_of_a_batch_as_in_paddle",
+    ),
+    "MegEngine's names are accepted": ("test_torch_group_uses_the_same_engine",),
+    "no client object; plain values, `torch.Size` and NumPy arrays": (
+        "test_a_shape_of_torch_becomes_a_tuple",
+        "test_arrays_round_trip",
+        "test_invalid_keys_and_values_are_rejected",
+    ),
+    "`dest_rank=` is accepted; CUDA tensors pass through host memory": (
+        "test_shape_and_dtype_are_sent",
+        "test_megengine_names_and_expectations",
+    ),
+    "shape and dtype are sent, and checked if given; `src_rank=` is accepted": (
+        "test_shape_and_dtype_are_sent",
+        "test_megengine_names_and_expectations",
+    ),
+    "`DataParallel` includes it": ("test_equals_one_process_on_all_batches",),
 }
 KINDS = ("float32", "float64", "float32", "int64")
 Check = Callable[[Group], None]
@@ -108,42 +169,6 @@ def numbers(group: Group) -> torch.Tensor:
     return torch.tensor([1.0, 2.0]) + group.rank
 
 
-@holds("no import of torch needed")
-def no_torch(group: Group) -> None:
-    code = "import sys, pycomm; pycomm.init(); assert 'torch' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=100)
-
-
-@holds("`bucket_cap_mb` is accepted; move the module to its device first")
-def arguments_of_ddp(group: Group) -> None:
-    pycomm.DataParallel(nn.Linear(2, 2), bucket_cap_mb=1)
-    with pytest.raises(TypeError, match="move the module to its device"):
-        pycomm.DataParallel(nn.Linear(2, 2), device_ids=[0])
-
-
-@holds("a group has `group.rank`, `group.size`", "the default group")
-def rank_and_size(group: Group) -> None:
-    assert (group.rank, group.size) == (pycomm.rank(), pycomm.size())
-    assert pycomm.all_reduce(numbers(group), group=None).tolist() == [3, 5]
-
-
-@holds("returns a `Work`")
-def work(group: Group) -> None:
-    x = numbers(group)
-    sent = pycomm.send(x, 1 - group.rank, async_op=True)
-    received = pycomm.recv(torch.empty(2), 1 - group.rank, async_op=True)
-    for call in (sent, received):
-        assert isinstance(call, pycomm.Work)
-        call.wait()
-
-
-@holds("returns `x`; takes torch's `ReduceOp` too", "in place")
-def reduce_op(group: Group) -> None:
-    x = numbers(group)
-    assert pycomm.all_reduce(x, op=torch.distributed.ReduceOp.SUM) is x
-    assert x.tolist() == [3, 5]
-
-
 @holds(
     "returns [size, ...], without gradient",
     "stacked, not concatenated; `all_gather_v` for different counts",
@@ -155,138 +180,6 @@ def gathered(group: Group) -> None:
     assert not got.requires_grad
     parts = pycomm.all_gather_v(numbers(group)[group.rank :])
     assert [part.tolist() for part in parts] == [[1, 2], [3]]
-
-
-@holds("plain values only, no pickle")
-def plain(group: Group) -> None:
-    assert pycomm.all_gather_object({"a": (group.rank, None)})[1] == {"a": (1, None)}
-    with pytest.raises(errors.InvalidArgument, match="not a plain value"):
-        pycomm.all_gather_object(object())
-
-
-@holds("collective over the parent; returns None with `color=None`")
-def split(group: Group) -> None:
-    part = group.split(None if group.rank else 0)
-    assert (part is None) == (group.rank == 1)
-
-
-@holds("repeats samples only with `pad=True`; counts epochs")
-def epochs(group: Group) -> None:
-    def read(loader: data.DataLoader) -> list[list[int]]:
-        return pycomm.all_gather_object([int(x) for batch in loader for x in batch])
-
-    loader = data.DataLoader(list(range(9)), shuffle=True)
-    first, second = read(loader), read(loader)
-    assert sorted(chain(*first)) == sorted(chain(*second)) == list(range(9))
-    assert first != second
-    padded = data.DataLoader(list(range(9)), pad=True)
-    assert [len(part) for part in read(padded)] == [5, 5]
-    assert padded.padding == group.rank
-
-
-@holds("divides torch's sequential and random samplers; others must know the ranks")
-def samplers(group: Group) -> None:
-    whole = list(range(8))
-    for sampler in (None, RandomSampler(whole)):
-        own = [int(x) for batch in data.DataLoader(whole, sampler=sampler) for x in batch]
-        assert sorted(chain(*pycomm.all_gather_object(own))) == whole
-    with pytest.raises(errors.InvalidArgument, match="cannot be divided"):
-        data.DataLoader(whole, sampler=SubsetRandomSampler([1]))
-
-
-@holds("divided among ranks and workers; [an iterable needs `divide=`](data.md#streams)")
-def streams(group: Group) -> None:
-    def lines() -> Iterator[int]:
-        yield from range(9)
-
-    loader = data.DataLoader(lines, transform=float)
-    own = [x for batch in loader for x in batch.tolist()]
-    assert sorted(chain(*pycomm.all_gather_object(own))) == list(range(9))
-    with pytest.raises(errors.InvalidArgument, match="divide"):
-        data.DataLoader(Numbers())
-
-
-class Numbers(torch.utils.data.IterableDataset):
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(9))
-
-
-@holds("[one decoded copy](data.md#one-decoded-copy-per-host), made in the constructor")
-def decoded(group: Group) -> None:
-    seen: list[int] = []
-
-    class Decoded(torch.utils.data.Dataset):
-        def __len__(self) -> int:
-            return 8
-
-        def __getitem__(self, i: int) -> int:
-            seen.append(i)
-            return i
-
-    loader = data.DataLoader(Decoded(), shared=True)
-    before = len(seen)
-    own = [int(x) for batch in loader for x in batch]
-    assert len(seen) == before  # nothing is decoded again
-    assert sorted(chain(*pycomm.all_gather_object(own))) == list(range(8))
-
-
-@holds("no sample is repeated")
-def slices(group: Group) -> None:
-    own = list(data.ShardedSampler(range(257), shuffle=False, order="contiguous"))
-    assert own == list(range(257))[129 * group.rank : 129 * (group.rank + 1)]
-
-
-@holds('`rule="paddle"` averages after other steps')
-def rules(group: Group) -> None:
-    after = {}
-    for rule in ("paddle", "torch"):
-        model = nn.Linear(1, 1)
-        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-        local = pycomm.LocalSGD(model, sgd, k_steps=4, begin_step=2, rule=rule)
-        after[rule] = [step for step in range(3, 12) if averages(local, model, step)]
-    assert after == {"paddle": [6, 10], "torch": [3, 7, 11]}
-
-
-def averages(local: pycomm.LocalSGD, model: nn.Module, until: int) -> bool:
-    """Steps until step `until`; whether it ended with an average of parameters."""
-    while local.step_count < until:
-        local.zero_grad()
-        model(torch.ones(1, 1)).sum().backward()
-        local.step()
-    return local.last_sync == until
-
-
-@holds("any optimizer")
-def adam(group: Group) -> None:
-    model = nn.Linear(2, 1)
-    local = pycomm.LocalSGD(model, torch.optim.Adam(model.parameters()), k_steps=2)
-    for _ in range(5):
-        model(numbers(group)).sum().backward()
-        local.step()
-    assert local.last_sync == 5
-    both = pycomm.all_gather(parameters_to_vector(model.parameters()).detach())
-    assert torch.equal(*both)
-
-
-@holds("`step(loss)` takes the loss; a loss of 0 raises an error")
-def adaptive(group: Group) -> None:
-    model = nn.Linear(2, 1)
-    local = pycomm.AdaptiveLocalSGD(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    loss = model(numbers(group)).square().sum()
-    loss.backward()
-    local.step(loss)
-    with pytest.raises(errors.InvalidArgument, match="loss"):
-        for _ in range(4):
-            local.step(loss * 0)
-
-
-@holds("also reads `PADDLE_TRAINER_ID` and related variables")
-def paddle(group: Group) -> None:
-    where = "127.0.0.1:29500,127.0.0.1:29501"
-    found = config.environment(
-        {"PADDLE_TRAINER_ID": "1", "PADDLE_TRAINERS_NUM": "2", "PADDLE_TRAINER_ENDPOINTS": where}
-    )
-    assert (found.launcher, found.rank, found.size) == ("paddle", 1, 2)
 
 
 @holds('on by default, 25 MB; `"auto"` is a tenth of all gradients')
@@ -303,22 +196,6 @@ def lanes(group: Group) -> None:
     assert apart == [2, 2]
 
 
-@holds("of this rank; `pycomm.metrics.Accuracy` counts over all ranks")
-def accuracies(group: Group) -> None:
-    scores, labels = torch.tensor([[1.0, 0.0]]), torch.tensor([group.rank])
-    assert metrics.accuracy(scores, labels, 1) == 1 - group.rank
-    over_all = metrics.Accuracy(topk=(1,))
-    over_all.update(scores, labels)
-    assert over_all.compute() == (0.5,)
-
-
-@holds("MegEngine's names are accepted")
-def launcher(group: Group) -> None:
-    named = pycomm.launcher(n_gpus=1, world_size=2, master_ip="host0", port=29400)(launcher)
-    own = pycomm.launcher(nproc=1, size=2, master_addr="host0", master_port=29400)(launcher)
-    assert named._options == own._options
-
-
 @holds("one call per dtype")
 def broadcast_list(group: Group) -> None:
     xs = [torch.full((3,), group.rank, dtype=getattr(torch, d)) for d in KINDS]
@@ -326,42 +203,6 @@ def broadcast_list(group: Group) -> None:
     pycomm.bcast_list_(xs)
     assert group.stats().calls - before == len(set(KINDS))
     assert all(x.tolist() == [0] * 3 for x in xs)
-
-
-@holds("no client object; plain values, `torch.Size` and NumPy arrays")
-def user_keys(group: Group) -> None:
-    if group.rank == 0:
-        pycomm.user_set("shape", torch.ones(2, 3).shape)
-        pycomm.user_set("array", np.arange(3))
-    assert pycomm.user_get("shape") == (2, 3)
-    assert pycomm.user_get("array").tolist() == [0, 1, 2]
-    with pytest.raises(errors.InvalidArgument, match="not a plain value"):
-        pycomm.user_set("dtype", np.dtype("f4"))
-
-
-@holds(
-    "`dest_rank=` is accepted; CUDA tensors pass through host memory",
-    "shape and dtype are sent, and checked if given; `src_rank=` is accepted",
-)
-def features(group: Group) -> None:
-    for shape in (None, (2,), (3,)):
-        if group.rank == 0:
-            pycomm.remote_send(torch.ones(2), dest_rank=1)
-        elif shape == (3,):
-            with pytest.raises(errors.Mismatch):
-                pycomm.remote_recv(src_rank=0, shape=shape, dtype=torch.float32)
-        else:
-            got = pycomm.remote_recv(src_rank=0, shape=shape)
-            assert (got.shape, got.dtype) == ((2,), torch.float32)
-
-
-@holds("`DataParallel` includes it")
-def equal_replicas(group: Group) -> None:
-    net = nn.Linear(2, 2)
-    with torch.no_grad():
-        net.weight.fill_(group.rank + 5.0)
-    pycomm.DataParallel(net)
-    assert net.weight.unique().tolist() == [5.0]
 
 
 def test_each_remark_has_a_check() -> None:
