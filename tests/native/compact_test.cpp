@@ -1,9 +1,8 @@
-// Compact packets: round trips on every instruction set, the size bound, and invalid bytes. Buffers
-// have the exact length, so that the address sanitizer sees each access outside. The format is
-// tested by tests/unit/test_compact.py.
+// Compact packets: round trips on every instruction set, the size bound, and truncated packets.
+// Buffers have the exact length, so that the address sanitizer sees each access outside. The format
+// is tested by tests/unit/test_compact.py, any bytes by tests/fuzz/packets_fuzz.cpp.
 #include "codec/compact.h"
 
-#include <cmath>
 #include <cstring>
 #include <memory>
 #include <random>
@@ -127,21 +126,6 @@ const Test kRoundTrip(
       }
     });
 
-const Test kResidual("compact: sent values plus residual equal the input", [] {
-  Random random(2);
-  const Set set = set_of(10'000, 3, 100, 50, random);
-  const auto values = random_values(set.indices.size(), random);
-  each_code(set, [&](CompactEncoding how) {
-    std::vector<float> residual(set.count);
-    how.residual = residual.data();
-    const Pairs sent = decoded(encoded(set, values, how));
-    for (size_t i = 0; i < values.size(); ++i)
-      expect(std::fabs(sent.values[i] + residual[static_cast<size_t>(set.indices[i])] - values[i]) <
-                 1e-6,
-             "a part of a value is lost");
-  });
-});
-
 // Decodes arbitrary bytes; returns whether they were a packet.
 bool survives(const Bytes& bytes) {
   try {
@@ -173,55 +157,5 @@ const Test kTruncated("compact: a truncated packet is refused, and one with trai
       });
     }
 });
-
-const Test kFlipped("compact: packets with wrong bytes, and random bytes behind a header", [] {
-  Random random(4);
-  size_t refused = 0, read = 0;
-  for (int round = 0; round < 40; ++round) {
-    const Set set = set_of(1 + random() % 300, 1 + random() % 2000, 30, 100, random);
-    const auto values = random_values(set.indices.size(), random);
-    each_code(set, [&](const CompactEncoding& how) {
-      const Bytes bytes = encoded(set, values, how);
-      for (int change = 0; change < 12; ++change) {
-        Bytes wrong = bytes;
-        const size_t from = change % 3 == 0 ? 0 : bytes.size() / 2;  // a third in the header
-        const size_t length =
-            change % 3 == 0 ? std::min<size_t>(12, bytes.size()) : bytes.size() - from;
-        for (size_t i = 0; i < 1 + random() % 3; ++i)
-          wrong[from + random() % length] ^= static_cast<std::byte>(1 << random() % 8);
-        if (change == 11)
-          for (size_t i = 12; i < wrong.size(); ++i) wrong[i] = std::byte(random());
-        ++(survives(wrong) ? read : refused);
-      }
-    });
-  }
-  expect(read > 100 && refused > 100, "only one of the two outcomes occurred");
-});
-
-const Test kNoBytes("compact: random bytes, most of them with the magic word", [] {
-  Random random(5);
-  for (int round = 0; round < 20'000; ++round) {
-    Bytes bytes(random() % 40);
-    for (std::byte& byte : bytes) byte = std::byte(random());
-    if (!bytes.empty() && random() % 8 != 0)
-      std::memcpy(bytes.data(), kCompactMagic.data(), std::min(bytes.size(), kCompactMagic.size()));
-    if (random() % 2 != 0 && bytes.size() > 5) {
-      bytes[3] = std::byte(random() % kValueCodes.size() * 16 + random() % 3);
-      bytes[4] = std::byte(random() % 64);
-    }
-    survives(bytes);
-  }
-});
-
-const Test kWrongIndices(
-    "compact: indices that do not ascend are refused before anything changes", [] {
-      for (const auto& wrong : {Set{9, {3, 3}}, Set{9, {4, 2}}, Set{9, {-1, 2}}, Set{9, {1, 9}}}) {
-        std::vector<float> residual(9, 1.0f);
-        CompactEncoding how = encoding_of(9, IndexCode::rice, ValueCode::one_bit);
-        how.residual = residual.data();
-        expect_throws<InvalidArgument>([&] { encoded(wrong, {1, 2}, how); });
-        expect(residual == std::vector<float>(9, 1.0f), "the residual changed");
-      }
-    });
 
 }  // namespace
