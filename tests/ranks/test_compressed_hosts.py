@@ -19,7 +19,7 @@ from update_training import residuals_of
 
 import pycomm
 from pycomm.compress import topk_updates
-from pycomm.compress.hierarchical import HostGroups, hosts_of, rank_factor, saved_holder
+from pycomm.compress.hierarchical import HostGroups, rank_factor, saved_holder
 from pycomm.compress.quantized_gradients import exchange_of
 from pycomm.errors import Error
 from pycomm.testing import run_ranks
@@ -101,67 +101,6 @@ def mean_residual(training: Training) -> Tensor:
 
 
 KINDS = pytest.mark.parametrize("kind", ["gradients", *COMPRESSIONS])
-
-
-@KINDS
-@HOSTS
-def test_nothing_is_lost_and_replicas_stay_equal(kind: str, names: list[str]) -> None:
-    """Each rank counts equally, also on hosts with different numbers of ranks. The ranks of a host
-    have one residual."""
-
-    def program(group: pycomm.Group) -> Any:
-        training, total = Training(kind), torch.zeros(COUNT, dtype=torch.float64)
-        for step in range(5):
-            total += values(group.rank, step)[0]
-            training.step(values(group.rank, step))
-        assert training.state.stats()["exchange"] == "hierarchical"
-        given: Tensor = pycomm.all_reduce(total, "avg")
-        state = training.state.state_dict()
-        assert state["hosts"] == hosts_of(group)
-        residual = [*state["residual"].values()] if kind == "gradients" else state["residual"]
-        return training.weight, given, mean_residual(training), residual
-
-    found = on(names, program)
-    weight, given, left, _ = found[0]
-    torch.testing.assert_close(left - weight.double(), given, atol=1e-4, rtol=0)
-    for part in (weight, left):
-        assert float(part.abs().sum() / given.abs().sum()) > 0.01
-    for a, b in itertools.combinations(range(len(names)), 2):
-        assert torch.equal(found[a][0], found[b][0])
-        assert equal(found[a][3], found[b][3]) == (names[a] == names[b])
-
-
-def gradients_of(group: pycomm.Group, given: Sequence[Sequence[int]]) -> list[Tensor]:
-    training = Training("gradients")
-    for step in range(4):
-        mine = [values(rank, step) for rank in given[group.rank]]
-        training.step(sum(mine) / len(mine))  # type: ignore[arg-type]  # not empty
-    return [training.weight]
-
-
-def test_a_host_equals_a_rank_with_its_mean_gradient() -> None:
-    """Bit for bit."""
-    found = on(PAIRS, gradients_of, [[rank] for rank in range(4)])
-    wanted = run_ranks(2, gradients_of, [[0, 1], [2, 3]])
-    assert all(equal(one, wanted[0]) for one in found)
-
-
-@KINDS
-@HOSTS
-def test_a_state_resumes_bit_for_bit(kind: str, names: list[str]) -> None:
-    def program(group: pycomm.Group, stop: int) -> tuple[Tensor, Any]:
-        training = Training(kind)
-        for step in range(5):
-            if step == stop:
-                weight, state = training.layer.weight.detach(), training.state.state_dict()
-                training = Training(kind)
-                training.load(weight, state)
-            training.step(values(group.rank, step))
-        return training.weight, own_residual(training.state.state_dict())
-
-    whole = on(names, program, -1)
-    for resumed, wanted in zip(on(names, program, 3), whole, strict=True):
-        assert equal(list(resumed), list(wanted))
 
 
 @KINDS

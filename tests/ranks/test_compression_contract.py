@@ -4,6 +4,7 @@ rank used stays as it is, all ranks skip alike, a state resumes bit for bit, and
 Ranks are threads; hooks of torch's DDP run in processes. Misuse: test_compression_misuse.py.
 """
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -24,6 +25,7 @@ from contract import (
 from on_ranks import on_ranks
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_leaves
 from torch_ranks import Run, run_fixture  # noqa: F401 - a fixture
 
 import pycomm
@@ -228,6 +230,38 @@ def decayed(module: nn.Module, form: str) -> torch.optim.Optimizer:
     return torch.optim.AdamW(module.parameters(), 0.01, (0.0, 0.99), weight_decay=0.1)
 
 
+def with_muon(module: nn.Module) -> Trained:
+    """Muon trains the matrices, AdamW the rest."""
+    trainable = [p for p in module.parameters() if p.requires_grad]
+    rest = [p for p in trainable if p.dim() != 2]
+    optimizer = torch.optim.AdamW(rest, 0.01, (0.0, 0.99), weight_decay=0.1)
+    muon = torch.optim.Muon([p for p in trainable if p.dim() == 2], lr=0.02)
+    return trained("topk all", module, optimizer, muon=muon)
+
+
+def tensors(made: Trained) -> list[Tensor]:
+    """Those of a checkpoint."""
+    return [x for x in tree_leaves(made.saved()) if isinstance(x, Tensor)]
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("form", ["topk", "local quantize", "muon"])
+def test_an_overflow_skips_the_local_step_on_all_ranks(group: pycomm.Group, form: str) -> None:
+    """Parameters and the state stay, of the optimizers too."""
+    module, scaler = Layers(), torch.amp.GradScaler("cpu", init_scale=64.0)
+    made = with_muon(module) if form == "muon" else trained(form, module, decayed(module, form))
+    for step in range(6):
+        before = tensors(made)
+        made.stepper.zero_grad()
+        loss = module(data(group.rank, step).view(-1, 8), True).square().mean()
+        overflow = group.rank == 1 and step in (2, 3)
+        scaler.scale(loss * float("inf") if overflow else loss).backward()
+        scaler.step(made.stepper)
+        scaler.update()
+        same = zip(before, tensors(made), strict=step > 0)  # the first step makes states
+        assert all(torch.equal(x, y) for x, y in same) == (step in (2, 3))
+
+
 OUTER = {"outer": "local", "outer topk": "topk", "outer quantize": "local quantize"}
 
 
@@ -240,12 +274,7 @@ def test_a_parameter_without_gradient_stays(group: pycomm.Group, form: str, how:
     if form.startswith("outer"):
         outer = torch.optim.SGD(module.parameters(), 0.7, 0.9, weight_decay=0.1)
         options, name = {"outer": outer}, OUTER[form]
-    if form == "muon":
-        matrices = [p for p in module.parameters() if p.dim() == 2]
-        rest = [p for p in module.parameters() if p.dim() != 2]
-        optimizer = torch.optim.AdamW(rest, 0.01, (0.0, 0.99), weight_decay=0.1)
-        options, name = {"muon": torch.optim.Muon(matrices, lr=0.02)}, "topk all"
-    made = trained(name, module, optimizer, **options)
+    made = with_muon(module) if form == "muon" else trained(name, module, optimizer, **options)
     for step in range(8):
         if how == "frozen" and step == 4:
             module.b.requires_grad_(False)
@@ -281,12 +310,15 @@ class Mixed(nn.Module):
 
 
 @pytest.mark.parametrize("kind", ["sparse", "tied", "frozen"])
-@every
+@pytest.mark.parametrize("form", [*COMPRESSED, "muon"])
 def test_a_state_resumes_bit_for_bit(form: str, kind: str) -> None:
     """From each rank's own state and from that of all."""
 
     def make() -> Trained:
         module = Mixed(kind)
+        if form == "muon":
+            module.embedding.sparse = False
+            return with_muon(module)
         apart = [p for p in module.parameters() if not p.requires_grad]
         apart += [module.embedding.weight] if kind == "sparse" else []
         rest = [p for p in module.parameters() if all(p is not one for one in apart)]
@@ -303,7 +335,7 @@ def test_a_state_resumes_bit_for_bit(form: str, kind: str) -> None:
     def program(group: pycomm.Group) -> None:
         one = make()
         steps(group, one, 0, 3)  # "topk every 2" is between two averages
-        saved, every = one.saved(), one.holder.gather_state(1)
+        saved, every = one.saved(), copy.deepcopy(one.holder.gather_state(1))
         assert (every is not None) == (group.rank == 1)
         wanted = steps(group, one, 3, 8)
         for state in (saved[2], bcast_value(every, 1, group)):

@@ -18,7 +18,6 @@ from torch.nn import functional as F
 
 import pycomm
 from pycomm.compress.dense import clip_gradients
-from pycomm.compress.dgc import compressor_of
 from pycomm.compress.schedule import Load, SparsityWarmup, received_bytes, to_send
 from pycomm.errors import InvalidArgument
 from pycomm.testing import run_ranks
@@ -102,54 +101,6 @@ def test_p2_all_sent_with_masking_is_sgd_without_momentum(
     rate = RATE * (1.9 if nesterov else 1.0)
     wanted = alone(double(), steps, ranks, lambda m: sgd(m, momentum=0.0, lr=rate), torch.float64)
     assert far(got, wanted) <= 4e-15
-
-
-def residuals(
-    group: pycomm.Group, steps: int, nesterov: bool, masking: bool, momentum: float
-) -> Tensor:
-    """P3 in integers, so that it holds exactly, with 2, 4, 8, ... ranks also in the parameter. The
-    gradient is the batch itself."""
-    layer = nn.Linear(64, 1, bias=False)
-    nn.init.zeros_(layer.weight)
-    optimizer = sgd(layer, momentum=momentum, nesterov=nesterov, lr=1.0)
-    dgc = pycomm.DGC(optimizer, sparsity=[0.9], masking=masking, **EVERYTHING)
-    model = pycomm.DataParallel(layer, compression=dgc)
-    memory = next(iter(compressor_of(dgc).state.memories.values()))
-    own = torch.Generator().manual_seed(group.rank)
-    for _ in range(steps):
-        gradient = torch.randint(-8, 9, (1, 64), generator=own).float() * 4096
-        u, v = memory.u.clone(), memory.v.clone()
-        before = layer.weight.detach().clone()
-        optimizer.zero_grad()
-        model(gradient).sum().backward()
-        optimizer.step()
-        g = gradient[0]
-        if nesterov:
-            u_new = momentum * (u + g)
-            residual = v + u_new + g
-        else:
-            u_new = momentum * u + g
-            residual = v + u_new
-        sent = residual - memory.v
-        assert int((sent != 0).sum()) <= 6
-        chosen = memory.v == 0
-        assert bool((memory.u[chosen & (sent != 0)] == 0).all()) == masking or momentum == 0
-        assert torch.equal(memory.u[sent == 0], u_new[sent == 0])
-        total = pycomm.all_reduce(sent.clone(), group=group)
-        moved = before - layer.weight.detach()
-        rounding = 0.0 if group.size.bit_count() == 1 else 1e-6 * float(layer.weight.abs().max())
-        assert float((moved - total[None] / group.size).abs().max()) <= rounding
-    return layer.weight.detach().clone()
-
-
-@pytest.mark.parametrize("nesterov", [False, True])
-@pytest.mark.parametrize("masking", [False, True])
-@pytest.mark.parametrize("momentum", [0.0, 0.5])
-def test_p3_what_is_not_sent_stays_in_the_residual(
-    nesterov: bool, masking: bool, momentum: float
-) -> None:
-    if not nesterov or momentum:
-        run_ranks(4, residuals, 12, nesterov, masking, momentum)
 
 
 DECAY = 1e-2
@@ -276,32 +227,6 @@ def test_dense_masked_equals_gather_to_rounding(min_count: int) -> None:
     assert far(*results) < 1e-14
 
 
-@on_ranks("ranks")
-@pytest.mark.parametrize("ranks", [8, 64])
-def test_many_ranks_stay_equal_and_the_residual_is_what_is_missing(
-    group: pycomm.Group,
-) -> list[Tensor]:
-    """P3 with m = 0 over many ranks: all that was sent and all residuals sum to all gradients."""
-    layer = nn.Linear(40, 1, bias=False)
-    nn.init.zeros_(layer.weight)
-    optimizer = sgd(layer, momentum=0.0, lr=1.0)
-    dgc = pycomm.DGC(optimizer, sparsity=[0.9], **EVERYTHING)
-    model = pycomm.DataParallel(layer, compression=dgc)
-    own = torch.Generator().manual_seed(group.rank)
-    total = torch.zeros(40)
-    for _ in range(5):
-        gradient = torch.randint(-8, 9, (1, 40), generator=own).float() * 64
-        total += gradient[0]
-        optimizer.zero_grad()
-        model(gradient).sum().backward()
-        optimizer.step()
-    residual = next(iter(compressor_of(dgc).state.memories.values())).v
-    everything = pycomm.all_reduce(total)
-    missing = pycomm.all_reduce(residual.clone())
-    assert torch.equal(-layer.weight.detach()[0] * group.size, everything - missing)
-    return [layer.weight.detach().clone()]
-
-
 @pytest.mark.parametrize("momentum", [False, True])
 @pytest.mark.parametrize("decay", [False, True])
 @pytest.mark.parametrize("sparsity", [0.0, 0.9])
@@ -324,13 +249,6 @@ def test_without_a_correction_the_optimizer_does_it(
     elif not (momentum and decay):
         all_of_it = {**options, "momentum_correction": True, "decay_correction": True}
         assert far(got, last(2, double(), 12, all_of_it, optimizer)) > 1e-4
-
-
-def test_parameters_that_stay_dense() -> None:
-    """With everything below min_count DGC is momentum SGD, at any level."""
-    got = last(2, double(), 20, {"min_count": 10**6, "sparsity": [0.999]}, {"weight_decay": 1e-2})
-    wanted = alone(double(), 20, 2, lambda m: sgd(m, weight_decay=1e-2), torch.float64)
-    assert far(got, wanted) <= 4e-15
 
 
 @pytest.mark.parametrize(

@@ -341,42 +341,6 @@ def test_survivors_continue(on: Any, monkeypatch: pytest.MonkeyPatch, lost: list
         assert alike == (hosts[alive[a]] == hosts[alive[b]])
 
 
-def test_a_rank_without_data_and_a_skipped_step(on: Any) -> None:
-    """Under join() a host with data in one rank continues; with a loss scale Inf on one rank makes
-    all skip, with unchanged u and v."""
-    on(PAIRS)
-    options = {"exchange": "hierarchical", "value_dtype": "2bit"}
-
-    def program(group: pycomm.Group) -> tuple[list[Tensor], dict[str, list[Tensor]]]:
-        module = perceptron()
-        scaler = pycomm.StaticLossScaler(scale=2.0)
-        optimizer = sgd(module, weight_decay=0.1)
-        dgc = pycomm.DGC(optimizer, sparsity=[0.9], min_count=1, scaler=scaler, **options)
-        model = pycomm.DataParallel(module, compression=dgc)
-        with model.join():
-            for step in range(3 + (group.rank == 0)):
-                before, weights = memory_of(dgc), parameters(module)
-                x, y = batch(group.rank, step)
-                corrupted = step == 1
-                if corrupted and group.rank == 3:
-                    x = x * float("inf")
-                optimizer.zero_grad()
-                loss = nn.functional.mse_loss(model(x), y)
-                scaler.scale(loss).backward()
-                scaler.unscale_(optimizer)
-                scaler.step(optimizer)
-                scaler.update()
-                if corrupted:
-                    assert same_memory(before, memory_of(dgc))
-                assert equal(weights, parameters(module)) == corrupted
-        return parameters(module), memory_of(dgc)
-
-    results = run_ranks(4, program)
-    assert all(equal(one, results[0][0]) for one, _ in results)
-    for a, b in itertools.combinations(range(4), 2):
-        assert same_memory(results[a][1], results[b][1]) == (PAIRS[a] == PAIRS[b])
-
-
 def test_auto_and_auto_time_consider_hosts(on: Any) -> None:
     """A link carries the data of all ranks behind it: the hierarchical exchange sends it once."""
     load = Load([10**5], [10**7], 4, "2bit")

@@ -1,7 +1,6 @@
 """LocalSGD with Muon for matrices: the formulas, equal replicas, faults and states."""
 
 import copy
-import itertools
 import math
 from typing import Any
 
@@ -9,7 +8,7 @@ import pytest
 import torch
 from on_ranks import on_ranks
 from small_models import batch, equal, parameters, perceptron, step_on
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
 from update_training import (
     FEW_BITS,
@@ -23,7 +22,6 @@ from update_training import (
 
 import pycomm
 from pycomm import TopK
-from pycomm._training.coalesced import bcast_value
 from pycomm.errors import Error, InvalidArgument, Mismatch, Unsupported
 from pycomm.testing import run_ranks
 
@@ -80,52 +78,6 @@ def test_the_formulas(group: pycomm.Group) -> None:
         assert float((found - wanted).norm()) < 0.05 * float((wanted - old).norm())
 
 
-@on_ranks("ranks")
-@pytest.mark.parametrize("ranks", [2, 4])
-@BOTH
-def test_replicas_are_equal(group: pycomm.Group, compression: Compression) -> list[Tensor]:
-    """After every step, which keeps the gradients. An average without a step changes nothing."""
-    model = perceptron(group.rank)
-    local = local_of(model, compression)
-    seen = []
-    for step in range(5):
-        local.zero_grad()
-        x, y = batch(group.rank, step)
-        F.mse_loss(model(x), y).backward()
-        gradient = [p.grad.clone() for p in model.parameters()]
-        local.step()
-        seen.append(parameters(model))
-        local.average()
-        assert equal(seen[-1], parameters(model))
-        assert equal(gradient, [p.grad for p in model.parameters()])
-    assert not any(equal(a, b) for a, b in itertools.pairwise(seen))
-    assert any(bool(e.any()) for e in residuals(local))
-    return [x for one in seen for x in one]
-
-
-@on_ranks(2)
-@BOTH
-def test_an_overflow_skips_the_step_everywhere(
-    group: pycomm.Group, compression: Compression
-) -> list[Tensor]:
-    model = perceptron()
-    local = local_of(model, compression)
-    scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
-    for step in range(4):
-        before = parameters(model), residuals(local), copy.deepcopy(local.state_dict())
-        local.zero_grad()
-        x, y = batch(group.rank, step)
-        loss = F.mse_loss(model(x), y)
-        scaler.scale(loss * math.inf if group.rank == 1 and step == 2 else loss).backward()
-        scaler.step(local)
-        scaler.update()
-        assert equal(before[0], parameters(model)) == (step == 2)
-        assert equal(before[1], residuals(local)) == (step == 2)
-        same = torch.equal(before[2]["mean_squares"], local.state_dict()["mean_squares"])
-        assert same == (step == 2)
-    return parameters(model)
-
-
 @BOTH
 def test_a_failed_exchange_sends_nothing(compression: Compression) -> None:
     """Parameters and Muon's momentum stay; the scaled gradient is in the residual."""
@@ -150,28 +102,6 @@ def test_a_failed_exchange_sends_nothing(compression: Compression) -> None:
             )
 
     check_failed(program)
-
-
-@on_ranks(2)
-@BOTH
-@pytest.mark.parametrize("gathered", [False, True])
-def test_resume_is_bitwise(group: pycomm.Group, compression: Compression, gathered: bool) -> None:
-    def run(steps: range, states: Any = None) -> tuple[list[Tensor], Any]:
-        model = perceptron(3)
-        rest = rest_of(model)
-        local = pycomm.LocalSGD(model, rest, compression=compression, muon=muon_of(model))
-        for one, saved in zip((model, rest, local), copy.deepcopy(states or ()), strict=False):
-            one.load_state_dict(saved)
-        for step in steps:
-            step_on(model, batch(group.rank, step), local)
-        whole = local.gather_state()
-        whole = bcast_value(whole, 0, group) if gathered else local.state_dict()
-        return parameters(model), [model.state_dict(), rest.state_dict(), whole]
-
-    whole, _ = run(range(6))
-    _, states = run(range(3))
-    resumed, _ = run(range(3, 6), states)
-    assert equal(whole, resumed)
 
 
 def test_another_number_of_ranks_takes_the_mean_square() -> None:

@@ -330,22 +330,6 @@ def test_a_loss_scale_changes_nothing_else(make: Any, options: dict[str, Any]) -
         assert equal(run_ranks(2, program, True, unscale)[0], plain)
 
 
-@on_ranks(2)
-def test_where_gradients_are_averaged_all_skip_together(group: pycomm.Group) -> list[Tensor]:
-    model = perceptron()
-    scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
-    local = pycomm.LocalSGD(model, adam(model), 2, begin_step=9)
-    for step in range(4):
-        before = parameters(model)
-        local.zero_grad()
-        overflow = group.rank == 1 and step == 2
-        scaler.scale(overflowing(model, batch(group.rank, step), overflow)).backward()
-        scaler.step(local)
-        scaler.update()
-        assert equal(before, parameters(model)) == (step == 2)
-    return parameters(model)
-
-
 @pytest.mark.parametrize("ranks", [2, 4, 16])
 def test_stragglers_cost_less(ranks: int) -> None:
     """Each rank has a clock of work done; an average sets all to the latest. No real time."""
@@ -459,3 +443,11 @@ def test_static_scale_is_kept() -> None:
         if step != 2:
             step_on(plain, batch(0, step), plain_optimizer)
     assert equal(parameters(model), parameters(plain))
+
+
+def test_static_scale_is_loaded() -> None:
+    scaler = pycomm.StaticLossScaler(128.0)
+    scaler.load_state_dict(pycomm.StaticLossScaler(64.0).state_dict())
+    scaler.scale(torch.ones(1))
+    scaler.update()
+    assert scaler.get_scale() == 64.0
