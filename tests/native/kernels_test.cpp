@@ -3,7 +3,6 @@
 // representable value. Every instruction set that runs here is compared, bit by bit.
 #include <algorithm>
 #include <bit>
-#include <chrono>
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
@@ -458,30 +457,6 @@ const Test kCopies("copies of payload are exact at every size, place and instruc
         }
   }
   cpu::set_kernel_isa(before);
-});
-
-// Only prints: bytes read and written per second, data in the L2 cache.
-const Test kSpeed("kernels: speed at 256 KiB", [] {
-  for (const auto dtype : {Dtype::float16, Dtype::bfloat16, Dtype::float32}) {
-    const size_t bytes = 256 << 10, count = bytes / bytes_of(dtype);
-    std::vector<std::byte> slots(4 * bytes), out(bytes);
-    const Reducer& sum = reducer(dtype, ReduceOp::sum);
-    const auto gbs = [&](size_t arrays, auto call) {
-      double best_s = 1e9;
-      for (int i = 0; i < 50; ++i) {
-        const auto start = std::chrono::steady_clock::now();
-        call();
-        const std::chrono::duration<double> took = std::chrono::steady_clock::now() - start;
-        best_s = std::min(best_s, took.count());
-      }
-      return static_cast<double>(arrays * bytes) / best_s / 1e9;
-    };
-    std::printf("  sum of %-8s  reduce %5.1f GB/s  fold of 2 %5.1f  fold of 4 %5.1f\n",
-                std::string(name_of(dtype)).c_str(),
-                gbs(3, [&] { sum.reduce(out.data(), slots.data(), slots.data() + bytes, count); }),
-                gbs(3, [&] { sum.fold(out.data(), slots.data(), count, 2); }),
-                gbs(5, [&] { sum.fold(out.data(), slots.data(), count, 4); }));
-  }
 });
 
 }  // namespace

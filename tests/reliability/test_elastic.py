@@ -23,6 +23,7 @@ from elastic_ranks import (
     until_broken,
     wait_until,
 )
+from sample import of_the_day
 
 import pycomm
 from pycomm import errors
@@ -38,6 +39,7 @@ VOTED = ("add", "/shrink/came", True)
 DECIDES = ("claim", "/shrink/decided")
 DECIDED = ("claim", "/shrink/decided", True)
 INVITED = ("set", "elastic/answer", True)
+DEATHS = [(stage, i) for stage in (VOTED, DECIDES, DECIDED, INVITED, FORMING) for i in (0, 1)]
 
 
 @pytest.fixture
@@ -145,8 +147,7 @@ def test_a_process_that_dies_while_it_joins_is_replaced(
     assert results["new"] == (victim, size, [victim], list(range(size)))
 
 
-@pytest.mark.parametrize("stage", [VOTED, DECIDES, DECIDED, INVITED, FORMING])
-@pytest.mark.parametrize("second", [0, 1])
+@pytest.mark.parametrize(("stage", "second"), of_the_day(DEATHS, 2))
 def test_a_survivor_dies_in_replace(file: str, stage: Any, second: int) -> None:
     """Rank 3 of 5 dies, then in replace() another one, which serves the store if it is rank 0."""
     with ElasticRun(file, 5, form_s=0.5) as run:
