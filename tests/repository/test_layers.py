@@ -194,9 +194,9 @@ MAY_SEE_ENVIRONMENT = [
 # Most lines of each folder: code, comments and blank lines of its files, and of the folders below
 # that have no row. A change that adds lines deletes as many; one that deletes lowers the row.
 BUDGETS = {
-    "benchmarks": 6848,
+    "benchmarks": 7009,
     "csrc": 4315,
-    "csrc/bindings": 4877,
+    "csrc/bindings": 4898,
     "csrc/codec": 1677,
     "csrc/collectives": 1934,
     "csrc/cuda": 5478,
@@ -210,24 +210,24 @@ BUDGETS = {
     "csrc/shared": 1694,
     "csrc/transport": 2279,
     "examples": 913,
-    "pycomm": 18201,
-    "pycomm/bench": 3228,
+    "pycomm": 18671,
+    "pycomm/bench": 3229,
     "pycomm/compress": 6088,
     "pycomm/kernels": 2649,
-    "pycomm/launch": 2219,
-    "tests": 6888,
+    "pycomm/launch": 2233,
+    "tests": 6846,
     "tests/cli": 2443,
-    "tests/devices": 3697,
+    "tests/devices": 3489,
     "tests/emulator": 7828,
-    "tests/native": 15984,
-    "tests/ranks": 9406,
-    "tests/reliability": 5169,
-    "tests/support": 6075,
-    "tests/torch_backend": 4110,
-    "tests/unit": 6062,
+    "tests/native": 15771,
+    "tests/ranks": 8604,
+    "tests/reliability": 5069,
+    "tests/support": 6086,
+    "tests/torch_backend": 4709,
+    "tests/unit": 6025,
     "tools": 1743,
 }
-IN_ALL = 150_177
+IN_ALL = 150_053
 LONGEST_FILE = 500
 MOST_VARIABLES = 11
 # Set by setup.py for the compiler, and by pycomm's launchers for their ranks: not for users.
