@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch_ranks import CALL_S, POOLS, REPLACED, Run, in_processes
 
+import pycomm
 from pycomm import _c10d, torch_backend
 from pycomm._c10d import gloo
 from pycomm.errors import InvalidArgument, Mismatch, Timeout, Unsupported
@@ -235,6 +236,15 @@ def test_fsdp_and_dtensor() -> None:
     optimizer.step()
     trained = model.weight.full_tensor()  # type: ignore[operator]  # a DTensor now
     torch.testing.assert_close(trained, start - 0.5)
+
+
+@in_processes(2)
+def test_pycomm_init_uses_the_engine() -> None:
+    group = pycomm.init()
+    assert (group.rank, group.size) == (dist.get_rank(), dist.get_world_size())
+    calls = torch_backend.stats()["calls"]
+    assert (pycomm.all_reduce(torch.ones(3)) == 2).all()
+    assert torch_backend.stats()["calls"] == calls + 1
 
 
 @in_processes(2)
