@@ -80,6 +80,8 @@ def test_detail_debugging(tmp_path: Path) -> None:
         dist.init_process_group("gloo")
         wrapper = dist.group.WORLD._get_backend(torch.device("cpu"))
         assert wrapper.wrapped_pg.name() == "pycomm"
+        from pycomm._c10d import gloo
+        assert gloo.made() == 1  # not its helper
         model = torch.nn.Linear(2, 2)
         trained = torch.nn.parallel.DistributedDataParallel(model)
         trained(torch.ones(1, 2)).sum().backward()
