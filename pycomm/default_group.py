@@ -18,8 +18,10 @@ from typing import Any
 from pycomm import _core, config
 from pycomm import _secret as secrets
 from pycomm._arguments import also_named, flag, integer, one_of, path, refuse, seconds
-from pycomm._bootstrap import elastic_store, joining, launcher_watch, rendezvous
+from pycomm._bootstrap import elastic_store, launcher_watch, rendezvous
 from pycomm._bootstrap.elastic_store import Elastic
+from pycomm._bootstrap.events import Do
+from pycomm._bootstrap.joining import Answer, Joiner
 from pycomm.errors import GroupBroken, InvalidArgument
 from pycomm.group import DEFAULT_TIMEOUT_S, Group, abort_all, elastic_group, on_shrink, serving
 
@@ -246,12 +248,12 @@ def _elastic(here: config.Config, core: _core.Group, options: dict[str, Any]) ->
 def _join(
     here: config.Config, rank: int | None, timeout_s: float, *, launched: bool = False
 ) -> Group:
-    """Joins an elastic group, as joining.join()."""
+    """Joins an elastic group, as joining.Joiner."""
     log_at(here.log)
     _core.check_address(here.address)
     _require_secret(here)
 
-    def connect(store: _core.Store, given: joining.Answer) -> _core.Group:
+    def connect(store: _core.Store, given: Answer) -> _core.Group:
         if here.encrypt and not given.options["encrypt"]:
             raise InvalidArgument("init: encrypt=True, but the elastic group is not encrypted")
         return rendezvous.connect(
@@ -266,15 +268,11 @@ def _join(
         )
 
     end = time.monotonic() + timeout_s
-    try:
-        core, elastic = joining.join(
-            here.elastic, here.secret, rank, end, connect, launched=launched
-        )
-    except joining.TrainingEnded:  # the run needs this process no more
-        sys.exit(0)
+    joiner = Joiner(here.elastic, here.secret, rank, end, connect, launched=launched)
+    core = joiner.run(Do.FIND)
     core.set_timeout(timeout_s)
     launcher_watch.start(abort_all)
-    return elastic_group(core, elastic, timeout_s)
+    return elastic_group(core, joiner.elastic, timeout_s)
 
 
 def _require_secret(here: config.Config) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 from pycomm import _core
 from pycomm._arguments import integer, plain_text, seconds
 from pycomm._bootstrap import grow, shrink
-from pycomm._bootstrap.elastic_store import Elastic, SurvivingStore, write_file
+from pycomm._bootstrap.elastic_store import Elastic, SurvivingStore, successors, write_file
 from pycomm._bootstrap.joining import Joiners
 from pycomm.errors import GroupBroken, InvalidArgument, Unsupported
 
@@ -331,10 +331,12 @@ class Group:
 
 
 def elastic_group(core: _core.Group, elastic: Elastic, timeout_s: float) -> Group:
-    """Wraps an elastic group, and writes its file."""
+    """Wraps an elastic group, and writes its file, unless others continued without this rank."""
     made = Group(core, elastic.store(core.rank), timeout_s)
     made._elastic, made.joined = elastic, list(elastic.joined)
-    write_file(elastic.file, elastic.servers)
+    # A slow rank does not replace a newer file; the first group replaces that of another run.
+    if not elastic.generation or successors(elastic, core.rank) is None:
+        write_file(elastic.file, elastic.servers)
     return made
 
 

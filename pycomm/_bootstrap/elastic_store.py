@@ -44,9 +44,14 @@ class StoreMoved(PeerLost):
 
 @dataclass(frozen=True)
 class Server:
-    """Where a rank serves its store, and in which generation of the group the rank joined."""
+    """Where a rank serves its store.
 
-    generation: int
+    Attributes:
+        generation: in which one of the group the rank joined; of the last rank in this order, the
+            one that it is in: each group has a higher one than those that it follows.
+    """
+
+    generation: int = dataclasses.field(compare=False)
     host: str
     port: int
 
@@ -79,6 +84,11 @@ class Elastic:
     grown: int = 0
     answered: set[tuple[Server | None, int]] = dataclasses.field(default_factory=set)
 
+    @property
+    def generation(self) -> int:
+        """0: of the first group; higher than that of each group before."""
+        return max(one.generation for one in self.servers)
+
     def after(self, slots: Sequence[int], joined: Mapping[int, Server | None]) -> Elastic:
         """What the next group passes on.
 
@@ -86,20 +96,22 @@ class Elastic:
             slots: by rank of the next group: the rank in this one.
             joined: the servers of new processes by rank in this group; None: unknown.
         """
-        generation = 1 + max(one.generation for one in self.servers)
-        servers = []
-        for slot in slots:
-            if slot in joined:
-                server = joined[slot] or NO_SERVER
-                servers.append(dataclasses.replace(server, generation=generation))
-            else:
-                servers.append(self.servers[slot])
+        servers = [
+            (joined[slot] or NO_SERVER) if slot in joined else self.servers[slot] for slot in slots
+        ]
         new_ranks = tuple(rank for rank, slot in enumerate(slots) if slot in joined)
+        for rank in new_ranks or in_order(servers)[-1:]:
+            servers[rank] = dataclasses.replace(servers[rank], generation=self.generation + 1)
         return dataclasses.replace(self, servers=servers, joined=new_ranks, grown=0)
 
     def store(self, rank: int) -> SurvivingStore:
         """The store of the group whose ranks are `servers`, for this rank."""
         return SurvivingStore(self.servers, self.secret, (self.servers[rank], self.own))
+
+
+def in_order(servers: Sequence[Server]) -> list[int]:
+    """The ranks in the order in which they serve the store."""
+    return sorted(range(len(servers)), key=lambda rank: servers[rank].generation)
 
 
 def serve(towards: str, loopback: bool, key: str, generation: int) -> tuple[_core.TcpStore, Server]:
@@ -149,8 +161,7 @@ class SurvivingStore:
         key: str,
         own: tuple[Server, _core.TcpStore] | None = None,
     ) -> None:
-        order = sorted(range(len(servers)), key=lambda rank: (servers[rank].generation, rank))
-        self._left = [servers[rank] for rank in order]
+        self._left = [servers[rank] for rank in in_order(servers)]
         self._key, self._own = key, own
         self._store: _core.TcpStore | None = None
         self._lock = threading.Lock()
@@ -252,7 +263,7 @@ def write_file(path: str, servers: Sequence[Server]) -> None:
         InvalidArgument: the file cannot be written.
     """
     with contextlib.suppress(InvalidArgument):  # replaced
-        if read_file(path) == list(servers):
+        if rows_of(read_file(path)) == rows_of(servers):
             return
     text = json.dumps(rows_of(servers))
     made = f"{path}.{secrets.token_hex(8)}"
@@ -292,16 +303,16 @@ def read_file(path: str) -> list[Server]:
 
 
 def successors(elastic: Elastic, rank: int) -> frozenset[int] | None:
-    """The ranks of the group that continued in one without this `rank`, by the file; None: there is
-    no such group, or it is not known."""
+    """The ranks of the group that continued in one without this `rank`, by the file, which is not
+    of an older group; None: there is no such group, or it is not known."""
     try:
         found = read_file(elastic.file)
     except InvalidArgument:  # not ours any more
         return None
-    newest = max(one.generation for one in elastic.servers if one.port)
-    if elastic.servers[rank] in found or newest > max((s.generation for s in found), default=-1):
+    older = max((one.generation for one in found), default=-1) < elastic.generation
+    if elastic.servers[rank] in found or older:
         return None
-    return frozenset(r for r, one in enumerate(elastic.servers) if one in found) or None
+    return frozenset(r for r, one in enumerate(elastic.servers) if one in found)
 
 
 def rows_of(servers: Sequence[Server]) -> list[list[Any]]:

@@ -1,10 +1,11 @@
-"""Events and actions of the protocol of membership: of protocol.py, for shrink.py and grow.py.
+"""Events and actions of the protocol of membership, protocol.py.
 
 Ranks are those of the group that votes, unless the text says otherwise.
 """
 
 from __future__ import annotations
 
+import enum
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -158,17 +159,58 @@ class Outcome:
     final: bool = False
 
 
-Event: TypeAlias = (
-    Began | Moved | Seen | Asked | Decided | Compared | Formed | NotFormed | Counted | Outcome
-)
+@dataclass(frozen=True)
+class Found:
+    """What the files of the elastic group say, to a process that joins.
 
+    Attributes:
+        fresh: servers of which this process does not know that they all ended.
+        ended: a rank ended with success.
+        stale: nothing was fresh for some time.
+        late: as of Seen.
+    """
 
-# Actions.
+    fresh: bool
+    ended: bool = False
+    stale: bool = False
+    late: bool = False
 
 
 @dataclass(frozen=True)
-class Begin:
-    """Find which processes ended. Yields Began."""
+class Answered:
+    """What the group answered to the request.
+
+    Attributes:
+        form: the group that this process is to form; None: no answer yet.
+        decides: the ranks decide afterwards whether they use it.
+        outdated: the file does not have the server that has the request.
+        late: as of Seen.
+    """
+
+    form: Form | None = None
+    decides: bool = False
+    outdated: bool = False
+    late: bool = False
+
+
+Event: TypeAlias = Any  # one of the above
+
+
+class Do(enum.Enum):
+    """Actions without values."""
+
+    BEGIN = enum.auto()  # find which processes ended; yields Began
+    VOTE = enum.auto()  # write that this rank is present
+    WATCH = enum.auto()  # wait for a change; yields Seen
+    ASK = enum.auto()  # read which processes want to join; yields Asked
+    AWAIT_OUTCOME = enum.auto()  # wait for a change; yields Outcome
+    # Write that the ranks cannot continue, for those that use the next store already.
+    CLAIM_NONE = enum.auto()
+    FIND = enum.auto()  # read the files of the elastic group; yields Found
+    REQUEST = enum.auto()  # write to the store that this process asks to join
+    AWAIT_ANSWER = enum.auto()  # wait for an answer, or a short time; yields Answered
+    END = enum.auto()  # this process ends: the ranks need it no more
+    DONE = enum.auto()  # the call returns the group that was formed last
 
 
 @dataclass(frozen=True)
@@ -192,21 +234,6 @@ class Report:
 
     kind: str
     ranks: Ranks
-
-
-@dataclass(frozen=True)
-class Vote:
-    """Write that this rank is present."""
-
-
-@dataclass(frozen=True)
-class Watch:
-    """Wait for a change. Yields Seen."""
-
-
-@dataclass(frozen=True)
-class Ask:
-    """Read which processes want to join. Yields Asked."""
 
 
 @dataclass(frozen=True)
@@ -264,11 +291,6 @@ class Count:
 
 
 @dataclass(frozen=True)
-class AwaitOutcome:
-    """Wait a short time for the outcome. Yields Outcome."""
-
-
-@dataclass(frozen=True)
 class Settle:
     """Write the outcome, unless there is one. Yields Outcome, with this `final`."""
 
@@ -284,19 +306,9 @@ class SettleNext:
 
 
 @dataclass(frozen=True)
-class ClaimNone:
-    """Write that the ranks cannot continue, for those that use the next store already."""
-
-
-@dataclass(frozen=True)
-class Done:
-    """The call returns the group that was formed last."""
-
-
-@dataclass(frozen=True)
 class Fail:
     """The call raises this error; with `pair`, these two ranks cannot connect. No `kind`: the error
-    that ended the last forming."""
+    that ended the last attempt."""
 
     kind: type[Error] | None = None
     text: str = ""
@@ -304,3 +316,9 @@ class Fail:
 
 
 Action: TypeAlias = Any  # one of the above
+
+
+def name_of(action: Action) -> str:
+    """ "await_outcome", or "form"."""
+    name: str = action.name if isinstance(action, Do) else type(action).__name__
+    return name.lower()

@@ -12,13 +12,13 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Sequence
-from typing import Any
 
 from pycomm import _core
 from pycomm._bootstrap import events, protocol
+from pycomm._bootstrap.driver import LEAST_S, PAUSE_S
 from pycomm._bootstrap.elastic_store import Elastic, SurvivingStore
 from pycomm._bootstrap.joining import Joiners
-from pycomm._bootstrap.shrink import FORM_S, LEAST_S, PAUSE_S, Driver, has_ended, processes_of
+from pycomm._bootstrap.shrink import FORM_S, VoteDriver, has_ended, processes_of
 from pycomm.errors import PeerLost, Timeout
 
 
@@ -35,12 +35,12 @@ def grow(
     elastic.grown += 1
     with processes_of(core) as processes:
         driver = _GrowDriver(core, store, processes, elastic, count, end, timeout_s)
-        made = driver.run()
+        made = driver.run(events.Do.BEGIN)
     assert driver.elastic is not None
     return made, driver.elastic
 
 
-class _GrowDriver(Driver):
+class _GrowDriver(VoteDriver):
     state: protocol.Growing
 
     def __init__(
@@ -81,7 +81,7 @@ class _GrowDriver(Driver):
         ended = any(map(has_ended, self._processes))
         return events.Counted(count, time.monotonic() < self.end and not ended)
 
-    def do_awaitoutcome(self, _: events.AwaitOutcome) -> events.Outcome:
+    def do_await_outcome(self, _: events.Action) -> events.Outcome:
         try:
             return events.Outcome(self.store.get(self.outcome, PAUSE_S) == b"formed")
         except Timeout:  # no outcome yet
@@ -95,16 +95,16 @@ class _GrowDriver(Driver):
         text = self.store.claim_in_next(self.outcome, _outcome(action.formed), self.left_s)
         return events.Outcome(text == b"formed", final=True)
 
-    def do_claimnone(self, _: events.ClaimNone) -> None:
+    def do_claim_none(self, _: events.Action) -> None:
         with contextlib.suppress(PeerLost, Timeout):  # no other rank waits there
             self.store.claim(f"{self._prefix}/shrink/decided", b"none", LEAST_S)
 
-    def do_fail(self, action: events.Fail) -> Any:
+    def do_fail(self, action: events.Fail) -> None:
         if self.made is not None:
             self.made.abort(f"grow: {action.text}")
         assert action.kind is not None
         text = f'grow: "{self.core.name}" stays as it is: {action.text}'
-        raise action.kind(text, op="grow", rank=self.core.rank)
+        self.failure = action.kind(text, op="grow", rank=self.core.rank)
 
 
 def _outcome(formed: bool) -> bytes:

@@ -19,6 +19,7 @@ The launcher writes two files beside that of the group, and its supervisors the 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import math
 import os
@@ -29,8 +30,11 @@ from pathlib import Path
 from typing import Any
 
 from pycomm import _core
+from pycomm._bootstrap import events
+from pycomm._bootstrap.driver import LEAST_S, PAUSE_S, Driver
 from pycomm._bootstrap.elastic_store import (
     LIMIT_S,
+    LOOPBACK,
     Elastic,
     Server,
     StoreMoved,
@@ -39,23 +43,18 @@ from pycomm._bootstrap.elastic_store import (
     rows_of,
     serve,
     servers_of,
+    successors,
 )
-from pycomm._bootstrap.events import Asked
-from pycomm.errors import Error, GroupBroken, Mismatch, PeerLost, Timeout
+from pycomm._bootstrap.protocol import Joining
+from pycomm.errors import GroupBroken, Mismatch, PeerLost, Timeout
 
 PREFIX = "elastic/"
-LEAST_S = 0.3  # what a store gets to answer in, even at the end of the limit
-PAUSE_S = 0.01  # between two polls of the store
 # Between two looks at the file while a process waits for an answer.
 LOOK_S = 0.5
 # For a new file, or one that says that the training ended, after all ranks in the old one ended.
 STALE_S = 2.0
 # A rank that calls shrink() again after a store call timed out repeats its reports.
 SPARE_BITS = 3
-
-
-class TrainingEnded(Exception):
-    """The ranks ended with success and did not need this process."""
 
 
 @dataclass(frozen=True)
@@ -156,11 +155,11 @@ class Joiners:
         # By server and number; None: invalid.
         self._requests: dict[tuple[Server | None, int], Request | None] = {}
 
-    def asked(self, store: Any, left_s: float) -> Asked:
+    def asked(self, store: Any, left_s: float) -> events.Asked:
         """The requests in the store; `left_s`: the limit of a store call."""
         found = self._unanswered(store, left_s).items()
         waiting = {n: (one.rank, one.only) for n, one in found if one.is_alive()}
-        return Asked(waiting, _processes_left(self._file), time.monotonic() >= self.until)
+        return events.Asked(waiting, _processes_left(self._file), time.monotonic() >= self.until)
 
     def _unanswered(self, store: Any, left_s: float) -> dict[int, Request]:
         """The valid requests without an answer, by number."""
@@ -254,24 +253,8 @@ def invite(
     return after
 
 
-def _answer_of(text: bytes) -> Answer:
-    try:
-        given = json.loads(text)
-        return Answer(**{**given, "servers": servers_of(given["servers"])})
-    except (ValueError, TypeError, KeyError, RecursionError):  # of another version of pycomm
-        raise Mismatch("join: invalid answer: the group has another version of pycomm") from None
-
-
-def join(
-    file: str,
-    key: str,
-    rank: int | None,
-    end: float,
-    connect: Callable[[SurvivingStore, Answer], _core.Group],
-    *,
-    launched: bool = False,
-) -> tuple[_core.Group, Elastic]:
-    """Joins the elastic group whose ranks' addresses are in `file`.
+class Joiner(Driver):
+    """Joins the elastic group whose ranks' addresses are in `file`: run() returns it.
 
     Args:
         end: the time limit, by the steady clock.
@@ -280,93 +263,113 @@ def join(
         launched: the launcher started this process: it takes any rank, preferably `rank`, and waits
             until the training ends.
 
+    Attributes:
+        elastic: what the group passes on.
+
     Raises:
-        TrainingEnded: `launched`, and the ranks ended with success.
+        SystemExit: a rank ended with success, and none needs this process.
         Timeout: the group did not call grow() or replace() in time.
         PeerLost: no rank of the group lives.
         InvalidArgument: the file is invalid.
     """
-    own: tuple[_core.TcpStore, Server] | None = None
-    end = math.inf if launched else end
-    while True:
-        given = None
-        servers = _wait_for_servers(file, end)
-        first = servers[0].host
-        own = own or serve(first, first == "127.0.0.1", key, 0)
-        store = SurvivingStore(servers, key)
+
+    retried = (PeerLost, Timeout, GroupBroken)
+    elastic: Elastic
+    _own: tuple[_core.TcpStore, Server] | None = None
+    _lost_at = math.inf  # when no server was left
+
+    def __init__(
+        self,
+        file: str,
+        key: str,
+        rank: int | None,
+        end: float,
+        connect: Callable[[SurvivingStore, Answer], _core.Group],
+        *,
+        launched: bool = False,
+    ) -> None:
+        self._file, self._key, self._connect = file, key, connect
+        self._rank, self._only = -1 if rank is None else rank, not launched
+        self._end = math.inf if launched else end
+        self.state = Joining()
+        self._servers: list[Server] = []
+        self._store = SurvivingStore([], key)
+
+    @property
+    def _late(self) -> bool:
+        return time.monotonic() >= self._end
+
+    def do_find(self, _: events.Action) -> events.Found:
+        servers = read_file(self._file)
+        fresh = bool(servers and (servers != self._servers or self._store.server))
+        now = time.monotonic()
+        self._lost_at = math.inf if fresh else min(self._lost_at, now)
+        if fresh:
+            self._servers = servers
+        else:
+            time.sleep(PAUSE_S)  # polls: a file sends no notifications
+        ended = os.path.exists(f"{self._file}.ended")
+        return events.Found(fresh, ended, now - self._lost_at >= STALE_S, self._late)
+
+    def do_request(self, _: events.Action) -> None:
+        host = self._servers[0].host
+        self._own = self._own or serve(host, host == LOOPBACK, self._key, 0)
+        self._store = SurvivingStore(self._servers, self._key)
+        left_s = min(LIMIT_S, max(LEAST_S, self._end - time.monotonic()))
+        self._number = write_request(
+            self._store, self._rank, self._own[1], os.getpid(), left_s, self._only
+        )
+
+    def do_await_answer(self, _: events.Action) -> events.Answered:
+        outdated = self._store.server not in read_file(self._file)
         try:
-            left_s = min(LIMIT_S, max(LEAST_S, end - time.monotonic()))
-            asked = -1 if rank is None else rank
-            n = write_request(store, asked, own[1], os.getpid(), left_s, not launched)
-            given = _wait_for_answer(store, n, file, end)
-            core = connect(store, given)
-            try:
-                _wait_for_outcome(store, given)
-            except Error:  # the others do not use this group
-                core.abort("the group that was to grow stays as it was")
-                raise
-            last = max(one.generation for one in given.servers)
-            new = tuple(r for r, one in enumerate(given.servers) if one.generation == last)
-            return core, Elastic(file, key, given.servers, own[0], given.options, new)
-        # Another rank was lost meanwhile, or this process was not quick enough: ask again.
-        except (PeerLost, Timeout, GroupBroken):
-            if given is not None:
-                _report_not_joined(store, given)
-            if time.monotonic() >= end or _all_ended(store, file, servers):
-                raise
+            wait_s = 0.0 if outdated else LOOK_S
+            text = self._store.get(f"{PREFIX}answer/{self._number}", wait_s)
+        except Timeout:  # not answered yet
+            return events.Answered(outdated=outdated, late=self._late)
+        given = self._given = _answer_of(text)
+        form = events.Form(given.name, tuple(given.ranks), given.rank)
+        return events.Answered(form, bool(given.outcome))
+
+    def do_form(self, _: events.Form) -> events.Formed:
+        given = self._given
+        self.made = self._connect(self._store, given)
+        assert self._own is not None
+        elastic = Elastic(self._file, self._key, given.servers, self._own[0], given.options)
+        new = [r for r, one in enumerate(given.servers) if one.generation == elastic.generation]
+        self.elastic = dataclasses.replace(elastic, joined=tuple(new))
+        return events.Formed(successors(elastic, given.rank))
+
+    def do_await_outcome(self, _: events.Action) -> events.Outcome:
+        text = self._store.get(self._given.outcome, self._given.form_s)
+        return events.Outcome(text == b"formed", final=True)
+
+    def do_report(self, action: events.Report) -> None:
+        """As Ballot.report() of shrink.py, of the group that this process does not use."""
+        if self.made is not None:
+            self.made.abort("the others do not use this group")
+            self.made = None
+        (rank,) = action.ranks
+        number, one = report_place(rank, len(self._given.ranks))
+        try:
+            for key, amount in ((f"{action.kind}/{number}", one), ("losses/0", 1), ("marks/0", 1)):
+                self._store.add(f"{self._given.name}/shrink/{key}", amount, LEAST_S)
+        except StoreMoved:  # again in the store of the next rank
+            raise
+        except (PeerLost, Timeout):  # no rank is left that could wait
+            pass
+
+    def do_end(self, _: events.Action) -> None:
+        self.failure = SystemExit(0)
+
+    def do_fail(self, action: events.Fail) -> None:
+        text = f"join: {self._file}: {action.text}"
+        self.failure = action.kind(text, op="init") if action.kind else self.error
 
 
-def _report_not_joined(store: SurvivingStore, given: Answer) -> None:
-    """For a rank that formed the group with this process, and lost another one: it must not wait
-    for this process, nor count it, in the next election (shrink.py)."""
-    number, one = report_place(given.rank, len(given.ranks))
-    with contextlib.suppress(PeerLost, Timeout):  # no rank is left that could wait
-        while True:
-            try:
-                for key, amount in ((f"dead/{number}", one), ("losses/0", 1), ("marks/0", 1)):
-                    store.add(f"{given.name}/shrink/{key}", amount, LEAST_S)
-                return
-            except StoreMoved:  # again in the store of the next rank
-                continue
-
-
-def _all_ended(store: SurvivingStore, file: str, servers: list[Server]) -> bool:
-    """Whether no server lives, and no other file appears."""
-    end = time.monotonic() + STALE_S
-    while store.server is None and read_file(file) == servers:
-        _check_not_ended(file)
-        if time.monotonic() >= end:
-            return True
-        time.sleep(PAUSE_S)  # polls: a file sends no notifications
-    return False
-
-
-def _wait_for_servers(file: str, end: float) -> list[Server]:
-    while not (servers := read_file(file)):
-        _check_not_ended(file)
-        if time.monotonic() >= end:
-            raise Timeout(f"join: no elastic group wrote {file}", op="init")
-        time.sleep(PAUSE_S)  # polls: a file sends no notifications
-    return servers
-
-
-def _check_not_ended(file: str) -> None:
-    if os.path.exists(f"{file}.ended"):
-        raise TrainingEnded
-
-
-def _wait_for_answer(store: SurvivingStore, n: int, file: str, end: float) -> Answer:
-    """Raises PeerLost, also as StoreMoved, if the request has to be repeated."""
-    while True:
-        left = store.server in read_file(file)
-        with contextlib.suppress(Timeout):  # not answered yet
-            return _answer_of(store.get(f"{PREFIX}answer/{n}", LOOK_S if left else 0.0))
-        if time.monotonic() >= end:
-            raise Timeout("join: the group did not call grow() or replace() in time", op="init")
-        if not left:  # the others continued without the rank that serves this store
-            raise PeerLost("join: the rank that served the store left the group", op="init")
-
-
-def _wait_for_outcome(store: SurvivingStore, given: Answer) -> None:
-    if given.outcome and store.get(given.outcome, given.form_s) != b"formed":
-        raise GroupBroken("join: a rank did not form the new group", op="init")
+def _answer_of(text: bytes) -> Answer:
+    try:
+        given = json.loads(text)
+        return Answer(**{**given, "servers": servers_of(given["servers"])})
+    except (ValueError, TypeError, KeyError, RecursionError):  # of another version of pycomm
+        raise Mismatch("join: invalid answer: the group has another version of pycomm") from None

@@ -1,9 +1,9 @@
 """Who is in the group that follows another one: a function of a rank's state and an event.
 
 `step(state, event)` returns the rank's next state and its actions. It does no I/O, reads no clock
-and has no thread: time passed, a process that ended and a lost store are events. shrink.py and
-grow.py carry the actions out in the rendezvous store; tests/unit/membership does so in a world of
-its own, in all orders.
+and has no thread: time passed, a process that ended and a lost store are events. shrink.py, grow.py
+and joining.py carry the actions out in the rendezvous store; tests/unit/membership does so in a
+world of its own, in all orders.
 
 The actions of a step are done in order, and the last one yields the next event. If the store ends
 with the process that served it, the rest is dropped and the event is `Moved`: the next server is
@@ -23,6 +23,9 @@ in the next attempt.
 grow() votes likewise, and forms a new group only if all ranks are present and enough processes
 join. The outcome is final too: "formed" once every rank has formed it, else "failed". A rank writes
 it to the store of the next rank before it returns.
+
+A process that joins finds the ranks in a file, asks in their store, and forms the group that they
+answer. If that fails, it reports that it is not in the group, and asks again.
 """
 
 from __future__ import annotations
@@ -36,26 +39,24 @@ from typing import TypeVar
 from pycomm._bootstrap.events import (
     NO_RANKS,
     Action,
-    Ask,
+    Answered,
     Asked,
-    AwaitOutcome,
     AwaitReaders,
     Began,
-    Begin,
     Claim,
-    ClaimNone,
     Compare,
     Compared,
     Count,
     Counted,
     Decided,
     Decision,
-    Done,
+    Do,
     Event,
     Fail,
     Follow,
     Form,
     Formed,
+    Found,
     Moved,
     NotFormed,
     Outcome,
@@ -66,8 +67,6 @@ from pycomm._bootstrap.events import (
     Seen,
     Settle,
     SettleNext,
-    Vote,
-    Watch,
 )
 from pycomm.errors import GroupBroken, PeerLost, Timeout
 
@@ -97,7 +96,7 @@ class Election:
     def vote(self, lost: Ranks) -> list[Action]:
         """The first actions."""
         unsure = lost - self.dead
-        return [Report("dead", self.dead), Report("lost", unsure), Vote(), Watch()]
+        return [Report("dead", self.dead), Report("lost", unsure), Do.VOTE, Do.WATCH]
 
     def seen(self, event: Seen) -> tuple[Election, list[Action]]:
         """After a look into the store."""
@@ -113,7 +112,7 @@ class Election:
         reports = [Report("dead", found)] if found else []
         given_up = after.dead | (after.lost if event.grace else NO_RANKS)
         complete = event.late or len(after.here | given_up) == self.size
-        return after, [*reports, Ask() if complete else Watch()]
+        return after, [*reports, Do.ASK if complete else Do.WATCH]
 
     def decision(self, joined: Mapping[int, int]) -> Decision:
         """Of the ranks that may live, a majority continues."""
@@ -123,7 +122,7 @@ class Election:
     def asked(self, event: Asked, free: Mapping[int, int]) -> list[Action]:
         """After Ask. `free`: by rank that a process can take: that in Group.ranks."""
         joined = choose(event, self.here, free)
-        return [Watch() if joined is None else Claim(self.decision(joined))]
+        return [Do.WATCH if joined is None else Claim(self.decision(joined))]
 
     def refusal(self, decision: Decision) -> str:
         """Why this rank does not continue; "" if it does."""
@@ -200,7 +199,7 @@ class Shrinking:
     election: Election = Election(0, 0)
 
     def on_moved(self, _: Moved) -> tuple[Shrinking, list[Action]]:
-        return self, [Begin()]
+        return self, [Do.BEGIN]
 
     def on_began(self, event: Began) -> tuple[Shrinking, list[Action]]:
         absent = frozenset(rank for rank, member in enumerate(self.members) if member < 0)
@@ -253,17 +252,17 @@ class Shrinking:
         follow = Follow(slots, decision.joined)
         # Before the processes that join get an answer.
         if excluded or event.ended & decision.survivors:
-            return after, [follow, Begin()]
+            return after, [follow, Do.BEGIN]
         form = Form(after.name, after.ranks, after.members.index(self.rank), self.attempt)
         return after, [follow, form]
 
     def on_formed(self, event: Formed) -> tuple[Shrinking, list[Action]]:
-        return self, [_left_behind(event.successors) or Done()]
+        return self, [_left_behind(event.successors) or Do.DONE]
 
     def on_notformed(self, event: NotFormed) -> tuple[Shrinking, list[Action]]:
         attempt = self.attempt + (event.unreachable is None)
         after = dataclasses.replace(self, unreachable=event.unreachable, attempt=attempt)
-        return after, [Fail() if event.late else Begin()]
+        return after, [Fail() if event.late else Do.BEGIN]
 
 
 @dataclass(frozen=True)
@@ -291,7 +290,7 @@ class Growing:
     def on_moved(self, _: Moved) -> tuple[Growing, list[Action]]:
         if self.chosen:  # the store of the next rank has the outcome if a rank knew it
             return self, [Settle(formed=False, final=True)]
-        return self, [ClaimNone(), Fail(PeerLost, "a rank ended, which served the store")]
+        return self, [Do.CLAIM_NONE, Fail(PeerLost, "a rank ended, which served the store")]
 
     def on_began(self, event: Began) -> tuple[Growing, list[Action]]:
         election = Election(self.rank, self.size, dead=event.ended)
@@ -338,7 +337,7 @@ class Growing:
     def on_counted(self, event: Counted) -> tuple[Growing, list[Action]]:
         complete = event.count >= self.size
         if self.formed and event.waits and not complete:
-            return self, [AwaitOutcome()]
+            return self, [Do.AWAIT_OUTCOME]
         return self, [Settle(self.formed and complete)]
 
     def on_outcome(self, event: Outcome) -> tuple[Growing, list[Action]]:
@@ -346,10 +345,65 @@ class Growing:
             return self, [Count(formed=False)]
         if not event.final:
             return self, [SettleNext(event.formed)]
-        return self, [Done() if event.formed and self.formed else Fail(PeerLost, self.why)]
+        return self, [Do.DONE if event.formed and self.formed else Fail(PeerLost, self.why)]
 
 
-State = TypeVar("State", Shrinking, Growing)
+@dataclass(frozen=True)
+class Joining:
+    """A process in join().
+
+    Attributes:
+        name, rank: of the group that it was to form last, and its rank there; "": none.
+        decides: as of Answered.
+        failure: of the last attempt.
+    """
+
+    name: str = ""
+    rank: int = -1
+    decides: bool = False
+    failure: Fail | None = None
+
+    def on_found(self, event: Found) -> tuple[Joining, list[Action]]:
+        after = dataclasses.replace(self, name="")
+        if event.ended and not event.fresh:
+            return after, [Do.END]
+        if event.late and (self.failure or not event.fresh):
+            return after, [self.failure or Fail(Timeout, "no elastic group wrote this file")]
+        if event.fresh:
+            return after, [Do.REQUEST, Do.AWAIT_ANSWER]
+        return after, [self.failure if self.failure and event.stale else Do.FIND]
+
+    def on_answered(self, event: Answered) -> tuple[Joining, list[Action]]:
+        if event.form is not None:
+            name, rank = event.form.name, event.form.rank
+            return Joining(name, rank, event.decides), [event.form]
+        if event.late:
+            return self, [Fail(Timeout, "the group did not call grow() or replace() in time")]
+        if event.outdated:  # the others continued without the rank that serves this store
+            return self._again(Fail(PeerLost, "the rank that served the store left the group"))
+        return self, [Do.AWAIT_ANSWER]
+
+    def on_formed(self, event: Formed) -> tuple[Joining, list[Action]]:
+        if failure := _left_behind(event.successors):
+            return self._again(failure)
+        return self, [Do.AWAIT_OUTCOME if self.decides else Do.DONE]
+
+    def on_outcome(self, event: Outcome) -> tuple[Joining, list[Action]]:
+        if event.formed:
+            return self, [Do.DONE]
+        return self._again(Fail(GroupBroken, "a rank did not form the new group"))
+
+    def on_notformed(self, _: NotFormed) -> tuple[Joining, list[Action]]:
+        return self._again(Fail())
+
+    def _again(self, failure: Fail) -> tuple[Joining, list[Action]]:
+        """A rank that formed the group with this process, and lost another one, must not wait for
+        this process, nor count it, in the next election."""
+        reports = [Report("dead", frozenset({self.rank}))] if self.name else []
+        return dataclasses.replace(self, failure=failure), [*reports, Do.FIND]
+
+
+State = TypeVar("State", Shrinking, Growing, Joining)
 
 
 def step(state: State, event: Event) -> tuple[State, list[Action]]:
@@ -369,6 +423,8 @@ def _left_behind(successors: Ranks | None) -> Fail | None:
     """The error of a rank without which others continued; None if they did not."""
     if successors is None:
         return None
+    if not successors:
+        return Fail(GroupBroken, "processes that joined continued without this rank")
     *most, last = sorted(successors)
     names = f"ranks {', '.join(map(str, most))} and {last}" if most else f"rank {last}"
     return Fail(GroupBroken, f"{names} continued without this rank")

@@ -27,15 +27,14 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from pycomm import _core
-from pycomm._bootstrap import events, protocol
-from pycomm._bootstrap.elastic_store import Elastic, StoreMoved, successors
+from pycomm._bootstrap import events
+from pycomm._bootstrap.driver import LEAST_S, PAUSE_S, Driver
+from pycomm._bootstrap.elastic_store import Elastic, successors
 from pycomm._bootstrap.events import Decision
 from pycomm._bootstrap.joining import Joiners, invite, process_start, report_place, reported
 from pycomm._bootstrap.protocol import Shrinking
 from pycomm.errors import Error, GroupBroken, PeerLost, Timeout
 
-LEAST_S = 0.3  # what the store gets to answer in, even at the end of the limit
-PAUSE_S = 0.01  # between two polls of the store, for changes other than the awaited one
 # For a rank that another reports as lost, and whose process is not visible, to join.
 GRACE_S = 0.5
 # For the survivors to form a group; doubled after each failure.
@@ -69,10 +68,10 @@ def regroup(
     core.abort(f"rank {core.rank} calls {'replace' if joiners else 'shrink'}()")
     with processes_of(core) as processes, _report_lost_store(core):
         driver = _ShrinkDriver(core, store, processes, end, elastic, joiners)
-        return driver.run(), driver.elastic
+        return driver.run(events.Do.BEGIN), driver.elastic
 
 
-class Driver:
+class VoteDriver(Driver):
     """What shrink() and grow() have in common: the vote, and forming the group.
 
     Args:
@@ -82,7 +81,6 @@ class Driver:
         joiners: reads the requests of processes that join; None: none do.
     """
 
-    state: Any  # protocol.Shrinking or Growing
     outcome = ""  # as of joining.Answer
 
     def __init__(
@@ -95,23 +93,8 @@ class Driver:
         joiners: Joiners | None,
     ) -> None:
         self.core, self.store, self.end, self.elastic = core, store, end, elastic
-        self.made: _core.Group | None = None
         self._processes, self._joiners = processes, joiners
-        self._error: Error | None = None  # that ended the last forming
         self._before, self._follow = elastic, events.Follow((), {})
-
-    def run(self) -> _core.Group:
-        """The group that the call returns."""
-        event: Any = self.do_begin(events.Begin())
-        while event is not None:
-            self.state, actions = protocol.step(self.state, event)
-            try:
-                for action in actions:
-                    event = getattr(self, f"do_{type(action).__name__.lower()}")(action)
-            except StoreMoved:  # the rest has to be done in the store of the next rank
-                event = events.Moved()
-        assert self.made is not None
-        return self.made
 
     @property
     def ballot_name(self) -> str:
@@ -138,7 +121,7 @@ class Driver:
             if member >= 0 and has_ended(self._processes[member])
         )
 
-    def do_begin(self, _: events.Begin) -> events.Began:
+    def do_begin(self, _: events.Action) -> events.Began:
         rank, size = self.members.index(self.core.rank), len(self.members)
         self.ballot = Ballot(self.store, self.ballot_name, rank, size, self.end)
         return events.Began(self.ended)
@@ -146,17 +129,17 @@ class Driver:
     def do_report(self, action: events.Report) -> None:
         self.ballot.report(action.kind, action.ranks)
 
-    def do_vote(self, _: events.Vote) -> None:
+    def do_vote(self, _: events.Action) -> None:
         self.ballot.vote()
 
-    def do_watch(self, _: events.Watch) -> events.Seen:
+    def do_watch(self, _: events.Action) -> events.Seen:
         seen = self.ballot.watch()
         ended, followers = self.ended, None
         if self.elastic is not None:  # after `ended`: a rank writes the file before it ends
             followers = successors(self.elastic, self.members.index(self.core.rank))
         return dataclasses.replace(seen, ended=ended, successors=followers)
 
-    def do_ask(self, _: events.Ask) -> events.Asked:
+    def do_ask(self, _: events.Action) -> events.Asked:
         return self._joiners.asked(self.store, self.left_s) if self._joiners else events.Asked()
 
     def do_claim(self, action: events.Claim) -> events.Decided:
@@ -187,20 +170,14 @@ class Driver:
                 self.core, self.store, action.name, action.rank, ranks, limit_s
             )
         except (PeerLost, Timeout) as error:  # a rank was lost meanwhile
-            self._error = error
+            self.error = error
             late = time.monotonic() > self.end
             return events.NotFormed(str(error), error.unreachable, late)
         before, rank = self._before, self.state.election.rank
         return events.Formed(successors(before, rank) if before is not None else None)
 
-    def do_done(self, _: events.Done) -> None:
-        """Ends run()."""
 
-    def do_fail(self, action: events.Fail) -> None:
-        raise NotImplementedError
-
-
-class _ShrinkDriver(Driver):
+class _ShrinkDriver(VoteDriver):
     state: Shrinking
 
     def __init__(self, core: _core.Group, *given: Any) -> None:
@@ -235,13 +212,12 @@ class _ShrinkDriver(Driver):
     def do_fail(self, action: events.Fail) -> None:
         if self.made is not None:
             self.made.abort(action.text)
+        self.failure = self.error
         if action.pair is not None:
-            raise _never_connected(self.core, *action.pair)
-        if action.kind is None:
-            assert self._error is not None
-            raise self._error
-        text = f'shrink: "{self.state.name}": {action.text}'
-        raise action.kind(text, op="shrink", rank=self.state.election.rank)
+            self.failure = _never_connected(self.core, *action.pair)
+        elif action.kind is not None:
+            text = f'shrink: "{self.state.name}": {action.text}'
+            self.failure = action.kind(text, op="shrink", rank=self.state.election.rank)
 
 
 def _never_connected(core: _core.Group, first: int, second: int) -> PeerLost:

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from elastic_world import LIMIT_S, Process, Schedule, World, simulate
+from membership_orders import explore_joining
 
 from pycomm import errors
 
@@ -188,3 +189,9 @@ def test_every_single_change_of_the_order(scenario: Any, lost: dict[int, int]) -
                 world = run(scenario, 3, 1, changed(by_priority(order), at, to, []), lost)
                 for process in check(world, 3):
                     assert process.result[-2] == ([0, 1, 2] if lost else [0, 1, 2, 3])
+
+
+@pytest.mark.parametrize(("size", "lost"), [(2, []), (3, [0]), (3, [1])])
+def test_every_order_of_a_process_that_joins_when_another_dies(size: int, lost: list[int]) -> None:
+    """In the world of membership_world.py, with the protocol alone."""
+    explore_joining(size, lost, 1)

@@ -155,6 +155,28 @@ def test_requests_are_chosen_once_in_order_and_of_living_processes(file: str) ->
         invite(store, elastic, "world~1", [0, 1], [0, 1], {1: 99}, 1.0)
 
 
+def test_a_rank_finds_who_continued_without_it(file: str) -> None:
+    """Also a rank of a group that processes joined, of which none is left."""
+    with servers(5) as (addresses, served):
+        first = Elastic(file, KEY, addresses[:3], served[0], {})
+        grown = first.after(range(4), {3: addresses[3]})
+        assert (first.generation, grown.generation) == (0, 1)
+        elastic_store.write_file(file, first.servers)
+        assert [elastic_store.successors(grown, rank) for rank in range(4)] == [None] * 4, (
+            "the file is older"
+        )
+        shrunk = grown.after([1, 2], {})
+        elastic_store.write_file(file, shrunk.servers)
+        assert elastic_store.successors(grown, 0) == elastic_store.successors(grown, 3) == {1, 2}
+        assert elastic_store.successors(grown, 1) is elastic_store.successors(grown, 2) is None
+        elastic_store.write_file(
+            file, shrunk.after([0, 1], {0: addresses[4]}).after([0], {}).servers
+        )
+        assert elastic_store.successors(grown, 0) == set(), "a process that joined continued alone"
+        elastic_store.write_file(file, grown.after([3], {}).servers)
+        assert elastic_store.successors(shrunk, 0) == set(), "two groups follow one"
+
+
 def test_requests_with_an_answer_are_read_once() -> None:
     """Also by the groups that replace the first; another server's requests have own numbers."""
     with servers(2) as (addresses, served):

@@ -18,7 +18,7 @@ import pytest
 
 from pycomm._bootstrap import elastic_store, grow, joining, shrink
 from pycomm._bootstrap.elastic_store import Elastic, Server, SurvivingStore
-from pycomm._bootstrap.events import Decision
+from pycomm._bootstrap.events import Decision, Do
 from pycomm._bootstrap.joining import Answer, Joiners
 from pycomm._bootstrap.shrink import Ballot
 from pycomm.errors import PeerLost, Timeout
@@ -275,10 +275,10 @@ class World:
         def connect(_: Any, given: Answer) -> Any:
             return self.form(given.name, given.rank, given.ranks, given.form_s)
 
-        made: Any
-        made, after = joining.join("file", KEY, None, self.clock + limit_s, connect)
-        self.file = after.servers
-        return made, after
+        joiner = joining.Joiner("file", KEY, None, self.clock + limit_s, connect)
+        made: Any = joiner.run(Do.FIND)
+        self.file = joiner.elastic.servers
+        return made, joiner.elastic
 
 
 def simulate(world: World) -> None:

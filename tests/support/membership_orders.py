@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from membership_world import Rank, World
+from membership_world import Rank, World, age
 
-LOCAL = ("Begin", "Follow", "Ask", "Done")  # no other rank sees them: their order does not matter
+from pycomm._bootstrap.events import name_of
+
+LOCAL = ("begin", "follow", "ask", "done")  # no other rank sees them: their order does not matter
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,7 @@ def moves(world: World, budget: Budget) -> Iterator[Move]:
             after = world.copy()
             own = after.ranks[rank.number]
             after.step(own)
-            while after.can_continue(own) and type(own.todo[0]).__name__ in LOCAL:
+            while after.can_continue(own) and name_of(own.todo[0]) in LOCAL:
                 after.step(own)
             yield after, budget
         if not rank.alive:
@@ -43,7 +44,7 @@ def moves(world: World, budget: Budget) -> Iterator[Move]:
         continued = rank.answer.startswith("ranks")
         if budget.ends and continued and not rank.todo:
             yield _after(world, "dies", rank), dataclasses.replace(budget, ends=budget.ends - 1)
-        if rank.stopped and rank.answer == "":
+        if rank.stopped and rank.group and rank.answer == "":
             after = _after(world, "resumes", rank)
             after.calls(rank.number, "shrinks")
             yield after, budget
@@ -106,14 +107,37 @@ def at_random(world: World, budget: Budget, seed: int) -> World:
         check(world)
 
 
+def joining(size: int, lost: list[int], processes: int) -> World:
+    """Processes join a group, which replaces its lost ranks, or grows if there are none."""
+    world = World(size, elastic=True)
+    for number in lost:
+        world.dies(number)
+    for _ in range(processes):
+        world.joins(-1, only=False)
+    for number in set(range(size)) - set(lost):
+        world.calls(number, "replaces" if lost else "grows", processes)
+    return world
+
+
+def explore_joining(size: int, lost: list[int], deaths: int) -> None:
+    """Checks every order of events while a process joins."""
+    assert explore(joining(size, lost, 1), Budget(deaths=deaths), 200_000) < 200_000
+
+
 def check(world: World) -> None:
     """The invariants of each world: a group has one successor, of a majority of its ranks."""
-    groups = [("world", tuple(range(world.size))), *world.formed]
-    for (_, before), (name, after) in itertools.pairwise(groups):
-        assert set(after) <= set(before), f"{after} continued as {name} beside {before}"
-        alive = [p for p in before if world.ranks[p].alive or p in after]
-        half = 2 * len(after) == len(alive) and alive[0] in after
-        assert half or 2 * len(after) > len(alive), f"{after} continued, of {alive}"
+    groups = sorted(world.returned, key=lambda group: age(group[0]))
+    assert len(dict(groups)) == len(groups), f"two groups have one name: {groups}"
+    earlier = before = tuple(range(world.size))
+    for name, after in groups:
+        here = [p for p in after if p in before]
+        joined = set(after) - set(here)
+        assert all(p >= world.size for p in joined), f"{after} continued as {name} beside {before}"
+        # A process that joined has a vote once it votes.
+        alive = [p for p in before if p in after or (p in earlier and world.ranks[p].alive)]
+        majority = 2 * len(here) + (here[:1] == alive[:1]) > len(alive)
+        assert majority or not alive, f"{here} continued, of {alive}"
+        earlier, before = before, after
     for rank in world.ranks:
         if rank.answer.startswith("GroupBroken rank"):  # these continued
             assert rank.number not in world.file, rank.answer

@@ -1,11 +1,11 @@
 """A world for the protocol of membership: ranks, stores, forming and time, without processes.
 
 The protocol decides (pycomm/_bootstrap/protocol.py); this world carries out its actions, one at a
-time. `run_script()` interprets tests/unit/membership/*.txt; membership_orders.py tries orders. A
-world can be copied, and equal worlds have equal keys.
+time. membership_scripts.py interprets tests/unit/membership/*.txt; membership_orders.py tries
+orders. A world can be copied, and equal worlds have equal keys.
 
 Of an elastic group each rank serves a store, and all use the first that lives; otherwise one store
-lives as long as the run. In `replace()` and `grow()` processes join that ask for a rank.
+lives as long as the run. Processes that join find the ranks in the file of the group, and ask.
 """
 
 from __future__ import annotations
@@ -19,11 +19,10 @@ from typing import Any
 
 from pycomm._bootstrap import events, protocol
 from pycomm._bootstrap.events import Decision
-from pycomm._bootstrap.protocol import Growing, Shrinking
+from pycomm._bootstrap.protocol import Growing, Joining, Shrinking
 
 SERVER = -1  # of the store that lives as long as the run
-ACTIONS = {"votes": "Vote", "looks": "Watch", "decides": "Claim", "forms": "Form"}
-ACTIONS |= {"counts": "Count", "settles": "Settle", "settles again": "SettleNext"}
+WITHOUT_STORE = ("begin", "find", "form", "done", "end", "fail", "follow")
 
 
 @dataclass
@@ -48,15 +47,21 @@ class Rank:
     skipped: set[int] = field(default_factory=set)  # servers
     lost: set[int] = field(default_factory=set)  # processes
     asks: tuple[int, bool] = (-1, False)  # of one that joins: rank, whether no other
+    request: tuple[int | None, int] = (None, 0)  # of one that joins: server and number
     entered: str = ""  # the group that it forms
-    joined: dict[int, int] = field(default_factory=dict)
+    joined: dict[int, int] = field(default_factory=dict)  # by rank: the number of the request
+    invited: dict[int, int] = field(default_factory=dict)  # by rank: the process
+    server: int | None = None  # that has its answers
     used: set[int] = field(default_factory=set)  # servers
+    servers: tuple[int, ...] = ()  # of one that joins
+    given: Any = None  # of one that joins: name and processes of the group, as answered
     voters: tuple[int, ...] = ()  # the processes that decided
     following: tuple[int, ...] = ()  # the processes of the group that it formed
 
     def copy(self) -> Rank:
         made = copy.copy(self)
         made.todo, made.joined = self.todo.copy(), self.joined.copy()
+        made.invited = self.invited.copy()
         made.skipped, made.lost, made.used = self.skipped.copy(), self.lost.copy(), self.used.copy()
         return made
 
@@ -72,13 +77,14 @@ class World:
         everyone, self.size = tuple(range(size)), size
         self.ranks = [Rank(number, group=("world", everyone)) for number in everyone]
         self.elastic, self.hosts = elastic, hosts  # hosts: a process sees no other one
-        self.grace = self.late = False
+        self.grace = self.stale = self.late = self.ended = False
         self.values: dict[tuple[int | None, str], Any] = {}  # by server and key
-        self.entered: dict[str, set[int]] = {}  # by group to form: processes
+        self.entered: dict[Any, set[int]] = {}  # by name and processes of a group to form
         self.left: set[tuple[str, int]] = set()  # group and process: it could not form it
         self.apart: set[frozenset[int]] = set()  # processes that cannot connect
         self.file: tuple[int, ...] = everyone if elastic else ()  # processes of the last group
-        self.formed: list[tuple[str, tuple[int, ...]]] = []  # groups with which all continued
+        self.newest = "world"  # its name
+        self.returned: set[tuple[str, tuple[int, ...]]] = set()  # to a rank of them
 
     def copy(self) -> World:
         """Values are never changed, only replaced: containers are copied."""
@@ -86,16 +92,17 @@ class World:
         for name, value in vars(self).items():
             if isinstance(value, (dict, set, list)):
                 setattr(made, name, value.copy())
-        made.entered = {name: there.copy() for name, there in self.entered.items()}
+        made.entered = {group: there.copy() for group, there in self.entered.items()}
         made.ranks = [rank.copy() for rank in self.ranks]
         return made
 
     def key(self) -> Any:
         """Equal for equal worlds."""
-        entered = tuple((name, frozenset(there)) for name, there in sorted(self.entered.items()))
+        entered = tuple((group, frozenset(there)) for group, there in sorted(self.entered.items()))
         values = frozenset((key, repr(value)) for key, value in self.values.items())
-        others = (self.grace, self.late, frozenset(self.left), self.file, tuple(self.formed))
-        return tuple(rank.key() for rank in self.ranks), entered, values, others
+        times = (self.grace, self.stale, self.late, self.ended)
+        groups = (self.file, self.newest, frozenset(self.returned), frozenset(self.left))
+        return tuple(rank.key() for rank in self.ranks), entered, values, times, groups
 
     # What scripts and schedules do.
 
@@ -129,11 +136,12 @@ class World:
             rank.state = dataclasses.replace(
                 state, lost=frozenset(lost - {own}), joins=call == "replaces"
             )
-        rank.todo = [events.Begin()]
+        rank.todo = [events.Do.BEGIN]
 
     def joins(self, rank: int, only: bool) -> None:
         """A new process asks to join, for a rank (-1: any)."""
-        self.ranks.append(Rank(len(self.ranks), asks=(rank, only)))
+        new = Rank(len(self.ranks), asks=(rank, only), state=Joining(), todo=[events.Do.FIND])
+        self.ranks.append(new)
 
     # One step of a rank.
 
@@ -141,23 +149,29 @@ class World:
         """Whether it has an action that it need not wait for."""
         if not (rank.alive and rank.todo) or rank.stopped:
             return False
+        if isinstance(rank.state, Joining) and rank.todo[0] is events.Do.AWAIT_OUTCOME:
+            server = rank.request[0]
+            known = (server, f"{rank.state.name}/outcome") in self.values
+            return self.late or known or server is None or not self.ranks[server].alive
         return not rank.entered or self._forming(rank) != "waits"
 
     def step(self, rank: Rank) -> None:
         """The next action of the rank, and what the protocol says to it."""
         action = rank.todo[0]
-        kind = type(action).__name__
+        kind = events.name_of(action)
         if rank.dies == kind and not rank.entered:
             return self.dies(rank.number)
-        if kind == "Form" and not rank.entered:
+        if kind == "form" and not rank.entered:
             return self._enter(rank, action)
         rank.todo.pop(0)
         server = self._server(rank)
-        if server is None and kind not in ("Begin", "Form", "Done", "Fail", "Follow"):
-            rank.todo = []
-            rank.state, rank.todo = protocol.step(rank.state, events.Moved())
+        if server is None and kind not in WITHOUT_STORE:
+            if isinstance(rank.state, Joining) and kind == "report" and not self._order(rank):
+                return None  # no rank is left that could wait
+            event = events.NotFormed() if rank.group is None else events.Moved()
+            rank.state, rank.todo = protocol.step(rank.state, event)
             return None
-        event = getattr(self, f"do_{kind.lower()}")(rank, action)
+        event = getattr(self, f"do_{kind}")(rank, action)
         if event is not None:
             rank.state, rank.todo = protocol.step(rank.state, event)
         return None
@@ -177,8 +191,8 @@ class World:
         return None
 
     def _order(self, rank: Rank) -> list[int]:
-        assert rank.group is not None
-        return [one for one in rank.group[1] if one not in rank.skipped]
+        servers = rank.group[1] if rank.group else rank.servers
+        return [one for one in sorted(servers) if one not in rank.skipped]
 
     def _get(self, rank: Rank, key: str, default: Any) -> Any:
         return self.values.get((self._server(rank), key), default)
@@ -223,6 +237,8 @@ class World:
     def do_report(self, rank: Rank, action: Any) -> None:
         key = f"{self._ballot(rank)}/{action.kind}"
         self._put(rank, key, self._get(rank, key, frozenset()) | action.ranks)
+        if isinstance(rank.state, Joining):
+            self.left.add((rank.state.name, rank.number))
 
     def do_vote(self, rank: Rank, _: Any) -> None:
         key = f"{self._ballot(rank)}/came"
@@ -235,20 +251,25 @@ class World:
             self._get(rank, f"{name}/{kind}", frozenset()) for kind in ("came", "dead", "lost")
         )
         decision = self._get(rank, f"{name}/decided", None)
-        successors = self._successors(rank, self._members(rank))
+        successors = self._successors(rank, self._members(rank), rank.state.name)
         return events.Seen(
             came, dead, lost, self._ended(rank), self.grace, self.late, decision, successors
         )
 
-    def _successors(self, rank: Rank, members: Sequence[int]) -> frozenset[int] | None:
-        """Those in the file, if it is of a later group, without this rank."""
-        new = max(members) >= self.size and max(members) > max(self.file, default=0)
-        if not self.elastic or rank.number in self.file or new:
+    def _successors(self, rank: Rank, members: Sequence[int], name: str) -> frozenset[int] | None:
+        """Of these members, those in the file, if that is without this rank, and not of a group
+        older than this one."""
+        older = age(self.newest) < age(name)
+        if not self.elastic or rank.number in self.file or older:
             return None
-        return frozenset(r for r, p in enumerate(members) if p in self.file) or None
+        return frozenset(r for r, p in enumerate(members) if p in self.file)
 
     def do_ask(self, rank: Rank, _: Any) -> Any:
-        waiting = {p.number: p.asks for p in self.ranks if p.group is None and p.alive}
+        waiting = {}
+        for n, number in enumerate(self._get(rank, "requests", ()), 1):
+            asking = self.ranks[number]
+            if asking.alive and self._get(rank, f"answer/{n}", None) is None:
+                waiting[n] = asking.asks
         return events.Asked(waiting, float("inf"), self.late)
 
     def do_claim(self, rank: Rank, action: Any) -> Any:
@@ -268,36 +289,51 @@ class World:
         rank.joined = {action.slots.index(slot): n for slot, n in action.joined.items()}
 
     def _enter(self, rank: Rank, action: Any) -> None:
-        """The rank begins to form the group, and tells the processes that join."""
-        rank.entered = action.name
-        self.entered.setdefault(action.name, set()).add(rank.number)
-        processes = self._processes(rank)
-        for new in rank.joined.values():
-            if self.ranks[new].alive and not self.ranks[new].stopped:
-                self.entered[action.name].add(new)
-                self.ranks[new].group = (action.name, processes)
+        """The rank begins to form the group. A survivor answers those that join before."""
+        requests = self._get(rank, "requests", ())
+        if any(n > len(requests) for n in rank.joined.values()):  # they asked in another store
+            self.left.add((action.name, rank.number))
+            event = events.NotFormed("a process asked another store", None, self.late)
+            rank.state, rank.todo = protocol.step(rank.state, event)
+            return
+        rank.invited = {r: requests[n - 1] for r, n in rank.joined.items()}
+        rank.entered, rank.server = action.name, self._server(rank)
+        group = (action.name, self._processes(rank))
+        self.entered.setdefault(group, set()).add(rank.number)
+        for r, n in rank.joined.items():
+            self._put(rank, f"answer/{n}", (*group, r, isinstance(rank.state, Growing)))
 
     def _processes(self, rank: Rank) -> tuple[int, ...]:
         """Of the group that it forms, by rank."""
+        if isinstance(rank.state, Joining):
+            return tuple(rank.given[1])
         if isinstance(rank.state, Growing):
             assert rank.group is not None
-            return (*rank.group[1], *(rank.joined[r] for r in sorted(rank.joined)))
+            return (*rank.group[1], *(rank.invited[r] for r in sorted(rank.invited)))
         members = self._members(rank)
-        return tuple(rank.joined[r] if p < 0 else p for r, p in enumerate(members))
+        return tuple(rank.invited[r] if p < 0 else p for r, p in enumerate(members))
 
     def _forming(self, rank: Rank) -> str:
         """What becomes of the forming: "formed", "failed" or "waits"."""
         name, processes = rank.entered, self._processes(rank)
-        there = self.entered[name]
+        there = self.entered[name, processes]
         if any((name, p) in self.left for p in processes) or self._cut(rank, processes):
             return "failed"
         if all(p in there for p in processes):
             return "formed"
-        return "failed" if any(self._is_gone(p) for p in processes) else "waits"
+        asked = {rank.invited[r]: (rank.server, n) for r, n in rank.joined.items()}
+        missing = set(processes) - there
+        gone = any(self._is_gone(p, name, asked.get(p)) for p in missing)
+        return "failed" if gone or any(map(self._has_ended, processes)) else "waits"
 
-    def _is_gone(self, number: int) -> bool:
+    def _has_ended(self, number: int) -> bool:
         rank = self.ranks[number]
         return not rank.alive or rank.stopped or bool(rank.answer and not rank.todo)
+
+    def _is_gone(self, number: int, name: str, asked: Any) -> bool:
+        """Whether this process, which was asked to join, reads another answer."""
+        rank = self.ranks[number]
+        return asked is not None and rank.request != asked and (rank.given or [""])[0] != name
 
     def _cut(self, rank: Rank, processes: tuple[int, ...]) -> list[int]:
         return [p for p in processes if frozenset((rank.number, p)) in self.apart]
@@ -308,12 +344,33 @@ class World:
         rank.entered = ""
         if outcome == "formed":
             rank.joined = {} if isinstance(rank.state, Shrinking) else rank.joined
-            rank.asks = (-1, False)
             rank.following = processes
-            return events.Formed(self._successors(rank, rank.voters or processes))
+            if isinstance(rank.state, Shrinking):
+                return events.Formed(self._successors(rank, rank.voters, rank.state.decided[-1][0]))
+            return events.Formed(self._successors(rank, processes, name))
         self.left.add((name, rank.number))
         peer = processes.index(cut[0]) if cut else None
         return events.NotFormed("a rank was lost", peer, self.late)
+
+    def do_find(self, rank: Rank, _: Any) -> Any:
+        fresh = bool(self.file) and (self.file != rank.servers or bool(self._order(rank)))
+        rank.request, rank.given = (None, 0), None
+        if fresh:
+            rank.servers, rank.skipped, rank.used = self.file, set(), set()
+        return events.Found(fresh, self.ended, self.stale, self.late)
+
+    def do_request(self, rank: Rank, _: Any) -> None:
+        requests = (*self._get(rank, "requests", ()), rank.number)
+        self._put(rank, "requests", requests)
+        rank.request = (self._server(rank), len(requests))
+
+    def do_await_answer(self, rank: Rank, _: Any) -> Any:
+        server, n = rank.request
+        rank.given = self._get(rank, f"answer/{n}", None)
+        if rank.given is None:
+            return events.Answered(None, False, server not in self.file, self.late)
+        name, processes, number, decides = rank.given
+        return events.Answered(events.Form(name, processes, number), decides)
 
     def do_count(self, rank: Rank, action: Any) -> Any:
         key = f"{rank.state.name}/formed"
@@ -321,8 +378,11 @@ class World:
         self._put(rank, key, count)
         return events.Counted(count, not (self.late or self._ended(rank)))
 
-    def do_awaitoutcome(self, rank: Rank, _: Any) -> Any:
-        return events.Outcome(self._get(rank, f"{rank.state.name}/outcome", None))
+    def do_await_outcome(self, rank: Rank, _: Any) -> Any:
+        found = self._get(rank, f"{rank.state.name}/outcome", None)
+        if isinstance(rank.state, Joining) and found is None:
+            return events.NotFormed("no outcome")
+        return events.Outcome(found)
 
     def do_settle(self, rank: Rank, action: Any) -> Any:
         key = f"{rank.state.name}/outcome"
@@ -340,25 +400,25 @@ class World:
         first = self.values.setdefault((others[0], f"{rank.state.name}/outcome"), action.formed)
         return events.Outcome(first, final=True)
 
-    def do_claimnone(self, rank: Rank, _: Any) -> None:
+    def do_claim_none(self, rank: Rank, _: Any) -> None:
         self._claimed(rank, self._ballot(rank), Decision())
 
     def do_done(self, rank: Rank, _: Any) -> None:
         name = rank.state.name
         processes = rank.following
         rank.group, rank.lost = (name, processes), set()
-        rank.skipped, rank.used = set(), set()
+        rank.skipped, rank.used, rank.voters = set(), set(), ()
         rank.answer = "ranks " + " ".join(map(str, processes))
-        if self.elastic:
-            self.file = processes
-        others = [self.ranks[p] for p in processes]
-        if all(o.group == rank.group for o in others) and rank.group not in self.formed:
-            self.formed.append(rank.group)
+        self.returned.add(rank.group)
+        if self.elastic and self._successors(rank, processes, name) is None:
+            self.file, self.newest = processes, name
+
+    def do_end(self, rank: Rank, _: Any) -> None:
+        rank.answer = "ends"
 
     def do_fail(self, rank: Rank, action: Any) -> None:
         kind = action.kind.__name__ if action.kind else "PeerLost"
-        assert rank.group is not None
-        pair = [str(rank.group[1][r]) for r in action.pair or ()]
+        pair = [str(rank.group[1][r]) for r in action.pair or () if rank.group]
         text = action.text or ("cannot connect: " + " ".join(pair) if pair else "a rank was lost")
         rank.answer = f"{kind} {text}"
 
@@ -377,68 +437,6 @@ class World:
                 return
 
 
-# Scripts.
-
-WHO = r"(?P<who>[0-9, and]+)"
-LINES: dict[str, str] = {
-    r"(\d) ranks(?P<elastic>, elastic)?(?P<hosts>, each on a host)?": "begin",
-    rf"{WHO} dies?": "dies",
-    rf"{WHO} ends?": "dies",
-    rf"{WHO} stops?": "stops",
-    rf"{WHO} resumes?": "resumes",
-    rf"{WHO} dies? before it (?P<moment>.+)": "trap",
-    rf"{WHO} loses? (?P<peer>\d)": "loses",
-    rf"{WHO} cannot connect": "apart",
-    rf"{WHO} (?P<call>shrink|replace)s?": "calls",
-    rf"{WHO} grows? by (?P<count>\d)": "calls",
-    rf"{WHO} joins(?: for rank (?P<rank>\d))?(?P<only> only)?": "joins",
-    r"half a second passes": "grace",
-    r"the limit passes": "late",
-    rf"-> {WHO}: (?P<answer>.+)": "expect",
-}
-
-
-def numbers(text: str) -> list[int]:
-    """The ranks in "0, 1 and 2"."""
-    return [int(word) for word in re.findall(r"\d+", text)]
-
-
-def run_script(text: str) -> None:
-    """Does what the lines say. Raises AssertionError if a rank answers otherwise."""
-    world = World(0)
-    for line in text.splitlines():
-        if not line.strip() or line.startswith("#"):
-            continue
-        patterns = [(re.fullmatch(pattern, line), what) for pattern, what in LINES.items()]
-        match, what = [(m, what) for m, what in patterns if m][-1]
-        assert match is not None
-        given = match.groupdict()
-        who = numbers(given.get("who") or "")
-        if what == "begin":
-            world = World(int(match[1]), elastic=bool(given["elastic"]), hosts=bool(given["hosts"]))
-        elif what == "expect":
-            for number in who:
-                rank = world.ranks[number]
-                found = rank.answer or ("waits" if rank.todo else "nothing")
-                assert found == given["answer"], f"{line}: got {found}"
-        elif what == "joins":
-            world.joins(int(given["rank"] or -1), bool(given["only"]))
-        elif what in ("grace", "late"):
-            setattr(world, what, True)
-        elif what == "apart":
-            world.apart.add(frozenset(who))
-        for number in who:
-            _do(world, what, number, given)
-        world.run()
-
-
-def _do(world: World, what: str, number: int, given: dict[str, Any]) -> None:
-    if what in ("dies", "stops", "resumes"):
-        getattr(world, what)(number)
-    elif what == "trap":
-        world.ranks[number].dies = ACTIONS[given["moment"]]
-    elif what == "loses":
-        world.ranks[number].lost.add(int(given["peer"]))
-    elif what == "calls":
-        call = given.get("call")
-        world.calls(number, f"{call}s" if call else "grows", int(given.get("count") or 0))
+def age(name: str) -> int:
+    """Of a group: higher than of those before it."""
+    return sum(int(number) for number in re.findall(r"[+~](\d+)", name))

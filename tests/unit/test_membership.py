@@ -9,8 +9,9 @@ each rank has that group or an error, and none waits.
 from pathlib import Path
 
 import pytest
-from membership_orders import Budget, at_random, explore
-from membership_world import World, run_script
+from membership_orders import Budget, at_random, explore, explore_joining, joining
+from membership_scripts import run_script
+from membership_world import World
 
 SCRIPTS = sorted((Path(__file__).parent / "membership").glob("*.txt"))
 
@@ -54,6 +55,13 @@ def test_every_order_after_the_first_rank_stopped() -> None:
     assert explore(world, Budget(ends=2), 200_000) < 200_000
 
 
+@pytest.mark.parametrize(
+    ("size", "lost", "deaths"), [(2, [], 0), (2, [1], 1), (3, [0], 0), (3, [1], 0)]
+)
+def test_every_order_of_a_process_that_joins(size: int, lost: list[int], deaths: int) -> None:
+    explore_joining(size, lost, deaths)
+
+
 @pytest.mark.parametrize("pairs", [[(1, 2)], [(0, 1), (0, 2), (0, 3)], [(0, 2), (1, 3)]])
 def test_random_orders_of_ranks_that_cannot_connect(pairs: list[tuple[int, int]]) -> None:
     for seed in range(20):
@@ -68,3 +76,4 @@ def test_random_orders_of_larger_groups(size: int) -> None:
         for stopped in ([], [0]):
             world = shrinking(size, [size - 1], stopped, elastic=True)
             at_random(world, Budget(deaths=2, ends=size), seed)
+        at_random(joining(size, [seed % size], 2), Budget(deaths=2), seed)
