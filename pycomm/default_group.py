@@ -20,7 +20,6 @@ from pycomm import _secret as secrets
 from pycomm._arguments import also_named, flag, integer, one_of, path, refuse, seconds
 from pycomm._bootstrap import elastic_store, launcher_watch, rendezvous
 from pycomm._bootstrap.elastic_store import Elastic
-from pycomm._bootstrap.events import Do
 from pycomm._bootstrap.joining import Answer, Joiner
 from pycomm.errors import GroupBroken, InvalidArgument
 from pycomm.group import DEFAULT_TIMEOUT_S, Group, abort_all, elastic_group, on_shrink, serving
@@ -269,7 +268,7 @@ def _join(
 
     end = time.monotonic() + timeout_s
     joiner = Joiner(here.elastic, here.secret, rank, end, connect, launched=launched)
-    core = joiner.run(Do.FIND)
+    core = joiner.run()
     core.set_timeout(timeout_s)
     launcher_watch.start(abort_all)
     return elastic_group(core, joiner.elastic, timeout_s)

@@ -6,10 +6,10 @@
 #include <map>
 #include <optional>
 #include <set>
-#include <span>
 #include <utility>
 
 #include "bootstrap/connector.h"
+#include "bootstrap/forming.h"
 #include "bootstrap/on_demand_connector.h"
 #include "bootstrap/rank_info.h"
 #include "core/sha256.h"
@@ -22,14 +22,6 @@
 
 namespace pycomm::bootstrap {
 namespace {
-
-// After forming failed, how long to complete connections in progress: much longer than a handshake
-// takes.
-constexpr std::chrono::milliseconds kFinalConnectTimeout{200};
-
-// After this delay a rank dials the peers that should have dialed it: a firewall may allow
-// connections in one direction only.
-constexpr std::chrono::seconds kDialBackDelay{1};
 
 // Up to this size, all rings that a rank reads use less than 8 MiB together. In larger groups,
 // whose ranks connect on demand, rings do not shrink further.
@@ -285,116 +277,109 @@ class MeshBuilder {
     }
   }
 
-  // The visible processes of the peers, by rank, and the first that ended. A rank that left in an
-  // orderly way told its connected peers why, and they forward the reason within
-  // kFinalConnectTimeout.
-  struct EndedProcesses {
-    std::vector<os::Process> processes;
-    int peer = collectives::kNoRank;
-    std::optional<Deadline> goodbye_deadline{};
-
-    void update(std::span<const pollfd> polled) {
-      for (size_t i = 0; i < processes.size(); ++i) {
-        if (polled[i].revents != 0) processes[i].found_ended();
-        if (!processes[i].ended() || goodbye_deadline) continue;
-        peer = static_cast<int>(i);
-        goodbye_deadline.emplace(kFinalConnectTimeout);
-      }
-    }
-  };
-
-  EndedProcesses watch_processes(const Mesh& mesh) const {
-    EndedProcesses ended;
-    for (const Member& member : mesh.members) {
-      const bool seen = member.visible && member.pid != info_.pid;
-      ended.processes.emplace_back(seen ? member.pid : 0);
-    }
-    return ended;
+  // By rank: the processes of the peers that are visible here.
+  std::vector<os::Process> watch_processes(const Mesh& mesh) const {
+    std::vector<os::Process> found;
+    for (const Member& member : mesh.members)
+      found.emplace_back(member.visible && member.pid != info_.pid ? member.pid : 0);
+    return found;
   }
 
-  // Each rank dials the lower ranks and accepts the higher ones, until no rank is missing. Returns
-  // a rank that closed its connection again, or kNoRank. A rank that is one step from connecting
-  // may already have a complete group, so such connections are completed first: those ranks must
-  // receive the error.
+  // Carries out forming.h. Returns a rank that closed its connection again, or kNoRank.
   int connect_all(Mesh& mesh, Connector::Options request) {
     std::vector<int> missing;
     for (int peer = 0; peer < request_.size; ++peer)
       if (request.addresses[static_cast<size_t>(peer)].transport) missing.push_back(peer);
     Connector connector(std::move(request));
-    for (const int peer : missing)
-      if (peer < request_.rank) connector.dial(peer);
-    if (different_ != collectives::kNoRank) throw_different(different_);
-    EndedProcesses ended = watch_processes(mesh);
-    int lost = collectives::kNoRank;
-    std::optional<Deadline> final_connects;
-    const Deadline awaited(kDialBackDelay);
-    bool dials_back = false;
-    while (!missing.empty()) {
-      if (!dials_back && awaited.expired()) {
-        dials_back = true;
-        for (const int peer : missing)
-          if (peer > request_.rank) connector.dial(peer, false);
+    const auto begin = Clock::now();
+    Forming forming(request_.rank, std::move(missing), deadline_.left());
+    if (different_ != collectives::kNoRank) forming.different(different_);
+    std::vector<os::Process> processes = watch_processes(mesh);
+    std::vector<engine::ConnectResult> results;
+    for (;;) {
+      const Forming::Time now = Clock::now() - begin;
+      const auto [result, peer] = forming.verdict(now);
+      switch (result) {
+        case Forming::Result::waits:
+          break;
+        case Forming::Result::complete:
+        case Forming::Result::closed:
+          return peer;
+        case Forming::Result::different:
+          throw_different(peer);
+        case Forming::Result::unreachable:
+          throw_unreachable(mesh, results, peer);
+        case Forming::Result::died:
+          throw_lost(peer, " died while the group formed: its process has ended");
+        case Forming::Result::interrupted:
+          throw_interrupted();
+        case Forming::Result::late:
+          throw_missing(forming.missing(), connector);
       }
-      std::vector<transport::Channel*> met;
-      std::vector<pollfd> also;
-      for (const auto& channel : mesh.channels)
-        if (channel && !channel->is_closed()) {
-          met.push_back(channel.get());
-          also.push_back(channel->arm({}));
-        }
-      const size_t first_process = also.size();
-      for (const os::Process& process : ended.processes)
-        also.push_back({process.descriptor(), POLLIN, 0});
-      const auto limit = std::min<std::chrono::nanoseconds>(kPollInterval, deadline_.left());
-      auto results = connector.poll(limit, also);
-      ended.update(std::span(also).subspan(first_process));
-      for (size_t i = 0; i < met.size(); ++i) met[i]->disarm(also[i].revents);
-      for (engine::ConnectResult& result : results) {
-        mesh.channels[static_cast<size_t>(result.peer)] = std::move(result.channel);
-        std::erase(missing, result.peer);
-      }
-      if (request_.check_aborted) request_.check_aborted({});
-      for (const engine::ConnectResult& result : results)
-        if (result.differs) throw_different(result.peer);
-      for (const engine::ConnectResult& result : results)
-        if (lost == collectives::kNoRank && !mesh.channels[static_cast<size_t>(result.peer)]) {
-          const bool inside = mesh.members[static_cast<size_t>(result.peer)].transport == "shm";
-          if (result.forbidden && inside && request_.forbidden)
-            request_.forbidden(name(result.peer) + " cannot be reached at " + result.why);
-          throw_unreachable(result.peer, result.why);
-        }
-      for (size_t i = 0; i < mesh.channels.size(); ++i)
-        if (lost == collectives::kNoRank && mesh.channels[i] && mesh.channels[i]->is_closed()) {
-          lost = static_cast<int>(i);
-          final_connects.emplace(kFinalConnectTimeout);
-        }
-      if (lost != collectives::kNoRank && final_connects->expired()) return lost;
-      if (lost == collectives::kNoRank && ended.goodbye_deadline &&
-          ended.goodbye_deadline->expired())
-        throw_lost(ended.peer, " died while the group formed: its process has ended");
-      if (lost == collectives::kNoRank && !missing.empty()) check_limits(missing, connector);
+      for (const int other : forming.dials(now)) connector.dial(other, other < request_.rank);
+      results = observe(mesh, connector, processes, forming, begin);
     }
-    return lost;
   }
 
-  void check_limits(const std::vector<int>& missing, const Connector& connector) {
-    // `interrupted` may take a contended lock, and unauthenticated clients can cause many rounds.
-    if (request_.interrupted && Clock::now() - last_interrupt_check_ >= kPollInterval) {
-      last_interrupt_check_ = Clock::now();
-      if (request_.interrupted())
-        throw GroupBroken("the group \"" + request_.name +
-                              "\" did not form: " + name(request_.rank) + " was interrupted",
-                          {.op = "init", .rank = request_.rank});
+  // Waits for events, at most kPollInterval, and tells `forming`. Returns those of the connector.
+  std::vector<engine::ConnectResult> observe(Mesh& mesh, Connector& connector,
+                                             std::vector<os::Process>& processes, Forming& forming,
+                                             Clock::time_point begin) {
+    std::vector<transport::Channel*> met;
+    std::vector<pollfd> also;
+    for (const auto& channel : mesh.channels)
+      if (channel && !channel->is_closed()) {
+        met.push_back(channel.get());
+        also.push_back(channel->arm({}));
+      }
+    for (const os::Process& process : processes) also.push_back({process.descriptor(), POLLIN, 0});
+    const auto limit = std::min<std::chrono::nanoseconds>(kPollInterval, deadline_.left());
+    auto results = connector.poll(limit, also);
+    const Forming::Time now = Clock::now() - begin;
+    for (size_t i = 0; i < processes.size(); ++i) {
+      if (also[met.size() + i].revents != 0) processes[i].found_ended();
+      if (processes[i].ended()) forming.ended(static_cast<int>(i), now);
     }
-    if (deadline_.expired()) throw_missing(missing, connector);
+    for (size_t i = 0; i < met.size(); ++i) met[i]->disarm(also[i].revents);
+    for (engine::ConnectResult& result : results) {
+      auto& channel = mesh.channels[static_cast<size_t>(result.peer)] = std::move(result.channel);
+      if (result.differs) forming.different(result.peer);
+      if (channel) forming.connected(result.peer);
+      if (!channel && !result.differs) forming.unreachable(result.peer);
+    }
+    if (request_.check_aborted) request_.check_aborted({});
+    for (size_t i = 0; i < mesh.channels.size(); ++i)
+      if (mesh.channels[i] && mesh.channels[i]->is_closed())
+        forming.closed(static_cast<int>(i), now);
+    // `interrupted` may take a contended lock, and unauthenticated clients can cause many rounds.
+    const auto [result, cause] = forming.verdict(now);
+    const bool waits = result == Forming::Result::waits && cause == collectives::kNoRank;
+    if (waits && request_.interrupted && now - interrupts_checked_ >= kPollInterval) {
+      interrupts_checked_ = now;
+      if (request_.interrupted()) forming.interrupted();
+    }
+    return results;
   }
 
   [[noreturn]] void throw_lost(int peer, const std::string& what) const {
     throw PeerLost(name(peer) + what, {.op = "init", .rank = request_.rank, .peer = peer});
   }
 
-  [[noreturn]] void throw_unreachable(int peer, const std::string& why) const {
-    throw PeerLost(name(peer) + " cannot be reached at " + why,
+  [[noreturn]] void throw_interrupted() const {
+    throw GroupBroken("the group \"" + request_.name + "\" did not form: " + name(request_.rank) +
+                          " was interrupted",
+                      {.op = "init", .rank = request_.rank});
+  }
+
+  // `results`: one is of this peer.
+  [[noreturn]] void throw_unreachable(const Mesh& mesh,
+                                      const std::vector<engine::ConnectResult>& results,
+                                      int peer) const {
+    const auto& found = *std::ranges::find(results, peer, &engine::ConnectResult::peer);
+    const bool inside = mesh.members[static_cast<size_t>(peer)].transport == "shm";
+    if (found.forbidden && inside && request_.forbidden)
+      request_.forbidden(name(peer) + " cannot be reached at " + found.why);
+    throw PeerLost(name(peer) + " cannot be reached at " + found.why,
                    {.op = "init", .rank = request_.rank, .peer = peer, .unreachable = peer});
   }
 
@@ -439,8 +424,8 @@ class MeshBuilder {
   std::shared_ptr<os::SharedHeap> heap_;
   std::unique_ptr<transport::SocketTransport> shm_, tcp_;
   std::vector<Connector::PeerAddress> addresses_;  // by rank
-  int different_ = collectives::kNoRank;      // a rank of this process that read different infos
-  Clock::time_point last_interrupt_check_{};  // last call of request_.interrupted
+  int different_ = collectives::kNoRank;  // a rank of this process that read different infos
+  Forming::Time interrupts_checked_ = -kPollInterval;  // last call of request_.interrupted
 };
 
 }  // namespace

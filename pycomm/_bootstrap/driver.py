@@ -17,6 +17,7 @@ class Driver:
     """One call.
 
     Attributes:
+        first: action.
         made: the group that was formed last.
         error: that ended the last attempt.
         failure: that the call raises.
@@ -24,14 +25,15 @@ class Driver:
     """
 
     state: Any
+    first: events.Action = events.Do.BEGIN
     made: _core.Group | None = None
     error: Error | None = None
     failure: BaseException | None = None
     retried: tuple[type[Error], ...] = ()
 
-    def run(self, action: events.Action) -> _core.Group:
-        """The group that the call returns. `action`: the first."""
-        actions = [action]
+    def run(self) -> _core.Group:
+        """The group that the call returns."""
+        actions = [self.first]
         while True:
             event: events.Event = None
             try:

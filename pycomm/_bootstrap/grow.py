@@ -35,7 +35,7 @@ def grow(
     elastic.grown += 1
     with processes_of(core) as processes:
         driver = _GrowDriver(core, store, processes, elastic, count, end, timeout_s)
-        made = driver.run(events.Do.BEGIN)
+        made = driver.run()
     assert driver.elastic is not None
     return made, driver.elastic
 

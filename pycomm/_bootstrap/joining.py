@@ -273,6 +273,7 @@ class Joiner(Driver):
         InvalidArgument: the file is invalid.
     """
 
+    first = events.Do.FIND
     retried = (PeerLost, Timeout, GroupBroken)
     elastic: Elastic
     _own: tuple[_core.TcpStore, Server] | None = None

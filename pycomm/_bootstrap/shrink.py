@@ -68,7 +68,7 @@ def regroup(
     core.abort(f"rank {core.rank} calls {'replace' if joiners else 'shrink'}()")
     with processes_of(core) as processes, _report_lost_store(core):
         driver = _ShrinkDriver(core, store, processes, end, elastic, joiners)
-        return driver.run(events.Do.BEGIN), driver.elastic
+        return driver.run(), driver.elastic
 
 
 class VoteDriver(Driver):

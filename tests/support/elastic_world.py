@@ -18,7 +18,7 @@ import pytest
 
 from pycomm._bootstrap import elastic_store, grow, joining, shrink
 from pycomm._bootstrap.elastic_store import Elastic, Server, SurvivingStore
-from pycomm._bootstrap.events import Decision, Do
+from pycomm._bootstrap.events import Decision
 from pycomm._bootstrap.joining import Answer, Joiners
 from pycomm._bootstrap.shrink import Ballot
 from pycomm.errors import PeerLost, Timeout
@@ -276,7 +276,7 @@ class World:
             return self.form(given.name, given.rank, given.ranks, given.form_s)
 
         joiner = joining.Joiner("file", KEY, None, self.clock + limit_s, connect)
-        made: Any = joiner.run(Do.FIND)
+        made: Any = joiner.run()
         self.file = joiner.elastic.servers
         return made, joiner.elastic
 
