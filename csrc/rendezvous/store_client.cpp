@@ -10,7 +10,6 @@
 #include "core/errors.h"
 #include "os/random.h"
 #include "rendezvous/local_store.h"
-#include "rendezvous/server_connection.h"
 
 namespace pycomm::rendezvous {
 
@@ -63,8 +62,21 @@ StoreClient::StoreClient(const std::string& host, uint16_t port, const std::stri
       wait_(address_text(host, port), std::move(hooks.interrupted)),
       dialer_(host, port, key, wait_, std::move(hooks.log)),
       pool_(dialer_, wait_),
-      numbers_(random_number()) {
+      client_(random_number()) {
   pool_.give_back(pool_.take(deadline));
+}
+
+StoreClient::InFlight::InFlight(StoreClient& client, Request& request) : client_(client) {
+  const std::lock_guard lock(client.mutex_);
+  request.client = client.client_;
+  request.number = number_ = client.next_++;
+  client.in_flight_.insert(number_);
+  request.oldest = *client.in_flight_.begin();
+}
+
+StoreClient::InFlight::~InFlight() {
+  const std::lock_guard lock(client_.mutex_);
+  client_.in_flight_.erase(number_);
 }
 
 // The reply, if necessary on a new connection; nothing at the deadline or after an interruption.
@@ -98,7 +110,7 @@ std::optional<Reply> StoreClient::ask(const Request& request, const Deadline& de
 
 // The reply to a request that changes a key.
 Reply StoreClient::change(Request request, const Deadline& deadline) {
-  const ChangeNumbers::InFlight in_flight(numbers_, request);
+  const InFlight in_flight(*this, request);
   auto reply = ask(request, deadline);
   if (!reply) {
     wait_.check_interrupted();

@@ -4,14 +4,13 @@
 
 #include <chrono>
 #include <cstdint>
+#include <mutex>
 #include <optional>
+#include <set>
 #include <string>
 
 #include "core/deadline.h"
-#include "rendezvous/change_numbers.h"
-#include "rendezvous/client_wait.h"
-#include "rendezvous/connection_pool.h"
-#include "rendezvous/server_dialer.h"
+#include "rendezvous/server_connections.h"
 #include "rendezvous/store_frame.h"
 #include "rendezvous/tcp_store.h"
 
@@ -32,6 +31,20 @@ class StoreClient final : public TcpStore {
   void all_ranks_connected() override { pool_.stop_growing(); }
 
  private:
+  // Numbers a request that changes a key, during its lifetime: the server recognizes a change that
+  // it already applied.
+  class InFlight {
+   public:
+    InFlight(StoreClient& client, store_frame::Request& request);
+    ~InFlight();
+    InFlight(const InFlight&) = delete;
+    InFlight& operator=(const InFlight&) = delete;
+
+   private:
+    StoreClient& client_;
+    uint64_t number_;
+  };
+
   std::optional<store_frame::Reply> ask(const store_frame::Request& request,
                                         const Deadline& deadline,
                                         std::chrono::milliseconds slack = {});
@@ -40,7 +53,10 @@ class StoreClient final : public TcpStore {
   ClientWait wait_;
   ServerDialer dialer_;
   ConnectionPool pool_;
-  ChangeNumbers numbers_;
+  uint64_t client_;   // a random number that identifies this client
+  std::mutex mutex_;  // guards the next two
+  uint64_t next_ = 1;
+  std::set<uint64_t> in_flight_;
 };
 
 }  // namespace pycomm::rendezvous

@@ -18,7 +18,6 @@
 #include "os/wake_event.h"
 #include "rendezvous/connected_clients.h"
 #include "rendezvous/local_store.h"
-#include "rendezvous/request_handler.h"
 #include "transport/handshake.h"
 
 namespace pycomm::rendezvous {

@@ -1,17 +1,13 @@
-// See server_dialer.h.
-#include "rendezvous/server_dialer.h"
+// See server_connections.h.
+#include "rendezvous/server_connections.h"
 
 #include <poll.h>
+#include <sys/socket.h>
 
-#include <algorithm>
-#include <chrono>
+#include <cerrno>
 #include <sstream>
 #include <thread>
-#include <utility>
-#include <vector>
 
-#include "core/errors.h"
-#include "rendezvous/store_frame.h"
 #include "transport/handshake.h"
 
 namespace pycomm::rendezvous {
@@ -42,6 +38,55 @@ std::string retry_line(const std::string& server, int attempts, const std::strin
 }
 
 }  // namespace
+
+std::optional<store_frame::Reply> ServerConnection::exchange(const store_frame::Request& request,
+                                                             const Deadline& answer_by) {
+  usable_ = send_all(store_frame::encode(request), answer_by);
+  if (!usable_) return std::nullopt;
+  ++unread_replies_;
+  store_frame::Reply answer;
+  while (unread_replies_ > 0 && receive(answer_by, answer)) --unread_replies_;
+  if (unread_replies_ > 0) return std::nullopt;
+  return answer;
+}
+
+// This and receive() return false if wait() does.
+bool ServerConnection::send_all(const std::string& bytes, const Deadline& deadline) {
+  for (size_t sent = 0; sent < bytes.size();) {
+    const ssize_t got = ::send(fd_.get(), bytes.data() + sent, bytes.size() - sent, MSG_NOSIGNAL);
+    const int error = errno;
+    if (got >= 0)
+      sent += static_cast<size_t>(got);
+    else if (error == EAGAIN && !wait_->wait(fd_.get(), POLLOUT, deadline))
+      return false;
+    else if (error != EAGAIN && error != EINTR)
+      throw PeerLost(os::error_text(error));
+  }
+  return true;
+}
+
+bool ServerConnection::receive(const Deadline& deadline, store_frame::Reply& reply) {
+  while (true) {
+    auto parsed = store_frame::parse_reply(in_);
+    if (parsed.parse == store_frame::Parse::broken)
+      throw InternalError("invalid reply from the store at " + wait_->server() +
+                          ": not a reply frame");
+    if (parsed.parse == store_frame::Parse::complete) {
+      reply = std::move(parsed.frame);
+      in_.clear();
+      return true;
+    }
+    const size_t had = in_.size();
+    in_.resize(parsed.needed);
+    const ssize_t got = ::recv(fd_.get(), in_.data() + had, in_.size() - had, 0);
+    const int error = errno;
+    in_.resize(had + static_cast<size_t>(std::max<ssize_t>(got, 0)));
+    if (got == 0) throw PeerLost("it closed the connection");
+    if (got > 0 || error == EINTR) continue;
+    if (error != EAGAIN) throw PeerLost(os::error_text(error));
+    if (!wait_->wait(fd_.get(), POLLIN, deadline)) return false;
+  }
+}
 
 ServerDialer::ServerDialer(std::string host, uint16_t port, std::string key, const ClientWait& wait,
                            std::function<void(const std::string&)> log)
@@ -154,6 +199,58 @@ std::optional<ServerConnection> ServerDialer::greet(os::Fd fd, const Deadline& d
     reconnect_port_ = port;
   }
   return connection;
+}
+
+std::optional<ServerConnection> ConnectionPool::take(const Deadline& deadline) {
+  {
+    std::unique_lock lock(mutex_);
+    const auto turn = turns_.insert(turns_.end(), std::monostate{});
+    const auto may_take = [&] {
+      return turn == turns_.begin() && (!idle_.empty() || !fixed_size_ || in_use_ == 0);
+    };
+    bool interrupted = false;
+    while (!may_take() && !interrupted && !deadline.expired()) {
+      changed_.wait_for(lock, std::min<std::chrono::nanoseconds>(kPollInterval, deadline.left()));
+      lock.unlock();
+      interrupted = wait_.is_interrupted();
+      lock.lock();
+    }
+    const bool may = may_take();
+    turns_.erase(turn);
+    changed_.notify_all();
+    if (!may) {
+      lock.unlock();
+      wait_.check_interrupted();
+      return std::nullopt;
+    }
+    ++in_use_;
+    if (!idle_.empty()) {
+      ServerConnection connection = std::move(idle_.back());
+      idle_.pop_back();
+      return connection;
+    }
+  }
+  try {
+    return dialer_.open(deadline);
+  } catch (...) {  // no connection is in use
+    give_back(std::nullopt);
+    throw;
+  }
+}
+
+void ConnectionPool::give_back(std::optional<ServerConnection> connection) {
+  {
+    const std::lock_guard lock(mutex_);
+    --in_use_;
+    if (connection) idle_.push_back(std::move(*connection));
+  }
+  changed_.notify_all();
+}
+
+void ConnectionPool::stop_growing() {
+  dialer_.only_reconnect();
+  const std::lock_guard lock(mutex_);
+  fixed_size_ = true;
 }
 
 }  // namespace pycomm::rendezvous
