@@ -209,7 +209,7 @@ void add_events(std::vector<World>& found, World& world, int rank, int peer) {
     });
 }
 
-// A peer counts as unreachable after many refused dials, if it is lower.
+// A peer counts as unreachable after many refused dials, for some seconds, if it is lower.
 void add_refusals(std::vector<World>& found, World& world, int rank, int peer) {
   Rank &own = world.at(rank), &other = world.at(peer);
   const bool refused = !other.alive || other.failed() || world.cut.contains({rank, peer});
@@ -228,10 +228,13 @@ std::vector<World> following(World& world) {
   for (int rank = 0; rank < size; ++rank)
     for (int peer = 0; peer < size; ++peer)
       if (peer != rank) add_events(found, world, rank, peer);
+  Time first = Time::max();  // clocks run alike
+  for (const Rank& rank : world.ranks)
+    if (rank.runs()) first = std::min(first, rank.now);
   if (found.empty())
     for (int rank = 0; rank < size; ++rank) {
-      for (int peer = 0; peer < size; ++peer) add_refusals(found, world, rank, peer);
-      if (world.at(rank).runs())
+      for (int peer = 0; first >= 1s && peer < size; ++peer) add_refusals(found, world, rank, peer);
+      if (world.at(rank).runs() && world.at(rank).now == first)
         after(found, world, rank,
               [](World&, Rank& own) { own.now += own.now < 1s ? Time(200ms) : Time(4s); });
     }
@@ -272,6 +275,7 @@ void check_end(World& world) {
     if (!own.alive || own.stopped) continue;
     expect(own.verdict.result != Result::waits, "rank " + std::to_string(rank) + " waits");
     if (!own.failed()) continue;
+    expect(world.cut.size() != 1, "a rank does not dial back: " + text_of(own.verdict));
     for (const int peer : named(world, rank)) {
       const Rank& other = world.at(peer);
       const bool cut = std::ranges::any_of(
