@@ -123,7 +123,7 @@ def create(options: _DistributedBackendOptions, backend_options: object) -> comp
     ours.group_name = cast("GroupName", options.group_id)
     if any(getattr(one, "enable_reconfigure", False) for one in (options, ours)):
         return _reconfigurable(options, ours)
-    if options.global_ranks_in_group:
+    if dist.group.WORLD is not None:  # also without global ranks, of ranks of several runs
         return _form(options, ours, default_group.register_backend)
     shared = _engine_of_init(options)
     if shared is None:

@@ -90,6 +90,25 @@ def test_a_later_group_of_one_host_needs_no_store() -> None:
 
 
 @in_processes(2)
+def test_a_group_without_global_ranks_has_its_own_engine() -> None:
+    """As programs make one of ranks of several runs, which may have other places in their own."""
+    c10d: Any = dist.distributed_c10d
+    rank, limit = dist.get_rank(), timedelta(seconds=CALL_S)
+    store = dist.PrefixStore("other", _store())
+    group, _ = c10d._new_process_group_helper(
+        2, rank, [], dist.Backend("pycomm"), store, group_name="other", timeout=limit
+    )
+    c10d._world.pg_group_ranks[group] = {0: 0, 1: 1}
+    before = torch_backend.stats()["calls"]
+    _sum_of_ranks(group, [0, 1])
+    assert torch_backend.stats()["calls"] == before
+    pycomm.all_reduce(torch.ones(3))
+    assert torch_backend.stats()["calls"] == before + 1  # pycomm's default group is torch's
+    dist.destroy_process_group(group)
+    _sum_of_ranks(dist.group.WORLD, [0, 1])
+
+
+@in_processes(2)
 def test_a_group_can_be_made_again_under_its_name() -> None:
     """torch derives the name from the ranks; the keys of the earlier groups are still there."""
     for _ in range(3):
