@@ -222,8 +222,8 @@ def test_runs_of_slurm_with_one_port_have_separate_keys(monkeypatch: pytest.Monk
         stores[1].get("key", 0.0)
 
 
-def test_at_most_ten_variables() -> None:
-    assert len([name for name in config.VARIABLES if name.startswith("PYCOMM_")]) <= 10
+def test_at_most_eleven_variables() -> None:
+    assert len([name for name in config.VARIABLES if name.startswith("PYCOMM_")]) <= 11
 
 
 def test_the_transport_is_taken_from_the_environment() -> None:

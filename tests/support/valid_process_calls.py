@@ -58,6 +58,8 @@ PROCESS: dict[str, Valid] = {
     },
     "quantize_hsdp": lambda _: {"model": layer(), "replicas": None},
     "torch_backend.Options": lambda _: {"timeout": timedelta(seconds=20)},
+    "torch_backend.replace": lambda _: {"name": "gloo", "except_": "mesh_*"},
+    "torch_backend.restore": lambda _: {"name": "gloo"},  # after replace()
 }
 # Calls of the ranks of a group. On two ranks both ranks make each call.
 FILES: dict[str, Valid] = {
