@@ -22,7 +22,7 @@ from pycomm.group import Group
 
 HANDSHAKE = {"connector": 36 + 32 + 32, "listener": 68 + 1}  # bytes that each end sends first
 KEY = secrets.token_hex(32)
-TCP_FIELD = 9  # the line of a rank info with the addresses
+TCP_FIELD = 10  # the line of a rank info with the addresses
 
 Records = list[bytes]
 Change = Callable[[Records], Records]

@@ -44,7 +44,7 @@ def _serve(rank: int, size: int, pipe: Connection) -> None:
             if backend == REPLACED:
                 torch_backend.replace("gloo")
             dist.init_process_group(
-                backend.split(",")[0],
+                "gloo" if backend == REPLACED else backend,
                 init_method=f"file://{path}",
                 rank=rank,
                 world_size=size,
