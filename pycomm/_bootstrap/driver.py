@@ -39,7 +39,7 @@ class Driver:
             try:
                 for one in actions:
                     event = getattr(self, f"do_{events.name_of(one)}")(one)
-            except self.retried as error:
+            except self.retried as error:  # an event: the protocol decides
                 self.error, event = error, events.NotFormed(str(error))
             except StoreMoved:  # the rest has to be done in the store of the next rank
                 event = events.Moved()

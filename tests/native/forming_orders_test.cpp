@@ -264,7 +264,8 @@ std::set<int> named(World& world, int rank, int depth = 0) {
   return {peer};
 }
 
-// Each rank ended; what it names is missing; if one completed, all complete or hear of the failure.
+// Each rank ended, and names only missing ranks. If one completed, each other one completes or has
+// a closed connection.
 void check_end(World& world) {
   const int size = static_cast<int>(world.ranks.size());
   bool complete = false, failed = false;
@@ -288,7 +289,7 @@ void check_end(World& world) {
   }
   for (Rank& own : world.ranks)
     if (complete && failed && own.alive && !own.stopped)
-      expect(own.failed() || own.closed.bits != 0, "a rank does not hear of the failure");
+      expect(own.failed() || own.closed.bits != 0, "a rank has no closed connection");
 }
 
 // Checks the world if no rank can do anything more; returns what may happen.

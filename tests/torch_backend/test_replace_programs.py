@@ -87,7 +87,7 @@ def test_detail_debugging(tmp_path: Path) -> None:
         trained(torch.ones(1, 2)).sum().backward()
         try:
             dist.all_reduce(torch.ones(2 + dist.get_rank()))
-        except RuntimeError as error:
+        except RuntimeError as error:  # reported, and checked below
             print(str(error).count("mismatch") > 0, model.weight.grad.tolist(), flush=True)
         dist.destroy_process_group()
     """
