@@ -22,7 +22,7 @@ namespace {
 using pycomm::nccl::NcclResult;
 
 constexpr int kLook = 5;  // ms between checks for an abort while ranks connect
-constexpr char kYes = 1, kNo = 2;
+constexpr char kYes = 1, kMismatch = 2, kOrder = 3;
 
 struct Hello {
   int32_t rank, size, device, process;
@@ -220,19 +220,25 @@ bool Transfer::move(int fd, void* at, size_t bytes, bool out) {
 void Transfer::judge(const Wires& wires) {
   const bool ordered = in_order(header_.before, seen_.before);
   seen_.before = header_.before;
-  answer_ = ordered && seen_ == header_ ? kYes : kNo;
+  answer_ = !ordered ? kOrder : seen_ == header_ ? kYes : kMismatch;
   if (answer_ == kYes) return;
   const int fd = wires.in_[static_cast<size_t>(peer_)];
   (void)send(fd, &answer_, 1, MSG_DONTWAIT | MSG_NOSIGNAL);  // a byte always fits here
-  if (!ordered)
-    throw Failed(NcclResult::invalid_usage,
-                 "rank " + std::to_string(peer_) + " and rank " + std::to_string(wires.rank()) +
-                     " enqueued calls of several communicators in different orders, of which one "
-                     "is " +
-                     text(header_));
-  throw Failed(NcclResult::invalid_usage,
-               "mismatch: rank " + std::to_string(peer_) + " has " + text(seen_) + ", rank " +
-                   std::to_string(wires.rank()) + " has " + text(header_));
+  refused(wires, ", which has " + text(seen_));
+}
+
+// The error that both sides of a refused message get.
+void Transfer::refused(const Wires& wires, const std::string& theirs) const {
+  const std::string peer = "rank " + std::to_string(peer_);
+  const std::string mine = "rank " + std::to_string(wires.rank());
+  throw Failed(
+      NcclResult::invalid_usage,
+      answer_ == kOrder
+          ? peer + " and " + mine +
+                " enqueued calls of several communicators in different orders, of which "
+                "one is " +
+                text(header_)
+          : "mismatch: " + mine + " has " + text(header_) + ", another call than " + peer + theirs);
 }
 
 bool Transfer::step(Wires& wires) {
@@ -244,10 +250,7 @@ bool Transfer::step(Wires& wires) {
   }
   if (stage_ == Stage::answer) {
     if (!move(fd, &answer_, 1, !sends_)) return false;
-    if (answer_ != kYes)
-      throw Failed(NcclResult::invalid_usage,
-                   "mismatch: rank " + std::to_string(peer_) + " has another call than rank " +
-                       std::to_string(wires.rank()) + ", which has " + text(header_));
+    if (answer_ != kYes) refused(wires, "");
     stage_ = Stage::payload;
     if (sends_) emulator::device_reads(data_, bytes_);
   }

@@ -116,6 +116,7 @@ class Transfer {
   enum class Stage : uint8_t { header, answer, payload, over };
   bool move(int fd, void* at, size_t bytes, bool out);
   void judge(const Wires& wires);
+  [[noreturn]] void refused(const Wires& wires, const std::string& theirs) const;
 
   Header header_, seen_{};
   int peer_;
