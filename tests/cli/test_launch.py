@@ -326,17 +326,25 @@ def test_two_hosts_train_together(secret: str, tmp_path: Path) -> None:
     assert lines.pop().endswith(f" 2 {'TcpStore' if secret else 'TorchStore'}")  # hosts
 
 
-@pytest.mark.parametrize("how", ["endpoint", "node rank"])
+@pytest.mark.parametrize("how", ["endpoint", "node rank", "kubeflow trainer"])
 def test_two_launchers_of_a_run_on_one_machine(how: str, tmp_path: Path) -> None:
-    """As with torchrun; for example two pods in the network of one node."""
+    """As with torchrun; for example two pods in the network of one node. Kubeflow's Trainer sets
+    variables in place of options."""
     program = tmp_path / "program.py"
     program.write_text("import pycomm; print(pycomm.init().size, 'ranks')")
     port, started = free_port(), []
     for number in range(2):
-        where = ["--master-addr", "127.0.0.1", f"--master-port={port}", f"--node-rank={number}"]
-        meeting = [f"--rdzv-endpoint=127.0.0.1:{port}"] if how == "endpoint" else where
-        words = [*LAUNCH, "--nnodes", "2", *meeting, f"--log-dir={tmp_path / str(number)}"]
-        env = {**CLEAN, "PYCOMM_SECRET": SECRET}
+        place = {"master-addr": "127.0.0.1", "master-port": str(port), "node-rank": str(number)}
+        place |= {"nnodes": "2", "nproc-per-node": "1"}
+        variables = {f"PET_{name.upper().replace('-', '_')}": x for name, x in place.items()}
+        options = [f"--{name}={x}" for name, x in place.items()]
+        meeting = {
+            "endpoint": [f"--rdzv-endpoint=127.0.0.1:{port}", "--nnodes=2"],
+            "node rank": options,
+            "kubeflow trainer": [],
+        }[how]
+        words = [*LAUNCH, *meeting, f"--log-dir={tmp_path / str(number)}"]
+        env = {**CLEAN, "PYCOMM_SECRET": SECRET, **({} if meeting else variables)}
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
         started.append(subprocess.Popen([*words, str(program)], env=env, **pipes))
     for process in started:
@@ -394,7 +402,8 @@ def test_launcher_reports_that_the_rendezvous_launcher_died(tmp_path: Path) -> N
 
 
 def other_launchers(rank: int, port: int) -> dict[str, dict[str, str]]:
-    """The variables that Slurm, Open MPI and Paddle set for rank `rank` of two."""
+    """The variables that Slurm, Open MPI, Paddle and Kubeflow's Training Operator set for rank
+    `rank` of two."""
     me, place = str(rank), {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     return {
         "slurm": {
@@ -409,6 +418,10 @@ def other_launchers(rank: int, port: int) -> dict[str, dict[str, str]]:
             **{"PADDLE_TRAINER_ID": me, "PADDLE_TRAINERS_NUM": "2"},
             **{"PADDLE_TRAINER_ENDPOINTS": f"127.0.0.1:{port},127.0.0.1:{port + 1}"},
             **{"PADDLE_CURRENT_ENDPOINT": f"127.0.0.1:{port + rank}", "FLAGS_selected_gpus": me},
+        },
+        "kubeflow operator": {
+            **{"RANK": me, "WORLD_SIZE": "2", **place, "PET_NODE_RANK": me, "PET_NNODES": "2"},
+            **{"PET_NPROC_PER_NODE": "1", **{f"PET_{name}": x for name, x in place.items()}},
         },
     }
 
@@ -437,7 +450,7 @@ def test_failure_of_a_rank_is_reported_on_other_ranks() -> None:
     assert "rank 1 failed with LookupError: rank one has lost its way" in other_stderr
 
 
-@pytest.mark.parametrize("whose", ["slurm", "openmpi", "paddle"])
+@pytest.mark.parametrize("whose", ["slurm", "openmpi", "paddle", "kubeflow operator"])
 def test_variables_of_other_launchers_suffice(whose: str) -> None:
     port = free_port()
     ranks = [
