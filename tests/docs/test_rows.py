@@ -30,7 +30,7 @@ MIGRATION = [
 REMARKS = {differences for _, _, differences in MIGRATION} - {""}
 NO_CLAIMS = {
     "see below",
-    "see [rank failures](training.md#rank-failures)",
+    "see [rank failures](elastic.md#training)",
     "training is synchronous data parallel, or LocalSGD",
     "no ssh",
     "a decorator of `train`",
