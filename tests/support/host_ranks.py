@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import socket
 import sys
 import time
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from typing import Any
 import numpy as np
 
 import pycomm
+from pycomm import default_group
 from pycomm._training.communicators import CommunicatorPool
 from pycomm.errors import Error
 
@@ -233,9 +235,25 @@ def hierarchical() -> dict[str, Any]:
     return {**bits, "exchange": stats["exchange"], "k": stats["k"], "sent": stats["sent_bytes"]}
 
 
+def in_place_of_gloo() -> dict[str, Any]:
+    """A group "gloo" as programs make it: the sum of the ranks, and who computed it."""
+    import torch
+    import torch.distributed as dist
+
+    own = socket.gethostbyname(socket.gethostname())
+    dist.init_process_group("gloo")
+    x = torch.full((100_000,), float(dist.get_rank() + 1))
+    dist.all_reduce(x)
+    made = pycomm.torch_backend.stats()["groups_in_place_of_gloo"]
+    encrypted = default_group.default_has("encrypt")
+    dist.destroy_process_group()
+    return {"own": own, "made": made, "encrypted": encrypted, "sums": x.unique().tolist()}
+
+
 PROGRAMS = {
     "verbs": verbs, "traffic": traffic, "form": form, "training": training, "hierarchical":
     hierarchical, "shrinking": shrinking, "middle_sum": middle_sum,
+    "in_place_of_gloo": in_place_of_gloo,
 }  # fmt: skip
 
 if __name__ == "__main__":
