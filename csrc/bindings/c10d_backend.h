@@ -17,6 +17,7 @@
 
 #include "bindings/c10d_devices.h"
 #include "bindings/c10d_exchange.h"
+#include "bindings/c10d_host_copies.h"
 #include "bindings/c10d_monitor.h"
 #include "bindings/c10d_open_groups.h"
 #include "bindings/c10d_options.h"
@@ -96,7 +97,8 @@ class Backend : public c10d::Backend {
   void unregisterAbortHook(int64_t id) { error_->remove_hook(id); }
   group::Stats stats() const { return device_states_.with_traffic(group_->stats()); }
   void eagerConnectSingleDevice(at::Device device) override {
-    with_python_errors([&] { device_state(device).form(options_->timeout); });
+    if (!through_host(device))
+      with_python_errors([&] { device_state(device).form(options_->timeout); });
   }
   // The timeout of torch's calls. The group's own timeout is unchanged, as it may have other users.
   void setTimeout(milliseconds timeout) override { options_->timeout = timeout; }
@@ -338,6 +340,7 @@ class Backend : public c10d::Backend {
     return with_python_errors([&]() -> WorkPtr {
       check_process();
       Job job = make();
+      if (job.device && through_host(*job.device)) HostCopies::take_over(job);
       for (auto& call : job.calls)
         call.timeout = opts.timeout > kNoTimeout ? opts.timeout : options_->timeout;
       if (batch_) return add_to_batch(std::move(job));
@@ -346,6 +349,16 @@ class Backend : public c10d::Backend {
       if (at::hasCallbacks()) return run_profiled(std::move(job));
       run(job);
       return {};
+    });
+  }
+
+  // Whether tensors on `device` are copied through host memory: as gloo does it, in its place.
+  bool through_host(c10::Device device) {
+    if (device.is_cpu() || options_->replaces.empty() || device_states_.find(device)) return false;
+    return in_python([&] {
+      return py::module_::import("pycomm._core_api.device_groups")
+          .attr("is_unknown")(c10::DeviceTypeName(device.type(), true))
+          .cast<bool>();
     });
   }
 

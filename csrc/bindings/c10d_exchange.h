@@ -62,8 +62,9 @@ inline void separate_receives(Job& batch, std::vector<Use>& uses) {
     if (call->operation != Operation::recv) continue;
     use = std::find_if(use, uses.rend(), [](const Use& one) { return one.written; });
     const Use received = *use++;
-    if (later.emplace(call->output, received.tensor.nbytes()).second) continue;
-    batch.held.push_back(at::empty_like(received.tensor));
+    if (later.emplace(bytes_at(received.tensor), received.tensor.nbytes()).second) continue;
+    batch.held.push_back(
+        at::empty(received.tensor.sizes(), received.tensor.options().device(batch.device)));
     call->output = bytes_at(batch.held.back());
     for (Use& one : uses)
       if (one.call == received.call) one.tensor.reset();

@@ -94,6 +94,22 @@ def on_device(
     return made._capsule(), functools.partial(_form, made, index)
 
 
+def is_unknown(kind: str) -> bool:
+    """Whether no compiled module serves devices of this kind, as torch names it. Logs that once."""
+    found = _Source.module is not None or devices.has_cuda_module()
+    if kind == arrays.torch_kind and found:
+        return False
+    _log_unknown(kind)
+    return True
+
+
+@functools.cache
+def _log_unknown(kind: str) -> None:
+    logging.getLogger("pycomm").info(
+        "tensors on %s are copied through host memory: there is no compiled module for them", kind
+    )
+
+
 def stream(device: Device, array: Any) -> int:
     """The caller's current stream on the device; 0 for the default stream and for host memory."""
     return devices.queue(device, array)[1]

@@ -34,9 +34,14 @@ def module(device: Device) -> Any:
     return _modules[device.kind]
 
 
+def has_cuda_module() -> bool:
+    """Whether the compiled module `_cuda` was built."""
+    return importlib.util.find_spec("pycomm._cuda") is not None
+
+
 def cuda_module() -> Any:
     """The compiled module `_cuda`; raises Unsupported if it is not built."""
-    if importlib.util.find_spec("pycomm._cuda") is None:
+    if not has_cuda_module():
         raise Unsupported(HOW_TO_BUILD)
     return importlib.import_module("pycomm._cuda")
 

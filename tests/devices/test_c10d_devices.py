@@ -14,9 +14,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
-from torch_devices import MARKS, run_fixture, share_a_device  # noqa: F401 - the fixture "run"
-from torch_ranks import Run, in_processes, values
+from torch_devices import (
+    MARKS,
+    check_verbs,
+    run_fixture,  # noqa: F401 - the fixture "run"
+    share_a_device,
+    train,
+)
+from torch_ranks import Run, in_processes
 
 from pycomm import errors, torch_backend
 from pycomm._core_api import device_groups
@@ -24,54 +29,15 @@ from pycomm._core_api import device_groups
 pytestmark = MARKS
 
 
-def _verbs(at: Any) -> None:
-    rank, size = dist.get_rank(), dist.get_world_size()
-    whole = [values(r, (6, 5), torch.float32) for r in range(size)]
-
-    def here(x: torch.Tensor) -> torch.Tensor:
-        return x.to(at.device)
-
-    x = here(whole[rank])
-    dist.all_reduce(x)
-    assert torch.equal(x.cpu(), sum(whole))
-    view = here(whole[rank])[:, 1]  # not contiguous
-    dist.all_reduce(view, async_op=True).wait()
-    assert torch.equal(view.cpu(), sum(w[:, 1] for w in whole))
-    y = here(whole[rank])
-    dist.broadcast(y, size - 1)
-    assert torch.equal(y.cpu(), whole[-1])
-    out = torch.empty(size * 6, 5, device=at.device)
-    dist.all_gather_into_tensor(out, here(whole[rank]))
-    assert torch.equal(out.cpu(), torch.cat(whole))
-    parts = [torch.empty(6, 5, device=at.device) for _ in range(size)]
-    dist.all_gather(parts, here(whole[rank]), async_op=True).wait()
-    assert all(torch.equal(p.cpu(), w) for p, w in zip(parts, whole, strict=True))
-    part = torch.empty(2, 5, device=at.device)
-    dist.reduce_scatter_tensor(part, here(whole[rank][: 2 * size]))
-    assert torch.equal(part.cpu(), sum(w[2 * rank : 2 * rank + 2] for w in whole))
-    got = torch.empty(6, 5, device=at.device)
-    dist.all_to_all_single(got, here(whole[rank]))
-    each = 6 // size
-    assert torch.equal(got.cpu(), torch.cat([w[rank * each : (rank + 1) * each] for w in whole]))
-    z = here(whole[rank])
-    dist.reduce(z, 0, dist.ReduceOp.MAX)
-    if rank == 0:
-        assert torch.equal(z.cpu(), torch.stack(whole).amax(0))
-    cpu = whole[rank].clone()  # the same group, in host memory
-    dist.all_reduce(cpu)
-    assert torch.equal(cpu, sum(whole))
-    dist.barrier()
-
-
 @pytest.mark.parametrize("size", [2, 3])
 def test_verbs(run: Run, size: int) -> None:
-    run(size, _verbs)
+    run(size, check_verbs)
 
 
 @in_processes(2)
 def test_verbs_of_ranks_that_share_a_device(at: Any) -> None:
     share_a_device(at)
-    _verbs(at)
+    check_verbs(at)
     assert at.counts()["groups"] == 0
     x = torch.ones(1000, device=at.device)
     future = dist.all_reduce(x, async_op=True).get_future()
@@ -324,23 +290,9 @@ def test_barrier_waits_for_the_device(at: Any) -> None:
     assert work.is_completed()
 
 
-def _train(device: Any) -> list[torch.Tensor]:
-    torch.manual_seed(0)
-    layers = (torch.nn.Linear(20, 30), torch.nn.ReLU(), torch.nn.Linear(30, 5))
-    model = DistributedDataParallel(torch.nn.Sequential(*layers).to(device), bucket_cap_mb=0.001)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    data = torch.Generator().manual_seed(dist.get_rank())
-    for _ in range(4):
-        x = torch.randn(8, 20, generator=data).to(device)
-        optimizer.zero_grad()
-        model(x).square().mean().backward()
-        optimizer.step()
-    return [p.detach().cpu() for p in model.parameters()]
-
-
 @in_processes(2)
 def test_ddp_trains_as_on_the_cpu(at: Any) -> None:
-    for there, here in zip(_train(at.device), _train("cpu"), strict=True):
+    for there, here in zip(train(at.device), train("cpu"), strict=True):
         torch.testing.assert_close(there, here)
     assert at.counts()["collectives"] > 0
 

@@ -196,7 +196,7 @@ MAY_SEE_ENVIRONMENT = [
 BUDGETS = {
     "benchmarks": 7009,
     "csrc": 4394,
-    "csrc/bindings": 4898,
+    "csrc/bindings": 5004,
     "csrc/codec": 1677,
     "csrc/collectives": 1934,
     "csrc/cuda": 5478,
@@ -210,24 +210,24 @@ BUDGETS = {
     "csrc/shared": 1694,
     "csrc/transport": 2279,
     "examples": 913,
-    "pycomm": 18790,
+    "pycomm": 18811,
     "pycomm/bench": 3229,
     "pycomm/compress": 6088,
     "pycomm/kernels": 2649,
     "pycomm/launch": 2233,
-    "tests": 6846,
+    "tests": 6881,
     "tests/cli": 2443,
-    "tests/devices": 3489,
-    "tests/emulator": 7828,
+    "tests/devices": 3548,
+    "tests/emulator": 7832,
     "tests/native": 16117,
     "tests/ranks": 8604,
     "tests/reliability": 5098,
-    "tests/support": 6190,
-    "tests/torch_backend": 4740,
+    "tests/support": 6282,
+    "tests/torch_backend": 4770,
     "tests/unit": 6034,
     "tools": 1743,
 }
-IN_ALL = 150_618
+IN_ALL = 150_965
 LONGEST_FILE = 500
 MOST_VARIABLES = 11
 # Set by setup.py for the compiler, and by pycomm's launchers for their ranks: not for users.

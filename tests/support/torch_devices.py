@@ -15,7 +15,8 @@ import programs
 import pytest
 import torch
 import torch.distributed as dist
-from torch_ranks import Pools, Run
+from torch.nn.parallel import DistributedDataParallel
+from torch_ranks import Pools, Run, values
 
 from pycomm._core_api import device_groups, devices
 
@@ -98,17 +99,88 @@ class Emulated:
 def on_emulated(fn: Callable[..., Any], *args: Any) -> Any:
     """In a process of the pool: `fn(device, *args)` with emulated devices for groups."""
     module = programs.emulated()
-    module.runtime.set_eager(False)
-    module.set_order("forward", 1, 4)
     with (
         device_groups.override_device_module(module, "privateuseone"),
         devices.override_kernels("cuda", module.kernels),
     ):
-        at = Emulated()
-        try:
-            return fn(at, *args)
-        finally:
-            at.end()
+        return on_device(fn, *args)
+
+
+def on_device(fn: Callable[..., Any], *args: Any) -> Any:
+    """The same with devices that torch has and pycomm lacks."""
+    module = programs.emulated()
+    module.runtime.set_eager(False)
+    module.set_order("forward", 1, 4)
+    at = Emulated()
+    try:
+        return fn(at, *args)
+    finally:
+        at.end()
+
+
+def check_verbs(at: Any) -> None:
+    """Calls every verb with tensors on the rank's device, and compares."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    whole = [values(r, (6, 5), torch.float32) for r in range(size)]
+
+    def here(x: torch.Tensor) -> torch.Tensor:
+        return x.to(at.device)
+
+    x = here(whole[rank])
+    dist.all_reduce(x)
+    assert torch.equal(x.cpu(), sum(whole))
+    view = here(whole[rank])[:, 1]  # not contiguous
+    dist.all_reduce(view, async_op=True).wait()
+    assert torch.equal(view.cpu(), sum(w[:, 1] for w in whole))
+    y = here(whole[rank])
+    dist.broadcast(y, size - 1)
+    assert torch.equal(y.cpu(), whole[-1])
+    out = torch.empty(size * 6, 5, device=at.device)
+    dist.all_gather_into_tensor(out, here(whole[rank]))
+    assert torch.equal(out.cpu(), torch.cat(whole))
+    parts = [torch.empty(6, 5, device=at.device) for _ in range(size)]
+    dist.all_gather(parts, here(whole[rank]), async_op=True).wait()
+    assert all(torch.equal(p.cpu(), w) for p, w in zip(parts, whole, strict=True))
+    part = torch.empty(2, 5, device=at.device)
+    dist.reduce_scatter_tensor(part, here(whole[rank][: 2 * size]))
+    assert torch.equal(part.cpu(), sum(w[2 * rank : 2 * rank + 2] for w in whole))
+    got = torch.empty(6, 5, device=at.device)
+    dist.all_to_all_single(got, here(whole[rank]))
+    each = 6 // size
+    assert torch.equal(got.cpu(), torch.cat([w[rank * each : (rank + 1) * each] for w in whole]))
+    lists = [list(here(w).split(6 // size)) for w in whole]  # by source
+    got = [torch.empty_like(part) for part in lists[0]]
+    dist.all_to_all(got, lists[rank])
+    assert all(torch.equal(g.cpu(), of[rank].cpu()) for g, of in zip(got, lists, strict=True))
+    dist.reduce_scatter(got[0], lists[rank])
+    assert torch.equal(got[0].cpu(), sum(of[rank].cpu() for of in lists))
+    dist.scatter(got[0], lists[1] if rank == 1 else None, 1)
+    assert torch.equal(got[0].cpu(), lists[1][rank].cpu())
+    dist.gather(y, parts if rank == 0 else None, 0)
+    assert rank or all(torch.equal(p.cpu(), whole[-1]) for p in parts)
+    z = here(whole[rank])
+    dist.reduce(z, 0, dist.ReduceOp.MAX)
+    if rank == 0:
+        assert torch.equal(z.cpu(), torch.stack(whole).amax(0))
+    cpu = whole[rank].clone()  # the same group, in host memory
+    dist.all_reduce(cpu)
+    assert torch.equal(cpu, sum(whole))
+    dist.barrier()
+
+
+def train(device: Any) -> list[torch.Tensor]:
+    """Steps of DDP on the device; returns the parameters."""
+    torch.manual_seed(0)
+    layers = (torch.nn.Linear(20, 30), torch.nn.ReLU(), torch.nn.Linear(30, 5))
+    model = DistributedDataParallel(torch.nn.Sequential(*layers).to(device), bucket_cap_mb=0.001)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    data = torch.Generator().manual_seed(dist.get_rank())
+    for _ in range(4):
+        x = torch.randn(8, 20, generator=data).to(device)
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+    return [p.detach().cpu() for p in model.parameters()]
 
 
 def share_a_device(at: Any) -> None:

@@ -25,7 +25,8 @@ from on_ranks import Test, with_parameters
 
 from pycomm import torch_backend
 
-REPLACED = "gloo, replaced"  # a group that the program makes as one of gloo
+IN_PLACE = ", replaced"  # after a backend: pycomm in place of gloo
+REPLACED = "gloo" + IN_PLACE
 LIMIT_S = 180  # of one function in all processes
 CALL_S = 120  # of a call: the other ranks may be slow to start
 STACKS_S = 150  # a function that still runs prints the stacks of its threads to stderr
@@ -38,20 +39,21 @@ def _serve(rank: int, size: int, pipe: Connection) -> None:
         task = pipe.recv()
         if task is None:
             return
-        fn, args, path, backend = task
+        fn, args, path, requested = task
+        backend = requested.removesuffix(IN_PLACE)
         faulthandler.dump_traceback_later(STACKS_S)
         try:
-            if backend == REPLACED:
+            if backend != requested:
                 torch_backend.replace("gloo")
             dist.init_process_group(
-                "gloo" if backend == REPLACED else backend,
+                backend,
                 init_method=f"file://{path}",
                 rank=rank,
                 world_size=size,
                 timeout=timedelta(seconds=CALL_S),
             )
             try:
-                if backend == "gloo":
+                if requested == "gloo":
                     dist.barrier()  # a rank that ends before all are connected fails the others
                 result = fn(*args)
             finally:
