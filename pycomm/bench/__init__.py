@@ -37,6 +37,7 @@ BENCHMARKS = {
         "pycomm.bench.kernels.residuals", "record the data of kernels, codec and wire by training"
     ),
     "bursts": Benchmark("benchmarks.collectives.bursts", "series of collectives after a pause"),
+    "pauses": Benchmark("benchmarks.collectives.pauses", "single calls of gloo after a pause"),
     "forming": Benchmark("benchmarks.collectives.forming", "first and later groups of torch"),
     "links": Benchmark("benchmarks.collectives.links", "collectives over links of a rate", True),
     "codec": Benchmark("benchmarks.kernels.codec", "bytes and seconds of compact packets"),

@@ -12,7 +12,7 @@ import pytest
 import torch
 from bench_runs import stored
 
-from benchmarks.collectives import bursts, link_rank, links
+from benchmarks.collectives import bursts, link_rank, links, pauses
 from benchmarks.training import training
 from pycomm.bench.collectives import benchmark as collectives
 from pycomm.bench.collectives import limits, table, verbs
@@ -188,6 +188,19 @@ def test_bursts_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert found == [(peer, buffers) for peer in ("pycomm-direct", "gloo") for buffers in (4, 1)]
     assert all(row["bursts"] == 2 and row["bound_us"] > 0 for row in rows)
     assert "bound_us" in capfd.readouterr().out
+
+
+def test_pauses_run(tmp_path: Path) -> None:
+    rows = stored(tmp_path, "pauses --ranks 2 --rounds 3 --idle 0.001")["rows"]
+    found = [(row["call"], row["backend"]) for row in rows]
+    assert found == [(call, name) for call in pauses.CALLS for name in pauses.BACKENDS]
+    assert all(0 < row["median_us"] <= row["p99_us"] for row in rows)
+    assert all(row["ratio"] == row["p99_ratio"] == 1 for row in rows[::3])
+
+
+def test_a_pause_is_compared_with_gloos_by_median_and_percentile() -> None:
+    figures = pauses.figures([*range(100, 200)], [200.0] * 100)
+    assert figures == {"median_us": 149.5, "p99_us": 198, "ratio": 0.7475, "p99_ratio": 0.99}
 
 
 def test_forming_runs(tmp_path: Path) -> None:
