@@ -12,7 +12,7 @@ namespace pycomm::collectives {
 namespace {
 
 // Up to this many ranks one step with size - 1 messages is assumed to be faster than the 2
-// log2(size) steps of a tree with one message each. Not measured yet.
+// log2(size) steps of a tree with one message each.
 constexpr int kFewRanks = 8;
 
 // 100 Mbit/s; few links between hosts are slower. On a slower link, one step of more than two ranks

@@ -42,7 +42,7 @@ struct LevelStage {
 // Appends `part`, the plan of a smaller group, to `plan`.
 void append_stage(Plan& plan, const Plan& part, const LevelStage& stage);
 
-// Whether an array is long enough for plans with many steps and no copies. Not measured yet.
+// Whether an array is assumed to be long enough for plans with many steps and no copies.
 inline bool is_long(size_t count) { return count >= 65536; }
 
 }  // namespace pycomm::collectives

@@ -19,7 +19,7 @@ namespace pycomm::device_group {
 namespace {
 
 constexpr size_t kMaxPlans = 256;
-// Bytes of an array per channel, below which a further channel does not pay. Not measured yet.
+// Bytes of an array per channel, below which a further channel is assumed not to pay.
 constexpr size_t kBytesPerChannel = size_t{1} << 20;
 
 class NcclExecutor final : public DeviceExecutor {
