@@ -386,24 +386,4 @@ const ByTransport kSmallSends(
       });
     });
 
-const ByTransport kOneThread("a second thread that enters is rejected", [](const std::string& by) {
-  std::promise<void> refused;
-  run_groups(2, by, [&](Group& group) {
-    if (group.rank() == 1) {
-      refused.get_future().wait();
-      return send(group, 100, 1, 0, 0);
-    }
-    std::atomic<int> entered{0}, turned_away{0};
-    run(2, [&](int) {
-      const auto ending = ending_of([&] { receive(group, 100, 1, 1, 0); });
-      ++(ending.is(ErrorKind::invalid_argument) ? turned_away : entered);
-      if (ending.is(ErrorKind::invalid_argument)) {
-        expect(ending.says("split"), ending.text());
-        refused.set_value();
-      }
-    });
-    expect(entered == 1 && turned_away == 1, "one thread enters, one is rejected");
-  });
-});
-
 }  // namespace

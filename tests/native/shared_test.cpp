@@ -1,8 +1,10 @@
 // The shared_memory strategy through whole groups: every verb at sizes about its thresholds, in
-// place and not, sums in rank order, disagreements of every kind, and ranks that are late or die.
+// place and not, sums in rank order, disagreements of every kind, and ranks that are late. Ranks
+// that die: shared_death_test.cpp.
 #include <latch>
 #include <vector>
 
+#include "calls.h"
 #include "core/errors.h"
 #include "group/group.h"
 #include "harness.h"
@@ -21,87 +23,10 @@ const std::vector<std::string> kShared{"local", "shm"};
 // Elements of float32 about: nothing, a flag's own line, one shot, a slot, all slots and more.
 const std::vector<size_t> kCounts{0, 1, 11, 12, 13, 4096, 4097, 65536, 65537, 5 * 65536 + 3};
 
-size_t rows_in(Operation operation, int size) {
-  switch (operation) {
-    case Operation::reduce_scatter:
-    case Operation::scatter:
-    case Operation::all_to_all:
-      return static_cast<size_t>(size);
-    case Operation::all_reduce:
-    case Operation::reduce:
-    case Operation::broadcast:
-    case Operation::all_gather:
-    case Operation::gather:
-    case Operation::barrier:
-    case Operation::send:
-    case Operation::recv:
-      break;
-  }
-  return 1;
-}
-
-size_t rows_out(Operation operation, int size) {
-  const bool gathers = operation == Operation::all_gather || operation == Operation::gather ||
-                       operation == Operation::all_to_all;
-  return gathers ? static_cast<size_t>(size) : 1;
-}
-
-int sum_of(int size, size_t i) {
-  int sum = 0;
-  for (int rank = 0; rank < size; ++rank) sum += element(rank, i);
-  return sum;
-}
-
-// Element `i` of what `rank` gets, or -1 where its output stays as it was.
-int wanted(const Call& call, int rank, int size, size_t i) {
-  const size_t n = call.count, mine = static_cast<size_t>(rank) * n;
-  switch (call.operation) {
-    case Operation::all_reduce:
-      return sum_of(size, i);
-    case Operation::reduce:
-      return rank == call.peer ? sum_of(size, i) : -1;
-    case Operation::reduce_scatter:
-      return sum_of(size, mine + i);
-    case Operation::broadcast:
-      return element(call.peer, i);
-    case Operation::all_gather:
-      return element(static_cast<int>(i / n), i % n);
-    case Operation::gather:
-      return rank == call.peer ? element(static_cast<int>(i / n), i % n) : -1;
-    case Operation::scatter:
-      return element(call.peer, mine + i);
-    case Operation::all_to_all:
-      return element(static_cast<int>(i / n), mine + i % n);
-    case Operation::barrier:
-    case Operation::send:
-    case Operation::recv:
-      break;
-  }
-  return -1;
-}
-
-void run_once(Group& group, Call call) {
-  const int rank = group.rank(), size = group.size();
-  call.dtype = Dtype::float32;
-  call.algorithm = Algorithm::shared_memory;
-  Array input(call.dtype, rows_in(call.operation, size) * call.count);
-  Array output(call.dtype, rows_out(call.operation, size) * call.count);
-  input.fill([&](size_t i) { return element(rank, i); });
-  if (call.operation == Operation::broadcast && rank == call.peer)
-    output.fill([&](size_t i) { return element(rank, i); });
-  Array truth = output;
-  if (call.count > 0 && wanted(call, rank, size, 0) >= 0)
-    for (size_t row = 0; row < rows_out(call.operation, size); ++row)
-      truth.fill(row * call.count, call.count,
-                 [&](size_t i) { return wanted(call, rank, size, row * call.count + i); });
-  const Array before = input;
-  call.input = input.data();
-  call.output = output.data();
-  group.run(call);
-  expect(output == truth, std::string(name_of(call.operation)) + " of " +
-                              std::to_string(call.count) + " elements, " + std::to_string(size) +
-                              " ranks, root " + std::to_string(call.peer));
-  expect(input == before, "the input has changed");
+void run_once(Group& group, Operation operation, size_t count, int root = 0) {
+  for (const bool in_place : {false, true})
+    run_plain(group, {operation, Algorithm::shared_memory, Dtype::float32, ReduceOp::sum, count,
+                      root, in_place, 0});
 }
 
 constexpr std::array kVerbs{Operation::all_reduce, Operation::reduce,     Operation::reduce_scatter,
@@ -114,7 +39,7 @@ const Test kVerbsTest("every verb at every threshold", [] {
       run_groups(size, by, [](Group& group) {
         for (const size_t count : kCounts)
           for (const Operation operation : kVerbs)
-            run_once(group, {.operation = operation, .count = count, .peer = group.size() - 1});
+            run_once(group, operation, count, group.size() - 1);
       });
 });
 
@@ -185,7 +110,7 @@ const Test kDisagreement("a disagreement changes nothing, and the group continue
           const auto ending = ending_of([&] { group.run(call); });
           expect(ending.is(ErrorKind::mismatch), "not a mismatch: " + ending.text());
           expect(array == before, "an array has changed");
-          run_once(group, {.operation = Operation::all_reduce, .count = 70'000});
+          run_once(group, Operation::all_reduce, 70'000);
         }
     });
 });
@@ -211,7 +136,7 @@ const Test kOneWay("waiting for a root that has continued ends with an error", [
           if (!odd) gone_on.count_down();
           group.run({.operation = Operation::barrier});
         }).check(ErrorKind::mismatch, {"continued with"});
-        run_once(group, {.operation = Operation::all_reduce, .count = 70'000});
+        run_once(group, Operation::all_reduce, 70'000);
       });
     }
 });
@@ -223,35 +148,9 @@ const Test kLate("a late rank wakes the sleeping ranks", [] {
       for (const size_t count : {1, 300'000}) {
         const auto until = Clock::now() + 20ms;
         while (group.rank() == late && Clock::now() < until) std::this_thread::yield();
-        run_once(group, {.operation = Operation::all_reduce, .count = count});
-        run_once(group, {.operation = Operation::broadcast, .count = count, .peer = late});
+        run_once(group, Operation::all_reduce, count);
+        run_once(group, Operation::broadcast, count, late);
       }
-  });
-});
-
-const Test kGone("waiting for a rank that left ends with an error", [] {
-  for (const std::string& by : kShared) {
-    World world{.size = 3, .transport = by};
-    run(3, [&](int rank) {
-      auto group = world.join(rank);
-      if (rank == 1) return group.reset();  // leaves cleanly while the others need it
-      float x = 1;
-      ending_of([&] { group->run(sum_in_place({&x, 1})); }).check(ErrorKind::peer_lost, {"rank 1"});
-    });
-    world.name += "again";
-  }
-});
-
-const Test kTimeout("a call keeps to its limit", [] {
-  run_groups(2, "shm", [](Group& group) {
-    if (group.rank() == 1) return;
-    float x = 1;
-    const auto ending = ending_of([&] {
-      Call call = sum_in_place({&x, 1});
-      call.timeout = 200ms;
-      group.run(call);
-    });
-    expect(ending.is(ErrorKind::timeout) || ending.is(ErrorKind::peer_lost), ending.text());
   });
 });
 
