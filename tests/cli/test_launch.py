@@ -1,11 +1,8 @@
 """`pycomm launch`: ranks and hosts, logs, failures, termination; one host, and two of netns.py."""
 
-import contextlib
 import json
 import os
 import re
-import select
-import signal
 import socket
 import subprocess
 import sys
@@ -15,7 +12,7 @@ from typing import Any
 
 import pytest
 import warm
-from finished import finished
+from finished import finished, finished_together
 from paths import ROOT, SUPPORT
 
 from benchmarks.support.ports import free_port
@@ -229,39 +226,6 @@ def test_restart_has_separate_logs(tmp_path: Path, capsys: Any) -> None:
         assert "starting 3 of 3 processes on this host" in capsys.readouterr().out
 
 
-def ended(pidfd: int) -> bool:
-    """Whether a process ends within a minute; it does unless something is wrong."""
-    return bool(select.select([pidfd], [], [], 60)[0])
-
-
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
-def test_no_rank_outlives_the_launcher(how: signal.Signals, tmp_path: Path) -> None:
-    command = [*LAUNCH, "--nproc", "2", PROGRAM, "wait"]
-    process = subprocess.Popen(
-        command, cwd=tmp_path, env=CLEAN, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    limit = threading.Timer(150, process.kill)  # ends the lines below
-    limit.start()
-    ranks: list[int] = []
-    try:
-        assert process.stdout is not None
-        line = next((line for line in process.stdout if line.startswith("pids")), "")
-        assert line, "no rank reported"
-        ranks = [os.pidfd_open(int(word)) for word in line.split()[1:]]
-        process.send_signal(how)
-        process.wait(60)
-        assert all(map(ended, ranks)), "orphans"
-        assert process.returncode == (-how if how == signal.SIGKILL else 128 + how)
-    finally:
-        limit.cancel()
-        process.kill()
-        for rank in ranks:
-            with contextlib.suppress(ProcessLookupError):  # it ended, as it should
-                signal.pidfd_send_signal(rank, signal.SIGKILL)
-            os.close(rank)
-        process.communicate(timeout=60)
-
-
 def of(rank: int, kind: str, when: float, status: int = 1) -> Failure:
     return Failure(rank, "host", 1, kind, "text", when=when, status=status)
 
@@ -332,25 +296,22 @@ def test_two_launchers_of_a_run_on_one_machine(how: str, tmp_path: Path) -> None
     variables in place of options."""
     program = tmp_path / "program.py"
     program.write_text("import pycomm; print(pycomm.init().size, 'ranks')")
-    port, started = free_port(), []
+    port, launchers = free_port(), []
     for number in range(2):
         place = {"master-addr": "127.0.0.1", "master-port": str(port), "node-rank": str(number)}
         place |= {"nnodes": "2", "nproc-per-node": "1"}
         variables = {f"PET_{name.upper().replace('-', '_')}": x for name, x in place.items()}
-        options = [f"--{name}={x}" for name, x in place.items()]
         meeting = {
             "endpoint": [f"--rdzv-endpoint=127.0.0.1:{port}", "--nnodes=2"],
-            "node rank": options,
+            "node rank": [f"--{name}={x}" for name, x in place.items()],
             "kubeflow trainer": [],
         }[how]
-        words = [*LAUNCH, *meeting, f"--log-dir={tmp_path / str(number)}"]
+        words = [*LAUNCH, *meeting, f"--log-dir={tmp_path / str(number)}", str(program)]
         env = {**CLEAN, "PYCOMM_SECRET": SECRET, **({} if meeting else variables)}
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        started.append(subprocess.Popen([*words, str(program)], env=env, **pipes))
-    for process in started:
-        out, err = process.communicate(timeout=LIMIT_S)
-        assert process.returncode == 0, out + err
-        assert "2 ranks" in out
+        launchers.append((words, env))
+    for done in finished_together(launchers, timeout=LIMIT_S):
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert "2 ranks" in done.stdout
 
 
 @pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
@@ -436,16 +397,13 @@ def test_failure_of_a_rank_is_reported_on_other_ranks() -> None:
     place = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
     place |= {"MASTER_PORT": str(free_port()), "PYCOMM_SECRET": SECRET}
     rank = [sys.executable, "-m", "pycomm.launch.rank", f"--parent={os.getpid()}", "--kind=script"]
-    ranks = [
-        subprocess.Popen(
-            [*rank, "--", PROGRAM, "fail", "raise"],
-            env={**WITHOUT, **place, "RANK": str(number), "LOCAL_RANK": str(number)},
-            stderr=subprocess.PIPE,
-            text=True,
+    command = [*rank, "--", PROGRAM, "fail", "raise"]
+    other_stderr, own_stderr = (
+        done.stderr
+        for done in finished_together(
+            (command, {**WITHOUT, **place, "RANK": number, "LOCAL_RANK": number}) for number in "01"
         )
-        for number in range(2)
-    ]
-    other_stderr, own_stderr = (process.communicate(timeout=150)[1] for process in ranks)
+    )
     assert "LookupError: rank one has lost its way" in own_stderr
     assert "rank 1 failed with LookupError: rank one has lost its way" in other_stderr
 
@@ -453,20 +411,11 @@ def test_failure_of_a_rank_is_reported_on_other_ranks() -> None:
 @pytest.mark.parametrize("whose", ["slurm", "openmpi", "paddle", "kubeflow operator"])
 def test_variables_of_other_launchers_suffice(whose: str) -> None:
     port = free_port()
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", LOCAL_RANKS],
-            env={
-                **WITHOUT,
-                **other_launchers(rank, port)[whose],
-                "PYCOMM_SECRET": SECRET,
-            },
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    assert [process.communicate(timeout=150)[0] for process in ranks] == ["[0, 1]\n"] * 2
+    command, secret = [sys.executable, "-c", LOCAL_RANKS], {"PYCOMM_SECRET": SECRET}
+    ranks = finished_together(
+        (command, {**WITHOUT, **other_launchers(rank, port)[whose], **secret}) for rank in range(2)
+    )
+    assert [rank.stdout for rank in ranks] == ["[0, 1]\n"] * 2
 
 
 BY_TORCH = """

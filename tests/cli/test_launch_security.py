@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from finished import finished
-from test_launch import CLEAN, LAUNCH, LIMIT_S, launch
+from test_launch import CLEAN, LAUNCH, LIMIT_S, PROGRAM, launch
 
 from benchmarks.support.unauthenticated import inodes, with_descendants
 from pycomm import _secret as secret
@@ -251,12 +251,12 @@ def test_several_hosts_without_a_secret_are_warned(
 
 def check_ends(process: Any, ranks: int, how: int, limit_s: float) -> None:
     """Sends the launcher a signal when so many ranks have printed their process ids: all end."""
-    lines: list[str] = []
-    while len(lines) < ranks:
+    pids: list[str] = []
+    while len(pids) < ranks:
         line = process.stdout.readline()
         assert line, process.stderr.read()
-        lines += [line] if line.startswith("pid") else []
-    pidfds = [os.pidfd_open(int(line.split()[1])) for line in lines]
+        pids += line.split()[1:] if line.startswith("pid") else []
+    pidfds = [os.pidfd_open(int(pid)) for pid in pids]
     process.send_signal(how)
     process.wait(60)
     try:
@@ -267,6 +267,16 @@ def check_ends(process: Any, ranks: int, how: int, limit_s: float) -> None:
             with contextlib.suppress(ProcessLookupError):  # it ended, as it should
                 signal.pidfd_send_signal(pidfd, signal.SIGKILL)
             os.close(pidfd)
+
+
+ENDS = pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+
+
+@ENDS
+def test_no_rank_outlives_the_launcher(how: signal.Signals, tmp_path: Path) -> None:
+    with ending(started(tmp_path, *LAUNCH, "--nproc", "2", PROGRAM, "wait")) as process:
+        check_ends(process, 2, how, 60)
+        assert process.returncode == (-how if how == signal.SIGKILL else 128 + how)
 
 
 # Lives until it is killed.
@@ -285,7 +295,7 @@ def wrapped(folder: Path, code: str) -> list[str]:
     return [*LAUNCH, "--nproc", "1", "--no-python", str(script)]
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+@ENDS
 def test_processes_of_a_wrapper_end_with_the_launcher(how: int, tmp_path: Path) -> None:
     code = WRAPPER if how == signal.SIGKILL else IN_FRONT
     with ending(started(tmp_path, *wrapped(tmp_path, code))) as process:

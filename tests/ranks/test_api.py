@@ -3,7 +3,6 @@
 import hashlib
 import os
 import re
-import subprocess
 import sys
 import threading
 import time
@@ -16,7 +15,6 @@ from finished import finished
 from on_ranks import on_ranks
 
 import pycomm
-from benchmarks.support.ports import free_port
 from pycomm import Group, errors
 from pycomm.testing import run_ranks
 from pycomm.testing.threads import join
@@ -252,30 +250,6 @@ def test_only_calls_that_need_python_leave_the_core() -> None:
 def test_single_process_from_init_to_exit() -> None:
     done = run_python(ALONE)
     assert (done.stdout, done.stderr, done.returncode) == ("fine\n", "", 0)
-
-
-TOGETHER = """
-import numpy as np, pycomm
-group = pycomm.init(timeout_s=150)
-print(group.rank, group.size, pycomm.all_reduce(np.ones(2)).tolist(), end=" ")
-print(group.peer_info()[-1].transport)
-"""
-
-
-@pytest.mark.parametrize("secret", ["", "0123456789abcdef"])
-def test_processes_rendezvous_by_environment_variables(secret: str) -> None:
-    """With a secret by pycomm's store, without one by torch's."""
-    port = str(free_port())
-    ranks = []
-    for rank in range(2):
-        env = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "RANK": str(rank)}
-        env |= {"WORLD_SIZE": "2", "PYCOMM_SECRET": secret}
-        ranks.append(
-            subprocess.Popen([sys.executable, "-c", TOGETHER], env=env, stdout=subprocess.PIPE)
-        )
-    outputs = [process.communicate(timeout=180)[0].decode().strip() for process in ranks]
-    assert outputs == ["0 2 [2.0, 2.0] shm", "1 2 [2.0, 2.0] self"]
-    assert [process.returncode for process in ranks] == [0, 0]
 
 
 def test_missing_secret_and_torch_init_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:

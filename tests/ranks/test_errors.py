@@ -2,7 +2,6 @@
 
 import os
 import pickle
-import subprocess
 import sys
 import threading
 import time
@@ -12,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from finished import finished_together
 from on_ranks import on_ranks
 
 import pycomm
@@ -118,11 +118,8 @@ def test_processes_rendezvous_by_arguments(secret: str) -> None:
     env = {**os.environ, "RANK": "3", "WORLD_SIZE": "9", "LOCAL_RANK": "3", "PYCOMM_SECRET": secret}
     env |= {"MASTER_ADDR": "192.0.2.1", "MASTER_PORT": "1", "TORCHELASTIC_USE_AGENT_STORE": "True"}
     command = [sys.executable, "-c", GIVEN]
-    ranks = [
-        subprocess.Popen([*command, str(rank), master], env=env, stdout=subprocess.PIPE)
-        for rank in range(2)
-    ]
-    outputs = [process.communicate(timeout=180)[0].decode().strip() for process in ranks]
+    ranks = finished_together(([*command, str(rank), master], env) for rank in range(2))
+    outputs = [rank.stdout.strip() for rank in ranks]
     torch = not secret
     assert outputs == [f"0 2 0 [2.0, 2.0] shm {torch}", f"1 2 1 [2.0, 2.0] self {torch}"]
 
@@ -220,10 +217,6 @@ def test_runs_of_slurm_with_one_port_have_separate_keys(monkeypatch: pytest.Monk
     assert stores[2].get("key", 0.0) == b"1"
     with pytest.raises(errors.Timeout):
         stores[1].get("key", 0.0)
-
-
-def test_at_most_eleven_variables() -> None:
-    assert len([name for name in config.VARIABLES if name.startswith("PYCOMM_")]) <= 11
 
 
 def test_the_transport_is_taken_from_the_environment() -> None:

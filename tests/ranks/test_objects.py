@@ -5,7 +5,6 @@ import math
 import os
 import random
 import re
-import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -13,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from finished import finished
+from finished import finished, finished_together
 from on_ranks import on_ranks
 
 import pycomm
@@ -291,18 +290,11 @@ dist.init_process_group("pycomm")
 def run_two(code: str, **environment: str) -> list[str]:
     """The output of two processes that use a free port as their rendezvous."""
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", code],
-            env={**os.environ, **place, "RANK": str(rank), **environment},
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    outputs = [process.communicate(timeout=180)[0] for process in ranks]
-    assert [process.returncode for process in ranks] == [0, 0]
-    return [line for output in outputs for line in output.splitlines()]
+    env = {**os.environ, **place, **environment}
+    command = [sys.executable, "-c", code]
+    ranks = finished_together((command, {**env, "RANK": str(rank)}) for rank in range(2))
+    assert [rank.returncode for rank in ranks] == [0, 0]
+    return [line for rank in ranks for line in rank.stdout.splitlines()]
 
 
 def test_user_keys_with_a_secret_and_one_open_port() -> None:

@@ -62,28 +62,6 @@ def sums(group: Group, n: int, value: float = 1.0, *, asynchronous: bool = False
 
 @by_size
 @by_transport
-@pytest.mark.parametrize("n", [SMALL, LARGE])
-def test_a_message_passes_a_collective_that_waits_for_its_receiver(
-    size: int, transport: str, n: int
-) -> None:
-    def program(group: Group) -> None:
-        for asynchronous in (False, True):
-            if group.rank == 0:
-                sent = np.full(n, 7.0)
-                together(
-                    lambda a=asynchronous: sums(group, n, asynchronous=a),
-                    lambda x=sent: pycomm.send(x, 1, group=group),
-                )
-                continue
-            if group.rank == 1:
-                assert (pycomm.recv(np.empty(n), 0, group=group) == 7).all()
-            assert sums(group, n) == group.size
-
-    on(size, transport, program)
-
-
-@by_size
-@by_transport
 def test_threads_call_without_an_order_of_their_own(size: int, transport: str) -> None:
     """Equal calls: whichever comes first on a rank is paired with the first of the others."""
 

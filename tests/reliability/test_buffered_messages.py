@@ -1,11 +1,11 @@
 """Messages without a matching receive: the limit of the buffer, and that senders wait then."""
 
 import time
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from test_memory import resident
 
 import pycomm
 from pycomm import errors, testing
@@ -16,14 +16,6 @@ KEPT = 64 << 20  # csrc/engine/mailbox.h, kMaxBufferedBytes
 MARGIN = 32 << 20
 
 both = pytest.mark.parametrize("transport", ["shm", "tcp"])
-
-
-def memory(what: str) -> int:
-    """Bytes of this process: VmRSS now, VmHWM the maximum so far."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(what + ":"):
-            return int(line.split()[1]) << 10
-    raise AssertionError(what)
 
 
 def message(i: int) -> Any:
@@ -51,10 +43,10 @@ def receives_another(group: pycomm.Group) -> tuple[str, int, bool]:
             work.wait()
         return "", 0, True
     one = np.zeros(1, np.float32)
-    before = memory("VmRSS")
+    before = resident("VmRSS")
     with pytest.raises(errors.Mismatch) as caught:
         pycomm.recv(one, 0, tag=2, group=group)
-    grown = memory("VmHWM") - before
+    grown = resident("VmHWM") - before
     right = receive_all(group, 0)
     pycomm.recv(one, 0, tag=2, group=group)
     return str(caught.value), grown, right and one[0] == 1

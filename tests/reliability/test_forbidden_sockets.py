@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from finished import finished_together
 from paths import ROOT
 
 from benchmarks.support.ports import free_port
@@ -97,22 +98,11 @@ def _run(folder: Path, *arguments: str) -> tuple[list[object], str]:
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(free_port()),
     }
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(script), *arguments],
-            env={**env, "RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(4)
-    ]
-    try:
-        outputs = [rank.communicate(timeout=150) for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    return [json.loads(out) for out, _ in outputs if out], "".join(errors for _, errors in outputs)
+    command = [sys.executable, str(script), *arguments]
+    ranks = finished_together((command, {**env, "RANK": str(r)}) for r in range(4))
+    return [json.loads(rank.stdout) for rank in ranks if rank.stdout], "".join(
+        rank.stderr for rank in ranks
+    )
 
 
 @pytest.mark.parametrize("backend", ["pycomm", "torch"])

@@ -12,7 +12,7 @@ import numpy as np
 import programs
 import pybind11
 import pytest
-from finished import finished
+from finished import finished, finished_together
 from paths import ROOT
 
 from benchmarks.support.ports import free_port
@@ -104,19 +104,15 @@ def use_everything(python: Path, where: Path) -> list[str]:
     env = clean(python) | {"PYTHONPATH": str(where), "MASTER_ADDR": "127.0.0.1"}
     env |= {"MASTER_PORT": str(free_port()), "PYCOMM_SECRET": secrets.token_hex(32)}
     env |= {"PYCOMM_SIZE": "2", "PYCOMM_LOCAL_SIZE": "2"}
-    ranks = [
-        subprocess.Popen(
-            [python, "-c", BASE],
-            cwd=where,  # the first entry of sys.path for -c
-            env=env | {"PYCOMM_RANK": str(rank), "PYCOMM_LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    outputs = [process.communicate(timeout=180)[0] for process in ranks]
-    assert [process.returncode for process in ranks] == [0, 0]
-    return [output.removeprefix("fine ").strip() for output in outputs]
+    ranks = finished_together(  # cwd: the first entry of sys.path for -c
+        (
+            ([python, "-c", BASE], env | {"PYCOMM_RANK": rank, "PYCOMM_LOCAL_RANK": rank})
+            for rank in "01"
+        ),
+        cwd=where,
+    )
+    assert [rank.returncode for rank in ranks] == [0, 0], ranks
+    return [rank.stdout.removeprefix("fine ").strip() for rank in ranks]
 
 
 def test_package_works_with_its_requirements_alone(environment: Path) -> None:

@@ -179,24 +179,6 @@ def test_coalesced_calls() -> None:
 
 
 @in_processes(2, 3)
-def test_functional_forms() -> None:
-    import torch.distributed._functional_collectives as functional
-
-    rank, size = dist.get_rank(), dist.get_world_size()
-    group = dist.group.WORLD
-    x = torch.full((2, 3), float(rank + 1))
-    total = size * (size + 1) / 2
-    assert (functional.all_reduce(x, "sum", group) == total).all()
-    wanted = torch.cat([torch.full((2, 3), float(r + 1)) for r in range(size)])
-    gathered = functional.all_gather_tensor(x, 0, group)
-    assert torch.equal(gathered, wanted)
-    scattered = functional.reduce_scatter_tensor(gathered.clone(), "sum", 0, group)
-    assert torch.equal(scattered, size * x)
-    for got in functional.all_reduce_coalesced([x, 2 * x], "avg", group):
-        assert got.shape == x.shape
-
-
-@in_processes(2, 3)
 def test_any_layout_is_correct() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     total = size * (size + 1) // 2

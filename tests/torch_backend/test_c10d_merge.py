@@ -1,7 +1,6 @@
 """`ProcessGroup.merge_remote_group` on the backend "pycomm": merges groups and independent runs."""
 
 import os
-import subprocess
 import sys
 import textwrap
 from datetime import timedelta
@@ -10,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from finished import finished_together
 from paths import ROOT
 
 # pytest finds the fixtures by name, so that they look unused.
@@ -93,19 +93,6 @@ RUN = """
 
 def test_independent_runs_are_merged(tmp_path: Path) -> None:
     command = [sys.executable, "-c", textwrap.dedent(RUN), str(tmp_path / "store")]
-    started = [
-        subprocess.Popen(
-            command,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
-        )
-        for _ in range(2)
-    ]
-    for process in started:
-        try:
-            out, err = process.communicate(timeout=LIMIT_S)
-        finally:
-            process.kill()
-        assert (out, process.returncode) == ("2 [2.0, 2.0, 2.0, 2.0]\n", 0), err
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    for done in finished_together([(command, env)] * 2, timeout=LIMIT_S):
+        assert (done.stdout, done.returncode) == ("2 [2.0, 2.0, 2.0, 2.0]\n", 0), done.stderr
