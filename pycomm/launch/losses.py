@@ -111,7 +111,10 @@ class Losses:
             needed = f"--min-ranks {least}" if self.replacement.min_ranks else f"{least} ranks"
             raise TooFewRanks(
                 f"too few processes are left for {needed}: {self._left()}; the run ends",
-                {number: _failure(file) for number, file in lost.items()},
+                {
+                    number: ProcessFailure(**json.loads(file.read_text()))
+                    for number, file in lost.items()
+                },
             )
 
     def _processes(self, host: int) -> int:
@@ -190,8 +193,3 @@ class Losses:
                 f"{self._processes(host)} processes count as lost",
                 flush=True,
             )
-
-
-def _failure(file: Path) -> ProcessFailure:
-    """What a supervisor wrote about its last process."""
-    return ProcessFailure(**json.loads(file.read_text()))

@@ -26,7 +26,6 @@ import math
 import struct
 import sys
 from collections import Counter
-from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -97,7 +96,7 @@ def _write_bytes(out: bytearray, kind: bytes, content: bytes) -> None:
 def _write_parts(out: bytearray, value: Any, place: str, depth: int) -> None:
     if type(value) is dict:
         out += b"d" + _length.pack(len(value))
-        if (most := _most_equal(map(hash, value))) > MAX_EQUAL_HASHES:
+        if (most := max(Counter(map(hash, value)).values(), default=0)) > MAX_EQUAL_HASHES:
             raise InvalidArgument(
                 f"{most} keys of {place} have the same hash: at most {MAX_EQUAL_HASHES} are allowed"
             )
@@ -108,11 +107,6 @@ def _write_parts(out: bytearray, value: Any, place: str, depth: int) -> None:
     out += (b"l" if type(value) is list else b"t") + _length.pack(len(value))
     for i, one in enumerate(value):
         _write(out, one, f"{place}[{i}]", depth)
-
-
-def _most_equal(hashes: Iterable[int]) -> int:
-    """The count of the most frequent hash."""
-    return max(Counter(hashes).values(), default=0)
 
 
 def _short(key: Any) -> str:

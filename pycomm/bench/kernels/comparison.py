@@ -30,10 +30,6 @@ class Traffic(NamedTuple):
     written: float
 
 
-def _all_results(results: Sequence[Array]) -> Sequence[Array]:
-    return results
-
-
 @dataclass(frozen=True)
 class Comparison:
     """Calls are given the number of the step and return their result: arrays in a list."""
@@ -44,7 +40,7 @@ class Comparison:
     calls: dict[str, Call]
     restart: Callable[[], object] = lambda: None
     rounding: float = 0  # of others' results, beside the largest magnitude of the reference's
-    compared: Callable[[Sequence[Array]], Sequence[Array]] = _all_results
+    compared: Callable[[Sequence[Array]], Sequence[Array]] = lambda results: results
     """The part of the results that must match."""
     skipped: Collection[str] = ()  # peers whose results are not compared
     waits: Collection[str] = ()  # peers that wait for the device, so no graph can hold them
