@@ -97,7 +97,7 @@ class Backend : public c10d::Backend {
   void unregisterAbortHook(int64_t id) { error_->remove_hook(id); }
   group::Stats stats() const { return device_states_.with_traffic(group_->stats()); }
   void eagerConnectSingleDevice(at::Device device) override {
-    if (!through_host(device))
+    if (!HostCopies::needed(device, *options_, device_states_))
       with_python_errors([&] { device_state(device).form(options_->timeout); });
   }
   // The timeout of torch's calls. The group's own timeout is unchanged, as it may have other users.
@@ -112,14 +112,12 @@ class Backend : public c10d::Backend {
       });
   }
 
-  // Does nothing in a forked child: the parent owns the group.
   void shutdown() override {
     if (forks_at_creation_ != fork_count) return;
     without_gil([this] {
       for (const auto& used : device_states_.used()) used.group->close();
       if (owner_) group_->close();
     });
-    if (!owner_) return;
     if (const auto ended = std::exchange(ended_, nullptr); ended && Py_IsInitialized() != 0)
       ended();
   }
@@ -340,7 +338,7 @@ class Backend : public c10d::Backend {
     return with_python_errors([&]() -> WorkPtr {
       check_process();
       Job job = make();
-      if (job.device && through_host(*job.device)) HostCopies::take_over(job);
+      HostCopies::take_over_if_needed(job, *options_, device_states_);
       for (auto& call : job.calls)
         call.timeout = opts.timeout > kNoTimeout ? opts.timeout : options_->timeout;
       if (batch_) return add_to_batch(std::move(job));
@@ -349,16 +347,6 @@ class Backend : public c10d::Backend {
       if (at::hasCallbacks()) return run_profiled(std::move(job));
       run(job);
       return {};
-    });
-  }
-
-  // Whether tensors on `device` are copied through host memory: as gloo does it, in its place.
-  bool through_host(c10::Device device) {
-    if (device.is_cpu() || options_->replaces.empty() || device_states_.find(device)) return false;
-    return in_python([&] {
-      return py::module_::import("pycomm._core_api.device_groups")
-          .attr("is_unknown")(c10::DeviceTypeName(device.type(), true))
-          .cast<bool>();
     });
   }
 

@@ -9,6 +9,8 @@
 #include <utility>
 #include <vector>
 
+#include "bindings/c10d_options.h"
+#include "bindings/c10d_python.h"
 #include "bindings/c10d_tensors.h"
 
 namespace pycomm::bindings {
@@ -16,9 +18,20 @@ namespace pycomm::bindings {
 // Host memory in place of a job's memory on a device: for each storage, of the part in use.
 class HostCopies {
  public:
-  // Makes a job on a device one in host memory, whose last copies are those to the device. Waits
-  // for the device's current stream.
-  static void take_over(Job& job) {
+  // Whether tensors on `device` are copied through host memory: in place of gloo, as gloo does it.
+  static bool needed(c10::Device device, const Options& options, DeviceStates& states) {
+    if (device.is_cpu() || options.replaces.empty() || states.find(device)) return false;
+    return in_python([&] {
+      return py::module_::import("pycomm._core_api.device_groups")
+          .attr("is_unknown")(c10::DeviceTypeName(device.type(), true))
+          .cast<bool>();
+    });
+  }
+
+  // Makes a job on such a device one in host memory, whose last copies are those to the device.
+  // Waits for the device's current stream.
+  static void take_over_if_needed(Job& job, const Options& options, DeviceStates& states) {
+    if (!job.device || !needed(*job.device, options, states)) return;
     const BelowAutograd guard;
     const HostCopies copies(job);
     for (group::Call& call : job.calls) {
