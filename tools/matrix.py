@@ -10,8 +10,8 @@ torch, with which an environment takes 6 GB.
 From torch 2.14 on, PyTorch's own tests of reconfigure run too: they are downloaded from its
 repository.
 
-With --json, PyTorch's own suite also runs on three processes with each other torch, on gloo and on
-pycomm; tests/compat/table.py shows the results.
+With --json, PyTorch's own suite also runs on three processes with each other torch, on gloo, on
+pycomm and on pycomm in place of gloo; tests/compat/table.py shows the results of the first two.
 
 Two times are measured without a compiler on PATH: `pip install` of the wheel, and from there to the
 end of a first all_reduce of two ranks, started by `pycomm launch`.
@@ -172,12 +172,16 @@ def tested(python: Path, row: Row, folder: Path) -> None:
 
 
 def run_torchs_suite(python: Path, torch: str, folder: Path, results: Path) -> None:
-    """Runs PyTorch's own suite on both backends in the copy, and stores the results."""
-    for backend in ("gloo", "pycomm"):
-        stored = results / f"torch_suite_{backend}_3_torch_{torch.rpartition('.')[0]}.json"
+    """Runs PyTorch's own suite in the copy: on gloo, on pycomm, and on pycomm in place of gloo.
+    Stores the results.
+    """
+    for kind in ("gloo", "pycomm", "replaced"):
+        stored = results / f"torch_suite_{kind}_3_torch_{torch.rpartition('.')[0]}.json"
+        backend, value = ("gloo", "gloo") if kind == "replaced" else (kind, "")
         command = [python, "tests/compat/torch_suite.py", "--backend", backend]
         command += ["--world-size", "3", "--json", stored.resolve()]
-        subprocess.run(command, cwd=folder, check=False)  # a failing test is a result too
+        env = {**os.environ, "PYCOMM_REPLACE": value}
+        subprocess.run(command, cwd=folder, env=env, check=False)  # a failing test is a result too
 
 
 def fails_torchs_reconfigure(python: Path, folder: Path) -> bool:
