@@ -7,7 +7,7 @@ all-gather  the sums, quantized again
 """
 
 from pycomm._quantize.exchange import QuantizedExchange, all_reduce
-from pycomm._quantize.layout import Layout, blocks_of, fold, own_count
+from pycomm._quantize.layout import Layout, blocks_of, own_count, own_places
 from pycomm._quantize.options import Quantize
 from pycomm._quantize.state import Feedback, QuantizeState
 
@@ -19,6 +19,6 @@ __all__ = [
     "QuantizedExchange",
     "all_reduce",
     "blocks_of",
-    "fold",
     "own_count",
+    "own_places",
 ]

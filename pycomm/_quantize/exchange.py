@@ -36,7 +36,7 @@ class Transport(Protocol):
 
 
 class QuantizedExchange:
-    """One all-reduce: start(), sum_up() and finish(), then commit(); no commit() rolls it back.
+    """One all-reduce: start(), sum_up() and finish(), then feedback.turn(), if it is complete.
 
     Args:
         options: bits in both phases.
@@ -119,17 +119,12 @@ class QuantizedExchange:
         """Waits for the sums and writes scale * sum to `out`.
 
         Returns:
-            Whether all sums are finite, which is the same on all ranks. If not, do not commit.
+            Whether all sums are finite, which is the same on all ranks.
         """
         self._wait()
         bits, blocks = self._options.down_bits, self._layout.blocks
         packets = self._memory.from_host(self._received)
         return quantized.decode(packets, bits, out, scale=self._scale, blocks=blocks)
-
-    def commit(self) -> None:
-        """Stores what was lost for the next exchange."""
-        if self._feedback is not None:
-            self._feedback.commit()
 
     def cancel(self) -> None:
         """Waits for a transfer that was started; a failed one is complete, too."""
@@ -234,6 +229,6 @@ def all_reduce(
     exchange = QuantizedExchange(compression, layout, feedback, transport, scale)
     exchange.start(x)
     exchange.sum_up()
-    if exchange.finish(x):
-        exchange.commit()
+    if exchange.finish(x) and feedback is not None:
+        feedback.turn()
     return x

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from pycomm.kernels.quantized import BLOCK, Blocks
 
@@ -73,19 +74,14 @@ def own_count(count: int, first: int, rank: int, size: int) -> int:
     return sum(min(BLOCK, count - offset) for offset in _own_offsets(count, first, rank, size))
 
 
-def fold(residual: Any, owned: Any, first: int, rank: int, size: int) -> None:
-    """Adds the owner residual of an array, the elements that `rank` owns, to its residual.
+def own_places(count: int, first: int, rank: int, size: int) -> NDArray[np.int64]:
+    """The ascending places in an array of the elements that `rank` of `size` owns.
 
     Args:
-        residual: [count], changed.
-        owned: [own_count()], or empty: nothing is added.
-        first: number of the first block of the array.
+        count: elements of the array.
+        first: number of its first block.
         rank, size: of the owner.
     """
-    at = 0
-    if len(owned) == 0:
-        return
-    for offset in _own_offsets(len(residual), first, rank, size):
-        n = min(BLOCK, len(residual) - offset)
-        residual[offset : offset + n] += owned[at : at + n]
-        at += n
+    offsets = np.array(_own_offsets(count, first, rank, size), np.int64)
+    places = (offsets[:, None] + np.arange(BLOCK)).flatten()
+    return places[places < count]

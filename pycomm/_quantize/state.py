@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from pycomm._arguments import Check, check_fields, check_version, integer, refuse, whole
 from pycomm._core_api import arrays
-from pycomm._quantize.layout import Layout, fold, own_count
+from pycomm._quantize.layout import Layout, own_places
 from pycomm.errors import InvalidArgument
 from pycomm.kernels.inputs import MOST_ELEMENTS
 
@@ -24,7 +24,7 @@ def _zeros(count: int) -> Floats:
 
 
 class Feedback:
-    """The residuals of one layout, before and after an exchange; commit() exchanges both.
+    """The residuals of one layout, before and after an exchange; turn() exchanges both.
 
     Args:
         layout: the blocks.
@@ -32,26 +32,17 @@ class Feedback:
 
     Attributes:
         layout: as given.
+        current: the residual [count] and the owner residual [own_count].
+        next: the same after the exchange.
     """
 
     def __init__(self, layout: Layout, zeros: Callable[[int], Any] = _zeros) -> None:
         self.layout = layout
-        self._pairs = [(zeros(layout.count), zeros(layout.own_count)) for _ in range(2)]
-        self._turn = 0
+        self.current, self.next = ((zeros(layout.count), zeros(layout.own_count)) for _ in range(2))
 
-    @property
-    def current(self) -> tuple[Any, Any]:
-        """The residual [count] and the owner residual [own_count]."""
-        return self._pairs[self._turn]
-
-    @property
-    def next(self) -> tuple[Any, Any]:
-        """The same after the exchange."""
-        return self._pairs[1 - self._turn]
-
-    def commit(self) -> None:
-        """The exchange is complete on this rank."""
-        self._turn = 1 - self._turn
+    def turn(self) -> None:
+        """The exchange is complete on this rank; or it was not, after all."""
+        self.current, self.next = self.next, self.current
 
 
 class QuantizeState:
@@ -99,7 +90,7 @@ class QuantizeState:
         if self._feedback is None:
             return None
         layout, (residual, owned) = self._feedback.layout, self._current()
-        fold(residual, owned, 0, layout.rank, layout.size)
+        residual[own_places(layout.count, 0, layout.rank, layout.size)] += owned
         return residual
 
     def state_dict(self) -> dict[str, Any]:
@@ -131,17 +122,13 @@ class QuantizeState:
             return
         check_fields("state", saved, OF_A_CALL)
         rank, size = saved["rank"], integer("size", saved["size"], saved["rank"] + 1, MOST_RANKS)
-        for name, count in (
-            ("residual", saved["count"]),
-            ("owner_residual", own_count(saved["count"], 0, rank, size)),
-        ):
-            if len(saved[name]) != count:
-                raise InvalidArgument(
-                    f"QuantizeState: invalid {name}: got shape {np.shape(saved[name])}, expected "
-                    f"({count},)"
-                )
         made = Feedback(Layout([(saved["count"], 0)], rank, size))
         for new, name in zip(made.current, ("residual", "owner_residual"), strict=True):
+            if len(saved[name]) != len(new):
+                raise InvalidArgument(
+                    f"QuantizeState: invalid {name}: got shape {np.shape(saved[name])}, expected "
+                    f"({len(new)},)"
+                )
             new[:] = arrays.to_host(saved[name])
         self._feedback = made
 

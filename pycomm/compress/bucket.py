@@ -14,6 +14,7 @@ from torch import Tensor
 
 from pycomm import kernels
 from pycomm.compress.parameter_state import ParameterState, flat_view
+from pycomm.compress.residual import cut
 from pycomm.kernels import PacketBatch
 
 Pair = tuple[Tensor, Tensor]  # indices int32 [k], ascending, and values [k]
@@ -21,28 +22,34 @@ Pair = tuple[Tensor, Tensor]  # indices int32 [k], ascending, and values [k]
 
 @dataclass(eq=False)
 class CompressionBucket:
-    """Indices count through all memories, concatenated; gradients are flat, in the same order."""
+    """Indices count through all memories, concatenated; gradients are flat, in the same order.
+
+    Attributes:
+        key: of the owner's part of the residual.
+    """
 
     memories: list[ParameterState]
     gradients: list[Tensor]
     indices: Tensor
     values: Tensor
+    key: str = ""
 
     @property
     def count(self) -> int:
         """Number of elements of all memories."""
         return sum(memory.count for memory in self.memories)
 
-    def sent(self) -> Iterator[tuple[ParameterState, Tensor]]:
-        """For each memory the indices within it that this rank sent, ascending."""
-        for memory, (indices, _) in self._cut(self.indices, self.values):
-            yield memory, indices
-
-    def restore_error(self, error: Tensor) -> None:
-        """Adds the quantization error [k] to v, which is 0 at the selected elements."""
-        for memory, (indices, values) in self._cut(self.indices, error):
+    def restore_error(self, decoded: Tensor) -> None:
+        """Adds the quantization error of the values, which became `decoded` [k], to v, where it is
+        0; it is 0 where it would be NaN or infinite."""
+        error = self.values - decoded
+        error = torch.where(error.isfinite(), error, 0).to(self.values.dtype)
+        counts = [memory.count for memory in self.memories]
+        for memory, (places, part) in zip(
+            self.memories, cut(counts, self.indices, error), strict=True
+        ):
             assert memory.v is not None
-            memory.v[indices] += values
+            memory.v[places] += part
 
     def decode(self, pairs: Sequence[Pair] | PacketBatch, factor: float) -> None:
         """Sets gradients to factor * the sum of the packets, added in their order."""
@@ -50,40 +57,32 @@ class CompressionBucket:
 
     def update(self, pairs: Sequence[Pair] | PacketBatch, factor: float) -> None:
         """The optimizer's step on sent elements: parameters -= learning rate * factor * the sum."""
-        for rate, first, last, offset, count in _by_rate(self.memories):
-            flat = [flat_view(memory.parameter) for memory in self.memories[first:last]]
-            cut = pairs
-            if last - first < len(self.memories):
-                cut = [elements_between(*pair, offset, offset + count) for pair in _each(pairs)]
-            kernels.decode_update(flat, cut, rate, factor)
-
-    def _cut(self, indices: Tensor, values: Tensor) -> Iterator[tuple[ParameterState, Pair]]:
-        """For each memory its indices, counted from its first element, and values."""
-        offset = 0
-        for memory in self.memories:
-            yield memory, elements_between(indices, values, offset, offset + memory.count)
-            offset += memory.count
+        runs = list(_by_rate(self.memories))
+        counts = [sum(memory.count for memory in run) for _, run in runs]
+        parts = [pairs]
+        if len(runs) > 1:
+            each = [list(cut(counts, *pair)) for pair in _each(pairs)]
+            parts = [list(part) for part in zip(*each, strict=True)]
+        for (rate, run), mine in zip(runs, parts, strict=True):
+            flat = [flat_view(memory.parameter) for memory in run]
+            kernels.decode_update(flat, mine, rate, factor)
 
 
 @dataclass(frozen=True)
 class ReceivedPackets:
-    """A bucket and the packets received for it, to be added in this order.
-
-    Attributes:
-        error: [k], the quantization error of this rank's values; None: no error.
-    """
+    """A bucket and the packets received for it, to be added in this order."""
 
     unit: CompressionBucket
     pairs: Sequence[Pair] | PacketBatch
-    error: Tensor | None = None
 
     def silence(self, unused: Collection[ParameterState]) -> None:
         """Sets the values received for these parameters to 0."""
-        offset = 0
-        for memory in self.unit.memories:
-            for indices, values in _each(self.pairs) if memory in unused else ():
-                elements_between(indices, values, offset, offset + memory.count)[1].zero_()
-            offset += memory.count
+        memories = self.unit.memories
+        for pair in _each(self.pairs):
+            parts = cut([memory.count for memory in memories], *pair)
+            for memory, (_, values) in zip(memories, parts, strict=True):
+                if memory in unused:
+                    values.zero_()
 
 
 def _each(pairs: Sequence[Pair] | PacketBatch) -> Iterable[Pair]:
@@ -93,17 +92,7 @@ def _each(pairs: Sequence[Pair] | PacketBatch) -> Iterable[Pair]:
     return zip(*parts, strict=True)
 
 
-def elements_between(indices: Tensor, values: Tensor, start: int, stop: int) -> Pair:
-    """The elements with start <= index < stop; indices count from start."""
-    ends = torch.tensor([start, stop], dtype=indices.dtype, device=indices.device)
-    first, last = torch.searchsorted(indices, ends).tolist()
-    return indices[first:last] - start, values[first:last]
-
-
-def _by_rate(memories: Sequence[ParameterState]) -> Iterator[tuple[float, int, int, int, int]]:
-    """Runs of memories with one learning rate: (rate, first, last, offset, elements)."""
-    first = offset = 0
+def _by_rate(memories: Sequence[ParameterState]) -> Iterator[tuple[float, list[ParameterState]]]:
+    """Runs of memories with one learning rate."""
     for rate, run in itertools.groupby(memories, lambda memory: float(memory.group["lr"])):
-        counts = [memory.count for memory in run]
-        yield rate, first, first + len(counts), offset, sum(counts)
-        first, offset = first + len(counts), offset + sum(counts)
+        yield rate, list(run)

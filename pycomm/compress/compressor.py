@@ -1,6 +1,6 @@
 """Runs DGC's steps, for the reducers of pycomm.DataParallel and of torch's DDP.
 
-One backward pass is one Step (transaction.py). The compressor chooses its plan by the level of the
+One backward pass is one Step (step.py). The compressor chooses its plan by the level of the
 warm-up, and keeps the state between steps.
 """
 
@@ -20,14 +20,14 @@ from pycomm._training import coalesced
 from pycomm._training.arguments import check_scaler
 from pycomm._training.communicators import CommunicatorPool, tag_of
 from pycomm._training.loss_scale import LossScale
+from pycomm.compress.dgc_state import DgcState
 from pycomm.compress.exchange_policy import DENSE, Chooser, LevelPlan
-from pycomm.compress.hierarchical import HostGroups
+from pycomm.compress.hierarchical import CurrentHostGroups, HostGroups
 from pycomm.compress.options import Options
-from pycomm.compress.packet_exchange import AllGatherExchange, PacketExchange
+from pycomm.compress.packet_exchange import AllGatherExchange
 from pycomm.compress.parameter_state import AdoptedMomentum, ParameterState
 from pycomm.compress.sharded import ShardedExchange
-from pycomm.compress.state import CompressorState
-from pycomm.compress.transaction import Step, StepPlan
+from pycomm.compress.step import Step, StepPlan
 from pycomm.elastic.change import GroupChange
 from pycomm.errors import InvalidArgument, Unsupported
 from pycomm.group import Group
@@ -56,9 +56,7 @@ class Compressor:
         check_scaler(scaler)
         self._options = options
         self._adopted = AdoptedMomentum(optimizer, options.min_count, options.owned)
-        self.state = CompressorState(
-            self._adopted.memories, options.selects_model, {} if options.may_shard else None
-        )
+        self.state = DgcState(self._adopted.memories, options.selects_model, options.may_shard)
         self._adopted.switched = lambda: self.state.switched
         if options.compact:
             _check_codec_devices(self.state.compressed)
@@ -66,7 +64,7 @@ class Compressor:
         self._level_plan = DENSE  # the plan of the last step
         self._workspaces: dict[tuple[str, ...], Tensor] = {}
         self._pool: CommunicatorPool | None = None
-        self._hosts: HostGroups | None = None
+        self._hosts = CurrentHostGroups()
         self._sent_bytes = 0
         self.idle, self.scale = False, LossScale(scaler)
         self._step: Step | None = None
@@ -102,7 +100,9 @@ class Compressor:
                 `named`.
         """
         self._pool = pool
+        before = {memory.name: memory for memory in self.state.memories.values()}
         self._adopted.rename(named, others)
+        self.state.rename(before)
         for memory in self.state.memories.values():
             hyper = memory.hyper
             if not memory.parameter.requires_grad:
@@ -175,10 +175,7 @@ class Compressor:
         collectives.broadcast(word, change.source, group=group)
         state.step_count, state.switched = int(word[0]), bool(word[1])
         self.sync_from(change.source)
-        squares = sum(
-            float(m.v.double().square().sum()) for m in state.compressed if m.v is not None
-        )
-        return change.lost_norm(squares, lost)
+        return change.lost_norm(state.squares(), lost)
 
     def detach(self) -> None:
         """See DGC.detach."""
@@ -224,20 +221,20 @@ class Compressor:
         """See DGC.state_dict."""
         self._cancel_failed_pass("state_dict")
         self._adopted.settle()
-        return self.state.save(self.group, self.exchanges)
+        return self.state.state(self.group, self.state.numbers(self.exchanges))
 
     def gather(self, dst: int) -> dict[str, Any] | None:
         """See DGC.gather_state."""
         self._cancel_failed_pass("gather_state")
         self._adopted.settle()
         dst = integer("dst", dst, 0, self.group.size - 1)
-        return self.state.gather(self.group, dst, self.exchanges)
+        return self.state.state_of_all(self.group, dst, self.state.numbers(self.exchanges))
 
     def load(self, saved: Mapping[str, Any]) -> None:
         """See DGC.load_state_dict."""
         self._cancel_failed_pass("load_state_dict")
         self._adopted.settle()
-        self._chooser.forget(self.state.load(saved, self.group))
+        self._chooser.forget(self.state.restore(saved, self.group))
         self._level_plan = DENSE
         self._adopted.forget()
 
@@ -249,9 +246,7 @@ class Compressor:
 
     def _host_groups(self) -> HostGroups:
         """The hosts of the communicators. Collective if they must be created."""
-        if self._hosts is None or self._hosts.broken:
-            self._hosts = HostGroups(self.group)
-        return self._hosts
+        return self._hosts.get(self.group)[0]
 
     def _begin(self) -> Step:
         """A new step. Collective at the first step of a level."""
@@ -307,30 +302,29 @@ class Compressor:
         state, group = self.state, self.group
         by_host = now.exchange == "hierarchical"
         if not now.is_sharded or by_host != bool(state.by_host):
-            state.take_in_owner_residual(group)  # these owners end
+            state.fold(group)  # these owners end
         if by_host and not state.by_host:
-            state.to_hosts(self._host_groups())
+            state.to_hosts(self._host_groups(), group)
         elif not by_host:
             state.to_ranks(group)
 
-    def _packet_exchange(self, now: LevelPlan) -> PacketExchange | None:
+    def _packet_exchange(self, now: LevelPlan) -> AllGatherExchange | None:
         if now.value_dtype is None:
             return None
-        residual = self.state.owner_residual
-        if now.is_sharded and residual is not None:
-            return ShardedExchange(now.value_dtype, residual, self._options.owner_k_factor)
+        if now.is_sharded:
+            factor = self._options.owner_k_factor
+            return ShardedExchange(now.value_dtype, self.state.owned, factor)
         return AllGatherExchange(now.value_dtype)
 
     def _keep_survivors(self, change: GroupChange) -> int:
         """Converts u and v to the surviving ranks or hosts. Returns how many were lost."""
         state, before, group = self.state, change.before, change.group
-        state.take_in_owner_residual(before)
+        state.fold(before)
         if not _everywhere(bool(state.by_host), group):
             state.to_ranks(before)
         if not state.by_host:
             return change.lost_states
         hosts = max(state.by_host)
-        self._hosts = None
         state.by_host = self._host_groups().of_rank
         for memory in state.compressed:  # some may be in the middle of a step
             coalesced.bcast_list_(memory.tensors, 0, self._host_groups().inside)

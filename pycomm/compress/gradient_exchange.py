@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,8 +25,8 @@ from pycomm._training.communicators import CommunicatorPool, tag_of
 from pycomm._training.loss_scale import LossScale
 from pycomm.compress.bucket_exchange import BucketExchange, BucketExchanges
 from pycomm.compress.interrupts import defer_sigint
-from pycomm.compress.quantized_residuals import QuantizedResiduals
-from pycomm.compress.state import VERSION, sources_of
+from pycomm.compress.quantized_residual import QuantizedResidual
+from pycomm.compress.residual import Transaction, sources_of
 from pycomm.elastic.change import GroupChange
 from pycomm.errors import InvalidArgument
 from pycomm.group import Group
@@ -61,18 +61,22 @@ class GradientExchange:
     ) -> None:
         self.idle, self.scale = False, LossScale(scaler)
         self._options = options
-        residuals = QuantizedResiduals(named, options.error_feedback)
-        self._exchanges = BucketExchanges(options, residuals, in_place=True)
+        residual = QuantizedResidual(named, options.error_feedback)
+        self._exchanges = BucketExchanges(options, residual, in_place=True)
         self._pool: CommunicatorPool | None = None
         self._passing: list[tuple[BucketExchange, Tensor]] = []
         self._dense: list[tuple[Work, Tensor]] = []
-        self._averaged: list[tuple[BucketExchange, Tensor]] = []  # not committed yet
+        self._transaction = Transaction()  # of this pass, or of the last one, if it failed
+        self._unused: Collection[Tensor] = ()  # in that pass
         # Of a pass that has begun.
         self._buckets: list[tuple[Tensor, Sequence[Tensor]]] | None = None
         self._finite = True  # so far in this pass
-        self._failed: list[tuple[BucketExchange, Tensor]] = []  # of the last pass, if it failed
         self._step, self._scale = 0, 1.0
         self._sent_bytes = self._dense_bytes = 0
+
+    @property
+    def _residual(self) -> QuantizedResidual:
+        return self._exchanges.residual
 
     @property
     def group(self) -> Group:
@@ -88,12 +92,12 @@ class GradientExchange:
     ) -> None:
         """Uses the communicators of DataParallel, whose parameters must be known."""
         for parameter in named.values():
-            self._exchanges.residuals.quantizes(parameter)
+            self._residual.quantizes(parameter)
         self._pool = pool
 
     def compresses(self, parameter: Tensor) -> bool:
         """Whether the parameter has 16 or 32 bits."""
-        return self._exchanges.residuals.quantizes(parameter)
+        return self._residual.quantizes(parameter)
 
     def add(
         self,
@@ -104,19 +108,22 @@ class GradientExchange:
     ) -> None:
         """Starts the exchange of a bucket, and sums an earlier one. `gradients` fill `flat`."""
         group = self.group
+        if self._transaction.undone:  # the last pass failed
+            self.cancel()
         if self._buckets is None:
             self._begin()
             self._buckets = []
         self._buckets.append((flat, parameters))
-        if group.size == 1 and not self._exchanges.residuals.has_unsent(parameters):
+        if group.size == 1 and not self._residual.unsent(parameters):
             return
         self._dense_bytes += flat.nbytes
-        if not all(self._exchanges.residuals.quantizes(parameter) for parameter in parameters):
+        if not all(self._residual.quantizes(parameter) for parameter in parameters):
             self._dense.append((self._communicators().all_reduce(flat, "avg"), flat))
             return
-        with self._exchanges.aborted_on_error():
+        with self._undone_on_error():
             self._exchanges.prepare(self._communicators())
-            exchange = self._exchanges.make(parameters, self._communicators())
+            pool = self._communicators()
+            exchange = self._exchanges.make(parameters, pool, self._transaction)
             self._passing.append((exchange, flat))
             exchange.start(flat)
             if len(self._passing) > BUCKETS_BETWEEN:
@@ -125,7 +132,7 @@ class GradientExchange:
     def average(self, flat: Tensor, parameters: Sequence[Tensor]) -> None:
         """Writes the mean of all ranks to one bucket; finish() commits. For hooks that wait."""
         self.add(flat, parameters, ())
-        with self._exchanges.aborted_on_error():
+        with self._undone_on_error():
             self._average_started()
 
     def finish(
@@ -140,29 +147,29 @@ class GradientExchange:
             unused, sparse: see pycomm.parallel.exchange.
             agree: whether gradients are finite on all ranks, given whether they are in this group.
         """
-        self._exchanges.residuals.unused = unused
-        with self._exchanges.aborted_on_error():
+        self._unused = unused
+        with self._undone_on_error():
             self._average_started()
         values = [gradient.values() for gradient in sparse]
         self._finite &= all(bool(one.isfinite().all()) for one in values)
         if agree(self._finite):
             with defer_sigint():
-                self._commit(self._averaged)
+                self._commit()
                 self._step += 1
         else:  # so that a scaler skips the step of each optimizer
+            self._transaction.undo()
+            self._transaction = Transaction()
             for flat, parameters in self._buckets or ():
                 for part in torch.split(flat, [parameter.numel() for parameter in parameters]):
                     part[:1] = math.nan
             for one in values:
                 one[:1] = math.nan
-        self._buckets, self._finite, self._averaged, self._failed = None, True, [], []
+        self._buckets, self._finite = None, True
 
     def _average_started(self) -> None:
         """Waits for the buckets that were added, and writes their means."""
         passing, dense = self._passing, self._dense
         self._passing, self._dense = [], []
-        self._averaged += passing
-        self._failed = self._averaged
         for exchange, _ in passing[-BUCKETS_BETWEEN:]:
             exchange.sum_up()
         finite = True
@@ -177,10 +184,20 @@ class GradientExchange:
         self._sent_bytes += sum(exchange.sent_bytes for exchange, _ in passing)
         self._sent_bytes += sum(flat.nbytes for _, flat in dense)
 
+    @contextlib.contextmanager
+    def _undone_on_error(self) -> Iterator[None]:
+        """If the block fails, nothing changed, and no rank of this host waits for this one."""
+        try:
+            yield
+        except BaseException as error:  # includes Ctrl-C
+            self._exchanges.abort(f"{type(error).__name__}: {error}")
+            self._transaction.undo()
+            raise
+
     def cancel(self) -> None:
         """Discards a pass: the residuals stay as they were before it."""
         passing, dense = self._passing, self._dense
-        self._buckets, self._passing, self._dense, self._averaged = None, [], [], []
+        self._buckets, self._passing, self._dense = None, [], []
         if passing:
             self._exchanges.abort("a backward pass did not complete")
         for exchange, _ in passing:
@@ -188,6 +205,7 @@ class GradientExchange:
         for work, _ in dense:
             with contextlib.suppress(Exception):  # of a pass that failed
                 work.wait()
+        self._transaction.undo()
 
     def sync_from(self, src: int) -> None:
         """Takes the loss scale of rank `src`."""
@@ -195,19 +213,17 @@ class GradientExchange:
 
     def resume(self, change: GroupChange, counted: bool) -> float:
         """Commits the failed pass if rank `change.source` did; see Exchange."""
-        failed = self._passing or self._failed
         self.cancel()
-        self._failed = []
         word = torch.tensor([self._step])
         collectives.broadcast(word, change.source, group=change.group)
         if counted and int(word) > self._step:
-            self._commit(failed)
-        self._step = int(word)
-        residuals = self._exchanges.residuals
-        residuals.resume(change)
+            self._transaction.redo()
+            self._commit()
+        self._transaction, self._step = Transaction(), int(word)
+        self._residual.resume(change)
         self._exchanges.forget()
         self.sync_from(change.source)
-        return change.lost_norm(residuals.squares())
+        return change.lost_norm(self._residual.squares())
 
     def stats(self) -> dict[str, Any]:
         """See QuantizedGradients.stats."""
@@ -223,19 +239,13 @@ class GradientExchange:
     def save(self) -> dict[str, Any]:
         """See QuantizedGradients.state_dict."""
         self._cancel_failed_pass("state_dict")
-        group = self.group
-        return {**self._described(group.rank), **self._exchanges.residuals.save()}
+        return self._residual.state(self.group, self._numbers)
 
     def gather(self, dst: int) -> dict[str, Any] | None:
         """See QuantizedGradients.gather_state."""
         self._cancel_failed_pass("gather_state")
-        group = self.group
-        dst = integer("dst", dst, 0, group.size - 1)
-        found = self._exchanges.residuals.gather(group, dst)
-        if found is None:
-            return None
-        ranks = [{**self._described(rank), **one} for rank, one in enumerate(found)]
-        return {"version": VERSION, "size": group.size, "ranks": ranks}
+        dst = integer("dst", dst, 0, self.group.size - 1)
+        return self._residual.state_of_all(self.group, dst, self._numbers)
 
     def load(self, saved: Mapping[str, Any]) -> None:
         """See QuantizedGradients.load_state_dict."""
@@ -244,20 +254,14 @@ class GradientExchange:
         sources = sources_of(
             saved, group, "QuantizedGradients", OF_A_RANK, {"exchange": plain_text}
         )
-        self._exchanges.residuals.load(sources, group)
+        self._residual.load(sources, group)
         self._exchanges.forget(sources[0].get("exchange", "") if len(sources) == 1 else "")
+        self._transaction = Transaction()
         self._step, self._scale = int(sources[0]["step"]), float(sources[0]["scale"])
 
-    def _described(self, rank: int) -> dict[str, Any]:
-        size = self._communicators().size
-        return {
-            "version": VERSION,
-            "rank": rank,
-            "size": size,
-            "step": self._step,
-            "scale": self._scale,
-            "exchange": self._exchanges.name,
-        }
+    @property
+    def _numbers(self) -> dict[str, Any]:
+        return {"step": self._step, "scale": self._scale, "exchange": self._exchanges.name}
 
     def _communicators(self) -> CommunicatorPool:
         """The communicators of DataParallel; without it, the default group."""
@@ -267,18 +271,16 @@ class GradientExchange:
 
     def _begin(self) -> None:
         """Converts the residuals if the loss scale changed."""
-        self._exchanges.residuals.check_frozen()
-        self._finite, self._failed, self._exchanges.residuals.unused = True, [], ()
+        self._residual.check_frozen()
+        self._finite, self._transaction, self._unused = True, Transaction(), ()
         self._dense_bytes = self._sent_bytes = 0
         scale = self.scale.of_pass(self.idle) or 1.0
         if scale != self._scale:
-            self._exchanges.residuals.multiply(scale / self._scale)
+            self._residual.multiply(scale / self._scale)
             self._scale = scale
 
-    def _commit(self, passing: Sequence[tuple[BucketExchange, Tensor]]) -> None:
-        with self._exchanges.residuals.kept():
-            for exchange, _ in passing:
-                exchange.commit()
+    def _commit(self) -> None:
+        self._transaction.commit(self._residual.names(self._unused))
 
     def _cancel_failed_pass(self, method: str) -> None:
         if self._buckets is not None and torch._C._current_graph_task_id() != -1:

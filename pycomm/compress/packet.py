@@ -4,7 +4,6 @@
     received   raw packets of all ranks, as pairs that bucket.py adds in rank order
     units      buckets that packet_codec.py encodes one by one, if packets are compact
     mask       the packet as a dense gradient, for a dense sum (mathematically the same)
-    rollback   u and v as if no element had been selected
 
 A packet has the values of all elements, then their indices. Indices count through the concatenated
 gradients of a part. A part has one momentum and weight decay.
@@ -14,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 
 import torch
 from torch import Tensor
@@ -22,6 +21,7 @@ from torch import Tensor
 from pycomm import kernels
 from pycomm.compress.bucket import CompressionBucket, ReceivedPackets
 from pycomm.compress.parameter_state import Hyper, ParameterState, flat_view
+from pycomm.compress.residual import Elements, Transaction
 
 INDEX_BYTES = 4
 
@@ -42,6 +42,7 @@ class Update:
 class _Part(CompressionBucket):
     """Parameters with the same Hyper, for one call of the kernel."""
 
+    _: KW_ONLY
     hyper: Hyper
     k: int | list[int]  # of all parameters together, or of each
     u_values: Tensor
@@ -64,7 +65,6 @@ class Packet:
         workspaces: dict[tuple[str, ...], Tensor],
     ) -> None:
         self._workspaces = workspaces
-        self._prepared: list[_Part] = []
         self.k = ks if isinstance(ks, int) else sum(ks)
         real = memories[0].u.dtype
         device = memories[0].u.device
@@ -86,9 +86,9 @@ class Packet:
                     [flat_view(gradients[i]) for i in places],
                     indices[start:stop],
                     values[start:stop],
-                    hyper,
-                    k,
-                    u_values[start:stop],
+                    hyper=hyper,
+                    k=k,
+                    u_values=u_values[start:stop],
                 )
             )
             start = stop
@@ -98,14 +98,15 @@ class Packet:
         middle, end, real = self._layout
         return packet[:middle].view(real), packet[middle:end].view(torch.int32)
 
-    def prepare(self, update: Update) -> None:
-        """Fills the packet; rollback() undoes it."""
+    def prepare(self, update: Update, transaction: Transaction) -> None:
+        """Fills the packet; the transaction puts the elements back into u and v."""
         for part, scale in zip(self._parts, self._scales(update), strict=True):
             decay = 0.0 if update.idle else part.hyper.weight_decay
+            u, v = ([m.u for m in part.memories], [m.v for m in part.memories if m.v is not None])
             kernels.dgc_step(
                 part.gradients,
-                [memory.u for memory in part.memories],
-                [memory.v for memory in part.memories],
+                u,
+                v,
                 part.k,
                 momentum=part.hyper.momentum,
                 weight=[
@@ -124,7 +125,8 @@ class Packet:
                 workspace=self._workspace(part),
                 together=True,
             )
-            self._prepared.append(part)
+            saved = [part.u_values, part.values]
+            transaction.record(Elements([u, v], part.indices, saved))
 
     def _scales(self, update: Update) -> list[float | Tensor]:
         """For each part the factor of its gradients: one for all or one for each."""
@@ -145,27 +147,6 @@ class Packet:
             u, v = [m.u for m in part.memories], [m.v for m in part.memories]
             self._workspaces[key] = kernels.dgc_workspace(u, v, part.k)
         return self._workspaces[key]
-
-    def rollback(self) -> None:
-        """Returns the prepared elements to u and v."""
-        for part in self._prepared:
-            kernels.dgc_rollback(
-                [memory.u for memory in part.memories],
-                [memory.v for memory in part.memories],
-                part.indices,
-                part.values,
-                part.u_values,
-            )
-        self._prepared = []
-
-    def mark_sent(self, masking: bool) -> None:
-        """After a rollback: marks the prepared elements as sent."""
-        for part in self._parts:
-            for memory, places in part.sent():
-                assert memory.v is not None
-                memory.v[places] = 0
-                if masking:
-                    memory.u[places] = 0
 
     def received(self, gathered: Tensor) -> Iterator[ReceivedPackets]:
         """The pairs in the raw packets of all ranks, uint8 [size, bytes], in rank order."""
@@ -190,7 +171,11 @@ class Packet:
             for memory, gradient, k, start, offset in each:
                 here = slice(start, start + k)
                 yield CompressionBucket(
-                    [memory], [gradient], part.indices[here] - offset, part.values[here]
+                    [memory],
+                    [gradient],
+                    part.indices[here] - offset,
+                    part.values[here],
+                    memory.name,
                 )
 
     def mask(self) -> None:

@@ -61,9 +61,3 @@ def _encode_on_device(batch: PacketBatch, count: int, value_dtype: str) -> Packe
         raise InvalidArgument(f"DGC: invalid indices: they must ascend in 0..{count - 1}")
     used = [place[: sizes[i]] for place, i in zip(places, full, strict=True)]
     return torch.cat(used).cpu() if used else room.cpu(), sizes
-
-
-def quantization_error(values: Tensor, decoded: Tensor) -> Tensor:
-    """The residual of `values` after quantization; 0 where it would be NaN or infinite."""
-    error = values - decoded
-    return torch.where(error.isfinite(), error, 0)

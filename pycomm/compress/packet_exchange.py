@@ -8,64 +8,23 @@ a step.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from pycomm._core_api.calls import Waitable
+from pycomm._training.communicators import CommunicatorPool
 from pycomm.compress.bucket import CompressionBucket, ReceivedPackets
-from pycomm.compress.packet_codec import Packets, decode, encode, quantization_error
+from pycomm.compress.hierarchical import HostGroups
+from pycomm.compress.packet_codec import Packets, decode, encode
 from pycomm.compress.parameter_state import ParameterState
+from pycomm.compress.residual import Transaction
 from pycomm.kernels import PacketBatch
 
 Number = TypeVar("Number", int, Tensor)
 
 
-class PacketTransport(Protocol):
-    """Transfers packets: a CommunicatorPool of ranks, or HostGroups, where a host is a rank."""
-
-    @property
-    def rank(self) -> int:
-        """The index of this rank."""
-
-    @property
-    def size(self) -> int:
-        """The number of ranks."""
-
-    def all_gather(self, x: Tensor, out: Tensor) -> Waitable:
-        """See CommunicatorPool."""
-
-    def all_gather_v(self, x: Tensor, out: Tensor, counts: Sequence[int]) -> Waitable:
-        """See CommunicatorPool."""
-
-    def all_to_all(self, x: Tensor, out: Tensor) -> Waitable:
-        """See CommunicatorPool."""
-
-    def all_to_all_v(
-        self, x: Tensor, out: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int]
-    ) -> Waitable:
-        """See CommunicatorPool."""
-
-
-class PacketExchange(Protocol):
-    """An exchange of the compact packets of one step: AllGatherExchange, sharded.py."""
-
-    def exchange(
-        self,
-        units: Sequence[CompressionBucket],
-        transport: PacketTransport,
-        unused: Collection[ParameterState] = (),
-    ) -> tuple[list[ReceivedPackets], int]:
-        """Collective, after the last gradient: the received packets, and the bytes sent. No
-        persistent state changes. Nothing of `unused` parameters is sent on."""
-
-    def commit(self) -> None:
-        """Stores the persistent result of exchange()."""
-
-    def quantization_errors(self, units: Sequence[CompressionBucket], size: int) -> list[Tensor]:
-        """The quantization error [k] of each bucket, for an exchange of `size` ranks that failed on
-        this rank after other ranks completed it."""
+PacketTransport = CommunicatorPool | HostGroups  # of ranks, or of hosts in place of ranks
 
 
 class AllGatherExchange:
@@ -82,35 +41,23 @@ class AllGatherExchange:
         self,
         units: Sequence[CompressionBucket],
         transport: PacketTransport,
+        transaction: Transaction,
         unused: Collection[ParameterState] = (),
     ) -> tuple[list[ReceivedPackets], int]:
-        """Collective. The packets received for each bucket, and the bytes that this rank sent."""
-        gathered, sent = all_gather(self._encode_each(units), transport)
-        found = []
-        for unit, packets in zip(units, gathered, strict=True):
-            received = decode(packets, unit.count, unit.values.device)
-            mine = torch.split(received.values, list(received.lengths))[transport.rank]
-            found.append(ReceivedPackets(unit, received, quantization_error(unit.values, mine)))
-        return found, sent
-
-    def commit(self) -> None:
-        """Does nothing: there is no state between steps."""
-
-    def quantization_errors(self, units: Sequence[CompressionBucket], size: int) -> list[Tensor]:
-        """The quantization error of each bucket, which is deterministic."""
+        """Collective, after the last gradient. The packets received for each bucket, and the bytes
+        that this rank sent. Quantization errors return to v, before the packets are sent. Nothing
+        of `unused` parameters is sent on."""
+        packets = []
+        for unit in units:
+            batch = PacketBatch(unit.indices, unit.values, [len(unit.values)])
+            packets.append(encode(batch, unit.count, self.value_dtype))
+            unit.restore_error(decode(packets[-1], unit.count, unit.values.device).values)
+        gathered, sent = all_gather([packet for packet, _ in packets], transport)
+        each = zip(units, gathered, strict=True)
         return [
-            quantization_error(
-                unit.values, decode((packet, [len(packet)]), unit.count, unit.values.device)[1]
-            )
-            for unit, packet in zip(units, self._encode_each(units), strict=True)
-        ]
-
-    def _encode_each(self, units: Sequence[CompressionBucket]) -> list[Tensor]:
-        """The packet of each bucket."""
-        return [
-            encode(PacketBatch(u.indices, u.values, [len(u.values)]), u.count, self.value_dtype)[0]
-            for u in units
-        ]
+            ReceivedPackets(unit, decode(received, unit.count, unit.values.device))
+            for unit, received in each
+        ], sent
 
 
 def all_gather(packets: Sequence[Tensor], transport: PacketTransport) -> tuple[list[Packets], int]:

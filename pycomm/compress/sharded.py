@@ -20,12 +20,18 @@ from torch import Tensor
 
 from pycomm import kernels
 from pycomm.compress.bucket import CompressionBucket, ReceivedPackets
-from pycomm.compress.packet_codec import Packets, decode, encode, quantization_error
-from pycomm.compress.packet_exchange import PacketTransport, all_gather, rotation, to_owners
+from pycomm.compress.packet_codec import Packets, decode, encode
+from pycomm.compress.packet_exchange import (
+    AllGatherExchange,
+    PacketTransport,
+    all_gather,
+    rotation,
+    to_owners,
+)
 from pycomm.compress.parameter_state import ParameterState
+from pycomm.compress.residual import Entry, Transaction
 from pycomm.kernels import PacketBatch
 
-Cut = tuple[PacketBatch, Packets]  # places and values by owner, and their packets
 BLOCK = 32  # contiguous elements of one shard: selected elements cluster, shards must not
 
 
@@ -72,80 +78,60 @@ class Sharding:
         return self.whole(torch.repeat_interleave(owners, lengths), batch.indices)
 
 
-class ShardedExchange:
+class ShardedExchange(AllGatherExchange):
     """The exchange of one step.
 
     Attributes:
-        value_dtype: dtype of encoded values in both phases, as in pycomm.kernels.encode.
-        owner_residual: the residual of this rank as an owner, by the first memory of a bucket:
-            [places of the shard], of u's dtype. Owned by the caller; commit() writes into it.
+        value_dtype: of encoded values in both phases.
+        owned: the residual of this rank as an owner, by the key of a bucket: [places of the
+            shard], of u's dtype. Owned by the caller.
         owner_k_factor: elements that all owners together send, in multiples of one rank's k.
     """
 
-    def __init__(
-        self,
-        value_dtype: str,
-        owner_residual: dict[ParameterState, Tensor],
-        owner_k_factor: int = 1,
-    ) -> None:
-        self.value_dtype, self.owner_residual, self.owner_k_factor = (
-            value_dtype,
-            owner_residual,
-            owner_k_factor,
-        )
-        self._next: dict[ParameterState, Tensor] = {}
+    def __init__(self, value_dtype: str, owned: dict[str, Tensor], owner_k_factor: int = 1) -> None:
+        super().__init__(value_dtype)
+        self.owned, self.owner_k_factor = owned, owner_k_factor
 
     def exchange(
         self,
         units: Sequence[CompressionBucket],
         transport: PacketTransport,
+        transaction: Transaction,
         unused: Collection[ParameterState] = (),
     ) -> tuple[list[ReceivedPackets], int]:
-        """Collective. The packets received for each bucket, and the bytes that this rank sent."""
-        self._next = {}
         shares = [Sharding(unit.count, transport.size) for unit in units]
-        cuts = self._cut(units, shares)
-        received, given = to_owners([packets for _, packets in cuts], transport)
-        chosen = [
-            self._choose(unit, share, packets, _places_of(unused, unit, share, transport.rank))
-            for unit, share, packets in zip(units, shares, received, strict=True)
-        ]
+        both = list(zip(units, shares, strict=True))
+        received, given = to_owners([self._cut(unit, share) for unit, share in both], transport)
+        chosen = []
+        for (unit, share), packets in zip(both, received, strict=True):
+            kept_back = _places_of(unused, unit, share, transport.rank)
+            packet, rest = self._choose(unit, share, packets, kept_back)
+            chosen.append(packet)
+            transaction.record(Entry(self.owned, unit.key, rest))
         gathered, sent = all_gather(chosen, transport)
         found = []
-        for unit, share, cut, packets in zip(units, shares, cuts, gathered, strict=True):
+        for (unit, share), packets in zip(both, gathered, strict=True):
             sums = decode(packets, share.places, unit.values.device)
-            decoded = sums._replace(indices=share.joined(sums))
-            found.append(ReceivedPackets(unit, decoded, _error_to_owners(unit, share, cut)))
+            found.append(ReceivedPackets(unit, sums._replace(indices=share.joined(sums))))
         return found, given + sent
 
-    def commit(self) -> None:
-        """Stores the new owner residual."""
-        self.owner_residual.update(self._next)
-        self._next = {}
-
-    def quantization_errors(self, units: Sequence[CompressionBucket], size: int) -> list[Tensor]:
-        """The quantization error of the packets to owners, for each bucket."""
-        shares = [Sharding(unit.count, size) for unit in units]
-        cuts = self._cut(units, shares)
-        return [_error_to_owners(*one) for one in zip(units, shares, cuts, strict=True)]
-
-    def _cut(self, units: Sequence[CompressionBucket], shares: Sequence[Sharding]) -> list[Cut]:
-        """The elements of each bucket by owner, with their packets."""
-        cuts = []
-        for unit, share in zip(units, shares, strict=True):
-            cut = share.cut(unit.indices, unit.values)
-            cuts.append((cut, encode(cut, share.places, self.value_dtype)))
-        return cuts
+    def _cut(self, unit: CompressionBucket, share: Sharding) -> Packets:
+        """The packets of a bucket for each owner, whose quantization error returns to v."""
+        batch = share.cut(unit.indices, unit.values)
+        packets = encode(batch, share.places, self.value_dtype)
+        decoded = decode(packets, share.places, batch.values.device).values
+        unit.restore_error(decoded[torch.argsort(share.joined(batch))])
+        return packets
 
     def _choose(
         self, unit: CompressionBucket, share: Sharding, packets: Packets, kept_back: Tensor
-    ) -> Tensor:
+    ) -> tuple[Tensor, Tensor]:
         """The packet of the largest sums in this owner's shard: its part of owner_k_factor k. The
-        rest becomes the new owner residual, which stays as it is at the places `kept_back`."""
-        first, device = unit.memories[0], unit.values.device
+        rest is the new residual of the owner, as before at the places `kept_back`."""
+        device = unit.values.device
         total = torch.zeros(share.places, dtype=unit.values.dtype, device=device)
         kernels.decode_sum(total, decode(packets, share.places, device))
-        before = self.owner_residual.get(first)
+        before = self.owned.get(unit.key)
         if before is not None:
             total += before
         total[kept_back] = 0
@@ -154,12 +140,11 @@ class ShardedExchange:
         nonzero = values != 0
         kept = PacketBatch(places[nonzero], values[nonzero], [int(nonzero.sum())])
         packet = encode(kept, share.places, self.value_dtype)
-        decoded = decode(packet, share.places, device)
-        total[kept.indices] = quantization_error(kept.values, decoded.values)
+        error = kept.values - decode(packet, share.places, device).values
+        total[kept.indices] = torch.where(error.isfinite(), error, 0).to(total.dtype)
         if before is not None:
             total[kept_back] = before[kept_back]
-        self._next[first] = total
-        return packet[0]
+        return packet[0], total
 
 
 def _places_of(
@@ -173,11 +158,3 @@ def _places_of(
             found.append(((whole >= offset) & (whole < offset + memory.count)).nonzero().flatten())
         offset += memory.count
     return torch.cat(found)
-
-
-def _error_to_owners(unit: CompressionBucket, share: Sharding, cut: Cut) -> Tensor:
-    """The quantization error of this rank's packets to owners, in the order of its values."""
-    batch, packets = cut
-    decoded = decode(packets, share.places, batch.values.device)
-    error = quantization_error(batch.values, decoded.values).to(unit.values.dtype)
-    return error[torch.argsort(share.joined(batch))]

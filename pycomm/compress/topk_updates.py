@@ -6,38 +6,23 @@ DGC (packet_codec.py).
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from pycomm import collectives
 from pycomm._arguments import list_of, whole
-from pycomm._training.arguments import flat_tensor
 from pycomm._training.shards import local_shard
-from pycomm.compress.group_shards import GroupShards, Received
-from pycomm.compress.hierarchical import (
-    CurrentHostGroups,
-    HostGroups,
-    average_copies,
-    holder,
-    hosts_of,
-    rank_factor,
-    saved_holder,
-    saved_hosts,
-    spans_hosts,
-)
+from pycomm.compress.hierarchical import CurrentHostGroups, HostGroups, spans_hosts
 from pycomm.compress.interrupts import defer_sigint
 from pycomm.compress.packet_codec import Packets
 from pycomm.compress.packet_exchange import PacketTransport, all_gather, to_owners
 from pycomm.compress.parameter_state import flat_view
+from pycomm.compress.residual import Residual, Whole
 from pycomm.compress.topk import TopK, sent_bytes
-from pycomm.compress.update_unit import UpdateUnit
+from pycomm.compress.update_unit import Received, UpdateUnit, places_of
 from pycomm.compress.updates import WORD, UpdateCompressor
-from pycomm.elastic.change import GroupChange
-from pycomm.errors import InvalidArgument
 from pycomm.group import Group
 
 MOST_GATHERED = 16  # ranks or hosts without owners, by default
@@ -50,11 +35,12 @@ class TopKUpdates(UpdateCompressor[list[list[Received]]]):
         InvalidArgument: the parameters are too few for the ratio.
     """
 
+    more: ClassVar = {**UpdateCompressor.more, "unused": list_of(whole)}
+
     def __init__(
         self, options: TopK, parameters: Sequence[Tensor], snapshot: Sequence[Tensor], group: Group
     ) -> None:
         super().__init__(options, parameters, snapshot, group)
-        self._options = options
         alike: dict[tuple[torch.dtype, torch.device], list[int]] = {}
         for place, parameter in enumerate(parameters):
             alike.setdefault((parameter.dtype, parameter.device), []).append(place)
@@ -64,12 +50,20 @@ class TopKUpdates(UpdateCompressor[list[list[Received]]]):
             )
             for places in alike.values()
         ]
-        self._current_hosts = CurrentHostGroups()
-        self._by_host: list[int] = []  # as CompressorState.by_host
+        found = [
+            row for unit in self._units for row in zip(unit.places, unit.residual, strict=True)
+        ]
+        self._residual = Residual(
+            "LocalSGD",
+            {"residual": {str(place): x for place, x in found}},
+            lambda _, counts, rank, size: places_of(counts, rank, size),
+            {unit.key: [str(place) for place in unit.places] for unit in self._units},
+        )
+        self._hosts = CurrentHostGroups()
         self._holders = self._pool.size  # ranks or hosts whose packets are summed
-        self._deltas: list[Tensor] = []  # updates of this rank that are not in the residual
-        # By place: copies of theta and the residual, and whether that is hidden.
-        self._aside: dict[int, tuple[Tensor, Tensor, bool]] = {}
+        # By place: theta before the exchange; and, if it hides the residual, this one.
+        self._before: dict[int, Tensor] = {}
+        self._hidden: dict[int, Whole] = {}
 
     @property
     def groups(self) -> int:
@@ -80,39 +74,23 @@ class TopKUpdates(UpdateCompressor[list[list[Received]]]):
         sent = sum(sent_bytes(self._options, unit.k, unit.counts) for unit in self._units)
         return 4 * sum(sum(unit.counts) for unit in self._units) / sent
 
-    @property
-    def residual(self) -> list[Tensor]:
-        found: list[tuple[int, Tensor]] = []
-        for unit in self._units:
-            found += zip(unit.places, unit.residual, strict=True)
-        return [x for _, x in sorted(found, key=lambda pair: pair[0])]
+    def _exchange(self, word: Tensor, lacking: Collection[int]) -> list[list[Received]]:
+        if self._uses_hosts():
+            hosts = self._average_in_hosts(word)
+            packets, sent = self._exchange_packets(hosts, self.unused)
+            self.sent_bytes = len(word) + (sent if hosts.leads else 0)
+        else:
+            with defer_sigint():
+                self._residual.to_ranks(self._pool.group)
+            word = word if lacking else word[:WORD]
+            packets, self.sent_bytes = self._exchange_packets(self._pool, lacking, word)
+        return [unit.read(each) for unit, each in zip(self._units, packets, strict=True)]
 
-    @contextlib.contextmanager
-    def exchange(self, step: int) -> Iterator[list[list[Received]]]:
-        for unit in self._units:
-            unit.forget()
-        lacking = self._lacking()
-        word = self._check_word(step, lacking)
-        try:
-            if self._uses_hosts():
-                hosts = self._average_in_hosts(word)
-                packets, sent = self._exchange(hosts, self.unused)
-                self.sent_bytes = len(word) + (sent if hosts.leads else 0)
-            else:
-                with defer_sigint():
-                    self._to_ranks()
-                word = word if lacking else word[:WORD]
-                packets, self.sent_bytes = self._exchange(self._pool, lacking, word)
-            yield [
-                unit.shards.read(each, unit.device)
-                for unit, each in zip(self._units, packets, strict=True)
-            ]
-        except BaseException as error:  # includes Ctrl-C: what was selected must be restored
-            self._current_hosts.abort(f"{type(error).__name__}: {error}")
-            self._roll_back()
-            raise
+    def _abort(self, reason: str) -> None:
+        self._hosts.abort(reason)
+        self._before = {}  # theta did not change
 
-    def _exchange(
+    def _exchange_packets(
         self, transport: PacketTransport, lacking: Collection[int], word: Tensor | None = None
     ) -> tuple[list[Packets], int]:
         """Collective. Selects and sends. For each unit the packets of all ranks, or those of the
@@ -121,10 +99,12 @@ class TopKUpdates(UpdateCompressor[list[list[Received]]]):
         self._holders = transport.size
         owners = transport.size if self._has_owners(transport.size) else 1
         with defer_sigint():
+            if owners == 1:
+                self._residual.fold(self._pool.group)
             for unit in self._units:
-                unit.lay_out(transport.rank if owners > 1 else 0, owners)
+                unit.have_owners(transport.rank if owners > 1 else 0, owners)
             self._set_aside(lacking)
-            mine = [unit.select() for unit in self._units]
+            mine = [unit.select(self._transaction) for unit in self._units]
         if word is not None:
             mine.append([word] * owners)
         if owners == 1:
@@ -138,7 +118,8 @@ class TopKUpdates(UpdateCompressor[list[list[Received]]]):
         if owners == 1:
             return packets, sent
         chosen = [
-            unit.choose(each, self.unused) for unit, each in zip(self._units, packets, strict=True)
+            unit.choose(each, self._residual.owned, self.unused, self._transaction)
+            for unit, each in zip(self._units, packets, strict=True)
         ]
         packets, sent_to_all = all_gather(chosen, transport)
         return packets, sent + sent_to_all
@@ -146,7 +127,7 @@ class TopKUpdates(UpdateCompressor[list[list[Received]]]):
     def _has_owners(self, holders: int) -> bool:
         if self._options.exchange == "auto":
             return holders > MOST_GATHERED
-        return self._options.exchange == "sharded"
+        return bool(self._options.exchange == "sharded")
 
     def _uses_hosts(self) -> bool:
         return self._options.exchange == "auto" and spans_hosts(self._pool.group)
@@ -161,13 +142,7 @@ class TopKUpdates(UpdateCompressor[list[list[Received]]]):
         words = word.new_empty((self._pool.size, len(word)))
         self._pool.all_gather(word, words).wait()
         self._compare(list(words))
-        hosts, failed = self._current_hosts.get(self._pool.group)
-        if not self._by_host:
-            self._fold()
-            average_copies(hosts, self.residual, hosts.share)
-            self._by_host = hosts.of_rank
-        elif failed:
-            average_copies(hosts, self.residual)
+        hosts = self._residual.at_hosts(self._hosts, self._pool.group)
         means = [delta.clone() for delta in self._deltas]
         for work in [hosts.average(mean) for mean in means]:
             work.wait()
@@ -176,24 +151,6 @@ class TopKUpdates(UpdateCompressor[list[list[Received]]]):
                 residual.add_(mean, alpha=hosts.share)
             self._deltas = []
         return hosts
-
-    def _fold(self) -> None:
-        """Moves what this rank has as an owner into its residual; not collective."""
-        for unit in self._units:
-            unit.lay_out(0, 1)
-
-    def _to_ranks(self) -> None:
-        """Converts the residual from one for each host, if necessary; not collective."""
-        if self._by_host:
-            self._fold()
-        for residual in self.residual if self._by_host else ():
-            residual.mul_(rank_factor(self._by_host, self._pool.rank))
-        self._by_host = []
-
-    def resume(self, change: GroupChange) -> float:
-        self._fold()
-        self._to_ranks()
-        return super().resume(change)
 
     def described_exchange(self) -> dict[str, Any]:
         return {
@@ -206,37 +163,17 @@ class TopKUpdates(UpdateCompressor[list[list[Received]]]):
             return "hierarchical"
         return "sharded" if self._has_owners(self._pool.size) else "gather"
 
-    def _roll_back(self) -> None:
-        # Each copy of a host's residual gets its rank's update, so their mean gets the mean update.
-        share = 1 / rank_factor(self._by_host, self._pool.rank)
-        for residual, delta in zip(self.residual, self._deltas, strict=False):
-            residual.add_(delta, alpha=share)
-        self._deltas = []
-        for unit in self._units:
-            unit.roll_back()
-        self._put_back(())
-
     def _set_aside(self, lacking: Collection[int]) -> None:
-        """Copies what these parameters have. Nothing of those that were unused in the last exchange
+        """Saves what these parameters have. Nothing of those that were unused in the last exchange
         is selected, so that others are."""
         residual = self.residual
         for place in lacking:
-            theta, kept = self._theta[place].clone(), residual[place].clone()
-            self._aside[place] = theta, kept, place in self.unused
+            self._before[place] = self._theta[place].clone()
+            change = Whole(str(place), [residual[place]])
+            self._transaction.record(change)
             if place in self.unused:
+                self._hidden[place] = change
                 residual[place].zero_()
-
-    def _put_back(self, unused: Collection[int]) -> None:
-        """Ends _set_aside: the `unused` parameters are as they were."""
-        residual, aside = self.residual, self._aside
-        self._aside = {}
-        for place, (theta, kept, hidden) in aside.items():
-            if place in unused:
-                self._theta[place].copy_(theta)
-                local_shard(self._parameters[place].detach()).copy_(theta)
-                residual[place].copy_(kept)
-            elif hidden:
-                residual[place].add_(kept)
 
     def commit(self, received: Sequence[Sequence[Received]]) -> None:
         factors = self._factors()
@@ -255,92 +192,22 @@ class TopKUpdates(UpdateCompressor[list[list[Received]]]):
         return found
 
     def _finish(self) -> None:
+        for place, theta in self._before.items():
+            if place in self.unused:
+                self._theta[place].copy_(theta)
+                local_shard(self._parameters[place].detach()).copy_(theta)
+        residual = self.residual
+        for place in self._hidden.keys() - self.unused:
+            residual[place].add_(self._hidden[place].saved[0])
         super()._finish()
-        for unit in self._units:
-            unit.finish()
-        self._put_back(self.unused)
 
-    def commit_missed(self) -> None:
-        for unit in self._units:
-            unit.commit_missed()
-        self._finish()
-
-    more: ClassVar = {"owner_residual": list_of(flat_tensor), "unused": list_of(whole)}
+    def _forget(self) -> None:
+        super()._forget()
+        self._before, self._hidden = {}, {}
 
     def save(self) -> dict[str, Any]:
-        return {
-            "residual": [x.clone() for x in self.residual],
-            "owner_residual": [unit.owner_residual() for unit in self._sharded],
-            "hosts": list(self._by_host),
-            "unused": sorted(self.unused),
-        }
-
-    @property
-    def _sharded(self) -> list[UpdateUnit]:
-        """The units, if the last exchange had owners."""
-        return [unit for unit in self._units if unit.shards.size > 1]
-
-    def gather(self, dst: int) -> list[dict[str, Any]] | None:
-        group = self._pool.group
-        ranks: list[dict[str, Any]] = [
-            {"residual": [], "owner_residual": []} for _ in range(group.size)
-        ]
-        for residual in self.residual:
-            rows = collectives.gather(residual, dst, group=group)
-            for rank, row in enumerate(() if rows is None else rows):
-                ranks[rank]["residual"].append(row.clone())
-        for unit in self._sharded:
-            rows = collectives.gather(unit.owner_residual(pad=True), dst, group=group)
-            for rank, row in enumerate(() if rows is None else rows):
-                owner, _ = holder(self._by_host, rank, group.size)
-                owned = row[: unit.shards.owner_counts[owner]].clone()
-                ranks[rank]["owner_residual"].append(owned)
-        return ranks if group.rank == dst else None
+        return {**super().save(), "unused": sorted(self.unused)}
 
     def load(self, sources: Sequence[Mapping[str, Any]]) -> None:
-        self._check_sources(sources)
-        owners = [self._saved_shards(source) for source in sources]
-        hosts = saved_hosts(sources[0])
-        kept = len(sources) == 1 and hosts in ([], hosts_of(self._pool.group))
-        factors = [1.0 if kept else rank_factor(saved_hosts(one), one["rank"]) for one in sources]
-        columns = [
-            [
-                saved.to(mine.device, torch.float64, copy=True)
-                for saved, mine in zip(source["residual"], self.residual, strict=True)
-            ]
-            for source in sources
-        ]
-        for unit, *each in zip(self._units, *owners, strict=True):
-            for column, shards in zip(columns, each, strict=True):
-                if not kept:
-                    shards.fold([column[place] for place in unit.places])
-            unit.shards = each[0] if kept else unit.shards_of(0, 1)
-        for mine, *rows in zip(self.residual, *columns, strict=True):
-            scaled = [x * factor for x, factor in zip(rows, factors, strict=True)]
-            mine.copy_(torch.stack(scaled).mean(0))
-        self._by_host = list(hosts) if kept else []
-        self.decay = list(sources[0]["decay"])
+        super().load(sources)
         self.unused = set(sources[0].get("unused", ()))
-        for unit in self._units:
-            unit.forget()
-
-    def _saved_shards(self, source: Mapping[str, Any]) -> list[GroupShards]:
-        """The shards of each unit in the state of a rank.
-
-        Raises:
-            InvalidArgument: the state is of another model.
-        """
-        owned = source.get("owner_residual", [])  # older states lack it
-        if not owned:
-            return [unit.shards_of(0, 1) for unit in self._units]
-        where = saved_holder(source)
-        found = [
-            unit.shards_of(*where, mine) for unit, mine in zip(self._units, owned, strict=False)
-        ]
-        wanted = [shards.owner_counts[shards.rank] for shards in found]
-        if len(owned) != len(self._units) or wanted != [x.numel() for x in owned]:
-            raise InvalidArgument(
-                f"LocalSGD: invalid state: got an owner_residual of {[x.numel() for x in owned]} "
-                f"elements, expected {wanted}"
-            )
-        return found

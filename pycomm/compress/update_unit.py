@@ -1,20 +1,85 @@
-"""Parameters whose largest groups of updates TopK selects together, and what their exchange needs
-to be rolled back."""
+"""Parameters whose largest groups of updates TopK selects together, with or without owners:
+
+    select      the k largest groups among all parameters
+    all-to-all  each owner gets one packet of the selected groups in its shard
+    sum         the owner adds the packets in rank order to its residual and selects the largest
+    all-gather  the owners' packets; the rest and the rounding error stay in the owner's residual
+
+A rank receives about (1 + owner_k_factor) k groups, independent of the number of ranks. Without
+owners the packets of all ranks are gathered.
+"""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection, Sequence
+from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from pycomm import kernels
-from pycomm.compress.group_shards import GroupShards, Received
 from pycomm.compress.packet_codec import Packets
+from pycomm.compress.packet_exchange import rotation
 from pycomm.compress.parameter_state import flat_view
+from pycomm.compress.residual import Elements, Entry, Transaction
 from pycomm.compress.topk import TopK
 from pycomm.compress.updates import commit_rounded
-from pycomm.kernels import UpdatePacket
+from pycomm.kernels import GroupBatch, PacketBatch, UpdatePacket
+from pycomm.kernels.groups import group_count
+from pycomm.kernels.inputs import MOST_GROUP
+
+Batch = GroupBatch | PacketBatch
+Received = tuple[int, Batch]  # packets for the shard of this owner
+
+# Elements; a piece is an array of a kernel call, and has whole groups of any size.
+LEAST_PIECE, MOST_PIECE = MOST_GROUP, 1 << 16
+ROWS = 8  # pieces of a shard, if the model is large enough: large groups are neighbours
+
+
+class Piece(NamedTuple):
+    """Contiguous elements of a parameter, by its position."""
+
+    place: int
+    begin: int
+    end: int
+
+    @property
+    def elements(self) -> int:
+        return self.end - self.begin
+
+
+def shards_of(counts: Sequence[int], size: int) -> list[list[Piece]]:
+    """The pieces of each owner's shard, ascending. Those of a row have one owner each, rotated by a
+    hash of the row, so that no stride always has the same owner. A piece has whole groups, as the
+    parameter has them; an owner can have none.
+
+    Args:
+        counts: elements of each parameter.
+        size: number of owners; one: it owns whole parameters.
+    """
+    if size == 1:
+        return [[Piece(place, 0, count) for place, count in enumerate(counts)]]
+    share = sum(counts) // (size * ROWS)
+    step = max(LEAST_PIECE, min(MOST_PIECE, share) // LEAST_PIECE * LEAST_PIECE)
+    cut = [
+        Piece(place, begin, min(begin + step, count))
+        for place, count in enumerate(counts)
+        for begin in range(0, count, step)
+    ]
+    shards: list[list[Piece]] = [[] for _ in range(size)]
+    for number, piece in enumerate(cut):
+        shards[(number + rotation(number // size, size)) % size].append(piece)
+    return shards
+
+
+def places_of(counts: Sequence[int], rank: int, size: int) -> Tensor:
+    """The coordinates that an owner has of these parameters, which are concatenated."""
+    begins = np.cumsum([0, *counts])
+    shard = shards_of(counts, size)[rank]
+    parts = [torch.arange(begin, end) + int(begins[place]) for place, begin, end in shard]
+    return torch.cat([torch.empty(0, dtype=torch.int64), *parts])
 
 
 class UpdateUnit:
@@ -26,13 +91,14 @@ class UpdateUnit:
         parameters, snapshot: the parameters, and the shared ones.
 
     Attributes:
+        key: of the owner's part of the residual.
         places: as given.
         theta: flat views of the shared parameters.
         residual: float32, as theta.
         counts: elements of each parameter.
         device: of the parameters.
         k: number of groups that a rank sends.
-        shards: those of the owners of groups, or one without owners.
+        rank, size: of this rank among the owners; a size of 1 means that there are none.
 
     Raises:
         InvalidArgument: the parameters are too few for the ratio.
@@ -46,6 +112,7 @@ class UpdateUnit:
         snapshot: Sequence[Tensor],
     ) -> None:
         self._options = options
+        self.key = f"with {places[0]}"
         self.places = list(places)
         self._own = list(parameters)
         self.theta = [flat_view(x) for x in snapshot]
@@ -56,52 +123,94 @@ class UpdateUnit:
         self._workspace = kernels.update_workspace(
             self.theta, self.k, group=options.group, value_dtype=options.value_dtype
         )
-        self.shards = self.shards_of(0, 1)
-        # By shard: what this rank sent in the current exchange, or in the last one if that failed;
-        # and then the values of these groups after they were sent.
-        self._sent: list[UpdatePacket] = []
-        self._rests: list[Tensor] = []
+        self.have_owners(0, 1)
+
+    def have_owners(self, rank: int, size: int) -> None:
+        """Has `size` owners from now on, or none if that is 1."""
+        self.rank, self.size = rank, size
+        self._shards = _shards(tuple(self.counts), size)
+        self._counts = [[piece.elements for piece in shard] for shard in self._shards]
 
     @property
     def _parameters(self) -> list[Tensor]:
         """Flat views of the parameters, whose memory the program may have replaced."""
         return [flat_view(x) for x in self._own]
 
-    def shards_of(self, rank: int, size: int, residual: Tensor | None = None) -> GroupShards:
-        """The shards of `size` owners; `residual` as an owner is copied."""
-        if residual is not None:
-            residual = residual.to(self.device, torch.float32, copy=True)
-        return GroupShards(self.counts, rank, size, self._options, residual)
+    def _views(self, tensors: Sequence[Tensor], owner: int | None = None) -> list[Tensor]:
+        """The pieces of flat tensors, by owner; or those of one owner."""
+        shards = self._shards if owner is None else [self._shards[owner]]
+        return [tensors[place][begin:end] for shard in shards for place, begin, end in shard]
 
-    def lay_out(self, rank: int, size: int) -> None:
-        """Has `size` owners from now on, or none if that is 1; not collective. The residual takes
-        in what this rank has as another owner."""
-        if (self.shards.rank, self.shards.size) != (rank, size):
-            self.shards.fold(self.residual)
-            self.shards = self.shards_of(rank, size)
-
-    def select(self) -> list[Tensor]:
+    def select(self, transaction: Transaction) -> list[Tensor]:
         """Adds the update to the residual and takes the packets for the owners from it, as bytes in
-        host memory. The parameters are the shared ones then."""
+        host memory; together they have k groups. The parameters are the shared ones then."""
         tensors = self.theta, self._parameters, self.residual
-        self.shards.select(tensors, self.k, self._workspace, self._sent)
-        return [one.packet.cpu() for one in self._sent]
+        if self.size == 1:
+            return [self._taken(tensors, self.k, transaction, self._workspace)]
+        self._step(tensors, 0, self._workspace)
+        indices, _ = kernels.topk_groups(self._views(self.residual), self.k, self._options.group)
+        groups = [self._group_count(owner) for owner in range(self.size)]
+        ends = np.searchsorted(indices.cpu().numpy(), np.cumsum([0, *groups]))
+        return [
+            self._taken([self._views(x, owner) for x in tensors], own_k, transaction)
+            for owner, own_k in enumerate(np.diff(ends).tolist())
+        ]
 
-    def choose(self, packets: Packets, unused: Collection[int]) -> Tensor:
-        """As an owner, the packet of the largest sums, without those of `unused` places."""
-        kept = [place for place, i in enumerate(self.places) if i in unused]
-        return self.shards.choose(packets, self.k, self.device, kept)
+    def choose(
+        self,
+        packets: Packets,
+        owned: dict[str, Tensor],
+        unused: Collection[int],
+        transaction: Transaction,
+    ) -> Tensor:
+        """As an owner, the packet of the largest sums: its part of owner_k_factor k.
 
-    def roll_back(self) -> None:
-        """Puts the selected values back into the residual, once."""
-        if not self._rests:
-            self._rests = [self._rest(*one) for one in enumerate(self._sent)]
-            self._restore([packet.values for packet in self._sent])
+        Args:
+            packets: of all ranks for this owner.
+            owned: what this rank has as an owner, by key; changed.
+            unused: places of which nothing is sent; `owned` has them as before.
+            transaction: records the change.
+        """
+        counts = self._counts[self.rank]
+        before, total = owned.get(self.key), torch.zeros(sum(counts), device=self.device)
+        rest = torch.zeros_like(total) if before is None else before.clone()
+        if not counts:
+            transaction.record(Entry(owned, self.key, rest))
+            return torch.empty(0, dtype=torch.uint8)
+        sums, scratch, rests = (
+            list(torch.split(x, counts)) for x in (total, torch.zeros_like(total), rest)
+        )
+        kernels.decode_sum(sums, self._read(self.rank, packets))
+        parts = [
+            (own, own_rest, own_rest.clone())
+            for own, own_rest, piece in zip(sums, rests, self._shards[self.rank], strict=True)
+            if self.places[piece.place] in unused
+        ]
+        for own, own_rest, _ in parts:
+            own.zero_()
+            own_rest.zero_()
+        self._step((sums, scratch, rests), 0)
+        factor, group = self._options.owner_k_factor, self._options.group
+        most = min(-(-factor * self.k // self.size), self._group_count(self.rank))
+        _, squares = kernels.topk_groups(rests, most, group)
+        chosen = self._step((sums, scratch, rests), int((squares != 0).sum()))
+        for _, own_rest, old in parts:
+            own_rest.copy_(old)
+        transaction.record(Entry(owned, self.key, rest))
+        packet: Tensor = chosen.packet.cpu()
+        return packet
 
-    def commit_missed(self) -> None:
-        """Takes them out again: another rank received them."""
-        if self._rests:
-            self._restore(self._rests)
+    def read(self, packets: Packets) -> list[Received]:
+        """The packets of the owners, or of all ranks without owners, as owner 0."""
+        if self.size == 1:
+            return [(0, self._read(0, packets))]
+        message, sizes = packets
+        each = zip(torch.split(message, list(sizes)), sizes, strict=True)
+        return [
+            (owner, self._read(owner, (part, [nbytes])))
+            for owner, (part, nbytes) in enumerate(each)
+            if self._counts[owner]  # else there are fewer groups than owners
+        ]
 
     def commit(self, received: Sequence[Received], factors: Sequence[float], holders: int) -> None:
         """theta * factor - the received sum / holders, in theta and the parameters."""
@@ -112,7 +221,7 @@ class UpdateUnit:
                     y.copy_(x)
             for tensors in (self.theta, self._parameters):
                 for owner, batch in received:
-                    there = self.shards.views(tensors, owner)
+                    there = self._views(tensors, owner)
                     kernels.decode_update(there, batch, 1.0, 1.0 / holders)
         else:
             means = [torch.empty_like(residual) for residual in self.residual]
@@ -124,38 +233,50 @@ class UpdateUnit:
     def decode(self, means: Sequence[Tensor], received: Sequence[Received], holders: int) -> None:
         """Writes the received sum / holders into flat tensors."""
         for owner, batch in received:
-            kernels.decode_sum(self.shards.views(means, owner), batch, 1.0 / holders)
+            kernels.decode_sum(self._views(means, owner), batch, 1.0 / holders)
 
-    def finish(self) -> None:
-        """Ends a committed exchange."""
-        self.shards.commit()
-        self.forget()
-        if not self._options.error_feedback:
-            self.shards.residual = None
-            for residual in self.residual:
-                residual.zero_()
+    def _read(self, owner: int, packets: Packets) -> Batch:
+        message, sizes = packets
+        there, counts = message.to(self.device), self._counts[owner]
+        return kernels.read_groups(there, sizes, counts, group=self._options.group)
 
-    def forget(self) -> None:
-        """Ends the last exchange, which cannot be rolled back any more."""
-        self._sent, self._rests = [], []
+    def _group_count(self, owner: int) -> int:
+        return group_count(self._counts[owner], self._options.group)
 
-    def owner_residual(self, pad: bool = False) -> Tensor:
-        """A copy of the residual as an owner; padded to that of the largest shard."""
-        counts = self.shards.owner_counts
-        mine, count = self.shards.residual, counts[self.shards.rank]
-        found = torch.zeros(max(counts) if pad else count, device=self.device)
-        if mine is not None:
-            found[:count] = mine
-        return found
+    def _taken(
+        self,
+        tensors: Sequence[Sequence[Tensor]],
+        k: int,
+        transaction: Transaction,
+        workspace: kernels.UpdateWorkspace | None = None,
+    ) -> Tensor:
+        """The packet of the k largest groups, which the residual has no more."""
+        if not tensors[0]:
+            return torch.empty(0, dtype=torch.uint8)
+        taken = self._step(tensors, k, workspace)
+        change = Elements([tensors[2]], taken.indices, [taken.values], self._options.group)
+        transaction.record(change)
+        packet: Tensor = taken.packet.cpu()
+        return packet
 
-    def _rest(self, owner: int, packet: UpdatePacket) -> Tensor:
-        """The residual in the selected groups, which is the rounding error after a step."""
-        error = packet.values - self.shards.values_of(owner, packet.packet)
-        return torch.where(error.isfinite(), error, 0)
+    def _step(
+        self,
+        tensors: Sequence[Sequence[Tensor]],
+        k: int,
+        workspace: kernels.UpdateWorkspace | None = None,
+    ) -> UpdatePacket:
+        theta, parameters, residual = map(list, tensors)
+        return kernels.update_step(
+            theta,
+            parameters,
+            residual,
+            k,
+            group=self._options.group,
+            value_dtype=self._options.value_dtype,
+            workspace=workspace,
+        )
 
-    def _restore(self, values: Sequence[Tensor]) -> None:
-        """Writes the values of the groups that this rank sent into the residual."""
-        for owner, (packet, mine) in enumerate(zip(self._sent, values, strict=True)):
-            if len(mine):
-                there = self.shards.views(self.residual, owner)
-                kernels.update_rollback(there, packet.indices, mine, group=self._options.group)
+
+@functools.lru_cache(64)
+def _shards(counts: tuple[int, ...], size: int) -> list[list[Piece]]:
+    return shards_of(counts, size)

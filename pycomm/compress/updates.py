@@ -9,8 +9,8 @@ from __future__ import annotations
 import struct
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, ClassVar, Generic, TypeVar
 
 import numpy as np
@@ -22,7 +22,9 @@ from pycomm._core_api import arrays
 from pycomm._training.arguments import flat_tensor
 from pycomm._training.communicators import CommunicatorPool
 from pycomm._training.shards import local_shard
+from pycomm.compress.hierarchical import rank_factor
 from pycomm.compress.parameter_state import is_dense
+from pycomm.compress.residual import OWNED, Residual, Transaction
 from pycomm.elastic.change import GroupChange
 from pycomm.errors import InvalidArgument, Mismatch, Unsupported
 from pycomm.group import Group
@@ -61,23 +63,26 @@ class UpdateCompressor(ABC, Generic[Received]):
         "decay": list_of(number),
         "residual": list_of(flat_tensor),
     }
-    more: ClassVar[dict[str, Check]] = {}
+    more: ClassVar[dict[str, Check]] = {OWNED: list_of(flat_tensor)}
+
+    _residual: Residual  # names are places
 
     def __init__(
         self, options: Any, parameters: Sequence[Tensor], snapshot: Sequence[Tensor], group: Group
     ) -> None:
-        self._name = type(options).__name__
-        _check([local_shard(one) for one in parameters], self._name)
+        self._options = options
+        _check([local_shard(one) for one in parameters], type(options).__name__)
         self._pool = CommunicatorPool(group, 1)
         self._parameters = list(parameters)
         self._theta = list(snapshot)
-        self._described = repr(options).encode()
         self.sent_bytes = 0
         self.decay = [1.0] * len(self._parameters)
         self.settings: list[float] = []
         self.skipped = False
         self.used = [False] * len(self._parameters)
         self.unused: set[int] = set()
+        self._transaction = Transaction()  # of the current exchange, or of the last, if that failed
+        self._deltas: list[Tensor] = []  # by place, updates of it that are not in the residual
 
     @property
     @abstractmethod
@@ -90,16 +95,17 @@ class UpdateCompressor(ABC, Generic[Received]):
         """Groups of neighbours that a rank sends in a step; 0 if all values are sent."""
 
     @property
-    @abstractmethod
     def residual(self) -> list[Tensor]:
         """The residual of each parameter, flat, in the order of its memory."""
+        found = self._residual.last
+        return [found[name] for name in names_of(self._theta)]
 
     @abstractmethod
     def described_exchange(self) -> dict[str, Any]:
         """What stats() reports of the exchange."""
 
-    @abstractmethod
-    def exchange(self, step: int) -> AbstractContextManager[Received]:
+    @contextmanager
+    def exchange(self, step: int) -> Iterator[Received]:
         """Collective. The updates of all ranks; the parameters are those of the snapshot again.
 
         If the exchange or the block fails, this rank has sent nothing: its updates are in the
@@ -112,6 +118,28 @@ class UpdateCompressor(ABC, Generic[Received]):
         Raises:
             Mismatch: on all ranks, if ranks differ in their step, decay or options.
         """
+        self._forget()
+        lacking = self._lacking()
+        try:
+            yield self._exchange(self._check_word(step, lacking), lacking)
+        except BaseException as error:  # includes Ctrl-C: the updates must be restored
+            self._abort(f"{type(error).__name__}: {error}")
+            self._transaction.undo()
+            # Each copy of a host's residual gets its rank's update, so their mean the mean update.
+            share = 1 / rank_factor(self._residual.by_host, self._pool.rank)
+            for residual, delta in zip(self.residual, self._deltas, strict=False):
+                residual.add_(delta, alpha=share)
+            self._deltas = []
+            raise
+
+    @abstractmethod
+    def _exchange(self, word: Tensor, lacking: Collection[int]) -> Received:
+        """Exchanges the updates; compares `word`, the check word of this rank. `lacking`:
+        parameters that may turn out to be unused."""
+
+    @abstractmethod
+    def _abort(self, reason: str) -> None:
+        """Ends what a failed exchange has started."""
 
     @abstractmethod
     def commit(self, received: Received) -> None:
@@ -124,9 +152,10 @@ class UpdateCompressor(ABC, Generic[Received]):
         """The mean of the received updates of each parameter or shard, dense, of its shape and
         dtype. The shared parameters are multiplied by `decay`."""
 
-    @abstractmethod
     def commit_missed(self) -> None:
         """Marks as sent what this rank rolled back and another rank received."""
+        self._transaction.redo()
+        self._finish()
 
     def commit_outer(self) -> None:
         """Ends an exchange after which an outer optimizer changed the parameters."""
@@ -136,24 +165,35 @@ class UpdateCompressor(ABC, Generic[Received]):
 
     def _finish(self) -> None:
         """Ends a committed exchange."""
+        self._transaction.commit({str(place) for place in self.unused})
+        self._forget()
         self.decay = [1.0] * len(self.decay)
         self.used = [False] * len(self.used)
+        if not self._options.error_feedback:
+            for x in (*self._residual.tensors, *self._residual.owned.values()):
+                x.zero_()
+
+    def _forget(self) -> None:
+        """Ends the last exchange, which cannot be rolled back any more."""
+        self._transaction, self._deltas = Transaction(), []
 
     def resume(self, change: GroupChange) -> float:
         """Collective. Exchanges among the ranks of the new group from now on; new ranks have no
         residual. Returns ShrinkResult.lost_residual_norm."""
+        self._residual.fold(change.before)
+        self._residual.to_ranks(change.before)
         self._pool = CommunicatorPool(change.group, 1)
-        return change.lost_norm(sum(float(x.double().square().sum()) for x in self.residual))
+        return change.lost_norm(self._residual.squares())
 
-    @abstractmethod
     def save(self) -> dict[str, Any]:
         """The residuals of this rank, as copies, and what else resumes an exchange."""
+        return self._as_lists(self._residual.save())
 
-    @abstractmethod
     def gather(self, dst: int) -> list[dict[str, Any]] | None:
         """Collective. The residuals of each rank as in save(), on `dst`; None elsewhere."""
+        found = self._residual.gather(self._pool.group, dst)
+        return None if found is None else [self._as_lists(one) for one in found]
 
-    @abstractmethod
     def load(self, sources: Sequence[Mapping[str, Any]]) -> None:
         """Replaces the residuals and the decay, and forgets a failed exchange.
 
@@ -164,6 +204,33 @@ class UpdateCompressor(ABC, Generic[Received]):
         Raises:
             InvalidArgument: the state is of another model; nothing changes.
         """
+        self._check_sources(sources)
+        self._residual.load([self._by_name(source) for source in sources], self._pool.group)
+        self.decay = list(sources[0]["decay"])
+        self._forget()
+
+    def _as_lists(self, found: Mapping[str, Any]) -> dict[str, Any]:
+        """A state of the residual in the order of the parameters and owners."""
+        owned, names = found[OWNED], names_of(self._theta)
+        keys = list(self._residual.parts()) or names
+        empty = torch.empty(0, device=self._theta[0].device)
+        return {
+            "residual": [found["residual"][name] for name in names],
+            OWNED: [owned.get(key, empty) for key in keys] if owned else [],
+            "hosts": found["hosts"],
+        }
+
+    def _by_name(self, source: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The reverse of _as_lists; older states have no owners."""
+        owned, names = source.get(OWNED, []), names_of(self._theta)
+        keys = list(self._residual.parts()) or names
+        if len(owned) not in (0, len(keys)):
+            raise InvalidArgument(
+                f"LocalSGD: invalid state: got an owner_residual of {len(owned)} tensors, expected "
+                f"{len(keys)}"
+            )
+        residual = dict(zip(names, source["residual"], strict=True))
+        return {**source, "residual": residual, OWNED: dict(zip(keys, owned, strict=False))}
 
     def _lacking(self) -> set[int]:
         """Places of the parameters that this rank did not use, nor changed."""
@@ -178,7 +245,7 @@ class UpdateCompressor(ABC, Generic[Received]):
         lacks."""
         numbers = [*self.decay, *self.settings]
         values = struct.pack(f"q{len(numbers)}d", step, *numbers)
-        word = struct.pack("I", zlib.crc32(values + self._described))
+        word = struct.pack("I", zlib.crc32(values + repr(self._options).encode()))
         bits = np.packbits([place in lacking for place in range(len(self._theta))])
         return torch.frombuffer(bytearray(word + bits.tobytes()), dtype=torch.uint8)
 
@@ -188,8 +255,8 @@ class UpdateCompressor(ABC, Generic[Received]):
         if len({word[:WORD].numpy().tobytes() for word in words}) > 1:
             raise Mismatch(
                 "LocalSGD: ranks differ in the step, the learning rate or weight decay of a "
-                f"parameter group, or in {self._name}: load one rank's step and schedule on all "
-                "ranks"
+                f"parameter group, or in {type(self._options).__name__}: load one rank's step and "
+                "schedule on all ranks"
             )
         lacked = [set(np.unpackbits(word[WORD:].numpy()).nonzero()[0].tolist()) for word in words]
         self.unused = set.intersection(*lacked)
@@ -216,6 +283,11 @@ class UpdateCompressor(ABC, Generic[Received]):
     def _decay_shared(self) -> None:
         for theta, factor in zip(self._theta, self._factors(), strict=True):
             theta.mul_(factor)
+
+
+def names_of(parameters: Sequence[Tensor]) -> list[str]:
+    """The names that the residual has for parameters: their places."""
+    return [str(place) for place in range(len(parameters))]
 
 
 def commit_rounded(

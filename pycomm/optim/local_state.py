@@ -22,7 +22,7 @@ from pycomm._arguments import Check, check_fields, flag, integer, list_of, mappi
 from pycomm._core_api import arrays
 from pycomm._training import coalesced
 from pycomm._training.shards import local_shard
-from pycomm.compress.state import VERSION, sources_of
+from pycomm.compress.residual import VERSION, sources_of
 from pycomm.compress.updates import UpdateCompressor
 from pycomm.elastic.change import Membership, ShrinkResult
 from pycomm.elastic.state import check_replicated, load_copy

@@ -165,7 +165,7 @@ def test_one_set_of_packets_crosses_between_hosts(kind: str) -> None:
         owner = (
             exchange_of(training.state)._exchanges._hosts
             if kind == "gradients"
-            else training.state._compressor._current_hosts
+            else training.state._compressor._hosts
             if kind.startswith("topk")
             else training.state._compressor._exchanges._hosts
         )

@@ -1,10 +1,13 @@
-"""What every compression promises, whatever exchanges it: no gradient is lost, a parameter that no
-rank used stays as it is, all ranks skip alike, a state resumes bit for bit, and misuse raises.
+"""What every compression promises, whatever exchanges it: no gradient is lost, also if an exchange
+fails, a parameter that no rank used stays as it is, all ranks skip alike, a state resumes bit for
+bit, and misuse raises.
 
 Ranks are threads; hooks of torch's DDP run in processes. Misuse: test_compression_misuse.py.
 """
 
 import copy
+import threading
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +20,7 @@ from contract import (
     HOSTS,
     LOCAL,
     PLAIN,
+    QUANTIZE,
     Trained,
     compression_of,
     trained,
@@ -30,6 +34,7 @@ from torch_ranks import Run, run_fixture  # noqa: F401 - a fixture
 
 import pycomm
 from pycomm._training.coalesced import bcast_value
+from pycomm._training.communicators import CommunicatorPool
 from pycomm.testing import run_ranks
 
 COUNT = 192
@@ -158,6 +163,77 @@ def test_dense_momentum_of_an_unused_branch_is_that_of_torch(options: dict[str, 
         optimizer.step()
     for got, want in zip(run_ranks(2, program)[0], [alone.a, alone.b], strict=True):
         close(got, want.detach())
+
+
+class Broken(Exception):
+    """The error of a transfer."""
+
+
+class Late:
+    """A transfer that completes, and then fails on this rank."""
+
+    def __init__(self, work: Any) -> None:
+        self._work = work
+
+    def wait(self) -> None:
+        self._work.wait()
+        raise Broken
+
+
+@pytest.fixture
+def breaking(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    """Counts the transfers of each thread, and fails with its number "fail " + thread: at its
+    start, or with "late " + thread at its end."""
+    counts: dict[str, int] = defaultdict(int)
+
+    def breaks(real: Any) -> Any:
+        def call(*given: Any) -> Any:
+            me = threading.current_thread().name
+            counts[me] += 1
+            if counts[me] == counts.get("fail " + me):
+                raise Broken
+            work = real(*given)
+            return Late(work) if counts[me] == counts.get("late " + me) else work
+
+        return call
+
+    for verb in ("all_reduce", "all_gather", "all_gather_v", "all_to_all", "all_to_all_v"):
+        monkeypatch.setattr(CommunicatorPool, verb, breaks(getattr(CommunicatorPool, verb)))
+    return counts
+
+
+@pytest.mark.parametrize("last", [True, False])
+@every
+def test_a_failed_exchange_loses_nothing(form: str, last: bool, breaking: dict[str, int]) -> None:
+    """At its start or after its last transfer, on all ranks, and then in the step after. Parameters
+    stay, and the gradient is in the residual; dense and quantized gradients are dropped."""
+    failed = 6, 7
+
+    def program(group: pycomm.Group) -> Any:
+        made, me, calls = trained(form, Branches()), threading.current_thread().name, 0
+        for step in range(11):
+            x, before = data(group.rank, step), made.module.a.detach().clone()
+            begin = breaking[me]
+            if step not in failed:
+                made.step(lambda model, x=x: model(x, True))
+                calls = breaking[me] - begin or calls
+                continue
+            at = "late " + me if last else "fail " + me
+            breaking[at] = begin + (calls if last else 1)
+            with pytest.raises(Broken):
+                made.step(lambda model, x=x: model(x, True))
+            del breaking[at]
+            assert torch.equal(before, made.module.a) or form == "topk every 2"
+            assert form not in LOCAL or all(made.holder.state_dict()["used"])
+        return made.module.a.detach(), made.module.b.detach(), made.holder.gather_state(0)
+
+    found = run_ranks(2, program)
+    residuals = unsent(form, Branches, found[0][2])
+    dropped = failed if form in (*QUANTIZE, "dgc small", "dgc dense") else ()
+    taken = [(r, s) for r in range(2) for s in range(11) if s not in dropped]
+    close(residuals[0] - found[0][0], sum(data(*one) for one in taken) / 2)
+    close(residuals[1] - found[0][1], sum(data(*one).flip(0) for one in taken) / 2)
+    assert torch.equal(found[0][0], found[1][0])
 
 
 SCALERS: dict[str, Callable[[], Any]] = {

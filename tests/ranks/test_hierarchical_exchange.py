@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 import torch
 from core_groups import leave
-from dgc_training import compressed, memory_of, same_memory, sgd
+from dgc_training import compressed, memory_of, same_memory, sgd, state_of_rank
 from small_models import batch, equal, parameters, perceptron, step_on
 from test_dgc_compact import same, trained_perceptron
 from torch import Tensor, nn
 
 import pycomm
-from pycomm.compress import cost_model, exchange_policy, hierarchical, state
+from pycomm.compress import cost_model, exchange_policy, hierarchical
+from pycomm.compress import residual as residuals
 from pycomm.compress.cost_model import Coding, Link, Topology, predicted
 from pycomm.compress.dgc import compressor_of
 from pycomm.compress.hierarchical import HostGroups
@@ -40,7 +41,7 @@ def on(monkeypatch: pytest.MonkeyPatch) -> Any:
             order = list(dict.fromkeys(known))
             return [order.index(host) for host in known]
 
-        for module in (hierarchical, exchange_policy, cost_model, state):
+        for module in (hierarchical, exchange_policy, cost_model, residuals):
             monkeypatch.setattr(module, "hosts_of", hosts_of)
 
     return tell
@@ -129,7 +130,7 @@ def test_buckets_fusion_and_a_resume_change_no_bit(on: Any, hosts: list[int]) ->
 
 def residual(dgc: pycomm.DGC, group: pycomm.Group) -> Tensor:
     """The residual of this rank, its own and as an owner, as if each rank of a host had its own."""
-    (v,) = state.with_owner_residual(state.rank_state(dgc.state_dict()))["v"].values()
+    (v,) = state_of_rank(dgc)["v"].values()
     return v.double()
 
 
@@ -214,7 +215,7 @@ def test_residual_is_the_same_on_other_hosts(
     settings = {"exchange": "hierarchical", "value_dtype": "2bit", "select": select}
 
     def means(dgc: pycomm.DGC) -> list[Tensor]:
-        own = state.with_owner_residual(state.rank_state(dgc.state_dict()))
+        own = state_of_rank(dgc)
         return [
             pycomm.all_reduce(x.double(), "avg") for key in ("u", "v") for x in own[key].values()
         ]

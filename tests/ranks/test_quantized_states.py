@@ -1,4 +1,4 @@
-"""Quantized gradients: states, failed exchanges and lost ranks. Ranks are threads."""
+"""Quantized gradients: states and lost ranks. Ranks are threads."""
 
 from typing import Any
 
@@ -10,7 +10,6 @@ from small_models import batch, equal, parameters, step_on
 from torch import Tensor
 
 import pycomm
-from pycomm._training.communicators import CommunicatorPool
 from pycomm.errors import Error, InvalidArgument
 from pycomm.testing import FaultPlan, run_ranks
 
@@ -54,46 +53,6 @@ def test_wrong_states_change_nothing(group: pycomm.Group) -> None:
     assert equal([*quantized.state_dict()["residual"].values()], [*state["residual"].values()])
     with pytest.raises(Error, match="gather_state"):
         pycomm.save(state, "never written")
-
-
-class Broken(Exception):
-    """The error of a part of an exchange."""
-
-
-@pytest.mark.parametrize(("verb", "call"), [("all_to_all_v", 2), ("all_gather_v", 3)])
-def test_a_failed_exchange_changes_no_residual(
-    monkeypatch: pytest.MonkeyPatch, verb: str, call: int
-) -> None:
-    """All ranks fail in a bucket of a step, and repeat the step: the run is as without failure."""
-    real, at, calls = getattr(CommunicatorPool, verb), [-1, -1], [0, 0]
-
-    def sometimes(*args: Any) -> Any:
-        rank = pycomm.rank()
-        calls[rank] += 1
-        if calls[rank] == at[rank]:
-            raise Broken
-        return real(*args)
-
-    monkeypatch.setattr(CommunicatorPool, verb, sometimes)
-
-    def program(group: pycomm.Group, fail: bool) -> list[Tensor]:
-        module = wide()
-        form = {"bucket_layers": 1, "compression": pycomm.Quantize()}
-        model = pycomm.DataParallel(module, **form)
-        optimizer = adam(model)
-        for step in range(4):
-            if step == 2 and fail:
-                before = model.compression.state_dict()
-                at[group.rank] = calls[group.rank] + call
-                with pytest.raises(Broken):
-                    step_on(model, batch(group.rank, step), optimizer)
-                after = model.compression.state_dict()
-                assert after["step"] == before["step"] == 2
-                assert equal([*after["residual"].values()], [*before["residual"].values()])
-            step_on(model, batch(group.rank, step), optimizer)
-        return parameters(module)
-
-    assert equal(run_ranks(2, program, True)[0], run_ranks(2, program, False)[0])
 
 
 def test_survivors_keep_their_residuals() -> None:

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 import pycomm
 from pycomm._training.communicators import CommunicatorPool
-from pycomm.compress import transaction
+from pycomm.compress import step as steps
 from pycomm.compress.bucket import CompressionBucket
 from pycomm.compress.dgc import compressor_of
 from pycomm.errors import Error
@@ -40,7 +40,7 @@ FAILING: list[tuple[Any, str, int, dict[str, Any]]] = [
     # After the exchange, when memory is short, for example.
     *((CompressionBucket, "decode", 2, o) for o in ({}, COMPACT, SPLIT)),
     (CompressionBucket, "decode", 1, SOME_DENSE),
-    (transaction, "clip_gradients", 1, CLIPPED),
+    (steps, "clip_gradients", 1, CLIPPED),
 ]
 
 
@@ -135,14 +135,14 @@ def through_ctrl_c(
     signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in a background job
     module = perceptron()
     model, optimizer, dgc = compressed(module, {"bucket_layers": 1}, **options)
-    real, came = transaction.apply_momentum, False
+    real, came = steps.apply_momentum, False
 
     def interrupt(*args: Any) -> None:
         if dgc.stats()["step"] == 4 and ctrl_c and group.rank == 0:
             signal.raise_signal(signal.SIGINT)
         real(*args)
 
-    transaction.apply_momentum = interrupt
+    steps.apply_momentum = interrupt
     for step in range(8):
         x, y = batch(group.rank, step)
         optimizer.zero_grad()
@@ -152,7 +152,7 @@ def through_ctrl_c(
             came = True
             assert dgc.stats()["step"] == 5
         optimizer.step()
-    transaction.apply_momentum = real
+    steps.apply_momentum = real
     return [*parameters(module), *(x for pair in memory_of(dgc).values() for x in pair)], came
 
 

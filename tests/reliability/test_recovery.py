@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from dgc_training import state_of_rank
 from small_models import COUNT, Plane, slope_of
 from update_training import residuals
 
@@ -21,10 +22,10 @@ import pycomm
 from pycomm import Group, errors, testing
 from pycomm._quantize import QuantizedExchange
 from pycomm._training import coalesced
-from pycomm.compress import group_shards, state, topk_updates
+from pycomm.compress import topk_updates, update_unit
 from pycomm.compress.packet_exchange import AllGatherExchange
 from pycomm.compress.sharded import ShardedExchange, Sharding
-from pycomm.compress.transaction import Step
+from pycomm.compress.step import Step
 from pycomm.testing import FaultPlan, run_ranks
 
 LR = 0.5
@@ -119,7 +120,7 @@ def train_plane(group: Group, exchange: str, late: Late | None) -> Any:
 
 def residual_by(dgc: pycomm.DGC) -> torch.Tensor:
     """The residual of this rank, its own and as an owner."""
-    (v,) = state.with_owner_residual(dgc.state_dict())["v"].values()
+    (v,) = state_of_rank(dgc)["v"].values()
     return v.view(3, COUNT)
 
 
@@ -302,7 +303,7 @@ def test_updates_continue_and_the_residual_of_survivors_is_kept(
     """Sent values, computed from the parameters, and the residuals of all ranks sum to all updates
     of a survivor; divided by three ranks until the failure, and by two since."""
     late = None
-    monkeypatch.setattr(group_shards, "LEAST_PIECE", 4)  # each rank owns groups
+    monkeypatch.setattr(update_unit, "LEAST_PIECE", 4)  # each rank owns groups
     if in_doubt and isinstance(compression, pycomm.TopK):
         late = Late(topk_updates.all_gather)
         monkeypatch.setattr(topk_updates, "all_gather", late)

@@ -15,13 +15,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from dgc_training import state_of_rank
 from elastic_ranks import ElasticRun, die
 from small_models import COUNT, Plane, slope_of
 from update_training import residuals
 
 import pycomm
 from pycomm import elastic, errors
-from pycomm.compress import state as compress_state
 from pycomm.elastic import state as elastic_state
 
 LAST, DEATH = 8, 6  # steps
@@ -214,7 +214,8 @@ def residual_by(compression: Any) -> torch.Tensor:
     """The residual of this rank, its own and as an owner."""
     saved = compression.state_dict()
     if isinstance(compression, pycomm.DGC):
-        return compress_state.with_owner_residual(saved)["v"]["w"].clone()
+        found: torch.Tensor = state_of_rank(compression)["v"]["w"]
+        return found
     found = saved["residual"].get("w")
     return torch.zeros(0) if found is None else found.clone()
 

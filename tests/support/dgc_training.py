@@ -1,5 +1,6 @@
 """Models trained with DGC, and what DGC remembers of their parameters."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -8,6 +9,7 @@ from torch import Tensor, nn
 
 import pycomm
 from pycomm.compress.dgc import compressor_of
+from pycomm.compress.residual import OWNED
 from pycomm.compress.sharded import Sharding
 
 RATE = 0.05
@@ -28,11 +30,15 @@ def compressed(
 
 def memory_of(dgc: pycomm.DGC) -> dict[str, list[Tensor]]:
     state = compressor_of(dgc).state
-    found, residual = state.memories.values(), state.owner_residual or {}
-    residuals = {f"owner_residual {m.name}": [residual[m].clone()] for m in found if m in residual}
-    return {
-        m.name: [m.u.clone(), *([] if m.v is None else [m.v.clone()])] for m in found
-    } | residuals
+    owned = {f"owner_residual {key}": [x.clone()] for key, x in state.save()[OWNED].items()}
+    return {m.name: [x.clone() for x in m.tensors] for m in state.memories.values()} | owned
+
+
+def state_of_rank(dgc: pycomm.DGC) -> Mapping[str, Any]:
+    """The state of this rank as if it shared nothing with its host, with what it has as an owner in
+    the residual."""
+    state = compressor_of(dgc).state
+    return state.of_rank(state.folded(dgc.state_dict()))
 
 
 def same_memory(a: dict[str, list[Tensor]], b: dict[str, list[Tensor]]) -> bool:

@@ -9,9 +9,9 @@ from small_models import batch, equal, parameters, seeded, step_on
 from torch import Tensor, nn
 
 import pycomm
-from pycomm._quantize import blocks_of, fold
-from pycomm.compress.group_shards import GroupShards
+from pycomm._quantize import blocks_of, own_places
 from pycomm.compress.topk_updates import TopKUpdates
+from pycomm.compress.update_unit import places_of
 from pycomm.errors import Error
 from pycomm.testing import run_ranks
 
@@ -42,14 +42,16 @@ def residuals(local: pycomm.LocalSGD) -> list[Tensor]:
 
 def residuals_of(state: dict[str, Any], topk: bool = False) -> list[Tensor]:
     found = [x.clone() for x in state["residual"]]
+    where = state["rank"], state["size"]
     if topk:  # an owner has a shard of the parameters
-        counts = [len(x) for x in found]
+        counts, whole = [len(x) for x in found], torch.cat(found)
         for owned in state.get("owner_residual", ()):
-            GroupShards(counts, state["rank"], state["size"], SHARDED, owned).fold(found)
-        return found
+            whole[places_of(counts, *where)] += owned
+        return list(torch.split(whole, counts))
     first = 0
     for x, owned in zip(found, state.get("owner_residual", ()), strict=False):
-        fold(x.numpy(), owned.numpy(), first, state["rank"], state["size"])
+        if len(owned):
+            x[own_places(len(x), first, *where)] += owned
         first += blocks_of(len(x))
     return found
 

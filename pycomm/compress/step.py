@@ -22,8 +22,9 @@ from pycomm.compress.dense import apply_momentum, clip_gradients
 from pycomm.compress.hierarchical import HostGroups
 from pycomm.compress.interrupts import defer_sigint
 from pycomm.compress.packet import Packet, Update
-from pycomm.compress.packet_exchange import PacketExchange, PacketTransport
+from pycomm.compress.packet_exchange import AllGatherExchange
 from pycomm.compress.parameter_state import ParameterState, flat_view
+from pycomm.compress.residual import Transaction, Whole
 from pycomm.errors import Mismatch
 
 
@@ -51,7 +52,7 @@ class StepPlan:
     together: bool = False
     loss_scale: float | None = None
     fused: bool = False
-    packet_exchange: PacketExchange | None = None
+    packet_exchange: AllGatherExchange | None = None
     hosts: HostGroups | None = None
 
     @property
@@ -82,29 +83,6 @@ class _Bucket:
                 gradient.copy_(part.view(gradient.shape))
 
 
-class _Unused:
-    """The parameters that no rank used, whose u and v stay as they are.
-
-    Attributes:
-        memories: those, once they are known.
-    """
-
-    def __init__(self) -> None:
-        self.memories: set[ParameterState] = set()
-        self._before: dict[ParameterState, list[Tensor]] = {}
-
-    def keep(self, memories: Iterable[ParameterState]) -> None:
-        """Copies u and v of parameters that may turn out to be unused."""
-        for memory in memories:
-            self._before[memory] = [x.clone() for x in memory.tensors]
-
-    def restore(self) -> None:
-        """Ends or undoes a step."""
-        for memory in self.memories:
-            for x, before in zip(memory.tensors, self._before.get(memory, ()), strict=False):
-                x.copy_(before)
-
-
 class Step:
     """The step of one backward pass. If a method raises, u and v are rolled back.
 
@@ -126,13 +104,13 @@ class Step:
         self._buckets: list[_Bucket] = []
         self._waiting: list[_Bucket] = []
         self._packets: list[tuple[Packet, Tensor | None]] = []  # with the packets of all ranks
-        self._undone: list[Packet] = []  # rolled back
         self._compact: list[ReceivedPackets] = []
         self._works: list[Work] = []
         self._norm: Tensor | None = None  # of all gradients, if known
-        self._unused = _Unused()
+        self._transaction = Transaction()
+        self._unused: set[ParameterState] = set()  # by any rank, once it is known
         self._idle = idle
-        self._size = self._transport.size  # a copy, because the pool may shrink
+        self._size = (plan.hosts or pool).size  # a copy, because the pool may shrink
         self.sent_bytes = 0
 
     def add(
@@ -157,7 +135,7 @@ class Step:
                 with self._rolled_back():
                     self._works.append(self._plan.hosts.average(flat))
         else:
-            self._unused.keep(m for m, _ in bucket.compressed if m.parameter in lacking)
+            self._save(m for m, _ in bucket.compressed if m.parameter in lacking)
             with self._rolled_back():
                 self._start([bucket])
 
@@ -169,7 +147,7 @@ class Step:
     ) -> bool:
         """Ends the step. False: a rank has Inf or NaN, and no rank changed its state. Once the step
         is complete, Ctrl-C is deferred until `ending` closes. See Exchange.finish."""
-        self._unused.memories = {self._memories[p] for p in unused if p in self._memories}
+        self._unused = {self._memories[p] for p in unused if p in self._memories}
         with self._rolled_back():
             if self._plan.loss_scale is not None:
                 self._wait()
@@ -195,20 +173,12 @@ class Step:
         """Rolls back after a failed pass: all elements count as unsent."""
         with contextlib.suppress(Exception):  # the pass already reports an error
             self._wait()
-        self._roll_back()
+        self._transaction.undo()
 
     def commit_sent(self) -> None:
         """Marks a step as sent that was rolled back here but completed by another rank."""
-        for packet in self._undone:
-            packet.mark_sent(self._plan.masking)
-        if self._plan.packet_exchange is not None:
-            units = self._units(self._undone)
-            errors = self._plan.packet_exchange.quantization_errors(units, self._size)
-            for unit, error in zip(units, errors, strict=True):
-                unit.restore_error(error)
-            self._plan.packet_exchange.commit()
-        self._undone = []
-        self._unused.restore()
+        self._transaction.redo()
+        self._transaction.commit(self._unused)
 
     def deferred(self) -> tuple[Callable[[], None] | None, list[ParameterState]]:
         """After finish() of a fused step: the update of parameters, and their states."""
@@ -228,20 +198,21 @@ class Step:
             *(one for packet, gathered in raw for one in packet.received(gathered)),
         ]
 
-    @property
-    def _transport(self) -> PacketTransport:
-        return self._plan.hosts or self._pool
+    def _save(self, memories: Iterable[ParameterState]) -> None:
+        """Saves u and v of parameters that may turn out to be unused."""
+        for memory in memories:
+            self._transaction.record(Whole(memory, memory.tensors))
 
     def _units(self, packets: Iterable[Packet]) -> list[CompressionBucket]:
         """The buckets with a parameter that a rank used."""
         units = [unit for packet in packets for unit in packet.units()]
-        return [unit for unit in units if not self._unused.memories.issuperset(unit.memories)]
+        return [unit for unit in units if not self._unused.issuperset(unit.memories)]
 
     def _start(self, buckets: list[_Bucket]) -> None:
         """Compresses these buckets into one packet and starts their transfers."""
         pairs = _in_order(buckets)
         if not isinstance(self._plan.k, int):
-            pairs = [pair for pair in pairs if pair[0] not in self._unused.memories]
+            pairs = [pair for pair in pairs if pair[0] not in self._unused]
         if pairs:
             self._prepare(pairs)
         for bucket in buckets:
@@ -257,8 +228,8 @@ class Step:
     def _prepare(self, pairs: list[StateAndGradient]) -> None:
         plan = self._plan
         memories = [memory for memory, _ in pairs]
-        unused = self._unused.memories.intersection(memories)
-        self._unused.keep(unused)
+        unused = self._unused.intersection(memories)
+        self._save(unused)
         for memory in unused:  # so none of its elements is selected
             for x in memory.tensors:
                 x.zero_()
@@ -268,7 +239,8 @@ class Step:
         # The paper's threshold is for gradients divided by the number of ranks; these are not.
         limit = None if plan.clip is None else plan.clip * math.sqrt(self._size)
         unscale = (1.0 if plan.hosts is None else plan.hosts.share) / (plan.loss_scale or 1.0)
-        packet.prepare(Update(plan.masking, unscale, limit, self._norm, self._idle, unused))
+        update = Update(plan.masking, unscale, limit, self._norm, self._idle, unused)
+        packet.prepare(update, self._transaction)
         if plan.exchange == "dense_masked":
             packet.mask()
             return
@@ -284,7 +256,8 @@ class Step:
         units = self._units(packet for packet, _ in self._packets)
         if self._plan.packet_exchange is not None and units:
             exchange = self._plan.packet_exchange.exchange
-            self._compact, sent = exchange(units, self._transport, self._unused.memories)
+            ranks = self._plan.hosts or self._pool
+            self._compact, sent = exchange(units, ranks, self._transaction, self._unused)
             follower = self._plan.hosts is not None and not self._plan.hosts.leads
             self.sent_bytes += 0 if follower else sent
 
@@ -333,7 +306,7 @@ class Step:
 
     def _write_results(self) -> None:
         """Writes the received sums to the gradients. No persistent state changes."""
-        unused = self._unused.memories
+        unused = self._unused
         for one in self._all_received() if unused else ():
             one.silence(unused)
         for one in () if self._plan.fused else self._all_received():
@@ -349,17 +322,10 @@ class Step:
     def _averaged(self) -> list[StateAndGradient]:
         """The uncompressed parameters and their averaged gradients."""
         found = [(m, g) for bucket in self._buckets for m, g in bucket.dense if m is not None]
-        return [
-            (memory, gradient) for memory, gradient in found if memory not in self._unused.memories
-        ]
+        return [(memory, gradient) for memory, gradient in found if memory not in self._unused]
 
     def _commit(self) -> None:
-        """Removes sent elements from the residual and applies momentum to dense gradients."""
-        for one in self._compact:
-            if one.error is not None:
-                one.unit.restore_error(one.error)
-        if self._plan.packet_exchange is not None:
-            self._plan.packet_exchange.commit()
+        """Ends the transaction, and applies momentum to dense gradients."""
         averaged = self._averaged()
         for memory, gradient in averaged:
             apply_momentum(memory, gradient)
@@ -372,14 +338,7 @@ class Step:
             if memory.late_decay:
                 alpha = memory.late_decay * (scale or 1.0)
                 flat_view(gradient).add_(flat_view(memory.parameter), alpha=alpha)
-        self._unused.restore()
-
-    def _roll_back(self) -> None:
-        packets, self._packets = self._packets, []
-        for packet, _ in packets:
-            packet.rollback()
-            self._undone.append(packet)
-        self._unused.restore()
+        self._transaction.commit(self._unused)
 
     @contextlib.contextmanager
     def _rolled_back(self) -> Iterator[None]:
@@ -388,7 +347,7 @@ class Step:
         except BaseException as error:  # includes Ctrl-C: u and v must be restored
             if self._plan.hosts is not None:
                 self._plan.hosts.abort(f"{type(error).__name__}: {error}")
-            self._roll_back()
+            self._transaction.undo()
             raise
 
 
