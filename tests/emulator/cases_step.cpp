@@ -1,7 +1,4 @@
-// topk and the DGC step against sorting and loops.
-#include <algorithm>
-#include <memory>
-
+// topk and the DGC step, on the device as on the CPU.
 #include "cases.hpp"
 
 namespace cases {
@@ -10,60 +7,45 @@ namespace {
 // The code under test.
 using namespace pycomm;  // NOLINT(google-build-using-namespace): a program
 
-void try_topk(const std::vector<float>& x, size_t k, size_t skew) {
-  Device<float> at(x, skew), values(k), threshold(1);
-  Device<int32_t> indices(k);
-  Device<std::byte> workspace(kernels().topk_workspace_bytes(x.size(), k, Dtype::float32));
-  kernels().topk({at.at(), x.size(), Dtype::float32},
-                 {.k = k,
-                  .indices = indices.at(),
-                  .values = values.at(),
-                  .threshold = k == 0 ? nullptr : threshold.at(),
-                  .workspace = {workspace.at(), workspace.size()}},
-                 queue());
-  const auto expected = largest(x, k);
-  std::vector<float> there(k);
-  for (size_t i = 0; i < k; ++i) there[i] = x[static_cast<size_t>(expected[i])];
-  const std::string which = "topk " + std::to_string(k) + " of " + std::to_string(x.size());
-  check(indices.read() == expected, which + ": indices");
-  check(same_bits(values.read(), there), which + ": values");
+void try_topk(const std::vector<float>& values, size_t k, size_t skew,
+              Dtype dtype = Dtype::float32) {
+  const size_t count = values.size();
+  Twin<std::byte> x(as_bytes(values, dtype), skew * bytes_of(dtype)), found(k * bytes_of(dtype)),
+      threshold(bytes_of(dtype));
+  Twin<int32_t> indices(k);
+  on_both([&](const Side& side) {
+    Room room(side, side.kernels.topk_workspace_bytes(count, k, dtype));
+    side.kernels.topk({x.at(side), count, dtype},
+                      {.k = k,
+                       .indices = indices.at(side),
+                       .values = found.at(side),
+                       .threshold = k == 0 ? nullptr : threshold.at(side),
+                       .workspace = room.space()},
+                      side.queue);
+  });
+  const std::string which = "topk " + std::to_string(k) + " of " + std::to_string(count);
+  indices.compare(which + ": indices");
+  found.compare(which + ": values");
+  threshold.compare(which + ": threshold");
 }
-
-// One tensor of a step, on the device and as the reference has it.
-struct Tensor {
-  Tensor(std::mt19937& random, size_t count, size_t skew)
-      : u(numbers(random, count)),
-        v(numbers(random, count)),
-        weight(numbers(random, count)),
-        grad(count),
-        on_device(count, weight, u, v, skew) {}
-
-  std::vector<float> u, v, weight, grad;
-  struct Arrays {
-    Arrays(size_t count, const std::vector<float>& w, const std::vector<float>& u_at,
-           const std::vector<float>& v_at, size_t skew)
-        : grad(count, skew), weight(w, skew), u(u_at, skew), v(v_at, skew) {}
-    Device<float> grad, weight, u, v;
-  } on_device;
-};
 
 struct Setting {
   bool nesterov, decay, masking, model;
+  Dtype grad = Dtype::float32, state = Dtype::float32;
 };
 
-void reference(Tensor& t, const Setting& how) {
-  for (size_t i = 0; i < t.u.size(); ++i) {
-    float x = 0.5f * t.grad[i];
-    if (how.decay) x = std::fma(0.01f, t.weight[i], x);
-    if (how.nesterov) {
-      t.u[i] = 0.9f * (t.u[i] + x);
-      t.v[i] = t.v[i] + (t.u[i] + x);
-    } else {
-      t.u[i] = std::fma(0.9f, t.u[i], x);
-      t.v[i] = t.v[i] + t.u[i];
-    }
-  }
-}
+// One tensor of a step.
+struct Tensor {
+  Tensor(std::mt19937& random, size_t elements, size_t skew, const Setting& how)
+      : count(elements),
+        grad(elements * bytes_of(how.grad), skew * bytes_of(how.grad)),
+        weight(as_bytes(numbers(random, elements), how.grad), skew * bytes_of(how.grad)),
+        u(as_bytes(numbers(random, elements), how.state), skew * bytes_of(how.state)),
+        v(as_bytes(numbers(random, elements), how.state), skew * bytes_of(how.state)) {}
+
+  size_t count;
+  Twin<std::byte> grad, weight, u, v;
+};
 
 // The selections of a step: one for each tensor, or one for all of them.
 struct Steps {
@@ -71,51 +53,64 @@ struct Steps {
       : random(r), how(setting) {
     size_t total = 0;
     for (size_t i = 0; i < counts.size(); ++i) {
-      tensors.emplace_back(std::make_unique<Tensor>(random, counts[i], i % 2));
+      tensors.push_back(std::make_unique<Tensor>(random, counts[i], i % 2, how));
       total += counts[i];
     }
-    for (const auto& t : tensors) {
-      auto& d = t->on_device;
-      pieces.push_back({d.grad.at(), d.weight.at(), d.u.at(), d.v.at(), t->u.size()});
+    for (size_t i = 0; i < (how.model ? 1 : counts.size()); ++i) {
+      const size_t count = how.model ? total : counts[i];
+      outputs.push_back(
+          std::make_unique<Output>(std::min(count, count / 100 + 1), bytes_of(how.state)));
     }
-    const size_t groups = how.model ? 1 : counts.size();
-    for (size_t i = 0; i < groups; ++i) {
-      const size_t count = how.model ? total : counts[i], k = std::min(count, count / 100 + 1);
-      outputs.push_back(std::make_unique<Output>(k));
-      auto& o = *outputs.back();
-      selections.push_back({how.model ? counts.size() : 1, k, i * 7, o.indices.at(), o.values.at(),
-                            o.u_values.at()});
+    for (const Side& side : {here(), there()}) {
+      const Tables tables(*this, side);
+      rooms.push_back(
+          std::make_unique<Room>(side, side.kernels.dgc_workspace_bytes(tables.view())));
     }
-    workspace = std::make_unique<Device<std::byte>>(kernels().dgc_workspace_bytes(tables()));
-    workspace->clear();
   }
   struct Output {
-    explicit Output(size_t k) : indices(k), values(k), u_values(k) {}
-    Device<int32_t> indices;
-    Device<float> values, u_values;
+    Output(size_t count, size_t bytes)
+        : k(count), indices(k), values(k * bytes), u_values(k * bytes) {}
+    size_t k;
+    Twin<int32_t> indices;
+    Twin<std::byte> values, u_values;
   };
-  kernels::DgcTables tables() const { return {pieces, selections, Dtype::float32}; }
+  struct Tables {
+    Tables(const Steps& steps, const Side& side) : dtype(steps.how.state) {
+      for (const auto& t : steps.tensors)
+        pieces.push_back({t->grad.at(side), steps.how.decay ? t->weight.at(side) : nullptr,
+                          t->u.at(side), t->v.at(side), t->count});
+      size_t number = 0;
+      for (const auto& o : steps.outputs)
+        selections.push_back({steps.how.model ? pieces.size() : 1, o->k, 7 * number++,
+                              o->indices.at(side), o->values.at(side), o->u_values.at(side)});
+    }
+    kernels::DgcTables view() const { return {pieces, selections, dtype}; }
+    Dtype dtype;
+    std::vector<kernels::DgcPiece> pieces;
+    std::vector<kernels::DgcSelection> selections;
+  };
 
   void run(float size, bool skipped) {
     new_gradients(size, skipped);
-    enqueue();
-    compare_all(skipped);
+    enqueue(here());
+    enqueue(there());
+    compare();
   }
 
   // One step captured in a graph, which is then launched once for each size.
-  void replay(const std::vector<float>& sizes) {
+  void replay(const std::vector<float>& gradients) {
     cudaGraph_t graph = nullptr;
     cudaGraphExec_t steps = nullptr;
     check_cuda(cudaStreamBeginCapture(stream(), cudaStreamCaptureModeGlobal));
-    enqueue();
+    enqueue(there());
     check_cuda(cudaStreamEndCapture(stream(), &graph));
     check_cuda(cudaGraphInstantiate(&steps, graph, 0));
     int number = 0;
-    for (const float size : sizes) {
-      const bool skipped = ++number == 3;
-      new_gradients(size, skipped);
+    for (const float size : gradients) {
+      new_gradients(size, ++number == 3);
+      enqueue(here());
       check_cuda(cudaGraphLaunch(steps, stream()));
-      compare_all(skipped);
+      compare();
     }
     check_cuda(cudaGraphExecDestroy(steps));
     check_cuda(cudaGraphDestroy(graph));
@@ -124,65 +119,38 @@ struct Steps {
   void new_gradients(float size, bool skipped) {
     found_inf.write({skipped ? 1.f : 0.f});
     for (auto& t : tensors) {
-      t->grad = numbers(random, t->u.size(), size);
-      if (size > 3 && !t->grad.empty()) t->grad[t->grad.size() / 2] = INFINITY;
-      t->on_device.grad.write(t->grad);
-      if (!skipped) reference(*t, how);
+      std::vector<float> grad = numbers(random, t->count, size);
+      if (size > 3 && !grad.empty()) grad[grad.size() / 2] = INFINITY;
+      t->grad.write(as_bytes(std::move(grad), how.grad));
     }
   }
 
-  void enqueue() {
-    kernels().dgc_step({.tables = tables(),
-                        .grad_dtype = Dtype::float32,
-                        .weight_dtype = Dtype::float32,
-                        .momentum = 0.9,
-                        .weight_decay = how.decay ? 0.01 : 0,
-                        .scale = 0.5,
-                        .scales = nullptr,
-                        .nesterov = how.nesterov,
-                        .masking = how.masking,
-                        .found_inf = found_inf.at(),
-                        .workspace = {workspace->at(), workspace->size()}},
-                       queue());
+  void enqueue(const Side& side) {
+    const Tables tables(*this, side);
+    side.kernels.dgc_step({.tables = tables.view(),
+                           .grad_dtype = how.grad,
+                           .weight_dtype = how.grad,
+                           .momentum = 0.9,
+                           .weight_decay = how.decay ? 0.01 : 0,
+                           .scale = 0.5,
+                           .scales = nullptr,
+                           .nesterov = how.nesterov,
+                           .masking = how.masking,
+                           .found_inf = found_inf.at(side),
+                           .workspace = rooms[side.on_device ? 1 : 0]->space()},
+                          side.queue);
   }
 
-  void compare_all(bool skipped) {
-    size_t first = 0;
-    for (size_t s = 0; s < selections.size(); ++s) {
-      compare(s, first, skipped);
-      first += selections[s].pieces;
+  void compare() {
+    for (size_t s = 0; s < outputs.size(); ++s) {
+      const std::string which = "selection " + std::to_string(s) + ": ";
+      outputs[s]->indices.compare(which + "indices");
+      outputs[s]->values.compare(which + "values");
+      outputs[s]->u_values.compare(which + "u_values");
     }
-  }
-
-  void compare(size_t s, size_t first, bool skipped) {
-    const kernels::DgcSelection& selection = selections[s];
-    std::vector<float> v, u;
-    for (size_t i = first; i < first + selection.pieces; ++i) {
-      v.insert(v.end(), tensors[i]->v.begin(), tensors[i]->v.end());
-      u.insert(u.end(), tensors[i]->u.begin(), tensors[i]->u.end());
-    }
-    std::vector<int32_t> sent = largest(v, selection.k);
-    std::vector<float> values(selection.k), u_values(selection.k);
-    for (size_t i = 0; i < selection.k; ++i) {
-      if (skipped) sent[i] = static_cast<int32_t>(i);
-      const auto at = static_cast<size_t>(sent[i]);
-      sent[i] += static_cast<int32_t>(selection.first);
-      if (skipped) continue;
-      values[i] = v[at];
-      u_values[i] = u[at];
-      if (how.masking || !std::isfinite(v[at])) u[at] = 0;
-      v[at] = 0;
-    }
-    const std::string which = "selection " + std::to_string(s) + ": ";
-    check(outputs[s]->indices.read() == sent, which + "indices");
-    check(same_bits(outputs[s]->values.read(), values), which + "values");
-    check(same_bits(outputs[s]->u_values.read(), u_values), which + "u_values");
-    size_t at = 0;
-    for (size_t i = first; i < first + selection.pieces; ++i) {
-      Tensor& t = *tensors[i];
-      for (size_t j = 0; j < t.u.size(); ++j, ++at) t.u[j] = u[at], t.v[j] = v[at];
-      check(same_bits(t.on_device.u.read(), t.u), which + "u of tensor " + std::to_string(i));
-      check(same_bits(t.on_device.v.read(), t.v), which + "v of tensor " + std::to_string(i));
+    for (size_t i = 0; i < tensors.size(); ++i) {
+      tensors[i]->u.compare("u of tensor " + std::to_string(i));
+      tensors[i]->v.compare("v of tensor " + std::to_string(i));
     }
   }
 
@@ -190,10 +158,8 @@ struct Steps {
   Setting how;
   std::vector<std::unique_ptr<Tensor>> tensors;
   std::vector<std::unique_ptr<Output>> outputs;
-  std::vector<kernels::DgcPiece> pieces;
-  std::vector<kernels::DgcSelection> selections;
-  std::unique_ptr<Device<std::byte>> workspace;
-  Device<float> found_inf{1};
+  std::vector<std::unique_ptr<Room>> rooms;  // of the CPU, and of the device
+  Twin<float> found_inf{1};
 };
 
 }  // namespace
@@ -204,10 +170,12 @@ void run_topk(std::mt19937& random) {
     for (const size_t k : {size_t{1}, count / 50, count / 2, count})
       if (k > 0) try_topk(x, k, count % 2);
   }
-  try_topk(numbers(random, 45000), 300, 0);          // through a sample
+  for (const size_t count : sizes({45000}))  // through a sample
+    for (const size_t share : {150, 1000}) try_topk(numbers(random, count), count / share, 0);
   try_topk(std::vector<float>(20000, 0.25f), 7, 1);  // only ties: more than the pool holds
 }
 
+#ifndef ON_GPU
 void run_changed(std::mt19937& random) {
   const size_t count = 20000, k = count / 2;  // so many that `pack` reads all elements
   std::vector<float> x = numbers(random, count);
@@ -237,6 +205,7 @@ void run_changed(std::mt19937& random) {
             std::all_of(values.begin() + end, values.end(), [](float v) { return v == -1; }),
         "topk of a changed array: nothing is written past them");
 }
+#endif
 
 void run_brief(std::mt19937& random) {
   // More selections than blocks of a pass: a block turns from one to the next.
@@ -267,8 +236,21 @@ void run_step(std::mt19937& random) {
       for (const float size : {0.1f, 0.1f, 0.f, 5.f, 0.01f, 0.01f})
         steps.run(size, ++number % 4 == 3);
     }
-  Steps large(random, {60000}, {false, false, true, false});
-  for (const float size : {0.05f, 0.05f, 40.f, 0.05f}) large.run(size, false);
+  for (const size_t count : sizes({60000})) {
+    Steps one(random, {count}, {false, false, true, false});
+    for (const float size : {0.05f, 0.05f, 40.f, 0.05f}) one.run(size, false);
+  }
+}
+
+void run_step_dtypes(std::mt19937& random) {
+  for (const Dtype dtype : kFloats) {
+    for (const size_t k : {1, 60, 3000}) try_topk(special_numbers(random, 3000), k, 1, dtype);
+    for (const bool nesterov : {false, true}) {
+      const Dtype state = dtype == Dtype::float64 ? dtype : Dtype::float32;
+      Steps steps(random, {5000, 33}, {nesterov, true, !nesterov, nesterov, dtype, state});
+      for (const float size : {0.1f, 0.1f, 5.f}) steps.run(size, false);
+    }
+  }
 }
 
 }  // namespace cases

@@ -3,12 +3,13 @@
     python tests/emulator/programs.py [target ...]
 
 Targets, in build/emulator/:
-    micro.<kind>, cases.<kind>     programs over the emulator; kind: plain, coverage, tsan, asan
+    gpu_check                      compares and times the kernels on a GPU: no Python, no torch
+    micro.<kind>, gpu_check.<kind> programs over the emulator; kind: plain, coverage, tsan, asan
     streams.<kind>                 the stream engine over the emulator and the fake NCCL
     _emulated.so                   the same for Python, through _cuda's bindings: kernels, devices
                                    with their streams, and the fake NCCL
     _emulated_torch.so             torch tensors on the devices of _emulated.so
-    mutants/<name>/cases           cases.<kind> with one change in the text of a kernel
+    mutants/<name>/gpu_check       gpu_check.<kind> with one change in the text of a kernel
     ptx/<unit>.ptx                 nvcc's output for a build without CUDAARCHS
     cubin/<unit>.<arch>.cubin      machine code as in a wheel, or as the driver makes of the PTX,
                                    with <unit>.<arch>.log: registers, spills
@@ -92,7 +93,7 @@ ENGINE = (  # of csrc: the stream engine and the arithmetic of the fake
 ARITHMETIC = ("kernels/reducers.cpp", "kernels/cpu/reduce.cpp", "cpu/isa.cpp", "nccl/library.cpp")
 MODULE = tuple(CSRC / "bindings" / name for name in ("cuda_device.cpp", "cuda_nccl.cpp"))
 CASES = (
-    *("cases", "cases_step", "cases_packets", "cases_compact", "cases_dense"),
+    *("gpu_check", "cases_step", "cases_packets", "cases_compact", "cases_dense"),
     *("cases_quantize", "cases_groups"),
 )
 STREAMS = (
@@ -100,7 +101,11 @@ STREAMS = (
     "channels_test",
 )
 HEADER = "precompiled.hpp"
-CODEC = ("codec/cpu/*.cpp", "cpu/isa.cpp")  # of csrc, to compare with
+# Of csrc, to compare with.
+CPU_KERNELS = (
+    *("codec/cpu/*.cpp", "kernels/*.cpp", "kernels/cpu/*.cpp", "cpu/*.cpp"),
+    *("core/*.cpp", "os/thread.cpp", "os/processor.cpp"),
+)
 
 LOGGED = "> $log 2>&1 || { cat $log; false; }"
 COMMANDS = {
@@ -139,11 +144,15 @@ def cuda_include() -> Path:
 
 
 @cache
+def _setup(architectures: str) -> Any:
+    """The module _cuda as setup.py builds it with this value of CUDAARCHS."""
+    with mock.patch("setuptools.setup"), mock.patch.dict(os.environ, CUDAARCHS=architectures):
+        return runpy.run_path(str(ROOT / "setup.py"))["cuda_module"]([])
+
+
 def device_flags(architectures: str) -> str:
     """nvcc's options, as setup.py passes them with this value of CUDAARCHS."""
-    with mock.patch("setuptools.setup"), mock.patch.dict(os.environ, CUDAARCHS=architectures):
-        flags = runpy.run_path(str(ROOT / "setup.py"))["cuda_module"]([]).cuda_flags
-    return " ".join([*flags, "-Werror all-warnings"])
+    return " ".join([*_setup(architectures).cuda_flags, "-Werror all-warnings"])
 
 
 def python_flags(pybind: str = pybind11.get_include()) -> list[str]:
@@ -220,6 +229,25 @@ def _link(ninja: NinjaFile, target: str, kind: str, objects: Iterable[str]) -> N
     ninja.build(target, "link", objects, cxx=compiler, flags=flags)
 
 
+def _add_gpu_check(ninja: NinjaFile, flags: list[str], cpu_kernels: list[str]) -> None:
+    """gpu_check for a GPU, by default an H100 or H200."""
+    architectures = os.environ.get("CUDAARCHS", "90-real")
+    module = _setup(architectures)
+    sources = [*sorted((CSRC / "cuda").glob("*.cu")), HERE / "time_kernels.cu"]
+    built = [
+        ninja.build(
+            f"gpu/{source.stem}.o", "nvcc", [source],
+            flags=f"{device_flags(architectures)} -DON_GPU -I{HERE} -c",
+        )
+        for source in sources
+    ]  # fmt: skip
+    for name in CASES:
+        options = [*flags, "-O2", "-DON_GPU"]
+        built.append(_compile(ninja, f"gpu/{name}.o", HERE / f"{name}.cpp", options))
+    libs = " ".join(module.libs)
+    ninja.build("gpu_check", "link", [*built, *cpu_kernels], flags="-pthread", libs=libs)
+
+
 def _add_modules(ninja: NinjaFile, flags: list[str], objects: list[str]) -> None:
     """_emulated.so with these objects beside its own, and _emulated_torch.so."""
     flags = [*flags, "-O0", "-g1"]
@@ -257,7 +285,7 @@ def ninja_file(mutants: Iterable[Mutant]) -> NinjaFile:
         target, options = f"{setting}/{HEADER}.gch", " ".join([*flags, *special])
         cxx = _compiler(compiler)
         ninja.build(target, "precompile", [HERE / HEADER], cxx=cxx, flags=options)
-    codec = _of_core(csrc_sources(CODEC))
+    cpu_kernels = _of_core(csrc_sources(CPU_KERNELS))
     kernels: dict[str, list[str]] = {}
     objects: dict[str, list[str]] = {}
     for kind in KINDS:
@@ -266,8 +294,8 @@ def ninja_file(mutants: Iterable[Mutant]) -> NinjaFile:
             for unit in units()
         ]
         of = "plain" if kind == "coverage" else kind  # of its cases: the kernels alone are counted
-        objects[kind] = [*kernels[kind], *(f"{of}/{name}.o" for name in CASES), *codec]
-        _link(ninja, f"cases.{kind}", kind, [*objects[kind], *emulator])
+        objects[kind] = [*kernels[kind], *(f"{of}/{name}.o" for name in CASES), *cpu_kernels]
+        _link(ninja, f"gpu_check.{kind}", kind, [*objects[kind], *emulator])
         if kind == "coverage":
             continue
         for name, file in [("micro", "micro.cu"), *((name, f"{name}.cpp") for name in CASES)]:
@@ -283,13 +311,14 @@ def ninja_file(mutants: Iterable[Mutant]) -> NinjaFile:
         streams += _of_core(engine) if kind == "plain" else _of_suites(kind, engine)
         _link(ninja, f"streams.{kind}", kind, [*kernels[kind], *streams, *fake, *emulator])
         _link(ninja, f"micro.{kind}", kind, [f"{kind}/micro.o", *emulator])
+    _add_gpu_check(ninja, flags, cpu_kernels)
     _add_modules(ninja, flags, [*kernels["plain"], *fake, *emulator])
     for m in mutants:
         folder, unit = f"mutants/{m.name}", f"{m.unit}.o"
         source, includes = OUT / folder / "cuda" / f"{m.unit}.cu", [f"-I{OUT / folder}", *flags]
         target = _compile_with(ninja, OF_MUTANTS[m.kind], f"{folder}/{unit}", source, includes)
         others = [o for o in objects[m.kind] if o != f"{m.kind}/{unit}"]
-        _link(ninja, f"{folder}/cases", m.kind, [target, *others, *emulator])
+        _link(ninja, f"{folder}/gpu_check", m.kind, [target, *others, *emulator])
     _add_device_code(ninja)
     return ninja
 
@@ -372,6 +401,6 @@ def _loaded(name: str) -> Any:
 
 if __name__ == "__main__":
     try:
-        print(*build(sys.argv[1:] or ["micro.plain", "cases.plain"]), sep="\n")
+        print(*build(sys.argv[1:] or ["micro.plain", "gpu_check.plain"]), sep="\n")
     except BuildFailed as error:  # the compiler's text, without a traceback
         sys.exit(str(error))

@@ -8,7 +8,7 @@ import re
 import programs
 import pytest
 from finished import finished
-from test_cuda import CASES
+from test_cuda import CASES, arguments
 from test_emulator import run
 
 pytestmark = [
@@ -19,12 +19,12 @@ pytestmark = [
 
 def test_coverage_of_the_kernels():
     """Prints the lines that the cases run; few are not covered."""
-    (program,) = programs.build(["cases.coverage"])
+    (program,) = programs.build(["gpu_check.coverage"])
     folder = programs.OUT / "coverage"
     for old in folder.glob("*.gcda"):
         old.unlink()
     for case in CASES:
-        assert run(program, case, "random", "3", "3", limit_s=200).returncode == 0
+        assert run(program, *arguments(case, "random", "3", "3"), limit_s=200).returncode == 0
     objects = [f"{unit}.o" for unit in programs.units()]
     done = finished(["gcov", "-n", *objects], cwd=folder, check=True)
     rows = re.findall(

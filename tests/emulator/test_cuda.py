@@ -26,8 +26,8 @@ pytestmark = [
     pytest.mark.timeout(900),
 ]
 
-CASES = ["topk", "step", "brief", "graph", "infinity", "packets", "dense", "quantize"]
-CASES += ["changed", "groups"]
+CASES = ["topk", "step", "step_dtypes", "brief", "graph", "infinity", "packets", "packet_dtypes"]
+CASES += ["dense", "quantize", "changed", "groups"]
 CASES += ["compact", "compact_bits", "compact_batch", "compact_brief", "compact_graph"]
 TOO_SLOW = [("tsan", "compact_bits")]  # takes minutes; the other cases cover the same code
 # These take up to a minute: each day one of them under each sanitizer.
@@ -40,19 +40,32 @@ MOST_REGISTERS = 128  # of a hot kernel in float32: 2 blocks of 256 threads on e
 HOT = ("update", "collect", "select", "pack", "decode")
 
 
+def arguments(case, order, seed="1", blocks="4"):
+    """Of gpu_check, for one case."""
+    return ["--bits", case, "--order", order, "--seed", seed, "--blocks", blocks]
+
+
 @pytest.mark.parametrize(
     ("kind", "case"),
     [(k, c) for k in ("plain", "asan", "tsan") for c in CASES if (k, c) not in TOO_SLOW],
 )
 def test_kernels_are_correct_under_sanitizers(kind, case):
-    (program,) = programs.build([f"cases.{kind}"])
+    (program,) = programs.build([f"gpu_check.{kind}"])
     orders = [["forward"], ["reverse"]]
     if kind != "plain":
         orders = of_the_day([["random", "5", "3"], ["random", "6", "1"], ["random", "7", "9"]], 3)
     for order in orders:
-        done = run(program, case, *order, limit_s=300)
+        done = run(program, *arguments(case, *order), limit_s=300)
         assert done.stdout.endswith("right\n"), done.stdout[-4000:]
         assert done.returncode == 0
+
+
+def test_gpu_check_is_built_for_a_gpu_and_refuses_unknown_arguments():
+    program, emulated = programs.build(["gpu_check", "gpu_check.plain"])
+    for words in (["--bit"], ["--bits", "no_case"], ["--order", "forward", "--bits"], []):
+        assert run(program, *words).returncode == 2
+    for words in (["--time"], ["--bits", "--order", "sideways"], ["--bits", "--seed"]):
+        assert run(emulated, *words).returncode == 2
 
 
 def mutants():
@@ -68,10 +81,10 @@ def mutants_of_the_day():
 @pytest.mark.parametrize("mutant", mutants_of_the_day(), ids=lambda mutant: mutant.name)
 def test_injected_bug_is_found(mutant):
     _, case, message = MISTAKES[mutant.name]
-    (program,) = programs.build([f"mutants/{mutant.name}/cases"], mutants())
+    (program,) = programs.build([f"mutants/{mutant.name}/gpu_check"], mutants())
     output = ""
     for seed in ("1", "2", "3"):
-        done = run(program, case, "random", seed, "3", limit_s=280)
+        done = run(program, *arguments(case, "random", seed, "3"), limit_s=280)
         output = done.stdout
         if done.returncode != 0 and re.search(message, output):
             return

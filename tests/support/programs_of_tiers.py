@@ -79,7 +79,7 @@ def nightly() -> list[Part]:
     if shutil.which(build.CROSS_COMPILER):
         parts.append(native("aarch64", sorted({suite for suite, _, _ in test_aarch64.CASES})))
     if programs.nvcc() is not None:
-        parts.insert(2, lambda: emulator("cases.coverage"))
+        parts.insert(2, lambda: emulator("gpu_check.coverage"))
     return parts
 
 
