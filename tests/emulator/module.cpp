@@ -133,6 +133,7 @@ void bind_runtime(py::module_&& module) {
   });
   module.def("events_made", &emulator::events_made);
   module.def("queries", &emulator::queries);
+  module.def("waits", &emulator::waits);
   module.def("calls_of_thread", &emulator::calls_of_thread);
   module.def("query_address", [] { return reinterpret_cast<uintptr_t>(&cudaEventQuery); });
   module.def("end_capture", &end_capture);

@@ -34,7 +34,7 @@ namespace {
 thread_local Token* begun = nullptr;  // of a thread that runs streams without having used any
 thread_local cudaStreamCaptureMode capture_mode = cudaStreamCaptureModeGlobal;
 thread_local uint64_t calls = 0;  // of this thread that use a context
-std::atomic<uint64_t> events = 0, event_queries = 0;
+std::atomic<uint64_t> events = 0, event_queries = 0, host_waits = 0;
 std::atomic<unsigned> contexts = 0;  // a bit for each device
 
 // Never destroyed: a test may end with work in a stream.
@@ -271,6 +271,7 @@ bool emulator::has_context(int device) { return (contexts >> device & 1) != 0; }
 
 uint64_t emulator::events_made() { return events; }
 uint64_t emulator::queries() { return event_queries; }
+uint64_t emulator::waits() { return host_waits; }
 
 const char* emulator::failure() { return state().text.c_str(); }
 
@@ -308,6 +309,7 @@ cudaError_t cudaMalloc(void** p, size_t bytes) {
 }
 cudaError_t cudaDeviceSynchronize() {
   emulator::use_context();
+  ++host_waits;
   std::vector<Point> all;
   {
     const std::lock_guard lock(state().mutex);
@@ -360,6 +362,7 @@ cudaError_t cudaStreamDestroy(cudaStream_t s) {
 cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
   CUstream_st* s = resolve(stream);
   if (s->captured) return refuse_capture();
+  ++host_waits;
   return wait(last_of(s));
 }
 cudaError_t cudaStreamQuery(cudaStream_t stream) {

@@ -56,6 +56,8 @@ bool inside_host_call();
 // How many events this process has made, and how often it has asked whether one has passed.
 uint64_t events_made();
 uint64_t queries();
+// How often the host has waited for a stream or a device, also to free memory.
+uint64_t waits();
 
 // The text for cudaErrorLaunchFailure: the emulator's error. Empty when nothing failed.
 const char* failure();

@@ -47,6 +47,11 @@ c10::Device device_at(DeviceIndex index) { return {kType, index}; }
 using Query = int (*)(void*);
 Query query = nullptr;
 
+// Waits of the host for a stream, and copies between the device and host memory that is not pinned;
+// without those of operations that run on the CPU only here.
+std::atomic<uint64_t> waits = 0, copies = 0;
+thread_local bool in_fallback = false;
+
 thread_local DeviceIndex current_device = 0;
 thread_local std::array<c10::StreamId, kDevices> current_streams{};
 
@@ -104,6 +109,7 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
     return event.passed();
   }
   void synchronizeStream(const c10::Stream& s) const override {
+    if (!in_fallback) ++waits;
     pycomm::device::Event event(side_at(s.device_index()).device);
     event.record(raw(s));
     while (!event.passed()) continue;  // asking lets the streams work
@@ -243,6 +249,7 @@ at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool) {
         .device->copy(to.data_ptr(), from.data_ptr(), to.nbytes(), raw(stream));
     return to;
   }
+  if ((from.is_cpu() || to.is_cpu()) && !in_fallback) ++copies;
   const auto [kept, source] = from.is_cpu() ? OnHost{{}, from} : on_host(from);
   if (to.is_cpu()) {
     to.copy_(source);
@@ -287,7 +294,9 @@ at::Tensor empty_strided(c10::IntArrayRef sizes, c10::IntArrayRef strides,
 at::Scalar local_scalar(const at::Tensor& x) { return x.cpu().item(); }
 
 void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  const bool before = std::exchange(in_fallback, true);
   at::native::cpu_fallback(op, stack);
+  in_fallback = before;
 }
 
 TORCH_LIBRARY_IMPL(_, PrivateUse1, library) {
@@ -327,5 +336,7 @@ PYBIND11_MODULE(_emulated_torch, module) {
   module.def("add", &add);
   module.def("set_query", [](uintptr_t at) { query = reinterpret_cast<Query>(at); });
   module.def("stream", &stream_of_thread);
+  module.def("waits", [] { return waits.load(); });
+  module.def("copies", [] { return copies.load(); });
   module.def("use_stream", &use_stream);
 }
