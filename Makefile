@@ -30,7 +30,7 @@ help:
 	@echo "make combinations  random small trainings, for MINUTES=60"
 	@echo "make wheel     the wheel for this Python and every supported torch, in dist/"
 	@echo "make matrix    wheels of all Pythons here tested with all supported torches (an hour, 40 GB)"
-	@echo "make gpu       all tests and benchmarks that need a GPU, for one or eight GPUs (up to an hour)"
+	@echo "make gpu       all tests and benchmarks that need a GPU, for one or eight GPUs (up to an hour), or BUDGET=600 seconds"
 	@echo "make fuzz      fuzz every parser of external data (6 minutes, needs clang)"
 	@echo "make docs      documentation pages and API reference as HTML, build/docs"
 	@echo "make simulate  rank failures in all orders of events, a million random ones, weak memory (long)"
@@ -177,8 +177,11 @@ soak: build
 combinations: build
 	SAMPLE=$(SAMPLE) COMBINATIONS_MINUTES=$(MINUTES) $(PYTEST) tests/ranks/test_combinations.py
 
+# BUDGET=600 runs what is worth most, and ends after 600 seconds, the build included.
+gpu: SINCE := $(shell date +%s)
 gpu: build
-	$(PY) -m benchmarks gpu
+	-$(PY) tests/emulator/programs.py gpu_check
+	$(PY) -m benchmarks gpu $(if $(BUDGET),--budget $(BUDGET) --since $(SINCE))
 
 fuzz: venv
 	$(PY) tests/fuzz/hunt.py

@@ -98,7 +98,7 @@ def layers(ranks: int, way: str | None = None) -> int:
 
 
 def _compare_layers(rank: Rank, way: str | None) -> None:
-    device = _join(rank, "pycomm", "cuda", way)
+    device = join(rank, "pycomm", "cuda", way)
     pycomm.init()  # torch's default group
     here, there = (layer_results(place, rank.rank) for place in (torch.device("cpu"), device))
     differences = [
@@ -170,7 +170,7 @@ def judge(losses: Mapping[str, Sequence[float]]) -> int:
 
 def train(rank: Rank, way: str, kind: str, shares: str | None = None) -> None:
     """STEPS steps of a small model; sends the losses, each the mean over ranks."""
-    device = _join(rank, way if way in ("nccl", "gloo") else "pycomm", kind, shares)
+    device = join(rank, way if way in ("nccl", "gloo") else "pycomm", kind, shares)
     torch.manual_seed(0)
     parts = (torch.nn.Linear(256, 512), torch.nn.GELU(), torch.nn.Linear(512, 10))
     net = torch.nn.Sequential(*parts).to(device)
@@ -191,9 +191,11 @@ def train(rank: Rank, way: str, kind: str, shares: str | None = None) -> None:
     rank.send(losses)
 
 
-def _join(rank: Rank, backend: str, kind: str, shares: str | None) -> torch.device:
-    """Creates torch's default group; returns the device of this rank, the first GPU if `shares`
-    names a way to share it."""
+def join(
+    rank: Rank, backend: str, kind: str, shares: str | None, options: Any = None
+) -> torch.device:
+    """Creates torch's default group, with these options of pycomm's; returns the device of this
+    rank, the first GPU if `shares` names a way to share it."""
     if shares:
         os.environ.update(WAYS[shares](rank.rank))
     index = 0 if shares else rank.rank
@@ -202,7 +204,12 @@ def _join(rank: Rank, backend: str, kind: str, shares: str | None) -> torch.devi
         torch.cuda.set_device(device)
     bound: dict[str, Any] = {"device_id": device} if device.type == "cuda" else {}
     dist.init_process_group(
-        backend, store=rank.store, rank=rank.rank, world_size=rank.size, **bound
+        backend,
+        store=rank.store,
+        rank=rank.rank,
+        world_size=rank.size,
+        pg_options=options,
+        **bound,
     )
     return device
 
