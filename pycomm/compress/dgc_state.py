@@ -90,7 +90,7 @@ class DgcState(Residual):
         self._owned = {before[k].name if k in before else k: x for k, x in self._owned.items()}
 
     def parts(self) -> Mapping[str, Sequence[str]]:
-        return {"": [memory.name for memory in self.compressed]} if self._together else {}
+        return {"": []} if self._together else {}
 
     def _fits(self, source: Mapping[str, Any]) -> bool:
         return self._may_own and super()._fits(source)

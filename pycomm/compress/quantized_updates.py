@@ -66,10 +66,13 @@ class QuantizedUpdates(UpdateCompressor[list[Tensor]]):
         return self._exchanges.stats()
 
     def _exchange(self, word: Tensor, lacking: Collection[int]) -> list[Tensor]:
-        with defer_sigint():
-            updates = [self._take_update(bucket) for bucket in self._buckets]
         words = word.new_empty((self._pool.size, len(word)))
-        self._pool.all_gather(word, words).wait()
+        try:
+            compared = self._pool.all_gather(word, words)
+        finally:  # the parameters are restored also if no transfer can start
+            with defer_sigint():
+                updates = [self._take_update(bucket) for bucket in self._buckets]
+        compared.wait()
         self._compare(list(words))
         means = self._exchange_all(updates)
         self.sent_bytes = len(word) + sum(one.sent_bytes for one in self._started)

@@ -60,7 +60,7 @@ class Residual:
         owner: the class, for errors.
         columns: by column and name, flat tensors, which keep their memory.
         places: which elements an owner has.
-        parts: the parameters of each key of the owner's part that is no parameter.
+        parts: as parts() returns them.
 
     Attributes:
         by_host: by rank, the host whose columns it holds; []: each rank holds its own.
@@ -89,7 +89,7 @@ class Residual:
         return self._owned
 
     def parts(self) -> Mapping[str, Sequence[str]]:
-        """The parameters of each key of the owner's part that is no parameter."""
+        """The parameters of each key of the owner's part that is no parameter; none: all."""
         return self._given_parts
 
     @property
@@ -261,9 +261,9 @@ class Residual:
     def _members(
         self, key: str, names: Iterable[str], parts: Mapping[str, Sequence[str]]
     ) -> list[str]:
-        """The parameters of a key, among those with these names; of an unknown key: all."""
+        """The parameters of a key, among those with these names; all if none are given for it."""
         found = list(names)
-        return [key] if key in found else list(parts.get(key, found))
+        return [key] if key in found else list(parts.get(key, ())) or found
 
     def _add_owned(self, residual: Tensors, owned: Tensors, rank: int, size: int) -> None:
         parts = self.parts()

@@ -212,7 +212,7 @@ BUDGETS = {
     "examples": 913,
     "pycomm": 18783,
     "pycomm/bench": 3226,
-    "pycomm/compress": 5803,
+    "pycomm/compress": 5806,
     "pycomm/kernels": 2649,
     "pycomm/launch": 2231,
     "tests": 6946,
@@ -227,7 +227,7 @@ BUDGETS = {
     "tests/unit": 6081,
     "tools": 1747,
 }
-IN_ALL = 151_555
+IN_ALL = 151_558
 LONGEST_FILE = 500
 MOST_VARIABLES = 11
 # Set by setup.py for the compiler, and by pycomm's launchers for their ranks: not for users.
