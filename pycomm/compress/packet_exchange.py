@@ -16,6 +16,7 @@ from torch import Tensor
 from pycomm._training.communicators import CommunicatorPool
 from pycomm.compress.bucket import CompressionBucket, ReceivedPackets
 from pycomm.compress.hierarchical import HostGroups
+from pycomm.compress.interrupts import defer_sigint
 from pycomm.compress.packet_codec import Packets, decode, encode
 from pycomm.compress.parameter_state import ParameterState
 from pycomm.compress.residual import Transaction
@@ -45,19 +46,27 @@ class AllGatherExchange:
         unused: Collection[ParameterState] = (),
     ) -> tuple[list[ReceivedPackets], int]:
         """Collective, after the last gradient. The packets received for each bucket, and the bytes
-        that this rank sent. Quantization errors return to v, before the packets are sent. Nothing
-        of `unused` parameters is sent on."""
-        packets = []
-        for unit in units:
-            batch = PacketBatch(unit.indices, unit.values, [len(unit.values)])
-            packets.append(encode(batch, unit.count, self.value_dtype))
-            unit.restore_error(decode(packets[-1], unit.count, unit.values.device).values)
-        gathered, sent = all_gather([packet for packet, _ in packets], transport)
-        each = zip(units, gathered, strict=True)
-        return [
-            ReceivedPackets(unit, decode(received, unit.count, unit.values.device))
-            for unit, received in each
-        ], sent
+        that this rank sent. Quantization errors return to v, also if the exchange fails, since
+        another rank may complete it. Nothing of `unused` parameters is sent on."""
+        packets = [
+            encode(PacketBatch(u.indices, u.values, [len(u.values)]), u.count, self.value_dtype)
+            for u in units
+        ]
+        own: list[Tensor] = []  # decoded values of this rank, by bucket
+        try:
+            gathered, sent = all_gather([packet for packet, _ in packets], transport)
+            found = []
+            for unit, received in zip(units, gathered, strict=True):
+                batch = decode(received, unit.count, unit.values.device)
+                found.append(ReceivedPackets(unit, batch))
+                own.append(torch.split(batch.values, list(batch.lengths))[transport.rank])
+        finally:
+            with defer_sigint():
+                for unit, packet in zip(units[len(own) :], packets[len(own) :], strict=True):
+                    own.append(decode(packet, unit.count, unit.values.device).values)
+                for unit, values in zip(units, own, strict=True):
+                    unit.restore_error(values)
+        return found, sent
 
 
 def all_gather(packets: Sequence[Tensor], transport: PacketTransport) -> tuple[list[Packets], int]:
