@@ -212,7 +212,7 @@ BUDGETS = {
     "examples": 913,
     "pycomm": 18783,
     "pycomm/bench": 3226,
-    "pycomm/compress": 5806,
+    "pycomm/compress": 5815,
     "pycomm/kernels": 2649,
     "pycomm/launch": 2231,
     "tests": 6946,
@@ -223,11 +223,11 @@ BUDGETS = {
     "tests/ranks": 8554,
     "tests/reliability": 5073,
     "tests/support": 6313,
-    "tests/torch_backend": 4601,
+    "tests/torch_backend": 4607,
     "tests/unit": 6081,
     "tools": 1747,
 }
-IN_ALL = 151_558
+IN_ALL = 151_573
 LONGEST_FILE = 500
 MOST_VARIABLES = 11
 # Set by setup.py for the compiler, and by pycomm's launchers for their ranks: not for users.

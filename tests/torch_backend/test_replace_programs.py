@@ -17,6 +17,12 @@ from paths import ROOT
 LIMIT_S = 180
 LINE = "pycomm replaces gloo (PYCOMM_REPLACE=gloo)"
 ENDING = "unset the variable to go back"
+# The ranks share a pipe, and torchrun's do not buffer: each line is one write.
+ATOMIC_PRINT = """
+import os
+def print(*given):
+    os.write(1, (" ".join(map(str, given)) + "\\n").encode())
+"""
 
 
 def _run(
@@ -24,7 +30,7 @@ def _run(
 ) -> subprocess.CompletedProcess[str]:
     """Runs a program under torchrun, which prints what all ranks print."""
     script = folder / "program.py"
-    script.write_text(textwrap.dedent(code))
+    script.write_text(ATOMIC_PRINT + textwrap.dedent(code))
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **variables}
     env.pop("PYCOMM_REPLACE", None)
     if value:
@@ -41,7 +47,7 @@ GROUP = """
     backend = dist.group.WORLD._get_backend(torch.device("cpu"))
     x = torch.ones(2)
     dist.all_reduce(x)
-    print(f"{dist.get_backend()} {backend.name()} {x.tolist()}\\n", end="", flush=True)
+    print(dist.get_backend(), backend.name(), x.tolist())
     dist.barrier()
     dist.destroy_process_group()
 """
@@ -88,7 +94,7 @@ def test_detail_debugging(tmp_path: Path) -> None:
         try:
             dist.all_reduce(torch.ones(2 + dist.get_rank()))
         except RuntimeError as error:  # reported, and checked below
-            print(str(error).count("mismatch") > 0, model.weight.grad.tolist(), flush=True)
+            print(str(error).count("mismatch") > 0, model.weight.grad.tolist())
         dist.destroy_process_group()
     """
     done = _run(code, tmp_path, 2, TORCH_DISTRIBUTED_DEBUG="DETAIL")
@@ -127,7 +133,7 @@ def test_checkpoints(tmp_path: Path) -> None:
                 dcp.load(loaded, checkpoint_id=way)
                 assert loaded["step"] == 3 and torch.equal(loaded["w"], state["w"]), way
                 dist.barrier()
-            print("right", flush=True)
+            print("right")
             dist.destroy_process_group()
 
         if __name__ == "__main__":
@@ -146,7 +152,7 @@ def test_rpc(tmp_path: Path) -> None:
         rank = int(os.environ["RANK"])
         rpc.init_rpc(f"worker{rank}", rank=rank, world_size=2)
         got = rpc.rpc_sync(f"worker{1 - rank}", torch.add, (torch.ones(1), rank))
-        print(gloo.made() >= 1, f"{got.item() - rank}\\n", end="", flush=True)
+        print(gloo.made() >= 1, got.item() - rank)
         rpc.shutdown()
     """
     done = _run(code, tmp_path, 2)
