@@ -84,7 +84,7 @@ def _kill(ranks: Sequence[Any], pipes: Sequence[Connection]) -> dict[str, Any]:
         return {"outcome": "rank 0 got no error"}
     try:
         error = pipes[0].recv()
-    except EOFError:
+    except EOFError:  # its end of the pipe closed: reported
         return {"outcome": "rank 0 died"}
     row = {"error": error, "error_s": round(time.monotonic() - start, 3)}
     ranks[0].join(LIMIT_S)
@@ -132,7 +132,7 @@ def _error_of(work: Any, x: torch.Tensor) -> str:
         if x.is_cuda:
             torch.cuda.synchronize()
         dist.all_reduce(x)
-    except Exception as error:
+    except Exception as error:  # of any kind: it is what is measured
         return type(error).__name__
     return ""
 

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch_devices import (
     MARKS,
+    check_coalesced,
     check_verbs,
     run_fixture,  # noqa: F401 - the fixture "run"
     share_a_device,
@@ -239,13 +240,7 @@ def test_groups_of_some_ranks_and_with_gloo_for_the_cpu(at: Any) -> None:
 
 @in_processes(2)
 def test_coalesced_calls(at: Any) -> None:
-    xs = [torch.full((n,), float(n), device=at.device) for n in (3, 1000)]
-    with dist._coalescing_manager(device=at.device, async_ops=True) as manager:
-        for x in xs:
-            dist.all_reduce(x)
-    manager.wait()
-    for n, x in zip((3, 1000), xs, strict=True):
-        assert (x.cpu() == n * dist.get_world_size()).all()
+    check_coalesced(at)
 
 
 @in_processes(2)

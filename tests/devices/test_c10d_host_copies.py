@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch_devices import MARKS, POOLS, check_verbs, on_device, train
+from torch_devices import MARKS, POOLS, check_coalesced, check_verbs, on_device, train
 from torch_ranks import IN_PLACE, Run, in_processes
 
 from pycomm import errors, torch_backend
@@ -72,14 +72,8 @@ def test_lists_that_overlap_and_parts_of_one_storage(at: Any) -> None:
 
 @in_processes(2)
 def test_batches(at: Any) -> None:
-    rank, size = dist.get_rank(), dist.get_world_size()
-    xs = [torch.full((n,), float(n), device=at.device) for n in (3, 1000)]
-    with dist._coalescing_manager(device=at.device, async_ops=True) as manager:
-        for x in xs:
-            dist.all_reduce(x)
-    manager.wait()
-    for n, x in zip((3, 1000), xs, strict=True):
-        assert (x.cpu() == n * size).all()
+    rank = dist.get_rank()
+    check_coalesced(at)
     y = torch.zeros(5, device=at.device)
     ops = [
         dist.P2POp(dist.isend, torch.full((5,), i + 1.0, device=at.device), 1 - rank)

@@ -152,7 +152,7 @@ int main(int argc, char** argv) {
     if (given.time) return time_kernels(given.names);
 #endif
     return compare();
-  } catch (const std::exception& error) {
+  } catch (const std::exception& error) {  // of CUDA: reported, with a status of its own
     std::printf("FAILED: %s\n", error.what());
     return 3;
   }

@@ -194,3 +194,14 @@ def run_fixture(tmp_path: Path, no_leaks: Any) -> Run:
     return lambda size, fn, *args: POOLS.of(size, no_leaks).run(
         tmp_path, BACKEND, on_emulated, fn, *args
     )
+
+
+def check_coalesced(at: Any) -> None:
+    """A coalesced list of all_reduce calls has the sums."""
+    xs = [torch.full((n,), float(n), device=at.device) for n in (3, 1000)]
+    with dist._coalescing_manager(device=at.device, async_ops=True) as manager:
+        for x in xs:
+            dist.all_reduce(x)
+    manager.wait()
+    for n, x in zip((3, 1000), xs, strict=True):
+        assert (x.cpu() == n * dist.get_world_size()).all()
