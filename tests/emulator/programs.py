@@ -181,9 +181,9 @@ def _compiler(name: str) -> str:
         return f"echo {shlex.quote(str(error))}; false"
 
 
-def _of_core(sources: Iterable[Path]) -> list[str]:
-    """The objects of the module _core."""
-    built = ROOT / "build" / str(sysconfig.get_config_var("SOABI")) / "_core"
+def _of_module(name: str, sources: Iterable[Path]) -> list[str]:
+    """The objects of the module _core or _cuda."""
+    built = ROOT / "build" / str(sysconfig.get_config_var("SOABI")) / name
     return [str(built / source.relative_to(CSRC).with_suffix(".o")) for source in sources]
 
 
@@ -230,21 +230,17 @@ def _link(ninja: NinjaFile, target: str, kind: str, objects: Iterable[str]) -> N
 
 
 def _add_gpu_check(ninja: NinjaFile, flags: list[str], cpu_kernels: list[str]) -> None:
-    """gpu_check for a GPU, by default an H100 or H200."""
-    architectures = os.environ.get("CUDAARCHS", "90-real")
-    module = _setup(architectures)
-    sources = [*sorted((CSRC / "cuda").glob("*.cu")), HERE / "time_kernels.cu"]
+    """gpu_check for a GPU, with the objects of the module _cuda: CUDAARCHS=90-real make build."""
+    architectures = os.environ.get("CUDAARCHS", "")
+    timing = f"{device_flags(architectures)} -DON_GPU -I{HERE} -c"
     built = [
-        ninja.build(
-            f"gpu/{source.stem}.o", "nvcc", [source],
-            flags=f"{device_flags(architectures)} -DON_GPU -I{HERE} -c",
-        )
-        for source in sources
-    ]  # fmt: skip
+        *_of_module("_cuda", sorted((CSRC / "cuda").glob("*.cu"))),
+        ninja.build("gpu/time_kernels.o", "nvcc", [HERE / "time_kernels.cu"], flags=timing),
+    ]
     for name in CASES:
         options = [*flags, "-O2", "-DON_GPU"]
         built.append(_compile(ninja, f"gpu/{name}.o", HERE / f"{name}.cpp", options))
-    libs = " ".join(module.libs)
+    libs = " ".join(_setup(architectures).libs)
     ninja.build("gpu_check", "link", [*built, *cpu_kernels], flags="-pthread", libs=libs)
 
 
@@ -255,7 +251,7 @@ def _add_modules(ninja: NinjaFile, flags: list[str], objects: list[str]) -> None
     for source in (HERE / "module.cpp", *MODULE):
         target = f"module/{source.stem}.o"
         built.append(_compile(ninja, target, source, [*flags, *python_flags()]))
-    built += _of_core(csrc_sources(ARITHMETIC))
+    built += _of_module("_core", csrc_sources(ARITHMETIC))
     ninja.build("_emulated.so", "module", [*built, *objects], flags="-pthread")
     if root := torch_root():
         flags += [
@@ -285,7 +281,7 @@ def ninja_file(mutants: Iterable[Mutant]) -> NinjaFile:
         target, options = f"{setting}/{HEADER}.gch", " ".join([*flags, *special])
         cxx = _compiler(compiler)
         ninja.build(target, "precompile", [HERE / HEADER], cxx=cxx, flags=options)
-    cpu_kernels = _of_core(csrc_sources(CPU_KERNELS))
+    cpu_kernels = _of_module("_core", csrc_sources(CPU_KERNELS))
     kernels: dict[str, list[str]] = {}
     objects: dict[str, list[str]] = {}
     for kind in KINDS:
@@ -308,7 +304,7 @@ def ninja_file(mutants: Iterable[Mutant]) -> NinjaFile:
         # Of an inline function in several files the linker takes the first, so the files with a
         # sanitizer come first: it must see, for example, each change of a shared_ptr's count.
         engine = csrc_sources(ENGINE)
-        streams += _of_core(engine) if kind == "plain" else _of_suites(kind, engine)
+        streams += _of_module("_core", engine) if kind == "plain" else _of_suites(kind, engine)
         _link(ninja, f"streams.{kind}", kind, [*kernels[kind], *streams, *fake, *emulator])
         _link(ninja, f"micro.{kind}", kind, [f"{kind}/micro.o", *emulator])
     _add_gpu_check(ninja, flags, cpu_kernels)

@@ -36,12 +36,12 @@ def native(variant: str, names: list[str]) -> Part:
 def emulator(*more: str) -> None:
     """What the tests of the emulator run, planted mistakes too, which share its objects."""
     kinds = sorted(programs.KINDS.keys() - {"coverage"})
-    targets = [f"{name}.{kind}" for name in ("micro", "cases", "streams") for kind in kinds]
-    targets += [f"mutants/{mutant.name}/cases" for mutant in test_cuda.mutants_of_the_day()]
+    targets = [f"{name}.{kind}" for name in ("micro", "gpu_check", "streams") for kind in kinds]
+    targets += [f"mutants/{m.name}/gpu_check" for m in test_cuda.mutants_of_the_day()]
     machine_code = {(unit, arch) for unit in programs.units() for arch in test_cuda.ARCHITECTURES}
     machine_code |= {(unit, arch) for unit in test_sass.UNITS for arch in test_sass.ARCHITECTURES}
     targets += [f"cubin/{unit}.{arch}.cubin" for unit, arch in sorted(machine_code)]
-    programs.build([*targets, *more], test_cuda.mutants())
+    programs.build(["gpu_check", *targets, *more], test_cuda.mutants())
 
 
 def mutated() -> None:
