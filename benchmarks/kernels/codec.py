@@ -20,7 +20,9 @@ import numpy as np
 import pycomm
 from benchmarks.support import command
 from pycomm import _core, kernels
+from pycomm._core_api.arrays import as_array_ref
 from pycomm.bench.kernels import residuals
+from pycomm.kernels import compact
 from pycomm.kernels.compact import VALUES
 
 SPARSITIES = (0.75, 0.9375, 0.984375, 0.996, 0.999, 0.9999)
@@ -80,14 +82,16 @@ def measured(named: Sequence[Any], indices: Array, code: str, rounds: int) -> di
         raise AssertionError(f"{name} at {sparsity}, {code}: other indices came back")
     pairs = indices.copy(), values.copy()
     targets = np.empty_like(indices), np.empty_like(values)
-    refused = np.empty(1, np.int32)
+    into = [as_array_ref(x, "target", write=True) for x in (*targets, np.empty(1, np.int32))]
+    found = as_array_ref(packet, "packet")
+    row = found.pointer, found.nbytes, k, 0, count
 
     def copy() -> None:
         for target, source in zip(targets, pairs, strict=True):
             np.copyto(target, source)
 
     def decode() -> None:
-        kernels.unpack(packet, count=count, into=(*targets, refused))
+        compact.decode([row], found, into)
 
     def encode() -> None:
         kernels.encode(indices, values, count, code, codec="auto", out=room)

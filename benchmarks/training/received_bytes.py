@@ -36,7 +36,7 @@ from pycomm.bench.kernels import residuals
 from pycomm.bench.support import plots
 from pycomm.bench.support.model import CharGPT, Shape
 from pycomm.compress.bucket import Pair
-from pycomm.compress.packet_codec import decode, encode
+from pycomm.compress.packet_exchange import decode, encode
 from pycomm.compress.schedule import code_at
 from pycomm.compress.sharded import Sharding
 from pycomm.kernels import PacketBatch
@@ -160,23 +160,23 @@ def of_ring(pair: Pair, sets: Sets, code: str) -> float:
 
 def _bytes(pair: Pair, count: int, code: str) -> int:
     """Of a packet."""
-    return sum(encode(PacketBatch(*pair, [len(pair[0])]), count, code)[1])
+    return sum(encode(PacketBatch(*pair, [len(pair[0])]), [count], code)[1])
 
 
 def received(sparsity: float, sets: Sets, size: int) -> dict[str, Any]:
     """Counts the bytes that a rank receives in a step, of one number of ranks. Ranks that are
     copies of another are coded once."""
-    code, share = "2bit", Sharding(sets.count, size)
+    code, share = "2bit", Sharding([sets.count], size)
     copies = Counter(rank % sets.different for rank in range(size))
     owners = min(SAMPLED, size)
     loads, ranges = np.zeros(size), np.zeros(size)
-    totals = [torch.zeros(share.places) for _ in range(owners)]
+    totals = [torch.zeros(sum(share.places)) for _ in range(owners)]
     whole = to_owners = k = 0
     for rank, times in copies.items():
         indices, values = sets.of(rank)
         k = len(indices)
         whole += times * _bytes((indices, values), sets.count, code)
-        cut = share.cut(indices, values)
+        cut, _ = share.cut(indices, values)
         loads += times * np.array(cut.lengths)
         reach = -(-sets.count // size)
         ranges += times * np.bincount(indices.numpy() // reach, minlength=size)
@@ -219,7 +219,7 @@ def _answer(total: torch.Tensor, k: int, size: int, code: str) -> torch.Tensor:
     """The elements that an owner forwards, as sharded.py selects them."""
     places, values = kernels.topk(total, min(-(-k // size), len(total)))
     some = values != 0
-    return encode(PacketBatch(places[some], values[some], [int(some.sum())]), len(total), code)[0]
+    return encode(PacketBatch(places[some], values[some], [int(some.sum())]), [len(total)], code)[0]
 
 
 def draw(path: Path, ranks: Sequence[dict[str, Any]], elements: int) -> None:

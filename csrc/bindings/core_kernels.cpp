@@ -32,58 +32,44 @@ std::tuple<size_t, size_t, std::string_view, std::string_view> packet_header(uin
   return {header.k, header.count, name_of(header.value_dtype), "raw"};
 }
 
-codec::CompactEncoding compact_encoding(size_t count, std::string_view index_code,
-                                        std::string_view value_code) {
+codec::CompactCodes compact_codes(std::string_view index_code, std::string_view value_code) {
   const bool automatic = index_code == "auto";
-  return {.count = count,
-          .dtype = Dtype::float32,
+  return {.dtype = Dtype::float32,
           .automatic = automatic,
           .index_code = automatic ? codec::IndexCode::list : named<codec::IndexCode>(index_code),
-          .value_code = named<codec::ValueCode>(value_code),
-          .residual = nullptr};
+          .value_code = named<codec::ValueCode>(value_code)};
 }
 
-// Encodes adjacent compact packets, each with one of the `lengths` and of an array of `count`
-// elements. A length of 0 produces no bytes.
-void bind_batches(py::module_& module) {
+using Sizes = std::vector<size_t>;
+
+// Sizes and lengths of packets; packet p is of an array of counts[p % counts.size()] elements.
+void bind_compact_packets(py::module_& module) {
   using Free = py::call_guard<py::gil_scoped_release>;
-  using Sizes = std::vector<size_t>;
   module.def(
-      "most_batch_bytes",
-      [](const Sizes& lengths, size_t count, std::string_view index_code,
+      "most_compact_bytes",
+      [](const Sizes& lengths, const Sizes& counts, std::string_view index_code,
          std::string_view value_code) {
-        const codec::CompactEncoding encoding = compact_encoding(count, index_code, value_code);
-        size_t bytes = 0;
-        for (const size_t k : lengths) bytes += k == 0 ? 0 : codec::most_compact_bytes(k, encoding);
-        return bytes;
+        const codec::CompactCodes codes = compact_codes(index_code, value_code);
+        Sizes most;
+        for (const size_t k : lengths)
+          most.push_back(
+              codec::most_compact_bytes(k, counts.at(most.size() % counts.size()), codes));
+        return most;
       },
       Free());
-  module.def(
-      "encode_batch",
-      [](uintptr_t indices, uintptr_t values, const Sizes& lengths, size_t count,
-         std::string_view dtype, std::string_view index_code, std::string_view value_code,
-         uintptr_t out) {
-        codec::CompactEncoding encoding = compact_encoding(count, index_code, value_code);
-        encoding.dtype = dtype_named(dtype);
-        const auto* where = at<const int32_t>(indices);
-        const auto* what = at<const std::byte>(values);
-        auto* packet = at<std::byte>(out);
-        Sizes sizes;
-        for (const size_t k : lengths) {
-          sizes.push_back(k == 0 ? 0 : codec::encode_compact({where, what, k}, encoding, packet));
-          where += k;
-          what += k * bytes_of(encoding.dtype);
-          packet += sizes.back();
-        }
-        return sizes;
-      },
-      Free());
+  module.def("read_compact_header", [](uintptr_t head, size_t bytes, size_t size) {
+    const codec::CompactHeader header =
+        codec::read_compact_header({at<const std::byte>(head), bytes}, size);
+    return std::pair(header.k, header.count);
+  });
+  // Concatenated packets; one of 0 bytes has no elements.
   module.def(
       "batch_lengths",
-      [](uintptr_t packets, const Sizes& sizes, size_t count) {
+      [](uintptr_t packets, const Sizes& sizes, const Sizes& counts) {
         const auto* packet = at<const std::byte>(packets);
         Sizes lengths;
         for (const size_t bytes : sizes) {
+          const size_t count = counts.at(lengths.size() % counts.size());
           lengths.push_back(0);
           if (bytes == 0) continue;
           const codec::CompactHeader header = codec::read_compact_header({packet, bytes});
@@ -97,26 +83,10 @@ void bind_batches(py::module_& module) {
         return lengths;
       },
       Free());
-  module.def(
-      "decode_batch",
-      [](uintptr_t packets, const Sizes& sizes, const Sizes& lengths, uintptr_t indices,
-         uintptr_t values) {
-        const auto* packet = at<const std::byte>(packets);
-        auto* where = at<int32_t>(indices);
-        auto* what = at<float>(values);
-        for (size_t i = 0; i < sizes.size(); ++i) {
-          if (sizes[i] > 0) codec::decode_compact({packet, sizes[i]}, where, what);
-          packet += sizes[i];
-          where += lengths[i];
-          what += lengths[i];
-        }
-      },
-      Free());
 }
 
 // Packets of the update step.
 void bind_group_packets(py::module_& module) {
-  using Sizes = std::vector<size_t>;
   module.attr("MOST_GROUP_HEAD") = codec::kMostGroupHead;
   bind_function(module, "most_group_bytes", &codec::most_group_bytes);
   // (k, groups, values) of packets of these sizes. The first bytes of each, at most
@@ -146,16 +116,7 @@ void bind_cpu_kernels(py::module_& module) {
   module.def("kernel_threads", &kernels::kernel_threads);
   module.def("set_kernel_isa", &cpu::set_kernel_isa);
   module.def("kernel_isa", &cpu::kernel_isa);
-  module.def("most_compact_bytes",
-             [](size_t k, size_t count, std::string_view index_code, std::string_view value_code) {
-               return codec::most_compact_bytes(k, compact_encoding(count, index_code, value_code));
-             });
-  module.def("read_compact_header", [](uintptr_t head, size_t bytes, size_t size) {
-    const codec::CompactHeader header =
-        codec::read_compact_header({at<const std::byte>(head), bytes}, size);
-    return std::pair(header.k, header.count);
-  });
-  bind_batches(module);
+  bind_compact_packets(module);
   bind_group_packets(module);
   bind_function(module, "quantized_bytes", &kernels::quantized_bytes);
 }

@@ -163,7 +163,8 @@ inline void bind_kernels(py::module_& module, kernels::DeviceKernels& kernels) {
   bind("encode", &All::encode);
   bind("encode_compact", &All::encode_compact);
   bind("decode_compact", &All::decode_compact);
-  bind("compact_workspace_bytes", &All::compact_workspace_bytes);
+  bind("compact_encoding_bytes", &All::compact_encoding_bytes);
+  bind("compact_decoding_bytes", &All::compact_decoding_bytes);
   bind("quantize", &All::quantize);
   bind("dequantize", &All::dequantize);
   bind("update_step", &All::update_step);

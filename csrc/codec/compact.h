@@ -35,7 +35,6 @@
 #include <span>
 
 #include "codec/format.h"
-#include "codec/packet.h"
 #include "core/dtype.h"
 
 namespace pycomm::codec {
@@ -60,22 +59,30 @@ inline CompactHeader read_compact_header(std::span<const std::byte> bytes) {
 
 // Options of the encoder. `automatic` selects the index code with the fewest bytes, the first of
 // the enum if equal.
-struct CompactEncoding {
-  size_t count;
-  Dtype dtype;  // of the values and of the residual: float32 or float64
+struct CompactCodes {
+  Dtype dtype;  // of the values and of their errors: float32 or float64
   bool automatic;
   IndexCode index_code;  // if not automatic
   ValueCode value_code;
-  void* residual;  // [count]: receives the rounding errors at the indices; may be null
 };
 
-// Maximum size of such a packet of k elements.
-size_t most_compact_bytes(size_t k, const CompactEncoding& encoding);
+// The elements of a packet, and where it is written. A row of 64-bit words from Python.
+struct CompactSource {
+  const int32_t* indices;  // [k]; the packet has them less `first`
+  const void* values;      // [k]
+  size_t k;
+  size_t first;
+  size_t count;
+  void* errors;    // [k], as the values: value - encoded value; may be null
+  std::byte* out;  // most_compact_bytes()
+};
 
-// Writes a packet to `out`, of most_compact_bytes(), and returns its size. Values are rounded to
-// float32 first. Throws InvalidArgument, before any change, unless the indices ascend in
-// 0..count-1.
-size_t encode_compact(const Packet& packet, const CompactEncoding& encoding, std::byte* out);
+// Maximum size of a packet of k elements of `count`.
+size_t most_compact_bytes(size_t k, size_t count, const CompactCodes& codes);
+
+// Writes a packet and returns its size. Values are rounded to float32 first. Throws
+// InvalidArgument, before any change, unless the indices ascend in first..first+count-1.
+size_t encode_compact(const CompactSource& from, const CompactCodes& codes);
 
 // Decodes a packet into indices [k] and values [k]. Throws InvalidArgument unless the size matches
 // the header, padding is zero and the indices ascend in 0..count-1; the arrays may have changed

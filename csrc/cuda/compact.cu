@@ -38,11 +38,39 @@ void set_head(Arguments& to, const codec::CompactHead& head) {
   std::memcpy(to.head, head.bytes.data(), head.size);
 }
 
-// The launches for the packets of `rows`, at most Packets::kMost.
-template <class Packets>
-void read_some(std::span<const Reading> rows, cudaStream_t stream) {
+template <class Packets, class Row>
+Packets packets_of(std::span<const Row> rows) {
   Packets packets{};
   std::ranges::copy(rows, packets.of);
+  return packets;
+}
+
+// The launches for the packets of `rows`, at most Packets::kMost.
+template <class Packets>
+void write_some(std::span<const Writing> rows, cudaStream_t stream) {
+  const auto packets = packets_of<Packets>(rows);
+  unsigned runs = 0, words = 0;  // the most of any packet
+  size_t items = 0;
+  for (const Writing& w : rows) {
+    runs = std::max(runs, w.run_count);
+    words = std::max(words, w.word_count);
+    // One warp per block of gaps, or one thread per 32 bits of a bitmap.
+    items = std::max({items, size_t{32} * w.block_count, size_t{w.count} / 32});
+  }
+  const auto shape = [&](unsigned x, unsigned threads) {
+    return gpu::Launch{x, threads, stream, 0, static_cast<unsigned>(rows.size())};
+  };
+  launch("measure", measure<Packets>, shape(runs, kCompactThreads), packets);
+  launch("choose_code", choose_code<Packets>, shape(1, kTableThreads), packets);
+  launch("encode_indices", encode_indices<Packets>,
+         shape(blocks_for(items, kCompactThreads), kCompactThreads), packets);
+  launch("copy_quotients", copy_quotients<Packets>,
+         shape(blocks_for(size_t{4} * words, kCompactThreads), kCompactThreads), packets);
+}
+
+template <class Packets>
+void read_some(std::span<const Reading> rows, cudaStream_t stream) {
+  const auto packets = packets_of<Packets>(rows);
   unsigned chunks = 0, runs = 0, blocks = 0;  // the most of any packet
   for (const Reading& r : rows) {
     chunks = std::max(chunks, r.chunk_count);
@@ -133,49 +161,58 @@ void read_packets(std::span<const Reading> rows, cudaStream_t stream) {
   });
 }
 
-void write_indices(const Writing& w, cudaStream_t stream) {
-  launch("measure", measure, {w.run_count, kCompactThreads, stream}, w);
-  launch("choose_code", choose_code, {1, kTableThreads, stream}, w);
-  // One warp per block of gaps, or one thread per 32 bits of a bitmap.
-  const size_t items = std::max<size_t>(size_t{32} * w.block_count, w.count / 32);
-  const gpu::Launch shape{blocks_for(items, kCompactThreads), kCompactThreads, stream};
-  launch("encode_indices", encode_indices, shape, w);
-  launch("copy_quotients", copy_quotients,
-         {blocks_for(size_t{4} * w.word_count, kCompactThreads), kCompactThreads, stream}, w);
-}
-
-void CudaKernels::encode_compact(const codec::Packet& packet,
-                                 const codec::CompactEncoding& encoding,
-                                 const CompactOutput& output, kernels::Queue queue) {
-  const OnDevice on(queue);
-  const size_t k = packet.count;
-  Writing w{};
-  check(lay_out(w, k, output.workspace.data) <= output.workspace.bytes,
-        "encode_compact: the workspace is too small");
-  w.indices = packet.indices;
-  w.values = packet.values;
-  w.residual = encoding.residual;
-  w.out = reinterpret_cast<uint8_t*>(output.out);
-  w.bytes = output.bytes;
-  w.code = encoding.automatic ? 3 : static_cast<unsigned>(encoding.index_code);
-  describe(w, encoding.count, encoding.value_code, codec::kCompactMagic);
-  cudaStream_t const stream = stream_of(queue);
-  write_indices(w, stream);
-  with_wide(encoding.dtype, [&](auto type) {
-    launch("write_values", write_values<typename decltype(type)::type>,
-           {blocks_for(k, kLevelled), kValueThreads, stream}, w);
+void write_indices(std::span<const Writing> rows, cudaStream_t stream) {
+  for_each_launch<FewWritings, ManyWritings>(rows, [&](auto type, std::span<const Writing> some) {
+    write_some<typename decltype(type)::type>(some, stream);
   });
 }
 
-void CudaKernels::decode_compact(std::span<const CompactPacket> packets, size_t count,
-                                 const CompactArrays& to, kernels::Queue queue) {
+void CudaKernels::encode_compact(std::span<const codec::CompactSource> sources,
+                                 const codec::CompactCodes& codes, const CompactSizes& to,
+                                 kernels::Queue queue) {
+  const OnDevice on(queue);
+  std::vector<Writing> rows;
+  size_t used = 0;  // of the workspace
+  for (const codec::CompactSource& from : sources) {
+    Writing& w = rows.emplace_back();
+    used += lay_out(w, from.k, static_cast<std::byte*>(to.workspace.data) + used);
+    w.indices = from.indices;
+    w.values = from.values;
+    w.errors = from.errors;
+    w.out = reinterpret_cast<uint8_t*>(from.out);
+    w.bytes = to.sizes + (rows.size() - 1);
+    w.first = static_cast<unsigned>(from.first);
+    w.code = codes.automatic ? 3 : static_cast<unsigned>(codes.index_code);
+    describe(w, from.count, codes.value_code, codec::kCompactMagic);
+  }
+  check(used <= to.workspace.bytes, "encode_compact: the workspace is too small");
+  cudaStream_t const stream = stream_of(queue);
+  write_indices(rows, stream);
+  with_wide(codes.dtype, [&](auto type) {
+    using V = typename decltype(type)::type;
+    for_each_launch<FewWritings, ManyWritings>(
+        std::span<const Writing>(rows), [&](auto few, std::span<const Writing> some) {
+          using Packets = typename decltype(few)::type;
+          size_t most = 0;
+          for (const Writing& w : some) most = std::max<size_t>(most, w.k);
+          launch("write_values", write_values<V, Packets>,
+                 {blocks_for(most, kLevelled), kValueThreads, stream, 0,
+                  static_cast<unsigned>(some.size())},
+                 packets_of<Packets>(some));
+        });
+  });
+}
+
+void CudaKernels::decode_compact(std::span<const CompactPacket> packets, const CompactArrays& to,
+                                 kernels::Queue queue) {
   const OnDevice on(queue);
   std::vector<Reading> rows;
   size_t first = 0, used = 0;  // of the elements and the workspace
   for (const CompactPacket& packet : packets) {
     Reading& r = rows.emplace_back();
     used += lay_out(r, packet.k, packet.size, static_cast<std::byte*>(to.workspace.data) + used);
-    describe(r, {packet.bytes, packet.size}, count, std::nullopt);
+    describe(r, {packet.bytes, packet.size}, packet.count, std::nullopt);
+    r.first = static_cast<unsigned>(packet.first);
     r.indices = to.indices + first;
     r.values = to.values + first;
     r.refused = to.refused + (rows.size() - 1);
@@ -185,10 +222,18 @@ void CudaKernels::decode_compact(std::span<const CompactPacket> packets, size_t 
   read_packets(rows, stream_of(queue));
 }
 
-size_t CudaKernels::compact_workspace_bytes(size_t k, size_t bytes) {
+size_t CudaKernels::compact_encoding_bytes(std::span<const codec::CompactSource> sources) {
+  size_t bytes = 0;
   Writing w{};
+  for (const codec::CompactSource& from : sources) bytes += lay_out(w, from.k, nullptr);
+  return bytes;
+}
+
+size_t CudaKernels::compact_decoding_bytes(std::span<const CompactPacket> packets) {
+  size_t bytes = 0;
   Reading r{};
-  return std::max(lay_out(w, k, nullptr), lay_out(r, k, bytes, nullptr));
+  for (const CompactPacket& packet : packets) bytes += lay_out(r, packet.k, packet.size, nullptr);
+  return bytes;
 }
 
 }  // namespace pycomm::cuda

@@ -19,7 +19,7 @@ void describe(Writing& w, size_t count, codec::ValueCode value_code,
               const std::array<char, 3>& magic);
 
 // They also set `choice` and `bytes`, which the launches for the values read.
-void write_indices(const Writing& w, cudaStream_t stream);
+void write_indices(std::span<const Writing> rows, cudaStream_t stream);
 
 // Places the tables to read k indices of a packet of `size` bytes in the workspace, and returns
 // their size.

@@ -97,6 +97,11 @@ __global__ void __launch_bounds__(kTableThreads) sum_ones(const __grid_constant_
   if (v.index_code == 1 ? all != r.k : all < r.block_count + r.k) r.verdict->bad = 1;
 }
 
+// The index that a packet has as `index`.
+__device__ __forceinline__ int32_t index_from(const Reading& r, int32_t index) {
+  return static_cast<int32_t>(static_cast<unsigned>(index) + r.first);
+}
+
 __device__ __forceinline__ void read_list(const Reading& r, const Verdict& v) {
   const uint8_t* const from = r.bytes + v.index_at;
   for (unsigned i = blockIdx.x * kCompactThreads + threadIdx.x; i < r.k;
@@ -104,7 +109,7 @@ __device__ __forceinline__ void read_list(const Reading& r, const Verdict& v) {
     const auto index = static_cast<int32_t>(load_bytes(from + size_t{4} * i, 4));
     const int32_t before =
         i == 0 ? -1 : static_cast<int32_t>(load_bytes(from + size_t{4} * i - 4, 4));
-    r.indices[i] = index;
+    r.indices[i] = index_from(r, index);
     if (index <= before || static_cast<unsigned>(index) >= r.count)
       atomicOr(&r.verdict->unsorted, 1u);
   }
@@ -113,7 +118,7 @@ __device__ __forceinline__ void read_list(const Reading& r, const Verdict& v) {
 __device__ __forceinline__ void number_all(const Reading& r) {
   for (unsigned i = blockIdx.x * kCompactThreads + threadIdx.x; i < r.k;
        i += gridDim.x * kCompactThreads)
-    r.indices[i] = static_cast<int32_t>(i);
+    r.indices[i] = index_from(r, static_cast<int32_t>(i));
 }
 
 // Grid: one block per chunk.
@@ -136,7 +141,7 @@ __global__ void __launch_bounds__(kCompactThreads)
     if (v.index_code == 2) {
       r.ones[rank] = at;
     } else {
-      r.indices[rank] = static_cast<int32_t>(at);
+      r.indices[rank] = index_from(r, static_cast<int32_t>(at));
       if (at >= r.count) atomicOr(&r.verdict->unsorted, 1u);
     }
   }
@@ -278,8 +283,8 @@ __device__ __forceinline__ void read_block(const Reading& r, const Verdict& v, u
   const uint64_t first = growth(r, v, block, 2 * lane), second = growth(r, v, block, 2 * lane + 1);
   const uint64_t upto = before + scan_lanes(first + second);
   const unsigned i = block * kGaps + 2 * lane;
-  if (i < r.k) r.indices[i] = static_cast<int32_t>(upto - second - 1);
-  if (i + 1 < r.k) r.indices[i + 1] = static_cast<int32_t>(upto - 1);
+  if (i < r.k) r.indices[i] = index_from(r, static_cast<int32_t>(upto - second - 1));
+  if (i + 1 < r.k) r.indices[i + 1] = index_from(r, static_cast<int32_t>(upto - 1));
 }
 
 template <class Packets>

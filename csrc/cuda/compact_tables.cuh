@@ -25,12 +25,12 @@ struct Choice {
 };
 inline constexpr unsigned kNoIndices = 3;  // all groups are selected
 
-// Arguments of every launch that writes a packet. `code` 3: choose the smallest.
+// A packet to write. `code` 3: choose the smallest.
 inline constexpr unsigned kCompactHead = 14, kGroupHead = 19;
 struct Writing {
   const int32_t* indices;
   const void* values;
-  void* residual;
+  void* errors;
   uint8_t* out;
   uint64_t* bytes;
   GapBits* blocks;  // [block_count]
@@ -39,6 +39,7 @@ struct Writing {
   Choice* choice;
   const unsigned* value_count;  // of a packet of groups, on the device; null: k
   unsigned k, count;
+  unsigned first;  // the packet has the indices less this
   unsigned block_count, run_count, word_count;
   unsigned code, value_code;
   unsigned start;  // the predecessor of the first parameter
@@ -65,8 +66,7 @@ struct PacketLimits {
   uint64_t value_bytes[kValueCodeCount], least[3], most[3];
 };
 
-// Arguments of every launch that reads a packet. The limits of a valid packet with these numbers
-// are known beforehand.
+// A packet to read. The limits of a valid packet with these numbers are known beforehand.
 struct Reading {
   const uint8_t* bytes;
   uint64_t size;
@@ -80,6 +80,7 @@ struct Reading {
   uint64_t* runs;      // [run_count] index increments in each; later: before each
   PacketLimits limits;
   unsigned k, count, value_count;
+  unsigned first;  // added to the indices
   unsigned block_count, run_count, chunk_count;
   unsigned start;
   unsigned head_bytes;

@@ -1,4 +1,4 @@
-// Encodes the values of a compact packet, one thread block per 4096 that share levels.
+// Encodes the values of compact packets, one thread block per 4096 that share levels.
 #pragma once
 
 #include "cuda/compact_write.cuh"
@@ -6,13 +6,19 @@
 
 namespace pycomm::cuda {
 
-// V: type of the input and of the residual. residual = residual + (value - encoded value).
-template <class V>
-__global__ void __launch_bounds__(kValueThreads) write_values(const __grid_constant__ Writing w) {
-  if (w.choice->all.bad) return;
+// V: type of the input and of the errors, value - encoded value; -0 if the indices are invalid.
+template <class V, class Packets>
+__global__ void __launch_bounds__(kValueThreads)
+    write_values(const __grid_constant__ Packets packets) {
+  const Writing& w = packets.of[blockIdx.y];
+  const bool bad = w.choice->all.bad;
   auto& own = gpu::shared<ValueSpace>().value;
   const V* const values = static_cast<const V*>(w.values);
-  V* const residual = static_cast<V*>(w.residual);
+  V* const errors = static_cast<V*>(w.errors);
+  for (uint64_t i = uint64_t{blockIdx.x} * kValueThreads + threadIdx.x;
+       bad && errors != nullptr && i < w.k; i += uint64_t{gridDim.x} * kValueThreads)
+    errors[i] = -V{0};
+  if (bad) return;
   for (uint64_t first = uint64_t{blockIdx.x} * kLevelled; first < w.k;
        first += uint64_t{gridDim.x} * kLevelled) {
     const unsigned n = static_cast<unsigned>(min(uint64_t{kLevelled}, w.k - first));
@@ -22,10 +28,9 @@ __global__ void __launch_bounds__(kValueThreads) write_values(const __grid_const
     __syncthreads();
     write_levels(w.value_code, n, to);
     __syncthreads();
-    for (unsigned i = threadIdx.x; residual != nullptr && i < n; i += kValueThreads) {
-      V& rest = residual[w.indices[first + i]];
+    for (unsigned i = threadIdx.x; errors != nullptr && i < n; i += kValueThreads) {
       const V sent = static_cast<V>(read_value(w.value_code, to, i));
-      rest = canonical(add(rest, add(values[first + i], -sent)));
+      errors[first + i] = canonical(add(values[first + i], -sent));
     }
     __syncthreads();
   }

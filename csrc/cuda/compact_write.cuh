@@ -1,4 +1,6 @@
-// Encodes the indices of a compact packet, with the smallest code.
+// Encodes the indices of packets, with the smallest code of each. Each launch has a row of blocks
+// for each packet. Its length is that of the packet that needs most, so blocks of others may be
+// superfluous.
 //
 //   measure          one warp per block of gaps: its parameter and its number of bits; a thread
 //                    block sums them for a run of 32
@@ -23,6 +25,14 @@ struct GapPair {
   bool bad;
 };
 
+using FewWritings = LaunchRows<Writing, 8>;
+using ManyWritings = LaunchRows<Writing, 128>;
+static_assert(sizeof(ManyWritings) <= 32000);
+
+__device__ __forceinline__ int32_t index_of(const Writing& w, unsigned i) {
+  return static_cast<int32_t>(static_cast<unsigned>(w.indices[i]) - w.first);
+}
+
 __device__ __forceinline__ GapPair load_gaps(const Writing& w, unsigned block) {
   GapPair pair{{0, 0}, false};
   const unsigned first = block * kGaps + 2 * gpu::lane_id();
@@ -30,7 +40,7 @@ __device__ __forceinline__ GapPair load_gaps(const Writing& w, unsigned block) {
   for (unsigned e = 0; e < 2; ++e) {
     const unsigned i = first + e;
     if (i >= w.k) continue;
-    const int32_t index = w.indices[i], before = i == 0 ? -1 : w.indices[i - 1];
+    const int32_t index = index_of(w, i), before = i == 0 ? -1 : index_of(w, i - 1);
     pair.gap[e] = static_cast<unsigned>(index) - static_cast<unsigned>(before) - 1;
     pair.bad |= index <= before || static_cast<unsigned>(index) >= w.count;
   }
@@ -67,12 +77,16 @@ struct MeasureSpace {
   GapBits block[kRunBlocks + 1];  // of a run, after the block before it
 };
 
-__global__ void __launch_bounds__(kCompactThreads) measure(const __grid_constant__ Writing w) {
+template <class Packets>
+__global__ void __launch_bounds__(kCompactThreads)
+    measure(const __grid_constant__ Packets packets) {
+  const Writing& w = packets.of[blockIdx.y];
   auto& found = gpu::shared<MeasureSpace>().block;
   const unsigned lane = gpu::lane_id(), run = blockIdx.x, first = run * kRunBlocks;
   for (unsigned i = run * kCompactThreads + threadIdx.x; i < w.word_count;
        i += gridDim.x * kCompactThreads)
     w.ones[i] = 0;
+  if (run >= w.run_count) return;
   bool bad = false;
   for (unsigned j = threadIdx.x / 32; j <= kRunBlocks; j += kCompactWarps) {
     GapBits bits{w.start, 0};
@@ -125,7 +139,10 @@ __device__ __forceinline__ void write_head(const Writing& w, const RunBits& all)
   *w.bytes = all.bad ? 0 : head + value_bytes + (none ? 0 : bytes[code]);
 }
 
-__global__ void __launch_bounds__(kTableThreads) choose_code(const __grid_constant__ Writing w) {
+template <class Packets>
+__global__ void __launch_bounds__(kTableThreads)
+    choose_code(const __grid_constant__ Packets packets) {
+  const Writing& w = packets.of[blockIdx.y];
   const Stretch mine = stretch_of(w.run_count);
   RunBits all{0, 0, 0, false}, before{0, 0, 0, false};
   before.steps = sum_before(mine, all.steps, [&](unsigned i) { return w.runs[i].steps; });
@@ -215,7 +232,7 @@ __device__ __forceinline__ void write_bitmap(const Writing& w, uint8_t* to) {
   const Entries indices{w.indices, nullptr, w.k};
   for (unsigned at = 4 * (blockIdx.x * kCompactThreads + threadIdx.x); at < bytes;
        at += 4 * gridDim.x * kCompactThreads) {
-    const int64_t begin = int64_t{at} * 8;
+    const int64_t begin = int64_t{w.first} + int64_t{at} * 8;
     unsigned word = 0;
     for (unsigned i = lower_bound(indices, begin); i < w.k && w.indices[i] < begin + 32; ++i)
       word |= 1u << (w.indices[i] - begin);
@@ -223,8 +240,10 @@ __device__ __forceinline__ void write_bitmap(const Writing& w, uint8_t* to) {
   }
 }
 
+template <class Packets>
 __global__ void __launch_bounds__(kCompactThreads)
-    encode_indices(const __grid_constant__ Writing w) {
+    encode_indices(const __grid_constant__ Packets packets) {
+  const Writing& w = packets.of[blockIdx.y];
   const Choice choice = *w.choice;
   if (choice.all.bad) return;
   uint8_t* const to = places_of(w, choice);
@@ -232,15 +251,17 @@ __global__ void __launch_bounds__(kCompactThreads)
   const unsigned threads = gridDim.x * kCompactThreads;
   if (choice.code == 0)
     for (unsigned i = thread; i < w.k; i += threads)
-      store_bytes(to + size_t{4} * i, static_cast<unsigned>(w.indices[i]), 4);
+      store_bytes(to + size_t{4} * i, static_cast<unsigned>(index_of(w, i)), 4);
   if (choice.code == 1) write_bitmap(w, to);
   if (choice.code == 2)
     for (unsigned block = thread / 32; block < w.block_count; block += threads / 32)
       write_block(w, choice, block);
 }
 
+template <class Packets>
 __global__ void __launch_bounds__(kCompactThreads)
-    copy_quotients(const __grid_constant__ Writing w) {
+    copy_quotients(const __grid_constant__ Packets packets) {
+  const Writing& w = packets.of[blockIdx.y];
   const Choice choice = *w.choice;
   if (choice.all.bad || choice.code != 2) return;
   uint8_t* const to = places_of(w, choice);

@@ -37,11 +37,13 @@ class CudaKernels final : public CudaGroupKernels {
   void decode_update(const kernels::Chain& param, std::span<const codec::Packet> packets,
                      Dtype value_dtype, Update update, kernels::Queue queue) override;
   void encode(const codec::Packet& packet, const Encoding& encoding, kernels::Queue queue) override;
-  void encode_compact(const codec::Packet& packet, const codec::CompactEncoding& encoding,
-                      const CompactOutput& output, kernels::Queue queue) override;
-  void decode_compact(std::span<const CompactPacket> packets, size_t count, const CompactArrays& to,
+  void encode_compact(std::span<const codec::CompactSource> sources,
+                      const codec::CompactCodes& codes, const CompactSizes& to,
                       kernels::Queue queue) override;
-  size_t compact_workspace_bytes(size_t k, size_t bytes) override;
+  void decode_compact(std::span<const CompactPacket> packets, const CompactArrays& to,
+                      kernels::Queue queue) override;
+  size_t compact_encoding_bytes(std::span<const codec::CompactSource> sources) override;
+  size_t compact_decoding_bytes(std::span<const CompactPacket> packets) override;
   void quantize(kernels::TypedArray x, const kernels::Blocks& blocks, kernels::Feedback feedback,
                 std::byte* out, kernels::Queue queue) override;
   void dequantize(const std::byte* packet, const kernels::Blocks& blocks,

@@ -181,7 +181,7 @@ void CudaGroupKernels::update_step(const kernels::UpdateStep& step, kernels::Que
   w.value_count = t.value_count;
   w.code = 3;
   describe(w, t.groups, step.value_code, codec::kGroupMagic);
-  write_indices(w, stream);
+  write_indices({&w, 1}, stream);
   launch("encode_values", encode_values,
          {blocks_for(step.k * step.group, kLevelled), kValueThreads, stream}, t, w);
 }

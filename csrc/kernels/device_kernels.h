@@ -188,36 +188,40 @@ class DeviceKernels : public GroupKernels {
 
   // ---- compact packets, codec/compact.h ---------------------------------------------------------
 
-  // Writes a packet to out, of most_compact_bytes(), and its size to *bytes, a number on the
-  // device. If the indices do not ascend within 0..count-1, the CPU throws and a GPU writes size 0;
-  // the residual is unchanged. The workspace keeps nothing between calls.
-  struct CompactOutput {
-    std::byte* out;
-    uint64_t* bytes;
+  // Writes a packet for each source, and its size to `sizes`. If the indices of one do not ascend
+  // in their range, the CPU throws; a GPU writes size 0 and errors of -0. The workspace keeps
+  // nothing between calls.
+  struct CompactSizes {
+    uint64_t* sizes;  // [sources], on the device
     Workspace workspace;
   };
-  virtual void encode_compact(const codec::Packet& packet, const codec::CompactEncoding& encoding,
-                              const CompactOutput& output, Queue queue) = 0;
+  virtual void encode_compact(std::span<const codec::CompactSource> sources,
+                              const codec::CompactCodes& codes, const CompactSizes& to,
+                              Queue queue) = 0;
 
-  // Decodes packets of arrays of `count` elements, from arbitrary bytes. Where refused[p] is 0, the
-  // indices of packet p ascend within 0..count-1. For invalid bytes the CPU throws; a GPU sets
-  // refused[p] to 1, the packet's indices to -1 and its values to 0.
+  // Decodes packets of arrays of `count` elements, from arbitrary bytes; the indices become those
+  // of the packet plus `first`. Where refused[p] is 0, they ascend in first..first+count-1. For
+  // invalid bytes the CPU throws; a GPU sets refused[p] to 1, the packet's indices to -1 and its
+  // values to 0.
   struct CompactPacket {
     const std::byte* bytes;
     size_t size;
     size_t k;
+    size_t first;
+    size_t count;
   };
   // Elements of all packets, in order.
   struct CompactArrays {
     int32_t* indices;
     float* values;
-    uint32_t* refused;    // [packets], on the device
-    Workspace workspace;  // as for each packet, added up
+    uint32_t* refused;  // [packets], on the device
+    Workspace workspace;
   };
-  virtual void decode_compact(std::span<const CompactPacket> packets, size_t count,
-                              const CompactArrays& to, Queue queue) = 0;
-  // Workspace of both, for k elements; `bytes`: size of the packet to decode, or 0.
-  virtual size_t compact_workspace_bytes(size_t k, size_t bytes) = 0;
+  virtual void decode_compact(std::span<const CompactPacket> packets, const CompactArrays& to,
+                              Queue queue) = 0;
+  // Workspaces of these calls; they read the numbers only.
+  virtual size_t compact_encoding_bytes(std::span<const codec::CompactSource> sources) = 0;
+  virtual size_t compact_decoding_bytes(std::span<const CompactPacket> packets) = 0;
 
   // ---- quantized arrays, quantize.h -------------------------------------------------------------
 

@@ -97,5 +97,5 @@ class DgcState(Residual):
 
 
 def _places(_: str, counts: Sequence[int], rank: int, size: int) -> Tensor:
-    share = Sharding(sum(counts), size)
-    return share.whole(rank, torch.arange(share.places))
+    share = Sharding([sum(counts)], size)
+    return share.whole(rank, torch.arange(sum(share.places)))

@@ -2,7 +2,7 @@
 
     prepare    u and v accumulate the gradients, k elements of each are moved to the packet
     received   raw packets of all ranks, as pairs that bucket.py adds in rank order
-    units      buckets that packet_codec.py encodes one by one, if packets are compact
+    parts      buckets that packet_exchange.py encodes, if packets are coded
     mask       the packet as a dense gradient, for a dense sum (mathematically the same)
 
 A packet has the values of all elements, then their indices. Indices count through the concatenated
@@ -11,7 +11,6 @@ gradients of a part. A part has one momentum and weight decay.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass
 
@@ -44,7 +43,6 @@ class _Part(CompressionBucket):
 
     _: KW_ONLY
     hyper: Hyper
-    k: int | list[int]  # of all parameters together, or of each
     u_values: Tensor
 
 
@@ -55,6 +53,10 @@ class Packet:
         memories, gradients: of the compressed parameters, in the same order.
         ks: number of elements to send of each; or one number, of all together.
         workspaces: kernel workspaces kept between steps.
+
+    Attributes:
+        k: number of elements.
+        parts: the parameters, by momentum and weight decay.
     """
 
     def __init__(
@@ -75,19 +77,19 @@ class Packet:
         self._layout = self.k * itemsize, used, real
         u_values = torch.empty(self.k, dtype=real, device=device)
         values, indices = self._open(self.buffer)
-        self._parts: list[_Part] = []
+        self.parts: list[_Part] = []
         start = 0
         for hyper, places in _by_hyper(memories, separate=not isinstance(ks, int)):
             k: int | list[int] = ks if isinstance(ks, int) else [ks[i] for i in places]
             stop = start + (k if isinstance(k, int) else sum(k))
-            self._parts.append(
+            self.parts.append(
                 _Part(
                     [memories[i] for i in places],
                     [flat_view(gradients[i]) for i in places],
                     indices[start:stop],
                     values[start:stop],
+                    k,
                     hyper=hyper,
-                    k=k,
                     u_values=u_values[start:stop],
                 )
             )
@@ -100,7 +102,7 @@ class Packet:
 
     def prepare(self, update: Update, transaction: Transaction) -> None:
         """Fills the packet; the transaction puts the elements back into u and v."""
-        for part, scale in zip(self._parts, self._scales(update), strict=True):
+        for part, scale in zip(self.parts, self._scales(update), strict=True):
             decay = 0.0 if update.idle else part.hyper.weight_decay
             u, v = ([m.u for m in part.memories], [m.v for m in part.memories if m.v is not None])
             kernels.dgc_step(
@@ -131,13 +133,13 @@ class Packet:
     def _scales(self, update: Update) -> list[float | Tensor]:
         """For each part the factor of its gradients: one for all or one for each."""
         if update.limit is None:
-            return [update.unscale] * len(self._parts)
+            return [update.unscale] * len(self.parts)
         # The limit applies to the unscaled gradient; the buffers hold it divided by `unscale`.
         limit = update.limit / update.unscale
         if update.norm is None:
-            norms = [kernels.norm(part.gradients) for part in self._parts]
+            norms = [kernels.norm(part.gradients) for part in self.parts]
         else:
-            norms = [update.norm.repeat(len(part.gradients)) for part in self._parts]
+            norms = [update.norm.repeat(len(part.gradients)) for part in self.parts]
         dtype = str(self._layout[2]).removeprefix("torch.")
         return [kernels.clip_scale(n, limit, update.unscale, dtype=dtype) for n in norms]
 
@@ -152,35 +154,15 @@ class Packet:
         """The pairs in the raw packets of all ranks, uint8 [size, bytes], in rank order."""
         rows = [self._open(row) for row in gathered]
         start = 0
-        for part in self._parts:
+        for part in self.parts:
             stop = start + len(part.values)
             pairs = [(indices[start:stop], values[start:stop]) for values, indices in rows]
             yield ReceivedPackets(part, pairs)
             start = stop
 
-    def units(self) -> Iterator[CompressionBucket]:
-        """One bucket for each k: each parameter, or all together. The result is independent of the
-        buckets of the reducer."""
-        for part in self._parts:
-            if isinstance(part.k, int):
-                yield part
-                continue
-            starts = itertools.accumulate(part.k, initial=0)
-            offsets = itertools.accumulate((m.count for m in part.memories), initial=0)
-            each = zip(part.memories, part.gradients, part.k, starts, offsets, strict=False)
-            for memory, gradient, k, start, offset in each:
-                here = slice(start, start + k)
-                yield CompressionBucket(
-                    [memory],
-                    [gradient],
-                    part.indices[here] - offset,
-                    part.values[here],
-                    memory.name,
-                )
-
     def mask(self) -> None:
         """Sets gradients to what this rank sends: the selected elements, and 0 elsewhere."""
-        for part in self._parts:
+        for part in self.parts:
             kernels.decode_sum(part.gradients, [(part.indices, part.values)])
 
 

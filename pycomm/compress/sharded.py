@@ -1,17 +1,18 @@
 """The exchange "sharded": each rank owns a shard of the coordinates and sums the packets for it.
 
-    cut         the selected elements by owner, encoded as one compact packet for each owner
-    all-to-all  int32 lengths [size, units], then packets to their owners
+    cut         the selected elements by owner and array, encoded as one packet for each of both
+    all-to-all  int32 lengths [size, arrays], then packets to their owners
     sum         the owner adds the packets in rank order to its residual and selects the largest
     all-gather  the encoded selection, with indices relative to the shard; the rest and the
                 quantization error stay in the residual
 
 A rank receives about (1 + owner_k_factor) k elements, independent of the number of ranks. No
-gradient is lost: sent + v + owner_residual = gradients.
+gradient is lost: sent + v + owner_residual = gradients. All arrays of a bucket are coded together.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
@@ -19,12 +20,15 @@ import torch
 from torch import Tensor
 
 from pycomm import kernels
-from pycomm.compress.bucket import CompressionBucket, ReceivedPackets
-from pycomm.compress.packet_codec import Packets, decode, encode
+from pycomm.compress.bucket import CompressionBucket, ReceivedPackets, finite
 from pycomm.compress.packet_exchange import (
     AllGatherExchange,
+    Packets,
     PacketTransport,
     all_gather,
+    by_holder,
+    decode,
+    encode,
     rotation,
     to_owners,
 )
@@ -37,45 +41,56 @@ BLOCK = 32  # contiguous elements of one shard: selected elements cluster, shard
 
 @dataclass(frozen=True)
 class Sharding:
-    """Assigns `count` coordinates to `size` owners. A row has one block for each rank, rotated by a
-    hash of the row number, so that no stride of a matrix always has the same owner.
+    """Assigns the elements of each of several arrays to `size` owners. A row has one block for each
+    rank, rotated by a hash of the row number, so that no stride of a matrix always has the same
+    owner.
 
         row 0   block 0 -> rank 1    block 1 -> rank 2    block 2 -> rank 0     rotated by 1
         row 1   block 3 -> rank 0    block 4 -> rank 1    block 5 -> rank 2     rotated by 0
 
     A rank owns one block of each row. A place in its shard is row * BLOCK + place in the block,
-    which ascends with the coordinate. The last row may have fewer blocks.
+    which ascends with the coordinate. The last row may have fewer blocks. Coordinates and places
+    count through all arrays, concatenated.
     """
 
-    count: int
+    counts: Sequence[int]
     size: int
 
     @property
-    def places(self) -> int:
-        """The number of places of a shard, the same for all ranks."""
-        return -(-self.count // (BLOCK * self.size)) * BLOCK
+    def places(self) -> list[int]:
+        """The number of places of a shard of each array, the same for all ranks."""
+        return [-(-count // (BLOCK * self.size)) * BLOCK for count in self.counts]
 
-    def cut(self, indices: Tensor, values: Tensor) -> PacketBatch:
-        """For each owner the places in its shard, ascending, and the values."""
-        block, within = indices.long() // BLOCK, indices.long() % BLOCK
+    def cut(self, indices: Tensor, values: Tensor) -> tuple[PacketBatch, Tensor]:
+        """For each owner, and of it for each array, the places in its shard, ascending, and the
+        values. Also the order of the elements in it."""
+        array, local = _within(indices, self.counts)
+        block, within = local // BLOCK, local % BLOCK
         row = block // self.size
         owner = (block + rotation(row, self.size)) % self.size
-        order = torch.argsort(owner, stable=True)
-        lengths = torch.bincount(owner, minlength=self.size).tolist()
-        places = (row * BLOCK + within).to(torch.int32)
-        return PacketBatch(places[order], values[order], lengths)
+        packet = owner * len(self.counts) + array
+        order = torch.argsort(packet, stable=True)
+        lengths = torch.bincount(packet, minlength=self.size * len(self.counts)).tolist()
+        firsts = _bounds(tuple(self.places), indices.device)
+        places = (firsts[array] + row * BLOCK + within).to(torch.int32)
+        return PacketBatch(places[order], values[order], lengths), order
 
     def whole(self, owner: int | Tensor, places: Tensor) -> Tensor:
-        """The ascending coordinates of places in the shard of `owner`, one rank or one by place."""
-        row, within = places.long() // BLOCK, places.long() % BLOCK
+        """The ascending coordinates of places in the shard of `owner`, one rank or one by place;
+        the sum of all counts for places after the end of an array."""
+        array, local = _within(places, self.places)
+        row, within = local // BLOCK, local % BLOCK
         block = row * self.size + (owner - rotation(row, self.size)) % self.size
-        return (block * BLOCK + within).to(torch.int32)
+        found = block * BLOCK + within
+        bounds = _bounds(tuple(self.counts), places.device)
+        begin, end = bounds[array], bounds[array + 1]
+        return torch.where(found < end - begin, begin + found, bounds[-1]).to(torch.int32)
 
     def joined(self, batch: PacketBatch) -> Tensor:
-        """The coordinates of a batch that has one packet for each owner, in order of owners."""
-        owners = torch.arange(self.size, device=batch.indices.device)
-        lengths = torch.tensor(batch.lengths, device=owners.device)
-        return self.whole(torch.repeat_interleave(owners, lengths), batch.indices)
+        """The coordinates of a batch of packets for each owner, in order, and of it each array."""
+        lengths = torch.tensor(by_holder(batch, self.size).lengths, device=batch.indices.device)
+        owners = torch.repeat_interleave(lengths, output_size=len(batch.indices))
+        return self.whole(owners, batch.indices)
 
 
 class ShardedExchange(AllGatherExchange):
@@ -83,7 +98,7 @@ class ShardedExchange(AllGatherExchange):
 
     Attributes:
         value_dtype: of encoded values in both phases.
-        owned: the residual of this rank as an owner, by the key of a bucket: [places of the
+        owned: the residual of this rank as an owner, by the key of an array: [places of the
             shard], of u's dtype. Owned by the caller.
         owner_k_factor: elements that all owners together send, in multiples of one rank's k.
     """
@@ -94,67 +109,100 @@ class ShardedExchange(AllGatherExchange):
 
     def exchange(
         self,
-        units: Sequence[CompressionBucket],
+        buckets: Sequence[CompressionBucket],
         transport: PacketTransport,
         transaction: Transaction,
         unused: Collection[ParameterState] = (),
     ) -> tuple[list[ReceivedPackets], int]:
-        shares = [Sharding(unit.count, transport.size) for unit in units]
-        both = list(zip(units, shares, strict=True))
-        received, given = to_owners([self._cut(unit, share) for unit, share in both], transport)
+        shares = [Sharding(bucket.counts, transport.size) for bucket in buckets]
+        both = list(zip(buckets, shares, strict=True))
+        received, given = to_owners([self._cut(bucket, share) for bucket, share in both], transport)
         chosen = []
-        for (unit, share), packets in zip(both, received, strict=True):
-            kept_back = _places_of(unused, unit, share, transport.rank)
-            packet, rest = self._choose(unit, share, packets, kept_back)
+        for (bucket, share), packets in zip(both, received, strict=True):
+            kept_back = _places_of(unused, bucket, share, transport.rank)
+            packet, rests = self._choose(bucket, share, packets, kept_back)
             chosen.append(packet)
-            transaction.record(Entry(self.owned, unit.key, rest))
+            for key, rest in zip(bucket.keys, rests, strict=True):
+                transaction.record(Entry(self.owned, key, rest))
         gathered, sent = all_gather(chosen, transport)
         found = []
-        for (unit, share), packets in zip(both, gathered, strict=True):
-            sums = decode(packets, share.places, unit.values.device)
-            found.append(ReceivedPackets(unit, sums._replace(indices=share.joined(sums))))
+        for (bucket, share), packets in zip(both, gathered, strict=True):
+            sums = decode(packets, share.places, bucket.values.device)
+            sums = by_holder(sums._replace(indices=share.joined(sums)), share.size)
+            found.append(ReceivedPackets(bucket, sums))
         return found, given + sent
 
-    def _cut(self, unit: CompressionBucket, share: Sharding) -> Packets:
-        """The packets of a bucket for each owner, whose quantization error returns to v."""
-        batch = share.cut(unit.indices, unit.values)
-        packets = encode(batch, share.places, self.value_dtype)
-        decoded = decode(packets, share.places, batch.values.device).values
-        unit.restore_error(decoded[torch.argsort(share.joined(batch))])
+    def _cut(self, bucket: CompressionBucket, share: Sharding) -> Packets:
+        """The packets of a bucket for each owner, whose quantization errors return to v."""
+        batch, order = share.cut(bucket.indices, bucket.values)
+        left = torch.empty_like(batch.values)
+        packets = encode(batch, share.places, self.value_dtype, left)
+        errors = torch.empty_like(left)
+        errors[order] = left
+        bucket.restore_errors(errors)
         return packets
 
     def _choose(
-        self, unit: CompressionBucket, share: Sharding, packets: Packets, kept_back: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """The packet of the largest sums in this owner's shard: its part of owner_k_factor k. The
-        rest is the new residual of the owner, as before at the places `kept_back`."""
-        device = unit.values.device
-        total = torch.zeros(share.places, dtype=unit.values.dtype, device=device)
-        kernels.decode_sum(total, decode(packets, share.places, device))
-        before = self.owned.get(unit.key)
-        if before is not None:
-            total += before
-        total[kept_back] = 0
-        k = min(-(-self.owner_k_factor * len(unit.values) // share.size), share.places)
-        places, values = kernels.topk(total, k)
-        nonzero = values != 0
-        kept = PacketBatch(places[nonzero], values[nonzero], [int(nonzero.sum())])
-        packet = encode(kept, share.places, self.value_dtype)
-        error = kept.values - decode(packet, share.places, device).values
-        total[kept.indices] = torch.where(error.isfinite(), error, 0).to(total.dtype)
-        if before is not None:
-            total[kept_back] = before[kept_back]
-        return packet[0], total
+        self, bucket: CompressionBucket, share: Sharding, packets: Packets, kept_back: Tensor | None
+    ) -> tuple[Packets, Sequence[Tensor]]:
+        """The packets of the largest sums in this owner's shards: its part of owner_k_factor k of
+        each array. The rests are the new residuals of the owner, as before at the places
+        `kept_back`."""
+        device, counts = bucket.values.device, share.places
+        total = torch.zeros(sum(counts), dtype=bucket.values.dtype, device=device)
+        kernels.decode_sum(total, by_holder(decode(packets, counts, device), share.size))
+        rests = torch.split(total, counts)
+        for key, rest in zip(bucket.keys, rests, strict=True):
+            if key in self.owned:
+                rest.add_(self.owned[key])
+        if kept_back is not None:
+            total[kept_back] = 0
+        ks = [
+            min(-(-self.owner_k_factor * k // share.size), count)
+            for k, count in zip(bucket.lengths, counts, strict=True)
+        ]
+        found = [kernels.topk(rest, k) for rest, k in zip(rests, ks, strict=True)]
+        firsts = _bounds(tuple(counts), device)
+        places = torch.cat([one + first for (one, _), first in zip(found, firsts, strict=False)])
+        values = torch.cat([one for _, one in found])
+        some = (values != 0).nonzero().flatten()
+        array, _ = _within(some, ks)
+        lengths = torch.bincount(array, minlength=len(ks)).tolist()
+        kept = PacketBatch(places[some].to(torch.int32), values[some], lengths)
+        errors = torch.empty_like(kept.values)
+        packet = encode(kept, counts, self.value_dtype, errors)
+        total[kept.indices] = finite(errors)
+        if kept_back is not None:
+            before = [self.owned.get(key) for key in bucket.keys]
+            old = [
+                torch.zeros_like(x) if b is None else b for x, b in zip(rests, before, strict=True)
+            ]
+            total[kept_back] = torch.cat(old)[kept_back]
+        return packet, rests
+
+
+@functools.lru_cache(64)
+def _bounds(counts: tuple[int, ...], device: torch.device) -> Tensor:
+    """The first coordinate of each array, and the number of all coordinates."""
+    return torch.tensor([0, *counts], device=device).cumsum(0)
+
+
+def _within(indices: Tensor, counts: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """The array of each index, and the index in it."""
+    bounds = _bounds(tuple(counts), indices.device)
+    array = torch.bucketize(indices.long(), bounds[1:-1], right=True)
+    return array, indices.long() - bounds[array]
 
 
 def _places_of(
-    unused: Collection[ParameterState], unit: CompressionBucket, share: Sharding, rank: int
-) -> Tensor:
-    """The places of these parameters in the shard of an owner."""
-    found, offset = [torch.empty(0, dtype=torch.int64, device=unit.values.device)], 0
-    for memory in unit.memories:
-        if memory in unused:
-            whole = share.whole(rank, torch.arange(share.places, device=unit.values.device))
-            found.append(((whole >= offset) & (whole < offset + memory.count)).nonzero().flatten())
-        offset += memory.count
-    return torch.cat(found)
+    unused: Collection[ParameterState], bucket: CompressionBucket, share: Sharding, rank: int
+) -> Tensor | None:
+    """The places of these parameters in the shard of an owner; None if there are none."""
+    if not any(memory in unused for memory in bucket.memories):
+        return None
+    device = bucket.values.device
+    whole = share.whole(rank, torch.arange(sum(share.places), device=device))
+    counts = [memory.count for memory in bucket.memories]
+    of_unused = torch.tensor([memory in unused for memory in bucket.memories], device=device)
+    place = torch.bucketize(whole.long(), _bounds(tuple(counts), device)[1:], right=True)
+    return torch.cat([of_unused, of_unused.new_zeros(1)])[place].nonzero().flatten()

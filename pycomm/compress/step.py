@@ -17,7 +17,7 @@ from torch import Tensor
 from pycomm import collectives, kernels
 from pycomm._core_api.calls import Work
 from pycomm._training.communicators import CommunicatorPool
-from pycomm.compress.bucket import CompressionBucket, ReceivedPackets
+from pycomm.compress.bucket import ReceivedPackets, joined
 from pycomm.compress.dense import apply_momentum, clip_gradients
 from pycomm.compress.hierarchical import HostGroups
 from pycomm.compress.interrupts import defer_sigint
@@ -104,7 +104,7 @@ class Step:
         self._buckets: list[_Bucket] = []
         self._waiting: list[_Bucket] = []
         self._packets: list[tuple[Packet, Tensor | None]] = []  # with the packets of all ranks
-        self._compact: list[ReceivedPackets] = []
+        self._coded: list[ReceivedPackets] = []
         self._works: list[Work] = []
         self._norm: Tensor | None = None  # of all gradients, if known
         self._transaction = Transaction()
@@ -186,15 +186,15 @@ class Step:
 
         def update() -> None:
             for one in received:
-                one.unit.update(one.pairs, factor)
+                one.bucket.update(one.pairs, factor)
 
-        return update, [memory for one in received for memory in one.unit.memories]
+        return update, [memory for one in received for memory in one.bucket.memories]
 
     def _all_received(self) -> list[ReceivedPackets]:
         """All received packets."""
         raw = [(packet, gathered) for packet, gathered in self._packets if gathered is not None]
         return [
-            *self._compact,
+            *self._coded,
             *(one for packet, gathered in raw for one in packet.received(gathered)),
         ]
 
@@ -202,11 +202,6 @@ class Step:
         """Saves u and v of parameters that may turn out to be unused."""
         for memory in memories:
             self._transaction.record(Whole(memory, memory.tensors))
-
-    def _units(self, packets: Iterable[Packet]) -> list[CompressionBucket]:
-        """The buckets with a parameter that a rank used."""
-        units = [unit for packet in packets for unit in packet.units()]
-        return [unit for unit in units if not self._unused.issuperset(unit.memories)]
 
     def _start(self, buckets: list[_Bucket]) -> None:
         """Compresses these buckets into one packet and starts their transfers."""
@@ -252,12 +247,15 @@ class Step:
         self.sent_bytes += packet.buffer.nbytes
 
     def _exchange_packets(self) -> None:
-        """Exchanges compact packets."""
-        units = self._units(packet for packet, _ in self._packets)
-        if self._plan.packet_exchange is not None and units:
+        """Exchanges coded packets, of the arrays with a parameter that a rank used."""
+        if self._plan.packet_exchange is None:
+            return
+        parts = [part for packet, _ in self._packets for part in packet.parts]
+        buckets = joined(left for part in parts for left in part.without(self._unused))
+        if buckets:
             exchange = self._plan.packet_exchange.exchange
             ranks = self._plan.hosts or self._pool
-            self._compact, sent = exchange(units, ranks, self._transaction, self._unused)
+            self._coded, sent = exchange(buckets, ranks, self._transaction, self._unused)
             follower = self._plan.hosts is not None and not self._plan.hosts.leads
             self.sent_bytes += 0 if follower else sent
 
@@ -283,7 +281,8 @@ class Step:
             Mismatch: on all ranks, if ranks with data have different loss scales.
         """
         gradients = [*values, *(bucket.flat for bucket in self._buckets)]
-        finite = all(bool(gradient.isfinite().all()) for gradient in gradients)
+        found = [gradient.isfinite().all() for gradient in gradients]
+        finite = not found or bool(torch.stack([one.to(found[0].device) for one in found]).all())
         low, high = (-math.inf, -math.inf) if self._idle else (-scale, scale)
         word = torch.tensor([0.0 if finite else 1.0, low, high], dtype=torch.float64)
         collectives.all_reduce(word, "max", group=self._pool.group)
@@ -310,7 +309,7 @@ class Step:
         for one in self._all_received() if unused else ():
             one.silence(unused)
         for one in () if self._plan.fused else self._all_received():
-            one.unit.decode(one.pairs, 1.0 / self._size)
+            one.bucket.decode(one.pairs, 1.0 / self._size)
         for bucket in self._buckets:
             bucket.take_back()
         gradients = [gradient for _, gradient in self._averaged()]

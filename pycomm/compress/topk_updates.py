@@ -1,7 +1,7 @@
 """The exchange of the largest groups of the updates, for LocalSGD with TopK.
 
 Parameters on a GPU are compressed there. Their packets are sent through host memory, as those of
-DGC (packet_codec.py).
+DGC (packet_exchange.py).
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ from pycomm._arguments import list_of, whole
 from pycomm._training.shards import local_shard
 from pycomm.compress.hierarchical import CurrentHostGroups, HostGroups, spans_hosts
 from pycomm.compress.interrupts import defer_sigint
-from pycomm.compress.packet_codec import Packets
-from pycomm.compress.packet_exchange import PacketTransport, all_gather, to_owners
+from pycomm.compress.packet_exchange import Packets, PacketTransport, all_gather, to_owners
 from pycomm.compress.parameter_state import flat_view
 from pycomm.compress.residual import Residual, Whole
 from pycomm.compress.topk import TopK, sent_bytes
@@ -107,18 +106,18 @@ class TopKUpdates(UpdateCompressor[list[list[Received]]]):
             mine = [unit.select(self._transaction) for unit in self._units]
         if word is not None:
             mine.append([word] * owners)
-        if owners == 1:
-            packets, sent = all_gather([packet for (packet,) in mine], transport)
-        else:
-            cuts = [(torch.cat(each), [len(one) for one in each]) for each in mine]
-            packets, sent = to_owners(cuts, transport)
+        cuts = [(torch.cat(each), [len(one) for one in each]) for each in mine]
+        packets, sent = (all_gather if owners == 1 else to_owners)(cuts, transport)
         if word is not None:
             message, sizes = packets.pop()
             self._compare(torch.split(message, list(sizes)))
         if owners == 1:
             return packets, sent
         chosen = [
-            unit.choose(each, self._residual.owned, self.unused, self._transaction)
+            (
+                one := unit.choose(each, self._residual.owned, self.unused, self._transaction),
+                [len(one)],
+            )
             for unit, each in zip(self._units, packets, strict=True)
         ]
         packets, sent_to_all = all_gather(chosen, transport)

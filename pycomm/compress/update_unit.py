@@ -20,8 +20,7 @@ import torch
 from torch import Tensor
 
 from pycomm import kernels
-from pycomm.compress.packet_codec import Packets
-from pycomm.compress.packet_exchange import rotation
+from pycomm.compress.packet_exchange import Packets, rotation
 from pycomm.compress.parameter_state import flat_view
 from pycomm.compress.residual import Elements, Entry, Transaction
 from pycomm.compress.topk import TopK

@@ -17,7 +17,6 @@ from pycomm.kernels.batch import (
     decode_batch,
     encode_batch,
 )
-from pycomm.kernels.compact import codec_workspace
 from pycomm.kernels.dense import cast, clip_, clip_scale, norm, norm_workspace, reduce_
 from pycomm.kernels.groups import (
     UpdatePacket,
@@ -50,7 +49,6 @@ __all__ = [
     "cast",
     "clip_",
     "clip_scale",
-    "codec_workspace",
     "decode_batch",
     "decode_groups",
     "decode_sum",

@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 
 from pycomm import _core
 from pycomm._arguments import instance, integer, integers
-from pycomm._core_api import arrays
 from pycomm._core_api.arrays import ArrayRef
 from pycomm.errors import InvalidArgument, Unsupported
 from pycomm.kernels import compact, inputs
@@ -56,55 +55,85 @@ class GroupBatch(NamedTuple):
 
 
 def encode_batch(
-    batch: PacketBatch, count: int, value_dtype: str, *, codec: str = "auto"
-) -> tuple[Any, list[int]]:
-    """Encodes each packet of a batch as `encode` does and concatenates the results.
+    batch: PacketBatch,
+    counts: Sequence[int],
+    value_dtype: str,
+    *,
+    codec: str = "auto",
+    errors: Any = None,
+) -> list[Any]:
+    """Encodes each packet of a batch as `encode` does, in one set of launches on a GPU.
+
+    Packet p is of array p % len(counts). Indices count through all arrays, concatenated; a packet
+    has the indices in its own array.
 
     Args:
-        batch: in host memory; values are float32 or float64.
-        count: number of elements of the array that the indices refer to, the same for all packets.
+        batch: values are float32 or float64.
+        counts: elements of each array. There is a packet for each of them, once or several times.
         value_dtype: dtype of encoded values, as in `encode` with a compact codec.
         codec: "auto", "list", "bitmap" or "rice", as in `encode`.
+        errors: [n], of the dtype of the values: becomes value - encoded value.
 
     Returns:
-        (packets, sizes): uint8 [sum(sizes)], and the bytes of each packet. A packet without
-        elements has 0 bytes.
+        For each packet uint8 [its bytes]: views of one array. A packet without elements is empty.
+        On a GPU the call waits for the bytes.
 
     Raises:
         InvalidArgument: as `encode`; or the lengths do not sum to the number of elements.
-        Unsupported: the arrays are on a GPU.
+        Unsupported: another kind of array, or CUDA kernels that are not built.
     """
     instance("batch", batch, PacketBatch, "a PacketBatch")
-    pair, count = elements_of(batch), integer("count", count, 0, inputs.MOST_ELEMENTS)
-    lengths = integers("lengths", batch.lengths, 0, count)
+    pair = elements_of(batch)
     if pair[1].dtype not in ("float32", "float64"):
         raise InvalidArgument(
             f"invalid values: got dtype {pair[1].dtype}, expected float32 or float64"
         )
-    _on_host(pair, "encode_batch")
-    compact.most_bytes(0, count, value_dtype, codec)  # validates value_dtype and codec
-    capacity = _core.most_batch_bytes(lengths, count, codec, value_dtype)
-    out, packets = inputs.output(None, "out", pair[1], capacity, "uint8")
-    sizes: list[int] = _core.encode_batch(
-        pair[0].pointer,
-        pair[1].pointer,
-        lengths,
-        count,
-        pair[1].dtype,
-        codec,
-        value_dtype,
-        packets.pointer,
-    )
-    return out[: sum(sizes)], sizes
+    lengths = list(batch.lengths)
+    firsts, counts = _arrays_of(counts, len(lengths))
+    for place, (length, count) in enumerate(zip(lengths, counts, strict=True)):
+        integer(f"lengths[{place}]", length, 0, count)
+    compact.most_bytes(0, 0, value_dtype, codec)  # validates value_dtype and codec
+    most = np.array(_core.most_compact_bytes(lengths, counts, codec, value_dtype), np.uint64)
+    full = np.flatnonzero(lengths)
+    most = most[full]
+    ends = np.cumsum(most)
+    out, packets = inputs.output(None, "out", pair[1], int(most.sum()), "uint8")
+    written, lost = [packets], np.zeros(len(full), np.uint64)
+    rows = rows_of(batch, pair)[full]
+    if errors is not None:
+        left = inputs.array(errors, "errors", (pair[1].dtype,), write=True)
+        if left.count != pair[1].count:
+            raise InvalidArgument(
+                f"invalid errors: got {left.count} elements, expected {pair[1].count}, those of "
+                "the values"
+            )
+        written.append(left)
+        lost = np.uint64(left.pointer) + rows[:, 1] - np.uint64(pair[1].pointer)
+    inputs.check_memory("encode_batch", written, pair)
+    places = np.uint64(packets.pointer) + ends - most
+    if not len(full):
+        return [out[:0] for _ in lengths]
+    rows = np.column_stack([rows, firsts[full], np.array(counts, np.uint64)[full], lost, places])
+    sizes, taken = inputs.output(None, "sizes", pair[1], len(full), "int64")
+    compact.encode(rows, (codec, value_dtype), pair[1], taken)
+    made = {}
+    columns = (full, ends - most, sizes)
+    for place, begin, nbytes in zip(*(column.tolist() for column in columns), strict=True):
+        if nbytes == 0:
+            raise InvalidArgument(
+                f"invalid indices of packet {place}: they must ascend within its array"
+            )
+        made[place] = out[begin : begin + nbytes]
+    return [made.get(place, out[:0]) for place in range(len(lengths))]
 
 
-def batch_lengths(packets: Any, sizes: Sequence[int], count: int) -> list[int]:
+def batch_lengths(packets: Any, sizes: Sequence[int], counts: Sequence[int]) -> list[int]:
     """Number of elements of each packet, from their headers.
 
     Args:
         packets: uint8 [sum(sizes)] in host memory: concatenated compact packets.
         sizes: bytes of each packet; 0 for a packet without elements.
-        count: number of elements of the array that the indices refer to.
+        counts: elements of each array, as in `encode_batch`.
 
     Raises:
         InvalidArgument: as `decode_batch`.
@@ -112,47 +141,70 @@ def batch_lengths(packets: Any, sizes: Sequence[int], count: int) -> list[int]:
     """
     found, sizes = concatenated(packets, sizes)
     _on_host([found], "batch_lengths")
-    return _core.batch_lengths(
-        found.pointer, sizes, integer("count", count, 0, inputs.MOST_ELEMENTS)
-    )
+    return _core.batch_lengths(found.pointer, sizes, _arrays_of(counts, len(sizes))[1])
 
 
 def decode_batch(
-    packets: Any, sizes: Sequence[int], count: int, *, lengths: Sequence[int] | None = None
+    packets: Any,
+    sizes: Sequence[int],
+    counts: Sequence[int],
+    *,
+    lengths: Sequence[int] | None = None,
 ) -> PacketBatch:
-    """Decodes the result of `encode_batch`.
-
-    On a GPU all packets are decoded together, and the call waits for the GPU once.
+    """Decodes packets of `encode_batch`, concatenated. On a GPU all are decoded together, and the
+    call waits for the GPU once.
 
     Args:
         packets: uint8 [sum(sizes)]: concatenated compact packets.
         sizes: bytes of each packet; 0 for a packet without elements.
-        count: number of elements of the array that the indices refer to.
+        counts: elements of each array, as in `encode_batch`.
         lengths: number of elements of each packet, from `batch_lengths`. Only for packets on a
             GPU, where they are required.
 
     Returns:
-        The batch, on the device of the packets; its values are float32.
+        The batch, on the device of the packets; its indices count through all arrays, its values
+        are float32.
 
     Raises:
-        InvalidArgument: the bytes are not compact packets of an array of `count` elements, or the
+        InvalidArgument: the bytes are not compact packets of arrays with these counts, or the
             sizes do not sum to the number of bytes. Or the packets are on a GPU and there are no
             lengths, or other ones than sizes.
         Unsupported: another kind of array, or CUDA kernels that are not built.
     """
     found, sizes = concatenated(packets, sizes)
-    count = integer("count", count, 0, inputs.MOST_ELEMENTS)
-    if found.device.kind != "cpu":
-        return _decode_on_device(found, sizes, count, lengths)
-    lengths = _core.batch_lengths(found.pointer, sizes, count)
-    kept = sum(lengths)
-    indices, values = (arrays.new(found, (kept,), dtype) for dtype in ("int32", "float32"))
-    where, what = (
-        inputs.array(x, "out", (dtype,), write=True)
-        for x, dtype in ((indices, "int32"), (values, "float32"))
-    )
-    _core.decode_batch(found.pointer, sizes, lengths, where.pointer, what.pointer)
-    return PacketBatch(indices, values, lengths)
+    firsts, counts = _arrays_of(counts, len(sizes))
+    if found.device.kind == "cpu":
+        lengths = _core.batch_lengths(found.pointer, sizes, counts)
+    elif lengths is None or len(lengths) != len(sizes):
+        raise InvalidArgument(
+            f"invalid lengths: got {lengths}, expected one of each of {len(sizes)} packets on a GPU"
+        )
+    lengths = integers("lengths", lengths, 0)
+    if any(length for length, size in zip(lengths, sizes, strict=True) if not size):
+        raise InvalidArgument("invalid lengths: a packet of 0 bytes has elements")
+    nbytes = np.array(sizes, np.uint64)
+    begins = np.uint64(found.pointer) + np.cumsum(nbytes) - nbytes
+    columns = begins, nbytes, np.array(lengths, np.uint64), firsts, np.array(counts, np.uint64)
+    return PacketBatch(*compact.decode_batch(np.column_stack(columns)[nbytes > 0], found), lengths)
+
+
+def _arrays_of(counts: Sequence[int], packets: int) -> tuple[NDArray[np.uint64], list[int]]:
+    """First index and elements of the array of each packet.
+
+    Raises:
+        InvalidArgument: a negative count, too many elements, or other than whole multiples of
+            packets.
+    """
+    counts = integers("counts", counts, 0, inputs.MOST_ELEMENTS)
+    integer("the sum of counts", sum(counts), 0, inputs.MOST_ELEMENTS)
+    if packets % max(1, len(counts)) or (packets and not counts):
+        raise InvalidArgument(
+            f"invalid counts: got {len(counts)} arrays and {packets} packets, expected as many "
+            "packets, or a multiple"
+        )
+    times = packets // max(1, len(counts))
+    firsts = np.cumsum([0, *counts], dtype=np.uint64)[:-1]
+    return np.tile(firsts, times), counts * times
 
 
 def concatenated(packets: Any, sizes: Sequence[int]) -> tuple[ArrayRef, list[int]]:
@@ -164,26 +216,6 @@ def concatenated(packets: Any, sizes: Sequence[int]) -> tuple[ArrayRef, list[int
             "packets"
         )
     return found, sizes
-
-
-def _decode_on_device(
-    packets: ArrayRef, sizes: list[int], count: int, lengths: Sequence[int] | None
-) -> PacketBatch:
-    if lengths is not None:
-        lengths = integers("lengths", lengths, 0)
-    if lengths is None or len(lengths) != len(sizes):
-        raise InvalidArgument(
-            f"invalid lengths: got {lengths}, expected one of each of {len(sizes)} packets on a GPU"
-        )
-    full = [i for i, size in enumerate(sizes) if size]
-    if any(lengths[i] for i, size in enumerate(sizes) if not size):
-        raise InvalidArgument("invalid lengths: a packet of 0 bytes has elements")
-    if not full:
-        indices, values = (arrays.new(packets, (0,), dtype) for dtype in ("int32", "float32"))
-        return PacketBatch(indices, values, list(lengths))
-    each = [sizes[i] for i in full], [lengths[i] for i in full]
-    indices, values = compact.decode_batch(packets, each, count)
-    return PacketBatch(indices, values, list(lengths))
 
 
 def elements_of(batch: PacketBatch) -> list[ArrayRef]:

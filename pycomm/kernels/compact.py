@@ -1,9 +1,7 @@
 """Compact packets: fewer bytes for the same (index, value) pairs. csrc/codec/compact.h defines the
-layout, pycomm/reference/compact.py the meaning.
+layout, pycomm/reference/compact.py the meaning. packets.py and batch.py validate arguments.
 
-packets.py validates arguments, except those of `codec_workspace`. The length and the validity of a
-packet are known on the device. The functions here wait for the device unless the caller passes a
-buffer for that result.
+The length and the validity of a packet are known on the device, for which some functions wait.
 """
 
 from __future__ import annotations
@@ -14,9 +12,9 @@ from typing import Any
 import numpy as np
 
 from pycomm import _core
-from pycomm._arguments import integer, one_of, refuse
+from pycomm._arguments import one_of
 from pycomm._core_api import arrays, devices
-from pycomm._core_api.arrays import ArrayRef, Like
+from pycomm._core_api.arrays import ArrayRef
 from pycomm.errors import InvalidArgument
 from pycomm.kernels import inputs
 
@@ -34,7 +32,7 @@ def most_bytes(k: int, count: int, value_dtype: str, codec: str) -> int:
     """
     known_codec(codec)
     one_of(f"value_dtype with codec={codec!r}", value_dtype, VALUES)
-    return _core.most_compact_bytes(k, count, codec, value_dtype)
+    return _core.most_compact_bytes([k], [count], codec, value_dtype)[0]
 
 
 def known_codec(codec: str) -> None:
@@ -42,123 +40,63 @@ def known_codec(codec: str) -> None:
     one_of("codec", codec, CODECS)
 
 
-def codec_workspace(x: Any, k: int, nbytes: int = 0) -> Any:
-    """A new workspace for `encode` and `unpack` of compact packets on the device of x.
-
-    One workspace can be used for every packet of at most k elements and `nbytes` bytes, by one call
-    at a time. Its content is not kept between calls.
+def encode(rows: Any, codes: tuple[str, str], values: ArrayRef, sizes: ArrayRef) -> None:
+    """Writes packets, and the bytes of each into `sizes`.
 
     Args:
-        x: any array on the device.
-        k: number of elements of a packet.
-        nbytes: bytes of a packet to unpack; 0 if the workspace is for `encode` only.
-
-    Returns:
-        uint8 [n]; n is 0 in host memory.
-
-    Raises:
-        InvalidArgument: x is not contiguous or its dtype is unknown, or a number is out of range.
-        Unsupported: x is another kind of array, or the CUDA kernels are not built.
+        rows: of each packet: addresses of indices and values, k, first index and count of the
+            array, address of the errors or 0, and that of the packet, which has most_bytes.
+        codes: codec of the indices, and dtype of the encoded values.
+        values: of the packets, for their dtype and device.
     """
-    found = inputs.array(x, "x", _core.DTYPES)
-    k = integer("k", k, 0, inputs.MOST_ELEMENTS)
-    nbytes = integer("nbytes", nbytes, 0, MOST_PACKET)
-    needed = devices.module(found.device).compact_workspace_bytes(k, nbytes)
-    return arrays.new(found, (needed,), "uint8")
-
-
-def encode(
-    pair: list[ArrayRef], count: int, codes: tuple[str, str], residual: ArrayRef | None,
-    out: ArrayRef, length: ArrayRef, workspace: Any,
-) -> None:  # fmt: skip
-    """Writes a packet into `out`, which has most_bytes, and its bytes into `length`. `codes`: codec
-    of the indices and dtype of the values."""
-    device, k = pair[1].device, pair[0].count
-    module = devices.module(device)
-    scratch = _Scratch(workspace, pair[1], module.compact_workspace_bytes(k, 0))
+    module, table = devices.module(values.device), inputs.Table(rows)
+    scratch = _Scratch(module.compact_encoding_bytes(table.address), values)
     module.encode_compact(
-        pair[0].pointer,
-        pair[1].pointer,
-        k,
-        count,
-        pair[1].dtype,
+        table.address,
+        values.dtype,
         codes[0] == "auto",
         codes[0] if codes[0] != "auto" else "list",
         codes[1],
-        residual.pointer if residual is not None else 0,
-        out.pointer,
-        length.pointer,
+        sizes.pointer,
         scratch.address,
-        *devices.queue(device, out.array),
+        *devices.queue(values.device, values.array),
     )
 
 
-def decode(packet: ArrayRef, count: int, into: tuple[Any, Any, Any], workspace: Any = None) -> None:
-    """Reads a packet into (indices [k], values [k], refused [1]).
+def decode_batch(rows: Any, packets: ArrayRef) -> tuple[Any, Any]:
+    """(indices int32 [n], values float32 [n]) of packets, in one set of launches; waits for the
+    device once.
+
+    Args:
+        rows: of each packet: its address and bytes, k, first index and count of the array.
+        packets: all of them, for their device.
 
     Raises:
-        InvalidArgument: wrong buffers; in host memory also bytes that are not a packet of k
-            elements of `count`.
+        InvalidArgument: the bytes are not such packets.
     """
-    if not isinstance(into, (list, tuple)) or len(into) != 3:
-        refuse("into", into, "(indices, values, refused)")
-    places, numbers, refused = (
-        inputs.array(x, name, (dtype,), write=True)
-        for x, name, dtype in zip(
-            into, ("indices", "values", "refused"), ("int32", "float32", "int32"), strict=True
-        )
-    )
-    if places.count != numbers.count or refused.count != 1:
-        raise InvalidArgument(
-            f"invalid into: got {places.count} indices, {numbers.count} values and "
-            f"{refused.count} refused, expected [k], [k] and [1]"
-        )
-    inputs.check_memory("unpack", [places, numbers, refused], [packet])
-    lengths = [packet.nbytes], [places.count]
-    _decode(packet, lengths, count, (places, numbers, refused), workspace)
-
-
-def decode_batch(
-    packets: ArrayRef, lengths: tuple[Sequence[int], Sequence[int]], count: int
-) -> tuple[Any, Any]:
-    """(indices int32 [n], values float32 [n]) of concatenated packets, in one set of launches.
-
-    Waits for the device once. `lengths`: bytes and number of elements of each packet, at least one.
-
-    Raises:
-        InvalidArgument: the bytes are not such packets of arrays of `count` elements.
-    """
-    sizes, kept = lengths
-    shapes = (sum(kept), "int32"), (sum(kept), "float32"), (len(sizes), "int32")
+    kept = sum(int(row[2]) for row in rows)
+    shapes = (kept, "int32"), (kept, "float32"), (len(rows), "int32")
     made = [arrays.new(packets, (n,), dtype) for n, dtype in shapes]
     into = [
         inputs.array(x, "out", (dtype,), write=True)
         for x, (_, dtype) in zip(made, shapes, strict=True)
     ]
-    _decode(packets, lengths, count, into, None)
+    decode(rows, packets, into)
     refused = [i for i, bad in enumerate(made[2].tolist()) if bad]
     if refused:
         raise InvalidArgument(
-            f"invalid packets: got invalid content in {refused}, expected compact packets of an "
-            f"array of {count} elements"
+            f"invalid packets: got invalid content in {refused}, expected compact packets of "
+            f"arrays with {sorted({int(row[4]) for row in rows})} elements"
         )
     return made[0], made[1]
 
 
-def _decode(
-    packets: ArrayRef, lengths: tuple[Sequence[int], Sequence[int]], count: int,
-    into: Sequence[ArrayRef], workspace: Any,
-) -> None:  # fmt: skip
-    """Reads concatenated packets into (indices, values, refused)."""
-    module = devices.module(packets.device)
-    sizes, kept = (np.array(numbers, np.uint64) for numbers in lengths)
-    begin = np.uint64(packets.pointer) + np.cumsum(sizes) - sizes
-    rows = np.stack([begin, sizes, kept], axis=1)
-    needed = sum(map(module.compact_workspace_bytes, lengths[1], lengths[0]))
-    scratch = _Scratch(workspace, packets, needed)
+def decode(rows: Any, packets: ArrayRef, into: Sequence[ArrayRef]) -> None:
+    """Reads packets into indices [n], values [n] and refused [packets]; see decode_batch."""
+    module, table = devices.module(packets.device), inputs.Table(rows)
+    scratch = _Scratch(module.compact_decoding_bytes(table.address), packets)
     module.decode_compact(
-        (rows.ctypes.data, len(rows)),
-        count,
+        table.address,
         *(one.pointer for one in into),
         scratch.address,
         *devices.queue(packets.device, packets.array),
@@ -166,29 +104,22 @@ def _decode(
 
 
 class _Scratch:
-    """The caller's workspace or a new one; the CPU needs none. Must live until the core returns."""
+    """A workspace of a call; none on the CPU. Must live until the core returns."""
 
-    def __init__(self, workspace: Any, like: ArrayRef, nbytes: int) -> None:
+    def __init__(self, nbytes: int, like: ArrayRef) -> None:
         self.address = 0, 0
         if nbytes:
-            self._found = inputs.workspace(workspace, like, nbytes)
-            inputs.same_device("workspace", like, self._found)
-            self.address = self._found.pointer, self._found.nbytes
+            self._memory, found = inputs.output(None, "workspace", like, nbytes, "uint8")
+            self.address = found.pointer, found.nbytes
 
 
-def decoded(packet: ArrayRef, k: int, count: int, like: Like) -> tuple[Any, Any]:
-    """(indices int32 [k], values float32 [k]), new arrays of the kind of `like`.
+def decoded(packet: ArrayRef, k: int, count: int) -> tuple[Any, Any]:
+    """(indices int32 [k], values float32 [k]) of one packet; waits for the device.
 
     Raises:
         InvalidArgument: the bytes are not a packet.
     """
-    indices, values, refused = (
-        arrays.new(like, (n,), dtype) for n, dtype in ((k, "int32"), (k, "float32"), (1, "int32"))
-    )
-    decode(packet, count, (indices, values, refused))
-    if int(refused[0]):
-        raise InvalidArgument(f"invalid packet: {packet.nbytes} bytes with invalid content")
-    return indices, values
+    return decode_batch([(packet.pointer, packet.nbytes, k, 0, count)], packet)
 
 
 def header(packet: ArrayRef) -> tuple[int, int]:

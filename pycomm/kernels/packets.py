@@ -131,8 +131,6 @@ def encode(
     *,
     codec: str = "raw",
     out: Any = None,
-    length: Any = None,
-    workspace: Any = None,
 ) -> Any:
     """Encodes indices and values as one packet of bytes.
 
@@ -151,14 +149,10 @@ def encode(
             any device. Compact codecs "list", "bitmap" and "rice" have a length that depends on the
             indices; "auto" takes the shortest of these three.
         out: a buffer for the result: uint8 [packet_bytes(...)] of the same arguments.
-        length: int64 [1], becomes the bytes of a compact packet. On a GPU it becomes 0 if the
-            indices do not ascend in the range, and the call does not wait for the device.
-        workspace: uint8, from `codec_workspace`, for compact packets on a GPU; None: allocated by
-            the call.
 
     Returns:
         uint8 [packet_bytes(k, value_dtype)] for a raw packet. For a compact packet the used part of
-        the buffer, or the whole buffer if `length` is given.
+        the buffer; on a GPU the call waits for its length.
 
     Raises:
         InvalidArgument: invalid arrays, dtype or codec, or indices that do not ascend in the range.
@@ -183,10 +177,21 @@ def encode(
         written.append(rest)
     inputs.check_memory("encode", written, pair)
     if codec != "raw":
-        taken, size = inputs.output(length, "length", pair[1], 1, "int64")
-        inputs.same_device("encode", packet, size)
-        compact.encode(pair, int(count), (codec, value_dtype), rest, packet, size, workspace)
-        return out if length is not None else out[: _length(taken, int(count))]
+        found, size = inputs.output(None, "length", pair[1], 1, "int64")
+        errors, left = None, 0
+        if rest is not None:
+            errors, lost = inputs.output(None, "errors", pair[1], k, pair[1].dtype)
+            left = lost.pointer
+        row = pair[0].pointer, pair[1].pointer, k, 0, count, left, packet.pointer
+        compact.encode([row], (codec, value_dtype), pair[1], size)
+        length = int(found[0])
+        if length == 0:
+            raise InvalidArgument(
+                f"encode: invalid indices: they must ascend in 0..{int(count) - 1}"
+            )
+        if errors is not None:
+            decode_update(residual, [(indices, errors)], -1.0)
+        return out[:length]
     _aligned(packet, value_dtype)
     devices.module(packet.device).encode(
         pair[0].pointer,
@@ -202,57 +207,35 @@ def encode(
     return out
 
 
-def unpack(
-    packet: Any,
-    *,
-    value_dtype: str = "float32",
-    codec: str = "raw",
-    count: int | None = None,
-    into: tuple[Any, Any, Any] | None = None,
-    workspace: Any = None,
-) -> tuple[Any, Any]:
+def unpack(packet: Any, *, value_dtype: str = "float32", codec: str = "raw") -> tuple[Any, Any]:
     """Decodes a packet that `encode` wrote.
 
     In host memory the header is read and validated. On a GPU the caller names the codec. There a
     raw packet needs no wait for the device: k follows from the length and `value_dtype`. A compact
-    packet waits twice, for the header and for the validation, unless `into` is given.
+    packet waits twice, for the header and for the validation.
 
     Args:
         packet: uint8 array, or bytes.
         value_dtype: on a GPU, dtype of the values of a raw packet: "float16", "bfloat16",
             "float32" or "float64". Ignored in host memory and for compact packets.
         codec: on a GPU, "raw", or any compact codec for a compact packet. Ignored in host memory.
-        count: with `into`: number of elements of the array that the indices refer to.
-        into: buffers for a compact packet: (indices int32 [k], values float32 [k], refused int32
-            [1]). On a GPU `refused` becomes 1 if the bytes are not a packet of k of `count`
-            elements, and 0 otherwise. With 1 all indices are -1 and all values 0.
-        workspace: uint8, from `codec_workspace`; only with `into` on a GPU.
 
     Returns:
-        (indices int32 [k], values [k]). Views of the memory of a raw packet; new arrays or `into`,
-        with float32 values, for a compact one.
+        (indices int32 [k], values [k]). Views of the memory of a raw packet; new arrays, with
+        float32 values, for a compact one.
 
     Raises:
-        InvalidArgument: the bytes are not a packet (on a GPU with `into`, see `refused`); or `into`
-            without `count`, or wrong buffers.
+        InvalidArgument: the bytes are not a packet.
         Unsupported: another kind of array, or CUDA kernels that are not built.
     """
     found = inputs.array(packet, "packet", ("uint8",))
-    if into is not None:
-        if count is None:
-            raise InvalidArgument(
-                "unpack: into= also needs count=, the elements of the encoded array"
-            )
-        count = integer("count", count, 0, inputs.MOST_ELEMENTS)
-        compact.decode(found, count, into, workspace)
-        return into[0], into[1]
     if found.device.kind == "cpu":
         k, of, value_dtype, codec = _core.read_packet_header(found.pointer, found.nbytes)
         if codec != "raw":
-            return compact.decoded(found, k, of, found)
+            return compact.decoded(found, k, of)
     elif codec != "raw":
         compact.known_codec(codec)
-        return compact.decoded(found, *compact.header(found), found)
+        return compact.decoded(found, *compact.header(found))
     else:
         k = _k_of(found.nbytes, value_dtype)
     array = arrays.plain(packet) if found.device.kind == "cpu" else packet
@@ -283,14 +266,6 @@ def packet_bytes(
     if one_of("codec", codec, ("raw", *compact.CODECS)) != "raw":
         return compact.most_bytes(k, count, value_dtype, codec)
     return _indices_offset(k, value_dtype) + 4 * k
-
-
-def _length(length: Any, count: int) -> int:
-    """The length that the encoder wrote; waits for the device."""
-    found = int(length[0])
-    if found == 0:
-        raise InvalidArgument(f"encode: invalid indices: they must ascend in 0..{count - 1}")
-    return found
 
 
 def _indices_offset(k: int, value_dtype: str) -> int:
@@ -430,7 +405,7 @@ def _located(
         found = inputs.array(packet, f"packets[{i}]", ("uint8",))
         k, dtype, codec = _of_encoded(found, out.count, value_dtype)
         if codec != "raw":
-            pair = _pair(*compact.decoded(found, k, out.count, out.rows))
+            pair = _pair(*compact.decoded(found, k, out.count))
             read += pair
             dtypes.append(dtype)
             rows.append((pair[0].pointer, pair[1].pointer, k))

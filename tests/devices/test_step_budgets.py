@@ -24,8 +24,8 @@ pytestmark = MARKS
 CEILINGS = {
     "dense": ((0, 0, 0), (3, 1, 0)),
     "DGC, raw": ((0, 0, 5), (5, 3, 5)),
-    "DGC, coded, gather": ((30, 36, 82), (35, 39, 82)),
-    "DGC, coded, owners": ((126, 108, 278), (131, 111, 278)),
+    "DGC, coded, gather": ((3, 4, 18), (8, 7, 18)),
+    "DGC, coded, owners": ((14, 11, 55), (19, 14, 55)),
     "Quantize": ((3, 5, 5), (7, 7, 5)),
     "TopK, gather": ((5, 6, 25), (6, 7, 25)),
     "TopK, owners": ((19, 22, 104), (20, 23, 104)),

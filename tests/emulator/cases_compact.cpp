@@ -31,23 +31,33 @@ Set set_of(std::mt19937& random, size_t count, size_t k) {
   return {count, all, numbers(random, k)};
 }
 
-std::string name_of(const Set& set, const codec::CompactEncoding& how) {
+// The set as a packet to write to host memory.
+codec::CompactSource source_of(const Set& set, std::byte* out, float* errors = nullptr) {
+  return {set.indices.data(), set.values.data(), set.indices.size(), 0, set.count, errors, out};
+}
+
+Bytes encode_here(const Set& set, const codec::CompactCodes& how, float* errors = nullptr) {
+  Bytes packet(codec::most_compact_bytes(set.indices.size(), set.count, how));
+  packet.resize(codec::encode_compact(source_of(set, packet.data(), errors), how));
+  return packet;
+}
+
+std::string name_of(const Set& set, const codec::CompactCodes& how) {
   return std::to_string(set.indices.size()) + " of " + std::to_string(set.count) + ", " +
          std::string(how.automatic ? "auto" : codec::kIndexCodes[size_t(how.index_code)]) + ", " +
          std::string(codec::kValueCodes[size_t(how.value_code)]);
 }
 
-Bytes encode_there(const Set& set, codec::CompactEncoding how, std::vector<float>& residual) {
+Bytes encode_there(const Set& set, const codec::CompactCodes& how, std::vector<float>& errors) {
   const size_t k = set.indices.size();
   Device<int32_t> indices(set.indices);
-  Device<float> values(set.values), rest(residual);
-  Device<std::byte> out(codec::most_compact_bytes(k, how), 1);
+  Device<float> values(set.values), lost(errors);
+  Device<std::byte> out(codec::most_compact_bytes(k, set.count, how), 1);
   Device<uint64_t> bytes(1);
-  Device<std::byte> room(kernels().compact_workspace_bytes(k, 0));
-  how.residual = rest.at();
-  kernels().encode_compact({indices.at(), values.at(), k}, how,
-                           {out.at(), bytes.at(), {room.at(), room.size()}}, queue());
-  residual = rest.read();
+  const codec::CompactSource one{indices.at(), values.at(), k, 0, set.count, lost.at(), out.at()};
+  Device<std::byte> room(kernels().compact_encoding_bytes({&one, 1}));
+  kernels().encode_compact({&one, 1}, how, {bytes.at(), {room.at(), room.size()}}, queue());
+  errors = lost.read();
   Bytes packet = out.read();
   packet.resize(bytes.read()[0]);
   return packet;
@@ -64,11 +74,10 @@ Decoded decode_there(const Bytes& packet, size_t k, size_t count) {
   Device<int32_t> indices(k);
   Device<float> values(k);
   Device<uint32_t> refused(1);
-  Device<std::byte> room(kernels().compact_workspace_bytes(k, packet.size()));
-  const kernels::DeviceKernels::CompactPacket one{bytes.at(), packet.size(), k};
-  kernels().decode_compact({&one, 1}, count,
-                           {indices.at(), values.at(), refused.at(), {room.at(), room.size()}},
-                           queue());
+  const kernels::DeviceKernels::CompactPacket one{bytes.at(), packet.size(), k, 0, count};
+  Device<std::byte> room(kernels().compact_decoding_bytes({&one, 1}));
+  kernels().decode_compact(
+      {&one, 1}, {indices.at(), values.at(), refused.at(), {room.at(), room.size()}}, queue());
   return {refused.read()[0] != 0, indices.read(), values.read()};
 }
 
@@ -105,17 +114,13 @@ void spoil(std::mt19937& random, Bytes packet, size_t k, size_t count, const std
   check_decoding(packet, k, count, what + ", spoilt");
 }
 
-void try_set(std::mt19937& random, const Set& set, const codec::CompactEncoding& how, int spoilt) {
+void try_set(std::mt19937& random, const Set& set, const codec::CompactCodes& how, int spoilt) {
   const std::string what = name_of(set, how);
   const size_t k = set.indices.size();
-  std::vector<float> here = numbers(random, set.count), there = here;
-  codec::CompactEncoding own = how;
-  own.residual = here.data();
-  Bytes wanted(codec::most_compact_bytes(k, how));
-  wanted.resize(
-      codec::encode_compact({set.indices.data(), set.values.data(), k}, own, wanted.data()));
+  std::vector<float> here(k), there(k);
+  const Bytes wanted = encode_here(set, how, here.data());
   check(encode_there(set, how, there) == wanted, what + ": other bytes");
-  check(same_bits(here, there), what + ": another residual");
+  check(same_bits(here, there), what + ": other errors");
   check_decoding(wanted, k, set.count, what);
   for (int i = 0; i < spoilt; ++i) spoil(random, wanted, k, set.count, what);
 }
@@ -130,9 +135,8 @@ void run_compact_bits(std::mt19937& random) {
       const Set set = set_of(random, count, k);
       const codec::ValueCode values =
           code == codec::IndexCode::list ? codec::ValueCode::three_bit : codec::ValueCode::one_bit;
-      const codec::CompactEncoding how{count, Dtype::float32, false, code, values, nullptr};
-      std::vector<float> rest(count);
-      Bytes packet = encode_there(set, how, rest);
+      const codec::CompactCodes how{Dtype::float32, false, code, values};
+      Bytes packet = encode_here(set, how);
       for (size_t bit = 0; bit < 8 * packet.size(); ++bit) {
         packet[bit / 8] ^= static_cast<std::byte>(1 << bit % 8);
         check_decoding(packet, k, count, name_of(set, how) + ", bit " + std::to_string(bit));
@@ -145,8 +149,7 @@ namespace {
 
 void try_codes(std::mt19937& random, const Set& set, int spoilt) {
   for (size_t code = 0; code < codec::kValueCodes.size(); ++code) {
-    codec::CompactEncoding how{
-        set.count, Dtype::float32, true, codec::IndexCode::list, codec::ValueCode(code), nullptr};
+    codec::CompactCodes how{Dtype::float32, true, codec::IndexCode::list, codec::ValueCode(code)};
     if (code > 0) {  // each index code beside each of two value codes is enough
       how.automatic = false;
       how.index_code = static_cast<codec::IndexCode>((code + set.indices.size()) % 3);
@@ -155,16 +158,15 @@ void try_codes(std::mt19937& random, const Set& set, int spoilt) {
   }
 }
 
-// Indices that do not ascend within the array: no packet, and no change.
+// Indices that do not ascend within the array: no packet, and errors that change no sum.
 void try_wrong(std::mt19937& random) {
   for (const auto& indices : std::vector<std::vector<int32_t>>{{3, 3}, {4, 2}, {-1, 2}, {1, 90}}) {
     const Set set{90, indices, {1.0f, 2.0f}};
-    const codec::CompactEncoding how{
-        90, Dtype::float32, true, codec::IndexCode::list, codec::ValueCode::one_bit, nullptr};
-    std::vector<float> residual = numbers(random, 90);
-    const std::vector<float> before = residual;
-    check(encode_there(set, how, residual).empty(), "wrong indices made a packet");
-    check(same_bits(residual, before), "wrong indices changed the residual");
+    const codec::CompactCodes how{Dtype::float32, true, codec::IndexCode::list,
+                                  codec::ValueCode::one_bit};
+    std::vector<float> errors = numbers(random, 2);
+    check(encode_there(set, how, errors).empty(), "wrong indices made a packet");
+    check(same_bits(errors, {-0.0f, -0.0f}), "wrong indices have errors");
   }
 }
 
@@ -182,43 +184,93 @@ void run_compact(std::mt19937& random) {
 void run_compact_brief(std::mt19937& random) {
   const Set set = set_of(random, 50'000, 2113);
   for (const codec::ValueCode code : {codec::ValueCode::two_bit, codec::ValueCode::three_bit})
-    try_set(random, set, {set.count, Dtype::float32, false, codec::IndexCode::rice, code, nullptr},
-            2);
+    try_set(random, set, {Dtype::float32, false, codec::IndexCode::rice, code}, 2);
   const Set few = set_of(random, 900, 67);
-  try_set(random, few,
-          {few.count, Dtype::float32, false, codec::IndexCode::bitmap, codec::ValueCode::one_bit,
-           nullptr},
+  try_set(random, few, {Dtype::float32, false, codec::IndexCode::bitmap, codec::ValueCode::one_bit},
           3);
-  try_set(random, few,
-          {few.count, Dtype::float32, false, codec::IndexCode::list, codec::ValueCode::bfloat16,
-           nullptr},
+  try_set(random, few, {Dtype::float32, false, codec::IndexCode::list, codec::ValueCode::bfloat16},
           3);
 }
 
 namespace {
 
+// Counts launches on the emulator.
+class Launches {
+ public:
+#ifdef ON_GPU
+  void check_equal(uint64_t) const {}
+#else
+  void check_equal(uint64_t wanted) const {
+    check(emulator::traffic().launches - before_ == wanted, "other launches");
+  }
+
+ private:
+  uint64_t before_ = emulator::traffic().launches;
+#endif
+};
+
+// Packets of arrays that follow each other, of many lengths, written at once: as each alone.
+void try_writing(std::mt19937& random, const std::vector<size_t>& lengths, bool automatic) {
+  const codec::CompactCodes how{Dtype::float32, automatic, codec::IndexCode::bitmap,
+                                codec::ValueCode::three_bit};
+  std::vector<Bytes> wanted;
+  std::vector<int32_t> indices;
+  std::vector<float> values, errors;
+  size_t most = 0;
+  const size_t count = 5000;
+  for (const size_t k : lengths) {
+    const Set set = set_of(random, count, k);
+    std::vector<float> lost(k);
+    const auto first = static_cast<int32_t>(count * wanted.size());
+    wanted.push_back(encode_here(set, how, lost.data()));
+    for (const int32_t index : set.indices) indices.push_back(index + first);
+    values.insert(values.end(), set.values.begin(), set.values.end());
+    errors.insert(errors.end(), lost.begin(), lost.end());
+    most = std::max(most, codec::most_compact_bytes(k, count, how));
+  }
+  const Device<int32_t> places(indices);
+  const Device<float> numbers_given(values);
+  Device<float> lost(errors.size());
+  Device<std::byte> out(most * lengths.size());
+  Device<uint64_t> sizes(lengths.size());
+  std::vector<codec::CompactSource> rows;
+  size_t at = 0;
+  for (const size_t k : lengths) {
+    rows.push_back({places.at() + at, numbers_given.at() + at, k, count * rows.size(), count,
+                    lost.at() + at, out.at() + most * rows.size()});
+    at += k;
+  }
+  Device<std::byte> room(kernels().compact_encoding_bytes(rows));
+  const Launches launches;
+  kernels().encode_compact(rows, how, {sizes.at(), {room.at(), room.size()}}, queue());
+  finish();
+  launches.check_equal(5 * ((rows.size() + 127) / 128));
+  const Bytes all = out.read();
+  const std::vector<uint64_t> found = sizes.read();
+  for (size_t i = 0; i < wanted.size(); ++i) {
+    const auto begin = all.begin() + static_cast<std::ptrdiff_t>(most * i);
+    check(Bytes(begin, begin + static_cast<std::ptrdiff_t>(found[i])) == wanted[i],
+          "a batch wrote other bytes");
+  }
+  check(same_bits(lost.read(), errors), "a batch has other errors");
+}
+
 // Packets of many lengths and codes, some of them spoilt, at once: as each alone.
 void try_batch(std::mt19937& random, const std::vector<size_t>& lengths) {
-  constexpr size_t kCount = 5000;
   std::vector<Bytes> packets;
   Bytes all;
   std::vector<int32_t> indices;
   std::vector<float> values;
   std::vector<uint32_t> refused;
+  const size_t count = 5000;
   for (const size_t k : lengths) {
-    const Set set = set_of(random, kCount, k);
-    const codec::CompactEncoding how{kCount,
-                                     Dtype::float32,
-                                     false,
-                                     codec::IndexCode(random() % 3),
-                                     codec::ValueCode(random() % 5),
-                                     nullptr};
-    Bytes packet(codec::most_compact_bytes(k, how));
-    packet.resize(
-        codec::encode_compact({set.indices.data(), set.values.data(), k}, how, packet.data()));
+    const codec::CompactCodes how{Dtype::float32, false, codec::IndexCode(random() % 3),
+                                  codec::ValueCode(random() % 5)};
+    Bytes packet = encode_here(set_of(random, count, k), how);
     if (random() % 4 == 0) packet[random() % packet.size()] ^= std::byte{4};
-    const Decoded here = decode_here(packet, k, kCount);
-    indices.insert(indices.end(), here.indices.begin(), here.indices.end());
+    const Decoded here = decode_here(packet, k, count);
+    const auto first = static_cast<int32_t>(count * packets.size());
+    for (const int32_t index : here.indices) indices.push_back(here.refused ? -1 : index + first);
     values.insert(values.end(), here.values.begin(), here.values.end());
     refused.push_back(here.refused);
     all.insert(all.end(), packet.begin(), packet.end());
@@ -226,27 +278,20 @@ void try_batch(std::mt19937& random, const std::vector<size_t>& lengths) {
   }
   const Device<std::byte> bytes(all);
   std::vector<kernels::DeviceKernels::CompactPacket> rows;
-  size_t at = 0, room_bytes = 0;
+  size_t at = 0;
   for (size_t i = 0; i < packets.size(); ++i) {
-    rows.push_back({bytes.at() + at, packets[i].size(), lengths[i]});
+    rows.push_back({bytes.at() + at, packets[i].size(), lengths[i], count * i, count});
     at += packets[i].size();
-    room_bytes += kernels().compact_workspace_bytes(lengths[i], packets[i].size());
   }
   Device<int32_t> found(indices.size());
   Device<float> numbers_found(values.size());
   Device<uint32_t> verdicts(rows.size());
-  Device<std::byte> room(room_bytes);
-#ifndef ON_GPU
-  const uint64_t before = emulator::traffic().launches;
-#endif
+  Device<std::byte> room(kernels().compact_decoding_bytes(rows));
+  const Launches launches;
   kernels().decode_compact(
-      rows, kCount, {found.at(), numbers_found.at(), verdicts.at(), {room.at(), room.size()}},
-      queue());
+      rows, {found.at(), numbers_found.at(), verdicts.at(), {room.at(), room.size()}}, queue());
   finish();
-#ifndef ON_GPU
-  const uint64_t pages = (rows.size() + 127) / 128;
-  check(emulator::traffic().launches - before == 7 * pages, "other launches");
-#endif
+  launches.check_equal(7 * ((rows.size() + 127) / 128));
   check(verdicts.read() == refused, "other packets were refused");
   check(found.read() == indices, "a batch gave other indices");
   check(same_bits(numbers_found.read(), values), "a batch gave other values");
@@ -255,36 +300,36 @@ void try_batch(std::mt19937& random, const std::vector<size_t>& lengths) {
 }  // namespace
 
 void run_compact_batch(std::mt19937& random) {
-  try_batch(random, {130, 0, 1, 64, 700, 65, 2113, 3});
   std::vector<size_t> many;
   for (size_t i = 0; i < 150; ++i) many.push_back(random() % 40);
-  try_batch(random, many);
+  for (const auto& lengths : {std::vector<size_t>{130, 0, 1, 64, 700, 65, 2113, 3}, many}) {
+    try_writing(random, lengths, lengths.size() > 100);
+    try_batch(random, lengths);
+  }
 }
 
 // Captured once, replayed with other numbers in the same places.
 void run_compact_graph(std::mt19937& random) {
   constexpr size_t kCount = 3000, kEach = 200;
-  const codec::CompactEncoding how{
-      kCount, Dtype::float32, true, codec::IndexCode::list, codec::ValueCode::two_bit, nullptr};
+  const codec::CompactCodes how{Dtype::float32, true, codec::IndexCode::list,
+                                codec::ValueCode::two_bit};
   Device<int32_t> indices(kEach), found(kEach);
   Device<float> values(kEach), numbers_found(kEach);
-  const size_t most = codec::most_compact_bytes(kEach, how);
-  Device<std::byte> out(most), room(kernels().compact_workspace_bytes(kEach, most));
+  const size_t most = codec::most_compact_bytes(kEach, kCount, how);
+  Device<std::byte> out(most);
   Device<uint64_t> bytes(1);
   Device<uint32_t> refused(1);
-  const size_t length =
-      [&] {  // that of the first set: a captured decoder knows its packet's length
-        const Set set = set_of(random, kCount, kEach);
-        std::vector<float> rest(kCount);
-        return encode_there(set, how, rest).size();
-      }();
+  // That of the first set: a captured decoder knows its packet's length.
+  const size_t length = encode_here(set_of(random, kCount, kEach), how).size();
+  const codec::CompactSource from{indices.at(), values.at(), kEach, 0, kCount, nullptr, out.at()};
+  const kernels::DeviceKernels::CompactPacket one{out.at(), length, kEach, 0, kCount};
+  Device<std::byte> writing(kernels().compact_encoding_bytes({&from, 1}));
+  Device<std::byte> reading(kernels().compact_decoding_bytes({&one, 1}));
   check_cuda(cudaStreamBeginCapture(stream(), cudaStreamCaptureModeThreadLocal));
-  kernels().encode_compact({indices.at(), values.at(), kEach}, how,
-                           {out.at(), bytes.at(), {room.at(), room.size()}}, queue());
-  const kernels::DeviceKernels::CompactPacket one{out.at(), length, kEach};
-  kernels().decode_compact({&one, 1}, kCount,
-                           {found.at(), numbers_found.at(), refused.at(), {room.at(), room.size()}},
-                           queue());
+  kernels().encode_compact({&from, 1}, how, {bytes.at(), {writing.at(), writing.size()}}, queue());
+  kernels().decode_compact(
+      {&one, 1}, {found.at(), numbers_found.at(), refused.at(), {reading.at(), reading.size()}},
+      queue());
   cudaGraph_t graph = nullptr;
   cudaGraphExec_t made = nullptr;
   check_cuda(cudaStreamEndCapture(stream(), &graph));
@@ -294,9 +339,7 @@ void run_compact_graph(std::mt19937& random) {
     indices.write(set.indices);
     values.write(set.values);
     check_cuda(cudaGraphLaunch(made, stream()));
-    Bytes wanted(most);
-    wanted.resize(
-        codec::encode_compact({set.indices.data(), set.values.data(), kEach}, how, wanted.data()));
+    const Bytes wanted = encode_here(set, how);
     Bytes packet = out.read();
     packet.resize(bytes.read()[0]);
     check(packet == wanted, "a replay wrote other bytes");

@@ -17,9 +17,7 @@ from test_emulator import run
 
 from pycomm import kernels
 from pycomm._core_api import devices
-from pycomm._core_api.arrays import as_array_ref
 from pycomm.errors import InvalidArgument
-from pycomm.kernels import compact
 
 pytestmark = [
     pytest.mark.skipif(programs.nvcc() is None, reason="needs nvcc"),
@@ -142,18 +140,22 @@ def test_many_packets_take_the_launches_of_one():
     batch = kernels.PacketBatch(
         np.concatenate(indices), rng.standard_normal(sum(lengths)).astype(np.float32), lengths
     )
-    message, sizes = kernels.encode_batch(batch, count, "2bit")
-    want = kernels.decode_batch(message, sizes, count)
-    full = [size for size in sizes if size], [length for length in lengths if length]
+    counts = [count]
+    packets = kernels.encode_batch(batch, counts, "2bit")
+    message, sizes = np.concatenate(packets), [len(packet) for packet in packets]
+    want = kernels.decode_batch(message, sizes, counts)
     emulated.take_traffic()
     with devices.override_kernels("cpu", emulated.kernels):
-        found = compact.decode_batch(as_array_ref(message, "packets"), full, count)
+        found = kernels.encode_batch(batch, counts, "2bit")
+        assert emulated.take_traffic()[2] == 5
+        assert np.concatenate(found).tobytes() == message.tobytes()
+        found = kernels.decode_batch(message, sizes, counts)
         assert emulated.take_traffic()[2] == 7
         message[sizes[0] + 3] ^= 0x80
         with pytest.raises(InvalidArgument, match=r"got invalid content in \[1\], expected"):
-            compact.decode_batch(as_array_ref(message, "packets"), full, count)
-    assert found[0].tobytes() == want.indices.tobytes()
-    assert found[1].tobytes() == want.values.tobytes()
+            kernels.decode_batch(message, sizes, counts)
+    assert found.indices.tobytes() == want.indices.tobytes()
+    assert found.values.tobytes() == want.values.tobytes()
 
 
 # ---- nvcc ----------------------------------------------------------------------------------------

@@ -241,14 +241,15 @@ class Jobs {
       cases::kernels().decode_update({to, Dtype::float32}, packets, Dtype::float32,
                                      {.lr = 0.1, .scale = 0.125}, queue());
     });
-    const codec::CompactEncoding how{
-        count, Dtype::float32, true, codec::IndexCode::list, codec::ValueCode::three_bit, nullptr};
-    const size_t most = codec::most_compact_bytes(k, how);
+    const codec::CompactCodes how{Dtype::float32, true, codec::IndexCode::list,
+                                  codec::ValueCode::three_bit};
+    const size_t most = codec::most_compact_bytes(k, count, how);
     std::byte* out = keep<std::byte>(most);
     uint64_t* size = keep<uint64_t>(1);
-    const auto work = room(cases::kernels().compact_workspace_bytes(k, most));
+    const codec::CompactSource from{indices, values, k, 0, count, nullptr, out};
+    const auto writing = room(cases::kernels().compact_encoding_bytes({&from, 1}));
     const auto encode = [=] {
-      cases::kernels().encode_compact({indices, values, k}, how, {out, size, work}, queue());
+      cases::kernels().encode_compact({&from, 1}, how, {size, writing}, queue());
     };
     encode();
     uint64_t coded = 0;
@@ -257,10 +258,11 @@ class Jobs {
     uint32_t* refused = keep<uint32_t>(1);
     int32_t* found = keep<int32_t>(k);
     float* read = keep<float>(k);
+    const DeviceCompactPacket packet{out, coded, k, 0, count};
+    const auto reading = room(cases::kernels().compact_decoding_bytes({&packet, 1}));
     add("encode_compact", moved, static_cast<double>(coded), encode);
-    add("decode_compact", static_cast<double>(coded), moved, [=, this] {
-      const DeviceCompactPacket one{out, coded, k};
-      cases::kernels().decode_compact({&one, 1}, count, {found, read, refused, work}, queue());
+    add("decode_compact", static_cast<double>(coded), moved, [=] {
+      cases::kernels().decode_compact({&packet, 1}, {found, read, refused, reading}, queue());
     });
   }
 

@@ -57,11 +57,12 @@ void read_compact(std::span<const std::byte> bytes) {
   const Decoded first(bytes);
   demand_sound(first.indices, header.count);
   if (header.count > kMostCount) return;
-  const codec::CompactEncoding encoding{
-      header.count, Dtype::float32, false, header.index_code, codec::ValueCode::float32, nullptr};
-  const codec::Packet packet{first.indices.data(), first.values.data(), header.k};
-  std::vector<std::byte> again(codec::most_compact_bytes(header.k, encoding));
-  again.resize(codec::encode_compact(packet, encoding, again.data()));
+  const codec::CompactCodes codes{Dtype::float32, false, header.index_code,
+                                  codec::ValueCode::float32};
+  std::vector<std::byte> again(codec::most_compact_bytes(header.k, header.count, codes));
+  again.resize(codec::encode_compact(
+      {first.indices.data(), first.values.data(), header.k, 0, header.count, nullptr, again.data()},
+      codes));
   const Decoded second(again);
   fuzz::demand(second.indices == first.indices, "indices come back as others");
   const auto same = [](float a, float b) { return a == b || (std::isnan(a) && std::isnan(b)); };

@@ -58,11 +58,11 @@ std::unique_ptr<std::byte[]> alone(const Bytes& bytes) {
   return copy;
 }
 
-Bytes encoded(const Set& set, const std::vector<float>& values, const CompactEncoding& how) {
-  const size_t most = most_compact_bytes(set.indices.size(), how);
+Bytes encoded(const Set& set, const std::vector<float>& values, const CompactCodes& how) {
+  const size_t k = set.indices.size(), most = most_compact_bytes(k, set.count, how);
   const auto room = std::make_unique<std::byte[]>(most);
-  const size_t used =
-      encode_compact({set.indices.data(), values.data(), set.indices.size()}, how, room.get());
+  const size_t used = encode_compact(
+      {set.indices.data(), values.data(), k, 0, set.count, nullptr, room.get()}, how);
   expect(used <= most, "more bytes than the bound");
   return {room.get(), room.get() + used};
 }
@@ -87,22 +87,13 @@ std::vector<float> random_values(size_t k, Random& random) {
   return values;
 }
 
-CompactEncoding encoding_of(size_t count, IndexCode index_code, ValueCode value_code) {
-  return {.count = count,
-          .dtype = Dtype::float32,
-          .automatic = false,
-          .index_code = index_code,
-          .value_code = value_code,
-          .residual = nullptr};
-}
-
-// f(encoding) for each pair of codes that the set can have without taking all memory.
+// f(codes) for each pair of codes that the set can have without taking all memory.
 template <typename F>
 void each_code(const Set& set, F&& f) {
   for (const auto index_code : {IndexCode::list, IndexCode::bitmap, IndexCode::rice})
     for (size_t v = 0; v < kValueCodes.size(); ++v)
       if (index_code != IndexCode::bitmap || set.count < 10'000'000)
-        f(encoding_of(set.count, index_code, static_cast<ValueCode>(v)));
+        f(CompactCodes{Dtype::float32, false, index_code, static_cast<ValueCode>(v)});
 }
 
 // Encoded and decoded on the instruction set of this name; nothing where it does not run.
@@ -112,7 +103,7 @@ const Test kRoundTrip(
       const std::string best(cpu::kernel_isa());
       for (const Set& set : sets(random)) {
         const auto values = random_values(set.indices.size(), random);
-        each_code(set, [&](const CompactEncoding& how) {
+        each_code(set, [&](const CompactCodes& how) {
           cpu::set_kernel_isa("baseline");
           const Bytes plain = encoded(set, values, how);
           const Pairs there = decoded(plain);
@@ -147,7 +138,7 @@ const Test kTruncated("compact: a truncated packet is refused, and one with trai
     for (const uint64_t limit : {1, 30, 40'000}) {
       const Set set = set_of(k, limit, 20, 20, random);
       const auto values = random_values(set.indices.size(), random);
-      each_code(set, [&](const CompactEncoding& how) {
+      each_code(set, [&](const CompactCodes& how) {
         Bytes bytes = encoded(set, values, how);
         expect(survives(bytes), "a packet was refused");
         for (size_t n = 0; n < bytes.size(); n += 1 + bytes.size() / 50 + random() % 3)

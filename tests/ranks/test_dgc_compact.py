@@ -4,6 +4,7 @@ Ranks are threads. Loss scales, torch's DDP: test_dgc_steps.py. Choice of the ex
 test_dgc_exchange_policy.py. The packets: test_compact.py.
 """
 
+import itertools
 import math
 from typing import Any
 
@@ -169,32 +170,43 @@ def test_owners_send_owner_k_factor_times_k(owner_k_factor: int) -> None:
     assert residual[1] < 0.95 * residual[0]
 
 
-@pytest.mark.parametrize(("count", "size"), [(1, 1), (31, 2), (5000, 3), (4096, 8), (100, 64)])
-def test_shards_partition_the_coordinates(count: int, size: int) -> None:
-    share = Sharding(count, size)
-    coordinates = torch.arange(count, dtype=torch.int32)
-    cut = share.cut(coordinates, coordinates.double())
-    assert len(cut.lengths) == size
+@pytest.mark.parametrize("size", [1, 2, 3, 8, 64])
+@pytest.mark.parametrize("counts", [[1], [31], [5000], [4096, 0, 100, 1]])
+def test_shards_partition_the_coordinates(counts: list[int], size: int) -> None:
+    share = Sharding(counts, size)
+    coordinates = torch.arange(sum(counts), dtype=torch.int32)
+    cut, order = share.cut(coordinates, coordinates.double())
+    assert torch.equal(cut.values, coordinates[order].double())
+    assert len(cut.lengths) == size * len(counts)
+    firsts = itertools.accumulate(share.places * size, initial=0)
     parts = (torch.split(part, cut.lengths) for part in (cut.indices, cut.values))
-    for owner, (places, values) in enumerate(zip(*parts, strict=True)):
+    rows = zip(*parts, firsts, share.places * size, strict=False)
+    for packet, (places, values, begin, count) in enumerate(rows):
+        owner, array = divmod(packet, len(counts))
+        first = begin - owner * sum(share.places)
         assert bool((places.diff() > 0).all())
         assert torch.equal(share.whole(owner, places).double(), values)
-        assert places.numel() == 0 or int(places[-1]) < share.places
+        local = places - first
+        assert local.numel() == 0 or 0 <= int(local[0]) <= int(local[-1]) < count
+        alone = Sharding([counts[array]], size)
+        assert torch.equal(alone.whole(owner, local).double() + sum(counts[:array]), values)
     assert torch.equal(share.joined(cut).double(), cut.values)
-    assert sum(cut.lengths) == count
-    assert max(cut.lengths) - min(cut.lengths) <= BLOCK
+    assert sum(cut.lengths) == sum(counts)
+    for array in range(len(counts)):
+        each = cut.lengths[array :: len(counts)]
+        assert max(each) - min(each) <= BLOCK
 
 
 def test_strided_indices_spread_over_owners() -> None:
     """Hot rows, hot columns of widths that could align with the shards, and hot beginnings."""
     count, size = 1 << 20, 64
-    share = Sharding(count, size)
+    share = Sharding([count], size)
     every = torch.arange(count, dtype=torch.int32)
     for width in (64, 512, 2048, 8192):
         column, row = every % width, every // width
         hot_rows = (row % 7 == 0) & (column < width // 2)
         for hot in (column < 8, hot_rows, every < count // 16):
-            found = share.cut(every[hot], every[hot].double()).lengths
+            found = share.cut(every[hot], every[hot].double())[0].lengths
             assert max(found) <= 1.5 * sum(found) / size, width
 
 

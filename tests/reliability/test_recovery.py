@@ -129,8 +129,8 @@ def kept_elements(exchange: str) -> torch.Tensor:
     owners were in the residual of the lost rank."""
     known = torch.ones(3 * COUNT, dtype=torch.bool)
     if exchange == "sharded":
-        shares = Sharding(3 * COUNT, 3)
-        lost = shares.whole(LOST, torch.arange(shares.places))
+        shares = Sharding([3 * COUNT], 3)
+        lost = shares.whole(LOST, torch.arange(sum(shares.places)))
         known[lost[lost < len(known)].long()] = False
     return known.view(3, COUNT)
 

@@ -16,9 +16,9 @@ LARGE_CLASSES: dict[str, tuple[int, int]] = {
     "Functions": (0, 18),  # of NCCL, one pointer each
     "Line": (0, 16),
     "MeshRequest": (0, 19),
-    "Reading": (0, 21),
+    "Reading": (0, 22),
     "Tables": (0, 20),
-    "Writing": (0, 20),
+    "Writing": (0, 21),
 }
 
 NOT_MEMBERS = r"(using|friend|typedef|static_assert|enum|class|struct|union|extern|operator)\b"

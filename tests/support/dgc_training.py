@@ -51,6 +51,6 @@ def residual_by_owner(dgc: pycomm.DGC, group: pycomm.Group) -> Tensor:
     found = torch.zeros(memory.count, dtype=torch.float64)
     for residual in dgc.state_dict()["owner_residual"].values():
         places = residual.nonzero().flatten()
-        where = Sharding(memory.count, group.size).whole(group.rank, places)
+        where = Sharding([memory.count], group.size).whole(group.rank, places)
         found[where.long()] = residual[places].double()
     return found

@@ -93,8 +93,9 @@ def batch() -> kernels.PacketBatch:
 
 
 def encoded() -> dict[str, Any]:
-    packets, sizes = kernels.encode_batch(batch(), 100, "float32")
-    return {"packets": packets, "sizes": sizes}
+    packets = kernels.encode_batch(batch(), [100], "float32")
+    sizes = [len(packet) for packet in packets]
+    return {"packets": np.concatenate(packets), "sizes": sizes, "counts": [100]}
 
 
 def step_arrays(k: int = 3) -> dict[str, Any]:
@@ -158,13 +159,9 @@ KERNELS: dict[str, Valid] = {
     "kernels.read_groups": lambda _: updated(),
     "kernels.update_workspace": lambda _: {"theta": x(100), "k": 3},
     "kernels.encode": lambda _: {
-        **{**pair(), "count": 100, "residual": x(100), "workspace": bytes_of(64)},
-        **{"out": bytes_of(kernels.packet_bytes(2)), "length": np.zeros(1, np.int64)},
+        **{**pair(), "count": 100, "residual": x(100), "out": bytes_of(kernels.packet_bytes(2))},
     },
-    "kernels.unpack": lambda _: {
-        **{"packet": packet("list"), "codec": "list", "count": 100},
-        **{"into": (np.zeros(2, np.int32), x(2), np.zeros(1, np.int32))},
-    },
+    "kernels.unpack": lambda _: {"packet": packet("list"), "codec": "list"},
     "kernels.decode_sum": lambda _: decoded("out"),
     "kernels.decode_sum of groups": lambda _: {
         **{"out": x(100), "packets": kernels.read_groups(**updated()), "scale": 1.0},
@@ -173,10 +170,9 @@ KERNELS: dict[str, Valid] = {
     "kernels.decode_update": lambda _: {**decoded("param"), "lr": 0.1},
     "kernels.scatter_add": lambda _: {"out": x(100), **pair()},
     "kernels.packet_bytes": lambda _: {"k": 3, "count": 100},
-    "kernels.codec_workspace": lambda _: {"x": x(100), "k": 3, "nbytes": 100},
-    "kernels.encode_batch": lambda _: {"batch": batch(), "count": 100, "value_dtype": "float32"},
-    "kernels.decode_batch": lambda _: {**encoded(), "count": 100},
-    "kernels.batch_lengths": lambda _: {**encoded(), "count": 100},
+    "kernels.encode_batch": lambda _: {"batch": batch(), "counts": [100], "value_dtype": "float32"},
+    "kernels.decode_batch": lambda _: encoded(),
+    "kernels.batch_lengths": lambda _: encoded(),
     "kernels.quantize": lambda _: {
         **{"x": x(100), "bits": 3, "residual": x(100)},
         "out": bytes_of(kernels.quantized_bytes(100, 3)),

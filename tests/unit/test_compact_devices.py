@@ -21,16 +21,17 @@ counts = st.sampled_from([1, 2, 63, 64, 65, 2048, 2049, 4097, 9001])
 
 
 def unpacked(device, packet, k, count):
-    """(indices, values, whether they were rejected); only get() waits."""
-    into = [device.put(np.full(n, 7, t)) for n, t in ((k, "int32"), (k, "float32"), (1, "int32"))]
-    room = kernels.codec_workspace(into[0], k, packet.size)
+    """(indices, values, whether they were rejected)."""
+    there = device.put(packet)
+    row = as_array_ref(there, "packet").pointer, packet.size, k, 0, count
+    made = [device.put(np.full(n, 7, t)) for n, t in ((k, "int32"), (k, "float32"), (1, "int32"))]
+    into = [as_array_ref(x, "out", write=True) for x in made]
     try:
-        found = kernels.unpack(device.put(packet), count=count, into=tuple(into), workspace=room)
+        compact.decode([row], as_array_ref(there, "packet"), into)
     except InvalidArgument:  # only devices that check
         assert device.indices_are_checked
         return np.full(k, -1, np.int32), np.zeros(k, np.float32), True
-    assert found[0] is into[0]
-    return device.get(into[0]), device.get(into[1]), bool(device.get(into[2])[0])
+    return device.get(made[0]), device.get(made[1]), bool(device.get(made[2])[0])
 
 
 @SETTINGS
@@ -65,22 +66,18 @@ def test_indices_up_to_the_largest(device, codec):
         same(places, indices)
 
 
-def test_caller_buffers_of_full_size(device):
-    """The caller's length and workspace: the whole buffer is returned, and bytes after the packet
-    do not change."""
+def test_a_buffer_of_the_caller(device):
+    """Bytes after the packet do not change."""
     indices, values = indices_of("some", 9001, 1), made("plain", 9001, 2)
     values = values[: len(indices)]
     want, _ = reference_compact.encode(indices, values, 9001, "2bit")
-    places, numbers = device.put(indices), device.put(values)
     most = kernels.packet_bytes(len(indices), "2bit", codec="auto", count=9001)
-    out, length = device.put(np.full(most, 9, np.uint8)), device.put(np.zeros(1, np.int64))
-    room = kernels.codec_workspace(places, len(indices))
-    found = kernels.encode(
-        places, numbers, 9001, "2bit", codec="auto", out=out, length=length, workspace=room
-    )
-    assert found is out
-    assert device.get(length)[0] == len(want)
+    out = device.put(np.full(most, 9, np.uint8))
+    pair = device.put(indices), device.put(values)
+    packet = kernels.encode(*pair, 9001, "2bit", codec="auto", out=out)
+    assert device.get(packet).tobytes() == want
     assert device.get(out)[: len(want)].tobytes() == want
+    assert (device.get(out)[len(want) :] == 9).all()
 
 
 @SETTINGS
@@ -111,8 +108,8 @@ def test_arbitrary_bytes_decode_or_raise(device, seed, shape, flips, longer, off
         here = np.empty(k, np.int32), np.empty(k, np.float32), np.empty(1, np.int32)
         pointers = [x.ctypes.data for x in here]
         fits = (k, count) == found[:2]
-        row = np.array([corrupted.ctypes.data, corrupted.size, k], np.uint64)
-        _core.kernels.decode_compact((row.ctypes.data, 1), count, *pointers, (0, 0), 0, 0)
+        row = np.array([corrupted.ctypes.data, corrupted.size, k, 0, count], np.uint64)
+        _core.kernels.decode_compact((row.ctypes.data, 1), *pointers, (0, 0), 0, 0)
         assert fits
         wanted = here[0], here[1], False
     except InvalidArgument:  # the device must reject it too
@@ -153,36 +150,12 @@ def test_parameter_above_the_maximum_is_rejected(device, before):
 
 @pytest.mark.parametrize("bad", [[3, 2], [1, 1], [-1, 2], [2, 100]])
 def test_wrong_indices_are_rejected(device, bad):
-    """Before anything changes; on a GPU by a length of 0, since the call does not wait."""
+    """Before anything changes."""
     indices, values = device.put(np.array(bad, np.int32)), device.put(np.ones(2, np.float32))
     rest = device.put(np.ones(100, np.float32))
     with pytest.raises(InvalidArgument, match=r"0\.\.99"):
         kernels.encode(indices, values, 100, "1bit", rest, codec="auto")
-    if not device.indices_are_checked:
-        length = device.put(np.ones(1, np.int64))
-        kernels.encode(indices, values, 100, "1bit", rest, codec="auto", length=length)
-        assert device.get(length)[0] == 0
     same(device.get(rest), np.ones(100, np.float32))
-
-
-def test_wrong_buffers(device):
-    indices, values = device.put(np.array([1, 5], np.int32)), device.put(np.ones(2, np.float32))
-    packet = kernels.encode(indices, values, 9, codec="auto")
-    buffers = [device.put(np.zeros(n, t)) for n, t in ((2, "int32"), (2, "float32"), (1, "int32"))]
-    small = device.put(np.zeros(16, np.uint8))
-    for call, message in [
-        (lambda: kernels.unpack(packet, into=tuple(buffers)), "also needs count="),
-        (lambda: kernels.unpack(packet, count=9, into=(*buffers[:2], buffers[0])), r"\[k\]"),
-        (lambda: kernels.unpack(packet, count=9, into=(buffers[1], *buffers[1:])), "int32"),
-        (lambda: kernels.encode(indices, values, 9, codec="auto", length=buffers[2]), "int64"),
-    ]:
-        with pytest.raises(InvalidArgument, match=message):
-            call()
-    if not device.indices_are_checked:  # the CPU needs no workspace
-        with pytest.raises(InvalidArgument, match="got 16 bytes, expected at least"):
-            kernels.encode(indices, values, 9, codec="auto", workspace=small)
-        with pytest.raises(InvalidArgument, match="got 16 bytes, expected at least"):
-            kernels.unpack(packet, count=9, into=tuple(buffers), workspace=small)
 
 
 def test_packet_header_in_device_memory():

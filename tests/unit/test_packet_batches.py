@@ -32,29 +32,45 @@ def pairs_of(batch):
 
 @SETTINGS
 @given(
-    count=st.sampled_from([1, 64, 900, 4097]),
-    packets=st.integers(1, 9),
+    counts=st.lists(st.sampled_from([1, 64, 900, 4097]), min_size=1, max_size=3),
+    times=st.integers(1, 3),
     seed=st.integers(0, 2**32 - 1),
     dtype=st.sampled_from(["float32", "float64"]),
     value_dtype=st.sampled_from(reference_compact.VALUE_CODES),
     codec=st.sampled_from(CODECS),
 )
-def test_batch_equals_single_packets(count, packets, seed, dtype, value_dtype, codec):
-    batch = batch_of(count, packets, seed, dtype)
-    message, sizes = kernels.encode_batch(batch, count, value_dtype, codec=codec)
-    decoded = kernels.decode_batch(message, sizes, count)
-    assert decoded.lengths == batch.lengths
-    begin = 0
-    for pair, nbytes, found in zip(pairs_of(batch), sizes, pairs_of(decoded), strict=True):
-        packet = message[begin : begin + nbytes]
-        begin += nbytes
-        if not len(pair[0]):
-            assert nbytes == 0
+def test_batch_equals_single_packets(device, counts, times, seed, dtype, value_dtype, codec):
+    """Packets of several arrays, through which the indices count."""
+    firsts = np.cumsum([0, *counts])[:-1].tolist() * times
+    each = [batch_of(count, 1, seed + i, dtype) for i, count in enumerate(counts * times)]
+    batch = PacketBatch(
+        device.put(np.concatenate([own.indices + f for own, f in zip(each, firsts, strict=True)])),
+        device.put(np.concatenate([own.values for own in each])),
+        [own.lengths[0] for own in each],
+    )
+    errors = device.put(np.ones(sum(batch.lengths), dtype))
+    packets = kernels.encode_batch(batch, counts, value_dtype, codec=codec, errors=errors)
+    lost = []
+    for own, count, packet in zip(each, counts * times, packets, strict=True):
+        if not own.lengths[0]:
+            assert len(packet) == 0
             continue
-        same(packet, kernels.encode(*pair, count, value_dtype, codec=codec))
-        for mine, theirs in zip(found, kernels.unpack(packet), strict=True):
-            same(mine, theirs)
-    assert begin == len(message)
+        zeros = np.zeros(count, dtype)
+        want, rest = reference_compact.encode(
+            own.indices, own.values, count, value_dtype, zeros, index_code=codec
+        )
+        assert device.get(packet).tobytes() == want
+        lost.append(rest[own.indices])
+    same(device.get(errors), np.concatenate([np.empty(0, dtype), *lost]))
+    message = np.concatenate([device.get(packet) for packet in packets])
+    sizes = [len(packet) for packet in packets]
+    lengths = kernels.batch_lengths(message, sizes, counts)
+    assert lengths == batch.lengths
+    decoded = kernels.decode_batch(device.put(message), sizes, counts, lengths=lengths)
+    assert decoded.lengths == batch.lengths
+    same(device.get(decoded.indices), device.get(batch.indices))
+    values = [kernels.unpack(device.get(packet))[1] for packet in packets if len(packet)]
+    same(device.get(decoded.values), np.concatenate([np.empty(0, np.float32), *values]))
 
 
 @SETTINGS
@@ -75,10 +91,9 @@ def test_torch_inputs_and_outputs():
     batch = PacketBatch(
         torch.tensor([3, 1], dtype=torch.int32), torch.tensor([0.5, 2.0]), [1, 0, 1]
     )
-    message, sizes = kernels.encode_batch(batch, 4, "float32")
-    assert isinstance(message, torch.Tensor)
-    assert message.nbytes == sum(sizes)
-    decoded = kernels.decode_batch(message, sizes, 4)
+    packets = kernels.encode_batch(batch, [4], "float32")
+    assert all(isinstance(packet, torch.Tensor) for packet in packets)
+    decoded = kernels.decode_batch(torch.cat(packets), [len(packet) for packet in packets], [4])
     assert torch.equal(decoded.indices, batch.indices)
     assert torch.equal(decoded.values, batch.values)
     assert decoded.lengths == [1, 0, 1]
@@ -93,18 +108,28 @@ def test_invalid_batches_are_rejected():
     i, x = np.arange(4, dtype=np.int32), np.ones(4, np.float32)
     good = PacketBatch(i, x, [2, 2])
     encode, decode = kernels.encode_batch, kernels.decode_batch
-    refused("sum of 3", encode, PacketBatch(i, x, [2, 1]), 9, "1bit")
-    refused(r"lengths\[1\]: got -1", encode, PacketBatch(i, x, [5, -1]), 9, "1bit")
+    refused("sum of 3", encode, PacketBatch(i, x, [2, 1]), [9], "1bit")
+    refused(r"lengths\[1\]: got -1", encode, PacketBatch(i, x, [5, -1]), [9], "1bit")
     refused("sum of 4", kernels.decode_sum, np.ones(9, np.float32), PacketBatch(i, x[:3], [4]))
-    refused("got dtype float16", encode, PacketBatch(i, x.astype(np.float16), [4]), 9, "1bit")
-    refused("got 4, expected an integer in 0..3", encode, PacketBatch(i, x, [4]), 3, "1bit")
-    refused("indices must ascend", encode, PacketBatch(i[::-1].copy(), x, [4]), 9, "1bit")
-    refused("indices must ascend", encode, good, 3, "1bit")
-    refused("got 'half'", encode, good, 9, "half")
-    refused("codec: got 'raw'", encode, good, 9, "1bit", codec="raw")
-    message, sizes = encode(good, 9, "1bit")
-    refused("got a sum of 1 bytes", decode, message, [1], 9)
-    refused("invalid sizes", decode, message, [sizes[0] + sizes[1] + 1, -1], 9)
-    refused("an array of 9 elements, expected 8", decode, message, sizes, 8)
-    refused("invalid packet", decode, message, [sizes[0] - 1, sizes[1] + 1], 9)
+    refused("got dtype float16", encode, PacketBatch(i, x.astype(np.float16), [4]), [9], "1bit")
+    refused("got 4, expected an integer in 0..3", encode, PacketBatch(i, x, [4]), [3], "1bit")
+    refused("indices must ascend", encode, PacketBatch(i[::-1].copy(), x, [4]), [9], "1bit")
+    refused("indices must ascend", encode, good, [3], "1bit")
+    refused(
+        "indices must ascend", encode, PacketBatch(i, x, [1, 3]), [3, 3], "1bit"
+    )  # 2 is in the first array
+    refused("got 3 arrays", encode, good, [9, 9, 9], "1bit")
+    refused("got 0 arrays", encode, good, [], "1bit")
+    refused("the sum of counts", encode, good, [2**31 - 1, 1], "1bit")
+    refused("got 'half'", encode, good, [9], "half")
+    refused("codec: got 'raw'", encode, good, [9], "1bit", codec="raw")
+    refused("got 3 elements", encode, good, [9], "1bit", errors=x[:3].copy())
+    refused("share memory", encode, good, [9], "1bit", errors=x)
+    packets = encode(good, [9], "1bit")
+    message, sizes = np.concatenate(packets), [len(packet) for packet in packets]
+    refused("got a sum of 1 bytes", decode, message, [1], [9])
+    refused("invalid sizes", decode, message, [sizes[0] + sizes[1] + 1, -1], [9])
+    refused("an array of 9 elements, expected 8", decode, message, sizes, [8])
+    refused("an array of 9 elements, expected 8", decode, message, sizes, [9, 8])
+    refused("invalid packet", decode, message, [sizes[0] - 1, sizes[1] + 1], [9])
     refused("share memory", kernels.decode_sum, x, PacketBatch(i, x, [4]))

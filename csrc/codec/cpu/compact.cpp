@@ -7,6 +7,7 @@
 #include <cstring>
 #include <optional>
 #include <string>
+#include <vector>
 
 #include "codec/cpu/index_codes.h"
 #include "codec/cpu/indices.h"
@@ -20,26 +21,24 @@
 namespace pycomm::codec {
 namespace {
 
-// Writes the values, and adds their rounding errors to the residual.
+// Writes the values, and their errors.
 template <typename Real>
-void write_all_values(const Packet& packet, const CompactEncoding& encoding, std::byte* out) {
+void write_all_values(const CompactSource& from, ValueCode code, std::byte* out) {
   const cpu::ExactFloats exact;
-  const auto* const values = static_cast<const Real*>(packet.values);
-  auto* const residual = static_cast<Real*>(encoding.residual);
+  const auto* const values = static_cast<const Real*>(from.values);
+  auto* const errors = static_cast<Real*>(from.errors);
   std::array<float, kValueBlock> own, sent;
-  for (size_t first = 0; first < packet.count; first += kValueBlock) {
-    const size_t n = std::min(kValueBlock, packet.count - first);
+  for (size_t first = 0; first < from.k; first += kValueBlock) {
+    const size_t n = std::min(kValueBlock, from.k - first);
     for (size_t i = 0; i < n; ++i)
       own[i] = cpu::with_one_nan(static_cast<float>(values[first + i]));
-    write_values(encoding.value_code, std::span(own).first(n), out);
-    if (residual != nullptr) {
-      read_values(encoding.value_code, out, std::span(sent).first(n));
-      for (size_t i = 0; i < n; ++i) {
-        Real& rest = residual[packet.indices[first + i]];
-        rest = cpu::with_one_nan(rest + (values[first + i] - static_cast<Real>(sent[i])));
-      }
+    write_values(code, std::span(own).first(n), out);
+    if (errors != nullptr) {
+      read_values(code, out, std::span(sent).first(n));
+      for (size_t i = 0; i < n; ++i)
+        errors[first + i] = cpu::with_one_nan(values[first + i] - static_cast<Real>(sent[i]));
     }
-    out += value_bytes(encoding.value_code, n);
+    out += value_bytes(code, n);
   }
 }
 
@@ -73,26 +72,33 @@ CompactHeader read_compact_header(std::span<const std::byte> bytes, size_t size)
   return header;
 }
 
-size_t most_compact_bytes(size_t k, const CompactEncoding& encoding) {
-  const IndexCode code = encoding.automatic ? IndexCode::list : encoding.index_code;
-  return kMostHead + value_bytes(encoding.value_code, k) +
-         most_index_bytes(code, k, encoding.count);
+size_t most_compact_bytes(size_t k, size_t count, const CompactCodes& codes) {
+  const IndexCode code = codes.automatic ? IndexCode::list : codes.index_code;
+  return kMostHead + value_bytes(codes.value_code, k) + most_index_bytes(code, k, count);
 }
 
-size_t encode_compact(const Packet& packet, const CompactEncoding& encoding, std::byte* out) {
-  const std::span indices(packet.indices, packet.count);
-  check_indices(indices, encoding.count);
+size_t encode_compact(const CompactSource& from, const CompactCodes& codes) {
+  std::span indices(from.indices, from.k);
+  std::vector<int32_t> shifted;
+  if (from.first > 0) {
+    shifted.resize(from.k);
+    std::ranges::transform(indices, shifted.begin(), [&](int32_t index) {
+      return static_cast<int32_t>(static_cast<uint32_t>(index) - static_cast<uint32_t>(from.first));
+    });
+    indices = shifted;
+  }
+  check_indices(indices, from.count);
   const std::optional<IndexCode> fixed =
-      encoding.automatic ? std::nullopt : std::optional(encoding.index_code);
-  const IndexPlan plan = plan_indices(indices, encoding.count, fixed);
-  const CompactHead head =
-      compact_head({packet.count, encoding.count}, plan.code, encoding.value_code);
-  std::byte* at = std::copy_n(head.bytes.begin(), head.size, out);
-  visit_real(encoding.dtype,
-             [&](auto dtype) { write_all_values<cpu::Stored<dtype()>>(packet, encoding, at); });
-  at += value_bytes(encoding.value_code, packet.count);
-  at = write_indices(indices, encoding.count, plan, at);
-  return static_cast<size_t>(at - out);
+      codes.automatic ? std::nullopt : std::optional(codes.index_code);
+  const IndexPlan plan = plan_indices(indices, from.count, fixed);
+  const CompactHead head = compact_head({from.k, from.count}, plan.code, codes.value_code);
+  std::byte* at = std::copy_n(head.bytes.begin(), head.size, from.out);
+  visit_real(codes.dtype, [&](auto dtype) {
+    write_all_values<cpu::Stored<dtype()>>(from, codes.value_code, at);
+  });
+  at += value_bytes(codes.value_code, from.k);
+  at = write_indices(indices, from.count, plan, at);
+  return static_cast<size_t>(at - from.out);
 }
 
 void decode_compact(std::span<const std::byte> bytes, int32_t* indices, float* values) {

@@ -142,18 +142,11 @@ void read_group_indices(const GroupDecoding& decoding) {
   const GroupElements all(decoding.counts, decoding.group);
   std::vector<int32_t*> begins{decoding.elements};
   for (const GroupPacket& packet : decoding.packets) begins.push_back(begins.back() + packet.k);
-  std::vector<std::exception_ptr> refused(decoding.packets.size());
-  parallel(decoding.packets.size(), [&](size_t p) {
+  parallel_or_throw(decoding.packets.size(), [&](size_t p) {
     const GroupPacket& packet = decoding.packets[p];
-    try {
-      reader_of(packet, all).read_indices(begins[p]);
-      check_values(packet, ValuePlaces(all, {begins[p], packet.k}).of(packet.k));
-    } catch (...) {  // tasks must not throw
-      refused[p] = std::current_exception();
-    }
+    reader_of(packet, all).read_indices(begins[p]);
+    check_values(packet, ValuePlaces(all, {begins[p], packet.k}).of(packet.k));
   });
-  for (const std::exception_ptr& error : refused)
-    if (error) std::rethrow_exception(error);
 }
 
 void decode_group_sum(const Chain& out, std::span<const ReadGroups> packets, size_t group,

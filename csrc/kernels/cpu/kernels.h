@@ -34,11 +34,13 @@ class CpuKernels final : public CpuGroupKernels {
   void decode_update(const Chain& param, std::span<const codec::Packet> packets, Dtype value_dtype,
                      Update update, Queue queue) override;
   void encode(const codec::Packet& packet, const Encoding& encoding, Queue queue) override;
-  void encode_compact(const codec::Packet& packet, const codec::CompactEncoding& encoding,
-                      const CompactOutput& output, Queue queue) override;
-  void decode_compact(std::span<const CompactPacket> packets, size_t count, const CompactArrays& to,
+  void encode_compact(std::span<const codec::CompactSource> sources,
+                      const codec::CompactCodes& codes, const CompactSizes& to,
                       Queue queue) override;
-  size_t compact_workspace_bytes(size_t k, size_t bytes) override;
+  void decode_compact(std::span<const CompactPacket> packets, const CompactArrays& to,
+                      Queue queue) override;
+  size_t compact_encoding_bytes(std::span<const codec::CompactSource> sources) override;
+  size_t compact_decoding_bytes(std::span<const CompactPacket> packets) override;
   void quantize(TypedArray x, const Blocks& blocks, Feedback feedback, std::byte* out,
                 Queue queue) override;
   void dequantize(const std::byte* packet, const Blocks& blocks, const Decoding& decoding,

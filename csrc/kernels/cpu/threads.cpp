@@ -10,7 +10,9 @@
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
+#include <exception>
 #include <mutex>
+#include <vector>
 
 #include "core/cpu_relax.h"
 #include "kernels/device_kernels.h"
@@ -130,5 +132,18 @@ void set_kernel_threads(int threads) {
   wanted().store(std::max(1, threads), std::memory_order_relaxed);
 }
 int kernel_threads() { return wanted().load(std::memory_order_relaxed); }
+
+void parallel_or_throw(size_t tasks, const std::function<void(size_t)>& task) {
+  std::vector<std::exception_ptr> errors(tasks);
+  parallel(tasks, [&](size_t i) {
+    try {
+      task(i);
+    } catch (...) {  // tasks must not throw
+      errors[i] = std::current_exception();
+    }
+  });
+  for (const std::exception_ptr& error : errors)
+    if (error) std::rethrow_exception(error);
+}
 
 }  // namespace pycomm::kernels

@@ -12,4 +12,7 @@ namespace pycomm::kernels {
 // starts its own threads.
 void parallel(size_t tasks, const std::function<void(size_t)>& task);
 
+// The same for tasks that may throw: all are run, and then the first error, by task, is thrown.
+void parallel_or_throw(size_t tasks, const std::function<void(size_t)>& task);
+
 }  // namespace pycomm::kernels
