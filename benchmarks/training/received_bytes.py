@@ -160,7 +160,7 @@ def of_ring(pair: Pair, sets: Sets, code: str) -> float:
 
 def _bytes(pair: Pair, count: int, code: str) -> int:
     """Of a packet."""
-    return sum(encode(PacketBatch(*pair, [len(pair[0])]), [count], code)[1])
+    return sum(encode(PacketBatch(*pair, [len(pair[0])]), [count], code).sizes)
 
 
 def received(sparsity: float, sets: Sets, size: int) -> dict[str, Any]:
@@ -184,7 +184,7 @@ def received(sparsity: float, sets: Sets, size: int) -> dict[str, Any]:
         first = PacketBatch(cut.indices[:some], cut.values[:some], cut.lengths[:owners])
         packets = encode(first, share.places, code)
         to_owners += sum(
-            (times - (owner == rank)) * nbytes for owner, nbytes in enumerate(packets[1])
+            (times - (owner == rank)) * nbytes for owner, nbytes in enumerate(packets.sizes)
         )
         decoded = decode(packets, share.places, indices.device)
         parts = (
@@ -219,7 +219,9 @@ def _answer(total: torch.Tensor, k: int, size: int, code: str) -> torch.Tensor:
     """The elements that an owner forwards, as sharded.py selects them."""
     places, values = kernels.topk(total, min(-(-k // size), len(total)))
     some = values != 0
-    return encode(PacketBatch(places[some], values[some], [int(some.sum())]), [len(total)], code)[0]
+    return encode(
+        PacketBatch(places[some], values[some], [int(some.sum())]), [len(total)], code
+    ).message
 
 
 def draw(path: Path, ranks: Sequence[dict[str, Any]], elements: int) -> None:

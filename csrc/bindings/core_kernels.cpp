@@ -42,7 +42,7 @@ codec::CompactCodes compact_codes(std::string_view index_code, std::string_view 
 
 using Sizes = std::vector<size_t>;
 
-// Sizes and lengths of packets; packet p is of an array of counts[p % counts.size()] elements.
+// Sizes of packets; packet p is of an array of counts[p % counts.size()] elements.
 void bind_compact_packets(py::module_& module) {
   using Free = py::call_guard<py::gil_scoped_release>;
   module.def(
@@ -62,27 +62,6 @@ void bind_compact_packets(py::module_& module) {
         codec::read_compact_header({at<const std::byte>(head), bytes}, size);
     return std::pair(header.k, header.count);
   });
-  // Concatenated packets; one of 0 bytes has no elements.
-  module.def(
-      "batch_lengths",
-      [](uintptr_t packets, const Sizes& sizes, const Sizes& counts) {
-        const auto* packet = at<const std::byte>(packets);
-        Sizes lengths;
-        for (const size_t bytes : sizes) {
-          const size_t count = counts.at(lengths.size() % counts.size());
-          lengths.push_back(0);
-          if (bytes == 0) continue;
-          const codec::CompactHeader header = codec::read_compact_header({packet, bytes});
-          if (header.count != count)
-            throw InvalidArgument("invalid packet: it is of an array of " +
-                                  std::to_string(header.count) + " elements, expected " +
-                                  std::to_string(count));
-          lengths.back() = header.k;
-          packet += bytes;
-        }
-        return lengths;
-      },
-      Free());
 }
 
 // Packets of the update step.

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import sys
+import time
 import zlib
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
@@ -34,11 +35,17 @@ else:
     Result = TypeVar("Result")
 
 
+POLL_S = 20e-6  # between two looks at a device, so that Ctrl-C interrupts the wait
+
+
 class Waitable(Protocol):
     """A transfer that was started: a Work, or several in turn."""
 
     def wait(self) -> None:
-        """Waits until it is complete; raises its error."""
+        """Waits until it is complete, or enqueued on a device; raises its error."""
+
+    def wait_for_device(self) -> None:
+        """Waits until it is complete on the device, too; raises its error."""
 
 
 class Work(Generic[Result]):
@@ -79,6 +86,17 @@ class Work(Generic[Result]):
         output, self._output = self._output, None
         if output is not None:
             output.finish()
+
+    def wait_for_device(self) -> None:
+        """wait(), and then until the device has completed the call.
+
+        Raises:
+            Error: the error of the call, also of a call that failed after it was enqueued.
+        """
+        self.wait()
+        while not self._core.done():
+            time.sleep(POLL_S)
+        self._core.wait(limit(None))
 
     def result(self) -> Result:
         """Waits, and returns what the call without async_op returns; raises its error."""

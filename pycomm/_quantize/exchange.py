@@ -13,6 +13,7 @@ import numpy as np
 from pycomm import _core
 from pycomm._arguments import shown
 from pycomm._core_api import arrays
+from pycomm._core_api.arrays import ArrayRef
 from pycomm._core_api.calls import Waitable, Work, limit
 from pycomm._quantize.layout import Layout
 from pycomm._quantize.options import Quantize
@@ -60,39 +61,38 @@ class QuantizedExchange:
         self._options, self._layout, self._transport = options, layout, transport
         self._scale = scale
         self._feedback = feedback
-        self._work: Waitable | None = None
-        self._memory: _Memory = _HOST
-        self._received = np.empty(0, np.uint8)
+        self._works: list[Waitable] = []
+        self._like: ArrayRef | None = None
+        self._received: Any = None
         self.sent_bytes = 0
 
     def start(self, x: Any) -> None:
         """Quantizes x and starts the all-to-all. Does not keep x."""
-        self._memory = _memory_of(x)
+        self._like = _like(x)
         layout, bits, feedback = self._layout, self._options.bits, self._feedback
         before, after = (None, None) if feedback is None else (feedback.current, feedback.next)
         packets = quantized.encode(
             x,
             bits,
             before and before[0],
-            self._memory.empty(layout.blocks.nbytes(bits), "uint8"),
+            self._empty(layout.blocks.nbytes(bits)),
             lost=after and after[0],
             blocks=layout.blocks,
         )
         sizes = layout.sizes(bits)
         own = sizes[layout.rank]
-        self._received = np.empty(own * layout.size, np.uint8)
-        self._work = self._transport.all_to_all_v(
-            arrays.to_host(packets), self._received, sizes, [own] * layout.size
+        self._received = self._empty(own * layout.size)
+        self._works.append(
+            self._transport.all_to_all_v(packets, self._received, sizes, [own] * layout.size)
         )
         self.sent_bytes = len(packets) - own
 
     def sum_up(self) -> None:
         """Waits for the packets of this owner, adds them and starts the all-gather."""
         layout, options, feedback = self._layout, self._options, self._feedback
-        self._wait()
-        total = self._memory.empty(layout.own_count, "float32")
-        packets = self._memory.from_host(self._received.reshape(layout.size, -1))
-        for rank, packet in enumerate(packets):
+        self._works[-1].wait()
+        total = self._empty(layout.own_count, "float32")
+        for rank, packet in enumerate(self._received.reshape(layout.size, -1)):
             quantized.decode(
                 packet,
                 options.bits,
@@ -106,13 +106,13 @@ class QuantizedExchange:
             total,
             options.down_bits,
             before and before[1],
-            self._memory.empty(layout.own_blocks.nbytes(options.down_bits), "uint8"),
+            self._empty(layout.own_blocks.nbytes(options.down_bits)),
             lost=after and after[1],
             blocks=layout.own_blocks,
         )
         sizes = layout.sizes(options.down_bits)
-        self._received = np.empty(sum(sizes), np.uint8)
-        self._work = self._transport.all_gather_v(arrays.to_host(packet), self._received, sizes)
+        self._received = self._empty(sum(sizes))
+        self._works.append(self._transport.all_gather_v(packet, self._received, sizes))
         self.sent_bytes += len(packet)
 
     def finish(self, out: Any) -> bool:
@@ -121,45 +121,34 @@ class QuantizedExchange:
         Returns:
             Whether all sums are finite, which is the same on all ranks.
         """
-        self._wait()
+        self._works[-1].wait()
         bits, blocks = self._options.down_bits, self._layout.blocks
-        packets = self._memory.from_host(self._received)
-        return quantized.decode(packets, bits, out, scale=self._scale, blocks=blocks)
+        finite = quantized.decode(self._received, bits, out, scale=self._scale, blocks=blocks)
+        for work in self._works:
+            work.wait_for_device()
+        return finite
 
     def cancel(self) -> None:
-        """Waits for a transfer that was started; a failed one is complete, too."""
-        with contextlib.suppress(Exception):  # the pass failed, and its error was raised
-            if self._work is not None:
-                self._wait()
+        """Waits for the transfers that were started; a failed one is complete, too."""
+        for work in self._works:
+            with contextlib.suppress(Exception):  # the pass failed, and its error was raised
+                work.wait_for_device()
 
-    def _wait(self) -> None:
-        work, self._work = self._work, None
-        assert work is not None
-        work.wait()
-
-
-class _Memory:
-    """Where an array is: buffers there, and copies of what was received in host memory."""
-
-    def __init__(self, like: arrays.ArrayRef) -> None:
-        self._like = like
-
-    def empty(self, count: int, dtype: str) -> Any:
+    def _empty(self, count: int, dtype: str = "uint8") -> Any:
+        """An array where x is."""
+        assert self._like is not None
         return arrays.new(self._like, (count,), dtype)
 
-    def from_host(self, x: Any) -> Any:
-        return arrays.from_host(x, self._like)
 
-
-_HOST = _Memory(arrays.as_array_ref(np.empty(0, np.uint8), "an array"))
-
-
-def _memory_of(x: Any) -> _Memory:
-    """Does not keep x."""
+def _like(x: Any) -> ArrayRef:
+    """A small array where x is; does not keep x."""
     found = arrays.as_array_ref(x, "x")
     if found.device.kind == "cpu":
         return _HOST
-    return _Memory(arrays.as_array_ref(arrays.new(found, (1,), "uint8"), "an array"))
+    return arrays.as_array_ref(arrays.new(found, (1,), "uint8"), "an array")
+
+
+_HOST = arrays.as_array_ref(np.empty(0, np.uint8), "an array")
 
 
 class _GroupTransport:

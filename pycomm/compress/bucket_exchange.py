@@ -185,7 +185,7 @@ class DenseExchange:
 
     def finish(self, out: Tensor) -> bool:
         assert self._work is not None
-        self._work.wait()
+        self._work.wait_for_device()
         if not self._in_place:
             out.copy_(self._total)
         return bool(out.isfinite().all())

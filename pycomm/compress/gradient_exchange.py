@@ -178,7 +178,7 @@ class GradientExchange:
             if flat.dtype == torch.float16:  # what is finite in float32 may overflow
                 finite &= bool(flat.isfinite().all())
         for work, flat in dense:
-            work.wait()
+            work.wait_for_device()
             finite &= bool(flat.isfinite().all())
         self._finite &= finite
         self._sent_bytes += sum(exchange.sent_bytes for exchange, _ in passing)

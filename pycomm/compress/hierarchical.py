@@ -143,6 +143,11 @@ class _LedWork:
             self._between.wait()
         collectives.broadcast(self._out, 0, group=self._inside)
 
+    def wait_for_device(self) -> None:
+        if self._between is not None:
+            self._between.wait_for_device()
+        collectives.broadcast(self._out, 0, group=self._inside, async_op=True).wait_for_device()
+
 
 class CurrentHostGroups:
     """The HostGroups of a group; new ones after a failure, or for another group.

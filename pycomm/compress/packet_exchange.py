@@ -1,16 +1,15 @@
 """Exchange of coded packets: one message of each rank to all, or to each owner.
 
 A message has the packets of several parts, concatenated: of DGC's buckets, or of TopK's units. The
-bytes of a packet vary, so those of all packets are exchanged first: int32 [packets] of each rank.
-
-Messages are sent through host memory: a GPU's packets are encoded on the GPU, copied to the host,
-and copied back before they are decoded. docs/kernels.md has the layout of packets.
+bytes of a packet vary, so the ranks first exchange, in host memory, those of all packets and their
+elements. The message is where the arrays are: on GPUs NCCL sends it. docs/kernels.md has the layout
+of packets.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,29 +24,53 @@ from pycomm.kernels import PacketBatch
 
 Number = TypeVar("Number", int, Tensor)
 PacketTransport = CommunicatorPool | HostGroups  # of ranks, or of hosts in place of ranks
-Packets = tuple[Tensor, Sequence[int]]  # concatenated, uint8 in host memory; bytes of each
+NO_WORD = torch.empty(0, dtype=torch.uint8)
+
+
+class Packets(NamedTuple):
+    """Packets of one part.
+
+    Attributes:
+        message: uint8, all of them, concatenated.
+        sizes, lengths: bytes and elements, or groups, of each.
+    """
+
+    message: Tensor
+    sizes: Sequence[int]
+    lengths: Sequence[int]
+
+
+class Received(NamedTuple):
+    """What an exchange brought.
+
+    Attributes:
+        parts: for each part the packets of all ranks, in rank order.
+        words: of each rank, in rank order.
+        sent_bytes: bytes that this rank sent.
+    """
+
+    parts: list[Packets]
+    words: list[Tensor]
+    sent_bytes: int
 
 
 def encode(
     batch: PacketBatch, counts: Sequence[int], value_dtype: str, errors: Tensor | None = None
 ) -> Packets:
     """Packets of arrays with these counts, each with the shortest index code, as
-    pycomm.kernels.encode_batch. On a GPU it waits twice: for the bytes of all, and for them."""
+    pycomm.kernels.encode_batch. On a GPU it waits once."""
     packets = kernels.encode_batch(batch, counts, value_dtype, errors=errors)
-    return torch.cat(packets).cpu(), [len(packet) for packet in packets]
+    return Packets(torch.cat(packets), [len(packet) for packet in packets], batch.lengths)
 
 
 def decode(packets: Packets, counts: Sequence[int], device: torch.device) -> PacketBatch:
-    """Decodes packets of arrays with these counts to arrays on the device.
+    """Decodes packets of arrays with these counts to arrays on the device, for which it waits.
 
     Raises:
         InvalidArgument: the bytes are not packets, or they are of other arrays.
     """
-    message, sizes = packets
-    if device.type == "cpu":
-        return kernels.decode_batch(message, sizes, counts)
-    lengths = kernels.batch_lengths(message, sizes, counts)
-    return kernels.decode_batch(message.to(device), sizes, counts, lengths=lengths)
+    message = packets.message.to(device)
+    return kernels.decode_batch(message, packets.sizes, packets.lengths, counts)
 
 
 class AllGatherExchange:
@@ -71,12 +94,12 @@ class AllGatherExchange:
         that this rank sent. Quantization errors return to v, also if the exchange fails, since
         another rank may complete it. Nothing of `unused` parameters is sent on."""
         mine = [self._encoded(bucket) for bucket in buckets]
-        gathered, sent = all_gather(mine, transport)
+        gathered = all_gather(mine, transport)
         found = []
-        for bucket, packets in zip(buckets, gathered, strict=True):
+        for bucket, packets in zip(buckets, gathered.parts, strict=True):
             batch = decode(packets, bucket.counts, bucket.values.device)
             found.append(ReceivedPackets(bucket, by_holder(batch, transport.size)))
-        return found, sent
+        return found, gathered.sent_bytes
 
     def _encoded(self, bucket: CompressionBucket) -> Packets:
         batch = PacketBatch(bucket.indices, bucket.values, bucket.lengths)
@@ -93,16 +116,21 @@ def by_holder(batch: PacketBatch, size: int) -> PacketBatch:
     return batch._replace(lengths=lengths)
 
 
-def all_gather(parts: Sequence[Packets], transport: PacketTransport) -> tuple[list[Packets], int]:
-    """Collective. For each part the packets of all ranks, in rank order; and the bytes sent."""
-    mine = torch.tensor([nbytes for _, sizes in parts for nbytes in sizes], dtype=torch.int32)
-    sizes = mine.new_empty((transport.size, len(mine)))
-    transport.all_gather(mine, sizes).wait()
-    totals = sizes.sum(1).tolist()
-    message = torch.cat([part for part, _ in parts])
+def all_gather(
+    parts: Sequence[Packets], transport: PacketTransport, word: Tensor = NO_WORD
+) -> Received:
+    """Collective. Sends the packets of each part to all ranks, with a `word` of equally many bytes
+    on all ranks, uint8."""
+    mine = torch.cat([_numbers(parts, 1).view(torch.uint8).flatten(), word])
+    rows = mine.new_empty((transport.size, len(mine)))
+    transport.all_gather(mine, rows).wait()
+    numbers, words = _numbers_of(rows, parts, 1, word)
+    totals = numbers[:, 0].sum(1).tolist()
+    message = _joined([part.message for part in parts])
     whole = message.new_empty(sum(totals))
-    transport.all_gather_v(message, whole, totals).wait()
-    return _by_part(whole, sizes, [len(own) for _, own in parts]), mine.nbytes + message.nbytes
+    transport.all_gather_v(message, whole, totals).wait_for_device()
+    found = _by_part(whole, numbers, [len(part.sizes) for part in parts])
+    return Received(found, words, mine.nbytes + message.nbytes)
 
 
 def rotation(row: Number, size: int) -> Number:
@@ -111,36 +139,63 @@ def rotation(row: Number, size: int) -> Number:
     return ((row * 0x9E3779B1 & 0xFFFFFFFF) >> 16) % size
 
 
-def to_owners(parts: Sequence[Packets], transport: PacketTransport) -> tuple[list[Packets], int]:
+def to_owners(
+    parts: Sequence[Packets], transport: PacketTransport, word: Tensor = NO_WORD
+) -> Received:
     """Collective. Sends each part's packets to their owners: a part has equally many for each, in
-    order. Returns for each part the packets of all ranks for this owner, in rank order; and the
-    bytes sent to other ranks."""
+    order. Received are the packets of all ranks for this owner; see all_gather."""
     size = transport.size
-    each = [torch.tensor(sizes, dtype=torch.int32).view(size, -1) for _, sizes in parts]
-    sent_sizes = torch.cat(each, 1)  # [size, packets]
-    received_sizes = torch.empty_like(sent_sizes)
-    transport.all_to_all(sent_sizes, received_sizes).wait()
+    given = _numbers(parts, size)
+    rows = torch.cat([given.view(torch.uint8).view(size, -1), word.expand(size, -1)], 1)
+    found_rows = torch.empty_like(rows)
+    transport.all_to_all(rows, found_rows).wait()
+    numbers, words = _numbers_of(found_rows, parts, size, word)
+    widths = [len(part.sizes) // size for part in parts]
     cuts = [
-        torch.split(message, sizes.sum(1).tolist())
-        for (message, _), sizes in zip(parts, each, strict=True)
+        torch.split(part.message, sizes.sum(1).tolist())
+        for part, sizes in zip(parts, torch.split(given[:, 0], widths, 1), strict=True)
     ]
-    message = torch.cat([cut[owner] for owner in range(size) for cut in cuts])
-    totals = [sizes.sum(1).tolist() for sizes in (sent_sizes, received_sizes)]
+    message = _joined([cut[owner] for owner in range(size) for cut in cuts])
+    totals = [each[:, 0].sum(1).tolist() for each in (given, numbers)]
     received = message.new_empty(sum(totals[1]))
-    transport.all_to_all_v(message, received, *totals).wait()
-    own = sent_sizes[transport.rank]
-    sent = message.nbytes - int(own.sum()) + sent_sizes.nbytes - own.nbytes
-    return _by_part(received, received_sizes, [sizes.shape[1] for sizes in each]), sent
+    transport.all_to_all_v(message, received, *totals).wait_for_device()
+    sent = message.nbytes - totals[0][transport.rank] + rows.nbytes // size * (size - 1)
+    return Received(_by_part(received, numbers, widths), words, sent)
 
 
-def _by_part(message: Tensor, sizes: Tensor, widths: Sequence[int]) -> list[Packets]:
-    """Cuts concatenated packets into parts. `sizes`: bytes, [holders, packets], of which each part
-    has `widths` neighbours."""
-    parts = torch.split(sizes, list(widths), 1)
-    if len(parts) == 1:
-        return [(message, sizes.flatten().tolist())]
-    nbytes = torch.stack([part.sum(1) for part in parts], 1)  # [holders, parts]
+def _numbers(parts: Sequence[Packets], size: int) -> Tensor:
+    """Sizes and lengths of the packets for each of `size` holders, int32 [size, 2, packets]."""
+    each = [torch.tensor([part.sizes, part.lengths], dtype=torch.int32) for part in parts]
+    return torch.cat([one.view(2, size, -1).transpose(0, 1) for one in each], 2).contiguous()
+
+
+def _numbers_of(
+    rows: Tensor, parts: Sequence[Packets], size: int, word: Tensor
+) -> tuple[Tensor, list[Tensor]]:
+    """The numbers, and the words, in the rows of all holders."""
+    packets = sum(len(part.sizes) for part in parts) // size
+    numbers = rows[:, : 8 * packets].contiguous().view(torch.int32).view(-1, 2, packets)
+    return numbers, list(rows[:, len(rows[0]) - len(word) :])
+
+
+def _joined(messages: Sequence[Tensor]) -> Tensor:
+    """One message, in host memory if they are on several devices."""
+    if len({message.device for message in messages}) > 1:
+        messages = [message.cpu() for message in messages]
+    return torch.cat(list(messages))
+
+
+def _by_part(message: Tensor, numbers: Tensor, widths: Sequence[int]) -> list[Packets]:
+    """Cuts a message into parts. `numbers`: of all packets, [holders, 2, packets], of which each
+    part has `widths` neighbours."""
+    parts = torch.split(numbers, list(widths), 2)
+    nbytes = torch.stack([part[:, 0].sum(1) for part in parts], 1)  # [holders, parts]
     cut = torch.split(message, nbytes.flatten().tolist())
     return [
-        (torch.cat(cut[i :: len(parts)]), part.flatten().tolist()) for i, part in enumerate(parts)
+        Packets(
+            message if len(parts) == 1 else torch.cat(cut[i :: len(parts)]),
+            part[:, 0].flatten().tolist(),
+            part[:, 1].flatten().tolist(),
+        )
+        for i, part in enumerate(parts)
     ]

@@ -1,7 +1,7 @@
 """The exchange "sharded": each rank owns a shard of the coordinates and sums the packets for it.
 
     cut         the selected elements by owner and array, encoded as one packet for each of both
-    all-to-all  int32 lengths [size, arrays], then packets to their owners
+    all-to-all  sizes, then packets to their owners
     sum         the owner adds the packets in rank order to its residual and selects the largest
     all-gather  the encoded selection, with indices relative to the shard; the rest and the
                 quantization error stay in the residual
@@ -116,21 +116,21 @@ class ShardedExchange(AllGatherExchange):
     ) -> tuple[list[ReceivedPackets], int]:
         shares = [Sharding(bucket.counts, transport.size) for bucket in buckets]
         both = list(zip(buckets, shares, strict=True))
-        received, given = to_owners([self._cut(bucket, share) for bucket, share in both], transport)
+        received = to_owners([self._cut(bucket, share) for bucket, share in both], transport)
         chosen = []
-        for (bucket, share), packets in zip(both, received, strict=True):
+        for (bucket, share), packets in zip(both, received.parts, strict=True):
             kept_back = _places_of(unused, bucket, share, transport.rank)
             packet, rests = self._choose(bucket, share, packets, kept_back)
             chosen.append(packet)
             for key, rest in zip(bucket.keys, rests, strict=True):
                 transaction.record(Entry(self.owned, key, rest))
-        gathered, sent = all_gather(chosen, transport)
+        gathered = all_gather(chosen, transport)
         found = []
-        for (bucket, share), packets in zip(both, gathered, strict=True):
+        for (bucket, share), packets in zip(both, gathered.parts, strict=True):
             sums = decode(packets, share.places, bucket.values.device)
             sums = by_holder(sums._replace(indices=share.joined(sums)), share.size)
             found.append(ReceivedPackets(bucket, sums))
-        return found, given + sent
+        return found, received.sent_bytes + gathered.sent_bytes
 
     def _cut(self, bucket: CompressionBucket, share: Sharding) -> Packets:
         """The packets of a bucket for each owner, whose quantization errors return to v."""

@@ -106,6 +106,7 @@ class Step:
         self._packets: list[tuple[Packet, Tensor | None]] = []  # with the packets of all ranks
         self._coded: list[ReceivedPackets] = []
         self._works: list[Work] = []
+        self._enqueued: list[Work] = []  # a device may not have completed them
         self._norm: Tensor | None = None  # of all gradients, if known
         self._transaction = Transaction()
         self._unused: set[ParameterState] = set()  # by any rank, once it is known
@@ -165,6 +166,8 @@ class Step:
             self._exchange_packets()
             self._wait()
             self._write_results()
+            for work in self._enqueued:
+                work.wait_for_device()
             ending.enter_context(defer_sigint())
         self._commit()
         return True
@@ -270,6 +273,7 @@ class Step:
 
     def _wait(self) -> None:
         works, self._works = self._works, []
+        self._enqueued += works
         for work in works:
             work.wait()
 

@@ -1,7 +1,6 @@
 """The exchange of the largest groups of the updates, for LocalSGD with TopK.
 
-Parameters on a GPU are compressed there. Their packets are sent through host memory, as those of
-DGC (packet_exchange.py).
+Parameters on a GPU are compressed there.
 """
 
 from __future__ import annotations
@@ -16,12 +15,18 @@ from pycomm._arguments import list_of, whole
 from pycomm._training.shards import local_shard
 from pycomm.compress.hierarchical import CurrentHostGroups, HostGroups, spans_hosts
 from pycomm.compress.interrupts import defer_sigint
-from pycomm.compress.packet_exchange import Packets, PacketTransport, all_gather, to_owners
+from pycomm.compress.packet_exchange import (
+    NO_WORD,
+    Packets,
+    PacketTransport,
+    all_gather,
+    to_owners,
+)
 from pycomm.compress.parameter_state import flat_view
 from pycomm.compress.residual import Residual, Whole
 from pycomm.compress.topk import TopK, sent_bytes
 from pycomm.compress.update_unit import Received, UpdateUnit, places_of
-from pycomm.compress.updates import WORD, UpdateCompressor
+from pycomm.compress.updates import UpdateCompressor
 from pycomm.group import Group
 
 MOST_GATHERED = 16  # ranks or hosts without owners, by default
@@ -76,12 +81,11 @@ class TopKUpdates(UpdateCompressor[list[list[Received]]]):
     def _exchange(self, word: Tensor, lacking: Collection[int]) -> list[list[Received]]:
         if self._uses_hosts():
             hosts = self._average_in_hosts(word)
-            packets, sent = self._exchange_packets(hosts, self.unused)
+            packets, sent = self._exchange_packets(hosts, self.unused, NO_WORD)
             self.sent_bytes = len(word) + (sent if hosts.leads else 0)
         else:
             with defer_sigint():
                 self._residual.to_ranks(self._pool.group)
-            word = word if lacking else word[:WORD]
             packets, self.sent_bytes = self._exchange_packets(self._pool, lacking, word)
         return [unit.read(each) for unit, each in zip(self._units, packets, strict=True)]
 
@@ -90,11 +94,11 @@ class TopKUpdates(UpdateCompressor[list[list[Received]]]):
         self._before = {}  # theta did not change
 
     def _exchange_packets(
-        self, transport: PacketTransport, lacking: Collection[int], word: Tensor | None = None
+        self, transport: PacketTransport, lacking: Collection[int], word: Tensor
     ) -> tuple[list[Packets], int]:
         """Collective. Selects and sends. For each unit the packets of all ranks, or those of the
-        owners; and the bytes that this rank sent. Compares the ranks' check word, if given.
-        `lacking`: parameters that may turn out to be unused."""
+        owners; and the bytes that this rank sent. Compares the ranks' check word, if it is not
+        empty. `lacking`: parameters that may turn out to be unused."""
         self._holders = transport.size
         owners = transport.size if self._has_owners(transport.size) else 1
         with defer_sigint():
@@ -104,24 +108,17 @@ class TopKUpdates(UpdateCompressor[list[list[Received]]]):
                 unit.have_owners(transport.rank if owners > 1 else 0, owners)
             self._set_aside(lacking)
             mine = [unit.select(self._transaction) for unit in self._units]
-        if word is not None:
-            mine.append([word] * owners)
-        cuts = [(torch.cat(each), [len(one) for one in each]) for each in mine]
-        packets, sent = (all_gather if owners == 1 else to_owners)(cuts, transport)
-        if word is not None:
-            message, sizes = packets.pop()
-            self._compare(torch.split(message, list(sizes)))
+        received = (all_gather if owners == 1 else to_owners)(mine, transport, word)
+        if len(word):
+            self._compare(received.words)
         if owners == 1:
-            return packets, sent
+            return received.parts, received.sent_bytes
         chosen = [
-            (
-                one := unit.choose(each, self._residual.owned, self.unused, self._transaction),
-                [len(one)],
-            )
-            for unit, each in zip(self._units, packets, strict=True)
+            unit.choose(each, self._residual.owned, self.unused, self._transaction)
+            for unit, each in zip(self._units, received.parts, strict=True)
         ]
-        packets, sent_to_all = all_gather(chosen, transport)
-        return packets, sent + sent_to_all
+        gathered = all_gather(chosen, transport)
+        return gathered.parts, received.sent_bytes + gathered.sent_bytes
 
     def _has_owners(self, holders: int) -> bool:
         if self._options.exchange == "auto":

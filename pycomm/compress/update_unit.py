@@ -140,20 +140,21 @@ class UpdateUnit:
         shards = self._shards if owner is None else [self._shards[owner]]
         return [tensors[place][begin:end] for shard in shards for place, begin, end in shard]
 
-    def select(self, transaction: Transaction) -> list[Tensor]:
-        """Adds the update to the residual and takes the packets for the owners from it, as bytes in
-        host memory; together they have k groups. The parameters are the shared ones then."""
+    def select(self, transaction: Transaction) -> Packets:
+        """Adds the update to the residual and takes the packets for the owners from it; together
+        they have k groups. The parameters are the shared ones then."""
         tensors = self.theta, self._parameters, self.residual
         if self.size == 1:
-            return [self._taken(tensors, self.k, transaction, self._workspace)]
+            return _together([self._taken(tensors, self.k, transaction, self._workspace)])
         self._step(tensors, 0, self._workspace)
         indices, _ = kernels.topk_groups(self._views(self.residual), self.k, self._options.group)
         groups = [self._group_count(owner) for owner in range(self.size)]
         ends = np.searchsorted(indices.cpu().numpy(), np.cumsum([0, *groups]))
-        return [
+        packets = [
             self._taken([self._views(x, owner) for x in tensors], own_k, transaction)
             for owner, own_k in enumerate(np.diff(ends).tolist())
         ]
+        return _together(packets)
 
     def choose(
         self,
@@ -161,7 +162,7 @@ class UpdateUnit:
         owned: dict[str, Tensor],
         unused: Collection[int],
         transaction: Transaction,
-    ) -> Tensor:
+    ) -> Packets:
         """As an owner, the packet of the largest sums: its part of owner_k_factor k.
 
         Args:
@@ -175,7 +176,7 @@ class UpdateUnit:
         rest = torch.zeros_like(total) if before is None else before.clone()
         if not counts:
             transaction.record(Entry(owned, self.key, rest))
-            return torch.empty(0, dtype=torch.uint8)
+            return _together([self._nothing()])
         sums, scratch, rests = (
             list(torch.split(x, counts)) for x in (total, torch.zeros_like(total), rest)
         )
@@ -196,18 +197,16 @@ class UpdateUnit:
         for _, own_rest, old in parts:
             own_rest.copy_(old)
         transaction.record(Entry(owned, self.key, rest))
-        packet: Tensor = chosen.packet.cpu()
-        return packet
+        return _together([(chosen.packet, len(chosen.indices))])
 
     def read(self, packets: Packets) -> list[Received]:
         """The packets of the owners, or of all ranks without owners, as owner 0."""
         if self.size == 1:
             return [(0, self._read(0, packets))]
-        message, sizes = packets
-        each = zip(torch.split(message, list(sizes)), sizes, strict=True)
+        each = torch.split(packets.message, list(packets.sizes))
         return [
-            (owner, self._read(owner, (part, [nbytes])))
-            for owner, (part, nbytes) in enumerate(each)
+            (owner, self._read(owner, Packets(part, [len(part)], [length])))
+            for owner, (part, length) in enumerate(zip(each, packets.lengths, strict=True))
             if self._counts[owner]  # else there are fewer groups than owners
         ]
 
@@ -235,9 +234,8 @@ class UpdateUnit:
             kernels.decode_sum(self._views(means, owner), batch, 1.0 / holders)
 
     def _read(self, owner: int, packets: Packets) -> Batch:
-        message, sizes = packets
-        there, counts = message.to(self.device), self._counts[owner]
-        return kernels.read_groups(there, sizes, counts, group=self._options.group)
+        there, counts = packets.message.to(self.device), self._counts[owner]
+        return kernels.read_groups(there, packets.sizes, counts, group=self._options.group)
 
     def _group_count(self, owner: int) -> int:
         return group_count(self._counts[owner], self._options.group)
@@ -248,15 +246,17 @@ class UpdateUnit:
         k: int,
         transaction: Transaction,
         workspace: kernels.UpdateWorkspace | None = None,
-    ) -> Tensor:
-        """The packet of the k largest groups, which the residual has no more."""
+    ) -> tuple[Tensor, int]:
+        """The packet of the k largest groups, which the residual has no more; and k."""
         if not tensors[0]:
-            return torch.empty(0, dtype=torch.uint8)
+            return self._nothing()
         taken = self._step(tensors, k, workspace)
         change = Elements([tensors[2]], taken.indices, [taken.values], self._options.group)
         transaction.record(change)
-        packet: Tensor = taken.packet.cpu()
-        return packet
+        return taken.packet, k
+
+    def _nothing(self) -> tuple[Tensor, int]:
+        return torch.empty(0, dtype=torch.uint8, device=self.device), 0
 
     def _step(
         self,
@@ -274,6 +274,12 @@ class UpdateUnit:
             value_dtype=self._options.value_dtype,
             workspace=workspace,
         )
+
+
+def _together(packets: Sequence[tuple[Tensor, int]]) -> Packets:
+    """Packets, each with its number of groups; a copy."""
+    message = torch.cat([packet for packet, _ in packets])
+    return Packets(message, [len(packet) for packet, _ in packets], [k for _, k in packets])
 
 
 @functools.lru_cache(64)

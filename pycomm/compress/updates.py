@@ -250,8 +250,7 @@ class UpdateCompressor(ABC, Generic[Received]):
         return torch.frombuffer(bytearray(word + bits.tobytes()), dtype=torch.uint8)
 
     def _compare(self, words: Sequence[Tensor]) -> None:
-        """Raises Mismatch unless the ranks' check words are equal; else finds what no rank used. A
-        rank whose word has four bytes used everything."""
+        """Raises Mismatch unless the ranks' check words are equal; else finds what no rank used."""
         if len({word[:WORD].numpy().tobytes() for word in words}) > 1:
             raise Mismatch(
                 "LocalSGD: ranks differ in the step, the learning rate or weight decay of a "

@@ -13,7 +13,6 @@ if the CUDA kernels are not built, and for arrays of another kind.
 from pycomm.kernels.batch import (
     GroupBatch,
     PacketBatch,
-    batch_lengths,
     decode_batch,
     encode_batch,
 )
@@ -45,7 +44,6 @@ __all__ = [
     "PacketBatch",
     "UpdatePacket",
     "UpdateWorkspace",
-    "batch_lengths",
     "cast",
     "clip_",
     "clip_scale",

@@ -127,29 +127,8 @@ def encode_batch(
     return [made.get(place, out[:0]) for place in range(len(lengths))]
 
 
-def batch_lengths(packets: Any, sizes: Sequence[int], counts: Sequence[int]) -> list[int]:
-    """Number of elements of each packet, from their headers.
-
-    Args:
-        packets: uint8 [sum(sizes)] in host memory: concatenated compact packets.
-        sizes: bytes of each packet; 0 for a packet without elements.
-        counts: elements of each array, as in `encode_batch`.
-
-    Raises:
-        InvalidArgument: as `decode_batch`.
-        Unsupported: the packets are on a GPU.
-    """
-    found, sizes = concatenated(packets, sizes)
-    _on_host([found], "batch_lengths")
-    return _core.batch_lengths(found.pointer, sizes, _arrays_of(counts, len(sizes))[1])
-
-
 def decode_batch(
-    packets: Any,
-    sizes: Sequence[int],
-    counts: Sequence[int],
-    *,
-    lengths: Sequence[int] | None = None,
+    packets: Any, sizes: Sequence[int], lengths: Sequence[int], counts: Sequence[int]
 ) -> PacketBatch:
     """Decodes packets of `encode_batch`, concatenated. On a GPU all are decoded together, and the
     call waits for the GPU once.
@@ -157,29 +136,25 @@ def decode_batch(
     Args:
         packets: uint8 [sum(sizes)]: concatenated compact packets.
         sizes: bytes of each packet; 0 for a packet without elements.
+        lengths: number of elements of each packet.
         counts: elements of each array, as in `encode_batch`.
-        lengths: number of elements of each packet, from `batch_lengths`. Only for packets on a
-            GPU, where they are required.
 
     Returns:
         The batch, on the device of the packets; its indices count through all arrays, its values
         are float32.
 
     Raises:
-        InvalidArgument: the bytes are not compact packets of arrays with these counts, or the
-            sizes do not sum to the number of bytes. Or the packets are on a GPU and there are no
-            lengths, or other ones than sizes.
+        InvalidArgument: the bytes are not compact packets of so many elements of arrays with these
+            counts, or the sizes do not sum to the number of bytes.
         Unsupported: another kind of array, or CUDA kernels that are not built.
     """
     found, sizes = concatenated(packets, sizes)
     firsts, counts = _arrays_of(counts, len(sizes))
-    if found.device.kind == "cpu":
-        lengths = _core.batch_lengths(found.pointer, sizes, counts)
-    elif lengths is None or len(lengths) != len(sizes):
+    lengths = integers("lengths", lengths, 0, inputs.MOST_ELEMENTS)
+    if len(lengths) != len(sizes):
         raise InvalidArgument(
-            f"invalid lengths: got {lengths}, expected one of each of {len(sizes)} packets on a GPU"
+            f"invalid lengths: got {len(lengths)}, expected one of each of {len(sizes)} packets"
         )
-    lengths = integers("lengths", lengths, 0)
     if any(length for length, size in zip(lengths, sizes, strict=True) if not size):
         raise InvalidArgument("invalid lengths: a packet of 0 bytes has elements")
     nbytes = np.array(sizes, np.uint64)

@@ -143,17 +143,17 @@ def test_many_packets_take_the_launches_of_one():
     counts = [count]
     packets = kernels.encode_batch(batch, counts, "2bit")
     message, sizes = np.concatenate(packets), [len(packet) for packet in packets]
-    want = kernels.decode_batch(message, sizes, counts)
+    want = kernels.decode_batch(message, sizes, lengths, counts)
     emulated.take_traffic()
     with devices.override_kernels("cpu", emulated.kernels):
         found = kernels.encode_batch(batch, counts, "2bit")
         assert emulated.take_traffic()[2] == 5
         assert np.concatenate(found).tobytes() == message.tobytes()
-        found = kernels.decode_batch(message, sizes, counts)
+        found = kernels.decode_batch(message, sizes, lengths, counts)
         assert emulated.take_traffic()[2] == 7
         message[sizes[0] + 3] ^= 0x80
         with pytest.raises(InvalidArgument, match=r"got invalid content in \[1\], expected"):
-            kernels.decode_batch(message, sizes, counts)
+            kernels.decode_batch(message, sizes, lengths, counts)
     assert found.indices.tobytes() == want.indices.tobytes()
     assert found.values.tobytes() == want.values.tobytes()
 

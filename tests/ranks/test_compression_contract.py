@@ -170,30 +170,39 @@ class Broken(Exception):
 
 
 class Late:
-    """A transfer that completes, and then fails on this rank."""
+    """A transfer that completes, and then fails on this rank: at its end, or on a device after it
+    was enqueued."""
 
-    def __init__(self, work: Any) -> None:
-        self._work = work
+    def __init__(self, work: Any, when: str) -> None:
+        self._work, self._when = work, when
 
     def wait(self) -> None:
         self._work.wait()
+        if self._when == "end":
+            raise Broken
+
+    def wait_for_device(self) -> None:
+        self._work.wait_for_device()
         raise Broken
 
 
 @pytest.fixture
 def breaking(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
-    """Counts the transfers of each thread, and fails with its number "fail " + thread: at its
-    start, or with "late " + thread at its end."""
+    """Counts the transfers of each thread, and fails with its number "start " + thread, "end " +
+    thread, or "enqueued " + thread: the names say when."""
     counts: dict[str, int] = defaultdict(int)
 
     def breaks(real: Any) -> Any:
         def call(*given: Any) -> Any:
             me = threading.current_thread().name
             counts[me] += 1
-            if counts[me] == counts.get("fail " + me):
+            if counts[me] == counts.get("start " + me):
                 raise Broken
             work = real(*given)
-            return Late(work) if counts[me] == counts.get("late " + me) else work
+            for when in ("end", "enqueued"):
+                if counts[me] == counts.get(f"{when} {me}"):
+                    return Late(work, when)
+            return work
 
         return call
 
@@ -202,10 +211,10 @@ def breaking(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     return counts
 
 
-@pytest.mark.parametrize("last", [True, False])
+@pytest.mark.parametrize("when", ["start", "end", "enqueued"])
 @every
-def test_a_failed_exchange_loses_nothing(form: str, last: bool, breaking: dict[str, int]) -> None:
-    """At its start or after its last transfer, on all ranks, and then in the step after. Parameters
+def test_a_failed_exchange_loses_nothing(form: str, when: str, breaking: dict[str, int]) -> None:
+    """At its start or in its last transfer, on all ranks, and then in the step after. Parameters
     stay, and the gradient is in the residual; dense and quantized gradients are dropped."""
     failed = 6, 7
 
@@ -218,8 +227,8 @@ def test_a_failed_exchange_loses_nothing(form: str, last: bool, breaking: dict[s
                 made.step(lambda model, x=x: model(x, True))
                 calls = breaking[me] - begin or calls
                 continue
-            at = "late " + me if last else "fail " + me
-            breaking[at] = begin + (calls if last else 1)
+            at = f"{when} {me}"
+            breaking[at] = begin + (1 if when == "start" else calls)
             with pytest.raises(Broken):
                 made.step(lambda model, x=x: model(x, True))
             del breaking[at]

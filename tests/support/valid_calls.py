@@ -95,7 +95,8 @@ def batch() -> kernels.PacketBatch:
 def encoded() -> dict[str, Any]:
     packets = kernels.encode_batch(batch(), [100], "float32")
     sizes = [len(packet) for packet in packets]
-    return {"packets": np.concatenate(packets), "sizes": sizes, "counts": [100]}
+    lengths = {"lengths": batch().lengths, "counts": [100]}
+    return {"packets": np.concatenate(packets), "sizes": sizes, **lengths}
 
 
 def step_arrays(k: int = 3) -> dict[str, Any]:
@@ -172,7 +173,6 @@ KERNELS: dict[str, Valid] = {
     "kernels.packet_bytes": lambda _: {"k": 3, "count": 100},
     "kernels.encode_batch": lambda _: {"batch": batch(), "counts": [100], "value_dtype": "float32"},
     "kernels.decode_batch": lambda _: encoded(),
-    "kernels.batch_lengths": lambda _: encoded(),
     "kernels.quantize": lambda _: {
         **{"x": x(100), "bits": 3, "residual": x(100)},
         "out": bytes_of(kernels.quantized_bytes(100, 3)),

@@ -64,9 +64,7 @@ def test_batch_equals_single_packets(device, counts, times, seed, dtype, value_d
     same(device.get(errors), np.concatenate([np.empty(0, dtype), *lost]))
     message = np.concatenate([device.get(packet) for packet in packets])
     sizes = [len(packet) for packet in packets]
-    lengths = kernels.batch_lengths(message, sizes, counts)
-    assert lengths == batch.lengths
-    decoded = kernels.decode_batch(device.put(message), sizes, counts, lengths=lengths)
+    decoded = kernels.decode_batch(device.put(message), sizes, batch.lengths, counts)
     assert decoded.lengths == batch.lengths
     same(device.get(decoded.indices), device.get(batch.indices))
     values = [kernels.unpack(device.get(packet))[1] for packet in packets if len(packet)]
@@ -93,7 +91,9 @@ def test_torch_inputs_and_outputs():
     )
     packets = kernels.encode_batch(batch, [4], "float32")
     assert all(isinstance(packet, torch.Tensor) for packet in packets)
-    decoded = kernels.decode_batch(torch.cat(packets), [len(packet) for packet in packets], [4])
+    decoded = kernels.decode_batch(
+        torch.cat(packets), [len(packet) for packet in packets], batch.lengths, [4]
+    )
     assert torch.equal(decoded.indices, batch.indices)
     assert torch.equal(decoded.values, batch.values)
     assert decoded.lengths == [1, 0, 1]
@@ -127,9 +127,12 @@ def test_invalid_batches_are_rejected():
     refused("share memory", encode, good, [9], "1bit", errors=x)
     packets = encode(good, [9], "1bit")
     message, sizes = np.concatenate(packets), [len(packet) for packet in packets]
-    refused("got a sum of 1 bytes", decode, message, [1], [9])
-    refused("invalid sizes", decode, message, [sizes[0] + sizes[1] + 1, -1], [9])
-    refused("an array of 9 elements, expected 8", decode, message, sizes, [8])
-    refused("an array of 9 elements, expected 8", decode, message, sizes, [9, 8])
-    refused("invalid packet", decode, message, [sizes[0] - 1, sizes[1] + 1], [9])
+    refused("got a sum of 1 bytes", decode, message, [1], [2], [9])
+    refused("invalid sizes", decode, message, [sizes[0] + sizes[1] + 1, -1], [2, 2], [9])
+    refused("got k = 2 of 9 elements, expected k = 2 of 8", decode, message, sizes, [2, 2], [8])
+    refused("got k = 2 of 9 elements, expected k = 2 of 8", decode, message, sizes, [2, 2], [9, 8])
+    refused("got k = 2 of 9 elements, expected k = 1", decode, message, sizes, [1, 2], [9])
+    refused("got 1, expected one of each of 2", decode, message, sizes, [2], [9])
+    refused("0 bytes has elements", decode, message, [*sizes, 0], [2, 2, 1], [9])
+    refused("invalid packet", decode, message, [sizes[0] - 1, sizes[1] + 1], [2, 2], [9])
     refused("share memory", kernels.decode_sum, x, PacketBatch(i, x, [4]))
