@@ -2,6 +2,8 @@
 
 link     all_reduce of a small and of a large array: seconds per call and per byte
 coding   the kernels on random elements at the density of the level: seconds per element
+
+Arrays are on the device of the gradients, which calls and packets do not leave.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from pycomm.group import Group
 SMALL, LARGE = 1 << 12, 1 << 22
 SAMPLE = 1 << 20  # elements of the gradient on which coding is measured
 CALLS = 5
+HOST = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -63,11 +66,13 @@ class Coding:
     add: float
 
 
-def measure_exchanges(load: Load, pool: CommunicatorPool, may_be_dense: bool) -> dict[str, float]:
+def measure_exchanges(
+    load: Load, pool: CommunicatorPool, may_be_dense: bool, device: torch.device = HOST
+) -> dict[str, float]:
     """Collective: this rank's estimated seconds of a step by exchange; "dense" if it is allowed."""
-    link, topology = measure_links(pool.group)
-    found = predicted(load, pool.size, link, measure_coding(load), topology)
-    found["dense"] += load.count * _momentum_s()  # dgc_step includes it for compressed steps
+    link, topology = measure_links(pool.group, device)
+    found = predicted(load, pool.size, link, measure_coding(load, device), topology)
+    found["dense"] += load.count * _momentum_s(device)  # dgc_step includes it for compressed steps
     if not may_be_dense:
         del found["dense"]
     return found
@@ -120,7 +125,7 @@ def predicted(
     return found
 
 
-def measure_links(group: Group) -> tuple[Link, Topology]:
+def measure_links(group: Group, device: torch.device = HOST) -> tuple[Link, Topology]:
     """Collective. The speed of the group's link, and that inside hosts if there are several ranks
     on several hosts."""
     topology, of_rank = FLAT, hosts_of(group)
@@ -128,62 +133,65 @@ def measure_links(group: Group) -> tuple[Link, Topology]:
     if 1 < hosts < group.size:
         here = group.split(of_rank[group.rank])
         assert here is not None  # every rank is on a host
-        topology = Topology(hosts, measure_link(here))
+        topology = Topology(hosts, measure_link(here, 1, device))
         here.close()
-    return measure_link(group, hosts), topology
+    return measure_link(group, hosts, device), topology
 
 
-def measure_link(group: Group, hosts: int = 1) -> Link:
+def measure_link(group: Group, hosts: int, device: torch.device) -> Link:
     """Collective. The speed of the group's link: medians of a few calls."""
     links = hosts if hosts > 1 else group.size
 
     def all_reduce_s(nbytes: int) -> float:
-        x = torch.zeros(nbytes // 4)
-        return median_s(lambda: collectives.all_reduce(x, group=group))
+        x = torch.zeros(nbytes // 4, device=device)
+        return median_s(lambda: collectives.all_reduce(x, group=group), device)
 
     small, large = all_reduce_s(SMALL), all_reduce_s(LARGE)
     received = 2 * (links - 1) / links * (LARGE - SMALL)
     return Link(small, max(0.0, large - small) / received if received else 0.0)
 
 
-def measure_coding(load: Load) -> Coding:
+def measure_coding(load: Load, device: torch.device = HOST) -> Coding:
     """Seconds per element on a random sample with the density of the load."""
     count = min(load.count, SAMPLE)
     k = max(1, min(count, round(count * load.k / load.count)))
     drawn = torch.Generator().manual_seed(0)
-    u, v, g = (torch.randn(count, generator=drawn) for _ in range(3))
+    u, v, g = (torch.randn(count, generator=drawn).to(device) for _ in range(3))
     indices, values = kernels.topk(v, k)
-    out = torch.empty(count)
+    out = torch.empty(count, device=device)
 
     def select() -> None:
         kernels.dgc_step(g, u, v, k, momentum=0.9)
 
-    step_s = median_s(select)
-    scan_s = median_s(lambda: kernels.topk(g, k))
-    fill_s = median_s(out.zero_)
-    sum_s = median_s(lambda: kernels.decode_sum(out, [(indices, values)]))
+    step_s = median_s(select, device)
+    scan_s = median_s(lambda: kernels.topk(g, k), device)
+    fill_s = median_s(out.zero_, device)
+    sum_s = median_s(lambda: kernels.decode_sum(out, [(indices, values)]), device)
     encode_s = decode_s = 0.0
     if load.value_dtype is not None:
         code = load.value_dtype
-        packet = kernels.encode(indices, values, count, code, codec="auto")
-        encode_s = median_s(lambda: kernels.encode(indices, values, count, code, codec="auto"))
-        decode_s = median_s(lambda: kernels.unpack(packet))
+        batch = kernels.PacketBatch(indices, values, [k])
+        (packet,) = kernels.encode_batch(batch, [count], code)
+        encode_s = median_s(lambda: kernels.encode_batch(batch, [count], code), device)
+        sizes = [len(packet)]
+        decode_s = median_s(lambda: kernels.decode_batch(packet, sizes, [k], [count]), device)
     added_s = max(0.0, sum_s - fill_s)
     return Coding(step_s / count, scan_s / count, encode_s / k, decode_s / k, added_s / k)
 
 
-def _momentum_s() -> float:
+def _momentum_s(device: torch.device) -> float:
     """Seconds per element of the momentum update after an average."""
-    u, x = torch.zeros(SAMPLE), torch.zeros(SAMPLE)
-    return median_s(lambda: x.copy_(u.mul_(0.9).add_(x))) / SAMPLE
+    u, x = torch.zeros(2, SAMPLE, device=device)
+    return median_s(lambda: x.copy_(u.mul_(0.9).add_(x)), device) / SAMPLE
 
 
-def median_s(call: Callable[[], object]) -> float:
-    """The median time of a few calls, after one warm-up call."""
-    call()
+def median_s(call: Callable[[], object], device: torch.device) -> float:
+    """The median time of a few calls, until the device has completed them, after a warm-up."""
+    last = torch.zeros(1, device=device)
     found = []
-    for _ in range(CALLS):
+    for _ in range(CALLS + 1):
         start = time.perf_counter()
         call()
+        last.cpu()  # waits
         found.append(time.perf_counter() - start)
-    return statistics.median(found)
+    return statistics.median(found[1:])

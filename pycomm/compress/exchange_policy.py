@@ -121,7 +121,7 @@ class Chooser:
         if code is not None and options.is_auto:
             code = code_at(code, 1 - sparsity)
         load = Load(ks, counts, memories[0].u.itemsize, code, options.owner_k_factor)
-        exchange = self._choose(level, load, pool, may_be_dense)
+        exchange = self._choose(level, load, pool, may_be_dense, memories[0].u.device)
         compact = exchange in ("gather", "sharded", "hierarchical")
         inter_host = inter_host_exchange(load, _hosts(pool)) if exchange == "hierarchical" else ""
         costs = self._exchange_costs.get(level, {})
@@ -129,7 +129,14 @@ class Chooser:
         self._planned[level] = plan
         return plan
 
-    def _choose(self, level: int, load: Load, pool: CommunicatorPool, may_be_dense: bool) -> str:
+    def _choose(
+        self,
+        level: int,
+        load: Load,
+        pool: CommunicatorPool,
+        may_be_dense: bool,
+        device: torch.device,
+    ) -> str:
         """The cheapest exchange by rank 0's costs; the first among equals."""
         options = self._options
         if level not in self.exchanges:
@@ -138,7 +145,7 @@ class Chooser:
             elif options.exchange == "auto":
                 costs = received_bytes(load, pool.size, _hosts(pool))
             else:
-                costs = cost_model.measure_exchanges(load, pool, may_be_dense)
+                costs = cost_model.measure_exchanges(load, pool, may_be_dense, device)
             costs = costs_of_rank_0(costs, pool.group)
             if options.is_auto:
                 self._exchange_costs[level] = costs

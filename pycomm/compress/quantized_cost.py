@@ -10,11 +10,9 @@ from dataclasses import dataclass
 
 import torch
 
-from pycomm.compress.cost_model import FLAT, SAMPLE, Link, Topology, measure_links, median_s
+from pycomm.compress.cost_model import FLAT, HOST, SAMPLE, Link, Topology, measure_links, median_s
 from pycomm.group import Group
 from pycomm.kernels import quantized
-
-HOST = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -25,7 +23,7 @@ class QuantizedLoad:
         count: elements.
         nbytes: bytes without compression.
         bits, down_bits: of Quantize.
-        device: of the arrays. Packets of a GPU are copied to host memory and back.
+        device: of the arrays.
     """
 
     count: int
@@ -45,7 +43,7 @@ class PhaseCoding:
 
 def measure_exchanges(load: QuantizedLoad, group: Group) -> dict[str, float]:
     """Collective. This rank's estimated seconds of a step, by exchange."""
-    link, topology = measure_links(group)
+    link, topology = measure_links(group, load.device)
     up, down = (
         measure_phase(bits, load.count, load.device) for bits in (load.bits, load.down_bits)
     )
@@ -98,12 +96,6 @@ def measure_phase(bits: int, count: int, device: torch.device = HOST) -> PhaseCo
     x = torch.randn(count, generator=torch.Generator().manual_seed(0)).to(device)
     residual, total = torch.zeros_like(x), torch.zeros_like(x)
     packet = quantized.quantize(x, bits, residual)
-    sent = packet.cpu()
-
-    def decode() -> None:
-        quantized.dequantize(sent.to(device), bits, total, accumulate=True)
-        total[:1].cpu()  # waits for a GPU
-
-    encode_s = median_s(lambda: quantized.quantize(x, bits, residual, packet).cpu())
-    decode_s = median_s(decode)
+    encode_s = median_s(lambda: quantized.quantize(x, bits, residual, packet), device)
+    decode_s = median_s(lambda: quantized.dequantize(packet, bits, total, accumulate=True), device)
     return PhaseCoding(encode_s / count, decode_s / count)

@@ -112,19 +112,28 @@ def test_states_equal_host_memory(at: Any) -> None:
         assert equal(gradients(places[1], half, range(2, 4))[0], wanted)
 
 
-def chooses_by_time(at: Any) -> str:
+COSTS = {"Quantize": {"dense", "sharded"}, "DGC": {"dense", "dense_masked", "gather", "sharded"}}
+
+
+def chooses_by_time(at: Any, name: str) -> str:
     pycomm.init()
     model = Products().to(at.device)
-    compression = pycomm.Quantize(exchange="auto_time")
+    compression: Any = pycomm.Quantize(exchange="auto_time")
+    if name == "DGC":
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        compression = pycomm.DGC(
+            optimizer, sparsity=0.99, min_count=0, value_dtype="2bit", exchange="auto_time"
+        )
     parallel = pycomm.DataParallel(model, compression=compression)
     parallel(*(torch.ones(w.shape).to(at.device) for w in model.factors)).backward()
     stats = parallel.compression.stats()  # type: ignore[union-attr]  # not None
-    assert set(stats["exchange_costs"]) == {"dense", "sharded"}
+    assert set(stats["exchange_costs"]) == COSTS[name]
     assert all(seconds > 0 for seconds in stats["exchange_costs"].values())
     return str(stats["exchange"])
 
 
-def test_the_exchange_is_chosen_by_time_on_devices(run: Run) -> None:
-    first, second = run(2, chooses_by_time)
+@pytest.mark.parametrize("name", COSTS)
+def test_the_exchange_is_chosen_by_time_on_devices(run: Run, name: str) -> None:
+    first, second = run(2, chooses_by_time, name)
     assert first == second
-    assert first in ("dense", "sharded")
+    assert first in COSTS[name]

@@ -147,7 +147,7 @@ def test_auto_time_is_decided_once_by_rank_0() -> None:
         exchanges = compressor_of(dgc).exchanges
         return stats, exchanges, compressor_of(again).exchanges == exchanges
 
-    def by_rank(load: Load, pool: CommunicatorPool, may_be_dense: bool) -> Any:
+    def by_rank(load: Load, pool: CommunicatorPool, may_be_dense: bool, device: Any) -> Any:
         low = ("sharded", "gather", "dense_masked")[pool.group.rank]  # as each rank would choose
         names = ["dense"] * may_be_dense + ["gather", "dense_masked", "sharded"]
         return {name: 1.0 + (name != low) for name in names}
