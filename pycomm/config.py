@@ -281,17 +281,33 @@ def flight_recorder_files() -> dict[str, Any]:
 def nccl_shares_gpus() -> bool:
     """Whether NCCL is configured to let ranks share a GPU, by either of its variables
     (docs/cuda.md)."""
-    env = os.environ
-    return env.get("NCCL_MULTI_RANK_GPU_ENABLE", "") == "1" or bool(env.get("NCCL_HOSTID", ""))
+    return _of_nccl("NCCL_MULTI_RANK_GPU_ENABLE") == "1" or bool(_of_nccl("NCCL_HOSTID"))
 
 
 def nccl_prevents_aborts() -> str:
     """A variable of NCCL that replaces what pycomm sets for its communicators, as "NAME=value"; ""
     if there is none. Calls on such communicators could not be cancelled."""
-    usual = {"NCCL_COMM_SPLIT_SHARE_RESOURCES": "1", "NCCL_COMM_BLOCKING": ""}
-    for name, value in usual.items():
-        if os.environ.get(name, value) != value:
-            return f"{name}={os.environ[name]}"
+    usual = {"NCCL_COMM_SPLIT_SHARE_RESOURCES": ("", "1"), "NCCL_COMM_BLOCKING": ("",)}
+    for name, values in usual.items():
+        if (value := _of_nccl(name)) not in values:
+            return f"{name}={value}"
+    return ""
+
+
+def _of_nccl(name: str) -> str:
+    """A variable as NCCL finds it: of the environment, or of the first of its files that has it."""
+    if name in os.environ:
+        return os.environ[name]
+    user = os.environ.get("NCCL_CONF_FILE", "") or "~/.nccl.conf"
+    for file in (user, "/etc/nccl.conf"):
+        try:
+            lines = Path(file).expanduser().read_text().splitlines()
+        except (OSError, RuntimeError):  # no such file, or no home
+            continue
+        for line in lines:
+            key, _, value = line.partition("=")
+            if key.strip() == name:
+                return value.strip()
     return ""
 
 

@@ -51,7 +51,8 @@ def load(module: Any = None) -> Any:
     """
     if setting := config.nccl_prevents_aborts():
         raise Unsupported(
-            f"{setting}: a call that waits for a lost rank could not be cancelled; unset it"
+            f"{setting}: a call that waits for a lost rank could not be cancelled; unset it, or "
+            "remove it from nccl.conf"
         )
     if module is None:
         if importlib.util.find_spec("pycomm._cuda") is None:

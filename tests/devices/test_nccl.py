@@ -17,6 +17,7 @@ import pytest
 from finished import finished
 from nccl_abi import NAMES
 
+from pycomm import config
 from pycomm._core_api import nccl
 from pycomm.errors import Unsupported
 
@@ -124,10 +125,21 @@ def test_unusable_libraries_are_named_and_skipped(tmp_path):
 @pytest.mark.parametrize(
     "setting", ["NCCL_COMM_SPLIT_SHARE_RESOURCES=0", "NCCL_COMM_BLOCKING=0", "NCCL_COMM_BLOCKING=1"]
 )
-def test_settings_that_prevent_an_abort_are_refused(setting, monkeypatch):
-    monkeypatch.setenv(*setting.split("="))
+@pytest.mark.parametrize("where", ["environment", ".nccl.conf", "another.conf"])
+def test_settings_that_prevent_an_abort_are_refused(setting, where, monkeypatch, tmp_path):
+    """Also those of NCCL's files, which it reads at its first call."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    if where == "environment":
+        monkeypatch.setenv(*setting.split("="))
+    else:
+        (tmp_path / where).write_text(f"# NCCL_COMM_BLOCKING=7\nNCCL_DEBUG=INFO\n {setting} \n")
+    if where == "another.conf":
+        monkeypatch.setenv("NCCL_CONF_FILE", str(tmp_path / where))
+        (tmp_path / ".nccl.conf").write_text("NCCL_COMM_BLOCKING=8\n")  # not read
     with pytest.raises(Unsupported, match=f"{setting}: a call that waits .*; unset it"):
         nccl.load()
+    monkeypatch.setenv(setting.partition("=")[0], "")  # before a file
+    assert config.nccl_prevents_aborts() == ""
 
 
 def test_every_function_is_needed():
