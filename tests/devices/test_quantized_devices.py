@@ -56,6 +56,10 @@ def test_all_reduce_equals_host_memory(at: Any, op: str) -> None:
     x = array(0).to(at.device)
     pycomm.all_reduce(x, compression=FEW_BITS)  # without feedback
     assert not torch.equal(x.cpu(), array(0))
+    few, wanted_few = (array(0)[:100].to(place) for place in (at.device, "cpu"))  # one owner
+    for one in (few, wanted_few):
+        pycomm.all_reduce(one, op, compression=FEW_BITS)
+    assert torch.equal(few.cpu(), wanted_few)
     x[5] = float("inf") if dist.get_rank() == 1 else 1.0
     pycomm.all_reduce(x, compression=FEW_BITS)
     assert x.isnan().any()
