@@ -8,17 +8,12 @@ import logging
 
 
 def register(_torch: object = None) -> None:
-    """Registers the backend, and puts it in place of gloo if PYCOMM_REPLACE says so. Logs a warning
-    with the reason if that fails."""
+    """Imports the module, which registers the backend and reads PYCOMM_REPLACE. Logs a warning with
+    the reason if that fails."""
     log = logging.getLogger("pycomm")
     try:
-        from pycomm import torch_backend
+        from pycomm import torch_backend  # noqa: F401 - registers the backend
     except Exception as error:  # of any kind, such as a pycomm for another Python
         log.warning(
             'torch.distributed has no backend "pycomm", since pycomm cannot be imported: %s', error
         )
-        return
-    try:
-        torch_backend.replace_as_configured()
-    except Exception as error:  # of any kind: this torch may differ
-        log.warning("torch.distributed keeps its own gloo: %s", error)

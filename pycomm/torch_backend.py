@@ -3,14 +3,15 @@
 `torch.distributed.init_process_group("pycomm")` needs no import of this module: the entry point
 pycomm_torch_autoload imports it at the end of every `import torch`. So it imports nothing slow, and
 loads the compiled module _c10d for the first group. It provides `stats`, the `Options` for
-`init_process_group(pg_options=...)`, and `replace`, which puts pycomm in place of gloo.
-docs/torch_backend.md lists the collectives.
+`init_process_group(pg_options=...)`, and `replace`, which puts pycomm in place of gloo; the import
+does so if PYCOMM_REPLACE says so. docs/torch_backend.md lists the collectives.
 """
 
 from __future__ import annotations
 
 import atexit
 import functools
+import logging
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, cast
@@ -317,11 +318,14 @@ def restore(name: str) -> None:
     gloo.restore()
 
 
-def replace_as_configured() -> None:
-    """replace() if PYCOMM_REPLACE asks for it. `import torch` calls it."""
-    pattern = config.kept_from_replacement()
-    if pattern is not None:
-        gloo.replace(_in_place_of_gloo, pattern, gloo.VARIABLE)
+def _replace_as_configured() -> None:
+    """replace() if PYCOMM_REPLACE asks for it. Logs a warning with the reason if that fails."""
+    try:
+        pattern = config.kept_from_replacement()
+        if pattern is not None:
+            gloo.replace(_in_place_of_gloo, pattern, gloo.VARIABLE)
+    except Exception as error:  # of any kind: this torch may differ, and its import must not fail
+        logging.getLogger("pycomm").warning("torch.distributed keeps its own gloo: %s", error)
 
 
 def _in_place_of_gloo(
@@ -469,3 +473,5 @@ if "pycomm" not in dist.Backend.backend_list:
         extended_api=True,
         devices=["cpu", "cuda"] if torch.version.cuda or torch.version.hip else ["cpu"],
     )
+# Here, and not in the entry point: if this module imports torch first, that runs before this line.
+_replace_as_configured()

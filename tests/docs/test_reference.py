@@ -13,8 +13,7 @@ from source_files import PYTHON
 import pycomm
 
 REFERENCE = ROOT / "docs" / "reference"
-# Of torch_backend: the compiled backend and the entry point call them by name.
-CALLED_BY_NAME = {"register_backend", "replace_as_configured"}
+CALLED_BY_NAME = {"register_backend"}  # of torch_backend: by the compiled backend
 DIRECTIVE = re.compile(r"^\.\. auto(\w+):: ([\w.]+).*\n((?:   .*\n)*)", re.MULTILINE)
 
 

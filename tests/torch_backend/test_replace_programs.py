@@ -61,6 +61,12 @@ def test_the_variable_replaces_gloo(tmp_path: Path) -> None:
     assert lines == [f'{LINE}: group "0", 2 ranks, 1 host, shm; {ENDING}']
 
 
+def test_a_program_that_imports_pycomm_before_torch(tmp_path: Path) -> None:
+    """Then `import torch`, which reads the variable, runs within the import of pycomm's module."""
+    done = _run(f"import pycomm.torch_backend\n{textwrap.dedent(GROUP)}", tmp_path)
+    assert (done.stdout, "keeps" in done.stderr) == ("gloo pycomm [1.0, 1.0]\n", False), done.stderr
+
+
 def test_without_the_variable_gloo_is_torchs(tmp_path: Path) -> None:
     done = _run(GROUP, tmp_path, 2, "")
     assert (done.stdout, "pycomm" in done.stderr) == ("gloo gloo [2.0, 2.0]\n" * 2, False)
