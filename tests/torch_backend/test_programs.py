@@ -17,7 +17,9 @@ from pycomm.bench.support import summaries
 
 SCRIPT = ROOT / "tests" / "compat" / "programs.py"
 ON_PYCOMM = ["accelerate_script", "accelerate_sync", "lightning", "trainer", "ray_train"]
-PROGRAMS = [*ON_PYCOMM, "ray_collective", "megatron_checkpoint"]
+PROGRAMS = [*ON_PYCOMM, "ray_collective", "megatron_checkpoint", "vllm"]
+# vLLM needs other versions of some packages: `make programs` installs it there.
+WITH_VLLM = ROOT / ".venv" / "vllm" / "bin" / "python"
 
 
 @pytest.mark.timeout(1000)  # the script has 900 s
@@ -34,7 +36,8 @@ def test_runs_with_pycomm_in_place_of_gloo(program: str, tmp_path: Path) -> None
 
 def _run(program: str, folder: Path, *options: str) -> None:
     stored = folder / "results.json"
-    command = [sys.executable, str(SCRIPT), "--only", f"^{program}$", "--json", str(stored)]
+    python = str(WITH_VLLM) if program == "vllm" and WITH_VLLM.exists() else sys.executable
+    command = [python, str(SCRIPT), "--only", f"^{program}$", "--json", str(stored)]
     command += options
     found = f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
     env = {**os.environ, "PYTHONPATH": found}
