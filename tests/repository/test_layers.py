@@ -210,12 +210,12 @@ BUDGETS = {
     "csrc/shared": 1694,
     "csrc/transport": 2279,
     "examples": 913,
-    "pycomm": 18791,
+    "pycomm": 18797,
     "pycomm/bench": 3226,
     "pycomm/compress": 5946,
     "pycomm/kernels": 2558,
     "pycomm/launch": 2231,
-    "tests": 6947,
+    "tests": 7006,
     "tests/cli": 2415,
     "tests/devices": 3681,
     "tests/emulator": 8350,
@@ -223,11 +223,11 @@ BUDGETS = {
     "tests/ranks": 8575,
     "tests/reliability": 5074,
     "tests/support": 6320,
-    "tests/torch_backend": 4607,
+    "tests/torch_backend": 4616,
     "tests/unit": 6082,
     "tools": 1747,
 }
-IN_ALL = 151_783
+IN_ALL = 151_857
 LONGEST_FILE = 500
 MOST_VARIABLES = 11
 # Set by setup.py for the compiler, and by pycomm's launchers for their ranks: not for users.
