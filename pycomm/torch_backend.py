@@ -429,6 +429,7 @@ def _connect(
         reproducible=False,
         log=place.log != "warning",
         parent=parent,
+        ranks=options.global_ranks_in_group if parent else [],
     )
 
 

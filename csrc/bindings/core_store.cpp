@@ -206,6 +206,7 @@ std::unique_ptr<GroupHandle> connect_from(const py::object& object, const py::kw
   group::Group* parent = nullptr;
   if (named.contains("parent") && !named["parent"].is_none())
     parent = &named["parent"].cast<const GroupHandle&>().group();
+  if (parent != nullptr) options.parent_ranks = std::exchange(ranks, {});
   {
     const Blocking blocking;
     group = parent != nullptr ? parent->connect_part(store, std::move(options))

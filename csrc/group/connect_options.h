@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "bootstrap/rank_info.h"
+#include "core/member.h"
 #include "observe/flight_recorder.h"
 #include "transport/transport.h"
 
@@ -37,6 +38,10 @@ struct ConnectOptions {
   bool encrypt = false;   // connections between hosts: transport/encrypted.h
   bool open_key = false;  // set by connect(): the secret is in the store
   std::function<void(const std::string& why)> forbidden;  // set by connect(): MeshRequest's
+  // Of a later group, by rank: the ranks in the parent, and what is known of them there (set by
+  // connect_part()). Empty: unknown.
+  std::vector<int> parent_ranks;
+  std::vector<Member> known;
   std::string host;     // for tests: name of a simulated host; empty: the real one
   std::string towards;  // rank 0's host, for choosing an address by route; empty: unknown
   // Sums in rank order for every size: results depend on the inputs only.

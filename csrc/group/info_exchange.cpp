@@ -5,6 +5,7 @@
 #include <charconv>
 #include <optional>
 #include <sstream>
+#include <thread>
 #include <utility>
 
 #include "bootstrap/mesh.h"
@@ -26,6 +27,9 @@ constexpr std::chrono::seconds kNamingTime{1};
 // A responsive store reports within this time after the deadline which ranks are missing.
 constexpr std::chrono::milliseconds kLastAnswerTime{200};
 
+// After a process that serves the store closed its connections: until it has ended.
+constexpr std::chrono::milliseconds kEndTime{100}, kEndPause{1};
+
 // How long rank 0, which may serve the store, waits until the others read why the group failed.
 // They look every kPollInterval.
 constexpr std::chrono::milliseconds kFailureReadTime{500};
@@ -45,20 +49,13 @@ std::string seconds_text(double seconds) {
   return text.str();
 }
 
-[[noreturn]] void throw_no_answer(const ConnectOptions& options, const Deadline& deadline) {
-  throw Timeout("the group \"" + options.name + "\" did not form in " +
-                    seconds_text(deadline.limit_s()) +
-                    " s: the rendezvous store does not answer: the process that "
-                    "serves it is stopped or unreachable",
-                {.op = "init", .rank = options.rank, .elapsed_s = deadline.elapsed_s()});
-}
-
 // Why a group does not form, as the first rank that knew it wrote into the store. All ranks report
 // this cause: what each of them sees of it depends on the order in which the others leave.
 struct Failure {
   std::string id;            // unique: distinguishes it from those of earlier attempts
   std::vector<int> ranks{};  // that did not join, or the one that died
   std::string death{};       // how that one died; empty if ranks did not join
+  bool no_answer = false;    // of the store; so the others do not read this
 };
 
 std::string encode(const Failure& failure) {
@@ -86,6 +83,13 @@ std::optional<Failure> decode_failure(const std::string& text, const ConnectOpti
   return failure;
 }
 
+// " (rank 3 of the default group)" where the parent of a later group counts otherwise.
+std::string place_in_parent(int rank, const ConnectOptions& options) {
+  if (options.parent_ranks.empty()) return {};
+  const int there = options.parent_ranks[static_cast<size_t>(rank)];
+  return there == rank ? "" : " (rank " + std::to_string(there) + " of the default group)";
+}
+
 [[noreturn]] void throw_failure(const Failure& failure, const ConnectOptions& options,
                                 const Deadline& deadline) {
   const std::string group = "the group \"" + options.name + "\" did not form";
@@ -95,10 +99,16 @@ std::optional<Failure> decode_failure(const std::string& text, const ConnectOpti
                            .elapsed_s = deadline.elapsed_s()};
   if (!failure.death.empty()) throw PeerLost(group + ": " + failure.death, fields);
   const double passed = deadline.expired() ? deadline.limit_s() : deadline.elapsed_s();
-  std::string text = group + " in " + seconds_text(passed) + " s: of " +
-                     std::to_string(options.size) + " ranks these did not join: ";
+  std::string text = group + " in " + seconds_text(passed) + " s";
+  if (failure.no_answer)
+    text +=
+        ": the rendezvous store does not answer: the process that serves it is stopped or "
+        "unreachable";
+  if (!failure.ranks.empty())
+    text += ": of " + std::to_string(options.size) + " ranks these did not join: ";
   for (const int rank : failure.ranks)
-    text += (rank == failure.ranks[0] ? "" : ", ") + std::to_string(rank);
+    text += (rank == failure.ranks[0] ? "" : ", ") + std::to_string(rank) +
+            place_in_parent(rank, options);
   throw Timeout(text, fields);
 }
 
@@ -121,6 +131,23 @@ class InfoExchange {
 
   // The infos of all ranks. Throws why the group does not form, the same on all ranks.
   std::vector<std::string> run(const std::string& mine) {
+    try {
+      return read(mine);
+    } catch (const Error& error) {  // of the store, unless this rank knew why the group fails
+      if (failed_) throw;
+      if (error.kind() == ErrorKind::timeout) fail_alone();
+      if (error.kind() == ErrorKind::peer_lost) check_known(kEndTime);  // the store's, perhaps
+      throw;
+    }
+  }
+
+  // The key, after run().
+  std::string secret() const {
+    return options_.secret.empty() ? *values_.at(key_of_secret(keys_)) : options_.secret;
+  }
+
+ private:
+  std::vector<std::string> read(const std::string& mine) {
     mine_ = bootstrap::decode_rank_info(mine);
     for (int rank = 0; rank < options_.size; ++rank) values_[key_of_info(keys_, rank)];
     own_ = mine;
@@ -137,12 +164,6 @@ class InfoExchange {
     return read_all();  // a rank or rank 0 itself is missing: find out which
   }
 
-  // The key, after run().
-  std::string secret() const {
-    return options_.secret.empty() ? *values_.at(key_of_secret(keys_)) : options_.secret;
-  }
-
- private:
   std::string own_key() const { return key_of_info(keys_, options_.rank); }
 
   void publish() {
@@ -172,8 +193,9 @@ class InfoExchange {
         if (last) return false;
       }
       publish();
-      if (&values == &values_) check_processes();
       check_failure();
+      check_known(std::chrono::milliseconds{0});
+      if (&values == &values_) check_processes();
       if (options_.interrupted && options_.interrupted())
         throw GroupBroken("waiting for the ranks of \"" + options_.name + "\" was interrupted");
     }
@@ -187,15 +209,45 @@ class InfoExchange {
       auto& value = values_.at(key_of_info(keys_, rank));
       if (!value) value = look_up(key_of_info(keys_, rank));
       if (!value) missing.push_back(rank);
-      if (answered.expired()) throw_no_answer(options_, deadline_);
+      if (answered.expired()) fail_alone();
     }
     if (!missing.empty()) fail({.id = os::random_name(), .ranks = missing});
     for (auto& [key, value] : values_) {
       if (!value) value = look_up(key);
-      if (!value)
+      failed_ = !value;
+      if (failed_)
         throw Timeout("the group \"" + options_.name +
                           "\" did not form: rank 0 has PYCOMM_SECRET, and this rank has none",
                       {.op = "init", .rank = options_.rank, .peer = 0});
+    }
+  }
+
+  // The store does not answer: names ranks only if it is not needed for knowing them.
+  [[noreturn]] void fail_alone() {
+    failed_ = true;
+    Failure failure{.id = {}, .no_answer = true};
+    for (int rank = 0; rank < options_.size && store_.shows_all(); ++rank)
+      if (!values_.at(key_of_info(keys_, rank))) failure.ranks.push_back(rank);
+    throw_failure(failure, options_, deadline_);
+  }
+
+  // Of a later group, the ranks that have not joined: whether a process ends within the limit. One
+  // descriptor at a time: a large group has few left.
+  void check_known(std::chrono::milliseconds limit) {
+    for (const Deadline deadline(limit);;) {
+      for (size_t i = 0; i < options_.known.size(); ++i) {
+        const auto rank = static_cast<int>(i);
+        const Member& member = options_.known[i];
+        const bool other = member.visible && member.pid != mine_.pid;
+        if (!other || values_.at(key_of_info(keys_, rank)) || !os::Process(member.pid).look())
+          continue;
+        fail({.id = os::random_name(),
+              .ranks = {rank},
+              .death = bootstrap::name_of(rank, member) + place_in_parent(rank, options_) +
+                       " died before it joined: its process has ended"});
+      }
+      if (deadline.expired()) return;
+      std::this_thread::sleep_for(kEndPause);  // there is no descriptor for the end of any of them
     }
   }
 
@@ -259,12 +311,15 @@ class InfoExchange {
     try {
       first = store_.claim(key, mine, limit);
       if (first == earlier_) store_.set(key, first = mine, limit);
-    } catch (const Error&) {  // the store ended or does not answer: this rank reports what it saw
+    } catch (const Timeout&) {  // perhaps it did not answer what was asked before, either
+      if (failure.death.empty() && !store_.shows_all()) fail_alone();
+    } catch (const Error&) {  // the store ended: this rank reports what it saw
     }
     report(decode_failure(first, options_).value_or(failure));
   }
 
   [[noreturn]] void report(const Failure& failure) {
+    failed_ = true;
     const std::string readers = keys_ + "/failed/" + failure.id;
     try {
       const Deadline limit(options_.rank == 0 ? kFailureReadTime : kCleanUpTime);
@@ -337,6 +392,7 @@ class InfoExchange {
   bool published_ = false;              // certainly
   bool looked_ = false;                 // whether the store was searched for a failure
   std::optional<std::string> earlier_;  // the failure of an earlier attempt
+  bool failed_ = false;                 // this attempt
 };
 
 }  // namespace

@@ -79,6 +79,15 @@ bool ParentStore::find(Values& values) const {
   return missing.empty();
 }
 
+bool ParentStore::shows_all() const {
+  for (int i = 0; i < region_.size(); ++i)
+    if (std::ranges::none_of(region_.of(i).values, [](const SharedValue& place) {
+          return place.hash.load(std::memory_order_acquire) == 0;
+        }))
+      return false;
+  return place_.has_value();
+}
+
 bool ParentStore::wait_for(Values& values, const Deadline& deadline) const {
   const std::atomic<uint32_t>& changed = region_.own().values_changed;
   for (;;) {

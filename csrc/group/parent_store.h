@@ -40,6 +40,8 @@ class ParentStore final : public rendezvous::Store {
     return store_.claim(key, value, deadline);
   }
   bool limited() const override { return store_.limited(); }
+  // Every rank has a place left, so that all have shown their infos here.
+  bool shows_all() const override;
 
  private:
   bool publish(const std::string& key, const std::string& value);

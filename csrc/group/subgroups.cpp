@@ -156,6 +156,8 @@ std::shared_ptr<Group> HostGroup::connect_part(rendezvous::Store& store, Connect
   options.secret = subgroup_secret(options_.secret, options.name);
   options.open_key = options_.open_key;
   options.tuned = options_.tuned;
+  for (const int rank : options.parent_ranks)
+    options.known.push_back(info_.members.at(static_cast<size_t>(rank)));
   const std::string keys = std::to_string(id_) + "/" + options.name;
   shared::SharedMemoryRegion* const region = runner_.region();
   std::optional<ParentStore> shared;

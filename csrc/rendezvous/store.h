@@ -45,6 +45,8 @@ class Store {
                             const Deadline& deadline = store_limit()) = 0;
   // Whether it has a limit of bytes, so that values that are not needed any more are removed.
   virtual bool limited() const { return true; }
+  // Whether a value that get_missing() did not find is certainly not set, even if it timed out.
+  virtual bool shows_all() const { return false; }
   // All ranks are connected: from now on the store accepts only clients that reconnect.
   virtual void all_ranks_connected() {}
 };

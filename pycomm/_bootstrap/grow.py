@@ -21,6 +21,8 @@ from pycomm._bootstrap.joining import Joiners
 from pycomm._bootstrap.shrink import FORM_S, VoteDriver, has_ended, processes_of
 from pycomm.errors import PeerLost, Timeout
 
+OUTCOMES = b"failed", b"formed"
+
 
 def grow(
     core: _core.Group, store: SurvivingStore, elastic: Elastic, count: int, timeout_s: float
@@ -88,11 +90,11 @@ class _GrowDriver(VoteDriver):
             return events.Outcome(None)
 
     def do_settle(self, action: events.Settle) -> events.Outcome:
-        text = self.store.claim(self.outcome, _outcome(action.formed), self.left_s)
+        text = self.store.claim(self.outcome, OUTCOMES[action.formed], self.left_s)
         return events.Outcome(text == b"formed", action.final)
 
     def do_settlenext(self, action: events.SettleNext) -> events.Outcome:
-        text = self.store.claim_in_next(self.outcome, _outcome(action.formed), self.left_s)
+        text = self.store.claim_in_next(self.outcome, OUTCOMES[action.formed], self.left_s)
         return events.Outcome(text == b"formed", final=True)
 
     def do_claim_none(self, _: events.Action) -> None:
@@ -105,7 +107,3 @@ class _GrowDriver(VoteDriver):
         assert action.kind is not None
         text = f'grow: "{self.core.name}" stays as it is: {action.text}'
         self.failure = action.kind(text, op="grow", rank=self.core.rank)
-
-
-def _outcome(formed: bool) -> bytes:
-    return b"formed" if formed else b"failed"

@@ -133,7 +133,7 @@ class TorchStore:
         self._store, self._watch = store, watch
         self._key = hmac.digest(secret.encode(), LABEL, "sha256") if secret else None
         self._unanswered = threading.Lock()  # held during a call of torch's store
-        self._pause_s = FIRST_PAUSE_S
+        self._pause_s, self._silent = FIRST_PAUSE_S, False  # silent: the last call had no answer
 
     def set(self, key: str, value: bytes, timeout_s: float = LIMIT_S) -> None:
         """Stores `value` under `key`. Raises Timeout after `timeout_s`, as all methods."""
@@ -294,15 +294,16 @@ class TorchStore:
             try:
                 return ask(job)
             finally:
+                self._silent = False
                 self._unanswered.release()
 
         limit_s = max(timeout_s, SHORTEST_S)
         # One call at a time: after an unanswered call no other would be answered.
-        if self._unanswered.acquire(timeout=limit_s):
+        if self._unanswered.acquire(timeout=max(limit_s - self._silent * ANSWER_S, 0.0)):
             try:
                 return within(limit_s, call)
             except queue.Empty:  # no answer in time: raised below
-                pass
+                self._silent = True
             except RuntimeError as error:  # of torch: translated if the store is lost
                 if type(error).__name__ not in LOST:
                     raise
