@@ -196,17 +196,17 @@ MAY_SEE_ENVIRONMENT = [
 BUDGETS = {
     "benchmarks": 7605,
     "csrc": 4394,
-    "csrc/bindings": 4946,
+    "csrc/bindings": 4947,
     "csrc/codec": 1690,
     "csrc/collectives": 1934,
     "csrc/cuda": 5557,
     "csrc/device": 1553,
     "csrc/device_group": 2025,
     "csrc/engine": 4140,
-    "csrc/group": 3394,
+    "csrc/group": 3468,
     "csrc/kernels": 3746,
     "csrc/os": 1746,
-    "csrc/rendezvous": 1656,
+    "csrc/rendezvous": 1658,
     "csrc/shared": 1694,
     "csrc/transport": 2279,
     "examples": 913,
@@ -221,13 +221,13 @@ BUDGETS = {
     "tests/emulator": 8350,
     "tests/native": 15961,
     "tests/ranks": 8575,
-    "tests/reliability": 5074,
+    "tests/reliability": 5163,
     "tests/support": 6320,
     "tests/torch_backend": 4616,
     "tests/unit": 6082,
     "tools": 1747,
 }
-IN_ALL = 151_857
+IN_ALL = 152_023
 LONGEST_FILE = 500
 MOST_VARIABLES = 11
 # Set by setup.py for the compiler, and by pycomm's launchers for their ranks: not for users.
