@@ -56,15 +56,17 @@ def test_new_group_without_descriptors_names_the_rank() -> None:
 
 @in_processes(4)
 def test_two_hundred_groups_need_four_descriptors_each() -> None:
-    """Within the usual limit of 1,024: a socket for each peer, and one to wait for them."""
+    """Within the usual limit of 1,024: a socket for each peer, and one to wait for them. And a
+    thread, which sends heartbeats."""
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (1024, before[1]))
-    opened = len(os.listdir("/proc/self/fd"))
+    opened, threads = (len(os.listdir(f"/proc/self/{kind}")) for kind in ("fd", "task"))
     groups = [dist.new_group() for _ in range(200)]
     try:
         for group in groups:
             _sum_of_ranks(group, [0, 1, 2, 3])
         assert len(os.listdir("/proc/self/fd")) - opened <= 4 * 200 + 8
+        assert len(os.listdir("/proc/self/task")) - threads <= 200 + 2
     finally:
         for group in groups:
             dist.destroy_process_group(group)
