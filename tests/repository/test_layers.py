@@ -223,11 +223,11 @@ BUDGETS = {
     "tests/ranks": 8575,
     "tests/reliability": 5163,
     "tests/support": 6320,
-    "tests/torch_backend": 4616,
+    "tests/torch_backend": 4618,
     "tests/unit": 6082,
     "tools": 1747,
 }
-IN_ALL = 152_023
+IN_ALL = 152_025
 LONGEST_FILE = 500
 MOST_VARIABLES = 11
 # Set by setup.py for the compiler, and by pycomm's launchers for their ranks: not for users.
