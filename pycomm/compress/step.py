@@ -106,7 +106,6 @@ class Step:
         self._packets: list[tuple[Packet, Tensor | None]] = []  # with the packets of all ranks
         self._coded: list[ReceivedPackets] = []
         self._works: list[Work] = []
-        self._enqueued: list[Work] = []  # a device may not have completed them
         self._norm: Tensor | None = None  # of all gradients, if known
         self._transaction = Transaction()
         self._unused: set[ParameterState] = set()  # by any rank, once it is known
@@ -166,7 +165,7 @@ class Step:
             self._exchange_packets()
             self._wait()
             self._write_results()
-            for work in self._enqueued:
+            for work in self._works:
                 work.wait_for_device()
             ending.enter_context(defer_sigint())
         self._commit()
@@ -272,9 +271,7 @@ class Step:
         self.sent_bytes += flat.nbytes
 
     def _wait(self) -> None:
-        works, self._works = self._works, []
-        self._enqueued += works
-        for work in works:
+        for work in self._works:
             work.wait()
 
     def _vote(self, scale: float, values: Sequence[Tensor]) -> bool:
