@@ -174,7 +174,7 @@ def _numbers_of(
 ) -> tuple[Tensor, list[Tensor]]:
     """The numbers, and the words, in the rows of all holders."""
     packets = sum(len(part.sizes) for part in parts) // size
-    numbers = rows[:, : 8 * packets].contiguous().view(torch.int32).view(-1, 2, packets)
+    numbers = rows[:, : 8 * packets].flatten().view(torch.int32).view(-1, 2, packets)
     return numbers, list(rows[:, len(rows[0]) - len(word) :])
 
 

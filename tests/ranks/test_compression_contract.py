@@ -111,10 +111,10 @@ def check_sums(form: str, found: list[Any], b_first: bool = False) -> None:
 
 
 @every
-@pytest.mark.parametrize("to_none", [True, False])
-def test_a_branch_that_no_rank_uses_loses_nothing(form: str, to_none: bool) -> None:
+@pytest.mark.parametrize(("size", "to_none"), [(1, True), (2, True), (2, False), (3, True)])
+def test_a_branch_that_no_rank_uses_loses_nothing(form: str, size: int, to_none: bool) -> None:
     first = form in ("dgc sharded model", "topk sharded")
-    check_sums(form, run_ranks(2, with_a_branch, form, to_none, first, {}), first)
+    check_sums(form, run_ranks(size, with_a_branch, form, to_none, first, {}), first)
 
 
 @pytest.mark.parametrize("form", HOSTS)
