@@ -29,8 +29,8 @@ if group.rank == 0:
     pycomm.user_set("value", 7)
     print("closing", flush=True)
 else:
+    first = os.pidfd_open(pids[0])  # before the line: then the test lets rank 0 end
     print("formed", flush=True)
-    first = os.pidfd_open(pids[0])
     select.select([first], [], [], float(sys.argv[2]))
     try:
         print("value", pycomm.user_get("value", 20.0), flush=True)
