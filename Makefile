@@ -118,8 +118,10 @@ $(error invalid PART: got $(PART), expected one of $(PARTS))
 endif
 nightly: $(patsubst tests,test-nightly,$(or $(PART),$(PARTS)))
 
-# No test depends on the last bits of torch's arithmetic, on its speed, or on a second processor.
+# No test depends on the last bits of torch's arithmetic, on its speed, or on a second processor. The
+# usual cache of compiled code does not know ATEN_CPU_CAPABILITY.
 arithmetic: build test-programs .venv/programs
+	TORCHINDUCTOR_CACHE_DIR=$(CURDIR)/build/inductor \
 	ATEN_CPU_CAPABILITY=default MKL_CBWR=COMPATIBLE OMP_NUM_THREADS=1 taskset -c 0 \
 	  $(PY) -m pytest --numprocesses=2 --dist=worksteal tests/unit tests/ranks tests/torch_backend
 

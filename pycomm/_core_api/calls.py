@@ -35,7 +35,7 @@ else:
     Result = TypeVar("Result")
 
 
-POLL_S = 20e-6  # between two looks at a device, so that Ctrl-C interrupts the wait
+POLL_S = 20e-6  # between two looks at a device
 
 
 class Waitable(Protocol):
@@ -95,7 +95,7 @@ class Work(Generic[Result]):
         """
         self.wait()
         while not self._core.done():
-            time.sleep(POLL_S)
+            time.sleep(POLL_S)  # polls the device: Ctrl-C interrupts it
         self._core.wait(limit(None))
 
     def result(self) -> Result:
