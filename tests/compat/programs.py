@@ -306,6 +306,8 @@ def rank(program: str, backend: str) -> None:
     if backend == "pycomm":
         import pycomm.torch_backend  # noqa: F401 - registers the backend if pycomm is not installed
     PROGRAMS[program](backend)
+    if dist.is_initialized():  # otherwise gloo's own process may abort at its end
+        dist.destroy_process_group()
     print(_done(program, backend), flush=True)
 
 
@@ -325,7 +327,9 @@ def launch(program: str, backend: str, *, in_place: bool = False) -> dict[str, A
         return {"package": package, "status": LEFT_OUT, "reason": "it makes its groups with gloo"}
     start = time.monotonic()
     why, output = _run(program, backend, {})
-    if in_place and not why:
+    if in_place and why:
+        why = f"with gloo itself: {why}"
+    elif in_place:
         why, replaced = _run(program, backend, IN_PLACE)
         if not why and (REPLACED in output or REPLACED not in replaced):
             why = f"pycomm did not replace gloo in the second run alone: {replaced[-4000:]}"
