@@ -4,7 +4,6 @@ from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any, Protocol
 
-MOST_GROUP_HEAD: int
 OPERATIONS: tuple[str, ...]
 DTYPES: tuple[str, ...]
 REDUCE_OPS: tuple[str, ...]
@@ -90,24 +89,23 @@ kernels: Any
 
 def read_packet_header(address: int, nbytes: int, /) -> tuple[int, int, str, str]: ...
 def most_compact_bytes(
-    lengths: Sequence[int], counts: Sequence[int], index_code: str, value_code: str, /
+    lengths: Sequence[int],
+    counts: Sequence[int],
+    group: int,
+    index_code: str,
+    value_code: str,
+    /,
 ) -> list[int]: ...
 def read_compact_header(address: int, nbytes: int, size: int, /) -> tuple[int, int]: ...
-def most_group_bytes(k: int, count: int, values: int, value_code: str, /) -> int: ...
-def read_group_headers(
-    heads: int, offsets: Sequence[int], sizes: Sequence[int], /
-) -> list[tuple[int, int, int]]: ...
-def read_group_indices(
-    counts: tuple[int, int], group: int, packets: tuple[int, int], indices: int, /, *unused: int
-) -> None: ...
+def read_group_indices(packets: tuple[int, int], group: int, indices: int, /) -> None: ...
 def decode_group_sum(
-    out: tuple[int, int], dtype: str, packets: tuple[int, int], group: int, scale: float, /
+    out: tuple[int, int], dtype: str, group: int, packets: tuple[int, int], scale: float, /
 ) -> None: ...
 def decode_group_update(
     param: tuple[int, int],
     dtype: str,
-    packets: tuple[int, int],
     group: int,
+    packets: tuple[int, int],
     lr: float,
     scale: float,
     /,

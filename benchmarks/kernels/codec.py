@@ -82,7 +82,6 @@ def measured(named: Sequence[Any], indices: Array, code: str, rounds: int) -> di
         raise AssertionError(f"{name} at {sparsity}, {code}: other indices came back")
     pairs = indices.copy(), values.copy()
     targets = np.empty_like(indices), np.empty_like(values)
-    into = [as_array_ref(x, "target", write=True) for x in (*targets, np.empty(1, np.int32))]
     found = as_array_ref(packet, "packet")
     row = found.pointer, found.nbytes, k, 0, count
 
@@ -91,13 +90,13 @@ def measured(named: Sequence[Any], indices: Array, code: str, rounds: int) -> di
             np.copyto(target, source)
 
     def decode() -> None:
-        compact.decode([row], found, into)
+        compact.decode([row], found)
 
     def encode() -> None:
         kernels.encode(indices, values, count, code, codec="auto", out=room)
 
     rates, bests = _rates(k, rounds, {"encode": encode, "decode": decode, "copy": copy})
-    head = 4 + _varint_bytes(k) + _varint_bytes(count)
+    head = 5 + _varint_bytes(k) + _varint_bytes(count)
     longest_head = kernels.packet_bytes(0, code, codec="list")
     coded = kernels.packet_bytes(k, code, codec="list") - longest_head - 4 * k
     index_bytes = packet.nbytes - head - coded

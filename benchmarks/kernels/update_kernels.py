@@ -4,7 +4,7 @@ residuals (residuals.py).
     update_step   20 bytes an element: parameters before and after, and the residual, are read; the
                   last two are written
     read_groups   and decode_update of two packets of update_step: the packets are read, and each
-                  cache line that they touch is read and written; beside it decode_groups
+                  cache line that they touch is read and written; beside it decode_batch
     quantize      12 bytes an element, and the bits: gradient and residual are read, the residual
                   and the packet are written
 """
@@ -12,6 +12,7 @@ residuals (residuals.py).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -41,11 +42,9 @@ def _update_step(case: Case) -> Comparison:
     start = case.v[:count]
     residual, composed_residual = start.clone(), start.clone()
     k = TopK(ratio=RATIO).groups([count])
-    workspace = kernels.update_workspace(theta, k, group=group)
 
     def ours(step: int) -> list[Array]:
-        sent = kernels.update_step(theta, own[step], residual, k, group=group, workspace=workspace)
-        return [sent.packet, residual]
+        return [_packet(theta, own[step], residual, k), residual]
 
     def composed(step: int) -> list[Tensor]:
         """One magnitude for all values, and no packet."""
@@ -84,16 +83,15 @@ def _update_step(case: Case) -> Comparison:
 
 def _read_groups(case: Case) -> Comparison:
     """The packets of two ranks with one array of the recorded gradients each."""
-    group, start = TopK(ratio=RATIO).group, case.u
-    count = start.numel()
+    group = TopK(ratio=RATIO).group
+    count = case.count - case.count % group  # decode_sum knows no elements behind the end
+    start = case.u[:count]
     theta, residual = torch.zeros_like(start), torch.zeros_like(start)
     k = TopK(ratio=RATIO).groups([count])
-    sent = [
-        kernels.update_step(theta, g.clone(), residual, k, group=group).packet
-        for g in case.gradients[:2]
-    ]
+    sent = [_packet(theta, g[:count].clone(), residual, k) for g in case.gradients[:2]]
     packets, sizes = torch.cat(sent), [len(packet) for packet in sent]
-    elements = kernels.decode_groups(packets, sizes, [count], group=group)
+    numbers = packets, sizes, [k] * len(sent), [count // group]
+    elements = kernels.decode_batch(*numbers, group=group)
     lengths = list(elements.lengths)
     parts = [torch.split(x, lengths) for x in (elements.indices, elements.values)]
     pairs = list(zip(*parts, strict=True))
@@ -103,7 +101,7 @@ def _read_groups(case: Case) -> Comparison:
         decode: Callable[..., kernels.GroupBatch | kernels.PacketBatch],
     ) -> Callable[[int], list[Tensor]]:
         def call(_: int) -> list[Tensor]:
-            batch = decode(packets, sizes, [count], group=group)
+            batch = decode(*numbers, group=group)
             return [kernels.decode_update(param, batch, LEARNING_RATE, 1 / len(sizes))]
 
         return call
@@ -116,10 +114,17 @@ def _read_groups(case: Case) -> Comparison:
         "read_groups",
         Traffic(packets.nbytes + lines, lines),
         wanted,
-        {OURS: decoded_by(kernels.read_groups), "decode_groups": decoded_by(kernels.decode_groups)},
+        {OURS: decoded_by(kernels.read_groups), "decode_batch": decoded_by(kernels.decode_batch)},
         lambda: param.copy_(start),
-        waits=(OURS, "decode_groups"),  # for the headers of the packets
+        waits=(OURS, "decode_batch"),  # for the result of the checks
     )
+
+
+def _packet(theta: Tensor, param: Tensor, residual: Tensor, k: int) -> Any:
+    """The packet of an update step."""
+    group = TopK(ratio=RATIO).group
+    indices, _ = kernels.update_step(theta, param, residual, k, group=group)
+    return kernels.encode_groups(residual, indices, group=group).packets[0]
 
 
 def _quantize(case: Case) -> Comparison:

@@ -11,7 +11,6 @@
 #include "bindings/core.h"
 #include "bindings/kernels.h"
 #include "codec/compact.h"
-#include "codec/groups.h"
 #include "cpu/isa.h"
 #include "kernels/group_batch.h"
 #include "kernels/quantize.h"
@@ -42,18 +41,18 @@ codec::CompactCodes compact_codes(std::string_view index_code, std::string_view 
 
 using Sizes = std::vector<size_t>;
 
-// Sizes of packets; packet p is of an array of counts[p % counts.size()] elements.
+// Sizes of packets; packet p is of an array of counts[p % counts.size()] groups.
 void bind_compact_packets(py::module_& module) {
   using Free = py::call_guard<py::gil_scoped_release>;
   module.def(
       "most_compact_bytes",
-      [](const Sizes& lengths, const Sizes& counts, std::string_view index_code,
+      [](const Sizes& lengths, const Sizes& counts, size_t group, std::string_view index_code,
          std::string_view value_code) {
         const codec::CompactCodes codes = compact_codes(index_code, value_code);
         Sizes most;
         for (const size_t k : lengths)
           most.push_back(
-              codec::most_compact_bytes(k, counts.at(most.size() % counts.size()), codes));
+              codec::most_compact_bytes(k, counts.at(most.size() % counts.size()), group, codes));
         return most;
       },
       Free());
@@ -61,24 +60,6 @@ void bind_compact_packets(py::module_& module) {
     const codec::CompactHeader header =
         codec::read_compact_header({at<const std::byte>(head), bytes}, size);
     return std::pair(header.k, header.count);
-  });
-}
-
-// Packets of the update step.
-void bind_group_packets(py::module_& module) {
-  module.attr("MOST_GROUP_HEAD") = codec::kMostGroupHead;
-  bind_function(module, "most_group_bytes", &codec::most_group_bytes);
-  // (k, groups, values) of packets of these sizes. The first bytes of each, at most
-  // MOST_GROUP_HEAD, are at an offset in `heads`.
-  module.def("read_group_headers", [](uintptr_t heads, const Sizes& offsets, const Sizes& sizes) {
-    std::vector<std::tuple<size_t, size_t, size_t>> found;
-    for (size_t i = 0; i < sizes.size(); ++i) {
-      const std::span head(at<const std::byte>(heads) + offsets.at(i),
-                           std::min(sizes[i], codec::kMostGroupHead));
-      const codec::GroupHeader header = codec::read_group_header(head, sizes[i]);
-      found.emplace_back(header.k, header.count, header.values);
-    }
-    return found;
   });
   bind_function(module, "read_group_indices", &kernels::read_group_indices);
   bind_function(module, "decode_group_sum", &kernels::decode_group_sum);
@@ -96,7 +77,6 @@ void bind_cpu_kernels(py::module_& module) {
   module.def("set_kernel_isa", &cpu::set_kernel_isa);
   module.def("kernel_isa", &cpu::kernel_isa);
   bind_compact_packets(module);
-  bind_group_packets(module);
   bind_function(module, "quantized_bytes", &kernels::quantized_bytes);
 }
 

@@ -171,8 +171,6 @@ inline void bind_kernels(py::module_& module, kernels::DeviceKernels& kernels) {
   bind("topk_groups", &All::topk_groups);
   bind("write_groups", &All::write_groups);
   bind("group_workspace_bytes", &All::group_workspace_bytes);
-  bind("decode_groups", &All::decode_groups);
-  bind("group_decoding_bytes", &All::group_decoding_bytes);
   bind("norm", &All::norm);
   bind("norm_workspace_bytes", &All::norm_workspace_bytes);
   bind("clip_scale", &All::clip_scale);

@@ -1,11 +1,15 @@
-// A compact packet: k pairs (index, value) in few bytes. The raw packet of packet.h has a size that
-// depends on k only, and its arrays are readable in place. The size of a compact packet depends on
-// its indices, and it is decoded into arrays. Little-endian; no field is aligned.
+// A compact packet: the values of k groups of neighbours, and the index of each group, in few
+// bytes. A group has one element unless the sender says otherwise. The raw packet of packet.h has a
+// size that depends on k only, and its arrays are readable in place. The size of a compact packet
+// depends on its indices, and it is decoded into arrays. Little-endian; no field is aligned.
 //
 //   "PL", 1          magic, version
 //   codes            one byte: index code + 16 * value code
-//   k, count         two varints: 7 bits per byte, lowest first; top bit set: another byte follows
-//   values           float32, bfloat16   [k] unchanged
+//   group            one byte: log2 of the elements of a group
+//   k, count         selected groups, all groups. Two varints: 7 bits per byte, lowest first; top
+//                    bit set: another byte follows
+//   values           [k * group], those after the end of an array are 0:
+//                    float32, bfloat16   unchanged
 //                    2bit   per 4096 values: two levels, bfloat16; then 2 bits each, lowest first:
 //                           the sign, and the level
 //                    1bit   per 4096 values: a level, bfloat16; then 1 bit each: the sign
@@ -14,7 +18,8 @@
 //                           the bits low + q * step + step / 2, at most the largest finite one:
 //                           equal steps in the exponent, from the smallest magnitude, over at most
 //                           eight octaves. If low is not finite, all values are NaN
-//   indices          list   [k] int32
+//   indices          of groups; no bytes if k = count
+//                    list   [k] int32
 //                    bitmap [count] bits
 //                    rice   unary [..] bits, then remainders [..] bits
 //
@@ -32,6 +37,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <span>
 
 #include "codec/format.h"
@@ -42,9 +48,12 @@ namespace pycomm::codec {
 struct CompactHeader {
   IndexCode index_code;
   ValueCode value_code;
+  size_t group;
   size_t k;
   size_t count;
   size_t bytes;  // of the header itself
+
+  size_t values() const { return k * group; }
 };
 
 // Whether the bytes start with the magic of a compact packet, of any version.
@@ -66,27 +75,55 @@ struct CompactCodes {
   ValueCode value_code;
 };
 
-// The elements of a packet, and where it is written. A row of 64-bit words from Python.
-struct CompactSource {
-  const int32_t* indices;  // [k]; the packet has them less `first`
-  const void* values;      // [k]
-  size_t k;
-  size_t first;
-  size_t count;
-  void* errors;    // [k], as the values: value - encoded value; may be null
-  std::byte* out;  // most_compact_bytes()
+// The groups of a packet.
+struct CompactGroups {
+  std::span<const int32_t> indices;
+  size_t count;  // of all groups
+  size_t group = 1;
 };
 
-// Maximum size of a packet of k elements of `count`.
-size_t most_compact_bytes(size_t k, size_t count, const CompactCodes& codes);
+// Maximum size of a packet of k groups of `count`.
+size_t most_compact_bytes(size_t k, size_t count, size_t group, const CompactCodes& codes);
 
-// Writes a packet and returns its size. Values are rounded to float32 first. Throws
-// InvalidArgument, before any change, unless the indices ascend in first..first+count-1.
-size_t encode_compact(const CompactSource& from, const CompactCodes& codes);
+// Calls task(i) for each i below `tasks`, in any order, and returns when all are done.
+using RunTasks = std::function<void(size_t tasks, const std::function<void(size_t)>& task)>;
 
-// Decodes a packet into indices [k] and values [k]. Throws InvalidArgument unless the size matches
-// the header, padding is zero and the indices ascend in 0..count-1; the arrays may have changed
-// then.
-void decode_compact(std::span<const std::byte> bytes, int32_t* indices, float* values);
+// The values of a packet, as the caller stores them; called from several threads, each block of
+// kValueBlock values once.
+class BlockValues {
+ public:
+  // Copies the values from `first` on, rounded to float32.
+  virtual void read(size_t first, std::span<float> values) const = 0;
+  // Whether sent() is called. It receives the same values, and those that a receiver decodes, which
+  // it may change.
+  virtual bool wants_sent() const { return true; }
+  virtual void sent(size_t first, std::span<const float> own, std::span<float> decoded) const = 0;
+
+ protected:
+  ~BlockValues() = default;
+};
+
+// Writes a packet to `out`, of most_compact_bytes(), and returns its size. Throws InvalidArgument,
+// before any change, unless the indices ascend in 0..count-1.
+size_t encode_compact(const CompactGroups& groups, const CompactCodes& codes,
+                      const BlockValues& values, std::byte* out, const RunTasks& run);
+
+// A packet of arbitrary bytes, which must outlive it. Throws InvalidArgument unless its header is
+// valid, its size matches and the padding of its values is zero.
+class PacketReader {
+ public:
+  explicit PacketReader(std::span<const std::byte> bytes);
+  const CompactHeader& header() const { return header_; }
+  // Reads indices [k]. Throws InvalidArgument unless they ascend in 0..count-1 and their padding is
+  // zero; `indices` may have changed then.
+  void read_indices(int32_t* indices) const;
+  // Reads whole blocks from value `first` on; the last one may be shorter. The thread must have
+  // ExactFloats.
+  void read_values(size_t first, std::span<float> values) const;
+
+ private:
+  std::span<const std::byte> bytes_;
+  CompactHeader header_;
+};
 
 }  // namespace pycomm::codec

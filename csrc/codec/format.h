@@ -6,13 +6,11 @@
 #include <bit>
 #include <cstddef>
 #include <cstdint>
-#include <initializer_list>
 #include <string_view>
 
 namespace pycomm::codec {
 
 inline constexpr std::array<char, 3> kCompactMagic{'P', 'L', 1};
-inline constexpr std::array<char, 3> kGroupMagic{'P', 'L', 2};  // groups.h
 
 enum class IndexCode : uint8_t { list, bitmap, rice };
 enum class ValueCode : uint8_t { float32, bfloat16, two_bit, one_bit, three_bit };
@@ -25,8 +23,9 @@ inline constexpr int kReach = 8 * 128;       // 3bit: eight octaves, in steps of
 inline constexpr size_t kRiceBlock = 64;     // gaps that share a parameter
 inline constexpr int kMostParameter = 30;    // the quotient of a gap below 2^31 - 1 is then 0 or 1
 inline constexpr size_t kMostVarint = 5;     // bytes of a varint below 2^31
-inline constexpr size_t kMostHead = kCompactMagic.size() + 1 + 2 * kMostVarint;
-inline constexpr size_t kMostGroupHead = kGroupMagic.size() + 1 + 3 * kMostVarint;
+inline constexpr size_t kMostHead = kCompactMagic.size() + 2 + 2 * kMostVarint;
+inline constexpr size_t kMostGroup = 1024;  // elements
+static_assert(kValueBlock % kMostGroup == 0);
 
 // The integer part of log2(ln 2 * count / k), or 0: near the parameter of k equal gaps.
 constexpr int rice_start(size_t k, size_t count) {
@@ -83,6 +82,7 @@ constexpr size_t value_bytes(ValueCode code, size_t count) {
 
 // Minimum and maximum size of k indices of `count`.
 constexpr size_t least_index_bytes(IndexCode code, size_t k, size_t count) {
+  if (k == count) return 0;
   switch (code) {
     case IndexCode::list:
       return 4 * k;
@@ -94,6 +94,7 @@ constexpr size_t least_index_bytes(IndexCode code, size_t k, size_t count) {
   return 0;
 }
 constexpr size_t most_index_bytes(IndexCode code, size_t k, size_t count) {
+  if (k == count) return 0;
   // A gap takes a remainder of 30 bits, a one, and at most 2 zeros on average by the choice of
   // parameters.
   if (code == IndexCode::rice) return (k * 33 + (k / kRiceBlock + 1) * 61) / 8 + 2;
@@ -101,21 +102,20 @@ constexpr size_t most_index_bytes(IndexCode code, size_t k, size_t count) {
 }
 
 struct CompactHead {
-  std::array<std::byte, kMostGroupHead> bytes{};
+  std::array<std::byte, kMostHead> bytes{};
   size_t size = 0;
 };
 
-// `numbers`: k and count; with kGroupMagic, a packet of groups, also the number of values.
-constexpr CompactHead compact_head(std::initializer_list<size_t> numbers, IndexCode index_code,
-                                   ValueCode value_code,
-                                   const std::array<char, 3>& magic = kCompactMagic) {
+constexpr CompactHead compact_head(size_t k, size_t count, size_t group, IndexCode index_code,
+                                   ValueCode value_code) {
   CompactHead head;
   const auto put = [&](size_t byte) {
     head.bytes[head.size++] = static_cast<std::byte>(byte & 0xff);
   };
-  for (const char letter : magic) put(static_cast<unsigned char>(letter));
+  for (const char letter : kCompactMagic) put(static_cast<unsigned char>(letter));
   put(static_cast<size_t>(index_code) | static_cast<size_t>(value_code) << 4);
-  for (size_t number : numbers) {
+  put(static_cast<size_t>(std::countr_zero(group)));
+  for (size_t number : {k, count}) {
     for (; number >= 0x80; number >>= 7) put((number & 0x7f) | 0x80);
     put(number);
   }

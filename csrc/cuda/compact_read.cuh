@@ -1,6 +1,6 @@
-// Decodes the bytes of packets, compact or of groups, which may be invalid, into indices and
-// values. Each launch has a row of blocks for each packet. Its length is that of the packet that
-// needs most, so blocks of others may be superfluous.
+// Decodes the bytes of packets, which may be invalid, into indices and values. Each launch has a
+// row of blocks for each packet. Its length is that of the packet that needs most, so blocks of
+// others may be superfluous.
 //
 //   count_ones        checks the header; counts the ones in each kilobyte of the bitmap or of the
 //                     quotients
@@ -10,6 +10,7 @@
 //   sum_gaps          one warp per block of gaps: their sum
 //   sum_runs          one block: the sum before each run of 32; checks the whole packet
 //   read_indices      one warp per block: the indices; all values. Or -1 and 0
+//   expand_groups     the elements of the groups, if they have several
 //
 // An error in one launch stops the later ones. No byte causes an access outside the packet or the
 // workspace, and an index is written only after it was validated.
@@ -28,7 +29,7 @@ static_assert(sizeof(ManyReadings) <= 32000);
 // Whether the bits after the last value are zero.
 __device__ __forceinline__ bool end_in_zeros(const Reading& r, unsigned code, uint64_t end) {
   const unsigned width = code == kTwoBit ? 2 : code == kOneBit ? 1 : code == kThreeBit ? 3 : 0;
-  const unsigned used = width * (r.value_count % 8) % 8;
+  const unsigned used = width * (values_of(r) % 8) % 8;
   return used == 0 || r.bytes[end - 1] >> used == 0;
 }
 
@@ -44,7 +45,7 @@ __device__ __forceinline__ Verdict read_head(const Reading& r) {
     return bad;
   if (!end_in_zeros(r, value_code, at)) return bad;
   if (r.k == 0 && index_code == 2 && r.size != at) return bad;
-  return {0, 0, r.all ? kNoIndices : index_code, value_code, at, r.size - at, 0};
+  return {0, 0, r.k == r.count ? kNoIndices : index_code, value_code, at, r.size - at, 0};
 }
 
 // Whether the indices are a bitmap or have quotients.
@@ -299,9 +300,21 @@ __global__ void __launch_bounds__(kCompactThreads)
       read_block(r, v, block);
   const uint8_t* const from = r.bytes + r.head_bytes;
   for (unsigned i = thread; v.bad != 0 && i < r.k; i += threads) r.indices[i] = -1;
-  for (unsigned i = thread; i < r.value_count; i += threads) {
+  for (unsigned i = thread; i < values_of(r); i += threads) {
     const uint64_t at = uint64_t{i / kLevelled} * levelled_bytes(v.value_code);
     r.values[i] = v.bad != 0 ? 0 : read_value(v.value_code, from + at, i % kLevelled);
+  }
+}
+
+template <class Packets>
+__global__ void __launch_bounds__(kCompactThreads)
+    expand_groups(const __grid_constant__ Packets packets) {
+  const Reading& r = packets.of[blockIdx.y];
+  const bool bad = r.verdict->bad != 0;
+  for (unsigned i = blockIdx.x * kCompactThreads + threadIdx.x; i < values_of(r);
+       i += gridDim.x * kCompactThreads) {
+    const unsigned group = static_cast<unsigned>(r.indices[i >> r.bits]) << r.bits;
+    r.elements[i] = bad ? -1 : static_cast<int32_t>(group + (i & ((1u << r.bits) - 1)));
   }
 }
 

@@ -1,6 +1,9 @@
 // What the launches that write or read a packet share.
 #pragma once
 
+#include <algorithm>
+#include <span>
+
 #include "cuda/compact_bits.cuh"
 #include "cuda/value_codes.cuh"
 
@@ -20,16 +23,15 @@ struct RunBits {
 struct Choice {
   RunBits all;
   unsigned code;  // or kNoIndices
-  unsigned head_bytes;
   uint64_t value_bytes;
 };
-inline constexpr unsigned kNoIndices = 3;  // all groups are selected
+inline constexpr unsigned kNoIndices = 3;  // all groups are in the packet
 
 // A packet to write. `code` 3: choose the smallest.
-inline constexpr unsigned kCompactHead = 14, kGroupHead = 19;
+inline constexpr unsigned kCompactHead = 15;
 struct Writing {
   const int32_t* indices;
-  const void* values;
+  void* values;  // read, or taken from tensors first
   void* errors;
   uint8_t* out;
   uint64_t* bytes;
@@ -37,14 +39,13 @@ struct Writing {
   RunBits* runs;    // [run_count]
   unsigned* ones;   // [word_count] bits of the quotients
   Choice* choice;
-  const unsigned* value_count;  // of a packet of groups, on the device; null: k
-  unsigned k, count;
+  unsigned k, count, value_count;
   unsigned first;  // the packet has the indices less this
   unsigned block_count, run_count, word_count;
   unsigned code, value_code;
   unsigned start;  // the predecessor of the first parameter
   unsigned head_bytes;
-  uint8_t head[kCompactHead];  // of index code 0, up to the number of values
+  uint8_t head[kCompactHead];  // of index code 0
 };
 
 // A block of gaps.
@@ -70,8 +71,9 @@ struct PacketLimits {
 struct Reading {
   const uint8_t* bytes;
   uint64_t size;
-  int32_t* indices;
-  float* values;
+  int32_t* indices;   // [k], of groups
+  int32_t* elements;  // [k << bits], of these groups; null: groups are elements
+  float* values;      // [k << bits]
   unsigned* refused;
   Verdict* verdict;
   unsigned* ones;      // [block_count + k] position of each one
@@ -79,14 +81,15 @@ struct Reading {
   BlockPlace* blocks;  // [block_count]
   uint64_t* runs;      // [run_count] index increments in each; later: before each
   PacketLimits limits;
-  unsigned k, count, value_count;
+  unsigned k, count;
   unsigned first;  // added to the indices
+  unsigned bits;   // a group has 2^bits elements
   unsigned block_count, run_count, chunk_count;
   unsigned start;
   unsigned head_bytes;
-  bool all;                  // of the groups: no bytes for the indices
-  uint8_t head[kGroupHead];  // without the codes
+  uint8_t head[kCompactHead];  // without the codes
 };
+__host__ __device__ inline unsigned values_of(const Reading& r) { return r.k << r.bits; }
 
 // The packets of a launch, by row: an argument, so that no table is copied to the device first.
 template <class Row, unsigned kRows>
@@ -94,5 +97,15 @@ struct LaunchRows {
   static constexpr unsigned kMost = kRows;
   Row of[kRows];
 };
+using FewWritings = LaunchRows<Writing, 8>;
+using ManyWritings = LaunchRows<Writing, 128>;
+static_assert(sizeof(ManyWritings) <= 32000);
+
+template <class Packets, class Row>
+Packets packets_of(std::span<const Row> rows) {
+  Packets packets{};
+  std::ranges::copy(rows, packets.of);
+  return packets;
+}
 
 }  // namespace pycomm::cuda

@@ -16,12 +16,12 @@ __global__ void __launch_bounds__(kValueThreads)
   const V* const values = static_cast<const V*>(w.values);
   V* const errors = static_cast<V*>(w.errors);
   for (uint64_t i = uint64_t{blockIdx.x} * kValueThreads + threadIdx.x;
-       bad && errors != nullptr && i < w.k; i += uint64_t{gridDim.x} * kValueThreads)
+       bad && errors != nullptr && i < w.value_count; i += uint64_t{gridDim.x} * kValueThreads)
     errors[i] = -V{0};
   if (bad) return;
-  for (uint64_t first = uint64_t{blockIdx.x} * kLevelled; first < w.k;
+  for (uint64_t first = uint64_t{blockIdx.x} * kLevelled; first < w.value_count;
        first += uint64_t{gridDim.x} * kLevelled) {
-    const unsigned n = static_cast<unsigned>(min(uint64_t{kLevelled}, w.k - first));
+    const unsigned n = static_cast<unsigned>(min(uint64_t{kLevelled}, w.value_count - first));
     uint8_t* const to = w.out + w.head_bytes + first / kLevelled * levelled_bytes(w.value_code);
     for (unsigned i = threadIdx.x; i < n; i += kValueThreads)
       own[i] = narrow<float>(values[first + i]);

@@ -9,8 +9,8 @@
 //                    whole words, because a byte has bits of several blocks
 //   copy_quotients   copies that array to its unaligned position after the values
 //
-// compact_values.cuh encodes the values, and groups.cuh those of a packet of groups. If the indices
-// do not ascend, `choose_code` records it, and later launches write nothing.
+// compact_values.cuh encodes the values. If the indices do not ascend, `choose_code` records it,
+// and later launches write nothing.
 #pragma once
 
 #include "cuda/compact_tables.cuh"
@@ -24,10 +24,6 @@ struct GapPair {
   unsigned gap[2];
   bool bad;
 };
-
-using FewWritings = LaunchRows<Writing, 8>;
-using ManyWritings = LaunchRows<Writing, 128>;
-static_assert(sizeof(ManyWritings) <= 32000);
 
 __device__ __forceinline__ int32_t index_of(const Writing& w, unsigned i) {
   return static_cast<int32_t>(static_cast<unsigned>(w.indices[i]) - w.first);
@@ -114,8 +110,7 @@ __global__ void __launch_bounds__(kCompactThreads)
 
 // Writes the code, the header and the length. Called by one thread.
 __device__ __forceinline__ void write_head(const Writing& w, const RunBits& all) {
-  const bool groups = w.value_count != nullptr, none = groups && w.k == w.count;
-  const unsigned values = groups ? *w.value_count : w.k;
+  const bool none = w.k == w.count;
   const uint64_t quotients = uint64_t{all.steps} + all.quotients;
   const uint64_t bytes[3] = {uint64_t{4} * w.k, bytes_for(w.count),
                              bytes_for(quotients) + bytes_for(all.remainders)};
@@ -125,18 +120,11 @@ __device__ __forceinline__ void write_head(const Writing& w, const RunBits& all)
     for (unsigned other = 1; other < 3; ++other)
       if (bytes[other] < bytes[code]) code = other;
   }
-  unsigned head = w.head_bytes;
-  if (!all.bad) {
-    for (unsigned i = 0; i < head; ++i)
-      w.out[i] = static_cast<uint8_t>(w.head[i] | (i == 3 ? code : 0));
-    for (unsigned left = values; groups; left >>= 7) {
-      w.out[head++] = static_cast<uint8_t>(left < 0x80 ? left : left | 0x80);
-      if (left < 0x80) break;
-    }
-  }
-  const uint64_t value_bytes = coded_bytes(w.value_code, values);
-  *w.choice = {all, none ? kNoIndices : code, head, value_bytes};
-  *w.bytes = all.bad ? 0 : head + value_bytes + (none ? 0 : bytes[code]);
+  for (unsigned i = 0; i < w.head_bytes && !all.bad; ++i)
+    w.out[i] = static_cast<uint8_t>(w.head[i] | (i == 3 ? code : 0));
+  const uint64_t value_bytes = coded_bytes(w.value_code, w.value_count);
+  *w.choice = {all, none ? kNoIndices : code, value_bytes};
+  *w.bytes = all.bad ? 0 : w.head_bytes + value_bytes + (none ? 0 : bytes[code]);
 }
 
 template <class Packets>
@@ -195,7 +183,7 @@ __device__ __forceinline__ void put_one(unsigned* ones, unsigned at) {
 
 // The first byte of the indices.
 __device__ __forceinline__ uint8_t* places_of(const Writing& w, const Choice& choice) {
-  return w.out + choice.head_bytes + choice.value_bytes;
+  return w.out + w.head_bytes + choice.value_bytes;
 }
 
 // Called by a warp.

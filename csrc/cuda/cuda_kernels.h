@@ -10,12 +10,12 @@ namespace pycomm::cuda {
 
 class CudaGroupKernels : public kernels::DeviceKernels {
  public:
-  void update_step(const kernels::UpdateStep& step, kernels::Queue queue) override;
-  void topk_groups(const kernels::GroupSelection& selection, kernels::Queue queue) override;
+  void update_step(std::span<const kernels::UpdatePiece> pieces, Dtype dtype,
+                   const kernels::LargestGroups& largest, kernels::Queue queue) override;
+  void topk_groups(std::span<const kernels::Array> tensors, const kernels::LargestGroups& largest,
+                   kernels::Queue queue) override;
   void write_groups(const kernels::GroupValues& values, kernels::Queue queue) override;
   size_t group_workspace_bytes(const kernels::GroupCounts& most) override;
-  void decode_groups(const kernels::GroupDecoding& decoding, kernels::Queue queue) override;
-  size_t group_decoding_bytes(const kernels::GroupDecoding& decoding) override;
 };
 
 // Every call enqueues on the caller's stream and returns. It allocates nothing and waits for
@@ -37,13 +37,13 @@ class CudaKernels final : public CudaGroupKernels {
   void decode_update(const kernels::Chain& param, std::span<const codec::Packet> packets,
                      Dtype value_dtype, Update update, kernels::Queue queue) override;
   void encode(const codec::Packet& packet, const Encoding& encoding, kernels::Queue queue) override;
-  void encode_compact(std::span<const codec::CompactSource> sources,
-                      const codec::CompactCodes& codes, const CompactSizes& to,
-                      kernels::Queue queue) override;
+  void encode_compact(std::span<const CompactSource> sources, const CompactInput& input,
+                      const CompactSizes& to, kernels::Queue queue) override;
   void decode_compact(std::span<const CompactPacket> packets, const CompactArrays& to,
                       kernels::Queue queue) override;
-  size_t compact_encoding_bytes(std::span<const codec::CompactSource> sources) override;
-  size_t compact_decoding_bytes(std::span<const CompactPacket> packets) override;
+  size_t compact_encoding_bytes(std::span<const CompactSource> sources,
+                                const CompactInput& input) override;
+  size_t compact_decoding_bytes(std::span<const CompactPacket> packets, size_t group) override;
   void quantize(kernels::TypedArray x, const kernels::Blocks& blocks, kernels::Feedback feedback,
                 std::byte* out, kernels::Queue queue) override;
   void dequantize(const std::byte* packet, const kernels::Blocks& blocks,

@@ -51,7 +51,7 @@ inline constexpr unsigned kSlots = 2 * kCapacity<Real>;
 
 struct Entry {
   void* data;
-  unsigned first;  // its first position
+  unsigned first, count;  // its positions; between the end of one and the next are gaps
 };
 // Launch arguments, so that they need no device memory.
 struct Decoding {
@@ -105,10 +105,12 @@ __device__ __forceinline__ unsigned array_of(const Decoding& d, unsigned positio
   return low;
 }
 
+// Null in a gap.
 template <class T>
 __device__ __forceinline__ T* element(const Decoding& d, unsigned position) {
   const Entry& array = d.arrays[array_of(d, position)];
-  return static_cast<T*>(array.data) + (position - array.first);
+  const unsigned i = position - array.first;
+  return i < array.count ? static_cast<T*>(array.data) + i : nullptr;
 }
 
 // Writes zeros to [low, high), 16 bytes at a time. Called by a block.
@@ -117,7 +119,8 @@ __device__ __forceinline__ void fill_zeros(const Decoding& d, unsigned low, unsi
 #pragma unroll 1
   for (unsigned a = array_of(d, low); a < d.array_count && d.arrays[a].first < high; ++a) {
     const unsigned first = max(low, d.arrays[a].first);
-    const unsigned last = a + 1 < d.array_count ? min(high, d.arrays[a + 1].first) : high;
+    const unsigned last = min(high, d.arrays[a].first + d.arrays[a].count);
+    if (first >= last) continue;
     T* const to = static_cast<T*>(d.arrays[a].data) + (first - d.arrays[a].first);
     const unsigned count = last - first;
     const auto past = static_cast<unsigned>(reinterpret_cast<uintptr_t>(to) % 16);
@@ -135,6 +138,7 @@ __device__ __forceinline__ void fill_zeros(const Decoding& d, unsigned low, unsi
 
 template <bool kUpdate, class T, class Real>
 __device__ __forceinline__ void write(T* to, T old, Real sum, const Part<Real>& part) {
+  if (to == nullptr) return;
   const Real mean = multiply(part.scale, sum);
   if constexpr (kUpdate)
     gpu::store(to, narrow<T>(fused(-part.lr, mean, widen(old))));
@@ -317,7 +321,8 @@ __device__ __forceinline__ void decode_sparse(const Decoding& d, DecodeSpace<Rea
 #pragma unroll
   for (unsigned i = 0; i < kOwn && kUpdate; ++i) {
     const unsigned at = space.keys[own_slot<Real>(i)];
-    if (at != kNone) old[i] = gpu::load(element<T>(d, at));
+    T* const from = at != kNone ? element<T>(d, at) : nullptr;
+    if (from != nullptr) old[i] = gpu::load(from);
   }
   find_turns(space, d.packet_count, place);
 #pragma unroll 1
@@ -399,19 +404,21 @@ __device__ __forceinline__ void decode_dense(const Decoding& d, DecodeSpace<Real
   }
   __syncthreads();
   T old[kEach];
+  T* to[kEach];
 #pragma unroll
   for (unsigned e = 0; e < kEach; ++e) {
     const unsigned i = threadIdx.x + e * kDecodeThreads;
-    if (kUpdate && (there[i / 32] >> (i % 32) & 1) != 0)
-      old[e] = gpu::load(element<T>(d, part.low + i));
+    to[e] = i < part.high - part.low ? element<T>(d, part.low + i) : nullptr;
+    if (kUpdate && (there[i / 32] >> (i % 32) & 1) != 0 && to[e] != nullptr)
+      old[e] = gpu::load(to[e]);
   }
 #pragma unroll
   for (unsigned e = 0; e < kEach; ++e) {
     const unsigned i = threadIdx.x + e * kDecodeThreads;
     if ((there[i / 32] >> (i % 32) & 1) != 0)
-      write<kUpdate>(element<T>(d, part.low + i), old[e], space.sums[i], part);
-    else if (!kUpdate && i < part.high - part.low)
-      gpu::store(element<T>(d, part.low + i), T{0});
+      write<kUpdate>(to[e], old[e], space.sums[i], part);
+    else if (!kUpdate && to[e] != nullptr)
+      gpu::store(to[e], T{0});
   }
   part.filled = max(part.filled, part.high);
 }

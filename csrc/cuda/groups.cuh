@@ -4,22 +4,12 @@
 //   measure_runs   one pass over the tensors, a block per run of 1024 elements: the update, and the
 //                  size of each group
 //   topk           of the sizes (topk.cu)
-//   place_groups   one block: where the values of each tensor begin. Only the last group of a
-//   tensor
-//                  may be shorter
-//   read_values    the values of the selected groups, one after the other
-//   write_indices  of compact.hpp
-//   encode_values  one block per 4096 that share levels; the rounding errors go to the residual
-//
-// To decode packets, read_packets of compact.hpp reads their groups and values; then
-//
-//   place_packets  as place_groups, one block for each packet; refuses a wrong number of values
-//   expand_groups  the indices of the elements; those of a refused packet are -1
+//   move_values    the values of the selected groups, one after the other; or back
 #pragma once
 
 #include "cuda/compact_tables.cuh"
-#include "cuda/search.cuh"
-#include "cuda/value_codes.cuh"
+#include "cuda/groups.hpp"
+#include "cuda/numbers.cuh"
 
 namespace pycomm::cuda {
 
@@ -27,54 +17,13 @@ inline constexpr unsigned kRun = 1024;  // elements; a multiple of every group
 inline constexpr unsigned kRunThreads = kRun / 4;
 inline constexpr unsigned kSpread = 128;  // elements of a warp
 
-struct GroupPiece {
-  const void* theta;
-  void* param;
-  float* residual;
-  unsigned count;
-  unsigned first, first_group, first_run;  // element, group and run
-  bool aligned;                            // to four elements, all of them
-};
-
 // Rows of the table: an argument, so that no host memory must outlive the call.
 struct GroupPage {
   static constexpr unsigned kMost = 600;
   unsigned first, count;
   GroupPiece of[kMost];
 };
-
-// The selected groups of a tensor.
-struct GroupPlace {
-  unsigned begin;  // in the indices
-  unsigned value;  // the first of its values
-};
-
-// Arguments of every launch.
-struct GroupTables {
-  GroupPiece* pieces;
-  GroupPlace* places;  // [pieces]
-  float* sizes;        // [groups]
-  const int32_t* indices;
-  float* values;
-  unsigned* value_count;
-  uint64_t* result;  // the same number; may be null
-  unsigned piece_count, runs, groups;
-  unsigned k;
-  unsigned bits;  // a group has 2^bits elements
-};
 static_assert(sizeof(GroupPage) + sizeof(GroupTables) <= 32764);
-
-// A packet of groups that were read.
-struct Expansion {
-  const int32_t* groups;  // [k]
-  GroupPlace* places;     // [pieces]
-  int32_t* elements;      // [value_count]
-  float* values;          // likewise
-  unsigned* refused;
-  unsigned k, value_count;
-};
-using FewExpansions = LaunchRows<Expansion, 8>;
-using ManyExpansions = LaunchRows<Expansion, 128>;
 
 __global__ void __launch_bounds__(kRunThreads)
     store_pieces(const __grid_constant__ GroupTables t, const __grid_constant__ GroupPage page) {
@@ -191,136 +140,35 @@ __global__ void __launch_bounds__(kRunThreads) measure_runs(const __grid_constan
   }
 }
 
-// The selected groups of a tensor, and by how many elements its last one is short, if selected.
-struct Chosen {
-  unsigned begin, end, shortage;
-};
-__device__ __forceinline__ Chosen chosen_of(const GroupTables& t, const Entries& groups,
-                                            unsigned p) {
-  const GroupPiece& piece = t.pieces[p];
-  const unsigned count = (piece.count + (1u << t.bits) - 1) >> t.bits;
-  const unsigned end_group = piece.first_group + count;
-  const unsigned begin = lower_bound(groups, static_cast<int32_t>(piece.first_group));
-  const unsigned end = lower_bound(groups, static_cast<int32_t>(end_group));
-  const bool last = end > begin && static_cast<unsigned>(groups.indices[end - 1]) + 1 == end_group;
-  return {begin, end, last ? (count << t.bits) - piece.count : 0};
-}
-
-// Called by a block. Returns the number of values of these groups in the last thread.
-__device__ __forceinline__ unsigned place_values(const GroupTables& t, const Entries& groups,
-                                                 GroupPlace* places) {
-  const Stretch mine = stretch_of(t.piece_count);
-  unsigned all = 0;
-  unsigned missing =
-      sum_before(mine, all, [&](unsigned p) { return chosen_of(t, groups, p).shortage; });
-  for (unsigned p = mine.begin; p < mine.end; ++p) {
-    const Chosen chosen = chosen_of(t, groups, p);
-    places[p] = {chosen.begin, (chosen.begin << t.bits) - missing};
-    missing += chosen.shortage;
-  }
-  return (groups.count << t.bits) - all;
-}
-
-// One block.
-__global__ void __launch_bounds__(kTableThreads)
-    place_groups(const __grid_constant__ GroupTables t) {
-  const unsigned values = place_values(t, {t.indices, nullptr, t.k}, t.places);
-  if (threadIdx.x != kTableThreads - 1) return;
-  *t.value_count = values;
-  if (t.result != nullptr) *t.result = *t.value_count;
-}
-
-// Where an element of a selected group is: in the residual of a tensor, or nowhere.
-struct Spot {
-  float* at;
-  unsigned value;
-};
-__device__ __forceinline__ Spot spot_of(const GroupTables& t, unsigned slot, unsigned element) {
-  const auto group = static_cast<unsigned>(t.indices[slot]);
-  if (group >= t.groups) return {nullptr, 0};
-  const unsigned p = piece_of_group(t, group);
-  const GroupPiece& piece = t.pieces[p];
+// The element of a selected group in a tensor; null behind its end, and for a wrong group.
+__device__ __forceinline__ float* spot_of(const GroupTables& t, int32_t selected,
+                                          unsigned element) {
+  const auto group = static_cast<unsigned>(selected);
+  if (group >= t.groups) return nullptr;
+  const GroupPiece& piece = t.pieces[piece_of_group(t, group)];
   const unsigned i = ((group - piece.first_group) << t.bits) + element;
-  const GroupPlace place = t.places[p];
-  if (i >= piece.count) return {nullptr, 0};
-  return {piece.residual + i, place.value + ((slot - place.begin) << t.bits) + element};
+  return i < piece.count ? piece.residual + i : nullptr;
 }
 
-// kWrites: the values to the residual, not more than `count`; else the opposite direction.
-template <bool kWrites>
+// What happens to the values of selected groups.
+enum class Move : uint8_t { take, leave, restore };
+
+// Grid: a row of blocks for each packet.
+template <Move kMove, class Packets>
 __global__ void __launch_bounds__(kRunThreads)
-    move_values(const __grid_constant__ GroupTables t, unsigned count) {
-  const uint64_t elements = uint64_t{t.k} << t.bits;
-  for (uint64_t i = uint64_t{blockIdx.x} * kRunThreads + threadIdx.x; i < elements;
-       i += uint64_t{gridDim.x} * kRunThreads) {
-    const Spot spot = spot_of(t, static_cast<unsigned>(i >> t.bits),
-                              static_cast<unsigned>(i) & ((1u << t.bits) - 1));
-    if (spot.at == nullptr || spot.value >= count) continue;
-    if constexpr (kWrites)
-      *spot.at = t.values[spot.value];
-    else
-      t.values[spot.value] = *spot.at;
-  }
-}
-
-__global__ void __launch_bounds__(kValueThreads)
-    encode_values(const __grid_constant__ GroupTables t, const __grid_constant__ Writing w) {
-  const Choice choice = *w.choice;
-  if (choice.all.bad) return;
-  auto& own = gpu::shared<ValueSpace>().value;
-  const unsigned count = *t.value_count;
-  for (uint64_t first = uint64_t{blockIdx.x} * kLevelled; first < count;
-       first += uint64_t{gridDim.x} * kLevelled) {
-    const auto n = static_cast<unsigned>(min(uint64_t{kLevelled}, count - first));
-    uint8_t* const to =
-        w.out + choice.head_bytes + first / kLevelled * levelled_bytes(w.value_code);
-    for (unsigned i = threadIdx.x; i < n; i += kValueThreads) own[i] = t.values[first + i];
-    __syncthreads();
-    write_levels(w.value_code, n, to);
-    __syncthreads();
-    for (unsigned i = threadIdx.x; i < n; i += kValueThreads) {
-      const auto value = static_cast<unsigned>(first) + i;
-      const unsigned p = last_piece(t, value, [&](unsigned j) { return t.places[j].value; });
-      const GroupPlace place = t.places[p];
-      const unsigned slot = place.begin + ((value - place.value) >> t.bits);
-      const float error = add(own[i], -read_value(w.value_code, to, i));
-      const bool finite = magnitude(error) < 0x7f800000u;
-      *spot_of(t, slot, (value - place.value) & ((1u << t.bits) - 1)).at = finite ? error : 0;
-    }
-    __syncthreads();
-  }
-}
-
-// Grid: a block for each packet.
-template <class Packets>
-__global__ void __launch_bounds__(kTableThreads)
-    place_packets(const __grid_constant__ GroupTables t, const __grid_constant__ Packets packets) {
-  const Expansion& e = packets.of[blockIdx.y];
-  if (*e.refused != 0) return;
-  const unsigned values = place_values(t, {e.groups, nullptr, e.k}, e.places);
-  if (threadIdx.x == kTableThreads - 1 && values != e.value_count) *e.refused = 1;
-}
-
-template <class Packets>
-__global__ void __launch_bounds__(kRunThreads)
-    expand_groups(const __grid_constant__ GroupTables t, const __grid_constant__ Packets packets) {
-  const Expansion& e = packets.of[blockIdx.y];
-  const bool refused = *e.refused != 0;
-  for (unsigned i = blockIdx.x * kRunThreads + threadIdx.x; i < e.value_count;
+    move_values(const __grid_constant__ GroupTables t, const __grid_constant__ Packets packets) {
+  const Writing& w = packets.of[blockIdx.y];
+  if (kMove == Move::leave && w.choice->all.bad) return;
+  float* const values = static_cast<float*>(kMove == Move::leave ? w.errors : w.values);
+  for (unsigned i = blockIdx.x * kRunThreads + threadIdx.x; i < w.value_count;
        i += gridDim.x * kRunThreads) {
-    if (refused) {
-      e.elements[i] = -1;
-      e.values[i] = 0;
-      continue;
+    float* const at = spot_of(t, w.indices[i >> t.bits], i & ((1u << t.bits) - 1));
+    if constexpr (kMove == Move::take) {
+      values[i] = at == nullptr ? 0 : *at;
+    } else if (at != nullptr) {
+      const bool kept = kMove == Move::restore || magnitude(values[i]) < 0x7f800000u;
+      *at = kept ? values[i] : 0;
     }
-    const unsigned p = last_piece(t, i, [&](unsigned j) { return e.places[j].value; });
-    const GroupPlace place = e.places[p];
-    const GroupPiece& piece = t.pieces[p];
-    const unsigned offset = i - place.value;
-    const auto group = static_cast<unsigned>(e.groups[place.begin + (offset >> t.bits)]);
-    const unsigned within = offset & ((1u << t.bits) - 1);
-    e.elements[i] =
-        static_cast<int32_t>(piece.first + ((group - piece.first_group) << t.bits) + within);
   }
 }
 

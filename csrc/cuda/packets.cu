@@ -170,15 +170,18 @@ void each_decoding(const kernels::Chain& chain, std::span<const codec::Packet> p
   std::transform(packets.begin(), packets.end(), d.packets, entries);
   double sent = 0, count = 0;
   for (const codec::Packet& packet : packets) sent += static_cast<double>(packet.count);
-  for (const kernels::Array& array : chain.arrays) count += static_cast<double>(array.count);
+  const auto positions_of = [&](const kernels::Array& array) {
+    return static_cast<unsigned>(kernels::groups_in(array.count, chain.group) * chain.group);
+  };
+  for (const kernels::Array& array : chain.arrays) count += positions_of(array);
   d.each = static_cast<float>(1 / std::max(count, 1.));
   for (size_t done = 0; done < chain.arrays.size();) {
     d.begin = d.end;
     for (d.array_count = 0; done < chain.arrays.size() && d.array_count < kMostArrays; ++done) {
       const kernels::Array& array = chain.arrays[done];
       if (array.count == 0) continue;
-      d.arrays[d.array_count++] = {array.data, d.end};
-      d.end += static_cast<unsigned>(array.count);
+      d.arrays[d.array_count++] = {array.data, d.end, static_cast<unsigned>(array.count)};
+      d.end += positions_of(array);
     }
     if (d.begin == d.end) continue;
     const gpu::Launch shape = shape_decoding<Real>(d, sent / count, stream);

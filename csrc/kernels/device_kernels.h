@@ -75,10 +75,12 @@ struct DgcStep {
   Workspace workspace;
 };
 
-// Concatenated arrays of one dtype: an index counts through all of them.
+// Arrays of one dtype: an index counts through all of them. Each begins at a multiple of `group`,
+// a power of two; what is between the end of one and the begin of the next is in no array.
 struct Chain {
   std::span<const Array> arrays;
   Dtype dtype;
+  size_t group = 1;
 };
 
 // An array of one dtype.
@@ -93,17 +95,17 @@ class GroupKernels {
  public:
   virtual ~GroupKernels() = default;
 
-  virtual void update_step(const UpdateStep& step, Queue queue) = 0;
-  virtual void topk_groups(const GroupSelection& selection, Queue queue) = 0;
-  // The CPU throws InvalidArgument unless the indices ascend in their range and have so many
-  // values. A GPU ignores those out of range.
+  // For each element: residual += theta - param, in float32; param = theta. `dtype`: of theta and
+  // param: float16, bfloat16 or float32. Then the largest groups of the residual.
+  virtual void update_step(std::span<const UpdatePiece> pieces, Dtype dtype,
+                           const LargestGroups& largest, Queue queue) = 0;
+  // The largest groups of float32 tensors.
+  virtual void topk_groups(std::span<const Array> tensors, const LargestGroups& largest,
+                           Queue queue) = 0;
+  // The CPU throws InvalidArgument unless the indices ascend in their range. A GPU ignores those
+  // out of range.
   virtual void write_groups(const GroupValues& values, Queue queue) = 0;
   virtual size_t group_workspace_bytes(const GroupCounts& most) = 0;
-  // Where refused[p] is 0, the elements of packet p ascend. For invalid bytes the CPU throws; a GPU
-  // sets refused[p] to 1, the packet's elements to -1 and its values to 0.
-  virtual void decode_groups(const GroupDecoding& decoding, Queue queue) = 0;
-  // Of the workspace; reads the counts, and the packets without their bytes.
-  virtual size_t group_decoding_bytes(const GroupDecoding& decoding) = 0;
 };
 
 class DeviceKernels : public GroupKernels {
@@ -188,21 +190,36 @@ class DeviceKernels : public GroupKernels {
 
   // ---- compact packets, codec/compact.h ---------------------------------------------------------
 
+  // The groups of a packet, and where it is written. A row of 64-bit words from Python.
+  struct CompactSource {
+    const int32_t* indices;  // [k]; the packet has them less `first`
+    void* values;            // [k * group]
+    size_t k;
+    size_t first;
+    size_t count;
+    void* errors;    // [k * group], as the values: value - encoded value; may be null
+    std::byte* out;  // most_compact_bytes()
+  };
+  // Where the values are. Without tensors in the values of each source, which are read. With
+  // tensors, float32, there: the indices are those of their groups, and the values become what was
+  // there, 0 after the end of a tensor. There the encoded values are subtracted; what is not finite
+  // then becomes 0.
+  struct CompactInput {
+    codec::CompactCodes codes;
+    size_t group;
+    std::span<const Array> tensors;
+  };
   // Writes a packet for each source, and its size to `sizes`. If the indices of one do not ascend
-  // in their range, the CPU throws; a GPU writes size 0 and errors of -0. The workspace keeps
-  // nothing between calls.
+  // in their range, the CPU throws; a GPU writes size 0 and errors of -0, and changes no tensor.
+  // The workspace keeps nothing between calls.
   struct CompactSizes {
     uint64_t* sizes;  // [sources], on the device
     Workspace workspace;
   };
-  virtual void encode_compact(std::span<const codec::CompactSource> sources,
-                              const codec::CompactCodes& codes, const CompactSizes& to,
-                              Queue queue) = 0;
+  virtual void encode_compact(std::span<const CompactSource> sources, const CompactInput& input,
+                              const CompactSizes& to, Queue queue) = 0;
 
-  // Decodes packets of arrays of `count` elements, from arbitrary bytes; the indices become those
-  // of the packet plus `first`. Where refused[p] is 0, they ascend in first..first+count-1. For
-  // invalid bytes the CPU throws; a GPU sets refused[p] to 1, the packet's indices to -1 and its
-  // values to 0.
+  // A packet to decode, of groups of `count`. A row of 64-bit words from Python.
   struct CompactPacket {
     const std::byte* bytes;
     size_t size;
@@ -210,18 +227,24 @@ class DeviceKernels : public GroupKernels {
     size_t first;
     size_t count;
   };
-  // Elements of all packets, in order.
+  // Elements of all packets, in order. The elements of group g are g * group + 0..group-1:
+  // positions in a Chain of this group.
   struct CompactArrays {
+    size_t group;
     int32_t* indices;
     float* values;
     uint32_t* refused;  // [packets], on the device
     Workspace workspace;
   };
+  // Decodes packets from arbitrary bytes; `first` is added to the numbers of the groups. Where
+  // refused[p] is 0, they ascend in first..first+count-1. For invalid bytes the CPU throws; a GPU
+  // sets refused[p] to 1, the packet's indices to -1 and its values to 0.
   virtual void decode_compact(std::span<const CompactPacket> packets, const CompactArrays& to,
                               Queue queue) = 0;
   // Workspaces of these calls; they read the numbers only.
-  virtual size_t compact_encoding_bytes(std::span<const codec::CompactSource> sources) = 0;
-  virtual size_t compact_decoding_bytes(std::span<const CompactPacket> packets) = 0;
+  virtual size_t compact_encoding_bytes(std::span<const CompactSource> sources,
+                                        const CompactInput& input) = 0;
+  virtual size_t compact_decoding_bytes(std::span<const CompactPacket> packets, size_t group) = 0;
 
   // ---- quantized arrays, quantize.h -------------------------------------------------------------
 

@@ -377,7 +377,8 @@ class Elements(Change):
     Args:
         columns: lists of flat arrays, which are concatenated.
         indices: of the groups, ascending; an array has its own groups, the last one may be shorter.
-        saved: for each column the elements of these groups before.
+        saved: for each column the elements of these groups before, [k * group]; those after the
+            end of an array do not count.
         group: elements of a group.
     """
 
@@ -395,16 +396,24 @@ class Elements(Change):
         group, arrays = self._group, self._columns[0]
         counts = [-(-len(x) // group) for x in arrays]
         within = torch.arange(group, device=self._indices.device)
-        places = []
-        for x, (found, _) in zip(arrays, cut(counts, self._indices, self._indices), strict=True):
-            elements = (found.long()[:, None] * group + within).flatten()
-            places.append(elements[elements < len(x)])
+        places = [
+            (found.long()[:, None] * group + within).flatten()
+            for found, _ in cut(counts, self._indices, self._indices)
+        ]
         for i, column in enumerate(self._columns):
-            present = torch.cat([x[at] for x, at in zip(column, places, strict=True)])
             parts = torch.split(self._saved[i], [len(at) for at in places])
-            for x, at, part in zip(column, places, parts, strict=True):
-                x[at] = part
-            self._saved[i] = present
+            self._saved[i] = torch.cat(
+                [_exchanged(*row) for row in zip(column, places, parts, strict=True)]
+            )
+
+
+def _exchanged(x: Tensor, places: Tensor, values: Tensor) -> Tensor:
+    """Writes values to the elements of `x` at these places, and returns what was there; nothing
+    behind its end."""
+    present, there = torch.zeros_like(values), places < len(x)
+    present[there] = x[places[there]]
+    x[places[there]] = values[there]
+    return present
 
 
 class Entry(Change):

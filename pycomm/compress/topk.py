@@ -130,7 +130,7 @@ def sent_bytes(options: TopK, k: int, counts: Sequence[int]) -> float:
         counts: elements of each parameter.
     """
     total = group_count(counts, options.group)
-    values = min(k * options.group, sum(counts))
+    values = k * options.group
     blocks = -(-values // VALUE_BLOCK)
     level_bytes = LEVEL_BYTES.get(options.value_dtype, 0) * blocks
     value_bytes = level_bytes + VALUE_BITS[options.value_dtype] * values / 8

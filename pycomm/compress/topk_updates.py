@@ -25,14 +25,14 @@ from pycomm.compress.packet_exchange import (
 from pycomm.compress.parameter_state import flat_view
 from pycomm.compress.residual import Residual, Whole
 from pycomm.compress.topk import TopK, sent_bytes
-from pycomm.compress.update_unit import Received, UpdateUnit, places_of
+from pycomm.compress.update_unit import Batch, UpdateUnit, places_of
 from pycomm.compress.updates import UpdateCompressor
 from pycomm.group import Group
 
 MOST_GATHERED = 16  # ranks or hosts without owners, by default
 
 
-class TopKUpdates(UpdateCompressor[list[list[Received]]]):
+class TopKUpdates(UpdateCompressor[list[Batch]]):
     """See UpdateCompressor.
 
     Raises:
@@ -78,7 +78,7 @@ class TopKUpdates(UpdateCompressor[list[list[Received]]]):
         sent = sum(sent_bytes(self._options, unit.k, unit.counts) for unit in self._units)
         return 4 * sum(sum(unit.counts) for unit in self._units) / sent
 
-    def _exchange(self, word: Tensor, lacking: Collection[int]) -> list[list[Received]]:
+    def _exchange(self, word: Tensor, lacking: Collection[int]) -> list[Batch]:
         if self._uses_hosts():
             hosts = self._average_in_hosts(word)
             packets, sent = self._exchange_packets(hosts, self.unused, NO_WORD)
@@ -171,13 +171,13 @@ class TopKUpdates(UpdateCompressor[list[list[Received]]]):
                 self._hidden[place] = change
                 residual[place].zero_()
 
-    def commit(self, received: Sequence[Sequence[Received]]) -> None:
+    def commit(self, received: Sequence[Batch]) -> None:
         factors = self._factors()
         for unit, batch in zip(self._units, received, strict=True):
             unit.commit(batch, [factors[place] for place in unit.places], self._holders)
         self._finish()
 
-    def means(self, received: Sequence[Sequence[Received]]) -> list[Tensor]:
+    def means(self, received: Sequence[Batch]) -> list[Tensor]:
         self._decay_shared()
         found = [torch.empty_like(x) for x in self._theta]
         for unit, batch in zip(self._units, received, strict=True):

@@ -25,12 +25,11 @@ from pycomm.compress.parameter_state import flat_view
 from pycomm.compress.residual import Elements, Entry, Transaction
 from pycomm.compress.topk import TopK
 from pycomm.compress.updates import commit_rounded
-from pycomm.kernels import GroupBatch, PacketBatch, UpdatePacket
+from pycomm.kernels import GroupBatch, PacketBatch
 from pycomm.kernels.groups import group_count
 from pycomm.kernels.inputs import MOST_GROUP
 
 Batch = GroupBatch | PacketBatch
-Received = tuple[int, Batch]  # packets for the shard of this owner
 
 # Elements; a piece is an array of a kernel call, and has whole groups of any size.
 LEAST_PIECE, MOST_PIECE = MOST_GROUP, 1 << 16
@@ -119,42 +118,35 @@ class UpdateUnit:
         self.residual = [torch.zeros(x.numel(), device=self.device) for x in self.theta]
         self.counts = [x.numel() for x in self.theta]
         self.k = options.groups(self.counts)
-        self._workspace = kernels.update_workspace(
-            self.theta, self.k, group=options.group, value_dtype=options.value_dtype
-        )
         self.have_owners(0, 1)
 
     def have_owners(self, rank: int, size: int) -> None:
         """Has `size` owners from now on, or none if that is 1."""
         self.rank, self.size = rank, size
         self._shards = _shards(tuple(self.counts), size)
-        self._counts = [[piece.elements for piece in shard] for shard in self._shards]
+        counts = [[piece.elements for piece in shard] for shard in self._shards]
+        self._own_counts = counts[rank]
+        self._groups = [group_count(each, self._options.group) for each in counts]
 
     @property
     def _parameters(self) -> list[Tensor]:
         """Flat views of the parameters, whose memory the program may have replaced."""
         return [flat_view(x) for x in self._own]
 
-    def _views(self, tensors: Sequence[Tensor], owner: int | None = None) -> list[Tensor]:
-        """The pieces of flat tensors, by owner; or those of one owner."""
-        shards = self._shards if owner is None else [self._shards[owner]]
-        return [tensors[place][begin:end] for shard in shards for place, begin, end in shard]
+    def _views(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """The pieces of flat tensors, by owner."""
+        if self.size == 1:
+            return list(tensors)
+        return [tensors[place][begin:end] for shard in self._shards for place, begin, end in shard]
 
     def select(self, transaction: Transaction) -> Packets:
         """Adds the update to the residual and takes the packets for the owners from it; together
         they have k groups. The parameters are the shared ones then."""
-        tensors = self.theta, self._parameters, self.residual
-        if self.size == 1:
-            return _together([self._taken(tensors, self.k, transaction, self._workspace)])
-        self._step(tensors, 0, self._workspace)
-        indices, _ = kernels.topk_groups(self._views(self.residual), self.k, self._options.group)
-        groups = [self._group_count(owner) for owner in range(self.size)]
-        ends = np.searchsorted(indices.cpu().numpy(), np.cumsum([0, *groups]))
-        packets = [
-            self._taken([self._views(x, owner) for x in tensors], own_k, transaction)
-            for owner, own_k in enumerate(np.diff(ends).tolist())
-        ]
-        return _together(packets)
+        theta, own, rest = (self._views(x) for x in (self.theta, self._parameters, self.residual))
+        indices, _ = kernels.update_step(theta, own, rest, self.k, group=self._options.group)
+        packets, values = self._taken(rest, indices, [len(shard) for shard in self._shards])
+        transaction.record(Elements([rest], indices, [values], self._options.group))
+        return packets
 
     def choose(
         self,
@@ -171,16 +163,16 @@ class UpdateUnit:
             unused: places of which nothing is sent; `owned` has them as before.
             transaction: records the change.
         """
-        counts = self._counts[self.rank]
+        counts = self._own_counts
         before, total = owned.get(self.key), torch.zeros(sum(counts), device=self.device)
         rest = torch.zeros_like(total) if before is None else before.clone()
         if not counts:
             transaction.record(Entry(owned, self.key, rest))
-            return _together([self._nothing()])
+            return Packets(torch.empty(0, dtype=torch.uint8, device=self.device), [0], [0])
         sums, scratch, rests = (
             list(torch.split(x, counts)) for x in (total, torch.zeros_like(total), rest)
         )
-        kernels.decode_sum(sums, self._read(self.rank, packets))
+        kernels.decode_sum(sums, self._read(packets, [self._groups[self.rank]]))
         parts = [
             (own, own_rest, own_rest.clone())
             for own, own_rest, piece in zip(sums, rests, self._shards[self.rank], strict=True)
@@ -189,28 +181,20 @@ class UpdateUnit:
         for own, own_rest, _ in parts:
             own.zero_()
             own_rest.zero_()
-        self._step((sums, scratch, rests), 0)
         factor, group = self._options.owner_k_factor, self._options.group
-        most = min(-(-factor * self.k // self.size), self._group_count(self.rank))
-        _, squares = kernels.topk_groups(rests, most, group)
-        chosen = self._step((sums, scratch, rests), int((squares != 0).sum()))
+        most = min(-(-factor * self.k // self.size), self._groups[self.rank])
+        indices, squares = kernels.update_step(sums, scratch, rests, most, group=group)
+        chosen, _ = self._taken(rests, indices[squares != 0])
         for _, own_rest, old in parts:
             own_rest.copy_(old)
         transaction.record(Entry(owned, self.key, rest))
-        return _together([(chosen.packet, len(chosen.indices))])
+        return chosen
 
-    def read(self, packets: Packets) -> list[Received]:
-        """The packets of the owners, or of all ranks without owners, as owner 0."""
-        if self.size == 1:
-            return [(0, self._read(0, packets))]
-        each = torch.split(packets.message, list(packets.sizes))
-        return [
-            (owner, self._read(owner, Packets(part, [len(part)], [length])))
-            for owner, (part, length) in enumerate(zip(each, packets.lengths, strict=True))
-            if self._counts[owner]  # else there are fewer groups than owners
-        ]
+    def read(self, packets: Packets) -> Batch:
+        """The packets of the owners, or of all ranks without owners."""
+        return self._read(packets, self._groups)
 
-    def commit(self, received: Sequence[Received], factors: Sequence[float], holders: int) -> None:
+    def commit(self, received: Batch, factors: Sequence[float], holders: int) -> None:
         """theta * factor - the received sum / holders, in theta and the parameters."""
         if self.theta[0].dtype == torch.float32:
             for x, y, factor in zip(self.theta, self._parameters, factors, strict=True):
@@ -218,9 +202,7 @@ class UpdateUnit:
                     x.mul_(factor)
                     y.copy_(x)
             for tensors in (self.theta, self._parameters):
-                for owner, batch in received:
-                    there = self._views(tensors, owner)
-                    kernels.decode_update(there, batch, 1.0, 1.0 / holders)
+                kernels.decode_update(self._views(tensors), received, 1.0, 1.0 / holders)
         else:
             means = [torch.empty_like(residual) for residual in self.residual]
             self.decode(means, received, holders)
@@ -228,58 +210,27 @@ class UpdateUnit:
             for row in zip(*rows, strict=True):
                 commit_rounded(*row)
 
-    def decode(self, means: Sequence[Tensor], received: Sequence[Received], holders: int) -> None:
+    def decode(self, means: Sequence[Tensor], received: Batch, holders: int) -> None:
         """Writes the received sum / holders into flat tensors."""
-        for owner, batch in received:
-            kernels.decode_sum(self._views(means, owner), batch, 1.0 / holders)
+        kernels.decode_sum(self._views(means), received, 1.0 / holders)
 
-    def _read(self, owner: int, packets: Packets) -> Batch:
-        there, counts = packets.message.to(self.device), self._counts[owner]
-        return kernels.read_groups(there, packets.sizes, counts, group=self._options.group)
-
-    def _group_count(self, owner: int) -> int:
-        return group_count(self._counts[owner], self._options.group)
+    def _read(self, packets: Packets, counts: Sequence[int]) -> Batch:
+        message, group = packets.message.to(self.device), self._options.group
+        return kernels.read_groups(message, packets.sizes, packets.lengths, counts, group=group)
 
     def _taken(
-        self,
-        tensors: Sequence[Sequence[Tensor]],
-        k: int,
-        transaction: Transaction,
-        workspace: kernels.UpdateWorkspace | None = None,
-    ) -> tuple[Tensor, int]:
-        """The packet of the k largest groups, which the residual has no more; and k."""
-        if not tensors[0]:
-            return self._nothing()
-        taken = self._step(tensors, k, workspace)
-        change = Elements([tensors[2]], taken.indices, [taken.values], self._options.group)
-        transaction.record(change)
-        return taken.packet, k
-
-    def _nothing(self) -> tuple[Tensor, int]:
-        return torch.empty(0, dtype=torch.uint8, device=self.device), 0
-
-    def _step(
-        self,
-        tensors: Sequence[Sequence[Tensor]],
-        k: int,
-        workspace: kernels.UpdateWorkspace | None = None,
-    ) -> UpdatePacket:
-        theta, parameters, residual = map(list, tensors)
-        return kernels.update_step(
-            theta,
-            parameters,
-            residual,
-            k,
+        self, tensors: Sequence[Tensor], indices: Tensor, split: Sequence[int] | None = None
+    ) -> tuple[Packets, Tensor]:
+        """The packets of these groups, which the tensors have no more; and what was there."""
+        taken = kernels.encode_groups(
+            list(tensors),
+            indices,
             group=self._options.group,
             value_dtype=self._options.value_dtype,
-            workspace=workspace,
+            split=split,
         )
-
-
-def _together(packets: Sequence[tuple[Tensor, int]]) -> Packets:
-    """Packets, each with its number of groups; a copy."""
-    message = torch.cat([packet for packet, _ in packets])
-    return Packets(message, [len(packet) for packet, _ in packets], [k for _, k in packets])
+        message = torch.cat(taken.packets)
+        return Packets(message, [len(x) for x in taken.packets], taken.lengths), taken.values
 
 
 @functools.lru_cache(64)

@@ -15,17 +15,15 @@ from pycomm.kernels.batch import (
     PacketBatch,
     decode_batch,
     encode_batch,
+    read_groups,
 )
 from pycomm.kernels.dense import cast, clip_, clip_scale, norm, norm_workspace, reduce_
 from pycomm.kernels.groups import (
-    UpdatePacket,
-    UpdateWorkspace,
-    decode_groups,
-    read_groups,
+    GroupPackets,
+    encode_groups,
     topk_groups,
     update_rollback,
     update_step,
-    update_workspace,
 )
 from pycomm.kernels.packets import (
     decode_sum,
@@ -41,14 +39,12 @@ from pycomm.kernels.step import dgc_rollback, dgc_step, dgc_workspace, momentum_
 
 __all__ = [
     "GroupBatch",
+    "GroupPackets",
     "PacketBatch",
-    "UpdatePacket",
-    "UpdateWorkspace",
     "cast",
     "clip_",
     "clip_scale",
     "decode_batch",
-    "decode_groups",
     "decode_sum",
     "decode_update",
     "dequantize",
@@ -57,6 +53,7 @@ __all__ = [
     "dgc_workspace",
     "encode",
     "encode_batch",
+    "encode_groups",
     "momentum_mask",
     "norm",
     "norm_workspace",
@@ -73,5 +70,4 @@ __all__ = [
     "unpack",
     "update_rollback",
     "update_step",
-    "update_workspace",
 ]

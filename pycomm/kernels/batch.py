@@ -5,7 +5,6 @@ For packets of a few hundred elements the checks of a Python call take longer th
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -26,11 +25,14 @@ class PacketBatch(NamedTuple):
         indices: int32 [n], ascending within each packet.
         values: [n], of one float dtype.
         lengths: number of elements of each packet, in order; their sum is n.
+        group: each array of `decode_sum` and `decode_update` begins at an index that is a multiple
+            of it; other indices are of no array.
     """
 
     indices: Any
     values: Any
     lengths: Sequence[int]
+    group: int = 1
 
 
 class GroupBatch(NamedTuple):
@@ -38,11 +40,11 @@ class GroupBatch(NamedTuple):
     values part by part. `read_groups` makes it.
 
     Attributes:
-        packets: uint8, concatenated packets of `update_step`.
-        sizes: bytes of each packet.
+        packets: uint8, concatenated packets of `encode_groups`.
+        sizes: bytes of each packet; 0 for a packet without groups.
         indices: int32 [n], the groups of all packets, ascending within each.
         lengths: number of groups of each packet, in order; their sum is n.
-        value_counts: number of values of each packet.
+        counts: as in `read_groups`.
         group: elements of a group.
     """
 
@@ -50,7 +52,7 @@ class GroupBatch(NamedTuple):
     sizes: Sequence[int]
     indices: Any
     lengths: Sequence[int]
-    value_counts: Sequence[int]
+    counts: Sequence[int]
     group: int
 
 
@@ -93,13 +95,8 @@ def encode_batch(
     for place, (length, count) in enumerate(zip(lengths, counts, strict=True)):
         integer(f"lengths[{place}]", length, 0, count)
     compact.most_bytes(0, 0, value_dtype, codec)  # validates value_dtype and codec
-    most = np.array(_core.most_compact_bytes(lengths, counts, codec, value_dtype), np.uint64)
-    full = np.flatnonzero(lengths)
-    most = most[full]
-    ends = np.cumsum(most)
-    out, packets = inputs.output(None, "out", pair[1], int(most.sum()), "uint8")
-    written, lost = [packets], np.zeros(len(full), np.uint64)
-    rows = rows_of(batch, pair)[full]
+    columns = addresses_of(batch, pair)
+    lost = np.zeros(len(lengths), np.uint64)
     if errors is not None:
         left = inputs.array(errors, "errors", (pair[1].dtype,), write=True)
         if left.count != pair[1].count:
@@ -107,37 +104,31 @@ def encode_batch(
                 f"invalid errors: got {left.count} elements, expected {pair[1].count}, those of "
                 "the values"
             )
-        written.append(left)
-        lost = np.uint64(left.pointer) + rows[:, 1] - np.uint64(pair[1].pointer)
-    inputs.check_memory("encode_batch", written, pair)
-    places = np.uint64(packets.pointer) + ends - most
-    if not len(full):
-        return [out[:0] for _ in lengths]
-    rows = np.column_stack([rows, firsts[full], np.array(counts, np.uint64)[full], lost, places])
-    sizes, taken = inputs.output(None, "sizes", pair[1], len(full), "int64")
-    compact.encode(rows, (codec, value_dtype), pair[1], taken)
-    made = {}
-    columns = (full, ends - most, sizes)
-    for place, begin, nbytes in zip(*(column.tolist() for column in columns), strict=True):
-        if nbytes == 0:
-            raise InvalidArgument(
-                f"invalid indices of packet {place}: they must ascend within its array"
-            )
-        made[place] = out[begin : begin + nbytes]
-    return [made.get(place, out[:0]) for place in range(len(lengths))]
+        inputs.check_memory("encode_batch", [left], pair)
+        lost = np.uint64(left.pointer) + columns[1] - np.uint64(pair[1].pointer)
+    inputs.same_device("encode_batch", *pair)
+    rows = [*columns, np.array(lengths, np.uint64), firsts, np.array(counts, np.uint64), lost]
+    return compact.encode_full(np.column_stack(rows), (codec, value_dtype), pair[1])
 
 
 def decode_batch(
-    packets: Any, sizes: Sequence[int], lengths: Sequence[int], counts: Sequence[int]
+    packets: Any,
+    sizes: Sequence[int],
+    lengths: Sequence[int],
+    counts: Sequence[int],
+    *,
+    group: int = 1,
 ) -> PacketBatch:
-    """Decodes packets of `encode_batch`, concatenated. On a GPU all are decoded together, and the
-    call waits for the GPU once.
+    """Decodes packets of `encode_batch` or `encode_groups`, concatenated. On a GPU all are decoded
+    together, and the call waits for the GPU once.
 
     Args:
         packets: uint8 [sum(sizes)]: concatenated compact packets.
         sizes: bytes of each packet; 0 for a packet without elements.
-        lengths: number of elements of each packet.
-        counts: elements of each array, as in `encode_batch`.
+        lengths: number of elements, or groups, of each packet.
+        counts: elements of each array, as in `encode_batch`; or groups: those of all arrays of each
+            packet of `encode_groups`, once or several times.
+        group: elements of a group, as in `encode_groups`.
 
     Returns:
         The batch, on the device of the packets; its indices count through all arrays, its values
@@ -148,9 +139,61 @@ def decode_batch(
             counts, or the sizes do not sum to the number of bytes.
         Unsupported: another kind of array, or CUDA kernels that are not built.
     """
-    found, sizes = concatenated(packets, sizes)
-    firsts, counts = _arrays_of(counts, len(sizes))
-    lengths = integers("lengths", lengths, 0, inputs.MOST_ELEMENTS)
+    rows, found, lengths = rows_of(packets, sizes, lengths, counts, group)
+    decoded = compact.decode_batch(rows, found, group)
+    return PacketBatch(*decoded, [group * length for length in lengths], group)
+
+
+def read_groups(
+    packets: Any,
+    sizes: Sequence[int],
+    lengths: Sequence[int],
+    counts: Sequence[int],
+    *,
+    group: int = 16,
+) -> GroupBatch | PacketBatch:
+    """Checks packets of groups and prepares them for `decode_sum` and `decode_update`.
+
+    In host memory only the indices of groups are decoded: 4 bytes for each group, while
+    `decode_batch` needs 8 bytes for each element. On a GPU it is `decode_batch`.
+
+    Args:
+        packets: as in `decode_batch`, like the others.
+        sizes, lengths: bytes and groups of each packet.
+        counts: the groups of each packet's arrays, as in `decode_batch`.
+        group: elements of a group.
+
+    Returns:
+        The batch. In host memory it refers to `packets`, which must not change.
+
+    Raises:
+        InvalidArgument: the bytes are not packets of so many groups.
+        Unsupported: another kind of array, or CUDA kernels that are not built.
+    """
+    rows, found, lengths = rows_of(packets, sizes, lengths, counts, group)
+    if found.device.kind != "cpu":
+        return decode_batch(packets, sizes, lengths, counts, group=group)
+    table, indices = inputs.Table(rows), np.empty(sum(lengths), np.int32)
+    _core.read_group_indices(table.address, group, indices.ctypes.data)
+    return GroupBatch(packets, sizes, indices, lengths, counts, group)
+
+
+def rows_of(
+    packets: Any, sizes: Sequence[int], lengths: Sequence[int], counts: Sequence[int], group: int
+) -> tuple[NDArray[np.uint64], ArrayRef, list[int]]:
+    """The core's rows of the packets that are not empty; all of them; and the groups of each.
+
+    Raises:
+        InvalidArgument: numbers of other packets, or more than their elements have indices for.
+    """
+    found, sizes = inputs.array(packets, "packets", ("uint8",)), integers("sizes", sizes, 0)
+    if sum(sizes) != found.nbytes:
+        raise InvalidArgument(
+            f"invalid sizes: got a sum of {sum(sizes)} bytes, expected {found.nbytes}, those of "
+            "packets"
+        )
+    firsts, counts = _arrays_of(counts, len(sizes), inputs.group_size(group))
+    lengths = integers("lengths", lengths, 0, inputs.MOST_ELEMENTS // group)
     if len(lengths) != len(sizes):
         raise InvalidArgument(
             f"invalid lengths: got {len(lengths)}, expected one of each of {len(sizes)} packets"
@@ -160,18 +203,20 @@ def decode_batch(
     nbytes = np.array(sizes, np.uint64)
     begins = np.uint64(found.pointer) + np.cumsum(nbytes) - nbytes
     columns = begins, nbytes, np.array(lengths, np.uint64), firsts, np.array(counts, np.uint64)
-    return PacketBatch(*compact.decode_batch(np.column_stack(columns)[nbytes > 0], found), lengths)
+    return np.column_stack(columns)[nbytes > 0], found, lengths
 
 
-def _arrays_of(counts: Sequence[int], packets: int) -> tuple[NDArray[np.uint64], list[int]]:
-    """First index and elements of the array of each packet.
+def _arrays_of(
+    counts: Sequence[int], packets: int, group: int = 1
+) -> tuple[NDArray[np.uint64], list[int]]:
+    """First index and elements, or groups, of the array of each packet.
 
     Raises:
         InvalidArgument: a negative count, too many elements, or other than whole multiples of
             packets.
     """
     counts = integers("counts", counts, 0, inputs.MOST_ELEMENTS)
-    integer("the sum of counts", sum(counts), 0, inputs.MOST_ELEMENTS)
+    integer("the sum of counts", sum(counts), 0, inputs.MOST_ELEMENTS // group)
     if packets % max(1, len(counts)) or (packets and not counts):
         raise InvalidArgument(
             f"invalid counts: got {len(counts)} arrays and {packets} packets, expected as many "
@@ -182,17 +227,6 @@ def _arrays_of(counts: Sequence[int], packets: int) -> tuple[NDArray[np.uint64],
     return np.tile(firsts, times), counts * times
 
 
-def concatenated(packets: Any, sizes: Sequence[int]) -> tuple[ArrayRef, list[int]]:
-    """The validated bytes and sizes of packets."""
-    found, sizes = inputs.array(packets, "packets", ("uint8",)), integers("sizes", sizes, 0)
-    if sum(sizes) != found.nbytes:
-        raise InvalidArgument(
-            f"invalid sizes: got a sum of {sum(sizes)} bytes, expected {found.nbytes}, those of "
-            "packets"
-        )
-    return found, sizes
-
-
 def elements_of(batch: PacketBatch) -> list[ArrayRef]:
     """The validated indices and values.
 
@@ -201,6 +235,7 @@ def elements_of(batch: PacketBatch) -> list[ArrayRef]:
     """
     where = inputs.array(batch.indices, "indices", ("int32",))
     what = inputs.array(batch.values, "values", inputs.FLOATS)
+    inputs.group_size(batch.group)
     total = sum(integers("lengths", batch.lengths, 0))
     if not where.count == what.count == total:
         raise InvalidArgument(
@@ -210,49 +245,36 @@ def elements_of(batch: PacketBatch) -> list[ArrayRef]:
     return [where, what]
 
 
-def rows_of(batch: PacketBatch, elements: list[ArrayRef]) -> NDArray[np.uint64]:
-    """uint64 [packets, 3]: addresses of indices and values of each packet, and its length."""
+def addresses_of(batch: PacketBatch, elements: list[ArrayRef]) -> list[NDArray[np.uint64]]:
+    """Addresses of indices and values of each packet, uint64 [packets]."""
     indices, values = elements
     lengths = np.array(batch.lengths, np.uint64)
     begin = np.cumsum(lengths) - lengths
     each = np.uint64(values.nbytes // max(1, values.count))
-    starts = [np.uint64(indices.pointer) + np.uint64(4) * begin]
-    starts += [np.uint64(values.pointer) + each * begin]
-    return np.stack([*starts, lengths], axis=1)
+    return [
+        np.uint64(indices.pointer) + np.uint64(4) * begin,
+        np.uint64(values.pointer) + each * begin,
+    ]
 
 
-def group_rows_of(batch: GroupBatch) -> tuple[list[tuple[int, ...]], list[ArrayRef]]:
-    """Address, bytes, groups, values and address of the indices of each packet; and the arrays.
+def group_rows_of(batch: GroupBatch) -> tuple[NDArray[np.uint64], list[ArrayRef]]:
+    """The core's rows: those of rows_of, and the address of the indices; and the arrays.
 
     Raises:
         InvalidArgument: wrong dtypes, or sizes and lengths that do not fit the arrays.
     """
-    found, sizes = concatenated(batch.packets, batch.sizes)
-    lengths = integers("lengths", batch.lengths, 0)
-    values = integers("value_counts", batch.value_counts, 0)
+    rows, found, lengths = rows_of(
+        batch.packets, batch.sizes, batch.lengths, batch.counts, batch.group
+    )
     where = inputs.array(batch.indices, "indices", ("int32",))
     if where.count != sum(lengths):
         raise InvalidArgument(
             f"invalid batch of groups: got {where.count} indices and lengths with a sum of "
             f"{sum(lengths)}, expected the same number"
         )
-    if not len(sizes) == len(lengths) == len(values):
-        raise InvalidArgument(
-            f"invalid batch of groups: got {len(sizes)} sizes, {len(lengths)} lengths "
-            f"and {len(values)} value_counts, expected one of each for a packet"
-        )
-    _on_host([found, where], "GroupBatch")
-    begins = itertools.accumulate(sizes, initial=found.pointer)
-    firsts = itertools.accumulate((4 * k for k in lengths), initial=where.pointer)
-    # Both begin with the first address and end after the last one.
-    columns = begins, sizes, lengths, values, firsts
-    return list(zip(*columns, strict=False)), [found, where]
-
-
-def _on_host(found: Sequence[ArrayRef], name: str) -> None:
-    for one in found:
+    for one in (found, where):
         if one.device.kind != "cpu":
-            raise Unsupported(
-                f"{name} needs host memory: on a GPU call encode for each packet, decode_batch or "
-                "decode_groups"
-            )
+            raise Unsupported("GroupBatch needs host memory: on a GPU call decode_batch")
+    length = rows[:, 2]
+    places = np.uint64(where.pointer) + np.uint64(4) * (np.cumsum(length) - length)
+    return np.column_stack([rows, places]), [found, where]

@@ -1,6 +1,6 @@
-"""The update step: selection of groups of neighbours, and their packets.
+"""Groups of neighbours: the update step, the selection of groups, and their packets.
 
-csrc/kernels/groups.h has the formulas, csrc/codec/groups.h the layout of a packet, and
+csrc/kernels/groups.h has the formulas, csrc/codec/compact.h the layout of a packet, and
 pycomm.reference the meaning in NumPy.
 """
 
@@ -13,46 +13,27 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from pycomm import _core
-from pycomm._arguments import instance, integer, integers, one_of
+from pycomm._arguments import integer, integers, one_of
 from pycomm._core_api import arrays, devices
-from pycomm._core_api.arrays import ArrayRef
 from pycomm.errors import InvalidArgument
 from pycomm.kernels import compact, inputs
-from pycomm.kernels.batch import GroupBatch, PacketBatch, concatenated
-from pycomm.kernels.inputs import Spans
 from pycomm.kernels.rows import Rows
 
 PARAMETERS = ("float16", "bfloat16", "float32")
 
 
-class UpdateWorkspace(NamedTuple):
-    """Buffers of an update step, which keep nothing between calls.
+class GroupPackets(NamedTuple):
+    """What `encode_groups` took from its arrays.
 
     Attributes:
-        packet: uint8, for the largest packet.
-        indices: int32 [k].
-        values: float32 [k * group].
-        scratch: uint8.
+        packets: uint8, which `read_groups` and `decode_batch` read.
+        lengths: number of groups of each; a packet without groups is empty.
+        values: float32 [k * group]: what was there, for `update_rollback`; 0 after the end of an
+            array.
     """
 
-    packet: Any
-    indices: Any
-    values: Any
-    scratch: Any
-
-
-class UpdatePacket(NamedTuple):
-    """What a rank sends in an update step, and what a rollback needs.
-
-    Attributes:
-        packet: uint8 [bytes], a packet of groups, which `decode_groups` reads.
-        indices: int32 [k], ascending, the selected groups.
-        values: float32 [n], the residual in these groups before they were sent.
-    """
-
-    packet: Any
-    indices: Any
+    packets: list[Any]
+    lengths: list[int]
     values: Any
 
 
@@ -77,40 +58,17 @@ def topk_groups(x: Any, k: int, group: int = 16) -> tuple[Any, Any]:
         Unsupported: arrays of another kind, or CUDA arrays if the CUDA kernels are not built.
     """
     rows = Rows.of({"x": _listed(x)}, {"x": ("float32",)}, "topk_groups")
-    group, k = _checked(rows, group, k)
-    indices, sums = (arrays.new(rows, (k,), dtype) for dtype in ("int32", "float32"))
-    table = inputs.Table(rows.words)
-    scratch = _Scratch(rows, group, k)
-    devices.module(rows.device).topk_groups(
-        table.address,
-        group,
-        k,
-        _pointer(indices),
-        _pointer(sums),
-        scratch.address,
-        *devices.queue(rows.device, rows.array),
-    )
-    return indices, sums
+    return _selected("topk_groups", rows, k, group)
 
 
 def update_step(
-    theta: Any,
-    param: Any,
-    residual: Any,
-    k: int,
-    *,
-    group: int = 16,
-    value_dtype: str = "1bit",
-    workspace: UpdateWorkspace | None = None,
-) -> UpdatePacket:
-    """Compresses an optimizer's update with error feedback, in one pass over memory.
+    theta: Any, param: Any, residual: Any, k: int, *, group: int = 16
+) -> tuple[Any, Any]:
+    """Adds an optimizer's update to the residual, and selects the k groups of it with the largest
+    norm as `topk_groups` does, in one pass over memory.
 
-    `residual += theta - param; param = theta`. Then the k groups of the residual with the largest
-    norm are selected as by `topk_groups`, and encoded. There the residual becomes the rounding
-    error, or 0 if that is not finite: a NaN in the residual makes all values that share its
-    magnitudes NaN at every receiver.
-
-    All arrays can be lists of arrays; the selection is among all of them.
+    `residual += theta - param; param = theta`. `encode_groups` then takes the groups from the
+    residual. All arrays can be lists of arrays; the selection is among all of them.
 
     Args:
         theta: parameters before the optimizer's steps, float16, bfloat16 or float32. Read only.
@@ -118,15 +76,12 @@ def update_step(
         residual: float32, of the shape of theta or flat: what was not sent so far. In place.
         k: number of groups to select, 0 to the number of groups.
         group: elements of a group: 1, 2, 4, ... 1024.
-        value_dtype: "1bit", "2bit", "3bit", "bfloat16" or "float32", as in `encode`.
-        workspace: from `update_workspace`; None: allocated by the call.
 
     Returns:
-        The packet, and the selection for `update_rollback`: views of the workspace. On a GPU the
-        call waits for the device, which computes their lengths.
+        (indices int32 [k], ascending, sums of squares float32 [k]).
 
     Raises:
-        InvalidArgument: invalid arrays, k, group or value_dtype; nothing changes.
+        InvalidArgument: invalid arrays, k or group; nothing changes.
         Unsupported: arrays of another kind, or CUDA arrays if the CUDA kernels are not built.
     """
     lists = {
@@ -139,74 +94,82 @@ def update_step(
         raise InvalidArgument(
             f"invalid param: got dtype {rows.dtypes['param']}, expected {rows.dtype}, as theta has"
         )
-    _known_values(value_dtype)
-    group, k = _checked(rows, group, k)
-    if workspace is None:
-        workspace = _workspace(rows, k, group, value_dtype)
-    instance("workspace", workspace, UpdateWorkspace, "an UpdateWorkspace, or None")
-    groups = group_count(rows.counts, group)
-    most = _core.most_group_bytes(k, groups, k * group, value_dtype)
-    packet = _buffer(workspace.packet, "workspace.packet", "uint8", most)
-    indices = _buffer(workspace.indices, "workspace.indices", "int32", k)
-    values = _buffer(workspace.values, "workspace.values", "float32", k * group)
-    scratch = inputs.workspace(workspace.scratch, rows, _scratch_bytes(rows, group, k))
-    written: list[ArrayRef | Spans] = [*rows.spans("param", "residual")]
-    written += [packet, indices, values, scratch]
-    inputs.check_memory("update_step", written, rows.spans("theta"))
-    table = inputs.Table(rows.words)
-    sizes = arrays.new(rows, (2,), "int64")
-    devices.module(rows.device).update_step(
-        table.address,
-        rows.dtype,
-        group,
-        k,
-        value_dtype,
-        indices.pointer,
-        values.pointer,
-        packet.pointer,
-        _pointer(sizes),
-        (scratch.pointer, scratch.nbytes),
-        *devices.queue(rows.device, rows.array),
-    )
-    count, nbytes = sizes.tolist()
-    return UpdatePacket(workspace.packet[:nbytes], workspace.indices[:k], workspace.values[:count])
+    inputs.check_memory("update_step", rows.spans("param", "residual"), rows.spans("theta"))
+    return _selected("update_step", rows, k, group, rows.dtype)
 
 
-def update_workspace(
-    theta: Any, k: int, *, group: int = 16, value_dtype: str = "1bit"
-) -> UpdateWorkspace:
-    """New buffers for `update_step`.
+def encode_groups(
+    x: Any,
+    indices: Any,
+    *,
+    group: int = 16,
+    value_dtype: str = "1bit",
+    split: Sequence[int] | None = None,
+) -> GroupPackets:
+    """Takes groups from the arrays and encodes them, with error feedback: `x` becomes the rounding
+    error there, or 0 if that is not finite. A NaN makes all values that share its magnitudes NaN at
+    every receiver.
 
     Args:
-        theta: as in `update_step`; also fits fewer or smaller arrays.
-        k: number of groups to select, or more.
-        group: elements of a group, as in that step.
-        value_dtype: as in that step.
+        x: float32, one array or a list. In place.
+        indices: int32 [k], ascending: groups, as of `topk_groups` of the same arrays.
+        group: elements of a group: 1, 2, 4, ... 1024.
+        value_dtype: "1bit", "2bit", "3bit", "bfloat16" or "float32", as in `encode`.
+        split: the number of arrays of each packet, in order. None: one packet.
+
+    Returns:
+        The packets, and what they have. On a GPU the call waits for their sizes, and for the
+        indices if there are several packets.
 
     Raises:
-        InvalidArgument: invalid arrays, k, group or value_dtype.
+        InvalidArgument: invalid arrays or numbers, or indices that do not ascend in the range of
+            groups; nothing changes.
         Unsupported: arrays of another kind, or CUDA arrays if the CUDA kernels are not built.
     """
-    rows = Rows.of({"theta": _listed(theta)}, {"theta": PARAMETERS}, "update_workspace")
-    _known_values(value_dtype)
-    group, k = _checked(rows, group, k)
-    return _workspace(rows, k, group, value_dtype)
+    rows = Rows.of({"x": _listed(x)}, {"x": ("float32",)}, "encode_groups", write=("x",))
+    where = inputs.array(indices, "indices", ("int32",))
+    one_of("value_dtype", value_dtype, compact.VALUES)
+    group, k = _checked(rows, group, where.count)
+    counts = [-(-count // group) for count in rows.counts.tolist()]
+    ends = _ends(split, len(counts))
+    counts = [sum(counts[begin:end]) for begin, end in itertools.pairwise([0, *ends])]
+    inputs.check_memory("encode_groups", rows.spans("x"), [where])
+    firsts = np.cumsum([0, *counts])
+    lengths = [k]
+    if len(counts) > 1:
+        lengths = np.diff(np.searchsorted(_on_host(indices), firsts)).tolist()
+        integer("indices within the groups", sum(lengths), k, k)
+    values, saved = inputs.output(None, "values", rows, k * group, "float32")
+    sent = np.array(lengths, np.uint64)
+    begins = np.cumsum(sent) - sent
+    columns = [
+        np.uint64(where.pointer) + np.uint64(4) * begins,
+        np.uint64(saved.pointer) + np.uint64(4 * group) * begins,
+        sent,
+        firsts[:-1].astype(np.uint64),
+        np.array(counts, np.uint64),
+        np.zeros(len(counts), np.uint64),
+    ]
+    table = inputs.Table(rows.words)
+    codes = "auto", value_dtype
+    made = compact.encode_full(np.column_stack(columns), codes, saved, group, table.address)
+    return GroupPackets(made, lengths, values)
 
 
 def update_rollback(residual: Any, indices: Any, values: Any, *, group: int = 16) -> None:
     """Writes values to the selected groups of the residual, in place.
 
-    With the result of `update_step` the step has sent nothing; its update stays in the residual.
+    With the result of `encode_groups` the step has sent nothing; its update stays in the residual.
 
     Args:
-        residual: float32, one array or a list, as in that step. In place.
+        residual: float32, one array or a list, as in that call. In place.
         indices: int32 [k], ascending, groups.
-        values: float32 [n], the elements of these groups.
-        group: elements of a group, as in that step.
+        values: float32 [k * group], the elements of these groups.
+        group: elements of a group, as in that call.
 
     Raises:
         InvalidArgument: invalid or inconsistent arrays; nothing changes. A GPU cannot check the
-            indices and how many values they need; it ignores what is out of range.
+            indices; it ignores what is out of range.
         Unsupported: arrays of another kind, or CUDA arrays if the CUDA kernels are not built.
     """
     rows = Rows.of(
@@ -217,142 +180,21 @@ def update_rollback(residual: Any, indices: Any, values: Any, *, group: int = 16
     )
     where = inputs.array(indices, "indices", ("int32",))
     what = inputs.array(values, "values", ("float32",))
-    inputs.same_device("update_rollback", where, what, *rows.spans("residual"))
     group, k = _checked(rows, group, where.count)
+    if what.count != k * group:
+        raise InvalidArgument(
+            f"invalid values: got {what.count} elements, expected {k * group}, those of {k} groups"
+        )
     inputs.check_memory("update_rollback", rows.spans("residual"), [where, what])
-    table = inputs.Table(rows.words)
-    scratch = _Scratch(rows, group, k)
+    table, scratch = inputs.Table(rows.words), _scratch(rows, group, k)
     devices.module(rows.device).write_groups(
         table.address,
         group,
         (where.pointer, where.count),
-        (what.pointer, what.count),
+        what.pointer,
         scratch.address,
         *devices.queue(rows.device, rows.array),
     )
-
-
-def decode_groups(
-    packets: Any, sizes: Sequence[int], counts: Sequence[int], *, group: int = 16
-) -> PacketBatch:
-    """Decodes packets of groups to elements, for `decode_sum` and `decode_update`.
-
-    On a GPU it waits for the device twice: for the headers, which say how long the arrays are, and
-    for the result of the checks.
-
-    Args:
-        packets: uint8 [sum(sizes)]: concatenated packets of `update_step`.
-        sizes: bytes of each packet.
-        counts: elements of each array of the step.
-        group: elements of a group, as in that step.
-
-    Returns:
-        The batch: indices of elements count through all arrays; values are float32.
-
-    Raises:
-        InvalidArgument: the bytes are not packets of groups of such arrays.
-        Unsupported: arrays of another kind, or CUDA arrays if the CUDA kernels are not built.
-    """
-    given = _Packets(packets, sizes, counts, group)
-    found, lengths = given.found, given.values
-    shapes = (sum(lengths), "int32"), (sum(lengths), "float32"), (len(sizes), "int32")
-    indices, values, refused = (arrays.new(found, (count,), dtype) for count, dtype in shapes)
-    module = devices.module(found.device)
-    nbytes = module.group_decoding_bytes(*given.words, 0, 0, 0, 0, 0)
-    scratch = arrays.new(found, (nbytes,), "uint8")
-    module.decode_groups(
-        *given.words,
-        *map(_pointer, (indices, values, refused)),
-        (_pointer(scratch), nbytes),
-        *devices.queue(found.device, found.array),
-    )
-    wrong = [number for number, bad in enumerate(refused.tolist()) if bad]
-    if wrong:
-        raise InvalidArgument(
-            f"invalid packets of groups: got invalid content in {wrong}, expected groups of arrays "
-            f"with {list(counts)} elements"
-        )
-    return PacketBatch(indices, values, lengths)
-
-
-def read_groups(
-    packets: Any, sizes: Sequence[int], counts: Sequence[int], *, group: int = 16
-) -> GroupBatch | PacketBatch:
-    """Checks packets of groups and prepares them for `decode_sum` and `decode_update`.
-
-    In host memory only the indices of groups are decoded: 4 bytes for each group, while
-    `decode_groups` needs 8 bytes for each element. On a GPU it is `decode_groups`.
-
-    Args:
-        packets: uint8 [sum(sizes)]: concatenated packets of `update_step`.
-        sizes: bytes of each packet.
-        counts: elements of each array of the step.
-        group: elements of a group, as in that step.
-
-    Returns:
-        The batch, for arrays with these counts. It refers to `packets`, which must not change.
-
-    Raises:
-        InvalidArgument: the bytes are not packets of groups of such arrays.
-        Unsupported: arrays of another kind, or CUDA arrays if the CUDA kernels are not built.
-    """
-    given = _Packets(packets, sizes, counts, group)
-    if given.found.device.kind != "cpu":
-        return decode_groups(packets, sizes, counts, group=group)
-    indices = arrays.new(given.found, (sum(given.lengths),), "int32")
-    _core.read_group_indices(*given.words, _pointer(indices), 0, 0, 0, 0)
-    return GroupBatch(packets, given.sizes, indices, given.lengths, given.values, given.group)
-
-
-class _Packets:
-    """Packets of groups with valid headers.
-
-    Attributes:
-        found: the bytes.
-        sizes, lengths, values: bytes, groups and values of each packet.
-        group: elements of a group.
-        words: of a call: table of the counts, group, table of the packets.
-    """
-
-    def __init__(
-        self, packets: Any, sizes: Sequence[int], counts: Sequence[int], group: int
-    ) -> None:
-        self.group = inputs.group_size(group)
-        found, self.sizes = self.found, _ = concatenated(packets, sizes)
-        counts = integers("counts", counts, 0, inputs.MOST_ELEMENTS)
-        _within_limit(sum(counts))
-        begins = [0, *itertools.accumulate(self.sizes)][: len(self.sizes)]
-        headers = _headers(found, begins, self.sizes)
-        groups = group_count(counts, self.group)
-        for number, (_, of_groups, _) in enumerate(headers):
-            if of_groups != groups:
-                raise InvalidArgument(
-                    f"invalid packet of groups: packet {number} is of {of_groups} groups, expected "
-                    f"{groups}"
-                )
-        self.lengths = [k for k, _, _ in headers]
-        self.values = [values for _, _, values in headers]
-        each = zip(begins, self.sizes, self.lengths, self.values, strict=True)
-        self._tables = [
-            inputs.Table(np.array(counts, np.uint64)[:, None]),
-            inputs.Table([(found.pointer + begin, *row) for begin, *row in each]),
-        ]
-        self.words = self._tables[0].address, self.group, self._tables[1].address
-
-
-def _headers(
-    packets: ArrayRef, begins: Sequence[int], sizes: Sequence[int]
-) -> list[tuple[int, int, int]]:
-    """(k, groups, values) of each packet; waits for the device once."""
-    if packets.device.kind == "cpu":
-        return _core.read_group_headers(packets.pointer, begins, sizes)
-    lengths = [min(nbytes, _core.MOST_GROUP_HEAD) for nbytes in sizes]
-    places = [0, *itertools.accumulate(lengths)][: len(lengths)]
-    heads = arrays.new(packets, (sum(lengths),), "uint8")
-    for place, begin, length in zip(places, begins, lengths, strict=True):
-        heads[place : place + length] = packets.array[begin : begin + length]
-    on_host = np.array(heads.tolist(), np.uint8)
-    return _core.read_group_headers(on_host.ctypes.data, places, sizes)
 
 
 def group_count(counts: Sequence[int] | NDArray[np.uint64], group: int) -> int:
@@ -360,59 +202,59 @@ def group_count(counts: Sequence[int] | NDArray[np.uint64], group: int) -> int:
     return sum(-(-int(count) // group) for count in counts)
 
 
-def _workspace(rows: Rows, k: int, group: int, value_dtype: str) -> UpdateWorkspace:
-    groups = group_count(rows.counts, group)
-    sizes = {
-        "packet": (_core.most_group_bytes(k, groups, k * group, value_dtype), "uint8"),
-        "indices": (k, "int32"),
-        "values": (k * group, "float32"),
-        "scratch": (_scratch_bytes(rows, group, k), "uint8"),
-    }
-    return UpdateWorkspace(
-        **{name: arrays.new(rows, (count,), dtype) for name, (count, dtype) in sizes.items()}
+def _selected(call: str, rows: Rows, k: int, group: int, *more: str) -> tuple[Any, Any]:
+    """Runs a kernel that selects groups."""
+    group, k = _checked(rows, group, k)
+    indices, sums = (arrays.new(rows, (k,), dtype) for dtype in ("int32", "float32"))
+    table, scratch = inputs.Table(rows.words), _scratch(rows, group, k)
+    getattr(devices.module(rows.device), call)(
+        table.address,
+        *more,
+        group,
+        k,
+        _pointer(indices),
+        _pointer(sums),
+        scratch.address,
+        *devices.queue(rows.device, rows.array),
     )
+    return indices, sums
 
 
-def _scratch_bytes(rows: Rows, group: int, k: int) -> int:
-    module = devices.module(rows.device)
-    return int(module.group_workspace_bytes(len(rows), group_count(rows.counts, group), k))
+def _scratch(rows: Rows, group: int, k: int) -> compact.Scratch:
+    counts = len(rows), group_count(rows.counts, group), k
+    nbytes = devices.module(rows.device).group_workspace_bytes(*counts)
+    return compact.Scratch(nbytes, rows)
 
 
-class _Scratch:
-    """A workspace of a call; must live until the core returns."""
-
-    def __init__(self, rows: Rows, group: int, k: int) -> None:
-        nbytes = _scratch_bytes(rows, group, k)
-        self._memory = arrays.new(rows, (nbytes,), "uint8")
-        self.address = _pointer(self._memory), nbytes
-
-
-def _buffer(x: Any, name: str, dtype: str, least: int) -> ArrayRef:
-    found = inputs.array(x, name, (dtype,), write=True)
-    if found.count < least:
+def _ends(split: Sequence[int] | None, arrays: int) -> list[int]:
+    """The end of the arrays of each packet."""
+    if split is None:
+        return [arrays]
+    ends = list(itertools.accumulate(integers("split", split, 0, arrays)))
+    if not ends or ends[-1] != arrays:
         raise InvalidArgument(
-            f"invalid {name}: got {found.count} elements, expected at least {least}"
+            f"invalid split: got {list(split)}, expected numbers with a sum of {arrays}"
         )
-    return found
+    return ends
 
 
-def _known_values(value_dtype: str) -> None:
-    one_of("value_dtype", value_dtype, compact.VALUES)
+def _on_host(indices: Any) -> NDArray[np.int32]:
+    """A GPU's array, for which it waits, or this one."""
+    for copy in ("cpu", "get"):  # torch, CuPy
+        indices = getattr(indices, copy, lambda x=indices: x)()
+    return np.asarray(indices)
 
 
 def _checked(rows: Rows, group: int, k: int) -> tuple[int, int]:
     """The validated group and k."""
     group = inputs.group_size(group)
-    _within_limit(int(rows.counts.sum()))
-    return group, integer("k", k, 0, group_count(rows.counts, group))
-
-
-def _within_limit(total: int) -> None:
-    if total > inputs.MOST_ELEMENTS:
+    groups = group_count(rows.counts, group)
+    if groups * group > inputs.MOST_ELEMENTS:
         raise InvalidArgument(
-            f"the arrays have {total} elements together, and an int32 index counts at most "
-            f"{inputs.MOST_ELEMENTS}: select from fewer"
+            f"the arrays have {groups * group} elements together in whole groups, and an int32 "
+            f"index counts at most {inputs.MOST_ELEMENTS}: select from fewer"
         )
+    return group, integer("k", k, 0, groups)
 
 
 def _listed(x: Any) -> list[Any]:

@@ -7,7 +7,7 @@ raw or compact. csrc/kernels/device_kernels.h has the formulas, csrc/codec/packe
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,13 @@ from pycomm._core_api import arrays, devices
 from pycomm._core_api.arrays import ArrayRef
 from pycomm.errors import InvalidArgument
 from pycomm.kernels import compact, inputs
-from pycomm.kernels.batch import GroupBatch, PacketBatch, elements_of, group_rows_of, rows_of
+from pycomm.kernels.batch import (
+    GroupBatch,
+    PacketBatch,
+    addresses_of,
+    elements_of,
+    group_rows_of,
+)
 from pycomm.kernels.rows import Rows
 
 HEADER_BYTES = 32
@@ -177,21 +183,15 @@ def encode(
         written.append(rest)
     inputs.check_memory("encode", written, pair)
     if codec != "raw":
-        found, size = inputs.output(None, "length", pair[1], 1, "int64")
-        errors, left = None, 0
+        errors, lost = None, 0
         if rest is not None:
-            errors, lost = inputs.output(None, "errors", pair[1], k, pair[1].dtype)
-            left = lost.pointer
-        row = pair[0].pointer, pair[1].pointer, k, 0, count, left, packet.pointer
-        compact.encode([row], (codec, value_dtype), pair[1], size)
-        length = int(found[0])
-        if length == 0:
-            raise InvalidArgument(
-                f"encode: invalid indices: they must ascend in 0..{int(count) - 1}"
-            )
+            errors, left = inputs.output(None, "errors", pair[1], k, pair[1].dtype)
+            lost = left.pointer
+        row = np.array([[pair[0].pointer, pair[1].pointer, k, 0, count, lost]], np.uint64)
+        (made,) = compact.encode(row, (codec, value_dtype), pair[1], out=out)
         if errors is not None:
             decode_update(residual, [(indices, errors)], -1.0)
-        return out[:length]
+        return made
     _aligned(packet, value_dtype)
     devices.module(packet.device).encode(
         pair[0].pointer,
@@ -308,21 +308,22 @@ def _pair(indices: Any, values: Any) -> list[ArrayRef]:
 
 
 class _Chain:
-    """Arrays of one dtype, which indices count through as if they were concatenated."""
+    """Arrays of one dtype, which indices count through. Each begins at a multiple of `group`."""
 
-    def __init__(self, x: Any, name: str) -> None:
+    def __init__(self, x: Any, name: str, group: int) -> None:
         several = list(x) if isinstance(x, list | tuple) else [x]
         if not several:
             raise InvalidArgument(f"invalid {name}: got an empty list, expected at least one array")
         self.rows = Rows.of({name: several}, {name: inputs.FLOATS}, name, write=(name,))
         self.spans = self.rows.spans(name)
-        self.count = int(self.rows.counts.sum())
+        self.count = sum(-(-count // group) for count in self.rows.counts.tolist()) * group
         if self.count > inputs.MOST_ELEMENTS:
             raise InvalidArgument(
                 f"{name} has {self.count} elements together, and an int32 index counts at most "
                 f"{inputs.MOST_ELEMENTS}"
             )
         self.table = inputs.Table(self.rows.words)
+        self.words = self.table.address, self.rows.dtype, group
 
 
 def _decode(
@@ -333,34 +334,26 @@ def _decode(
     **numbers: float,
 ) -> None:
     """Calls a kernel that adds packets to `target`, an array and its name, with the numbers."""
-    chain = _Chain(*target)
     one_of("value_dtype", value_dtype, VALUE_BYTES)
+    group = packets.group if isinstance(packets, PacketBatch | GroupBatch) else 1
+    chain = _Chain(*target, inputs.group_size(group))
+    how = [number(name, value) for name, value in numbers.items()]
     if isinstance(packets, GroupBatch):
-        _decode_groups(call, chain, packets, numbers)
+        rows, read = group_rows_of(packets)
+        groups = chain.count // packets.group
+        if sum(packets.counts) != groups:
+            raise InvalidArgument(
+                f"invalid packets: got packets of {sum(packets.counts)} groups, expected {groups}, "
+                f"those of {target[1]}"
+            )
+        inputs.check_memory(call, chain.spans, read)
+        table = inputs.Table(rows)
+        OF_GROUPS[call](*chain.words, table.address, *how)
         return
     table, dtype = _table(chain, packets, value_dtype, call)
+    queue = devices.queue(chain.rows.device, chain.rows.array)
     getattr(devices.module(chain.rows.device), call)(
-        chain.table.address,
-        chain.rows.dtype,
-        table.address,
-        dtype,
-        *(number(name, value) for name, value in numbers.items()),
-        *devices.queue(chain.rows.device, chain.rows.array),
-    )
-
-
-def _decode_groups(
-    call: str, chain: _Chain, batch: GroupBatch, numbers: Mapping[str, float]
-) -> None:
-    rows, read = group_rows_of(batch)
-    inputs.check_memory(call, chain.spans, read)
-    table = inputs.Table(rows)
-    OF_GROUPS[call](
-        chain.table.address,
-        chain.rows.dtype,
-        table.address,
-        inputs.group_size(batch.group),
-        *(number(name, value) for name, value in numbers.items()),
+        *chain.words, table.address, dtype, *how, *queue
     )
 
 
@@ -371,7 +364,8 @@ def _table(
     rows: Any
     if isinstance(packets, PacketBatch):
         read = elements_of(packets)
-        rows, dtypes = rows_of(packets, read), [read[1].dtype]
+        lengths = np.array(packets.lengths, np.uint64)
+        rows, dtypes = np.column_stack([*addresses_of(packets, read), lengths]), [read[1].dtype]
     else:
         rows, read, dtypes = _located(out, packets, value_dtype)
     if len(set(dtypes)) > 1:

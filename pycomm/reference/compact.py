@@ -50,27 +50,61 @@ def encode(
     Raises:
         ValueError: an unknown code.
     """
-    code, places = write_indices(indices, count, index_code)
-    codes = INDEX_CODES.index(code) + 16 * VALUE_CODES.index(value_code)
-    head = MAGIC + bytes([codes]) + varint(len(indices)) + varint(count)
-    body = write_values(values, value_code)
+    packet, errors = encode_groups(indices, values, count, value_code, index_code=index_code)
     if residual is not None:
         residual = residual.copy()
         flat = residual.reshape(-1)
         with np.errstate(all="ignore"):
-            lost = values - read_values(body, len(values), value_code).astype(values.dtype)
-            flat[indices] = _one_nan(flat[indices] + lost)
-    return head + body + places, residual
+            flat[indices] = _one_nan(flat[indices] + errors)
+    return packet, residual
+
+
+def encode_groups(
+    indices: Array,
+    values: Array,
+    count: int,
+    value_code: str = "float32",
+    group: int = 1,
+    *,
+    index_code: str = "auto",
+) -> tuple[bytes, Array]:
+    """A compact packet of groups of neighbours.
+
+    Args:
+        indices: int32 [k], ascending: groups, in 0..count-1.
+        values: [k * group], float32 or float64.
+        count: number of groups.
+        value_code, index_code: as in `encode`.
+        group: elements of a group.
+
+    Returns:
+        (the packet, value - encoded value).
+
+    Raises:
+        ValueError: an unknown code.
+    """
+    code, places = ("list", b"")
+    if len(indices) < count:
+        code, places = write_indices(indices, count, index_code)
+    codes = INDEX_CODES.index(code) + 16 * VALUE_CODES.index(value_code)
+    head = MAGIC + bytes([codes, group.bit_length() - 1]) + varint(len(indices)) + varint(count)
+    body = write_values(values, value_code)
+    with np.errstate(all="ignore"):
+        errors = values - read_values(body, len(values), value_code).astype(values.dtype)
+    return head + body + places, errors
 
 
 def unpack(packet: bytes) -> tuple[Array, Array]:
-    """(indices int32 [k], values float32 [k])."""
-    (codes,) = struct.unpack_from("B", packet, len(MAGIC))
-    k, at = _read_varint(packet, len(MAGIC) + 1)
+    """(indices int32 [k], values float32 [k * group])."""
+    codes, bits = struct.unpack_from("BB", packet, len(MAGIC))
+    k, at = _read_varint(packet, len(MAGIC) + 2)
     count, at = _read_varint(packet, at)
-    values = read_values(packet[at:], k, VALUE_CODES[codes // 16])
-    body = packet[at + len(write_values(np.zeros(k, np.float32), VALUE_CODES[codes // 16])) :]
+    number, code = k << bits, VALUE_CODES[codes // 16]
+    values = read_values(packet[at:], number, code)
+    body = packet[at + len(write_values(np.zeros(number, np.float32), code)) :]
     index_code = INDEX_CODES[codes % 16]
+    if k == count:
+        return np.arange(k, dtype=np.int32), values
     if index_code == "list":
         return np.frombuffer(body, "<i4"), values
     if index_code == "bitmap":

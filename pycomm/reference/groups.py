@@ -15,7 +15,6 @@ from pycomm.reference import compact
 from pycomm.reference.kernels import topk
 
 Array = Any  # a NumPy array
-MAGIC = b"PL\x02"
 
 
 class Update(NamedTuple):
@@ -25,7 +24,8 @@ class Update(NamedTuple):
         residual: the residuals after the step, float32, a list of arrays.
         packet: the bytes of the packet.
         indices: int32 [k], ascending: the selected groups.
-        values: float32 [n]: the residual in these groups before they were sent.
+        values: float32 [k * group]: the residual in these groups before they were sent; 0 after the
+            end of an array.
     """
 
     residual: list[Array]
@@ -61,24 +61,15 @@ def update_step(
             for t, p, e in zip(theta, param, residual, strict=True)
         ]
     indices, _ = topk_groups(new, k, group)
-    counts = [x.size for x in new]
-    elements = group_elements(counts, group, indices)
-    whole = np.concatenate([x.reshape(-1) for x in new])
-    values = whole[elements]
-    head = [len(indices), sum(-(-count // group) for count in counts), len(values)]
-    body = compact.write_values(values, value_dtype)
-    with np.errstate(all="ignore"):
-        error = values - compact.read_values(body, len(values), value_dtype)
-    whole[elements] = np.where(np.isfinite(error), error, np.float32(0))
-    code, places = "list", b""
-    if head[0] < head[1]:
-        code, places = compact.write_indices(indices, head[1])
-    codes = compact.INDEX_CODES.index(code) + 16 * compact.VALUE_CODES.index(value_dtype)
-    numbers = b"".join(compact.varint(number) for number in head)
-    parts = np.split(whole, np.cumsum(counts)[:-1])
+    padded = [np.pad(x.reshape(-1), (0, -x.size % group)) for x in new]
+    rows = np.concatenate([np.zeros(0, np.float32), *padded]).reshape(-1, group)
+    values = rows[indices].reshape(-1)
+    packet, errors = compact.encode_groups(indices, values, len(rows), value_dtype, group)
+    rows[indices] = np.where(np.isfinite(errors), errors, np.float32(0)).reshape(-1, group)
+    parts = np.split(rows.reshape(-1), np.cumsum([len(x) for x in padded])[:-1])
     return Update(
-        [part.reshape(x.shape) for part, x in zip(parts, new, strict=True)],
-        MAGIC + bytes([codes]) + numbers + body + places,
+        [part[: x.size].reshape(x.shape) for part, x in zip(parts, new, strict=True)],
+        packet,
         indices,
         values,
     )

@@ -66,7 +66,7 @@ def test_kernels_run(
     rows = [Row(**row) for row in content["rows"]]
     others = {(r.kernel, r.peer) for r in rows if r.peer != "pycomm"}
     assert {("dgc_step", "eager"), ("topk", "torch.topk"), ("DGC", "through p.grad")} < others
-    assert {("update_step", "foreach"), ("read_groups", "decode_groups")} < others
+    assert {("update_step", "foreach"), ("read_groups", "decode_batch")} < others
     assert {kernel for kernel, _ in others} >= ALONE
     for count in (20_000, 160_000):
         own = {r.kernel: r for r in rows if r.count == count and r.peer == "pycomm"}

@@ -28,8 +28,8 @@ CEILINGS = {
     "DGC, coded, gather": ((2, 2, 18), (7, 5, 18)),
     "DGC, coded, owners": ((12, 7, 55), (17, 10, 55)),
     "Quantize": ((1, 1, 5), (5, 3, 5)),
-    "TopK, gather": ((4, 4, 25), (5, 5, 25)),
-    "TopK, owners": ((16, 16, 104), (17, 17, 104)),
+    "TopK, gather": ((2, 2, 24), (3, 3, 24)),
+    "TopK, owners": ((5, 5, 47), (6, 6, 47)),
 }
 WARM_STEPS = 3  # allocations and comparisons of first calls are behind them
 

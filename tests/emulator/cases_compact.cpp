@@ -5,6 +5,7 @@
 #include "cases.hpp"
 #include "codec/compact.h"
 #include "core/errors.h"
+#include "kernels/device_kernels.h"
 
 namespace cases {
 namespace {
@@ -13,6 +14,7 @@ namespace {
 using namespace pycomm;  // NOLINT(google-build-using-namespace): a program
 
 using Bytes = std::vector<std::byte>;
+using Floats = std::vector<float>;
 
 struct Set {
   size_t count;
@@ -31,14 +33,20 @@ Set set_of(std::mt19937& random, size_t count, size_t k) {
   return {count, all, numbers(random, k)};
 }
 
-// The set as a packet to write to host memory.
-codec::CompactSource source_of(const Set& set, std::byte* out, float* errors = nullptr) {
-  return {set.indices.data(), set.values.data(), set.indices.size(), 0, set.count, errors, out};
+using Source = kernels::DeviceKernels::CompactSource;
+
+size_t most_bytes(size_t k, size_t count, const codec::CompactCodes& how) {
+  return codec::most_compact_bytes(k, count, 1, how);
 }
 
 Bytes encode_here(const Set& set, const codec::CompactCodes& how, float* errors = nullptr) {
-  Bytes packet(codec::most_compact_bytes(set.indices.size(), set.count, how));
-  packet.resize(codec::encode_compact(source_of(set, packet.data(), errors), how));
+  const size_t k = set.indices.size();
+  Bytes packet(most_bytes(k, set.count, how));
+  Floats values = set.values;
+  const Source source{set.indices.data(), values.data(), k, 0, set.count, errors, packet.data()};
+  uint64_t bytes = 0;
+  kernels::cpu_kernels().encode_compact({&source, 1}, {how, 1, {}}, {&bytes, {}}, {});
+  packet.resize(bytes);
   return packet;
 }
 
@@ -52,11 +60,12 @@ Bytes encode_there(const Set& set, const codec::CompactCodes& how, std::vector<f
   const size_t k = set.indices.size();
   Device<int32_t> indices(set.indices);
   Device<float> values(set.values), lost(errors);
-  Device<std::byte> out(codec::most_compact_bytes(k, set.count, how), 1);
+  Device<std::byte> out(most_bytes(k, set.count, how), 1);
   Device<uint64_t> bytes(1);
-  const codec::CompactSource one{indices.at(), values.at(), k, 0, set.count, lost.at(), out.at()};
-  Device<std::byte> room(kernels().compact_encoding_bytes({&one, 1}));
-  kernels().encode_compact({&one, 1}, how, {bytes.at(), {room.at(), room.size()}}, queue());
+  const Source one{indices.at(), values.at(), k, 0, set.count, lost.at(), out.at()};
+  Device<std::byte> room(kernels().compact_encoding_bytes({&one, 1}, {how, 1, {}}));
+  kernels().encode_compact({&one, 1}, {how, 1, {}}, {bytes.at(), {room.at(), room.size()}},
+                           queue());
   errors = lost.read();
   Bytes packet = out.read();
   packet.resize(bytes.read()[0]);
@@ -75,18 +84,19 @@ Decoded decode_there(const Bytes& packet, size_t k, size_t count) {
   Device<float> values(k);
   Device<uint32_t> refused(1);
   const kernels::DeviceKernels::CompactPacket one{bytes.at(), packet.size(), k, 0, count};
-  Device<std::byte> room(kernels().compact_decoding_bytes({&one, 1}));
+  Device<std::byte> room(kernels().compact_decoding_bytes({&one, 1}, 1));
   kernels().decode_compact(
-      {&one, 1}, {indices.at(), values.at(), refused.at(), {room.at(), room.size()}}, queue());
+      {&one, 1}, {1, indices.at(), values.at(), refused.at(), {room.at(), room.size()}}, queue());
   return {refused.read()[0] != 0, indices.read(), values.read()};
 }
 
 Decoded decode_here(const Bytes& packet, size_t k, size_t count) {
   Decoded found{false, std::vector<int32_t>(k), std::vector<float>(k)};
+  const kernels::DeviceKernels::CompactPacket one{packet.data(), packet.size(), k, 0, count};
+  uint32_t refused = 1;
   try {
-    const codec::CompactHeader header = codec::read_compact_header(packet);
-    found.refused = header.k != k || header.count != count;
-    if (!found.refused) codec::decode_compact(packet, found.indices.data(), found.values.data());
+    kernels::cpu_kernels().decode_compact(
+        {&one, 1}, {1, found.indices.data(), found.values.data(), &refused, {}}, {});
   } catch (const InvalidArgument&) {
     found.refused = true;
   }
@@ -226,23 +236,23 @@ void try_writing(std::mt19937& random, const std::vector<size_t>& lengths, bool 
     for (const int32_t index : set.indices) indices.push_back(index + first);
     values.insert(values.end(), set.values.begin(), set.values.end());
     errors.insert(errors.end(), lost.begin(), lost.end());
-    most = std::max(most, codec::most_compact_bytes(k, count, how));
+    most = std::max(most, most_bytes(k, count, how));
   }
   const Device<int32_t> places(indices);
-  const Device<float> numbers_given(values);
+  Device<float> numbers_given(values);
   Device<float> lost(errors.size());
   Device<std::byte> out(most * lengths.size());
   Device<uint64_t> sizes(lengths.size());
-  std::vector<codec::CompactSource> rows;
+  std::vector<Source> rows;
   size_t at = 0;
   for (const size_t k : lengths) {
     rows.push_back({places.at() + at, numbers_given.at() + at, k, count * rows.size(), count,
                     lost.at() + at, out.at() + most * rows.size()});
     at += k;
   }
-  Device<std::byte> room(kernels().compact_encoding_bytes(rows));
+  Device<std::byte> room(kernels().compact_encoding_bytes(rows, {how, 1, {}}));
   const Launches launches;
-  kernels().encode_compact(rows, how, {sizes.at(), {room.at(), room.size()}}, queue());
+  kernels().encode_compact(rows, {how, 1, {}}, {sizes.at(), {room.at(), room.size()}}, queue());
   finish();
   launches.check_equal(5 * ((rows.size() + 127) / 128));
   const Bytes all = out.read();
@@ -286,10 +296,10 @@ void try_batch(std::mt19937& random, const std::vector<size_t>& lengths) {
   Device<int32_t> found(indices.size());
   Device<float> numbers_found(values.size());
   Device<uint32_t> verdicts(rows.size());
-  Device<std::byte> room(kernels().compact_decoding_bytes(rows));
+  Device<std::byte> room(kernels().compact_decoding_bytes(rows, 1));
   const Launches launches;
   kernels().decode_compact(
-      rows, {found.at(), numbers_found.at(), verdicts.at(), {room.at(), room.size()}}, queue());
+      rows, {1, found.at(), numbers_found.at(), verdicts.at(), {room.at(), room.size()}}, queue());
   finish();
   launches.check_equal(7 * ((rows.size() + 127) / 128));
   check(verdicts.read() == refused, "other packets were refused");
@@ -315,20 +325,21 @@ void run_compact_graph(std::mt19937& random) {
                                 codec::ValueCode::two_bit};
   Device<int32_t> indices(kEach), found(kEach);
   Device<float> values(kEach), numbers_found(kEach);
-  const size_t most = codec::most_compact_bytes(kEach, kCount, how);
+  const size_t most = most_bytes(kEach, kCount, how);
   Device<std::byte> out(most);
   Device<uint64_t> bytes(1);
   Device<uint32_t> refused(1);
   // That of the first set: a captured decoder knows its packet's length.
   const size_t length = encode_here(set_of(random, kCount, kEach), how).size();
-  const codec::CompactSource from{indices.at(), values.at(), kEach, 0, kCount, nullptr, out.at()};
+  const Source from{indices.at(), values.at(), kEach, 0, kCount, nullptr, out.at()};
   const kernels::DeviceKernels::CompactPacket one{out.at(), length, kEach, 0, kCount};
-  Device<std::byte> writing(kernels().compact_encoding_bytes({&from, 1}));
-  Device<std::byte> reading(kernels().compact_decoding_bytes({&one, 1}));
+  Device<std::byte> writing(kernels().compact_encoding_bytes({&from, 1}, {how, 1, {}}));
+  Device<std::byte> reading(kernels().compact_decoding_bytes({&one, 1}, 1));
   check_cuda(cudaStreamBeginCapture(stream(), cudaStreamCaptureModeThreadLocal));
-  kernels().encode_compact({&from, 1}, how, {bytes.at(), {writing.at(), writing.size()}}, queue());
+  kernels().encode_compact({&from, 1}, {how, 1, {}}, {bytes.at(), {writing.at(), writing.size()}},
+                           queue());
   kernels().decode_compact(
-      {&one, 1}, {found.at(), numbers_found.at(), refused.at(), {reading.at(), reading.size()}},
+      {&one, 1}, {1, found.at(), numbers_found.at(), refused.at(), {reading.at(), reading.size()}},
       queue());
   cudaGraph_t graph = nullptr;
   cudaGraphExec_t made = nullptr;

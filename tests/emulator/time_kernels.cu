@@ -5,8 +5,8 @@
 #include <string_view>
 
 #include "cases.hpp"
+#include "codec/compact.h"
 #include "codec/format.h"
-#include "codec/groups.h"
 
 namespace cases {
 namespace {
@@ -243,13 +243,13 @@ class Jobs {
     });
     const codec::CompactCodes how{Dtype::float32, true, codec::IndexCode::list,
                                   codec::ValueCode::three_bit};
-    const size_t most = codec::most_compact_bytes(k, count, how);
+    const size_t most = codec::most_compact_bytes(k, count, 1, how);
     std::byte* out = keep<std::byte>(most);
     uint64_t* size = keep<uint64_t>(1);
-    const codec::CompactSource from{indices, values, k, 0, count, nullptr, out};
-    const auto writing = room(cases::kernels().compact_encoding_bytes({&from, 1}));
+    const Source from{indices, values, k, 0, count, nullptr, out};
+    const auto writing = room(cases::kernels().compact_encoding_bytes({&from, 1}, {how, 1, {}}));
     const auto encode = [=] {
-      cases::kernels().encode_compact({&from, 1}, how, {size, writing}, queue());
+      cases::kernels().encode_compact({&from, 1}, {how, 1, {}}, {size, writing}, queue());
     };
     encode();
     uint64_t coded = 0;
@@ -259,10 +259,10 @@ class Jobs {
     int32_t* found = keep<int32_t>(k);
     float* read = keep<float>(k);
     const DeviceCompactPacket packet{out, coded, k, 0, count};
-    const auto reading = room(cases::kernels().compact_decoding_bytes({&packet, 1}));
+    const auto reading = room(cases::kernels().compact_decoding_bytes({&packet, 1}, 1));
     add("encode_compact", moved, static_cast<double>(coded), encode);
     add("decode_compact", static_cast<double>(coded), moved, [=] {
-      cases::kernels().decode_compact({&packet, 1}, {found, read, refused, reading}, queue());
+      cases::kernels().decode_compact({&packet, 1}, {1, found, read, refused, reading}, queue());
     });
   }
 
@@ -271,27 +271,31 @@ class Jobs {
     const size_t groups = count / kGroup, k = groups / 100;
     updates.assign(1, {a.at(), b.at(), c.at(), count});
     const auto space = room(cases::kernels().group_workspace_bytes({1, groups, k}));
-    const kernels::UpdateStep step{.pieces = updates,
-                                   .dtype = Dtype::float32,
-                                   .group = kGroup,
-                                   .k = k,
-                                   .value_code = codec::ValueCode::three_bit,
-                                   .indices = keep<int32_t>(k),
-                                   .values = keep<float>(k * kGroup),
-                                   .packet = keep<std::byte>(codec::most_group_bytes(
-                                       k, groups, k * kGroup, codec::ValueCode::three_bit)),
-                                   .sizes = keep<uint64_t>(2),
-                                   .workspace = space};
-    add("update_step", 3 * bytes, 2 * bytes, [=] { cases::kernels().update_step(step, queue()); });
+    const kernels::LargestGroups largest{kGroup, k, keep<int32_t>(k), keep<float>(k), space};
+    add("update_step", 3 * bytes, 2 * bytes,
+        [=, this] { cases::kernels().update_step(updates, Dtype::float32, largest, queue()); });
+    tensors.assign(1, {c.at(), count});
+    const codec::CompactCodes codes{Dtype::float32, true, codec::IndexCode::list,
+                                    codec::ValueCode::three_bit};
+    const kernels::DeviceKernels::CompactInput input{codes, kGroup, tensors};
+    std::byte* out = keep<std::byte>(codec::most_compact_bytes(k, groups, kGroup, codes));
+    const Source from{largest.indices, keep<float>(k * kGroup), k, 0, groups, nullptr, out};
+    uint64_t* size = keep<uint64_t>(1);
+    const auto writing = room(cases::kernels().compact_encoding_bytes({&from, 1}, input));
+    const double moved = 4.0 * static_cast<double>(k * kGroup);
+    add("encode_groups", moved, moved,
+        [=] { cases::kernels().encode_compact({&from, 1}, input, {size, writing}, queue()); });
   }
 
   using DeviceCompactPacket = kernels::DeviceKernels::CompactPacket;
+  using Source = kernels::DeviceKernels::CompactSource;
   size_t count;
   double bytes;
   Filled a{count, 1}, b{count, 2}, c{count, 3}, d{count, 4};
   std::vector<kernels::Block> table;
   std::vector<kernels::DgcPiece> pieces;
   std::vector<kernels::UpdatePiece> updates;
+  std::vector<kernels::Array> tensors;
   std::vector<std::shared_ptr<void>> kept;
   std::vector<Job> jobs;
 };

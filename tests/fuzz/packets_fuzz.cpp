@@ -1,4 +1,4 @@
-// Encoded packets, raw, compact and of groups, as they arrive from other ranks.
+// Encoded packets, raw and compact, as they arrive from other ranks.
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -7,9 +7,9 @@
 
 #include "codec/compact.h"
 #include "codec/cpu/indices.h"
-#include "codec/groups.h"
 #include "codec/packet.h"
 #include "core/errors.h"
+#include "cpu/floats.h"
 #include "fuzz.h"
 
 namespace {
@@ -43,49 +43,58 @@ void read_raw(std::span<const std::byte> bytes) {
 
 struct Decoded {
   explicit Decoded(std::span<const std::byte> bytes)
-      : header(codec::read_compact_header(bytes)), indices(header.k), values(header.k) {
-    codec::decode_compact(bytes, indices.data(), values.data());
+      : reader(bytes), header(reader.header()), indices(header.k), values(header.values()) {
+    reader.read_indices(indices.data());
+    const cpu::ExactFloats exact;
+    reader.read_values(0, values);
   }
+  codec::PacketReader reader;
   codec::CompactHeader header;
   std::vector<int32_t> indices;
   std::vector<float> values;
 };
 
-void read_compact(std::span<const std::byte> bytes) {
-  const codec::CompactHeader header = codec::read_compact_header(bytes);
-  fuzz::demand(header.k <= 8 * bytes.size(), "a packet of more elements than bits");
-  const Decoded first(bytes);
-  demand_sound(first.indices, header.count);
-  if (header.count > kMostCount) return;
-  const codec::CompactCodes codes{Dtype::float32, false, header.index_code,
-                                  codec::ValueCode::float32};
-  std::vector<std::byte> again(codec::most_compact_bytes(header.k, header.count, codes));
-  again.resize(codec::encode_compact(
-      {first.indices.data(), first.values.data(), header.k, 0, header.count, nullptr, again.data()},
-      codes));
-  const Decoded second(again);
-  fuzz::demand(second.indices == first.indices, "indices come back as others");
-  const auto same = [](float a, float b) { return a == b || (std::isnan(a) && std::isnan(b)); };
-  fuzz::demand(std::ranges::equal(second.values, first.values, same), "values come back as others");
-}
+class Values final : public codec::BlockValues {
+ public:
+  explicit Values(std::span<const float> all) : all_(all) {}
+  void read(size_t first, std::span<float> values) const override {
+    std::ranges::copy(all_.subspan(first, values.size()), values.begin());
+  }
+  void sent(size_t, std::span<const float>, std::span<float>) const override {}
 
-void read_groups(std::span<const std::byte> bytes) {
-  const codec::GroupHeader header = codec::read_group_header(bytes);
-  fuzz::demand(header.values <= 8 * bytes.size(), "a packet of more values than bits");
-  std::vector<int32_t> indices(header.k);
-  std::vector<float> values(header.values);
-  const codec::GroupReader reader(bytes);
-  codec::decode_groups(reader, indices.data(), values.data(), [](size_t tasks, const auto& task) {
-    for (size_t i = 0; i < tasks; ++i) task(i);
-  });
-  demand_sound(indices, header.count);
+ private:
+  std::span<const float> all_;
+};
+
+bool same(float a, float b) { return a == b || (std::isnan(a) && std::isnan(b)); }
+
+void read_compact(std::span<const std::byte> bytes) {
+  fuzz::demand(codec::read_compact_header(bytes).values() <= 8 * bytes.size(),
+               "a packet of more values than bits");
+  const Decoded first(bytes);
+  const codec::CompactHeader& header = first.header;
+  demand_sound(first.indices, header.count);
+  const cpu::ExactFloats exact;
   std::vector<float> block;
-  for (size_t first = 0; first < values.size(); first += block.size()) {
-    block.resize(std::min(codec::kValueBlock, values.size() - first));
-    reader.read_values(first, block);
-    fuzz::demand(std::memcmp(block.data(), &values[first], block.size() * sizeof(float)) == 0,
+  for (size_t at = 0; at < first.values.size(); at += block.size()) {
+    block.resize(std::min(codec::kValueBlock, first.values.size() - at));
+    first.reader.read_values(at, block);
+    fuzz::demand(std::memcmp(block.data(), &first.values[at], block.size() * sizeof(float)) == 0,
                  "a block by itself has other values");
   }
+  if (header.count > kMostCount || header.values() > kMostCount) return;
+  const codec::CompactCodes codes{Dtype::float32, false, header.index_code,
+                                  codec::ValueCode::float32};
+  std::vector<std::byte> again(
+      codec::most_compact_bytes(header.k, header.count, header.group, codes));
+  const auto run = [](size_t tasks, const auto& task) {
+    for (size_t i = 0; i < tasks; ++i) task(i);
+  };
+  again.resize(codec::encode_compact({first.indices, header.count, header.group}, codes,
+                                     Values(first.values), again.data(), run));
+  const Decoded second(again);
+  fuzz::demand(second.indices == first.indices, "indices come back as others");
+  fuzz::demand(std::ranges::equal(second.values, first.values, same), "values come back as others");
 }
 
 }  // namespace
@@ -96,9 +105,7 @@ void fuzz::one(Input input) {
   std::copy(input.begin(), input.end(), own.get());
   const std::span<const std::byte> bytes(own.get(), input.size());
   try {
-    if (codec::is_compact(bytes))
-      return bytes.size() > 2 && bytes[2] == std::byte{2} ? read_groups(bytes)
-                                                          : read_compact(bytes);
+    if (codec::is_compact(bytes)) return read_compact(bytes);
     read_raw(bytes);
   } catch (const InvalidArgument&) {
   }

@@ -10,8 +10,10 @@
 #include <vector>
 
 #include "core/errors.h"
+#include "cpu/floats.h"
 #include "cpu/isa.h"
 #include "harness.h"
+#include "kernels/device_kernels.h"
 
 namespace {
 
@@ -59,10 +61,12 @@ std::unique_ptr<std::byte[]> alone(const Bytes& bytes) {
 }
 
 Bytes encoded(const Set& set, const std::vector<float>& values, const CompactCodes& how) {
-  const size_t k = set.indices.size(), most = most_compact_bytes(k, set.count, how);
+  const size_t k = set.indices.size(), most = most_compact_bytes(k, set.count, 1, how);
   const auto room = std::make_unique<std::byte[]>(most);
-  const size_t used = encode_compact(
-      {set.indices.data(), values.data(), k, 0, set.count, nullptr, room.get()}, how);
+  const kernels::DeviceKernels::CompactSource source{
+      set.indices.data(), const_cast<float*>(values.data()), k, 0, set.count, nullptr, room.get()};
+  uint64_t used = 0;
+  kernels::cpu_kernels().encode_compact({&source, 1}, {how, 1, {}}, {&used, {}}, {});
   expect(used <= most, "more bytes than the bound");
   return {room.get(), room.get() + used};
 }
@@ -77,7 +81,10 @@ Pairs decoded(const Bytes& bytes) {
   const std::span found(copy.get(), bytes.size());
   const size_t k = read_compact_header(found).k;
   Pairs pairs{std::vector<int32_t>(k), std::vector<float>(k)};
-  decode_compact(found, pairs.indices.data(), pairs.values.data());
+  const PacketReader reader(found);
+  const cpu::ExactFloats exact;
+  reader.read_indices(pairs.indices.data());
+  reader.read_values(0, pairs.values);
   return pairs;
 }
 

@@ -30,7 +30,7 @@ LEFT = {
     "results, which programs do not make": "Group Work launch.Launcher "
     "elastic.ShrinkResult elastic.Microbatch",
     "tuples, which the functions that take them check": "kernels.GroupBatch kernels.PacketBatch "
-    "kernels.UpdatePacket kernels.UpdateWorkspace",
+    "kernels.GroupPackets",
     "not validated, as the page says": "reference.Step reference.Update",
     "pass all arguments on: to the user's module, to print() and to torch's module": "print0 "
     "DataParallel.forward DataParallel.state_dict DataParallel.load_state_dict",

@@ -34,7 +34,7 @@ MAY_INCLUDE = {
     "cpu/": ["core/", "cpu/"],
     "codec/": ["core/", "codec/", "cpu/"],
     "kernels/": [
-        *("core/", "kernels/", "codec/compact.h", "codec/groups.h", "codec/packet.h"),
+        *("core/", "kernels/", "codec/compact.h", "codec/packet.h"),
         *("codec/cpu/indices.h", "codec/cpu/value_codes.h", "cpu/", "os/thread.h"),
     ],
     # The store authenticates clients with the transports' handshake.
@@ -194,40 +194,40 @@ MAY_SEE_ENVIRONMENT = [
 # Most lines of each folder: code, comments and blank lines of its files, and of the folders below
 # that have no row. A change that adds lines deletes as many; one that deletes lowers the row.
 BUDGETS = {
-    "benchmarks": 7605,
+    "benchmarks": 7609,
     "csrc": 4394,
-    "csrc/bindings": 4947,
-    "csrc/codec": 1690,
+    "csrc/bindings": 4925,
+    "csrc/codec": 1479,
     "csrc/collectives": 1934,
-    "csrc/cuda": 5557,
+    "csrc/cuda": 5373,
     "csrc/device": 1553,
     "csrc/device_group": 2025,
     "csrc/engine": 4140,
     "csrc/group": 3468,
-    "csrc/kernels": 3746,
+    "csrc/kernels": 3639,
     "csrc/os": 1746,
     "csrc/rendezvous": 1658,
     "csrc/shared": 1694,
     "csrc/transport": 2279,
     "examples": 913,
-    "pycomm": 18797,
+    "pycomm": 18820,
     "pycomm/bench": 3226,
-    "pycomm/compress": 5943,
-    "pycomm/kernels": 2558,
+    "pycomm/compress": 5903,
+    "pycomm/kernels": 2453,
     "pycomm/launch": 2231,
-    "tests": 7006,
+    "tests": 7017,
     "tests/cli": 2415,
     "tests/devices": 3681,
-    "tests/emulator": 8350,
-    "tests/native": 15961,
+    "tests/emulator": 8402,
+    "tests/native": 15954,
     "tests/ranks": 8575,
     "tests/reliability": 5163,
-    "tests/support": 6320,
+    "tests/support": 6317,
     "tests/torch_backend": 4618,
-    "tests/unit": 6082,
+    "tests/unit": 6171,
     "tools": 1747,
 }
-IN_ALL = 152_022
+IN_ALL = 151_522
 LONGEST_FILE = 500
 MOST_VARIABLES = 11
 # Set by setup.py for the compiler, and by pycomm's launchers for their ranks: not for users.

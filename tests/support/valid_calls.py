@@ -118,8 +118,8 @@ def update() -> dict[str, Any]:
 
 
 def updated() -> dict[str, Any]:
-    packet = kernels.update_step(**update()).packet
-    return {"packets": packet, "sizes": [len(packet)], "counts": [100]}
+    (packet,) = kernels.encode_groups(x(100), positions()).packets
+    return {"packets": packet, "sizes": [len(packet)], "lengths": [2], "counts": [7]}
 
 
 def decoded(target: str) -> dict[str, Any]:
@@ -149,16 +149,13 @@ KERNELS: dict[str, Valid] = {
     },
     "kernels.momentum_mask": lambda _: {"u": x(100), "v": x(100), "indices": positions()},
     "kernels.dgc_workspace": lambda _: {"u": x(100), "v": x(100), "k": 3},
-    "kernels.update_step": lambda _: {
-        **{**update(), "workspace": kernels.update_workspace(x(100), 3)},
-    },
+    "kernels.update_step": lambda _: update(),
+    "kernels.encode_groups": lambda _: {"x": x(100), "indices": positions(), "split": [1]},
     "kernels.update_rollback": lambda _: {
         **{"residual": x(100), "indices": np.array([1], np.int32), "values": x(16)},
     },
     "kernels.topk_groups": lambda _: {"x": x(100), "k": 3},
-    "kernels.decode_groups": lambda _: updated(),
     "kernels.read_groups": lambda _: updated(),
-    "kernels.update_workspace": lambda _: {"theta": x(100), "k": 3},
     "kernels.encode": lambda _: {
         **{**pair(), "count": 100, "residual": x(100), "out": bytes_of(kernels.packet_bytes(2))},
     },

@@ -1,6 +1,7 @@
 """The update step against pycomm.reference, bit by bit, its packets and its rollback."""
 
-from typing import Any
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from properties import SETTINGS
 
 from pycomm import _core, kernels, reference
 from pycomm.errors import InvalidArgument, Unsupported
+from pycomm.reference import compact as reference_compact
 
 CPU = Cpu()
 F32 = np.float32
@@ -35,14 +37,49 @@ def inputs_of(counts: list[int], kind: str, seed: int, dtype: str) -> list[list[
     ]
 
 
+class Step(NamedTuple):
+    """What the kernels of a step return, and the arrays after it."""
+
+    packets: list[Any]
+    lengths: list[int]
+    indices: Any
+    values: Any
+    residual: list[Any]
+    param: list[Any]
+
+    @property
+    def packet(self) -> Any:
+        (packet,) = self.packets
+        return packet
+
+
 def run_step(
-    lists: list[list[np.ndarray]], k: int, dtype: str, device: Any = CPU, **options: Any
-) -> Any:
-    """(the packet, residuals and parameters after the step) of the kernel."""
+    lists: list[list[np.ndarray]],
+    k: int,
+    dtype: str,
+    device: Any = CPU,
+    *,
+    group: int = 16,
+    **options: Any,
+) -> Step:
     theta, param = ([device.put(x, dtype) for x in each] for each in lists[:2])
     residual = [device.put(x, torch_too=dtype == "bfloat16") for x in lists[2]]
-    found = kernels.update_step(theta, param, residual, k, **options)
-    return found, residual, param
+    indices, _ = kernels.update_step(theta, param, residual, k, group=group)
+    taken = kernels.encode_groups(residual, indices, group=group, **options)
+    return Step(taken.packets, taken.lengths, indices, taken.values, residual, param)
+
+
+def packet_of(found: Step) -> bytes:
+    """The bytes of the only packet."""
+    return bytes(np.asarray(found.packet))
+
+
+def elements_of(counts: list[int], group: int, indices: Any) -> tuple[np.ndarray, np.ndarray]:
+    """The positions of the elements of groups in arrays that begin at multiples of the group, and
+    which of them are in an array."""
+    at = (np.asarray(indices, np.int64)[:, None] * group + np.arange(group)).reshape(-1)
+    there = [np.arange(-(-n // group) * group) < n for n in counts]
+    return at.astype(np.int32), np.concatenate([np.zeros(0, bool), *there])[at]
 
 
 @SETTINGS
@@ -60,14 +97,46 @@ def test_one_update(device, counts, group, share, kind, seed, dtype, value_dtype
     lists = inputs_of(counts, kind, seed, dtype)
     options = {"group": group, "value_dtype": value_dtype}
     wanted = reference.update_step(*lists, k, **options)
-    found, residual, param = run_step(lists, k, dtype, device, **options)
-    assert device.get(found.packet).tobytes() == wanted.packet
+    found = run_step(lists, k, dtype, device, **options)
+    assert found.lengths == [k]
+    assert device.get(found.packet).tobytes() == (wanted.packet if k else b"")
     same(device.get(found.indices), wanted.indices)
     same(device.get(found.values), wanted.values)
-    for got, want in zip(residual, wanted.residual, strict=True):
+    for got, want in zip(found.residual, wanted.residual, strict=True):
         same(device.get(got), want)
-    for got, want in zip(param, lists[0], strict=True):
+    for got, want in zip(found.param, lists[0], strict=True):
         same(device.get(got).astype(want.dtype), want)
+
+
+@SETTINGS
+@given(counts=counts, group=groups, share=shares, seed=st.integers(0, 2**32 - 100))
+def test_packets_of_some_arrays(device, counts, group, share, seed):
+    """Each as alone, and decoded together."""
+    counts = [*counts, 100, 7]
+    split = [0, 1, len(counts) - 2, 1, 0]
+    lists = inputs_of(counts, "plain", seed, "float32")
+    k = round(share * number_of_groups(counts, group))
+    found = run_step(lists, k, "float32", device, group=group, split=split)
+    indices, _ = reference.topk_groups(
+        [e + (t - p) for t, p, e in zip(*lists, strict=True)], k, group
+    )
+    first = number = 0
+    for packet, length, arrays in zip(found.packets, found.lengths, split, strict=True):
+        own = counts[first : first + arrays]
+        end = number + number_of_groups(own, group)
+        mine = indices[(indices >= number) & (indices < end)] - number
+        assert length == len(mine)
+        if length:
+            got, _ = reference_compact.unpack(device.get(packet).tobytes())
+            same(got, mine.astype(np.int32))
+        first, number = first + arrays, end
+    sizes = [len(packet) for packet in found.packets]
+    message = np.concatenate([device.get(packet) for packet in found.packets])
+    of_each = [number_of_groups(counts[b:e], group) for b, e in pairwise(np.cumsum([0, *split]))]
+    numbers = device.put(message), sizes, found.lengths, of_each
+    batch = kernels.decode_batch(*numbers, group=group)
+    same(device.get(batch.indices), elements_of(counts, group, indices)[0])
+    same_sums(device, counts, batch, kernels.read_groups(*numbers, group=group))
 
 
 @SETTINGS
@@ -102,19 +171,22 @@ def test_many_elements_on_threads(isa, dtype, kind, settings_of_kernels):
     lists[2] = [made(kind, count, 5, "float32") for count in counts]
     k = number_of_groups(counts, 2) // 8
     wanted = reference.update_step(*lists, k, group=2)
-    found, residual, _ = run_step(lists, k, dtype, group=2)
-    assert bytes(np.asarray(found.packet)) == wanted.packet
-    for got, want in zip(residual, wanted.residual, strict=True):
+    found = run_step(lists, k, dtype, group=2)
+    assert packet_of(found) == wanted.packet
+    for got, want in zip(found.residual, wanted.residual, strict=True):
         same(CPU.get(got), want)
-    other, *_ = run_step(inputs_of(counts, kind, 8, dtype), k // 5, dtype, group=2)
+    other = run_step(inputs_of(counts, kind, 8, dtype), k // 5, dtype, group=2)
     two = np.concatenate([found.packet, other.packet])
     sizes = [len(found.packet), len(other.packet)]
-    both = kernels.decode_groups(two, sizes, counts, group=2)
-    same_sums(CPU, counts, both, kernels.read_groups(two, sizes, counts, group=2))
-    batch = kernels.decode_groups(found.packet, sizes[:1], counts, group=2)
-    same(batch.indices, reference.group_elements(counts, 2, wanted.indices))
-    sent = batch.values + np.concatenate(wanted.residual)[batch.indices]
-    np.testing.assert_allclose(sent, wanted.values, rtol=1e-6, atol=1e-6)
+    numbers = two, sizes, [k, k // 5], [number_of_groups(counts, 2)]
+    both = kernels.decode_batch(*numbers, group=2)
+    same_sums(CPU, counts, both, kernels.read_groups(*numbers, group=2))
+    batch = kernels.decode_batch(found.packet, sizes[:1], [k], numbers[3], group=2)
+    at, there = elements_of(counts, 2, wanted.indices)
+    same(batch.indices, at)
+    padded = [np.pad(x, (0, -len(x) % 2)) for x in wanted.residual]
+    sent = batch.values + np.concatenate(padded)[at]
+    np.testing.assert_allclose(sent[there], wanted.values[there], rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("value_dtype", VALUES)
@@ -123,25 +195,27 @@ def test_nothing_is_lost(value_dtype):
     counts = [1000, 77]
     lists = inputs_of(counts, "plain", 3, "float32")
     whole = [t - p + e for t, p, e in zip(*lists, strict=True)]
-    found, residual, _ = run_step(lists, 20, "float32", value_dtype=value_dtype)
-    batch = kernels.decode_groups(found.packet, [len(found.packet)], counts)
-    assert len(batch.indices) == batch.lengths[0] == len(found.values)
+    found = run_step(lists, 20, "float32", value_dtype=value_dtype)
+    batch = kernels.decode_batch(found.packet, [len(found.packet)], [20], [68], group=16)
+    assert len(batch.indices) == batch.lengths[0] == len(found.values) == 320
     sent = kernels.decode_sum([np.empty(count, np.float32) for count in counts], batch)
-    for total, rest, one in zip(whole, residual, sent, strict=True):
+    for total, rest, one in zip(whole, found.residual, sent, strict=True):
         np.testing.assert_allclose(rest + one, total, atol=1e-5)
 
 
 def test_rollback_restores_the_residual(device):
     lists = inputs_of([1000, 0, 77, 3], "plain", 4, "float32")
     whole = [e + (t - p) for t, p, e in zip(*lists, strict=True)]
-    found, residual, _ = run_step(lists, 30, "float32", device)
+    found = run_step(lists, 30, "float32", device)
+    residual = found.residual
     after = [device.get(x).copy() for x in residual]
     assert not all(np.array_equal(a, b) for a, b in zip(after, whole, strict=True))
     kernels.update_rollback(residual, found.indices, found.values)
     for got, want in zip(residual, whole, strict=True):
         same(device.get(got), want)
     kernels.update_rollback(residual, found.indices, device.put(np.zeros(len(found.values), F32)))
-    assert sum(int((device.get(x) == 0).sum()) for x in residual) == len(found.values)
+    inside = elements_of([1000, 0, 77, 3], 16, device.get(found.indices))[1]
+    assert sum(int((device.get(x) == 0).sum()) for x in residual) == inside.sum()
 
 
 def test_invalid_groups_are_ignored(device):
@@ -157,15 +231,16 @@ def test_invalid_groups_are_ignored(device):
 
 
 def test_more_tensors_than_a_page_has(device):
-    """A launch has 600 rows, and each thread that places them has two of them from 1,024 on."""
+    """A launch has 600 rows."""
     counts = [5 + i % 30 for i in range(1300)]
     lists = inputs_of(counts, "plain", 5, "float32")
     k = number_of_groups(counts, 16) // 2
     wanted = reference.update_step(*lists, k)
-    found, residual, _ = run_step(lists, k, "float32", device)
+    found = run_step(lists, k, "float32", device)
     assert device.get(found.packet).tobytes() == wanted.packet
     same(device.get(found.values), wanted.values)
-    same(np.concatenate([device.get(x) for x in residual]), np.concatenate(wanted.residual))
+    rest = np.concatenate([device.get(x) for x in found.residual])
+    same(rest, np.concatenate(wanted.residual))
 
 
 def same_sums(device: Any, counts: list[int], *batches: Any) -> None:
@@ -188,78 +263,81 @@ def same_sums(device: Any, counts: list[int], *batches: Any) -> None:
     seed=st.integers(0, 2**32 - 200),
 )
 def test_packets_of_several_ranks(device, counts, group, ranks, kind, seed):
-    packets, wanted = [], []
+    packets, lengths, wanted = [], [], []
     for rank, (share, value_dtype) in enumerate(ranks):
         k = round(share * number_of_groups(counts, group))
         lists = inputs_of(counts, kind, seed + 50 * rank, "float32")
         found = reference.update_step(*lists, k, group=group, value_dtype=value_dtype)
         packets.append(np.frombuffer(found.packet, np.uint8))
-        elements = reference.group_elements(counts, group, found.indices)
-        rest = np.concatenate([np.zeros(0, F32), *found.residual])[elements]
-        wanted.append((elements, found.values, rest))
-    sizes = [len(packet) for packet in packets]
-    there = device.put(np.concatenate(packets))
-    batch = kernels.decode_groups(there, sizes, counts, group=group)
-    same_sums(device, counts, batch, kernels.read_groups(there, sizes, counts, group=group))
+        lengths.append(k)
+        at, there = elements_of(counts, group, found.indices)
+        padded = [np.pad(x, (0, -len(x) % group)) for x in found.residual]
+        rest = np.concatenate([np.zeros(0, F32), *padded])[at]
+        wanted.append((at, there, found.values, rest))
+    numbers = [len(packet) for packet in packets], lengths, [number_of_groups(counts, group)]
+    message = device.put(np.concatenate(packets))
+    batch = kernels.decode_batch(message, *numbers, group=group)
+    same_sums(device, counts, batch, kernels.read_groups(message, *numbers, group=group))
     ends = np.cumsum(batch.lengths)[:-1]
     parts = np.split(device.get(batch.indices), ends), np.split(device.get(batch.values), ends)
-    for indices, values, (elements, sent, rest) in zip(*parts, wanted, strict=True):
-        same(indices, elements)
+    for indices, values, (at, there, sent, rest) in zip(*parts, wanted, strict=True):
+        same(indices, at)
         with np.errstate(all="ignore"):
             error = sent - values
-        same(np.where(np.isfinite(error), error, F32(0)), rest)
+        same(np.where(np.isfinite(error), error, F32(0))[there], rest[there])
 
 
 def test_more_packets_than_a_launch_has(device):
     """A launch has 128 packets."""
     counts = [100, 33]
-    found, *_ = run_step(inputs_of(counts, "plain", 1, "float32"), 3, "float32")
+    found = run_step(inputs_of(counts, "plain", 1, "float32"), 3, "float32")
     packet = np.asarray(found.packet)
-    batch = kernels.decode_groups(device.put(np.tile(packet, 140)), [len(packet)] * 140, counts)
-    assert batch.lengths == [len(found.values)] * 140
-    wanted = reference.group_elements(counts, 16, found.indices)
-    same(device.get(batch.indices), np.tile(wanted, 140))
+    message = device.put(np.tile(packet, 140))
+    batch = kernels.decode_batch(message, [len(packet)] * 140, [3] * 140, [10], group=16)
+    assert batch.lengths == [48] * 140
+    same(device.get(batch.indices), np.tile(elements_of(counts, 16, found.indices)[0], 140))
 
 
 def test_all_groups_need_no_indices():
     lists = inputs_of([4096], "plain", 1, "float32")
-    found, *_ = run_step(lists, 256, "float32")
-    assert len(found.packet) == 4 + 2 + 2 + 2 + 2 + 4096 // 8
+    found = run_step(lists, 256, "float32")
+    assert len(found.packet) == 5 + 2 + 2 + 2 + 4096 // 8
 
 
 def test_wrong_packets(device):
     """Each changed byte of the header, each length, other counts, and no crash for any bytes."""
-    found, *_ = run_step(inputs_of([1000], "plain", 1, "float32"), 5, "float32")
-    packet, counts = np.asarray(found.packet), [1000]
+    found = run_step(inputs_of([1000], "plain", 1, "float32"), 5, "float32")
+    packet = np.asarray(found.packet)
 
-    def refused(some: np.ndarray, counts: list[int]) -> bool:
-        given = device.put(some), [len(some)], counts
+    def refused(some: np.ndarray, k: int = 5, groups: int = 63, group: int = 16) -> bool:
+        given = device.put(some), [len(some)], [k], [groups]
         try:
-            batch = kernels.decode_groups(*given)
+            batch = kernels.decode_batch(*given, group=group)
         except InvalidArgument:  # the allowed one, and read_groups has it, too
             with pytest.raises(InvalidArgument):
-                kernels.read_groups(*given)
+                kernels.read_groups(*given, group=group)
             return True
-        same_sums(device, counts, batch, kernels.read_groups(*given))
+        same_sums(device, [1000], batch, kernels.read_groups(*given, group=group))
         indices = device.get(batch.indices)
-        assert len(indices) == 0 or 0 <= indices[0] <= indices[-1] < sum(counts)
+        assert len(indices) == 0 or 0 <= indices[0] <= indices[-1] < 63 * 16
         assert (np.diff(indices) > 0).all()
         return False
 
-    assert not refused(packet, counts)
-    assert all(refused(packet[:n], counts) for n in range(len(packet)))
-    assert refused(packet, [1016])
-    assert refused(packet, [500, 500])  # the number of groups is the same, their values are not
-    for place in range(7):  # magic, codes, k, count
+    assert not refused(packet)
+    assert all(refused(packet[:n]) for n in range(len(packet)))
+    assert refused(packet, groups=64)
+    assert refused(packet, k=4)
+    assert refused(packet, group=8)
+    for place in range(7):  # magic, codes, group, k, count
         for bit in range(8):
             changed = packet.copy()
             changed[place] ^= 1 << bit
-            assert refused(changed, counts) or place == 3, (place, bit)
+            assert refused(changed) or place == 3, (place, bit)
     rng = np.random.default_rng(1)
     for _ in range(2000 if device.indices_are_checked else 100):
         changed = packet.copy()
         changed[rng.integers(0, len(packet), 3)] = rng.integers(0, 256, 3)
-        refused(changed, counts)
+        refused(changed)
 
 
 WRONG = {
@@ -272,7 +350,6 @@ WRONG = {
     "no group": ({"group": 0}, "up to 1024, for example 1$"),
     "large group": ({"group": 2048}, "up to 1024, for example 1024$"),
     "negative group": ({"group": -1}, "got -1, expected an integer in 0"),
-    "value_dtype": ({"value_dtype": "float16"}, "expected one of float32, bfloat16"),
     "lengths": ({"theta": [np.ones(100, F32)] * 2}, "expected one length"),
     "empty": ({"theta": [], "param": [], "residual": []}, "empty"),
     "read only": ({"residual": np.broadcast_to(F32(1), 100)}, "invalid|share|read-only|contiguous"),
@@ -293,44 +370,55 @@ def test_wrong_updates(name):
 
 
 def test_wrong_calls():
-    x = np.ones(100, F32)
-    with pytest.raises(InvalidArgument, match="share memory"):
-        kernels.update_step(x, x, np.ones(100, F32), 1)
-    with pytest.raises(InvalidArgument, match="got 3 elements, expected 16"):
-        kernels.update_rollback(x, np.zeros(1, np.int32), np.ones(3, F32))
-    with pytest.raises(InvalidArgument, match="ascend"):
-        kernels.update_rollback(x, np.full(1, 7, np.int32), np.ones(16, F32))
-    with pytest.raises(InvalidArgument, match="invalid sizes"):
-        kernels.decode_groups(np.ones(9, np.uint8), [3], [100])
+    x, one = np.ones(100, F32), np.zeros(1, np.int32)
+    refused = {
+        "share memory": lambda: kernels.update_step(x, x, np.ones(100, F32), 1),
+        "got 3 elements, expected 16": lambda: kernels.update_rollback(x, one, np.ones(3, F32)),
+        "must ascend within 0..6": lambda: kernels.update_rollback(x, one + 7, np.ones(16, F32)),
+        "invalid sizes": lambda: kernels.decode_batch(
+            np.ones(9, np.uint8), [3], [1], [7], group=16
+        ),
+        "ascend within": lambda: kernels.encode_groups(x, one + 7),
+        "got 0, expected an integer in 1..1": lambda: kernels.encode_groups(
+            [x, x.copy()], one + 99, split=[1, 1]
+        ),
+        "got 2, expected an integer in 0..1": lambda: kernels.encode_groups(x, one, split=[2]),
+        "split.*got -1": lambda: kernels.encode_groups(x, one, split=[-1, 2]),
+        "one of float32, bfloat16": lambda: kernels.encode_groups(x, one, value_dtype="float16"),
+        "expected int32": lambda: kernels.encode_groups(x, one.astype(np.int64)),
+    }
+    for message, call in refused.items():
+        with pytest.raises(InvalidArgument, match=message):
+            call()
     assert (x == 1).all()
 
 
 def test_wrong_batches_of_groups():
     """A program can change what read_groups returned, and apply it to other arrays."""
     counts = [1000, 77]
-    found, *_ = run_step(inputs_of(counts, "plain", 1, "float32"), 5, "float32")
-    batch = kernels.read_groups(found.packet, [len(found.packet)], counts)
+    found = run_step(inputs_of(counts, "plain", 1, "float32"), 5, "float32")
+    batch = kernels.read_groups(found.packet, [len(found.packet)], [5], [68])
     assert isinstance(batch, kernels.GroupBatch)
     assert batch.indices.nbytes == 4 * 5
     param = [np.ones(n, F32) for n in counts]
-    last = np.array([1, 2, 3, 4, 67], np.int32)  # the last group has 13 elements
+    last = np.array([1, 2, 3, 4, 67], np.int32)
     refused = {
         "ascend": batch._replace(indices=np.full(5, 7, np.int32)),
-        "which its groups do not have": batch._replace(indices=last),
-        "its header has k = 5": batch._replace(indices=last[:4], lengths=[4]),
-        "1 sizes, 2 lengths and 1 value_counts": batch._replace(lengths=[5, 0]),
+        "ascend within 0..67": batch._replace(indices=last + 1),
+        "expected k = 4": batch._replace(indices=last[:4], lengths=[4]),
+        "got 2, expected one of each of 1": batch._replace(lengths=[5, 0]),
         "got 4 indices": batch._replace(indices=last[:4]),
         "invalid sizes": batch._replace(sizes=[3]),
-        "of 68 groups and 80 values, expected 5 of 68 and 79": batch._replace(value_counts=[79]),
-        "expected 5 of 35": batch._replace(group=32),
+        "got packets of 67 groups": batch._replace(counts=[67]),
+        "got packets of 68 groups, expected 35": batch._replace(group=32),
         "power of two": batch._replace(group=24),
         "got dtype int64": batch._replace(indices=batch.indices.astype(np.int64)),
     }
     for message, changed in refused.items():
         with pytest.raises(InvalidArgument, match=message):
             kernels.decode_update(param, changed, 1.0)
-    with pytest.raises(InvalidArgument, match="expected 5 of 67"):
+    with pytest.raises(InvalidArgument, match="packets of 68 groups, expected 67, those of out"):
         kernels.decode_sum([*param[:1], np.ones(64, F32)], batch)
     with pytest.raises(InvalidArgument, match="share memory"):
-        kernels.decode_sum([batch.indices.view(F32)], batch)
+        kernels.decode_sum([batch.indices[:5].view(F32), np.ones(1072, F32)], batch)
     assert all((x == 1).all() for x in param)

@@ -41,7 +41,10 @@ def test_a_step_is_undone_and_redone(group: int) -> None:
     whole = [torch.cat(u), torch.cat(v)]
     groups = [list(range(4, 7)), list(range(11, 12))] if group == 4 else [[1], [3], [7], [11]]
     places = torch.tensor([place for one in groups for place in one])
-    saved = [x[places] for x in whole]
+    saved = [torch.full((len(indices) * group,), 7.0) for _ in whole]  # also behind the ends
+    for x, to in zip(whole, saved, strict=True):
+        for row, one in zip(to.view(-1, group), groups, strict=True):
+            row[: len(one)] = x[one]
     for x in (u, v):
         for part, (at, _) in zip(x, cut(COUNTS, places, places), strict=True):
             part[at] = -1.0

@@ -57,8 +57,9 @@ def test_k_follows_from_the_ratio(ratio: float, group: int, counts: list[int]) -
     rng = np.random.default_rng(1)
     residual = [rng.standard_normal(count).astype(np.float32) for count in counts]
     theta = [np.zeros_like(x) for x in residual]
-    found = kernels.update_step(theta, [x.copy() for x in theta], residual, k, group=group)
-    sent = len(found.packet) + 12 + 64
+    indices, _ = kernels.update_step(theta, [x.copy() for x in theta], residual, k, group=group)
+    (packet,) = kernels.encode_groups(residual, indices, group=group).packets
+    sent = len(packet) + 12 + 64
     asked = 4 * sum(counts) / ratio
     assert sent <= asked / 0.97
     assert sent == pytest.approx(sent_bytes(options, k, counts), rel=0.02, abs=8)

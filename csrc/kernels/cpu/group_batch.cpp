@@ -9,10 +9,10 @@
 #include <utility>
 #include <vector>
 
+#include "codec/compact.h"
 #include "codec/cpu/indices.h"
-#include "codec/groups.h"
 #include "codec/packet.h"
-#include "kernels/cpu/group_elements.h"
+#include "kernels/cpu/compact_reader.h"
 #include "kernels/cpu/sums.h"
 #include "kernels/cpu/threads.h"
 
@@ -21,26 +21,20 @@ namespace {
 
 static_assert(kRange % kMostGroup == 0);
 
-std::vector<uint64_t> counts_of(const Chain& chain) {
-  std::vector<uint64_t> counts;
-  for (const Array& array : chain.arrays) counts.push_back(array.count);
-  return counts;
-}
-
 // Packets of groups for sums.h.
 class GroupPackets {
  public:
   static constexpr size_t kRangesPerTask = 8;  // so few that their values fit in the cache
 
   // Throws InvalidArgument unless these are packets and groups of the arrays.
-  GroupPackets(const Chain& chain, std::span<const ReadGroups> packets, size_t group)
-      : all_(counts_of(chain), group) {
+  GroupPackets(const Chain& chain, std::span<const ReadGroups> packets) : group_(chain.group) {
+    size_t groups = 0;
+    for (const Array& array : chain.arrays) groups += groups_in(array.count, group_);
     for (const ReadGroups& each : packets) {
-      const codec::GroupReader reader = reader_of(each.packet, all_);
+      const codec::PacketReader reader = reader_of(each.packet, group_);
       const std::span indices(each.indices, each.packet.k);
-      codec::check_indices(indices, all_.groups());
-      packets_.push_back({reader, indices, ValuePlaces(all_, indices)});
-      check_values(each.packet, packets_.back().places.of(indices.size()));
+      codec::check_indices(indices, groups);
+      packets_.push_back({reader, indices});
     }
   }
   template <typename F>
@@ -57,9 +51,8 @@ class GroupPackets {
 
  private:
   struct Packet {
-    codec::GroupReader reader;
+    codec::PacketReader reader;
     std::span<const int32_t> indices;
-    ValuePlaces places;
   };
   // Of a thread.
   struct Buffers {
@@ -86,26 +79,26 @@ class GroupPackets {
     return found;
   }
 
-  static Part part_of(const Packet& packet, int32_t first, int32_t end) {
+  Part part_of(const Packet& packet, int64_t first, int64_t end) const {
     const auto& indices = packet.indices;
     const auto begin = std::ranges::lower_bound(indices, first) - indices.begin();
     const auto stop = std::ranges::lower_bound(indices, end) - indices.begin();
     const auto from = static_cast<size_t>(begin), to = static_cast<size_t>(stop);
     Part part{.groups = indices.subspan(from, to - from),
-              .first_value = packet.places.of(from),
-              .end_value = packet.places.of(to)};
+              .first_value = from * group_,
+              .end_value = to * group_};
     if (part.elements() == 0) return part;
     constexpr size_t kBlock = codec::kValueBlock;
     part.buffer_begin = part.first_value / kBlock * kBlock;
     part.buffer_end =
-        std::min((part.end_value + kBlock - 1) / kBlock * kBlock, packet.reader.header().values);
+        std::min((part.end_value + kBlock - 1) / kBlock * kBlock, packet.reader.header().values());
     return part;
   }
 
-  // The elements in begin..end-1, where groups begin and end.
+  // The elements in begin..end-1, where arrays or ranges begin and end.
   std::span<const codec::Packet> decode(size_t begin, size_t end, Buffers& to) const {
-    const auto first = static_cast<int32_t>(all_.group_of(begin));
-    const auto stop = static_cast<int32_t>(all_.group_of(end));
+    const auto first = static_cast<int64_t>(begin / group_);
+    const auto stop = static_cast<int64_t>(groups_in(end, group_));
     std::vector<Part> parts;
     size_t elements = 0, values = 0;
     for (const Packet& packet : packets_) {
@@ -120,7 +113,8 @@ class GroupPackets {
     float* value = to.values.data();
     for (size_t p = 0; p < parts.size(); ++p) {
       const Part& part = parts[p];
-      all_.of(part.groups, element);
+      for (size_t i = 0; i < part.groups.size(); ++i)
+        expand_group(static_cast<size_t>(part.groups[i]), group_, element + i * group_);
       packets_[p].reader.read_values(part.buffer_begin, {value, part.buffered()});
       to.packets.push_back(
           {element, value + (part.first_value - part.buffer_begin), part.elements()});
@@ -130,7 +124,7 @@ class GroupPackets {
     return to.packets;
   }
 
-  GroupElements all_;
+  size_t group_;
   std::vector<Packet> packets_;
   mutable std::mutex mutex_;  // guards free_
   mutable std::vector<std::unique_ptr<Buffers>> free_;
@@ -138,25 +132,24 @@ class GroupPackets {
 
 }  // namespace
 
-void read_group_indices(const GroupDecoding& decoding) {
-  const GroupElements all(decoding.counts, decoding.group);
-  std::vector<int32_t*> begins{decoding.elements};
-  for (const GroupPacket& packet : decoding.packets) begins.push_back(begins.back() + packet.k);
-  parallel_or_throw(decoding.packets.size(), [&](size_t p) {
-    const GroupPacket& packet = decoding.packets[p];
-    reader_of(packet, all).read_indices(begins[p]);
-    check_values(packet, ValuePlaces(all, {begins[p], packet.k}).of(packet.k));
+void read_group_indices(std::span<const DeviceKernels::CompactPacket> packets, size_t group,
+                        int32_t* indices) {
+  std::vector<int32_t*> begins{indices};
+  for (const auto& packet : packets) begins.push_back(begins.back() + packet.k);
+  parallel_or_throw(packets.size(), [&](size_t p) {
+    reader_of(packets[p], group).read_indices(begins[p]);
+    for (int32_t& index : std::span(begins[p], packets[p].k))
+      index += static_cast<int32_t>(packets[p].first);
   });
 }
 
-void decode_group_sum(const Chain& out, std::span<const ReadGroups> packets, size_t group,
-                      double scale) {
-  store_sums(out, GroupPackets(out, packets, group), scale);
+void decode_group_sum(const Chain& out, std::span<const ReadGroups> packets, double scale) {
+  store_sums(out, GroupPackets(out, packets), scale);
 }
 
-void decode_group_update(const Chain& param, std::span<const ReadGroups> packets, size_t group,
+void decode_group_update(const Chain& param, std::span<const ReadGroups> packets,
                          DeviceKernels::Update update) {
-  apply_sums(param, GroupPackets(param, packets, group), update);
+  apply_sums(param, GroupPackets(param, packets), update);
 }
 
 }  // namespace pycomm::kernels

@@ -1,22 +1,18 @@
 // The update step on the CPU: one pass over memory adds the update to the residual and computes the
-// size of each group; then topk selects, and one pass codes the selected groups.
+// size of each group; then topk selects.
 #include "kernels/groups.h"
 
 #include <algorithm>
 #include <array>
 #include <cstring>
-#include <numeric>
-#include <string>
 #include <vector>
 
 #include "codec/cpu/indices.h"
-#include "codec/groups.h"
 #include "core/errors.h"
 #include "core/visit_float.h"
 #include "cpu/floats.h"
 #include "cpu/isa.h"
 #include "kernels/cpu/chunk.h"
-#include "kernels/cpu/group_elements.h"
 #include "kernels/cpu/kernels.h"
 #include "kernels/cpu/select.h"
 #include "kernels/cpu/threads.h"
@@ -26,9 +22,7 @@ namespace {
 
 constexpr size_t kRun = 1024;         // elements in the L1 cache; a multiple of every group
 constexpr size_t kRunsPerTask = 128;  // of a thread
-constexpr size_t kPrefetch = 48;      // selected groups
-constexpr size_t kGroupsPerTask = 1 << 12;
-constexpr size_t kSerial = 1 << 17;  // fewer elements do not pay for a wake-up
+constexpr size_t kSerial = 1 << 17;   // fewer elements do not pay for a wake-up
 static_assert(kRun % kMostGroup == 0);
 
 // Sums of the squares of each group. `squares` has whole groups.
@@ -156,208 +150,64 @@ size_t select_bytes(size_t count, size_t k) {
 }
 
 // Calls pass(run, sizes) for each run, on several threads; it writes the sizes of the run's groups.
-// Then selects the k largest of `sizes`, which are those of all groups.
-template <typename F>
-void select_groups(std::span<const Run> runs, size_t elements, std::span<float> sizes,
-                   const DeviceKernels::TopK& what, F&& pass) {
-  each_of(runs.size(), kRunsPerTask, elements,
-          [&](size_t i) { pass(runs[i], sizes.data() + runs[i].first_group); });
-  cpu_kernels().topk({sizes.data(), sizes.size(), Dtype::float32}, what, {});
-}
-
-template <typename To, typename From>
-[[gnu::always_inline]] inline void copy_group(To* to, const From* from, size_t count) {
-  constexpr size_t kUsual = 16;  // a copy of constant size is a few instructions
-  for (; count >= kUsual; count -= kUsual, to += kUsual, from += kUsual)
-    std::memcpy(to, from, kUsual * sizeof(float));
-  std::memcpy(to, from, count * sizeof(float));
-}
-
-// The values of the selected groups, in the residual.
-class SelectedValues final : public codec::GroupValues {
- public:
-  explicit SelectedValues(const UpdateStep& step) : step_(step), indices_(step.indices, step.k) {
-    size_t selected = 0, value = 0, first_group = 0;
-    for (const UpdatePiece& piece : step.pieces) {
-      const size_t groups = groups_in(piece.count, step.group);
-      const auto end = static_cast<size_t>(
-          std::lower_bound(indices_.begin(), indices_.end(), first_group + groups,
-                           [](int32_t a, size_t b) { return static_cast<size_t>(a) < b; }) -
-          indices_.begin());
-      if (end > selected) {
-        tensors_.push_back({&piece, first_group, selected, end, value});
-        const size_t last = static_cast<size_t>(indices_[end - 1]) - first_group;
-        value += (end - selected - 1) * step.group +
-                 std::min(step.group, piece.count - last * step.group);
-      }
-      selected = end;
-      first_group += groups;
-    }
-    count_ = value;
-  }
-
-  size_t count() const { return count_; }
-
-  void read(size_t first, std::span<float> values) const override {
-    each(first, values.size(),
-         [&](const float* at, size_t i, size_t n) { copy_group(values.data() + i, at, n); });
-    std::copy(values.begin(), values.end(), step_.values + first);
-  }
-
-  void write_errors(size_t first, std::span<const float> errors) const override {
-    each(first, errors.size(),
-         [&](float* at, size_t i, size_t n) { copy_group(at, errors.data() + i, n); });
-  }
-
- private:
-  // A tensor with selected groups.
-  struct Tensor {
-    const UpdatePiece* piece;
-    size_t first_group;
-    size_t begin, end;  // its part of the selection
-    size_t value;       // its first one
-  };
-
-  // Calls f(address, i, n) for n neighbours in the residual, the values from first + i on.
-  template <typename F>
-  [[gnu::always_inline]] void each(size_t first, size_t count, F&& f) const {
-    const Tensor* tensor =
-        &*std::upper_bound(tensors_.begin(), tensors_.end(), first,
-                           [](size_t a, const Tensor& b) { return a < b.value; }) -
-        1;
-    size_t at = tensor->begin + (first - tensor->value) / step_.group;
-    size_t skipped = (first - tensor->value) % step_.group;
-    for (size_t i = 0; i < count; ++at) {
-      if (at == tensor->end) ++tensor;
-      const size_t begin = begin_of(*tensor, at);
-      if (at + kPrefetch < tensor->end) {
-        const float* const ahead = tensor->piece->residual + begin_of(*tensor, at + kPrefetch);
-        __builtin_prefetch(ahead, 1);
-        __builtin_prefetch(ahead + step_.group - 1, 1);  // often in the next cache line
-      }
-      const size_t size = std::min(step_.group, tensor->piece->count - begin);
-      const size_t n = std::min(size - skipped, count - i);
-      f(tensor->piece->residual + begin + skipped, i, n);
-      i += n;
-      skipped = 0;
-    }
-  }
-
-  size_t begin_of(const Tensor& tensor, size_t at) const {
-    return (static_cast<size_t>(indices_[at]) - tensor.first_group) * step_.group;
-  }
-
-  const UpdateStep& step_;
-  std::span<const int32_t> indices_;
-  std::vector<Tensor> tensors_;
-  size_t count_;
-};
-
-void decode_packet(const GroupPacket& packet, const GroupElements& all, int32_t* elements,
-                   float* values) {
-  const codec::GroupReader reader = reader_of(packet, all);
-  std::vector<int32_t> indices(packet.k);
-  codec::decode_groups(reader, indices.data(), values, [&](size_t tasks, const auto& task) {
-    each_of(tasks, 1, packet.values, task);
-  });
-  const auto part = [&](size_t task) {
-    const size_t begin = task * kGroupsPerTask;
-    return std::span(indices).subspan(begin, std::min(kGroupsPerTask, indices.size() - begin));
-  };
-  const size_t parts = (indices.size() + kGroupsPerTask - 1) / kGroupsPerTask;
-  std::vector<size_t> first(parts + 1);  // element of each part, and their number
-  each_of(parts, 1, packet.values, [&](size_t i) { first[i + 1] = all.of(part(i), nullptr); });
-  std::partial_sum(first.begin(), first.end(), first.begin());
-  check_values(packet, first.back());
-  each_of(parts, 1, packet.values, [&](size_t i) { all.of(part(i), elements + first[i]); });
+// Then selects the largest.
+template <typename Piece, typename F>
+void select_groups(std::span<const Piece> pieces, const LargestGroups& largest, F&& pass) {
+  const std::vector<Run> runs = runs_of(pieces, largest.group);
+  const size_t count = groups_of_all(pieces, largest.group);
+  BumpAllocator allocator(largest.workspace.data, largest.workspace.bytes);
+  const size_t bytes = select_bytes(count, largest.k);
+  const Workspace scratch{allocator.take<std::byte>(bytes), bytes};
+  float* const sizes = allocator.take<float>(count);
+  each_of(runs.size(), kRunsPerTask, elements_of(pieces),
+          [&](size_t i) { pass(runs[i], sizes + runs[i].first_group); });
+  const DeviceKernels::TopK what{.k = largest.k,
+                                 .indices = largest.indices,
+                                 .values = largest.sizes,
+                                 .threshold = nullptr,
+                                 .workspace = scratch};
+  cpu_kernels().topk({sizes, count, Dtype::float32}, what, {});
 }
 
 }  // namespace
 
-void CpuGroupKernels::update_step(const UpdateStep& step, Queue) {
-  const std::vector<Run> runs = runs_of(step.pieces, step.group);
-  const size_t count = groups_of_all(step.pieces, step.group);
-  BumpAllocator allocator(step.workspace.data, step.workspace.bytes);
-  const size_t bytes = select_bytes(count, step.k);
-  const Workspace scratch{allocator.take<std::byte>(bytes), bytes};
-  const std::span sizes(allocator.take<float>(count), count);
-  const DeviceKernels::TopK largest{.k = step.k,
-                                    .indices = step.indices,
-                                    .values = allocator.take<float>(step.k),
-                                    .threshold = nullptr,
-                                    .workspace = scratch};
+void CpuGroupKernels::update_step(std::span<const UpdatePiece> pieces, Dtype dtype,
+                                  const LargestGroups& largest, Queue) {
   const cpu::Isa isa = cpu::isa_here();
-  visit_float(step.dtype, [&](auto dtype) {
-    if constexpr (dtype() != Dtype::float64)
-      select_groups(runs, elements_of(step.pieces), sizes, largest, [&](const Run& run, float* to) {
-        cpu::run_on<AccumulateRun<dtype()>>(isa, &step.pieces[run.piece], run.begin, run.count,
-                                            step.group, to);
+  visit_float(dtype, [&](auto kind) {
+    if constexpr (kind() != Dtype::float64)
+      select_groups(pieces, largest, [&](const Run& run, float* to) {
+        cpu::run_on<AccumulateRun<kind()>>(isa, &pieces[run.piece], run.begin, run.count,
+                                           largest.group, to);
       });
   });
-
-  const SelectedValues values(step);
-  const codec::Groups packet{.indices = {step.indices, step.k},
-                             .count = count,
-                             .values = values.count(),
-                             .value_code = step.value_code};
-  const auto run_tasks = [&](size_t tasks, const auto& task) {
-    each_of(tasks, 1, values.count(), task);
-  };
-  step.sizes[0] = values.count();
-  step.sizes[1] = codec::encode_groups(packet, values, step.packet, run_tasks);
 }
 
-void CpuGroupKernels::topk_groups(const GroupSelection& selection, Queue) {
-  const auto& [tensors, group, k, indices, sizes, workspace] = selection;
-  const std::vector<Run> runs = runs_of(tensors, group);
-  const size_t count = groups_of_all(tensors, group), bytes = select_bytes(count, k);
-  BumpAllocator allocator(workspace.data, workspace.bytes);
-  const Workspace scratch{allocator.take<std::byte>(bytes), bytes};
-  const std::span of_groups(allocator.take<float>(count), count);
-  const DeviceKernels::TopK largest{
-      .k = k, .indices = indices, .values = sizes, .threshold = nullptr, .workspace = scratch};
+void CpuGroupKernels::topk_groups(std::span<const Array> tensors, const LargestGroups& largest,
+                                  Queue) {
   const cpu::Isa isa = cpu::isa_here();
-  select_groups(runs, elements_of(tensors), of_groups, largest, [&](const Run& run, float* to) {
+  select_groups(tensors, largest, [&](const Run& run, float* to) {
     const auto* const x = static_cast<const float*>(tensors[run.piece].data) + run.begin;
-    cpu::run_on<SizesOfRun>(isa, x, run.count, group, to);
+    cpu::run_on<SizesOfRun>(isa, x, run.count, largest.group, to);
   });
 }
 
 void CpuGroupKernels::write_groups(const GroupValues& values, Queue) {
-  std::vector<uint64_t> counts;
-  for (const Array& tensor : values.tensors) counts.push_back(tensor.count);
-  const GroupElements elements(counts, values.group);
-  codec::check_indices(values.indices, elements.groups());
-  const size_t count = elements.of(values.indices, nullptr);
-  if (count != values.values.size())
-    throw InvalidArgument("invalid values: got " + std::to_string(values.values.size()) +
-                          " elements, expected " + std::to_string(count) + ", those of the groups");
+  codec::check_indices(values.indices, groups_of_all(values.tensors, values.group));
   size_t tensor = 0, first_group = 0;
-  const float* from = values.values.data();
+  const float* from = values.values;
   for (const int32_t index : values.indices) {
-    while (index - first_group >= groups_in(counts[tensor], values.group))
-      first_group += groups_in(counts[tensor++], values.group);
+    while (index - first_group >= groups_in(values.tensors[tensor].count, values.group))
+      first_group += groups_in(values.tensors[tensor++].count, values.group);
     const size_t begin = (index - first_group) * values.group;
-    const size_t n = std::min(values.group, counts[tensor] - begin);
+    const size_t n = std::min(values.group, values.tensors[tensor].count - begin);
     std::copy_n(from, n, static_cast<float*>(values.tensors[tensor].data) + begin);
-    from += n;
+    from += values.group;
   }
 }
 
 size_t CpuGroupKernels::group_workspace_bytes(const GroupCounts& most) {
-  return select_bytes(most.groups, most.k) + (most.groups + most.k) * sizeof(float) + 3 * 8;
+  return select_bytes(most.groups, most.k) + most.groups * sizeof(float) + 2 * 8;
 }
-
-void CpuGroupKernels::decode_groups(const GroupDecoding& decoding, Queue) {
-  const GroupElements all(decoding.counts, decoding.group);
-  size_t first = 0;
-  for (const GroupPacket& packet : decoding.packets) {
-    decode_packet(packet, all, decoding.elements + first, decoding.values + first);
-    first += packet.values;
-  }
-  std::fill_n(decoding.refused, decoding.packets.size(), 0);
-}
-
-size_t CpuGroupKernels::group_decoding_bytes(const GroupDecoding&) { return 0; }
 
 }  // namespace pycomm::kernels

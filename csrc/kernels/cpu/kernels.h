@@ -11,12 +11,12 @@ namespace pycomm::kernels {
 
 class CpuGroupKernels : public DeviceKernels {
  public:
-  void update_step(const UpdateStep& step, Queue queue) override;
-  void topk_groups(const GroupSelection& selection, Queue queue) override;
+  void update_step(std::span<const UpdatePiece> pieces, Dtype dtype, const LargestGroups& largest,
+                   Queue queue) override;
+  void topk_groups(std::span<const Array> tensors, const LargestGroups& largest,
+                   Queue queue) override;
   void write_groups(const GroupValues& values, Queue queue) override;
   size_t group_workspace_bytes(const GroupCounts& most) override;
-  void decode_groups(const GroupDecoding& decoding, Queue queue) override;
-  size_t group_decoding_bytes(const GroupDecoding& decoding) override;
 };
 
 class CpuKernels final : public CpuGroupKernels {
@@ -34,13 +34,13 @@ class CpuKernels final : public CpuGroupKernels {
   void decode_update(const Chain& param, std::span<const codec::Packet> packets, Dtype value_dtype,
                      Update update, Queue queue) override;
   void encode(const codec::Packet& packet, const Encoding& encoding, Queue queue) override;
-  void encode_compact(std::span<const codec::CompactSource> sources,
-                      const codec::CompactCodes& codes, const CompactSizes& to,
-                      Queue queue) override;
+  void encode_compact(std::span<const CompactSource> sources, const CompactInput& input,
+                      const CompactSizes& to, Queue queue) override;
   void decode_compact(std::span<const CompactPacket> packets, const CompactArrays& to,
                       Queue queue) override;
-  size_t compact_encoding_bytes(std::span<const codec::CompactSource> sources) override;
-  size_t compact_decoding_bytes(std::span<const CompactPacket> packets) override;
+  size_t compact_encoding_bytes(std::span<const CompactSource> sources,
+                                const CompactInput& input) override;
+  size_t compact_decoding_bytes(std::span<const CompactPacket> packets, size_t group) override;
   void quantize(TypedArray x, const Blocks& blocks, Feedback feedback, std::byte* out,
                 Queue queue) override;
   void dequantize(const std::byte* packet, const Blocks& blocks, const Decoding& decoding,

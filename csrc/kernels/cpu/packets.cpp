@@ -27,7 +27,8 @@ class ElementPackets {
   ElementPackets(const Chain& chain, std::span<const codec::Packet> packets, Dtype value_dtype)
       : packets_(packets), value_dtype_(value_dtype) {
     size_t count = 0;
-    for (const Array& array : chain.arrays) count += array.count;
+    for (const Array& array : chain.arrays)
+      count += groups_in(array.count, chain.group) * chain.group;
     for (const codec::Packet& packet : packets)
       codec::check_indices({packet.indices, packet.count}, count);
   }

@@ -29,23 +29,23 @@ inline constexpr size_t kNeighbours = 16;  // neighbours that are processed toge
 template <Dtype kDtype>
 using RealOf = std::conditional_t<kDtype == Dtype::float64, double, float>;
 
-// Concatenated arrays, split into runs of at most kRange elements of one array.
+// The arrays of a chain, split into runs of at most kRange elements of one array.
 class Ranges {
  public:
   struct IndexRange {
     Array array;
     size_t begin;  // in the array
     size_t count;
-    size_t first;  // of the range, in the concatenation
+    size_t first;  // of the range, in the chain
   };
-  Ranges(std::span<const Array> arrays, size_t per_task) : per_task_(per_task) {
-    for (const Array& array : arrays) {
+  Ranges(const Chain& chain, size_t per_task) : per_task_(per_task) {
+    size_t first = 0;
+    for (const Array& array : chain.arrays) {
       for (size_t begin = 0; begin < array.count; begin += kRange)
-        ranges_.push_back({array, begin, std::min(kRange, array.count - begin), count_ + begin});
-      count_ += array.count;
+        ranges_.push_back({array, begin, std::min(kRange, array.count - begin), first + begin});
+      first += groups_in(array.count, chain.group) * chain.group;
     }
   }
-  size_t count() const { return count_; }  // elements
   size_t tasks() const { return (ranges_.size() + per_task_ - 1) / per_task_; }
   std::span<const IndexRange> of_task(size_t task) const {
     const size_t first = task * per_task_;
@@ -55,7 +55,6 @@ class Ranges {
  private:
   size_t per_task_;
   std::vector<IndexRange> ranges_;
-  size_t count_ = 0;
 };
 
 // Sums the values of the packets for one range after another.
@@ -79,6 +78,7 @@ class Sums {
     for (size_t p = 0; p < packets_.size(); ++p) {
       const codec::Packet& packet = packets_[p];
       size_t at = next_[p];
+      while (at < packet.count && packet.indices[at] < first) ++at;  // in no array
       while (at < packet.count && packet.indices[at] < end) {
         const auto i = static_cast<uint32_t>(packet.indices[at] - first);
         // Indices ascend, so these two say that all between them are neighbours.
@@ -196,7 +196,7 @@ struct ProcessRange {
 //                                may have others, too
 template <typename Real, typename Packets, typename F>
 void for_each_range(const Chain& chain, const Packets& packets, const F& f) {
-  const Ranges ranges(chain.arrays, Packets::kRangesPerTask);
+  const Ranges ranges(chain, Packets::kRangesPerTask);
   const size_t bytes = bytes_of(chain.dtype);
   const cpu::Isa isa = cpu::isa_here();
   packets.visit_values([&](auto value) {
