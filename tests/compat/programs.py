@@ -22,6 +22,7 @@ import importlib.metadata
 import os
 import re
 import runpy
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -38,7 +39,8 @@ ROOT = Path(__file__).resolve().parents[2]
 RANKS = 2
 LIMIT_S = 900.0  # against hanging: Ray's five processes need 30 s of CPU, 260 s on a busy machine
 RUNS, DIFFERS, LEFT_OUT = "runs", "differs", "left out"
-RESULT = "result: "
+RESULT, FORMED = "result: ", "formed: "
+FORMED_TIMES = 15
 IN_PLACE = {"PYCOMM_REPLACE": "gloo"}
 REPLACED = "pycomm replaces gloo"  # in the log
 
@@ -193,7 +195,8 @@ class _Actor:
 
 
 def megatron_checkpoint(backend: str) -> None:
-    """megatron-core: its groups beside those of NCCL, and a sharded checkpoint saved and loaded."""
+    """megatron-core: its groups beside those of NCCL, several times, and a sharded checkpoint saved
+    and loaded."""
     from megatron.core import dist_checkpointing, parallel_state
     from megatron.core.dist_checkpointing import ShardedTensor
 
@@ -202,7 +205,15 @@ def megatron_checkpoint(backend: str) -> None:
         torch.cuda.current_device = lambda: torch.device("cpu")
     dist.init_process_group(backend)
     rank, size = dist.get_rank(), dist.get_world_size()
-    parallel_state.initialize_model_parallel()
+    for _ in range(FORMED_TIMES):
+        parallel_state.destroy_model_parallel()  # keeps the groups themselves
+        before = len(_groups())
+        dist.barrier()
+        begin_s = time.perf_counter()
+        parallel_state.initialize_model_parallel()
+        ms = torch.tensor([1e3 * (time.perf_counter() - begin_s)])
+        dist.all_reduce(ms, dist.ReduceOp.MAX)
+        _line(f"{FORMED}{len(_groups()) - before} groups in {ms.item():.2f} ms")
     group = parallel_state.get_data_parallel_group_gloo()
     parts = [torch.empty(9) for _ in range(size)] if rank == 0 else None
     dist.gather(torch.full((9,), float(rank)), parts, 0, group=group)
@@ -219,6 +230,12 @@ def megatron_checkpoint(backend: str) -> None:
     _result([float(one[0]) for one in parts or []], loaded["w"].tolist(), loaded["b"].tolist())
     parallel_state.destroy_model_parallel()
     dist.destroy_process_group()
+
+
+def _groups() -> dict[Any, Any]:
+    """All groups of this process."""
+    world: Any = dist.distributed_c10d._world
+    return world.pg_map  # type: ignore[no-any-return] - torch has no types here
 
 
 def vllm(_backend: str) -> None:
@@ -267,7 +284,13 @@ def vllm(_backend: str) -> None:
 
 def _result(*values: Any) -> None:
     """Prints what must be equal with both backends."""
-    print(f"{RESULT}{values}", flush=True)
+    _line(f"{RESULT}{values}")
+
+
+def _line(text: str) -> None:
+    """Prints a line by one write, since print() may make two, and other ranks print too."""
+    sys.stdout.write(f"{text}\n")
+    sys.stdout.flush()
 
 
 def _agree(model: nn.Module) -> None:
@@ -308,7 +331,7 @@ def rank(program: str, backend: str) -> None:
     PROGRAMS[program](backend)
     if dist.is_initialized():  # otherwise gloo's own process may abort at its end
         dist.destroy_process_group()
-    print(_done(program, backend), flush=True)
+    _line(_done(program, backend))
 
 
 def _done(program: str, backend: str) -> str:
@@ -325,7 +348,7 @@ def launch(program: str, backend: str, *, in_place: bool = False) -> dict[str, A
         return {"package": package, "status": LEFT_OUT, "reason": f"needs the package {package}"}
     if program in ON_GLOO and backend != "gloo":
         return {"package": package, "status": LEFT_OUT, "reason": "it makes its groups with gloo"}
-    start = time.monotonic()
+    start, formed = time.monotonic(), dict[str, dict[str, float]]()
     why, output = _run(program, backend, {})
     if in_place and why:
         why = f"with gloo itself: {why}"
@@ -335,12 +358,15 @@ def launch(program: str, backend: str, *, in_place: bool = False) -> dict[str, A
             why = f"pycomm did not replace gloo in the second run alone: {replaced[-4000:]}"
         elif not why and _results(output) != _results(replaced):
             why = f"the results are {_results(output)} and {_results(replaced)}"
+        elif not why:
+            formed = {"gloo": _formed(output), "pycomm": _formed(replaced)}
     return {
         "package": package,
         "version": version,
         "status": DIFFERS if why else RUNS,
         "reason": why,
         "seconds": round(time.monotonic() - start, 1),
+        "formed": [{"backend": name, **row} for name, row in formed.items() if row],
     }
 
 
@@ -371,6 +397,16 @@ def _results(output: str) -> list[str]:
     return sorted(re.findall(rf"{RESULT}(.*)", output))
 
 
+def _formed(output: str) -> dict[str, float]:
+    """How many groups a program formed at once, and median and worst milliseconds of the slowest
+    rank, without the first time."""
+    found = re.findall(rf"{FORMED}(\d+) groups in ([\d.]+) ms", output)
+    ms = [float(each) for _, each in found[RANKS:]]
+    if not ms:
+        return {}
+    return {"groups": int(found[0][0]), "ms": statistics.median(ms), "worst_ms": max(ms)}
+
+
 def main(argv: Sequence[str]) -> int:
     """Runs, prints, stores; 0 if all programs that were started completed."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
@@ -385,16 +421,19 @@ def main(argv: Sequence[str]) -> int:
         return 0
     backend = "gloo" if given.in_place else given.backend
     shown = "pycomm in place of gloo" if given.in_place else backend
-    results = {}
+    results, formed = {}, []
     for program in (name for name in PROGRAMS if re.search(given.only, name)):
         result = results[program] = launch(program, backend, in_place=given.in_place)
+        formed += [{"program": program, **row} for row in result.pop("formed", ())]
         named = f"{program}, {result['package']} {result.get('version', '')}".rstrip()
         print(f"{named} on {shown}: {result['status']} {result['reason']}", flush=True)
+    for row in formed:
+        print("{program}: {groups} groups in {ms:.1f} ms with {backend}".format_map(row))
     if given.json:
         from pycomm.bench.support import summaries
         from pycomm.bench.support.machine import describe
 
-        content = {"machine": describe(), "backend": shown, "programs": results}
+        content = {"machine": describe(), "backend": shown, "programs": results, "formed": formed}
         summaries.write(Path(given.json), content)
     return int(any(result["status"] == DIFFERS for result in results.values()))
 
