@@ -192,7 +192,10 @@ class UpdateUnit:
 
     def read(self, packets: Packets) -> Batch:
         """The packets of the owners, or of all ranks without owners."""
-        return self._read(packets, self._groups)
+        batch = self._read(packets, self._groups)
+        if self.size > 1 and isinstance(batch, PacketBatch):  # the owners' groups ascend
+            return batch._replace(lengths=[sum(batch.lengths)])
+        return batch
 
     def commit(self, received: Batch, factors: Sequence[float], holders: int) -> None:
         """theta * factor - the received sum / holders, in theta and the parameters."""

@@ -135,10 +135,7 @@ def encode_groups(
     counts = [sum(counts[begin:end]) for begin, end in itertools.pairwise([0, *ends])]
     inputs.check_memory("encode_groups", rows.spans("x"), [where])
     firsts = np.cumsum([0, *counts])
-    lengths = [k]
-    if len(counts) > 1:
-        lengths = np.diff(np.searchsorted(_on_host(indices), firsts)).tolist()
-        integer("indices within the groups", sum(lengths), k, k)
+    lengths = [k] if len(counts) == 1 else _cut(_on_host(indices), firsts)
     values, saved = inputs.output(None, "values", rows, k * group, "float32")
     sent = np.array(lengths, np.uint64)
     begins = np.cumsum(sent) - sent
@@ -236,6 +233,14 @@ def _ends(split: Sequence[int] | None, arrays: int) -> list[int]:
             f"invalid split: got {list(split)}, expected numbers with a sum of {arrays}"
         )
     return ends
+
+
+def _cut(indices: NDArray[np.int32], firsts: NDArray[np.int64]) -> list[int]:
+    """How many of the indices are from each number on to the next; together all of them."""
+    places = np.searchsorted(indices, firsts)
+    if (np.diff(indices) <= 0).any() or places[0] > 0 or places[-1] < len(indices):
+        raise InvalidArgument(f"invalid indices: they must ascend in 0..{firsts[-1] - 1}")
+    return [int(length) for length in np.diff(places)]
 
 
 def _on_host(indices: Any) -> NDArray[np.int32]:
