@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from pycomm._training import coalesced
 from pycomm.group import Group
@@ -30,9 +31,19 @@ class LossScale:
         return scaler.get_scale() if scaler is not None and scaler.is_enabled() else None
 
     def of_pass(self, idle: bool) -> float | None:
-        """The scale of a pass; `idle`: this rank has no data."""
-        mine = self.mine
-        return self.others if idle and mine is not None else mine
+        """The scale of a pass; `idle`: this rank has no data. May wait for the scaler's device."""
+        scale = self.unread(idle)
+        return scale if scale is None else float(scale)
+
+    def unread(self, idle: bool) -> Tensor | float | None:
+        """The same without a wait: a number on the scaler's device."""
+        scaler = self._scaler
+        if scaler is None or not scaler.is_enabled():
+            return None
+        if idle:
+            return self.others
+        found = getattr(scaler, "_scale", None)  # torch's get_scale() reads it; None before use
+        return found if isinstance(found, Tensor) else scaler.get_scale()
 
     def sync_from(self, src: int, group: Group) -> None:
         """Takes the state of the scaler of rank `src`. Collective."""

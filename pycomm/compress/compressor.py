@@ -265,7 +265,7 @@ class Compressor:
             masking=options.masking,
             clip=options.clip_norm,
             together=options.clip == "global",
-            loss_scale=self.scale.of_pass(self.idle),
+            loss_scale=self.scale.unread(self.idle),
             fused=options.fused and packets,
             packet_exchange=self._packet_exchange(now),
             hosts=self._host_groups() if now.exchange == "hierarchical" else None,

@@ -38,7 +38,7 @@ class StepPlan:
         k: number of sent elements, of each parameter or of all together.
         masking: momentum factor masking.
         clip: limit of the norm of a gradient, or of all `together`; None: no clipping.
-        loss_scale: factor of the gradients; None: no vote on Inf and NaN.
+        loss_scale: factor of the gradients, which a device may have; None: no vote on Inf and NaN.
         fused: the optimizer's step applies the packets, see `Step.deferred`.
         packet_exchange: for compact packets, which are sent after the last gradient; None: raw
             packets, which are sent as soon as they are ready.
@@ -50,7 +50,7 @@ class StepPlan:
     masking: bool = True
     clip: float | None = None
     together: bool = False
-    loss_scale: float | None = None
+    loss_scale: Tensor | float | None = None
     fused: bool = False
     packet_exchange: AllGatherExchange | None = None
     hosts: HostGroups | None = None
@@ -110,6 +110,7 @@ class Step:
         self._transaction = Transaction()
         self._unused: set[ParameterState] = set()  # by any rank, once it is known
         self._idle = idle
+        self._scale: float | None = None  # of the loss, read with the vote
         self._size = (plan.hosts or pool).size  # a copy, because the pool may shrink
         self.sent_bytes = 0
 
@@ -235,7 +236,7 @@ class Step:
         self._packets.append((packet, None))
         # The paper's threshold is for gradients divided by the number of ranks; these are not.
         limit = None if plan.clip is None else plan.clip * math.sqrt(self._size)
-        unscale = (1.0 if plan.hosts is None else plan.hosts.share) / (plan.loss_scale or 1.0)
+        unscale = (1.0 if plan.hosts is None else plan.hosts.share) / (self._scale or 1.0)
         update = Update(plan.masking, unscale, limit, self._norm, self._idle, unused)
         packet.prepare(update, self._transaction)
         if plan.exchange == "dense_masked":
@@ -274,26 +275,30 @@ class Step:
         for work in self._works:
             work.wait()
 
-    def _vote(self, scale: float, values: Sequence[Tensor]) -> bool:
+    def _vote(self, unread: Tensor | float, values: Sequence[Tensor]) -> bool:
         """Collective. Whether no rank has Inf or NaN, in its gradients, in an average, or in the
-        `values` of sparse gradients.
+        `values` of sparse gradients. Waits once for the device, which also has the loss scale.
 
         Raises:
             Mismatch: on all ranks, if ranks with data have different loss scales.
         """
         gradients = [*values, *(bucket.flat for bucket in self._buckets)]
-        found = [gradient.isfinite().all() for gradient in gradients]
-        finite = not found or bool(torch.stack([one.to(found[0].device) for one in found]).all())
+        place = gradients[0].device if gradients else None
+        given = torch.as_tensor(unread, device=place).squeeze()
+        found = [gradient.isfinite().all().to(given.device) for gradient in gradients]
+        finite = torch.stack([*found, given > 0]).all()
+        signed = float(torch.where(finite, given, -given))
+        scale = self._scale = abs(signed)
         low, high = (-math.inf, -math.inf) if self._idle else (-scale, scale)
-        word = torch.tensor([0.0 if finite else 1.0, low, high], dtype=torch.float64)
+        word = torch.tensor([0.0 if signed > 0 else 1.0, low, high], dtype=torch.float64)
         collectives.all_reduce(word, "max", group=self._pool.group)
-        found, low, high = word.tolist()
+        infinite, low, high = word.tolist()
         if -low != high:
             raise Mismatch(
                 f"loss scale differs between ranks, from {-low} to {high}; on this rank {scale}: "
                 "load one rank's state of the scaler on all ranks"
             )
-        return not found
+        return not infinite
 
     def _set_infinite(self, values: Sequence[Tensor]) -> None:
         """Writes Inf to each gradient, so that the scaler of this rank skips the step of each
@@ -314,8 +319,8 @@ class Step:
         for bucket in self._buckets:
             bucket.take_back()
         gradients = [gradient for _, gradient in self._averaged()]
-        if self._plan.loss_scale is not None:
-            _multiply(gradients, 1.0 / self._plan.loss_scale)
+        if self._scale is not None:
+            _multiply(gradients, 1.0 / self._scale)
         if self._plan.clip is not None:
             clip_gradients(gradients, self._plan.clip, self._plan.together)
 
@@ -329,7 +334,7 @@ class Step:
         averaged = self._averaged()
         for memory, gradient in averaged:
             apply_momentum(memory, gradient)
-        scale = self._plan.loss_scale
+        scale = self._scale
         if scale is not None:
             _multiply([gradient for _, gradient in averaged], scale)
             if not self._plan.fused:

@@ -388,7 +388,7 @@ def test_wrong_calls():
         with pytest.raises(InvalidArgument, match=message):
             call()
     for wrong in ([99], [-1, 3], [9, 2]):
-        with pytest.raises(InvalidArgument, match="must ascend in 0..13"):
+        with pytest.raises(InvalidArgument, match=r"must ascend in 0\.\.13"):
             kernels.encode_groups([x, x.copy()], np.array(wrong, np.int32), split=[1, 1])
     assert (x == 1).all()
 
