@@ -4,6 +4,8 @@
 #include <cudaTypedefs.h>
 
 #include <algorithm>
+#include <map>
+#include <mutex>
 #include <span>
 #include <string>
 #include <type_traits>
@@ -68,36 +70,54 @@ Function driver_function(const char* name, unsigned version) {
              "cudaGetDriverEntryPointByVersion");
   return result == cudaDriverEntryPointSuccess ? reinterpret_cast<Function>(found) : nullptr;
 }
-
-// Whether this process has a context on the device.
-inline bool has_context(int device) {
-  static const auto get_state =
-      driver_function<PFN_cuDevicePrimaryCtxGetState_v7000>("cuDevicePrimaryCtxGetState", 7000);
-  unsigned flags = 0;
-  int active = 1;
-  return get_state == nullptr || get_state(device, &flags, &active) != CUDA_SUCCESS || active != 0;
+template <class Function>
+Function required_function(const char* name, unsigned version) {
+  const auto found = driver_function<Function>(name, version);
+  if (found == nullptr) throw Unsupported(std::string("NVIDIA's driver has no ") + name);
+  return found;
 }
 
-// Makes the device of a call the thread's current one during its lifetime. Required by every CUDA
-// call that may create a context, which would be on the current device. Afterwards the thread stays
-// on the device if this process has no context on the one before: cudaSetDevice would create it,
-// which takes hundreds of megabytes.
+// The device's primary context, which this process retains from now on.
+inline CUcontext primary_context(int device) {
+  static std::mutex mutex;
+  static auto& retained = *new std::map<int, CUcontext>;  // never destroyed
+  const std::lock_guard lock(mutex);
+  CUcontext& context = retained[device];
+  if (context != nullptr) return context;
+  const auto call = [](const char* name, CUresult result) {
+    check_cuda(static_cast<cudaError_t>(result), name);  // the numbers of the two agree
+  };
+  call("cuInit", required_function<PFN_cuInit_v2000>("cuInit", 2000)(0));
+  const auto retain =
+      required_function<PFN_cuDevicePrimaryCtxRetain_v7000>("cuDevicePrimaryCtxRetain", 7000);
+  call("cuDevicePrimaryCtxRetain", retain(&context, device));
+  return context;
+}
+
+// Makes the device of a call the thread's current one during its lifetime, by the driver's stack of
+// contexts: cudaSetDevice could not restore a context that is no primary one, and would create one
+// on the device before. Required by every CUDA call that needs a context.
 class OnDevice {
  public:
   explicit OnDevice(kernels::Queue queue) {
-    check_cuda(cudaGetDevice(&before_), "cudaGetDevice");
-    if (before_ != queue.device) check_cuda(cudaSetDevice(queue.device), "cudaSetDevice");
-    changed_ = before_ != queue.device;
+    static const auto get = required_function<PFN_cuCtxGetCurrent_v4000>("cuCtxGetCurrent", 4000);
+    static const auto push =
+        required_function<PFN_cuCtxPushCurrent_v4000>("cuCtxPushCurrent", 4000);
+    const CUcontext context = primary_context(queue.device);
+    CUcontext before = nullptr;
+    pushed_ = get(&before) != CUDA_SUCCESS || before != context;
+    if (pushed_) check_cuda(static_cast<cudaError_t>(push(context)), "cuCtxPushCurrent");
   }
   ~OnDevice() {
-    if (changed_ && has_context(before_)) cudaSetDevice(before_);
+    static const auto pop = driver_function<PFN_cuCtxPopCurrent_v4000>("cuCtxPopCurrent", 4000);
+    CUcontext popped = nullptr;
+    if (pushed_) (void)pop(&popped);
   }
   OnDevice(const OnDevice&) = delete;
   OnDevice& operator=(const OnDevice&) = delete;
 
  private:
-  int before_ = 0;
-  bool changed_ = false;
+  bool pushed_ = false;
 };
 
 // Number of multiprocessors of the current device.

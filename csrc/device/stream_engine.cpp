@@ -173,8 +173,8 @@ void StreamEngine::connect(std::span<const nccl::NcclId> ids, RemoteRanks remote
     device_->while_current([&] {
       channel.communicator = std::make_shared<nccl::Communicator>(
           *nccl_, ids[i], local_rank(rank_, local_ranks_), together, max_ctas);
+      channel.communicator->connect(deadline);
     });
-    channel.communicator->connect(deadline);
   }
 }
 

@@ -17,6 +17,7 @@
 
 #include "fiber.hpp"
 #include "runtime.hpp"
+#include "stream_types.hpp"
 
 namespace {
 
@@ -69,10 +70,18 @@ CUresult stream_wait_value(CUstream stream, CUdeviceptr at, cuuint32_t value, un
   return error == cudaSuccess ? CUDA_SUCCESS : CUDA_ERROR_UNKNOWN;
 }
 
-CUresult primary_context_state(CUdevice device, unsigned* flags, int* active) {
-  *flags = 0;
-  *active = emulator::has_context(device) ? 1 : 0;
-  return CUDA_SUCCESS;
+CUresult init(unsigned) { return CUDA_SUCCESS; }
+CUresult get_context(CUcontext* context) {
+  return *context = emulator::current_context, CUDA_SUCCESS;
+}
+CUresult push_context(CUcontext context) { return emulator::push_context(context), CUDA_SUCCESS; }
+CUresult pop_context(CUcontext* context) {
+  *context = emulator::current_context;
+  return emulator::pop_context(), CUDA_SUCCESS;
+}
+CUresult retain_primary_context(CUcontext* context, CUdevice device) {
+  if (device < 0 || device >= emulator::kDevices) return CUDA_ERROR_INVALID_DEVICE;
+  return *context = emulator::primary_context(device), CUDA_SUCCESS;
 }
 
 // ThreadSanitizer sees no lock here: as in fake_nccl.cpp.
@@ -100,7 +109,11 @@ struct DriverFunction {
 };
 const std::array kDriver{
     DriverFunction{"cuStreamWaitValue32", reinterpret_cast<void*>(&stream_wait_value)},
-    DriverFunction{"cuDevicePrimaryCtxGetState", reinterpret_cast<void*>(&primary_context_state)}};
+    DriverFunction{"cuInit", reinterpret_cast<void*>(&init)},
+    DriverFunction{"cuCtxGetCurrent", reinterpret_cast<void*>(&get_context)},
+    DriverFunction{"cuCtxPushCurrent", reinterpret_cast<void*>(&push_context)},
+    DriverFunction{"cuCtxPopCurrent", reinterpret_cast<void*>(&pop_context)},
+    DriverFunction{"cuDevicePrimaryCtxRetain", reinterpret_cast<void*>(&retain_primary_context)}};
 
 }  // namespace
 

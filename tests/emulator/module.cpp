@@ -24,6 +24,7 @@
 #include "fiber.hpp"
 #include "grid.hpp"
 #include "runtime.hpp"
+#include "stream_types.hpp"
 
 namespace {
 
@@ -74,6 +75,9 @@ std::vector<int> contexts() {
   return devices;
 }
 
+// What a library with a context of its own does: makes it current.
+void push_own_context(int device) { emulator::push_context(new CUctx_st{device}); }
+
 // `host` must stay alive until the copy is made.
 void put(uintptr_t to, const py::bytes& host, uintptr_t stream) {
   auto text = std::make_shared<std::string>(host);
@@ -120,6 +124,13 @@ void bind_runtime(py::module_&& module) {
   module.def("set_eager", [](bool eager) { emulator::options().eager = eager; });
   module.def("make_stream", &make_stream);
   module.def("contexts", &contexts);
+  module.def("set_device", [](int device) { expect(cudaSetDevice(device)); });
+  module.def("push_own_context", &push_own_context);
+  module.def("pop_context", &emulator::pop_context);
+  module.def("current", [] {
+    return std::pair(emulator::current_device,
+                     reinterpret_cast<uintptr_t>(emulator::current_context));
+  });
   module.def("allocate", &allocate);
   module.def("copy", [](uintptr_t to, uintptr_t from, size_t bytes, uintptr_t stream) {
     expect(cudaMemcpyAsync(at(to), at(from), bytes, cudaMemcpyDeviceToDevice, stream_at(stream)));

@@ -13,6 +13,7 @@
 #include <mutex>
 #include <optional>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -21,6 +22,7 @@
 #include "lanes.hpp"
 #include "stream_types.hpp"
 
+using emulator::current_context;
 using emulator::current_device;
 using emulator::kDevices;
 using emulator::Node;
@@ -35,7 +37,9 @@ thread_local Token* begun = nullptr;  // of a thread that runs streams without h
 thread_local cudaStreamCaptureMode capture_mode = cudaStreamCaptureModeGlobal;
 thread_local uint64_t calls = 0;  // of this thread that use a context
 std::atomic<uint64_t> events = 0, event_queries = 0, host_waits = 0;
-std::atomic<unsigned> contexts = 0;  // a bit for each device
+std::atomic<unsigned> contexts = 0;  // primary ones: a bit for each device
+std::array<CUctx_st, kDevices> primary{{{0}, {1}, {2}, {3}, {4}, {5}, {6}, {7}}};
+thread_local std::vector<std::pair<CUcontext, int>> stack;  // contexts and devices below
 
 // Never destroyed: a test may end with work in a stream.
 struct State {
@@ -264,7 +268,20 @@ cudaError_t emulator::enqueue(cudaStream_t stream, std::function<void()> operati
 
 void emulator::use_context() {
   ++calls;
-  contexts |= 1U << current_device;
+  if (current_context == nullptr) current_context = primary_context(current_device);
+}
+CUcontext emulator::primary_context(int device) {
+  contexts |= 1U << device;
+  return &primary.at(static_cast<size_t>(device));
+}
+void emulator::push_context(CUcontext context) {
+  stack.emplace_back(current_context, current_device);
+  current_context = context;
+  current_device = context->device;
+}
+void emulator::pop_context() {
+  std::tie(current_context, current_device) = stack.back();
+  stack.pop_back();
 }
 uint64_t emulator::calls_of_thread() { return calls; }
 bool emulator::has_context(int device) { return (contexts >> device & 1) != 0; }
@@ -287,6 +304,7 @@ cudaError_t cudaGetDevice(int* device) { return *device = current_device, cudaSu
 cudaError_t cudaSetDevice(int device) {
   if (device < 0 || device >= kDevices) return cudaErrorInvalidDevice;
   current_device = device;
+  current_context = emulator::primary_context(device);
   return emulator::use_context(), cudaSuccess;
 }
 cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr what, int) {

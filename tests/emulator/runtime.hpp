@@ -6,6 +6,7 @@
 // a missing event shows. An operation that is not ready (a peer is missing) is retried.
 #pragma once
 
+#include <cuda.h>
 #include <cuda_runtime.h>
 
 #include <cstdint>
@@ -37,8 +38,13 @@ cudaError_t enqueue_beside(cudaStream_t stream, std::function<void()> operation,
 // Waits until the stream has done all that was submitted so far, even while it is captured.
 cudaError_t finish(cudaStream_t stream);
 
-// What a call that needs a context does: creates it on the thread's current device.
+// What a call that needs a context does: without a current one, it creates the primary context of
+// the thread's current device.
 void use_context();
+CUcontext primary_context(int device);
+// The thread's stack of contexts.
+void push_context(CUcontext context);
+void pop_context();
 // How many of these calls this thread has made.
 uint64_t calls_of_thread();
 

@@ -1,6 +1,8 @@
 // Streams, events and graphs of the emulated runtime as runtime.cpp stores them.
 #pragma once
 
+#include <cuda.h>
+
 #include <cstdint>
 #include <deque>
 #include <functional>
@@ -17,6 +19,8 @@ using Run = std::function<bool()>;
 // They share all memory, and each has streams of its own; a thread has one of them at a time.
 inline constexpr int kDevices = 8;
 inline thread_local int current_device = 0;
+// Of the driver's interface; null before the thread's first call that needs one.
+inline thread_local CUctx_st* current_context = nullptr;
 
 // "Everything that was submitted to this stream so far."
 struct Point {
@@ -39,6 +43,10 @@ struct Node {
 };
 
 }  // namespace emulator
+
+struct CUctx_st {
+  int device;
+};
 
 struct CUgraph_st {
   std::vector<emulator::Node>

@@ -79,6 +79,7 @@ class Emulated:
         self.index = index
         self.module = programs.emulated()
         self.runtime = self.module.runtime
+        self.runtime.set_device(index)
         self.stream = self.runtime.make_stream(index)
         self._gates: list[Any] = []
 
