@@ -49,7 +49,8 @@ class ReconfigurableBackend : public Backend {
       in_python([&] {
         const py::object form = prepare_(opts.uuid, handles, ordered);
         without_gil([this] {
-          for (const auto& used : device_states_.used()) used.group->close();
+          for (const auto& used : device_states_.used())  // aborts those with calls in progress
+            used.group->close_after_peers(std::chrono::milliseconds(1));
           group_->close();
         });
         const py::capsule made = form(std::chrono::duration<double>(limit).count());

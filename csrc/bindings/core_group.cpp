@@ -63,13 +63,12 @@ void close(const Handle& handle) {
   handle.shared()->close();
 }
 
-void close_after_peers(const GroupHandle& handle, double wait_s) {
+void close_after_peers(const Handle& handle, double wait_s) {
   if (handle.in_child()) return;
   {
-    group::Group& group = handle.group();
     const auto wait = nanoseconds(wait_s);
     const Blocking blocking;
-    group.close_after_peers(wait);
+    handle.shared()->close_after_peers(wait);
   }
   throw_pending();
 }
@@ -212,6 +211,7 @@ void bind_group(py::module_& module) {
       .def("form", &form)
       .def("stats", [](const Handle& h) { return h.collectives().stats(); })
       .def("close", &close)
+      .def("close_after_peers", &close_after_peers)
       .def("abort", &abort)
       .def("_capsule", &collectives_capsule);
   py::class_<GroupHandle, Handle> group(module, "Group");
@@ -224,7 +224,6 @@ void bind_group(py::module_& module) {
              return SharedMemory{std::move(memory), bytes};
            })
       .def("split", &split)
-      .def("close_after_peers", &close_after_peers)
       .def("lost", [](const GroupHandle& h) { return h.group().status().lost; })
       .def("status", &status)
       .def("set_timeout",

@@ -16,8 +16,8 @@
 //   connecting  null                  no end      constructor; messages connect two ranks
 //   formed      set                   no end      form(), begin() of a collective, or the first
 //                                                 message of two ranks
-//   failed      any                   a cause     fail(): of abort(), look(), enqueue(), or
-//                                                 end_agreement()
+//   failed      any                   a cause     fail(): of abort(), look(), enqueue(),
+//                                                 end_agreement(), or close_after_peers()
 //   closed      any                   no cause    close_after_peers()
 //
 // Invariants:
@@ -59,8 +59,8 @@ namespace {
 // How often enqueued calls are polled. Polling does not slow them.
 constexpr std::chrono::milliseconds kWatchInterval{100};
 
-// How long close() waits for NCCL once all calls are complete.
-constexpr std::chrono::seconds kCloseTimeout{5};
+// How long close() waits for the calls in progress, and then for NCCL.
+constexpr std::chrono::seconds kCallsTimeout{30}, kCloseTimeout{5};
 
 // "send(float32, count 10, tag 0, nccl, on CUDA devices) to rank 1 and 2 more messages"
 std::string text_of(std::span<const group::Call> calls) {
@@ -428,12 +428,19 @@ void DeviceGroup::fail(const Error& error) noexcept {
 }
 
 // Waits for the enqueued calls first, as peers may need them.
-void DeviceGroup::close_after_peers(std::chrono::nanoseconds /*wait*/) noexcept {
+void DeviceGroup::close_after_peers(std::chrono::nanoseconds wait) noexcept {
+  const Deadline deadline(wait.count() > 0 ? wait : kCallsTimeout);
   const auto is_idle = [this] {
     return watchdog_.ended() || (watchdog_.idle() && !order_.any_pending());
   };
-  while (!is_idle() && look())  // polls: the device sends no notification
+  while (!is_idle() && look()) {  // polls: the device sends no notification
+    if (deadline.expired() && !is_idle())
+      fail(GroupBroken("rank " + std::to_string(rank()) +
+                           " closed the group, whose calls did not " + "complete within " +
+                           std::to_string(deadline.limit_s()) + " s more",
+                       {.rank = rank(), .elapsed_s = deadline.elapsed_s()}));
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
   watchdog_thread_.join();
   if (watchdog_.close())
     executors_.close(Deadline(std::min<std::chrono::nanoseconds>(timeout_, kCloseTimeout)));

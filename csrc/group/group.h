@@ -179,7 +179,8 @@ class Collectives {
   // no effect. Later calls raise GroupBroken.
   void close() noexcept { close_after_peers({}); }
   // The same, but closes the connections of a host group when all peers have left or died, or after
-  // `wait`, or once the caller is interrupted. Peers learn at once that this rank left.
+  // `wait`, or once the caller is interrupted. Peers learn at once that this rank left. A device
+  // group waits that long (0: 30 s) for the calls that it has enqueued, and then aborts them.
   virtual void close_after_peers(std::chrono::nanoseconds wait) noexcept = 0;
   // Any thread: the running call, here and on every peer, fails with an error that contains
   // `reason`, and the group is broken permanently.

@@ -249,6 +249,35 @@ def test_a_group_is_closed_when_its_calls_are_over(group: pycomm.Group, device: 
     np.testing.assert_array_equal(x, sum(numbers(rank) for rank in range(3)))
 
 
+def closed_during_a_call(group: pycomm.Group, device: Any, closed: Signal) -> str:
+    """Rank 1 lives, but its stream does not reach the call."""
+    x = summed_once(group, device)
+    if group.rank == 1:
+        device.delay()
+    work = pycomm.all_reduce(x, async_op=True, timeout_s=60)
+    work.wait()
+    if group.rank == 0:
+        begun = time.monotonic()
+        group._devices[device.index].close_after_peers(0.5)
+        assert time.monotonic() - begun < 30, "closing the group waited for the limit of the call"
+        closed.set()
+    assert closed.wait(90)
+    with pytest.raises(errors.Error) as caught:
+        while True:
+            pycomm.barrier(group=group)
+    while not work.done():
+        pass
+    with pytest.raises(errors.Error):
+        work.wait()
+    return str(caught.value)
+
+
+@on(*EMULATED)  # a GPU's delay ends by itself
+def test_a_group_with_a_stuck_peer_is_closed_within_a_bound(machine, tmp_path):
+    for text in machine.run(2, closed_during_a_call, Signal(tmp_path)):
+        assert "rank 0 closed the group, whose calls did not complete within 0.5" in text
+
+
 def aborted_by_the_host_group(group: pycomm.Group, device: Any) -> str:
     x = summed_once(group, device)
     if group.rank == 2:
