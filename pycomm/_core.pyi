@@ -231,7 +231,7 @@ def on_device(
     device: object,
     nccl: object | None,
     why_no_nccl: str,
-    nccl_shares: bool,
+    nccl_sharing: tuple[bool, str],
     options: tuple[int, bool, bool],
     timeout_s: float,
     /,
@@ -239,7 +239,7 @@ def on_device(
     """The device group of the same ranks, not connected yet.
 
     `group`, `device` and `nccl` are capsules; the last two come from the module that has CUDA;
-    `why_no_nccl`: if there is none; `nccl_shares`: NCCL lets ranks share a device;
+    `why_no_nccl`: if there is none; `nccl_sharing`: as of config.nccl_sharing();
     `options`: the number of channels for large arrays, whether NCCL is used between hosts, and
     whether repeated calls are enqueued before the agreement; rank 0's apply; `timeout_s`: of calls
     without their own."""

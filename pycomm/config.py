@@ -278,10 +278,10 @@ def flight_recorder_files() -> dict[str, Any]:
     return {"flight": env.get("PYCOMM_FLIGHT_RECORD", ""), "trace": env.get("PYCOMM_TRACE", "")}
 
 
-def nccl_shares_gpus() -> bool:
-    """Whether NCCL is configured to let ranks share a GPU, by either of its variables
-    (docs/cuda.md)."""
-    return _of_nccl("NCCL_MULTI_RANK_GPU_ENABLE") == "1" or bool(_of_nccl("NCCL_HOSTID"))
+def nccl_sharing() -> tuple[bool, str]:
+    """Whether NCCL is configured to let ranks share a GPU, and the host that it takes this rank to
+    be on, "" for this one: ranks with different ones may share a GPU, too (docs/cuda.md)."""
+    return _of_nccl("NCCL_MULTI_RANK_GPU_ENABLE") == "1", _of_nccl("NCCL_HOSTID")
 
 
 def nccl_prevents_aborts() -> str:

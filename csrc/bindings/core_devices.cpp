@@ -24,7 +24,8 @@ std::shared_ptr<T> taken(const py::capsule& capsule, std::string_view name) {
 
 std::unique_ptr<Handle> on_device(const py::capsule& host, const py::capsule& device,
                                   const std::optional<py::capsule>& nccl,
-                                  const std::string& why_no_nccl, bool nccl_shares,
+                                  const std::string& why_no_nccl,
+                                  const std::pair<bool, std::string>& nccl_sharing,
                                   const std::tuple<int, bool, bool>& options, double timeout_s) {
   const auto [channels, nccl_between_hosts, agree_after] = options;
   auto group = taken<group::Group>(host, "pycomm.Group");
@@ -32,7 +33,8 @@ std::unique_ptr<Handle> on_device(const py::capsule& host, const py::capsule& de
       .device = taken<device::Device>(device, "pycomm.Device"),
       .nccl = nccl ? taken<nccl::NcclApi>(*nccl, "pycomm.NcclApi") : nullptr,
       .why_no_nccl = why_no_nccl,
-      .nccl_shares = nccl_shares,
+      .nccl_shares = nccl_sharing.first,
+      .nccl_host_id = nccl_sharing.second,
       .options = {.channels = channels,
                   .nccl_between_hosts = nccl_between_hosts,
                   .agree_after = agree_after}};

@@ -22,6 +22,7 @@ struct DeviceResources {
   std::shared_ptr<nccl::NcclApi> nccl;  // null if not found
   std::string why_no_nccl{};            // if null
   bool nccl_shares = false;             // NCCL on this rank lets ranks share a device
+  std::string nccl_host_id{};           // NCCL's name of this host; empty: its own
   DeviceOptions options{};
 };
 

@@ -8,6 +8,8 @@
 #include <utility>
 #include <vector>
 
+#include "core/sha256.h"
+
 namespace pycomm::device_group {
 namespace {
 
@@ -20,15 +22,22 @@ struct DeviceInfo {
   std::array<char, 26> bus_id;  // padded with zeros
   bool nccl_shares, has_nccl, nccl_between_hosts, agree_after;
   uint8_t channels;
+  std::array<uint8_t, 8> nccl_host;  // a hash of the id; zeros: NCCL knows the host itself
 };
-static_assert(sizeof(DeviceInfo) == 31);
+static_assert(sizeof(DeviceInfo) == 39);
 
 DeviceInfo device_info_of(const DeviceResources& resources) {
   const auto [channels, nccl_between_hosts, agree_after] = resources.options;
   check(channels >= 1 && channels <= 255, "invalid cuda_channels: it must be between 1 and 255");
-  DeviceInfo mine{
-      {},          resources.nccl_shares,         resources.nccl != nullptr, nccl_between_hosts,
-      agree_after, static_cast<uint8_t>(channels)};
+  DeviceInfo mine{{},
+                  resources.nccl_shares,
+                  resources.nccl != nullptr,
+                  nccl_between_hosts,
+                  agree_after,
+                  static_cast<uint8_t>(channels),
+                  {}};
+  if (const std::string& id = resources.nccl_host_id; !id.empty())
+    std::copy_n(sha256(id).begin(), mine.nccl_host.size(), mine.nccl_host.begin());
   const std::string bus_id = resources.device->bus_id();
   std::copy_n(bus_id.begin(), std::min(bus_id.size(), mine.bus_id.size()), mine.bus_id.begin());
   return mine;
@@ -52,11 +61,17 @@ std::vector<DeviceInfo> exchange_device_info(group::Group& host, const DeviceRes
   return all;
 }
 
+// The device of a rank as NCCL compares devices: ranks of a host with different ids have different
+// ones.
+auto device_of(const group::Group& host, int rank, const DeviceInfo& info) {
+  return std::tuple(host.info().hosts[static_cast<size_t>(rank)], info.nccl_host, info.bus_id);
+}
+
 // Whether the group stages calls in host memory: NCCL refuses two ranks on one device of a host.
 bool is_host_staged(const group::Group& host, const std::vector<DeviceInfo>& all) {
-  std::set<std::pair<int, decltype(DeviceInfo::bus_id)>> devices;
+  std::set<decltype(device_of(host, 0, all[0]))> devices;
   for (size_t rank = 0; rank < all.size(); ++rank)
-    devices.emplace(host.info().hosts[rank], all[rank].bus_id);
+    devices.insert(device_of(host, static_cast<int>(rank), all[rank]));
   return devices.size() < all.size() && !std::ranges::all_of(all, &DeviceInfo::nccl_shares);
 }
 
@@ -99,7 +114,7 @@ bool can_connect(const group::Group& host, int peer, const PairInfo& lower,
   const int mine = hosts[static_cast<size_t>(host.rank())];
   if (mine != hosts[static_cast<size_t>(peer)])
     return lower.device.nccl_between_hosts && !host.info().encrypted;
-  return lower.device.bus_id != higher.device.bus_id ||
+  return device_of(host, peer, lower.device) != device_of(host, peer, higher.device) ||
          (lower.device.nccl_shares && higher.device.nccl_shares);
 }
 

@@ -142,14 +142,14 @@ def _make(host: object, index: int, timeout_s: float, options: Options) -> _core
         library = nccl.load(module)
     except Unsupported as error:  # ranks that share a GPU need no NCCL: _core decides
         why_none = str(error)
-    shares = config.nccl_shares_gpus()
+    sharing = config.nccl_sharing()
     given = (
         options.channels,
         options.internode_transport == "nccl",
         options.agreement == "after",
     )
     capsule = library and library._capsule()
-    made = _core.on_device(host, opened, capsule, why_none, shares, given, timeout_s)
+    made = _core.on_device(host, opened, capsule, why_none, sharing, given, timeout_s)
     logger = logging.getLogger("pycomm")
     if logger.isEnabledFor(logging.INFO):
         logger.info(

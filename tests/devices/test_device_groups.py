@@ -5,6 +5,7 @@ Ranks are threads or processes with a device each (tests/support/group_devices.p
 
 import gc
 import logging
+import os
 import re
 import weakref
 from typing import Any, ClassVar
@@ -419,6 +420,25 @@ def one_is_taken(group: pycomm.Group, device: Any) -> str:
 def test_nccl_is_used_when_it_allows_shared_gpus(machine, monkeypatch):
     monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")
     assert any("Duplicate GPU" in text for text in machine.run(2, one_is_taken))
+
+
+def with_host_id(group: pycomm.Group, device: Any, name: str) -> str:
+    """A message between ranks that share a GPU, before all ranks connect, and a sum."""
+    os.environ["NCCL_HOSTID"] = name or f"host {group.rank}"
+    if not name:
+        return one_is_taken(group, device)
+    x = device.put(numbers(group.rank))
+    if group.rank < 2:
+        (pycomm.recv if group.rank else pycomm.send)(x, 1 - group.rank)
+    pycomm.all_reduce(x)
+    return str(group._devices[device.index].stats().algorithm)
+
+
+@on("emulated, shared")  # whose NCCL ignores the id
+@pytest.mark.parametrize("name", ["node", ""], ids=["equal", "different"])
+def test_ranks_with_one_host_id_do_not_share_a_gpu_under_nccl(machine, name):
+    found = machine.run(3, with_host_id, name, processes=True, transport="")
+    assert found == ["host_staged"] * 3 if name else any("Duplicate GPU" in one for one in found)
 
 
 def continues_without(group: pycomm.Group, device: Any) -> str:
