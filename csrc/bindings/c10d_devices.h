@@ -155,7 +155,8 @@ struct DeviceOptions {
 struct DeviceState {
   std::shared_ptr<group::Collectives> group;
   std::function<void(double)> form_in_python;
-  c10::Stream completion;
+  std::shared_ptr<void> stream;  // of this backend only
+  c10::Stream completion;        // as torch names it
 
   // Collective: connects the ranks.
   void form(std::chrono::nanoseconds limit) const {
@@ -216,8 +217,6 @@ class DeviceStates {
 inline DeviceState make_device_state(const std::shared_ptr<group::Group>& host, c10::Device device,
                                      const DeviceOptions& options,
                                      std::chrono::milliseconds timeout) {
-  const auto completion =
-      c10::impl::VirtualGuardImpl(device.type()).getStreamFromGlobalPool(device);
   return in_python([&]() -> DeviceState {
     const py::object on_device =
         py::module_::import("pycomm._core_api.device_groups").attr("on_device");
@@ -225,9 +224,13 @@ inline DeviceState make_device_state(const std::shared_ptr<group::Group>& host, 
         on_device(group_capsule(host), c10::DeviceTypeName(device.type(), true),
                   int{device.index()}, std::chrono::duration<double>(timeout).count(),
                   options.channels, options.internode_transport, options.agreement);
-    const py::capsule group = made[0];
-    return {*group.get_pointer<std::shared_ptr<group::Collectives>>(),
-            made[1].cast<std::function<void(double)>>(), completion};
+    const py::capsule capsule = made[0];
+    const auto group = *capsule.get_pointer<std::shared_ptr<group::Collectives>>();
+    auto stream = group->take_stream();
+    const py::object named = made[2](reinterpret_cast<uintptr_t>(stream.get()));
+    return {group, made[1].cast<std::function<void(double)>>(), std::move(stream),
+            c10::Stream::unpack3(named.attr("stream_id").cast<c10::StreamId>(), device.index(),
+                                 device.type())};
   });
 }
 

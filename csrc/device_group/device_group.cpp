@@ -102,6 +102,26 @@ Error late_error(const Error& error) {
                   error.fields());
 }
 
+// Streams are never destroyed, as torch's allocator may keep memory that was used on one. The next
+// holder reuses it.
+std::shared_ptr<void> take_stream_of(const std::shared_ptr<device::Device>& device) {
+  struct Free {
+    std::mutex mutex;
+    std::map<std::string, std::vector<void*>> by_device;
+  };
+  static auto& free = *new Free;  // never destroyed
+  const std::string bus_id = device->bus_id();
+  const std::lock_guard lock(free.mutex);
+  std::vector<void*>& streams = free.by_device[bus_id];
+  if (streams.empty()) streams.push_back(device->make_stream());
+  void* const stream = streams.back();
+  streams.pop_back();
+  return {stream, [bus_id](void* over) {
+            const std::lock_guard held(free.mutex);
+            free.by_device[bus_id].push_back(over);
+          }};
+}
+
 // A launch whose caller does not wait for it.
 struct AsyncLaunch : Launch {
   std::function<void(std::exception_ptr)> then{};
@@ -151,6 +171,7 @@ class DeviceGroup final : public group::Collectives,
   }
   bool formed() const override { return executors_.of_all() != nullptr; }
   std::shared_ptr<device::Event> make_event() override { return events_->take(); }
+  std::shared_ptr<void> take_stream() override { return take_stream_of(device_); }
   void close_after_peers(std::chrono::nanoseconds wait) noexcept override;
   void abort(const std::string& reason) noexcept override {
     fail(GroupBroken("the group was aborted: " + reason, {.rank = rank()}));

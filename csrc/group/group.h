@@ -174,6 +174,8 @@ class Collectives {
   virtual bool formed() const { return true; }
   // Device group: an event for streams of its device, to be recorded. Otherwise null.
   virtual std::shared_ptr<device::Event> make_event() { return nullptr; }
+  // Device group: a stream of its device that no other holder uses meanwhile. Otherwise null.
+  virtual std::shared_ptr<void> take_stream() { return nullptr; }
 
   // Leaves cleanly: peers that need nothing more from this rank are not affected. A second call has
   // no effect. Later calls raise GroupBroken.

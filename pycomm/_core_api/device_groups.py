@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -76,9 +77,9 @@ def core(group: Group, device: Device, call: _core.Call) -> _core.Collectives:
 
 def on_device(
     host: object, kind: str, index: int, timeout_s: float, *options: Any
-) -> tuple[object, Callable[[float], None]]:
+) -> tuple[object, Callable[[float], None], Callable[[int], Any]]:
     """The same for torch, which connects the ranks with the second result, within a limit in
-    seconds.
+    seconds. The third makes torch's stream of an address.
 
     `host` and the first result are capsules of groups; `kind` is torch's device type; `options` are
     the fields of Options.
@@ -91,7 +92,9 @@ def on_device(
             f"tensors on {kind} are not supported: move them to host memory or a CUDA device"
         )
     made = _make(host, index, timeout_s, Options(*options))
-    return made._capsule(), functools.partial(_form, made, index)
+    module = getattr(sys.modules["torch"], kind)
+    stream_at = functools.partial(module.ExternalStream, device=index)
+    return made._capsule(), functools.partial(_form, made, index), stream_at
 
 
 def is_unknown(kind: str) -> bool:

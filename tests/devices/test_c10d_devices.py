@@ -93,6 +93,30 @@ def test_futures_carry_streams(at: Any) -> None:
 
 
 @in_processes(2)
+def test_each_group_has_its_own_completion_stream(at: Any) -> None:
+    """A call of one group waits; those of more groups than torch's pool has streams complete."""
+    groups = [dist.new_group() for _ in range(9)]
+    xs = [torch.ones(3, device=at.device) for _ in groups]
+    for x, group in zip(xs, groups, strict=True):
+        dist.all_reduce(x, group=group)
+        x.cpu()
+    before = at.stream(3)
+    go_on = at.delay()
+    waiting = dist.all_reduce(xs[0], group=groups[0], async_op=True)
+    at.stream(4)
+    works = [
+        dist.all_reduce(x, group=group, async_op=True)
+        for x, group in zip(xs[1:], groups[1:], strict=True)
+    ]
+    deadline = time.monotonic() + 60
+    while not all(work.is_completed() for work in works):
+        assert time.monotonic() < deadline, "a call waits for one of another group"
+    assert not waiting.is_completed()
+    go_on()
+    at.stream(before)
+
+
+@in_processes(2)
 def test_tensors_are_kept_until_the_device_finishes_or_a_stream_waits(at: Any) -> None:
     x = torch.ones(12345, device=at.device)
     dist.all_reduce(x)

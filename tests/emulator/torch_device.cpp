@@ -66,7 +66,11 @@ std::vector<Side*>& sides() {
   return *all;
 }
 Side& side_at(DeviceIndex index) { return *sides().at(static_cast<size_t>(index)); }
-void* raw(const c10::Stream& s) { return side_at(s.device_index()).streams.at(s.id()); }
+// The id of a stream that torch did not make is its address.
+void* raw(const c10::Stream& s) {
+  return s.id() < kStreams ? side_at(s.device_index()).streams.at(s.id())
+                           : reinterpret_cast<void*>(s.id());
+}
 
 c10::Stream current(DeviceIndex index) {
   return c10::Stream(c10::Stream::UNSAFE, device_at(index),
@@ -176,7 +180,8 @@ class Memory final : public c10::Allocator {
     const std::unique_ptr<Block> block(static_cast<Block*>(context));
     const auto [index, stream, bytes] = block->key;
     Side& side = side_at(index);
-    side.device->clear(block->at, bytes, side.streams.at(stream));
+    side.device->clear(block->at, bytes,
+                       raw(c10::Stream(c10::Stream::UNSAFE, device_at(index), stream)));
     const std::lock_guard lock(mutex_);
     free_[block->key].push_back(block->at);
   }

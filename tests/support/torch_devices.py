@@ -43,6 +43,12 @@ class TorchModule(ModuleType):
     def current_stream(index: int) -> Stream:
         return Stream(index)
 
+    class ExternalStream:
+        """A stream that torch did not make."""
+
+        def __init__(self, address: int, device: Any) -> None:
+            self.stream_id = address
+
 
 class Stream:
     """The thread's current stream of a device, with the part of `torch.cuda.Stream` that pycomm
