@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -54,6 +54,11 @@ class StepPlan:
     fused: bool = False
     packet_exchange: AllGatherExchange | None = None
     hosts: HostGroups | None = None
+
+    @property
+    def scale(self) -> float | None:
+        """The loss scale; no wait for a device once the vote has read it."""
+        return self.loss_scale if self.loss_scale is None else float(self.loss_scale)
 
     @property
     def waits(self) -> bool:
@@ -110,7 +115,6 @@ class Step:
         self._transaction = Transaction()
         self._unused: set[ParameterState] = set()  # by any rank, once it is known
         self._idle = idle
-        self._scale: float | None = None  # of the loss, read with the vote
         self._size = (plan.hosts or pool).size  # a copy, because the pool may shrink
         self.sent_bytes = 0
 
@@ -236,7 +240,7 @@ class Step:
         self._packets.append((packet, None))
         # The paper's threshold is for gradients divided by the number of ranks; these are not.
         limit = None if plan.clip is None else plan.clip * math.sqrt(self._size)
-        unscale = (1.0 if plan.hosts is None else plan.hosts.share) / (self._scale or 1.0)
+        unscale = (1.0 if plan.hosts is None else plan.hosts.share) / (plan.scale or 1.0)
         update = Update(plan.masking, unscale, limit, self._norm, self._idle, unused)
         packet.prepare(update, self._transaction)
         if plan.exchange == "dense_masked":
@@ -288,7 +292,8 @@ class Step:
         found = [gradient.isfinite().all().to(given.device) for gradient in gradients]
         finite = torch.stack([*found, given > 0]).all()
         signed = float(torch.where(finite, given, -given))
-        scale = self._scale = abs(signed)
+        scale = abs(signed)
+        self._plan = replace(self._plan, loss_scale=scale)  # read
         low, high = (-math.inf, -math.inf) if self._idle else (-scale, scale)
         word = torch.tensor([0.0 if signed > 0 else 1.0, low, high], dtype=torch.float64)
         collectives.all_reduce(word, "max", group=self._pool.group)
@@ -319,8 +324,8 @@ class Step:
         for bucket in self._buckets:
             bucket.take_back()
         gradients = [gradient for _, gradient in self._averaged()]
-        if self._scale is not None:
-            _multiply(gradients, 1.0 / self._scale)
+        if (scale := self._plan.scale) is not None:
+            _multiply(gradients, 1.0 / scale)
         if self._plan.clip is not None:
             clip_gradients(gradients, self._plan.clip, self._plan.together)
 
@@ -334,7 +339,7 @@ class Step:
         averaged = self._averaged()
         for memory, gradient in averaged:
             apply_momentum(memory, gradient)
-        scale = self._scale
+        scale = self._plan.scale
         if scale is not None:
             _multiply([gradient for _, gradient in averaged], scale)
             if not self._plan.fused:

@@ -153,7 +153,7 @@ def test_codec_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         by_values = 4 * k if row["values"] == "float32" else 4 + -(-k // 4)
         head = row["bytes_each"] * k - row["index_bits"] * k / 8 - by_values
         sizes = sum(-(-x.bit_length() // 7) for x in (k, count))
-        assert head == pytest.approx(4 + sizes, abs=1e-3)  # stored with nine digits
+        assert head == pytest.approx(5 + sizes, abs=1e-3)  # stored with nine digits
     assert "index_bits" in capsys.readouterr().out
 
 

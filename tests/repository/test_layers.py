@@ -212,7 +212,7 @@ BUDGETS = {
     "examples": 913,
     "pycomm": 18835,
     "pycomm/bench": 3226,
-    "pycomm/compress": 5911,
+    "pycomm/compress": 5916,
     "pycomm/kernels": 2458,
     "pycomm/launch": 2231,
     "tests": 7056,
@@ -227,7 +227,7 @@ BUDGETS = {
     "tests/unit": 6171,
     "tools": 1747,
 }
-IN_ALL = 151_854
+IN_ALL = 151_859
 LONGEST_FILE = 500
 MOST_VARIABLES = 11
 # Set by setup.py for the compiler, and by pycomm's launchers for their ranks: not for users.
