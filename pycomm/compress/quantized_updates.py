@@ -18,7 +18,7 @@ from pycomm.compress.bucket_exchange import BucketExchange, BucketExchanges
 from pycomm.compress.interrupts import defer_sigint
 from pycomm.compress.parameter_state import flat_view
 from pycomm.compress.quantized_residual import QuantizedResidual
-from pycomm.compress.updates import UpdateCompressor, commit_rounded, names_of
+from pycomm.compress.updates import MeanUpdates, names_of
 from pycomm.elastic.change import GroupChange
 from pycomm.group import Group
 
@@ -26,10 +26,10 @@ BUCKET = 1 << 20  # elements; a bucket has whole parameters, so it may be larger
 BUCKETS_BETWEEN = 2  # a bucket is summed when this many later ones are on their way
 
 
-class QuantizedUpdates(UpdateCompressor[list[Tensor]]):
-    """See UpdateCompressor. `exchange` yields the mean update of each parameter, float32, flat."""
+class QuantizedUpdates(MeanUpdates):
+    """See UpdateCompressor."""
 
-    more: ClassVar = {**UpdateCompressor.more, "exchange": plain_text}
+    more: ClassVar = {**MeanUpdates.more, "exchange": plain_text}
     _residual: QuantizedResidual
 
     def __init__(
@@ -113,28 +113,6 @@ class QuantizedUpdates(UpdateCompressor[list[Tensor]]):
             exchange.finish(mean)
             means += torch.split(mean, [self._theta[place].numel() for place in bucket])
         return means
-
-    def commit(self, received: list[Tensor]) -> None:
-        residual = self.residual
-        for place, (mean, factor) in enumerate(zip(received, self.decay, strict=True)):
-            if place in self.unused:
-                continue
-            theta, parameter = flat_view(self._theta[place]), flat_view(self._parameters[place])
-            if theta.dtype == torch.float32:
-                theta.mul_(factor).sub_(mean)
-                parameter.copy_(theta)
-            else:
-                commit_rounded(theta, parameter, residual[place], mean, factor)
-        self._finish()
-
-    def means(self, received: list[Tensor]) -> list[Tensor]:
-        self._decay_shared()
-        found = [torch.empty_like(x) for x in self._theta]
-        for x, mean in zip(found, received, strict=True):
-            flat_view(x).copy_(mean)
-        for place in self.unused:  # what was received is a part of the residual, which stays
-            found[place].zero_()
-        return found
 
     def resume(self, change: GroupChange) -> float:
         norm = super().resume(change)

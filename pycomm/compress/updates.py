@@ -23,7 +23,7 @@ from pycomm._training.arguments import flat_tensor
 from pycomm._training.communicators import CommunicatorPool
 from pycomm._training.shards import local_shard
 from pycomm.compress.hierarchical import rank_factor
-from pycomm.compress.parameter_state import is_dense
+from pycomm.compress.parameter_state import flat_view, is_dense
 from pycomm.compress.residual import OWNED, Residual, Transaction
 from pycomm.elastic.change import GroupChange
 from pycomm.errors import InvalidArgument, Mismatch, Unsupported
@@ -282,6 +282,32 @@ class UpdateCompressor(ABC, Generic[Received]):
     def _decay_shared(self) -> None:
         for theta, factor in zip(self._theta, self._factors(), strict=True):
             theta.mul_(factor)
+
+
+class MeanUpdates(UpdateCompressor[list[Tensor]]):
+    """Compressors whose `exchange` yields the mean update of each parameter, float32, flat."""
+
+    def commit(self, received: list[Tensor]) -> None:
+        residual = self.residual
+        for place, (mean, factor) in enumerate(zip(received, self.decay, strict=True)):
+            if place in self.unused:
+                continue
+            theta, parameter = flat_view(self._theta[place]), flat_view(self._parameters[place])
+            if theta.dtype == torch.float32:
+                theta.mul_(factor).sub_(mean)
+                parameter.copy_(theta)
+            else:
+                commit_rounded(theta, parameter, residual[place], mean, factor)
+        self._finish()
+
+    def means(self, received: list[Tensor]) -> list[Tensor]:
+        self._decay_shared()
+        found = [torch.empty_like(x) for x in self._theta]
+        for x, mean in zip(found, received, strict=True):
+            flat_view(x).copy_(mean)
+        for place in self.unused:  # what was received is a part of the residual, which stays
+            found[place].zero_()
+        return found
 
 
 def names_of(parameters: Sequence[Tensor]) -> list[str]:

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from pycomm._arguments import refuse
@@ -25,7 +25,12 @@ from pycomm.compress.topk import TopK
 from pycomm.compress.topk_updates import TopKUpdates
 from pycomm.compress.updates import UpdateCompressor
 from pycomm.errors import InvalidArgument, Unsupported
-from pycomm.group import Group
+
+# By the class of their options.
+COMPRESSORS: dict[type[Any], type[UpdateCompressor[Any]]] = {
+    TopK: TopKUpdates,
+    Quantize: QuantizedUpdates,
+}
 
 
 def check_model(model: nn.Module, replicas: DeviceMesh | None) -> None:
@@ -47,7 +52,7 @@ def check_model(model: nn.Module, replicas: DeviceMesh | None) -> None:
 
 def check_compression(compression: Any, rule: str, momentum: str) -> None:
     """Raises InvalidArgument unless this compresses updates, with such a schedule of LocalSGD."""
-    if not isinstance(compression, (TopK, Quantize)):
+    if not isinstance(compression, tuple(COMPRESSORS)):
         refuse("compression", compression, "pycomm.TopK() or pycomm.Quantize()")
     if (rule, momentum) != ("paddle", "local"):
         raise InvalidArgument(
@@ -56,16 +61,10 @@ def check_compression(compression: Any, rule: str, momentum: str) -> None:
         )
 
 
-def update_compressor(
-    compression: TopK | Quantize,
-    parameters: list[nn.Parameter],
-    snapshot: list[Tensor],
-    group: Group,
-) -> UpdateCompressor[Any]:
-    """The compressor of a TopK or Quantize; the arguments are those of UpdateCompressor."""
-    if isinstance(compression, TopK):
-        return TopKUpdates(compression, parameters, snapshot, group)
-    return QuantizedUpdates(compression, parameters, snapshot, group)
+def update_compressor(compression: Any, *given: Any) -> UpdateCompressor[Any]:
+    """The compressor of these options; the other arguments are those of UpdateCompressor."""
+    kind = next(kind for kind in COMPRESSORS if isinstance(compression, kind))
+    return COMPRESSORS[kind](compression, *given)
 
 
 def warn_about_momentum(optimizer: torch.optim.Optimizer, ratio: float) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from sign_compression import Sign
 from torch import Tensor, nn
 
 import pycomm
@@ -36,6 +37,7 @@ LOCAL: dict[str, dict[str, Any]] = {
     "topk sharded": {"compression": pycomm.TopK(density=0.2, group=4, exchange="sharded")},
     "topk every 2": {"compression": pycomm.TopK(density=0.2, group=4), "k_steps": 2},
     "local quantize": {"compression": pycomm.Quantize(1, 1)},
+    "local sign": {"compression": Sign()},
 }
 PLAIN: dict[str, dict[str, Any]] = {
     "local": {},
