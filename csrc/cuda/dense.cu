@@ -302,7 +302,13 @@ std::string why_not() {
     const std::string remedy = remedy_for(error);
     return cudaGetErrorString(error) + (remedy.empty() ? "" : "; " + remedy);
   }
-  return count == 0 ? "no GPU is visible" : "";
+  if (count == 0) return "no GPU is visible";
+  try {  // a kernel, which the build may lack for this GPU
+    load_reductions(0);
+  } catch (const Error& refused) {
+    return refused.what();
+  }
+  return {};
 }
 
 }  // namespace pycomm::cuda

@@ -16,6 +16,7 @@
 #include <utility>
 
 #include "fiber.hpp"
+#include "grid.hpp"
 #include "runtime.hpp"
 #include "stream_types.hpp"
 
@@ -140,6 +141,7 @@ extern "C" {
 
 cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* found, const void* kernel) {
   emulator::use_context();
+  if (emulator::options().no_image) return cudaErrorNoKernelImageForDevice;
   *found = {};
   loaded().locked([&] { return loaded().kernels.insert(kernel).second; });
   return cudaSuccess;

@@ -189,6 +189,8 @@ PYBIND11_MODULE(_emulated, module) {
            [](long most_us) { fake_nccl::delay_calls(std::chrono::microseconds(most_us)); });
   bind_runtime(module.def_submodule("runtime"));
   module.def("set_order", &set_order);
+  module.def("set_no_image", [](bool none) { emulator::options().no_image = none; });
+  module.def("why_not", &pycomm::cuda::why_not);
   module.def("take_traffic", &take_traffic);
   module.def("forget_failure", &emulator::forget_failure);
 }

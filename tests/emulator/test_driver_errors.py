@@ -1,6 +1,7 @@
 """Messages for errors of the CUDA installation: the real runtime over a stub of the driver.
 
-Each process loads a libcuda.so.1 that answers with one version and one result of cuInit.
+Each process loads a libcuda.so.1 that answers with one version and one result of cuInit. What needs
+kernels has the emulator.
 """
 
 import os
@@ -100,3 +101,13 @@ def test_a_missing_driver_is_named(tmp_path):
     raised, why = messages(tmp_path)
     assert raised.endswith(NO_GPU)
     assert why.endswith(NO_GPU)
+
+
+def test_a_build_without_kernels_for_the_gpu_is_named():
+    module = programs.emulated()
+    assert module.why_not() == ""
+    module.set_no_image(True)
+    try:
+        assert "pycomm._cuda was built for other GPUs" in module.why_not()
+    finally:
+        module.set_no_image(False)
