@@ -13,7 +13,6 @@
 #include "cpu/floats.h"
 #include "cpu/isa.h"
 #include "harness.h"
-#include "kernels/device_kernels.h"
 
 namespace {
 
@@ -60,13 +59,26 @@ std::unique_ptr<std::byte[]> alone(const Bytes& bytes) {
   return copy;
 }
 
+class Given final : public BlockValues {
+ public:
+  explicit Given(const std::vector<float>& all) : all_(all) {}
+  void read(size_t first, std::span<float> values) const override {
+    std::copy_n(&all_[first], values.size(), values.begin());
+  }
+  bool wants_sent() const override { return false; }
+  void sent(size_t, std::span<const float>, std::span<float>) const override {}
+
+ private:
+  const std::vector<float>& all_;
+};
+
 Bytes encoded(const Set& set, const std::vector<float>& values, const CompactCodes& how) {
   const size_t k = set.indices.size(), most = most_compact_bytes(k, set.count, 1, how);
   const auto room = std::make_unique<std::byte[]>(most);
-  const kernels::DeviceKernels::CompactSource source{
-      set.indices.data(), const_cast<float*>(values.data()), k, 0, set.count, nullptr, room.get()};
-  uint64_t used = 0;
-  kernels::cpu_kernels().encode_compact({&source, 1}, {how, 1, {}}, {&used, {}}, {});
+  const auto run = [](size_t tasks, const auto& task) {
+    for (size_t i = 0; i < tasks; ++i) task(i);
+  };
+  const size_t used = encode_compact({set.indices, set.count}, how, Given(values), room.get(), run);
   expect(used <= most, "more bytes than the bound");
   return {room.get(), room.get() + used};
 }

@@ -199,7 +199,7 @@ BUDGETS = {
     "csrc/bindings": 4930,
     "csrc/codec": 1479,
     "csrc/collectives": 1934,
-    "csrc/cuda": 5393,
+    "csrc/cuda": 5399,
     "csrc/device": 1553,
     "csrc/device_group": 2069,
     "csrc/engine": 4140,
@@ -218,16 +218,16 @@ BUDGETS = {
     "tests": 7056,
     "tests/cli": 2415,
     "tests/devices": 3806,
-    "tests/emulator": 8463,
-    "tests/native": 15954,
+    "tests/emulator": 8479,
+    "tests/native": 15966,
     "tests/ranks": 8575,
     "tests/reliability": 5163,
-    "tests/support": 6412,
+    "tests/support": 6413,
     "tests/torch_backend": 4618,
     "tests/unit": 6115,
     "tools": 1747,
 }
-IN_ALL = 151_894
+IN_ALL = 151_929
 LONGEST_FILE = 500
 MOST_VARIABLES = 11
 # Set by setup.py for the compiler, and by pycomm's launchers for their ranks: not for users.

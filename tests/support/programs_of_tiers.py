@@ -48,6 +48,7 @@ def mutated() -> None:
     """The suites with the mutations of the day; each links objects of the product."""
     rows = test_mutations.ROWS_OF_THE_DAY
     more = {test_native.WEAK_MEMORY, test_native.SPARSE, *test_native.SINGLE_THREADED}
+    more.add(test_native.SIMULATION)
     build.build("product", sorted({row.key for row in rows} | more))
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         list(pool.map(mutations.mutated, rows))
