@@ -105,7 +105,6 @@ class Losses:
         if self.hosts.count > 1:
             self._exchange(len(lost))
         self._known[self.hosts.own] = len(lost)
-        self._write()
         least = self.replacement.min_ranks or self.size
         if self._left() < least:
             needed = f"--min-ranks {least}" if self.replacement.min_ranks else f"{least} ranks"
@@ -116,6 +115,7 @@ class Losses:
                     for number, file in lost.items()
                 },
             )
+        self._write()  # after the check, or the ranks that are left could end before the run
 
     def _processes(self, host: int) -> int:
         return self.places[host].ranks + self.places[host].spares

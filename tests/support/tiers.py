@@ -18,7 +18,6 @@ FOLDERS = {"unit": "unit", "ranks": "quick"}
 FILES = {
     # Too long for the tier of their folder.
     "test_combinations": "full",
-    "test_compact_devices": "full",
     "test_large": "full",
     "test_shared_arrays": "full",
     # Short, and the first to fail after a change of the layers, of the core or of torch's backend.
