@@ -88,6 +88,7 @@ def lost() -> None:
         except (pycomm.errors.PeerLost, pycomm.errors.GroupBroken):  # a rank was killed
             group = group.replace(wait_s=500.0)
             open(f"{file}.replaced", "a").close()
+            number, _, how = victims[turn].partition(":")  # the first gather may have failed
             turn += how != "again" or int(number) not in group.ranks
     emit(json.dumps({"rank": group.rank, "size": group.size, "ranks": group.ranks}))
 
