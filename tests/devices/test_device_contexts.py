@@ -91,7 +91,7 @@ def starts_without_a_context(group: pycomm.Group, device: Any) -> None:
 
     def on_new_thread() -> tuple[int, int]:
         pycomm.all_reduce(x, group=group)
-        return device.runtime.current()  # type: ignore[no-any-return]
+        return device.runtime.current()  # type: ignore[no-any-return] - the module has no types
 
     with ThreadPoolExecutor(1) as other:
         assert other.submit(on_new_thread).result(60) == (0, 0)
