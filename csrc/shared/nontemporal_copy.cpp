@@ -4,6 +4,8 @@
 #include <cstdint>
 #include <cstring>
 
+#include "cpu/copy.h"
+
 #ifdef __SSE2__
 #include <emmintrin.h>
 #endif
@@ -45,5 +47,12 @@ void nontemporal_copy(std::byte* into, const std::byte* from, size_t bytes) {
 }
 void nontemporal_fence() {}
 #endif
+
+void OutputCopy::operator()(std::byte* into, const std::byte* from, size_t bytes) const {
+  if (past_caches_ && into != from)
+    nontemporal_copy(into, from, bytes);
+  else
+    cpu::copy(into, from, bytes);
+}
 
 }  // namespace pycomm::shared

@@ -27,10 +27,24 @@ bool has_row_per_rank(Operation operation) {
          operation == Operation::all_to_all;
 }
 
+// Whether the root fills alone.
+bool is_from_root(Operation operation) {
+  return operation == Operation::broadcast || operation == Operation::scatter;
+}
+
 int parts_of(const engine::Job& job, int size) { return job.parts == 0 ? size : job.parts; }
 
 size_t rows_of(const engine::Job& job, int size) {
   return has_row_per_rank(job.operation) ? static_cast<size_t>(parts_of(job, size)) : 1;
+}
+
+// Of this rank's arrays; 0: plain stores suit a sum, which reads the lines that it writes.
+size_t rows_moved(const engine::Job& job, int size) {
+  const Operation operation = job.operation;
+  if (operation == Operation::all_reduce || operation == Operation::reduce) return 0;
+  const bool rows = operation == Operation::all_gather || operation == Operation::gather ||
+                    operation == Operation::all_to_all;
+  return rows ? static_cast<size_t>(parts_of(job, size)) + 1 : 1;
 }
 
 size_t chunk_count_of(const engine::Job& job, int size) {
@@ -48,7 +62,8 @@ StagedTask::StagedTask(engine::Engine& engine, SharedMemoryRegion& region, const
     : FlagTask(engine, region, job, chunks_of(job, region.size())),
       parts_(parts_of(job, size_)),
       chunk_count_(chunk_count_of(job, size_)),
-      chunks_(chunks_of(job, size_)) {
+      chunks_(chunks_of(job, size_)),
+      to_output_(bytes(job.count) * rows_moved(job, size_)) {
   const size_t whole = bytes(job.count) * rows_of(job, size_);
   tiny_ = whole <= kTinyBytes;
   const bool sums = job.operation == Operation::all_reduce || job.operation == Operation::reduce;
@@ -76,10 +91,9 @@ std::byte* StagedTask::out_row(int i, const Chunk& chunk) const {
 }
 
 bool StagedTask::fills() const {
-  const bool one_way =
-      job_.operation == Operation::broadcast || job_.operation == Operation::scatter;
   if (job_.operation == Operation::all_gather) return rank_ < parts_;
-  return !one_way || rank_ == job_.root;
+  if (job_.operation == Operation::gather) return rank_ != job_.root;
+  return !is_from_root(job_.operation) || rank_ == job_.root;
 }
 
 bool StagedTask::reduces() const {
@@ -132,7 +146,7 @@ bool StagedTask::advance() {
     const Chunk at = chunk(collected_);
     if (!collects() || (two_shots_ ? have_reduced(at.ticket) : have_filled(at.ticket))) {
       if (collects()) work(collected_, &StagedTask::collect);
-      record_try(collected_);
+      if (!one_way_) record_try(collected_);
       ++collected_;
       publish(region_.own().done, at.ticket + 1);
       wake_due_ = false;
@@ -148,7 +162,7 @@ bool StagedTask::advance() {
       return true;
     }
   }
-  if (filled_ < chunks_ && filled_ < collected_ + kAhead) {
+  if (filled_ < chunks_ && filled_ < collected_ + kAhead && !waits_for_readers()) {
     const Chunk at = chunk(filled_);
     if (!fills() || may_fill(at.ticket)) {
       if (fills()) work(filled_, &StagedTask::fill);
@@ -161,36 +175,34 @@ bool StagedTask::advance() {
 }
 
 bool StagedTask::have_filled(uint64_t ticket) {
-  const bool one_way =
-      job_.operation == Operation::broadcast || job_.operation == Operation::scatter;
-  if (one_way) return has_filled(job_.root, ticket);
+  if (is_from_root(job_.operation)) return has_filled(job_.root, ticket);
   const int fillers = job_.operation == Operation::all_gather ? parts_ : size_;
   for (int peer = 0; peer < fillers; ++peer)
     if (!has_filled(peer, ticket)) return false;
   return true;
 }
 
-// Only ranks that both write and read can measure which stores are faster. The other operations use
-// the result of these.
+// Whether the stores of the last chunk are measured, and not all of its readers are done.
+bool StagedTask::waits_for_readers() {
+  if (!filling_) return false;
+  const uint64_t ticket = chunk(filled_ - 1).ticket;
+  for (int peer = 0; peer < size_; ++peer)
+    if (peer != rank_ && (job_.operation != Operation::gather || peer == job_.root) &&
+        is_missing(peer, region_.of(peer).done, ticket + 1))
+      return true;
+  spent_[(filled_ - 1) % kSlots] = Clock::now() - *std::exchange(filling_, {});
+  record_try(filled_ - 1);
+  return false;
+}
+
+// Ranks that both write and read measure which stores are faster. In one direction, the rank that
+// writes lets the others read each measured chunk before it writes the next one.
 void StagedTask::begin_stores(size_t call_bytes) {
   if (call_bytes <= kOneShotBytes) return;
-  stores_ = &region_.store_tuner(call_bytes);
-  switch (job_.operation) {
-    case Operation::all_reduce:
-    case Operation::all_gather:
-    case Operation::reduce_scatter:
-    case Operation::all_to_all:
-      break;
-    case Operation::reduce:
-    case Operation::broadcast:
-    case Operation::gather:
-    case Operation::scatter:
-    case Operation::barrier:
-    case Operation::send:
-    case Operation::recv:
-      return;
-  }
-  tries_ = true;
+  one_way_ = is_from_root(job_.operation) || job_.operation == Operation::gather;
+  tries_ = (!one_way_ || fills()) && job_.operation != Operation::reduce;
+  stores_ = &region_.store_tuner(call_bytes, one_way_);
+  if (!tries_) return;
   counted_ = std::exchange(stores_->turns, stores_->turns + chunks_);
   stores_->advance_to(counted_);
 }
@@ -201,6 +213,8 @@ void StagedTask::work(uint64_t i, void (StagedTask::*step)(const Chunk&)) {
   if (stores_ != nullptr)
     nontemporal_ = tries_ ? stores_->uses_second(turn) : stores_->prefers_second();
   if (!tries_ || !stores_->tries(turn)) return (this->*step)(chunk(i));
+  if (one_way_ && step == &StagedTask::fill) filling_ = Clock::now();
+  if (one_way_) return (this->*step)(chunk(i));
   const auto start = Clock::now();
   (this->*step)(chunk(i));
   spent_[i % kSlots] += Clock::now() - start;
@@ -231,7 +245,7 @@ void StagedTask::copy_to_slot(std::byte* into, const std::byte* from, size_t byt
 
 // Copies from another rank's slot into an array of this rank.
 void StagedTask::copy_from_slot(std::byte* into, const std::byte* from, size_t bytes) {
-  cpu::copy(into, from, bytes);
+  to_output_(into, from, bytes);
   region_.bytes_received += bytes;
 }
 
@@ -300,6 +314,11 @@ void StagedTask::combine(const Sum& to, uint64_t ticket) {
 }
 
 void StagedTask::collect(const Chunk& at) {
+  collect_rows(at);
+  to_output_.end();
+}
+
+void StagedTask::collect_rows(const Chunk& at) {
   const size_t row_bytes = bytes(at.count);
   switch (job_.operation) {
     case Operation::all_reduce:
@@ -316,21 +335,21 @@ void StagedTask::collect(const Chunk& at) {
     case Operation::gather:
       for (int peer = 0; peer < parts_; ++peer)
         if (peer != rank_) copy_from_slot(out_row(peer, at), slot(peer, at.ticket), row_bytes);
-      if (rank_ < parts_) cpu::copy(out_row(rank_, at), row(0, at), row_bytes);
+      if (rank_ < parts_) to_output_(out_row(rank_, at), row(0, at), row_bytes);
       return;
     case Operation::all_to_all: {
       const size_t place = static_cast<size_t>(rank_) * row_bytes;
       for (int peer = 0; peer < size_; ++peer)
         if (peer != rank_)
           copy_from_slot(out_row(peer, at), slot(peer, at.ticket) + place, row_bytes);
-      cpu::copy(out_row(rank_, at), row(rank_, at), row_bytes);
+      to_output_(out_row(rank_, at), row(rank_, at), row_bytes);
       return;
     }
     case Operation::broadcast:
       if (rank_ != job_.root) copy_from_slot(out_row(0, at), slot(job_.root, at.ticket), row_bytes);
       return;
     case Operation::scatter:
-      if (rank_ == job_.root) return cpu::copy(out_row(0, at), row(rank_, at), row_bytes);
+      if (rank_ == job_.root) return to_output_(out_row(0, at), row(rank_, at), row_bytes);
       copy_from_slot(out_row(0, at),
                      slot(job_.root, at.ticket) + static_cast<size_t>(rank_) * row_bytes,
                      row_bytes);

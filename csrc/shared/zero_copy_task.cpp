@@ -4,7 +4,6 @@
 #include <utility>
 
 #include "collectives/plan.h"
-#include "cpu/copy.h"
 #include "shared/sum.h"
 
 namespace pycomm::shared {
@@ -12,6 +11,13 @@ namespace {
 
 // Bytes per step. The engine checks for failures every 1,024 steps: some 50 ms.
 constexpr size_t kStepBytes = size_t{256} << 10;
+
+// Of a rank's arrays; 0 for sums.
+size_t bytes_moved(const engine::Job& job, int size) {
+  const size_t bytes = job.count * job.element_bytes;
+  if (job.operation == Operation::broadcast) return bytes;
+  return job.operation == Operation::all_gather ? bytes * static_cast<size_t>(size + 1) : 0;
+}
 
 bool has_pieces(Operation operation) {
   return operation == Operation::all_reduce || operation == Operation::broadcast;
@@ -21,7 +27,10 @@ bool has_pieces(Operation operation) {
 
 ZeroCopyTask::ZeroCopyTask(engine::Engine& engine, SharedMemoryRegion& region,
                            const engine::Job& job, std::vector<RemoteBuffer> buffers)
-    : FlagTask(engine, region, job, 1), buffers_(std::move(buffers)), end_(job.count) {
+    : FlagTask(engine, region, job, 1),
+      buffers_(std::move(buffers)),
+      end_(job.count),
+      to_output_(bytes_moved(job, size_)) {
   if (!has_pieces(job.operation)) return;
   const collectives::Range mine =
       collectives::piece(collectives::Space::output, job.count, size_, rank_);
@@ -57,6 +66,7 @@ void ZeroCopyTask::work_more() {
     gather(at_ * element, count * element);
   else
     add_up_piece(at_ * element, count);
+  to_output_.end();
   at_ += count;
 }
 
@@ -77,7 +87,7 @@ void ZeroCopyTask::add_up_piece(size_t begin, size_t count) {
 void ZeroCopyTask::copy_to_outputs(const std::byte* from, size_t begin, size_t bytes, int owner) {
   for (int peer = 0; peer < size_; ++peer) {
     if (peer == owner) continue;
-    cpu::copy(of(peer).output + begin, from + begin, bytes);
+    to_output_(of(peer).output + begin, from + begin, bytes);
     if (peer != rank_) region_.bytes_sent += bytes;
   }
   if (owner != rank_) region_.bytes_received += bytes;
@@ -86,7 +96,7 @@ void ZeroCopyTask::copy_to_outputs(const std::byte* from, size_t begin, size_t b
 void ZeroCopyTask::gather(size_t begin, size_t bytes) {
   for (int peer = 0; peer < size_; ++peer) {
     const size_t row = static_cast<size_t>(peer) * job_.count * job_.element_bytes;
-    cpu::copy(job_.output + row + begin, of(peer).input + begin, bytes);
+    to_output_(job_.output + row + begin, of(peer).input + begin, bytes);
     if (peer != rank_) region_.bytes_received += bytes;
   }
 }

@@ -19,6 +19,7 @@
 #include <vector>
 
 #include "shared/buffer_exchange.h"
+#include "shared/nontemporal_copy.h"
 
 namespace pycomm::shared {
 
@@ -40,6 +41,7 @@ class ZeroCopyTask final : public FlagTask {
   std::vector<RemoteBuffer> buffers_;  // by rank
   bool published_ = false, ended_ = false;
   size_t at_ = 0, end_;  // remaining elements of this rank's work
+  OutputCopy to_output_;
 };
 
 }  // namespace pycomm::shared

@@ -38,6 +38,7 @@ BENCHMARKS = {
     ),
     "bursts": Benchmark("benchmarks.collectives.bursts", "series of collectives after a pause"),
     "pauses": Benchmark("benchmarks.collectives.pauses", "single calls of gloo after a pause"),
+    "single_copy": Benchmark("benchmarks.collectives.single_copy", "reads of another process"),
     "forming": Benchmark("benchmarks.collectives.forming", "first and later groups of torch"),
     "links": Benchmark("benchmarks.collectives.links", "collectives over links of a rate", True),
     "codec": Benchmark("benchmarks.kernels.codec", "bytes and seconds of compact packets"),

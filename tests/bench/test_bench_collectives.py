@@ -203,6 +203,14 @@ def test_a_pause_is_compared_with_gloos_by_median_and_percentile() -> None:
     assert figures == {"median_us": 149.5, "p99_us": 198, "ratio": 0.7475, "p99_ratio": 0.99}
 
 
+def test_single_copies_run(tmp_path: Path) -> None:
+    rows = stored(tmp_path, "single_copy --sizes 4K,1M --rounds 2")["rows"]
+    ways = ["slots", "read", "write", "both"]
+    expected = [("broadcast", way) for way in ways] + [("all_gather", way) for way in ways[:2]]
+    assert [(row["call"], row["way"]) for row in rows] == 2 * expected
+    assert all(0 < row["median_us"] <= row["worst_us"] for row in rows)
+
+
 def test_forming_runs(tmp_path: Path) -> None:
     rows = stored(tmp_path, "forming --ranks 2 --groups 2 --many 3")["rows"]
     assert [(row["ranks"], row["backend"]) for row in rows] == [(2, "gloo"), (2, "pycomm")]

@@ -1,7 +1,10 @@
 // The shared_memory strategy through whole groups: every verb at sizes about its thresholds, in
 // place and not, sums in rank order, disagreements of every kind, and ranks that are late. Ranks
 // that die: shared_death_test.cpp.
+#include <array>
 #include <latch>
+#include <memory>
+#include <optional>
 #include <vector>
 
 #include "calls.h"
@@ -10,6 +13,8 @@
 #include "harness.h"
 #include "ranks.h"
 #include "shared/segment.h"
+#include "shared/shared_call.h"
+#include "transport/local.h"
 
 using namespace pycomm;
 using namespace pycomm::group;
@@ -142,6 +147,88 @@ const Test kOneWay("waiting for a root that has continued ends with an error", [
 });
 
 // The others sleep by then; the rank that fills a slot wakes them.
+// Outputs past the caches, whose stores bypass them; misaligned, with a last line that is not
+// whole.
+const Test kLarge("outputs that are larger than the caches", [] {
+  constexpr size_t kOutput = (size_t{32} << 20) / sizeof(float) + 7;
+  run_groups(2, "local", [](Group& group) {
+    for (const Operation operation : {Operation::broadcast, Operation::scatter})
+      run_once(group, operation, kOutput);
+    for (const Operation operation :
+         {Operation::all_gather, Operation::gather, Operation::all_to_all})
+      run_once(group, operation, kOutput / 2 + 1);
+  });
+});
+
+// Two ranks on one thread, so that the test controls the order of their steps.
+struct Pair {
+  struct Rank {
+    Rank(int rank, const std::vector<std::shared_ptr<shared::Segment>>& segments)
+        : engine(std::vector<std::unique_ptr<transport::Channel>>(2),
+                 {.rank = rank, .names = {}, .interrupted = {}}),
+          region(segments, {0, 1}, rank) {}
+    engine::Engine engine;
+    shared::SharedMemoryRegion region;
+    engine::Job job{};
+    std::vector<std::byte> input{}, output{};
+    std::optional<shared::SharedCall> call{};
+  };
+
+  void begin(Operation operation, size_t count) {
+    for (auto& rank : ranks) {
+      rank->call.reset();
+      rank->input.assign(2 * count, std::byte(rank == ranks[0] ? 1 : 2));
+      rank->output.assign(2 * count, std::byte{3});
+      rank->job = {.header = rank->engine.next_header({}),
+                   .input = rank->input.data(),
+                   .output = rank->output.data(),
+                   .element_bytes = 1,
+                   .operation = operation,
+                   .count = count};
+      rank->region.begin(rank->job.header);
+      rank->call.emplace(rank->engine, rank->region, rank->job);
+    }
+  }
+  // The chunks that `writer` fills before its peer reads one.
+  uint64_t alone(int writer, size_t chunk_bytes) {
+    Rank& one = *ranks.at(static_cast<size_t>(writer));
+    const uint64_t before = one.region.bytes_sent;
+    while (one.call->advance()) {
+    }
+    return (one.region.bytes_sent - before) / chunk_bytes;
+  }
+  void end() {
+    while (!ranks[0]->call->done() || !ranks[1]->call->done())
+      for (auto& rank : ranks)
+        if (!rank->call->done()) rank->call->advance();
+  }
+
+  std::vector<std::shared_ptr<shared::Segment>> segments = [] {
+    std::vector<std::shared_ptr<shared::Segment>> made;
+    for (int rank = 0; rank < 2; ++rank) {
+      const auto memory = transport::local_memory("pair", rank, sizeof(shared::Segment));
+      made.emplace_back(memory, reinterpret_cast<shared::Segment*>(memory.get()));
+    }
+    return made;
+  }();
+  std::array<std::unique_ptr<Rank>, 2> ranks{std::make_unique<Rank>(0, segments),
+                                             std::make_unique<Rank>(1, segments)};
+};
+
+const Test kMeasured("a rank that only writes measures its stores until they are read", [] {
+  constexpr size_t kChunks = shared::kSlots;
+  for (const Operation operation : {Operation::broadcast, Operation::scatter, Operation::gather}) {
+    Pair pair;
+    const int writer = operation == Operation::gather ? 1 : 0;
+    const size_t chunk = shared::kSlotBytes / (operation == Operation::scatter ? 2 : 1);
+    for (const uint64_t expected : {kChunks, size_t{1}, size_t{1}, kChunks}) {
+      pair.begin(operation, kChunks * chunk);
+      expect_equal(pair.alone(writer, chunk), expected, "chunks before the peer reads one");
+      pair.end();
+    }
+  }
+});
+
 const Test kLate("a late rank wakes the sleeping ranks", [] {
   run_groups(3, "shm", [](Group& group) {
     for (int late = 0; late < 3; ++late)
