@@ -53,12 +53,13 @@ void write_some(std::span<const Writing> rows, cudaStream_t stream) {
   const auto shape = [&](unsigned x, unsigned threads) {
     return gpu::Launch{x, threads, stream, 0, static_cast<unsigned>(rows.size())};
   };
-  launch("measure", measure<Packets>, shape(runs, kCompactThreads), packets);
-  launch("choose_code", choose_code<Packets>, shape(1, kTableThreads), packets);
-  launch("encode_indices", encode_indices<Packets>,
-         shape(blocks_for(items, kCompactThreads), kCompactThreads), packets);
-  launch("copy_quotients", copy_quotients<Packets>,
-         shape(blocks_for(size_t{4} * words, kCompactThreads), kCompactThreads), packets);
+  launch<measure<Packets>>("measure", shape(runs, kCompactThreads), packets);
+  launch<choose_code<Packets>>("choose_code", shape(1, kTableThreads), packets);
+  launch<encode_indices<Packets>>(
+      "encode_indices", shape(blocks_for(items, kCompactThreads), kCompactThreads), packets);
+  launch<copy_quotients<Packets>>(
+      "copy_quotients", shape(blocks_for(size_t{4} * words, kCompactThreads), kCompactThreads),
+      packets);
 }
 
 template <class Packets>
@@ -75,19 +76,20 @@ void read_some(std::span<const Reading> rows, cudaStream_t stream) {
   const auto shape = [&](unsigned x, unsigned threads) {
     return gpu::Launch{x, threads, stream, 0, count};
   };
-  launch("count_ones", count_ones<Packets>, shape(chunks, kCompactThreads), packets);
-  launch("sum_ones", sum_ones<Packets>, shape(1, kTableThreads), packets);
-  launch("place_ones", place_ones<Packets>, shape(chunks, kCompactThreads), packets);
+  launch<count_ones<Packets>>("count_ones", shape(chunks, kCompactThreads), packets);
+  launch<sum_ones<Packets>>("sum_ones", shape(1, kTableThreads), packets);
+  launch<place_ones<Packets>>("place_ones", shape(chunks, kCompactThreads), packets);
   if (blocks > 0) {
-    launch("read_parameters", read_parameters<Packets>, shape(1, kTableThreads), packets);
-    launch("sum_gaps", sum_gaps<Packets>, shape(runs, kCompactThreads), packets);
+    launch<read_parameters<Packets>>("read_parameters", shape(1, kTableThreads), packets);
+    launch<sum_gaps<Packets>>("sum_gaps", shape(runs, kCompactThreads), packets);
   }
-  launch("sum_runs", sum_runs<Packets>, shape(1, kTableThreads), packets);
-  launch("read_indices", read_indices<Packets>,
-         shape(blocks_for(size_t{32} * blocks, kCompactThreads), kCompactThreads), packets);
+  launch<sum_runs<Packets>>("sum_runs", shape(1, kTableThreads), packets);
+  launch<read_indices<Packets>>(
+      "read_indices", shape(blocks_for(size_t{32} * blocks, kCompactThreads), kCompactThreads),
+      packets);
   if (rows.front().elements != nullptr)
-    launch("expand_groups", expand_groups<Packets>,
-           shape(blocks_for(values, kCompactThreads), kCompactThreads), packets);
+    launch<expand_groups<Packets>>(
+        "expand_groups", shape(blocks_for(values, kCompactThreads), kCompactThreads), packets);
 }
 
 // Places the tables of a packet in the workspace, and returns their size. `tensors`: its values are
@@ -163,8 +165,8 @@ void write_all_values(std::span<const Writing> rows, cudaStream_t stream) {
     using Packets = typename decltype(type)::type;
     size_t most = 0;
     for (const Writing& w : some) most = std::max<size_t>(most, w.value_count);
-    launch(
-        "write_values", write_values<V, Packets>,
+    launch<write_values<V, Packets>>(
+        "write_values",
         {blocks_for(most, kLevelled), kValueThreads, stream, 0, static_cast<unsigned>(some.size())},
         packets_of<Packets>(some));
   });

@@ -1,6 +1,9 @@
 // Streams, events, memory and the reduction kernel for the stream engine, over the CUDA runtime.
+#include <algorithm>
 #include <array>
+#include <functional>
 #include <string>
+#include <utility>
 
 #include "cuda/cuda_device.h"
 #include "cuda/host.hpp"
@@ -25,14 +28,17 @@ void quietly(int device, Call call) noexcept {
 
 class CudaDevice final : public device::Device {
  public:
-  explicit CudaDevice(int index) : index_(index) {
+  CudaDevice(int index, std::function<void()> empty_caches)
+      : index_(index), empty_caches_(std::move(empty_caches)) {
     int count = 0;
     check_cuda(cudaGetDeviceCount(&count), "cudaGetDeviceCount");
     if (index < 0 || index >= count)
       throw Unsupported("no CUDA device " + std::to_string(index) + ": " + std::to_string(count) +
                         " are visible");
-    load_reductions(index);
-    load_host_word(index);
+    // CUDA loads a kernel at its first launch otherwise, which may wait for the device while a
+    // kernel of NCCL waits there for a peer.
+    const OnDevice on({.device = index});
+    std::ranges::for_each(all_kernels(), load_kernel);
   }
 
   int index() const override { return index_; }
@@ -116,7 +122,20 @@ class CudaDevice final : public device::Device {
   void* allocate(size_t bytes) override {
     const OnDevice on({.device = index_});
     void* memory = nullptr;
-    check_cuda(cudaMalloc(&memory, bytes), "cudaMalloc");
+    cudaError_t error = cudaMalloc(&memory, bytes);
+    if (error == cudaErrorMemoryAllocation && empty_caches_) {
+      empty_caches_();
+      error = cudaMalloc(&memory, bytes);
+    }
+    if (error == cudaErrorMemoryAllocation) {
+      (void)cudaGetLastError();  // so that no later call reports it
+      size_t free = 0, total = 0;
+      check_cuda(cudaMemGetInfo(&free, &total), "cudaMemGetInfo");
+      throw InternalError("device " + std::to_string(index_) + " has no memory for " +
+                          std::to_string(bytes) + " bytes of scratch: " + std::to_string(free) +
+                          " of " + std::to_string(total) + " bytes are free");
+    }
+    check_cuda(error, "cudaMalloc");
     return memory;
   }
   void release(void* memory) noexcept override {
@@ -157,12 +176,13 @@ class CudaDevice final : public device::Device {
 
  private:
   int index_;
+  std::function<void()> empty_caches_;
 };
 
 }  // namespace
 
-std::shared_ptr<device::Device> open_device(int index) {
-  return std::make_shared<CudaDevice>(index);
+std::shared_ptr<device::Device> open_device(int index, std::function<void()> empty_caches) {
+  return std::make_shared<CudaDevice>(index, std::move(empty_caches));
 }
 
 }  // namespace pycomm::cuda

@@ -204,11 +204,11 @@ void CudaKernels::norm(std::span<const kernels::Array> arrays, Dtype dtype, doub
     }
     if (tiles > 0)
       with_float(dtype, [&](auto type) {
-        launch("square_tiles", square_tiles<typename decltype(type)::type>,
-               {tiles, kLanes, stream_of(queue)}, page, sums);
+        launch<square_tiles<typename decltype(type)::type>>(
+            "square_tiles", {tiles, kLanes, stream_of(queue)}, page, sums);
       });
-    launch("finish_norms", finish_norms, {page.count, kLanes, stream_of(queue)}, page, sums,
-           norms + done);
+    launch<finish_norms>("finish_norms", {page.count, kLanes, stream_of(queue)}, page, sums,
+                         norms + done);
   }
 }
 
@@ -224,10 +224,10 @@ void CudaKernels::clip_scale(const double* norms, kernels::TypedArray factors, C
   const OnDevice on(queue);
   with_wide(factors.dtype, [&](auto type) {
     using T = typename decltype(type)::type;
-    launch("clip_factors", clip_factors<T>,
-           {blocks_for(factors.count, kThreads), kThreads, stream_of(queue)}, norms,
-           static_cast<T*>(factors.data), static_cast<unsigned>(factors.count), clip.limit,
-           clip.scale);
+    launch<clip_factors<T>>("clip_factors",
+                            {blocks_for(factors.count, kThreads), kThreads, stream_of(queue)},
+                            norms, static_cast<T*>(factors.data),
+                            static_cast<unsigned>(factors.count), clip.limit, clip.scale);
   });
 }
 
@@ -236,10 +236,10 @@ void CudaKernels::multiply(kernels::TypedArray x, const void* factor, kernels::Q
   const OnDevice on(queue);
   with_float(x.dtype, [&](auto type) {
     using T = typename decltype(type)::type;
-    launch("multiply_all", multiply_all<T>,
-           {blocks_for(x.count / 4 + 1, kThreads), kThreads, stream_of(queue)},
-           static_cast<T*>(x.data), static_cast<const Wide<T>*>(factor), x.count,
-           has_quads(x.data, sizeof(T)));
+    launch<multiply_all<T>>("multiply_all",
+                            {blocks_for(x.count / 4 + 1, kThreads), kThreads, stream_of(queue)},
+                            static_cast<T*>(x.data), static_cast<const Wide<T>*>(factor), x.count,
+                            has_quads(x.data, sizeof(T)));
   });
 }
 
@@ -250,10 +250,10 @@ void CudaKernels::cast(kernels::TypedArray x, kernels::TypedArray out, kernels::
     with_float(out.dtype, [&](auto to) {
       using From = typename decltype(from)::type;
       using To = typename decltype(to)::type;
-      launch("cast_all", cast_all<From, To>,
-             {blocks_for(x.count / 4 + 1, kThreads), kThreads, stream_of(queue)},
-             static_cast<const From*>(x.data), static_cast<To*>(out.data), x.count,
-             has_quads(x.data, sizeof(From)) && has_quads(out.data, sizeof(To)));
+      launch<cast_all<From, To>>(
+          "cast_all", {blocks_for(x.count / 4 + 1, kThreads), kThreads, stream_of(queue)},
+          static_cast<const From*>(x.data), static_cast<To*>(out.data), x.count,
+          has_quads(x.data, sizeof(From)) && has_quads(out.data, sizeof(To)));
     });
   });
 }
@@ -273,21 +273,10 @@ void reduce_into(kernels::TypedArray out, std::span<const void* const> xs, Reduc
     using T = typename decltype(type)::type;
     bool quads = has_quads(out.data, sizeof(T));
     for (const void* x : xs) quads = quads && has_quads(x, sizeof(T));
-    launch("reduce_all", reduce_all<T>,
-           {blocks_for(out.count / 4 + 1, kThreads), kThreads, stream_of(queue)},
-           static_cast<T*>(out.data), inputs, what, out.count, quads);
+    launch<reduce_all<T>>("reduce_all",
+                          {blocks_for(out.count / 4 + 1, kThreads), kThreads, stream_of(queue)},
+                          static_cast<T*>(out.data), inputs, what, out.count, quads);
   });
-}
-
-void load_reductions(int device) {
-  const OnDevice on({.device = device});
-  for (size_t dtype = 0; dtype < kDtypes.size(); ++dtype)
-    with_any(static_cast<Dtype>(dtype), [](auto type) {
-      cudaFuncAttributes found{};
-      const auto kernel = reduce_all<typename decltype(type)::type>;
-      check_cuda(cudaFuncGetAttributes(&found, reinterpret_cast<const void*>(kernel)),
-                 "cudaFuncGetAttributes");
-    });
 }
 
 void CudaKernels::reduce(kernels::TypedArray out, std::span<const void* const> xs, ReduceOp op,
@@ -304,7 +293,8 @@ std::string why_not() {
   }
   if (count == 0) return "no GPU is visible";
   try {  // a kernel, which the build may lack for this GPU
-    load_reductions(0);
+    const OnDevice on({.device = 0});
+    load_kernel(all_kernels().front());
   } catch (const Error& refused) {
     return refused.what();
   }

@@ -86,8 +86,8 @@ void move(const GroupTables& t, std::span<const Writing> rows, cudaStream_t stre
     using Packets = typename decltype(type)::type;
     size_t most = 0;
     for (const Writing& w : some) most = std::max<size_t>(most, w.value_count);
-    launch(
-        "move_values", move_values<kMove, Packets>,
+    launch<move_values<kMove, Packets>>(
+        "move_values",
         {blocks_for(most, kRunThreads), kRunThreads, stream, 0, static_cast<unsigned>(some.size())},
         t, packets_of<Packets>(some));
   });
@@ -117,7 +117,7 @@ void store_table(const GroupPlan& plan, cudaStream_t stream) {
     page.count =
         static_cast<unsigned>(std::min<size_t>(GroupPage::kMost, plan.pieces.size() - first));
     std::copy_n(plan.pieces.begin() + static_cast<std::ptrdiff_t>(first), page.count, page.of);
-    launch("store_pieces", store_pieces, {1, kRunThreads, stream}, plan.tables, page);
+    launch<store_pieces>("store_pieces", {1, kRunThreads, stream}, plan.tables, page);
   }
 }
 
@@ -143,7 +143,7 @@ void CudaGroupKernels::update_step(std::span<const kernels::UpdatePiece> pieces,
   GroupPlan plan = plan_with(pieces, largest.group, fill);
   select_groups(plan, *this, largest, queue, [&](const GroupTables& t, const gpu::Launch& shape) {
     with_parameter(dtype, [&](auto type) {
-      launch("measure_runs", measure_runs<typename decltype(type)::type, true>, shape, t);
+      launch<measure_runs<typename decltype(type)::type, true>>("measure_runs", shape, t);
     });
   });
 }
@@ -153,7 +153,7 @@ void CudaGroupKernels::topk_groups(std::span<const kernels::Array> tensors,
   const OnDevice on(queue);
   GroupPlan plan = plan_of(tensors, largest.group);
   select_groups(plan, *this, largest, queue, [](const GroupTables& t, const gpu::Launch& shape) {
-    launch("measure_runs", measure_runs<float, false>, shape, t);
+    launch<measure_runs<float, false>>("measure_runs", shape, t);
   });
 }
 

@@ -9,6 +9,7 @@
 #include <span>
 #include <string>
 #include <type_traits>
+#include <vector>
 
 #include "core/dtype.h"
 #include "core/errors.h"
@@ -162,9 +163,25 @@ void with_wide(Dtype dtype, F f) {
   visit_real(dtype, [&](auto constant) { f(Type<FloatOf<decltype(constant)::value>>{}); });
 }
 
-template <class... P, class... A>
-void launch(const char* what, void (*kernel)(P...), const gpu::Launch& shape, A&&... arguments) {
-  check_cuda(gpu::launch(kernel, shape, std::forward<A>(arguments)...), what);
+// Every kernel that launch() may launch.
+inline std::vector<const void*>& all_kernels() {
+  static auto& all = *new std::vector<const void*>;  // never destroyed
+  return all;
+}
+template <auto kKernel>
+inline const bool registered =  // before main()
+    (all_kernels().push_back(reinterpret_cast<const void*>(kKernel)), true);
+
+// Throws Unsupported if the build has no code of it for the current device.
+inline void load_kernel(const void* kernel) {
+  cudaFuncAttributes found{};
+  check_cuda(cudaFuncGetAttributes(&found, kernel), "cudaFuncGetAttributes");
+}
+
+template <auto kKernel, class... A>
+void launch(const char* what, const gpu::Launch& shape, A&&... arguments) {
+  (void)registered<kKernel>;
+  check_cuda(gpu::launch(kKernel, shape, std::forward<A>(arguments)...), what);
 }
 
 // Calls f(Type<Few>{} or Type<Many>{}, part) for parts of `rows` that fit into the arguments of a

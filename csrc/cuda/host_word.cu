@@ -22,14 +22,7 @@ void wait_for_host_word(const uint32_t* word, uint32_t value, kernels::Queue que
   const OnDevice on(queue);
   const gpu::Launch shape{
       .blocks = 1, .threads = 1, .stream = stream_of(queue), .waits_for_host = true};
-  launch("wait_for_word", wait_for_word, shape, word, value);
-}
-
-void load_host_word(int device) {
-  const OnDevice on({.device = device});
-  cudaFuncAttributes found{};
-  check_cuda(cudaFuncGetAttributes(&found, reinterpret_cast<const void*>(wait_for_word)),
-             "cudaFuncGetAttributes");
+  launch<wait_for_word>("wait_for_word", shape, word, value);
 }
 
 }  // namespace pycomm::cuda

@@ -11,7 +11,4 @@ namespace pycomm::cuda {
 // 2^32; it sees what the host wrote before it stored that value with release order.
 void wait_for_host_word(const uint32_t* word, uint32_t value, kernels::Queue queue);
 
-// As load_reductions() of reduce.hpp.
-void load_host_word(int device);
-
 }  // namespace pycomm::cuda

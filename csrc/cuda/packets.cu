@@ -197,8 +197,8 @@ void decode_as(const kernels::Chain& chain, std::span<const codec::Packet> packe
       using T = typename decltype(out)::type;
       using V = typename decltype(value)::type;
       each_decoding<Wide<T>>(chain, packets, stream, [&](const Decoding& d, const gpu::Launch& l) {
-        launch("decode", decode<kUpdate, T, V>, l, d, static_cast<Wide<T>>(how.scale),
-               static_cast<Wide<T>>(how.lr));
+        launch<decode<kUpdate, T, V>>("decode", l, d, static_cast<Wide<T>>(how.scale),
+                                      static_cast<Wide<T>>(how.lr));
       });
     });
   });
@@ -211,8 +211,9 @@ void CudaKernels::dgc_rollback(const kernels::DgcTables& tables, const float* fo
   const OnDevice on(queue);
   with_wide(tables.dtype, [&](auto v) {
     each_page(tables, [&](const SentPage& page) {
-      launch("roll_back", roll_back<typename decltype(v)::type>,
-             {page.selections * kBlocksEach, kThreads, stream_of(queue)}, page, found_inf);
+      launch<roll_back<typename decltype(v)::type>>(
+          "roll_back", {page.selections * kBlocksEach, kThreads, stream_of(queue)}, page,
+          found_inf);
     });
   });
 }
@@ -222,10 +223,10 @@ void CudaKernels::momentum_mask(void* u, void* v, const Positions& where, kernel
   const OnDevice on(queue);
   with_wide(where.dtype, [&](auto type) {
     using V = typename decltype(type)::type;
-    launch("mask", mask<V>,
-           {blocks_for(where.indices.size(), kThreads), kThreads, stream_of(queue)},
-           static_cast<V*>(u), static_cast<V*>(v), where.indices.data(),
-           static_cast<unsigned>(where.indices.size()), static_cast<unsigned>(where.count));
+    launch<mask<V>>(
+        "mask", {blocks_for(where.indices.size(), kThreads), kThreads, stream_of(queue)},
+        static_cast<V*>(u), static_cast<V*>(v), where.indices.data(),
+        static_cast<unsigned>(where.indices.size()), static_cast<unsigned>(where.count));
   });
 }
 
@@ -236,10 +237,10 @@ void CudaKernels::scatter_add(kernels::TypedArray out, const codec::Packet& pack
   with_float(out.dtype, [&](auto to) {
     with_float(value_dtype, [&](auto value) {
       using T = typename decltype(to)::type;
-      launch("scatter", scatter<T, typename decltype(value)::type>,
-             {blocks_for(packet.count, kThreads), kThreads, stream_of(queue)},
-             static_cast<T*>(out.data), static_cast<unsigned>(out.count), entries(packet),
-             static_cast<Wide<T>>(scale));
+      launch<scatter<T, typename decltype(value)::type>>(
+          "scatter", {blocks_for(packet.count, kThreads), kThreads, stream_of(queue)},
+          static_cast<T*>(out.data), static_cast<unsigned>(out.count), entries(packet),
+          static_cast<Wide<T>>(scale));
     });
   });
 }
@@ -271,9 +272,10 @@ void CudaKernels::encode(const codec::Packet& packet, const Encoding& encoding,
   with_wide(encoding.dtype, [&](auto from) {
     with_float(encoding.value_dtype, [&](auto value) {
       using V = typename decltype(from)::type;
-      launch("write_packet", write_packet<typename decltype(value)::type, V>,
-             {blocks_for(packet.count, kThreads), kThreads, stream_of(queue)}, to, entries(packet),
-             static_cast<V*>(encoding.residual), static_cast<unsigned>(encoding.count));
+      launch<write_packet<typename decltype(value)::type, V>>(
+          "write_packet", {blocks_for(packet.count, kThreads), kThreads, stream_of(queue)}, to,
+          entries(packet), static_cast<V*>(encoding.residual),
+          static_cast<unsigned>(encoding.count));
     });
   });
 }

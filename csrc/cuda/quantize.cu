@@ -60,8 +60,8 @@ void CudaKernels::quantize(kernels::TypedArray x, const kernels::Blocks& blocks,
     each_page(blocks, [&](const QuantizedBlocks& page, unsigned rows, size_t before) {
       const Quantizing q{x.data, feedback.residual, feedback.lost,
                          reinterpret_cast<uint8_t*>(out) + before, code_of(blocks.bits)};
-      launch("quantize", quantize_blocks<typename decltype(type)::type>,
-             {rows, kValueThreads, stream_of(queue)}, q, page);
+      launch<quantize_blocks<typename decltype(type)::type>>(
+          "quantize", {rows, kValueThreads, stream_of(queue)}, q, page);
     });
   });
 }
@@ -78,8 +78,8 @@ void CudaKernels::dequantize(const std::byte* packet, const kernels::Blocks& blo
                            decoding.scale,
                            code_of(blocks.bits),
                            decoding.accumulate};
-      launch("dequantize", dequantize_blocks<typename decltype(type)::type>,
-             {rows, kValueThreads, stream_of(queue)}, d, page);
+      launch<dequantize_blocks<typename decltype(type)::type>>(
+          "dequantize", {rows, kValueThreads, stream_of(queue)}, d, page);
     });
   });
 }

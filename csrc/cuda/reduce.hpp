@@ -18,9 +18,4 @@ struct Reducing {
 void reduce_into(kernels::TypedArray out, std::span<const void* const> xs, Reducing what,
                  kernels::Queue queue);
 
-// Loads the kernels of reduce_into() on the device. CUDA loads a kernel at its first launch, and
-// may wait for the device then: for NCCL's kernel, which may wait for a rank that waits for this
-// one.
-void load_reductions(int device);
-
 }  // namespace pycomm::cuda

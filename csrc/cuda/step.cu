@@ -46,8 +46,8 @@ void begin_pages(const Tables& t, const Rows& rows, cudaStream_t stream) {
   const unsigned pages = (std::max(t.piece_count, t.selection_count) + kSize - 1) / kSize;
   for (unsigned i = 0; i < pages; ++i) {
     const AnyPage page = page_of<AnyPage>(rows, i);
-    launch("begin", begin<V, AnyPage>, {std::max(1u, page.selection_count), kThreads, stream}, t,
-           page);
+    launch<begin<V, AnyPage>>("begin", {std::max(1u, page.selection_count), kThreads, stream}, t,
+                              page);
   }
 }
 
@@ -57,9 +57,9 @@ void run_update(const kernels::DgcStep& step, const Tables& t, cudaStream_t stre
                      static_cast<V>(step.scale), static_cast<const V*>(step.scales), step.nesterov};
   const gpu::Launch shape{t.tiles, kThreads, stream};
   if (step.weight_decay == 0)
-    launch("update", update<false, G, G, V>, shape, t, rule);
+    launch<update<false, G, G, V>>("update", shape, t, rule);
   else
-    launch("update", update<true, G, W, V>, shape, t, rule);
+    launch<update<true, G, W, V>>("update", shape, t, rule);
 }
 
 // The types of gradients and weights: those of u and v, or 16-bit gradients with either type of
@@ -98,8 +98,8 @@ void run_step(const kernels::DgcStep& step, cudaStream_t stream) {
     begin_pages<V, LargePage>(t, rows, stream);
   if (t.tiles == 0) return;
   update_as<V>(step, t, stream);
-  launch("select", select<V>, {kDigits<V> * t.select_blocks, kThreads, stream}, t);
-  launch("pack", pack<V, true>, {t.units, kThreads, stream}, t);
+  launch<select<V>>("select", {kDigits<V> * t.select_blocks, kThreads, stream}, t);
+  launch<pack<V, true>>("pack", {t.units, kThreads, stream}, t);
 }
 
 }  // namespace

@@ -48,12 +48,12 @@ void run_topk(kernels::TypedArray x, const kernels::DeviceKernels::TopK& what,
   check(bytes <= what.workspace.bytes, "topk: the workspace is too small");
   t.threshold = what.threshold;
   divide_work(t, rows);
-  launch("begin_topk", begin_topk<V>, {1, kSampleThreads, stream}, t, page_of<SmallPage>(rows, 0),
-         sample_rank(x.count, what.k));
-  launch("collect", collect<V>, {t.tiles, kThreads, stream}, t);
-  launch("select", select<V>, {kDigits<V> * t.select_blocks, kThreads, stream}, t);
+  launch<begin_topk<V>>("begin_topk", {1, kSampleThreads, stream}, t, page_of<SmallPage>(rows, 0),
+                        sample_rank(x.count, what.k));
+  launch<collect<V>>("collect", {t.tiles, kThreads, stream}, t);
+  launch<select<V>>("select", {kDigits<V> * t.select_blocks, kThreads, stream}, t);
   if (what.indices != nullptr || what.values != nullptr)
-    launch("pack", pack<V, false>, {t.units, kThreads, stream}, t);
+    launch<pack<V, false>>("pack", {t.units, kThreads, stream}, t);
 }
 
 }  // namespace

@@ -182,6 +182,7 @@ class DeviceGroup final : public group::Collectives,
     return call.timeout.count() == 0 ? timeout_ : call.timeout;
   }
   void begin(Launch& launch, std::span<const group::Call> given);
+  void prepare(DeviceExecutor& executor, Launch& launch);
   std::shared_ptr<AsyncLaunch> begin_async(std::span<const group::Call> given,
                                            std::function<void(std::exception_ptr)> then);
   bool can_precede_agreement(const Launch& launch) const;
@@ -226,10 +227,7 @@ void DeviceGroup::begin(Launch& launch, std::span<const group::Call> given) {
     }
     group::check_call(asked, rank(), size());
   }
-  if (DeviceExecutor* const executor = executors_.of_all()) {
-    const std::lock_guard lock(mutex_);
-    executor->prepare(launch);
-  }
+  if (DeviceExecutor* const executor = executors_.of_all()) prepare(*executor, launch);
   launch.before = events_->take();
   launch.deadline = Deadline(launch.first().timeout);
   launch.captured = device_->capturing(launch.stream());
@@ -237,6 +235,17 @@ void DeviceGroup::begin(Launch& launch, std::span<const group::Call> given) {
   if (!launch.has_messages())
     launch.ticket =
         order_.take(std::string(name_of(launch.first().operation)) + " of group " + info().name);
+}
+
+// Peers would wait until their limit for a rank that has no memory for its call.
+void DeviceGroup::prepare(DeviceExecutor& executor, Launch& launch) {
+  try {
+    const std::lock_guard lock(mutex_);
+    executor.prepare(launch);
+  } catch (const InternalError& error) {
+    fail(error);
+    throw;
+  }
 }
 
 std::shared_ptr<AsyncLaunch> DeviceGroup::begin_async(
@@ -402,8 +411,7 @@ std::shared_ptr<device::Event> DeviceGroup::enqueue(Launch& launch) {
       call.algorithm = executor.algorithm_for(call);
       peers.push_back(call.peer);
     }
-    const std::lock_guard lock(mutex_);
-    executor.prepare(launch);
+    prepare(executor, launch);
   }
   try {
     const auto failed = [this] { return watchdog_.cause().has_value(); };

@@ -138,7 +138,7 @@ def _make(host: object, index: int, timeout_s: float, options: Options) -> _core
     check_internode_transport(options.internode_transport)
     check_agreement(options.agreement)
     module = devices.cuda_module() if _Source.module is None else _Source.module
-    opened = module.open_device(index)
+    opened = module.open_device(index, devices.empty_caches)
     library: Any = None
     why_none = ""
     try:

@@ -64,6 +64,16 @@ def override_kernels(kind: str, by: Any) -> Iterator[None]:
             _modules[kind] = before
 
 
+def empty_caches() -> None:
+    """Frees the device memory that torch and CuPy keep for later arrays."""
+    torch: Any = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+    cupy: Any = sys.modules.get("cupy")
+    if cupy is not None:
+        cupy.get_default_memory_pool().free_all_blocks()
+
+
 def set_num_threads(n: int) -> None:
     """Sets the number of threads of `pycomm.kernels` for large arrays; results do not depend on it.
 

@@ -5,6 +5,7 @@ Ranks are threads or processes with a device each (tests/support/group_devices.p
 """
 
 import os
+import re
 import signal
 import threading
 import time
@@ -173,6 +174,36 @@ def test_call_with_a_dead_rank_never_succeeds(machine):
     *living, dead = machine.run(3, dies_with_a_call, **options)
     assert isinstance(dead, errors.PeerLost)
     assert all(isinstance(message, str) for message in living), living
+
+
+def lacks_memory(group: pycomm.Group, device: Any, cached: bool) -> str:
+    """A ring, which needs scratch, where rank 1 has no memory, or what torch keeps."""
+    x, many = summed_once(group, device), device.put(np.ones(10_000, np.float32))
+    if group.rank == 1:
+        device.runtime.set_most_memory(1000)
+        if cached:
+            torch = pytest.importorskip("torch").cuda
+            torch.is_initialized = lambda: True
+            torch.empty_cache = lambda: device.runtime.set_most_memory(1 << 20)
+    try:
+        pycomm.all_reduce(many, algorithm="ring", timeout_s=60)
+    except errors.Error as error:
+        with pytest.raises(errors.GroupBroken):
+            pycomm.all_reduce(x)
+        return str(error)
+    assert (device.get(many) == 2).all()
+    return ""
+
+
+@on(*EMULATED)
+def test_all_ranks_learn_that_one_has_no_memory(machine):
+    for text in machine.run(2, lacks_memory, False, processes=True, transport=""):
+        assert re.search("has no memory for [0-9]+ bytes of scratch|cudaHostAlloc: ", text)
+
+
+@on("emulated")
+def test_memory_that_torch_keeps_is_freed_for_scratch(machine):
+    assert machine.run(2, lacks_memory, True, processes=True, transport="") == ["", ""]
 
 
 def late(group: pycomm.Group, device: Any, over: Signal) -> str:

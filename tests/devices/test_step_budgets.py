@@ -106,6 +106,7 @@ def cost_of_a_step(at: Any, way: str, scaled: bool) -> tuple[int, int, int]:
             scaler.step(stepped)
             scaler.update()
     after = counts()
+    assert emulated.runtime.lazy_launches() == 0, "kernels loaded beside those of NCCL"
     return after[0] - before[0], after[1] - before[1], after[2]
 
 

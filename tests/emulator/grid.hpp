@@ -29,6 +29,7 @@ struct Options {
   bool eager = false;     // an operation runs when it is enqueued, for callers that never wait
   unsigned channels = 8;  // of a device, shared by its streams; CUDA_DEVICE_MAX_CONNECTIONS
   unsigned resident_threads = 4096;     // of kernels that wait for others, on a device
+  size_t most_memory = ~size_t{0};      // bytes that one cudaMalloc() finds, at most
   bool no_image = false;                // cudaFuncGetAttributes finds no kernel for the device
   std::function<void()> before_grid{};  // for a test that changes memory between two kernels
 };

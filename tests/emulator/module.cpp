@@ -126,6 +126,7 @@ void bind_runtime(py::module_&& module) {
   module.def("contexts", &contexts);
   module.def("set_device", [](int device) { expect(cudaSetDevice(device)); });
   module.def("push_own_context", &push_own_context);
+  module.def("set_most_memory", [](size_t bytes) { emulator::options().most_memory = bytes; });
   module.def("pop_context", &emulator::pop_context);
   module.def("current", [] {
     return std::pair(emulator::current_device,
@@ -145,6 +146,7 @@ void bind_runtime(py::module_&& module) {
   module.def("events_made", &emulator::events_made);
   module.def("queries", &emulator::queries);
   module.def("waits", &emulator::waits);
+  module.def("lazy_launches", &emulator::lazy_launches);
   module.def("calls_of_thread", &emulator::calls_of_thread);
   module.def("query_address", [] { return reinterpret_cast<uintptr_t>(&cudaEventQuery); });
   module.def("end_capture", &end_capture);

@@ -321,9 +321,15 @@ cudaError_t cudaMalloc(void** p, size_t bytes) {
   emulator::use_context();
   const std::lock_guard lock(state().mutex);
   if (capturing()) return refuse_capture();
+  if (bytes > emulator::options().most_memory) return cudaErrorMemoryAllocation;
   if (posix_memalign(p, 256, std::max<size_t>(bytes, 1)) != 0) return cudaErrorMemoryAllocation;
   std::memset(*p, emulator::options().poison, bytes);
   return cudaSuccess;
+}
+cudaError_t cudaGetLastError() { return cudaSuccess; }
+cudaError_t cudaMemGetInfo(size_t* free, size_t* total) {
+  *total = size_t{1} << 34;
+  return *free = std::min(*total, emulator::options().most_memory), cudaSuccess;
 }
 cudaError_t cudaDeviceSynchronize() {
   emulator::use_context();

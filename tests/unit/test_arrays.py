@@ -202,7 +202,7 @@ class NoGpu:
     """Replaces _cuda."""
 
     @staticmethod
-    def open_device(_: int) -> Any:
+    def open_device(_: int, __: Any) -> Any:
         raise Unsupported("no GPU here")
 
 
