@@ -17,6 +17,12 @@ COMMANDS = {
     "nvcc": "$nvcc -MD -MF $out.d $flags $in -o $out",
     "link": "$cxx $flags $in $libs -o $out",
 }
+# For ccache, where the compilers are its links: it serves precompiled headers, and any clone.
+CACHE = {
+    "CCACHE_SLOPPINESS": "pch_defines,time_macros,include_file_mtime,include_file_ctime",
+    "CCACHE_BASEDIR": str(Path(__file__).resolve().parents[2]),
+    "CCACHE_NOHASHDIR": "1",
+}
 
 
 class BuildFailed(Exception):
@@ -113,7 +119,9 @@ class NinjaFile:
         write(folder / name, self.text())
         command = [ninja_binary(), "-C", str(folder), "-f", name, *targets]
         command += ["-j", str(jobs)] if jobs else []
-        done = subprocess.run(command, capture_output=not show, text=True, check=False)
+        done = subprocess.run(
+            command, capture_output=not show, text=True, check=False, env={**CACHE, **os.environ}
+        )
         if done.returncode:
             shown = "the build failed; see the first error above"
             raise BuildFailed(shown if show else done.stdout + done.stderr)
