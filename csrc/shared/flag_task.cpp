@@ -22,10 +22,10 @@ uint32_t signature_of(const transport::Header& header, uint32_t before) {
 }  // namespace
 
 FlagTask::FlagTask(engine::Engine& engine, SharedMemoryRegion& region, const engine::Job& job,
-                   uint64_t tickets)
+                   uint64_t tickets, uint64_t align)
     : engine_(engine), region_(region), job_(job), rank_(region.rank()), size_(region.size()) {
   if (region.begin_epoch(job.header.epoch)) publish(region.own().done, region.base());
-  first_ = region.take(tickets);
+  first_ = region.take(tickets, align);
   before_ = std::exchange(region.last, job.header);
   signature_ = region.signature = signature_of(job.header, region.signature);
 }

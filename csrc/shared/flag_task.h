@@ -22,9 +22,9 @@ class FlagTask : public engine::Task {
   void disarm() override;
 
  protected:
-  // The task takes the next `tickets` tickets.
+  // The task takes the next `tickets` tickets, from a multiple of `align` on.
   FlagTask(engine::Engine& engine, SharedMemoryRegion& region, const engine::Job& job,
-           uint64_t tickets);
+           uint64_t tickets, uint64_t align = 1);
 
   // Whether a flag of `peer` is below `need`. If so, this rank waits for that flag.
   bool is_missing(int peer, const Flag<>& flag, uint64_t need);

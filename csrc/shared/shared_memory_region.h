@@ -52,8 +52,12 @@ class SharedMemoryRegion {
   bool is_in(int peer, const transport::Header& header) const;
   // Call it before the first take() of an epoch. True if the epoch is new.
   bool begin_epoch(uint16_t epoch);
-  // Returns the first of `count` new tickets.
-  uint64_t take(uint64_t count) { return std::exchange(next_, next_ + count); }
+  // Returns the first of `count` new tickets, a multiple of `align`.
+  uint64_t take(uint64_t count, uint64_t align) {
+    const uint64_t first = (next_ + align - 1) / align * align;
+    next_ = first + count;
+    return first;
+  }
   // The first ticket of this epoch. Slots of earlier epochs are free once `done` reaches it.
   uint64_t base() const { return base_; }
   // The last value read from the `done` flag of a peer.

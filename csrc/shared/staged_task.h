@@ -71,6 +71,7 @@ class StagedTask final : public FlagTask {
   uint64_t counted_ = 0;                         // chunks before this call
   bool nontemporal_ = false;                     // the current chunk uses non-temporal stores
   std::array<Clock::duration, kSlots> spent_{};  // time on each measured chunk
+  uint64_t span_ = 1;                            // slots, and tickets, of a chunk
   size_t chunk_count_ = 0;                       // elements of a row per chunk
   uint64_t chunks_ = 1;
   OutputCopy to_output_;
