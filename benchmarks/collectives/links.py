@@ -247,13 +247,18 @@ def _store(found: Sequence[Row], options: argparse.Namespace) -> None:
 
 def draw(path: Path, found: Sequence[Row], caption: str) -> None:
     """Bandwidth over size, a panel for each rate and verb, with the rate of the link."""
-    panels = plots.grouped(found, lambda row: f"{row.verb}, {row.rate}", _panel)
-    plots.save(path, panels, caption, (4.2, 3.8), columns=len(panels))
+    panels = plots.grouped(found, lambda row: f"{row.verb}, {plots.rate(row.rate)}", _panel)
+    ours = [row.line_percent for row in found if row.peer == "pycomm" and row.line_percent]
+    title = "bandwidth over links"
+    if ours:
+        title = f"pycomm uses {min(ours):.0f} to {max(ours):.0f} % of the link"
+    plots.save(path, panels, title, caption)
 
 
 def _panel(own: Sequence[Row], axes: Axes) -> None:
     if own[0].rate != UNSHAPED:
-        axes.axhline(bytes_s(own[0].rate) / 1e9, label="link rate", **plots.LIMIT)
-    plots.lines(axes, own, ("peer", "size_bytes", "bandwidth_gbs"), ylabel="GB/s of a host")
+        axes.axhline(bytes_s(own[0].rate) / 1e9, **plots.LIMIT)
     plots.byte_ticks(axes, [row.size_bytes for row in own])
-    axes.set_ylim(bottom=0)
+    most = max(row.bandwidth_gbs for row in own)
+    shown = {"ylabel": "GB/s of a host", "ylim": (0, 1.1 * most)}
+    plots.lines(axes, own, ("peer", "size_bytes", "bandwidth_gbs"), **shown)

@@ -116,7 +116,7 @@ def parts(count: int, results: Path) -> list[Part]:
     own = [python, "-m", "benchmarks.gpu.gpu_ranks"]
     bench = [python, "-m", "pycomm", "bench"]
     launch = [python, "-m", "pycomm", "launch", "--nproc", str(ranks)]
-    stored = ["--json", str(results / "kernels.json"), "--plot", str(results / "kernels.png")]
+    stored = ["--json", str(results / "kernels.json"), "--plot", str(results / "kernels.svg")]
     pair = ["--ranks", str(ranks)] if count > 1 else ["--ranks", "2", "--way", "host-id"]
     steps = [python, "-m", "benchmarks.gpu.gpu_steps"]
     # With a budget the worker that meets a hang ends after a minute.

@@ -26,7 +26,7 @@ from typing import Any
 
 from matplotlib.axes import Axes
 
-from benchmarks.reliability.elastic_ranks import LIMIT_S, MARK, Ranks, Steps, Training
+from benchmarks.reliability.elastic_ranks import LIMIT_S, Ranks, Steps, Training
 from benchmarks.support import command
 from pycomm.bench.support import machine, plots, summaries
 
@@ -64,7 +64,7 @@ def main(argv: Sequence[str]) -> int:
             for run in runs
         ]
         if options.plot:
-            draw(runs, options.plot)
+            draw(options.plot, content, machine.caption())
     command.report(options.json, **content)
     return status
 
@@ -175,19 +175,28 @@ def compared(runs: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]], bool
     return rows, all_equal
 
 
-def draw(runs: Sequence[dict[str, Any]], path: Path) -> None:
+def draw(path: Path, content: dict[str, Any], caption: str) -> None:
     """The loss over the steps of the run without kills and of a run with kills."""
+    quiet, killed = content["training"][:2]
 
     def panel(axes: Axes) -> None:
-        for run, color, width in ((runs[0], "0.7", 4), (runs[1], "C0", 1)):
-            at = [MARK * (n + 1) for n in range(len(run["losses"]))]
-            kills = len(run["kills_at"])
-            label = f"{kills} ranks killed and replaced" if kills else "no kills"
-            axes.plot(at, run["losses"], label=label, color=color, lw=width)
-        for number, step in enumerate(runs[1]["kills_at"]):
-            label = "" if number else "a rank is killed"
-            axes.axvline(step, color="C3", lw=0.8, ls=":", label=label)
-        axes.set(xlabel="step", ylabel="loss", yscale="log")
-        axes.legend(frameon=False)
+        for run, row in zip(content["loss"], (quiet, killed), strict=False):
+            name = f"{row['kills']} killed" if row["kills"] else NO_KILLS
+            shade, width = (plots.MUTED, 5.0) if row is quiet else (plots.color("pycomm"), 1.5)
+            each = row["steps"] / 1e3 / max(1, len(run["losses"]))
+            at = [each * (part + 1) for part in range(len(run["losses"]))]
+            axes.plot(at, run["losses"], label=name, color=shade, lw=width)
+            ground = axes.get_xaxis_transform()
+            kills = [step / 1e3 for step in run["kills"]]
+            marks: Any = {"ls": "", "marker": "|", "ms": 9, "color": plots.LIMIT["color"]}
+            axes.plot(kills, [0.02] * len(kills), transform=ground, label="_", **marks)
+        axes.set(xlabel="1,000 steps; a red mark is a killed rank", ylabel="loss", yscale="log")
+        axes.grid()
+        plots.label_lines(axes)
 
-    plots.save(path, {"": panel}, machine.caption(), (8, 3.2), columns=1)
+    equal = "bitwise equal to" if killed["bitwise_equal"] else "other than"
+    title = (
+        f"{killed['kills']} ranks killed and replaced: the parameters are {equal} those of a run "
+    )
+    title += "without kills"
+    plots.save(path, {"": panel}, title, caption)

@@ -34,6 +34,7 @@ from pycomm.compress.dgc import compressor_of
 from pycomm.testing import run_ranks
 
 MB = 2**20
+DRAWN = ("dense", "dgc", "dgc without ramp", "top-k without feedback", "local 8", "dgc sharded")
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,7 @@ def main(argv: Sequence[str]) -> int:
     lines, good = summary(found)
     command.CONSOLE.print("\n".join(lines))
     if options.plot:
-        draw(options.plot, found)
+        draw(options.plot, found, machine.caption())
     return 0 if good else 1
 
 
@@ -362,25 +363,27 @@ def _later(run: Run) -> float:
     return dense / max(run.mb[-1] - run.mb[half], 1e-12) if half >= 0 else math.nan
 
 
-def draw(path: Path, found: Sequence[Run]) -> None:
-    """Training loss, a mean over a twentieth of the run, over steps and over MB; seed 0."""
+def draw(path: Path, found: Sequence[Run], caption: str) -> None:
+    """Training loss, a mean over a twentieth of the run, over MB sent; seed 0. Of many methods
+    those of DRAWN."""
 
-    def panel(drawn: Sequence[tuple[Run, bool]], axes: Axes) -> None:
-        for run, over_mb in drawn:
-            place = list(METHODS).index(run.method)
-            style: dict[str, Any] = {"lw": 1.3, "color": f"C{place % 10}"}
-            style |= {"ls": ["-", "--", ":", "-."][place // 10 % 4], "label": run.method}
-            axes.plot(run.mb if over_mb else summaries.ends(run.steps), run.losses, **style)
-        if drawn[0][1]:
-            axes.set(xlabel="MB sent by a rank", xscale="log")
-            axes.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
-        else:
-            axes.set(xlabel="step", ylabel="training loss (nats)")
+    def panel(own: Sequence[Run], axes: Axes) -> None:
+        for run in own:
+            axes.plot(run.mb, run.losses, lw=1.5, **plots.style(run.method))
+        axes.set(xlabel="MB sent by a rank", xscale="log", ylabel="loss (nats)")
+        axes.grid()
+        plots.label_lines(axes, below=True)
 
-    pairs = [(run, over_mb) for run in found if run.seed == 0 for over_mb in (False, True)]
-    over = "over steps", "over MB"
-    panels = plots.grouped(pairs, lambda one: f"{one[0].workload} {over[one[1]]}", panel)
-    plots.save(path, panels, machine.caption(), (6.5, 4), columns=2)
+    first = [run for run in found if run.seed == 0]
+    drawn = [run for run in first if run.method in DRAWN] or first
+    shown = next((run for run in drawn if run.method == "dgc"), drawn[-1])
+    name, fewer = plots.LABELS.get(shown.method, shown.method), shown.dense_mb / shown.sent_mb
+    title = f"{name} sends {fewer:.3g} times fewer bytes: {shown.workload}, loss "
+    title += f"{shown.losses[-1]:.2f}"
+    for run in drawn:
+        if (run.method, run.workload) == ("dense", shown.workload):
+            title += f" instead of {run.losses[-1]:.2f}"
+    plots.save(path, plots.grouped(drawn, lambda run: run.workload, panel), title, caption)
 
 
 def _stored(path: Path | None) -> list[Run]:

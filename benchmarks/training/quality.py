@@ -42,7 +42,13 @@ WAYS = {
     "soap topk 200": "topk",
     "soap topk 500": "topk_500",
 }
-DRAWN = [REFERENCE, "adamw quantize 3 8", "adamw topk 200", "soap topk 200"]
+# By method of convergence: its name in plots.
+DRAWN = {
+    REFERENCE: "AdamW",
+    "adamw quantize 3 8": "Quantize(3, 8)",
+    "adamw topk 200": "TopK(200)",
+    "soap topk 200": "SOAP, TopK(200)",
+}
 
 
 def main(argv: Sequence[str]) -> int:
@@ -63,7 +69,7 @@ def main(argv: Sequence[str]) -> int:
     settings = {name: links["settings"][name] for name in ("hosts", "elements")}
     command.report(options.json, settings={"ranks": runs[0].ranks} | settings, rows=rows)
     if options.plot:
-        draw(options.plot, rows, chosen)
+        draw(options.plot, rows, machine.caption())
     return 0
 
 
@@ -111,20 +117,40 @@ def _loss(runs: Sequence[Run]) -> float:
     return statistics.mean(run.score for run in runs)
 
 
-def draw(path: Path, rows: Sequence[dict[str, Any]], chosen: dict[str, list[Run]]) -> None:
-    """Training loss over time, a panel for each link; the first seed of the methods in DRAWN."""
+def draw(path: Path, rows: Sequence[dict[str, Any]], caption: str) -> None:
+    """Minutes of the methods in DRAWN, a panel for each link."""
 
     def panel(own: Sequence[dict[str, Any]], axes: Axes) -> None:
-        for row in own:
-            losses = chosen[row["method"]][0].losses
-            minutes = [
-                row["seconds"] / 60 * (part + 1) / len(losses) for part in range(len(losses))
-            ]
-            axes.plot(minutes, losses, lw=1.5, label=f"{row['method']}, {row['steps']} steps")
-            axes.plot(minutes[-1], losses[-1], "o", ms=4, color=axes.lines[-1].get_color())
-        axes.set(xlabel="minutes", xlim=(0, None), ylabel="training loss (nats)")
-        axes.legend(frameon=False, fontsize=8)
+        minutes = {DRAWN[row["method"]]: row["seconds"] / 60 for row in own}
+        plots.bars(axes, minutes, [f"{value:.1f}" for value in minutes.values()])
 
     drawn = [row for row in rows if row["method"] in DRAWN]
-    panels = plots.grouped(drawn, lambda row: f"link of {row['rate']}", panel)
-    plots.save(path, panels, machine.caption(), (4.2, 3.8), columns=len(panels))
+    best = max(drawn, key=lambda row: row["ratio"])
+    title = f"{DRAWN[best['method']]} reaches AdamW's loss in {best['ratio']:.1f} times less time "
+    title += f"over {plots.rate(best['rate'])}"
+    panels = plots.grouped(drawn, lambda row: f"{plots.rate(row['rate'])}, minutes", panel)
+    plots.save(path, panels, title, caption, 1.7)
+
+
+def draw_curves(
+    path: Path, rows: Sequence[dict[str, Any]], chosen: dict[str, list[Run]], caption: str
+) -> None:
+    """Training loss over the minutes of each row's method; the first seed. The first row is the
+    reference."""
+
+    def panel(axes: Axes) -> None:
+        for row in rows:
+            name, minutes = DRAWN[row["method"]], row["seconds"] / 60
+            losses = chosen[row["method"]][0].losses
+            times = [minutes * (part + 1) / len(losses) for part in range(len(losses))]
+            style = plots.style(name) | {"label": f"{name}: {minutes:.1f} minutes"}
+            axes.plot(times, losses, lw=2, **style)
+            axes.plot(minutes, losses[-1], "o", ms=5, color=style["color"])
+        axes.set(xlabel="minutes", xlim=(0, None), ylabel="training loss (nats)")
+        axes.grid()
+        plots.label_lines(axes, below=True)
+
+    reference, *_, last = rows
+    title = f"{DRAWN[last['method']]} reaches the loss in {last['seconds'] / 60:.1f} instead of "
+    title += f"{reference['seconds'] / 60:.1f} minutes over {plots.rate(last['rate'])}"
+    plots.save(path, {"": panel}, title, caption, 3.0)

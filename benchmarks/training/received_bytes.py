@@ -229,27 +229,36 @@ def draw(path: Path, ranks: Sequence[dict[str, Any]], elements: int) -> None:
 
     def over_ranks(axes: Axes, own: Sequence[dict[str, Any]], fields: dict[str, str]) -> None:
         sizes = [row["size"] for row in own]
-        for field, label in fields.items():
+        for (field, label), dashes in zip(fields.items(), ("-", "--", ":"), strict=False):
             scale = 1.0 if field.startswith("busiest") else 1e6
-            axes.plot(sizes, [row[field] / scale for row in own], "o-", label=label)
+            style = plots.style("dgc") | {"label": label, "ls": dashes}
+            axes.plot(sizes, [row[field] / scale for row in own], marker="o", ms=3, **style)
         axes.set(xscale="log", yscale="log", xlabel="ranks")
         axes.set_xticks(sizes, [str(size) for size in sizes], minor=False)
         axes.minorticks_off()
+        axes.grid()
+        plots.label_lines(axes)
 
     def received_by(own: Sequence[dict[str, Any]], axes: Axes) -> None:
-        over_ranks(axes, own, WAYS)
         sizes = [row["size"] for row in own]
         ring = [2 * (size - 1) / size * 2 * elements / 1e6 for size in sizes]
         axes.plot(sizes, ring, label="dense ring, bfloat16", **plots.LIMIT)
-        axes.set(ylabel="MB received by a rank")
-        axes.legend(frameon=False)
+        axes.set(ylabel="MB")
+        over_ranks(axes, own, WAYS)
 
     def busiest(axes: Axes) -> None:
+        axes.set(ylabel="of the mean")
         over_ranks(axes, [row for row in ranks if row["sparsity"] == ranks[0]["sparsity"]], OWNERS)
-        axes.set(ylabel="busiest owner / mean")
-        axes.legend(frameon=False)
 
-    panels = plots.grouped(ranks, lambda row: f"{row['sparsity']}, 2-bit values", received_by)
-    panels[f"elements to owners, {ranks[0]['sparsity']}"] = busiest
-    caption = f"{elements / 1e6:.0f} M elements, index sets of a real training"
-    plots.save(path, panels, caption, (5.2, 4), columns=len(panels))
+    panels = plots.grouped(
+        ranks, lambda row: f"received by a rank, sparsity {row['sparsity']}", received_by
+    )
+    panels["elements of the busiest owner"] = busiest
+    first, last = ranks[0], ranks[-1]
+    more, times = last["sharded"] / first["sharded"], last["gather"] / first["gather"]
+    title = (
+        f"From {first['size']} to {last['size']} ranks, a rank receives {more:.2g} times as many "
+    )
+    title += f"bytes with sharded, {times:.3g} times with gather"
+    caption = f"{elements / 1e6:.0f} M elements, index sets of a real training, 2-bit values"
+    plots.save(path, panels, title, caption, 2.4)

@@ -340,11 +340,13 @@ def table(found: Sequence[Row], lines: str = "") -> Table:
 
 def draw(path: Path, found: Sequence[Row], caption: str) -> None:
     """Bars of seconds per step, a panel for each line."""
-    panels = plots.grouped(found, lambda row: row.rate, _panel)
-    plots.save(path, panels, f"41 M parameters, {caption}", (3.8, 3.8), columns=len(panels))
+    panels = plots.grouped(found, lambda row: f"{plots.rate(row.rate)}, seconds", _panel)
+    best = max((row for row in found if row.way != "compute"), key=lambda row: row.ratio)
+    title = f"A step with {plots.LABELS.get(best.way, best.way)} is {best.ratio:.3g} times as fast "
+    title += f"over {plots.rate(best.rate)}"
+    plots.save(path, panels, title, f"41 M parameters, {caption}", 2.3, columns=2)
 
 
 def _panel(own: Sequence[Row], axes: Axes) -> None:
-    heights = {row.way: row.step_s for row in own}
-    plots.bars(axes, heights, [f"{row.step_s:.2f}" for row in own], "seconds per step")
-    axes.tick_params(axis="x", labelrotation=45)
+    lengths = {row.way: row.step_s for row in own}
+    plots.bars(axes, lengths, [f"{row.step_s:.2f}" for row in own])

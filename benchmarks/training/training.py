@@ -146,14 +146,21 @@ def rows(rate: str, by_rank: Sequence[RankTimes]) -> list[Row]:
 def draw(path: Path, found: Sequence[Row], caption: str) -> None:
     """Bars of samples per second, a panel for each model and rate."""
     parallel = [row for row in found if row.backend != ALONE]
-    panels = plots.grouped(parallel, lambda row: f"{row.model} {row.rate}", _panel)
-    caption = f"a training step under DistributedDataParallel, {caption}"
-    plots.save(path, panels, caption, (3.6, 3.6), columns=len(panels))
+    panels = plots.grouped(
+        parallel, lambda row: f"{row.model} {row.rate}, samples per second", _panel
+    )
+    ours = [row.ratio for row in parallel if row.backend == "wrapper"]
+    title = "samples per second under DistributedDataParallel"
+    if ours:
+        title = (
+            f"pycomm.DataParallel trains {min(ours):.2f} to {max(ours):.2f} times as fast as gloo"
+        )
+    plots.save(path, panels, title, caption, 1.8)
 
 
 def _panel(own: Sequence[Row], axes: Axes) -> None:
     heights = {row.backend: row.samples_per_second for row in own}
-    plots.bars(axes, heights, [f"{row.ratio:.2f}x" for row in own], "samples per second")
+    plots.bars(axes, heights, [f"{row.ratio:.2f}x" for row in own])
 
 
 def _measure(rate: str, options: argparse.Namespace) -> list[Row]:

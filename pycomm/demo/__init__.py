@@ -28,7 +28,7 @@ def main(argv: Sequence[str]) -> int:
     parser = _command_line.parser("demo", __doc__)
     parser.add_argument("--steps", type=int, default=500, help="training steps per row")
     parser.add_argument("--processes", type=int, default=2, help="ranks, all on this machine")
-    parser.add_argument("--out", type=Path, default=Path(), help="folder of demo.json and demo.png")
+    parser.add_argument("--out", type=Path, default=Path(), help="folder of demo.json and demo.svg")
     rows = ",".join(ROWS)
     parser.add_argument("--rows", type=sizes.names(ROWS), default=rows, help="(%(default)s)")
     rate = 'link rate, as "100mbit": simulates one host per rank; needs root'

@@ -1,4 +1,4 @@
-"""Trains the rows of the demo, and makes the table, demo.json and demo.png from their outcomes."""
+"""Trains the rows of the demo, and makes the table, demo.json and demo.svg from their outcomes."""
 
 from __future__ import annotations
 
@@ -66,9 +66,9 @@ def run(rows: Sequence[Row], settings: training.Settings, size: int, out: Path) 
     title, width = "Python as the model writes it", min(to.width, WIDEST)
     to.print(Panel(sample, title=title, title_align="left", width=width))
     given = asdict(settings) | {"processes": size}
-    json, plot = out / "demo.json", out / "demo.png"
+    json, plot = out / "demo.json", out / "demo.svg"
     summaries.store(json, settings=given, rows=[asdict(one) for one in results])
-    save_plot(plot, heading, results, settings.steps)
+    save_plot(plot, results, settings.steps, f"{heading}, {machine.caption()}")
     to.print(f"{json}  {plot}")
     return 0 if all(r.replicas_equal for r in results) else 1
 
@@ -134,32 +134,35 @@ def table(results: Sequence[Result], title: str) -> Table:
     return shown
 
 
-def save_plot(path: Path, title: str, results: Sequence[Result], steps: int) -> None:
-    """Plots loss over seconds, loss over MB sent, and both costs of a step as bars."""
+def save_plot(path: Path, results: Sequence[Result], steps: int, caption: str) -> None:
+    """Plots loss over seconds, loss over MB sent, and both costs of a step."""
     each = steps / len(results[0].seconds)  # steps of a point
-    names = [r.name.replace(" ", "\n", 1) for r in results]
 
     def losses(axes: Axes, over_bytes: bool) -> None:
         for i, r in enumerate(results):
             cost = r.mb if over_bytes else [s * each for s in itertools.accumulate(r.seconds)]
             # Dense rows have equal losses, so later rows are thinner to keep all of them visible.
-            axes.plot(cost, r.losses, lw=max(1.2, 4.5 - 2.5 * i), label=r.name)
+            style = plots.style(r.name)
+            if over_bytes and r.name.endswith("dense"):  # all at one place
+                style["label"] = "_"
+            axes.plot(cost, r.losses, lw=max(1.2, 4.5 - 2.5 * i), **style)
         scale, what = ("log", "MB sent by each rank") if over_bytes else ("linear", "seconds")
-        axes.set(xscale=scale, xlabel=what, ylabel="training loss (nats per character)")
-        axes.grid(alpha=0.25)
-        if not over_bytes:
-            axes.legend(frameon=False)
+        axes.set(xscale=scale, xlabel=what, ylabel="nats per character")
+        axes.grid()
+        plots.label_lines(axes, below=over_bytes)
 
-    def costs(axes: Axes, field: str, unit: str) -> None:
-        heights = [getattr(r, field) for r in results]
-        labels = [f"{height:.3g}" for height in heights]
-        plots.bars(axes, dict(zip(names, heights, strict=True)), labels, unit)
-        axes.tick_params(axis="x", labelsize=7)
+    def costs(axes: Axes) -> None:
+        sent = {r.name: r.mb_per_rank_and_step for r in results}
+        labels = [f"{r.mb_per_rank_and_step:.3g} MB, {r.seconds_per_step:.3f} s" for r in results]
+        plots.bars(axes, sent, labels)
 
     panels = {
-        "loss over time": lambda axes: losses(axes, over_bytes=False),
-        "loss over bytes": lambda axes: losses(axes, over_bytes=True),
-        "time of a step": lambda axes: costs(axes, "seconds_per_step", "seconds"),
-        "bytes of a step": lambda axes: costs(axes, "mb_per_rank_and_step", "MB sent per rank"),
+        "training loss over time": lambda axes: losses(axes, over_bytes=False),
+        "training loss over bytes": lambda axes: losses(axes, over_bytes=True),
+        "a step": costs,
     }
-    plots.save(path, panels, title, (4.5, 4), columns=2)
+    first, best = results[0], min(results, key=lambda r: r.mb_per_rank_and_step)
+    fewer = first.mb_per_rank_and_step / max(best.mb_per_rank_and_step, 1e-9)
+    title = f"{best.name} sends {fewer:.3g} times fewer bytes than {first.name}, with a "
+    title += f"loss of {best.final_loss:.2f}"
+    plots.save(path, panels, title, caption, 2.3)

@@ -189,7 +189,7 @@ def test_harmful_flood_is_detected(found: Flood, kept: bool) -> None:
 
 @pytest.mark.timeout(300)  # 12 processes import torch
 def test_elastic_runs(tmp_path: Path) -> None:
-    picture = tmp_path / "loss.png"
+    picture = tmp_path / "loss.svg"
     words = "elastic --ranks 3 --state-mb 1 --rounds 2 --minutes 0.05 --interval 1.5"
     content = stored(tmp_path, f"{words} --starts forked --plot {picture}")
     (replaced,) = content["replacements"]

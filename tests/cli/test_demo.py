@@ -28,7 +28,7 @@ class Run:
     """One short run of all rows: what it stored and printed."""
 
     stored: dict[str, Any]
-    png: bytes
+    svg: str
     output: str
 
 
@@ -38,8 +38,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         status = demo.main(["--steps", str(STEPS), "--out", str(out)])
     assert status == 0, printed.getvalue()
-    png = (out / "demo.png").read_bytes()
-    return Run(summaries.read(out / "demo.json"), png, printed.getvalue())
+    svg = (out / "demo.svg").read_text()
+    return Run(summaries.read(out / "demo.json"), svg, printed.getvalue())
 
 
 @pytest.fixture(params=list(rows.ROWS))
@@ -50,7 +50,9 @@ def row(request: pytest.FixtureRequest, run: Run) -> Any:
 
 
 def test_files_of_a_run(run: Run) -> None:
-    assert run.png.startswith(b"\x89PNG")
+    assert run.svg.startswith("<?xml")
+    for row in rows.ROWS.values():  # labels at the lines and at the bars, and no legend
+        assert run.svg.count(f">{row.name}</text>") == 2 + (not row.name.endswith("dense"))
     assert run.stored["machine"]["torch"] == torch.__version__
     assert run.stored["settings"]["steps"] == STEPS
     assert [row["key"] for row in run.stored["rows"]] == list(rows.ROWS)

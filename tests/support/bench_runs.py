@@ -11,10 +11,10 @@ from pycomm.bench.support import summaries
 
 def stored(folder: Path, words: str, *, plot: bool = False, status: int = 0) -> dict[str, Any]:
     """What `pycomm bench WORDS` stores; it must end with `status` and draw if `plot`."""
-    results, drawn = folder / "out.json", folder / "out.png"
+    results, drawn = folder / "out.json", folder / "out.svg"
     more = ["--plot", str(drawn)] if plot else []
     assert bench.main([*shlex.split(words), "--json", str(results), *more]) == status
-    assert not plot or drawn.read_bytes().startswith(b"\x89PNG")
+    assert not plot or "prefers-color-scheme: dark" in drawn.read_text()
     return summaries.read(results)
 
 

@@ -87,7 +87,7 @@ def main(argv: Sequence[str]) -> int:
     settings = given | {"peers": [peer.name for peer in peers]}
     summaries.store(options.json, settings=settings, rows=[asdict(line) for line in found])
     if options.plot:
-        _draw(run, found, options.plot)
+        draw(options.plot, found, run.ranks, machine.caption())
     faults = table.faults(found, run.busy)
     for message in faults:
         to.print(message, style="red")
@@ -217,18 +217,27 @@ def _measure(to: Console, run: Run, name: str) -> list[table.Line]:
     return found
 
 
-def _draw(run: Run, found: Sequence[table.Line], path: Path) -> None:
+def draw(path: Path, found: Sequence[table.Line], ranks: int, caption: str) -> None:
     """Bandwidth over size, a panel for each verb and dtype, with the limit."""
     from pycomm.bench.support import plots  # imports matplotlib, which may be missing
 
-    def draw(chosen: Sequence[table.Line], axes: Any) -> None:
+    def panel(chosen: Sequence[table.Line], axes: Any) -> None:
         limits = {line.size_bytes: line.size_bytes / line.limit_us / 1e3 for line in chosen}
         axes.plot(list(limits), list(limits.values()), label="memory limit", **plots.LIMIT)
-        plots.lines(axes, chosen, ("peer", "size_bytes", "algbw_gbs"), yscale="log")
-        shown = (4**i for i in range(1, 20))
+        shown = (4**i for i in range(1, 20, 2))
         plots.byte_ticks(axes, [size for size in shown if min(limits) <= size <= max(limits)])
-        axes.set(ylabel="algbw (GB/s)")
+        axes.set_yscale("log")
+        plots.lines(
+            axes,
+            [line for line in chosen if line.peer != "fake"],
+            ("peer", "size_bytes", "algbw_gbs"),
+            ylabel="GB/s",
+        )
 
-    panels = plots.grouped(found, lambda line: f"{line.verb}, {line.dtype}", draw)
-    caption = f"{run.ranks} ranks, {machine.caption()}"
-    plots.save(path, panels, caption, (6.5, 4.4), columns=2)
+    drawn = {(line.verb, line.dtype, line.size_bytes, line.peer): line for line in reversed(found)}
+    ratios = [line.ratio for line in drawn.values() if line.peer == "pycomm" and line.ratio]
+    title = f"{', '.join({line.verb: 0 for line in found})} of {ranks} ranks"
+    if ratios and "gloo" in {line.peer for line in found}:
+        title += f": pycomm takes {min(ratios):.3g} to {max(ratios):,.0f} times less time than gloo"
+    panels = plots.grouped(found, lambda line: f"{line.verb}, {line.dtype}", panel)
+    plots.save(path, panels, title, f"{ranks} ranks, {caption}", 3.6)

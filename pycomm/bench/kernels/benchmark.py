@@ -239,9 +239,11 @@ def _draw(path: Path, rows: Sequence[Row], place: Cpu, threads: int) -> None:
     from pycomm.bench.support import plots  # imports matplotlib, which may be missing
 
     def draw(own: Sequence[Row], axes: Any) -> None:
+        axes.set(xlabel="elements", ylabel="%")
         plots.lines(axes, own, ("peer", "count", "limit_percent"), xscale="log", ylim=(0, 105))
         axes.axhline(100, **plots.LIMIT)
-        axes.set(xlabel="elements", ylabel="% of the memory's limit")
 
     caption = f"{place.describe().get('gpu', f'{threads} threads')}, {machine.caption()}"
-    plots.save(path, plots.grouped(rows, lambda r: r.kernel, draw), caption, (3.5, 2.8), columns=4)
+    shares = [row.limit_percent for row in rows if row.peer == OURS]
+    title = f"pycomm's kernels reach {min(shares):.0f} to {max(shares):.0f} % of the memory's speed"
+    plots.save(path, plots.grouped(rows, lambda r: r.kernel, draw), title, caption, 2.2, 2)

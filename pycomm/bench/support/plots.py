@@ -1,45 +1,165 @@
-"""The plots of the demo and the benchmarks: panels in one style. Needs matplotlib."""
+"""The plots of the demo and the benchmarks: panels in one style. Needs matplotlib.
+
+A method has one colour in all plots (COLORS), and a label at its line or bar instead of a legend.
+The title states what the data show. A file `*.svg` has a second form for dark pages: its own style
+sheet replaces each colour of COLORS and SHADES, so one file suits both, also as an image in a page.
+"""
 
 from __future__ import annotations
 
 import functools
 import itertools
+import re
+import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+import matplotlib
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
 from pycomm.bench.support.sizes import format_size
 
-COLORS = {"pycomm": "#1a73e8", "pycomm-direct": "#12b5cb", "gloo": "#9aa0a6", "fake": "#dadce0"}
-COLORS |= {"pycomm-shared": "#0b8043"}
-COLORS |= {"wrapper": "#188038", "dgc": "#e8710a", "fused": "#f9ab00"}  # pycomm.DataParallel
-LIMIT: Any = {"ls": "--", "lw": 1, "color": "#d93025"}
+# On a light page and on a dark one. Each colour is in one place only.
+SHADES = {
+    "page": ("#ffffff", "#0d1117"),
+    "box": ("#f1f4f7", "#1c2230"),
+    "grid": ("#d8dee4", "#30363d"),
+    "bound": ("#afb8c1", "#6e7681"),
+    "muted": ("#59636e", "#9198a1"),
+    "text": ("#1f2328", "#e6edf3"),
+    "limit": ("#cf222e", "#ff7b72"),
+}
+# By a pattern of the method's name. The first that is found applies.
+COLORS = {
+    "top-?k": ("#8250df", "#bc8cff"),
+    "quantize|auto_time": ("#bf3989", "#f778ba"),
+    "dgc|sparse|compact|shard|gather|fused": ("#d4690b", "#f0883e"),
+    "local": ("#1a7f37", "#3fb950"),
+    "soap|muon": ("#9a6700", "#d29922"),
+    "nccl": ("#5a7d00", "#a5c74c"),
+    "mpi": ("#7a4b21", "#c69c6d"),
+    "deepspeed|vllm": ("#0f766e", "#2dd4bf"),
+    "gloo|torch|eager": ("#7d8590", "#8b949e"),
+    "fake|alone|compute": SHADES["bound"],
+    "direct|wrapper": ("#54aeff", "#1f6feb"),
+    "pycomm.empty|shared": ("#0550ae", "#a5d6ff"),
+    "": ("#0969da", "#58a6ff"),  # pycomm, dense
+}
+DASHES = {
+    "open mpi": ":",
+    "openmpi": ":",
+    "intel": "--",
+    "without": "--",
+    "soap, ": "--",
+    "adamw dense": "--",
+}
+LABELS = {"pycomm": "pycomm, torch", "pycomm-direct": "pycomm, direct"}
+LABELS |= {"pycomm-shared": "pycomm.empty", "pycomm-encrypted": "pycomm, encrypted"}
+LABELS |= {"mpich": "MPICH", "intelmpi": "Intel MPI", "openmpi": "Open MPI", "vllm": "vLLM"}
+LABELS |= {"deepspeed": "DeepSpeed", "fake": "torch alone", "wrapper": "pycomm.DataParallel"}
+LABELS |= {"compute": "computation alone", "overlap": "dense, overlap", "dgc": "DGC 99.9 %"}
+LABELS |= {"fused": "DGC, fused", "compact": "DGC, compact", "local": "LocalSGD"}
+LABELS |= {"adamw": "AdamW", "topk": "TopK(200)", "quantize": "Quantize(3, 8)"}
+LIMIT: Any = {"ls": "--", "lw": 1, "color": SHADES["limit"][0]}
+TEXT = 10.0  # points; a plot is 6 inches wide, so that a phone shows 9 pixels
+WIDTH = 6.2
+FONTS = "system-ui, -apple-system, 'Segoe UI', 'Liberation Sans', Arial, sans-serif"
+MUTED, GRID, INK = (SHADES[name][0] for name in ("muted", "grid", "text"))
+STYLE: Any = {
+    "font.size": TEXT,
+    "axes.titlesize": TEXT,
+    "axes.titlelocation": "left",
+    "axes.edgecolor": GRID,
+    "axes.labelcolor": MUTED,
+    "axes.axisbelow": True,
+    "axes.facecolor": "none",
+    "figure.facecolor": SHADES["page"][0],
+    "grid.color": GRID,
+    "grid.linewidth": 0.6,
+    "text.color": INK,
+    "xtick.color": GRID,
+    "ytick.color": GRID,
+    "xtick.labelcolor": MUTED,
+    "ytick.labelcolor": MUTED,
+    "svg.fonttype": "none",  # text as text: small, and found by a search
+    "svg.hashsalt": "pycomm",  # equal data give equal files
+}
 
 Panel = Callable[[Axes], object]
 Row = TypeVar("Row")
 
 
+def rate(name: str) -> str:
+    """The name of a link: "1 Gbit/s" for "1gbit"."""
+    found = re.fullmatch(r"(\d+)([mg])bit", name)
+    return f"{found[1]} {found[2].upper()}bit/s" if found else "unlimited"
+
+
+def color(name: str) -> str:
+    """The colour of a method on a light page."""
+    return next(both[0] for word, both in COLORS.items() if re.search(word, name.lower()))
+
+
+def style(name: str) -> dict[str, Any]:
+    """The settings of a method's line: its label, colour and dashes."""
+    shown = LABELS.get(name, name)
+    dashes = next((one for word, one in DASHES.items() if word in shown.lower()), "-")
+    return {"label": shown, "color": color(name), "ls": dashes}
+
+
 def save(
-    path: Path, panels: Mapping[str, Panel], caption: str, size: tuple[float, float], columns: int
+    path: Path,
+    panels: Mapping[str, Panel],
+    title: str,
+    caption: str = "",
+    height: float = 2.6,
+    columns: int = 1,
 ) -> None:
-    """Draws a panel for each title, of so many inches. The format follows the suffix of `path`."""
+    """Draws a panel of `height` inches for each name, under a title that states the conclusion, and
+    over a caption. The format follows the suffix of `path`."""
     columns = min(columns, len(panels))
     rows = -(-len(panels) // columns)
-    figure = Figure(figsize=(size[0] * columns, size[1] * rows), layout="constrained")
-    grid = figure.subplots(rows, columns, squeeze=False).flat
-    for axes, panel in itertools.zip_longest(grid, panels.items()):
-        if panel is None:
-            axes.set_visible(False)
-            continue
-        panel[1](axes)
-        axes.set_title(panel[0])
-        axes.spines[["top", "right"]].set_visible(False)
-    figure.suptitle(caption, fontsize=9, color="#5f6368")
-    figure.savefig(path, dpi=150)
+    with matplotlib.rc_context(STYLE):
+        heading = textwrap.fill(title, 52)
+        tall = height * rows + 0.25 * (2 + heading.count("\n"))
+        figure = Figure(figsize=(WIDTH, tall), layout="constrained")
+        grid = figure.subplots(rows, columns, squeeze=False).flat
+        for axes, panel in itertools.zip_longest(grid, panels.items()):
+            if panel is None:
+                axes.set_visible(False)
+                continue
+            axes.spines[["top", "right"]].set_visible(False)
+            axes.set_title(panel[0])
+            panel[1](axes)
+        left: Any = {"x": 0.01, "ha": "left"}
+        figure.suptitle(heading, fontsize=TEXT + 2, weight="bold", **left)
+        figure.supxlabel(textwrap.fill(caption, 90), fontsize=TEXT - 2, color=MUTED, **left)
+        svg = path.suffix == ".svg"
+        figure.savefig(path, dpi=150, metadata={"Date": None} if svg else None)
+    if svg:
+        path.write_text(_with_dark_form(path.read_text(), title))
+
+
+def _with_dark_form(svg: str, title: str) -> str:
+    """An SVG with the rules for dark pages, the fonts of the page's system, and its title."""
+    rules = [
+        f'[style*="{part}: {light}"]{{{part}:{dark} !important}}'
+        for light, dark in dict([*SHADES.values(), *COLORS.values()]).items()
+        for part in ("fill", "stroke")
+        if f"{part}: {light}" in svg
+    ]
+    sheet = f"<style>@media (prefers-color-scheme: dark){{{''.join(rules)}}}</style>"
+    svg = re.sub(r"(font: [^;\"]*?[\d.]+px)[^;\"]*", rf"\1 {FONTS}", svg)
+    svg = re.sub(r"<!DOCTYPE.*?>\n|<!--.*?-->\n| *<metadata>.*?</metadata>\n", "", svg, flags=re.S)
+    svg = re.sub(r'width="[\d.]+pt" height="[\d.]+pt"', 'width="860"', svg, count=1)
+    svg = re.sub(r"\n +", "\n", svg)
+    # A tenth of a point is enough. Texts keep their digits.
+    svg = re.sub(r"<[^>]+>", lambda tag: re.sub(r"(\d\.\d)\d+", r"\1", tag[0]), svg)
+    return re.sub(r"<svg [^>]*>\n", rf"\g<0><title>{title}</title>\n{sheet}\n", svg, count=1)
 
 
 def grouped(
@@ -55,18 +175,69 @@ def grouped(
 
 
 def lines(axes: Axes, rows: Iterable[Any], fields: Sequence[str], **settings: Any) -> None:
-    """A line for each value of the first field: the third over the second, and a legend. The
-    settings are those of Axes.set()."""
-    found: dict[str, list[tuple[float, float]]] = {}
+    """A line for each value of the first field: the third over the second. A second row with one
+    value and one x is left out. The settings are those of Axes.set()."""
+    found: dict[str, dict[float, float]] = {}
     for row in rows:
         name, x, y = (getattr(row, field) for field in fields)
-        found.setdefault(name, []).append((x, y))
-    for name in sorted(found, key=lambda name: not name.startswith("pycomm")):
-        color = COLORS.get(name)
-        axes.plot(*zip(*found[name], strict=True), "o-", ms=3.5, color=color, label=name)
+        found.setdefault(name, {}).setdefault(x, y)
+    for name in sorted(found, key=lambda name: name.startswith("pycomm")):  # ours in front
+        x, y = zip(*found[name].items(), strict=True)
+        axes.plot(x, y, marker="o", ms=3, lw=1.5, **style(name))
     axes.set(**settings)
-    axes.grid(alpha=0.25)
-    axes.legend(frameon=False, fontsize=8)
+    axes.grid()
+    label_lines(axes)
+
+
+def label_lines(axes: Axes, below: bool = False) -> None:
+    """Writes the label of each line right of its last point, or below all lines, where it makes
+    space. A label that would cover another one is moved, and a thin line leads to it. Call it last:
+    limits must be final."""
+    if below:
+        ticks, (low, high) = axes.get_yticks(), axes.get_ylim()
+        axes.set_ylim(low - 0.4 * (high - low), high)
+        axes.set_yticks([tick for tick in ticks if low <= tick <= high])
+    axes.autoscale_view()
+    figure: Any = axes.figure
+    place: Any = axes.get_subplotspec()
+    grid, (width, height) = place.get_gridspec(), figure.get_size_inches()
+    em = TEXT / 72 / 0.72  # inches, on axes that are about 0.72 of their part of the figure
+    high, wide = 1.15 * em * grid.nrows / height, 0.5 * em * grid.ncols / width
+    to_axes = axes.transScale + axes.transLimits
+    found: list[list[Any]] = []  # the left end, the middle, the width, and the line
+    for line in axes.get_lines():
+        text, points = str(line.get_label()), np.asarray(line.get_xydata())
+        if not text.startswith("_") and len(points):
+            x, y = to_axes.transform(points[-1])
+            own = wide * (len(text) + 1)
+            x = x - own / 2 if below else 1.0 if x > 0.75 else x
+            found.append([x, min(max(y, 0.0), 1.0), own, line])
+    found.sort(key=lambda label: label[1])
+    if below:
+        found.sort(key=lambda label: label[0])
+        found = [[x, 0.13, own, line] for x, _, own, line in found]
+    for _ in range(300):
+        for lower, upper in itertools.combinations(found, 2):
+            overlap = high - (upper[1] - lower[1])
+            if overlap > 0 and lower[0] < upper[0] + upper[2] and upper[0] < lower[0] + lower[2]:
+                lower[1] -= overlap / 2
+                upper[1] += overlap / 2
+    for x, y, own, line in found:
+        shade, last = line.get_color(), np.asarray(line.get_xydata())[-1]
+        moved = below or abs(y - to_axes.transform(last)[1]) > high / 2
+        lead: Any = {"arrowstyle": "-", "lw": 0.6, "color": shade, "shrinkA": 0}
+        lead["relpos"] = (0.5, 1.0) if below else (0.0, 0.5)
+        axes.annotate(
+            str(line.get_label()),
+            last,
+            (x + own / 2 if below else x + 0.03, y),
+            textcoords="axes fraction",
+            ha="center" if below else "left",
+            va="center",
+            color=shade,
+            annotation_clip=False,
+            arrowprops=lead if moved else None,
+        )
 
 
 def byte_ticks(axes: Axes, sizes: Iterable[int]) -> None:
@@ -77,10 +248,13 @@ def byte_ticks(axes: Axes, sizes: Iterable[int]) -> None:
     axes.minorticks_off()
 
 
-def bars(axes: Axes, heights: Mapping[str, float], labels: Sequence[str], ylabel: str) -> None:
-    """A bar for each name, with its label."""
-    colors = [COLORS.get(name, COLORS["pycomm"]) for name in heights]
-    drawn = axes.bar(list(heights), list(heights.values()), color=colors)
-    axes.bar_label(drawn, labels, fontsize=8)
-    axes.set(ylabel=ylabel)
-    axes.margins(y=0.12)
+def bars(axes: Axes, lengths: Mapping[str, float], labels: Sequence[str]) -> None:
+    """A horizontal bar for each method, the first on top, with its label at its end."""
+    names = [LABELS.get(name, name) for name in lengths]
+    drawn = axes.barh(names, list(lengths.values()), 0.72, color=list(map(color, lengths)))
+    axes.bar_label(drawn, labels, padding=3)
+    axes.invert_yaxis()
+    axes.tick_params(axis="y", length=0, labelcolor=INK)
+    axes.margins(x=0.16)
+    axes.spines["bottom"].set_visible(False)
+    axes.set_xticks([])
