@@ -85,7 +85,8 @@ def launcher(
     A call returns the list of the local ranks' results, by rank. Inside, the default group exists:
     pycomm.rank(), pycomm.all_reduce(...). Arguments and results are pickled; NumPy arrays and plain
     values are best. The processes import the function: define it at the top level of a module, and
-    in a script call it under `if __name__ == "__main__":`.
+    in a script call it under `if __name__ == "__main__":`. A notebook has no module; there
+    pycomm.testing.run_ranks runs a function as threads.
 
     On several hosts run the same program on each, with a different `rank_start`. MegEngine's names
     of the arguments are accepted too: n_gpus, world_size, master_ip, port.
@@ -143,7 +144,8 @@ class Launcher:
                 return module, name
         raise InvalidArgument(
             f"the processes of @pycomm.launcher cannot import {name}: define it at the top level "
-            "of a file"
+            "of a file. In a notebook, pycomm.testing.run_ranks(2, function) calls function(group) "
+            "on two ranks, as threads"
         )
 
 

@@ -1,4 +1,6 @@
-"""The pages: every Python block runs, every command is valid, every name, file and link exists."""
+"""The pages: every Python block runs and prints the output that is shown behind it, every command
+is valid, every name, file and link exists.
+"""
 
 import multiprocessing
 import os
@@ -19,19 +21,23 @@ FENCED = re.compile(r"^( *)```(\w*)\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
 # A program of several ranks says how it is started: its first words are those of the launcher.
 LAUNCHED = re.compile(r"with (pycomm launch --nproc .*)$", re.MULTILINE)
 NOT_RUN = {"ProcessGroupWrapper": "needs torchft: tests/compat/torchft_tests.py runs this block"}
+OUTPUT = re.compile(r"\n\n```output\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LIMIT_S = 100  # of a block
 LINK = re.compile(r"(?:\]\(|^\[[\w-]+\]: )(?!https?:)([^)#\s]*)(?:#([\w-]+))?", re.MULTILINE)
 
 
 def blocks() -> list:
-    """One parameter for each Python block, also one in a list, with its page and line as the id."""
+    """One parameter for each Python block, also one in a list: the code and the output that is
+    shown behind it, with its page and line as the id."""
     found = []
     for page in PAGES:
         text = page.read_text()
         for match in FENCED.finditer(text):
             line = text[: match.start()].count("\n") + 1
             if match[2].startswith("py") and not any(word in match[3] for word in NOT_RUN):
-                found.append(pytest.param(dedent(match[3]), id=f"{page.name}:{line}"))
+                shown = OUTPUT.match(text, match.end())
+                output = shown[1] if shown else ""
+                found.append(pytest.param(dedent(match[3]), output, id=f"{page.name}:{line}"))
     return found
 
 
@@ -46,33 +52,44 @@ def run_as_script(folder: Path) -> None:
     runpy.run_path(str(folder / "block.py"), run_name="__main__")
 
 
-def run_launched(command: str, folder: Path) -> None:
-    """The program block.py of the folder, by `pycomm launch` with options."""
+def run_launched(command: str, folder: Path) -> str:
+    """What the program block.py of the folder prints, by `pycomm launch` with options."""
     words = [sys.executable, "-m", *command.split(), "block.py"]
     done = finished(words, cwd=folder, timeout=150)
     assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
-@pytest.mark.parametrize("code", blocks())
-def test_block_runs(code, tmp_path):
-    (tmp_path / "block.py").write_text(code)
-    if launched := LAUNCHED.search(code):
-        return run_launched(launched[1], tmp_path)
-    process = multiprocessing.get_context("spawn").Process(target=run_as_script, args=(tmp_path,))
+def same_on_each_run(text: str) -> list[str]:
+    """The lines without numbers and names of hosts."""
+    return re.sub(r"[\d.,]*\d|(?<=host )\S+(?=,)", "0", text).splitlines()
+
+
+def run_alone(folder: Path) -> str:
+    """What the program block.py of the folder prints in a process of its own."""
+    process = multiprocessing.get_context("spawn").Process(target=run_as_script, args=(folder,))
     process.start()
     process.join(LIMIT_S)
     process.kill()
     process.join()
-    assert process.exitcode == 0, (tmp_path / "output").read_text()
+    printed = (folder / "output").read_text()
+    assert process.exitcode == 0, printed
+    return printed
 
 
-@pytest.mark.parametrize("number", range(3))
-def test_each_of_the_three_uses_runs_on_two_processes(number, tmp_path):
-    _, _, uses = (ROOT / "README.md").read_text().partition("## Three uses")
-    code = [match[3] for match in FENCED.finditer(uses) if match[2] == "python"][number]
-    assert len([line for line in code.splitlines() if line]) <= 12
+@pytest.mark.parametrize(("code", "output"), blocks())
+def test_block_runs(code, output, tmp_path):
     (tmp_path / "block.py").write_text(code)
-    run_launched("pycomm launch --nproc 2", tmp_path)
+    if launched := LAUNCHED.search(code):
+        printed = run_launched(launched[1], tmp_path)
+    else:
+        printed = run_alone(tmp_path)
+    assert set(same_on_each_run(output)) - set(same_on_each_run(printed)) == set(), printed
+
+
+def test_readme_shows_three_uses_of_few_lines():
+    found = [block.values for block in blocks() if block.id.startswith("README")]
+    assert [len(re.findall(r"\S.*", code)) for code, output in found if output] == [8, 8, 8]
 
 
 def anchor_of(heading: str) -> str:

@@ -8,6 +8,8 @@ from finished import finished
 from paths import ROOT
 from test_docs import FENCED, PAGES, anchor_of
 
+from pycomm.bench.support import summaries
+
 PERFORMANCE, TABLES = (
     ROOT / "docs" / name for name in ("performance.md", "internals/performance_tables.md")
 )
@@ -67,6 +69,13 @@ def test_readme_and_performance_agree() -> None:
     _, gloo, _, wrapper, _, _, ratio = known["resnet"][:7]
     expected = [f"gloo under DDP {gloo} ms", f"`DataParallel` {wrapper} ms", ratio]
     assert shown["step of ResNet-18, small images"][:3] == expected
+
+
+def test_readme_has_the_minutes_to_the_loss() -> None:
+    stored = summaries.read(ROOT / "benchmarks" / "results" / "quality.json")["rows"]
+    minutes = {row["method"]: row["seconds"] / 60 for row in stored if row["rate"] == "1gbit"}
+    expected = "in {:.1f} minutes instead of {:.1f}"
+    assert expected.format(minutes["adamw topk 200"], minutes["adamw"]) in README.read_text()
 
 
 def test_pages_are_short() -> None:
