@@ -12,6 +12,14 @@ def register(_torch: object = None) -> None:
     the reason if that fails."""
     log = logging.getLogger("pycomm")
     try:
+        import pycomm
+
+        if "all_reduce" not in dir(pycomm):
+            raise ImportError(
+                f"{pycomm.__file__} is another library with the same import name: run `pip "
+                "uninstall pycomm`, then `pip install --force-reinstall --no-deps "
+                "pycomm-collectives`"
+            )
         from pycomm import torch_backend  # noqa: F401 - registers the backend
     except Exception as error:  # of any kind, such as a pycomm for another Python
         log.warning(

@@ -46,6 +46,9 @@ FLAGS = [
     "-DPYBIND11_NO_ASSERT_GIL_HELD_INCREF_DECREF",
 ]
 
+# Of the repository's files, such as "https://github.com/OWNER/pycomm/{}/main", where {} is "blob"
+# for a page and "raw" for a picture. "": it has no public address, and links stay relative.
+URL = ""
 TORCH_LIBRARIES = ("torch", "torch_cpu", "torch_python", "c10")
 
 
@@ -236,7 +239,9 @@ class NinjaBuild(build_ext):
     def build_extensions(self) -> None:
         """Builds every module and copies it to setuptools' destination."""
         check_libc()
-        kind = ".wheel" if "PYCOMM_TORCH_HEADERS" in os.environ else ""  # other flags
+        usual = Path(sys.prefix) == ROOT / ".venv"
+        # Other flags, such as the folder of another pybind11.
+        kind = ".wheel" if "PYCOMM_TORCH_HEADERS" in os.environ else "" if usual else ".other"
         folder = ROOT / "build" / f"{sysconfig.get_config_var('SOABI')}{kind}"
         with locked(folder):
             built = modules()
@@ -259,4 +264,21 @@ def extensions() -> list[Extension]:
     return [Extension(f"pycomm.{name}", []) for name in names]
 
 
-setup(ext_modules=extensions(), cmdclass={"build_ext": NinjaBuild})
+def readme(url: str = URL) -> str:
+    """README.md for the page of a package index, where relative links have no target."""
+    text = (ROOT / "README.md").read_text()
+    if not url:
+        return text
+    link = re.compile(r"(?P<picture>!?)(?P<text>\[[^]]*\])\((?!https?:|#)")
+    kinds = {"!": "raw", "": "blob"}
+    return link.sub(
+        lambda at: f"{at['picture']}{at['text']}({url.format(kinds[at['picture']])}/", text
+    )
+
+
+setup(
+    ext_modules=extensions(),
+    cmdclass={"build_ext": NinjaBuild},
+    long_description=readme(),
+    long_description_content_type="text/markdown",
+)

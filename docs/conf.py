@@ -42,8 +42,17 @@ project = "pycomm"
 author = "the pycomm developers"
 version = release = re.search(r'^version = "(.+)"', (ROOT / "pyproject.toml").read_text(), re.M)[1]
 
-extensions = ["myst_parser", "sphinx.ext.autodoc"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx_copybutton"]
+if os.environ.get("INTERSPHINX"):  # links to types of other projects; needs a network
+    extensions.append("sphinx.ext.intersphinx")
+    intersphinx_mapping = {
+        "python": ("https://docs.python.org/3", None),
+        "numpy": ("https://numpy.org/doc/stable", None),
+        "torch": ("https://docs.pytorch.org/docs/stable", None),
+    }
 exclude_patterns = ["conf.py"]
+copybutton_exclude = ".linenos, .gp, .go"  # neither prompts nor output
+copybutton_selector = "div:not(.highlight-output) > div.highlight > pre"
 smartquotes_action = "D"  # dashes alone: quotation marks are code
 default_role = "literal"  # docstrings have `x` for code
 myst_heading_anchors = 4

@@ -1,6 +1,7 @@
-"""nvcc's options for GPU architectures, from CUDAARCHS and the machine: setup.py."""
+"""setup.py: nvcc's options from CUDAARCHS and the machine, and the page for a package index."""
 
 import os
+import re
 import runpy
 import subprocess
 from types import SimpleNamespace
@@ -63,3 +64,12 @@ def test_build_for_this_machine_has_machine_code_and_ptx(
 def test_build_without_a_gpu_has_ptx(build: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os.path, "exists", lambda _: False)
     assert build.gpu_flags() == ["-gencode=arch=compute_75,code=compute_75"]
+
+
+def test_links_of_the_readme_are_absolute_for_a_package_index(build: Any) -> None:
+    text = build.readme("https://host/{}/main")
+    targets = re.findall(r"\]\(([^)]*)\)", text)
+    assert [target for target in targets if not target.startswith(("https://", "#"))] == []
+    assert "](https://host/raw/main/docs/pictures/time_to_loss.svg)" in text
+    assert "](https://host/blob/main/docs/install.md)" in text
+    assert build.readme("") == (ROOT / "README.md").read_text()

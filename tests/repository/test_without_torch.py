@@ -178,3 +178,17 @@ def test_the_sdist_is_built_with_pybind11_alone(environment: Path, tmp_path: Pat
     assert "/torch/" not in commands.replace(str(Path(pybind11.__file__).parent), "")
     for module in use_everything(environment, copy):
         assert Path(module).is_relative_to(copy)
+
+
+def test_another_library_of_the_same_name_is_reported(tmp_path: Path) -> None:
+    """`pip install pycomm` installs it."""
+    (tmp_path / "pycomm").mkdir()
+    (tmp_path / "pycomm" / "__init__.py").write_text("__version__ = '1.0'\n")
+    code = "import pycomm_torch_autoload; pycomm_torch_autoload.register()"
+    path = os.pathsep.join([str(tmp_path), str(ROOT)])
+    done = finished([sys.executable, "-c", code], env={"PYTHONPATH": path}, cwd=tmp_path)
+    assert done.returncode == 0
+    assert (
+        f"{tmp_path}/pycomm/__init__.py is another library with the same import name" in done.stderr
+    )
+    assert "pip uninstall pycomm" in done.stderr
