@@ -36,8 +36,8 @@ SHADES = {
 # By a pattern of the method's name. The first that is found applies.
 COLORS = {
     "top-?k": ("#8250df", "#bc8cff"),
-    "quantize|auto_time": ("#bf3989", "#f778ba"),
-    "dgc|sparse|compact|shard|gather|fused": ("#d4690b", "#f0883e"),
+    "quantize": ("#bf3989", "#f778ba"),
+    "dgc|sparse|compact|shard|gather|fused|auto_time": ("#d4690b", "#f0883e"),
     "local": ("#1a7f37", "#3fb950"),
     "soap|muon": ("#9a6700", "#d29922"),
     "nccl": ("#5a7d00", "#a5c74c"),
@@ -62,7 +62,12 @@ LABELS |= {"pycomm-shared": "pycomm.empty", "pycomm-encrypted": "pycomm, encrypt
 LABELS |= {"mpich": "MPICH", "intelmpi": "Intel MPI", "openmpi": "Open MPI", "vllm": "vLLM"}
 LABELS |= {"deepspeed": "DeepSpeed", "fake": "torch alone", "wrapper": "pycomm.DataParallel"}
 LABELS |= {"compute": "computation alone", "overlap": "dense, overlap", "dgc": "DGC 99.9 %"}
-LABELS |= {"fused": "DGC, fused", "compact": "DGC, compact", "local": "LocalSGD"}
+LABELS |= {
+    "fused": "DGC, fused",
+    "compact": "DGC, compact",
+    "local": "LocalSGD",
+    "auto_time": "DGC, auto_time",
+}
 LABELS |= {"adamw": "AdamW", "topk": "TopK(200)", "quantize": "Quantize(3, 8)"}
 LIMIT: Any = {"ls": "--", "lw": 1, "color": SHADES["limit"][0]}
 TEXT = 10.0  # points; a plot is 6 inches wide, so that a phone shows 9 pixels
@@ -195,7 +200,7 @@ def label_lines(axes: Axes, below: bool = False) -> None:
     limits must be final."""
     if below:
         ticks, (low, high) = axes.get_yticks(), axes.get_ylim()
-        axes.set_ylim(low - 0.4 * (high - low), high)
+        axes.set_ylim(low - 0.5 * (high - low), high)
         axes.set_yticks([tick for tick in ticks if low <= tick <= high])
     axes.autoscale_view()
     figure: Any = axes.figure
@@ -215,7 +220,7 @@ def label_lines(axes: Axes, below: bool = False) -> None:
     found.sort(key=lambda label: label[1])
     if below:
         found.sort(key=lambda label: label[0])
-        found = [[x, 0.13, own, line] for x, _, own, line in found]
+        found = [[x, 0.14, own, line] for x, _, own, line in found]
     for _ in range(300):
         for lower, upper in itertools.combinations(found, 2):
             overlap = high - (upper[1] - lower[1])
