@@ -12,7 +12,7 @@ export PYTHONDONTWRITEBYTECODE :=
 .PHONY: packages programs
 
 help:
-	@echo "make demo      train a small model on 2 processes with gloo and with pycomm (draws demo.png)"
+	@echo "make demo      train a small model on 2 processes with gloo and with pycomm (draws demo.svg)"
 	@echo "make test      build, then the quick tests: three minutes on two processors"
 	@echo "make test-unit build, then the tests within one process: about a minute"
 	@echo "make test-full lint, documentation, and the tests that are not quick: about 30 minutes"
@@ -28,7 +28,7 @@ help:
 	@echo "make faults    fault injection in every call, rank failures, unauthenticated clients (40 minutes)"
 	@echo "make soak      random faults in running groups, for MINUTES=60"
 	@echo "make combinations  random small trainings, for MINUTES=60"
-	@echo "make wheel     the wheel for this Python and every supported torch, in dist/"
+	@echo "make wheel     the wheel for this Python and every supported torch, in dist/; QUICK=1: for the torch here"
 	@echo "make matrix    wheels of all Pythons here tested with all supported torches (an hour, 40 GB)"
 	@echo "make gpu       all tests and benchmarks that need a GPU, for one or eight GPUs (up to an hour), or BUDGET=600 seconds"
 	@echo "make fuzz      fuzz every parser of external data (6 minutes, needs clang)"
@@ -175,8 +175,9 @@ faults: build
 sdist: venv
 	$(PY) setup.py -q sdist --dist-dir dist
 
-wheel: venv
-	$(PY) tools/wheel.py
+# QUICK=1: for the torch of $(PYTHON) and the GPUs here, without .venv.
+wheel: $(if $(QUICK),,venv)
+	$(if $(QUICK),$(PYTHON) tools/wheel.py --quick,$(PY) tools/wheel.py)
 
 # ONLY=3.11,2.14.1 selects a Python and a torch.
 matrix: venv

@@ -98,6 +98,16 @@ def test_the_name_has_the_oldest_glibc_and_no_library_is_added(built: Path, whee
     assert any(re.match(r"pycomm/_c10d/torch_\d+_\d+\.", name) for name in kept[1])
 
 
+def test_quick_wheel_replaces_older_ones(
+    built: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "older-1.0-py3-none-any.whl").touch()
+    monkeypatch.setattr(tools_wheel, "with_requirements", lambda _: sys.executable)
+    monkeypatch.setattr(tools_wheel, "build", lambda *_: built)
+    assert tools_wheel.quick(tmp_path, tmp_path) == tmp_path / built.name
+    assert [file.name for file in tmp_path.glob("*.whl")] == [built.name]
+
+
 def test_pycomm_comes_from_the_wheel(run: Pycomm, installed: Path) -> None:
     done = run("python", "-c", "import pycomm; print(pycomm.__file__)")
     assert done.returncode == 0, done.stderr
@@ -108,7 +118,7 @@ def test_pycomm_comes_from_the_wheel(run: Pycomm, installed: Path) -> None:
 def test_demo_runs(rate: str, run: Pycomm, tmp_path: Path) -> None:
     done = run("pycomm", "demo", "--steps", "2", "--rows", "pycomm", "--rate", rate)
     assert done.returncode == 0, done.stderr
-    assert (tmp_path / "demo.png").exists()
+    assert (tmp_path / "demo.svg").exists()
     assert (tmp_path / "demo.json").exists()
 
 
@@ -134,7 +144,7 @@ def test_kernels_benchmark_runs(run: Pycomm) -> None:
     assert recorded.returncode == 0, recorded.stderr
     arguments = ["--residuals", "recorded.npz", "--sizes", "4096", "--rounds", "1"]
     arguments += ["--threads", "1", "--peers", "eager"]
-    done = run("pycomm", "bench", "kernels", *arguments, "--plot", "kernels.png")
+    done = run("pycomm", "bench", "kernels", *arguments, "--plot", "kernels.svg")
     # The status is 1 if another program disturbs the measurement of the limit.
     assert done.returncode in (0, 1), done.stderr
     assert "dgc_step" in done.stdout, done.stderr
