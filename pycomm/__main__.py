@@ -1,4 +1,4 @@
-"""The command line: `pycomm` and `python -m pycomm`."""
+"""The command line: `pycomm` and `python -m pycomm`. Its import is quick: see _command_line.py."""
 
 from __future__ import annotations
 
@@ -7,64 +7,75 @@ import importlib
 import signal
 import sys
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
+from pycomm import bench
+from pycomm._command_line import COMMANDS, Parser
 from pycomm.bench.support import packages
-
-MODULES = {  # by command
-    "plan": "tuning.planner",
-    "tune": "tuning.tune",
-    "trace": "observe.trace",
-    "top": "observe.top",
-    "doctor": "observe.doctor",
-}
-NEEDS = {"launch": "torch", "plan": "torch"}  # the optional package of a command
+from pycomm.errors import Error
 
 
-def parser() -> argparse.ArgumentParser:
-    """The parser of command names; each command parses its own options."""
-    main = argparse.ArgumentParser(prog="pycomm", description="Collective communication.")
+class _Version(argparse.Action):
+    """Reads the version only if it is asked for."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        import pycomm
+
+        print(f"pycomm {pycomm.__version__}")
+        parser.exit()
+
+
+def parser(torchrun: Sequence[Any] = ()) -> Parser:
+    """The parser of all commands, but the options of benchmarks and of the demo. `torchrun`: its
+    own parser, whose options launch accepts."""
+    main = Parser(prog="pycomm", description="Collective communication.")
+    main.add_argument("--version", action=_Version, nargs=0, help="show the version and exit")
     commands = main.add_subparsers(dest="command", required=True)
-    info = commands.add_parser("info", help="show what is built and what works on this machine")
-    info.add_argument(
-        "--flight", nargs="+", metavar="FILE", help="show the ranks' last calls from flight records"
-    )
-    doctor = commands.add_parser("doctor", help="check a machine or a cluster", add_help=False)
-    launch = commands.add_parser("launch", help="start a program's ranks", add_help=False)
-    tune = commands.add_parser("tune", help="measure algorithm thresholds", add_help=False)
-    plan = commands.add_parser("plan", help="predict step times for more ranks", add_help=False)
-    demo = commands.add_parser("demo", help="train a model on two processes", add_help=False)
-    trace = commands.add_parser("trace", help="merge traces into one timeline", add_help=False)
-    top = commands.add_parser("top", help="show running ranks of this host", add_help=False)
-    bench = commands.add_parser("bench", help="run a benchmark", add_help=False)
-    for command in (doctor, launch, tune, plan, demo, trace, top, bench):
-        command.set_defaults(rest=[])
+    for name, command in COMMANDS.items():
+        parents = torchrun if name == "launch" else ()
+        own: Parser = commands.add_parser(
+            name,
+            help=command.help,
+            description=command.text,
+            parents=parents,
+            add_help=not parents,  # which have it
+        )
+        if name == "bench":
+            own.add_argument("benchmark", choices=list(bench.BENCHMARKS))
+        if name == "launch":
+            own.usage = "pycomm launch [options] [torchrun's options] PROGRAM [its arguments]"
+        if command.options is not None:
+            command.options(own)
     return main
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; returns its exit status."""
     words = list(sys.argv[1:] if argv is None else argv)
-    name = words[0] if words else ""
-    if name in NEEDS and (why := packages.missing(NEEDS[name])):
+    name, rest = (words[0], words[1:]) if words else ("", [])
+    if name in ("bench", "demo"):
+        return int(importlib.import_module(f"pycomm.{name}").main(rest))
+    # The options of launch end where the program's begin.
+    whole = name != "launch" or rest[:1] in (["-h"], ["--help"])
+    options = parser().parse_args(words) if whole else argparse.Namespace(command=name)
+    command = COMMANDS[options.command]
+    if command.needs and (why := packages.missing(command.needs)):
         print(f"pycomm: {name} {why}", file=sys.stderr)
         return 2
-    if name == "launch":  # its options end where the program's begin
-        return _launch(words[1:])
-    if name == "bench":
-        from pycomm import bench
+    if name == "completion":
+        return _complete(options.shell)
+    return _run(name, options) if whole else _launch(rest)
 
-        return bench.main(words[1:])
-    chosen, rest = parser().parse_known_args(words)
-    if chosen.command == "info":
-        if rest:
-            parser().error(f"info: unexpected arguments: {' '.join(rest)}")
-        return _info(chosen.flight)
-    if chosen.command in MODULES:
-        module = importlib.import_module(f"pycomm.{MODULES[chosen.command]}")
-        return int(module.main(rest))
-    from pycomm import demo
 
-    return demo.main(rest)
+def _run(name: str, options: argparse.Namespace) -> int:
+    try:
+        return int(importlib.import_module(f"pycomm.{COMMANDS[name].module}").main(options))
+    except (Error, OSError) as error:  # of the input, or of a file
+        print(f"pycomm {name}: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:  # Ctrl-C
+        return 128 + signal.SIGINT
 
 
 def _launch(rest: Sequence[str]) -> int:
@@ -77,17 +88,22 @@ def _launch(rest: Sequence[str]) -> int:
         return 128 + signal.SIGINT
 
 
-def _info(flight: Sequence[str] | None) -> int:
-    from pycomm._tables import console
-    from pycomm.errors import InvalidArgument
-    from pycomm.observe import flight_report as records
-    from pycomm.observe import info
+def _complete(shell: str) -> int:
+    """Prints the completion of a shell, with torchrun's options if torch is installed."""
+    import shtab
 
-    try:
-        console().print(records.report(flight) if flight else info.report())
-    except InvalidArgument as error:  # a file is not a flight record
-        print(f"pycomm: {error}", file=sys.stderr)
-        return 1
+    torchrun = []
+    if not packages.missing("torch"):
+        torchrun = [importlib.import_module("torch.distributed.run").get_args_parser()]
+    whole = parser(torchrun)
+    (commands,) = (one for one in whole._actions if isinstance(one, argparse._SubParsersAction))
+    for own in commands.choices.values():
+        for option in own._actions:
+            if option.type is Path or "FILE" in (option.metavar, option.dest.upper()):
+                vars(option)["complete"] = shtab.FILE
+            if option.dest == "training_script":
+                vars(option)["complete"] = shtab.FILE
+    print(shtab.complete(whole, shell))
     return 0
 
 

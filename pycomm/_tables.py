@@ -6,7 +6,8 @@
 
 Each heading has the format of its column, with a least width: "" or "<8" of text at the left, ">8"
 of text at the right, ".2f" of numbers. On a narrow terminal the text of the last column is wrapped;
-if that is not enough, each row becomes a list of its fields. Lines of a file have any length.
+if that is not enough, optional columns are left out, and at last each row becomes a list of its
+fields. Lines of a file have any length.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from __future__ import annotations
 import io
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Literal
 
 from rich.box import Box
@@ -42,8 +43,10 @@ class Table:
         title: str = "",
         box: Box | None = None,
         headings: bool = True,
+        optional: Collection[str] = (),
     ) -> None:
         self._title, self._box, self._headings = title, box, headings
+        self._optional = optional
         self._columns = {name: _parsed(spec) for name, spec in columns.items()}
         self._rows: list[list[Text]] = []
 
@@ -73,18 +76,23 @@ class Table:
         return "\n".join(line.rstrip() for line in file.getvalue().splitlines())
 
     def _fitting(self, width: int) -> Grid:
-        return self._grid() if self._least_width() <= width else self._lists()
+        every = list(range(len(self._columns)))
+        needed = [i for i, name in enumerate(self._columns) if name not in self._optional]
+        fits = next((one for one in (every, needed) if self._least_width(one) <= width), None)
+        return self._lists() if fits is None else self._grid(fits)
 
-    def _least_width(self) -> int:
+    def _least_width(self, shown: list[int]) -> int:
+        columns = list(self._columns.items())
         widths = [
-            max([width, len(name), *(row[i].cell_len for row in self._rows)])
-            for i, (name, (_, width, _)) in enumerate(self._columns.items())
+            max([columns[i][1][1], len(columns[i][0]), *(row[i].cell_len for row in self._rows)])
+            for i in shown
         ]
-        if list(self._columns.values())[-1][0] == "left":
+        if columns[-1][1][0] == "left":
             widths[-1] = min(widths[-1], LEAST_TEXT)
-        return sum(widths) + (len(widths) - 1) * (GAP + (self._box is not None))
+        # A box has a line and a space at both ends.
+        return sum(widths) + (len(widths) - 1) * (GAP + bool(self._box)) + 4 * bool(self._box)
 
-    def _grid(self) -> Grid:
+    def _grid(self, shown: list[int]) -> Grid:
         grid = Grid(
             title=Text(self._title) if self._title else None,
             title_justify="left",
@@ -93,12 +101,14 @@ class Table:
             pad_edge=self._box is not None,
             show_header=self._headings,
         )
-        for name, (side, width, _) in self._columns.items():
-            wraps = side == "left" and name == list(self._columns)[-1]
+        columns = list(self._columns.items())
+        for i in shown:
+            name, (side, width, _) = columns[i]
+            wraps = side == "left" and i == len(columns) - 1
             least = max(width, len(name))
             grid.add_column(Text(name), justify=side, min_width=least, no_wrap=not wraps)
         for row in self._rows:
-            grid.add_row(*row)
+            grid.add_row(*(row[i] for i in shown))
         return grid
 
     def _lists(self) -> Grid:

@@ -81,7 +81,9 @@ def main(argv: Sequence[str], command: str = "pycomm bench") -> int:
         _parser(command).print_usage(sys.stderr)
         got = words[0] if words else "none"
         known = ", ".join(BENCHMARKS)
-        print(f"{command}: invalid benchmark: got {got}, expected one of {known}", file=sys.stderr)
+        near = _command_line.nearest(got, BENCHMARKS)
+        message = f"invalid benchmark: got {got}, expected one of {known}{near}"
+        print(f"{command}: {message}", file=sys.stderr)
         return 2
     name, benchmark = words[0], BENCHMARKS[words[0]]
     why = f"it is not in the package: run `python -m benchmarks {name}` in pycomm's repository"

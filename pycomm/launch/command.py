@@ -19,6 +19,7 @@ import uuid
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from pycomm import _command_line
 from pycomm import _secret as secret
 from pycomm.config import kept_from_replacement
 from pycomm.errors import InvalidArgument
@@ -33,56 +34,14 @@ def parser() -> argparse.ArgumentParser:
     """torchrun's parser with pycomm's options and defaults for one host."""
     from torch.distributed import run
 
-    made = run.get_args_parser()
-    made.prog = "pycomm launch"
-    made.description = "Starts one process per device, or --nproc processes, on each host."
-    made.epilog = "The options above pycomm's own are torchrun's."
-    ours = made.add_argument_group("pycomm")
-    ours.add_argument("--nproc", dest="nproc_per_node", metavar="N", help="ranks on this host")
-    ours.add_argument("--devices", "--gpus", metavar="0,1", help="GPUs to use; one rank on each")
-    ours.add_argument(
-        "--encrypt", action="store_true", help="encrypt traffic between hosts (docs/launching.md)"
+    own = _command_line.COMMANDS["launch"]
+    made = _command_line.Parser(
+        prog="pycomm launch",
+        description=own.text,
+        parents=[run.get_args_parser()],
+        add_help=False,  # torchrun's parser has it
     )
-    ours.add_argument(
-        "--cpus-per-rank",
-        type=int,
-        metavar="N",
-        help="bind each to N processors; 0: to none (default: an equal share, if there is one)",
-    )
-    ours.add_argument(
-        "--replace",
-        type=int,
-        default=0,
-        metavar="N",
-        help="start a new process in place of one that fails, at most N times for each; the "
-        "others stay up (docs/launching.md)",
-    )
-    ours.add_argument(
-        "--replace-backend",
-        metavar="gloo[,except=PATTERN]",
-        help="pycomm's groups in place of those of torch's gloo (docs/replace_gloo.md)",
-    )
-    ours.add_argument(
-        "--spares",
-        type=int,
-        metavar="K",
-        help="start K more processes on this host, which wait in pycomm.init() to take the rank of "
-        "one that fails; with --nproc 0 it has no others, and the other hosts need --spares 0",
-    )
-    ours.add_argument(
-        "--min-ranks",
-        type=int,
-        default=0,
-        metavar="M",
-        help="continue without ranks that no process can replace, while M are left (default: all)",
-    )
-    key = ours.add_mutually_exclusive_group()
-    key.add_argument(
-        "--secret-file", metavar="FILE", help="file of mode 0600 with the shared secret"
-    )
-    key.add_argument(
-        "--secret-fd", type=int, metavar="N", help="read the secret from an open descriptor"
-    )
+    _command_line.launch(made)
     made.set_defaults(
         nproc_per_node=os.environ.get("PET_NPROC_PER_NODE"), log_dir=os.environ.get("PET_LOG_DIR")
     )
@@ -200,7 +159,7 @@ def prepared(options: argparse.Namespace, errors: str) -> tuple[LaunchConfig, li
     elif not key:
         key = local_rendezvous.new_key()
     logs.variables = {"PYCOMM_SECRET": key} if key else {}
-    logs.replacement = replacement
+    logs.replacement, logs.quiet = replacement, options.quiet
     logs.serves_rendezvous = serves
     if config.log_line_prefix_template is None:  # torch treats an empty one as unset
         config.role = "" if options.role == "default" else options.role

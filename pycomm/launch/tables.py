@@ -36,10 +36,12 @@ class Logs(LogsSpecs):
         places: all hosts.
         replacement: how ranks are replaced; None: they are not.
         serves_rendezvous: this host serves torch's store.
+        quiet: print no tables.
     """
 
     replacement: Replacement | None = None
     serves_rendezvous = True
+    quiet = False
 
     def __init__(
         self, folder: str, all_ranks: bool, rows: list[tuple[str, str]], errors: str
@@ -85,7 +87,8 @@ class Logs(LogsSpecs):
             if local >= ranks:
                 env[ELASTIC_JOINS] = "1"
         link_logs(list(logs.values()))
-        self._print(envs[0])
+        if not self.quiet:
+            self._print(envs[0])
         return LogsDest(
             stdouts=logs,
             stderrs=dict.fromkeys(envs, ""),  # the rank joins it to its output

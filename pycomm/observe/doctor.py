@@ -1,22 +1,18 @@
-"""`pycomm doctor`: checks a machine, or a cluster, before a run.
-
-Alone it checks this machine. Started on every host by a launcher
-(`pycomm launch ... -m pycomm doctor`) it also forms a group, compares the hosts and measures links:
-between two ranks of each host, and between the hosts. Exits with 1 if a check failed: then calls
-would fail too. A warning means that something is slow, or that a part cannot be used.
-"""
+"""`pycomm doctor`: checks a machine, or a cluster, before a run."""
 
 from __future__ import annotations
 
+import argparse
+import json
 import os
 import socket
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
 
-from pycomm import _command_line, collectives, config, default_group, objects
+from pycomm import collectives, config, default_group, objects
 from pycomm._tables import Table, console
 from pycomm.errors import Error
 from pycomm.group import Group
@@ -36,11 +32,44 @@ RankReport = dict[str, Any]
 host_checks.quota(), and, from the first rank of the host, the fields of its findings."""
 
 
-def main(argv: Sequence[str]) -> int:
+@dataclass
+class Report:
+    """What was found: printed at once, or at the end as JSON."""
+
+    as_json: bool = False
+    found: dict[str, list[Finding]] = field(default_factory=dict)
+    links: list[Link] = field(default_factory=list)
+
+    def add(self, title: str, found: list[Finding]) -> None:
+        """Adds the findings of a host, or of all."""
+        self.found.setdefault(title, []).extend(found)
+        if self.as_json:
+            return
+        print(title)
+        shown = Table({"status": "<9", "check": "<15", "result": ""}, headings=False)
+        for one in found:
+            shown.add(f"  {one.status}", one.name, one.text)
+            if one.advice:
+                shown.add("", "", one.advice)
+        console().print(shown)
+
+    def end(self) -> int:
+        """Prints the rest; returns the exit status."""
+        found = [one for several in self.found.values() for one in several]
+        failed = sum(one.status == FAILED for one in found)
+        warned = sum(one.status == WARNING for one in found)
+        if self.as_json:
+            counts = {"failed": failed, "warnings": warned}
+            hosts = {title: list(map(asdict, several)) for title, several in self.found.items()}
+            print(json.dumps({"found": hosts, "links": list(map(asdict, self.links))} | counts))
+        else:
+            print(f"{len(found)} checks: {failed} failed, {warned} with a warning", flush=True)
+        return 1 if failed else 0
+
+
+def main(options: argparse.Namespace) -> int:
     """Checks and prints; returns the exit status, the same on all ranks."""
-    parser = _command_line.parser("doctor", __doc__)
-    parser.parse_args(argv)
-    here = config.environment()
+    here, report = config.environment(), Report(options.json)
     found = host_checks.check(here.size) if here.size == 1 or here.local_rank == 0 else []
     own: RankReport = {
         "versions": host_checks.versions(),
@@ -49,32 +78,36 @@ def main(argv: Sequence[str]) -> int:
         "found": [asdict(one) for one in found],
     }
     if here.size == 1:
-        return _end(_print_hosts([own], [socket.gethostname()]))
+        _add_hosts(report, [own], [socket.gethostname()])
+        return report.end()
     try:
         group = default_group.init(timeout_s=LIMIT_S)
     except Error as error:  # it is one of the findings
         advice = "start the same command on every host; check the endpoint and GLOO_SOCKET_IFNAME"
-        found = _print_hosts([own], [socket.gethostname()])
-        return _end([*found, *_print("", [Finding("group", FAILED, str(error), advice)])])
-    return cluster(group, own)
+        _add_hosts(report, [own], [socket.gethostname()])
+        report.add("all hosts", [Finding("group", FAILED, str(error), advice)])
+        return report.end()
+    return cluster(group, own, report)
 
 
-def cluster(group: Group, own: RankReport) -> int:
+def cluster(group: Group, own: RankReport, report: Report) -> int:
     """Compares the hosts and measures links. Collective; rank 0 prints."""
     by_rank = objects.all_gather_object(own, group=group)
     hosts = labels([member.host for member in group.peer_info()], group.core.hosts)
-    found = _print_hosts(by_rank, hosts) if group.rank == 0 else []
-    links: list[Link] = []
+    if group.rank == 0:
+        _add_hosts(report, by_rank, hosts)
     shown = Table(LINKS)
     for link in link_checks.measure(group, link_checks.pairs(hosts)):
         if link is not None:
+            report.links.append(link)
             shown.add(*_link(link, hosts))
-            shown.flush(console())
-            links.append(link)
+            if not report.as_json:
+                shown.flush(console())
     status = np.zeros(1, np.int64)
     if group.rank == 0:
-        more = [compare_versions([one["versions"] for one in by_rank]), *check_links(links)]
-        status[0] = _end([*found, *_print("all hosts", more)])
+        versions = compare_versions([one["versions"] for one in by_rank])
+        report.add("all hosts", [versions, *check_links(report.links)])
+        status[0] = report.end()
     collectives.broadcast(status, 0, group=group)
     return int(status[0])
 
@@ -117,28 +150,14 @@ def check_links(links: Sequence[Link]) -> list[Finding]:
     return found
 
 
-def _print_hosts(by_rank: Sequence[RankReport], hosts: Sequence[str]) -> list[Finding]:
-    all_found: list[Finding] = []
+def _add_hosts(report: Report, by_rank: Sequence[RankReport], hosts: Sequence[str]) -> None:
     for host in dict.fromkeys(hosts):
         there = [one for one, name in zip(by_rank, hosts, strict=True) if name == host]
         usable = {processor for one in there for processor in one["processors"]}
         found = [Finding("versions", OK, there[0]["versions"])]
         found.append(host_checks.processors(len(there), len(usable), there[0]["quota"]))
         found += [Finding(**finding) for one in there for finding in one["found"]]
-        all_found += _print(host, found)
-    return all_found
-
-
-def _print(title: str, found: list[Finding]) -> list[Finding]:
-    if title:
-        print(title)
-    shown = Table({"status": "<9", "check": "<15", "result": ""}, headings=False)
-    for one in found:
-        shown.add(f"  {one.status}", one.name, one.text)
-        if one.advice:
-            shown.add("", "", one.advice)
-    console().print(shown)
-    return found
+        report.add(host, found)
 
 
 def _link(one: Link, hosts: Sequence[str]) -> tuple[object, ...]:
@@ -146,11 +165,3 @@ def _link(one: Link, hosts: Sequence[str]) -> tuple[object, ...]:
     names = hosts[one.a] if hosts[one.a] == hosts[one.b] else f"{hosts[one.a]}, {hosts[one.b]}"
     figures = one.latency_us, one.rate_gb_s, one.clock_ms
     return f"  {one.a}, {one.b}", names, one.transport, *figures
-
-
-def _end(found: Sequence[Finding]) -> int:
-    """Prints the last line; returns the exit status."""
-    failed = sum(one.status == FAILED for one in found)
-    warned = sum(one.status == WARNING for one in found)
-    print(f"{len(found)} checks: {failed} failed, {warned} with a warning", flush=True)
-    return 1 if failed else 0

@@ -32,6 +32,30 @@ def report(paths: Sequence[str | Path]) -> str:
     return "\n\n".join(_group(group) for group in flight_recorder.groups_of(flight_records))
 
 
+def facts(paths: Sequence[str | Path]) -> list[dict[str, Any]]:
+    """The records in these files, as JSON takes them: a dictionary for each, with its last calls.
+
+    Raises:
+        InvalidArgument: as report().
+    """
+    names = ("name", "size", "rank", "host", "pid", "reason")
+    return [
+        {name: getattr(one, name) for name in names}
+        | {"calls": [_fact(call) for call in one.records[-ROWS:]]}
+        for one in map(flight_recorder.read, paths)
+    ]
+
+
+def _fact(call: Any) -> dict[str, Any]:
+    return {
+        "epoch": int(call["epoch"]),
+        "sequence": int(call["sequence"]),
+        "call": flight_recorder.title(call),
+        "outcome": flight_recorder.TABLES["outcome"][call["outcome"]],
+        "seconds": max(int(call["ended"]) - int(call["begun"]), 0) / 1e9,
+    }
+
+
 def _group(ranks: list[FlightRecord]) -> str:
     calls = [_calls(one) for one in ranks]
     first = ranks[0]

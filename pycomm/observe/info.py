@@ -2,50 +2,71 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.metadata
 import importlib.util
+import json
 import platform
+from typing import Any
 
 import numpy as np
 
 from pycomm import _c10d, _core, collectives, config, errors, testing
 from pycomm._core_api import nccl
-from pycomm._tables import Table
+from pycomm._tables import Table, console
+from pycomm.observe import flight_report
 
 PROBE_S = 5.0
 
 
-def report() -> Table:
-    """The output of `pycomm info`."""
-    sections = {
+def main(options: argparse.Namespace) -> int:
+    """Runs the command; returns its exit status."""
+    shown: Any
+    if options.flight:
+        shown = (flight_report.facts if options.json else flight_report.report)(options.flight)
+    else:
+        shown = facts() if options.json else report()
+    if options.json:
+        print(json.dumps(shown))
+    else:
+        console().print(shown)
+    return 0
+
+
+def facts() -> dict[str, dict[str, str]]:
+    """By section: names and their states. A variable that is not set is ""."""
+    return {
         "built": _built(),
-        "transports": [(name, _viable(name)) for name in config.TRANSPORTS],
-        "collectives": [
-            ("dtypes", " ".join(_core.DTYPES)),
-            ("reductions", " ".join(_core.REDUCE_OPS)),
-            ("algorithms", " ".join(collectives.algorithms())),
-        ],
-        "environment": [
-            (name, f"{value or '-':<10} {meaning}") for name, value, meaning in config.described()
-        ],
+        "transports": {name: _viable(name) for name in config.TRANSPORTS},
+        "collectives": {
+            "dtypes": " ".join(_core.DTYPES),
+            "reductions": " ".join(_core.REDUCE_OPS),
+            "algorithms": " ".join(collectives.algorithms()),
+        },
+        "environment": {name: value for name, value, _ in config.described()},
     }
+
+
+def report() -> Table:
+    """The facts as a table, with the meaning of each variable."""
     shown = Table({"part": "", "state": ""}, headings=False)
-    for title, rows in sections.items():
+    for title, rows in facts().items():
         shown.add(title, "")
-        for name, text in rows:
-            shown.add(f"  {name}", text)
+        for name, text in rows.items():
+            meaning = config.VARIABLES.get(name)
+            shown.add(f"  {name}", f"{text or '-':<10} {meaning}" if meaning else text)
     return shown
 
 
-def _built() -> list[tuple[str, str]]:
-    return [
-        ("pycomm", version("pycomm-collectives")),
-        ("python", f"{platform.python_version()}, numpy {np.__version__}"),
-        ("_core", f"g++ {_core.compiler}"),
-        ("_c10d", _torch_backend()),
-        ("_cuda", "built" if importlib.util.find_spec("pycomm._cuda") else "not built"),
-        ("nccl", nccl.described()),
-    ]
+def _built() -> dict[str, str]:
+    return {
+        "pycomm": version("pycomm-collectives"),
+        "python": f"{platform.python_version()}, numpy {np.__version__}",
+        "_core": f"g++ {_core.compiler}",
+        "_c10d": _torch_backend(),
+        "_cuda": "built" if importlib.util.find_spec("pycomm._cuda") else "not built",
+        "nccl": nccl.described(),
+    }
 
 
 def version(distribution: str) -> str:

@@ -1,22 +1,19 @@
 """`pycomm trace`: merges the ranks' traces into one timeline for a trace viewer, with a table of
 waits.
-
-PYCOMM_TRACE names the folder for the traces of each rank. Ranks of one host share a clock. Clocks
-of different hosts are aligned by the calls: no rank completes an all_reduce before every rank has
-begun it, so each call bounds the difference of two clocks from both sides.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from pycomm import _command_line, _core
+from pycomm import _core
 from pycomm._tables import Table
 from pycomm.errors import InvalidArgument
 from pycomm.observe import flight_recorder
@@ -255,18 +252,24 @@ def table(timeline: Timeline) -> str:
     return "\n".join(lines)
 
 
-def main(argv: Sequence[str]) -> int:
+def figures(timeline: Timeline) -> dict[str, Any]:
+    """The totals of the table as JSON takes them; times in seconds."""
+    times = ("inside", "waited", "late")
+    ranks = [
+        {"label": one.label, "calls": one.calls, "bytes_written": one.bytes_written}
+        | {"came_last": one.last, **{f"{name}_s": getattr(one, name) / 1e9 for name in times}}
+        for one in timeline.ranks
+    ]
+    clocks = {host: ns / 1e9 for host, ns in timeline.uncertainties.items()}
+    return {"ranks": ranks, "clock_uncertainty_s": clocks}
+
+
+def main(options: argparse.Namespace) -> int:
     """Runs the command; returns its exit status."""
-    parser = _command_line.parser("trace", __doc__)
-    parser.add_argument("folder", type=Path, help="the folder given as PYCOMM_TRACE")
-    parser.add_argument("--out", type=Path, help="output file (FOLDER/trace.json)")
-    flags = parser.parse_args(argv)
-    try:
-        timeline = merge(flags.folder)
-        print(table(timeline))
-        out = flags.out or flags.folder / "trace.json"
-        count = write(timeline, out)
-    except (InvalidArgument, OSError) as error:
-        parser.exit(1, f"pycomm: {error}\n")
-    print(f"{out}: {count:,} events; open it at {VIEWER} or in chrome://tracing")
+    timeline = merge(options.folder)
+    out = options.out or options.folder / "trace.json"
+    print(json.dumps(figures(timeline)) if options.json else table(timeline))
+    count = write(timeline, out)
+    if not options.json:
+        print(f"{out}: {count:,} events; open it at {VIEWER} or in chrome://tracing")
     return 0

@@ -1,15 +1,8 @@
-"""`pycomm tune`: measures at which sizes to switch algorithms, and stores the thresholds.
-
-Alone it starts ranks on this machine, connected by tcp. Started on every host by a launcher
-(`pycomm launch ... -m pycomm tune`) it measures the real network, and rank 0's machine stores the
-result: rank 0's thresholds apply to the whole group. It takes seconds.
-
-Measure with the number of ranks of later runs, or with 4: for 3 to 8 ranks the threshold of
-`direct` is about the same. For 2 ranks both algorithms send the same amount and it is higher.
-"""
+"""`pycomm tune`: measures at which sizes to switch algorithms, and stores the thresholds."""
 
 from __future__ import annotations
 
+import argparse
 import math
 import statistics
 import sys
@@ -20,7 +13,7 @@ from typing import TypeVar
 import numpy as np
 from rich.progress import track
 
-from pycomm import _command_line, collectives, config, default_group, testing
+from pycomm import collectives, config, default_group, testing
 from pycomm._bootstrap import thresholds
 from pycomm._tables import Table, console
 from pycomm.group import Group
@@ -38,17 +31,14 @@ Seconds = list[tuple[float, float]]
 T = TypeVar("T")
 
 
-def main(argv: Sequence[str]) -> int:
+def main(options: argparse.Namespace) -> int:
     """Measures, prints a table and stores the thresholds; returns the exit status."""
-    parser = _command_line.parser("tune", __doc__)
-    parser.add_argument("--ranks", type=int, default=4, help="ranks to start (%(default)s)")
-    ranks = parser.parse_args(argv).ranks
-    if ranks < 2:
-        parser.error(f"invalid --ranks: got {ranks}, expected at least 2")
     if config.environment().size > 1:
         transport, found = measure(default_group.init())
     else:
-        transport, found = testing.run_ranks(ranks, measure, transport="tcp", processes=True)[0]
+        transport, found = testing.run_ranks(
+            options.ranks, measure, transport="tcp", processes=True
+        )[0]
     if config.environment().rank != 0:
         return 0
     at = list(thresholds.BUILT_IN)

@@ -1,6 +1,7 @@
 """`pycomm doctor`: the checks of a host, links between ranks, and two hosts that differ."""
 
 import dataclasses
+import json
 import re
 import resource
 import sys
@@ -10,6 +11,7 @@ import pytest
 from paths import ROOT
 
 import pycomm
+from pycomm.__main__ import main
 from pycomm.bench.support.netns import Network, missing
 from pycomm.observe import doctor, host_checks, info, link_checks
 from pycomm.observe.host_checks import FAILED, OK, WARNING
@@ -23,7 +25,7 @@ LINE = re.compile(r"^  (ok|warning|FAILED) +(.+?)  +(.+)$", re.MULTILINE)
 
 
 def test_a_machine_is_checked(capsys: pytest.CaptureFixture[str]) -> None:
-    status = doctor.main([])
+    status = main(["doctor"])
     shown = capsys.readouterr().out
     lines = {name: (status, text) for status, name, text in LINE.findall(shown)}
     assert lines["transport shm"] == (OK, "two ranks communicate")
@@ -39,8 +41,15 @@ def test_a_failed_check_is_the_exit_status(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(info, "why_not", lambda name: "no memfd" if name == "shm" else "")
-    assert doctor.main([]) == 1
+    assert main(["doctor"]) == 1
     shown = capsys.readouterr().out
+    assert main(["doctor", "--json"]) == 1
+    stored = json.loads(capsys.readouterr().out)
+    (found,) = stored["found"].values()
+    assert {"name": "transport shm", "status": FAILED, "text": "no memfd"}.items() <= next(
+        one.items() for one in found if one["name"] == "transport shm"
+    )
+    assert (stored["links"], stored["failed"]) == ([], 1)
     assert "FAILED   transport shm    no memfd\n" in shown
     assert "allow memfd_create" in shown
     assert " checks: 1 failed, " in shown

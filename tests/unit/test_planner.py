@@ -60,7 +60,7 @@ def test_more_ranks_and_slower_links() -> None:
     assert many["dgc gather"] > 10 * few["dgc gather"]
     assert many["dgc 2bit sharded"] < 2 * few["dgc 2bit sharded"]
     assert best(at(4096, 1.0)) == "dgc 2bit sharded"
-    assert best(at(2, 1e6)) in ("dense", "local 8")
+    assert best(at(2, 1e6)) == "-"
     assert few["bf16"] < few["dense"]
     read = 4088 * 41_000 * (one.decode + one.add)  # of the packets of all other ranks
     longer = at(4096, 1e6).seconds["dgc gather"] - at(8, 1e6).seconds["dgc gather"]
@@ -97,12 +97,47 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 
 @pytest.mark.parametrize(
     ("option", "value"),
-    [("--ranks", "abc"), ("--ranks", "1"), ("--ranks", ""), ("--gbit", "0"), ("--gbit", "nan")],
+    [
+        *(("--ranks", value) for value in ("abc", "1", "", str(2**31))),
+        *(("--gbit", "0"), ("--gbit", "nan"), ("--width", "0"), ("--layers", "x")),
+        ("--rows", "1,2"),
+    ],
 )
 def test_invalid_numbers_are_one_line(
     option: str, value: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as raised:
-        planner.main([f"{option}={value}"])
+        main(["plan", f"{option}={value}"])
     assert raised.value.code == 2
     assert f"argument {option}: got '{value}'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--width", "2000000"], "layers of 2000000 x 2000000 and 64 rows need"),
+        (["--width", "8", "--json", "/nowhere/plan.json"], "No such file or directory"),
+    ],
+)
+def test_impossible_input_is_one_line(
+    options: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", *options]) == 1
+    shown = capsys.readouterr().err
+    assert shown.startswith("pycomm plan: ")
+    assert message in shown
+    assert shown.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("seconds", "advice"),
+    [
+        ({"dense": 1.01, "bf16": 0.5, "dgc gather": 1.0, "local 8": 1.0}, "-"),
+        ({"dense": 1.03, "bf16": 0.5, "dgc gather": 1.01, "local 8": 1.0}, "dgc gather"),
+        ({"dense": 1.0, "bf16": 0.5, "dgc gather": 1.03, "local 8": 1.1}, "dense"),
+    ],
+)
+def test_no_advice_where_dense_gradients_take_as_long(
+    seconds: dict[str, float], advice: str
+) -> None:
+    assert best(Expected(2, 1.0, seconds)) == advice

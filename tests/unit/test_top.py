@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib.util
+import json
 import os
 import re
 import resource
@@ -179,6 +180,56 @@ def test_fake_nvml_has_the_functions_of_the_package() -> None:
     used = [name for name in vars(FakeNvml) if name.startswith(("nvml", "NVML"))]
     assert "nvmlInit" in used
     assert all(callable(getattr(real, name)) for name in used)
+
+
+def narrow(_: pycomm.Group) -> list[str]:
+    sample = top.Sample()
+    sample.flight_records = ours(sample)
+    console = Console(width=60, no_color=True)
+    with console.capture() as capture:
+        console.print(top.view(sample))
+    return capture.get().splitlines()
+
+
+def test_a_narrow_terminal_has_a_row_for_each_rank() -> None:
+    pycomm_lines = run_ranks(1, narrow)[0]
+    assert max(map(len, pycomm_lines)) <= 60
+    assert "MB/s sent" not in pycomm_lines[2]
+    assert [cell.strip() for cell in pycomm_lines[2].split("┃")[1:3]] == ["rank", "calls/s"]
+    assert pycomm_lines[4].split("│")[1].strip() == "0"
+
+
+def named(group: pycomm.Group) -> list[tuple[str, str]]:
+    """The groups of this process that `pycomm top --json` shows with some filters."""
+    part = group.split(0)
+    assert part is not None
+    found = []
+    for words in (
+        (),
+        ("--group", "world/*"),
+        ("--program", "no such program"),
+        ("--program", "py"),
+    ):
+        command = [sys.executable, "-m", "pycomm", "top", "--once", "--json", *words]
+        shown = json.loads(subprocess.check_output(command, timeout=LIMIT_S))
+        names = [
+            one["name"]
+            for one in shown["groups"]
+            if one["ranks"][0]["pid"] == os.getpid() and one["size"] == 1
+        ]
+        found.append((" ".join(words), " ".join(sorted(set(names)))))
+    part.close()
+    return found
+
+
+def test_groups_are_shown_by_name_and_by_program() -> None:
+    shown = dict(run_ranks(1, named)[0])
+    assert shown == {
+        "": "world world/0.0",
+        "--group world/*": "world/0.0",
+        "--program no such program": "",
+        "--program py": "world world/0.0",
+    }
 
 
 STOPS = "import os, signal, pycomm; pycomm.init(); os.kill(os.getpid(), signal.SIGSTOP)"

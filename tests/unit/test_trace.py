@@ -9,6 +9,7 @@ import pytest
 
 import pycomm
 from pycomm import errors
+from pycomm.__main__ import main
 from pycomm.observe import flight_recorder, trace
 from pycomm.testing import run_ranks
 
@@ -47,9 +48,13 @@ def test_run_records_every_call_of_every_rank(
         assert np.all(sums["begun"] <= sums["ended"])
         assert np.all(sums["begun"][1:] >= sums["ended"][:-1])
         assert np.all(sums["waited"] <= sums["ended"] - sums["begun"])
-    assert trace.main([str(folder)]) == 0
+    assert main(["trace", str(folder)]) == 0
     printed = capsys.readouterr().out
     assert "others waited" in printed
+    assert main(["trace", str(folder), "--json", "--out", str(folder / "second.json")]) == 0
+    figures = json.loads(capsys.readouterr().out)
+    assert [one["label"][:6] for one in figures["ranks"]] == ["rank 0", "rank 1"]
+    assert all(one["calls"] >= 1000 and one["inside_s"] > 0 for one in figures["ranks"])
     events = json.loads((folder / "trace.json").read_text())["traceEvents"]
     assert f"{len(events):,} events" in printed
     names = [event["args"]["name"] for event in events if event["name"] == "process_name"]
@@ -147,8 +152,7 @@ def test_files_of_an_earlier_run_are_ignored(tmp_path: Path) -> None:
 
 def test_missing_and_damaged_traces_are_reported(tmp_path: Path, capsys: Any) -> None:
     for message in ("has no traces", "is not a flight record"):
-        with pytest.raises(SystemExit):
-            trace.main([str(tmp_path)])
+        assert main(["trace", str(tmp_path)]) == 1
         assert message in capsys.readouterr().err
         (tmp_path / "world.0.trace").write_text("{}")
 

@@ -13,6 +13,7 @@ from core_groups import connect
 
 import pycomm
 from pycomm import _core
+from pycomm.__main__ import main
 from pycomm._bootstrap import thresholds
 from pycomm.group import Group
 from pycomm.tuning import tune
@@ -117,7 +118,7 @@ def test_threshold_minimizes_the_loss(
 
 
 def test_command_measures_and_stores_thresholds(capsys: pytest.CaptureFixture[str]) -> None:
-    assert tune.main([]) == 0
+    assert main(["tune"]) == 0
     [(by, small, middle)] = thresholds.thresholds()
     assert (by, middle) == ("tcp", thresholds.BUILT_IN[1])  # 4 ranks cannot measure it
     assert small in (0, *tune.SIZES)
@@ -141,4 +142,4 @@ def test_rank_0_shows_progress_on_a_terminal(
 
 def test_one_rank_has_nothing_to_tune() -> None:
     with pytest.raises(SystemExit):
-        tune.main(["--ranks", "1"])
+        main(["tune", "--ranks", "1"])

@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-REQUIREMENTS = {"torch": "torch>=2.11", "matplotlib": "matplotlib>=3.8"}
-"""As in pyproject.toml: the extras [torch] and [bench]."""
+REQUIREMENTS = {"torch": "torch>=2.11", "matplotlib": "matplotlib>=3.8", "shtab": "shtab>=1.7"}
+"""As in pyproject.toml: the extras [torch], [bench] and [completion]."""
 ROOT = Path(__file__).resolve().parents[3]
 
 
