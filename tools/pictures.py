@@ -24,7 +24,7 @@ from matplotlib.patches import FancyBboxPatch  # noqa: E402 - as above
 from benchmarks.reliability import elastic  # noqa: E402 - as above
 from benchmarks.training import convergence, quality, received_bytes, steps  # noqa: E402 - as above
 from pycomm import kernels  # noqa: E402 - as above
-from pycomm.bench.collectives import benchmark, table  # noqa: E402 - as above
+from pycomm.bench.collectives import measure, table  # noqa: E402 - as above
 from pycomm.bench.support import plots, summaries  # noqa: E402 - as above
 from pycomm.demo import report  # noqa: E402 - as above
 
@@ -44,7 +44,7 @@ def all_reduce(path: Path) -> None:
     """The bandwidth beside other libraries."""
     found, where = stored("all_reduce_epyc")
     rows = [table.Line(**row) for row in found["rows"]]
-    benchmark.draw(path, rows, found["settings"]["ranks"], where)
+    measure.draw(path, rows, found["settings"]["ranks"], where)
 
 
 def demo(path: Path) -> None:

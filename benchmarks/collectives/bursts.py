@@ -22,8 +22,10 @@ from typing import Any
 import torch
 
 from benchmarks.support import command
-from pycomm.bench.collectives.peers import OURS, PEERS, Groups, Peer
-from pycomm.bench.collectives.verbs import VERBS, Arrays, Call, Case
+from pycomm.bench.collectives.cases import VERBS, Case
+from pycomm.bench.collectives.groups import Groups
+from pycomm.bench.collectives.peers import OURS, PEERS, Peer
+from pycomm.bench.collectives.verbs import Arrays, Call
 from pycomm.bench.collectives.worker import WARM_UP, Barrier, barrier_file
 from pycomm.bench.support import processes
 from pycomm.bench.support.sizes import format_size, parse_sizes

@@ -11,8 +11,10 @@ from pathlib import Path
 import torch
 
 from benchmarks.collectives import sockets
-from pycomm.bench.collectives.peers import ENCRYPTED, OURS, PEERS, Groups
-from pycomm.bench.collectives.verbs import VERBS, Arrays, Case
+from pycomm.bench.collectives.cases import VERBS, Case
+from pycomm.bench.collectives.groups import Groups
+from pycomm.bench.collectives.peers import ENCRYPTED, OURS, PEERS
+from pycomm.bench.collectives.verbs import Arrays
 from pycomm.bench.collectives.worker import Barrier, timed, turns
 from pycomm.bench.support.processes import Rank
 

@@ -48,8 +48,8 @@ from benchmarks.training import steps
 from pycomm._command_line import numbers
 from pycomm._tables import Table
 from pycomm.bench.collectives import table, worker
+from pycomm.bench.collectives.cases import VERBS
 from pycomm.bench.collectives.peers import ENCRYPTED
-from pycomm.bench.collectives.verbs import VERBS
 from pycomm.bench.support import machine, plots, processes, summaries
 from pycomm.bench.support.netns import Network, missing
 from pycomm.bench.support.sizes import format_size, parse_sizes

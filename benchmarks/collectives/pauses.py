@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from benchmarks.support import command
 from pycomm import torch_backend
+from pycomm.bench.collectives.table import p99
 from pycomm.bench.collectives.worker import Barrier, barrier_file
 from pycomm.bench.support import processes
 
@@ -71,13 +72,9 @@ def measure(ranks: int, calls: Sequence[str], rounds: int, idle_s: float) -> lis
 
 def figures(us: list[float], gloos: list[float]) -> dict[str, float]:
     """Median and 99th percentile in microseconds, and their ratios to gloo's."""
-    median, p99 = statistics.median(us), _p99(us)
-    ratios = {"ratio": median / statistics.median(gloos), "p99_ratio": p99 / _p99(gloos)}
-    return {"median_us": median, "p99_us": p99} | ratios
-
-
-def _p99(us: list[float]) -> float:
-    return sorted(us)[int(0.99 * (len(us) - 1))]
+    median, far = statistics.median(us), p99(us)
+    ratios = {"ratio": median / statistics.median(gloos), "p99_ratio": far / p99(gloos)}
+    return {"median_us": median, "p99_us": far} | ratios
 
 
 def _work(

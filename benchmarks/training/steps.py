@@ -50,7 +50,8 @@ from benchmarks.support import command
 from benchmarks.support.command import UNSHAPED, bytes_s
 from pycomm import collectives
 from pycomm._tables import Table
-from pycomm.bench.collectives.peers import OURS, Groups
+from pycomm.bench.collectives.groups import Groups
+from pycomm.bench.collectives.peers import OURS
 from pycomm.bench.support import machine, plots, processes, summaries
 from pycomm.bench.support.netns import Network, missing
 from pycomm.compress.cost_model import Coding, measure_coding

@@ -33,7 +33,8 @@ from benchmarks.support.command import UNSHAPED
 from benchmarks.training.models import TASKS, Task
 from pycomm._tables import Table
 from pycomm.bench.collectives import table, worker
-from pycomm.bench.collectives.peers import OURS, PEERS, Groups
+from pycomm.bench.collectives.groups import Groups
+from pycomm.bench.collectives.peers import OURS, PEERS
 from pycomm.bench.support import machine, netns, plots, processes, summaries
 
 BACKENDS = ("gloo", "pycomm", "fake")

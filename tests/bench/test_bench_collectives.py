@@ -1,25 +1,32 @@
 """The benchmarks of collectives, on one host and over links: arithmetic, and small real runs."""
 
 import argparse
+import dataclasses
 import inspect
 import math
 import os
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from bench_runs import stored
 
+import pycomm
 from benchmarks.collectives import bursts, link_rank, links, pauses
 from benchmarks.training import training
+from pycomm import bench
 from pycomm.bench.collectives import benchmark as collectives
-from pycomm.bench.collectives import limits, table, verbs
-from pycomm.bench.collectives.peers import OPERATORS, PEERS, Groups, Peer
+from pycomm.bench.collectives import cases, limits, table, verbs
+from pycomm.bench.collectives.groups import Groups
+from pycomm.bench.collectives.peers import OPERATORS, PEERS, Peer
 from pycomm.bench.collectives.worker import Times
 from pycomm.bench.support import netns
 from pycomm.bench.support.sizes import names, parse_sizes
+from pycomm.testing import run_ranks
 
 NEEDS_HOSTS = pytest.mark.skipif(bool(netns.missing()), reason=netns.missing())
 
@@ -44,20 +51,34 @@ def test_sizes_are_parsed() -> None:
 
 
 def test_counts_and_factors_are_those_of_nccl_tests() -> None:
-    expected = {"all_reduce": (1024, 1.5), "broadcast": (1024, 1)}
-    expected |= {"all_gather": (256, 0.75), "reduce_scatter": (256, 0.75), "send_recv": (1024, 1)}
-    expected["overlap"] = expected["send_recv"]
-    cases = {verb: verbs.Case(verb, "float32", 4096, 4) for verb in verbs.VERBS}
-    assert {v: (c.count, verbs.VERBS[v].bus_factor(4)) for v, c in cases.items()} == expected
-    assert {case.bytes for case in cases.values()} == {4096}
-    assert {verbs.Case(verb, "float64", 1, 4).count for verb in cases} == {1}
+    pieces = ("all_gather", "all_gather_v", "gather", "reduce_scatter", "scatter", "all_to_all")
+    expected = dict.fromkeys(pieces, (256, 0.75)) | {"all_reduce": (1024, 1.5)}
+    whole = ("reduce", "broadcast", "send_recv", "overlap", "p2p_latency")
+    expected |= dict.fromkeys((*whole, "p2p_bandwidth", "p2p_bidirectional"), (1024, 1))
+    found = {verb: cases.Case(verb, "float32", 4096, 4) for verb in expected}
+    assert {*found, "barrier"} == {*cases.VERBS}
+    assert {v: (c.count, c.kind.bus_factor(4)) for v, c in found.items()} == expected
+    assert {case.bytes for case in found.values()} == {4096}
+    assert {cases.Case(verb, "float64", 1, 4).count for verb in found} == {1}
 
 
-@pytest.mark.parametrize("dtype", verbs.DTYPES)
-@pytest.mark.parametrize("verb", list(verbs.VERBS))
-def test_wrong_elements_are_counted(verb: str, dtype: str) -> None:
+def test_options_of_nccl_tests_choose_sizes() -> None:
+    def sizes(words: str) -> list[int]:
+        options = collectives._parser().parse_args(f"--ranks 3 {words}".split())
+        return [case.bytes for case in collectives._cases(options) if not case.copies]
+
+    assert sizes("-b 8 -e 64 -f 2 -d float") == sizes("--sizes 8:64") == [8, 16, 32, 64]
+    assert sizes("-b 1K -e 3K -i 1K --ops barrier,reduce -r 2") == [0, 1024, 2048, 3072]
+    assert sizes("-b 512M") == [2**29]
+
+
+@pytest.mark.parametrize("copies", [False, True])
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+@pytest.mark.parametrize("verb", [verb for verb in cases.VERBS if verb != "barrier"])
+def test_wrong_elements_are_counted(verb: str, dtype: str, copies: bool) -> None:
     """One process executes the verb, since it knows the inputs of all ranks."""
-    arrays = verbs.Arrays(verbs.Case(verb, dtype, 4096, 3), rank=1)
+    root = 0 if verb in ("broadcast", "scatter") else 1  # of the rank that has something to receive
+    arrays = verbs.Arrays(cases.Case(verb, dtype, 4096, 3, root, copies=copies), rank=1)
     right: Callable[[], object] = lambda: arrays.output.copy_(arrays.expected())  # noqa: E731 - read as one line
     assert arrays.wrong(right) == 0
     assert arrays.wrong(lambda: None) > 0  # the correct result of an earlier call does not count
@@ -73,7 +94,7 @@ def test_wrong_elements_are_counted(verb: str, dtype: str) -> None:
 def times(gloo: list[list[float]], ours: list[list[float]], wrong: int = 0) -> Times:
     """The report of a rank for an all_reduce of 1 MB with a copy of 10 us, or 30 us reversed."""
     return Times(
-        case=verbs.Case("all_reduce", "float32", 2**20, 2),
+        case=cases.Case("all_reduce", "float32", 2**20, 2),
         wrong={"pycomm": wrong, "gloo": 0},
         refused={},
         seconds={"pycomm": ours, "gloo": gloo, "copy plain": [[30e-6]], "copy libc": [[10e-6]]}
@@ -113,7 +134,7 @@ def test_the_limit_reads_what_was_just_written() -> None:
 
 
 def series(bound: bool, *us: float, peer: str = "pycomm-direct") -> bursts.Series:
-    case = verbs.Case("all_reduce", "float32", 4096, 2)
+    case = cases.Case("all_reduce", "float32", 4096, 2)
     return bursts.Series(case, peer, 4, bound, [one / 1e6 for one in us])
 
 
@@ -139,33 +160,138 @@ def any_speed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("any_speed")
 @pytest.mark.parametrize(
-    ("more", "chosen"), [("", [*verbs.VERBS]), ("--busy", ["all_reduce"])], ids=["all", "busy"]
+    ("more", "chosen"), [("-r 1", [*cases.VERBS]), ("--busy", ["all_reduce"])], ids=["all", "busy"]
 )
 def test_collectives_run(more: str, chosen: list[str], tmp_path: Path) -> None:
     words = f"collectives --sizes 4,64K --rounds 1 --ops {','.join(chosen)} {more}"
     content = stored(tmp_path, words, plot=True)
-    assert content["settings"]["busy"] == bool(more)
+    assert content["settings"]["busy"] == (more == "--busy")
     assert content["machine"]["torch"] == torch.__version__
     found = [(row["verb"], row["peer"]) for row in content["rows"]]
-    peers = {verb: ["pycomm", "pycomm-direct", "gloo"] for verb in verbs.VERBS}
+    peers = {verb: ["pycomm", "pycomm-direct", "gloo"] for verb in cases.VERBS}
     peers["all_reduce"].insert(2, "pycomm-shared")  # which refuses other verbs
-    assert found == [(verb, peer) for verb in chosen for _ in range(2) for peer in peers[verb]]
-    assert all(row["wrong"] == 0 and row["time_us"] > 0 < row["ratio"] for row in content["rows"])
+    times = {verb: 1 if verb == "barrier" else 2 for verb in cases.VERBS}
+    assert found == [
+        (verb, peer) for verb in chosen for _ in range(times[verb]) for peer in peers[verb]
+    ]
+    for row in content["rows"]:
+        assert row["wrong"] == 0
+        assert row["time_us"] > 0 < row["ratio"]
+        both = not cases.VERBS[row["verb"]].alone and row["peer"] != "pycomm-shared"
+        assert (row["other_us"] is not None, row["other_wrong"]) == (both, 0 if both else None)
+        assert row["root"] == (1 if cases.VERBS[row["verb"]].rooted and more == "-r 1" else -1)
 
 
 @pytest.mark.usefixtures("any_speed")
 def test_mpi_and_the_memory_limit_are_measured(tmp_path: Path) -> None:
-    words = f"collectives --sizes 64 --ops {','.join(verbs.VERBS)} --rounds 1 --ours pycomm "
+    words = f"collectives --sizes 64 --ops {','.join(cases.VERBS)} --rounds 1 --ours pycomm "
     words += f"--peers mpich,fake --mpi-prefix mpich={sys.prefix}"
     rows = stored(tmp_path, words)["rows"]
     assert {row["mpi"] for row in rows} == {"mpich"}
-    assert [row["peer"] for row in rows] == ["pycomm", "mpich", "fake"] * len(verbs.VERBS)
+    assert [row["peer"] for row in rows] == ["pycomm", "mpich", "fake"] * len(cases.VERBS)
     assert all(row["wrong"] == 0 and row["time_us"] > 0 for row in rows)
+
+
+NCCL_ROW = re.compile(
+    r"^ *(?P<size>\d+) +(?P<count>\d+) +(?P<type>\w+) +(?P<redop>\w+) +(?P<root>-?\d+)"
+    r" +(?P<out_us>[\d.]+) +(?P<out_alg>[\d.]+) +(?P<out_bus>[\d.]+) +(?P<out_wrong>\d+|N/A)"
+    r" +(?P<in_us>[\d.]+) +(?P<in_alg>[\d.]+) +(?P<in_bus>[\d.]+) +(?P<in_wrong>\d+|N/A)"
+)
+"""A row of nccl-tests 2.17, as parsers of its output read it."""
+OF_NCCL = (
+    "all_reduce,reduce,broadcast,all_gather,gather,reduce_scatter,scatter,all_to_all,send_recv"
+)
+
+
+@pytest.mark.usefixtures("any_speed")
+def test_a_parser_of_nccl_tests_reads_the_output(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    words = f"collectives -b 64 -e 4K -f 8 -n 4 -w 1 -d float,half -o max -r 1 --ops {OF_NCCL} "
+    content = stored(tmp_path, words + "--ours pycomm-direct --peers gloo --rounds 1")
+    text = capfd.readouterr().out
+    lines = [line for line in text.splitlines() if line and not line.startswith("#")]
+    found = [NCCL_ROW.match(line) for line in lines]
+    assert all(found), [line for line, row in zip(lines, found, strict=True) if not row]
+    rows = [row.groupdict() for row in found if row]
+    assert len(rows) == len(content["rows"]) == 9 * 2 * 3 * 2
+    for row, known in zip(rows, content["rows"], strict=True):
+        assert (int(row["size"]), int(row["count"])) == (known["size_bytes"], known["count"])
+        assert row["type"] == {"float32": "float", "float16": "half"}[known["dtype"]]
+        assert (row["redop"], int(row["root"])) == (known["redop"], known["root"])
+        assert row["redop"] in ("max", "none")
+        assert (row["out_wrong"], row["in_wrong"]) == ("0", "0")
+        native, other = (
+            ("in_us", "out_us") if cases.VERBS[known["verb"]].in_place else ("out_us", "in_us")
+        )
+        assert float(row[native]) == pytest.approx(known["time_us"], abs=0.06, rel=1e-3)
+        assert float(row[other]) == pytest.approx(known["other_us"], abs=0.06, rel=1e-3)
+    assert re.search(r"^# +size +count +type +redop +root +time +algbw +busbw", text, re.M)
+    assert re.search(r"^# warmup iters: 1 iters: 4 rounds: 1 validate: 1", text, re.M)
+    assert re.search(r"^# Out of bounds values : 0 OK$", text, re.M)
+    mean = re.search(r"^# Avg bus bandwidth    : ([\d.e-]+)$", text, re.M)
+    assert mean is not None
+    assert float(mean[1]) > 0
+
+
+def test_far_percentiles_and_load_are_marked() -> None:
+    good = times([[400e-6]] * 2, [[50e-6]] * 2)
+    line = table.lines([good, good])[0]
+    assert table.row(line).split()[-1] == "20.0"  # the share of the limit, without a mark
+    far = dataclasses.replace(line, p99_us=200.0, loaded=True)
+    assert table.row(far).split()[-1] == "!*"
+    assert "above 3 times the time" in table.foot([line, far])[-2]
+    assert "the load was above the number of processors" in table.foot([line, far])[-1]
+    assert len(table.foot([line])) == 2
+    assert table.row(line, checked=False).count("N/A") == 5  # one form, and 4 columns without one
+
+
+def calls(group: pycomm.Group) -> None:
+    x = np.ones(4096, np.float32)
+    for _ in range(10):
+        pycomm.all_reduce(x, "max", group=group)
+        pycomm.reduce(x, 1, group=group)
+        pycomm.broadcast(x, 1, group=group)
+        pycomm.all_gather(x, group=group)
+        pycomm.gather(x, 1, group=group)
+        pycomm.reduce_scatter(x.reshape(2, -1), group=group)
+        pycomm.scatter(x.reshape(2, -1), 1, group=group)
+        pycomm.all_to_all(x.reshape(2, -1), group=group)
+        received = pycomm.recv(x.copy(), 1 - group.rank, 3, group=group, async_op=True)
+        pycomm.send(x, 1 - group.rank, 3, group=group)
+        received.wait()
+        pycomm.barrier(group=group)
+
+
+def test_a_trace_is_replayed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setenv("PYCOMM_TRACE", str(tmp_path / "traces"))
+        run_ranks(2, calls, transport="shm", processes=True)
+    content = stored(tmp_path, f"collectives --replay {tmp_path / 'traces'} --rounds 2")
+    found = {row["call"]: row["calls"] for row in content["rows"]}
+    assert found == {
+        **{"all_reduce(float32, 4,096, max)": 20, "reduce(float32, 4,096, sum, root 1)": 20},
+        **{"broadcast(float32, 4,096, root 1)": 20, "all_gather(float32, 4,096)": 20},
+        **{"gather(float32, 4,096, root 1)": 20, "reduce_scatter(float32, 2,048, sum)": 20},
+        **{"scatter(float32, 2,048, root 1)": 20, "all_to_all(float32, 2,048)": 20},
+        **{f"recv(float32, 4,096, from rank {i}, tag 3)": 10 for i in range(2)},
+        **{f"send(float32, 4,096, to rank {i}, tag 3)": 10 for i in range(2)},
+        "barrier()": 22,  # and one at each end
+    }
+    assert all(row["recorded_us"] > 0 < row["replayed_us"] for row in content["rows"])
+    title = r'# group "world" of .*: 2 ranks, 111 calls, replayed 2 times in'
+    assert re.search(title, capfd.readouterr().out)
+    (tmp_path / "traces" / "world.1.trace").unlink()
+    with pytest.raises(SystemExit):
+        bench.main(["collectives", "--replay", str(tmp_path / "traces")])
+    assert "has 2 ranks and traces of 1" in capfd.readouterr().err
 
 
 def test_each_mpi_has_its_own_run() -> None:
     peers = [Peer(name, name) for name in ("pycomm", "mpich", "openmpi", "gloo")]
-    run = collectives.Run(2, [], peers, 1)
+    run = cases.Run(2, [], peers, 1)
     assert run.mpis == ["mpich", "openmpi"]
     assert [peer.name for peer in run.beside("openmpi")] == ["pycomm", "openmpi", "gloo"]
 
@@ -174,7 +300,7 @@ def test_each_mpi_has_its_own_run() -> None:
 @pytest.mark.parametrize(("verb", "dtype"), [("all_gather", "float32"), ("all_reduce", "int32")])
 def test_operators_of_other_libraries_reduce_floats_alone(name: str, verb: str, dtype: str) -> None:
     """DeepSpeed would leave integers as they are, and the run would measure nothing."""
-    arrays = verbs.Arrays(verbs.Case(verb, dtype, 64, 2), rank=0)
+    arrays = verbs.Arrays(cases.Case(verb, dtype, 64, 2), rank=0)
     groups = Groups.__new__(Groups)  # needs no processes: the call is refused before
     with pytest.raises(NotImplementedError, match=f"{name}: only all_reduce"):
         groups.call(PEERS[name], arrays)

@@ -17,7 +17,7 @@ from pycomm._command_line import COMMANDS
 from pycomm.testing import run_ranks
 
 LATER = {"demo"}  # its options name its rows, which import torch
-HELP = [[name] for name in COMMANDS if name not in LATER] + [[]]
+HELP = [[name] for name in COMMANDS if name not in LATER] + [["bench", "collectives"], []]
 ASKS = """
 import sys
 from pycomm.__main__ import main
@@ -53,6 +53,7 @@ def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) 
         (["doctor", "--jsno"], "--json"),
         (["launch", "--nporc", "2", "x.py"], "--nproc"),
         (["launch", "--nnode", "2", "--encrpyt", "x.py"], "--encrypt"),
+        (["bench", "collectives", "--dtyp", "int8", "--rank", "2", "--opss", "x"], "--ops"),
         (["completion", "bsh"], "bash"),
     ],
 )

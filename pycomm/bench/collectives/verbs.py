@@ -1,99 +1,35 @@
-"""The measured verbs: their arrays, calls, right answers and factors."""
+"""The arrays, calls and right answers of the measured operations."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from pycomm.bench.collectives.cases import WINDOW, Case
+
 Call = Callable[[], object]
 
 COMPUTED_BYTES = 2**16  # of a message, for each product of two FACTORs in "overlap"
 FACTOR = 128
-
-DTYPES = (
-    *("float16", "bfloat16", "float32", "float64"),
-    *("int8", "int16", "int32", "int64", "uint8"),
-)
-
-
-@dataclass(frozen=True)
-class Verb:
-    """One verb. `size` below is ranks, S the bytes that nccl-tests calls size."""
-
-    name: str
-    redop: str  # as nccl-tests prints it
-    whole_input: bool  # the input holds a piece for every rank
-    whole_output: bool
-    bus_factor: Callable[[int], float]  # busbw / algbw, as in nccl-tests
-    traffic: Callable[[int], float]  # bytes a rank reads and writes at least, in S
-    in_place: bool = False  # the verb changes its input
-
-
-VERBS = {
-    verb.name: verb
-    for verb in (
-        Verb("all_reduce", "sum", True, True, lambda n: 2 * (n - 1) / n, lambda n: 2, True),
-        # The root only reads, the others only write.
-        Verb("broadcast", "none", True, True, lambda n: 1, lambda n: 1, True),
-        Verb("all_gather", "none", False, True, lambda n: (n - 1) / n, lambda n: 2),
-        Verb("reduce_scatter", "sum", True, False, lambda n: (n - 1) / n, lambda n: 1 + 1 / n),
-        # Each rank sends to the next one and receives from the one before, as in nccl-tests.
-        Verb("send_recv", "none", True, True, lambda n: 1, lambda n: 2),
-        # The same, posted in one batch before a computation; "fake" computes only.
-        Verb("overlap", "none", True, True, lambda n: 1, lambda n: 2),
-    )
+UNWRITTEN = 99
+"""In an output before the call: not among the elements that a call writes there."""
+REDUCTIONS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    **{"sum": torch.add, "avg": torch.add, "prod": torch.mul},
+    **{"min": torch.minimum, "max": torch.maximum},
 }
+COPIED = ("all_gather_v", "all_to_all", "send_recv")
+"""Operations without a form in place: there their input is copied first."""
 
 
-@dataclass(frozen=True)
-class Case:
-    """One verb on one dtype and size, for `size` ranks."""
-
-    verb: str
-    dtype: str
-    wanted_bytes: int
-    size: int
-
-    @property
-    def itemsize(self) -> int:
-        """Bytes of an element."""
-        return int(getattr(torch, self.dtype).itemsize)
-
-    @property
-    def in_place(self) -> bool:
-        """Whether the verb changes its input."""
-        return VERBS[self.verb].in_place
-
-    @property
-    def whole(self) -> bool:
-        """Whether input and output have the same size."""
-        return VERBS[self.verb].whole_input and VERBS[self.verb].whole_output
-
-    @property
-    def count(self) -> int:
-        """Elements as nccl-tests prints them: of the smaller of input and output, at least one."""
-        elements = self.wanted_bytes // self.itemsize
-        return max(1, elements if self.whole else elements // self.size)
-
-    @property
-    def whole_count(self) -> int:
-        """Elements of the larger of input and output."""
-        return self.count if self.whole else self.count * self.size
-
-    @property
-    def bytes(self) -> int:
-        """S: bytes of the larger of input and output; rounded from the requested size."""
-        return self.whole_count * self.itemsize
-
-
-def pattern(rank: int, count: int, dtype: torch.dtype) -> torch.Tensor:
-    """The input of `rank`: [count] whole numbers below 8, so that sums are exact in every dtype."""
+def pattern(rank: int, count: int, dtype: torch.dtype, redop: str = "sum") -> torch.Tensor:
+    """The input of `rank`: [count] whole numbers below 8, so that sums are exact in every dtype; of
+    a product 1 or 2."""
     i = torch.arange(count, dtype=torch.int32)
-    return (((i * 40503 + rank * 7919) >> 5) & 7).to(dtype)
+    x = ((i * 40503 + rank * 7919) >> 5) & 7
+    return (x % 2 + 1 if redop == "prod" else x).to(dtype)
 
 
 class Arrays:
@@ -104,28 +40,54 @@ class Arrays:
     ) -> None:
         self.case, self.rank = case, rank
         self.dtype: torch.dtype = getattr(torch, case.dtype)
-        verb = VERBS[case.verb]
-        self.source = pattern(rank, self._length(verb.whole_input), self.dtype).to(device)
+        kind = case.kind
+        self.source = self._pattern(rank, self._length(kind.whole_input)).to(device)
         self.input = torch.empty_like(self.source)
         if shares:
-            if case.verb != "all_reduce":
+            if case.verb != "all_reduce" or case.copies:
                 raise NotImplementedError("only all_reduce is measured on arrays of pycomm.empty")
             import pycomm
 
             self.input = pycomm.empty(len(self.source), self.dtype)
         self._factor = torch.eye(FACTOR, device=device)
         self._product = torch.empty_like(self._factor)
+        self.answer = torch.zeros(1, dtype=torch.int32, device=device)  # of a window of messages
+        self.output = self.input
+        if not case.in_place:
+            length = self._length(kind.whole_output)
+            self.output = torch.empty(length, dtype=self.dtype, device=device)
+        elif case.copies:
+            self._overlay()
+        self.copied = torch.empty_like(self.input) if case.copies else self.input
         self.rewrite()
-        self.output = (
-            self.input
-            if case.in_place
-            else torch.empty(self._length(verb.whole_output), dtype=self.dtype, device=device)
-        )
+
+    def _overlay(self) -> None:
+        """Lets input and output share memory, as in nccl-tests."""
+        verb, at, count = self.case.verb, self.rank, self.case.count
+        mine = not self.case.kind.rooted or self.is_root
+        if verb in ("all_gather", "gather", "all_gather_v"):
+            whole = torch.empty(self.case.whole_count, dtype=self.dtype, device=self.input.device)
+            self.output = whole
+            if mine:
+                self.input = whole[at * count : (at + 1) * count]
+        elif verb in ("reduce_scatter", "scatter"):
+            self.output = torch.empty(count, dtype=self.dtype, device=self.input.device)
+            if mine:
+                self.output = self.input[at * count : (at + 1) * count]
+
+    @property
+    def is_root(self) -> bool:
+        """Whether this rank is the root."""
+        return self.rank == self.case.root
 
     @property
     def neighbours(self) -> tuple[int, int]:
         """The next rank and the one before."""
         return (self.rank + 1) % self.case.size, (self.rank - 1) % self.case.size
+
+    def rows(self, x: torch.Tensor) -> list[torch.Tensor]:
+        """The pieces of a whole array, by rank."""
+        return list(x.view(self.case.size, -1))
 
     def compute(self) -> None:
         """The computation beside "overlap": products of matrices, more of them for more bytes."""
@@ -136,62 +98,157 @@ class Arrays:
         """Puts the input back as it was before the call."""
         self.input.copy_(self.source)
 
+    def form(
+        self, call: Callable[[Any, Any], object], view: Callable[[torch.Tensor], Any] = lambda x: x
+    ) -> Call:
+        """The call of an operation, call(input, output) of views, in the form of the case."""
+        x, out, copied = self.input, self.output, self.copied
+        if not self.case.copies or not (self.case.kind.in_place or self.case.verb in COPIED):
+            given = view(x), view(out)
+            return lambda: call(*given)
+        target = out if self.case.kind.in_place else copied
+        given = view(target), view(out)
+
+        def copying() -> None:
+            target.copy_(x)
+            call(*given)
+
+        return copying
+
     def expected(self) -> torch.Tensor:
-        """The exact output of this rank."""
-        case = self.case
-        if case.verb == "broadcast":
-            return pattern(0, case.count, self.dtype)
-        if case.verb in ("send_recv", "overlap"):
-            return pattern((self.rank - 1) % case.size, case.count, self.dtype)
-        if case.verb == "all_gather":
-            return torch.cat([pattern(r, case.count, self.dtype) for r in range(case.size)])
-        total = pattern(0, case.whole_count, self.dtype)
+        """The exact output of this rank; rounded by a division of "avg"."""
+        case, rank, count = self.case, self.rank, self.case.count
+        if case.kind.reduces:
+            return self._reduced()
+        source = {  # the rank whose whole input the output is
+            **{"broadcast": case.root, "p2p_latency": 1 - rank, "p2p_bidirectional": 1 - rank},
+            **dict.fromkeys(("send_recv", "overlap"), (rank - 1) % case.size),
+            "p2p_bandwidth": 0 if rank == 1 else -1,
+        }.get(case.verb, -1)
+        if source >= 0:
+            return self._pattern(source, count)
+        parts: list[torch.Tensor] = []
+        mine = slice(rank * count, (rank + 1) * count)
+        if case.verb in ("all_gather", "all_gather_v") or (case.verb == "gather" and self.is_root):
+            parts = [self._pattern(r, count) for r in range(case.size)]
+        elif case.verb == "scatter":
+            parts = [self._pattern(case.root, case.whole_count)[mine]]
+        elif case.verb == "all_to_all":
+            parts = [self._pattern(r, case.whole_count)[mine] for r in range(case.size)]
+        # Nothing is written on other ranks, nor by a barrier.
+        return torch.cat(parts) if parts else torch.full_like(self.output.cpu(), UNWRITTEN)
+
+    def _reduced(self) -> torch.Tensor:
+        case, count = self.case, self.case.count
+        total = self._pattern(0, case.whole_count)
         for other in range(1, case.size):
-            total += pattern(other, case.whole_count, self.dtype)
-        if case.verb == "all_reduce":
-            return total
-        return total[self.rank * case.count : (self.rank + 1) * case.count]
+            total = REDUCTIONS[case.redop](total, self._pattern(other, case.whole_count))
+        if case.verb == "reduce_scatter":
+            total = total[self.rank * count : (self.rank + 1) * count]
+        return (total / case.size if case.redop == "avg" else total).to(self.dtype)
 
     def wrong(self, call: Call) -> int:
         """Elements of the output that are wrong after one call."""
-        self.output.fill_(99)
+        self.output.fill_(UNWRITTEN)
         self.rewrite()
         call()
-        return int((self.output.cpu() != self.expected()).sum().item())
+        found, right = self.output.cpu(), self.expected()
+        if self.case.verb == "reduce" and not self.is_root:  # gloo writes there, too
+            return 0
+        if self.case.redop == "avg":
+            return int((~torch.isclose(found, right, rtol=0.01)).sum().item())
+        return int((found != right).sum().item())
+
+    def _pattern(self, rank: int, count: int) -> torch.Tensor:
+        return pattern(rank, count, self.dtype, self.case.redop)
 
     def _length(self, whole: bool) -> int:
         return self.case.whole_count if whole else self.case.count
 
 
+def point_to_point(
+    arrays: Arrays, send: Callable[[Any, int], Any], recv: Callable[[Any, int], Any]
+) -> Call:
+    """The calls of p2p operations; send(x, rank) and recv(x, rank) return what wait() waits for."""
+    rank, verb, x, out, answer = (
+        *(arrays.rank, arrays.case.verb, arrays.input, arrays.output),
+        arrays.answer,
+    )
+    if rank > 1:
+        return lambda: None
+    sends, receives = verb == "p2p_bidirectional" or rank == 0, rank == 1 or verb != "p2p_bandwidth"
+
+    def ping_pong() -> None:
+        for turn in (send, recv) if rank == 0 else (recv, send):
+            turn(x if turn is send else out, 1 - rank).wait()
+
+    def window() -> None:
+        works = [recv(out, 1 - rank) for _ in range(WINDOW if receives else 0)]
+        works += [send(x, 1 - rank) for _ in range(WINDOW if sends else 0)]
+        for work in works:
+            work.wait()
+        (send if rank else recv)(answer, 1 - rank).wait()
+
+    return ping_pong if verb == "p2p_latency" else window
+
+
 def through_torch(arrays: Arrays, group: dist.ProcessGroup | None) -> Call:
-    """The verb as a torch.distributed call on `group`."""
-    x, out = arrays.input, arrays.output
+    """The operation as a torch.distributed call on `group`."""
+    case, root = arrays.case, arrays.case.root
     # The newer spelling where this torch has it: the older one warns there.
     gather: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
     scatter: Any = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+    op = getattr(dist.ReduceOp, "PRODUCT" if case.redop == "prod" else case.redop.upper())
+    rows, alone = arrays.rows, not arrays.is_root
+    if case.verb.startswith("p2p_"):
+        if arrays.input.is_cuda:
+            raise NotImplementedError("NCCL needs messages in batches")
+        return point_to_point(
+            arrays,
+            lambda x, peer: dist.isend(x, peer, group=group),
+            lambda x, peer: dist.irecv(x, peer, group=group),
+        )
     return {
-        "all_reduce": lambda: dist.all_reduce(x, group=group),
-        "broadcast": lambda: dist.broadcast(x, 0, group=group),
-        "all_gather": lambda: gather(out, x, group=group),
-        "reduce_scatter": lambda: scatter(out, x, group=group),
-        "send_recv": lambda: _exchange(arrays, group),
-        "overlap": lambda: _batch(arrays, group, arrays.compute),
-    }[arrays.case.verb]
+        "all_reduce": arrays.form(lambda x, _: dist.all_reduce(x, op, group=group)),
+        "reduce": arrays.form(lambda x, _: dist.reduce(x, root, op, group=group)),
+        "broadcast": arrays.form(lambda x, _: dist.broadcast(x, root, group=group)),
+        "all_gather": arrays.form(lambda x, out: gather(out, x, group=group)),
+        "all_gather_v": arrays.form(lambda x, out: dist.all_gather(rows(out), x, group=group)),
+        "gather": arrays.form(
+            lambda x, out: dist.gather(x, None if alone else rows(out), root, group=group)
+        ),
+        "reduce_scatter": arrays.form(lambda x, out: scatter(out, x, op, group=group)),
+        "scatter": arrays.form(
+            lambda x, out: dist.scatter(out, None if alone else rows(x), root, group=group)
+        ),
+        "all_to_all": arrays.form(lambda x, out: dist.all_to_all_single(out, x, group=group)),
+        "send_recv": arrays.form(lambda x, out: _exchange(arrays, x, out, group)),
+        "overlap": lambda: _batch(arrays, arrays.input, arrays.output, group, arrays.compute),
+        "barrier": lambda: dist.barrier(group=group),
+    }[case.verb]
 
 
-def _batch(arrays: Arrays, group: dist.ProcessGroup | None, meanwhile: Callable[[], None]) -> None:
-    batch = [dist.P2POp(dist.isend, arrays.input, arrays.neighbours[0], group)]
-    batch.append(dist.P2POp(dist.irecv, arrays.output, arrays.neighbours[1], group))
+def _batch(
+    arrays: Arrays,
+    x: torch.Tensor,
+    out: torch.Tensor,
+    group: dist.ProcessGroup | None,
+    meanwhile: Callable[[], None],
+) -> None:
+    batch = [dist.P2POp(dist.isend, x, arrays.neighbours[0], group)]
+    batch.append(dist.P2POp(dist.irecv, out, arrays.neighbours[1], group))
     works = dist.batch_isend_irecv(batch)
     meanwhile()
     for work in works:
         work.wait()
 
 
-def _exchange(arrays: Arrays, group: dist.ProcessGroup | None) -> None:
-    x, out, following, previous = arrays.input, arrays.output, *arrays.neighbours
+def _exchange(
+    arrays: Arrays, x: torch.Tensor, out: torch.Tensor, group: dist.ProcessGroup | None
+) -> None:
+    following, previous = arrays.neighbours
     if x.is_cuda:  # NCCL needs both in one batch
-        _batch(arrays, group, lambda: None)
+        _batch(arrays, x, out, group, lambda: None)
         return
     sent: Any = dist.isend(x, following, group=group)
     dist.recv(out, previous, group=group)
@@ -199,31 +256,49 @@ def _exchange(arrays: Arrays, group: dist.ProcessGroup | None) -> None:
 
 
 def direct(arrays: Arrays) -> Call:
-    """The verb as a call of pycomm's own, on its default group."""
+    """The operation as a call of pycomm's own, on its default group."""
     import pycomm
 
-    size = arrays.case.size
-    x, out, following, previous = arrays.input, arrays.output, *arrays.neighbours
+    case, root, (following, previous) = arrays.case, arrays.case.root, arrays.neighbours
+    op: Any = case.redop
+    rows, alone = arrays.rows, not arrays.is_root
 
-    def exchange() -> None:
+    def exchange(x: torch.Tensor, out: torch.Tensor) -> None:
         sent = pycomm.send(x, following, async_op=True)
         pycomm.recv(out, previous)
         sent.wait()
 
     def overlap() -> None:
         works: list[pycomm.Work] = [
-            pycomm.send(x, following, async_op=True),
-            pycomm.recv(out, previous, async_op=True),
+            pycomm.send(arrays.input, following, async_op=True),
+            pycomm.recv(arrays.output, previous, async_op=True),
         ]
         arrays.compute()
         for work in works:
             work.wait()
 
+    def whole(x: torch.Tensor) -> torch.Tensor:
+        return x.view(case.size, -1)
+
+    if case.verb.startswith("p2p_"):
+        return point_to_point(
+            arrays,
+            lambda x, peer: pycomm.send(x, peer, async_op=True),
+            lambda x, peer: pycomm.recv(x, peer, async_op=True),
+        )
     return {
-        "all_reduce": lambda: pycomm.all_reduce(x),
-        "broadcast": lambda: pycomm.broadcast(x, src=0),
-        "all_gather": lambda: pycomm.all_gather(x, out=out.view(size, -1)),
-        "reduce_scatter": lambda: pycomm.reduce_scatter(x.view(size, -1), out=out),
-        "send_recv": exchange,
+        "all_reduce": arrays.form(lambda x, _: pycomm.all_reduce(x, op)),
+        "reduce": arrays.form(lambda x, _: pycomm.reduce(x, root, op)),
+        "broadcast": arrays.form(lambda x, _: pycomm.broadcast(x, root)),
+        "all_gather": arrays.form(lambda x, out: pycomm.all_gather(x, out=whole(out))),
+        "all_gather_v": arrays.form(lambda x, out: pycomm.all_gather_v(x, out=rows(out))),
+        "gather": arrays.form(
+            lambda x, out: pycomm.gather(x, root, out=None if alone else whole(out))
+        ),
+        "reduce_scatter": arrays.form(lambda x, out: pycomm.reduce_scatter(whole(x), op, out=out)),
+        "scatter": arrays.form(lambda x, out: pycomm.scatter(whole(x), root, out=out)),
+        "all_to_all": arrays.form(lambda x, out: pycomm.all_to_all(whole(x), out=whole(out))),
+        "send_recv": arrays.form(exchange),
         "overlap": overlap,
-    }[arrays.case.verb]
+        "barrier": lambda: pycomm.barrier(),  # noqa: PLW0108 - it is overloaded
+    }[case.verb]

@@ -7,7 +7,6 @@ import functools
 import gc
 import mmap
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -17,9 +16,11 @@ from typing import IO
 
 import torch
 
+from pycomm.bench.collectives.cases import Case, Run
+from pycomm.bench.collectives.groups import Groups
 from pycomm.bench.collectives.limits import copies
-from pycomm.bench.collectives.peers import Groups, Peer
-from pycomm.bench.collectives.verbs import Arrays, Call, Case
+from pycomm.bench.collectives.peers import Peer
+from pycomm.bench.collectives.verbs import Arrays, Call
 from pycomm.bench.support.processes import Rank
 
 BUSY_CALLS = 5
@@ -73,31 +74,18 @@ class Barrier:
                     os.sched_yield()
 
 
-def work(
-    rank: Rank,
-    flags: Path,
-    peers: list[Peer],
-    cases: list[Case],
-    rounds: int,
-    busy: bool = False,
-    kind: str = "cpu",
-) -> None:
-    """Reports one Times for each case; `busy`: while another thread computes in Python.
-
-    `kind` is the device of the arrays: "cpu", or "cuda", where each rank has the GPU of its number.
-    """
+def work(rank: Rank, flags: Path, peers: list[Peer], run: Run) -> None:
+    """Reports one Times for each case of `peers`, which are some of the run's. On "cuda" each rank
+    has the GPU of its number."""
     torch.set_num_threads(1)
-    device = torch.device("cpu") if kind == "cpu" else torch.device(kind, rank.rank)
+    device = CPU if run.device == "cpu" else torch.device(run.device, rank.rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     groups = Groups(peers, rank.store, rank.rank, rank.size)
     barrier = Barrier(flags, rank.rank, rank.size)
-    with busy_thread() if busy else contextlib.nullcontext():
-        for case in cases:
-            calls = min(calls_per_round(case.bytes), BUSY_CALLS if busy else sys.maxsize)
-            rank.send(
-                measure(case, peers, groups.call, barrier, (rounds, calls), (rank.rank, device))
-            )
+    with busy_thread() if run.busy else contextlib.nullcontext():
+        for case in run.cases:
+            rank.send(measure(run, case, peers, groups.call, barrier, (rank.rank, device)))
     barrier()  # no rank leaves while another still needs it
 
 
@@ -121,15 +109,15 @@ def busy_thread() -> Iterator[threading.Thread]:
 
 def calls_per_round(count_bytes: int) -> int:
     """Many for small sizes, that p99 means something; at least 2."""
-    return max(2, min(100, 2**24 // count_bytes))
+    return max(2, min(100, 2**24 // max(count_bytes, 1)))
 
 
 def measure(
+    run: Run,
     case: Case,
     peers: list[Peer],
     call_of: Callable[[Peer, Arrays], Call],
     barrier: Callable[[], None],
-    rounds_and_calls: tuple[int, int],
     place: tuple[int, torch.device],
 ) -> Times:
     """One case; `place` is the rank, and the device of its arrays."""
@@ -146,8 +134,8 @@ def measure(
                     raise NotImplementedError("pycomm.empty allocates host memory only")
                 arrays = Arrays(case, rank, shares=True)
             call = call_of(peer, arrays)
-            wrong = arrays.wrong(call)
-            times.wrong[peer.name] = wrong if peer.communicates else 0
+            wrong = arrays.wrong(call)  # also without a check: it may refuse the case
+            times.wrong[peer.name] = wrong if peer.communicates and run.check else 0
         except (
             RuntimeError,
             ValueError,
@@ -160,11 +148,14 @@ def measure(
     contestants |= {name: (copy, limit.rewrite) for name, copy in limit.ways.items()}
     series = functools.partial(timed, barrier=barrier, device=device)
     for call, rewrite in contestants.values():
-        series(call, rewrite, WARM_UP)
+        series(call, rewrite, run.warm_up)
     times.seconds.update({name: [] for name in contestants})
-    rounds, calls = rounds_and_calls
-    for name in turns(list(contestants), rounds):
-        times.seconds[name].append(series(*contestants[name], calls)[0])
+    calls = run.calls or calls_per_round(case.bytes)
+    calls = min(calls, BUSY_CALLS) if run.busy else calls
+    for name in turns(list(contestants), run.rounds):
+        messages = case.kind.messages if name in times.wrong else 1
+        seconds, _ = series(*contestants[name], calls)
+        times.seconds[name].append([one / messages for one in seconds])
     return times
 
 

@@ -51,10 +51,16 @@ def parse_sizes(text: str) -> list[int]:
         factor = int(rest[1]) if len(rest) == 2 else 2
         if factor < 2 or last < size:
             raise ArgumentTypeError(f"{part!r} is no range: it must grow, by at least 2")
-        while size <= last:
-            sizes.append(size)
-            size *= factor
+        sizes += series(size, last, factor)
     return sizes
+
+
+def series(first: int, last: int, factor: int, step: int = 0) -> list[int]:
+    """From `first` to at most `last`, each `step` more than the one before, or `factor` times."""
+    found = [first]
+    while (size := found[-1] + step if step else found[-1] * factor) <= last:
+        found.append(size)
+    return found
 
 
 def format_size(count_bytes: int) -> str:
