@@ -220,6 +220,18 @@ def _top(to: argparse.ArgumentParser) -> None:
     to.add_argument("--group", metavar="PATTERN", help='only groups of such names, as "world*"')
     to.add_argument("--program", metavar="TEXT", help="only ranks with TEXT in their command line")
     to.add_argument("--json", action="store_true", help="print a line of JSON for each table")
+    to.add_argument(
+        "--textfile",
+        type=Path,
+        metavar="FILE",
+        help="write metrics for the textfile collector of Prometheus' node_exporter, and no table",
+    )
+    to.add_argument(
+        "--listen",
+        type=number(int, lambda port: 0 <= port < 65536, "from 0 to 65535"),
+        metavar="PORT",
+        help="serve metrics for Prometheus at http://127.0.0.1:PORT/metrics; 0: a free port",
+    )
 
 
 def _completion(to: argparse.ArgumentParser) -> None:

@@ -29,6 +29,12 @@ NO_SYMMETRIC_MEMORY = (
     "symmetric memory"
 )
 
+# Of _core.Stats: what stats() has.
+STATS = (
+    *("calls", "frames_sent", "bytes_sent", "bytes_written", "bytes_received"),
+    *("bytes", "seconds"),
+)
+
 INT32 = 2**31 - 1  # the largest color, key or count
 
 # How long replace() waits for processes that join.
@@ -45,6 +51,17 @@ on_shrink: list[Callable[[Group, Group], None]] = []
 # A WeakSet cannot be iterated while another thread drops a group.
 _groups: set[weakref.ref[Group]] = set()
 _lock = threading.RLock()  # of the subgroups to abort; reentrant for aborts by signal handlers
+
+
+class Stats(dict[str, float]):
+    """Totals of a rank by name, each also an attribute: see Group.stats()."""
+
+    def __getattr__(self, name: str) -> Any:
+        """Raises AttributeError if there is no such total."""
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(f"stats() has no {name!r}, but {', '.join(self)}") from None
 
 
 class Group:
@@ -274,9 +291,19 @@ class Group:
             )
         return self._elastic
 
-    def stats(self) -> _core.Stats:
-        """This rank's totals: bytes written to peers, calls, seconds. GroupBroken in a fork."""
-        return self.core.stats()
+    def stats(self) -> Stats:
+        """This rank's totals since the group was formed, without the data of CUDA arrays.
+
+        Returns:
+            A dictionary of numbers, each also an attribute: calls, frames_sent, bytes_sent
+            (payload), bytes_written (with frame headers: all bytes written to peers) and the same
+            as bytes, bytes_received, and the seconds spent in calls.
+
+        Raises:
+            GroupBroken: the group belongs to the parent process of a fork.
+        """
+        core = self.core.stats()
+        return Stats({name: getattr(core, name) for name in STATS})
 
     def close(self) -> None:
         """Leaves the group cleanly; later calls raise GroupBroken. Closing twice has no effect.

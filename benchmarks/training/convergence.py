@@ -280,7 +280,7 @@ def _written(group: pycomm.Group) -> Callable[[], int]:
 
     def count() -> int:
         before.append(group.stats().bytes_written)
-        return round((before[-1] - before[-2]) * group.size / (2 * (group.size - 1)))
+        return int((before[-1] - before[-2]) * group.size / (2 * (group.size - 1)) + 0.5)
 
     return count
 

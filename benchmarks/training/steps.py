@@ -257,7 +257,7 @@ def line_speed(group: pycomm.Group, speed: float) -> float:
     for _ in range(8):
         collectives.all_reduce(x, group=group)
     seconds = time.perf_counter() - start
-    return (group.stats().bytes_written - before.bytes_written) / seconds
+    return float(group.stats().bytes_written - before.bytes_written) / seconds
 
 
 def measured(

@@ -16,7 +16,7 @@ from rich.text import Text
 
 from pycomm._tables import Table
 from pycomm.errors import InvalidArgument
-from pycomm.observe import flight_recorder
+from pycomm.observe import flight_recorder, prometheus
 from pycomm.observe.flight_recorder import FlightRecord
 from pycomm.observe.sample import Sample, program, state_of
 
@@ -126,6 +126,10 @@ def main(options: argparse.Namespace) -> int:
 
     def sample() -> Sample:
         return Sample(options.group, options.program)
+
+    if options.textfile or options.listen is not None:
+        where = options.textfile, options.listen
+        return prometheus.export(sample, *where, options.every, options.once)
 
     def show(now: Sample, before: Sample | None = None) -> None:
         if options.json:
