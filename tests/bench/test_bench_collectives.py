@@ -7,6 +7,7 @@ import math
 import os
 import re
 import sys
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -26,6 +27,7 @@ from pycomm.bench.collectives.peers import OPERATORS, PEERS, Peer
 from pycomm.bench.collectives.worker import Times
 from pycomm.bench.support import netns
 from pycomm.bench.support.sizes import names, parse_sizes
+from pycomm.observe import flight_recorder
 from pycomm.testing import run_ranks
 
 NEEDS_HOSTS = pytest.mark.skipif(bool(netns.missing()), reason=netns.missing())
@@ -89,6 +91,18 @@ def test_wrong_elements_are_counted(verb: str, dtype: str, copies: bool) -> None
         arrays.output[[0, first]] = arrays.output[[first, 0]]
 
     assert arrays.wrong(swap_two) == 2
+
+
+@pytest.mark.parametrize(
+    ("verb", "place"),
+    [("all_gather", 1024), ("gather", 1024), ("reduce_scatter", -1024), ("scatter", -1024)],
+)
+def test_in_place_arrays_are_those_of_nccl_tests(verb: str, place: int) -> None:
+    """Where the input begins in the output, or the output in the input, of rank 1 of 4."""
+    arrays = verbs.Arrays(cases.Case(verb, "float32", 4096, 4, root=1, copies=True), rank=1)
+    assert arrays.input.data_ptr() - arrays.output.data_ptr() == place
+    arrays = verbs.Arrays(cases.Case("all_reduce", "float32", 4096, 4, copies=True), rank=1)
+    assert arrays.input.data_ptr() != arrays.output.data_ptr()
 
 
 def times(gloo: list[list[float]], ours: list[list[float]], wrong: int = 0) -> Times:
@@ -269,7 +283,8 @@ def test_a_trace_is_replayed(
     with monkeypatch.context() as patch:
         patch.setenv("PYCOMM_TRACE", str(tmp_path / "traces"))
         run_ranks(2, calls, transport="shm", processes=True)
-    content = stored(tmp_path, f"collectives --replay {tmp_path / 'traces'} --rounds 2")
+        patch.setenv("PYCOMM_TRACE", str(tmp_path / "again"))
+        content = stored(tmp_path, f"collectives --replay {tmp_path / 'traces'} --rounds 2")
     found = {row["call"]: row["calls"] for row in content["rows"]}
     assert found == {
         **{"all_reduce(float32, 4,096, max)": 20, "reduce(float32, 4,096, sum, root 1)": 20},
@@ -281,6 +296,11 @@ def test_a_trace_is_replayed(
         "barrier()": 22,  # and one at each end
     }
     assert all(row["recorded_us"] > 0 < row["replayed_us"] for row in content["rows"])
+    again: Counter[str] = Counter()  # the calls of the replay, of which the first is not timed
+    for path in (tmp_path / "again").glob("*.trace"):
+        again.update(map(flight_recorder.title, flight_recorder.read(path).records))
+    found.pop("barrier()")
+    assert {call: again[call] for call in found} == {call: 3 * n for call, n in found.items()}
     title = r'# group "world" of .*: 2 ranks, 111 calls, replayed 2 times in'
     assert re.search(title, capfd.readouterr().out)
     (tmp_path / "traces" / "world.1.trace").unlink()

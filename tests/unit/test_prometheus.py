@@ -63,12 +63,14 @@ def run_named(body: Any, *args: Any) -> Any:
 
 
 def written(file: Path) -> tuple[str, str]:
-    """The file after two commands, and what a program reads that opened it between them."""
+    """The file after two commands, and what a program reads that opened it between them: another
+    file, which the second command does not change."""
     command = [sys.executable, "-m", "pycomm", "top", "--textfile", str(file), "--once"]
     command += ["--group", NAME]
     subprocess.run(command, check=True, timeout=LIMIT_S)
     with file.open() as before:
         subprocess.run(command, check=True, timeout=LIMIT_S)
+        assert os.fstat(before.fileno()).st_ino != file.stat().st_ino
         return file.read_text(), before.read()
 
 
