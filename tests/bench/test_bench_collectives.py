@@ -246,6 +246,7 @@ def test_a_parser_of_nccl_tests_reads_the_output(
     mean = re.search(r"^# Avg bus bandwidth    : ([\d.e-]+)$", text, re.M)
     assert mean is not None
     assert float(mean[1]) > 0
+    assert re.search(r"^# Avg bus bandwidth of gloo : [\d.e-]+$", text, re.M)
 
 
 def test_far_percentiles_and_load_are_marked() -> None:

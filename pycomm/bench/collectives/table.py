@@ -177,8 +177,8 @@ def foot(found: Sequence[Line], checked: bool = True) -> list[str]:
     shown = [f"# Out of bounds values : {verdict}"]
     for i, peer in enumerate(dict.fromkeys(line.peer for line in found)):
         rates = [rate for line in found if line.peer == peer for rate in _rates(line)]
-        name = "" if i == 0 else f", {peer}"
-        shown.append(f"# Avg bus bandwidth    : {statistics.mean(rates):.5g}{name}")
+        name = "   " if i == 0 else f" of {peer}"  # parsers of nccl-tests read one
+        shown.append(f"# Avg bus bandwidth{name} : {statistics.mean(rates):.5g}")
     marks = "".join(map(_marks, found))
     if "!" in marks:
         shown.append(f"# !: the 99th percentile is above {FAR:g} times the time")
