@@ -132,7 +132,7 @@ def layers(path: Path) -> None:
         _box(
             axes,
             (0.0, 0.95, 2.9, 0.9),
-            'pycomm.torch_backend\nthe backend "pycomm",\nor gloo\'s place',
+            'pycomm.torch_backend\nthe backend "pycomm",\nalso in place of gloo',
         )
         _box(
             axes,
