@@ -86,7 +86,7 @@ StagedTask::StagedTask(engine::Engine& engine, SharedMemoryRegion& region, const
   tiny_ = whole <= kTinyBytes;
   const bool sums = job.operation == Operation::all_reduce || job.operation == Operation::reduce;
   two_shots_ = sums && whole > (size_ == 2 ? kOneShotBytesOfTwo : kOneShotBytes);
-  begin_stores(whole);
+  stores_ = begin_stores(whole);
 }
 
 StagedTask::Chunk StagedTask::chunk(uint64_t i) const {
@@ -164,7 +164,8 @@ bool StagedTask::advance() {
     const Chunk at = chunk(collected_);
     if (!collects() || (two_shots_ ? have_reduced(at.ticket) : have_filled(at.ticket))) {
       if (collects()) work(collected_, &StagedTask::collect);
-      if (!one_way_) record_try(collected_);
+      to_output_.end();
+      stores_.end(collected_, bytes(at.count));
       ++collected_;
       publish(region_.own().done, at.ticket + span_);
       wake_due_ = false;
@@ -200,51 +201,29 @@ bool StagedTask::have_filled(uint64_t ticket) {
   return true;
 }
 
-// Whether the stores of the last chunk are measured, and not all of its readers are done.
+// Whether the last chunk is measured, and not all of its readers are done.
 bool StagedTask::waits_for_readers() {
-  if (!filling_) return false;
-  const uint64_t ticket = chunk(filled_ - 1).ticket;
+  if (!stores_.await_readers()) return false;
+  const Chunk at = chunk(filled_ - 1);
   for (int peer = 0; peer < size_; ++peer)
     if (peer != rank_ && (job_.operation != Operation::gather || peer == job_.root) &&
-        is_missing(peer, region_.of(peer).done, ticket + span_))
+        is_missing(peer, region_.of(peer).done, at.ticket + span_))
       return true;
-  spent_[(filled_ - 1) % kSlots] = Clock::now() - *std::exchange(filling_, {});
-  record_try(filled_ - 1);
+  stores_.have_read(filled_ - 1, bytes(at.count));
   return false;
 }
 
-// Ranks that both write and read measure which stores are faster. In one direction, the rank that
-// writes lets the others read each measured chunk before it writes the next one.
-void StagedTask::begin_stores(size_t call_bytes) {
-  if (call_bytes <= kOneShotBytes) return;
-  one_way_ = is_one_way(job_.operation);
-  tries_ = (!one_way_ || fills()) && job_.operation != Operation::reduce;
-  stores_ = &region_.store_tuner(call_bytes, one_way_);
-  if (!tries_) return;
-  counted_ = std::exchange(stores_->turns, stores_->turns + chunks_);
-  stores_->advance_to(counted_);
+StoreTrials StagedTask::begin_stores(size_t call_bytes) {
+  if (call_bytes <= kOneShotBytes) return {};
+  const bool one_way = is_one_way(job_.operation);
+  const bool measures = one_way ? fills() : job_.operation != Operation::reduce;
+  return {region_.store_tuner(call_bytes, one_way), measures, one_way, chunks_};
 }
 
 // Runs a step of chunk `i`.
 void StagedTask::work(uint64_t i, void (StagedTask::*step)(const Chunk&)) {
-  const uint64_t turn = counted_ + i;
-  if (stores_ != nullptr)
-    nontemporal_ = tries_ ? stores_->uses_second(turn) : stores_->prefers_second();
-  if (!tries_ || !stores_->tries(turn)) return (this->*step)(chunk(i));
-  if (one_way_ && step == &StagedTask::fill) filling_ = Clock::now();
-  if (one_way_) return (this->*step)(chunk(i));
-  const auto start = Clock::now();
-  (this->*step)(chunk(i));
-  spent_[i % kSlots] += Clock::now() - start;
-}
-
-// Records the time of chunk `i` at its end.
-void StagedTask::record_try(uint64_t i) {
-  const uint64_t turn = counted_ + i;
-  if (!tries_ || !stores_->tries(turn)) return;
-  const auto spent = std::exchange(spent_[i % kSlots], {});
-  stores_->record_cost(turn, std::chrono::duration<double, std::nano>(spent).count() /
-                                 static_cast<double>(bytes(chunk(i).count)));
+  nontemporal_ = stores_.nontemporal(i);
+  stores_.run(i, step == &StagedTask::fill, [&] { (this->*step)(chunk(i)); });
 }
 
 // Orders the written data before the flags that follow.
@@ -332,11 +311,6 @@ void StagedTask::combine(const Sum& to, uint64_t ticket) {
 }
 
 void StagedTask::collect(const Chunk& at) {
-  collect_rows(at);
-  to_output_.end();
-}
-
-void StagedTask::collect_rows(const Chunk& at) {
   const size_t row_bytes = bytes(at.count);
   switch (job_.operation) {
     case Operation::all_reduce:

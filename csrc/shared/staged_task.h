@@ -16,11 +16,9 @@
 // The engine runs this task and handles waiting, deadlines and failures.
 #pragma once
 
-#include <array>
-#include <optional>
-
 #include "shared/flag_task.h"
 #include "shared/nontemporal_copy.h"
+#include "shared/store_trials.h"
 
 namespace pycomm::shared {
 
@@ -43,15 +41,13 @@ class StagedTask final : public FlagTask {
   bool collects() const;
   bool have_filled(uint64_t ticket);
   bool waits_for_readers();
-  void begin_stores(size_t call_bytes);
+  StoreTrials begin_stores(size_t call_bytes);
   void work(uint64_t i, void (StagedTask::*step)(const Chunk&));
-  void record_try(uint64_t i);
   void copy_to_slot(std::byte* into, const std::byte* from, size_t bytes);
   void copy_from_slot(std::byte* into, const std::byte* from, size_t bytes);
   void fill(const Chunk& chunk);
   void reduce(const Chunk& chunk);
   void collect(const Chunk& chunk);
-  void collect_rows(const Chunk& chunk);
   struct Sum;
   void combine(const Sum& sum, uint64_t ticket);
   void end_nontemporal();
@@ -64,15 +60,10 @@ class StagedTask final : public FlagTask {
   bool tiny_ = false;      // data is stored in the flags' cache lines
   bool wake_due_ = false;  // for the flag of a filled slot
   bool two_shots_ = false;
-  OnlineTuner* stores_ = nullptr;                // null: plain stores
-  bool tries_ = false;                           // this call's chunks are measured
-  bool one_way_ = false;                         // by the rank that fills
-  std::optional<Clock::time_point> filling_{};   // since when, of a measured chunk, one way
-  uint64_t counted_ = 0;                         // chunks before this call
-  bool nontemporal_ = false;                     // the current chunk uses non-temporal stores
-  std::array<Clock::duration, kSlots> spent_{};  // time on each measured chunk
-  uint64_t span_ = 1;                            // slots, and tickets, of a chunk
-  size_t chunk_count_ = 0;                       // elements of a row per chunk
+  StoreTrials stores_;
+  bool nontemporal_ = false;  // the current chunk uses non-temporal stores
+  uint64_t span_ = 1;         // slots, and tickets, of a chunk
+  size_t chunk_count_ = 0;    // elements of a row per chunk
   uint64_t chunks_ = 1;
   OutputCopy to_output_;
   uint64_t filled_ = 0, reduced_ = 0, collected_ = 0;
