@@ -174,7 +174,7 @@ def test_command_reports_an_invalid_file(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "pycomm", "info", "--flight", str(tmp_path / "garbage")]
     done = finished(command, timeout=60)
     assert done.returncode == 1
-    assert done.stderr.startswith(f"pycomm: {tmp_path / 'garbage'} is not a flight record")
+    assert done.stderr.startswith(f"pycomm info: {tmp_path / 'garbage'} is not a flight record")
 
 
 def test_text_in_a_file_cannot_control_the_terminal() -> None:
