@@ -216,8 +216,9 @@ bool StagedTask::waits_for_readers() {
 StoreTrials StagedTask::begin_stores(size_t call_bytes) {
   if (call_bytes <= kOneShotBytes) return {};
   const bool one_way = is_one_way(job_.operation);
-  const bool measures = one_way ? fills() : job_.operation != Operation::reduce;
-  return {region_.store_tuner(call_bytes, one_way), measures, one_way, chunks_};
+  const bool single = one_way && chunks_ == 1;  // uses what calls in both directions measured
+  const bool measures = one_way ? fills() && !single : job_.operation != Operation::reduce;
+  return {region_.store_tuner(call_bytes, one_way && !single), measures, one_way, chunks_};
 }
 
 // Runs a step of chunk `i`.
