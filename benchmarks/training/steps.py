@@ -3,9 +3,8 @@
 The gradient has the size of FasterRCNN's, 41 M elements or 165 MB of float32, in 20 equal layers;
 forward and backward are real products of matrices, of as many rows as take `--compute-s` where no
 rank waits for another. Hosts are network namespaces behind `tc tbf` (netns.py of
-pycomm.bench.support), "none" as fast as the kernel is. Without root, or with --throttle, ranks of
-one host use token buckets in pycomm's transport instead (testing/rate_limited.h), and the table
-says so. The ways to train run one after another:
+pycomm.bench.support), "none" as fast as the kernel is. Needs root. The ways to train run one after
+another:
 
     compute   no communication: what every rank does by itself, all at the same time
     dense     one sum of all gradients behind the backward pass
@@ -33,8 +32,8 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import os
 import statistics
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -55,7 +54,6 @@ from pycomm.bench.collectives.peers import OURS
 from pycomm.bench.support import machine, plots, processes, summaries
 from pycomm.bench.support.netns import Network, missing
 from pycomm.compress.cost_model import Coding, measure_coding
-from pycomm.testing import run_ranks
 from pycomm.tuning import planner
 
 LAYERS = 20
@@ -68,10 +66,7 @@ SPARSITY = 0.999
 PLANNED = {"dense": "dense", "dgc": "dgc gather", "compact": "dgc 2bit gather"}
 PLANNED |= {"local": f"local {EVERY}"}
 ONE_BUCKET_MB = 1 << 20
-BUCKET = "token bucket in the transport"
 FIRST = 2  # steps that are not counted
-LINE_WITHIN = 0.1  # of its rate
-LIMIT_S = 600  # of a call, against hangs
 
 
 Wrapped = tuple[nn.Module, torch.optim.Optimizer | pycomm.LocalSGD]
@@ -137,7 +132,6 @@ class Row:
     over_compute_percent: float
     ratio: float  # times faster than overlap
     expected_s: float | None = None  # by the planner; None: it has no such link or way
-    line_of_rate: float | None = None  # of a token bucket: counted bytes a second over its rate
 
 
 def main(argv: Sequence[str]) -> int:
@@ -148,17 +142,14 @@ def main(argv: Sequence[str]) -> int:
     usual = "100mbit,1gbit,10gbit,none"
     parser.add_argument("--rates", type=command.rates, default=usual, help="(%(default)s)")
     command.add_names(parser, "ways", WAYS, WAYS)
-    parser.add_argument("--throttle", action="store_true", help="token buckets, not tc")
     options = parser.parse_args(argv)
     if not {"compute", "overlap"} <= {*options.ways}:
         parser.error("--ways needs compute and overlap")
-    if not options.throttle and (why := missing()):
-        command.CONSOLE.print(f"tc {why}: each line is a {BUCKET}")
-        options.throttle = True
+    if why := missing():
+        print(f"pycomm bench links --training {why}", file=sys.stderr)
+        return 2
     settings = command.chosen(options, "hosts", "steps", "compute_s")
     settings |= {"elements": LAYERS * options.width**2, "ways": options.ways}
-    if options.throttle:
-        settings["lines"] = BUCKET
     found = stored(options.json, settings)
     rates = [rate for rate in options.rates if all(row.rate != rate for row in found)]
     with command.bar() as bar:
@@ -168,10 +159,9 @@ def main(argv: Sequence[str]) -> int:
             found += measure(rate, options, lambda: bar.advance(task))
             rows = [asdict(row) for row in found]
             summaries.store(options.json, settings=settings, rows=rows)
-    command.CONSOLE.print(table(found, BUCKET if options.throttle else ""))
+    command.CONSOLE.print(table(found))
     if options.plot:
-        hosts = f"{options.hosts} ranks, {BUCKET}" if options.throttle else f"{options.hosts} hosts"
-        draw(options.plot, found, f"{hosts}, {machine.caption()}")
+        draw(options.plot, found, f"{options.hosts} hosts, {machine.caption()}")
     return 0
 
 
@@ -187,7 +177,6 @@ def measure(rate: str, options: argparse.Namespace, advance: Callable[[], object
     """The rows of one link."""
     took: dict[str, list[float]] = {}
     codings: list[tuple[Coding, Coding]] = []
-    speed = None if rate == UNSHAPED else bytes_s(rate)
 
     def on_message(rank: int, message: tuple[str, float] | tuple[Coding, Coding]) -> None:
         if isinstance(message[0], Coding):
@@ -199,22 +188,11 @@ def measure(rate: str, options: argparse.Namespace, advance: Callable[[], object
             advance()
 
     args = (options.ways, options.steps, options.width, options.compute_s)
-    if options.throttle:
-        limits: dict[str, Any] = {"timeout_s": LIMIT_S, "link_bytes_per_s": speed}
-        limits |= {"transport": "tcp", "processes": True}
-        for rank, messages in enumerate(
-            run_ranks(options.hosts, throttled, speed, *args, **limits)
-        ):
-            for one in messages:
-                on_message(rank, one)
-    else:
-        with Network(options.hosts, ipv6=False) as net:
-            if rate != UNSHAPED:
-                net.shape(0, rate)
-            hosts = [host.name for host in net.hosts]
-            processes.run(work, args, options.hosts, on_message, hosts)
+    with Network(options.hosts, ipv6=False) as net:
+        if rate != UNSHAPED:
+            net.shape(0, rate)
+        processes.run(work, args, options.hosts, on_message, [host.name for host in net.hosts])
     slowest = {way: max(took[way]) for way in options.ways}
-    line = max(took["line"]) / speed if "line" in took and speed else None
     expected: dict[str, float] = {}
     if rate != UNSHAPED:
         where = options.hosts, bytes_s(rate) * 8e-9  # in Gbit/s
@@ -228,48 +206,20 @@ def measure(rate: str, options: argparse.Namespace, advance: Callable[[], object
             over_compute_percent=100 * (seconds / slowest["compute"] - 1),
             ratio=slowest["overlap"] / seconds,
             expected_s=expected.get(PLANNED.get(way, "")),
-            line_of_rate=line,
         )
         for way, seconds in slowest.items()
     ]
 
 
-def work(rank: processes.Rank, *args: Any) -> None:
-    """A rank on its own host."""
-    Groups([OURS["pycomm"]], rank.store, rank.rank, rank.size)
-    measured(rank.send, *args)
-
-
-def throttled(group: pycomm.Group, speed: float | None, *args: Any) -> list[Any]:
-    """A rank behind a token bucket: its reports, and the rate of its link."""
-    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // group.size))
-    messages: list[Any] = [("line", line_speed(group, speed))] if speed else []
-    measured(messages.append, *args)
-    return messages
-
-
-def line_speed(group: pycomm.Group, speed: float) -> float:
-    """Bytes a second that this rank writes in sums of about a second altogether, headers counted;
-    the first has emptied the bucket."""
-    x = torch.zeros(int(speed / 4 / 8))
-    collectives.all_reduce(x, group=group)
-    before, start = group.stats(), time.perf_counter()
-    for _ in range(8):
-        collectives.all_reduce(x, group=group)
-    seconds = time.perf_counter() - start
-    return float(group.stats().bytes_written - before.bytes_written) / seconds
-
-
-def measured(
-    send: Callable[[object], None], ways: list[str], steps: int, width: int, compute_s: float
-) -> None:
+def work(rank: processes.Rank, ways: list[str], steps: int, width: int, compute_s: float) -> None:
     """Reports the coding rate of this rank, all ranks at once, and (way, seconds of a step)."""
+    Groups([OURS["pycomm"]], rank.store, rank.rank, rank.size)
     raw, compact = planner.loads_of(LAYERS * width**2, SPARSITY)
     collectives.barrier()
-    send((measure_coding(raw), measure_coding(compact)))
+    rank.send((measure_coding(raw), measure_coding(compact)))
     rows = rows_of(compute_s, width)
     for way in ways:
-        send((way, seconds_of(way, (rows, width), steps)))
+        rank.send((way, seconds_of(way, (rows, width), steps)))
 
 
 def rows_of(compute_s: float, width: int) -> int:
@@ -313,27 +263,21 @@ def seconds_of(way: str, shape: tuple[int, int], steps: int) -> float:
     return statistics.mean(seconds) if way in ROUNDS else statistics.median(seconds)
 
 
-def table(found: Sequence[Row], lines: str = "") -> Table:
+def table(found: Sequence[Row]) -> Table:
     """Seconds per step, a column for each link and one for what the planner expects, if it does;
-    the ratio of overlap to DGC, and Paddle's. `lines` says what the links are, where not tc's."""
-    title = "seconds per step" + (f", each link a {lines}" if lines else "")
+    the ratio of overlap to DGC, and Paddle's."""
     ways = list(dict.fromkeys(row.way for row in found))
     columns: dict[str, list[str]] = {}
     for rate in dict.fromkeys(row.rate for row in found):
         own = {row.way: row for row in found if row.rate == rate}
-        share = next(iter(own.values())).line_of_rate
         ratio = f"{own['dgc'].ratio:.2f}x" if "dgc" in own else "-"
         paddle = f"{PADDLE[rate]}x" if rate in PADDLE else "-"
         columns[rate] = [f"{own[way].step_s:.3f}" for way in ways] + [ratio, paddle]
-        if share is not None:
-            holds = "" if abs(share - 1) <= LINE_WITHIN else ": outside of the tolerance"
-            columns[rate].append(f"{100 * share:.0f} %{holds}")
         planned = [own[way].expected_s for way in ways]
         if any(planned):
             columns[f"{rate} planned"] = ["" if s is None else f"{s:.3f}" for s in planned]
-    names = [*ways, "overlap/dgc", "Paddle's", "measured rate"]
-    shown = Table({"way": "<"} | dict.fromkeys(columns, ">"), title)
-    names = names[: max(map(len, columns.values()))]
+    shown = Table({"way": "<"} | dict.fromkeys(columns, ">"), "seconds per step")
+    names = [*ways, "overlap/dgc", "Paddle's"]
     for row in itertools.zip_longest(names, *columns.values(), fillvalue=""):
         shown.add(*row)
     return shown

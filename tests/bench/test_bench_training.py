@@ -90,22 +90,6 @@ def test_steps_between_hosts_run_and_are_resumed(
     assert f"{dgc['expected_s']:.3f}" in out
 
 
-def test_steps_behind_token_buckets(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Without root, and the output says so; a dense step waits for its bytes."""
-    monkeypatch.setattr(steps, "missing", lambda: "needs root")
-    words = f"{STEPS} --ways compute,overlap,compact --width 256 --rates 100mbit"
-    content = stored(tmp_path, words)
-    assert steps.BUCKET in " ".join(capsys.readouterr().out.split())
-    assert content["settings"]["lines"] == steps.BUCKET
-    compute, overlap, compact = content["rows"]
-    bytes_ = 20 * 256**2 * 4  # which each of two ranks sends once
-    assert overlap["step_s"] > 0.8 * (bytes_ - 2 * 0.02 * 12.5e6) / 12.5e6
-    assert all(row["step_s"] > 0 for row in (compute, compact))
-    assert 0 < overlap["line_of_rate"] < 1.1
-
-
 @pytest.mark.parametrize(("way", "counted"), [("adamw", 7), ("topk_50_every_5", 10), ("local", 8)])
 def test_rounds_are_measured_whole(way: str, counted: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """At least 7 steps, after those that are not counted."""
