@@ -22,6 +22,7 @@ from torch import nn
 
 import pycomm
 from benchmarks.gpu.gpu_ranks import WAYS, join
+from benchmarks.training.models import resnet50_shapes
 from pycomm.bench.support import processes
 from pycomm.bench.support.processes import Rank
 
@@ -98,26 +99,6 @@ def time_calls(rank: Rank, name: str, kind: str, shares: str | None = None) -> N
             complete.append((time.perf_counter() - start) / CALLS * 1e6)
         row = {"calls": name, "bytes": nbytes, "host_us": statistics.median(host[1:])}
         rank.send({**row, "complete_us": statistics.median(complete[1:])})
-
-
-def resnet50_shapes() -> list[tuple[int, ...]]:
-    """The parameters of ResNet-50 for 1000 classes: 25,557,032 elements (He et al., 2016)."""
-    shapes: list[tuple[int, ...]] = []
-
-    def convolution(out: int, inner: int, size: int) -> None:
-        shapes.extend([(out, inner, size, size), (out,), (out,)])  # and its normalization
-
-    convolution(64, 3, 7)
-    inner = 64
-    for width, blocks in ((64, 3), (128, 4), (256, 6), (512, 3)):
-        for block in range(blocks):
-            convolution(width, inner, 1)
-            convolution(width, width, 3)
-            convolution(4 * width, width, 1)
-            if block == 0:
-                convolution(4 * width, inner, 1)
-            inner = 4 * width
-    return [*shapes, (1000, inner), (1000,)]
 
 
 class Products(nn.Module):

@@ -11,6 +11,7 @@ single_kernels.py and update_kernels.py have more; libraries.py has the librarie
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
@@ -21,6 +22,7 @@ from torch import Tensor
 import pycomm
 from benchmarks.kernels import single_kernels, update_kernels
 from benchmarks.kernels.libraries import LOADERS
+from benchmarks.training.models import resnet50_shapes
 from pycomm import kernels, reference
 from pycomm.bench.kernels.comparison import OURS, Array, Call, Comparison, Traffic, host
 from pycomm.bench.kernels.residuals import MOMENTUM, SPARSITY, STEPS
@@ -99,19 +101,8 @@ def _dgc_step_of_many(case: Case, steps: Mapping[str, Step]) -> Comparison:
 
 def proportions(count: int) -> list[int]:
     """The lengths of ResNet-50's 161 tensors, in proportion, all aligned to 16 bytes."""
-    lengths = [64 * 3 * 49, 64, 64]
-    width_in = 64
-    for blocks, width in ((3, 64), (4, 128), (6, 256), (3, 512)):
-        for block in range(blocks):
-            convolutions = [width_in * width, 9 * width * width, 4 * width * width]
-            norms = [width, width, 4 * width]
-            if block == 0:
-                convolutions.append(width_in * 4 * width)
-                norms.append(4 * width)
-            for convolution, norm in zip(convolutions, norms, strict=True):
-                lengths += [convolution, norm, norm]
-            width_in = 4 * width
-    lengths += [1000, 2048 * 1000]  # bias first, so that the last takes the remainder
+    *lengths, weight, bias = map(math.prod, resnet50_shapes())
+    lengths += [bias, weight]  # the last one takes the remainder
     share = count / sum(lengths)
     scaled = [max(4, int(n * share) // 4 * 4) for n in lengths[:-1]]
     return [*scaled, count - sum(scaled)]

@@ -54,6 +54,26 @@ def resnet18() -> nn.Module:
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(512, 10))
 
 
+def resnet50_shapes() -> list[tuple[int, ...]]:
+    """The parameters of ResNet-50 for 1000 classes: 25,557,032 elements (He et al., 2016)."""
+    shapes: list[tuple[int, ...]] = []
+
+    def convolution(out: int, inner: int, size: int) -> None:
+        shapes.extend([(out, inner, size, size), (out,), (out,)])  # and its normalization
+
+    convolution(64, 3, 7)
+    inner = 64
+    for width, blocks in ((64, 3), (128, 4), (256, 6), (512, 3)):
+        for block in range(blocks):
+            convolution(width, inner, 1)
+            convolution(width, width, 3)
+            convolution(4 * width, width, 1)
+            if block == 0:
+                convolution(4 * width, inner, 1)
+            inner = 4 * width
+    return [*shapes, (1000, inner), (1000,)]
+
+
 class NextCharacter(CharGPT):
     """CharGPT with its scores as rows, [batch * time, alphabet], as the loss takes them."""
 
