@@ -1,7 +1,9 @@
 """Checks the wording of docs, docstrings, comments, error texts and names of tests.
 
-    python tools/language.py                 counts findings, and fails if there are any
-    python tools/language.py docs/errors.md  lists the findings of one or more files, with lines
+    python tools/language.py                 all files, and the subjects of commits
+    python tools/language.py docs/errors.md  one or more files
+
+Prints each finding with its line, and fails if there are any.
 
 A banned word is a private metaphor for which the field has a term; see docs/glossary.md. Sentences
 of docs have at most LONGEST words, with a median of at most MEDIAN. Subjects of commits name their
@@ -15,7 +17,6 @@ import statistics
 import subprocess
 import sys
 import tokenize
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -131,7 +132,7 @@ def text_of(path: Path) -> Iterator[tuple[int, str]]:
 def banned_of(path: Path) -> list[Finding]:
     """Every banned word of a file."""
     return [
-        Finding(path, line, f'"{match[0]}": write {hint}')
+        Finding(path, line, f'banned word "{match[0]}": write {hint}')
         for line, text in text_of(path)
         for pattern, hint in BANNED_RE.items()
         for match in pattern.finditer(text)
@@ -169,17 +170,11 @@ def sentences(path: Path) -> list[tuple[int, str]]:
 
 
 def long_of(path: Path) -> list[Finding]:
-    """Sentences of a page that are too long."""
-    return [
-        Finding(path, line, f"{n} words: {text[:90]}")
-        for line, text in sentences(path)
-        if (n := len(text.split())) > LONGEST
-    ]
-
-
-def words_of(path: Path) -> int:
-    """Words of a page, tables and code included, as `wc -w` counts."""
-    return len(path.read_text().split())
+    """Sentences of a page that are too long, alone or in the median."""
+    counts = [(line, len(text.split()), text) for line, text in sentences(path)]
+    found = [Finding(path, at, f"{n} words: {text[:90]}") for at, n, text in counts if n > LONGEST]
+    median = statistics.median([n for _, n, _ in counts] or [0])
+    return found + [Finding(path, 1, f"{median} words in the median")] * (median > MEDIAN)
 
 
 def subjects() -> list[str]:
@@ -196,45 +191,16 @@ def subjects() -> list[str]:
     return wrong
 
 
-def summary() -> bool:
-    """Prints the state, and whether it is within the limits."""
-    good = True
-    print(f"{'page':34}{'words':>7}{'median':>8}{'long':>6}{'banned':>8}")
-    total: Counter[str] = Counter()
-    for page in pages():
-        lengths = [len(text.split()) for _, text in sentences(page)]
-        name, long, banned = str(page.relative_to(ROOT)), len(long_of(page)), len(banned_of(page))
-        median = statistics.median(lengths) if lengths else 0
-        print(f"{name:34}{words_of(page):7}{median:8.0f}{long:6}{banned:8}")
-        total.update(words=words_of(page), long=long, banned=banned)
-        if long or median > MEDIAN:
-            print(f"  {name}: at most {LONGEST} words a sentence, and {MEDIAN} in the median")
-            good = False
-    print(f"{'all pages':34}{total['words']:7}{'':8}{total['long']:6}{total['banned']:8}")
-    counts = Counter({"docs": total["banned"]})
-    for path in sources():
-        counts[path.relative_to(ROOT).parts[0]] += len(banned_of(path))
-    for area, count in counts.items():
-        print(f"banned words in {area:18}{count:7}")
-        good &= count == 0
-    for wrong in subjects():
-        print(wrong)
-        good = False
-    return good
-
-
 def main() -> None:
-    """The summary, or the findings of the files that are named."""
+    """Checks all files, or those that are named."""
     paths = [Path(p).resolve() for p in sys.argv[1:]]
-    for path in paths:
-        long = long_of(path) if path.suffix == ".md" else []
-        for finding in sorted(banned_of(path) + long):
-            print(f"{finding.path.relative_to(ROOT)}:{finding.line}: {finding.what}")
-        if long or path.suffix == ".md":
-            lengths = [len(text.split()) for _, text in sentences(path)] or [0]
-            print(f"{path.name}: {words_of(path)} words, median {statistics.median(lengths):.0f}")
-    if not paths and not summary():
-        sys.exit(1)
+    wrong = [] if paths else subjects()
+    for path in paths or [*pages(), *sources()]:
+        found = banned_of(path) + (long_of(path) if path.suffix == ".md" else [])
+        where = path.relative_to(ROOT)
+        wrong += [f"{where}:{finding.line}: {finding.what}" for finding in sorted(found)]
+    print(*wrong, sep="\n", end="\n" if wrong else "")
+    sys.exit(1 if wrong else 0)
 
 
 if __name__ == "__main__":
