@@ -7,6 +7,7 @@ the layers, a DGC step and a training step are.
 
 from __future__ import annotations
 
+import itertools
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -100,11 +101,6 @@ def replaced(path: Path) -> None:
 # ---- what it is ----------------------------------------------------------------------------------
 
 
-def _plain(axes: Axes, width: float, height: float) -> None:
-    axes.set(xlim=(0, width), ylim=(height, 0))
-    axes.axis("off")
-
-
 def _box(axes: Axes, place: tuple[float, float, float, float], text: str, shade: str = "") -> None:
     """A box at (x, y, width, height) with a line in bold, and more lines below."""
     x, y, width, height = place
@@ -123,44 +119,34 @@ def _box(axes: Axes, place: tuple[float, float, float, float], text: str, shade:
 
 def layers(path: Path) -> None:
     """The folders, from the APIs down to the links."""
-    ours, torch = plots.color("pycomm"), plots.color("gloo")
+    rows = (  # of boxes: a text, and the method whose colour it has
+        {"torch.distributed\nDDP, FSDP, vLLM, Ray": "gloo"}
+        | {"import pycomm\nNumPy, CuPy, torch": "pycomm"},
+        {'pycomm.torch_backend\nthe backend "pycomm",\nalso in place of gloo': ""}
+        | {"pycomm/\nDataParallel, DGC, LocalSGD,\ncollectives, kernels": ""},
+        {"csrc/group\nchecks that all ranks make one call, chooses a plan": ""},
+        {"csrc/engine\nplans over links,\ndeadlines": ""}
+        | {"csrc/shared\narrays in shared\nmemory": "", "csrc/device\nplans on GPU\nstreams": ""},
+        {"transport\nshared memory,\nTCP": "pycomm", "kernels\nsums, top-k,\ncodes": "pycomm"}
+        | {"NCCL\nloaded at\nrun time": "nccl"},
+    )
+    arrow: Any = {"arrowstyle": "-|>", "color": MUTED, "lw": 1}
 
     def panel(axes: Axes) -> None:
-        _plain(axes, 6, 5.6)
-        _box(axes, (0.0, 0.0, 2.9, 0.62), "torch.distributed\nDDP, FSDP, vLLM, Ray", torch)
-        _box(axes, (3.1, 0.0, 2.9, 0.62), "import pycomm\nNumPy, CuPy, torch", ours)
-        _box(
-            axes,
-            (0.0, 0.95, 2.9, 0.9),
-            'pycomm.torch_backend\nthe backend "pycomm",\nalso in place of gloo',
-        )
-        _box(
-            axes,
-            (3.1, 0.95, 2.9, 0.9),
-            "pycomm/\nDataParallel, DGC, LocalSGD,\ncollectives, kernels",
-        )
-        _box(
-            axes,
-            (0.0, 2.18, 6.0, 0.62),
-            "csrc/group\nchecks that all ranks make one call, chooses a plan",
-        )
-        three = {
-            "csrc/engine\nplans over links,\ndeadlines": (
-                "transport\nshared memory,\nTCP",
-                "pycomm",
-            ),
-            "csrc/shared\narrays in shared\nmemory": ("kernels\nsums, top-k,\ncodes", "pycomm"),
-            "csrc/device\nplans on GPU\nstreams": ("NCCL\nloaded at\nrun time", "nccl"),
-        }
-        for i, (above, (below, name)) in enumerate(three.items()):
-            _box(axes, (2.05 * i, 3.13, 1.9, 0.9), above)
-            _box(axes, (2.05 * i, 4.36, 1.9, 0.9), below, plots.color(name))
-        arrow: Any = {"arrowstyle": "-|>", "color": MUTED, "lw": 1}
-        for x, top in ((1.45, 0.62), (4.55, 0.62), (1.45, 1.85), (4.55, 1.85)):
-            axes.annotate("", (x, top + 0.32), (x, top + 0.02), arrowprops=arrow)
-        for x in (0.95, 3.0, 5.05):
-            for top in (2.8, 4.03):
-                axes.annotate("", (x, top + 0.32), (x, top + 0.02), arrowprops=arrow)
+        axes.set(xlim=(0, 6), ylim=(5.3, 0))
+        axes.axis("off")
+        top = 0.0
+        for boxes, below in itertools.zip_longest(rows, rows[1:], fillvalue={}):
+            height, each = 0.34 + 0.28 * max(text.count("\n") for text in boxes), 6.2 / len(boxes)
+            for i, (text, name) in enumerate(boxes.items()):
+                shade = plots.color(name) if name else ""
+                _box(axes, (each * i, top, each - 0.2, height), text, shade)
+            count = max(len(boxes), len(below)) if below else 0
+            for x in (6.2 * (i + 0.5) / count - 0.1 for i in range(count)):
+                axes.annotate(
+                    "", (x, top + height + 0.32), (x, top + height + 0.02), arrowprops=arrow
+                )
+            top += height + 0.33
 
     plots.save(path, {"": panel}, "Both APIs use one core, which checks each call", "", 5.0)
 
