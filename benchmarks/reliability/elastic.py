@@ -28,7 +28,7 @@ from matplotlib.axes import Axes
 
 from benchmarks.reliability.elastic_ranks import LIMIT_S, Ranks, Steps, Training
 from benchmarks.support import command
-from pycomm.bench.support import machine, plots, summaries
+from pycomm.bench.support import plots, summaries
 
 INTERVAL_S = 15.0
 TRAINING_RANKS = 4
@@ -45,7 +45,7 @@ def main(argv: Sequence[str]) -> int:
     """Measures, prints, stores; returns 1 if the parameters of two ranks or two runs differ."""
     counts: dict[str, Any] = {"ranks": (8, ""), "rounds": (50, "kills for each size")}
     counts |= {"minutes": (0.0, "of each training"), "interval": (INTERVAL_S, "seconds")}
-    parser = command.parser("elastic", __doc__, "the loss over the steps", **counts)
+    parser = command.parser("elastic", __doc__, **counts)
     sizes_mb = [1, 100, 1000]
     parser.add_argument("--state-mb", nargs="+", type=int, default=sizes_mb, help="(%(default)s)")
     parser.add_argument("--starts", nargs="+", choices=STARTS, default=list(STARTS), help="(all)")
@@ -63,8 +63,6 @@ def main(argv: Sequence[str]) -> int:
             {"run": run["kind"], "kills": run["kills_at"], "losses": summaries.curve(run["losses"])}
             for run in runs
         ]
-        if options.plot:
-            draw(options.plot, content, machine.caption())
     command.report(options.json, **content)
     return status
 

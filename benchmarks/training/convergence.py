@@ -29,7 +29,7 @@ from benchmarks.training.methods import METHODS, Method
 from benchmarks.training.soap import SOAP
 from benchmarks.training.workloads import WORKLOADS, Workload, missing
 from pycomm._tables import Table
-from pycomm.bench.support import machine, plots, summaries
+from pycomm.bench.support import plots, summaries
 from pycomm.compress.dgc import compressor_of
 from pycomm.testing import run_ranks
 
@@ -60,8 +60,8 @@ class Run:
 
 def main(argv: Sequence[str]) -> int:
     """Trains, prints, stores; returns the exit status."""
-    counts = {"ranks": (8, ""), "seeds": (3, "how many, from 0")}
-    parser = command.parser("convergence", __doc__, "loss over steps and over MB", **counts)
+    counts: dict[str, Any] = {"ranks": (8, ""), "seeds": (3, "how many, from 0")}
+    parser = command.parser("convergence", __doc__, **counts)
     sgd = [method.name for method in METHODS.values() if method.adaptive is None]
     command.add_names(parser, "workloads", WORKLOADS, ["images", "text"])
     command.add_names(parser, "methods", METHODS, sgd)
@@ -86,8 +86,6 @@ def main(argv: Sequence[str]) -> int:
         summaries.store(options.json, rows=[asdict(run) for run in found])
     lines, good = summary(found)
     command.CONSOLE.print("\n".join(lines))
-    if options.plot:
-        draw(options.plot, found, machine.caption())
     return 0 if good else 1
 
 

@@ -22,7 +22,7 @@ from matplotlib.axes import Axes
 
 from benchmarks.support import command
 from benchmarks.training.convergence import Run
-from pycomm.bench.support import machine, plots, summaries
+from pycomm.bench.support import plots, summaries
 
 REFERENCE = "adamw"
 WORKLOAD = "text"
@@ -53,7 +53,7 @@ DRAWN = {
 
 def main(argv: Sequence[str]) -> int:
     """Combines, prints, stores; returns 1 if no run of a method reaches the loss."""
-    parser = command.parser("quality", __doc__, plot="the loss over the time")
+    parser = command.parser("quality", __doc__)
     stored: dict[str, Any] = {"type": Path, "required": True}
     parser.add_argument("--convergence", nargs="+", **stored, help="its stored results")
     parser.add_argument("--links", **stored, help="stored results of links --training")
@@ -68,8 +68,6 @@ def main(argv: Sequence[str]) -> int:
     rows = combined(chosen, links["rows"])
     settings = {name: links["settings"][name] for name in ("hosts", "elements")}
     command.report(options.json, settings={"ranks": runs[0].ranks} | settings, rows=rows)
-    if options.plot:
-        draw(options.plot, rows, machine.caption())
     return 0
 
 

@@ -103,8 +103,9 @@ def _taken(found: residuals.Residuals, window: int, k: int) -> tuple[Array, Arra
 
 def main(argv: Sequence[str]) -> int:
     """Counts, prints, stores; returns the exit status."""
-    counts = {"elements": (3 * 10**8, ""), "counted": (1 << 23, "elements of real ranks")}
-    parser = command.parser("wire", __doc__, "bytes over ranks", **counts)
+    counts: dict[str, Any] = {"elements": (3 * 10**8, "")}
+    counts["counted"] = 1 << 23, "elements of real ranks"
+    parser = command.parser("wire", __doc__, **counts)
     parser.add_argument("residuals", type=Path, help="of `python -m benchmarks residuals`")
     whole, share = (numbers(kind, lambda n: n > 0, "above 0") for kind in (int, float))
     usual = "8,16,64,128,256,1024"
@@ -135,8 +136,6 @@ def main(argv: Sequence[str]) -> int:
     settings = command.chosen(options, "elements", "counted") | {"residuals": found.digest}
     content = {"packets": packets, "ramp": ramp, "ranks": ranks, "counted": counted}
     command.report(options.json, settings=settings, **content)
-    if options.plot:
-        draw(options.plot, ranks, options.elements)
     return 0
 
 

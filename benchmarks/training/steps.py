@@ -51,7 +51,7 @@ from pycomm import collectives
 from pycomm._tables import Table
 from pycomm.bench.collectives.groups import Groups
 from pycomm.bench.collectives.peers import OURS
-from pycomm.bench.support import machine, plots, processes, summaries
+from pycomm.bench.support import plots, processes, summaries
 from pycomm.bench.support.netns import Network, missing
 from pycomm.compress.cost_model import Coding, measure_coding
 from pycomm.tuning import planner
@@ -138,7 +138,7 @@ def main(argv: Sequence[str]) -> int:
     """Measures, prints, stores; returns the exit status: 2 if hosts are impossible here."""
     counts: dict[str, Any] = {"hosts": (2, ""), "steps": (8, "of a way; 1 where it takes seconds")}
     counts |= {"width": (1432, "of a layer"), "compute_s": (0.3725, "a step's")}
-    parser = command.parser("links --training", __doc__, "seconds per step", **counts)
+    parser = command.parser("links --training", __doc__, **counts)
     usual = "100mbit,1gbit,10gbit,none"
     parser.add_argument("--rates", type=command.rates, default=usual, help="(%(default)s)")
     command.add_names(parser, "ways", WAYS, WAYS)
@@ -160,8 +160,6 @@ def main(argv: Sequence[str]) -> int:
             rows = [asdict(row) for row in found]
             summaries.store(options.json, settings=settings, rows=rows)
     command.CONSOLE.print(table(found))
-    if options.plot:
-        draw(options.plot, found, f"{options.hosts} hosts, {machine.caption()}")
     return 0
 
 

@@ -189,9 +189,8 @@ def test_harmful_flood_is_detected(found: Flood, kept: bool) -> None:
 
 @pytest.mark.timeout(300)  # 12 processes import torch
 def test_elastic_runs(tmp_path: Path) -> None:
-    picture = tmp_path / "loss.svg"
     words = "elastic --ranks 3 --state-mb 1 --rounds 2 --minutes 0.05 --interval 1.5"
-    content = stored(tmp_path, f"{words} --starts forked --plot {picture}")
+    content = stored(tmp_path, f"{words} --starts forked")
     (replaced,) = content["replacements"]
     assert 0 < replaced["join_ms"] <= replaced["join_worst_ms"]
     assert 0 < replaced["idle_ms"] <= replaced["idle_worst_ms"]
@@ -200,7 +199,6 @@ def test_elastic_runs(tmp_path: Path) -> None:
     assert killed["bitwise_equal"]
     assert killed["compared"] > 0
     assert killed["idle_s"] > 0 == quiet["idle_s"]
-    assert picture.stat().st_size > 0
 
 
 def test_other_parameters_are_detected() -> None:

@@ -77,7 +77,7 @@ def test_steps_between_hosts_run_and_are_resumed(
     names = "compute,overlap,dgc,adamw,quantize,topk,topk_50_every_5,quantized_updates"
     ways = names.split(",")
     words = f"{STEPS} --ways {names} --width 128 --rates 10gbit"
-    before = stored(tmp_path, words, plot=True)["rows"]
+    before = stored(tmp_path, words)["rows"]
     assert [row["way"] for row in before] == ways
     assert all(row["step_s"] > 0 for row in before)
     compute, overlap, dgc = before[:3]
@@ -114,7 +114,7 @@ def test_bytes_that_ranks_receive(tmp_path: Path, capsys: pytest.CaptureFixture[
     random = residuals.Residuals(u, v, g[None], np.zeros((1, 16, 1), np.int32))
     residuals.store(random, tmp_path / "r.npz")
     words = f"wire {tmp_path / 'r.npz'} --elements 400000 --ranks 4,32 --processes 2"
-    content = stored(tmp_path, f"{words} --counted 1000000", plot=True)
+    content = stored(tmp_path, f"{words} --counted 1000000")
     few, many = content["ranks"]
     assert [few["size"], many["size"]] == [4, 32]
     assert many["gather"] > 7 * few["gather"]
@@ -142,7 +142,7 @@ def test_one_copy_needs_less_memory_than_caches(tmp_path: Path) -> None:
 
 def train(folder: Path, methods: str, more: str = "") -> list[Any]:
     words = f"convergence --ranks 2 --steps 4 --workloads text --seeds 1 --methods '{methods}'"
-    found: list[Any] = stored(folder, f"{words} {more}", plot=True)["rows"]
+    found: list[Any] = stored(folder, f"{words} {more}")["rows"]
     return found
 
 
@@ -317,7 +317,7 @@ def test_time_to_quality_takes_the_shortest_run_that_reaches_the_loss(tmp_path: 
     links = tmp_path / "links.json"
     summaries.write(links, {"settings": {"hosts": 2, "elements": 10}, "rows": of_link})
     words = f"quality --links {links} --convergence"
-    rows = stored(tmp_path, f"{words} {' '.join(map(str, files))}", plot=True)["rows"]
+    rows = stored(tmp_path, f"{words} {' '.join(map(str, files))}")["rows"]
     assert [(row["method"], row["steps"], row["seconds"], row["ratio"]) for row in rows] == [
         ("adamw", 1000, 4000.0, 1.0),
         ("adamw quantize 3 8", 1000, 2000.0, 2.0),
