@@ -11,7 +11,6 @@ from __future__ import annotations
 import itertools
 import os
 import statistics
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -63,9 +62,8 @@ def main(argv: Sequence[str]) -> int:
     rows: list[dict[str, Any]] = []
     show = command.by_case(options.ranks, lambda reports: rows.extend(rows_of(reports)))
     peers = [known[name] for name in options.peers]
-    with tempfile.NamedTemporaryFile() as flags:
-        barrier_file(flags, options.ranks)
-        args = (Path(flags.name), peers, cases, options.rounds, options.idle)
+    with barrier_file(options.ranks) as flags:
+        args = (flags, peers, cases, options.rounds, options.idle)
         processes.run(_work, args, options.ranks, show)
     settings = command.chosen(options, "ranks", "rounds", "peers")
     command.report(options.json, settings=settings, rows=rows)

@@ -30,7 +30,6 @@ import secrets
 import ssl
 import statistics
 import sys
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -172,12 +171,11 @@ def measure(
     link = LinkSettings(options.delay, limit, loss / 100)
     on_message = command.by_case(size, lambda by: show(rows_of(rate, options.hosts, by, link)))
     secret = mock.patch.dict(os.environ, PYCOMM_SECRET=secrets.token_hex(32))  # of the ranks
-    with secret, _network(rate, link, options) as net, tempfile.NamedTemporaryFile() as flags:
-        worker.barrier_file(flags, size)
+    with secret, _network(rate, link, options) as net, worker.barrier_file(size) as flags:
         hosts = [net.hosts[rank // options.ranks_per_host] for rank in range(size)]
         addresses = [host.ipv4() for host in hosts]
         request = Request(
-            *(Path(flags.name), addresses, options.peers, cases, options.rounds),
+            *(flags, addresses, options.peers, cases, options.rounds),
             far=options.delay > 0,
         )
         processes.run(link_rank.work, (request,), size, on_message, [host.name for host in hosts])

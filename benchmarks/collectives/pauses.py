@@ -10,7 +10,6 @@ microsecond, and make one call; a time is that of the slowest rank. The backends
 from __future__ import annotations
 
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -54,9 +53,8 @@ def main(argv: Sequence[str]) -> int:
 def measure(ranks: int, calls: Sequence[str], rounds: int, idle_s: float) -> list[dict[str, Any]]:
     """The rows of one number of ranks."""
     by_rank: list[Any] = [None] * ranks
-    with tempfile.NamedTemporaryFile() as flags:
-        barrier_file(flags, ranks)
-        args = (Path(flags.name), calls, rounds, idle_s)
+    with barrier_file(ranks) as flags:
+        args = (flags, calls, rounds, idle_s)
         processes.run(_work, args, ranks, by_rank.__setitem__)
     rows = []
     for call in calls:

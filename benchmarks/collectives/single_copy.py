@@ -12,7 +12,6 @@ from __future__ import annotations
 import ctypes
 import os
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -44,9 +43,8 @@ def main(argv: Sequence[str]) -> int:
         "--sizes", type=sizes.parse_sizes, default="1M,4M,16M,64M", help="(%(default)s)"
     )
     options = parser.parse_args(argv)
-    with tempfile.NamedTemporaryFile() as flags:
-        barrier_file(flags, 2)
-        args = (Path(flags.name), options.sizes, options.rounds)
+    with barrier_file(2) as flags:
+        args = (flags, options.sizes, options.rounds)
         by_rank = run_ranks(2, _work, *args, processes=True, transport="shm", timeout_s=600)
     rows = []
     of_slots: dict[tuple[str, int], float] = {}

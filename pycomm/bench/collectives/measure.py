@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import Progress
 
 from pycomm.bench.collectives import mpi, table, worker
 from pycomm.bench.collectives.cases import Case, Run
@@ -46,15 +45,7 @@ def _measure(to: Console, run: Run, name: str) -> list[table.Line]:
     found: list[table.Line] = []
     others: list[table.Line] = []  # of the case before, which has the other form
     waiting: dict[Case, dict[int, worker.Times]] = {}
-    bar = Progress(
-        TextColumn("{task.description:24}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-        console=to,
-        disable=not to.is_terminal,
-        transient=True,
-    )
+    bar = Progress(console=to, disable=not to.is_terminal, transient=True)
     task = bar.add_task("starting", total=len(run.cases))
 
     def on_message(rank: int, times: worker.Times) -> None:
@@ -67,7 +58,9 @@ def _measure(to: Console, run: Run, name: str) -> list[table.Line]:
         if case.copies:
             others[:] = new
             return
-        new = table.merged(new, others, mpi=name, loaded=_is_loaded())
+        new = table.merged(
+            new, others, mpi=name, loaded=os.getloadavg()[0] > (os.cpu_count() or 1) + OWN_LOAD
+        )
         others.clear()
         shown = []
         if not found or (found[-1].verb, found[-1].dtype) != (case.verb, case.dtype):
@@ -80,18 +73,13 @@ def _measure(to: Console, run: Run, name: str) -> list[table.Line]:
         ]
         to.print("\n".join(shown), soft_wrap=True)
 
-    with bar, tempfile.NamedTemporaryFile() as flags:
-        worker.barrier_file(flags, run.ranks)
-        args = (Path(flags.name), peers, run)
+    with bar, worker.barrier_file(run.ranks) as flags:
+        args = (flags, peers, run)
         if name:
             mpi.run((name, run.prefixes.get(name)), worker.work, args, run.ranks, on_message)
         else:
             processes.run(worker.work, args, run.ranks, on_message)
     return found
-
-
-def _is_loaded() -> bool:
-    return os.getloadavg()[0] > (os.cpu_count() or 1) + OWN_LOAD
 
 
 def draw(path: Path, found: Sequence[table.Line], ranks: int, caption: str) -> None:

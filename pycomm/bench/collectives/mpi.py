@@ -24,7 +24,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch's 
 
 from pycomm._process_pool import RankFailed
 from pycomm.bench.collectives.peers import PACKAGES
-from pycomm.bench.collectives.verbs import Arrays, Call, point_to_point
+from pycomm.bench.collectives.verbs import Arrays, Call, Form, point_to_point
 from pycomm.bench.support.processes import Rank
 
 LIBRARIES = {"mpich": "MPICH", "openmpi": "Open MPI", "intelmpi": "Intel(R) MPI"}
@@ -65,13 +65,7 @@ def run(
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         listener = stack.enter_context(Listener(str(Path(folder, "socket")), authkey=key.encode()))
         command = [str(_mpiexec(prefix)), *_options(name), "-n", str(size)]
-        command += [
-            sys.executable,
-            "-m",
-            "pycomm.bench.collectives.mpi",
-            name,
-            str(listener.address),
-        ]
+        command += [sys.executable, "-m", __name__, name, str(listener.address)]
         environment = {**os.environ, **_environment(prefix), KEY_VARIABLE: key}
         with (
             tempfile.TemporaryFile("w+") as output,
@@ -106,7 +100,7 @@ def call(arrays: Arrays) -> Call:
     following, previous = arrays.neighbours
     root_copies = copies and arrays.is_root
 
-    def overlap() -> None:
+    def overlap(x: Any, out: Any) -> None:
         requests = [world.Irecv(out, previous), world.Isend(x, following)]
         arrays.compute()
         MPI.Request.Waitall(requests)
@@ -120,7 +114,6 @@ def call(arrays: Arrays) -> Call:
     def scatter(x: Any, out: Any) -> None:
         world.Scatter(x if arrays.is_root else None, same if root_copies else out, root)
 
-    x, out = arrays.input.numpy(), arrays.output.numpy()
     if case.verb.startswith("p2p_"):
         views = {id(one): one.numpy() for one in (arrays.input, arrays.output, arrays.answer)}
         return point_to_point(
@@ -128,7 +121,7 @@ def call(arrays: Arrays) -> Call:
             lambda x, peer: world.Isend(views[id(x)], peer),
             lambda x, peer: world.Irecv(views[id(x)], peer),
         )
-    forms: dict[str, Callable[[Any, Any], object]] = {
+    forms: dict[str, Form] = {
         "all_reduce": lambda x, _: world.Allreduce(same, x, op),
         "reduce": reduce,
         "broadcast": lambda x, _: world.Bcast(x, root),
@@ -139,7 +132,7 @@ def call(arrays: Arrays) -> Call:
         "scatter": scatter,
         "all_to_all": world.Alltoall,
         "send_recv": lambda x, out: world.Sendrecv(x, following, recvbuf=out, source=previous),
-        "overlap": lambda *_: overlap(),
+        "overlap": overlap,
         "barrier": lambda *_: world.Barrier(),
     }
     return arrays.form(forms[case.verb], torch.Tensor.numpy)

@@ -59,11 +59,9 @@ def lines(by_rank: Sequence[Times]) -> list[Line]:
     """The lines of one case, from the reports of all ranks, in rank order."""
     case = by_rank[0].case
     copies = [name for name in by_rank[0].seconds if name.startswith(COPY)]
-    copy_s = min(_slowest([typical(t.seconds[name]) for t in by_rank]) for name in copies)
+    copy_s = min(max(typical(t.seconds[name]) for t in by_rank) for name in copies)
     fastest_s = limit_s(case, copy_s)
-    times = {
-        name: _slowest([typical(t.seconds[name]) for t in by_rank]) for name in by_rank[0].wrong
-    }
+    times = {name: max(typical(t.seconds[name]) for t in by_rank) for name in by_rank[0].wrong}
     return [_line(name, by_rank, times, fastest_s) for name in times]
 
 
@@ -79,15 +77,14 @@ def _line(name: str, by_rank: Sequence[Times], times: dict[str, float], fastest_
         verb=case.verb,
         peer=name,
         time_us=time_s * 1e6,
-        p99_us=_slowest([p99([s for series in rounds for s in series]) for rounds in per_rank])
-        * 1e6,
+        p99_us=max(p99([s for series in rounds for s in series]) for rounds in per_rank) * 1e6,
         algbw_gbs=algbw,
         busbw_gbs=algbw * case.kind.bus_factor(case.size),
         wrong=sum(t.wrong[name] for t in by_rank),
         ratio=times[comparator] / time_s if comparator else None,
         limit_percent=100 * fastest_s / time_s,
         limit_us=fastest_s * 1e6,
-        worst_us=_slowest([statistics.median(s) for rounds in per_rank for s in rounds]) * 1e6,
+        worst_us=max(statistics.median(s) for rounds in per_rank for s in rounds) * 1e6,
         rounds=len(per_rank[0]),
         redop=case.redop if case.kind.reduces else "none",
         root=case.root if case.kind.rooted else -1,
@@ -196,10 +193,6 @@ def _rates(line: Line) -> list[float]:
 def typical(rounds: Sequence[Sequence[float]]) -> float:
     """The median over rounds of each round's median."""
     return statistics.median(statistics.median(series) for series in rounds)
-
-
-def _slowest(by_rank: Sequence[float]) -> float:
-    return max(by_rank)
 
 
 def p99(seconds: Sequence[float]) -> float:

@@ -11,6 +11,8 @@ import torch.distributed as dist
 from pycomm.bench.collectives.cases import WINDOW, Case
 
 Call = Callable[[], object]
+Form = Callable[[Any, Any], object]
+"""Of an input and an output."""
 
 COMPUTED_BYTES = 2**16  # of a message, for each product of two FACTORs in "overlap"
 FACTOR = 128
@@ -98,9 +100,7 @@ class Arrays:
         """Puts the input back as it was before the call."""
         self.input.copy_(self.source)
 
-    def form(
-        self, call: Callable[[Any, Any], object], view: Callable[[torch.Tensor], Any] = lambda x: x
-    ) -> Call:
+    def form(self, call: Form, view: Callable[[torch.Tensor], Any] = lambda x: x) -> Call:
         """The call of an operation, call(input, output) of views, in the form of the case."""
         x, out, copied = self.input, self.output, self.copied
         if not self.case.copies or not (self.case.kind.in_place or self.case.verb in COPIED):
@@ -170,10 +170,7 @@ def point_to_point(
     arrays: Arrays, send: Callable[[Any, int], Any], recv: Callable[[Any, int], Any]
 ) -> Call:
     """The calls of p2p operations; send(x, rank) and recv(x, rank) return what wait() waits for."""
-    rank, verb, x, out, answer = (
-        *(arrays.rank, arrays.case.verb, arrays.input, arrays.output),
-        arrays.answer,
-    )
+    rank, verb, x, out = arrays.rank, arrays.case.verb, arrays.input, arrays.output
     if rank > 1:
         return lambda: None
     sends, receives = verb == "p2p_bidirectional" or rank == 0, rank == 1 or verb != "p2p_bandwidth"
@@ -187,7 +184,7 @@ def point_to_point(
         works += [send(x, 1 - rank) for _ in range(WINDOW if sends else 0)]
         for work in works:
             work.wait()
-        (send if rank else recv)(answer, 1 - rank).wait()
+        (send if rank else recv)(arrays.answer, 1 - rank).wait()
 
     return ping_pong if verb == "p2p_latency" else window
 
@@ -199,7 +196,7 @@ def through_torch(arrays: Arrays, group: dist.ProcessGroup | None) -> Call:
     gather: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
     scatter: Any = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
     op = getattr(dist.ReduceOp, "PRODUCT" if case.redop == "prod" else case.redop.upper())
-    rows, alone = arrays.rows, not arrays.is_root
+    rows, at_root = arrays.rows, arrays.is_root
     if case.verb.startswith("p2p_"):
         if arrays.input.is_cuda:
             raise NotImplementedError("NCCL needs messages in batches")
@@ -208,24 +205,23 @@ def through_torch(arrays: Arrays, group: dist.ProcessGroup | None) -> Call:
             lambda x, peer: dist.isend(x, peer, group=group),
             lambda x, peer: dist.irecv(x, peer, group=group),
         )
-    return {
-        "all_reduce": arrays.form(lambda x, _: dist.all_reduce(x, op, group=group)),
-        "reduce": arrays.form(lambda x, _: dist.reduce(x, root, op, group=group)),
-        "broadcast": arrays.form(lambda x, _: dist.broadcast(x, root, group=group)),
-        "all_gather": arrays.form(lambda x, out: gather(out, x, group=group)),
-        "all_gather_v": arrays.form(lambda x, out: dist.all_gather(rows(out), x, group=group)),
-        "gather": arrays.form(
-            lambda x, out: dist.gather(x, None if alone else rows(out), root, group=group)
+    forms: dict[str, Form] = {
+        "all_reduce": lambda x, _: dist.all_reduce(x, op, group=group),
+        "reduce": lambda x, _: dist.reduce(x, root, op, group=group),
+        "broadcast": lambda x, _: dist.broadcast(x, root, group=group),
+        "all_gather": lambda x, out: gather(out, x, group=group),
+        "all_gather_v": lambda x, out: dist.all_gather(rows(out), x, group=group),
+        "gather": lambda x, out: dist.gather(x, rows(out) if at_root else None, root, group=group),
+        "reduce_scatter": lambda x, out: scatter(out, x, op, group=group),
+        "scatter": lambda x, out: dist.scatter(
+            out, rows(x) if at_root else None, root, group=group
         ),
-        "reduce_scatter": arrays.form(lambda x, out: scatter(out, x, op, group=group)),
-        "scatter": arrays.form(
-            lambda x, out: dist.scatter(out, None if alone else rows(x), root, group=group)
-        ),
-        "all_to_all": arrays.form(lambda x, out: dist.all_to_all_single(out, x, group=group)),
-        "send_recv": arrays.form(lambda x, out: _exchange(arrays, x, out, group)),
-        "overlap": lambda: _batch(arrays, arrays.input, arrays.output, group, arrays.compute),
-        "barrier": lambda: dist.barrier(group=group),
-    }[case.verb]
+        "all_to_all": lambda x, out: dist.all_to_all_single(out, x, group=group),
+        "send_recv": lambda x, out: _exchange(arrays, x, out, group),
+        "overlap": lambda x, out: _batch(arrays, x, out, group, arrays.compute),
+        "barrier": lambda *_: dist.barrier(group=group),
+    }
+    return arrays.form(forms[case.verb])
 
 
 def _batch(
@@ -261,17 +257,17 @@ def direct(arrays: Arrays) -> Call:
 
     case, root, (following, previous) = arrays.case, arrays.case.root, arrays.neighbours
     op: Any = case.redop
-    rows, alone = arrays.rows, not arrays.is_root
+    rows, at_root = arrays.rows, arrays.is_root
 
     def exchange(x: torch.Tensor, out: torch.Tensor) -> None:
         sent = pycomm.send(x, following, async_op=True)
         pycomm.recv(out, previous)
         sent.wait()
 
-    def overlap() -> None:
+    def overlap(x: torch.Tensor, out: torch.Tensor) -> None:
         works: list[pycomm.Work] = [
-            pycomm.send(arrays.input, following, async_op=True),
-            pycomm.recv(arrays.output, previous, async_op=True),
+            pycomm.send(x, following, async_op=True),
+            pycomm.recv(out, previous, async_op=True),
         ]
         arrays.compute()
         for work in works:
@@ -286,19 +282,18 @@ def direct(arrays: Arrays) -> Call:
             lambda x, peer: pycomm.send(x, peer, async_op=True),
             lambda x, peer: pycomm.recv(x, peer, async_op=True),
         )
-    return {
-        "all_reduce": arrays.form(lambda x, _: pycomm.all_reduce(x, op)),
-        "reduce": arrays.form(lambda x, _: pycomm.reduce(x, root, op)),
-        "broadcast": arrays.form(lambda x, _: pycomm.broadcast(x, root)),
-        "all_gather": arrays.form(lambda x, out: pycomm.all_gather(x, out=whole(out))),
-        "all_gather_v": arrays.form(lambda x, out: pycomm.all_gather_v(x, out=rows(out))),
-        "gather": arrays.form(
-            lambda x, out: pycomm.gather(x, root, out=None if alone else whole(out))
-        ),
-        "reduce_scatter": arrays.form(lambda x, out: pycomm.reduce_scatter(whole(x), op, out=out)),
-        "scatter": arrays.form(lambda x, out: pycomm.scatter(whole(x), root, out=out)),
-        "all_to_all": arrays.form(lambda x, out: pycomm.all_to_all(whole(x), out=whole(out))),
-        "send_recv": arrays.form(exchange),
+    forms: dict[str, Form] = {
+        "all_reduce": lambda x, _: pycomm.all_reduce(x, op),
+        "reduce": lambda x, _: pycomm.reduce(x, root, op),
+        "broadcast": lambda x, _: pycomm.broadcast(x, root),
+        "all_gather": lambda x, out: pycomm.all_gather(x, out=whole(out)),
+        "all_gather_v": lambda x, out: pycomm.all_gather_v(x, out=rows(out)),
+        "gather": lambda x, out: pycomm.gather(x, root, out=whole(out) if at_root else None),
+        "reduce_scatter": lambda x, out: pycomm.reduce_scatter(whole(x), op, out=out),
+        "scatter": lambda x, out: pycomm.scatter(whole(x), root, out=out),
+        "all_to_all": lambda x, out: pycomm.all_to_all(whole(x), out=whole(out)),
+        "send_recv": exchange,
         "overlap": overlap,
-        "barrier": lambda: pycomm.barrier(),  # noqa: PLW0108 - it is overloaded
-    }[case.verb]
+        "barrier": lambda *_: pycomm.barrier(),
+    }
+    return arrays.form(forms[case.verb])

@@ -7,12 +7,12 @@ import functools
 import gc
 import mmap
 import os
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
 
 import torch
 
@@ -44,16 +44,19 @@ class Times:
     seconds: dict[str, list[list[float]]]  # contestants and copies
 
 
-def barrier_file(file: IO[bytes], size: int) -> None:
-    """Fills the file of a Barrier of `size` ranks: SLOT int64 for each, how often it arrived."""
-    file.write(bytes(8 * size * SLOT))
-    file.flush()
+@contextlib.contextmanager
+def barrier_file(size: int) -> Iterator[Path]:
+    """The file of a Barrier of `size` ranks: SLOT int64 for each, how often it arrived."""
+    with tempfile.NamedTemporaryFile() as file:
+        file.write(bytes(8 * size * SLOT))
+        file.flush()
+        yield Path(file.name)
 
 
 class Barrier:
     """A barrier of the ranks of one host, within about a microsecond, independent of contestants.
 
-    `flags` is what barrier_file() filled.
+    `flags` is of barrier_file().
     """
 
     def __init__(self, flags: Path, rank: int, size: int) -> None:
