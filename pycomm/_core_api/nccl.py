@@ -5,13 +5,12 @@
 
 from __future__ import annotations
 
-import importlib
 import importlib.metadata
-import importlib.util
 from pathlib import Path
 from typing import Any
 
 from pycomm import config
+from pycomm._core_api import devices
 from pycomm.errors import Unsupported
 
 PACKAGE = "nvidia-nccl-cu13"
@@ -55,9 +54,9 @@ def load(module: Any = None) -> Any:
             "remove it from nccl.conf"
         )
     if module is None:
-        if importlib.util.find_spec("pycomm._cuda") is None:
+        if not devices.has_cuda_module():
             raise Unsupported("NCCL not searched: pycomm._cuda is not built")
-        module = importlib.import_module("pycomm._cuda")
+        module = devices.cuda_module()
     return module.nccl.load(places())
 
 

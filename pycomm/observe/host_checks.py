@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.metadata
 import importlib.util
 import platform
 import resource
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from pycomm import _c10d, _core, config
-from pycomm._core_api import nccl
+from pycomm._core_api import devices, nccl
 from pycomm.errors import Error, Unsupported
 from pycomm.observe import info
 
@@ -135,12 +132,11 @@ def _address() -> Finding:
 
 
 def _gpus() -> Finding:
-    if importlib.util.find_spec("pycomm._cuda") is None:
+    if not devices.has_cuda_module():
         return Finding("GPUs", OK, "pycomm was built without CUDA")
-    why: Callable[[], str] = importlib.import_module("pycomm._cuda").why_not
     if not Path("/proc/driver/nvidia/version").exists():
         return Finding("GPUs", OK, "no NVIDIA driver")
-    if reason := why():
+    if reason := devices.cuda_module().why_not():
         return Finding("GPUs", WARNING, reason, "see docs/install.md, CUDA")
     try:
         library = nccl.load()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
-import importlib.util
 import json
 import platform
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from pycomm import _c10d, _core, collectives, config, errors, testing
-from pycomm._core_api import nccl
+from pycomm._core_api import devices, nccl
 from pycomm._tables import Table, console
 from pycomm.observe import flight_report
 
@@ -64,7 +63,7 @@ def _built() -> dict[str, str]:
         "python": f"{platform.python_version()}, numpy {np.__version__}",
         "_core": f"g++ {_core.compiler}",
         "_c10d": _torch_backend(),
-        "_cuda": "built" if importlib.util.find_spec("pycomm._cuda") else "not built",
+        "_cuda": "built" if devices.has_cuda_module() else "not built",
         "nccl": nccl.described(),
     }
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import datetime
-import importlib
-import importlib.util
 import math
 import os
 import platform
 from pathlib import Path
 
 import torch
+
+from pycomm._core_api import devices
 
 
 def describe() -> dict[str, str | int]:
@@ -45,10 +45,9 @@ def busy() -> str:
 
 def gpus() -> tuple[list[str], str]:
     """The names of the GPUs that pycomm and torch can use, or the reason why there is none."""
-    if importlib.util.find_spec("pycomm._cuda") is None:
+    if not devices.has_cuda_module():
         return [], "pycomm._cuda is not built; put nvcc on PATH and run `make build`"
-    why: str = importlib.import_module("pycomm._cuda").why_not()
-    if why:
+    if why := devices.cuda_module().why_not():
         return [], why
     if not torch.cuda.is_available():
         return [], f"torch {torch.__version__} finds none; a CUDA build of torch is needed"
