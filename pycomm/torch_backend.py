@@ -81,9 +81,7 @@ def Options(  # noqa: N802 - as torch's
             of channels.
         Unsupported: the compiled module does not fit this torch.
     """
-    device_groups.check_internode_transport(cuda_internode_transport)
-    device_groups.check_channels(cuda_channels)
-    device_groups.check_agreement(cuda_agreement)
+    device_groups.Options(cuda_channels, cuda_internode_transport, cuda_agreement).check()
     encrypt = None if encrypt is None else flag("encrypt", encrypt)
     if thread_multiple is not None:
         thread_multiple = flag("thread_multiple", thread_multiple)

@@ -42,6 +42,12 @@ class Options(NamedTuple):
     internode_transport: str
     agreement: str
 
+    def check(self) -> None:
+        """Raises InvalidArgument if a device group cannot have one of them."""
+        integer("cuda_channels", self.channels, 1, MAX_CHANNELS)
+        one_of("cuda_internode_transport", self.internode_transport, INTERNODE_TRANSPORTS)
+        one_of("cuda_agreement", self.agreement, AGREEMENTS)
+
 
 class _Source:
     """The module that provides devices."""
@@ -63,11 +69,7 @@ def core(group: Group, device: Device, call: _core.Call) -> _core.Collectives:
         return group.core
     found = group._devices.get(device.index)
     if found is None:
-        options = Options(
-            group.cuda_channels,
-            group.cuda_internode_transport,
-            group.cuda_agreement,
-        )
+        options = Options(group.cuda_channels, group.cuda_internode_transport, group.cuda_agreement)
         found = _make(group.core._capsule(), device.index, group._timeout_s, options)
         group._devices[device.index] = found
     if not found.formed and call.operation not in MESSAGES:
@@ -118,25 +120,8 @@ def stream(device: Device, array: Any) -> int:
     return devices.queue(device, array)[1]
 
 
-def check_channels(channels: int) -> None:
-    """Raises InvalidArgument unless a device group can have so many channels."""
-    integer("cuda_channels", channels, 1, MAX_CHANNELS)
-
-
-def check_internode_transport(transport: str) -> None:
-    """Raises InvalidArgument unless there is such a transport between hosts."""
-    one_of("cuda_internode_transport", transport, INTERNODE_TRANSPORTS)
-
-
-def check_agreement(agreement: str) -> None:
-    """Raises InvalidArgument unless it is one of AGREEMENTS."""
-    one_of("cuda_agreement", agreement, AGREEMENTS)
-
-
 def _make(host: object, index: int, timeout_s: float, options: Options) -> _core.Collectives:
-    check_channels(options.channels)
-    check_internode_transport(options.internode_transport)
-    check_agreement(options.agreement)
+    options.check()
     module = devices.cuda_module() if _Source.module is None else _Source.module
     opened = module.open_device(index, devices.empty_caches)
     library: Any = None
@@ -146,11 +131,8 @@ def _make(host: object, index: int, timeout_s: float, options: Options) -> _core
     except Unsupported as error:  # ranks that share a GPU need no NCCL: _core decides
         why_none = str(error)
     sharing = config.nccl_sharing()
-    given = (
-        options.channels,
-        options.internode_transport == "nccl",
-        options.agreement == "after",
-    )
+    channels, transport, agreement = options
+    given = channels, transport == "nccl", agreement == "after"
     capsule = library and library._capsule()
     made = _core.on_device(host, opened, capsule, why_none, sharing, given, timeout_s)
     logger = logging.getLogger("pycomm")

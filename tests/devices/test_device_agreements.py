@@ -226,7 +226,7 @@ def rank_1_decides(group: pycomm.Group, device: Any, made: Signal) -> None:
     with pytest.raises(errors.InvalidArgument, match="cuda_agreement: got 'late', expected one of"):
         pycomm.all_reduce(x, group=part)
     with pytest.raises(errors.InvalidArgument, match="one of before, after"):
-        device_groups.check_agreement("never")
+        device_groups.Options(1, "nccl", "never").check()
 
 
 @on("emulated")

@@ -251,7 +251,7 @@ def inherits(group: pycomm.Group, device: Any) -> None:
     )
     x = device.put(odd(group.rank, 50, "float32"))
     with pytest.raises(errors.InvalidArgument, match="one of nccl, tcp"):
-        device_groups.check_internode_transport("udp")
+        device_groups.Options(1, "udp", "before").check()
     pycomm.all_reduce(x, group=part)
     assert part._devices[device.index].stats().algorithm == "auto"  # as rank 0 sets it
     group.cuda_internode_transport = "tpc"
