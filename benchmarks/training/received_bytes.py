@@ -6,7 +6,6 @@ reach `--elements`, and each repetition is a window of one worker. So a rank sel
 real training selects, and frequently selected parameters stay together. There are 144 windows and
 as many different ranks; with more ranks each window is used several times.
 
-    packets   compact packets of one rank, beside the entropy of a uniform choice
     ramp      the levels of a warm-up as exchange="auto" codes them, beside a ring of bfloat16
     ranks     bytes that a rank receives with gather and sharded, and the busiest owner of all, by
               the shares of sharded and by plain ranges
@@ -27,7 +26,6 @@ import numpy as np
 import torch
 from matplotlib.axes import Axes
 
-from benchmarks.kernels.codec import entropy_bits
 from benchmarks.support import command
 from benchmarks.training import received_bytes_ranks
 from pycomm import kernels
@@ -115,16 +113,12 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--sparsities", type=share, default="0.999", help="(%(default)s)")
     options = parser.parse_args(argv)
     found = residuals.load(options.residuals)
-    packets, ramp, some = [], [], min(options.elements, 10**7)
-    for sparsity in command.progress((*RAMP, 0.99), "packets"):
-        sets = Sets(found, sparsity, some)
-        pair = sets.of(0)
-        codes = {RAMP[0]: ["1bit"], 0.99: ["2bit"]}.get(sparsity, ["2bit", "1bit"])
-        packets += [packets_of(sparsity, pair, sets.count, code) for code in codes]
-        if sparsity in RAMP:
-            code = code_at("2bit", 1 - sparsity)
-            level = {"sparsity": sparsity, "values": code}
-            ramp.append(level | {"of_ring": of_ring(pair, sets, code)})
+    ramp = []
+    for sparsity in command.progress(RAMP, "levels"):
+        code = code_at("2bit", 1 - sparsity)
+        sets = Sets(found, sparsity, min(options.elements, 10**7))
+        level = {"sparsity": sparsity, "values": code}
+        ramp.append(level | {"of_ring": of_ring(sets.of(0), sets, code)})
     sets_of = {level: Sets(found, level, options.elements) for level in options.sparsities}
     cases = [(*one, size) for one in sets_of.items() for size in options.ranks]
     ranks = [received(*case) for case in command.progress(cases, "numbers of ranks")]
@@ -134,21 +128,9 @@ def main(argv: Sequence[str]) -> int:
         for one in command.progress(real, "processes")
     ]
     settings = command.chosen(options, "elements", "counted") | {"residuals": found.digest}
-    content = {"packets": packets, "ramp": ramp, "ranks": ranks, "counted": counted}
+    content = {"ramp": ramp, "ranks": ranks, "counted": counted}
     command.report(options.json, settings=settings, **content)
     return 0
-
-
-def packets_of(sparsity: float, pair: Pair, count: int, code: str) -> dict[str, Any]:
-    """One compact packet of a whole rank; its index bits are what values and their heads leave, in
-    total and over the entropy of a uniform choice."""
-    k = len(pair[0])
-    whole = _bytes(pair, count, code)
-    listed = len(kernels.encode(*pair, count, code, codec="list")) - 4 * k
-    bits = 8 * (whole - listed) / k
-    sizes = {"k": k, "bytes_each": whole / k, "index_bits": bits}
-    over_entropy = bits / entropy_bits(count, k)
-    return {"sparsity": sparsity, "values": code, **sizes, "over_entropy": over_entropy}
 
 
 def of_ring(pair: Pair, sets: Sets, code: str) -> float:

@@ -17,6 +17,7 @@ from paths import ROOT
 from benchmarks.training import convergence, shared_data, steps, training, workloads
 from benchmarks.training.convergence import Run
 from benchmarks.training.models import TASKS
+from benchmarks.training.received_bytes import Sets
 from benchmarks.training.soap import SOAP
 from benchmarks.training.workloads import WORKLOADS
 from pycomm.bench.kernels import residuals
@@ -120,7 +121,7 @@ def test_bytes_that_ranks_receive(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert many["gather"] > 7 * few["gather"]
     assert many["sharded"] < many["sharded4"] < many["gather"]
     assert 1 <= many["busiest"] < 1.5  # drawn uniformly
-    k = next(one["k"] for one in content["packets"] if one["sparsity"] == 0.999)
+    k = len(Sets(random, 0.999, 400_000).of(0)[0])
     assert many["fewer"] == pytest.approx(31 * 8 * k / many["sharded"])
     assert all(level["of_ring"] <= 1 / 8 for level in content["ramp"])
     for one in content["counted"]:
