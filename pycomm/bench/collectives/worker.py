@@ -147,8 +147,8 @@ def measure(
             times.refused[peer.name] = str(error).splitlines()[0]
         else:
             contestants[peer.name] = call, arrays.rewrite
-    limit = copies(case.bytes, device)
-    contestants |= {name: (copy, limit.rewrite) for name, copy in limit.ways.items()}
+    ways, rewrite_source = copies(case.bytes, device)
+    contestants |= {name: (copy, rewrite_source) for name, copy in ways.items()}
     series = functools.partial(timed, barrier=barrier, device=device)
     for call, rewrite in contestants.values():
         series(call, rewrite, run.warm_up)
