@@ -39,7 +39,8 @@ from pycomm.compress.schedule import code_at
 from pycomm.compress.sharded import Sharding
 from pycomm.kernels import PacketBatch
 
-RAMP = (0.75, 0.9375, 0.984375, 0.996, 0.999)
+SPARSITY = 0.999  # after a warm-up of these levels
+RAMP = (0.75, 0.9375, 0.984375, 0.996, SPARSITY)
 SAMPLED = 4  # owners that sum
 MESSAGES = 4 * 32 + 2 * 4  # of each other rank: frames of lengths and packets, to owners and back
 PAIR = 8  # bytes of (int32, float32)
@@ -105,12 +106,11 @@ def main(argv: Sequence[str]) -> int:
     counts["counted"] = 1 << 23, "elements of real ranks"
     parser = command.parser("wire", __doc__, **counts)
     parser.add_argument("residuals", type=Path, help="of `python -m benchmarks residuals`")
-    whole, share = (numbers(kind, lambda n: n > 0, "above 0") for kind in (int, float))
+    whole = numbers(int, lambda n: n > 0, "above 0")
     usual = "8,16,64,128,256,1024"
     parser.add_argument("--ranks", type=whole, default=usual, help="(%(default)s)")
     usual = "2,4,8,16"
     parser.add_argument("--processes", type=whole, default=usual, help="that count (%(default)s)")
-    parser.add_argument("--sparsities", type=share, default="0.999", help="(%(default)s)")
     options = parser.parse_args(argv)
     found = residuals.load(options.residuals)
     ramp = []
@@ -119,9 +119,8 @@ def main(argv: Sequence[str]) -> int:
         sets = Sets(found, sparsity, min(options.elements, 10**7))
         level = {"sparsity": sparsity, "values": code}
         ramp.append(level | {"of_ring": of_ring(sets.of(0), sets, code)})
-    sets_of = {level: Sets(found, level, options.elements) for level in options.sparsities}
-    cases = [(*one, size) for one in sets_of.items() for size in options.ranks]
-    ranks = [received(*case) for case in command.progress(cases, "numbers of ranks")]
+    sets = Sets(found, SPARSITY, options.elements)
+    ranks = [received(sets, size) for size in command.progress(options.ranks, "numbers of ranks")]
     real = [(way, size) for size in options.processes for way in ("gather", "sharded")]
     counted = [
         received_bytes_ranks.counted(*one, options.counted)
@@ -144,7 +143,7 @@ def _bytes(pair: Pair, count: int, code: str) -> int:
     return sum(encode(PacketBatch(*pair, [len(pair[0])]), [count], code).sizes)
 
 
-def received(sparsity: float, sets: Sets, size: int) -> dict[str, Any]:
+def received(sets: Sets, size: int) -> dict[str, Any]:
     """Counts the bytes that a rank receives in a step, of one number of ranks. Ranks that are
     copies of another are coded once."""
     code, share = "2bit", Sharding([sets.count], size)
@@ -182,7 +181,7 @@ def received(sparsity: float, sets: Sets, size: int) -> dict[str, Any]:
     )
     pairs = (size - 1) * k * PAIR
     return {
-        "sparsity": sparsity,
+        "sparsity": SPARSITY,
         "values": code,
         "size": size,
         "gather": round((size - 1) * (whole / size + MESSAGES / 2)),
@@ -206,34 +205,31 @@ def _answer(total: torch.Tensor, k: int, size: int, code: str) -> torch.Tensor:
 
 
 def draw(path: Path, ranks: Sequence[dict[str, Any]], elements: int) -> None:
-    """A panel of bytes for each sparsity, and one of the busiest owner."""
+    """A panel of bytes, and one of the busiest owner."""
+    sizes = [row["size"] for row in ranks]
 
-    def over_ranks(axes: Axes, own: Sequence[dict[str, Any]], fields: dict[str, str]) -> None:
-        sizes = [row["size"] for row in own]
+    def over_ranks(axes: Axes, fields: dict[str, str]) -> None:
         for (field, label), dashes in zip(fields.items(), ("-", "--", ":"), strict=False):
             scale = 1.0 if field.startswith("busiest") else 1e6
             style = plots.style("dgc") | {"label": label, "ls": dashes}
-            axes.plot(sizes, [row[field] / scale for row in own], marker="o", ms=3, **style)
+            axes.plot(sizes, [row[field] / scale for row in ranks], marker="o", ms=3, **style)
         axes.set(xscale="log", yscale="log", xlabel="ranks")
         axes.set_xticks(sizes, [str(size) for size in sizes], minor=False)
         axes.minorticks_off()
         axes.grid()
         plots.label_lines(axes)
 
-    def received_by(own: Sequence[dict[str, Any]], axes: Axes) -> None:
-        sizes = [row["size"] for row in own]
+    def received_by(axes: Axes) -> None:
         ring = [2 * (size - 1) / size * 2 * elements / 1e6 for size in sizes]
         axes.plot(sizes, ring, label="dense ring, bfloat16", **plots.LIMIT)
         axes.set(ylabel="MB")
-        over_ranks(axes, own, WAYS)
+        over_ranks(axes, WAYS)
 
     def busiest(axes: Axes) -> None:
         axes.set(ylabel="of the mean")
-        over_ranks(axes, [row for row in ranks if row["sparsity"] == ranks[0]["sparsity"]], OWNERS)
+        over_ranks(axes, OWNERS)
 
-    panels = plots.grouped(
-        ranks, lambda row: f"received by a rank, sparsity {row['sparsity']}", received_by
-    )
+    panels = {f"received by a rank, sparsity {SPARSITY}": received_by}
     panels["elements of the busiest owner"] = busiest
     first, last = ranks[0], ranks[-1]
     more, times = last["sharded"] / first["sharded"], last["gather"] / first["gather"]
