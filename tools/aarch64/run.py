@@ -1,7 +1,6 @@
 """Builds the package for aarch64 and runs it under qemu: `make aarch64`.
 
-    python tools/aarch64/run.py               everything
-    python tools/aarch64/run.py --no-torch    without torch, which is 427 MB and needs 3 GB of disk
+    python tools/aarch64/run.py
 
 All files are in build/aarch64: Debian's Python for arm64, packages of PyPI, and the package. That
 Python, under qemu, runs setup.py, which runs the cross compiler. Then two processes make calls over
@@ -12,7 +11,6 @@ torch's wheel for aarch64 needs CUDA. Libraries without contents replace those o
 finds no device: stubs.py. cpuinfo reads the processor's description, which qemu does not emulate.
 """
 
-import argparse
 import os
 import secrets
 import shutil
@@ -31,9 +29,9 @@ WORK = ROOT / "build" / "aarch64"
 SYSTEM, SITE, LIB, STUBS = (WORK / name for name in ("root", "site", "lib", "stubs"))
 PYTHON = SYSTEM / "usr" / "bin" / "python3.11"
 DEBIAN = ["python3.11", "libpython3.11-dev", "libssl3", "libstdc++6", "zlib1g"]
-PACKAGES = ["lazy_loader", "numpy", "setuptools>=77", "pybind11>=3.0"]
-TORCH = ["torch==2.13.0", "typing_extensions", "sympy", "networkx", "jinja2", "filelock"]
-TORCH += ["fsspec", "mpmath", "markupsafe"]
+PACKAGES = ["lazy_loader", "numpy", "setuptools>=77", "pybind11>=3.0", "torch==2.13.0"]
+PACKAGES += ["typing_extensions", "sympy", "networkx", "jinja2", "filelock"]  # of torch, as below
+PACKAGES += ["fsspec", "mpmath", "markupsafe"]
 WHEELS = ["manylinux2014_aarch64", "manylinux_2_27_aarch64", "manylinux_2_28_aarch64", "any"]
 PAGES = (4 << 10, 64 << 10)
 PROCESSOR = "neoverse-n1"  # faster than qemu's default, which has SVE
@@ -99,12 +97,12 @@ def get_system() -> None:
     link.symlink_to(SYSTEM / "usr" / "include" / "aarch64-linux-gnu")
 
 
-def get_packages(names: list[str]) -> None:
+def get_packages() -> None:
     """Wheels for that Python, unpacked."""
     wheels = WORK / "wheels"
     platforms = [f"--platform={name}" for name in WHEELS]
     pip = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary=:all:"]
-    run(*pip, *platforms, "--python-version=3.11", "-d", wheels, *names)
+    run(*pip, *platforms, "--python-version=3.11", "-d", wheels, *PACKAGES)
     for wheel in sorted(wheels.glob("*.whl")):
         done = SITE / f"{wheel.name}.unpacked"
         if not done.exists():
@@ -162,24 +160,19 @@ def run_ranks(program: str, page_bytes: int, **extra: str) -> None:
 
 
 def main() -> None:
-    """The command line: see the head of this file."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--no-torch", action="store_true", help="omit torch and DDP")
-    args = parser.parse_args()
+    """Builds and runs: see the head of this file."""
     for program in ("aarch64-linux-gnu-g++", "qemu-aarch64", "apt-get"):
         if shutil.which(program) is None:
             sys.exit(f"aarch64: {program} not found: install g++-aarch64-linux-gnu and qemu-user")
     WORK.mkdir(parents=True, exist_ok=True)
     get_system()
-    get_packages(PACKAGES if args.no_torch else PACKAGES + TORCH)
-    if not args.no_torch:
-        stubs.make(SITE / "torch" / "lib", STUBS)
+    get_packages()
+    stubs.make(SITE / "torch" / "lib", STUBS)
     build()
     for page_bytes in PAGES:
         for transport in ("shm", "tcp"):
             run_ranks("all_reduce.py", page_bytes, PYCOMM_TRANSPORT=transport)
-    if not args.no_torch:
-        run_ranks("ddp.py", PAGES[0])
+    run_ranks("ddp.py", PAGES[0])
 
 
 if __name__ == "__main__":
