@@ -28,6 +28,7 @@ from pycomm.testing import run_ranks
 WARM_UP = 3  # rounds
 STEP_BYTES = 256 << 10  # of a call of the kernel
 LIBC = ctypes.CDLL(None, use_errno=True)
+READ, WRITE = "process_vm_readv", "process_vm_writev"
 
 
 class Piece(ctypes.Structure):
@@ -59,7 +60,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _copy(name: str, pid: int, mine: int, theirs: int, bytes_: int) -> None:
-    """process_vm_readv or process_vm_writev, in steps."""
+    """READ or WRITE, in steps."""
     for at in range(0, bytes_, STEP_BYTES):
         count = min(STEP_BYTES, bytes_ - at)
         here, there = Piece(mine + at, count), Piece(theirs + at, count)
@@ -72,34 +73,23 @@ def _ways(group: pycomm.Group, x: Any, rows: Any) -> dict[tuple[str, str], Calla
     """The calls to measure, by operation and way."""
     own = np.array([os.getpid(), x.ctypes.data], np.int64)
     pid, theirs = map(int, pycomm.all_gather(own, group=group)[1 - group.rank])
-    mine, half, receives = x.ctypes.data, x.nbytes // 2, group.rank == 1
+    mine, size, reads = x.ctypes.data, x.nbytes, group.rank == 1
 
-    def copy(name: str, begin: int, end: int) -> None:
-        _copy(name, pid, mine + begin, theirs + begin, end - begin)
-
-    def read() -> None:
-        if receives:
-            copy("process_vm_readv", 0, x.nbytes)
-
-    def write() -> None:
-        if not receives:
-            copy("process_vm_writev", 0, x.nbytes)
-
-    def both() -> None:
-        if receives:
-            copy("process_vm_readv", 0, half)
-        else:
-            copy("process_vm_writev", half, x.nbytes)
+    def copy(name: str, begin: int, end: int) -> Callable[[], object]:
+        """The part of the rank that calls the function `name`; the other one only waits."""
+        if reads != (name == READ):
+            return lambda: None
+        return lambda: _copy(name, pid, mine + begin, theirs + begin, end - begin)
 
     def gather() -> None:
         rows[group.rank] = x
-        _copy("process_vm_readv", pid, rows[1 - group.rank].ctypes.data, theirs, x.nbytes)
+        _copy(READ, pid, rows[1 - group.rank].ctypes.data, theirs, x.nbytes)
 
     return {
         ("broadcast", "slots"): lambda: pycomm.broadcast(x, 0, group=group),
-        ("broadcast", "read"): read,
-        ("broadcast", "write"): write,
-        ("broadcast", "both"): both,
+        ("broadcast", "read"): copy(READ, 0, size),
+        ("broadcast", "write"): copy(WRITE, 0, size),
+        ("broadcast", "both"): copy(READ, 0, size // 2) if reads else copy(WRITE, size // 2, size),
         ("all_gather", "slots"): lambda: pycomm.all_gather(x[0], rows, group=group),
         ("all_gather", "read"): gather,
     }
