@@ -194,7 +194,7 @@ MAY_SEE_ENVIRONMENT = [
 # Most lines of each folder: code, comments and blank lines of its files, and of the folders below
 # that have no row. A change that adds lines deletes as many; one that deletes lowers the row.
 BUDGETS = {
-    "benchmarks": 7806,
+    "benchmarks": 7689,
     "csrc": 4394,
     "csrc/bindings": 4938,
     "csrc/codec": 1479,
@@ -207,27 +207,27 @@ BUDGETS = {
     "csrc/kernels": 3639,
     "csrc/os": 1746,
     "csrc/rendezvous": 1658,
-    "csrc/shared": 1782,
+    "csrc/shared": 1814,
     "csrc/transport": 2279,
     "examples": 979,
-    "pycomm": 19379,
-    "pycomm/bench": 3984,
+    "pycomm": 19353,
+    "pycomm/bench": 3942,
     "pycomm/compress": 5920,
     "pycomm/kernels": 2458,
     "pycomm/launch": 2195,
-    "tests": 7339,
+    "tests": 7318,
     "tests/cli": 2588,
     "tests/devices": 3838,
     "tests/emulator": 8488,
-    "tests/native": 16056,
+    "tests/native": 16059,
     "tests/ranks": 8578,
     "tests/reliability": 5163,
     "tests/support": 6413,
     "tests/torch_backend": 4618,
     "tests/unit": 6337,
-    "tools": 2056,
+    "tools": 1955,
 }
-IN_ALL = 154_702
+IN_ALL = 154_430
 LONGEST_FILE = 500
 MOST_VARIABLES = 11
 # Set by setup.py for the compiler, and by pycomm's launchers for their ranks: not for users.
