@@ -183,22 +183,6 @@ def test_sizes(bits):
     )
 
 
-def test_blocks_in_any_order():
-    """The packet has the blocks in their order, and other elements stay."""
-    x = np.random.default_rng(5).standard_normal(10_000).astype(np.float32)
-    blocks = quantized.Blocks([9000, 100, 4200], [1000, 4096, 10])
-    residual = np.ones_like(x)
-    lost = np.full_like(x, 7)
-    packet = quantized.encode(x, 4, residual, lost=lost, blocks=blocks)
-    parts = [x[9000:], x[100:4196], x[4200:4210]]
-    wanted = [reference.quantize(part, 4, np.ones_like(part)) for part in parts]
-    same(packet, np.frombuffer(b"".join(one[0] for one in wanted), np.uint8))
-    same(residual, np.ones_like(x))
-    for begin, (_, rest) in zip((9000, 100, 4200), wanted, strict=True):
-        same(lost[begin : begin + len(rest)], rest)
-    assert (np.delete(lost, np.r_[100:4196, 4200:4210, 9000:10_000]) == 7).all()
-
-
 def test_threads_do_not_matter():
     x = np.random.default_rng(6).standard_normal(300_000).astype(np.float32)
     before, results = _core.kernel_threads(), []
