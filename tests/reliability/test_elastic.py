@@ -160,45 +160,6 @@ def test_a_survivor_dies_in_replace(file: str, stage: Any, second: int) -> None:
     assert all(found[1] == 5 and found[3] == [0, 1, 2, 3, 4] for found in alive)
 
 
-def lose_with_late_readers(init: Any) -> Any:
-    """Rank 3 dies. Rank 0, which serves the store, decides and dies when rank 1 has read that; the
-    others have not."""
-    group = init()
-    pycomm.all_reduce(np.ones(1000))
-    if group.rank == 3:
-        die()
-    first = os.pidfd_open(group.peer_info()[0].pid)
-    until_broken(group)
-    if group.rank == 0:
-        die_at("get", "/rank_info/")
-    elif group.rank == 1:
-        wait_before_claim([first])
-    else:
-        decided, claim = Ballot._decided, Ballot.claim
-
-        def decided_later(ballot: Any, wait_s: float) -> Any:
-            ended = bool(select.select([first], [], [], wait_s)[0])
-            return decided(ballot, wait_s) if ended else None
-
-        def claim_later(ballot: Any, decision: Any) -> Any:
-            select.select([first], [], [])
-            return claim(ballot, decision)
-
-        Ballot._decided = decided_later  # type: ignore[method-assign]  # of this process
-        Ballot.claim = claim_later  # type: ignore[method-assign]  # of this process
-    return check_works(group.replace(timeout_s=10 * LIMIT_S))
-
-
-def test_a_decision_outlives_the_rank_that_served_it(file: str) -> None:
-    with ElasticRun(file, 5, form_s=0.5) as run:
-        run.start_ranks(lose_with_late_readers)
-        run.start_joiner("one", join)
-        run.start_joiner("two", join)
-        results = run.wait_for()
-    alive = [found for found in results.values() if found is not None]
-    assert sorted(found[0] for found in alive) == [0, 1, 2, 3, 4]
-
-
 def shrink_and_grow(init: Any) -> Any:
     group = init()
     pycomm.all_reduce(np.ones(1000))
@@ -283,25 +244,6 @@ def test_a_group_that_no_process_joins_stays_usable(
     assert error.startswith('Timeout: grow: "world" stays as it is: 0 of 1 processes asked to join')
     assert found == (0, 3, [2], [0, 1, 2])
     assert results["new"] == (2, 3, [2], [0, 1, 2])
-
-
-@pytest.mark.parametrize("stage", [ANSWERED, FORMING])
-def test_a_group_stays_usable_when_the_new_process_dies(
-    file: str, stage: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    failed = tmp_path / "failed"
-    monkeypatch.setenv("FAILED_ONCE", str(failed))
-    with ElasticRun(file, 2, form_s=0.5) as run:
-        run.start_ranks(grow_until_joined, 10.0)
-        run.start_joiner("dies", join, *stage)
-        wait_until(failed.exists)
-        run.start_joiner("new", join)
-        results = run.wait_for()
-    assert results["dies"] is None
-    assert results["new"] == (2, 3, [2], [0, 1, 2])
-    error, found = results["rank 0"]
-    assert error.startswith('PeerLost: grow: "world" stays as it is: ')
-    assert found == (0, 3, [2], [0, 1, 2])
 
 
 def merge_into(init: Any, file: str, stage: Any) -> Any:
@@ -413,25 +355,6 @@ def test_a_rank_that_dies_in_grow_is_named_and_replaced(file: str, stage: Any, v
         run.start_ranks(lose_in_grow, victim, *stage)
         run.start_joiner("new", join)
         assert run.wait_for()["new"] == (victim, 3, [victim], [0, 1, 2])
-
-
-def grow_after_a_death(init: Any) -> Any:
-    """Rank 0 dies when rank 1 is in grow(). Rank 2 calls it afterwards, with another store."""
-    group = init()
-    if group.rank == 0:
-        store = group._key_store()[0]
-        wait_until(lambda: store.add(f"{group.name}/grow/1/shrink/came/0", 0, CALL_S) == 1 << 1)
-        die()
-    elif group.rank == 2:
-        select.select([os.pidfd_open(group.peer_info()[0].pid)], [], [])
-    return replace_after_grow(group, "rank 0 died" if group.rank == 2 else "the store")
-
-
-def test_a_rank_that_calls_grow_after_a_death_does_not_wait(file: str) -> None:
-    with ElasticRun(file, 3) as run:
-        run.start_ranks(grow_after_a_death)
-        run.start_joiner("new", join)
-        assert run.wait_for()["new"] == (0, 3, [0], [0, 1, 2])
 
 
 def join_stopped(init: Any) -> Any:
