@@ -283,6 +283,7 @@ const Test kAborted("an abort between two pieces lets the streams continue", [] 
   bench.device->step_to(bench.stream, Kind::call);
   received.wait();
   bench.channel.abort("enough");
+  expect(bench.transport->aborted, "the running exchange is notified");
   bench.exchange();
   bench.device->finish(bench.stream);
   finished.count_down();
@@ -299,6 +300,10 @@ const Test kFailed("the error of an exchange is known when the stream continues"
   bench.device->finish(bench.stream);
   const auto error = bench.channel.async_error();
   expect(error && error->kind() == ErrorKind::peer_lost, "the error");
+  bench.transport->body = [](auto, MessageProgress&) { throw Timeout("late"); };
+  bench.exchange();
+  bench.device->finish(bench.stream);
+  expect(bench.channel.async_error()->kind() == ErrorKind::peer_lost, "the first error stays");
 });
 
 }  // namespace
