@@ -23,7 +23,7 @@ from pycomm import _command_line
 from pycomm._command_line import number
 from pycomm.bench.collectives.cases import DTYPES, REDOPS, THEIRS, VERBS, Case, Run
 from pycomm.bench.collectives.peers import OPERATORS, OURS, PACKAGES, PEERS
-from pycomm.bench.support import machine, packages, summaries
+from pycomm.bench.support import packages, summaries
 from pycomm.bench.support.sizes import names, parse_size, parse_sizes, series
 from pycomm.errors import InvalidArgument
 
@@ -65,6 +65,7 @@ def main(argv: Sequence[str]) -> int:
     )
     from pycomm._tables import console
     from pycomm.bench.collectives import measure, table  # which import torch
+    from pycomm.bench.support import machine  # as above
 
     to = console()
     found = measure.measure(to, run)
