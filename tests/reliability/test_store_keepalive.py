@@ -24,18 +24,20 @@ def own_sockets() -> set[str]:
 
 
 def timers(port: int) -> list[str]:
-    """The timer of each end of this process's connections to a port, as the kernel lists them.
+    """The timer of each end of this process's connections to itself at a port, as the kernel lists
+    them.
 
-    Another process may use the same port number for a connection of its own.
+    Unauthenticated clients connect to the port from another process, and another process may use
+    the same port number for a connection of its own.
     """
-    rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
-    end, own = f":{port:04X}", own_sockets()
+    own, end = own_sockets(), f":{port:04X}"
+    lines = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    rows = [row for row in lines if row[3] == ESTABLISHED and row[9] in own]
+    ends = {(row[1], row[2]) for row in rows}
     return [
         row[5].split(":")[0]
         for row in rows
-        if row[3] == ESTABLISHED
-        and row[9] in own
-        and (row[1].endswith(end) or row[2].endswith(end))
+        if (row[2], row[1]) in ends and (row[1].endswith(end) or row[2].endswith(end))
     ]
 
 
