@@ -60,7 +60,7 @@ class Stats(dict[str, float]):
         """Raises AttributeError if there is no such total."""
         try:
             return self[name]
-        except KeyError:
+        except KeyError:  # hasattr() expects another error
             raise AttributeError(f"stats() has no {name!r}, but {', '.join(self)}") from None
 
 

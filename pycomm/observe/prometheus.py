@@ -81,7 +81,7 @@ def export(
     """
     try:
         import prometheus_client
-    except ImportError as error:
+    except ImportError as error:  # an extra
         wanted = 'pip install "prometheus_client>=0.20"'
         raise Unsupported(f"metrics need prometheus_client: {wanted}") from error
     registry = prometheus_client.CollectorRegistry()

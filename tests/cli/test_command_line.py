@@ -23,7 +23,7 @@ import sys
 from pycomm.__main__ import main
 try:
     main([*sys.argv[1:], "--help"])
-except SystemExit as end:
+except SystemExit as end:  # of --help
     assert end.code == 0
 found = {"torch", "numpy", "matplotlib", "pycomm._core"} & sys.modules.keys()
 sys.exit(f"imported: {found}" if found else 0)

@@ -187,7 +187,7 @@ def lacks_memory(group: pycomm.Group, device: Any, cached: bool) -> str:
             torch.empty_cache = lambda: device.runtime.set_most_memory(1 << 20)
     try:
         pycomm.all_reduce(many, algorithm="ring", timeout_s=60)
-    except errors.Error as error:
+    except errors.Error as error:  # the test reads its text
         with pytest.raises(errors.GroupBroken):
             pycomm.all_reduce(x)
         return str(error)
