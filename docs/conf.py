@@ -60,7 +60,7 @@ nitpicky = True
 nitpick_ignore_regex = [
     # Types that only signatures have.
     ("py:class", r"Op|Tensor|Array|(Async)?(Calls|Messages)|Launcher"),
-    ("py:class", r"pycomm\..*\.(Result|Expected)"),
+    ("py:class", r"pycomm\..*\.(Result|Expected|Stats)"),
     (r"py:.*", r"(collections|contextlib|numpy|os|torch)\..*"),
     (r"py:.*", r"(Store|_DistributedBackendOptions|timedelta)"),  # torch's and datetime's
     (r"py:.*", r"(pycomm\.)?(_core|_c10d|compiled)\..*"),
