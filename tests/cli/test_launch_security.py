@@ -337,10 +337,11 @@ def test_folders_of_killed_launchers_are_removed(tmp_path: Path) -> None:
     assert list(place.iterdir()) == []
 
 
+# Its ranks share a pipe and do not buffer: print() would write each of its words by itself.
 UNDER_TORCHRUN = """
 import os, pycomm, numpy as np
 pycomm.init(heartbeat_s=0)
-print("pid", os.getpid(), flush=True)
+os.write(1, f"pid {os.getpid()}\\n".encode())
 try:
     pycomm.recv(np.zeros(1), 1 - pycomm.rank())
 except pycomm.errors.Error as error:
