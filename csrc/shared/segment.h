@@ -3,7 +3,7 @@
 //
 // Work is numbered by tickets: one per chunk of each call, the same numbers on all ranks, never
 // reused. Ticket t uses slot t % kSlots of every segment. Only its owner writes a segment, except
-// `sleeps` and `values_changed`.
+// `sleeps`, `values_changed`, and sums in the slots: the previous rank's (staged_task.cpp).
 #pragma once
 
 #include <array>

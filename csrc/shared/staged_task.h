@@ -52,6 +52,7 @@ class StagedTask final : public FlagTask {
   void combine(const Sum& sum, uint64_t ticket);
   void end_nontemporal();
   std::byte* slot(int rank, uint64_t ticket) const;
+  std::byte* slot_of_sums(int rank, uint64_t ticket) const;
   size_t bytes(size_t count) const { return count * job_.element_bytes; }
   const std::byte* row(int i, const Chunk& chunk) const;
   std::byte* out_row(int i, const Chunk& chunk) const;

@@ -207,7 +207,7 @@ BUDGETS = {
     "csrc/kernels": 3639,
     "csrc/os": 1746,
     "csrc/rendezvous": 1658,
-    "csrc/shared": 1814,
+    "csrc/shared": 1824,
     "csrc/transport": 2279,
     "examples": 979,
     "pycomm": 19353,
@@ -216,7 +216,7 @@ BUDGETS = {
     "pycomm/kernels": 2458,
     "pycomm/launch": 2195,
     "tests": 7318,
-    "tests/cli": 2588,
+    "tests/cli": 2589,
     "tests/devices": 3838,
     "tests/emulator": 8488,
     "tests/native": 16064,
@@ -227,7 +227,7 @@ BUDGETS = {
     "tests/unit": 6283,
     "tools": 1955,
 }
-IN_ALL = 154_307
+IN_ALL = 154_318
 LONGEST_FILE = 500
 MOST_VARIABLES = 11
 # Set by setup.py for the compiler, and by pycomm's launchers for their ranks: not for users.
