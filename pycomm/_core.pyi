@@ -66,6 +66,9 @@ class Call:
         """Runs the call in a pycomm.Group, None: the default group, and returns `result`. Any other
         call, for example on arrays on a device, is passed to the function of
         set_call_fallback()."""
+    def run_rows(self, group: Any, x: Any, out: Any, /) -> bool:
+        """Runs a call with a row for each rank in `x` or `out`. False, and nothing happens, unless
+        they are contiguous in host memory, fit each other and overlap in this rank's row alone."""
     # An array is None, a contiguous tensor or NumPy array in host memory, or the description of any
     # array: (address, dtype, count, owner). `stream`: the caller's, for a device group.
     def run(self, group: Collectives, input: Any, output: Any, stream: int = 0, /) -> bool:

@@ -169,6 +169,9 @@ def all_gather(
     Returns:
         out.
     """
+    call = _core.Call("all_gather", algorithm=algorithm, timeout_s=timeout_s)
+    if async_op is False and call.run_rows(group, x, out):
+        return out
     group = chosen(group)
     if type(x) is list or type(x) is tuple:
         refuse("x", x, "an array; the result is returned: out = pycomm.all_gather(x)")
@@ -177,7 +180,6 @@ def all_gather(
     out = calls.output(out, x, shape)
     source, target = arrays.view(x), arrays.view(out, write=True)
     source = calls.copy_if_overlapping(source, target, group.rank * source.nbytes)
-    call = _core.Call("all_gather", algorithm=algorithm, timeout_s=timeout_s)
     return call(group, source, target, out, async_op)
 
 
@@ -210,7 +212,11 @@ def gather(
     Returns:
         out on `dst`, None elsewhere.
     """
-    group, dst = chosen(group), integer("dst", dst)
+    dst = integer("dst", dst)
+    call = _core.Call("gather", peer=dst, algorithm=algorithm, timeout_s=timeout_s)
+    if async_op is False and call.run_rows(group, x, out):
+        return out
+    group = chosen(group)
     x = arrays.plain(x)
     source, target = arrays.view(x), None
     if group.rank == dst:
@@ -221,7 +227,6 @@ def gather(
         raise InvalidArgument(
             f"gather: out is for rank {dst} only; pass None on other ranks", op="gather"
         )
-    call = _core.Call("gather", peer=dst, algorithm=algorithm, timeout_s=timeout_s)
     return call(group, source, target, out, async_op)
 
 
@@ -300,12 +305,14 @@ def reduce_scatter(
     Returns:
         out.
     """
+    call = _core.Call("reduce_scatter", op=op, algorithm=algorithm, timeout_s=timeout_s)
+    if async_op is False and call.run_rows(group, x, out):
+        return out
     group = chosen(group)
     x = arrays.plain(x)
     out = calls.output(out, x, calls.rows(x, group.size, "reduce_scatter"))
     source, target = arrays.view(x), arrays.view(out, write=True)
     source = calls.copy_if_overlapping(source, target, -group.rank * target.nbytes)
-    call = _core.Call("reduce_scatter", op=op, algorithm=algorithm, timeout_s=timeout_s)
     return call(group, source, target, out, async_op)
 
 
@@ -338,7 +345,11 @@ def scatter(
     Returns:
         out.
     """
-    group, src = chosen(group), integer("src", src)
+    src = integer("src", src)
+    call = _core.Call("scatter", peer=src, algorithm=algorithm, timeout_s=timeout_s)
+    if async_op is False and call.run_rows(group, x, out):
+        return out
+    group = chosen(group)
     root = group.rank == src
     if x is None and (root or out is None):
         raise InvalidArgument(
@@ -351,7 +362,6 @@ def scatter(
     source, target = arrays.view(x) if root else None, arrays.view(out, write=True)
     if source:
         source = calls.copy_if_overlapping(source, target, -src * target.nbytes)
-    call = _core.Call("scatter", peer=src, algorithm=algorithm, timeout_s=timeout_s)
     return call(group, source, target, out, async_op)
 
 
@@ -379,13 +389,15 @@ def all_to_all(
     Returns:
         out.
     """
+    call = _core.Call("all_to_all", algorithm=algorithm, timeout_s=timeout_s)
+    if async_op is False and call.run_rows(group, x, out):
+        return out
     group = chosen(group)
     x = arrays.plain(x)
     calls.rows(x, group.size, "all_to_all")
     out = calls.output(out, x, tuple(x.shape))
     source, target = arrays.view(x), arrays.view(out, write=True)
     source = calls.copy_if_overlapping(source, target, None)
-    call = _core.Call("all_to_all", algorithm=algorithm, timeout_s=timeout_s)
     return call(group, source, target, out, async_op)
 
 

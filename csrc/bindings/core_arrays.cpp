@@ -2,6 +2,7 @@
 
 #include <pybind11/numpy.h>
 
+#include <algorithm>
 #include <atomic>
 #include <string_view>
 
@@ -76,6 +77,18 @@ std::optional<ContiguousArray> read_array(PyObject* x, bool write) {
   const TensorReader of_torch = read_tensor;
   if (read_numpy(x, write, array) || (of_torch != nullptr && of_torch(x, array))) return array;
   return std::nullopt;
+}
+
+bool are_apart(const ContiguousArray& a, const ContiguousArray& b) {
+  const auto end = [](const ContiguousArray& x) { return x.data + x.count * bytes_of(x.dtype); };
+  return end(a) <= b.data || end(b) <= a.data;
+}
+
+bool are_rows(const ContiguousArray& rows, const ContiguousArray& row, int rank, int size) {
+  return rows.dtype == row.dtype && rows.shape.size() == row.shape.size() + 1 &&
+         rows.shape[0] == size && std::ranges::equal(rows.shape.subspan(1), row.shape) &&
+         (are_apart(rows, row) ||
+          row.data == rows.data + static_cast<size_t>(rank) * row.count * bytes_of(row.dtype));
 }
 
 void set_tensor_reader(TensorReader reader) { read_tensor = reader; }

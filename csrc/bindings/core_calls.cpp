@@ -4,6 +4,7 @@
 // takes a quarter of the time of a 4-byte call.
 #include <pybind11/critical_section.h>
 
+#include <algorithm>
 #include <array>
 #include <atomic>
 #include <cctype>
@@ -20,6 +21,7 @@
 
 #include "bindings/core.h"
 #include "bindings/core_arrays.h"
+#include "bindings/core_fields.h"
 
 namespace pycomm::bindings {
 namespace {
@@ -42,128 +44,6 @@ struct {
   PyObject* profiler_flag = nullptr;
 } python;
 
-// Sets a field from a keyword argument.
-struct Field {
-  const char* name;
-  void (*set)(group::Call& call, const py::handle& value);
-  bool optional = false;  // None keeps the default
-};
-
-[[noreturn]] void refuse(const char* name, const py::handle& got, const std::string& expected) {
-  PyErr_Clear();
-  PyObject* const x = got.ptr();
-  const bool plain = x == Py_None || PyBool_Check(x) != 0 || PyLong_CheckExact(x) != 0 ||
-                     PyFloat_CheckExact(x) != 0 || PyUnicode_CheckExact(x) != 0;
-  constexpr size_t kMost = 60;  // characters of the value; other texts may raise
-  const auto text = py::reinterpret_steal<py::object>(plain ? PyObject_ASCII(x) : nullptr);
-  PyErr_Clear();
-  const auto shown =
-      text ? text.cast<std::string>().substr(0, kMost) : std::string(Py_TYPE(x)->tp_name);
-  throw InvalidArgument("invalid " + std::string(name) + ": got " + shown + ", expected " +
-                        expected);
-}
-
-std::string_view text_of(const char* name, const py::handle& x) {
-  Py_ssize_t bytes = 0;
-  const char* const text = PyUnicode_AsUTF8AndSize(x.ptr(), &bytes);
-  if (text == nullptr) refuse(name, x, "a string");
-  return {text, static_cast<size_t>(bytes)};
-}
-
-// An integer of Python or NumPy, from `low` to `high`.
-int64_t integer_of(const char* name, const py::handle& x, int64_t low, int64_t high,
-                   const char* expected) {
-  const auto number = py::reinterpret_steal<py::object>(PyNumber_Index(x.ptr()));
-  int overflow = 0;
-  const int64_t value = number ? PyLong_AsLongLongAndOverflow(number.ptr(), &overflow) : low - 1;
-  if (overflow != 0 || value < low || value > high) refuse(name, x, expected);
-  return value;
-}
-
-int peer_from(const group::Call& call, const py::handle& x) {
-  const bool is_source = call.operation == Operation::recv ||
-                         call.operation == Operation::broadcast ||
-                         call.operation == Operation::scatter;
-  return static_cast<int>(integer_of(is_source ? "src" : "dst", x, INT32_MIN, INT32_MAX, "a rank"));
-}
-
-// The reduction of a name, NumPy's or torch's too, or of a torch.distributed.ReduceOp.
-ReduceOp reduce_op_from(const py::handle& x) {
-  if (PyUnicode_Check(x.ptr()) != 0) {
-    const std::string_view name = text_of("op", x);
-    if (name == "mean") return ReduceOp::avg;
-    if (name == "prod") return ReduceOp::product;
-    return find<ReduceOp>(kReduceOps, name, "op");
-  }
-  const py::object kind = py::getattr(x, "op", py::reinterpret_borrow<py::object>(x));
-  const py::object text = py::getattr(kind, "name", py::none());
-  if (PyUnicode_Check(text.ptr()) == 0)
-    refuse("op", x, "one of: " + list(kReduceOps) + ", or a ReduceOp of torch");
-  std::string name(text_of("op", text));
-  for (char& letter : name) letter = static_cast<char>(std::tolower(letter));
-  return find<ReduceOp>(kReduceOps, name, "op");
-}
-
-// Reads one or two counts for each rank.
-std::vector<size_t> counts_from(const py::handle& given) {
-  std::vector<size_t> counts;
-  for (const py::handle count : py::reinterpret_borrow<py::sequence>(given)) {
-    if (py::cast<int64_t>(count) < 0)
-      throw InvalidArgument("invalid count " + std::string(py::str(count)) +
-                            ": it must be at least 0");
-    counts.push_back(py::cast<size_t>(count));
-  }
-  if (counts.empty())
-    throw InvalidArgument("invalid counts: got an empty list, expected one count for each rank");
-  return counts;
-}
-
-std::chrono::nanoseconds timeout_from(const py::handle& given) {
-  const double seconds = PyFloat_AsDouble(given.ptr());
-  if (PyErr_Occurred() != nullptr || !(seconds > 0))
-    refuse("timeout_s", given, "more than 0 seconds");
-  return nanoseconds(seconds);
-}
-
-Algorithm algorithm_from(const py::handle& given) {
-  const auto name = text_of("algorithm", given);
-  if (name == "symmetric_memory")
-    throw Unsupported(
-        "the algorithm symmetric_memory was removed: omit it; NCCL 2.27 and newer has kernels of "
-        "its own for symmetric memory");
-  return find<Algorithm>(kAlgorithms, name, "algorithm");
-}
-
-// In the order in which errors are reported.
-constexpr std::array<Field, 7> kFields{{
-    {"timeout_s", [](group::Call& call, const py::handle& x) { call.timeout = timeout_from(x); },
-     true},
-    {"op", [](group::Call& call, const py::handle& x) { call.op = reduce_op_from(x); }},
-    {"peer", [](group::Call& call, const py::handle& x) { call.peer = peer_from(call, x); }},
-    {"tag",
-     [](group::Call& call, const py::handle& x) {
-       call.tag =
-           static_cast<uint32_t>(integer_of("tag", x, 0, UINT32_MAX, "an integer to 2^32 - 1"));
-     }},
-    {"algorithm",
-     [](group::Call& call, const py::handle& x) { call.algorithm = algorithm_from(x); }, true},
-    {"counts", [](group::Call& call, const py::handle& x) { call.counts = counts_from(x); }, true},
-    {"counts_fit",
-     [](group::Call& call, const py::handle& x) { call.counts_fit = x.cast<bool>(); }},
-}};
-
-// Their names as Python's strings. Python interns the keywords of a program's text.
-std::array<PyObject*, kFields.size()> interned{};
-
-// The position of a keyword in kFields.
-size_t field_of(PyObject* keyword) {
-  for (size_t i = 0; i < kFields.size(); ++i)
-    if (keyword == interned[i]) return i;
-  for (size_t i = 0; i < kFields.size(); ++i)
-    if (PyUnicode_CompareWithASCIIString(keyword, kFields[i].name) == 0) return i;
-  throw py::type_error("Call() has no field '" + py::handle(keyword).cast<std::string>() + "'");
-}
-
 // Converts the error that is being handled; returns null, as Python expects after an error.
 PyObject* raise_current() {
   try {
@@ -183,16 +63,7 @@ PyObject* run_or_fall_back(PyObject* self, PyObject* const* given, size_t flags,
 PyObject* make_call(PyObject* type, PyObject* const* given, size_t flags, PyObject* keywords) {
   try {
     if (PyVectorcall_NARGS(flags) != 1) throw py::type_error("Call() takes one operation");
-    std::array<PyObject*, kFields.size()> values{};
-    const Py_ssize_t count = keywords == nullptr ? 0 : PyTuple_GET_SIZE(keywords);
-    for (Py_ssize_t i = 0; i < count; ++i)
-      values[field_of(PyTuple_GET_ITEM(keywords, i))] = given[1 + i];
-    group::Call call;
-    const py::handle operation = given[0];
-    call.operation = find<Operation>(kOperations, text_of("operation", operation), "operation");
-    for (size_t i = 0; i < values.size(); ++i)
-      if (values[i] != nullptr && !(kFields[i].optional && values[i] == Py_None))
-        kFields[i].set(call, values[i]);
+    group::Call call = call_from(given, keywords);
     auto* const made = PyObject_New(CallObject, reinterpret_cast<PyTypeObject*>(type));
     if (made == nullptr) throw py::error_already_set();
     new (&made->call) group::Call(std::move(call));
@@ -232,7 +103,7 @@ std::optional<Memory> memory_of(PyObject* x, bool write, bool described) {
   if (described) {
     const auto description = py::reinterpret_borrow<py::tuple>(x);
     return Memory{.data = reinterpret_cast<std::byte*>(description[0].cast<uintptr_t>()),
-                  .dtype = find<Dtype>(kDtypeNames, text_of("dtype", description[1]), "dtype"),
+                  .dtype = find<Dtype>(kDtypeNames, description[1].cast<std::string>(), "dtype"),
                   .count = description[2].cast<size_t>()};
   }
   const auto array = read_array(x, write);
@@ -311,6 +182,26 @@ PyObject* run(PyObject* self, PyObject* const* given, Py_ssize_t count) {
   }
 }
 
+// Whether the core can run a call with rows on these arrays as they are.
+bool are_plain(const group::Call& call, PyObject* x, PyObject* out, int rank, int size) {
+  const auto host = [](PyObject* array, bool write) {
+    auto found = read_array(array, write);
+    return found && found->gpu == ContiguousArray::kHost ? found : std::nullopt;
+  };
+  const Operation operation = call.operation;
+  const bool others = call.peer != rank;
+  if (operation == Operation::gather && others) return out == Py_None && host(x, false);
+  const auto into = host(out, true);
+  if (operation == Operation::scatter && others && x == Py_None) return into.has_value();
+  const auto from = host(x, false);
+  if (!into || !from) return false;
+  if (operation == Operation::all_to_all)
+    return from->dtype == into->dtype && std::ranges::equal(from->shape, into->shape) &&
+           !from->shape.empty() && from->shape[0] == size && are_apart(*from, *into);
+  const bool collects = operation == Operation::all_gather || operation == Operation::gather;
+  return collects ? are_rows(*into, *from, rank, size) : are_rows(*from, *into, rank, size);
+}
+
 bool is_profiled() {
   PyObject* const profiler = python.profiler;
   // The object may be freed meanwhile: only its address is used.
@@ -358,6 +249,28 @@ PyObject* run_or_fall_back(PyObject* self, PyObject* const* given, size_t flags,
     const std::array<PyObject*, 6> arguments{given[0], self,     given[1],
                                              given[2], given[3], given[4]};
     return PyObject_Vectorcall(fallback, arguments.data(), arguments.size(), nullptr);
+  } catch (...) {
+    return raise_current();
+  }
+}
+
+// run_rows(group, x, out): runs a call whose arrays have a row for each rank. False, and nothing
+// happens, unless they are contiguous in host memory, fit each other and overlap in this rank's row
+// alone.
+PyObject* run_rows(PyObject* self, PyObject* const* given, Py_ssize_t count) {
+  try {
+    const py::object handle = count == 3 && !is_profiled() ? handle_in(given[0]) : py::object();
+    const group::Call& call = reinterpret_cast<CallObject*>(self)->call;
+    bool runs = false;
+    if (handle) {
+      const group::Collectives& group = handle_of(handle.ptr()).collectives();
+      const bool reads = call.operation != Operation::scatter || call.peer == group.rank();
+      const std::array<PyObject*, 3> arguments{handle.ptr(), reads ? given[1] : Py_None, given[2]};
+      runs = are_plain(call, given[1], given[2], group.rank(), group.size()) &&
+             run_with(self, arguments);
+    }
+    PyErr_Clear();  // Python's side reports what is no group
+    return Py_NewRef(runs ? Py_True : Py_False);
   } catch (...) {
     return raise_current();
   }
@@ -415,16 +328,16 @@ PyCFunction fast(PyObject* (*function)(PyObject*, PyObject* const*, Py_ssize_t))
 }
 
 void bind_call(py::module_& module) {
-  static std::array<PyMethodDef, 3> methods{
-      {{"run", fast(run), METH_FASTCALL, nullptr}, {"start", fast(start), METH_FASTCALL, nullptr}}};
+  static std::array<PyMethodDef, 4> methods{{{"run", fast(run), METH_FASTCALL, nullptr},
+                                             {"run_rows", fast(run_rows), METH_FASTCALL, nullptr},
+                                             {"start", fast(start), METH_FASTCALL, nullptr}}};
   static std::array<PyGetSetDef, 3> properties{
       {{"operation", operation_of, nullptr, nullptr, nullptr},
        {"timeout_s", timeout_of, nullptr, nullptr, nullptr}}};
   static PyTypeObject type{};
   Py_SET_REFCNT(reinterpret_cast<PyObject*>(&type), 1);  // it is never freed
   type.tp_name = "pycomm._core.Call";
-  for (size_t i = 0; i < kFields.size(); ++i)
-    interned[i] = PyUnicode_InternFromString(kFields[i].name);
+  intern_field_names();
   type.tp_basicsize = sizeof(CallObject);
   type.tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_VECTORCALL;
   type.tp_dealloc = free_call;

@@ -196,7 +196,7 @@ MAY_SEE_ENVIRONMENT = [
 BUDGETS = {
     "benchmarks": 7689,
     "csrc": 4394,
-    "csrc/bindings": 4938,
+    "csrc/bindings": 5045,
     "csrc/codec": 1479,
     "csrc/collectives": 1934,
     "csrc/cuda": 5417,
@@ -210,7 +210,7 @@ BUDGETS = {
     "csrc/shared": 1824,
     "csrc/transport": 2279,
     "examples": 979,
-    "pycomm": 19353,
+    "pycomm": 19368,
     "pycomm/bench": 3943,
     "pycomm/compress": 5920,
     "pycomm/kernels": 2458,
@@ -220,14 +220,14 @@ BUDGETS = {
     "tests/devices": 3838,
     "tests/emulator": 8488,
     "tests/native": 16064,
-    "tests/ranks": 8578,
+    "tests/ranks": 8607,
     "tests/reliability": 5088,
     "tests/support": 6413,
     "tests/torch_backend": 4618,
     "tests/unit": 6283,
     "tools": 1955,
 }
-IN_ALL = 154_318
+IN_ALL = 154_469
 LONGEST_FILE = 500
 MOST_VARIABLES = 11
 # Set by setup.py for the compiler, and by pycomm's launchers for their ranks: not for users.
