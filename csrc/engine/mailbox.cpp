@@ -9,6 +9,8 @@ namespace {
 
 // More than the memory of any machine, and small enough that no sum overflows.
 constexpr size_t kMostMessageBytes = size_t{1} << 48;
+// Smaller messages are copied from a buffer faster than the receives that wait are looked through.
+constexpr size_t kLeastDirectBytes = size_t{64} << 10;
 // Reads of one payload per poll, before other peers have their turn.
 constexpr int kReadsPerPoll = 16;
 
@@ -41,15 +43,24 @@ void Mailbox::end_receives(const Task* owner, bool keep) {
   for (const Awaited& one : awaited_) {
     if (keep || one.owner != owner) continue;
     if (one.from == kAnyPeer) continue;  // messages from any peer are buffered first
-    for (Message& message : at(one.from).messages) {
-      if (message.into == nullptr || message.into != one.into.data()) continue;
-      message.buffer.assign(message.into, message.into + message.have);
-      message.into = nullptr;
-      at(one.from).buffered_bytes += message.bytes;
-    }
+    for (Message& message : at(one.from).messages)
+      if (message.into == one.into.data()) detach(message, at(one.from));
   }
   std::erase_if(awaited_, [&](const Awaited& one) { return one.owner == owner; });
   set_sending(owner, false);
+}
+
+void Mailbox::detach(const std::byte* into) {
+  for (Inbox& inbox : inboxes_)
+    for (Message& message : inbox.messages)
+      if (message.into == into) detach(message, inbox);
+}
+
+void Mailbox::detach(Message& message, Inbox& inbox) {
+  if (message.into == nullptr) return;
+  message.buffer.assign(message.into, message.into + message.have);
+  message.into = nullptr;
+  inbox.buffered_bytes += message.bytes;
 }
 
 // A collective reads all messages, because its own frames arrive behind them. A rank that sends to
@@ -103,25 +114,33 @@ bool Mailbox::start(int peer, const transport::Header& header) {
   require(header.count <= kMostMessageBytes / each && header.bytes <= bytes);
   if (is_agreement(header) && header.epoch != calls_.epoch()) return false;
   Message message{.header = header, .arrival = ++arrivals_, .bytes = bytes};
-  message.into = destination_for(peer, header);
+  message.into = destination_for(peer, header, bytes);
   at(peer).buffered_bytes += bytes_used_by(message);
   at(peer).messages.push_back(std::move(message));
   return true;
 }
 
-// The buffer of the receive that will take a message which begins to arrive; null: no receive waits
-// for it, it does not match, or a receive from any peer may take it. Earlier messages belong to
-// earlier receives.
-std::byte* Mailbox::destination_for(int peer, const transport::Header& header) const {
+// The memory of the receive that will take a message which begins to arrive; null: a buffer.
+std::byte* Mailbox::destination_for(int peer, const transport::Header& header, size_t bytes) const {
+  auto found = destination_in(awaited_, peer, header);
+  if (!found && bytes >= kLeastDirectBytes && waiting_)
+    found = destination_in(waiting_(), peer, header);
+  return found.value_or(nullptr);
+}
+
+// Null: the message does not match its receive, or a receive from any peer may take it. Nothing: no
+// receive waits for it. Earlier messages belong to earlier receives.
+std::optional<std::byte*> Mailbox::destination_in(std::span<const Awaited> receives, int peer,
+                                                  const transport::Header& header) const {
   auto before = std::ranges::count_if(at(peer).messages,
                                       [&](const Message& m) { return is_meant(m.header, header); });
-  for (const Awaited& one : awaited_) {
+  for (const Awaited& one : receives) {
     if (!is_meant(header, one.signature)) continue;
     if (one.from == kAnyPeer) return nullptr;
     if (one.from == peer && before-- == 0)
       return same_call(header, one.signature) ? one.into.data() : nullptr;
   }
-  return nullptr;
+  return {};
 }
 
 std::optional<Message> Mailbox::take(Awaited& receive) {

@@ -4,7 +4,9 @@
 #include <algorithm>
 #include <cstdint>
 #include <deque>
+#include <functional>
 #include <optional>
+#include <span>
 #include <utility>
 #include <vector>
 
@@ -47,6 +49,12 @@ class Mailbox {
   Mailbox(PeerTable& peers, const CallSequence& calls)
       : peers_(peers), calls_(calls), inboxes_(static_cast<size_t>(peers.size())) {}
 
+  // The receives that wait for their turn, in order, while another task runs. The start of a large
+  // message that no task awaits calls it. Each keeps its memory until it took its message or
+  // detach() was called.
+  void set_waiting(std::function<std::vector<Awaited>()> waiting) { waiting_ = std::move(waiting); }
+  // The rest of a message that arrives in this memory goes to a buffer.
+  void detach(const std::byte* into);
   // Receives of a task: in order for each peer. While a task sends, notices end none of them.
   void await(const Task* owner, const Awaited& receive) {
     awaited_.push_back(receive);
@@ -124,12 +132,16 @@ class Mailbox {
     return a.owner == b.owner && a.from == b.from &&
            a.signature.operation == b.signature.operation && a.signature.peer == b.signature.peer;
   }
-  std::byte* destination_for(int peer, const transport::Header& header) const;
+  std::byte* destination_for(int peer, const transport::Header& header, size_t bytes) const;
+  std::optional<std::byte*> destination_in(std::span<const Awaited> receives, int peer,
+                                           const transport::Header& header) const;
+  static void detach(Message& message, Inbox& inbox);
 
   PeerTable& peers_;
   const CallSequence& calls_;
   std::vector<Inbox> inboxes_;
   std::vector<Awaited> awaited_;
+  std::function<std::vector<Awaited>()> waiting_;
   std::vector<const Task*> sending_;  // those that still have messages to send
   uint64_t arrivals_ = 0;             // number of messages that began to arrive
 };

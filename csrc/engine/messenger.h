@@ -37,6 +37,11 @@ class Messenger {
             FrameDispatcher& dispatcher)
       : engine_(engine), peers_(peers), calls_(calls), mailbox_(mailbox), dispatcher_(dispatcher) {}
 
+  // Of Mailbox.
+  void set_waiting(std::function<std::vector<Awaited>()> waiting) {
+    mailbox_.set_waiting(std::move(waiting));
+  }
+  void detach(const std::byte* into) { mailbox_.detach(into); }
   void send(int to, const transport::Header& signature, transport::ConstBytes bytes,
             const Deadline& deadline);
   // `from` may be kAnyPeer. Returns the sender. Throws Mismatch, and drops the message, if its

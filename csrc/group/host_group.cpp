@@ -194,6 +194,15 @@ HostGroup::HostGroup(ConnectOptions options, bootstrap::Mesh mesh, std::vector<i
   options_.tuned = std::move(mesh.tuned);  // for split()
   // Heaps exist on a single host only.
   if (runner_.region() != nullptr && runner_.region()->has_heaps()) heap_ = std::move(mesh.heap);
+  engine_.messenger().set_waiting([this] {
+    std::vector<engine::Awaited> all;
+    for (const Worker* const worker : {&worker_, &messages_})
+      for (const PendingReceive& one : worker->waiting_receives()) {
+        PreparedCall prepared{.call = one.call, .deadline = one.deadline};
+        all.push_back(awaited(prepared));
+      }
+    return all;
+  });
 }
 
 HostGroup::~HostGroup() { close(); }
@@ -209,8 +218,12 @@ const kernels::Reducer* HostGroup::check(const Call& call) const {
 
 void HostGroup::run(const Call& call) {
   const bool beside = runs_beside(call, options_);
-  if (is_receive(call) ? (beside ? messages_ : worker_).receives()
-                       : beside && messages_.runs_calls())
+  // As a started one, a large receive takes its message while a send runs.
+  const auto waits = [&](const Worker& worker) {
+    return worker.receives() ||
+           (call.count * bytes_of(call.dtype) > kSmallMessageBytes && worker.runs_calls());
+  };
+  if (is_receive(call) ? waits(beside ? messages_ : worker_) : beside && messages_.runs_calls())
     return start(call, {})->wait();  // keeps the order
   const kernels::Reducer* const reducer = check(call);
   if (beside) return execute({.call = call, .deadline = Deadline(limit_of(call))});
@@ -234,20 +247,24 @@ std::shared_ptr<Work> HostGroup::start(const Call& call,
   return worker.start(body, std::move(then));
 }
 
+engine::Awaited HostGroup::awaited(PreparedCall& receive) const {
+  runner_.prepare(receive);
+  const Call& call = receive.call;
+  return {.from = call.peer == kAnySource ? engine::kAnyPeer : call.peer,
+          .signature = receive.job.header,
+          .into = {static_cast<std::byte*>(call.output), call.count * bytes_of(call.dtype)}};
+}
+
 // Errors name the receive that times out first.
 std::optional<Worker::Completed> HostGroup::receive_any(
     std::span<const PendingReceive* const> pending) {
   std::vector<PreparedCall> calls;
-  std::vector<engine::Awaited> awaited;
+  std::vector<engine::Awaited> receives;
   engine::Received received;
   for (const PendingReceive* const one : pending) {
     PreparedCall& prepared =
         calls.emplace_back(PreparedCall{.call = one->call, .deadline = one->deadline});
-    runner_.prepare(prepared);
-    awaited.push_back({.from = one->call.peer == kAnySource ? engine::kAnyPeer : one->call.peer,
-                       .signature = prepared.job.header,
-                       .into = {static_cast<std::byte*>(one->call.output),
-                                one->call.count * bytes_of(one->call.dtype)}});
+    receives.push_back(awaited(prepared));
     if (one->deadline.left() < pending[received.index]->deadline.left())
       received.index = calls.size() - 1;
   }
@@ -255,12 +272,13 @@ std::optional<Worker::Completed> HostGroup::receive_any(
   std::exception_ptr error;
   try {
     engine_.check_usable();
-    if (!engine_.messenger().receive_any(awaited, received, first)) return std::nullopt;
+    if (!engine_.messenger().receive_any(receives, received, first)) return std::nullopt;
     if (int* const source = pending[received.index]->call.source) *source = received.from;
     const PreparedCall& one = calls[received.index];
     log_.end(log_.begin(one), one, engine_.traffic(), nullptr, false);
   } catch (...) {
     const PreparedCall& one = calls[received.index];
+    engine_.messenger().detach(static_cast<const std::byte*>(one.call.output));
     error = log_failure(log_.begin(one), one);
   }
   return Worker::Completed{received.index, error};
@@ -376,6 +394,7 @@ void HostGroup::close_after_peers(std::chrono::nanoseconds wait) noexcept {
   messages_.join();
   engine_.posted().join();
   heartbeat_.join();
+  engine_.messenger().set_waiting({});
   engine_.leave(wait, options_.interrupted);
   log_.close();
 }

@@ -363,6 +363,16 @@ bool Worker::runs_calls() const {
   return !state_->queue.empty() || (state_->worker_inside && !state_->receiving);
 }
 
+std::vector<PendingReceive> Worker::waiting_receives() const {
+  if (!receives()) return {};
+  const Lock lock(state_->mutex, std::try_to_lock);  // run_exclusive() holds it while it runs
+  if (!lock) return {};
+  std::vector<PendingReceive> found;
+  if (state_->deferred) found.push_back(*state_->deferred->receive());
+  for (const auto& one : state_->receives) found.push_back(*one->receive());
+  return found;
+}
+
 void Worker::join() {
   State& state = *state_;
   const auto me = std::this_thread::get_id();

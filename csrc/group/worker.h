@@ -50,6 +50,7 @@
 #include <span>
 #include <thread>
 #include <utility>
+#include <vector>
 
 #include "core/deadline.h"
 #include "group/group.h"
@@ -170,6 +171,8 @@ class Worker {
   const Receiver& receiver() const { return state_->receiver; }
   // Whether a call that is no receive runs or waits.
   bool runs_calls() const;
+  // The receives that wait, in order; none if another thread changes them now.
+  std::vector<PendingReceive> waiting_receives() const;
   // Whether a receive waits, so that one that begins now must wait behind it.
   bool receives() const { return state_->receives_pending.load(); }
   // Rejects new calls, and ends the thread after the started calls and the caller inside. A thread

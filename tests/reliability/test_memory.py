@@ -32,6 +32,17 @@ def resident(what: str) -> int:
     raise AssertionError(what)
 
 
+def exchange(group: pycomm.Group, x: object, out: object) -> None:
+    """Each rank sends to the next one. The messages arrive while the ranks send and then add, not
+    while they wait for them."""
+    following, previous = (group.rank + 1) % group.size, group.rank - 1
+    received = pycomm.recv(out, previous % group.size, group=group, async_op=True)
+    pycomm.barrier(group=group)
+    pycomm.send(x, following, group=group)
+    pycomm.all_reduce(np.ones(1), group=group)
+    received.wait()
+
+
 def added(group: pycomm.Group, dtype: str) -> dict[str, int]:
     """By verb: the most bytes that a group and its calls added since before its creation."""
     size, count = group.size, LARGE // np.dtype(dtype).itemsize
@@ -45,6 +56,7 @@ def added(group: pycomm.Group, dtype: str) -> dict[str, int]:
         "all_gather": lambda g: pycomm.all_gather(part, others, group=g),
         "reduce_scatter": lambda g: pycomm.reduce_scatter(rows, out=part, group=g),
         "all_to_all": lambda g: pycomm.all_to_all(rows, others, group=g),
+        "send": lambda g: exchange(g, rows, others),
     }
     found = {}
     for name, verb in verbs.items():

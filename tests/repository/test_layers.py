@@ -202,8 +202,8 @@ BUDGETS = {
     "csrc/cuda": 5417,
     "csrc/device": 1553,
     "csrc/device_group": 2077,
-    "csrc/engine": 4140,
-    "csrc/group": 3471,
+    "csrc/engine": 4176,
+    "csrc/group": 3504,
     "csrc/kernels": 3639,
     "csrc/os": 1746,
     "csrc/rendezvous": 1658,
@@ -221,13 +221,13 @@ BUDGETS = {
     "tests/emulator": 8488,
     "tests/native": 16064,
     "tests/ranks": 8607,
-    "tests/reliability": 5088,
+    "tests/reliability": 5100,
     "tests/support": 6413,
     "tests/torch_backend": 4618,
     "tests/unit": 6283,
     "tools": 1955,
 }
-IN_ALL = 154_469
+IN_ALL = 154_550
 LONGEST_FILE = 500
 MOST_VARIABLES = 11
 # Set by setup.py for the compiler, and by pycomm's launchers for their ranks: not for users.
