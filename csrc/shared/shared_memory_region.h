@@ -90,9 +90,9 @@ class SharedMemoryRegion {
   std::vector<os::HeapView> heaps_;  // by number, or empty
   int rank_;
   std::vector<uint64_t> known_done_;
-  // In the long run 8 of 256 chunks are trials, half of them with the slower stores. The first
-  // chunks fault their pages in.
-  std::vector<OnlineTuner> stores_{6, OnlineTuner{kSlots, 8, 256}};
+  // In the long run 8 of 2,048 chunks are trials, half of them with the slower stores: a trial for
+  // each 128 MiB. The first chunks fault their pages in.
+  std::vector<OnlineTuner> stores_{6, OnlineTuner{kSlots, 8, 2048}};
   uint16_t epoch_ = 0;
   uint64_t base_ = 0, next_ = 0;
 };
