@@ -227,8 +227,34 @@ def _pair(spec: Row) -> list[str]:
     return [spec["what"], *shown, gain, f"`{spec['command']}`", f"[json]({file})"]
 
 
+def families(data: Row, spec: Row) -> Lines:
+    """By collective and size, on each family of processors: our time, and the fastest MPI's in the
+    processes of that MPI divided by ours."""
+    header, cells = ["collective", "size"], dict[tuple[Any, ...], dict[str, list[str]]]()
+    for family, files in spec["families"].items():
+        header += [f"{family}: {column}" for column in ("us", "worst round", "best MPI / pycomm")]
+        rows = [row for name in files for row in _read([name])[1]["rows"]]
+        for case, found in grouped(rows, ("verb", "size_bytes")).items():
+            of = {(row["mpi"], row["peer"]): row for row in found}
+            ours = {mpi: row for (mpi, peer), row in of.items() if peer == "pycomm-direct"}
+            figures = [statistics.median(row["time_us"] for row in ours.values())]
+            figures.append(max(row["worst_us"] for row in ours.values()))
+            ratio, mpi = min((of[m, m]["time_us"] / r["time_us"], m) for m, r in ours.items())
+            texts = [*map(number, figures), f"{number(ratio, 'x')} ({label(mpi)})"]
+            cells.setdefault(case, {})[family] = texts
+    lines = []
+    verbs = [verb for verb, _ in cells]
+    for (verb, count), by in sorted(
+        cells.items(), key=lambda one: (verbs.index(one[0][0]), one[0][1])
+    ):
+        lines.append([verb, size(count)])
+        for family in spec["families"]:
+            lines[-1] += by.get(family, ["", "", ""])
+    return table(header, lines)
+
+
 LAYOUTS: dict[str, Callable[[Row, Row], Lines]] = {
-    layout.__name__: layout for layout in (pivot, fields, kernels, convergence, pairs)
+    layout.__name__: layout for layout in (pivot, fields, kernels, convergence, pairs, families)
 }
 
 

@@ -273,8 +273,13 @@ def direct(arrays: Arrays) -> Call:
         for work in works:
             work.wait()
 
+    views: dict[int, torch.Tensor] = {}
+
     def whole(x: torch.Tensor) -> torch.Tensor:
-        return x.view(case.size, -1)
+        """Made once: torch takes longer for a view than the core for a small call."""
+        if id(x) not in views:
+            views[id(x)] = x.view(case.size, -1)
+        return views[id(x)]
 
     if case.verb.startswith("p2p_"):
         return point_to_point(
