@@ -102,9 +102,7 @@ packages:
 	.ci/packages nightly
 
 # All rows of the tables of which test-full runs some each day, and the tier "nightly".
-TABLES := tests/native/test_mutations.py tests/emulator/test_cuda.py tests/emulator/test_sass.py \
-  tests/repository/test_layers.py tests/cli/test_torch_versions.py tests/torch_backend/test_programs.py \
-  tests/docs/test_examples.py tests/native/test_native.py
+TABLES = $(shell grep -rl --include='test_*.py' '^from sample import .*of_the_day' tests)
 test-nightly: build .venv/programs .venv/vllm/installed
 	$(LINT)
 	$(PROGRAMS) nightly

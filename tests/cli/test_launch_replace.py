@@ -1,26 +1,18 @@
 """`pycomm launch --replace`: new processes take the ranks of those that failed."""
 
-import contextlib
-import io
 import re
-import runpy
-import sys
 import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
-from paths import ROOT
+from sample import of_the_day
 from test_launch import CLEAN, LAUNCH, LIMIT_S, PROGRAM, SECRET, WHY_NOT, launch, report_of
 
-from pycomm import Group
 from pycomm.bench.support.netns import Network
 from pycomm.errors import InvalidArgument
 from pycomm.launch.hosts import Hosts, Place
 from pycomm.launch.losses import Losses, Replacement
-from pycomm.testing import run_ranks
-
-EXAMPLE = str(ROOT / "examples" / "replace.py")
 
 
 @pytest.mark.parametrize("failures", [["1:kill"], ["0:kill", "2:raise"]])
@@ -150,8 +142,7 @@ def test_a_rank_of_another_host_fails(tmp_path: Path) -> None:
     ("ranks", "options", "lost"),
     [
         ([1, 2], ["--spares", "1"], 0),  # with the rendezvous
-        ([1, 2], ["--min-ranks", "2"], 0),
-        ([2, 1], ["--min-ranks", "2"], 1),
+        *of_the_day([([1, 2], ["--min-ranks", "2"], 0), ([2, 1], ["--min-ranks", "2"], 1)], 2),
     ],
 )
 def test_a_host_is_lost(tmp_path: Path, ranks: list[int], options: list[str], lost: int) -> None:
@@ -175,7 +166,7 @@ def test_a_host_is_lost(tmp_path: Path, ranks: list[int], options: list[str], lo
 
 
 @pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
-@pytest.mark.parametrize("ranks", [[2, 1, 0], [0, 1, 2]])
+@pytest.mark.parametrize("ranks", of_the_day([[2, 1, 0], [0, 1, 2]], 2))
 def test_a_spare_host_takes_the_place_of_a_lost_one(tmp_path: Path, ranks: list[int]) -> None:
     """Also if it is the first, which serves the rendezvous."""
     with Network(3, ipv6=False) as net:
@@ -191,20 +182,3 @@ def test_a_spare_host_takes_the_place_of_a_lost_one(tmp_path: Path, ranks: list[
     found = {log: report["ranks"] for log, report in reports(tmp_path).items()}
     left = ["rank0", "rank1"] if ranks[0] else ["rank1", "rank2"]
     assert found == {log: [0, 1, 2] for log in [*left, "spare0"]}
-
-
-def without_failures(group: Group) -> str:
-    """What the example prints."""
-    sys.argv = [EXAMPLE, "--no-kills"]
-    with contextlib.redirect_stdout(io.StringIO()) as printed:
-        runpy.run_path(EXAMPLE, run_name="__main__")
-    return printed.getvalue()
-
-
-def test_the_result_of_training_is_that_without_failures(tmp_path: Path) -> None:
-    """Bit by bit: two ranks are killed, one of which serves the store."""
-    done = launch(tmp_path, "--nproc", "3", "--replace", "1", EXAMPLE)
-    assert done.returncode == 0, done.stderr
-    logs = [(tmp_path / "log" / f"rank{rank}.log").read_text() for rank in range(3)]
-    logs += run_ranks(3, without_failures, transport="", processes=True)
-    assert len({re.findall("checksum .*", log)[-1] for log in logs}) == 1

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from finished import finished
+from sample import of_the_day
 from test_launch import CLEAN, LAUNCH, LIMIT_S, PROGRAM, launch
 
 from benchmarks.support.unauthenticated import inodes, with_descendants
@@ -109,7 +110,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize("code", [BY_NUMPY, BY_TORCH], ids=["numpy", "torch"])
-@pytest.mark.parametrize("how", ["command", "decorator"])
+@pytest.mark.parametrize("how", of_the_day(["command", "decorator"], 2))
 def test_on_one_host_all_listen_on_the_loopback(how: str, code: str, tmp_path: Path) -> None:
     """Checked while rank 0 waits for rank 1: it serves its store and the mesh listens."""
     os.mkfifo(tmp_path / "pipe")

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from finished import finished
 from paths import ROOT
+from sample import of_the_day
 
 from pycomm.bench.support import netns
 from tools import wheel as tools_wheel
@@ -114,7 +115,7 @@ def test_pycomm_comes_from_the_wheel(run: Pycomm, installed: Path) -> None:
     assert Path(done.stdout.strip()).is_relative_to(installed)
 
 
-@pytest.mark.parametrize("rate", ["", pytest.param("1gbit", marks=NEEDS_HOSTS)])
+@pytest.mark.parametrize("rate", of_the_day(["", pytest.param("1gbit", marks=NEEDS_HOSTS)], 2))
 def test_demo_runs(rate: str, run: Pycomm, tmp_path: Path) -> None:
     done = run("pycomm", "demo", "--steps", "2", "--rows", "pycomm", "--rate", rate)
     assert done.returncode == 0, done.stderr

@@ -24,14 +24,17 @@ pytestmark = [
     pytest.mark.timeout(900),
 ]
 
-CASES = ["topk", "step", "step_dtypes", "brief", "graph", "infinity", "packets", "packet_dtypes"]
-CASES += ["dense", "quantize", "changed", "groups"]
-CASES += ["compact", "compact_bits", "compact_batch", "compact_brief", "compact_graph"]
-TOO_SLOW = [("tsan", "compact_bits")]  # takes minutes; the other cases cover the same code
-# These take up to a minute: each day one of them under each sanitizer.
-for kind, other in (("tsan", "compact_graph"), ("asan", "compact_bits")):
-    slow = [(kind, case) for case in ("compact_batch", "groups", "graph", "compact", other)]
-    TOO_SLOW += [row for row in slow if row not in of_the_day(slow, len(slow))]
+SHORT = ["topk", "step", "step_dtypes", "brief", "infinity", "packets", "packet_dtypes", "dense"]
+SHORT += ["quantize", "changed", "compact_brief"]
+LONG = ["compact_batch", "groups", "graph", "compact"]  # up to a minute under a sanitizer
+CASES = [*SHORT, *LONG, "compact_bits", "compact_graph"]
+RUNS = [("plain", case) for case in CASES]
+# Each day one of LONG under each sanitizer, and each of SHORT under one. compact_bits takes minutes
+# under the thread sanitizer; the other cases cover the same code.
+RUNS += of_the_day([("tsan", case) for case in [*LONG, "compact_graph"]], 5)
+RUNS += of_the_day([("asan", case) for case in [*LONG, "compact_bits"]], 5)
+BOTH = [(kind, case) for i, case in enumerate(SHORT) for kind in ("asan", "tsan")[:: (-1) ** i]]
+RUNS += [("asan", "compact_graph"), *of_the_day(BOTH, 2)]
 # Machine code of the wheels, and what the driver makes of PTX: each day for one GPU.
 ARCHITECTURES = of_the_day(programs.ARCHITECTURES, len(programs.ARCHITECTURES))
 MOST_REGISTERS = 128  # of a hot kernel in float32: 2 blocks of 256 threads on every architecture
@@ -43,16 +46,13 @@ def arguments(case, order, seed="1", blocks="4"):
     return ["--bits", case, "--order", order, "--seed", seed, "--blocks", blocks]
 
 
-@pytest.mark.parametrize(
-    ("kind", "case"),
-    [(k, c) for k in ("plain", "asan", "tsan") for c in CASES if (k, c) not in TOO_SLOW],
-)
+@pytest.mark.parametrize(("kind", "case"), RUNS)
 def test_kernels_are_correct_under_sanitizers(kind, case):
     (program,) = programs.build([f"gpu_check.{kind}"])
     orders = [["forward"], ["reverse"]]
     if kind != "plain":
-        orders = of_the_day([["random", "5", "3"], ["random", "6", "1"], ["random", "7", "9"]], 3)
-    for order in orders:
+        orders = [["random", "5", "3"], ["random", "6", "1"], ["random", "7", "9"]]
+    for order in of_the_day(orders, len(orders)):
         done = run(program, *arguments(case, *order), limit_s=300)
         assert done.stdout.endswith("right\n"), done.stdout[-4000:]
         assert done.returncode == 0

@@ -1,13 +1,13 @@
 """The stream engine without a GPU: plans over the fake NCCL on emulated streams.
 
-The cases are in the files programs.STREAMS of tests/emulator. Each runs plain, and under the thread
-and the address and undefined sanitizers.
+The cases are in the files programs.STREAMS. Each runs plain, and each day under one sanitizer.
 """
 
 import re
 
 import programs
 import pytest
+from sample import of_the_day
 from test_emulator import run
 
 pytestmark = [
@@ -16,7 +16,7 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("kind", ["plain", "tsan", "asan"])
+@pytest.mark.parametrize("kind", ["plain", *of_the_day(["tsan", "asan"], 2)])
 def test_plans_run_on_streams(kind):
     (program,) = programs.build([f"streams.{kind}"])
     done = run(program, limit_s=200)

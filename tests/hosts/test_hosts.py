@@ -17,7 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from host_ranks import training
 from host_runs import LIMIT_S, PORT, RANKS, Run
+from sample import of_the_day
+from torch_ranks import run_fixture  # noqa: F401 - the fixture "run"
 
 from benchmarks.support import delayed_link
 from benchmarks.support.delayed_link import DelayedLink, LinkSettings
@@ -39,12 +42,10 @@ def two_links() -> Iterator[Network]:
 
 
 def expected_transports(places: Sequence[int]) -> list[list[str]]:
+    ranks = range(len(places))
     return [
-        [
-            "self" if a == b else "shm" if places[a] == places[b] else "tcp"
-            for b in range(len(places))
-        ]
-        for a in range(len(places))
+        ["self" if a == b else "shm" if places[a] == places[b] else "tcp" for b in ranks]
+        for a in ranks
     ]
 
 
@@ -117,7 +118,7 @@ def test_default_interface_is_the_route_to_rank_0(two_links: Network) -> None:
         assert bytes_over(host, 0, counters) == 0
 
 
-@pytest.mark.parametrize("encrypted", [False, True])
+@pytest.mark.parametrize("encrypted", of_the_day([False, True], 2))
 def test_a_group_of_gloo_forms_where_gloo_takes_the_loopback(encrypted: bool) -> None:
     """The hosts' own name has an address of the loopback, as in Debian's /etc/hosts, and only the
     variables of torchrun are set. gloo, run by hand, offers that address: on one rank it failed
@@ -141,8 +142,7 @@ def test_a_group_of_gloo_forms_where_gloo_takes_the_loopback(encrypted: bool) ->
         for rank, process in enumerate(ranks):
             out, err = process.communicate(timeout=LIMIT_S)
             assert process.returncode == 0, f"rank {rank}: {out}{err}"
-            wanted = {"own": loopback[rank % 2], "made": 1, "sums": [10.0]}
-            wanted["encrypted"] = encrypted
+            wanted = {"own": loopback[rank % 2], "made": 1, "sums": [10.0], "encrypted": encrypted}
             assert json.loads(out.splitlines()[-1]) == wanted
 
 
@@ -270,18 +270,18 @@ def test_unreachable_address_is_named(two_links: Network, how: str) -> None:
 
 
 @pytest.mark.timeout(300)
-def test_training_on_two_hosts_equals_one_host() -> None:
+def test_training_on_two_hosts_equals_one_host(run: Any) -> None:
     with Network(2) as net:
-        apart = Run(net, [0, 0, 1, 1], "training", {"MASTER_ADDR": net.hosts[0].ipv6()})
-        results = apart.start_all().results()
-        levels = {"MASTER_ADDR": net.hosts[0].ipv6(), "HIERARCHICAL": "1"}  # and two lanes
-        wrapped = Run(net, [0, 0, 1, 1], "training", levels).start_all().results()
-        alone = Run(net, [0, 0, 0, 0], "training").start_all().results()
+        at = {"MASTER_ADDR": net.hosts[0].ipv6()}
+        results = Run(net, [0, 0, 1, 1], "training", at).start_all().results()
+        at["HIERARCHICAL"] = "1"  # and two lanes
+        wrapped = Run(net, [0, 0, 1, 1], "training", at).start_all().results()
+    alone = run(4, training)
     assert {(t["hosts"], t["lanes"]) for t in alone} == {(1, 1)}
-    for run in (results, wrapped, alone):
+    for each in (results, wrapped, alone):
         # On two hosts the order of summation differs: bits are equal among ranks, not among runs.
-        assert len({t["bits"] for t in run}) == 1
-        assert run[0]["sums"] == pytest.approx(alone[0]["sums"], rel=1e-5)
+        assert len({t["bits"] for t in each}) == 1
+        assert each[0]["sums"] == pytest.approx(alone[0]["sums"], rel=1e-5)
     assert {(t["hosts"], t["lanes"]) for t in results + wrapped} == {(2, 2)}
 
 

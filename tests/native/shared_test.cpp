@@ -23,8 +23,6 @@ using namespace std::chrono_literals;
 
 namespace {
 
-const std::vector<std::string> kShared{"local", "shm"};
-
 // Elements of float32 about: nothing, a flag's own line, one shot, a slot, all slots and more.
 const std::vector<size_t> kCounts{0, 1, 11, 12, 13, 4096, 4097, 65536, 65537, 5 * 65536 + 3};
 
@@ -156,7 +154,7 @@ const Test kLarge("outputs that are larger than the caches", [] {
       run_once(group, operation, kOutput);
     for (const Operation operation :
          {Operation::all_gather, Operation::gather, Operation::all_to_all})
-      run_once(group, operation, kOutput / 2 + 1);
+      if (!kRaces) run_once(group, operation, kOutput / 2 + 1);  // stores as above
   });
 });
 

@@ -1,5 +1,5 @@
-"""Runs every native suite under the address and undefined, and those with threads under the thread
-sanitizer.
+"""Runs every native suite under the address and undefined sanitizers, and those with threads under
+the thread sanitizer on every other day, without SAMPLE under both.
 
 The suites are C++ (tests/native/*_test.cpp); tests/native/build.py builds them. A report of a
 sanitizer fails the suite: there are no suppressions.
@@ -15,9 +15,10 @@ from sanitizers import OPTIONS, fixed_addresses
 
 from build import BuildFailed, build, suites
 
-pytestmark = pytest.mark.no_attack(
-    "suites count their descriptors, and join ranks without a handshake"
-)
+pytestmark = [
+    pytest.mark.no_attack("suites count their descriptors, and join ranks without a handshake"),
+    pytest.mark.timeout(1200),  # without --built the first test of a sanitizer compiles csrc
+]
 
 RUN_LIMIT_S = 600  # of one suite, which takes 5 to 170 s on an idle machine
 # They use fibers, which the thread sanitizer does not support, and for whose stacks the address
@@ -35,30 +36,21 @@ SINGLE_THREADED = ["choose", "compact", "encrypted", "halves", "handshake", "ker
 SINGLE_THREADED += ["link", "mutants", "online_tuner", "plans", "stages"]
 THREAD_STARTS = ("_M_start_thread", "pthread_create", "thrd_create")  # parts of symbols
 
-# They run 10 to 40 s under both sanitizers together: each day under one of them.
-LONG = ["death", "engine", "engine_demand", "group", "group_demand", "hosts", "patience"]
-LONG += ["shared", "transport", "verbs", "wide", "zero_copy", SPARSE]
-BOTH = [(kind, name) for i, name in enumerate(LONG) for kind in ("asan", "tsan")[:: (-1) ** i]]
-
-RUNS = [("asan", name) for name in suites() if name not in (SIMULATION, WEAK_MEMORY, FRAMES)]
-RUNS += [("tsan", name) for _, name in RUNS if name not in SINGLE_THREADED]
-RUNS = [row for row in RUNS if row not in BOTH] + of_the_day(BOTH, 2)
+THREADED = sorted({*suites()} - {SIMULATION, WEAK_MEMORY, FRAMES, *SINGLE_THREADED})
+BOTH = [(kind, name) for i, name in enumerate(THREADED) for kind in ("asan", "tsan")[:: (-1) ** i]]
+RUNS = [("asan", name) for name in SINGLE_THREADED] + of_the_day(BOTH, 2)
 
 
-# Without --built the first test of a sanitizer compiles all of csrc.
-@pytest.mark.timeout(1200)
 @pytest.mark.parametrize(("sanitizer", "suite"), RUNS)
 def test_native(sanitizer: str, suite: str) -> None:
     run(sanitizer, suite)
 
 
-@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("suite", SINGLE_THREADED)
 def test_suite_without_threads_cannot_start_one(suite: str) -> None:
     assert not starts_threads(suite), "remove it from SINGLE_THREADED"
 
 
-@pytest.mark.timeout(1200)
 def test_suite_with_threads_is_recognized() -> None:
     assert starts_threads(SPARSE)
 
@@ -71,7 +63,6 @@ def starts_threads(suite: str) -> bool:
     return any(name in done.stdout for name in THREAD_STARTS)
 
 
-@pytest.mark.timeout(1200)
 def test_every_order_of_events() -> None:
     """The address sanitizer, which takes twelve times as long, sees a third of them each day."""
     assert "4 passed" in run("product", SIMULATION, SHORT)

@@ -24,13 +24,6 @@ using namespace std::chrono_literals;
 
 namespace {
 
-#if defined(__SANITIZE_THREAD__)
-// By shm threads of one process have two mappings of each segment but one of the heap: the
-// sanitizer sees that two ranks work on an array, and not the flags that order them.
-const std::vector<std::string> kShared{"local"};
-#else
-const std::vector<std::string> kShared{"local", "shm"};
-#endif
 // Elements of float32 above the size from which arrays are offered; several steps of 256 KiB.
 const std::vector<size_t> kCounts{4097, 65'537, 400'003};
 constexpr size_t kMargin = 1000;  // elements, before and behind what a call may touch

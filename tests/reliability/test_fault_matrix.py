@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from bench_runs import first_epoch
+from sample import of_the_day
 
 from benchmarks.reliability import cancellation, fault_rank, faults, soak
 from benchmarks.reliability.fault_rank import DISAGREEMENTS, SLOW, VERBS, Call, Job
@@ -15,7 +16,7 @@ from benchmarks.reliability.faults import LARGE, MOMENTS, PROCESSES, TINY, TRANS
 SEED = 20  # of the soak
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", of_the_day(TRANSPORTS, 2))
 @pytest.mark.parametrize("action", [action for action in MOMENTS if action not in PROCESSES])
 def test_promises_hold_among_threads(action: str, transport: str) -> None:
     cells = list(faults.matrix([action], [transport]))

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 from finished import finished_together
 from paths import ROOT
+from sample import of_the_day
 
 from benchmarks.support.ports import free_port
 
@@ -100,13 +101,12 @@ def _run(folder: Path, *arguments: str) -> tuple[list[object], str]:
     }
     command = [sys.executable, str(script), *arguments]
     ranks = finished_together((command, {**env, "RANK": str(r)}) for r in range(4))
-    return [json.loads(rank.stdout) for rank in ranks if rank.stdout], "".join(
-        rank.stderr for rank in ranks
-    )
+    errors = "".join(rank.stderr for rank in ranks)
+    return [json.loads(rank.stdout) for rank in ranks if rank.stdout], errors
 
 
 @pytest.mark.parametrize("backend", ["pycomm", "torch"])
-@pytest.mark.parametrize("rank", ["1", "3", "all"])
+@pytest.mark.parametrize("rank", of_the_day(["1", "3", "all"], 3))
 def test_all_ranks_use_tcp_and_are_warned(tmp_path: Path, rank: str, backend: str) -> None:
     results, errors = _run(tmp_path, rank, "unix", backend)
     assert results == [[[4.0, 2.0], ["tcp"], ["tcp"]]] * 4, errors

@@ -43,15 +43,10 @@ from benchmarks.support.unauthenticated import (
 
 BACKLOG = 4093  # kBacklog in csrc/os/socket.h
 SOMAXCONN = Path("/proc/sys/net/core/somaxconn")  # the backlog if a larger one was requested
-UNIX, NO_ATTACK = (
-    "pycomm-",
-    "pycomm_no_attack-",
-)  # prefixes of the names of listeners, and of processes to skip
+UNIX, NO_ATTACK = "pycomm-", "pycomm_no_attack-"  # prefixes: of listeners, of processes to skip
 ROUND_S = 0.02
 PAUSE = 19.0  # of the duration of a round: the attack takes at most a 20th of a processor
-MAX_CONNECTIONS = (
-    200  # connections to one listener, so that a long-lived one is not called endlessly
-)
+MAX_CONNECTIONS = 200  # to one listener, so that a long-lived one is not called endlessly
 MANY = 50  # with this many listeners at least one is reached
 LOWEST = 19
 END_S = 60.0
@@ -174,12 +169,8 @@ class Attack:
         """Closes the connections and returns the result."""
         self._clients.go_on()
         self._clients.close()
-        return Result(
-            self.listeners,
-            self._clients.connected,
-            self._clients.refused,
-            self._clients.let_in,
-        )
+        made = self._clients
+        return Result(self.listeners, made.connected, made.refused, made.let_in)
 
     def _listeners_of_run(self) -> dict[int, Address]:
         """The listeners of this run, without those of excluded processes."""

@@ -171,21 +171,26 @@ class World:
             if not process.ended:
                 process.thread.start()
         while left := [process for process in self.processes if not process.ended]:
-            ready = [p for p in left if p.can_continue() or self.clock >= p.until]
-            if not ready:
+            if self._continue_one():
+                self.scheduler.acquire()
+            else:
                 self.clock = min(process.until for process in left)
                 assert self.clock < END_S, f"process {left[0].number} waits without end"
-                continue
-            number = self._schedule([process.number for process in ready])
-            self.current = self.processes[number]
+
+    def _continue_one(self) -> bool:
+        """Lets the process run that the schedule chooses; False: all wait."""
+        left = [process for process in self.processes if not process.ended]
+        ready = [p.number for p in left if p.can_continue() or self.clock >= p.until]
+        if ready:
+            self.current = self.processes[self._schedule(ready)]
             self.current.turn.release()
-            self.scheduler.acquire()
+        return bool(ready)
 
     def stop(self) -> None:
         """Ends the threads that are left, after a failure."""
         for process in self.processes:
             while process.thread.is_alive():
-                process.dies_at = process.events
+                process.dies_at = process.events + 1
                 process.turn.release()
                 process.thread.join(0.01)
 
@@ -202,7 +207,8 @@ class World:
         process.can_continue, process.until = can_continue, until
         if process.events == process.dies_at:
             raise Died
-        self.scheduler.release()
+        if not self._continue_one():
+            self.scheduler.release()
         process.turn.acquire()
         process.events += 1
         if process.events == process.dies_at:

@@ -6,7 +6,6 @@ import dataclasses
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from membership_world import Rank, World, age
 
@@ -32,7 +31,7 @@ def moves(world: World, budget: Budget) -> Iterator[Move]:
     for rank in world.ranks:
         if world.can_continue(rank):
             after = world.copy()
-            own = after.ranks[rank.number]
+            own = after.changed(rank.number)
             after.step(own)
             while after.can_continue(own) and name_of(own.todo[0]) in LOCAL:
                 after.step(own)
@@ -73,18 +72,16 @@ def _is_broken(world: World, rank: Rank) -> bool:
 
 def explore(world: World, budget: Budget, most: int) -> int:
     """Checks each world that any order of events leads to; returns their number, at most `most`."""
-    seen: set[Any] = set()
-    todo = [(world, budget)]
+    todo = [(world, budget, hash((world.key(), budget)))]
+    seen = {todo[0][2]}
     while todo and len(seen) < most:
-        now, left = todo.pop()
-        key = hash((now.key(), left))
-        if key in seen:
-            continue
-        seen.add(key)
+        now, left, own = todo.pop()
         check(now)
-        following = [(w, b) for w, b in moves(now, left) if hash((w.key(), b)) != key]
-        todo += following
-        if now.late and not any(_progress(now, w) for w, _ in following):
+        following = {hash((w.key(), b)): (w, b) for w, b in moves(now, left)}
+        following.pop(own, None)
+        todo += [(w, b, key) for key, (w, b) in following.items() if key not in seen]
+        seen.update(following)
+        if now.late and not any(_progress(now, w) for w, _ in following.values()):
             check_end(now)
     return len(seen)
 

@@ -72,9 +72,9 @@ def _do(world: World, what: str, number: int, given: dict[str, Any]) -> None:
     if what in ("dies", "stops", "resumes"):
         getattr(world, what)(number)
     elif what == "trap":
-        world.ranks[number].dies = ACTIONS[given["moment"]]
+        world.changed(number).dies = ACTIONS[given["moment"]]
     elif what == "loses":
-        world.ranks[number].lost.add(int(given["peer"]))
+        world.changed(number).lost.add(int(given["peer"]))
     elif what == "calls":
         call = given.get("call")
         world.calls(number, f"{call}s" if call else "grows", int(given.get("count") or 0))

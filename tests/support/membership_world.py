@@ -57,17 +57,19 @@ class Rank:
     given: Any = None  # of one that joins: name and processes of the group, as answered
     voters: tuple[int, ...] = ()  # the processes that decided
     following: tuple[int, ...] = ()  # the processes of the group that it formed
+    known: str = ""  # its key, until it changes
 
     def copy(self) -> Rank:
-        made = copy.copy(self)
+        made = Rank(**{**vars(self), "known": ""})
         made.todo, made.joined = self.todo.copy(), self.joined.copy()
         made.invited = self.invited.copy()
         made.skipped, made.lost, made.used = self.skipped.copy(), self.lost.copy(), self.used.copy()
         return made
 
-    def key(self) -> Any:
+    def key(self) -> str:
         """Equal for equal ranks."""
-        return tuple(repr(value) for value in vars(self).values())
+        self.known = self.known or repr(vars(self))
+        return self.known
 
 
 class World:
@@ -87,14 +89,18 @@ class World:
         self.returned: set[tuple[str, tuple[int, ...]]] = set()  # to a rank of them
 
     def copy(self) -> World:
-        """Values are never changed, only replaced: containers are copied."""
+        """Values and ranks are never changed, only replaced: containers are copied."""
         made = copy.copy(self)
         for name, value in vars(self).items():
             if isinstance(value, (dict, set, list)):
                 setattr(made, name, value.copy())
         made.entered = {group: there.copy() for group, there in self.entered.items()}
-        made.ranks = [rank.copy() for rank in self.ranks]
         return made
+
+    def changed(self, number: int) -> Rank:
+        """The rank, which may be changed: other worlds keep theirs."""
+        self.ranks[number] = self.ranks[number].copy()
+        return self.ranks[number]
 
     def key(self) -> Any:
         """Equal for equal worlds."""
@@ -107,18 +113,18 @@ class World:
     # What scripts and schedules do.
 
     def dies(self, number: int) -> None:
-        self.ranks[number].alive = False
-        self.ranks[number].todo = []
+        rank = self.changed(number)
+        rank.alive, rank.todo = False, []
 
     def stops(self, number: int) -> None:
-        self.ranks[number].stopped = True
+        self.changed(number).stopped = True
 
     def resumes(self, number: int) -> None:
-        self.ranks[number].stopped = False
+        self.changed(number).stopped = False
 
     def calls(self, number: int, call: str, count: int = 0) -> None:
         """The rank calls shrink(), replace() or grow()."""
-        rank = self.ranks[number]
+        rank = self.changed(number)
         assert rank.group is not None
         name, processes = rank.group
         own = processes.index(number)
@@ -157,10 +163,11 @@ class World:
 
     def step(self, rank: Rank) -> None:
         """The next action of the rank, and what the protocol says to it."""
-        action = rank.todo[0]
+        rank.known, action = "", rank.todo[0]
         kind = events.name_of(action)
         if rank.dies == kind and not rank.entered:
-            return self.dies(rank.number)
+            rank.alive, rank.todo = False, []
+            return None
         if kind == "form" and not rank.entered:
             return self._enter(rank, action)
         rank.todo.pop(0)

@@ -16,7 +16,6 @@ LONGEST = (
     "test_native.py::test_every_order_of_events",
     "test_streams.py::test_plans_run_on_streams[tsan]",
     "test_cuda.py::test_kernels_are_correct_under_sanitizers[tsan-graph]",
-    "test_launch_replace.py::test_the_result_of_training_is_that_without_failures",
     "test_device_calls.py::test_small_measurement",
 )
 
