@@ -21,6 +21,7 @@ class DetachedCalls {
 
  private:
   struct State;
+  std::shared_ptr<Device> device_;
   std::shared_ptr<State> state_;  // threads own it too
 };
 

@@ -146,6 +146,14 @@ bool is_receive(const Call& call) {
   return call.operation == Operation::recv && !call.device.agreement;
 }
 
+engine::Awaited awaited(const CallRunner& runner, PreparedCall& receive) {
+  runner.prepare(receive);
+  const Call& call = receive.call;
+  return {.from = call.peer == kAnySource ? engine::kAnyPeer : call.peer,
+          .signature = receive.job.header,
+          .into = {static_cast<std::byte*>(call.output), call.count * bytes_of(call.dtype)}};
+}
+
 // Whether the call needs no turn: a message, if several threads may call at once.
 bool runs_beside(const Call& call, const ConnectOptions& options) {
   return options.thread_multiple && !is_plan(call.operation) && !call.device.agreement;
@@ -199,7 +207,7 @@ HostGroup::HostGroup(ConnectOptions options, bootstrap::Mesh mesh, std::vector<i
     for (const Worker* const worker : {&worker_, &messages_})
       for (const PendingReceive& one : worker->waiting_receives()) {
         PreparedCall prepared{.call = one.call, .deadline = one.deadline};
-        all.push_back(awaited(prepared));
+        all.push_back(awaited(runner_, prepared));
       }
     return all;
   });
@@ -247,14 +255,6 @@ std::shared_ptr<Work> HostGroup::start(const Call& call,
   return worker.start(body, std::move(then));
 }
 
-engine::Awaited HostGroup::awaited(PreparedCall& receive) const {
-  runner_.prepare(receive);
-  const Call& call = receive.call;
-  return {.from = call.peer == kAnySource ? engine::kAnyPeer : call.peer,
-          .signature = receive.job.header,
-          .into = {static_cast<std::byte*>(call.output), call.count * bytes_of(call.dtype)}};
-}
-
 // Errors name the receive that times out first.
 std::optional<Worker::Completed> HostGroup::receive_any(
     std::span<const PendingReceive* const> pending) {
@@ -264,7 +264,7 @@ std::optional<Worker::Completed> HostGroup::receive_any(
   for (const PendingReceive* const one : pending) {
     PreparedCall& prepared =
         calls.emplace_back(PreparedCall{.call = one->call, .deadline = one->deadline});
-    receives.push_back(awaited(prepared));
+    receives.push_back(awaited(runner_, prepared));
     if (one->deadline.left() < pending[received.index]->deadline.left())
       received.index = calls.size() - 1;
   }

@@ -68,7 +68,6 @@ class HostGroup final : public Group {
     return call.timeout.count() > 0 ? call.timeout : timeout_.load();
   }
   void execute(PreparedCall prepared);
-  engine::Awaited awaited(PreparedCall& receive) const;
   std::optional<Worker::Completed> receive_any(std::span<const PendingReceive* const> pending);
   std::exception_ptr log_failure(uint64_t number, const PreparedCall& prepared);
 

@@ -15,6 +15,7 @@
 #include <utility>
 #include <vector>
 
+#include "device/detached_calls.h"
 #include "device/host_staging_channel.h"
 #include "harness.h"
 #include "played_devices.h"
@@ -304,6 +305,22 @@ const Test kFailed("the error of an exchange is known when the stream continues"
   bench.exchange();
   bench.device->finish(bench.stream);
   expect(bench.channel.async_error()->kind() == ErrorKind::peer_lost, "the first error stays");
+});
+
+// Either may hold an object of Python, which a thread must not destroy at the end of the process.
+const Test kDetached("a wait for a detached call outlives the call and its device", [] {
+  for (int i = 0; i < 1000; ++i) {
+    auto device = std::make_shared<SteppedDevice>();
+    auto used = std::make_shared<int>();
+    const std::weak_ptr<SteppedDevice> device_left = device;
+    const std::weak_ptr<int> used_left = used;
+    {
+      device::DetachedCalls calls(std::move(device));
+      calls.start([kept = std::move(used)] {});
+      expect(calls.wait(Deadline(std::chrono::seconds(60))), "the call returned");
+    }
+    expect(device_left.expired() && used_left.expired(), "a thread destroys it later");
+  }
 });
 
 }  // namespace

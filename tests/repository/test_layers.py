@@ -200,10 +200,10 @@ BUDGETS = {
     "csrc/codec": 1479,
     "csrc/collectives": 1934,
     "csrc/cuda": 5417,
-    "csrc/device": 1553,
+    "csrc/device": 1557,
     "csrc/device_group": 2077,
     "csrc/engine": 4176,
-    "csrc/group": 3504,
+    "csrc/group": 3503,
     "csrc/kernels": 3639,
     "csrc/os": 1746,
     "csrc/rendezvous": 1658,
@@ -219,15 +219,15 @@ BUDGETS = {
     "tests/cli": 2565,
     "tests/devices": 3838,
     "tests/emulator": 8488,
-    "tests/native": 16059,
+    "tests/native": 16077,
     "tests/ranks": 8607,
     "tests/reliability": 5100,
     "tests/support": 6412,
     "tests/torch_backend": 4618,
     "tests/unit": 6283,
-    "tools": 1981,
+    "tools": 1985,
 }
-IN_ALL = 154_551
+IN_ALL = 154_576
 LONGEST_FILE = 500
 MOST_VARIABLES = 11
 # Set by setup.py for the compiler, and by pycomm's launchers for their ranks: not for users.
